@@ -1,0 +1,21 @@
+"""Settings for every test: eight simulated devices, no silent rank promotion; warnings are errors (pyproject.toml)."""
+
+import os
+
+os.environ.setdefault('JAX_PLATFORMS', 'cpu')
+os.environ['XLA_FLAGS'] = os.environ.get('XLA_FLAGS', '') + ' --xla_force_host_platform_device_count=8'
+
+import jax
+import pytest
+
+jax.config.update('jax_numpy_rank_promotion', 'raise')
+
+
+@pytest.fixture(autouse=True)
+def strict_dtypes(request):
+  """No silent dtype promotion in our own arithmetic; Optax, used in the rest, is not written for that."""
+  if 'pallas_kernels' in request.node.nodeid:
+    with jax.numpy_dtype_promotion('strict'):
+      yield
+  else:
+    yield

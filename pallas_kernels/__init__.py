@@ -1,0 +1,4 @@
+"""What each operation computes, and on which chip.
+
+One folder an operation. Its `reference.py` is the meaning, in plain `jax.numpy`; every other back end is judged by it.
+"""

@@ -1,0 +1,190 @@
+"""The open 2:4 format: kept values and two-bit positions, in logical order.
+
+A *group* is four consecutive entries along the compressed axis; two of them are stored. `Compressed24` is what users
+save, inspect and convert; a back end that wants another order (the register order of a tensor-core instruction, say)
+makes it from this one.
+"""
+
+import dataclasses
+import functools
+
+import jax
+from jax.experimental import checkify
+import jax.numpy as jnp
+
+Array = jax.Array
+
+# The two-bit positions (low, high) of the pairs that a group can keep, by rank; `low | high << 2` is the nibble.
+PAIRS = ((0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3))
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=['values', 'metadata'], meta_fields=['axis'])
+@dataclasses.dataclass(frozen=True)
+class Compressed24:
+  """A 2:4-sparse array as its kept values and their positions.
+
+  With `k` the length of the compressed axis of the dense array, a multiple of four:
+
+  Attributes:
+    values: the two stored entries of each group in their order, `k / 2` along `axis`; dtype of the dense array.
+    metadata: uint8, `ceil(k / 8)` along `axis`. Group `g` is the low (even `g`) or high (odd `g`) nibble of byte
+      `g // 2`; a nibble is `low | high << 2` with `0 <= low < high <= 3` the positions of the two values. The spare
+      nibble of an odd number of groups is zero.
+    axis: the compressed axis, negative, so that it keeps its meaning under `vmap` and a leading layer axis.
+  """
+
+  values: Array
+  metadata: Array
+  axis: int
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    """Shape of the dense array."""
+    shape = list(self.values.shape)
+    shape[self.axis] *= 2
+    return tuple(shape)
+
+  @property
+  def dtype(self) -> jnp.dtype:
+    return self.values.dtype
+
+  @property
+  def nbytes(self) -> int:
+    return self.values.nbytes + self.metadata.nbytes
+
+
+def negative_axis(x: Array, axis: int, *, name: str = 'axis') -> int:
+  """`axis` counted from the end; ValueError if `x` has no such axis."""
+  if not -x.ndim <= axis < x.ndim:
+    raise ValueError(f'{name}={axis} is out of range for an array of shape {x.shape}')
+  return axis if axis < 0 else axis - x.ndim
+
+
+def check_groups(x: Array, axis: int, size: int = 4, *, name: str = 'w') -> int:
+  """Negative `axis`, after checking that its length is a positive multiple of `size`."""
+  axis = negative_axis(x, axis)
+  if x.shape[axis] % size or not x.shape[axis]:
+    raise ValueError(
+      f'{name} of shape {x.shape} has length {x.shape[axis]} along axis {axis}; groups of {size} need a positive'
+      f' multiple of {size}'
+    )
+  return axis
+
+
+def split_groups(x: Array, axis: int, size: int = 4) -> list[Array]:
+  """The `size` entries of every group, as arrays whose `axis` counts groups.
+
+  Slices rather than a reshape to `[..., groups, size, ...]`: XLA fuses them with what follows, and sharding of the
+  axis survives as long as a shard holds whole groups.
+  """
+  axis = axis % x.ndim
+  shape = x.shape[:axis] + (x.shape[axis] // size, size) + x.shape[axis + 1 :]
+  grouped = x.reshape(shape)
+  return [jax.lax.index_in_dim(grouped, i, axis + 1, keepdims=False) for i in range(size)]
+
+
+def join_groups(parts: list[Array], axis: int) -> Array:
+  """Inverse of `split_groups`."""
+  axis = axis % parts[0].ndim
+  joined = jnp.stack(parts, axis=axis + 1)
+  shape = joined.shape
+  return joined.reshape(shape[:axis] + (shape[axis] * shape[axis + 1],) + shape[axis + 2 :])
+
+
+def compress(w: Array, mask: Array, *, axis: int = -2) -> Compressed24:
+  """Stores the entries of `w` that `mask` keeps.
+
+  A group in which `mask` keeps fewer than two entries is filled up with its lowest free positions, holding zero.
+
+  Args:
+    w: any shape with `k`, a multiple of four, along `axis`; any real dtype.
+    mask: bool, shape of `w`; at most two True a group.
+    axis: the axis to compress, the contracted one of the matmul that will use it.
+
+  Returns:
+    A `Compressed24`; `decompress` gives back `jnp.where(mask, w, 0)`.
+
+  Raises:
+    ValueError: shapes differ, `mask` is not bool, `k` is not a multiple of four. Under `checkify` also when a group
+      keeps more than two (elsewhere the first two are stored; `verify` names the group).
+
+  >>> c = compress(jnp.array([0.0, 5.0, 0.0, 7.0]), jnp.array([False, True, False, True]), axis=-1)
+  >>> c.values.tolist(), hex(c.metadata[0])
+  ([5.0, 7.0], '0xd')
+  """
+  axis = check_groups(w, axis)
+  if mask.shape != w.shape or mask.dtype != jnp.bool_:
+    raise ValueError(f'mask must be bool of shape {w.shape}, found {mask.dtype} of shape {mask.shape}')
+  kept = [m.astype(jnp.uint8) for m in split_groups(mask, axis)]
+  checkify.debug_check(jnp.all(sum(kept) <= 2), 'a group of the mask keeps more than two of four')
+  # Kept entries come first, free positions after them, each in index order: the rank of position i is the number of
+  # kept before it if kept, else the number of kept at all plus the number of free before it.
+  total = sum(kept)
+  stored = []
+  kept_before = jnp.zeros_like(total)
+  for i, m in enumerate(kept):
+    rank = jnp.where(m == 1, kept_before, total + (i - kept_before))
+    stored.append(rank < 2)
+    kept_before = kept_before + m
+  entries = [jnp.where(m == 1, x, jnp.zeros((), w.dtype)) for x, m in zip(split_groups(w, axis), kept, strict=True)]
+  # The low value is the first stored entry, the high value the last one.
+  low, high, low_at, high_at = entries[2], entries[1], jnp.full_like(total, 2), jnp.full_like(total, 1)
+  for i in (1, 0):
+    low, low_at = jnp.where(stored[i], entries[i], low), jnp.where(stored[i], jnp.uint8(i), low_at)
+  for i in (2, 3):
+    high, high_at = jnp.where(stored[i], entries[i], high), jnp.where(stored[i], jnp.uint8(i), high_at)
+  return Compressed24(join_groups([low, high], axis), pack_nibbles(low_at | high_at << 2, axis), axis)
+
+
+def decompress(c: Compressed24) -> Array:
+  """The dense array that `c` stands for: shape `c.shape`, dtype `c.dtype`.
+
+  >>> c = Compressed24(jnp.array([5.0, 7.0]), jnp.array([0xD], jnp.uint8), -1)
+  >>> decompress(c).tolist()
+  [0.0, 5.0, 0.0, 7.0]
+  """
+  low, high = split_groups(c.values, c.axis, 2)
+  nibbles = unpack_nibbles(c.metadata, c.axis, low.shape[c.axis])
+  low_at, high_at = nibbles & 3, nibbles >> 2
+  zero = jnp.zeros((), c.dtype)
+  return join_groups(
+    [jnp.where(low_at == i, low, jnp.where(high_at == i, high, zero)) for i in range(4)], c.axis
+  )
+
+
+def pack_nibbles(nibbles: Array, axis: int) -> Array:
+  """uint8 nibbles, one a group, to bytes of two groups; an odd number is padded with a zero nibble."""
+  if nibbles.shape[axis] % 2:
+    pad = [(0, 0)] * nibbles.ndim
+    pad[axis] = (0, 1)
+    nibbles = jnp.pad(nibbles, pad)
+  low, high = split_groups(nibbles, axis, 2)
+  return low | high << 4
+
+
+def unpack_nibbles(metadata: Array, axis: int, groups: int) -> Array:
+  """Inverse of `pack_nibbles`, without the padding."""
+  nibbles = join_groups([metadata & 15, metadata >> 4], axis)
+  return jax.lax.slice_in_dim(nibbles, 0, groups, axis=axis % nibbles.ndim)
+
+
+def verify(w: Array, *, axis: int = -2, n: int = 2, m: int = 4) -> None:
+  """Checks on the host that every group of `m` along `axis` has at most `n` non-zeros (-0.0 counts as zero).
+
+  Args:
+    w: a concrete array; NaN counts as a non-zero.
+    axis: the grouped axis.
+    n: entries a group may keep.
+    m: entries in a group.
+
+  Raises:
+    ValueError: naming the first group that has more, its index and its entries.
+
+  >>> verify(jnp.array([0.0, 5.0, -0.0, 7.0]), axis=-1)
+  """
+  axis = check_groups(w, axis, m)
+  groups = jnp.stack(split_groups(w, axis, m), axis=-1)
+  bad = jnp.argwhere((groups != 0).sum(-1) > n, size=1, fill_value=-1)[0].tolist()
+  if bad[0] >= 0:
+    found = groups[tuple(bad)].tolist()
+    raise ValueError(f'not {n}:{m} along axis {axis}: group {tuple(bad)} holds {found}')

@@ -1,0 +1,237 @@
+"""The sparse matmul of training: one differentiable op, three matmuls, each with its sparse operand.
+
+                     dense       sparse
+    forward          z  = x W~           W~ is 2:4 along `in`
+    input gradient   dx = dz W~^T        W~^T is 2:4 along `out` if the projection is transposable
+    weight gradient  dw = x^T V(dz)      V(dz), the MVUE of dz, is 2:4 along tokens
+
+W~ is the projected weight. The weight's cotangent is dw as it stands: the straight-through estimator, for kept and
+pruned weights alike.
+"""
+
+from collections.abc import Callable
+import dataclasses
+import functools
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sparse24_jax.mvue import mvue24
+from sparse24_jax.numerics import round_to_fp8
+from sparse24_jax.projection import Projection
+
+Array = jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class DotPolicy:
+  """How the three matmuls of a linear layer are done; frozen data, hashable, so it is a static argument.
+
+  Attributes:
+    projection: what makes the weight sparse; None leaves the layer dense.
+    input_grad: `'sparse'` runs the input gradient with the compressed transposed weight, which takes a transposable
+      projection; `'dense'` runs a dense matmul. The numbers are the same.
+    weight_grad: `'mvue'` samples the output gradient 2:4 along tokens (needs a key and tokens in multiples of four),
+      `'mvue_approximate'` does it with the papers' sampler, `'dense'` leaves it as it is.
+    precision: `'default'` multiplies in the dtype of the operands; `'fp8'` rounds operands to FP8 first: e4m3 in the
+      forward, e5m2 in both gradients.
+    implementation: which back end; None and `'reference'` are plain `jax.numpy`.
+  """
+
+  projection: Projection | None = None
+  input_grad: Literal['sparse', 'dense'] = 'dense'
+  weight_grad: Literal['mvue', 'mvue_approximate', 'dense'] = 'dense'
+  precision: Literal['default', 'fp8'] = 'default'
+  implementation: Literal['reference'] | None = None
+
+  def __post_init__(self):
+    _check_choice('input_grad', self.input_grad, ('sparse', 'dense'))
+    _check_choice('weight_grad', self.weight_grad, ('mvue', 'mvue_approximate', 'dense'))
+    _check_choice('precision', self.precision, ('default', 'fp8'))
+    _check_choice('implementation', self.implementation, (None, 'reference'))
+    if self.input_grad == 'sparse' and not (self.projection and self.projection.transposable):
+      found = self.projection.name if self.projection else None
+      raise ValueError(f"input_grad='sparse' needs a transposable projection, found {found!r}")
+
+
+def _check_choice(name: str, value: Any, choices: tuple) -> None:
+  if value not in choices:
+    raise ValueError(f'{name}={value!r}: known are {list(choices)}')
+
+
+def dot(x: Array, w: Array, state: Any = None, *, policy: DotPolicy, key: Array | None = None) -> Array:
+  """x W~, with the gradients that `policy` names.
+
+  Args:
+    x: `[..., in]`, float32, bfloat16 or float16. All axes but the last are tokens; with MVUE their product must be a
+      multiple of four.
+    w: `[in, out]`, same dtype as `x`; dense. Sides as the projection asks: multiples of 4, or of 4 and 4.
+    state: the projection's state for this weight, as `sparse_variables` gives it.
+    policy: how the matmuls are done.
+    key: random key for MVUE, needed where a gradient is taken; the same key gives the same sample. Fold in a step and
+      a layer, and under `shard_map` the index of the shard.
+
+  Returns:
+    `[..., out]`, dtype of `x`; sums in float32.
+
+  Raises:
+    ValueError: shapes, dtypes, state or key do not fit the policy.
+
+  Source: Hu et al., arXiv 2404.01847, equations 2 to 4; arXiv 2409.09099, section 4.
+
+  >>> import jax, sparse24_jax as s24
+  >>> policy = s24.DotPolicy(s24.transposable(), input_grad='sparse', weight_grad='mvue')
+  >>> x, w = jax.random.normal(jax.random.key(0), (8, 16)), jax.random.normal(jax.random.key(1), (16, 4))
+  >>> state = policy.projection.init(w)
+  >>> loss = lambda w: s24.dot(x, w, state, policy=policy, key=jax.random.key(2)).sum()
+  >>> jax.grad(loss)(w).shape, bool((jax.grad(loss)(w) != 0).all())
+  ((16, 4), True)
+  """
+  _check_operands(x, w, state, policy)
+  if policy.projection is None and policy.precision == 'default' and policy.weight_grad == 'dense':
+    return jnp.dot(x, w, preferred_element_type=jnp.float32).astype(x.dtype)
+  return _dot(policy, x, w, state, key)
+
+
+def _check_operands(x: Array, w: Array, state: Any, policy: DotPolicy) -> None:
+  if w.ndim != 2:
+    raise ValueError(f'w must be [in, out], found shape {w.shape}; use jax.vmap for stacked weights')
+  if x.ndim < 1 or x.shape[-1] != w.shape[0]:
+    raise ValueError(f'x of shape {x.shape} does not fit w of shape {w.shape}: axis -1 of x must be {w.shape[0]}')
+  if x.dtype != w.dtype:
+    raise ValueError(f'x is {x.dtype} and w is {w.dtype}; cast one, as nn.Dense(dtype=...) does')
+  if not jnp.issubdtype(x.dtype, jnp.floating):
+    raise ValueError(f'x and w must be floating point, found {x.dtype}')
+  if policy.projection is not None:
+    check_divisible(w.shape, policy.projection, 'w')
+    expected = jax.eval_shape(policy.projection.init, w)
+    if jax.tree.structure(state) != jax.tree.structure(expected):
+      raise ValueError(
+        f'state of projection {policy.projection.name!r} must be {type(expected).__name__}, found'
+        f' {type(state).__name__}; pass what sparse_variables or projection.init gives'
+      )
+    for found, wanted in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
+      if found.shape != wanted.shape:
+        raise ValueError(f'state for w of shape {w.shape} has shape {found.shape}, expected {wanted.shape}')
+
+
+def check_divisible(shape: tuple[int, ...], projection: Projection, name: str) -> None:
+  """ValueError unless `shape`, `[..., in, out]`, holds whole groups of the projection."""
+  if len(shape) < 2:
+    raise ValueError(f'{name} of shape {shape} is not a matrix [..., in, out]')
+  for axis, divisor in zip((-2, -1), projection.divisor, strict=True):
+    if shape[axis] % divisor or not shape[axis]:
+      raise ValueError(
+        f'{name} of shape {shape} has length {shape[axis]} along axis {axis}; projection {projection.name!r} needs a'
+        f' multiple of {divisor}'
+      )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _dot(policy: DotPolicy, x: Array, w: Array, state: Any, key: Array | None) -> Array:
+  del key
+  return _matmul(x, _project(policy, w, state), policy.precision, 'e4m3')
+
+
+def _dot_fwd(policy, x, w, state, key):
+  _check_sampling(x, policy, key)
+  projected = _project(policy, w, state)
+  return _matmul(x, projected, policy.precision, 'e4m3'), (x, projected, key)
+
+
+def _dot_bwd(policy, residuals, dz):
+  x, projected, key = residuals
+  dx = _matmul(dz, projected.T, policy.precision, 'e5m2')
+  tokens_x, tokens_dz = x.reshape(-1, x.shape[-1]), dz.reshape(-1, dz.shape[-1])
+  if policy.weight_grad != 'dense':
+    method = 'exact' if policy.weight_grad == 'mvue' else 'approximate'
+    tokens_dz = mvue24(tokens_dz, key, axis=-2, method=method)
+  dw = _matmul(tokens_x.T, tokens_dz, policy.precision, 'e5m2')
+  return dx, dw, None, None
+
+
+_dot.defvjp(_dot_fwd, _dot_bwd)
+
+
+def _project(policy: DotPolicy, w: Array, state: Any) -> Array:
+  return w if policy.projection is None else policy.projection.apply(w, state)
+
+
+def _check_sampling(x: Array, policy: DotPolicy, key: Array | None) -> None:
+  """What MVUE needs; asked only where a gradient is taken, so that evaluation needs no key and takes any length."""
+  if policy.weight_grad != 'dense':
+    if key is None:
+      raise ValueError(
+        f"weight_grad={policy.weight_grad!r} needs a random key: dot(..., key=...), or rngs={{'mvue': key}} in Flax"
+      )
+    tokens = int(np.prod(x.shape[:-1]))
+    if tokens % 4:
+      raise ValueError(
+        f'weight_grad={policy.weight_grad!r} groups tokens in fours: x of shape {x.shape} has {tokens} tokens'
+      )
+
+
+def _matmul(a: Array, b: Array, precision: str, fmt: Literal['e4m3', 'e5m2']) -> Array:
+  """a b over a's last and b's first axis, summed in float32, in the dtype of `a`."""
+  if precision == 'fp8':
+    a, b = round_to_fp8(a, fmt), round_to_fp8(b, fmt)
+  return jnp.dot(a, b, preferred_element_type=jnp.float32).astype(a.dtype)
+
+
+def dot_general(
+  lhs: Array,
+  rhs: Array,
+  dimension_numbers: Any,
+  state: Any = None,
+  *,
+  policy: DotPolicy,
+  key: Array | None = None,
+) -> Array:
+  """`dot` with the arguments of `jax.lax.dot_general`, for layers that take one.
+
+  Args:
+    lhs: activations.
+    rhs: the weight, `[in, out]`, or `[batch..., in, out]` (experts) with leading batch axes.
+    dimension_numbers: ((lhs contracting, rhs contracting), (lhs batch, rhs batch)); exactly one contracted axis,
+      axis -2 of `rhs`; batch axes leading, in order, in both.
+    state: as for `dot`, with the batch axes of `rhs` in front.
+    policy: as for `dot`.
+    key: as for `dot`; each batch entry folds its index in.
+
+  Returns:
+    As `lax.dot_general`: batch axes, the free axes of `lhs`, then `out`.
+
+  Raises:
+    ValueError: as `dot`, or other dimension numbers.
+
+  >>> import jax, jax.numpy as jnp, sparse24_jax as s24
+  >>> policy = s24.DotPolicy(s24.magnitude())
+  >>> x, w = jnp.ones((2, 3, 8)), jnp.ones((8, 5))
+  >>> state = policy.projection.init(w)
+  >>> s24.dot_general(x, w, (((2,), (0,)), ((), ())), state, policy=policy)[0, 0].tolist()
+  [4.0, 4.0, 4.0, 4.0, 4.0]
+  """
+  (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
+  batch = tuple(range(len(lhs_batch)))
+  good = (
+    len(lhs_contract) == 1
+    and tuple(d % rhs.ndim for d in rhs_contract) == (rhs.ndim - 2,)
+    and tuple(lhs_batch) == batch == tuple(rhs_batch)
+    and len(batch) == rhs.ndim - 2
+  )
+  if not good:
+    raise ValueError(
+      f'dot_general takes a weight [batch..., in, out] contracted over axis -2 with leading batch axes; found'
+      f' dimension_numbers {dimension_numbers} for shapes {lhs.shape} and {rhs.shape}'
+    )
+  lhs = jnp.moveaxis(lhs, lhs_contract[0], -1)
+  one: Callable = functools.partial(dot, policy=policy)
+  if not batch:
+    return one(lhs, rhs, state, key=key)
+  lead = rhs.shape[: len(batch)]
+  flat = jax.tree.map(lambda a: a.reshape(-1, *a.shape[len(batch) :]), (lhs, rhs, state))
+  keys = None if key is None else jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(flat[1].shape[0]))
+  out = jax.vmap(lambda x, w, s, k: one(x, w, s, key=k))(*flat, keys)
+  return out.reshape(*lead, *out.shape[1:])

@@ -1,0 +1,57 @@
+"""Gated linear units over the sparse op."""
+
+from typing import Any, Literal
+
+import jax
+
+from sparse24_jax.dot import dot, DotPolicy
+
+Array = jax.Array
+
+ACTIVATIONS = {'silu': jax.nn.silu, 'gelu': jax.nn.gelu}
+
+
+def gated_linear_unit(
+  x: Array,
+  w_gate: Array,
+  w_up: Array,
+  state: tuple[Any, Any] | None = None,
+  *,
+  policy: DotPolicy,
+  activation: Literal['silu', 'gelu'] = 'silu',
+  key: Array | None = None,
+) -> Array:
+  """activation(x W~_gate) * (x W~_up): SwiGLU with `'silu'`, GEGLU with `'gelu'` (tanh form).
+
+  Args:
+    x: `[..., in]`.
+    w_gate: `[in, out]`.
+    w_up: `[in, out]`.
+    state: the projection states of `w_gate` and `w_up`.
+    policy: as for `dot`, the same for both weights.
+    activation: the gate's.
+    key: random key for MVUE; the two weights draw independently.
+
+  Returns:
+    `[..., out]`, dtype of `x`.
+
+  Raises:
+    ValueError: unknown activation, the weights' shapes differ, or as `dot`.
+
+  Source: Shazeer, arXiv 2002.05202; Hu et al., arXiv 2404.01847, section 5.2.
+
+  >>> import jax.numpy as jnp, sparse24_jax as s24
+  >>> policy = s24.DotPolicy(s24.magnitude())
+  >>> w = jnp.ones((4, 2))
+  >>> state = policy.projection.init(w)
+  >>> s24.gated_linear_unit(jnp.ones((1, 4)), w, w, (state, state), policy=policy).shape
+  (1, 2)
+  """
+  if activation not in ACTIVATIONS:
+    raise ValueError(f'activation={activation!r}: known are {sorted(ACTIVATIONS)}')
+  if w_gate.shape != w_up.shape:
+    raise ValueError(f'w_gate and w_up must have one shape, found {w_gate.shape} and {w_up.shape}')
+  gate_state, up_state = (None, None) if state is None else state
+  gate_key, up_key = (None, None) if key is None else jax.random.split(key)
+  gate = dot(x, w_gate, gate_state, policy=policy, key=gate_key)
+  return ACTIVATIONS[activation](gate) * dot(x, w_up, up_state, policy=policy, key=up_key)

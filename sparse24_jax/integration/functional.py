@@ -1,0 +1,72 @@
+"""The framework-free door: any function of a pytree of weights gets the recipe's numerics, at dense speed."""
+
+import functools
+from typing import Any
+
+import jax
+
+from sparse24_jax.optim import sparse_states
+from sparse24_jax.projection import Projection
+from sparse24_jax.recipe import check_phase, PhaseName, Recipe
+from sparse24_jax.rules import match_rules, path_string
+
+Array = jax.Array
+
+
+def project(params: Any, opt_state: Any, recipe: Recipe, *, phase: PhaseName = 'sparse') -> Any:
+  """The parameters as the forward sees them: sparse weights projected, gradients passed straight through.
+
+  Differentiable: the cotangent of a projected weight is that of the dense one. It gives the forward and the input
+  gradient of a recipe; MVUE acts inside the weight-gradient matmul, which only `dot` can reach. Also the way to
+  evaluate or export a sparse model.
+
+  Args:
+    params: any pytree of arrays.
+    opt_state: optimizer state that holds a `sparse_training` state for `params`.
+    recipe: the recipe of that state.
+    phase: `'dense'` returns `params` as they are.
+
+  Returns:
+    A tree like `params`.
+
+  Raises:
+    ValueError: unknown phase, or the recipe, the state and the parameters do not fit.
+
+  >>> import jax, optax, sparse24_jax as s24
+  >>> params = {'mlp': {'kernel': jax.random.normal(jax.random.key(0), (8, 4))}}
+  >>> recipe = s24.recipes.ste('mlp/.*')
+  >>> opt_state = s24.sparse_training(optax.sgd(0.1), recipe).init(params)
+  >>> s24.verify24(s24.project(params, opt_state, recipe)['mlp']['kernel'])
+  >>> grads = jax.grad(lambda p: s24.project(p, opt_state, recipe)['mlp']['kernel'].sum())(params)
+  >>> float(grads['mlp']['kernel'].min())
+  1.0
+  """
+  check_phase(phase)
+  if phase == 'dense':
+    return params
+  rules = match_rules(params, recipe)
+
+  def one(key_path: tuple, w: Array, state: Any) -> Array:
+    rule = rules.get(path_string(key_path))
+    if rule is None or rule.policy.projection is None:
+      return w
+    return _straight_through(rule.policy.projection, w, state)
+
+  return jax.tree_util.tree_map_with_path(one, params, sparse_states(opt_state))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _straight_through(projection: Projection, w: Array, state: Any) -> Array:
+  return projection.apply(w, state)
+
+
+def _straight_through_fwd(projection, w, state):
+  return projection.apply(w, state), None
+
+
+def _straight_through_bwd(projection, residuals, cotangent):
+  del projection, residuals
+  return cotangent, None
+
+
+_straight_through.defvjp(_straight_through_fwd, _straight_through_bwd)

@@ -1,0 +1,94 @@
+"""Flax linen: runs a model with the kernels of its matched layers sparse.
+
+Nothing is patched. The wrapper shares its scope with the model, so the parameter tree is the model's own, and while
+it runs, a method interceptor lends each matched layer a `dot_general`, the hook that Flax offers for this.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from flax import linen as nn
+import jax
+
+from sparse24_jax.dot import dot_general
+from sparse24_jax.recipe import Recipe
+from sparse24_jax.rules import match_rules, rule_for
+
+COLLECTION = 'sparse24'
+RNG = 'mvue'
+HOOKED = (nn.Dense, nn.DenseGeneral)
+
+
+class SparseModule(nn.Module):
+  """`inner` with the recipe's policies in its layers; made by `sparsify`.
+
+  Parameters, checkpoints and methods' arguments are those of `inner`. Apply it with the collection `'sparse24'`
+  (`sparse_variables`) and, where gradients are taken with MVUE, an rng named `'mvue'`. Under `nn.scan` both must be
+  let through: `variable_axes={'params': 0, 'sparse24': 0}`, `split_rngs={'params': True, 'mvue': True}`.
+  """
+
+  inner: nn.Module
+  recipe: Recipe
+
+  def setup(self):
+    nn.share_scope(self, self.inner)
+
+  def __call__(self, *args, **kwargs):
+    if self.is_initializing():
+      return self.inner(*args, **kwargs)
+    reached: set[str] = set()
+    out = self._run(self.inner, reached, args, kwargs)
+    missed = [path for path in match_rules(self.variables['params'], self.recipe) if path not in reached]
+    if missed:
+      raise ValueError(
+        f'{missed} match rules of recipe {self.recipe.name!r}, but no layer with a dot_general hook used them: only'
+        f' kernels of {[c.__name__ for c in HOOKED]} can be sparse; narrow the rule, or call sparse24_jax.dot in the'
+        ' layer'
+      )
+    return out
+
+  def run(self, method: str, *args, **kwargs):
+    """Another method of the model, by name, with its matched layers sparse."""
+    return self._run(getattr(self.inner, method), set(), args, kwargs)
+
+  def _run(self, function: Callable, reached: set[str], args: tuple, kwargs: dict):
+    with nn.intercept_methods(_interceptor(self.recipe, reached)):
+      return function(*args, **kwargs)
+
+
+def _interceptor(recipe: Recipe, reached: set[str]) -> Callable:
+  def intercept(call: Callable, args: tuple, kwargs: dict, context: nn.module.InterceptorContext):
+    module = context.module
+    if context.method_name != '__call__' or not isinstance(module, HOOKED) or isinstance(module.dot_general, _Hook):
+      return call(*args, **kwargs)
+    path = '/'.join((*module.path, 'kernel'))
+    rule = rule_for(path, recipe)
+    if rule is None:
+      return call(*args, **kwargs)
+    reached.add(path)
+    if rule.policy.projection is not None and not module.has_variable(COLLECTION, 'kernel'):
+      raise ValueError(
+        f'{path}: no state in collection {COLLECTION!r}; apply with variables {{"params": params, "{COLLECTION}":'
+        f' sparse_variables(params, opt_state, recipe)}}, and under nn.scan let it through with'
+        f' variable_axes={{..., "{COLLECTION}": 0}}'
+      )
+    hook = _Hook(
+      rule.policy,
+      module.get_variable(COLLECTION, 'kernel'),
+      module.make_rng(RNG) if module.has_rng(RNG) else None,
+    )
+    # The layer again, bound to its own scope, with the hook in place.
+    return module.clone(parent=module.scope, dot_general=hook)(*args, **kwargs)
+
+  return intercept
+
+
+class _Hook:
+  """A `dot_general` for one layer."""
+
+  def __init__(self, policy: Any, state: Any, key: jax.Array | None):
+    self.policy, self.state, self.key = policy, state, key
+
+  def __call__(self, lhs, rhs, dimension_numbers, precision=None, preferred_element_type=None, **kwargs):
+    del precision, preferred_element_type, kwargs  # sums are float32, the result has the dtype of lhs
+    return dot_general(lhs, rhs, dimension_numbers, self.state, policy=self.policy, key=self.key)

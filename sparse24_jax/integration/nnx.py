@@ -1,0 +1,86 @@
+"""Flax nnx: hooks as data in the layers' own `dot_general` attribute."""
+
+from typing import Any
+import zlib
+
+from flax import nnx
+import jax
+
+from sparse24_jax.dot import dot_general, DotPolicy
+from sparse24_jax.recipe import PhaseName, Recipe
+from sparse24_jax.rules import match_rules
+
+RNG = 'mvue'
+HOOK = 'dot_general'
+STATE = 'state'
+
+
+class SparseVariable(nnx.Variable):
+  """Holds the projection state of one weight: read by the forward, written by `nnx.update` after a step."""
+
+
+class SparseDot(nnx.Module):
+  """The `dot_general` of one layer.
+
+  Attributes:
+    policy: how its matmuls are done.
+    state: `SparseVariable`, or None for a policy without projection.
+    rngs: streams with one named `'mvue'`, or None.
+  """
+
+  def __init__(self, policy: DotPolicy, path: str, state: Any, rngs: nnx.Rngs | None):
+    self.policy = policy
+    self.state = None if state is None else SparseVariable(state)
+    self.rngs = rngs
+    # Streams that were given one seed still draw differently in each layer.
+    self.fold = zlib.crc32(path.encode())
+
+  def __call__(self, lhs, rhs, dimension_numbers, precision=None, preferred_element_type=None, **kwargs):
+    del precision, preferred_element_type, kwargs  # sums are float32, the result has the dtype of lhs
+    state = None if self.state is None else self.state.get_value()
+    key = None
+    if self.policy.weight_grad != 'dense' and self.rngs is not None:
+      key = jax.random.fold_in(self.rngs[RNG](), self.fold)
+    return dot_general(lhs, rhs, dimension_numbers, state, policy=self.policy, key=key)
+
+
+def sparsify(model: nnx.Module, recipe: Recipe, *, phase: PhaseName, rngs: nnx.Rngs | None) -> nnx.Module:
+  """A copy of `model`, hooks in the layers that the recipe matches, or hooks taken out for a dense phase."""
+  model = nnx.clone(model)
+  for _, module in nnx.iter_modules(model):
+    if isinstance(getattr(module, HOOK, None), SparseDot):
+      setattr(module, HOOK, jax.lax.dot_general)
+  rules = match_rules(nnx.state(model, nnx.Param), recipe)
+  if phase == 'dense':
+    return model
+  for module_path, module in list(nnx.iter_modules(model)):
+    path = '/'.join(map(str, (*module_path, 'kernel')))
+    if path not in rules or not hasattr(module, HOOK):
+      continue
+    policy = rules.pop(path).policy
+    kernel = module.kernel[...]
+    state = None if policy.projection is None else policy.projection.init(kernel)
+    setattr(module, HOOK, nnx.data(SparseDot(policy, path, state, _streams(rngs, kernel.shape[:-2]))))
+  if rules:
+    raise ValueError(
+      f'{list(rules)} match rules of recipe {recipe.name!r}, but their layers have no dot_general attribute (nnx.Linear'
+      ' and nnx.LinearGeneral do); narrow the rule, or call sparse24_jax.dot in the layer'
+    )
+  return model
+
+
+def _streams(rngs: nnx.Rngs | None, layers: tuple[int, ...]) -> nnx.Rngs | None:
+  """Independent streams for one layer, or for a stack of layers that nnx.scan runs."""
+  if rngs is None:
+    return None
+  if RNG not in rngs:
+    raise ValueError(f'rngs has streams {list(rngs)}, none named {RNG!r}: pass nnx.Rngs({RNG}=seed)')
+  return rngs.fork(split=layers if layers else None)
+
+
+def sparse_state(states: dict[str, Any], params: nnx.State) -> nnx.State:
+  """`nnx.update(model, ...)` of this brings the states into the model's hooks."""
+  paths = {'/'.join(map(str, path)): path for path in dict(nnx.to_flat_state(params))}
+  return nnx.from_flat_state(
+    {(*paths[path][:-1], HOOK, STATE): SparseVariable(state) for path, state in states.items()}
+  )

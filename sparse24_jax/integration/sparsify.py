@@ -1,0 +1,106 @@
+"""The two doors for Flax users: `sparsify` a model, hand it its `sparse_variables`."""
+
+from typing import Any
+
+from flax import linen, nnx
+import jax
+import optax
+
+from sparse24_jax.integration import linen as linen_door, nnx as nnx_door
+from sparse24_jax.integration.nnx import SparseVariable
+from sparse24_jax.optim import sparse_states
+from sparse24_jax.recipe import check_phase, PhaseName, Recipe
+from sparse24_jax.rules import match_rules, path_string
+
+__all__ = ['SparseVariable', 'sparse_variables', 'sparsify']
+
+
+def sparsify(
+  model: Any, recipe: Recipe, *, phase: PhaseName = 'sparse', rngs: nnx.Rngs | None = None
+) -> Any:
+  """The model with the recipe's matmuls in the layers that its rules match; parameters and checkpoints stay as they are.
+
+  A linen model comes back wrapped: same parameter tree, applied with `{'params': params, 'sparse24':
+  sparse_variables(...)}` and `rngs={'mvue': key}`. An nnx model comes back as a copy with hooks in place; after each
+  step bring the new states in with `nnx.update(model, sparse_variables(...))`. Layers that can be matched are those
+  with Flax's `dot_general` attribute and a kernel `[in, out]`: `Dense`, `DenseGeneral`, `nnx.Linear`,
+  `nnx.LinearGeneral`.
+
+  Args:
+    model: a `flax.linen.Module` or a `flax.nnx.Module`; one that `sparsify` made is fine too.
+    recipe: its rules select layers by the path of their kernel.
+    phase: `'dense'` gives the model without hooks.
+    rngs: nnx only: streams with one named `'mvue'`, for recipes that use it.
+
+  Raises:
+    ValueError: not a Flax module, unknown phase, a rule that decides for nothing or for a layer without hook (linen
+      finds that out when the model is applied).
+
+  >>> from flax import linen as nn
+  >>> import jax, jax.numpy as jnp, optax, sparse24_jax as s24
+  >>> model, recipe, x = nn.Dense(4), s24.recipes.ste('kernel'), jnp.ones((2, 8))
+  >>> params = model.init(jax.random.key(0), x)['params']
+  >>> opt_state = s24.sparse_training(optax.sgd(0.1), recipe).init(params)
+  >>> variables = {'params': params, 'sparse24': s24.sparse_variables(params, opt_state, recipe)}
+  >>> s24.sparsify(model, recipe).apply(variables, x).shape
+  (2, 4)
+  """
+  check_phase(phase)
+  if isinstance(model, linen.Module):
+    plain = model.inner if isinstance(model, linen_door.SparseModule) else model
+    return plain if phase == 'dense' else linen_door.SparseModule(plain, recipe)
+  if isinstance(model, nnx.Module):
+    return nnx_door.sparsify(model, recipe, phase=phase, rngs=rngs)
+  raise ValueError(
+    f'model must be a flax.linen.Module or a flax.nnx.Module, found {type(model).__name__}; for a function of a pytree'
+    ' use project, or call dot'
+  )
+
+
+def sparse_variables(params: Any, opt_state: Any, recipe: Recipe) -> Any:
+  """What the forward of a sparsified model reads besides its parameters: the projection state of each sparse weight.
+
+  Cheap: it only arranges what the optimizer state holds. Call it once a step, inside or outside jit.
+
+  Args:
+    params: the parameters, a nested dictionary (linen) or an `nnx.State`.
+    opt_state: an optimizer state that holds a `sparse_training` state for them.
+    recipe: the recipe of that state.
+
+  Returns:
+    linen: the collection `'sparse24'`, a nested dictionary. nnx: an `nnx.State` for `nnx.update`.
+
+  Raises:
+    ValueError: the recipe, the state and the parameters do not fit.
+
+  >>> import jax.numpy as jnp, optax, sparse24_jax as s24
+  >>> params, recipe = {'mlp': {'up': {'kernel': jnp.eye(4)}}}, s24.recipes.ste('mlp/.*')
+  >>> opt_state = s24.sparse_training(optax.sgd(0.1), recipe).init(params)
+  >>> s24.sparse_variables(params, opt_state, recipe)['mlp']['up']['kernel'].mask.shape
+  (4, 4)
+  """
+  rules = match_rules(params, recipe)
+  wanted = {path for path, rule in rules.items() if rule.policy.projection is not None}
+  found: dict[str, Any] = {}
+
+  def collect(key_path: tuple, leaf: Any, state: Any) -> None:
+    del leaf
+    if not isinstance(state, optax.MaskedNode):
+      found[path_string(key_path)] = state
+
+  jax.tree_util.tree_map_with_path(collect, params, sparse_states(opt_state))
+  if set(found) != wanted:
+    raise ValueError(
+      f'recipe {recipe.name!r} makes {sorted(wanted)} sparse, the optimizer state holds states for {sorted(found)}: it'
+      ' was made with another recipe'
+    )
+  if isinstance(params, nnx.State):
+    return nnx_door.sparse_state(found, params)
+  nested: dict[str, Any] = {}
+  for path, state in found.items():
+    *folders, name = path.split('/')
+    node = nested
+    for folder in folders:
+      node = node.setdefault(folder, {})
+    node[name] = state
+  return nested

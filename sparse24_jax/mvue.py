@@ -1,0 +1,58 @@
+"""Minimum-variance unbiased 2:4 estimates of gradients."""
+
+from typing import Literal
+
+import jax
+
+from pallas_kernels.mvue import reference
+
+Array = jax.Array
+
+
+def mvue24(
+  x: Array,
+  key: Array,
+  *,
+  axis: int = -1,
+  method: Literal['exact', 'approximate'] = 'exact',
+  origin: tuple[Array | int, Array | int, Array | int] = (0, 0, 0),
+) -> Array:
+  """A random array with at most two non-zeros in each group of four along `axis`, whose expectation is `x`.
+
+  With a_i = |x_i| and S their sum in a group, `exact` keeps entry i with probability pi_i = min(1, 2 a_i / S) and
+  value x_i / pi_i; where one entry exceeds the sum of the others it is kept as it is, and one of the others with
+  probability a_i / (sum of the others). This has the smallest summed variance of all unbiased 2:4 estimators:
+  S^2 / 2 - sum a^2, or R^2 - (a_1^2 + a_2^2 + a_3^2) with R = a_1 + a_2 + a_3 the sum of the others. `approximate`
+  is the sampler of the papers' code, two draws without replacement: unbiased too, about 6% more variance.
+
+  Zeros stay zero and cause no NaN. Values beyond the dtype are clipped to its largest; magnitudes below 2^-124 may
+  count as zero. A NaN or an infinity makes the first two entries of its group NaN, and is an error under
+  `jax.experimental.checkify`.
+
+  Args:
+    x: any shape whose length along `axis` is a multiple of four; float32, bfloat16 or float16. Probabilities are
+      computed in float32.
+    key: a JAX random key. The uniforms are a function of the key and of a group's coordinates, so they do not
+      depend on sharding, tiling or back end.
+    axis: the grouped axis: the contracted one of the matmul that uses the result.
+    method: `'exact'` or `'approximate'`.
+    origin: (batch, group, column) of the first group when `x` is a part of a larger array, inside `shard_map` say;
+      `batch` counts the leading axes, `group` groups along `axis`, `column` the remaining last axis, in fours.
+
+  Returns:
+    Shape and dtype of `x`.
+
+  Raises:
+    ValueError: `x` cannot be grouped, or the method is unknown.
+
+  Source: Chmiel et al., arXiv 2203.10991 (the estimator and its optimality); Hu et al., arXiv 2404.01847, section 4.2
+  (its use in the weight gradient).
+
+  >>> import jax, jax.numpy as jnp, sparse24_jax as s24
+  >>> x = jnp.array([0.5, -1.0, 2.0, 0.5])
+  >>> keys = jax.random.split(jax.random.key(0), 20_000)
+  >>> samples = jax.vmap(lambda key: s24.mvue24(x, key))(keys)
+  >>> int((samples != 0).sum(-1).max()), bool(jnp.abs(samples.mean(0) - x).max() < 0.03)
+  (2, True)
+  """
+  return reference.mvue24(x, key, axis=axis, method=method, origin=origin)

@@ -1,0 +1,66 @@
+"""lambda (1 - M) W: what pulls pruned weights to zero."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+Array = jax.Array
+
+
+class AddMaskedDecayState(NamedTuple):
+  """Counts steps, for a scheduled decay."""
+
+  count: Array  # int32 scalar
+
+
+def decayed(update: Array, w: Array, mask: Array, decay: Array | float) -> Array:
+  """update + decay (1 - mask) w, in float32, in the dtype of `update`."""
+  term = jnp.where(mask, 0.0, jnp.float32(decay) * w.astype(jnp.float32))
+  return (update.astype(jnp.float32) + term).astype(update.dtype)
+
+
+def add_masked_decay(decay: optax.ScalarOrSchedule, masks: Any) -> optax.GradientTransformation:
+  """Adds decay (1 - M) W to the updates, for masks that the caller holds.
+
+  Before the inner optimizer this is masked decay on gradients, after it (and before the learning rate) on weights.
+  `sparse_training` does the same with masks that it keeps and refreshes itself.
+
+  Args:
+    decay: a number of zero or more, or a schedule of the step count. Not multiplied by the learning rate here.
+    masks: a tree with the structure of the parameters: bool arrays, True = kept, or `optax.MaskedNode()` where
+      nothing decays.
+
+  Returns:
+    A gradient transformation whose state counts steps.
+
+  Raises:
+    ValueError: a negative number; at update, no parameters.
+
+  Source: Hu et al., arXiv 2404.01847, equation 10; Zhou et al., arXiv 2102.04010, equation 9.
+
+  >>> import jax.numpy as jnp, optax, sparse24_jax as s24
+  >>> params, masks = {'w': jnp.array([1.0, -2.0])}, {'w': jnp.array([True, False])}
+  >>> tx = s24.add_masked_decay(0.1, masks)
+  >>> updates, _ = tx.update({'w': jnp.zeros(2)}, tx.init(params), params)
+  >>> updates['w'].tolist()
+  [0.0, -0.20000000298023224]
+  """
+  if not callable(decay) and decay < 0:
+    raise ValueError(f'decay={decay} is below zero')
+
+  def init(params: Any) -> AddMaskedDecayState:
+    del params
+    return AddMaskedDecayState(jnp.zeros((), jnp.int32))
+
+  def update(updates: Any, state: AddMaskedDecayState, params: Any = None):
+    if params is None:
+      raise ValueError('add_masked_decay needs the parameters: call update(updates, state, params)')
+    factor = decay(state.count) if callable(decay) else decay
+    updates = jax.tree.map(
+      lambda u, w, m: u if isinstance(m, optax.MaskedNode) else decayed(u, w, m, factor), updates, params, masks
+    )
+    return updates, AddMaskedDecayState(optax.safe_increment(state.count))
+
+  return optax.GradientTransformation(init, update)

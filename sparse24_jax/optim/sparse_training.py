@@ -1,0 +1,223 @@
+"""`sparse_training`: one wrapper around an optimizer that owns everything sparse about a run."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from sparse24_jax.optim.masked_decay import decayed
+from sparse24_jax.projection import Projection
+from sparse24_jax.recipe import check_phase, PhaseName, Recipe
+from sparse24_jax.rules import match_rules, path_string
+
+Array = jax.Array
+
+
+class FlipRate(NamedTuple):
+  """Shares of weights whose mask changed at the last refresh (or step).
+
+  Attributes:
+    overall: float32 scalar, over all sparse weights together; 0 before the first comparison.
+    per_weight: float32, shape `w.shape[:-2]` for a weight `w`: a scalar, or a rate a scanned layer. From
+      `get_flip_rate` a dictionary by path; inside the optimizer state a tree like the parameters.
+  """
+
+  overall: Array
+  per_weight: Any
+
+
+class SparseTrainingState(NamedTuple):
+  """State of `sparse_training`.
+
+  Attributes:
+    count: int32 scalar, optimizer steps done.
+    projections: tree like the parameters, the projection's state at each sparse weight, `optax.MaskedNode()`
+      elsewhere.
+    flip_rate: of the last comparison.
+    inner_state: of the inner optimizer.
+  """
+
+  count: Array
+  projections: Any
+  flip_rate: FlipRate
+  inner_state: Any
+
+
+def sparse_training(
+  inner: optax.GradientTransformation,
+  recipe: Recipe,
+  *,
+  phase: PhaseName = 'sparse',
+  learning_rate: optax.ScalarOrSchedule | None = None,
+) -> optax.GradientTransformationExtraArgs:
+  """Wraps `inner` with the recipe's masks, masked decay and flip rates.
+
+  At each update, in this order: lambda (1 - M) W is added to the gradient in float32 (sparse phase, decay on
+  gradients), `inner` updates, the decay is taken from the weight (decay on weights), and every `refresh_every` steps
+  the masks are chosen anew from the updated weights. Clip *before* this wrapper, so that the decay is not clipped:
+  `optax.chain(optax.clip_by_global_norm(1.0), sparse_training(optax.adamw(lr), recipe))`. It counts calls of its own
+  update, so `optax.MultiSteps` around it counts optimizer steps.
+
+  The state has one structure in all phases: build an optimizer for each phase and carry the state through. Masks go
+  on being chosen and compared in dense phases, where nothing reads them.
+
+  Args:
+    inner: the optimizer, learning rate and weight decay included.
+    recipe: what is sparse and how.
+    phase: `'sparse'` or `'dense'`, a Python value: a step compiled for a phase contains nothing of the other.
+    learning_rate: the inner optimizer's; only for decay on weights, which it multiplies.
+
+  Returns:
+    A gradient transformation. `init` raises ValueError when the recipe does not fit the parameters.
+
+  Raises:
+    ValueError: unknown phase, or decay on weights without a learning rate.
+
+  Source: Hu et al., arXiv 2404.01847, equation 10 and section 4.
+
+  >>> import jax, jax.numpy as jnp, optax, sparse24_jax as s24
+  >>> params = {'mlp': {'kernel': jax.random.normal(jax.random.key(0), (8, 8))}}
+  >>> recipe = s24.recipes.transposable_srste('mlp/.*', masked_decay=1e-4)
+  >>> tx = optax.chain(optax.clip_by_global_norm(1.0), s24.sparse_training(optax.adamw(1e-3), recipe))
+  >>> state = tx.init(params)
+  >>> updates, state = tx.update(params, state, params)
+  >>> int(state[1].count), float(state[1].projections['mlp']['kernel'].mask.mean())
+  (1, 0.5)
+  """
+  check_phase(phase)
+  has_decay = callable(recipe.masked_decay) or recipe.masked_decay > 0
+  if has_decay and recipe.decay_on == 'weights' and learning_rate is None:
+    raise ValueError(
+      f'recipe {recipe.name!r} decays weights, times the learning rate: give sparse_training(..., learning_rate=...)'
+    )
+  inner = optax.with_extra_args_support(inner)
+
+  def init(params: Any) -> SparseTrainingState:
+    projections = _projections(params, recipe)
+    states = _map(lambda p, w: p.init(w), projections, params)
+    rates = _map(lambda p, w: jnp.zeros(w.shape[:-2], jnp.float32), projections, params)
+    flip_rate = FlipRate(jnp.zeros((), jnp.float32), rates)
+    return SparseTrainingState(jnp.zeros((), jnp.int32), states, flip_rate, inner.init(params))
+
+  def update(updates: Any, state: SparseTrainingState, params: Any = None, **extra: Any):
+    if params is None:
+      raise ValueError('sparse_training needs the parameters: call update(updates, state, params)')
+    projections = _projections(params, recipe)
+    decays = has_decay and phase == 'sparse'
+    if decays:
+      decay = recipe.masked_decay(state.count) if callable(recipe.masked_decay) else recipe.masked_decay
+      masks = _map(lambda p, w, s: p.mask(w, s), projections, params, state.projections)
+    if decays and recipe.decay_on == 'gradients':
+      updates = _add_decay(updates, params, masks, decay)
+    updates, inner_state = inner.update(updates, state.inner_state, params, **extra)
+    if decays and recipe.decay_on == 'weights':
+      rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
+      updates = _add_decay(updates, params, masks, -rate * decay)
+
+    count = optax.safe_increment(state.count)
+    new_params = optax.apply_updates(params, updates)
+    states, flip_rate = _refresh(recipe, projections, count, params, new_params, state)
+    return updates, SparseTrainingState(count, states, flip_rate, inner_state)
+
+  return optax.GradientTransformationExtraArgs(init, update)
+
+
+def get_flip_rate(opt_state: Any) -> FlipRate:
+  """The flip rates in an optimizer state, however deep it is wrapped; `per_weight` by path. Works inside jit.
+
+  Raises:
+    ValueError: the state holds no `SparseTrainingState`, or several.
+
+  Source: Hu et al., arXiv 2404.01847, definition 4.1.
+
+  >>> import jax, optax, sparse24_jax as s24
+  >>> params = {'mlp': {'kernel': jax.random.normal(jax.random.key(0), (8, 8))}}
+  >>> tx = s24.sparse_training(optax.sgd(0.5), s24.recipes.ste('mlp/.*'))
+  >>> _, state = tx.update(params, tx.init(params), params)
+  >>> s24.get_flip_rate(state).per_weight
+  {'mlp/kernel': Array(0., dtype=float32)}
+  """
+  rate = _find(opt_state).flip_rate
+  leaves = jax.tree_util.tree_flatten_with_path(rate.per_weight)[0]
+  return FlipRate(rate.overall, {path_string(key_path): leaf for key_path, leaf in leaves})
+
+
+def sparse_states(opt_state: Any) -> Any:
+  """The projection states in an optimizer state: a tree like the parameters, `optax.MaskedNode()` where dense."""
+  return _find(opt_state).projections
+
+
+def _find(opt_state: Any) -> SparseTrainingState:
+  is_ours = lambda node: isinstance(node, SparseTrainingState)
+  found = [node for node in jax.tree.leaves(opt_state, is_leaf=is_ours) if is_ours(node)]
+  if len(found) != 1:
+    raise ValueError(f'the optimizer state holds {len(found)} states of sparse_training, expected one')
+  return found[0]
+
+
+class _Absent(NamedTuple):
+  """Stands for no projection; a leaf for `_map`."""
+
+
+def _projections(params: Any, recipe: Recipe) -> Any:
+  """Tree like `params` with a `Projection` at each sparse weight and `_Absent` elsewhere."""
+  rules = match_rules(params, recipe)
+
+  def of(key_path: tuple, leaf: Any) -> Projection | _Absent:
+    del leaf
+    rule = rules.get(path_string(key_path))
+    return (rule and rule.policy.projection) or _Absent()
+
+  return jax.tree_util.tree_map_with_path(of, params)
+
+
+def _map(f: Any, projections: Any, *rest: Any) -> Any:
+  """f(projection, ...) at each sparse weight, `optax.MaskedNode()` elsewhere."""
+  return jax.tree.map(
+    lambda p, *r: optax.MaskedNode() if isinstance(p, _Absent) else f(p, *r),
+    projections,
+    *rest,
+    is_leaf=lambda node: isinstance(node, Projection | _Absent),
+  )
+
+
+def _add_decay(updates: Any, params: Any, masks: Any, decay: Array | float) -> Any:
+  return jax.tree.map(
+    lambda u, w, m: u if isinstance(m, optax.MaskedNode) else decayed(u, w, m, decay), updates, params, masks
+  )
+
+
+def _refresh(
+  recipe: Recipe, projections: Any, count: Array, old_params: Any, new_params: Any, state: SparseTrainingState
+) -> tuple[Any, FlipRate]:
+  """Projection states and flip rates after the step that made `count`."""
+
+  def refresh() -> tuple[Any, FlipRate]:
+    states = _map(lambda p, w, s: p.refresh(w, s), projections, new_params, state.projections)
+    old = _map(lambda p, w, s: p.mask(w, s), projections, old_params, state.projections)
+    new = _map(lambda p, w, s: p.mask(w, s), projections, new_params, states)
+    return states, _flip_rate(old, new)
+
+  due = count % recipe.refresh_every == 0
+  if recipe.flip_rate == 'refresh':
+    if recipe.refresh_every == 1:
+      return refresh()
+    return jax.lax.cond(due, refresh, lambda: (state.projections, state.flip_rate))
+
+  # Per step: what a search would choose before and after this step, whatever the mask in use.
+  searched = lambda p, w, s: p.mask(w, p.refresh(w, s))
+  old = _map(searched, projections, old_params, state.projections)
+  states = _map(lambda p, w, s: p.refresh(w, s), projections, new_params, state.projections)
+  new = _map(lambda p, w, s: p.mask(w, s), projections, new_params, states)
+  if recipe.refresh_every > 1:
+    states = jax.tree.map(lambda a, b: jnp.where(due, a, b), states, state.projections)
+  return states, _flip_rate(old, new)
+
+
+def _flip_rate(old: Any, new: Any) -> FlipRate:
+  flips = jax.tree.map(lambda a, b: jnp.sum(a != b, axis=(-2, -1), dtype=jnp.float32), old, new)
+  rates = jax.tree.map(lambda f, m: f / float(m.shape[-2] * m.shape[-1]), flips, new)
+  total = sum(m.size for m in jax.tree.leaves(new))
+  overall = sum((jnp.sum(f) for f in jax.tree.leaves(flips)), jnp.zeros((), jnp.float32)) / float(max(total, 1))
+  return FlipRate(overall, rates)

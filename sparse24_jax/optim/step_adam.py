@@ -1,0 +1,121 @@
+"""Adam for STEP: learns its second moment in the dense phase and holds it in the sparse one."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from sparse24_jax.recipe import check_phase, PhaseName
+
+Array = jax.Array
+
+
+class StepAdamState(NamedTuple):
+  """Adam's state and the recent changes of its second moment.
+
+  Attributes:
+    count: int32 scalar, steps done.
+    mu: first moments, a tree like the parameters.
+    nu: second moments; held in the sparse phase.
+    changes: float32 [window], mean |nu_t - nu_{t-1}| over all parameters in the last 1 / (1 - b2) dense steps;
+      infinity where there was none yet.
+  """
+
+  count: Array
+  mu: Any
+  nu: Any
+  changes: Array
+
+
+def scale_by_step_adam(
+  b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, *, phase: PhaseName
+) -> optax.GradientTransformation:
+  """Adam's direction; in the sparse phase mu_hat / (sqrt(nu) + eps^0.75) with `nu` as the dense phase left it.
+
+  Args:
+    b1: decay of the first moment.
+    b2: decay of the second moment.
+    eps: added to the root of the second moment.
+    phase: `'dense'` or `'sparse'`; one state serves both.
+
+  Source: Lu et al., arXiv 2302.01172, algorithm 1.
+  """
+  check_phase(phase)
+  window = max(1, round(1 / (1 - b2)))
+
+  def init(params: Any) -> StepAdamState:
+    zeros = lambda: jax.tree.map(jnp.zeros_like, params)
+    return StepAdamState(jnp.zeros((), jnp.int32), zeros(), zeros(), jnp.full((window,), jnp.inf, jnp.float32))
+
+  def update(updates: Any, state: StepAdamState, params: Any = None):
+    del params
+    count = optax.safe_increment(state.count)
+    mu = optax.tree.update_moment(updates, state.mu, b1, 1)
+    mu_hat = optax.tree.bias_correction(mu, b1, count)
+    if phase == 'sparse':
+      direction = jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + eps**0.75), mu_hat, state.nu)
+      return direction, StepAdamState(count, mu, state.nu, state.changes)
+    nu = optax.tree.update_moment(updates, state.nu, b2, 2)
+    nu_hat = optax.tree.bias_correction(nu, b2, count)
+    direction = jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + eps), mu_hat, nu_hat)
+    change = jax.tree.map(lambda a, b: jnp.sum(jnp.abs(a - b).astype(jnp.float32)), nu, state.nu)
+    size = float(sum(v.size for v in jax.tree.leaves(nu)))
+    changes = state.changes.at[state.count % window].set(sum(jax.tree.leaves(change)) / size)
+    return direction, StepAdamState(count, mu, nu, changes)
+
+  return optax.GradientTransformation(init, update)
+
+
+def step_adam(
+  learning_rate: optax.ScalarOrSchedule,
+  b1: float = 0.9,
+  b2: float = 0.999,
+  eps: float = 1e-8,
+  *,
+  phase: PhaseName,
+  weight_decay: float = 0.0,
+) -> optax.GradientTransformation:
+  """`scale_by_step_adam` with decoupled weight decay and a learning rate: the inner optimizer of `recipes.step`.
+
+  >>> import jax.numpy as jnp, optax, sparse24_jax as s24
+  >>> params = {'mlp': {'kernel': jnp.eye(4)}}
+  >>> recipe = s24.recipes.step('mlp/.*')
+  >>> build = lambda phase: s24.sparse_training(s24.step_adam(1e-3, phase=phase), recipe, phase=phase)
+  >>> tx = {phase: build(phase) for phase in ('dense', 'sparse')}
+  >>> state = tx['dense'].init(params)
+  >>> _, state = tx['dense'].update(params, state, params)
+  >>> nu = state.inner_state[0].nu['mlp']['kernel']
+  >>> _, state = tx['sparse'].update(params, state, params)
+  >>> bool((nu == state.inner_state[0].nu['mlp']['kernel']).all())
+  True
+  """
+  return optax.chain(
+    scale_by_step_adam(b1, b2, eps, phase=phase),
+    optax.add_decayed_weights(weight_decay),
+    optax.scale_by_learning_rate(learning_rate),
+  )
+
+
+def step_has_settled(opt_state: Any, *, eps: float = 1e-8) -> Array:
+  """Whether the second moment changed by less than `eps` a step, on average over the window: when STEP switches.
+
+  Returns:
+    bool scalar; False until the window is full.
+
+  Raises:
+    ValueError: the state holds no `StepAdamState`, or several.
+
+  Source: Lu et al., arXiv 2302.01172, equation 7.
+
+  >>> import jax.numpy as jnp, sparse24_jax as s24
+  >>> tx = s24.step_adam(1e-3, b2=0.5, phase='dense')
+  >>> state = tx.init({'w': jnp.ones(4)})
+  >>> bool(s24.step_has_settled(state))
+  False
+  """
+  is_ours = lambda node: isinstance(node, StepAdamState)
+  found = [node for node in jax.tree.leaves(opt_state, is_leaf=is_ours) if is_ours(node)]
+  if len(found) != 1:
+    raise ValueError(f'the optimizer state holds {len(found)} states of step_adam, expected one')
+  return jnp.mean(found[0].changes) < eps

@@ -1,0 +1,125 @@
+"""The description of a run: frozen data that says which weights are sparse, how, and when."""
+
+from collections.abc import Callable
+import dataclasses
+import math
+import re
+from typing import Any, Literal
+
+from sparse24_jax.dot import DotPolicy
+
+PHASES = ('dense', 'sparse')
+PhaseName = Literal['dense', 'sparse']
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+  """The policy of the weights whose path matches.
+
+  Attributes:
+    path: a regular expression that the whole path of a weight must match, `h_0/mlp/c_fc/kernel` say. Weights are
+      arrays of two or more axes whose name is not `bias`, `scale` or `embedding`.
+    policy: how their matmuls are done.
+  """
+
+  path: str
+  policy: DotPolicy
+
+  def __post_init__(self):
+    try:
+      re.compile(self.path)
+    except re.error as error:
+      raise ValueError(f'rule path {self.path!r} is not a regular expression: {error}') from error
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+  """A stretch of training.
+
+  Attributes:
+    name: `'sparse'`, where the rules hold, or `'dense'`, where every layer is the plain one and nothing decays.
+    fraction: share of the optimizer steps, in (0, 1].
+  """
+
+  name: PhaseName
+  fraction: float
+
+  def __post_init__(self):
+    check_phase(self.name)
+    if not 0 < self.fraction <= 1:
+      raise ValueError(f'phase {self.name!r} has fraction {self.fraction}; it must be in (0, 1]')
+
+
+def check_phase(name: str) -> None:
+  if name not in PHASES:
+    raise ValueError(f'phase={name!r}: known are {list(PHASES)}')
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+  """How a run is made sparse. Build one with a function of `sparse24_jax.recipes`.
+
+  Attributes:
+    name: of the constructor.
+    rules: tried in order; the first whose path matches decides.
+    masked_decay: lambda of lambda (1 - M) W, added once an optimizer step in sparse phases; a number, or a function
+      of the step count. Not multiplied by the learning rate when it acts on gradients.
+    decay_on: `'gradients'` adds it to the gradient, before the moments; `'weights'` adds it to the update, after
+      them, times the learning rate.
+    refresh_every: optimizer steps between mask refreshes.
+    phases: in order; the fractions add up to one.
+    flip_rate: `'refresh'` compares the masks of two refreshes; `'step'` also searches the masks anew at every step
+      and reports the rate per step.
+  """
+
+  name: str
+  rules: tuple[Rule, ...] = ()
+  masked_decay: float | Callable[[Any], Any] = 0.0
+  decay_on: Literal['gradients', 'weights'] = 'gradients'
+  refresh_every: int = 1
+  phases: tuple[Phase, ...] = (Phase('sparse', 1.0),)
+  flip_rate: Literal['refresh', 'step'] = 'refresh'
+
+  def __post_init__(self):
+    if not callable(self.masked_decay) and not (math.isfinite(self.masked_decay) and self.masked_decay >= 0):
+      raise ValueError(f'masked_decay={self.masked_decay} must be a finite number of zero or more, or a schedule')
+    if self.decay_on not in ('gradients', 'weights'):
+      raise ValueError(f"decay_on={self.decay_on!r}: known are ['gradients', 'weights']")
+    if not isinstance(self.refresh_every, int) or self.refresh_every < 1:
+      raise ValueError(f'refresh_every={self.refresh_every} must be a whole number of steps, 1 or more')
+    if self.flip_rate not in ('refresh', 'step'):
+      raise ValueError(f"flip_rate={self.flip_rate!r}: known are ['refresh', 'step']")
+    total = sum(phase.fraction for phase in self.phases)
+    if not math.isclose(total, 1.0, abs_tol=1e-6):
+      raise ValueError(f'the fractions of the phases add up to {total}, not 1: {self.phases}')
+
+  def describe(self) -> dict[str, Any]:
+    """Plain values for logs and checkpoints: equal for two recipes that train alike.
+
+    >>> import sparse24_jax as s24
+    >>> s24.recipes.ste('.*/mlp/.*').describe()['rules'][0]['projection']
+    'magnitude 2:4'
+    """
+    decay = self.masked_decay
+    return {
+      'name': self.name,
+      'rules': [
+        {
+          'path': rule.path,
+          'projection': rule.policy.projection.name if rule.policy.projection else None,
+          'input_grad': rule.policy.input_grad,
+          'weight_grad': rule.policy.weight_grad,
+          'precision': rule.policy.precision,
+        }
+        for rule in self.rules
+      ],
+      'masked_decay': getattr(decay, '__qualname__', repr(decay)) if callable(decay) else float(decay),
+      'decay_on': self.decay_on,
+      'refresh_every': self.refresh_every,
+      'phases': [[phase.name, phase.fraction] for phase in self.phases],
+      'flip_rate': self.flip_rate,
+    }
+
+  def dense_twin(self) -> 'Recipe':
+    """The same weights watched in a dense run: masks are chosen and flip rates counted, nothing is made sparse."""
+    return dataclasses.replace(self, name='dense', masked_decay=0.0, phases=(Phase('dense', 1.0),))

@@ -1,0 +1,22 @@
+"""S-STE: a continuous projection, so no decay, no refresh interval and no dense end."""
+
+from sparse24_jax.dot import DotPolicy
+from sparse24_jax.projection import soft_threshold_projection
+from sparse24_jax.recipe import Recipe, Rule
+
+
+def s_ste(path: str, *, fp8: bool = False) -> Recipe:
+  """Soft threshold with a frozen scale, MVUE in the weight gradient, dense matmul for the input gradient.
+
+  Args:
+    path: regular expression of the weights to make sparse.
+    fp8: round the operands of the three matmuls to FP8: e4m3 in the forward, e5m2 in the gradients.
+
+  Source: Hu et al., arXiv 2409.09099, sections 4 and 5.
+
+  >>> import sparse24_jax as s24
+  >>> s24.recipes.s_ste('.*/mlp/.*', fp8=True).rules[0].policy.precision
+  'fp8'
+  """
+  policy = DotPolicy(soft_threshold_projection(), weight_grad='mvue', precision='fp8' if fp8 else 'default')
+  return Recipe('s_ste_fp8' if fp8 else 's_ste', (Rule(path, policy),))

@@ -1,0 +1,43 @@
+"""FST, fully sparse training: all three matmuls sparse, masked decay on gradients, a dense end."""
+
+from collections.abc import Callable
+from typing import Any
+
+from sparse24_jax.dot import DotPolicy
+from sparse24_jax.projection import transposable
+from sparse24_jax.recipe import Phase, Recipe, Rule
+
+
+def transposable_srste(
+  path: str,
+  *,
+  masked_decay: float | Callable[[Any], Any],
+  refresh_every: int = 40,
+  dense_fraction: float = 1 / 6,
+) -> Recipe:
+  """Transposable masks, MVUE in the weight gradient, masked decay on gradients, dense fine-tuning at the end.
+
+  Args:
+    path: regular expression of the weights to make sparse; the paper takes the feed-forward layers.
+    masked_decay: lambda of lambda (1 - M) W, added to the clipped gradient; find it with `tune_masked_decay`. The
+      released runs used 6e-5 (GPT-2 124M) to 2e-4 (350M).
+    refresh_every: optimizer steps between mask searches; values are followed at every step.
+    dense_fraction: share of the steps, at the end, that run dense; 0 keeps the run sparse.
+
+  Raises:
+    ValueError: `dense_fraction` is not in [0, 1).
+
+  Source: Hu et al., arXiv 2404.01847, sections 3 to 5; constants of the released training scripts.
+
+  >>> import sparse24_jax as s24
+  >>> recipe = s24.recipes.transposable_srste('.*/mlp/.*', masked_decay=6e-5)
+  >>> recipe.refresh_every, [phase.name for phase in recipe.phases]
+  (40, ['sparse', 'dense'])
+  """
+  if not 0 <= dense_fraction < 1:
+    raise ValueError(f'dense_fraction={dense_fraction} must be in [0, 1)')
+  phases = (Phase('sparse', 1 - dense_fraction),) + ((Phase('dense', dense_fraction),) if dense_fraction else ())
+  policy = DotPolicy(transposable(), input_grad='sparse', weight_grad='mvue')
+  return Recipe(
+    'transposable_srste', (Rule(path, policy),), masked_decay=masked_decay, refresh_every=refresh_every, phases=phases
+  )

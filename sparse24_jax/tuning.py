@@ -1,0 +1,105 @@
+"""The choice of the masked-decay factor from flip rates in the warm-up."""
+
+from collections.abc import Callable, Iterable
+import math
+from typing import NamedTuple
+
+# Flip-rate ratios from which a healthy run follows; recalled from arXiv 2404.01847, section 4.3.
+FEASIBLE_BAND = (0.60, 0.95)
+
+
+class DecayTrial(NamedTuple):
+  """One candidate: its factor, its flip rate after warm-up, and mu, that rate over the dense twin's."""
+
+  decay: float
+  flip_rate: float
+  ratio: float
+  feasible: bool
+
+
+class DecayChoice(NamedTuple):
+  """The outcome of `tune_masked_decay`.
+
+  Attributes:
+    decay: the factor to train with, or None if no candidate is feasible.
+    reason: why, in a sentence.
+    trials: every candidate in rising order of decay.
+    dense_flip_rate: of the dense twin.
+    band: the feasible ratios.
+  """
+
+  decay: float | None
+  reason: str
+  trials: tuple[DecayTrial, ...]
+  dense_flip_rate: float
+  band: tuple[float, float]
+
+
+def tune_masked_decay(
+  run_warmup: Callable[[float | None], float],
+  candidates: Iterable[float],
+  *,
+  band: tuple[float, float] = FEASIBLE_BAND,
+) -> DecayChoice:
+  """Chooses the masked-decay factor from short runs.
+
+  A dense twin and one sparse run a candidate go through the warm-up. mu is the sparse run's flip rate over the dense
+  twin's: from 1 upwards the masks flip more than a dense run's and quality suffers, far below 1 they freeze. Of the
+  candidates inside `band` the one nearest to its middle is chosen.
+
+  Args:
+    run_warmup: trains for the warm-up with the decay factor given, or as the dense twin if it is None
+      (`recipe.dense_twin()`), and returns the flip rate at its end; the same data, seed and steps each time.
+    candidates: decay factors to try, zero or more; the released runs used 1e-6 to 1e-2.
+    band: lowest and highest feasible mu.
+
+  Returns:
+    A `DecayChoice`.
+
+  Raises:
+    ValueError: no candidates, a negative one, an empty band, or a run that returned no finite rate (zero included
+      for the dense twin).
+
+  Source: Hu et al., arXiv 2404.01847, section 4.3.
+
+  >>> import sparse24_jax as s24
+  >>> choice = s24.tune_masked_decay(lambda decay: 0.1 if decay is None else 0.1 / (1 + 1e4 * decay), [0.0, 3e-5, 1e-3])
+  >>> choice.decay, [round(trial.ratio, 2) for trial in choice.trials]
+  (3e-05, [1.0, 0.77, 0.09])
+  """
+  candidates = sorted(set(candidates))
+  low, high = band
+  if not candidates:
+    raise ValueError('candidates is empty: give at least one decay factor')
+  if candidates[0] < 0:
+    raise ValueError(f'decay factor {candidates[0]} is below zero')
+  if not 0 <= low < high:
+    raise ValueError(f'band={band} must be two rising numbers of zero or more')
+  dense = _finite_rate(run_warmup(None), 'the dense twin')
+  if dense == 0:
+    raise ValueError('the dense twin flipped no mask in the warm-up: run more steps, or refresh the masks within it')
+  trials = []
+  for decay in candidates:
+    rate = _finite_rate(run_warmup(decay), f'decay {decay:g}')
+    trials.append(DecayTrial(decay, rate, rate / dense, low <= rate / dense <= high))
+  feasible = [trial for trial in trials if trial.feasible]
+  if feasible:
+    middle = (low + high) / 2
+    best = min(feasible, key=lambda trial: abs(trial.ratio - middle))
+    reason = f'mu = {best.ratio:.2f} is the nearest to the middle of [{low}, {high}] among {len(feasible)} feasible'
+    return DecayChoice(best.decay, reason, tuple(trials), dense, band)
+  ratios = [trial.ratio for trial in trials]
+  if min(ratios) > high:
+    advice = 'every candidate flips too much: try larger factors'
+  elif max(ratios) < low:
+    advice = 'every candidate flips too little: try smaller factors'
+  else:
+    advice = 'the band lies between two candidates: try factors between them'
+  return DecayChoice(None, f'no mu in [{low}, {high}]: {advice}', tuple(trials), dense, band)
+
+
+def _finite_rate(rate: float, run: str) -> float:
+  rate = float(rate)
+  if not math.isfinite(rate) or rate < 0:
+    raise ValueError(f'run_warmup returned flip rate {rate} for {run}')
+  return rate
