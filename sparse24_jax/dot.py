@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparse24_jax.mvue import mvue24
+from pallas_kernels.mvue.reference import mvue24
 from sparse24_jax.numerics import round_to_fp8
 from sparse24_jax.projection import Projection
 
@@ -61,7 +61,7 @@ def _check_choice(name: str, value: Any, choices: tuple) -> None:
     raise ValueError(f'{name}={value!r}: known are {list(choices)}')
 
 
-def dot(x: Array, w: Array, state: Any = None, *, policy: DotPolicy, key: Array | None = None) -> Array:
+def dot(x: Array, w: Array, state: Array | None = None, *, policy: DotPolicy, key: Array | None = None) -> Array:
   """x W~, with the gradients that `policy` names.
 
   Args:
@@ -95,7 +95,7 @@ def dot(x: Array, w: Array, state: Any = None, *, policy: DotPolicy, key: Array 
   return _dot(policy, x, w, state, key)
 
 
-def _check_operands(x: Array, w: Array, state: Any, policy: DotPolicy) -> None:
+def _check_operands(x: Array, w: Array, state: Array | None, policy: DotPolicy) -> None:
   if w.ndim != 2:
     raise ValueError(f'w must be [in, out], found shape {w.shape}; use jax.vmap for stacked weights')
   if x.ndim < 1 or x.shape[-1] != w.shape[0]:
@@ -106,15 +106,16 @@ def _check_operands(x: Array, w: Array, state: Any, policy: DotPolicy) -> None:
     raise ValueError(f'x and w must be floating point, found {x.dtype}')
   if policy.projection is not None:
     check_divisible(w.shape, policy.projection, 'w')
-    expected = jax.eval_shape(policy.projection.init, w)
-    if jax.tree.structure(state) != jax.tree.structure(expected):
-      raise ValueError(
-        f'state of projection {policy.projection.name!r} must be {type(expected).__name__}, found'
-        f' {type(state).__name__}; pass what sparse_variables or projection.init gives'
-      )
-    for found, wanted in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
-      if found.shape != wanted.shape:
-        raise ValueError(f'state for w of shape {w.shape} has shape {found.shape}, expected {wanted.shape}')
+    _check_state(state, jax.eval_shape(policy.projection.init, w), policy.projection)
+
+
+def _check_state(state: Any, expected: jax.ShapeDtypeStruct, projection: Projection) -> None:
+  found = (getattr(state, 'shape', None), getattr(state, 'dtype', type(state).__name__))
+  if found != (expected.shape, expected.dtype):
+    raise ValueError(
+      f'state of projection {projection.name!r} must be {expected.dtype} of shape {expected.shape}, found {found[1]} of'
+      f' shape {found[0]}; pass what sparse_variables or projection.init gives'
+    )
 
 
 def check_divisible(shape: tuple[int, ...], projection: Projection, name: str) -> None:
@@ -130,7 +131,7 @@ def check_divisible(shape: tuple[int, ...], projection: Projection, name: str) -
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _dot(policy: DotPolicy, x: Array, w: Array, state: Any, key: Array | None) -> Array:
+def _dot(policy: DotPolicy, x: Array, w: Array, state: Array | None, key: Array | None) -> Array:
   del key
   return _matmul(x, _project(policy, w, state), policy.precision, 'e4m3')
 
@@ -155,7 +156,7 @@ def _dot_bwd(policy, residuals, dz):
 _dot.defvjp(_dot_fwd, _dot_bwd)
 
 
-def _project(policy: DotPolicy, w: Array, state: Any) -> Array:
+def _project(policy: DotPolicy, w: Array, state: Array | None) -> Array:
   return w if policy.projection is None else policy.projection.apply(w, state)
 
 
@@ -184,7 +185,7 @@ def dot_general(
   lhs: Array,
   rhs: Array,
   dimension_numbers: Any,
-  state: Any = None,
+  state: Array | None = None,
   *,
   policy: DotPolicy,
   key: Array | None = None,

@@ -1,6 +1,6 @@
 """Gated linear units over the sparse op."""
 
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 
@@ -15,7 +15,7 @@ def gated_linear_unit(
   x: Array,
   w_gate: Array,
   w_up: Array,
-  state: tuple[Any, Any] | None = None,
+  state: tuple[Array, Array] | None = None,
   *,
   policy: DotPolicy,
   activation: Literal['silu', 'gelu'] = 'silu',

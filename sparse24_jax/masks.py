@@ -8,6 +8,7 @@ from pallas_kernels import formats
 from pallas_kernels.formats import Compressed24
 from pallas_kernels.prune import reference as prune
 from pallas_kernels.transposable_mask import reference as transposable
+from sparse24_jax.numerics import check_no_nan
 
 __all__ = ['Compressed24', 'compress', 'decompress', 'magnitude_mask', 'transposable_mask', 'verify24']
 
@@ -39,6 +40,7 @@ def magnitude_mask(w: Array, *, n: int = 2, m: int = 4, axis: int = -2) -> Array
   >>> s24.magnitude_mask(jnp.array([1.0, -3.0, 2.0, 0.5]), axis=-1).tolist()
   [False, True, True, False]
   """
+  check_no_nan(w, 'w')
   return prune.magnitude_mask(w, n=n, m=m, axis=axis)
 
 
@@ -72,6 +74,7 @@ def transposable_mask(w: Array, *, method: Literal['exact', 'two_approx'] = 'exa
   methods = {'exact': transposable.transposable_mask, 'two_approx': transposable.two_approximation_mask}
   if method not in methods:
     raise ValueError(f'method={method!r}: known are {sorted(methods)}')
+  check_no_nan(w, 'w')
   return methods[method](w)
 
 

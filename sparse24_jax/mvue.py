@@ -5,6 +5,7 @@ from typing import Literal
 import jax
 
 from pallas_kernels.mvue import reference
+from sparse24_jax.numerics import check_finite
 
 Array = jax.Array
 
@@ -55,4 +56,5 @@ def mvue24(
   >>> int((samples != 0).sum(-1).max()), bool(jnp.abs(samples.mean(0) - x).max() < 0.03)
   (2, True)
   """
+  check_finite(x, 'x')
   return reference.mvue24(x, key, axis=axis, method=method, origin=origin)

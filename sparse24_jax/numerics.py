@@ -1,14 +1,29 @@
-"""FP8 in simulation: values rounded to an 8-bit format and back, products in float32."""
+"""Checks of values, and FP8 in simulation: rounded to an 8-bit format and back, products in float32."""
 
 from typing import Literal
 
 import jax
+from jax.experimental import checkify
 import jax.numpy as jnp
 
 Array = jax.Array
 Format = Literal['e4m3', 'e5m2']
 
 _FORMATS = {'e4m3': jnp.float8_e4m3fn, 'e5m2': jnp.float8_e5m2}
+
+
+def check_no_nan(x: Array, name: str) -> None:
+  """Under `jax.experimental.checkify`, an error if `x` holds a NaN; nothing otherwise.
+
+  For the functions that users call on arrays. Inside layers and refreshes it would keep XLA and Flax from dropping
+  code, so the projections call the unchecked ops.
+  """
+  checkify.debug_check(jnp.logical_not(jnp.any(jnp.isnan(x))), f'{name} holds a NaN')
+
+
+def check_finite(x: Array, name: str) -> None:
+  """As `check_no_nan`, for NaN and infinities."""
+  checkify.debug_check(jnp.all(jnp.isfinite(x)), f'{name} holds a NaN or an infinity')
 
 
 def round_to_fp8(x: Array, fmt: Format) -> Array:

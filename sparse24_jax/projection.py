@@ -1,17 +1,17 @@
 """Projections: how a dense weight becomes the sparse one that the forward uses.
 
 A `Projection` is a bundle of pure functions in the manner of an Optax transformation. It owns no storage: its state,
-one pytree a weight, lives in the optimizer state, changes only there, and is handed to the forward read-only.
+one array a weight, lives in the optimizer state, changes only there, and is handed to the forward read-only.
 """
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from sparse24_jax.masks import magnitude_mask, transposable_mask
-from sparse24_jax.soft_threshold import soft_threshold, soft_threshold_scale
+from pallas_kernels.prune.reference import magnitude_mask, soft_threshold, soft_threshold_scale
+from pallas_kernels.transposable_mask.reference import transposable_mask, two_approximation_mask
 
 Array = jax.Array
 
@@ -21,7 +21,8 @@ class Projection(NamedTuple):
 
   Attributes:
     name: tells projections apart in logs and checkpoints; includes the settings.
-    init: `w -> state`.
+    init: `w -> state`, one array: a bool mask of the shape of `w`, or a scale a matrix, say. One array and no
+      more, so that the states form a tree like the parameters, which Optax, nnx and Orbax all know how to handle.
     apply: `(w, state) -> w~`, the weight that the forward uses: shape and dtype of `w`, 2:4 along axis -2.
     refresh: `(w, state) -> state`, called by the optimizer every `refresh_every` steps with the new weight.
     mask: `(w, state) -> bool`, shape of `w`: what masked decay and the flip rate take as kept.
@@ -30,24 +31,12 @@ class Projection(NamedTuple):
   """
 
   name: str
-  init: Callable[[Array], Any]
-  apply: Callable[[Array, Any], Array]
-  refresh: Callable[[Array, Any], Any]
-  mask: Callable[[Array, Any], Array]
+  init: Callable[[Array], Array]
+  apply: Callable[[Array, Array], Array]
+  refresh: Callable[[Array, Array], Array]
+  mask: Callable[[Array, Array], Array]
   transposable: bool = False
   divisor: tuple[int, int] = (4, 1)
-
-
-class MaskState(NamedTuple):
-  """State of projections that hold a mask between refreshes."""
-
-  mask: Array  # bool, shape of the weight
-
-
-class ScaleState(NamedTuple):
-  """State of the soft threshold: its scale, frozen at initialisation."""
-
-  scale: Array  # float32, one a matrix: w.shape[:-2]
 
 
 def magnitude(*, n: int = 2, m: int = 4) -> Projection:
@@ -71,42 +60,44 @@ def transposable(*, method: Literal['exact', 'two_approx'] = 'exact') -> Project
   >>> int((projection.apply(w, projection.init(w)) != 0).sum())
   32
   """
-  return _masked(f'transposable {method}', lambda w: transposable_mask(w, method=method), divisor=(4, 4))
+  searches = {'exact': transposable_mask, 'two_approx': two_approximation_mask}
+  if method not in searches:
+    raise ValueError(f'method={method!r}: known are {sorted(searches)}')
+  return _masked(f'transposable {method}', searches[method], divisor=(4, 4))
 
 
 def _masked(name: str, search: Callable[[Array], Array], *, divisor: tuple[int, int]) -> Projection:
   return Projection(
     name=name,
-    init=lambda w: MaskState(search(w)),
-    apply=lambda w, state: jnp.where(state.mask, w, jnp.zeros((), w.dtype)),
-    refresh=lambda w, state: MaskState(search(w)),
-    mask=lambda w, state: state.mask,
+    init=search,
+    apply=lambda w, mask: jnp.where(mask, w, jnp.zeros((), w.dtype)),
+    refresh=lambda w, mask: search(w),
+    mask=lambda w, mask: mask,
     transposable=divisor == (4, 4),
     divisor=divisor,
   )
 
 
 def soft_threshold_projection() -> Projection:
-  """beta S(w): the soft threshold of the weight as it is now, times the scale frozen at initialisation.
+  """beta S(w): the soft threshold of the weight as it is now, times the scale frozen at initialisation, its state.
 
   Its mask is where S(w) is not zero: at most, and almost always, two of four.
 
   >>> import jax, sparse24_jax as s24
   >>> w = jax.random.normal(jax.random.key(0), (64, 64))
   >>> projection = s24.soft_threshold_projection()
-  >>> state = projection.init(w)
-  >>> state.scale.shape, int((projection.apply(w, state) != 0).sum())
+  >>> scale = projection.init(w)
+  >>> scale.shape, int((projection.apply(w, scale) != 0).sum())
   ((), 2048)
   """
   return Projection(
     name='soft_threshold',
-    init=lambda w: ScaleState(soft_threshold_scale(w)),
+    init=soft_threshold_scale,
     apply=_scaled_soft_threshold,
-    refresh=lambda w, state: state,
-    mask=lambda w, state: soft_threshold(w) != 0,
+    refresh=lambda w, scale: scale,
+    mask=lambda w, scale: soft_threshold(w) != 0,
   )
 
 
-def _scaled_soft_threshold(w: Array, state: ScaleState) -> Array:
-  scale = jnp.expand_dims(state.scale, (-2, -1))
-  return (soft_threshold(w).astype(jnp.float32) * scale).astype(w.dtype)
+def _scaled_soft_threshold(w: Array, scale: Array) -> Array:
+  return (soft_threshold(w).astype(jnp.float32) * jnp.expand_dims(scale, (-2, -1))).astype(w.dtype)

@@ -3,6 +3,7 @@
 import jax
 
 from pallas_kernels.prune import reference as prune
+from sparse24_jax.numerics import check_no_nan
 
 Array = jax.Array
 
@@ -29,6 +30,7 @@ def soft_threshold(w: Array, *, axis: int = -2) -> Array:
   >>> s24.soft_threshold(jnp.array([1.0, -4.0, 2.0, 3.0]), axis=-1).tolist()
   [0.0, -2.0, 0.0, 1.0]
   """
+  check_no_nan(w, 'w')
   return prune.soft_threshold(w, axis=axis)
 
 
@@ -54,4 +56,5 @@ def soft_threshold_scale(w: Array, *, axis: int = -2) -> Array:
   >>> round(float(s24.soft_threshold_scale(jax.random.normal(jax.random.key(0), (1024, 1024)))), 2)
   1.48
   """
+  check_no_nan(w, 'w')
   return prune.soft_threshold_scale(w, axis=axis)

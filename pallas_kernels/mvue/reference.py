@@ -3,7 +3,6 @@
 import math
 
 import jax
-from jax.experimental import checkify
 import jax.numpy as jnp
 
 from pallas_kernels.formats import check_groups, join_groups, split_groups
@@ -28,7 +27,6 @@ def mvue24(
   samplers = {'exact': _exact, 'approximate': _approximate}
   if method not in samplers:
     raise ValueError(f'method={method!r}: known are {sorted(samplers)}')
-  checkify.debug_check(jnp.all(jnp.isfinite(x)), 'NaN or infinity among the values to sample')
   # Coordinates: the grouped axis is the last but one, columns the last, everything before them one batch axis.
   if x.ndim == 1:
     return mvue24(x[:, None], key, axis=-2, method=method, origin=origin)[:, 0]

@@ -1,17 +1,11 @@
 """N:M magnitude masks and the soft threshold of S-STE, along one axis."""
 
 import jax
-from jax.experimental import checkify
 import jax.numpy as jnp
 
 from pallas_kernels.formats import check_groups, join_groups, split_groups
 
 Array = jax.Array
-
-
-def check_numbers(x: Array) -> None:
-  """Under `checkify`, an error if `x` holds a NaN; nothing otherwise."""
-  checkify.debug_check(jnp.logical_not(jnp.any(jnp.isnan(x))), 'NaN among the values to rank')
 
 
 def magnitudes(x: Array) -> Array:
@@ -24,7 +18,6 @@ def magnitude_mask(w: Array, *, n: int = 2, m: int = 4, axis: int = -2) -> Array
   axis = check_groups(w, axis, m)
   if not 0 < n <= m:
     raise ValueError(f'n={n} of m={m}: n must be from 1 to m')
-  check_numbers(w)
   a = split_groups(magnitudes(w), axis, m)
   # An entry is beaten by the strictly larger and by equals at a lower index. Comparing all pairs is m(m-1)/2 fused
   # operations; a sort would be a hundred times slower on a GPU.
@@ -40,7 +33,6 @@ def magnitude_mask(w: Array, *, n: int = 2, m: int = 4, axis: int = -2) -> Array
 def soft_threshold(w: Array, *, axis: int = -2) -> Array:
   """sign(w) max(|w| - t, 0), t the second smallest magnitude of a group; see `sparse24_jax.soft_threshold`."""
   axis = check_groups(w, axis)
-  check_numbers(w)
   a, b, c, d = split_groups(jnp.abs(w), axis)
   # Second smallest of four: of the two pairwise minima the larger, unless a pairwise maximum is smaller still.
   t = jnp.minimum(

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.formats import check_groups, PAIRS
-from pallas_kernels.prune.reference import check_numbers, magnitudes
+from pallas_kernels.prune.reference import magnitudes
 
 Array = jax.Array
 
@@ -69,7 +69,6 @@ def transposable_mask(w: Array) -> Array:
   """
   check_groups(w, -2)
   check_groups(w, -1)
-  check_numbers(w)
   planes = block_planes(bounded_magnitudes(w))
   code = _best_codes([[planes[..., i, j, :, :] for j in range(4)] for i in range(4)])
   # No pattern may keep a NaN: its plane is negative, so its bit is cleared.
@@ -119,7 +118,6 @@ def two_approximation_mask(w: Array) -> Array:
   """Greedy: entries by falling magnitude, kept while row and column have room; see `sparse24_jax.transposable_mask`."""
   check_groups(w, -2)
   check_groups(w, -1)
-  check_numbers(w)
   planes = jnp.moveaxis(block_planes(bounded_magnitudes(w)), (-4, -3), (-2, -1))
   flat = planes.reshape(*planes.shape[:-2], 16)
   order = jnp.argsort(-flat, axis=-1, stable=True)

@@ -44,15 +44,25 @@ def project(params: Any, opt_state: Any, recipe: Recipe, *, phase: PhaseName = '
   check_phase(phase)
   if phase == 'dense':
     return params
-  rules = match_rules(params, recipe)
+  policies = projected_weights(params, opt_state, recipe)
 
-  def one(key_path: tuple, w: Array, state: Any) -> Array:
-    rule = rules.get(path_string(key_path))
-    if rule is None or rule.policy.projection is None:
-      return w
-    return _straight_through(rule.policy.projection, w, state)
+  def one(key_path: tuple, w: Array) -> Array:
+    projection, state = policies.get(path_string(key_path), (None, None))
+    return w if projection is None else _straight_through(projection, w, state)
 
-  return jax.tree_util.tree_map_with_path(one, params, sparse_states(opt_state))
+  return jax.tree_util.tree_map_with_path(one, params)
+
+
+def projected_weights(params: Any, opt_state: Any, recipe: Recipe) -> dict[str, tuple[Projection, Array]]:
+  """Projection and state of each sparse weight, by path; ValueError if the state belongs to another recipe."""
+  projections = {path: p for path, rule in match_rules(params, recipe).items() if (p := rule.policy.projection)}
+  states = sparse_states(opt_state)
+  if set(states) != set(projections):
+    raise ValueError(
+      f'recipe {recipe.name!r} makes {sorted(projections)} sparse, the optimizer state holds states for'
+      f' {sorted(states)}: it was made with another recipe'
+    )
+  return {path: (projection, states[path]) for path, projection in projections.items()}
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

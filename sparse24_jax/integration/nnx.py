@@ -1,6 +1,6 @@
 """Flax nnx: hooks as data in the layers' own `dot_general` attribute."""
 
-from typing import Any
+from collections.abc import Callable
 import zlib
 
 from flax import nnx
@@ -9,6 +9,8 @@ import jax
 from sparse24_jax.dot import dot_general, DotPolicy
 from sparse24_jax.recipe import PhaseName, Recipe
 from sparse24_jax.rules import match_rules
+
+Array = jax.Array
 
 RNG = 'mvue'
 HOOK = 'dot_general'
@@ -28,8 +30,9 @@ class SparseDot(nnx.Module):
     rngs: streams with one named `'mvue'`, or None.
   """
 
-  def __init__(self, policy: DotPolicy, path: str, state: Any, rngs: nnx.Rngs | None):
+  def __init__(self, policy: DotPolicy, path: str, state: Array | None, rngs: nnx.Rngs | None, plain: Callable):
     self.policy = policy
+    self.plain = plain  # what stood in its place
     self.state = None if state is None else SparseVariable(state)
     self.rngs = rngs
     # Streams that were given one seed still draw differently in each layer.
@@ -49,7 +52,7 @@ def sparsify(model: nnx.Module, recipe: Recipe, *, phase: PhaseName, rngs: nnx.R
   model = nnx.clone(model)
   for _, module in nnx.iter_modules(model):
     if isinstance(getattr(module, HOOK, None), SparseDot):
-      setattr(module, HOOK, jax.lax.dot_general)
+      setattr(module, HOOK, nnx.static(getattr(module, HOOK).plain))
   rules = match_rules(nnx.state(model, nnx.Param), recipe)
   if phase == 'dense':
     return model
@@ -60,7 +63,8 @@ def sparsify(model: nnx.Module, recipe: Recipe, *, phase: PhaseName, rngs: nnx.R
     policy = rules.pop(path).policy
     kernel = module.kernel[...]
     state = None if policy.projection is None else policy.projection.init(kernel)
-    setattr(module, HOOK, nnx.data(SparseDot(policy, path, state, _streams(rngs, kernel.shape[:-2]))))
+    hook = SparseDot(policy, path, state, _streams(rngs, kernel.shape[:-2]), getattr(module, HOOK))
+    setattr(module, HOOK, nnx.data(hook))
   if rules:
     raise ValueError(
       f'{list(rules)} match rules of recipe {recipe.name!r}, but their layers have no dot_general attribute (nnx.Linear'
@@ -78,9 +82,9 @@ def _streams(rngs: nnx.Rngs | None, layers: tuple[int, ...]) -> nnx.Rngs | None:
   return rngs.fork(split=layers if layers else None)
 
 
-def sparse_state(states: dict[str, Any], params: nnx.State) -> nnx.State:
-  """`nnx.update(model, ...)` of this brings the states into the model's hooks."""
-  paths = {'/'.join(map(str, path)): path for path in dict(nnx.to_flat_state(params))}
+def sparse_state(states: dict[str, Array], params: nnx.State) -> nnx.State:
+  """What `nnx.update(model, ...)` takes to bring the states into the model's hooks."""
+  modules = {'/'.join(map(str, path)): path[:-1] for path, _ in nnx.to_flat_state(params)}
   return nnx.from_flat_state(
-    {(*paths[path][:-1], HOOK, STATE): SparseVariable(state) for path, state in states.items()}
+    {(*modules[path], HOOK, STATE): SparseVariable(state) for path, state in states.items()}
   )

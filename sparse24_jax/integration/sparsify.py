@@ -3,14 +3,11 @@
 from typing import Any
 
 from flax import linen, nnx
-import jax
-import optax
 
 from sparse24_jax.integration import linen as linen_door, nnx as nnx_door
+from sparse24_jax.integration.functional import projected_weights
 from sparse24_jax.integration.nnx import SparseVariable
-from sparse24_jax.optim import sparse_states
 from sparse24_jax.recipe import check_phase, PhaseName, Recipe
-from sparse24_jax.rules import match_rules, path_string
 
 __all__ = ['SparseVariable', 'sparse_variables', 'sparsify']
 
@@ -76,28 +73,14 @@ def sparse_variables(params: Any, opt_state: Any, recipe: Recipe) -> Any:
   >>> import jax.numpy as jnp, optax, sparse24_jax as s24
   >>> params, recipe = {'mlp': {'up': {'kernel': jnp.eye(4)}}}, s24.recipes.ste('mlp/.*')
   >>> opt_state = s24.sparse_training(optax.sgd(0.1), recipe).init(params)
-  >>> s24.sparse_variables(params, opt_state, recipe)['mlp']['up']['kernel'].mask.shape
+  >>> s24.sparse_variables(params, opt_state, recipe)['mlp']['up']['kernel'].shape
   (4, 4)
   """
-  rules = match_rules(params, recipe)
-  wanted = {path for path, rule in rules.items() if rule.policy.projection is not None}
-  found: dict[str, Any] = {}
-
-  def collect(key_path: tuple, leaf: Any, state: Any) -> None:
-    del leaf
-    if not isinstance(state, optax.MaskedNode):
-      found[path_string(key_path)] = state
-
-  jax.tree_util.tree_map_with_path(collect, params, sparse_states(opt_state))
-  if set(found) != wanted:
-    raise ValueError(
-      f'recipe {recipe.name!r} makes {sorted(wanted)} sparse, the optimizer state holds states for {sorted(found)}: it'
-      ' was made with another recipe'
-    )
+  states = {path: state for path, (_, state) in projected_weights(params, opt_state, recipe).items()}
   if isinstance(params, nnx.State):
-    return nnx_door.sparse_state(found, params)
+    return nnx_door.sparse_state(states, params)
   nested: dict[str, Any] = {}
-  for path, state in found.items():
+  for path, state in states.items():
     *folders, name = path.split('/')
     node = nested
     for folder in folders:

@@ -82,7 +82,7 @@ def sparse_training(
   >>> tx = optax.chain(optax.clip_by_global_norm(1.0), s24.sparse_training(optax.adamw(1e-3), recipe))
   >>> state = tx.init(params)
   >>> updates, state = tx.update(params, state, params)
-  >>> int(state[1].count), float(state[1].projections['mlp']['kernel'].mask.mean())
+  >>> int(state[1].count), float(state[1].projections['mlp']['kernel'].mean())
   (1, 0.5)
   """
   check_phase(phase)
@@ -143,9 +143,10 @@ def get_flip_rate(opt_state: Any) -> FlipRate:
   return FlipRate(rate.overall, {path_string(key_path): leaf for key_path, leaf in leaves})
 
 
-def sparse_states(opt_state: Any) -> Any:
-  """The projection states in an optimizer state: a tree like the parameters, `optax.MaskedNode()` where dense."""
-  return _find(opt_state).projections
+def sparse_states(opt_state: Any) -> dict[str, Array]:
+  """The projection states in an optimizer state, by the path of their weight."""
+  leaves = jax.tree_util.tree_flatten_with_path(_find(opt_state).projections)[0]
+  return {path_string(key_path): leaf for key_path, leaf in leaves}
 
 
 def _find(opt_state: Any) -> SparseTrainingState:
