@@ -9,10 +9,9 @@ import dataclasses
 import functools
 
 import jax
+from jax import Array
 from jax.experimental import checkify
 import jax.numpy as jnp
-
-Array = jax.Array
 
 # The two-bit positions (low, high) of the pairs that a group can keep, by rank; `low | high << 2` is the nibble.
 PAIRS = ((0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3))

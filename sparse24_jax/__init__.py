@@ -4,7 +4,7 @@ from sparse24_jax import recipes
 from sparse24_jax.dot import dot, dot_general, DotPolicy
 from sparse24_jax.glu import gated_linear_unit
 from sparse24_jax.integration.functional import project
-from sparse24_jax.integration.sparsify import sparse_variables, sparsify, SparseVariable
+from sparse24_jax.integration.sparsify import sparse_variables, SparseVariable, sparsify
 from sparse24_jax.masks import compress, Compressed24, decompress, magnitude_mask, transposable_mask, verify24
 from sparse24_jax.metrics import flip_rate
 from sparse24_jax.mvue import mvue24

@@ -15,14 +15,13 @@ import functools
 from typing import Any, Literal
 
 import jax
+from jax import Array
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.mvue.reference import mvue24
 from sparse24_jax.numerics import round_to_fp8
 from sparse24_jax.projection import Projection
-
-Array = jax.Array
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,10 +3,9 @@
 from typing import Literal
 
 import jax
+from jax import Array
 
 from sparse24_jax.dot import dot, DotPolicy
-
-Array = jax.Array
 
 ACTIVATIONS = {'silu': jax.nn.silu, 'gelu': jax.nn.gelu}
 

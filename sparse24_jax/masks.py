@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-import jax
+from jax import Array
 
 from pallas_kernels import formats
 from pallas_kernels.formats import Compressed24
@@ -12,7 +12,6 @@ from sparse24_jax.numerics import check_no_nan
 
 __all__ = ['Compressed24', 'compress', 'decompress', 'magnitude_mask', 'transposable_mask', 'verify24']
 
-Array = jax.Array
 
 
 def magnitude_mask(w: Array, *, n: int = 2, m: int = 4, axis: int = -2) -> Array:

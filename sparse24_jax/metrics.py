@@ -1,9 +1,8 @@
 """Health metrics of a sparse run."""
 
 import jax
+from jax import Array
 import jax.numpy as jnp
-
-Array = jax.Array
 
 
 def flip_rate(old_masks, new_masks) -> Array:

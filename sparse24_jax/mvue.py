@@ -2,12 +2,10 @@
 
 from typing import Literal
 
-import jax
+from jax import Array
 
 from pallas_kernels.mvue import reference
 from sparse24_jax.numerics import check_finite
-
-Array = jax.Array
 
 
 def mvue24(

@@ -2,11 +2,10 @@
 
 from typing import Literal
 
-import jax
+from jax import Array
 from jax.experimental import checkify
 import jax.numpy as jnp
 
-Array = jax.Array
 Format = Literal['e4m3', 'e5m2']
 
 _FORMATS = {'e4m3': jnp.float8_e4m3fn, 'e5m2': jnp.float8_e5m2}

@@ -7,13 +7,11 @@ one array a weight, lives in the optimizer state, changes only there, and is han
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
-import jax
+from jax import Array
 import jax.numpy as jnp
 
 from pallas_kernels.prune.reference import magnitude_mask, soft_threshold, soft_threshold_scale
 from pallas_kernels.transposable_mask.reference import transposable_mask, two_approximation_mask
-
-Array = jax.Array
 
 
 class Projection(NamedTuple):

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 
 from sparse24_jax.dot import check_divisible
+from sparse24_jax.projection import Projection
 from sparse24_jax.recipe import Recipe, Rule
 
 # Arrays that a layer-wide pattern such as '.*/mlp/.*' must not take, also where scanned layers give them two axes.
@@ -59,19 +60,19 @@ def match_rules(params: Any, recipe: Recipe) -> dict[str, Rule]:
   for path, rule in matched.items():
     if rule.policy.projection is not None:
       check_divisible(weights[path].shape, rule.policy.projection, path)
-      _check_shards(path, weights[path], rule)
+      _check_shards(path, weights[path], rule.policy.projection)
   return matched
 
 
-def _check_shards(path: str, leaf: Any, rule: Rule) -> None:
+def _check_shards(path: str, leaf: Any, projection: Projection) -> None:
   """ValueError if a group of `leaf` straddles two shards; silent where the sharding is not known yet."""
   sharding = getattr(leaf, 'sharding', None)
   if isinstance(leaf, jax.core.Tracer) or sharding is None:
     return
   shard = sharding.shard_shape(leaf.shape)
-  for axis, divisor in zip((-2, -1), rule.policy.projection.divisor, strict=True):
+  for axis, divisor in zip((-2, -1), projection.divisor, strict=True):
     if shard[axis] % divisor:
       raise ValueError(
         f'{path} of shape {leaf.shape} is sharded to {shard}: a shard holds {shard[axis]} entries along axis {axis},'
-        f' and projection {rule.policy.projection.name!r} needs a multiple of {divisor} in each'
+        f' and projection {projection.name!r} needs a multiple of {divisor} in each'
       )

@@ -1,11 +1,9 @@
 """The continuous 2:4 projection of S-STE and its frozen scale."""
 
-import jax
+from jax import Array
 
 from pallas_kernels.prune import reference as prune
 from sparse24_jax.numerics import check_no_nan
-
-Array = jax.Array
 
 
 def soft_threshold(w: Array, *, axis: int = -2) -> Array:

@@ -5,11 +5,10 @@ device, so every back end draws the same bits. Salmon et al., "Parallel random n
 """
 
 import jax
+from jax import Array
 import jax.numpy as jnp
 
 from pallas_kernels.formats import join_groups
-
-Array = jax.Array
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)

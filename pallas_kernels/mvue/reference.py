@@ -2,13 +2,11 @@
 
 import math
 
-import jax
+from jax import Array
 import jax.numpy as jnp
 
 from pallas_kernels.formats import check_groups, join_groups, split_groups
 from pallas_kernels.mvue.philox import group_uniforms, seed_words
-
-Array = jax.Array
 
 # Sums of four stay finite in float32 when the magnitudes are scaled by a quarter; a power of two rounds nothing.
 _DOWN, _UP = 0.25, 4.0

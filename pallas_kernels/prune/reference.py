@@ -1,11 +1,9 @@
 """N:M magnitude masks and the soft threshold of S-STE, along one axis."""
 
-import jax
+from jax import Array
 import jax.numpy as jnp
 
 from pallas_kernels.formats import check_groups, join_groups, split_groups
-
-Array = jax.Array
 
 
 def magnitudes(x: Array) -> Array:

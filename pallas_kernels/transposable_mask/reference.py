@@ -3,13 +3,12 @@
 import itertools
 
 import jax
+from jax import Array
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.formats import check_groups, PAIRS
 from pallas_kernels.prune.reference import magnitudes
-
-Array = jax.Array
 
 # A row keeps one of six pairs, so half a block (two rows) has 36 choices; what the other half must add is given by how
 # often each column is used so far. The 36 choices fall into 19 classes of such column counts, hence 90 patterns.

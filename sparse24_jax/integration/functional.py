@@ -4,13 +4,12 @@ import functools
 from typing import Any
 
 import jax
+from jax import Array
 
 from sparse24_jax.optim import sparse_states
 from sparse24_jax.projection import Projection
 from sparse24_jax.recipe import check_phase, PhaseName, Recipe
 from sparse24_jax.rules import match_rules, path_string
-
-Array = jax.Array
 
 
 def project(params: Any, opt_state: Any, recipe: Recipe, *, phase: PhaseName = 'sparse') -> Any:

@@ -5,12 +5,11 @@ import zlib
 
 from flax import nnx
 import jax
+from jax import Array
 
 from sparse24_jax.dot import dot_general, DotPolicy
 from sparse24_jax.recipe import PhaseName, Recipe
 from sparse24_jax.rules import match_rules
-
-Array = jax.Array
 
 RNG = 'mvue'
 HOOK = 'dot_general'

@@ -4,7 +4,8 @@ from typing import Any
 
 from flax import linen, nnx
 
-from sparse24_jax.integration import linen as linen_door, nnx as nnx_door
+from sparse24_jax.integration import linen as linen_door
+from sparse24_jax.integration import nnx as nnx_door
 from sparse24_jax.integration.functional import projected_weights
 from sparse24_jax.integration.nnx import SparseVariable
 from sparse24_jax.recipe import check_phase, PhaseName, Recipe

@@ -2,7 +2,13 @@
 
 from sparse24_jax.optim.masked_decay import add_masked_decay
 from sparse24_jax.optim.mvue_gradients import mvue_gradients, MvueGradientsState
-from sparse24_jax.optim.sparse_training import FlipRate, get_flip_rate, sparse_states, sparse_training, SparseTrainingState
+from sparse24_jax.optim.sparse_training import (
+  FlipRate,
+  get_flip_rate,
+  sparse_states,
+  sparse_training,
+  SparseTrainingState,
+)
 from sparse24_jax.optim.step_adam import scale_by_step_adam, step_adam, step_has_settled, StepAdamState
 
 __all__ = [

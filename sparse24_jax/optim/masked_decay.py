@@ -3,10 +3,9 @@
 from typing import Any, NamedTuple
 
 import jax
+from jax import Array
 import jax.numpy as jnp
 import optax
-
-Array = jax.Array
 
 
 class AddMaskedDecayState(NamedTuple):

@@ -3,12 +3,11 @@
 from typing import Any, NamedTuple
 
 import jax
+from jax import Array
 import jax.numpy as jnp
 import optax
 
 from sparse24_jax.mvue import mvue24
-
-Array = jax.Array
 
 
 class MvueGradientsState(NamedTuple):

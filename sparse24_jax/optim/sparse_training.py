@@ -3,15 +3,15 @@
 from typing import Any, NamedTuple
 
 import jax
+from jax import Array
 import jax.numpy as jnp
 import optax
 
+from sparse24_jax.optim._state import find_state
 from sparse24_jax.optim.masked_decay import decayed
 from sparse24_jax.projection import Projection
 from sparse24_jax.recipe import check_phase, PhaseName, Recipe
 from sparse24_jax.rules import match_rules, path_string
-
-Array = jax.Array
 
 
 class FlipRate(NamedTuple):
@@ -138,23 +138,15 @@ def get_flip_rate(opt_state: Any) -> FlipRate:
   >>> s24.get_flip_rate(state).per_weight
   {'mlp/kernel': Array(0., dtype=float32)}
   """
-  rate = _find(opt_state).flip_rate
+  rate = find_state(opt_state, SparseTrainingState, 'sparse_training').flip_rate
   leaves = jax.tree_util.tree_flatten_with_path(rate.per_weight)[0]
   return FlipRate(rate.overall, {path_string(key_path): leaf for key_path, leaf in leaves})
 
 
 def sparse_states(opt_state: Any) -> dict[str, Array]:
   """The projection states in an optimizer state, by the path of their weight."""
-  leaves = jax.tree_util.tree_flatten_with_path(_find(opt_state).projections)[0]
+  leaves = jax.tree_util.tree_flatten_with_path(find_state(opt_state, SparseTrainingState, 'sparse_training').projections)[0]
   return {path_string(key_path): leaf for key_path, leaf in leaves}
-
-
-def _find(opt_state: Any) -> SparseTrainingState:
-  is_ours = lambda node: isinstance(node, SparseTrainingState)
-  found = [node for node in jax.tree.leaves(opt_state, is_leaf=is_ours) if is_ours(node)]
-  if len(found) != 1:
-    raise ValueError(f'the optimizer state holds {len(found)} states of sparse_training, expected one')
-  return found[0]
 
 
 class _Absent(NamedTuple):
@@ -207,8 +199,7 @@ def _refresh(
     return jax.lax.cond(due, refresh, lambda: (state.projections, state.flip_rate))
 
   # Per step: what a search would choose before and after this step, whatever the mask in use.
-  searched = lambda p, w, s: p.mask(w, p.refresh(w, s))
-  old = _map(searched, projections, old_params, state.projections)
+  old = _map(lambda p, w, s: p.mask(w, p.refresh(w, s)), projections, old_params, state.projections)
   states = _map(lambda p, w, s: p.refresh(w, s), projections, new_params, state.projections)
   new = _map(lambda p, w, s: p.mask(w, s), projections, new_params, states)
   if recipe.refresh_every > 1:

@@ -3,12 +3,12 @@
 from typing import Any, NamedTuple
 
 import jax
+from jax import Array
 import jax.numpy as jnp
 import optax
 
+from sparse24_jax.optim._state import find_state
 from sparse24_jax.recipe import check_phase, PhaseName
-
-Array = jax.Array
 
 
 class StepAdamState(NamedTuple):
@@ -45,8 +45,8 @@ def scale_by_step_adam(
   window = max(1, round(1 / (1 - b2)))
 
   def init(params: Any) -> StepAdamState:
-    zeros = lambda: jax.tree.map(jnp.zeros_like, params)
-    return StepAdamState(jnp.zeros((), jnp.int32), zeros(), zeros(), jnp.full((window,), jnp.inf, jnp.float32))
+    mu, nu = (jax.tree.map(jnp.zeros_like, params) for _ in range(2))
+    return StepAdamState(jnp.zeros((), jnp.int32), mu, nu, jnp.full((window,), jnp.inf, jnp.float32))
 
   def update(updates: Any, state: StepAdamState, params: Any = None):
     del params
@@ -114,8 +114,4 @@ def step_has_settled(opt_state: Any, *, eps: float = 1e-8) -> Array:
   >>> bool(s24.step_has_settled(state))
   False
   """
-  is_ours = lambda node: isinstance(node, StepAdamState)
-  found = [node for node in jax.tree.leaves(opt_state, is_leaf=is_ours) if is_ours(node)]
-  if len(found) != 1:
-    raise ValueError(f'the optimizer state holds {len(found)} states of step_adam, expected one')
-  return jnp.mean(found[0].changes) < eps
+  return jnp.mean(find_state(opt_state, StepAdamState, 'step_adam').changes) < eps
