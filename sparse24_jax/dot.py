@@ -9,7 +9,6 @@ W~ is the projected weight. The weight's cotangent is dw as it stands: the strai
 pruned weights alike.
 """
 
-from collections.abc import Callable
 import dataclasses
 import functools
 from typing import Any, Literal
@@ -227,11 +226,10 @@ def dot_general(
       f' dimension_numbers {dimension_numbers} for shapes {lhs.shape} and {rhs.shape}'
     )
   lhs = jnp.moveaxis(lhs, lhs_contract[0], -1)
-  one: Callable = functools.partial(dot, policy=policy)
   if not batch:
-    return one(lhs, rhs, state, key=key)
+    return dot(lhs, rhs, state, policy=policy, key=key)
   lead = rhs.shape[: len(batch)]
-  flat = jax.tree.map(lambda a: a.reshape(-1, *a.shape[len(batch) :]), (lhs, rhs, state))
-  keys = None if key is None else jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(flat[1].shape[0]))
-  out = jax.vmap(lambda x, w, s, k: one(x, w, s, key=k))(*flat, keys)
+  x, w, states = jax.tree.map(lambda a: a.reshape(-1, *a.shape[len(batch) :]), (lhs, rhs, state))
+  keys = None if key is None else jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(w.shape[0]))
+  out = jax.vmap(lambda x, w, s, k: dot(x, w, s, policy=policy, key=k))(x, w, states, keys)
   return out.reshape(*lead, *out.shape[1:])

@@ -34,5 +34,5 @@ def flip_rate(old_masks, new_masks) -> Array:
   for a, b in zip(old, new, strict=True):
     if a.shape != b.shape:
       raise ValueError(f'masks to compare have shapes {a.shape} and {b.shape}')
-  flips = sum(jnp.sum(a != b, dtype=jnp.float32) for a, b in zip(old, new, strict=True))
-  return flips / float(sum(a.size for a in old))
+  flips = jnp.stack([jnp.sum(a != b, dtype=jnp.float32) for a, b in zip(old, new, strict=True)])
+  return jnp.sum(flips) / float(sum(a.size for a in old))

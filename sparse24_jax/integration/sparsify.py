@@ -16,7 +16,7 @@ __all__ = ['SparseVariable', 'sparse_variables', 'sparsify']
 def sparsify(
   model: Any, recipe: Recipe, *, phase: PhaseName = 'sparse', rngs: nnx.Rngs | None = None
 ) -> Any:
-  """The model with the recipe's matmuls in the layers that its rules match; parameters and checkpoints stay as they are.
+  """The model with sparse matmuls in the layers that the rules match; parameters and checkpoints stay as they are.
 
   A linen model comes back wrapped: same parameter tree, applied with `{'params': params, 'sparse24':
   sparse_variables(...)}` and `rngs={'mvue': key}`. An nnx model comes back as a copy with hooks in place; after each

@@ -7,6 +7,7 @@ from jax import Array
 import jax.numpy as jnp
 import optax
 
+from sparse24_jax.metrics import flip_rate
 from sparse24_jax.optim._state import find_state
 from sparse24_jax.optim.masked_decay import decayed
 from sparse24_jax.projection import Projection
@@ -97,8 +98,8 @@ def sparse_training(
     projections = _projections(params, recipe)
     states = _map(lambda p, w: p.init(w), projections, params)
     rates = _map(lambda p, w: jnp.zeros(w.shape[:-2], jnp.float32), projections, params)
-    flip_rate = FlipRate(jnp.zeros((), jnp.float32), rates)
-    return SparseTrainingState(jnp.zeros((), jnp.int32), states, flip_rate, inner.init(params))
+    none_yet = FlipRate(jnp.zeros((), jnp.float32), rates)
+    return SparseTrainingState(jnp.zeros((), jnp.int32), states, none_yet, inner.init(params))
 
   def update(updates: Any, state: SparseTrainingState, params: Any = None, **extra: Any):
     if params is None:
@@ -117,8 +118,8 @@ def sparse_training(
 
     count = optax.safe_increment(state.count)
     new_params = optax.apply_updates(params, updates)
-    states, flip_rate = _refresh(recipe, projections, count, params, new_params, state)
-    return updates, SparseTrainingState(count, states, flip_rate, inner_state)
+    states, rates = _refresh(recipe, projections, count, params, new_params, state)
+    return updates, SparseTrainingState(count, states, rates, inner_state)
 
   return optax.GradientTransformationExtraArgs(init, update)
 
@@ -145,7 +146,8 @@ def get_flip_rate(opt_state: Any) -> FlipRate:
 
 def sparse_states(opt_state: Any) -> dict[str, Array]:
   """The projection states in an optimizer state, by the path of their weight."""
-  leaves = jax.tree_util.tree_flatten_with_path(find_state(opt_state, SparseTrainingState, 'sparse_training').projections)[0]
+  projections = find_state(opt_state, SparseTrainingState, 'sparse_training').projections
+  leaves = jax.tree_util.tree_flatten_with_path(projections)[0]
   return {path_string(key_path): leaf for key_path, leaf in leaves}
 
 
@@ -208,8 +210,6 @@ def _refresh(
 
 
 def _flip_rate(old: Any, new: Any) -> FlipRate:
-  flips = jax.tree.map(lambda a, b: jnp.sum(a != b, axis=(-2, -1), dtype=jnp.float32), old, new)
-  rates = jax.tree.map(lambda f, m: f / float(m.shape[-2] * m.shape[-1]), flips, new)
-  total = sum(m.size for m in jax.tree.leaves(new))
-  overall = sum((jnp.sum(f) for f in jax.tree.leaves(flips)), jnp.zeros((), jnp.float32)) / float(max(total, 1))
+  rates = jax.tree.map(lambda a, b: jnp.mean(a != b, axis=(-2, -1), dtype=jnp.float32), old, new)
+  overall = flip_rate(old, new) if jax.tree.leaves(new) else jnp.zeros((), jnp.float32)
   return FlipRate(overall, rates)
