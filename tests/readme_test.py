@@ -1,0 +1,112 @@
+"""The examples of the README run as they stand there, on small models."""
+
+import pathlib
+import re
+
+from absl.testing import absltest
+from flax import linen as nn, nnx
+import jax
+import jax.numpy as jnp
+import optax
+
+import sparse24_jax as s24
+
+README = pathlib.Path(__file__).parents[1] / 'README.md'
+BLOCKS = re.findall(r'```python\n(.*?)```', README.read_text(), re.DOTALL)
+
+
+class LinenMlp(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    return nn.Dense(8, name='down')(nn.gelu(nn.Dense(32, name='up')(x)))
+
+
+class LinenBlocks(nn.Module):
+  """Paths like h_0/mlp/up/kernel."""
+
+  @nn.compact
+  def __call__(self, tokens):
+    return nn.Dense(16)(LinenWrapped(name='h_0')(nn.Embed(16, 8)(tokens)))
+
+
+class LinenWrapped(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    return x + LinenMlp(name='mlp')(x)
+
+
+class NnxMlp(nnx.Module):
+  def __init__(self, rngs):
+    self.up, self.down = nnx.Linear(8, 32, rngs=rngs), nnx.Linear(32, 8, rngs=rngs)
+
+  def __call__(self, x):
+    return self.down(nnx.gelu(self.up(x)))
+
+
+class NnxBlock(nnx.Module):
+  def __init__(self, rngs):
+    self.mlp = NnxMlp(rngs)
+
+  def __call__(self, x):
+    return x + self.mlp(x)
+
+
+class NnxModel(nnx.Module):
+  def __init__(self, rngs):
+    self.h = nnx.List([NnxBlock(rngs) for _ in range(2)])
+
+  def __call__(self, x):
+    for block in self.h:
+      x = block(x)
+    return x
+
+
+class ReadmeTest(absltest.TestCase):
+  def setUp(self):
+    super().setUp()
+    self.tokens = jnp.arange(16).reshape(2, 8)
+    self.model = LinenBlocks()
+    self.params = self.model.init(jax.random.key(0), self.tokens)['params']
+    self.names = {
+      'model': self.model,
+      'params': self.params,
+      'tokens': self.tokens,
+      'key': jax.random.key(1),
+    }
+
+  def test_linen_example(self):
+    exec(BLOCKS[0], self.names)
+    self.assertLess(len(BLOCKS[0].strip().splitlines()), 13)
+    self.assertEqual(self.names['logits'].shape, (2, 8, 16))
+    projected = s24.project(self.params, self.names['opt_state'], self.names['recipe'])
+    s24.verify24(projected['h_0']['mlp']['up']['kernel'])
+    expected = self.model.apply({'params': projected}, self.tokens)
+    self.assertTrue(jnp.allclose(self.names['logits'], expected, atol=1e-5))
+
+  def test_nnx_example(self):
+    x = jax.random.normal(jax.random.key(2), (4, 8))
+    exec(BLOCKS[0], self.names)  # its recipe is the one meant
+    names = {
+      **self.names,
+      'model': NnxModel(nnx.Rngs(0)),
+      'nnx': nnx,
+      'optax': optax,
+      's24': s24,
+      'loss_fn': lambda model: jnp.mean(model(x) ** 2),
+    }
+    exec(BLOCKS[1], names)
+    first = float(names['loss'])
+    for _ in range(20):
+      exec(BLOCKS[1].split('\n\n')[1], names)
+    self.assertLess(float(names['loss']), first)
+
+  def test_phase_example(self):
+    exec(BLOCKS[0], self.names)
+    for step, phase in ((0, 'sparse'), (9, 'dense')):
+      exec(BLOCKS[2], self.names | {'step': step, 'total_steps': 10} | (names := {}), names)
+      self.assertEqual(names['phase'], phase)
+      self.assertEqual(names['sparse'] is self.model, phase == 'dense')
+
+
+if __name__ == '__main__':
+  absltest.main()
