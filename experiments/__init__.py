@@ -1,0 +1,1 @@
+"""Programs that use the library: training, tuning, reports. Free to change; not installed with the package."""
