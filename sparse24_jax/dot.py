@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.mvue.reference import mvue24
+from sparse24_jax._compat import vary_over, varying_axes
 from sparse24_jax.numerics import round_to_fp8
 from sparse24_jax.projection import Projection
 
@@ -45,6 +46,8 @@ class DotPolicy:
   implementation: Literal['reference'] | None = None
 
   def __post_init__(self):
+    if not isinstance(self.projection, Projection | None):
+      raise ValueError(f'projection={self.projection!r} is not a Projection; call its maker, magnitude() say')
     _check_choice('input_grad', self.input_grad, ('sparse', 'dense'))
     _check_choice('weight_grad', self.weight_grad, ('mvue', 'mvue_approximate', 'dense'))
     _check_choice('precision', self.precision, ('default', 'fp8'))
@@ -90,7 +93,10 @@ def dot(x: Array, w: Array, state: Array | None = None, *, policy: DotPolicy, ke
   _check_operands(x, w, state, policy)
   if policy.projection is None and policy.precision == 'default' and policy.weight_grad == 'dense':
     return jnp.dot(x, w, preferred_element_type=jnp.float32).astype(x.dtype)
-  return _dot(policy, x, w, state, key)
+  # A custom_vjp must return cotangents that vary over the mesh axes of its arguments and no others: under shard_map,
+  # say so here that a replicated weight meets tokens that are not, and let JAX sum its gradient.
+  axes = frozenset().union(*map(varying_axes, jax.tree.leaves((x, w, state, key))))
+  return _dot(policy, vary_over(x, axes), vary_over(w, axes), state, key)
 
 
 def _check_operands(x: Array, w: Array, state: Array | None, policy: DotPolicy) -> None:
@@ -164,6 +170,7 @@ def _check_sampling(x: Array, policy: DotPolicy, key: Array | None) -> None:
     if key is None:
       raise ValueError(
         f"weight_grad={policy.weight_grad!r} needs a random key: dot(..., key=...), or rngs={{'mvue': key}} in Flax"
+        f" (under nn.scan let it through with split_rngs={{..., 'mvue': True}})"
       )
     tokens = int(np.prod(x.shape[:-1]))
     if tokens % 4:
@@ -216,19 +223,25 @@ def dot_general(
   batch = tuple(range(len(lhs_batch)))
   good = (
     len(lhs_contract) == 1
+    and rhs.ndim >= 2
     and tuple(d % rhs.ndim for d in rhs_contract) == (rhs.ndim - 2,)
     and tuple(lhs_batch) == batch == tuple(rhs_batch)
     and len(batch) == rhs.ndim - 2
+    and len(batch) - lhs.ndim <= lhs_contract[0] < lhs.ndim
+    and lhs_contract[0] not in batch
+    and lhs.shape[: len(batch)] == rhs.shape[: len(batch)]
   )
   if not good:
     raise ValueError(
-      f'dot_general takes a weight [batch..., in, out] contracted over axis -2 with leading batch axes; found'
-      f' dimension_numbers {dimension_numbers} for shapes {lhs.shape} and {rhs.shape}'
+      f'dot_general takes a weight [batch..., in, out] contracted over axis -2 and activations with the same'
+      f' leading batch axes; found dimension_numbers {dimension_numbers} for shapes {lhs.shape} and {rhs.shape}'
     )
   lhs = jnp.moveaxis(lhs, lhs_contract[0], -1)
   if not batch:
     return dot(lhs, rhs, state, policy=policy, key=key)
   lead = rhs.shape[: len(batch)]
+  if policy.projection is not None:
+    _check_state(state, jax.eval_shape(policy.projection.init, rhs), policy.projection)
   x, w, states = jax.tree.map(lambda a: a.reshape(-1, *a.shape[len(batch) :]), (lhs, rhs, state))
   keys = None if key is None else jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(w.shape[0]))
   out = jax.vmap(lambda x, w, s, k: dot(x, w, s, policy=policy, key=k))(x, w, states, keys)

@@ -50,6 +50,8 @@ def gated_linear_unit(
     raise ValueError(f'activation={activation!r}: known are {sorted(ACTIVATIONS)}')
   if w_gate.shape != w_up.shape:
     raise ValueError(f'w_gate and w_up must have one shape, found {w_gate.shape} and {w_up.shape}')
+  if state is not None and not (isinstance(state, tuple | list) and len(state) == 2):
+    raise ValueError('state must be a pair, the states of w_gate and w_up')
   gate_state, up_state = (None, None) if state is None else state
   gate_key, up_key = (None, None) if key is None else jax.random.split(key)
   gate = dot(x, w_gate, gate_state, policy=policy, key=gate_key)

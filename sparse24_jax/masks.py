@@ -53,7 +53,8 @@ def transposable_mask(w: Array, *, method: Literal['exact', 'two_approx'] = 'exa
   7 of 16; it is here to compare with.
 
   Args:
-    w: `[..., rows, columns]`, both multiples of four; float32, bfloat16 or float16. Sums are taken in float32.
+    w: `[..., rows, columns]`, both multiples of four; float32, bfloat16 or float16. Sums are taken in float32,
+      where magnitudes below 2^-126 may count as zero and those beyond 2^124 as equal.
     method: `'exact'` or `'two_approx'`.
 
   Returns:

@@ -19,7 +19,7 @@ def flip_rate(old_masks, new_masks) -> Array:
     float32 scalar in [0, 1].
 
   Raises:
-    ValueError: structures or shapes differ, or there is no mask.
+    ValueError: structures or shapes differ, a mask is not bool, or there is none.
 
   Source: Hu et al., arXiv 2404.01847, definition 4.1.
 
@@ -34,5 +34,7 @@ def flip_rate(old_masks, new_masks) -> Array:
   for a, b in zip(old, new, strict=True):
     if a.shape != b.shape:
       raise ValueError(f'masks to compare have shapes {a.shape} and {b.shape}')
+    if not a.dtype == b.dtype == jnp.bool_:
+      raise ValueError(f'masks must be bool, found {a.dtype} and {b.dtype}')
   flips = jnp.stack([jnp.sum(a != b, dtype=jnp.float32) for a, b in zip(old, new, strict=True)])
   return jnp.sum(flips) / float(sum(a.size for a in old))

@@ -46,6 +46,8 @@ def magnitude(*, n: int = 2, m: int = 4) -> Projection:
   >>> projection.apply(w, projection.init(w))[:, 0].tolist()
   [0.0, -3.0, 2.0, 0.0]
   """
+  if not 0 < n <= m:
+    raise ValueError(f'n={n} of m={m}: n must be from 1 to m')
   return _masked(f'magnitude {n}:{m}', lambda w: magnitude_mask(w, n=n, m=m), divisor=(m, 1))
 
 

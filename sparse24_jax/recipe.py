@@ -3,6 +3,7 @@
 from collections.abc import Callable
 import dataclasses
 import math
+import numbers
 import re
 from typing import Any, Literal
 
@@ -26,6 +27,10 @@ class Rule:
   policy: DotPolicy
 
   def __post_init__(self):
+    if not isinstance(self.path, str):
+      raise ValueError(f'rule path {self.path!r} must be a string, a regular expression')
+    if not isinstance(self.policy, DotPolicy):
+      raise ValueError(f'policy of rule {self.path!r} must be a DotPolicy, found {self.policy!r}')
     try:
       re.compile(self.path)
     except re.error as error:
@@ -55,6 +60,10 @@ def check_phase(name: str) -> None:
     raise ValueError(f'phase={name!r}: known are {list(PHASES)}')
 
 
+def _is_decay(value: Any) -> bool:
+  return isinstance(value, numbers.Real) and math.isfinite(value) and value >= 0
+
+
 @dataclasses.dataclass(frozen=True)
 class Recipe:
   """How a run is made sparse. Build one with a function of `sparse24_jax.recipes`.
@@ -81,7 +90,10 @@ class Recipe:
   flip_rate: Literal['refresh', 'step'] = 'refresh'
 
   def __post_init__(self):
-    if not callable(self.masked_decay) and not (math.isfinite(self.masked_decay) and self.masked_decay >= 0):
+    for name, values, kind in (('rules', self.rules, Rule), ('phases', self.phases, Phase)):
+      if not isinstance(values, tuple) or not all(isinstance(value, kind) for value in values):
+        raise ValueError(f'{name} must be a tuple of {kind.__name__}, found {values!r}')
+    if not callable(self.masked_decay) and not _is_decay(self.masked_decay):
       raise ValueError(f'masked_decay={self.masked_decay} must be a finite number of zero or more, or a schedule')
     if self.decay_on not in ('gradients', 'weights'):
       raise ValueError(f"decay_on={self.decay_on!r}: known are ['gradients', 'weights']")

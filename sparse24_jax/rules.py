@@ -1,5 +1,7 @@
 """Which weights a recipe takes: paths, matching, and the checks that belong to a match."""
 
+from collections.abc import Iterator
+import contextlib
 import re
 from typing import Any
 
@@ -19,6 +21,15 @@ def path_string(key_path: tuple) -> str:
   if key_path and isinstance(key_path[-1], jax.tree_util.GetAttrKey) and names[-1] in ('value', 'raw_value'):
     names.pop()
   return '/'.join(names)
+
+
+@contextlib.contextmanager
+def errors_name(path: str) -> Iterator[None]:
+  """Puts the path of a layer's weight before the message of a ValueError from inside."""
+  try:
+    yield
+  except ValueError as error:
+    raise ValueError(f'{path}: {error}') from error
 
 
 def is_weight(path: str, leaf: Any) -> bool:

@@ -68,7 +68,7 @@ def group_uniforms(
   """
   batches, groups, columns = shape
   batch0, group0, column0 = origin
-  if isinstance(column0, int) and column0 % 4:
+  if not isinstance(column0, jax.core.Tracer) and int(column0) % 4:
     raise ValueError(f'origin column {column0} is not a multiple of four')
   quads = (batches, groups, -(-columns // 4))
   batch, group, quad = (

@@ -5,7 +5,7 @@ import math
 from jax import Array
 import jax.numpy as jnp
 
-from pallas_kernels.formats import check_groups, join_groups, split_groups
+from pallas_kernels.formats import check_floating, check_groups, join_groups, split_groups
 from pallas_kernels.mvue.philox import group_uniforms, seed_words
 
 # Sums of four stay finite in float32 when the magnitudes are scaled by a quarter; a power of two rounds nothing.
@@ -22,6 +22,9 @@ def mvue24(
 ) -> Array:
   """An unbiased 2:4 sample of `x` along `axis`; see `sparse24_jax.mvue24`."""
   axis = check_groups(x, axis, name='x')
+  check_floating(x, 'x')
+  if len(origin) != 3:
+    raise ValueError(f'origin={origin} must be (batch, group, column)')
   samplers = {'exact': _exact, 'approximate': _approximate}
   if method not in samplers:
     raise ValueError(f'method={method!r}: known are {sorted(samplers)}')

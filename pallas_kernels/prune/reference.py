@@ -1,9 +1,10 @@
 """N:M magnitude masks and the soft threshold of S-STE, along one axis."""
 
+import jax
 from jax import Array
 import jax.numpy as jnp
 
-from pallas_kernels.formats import check_groups, join_groups, split_groups
+from pallas_kernels.formats import check_floating, check_groups, join_groups, split_groups
 
 
 def magnitudes(x: Array) -> Array:
@@ -11,12 +12,22 @@ def magnitudes(x: Array) -> Array:
   return jnp.where(jnp.isnan(x), -jnp.ones((), x.dtype), jnp.abs(x))
 
 
+def ranks(x: Array) -> Array:
+  """Integers in the order of |x|, NaN below everything: the bits, whose order does not hang on how subnormals compare.
+
+  XLA on a CPU compares subnormal numbers as zeros and a GPU does not; a mask must not depend on that.
+  """
+  bits = jax.lax.bitcast_convert_type(jnp.abs(x), jnp.dtype(f'int{8 * x.dtype.itemsize}'))
+  return jnp.where(jnp.isnan(x), -jnp.ones((), bits.dtype), bits)
+
+
 def magnitude_mask(w: Array, *, n: int = 2, m: int = 4, axis: int = -2) -> Array:
   """Keeps the `n` largest magnitudes of each `m`; see `sparse24_jax.magnitude_mask`."""
-  axis = check_groups(w, axis, m)
   if not 0 < n <= m:
     raise ValueError(f'n={n} of m={m}: n must be from 1 to m')
-  a = split_groups(magnitudes(w), axis, m)
+  axis = check_groups(w, axis, m)
+  check_floating(w, 'w')
+  a = split_groups(ranks(w), axis, m)
   # An entry is beaten by the strictly larger and by equals at a lower index. Comparing all pairs is m(m-1)/2 fused
   # operations; a sort would be a hundred times slower on a GPU.
   beaten_by = [jnp.zeros(a[0].shape, jnp.int8) for _ in range(m)]
@@ -31,6 +42,7 @@ def magnitude_mask(w: Array, *, n: int = 2, m: int = 4, axis: int = -2) -> Array
 def soft_threshold(w: Array, *, axis: int = -2) -> Array:
   """sign(w) max(|w| - t, 0), t the second smallest magnitude of a group; see `sparse24_jax.soft_threshold`."""
   axis = check_groups(w, axis)
+  check_floating(w, 'w')
   a, b, c, d = split_groups(jnp.abs(w), axis)
   # Second smallest of four: of the two pairwise minima the larger, unless a pairwise maximum is smaller still.
   t = jnp.minimum(
@@ -50,6 +62,8 @@ def soft_threshold(w: Array, *, axis: int = -2) -> Array:
 
 def soft_threshold_scale(w: Array, *, axis: int = -2) -> Array:
   """<w, S(w)> / ||S(w)||^2 in float32, one a matrix; see `sparse24_jax.soft_threshold_scale`."""
+  check_groups(w, axis)
+  check_floating(w, 'w')
   matrix = tuple(range(-min(w.ndim, 2), 0))
   wide = w.astype(jnp.float32)
   # The scale does not depend on the size of w; dividing by the largest entry keeps the sums of squares in range.

@@ -7,7 +7,7 @@ from jax import Array
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.formats import check_groups, PAIRS
+from pallas_kernels.formats import check_floating, check_groups, PAIRS
 from pallas_kernels.prune.reference import magnitudes
 
 # A row keeps one of six pairs, so half a block (two rows) has 36 choices; what the other half must add is given by how
@@ -60,14 +60,21 @@ def join_planes(planes: Array) -> Array:
   return rows.reshape(*rows.shape[:-3], rows.shape[-3] * 4, rows.shape[-1])
 
 
+def _check(w: Array) -> None:
+  if w.ndim < 2:
+    raise ValueError(f'w of shape {w.shape} is not a matrix [..., rows, columns]')
+  check_groups(w, -2)
+  check_groups(w, -1)
+  check_floating(w, 'w')
+
+
 def transposable_mask(w: Array) -> Array:
   """The best of the 90 patterns in each 4x4 block; see `sparse24_jax.transposable_mask`.
 
   Meets in the middle: the best choice of each half is found for each of the 19 classes, and the two halves are joined
   class by class. About 170 additions and maxima a block, all elementwise, instead of 16 x 90 multiply-adds.
   """
-  check_groups(w, -2)
-  check_groups(w, -1)
+  _check(w)
   planes = block_planes(bounded_magnitudes(w))
   code = _best_codes([[planes[..., i, j, :, :] for j in range(4)] for i in range(4)])
   # No pattern may keep a NaN: its plane is negative, so its bit is cleared.
@@ -110,13 +117,12 @@ def _first_best(candidates: list[tuple[Array, Array]]) -> tuple[Array, Array]:
   for score, other in candidates[1:]:
     better = score > best
     best, code = jnp.maximum(best, score), jnp.where(better, other, code)
-  return best, jnp.broadcast_to(code, best.shape)
+  return best, code | jnp.zeros_like(best, jnp.uint16)  # not broadcast_to, which would drop an explicit sharding
 
 
 def two_approximation_mask(w: Array) -> Array:
   """Greedy: entries by falling magnitude, kept while row and column have room; see `sparse24_jax.transposable_mask`."""
-  check_groups(w, -2)
-  check_groups(w, -1)
+  _check(w)
   planes = jnp.moveaxis(block_planes(bounded_magnitudes(w)), (-4, -3), (-2, -1))
   flat = planes.reshape(*planes.shape[:-2], 16)
   order = jnp.argsort(-flat, axis=-1, stable=True)

@@ -12,7 +12,7 @@ import jax
 
 from sparse24_jax.dot import dot_general
 from sparse24_jax.recipe import Recipe
-from sparse24_jax.rules import match_rules, rule_for
+from sparse24_jax.rules import errors_name, match_rules, rule_for
 
 COLLECTION = 'sparse24'
 RNG = 'mvue'
@@ -73,12 +73,13 @@ def _interceptor(recipe: Recipe, reached: set[str]) -> Callable:
         f' variable_axes={{..., "{COLLECTION}": 0}}'
       )
     hook = _Hook(
+      path,
       rule.policy,
       module.get_variable(COLLECTION, 'kernel'),
       module.make_rng(RNG) if module.has_rng(RNG) else None,
     )
-    # The layer again, bound to its own scope, with the hook in place.
-    return module.clone(parent=module.scope, dot_general=hook)(*args, **kwargs)
+    # The layer again, bound to its own scope, with the hook in place; Flax would prefer a dot_general_cls to it.
+    return module.clone(parent=module.scope, dot_general=hook, dot_general_cls=None)(*args, **kwargs)
 
   return intercept
 
@@ -86,9 +87,10 @@ def _interceptor(recipe: Recipe, reached: set[str]) -> Callable:
 class _Hook:
   """A `dot_general` for one layer."""
 
-  def __init__(self, policy: Any, state: Any, key: jax.Array | None):
-    self.policy, self.state, self.key = policy, state, key
+  def __init__(self, path: str, policy: Any, state: Any, key: jax.Array | None):
+    self.path, self.policy, self.state, self.key = path, policy, state, key
 
   def __call__(self, lhs, rhs, dimension_numbers, precision=None, preferred_element_type=None, **kwargs):
     del precision, preferred_element_type, kwargs  # sums are float32, the result has the dtype of lhs
-    return dot_general(lhs, rhs, dimension_numbers, self.state, policy=self.policy, key=self.key)
+    with errors_name(self.path):
+      return dot_general(lhs, rhs, dimension_numbers, self.state, policy=self.policy, key=self.key)

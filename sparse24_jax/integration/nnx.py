@@ -9,10 +9,11 @@ from jax import Array
 
 from sparse24_jax.dot import dot_general, DotPolicy
 from sparse24_jax.recipe import PhaseName, Recipe
-from sparse24_jax.rules import match_rules
+from sparse24_jax.rules import errors_name, match_rules
 
 RNG = 'mvue'
 HOOK = 'dot_general'
+HOOK_CLASS = 'dot_general_cls'  # of nnx.LinearGeneral
 STATE = 'state'
 
 
@@ -29,9 +30,18 @@ class SparseDot(nnx.Module):
     rngs: streams with one named `'mvue'`, or None.
   """
 
-  def __init__(self, policy: DotPolicy, path: str, state: Array | None, rngs: nnx.Rngs | None, plain: Callable):
+  def __init__(
+    self,
+    policy: DotPolicy,
+    path: str,
+    state: Array | None,
+    rngs: nnx.Rngs | None,
+    plain: Callable,
+    plain_class: Callable | None = None,
+  ):
     self.policy = policy
-    self.plain = plain  # what stood in its place
+    self.path = path
+    self.plain, self.plain_class = plain, plain_class  # what stood in its place
     self.state = None if state is None else SparseVariable(state)
     self.rngs = rngs
     # Streams that were given one seed still draw differently in each layer.
@@ -43,15 +53,18 @@ class SparseDot(nnx.Module):
     key = None
     if self.policy.weight_grad != 'dense' and self.rngs is not None:
       key = jax.random.fold_in(self.rngs[RNG](), self.fold)
-    return dot_general(lhs, rhs, dimension_numbers, state, policy=self.policy, key=key)
+    with errors_name(self.path):
+      return dot_general(lhs, rhs, dimension_numbers, state, policy=self.policy, key=key)
 
 
 def sparsify(model: nnx.Module, recipe: Recipe, *, phase: PhaseName, rngs: nnx.Rngs | None) -> nnx.Module:
   """A copy of `model`, hooks in the layers that the recipe matches, or hooks taken out for a dense phase."""
   model = nnx.clone(model)
   for _, module in nnx.iter_modules(model):
-    if isinstance(getattr(module, HOOK, None), SparseDot):
-      setattr(module, HOOK, nnx.static(getattr(module, HOOK).plain))
+    if isinstance(hook := getattr(module, HOOK, None), SparseDot):
+      setattr(module, HOOK, nnx.static(hook.plain))
+      if hook.plain_class is not None:
+        setattr(module, HOOK_CLASS, nnx.static(hook.plain_class))
   rules = match_rules(nnx.state(model, nnx.Param), recipe)
   if phase == 'dense':
     return model
@@ -62,8 +75,11 @@ def sparsify(model: nnx.Module, recipe: Recipe, *, phase: PhaseName, rngs: nnx.R
     policy = rules.pop(path).policy
     kernel = module.kernel[...]
     state = None if policy.projection is None else policy.projection.init(kernel)
-    hook = SparseDot(policy, path, state, _streams(rngs, kernel.shape[:-2]), getattr(module, HOOK))
+    plain_class = getattr(module, HOOK_CLASS, None)
+    hook = SparseDot(policy, path, state, _streams(rngs, kernel.shape[:-2]), getattr(module, HOOK), plain_class)
     setattr(module, HOOK, nnx.data(hook))
+    if plain_class is not None:
+      setattr(module, HOOK_CLASS, None)  # Flax would prefer it to the hook
   if rules:
     raise ValueError(
       f'{list(rules)} match rules of recipe {recipe.name!r}, but their layers have no dot_general attribute (nnx.Linear'
@@ -78,7 +94,7 @@ def _streams(rngs: nnx.Rngs | None, layers: tuple[int, ...]) -> nnx.Rngs | None:
     return None
   if RNG not in rngs:
     raise ValueError(f'rngs has streams {list(rngs)}, none named {RNG!r}: pass nnx.Rngs({RNG}=seed)')
-  return rngs.fork(split=layers if layers else None)
+  return rngs.split(layers) if layers else rngs.fork()
 
 
 def sparse_state(states: dict[str, Array], params: nnx.State) -> nnx.State:

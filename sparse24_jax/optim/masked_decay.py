@@ -1,5 +1,6 @@
 """lambda (1 - M) W: what pulls pruned weights to zero."""
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -35,7 +36,7 @@ def add_masked_decay(decay: optax.ScalarOrSchedule, masks: Any) -> optax.Gradien
     A gradient transformation whose state counts steps.
 
   Raises:
-    ValueError: a negative number; at update, no parameters.
+    ValueError: a number that is negative or not finite; at update, no parameters.
 
   Source: Hu et al., arXiv 2404.01847, equation 10; Zhou et al., arXiv 2102.04010, equation 9.
 
@@ -46,8 +47,9 @@ def add_masked_decay(decay: optax.ScalarOrSchedule, masks: Any) -> optax.Gradien
   >>> updates['w'].tolist()
   [0.0, -0.20000000298023224]
   """
-  if not callable(decay) and decay < 0:
-    raise ValueError(f'decay={decay} is below zero')
+  given = not callable(decay) and not isinstance(decay, jax.core.Tracer)  # traced under optax.inject_hyperparams
+  if given and not (math.isfinite(decay) and decay >= 0):
+    raise ValueError(f'decay={decay} must be a finite number of zero or more, or a schedule')
 
   def init(params: Any) -> AddMaskedDecayState:
     del params

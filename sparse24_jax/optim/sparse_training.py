@@ -57,8 +57,9 @@ def sparse_training(
   At each update, in this order: lambda (1 - M) W is added to the gradient in float32 (sparse phase, decay on
   gradients), `inner` updates, the decay is taken from the weight (decay on weights), and every `refresh_every` steps
   the masks are chosen anew from the updated weights. Clip *before* this wrapper, so that the decay is not clipped:
-  `optax.chain(optax.clip_by_global_norm(1.0), sparse_training(optax.adamw(lr), recipe))`. It counts calls of its own
-  update, so `optax.MultiSteps` around it counts optimizer steps.
+  `optax.chain(optax.clip_by_global_norm(1.0), sparse_training(optax.adamw(lr), recipe))`. Nothing
+  that changes updates may come after it, since the masks are chosen from the weights as this wrapper leaves them. It
+  counts calls of its own update, so `optax.MultiSteps` around it counts optimizer steps.
 
   The state has one structure in all phases: build an optimizer for each phase and carry the state through. Masks go
   on being chosen and compared in dense phases, where nothing reads them.
