@@ -1,0 +1,179 @@
+"""`python -m experiments COMMAND`: train, look at, tune and compare 2:4-sparse models. No command runs the main job."""
+
+import argparse
+from collections.abc import Sequence
+import os
+from pathlib import Path
+import sys
+
+# Orbax and TFDS log through absl at INFO, and glog speaks up before Python can stop it.
+os.environ.setdefault('GLOG_minloglevel', '2')
+os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
+
+
+def _experiment_arguments(parser: argparse.ArgumentParser, default: str | None) -> None:
+  parser.add_argument('--config', default=default, required=default is None, metavar='NAME',
+                      help='an experiment in experiments/configs, or a path to such a file'
+                      + (f' (default: {default})' if default else ''))
+  parser.add_argument('--set', action='append', default=[], metavar='KEY=VALUE', dest='overrides',
+                      help='change one field, e.g. --set recipe.name=ste --set steps=500; may be given often')
+  parser.add_argument('--tiny', action='store_true', help="the experiment's tiny twin: seconds instead of its real cost")
+
+
+def make_parser() -> argparse.ArgumentParser:
+  """The command line, with the help of every command."""
+  parser = argparse.ArgumentParser(prog='python -m experiments', description=__doc__)
+  parser.add_argument('--debug', action='store_true', help='show tracebacks of errors that have a message')
+  commands = parser.add_subparsers(dest='command', metavar='COMMAND')
+
+  main_job = commands.add_parser(
+    'main-job', help='dense, plain-STE and FST twins on embedded text, and a report (the default; 3-4 minutes)'
+  )
+  main_job.add_argument('--folder', default='runs/main', help='for runs and report (default: %(default)s)')
+  main_job.add_argument('--seed', type=int, default=0)
+  main_job.add_argument('--set', action='append', default=[], metavar='KEY=VALUE', dest='overrides')
+  main_job.add_argument('--tiny', action='store_true', help='a tiny model for a few seconds, to see that it works')
+
+  train = commands.add_parser('train', help='train one experiment, or resume it from its newest checkpoint')
+  _experiment_arguments(train, None)
+  train.add_argument('--folder', help='the run folder (default: runs/<experiment>-<recipe>-seed<seed>)')
+
+  evaluate = commands.add_parser('eval', help='validation loss of a checkpoint')
+  inspect = commands.add_parser('inspect', help='table of the sparse weights of a checkpoint')
+  for command in (evaluate, inspect):
+    command.add_argument('run', help='a run folder')
+    command.add_argument('--step', type=int, help='which checkpoint (default: the newest)')
+  evaluate.add_argument('--batches', type=int, help="validation batches (default: the experiment's)")
+
+  tune = commands.add_parser('tune-decay', help='choose the masked-decay factor from flip rates of short warm-up runs')
+  _experiment_arguments(tune, 'nano')
+  tune.add_argument('--folder', default='runs/tune-decay', help='for the record and the plot (default: %(default)s)')
+  tune.add_argument('--candidates', type=float, nargs='+', help='decay factors (default: a grid from 0 to 6e-3)')
+  tune.add_argument('--steps', type=int, default=0, help="optimizer steps a run (default: the warm-up, or ten mask refreshes)")
+
+  report = commands.add_parser('report', help='write one HTML page about any set of runs')
+  report.add_argument('runs', nargs='+', help='run folders, or folders that hold some')
+  report.add_argument('--out', default='report.html', help='the page (default: %(default)s)')
+  report.add_argument('--title', default='Runs compared')
+
+  compare = commands.add_parser('compare', help='every method with every seed at equal steps, records and report')
+  _experiment_arguments(compare, 'nano')
+  compare.add_argument('--folder', default='runs/compare', help='for runs and report (default: %(default)s)')
+  compare.add_argument('--methods', nargs='+', metavar='METHOD', help='default: all, see experiments/methods.py')
+  compare.add_argument('--seeds', type=int, nargs='+', default=[0, 1, 2])
+  compare.add_argument('--results', help='JSON-lines file for one record a run (default: none)')
+  return parser
+
+
+def _train(args: argparse.Namespace) -> None:
+  from experiments import experiment, train
+
+  config = experiment.load_config(args.config, args.overrides, tiny=args.tiny)
+  folder = args.folder or f'runs/{config.name}-{config.recipe.name}-seed{config.seed}'
+  summary = train.train(config, folder)
+  print(f'{folder}: validation loss {summary["validation_loss"]:.4f} after {summary["steps"]} steps, '
+        f'{summary["seconds"]:.0f} s')
+
+
+def _eval(args: argparse.Namespace) -> None:
+  from experiments import inspection
+
+  loaded = inspection.load(args.run, step=args.step)
+  values = inspection.evaluate(loaded, num_batches=args.batches)
+  print(f'step {int(loaded.state.step)}, {loaded.phase} phase: '
+        + ', '.join(f'{name} {value:.4f}' for name, value in values.items()))
+
+
+def _inspect(args: argparse.Namespace) -> None:
+  from rich.console import Console
+  from rich.table import Table
+
+  from experiments import inspection
+
+  loaded = inspection.load(args.run, step=args.step)
+  table = Table(box=None, padding=(0, 2), header_style='bold')
+  for head, justify in (('weight', 'left'), ('shape', 'left'), ('density', 'right'), ('flip rate', 'right'), ('2:4', 'left')):
+    table.add_column(head, justify=justify)
+  for row in inspection.weight_table(loaded):
+    shape = ' x '.join(map(str, row.shape))
+    table.add_row(row.path, shape, f'{row.density:.4f}', f'{row.flip_rate:.2e}', 'yes' if row.is_24 else 'no')
+  console = Console(highlight=False)
+  console.print(f'{args.run}: step {int(loaded.state.step)}, {loaded.phase} phase, recipe {loaded.parts.recipe.name}')
+  console.print(table if table.row_count else 'The recipe makes no weight sparse and watches none.')
+
+
+def _tune(args: argparse.Namespace) -> None:
+  from experiments import experiment, methods, tune_decay
+
+  config = experiment.load_config(args.config, args.overrides, tiny=args.tiny)
+  if config.recipe.name == 'dense':
+    config = methods.configure(config, 'fst', config.seed)
+  choice = tune_decay.tune(
+    config, args.folder, candidates=args.candidates or tune_decay.CANDIDATES, steps=args.steps
+  )
+  for trial in choice.trials:
+    print(f'  lambda {trial.decay:<8g} mu {trial.ratio:.3f}{"  feasible" if trial.feasible else ""}')
+  print(f'choice: {choice.decay} ({choice.reason}); record and plot in {args.folder}')
+
+
+def _report(args: argparse.Namespace) -> None:
+  from experiments import report
+
+  print(f'report: {report.write_report(args.runs, args.out, title=args.title).resolve()}')
+
+
+def _compare(args: argparse.Namespace) -> None:
+  from experiments import compare, methods
+
+  compare.compare(
+    args.folder, experiment=args.config, names=args.methods or tuple(methods.METHODS), seeds=args.seeds,
+    tiny=args.tiny, overrides=args.overrides, results=Path(args.results) if args.results else None,
+  )
+
+
+def _main_job(args: argparse.Namespace) -> None:
+  from experiments import main_job
+
+  main_job.run(args.folder, seed=args.seed, tiny=args.tiny, overrides=args.overrides)
+
+
+_COMMANDS = {
+  'train': _train, 'eval': _eval, 'inspect': _inspect, 'tune-decay': _tune, 'report': _report, 'compare': _compare,
+  'main-job': _main_job,
+}  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """Runs a command; errors that say what to do are printed without a traceback.
+
+  Returns:
+    The exit status: 0, or 1 after an error.
+  """
+  parser = make_parser()
+  argv = list(sys.argv[1:] if argv is None else argv)
+  args = parser.parse_args(argv)
+  if args.command is None:
+    args = parser.parse_args([*argv, 'main-job'])
+
+  from absl import logging
+  from jax.errors import JaxRuntimeError
+
+  from experiments.checkpoint import CheckpointError
+  from experiments.train import TrainingDivergedError
+
+  logging.set_verbosity(logging.ERROR)
+  try:
+    _COMMANDS[args.command](args)
+  except (ValueError, OSError, CheckpointError, TrainingDivergedError) as error:
+    if args.debug or isinstance(error, JaxRuntimeError):
+      raise
+    print(f'error: {error}', file=sys.stderr)
+    return 1
+  except KeyboardInterrupt:
+    print('\nstopped; the same command resumes from the last checkpoint', file=sys.stderr)
+    return 130
+  return 0
+
+
+if __name__ == '__main__':
+  sys.exit(main())

@@ -1,0 +1,175 @@
+"""From a configuration to the parts of a run: data, model, recipe, optimizer, mesh."""
+
+from collections.abc import Mapping
+import dataclasses
+import inspect
+import math
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from ml_collections import ConfigDict
+import numpy as np
+import optax
+
+from experiments.models import gpt2
+import sparse24_jax as s24
+
+
+class Parts(NamedTuple):
+  """What a run is made of.
+
+  Attributes:
+    config: the configuration.
+    model: the linen model.
+    recipe: the library's description of what is sparse and when.
+    data: training and validation batches; see `experiments.data.pipeline`.
+    mesh: device mesh, or None for one device.
+  """
+
+  config: ConfigDict
+  model: gpt2.GPT2
+  recipe: s24.Recipe
+  data: Any
+  mesh: Mesh | None
+
+
+WATCHABLE = ('transposable', 'magnitude', 'soft_threshold_projection')
+
+
+def make_recipe(config: ConfigDict) -> s24.Recipe:
+  """Returns the library's recipe that the configuration describes.
+
+  `recipe.kwargs.watch`, a projection, is given by its name; `recipe.flip_rate` overrides the recipe's own.
+
+  Raises:
+    ValueError: no such recipe, or arguments that it does not take.
+  """
+  name, kwargs = config.recipe.name, config.recipe.kwargs.to_dict()
+  if name not in s24.recipes.__all__:
+    raise ValueError(f'recipe.name is {name!r}; known: {", ".join(s24.recipes.__all__)}')
+  if 'watch' in kwargs:
+    if kwargs['watch'] not in WATCHABLE:
+      raise ValueError(f'recipe.kwargs.watch is {kwargs["watch"]!r}; known: {", ".join(WATCHABLE)}')
+    kwargs['watch'] = getattr(s24, kwargs['watch'])()
+  make = getattr(s24.recipes, name)
+  try:
+    inspect.signature(make).bind(**kwargs)
+  except TypeError as error:
+    raise ValueError(f'recipe.kwargs of {name}{inspect.signature(make)}: {error}') from error
+  return dataclasses.replace(make(**kwargs), flip_rate=config.recipe.flip_rate)
+
+
+def make_parts(config: ConfigDict, *, data: Any = None) -> Parts:
+  """Builds the parts of a run.
+
+  Args:
+    config: from `experiment.load_config`.
+    data: batches to use in place of the configured corpus.
+
+  Raises:
+    ValueError: settings that do not fit together, or data that is not there; says which.
+  """
+  for key in ('eval_every', 'checkpoint_every'):
+    if config[key] % config.log_every:
+      raise ValueError(
+        f'{key} {config[key]} is not a multiple of log_every {config.log_every}; resuming would lose a line'
+      )
+  if config.data.batch_size % (config.accumulate * config.mesh.data * config.mesh.fsdp):
+    raise ValueError(
+      f'data.batch_size {config.data.batch_size} is not divisible by accumulate {config.accumulate} x mesh '
+      f'{config.mesh.data} x {config.mesh.fsdp}'
+    )
+  recipe = make_recipe(config)
+  mesh = make_mesh(config)
+  if data is None:
+    from experiments.data import pipeline  # Not before: a bad recipe should not wait for data preparation.
+
+    optional = {key: config.data[key] or None for key in ('data_dir', 'manual_dir', 'max_tokens')}
+    data = pipeline.load(**{**config.data.to_dict(), **optional})
+  vocab = math.ceil(data.vocab_size / config.vocab_multiple) * config.vocab_multiple
+  model = dict(config.model.to_dict())
+  try:
+    model = gpt2.make_config(model.pop('size'), vocab_size=vocab, **model)
+  except TypeError as error:
+    raise ValueError(f'model section: {error}') from error
+  if config.data.seq_len > model.seq_len:
+    raise ValueError(f'data.seq_len {config.data.seq_len} is longer than the model takes, {model.seq_len}')
+  return Parts(config, gpt2.GPT2(model), recipe, data, mesh)
+
+
+def identity(parts: Parts) -> dict[str, Any]:
+  """What two runs must share for one to go on from the other's checkpoint, as JSON-able data."""
+  config = parts.config.to_dict()
+  return {
+    **{key: config[key] for key in ('seed', 'steps', 'accumulate', 'optimizer')},
+    'model': dataclasses.asdict(parts.model.config),
+    'recipe': parts.recipe.describe(),
+    'data': {key: value for key, value in config['data'].items() if not key.endswith('_dir')}
+    | {'fingerprint': parts.data.fingerprint},
+  }
+
+
+def learning_rate(config: ConfigDict) -> optax.Schedule:
+  """Linear warm-up, then half a cosine down to `end_lr`."""
+  opt = config.optimizer
+  return optax.warmup_cosine_decay_schedule(0.0, opt.peak_lr, opt.warmup_steps, config.steps, opt.end_lr)
+
+
+def make_optimizer(config: ConfigDict, recipe: s24.Recipe, phase: str) -> optax.GradientTransformationExtraArgs:
+  """AdamW inside the recipe's wrapper, after clipping; weight decay on matrices only."""
+  opt = config.optimizer
+
+  def is_matrix(params: Any) -> Any:
+    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in ('kernel', 'embedding'), params)
+
+  rate = learning_rate(config)
+  # AdamW, spelt out because STEP holds the second moment in its sparse phase and so brings its own.
+  if recipe.name == 'step':
+    moments = s24.scale_by_step_adam(opt.b1, opt.b2, opt.eps, phase=phase)
+  else:
+    moments = optax.scale_by_adam(opt.b1, opt.b2, opt.eps)
+  decay = optax.add_decayed_weights(opt.weight_decay, is_matrix)
+  inner = optax.chain(moments, decay, optax.scale_by_learning_rate(rate))
+  sparse = s24.sparse_training(inner, recipe, phase=phase, learning_rate=rate)
+  return optax.chain(optax.clip_by_global_norm(opt.clip) if opt.clip else optax.identity(), sparse)
+
+
+def make_mesh(config: ConfigDict) -> Mesh | None:
+  """A ('data', 'fsdp') mesh over the first devices, or None when one device is asked for.
+
+  Raises:
+    ValueError: more devices asked for than there are.
+  """
+  sizes = (config.mesh.data, config.mesh.fsdp)
+  wanted, devices = math.prod(sizes), jax.devices()
+  if wanted > len(devices):
+    raise ValueError(f'mesh {sizes[0]} x {sizes[1]} needs {wanted} devices, there are {len(devices)}; set mesh.data')
+  return None if wanted == 1 else Mesh(np.array(devices[:wanted]).reshape(sizes), ('data', 'fsdp'))
+
+
+def state_sharding(mesh: Mesh, tree: Any) -> Any:
+  """Shardings for parameters and optimizer state: each array split over 'fsdp' along its longest axis that can be.
+
+  The rule sees shapes only, so that a parameter, its moments and its mask are split alike; an axis is split only into
+  whole groups of four, which keeps the mask search free of communication.
+  """
+  size = mesh.shape['fsdp']
+
+  def spec(leaf: Any) -> NamedSharding:
+    axes = [axis for axis, length in enumerate(leaf.shape) if length % (4 * size) == 0]
+    if size == 1 or len(leaf.shape) < 2 or not axes:
+      return NamedSharding(mesh, PartitionSpec())
+    longest = max(axes, key=lambda axis: leaf.shape[axis])
+    return NamedSharding(mesh, PartitionSpec(*(['fsdp' if a == longest else None for a in range(len(leaf.shape))])))
+
+  return jax.tree.map(spec, tree)
+
+
+def shard_batch(parts: Parts, batch: Mapping[str, np.ndarray]) -> dict[str, Any]:
+  """Splits a batch [B, T] into micro-batches [accumulate, B / accumulate, T] and over the mesh."""
+  batch = {key: x.reshape(parts.config.accumulate, -1, x.shape[-1]) for key, x in batch.items()}
+  if parts.mesh is None:
+    return batch
+  sharding = NamedSharding(parts.mesh, PartitionSpec(None, ('data', 'fsdp')))
+  return {key: jax.make_array_from_process_local_data(sharding, x) for key, x in batch.items()}

@@ -1,0 +1,146 @@
+"""What the papers claim, held against what the runs show. Verdicts come from the figures, never from here."""
+
+from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+import math
+from typing import Literal
+
+import numpy as np
+
+from experiments.runs import RunRecord
+
+Verdict = Literal['agrees', 'disagrees', 'open']
+Groups = Mapping[str, Sequence[RunRecord]]
+
+# Two-sided 95% quantiles of Student's t by degrees of freedom; the normal one beyond.
+_T95 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26}
+
+FST = 'Hu et al., Accelerating Transformer Pre-training with 2:4 Sparsity, arXiv 2404.01847'
+S_STE = 'Hu et al., S-STE: Continuous Pruning Function for Efficient 2:4 Sparse Pre-training, arXiv 2409.09099'
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+  """One claim with its verdict.
+
+  Attributes:
+    claim: the claim in plain words.
+    source: the paper.
+    verdict: 'agrees', 'disagrees', or 'open' where the runs cannot tell.
+    evidence: the figures behind the verdict, in a sentence.
+  """
+
+  claim: str
+  source: str
+  verdict: Verdict
+  evidence: str
+
+
+def paired(a: Sequence[RunRecord], b: Sequence[RunRecord]) -> list[float]:
+  """Differences in final validation loss, a minus b, for the seeds that both have; nats a token."""
+  other = {run.seed: run.validation_loss for run in b}
+  return [run.validation_loss - other[run.seed] for run in a if run.seed in other]
+
+
+def half_width(differences: Sequence[float]) -> float:
+  """Half the 95% confidence interval of the mean; infinite for fewer than two."""
+  n = len(differences)
+  if n < 2:
+    return math.inf
+  return _T95.get(n - 1, 1.96) * float(np.std(differences, ddof=1)) / math.sqrt(n)
+
+
+def _describe(a: str, b: str, differences: Sequence[float]) -> str:
+  mean = float(np.mean(differences))
+  direction = 'above' if mean > 0 else 'below'
+  text = f'{a} ends {abs(mean):.3f} nats {direction} {b}'
+  if len(differences) < 2:
+    return f'{text}, with one seed: an indication only.'
+  each = ', '.join(f'{d:+.3f}' for d in differences)
+  return f'{text} (seed by seed {each}; 95% interval {mean - half_width(differences):+.3f} to {mean + half_width(differences):+.3f}).'
+
+
+def _lower(methods: Groups, a: str, b: str, names: tuple[str, str], *, ties: bool) -> tuple[Verdict, str] | None:
+  """Whether `a` ends lower than `b`; with `ties`, not measurably higher is enough."""
+  if not (differences := paired(methods.get(a, ()), methods.get(b, ()))):
+    return None
+  mean, half = float(np.mean(differences)), half_width(differences)
+  evidence = _describe(*names, differences)
+  if math.isinf(half):
+    return 'open', evidence
+  if abs(mean) <= half:
+    return ('agrees', f'{evidence} The difference is within the spread of the seeds.') if ties else ('open', evidence)
+  return ('agrees' if mean < 0 else 'disagrees'), evidence
+
+
+def comparable_flips(methods: Groups, a: str, b: str) -> list[tuple[RunRecord, RunRecord]]:
+  """Pairs of runs of equal seed whose flip rates are on one scale."""
+  other = {run.seed: run for run in methods.get(b, ())}
+  pairs = [(run, other[run.seed]) for run in methods.get(a, ()) if run.seed in other]
+
+  def scale(run: RunRecord) -> object:
+    recipe = run.config['recipe']
+    return recipe['flip_rate'] == 'step' or recipe['kwargs'].get('refresh_every')
+
+  return [(x, y) for x, y in pairs if scale(x) == scale(y) and len(x.flip_curve()[0]) and len(y.flip_curve()[0])]
+
+
+def _tails(x: RunRecord, y: RunRecord) -> tuple[float, float]:
+  """Mean flip rates of both over the last tenth of the sparse phase of `x`."""
+  out = []
+  for run in (x, y):
+    steps, rates = run.flip_curve()
+    inside = (steps > 0.9 * x.sparse_end) & (steps <= x.sparse_end)
+    out.append(float(rates[inside].mean()) if inside.any() else math.nan)
+  return out[0], out[1]
+
+
+def _flips_settle(methods: Groups) -> tuple[Verdict, str] | None:
+  if not (pairs := comparable_flips(methods, 'fst', 'dense')):
+    return None
+  held, texts = [], []
+  for fst, dense in pairs:
+    summary, (tail, dense_tail) = fst.flip_summary(), _tails(fst, dense)
+    held.append(summary['peak'] > 2 * tail and tail < dense_tail)
+    texts.append(
+      f'seed {fst.seed}: peak {summary["peak"]:.2e} at step {summary["peak_step"]}, then {tail:.2e} at the end of the '
+      f'sparse phase against {dense_tail:.2e} for dense'
+    )
+  return ('agrees' if all(held) else 'disagrees'), '; '.join(texts) + '.'
+
+
+def _flips_stay_without_decay(methods: Groups) -> tuple[Verdict, str] | None:
+  if not (pairs := comparable_flips(methods, 'fst_no_decay', 'dense')):
+    return None
+  tails = [(run.seed, *_tails(run, dense)) for run, dense in pairs]
+  text = '; '.join(f'seed {seed}: {tail:.2e} without decay, {dense:.2e} for dense' for seed, tail, dense in tails)
+  return ('agrees' if all(tail > dense for _, tail, dense in tails) else 'disagrees'), text + '.'
+
+
+_CLAIMS: Sequence[tuple[str, str, Callable[[Groups], tuple[Verdict, str] | None]]] = (
+  ('FST reaches the quality of dense training.', FST,
+   lambda m: _lower(m, 'fst', 'dense', ('FST', 'dense'), ties=True)),
+  ('FST beats a dense model whose feed-forward layers are half as wide.', FST,
+   lambda m: _lower(m, 'fst', 'half_ffn', ('FST', 'the half-width dense model'), ties=False)),
+  ('FST beats plain straight-through training.', FST,
+   lambda m: _lower(m, 'fst', 'ste', ('FST', 'plain STE'), ties=False)),
+  ('With Adam, decay belongs on gradients: FST beats SR-STE with decay on weights.', FST,
+   lambda m: _lower(m, 'fst', 'sr_ste', ('FST', 'SR-STE with decay on weights'), ties=False)),
+  ('Masked decay helps: FST beats FST without decay.', FST,
+   lambda m: _lower(m, 'fst', 'fst_no_decay', ('FST', 'FST without decay'), ties=False)),
+  ('With masked decay the flip rate rises to a peak and then falls below that of dense training.', FST, _flips_settle),
+  ('Without decay the flip rate stays above that of dense training.', FST, _flips_stay_without_decay),
+  ('S-STE beats FST.', S_STE, lambda m: _lower(m, 's_ste', 'fst', ('S-STE', 'FST'), ties=False)),
+  ('S-STE reaches the quality of dense training.', S_STE,
+   lambda m: _lower(m, 's_ste', 'dense', ('S-STE', 'dense'), ties=True)),
+)  # fmt: skip
+
+
+def findings(runs: Sequence[RunRecord]) -> list[Finding]:
+  """Judges every claim that the given runs speak to; unfinished runs are left out."""
+  methods: dict[str, list[RunRecord]] = {}
+  for run in runs:
+    if run.summary is not None:
+      methods.setdefault(run.method, []).append(run)
+  judged = ((claim, source, judge(methods)) for claim, source, judge in _CLAIMS)
+  return [Finding(claim, source, *result) for claim, source, result in judged if result]

@@ -1,0 +1,101 @@
+"""The comparison of methods over seeds at equal steps: runs, one record a run, and the report.
+
+Claim: on the embedded corpus, nano GPT-2 at 4,000 steps orders dense, 2:4 with masked decay, 2:4 without, and a dense
+model with half the feed-forward width.
+Cost: 7 methods x 3 seeds, one to two minutes a run on 2 cores.
+Command: python -m experiments compare
+"""
+
+from collections.abc import Iterable, Sequence
+import datetime
+import json
+from pathlib import Path
+import subprocess
+from typing import Any
+
+from experiments import main_job, methods, report, runs
+
+RESULTS = Path(__file__).parent / 'results'
+
+
+def compare(
+  folder: str | Path,
+  *,
+  experiment: str = 'nano',
+  names: Sequence[str] = tuple(methods.METHODS),
+  seeds: Sequence[int] = (0, 1, 2),
+  tiny: bool = False,
+  overrides: Sequence[str] = (),
+  results: Path | None = None,
+  data: Any = None,
+) -> Path:
+  """Runs what is not finished yet, then writes records and report.
+
+  Args:
+    folder: gets one folder a run, and report.html.
+    experiment: see `experiment.load_config`.
+    names: keys of `methods.METHODS`.
+    seeds: one run a method and seed.
+    tiny: the experiment's tiny twin.
+    overrides: 'section.key=value' strings.
+    results: JSON-lines file for the records; None writes none.
+    data: batches in place of the corpus.
+
+  Returns:
+    The path of the report.
+  """
+  folders = methods.run_all(experiment, names, seeds, folder, tiny=tiny, overrides=overrides, data=data)
+  if results is not None:
+    write_records(runs.find_runs(folders), results)
+    print(f'records: {results}')
+  path = report.write_report(folders, Path(folder) / 'report.html', title=f'Methods at equal steps, {experiment}')
+  main_job.show_table(folders)
+  print(f'report: {path.resolve()}')
+  return path
+
+
+def write_records(found: Iterable[runs.RunRecord], path: Path) -> None:
+  """Writes one JSON line a finished run, in place of the older line of the same experiment, method and seed."""
+  commit = _commit()
+  kept = {_key(record): record for record in map(json.loads, path.read_text().splitlines())} if path.exists() else {}
+  for run in found:
+    if run.summary is None:
+      continue
+    record = {
+      'bench': 'quality',
+      'experiment': run.config['model']['size'],
+      'method': run.method,
+      'label': run.label,
+      'recipe': run.config['recipe']['name'],
+      'recipe_kwargs': run.config['recipe']['kwargs'],
+      'seed': run.seed,
+      'steps': run.config['steps'],
+      'corpus': run.config['data']['corpus'],
+      'optimizer': run.config['optimizer'],
+      'validation_loss': run.validation_loss,
+      'flip_rate': run.flip_summary(),
+      'seconds': run.seconds,
+      'tokens_per_s': run.tokens_per_s,
+      **run.environment,
+      'commit': commit,
+      'command': 'python -m experiments compare',
+      'when': datetime.datetime.fromtimestamp((run.folder / 'summary.json').stat().st_mtime, datetime.UTC).isoformat(),
+    }
+    kept[_key(record)] = record
+  path.parent.mkdir(parents=True, exist_ok=True)
+  path.write_text(''.join(json.dumps(record) + '\n' for record in kept.values()))
+
+
+def _key(record: dict[str, Any]) -> tuple[Any, ...]:
+  return tuple(record[name] for name in ('experiment', 'method', 'seed', 'steps'))
+
+
+def _commit() -> str | None:
+  """Commit of the source, where it is a git checkout."""
+  try:
+    out = subprocess.run(
+      ['git', 'rev-parse', 'HEAD'], cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+    )
+  except (OSError, subprocess.CalledProcessError):
+    return None
+  return out.stdout.strip()

@@ -1,0 +1,110 @@
+"""The fields that every experiment has, at their plainest values. Not an experiment itself."""
+
+from typing import Any
+
+from ml_collections import ConfigDict
+
+TINY_MODEL = {'num_layers': 2, 'num_heads': 2, 'embed_dim': 32, 'seq_len': 16}
+
+
+def make(name: str, *, size: str, tiny: bool, **fields: Any) -> ConfigDict:
+  """Returns a full configuration.
+
+  Args:
+    name: experiment name; run folders are called after it.
+    size: a key of `experiments.models.gpt2.SIZES`.
+    tiny: shrink model, batch, length and intervals so that a test can train it.
+    **fields: values for the fields below, dictionaries for sections.
+
+  Returns:
+    A locked `ConfigDict`. A field that does not exist cannot be set, except in `model`, which takes every field of
+    `GPT2Config`, and in `recipe.kwargs`, which takes the arguments of the recipe.
+  """
+  config = ConfigDict(
+    {
+      'name': name,
+      # What reports call the run; empty means the name of its recipe.
+      'label': '',
+      # Decides initial parameters, dropout and MVUE sampling; the order of the data has data.seed.
+      'seed': 0,
+      # Optimizer steps.
+      'steps': 1000,
+      # Micro-batches a step; masks, decay and counters move once a step, whatever this is.
+      'accumulate': 1,
+      'model': {'size': size},
+      # A vocabulary that is a multiple of 64 fills the tiles of a tensor core.
+      'vocab_multiple': 1,
+      # See experiments.data.pipeline.DataConfig. batch_size: sequences an optimizer step, over all devices and
+      # micro-batches; an empty folder name means the default folder; max_tokens 0 means all.
+      'data': {
+        'corpus': 'aws_docs',
+        'tokenizer': 'bytes',
+        'seq_len': 64,
+        'batch_size': 16,
+        'seed': 0,
+        'data_dir': '',
+        'manual_dir': '',
+        'max_tokens': 0,
+      },
+      'optimizer': {
+        'peak_lr': 3e-3,
+        'end_lr': 0.0,
+        'warmup_steps': 100,
+        'b1': 0.9,
+        'b2': 0.95,
+        'eps': 1e-8,
+        'weight_decay': 0.1,
+        'clip': 1.0,
+      },
+      # The name of a function in sparse24_jax.recipes and its arguments. flip_rate: 'refresh' compares the masks of two
+      # refreshes; 'step' searches anew at every step, which makes recipes with different intervals comparable.
+      'recipe': {'name': 'dense', 'kwargs': {}, 'flip_rate': 'refresh'},
+      # Devices on each axis of the mesh: batches are split over both, parameters over fsdp.
+      'mesh': {'data': 1, 'fsdp': 1},
+      'log_every': 50,
+      'eval_every': 500,
+      'eval_batches': 50,
+      'checkpoint_every': 500,
+      'keep_checkpoints': 2,
+    }
+  )
+  _set(config, fields)
+  if tiny:
+    shrink(config)
+  return config
+
+
+def shrink(config: ConfigDict) -> None:
+  """Turns an experiment into its tiny twin, in place: same recipe, optimizer and dtype, a learnable size."""
+  config.name += '-tiny'
+  config.steps = 60
+  config.accumulate = min(config.accumulate, 2)
+  with config.model.unlocked():
+    config.model.update(TINY_MODEL)
+    # Software bfloat16 is several times slower than float32 on a CPU.
+    config.model.update({'dtype': 'float32', 'remat': False, 'attention': 'xla'})
+  config.data.update(
+    {
+      'corpus': 'aws_docs',
+      'tokenizer': 'bytes',
+      'seq_len': TINY_MODEL['seq_len'],
+      'batch_size': 16,
+    }
+  )
+  config.optimizer.update({'peak_lr': 1e-2, 'warmup_steps': 6})
+  config.mesh.update({'data': 1, 'fsdp': 1})
+  config.update({'log_every': 10, 'eval_every': 30, 'eval_batches': 4, 'checkpoint_every': 30})
+  if 'refresh_every' in config.recipe.kwargs:
+    config.recipe.kwargs.refresh_every = 5
+
+
+def _set(config: ConfigDict, fields: dict[str, Any]) -> None:
+  """Sets fields section by section; `model` and `recipe` replace what is there."""
+  for key, value in fields.items():
+    if key in ('model', 'recipe'):
+      with config.unlocked():
+        config[key].update(ConfigDict(value))
+    elif isinstance(value, dict):
+      config[key].update(value)
+    else:
+      config[key] = value

@@ -1,0 +1,1 @@
+"""Models to train: plain Flax code that knows nothing of sparsity."""

@@ -1,0 +1,239 @@
+"""GPT-2 in Flax linen; tensor names carry shapes.
+
+B batch, T positions, D embedding, H heads, K head size, F hidden size of the feed-forward layer, V vocabulary.
+Parameter paths read ``h_0/attn/c_attn/kernel``, ``h_0/mlp/c_fc/kernel``, ``h_0/mlp/c_proj/kernel``; with
+``scan_layers`` they read ``h/mlp/c_fc/kernel`` and every parameter has a leading layer axis.
+
+Radford et al., Language Models are Unsupervised Multitask Learners, 2019; the bias-free variant, with decay on
+matrices only, is the one that the 2:4 pre-training papers train.
+"""
+
+from collections.abc import Mapping
+import dataclasses
+import math
+from typing import Any
+
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+
+INIT_STD = 0.02
+LAYER_NORM_EPSILON = 1e-5
+_MLPS = ('gelu', 'relu2', 'geglu', 'swiglu')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GPT2Config:
+  """Everything that decides the shapes and the arithmetic of a GPT-2.
+
+  Attributes:
+    vocab_size: rows of the (tied) token embedding.
+    seq_len: longest sequence; rows of the position embedding.
+    num_layers: transformer blocks.
+    num_heads: attention heads; must divide `embed_dim`.
+    embed_dim: width D of the residual stream.
+    bias: whether linear and normalisation layers have a bias.
+    mlp: 'gelu', 'relu2' (squared ReLU), or the gated 'geglu' and 'swiglu', which add a matrix `c_gate`.
+    ffn_width: hidden size of the feed-forward layer as a multiple of 4 D; 0.5 is the half-width baseline.
+    dropout: probability on embeddings and on both residual branches.
+    dtype: compute dtype; logits are always float32.
+    param_dtype: dtype of the stored parameters.
+    remat: recompute each block in the backward pass.
+    scan_layers: one `lax.scan` over stacked layers instead of a Python loop.
+    attention: `implementation` of `jax.nn.dot_product_attention`: 'xla', 'cudnn' or None.
+  """
+
+  vocab_size: int
+  seq_len: int
+  num_layers: int
+  num_heads: int
+  embed_dim: int
+  bias: bool = False
+  mlp: str = 'gelu'
+  ffn_width: float = 1.0
+  dropout: float = 0.0
+  dtype: str = 'float32'
+  param_dtype: str = 'float32'
+  remat: bool = False
+  scan_layers: bool = False
+  attention: str | None = 'xla'
+
+  def __post_init__(self):
+    if self.embed_dim % self.num_heads:
+      raise ValueError(f'embed_dim {self.embed_dim} is not divisible by num_heads {self.num_heads}')
+    if self.mlp not in _MLPS:
+      raise ValueError(f'mlp is {self.mlp!r}; known: {", ".join(_MLPS)}')
+    if not math.isclose(self.hidden_dim, 4 * self.embed_dim * self.ffn_width) or self.hidden_dim < 1:
+      raise ValueError(f'ffn_width {self.ffn_width} times 4 x embed_dim {self.embed_dim} is not a whole hidden size')
+
+  @property
+  def hidden_dim(self) -> int:
+    """Hidden size F of the feed-forward layer."""
+    return round(4 * self.embed_dim * self.ffn_width)
+
+
+SIZES: Mapping[str, Mapping[str, int]] = {
+  'nano': dict(num_layers=2, num_heads=4, embed_dim=64, seq_len=64),
+  'micro': dict(num_layers=4, num_heads=4, embed_dim=128, seq_len=128),
+  '124m': dict(num_layers=12, num_heads=12, embed_dim=768, seq_len=1024),
+  '350m': dict(num_layers=24, num_heads=16, embed_dim=1024, seq_len=1024),
+  '774m': dict(num_layers=36, num_heads=20, embed_dim=1280, seq_len=1024),
+  '1558m': dict(num_layers=48, num_heads=25, embed_dim=1600, seq_len=1024),
+}
+
+
+def make_config(size: str, *, vocab_size: int, **overrides: Any) -> GPT2Config:
+  """Returns the configuration of a named size.
+
+  Args:
+    size: a key of `SIZES`.
+    vocab_size: rows of the token embedding.
+    **overrides: any other field of `GPT2Config`.
+
+  Raises:
+    ValueError: an unknown size, or sizes that do not fit together.
+
+  >>> make_config('124m', vocab_size=50304).hidden_dim
+  3072
+  """
+  if size not in SIZES:
+    raise ValueError(f'size is {size!r}; known: {", ".join(SIZES)}')
+  return GPT2Config(**{'vocab_size': vocab_size, **SIZES[size], **overrides})
+
+
+def dense(config: GPT2Config, features: int, name: str, *, residual: bool = False) -> nn.Dense:
+  """A linear layer; those that write to the residual stream start smaller by sqrt(2 L)."""
+  std = INIT_STD / math.sqrt(2 * config.num_layers) if residual else INIT_STD
+  return nn.Dense(
+    features,
+    use_bias=config.bias,
+    dtype=config.dtype,
+    param_dtype=jnp.dtype(config.param_dtype),
+    kernel_init=nn.initializers.normal(std),
+    name=name,
+  )
+
+
+def layer_norm(config: GPT2Config, name: str) -> nn.LayerNorm:
+  """Layer normalisation with GPT-2's epsilon."""
+  return nn.LayerNorm(
+    epsilon=LAYER_NORM_EPSILON,
+    use_bias=config.bias,
+    dtype=config.dtype,
+    param_dtype=jnp.dtype(config.param_dtype),
+    name=name,
+  )
+
+
+def activate(mlp: str, up: jax.Array, gate: jax.Array | None) -> jax.Array:
+  """The feed-forward non-linearity; `gate` is given for the gated kinds only."""
+  match mlp:
+    case 'gelu':
+      return jax.nn.gelu(up)
+    case 'relu2':
+      return jnp.square(jax.nn.relu(up))
+    case 'geglu':
+      return jax.nn.gelu(gate) * up
+    case _:
+      return jax.nn.silu(gate) * up
+
+
+class Attention(nn.Module):
+  """Causal self-attention with one matrix for query, key and value."""
+
+  config: GPT2Config
+
+  @nn.compact
+  def __call__(self, x_BxTxD: jax.Array) -> jax.Array:
+    cfg = self.config
+    batch, length, dim = x_BxTxD.shape
+    qkv_BxTx3D = dense(cfg, 3 * dim, 'c_attn')(x_BxTxD)
+    qkv_BxTx3xHxK = qkv_BxTx3D.reshape(batch, length, 3, cfg.num_heads, dim // cfg.num_heads)
+    q_BxTxHxK, k_BxTxHxK, v_BxTxHxK = (qkv_BxTx3xHxK[:, :, i] for i in range(3))
+    y_BxTxHxK = jax.nn.dot_product_attention(
+      q_BxTxHxK, k_BxTxHxK, v_BxTxHxK, is_causal=True, implementation=cfg.attention
+    )
+    return dense(cfg, dim, 'c_proj', residual=True)(y_BxTxHxK.reshape(batch, length, dim))
+
+
+class MLP(nn.Module):
+  """The feed-forward layer: the two (gated: three) matrices that the recipes make sparse."""
+
+  config: GPT2Config
+
+  @nn.compact
+  def __call__(self, x_BxTxD: jax.Array) -> jax.Array:
+    cfg = self.config
+    gated = cfg.mlp in ('geglu', 'swiglu')
+    gate_BxTxF = dense(cfg, cfg.hidden_dim, 'c_gate')(x_BxTxD) if gated else None
+    up_BxTxF = dense(cfg, cfg.hidden_dim, 'c_fc')(x_BxTxD)
+    h_BxTxF = activate(cfg.mlp, up_BxTxF, gate_BxTxF)
+    return dense(cfg, x_BxTxD.shape[-1], 'c_proj', residual=True)(h_BxTxF)
+
+
+class Block(nn.Module):
+  """One pre-LN transformer block."""
+
+  config: GPT2Config
+  deterministic: bool = True
+
+  @nn.compact
+  def __call__(self, x_BxTxD: jax.Array) -> jax.Array:
+    drop = nn.Dropout(self.config.dropout, deterministic=self.deterministic)
+    x_BxTxD = x_BxTxD + drop(Attention(self.config, name='attn')(layer_norm(self.config, 'ln_1')(x_BxTxD)))
+    return x_BxTxD + drop(MLP(self.config, name='mlp')(layer_norm(self.config, 'ln_2')(x_BxTxD)))
+
+
+class GPT2(nn.Module):
+  """A GPT-2 language model with a tied output matrix.
+
+  Attributes:
+    config: sizes and arithmetic.
+    deterministic: False switches dropout on, which then needs an rng named 'dropout'.
+  """
+
+  config: GPT2Config
+  deterministic: bool = True
+
+  @nn.compact
+  def __call__(self, tokens_BxT: jax.Array) -> jax.Array:
+    """Returns float32 logits [B, T, V] for int32 tokens [B, T]; position t predicts token t + 1."""
+    cfg = self.config
+    length = tokens_BxT.shape[-1]
+    if length > cfg.seq_len:
+      raise ValueError(f'tokens have {length} positions on axis -1; the model takes at most {cfg.seq_len}')
+    embed = dict(
+      features=cfg.embed_dim,
+      dtype=cfg.dtype,
+      param_dtype=jnp.dtype(cfg.param_dtype),
+      embedding_init=nn.initializers.normal(INIT_STD),
+    )
+    wte = nn.Embed(cfg.vocab_size, **embed, name='wte')
+    wpe = nn.Embed(cfg.seq_len, **embed, name='wpe')
+    x_BxTxD = wte(tokens_BxT) + wpe(jnp.arange(length))[None]
+    x_BxTxD = nn.Dropout(cfg.dropout, deterministic=self.deterministic)(x_BxTxD)
+    x_BxTxD = self._blocks(x_BxTxD)
+    x_BxTxD = layer_norm(cfg, 'ln_f')(x_BxTxD)
+    table_VxD = wte.embedding.astype(cfg.dtype)
+    return jnp.einsum('btd,vd->btv', x_BxTxD, table_VxD, preferred_element_type=jnp.float32)
+
+  def _blocks(self, x_BxTxD: jax.Array) -> jax.Array:
+    cfg = self.config
+    # Inside a scan the loop already keeps XLA from undoing the recomputation.
+    block = nn.remat(Block, prevent_cse=not cfg.scan_layers) if cfg.remat else Block
+    if not cfg.scan_layers:
+      for i in range(cfg.num_layers):
+        x_BxTxD = block(cfg, self.deterministic, name=f'h_{i}')(x_BxTxD)
+      return x_BxTxD
+    scan = nn.scan(
+      lambda layer, carry, _: (layer(carry), None),
+      variable_axes={'params': 0, 'sparse24': 0},
+      split_rngs={'params': True, 'mvue': True, 'dropout': True},
+      length=cfg.num_layers,
+    )
+    return scan(block(cfg, self.deterministic, name='h'), x_BxTxD, None)[0]
+
+
+def param_count(params: Any) -> int:
+  """Number of scalars in a parameter tree (arrays or shapes)."""
+  return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))

@@ -1,0 +1,313 @@
+"""One self-contained HTML page about any set of runs: no network, no script, pictures inline."""
+
+from collections.abc import Mapping, Sequence
+from html import escape
+import json
+from pathlib import Path
+
+import numpy as np
+
+from experiments import claims, runs as runs_lib, svg
+from experiments.runs import RunRecord
+
+_STYLE = """
+:root { --ink: #1b1f24; --soft: #59636e; --rule: #dfe3e8; --panel: #f6f8fa; --good: #1a7f37; --bad: #b3261e; --open: #7a5b00 }
+* { box-sizing: border-box }
+body { margin: 0; background: #fff; color: var(--ink); font: 15px/1.55 system-ui, 'Inter', 'DejaVu Sans', sans-serif }
+main { max-width: 1240px; margin: 0 auto; padding: 40px 32px 72px }
+h1 { font-size: 30px; line-height: 1.2; margin: 0 0 6px; letter-spacing: -.01em }
+h2 { font-size: 19px; margin: 44px 0 6px }
+p, li { max-width: 82ch } .lead { color: var(--soft); margin: 0 0 22px } .caption { color: var(--soft); margin: 0 0 14px }
+.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(170px, 1fr)); gap: 14px; margin: 22px 0 8px }
+.card { background: var(--panel); border-radius: 10px; padding: 14px 16px }
+.card b { display: block; font-size: 24px; font-variant-numeric: tabular-nums; line-height: 1.25 }
+.card span { color: var(--soft); font-size: 13px }
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(460px, 1fr)); gap: 26px 30px }
+.charts.small { grid-template-columns: repeat(auto-fit, minmax(340px, 1fr)) }
+figure { margin: 0 } figcaption { font-weight: 600; margin-bottom: 4px } svg { width: 100%; height: auto; display: block }
+svg text { font: 12px system-ui, 'Inter', 'DejaVu Sans', sans-serif; fill: var(--soft) }
+svg .legend { fill: var(--ink) } svg .note { font-size: 11px }
+.grid { stroke: #e9ecef } .base { stroke: #8c959f } .mark { stroke: #8c959f; stroke-dasharray: 3 3 }
+.scroll { overflow-x: auto } table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums }
+th { text-align: left; font-size: 13px; color: var(--soft); font-weight: 600; border-bottom: 2px solid var(--rule) }
+th, td { padding: 8px 14px 8px 0; vertical-align: top } td { border-bottom: 1px solid var(--rule) }
+th.n, td.n { text-align: right; white-space: nowrap } td small { color: var(--soft); display: block }
+.swatch { display: inline-block; width: 11px; height: 11px; border-radius: 3px; margin-right: 9px }
+.finding { display: grid; grid-template-columns: 104px 1fr; gap: 16px; padding: 13px 0; border-bottom: 1px solid var(--rule) }
+.finding p { margin: 2px 0 0; color: var(--soft) } .finding cite { font-size: 13px; color: var(--soft) }
+.verdict { font-weight: 600; font-size: 13px } .agrees { color: var(--good) } .disagrees { color: var(--bad) } .open { color: var(--open) }
+.warn { border-left: 4px solid #d4a72c; background: #fff8e5; padding: 10px 16px; margin: 18px 0 }
+details { margin: 10px 0; border: 1px solid var(--rule); border-radius: 8px; padding: 9px 14px } summary { cursor: pointer }
+pre { font: 12.5px/1.5 ui-monospace, 'DejaVu Sans Mono', monospace; overflow-x: auto; margin: 10px 0 0 }
+"""
+
+Groups = Mapping[str, Sequence[RunRecord]]
+
+
+def write_report(folders: Sequence[str | Path], out: str | Path, *, title: str = 'Runs compared') -> Path:
+  """Writes the page.
+
+  Args:
+    folders: run folders, or folders that hold some.
+    out: the HTML file to write.
+    title: its heading.
+
+  Returns:
+    The path written.
+
+  Raises:
+    ValueError: a folder without runs.
+  """
+  found = runs_lib.find_runs(folders)
+  groups = runs_lib.group(found)
+  colours = {label: svg.PALETTE[i % len(svg.PALETTE)] for i, label in enumerate(groups)}
+  body = [
+    _head(title, found, groups),
+    _table(groups, colours),
+    _findings(found),
+    _losses(groups, colours),
+    _flips(groups, colours),
+    _settings(found),
+  ]
+  out = Path(out)
+  out.parent.mkdir(parents=True, exist_ok=True)
+  out.write_text(
+    '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+    '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">'
+    f'<title>{escape(title)}</title><style>{_STYLE}</style></head><body><main>\n'
+    + '\n'.join(body)
+    + '\n</main></body></html>\n'
+  )
+  return out
+
+
+def table_rows(groups: Groups) -> list[list[str]]:
+  """The comparison as text: label, seeds, validation loss, its spread, difference to dense, peak and final flip rate."""
+  dense = next((group for group in groups.values() if group[0].method == 'dense'), ())
+  rows = []
+  for label, group in groups.items():
+    losses = [run.validation_loss for run in group]
+    differences = claims.paired(group, dense) if group is not dense else []
+    flips = [summary for run in group if (summary := run.flip_summary())]
+    rows.append(
+      [
+        label,
+        str(len(group)),
+        f'{np.mean(losses):.4f}',
+        f'± {np.std(losses, ddof=1):.4f}' if len(losses) > 1 else '',
+        f'{np.mean(differences):+.4f}' if differences else '',
+        ', '.join(f'{d:+.4f}' for d in differences),
+        f'{np.mean([f["peak"] for f in flips]):.2g}' if flips else '',
+        f'{np.mean([f["tail"] for f in flips]):.2g}' if flips else '',
+        f'{np.mean([run.seconds for run in group]):,.0f}',
+      ]
+    )
+  return rows
+
+
+def _head(title: str, found: Sequence[RunRecord], groups: Groups) -> str:
+  config, tokens = found[0].config, 0
+  for run in found:
+    tokens += run.config['data']['batch_size'] * run.config['data']['seq_len'] * run.train[-1]['step']
+  unfinished = [run.folder.name for run in found if run.summary is None]
+  cards = [
+    (f'{len(found)}', f'runs of {len(groups)} methods'),
+    (f'{max(run.train[-1]["step"] for run in found):,}', 'optimizer steps each at most'),
+    (f'{tokens / 1e6:,.1f} M', 'tokens seen in all'),
+    (f'{sum(run.seconds for run in found) / 60:,.1f} min', 'training time in all'),
+  ]
+  boxes = ''.join(f'<div class="card"><b>{value}</b><span>{text}</span></div>' for value, text in cards)
+  model, data = config['model'], config['data']
+  size = f', {model["num_layers"]} layers of width {model["embed_dim"]}' if 'embed_dim' in model else ''
+  warning = ''
+  if differing := runs_lib.settings_that_differ(found):
+    lines = ''.join(f'<li>{escape(key)}: {escape(", ".join(values))}</li>' for key, values in differing.items())
+    warning += f'<div class="warn">Not all runs have the same settings, so compare with care:<ul>{lines}</ul></div>'
+  if unfinished:
+    warning += f'<div class="warn">Unfinished, shown as far as they got: {escape(", ".join(unfinished))}.</div>'
+  return (
+    f'<h1>{escape(title)}</h1><p class="lead">GPT-2 {escape(str(model["size"]))}{size}, on {escape(data["corpus"])} with '
+    f'tokenizer {escape(data["tokenizer"])}; {data["batch_size"]} sequences of {data["seq_len"]} tokens a step. '
+    f'{escape(found[0].environment["device"])}.</p><div class="cards">{boxes}</div>{warning}'
+  )
+
+
+def _findings(found: Sequence[RunRecord]) -> str:
+  findings = claims.findings(found)
+  intro = '<h2>Where these runs agree with the papers, and where not</h2>'
+  if not findings:
+    return f'{intro}<p class="caption">These runs speak to none of the claims: they need a dense twin and a sparse method.</p>'
+  counts = {verdict: sum(f.verdict == verdict for f in findings) for verdict in ('agrees', 'disagrees', 'open')}
+  words = {'agrees': 'agrees', 'disagrees': 'disagrees', 'open': 'cannot tell'}
+  rows = ''.join(
+    f'<div class="finding"><span class="verdict {f.verdict}">{words[f.verdict]}</span><div><b>{escape(f.claim)}</b>'
+    f'<p>{escape(f.evidence)}</p><cite>{escape(f.source)}</cite></div></div>'
+    for f in findings
+  )
+  return (
+    f'{intro}<p class="caption">Of {len(findings)} claims, the figures here agree with {counts["agrees"]}, disagree with '
+    f'{counts["disagrees"]}, and cannot decide {counts["open"]}. They speak about this model and this budget; the papers '
+    'trained models of 100 million parameters and more. A loss counts as different when the 95% interval of the '
+    f'seed-by-seed difference leaves out zero.</p>{rows}'
+  )
+
+
+def _table(groups: Groups, colours: Mapping[str, str]) -> str:
+  heads = [
+    'method',
+    'seeds',
+    'validation loss',
+    'spread',
+    'minus dense',
+    'seed by seed',
+    'peak flip rate',
+    'flip rate, end of sparse phase',
+    'seconds',
+  ]
+  numeric = [False, True, True, True, True, True, True, True, True]
+  head = ''.join(f'<th{" class=n" if n else ""}>{h}</th>' for h, n in zip(heads, numeric, strict=True))
+  body = ''
+  for row in table_rows(groups):
+    run = groups[row[0]][0]
+    kwargs = ', '.join(f'{k}={v}' for k, v in run.config['recipe']['kwargs'].items() if k != 'path')
+    name = (
+      f'<span class="swatch" style="background:{colours[row[0]]}"></span>{escape(row[0])}'
+      f'<small>{escape(run.config["recipe"]["name"])}{escape(f" ({kwargs})" if kwargs else "")}</small>'
+    )
+    cells = [name, *map(escape, row[1:])]
+    body += (
+      '<tr>' + ''.join(f'<td{" class=n" if n else ""}>{c}</td>' for c, n in zip(cells, numeric, strict=True)) + '</tr>'
+    )
+  dots = svg.dot_plot(
+    [(label, colours[label], [run.validation_loss for run in group]) for label, group in groups.items()],
+    title='Final validation loss of every run',
+    x_label='final validation loss, nats a token; one dot a seed',
+  )
+  return (
+    '<h2>Comparison</h2><p class="caption">Final validation loss in nats a token (a byte, with the byte tokenizer): mean '
+    'and sample standard deviation over seeds, and the difference to the dense run of the same seed.</p>'
+    f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    f'<figure style="margin-top:26px"><figcaption>Final validation loss</figcaption>{dots}</figure>'
+  )
+
+
+def _line(label: str, colour: str, curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> svg.Line | None:
+  """The mean of the seeds at the steps that all have, with their range."""
+  curves = [(x, y) for x, y in curves if len(x)]
+  if not curves:
+    return None
+  steps = np.array(sorted(set.intersection(*(set(x.tolist()) for x, _ in curves))))
+  if not len(steps):
+    return None
+  values = np.stack([y[np.isin(x, steps)] for x, y in curves])
+  several = len(curves) > 1
+  return svg.Line(
+    label, colour, steps, values.mean(0), values.min(0) if several else None, values.max(0) if several else None
+  )
+
+
+def _marks(groups: Groups) -> list[tuple[float, str]]:
+  """Where a sparse phase is followed by a dense one."""
+  ends = {
+    run.sparse_end
+    for group in groups.values()
+    for run in group
+    if run.train[-1]['phase'] == 'dense' and any(record['phase'] == 'sparse' for record in run.train)
+  }
+  return [(end, 'FST turns dense') for end in sorted(ends)[:1]]
+
+
+def _curves(group: Sequence[RunRecord], kind: str) -> list[tuple[np.ndarray, np.ndarray]]:
+  return [
+    (np.array([r['step'] for r in getattr(run, kind)]), np.array([r['loss'] for r in getattr(run, kind)]))
+    for run in group
+  ]
+
+
+def _losses(groups: Groups, colours: Mapping[str, str]) -> str:
+  charts = []
+  for kind, name in (('validation', 'Validation loss'), ('train', 'Training loss, mean of each logged window')):
+    lines = [line for label, group in groups.items() if (line := _line(label, colours[label], _curves(group, kind)))]
+    if not lines:
+      continue
+    # The first descent is steep and the same for all; the differences are below it.
+    late = np.concatenate([line.y[line.x >= 0.1 * line.x.max()] for line in lines])
+    low, high = float(late.min()), float(late.max())
+    pad = 0.05 * (high - low) or 0.1
+    chart = svg.line_chart(
+      lines, title=name, y_label='nats a token', y_range=(low - pad, high + pad), marks=_marks(groups)
+    )
+    charts.append(f'<figure><figcaption>{name}</figcaption>{chart}</figure>')
+  return (
+    '<h2>Loss</h2><p class="caption">Lines are means over seeds, bands their range; the first tenth of training may '
+    f'lie above the frame.</p><div class="charts">{"".join(charts)}</div>'
+  )
+
+
+def _flips(groups: Groups, colours: Mapping[str, str]) -> str:
+  lines = [
+    line
+    for label, group in groups.items()
+    if (line := _line(label, colours[label], [run.flip_curve() for run in group]))
+  ]
+  if not lines:
+    return '<h2>Flip rate</h2><p class="caption">No run watched its masks.</p>'
+  modes = {run.config['recipe']['flip_rate'] for group in groups.values() for run in group}
+  unit = (
+    'Per optimizer step: what a search would choose before and after the step, whatever mask is in use.'
+    if modes == {'step'}
+    else 'Between two mask refreshes, whose distance differs between recipes: compare shapes, not heights, across them.'
+  )
+  overall = svg.line_chart(
+    lines,
+    title='Flip rate',
+    y_label='share of mask entries that flip, log scale',
+    log=True,
+    marks=_marks(groups),
+    width=1140,
+    height=380,
+  )
+  small = []
+  for label, group in groups.items():
+    names = list(group[0].train[-1]['flip_rates'])
+    layers = []
+    for i, name in enumerate(names):
+      curves = []
+      for run in group:
+        start = int(run.flip_curve()[0][0]) if len(run.flip_curve()[0]) else 0
+        records = [r for r in run.train if r['step'] >= start and name in r['flip_rates']]
+        curves.append((np.array([r['step'] for r in records]), np.array([r['flip_rates'][name] for r in records])))
+      short = name.removesuffix('/kernel')
+      if line := _line(short if len(names) <= 12 else '', svg.PALETTE[1 + i % (len(svg.PALETTE) - 1)], curves):
+        layers.append(line)
+    if layers:
+      chart = svg.line_chart(
+        layers,
+        title=f'Flip rate of each layer, {label}',
+        y_label='flip rate, log scale',
+        log=True,
+        width=380,
+        height=230,
+      )
+      small.append(f'<figure><figcaption>{escape(label)}</figcaption>{chart}</figure>')
+  return (
+    f'<h2>Flip rate</h2><p class="caption">The share of mask entries that change. {unit} Dense runs are watched: masks are '
+    f'chosen and compared, and nothing is made sparse.</p><figure>{overall}</figure>'
+    f'<h2>Flip rate of each layer</h2><div class="charts small">{"".join(small)}</div>'
+  )
+
+
+def _settings(found: Sequence[RunRecord]) -> str:
+  blocks = []
+  for run in found:
+    state = f'validation loss {run.validation_loss:.4f}' if run.summary else 'unfinished'
+    text = json.dumps({'config': run.config, 'environment': run.environment}, indent=2)
+    blocks.append(
+      f'<details><summary>{escape(run.folder.name)} · {escape(run.label)} · seed {run.seed} · {state} · '
+      f'{run.tokens_per_s / 1e3:,.1f} k tokens/s</summary><pre>{escape(text)}</pre></details>'
+    )
+  versions = ', '.join(f'{name} {version}' for name, version in found[0].environment['versions'].items())
+  return (
+    f'<h2>Settings and environment</h2><p class="caption">{escape(found[0].environment["device"])}, Python '
+    f'{escape(found[0].environment["python"])}, {escape(versions)}.</p>{"".join(blocks)}'
+  )

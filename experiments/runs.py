@@ -1,0 +1,183 @@
+"""Reading finished and unfinished runs back from their folders, and grouping them by method."""
+
+from collections.abc import Iterable, Mapping
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments import metrics
+
+
+@dataclasses.dataclass(frozen=True)
+class RunRecord:
+  """One run as its folder tells it.
+
+  Attributes:
+    folder: where it is.
+    config: the resolved configuration.
+    environment: device and versions.
+    train: records of kind 'train', in order of step.
+    validation: records of kind 'validation'.
+    timing: records of kind 'timing'.
+    summary: None while the run is unfinished.
+  """
+
+  folder: Path
+  config: Mapping[str, Any]
+  environment: Mapping[str, Any]
+  train: tuple[Mapping[str, Any], ...]
+  validation: tuple[Mapping[str, Any], ...]
+  timing: tuple[Mapping[str, Any], ...]
+  summary: Mapping[str, Any] | None
+
+  @property
+  def label(self) -> str:
+    """The method's name in tables and legends."""
+    return self.config['label'] or self.config['recipe']['name']
+
+  @property
+  def seed(self) -> int:
+    """Seed of parameters and sampling."""
+    return self.config['seed']
+
+  @property
+  def method(self) -> str:
+    """What the settings make it, whatever its label: a key of `methods.METHODS`, or the recipe's name."""
+    recipe, kwargs = self.config['recipe']['name'], self.config['recipe']['kwargs']
+    if recipe == 'dense':
+      return 'half_ffn' if self.config['model'].get('ffn_width', 1.0) == 0.5 else 'dense'
+    if recipe == 'transposable_srste':
+      return 'fst' if kwargs.get('masked_decay') else 'fst_no_decay'
+    if recipe == 'sr_ste' and kwargs.get('decay_on', 'weights') == 'gradients':
+      return 'sr_ste_gradients'
+    return recipe
+
+  @property
+  def validation_loss(self) -> float:
+    """Last validation loss, nats a token; NaN when there is none yet."""
+    return self.validation[-1]['loss'] if self.validation else float('nan')
+
+  @property
+  def sparse_end(self) -> int:
+    """Last logged step of the sparse phase; the last step of all for runs without one."""
+    sparse = [record['step'] for record in self.train if record['phase'] == 'sparse']
+    return sparse[-1] if sparse else (self.train[-1]['step'] if self.train else 0)
+
+  @property
+  def seconds(self) -> float:
+    """Wall-clock seconds of training, evaluation and checkpoints, over all attempts."""
+    return self.summary['seconds'] if self.summary else (self.timing[-1]['seconds'] if self.timing else float('nan'))
+
+  @property
+  def tokens_per_s(self) -> float:
+    """Median training speed."""
+    return float(np.median([record['tokens_per_s'] for record in self.timing])) if self.timing else float('nan')
+
+  def flip_curve(self) -> tuple[np.ndarray, np.ndarray]:
+    """Steps and overall flip rates, from the first comparison of masks on."""
+    pairs = [(record['step'], record['flip_rate']) for record in self.train]
+    while pairs and pairs[0][1] == 0:
+      pairs.pop(0)
+    return np.array([step for step, _ in pairs]), np.array([rate for _, rate in pairs])
+
+  def flip_summary(self) -> dict[str, float]:
+    """The flip-rate curve in four numbers: peak, its step, mean over the last tenth of the sparse phase, last value."""
+    steps, rates = self.flip_curve()
+    if not len(rates):
+      return {}
+    inside = steps <= self.sparse_end
+    tail = inside & (steps > 0.9 * self.sparse_end)
+    peak = int(np.argmax(rates))
+    return {
+      'peak': float(rates[peak]),
+      'peak_step': int(steps[peak]),
+      'tail': float(rates[tail].mean()) if tail.any() else float(rates[inside][-1]),
+      'last': float(rates[-1]),
+    }
+
+
+def read_run(folder: str | Path) -> RunRecord:
+  """Reads one run folder.
+
+  Raises:
+    ValueError: the folder is not a run's.
+  """
+  folder = Path(folder)
+  if not (folder / 'config.json').is_file():
+    raise ValueError(f'{folder} is not the folder of a run: it has no config.json')
+  kinds: dict[str, list[Mapping[str, Any]]] = {'train': [], 'validation': [], 'timing': []}
+  for name in (metrics.METRICS, metrics.TIMING):
+    for record in metrics.read_records(folder / name):
+      kinds[record['kind']].append(record)
+  summary = folder / 'summary.json'
+  return RunRecord(
+    folder,
+    json.loads((folder / 'config.json').read_text()),
+    json.loads((folder / 'environment.json').read_text()),
+    **{kind: tuple(records) for kind, records in kinds.items()},
+    summary=json.loads(summary.read_text()) if summary.exists() else None,
+  )
+
+
+def find_runs(folders: Iterable[str | Path]) -> list[RunRecord]:
+  """Reads run folders, and every run folder below the ones that are not runs themselves.
+
+  Raises:
+    ValueError: a folder that holds no run.
+  """
+  found = []
+  for folder in map(Path, folders):
+    paths = [folder] if (folder / 'config.json').is_file() else sorted(p.parent for p in folder.rglob('config.json'))
+    runs = [run for run in map(read_run, paths) if run.train]
+    if not runs:
+      raise ValueError(f'{folder} holds no run with at least one line of metrics')
+    found += runs
+  return found
+
+
+def group(runs: Iterable[RunRecord]) -> dict[str, list[RunRecord]]:
+  """Runs by label, dense first, then in order of mean final validation loss; each group in order of seed."""
+  groups: dict[str, list[RunRecord]] = {}
+  for run in sorted(runs, key=lambda run: run.seed):
+    groups.setdefault(run.label, []).append(run)
+
+  def order(label: str) -> tuple[bool, float]:
+    losses = [run.validation_loss for run in groups[label]]
+    return groups[label][0].method != 'dense', float(np.mean(losses))
+
+  return {label: groups[label] for label in sorted(groups, key=order)}
+
+
+def settings_that_differ(runs: Iterable[RunRecord]) -> dict[str, list[Any]]:
+  """Fields, apart from method, seed and intervals of logging, that are not the same in all runs."""
+  ignored = (
+    'name',
+    'label',
+    'seed',
+    'recipe',
+    'data.seed',
+    'data.data_dir',
+    'data.manual_dir',
+    'model.ffn_width',
+    'log_every',
+    'eval_every',
+    'checkpoint_every',
+    'keep_checkpoints',
+  )
+  values: dict[str, list[Any]] = {}
+  for run in runs:
+    for key, value in _flat(run.config):
+      if not any(key == name or key.startswith(f'{name}.') for name in ignored):
+        values.setdefault(key, []).append(value)
+  return {key: sorted({repr(v) for v in found}) for key, found in values.items() if len({repr(v) for v in found}) > 1}
+
+
+def _flat(config: Mapping[str, Any], prefix: str = '') -> Iterable[tuple[str, Any]]:
+  for key, value in config.items():
+    if isinstance(value, Mapping) and value:
+      yield from _flat(value, f'{prefix}{key}.')
+    else:
+      yield f'{prefix}{key}', value

@@ -1,0 +1,296 @@
+"""The training loop: any configuration, any recipe, resumable bit for bit.
+
+A run folder holds ``config.json``, ``environment.json``, ``metrics.jsonl``, ``timing.jsonl``, ``tensorboard/``,
+``checkpoints/`` and, once finished, ``summary.json``. Starting the same command again resumes or does nothing.
+"""
+
+from collections.abc import Callable
+import functools
+import json
+import math
+import os
+from pathlib import Path
+import platform
+import time
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+import jax.numpy as jnp
+from ml_collections import ConfigDict
+import numpy as np
+import optax
+
+from experiments import build
+from experiments import metrics as metrics_lib
+from experiments.build import Parts
+from experiments.checkpoint import Checkpoints
+from experiments.progress import Progress
+import sparse24_jax as s24
+
+
+class TrainingDivergedError(RuntimeError):
+  """The loss is not finite any more."""
+
+
+class TrainState(NamedTuple):
+  """What a step carries: int32 `step` (optimizer steps done), parameters, optimizer state."""
+
+  step: jax.Array
+  params: Any
+  opt_state: Any
+
+
+class StepMetrics(NamedTuple):
+  """What a step reports, still on the device: float32 scalars, and `flip_rates` [number of sparse weights]."""
+
+  loss: jax.Array
+  grad_norm: jax.Array
+  learning_rate: jax.Array
+  flip_rate: jax.Array
+  flip_rates: jax.Array
+
+
+def init_state(parts: Parts) -> TrainState:
+  """Initial state, already in its shards; depends on `config.seed` only."""
+  tokens = jnp.zeros((1, parts.config.data.seq_len), jnp.int32)
+  tx = build.make_optimizer(parts.config, parts.recipe, s24.phase_at(parts.recipe, 0, parts.config.steps))
+
+  def init() -> TrainState:
+    params = parts.model.init(jax.random.key(parts.config.seed), tokens)['params']
+    return TrainState(jnp.zeros((), jnp.int32), params, tx.init(params))
+
+  if parts.mesh is None:
+    return jax.jit(init)()
+  return jax.jit(init, out_shardings=build.state_sharding(parts.mesh, jax.eval_shape(init)))()
+
+
+def loss_fn(model: Any, params: Any, sparse: Any, batch: dict[str, jax.Array], key: jax.Array) -> jax.Array:
+  """Mean next-token cross-entropy in nats, float32 scalar, of tokens [B, T]."""
+  key_mvue, key_dropout = jax.random.split(key)
+  rngs = {'mvue': key_mvue, 'dropout': key_dropout}
+  logits_BxTxV = model.apply({'params': params, 'sparse24': sparse}, batch['inputs'], rngs=rngs)
+  return optax.softmax_cross_entropy_with_integer_labels(logits_BxTxV, batch['targets']).mean()
+
+
+def make_step(parts: Parts, phase: str, shardings: Any) -> Callable[..., tuple[TrainState, StepMetrics]]:
+  """Compiles to one program a phase: (state, micro-batches [accumulate, B, T]) -> (state, metrics)."""
+  config, recipe = parts.config, parts.recipe
+  tx = build.make_optimizer(config, recipe, phase)
+  model = s24.sparsify(parts.model.clone(deterministic=not parts.model.config.dropout), recipe, phase=phase)
+
+  @functools.partial(jax.jit, donate_argnums=0, out_shardings=shardings)
+  def step(state: TrainState, batches: dict[str, jax.Array]) -> tuple[TrainState, StepMetrics]:
+    # Every step's key comes from its number, so a resumed run draws what the interrupted one would have drawn.
+    key = jax.random.fold_in(jax.random.key(config.seed + 1), state.step)
+    # Masks and packed weights: once an optimizer step, for all micro-batches, forward and backward.
+    sparse = s24.sparse_variables(state.params, state.opt_state, recipe)
+    value_and_grad = jax.value_and_grad(functools.partial(loss_fn, model))
+
+    def micro_step(total: Any, indexed: Any) -> tuple[Any, None]:
+      index, batch = indexed
+      new = value_and_grad(state.params, sparse, batch, jax.random.fold_in(key, index))
+      return jax.tree.map(jnp.add, total, new), None
+
+    if config.accumulate == 1:
+      loss, grads = value_and_grad(state.params, sparse, jax.tree.map(lambda x: x[0], batches), key)
+    else:
+      zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, state.params))
+      total, _ = jax.lax.scan(micro_step, zero, (jnp.arange(config.accumulate), batches))
+      loss, grads = jax.tree.map(lambda x: x / config.accumulate, total)
+    updates, opt_state = tx.update(grads, state.opt_state, state.params)
+    params = optax.apply_updates(state.params, updates)
+    flips = s24.get_flip_rate(opt_state)
+    rates = [jnp.ravel(rate) for rate in flips.per_weight.values()] or [jnp.zeros(0)]
+    norm, learning_rate = optax.tree.norm(grads), build.learning_rate(config)(state.step)
+    metrics = StepMetrics(loss, norm, jnp.asarray(learning_rate), flips.overall, jnp.concatenate(rates))
+    return TrainState(state.step + 1, params, opt_state), metrics
+
+  return step
+
+
+def make_eval(parts: Parts, phase: str, *, num_batches: int) -> Callable[[TrainState], jax.Array]:
+  """Compiles to one program: state -> mean validation loss, over the same batches every time."""
+  model = s24.sparsify(parts.model, parts.recipe, phase=phase)
+  batches = list(parts.data.validation(num_batches))
+  stacked = {key: np.stack([batch[key] for batch in batches]) for key in batches[0]}
+  if parts.mesh is not None:
+    sharding = NamedSharding(parts.mesh, PartitionSpec(None, ('data', 'fsdp')))
+    stacked = {key: jax.device_put(x, sharding) for key, x in stacked.items()}
+
+  @jax.jit
+  def evaluate(params: Any, opt_state: Any, batches: dict[str, jax.Array]) -> jax.Array:
+    sparse = s24.sparse_variables(params, opt_state, parts.recipe)
+    return jax.lax.map(lambda batch: loss_fn(model, params, sparse, batch, jax.random.key(0)), batches).mean()
+
+  return lambda state: evaluate(state.params, state.opt_state, stacked)
+
+
+def flip_rate_names(opt_state: Any) -> list[str]:
+  """Names of the entries of `StepMetrics.flip_rates`; stacked layers get an index: 'h/mlp/c_fc/kernel[3]'."""
+  shapes = jax.eval_shape(lambda state: s24.get_flip_rate(state).per_weight, opt_state)
+  return [
+    path if not leaf.shape else f'{path}[{i}]' for path, leaf in shapes.items() for i in range(math.prod(leaf.shape))
+  ]
+
+
+class Run:
+  """One run in its folder: the loop's bookkeeping, kept out of the arithmetic above.
+
+  Args:
+    parts: from `build.make_parts`.
+    folder: the run's folder; resumed from its newest checkpoint when there is one.
+    quiet: no progress bar.
+  """
+
+  def __init__(self, parts: Parts, folder: str | Path, *, quiet: bool = False):
+    self.parts, self.folder, self.quiet = parts, Path(folder), quiet
+    self.config: ConfigDict = parts.config
+    self.iterator = parts.data.train()
+    self.seconds = 0.0
+    self.state = init_state(parts)
+    self.shardings = build.state_sharding(parts.mesh, self.state) if parts.mesh else None
+    self.names = flip_rate_names(self.state.opt_state)
+
+  def train(self) -> dict[str, Any]:
+    """Trains to the end and returns the summary.
+
+    Raises:
+      TrainingDivergedError: a loss that is not finite; names the step.
+      CheckpointError: a checkpoint that cannot be written, read or used.
+    """
+    self.folder.mkdir(parents=True, exist_ok=True)
+    with Checkpoints(self.folder / 'checkpoints', keep=self.config.keep_checkpoints) as checkpoints:
+      if checkpoints.latest() is not None:
+        self._restore(checkpoints)
+      done = int(self.state.step)
+      if done == self.config.steps and (self.folder / 'summary.json').exists():
+        return json.loads((self.folder / 'summary.json').read_text())
+      self._write_json('config.json', self.config.to_dict())
+      self._write_json('environment.json', environment())
+      with metrics_lib.MetricsWriter(self.folder, step=done) as writer:
+        validation = self._loop(done, checkpoints, writer)
+    summary = {
+      'name': self.config.name,
+      'recipe': self.config.recipe.name,
+      'seed': self.config.seed,
+      'steps': self.config.steps,
+      'validation_loss': validation,
+      'seconds': self.seconds,
+    }
+    self._write_json('summary.json', summary)
+    return summary
+
+  def _loop(self, done: int, checkpoints: Checkpoints, writer: metrics_lib.MetricsWriter) -> float:
+    config, window, due = self.config, [], None
+    make_phase_step = functools.cache(
+      lambda phase: make_step(self.parts, phase, self.shardings and (self.shardings, None))
+    )
+    make_phase_eval = functools.cache(lambda phase: make_eval(self.parts, phase, num_batches=config.eval_batches))
+    validation = math.nan
+    if done == config.steps:  # Killed between the last checkpoint and the summary.
+      phase = s24.phase_at(self.parts.recipe, done - 1, config.steps)
+      return float(make_phase_eval(phase)(self.state))
+    tokens = config.data.batch_size * config.data.seq_len
+    with Progress(config.name, done, config.steps, tokens, quiet=self.quiet) as progress:
+      clock = time.monotonic()
+      while done < config.steps:
+        phase = s24.phase_at(self.parts.recipe, done, config.steps)
+        batches = build.shard_batch(self.parts, next(self.iterator))
+        self.state, step_metrics = make_phase_step(phase)(self.state, batches)
+        done += 1
+        if due:  # Read the last window while the device is busy with the step just dispatched.
+          due = self._log(*due, writer, progress)
+        window.append(step_metrics)
+        if done % config.log_every == 0 or done == config.steps:
+          now = time.monotonic()
+          self.seconds, clock = self.seconds + now - clock, now
+          due, window = (done, phase, window), []
+        last = done == config.steps
+        if last or done % config.eval_every == 0 or done % config.checkpoint_every == 0:
+          due = due and self._log(*due, writer, progress)
+          if last or done % config.eval_every == 0:
+            validation = float(make_phase_eval(phase)(self.state))
+            writer.write('validation', done, {'loss': validation, 'phase': phase})
+          if last or done % config.checkpoint_every == 0:
+            self._save(done, checkpoints)
+          now = time.monotonic()
+          self.seconds, clock = self.seconds + now - clock, now
+          progress.restart_clock()
+    return validation
+
+  def _log(self, step: int, phase: str, window: list[StepMetrics], writer: Any, progress: Progress) -> None:
+    """Writes one line about the window of steps that ends at `step`."""
+    losses, norms, last = jax.device_get(([m.loss for m in window], [m.grad_norm for m in window], window[-1]))
+    if not np.isfinite(losses).all():
+      bad = step - len(window) + 1 + int(np.flatnonzero(~np.isfinite(losses))[0])
+      raise TrainingDivergedError(
+        f'{self.folder}: the loss is {losses[bad - step + len(window) - 1]} at step {bad}; training stopped, the last '
+        'checkpoint is from before. Lower optimizer.peak_lr or recipe.kwargs.masked_decay, or raise warmup_steps.'
+      )
+    writer.write(
+      'train',
+      step,
+      {
+        'loss': float(np.mean(losses, dtype=np.float64)),
+        'grad_norm': float(np.mean(norms, dtype=np.float64)),
+        'learning_rate': float(last.learning_rate),
+        'phase': phase,
+        'flip_rate': float(last.flip_rate),
+        'flip_rates': dict(zip(self.names, map(float, last.flip_rates), strict=True)),
+      },
+    )
+    speed = progress.update(step, loss=float(losses[-1]), flip_rate=float(last.flip_rate))
+    writer.write('timing', step, {'seconds': self.seconds, 'tokens_per_s': speed})
+
+  def _save(self, step: int, checkpoints: Checkpoints) -> None:
+    """Saves everything that decides the rest of the run."""
+    meta = {
+      'identity': build.identity(self.parts),
+      'data_state': self.iterator.get_state(),
+      'seconds': self.seconds,
+      'config': self.config.to_dict(),
+      'phase': s24.phase_at(self.parts.recipe, step - 1, self.config.steps),
+    }
+    checkpoints.save(step, self.state.params, self.state.opt_state, meta)
+
+  def _restore(self, checkpoints: Checkpoints) -> None:
+    # Identity travels through JSON, where tuples become lists.
+    wanted = json.loads(json.dumps(build.identity(self.parts)))
+    found = checkpoints.restore(self.state.params, self.state.opt_state, identity=wanted)
+    step = jax.device_put(jnp.asarray(found.meta['step'], jnp.int32), self.state.step.sharding)
+    self.state = TrainState(step, found.params, found.opt_state)
+    self.iterator.set_state(found.meta['data_state'])
+    self.seconds = found.meta['seconds']
+
+  def _write_json(self, name: str, value: Any) -> None:
+    (self.folder / name).write_text(json.dumps(value, indent=2) + '\n')
+
+
+def environment() -> dict[str, Any]:
+  """Device and versions, for the record of a run."""
+  import flax
+  import orbax.checkpoint as ocp
+
+  kind = jax.devices()[0].device_kind
+  versions = {module.__name__.split('.')[0]: module.__version__ for module in (jax, flax, optax, ocp, np)}
+  return {
+    'device': f'{os.cpu_count()} CPU cores ({platform.machine()})' if kind == 'cpu' else f'{jax.device_count()} x {kind}',
+    'python': platform.python_version(),
+    'versions': versions,
+  }
+
+
+def train(config: ConfigDict, folder: str | Path, *, data: Any = None, quiet: bool = False) -> dict[str, Any]:
+  """Trains one configuration in a folder, or resumes it, or returns the summary of the finished run.
+
+  Args:
+    config: from `experiment.load_config`.
+    folder: the run's folder.
+    data: batches in place of the configured corpus.
+    quiet: no progress bar.
+
+  Returns:
+    The summary: name, recipe, seed, steps, validation_loss (nats a token), seconds.
+  """
+  return Run(build.make_parts(config, data=data), folder, quiet=quiet).train()
