@@ -1,0 +1,43 @@
+"""Measures kernels on the card at hand.
+
+    python -m pallas_kernels tune --select headline          # writes pallas_kernels/tuned/<device>/<op>.json
+    python -m pallas_kernels bench --select headline --out results.jsonl
+    python -m pallas_kernels verify --count 200              # random problems against the reference
+    python -m pallas_kernels where-it-pays                   # what was measured, as a table
+"""
+
+import argparse
+import importlib
+import pathlib
+import sys
+
+from pallas_kernels import _tuning
+
+# Modules with tune(selection, folder), bench(selection, out, folder), verify(count, seed) and where_it_pays(folder).
+OPS = {'sparse_matmul': 'pallas_kernels.sparse_matmul.bench'}
+
+
+def main(argv: list[str] | None = None) -> int:
+  parser = argparse.ArgumentParser(prog='python -m pallas_kernels', description='Measures kernels on the card at hand.')
+  parser.add_argument('command', choices=('tune', 'bench', 'verify', 'where-it-pays'))
+  parser.add_argument('--op', choices=sorted(OPS), default='sparse_matmul')
+  parser.add_argument('--select', default='headline', help='which problems: square, headline, small or all')
+  parser.add_argument('--out', type=pathlib.Path, default=pathlib.Path('results.jsonl'), help='records of bench')
+  parser.add_argument('--tuned', type=pathlib.Path, default=_tuning.TUNED, help='folder of tuned records')
+  parser.add_argument('--count', type=int, default=200, help='problems that verify draws')
+  parser.add_argument('--seed', type=int, default=0)
+  args = parser.parse_args(argv)
+  op = importlib.import_module(OPS[args.op])
+  if args.command == 'tune':
+    op.tune(args.select, args.tuned)
+  elif args.command == 'bench':
+    op.bench(args.select, args.out, args.tuned)
+  elif args.command == 'verify':
+    return min(op.verify(args.count, args.seed), 1)
+  else:
+    print('\n'.join(op.where_it_pays(args.tuned)))
+  return 0
+
+
+if __name__ == '__main__':
+  sys.exit(main())

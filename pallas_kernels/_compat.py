@@ -1,0 +1,66 @@
+"""The private and unstable JAX names that the kernels need, in one place.
+
+Mosaic GPU has no sparse wgmma, so the kernel writes the instruction itself and touches names that JAX may move. Kernels
+import them from here; when a JAX release breaks one, this is the file to repair. Nothing here needs a GPU to import.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+import contextlib
+import statistics
+from typing import Any
+
+import jax
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+from jax.experimental.mosaic.gpu import core, fragmented_array, memref_transpose, mma_utils, profiler, utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
+
+__all__ = [
+  'ACCUMULATOR', 'FRAGMENTED_ACCUMULATOR', 'FRAGMENTED_WGMMA', 'arith', 'assumed_capability', 'device_times_ms',
+  'fragmented_array', 'interpret_params', 'ir', 'llvm', 'memref_transpose', 'mma_utils', 'nvvm', 'races_found', 'utils',
+  'vector',
+]
+
+# Accumulators in one register an element. The public layout pairs them, and LLVM then splits and rejoins every pair
+# around every wgmma.
+ACCUMULATOR = plgpu.Layout._WGMMA_ACC_32BIT
+FRAGMENTED_ACCUMULATOR = fragmented_array.WGMMA_LAYOUT_ACC_32BIT
+FRAGMENTED_WGMMA = fragmented_array.WGMMA_LAYOUT
+
+
+@contextlib.contextmanager
+def assumed_capability(major: int, minor: int) -> Iterator[None]:
+  """Without a device Mosaic GPU takes the card for 9.0; this says otherwise while compiling for another."""
+  modules = [module for module in (core, utils) if hasattr(module, '_infer_arch')]
+  saved = [module._infer_arch for module in modules]
+  for module in modules:
+    module._infer_arch = lambda: (major, minor)
+  try:
+    yield
+  finally:
+    for module, infer in zip(modules, saved, strict=True):
+      module._infer_arch = infer
+
+
+def interpret_params(*, detect_races: bool = True) -> Any:
+  """Parameters that run a Mosaic GPU kernel on the CPU."""
+  return plgpu.InterpretGPUParams(detect_races=detect_races)
+
+
+def races_found() -> bool:
+  """Whether the last interpreted kernel raced."""
+  return interpret_pallas_call.get_races().races_found
+
+
+def device_times_ms(f: Callable[..., Any], args: Sequence[jax.Array], iterations: int) -> list[float]:
+  """Time of each of `iterations` calls on the GPU by CUPTI: the sum of its kernels, without launch gaps."""
+  _, times = profiler.measure(f, iterations=iterations)(*args)
+  if times is None:
+    raise NotImplementedError('CUPTI saw no kernel: is this an NVIDIA GPU?')
+  return list(times) if isinstance(times, list | tuple) else [times]
+
+
+def median_ms(f: Callable[..., Any], args: Sequence[jax.Array], iterations: int = 20) -> float:
+  """Median of `device_times_ms`."""
+  return statistics.median(device_times_ms(f, args, iterations))

@@ -1,0 +1,61 @@
+"""Which back end answers a call.
+
+The protocol between an op's `api.py` and its back ends: a back end that cannot serve a call raises NotImplementedError
+with the reason. With `implementation=None` the next candidate is asked; a back end that the user named must answer, and
+its reason becomes a ValueError. Nothing else crosses an `api.py`. Back ends are imported when first asked, so that an
+absent optional dependency costs nobody else.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+import importlib
+from typing import Any
+
+
+def load(path: str) -> Callable[..., Any]:
+  """Imports `'package.module:function'`; NotImplementedError if a dependency is missing."""
+  module, _, name = path.partition(':')
+  try:
+    return getattr(importlib.import_module(module), name)
+  except ImportError as e:
+    raise NotImplementedError(f'{module} cannot be imported: {e}') from e
+
+
+def check_implementation(op: str, implementation: str | None, backends: Mapping[str, str]) -> None:
+  """ValueError unless `implementation` is None or a key of `backends`."""
+  if implementation is not None and implementation not in backends:
+    raise ValueError(f'{op}: implementation={implementation!r} is unknown; known are None and {sorted(backends)}')
+
+
+def dispatch(
+  op: str,
+  backends: Mapping[str, str],
+  implementation: str | None,
+  candidates: Sequence[str],
+  *args: Any,
+  **kwargs: Any,
+) -> Any:
+  """Calls the named back end, or the first of `candidates` that accepts the call.
+
+  Args:
+    op: name of the op, for messages.
+    backends: name -> `'module:function'`; all functions take the same arguments.
+    implementation: a key of `backends`, or None.
+    candidates: names to try in order when `implementation` is None; best first.
+    *args: passed on.
+    **kwargs: passed on.
+
+  Raises:
+    ValueError: unknown name, the named back end refused, or all candidates did; the message holds every reason.
+
+  >>> dispatch('abs', {'python': 'builtins:abs'}, None, ['python'], -3)
+  3
+  """
+  check_implementation(op, implementation, backends)
+  names = [implementation] if implementation is not None else list(candidates)
+  reasons = []
+  for name in names:
+    try:
+      return load(backends[name])(*args, **kwargs)
+    except NotImplementedError as e:
+      reasons.append(f'{name}: {e}')
+  raise ValueError(f'{op}: no implementation accepts this call. ' + '; '.join(reasons))

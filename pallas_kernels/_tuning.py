@@ -1,0 +1,259 @@
+"""Choice by measurement: verify candidates, time them in turns, keep what was measured, look it up again.
+
+A candidate counts only after it agrees with the reference and gives the same bits on every run; a fast wrong answer is
+the failure this guards against (vendor libraries have shipped both kinds). Timings are interleaved: one burst after
+another differs by 4% with order and heat, rounds with idle gaps by less than 1%. Every sample is kept in
+`tuned/<device>/<op>.json`, losers and rejects included, so that a choice can be questioned later.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+import functools
+import json
+import math
+import pathlib
+import statistics
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+Array = jax.Array
+
+TUNED = pathlib.Path(__file__).parent / 'tuned'
+# Rounding to bfloat16 costs 1.7e-3 in the Frobenius norm; a wrong position or a lost K step costs 1e-2 and more.
+TOLERANCE = 4e-3
+REPEATS = 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+  """Something that may serve a problem.
+
+  Attributes:
+    implementation: a back end's name.
+    config: its settings as plain data, or None.
+    f: compiled function.
+    args: its arguments; candidates may hold the same problem in different formats.
+  """
+
+  implementation: str
+  config: Mapping[str, Any] | None
+  f: Callable[..., Array]
+  args: Sequence[Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+  """What `lookup` found.
+
+  Attributes:
+    implementation: the fastest verified back end, or 'dense'.
+    config: its settings.
+    key: the measured problem.
+    distance: how far that is from the problem asked for, the largest |log2| of a ratio of sizes.
+  """
+
+  implementation: str
+  config: Mapping[str, Any] | None
+  key: Mapping[str, Any]
+  distance: float
+
+
+@jax.jit
+def _same_bits(x: Array, y: Array) -> Array:
+  bits = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
+  return jnp.all(jax.lax.bitcast_convert_type(x, bits) == jax.lax.bitcast_convert_type(y, bits))
+
+
+def verify(
+  candidate: Candidate, expected: Array, *, tolerance: float = TOLERANCE, repeats: int = REPEATS
+) -> tuple[float, str | None]:
+  """Checks a candidate against the reference's float32 result and against itself.
+
+  Returns:
+    The relative error, and why the candidate is rejected, or None.
+  """
+  first = candidate.f(*candidate.args)
+  error = relative_error(first, expected)
+  if not error <= tolerance:  # also for nan
+    return error, f'relative error {error:.2e} exceeds {tolerance:.0e}'
+  differing = sum(not _same_bits(first, candidate.f(*candidate.args)) for _ in range(repeats))
+  return error, f'{differing} of {repeats} repeats differ in their bits' if differing else None
+
+
+@jax.jit
+def _error_terms(found: Array, expected: Array) -> tuple[Array, Array]:
+  found, expected = found.astype(jnp.float32), expected.astype(jnp.float32)
+  return jnp.sum(jnp.square(found - expected)), jnp.sum(jnp.square(expected))
+
+
+def relative_error(found: Array, expected: Array) -> float:
+  """||found - expected|| / ||expected|| in float32; nan if anything is."""
+  difference, norm = _error_terms(found, expected)
+  return math.sqrt(float(difference) / float(norm))
+
+
+def interleave(
+  candidates: Sequence[Candidate],
+  timer: Callable[[Callable[..., Any], Sequence[Array], int], Sequence[float]],
+  *,
+  rounds: int = 6,
+  iterations: int = 20,
+  gap_s: float = 0.25,
+) -> list[list[float]]:
+  """Times candidates in turns, in alternating order, with an idle gap before each burst.
+
+  Args:
+    candidates: at least one.
+    timer: (f, args, iterations) -> time of each call in ms.
+    rounds: bursts of each candidate.
+    iterations: calls in a burst.
+    gap_s: idle seconds before a burst, so that each starts from about the same temperature and clock.
+
+  Returns:
+    For each candidate the median of each of its bursts, in ms.
+  """
+  samples: list[list[float]] = [[] for _ in candidates]
+  order = list(range(len(candidates)))
+  for r in range(rounds):
+    for i in order if r % 2 == 0 else reversed(order):
+      time.sleep(gap_s)
+      samples[i].append(statistics.median(timer(candidates[i].f, candidates[i].args, iterations)))
+  return samples
+
+
+def sustained_ms(f: Callable[..., Any], args: Sequence[Array], *, seconds: float = 1.0, batch: int = 20) -> float:
+  """Wall-clock time of a call in a loop of at least `seconds`: the clock and temperature that training sees."""
+  out = jax.block_until_ready(f(*args))
+  start, calls = time.perf_counter(), 0
+  while time.perf_counter() - start < seconds:
+    for _ in range(batch):
+      out = f(*args)
+    jax.block_until_ready(out)
+    calls += batch
+  return (time.perf_counter() - start) / calls * 1e3
+
+
+def tune(
+  key: Mapping[str, Any],
+  baseline: Candidate,
+  candidates: Sequence[Candidate],
+  expected: Array,
+  timer: Callable[..., Sequence[float]],
+  *,
+  finalists: int = 3,
+  quick: Mapping[str, Any] | None = None,
+  final: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+  """Verifies and times all candidates, then the best few at length against the baseline.
+
+  Args:
+    key: what the problem is looked up by.
+    baseline: the dense choice.
+    candidates: verified before they are timed.
+    expected: the reference's float32 result.
+    timer: see `interleave`.
+    finalists: how many enter the second heat.
+    quick: arguments of the first `interleave`.
+    final: arguments of the second.
+
+  Returns:
+    An entry for `save`: `key`, `baseline`, `candidates` (all, with errors, reasons and samples) and `choice`.
+  """
+  rows: list[dict[str, Any]] = []
+  for c in candidates:
+    error, reason = verify(c, expected)
+    config = None if c.config is None else dict(c.config)
+    rows.append(dict(implementation=c.implementation, config=config, error=error, rejected=reason))
+  good = [i for i, row in enumerate(rows) if row['rejected'] is None]
+  if good:
+    heat = interleave([candidates[i] for i in good], timer, **(quick or dict(rounds=2, iterations=10)))
+    for i, samples in zip(good, heat, strict=True):
+      rows[i]['samples_ms'] = samples
+    good = sorted(good, key=lambda i: statistics.median(rows[i]['samples_ms']))[:finalists]
+  heat = interleave([baseline, *(candidates[i] for i in good)], timer, **(final or {}))
+  for i, samples in zip(good, heat[1:], strict=True):
+    rows[i]['final_samples_ms'] = samples
+  baseline_row = dict(implementation=baseline.implementation, config=baseline.config, samples_ms=heat[0])
+  times = {i: statistics.median(rows[i]['final_samples_ms']) for i in good}
+  best = min(times, key=times.__getitem__, default=None)
+  if best is None or times[best] >= statistics.median(heat[0]):
+    choice = dict(implementation=baseline.implementation, config=baseline.config)
+  else:
+    choice = dict(implementation=rows[best]['implementation'], config=rows[best]['config'])
+  return dict(key=dict(key), baseline=baseline_row, candidates=rows, choice=choice)
+
+
+def save(path: pathlib.Path, header: Mapping[str, Any], entries: Sequence[Mapping[str, Any]]) -> None:
+  """Writes entries, replacing those of the same key that are there already."""
+  old = json.loads(path.read_text())['entries'] if path.exists() else []
+  keys = [e['key'] for e in entries]
+  path.parent.mkdir(parents=True, exist_ok=True)
+  lines = [json.dumps(e) for e in (*(e for e in old if e['key'] not in keys), *entries)]
+  head = json.dumps(dict(header), indent=1)[:-2]
+  path.write_text(head + ',\n "entries": [\n' + ',\n'.join(lines) + '\n]\n}\n')
+  _entries.cache_clear()
+
+
+@functools.cache
+def _entries(path: pathlib.Path) -> tuple[Mapping[str, Any], ...]:
+  return tuple(json.loads(path.read_text())['entries']) if path.exists() else ()
+
+
+def lookup(
+  device: str, op: str, key: Mapping[str, Any], *, implementation: str | None = None, reach: float = 1.0,
+  folder: pathlib.Path = TUNED,
+) -> Choice | None:
+  """The choice for the nearest measured problem.
+
+  Args:
+    device: `Device.slug`.
+    op: name of the op.
+    key: integers (sizes) may differ from a measured problem's; everything else must be equal.
+    implementation: the best settings of this back end, whether or not it won; None takes the winner.
+    reach: the largest |log2| of a ratio of sizes that still counts as near: 1 is a factor of two.
+    folder: of the records.
+
+  Returns:
+    None if nothing near was measured.
+
+  >>> lookup('no_such_card', 'sparse_matmul', {'m': 64}) is None
+  True
+  """
+  best = None
+  for found in _entries(folder / device / f'{op}.json'):
+    distance = _distance(key, found['key'])
+    if distance <= reach and (best is None or distance < best[0]):
+      chosen = found['choice'] if implementation is None else best_of(found, implementation)
+      if chosen is not None:
+        best = (distance, found['key'], chosen)
+  if best is None:
+    return None
+  return Choice(best[2]['implementation'], best[2]['config'], best[1], best[0])
+
+
+def best_of(entry: Mapping[str, Any], implementation: str) -> Mapping[str, Any] | None:
+  """The fastest verified candidate of a back end in an entry, judged by its longest heat."""
+  rows = [
+    r for r in entry['candidates'] if r['implementation'] == implementation and r['rejected'] is None
+  ]
+
+  def order(row: Mapping[str, Any]) -> tuple[bool, float]:
+    final = row.get('final_samples_ms')
+    return final is None, statistics.median(final or row['samples_ms'])
+
+  return min(rows, key=order, default=None)
+
+
+def _distance(asked: Mapping[str, Any], measured: Mapping[str, Any]) -> float:
+  if asked.keys() != measured.keys():
+    return math.inf
+  distance = 0.0
+  for name, value in asked.items():
+    if isinstance(value, int) and not isinstance(value, bool):
+      distance = max(distance, abs(math.log2(value / measured[name])))
+    elif value != measured[name]:
+      return math.inf
+  return distance

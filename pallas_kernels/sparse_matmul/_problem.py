@@ -1,0 +1,142 @@
+"""What the Hopper kernel computes and how it is set: `Problem`, `Config`, and what fits the hardware."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+
+from pallas_kernels.sparse_matmul import _schedule
+
+CONSUMERS = 2  # warpgroups that multiply
+_SMEM_BYTES = 232448  # of a block on sm_90
+
+
+def ceil(a: int, b: int) -> int:
+  return -(-a // b)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+  """Settings of the kernel; all give the same result up to the order of float32 additions.
+
+  Attributes:
+    rows: rows of A of a consumer, 64 or 128; a CTA's tile has twice as many.
+    bn: columns of a tile, a multiple of 8 up to 256; `rows / 64 * bn / 2` accumulators a thread must leave room.
+    bk: logical K of a stage: 64 for 16-bit values, 128 for 8-bit ones.
+    stages: stages in the ring.
+    cluster: CTAs along M that share B.
+    delay: K steps whose wgmmas stay in flight, 0 or 1.
+    minor: the dimension walked fastest, 0 is M and 1 is N.
+    band: tiles of the other dimension walked before the fast one advances, for hits in L2.
+    ctas: CTAs launched; None is one an SM. Fewer can make whole waves.
+    split: at most so many pieces of a tile in the last wave; 1 leaves tiles whole.
+    epilogue_n: columns stored at a time, a multiple of 8 dividing `bn`.
+    slots: buffers of 64 x `epilogue_n` of a consumer that wait for TMA to store them.
+  """
+
+  rows: int = 128
+  bn: int = 192
+  bk: int = 64
+  stages: int = 4
+  cluster: int = 2
+  delay: int = 1
+  minor: int = 0
+  band: int = 8
+  ctas: int | None = None
+  split: int = 1
+  epilogue_n: int = 64
+  slots: int = 1
+
+  @property
+  def tile_m(self) -> int:
+    return CONSUMERS * self.rows
+
+  @property
+  def unroll(self) -> int:
+    """With a step in flight, even and odd steps keep their metadata in different registers."""
+    return 2 if self.delay else 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+  """What is multiplied; see `reference.sparse_matmul`.
+
+  Attributes:
+    m: rows of A.
+    n: columns of D.
+    k: logical columns of A.
+    a_dtype: dtype of A.
+    b_dtype: dtype of B.
+    out_dtype: dtype of D.
+    b_layout: 'nk' or 'kn'.
+    out_layout: 'mn' or 'nm'.
+    activation: a key of `reference.ACTIVATIONS`.
+    bias: whether there is one.
+    row_scale: whether rows of the accumulator are scaled.
+    column_scale: whether its columns are.
+  """
+
+  m: int
+  n: int
+  k: int
+  a_dtype: jnp.dtype
+  b_dtype: jnp.dtype
+  out_dtype: jnp.dtype
+  b_layout: str = 'nk'
+  out_layout: str = 'mn'
+  activation: str | None = None
+  bias: bool = False
+  row_scale: bool = False
+  column_scale: bool = False
+
+  @property
+  def key(self) -> dict[str, Any]:
+    """What tuned records are looked up by."""
+    return dict(m=self.m, n=self.n, k=self.k, dtype=self.a_dtype.name, out_dtype=self.out_dtype.name,
+                b_layout=self.b_layout, out_layout=self.out_layout)
+
+
+def default_config(p: Problem) -> Config:
+  """A good setting where nothing was measured."""
+  if p.a_dtype.itemsize == 1:
+    # One step in flight would need twice the metadata registers and spills.
+    return Config(bk=128, delay=0)
+  return Config()
+
+
+def shared_memory_bytes(p: Problem, c: Config) -> int:
+  """Shared memory of a CTA, without alignment."""
+  stage = c.tile_m * c.bk // 2 * p.a_dtype.itemsize + c.bn * c.bk * p.b_dtype.itemsize + c.tile_m * c.bk // 8
+  return c.stages * (stage + 16) + CONSUMERS * c.slots * 64 * c.epilogue_n * p.out_dtype.itemsize
+
+
+def check_config(p: Problem, c: Config) -> None:
+  """ValueError if `c` cannot be built for `p`."""
+  rules = [
+    (c.rows in (64, 128), f'rows={c.rows} must be 64 or 128'),
+    (c.bn % 8 == 0 and 8 <= c.bn <= 256, f'bn={c.bn} must be a multiple of 8 up to 256'),
+    (c.rows // 64 * c.bn <= 384,
+     f'rows={c.rows} and bn={c.bn} need {c.rows * c.bn // 128} accumulators a thread, 192 fit'),
+    (c.bn % c.epilogue_n == 0, f'bn={c.bn} must be a multiple of epilogue_n={c.epilogue_n}'),
+    # The cycle of buffers must close with the tile, or a buffer is refilled while TMA still reads it.
+    (c.rows // 64 * c.bn // c.epilogue_n % c.slots == 0,
+     f'slots={c.slots} must divide the {c.rows // 64 * c.bn // c.epilogue_n} pieces that a consumer stores'),
+    (c.bk in (64, 128), f'bk={c.bk} must be 64 or 128'),
+    (p.b_layout == 'nk' or c.bn % 64 == 0, f'bn={c.bn} must be a multiple of 64 when B is [K, N]'),
+    (c.stages > c.delay, f'stages={c.stages} must exceed delay={c.delay}'),
+    (shared_memory_bytes(p, c) <= _SMEM_BYTES,
+     f'{c.stages} stages need {shared_memory_bytes(p, c)} bytes of shared memory of {_SMEM_BYTES}'),
+  ]
+  for ok, message in rules:
+    if not ok:
+      raise ValueError(f'sparse_matmul config: {message}')
+
+
+def schedule(p: Problem, c: Config, num_sms: int) -> _schedule.Schedule:
+  """Which cluster works on what."""
+  k_steps = ceil(ceil(p.k, c.bk), c.unroll) * c.unroll
+  tiles = ceil(p.m, c.tile_m * c.cluster) * ceil(p.n, c.bn)
+  clusters = max(1, min(c.ctas or num_sms, num_sms) // c.cluster)
+  if c.split == 1:
+    clusters = min(clusters, tiles)
+  return _schedule.Schedule(tiles, k_steps, clusters, c.unroll, c.split)

@@ -1,0 +1,350 @@
+"""The parts of the Hopper kernel that Pallas has no words for: sparse wgmma, its metadata registers, partial sums.
+
+Mosaic GPU emits dense wgmma only, so these blocks write the PTX themselves. Each block is a function of Pallas values
+and references; `standins` are the same functions in jnp, for interpret mode on a CPU.
+
+The hazard that shapes this file: a sparse wgmma reads its metadata register while it runs, asynchronously, and ptxas
+does not know. After the issue the register looks dead, so ptxas loads the next step's word into it while the tensor
+core still reads (seen on an H100: half of the products of every K step used the next step's positions). Either the
+group is drained before the next load (`delay=0`), or the words are carried to the wait that completes their group and
+used there by an instruction that can neither be dropped nor branch (`delay=1`); see `_keep_alive`.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import _compat as compat
+from pallas_kernels.sparse_matmul import operand
+
+_PTX_TYPE = {'bfloat16': 'bf16', 'float16': 'f16', 'float8_e4m3fn': 'e4m3', 'float8_e5m2': 'e5m2'}
+_THREADS = 128  # of a warpgroup
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+  """The operations of one consumer warpgroup on its rows of a CTA tile.
+
+  Attributes:
+    zeros: () -> accumulator.
+    no_words: () -> metadata words that belong to no wgmma.
+    load_words: (words_ref [rows/64, bk/64, 128]) -> metadata words of one K step.
+    step: (accumulator, words, held, a_ref, b_ref) -> accumulator; `held` are the words of the step before.
+    finish: (accumulator, held, b_ref) -> float32 [rows, bn] after the last wgmma.
+    store_partial: (float32 [rows, bn], memory ref [rows * bn]) -> None.
+    add_partial: (float32 [rows, bn], memory ref) -> their sum.
+  """
+
+  zeros: Any
+  no_words: Any
+  load_words: Any
+  step: Any
+  finish: Any
+  store_partial: Any
+  add_partial: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+  """What a step multiplies: `rows` x `bk` (compressed) by `bk` x `bn`.
+
+  Attributes:
+    rows: rows of A of one warpgroup, a multiple of 64.
+    bn: columns.
+    bk: logical K of a step.
+    a_dtype: dtype of A.
+    b_dtype: dtype of B.
+    b_layout: 'nk' or 'kn'.
+    a_swizzle: bytes.
+    b_swizzle: bytes.
+    delay: steps that stay in flight, 0 or 1.
+  """
+
+  rows: int
+  bn: int
+  bk: int
+  a_dtype: jnp.dtype
+  b_dtype: jnp.dtype
+  b_layout: str
+  a_swizzle: int
+  b_swizzle: int
+  delay: int
+
+  @property
+  def tiles(self) -> int:
+    return self.rows // 64
+
+  @property
+  def words(self) -> int:
+    """Metadata words of a thread and 64 rows."""
+    return self.bk // 64
+
+  @property
+  def width(self) -> int:
+    return self.a_dtype.itemsize
+
+  @property
+  def instruction_k(self) -> int:
+    return 64 // self.width
+
+  @property
+  def instructions(self) -> int:
+    return self.bk // self.instruction_k
+
+
+def transforms(swizzle: int, itemsize: int) -> tuple[Any, ...]:
+  """Layout of a shared-memory tile that wgmma and TMA agree on."""
+  tiling: Any = plgpu.TilingTransform
+  swizzling: Any = plgpu.SwizzleTransform
+  return tiling((8, swizzle // itemsize)), swizzling(swizzle)
+
+
+def blocks(s: Shape) -> Blocks:
+  """The blocks as PTX."""
+  words_layout = plgpu.Layout.WG_STRIDED((s.tiles * s.words * _THREADS,), 1)
+  words_type = plgpu.ShapeDtypeStruct((s.tiles * s.words * _THREADS,), jnp.int32, words_layout)
+  accumulator_type = plgpu.ShapeDtypeStruct((s.rows, s.bn), jnp.float32, compat.ACCUMULATOR)
+  result_type = plgpu.ShapeDtypeStruct((s.rows, s.bn), jnp.float32, plgpu.Layout.WGMMA)
+  a_ref = plgpu.RefType(transforms(s.a_swizzle, s.width))
+  b_ref = plgpu.RefType(transforms(s.b_swizzle, s.b_dtype.itemsize))
+  as_words = functools.partial(_array_of_words, layout=words_layout)
+
+  @plgpu.inline_mgpu(arg_types=(), return_type=accumulator_type)
+  def zeros(ctx):
+    zero = compat.arith.constant(_f32(), 0.0)
+    return compat.fragmented_array.FragmentedArray.splat(zero, (s.rows, s.bn), compat.FRAGMENTED_ACCUMULATOR)
+
+  @plgpu.inline_mgpu(arg_types=(), return_type=words_type)
+  def no_words(ctx):
+    return as_words([compat.utils.c(0, _i32())] * (s.tiles * s.words))
+
+  @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=words_type)
+  def load_words(ctx, ref):
+    # A volatile load into a fresh value: ptxas may not reuse a register that a carried value still occupies.
+    address = _add(_address(ref), _scaled_thread(4))
+    return as_words([
+      compat.llvm.inline_asm(_i32(), [address], f'ld.shared.b32 $0, [$1+{4 * _THREADS * i}];', '=r,l',
+                             has_side_effects=True)
+      for i in range(s.tiles * s.words)
+    ])
+
+  @plgpu.inline_mgpu(
+    arg_types=(compat.ACCUMULATOR, words_layout, words_layout, a_ref, b_ref), return_type=accumulator_type
+  )
+  def step(ctx, accumulator, words, held, a, b):
+    registers = _multiply(s, [extract(r) for r in accumulator.registers.flat], _extract_words(words), a, b)
+    _asm('wgmma.commit_group.sync.aligned;')
+    _asm(f'wgmma.wait_group.sync.aligned {s.delay};')
+    if s.delay:
+      _keep_alive(_extract_words(held), b)
+    out = np.empty(len(registers), dtype=object)
+    for i, r in enumerate(registers):
+      out[i] = compat.vector.broadcast(compat.ir.VectorType.get((1,), _f32()), r)
+    return compat.fragmented_array.FragmentedArray(
+      _registers=out.reshape(accumulator.registers.shape), _layout=accumulator.layout, _is_signed=None
+    )
+
+  @plgpu.inline_mgpu(arg_types=(compat.ACCUMULATOR, words_layout, b_ref), return_type=result_type)
+  def finish(ctx, accumulator, held, b):
+    if s.delay:
+      _asm('wgmma.wait_group.sync.aligned 0;')
+      _keep_alive(_extract_words(held), b)
+    # To LLVM the accumulators are defined where the wgmma was issued; the barrier keeps their uses below the wait.
+    return compat.fragmented_array.optimization_barrier(accumulator).to_layout(compat.FRAGMENTED_WGMMA)
+
+  @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType()), return_type=())
+  def store_partial(ctx, accumulator, memory):
+    # Whoever reads these sums holds the same elements in the same thread, so they go out in register order: 16 bytes
+    # a thread, 512 consecutive bytes a warp.
+    address = _add(_address(memory), _scaled_thread(16))
+    values = _floats(accumulator)
+    for i in range(0, len(values), 4):
+      _asm(f'st.global.v4.f32 [$4+{4 * i * _THREADS}], {{$0, $1, $2, $3}};', [*values[i : i + 4], address], 'f,f,f,f,l')
+
+  @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType()), return_type=result_type)
+  def add_partial(ctx, accumulator, memory):
+    address = _add(_address(memory), _scaled_thread(16))
+    four = compat.llvm.StructType.get_literal([_f32()] * 4)
+    values = _floats(accumulator)
+    for i in range(0, len(values), 4):
+      # .cg reads through to L2: the sums were written by another SM during this kernel.
+      loaded = compat.llvm.inline_asm(
+        four, [address], f'ld.global.cg.v4.f32 {{$0, $1, $2, $3}}, [$4+{4 * i * _THREADS}];', '=f,=f,=f,=f,l',
+        has_side_effects=True,
+      )
+      for j in range(4):
+        values[i + j] = compat.arith.addf(values[i + j], compat.llvm.extractvalue(_f32(), loaded, [j]))
+    return from_floats(values, accumulator)
+
+  return Blocks(zeros, no_words, load_words, step, finish, store_partial, add_partial)
+
+
+def _multiply(s: Shape, registers: list[Any], words: list[Any], a: Any, b: Any) -> list[Any]:
+  """Issues the wgmmas of one K step; returns the accumulators."""
+  (a_descriptor, (a_tiling, a_strides)), (a_tile_stride, _), a_fastest = compat.mma_utils.create_descriptor(
+    a, swizzle=s.a_swizzle, group_size=(64, s.bk // 2), logical_k_major=False
+  )
+  b_logical = compat.memref_transpose(b, (1, 0, 3, 2)) if s.b_layout == 'nk' else b
+  # A sparse instruction spans twice the K of a dense one, 64 bytes of B.
+  (b_descriptor, (b_tiling, b_strides)), _, b_fastest = compat.mma_utils.create_descriptor(
+    b_logical, swizzle=s.b_swizzle, group_size=(s.bk, s.bn), logical_k_major=True, mma_bytewidth_k=64
+  )
+  assert a_fastest == compat.mma_utils.Dim.K
+  transpose_b = b_fastest != compat.mma_utils.Dim.K
+  per_tile = s.bn // 2
+  compat.nvvm.wgmma_fence_aligned()
+  for i in range(s.instructions):
+    # 16-bit: one word serves two instructions, by selector. 8-bit: one word an instruction.
+    word, selector = divmod(i, 2) if s.width == 2 else (i, 0)
+    for tile in range(s.tiles):
+      part = slice(tile * per_tile, (tile + 1) * per_tile)
+      registers[part] = _wgmma(
+        s, registers[part],
+        _advance(a_descriptor, tile * a_tile_stride + _offset(i, a_tiling, a_strides)),
+        _advance(b_descriptor, _offset(i, b_tiling, b_strides)),
+        words[tile * s.words + word], selector, transpose_b,
+      )
+  return registers
+
+
+def _wgmma(s: Shape, registers: list[Any], a: Any, b: Any, word: Any, selector: int, transpose_b: bool) -> list[Any]:
+  """One `wgmma.mma_async.sp`, accumulating in place."""
+  count = s.bn // 2
+  places = '{' + ','.join(f'${i}' for i in range(count)) + '}'
+  # Outputs $0.., the same registers again as inputs, then the two descriptors and the metadata word.
+  o = 2 * count
+  immediates = '1, 1' + (f', 0, {int(transpose_b)}' if s.width == 2 else '')
+  types = f'{_PTX_TYPE[s.a_dtype.name]}.{_PTX_TYPE[s.b_dtype.name]}'
+  text = (
+    f'wgmma.mma_async.sp.sync.aligned.m64n{s.bn}k{s.instruction_k}.f32.{types} '
+    f'{places}, ${o}, ${o + 1}, ${o + 2}, {selector}, 1, {immediates};'
+  )
+  constraints = ','.join(['=f'] * count + [str(i) for i in range(count)] + ['l', 'l', 'r'])
+  result = compat.llvm.inline_asm(
+    compat.llvm.StructType.get_literal([_f32()] * count), [*registers, a, b, word], text, constraints,
+    asm_dialect=0, has_side_effects=True,
+  )
+  return [compat.llvm.extractvalue(_f32(), result, [i]) for i in range(count)]
+
+
+def _keep_alive(words: list[Any], memory: Any) -> None:
+  """A use of the words that cannot be dropped and does not branch: a store that never happens.
+
+  Predicated on a word of all ones, which is no legal metadata. With a branch (`@p trap`) ptxas serialises every wgmma.
+  """
+  n = len(words)
+  stores = ' '.join(f'@p st.shared.b32 [${n}], ${i};' for i in range(n))
+  text = f'{{ .reg .pred p; setp.eq.u32 p, ${n - 1}, 0xFFFFFFFF; {stores} }}'
+  _asm(text, [*words, _address(memory)], ','.join(['r'] * n + ['l']))
+
+
+def _offset(i: int, tiling: tuple[int, ...], strides: tuple[int, ...]) -> int:
+  """Byte offset of the i-th instruction along K, from the tiling that `create_descriptor` reports."""
+  index = []
+  for t in reversed(tiling):
+    i, r = divmod(i, t)
+    index.append(r)
+  index.append(i)
+  return sum(x * y for x, y in zip(reversed(index), strides, strict=True))
+
+
+def _advance(descriptor: Any, offset: int) -> Any:
+  """Descriptors count addresses in 16 bytes."""
+  return _add(descriptor, compat.utils.c(offset >> 4, _i64())) if offset else descriptor
+
+
+def _add(x: Any, y: Any) -> Any:
+  return compat.llvm.add(x, y, overflow_flags=compat.llvm.IntegerOverflowFlags.none)
+
+
+def _scaled_thread(scale: int) -> Any:
+  """Index of the thread in its warpgroup, times `scale`, as i64."""
+  thread = compat.arith.remui(compat.utils.thread_idx(), compat.utils.c(_THREADS, _i32()))
+  return compat.arith.extui(_i64(), compat.arith.muli(thread, compat.utils.c(scale, _i32())))
+
+
+def _address(ref: Any) -> Any:
+  return compat.llvm.ptrtoint(_i64(), compat.utils.memref_ptr(ref))
+
+
+def _asm(text: str, operands: Any = (), constraints: str = '') -> None:
+  void = compat.ir.Type.parse('!llvm.void')
+  compat.llvm.inline_asm(void, list(operands), text, constraints, has_side_effects=True)
+
+
+def extract(register: Any, i: int = 0) -> Any:
+  position = compat.ir.DenseI64ArrayAttr.get([i])
+  return compat.vector.extract(register, dynamic_position=[], static_position=position)
+
+
+def _extract_words(words: Any) -> list[Any]:
+  return [extract(r) for r in words.registers.flat]
+
+
+def _array_of_words(values: list[Any], layout: Any) -> Any:
+  one = compat.ir.VectorType.get((1,), _i32())
+  registers = np.array([compat.vector.broadcast(one, v) for v in values], dtype=object)
+  return compat.fragmented_array.FragmentedArray(
+    _registers=registers.reshape(-1), _layout=layout.to_mgpu(), _is_signed=True
+  )
+
+
+def _floats(array: Any) -> list[Any]:
+  """The float32 elements of a thread; registers of the WGMMA layout hold two."""
+  return [extract(r, i) for r in array.registers.flat for i in range(2)]
+
+
+def from_floats(values: list[Any], like: Any) -> Any:
+  pair = compat.ir.VectorType.get((2,), _f32())
+  out = np.empty(len(values) // 2, dtype=object)
+  for i in range(len(out)):
+    out[i] = compat.vector.from_elements(pair, values[2 * i : 2 * i + 2])
+  return compat.fragmented_array.FragmentedArray(
+    _registers=out.reshape(like.registers.shape), _layout=like.layout, _is_signed=None
+  )
+
+
+def _i32() -> Any:
+  return compat.ir.IntegerType.get_signless(32)
+
+
+def _i64() -> Any:
+  return compat.ir.IntegerType.get_signless(64)
+
+
+def _f32() -> Any:
+  return compat.ir.F32Type.get()
+
+
+def standins(s: Shape) -> Blocks:
+  """The blocks in jnp, for interpret mode: same operands in the same memory, so that copies and barriers are tested."""
+
+  def step(accumulator, words, held, a_ref, b_ref):
+    del held
+    a, b = a_ref[...].astype(jnp.float32), b_ref[...].astype(jnp.float32)
+    nibbles = operand.unpack_words(words.reshape(-1, _THREADS), s.width)  # [tiles * words, 64, 16]
+    nibbles = nibbles.reshape(s.tiles, s.words, 64, 16).transpose(0, 2, 1, 3).reshape(s.rows, s.bk // 4)
+    low, high = a[:, 0::2], a[:, 1::2]
+    places = [jnp.where((nibbles & 3) == i, low, 0.0) + jnp.where((nibbles >> 2) == i, high, 0.0) for i in range(4)]
+    dense = jnp.stack(places, -1).reshape(s.rows, s.bk)
+    # The stand-in reads A and B by ordinary loads; before TMA refills them the race detector wants a fence.
+    plgpu.commit_smem()
+    return accumulator + jax.lax.dot_general(dense, b, (((1,), (1 if s.b_layout == 'nk' else 0,)), ((), ())))
+
+  def store_partial(accumulator, memory):
+    memory[...] = accumulator.reshape(-1)
+
+  return Blocks(
+    zeros=lambda: jnp.zeros((s.rows, s.bn), jnp.float32),
+    no_words=lambda: jnp.zeros((s.tiles, s.words, _THREADS), jnp.uint32),
+    load_words=lambda ref: ref[...],
+    step=step,
+    finish=lambda accumulator, held, b_ref: accumulator,
+    store_partial=store_partial,
+    add_partial=lambda accumulator, memory: accumulator + memory[...].reshape(accumulator.shape),
+  )

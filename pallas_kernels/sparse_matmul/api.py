@@ -1,0 +1,199 @@
+"""`sparse_matmul`: the product of a 2:4-sparse and a dense matrix, on whatever does it best here."""
+
+from collections.abc import Sequence
+import functools
+import logging
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import _device, _dispatch, _tuning, formats
+from pallas_kernels.sparse_matmul import operand, reference
+
+Array = jax.Array
+OP = 'sparse_matmul'
+
+BACKENDS = {
+  'reference': 'pallas_kernels.sparse_matmul.reference:sparse_matmul',
+  'dense': 'pallas_kernels.sparse_matmul.dense:sparse_matmul',
+  'mosaic_gpu': 'pallas_kernels.sparse_matmul.mosaic_gpu:sparse_matmul',
+  'mosaic_gpu_sm80': 'pallas_kernels.sparse_matmul.mosaic_gpu_sm80:sparse_matmul',
+  'cusparselt': 'pallas_kernels.sparse_matmul.cusparselt:sparse_matmul',
+}
+
+
+def sparse_matmul(
+  a: formats.Compressed24 | operand.SparseOperand,
+  b: Array,
+  *,
+  bias: Array | None = None,
+  activation: str | None = None,
+  a_scale: Array | None = None,
+  b_scale: Array | None = None,
+  out_dtype: Any = None,
+  b_layout: str = 'nk',
+  out_layout: str = 'mn',
+  implementation: str | None = None,
+) -> Array:
+  """D = activation(A . B + bias) with A 2:4-sparse along the sum, accumulated in float32.
+
+  Only A can be sparse on the hardware, and D has A's rows. The three products of a layer y[T, O] = x[T, I] W[I, O] are
+
+  ============  =============================  ===========  =================
+  product       A                              B            D
+  ============  =============================  ===========  =================
+  forward       W^T, compressed along I        x 'nk'       y 'nm'
+  input grad    W, compressed along O          dy 'nk'      dx 'nm'
+  weight grad   dy^T, compressed along T       x 'kn'       dW[I, O] 'nm'
+  ============  =============================  ===========  =================
+
+  Differentiable in the values of A, B, bias and scales; the cotangents are those of the reference, at dense cost.
+
+  Args:
+    a: A as [M, K] compressed along its last axis, or as [K, M] compressed along its first (A's transpose, such as a
+      kernel [in, out]); or a `SparseOperand`, which saves the conversion on every call. bfloat16, float16, or float8
+      (e4m3fn, e5m2). K is a multiple of four.
+    b: B, [N, K] for 'nk' or [K, N] for 'kn'; same dtype as A, or any float8 if A is float8.
+    bias: [M], one entry a row of A (an output feature), or None.
+    activation: None, 'gelu' (tanh form), 'silu', 'relu' or 'squared_relu'.
+    a_scale: scalar or [M] factor of A's rows (float8 de-quantisation), or None.
+    b_scale: scalar or [N] factor of B's columns, or None.
+    out_dtype: dtype of D; None is A's, or bfloat16 if A is float8.
+    b_layout: 'nk' or 'kn'.
+    out_layout: 'mn' for D [M, N], 'nm' for D [N, M].
+    implementation: 'mosaic_gpu' (Hopper), 'cusparselt', 'dense' (decompress and multiply), 'reference', or None: the
+      fastest by the records of this card under `pallas_kernels/tuned`, dense where sparse loses.
+
+  Returns:
+    D.
+
+  Raises:
+    ValueError: an argument is off, or the named implementation cannot serve the call.
+
+  >>> w = jnp.array([[0.0, 5.0, 0.0, 7.0]], jnp.bfloat16)
+  >>> a = formats.compress(w, w != 0, axis=-1)
+  >>> x = jnp.array([[1, 2, 3, 4], [0, 1, 0, 0]], jnp.bfloat16)
+  >>> sparse_matmul(a, x, out_layout='nm').tolist()
+  [[38.0], [5.0]]
+  """
+  out_dtype = jnp.dtype(_default_out_dtype(a.dtype) if out_dtype is None else out_dtype)
+  m, n, k = check_arguments(a, b, bias, activation, a_scale, b_scale, b_layout, out_layout)
+  _dispatch.check_implementation(OP, implementation, BACKENDS)
+  if isinstance(a, formats.Compressed24):
+    a = operand.rows_first(a)
+  candidates = (implementation,) if implementation else candidates_for(
+    m, n, k, dtype=a.dtype, out_dtype=out_dtype, b_layout=b_layout, out_layout=out_layout
+  )
+  static = _Static(implementation, candidates, activation, out_dtype.name, b_layout, out_layout)
+  return _call(static, a, b, _float32(bias), _float32(a_scale), _float32(b_scale))
+
+
+def _float32(x: Array | None) -> Array | None:
+  return None if x is None else jnp.asarray(x, jnp.float32)
+
+
+class _Static(tuple):
+  """(implementation, candidates, activation, out_dtype, b_layout, out_layout): what is fixed at trace time."""
+
+  def __new__(cls, *fields: Any) -> '_Static':
+    return super().__new__(cls, fields)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _call(static, a, b, bias, a_scale, b_scale):
+  implementation, candidates, activation, out_dtype, b_layout, out_layout = static
+  return _dispatch.dispatch(
+    OP, BACKENDS, implementation, candidates, a, b, bias, a_scale, b_scale,
+    activation=activation, out_dtype=jnp.dtype(out_dtype), b_layout=b_layout, out_layout=out_layout,
+  )
+
+
+def _call_fwd(static, *args):
+  return _call(static, *args), args
+
+
+def _call_bwd(static, args, cotangent):
+  _, _, activation, out_dtype, b_layout, out_layout = static
+
+  def f(*args):
+    return reference.sparse_matmul(
+      *args, activation=activation, out_dtype=jnp.dtype(out_dtype), b_layout=b_layout, out_layout=out_layout
+    )
+
+  return jax.vjp(f, *args)[1](cotangent)
+
+
+_call.defvjp(_call_fwd, _call_bwd)
+
+
+def candidates_for(
+  m: int, n: int, k: int, *, dtype: Any, out_dtype: Any, b_layout: str, out_layout: str,
+  device: _device.Device | None = None,
+) -> Sequence[str]:
+  """Back ends in the order in which `implementation=None` asks them."""
+  device = device or _device.current()
+  if device.platform == 'cpu':
+    return ('reference',)
+  key = dict(m=m, n=n, k=k, dtype=jnp.dtype(dtype).name, out_dtype=jnp.dtype(out_dtype).name,
+             b_layout=b_layout, out_layout=out_layout)
+  choice = _tuning.lookup(device.slug, OP, key)
+  if choice is None:
+    logging.info('%s: nothing like %s was measured on %s; taking the dense product', OP, key, device.name)
+    return ('dense',)
+  return ('dense',) if choice.implementation == 'dense' else (choice.implementation, 'dense')
+
+
+def prefers_sparse(
+  m: int, n: int, k: int, *, dtype: Any, out_dtype: Any = None, b_layout: str = 'nk', out_layout: str = 'mn',
+) -> bool:
+  """Whether `implementation=None` would take a sparse kernel, for callers that hold the dense matrix too.
+
+  >>> prefers_sparse(8192, 8192, 8192, dtype='bfloat16')  # on a CPU nothing is gained
+  False
+  """
+  out_dtype = _default_out_dtype(jnp.dtype(dtype)) if out_dtype is None else out_dtype
+  first = candidates_for(m, n, k, dtype=dtype, out_dtype=out_dtype, b_layout=b_layout, out_layout=out_layout)[0]
+  return first not in ('dense', 'reference')
+
+
+def _default_out_dtype(dtype: jnp.dtype) -> Any:
+  return jnp.bfloat16 if jnp.dtype(dtype).itemsize == 1 else dtype
+
+
+def check_arguments(
+  a: formats.Compressed24 | operand.SparseOperand, b: Array, bias: Array | None, activation: str | None,
+  a_scale: Array | None, b_scale: Array | None, b_layout: str, out_layout: str,
+) -> tuple[int, int, int]:
+  """(M, N, K); ValueError naming the argument that is off."""
+  _one_of('b_layout', b_layout, reference.B_LAYOUTS)
+  _one_of('out_layout', out_layout, reference.OUT_LAYOUTS)
+  _one_of('activation', activation, tuple(reference.ACTIVATIONS))
+  if len(a.shape) != 2 or b.ndim != 2:
+    raise ValueError(f'a and b must be matrices, found a of shape {a.shape} and b of shape {b.shape}')
+  if isinstance(a, formats.Compressed24):
+    m, k = a.shape if a.axis == -1 else a.shape[::-1]
+  else:
+    m, k = a.shape
+    if a.words.shape != operand.words_shape(m, k):
+      raise ValueError(f'a.words has shape {a.words.shape}, {operand.words_shape(m, k)} fits values {a.values.shape}')
+  n, b_k = b.shape if b_layout == 'nk' else b.shape[::-1]
+  if b_k != k:
+    raise ValueError(
+      f"b of shape {b.shape} and layout '{b_layout}' has {b_k} entries along K, a of shape {(m, k)} has {k}"
+    )
+  if 0 in (m, n, k):
+    raise ValueError(f'sizes must be positive, found m={m}, n={n}, k={k}')
+  if a.dtype != b.dtype and not (a.dtype.itemsize == 1 and b.dtype.itemsize == 1):
+    raise ValueError(f'a is {a.dtype} and b is {b.dtype}; they must be equal, or both float8')
+  if bias is not None and bias.shape != (m,):
+    raise ValueError(f'bias must have shape {(m,)}, one entry a row of a, found {bias.shape}')
+  for name, scale, size in (('a_scale', a_scale, m), ('b_scale', b_scale, n)):
+    if scale is not None and jnp.shape(scale) not in ((), (size,)):
+      raise ValueError(f'{name} must be a scalar or have shape {(size,)}, found {jnp.shape(scale)}')
+  return m, n, k
+
+
+def _one_of(name: str, value: Any, accepted: Sequence[Any]) -> None:
+  if value not in accepted:
+    raise ValueError(f'{name}={value!r} is unknown; accepted are {accepted}')

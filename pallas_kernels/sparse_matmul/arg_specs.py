@@ -1,0 +1,75 @@
+"""The problems that are tuned, benchmarked and verified: layers of real models in the layouts that training uses."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+
+_BF16 = jnp.dtype('bfloat16')
+_FP8 = jnp.dtype('float8_e4m3fn')
+ROLES = ('forward', 'input_grad', 'weight_grad')
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+  """One product of a layer y[tokens, d_out] = x[tokens, d_in] W[d_in, d_out], or a plain square product.
+
+  Attributes:
+    tokens: rows of x.
+    d_in: columns of x.
+    d_out: columns of y.
+    role: an entry of `ROLES`, or 'plain' for D [d_out, tokens] with both operands K-major.
+    dtype: of A and B.
+    headline: whether the README quotes it.
+  """
+
+  tokens: int
+  d_in: int
+  d_out: int
+  role: str = 'plain'
+  dtype: Any = _BF16
+  headline: bool = False
+
+  @property
+  def mnk(self) -> tuple[int, int, int]:
+    """Sizes of the sparse product; the sparse operand's rows come first."""
+    return {
+      'plain': (self.d_out, self.tokens, self.d_in),
+      'forward': (self.d_out, self.tokens, self.d_in),
+      'input_grad': (self.d_in, self.tokens, self.d_out),
+      'weight_grad': (self.d_out, self.d_in, self.tokens),
+    }[self.role]
+
+  @property
+  def b_layout(self) -> str:
+    return 'kn' if self.role == 'weight_grad' else 'nk'
+
+  @property
+  def out_layout(self) -> str:
+    return 'mn' if self.role == 'plain' else 'nm'
+
+  @property
+  def flops(self) -> int:
+    """Logical operations, as if A were dense."""
+    m, n, k = self.mnk
+    return 2 * m * n * k
+
+
+def _layer(tokens: int, d_in: int, d_out: int, headline: bool = False) -> list[Spec]:
+  return [Spec(tokens, d_in, d_out, role, headline=headline) for role in ROLES]
+
+
+SQUARE = [Spec(8192, 8192, 8192, headline=True), Spec(8192, 8192, 8192, dtype=_FP8, headline=True)]
+HEADLINE = [
+  spec for sizes in ((16384, 4096, 16384), (16384, 16384, 4096), (32768, 4096, 14336)) for spec in _layer(*sizes, True)
+]
+# Where dispatch has to choose: feed-forward layers of small models.
+SMALL = [
+  spec
+  for tokens in (2048, 8192)
+  for d in (768, 1024, 2048)
+  for spec in (*_layer(tokens, d, 4 * d), *_layer(tokens, 4 * d, d))
+]
+ALL = [*SQUARE, *HEADLINE, *SMALL]
+# Sizes no tile divides, down to one group; (m, n, k).
+RAGGED = [(1, 1, 4), (64, 8, 4), (3, 5, 68), (100, 130, 140), (257, 193, 260), (520, 392, 196), (63, 65, 1000)]

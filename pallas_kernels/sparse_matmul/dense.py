@@ -1,0 +1,38 @@
+"""The dense choice: decompress, then XLA's matrix product. Taken where the sparse kernel was measured to lose."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import formats
+from pallas_kernels.sparse_matmul import operand, reference
+
+Array = jax.Array
+
+
+def sparse_matmul(
+  a: formats.Compressed24 | operand.SparseOperand,
+  b: Array,
+  bias: Array | None = None,
+  a_scale: Array | None = None,
+  b_scale: Array | None = None,
+  *,
+  activation: str | None,
+  out_dtype: Any,
+  b_layout: str,
+  out_layout: str,
+) -> Array:
+  """`reference.sparse_matmul` on the dense tensor cores: same arguments and result up to rounding."""
+  dense = formats.decompress(operand.from_operand(a) if isinstance(a, operand.SparseOperand) else operand.rows_first(a))
+  if dense.dtype != b.dtype:  # two kinds of float8
+    dense, b = dense.astype(jnp.bfloat16), b.astype(jnp.bfloat16)
+  d = matmul(dense, b, b_layout=b_layout)
+  d = reference.finish(d, bias, a_scale, b_scale, activation).astype(out_dtype)
+  return d if out_layout == 'mn' else d.T
+
+
+def matmul(a: Array, b: Array, *, b_layout: str) -> Array:
+  """A . B with float32 sums as [M, N]."""
+  contract = 1 if b_layout == 'nk' else 0
+  return jax.lax.dot_general(a, b, (((1,), (contract,)), ((), ())), preferred_element_type=jnp.float32)

@@ -1,0 +1,140 @@
+"""The sparse operand as the tensor cores read it: kept values K-major, positions in the register order of sparse wgmma.
+
+`wgmma.mma_async.sp` takes the positions of its 64 rows from one 32-bit register of each thread of the warpgroup. With
+thread = 32 w + 4 g + t, a word covers rows 16 w + g and 16 w + g + 8 of the tile and 64 entries along K:
+
+* 16-bit values: two instructions of k32; the selector takes the words of t = 0, 1 for the first and t = 2, 3 for the
+  second. Within a pair the even thread describes k 0..15 and the odd one k 16..31; the low half-word is row g, the
+  high one row g + 8.
+* 8-bit values: one instruction of k64; all four t take part, t & 1 picks the row and t >> 1 the half of K.
+
+Stored as uint32 [M/64, K/64, 128], thread last, a 64 x 64 tile of A is 512 contiguous bytes: any tile height is one TMA
+box, and each thread loads its word without bank conflicts or shuffles. The order depends on the width of the values
+alone, not on a kernel's tile sizes, so an operand serves every configuration.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import formats
+
+Array = jax.Array
+
+# Two groups that keep positions 0 and 1: what padding holds, since a nibble of 0 names position 0 twice.
+_LEGAL_BYTE = 0x44
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=['values', 'words'], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class SparseOperand:
+  """A 2:4 matrix [M, K] in the order that the sparse matmul kernel reads.
+
+  Attributes:
+    values: [..., M, K/2], the kept values.
+    words: uint32 [..., ceil(M/64), ceil(K/64), 128], positions in register order.
+  """
+
+  values: Array
+  words: Array
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    """Shape of the dense matrix, [..., M, K]."""
+    return (*self.values.shape[:-1], 2 * self.values.shape[-1])
+
+  @property
+  def dtype(self) -> jnp.dtype:
+    return self.values.dtype
+
+
+def words_shape(m: int, k: int) -> tuple[int, int, int]:
+  """Shape of `SparseOperand.words` for an [M, K] matrix."""
+  return -(-m // 64), -(-k // 64), 128
+
+
+def to_operand(c: formats.Compressed24) -> SparseOperand:
+  """The kernel's operand from the open format.
+
+  Args:
+    c: [..., M, K] compressed along its last axis, or [..., K, M] compressed along the one before it, which stands for
+      A's transpose (a kernel [in, out] of a layer y = x W is A = W^T).
+
+  Raises:
+    ValueError: `c.axis` is neither -1 nor -2, or the dtype is not 8 or 16 bits wide.
+  """
+  c = rows_first(c)
+  *batch, m, k = c.shape
+  tiles_m, tiles_k, _ = words_shape(m, k)
+  metadata = c.metadata
+  if k % 8:
+    metadata = metadata.at[..., -1].set(metadata[..., -1] | jnp.uint8(_LEGAL_BYTE & 0xF0))
+  pad = [(0, 0)] * len(batch) + [(0, 64 * tiles_m - m), (0, 8 * tiles_k - metadata.shape[-1])]
+  metadata = jnp.pad(metadata, pad, constant_values=_LEGAL_BYTE).astype(jnp.uint32)
+  # Axes from the end: m64, warp, row half, g, k64, and the 8 bytes (16 groups) of a k64.
+  metadata = metadata.reshape(*batch, tiles_m, 4, 2, 8, tiles_k, 8)
+  b = len(batch)
+  if _width(c.dtype) == 2:
+    x = metadata.reshape(*batch, tiles_m, 4, 2, 8, tiles_k, 2, 2, 2)  # ..., selector, pair, byte
+    half = x[..., 0] | x[..., 1] << 8
+    word = half[(slice(None),) * (b + 2) + (0,)] | half[(slice(None),) * (b + 2) + (1,)] << 16
+    # m64, warp, g, k64, selector, pair -> m64, k64, warp, g, selector, pair
+    order = (0, 3, 1, 2, 4, 5)
+  else:
+    x = metadata.reshape(*batch, tiles_m, 4, 2, 8, tiles_k, 2, 4)  # ..., k half, byte
+    word = x[..., 0] | x[..., 1] << 8 | x[..., 2] << 16 | x[..., 3] << 24
+    # m64, warp, row half, g, k64, k half -> m64, k64, warp, g, k half, row half
+    order = (0, 4, 1, 3, 5, 2)
+  word = word.transpose(*range(b), *(b + i for i in order))
+  return SparseOperand(c.values, word.reshape(*batch, tiles_m, tiles_k, 128))
+
+
+def from_operand(operand: SparseOperand) -> formats.Compressed24:
+  """Inverse of `to_operand`, compressed along the last axis."""
+  *batch, m, k = operand.shape
+  tiles_m, tiles_k, _ = words_shape(m, k)
+  b = len(batch)
+  nibbles = unpack_words(operand.words.reshape(-1, 128), _width(operand.dtype))  # [tiles, 64, 16]
+  nibbles = nibbles.reshape(*batch, tiles_m, tiles_k, 64, 16)
+  nibbles = nibbles.transpose(*range(b), b, b + 2, b + 1, b + 3).reshape(*batch, 64 * tiles_m, 16 * tiles_k)
+  nibbles = nibbles[..., :m, : k // 4].astype(jnp.uint8)
+  return formats.Compressed24(operand.values, formats.pack_nibbles(nibbles, -1), -1)
+
+
+def unpack_words(words: Array, width: int) -> Array:
+  """uint32 [tiles, 128] words of 64 x 64 tiles to nibbles uint32 [tiles, 64, 16]; `width` is the values' bytes."""
+  tiles = words.shape[0]
+  x = words.reshape(tiles, 4, 8, 2, 2)  # warp, g, t >> 1, t & 1
+  shifts = 4 * jnp.arange(8, dtype=jnp.uint32)
+  x = (x[..., None] >> shifts.reshape(1, 1, 1, 1, 1, 8)) & jnp.uint32(15)
+  if width == 2:
+    x = x.reshape(tiles, 4, 8, 2, 2, 2, 4)  # warp, g, selector, pair, row half, group
+    x = x.transpose(0, 1, 5, 2, 3, 4, 6)
+  else:
+    x = x.transpose(0, 1, 4, 2, 3, 5)  # warp, row half, g, k half, group
+  return x.reshape(tiles, 64, 16)
+
+
+def pad_to(x: Array, shape: tuple[int, ...]) -> Array:
+  """`x` with zeros up to `shape`; no copy if it has it."""
+  if x.shape == shape:
+    return x
+  return jnp.pad(x, [(0, new - old) for new, old in zip(shape, x.shape, strict=True)])
+
+
+def rows_first(c: formats.Compressed24) -> formats.Compressed24:
+  """`c` as rows of A, compressed along the last axis."""
+  if c.values.ndim < 2 or c.axis not in (-1, -2):
+    raise ValueError(f'a must have two axes and be compressed along -1 or -2, found shape {c.shape}, axis {c.axis}')
+  if c.axis == -1:
+    return c
+  return formats.Compressed24(jnp.swapaxes(c.values, -1, -2), jnp.swapaxes(c.metadata, -1, -2), -1)
+
+
+def _width(dtype: jnp.dtype) -> int:
+  width = jnp.dtype(dtype).itemsize
+  if width not in (1, 2):
+    raise ValueError(f'the sparse operand must be 8 or 16 bits wide, found {dtype}')
+  return width

@@ -1,0 +1,48 @@
+import json
+import types
+
+from absl.testing import absltest, parameterized
+import jax.numpy as jnp
+
+from pallas_kernels import _device
+
+
+class DeviceTest(parameterized.TestCase):
+
+  def test_describes_an_nvidia_card(self):
+    card = types.SimpleNamespace(
+      platform='gpu', device_kind='NVIDIA H100 80GB HBM3', compute_capability='9.0', core_count=132
+    )
+    found = _device.describe(card)
+    self.assertEqual(found, _device.target_device('sm_90a'))
+    self.assertEqual(found.slug, 'nvidia_h100_80gb_hbm3')
+    self.assertTrue(found.has_sparse_wgmma)
+
+  def test_cpu_and_blackwell_have_no_sparse_wgmma(self):
+    self.assertEqual(_device.current().slug, 'cpu')
+    self.assertFalse(_device.current().has_sparse_wgmma)
+    self.assertFalse(_device.Device('NVIDIA B200', 'gpu', (10, 0), 148).has_sparse_wgmma)
+
+  def test_reads_what_ptxas_says(self):
+    report = _device._read_report(
+      "ptxas warning : (C7510) Potential Performance Loss\nptxas info : 8 bytes spill stores, 4 bytes spill loads\n"
+      'ptxas info : Used 168 registers', 'wgmma.mma_async.sp.x a;\nwgmma.mma_async.sp.y b;\n wgmma.mma_async.z c;'
+    )
+    self.assertEqual((report.registers, report.spill_bytes), (168, 12))
+    self.assertLen(report.warnings, 1)
+    self.assertEqual(report.count('wgmma.mma_async.sp'), 2)
+
+  def test_environment_is_json(self):
+    self.assertContainsSubset({'device', 'driver', 'versions', 'commit', 'command', 'when'}, _device.environment())
+    json.dumps(_device.environment())
+
+  @absltest.skipUnless(_device.can_compile_for_gpu(), 'needs the CUDA plugin wheels')
+  def test_one_target_a_process(self):
+    args = lambda x: x + 1, _device.struct((64,), jnp.float32)
+    self.assertEqual(_device.compile_report(*args, target='sm_90a').spill_bytes, 0)
+    with self.assertRaisesRegex(ValueError, 'this process compiles for sm_90a'):
+      _device.compile_report(*args, target='sm_80')
+
+
+if __name__ == '__main__':
+  absltest.main()

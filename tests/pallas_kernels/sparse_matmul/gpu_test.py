@@ -1,0 +1,73 @@
+"""The contract of `sparse_matmul` on a card: run by hand with `pytest -m gpu`, its log kept as a record."""
+
+from absl.testing import absltest, parameterized
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import _device, _tuning
+from pallas_kernels.sparse_matmul import api, arg_specs, bench, mosaic_gpu, verify
+
+pytestmark = [
+  pytest.mark.gpu,
+  pytest.mark.skipif(not _device.current().has_sparse_wgmma, reason='needs compute capability 9.0'),
+]
+
+
+class GpuTest(parameterized.TestCase):
+
+  def test_random_problems(self):
+    self.assertEqual(verify.verify(40), 0)
+
+  @parameterized.product(n=tuple(range(8, 73, 8)), out_layout=('mn', 'nm'))
+  def test_columns_in_steps_of_eight(self, n, out_layout):
+    case = verify.random_problem(np.random.default_rng(n)) | dict(n=n, out_layout=out_layout, b_layout='nk')
+    self.assertIsNone(verify.check(case)[1])
+
+  @parameterized.parameters(64, 68, 124, 128, 132, 192, 196, 260)
+  def test_k_tail(self, k):
+    self.assertIsNone(verify.check(verify.random_problem(np.random.default_rng(k)) | dict(k=k))[1])
+
+  @parameterized.product(
+    size=((1, 1, 4), (130, 70, 68), (512, 384, 1024)), b_layout=('nk', 'kn'), activation=(None, 'gelu')
+  )
+  def test_mma_sp(self, size, b_layout, activation):
+    m, n, k = size
+    p = mosaic_gpu.Problem(m, n, k, jnp.dtype('bfloat16'), jnp.dtype('bfloat16'), jnp.dtype('bfloat16'), b_layout)
+    x = bench._inputs(p, jax.random.key(m))
+    kwargs = dict(activation=activation, bias=jnp.linspace(-1.0, 1.0, m), b_layout=b_layout, out_layout='nm')
+    found = api.sparse_matmul(x.a, x.b, **kwargs, implementation='mosaic_gpu_sm80')
+    expected = api.sparse_matmul(x.a, x.b, **kwargs, out_dtype=jnp.float32, implementation='reference')
+    self.assertLessEqual(_tuning.relative_error(found, expected), _tuning.TOLERANCE)
+
+  def test_changing_inputs_between_launches(self):
+    """A missing fence would let one launch read what another left in shared memory."""
+    spec = arg_specs.Spec(1024, 2048, 1024)
+    p = bench.problem(spec)
+    f = jax.jit(lambda a, b: mosaic_gpu.sparse_matmul(
+      a, b, activation=None, out_dtype=p.out_dtype, b_layout='nk', out_layout='mn'))
+    inputs = [bench._inputs(p, jax.random.key(i)) for i in range(8)]
+    results = [f(x.a, x.b) for x in inputs]
+    for x, d in zip(inputs, results, strict=True):
+      self.assertLessEqual(_tuning.relative_error(d, bench._expected(x.a_dense, x.b, 'nk', 'mn')), _tuning.TOLERANCE)
+
+  def test_training_step_runs_the_kernel(self):
+    spec = arg_specs.Spec(2048, 4096, 4096)
+    x = bench._inputs(bench.problem(spec), jax.random.key(0))
+    f = jax.jit(lambda a, b: api.sparse_matmul(a, b, implementation='mosaic_gpu'))
+    self.assertIn('mosaic_gpu', f.lower(x.a, x.b).compile().as_text())
+
+  def test_derivative(self):
+    spec = arg_specs.Spec(256, 512, 384)
+    x = bench._inputs(bench.problem(spec), jax.random.key(0))
+
+    def loss(b, implementation):
+      return jnp.sum(jnp.square(api.sparse_matmul(x.a, b, implementation=implementation).astype(jnp.float32)))
+
+    found, expected = (jax.grad(loss)(x.b, i) for i in ('mosaic_gpu', 'reference'))
+    self.assertLessEqual(_tuning.relative_error(found, expected), 2 * _tuning.TOLERANCE)
+
+
+if __name__ == '__main__':
+  absltest.main()

@@ -1,0 +1,71 @@
+"""The mma.sp kernel, compiled for cards that are not there; its numbers are checked on a card by `gpu_test`."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+from absl.testing import absltest, parameterized
+import jax.numpy as jnp
+
+from pallas_kernels import _device
+from pallas_kernels.sparse_matmul import mosaic_gpu_sm80, operand
+
+_BF16 = jnp.dtype('bfloat16')
+
+
+def _report(target, dtype):
+  m, n, k = 500, 300, 260
+  s, dtype = _device.struct, jnp.dtype(dtype)
+
+  def f(values, words, b):
+    return mosaic_gpu_sm80.sparse_matmul(
+      operand.SparseOperand(values, words), b, activation='gelu', out_dtype=dtype, b_layout='kn', out_layout='nm',
+      device=_device.target_device(target),
+    )
+
+  args = s((m, k // 2), dtype), s(operand.words_shape(m, k), jnp.uint32), s((k, n), dtype)
+  return _device.compile_report(f, *args, target=target)
+
+
+@absltest.skipUnless(_device.can_compile_for_gpu(), 'needs the CUDA plugin wheels')
+class CompileTest(parameterized.TestCase):
+
+  @parameterized.parameters('sm_80', 'sm_86', 'sm_90a')
+  def test_compiles_without_spills(self, target):
+    # A process a target: Mosaic keeps the settings of the first.
+    root = pathlib.Path(_device.__file__).parents[1]
+    done = subprocess.run(
+      [sys.executable, __file__, target], cwd=root, env=os.environ | {'PYTHONPATH': str(root), 'JAX_PLATFORMS': 'cpu'},
+      capture_output=True, text=True, check=False, timeout=240,
+    )
+    self.assertEqual(done.returncode, 0, done.stderr)
+    for spill_bytes, architecture, instructions in json.loads(done.stdout.splitlines()[-1]):
+      self.assertEqual(spill_bytes, 0)
+      self.assertEqual(architecture, target)
+      # 2 x 8 tiles of 64 x 8 (four warps' m16n8 each), two instructions a K step of 64, in a loop that LLVM may unroll.
+      self.assertGreater(instructions, 0)
+      self.assertEqual(instructions % 32, 0)
+
+
+class RefusalTest(parameterized.TestCase):
+
+  @parameterized.parameters(
+    ('bfloat16', _device.Device('NVIDIA V100', 'gpu', (7, 0), 80), 'compute capability 8.0 to 9.0'),
+    ('float8_e4m3fn', _device.target_device('sm_80'), 'pairs of bfloat16 or float16'),
+  )
+  def test_not_mine(self, dtype, device, message):
+    a = operand.SparseOperand(jnp.zeros((64, 32), dtype), jnp.zeros((1, 1, 128), jnp.uint32))
+    with self.assertRaisesRegex(NotImplementedError, message):
+      mosaic_gpu_sm80.sparse_matmul(
+        a, jnp.zeros((8, 64), dtype), activation=None, out_dtype=_BF16, b_layout='nk', out_layout='mn', device=device
+      )
+
+
+if __name__ == '__main__':
+  if len(sys.argv) == 2 and sys.argv[1] in _device.TARGETS:
+    found = [_report(sys.argv[1], dtype) for dtype in ('bfloat16', 'float16')]
+    print(json.dumps([(r.spill_bytes, r.architecture, r.count('mma.sp::ordered_metadata')) for r in found]))
+  else:
+    absltest.main()

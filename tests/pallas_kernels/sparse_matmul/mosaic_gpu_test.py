@@ -1,0 +1,168 @@
+"""The Hopper kernel without a GPU: interpreted with race detection, and compiled for sm_90a."""
+
+import functools
+import re
+
+from absl.testing import absltest, parameterized
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import _compat, _device, _tuning, formats
+from pallas_kernels.sparse_matmul import mosaic_gpu, operand, reference
+
+_BF16 = jnp.dtype('bfloat16')
+_E4M3 = jnp.dtype('float8_e4m3fn')
+# Small enough to interpret: each CTA has 2 x 64 rows and 64 columns.
+_SMALL = mosaic_gpu.Config(rows=64, bn=64, stages=3, cluster=2)
+_SMALL_FP8 = mosaic_gpu.Config(rows=64, bn=64, bk=128, stages=2, cluster=1, delay=0)
+
+
+def _inputs(m, n, k, a_dtype, b_dtype, b_layout, seed=0):
+  rng = np.random.default_rng(seed)
+  keep = np.argsort(rng.random((m, k // 4, 4)), axis=-1) < 2
+  w = jnp.asarray(rng.standard_normal((m, k)), jnp.float32).astype(a_dtype)
+  a = formats.compress(w, jnp.asarray(keep.reshape(m, k)), axis=-1)
+  shape = (n, k) if b_layout == 'nk' else (k, n)
+  return a, jnp.asarray(rng.standard_normal(shape), jnp.float32).astype(b_dtype)
+
+
+class InterpretTest(parameterized.TestCase):
+
+  def _check(self, a, b, config, bias=None, a_scale=None, b_scale=None, **kwargs):
+    kwargs = dict(activation=None, out_dtype=_BF16, b_layout='nk', out_layout='mn') | kwargs
+    args = (a, b, bias, a_scale, b_scale)
+    found = mosaic_gpu.sparse_matmul(*args, **kwargs, config=config, interpret=True)
+    self.assertFalse(_compat.races_found())
+    expected = reference.sparse_matmul(*args, **(kwargs | {'out_dtype': jnp.dtype('float32')}))
+    self.assertEqual(found.dtype, kwargs['out_dtype'])
+    self.assertEqual(found.shape, expected.shape)
+    self.assertLessEqual(_tuning.relative_error(found, expected), _tuning.TOLERANCE)
+
+  @parameterized.product(b_layout=('nk', 'kn'), out_layout=('mn', 'nm'))
+  def test_layouts(self, b_layout, out_layout):
+    a, b = _inputs(256, 128, 256, _BF16, _BF16, b_layout)
+    self._check(a, b, _SMALL, b_layout=b_layout, out_layout=out_layout)
+
+  @parameterized.parameters((100, 130, 140, 'nk', 'nm'), (257, 72, 68, 'kn', 'mn'), (1, 1, 4, 'nk', 'mn'))
+  def test_ragged(self, m, n, k, b_layout, out_layout):
+    a, b = _inputs(m, n, k, _BF16, _BF16, b_layout)
+    self._check(a, b, _SMALL, b_layout=b_layout, out_layout=out_layout)
+
+  @parameterized.parameters('gelu', 'squared_relu')
+  def test_epilogue(self, activation):
+    a, b = _inputs(128, 64, 128, jnp.dtype('float16'), jnp.dtype('float16'), 'nk')
+    bias = jnp.linspace(-3.0, 3.0, 128)
+    self._check(a, b, _SMALL, bias, activation=activation, out_dtype=jnp.dtype('float16'), out_layout='nm')
+
+  def test_float8_with_scales_by_row_and_column(self):
+    a, b = _inputs(128, 96, 256, _E4M3, jnp.dtype('float8_e5m2'), 'nk')
+    a_scale, b_scale = jnp.linspace(0.5, 2.0, 128), jnp.linspace(1.0, 3.0, 96)
+    self._check(a, b, _SMALL_FP8, None, a_scale, b_scale, out_dtype=jnp.dtype('float32'))
+
+  def test_float8_with_one_scale(self):
+    a, b = _inputs(64, 64, 128, _E4M3, _E4M3, 'nk')
+    self._check(a, b, _SMALL_FP8, None, jnp.float32(0.25), jnp.float32(4.0))
+
+  def test_vmap_launches_one_after_another(self):
+    a, b = _inputs(128, 64, 128, _BF16, _BF16, 'nk')
+    kwargs = dict(activation=None, out_dtype=_BF16, b_layout='nk', out_layout='mn')
+    f = functools.partial(mosaic_gpu.sparse_matmul, a, **kwargs, config=_SMALL, interpret=True)
+    found = jax.vmap(f)(jnp.stack([b, b + b]))
+    for d, x in zip(found, (b, b + b), strict=True):
+      self.assertLessEqual(_tuning.relative_error(d, reference.sparse_matmul(a, x, **kwargs)), _tuning.TOLERANCE)
+
+  def test_two_output_buffers_and_many_tiles(self):
+    a, b = _inputs(128, 192, 128, _BF16, _BF16, 'kn')
+    config = mosaic_gpu.Config(rows=64, bn=128, stages=2, cluster=1, ctas=1, slots=2)
+    self._check(a, b, config, b_layout='kn', out_layout='nm')
+
+  def test_more_tiles_than_clusters(self):
+    a, b = _inputs(256, 192, 128, _BF16, _BF16, 'nk')
+    config = mosaic_gpu.Config(rows=64, bn=64, stages=2, cluster=1, ctas=1)
+    self._check(a, b, config)
+
+
+class RefusalTest(parameterized.TestCase):
+
+  @parameterized.parameters(
+    (dict(bn=100), 'bn=100'), (dict(stages=9), 'bytes of shared memory'), (dict(rows=128, bn=256), 'accumulators'),
+    (dict(epilogue_n=80), 'epilogue_n=80'), (dict(stages=1), 'stages=1 must exceed delay=1'),
+  )
+  def test_impossible_configs(self, change, message):
+    problem = mosaic_gpu.Problem(512, 512, 512, _BF16, _BF16, _BF16)
+    with self.assertRaisesRegex(ValueError, message):
+      mosaic_gpu.build(problem, mosaic_gpu.Config(**change))
+
+  @parameterized.parameters(
+    (_device.Device('cpu', 'cpu'), 'nk', _BF16, 'compute capability 9.0'),
+    (_device.Device('NVIDIA B200', 'gpu', (10, 0), 148), 'nk', _BF16, 'compute capability 9.0'),
+    (_device.target_device('sm_90a'), 'kn', _E4M3, 'K-major operands only'),
+  )
+  def test_not_mine(self, device, b_layout, dtype, message):
+    a, b = _inputs(64, 64, 64, dtype, dtype, b_layout)
+    with self.assertRaisesRegex(NotImplementedError, message):
+      mosaic_gpu.sparse_matmul(
+        a, b, activation=None, out_dtype=_BF16, b_layout=b_layout, out_layout='mn', device=device
+      )
+
+
+@absltest.skipUnless(_device.can_compile_for_gpu(), 'needs the CUDA plugin wheels')
+class CompileTest(parameterized.TestCase):
+
+  def _report(self, shape, dtype, config, *, bias=False, scales=False, **kwargs):
+    m, n, k = shape
+    kwargs = dict(activation=None, out_dtype=_BF16, b_layout='nk', out_layout='mn') | kwargs
+    s, f32 = _device.struct, jnp.float32
+    args = [s((m, k // 2), dtype), s(operand.words_shape(m, k), jnp.uint32)]
+    args += [s((n, k) if kwargs['b_layout'] == 'nk' else (k, n), dtype)]
+    args += [s((m,), f32)] if bias else []
+    args += [s((m,), f32), s((n,), f32)] if scales else []
+
+    def f(values, words, b, *rest):
+      rest = list(rest)
+      vectors = [rest.pop(0) if bias else None, *(rest if scales else (None, None))]
+      return mosaic_gpu.sparse_matmul(
+        operand.SparseOperand(values, words), b, *vectors, **kwargs, config=config,
+        device=_device.target_device('sm_90a'),
+      )
+
+    return _device.compile_report(f, *args)
+
+  @parameterized.named_parameters(
+    ('default', (8192, 8192, 8192), _BF16, mosaic_gpu.Config(), {}, 8),
+    ('split', (8192, 8192, 8192), _BF16, mosaic_gpu.Config(split=4, slots=2), {}, 8),
+    ('narrow', (4096, 4096, 4096), _BF16, mosaic_gpu.Config(rows=64, bn=256, stages=5), {}, 4),
+    ('n_major_transposed', (4096, 4096, 4096), _BF16, mosaic_gpu.Config(),
+     dict(b_layout='kn', out_layout='nm'), 8),
+    ('bias_gelu', (4096, 4096, 4096), _BF16, mosaic_gpu.Config(),
+     dict(bias=True, activation='gelu', out_layout='nm'), 8),
+    ('float32_transposed', (4096, 4096, 4096), jnp.dtype('float16'), mosaic_gpu.Config(epilogue_n=32),
+     dict(out_dtype=jnp.dtype('float32'), out_layout='nm'), 8),
+    ('float8', (8192, 8192, 8192), _E4M3, mosaic_gpu.Config(bk=128, delay=0), dict(scales=True), 4),
+    ('ragged', (100, 130, 140), _BF16, mosaic_gpu.Config(), {}, 8),
+  )
+  def test_compiles_without_spills(self, shape, dtype, config, kwargs, instructions):
+    report = self._report(shape, dtype, config, **kwargs)
+    self.assertEqual(report.spill_bytes, 0, report.warnings)
+    self.assertEqual(report.count('wgmma.mma_async.sp'), instructions)
+    # C75xx: ptxas serialised the wgmmas.
+    self.assertEqual(report.warnings, ())
+
+  @parameterized.named_parameters(('whole', 1), ('split', 4))
+  def test_no_group_loads_the_metadata_register_of_the_group_in_flight(self, split):
+    report = self._report((8192, 8192, 8192), _BF16, mosaic_gpu.Config(split=split))
+    try:
+      sass = _device.disassemble(report.ptx)
+    except NotImplementedError as e:
+      self.skipTest(str(e))
+    instruction = re.compile(r'HGMMA\.SP\.\S+ R\d+, gdesc\[UR\d+\], R\d+, (R\d+),')
+    groups = [instruction.findall(x) for x in sass.split('DEPBAR.LE gsb0')]
+    first, second = (set(g) for g in groups if g)
+    self.assertLen(first, 2)
+    self.assertLen(second, 2)
+    self.assertFalse(first & second)
+
+
+if __name__ == '__main__':
+  absltest.main()

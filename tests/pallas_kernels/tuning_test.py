@@ -1,0 +1,155 @@
+import json
+import pathlib
+import statistics
+import tempfile
+
+from absl.testing import absltest, parameterized
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import _tuning
+
+_KEY = dict(m=64, n=64, k=64, dtype='bfloat16')
+_EXPECTED = jnp.linspace(1.0, 2.0, 64, dtype=jnp.float32)
+
+
+def _candidate(name, f):
+  return _tuning.Candidate(name, {'name': name}, f, (_EXPECTED,))
+
+
+def _timer(times):
+  """A clock that charges each candidate, known by its function's result, a fixed time."""
+  def timer(f, args, iterations):
+    del args
+    return [times[f.__name__]] * iterations
+  return timer
+
+
+def right(x):
+  return x
+
+
+def wrong(x):
+  return x * 1.01
+
+
+def nan(x):
+  return x * jnp.nan
+
+
+class Drifting:
+  """Right to rounding, and different on its third call: a race."""
+
+  __name__ = 'drifting'
+  calls = 0
+
+  def __call__(self, x):
+    self.calls += 1
+    return x + (1e-6 if self.calls == 3 else 0.0)
+
+
+def dense(x):
+  return x
+
+
+class VerifyTest(parameterized.TestCase):
+
+  def test_accepts_the_right_answer(self):
+    self.assertEqual(_tuning.verify(_candidate('right', right), _EXPECTED), (0.0, None))
+
+  @parameterized.parameters(
+    (wrong, 'relative error 1.00e-02'), (nan, 'relative error nan'), (Drifting(), '1 of 20 repeats')
+  )
+  def test_rejects(self, f, reason):
+    self.assertIn(reason, _tuning.verify(_candidate('x', f), _EXPECTED)[1])
+
+  def test_negative_zero_is_another_bit_pattern(self):
+    self.assertFalse(_tuning._same_bits(jnp.zeros(3), -jnp.zeros(3)))
+
+
+class TuneTest(absltest.TestCase):
+
+  def _tune(self, times, candidates):
+    quiet = dict(rounds=2, iterations=3, gap_s=0.0)
+    return _tuning.tune(
+      _KEY, _candidate('dense', dense), candidates, _EXPECTED, _timer(times), quick=quiet, final=quiet
+    )
+
+  def test_a_fast_wrong_answer_never_wins(self):
+    candidates = [_candidate('wrong', wrong), _candidate('right', right)]
+    entry = self._tune(dict(dense=3.0, wrong=0.1, right=2.0), candidates)
+    self.assertEqual(entry['choice'], dict(implementation='right', config={'name': 'right'}))
+    self.assertIn('relative error', entry['candidates'][0]['rejected'])
+    self.assertNotIn('samples_ms', entry['candidates'][0])
+    self.assertEqual(entry['candidates'][1]['final_samples_ms'], [2.0, 2.0])
+
+  def test_dense_where_sparse_loses(self):
+    entry = self._tune(dict(dense=1.0, right=2.0), [_candidate('right', right)])
+    self.assertEqual(entry['choice']['implementation'], 'dense')
+
+  def test_dense_where_nothing_is_right(self):
+    entry = self._tune(dict(dense=1.0), [_candidate('wrong', wrong)])
+    self.assertEqual(entry['choice']['implementation'], 'dense')
+
+  def test_turns_alternate(self):
+    seen = []
+
+    def timer(f, args, iterations):
+      seen.append(f.__name__)
+      return [1.0] * iterations
+
+    _tuning.interleave([_candidate('right', right), _candidate('wrong', wrong)], timer, rounds=3, gap_s=0.0)
+    self.assertEqual(seen, ['right', 'wrong', 'wrong', 'right', 'right', 'wrong'])
+
+
+class RecordTest(absltest.TestCase):
+
+  def _save(self, *entries):
+    temporary = tempfile.TemporaryDirectory()
+    self.addCleanup(temporary.cleanup)
+    folder = pathlib.Path(temporary.name)
+    _tuning.save(folder / 'card' / 'op.json', {'op': 'op'}, entries)
+    return folder
+
+  def _entry(self, key, choice):
+    row = dict(implementation='mosaic_gpu', rejected=None)
+    rows = [row | dict(config={'stages': s}, samples_ms=[float(s)]) for s in (5, 4)]
+    return dict(key=key, baseline={}, candidates=rows, choice=dict(implementation=choice, config=None))
+
+  def test_nearest_problem_wins_and_strings_must_match(self):
+    big = _KEY | {'m': 256}
+    folder = self._save(self._entry(_KEY, 'dense'), self._entry(big, 'mosaic_gpu'))
+    found = _tuning.lookup('card', 'op', _KEY | {'m': 200}, folder=folder)
+    self.assertEqual((found.implementation, found.key), ('mosaic_gpu', big))
+    self.assertIsNone(_tuning.lookup('card', 'op', _KEY | {'m': 1024}, folder=folder))
+    self.assertIsNone(_tuning.lookup('card', 'op', _KEY | {'dtype': 'float16'}, folder=folder))
+    self.assertIsNone(_tuning.lookup('other', 'op', _KEY, folder=folder))
+
+  def test_best_settings_of_a_back_end_that_lost(self):
+    folder = self._save(self._entry(_KEY, 'dense'))
+    found = _tuning.lookup('card', 'op', _KEY, implementation='mosaic_gpu', folder=folder)
+    self.assertEqual(found.config, {'stages': 4})
+
+  def test_saving_replaces_the_same_problem(self):
+    folder = self._save(self._entry(_KEY, 'dense'))
+    _tuning.save(folder / 'card' / 'op.json', {'op': 'op'}, [self._entry(_KEY, 'mosaic_gpu')])
+    self.assertLen(json.loads((folder / 'card' / 'op.json').read_text())['entries'], 1)
+    self.assertEqual(_tuning.lookup('card', 'op', _KEY, folder=folder).implementation, 'mosaic_gpu')
+
+  def test_every_shipped_choice_is_the_fastest_verified_one(self):
+    for path in _tuning.TUNED.glob('*/sparse_matmul.json'):
+      for entry in json.loads(path.read_text())['entries']:
+        verified = [r for r in entry['candidates'] if r['rejected'] is None and 'final_samples_ms' in r]
+        fastest = min(verified, key=lambda r: statistics.median(r['final_samples_ms']))
+        dense_ms = statistics.median(entry['baseline']['samples_ms'])
+        sparse_wins = statistics.median(fastest['final_samples_ms']) < dense_ms
+        self.assertEqual(entry['choice']['implementation'], 'mosaic_gpu' if sparse_wins else 'dense')
+        if sparse_wins:
+          self.assertEqual(entry['choice']['config'], fastest['config'])
+        for row in verified:
+          self.assertLessEqual(row['error'], _tuning.TOLERANCE)
+          self.assertTrue(np.all(np.asarray(row['samples_ms']) > 0))
+
+
+if __name__ == '__main__':
+  absltest.main()
