@@ -12,12 +12,23 @@ os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
 
 
 def _experiment_arguments(parser: argparse.ArgumentParser, default: str | None) -> None:
-  parser.add_argument('--config', default=default, required=default is None, metavar='NAME',
-                      help='an experiment in experiments/configs, or a path to such a file'
-                      + (f' (default: {default})' if default else ''))
-  parser.add_argument('--set', action='append', default=[], metavar='KEY=VALUE', dest='overrides',
-                      help='change one field, e.g. --set recipe.name=ste --set steps=500; may be given often')
-  parser.add_argument('--tiny', action='store_true', help="the experiment's tiny twin: seconds instead of its real cost")
+  parser.add_argument(
+    '--config',
+    default=default,
+    required=default is None,
+    metavar='NAME',
+    help='an experiment in experiments/configs, or a path to such a file'
+    + (f' (default: {default})' if default else ''),
+  )
+  parser.add_argument(
+    '--set',
+    action='append',
+    default=[],
+    metavar='KEY=VALUE',
+    dest='overrides',
+    help='change one field, e.g. --set recipe.name=ste --set steps=500; may be given often',
+  )
+  parser.add_argument('--tiny', action='store_true', help="the experiment's tiny twin, which takes seconds")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -49,7 +60,9 @@ def make_parser() -> argparse.ArgumentParser:
   _experiment_arguments(tune, 'nano')
   tune.add_argument('--folder', default='runs/tune-decay', help='for the record and the plot (default: %(default)s)')
   tune.add_argument('--candidates', type=float, nargs='+', help='decay factors (default: a grid from 0 to 6e-3)')
-  tune.add_argument('--steps', type=int, default=0, help="optimizer steps a run (default: the warm-up, or ten mask refreshes)")
+  tune.add_argument(
+    '--steps', type=int, default=0, help='optimizer steps a run (default: the warm-up, or ten mask refreshes)'
+  )
 
   report = commands.add_parser('report', help='write one HTML page about any set of runs')
   report.add_argument('runs', nargs='+', help='run folders, or folders that hold some')
@@ -71,8 +84,10 @@ def _train(args: argparse.Namespace) -> None:
   config = experiment.load_config(args.config, args.overrides, tiny=args.tiny)
   folder = args.folder or f'runs/{config.name}-{config.recipe.name}-seed{config.seed}'
   summary = train.train(config, folder)
-  print(f'{folder}: validation loss {summary["validation_loss"]:.4f} after {summary["steps"]} steps, '
-        f'{summary["seconds"]:.0f} s')
+  print(
+    f'{folder}: validation loss {summary["validation_loss"]:.4f} after {summary["steps"]} steps, '
+    f'{summary["seconds"]:.0f} s'
+  )
 
 
 def _eval(args: argparse.Namespace) -> None:
@@ -80,8 +95,10 @@ def _eval(args: argparse.Namespace) -> None:
 
   loaded = inspection.load(args.run, step=args.step)
   values = inspection.evaluate(loaded, num_batches=args.batches)
-  print(f'step {int(loaded.state.step)}, {loaded.phase} phase: '
-        + ', '.join(f'{name} {value:.4f}' for name, value in values.items()))
+  print(
+    f'step {int(loaded.state.step)}, {loaded.phase} phase: '
+    + ', '.join(f'{name} {value:.4f}' for name, value in values.items())
+  )
 
 
 def _inspect(args: argparse.Namespace) -> None:
@@ -92,8 +109,8 @@ def _inspect(args: argparse.Namespace) -> None:
 
   loaded = inspection.load(args.run, step=args.step)
   table = Table(box=None, padding=(0, 2), header_style='bold')
-  for head, justify in (('weight', 'left'), ('shape', 'left'), ('density', 'right'), ('flip rate', 'right'), ('2:4', 'left')):
-    table.add_column(head, justify=justify)
+  for head in ('weight', 'shape', 'density', 'flip rate', '2:4'):
+    table.add_column(head, justify='right' if head in ('density', 'flip rate') else 'left')
   for row in inspection.weight_table(loaded):
     shape = ' x '.join(map(str, row.shape))
     table.add_row(row.path, shape, f'{row.density:.4f}', f'{row.flip_rate:.2e}', 'yes' if row.is_24 else 'no')
@@ -108,9 +125,7 @@ def _tune(args: argparse.Namespace) -> None:
   config = experiment.load_config(args.config, args.overrides, tiny=args.tiny)
   if config.recipe.name == 'dense':
     config = methods.configure(config, 'fst', config.seed)
-  choice = tune_decay.tune(
-    config, args.folder, candidates=args.candidates or tune_decay.CANDIDATES, steps=args.steps
-  )
+  choice = tune_decay.tune(config, args.folder, candidates=args.candidates or tune_decay.CANDIDATES, steps=args.steps)
   for trial in choice.trials:
     print(f'  lambda {trial.decay:<8g} mu {trial.ratio:.3f}{"  feasible" if trial.feasible else ""}')
   print(f'choice: {choice.decay} ({choice.reason}); record and plot in {args.folder}')
@@ -126,8 +141,13 @@ def _compare(args: argparse.Namespace) -> None:
   from experiments import compare, methods
 
   compare.compare(
-    args.folder, experiment=args.config, names=args.methods or tuple(methods.METHODS), seeds=args.seeds,
-    tiny=args.tiny, overrides=args.overrides, results=Path(args.results) if args.results else None,
+    args.folder,
+    experiment=args.config,
+    names=args.methods or tuple(methods.METHODS),
+    seeds=args.seeds,
+    tiny=args.tiny,
+    overrides=args.overrides,
+    results=Path(args.results) if args.results else None,
   )
 
 

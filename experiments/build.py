@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from ml_collections import ConfigDict
 import numpy as np
 import optax
 
+from experiments.experiment import Config
 from experiments.models import gpt2
 import sparse24_jax as s24
 
@@ -27,7 +27,7 @@ class Parts(NamedTuple):
     mesh: device mesh, or None for one device.
   """
 
-  config: ConfigDict
+  config: Config
   model: gpt2.GPT2
   recipe: s24.Recipe
   data: Any
@@ -37,7 +37,7 @@ class Parts(NamedTuple):
 WATCHABLE = ('transposable', 'magnitude', 'soft_threshold_projection')
 
 
-def make_recipe(config: ConfigDict) -> s24.Recipe:
+def make_recipe(config: Config) -> s24.Recipe:
   """Returns the library's recipe that the configuration describes.
 
   `recipe.kwargs.watch`, a projection, is given by its name; `recipe.flip_rate` overrides the recipe's own.
@@ -60,7 +60,7 @@ def make_recipe(config: ConfigDict) -> s24.Recipe:
   return dataclasses.replace(make(**kwargs), flip_rate=config.recipe.flip_rate)
 
 
-def make_parts(config: ConfigDict, *, data: Any = None) -> Parts:
+def make_parts(config: Config, *, data: Any = None) -> Parts:
   """Builds the parts of a run.
 
   Args:
@@ -110,13 +110,13 @@ def identity(parts: Parts) -> dict[str, Any]:
   }
 
 
-def learning_rate(config: ConfigDict) -> optax.Schedule:
+def learning_rate(config: Config) -> optax.Schedule:
   """Linear warm-up, then half a cosine down to `end_lr`."""
   opt = config.optimizer
   return optax.warmup_cosine_decay_schedule(0.0, opt.peak_lr, opt.warmup_steps, config.steps, opt.end_lr)
 
 
-def make_optimizer(config: ConfigDict, recipe: s24.Recipe, phase: str) -> optax.GradientTransformationExtraArgs:
+def make_optimizer(config: Config, recipe: s24.Recipe, phase: str) -> optax.GradientTransformationExtraArgs:
   """AdamW inside the recipe's wrapper, after clipping; weight decay on matrices only."""
   opt = config.optimizer
 
@@ -135,7 +135,7 @@ def make_optimizer(config: ConfigDict, recipe: s24.Recipe, phase: str) -> optax.
   return optax.chain(optax.clip_by_global_norm(opt.clip) if opt.clip else optax.identity(), sparse)
 
 
-def make_mesh(config: ConfigDict) -> Mesh | None:
+def make_mesh(config: Config) -> Mesh | None:
   """A ('data', 'fsdp') mesh over the first devices, or None when one device is asked for.
 
   Raises:

@@ -1,9 +1,10 @@
 """Checkpoints of everything a run needs to go on bit for bit, and refusals of those that would not.
 
 One checkpoint is one folder ``<directory>/<step>`` with three Orbax items: ``params`` (the dense parameters under their
-own names, so that the plain model loads them), ``opt_state`` (with masks, scales and counters) and ``meta`` (JSON: step,
-data position, key, the run's identity, checksums). Orbax writes to a temporary folder and renames it, and removes an
-old checkpoint only after the new one is complete, so a failed save leaves the last good one as it was.
+own names, so that the plain model loads them), ``opt_state`` (with masks, scales and counters) and ``meta`` (JSON:
+step, data position, the run's identity with the seed of its keys, checksums). Orbax writes to a temporary folder and
+renames it, and removes an old checkpoint only after the new one is complete, so a failed save leaves the last good one
+as it was.
 """
 
 from collections.abc import Mapping
@@ -194,7 +195,7 @@ class Checkpoints:
       (items['params'], items['opt_state']),
       (params, opt_state),
     )
-    return Restored(*decoded, meta)
+    return Restored(decoded[0], decoded[1], meta)
 
   def _step(self, step: int | None) -> int:
     steps = sorted(self._manager.all_steps())

@@ -15,6 +15,9 @@ Groups = Mapping[str, Sequence[RunRecord]]
 # Two-sided 95% quantiles of Student's t by degrees of freedom; the normal one beyond.
 _T95 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26}
 
+# How much higher a loss may be, relative to the other, and still count as the same quality.
+TIE = 0.01
+
 FST = 'Hu et al., Accelerating Transformer Pre-training with 2:4 Sparsity, arXiv 2404.01847'
 S_STE = 'Hu et al., S-STE: Continuous Pruning Function for Efficient 2:4 Sparse Pre-training, arXiv 2409.09099'
 
@@ -53,24 +56,28 @@ def half_width(differences: Sequence[float]) -> float:
 def _describe(a: str, b: str, differences: Sequence[float]) -> str:
   mean = float(np.mean(differences))
   direction = 'above' if mean > 0 else 'below'
-  text = f'{a} ends {abs(mean):.3f} nats {direction} {b}'
+  text, half = f'{a} ends {abs(mean):.3f} nats {direction} {b}', half_width(differences)
   if len(differences) < 2:
     return f'{text}, with one seed: an indication only.'
-  each = ', '.join(f'{d:+.3f}' for d in differences)
-  return f'{text} (seed by seed {each}; 95% interval {mean - half_width(differences):+.3f} to {mean + half_width(differences):+.3f}).'
+  each = ', '.join(f'{d:+.4f}' for d in differences)
+  return f'{text} (seed by seed {each}; 95% interval {mean - half:+.4f} to {mean + half:+.4f}).'
 
 
 def _lower(methods: Groups, a: str, b: str, names: tuple[str, str], *, ties: bool) -> tuple[Verdict, str] | None:
-  """Whether `a` ends lower than `b`; with `ties`, not measurably higher is enough."""
+  """Whether `a` ends lower than `b`; with `ties`, being surely less than one percent higher is enough."""
   if not (differences := paired(methods.get(a, ()), methods.get(b, ()))):
     return None
   mean, half = float(np.mean(differences)), half_width(differences)
   evidence = _describe(*names, differences)
   if math.isinf(half):
     return 'open', evidence
-  if abs(mean) <= half:
-    return ('agrees', f'{evidence} The difference is within the spread of the seeds.') if ties else ('open', evidence)
-  return ('agrees' if mean < 0 else 'disagrees'), evidence
+  margin = TIE * float(np.mean([run.validation_loss for run in methods[b]]))
+  if abs(mean) > half:
+    small = f' The difference is real but small, less than {TIE:.0%} of the loss.' if abs(mean) < margin else ''
+    return ('agrees' if mean < 0 else 'disagrees'), evidence + small
+  if ties and mean + half < margin:
+    return 'agrees', f'{evidence} That is less than {TIE:.0%} of the loss.'
+  return 'open', f'{evidence} The interval is too wide to tell.'
 
 
 def comparable_flips(methods: Groups, a: str, b: str) -> list[tuple[RunRecord, RunRecord]]:
@@ -137,10 +144,14 @@ _CLAIMS: Sequence[tuple[str, str, Callable[[Groups], tuple[Verdict, str] | None]
 
 
 def findings(runs: Sequence[RunRecord]) -> list[Finding]:
-  """Judges every claim that the given runs speak to; unfinished runs are left out."""
-  methods: dict[str, list[RunRecord]] = {}
+  """Judges every claim that the given finished runs speak to; of several settings of a method the best counts."""
+  labels: dict[tuple[str, str], list[RunRecord]] = {}
   for run in runs:
     if run.summary is not None:
-      methods.setdefault(run.method, []).append(run)
+      labels.setdefault((run.method, run.label), []).append(run)
+  # A method that was run with several settings is judged by its best.
+  methods: dict[str, list[RunRecord]] = {}
+  for (method, _), group in sorted(labels.items(), key=lambda item: -np.mean([run.validation_loss for run in item[1]])):
+    methods[method] = group
   judged = ((claim, source, judge(methods)) for claim, source, judge in _CLAIMS)
   return [Finding(claim, source, *result) for claim, source, result in judged if result]

@@ -55,7 +55,7 @@ def compare(
 
 
 def write_records(found: Iterable[runs.RunRecord], path: Path) -> None:
-  """Writes one JSON line a finished run, in place of the older line of the same experiment, method and seed."""
+  """Writes one JSON line a finished run, in place of the older line of the same experiment, label and seed."""
   commit = _commit()
   kept = {_key(record): record for record in map(json.loads, path.read_text().splitlines())} if path.exists() else {}
   for run in found:
@@ -87,7 +87,7 @@ def write_records(found: Iterable[runs.RunRecord], path: Path) -> None:
 
 
 def _key(record: dict[str, Any]) -> tuple[Any, ...]:
-  return tuple(record[name] for name in ('experiment', 'method', 'seed', 'steps'))
+  return tuple(record[name] for name in ('experiment', 'label', 'seed', 'steps'))
 
 
 def _commit() -> str | None:

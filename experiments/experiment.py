@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 from pathlib import Path
 import pkgutil
+from typing import Any
 
 from ml_collections import ConfigDict
 
@@ -13,13 +14,16 @@ from experiments import configs
 
 _SHARED = ('base', 'gpt2')
 
+# A `ConfigDict`, whose fields have no static types.
+type Config = Any
+
 
 def known_experiments() -> list[str]:
   """Names of the experiments in `experiments/configs`."""
   return sorted(module.name for module in pkgutil.iter_modules(configs.__path__) if module.name not in _SHARED)
 
 
-def load_config(name: str, overrides: Sequence[str] = (), *, tiny: bool = False) -> ConfigDict:
+def load_config(name: str, overrides: Sequence[str] = (), *, tiny: bool = False) -> Config:
   """Loads an experiment.
 
   Args:
@@ -45,7 +49,7 @@ def load_config(name: str, overrides: Sequence[str] = (), *, tiny: bool = False)
   return config
 
 
-def apply_override(config: ConfigDict, override: str) -> None:
+def apply_override(config: Config, override: str) -> None:
   """Sets one field from a 'section.key=value' string, in place."""
   key, found, text = override.partition('=')
   if not found:

@@ -12,6 +12,7 @@ import numpy as np
 
 from experiments import build, train
 from experiments.checkpoint import Checkpoints
+from experiments.experiment import Config
 import sparse24_jax as s24
 
 
@@ -54,7 +55,7 @@ def load(folder: str | Path, *, step: int | None = None, data: Any = None) -> Lo
   config_file = Path(folder) / 'config.json'
   if not config_file.is_file():
     raise ValueError(f'{folder} is not the folder of a run: it has no config.json')
-  config = ConfigDict(json.loads(config_file.read_text()))
+  config: Config = ConfigDict(json.loads(config_file.read_text()))
   config.mesh.update({'data': 1, 'fsdp': 1})
   config.accumulate = 1
   parts = build.make_parts(config, data=data)

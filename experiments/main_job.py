@@ -44,8 +44,7 @@ def show_table(folders: Sequence[Path]) -> None:
   table = Table(box=None, padding=(0, 2), header_style='bold')
   for head in ('method', 'validation loss', 'minus dense', 'peak flip rate', 'at the end', 'seconds'):
     table.add_column(head, justify='left' if head == 'method' else 'right')
-  for label, _, loss, spread, difference, _, peak, tail, seconds in report.table_rows(
-    runs.group(runs.find_runs(folders))
-  ):
+  rows = report.table_rows(report.finished(runs.group(runs.find_runs(folders))))
+  for label, _, loss, spread, difference, _, peak, tail, seconds in rows:
     table.add_row(label, f'{loss} {spread}'.strip(), difference, peak, tail, seconds)
   Console().print(table)

@@ -8,7 +8,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from experiments import train
-from experiments.experiment import load_config
+from experiments.experiment import Config, load_config
 
 FFN = r'.*/mlp/.*'
 
@@ -30,8 +30,8 @@ class Method:
   model: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-# Decay factors belong to the nano experiment. FST's is what `python -m experiments tune-decay --config nano --steps 400`
-# chose; that of SR-STE is the best of 2e-4 (the paper's, with SGD), 0.3, 3 and 30 with seed 0.
+# Decay factors belong to the nano experiment. FST's is what `python -m experiments tune-decay --config nano --steps
+# 400` chose; that of SR-STE is the best of 2e-4 (the paper's, with SGD), 0.3, 3 and 30 with seed 0.
 METHODS: Mapping[str, Method] = {
   'dense': Method('dense', 'dense', {'path': FFN, 'watch': 'transposable', 'refresh_every': 40}),
   'fst': Method('FST', 'transposable_srste', {'path': FFN, 'masked_decay': 6e-3}),
@@ -51,7 +51,7 @@ METHODS: Mapping[str, Method] = {
 }
 
 
-def configure(config: ConfigDict, method: str, seed: int) -> ConfigDict:
+def configure(config: Config, method: str, seed: int) -> Config:
   """Returns a copy of an experiment with a method's recipe and a seed put in.
 
   Args:
@@ -65,15 +65,14 @@ def configure(config: ConfigDict, method: str, seed: int) -> ConfigDict:
   if method not in METHODS:
     raise ValueError(f'method is {method!r}; known: {", ".join(METHODS)}')
   chosen, config = METHODS[method], config.copy_and_resolve_references()
-  tiny = config.name.endswith('-tiny')
+  kwargs = dict(chosen.kwargs)
+  if config.name.endswith('-tiny') and chosen.recipe in ('dense', 'transposable_srste'):
+    kwargs['refresh_every'] = 5
+  # Searching anew at every step puts flip rates of different refresh intervals on one scale.
+  recipe = ConfigDict({'name': chosen.recipe, 'kwargs': kwargs, 'flip_rate': 'step'})
   with config.unlocked():
-    config.recipe = ConfigDict(
-      # Searching anew at every step puts flip rates of different refresh intervals on one scale.
-      {'name': chosen.recipe, 'kwargs': dict(chosen.kwargs), 'flip_rate': 'step'}
-    )
+    config.recipe = recipe
     config.model.update(chosen.model)
-    if tiny and 'refresh_every' in config.recipe.kwargs:
-      config.recipe.kwargs.refresh_every = 5
   config.label, config.seed, config.data.seed = chosen.label, seed, seed
   return config
 

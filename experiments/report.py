@@ -7,24 +7,28 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments import claims, runs as runs_lib, svg
+from experiments import claims, svg
+from experiments import runs as runs_lib
 from experiments.runs import RunRecord
 
 _STYLE = """
-:root { --ink: #1b1f24; --soft: #59636e; --rule: #dfe3e8; --panel: #f6f8fa; --good: #1a7f37; --bad: #b3261e; --open: #7a5b00 }
+:root { --ink: #1b1f24; --soft: #59636e; --rule: #dfe3e8; --panel: #f6f8fa }
 * { box-sizing: border-box }
 body { margin: 0; background: #fff; color: var(--ink); font: 15px/1.55 system-ui, 'Inter', 'DejaVu Sans', sans-serif }
 main { max-width: 1240px; margin: 0 auto; padding: 40px 32px 72px }
 h1 { font-size: 30px; line-height: 1.2; margin: 0 0 6px; letter-spacing: -.01em }
 h2 { font-size: 19px; margin: 44px 0 6px }
-p, li { max-width: 82ch } .lead { color: var(--soft); margin: 0 0 22px } .caption { color: var(--soft); margin: 0 0 14px }
-.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(170px, 1fr)); gap: 14px; margin: 22px 0 8px }
+p, li { max-width: 92ch }
+.lead { color: var(--soft); margin: 0 0 22px } .caption { color: var(--soft); margin: 0 0 14px }
+.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(170px, 1fr)); gap: 14px }
+.cards { margin: 22px 0 8px }
 .card { background: var(--panel); border-radius: 10px; padding: 14px 16px }
 .card b { display: block; font-size: 24px; font-variant-numeric: tabular-nums; line-height: 1.25 }
 .card span { color: var(--soft); font-size: 13px }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(460px, 1fr)); gap: 26px 30px }
 .charts.small { grid-template-columns: repeat(auto-fit, minmax(340px, 1fr)) }
-figure { margin: 0 } figcaption { font-weight: 600; margin-bottom: 4px } svg { width: 100%; height: auto; display: block }
+figure { margin: 0 } figcaption { font-weight: 600; margin-bottom: 4px }
+svg { width: 100%; height: auto; display: block }
 svg text { font: 12px system-ui, 'Inter', 'DejaVu Sans', sans-serif; fill: var(--soft) }
 svg .legend { fill: var(--ink) } svg .note { font-size: 11px }
 .grid { stroke: #e9ecef } .base { stroke: #8c959f } .mark { stroke: #8c959f; stroke-dasharray: 3 3 }
@@ -33,11 +37,14 @@ th { text-align: left; font-size: 13px; color: var(--soft); font-weight: 600; bo
 th, td { padding: 8px 14px 8px 0; vertical-align: top } td { border-bottom: 1px solid var(--rule) }
 th.n, td.n { text-align: right; white-space: nowrap } td small { color: var(--soft); display: block }
 .swatch { display: inline-block; width: 11px; height: 11px; border-radius: 3px; margin-right: 9px }
-.finding { display: grid; grid-template-columns: 104px 1fr; gap: 16px; padding: 13px 0; border-bottom: 1px solid var(--rule) }
+.finding { display: grid; grid-template-columns: 104px 1fr; gap: 16px }
+.finding { padding: 13px 0; border-bottom: 1px solid var(--rule) }
 .finding p { margin: 2px 0 0; color: var(--soft) } .finding cite { font-size: 13px; color: var(--soft) }
-.verdict { font-weight: 600; font-size: 13px } .agrees { color: var(--good) } .disagrees { color: var(--bad) } .open { color: var(--open) }
+.verdict { font-weight: 600; font-size: 13px }
+.agrees { color: #1a7f37 } .disagrees { color: #b3261e } .open { color: #7a5b00 }
 .warn { border-left: 4px solid #d4a72c; background: #fff8e5; padding: 10px 16px; margin: 18px 0 }
-details { margin: 10px 0; border: 1px solid var(--rule); border-radius: 8px; padding: 9px 14px } summary { cursor: pointer }
+details { margin: 10px 0; border: 1px solid var(--rule); border-radius: 8px; padding: 9px 14px }
+summary { cursor: pointer }
 pre { font: 12.5px/1.5 ui-monospace, 'DejaVu Sans Mono', monospace; overflow-x: auto; margin: 10px 0 0 }
 """
 
@@ -81,14 +88,27 @@ def write_report(folders: Sequence[str | Path], out: str | Path, *, title: str =
   return out
 
 
+def finished(groups: Groups) -> dict[str, list[RunRecord]]:
+  """The groups without their unfinished runs; all of them where nothing is finished yet."""
+  done = {label: [run for run in group if run.summary is not None] for label, group in groups.items()}
+  done = {label: group for label, group in done.items() if group}
+  return done or {label: list(group) for label, group in groups.items()}
+
+
 def table_rows(groups: Groups) -> list[list[str]]:
-  """The comparison as text: label, seeds, validation loss, its spread, difference to dense, peak and final flip rate."""
+  """The comparison as text, one row a method.
+
+  Returns:
+    Rows of: label, seeds, validation loss, its spread, difference to dense, the same seed by seed, peak flip rate,
+    flip rate in the tenth before the common end of the sparse phases, seconds.
+  """
   dense = next((group for group in groups.values() if group[0].method == 'dense'), ())
+  end = runs_lib.common_sparse_end(run for group in groups.values() for run in group)
   rows = []
   for label, group in groups.items():
     losses = [run.validation_loss for run in group]
     differences = claims.paired(group, dense) if group is not dense else []
-    flips = [summary for run in group if (summary := run.flip_summary())]
+    flips = [summary for run in group if (summary := run.flip_summary(end))]
     rows.append(
       [
         label,
@@ -97,8 +117,7 @@ def table_rows(groups: Groups) -> list[list[str]]:
         f'± {np.std(losses, ddof=1):.4f}' if len(losses) > 1 else '',
         f'{np.mean(differences):+.4f}' if differences else '',
         ', '.join(f'{d:+.4f}' for d in differences),
-        f'{np.mean([f["peak"] for f in flips]):.2g}' if flips else '',
-        f'{np.mean([f["tail"] for f in flips]):.2g}' if flips else '',
+        *((f'{np.mean([f[key] for f in flips]):.2g}' if flips else '') for key in ('peak', 'tail')),
         f'{np.mean([run.seconds for run in group]):,.0f}',
       ]
     )
@@ -126,8 +145,8 @@ def _head(title: str, found: Sequence[RunRecord], groups: Groups) -> str:
   if unfinished:
     warning += f'<div class="warn">Unfinished, shown as far as they got: {escape(", ".join(unfinished))}.</div>'
   return (
-    f'<h1>{escape(title)}</h1><p class="lead">GPT-2 {escape(str(model["size"]))}{size}, on {escape(data["corpus"])} with '
-    f'tokenizer {escape(data["tokenizer"])}; {data["batch_size"]} sequences of {data["seq_len"]} tokens a step. '
+    f'<h1>{escape(title)}</h1><p class="lead">GPT-2 {escape(str(model["size"]))}{size}, on {escape(data["corpus"])} '
+    f'with tokenizer {escape(data["tokenizer"])}; {data["batch_size"]} sequences of {data["seq_len"]} tokens a step. '
     f'{escape(found[0].environment["device"])}.</p><div class="cards">{boxes}</div>{warning}'
   )
 
@@ -136,7 +155,7 @@ def _findings(found: Sequence[RunRecord]) -> str:
   findings = claims.findings(found)
   intro = '<h2>Where these runs agree with the papers, and where not</h2>'
   if not findings:
-    return f'{intro}<p class="caption">These runs speak to none of the claims: they need a dense twin and a sparse method.</p>'
+    return f'{intro}<p class="caption">These runs speak to none of the claims: that takes a dense and a sparse run.</p>'
   counts = {verdict: sum(f.verdict == verdict for f in findings) for verdict in ('agrees', 'disagrees', 'open')}
   words = {'agrees': 'agrees', 'disagrees': 'disagrees', 'open': 'cannot tell'}
   rows = ''.join(
@@ -145,47 +164,39 @@ def _findings(found: Sequence[RunRecord]) -> str:
     for f in findings
   )
   return (
-    f'{intro}<p class="caption">Of {len(findings)} claims, the figures here agree with {counts["agrees"]}, disagree with '
-    f'{counts["disagrees"]}, and cannot decide {counts["open"]}. They speak about this model and this budget; the papers '
-    'trained models of 100 million parameters and more. A loss counts as different when the 95% interval of the '
+    f'{intro}<p class="caption">Of {len(findings)} claims, the figures here agree with {counts["agrees"]}, disagree '
+    f'with {counts["disagrees"]}, and cannot decide {counts["open"]}. They speak about this model and this budget; the '
+    'papers trained models of 100 million parameters and more. A loss counts as different when the 95% interval of the '
     f'seed-by-seed difference leaves out zero.</p>{rows}'
   )
 
 
 def _table(groups: Groups, colours: Mapping[str, str]) -> str:
-  heads = [
-    'method',
-    'seeds',
-    'validation loss',
-    'spread',
-    'minus dense',
-    'seed by seed',
-    'peak flip rate',
-    'flip rate, end of sparse phase',
-    'seconds',
-  ]
-  numeric = [False, True, True, True, True, True, True, True, True]
+  groups = finished(groups)
+  end = runs_lib.common_sparse_end(run for group in groups.values() for run in group)
+  heads = ['method', 'seeds', 'validation loss', 'spread', 'minus dense', 'seed by seed', 'peak flip rate',
+           f'flip rate, steps {0.9 * end:,.0f} to {end:,}', 'seconds']  # fmt: skip
+  numeric = [False] + [True] * (len(heads) - 1)
   head = ''.join(f'<th{" class=n" if n else ""}>{h}</th>' for h, n in zip(heads, numeric, strict=True))
   body = ''
-  for row in table_rows(groups):
-    run = groups[row[0]][0]
-    kwargs = ', '.join(f'{k}={v}' for k, v in run.config['recipe']['kwargs'].items() if k != 'path')
+  for label, *values in table_rows(groups):
+    recipe = groups[label][0].config['recipe']
+    kwargs = ', '.join(f'{k}={v}' for k, v in recipe['kwargs'].items() if k != 'path')
     name = (
-      f'<span class="swatch" style="background:{colours[row[0]]}"></span>{escape(row[0])}'
-      f'<small>{escape(run.config["recipe"]["name"])}{escape(f" ({kwargs})" if kwargs else "")}</small>'
+      f'<span class="swatch" style="background:{colours[label]}"></span>{escape(label)}'
+      f'<small>{escape(recipe["name"])}{escape(f" ({kwargs})" if kwargs else "")}</small>'
     )
-    cells = [name, *map(escape, row[1:])]
-    body += (
-      '<tr>' + ''.join(f'<td{" class=n" if n else ""}>{c}</td>' for c, n in zip(cells, numeric, strict=True)) + '</tr>'
-    )
+    cells = zip([name, *map(escape, values)], numeric, strict=True)
+    body += '<tr>' + ''.join(f'<td{" class=n" if n else ""}>{cell}</td>' for cell, n in cells) + '</tr>'
   dots = svg.dot_plot(
     [(label, colours[label], [run.validation_loss for run in group]) for label, group in groups.items()],
     title='Final validation loss of every run',
     x_label='final validation loss, nats a token; one dot a seed',
   )
   return (
-    '<h2>Comparison</h2><p class="caption">Final validation loss in nats a token (a byte, with the byte tokenizer): mean '
-    'and sample standard deviation over seeds, and the difference to the dense run of the same seed.</p>'
+    '<h2>Comparison</h2><p class="caption">Final validation loss in nats a token (a byte, with the byte tokenizer): '
+    'mean and sample standard deviation over seeds, and the difference to the dense run of the same seed. Flip rates '
+    'compare over the same steps, in which every sparse method is still sparse.</p>'
     f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
     f'<figure style="margin-top:26px"><figcaption>Final validation loss</figcaption>{dots}</figure>'
   )
@@ -291,8 +302,9 @@ def _flips(groups: Groups, colours: Mapping[str, str]) -> str:
       )
       small.append(f'<figure><figcaption>{escape(label)}</figcaption>{chart}</figure>')
   return (
-    f'<h2>Flip rate</h2><p class="caption">The share of mask entries that change. {unit} Dense runs are watched: masks are '
-    f'chosen and compared, and nothing is made sparse.</p><figure>{overall}</figure>'
+    f'<h2>Flip rate</h2><p class="caption">The share of mask entries that change. {unit} Dense runs are watched: masks '
+    f'are chosen and compared, and nothing is made sparse. Rates of zero have no place on the log scale.'
+    f'</p><figure>{overall}</figure>'
     f'<h2>Flip rate of each layer</h2><div class="charts small">{"".join(small)}</div>'
   )
 

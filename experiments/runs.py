@@ -83,18 +83,23 @@ class RunRecord:
       pairs.pop(0)
     return np.array([step for step, _ in pairs]), np.array([rate for _, rate in pairs])
 
-  def flip_summary(self) -> dict[str, float]:
-    """The flip-rate curve in four numbers: peak, its step, mean over the last tenth of the sparse phase, last value."""
+  def flip_summary(self, end: int | None = None) -> dict[str, float]:
+    """The flip-rate curve in four numbers: peak, its step, mean over the tenth before `end`, last value.
+
+    Args:
+      end: a step; None is the end of the run's own sparse phase.
+    """
+    end = end or self.sparse_end
     steps, rates = self.flip_curve()
     if not len(rates):
       return {}
-    inside = steps <= self.sparse_end
-    tail = inside & (steps > 0.9 * self.sparse_end)
+    inside = steps <= end
+    tail = inside & (steps > 0.9 * end)
     peak = int(np.argmax(rates))
     return {
       'peak': float(rates[peak]),
       'peak_step': int(steps[peak]),
-      'tail': float(rates[tail].mean()) if tail.any() else float(rates[inside][-1]),
+      'tail': float(rates[tail].mean()) if tail.any() else float('nan'),
       'last': float(rates[-1]),
     }
 
@@ -145,10 +150,18 @@ def group(runs: Iterable[RunRecord]) -> dict[str, list[RunRecord]]:
     groups.setdefault(run.label, []).append(run)
 
   def order(label: str) -> tuple[bool, float]:
-    losses = [run.validation_loss for run in groups[label]]
+    done = [run for run in groups[label] if run.summary is not None]
+    losses = [run.validation_loss for run in done or groups[label]]
     return groups[label][0].method != 'dense', float(np.mean(losses))
 
   return {label: groups[label] for label in sorted(groups, key=order)}
+
+
+def common_sparse_end(runs: Iterable[RunRecord]) -> int:
+  """The last step at which every run that has a sparse phase is still in it; flip rates compare up to there."""
+  runs = list(runs)
+  sparse = [run.sparse_end for run in runs if any(record['phase'] == 'sparse' for record in run.train)]
+  return min(sparse or [run.sparse_end for run in runs])
 
 
 def settings_that_differ(runs: Iterable[RunRecord]) -> dict[str, list[Any]]:

@@ -9,7 +9,7 @@ import zlib
 import numpy as np
 
 # Colours that people with any colour vision can tell apart (Okabe and Ito), darkened where white needs it.
-PALETTE = ('#1b1f24', '#0072b2', '#d55e00', '#009e73', '#b2629a', '#b38600', '#4a90c2', '#8c564b', '#7f7f7f')
+PALETTE = ('#1b1f24', '#0072b2', '#d55e00', '#009e73', '#b2629a', '#b38600', '#6a3d9a', '#8c564b', '#7f7f7f')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +104,7 @@ def line_chart(
     An `<svg>` element.
   """
   rows = _legend_rows([line for line in lines if line.label] if legend else [], width - 70)
-  left, right, top, bottom = 62, 14, 26 + 20 * len(rows), 42
+  left, right, top, bottom = 62, 24, 26 + 20 * len(rows), 42
   height += 20 * len(rows)
   xs = np.concatenate([line.x for line in lines])
   x_low, x_high = float(min(xs.min(), 0)), float(max(xs.max(), 1))

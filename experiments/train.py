@@ -15,9 +15,8 @@ import time
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
 import jax.numpy as jnp
-from ml_collections import ConfigDict
+from jax.sharding import NamedSharding, PartitionSpec
 import numpy as np
 import optax
 
@@ -25,6 +24,7 @@ from experiments import build
 from experiments import metrics as metrics_lib
 from experiments.build import Parts
 from experiments.checkpoint import Checkpoints
+from experiments.experiment import Config
 from experiments.progress import Progress
 import sparse24_jax as s24
 
@@ -145,7 +145,7 @@ class Run:
 
   def __init__(self, parts: Parts, folder: str | Path, *, quiet: bool = False):
     self.parts, self.folder, self.quiet = parts, Path(folder), quiet
-    self.config: ConfigDict = parts.config
+    self.config: Config = parts.config
     self.iterator = parts.data.train()
     self.seconds = 0.0
     self.state = init_state(parts)
@@ -272,16 +272,16 @@ def environment() -> dict[str, Any]:
   import flax
   import orbax.checkpoint as ocp
 
-  kind = jax.devices()[0].device_kind
+  kind, on_cpu = jax.devices()[0].device_kind, jax.default_backend() == 'cpu'
   versions = {module.__name__.split('.')[0]: module.__version__ for module in (jax, flax, optax, ocp, np)}
   return {
-    'device': f'{os.cpu_count()} CPU cores ({platform.machine()})' if kind == 'cpu' else f'{jax.device_count()} x {kind}',
+    'device': f'{os.cpu_count()} CPU cores ({platform.machine()})' if on_cpu else f'{jax.device_count()} x {kind}',
     'python': platform.python_version(),
     'versions': versions,
   }
 
 
-def train(config: ConfigDict, folder: str | Path, *, data: Any = None, quiet: bool = False) -> dict[str, Any]:
+def train(config: Config, folder: str | Path, *, data: Any = None, quiet: bool = False) -> dict[str, Any]:
   """Trains one configuration in a folder, or resumes it, or returns the summary of the finished run.
 
   Args:

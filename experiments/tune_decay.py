@@ -6,17 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from ml_collections import ConfigDict
 import numpy as np
 
 from experiments import build, train
+from experiments.experiment import Config
 import sparse24_jax as s24
 
 # The grid of the values that occur in the released scripts.
 CANDIDATES = (0.0, 1e-6, 2e-6, 6e-6, 2e-5, 6e-5, 2e-4, 6e-4, 2e-3, 6e-3)
 
 
-def warmup_flip_rate(config: ConfigDict, decay: float | None, *, steps: int, last: int, data: Any = None) -> float:
+def warmup_flip_rate(config: Config, decay: float | None, *, steps: int, last: int, data: Any = None) -> float:
   """Trains for the warm-up and returns the mean flip rate of its end.
 
   The learning rate follows the full run's schedule; only the number of steps is cut.
@@ -47,7 +47,7 @@ def warmup_flip_rate(config: ConfigDict, decay: float | None, *, steps: int, las
 
 
 def tune(
-  config: ConfigDict, folder: str | Path, *, candidates: Sequence[float] = CANDIDATES, steps: int = 0, data: Any = None
+  config: Config, folder: str | Path, *, candidates: Sequence[float] = CANDIDATES, steps: int = 0, data: Any = None
 ) -> s24.DecayChoice:
   """Runs the warm-ups, writes `tune_decay.json` and `tune_decay.svg`, and returns the choice.
 
@@ -55,7 +55,7 @@ def tune(
     config: the experiment.
     folder: where to write; made when missing.
     candidates: decay factors to try.
-    steps: optimizer steps a run; 0 means the experiment's learning-rate warm-up, or ten mask refreshes if that is longer.
+    steps: optimizer steps a run; 0 means the experiment's learning-rate warm-up, or ten mask refreshes if longer.
     data: batches in place of the corpus.
 
   Raises:

@@ -4,10 +4,12 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from experiments.experiment import Config
+
 TINY_MODEL = {'num_layers': 2, 'num_heads': 2, 'embed_dim': 32, 'seq_len': 16}
 
 
-def make(name: str, *, size: str, tiny: bool, **fields: Any) -> ConfigDict:
+def make(name: str, *, size: str, tiny: bool, **fields: Any) -> Config:
   """Returns a full configuration.
 
   Args:
@@ -74,7 +76,7 @@ def make(name: str, *, size: str, tiny: bool, **fields: Any) -> ConfigDict:
   return config
 
 
-def shrink(config: ConfigDict) -> None:
+def shrink(config: Config) -> None:
   """Turns an experiment into its tiny twin, in place: same recipe, optimizer and dtype, a learnable size."""
   config.name += '-tiny'
   config.steps = 60
@@ -98,7 +100,7 @@ def shrink(config: ConfigDict) -> None:
     config.recipe.kwargs.refresh_every = 5
 
 
-def _set(config: ConfigDict, fields: dict[str, Any]) -> None:
+def _set(config: Config, fields: dict[str, Any]) -> None:
   """Sets fields section by section; `model` and `recipe` replace what is there."""
   for key, value in fields.items():
     if key in ('model', 'recipe'):

@@ -1,11 +1,10 @@
 """What the four GPT-2 experiments share. Not an experiment itself."""
 
-from ml_collections import ConfigDict
-
 from experiments.configs import base
+from experiments.experiment import Config
 
 
-def make(name: str, *, size: str, masked_decay: float, tiny: bool, accumulate: int) -> ConfigDict:
+def make(name: str, *, size: str, masked_decay: float, tiny: bool, accumulate: int) -> Config:
   """Returns GPT-2 of one size with FST.
 
   Args:

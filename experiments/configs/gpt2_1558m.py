@@ -5,15 +5,15 @@ Source of every value: the released training scripts of 'Accelerating Transforme
 (arXiv 2404.01847), with bfloat16 in place of float16 and a loss scale.
 Masked decay 6e-5 as in the script's folder, run name and commented-out line; the README of the same release says
 2e-4.
-Cost: 300,000 steps of 512 x 1,024 tokens, 157 billion tokens; about 1.5e21 floating-point operations (6 x parameters x tokens).
+Cost: 300,000 steps of 512 x 1,024 tokens, 157 billion tokens; about 1.5e21 floating-point operations (6 x parameters x
+tokens).
 Command: python -m experiments train --config gpt2_1558m --set data.manual_dir=FOLDER
 """
 
-from ml_collections import ConfigDict
-
 from experiments.configs import gpt2
+from experiments.experiment import Config
 
 
-def get_config(tiny: bool = False) -> ConfigDict:
+def get_config(tiny: bool = False) -> Config:
   """Returns the experiment, or its tiny twin."""
   return gpt2.make('gpt2_1558m', size='1558m', masked_decay=6e-5, tiny=tiny, accumulate=16)

@@ -4,15 +4,15 @@ Claim: the final loss is that of dense training (compare with --set recipe.name=
 Source of every value: the released training scripts of 'Accelerating Transformer Pre-training with 2:4 Sparsity'
 (arXiv 2404.01847), with bfloat16 in place of float16 and a loss scale.
 Masked decay 2e-4 as in the script; the README of the same release says 6e-5.
-Cost: 300,000 steps of 512 x 1,024 tokens, 157 billion tokens; about 7.3e20 floating-point operations (6 x parameters x tokens).
+Cost: 300,000 steps of 512 x 1,024 tokens, 157 billion tokens; about 7.3e20 floating-point operations (6 x parameters x
+tokens).
 Command: python -m experiments train --config gpt2_774m --set data.manual_dir=FOLDER
 """
 
-from ml_collections import ConfigDict
-
 from experiments.configs import gpt2
+from experiments.experiment import Config
 
 
-def get_config(tiny: bool = False) -> ConfigDict:
+def get_config(tiny: bool = False) -> Config:
   """Returns the experiment, or its tiny twin."""
   return gpt2.make('gpt2_774m', size='774m', masked_decay=2e-4, tiny=tiny, accumulate=8)

@@ -11,7 +11,7 @@ matrices only, is the one that the 2:4 pre-training papers train.
 from collections.abc import Mapping
 import dataclasses
 import math
-from typing import Any
+from typing import Any, Literal
 
 from flax import linen as nn
 import jax
@@ -56,7 +56,7 @@ class GPT2Config:
   param_dtype: str = 'float32'
   remat: bool = False
   scan_layers: bool = False
-  attention: str | None = 'xla'
+  attention: Literal['xla', 'cudnn'] | None = 'xla'
 
   def __post_init__(self):
     if self.embed_dim % self.num_heads:

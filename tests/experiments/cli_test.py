@@ -1,0 +1,118 @@
+"""The command line end to end on a tiny model, and its errors."""
+
+import contextlib
+import io
+import json
+from pathlib import Path
+from unittest import mock
+
+from absl.testing import absltest, parameterized
+
+from experiments import __main__ as cli
+from experiments import tune_decay
+from tests.experiments.fakes import compile_quickly, FakeData, temp_folder
+from tests.experiments.report_test import read_page
+
+FAST = (
+  '--set',
+  'model.num_layers=1',
+  '--set',
+  'steps=20',
+  '--set',
+  'log_every=5',
+  '--set',
+  'eval_every=10',
+  '--set',
+  'checkpoint_every=10',
+  '--set',
+  'eval_batches=2',
+)
+
+
+def setUpModule():
+  compile_quickly()
+
+
+def call(*arguments):
+  """Returns (status, standard output, standard error) of one command, on fake data."""
+  out, err = io.StringIO(), io.StringIO()
+  with (
+    contextlib.redirect_stdout(out),
+    contextlib.redirect_stderr(err),
+    mock.patch('experiments.data.pipeline.load', lambda **_: FakeData()),
+  ):
+    status = cli.main(arguments)
+  return status, out.getvalue(), err.getvalue()
+
+
+class CommandTest(parameterized.TestCase):
+  def test_main_job_inspect_eval_report(self):
+    folder = temp_folder(self)
+    status, out, err = call('main-job', '--tiny', '--folder', folder, *FAST)
+    self.assertEqual((status, err), (0, ''))
+    self.assertIn(f'report: {Path(folder).resolve() / "report.html"}', out)
+    for label in ('dense', 'plain STE', 'FST'):
+      self.assertIn(label, out)
+    self.assertIn('svg', read_page(Path(folder) / 'report.html').tags)
+
+    status, out, _ = call('inspect', f'{folder}/fst-seed0', '--step', '10')
+    self.assertEqual(status, 0)
+    self.assertRegex(out, r'step 10, sparse phase, recipe transposable_srste')
+    self.assertRegex(out, r'h_0/mlp/c_fc/kernel +32 x 128 +0\.5000 .* yes')
+    self.assertRegex(call('inspect', f'{folder}/fst-seed0')[1], r'step 20, dense phase[\s\S]*1\.0000 .* no')
+
+    summary = json.loads((Path(folder) / 'fst-seed0' / 'summary.json').read_text())
+    self.assertIn(f'loss {summary["validation_loss"]:.4f}', call('eval', f'{folder}/fst-seed0')[1])
+    self.assertEqual(call('report', folder, '--out', f'{folder}/other.html')[0], 0)
+
+  def test_train_and_tune(self):
+    folder = Path(temp_folder(self))
+    status, out, _ = call('train', '--config', 'nano', '--tiny', '--folder', str(folder / 'run'), *FAST)
+    self.assertEqual(status, 0)
+    self.assertRegex(out, r'validation loss \d\.\d+ after 20 steps')
+    status, out, _ = call(
+      'tune-decay',
+      '--tiny',
+      '--folder',
+      str(folder),
+      '--candidates',
+      '0',
+      '1e-2',
+      '--steps',
+      '15',
+      '--set',
+      'model.num_layers=1',
+    )
+    self.assertEqual(status, 0)
+    record = json.loads((folder / 'tune_decay.json').read_text())
+    self.assertLess(record['trials'][1]['ratio'], record['trials'][0]['ratio'])
+    self.assertIn('<svg', (folder / 'tune_decay.svg').read_text())
+
+  @parameterized.parameters(
+    (('train', '--config', 'nope'), 'no experiment .nope.; known: gpt2_124m'),
+    (('train', '--config', 'nano', '--set', 'stepz=1'), "no field 'stepz'"),
+    (('inspect', '/nonexistent'), 'is not the folder of a run'),
+    (('report', '/nonexistent'), 'holds no run'),
+    (('compare', '--methods', 'magic'), "method is 'magic'; known: dense"),
+    (('tune-decay', '--set', 'recipe.name=ste'), 'takes no masked_decay'),
+  )
+  def test_errors_are_one_line_and_a_status(self, arguments, message):
+    status, _, err = call(*arguments)
+    self.assertEqual(status, 1)
+    self.assertRegex(err, f'error: .*{message}')
+    self.assertNotIn('Traceback', err)
+
+  def test_no_command_is_the_main_job(self):
+    with mock.patch.dict(cli._COMMANDS, {'main-job': mock.Mock()}) as commands:
+      self.assertEqual(cli.main([]), 0)
+      commands['main-job'].assert_called_once()
+
+  def test_a_plot_without_a_feasible_choice(self):
+    choice = tune_decay.s24.tune_masked_decay(lambda decay: 1.0, [0.0, 1e-4])
+    path = Path(temp_folder(self)) / 'plot.svg'
+    tune_decay.plot(choice, path)
+    self.assertGreater(path.stat().st_size, 1000)
+
+
+if __name__ == '__main__':
+  absltest.main()

@@ -1,0 +1,88 @@
+"""A learnable data source for tests of the loop: no corpus, no preparation, the interface of the real pipeline."""
+
+import shutil
+import tempfile
+import unittest
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+import numpy as np
+
+
+def compile_quickly():
+  """Compiling is most of these tests' time: share programs within a module and its child processes, optimize little.
+
+  Returns:
+    Environment variables that give a child process the same settings.
+  """
+  folder = tempfile.mkdtemp()
+  settings = {
+    'jax_compilation_cache_dir': folder,
+    'jax_persistent_cache_min_compile_time_secs': 0.1,
+    'jax_disable_most_optimizations': True,
+  }
+  old = {name: getattr(jax.config, name, False) for name in settings}
+  for name, value in settings.items():
+    jax.config.update(name, value)
+
+  def restore():
+    for name, value in old.items():
+      jax.config.update(name, value)
+    compilation_cache.reset_cache()
+    shutil.rmtree(folder)
+
+  unittest.addModuleCleanup(restore)
+  return {name.upper(): str(value) for name, value in settings.items()}
+
+
+def temp_folder(case):
+  """A folder that goes away with the test; absl's own needs flags that pytest does not parse."""
+  folder = tempfile.mkdtemp()
+  case.addCleanup(shutil.rmtree, folder)
+  return folder
+
+
+class FakeData:
+  """Sequences of a noisy counter: token t + 1 is token t plus one, except for one in eight.
+
+  Args:
+    seq_len: positions.
+    batch_size: sequences a batch.
+    seed: decides everything.
+  """
+
+  vocab_size = 32
+  tokenizer = None
+
+  def __init__(self, *, seq_len=16, batch_size=16, seed=0, fingerprint='fake-1'):
+    self._shape, self._seed, self.fingerprint = (batch_size, seq_len + 1), seed, fingerprint
+
+  def batch(self, *key):
+    rng = np.random.default_rng((self._seed, *key))
+    steps = np.where(rng.random(self._shape) < 1 / 8, rng.integers(0, self.vocab_size, self._shape), 1)
+    tokens = (np.cumsum(steps, axis=1) % self.vocab_size).astype(np.int32)
+    return {'inputs': tokens[:, :-1], 'targets': tokens[:, 1:]}
+
+  def train(self):
+    return _Iterator(self)
+
+  def validation(self, num_batches):
+    return [self.batch(1, i) for i in range(num_batches)]
+
+
+class _Iterator:
+  def __init__(self, data):
+    self._data, self._position = data, 0
+
+  def __iter__(self):
+    return self
+
+  def __next__(self):
+    self._position += 1
+    return self._data.batch(0, self._position)
+
+  def get_state(self):
+    return {'position': self._position}
+
+  def set_state(self, state):
+    self._position = state['position']

@@ -1,0 +1,136 @@
+"""GPT-2 in linen and nnx: sizes, twins, initialisation, options, bad input."""
+
+from absl.testing import absltest, parameterized
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.models import gpt2, gpt2_nnx
+
+
+def _tiny(**overrides):
+  return gpt2.make_config('nano', vocab_size=32, **{'embed_dim': 32, 'seq_len': 16, **overrides})
+
+
+def _init(config, seed=0):
+  tokens = jax.random.randint(jax.random.key(1), (2, 16), 0, config.vocab_size)
+  return gpt2.GPT2(config).init(jax.random.key(seed), tokens)['params'], tokens
+
+
+def _paths(tree):
+  return {
+    jax.tree_util.keystr(path, simple=True, separator='/') for path, _ in jax.tree_util.tree_leaves_with_path(tree)
+  }
+
+
+class SizesTest(parameterized.TestCase):
+  # OpenAI's released checkpoints: with biases, vocabulary 50,257, output matrix tied.
+  @parameterized.parameters(
+    ('124m', 124_439_808), ('350m', 354_823_168), ('774m', 774_030_080), ('1558m', 1_557_611_200)
+  )
+  def test_counts_of_the_released_models(self, size, count):
+    config = gpt2.make_config(size, vocab_size=50257, bias=True)
+    shapes = jax.eval_shape(gpt2.GPT2(config).init, jax.random.key(0), jnp.zeros((1, 8), jnp.int32))['params']
+    self.assertEqual(gpt2.param_count(shapes), count)
+    twin = nnx.eval_shape(lambda: gpt2_nnx.GPT2(config, rngs=nnx.Rngs(0)))
+    self.assertEqual(gpt2.param_count(nnx.to_pure_dict(nnx.state(twin, nnx.Param))), count)
+
+  def test_paths_are_what_the_recipes_match(self):
+    params, _ = _init(_tiny())
+    self.assertContainsSubset(
+      {'h_0/mlp/c_fc/kernel', 'h_1/mlp/c_proj/kernel', 'h_0/attn/c_attn/kernel', 'wte/embedding'}, _paths(params)
+    )
+
+  @parameterized.parameters(
+    (dict(size='huge'), 'known: nano'),
+    (dict(num_heads=5), 'num_heads 5'),
+    (dict(mlp='tanh'), "mlp is 'tanh'"),
+    (dict(ffn_width=0.3), 'ffn_width 0.3'),
+  )
+  def test_bad_sizes(self, overrides, message):
+    with self.assertRaisesRegex(ValueError, message):
+      gpt2.make_config(**{'size': 'nano', 'vocab_size': 32, **overrides})
+
+  def test_too_many_positions(self):
+    config = _tiny()
+    with self.assertRaisesRegex(ValueError, '17 positions on axis -1; the model takes at most 16'):
+      gpt2.GPT2(config).init(jax.random.key(0), jnp.zeros((1, 17), jnp.int32))
+
+
+class TwinsTest(parameterized.TestCase):
+  @parameterized.parameters(
+    dict(),
+    dict(bias=True),
+    dict(mlp='swiglu', ffn_width=0.5),
+    dict(mlp='geglu'),
+    dict(mlp='relu2'),
+    dict(remat=True),
+    dict(dtype='bfloat16'),
+  )
+  def test_same_parameters_same_logits(self, **overrides):
+    config = _tiny(**overrides)
+    params, tokens = _init(config)
+    twin = gpt2_nnx.GPT2(config, rngs=nnx.Rngs(3))
+    gpt2_nnx.load_linen_params(twin, params)
+    logits = gpt2.GPT2(config).apply({'params': params}, tokens)
+    self.assertEqual(logits.dtype, jnp.float32)
+    np.testing.assert_array_equal(logits, twin(tokens))
+
+  def test_a_different_tree_is_refused_by_path(self):
+    params, _ = _init(_tiny(bias=True))
+    twin = gpt2_nnx.GPT2(_tiny(), rngs=nnx.Rngs(0))
+    with self.assertRaisesRegex(ValueError, 'unexpected .*h_0/mlp/c_fc/bias'):
+      gpt2_nnx.load_linen_params(twin, params)
+
+  @parameterized.parameters('scan_layers', 'dropout')
+  def test_what_the_twin_lacks_is_said(self, option):
+    with self.assertRaisesRegex(ValueError, option):
+      gpt2_nnx.GPT2(_tiny(**{option: 1}), rngs=nnx.Rngs(0))
+
+
+class OptionsTest(parameterized.TestCase):
+  @parameterized.parameters(False, True)
+  def test_scan_equals_the_loop(self, remat):
+    config = _tiny()
+    params, tokens = _init(config)
+    stacked = {key: value for key, value in params.items() if not key.startswith('h_')}
+    stacked['h'] = jax.tree.map(lambda *layers: jnp.stack(layers), params['h_0'], params['h_1'])
+    scanned = gpt2.GPT2(_tiny(scan_layers=True, remat=remat))
+    shapes = jax.eval_shape(scanned.init, jax.random.key(0), tokens)['params']
+    self.assertEqual(jax.tree.structure(shapes), jax.tree.structure(stacked))
+    np.testing.assert_allclose(
+      scanned.apply({'params': stacked}, tokens), gpt2.GPT2(config).apply({'params': params}, tokens), atol=1e-6
+    )
+
+  def test_initial_scales(self):
+    params, _ = _init(_tiny(embed_dim=128, num_layers=2))
+    self.assertAlmostEqual(float(params['h_0']['mlp']['c_fc']['kernel'].std()), 0.02, delta=5e-4)
+    self.assertAlmostEqual(float(params['h_0']['mlp']['c_proj']['kernel'].std()), 0.01, delta=5e-4)
+    self.assertAlmostEqual(float(params['h_1']['attn']['c_proj']['kernel'].std()), 0.01, delta=5e-4)
+
+  def test_half_width_and_gated_shapes(self):
+    params, _ = _init(_tiny(ffn_width=0.5, mlp='swiglu'))
+    self.assertEqual(params['h_0']['mlp']['c_fc']['kernel'].shape, (32, 64))
+    self.assertEqual(params['h_0']['mlp']['c_gate']['kernel'].shape, (32, 64))
+
+  def test_logits_are_causal(self):
+    config = _tiny()
+    params, tokens = _init(config)
+    changed = tokens.at[:, 9].set((tokens[:, 9] + 1) % 32)
+    before, after = (gpt2.GPT2(config).apply({'params': params}, t) for t in (tokens, changed))
+    np.testing.assert_array_equal(before[:, :9], after[:, :9])
+    self.assertGreater(float(jnp.abs(before - after)[:, 9:].max()), 0)
+
+  def test_dropout_acts_only_when_asked(self):
+    config = _tiny(dropout=0.5)
+    params, tokens = _init(config)
+    plain = gpt2.GPT2(config).apply({'params': params}, tokens)
+    noisy = gpt2.GPT2(config, deterministic=False).apply(
+      {'params': params}, tokens, rngs={'dropout': jax.random.key(0)}
+    )
+    self.assertGreater(float(jnp.abs(plain - noisy).max()), 1e-3)
+
+
+if __name__ == '__main__':
+  absltest.main()

@@ -1,0 +1,189 @@
+"""The report renders from run folders alone, and its verdicts follow the figures."""
+
+from html.parser import HTMLParser
+import json
+from pathlib import Path
+import re
+import xml.etree.ElementTree as ET
+
+from absl.testing import absltest, parameterized
+import numpy as np
+
+from experiments import claims, compare, methods, report, runs, svg
+from experiments.experiment import load_config
+from tests.experiments.fakes import temp_folder
+
+NAMES = ('h_0/mlp/c_fc/kernel', 'h_0/mlp/c_proj/kernel')
+
+
+def write_run(folder, method, seed, final, *, tail=1e-3, finished=True, **overrides):
+  """A run folder of a given final loss, whose flip rate rises to 0.05 and falls to `tail`."""
+  config = methods.configure(load_config('nano'), method, seed)
+  config.update(overrides)
+  folder = Path(folder) / f'{method}-seed{seed}'
+  folder.mkdir(parents=True)
+  sparse_until = 3000 if method.startswith('fst') else (0 if 'dense' in config.recipe.name else 4000)
+  lines, timing = [], []
+  for step in range(100, 4001, 100):
+    rate = 0.05 * np.exp(-(((step - 600) / 300) ** 2)) + (tail if step > 600 else 0.01)
+    loss = final + 2 * np.exp(-step / 500)
+    phase = 'sparse' if step <= sparse_until else 'dense'
+    lines.append(
+      {
+        'step': step,
+        'kind': 'train',
+        'loss': loss,
+        'grad_norm': 1.0,
+        'learning_rate': 1e-3,
+        'phase': phase,
+        'flip_rate': rate,
+        'flip_rates': dict.fromkeys(NAMES, rate),
+      }
+    )
+    timing.append({'step': step, 'kind': 'timing', 'seconds': step / 100, 'tokens_per_s': 9e4})
+    if step % 500 == 0:
+      lines.append({'step': step, 'kind': 'validation', 'loss': final if step == 4000 else loss, 'phase': phase})
+  (folder / 'metrics.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in lines))
+  (folder / 'timing.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in timing))
+  (folder / 'config.json').write_text(json.dumps(config.to_dict()))
+  (folder / 'environment.json').write_text(
+    json.dumps({'device': '2 CPU cores', 'python': '3.12.1', 'versions': {'jax': '0.11.2'}})
+  )
+  if finished:
+    (folder / 'summary.json').write_text(json.dumps({'seconds': 40.0, 'validation_loss': final}))
+  return folder
+
+
+class _Page(HTMLParser):
+  """Collects what a page would load or run, and its visible text."""
+
+  def __init__(self):
+    super().__init__()
+    self.tags, self.links, self.text = [], [], []
+
+  def handle_starttag(self, tag, attrs):
+    self.tags.append(tag)
+    self.links += [value for name, value in attrs if name in ('src', 'href', 'xlink:href')]
+
+  def handle_data(self, data):
+    self.text.append(data)
+
+
+def read_page(path):
+  page = _Page()
+  page.feed(Path(path).read_text())
+  return page
+
+
+class ReportTest(parameterized.TestCase):
+  def test_one_page_with_everything_in_it(self):
+    folder = temp_folder(self)
+    for seed in range(3):
+      write_run(folder, 'dense', seed, 1.22 + 0.01 * seed, tail=5e-3)
+      write_run(folder, 'fst', seed, 1.25 + 0.01 * seed)
+      write_run(folder, 'ste', seed, 1.30 + 0.01 * seed)
+    path = report.write_report([folder], Path(folder) / 'out' / 'report.html', title='A <title>')
+    page = read_page(path)
+    self.assertNotIn('script', page.tags)
+    self.assertEqual([link for link in page.links if not link.startswith('data:')], [])
+    self.assertNotRegex(path.read_text(), r'url\(\s*[\'"]?http|@import')
+    text = ' '.join(page.text)
+    for expected in (
+      'A <title>',
+      '9',
+      'FST',
+      'plain STE',
+      '+0.0300',
+      '± 0.0100',
+      'h_0/mlp/c_fc',
+      'FST turns dense',
+      'seed 2',
+      'jax 0.11.2',
+    ):
+      self.assertIn(expected, text)
+    for picture in re.findall(r'<svg.*?</svg>', path.read_text(), re.DOTALL):
+      ET.fromstring(picture)
+    self.assertNotRegex(path.read_text(), r'(?<![a-z])nan(?![a-z])')
+
+  @parameterized.parameters(False, True)
+  def test_one_run_is_enough(self, finished):
+    folder = write_run(temp_folder(self), 'dense', 0, 1.2, finished=finished)
+    text = ' '.join(read_page(report.write_report([folder], folder / 'r.html')).text)
+    self.assertIn('speak to none of the claims', text)
+    self.assertEqual('Unfinished' in text, not finished)
+
+  def test_differing_settings_are_pointed_out(self):
+    folder = temp_folder(self)
+    write_run(folder, 'dense', 0, 1.2)
+    write_run(folder, 'fst', 0, 1.2, steps=8000)
+    text = ' '.join(read_page(report.write_report([folder], Path(folder) / 'r.html')).text)
+    self.assertIn('steps: 4000, 8000', text)
+
+  def test_folders_without_runs_are_refused(self):
+    with self.assertRaisesRegex(ValueError, 'holds no run'):
+      report.write_report([temp_folder(self)], '/tmp/never.html')
+
+  def test_records_are_replaced_not_doubled(self):
+    folder = Path(temp_folder(self))
+    write_run(folder, 'fst', 0, 1.25)
+    for _ in range(2):
+      compare.write_records(runs.find_runs([folder]), folder / 'results.jsonl')
+    (record,) = map(json.loads, (folder / 'results.jsonl').read_text().splitlines())
+    self.assertEqual((record['method'], record['recipe']), ('fst', 'transposable_srste'))
+    self.assertEqual(record['validation_loss'], 1.25)
+    self.assertEqual(record['flip_rate']['peak_step'], 600)
+
+
+class VerdictTest(parameterized.TestCase):
+  def _verdicts(self, **finals):
+    folder = temp_folder(self)
+    tails = {'dense': 5e-3}
+    for method, losses in finals.items():
+      for seed, loss in enumerate(losses):
+        write_run(folder, method, seed, loss, tail=tails.get(method, 1e-3))
+    return {finding.claim: finding for finding in claims.findings(runs.find_runs([folder]))}
+
+  @parameterized.parameters(
+    ((1.26, 1.27, 1.28), 'disagrees', r'\+0\.060'),
+    ((1.19, 1.20, 1.21), 'agrees', 'below dense'),
+    ((1.201, 1.209, 1.221), 'agrees', 'less than 1% of the loss'),
+    ((1.21, 1.19, 1.24), 'open', 'too wide to tell'),
+    ((1.26,), 'open', 'one seed'),
+  )
+  def test_fst_against_dense(self, fst, verdict, evidence):
+    finding = self._verdicts(dense=(1.20, 1.21, 1.22), fst=fst)['FST reaches the quality of dense training.']
+    self.assertEqual(finding.verdict, verdict)
+    self.assertRegex(finding.evidence, evidence)
+
+  def test_a_strict_claim_stays_open_within_the_spread(self):
+    found = self._verdicts(fst=(1.21, 1.19, 1.24), ste=(1.20, 1.21, 1.22))
+    self.assertEqual(found['FST beats plain straight-through training.'].verdict, 'open')
+
+  def test_a_method_with_two_settings_is_judged_by_its_best(self):
+    found = self._verdicts(fst=(1.20, 1.21, 1.22), sr_ste=(1.19, 1.20, 1.205), sr_ste_published=(1.30, 1.31, 1.32))
+    finding = next(f for claim, f in found.items() if claim.startswith('With Adam'))
+    self.assertEqual(finding.verdict, 'disagrees')
+
+  def test_flip_rates(self):
+    found = self._verdicts(dense=(1.2,), fst=(1.2,), fst_no_decay=(1.2,))
+    settle = next(f for claim, f in found.items() if claim.startswith('With masked decay'))
+    stay = next(f for claim, f in found.items() if claim.startswith('Without decay'))
+    self.assertEqual((settle.verdict, stay.verdict), ('agrees', 'disagrees'))
+    self.assertIn('peak 6.', settle.evidence)
+
+
+class SvgTest(parameterized.TestCase):
+  @parameterized.parameters((0, 4000), (1.2, 1.31), (-3e-5, 1e-4), (5, 5))
+  def test_ticks_lie_inside(self, low, high):
+    found = svg.ticks(low, high)
+    self.assertGreaterEqual(len(found), 1)
+    self.assertTrue(all(low <= tick <= high for tick in found))
+
+  @parameterized.parameters(False, True)
+  def test_zeros_and_single_points_draw(self, log):
+    line = svg.Line('a & b', '#000', np.array([10, 20, 30]), np.array([0.0, 1e-3, 0.0]))
+    ET.fromstring(svg.line_chart([line], title='t', y_label='y', log=log))
+
+
+if __name__ == '__main__':
+  absltest.main()

@@ -1,0 +1,231 @@
+"""The loop: every twin learns, a killed run resumes bit for bit, a mesh changes nothing, bad input is named."""
+
+import json
+import os
+from pathlib import Path
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import textwrap
+
+from absl.testing import absltest, parameterized
+import jax
+import numpy as np
+
+from experiments import build, experiment, methods, train
+from experiments.checkpoint import CheckpointError, Checkpoints
+from tests.experiments.fakes import compile_quickly, FakeData, temp_folder
+
+ROOT = Path(__file__).parents[2]
+FFN = methods.FFN
+
+_ENVIRONMENT: dict[str, str] = {}
+
+
+def setUpModule():
+  _ENVIRONMENT.update(compile_quickly())
+
+
+RECIPES = {
+  'dense': {},
+  'ste': {'path': FFN},
+  'sr_ste': {'path': FFN, 'masked_decay': 2e-4},
+  'transposable_srste': {'path': FFN, 'masked_decay': 2e-4, 'refresh_every': 4},
+  's_ste': {'path': FFN},
+  'step': {'path': FFN},
+}
+
+
+def tiny(recipe='dense', kwargs=None, **overrides):
+  """A run of 30 steps of one layer; checkpoints every 10."""
+  config = experiment.load_config('nano', tiny=True)
+  with config.unlocked():
+    config.recipe.update({'name': recipe, 'kwargs': kwargs or {}})
+    config.model.num_layers = 1
+  config.update({'steps': 30, 'log_every': 5, 'eval_every': 10, 'eval_batches': 2, 'checkpoint_every': 10})
+  for key, value in overrides.items():
+    experiment.apply_override(config, f'{key.replace("__", ".")}={value}')
+  return config
+
+
+def run(config, folder, data=None):
+  return train.train(config, folder, data=data or FakeData(), quiet=True)
+
+
+def losses(folder, kind):
+  records = map(json.loads, (Path(folder) / 'metrics.jsonl').read_text().splitlines())
+  return [record['loss'] for record in records if record['kind'] == kind]
+
+
+def final_arrays(config, folder):
+  """Every array of the newest checkpoint, by path."""
+  parts = build.make_parts(config, data=FakeData())
+  target = jax.eval_shape(lambda: train.init_state(parts))
+  with Checkpoints(Path(folder) / 'checkpoints', read_only=True) as checkpoints:
+    meta = checkpoints.read_meta()
+    found = checkpoints.restore(target.params, target.opt_state, identity=meta['identity'])
+  leaves = jax.tree_util.tree_leaves_with_path((found.params, found.opt_state))
+  return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}, meta
+
+
+class LearnsTest(parameterized.TestCase):
+  @parameterized.parameters(*experiment.known_experiments())
+  def test_tiny_twin_reduces_the_loss(self, name):
+    config = experiment.load_config(name, tiny=True)
+    folder = temp_folder(self)
+    summary = run(config, folder)
+    found = losses(folder, 'train')
+    self.assertLess(found[-1], 0.6 * found[0])
+    self.assertLess(summary['validation_loss'], 0.6 * found[0])
+
+  def test_a_finished_run_is_not_run_again(self):
+    config, folder = tiny(), temp_folder(self)
+    first = run(config, folder)
+    log = (Path(folder) / 'metrics.jsonl').read_bytes()
+    self.assertEqual(run(config, folder), first)
+    self.assertEqual((Path(folder) / 'metrics.jsonl').read_bytes(), log)
+
+  def test_accumulation_equals_the_large_batch(self):
+    folders = [temp_folder(self) for _ in range(2)]
+    for accumulate, folder in zip((1, 4), folders, strict=True):
+      run(tiny(steps=10, accumulate=accumulate, optimizer__peak_lr=1e-3), folder)
+    np.testing.assert_allclose(losses(folders[0], 'train'), losses(folders[1], 'train'), rtol=1e-5)
+
+  def test_a_mesh_gives_the_losses_of_one_device(self):
+    kwargs, logs = {**RECIPES['transposable_srste'], 'dense_fraction': 0.0}, []
+    for data, fsdp in ((1, 1), (2, 2)):
+      config = tiny('transposable_srste', kwargs, steps=10, mesh__data=data, mesh__fsdp=fsdp, optimizer__peak_lr=1e-3)
+      parts = build.make_parts(config, data=FakeData())
+      kernel = train.init_state(parts).params['h_0']['mlp']['c_fc']['kernel']
+      self.assertEqual(kernel.sharding.shard_shape(kernel.shape), (32, 128 // fsdp))
+      folder = temp_folder(self)
+      run(config, folder)
+      logs.append(losses(folder, 'train'))
+    np.testing.assert_allclose(logs[0], logs[1], rtol=1e-4)
+
+  def test_one_compilation_a_phase(self):
+    config = tiny('transposable_srste', RECIPES['transposable_srste'])
+    parts = build.make_parts(config, data=FakeData())
+    state, batches = train.init_state(parts), parts.data.train()
+    for phase in ('sparse', 'dense'):
+      step = train.make_step(parts, phase, None)
+      for _ in range(3):
+        state, _ = step(state, build.shard_batch(parts, next(batches)))
+      self.assertEqual(step._cache_size(), 1)
+
+
+# Forks one child a recipe, so that the imports are paid for once; each child kills itself while it fetches a batch.
+_CHILD = """
+  import json, os, signal, sys
+  from experiments import train
+  from tests.experiments import fakes, train_test
+
+  def train_until(step, name, kwargs, folder):
+    fetch = fakes._Iterator.__next__
+    def fetch_or_die(self):
+      if self._position == step:
+        os.kill(os.getpid(), signal.SIGKILL)
+      return fetch(self)
+    fakes._Iterator.__next__ = fetch_or_die
+    train_test.run(train_test.tiny(name, kwargs), folder)
+
+  folder, jobs = sys.argv[1], json.loads(sys.argv[2])
+  for name, step in jobs.items():
+    child = os.fork()
+    if not child:
+      train_until(step, name, train_test.RECIPES[name], f'{folder}/{name}')
+      os._exit(0)
+    status = os.waitpid(child, 0)[1]
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, (name, status)
+"""
+
+
+class ResumeTest(parameterized.TestCase):
+  @classmethod
+  def setUpClass(cls):
+    super().setUpClass()
+    cls.folder = tempfile.mkdtemp(prefix='killed-')
+    cls.addClassCleanup(shutil.rmtree, cls.folder)
+    cls.steps = {name: random.randrange(11, 30) for name in RECIPES}
+    environment = {**os.environ, **_ENVIRONMENT, 'PYTHONPATH': str(ROOT)}
+    command = [sys.executable, '-c', textwrap.dedent(_CHILD), cls.folder, json.dumps(cls.steps)]
+    subprocess.run(command, env=environment, cwd=ROOT, check=True, timeout=300)
+
+  @parameterized.parameters(*RECIPES)
+  def test_a_killed_run_resumes_bit_for_bit(self, name):
+    config, killed = tiny(name, RECIPES[name]), f'{self.folder}/{name}'
+    with Checkpoints(f'{killed}/checkpoints', read_only=True) as checkpoints:
+      resumed_from = checkpoints.latest()
+    self.assertEqual(resumed_from, self.steps[name] // 10 * 10, f'killed at step {self.steps[name]}')
+    whole = temp_folder(self)
+    self.assertEqual(run(config, killed)['validation_loss'], run(config, whole)['validation_loss'])
+    for file in ('metrics.jsonl', 'config.json'):
+      self.assertEqual(Path(killed, file).read_bytes(), Path(whole, file).read_bytes(), file)
+    (resumed, resumed_meta), (expected, meta) = final_arrays(config, killed), final_arrays(config, whole)
+    self.assertEqual(resumed.keys(), expected.keys())
+    for path, array in expected.items():
+      self.assertEqual(resumed[path].tobytes(), array.tobytes(), f'{path}, killed at step {self.steps[name]}')
+    self.assertEqual(resumed_meta['data_state'], meta['data_state'])
+
+
+class RefusedTest(parameterized.TestCase):
+  @classmethod
+  def setUpClass(cls):
+    super().setUpClass()
+    cls.folder = tempfile.mkdtemp(prefix='trained-')
+    cls.addClassCleanup(shutil.rmtree, cls.folder)
+    run(tiny('transposable_srste', RECIPES['transposable_srste']), cls.folder)
+
+  @parameterized.parameters(
+    ('recipe', ('sr_ste', RECIPES['sr_ste']), {}, 'recipe.name'),
+    ('decay', ('transposable_srste', {'path': FFN, 'masked_decay': 1e-3, 'refresh_every': 4}), {},
+     'masked_decay: 0.0002 in the checkpoint, 0.001 in this run'),
+    ('learning rate', None, {'optimizer__peak_lr': 0.5}, 'optimizer.peak_lr: 0.01 in the checkpoint, 0.5 in this run'),
+    ('seed', None, {'seed': 4}, 'seed: 0 in the checkpoint, 4 in this run'),
+    ('data', None, {}, "data.fingerprint: 'fake-1' in the checkpoint, 'fake-2'"),
+  )  # fmt: skip
+  def test_another_run_does_not_resume(self, what, recipe, overrides, message):
+    data = FakeData(fingerprint='fake-2') if what == 'data' else None
+    name, kwargs = recipe or ('transposable_srste', RECIPES['transposable_srste'])
+    with self.assertRaisesRegex(CheckpointError, message):
+      run(tiny(name, kwargs, **overrides), self.folder, data)
+
+  def test_a_loss_that_is_not_finite_stops_the_run(self):
+    folder = temp_folder(self)
+    with self.assertRaisesRegex(train.TrainingDivergedError, r'the loss is nan at step \d+; .*peak_lr'):
+      run(tiny(optimizer__peak_lr=1e30, optimizer__warmup_steps=0, optimizer__clip=0.0), folder)
+    with Checkpoints(Path(folder, 'checkpoints'), read_only=True) as checkpoints:
+      self.assertIsNone(checkpoints.latest())
+
+  @parameterized.parameters(
+    ('recipe.name=magic', "recipe.name is 'magic'; known: dense"),
+    ("recipe.kwargs={'paht': '.*'}", 'recipe.kwargs of ste.*path'),
+    ("recipe.kwargs={'path': 'nothing'}", "'nothing'.*decides for no weight"),
+    ('checkpoint_every=7', 'checkpoint_every 7 is not a multiple of log_every'),
+    ('accumulate=3', 'data.batch_size 16 is not divisible by accumulate 3'),
+    ('mesh.data=16', 'needs 16 devices, there are 8'),
+    ('model.width=3', 'model section: .*width'),
+    ('model.seq_len=8', 'data.seq_len 16 is longer than the model takes, 8'),
+  )
+  def test_bad_settings(self, override, message):
+    config = experiment.load_config('nano', ['recipe.name=ste', f"recipe.kwargs={{'path': '{FFN}'}}"], tiny=True)
+    experiment.apply_override(config, override)
+    with self.assertRaisesRegex(ValueError, message):
+      run(config, temp_folder(self))
+
+  @parameterized.parameters(
+    ('steps', 'not of the form key=value'),
+    ('stepz=3', "no field 'stepz'; known: accumulate"),
+    ('optimizer.beta=3', "no field 'beta'; known: b1"),
+    ('optimiser.b1=3', "no section 'optimiser'"),
+    ('steps=many', 'steps=many'),
+  )
+  def test_bad_overrides(self, override, message):
+    with self.assertRaisesRegex(ValueError, message):
+      experiment.load_config('nano', [override])
+
+
+if __name__ == '__main__':
+  absltest.main()
