@@ -4,7 +4,8 @@ import pathlib
 import re
 
 from absl.testing import absltest
-from flax import linen as nn, nnx
+from flax import linen as nn
+from flax import nnx
 import jax
 import jax.numpy as jnp
 import optax

@@ -31,69 +31,84 @@ def uniform(word):
 
 
 @triton.jit
-def _magnitude_bits(x, largest: tl.constexpr, dtype: tl.constexpr):
-  """The 16 bits of a quarter magnitude, scaled back, clipped and rounded; zero stays zero."""
-  bits = tl.minimum(x * 4.0, largest).to(dtype).to(tl.uint16, bitcast=True).to(tl.uint32)
-  return tl.where(x > 0, bits, 0)
+def sample(e0, e1, e2, e3, u, exact: tl.constexpr, dtype: tl.constexpr):
+  """A sample of a group of float32 entries: the two stored values in one uint32, and which entries they are.
 
+  Where the reference tests start <= point < end for each interval, this finds the interval of a point by comparing with
+  the ends alone: the same for all finite values, and the last interval needs no test. The two kept entries are chosen
+  first and made into values after, which is half the work of making four values and choosing two.
 
-@triton.jit
-def sample(e0, e1, e2, e3, u, dtype: tl.constexpr):
-  """The four sampled entries of a group as 16-bit patterns in uint32; those that are not kept have no magnitude bits.
+  Args:
+    e0: float32 entries, to e3.
+    u: the group's uniform.
+    exact: whether `dtype` represents the entries exactly.
+    dtype: the result's, bfloat16 or float16.
 
-  Where the reference tests start <= point < end for each interval, this tests point < end once and takes differences
-  of neighbours: the same for all finite values.
+  Returns:
+    (low value | high value << 16, 4-bit code); a group with a NaN or an infinity keeps NaN in its first two.
   """
   largest: tl.constexpr = 65504.0 if dtype == tl.float16 else 3.3895313892515355e38
-  nan: tl.constexpr = 0x7E00 if dtype == tl.float16 else 0x7FC0
+  # What rounds to zero in `dtype` is not kept.
+  tiny: tl.constexpr = 2.0**-25 if dtype == tl.float16 else 2.0**-134
   a0 = tl.abs(e0) * 0.25
   a1 = tl.abs(e1) * 0.25
   a2 = tl.abs(e2) * 0.25
   a3 = tl.abs(e3) * 0.25
   total = ((a0 + a1) + a2) + a3
   half = total * 0.5
+  # At most one entry is dominant: two would sum to more than the total.
   d0 = a0 > half
   d1 = a1 > half
   d2 = a2 > half
   d3 = a3 > half
-  dominated = d0 | d1 | d2 | d3
-  r0 = tl.where(d0, 0.0, a0)
-  r1 = tl.where(d1, 0.0, a1)
-  r2 = tl.where(d2, 0.0, a2)
-  r3 = tl.where(d3, 0.0, a3)
-  end1 = r0 + r1
-  end2 = end1 + r2
-  end3 = end2 + r3
-  value = tl.where(dominated, end3, half)
+  end0 = tl.where(d0, 0.0, a0)
+  end1 = end0 + tl.where(d1, 0.0, a1)
+  end2 = end1 + tl.where(d2, 0.0, a2)
+  rest = end2 + tl.where(d3, 0.0, a3)
+  owner = tl.where(d0, 1, tl.where(d1, 2, tl.where(d2, 4, tl.where(d3, 8, 0))))
+  dominated = owner != 0
+  value = tl.where(dominated, rest, half)
   point = u * value
-  # A dominant entry's rest has one point only: the second never falls below a negative bound.
-  p0 = point < r0
-  p1 = point < end1
-  p2 = point < end2
-  p3 = point < end3
-  q0 = (point < r0 - half) & ~dominated
-  q1 = (point < end1 - half) & ~dominated
-  q2 = (point < end2 - half) & ~dominated
-  q3 = (point < end3 - half) & ~dominated
-  # At most one entry is dominant: two would sum to more than the total.
-  own = _magnitude_bits(tl.where(d0, a0, tl.where(d1, a1, tl.where(d2, a2, a3))), largest, dtype)
-  shared = _magnitude_bits(value, largest, dtype)
-  v0 = tl.where(d0, own, tl.where(p0 | q0, shared, 0)) | _sign(e0)
-  v1 = tl.where(d1, own, tl.where((p1 ^ p0) | (q1 ^ q0), shared, 0)) | _sign(e1)
-  v2 = tl.where(d2, own, tl.where((p2 ^ p1) | (q2 ^ q1), shared, 0)) | _sign(e2)
-  v3 = tl.where(d3, own, tl.where((p3 ^ p2) | (q3 ^ q2), shared, 0)) | _sign(e3)
+  first = tl.where(point < end0, 1, tl.where(point < end1, 2, tl.where(point < end2, 4, 8)))
+  second = tl.where(point < end0 - half, 1, tl.where(point < end1 - half, 2, tl.where(point < end2 - half, 4, 8)))
+  shared = tl.minimum(value * 4.0, largest)
+  drawn = tl.where(shared > tiny, first | tl.where(dominated, 0, second), 0)
+  if not exact:
+    e0 = tl.clamp(e0, -largest, largest)
+    e1 = tl.clamp(e1, -largest, largest)
+    e2 = tl.clamp(e2, -largest, largest)
+    e3 = tl.clamp(e3, -largest, largest)
+    heaviest = tl.maximum(tl.maximum(tl.abs(e0), tl.abs(e1)), tl.maximum(tl.abs(e2), tl.abs(e3)))
+    owner = tl.where(heaviest > tiny, owner, 0)
   # A quarter of four finite magnitudes cannot overflow: the total is finite exactly when the entries are.
   finite = total < float('inf')
-  v0 = tl.where(finite, v0, nan)
-  v1 = tl.where(finite, v1, nan)
-  v2 = tl.where(finite, v2, 0)
-  v3 = tl.where(finite, v3, 0)
-  return v0, v1, v2, v3
+  code = tl.where(finite, drawn | owner, 3).to(tl.uint32)
+
+  b0 = (code & 1) != 0
+  b1 = (code & 2) != 0
+  b2 = (code & 4) != 0
+  b3 = (code & 8) != 0
+  low = tl.where(b0, e0, tl.where(b1 & (b2 | b3), e1, tl.where(b2 & b3, e2, 0.0)))
+  high = tl.where(b3, e3, tl.where(b2, e2, tl.where(b1, e1, 0.0)))
+  # Of two kept entries the dominant one is the larger. Kept entries are never zero, free positions are.
+  low_owns = dominated & (tl.abs(low) > tl.abs(high))
+  low_value = _value(low, low_owns, shared)
+  high_value = _value(high, dominated & ~low_owns, shared)
+  pair = _bits(low_value, dtype) | _bits(high_value, dtype) << 16
+  return tl.where(finite, pair, 0x7E007E00 if dtype == tl.float16 else 0x7FC07FC0).to(tl.uint32), code
 
 
 @triton.jit
-def _sign(x):
-  return (x.to(tl.uint32, bitcast=True) >> 16) & 0x8000
+def _value(entry, owns, shared):
+  """A dominant entry as it is, another as the shared magnitude with its sign, a free position as zero."""
+  bits = shared.to(tl.uint32, bitcast=True) | (entry.to(tl.uint32, bitcast=True) & 0x80000000)
+  drawn = tl.where(entry == 0, 0.0, bits.to(tl.float32, bitcast=True))
+  return tl.where(owns, entry, drawn)
+
+
+@triton.jit
+def _bits(x, dtype: tl.constexpr):
+  return x.to(dtype).to(tl.uint16, bitcast=True).to(tl.uint32)
 
 
 @triton.jit

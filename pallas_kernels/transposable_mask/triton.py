@@ -35,7 +35,7 @@ LIMIT: tl.constexpr = tl.constexpr(float(jnp.finfo(jnp.float32).max) / 16)
 @triton.jit
 def bounded_magnitude(x):
   """|x| with infinities at the limit and NaN at minus the limit, as the reference ranks them."""
-  return tl.where(x != x, -LIMIT, tl.minimum(tl.abs(x), LIMIT))
+  return tl.where(x != x, -LIMIT, tl.minimum(tl.abs(x), LIMIT))  # noqa: PLR0124
 
 
 @triton.jit
@@ -77,9 +77,10 @@ def best_codes(a):
 
 
 @triton.jit
-def clear_nan(code, a):
-  """Clears the bits of negative bounded magnitudes: no pattern keeps a NaN."""
+def nan_code(x):
+  """Bit 4 i + j where entry (i, j) of the float32 block `x` is NaN: no pattern keeps it."""
+  code = tl.zeros(x[0][0].shape, tl.uint32)
   for i in tl.static_range(4):
     for j in tl.static_range(4):
-      code = tl.where(a[i][j] < 0, code & (0xFFFF ^ (1 << (4 * i + j))), code)
+      code = code | tl.where(x[i][j] != x[i][j], 1 << (4 * i + j), 0).to(tl.uint32)
   return code

@@ -1,0 +1,151 @@
+"""Calling Triton kernels from JAX, and compiling them for a card that is not there.
+
+The one place that knows jax-triton. It is imported on the first call, since it raises on machines without the CUDA
+plugin. Kernels are `@triton.jit` functions whose arrays come first, inputs before outputs, all other parameters being
+compile-time constants by keyword.
+"""
+
+from collections.abc import Mapping, Sequence
+import dataclasses
+import functools
+import os
+import pathlib
+import re
+import subprocess
+import tempfile
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+_POINTERS = {
+  'bfloat16': '*bf16', 'float16': '*fp16', 'float32': '*fp32', 'uint16': '*u16', 'uint32': '*u32', 'int32': '*i32',
+}  # fmt: skip
+
+
+@functools.cache
+def _jax_triton() -> Any:
+  try:
+    # jax-triton sets the cache folder to the empty string, which breaks direct compilation in the same process.
+    saved = os.environ.get('TRITON_CACHE_DIR')
+    import jax_triton
+  except Exception as e:
+    raise NotImplementedError(f'jax-triton cannot be used here: {e}') from e
+  finally:
+    os.environ.pop('TRITON_CACHE_DIR', None) if saved is None else os.environ.__setitem__('TRITON_CACHE_DIR', saved)
+  return jax_triton
+
+
+def call(
+  kernel: Any,
+  *args: jax.Array,
+  out_shape: Sequence[jax.ShapeDtypeStruct],
+  grid: tuple[int, ...],
+  num_warps: int,
+  compute_capability: int | None = None,
+  zeroed_outputs: tuple[int, ...] = (),
+  input_output_aliases: Mapping[int, int] | None = None,
+  **constants: Any,
+) -> tuple[jax.Array, ...]:
+  """Runs `kernel` on the GPU.
+
+  Args:
+    kernel: a `@triton.jit` function.
+    *args: its input arrays.
+    out_shape: its outputs.
+    grid: number of programs along up to three axes.
+    num_warps: warps a program.
+    compute_capability: 80, 86, 90, to lower for a card that is not there; None asks the driver.
+    zeroed_outputs: outputs, by number, that the kernel finds holding zeros.
+    input_output_aliases: input number -> number of the output that takes its place in memory; the kernel is given both.
+    **constants: its compile-time constants.
+
+  Raises:
+    NotImplementedError: jax-triton is absent or cannot be used.
+  """
+  if compute_capability is None and _lowering_for is not None:
+    compute_capability = _lowering_for
+  return _jax_triton().triton_call(
+    *args, kernel=kernel, out_shape=list(out_shape), grid=grid, num_warps=num_warps,
+    compute_capability=compute_capability, zeroed_outputs=zeroed_outputs,
+    input_output_aliases=dict(input_output_aliases or {}), **constants,
+  )  # fmt: skip
+
+
+_lowering_for: int | None = None
+
+
+class lowering_for:  # noqa: N801
+  """Context in which kernels are lowered for a compute capability (90, say) on a machine without a GPU."""
+
+  def __init__(self, compute_capability: int):
+    self._capability = compute_capability
+
+  def __enter__(self) -> None:
+    global _lowering_for
+    self._saved, _lowering_for = _lowering_for, self._capability
+
+  def __exit__(self, *_: Any) -> None:
+    global _lowering_for  # noqa: PLW0603
+    _lowering_for = self._saved
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+  """What ptxas made of a kernel.
+
+  Attributes:
+    registers: a thread.
+    stack_bytes: of local memory a thread; spilled registers live there.
+    shared_bytes: of shared memory a program.
+    ptx: its PTX.
+    sass: its disassembly.
+  """
+
+  registers: int
+  stack_bytes: int
+  shared_bytes: int
+  ptx: str
+  sass: str
+
+  def count(self, instruction: str) -> int:
+    """SASS instructions whose name starts with `instruction`."""
+    return len(re.findall(rf'^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?{re.escape(instruction)}', self.sass, re.MULTILINE))
+
+
+def compile_for(
+  kernel: Any, arrays: Sequence[Any], constants: Mapping[str, Any], *, compute_capability: int, num_warps: int
+) -> Compiled:
+  """Compiles `kernel` to machine code without a GPU.
+
+  Args:
+    kernel: a `@triton.jit` function.
+    arrays: dtypes of its arrays, in order.
+    constants: its compile-time constants.
+    compute_capability: 80, 86, 90.
+    num_warps: warps a program.
+  """
+  import triton
+  from triton.backends.compiler import GPUTarget
+  from triton.compiler import ASTSource
+
+  names = kernel.arg_names
+  signature = {n: _POINTERS[jnp.dtype(d).name] for n, d in zip(names, arrays, strict=False)}
+  aligned = {(i,): [['tt.divisibility', 16]] for i in range(len(arrays))}
+  source = ASTSource(
+    kernel, signature=signature | dict.fromkeys(constants, 'constexpr'), constexprs=dict(constants), attrs=aligned
+  )
+  made = triton.compile(
+    source, target=GPUTarget('cuda', compute_capability, 32), options={'num_warps': num_warps}
+  )
+  tools = pathlib.Path(triton.__file__).parent / 'backends/nvidia/bin'
+  with tempfile.NamedTemporaryFile(suffix='.cubin') as f:
+    f.write(made.asm['cubin'])
+    f.flush()
+    usage = subprocess.run([tools / 'cuobjdump', '-res-usage', f.name], capture_output=True, text=True, check=True)
+    sass = subprocess.run([tools / 'cuobjdump', '-sass', f.name], capture_output=True, text=True, check=True).stdout
+  report = usage.stdout + usage.stderr
+  found = {k: int(v) for k, v in re.findall(r'(REG|STACK|LOCAL):(\d+)', report)}
+  return Compiled(
+    found['REG'], found['STACK'] + found['LOCAL'], made.metadata.shared, made.asm['ptx'], sass
+  )

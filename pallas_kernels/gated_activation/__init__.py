@@ -1,0 +1,1 @@
+"""Gated activations: forward, backward, and backward fused with the MVUE pack."""

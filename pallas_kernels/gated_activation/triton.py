@@ -1,0 +1,221 @@
+"""Gated activations in Triton: forward, backward, and backward with the MVUE pack of its result in one pass.
+
+The backward is memory-bound and its result is read three times if the pack is a kernel of its own (written, read by the
+input-gradient matmul, read by the packer); fused, the packer's read goes away.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+
+from pallas_kernels import _triton
+from pallas_kernels.pack import _blocks, _kernels
+from pallas_kernels.pack import triton as pack
+from pallas_kernels.sparse_matmul.operand import SparseOperand, words_shape
+
+Array = jax.Array
+
+GELU: tl.constexpr = tl.constexpr(2 * math.sqrt(2 / math.pi))
+
+
+@triton.jit
+def _sigmoid(x):
+  return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def activate(z, ACTIVATION: tl.constexpr):
+  """(activation, derivative) of float32 z."""
+  if ACTIVATION == 'silu':
+    s = _sigmoid(z)
+    value = z * s
+    return value, s + value * (1.0 - s)
+  elif ACTIVATION == 'gelu':
+    square = z * z
+    s = _sigmoid(GELU * z * (1.0 + 0.044715 * square))
+    value = z * s
+    return value, s + value * (1.0 - s) * (GELU * (1.0 + 0.134145 * square))
+  elif ACTIVATION == 'relu':
+    return tl.maximum(z, 0.0), tl.where(z > 0, 1.0, 0.0)
+  else:
+    r = tl.maximum(z, 0.0)
+    return r * r, 2.0 * r
+
+
+@triton.jit
+def forward_kernel(
+  z, h, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DOWN: tl.constexpr, SIZE: tl.constexpr, ACTIVATION: tl.constexpr,
+):  # fmt: skip
+  """h [ROWS, COLUMNS] from z, which holds gate and up side by side, or one above the other if DOWN."""
+  # In whole lines of the array: lines of COLUMNS, or one long line if the halves are contiguous.
+  per_line: tl.constexpr = (COLUMNS + SIZE - 1) // SIZE
+  line = (tl.program_id(0) // per_line).to(tl.int64)
+  at = (tl.program_id(0) % per_line) * SIZE + tl.arange(0, SIZE)
+  there = at < COLUMNS
+  if DOWN:
+    gate = z + line * COLUMNS + at
+    up = gate + tl.cast(ROWS, tl.int64) * COLUMNS
+  else:
+    gate = z + line * 2 * COLUMNS + at
+    up = gate + COLUMNS
+  value, _ = activate(tl.load(gate, mask=there, other=0).to(tl.float32), ACTIVATION)
+  result = value * tl.load(up, mask=there, other=0).to(tl.float32)
+  tl.store(h + line * COLUMNS + at, result.to(h.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def backward_kernel(
+  dh, z, parameters, dz, values, words,
+  ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
+  ACTIVATION: tl.constexpr, GATED: tl.constexpr, DOWN: tl.constexpr, PACK: tl.constexpr,
+):  # fmt: skip
+  """dz from dh [ROWS, COLUMNS] and z, and the MVUE pack of dz along tokens if PACK.
+
+  Features are the columns, or the rows if DOWN; z and dz hold gate and up along them if GATED.
+  """
+  place = _blocks.tile(ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS)
+  dtype: tl.constexpr = dz.dtype.element_ty
+  rows: tl.constexpr = 2 * ROWS if GATED and DOWN else ROWS
+  columns: tl.constexpr = 2 * COLUMNS if GATED and not DOWN else COLUMNS
+  d = _blocks.entries(_blocks.load_blocks(dh, place, COLUMNS))
+  g = _blocks.entries(_blocks.load_blocks(z, place, columns))
+  if GATED:
+    above = _blocks.moved(place, ROWS // 4 if DOWN else 0, 0 if DOWN else COLUMNS // 4)
+    u = _blocks.entries(_blocks.load_blocks(z, above, columns))
+    r0 = _gated_row(d[0], g[0], u[0], dtype, ACTIVATION)
+    r1 = _gated_row(d[1], g[1], u[1], dtype, ACTIVATION)
+    r2 = _gated_row(d[2], g[2], u[2], dtype, ACTIVATION)
+    r3 = _gated_row(d[3], g[3], u[3], dtype, ACTIVATION)
+    _finish((r0[1], r1[1], r2[1], r3[1]), parameters, dz, values, words, above, rows, columns, DOWN, PACK)
+    _finish((r0[0], r1[0], r2[0], r3[0]), parameters, dz, values, words, place, rows, columns, DOWN, PACK)
+  else:
+    r = (
+      _plain_row(d[0], g[0], dtype, ACTIVATION),
+      _plain_row(d[1], g[1], dtype, ACTIVATION),
+      _plain_row(d[2], g[2], dtype, ACTIVATION),
+      _plain_row(d[3], g[3], dtype, ACTIVATION),
+    )
+    _finish(r, parameters, dz, values, words, place, rows, columns, DOWN, PACK)
+
+
+@triton.jit
+def _finish(
+  r, parameters, dz, values, words, place, rows: tl.constexpr, columns: tl.constexpr,
+  DOWN: tl.constexpr, PACK: tl.constexpr,
+):  # fmt: skip
+  """Stores the blocks `r` of dz and packs a sample of them."""
+  for i in tl.static_range(4):
+    _blocks.store_row(dz, 4 * place[0] + i, place[1], columns, place[2], r[i])
+  if PACK:
+    _kernels.sample_and_store(
+      r, dz.dtype.element_ty, parameters, values, words, place, tl.program_id(1), rows, columns, not DOWN
+    )
+
+
+@triton.jit
+def _gated_row(d, g, u, dtype: tl.constexpr, ACTIVATION: tl.constexpr):
+  """Bits of (gate's gradients, up's gradients) of four entries."""
+  a0, b0 = _gated(d[0], g[0], u[0], dtype, ACTIVATION)
+  a1, b1 = _gated(d[1], g[1], u[1], dtype, ACTIVATION)
+  a2, b2 = _gated(d[2], g[2], u[2], dtype, ACTIVATION)
+  a3, b3 = _gated(d[3], g[3], u[3], dtype, ACTIVATION)
+  return (a0, a1, a2, a3), (b0, b1, b2, b3)
+
+
+@triton.jit
+def _gated(d, g, u, dtype: tl.constexpr, ACTIVATION: tl.constexpr):
+  d = _blocks.to_float(d, dtype)
+  value, slope = activate(_blocks.to_float(g, dtype), ACTIVATION)
+  return _blocks.to_bits(d * _blocks.to_float(u, dtype) * slope, dtype), _blocks.to_bits(d * value, dtype)
+
+
+@triton.jit
+def _plain_row(d, g, dtype: tl.constexpr, ACTIVATION: tl.constexpr):
+  return (
+    _plain(d[0], g[0], dtype, ACTIVATION),
+    _plain(d[1], g[1], dtype, ACTIVATION),
+    _plain(d[2], g[2], dtype, ACTIVATION),
+    _plain(d[3], g[3], dtype, ACTIVATION),
+  )
+
+
+@triton.jit
+def _plain(d, g, dtype: tl.constexpr, ACTIVATION: tl.constexpr):
+  _, slope = activate(_blocks.to_float(g, dtype), ACTIVATION)
+  return _blocks.to_bits(_blocks.to_float(d, dtype) * slope, dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardConfig:
+  """Entries a program takes, and its warps."""
+
+  size: int = 2048
+  num_warps: int = 8
+
+
+def gated_activation(z: Array, *, activation: str, axis: int, config: ForwardConfig | None = None) -> Array:
+  """See `api.gated_activation`."""
+  config = config or ForwardConfig()
+  _check(z)
+  rows, columns = (z.shape[0] // 2, z.shape[1]) if axis == -2 else (z.shape[0], z.shape[1] // 2)
+  # Halves one above the other are contiguous: any line length will do, and long lines waste no tail.
+  lines, length = (1, rows * columns) if axis == -2 else (rows, columns)
+  (h,) = _triton.call(
+    forward_kernel, z, out_shape=[jax.ShapeDtypeStruct((rows, columns), z.dtype)],
+    grid=(lines * -(-length // config.size),), num_warps=config.num_warps,
+    ROWS=lines, COLUMNS=length, DOWN=axis == -2, SIZE=config.size, ACTIVATION=activation,
+  )  # fmt: skip
+  return h
+
+
+def activation_backward(
+  dh: Array, z: Array, *, activation: str, gated: bool, axis: int, config: pack.Config | None = None
+) -> Array:
+  """See `api.activation_backward`."""
+  return _backward(dh, z, None, (0, 0, 0), activation, gated, axis, config or pack.Config())[0]
+
+
+def activation_backward_pack(
+  dh: Array, z: Array, key: Array, *, activation: str, gated: bool, axis: int, origin: tuple[Any, Any, Any],
+  config: pack.Config | None = None,
+) -> tuple[Array, SparseOperand]:  # fmt: skip
+  """See `api.activation_backward_pack`."""
+  # Two halves at once need twice the registers a block: one block a thread.
+  config = config or pack.Config(num_warps=8 if gated else 4)
+  dz, values, words = _backward(dh, z, key, origin, activation, gated, axis, config)
+  return dz, SparseOperand(values, words)
+
+
+def _backward(
+  dh: Array, z: Array, key: Array | None, origin: tuple[Any, Any, Any], activation: str, gated: bool, axis: int,
+  config: pack.Config,
+) -> tuple[Array, ...]:  # fmt: skip
+  _check(z)
+  rows, columns = dh.shape
+  if rows % 4 or columns % 4 or (gated and key is not None and dh.shape[axis] % 64):
+    raise NotImplementedError(
+      f'the Triton backward takes whole 4x4 blocks, with a gate and a pack 64 features, found {dh.shape}'
+    )
+  packing = key is not None
+  features, tokens = (z.shape[0], z.shape[1]) if axis == -2 else (z.shape[1], z.shape[0])
+  structs = [
+    jax.ShapeDtypeStruct(z.shape, z.dtype),
+    jax.ShapeDtypeStruct((features, tokens // 2) if packing else (1,), z.dtype),
+    jax.ShapeDtypeStruct(words_shape(features, tokens) if packing else (1,), jnp.uint32),
+  ]
+  parameters = pack.draw_parameters(key, origin) if key is not None else jnp.zeros((1,), jnp.uint32)
+  return _triton.call(
+    backward_kernel, dh, z, parameters, out_shape=structs,
+    grid=config.grid(1, rows, columns), num_warps=config.num_warps,
+    ACTIVATION=activation, GATED=gated, DOWN=axis == -2, PACK=packing, **config.constants(rows, columns),
+  )  # fmt: skip
+
+
+def _check(z: Array) -> None:
+  if z.dtype not in (jnp.bfloat16, jnp.float16):
+    raise NotImplementedError(f'the Triton activations take bfloat16 or float16, found {z.dtype}')

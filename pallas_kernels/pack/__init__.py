@@ -1,0 +1,1 @@
+"""Pruning, sampling and packing of sparse operands in one pass over memory."""

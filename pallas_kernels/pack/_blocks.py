@@ -1,0 +1,365 @@
+"""Triton device functions shared by the packing kernels: 4x4 blocks in, halves of the sparse operand out.
+
+Every kernel here works on a tile of 4x4 blocks, one block an element of the tensors, so that a thread holds all 16
+entries of its block in registers: groups along rows and along columns are then plain register names and nothing crosses
+threads but the transposed stores, which the compiler stages through shared memory.
+
+Tiles cover multiples of 16 x 16 blocks, 64 x 64 entries: the unit of the operand's words (see
+`pallas_kernels.sparse_matmul.operand`).
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def tile(rows: tl.constexpr, columns: tl.constexpr, tile_rows: tl.constexpr, tile_columns: tl.constexpr):
+  """The place of this program's tile, in blocks: (rows [tile_rows, 1], columns [1, tile_columns], which the array has,
+  first row, first column)."""
+  return tile_at(tl.program_id(0), rows, columns, tile_rows, tile_columns)
+
+
+@triton.jit
+def tile_at(n, rows: tl.constexpr, columns: tl.constexpr, tile_rows: tl.constexpr, tile_columns: tl.constexpr):
+  """The place of tile `n`."""
+  across: tl.constexpr = (columns // 4 + tile_columns - 1) // tile_columns
+  first_row = (n // across) * tile_rows
+  first_column = (n % across) * tile_columns
+  block_row = first_row + tl.arange(0, tile_rows)[:, None]
+  block_column = first_column + tl.arange(0, tile_columns)[None, :]
+  if rows % (4 * tile_rows) == 0 and columns % (4 * tile_columns) == 0:
+    # A constant mask folds away.
+    inside = tl.full((tile_rows, tile_columns), 1, tl.int1)
+  else:
+    inside = (block_row < rows // 4) & (block_column < columns // 4)
+  return block_row, block_column, inside, first_row, first_column
+
+
+@triton.jit
+def moved(place, down: tl.constexpr, right: tl.constexpr):
+  """`place`, some blocks further: the same tile of another part of an array."""
+  return place[0] + down, place[1] + right, place[2], place[3] + down, place[4] + right
+
+
+@triton.jit
+def to_float(raw, dtype: tl.constexpr):
+  """float32 from an entry's bits in uint32."""
+  if dtype == tl.bfloat16:
+    return (raw << 16).to(tl.float32, bitcast=True)
+  elif dtype == tl.float16:
+    return raw.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+  else:
+    return raw.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def to_bits(x, dtype: tl.constexpr):
+  """The 16 bits of float32 `x` rounded to `dtype`, in uint32."""
+  return x.to(dtype).to(tl.uint16, bitcast=True).to(tl.uint32)
+
+
+@triton.jit
+def load_row(pointer, row, block_column, columns: tl.constexpr, inside):
+  """Four neighbouring entries of `row` as two (16-bit dtypes) or four uint32 words, zeros outside."""
+  quads = pointer.to(tl.pointer_type(tl.uint64))
+  if pointer.dtype.element_ty.primitive_bitwidth == 16:
+    x = tl.load(quads + row * (columns // 4) + block_column, mask=inside, other=0)
+    return x.to(tl.uint32), (x >> 32).to(tl.uint32)
+  else:
+    at = quads + row * (columns // 2) + 2 * block_column
+    x = tl.load(at, mask=inside, other=0)
+    y = tl.load(at + 1, mask=inside, other=0)
+    return x.to(tl.uint32), (x >> 32).to(tl.uint32), y.to(tl.uint32), (y >> 32).to(tl.uint32)
+
+
+@triton.jit
+def load_blocks(pointer, place, columns: tl.constexpr):
+  """The words of each block: a tuple of four rows. Entries stay packed until they are used, which saves registers."""
+  return (
+    load_row(pointer, 4 * place[0], place[1], columns, place[2]),
+    load_row(pointer, 4 * place[0] + 1, place[1], columns, place[2]),
+    load_row(pointer, 4 * place[0] + 2, place[1], columns, place[2]),
+    load_row(pointer, 4 * place[0] + 3, place[1], columns, place[2]),
+  )
+
+
+@triton.jit
+def row_entries(words):
+  """The bits of the four entries of a row, as uint32."""
+  if len(words) == 2:
+    return words[0] & 0xFFFF, words[0] >> 16, words[1] & 0xFFFF, words[1] >> 16
+  else:
+    return words
+
+
+@triton.jit
+def entries(words):
+  """The bits of the 16 entries of a block: a tuple of four rows of four uint32."""
+  return row_entries(words[0]), row_entries(words[1]), row_entries(words[2]), row_entries(words[3])
+
+
+@triton.jit
+def store_row(pointer, row, block_column, columns: tl.constexpr, inside, x):
+  """Inverse of `load_row` for 16-bit arrays."""
+  quads = pointer.to(tl.pointer_type(tl.uint64))
+  low = (x[0] | x[1] << 16).to(tl.uint64)
+  high = (x[2] | x[3] << 16).to(tl.uint64)
+  tl.store(quads + row * (columns // 4) + block_column, low | high << 32, mask=inside)
+
+
+@triton.jit
+def has_special(words, source: tl.constexpr):
+  """Blocks with an entry that is NaN, infinite, or above a sixteenth of float32's range.
+
+  On whole words: adding the distance from the smallest special pattern carries into an entry's sign bit.
+  """
+  if source == tl.float32:
+    flags = _carry4(words[0]) | _carry4(words[1]) | _carry4(words[2]) | _carry4(words[3])
+  else:
+    lane: tl.constexpr = 0x0280 if source == tl.bfloat16 else 0x0400
+    flags = _carry2(words[0], lane) | _carry2(words[1], lane) | _carry2(words[2], lane) | _carry2(words[3], lane)
+  return flags != 0
+
+
+@triton.jit
+def _carry2(row, lane: tl.constexpr):
+  return (
+    ((row[0] & 0x7FFF7FFF) + (lane << 16 | lane)) | ((row[1] & 0x7FFF7FFF) + (lane << 16 | lane))
+  ) & 0x80008000  # fmt: skip
+
+
+@triton.jit
+def _carry4(row):
+  return (
+    ((row[0] & 0x7FFFFFFF) + 0x02800000) | ((row[1] & 0x7FFFFFFF) + 0x02800000)
+    | ((row[2] & 0x7FFFFFFF) + 0x02800000) | ((row[3] & 0x7FFFFFFF) + 0x02800000)
+  ) & 0x80000000  # fmt: skip
+
+
+@triton.jit
+def narrow_row(x, source: tl.constexpr, dtype: tl.constexpr):
+  """Four entries' bits as 16 bits of `dtype`."""
+  if source == dtype:
+    return x
+  else:
+    return (
+      to_bits(to_float(x[0], source), dtype),
+      to_bits(to_float(x[1], source), dtype),
+      to_bits(to_float(x[2], source), dtype),
+      to_bits(to_float(x[3], source), dtype),
+    )
+
+
+@triton.jit
+def narrow(x, source: tl.constexpr, dtype: tl.constexpr):
+  return (
+    narrow_row(x[0], source, dtype),
+    narrow_row(x[1], source, dtype),
+    narrow_row(x[2], source, dtype),
+    narrow_row(x[3], source, dtype),
+  )
+
+
+@triton.jit
+def transpose(x):
+  """A block's entries with rows and columns exchanged: only names change."""
+  return (
+    (x[0][0], x[1][0], x[2][0], x[3][0]),
+    (x[0][1], x[1][1], x[2][1], x[3][1]),
+    (x[0][2], x[1][2], x[2][2], x[3][2]),
+    (x[0][3], x[1][3], x[2][3], x[3][3]),
+  )
+
+
+@triton.jit
+def transpose_code(code):
+  """Bit 4 i + j to bit 4 j + i, by two swaps of off-diagonal squares."""
+  t = (code ^ (code >> 3)) & 0x0A0A
+  code = code ^ t ^ (t << 3)
+  t = (code ^ (code >> 6)) & 0x00CC
+  return code ^ t ^ (t << 6)
+
+
+@triton.jit
+def nibbles(code):
+  """Metadata nibbles of four groups at once: nibble g of the result from bits 4 g .. 4 g + 3 of the keep code.
+
+  Groups that keep fewer than two are filled up with their lowest free positions. Bit planes of `low | high << 2`:
+  low is 1 where 1 is the first kept of two, 2 where 2 and 3 are kept, else 0; high is 3, 2 or 1.
+  """
+  b0 = code
+  b1 = code >> 1
+  b2 = code >> 2
+  b3 = code >> 3
+  low0 = (b0 ^ 0xFFFF) & b1 & (b2 | b3) & 0x1111
+  low1 = ((b0 | b1) ^ 0xFFFF) & b2 & b3 & 0x1111
+  high0 = (b3 | (b2 ^ 0xFFFF)) & 0x1111
+  high1 = (b3 | b2) & 0x1111
+  return low0 + low1 * 2 + high0 * 4 + high1 * 8
+
+
+@triton.jit
+def quad(e):
+  """Four 16-bit entries as one uint64, the first lowest."""
+  return (e[0] | e[1] << 16).to(tl.uint64) | (e[2] | e[3] << 16).to(tl.uint64) << 32
+
+
+@triton.jit
+def quads(x):
+  """The rows of a block as uint64: half the registers of single entries."""
+  return quad(x[0]), quad(x[1]), quad(x[2]), quad(x[3])
+
+
+@triton.jit
+def transposed_quads(q):
+  """The columns of a block, from its rows."""
+  return (
+    _column(q, 0), _column(q, 16), _column(q, 32), _column(q, 48)
+  )  # fmt: skip
+
+
+@triton.jit
+def _column(q, at: tl.constexpr):
+  return quad((_entry(q[0], at), _entry(q[1], at), _entry(q[2], at), _entry(q[3], at)))
+
+
+@triton.jit
+def _entry(q, at: tl.constexpr):
+  return (q >> at).to(tl.uint32) & 0xFFFF
+
+
+@triton.jit
+def choose(group, nibble, at: tl.constexpr):
+  """The two stored 16-bit values of a group in one uint32, by the group's metadata nibble, at bit `at` of `nibble`.
+
+  Funnel shifts of the 64-bit group: no predicates, of which a thread has seven. Free positions that fill up a group
+  must hold zero.
+  """
+  low = (group >> ((((nibble >> at) & 3) << 4).to(tl.uint64))).to(tl.uint32)
+  high = (group >> ((((nibble >> (at + 2)) & 3) << 4).to(tl.uint64))).to(tl.uint32)
+  return (low & 0xFFFF) | high << 16
+
+
+@triton.jit
+def zero_free(x, code):
+  """Bits of the 16 entries, zero where `code` does not keep them."""
+  return _zero_row(x[0], code), _zero_row(x[1], code >> 4), _zero_row(x[2], code >> 8), _zero_row(x[3], code >> 12)
+
+
+@triton.jit
+def _zero_row(x, code):
+  return (
+    tl.where((code & 1) != 0, x[0], 0),
+    tl.where((code & 2) != 0, x[1], 0),
+    tl.where((code & 4) != 0, x[2], 0),
+    tl.where((code & 8) != 0, x[3], 0),
+  )
+
+
+@triton.jit
+def choose_all(groups, nibble):
+  """`choose` for the four groups of a block."""
+  return (
+    choose(groups[0], nibble, 0), choose(groups[1], nibble, 4),
+    choose(groups[2], nibble, 8), choose(groups[3], nibble, 12),
+  )  # fmt: skip
+
+
+@triton.jit
+def store_values(values, pairs, place, rows: tl.constexpr, columns: tl.constexpr, transposed: tl.constexpr):
+  """Writes the values of an operand; pairs[g] are those of group g of each block.
+
+  Groups lie along the rows of the array, or along its columns if `transposed`: then neighbouring threads hold pairs
+  that are far apart, and the compiler exchanges them through shared memory so that each row is written in one run.
+  """
+  at = values.to(tl.pointer_type(tl.uint32))
+  if transposed:  # noqa: SIM108
+    at = at + 4 * place[1] * (rows // 4) + place[0]
+  else:
+    at = at + 4 * place[0] * (columns // 4) + place[1]
+  for g in tl.static_range(4):
+    tl.store(at + g * ((rows if transposed else columns) // 4), pairs[g], mask=place[2])
+
+
+# A word joins the metadata of eight blocks, which up to eight threads hold. 16 bits a block times the 256 blocks of a
+# 64 x 64 tile are just the 512 bytes of its words, so the blocks' nibbles are first laid down there, in an order that
+# puts the eight side by side, and exchanged in place between two barriers. Reductions across threads took twice the
+# instructions.
+
+
+@triton.jit
+def scatter_nibbles(words, nibble, place, rows: tl.constexpr, columns: tl.constexpr, transposed: tl.constexpr):
+  """Lays down the nibbles of all blocks; blocks outside the array describe padding, positions 0 and 1.
+
+  Args:
+    words: of the operand.
+    nibble: metadata of each block's four groups.
+    place: the tile.
+    rows: of the array.
+    columns: of the array.
+    transposed: whether the operand is that of the transpose.
+  """
+  across: tl.constexpr = ((rows if transposed else columns) + 63) // 64
+  line = place[1] if transposed else place[0]
+  group = place[0] if transposed else place[1]
+  # [warp, row pair, quarter of k64, row half, group of the quarter]
+  position = (((line % 16) // 4 * 2 + line % 2) * 4 + (group % 16) // 4) * 8 + (line % 4) // 2 * 4 + group % 4
+  at = (line // 16 * across + group // 16) * 256 + position
+  there = (place[0] < 16 * ((rows + 63) // 64)) & (place[1] < 16 * ((columns + 63) // 64))
+  nibble = tl.where(place[2], nibble, 0x4444).to(tl.uint16)
+  tl.store(words.to(tl.pointer_type(tl.uint16)) + at, nibble, mask=there | place[2])
+
+
+@triton.jit
+def gather_words(words, tile_shape: tl.constexpr, place, rows: tl.constexpr, columns: tl.constexpr,
+                 transposed: tl.constexpr):  # fmt: skip
+  """This tile's words from the nibbles laid down: (words, where they go, which exist)."""
+  across: tl.constexpr = ((rows if transposed else columns) + 63) // 64
+  down: tl.constexpr = ((columns if transposed else rows) + 63) // 64
+  tiles: tl.constexpr = tile_shape[0] * tile_shape[1] // 256
+  group_tiles: tl.constexpr = tile_shape[0 if transposed else 1] // 16
+  n = tl.arange(0, 128 * tiles)
+  line = (place[4] if transposed else place[3]) // 16 + n // 128 // group_tiles
+  group = (place[3] if transposed else place[4]) // 16 + n // 128 % group_tiles
+  there = (group < across) & (line < down)
+  # Word 32 warp + 16 pair + 4 row + quarter takes the 16 bytes at ((warp, pair), quarter).
+  thread = n % 128
+  at = (line * across + group) * 128
+  source = words.to(tl.pointer_type(tl.uint64)) + at // 2 + (thread // 16 * 4 + thread % 4) * 2
+  first = tl.load(source, mask=there, other=0)
+  second = tl.load(source + 1, mask=there, other=0)
+  shift = (thread // 4 % 4 * 4).to(tl.uint32)
+  return _fold(first, shift) | _fold(second, shift) << 16, at + thread, there
+
+
+@triton.jit
+def _fold(x, shift):
+  """One nibble from each 16-bit lane of a uint64, side by side in 16 bits."""
+  low = x.to(tl.uint32) >> shift
+  high = (x >> 32).to(tl.uint32) >> shift
+  return (low & 0xF) | ((low >> 12) & 0xF0) | ((high & 0xF) << 8) | ((high >> 4) & 0xF000)
+
+
+@triton.jit
+def store_words(words, nibble, place, rows: tl.constexpr, columns: tl.constexpr, transposed: tl.constexpr):
+  """Writes the positions of one operand of an array of `rows` x `columns`."""
+  scatter_nibbles(words, nibble, place, rows, columns, transposed)
+  tl.debug_barrier()
+  word, at, there = gather_words(words, nibble.shape, place, rows, columns, transposed)
+  tl.debug_barrier()
+  tl.store(words + at, word, mask=there)
+
+
+@triton.jit
+def store_words_pair(
+  row_words, row_nibble, column_words, column_nibble, place, rows: tl.constexpr, columns: tl.constexpr
+):
+  """Writes the positions of both operands under the same two barriers."""
+  scatter_nibbles(row_words, row_nibble, place, rows, columns, False)
+  scatter_nibbles(column_words, column_nibble, place, rows, columns, True)
+  tl.debug_barrier()
+  row_word, row_at, row_there = gather_words(row_words, row_nibble.shape, place, rows, columns, False)
+  column_word, column_at, column_there = gather_words(column_words, row_nibble.shape, place, rows, columns, True)
+  tl.debug_barrier()
+  tl.store(row_words + row_at, row_word, mask=row_there)
+  tl.store(column_words + column_at, column_word, mask=column_there)

@@ -1,0 +1,286 @@
+"""The packing kernels in Triton; `triton.py` launches them.
+
+All share the tile of `_blocks`; what differs is where the keep code of a block comes from: the transposable search,
+given codes, the soft threshold, or MVUE sampling.
+"""
+
+import triton
+import triton.language as tl
+
+from pallas_kernels.mvue import triton as mvue
+from pallas_kernels.pack import _blocks
+from pallas_kernels.transposable_mask import triton as transposable
+
+
+@triton.jit
+def transposable_kernel(
+  w, previous, row_values, row_words, column_values, column_words, codes, flips, special,
+  ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
+  COUNT: tl.constexpr,
+):  # fmt: skip
+  """Best transposable pattern of each block, both operands under it, its code, flips against `previous`.
+
+  For ordinary numbers only: where it meets a NaN, an infinity or a number whose sums could overflow it raises the flag
+  `special`, and `repair_kernel` does the work again. Both ways in one kernel cost half as many registers again, and the
+  bounds alone a third more instructions, in a kernel that those limit.
+  """
+  place = _blocks.tile(ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS)
+  source: tl.constexpr = w.dtype.element_ty
+  batch = tl.program_id(1)
+  words = _blocks.load_blocks(w + batch.to(tl.int64) * ROWS * COLUMNS, place, COLUMNS)
+  x = _blocks.entries(words)
+  code = transposable.best_codes(_magnitudes(x, source))
+  tl.store(special + tl.zeros_like(code), 1, mask=_blocks.has_special(words, source))
+  _finish(
+    _blocks.narrow(x, source, row_values.dtype.element_ty), code, previous, row_values, row_words, column_values,
+    column_words, codes, flips, place, batch, tl.program_id(0), tl.num_programs(0), ROWS, COLUMNS, COUNT,
+  )  # fmt: skip
+
+
+@triton.jit
+def repair_kernel(
+  w, previous, special, row_values_, row_words_, column_values_, column_words_, codes_, flips_,
+  row_values, row_words, column_values, column_words, codes, flips,
+  ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
+  COUNT: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+  """`transposable_kernel` for any numbers, in place, if the flag is up; a few programs walk over all tiles."""
+  source: tl.constexpr = w.dtype.element_ty
+  batch = tl.program_id(1)
+  n = tl.program_id(0)
+  end = tl.load(special) * TILES  # nothing if the flag is down
+  while n < end:
+    place = _blocks.tile_at(n, ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS)
+    words = _blocks.load_blocks(w + batch.to(tl.int64) * ROWS * COLUMNS, place, COLUMNS)
+    x = _blocks.entries(words)
+    free = transposable.nan_code(_floats(x, source))
+    code = transposable.best_codes(_bounded(x, source)) & (free ^ 0xFFFF)
+    # With fewer than two kept, a free position is stored: as zero.
+    x = _blocks.zero_free(_blocks.narrow(x, source, row_values.dtype.element_ty), code)
+    _finish(
+      x, code, previous, row_values, row_words, column_values, column_words, codes, flips, place, batch, n, TILES,
+      ROWS, COLUMNS, COUNT,
+    )  # fmt: skip
+    n += tl.num_programs(0)
+
+
+@triton.jit
+def _finish(
+  x, code, previous, row_values, row_words, column_values, column_words, codes, flips, place, batch, n, tiles,
+  ROWS: tl.constexpr, COLUMNS: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+  """Stores codes, flips and operands of tile `n`."""
+  batch = batch.to(tl.int64)
+  at = batch * (ROWS // 4) * (COLUMNS // 4) + place[0] * (COLUMNS // 4) + place[1]
+  tl.store(codes + at, code.to(tl.uint16), mask=place[2])
+  if COUNT:
+    old = tl.load(previous + at, mask=place[2], other=0).to(tl.uint32)
+    changed = tl.where(place[2], _popcount(code ^ old), 0)
+    tl.store(flips + batch * tiles + n, tl.sum(tl.sum(changed, axis=1), axis=0).to(tl.int32))
+  _store_both(
+    _blocks.quads(x), code, row_values, row_words, column_values, column_words, place, batch, ROWS, COLUMNS
+  )
+
+
+@triton.jit
+def masked_kernel(
+  w, codes, row_values, row_words, column_values, column_words,
+  ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
+):  # fmt: skip
+  """Both operands under given codes."""
+  place = _blocks.tile(ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS)
+  batch = tl.program_id(1).to(tl.int64)
+  words = _blocks.load_blocks(w + batch * ROWS * COLUMNS, place, COLUMNS)
+  at = batch * (ROWS // 4) * (COLUMNS // 4) + place[0] * (COLUMNS // 4) + place[1]
+  code = tl.load(codes + at, mask=place[2], other=0).to(tl.uint32)
+  x = _blocks.zero_free(_blocks.narrow(_blocks.entries(words), w.dtype.element_ty, row_values.dtype.element_ty), code)
+  _store_both(
+    _blocks.quads(x), code, row_values, row_words, column_values, column_words, place, batch, ROWS, COLUMNS
+  )  # fmt: skip
+
+
+@triton.jit
+def soft_threshold_kernel(
+  w, scale, values, words,
+  ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
+  GROUPS_DOWN: tl.constexpr,
+):  # fmt: skip
+  """scale S(w) packed along one axis: the rows of the array, or its columns if GROUPS_DOWN."""
+  place = _blocks.tile(ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS)
+  batch = tl.program_id(1).to(tl.int64)
+  packed = _blocks.load_blocks(w + batch * ROWS * COLUMNS, place, COLUMNS)
+  x = _blocks.entries(packed)
+  if GROUPS_DOWN:
+    x = _blocks.transpose(x)
+  beta = tl.load(scale + batch)
+  source: tl.constexpr = w.dtype.element_ty
+  dtype: tl.constexpr = values.dtype.element_ty
+  g = (
+    _shrink(x[0], beta, source, dtype),
+    _shrink(x[1], beta, source, dtype),
+    _shrink(x[2], beta, source, dtype),
+    _shrink(x[3], beta, source, dtype),
+  )
+  code = tl.zeros_like(g[0][0])
+  for i in tl.static_range(4):
+    for j in tl.static_range(4):
+      code = code | tl.where((g[i][j] & 0x7FFF) != 0, 1 << (4 * i + j), 0).to(tl.uint32)
+  pairs = _blocks.choose_all(_blocks.quads(g), _blocks.nibbles(code))
+  _store_one(pairs, code, values, words, place, batch, ROWS, COLUMNS, GROUPS_DOWN)
+
+
+@triton.jit
+def mvue_kernel(
+  x, parameters, values, words,
+  ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
+  GROUPS_DOWN: tl.constexpr,
+):  # fmt: skip
+  """An MVUE sample of x, packed along one axis as in `soft_threshold_kernel`."""
+  place = _blocks.tile(ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS)
+  batch = tl.program_id(1)
+  blocks = _blocks.load_blocks(x + batch.to(tl.int64) * ROWS * COLUMNS, place, COLUMNS)
+  sample_and_store(
+    _blocks.entries(blocks), x.dtype.element_ty, parameters, values, words, place, batch,
+    ROWS, COLUMNS, GROUPS_DOWN,
+  )  # fmt: skip
+
+
+@triton.jit
+def sample_and_store(
+  e, source: tl.constexpr, parameters, values, words, place, batch,
+  ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUPS_DOWN: tl.constexpr,
+):  # fmt: skip
+  """MVUE of the blocks `e` (bits) and their operand."""
+  dtype: tl.constexpr = values.dtype.element_ty
+  if GROUPS_DOWN:
+    e = _blocks.transpose(e)
+    u = mvue.block_uniforms(parameters, place, batch, True)
+  else:
+    u = mvue.block_uniforms(parameters, place, batch, False)
+  g = (
+    _sample_row(e[0], u[0], source, dtype),
+    _sample_row(e[1], u[1], source, dtype),
+    _sample_row(e[2], u[2], source, dtype),
+    _sample_row(e[3], u[3], source, dtype),
+  )
+  code = g[0][1] | g[1][1] << 4 | g[2][1] << 8 | g[3][1] << 12
+  pairs = (g[0][0], g[1][0], g[2][0], g[3][0])
+  _store_one(pairs, code, values, words, place, batch.to(tl.int64), ROWS, COLUMNS, GROUPS_DOWN)
+
+
+@triton.jit
+def _sample_row(e, u, source: tl.constexpr, dtype: tl.constexpr):
+  return mvue.sample(
+    _blocks.to_float(e[0], source), _blocks.to_float(e[1], source),
+    _blocks.to_float(e[2], source), _blocks.to_float(e[3], source), u, source == dtype, dtype,
+  )  # fmt: skip
+
+
+@triton.jit
+def _floats_row(x, source: tl.constexpr):
+  return (
+    _blocks.to_float(x[0], source), _blocks.to_float(x[1], source),
+    _blocks.to_float(x[2], source), _blocks.to_float(x[3], source),
+  )  # fmt: skip
+
+
+@triton.jit
+def _floats(x, source: tl.constexpr):
+  return _floats_row(x[0], source), _floats_row(x[1], source), _floats_row(x[2], source), _floats_row(x[3], source)
+
+
+@triton.jit
+def _magnitudes_row(x):
+  return tl.abs(x[0]), tl.abs(x[1]), tl.abs(x[2]), tl.abs(x[3])
+
+
+@triton.jit
+def _magnitudes(x, source: tl.constexpr):
+  """What `_bounded` gives where no entry is special; the absolute value is part of the additions that use it."""
+  x = _floats(x, source)
+  return _magnitudes_row(x[0]), _magnitudes_row(x[1]), _magnitudes_row(x[2]), _magnitudes_row(x[3])
+
+
+@triton.jit
+def _bounded_row(x):
+  return (
+    transposable.bounded_magnitude(x[0]), transposable.bounded_magnitude(x[1]),
+    transposable.bounded_magnitude(x[2]), transposable.bounded_magnitude(x[3]),
+  )  # fmt: skip
+
+
+@triton.jit
+def _bounded(x, source: tl.constexpr):
+  x = _floats(x, source)
+  return _bounded_row(x[0]), _bounded_row(x[1]), _bounded_row(x[2]), _bounded_row(x[3])
+
+
+@triton.jit
+def _popcount(x):
+  """Set bits of 16-bit numbers."""
+  x = x - ((x >> 1) & 0x5555)
+  x = (x & 0x3333) + ((x >> 2) & 0x3333)
+  x = (x + (x >> 4)) & 0x0F0F
+  return (x + (x >> 8)) & 0x1F
+
+
+@triton.jit
+def _shrink(x, beta, source: tl.constexpr, dtype: tl.constexpr):
+  """Bits of beta sign(x) max(|x| - t, 0) for one group; t and the difference are rounded to the dtype of the input."""
+  e0 = _blocks.to_float(x[0], source)
+  e1 = _blocks.to_float(x[1], source)
+  e2 = _blocks.to_float(x[2], source)
+  e3 = _blocks.to_float(x[3], source)
+  a0 = tl.abs(e0)
+  a1 = tl.abs(e1)
+  a2 = tl.abs(e2)
+  a3 = tl.abs(e3)
+  t = tl.minimum(
+    tl.maximum(tl.minimum(a0, a1), tl.minimum(a2, a3)), tl.minimum(tl.maximum(a0, a1), tl.maximum(a2, a3))
+  )
+  nan = (e0 != e0) | (e1 != e1) | (e2 != e2) | (e3 != e3)  # noqa: PLR0124
+  poison = float('nan')
+  return (
+    _blocks.to_bits(tl.where(nan, poison, _soft(e0, a0, t, beta, source)), dtype),
+    _blocks.to_bits(tl.where(nan, poison, _soft(e1, a1, t, beta, source)), dtype),
+    _blocks.to_bits(tl.where(nan, 0.0, _soft(e2, a2, t, beta, source)), dtype),
+    _blocks.to_bits(tl.where(nan, 0.0, _soft(e3, a3, t, beta, source)), dtype),
+  )
+
+
+@triton.jit
+def _soft(e, a, t, beta, source: tl.constexpr):
+  soft = tl.where(a > t, a - t, 0.0).to(source).to(tl.float32)
+  return tl.where(e < 0, -soft, soft) * beta
+
+
+@triton.jit
+def _store_both(
+  x, code, row_values, row_words, column_values, column_words, place, batch,
+  ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+  """Both operands of the blocks with rows `x` (uint64) under `code`.
+
+  Entries that are not kept must be zero in groups that keep fewer than two: some of them are stored.
+  """
+  half: tl.constexpr = ROWS * COLUMNS // 2
+  size: tl.constexpr = ((ROWS + 63) // 64) * ((COLUMNS + 63) // 64) * 128
+  across = _blocks.nibbles(code)
+  down = _blocks.nibbles(_blocks.transpose_code(code))
+  _blocks.store_values(row_values + batch * half, _blocks.choose_all(x, across), place, ROWS, COLUMNS, False)
+  _blocks.store_values(
+    column_values + batch * half, _blocks.choose_all(_blocks.transposed_quads(x), down), place, ROWS, COLUMNS, True
+  )
+  _blocks.store_words_pair(row_words + batch * size, across, column_words + batch * size, down, place, ROWS, COLUMNS)
+
+
+@triton.jit
+def _store_one(
+  pairs, code, values, words, place, batch,
+  ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUPS_DOWN: tl.constexpr,
+):  # fmt: skip
+  """One operand from the stored pairs of a block's groups; bit 4 g + p of `code` keeps position p of group g."""
+  half: tl.constexpr = ROWS * COLUMNS // 2
+  size: tl.constexpr = ((ROWS + 63) // 64) * ((COLUMNS + 63) // 64) * 128
+  _blocks.store_values(values + batch * half, pairs, place, ROWS, COLUMNS, GROUPS_DOWN)
+  _blocks.store_words(words + batch * size, _blocks.nibbles(code), place, ROWS, COLUMNS, GROUPS_DOWN)

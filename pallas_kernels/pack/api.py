@@ -1,0 +1,178 @@
+"""Packers: one pass over a weight or a gradient gives the operands that the sparse matmul reads.
+
+Back ends: `reference` (plain jnp, everywhere) and `triton` (compute capability 8.0 and newer).
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import _device, _dispatch
+from pallas_kernels.formats import check_groups
+from pallas_kernels.pack.reference import PackedPair
+from pallas_kernels.sparse_matmul.operand import SparseOperand
+
+__all__ = ['PackedPair', 'masked_pack', 'mvue_pack', 'soft_threshold_pack', 'transposable_pack']
+
+Array = jax.Array
+
+
+def candidates() -> list[str]:
+  """Back ends for the present device, best first."""
+  return ['triton', 'reference'] if _device.current().capability >= (8, 0) else ['reference']
+
+
+def _call(op: str, implementation: str | None, *args: Any, **kwargs: Any) -> Any:
+  backends = {name: f'pallas_kernels.pack.{name}:{op}' for name in ('reference', 'triton')}
+  return _dispatch.dispatch(op, backends, implementation, candidates(), *args, **kwargs)
+
+
+def transposable_pack(
+  w: Array, previous: Array | None = None, *, dtype: Any = None, implementation: str | None = None
+) -> PackedPair:
+  """The best transposable mask of `w` and both operands under it.
+
+  The mask is that of `transposable_mask`, bit for bit: 2:4 along rows and along columns at once, so one mask serves
+  y = x w and dx = dy w^T.
+
+  Args:
+    w: [..., R, C], both multiples of four; bfloat16, float16 or float32.
+    previous: uint16 [..., R/4, C/4], the codes of an earlier call, to count flips against; or None.
+    dtype: of the packed values; None is the dtype of `w`, bfloat16 for float32.
+    implementation: 'reference', 'triton', or None to choose.
+
+  Returns:
+    A `PackedPair`.
+
+  Raises:
+    ValueError: shapes or dtypes do not fit, or the named implementation refuses.
+
+  >>> import jax, jax.numpy as jnp
+  >>> w = jax.random.normal(jax.random.key(0), (64, 128), jnp.bfloat16)
+  >>> p = transposable_pack(w)
+  >>> p.rows.shape, p.columns.shape, p.codes.shape
+  ((64, 128), (128, 64), (16, 32))
+  """
+  _check_blocks(w)
+  if previous is not None:
+    _check_codes(w, previous, 'previous')
+  return _call('transposable_pack', implementation, w, previous, dtype=_values_dtype(w, dtype))
+
+
+def masked_pack(w: Array, codes: Array, *, dtype: Any = None, implementation: str | None = None) -> PackedPair:
+  """Both operands of `w` under a mask chosen earlier: new values, old pattern.
+
+  Args:
+    w: [..., R, C], both multiples of four; bfloat16, float16 or float32.
+    codes: uint16 [..., R/4, C/4] as in `PackedPair`; no row and no column of a block keeps more than two.
+    dtype: of the packed values; None is the dtype of `w`, bfloat16 for float32.
+    implementation: 'reference', 'triton', or None to choose.
+
+  Raises:
+    ValueError: shapes or dtypes do not fit, or the named implementation refuses.
+
+  >>> import jax, jax.numpy as jnp
+  >>> w = jax.random.normal(jax.random.key(0), (64, 64), jnp.bfloat16)
+  >>> p = transposable_pack(w)
+  >>> bool((masked_pack(2 * w, p.codes).rows.values == 2 * p.rows.values).all())
+  True
+  """
+  _check_blocks(w)
+  _check_codes(w, codes, 'codes')
+  return _call('masked_pack', implementation, w, codes, dtype=_values_dtype(w, dtype))
+
+
+def soft_threshold_pack(
+  w: Array, scale: Array, *, axis: int = -2, dtype: Any = None, implementation: str | None = None
+) -> SparseOperand:
+  """The operand of scale S(w), S the soft threshold of S-STE (arXiv 2409.09099, section 4.1).
+
+  Args:
+    w: [..., R, C]; bfloat16, float16 or float32, R and C multiples of four.
+    scale: float32, shape `w.shape[:-2]`, as `soft_threshold_scale` gives it.
+    axis: the grouped axis. -1: the operand of w, [R, C]; -2: that of its transpose, [C, R].
+    dtype: of the packed values; None is the dtype of `w`, bfloat16 for float32.
+    implementation: 'reference', 'triton', or None to choose.
+
+  Raises:
+    ValueError: shapes or dtypes do not fit, or the named implementation refuses.
+
+  >>> import jax.numpy as jnp
+  >>> w = jnp.tile(jnp.array([1.0, -4.0, 2.0, 3.0], jnp.bfloat16), (64, 16))
+  >>> soft_threshold_pack(w, jnp.float32(2.0), axis=-1).values[0, :2].tolist()
+  [-4.0, 2.0]
+  """
+  _check_blocks(w)
+  scale = jnp.asarray(scale)
+  if scale.shape != w.shape[:-2]:
+    raise ValueError(f'scale must have shape {w.shape[:-2]}, one a matrix of w, found {scale.shape}')
+  return _call('soft_threshold_pack', implementation, w, scale, axis=_axis(w, axis), dtype=_values_dtype(w, dtype))
+
+
+def mvue_pack(
+  x: Array,
+  key: Array,
+  *,
+  axis: int = -2,
+  origin: tuple[Array | int, Array | int, Array | int] = (0, 0, 0),
+  dtype: Any = None,
+  implementation: str | None = None,
+) -> SparseOperand:
+  """The operand of an unbiased 2:4 sample of `x`, the uniforms and decisions being those of `mvue24`.
+
+  For a weight gradient dW = X^T dZ the sparse operand is dZ^T, compressed along tokens: `x` is dZ [tokens, features]
+  with `axis=-2`, or dZ^T [features, tokens] with `axis=-1`; both give the same operand.
+
+  Args:
+    x: [..., R, C]; bfloat16, float16 or float32, R and C multiples of four.
+    key: a JAX random key.
+    axis: the grouped axis. -2: the operand of the transpose of x, [C, R]; -1: that of x.
+    origin: as in `mvue24`.
+    dtype: of the packed values; None is the dtype of `x`, bfloat16 for float32.
+    implementation: 'reference', 'triton', or None to choose.
+
+  Raises:
+    ValueError: shapes or dtypes do not fit, or the named implementation refuses.
+
+  >>> import jax, jax.numpy as jnp
+  >>> dz = jax.random.normal(jax.random.key(0), (128, 64), jnp.bfloat16)
+  >>> mvue_pack(dz, jax.random.key(1)).shape
+  (64, 128)
+  """
+  _check_blocks(x, 'x')
+  if isinstance(origin[2], int) and origin[2] % 4:
+    raise ValueError(f'origin column {origin[2]} is not a multiple of four')
+  dtype = _values_dtype(x, dtype, 'x')
+  return _call('mvue_pack', implementation, x, key, axis=_axis(x, axis), origin=origin, dtype=dtype)
+
+
+def _check_blocks(w: Array, name: str = 'w') -> None:
+  if w.ndim < 2:
+    raise ValueError(f'{name} must have at least two axes, found shape {w.shape}')
+  check_groups(w, -2, name=name)
+  check_groups(w, -1, name=name)
+
+
+def _check_codes(w: Array, codes: Array, name: str) -> None:
+  expected = (*w.shape[:-2], w.shape[-2] // 4, w.shape[-1] // 4)
+  if codes.shape != expected or codes.dtype != jnp.uint16:
+    raise ValueError(f'{name} must be uint16 of shape {expected}, found {codes.dtype} of shape {codes.shape}')
+
+
+def _values_dtype(w: Array, dtype: Any, name: str = 'w') -> jnp.dtype:
+  if w.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+    raise ValueError(f'{name} must be bfloat16, float16 or float32, found {w.dtype}')
+  if dtype is None:
+    dtype = jnp.bfloat16 if w.dtype == jnp.float32 else w.dtype
+  if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
+    raise ValueError(f'dtype of packed values must be bfloat16 or float16, found {jnp.dtype(dtype)}')
+  if w.dtype != jnp.float32 and jnp.dtype(dtype) != w.dtype:
+    raise ValueError(f'dtype={jnp.dtype(dtype)} differs from the 16-bit {name}, {w.dtype}; cast {name} first')
+  return jnp.dtype(dtype)
+
+
+def _axis(w: Array, axis: int) -> int:
+  if axis not in (-1, -2, w.ndim - 1, w.ndim - 2):
+    raise ValueError(f'axis={axis} must be one of the last two axes of {w.shape}')
+  return axis if axis < 0 else axis - w.ndim

@@ -1,0 +1,380 @@
+"""Checks and times the memory-bound kernels on a GPU: `python -m pallas_kernels.pack.bench --out FILE`.
+
+Every time is the sum of a call's kernels by CUPTI on random data (it does not see the 4-byte memset of the transposable
+pack); `copy_share` is the bytes that must move over the time, as a share of the bandwidth of a plain copy measured in
+the same run.
+"""
+
+import argparse
+from collections.abc import Callable
+import concurrent.futures
+import dataclasses
+import datetime
+import functools
+import json
+import pathlib
+import statistics
+import subprocess
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import _compat, _device
+from pallas_kernels.gated_activation import reference as gated_reference
+from pallas_kernels.gated_activation import triton as gated
+from pallas_kernels.pack import reference
+from pallas_kernels.pack import triton as pack
+
+BF16 = jnp.bfloat16
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+  """One row of the table.
+
+  Attributes:
+    op: its name in the record.
+    shape: of the main input.
+    inputs: makes the arrays from a key.
+    triton: the kernel, as a function of the arrays and a config.
+    xla: the plain jnp form, or None.
+    configs: to try.
+    moved: bytes that must be read and written.
+  """
+
+  op: str
+  shape: tuple[int, ...]
+  inputs: Callable[[jax.Array], tuple[Any, ...]]
+  triton: Callable[..., Any]
+  xla: Callable[..., Any] | None
+  configs: tuple[Any, ...]
+  moved: Callable[..., int]
+  dtype: str = 'bfloat16'
+
+
+def nbytes(tree: Any) -> int:
+  """Bytes of all arrays of a tree, random keys aside."""
+  leaves = jax.tree.leaves(tree)
+  return sum(x.size * x.dtype.itemsize for x in leaves if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
+
+
+def normal(shape: tuple[int, ...], dtype: Any = BF16) -> Callable[[jax.Array], jax.Array]:
+  return lambda key: jax.random.normal(key, shape, dtype)
+
+
+def _configs(*names: str) -> tuple[pack.Config, ...]:
+  return tuple(pack.Config(*map(int, name.split('x'))) for name in names)
+
+
+def cases(tokens: int, hidden: int) -> list[Case]:
+  """All rows; the tile lists start with the default."""
+  weight = (16384, 4096)
+  tiles = _configs('16x16x4', '16x16x8', '16x16x2')
+  few, halves = _configs('16x16x4', '16x16x2'), _configs('16x16x8', '16x16x4')
+
+  def codes(key: jax.Array) -> jax.Array:
+    return jax.jit(functools.partial(reference.transposable_pack, dtype=BF16))(normal(weight)(key), None).codes
+
+  def draw(shape: tuple[int, ...]) -> Callable[[jax.Array], tuple[Any, ...]]:
+    return lambda key: (normal(shape)(key), jax.random.key(1))
+
+  def backward(down: bool, gate: bool) -> Callable[[jax.Array], tuple[Any, ...]]:
+    def make(key: jax.Array) -> tuple[Any, ...]:
+      wide = hidden * (2 if gate else 1)
+      shapes = [(hidden, tokens), (wide, tokens)] if down else [(tokens, hidden), (tokens, wide)]
+      return normal(shapes[0])(key), normal(shapes[1])(jax.random.key(3)), jax.random.key(2)
+    return make
+
+  def moved(inputs: Any, outputs: Any) -> int:
+    return nbytes(inputs) + nbytes(outputs)
+
+  rows = []
+  for dtype in (BF16, jnp.float32):
+    rows.append(Case(
+      'transposable_pack', weight, lambda key, dtype=dtype: (normal(weight, dtype)(key),),
+      lambda w, config: pack.transposable_pack(w, None, dtype=BF16, config=config),
+      lambda w: reference.transposable_pack(w, None, dtype=BF16), tiles if dtype == BF16 else few, moved,
+      jnp.dtype(dtype).name,
+    ))  # fmt: skip
+  rows.append(Case(
+    'transposable_pack_count', weight, lambda key: (normal(weight)(key), codes(jax.random.key(9))),
+    lambda w, old, config: pack.transposable_pack(w, old, dtype=BF16, config=config),
+    lambda w, old: reference.transposable_pack(w, old, dtype=BF16), few, moved,
+  ))  # fmt: skip
+  rows.append(Case(
+    'masked_pack', weight, lambda key: (normal(weight)(key), codes(jax.random.key(9))),
+    lambda w, old, config: pack.masked_pack(w, old, dtype=BF16, config=config),
+    lambda w, old: reference.masked_pack(w, old, dtype=BF16), few,
+    # The codes come back as they went in.
+    lambda inputs, outputs: nbytes(inputs) + nbytes((outputs.rows, outputs.columns)),
+  ))  # fmt: skip
+  for axis in (-2, -1):
+    rows.append(Case(
+      f'soft_threshold_pack_axis{axis}', weight, lambda key: (normal(weight)(key), jnp.float32(1.48)),
+      lambda w, s, config, axis=axis: pack.soft_threshold_pack(w, s, axis=axis, dtype=BF16, config=config),
+      lambda w, s, axis=axis: reference.soft_threshold_pack(w, s, axis=axis, dtype=BF16), few, moved,
+    ))  # fmt: skip
+    rows.append(Case(
+      f'mvue_pack_axis{axis}', (tokens, hidden), draw((tokens, hidden)),
+      lambda x, k, config, axis=axis: pack.mvue_pack(x, k, axis=axis, origin=(0, 0, 0), dtype=BF16, config=config),
+      lambda x, k, axis=axis: reference.mvue_pack(x, k, axis=axis, origin=(0, 0, 0), dtype=BF16),
+      _configs('16x16x2', '16x16x4', '16x32x4', '32x16x4'), moved,
+    ))  # fmt: skip
+  for activation in ('silu', 'gelu'):
+    for axis in (-1, -2) if activation == 'silu' else (-1,):
+      shape = (tokens, 2 * hidden) if axis == -1 else (2 * hidden, tokens)
+      rows.append(Case(
+        f'gated_{activation}_axis{axis}', shape, lambda key, shape=shape: (normal(shape)(key),),
+        lambda z, config, a=activation, axis=axis: gated.gated_activation(z, activation=a, axis=axis, config=config),
+        lambda z, a=activation, axis=axis: gated_reference.gated_activation(z, activation=a, axis=axis),
+        (gated.ForwardConfig(), gated.ForwardConfig(1024, 4)), moved,
+      ))  # fmt: skip
+  for activation, gate, axis in (('silu', True, -1), ('silu', True, -2), ('gelu', True, -1), ('gelu', False, -1),
+                                 ('squared_relu', False, -1)):  # fmt: skip
+    name = f'{"gated_" if gate else ""}{activation}_backward'
+    make, options = backward(axis == -2, gate), dict(activation=activation, gated=gate, axis=axis)
+    shape = (tokens, hidden) if axis == -1 else (hidden, tokens)
+    if axis == -1:
+      rows.append(Case(
+        name, shape, lambda key, make=make: make(key)[:2],
+        lambda d, z, config, o=options: gated.activation_backward(d, z, config=config, **o),
+        lambda d, z, o=options: gated_reference.activation_backward(d, z, **o), _configs('16x16x4', '16x32x8'), moved,
+      ))  # fmt: skip
+    rows.append(Case(
+      f'{name}_pack_axis{axis}', shape, make,
+      lambda d, z, k, config, o=options: gated.activation_backward_pack(d, z, k, origin=(0, 0, 0), config=config, **o),
+      lambda d, z, k, o=options: gated_reference.activation_backward_pack(d, z, k, origin=(0, 0, 0), **o),
+      halves, moved,
+    ))  # fmt: skip
+  return rows
+
+
+def masked_decay_case(key: jax.Array) -> tuple[Callable[..., Any], tuple[Any, ...], str]:
+  """AdamW with masked decay of one weight in plain jnp: what XLA makes of it."""
+  shape = (16384, 4096)
+  g, m, p = (jax.random.normal(k, shape, jnp.float32) for k in jax.random.split(key, 3))
+  mask = reference.code_mask(jax.random.bits(key, (shape[0] // 4, shape[1] // 4), jnp.uint16))
+
+  def step(g: Any, m: Any, v: Any, p: Any, mask: Any) -> Any:
+    g = g + jnp.where(mask, 0.0, 6e-5 * p)
+    m = 0.9 * m + 0.1 * g
+    v = 0.999 * v + 0.001 * g * g
+    return m, v, p - 1e-3 * (m / (jnp.sqrt(v) + 1e-8) + 0.1 * p)
+
+  return step, (g, m, jnp.abs(m), p, mask), 'adamw_masked_decay'
+
+
+def differing(found: Any, expected: Any) -> list[int]:
+  """Elements that differ in bits, for each array of two trees. One NaN is as good as another: XLA gives several."""
+  counts = []
+  for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    bits = {2: jnp.uint16, 4: jnp.uint32}[a.dtype.itemsize]
+    other = jax.lax.bitcast_convert_type(a, bits) != jax.lax.bitcast_convert_type(b, bits)
+    counts.append(int((other & ~((a != a) & (b != b))).sum()))  # noqa: PLR0124
+  return counts
+
+
+def difference(found: Any, expected: Any) -> float:
+  found, expected = found.astype(jnp.float32), expected.astype(jnp.float32)
+  return float(jnp.linalg.norm(found - expected) / jnp.linalg.norm(expected))
+
+
+def check() -> list[dict[str, Any]]:
+  """Every kernel against the reference on the GPU, on ragged shapes with ties, infinities and NaN."""
+  jobs = []
+  ragged, square = (2, 1028, 260), (512, 512)
+  for shape, dtype, special in (
+    (ragged, BF16, 0.003), (square, jnp.float16, 0.003), (square, jnp.float32, 0.003),
+    (ragged, BF16, 0.0), (square, jnp.float16, 0.0), (square, jnp.float32, 0.0),
+  ):  # fmt: skip
+    out = jnp.float16 if dtype == jnp.float16 else BF16
+    rng = np.random.default_rng(0)
+    w = rng.standard_normal(shape).astype(np.float32)
+    w = np.where(rng.random(shape) < 0.2, np.round(2 * w), w)
+    for value in (-0.0, np.inf, -np.inf, np.nan):
+      w = np.where(rng.random(shape) < (special if value else 0.003), np.float32(value), w)
+    w = jnp.asarray(w).astype(dtype)
+    previous = jax.random.bits(jax.random.key(3), (*shape[:-2], shape[-2] // 4, shape[-1] // 4), jnp.uint16)
+    codes = reference.mask_codes(reference.transposable.transposable_mask(-w[..., ::-1]))
+    scale, key = jnp.full(shape[:-2], 1.48, jnp.float32), jax.random.key(5)
+    calls = {
+      'transposable_pack': (lambda m, w, p, o=out: m.transposable_pack(w, p, dtype=o), (w, previous)),
+      'masked_pack': (lambda m, w, p, o=out: m.masked_pack(w, p, dtype=o), (w, codes)),
+    }
+    # Special values matter to the first alone.
+    for axis in (-1, -2) if special else ():
+      calls[f'soft_threshold_pack{axis}'] = (
+        lambda m, w, s, a=axis, o=out: m.soft_threshold_pack(w, s, axis=a, dtype=o), (w, scale),
+      )  # fmt: skip
+      calls[f'mvue_pack{axis}'] = (
+        lambda m, w, k, a=axis, o=out: m.mvue_pack(w, k, axis=a, origin=(1, 2, 4), dtype=o), (w, key),
+      )  # fmt: skip
+    jobs += [(name, shape, dtype, *call) for name, call in calls.items()]
+
+  def compare(job: Any) -> dict[str, Any]:
+    name, shape, dtype, call, arrays = job
+    found = jax.jit(functools.partial(call, pack))(*arrays)
+    counts = differing(found, jax.jit(functools.partial(call, reference))(*arrays))
+    return dict(op=name, shape=shape, dtype=jnp.dtype(dtype).name, differing=counts)
+
+  def activation(job: tuple[str, bool, int]) -> dict[str, Any]:
+    name, gate, axis = job
+    features, tokens = 512, 260
+    wide = features * (2 if gate else 1)
+    dh = jax.random.normal(jax.random.key(0), (tokens, features) if axis == -1 else (features, tokens), BF16)
+    z = 2 * jax.random.normal(jax.random.key(1), (tokens, wide) if axis == -1 else (wide, tokens), BF16)
+    options, key = dict(activation=name, gated=gate, axis=axis), jax.random.key(2)
+    dz, operand = gated.activation_backward_pack(dh, z, key, origin=(0, 0, 0), **options)
+    pick = functools.partial(reference.mvue_pack, axis=-3 - axis, origin=(0, 0, 0), dtype=BF16)
+    counts = differing(operand, jax.jit(pick)(dz, key)) + differing(dz, gated.activation_backward(dh, z, **options))
+    errors = [difference(dz, gated_reference.activation_backward(dh, z, **options))]
+    if gate:
+      forward = dict(activation=name, axis=axis)
+      errors.append(difference(gated.gated_activation(z, **forward), gated_reference.gated_activation(z, **forward)))
+    return dict(op='activation', **options, differing=counts, error=max(errors))
+
+  kinds = [('silu', True, -1), ('silu', True, -2), ('gelu', True, -1), ('gelu', False, -2), ('squared_relu', False, -1)]
+  with concurrent.futures.ThreadPoolExecutor(8) as pool:
+    return [*pool.map(compare, jobs), *pool.map(activation, kinds)]
+
+
+def copy_bandwidth() -> float:
+  """Bytes a millisecond of a plain element-wise pass over half a GB, read and written."""
+  x = jax.random.normal(jax.random.key(0), (16384, 16384), BF16)
+  ms = statistics.median(_compat.device_times_ms(jax.jit(jnp.negative), (x,), 20))
+  return 2 * x.nbytes / ms
+
+
+def torch_baseline(shape: tuple[int, int]) -> list[float]:
+  """PyTorch's own prune + pack both ways, by CUDA events; empty if PyTorch lacks it."""
+  try:
+    import torch
+
+    w = torch.randn(shape, device='cuda', dtype=torch.bfloat16)
+    for _ in range(5):
+      torch._sparse_semi_structured_tile(w, '')
+    times = []
+    for _ in range(30):
+      start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+      start.record()
+      torch._sparse_semi_structured_tile(w, '')
+      end.record()
+      torch.cuda.synchronize()
+      times.append(start.elapsed_time(end))
+    return times
+  except Exception as e:
+    print('no PyTorch baseline:', e)
+    return []
+
+
+def main() -> int:
+  parser = argparse.ArgumentParser()
+  parser.add_argument('--out', type=pathlib.Path, required=True, help='records are appended here')
+  parser.add_argument('--tokens', type=int, default=16384)
+  parser.add_argument('--hidden', type=int, default=8192)
+  parser.add_argument('--only', default='', help='comma-separated prefixes of ops')
+  parser.add_argument('--iterations', type=int, default=15)
+  parser.add_argument('--skip-check', action='store_true')
+  parser.add_argument('--skip-xla', action='store_true')
+  parser.add_argument('--first-config', action='store_true')
+  options = parser.parse_args()
+  wrong = 0
+  if not options.skip_check:
+    for row in check():
+      bad = sum(row['differing']) + (row.get('error', 0) > 4e-3)
+      wrong += bad
+      if bad:
+        print('WRONG', row)
+    print('check:', 'all equal' if not wrong else f'{wrong} differ', flush=True)
+  device = _device.current()
+  bandwidth = copy_bandwidth()
+  print(f'{device.name}: copy {bandwidth / 1e9:.3f} TB/s', flush=True)
+  common = _common(device.name) | dict(copy_tb_s=bandwidth / 1e9)
+  pytorch = torch_baseline((16384, 4096))
+  if pytorch:
+    print(f'PyTorch tile 16384x4096: {statistics.median(pytorch):.4f} ms', flush=True)
+  wanted = [x for x in options.only.split(',') if x]
+  for case in cases(options.tokens, options.hidden):
+    if wanted and not any(case.op.startswith(x) for x in wanted):
+      continue
+    inputs = case.inputs(jax.random.key(0))
+    jobs: dict[str, Any] = {
+      str(c): functools.partial(case.triton, config=c)
+      for c in (case.configs[:1] if options.first_config else case.configs)
+    }
+    if case.xla is not None and not options.skip_xla:
+      jobs['xla'] = case.xla
+    moved = case.moved(inputs, jax.eval_shape(next(iter(jobs.values())), *inputs))
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+      compiled = dict(zip(jobs, pool.map(functools.partial(_compiled, inputs), jobs.values()), strict=True))
+    found: dict[str, Any] = {}
+    for name, f in compiled.items():
+      if isinstance(f, Exception):
+        print(case.op, name, 'failed:', repr(f)[:300], flush=True)
+        continue
+      found[name] = _compat.device_times_ms(f, inputs, options.iterations if name != 'xla' else 5)
+      ms = statistics.median(found[name])
+      print(f'{case.op:32s} {case.dtype:9s} {name:60s} {ms:.4f} ms {moved / ms / bandwidth:.1%}', flush=True)
+    xla = found.pop('xla', None)
+    if not found:
+      continue
+    best = min(found, key=lambda c: statistics.median(found[c]))
+    baselines = {} if xla is None else {'xla': _samples(xla)}
+    if pytorch and case.op == 'transposable_pack' and case.dtype == 'bfloat16':
+      baselines['pytorch'] = _samples(pytorch)
+    record = common | dict(
+      op=case.op, shape=case.shape, dtype=case.dtype, mode='forward', implementation='triton', config=best,
+      bytes=moved, copy_share=moved / statistics.median(found[best]) / bandwidth, baselines=baselines,
+      tried={c: statistics.median(t) for c, t in found.items()}, error=wrong if not options.skip_check else None,
+      **_samples(found[best]),
+    )  # fmt: skip
+    with options.out.open('a') as f:
+      f.write(json.dumps(record) + '\n')
+  if not wanted or 'adamw' in wanted:
+    step, arrays, name = masked_decay_case(jax.random.key(0))
+    f = jax.jit(step)
+    times = _compat.device_times_ms(f, arrays, options.iterations)
+    moved = nbytes(arrays) + nbytes(jax.eval_shape(f, *arrays))
+    ms = statistics.median(times)
+    print(f'{name:32s} float32   XLA {ms:.4f} ms {moved / ms / bandwidth:.1%}')
+    record = common | dict(
+      op=name, shape=arrays[0].shape, dtype='float32', mode='step', implementation='xla', bytes=moved,
+      copy_share=moved / ms / bandwidth, **_samples(times),
+    )  # fmt: skip
+    with options.out.open('a') as f:
+      f.write(json.dumps(record) + '\n')
+  return int(wrong > 0)
+
+
+def _compiled(inputs: tuple[Any, ...], f: Callable[..., Any]) -> Any:
+  try:
+    return jax.jit(f).lower(*inputs).compile()
+  except Exception as e:
+    return e
+
+
+def _samples(times: list[float]) -> dict[str, Any]:
+  return dict(samples_ms=[round(t, 5) for t in times], median_ms=statistics.median(times))
+
+
+def _common(device: str) -> dict[str, Any]:
+  import triton
+
+  def output(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+  return dict(
+    bench='memory_bound', headline=True, device=device,
+    driver=output('nvidia-smi', '--query-gpu=driver_version', '--format=csv,noheader'),
+    commit=output('git', 'rev-parse', '--verify', '-q', 'HEAD'),
+    versions={'jax': jax.__version__, 'triton': triton.__version__},
+    command=' '.join(['python -m pallas_kernels.pack.bench', *(pathlib.Path(a).name for a in sys.argv[1:])]),
+    when=datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds'),
+  )  # fmt: skip
+
+
+if __name__ == '__main__':
+  sys.exit(main())

@@ -1,0 +1,87 @@
+"""What the packers compute, in plain jnp: masks and samples from their own references, then the kernel's operand."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import formats
+from pallas_kernels.mvue import reference as mvue
+from pallas_kernels.prune import reference as prune
+from pallas_kernels.sparse_matmul.operand import SparseOperand, to_operand
+from pallas_kernels.transposable_mask import reference as transposable
+
+Array = jax.Array
+
+
+@functools.partial(
+  jax.tree_util.register_dataclass, data_fields=['rows', 'columns', 'codes', 'flips'], meta_fields=[]
+)
+@dataclasses.dataclass(frozen=True)
+class PackedPair:
+  """A weight [..., R, C] under a transposable mask, packed for both of its matmuls.
+
+  Attributes:
+    rows: operand of w, groups along its last axis: values [..., R, C/2].
+    columns: operand of the transpose of w, groups along its last axis but one: values [..., C, R/2].
+    codes: uint16 [..., R/4, C/4]; bit 4 i + j says that entry (i, j) of a 4x4 block is kept.
+    flips: int32 scalar, mask bits that differ from the previous codes, each summand and the whole exact below 2^31;
+      None if there were no previous codes.
+  """
+
+  rows: SparseOperand
+  columns: SparseOperand
+  codes: Array
+  flips: Array | None
+
+
+def mask_codes(mask: Array) -> Array:
+  """uint16 [..., R/4, C/4] from a bool mask [..., R, C]."""
+  planes = transposable.block_planes(mask).astype(jnp.uint16)
+  bit = jnp.arange(16, dtype=jnp.uint16).reshape((1,) * (planes.ndim - 4) + (4, 4, 1, 1))
+  return jnp.sum(planes << bit, axis=(-4, -3), dtype=jnp.uint16)
+
+
+def code_mask(codes: Array) -> Array:
+  """Inverse of `mask_codes`."""
+  bit = jnp.arange(16, dtype=jnp.uint16).reshape((1,) * (codes.ndim - 2) + (4, 4, 1, 1))
+  return transposable.join_planes((jnp.expand_dims(codes, (-4, -3)) >> bit) & 1 == 1)
+
+
+def transposable_pack(w: Array, previous: Array | None, *, dtype: jnp.dtype) -> PackedPair:
+  """See `api.transposable_pack`."""
+  codes = mask_codes(transposable.transposable_mask(w))
+  flips = None
+  if previous is not None:
+    flips = jnp.sum(jax.lax.population_count(codes ^ previous).astype(jnp.int32))
+  return dataclasses.replace(masked_pack(w, codes, dtype=dtype), flips=flips)
+
+
+def masked_pack(w: Array, codes: Array, *, dtype: jnp.dtype) -> PackedPair:
+  """See `api.masked_pack`."""
+  mask = code_mask(codes)
+  values = w.astype(dtype)
+  rows = to_operand(formats.compress(values, mask, axis=-1))
+  columns = to_operand(formats.compress(values, mask, axis=-2))
+  return PackedPair(rows, columns, codes, None)
+
+
+def soft_threshold_pack(w: Array, scale: Array, *, axis: int, dtype: jnp.dtype) -> SparseOperand:
+  """See `api.soft_threshold_pack`."""
+  soft = prune.soft_threshold(w, axis=axis).astype(jnp.float32)
+  return _pack_nonzeros((soft * scale[..., None, None]).astype(dtype), axis)
+
+
+def mvue_pack(
+  x: Array, key: Array, *, axis: int, origin: tuple[Array | int, Array | int, Array | int], dtype: jnp.dtype
+) -> SparseOperand:
+  """See `api.mvue_pack`."""
+  sample = mvue.mvue24(x.astype(jnp.float32), key, axis=axis, origin=origin)
+  # Clipped to and rounded to the dtype of the operand once, from float32; NaN passes through the clip.
+  largest = jnp.float32(jnp.finfo(dtype).max)
+  return _pack_nonzeros(jnp.clip(sample, -largest, largest).astype(dtype), axis)
+
+
+def _pack_nonzeros(x: Array, axis: int) -> SparseOperand:
+  return to_operand(formats.compress(x, x != 0, axis=axis))

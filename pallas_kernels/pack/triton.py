@@ -1,0 +1,150 @@
+"""Packers in Triton: portable to every card from sm_80 on, each one pass over its input."""
+
+from collections.abc import Sequence
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import _triton
+from pallas_kernels.mvue.philox import seed_words
+from pallas_kernels.pack._kernels import (
+  masked_kernel,
+  mvue_kernel,
+  repair_kernel,
+  soft_threshold_kernel,
+  transposable_kernel,
+)
+from pallas_kernels.pack.reference import PackedPair
+from pallas_kernels.sparse_matmul.operand import SparseOperand, words_shape
+
+Array = jax.Array
+
+# Programs of the repair kernel, which as a rule have nothing to do: two a multiprocessor of the largest cards.
+REPAIRERS = 288
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+  """How a kernel is cut up.
+
+  Attributes:
+    tile_rows: 4x4 blocks a program takes down, a multiple of 16.
+    tile_columns: blocks across, a multiple of 16.
+    num_warps: warps a program; 32 times their number share the tile's blocks.
+  """
+
+  tile_rows: int = 16
+  tile_columns: int = 16
+  num_warps: int = 4
+
+  def grid(self, batches: int, rows: int, columns: int) -> tuple[int, int]:
+    return -(-rows // (4 * self.tile_rows)) * -(-columns // (4 * self.tile_columns)), batches
+
+  def constants(self, rows: int, columns: int) -> dict[str, int]:
+    return dict(ROWS=rows, COLUMNS=columns, TILE_ROWS=self.tile_rows, TILE_COLUMNS=self.tile_columns)
+
+
+def transposable_pack(
+  w: Array, previous: Array | None, *, dtype: jnp.dtype, config: Config | None = None
+) -> PackedPair:
+  """See `api.transposable_pack`."""
+  batches, rows, columns = _shape(w, dtype)
+  config = config or Config(num_warps=4 if w.dtype == jnp.float32 else 2)
+  grid = config.grid(batches, rows, columns)
+  structs = [
+    *_pair_structs(w.shape[:-2], rows, columns, dtype),
+    jax.ShapeDtypeStruct((*w.shape[:-2], rows // 4, columns // 4), jnp.uint16),
+    jax.ShapeDtypeStruct((math.prod(grid),), jnp.int32),
+  ]
+  inputs = [w, jnp.zeros((1,), jnp.uint16) if previous is None else previous]
+  constants = dict(COUNT=previous is not None, **config.constants(rows, columns))
+  *made, special = _triton.call(
+    transposable_kernel, *inputs, out_shape=[*structs, jax.ShapeDtypeStruct((1,), jnp.int32)], grid=grid,
+    zeroed_outputs=(len(structs),), num_warps=config.num_warps, **constants,
+  )  # fmt: skip
+  *operands, codes, flips = _triton.call(
+    repair_kernel, *inputs, special, *made, out_shape=structs, grid=(min(grid[0], REPAIRERS), batches),
+    num_warps=4, input_output_aliases={3 + i: i for i in range(len(structs))}, TILES=grid[0], **constants,
+  )  # fmt: skip
+  return _pair(operands, codes, None if previous is None else jnp.sum(flips))
+
+
+def masked_pack(w: Array, codes: Array, *, dtype: jnp.dtype, config: Config | None = None) -> PackedPair:
+  """See `api.masked_pack`."""
+  config = config or Config()
+  batches, rows, columns = _shape(w, dtype)
+  operands = _triton.call(
+    masked_kernel, w, codes,
+    out_shape=_pair_structs(w.shape[:-2], rows, columns, dtype),
+    grid=config.grid(batches, rows, columns), num_warps=config.num_warps, **config.constants(rows, columns),
+  )  # fmt: skip
+  return _pair(operands, codes, None)
+
+
+def soft_threshold_pack(
+  w: Array, scale: Array, *, axis: int, dtype: jnp.dtype, config: Config | None = None
+) -> SparseOperand:
+  """See `api.soft_threshold_pack`."""
+  config = config or Config()
+  batches, rows, columns = _shape(w, dtype)
+  return SparseOperand(*_triton.call(
+    soft_threshold_kernel, w, scale.astype(jnp.float32).reshape(batches),
+    out_shape=_structs(w.shape[:-2], rows, columns, dtype, axis),
+    grid=config.grid(batches, rows, columns), num_warps=config.num_warps,
+    GROUPS_DOWN=axis == -2, **config.constants(rows, columns),
+  ))  # fmt: skip
+
+
+def mvue_pack(
+  x: Array, key: Array, *, axis: int, origin: tuple[Any, Any, Any], dtype: jnp.dtype,
+  config: Config | None = None,
+) -> SparseOperand:  # fmt: skip
+  """See `api.mvue_pack`."""
+  config = config or Config(num_warps=2)
+  batches, rows, columns = _shape(x, dtype)
+  return SparseOperand(*_triton.call(
+    mvue_kernel, x, draw_parameters(key, origin),
+    out_shape=_structs(x.shape[:-2], rows, columns, dtype, axis),
+    grid=config.grid(batches, rows, columns), num_warps=config.num_warps,
+    GROUPS_DOWN=axis == -2, **config.constants(rows, columns),
+  ))  # fmt: skip
+
+
+def draw_parameters(key: Array, origin: tuple[Any, Any, Any]) -> Array:
+  """uint32 [5] for `mvue.block_uniforms`: seed words, then batch, group and quad of the first group."""
+  batch, group, column = (jnp.asarray(o).astype(jnp.uint32) for o in origin)
+  return jnp.stack([*seed_words(key), batch, group, column >> 2])
+
+
+def _shape(x: Array, dtype: jnp.dtype) -> tuple[int, int, int]:
+  """(batches, rows, columns), or NotImplementedError with what the kernels lack."""
+  rows, columns = x.shape[-2:]
+  if x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+    raise NotImplementedError(f'the Triton packers read bfloat16, float16 or float32, found {x.dtype}')
+  if dtype not in (jnp.bfloat16, jnp.float16):
+    raise NotImplementedError(f'the Triton packers write 16-bit values, found {dtype}')
+  if rows % 4 or columns % 4:
+    raise NotImplementedError(f'the Triton packers take whole 4x4 blocks, found {rows} x {columns}')
+  return math.prod(x.shape[:-2]), rows, columns
+
+
+def _structs(
+  lead: tuple[int, ...], rows: int, columns: int, dtype: jnp.dtype, axis: int
+) -> list[jax.ShapeDtypeStruct]:
+  """Values and words of one operand of a [rows, columns] array."""
+  m, k = (columns, rows) if axis == -2 else (rows, columns)
+  return [
+    jax.ShapeDtypeStruct((*lead, m, k // 2), dtype),
+    jax.ShapeDtypeStruct((*lead, *words_shape(m, k)), jnp.uint32),
+  ]
+
+
+def _pair_structs(lead: tuple[int, ...], rows: int, columns: int, dtype: jnp.dtype) -> list[jax.ShapeDtypeStruct]:
+  return _structs(lead, rows, columns, dtype, -1) + _structs(lead, rows, columns, dtype, -2)
+
+
+def _pair(operands: Sequence[Array], codes: Array, flips: Array | None) -> PackedPair:
+  return PackedPair(SparseOperand(*operands[:2]), SparseOperand(*operands[2:]), codes, flips)

@@ -1,0 +1,71 @@
+"""Gated activations' reference and argument checks, on the CPU."""
+
+import functools
+
+from absl.testing import absltest, parameterized
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.gated_activation import api
+from pallas_kernels.pack import api as pack
+
+PLAIN = {
+  'silu': jax.nn.silu,
+  'gelu': lambda z: jax.nn.gelu(z, approximate=True),
+  'relu': jax.nn.relu,
+  'squared_relu': lambda z: jnp.square(jax.nn.relu(z)),
+}
+
+
+# The derivatives cancel where they change sign: a few units in the last place of terms of size one.
+CLOSE = dict(rtol=1e-5, atol=4e-6)
+
+
+class GatedActivationTest(parameterized.TestCase):
+
+  @parameterized.product(activation=list(PLAIN), axis=(-1, -2))
+  def test_agrees_with_autodiff(self, activation, axis):
+    z = 2 * jax.random.normal(jax.random.key(0), (12, 16), jnp.float32)
+
+    def plain(z):
+      gate, up = jnp.split(z, 2, axis=axis)
+      return PLAIN[activation](gate) * up
+
+    expected, vjp = jax.vjp(plain, z)
+    np.testing.assert_allclose(api.gated_activation(z, activation=activation, axis=axis), expected, **CLOSE)
+    dh = jax.random.normal(jax.random.key(1), expected.shape, jnp.float32)
+    dz = api.activation_backward(dh, z, activation=activation, axis=axis)
+    np.testing.assert_allclose(dz, vjp(dh)[0], **CLOSE)
+    _, vjp = jax.vjp(PLAIN[activation], z)
+    dz = api.activation_backward(z, z, activation=activation, gated=False, axis=axis)
+    np.testing.assert_allclose(dz, vjp(z)[0], **CLOSE)
+
+  @parameterized.parameters(True, False)
+  def test_pack_samples_the_result_alike_in_both_layouts(self, gated):
+    features, tokens, key = 32, 64, jax.random.key(2)
+    dh = jax.random.normal(jax.random.key(0), (tokens, features), jnp.bfloat16)
+    z = jax.random.normal(jax.random.key(1), (tokens, features * (2 if gated else 1)), jnp.bfloat16)
+    dz, operand = jax.jit(functools.partial(api.activation_backward_pack, gated=gated))(dh, z, key)
+    expected = jax.jit(pack.mvue_pack)(dz, key)
+    np.testing.assert_array_equal(operand.words, expected.words)
+    np.testing.assert_array_equal(operand.values, expected.values)
+    transposed, other = jax.jit(functools.partial(api.activation_backward_pack, gated=gated, axis=-2))(dh.T, z.T, key)
+    np.testing.assert_array_equal(transposed, dz.T)
+    np.testing.assert_array_equal(other.values, operand.values)
+
+  @parameterized.named_parameters(
+    ('activation', lambda z: api.gated_activation(z, activation='tanh'), 'known are'),
+    ('odd', lambda z: api.gated_activation(z[:, :3]), 'odd length'),
+    ('shape', lambda z: api.activation_backward(z, z), r'\(8, 4\)'),
+    ('dtype', lambda z: api.activation_backward(z.astype(jnp.float32), z, gated=False), 'bfloat16'),
+    ('axis', lambda z: api.gated_activation(z, axis=2), 'axis=2'),
+    ('blocks', lambda z: api.activation_backward_pack(z[:6], z[:6], None, gated=False), 'multiples of four'),
+  )
+  def test_bad_arguments(self, call, message):
+    with self.assertRaisesRegex(ValueError, message):
+      call(jnp.ones((8, 8), jnp.bfloat16))
+
+
+if __name__ == '__main__':
+  absltest.main()

@@ -1,0 +1,44 @@
+"""The Triton activation kernels without a GPU: numerics in the interpreter, machine code for three architectures."""
+
+import unittest
+
+from absl.testing import absltest, parameterized
+import jax.numpy as jnp
+
+from tests.pallas_kernels import triton_interpreter
+
+BF16, U32 = jnp.bfloat16, jnp.uint32
+BACKWARD = [BF16, BF16, U32, BF16, BF16, U32]
+
+
+@unittest.skipUnless(triton_interpreter.HAS_TRITON, 'triton is not installed')
+class TritonTest(parameterized.TestCase):
+
+  def test_interpreted(self):
+    self.assertIn('OK', triton_interpreter.run_interpreted('tests.pallas_kernels.gated_activation.interpreted'))
+
+  @parameterized.product(kind=(('silu', True, True), ('gelu', False, True), ('gelu', True, False)),
+                         capability=(80, 86, 90))  # fmt: skip
+  def test_backward_compiles_without_spills(self, kind, capability):
+    from pallas_kernels import _triton
+    from pallas_kernels.gated_activation import triton as gated
+
+    activation, gate, pack = kind
+    constants = dict(ACTIVATION=activation, GATED=gate, DOWN=False, PACK=pack)
+    made = _triton.compile_for(
+      gated.backward_kernel, BACKWARD, constants | dict(ROWS=4096, COLUMNS=4096, TILE_ROWS=16, TILE_COLUMNS=16),
+      compute_capability=capability, num_warps=8 if gate and pack else 4,
+    )  # fmt: skip
+    self.assertEqual(made.stack_bytes, 0)
+
+  def test_forward_compiles(self):
+    from pallas_kernels import _triton
+    from pallas_kernels.gated_activation import triton as gated
+
+    constants = dict(ROWS=4096, COLUMNS=4096, DOWN=False, SIZE=2048, ACTIVATION='silu')
+    made = _triton.compile_for(gated.forward_kernel, [BF16, BF16], constants, compute_capability=80, num_warps=8)
+    self.assertGreater(made.count('LDG.E.128'), 0)
+
+
+if __name__ == '__main__':
+  absltest.main()

@@ -1,0 +1,108 @@
+"""The packers' reference and argument checks, on the CPU."""
+
+import functools
+
+from absl.testing import absltest, parameterized
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import formats
+from pallas_kernels.mvue import reference as mvue
+from pallas_kernels.pack import api, reference
+from pallas_kernels.prune import reference as prune
+from pallas_kernels.sparse_matmul.operand import from_operand
+from pallas_kernels.transposable_mask import reference as transposable
+
+
+def weights(shape=(64, 128), dtype=jnp.bfloat16, seed=0):
+  return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
+def dense(operand):
+  return np.asarray(formats.decompress(from_operand(operand)).astype(jnp.float32))
+
+
+class PackTest(parameterized.TestCase):
+
+  @parameterized.parameters(((64, 128), jnp.bfloat16), ((3, 20, 36), jnp.float16), ((68, 4), jnp.float32))
+  def test_transposable_pack_holds_the_masked_weight_both_ways(self, shape, dtype):
+    w = weights(shape, dtype)
+    made = jax.jit(functools.partial(api.transposable_pack, implementation='reference'))(w)
+    mask = jax.jit(transposable.transposable_mask)(w)
+    kept = np.asarray(jnp.where(mask, w, jnp.zeros((), w.dtype)).astype(made.rows.dtype).astype(jnp.float32))
+    np.testing.assert_array_equal(dense(made.rows), kept)
+    np.testing.assert_array_equal(dense(made.columns), np.swapaxes(kept, -1, -2))
+    np.testing.assert_array_equal(reference.code_mask(made.codes), mask)
+    self.assertIsNone(made.flips)
+
+  def test_every_block_keeps_two_of_each_row_and_column(self):
+    # All negative, ties and signed zeros: patterns that pruning by signed value or by 7 of 16 would get wrong.
+    for w in (-jnp.abs(weights()), jnp.ones((64, 128)), jnp.full((64, 128), -0.0)):
+      mask = np.asarray(reference.code_mask(api.transposable_pack(w).codes)).reshape(16, 4, 32, 4)
+      self.assertTrue((mask.sum(1) == 2).all() and (mask.sum(3) == 2).all())
+
+  def test_flips_count_changed_bits(self):
+    w, old = weights(), api.transposable_pack(weights(seed=1)).codes
+    made = api.transposable_pack(w, old)
+    changed = reference.code_mask(made.codes) != reference.code_mask(old)
+    self.assertEqual(int(made.flips), int(changed.sum()))
+    self.assertEqual(int(api.transposable_pack(w, made.codes).flips), 0)
+
+  def test_masked_pack_takes_new_values_under_the_old_mask(self):
+    codes = api.transposable_pack(weights()).codes
+    w = weights(seed=1)
+    made = api.masked_pack(w, codes)
+    kept = jnp.where(reference.code_mask(codes), w, jnp.zeros((), w.dtype)).astype(jnp.float32)
+    np.testing.assert_array_equal(dense(made.rows), kept)
+    np.testing.assert_array_equal(dense(made.columns), np.swapaxes(kept, -1, -2))
+
+  @parameterized.parameters(-1, -2)
+  def test_soft_threshold_pack(self, axis):
+    w = weights((2, 64, 132))
+    scale = jnp.array([1.25, 1.5], jnp.float32)
+    found = dense(api.soft_threshold_pack(w, scale, axis=axis))
+    soft = prune.soft_threshold(w, axis=axis).astype(jnp.float32) * scale[:, None, None]
+    expected = np.asarray(soft.astype(jnp.bfloat16).astype(jnp.float32))
+    np.testing.assert_array_equal(found, expected if axis == -1 else np.swapaxes(expected, -1, -2))
+
+  def test_mvue_pack_holds_the_sample_and_needs_no_particular_layout(self):
+    x, key = weights((128, 36)), jax.random.key(5)
+    made = jax.jit(api.mvue_pack)(x, key)
+    sample = jax.jit(functools.partial(mvue.mvue24, axis=-2))(x, key)
+    np.testing.assert_array_equal(dense(made), np.asarray(sample.astype(jnp.float32)).T)
+    transposed = jax.jit(functools.partial(api.mvue_pack, axis=-1))(x.T, key)
+    np.testing.assert_array_equal(made.words, transposed.words)
+    np.testing.assert_array_equal(made.values, transposed.values)
+
+  def test_mvue_pack_of_a_part_draws_the_uniforms_of_the_whole(self):
+    x, key = weights((128, 64)), jax.random.key(5)
+    whole = dense(jax.jit(api.mvue_pack)(x, key))
+    part = dense(jax.jit(functools.partial(api.mvue_pack, origin=(0, 16, 32)))(x[64:, 32:], key))
+    np.testing.assert_array_equal(part, whole[32:, 64:])
+
+  def test_mvue_pack_clips_to_the_narrower_dtype(self):
+    pack = jax.jit(functools.partial(api.mvue_pack, dtype=jnp.float16))
+    made = pack(jnp.full((4, 4), 1e30), jax.random.key(0))
+    self.assertEqual(float(jnp.abs(made.values).max()), 65504.0)
+
+  @parameterized.named_parameters(
+    ('odd_rows', lambda: api.transposable_pack(jnp.ones((6, 8))), 'length 6'),
+    ('vector', lambda: api.transposable_pack(jnp.ones(8)), 'two axes'),
+    ('codes_shape', lambda: api.masked_pack(jnp.ones((8, 8)), jnp.ones((2, 3), jnp.uint16)), r'\(2, 2\)'),
+    ('codes_dtype', lambda: api.transposable_pack(jnp.ones((8, 8)), jnp.ones((2, 2), jnp.int32)), 'uint16'),
+    ('integers', lambda: api.transposable_pack(jnp.ones((8, 8), jnp.int32)), 'int32'),
+    ('dtype', lambda: api.transposable_pack(jnp.ones((8, 8)), dtype=jnp.float32), 'bfloat16 or float16'),
+    ('other_dtype', lambda: api.mvue_pack(jnp.ones((8, 8), jnp.bfloat16), None, dtype=jnp.float16), 'cast x first'),
+    ('scale', lambda: api.soft_threshold_pack(jnp.ones((8, 8)), jnp.ones(2)), 'one a matrix'),
+    ('axis', lambda: api.mvue_pack(jnp.ones((2, 8, 8)), None, axis=0), 'last two axes'),
+    ('origin', lambda: api.mvue_pack(jnp.ones((8, 8)), None, origin=(0, 0, 2)), 'multiple of four'),
+    ('implementation', lambda: api.transposable_pack(jnp.ones((8, 8)), implementation='cuda'), 'unknown'),
+  )
+  def test_bad_arguments(self, call, message):
+    with self.assertRaisesRegex(ValueError, message):
+      call()
+
+
+if __name__ == '__main__':
+  absltest.main()

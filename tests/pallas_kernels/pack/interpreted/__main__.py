@@ -1,0 +1,115 @@
+"""The Triton packing kernels against the reference, bit for bit, in Triton's interpreter. Run by triton_test.py."""
+
+import functools
+
+from absl.testing import absltest, parameterized
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.pack import reference
+from pallas_kernels.pack import triton as pack
+from tests.pallas_kernels import triton_interpreter
+
+CASES = (((2, 20, 132), jnp.bfloat16), ((128, 64), jnp.float16), ((68, 4), jnp.float32))
+
+
+def weights(shape, dtype, seed=0, special=0.02):
+  """Normal values with ties and signed zeros, and infinities and NaN in the share `special`."""
+  rng = np.random.default_rng(seed)
+  w = rng.standard_normal(shape).astype(np.float32)
+  w = np.where(rng.random(shape) < 0.3, np.round(w), w)
+  w = np.where(rng.random(shape) < 0.02, np.float32(-0.0), w)
+  for value in (np.inf, -np.inf, np.nan):
+    w = np.where(rng.random(shape) < special, np.float32(value), w)
+  return jnp.asarray(w).astype(dtype)
+
+
+@jax.jit
+def codes_of(w):
+  return reference.mask_codes(reference.transposable.transposable_mask(w))
+
+
+def run(kernel, structs, inputs, shape, zero_last=False, **constants):
+  config = pack.Config()
+  batches, rows, columns = int(np.prod(shape[:-2])), *shape[-2:]
+  return triton_interpreter.run(
+    kernel, config.grid(batches, rows, columns), inputs, [(s.shape, s.dtype) for s in structs],
+    {**config.constants(rows, columns), **constants}, zero_last=zero_last,
+  )  # fmt: skip
+
+
+class InterpretedTest(parameterized.TestCase):
+
+  def assert_same_bits(self, found, expected):
+    expected = np.asarray(expected)
+    self.assertEqual(found.shape, expected.shape)
+    self.assertEqual(found.dtype, expected.dtype)
+    bits = f'u{expected.dtype.itemsize}'
+    np.testing.assert_array_equal(found.view(bits), expected.view(bits))
+
+  def assert_operand(self, found, expected):
+    self.assert_same_bits(found[1], expected.words)
+    self.assert_same_bits(found[0], expected.values)
+
+  @parameterized.parameters(*((*case, special) for case in CASES for special in (0.0, 0.02)))
+  def test_transposable(self, shape, dtype, special):
+    w = weights(shape, dtype, special=special)
+    out = jnp.float16 if dtype == jnp.float16 else jnp.bfloat16
+    lead, rows, columns = shape[:-2], *shape[-2:]
+    previous = codes_of(weights(shape, dtype, 1))
+    expected = jax.jit(functools.partial(reference.transposable_pack, dtype=out))(w, previous)
+    grid = pack.Config().grid(int(np.prod(lead)), rows, columns)
+    structs = [
+      *pack._pair_structs(lead, rows, columns, out),
+      jax.ShapeDtypeStruct(previous.shape, jnp.uint16), jax.ShapeDtypeStruct((int(np.prod(grid)),), jnp.int32),
+    ]  # fmt: skip
+    inputs = [w, previous]
+    flag = jax.ShapeDtypeStruct((1,), jnp.int32)
+    *made, raised = run(pack.transposable_kernel, [*structs, flag], inputs, shape, zero_last=True, COUNT=True)
+    self.assertEqual(bool(raised[0]), special > 0)
+    if special:
+      made = run(pack.repair_kernel, structs, [*inputs, raised, *made], shape, COUNT=True, TILES=grid[0])
+    *found, codes, flips = made
+    self.assert_same_bits(codes, expected.codes)
+    self.assert_operand(found[:2], expected.rows)
+    self.assert_operand(found[2:], expected.columns)
+    self.assertEqual(flips.sum(), int(expected.flips))
+
+  @parameterized.parameters(*CASES)
+  def test_masked(self, shape, dtype):
+    w = weights(shape, dtype)
+    out = jnp.float16 if dtype == jnp.float16 else jnp.bfloat16
+    codes = codes_of(weights(shape, dtype, 1))
+    expected = reference.masked_pack(w, codes, dtype=out)
+    found = run(pack.masked_kernel, pack._pair_structs(shape[:-2], *shape[-2:], out), [w, codes], shape)
+    self.assert_operand(found[:2], expected.rows)
+    self.assert_operand(found[2:], expected.columns)
+
+  @parameterized.parameters(*((*case, axis) for case in CASES for axis in (-1, -2)))
+  def test_soft_threshold(self, shape, dtype, axis):
+    w = weights(shape, dtype)
+    out = jnp.float16 if dtype == jnp.float16 else jnp.bfloat16
+    scale = jnp.linspace(1.4, 1.5, int(np.prod(shape[:-2])), dtype=jnp.float32).reshape(shape[:-2])
+    expected = reference.soft_threshold_pack(w, scale, axis=axis, dtype=out)
+    found = run(
+      pack.soft_threshold_kernel, pack._structs(shape[:-2], *shape[-2:], out, axis), [w, scale.reshape(-1)], shape,
+      GROUPS_DOWN=axis == -2,
+    )  # fmt: skip
+    self.assert_operand(found, expected)
+
+  @parameterized.parameters(*((*case, axis) for case in CASES for axis in (-1, -2)))
+  def test_mvue(self, shape, dtype, axis):
+    x = weights(shape, dtype)
+    out = jnp.float16 if dtype == jnp.float16 else jnp.bfloat16
+    key, origin = jax.random.key(7), (3, 5, 8)
+    expected = jax.jit(functools.partial(reference.mvue_pack, axis=axis, origin=origin, dtype=out))(x, key)
+    found = run(
+      pack.mvue_kernel, pack._structs(shape[:-2], *shape[-2:], out, axis), [x, pack.draw_parameters(key, origin)],
+      shape, GROUPS_DOWN=axis == -2,
+    )  # fmt: skip
+    self.assert_operand(found, expected)
+
+
+if __name__ == '__main__':
+  absltest.main()

@@ -1,0 +1,43 @@
+"""The Triton packers without a GPU: numerics in the interpreter, machine code for three architectures."""
+
+import unittest
+
+from absl.testing import absltest, parameterized
+import jax.numpy as jnp
+
+from tests.pallas_kernels import triton_interpreter
+
+BF16, U16, U32, I32 = jnp.bfloat16, jnp.uint16, jnp.uint32, jnp.int32
+PAIR = [BF16, U32, BF16, U32]
+# Kernel -> (dtypes of its arrays, its constants, warps).
+KERNELS = {
+  'transposable_kernel': ([BF16, U16, *PAIR, U16, I32, I32], dict(COUNT=True), 2),
+  'repair_kernel': ([BF16, U16, I32, *PAIR, U16, I32, *PAIR, U16, I32], dict(COUNT=True, TILES=4096), 4),
+  'masked_kernel': ([BF16, U16, *PAIR], {}, 4),
+  'soft_threshold_kernel': ([BF16, jnp.float32, BF16, U32], dict(GROUPS_DOWN=True), 4),
+  'mvue_kernel': ([BF16, U32, BF16, U32], dict(GROUPS_DOWN=True), 2),
+}
+
+
+@unittest.skipUnless(triton_interpreter.HAS_TRITON, 'triton is not installed')
+class TritonTest(parameterized.TestCase):
+
+  def test_interpreted(self):
+    self.assertIn('OK', triton_interpreter.run_interpreted('tests.pallas_kernels.pack.interpreted'))
+
+  @parameterized.product(kernel=list(KERNELS), capability=(80, 86, 90))
+  def test_compiles_without_spills(self, kernel, capability):
+    from pallas_kernels import _triton
+    from pallas_kernels.pack import triton as pack
+
+    arrays, constants, warps = KERNELS[kernel]
+    constants = constants | dict(ROWS=4096, COLUMNS=4096, TILE_ROWS=16, TILE_COLUMNS=16)
+    made = _triton.compile_for(
+      getattr(pack, kernel), arrays, constants, compute_capability=capability, num_warps=warps
+    )
+    self.assertEqual(made.stack_bytes, 0)
+    self.assertGreater(made.count('LDG.E.128') + made.count('LDG.E.64'), 0)
+
+
+if __name__ == '__main__':
+  absltest.main()

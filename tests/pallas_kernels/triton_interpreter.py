@@ -1,0 +1,118 @@
+"""Runs Triton kernels on NumPy arrays in Triton's interpreter: no GPU, no torch.
+
+The interpreter is chosen when kernels are decorated, so such tests run in a process of their own (`run_interpreted`).
+"""
+
+from collections.abc import Mapping, Sequence
+import importlib.util
+import os
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+HAS_TRITON = importlib.util.find_spec('triton') is not None
+
+
+def run_interpreted(module: str) -> str:
+  """Runs a package of tests (its `__main__`, which pytest leaves alone) with the interpreter on.
+
+  Returns its output, or raises AssertionError with it.
+  """
+  done = subprocess.run(
+    [sys.executable, '-m', module], env=os.environ | {'TRITON_INTERPRET': '1', 'JAX_PLATFORMS': 'cpu'},
+    cwd=pathlib.Path(__file__).parents[2], capture_output=True, text=True, check=False,
+  )  # fmt: skip
+  assert done.returncode == 0, done.stdout + done.stderr
+  return done.stdout + done.stderr
+
+
+class _Storage:
+  def __init__(self, array: np.ndarray):
+    self.array = array
+
+  def data_ptr(self) -> int:
+    return self.array.ctypes.data
+
+  def cpu(self) -> '_Storage':
+    return _Storage(self.array.copy())
+
+  def copy_(self, other: '_Storage') -> None:
+    self.array[...] = other.array
+
+
+class Tensor:
+  """What the interpreter asks of a tensor, over a NumPy array."""
+
+  def __init__(self, array: np.ndarray):
+    self.array = np.ascontiguousarray(array)
+    self.store = _Storage(self.array)
+
+  @property
+  def dtype(self) -> str:
+    return self.store.array.dtype.name
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    return self.store.array.shape
+
+  def data_ptr(self) -> int:
+    return self.store.data_ptr()
+
+  def untyped_storage(self) -> _Storage:
+    return self.store
+
+  def new_empty(self, *_: Any, **__: Any) -> 'Tensor':
+    return Tensor(np.empty(0, self.store.array.dtype))
+
+  def set_(self, storage: _Storage, *_: Any) -> None:
+    self.store = storage
+    self.array = storage.array
+
+  def storage_offset(self) -> int:
+    return 0
+
+  def size(self) -> tuple[int, ...]:
+    return self.shape
+
+  def stride(self) -> tuple[int, ...]:
+    return tuple(x // self.store.array.itemsize for x in self.store.array.strides)
+
+
+def round_to_nearest_even() -> None:
+  """Makes the interpreter round float32 to bfloat16 as the hardware does; it truncates."""
+  from triton.runtime import interpreter
+
+  def trunc(self: Any, source: Any, dtype: Any) -> Any:
+    if source.dtype.scalar.name == 'fp32' and dtype.scalar.name == 'bf16':
+      return interpreter.TensorHandle(source.data.astype(ml_dtypes.bfloat16).view(np.uint16), dtype.scalar)
+    return self.cast_impl(source, dtype)
+
+  interpreter.InterpreterBuilder.create_fp_trunc = trunc
+
+
+def run(
+  kernel: Any,
+  grid: tuple[int, ...],
+  inputs: Sequence[Any],
+  outputs: Sequence[tuple[tuple[int, ...], Any]],
+  constants: Mapping[str, Any],
+  *,
+  zero_last: bool = False,
+) -> list[np.ndarray]:
+  """Outputs of `kernel` over `grid`.
+
+  They are given as (shape, dtype) and filled with a pattern first, the last one with zeros if `zero_last`.
+  """
+  round_to_nearest_even()
+  made = []
+  for shape, dtype in outputs:
+    raw = np.full(int(np.prod(shape)) * np.dtype(dtype).itemsize, 0xA5, np.uint8)
+    made.append(Tensor(raw.view(dtype).reshape(shape)))
+  if zero_last:
+    made[-1].array[...] = 0
+  kernel[grid](*(Tensor(np.array(x)) for x in inputs), *made, **constants)
+  return [t.array for t in made]
