@@ -6,7 +6,7 @@ PYTHON ?= python3.12
 VENV ?= .venv
 # Compiling the kernels needs CUDA plug-ins, which JAX would complain of everywhere else.
 KERNELS_VENV ?= .venv-kernels
-PYTEST = -m pytest -n 2 --dist worksteal -q
+PYTEST = -m pytest -n 2 --dist loadfile -q
 
 .PHONY: demo test clean
 

@@ -149,6 +149,8 @@ class Run:
     self.iterator = parts.data.train()
     self.seconds = 0.0
     self.state = init_state(parts)
+    # Outside jit, where shards are known: refuses a mesh that splits groups of four.
+    s24.sparse_variables(self.state.params, self.state.opt_state, parts.recipe)
     self.shardings = build.state_sharding(parts.mesh, self.state) if parts.mesh else None
     self.names = flip_rate_names(self.state.opt_state)
 

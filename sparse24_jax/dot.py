@@ -110,10 +110,10 @@ def _check_operands(x: Array, w: Array, state: Array | None, policy: DotPolicy) 
     raise ValueError(f'x and w must be floating point, found {x.dtype}')
   if policy.projection is not None:
     check_divisible(w.shape, policy.projection, 'w')
-    _check_state(state, jax.eval_shape(policy.projection.init, w), policy.projection)
+    check_state(state, jax.eval_shape(policy.projection.init, w), policy.projection)
 
 
-def _check_state(state: Any, expected: jax.ShapeDtypeStruct, projection: Projection) -> None:
+def check_state(state: Any, expected: jax.ShapeDtypeStruct, projection: Projection) -> None:
   found = (getattr(state, 'shape', None), getattr(state, 'dtype', type(state).__name__))
   if found != (expected.shape, expected.dtype):
     raise ValueError(
@@ -148,12 +148,12 @@ def _dot_fwd(policy, x, w, state, key):
 
 def _dot_bwd(policy, residuals, dz):
   x, projected, key = residuals
-  dx = _matmul(dz, projected.T, policy.precision, 'e5m2')
+  dx = _matmul(dz, projected.T, policy.precision, 'e5m2', like=x)
   tokens_x, tokens_dz = x.reshape(-1, x.shape[-1]), dz.reshape(-1, dz.shape[-1])
   if policy.weight_grad != 'dense':
     method = 'exact' if policy.weight_grad == 'mvue' else 'approximate'
     tokens_dz = mvue24(tokens_dz, key, axis=-2, method=method)
-  dw = _matmul(tokens_x.T, tokens_dz, policy.precision, 'e5m2')
+  dw = _matmul(tokens_x.T, tokens_dz, policy.precision, 'e5m2', like=projected)
   return dx, dw, None, None
 
 
@@ -179,11 +179,17 @@ def _check_sampling(x: Array, policy: DotPolicy, key: Array | None) -> None:
       )
 
 
-def _matmul(a: Array, b: Array, precision: str, fmt: Literal['e4m3', 'e5m2']) -> Array:
-  """a b over a's last and b's first axis, summed in float32, in the dtype of `a`."""
+def _matmul(
+  a: Array, b: Array, precision: str, fmt: Literal['e4m3', 'e5m2'], like: Array | None = None
+) -> Array:
+  """a b over a's last and b's first axis, summed in float32, in the dtype of `a`; sharded as `like` if need be."""
   if precision == 'fp8':
     a, b = round_to_fp8(a, fmt), round_to_fp8(b, fmt)
-  return jnp.dot(a, b, preferred_element_type=jnp.float32).astype(a.dtype)
+  # On a mesh of explicit axes JAX does not choose how a product is sharded; a gradient is sharded as its variable.
+  sharding = None if like is None else jax.typeof(like).sharding
+  if sharding is not None and not (sharding.mesh.shape and sharding.mesh.are_all_axes_explicit):
+    sharding = None
+  return jnp.dot(a, b, preferred_element_type=jnp.float32, out_sharding=sharding).astype(a.dtype)
 
 
 def dot_general(
@@ -241,7 +247,7 @@ def dot_general(
     return dot(lhs, rhs, state, policy=policy, key=key)
   lead = rhs.shape[: len(batch)]
   if policy.projection is not None:
-    _check_state(state, jax.eval_shape(policy.projection.init, rhs), policy.projection)
+    check_state(state, jax.eval_shape(policy.projection.init, rhs), policy.projection)
   x, w, states = jax.tree.map(lambda a: a.reshape(-1, *a.shape[len(batch) :]), (lhs, rhs, state))
   keys = None if key is None else jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(w.shape[0]))
   out = jax.vmap(lambda x, w, s, k: dot(x, w, s, policy=policy, key=k))(x, w, states, keys)

@@ -29,7 +29,7 @@ def round_to_fp8(x: Array, fmt: Format) -> Array:
   """`x` as an FP8 tensor core would see it: scaled to the format's range by its largest magnitude, rounded, restored.
 
   Current per-tensor scaling with no margin; a zero tensor stays zero. The rounding of the *values* is that of real
-  FP8; the accumulation is left to the matmul.
+  FP8; the accumulation is left to the matmul. A NaN or an infinity stays one, and may spoil other entries.
 
   Args:
     x: any shape and float dtype.

@@ -6,10 +6,11 @@ from typing import Any
 import jax
 from jax import Array
 
+from sparse24_jax.dot import check_state
 from sparse24_jax.optim import sparse_states
 from sparse24_jax.projection import Projection
 from sparse24_jax.recipe import check_phase, PhaseName, Recipe
-from sparse24_jax.rules import match_rules, path_string
+from sparse24_jax.rules import errors_name, match_rules, path_string
 
 
 def project(params: Any, opt_state: Any, recipe: Recipe, *, phase: PhaseName = 'sparse') -> Any:
@@ -61,7 +62,17 @@ def projected_weights(params: Any, opt_state: Any, recipe: Recipe) -> dict[str, 
       f'recipe {recipe.name!r} makes {sorted(projections)} sparse, the optimizer state holds states for'
       f' {sorted(states)}: it was made with another recipe'
     )
+  weights = {path_string(key_path): leaf for key_path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]}
+  for path, projection in projections.items():
+    w = weights[path]
+    with errors_name(path):
+      check_state(states[path], _abstract_state(projection, w.shape, w.dtype), projection)
   return {path: (projection, states[path]) for path, projection in projections.items()}
+
+
+@functools.lru_cache(maxsize=1024)  # a search takes a while to trace, and a loop asks at every step
+def _abstract_state(projection: Projection, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+  return jax.eval_shape(projection.init, jax.ShapeDtypeStruct(shape, dtype))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

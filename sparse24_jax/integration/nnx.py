@@ -76,7 +76,9 @@ def sparsify(model: nnx.Module, recipe: Recipe, *, phase: PhaseName, rngs: nnx.R
     kernel = module.kernel[...]
     state = None if policy.projection is None else policy.projection.init(kernel)
     plain_class = getattr(module, HOOK_CLASS, None)
-    hook = SparseDot(policy, path, state, _streams(rngs, kernel.shape[:-2]), getattr(module, HOOK), plain_class)
+    # Axes in front of the layer's own are stacked layers; batch axes of nnx.LinearGeneral are run at once.
+    stacked = kernel.shape[: -2 - len(getattr(module, 'batch_axis', ()))]
+    hook = SparseDot(policy, path, state, _streams(rngs, stacked), getattr(module, HOOK), plain_class)
     setattr(module, HOOK, nnx.data(hook))
     if plain_class is not None:
       setattr(module, HOOK_CLASS, None)  # Flax would prefer it to the hook

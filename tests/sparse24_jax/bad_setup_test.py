@@ -1,0 +1,168 @@
+"""Every bad call of the set-up functions a user could make, and the part of the message that names what to fix."""
+
+from absl.testing import absltest, parameterized
+from flax import linen as nn
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import optax
+
+import sparse24_jax as s24
+
+KEY = jax.random.key(0)
+X = jnp.ones((8, 8))
+PARAMS = {'mlp': {'up': {'kernel': jax.random.normal(KEY, (8, 12)), 'bias': jnp.ones(12)}}, 'head': {'kernel': X}}
+STE = s24.recipes.ste('mlp/.*')
+FST = s24.recipes.transposable_srste('mlp/.*', masked_decay=0.1)
+SGD = optax.sgd(0.1)
+STATE = s24.sparse_training(SGD, STE).init(PARAMS)
+
+
+def shaped(*shape):
+  return {'mlp': {'up': {'kernel': jnp.ones(shape)}}}
+
+
+def init(recipe, params=PARAMS):
+  return s24.sparse_training(SGD, recipe).init(params)
+
+
+def linen_apply(model, recipe, collection):
+  params = model.init(KEY, X)['params']
+  return s24.sparsify(model, recipe).apply({'params': params, **collection}, X)
+
+
+SPARSE_TRAINING = (
+  ('unknown_phase', lambda: s24.sparse_training(SGD, STE, phase='warm-up'),
+   r"phase='warm-up': known are \['dense', 'sparse'\]"),
+  ('decay_on_weights_without_rate', lambda: s24.sparse_training(SGD, s24.recipes.sr_ste('.*', masked_decay=0.1)),
+   r"recipe 'sr_ste' decays weights.*sparse_training\(\.\.\., learning_rate=\.\.\.\)"),
+  ('update_without_params', lambda: s24.sparse_training(SGD, STE).update(PARAMS, STATE),
+   r'sparse_training needs the parameters: call update\(updates, state, params\)'),
+  ('rule_without_match', lambda: init(s24.recipes.ste('ffn/.*')),
+   r"rule 'ffn/\.\*' of recipe 'ste' decides for no weight; weights are \['head/kernel', 'mlp/up/kernel'\]"),
+  ('rule_that_matches_a_part_of_the_path', lambda: init(s24.recipes.ste('up/kernel')), "rule 'up/kernel'.*no weight"),
+  ('rule_that_matches_biases_only', lambda: init(s24.recipes.ste('.*bias')), "rule '.*bias'.*no weight"),
+  ('rule_behind_another', lambda: init(s24.Recipe('two', STE.rules + FST.rules)), "rule 'mlp/.*'.*no weight"),
+  ('no_weights_at_all', lambda: init(STE, {'b': jnp.ones(4)}), r'weights are \[\]'),
+  ('groups_do_not_fit_in', lambda: init(STE, shaped(6, 8)),
+   r'mlp/up/kernel of shape \(6, 8\) has length 6 along axis -2.*magnitude 2:4.*multiple of 4'),
+  ('groups_do_not_fit_out', lambda: init(FST, shaped(8, 6)),
+   r'mlp/up/kernel of shape \(8, 6\) has length 6 along axis -1.*transposable exact.*multiple of 4'),
+  ('empty_weight', lambda: init(STE, shaped(0, 8)), r'mlp/up/kernel of shape \(0, 8\) has length 0 along axis -2'),
+  ('other_params_than_at_init', lambda: s24.sparse_training(SGD, STE).update(shaped(8, 8), STATE, shaped(8, 8)),
+   'Dict key mismatch|key'),
+)  # fmt: skip
+
+RECIPES = (
+  ('bad_regex', lambda: s24.recipes.ste('mlp/('), r"rule path 'mlp/\(' is not a regular expression"),
+  ('negative_decay', lambda: s24.recipes.sr_ste('.*', masked_decay=-1.0), r'masked_decay=-1\.0.*zero or more'),
+  ('nan_decay', lambda: s24.recipes.transposable_srste('.*', masked_decay=float('nan')), 'masked_decay=nan.*finite'),
+  ('unknown_decay_on', lambda: s24.recipes.sr_ste('.*', masked_decay=0.1, decay_on='moments'),
+   r"decay_on='moments': known are \['gradients', 'weights'\]"),
+  ('refresh_zero', lambda: s24.recipes.transposable_srste('.*', masked_decay=0.1, refresh_every=0),
+   r'refresh_every=0.*1 or more'),
+  ('refresh_fraction', lambda: s24.recipes.transposable_srste('.*', masked_decay=0.1, refresh_every=1.5),
+   'refresh_every=1.5.*whole number'),
+  ('all_dense', lambda: s24.recipes.transposable_srste('.*', masked_decay=0.1, dense_fraction=1.0),
+   r'dense_fraction=1\.0 must be in \[0, 1\)'),
+  ('step_without_dense', lambda: s24.recipes.step('.*', dense_fraction=0.0),
+   r'dense_fraction=0\.0 must be in \(0, 1\)'),
+  ('dense_path_without_watch', lambda: s24.recipes.dense('.*'), r"path='\.\*' and watch=None: give both or neither"),
+  ('dense_watch_without_path', lambda: s24.recipes.dense(watch=s24.transposable()),
+   "path=None and watch='transposable exact'"),
+  ('unknown_phase', lambda: s24.Phase('warm', 0.5), r"phase='warm': known are"),
+  ('empty_phase', lambda: s24.Phase('dense', 0.0), r"phase 'dense' has fraction 0\.0; it must be in \(0, 1\]"),
+  ('phases_that_do_not_add_up', lambda: s24.Recipe('r', phases=(s24.Phase('dense', 0.5),)), 'add up to 0.5, not 1'),
+  ('no_phases', lambda: s24.Recipe('r', phases=()), 'add up to 0, not 1'),
+  ('unknown_flip_rate', lambda: s24.Recipe('r', flip_rate='epoch'),
+   r"flip_rate='epoch': known are \['refresh', 'step'\]"),
+  ('step_out_of_run', lambda: s24.phase_at(STE, 10, 10), r'step 10 is not in \[0, 10\)'),
+  ('negative_step', lambda: s24.phase_at(STE, -1, 10), r'step -1 is not in \[0, 10\)'),
+  ('sparse_input_grad_of_a_row_mask', lambda: s24.DotPolicy(s24.magnitude(), input_grad='sparse'),
+   "input_grad='sparse' needs a transposable projection, found 'magnitude 2:4'"),
+  ('sparse_input_grad_of_nothing', lambda: s24.DotPolicy(input_grad='sparse'), 'needs a transposable projection.*None'),
+  ('unknown_weight_grad', lambda: s24.DotPolicy(weight_grad='random'), "weight_grad='random': known are"),
+  ('unknown_precision', lambda: s24.DotPolicy(precision='int8'), r"precision='int8': known are \['default', 'fp8'\]"),
+  ('unknown_implementation', lambda: s24.DotPolicy(implementation='cuda'), "implementation='cuda': known are"),
+  ('projection_not_called', lambda: s24.DotPolicy(s24.magnitude), r'projection=.*is not a Projection.*magnitude\(\)'),
+  ('more_kept_than_grouped', lambda: init(s24.Recipe('r', (s24.Rule('mlp/.*', s24.DotPolicy(s24.magnitude(n=5))),))),
+   'n=5 of m=4'),
+  ('unknown_search', lambda: s24.transposable(method='greedy'), "method='greedy': known are"),
+)  # fmt: skip
+
+OTHERS = (
+  ('decay_below_zero', lambda: s24.add_masked_decay(-0.1, {}), r'decay=-0\.1.*zero or more'),
+  ('decay_infinite', lambda: s24.add_masked_decay(float('inf'), {}), 'decay=inf.*finite'),
+  ('decay_without_params', lambda: s24.add_masked_decay(0.1, {}).update({}, optax.EmptyState()),
+   r'add_masked_decay needs the parameters: call update\(updates, state, params\)'),
+  ('masks_of_another_tree',
+   lambda: s24.add_masked_decay(0.1, {'v': X}).update({'w': X}, s24.add_masked_decay(0.1, {}).init({}), {'w': X}),
+   'key'),
+  ('flip_rate_of_a_plain_optimizer', lambda: s24.get_flip_rate(optax.adam(0.1).init(PARAMS)),
+   'holds 0 states of sparse_training, expected one'),
+  ('flip_rate_of_two', lambda: s24.get_flip_rate((STATE, STATE)), 'holds 2 states of sparse_training, expected one'),
+  ('settled_without_step_adam', lambda: s24.step_has_settled(STATE), 'holds 0 states of step_adam, expected one'),
+  ('step_adam_of_unknown_phase', lambda: s24.step_adam(0.1, phase='frozen'), r"phase='frozen': known are"),
+  ('project_of_unknown_phase', lambda: s24.project(PARAMS, STATE, STE, phase='eval'), r"phase='eval': known are"),
+  ('project_with_a_foreign_recipe', lambda: s24.project(PARAMS, STATE, s24.recipes.ste('.*')),
+   r"makes \['head/kernel', 'mlp/up/kernel'\] sparse.*states for \['mlp/up/kernel'\].*another recipe"),
+  ('project_with_another_projection', lambda: s24.project(PARAMS, STATE, s24.recipes.s_ste('mlp/.*')),
+   r'mlp/up/kernel.*soft_threshold.*float32 of shape \(\).*bool'),
+  ('variables_with_another_projection', lambda: s24.sparse_variables(PARAMS, STATE, s24.recipes.s_ste('mlp/.*')),
+   r'mlp/up/kernel.*soft_threshold.*float32 of shape \(\).*bool'),
+  ('variables_of_other_params', lambda: s24.sparse_variables(shaped(16, 12), STATE, STE),
+   r'mlp/up/kernel.*bool of shape \(16, 12\).*\(8, 12\)'),
+  ('project_without_state', lambda: s24.project(PARAMS, optax.adam(0.1).init(PARAMS), STE), 'holds 0 states'),
+  ('variables_without_state', lambda: s24.sparse_variables(PARAMS, SGD.init(PARAMS), STE), 'holds 0 states'),
+  ('variables_with_a_foreign_recipe', lambda: s24.sparse_variables(PARAMS, STATE, s24.recipes.ste('.*')),
+   'was made with another recipe'),
+  ('variables_of_the_model_variables', lambda: s24.sparse_variables({'params': PARAMS}, STATE, STE),
+   r"rule 'mlp/\.\*'.*weights are \['params/head/kernel'"),
+)  # fmt: skip
+
+SPARSIFY = (
+  ('function', lambda: s24.sparsify(lambda x: x, STE), r'flax\.linen\.Module or a flax\.nnx\.Module, found function'),
+  ('class_instead_of_model', lambda: s24.sparsify(nn.Dense, STE), 'found type'),
+  ('unknown_phase', lambda: s24.sparsify(nn.Dense(8), STE, phase='train'), r"phase='train': known are"),
+  ('nnx_rule_without_match', lambda: s24.sparsify(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), STE), 'decides for no weight'),
+  ('nnx_no_hook', lambda: s24.sparsify(nnx.Conv(8, 8, (1,), rngs=nnx.Rngs(0)), s24.recipes.ste('kernel')),
+   r"\['kernel'\] match rules.*no dot_general attribute"),
+  ('nnx_stream_missing',
+   lambda: s24.sparsify(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), s24.recipes.s_ste('kernel'), rngs=nnx.Rngs(0)),
+   r"none named 'mvue': pass nnx\.Rngs\(mvue=seed\)"),
+  ('linen_rule_without_match', lambda: linen_apply(nn.Dense(8), STE, {}), 'decides for no weight'),
+  ('linen_collection_missing', lambda: linen_apply(nn.Dense(8), s24.recipes.ste('kernel'), {}),
+   r"kernel: no state in collection 'sparse24'.*sparse_variables\(params, opt_state, recipe\)"),
+  ('linen_state_of_another_recipe',
+   lambda: linen_apply(nn.Dense(8), s24.recipes.ste('kernel'), {'sparse24': {'kernel': jnp.float32(1)}}),
+   r"kernel: state of projection 'magnitude 2:4' must be bool of shape \(8, 8\), found float32"),
+  ('linen_no_hook', lambda: linen_apply(nn.Conv(8, (4,)), s24.recipes.ste('kernel'), {'sparse24': {}}),
+   r"\['kernel'\] match rules.*no layer with a dot_general hook"),
+)  # fmt: skip
+
+
+class BadSetupTest(parameterized.TestCase):
+
+  @parameterized.named_parameters(*SPARSE_TRAINING)
+  def test_sparse_training(self, call, message):
+    with self.assertRaisesRegex(ValueError, message):
+      call()
+
+  @parameterized.named_parameters(*RECIPES)
+  def test_recipe(self, call, message):
+    with self.assertRaisesRegex(ValueError, message):
+      call()
+
+  @parameterized.named_parameters(*OTHERS)
+  def test_other(self, call, message):
+    with self.assertRaisesRegex(ValueError, message):
+      call()
+
+  @parameterized.named_parameters(*SPARSIFY)
+  def test_sparsify(self, call, message):
+    with self.assertRaisesRegex(ValueError, message):
+      call()
+
+
+if __name__ == '__main__':
+  absltest.main()

@@ -1,0 +1,98 @@
+"""`project`: any pytree, the numbers of the recipe, straight-through gradients."""
+
+from typing import NamedTuple
+
+from absl.testing import absltest, parameterized
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import sparse24_jax as s24
+
+
+class Layer(NamedTuple):
+  kernel: jax.Array
+  bias: jax.Array
+
+
+def layer(seed, shape=(8, 4)):
+  return Layer(jax.random.normal(jax.random.key(seed), shape), jnp.ones(shape[-1]))
+
+
+TREE = {'blocks': [layer(0), layer(1)], 'stack': (layer(2, (3, 8, 4)),), 'head': layer(3)}
+RULE = r'blocks/.*|stack/.*'
+RECIPES = {
+  'ste': s24.recipes.ste(RULE),
+  'fst': s24.recipes.transposable_srste(RULE, masked_decay=0.1),
+  's_ste': s24.recipes.s_ste(RULE),
+}
+
+
+def opt_state(recipe, params=TREE):
+  return optax.chain(optax.identity(), s24.sparse_training(optax.sgd(0.1), recipe)).init(params)
+
+
+def by_hand(name, w):
+  if name == 's_ste':
+    return s24.soft_threshold(w) * s24.soft_threshold_scale(w)[..., None, None]
+  return jnp.where(s24.magnitude_mask(w) if name == 'ste' else s24.transposable_mask(w), w, 0)
+
+
+class ProjectTest(parameterized.TestCase):
+
+  @parameterized.parameters(*RECIPES)
+  def test_formula_on_lists_tuples_and_named_tuples(self, name):
+    found = jax.jit(lambda p, s: s24.project(p, s, RECIPES[name]))(TREE, opt_state(RECIPES[name]))
+    self.assertEqual(jax.tree.structure(found), jax.tree.structure(TREE))
+    for f, w in ((found['blocks'][0], TREE['blocks'][0]), (found['stack'][0], TREE['stack'][0])):
+      np.testing.assert_allclose(f.kernel, by_hand(name, w.kernel), rtol=1e-6)
+      s24.verify24(f.kernel)
+      np.testing.assert_array_equal(f.bias, w.bias)
+    np.testing.assert_array_equal(found['head'].kernel, TREE['head'].kernel)
+
+  @parameterized.parameters(*RECIPES)
+  def test_gradient_passes_straight_through(self, name):
+    recipe, state = RECIPES[name], opt_state(RECIPES[name])
+    cotangent = jax.tree.map(lambda w: jax.random.normal(jax.random.key(5), w.shape), TREE)
+    found = jax.jit(lambda p, g: jax.vjp(lambda p: s24.project(p, state, recipe), p)[1](g)[0])(TREE, cotangent)
+    jax.tree.map(np.testing.assert_array_equal, found, cotangent)
+
+  def test_dense_phase_returns_the_parameters(self):
+    self.assertIs(s24.project(TREE, opt_state(RECIPES['ste']), RECIPES['ste'], phase='dense'), TREE)
+
+  def test_uses_the_mask_of_the_state_not_of_the_weights(self):
+    recipe, other = RECIPES['fst'], jax.tree.map(jnp.negative, TREE)
+    other['blocks'][0] = layer(9)
+    found = s24.project(other, opt_state(recipe), recipe)['blocks'][0].kernel
+    mask = s24.transposable_mask(TREE['blocks'][0].kernel)
+    np.testing.assert_array_equal(found, jnp.where(mask, layer(9).kernel, 0))
+
+  def test_nnx_state(self):
+    params = nnx.state(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nnx.Param)
+    recipe = s24.recipes.ste('kernel')
+    found = s24.project(params, opt_state(recipe, params), recipe)
+    np.testing.assert_array_equal(found['kernel'][...], by_hand('ste', params['kernel'][...]))
+
+  def test_bfloat16_stays(self):
+    params = jax.tree.map(lambda w: w.astype(jnp.bfloat16), TREE)
+    for recipe in RECIPES.values():
+      found = jax.eval_shape(lambda p, r=recipe: s24.project(p, opt_state(r, p), r), params)
+      self.assertEqual({leaf.dtype for leaf in jax.tree.leaves(found)}, {jnp.dtype('bfloat16')})
+
+  def test_training_with_it_moves_pruned_weights(self):
+    recipe = RECIPES['ste']
+    tx = s24.sparse_training(optax.sgd(0.1), recipe)
+    x = jax.random.normal(jax.random.key(7), (16, 8))
+
+    def loss(params, state):
+      return (x @ s24.project(params, state, recipe)['blocks'][0].kernel).sum()
+
+    state = tx.init(TREE)
+    updates, _ = tx.update(jax.grad(loss)(TREE, state), state, TREE)
+    self.assertTrue((updates['blocks'][0].kernel != 0).all())
+
+
+if __name__ == '__main__':
+  absltest.main()

@@ -1,0 +1,396 @@
+"""Sparsified linen models in a loop, with remat, in a scan, and both: parameters, outputs, gradients, refusals."""
+
+import functools
+import tempfile
+
+from absl.testing import absltest, parameterized
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+
+import sparse24_jax as s24
+
+LAYERS = 2
+
+
+class MLP(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    return x + nn.Dense(16, name='down')(nn.relu(nn.Dense(32, name='up')(x)))
+
+
+class Loop(nn.Module):
+  remat: bool = False
+
+  @nn.compact
+  def __call__(self, x):
+    layer = nn.remat(MLP) if self.remat else MLP
+    for i in range(LAYERS):
+      x = layer(name=f'h_{i}')(x)
+    return nn.Dense(4, name='head')(x)
+
+
+class Block(nn.Module):
+  @nn.compact
+  def __call__(self, x, _):
+    return MLP(name='mlp')(x), None
+
+
+class Scan(nn.Module):
+  remat: bool = False
+  axes: tuple = ('params', 'sparse24')
+  rngs: tuple = ('params', 'mvue')
+
+  @nn.compact
+  def __call__(self, x):
+    block = nn.remat(Block) if self.remat else Block
+    scan = nn.scan(block, dict.fromkeys(self.axes, 0), split_rngs=dict.fromkeys(self.rngs, True), length=LAYERS)
+    return nn.Dense(4, name='head')(scan(name='h')(x, None)[0])
+
+
+MODELS = {
+  'loop': Loop(),
+  'remat': Loop(remat=True),
+  'scan': Scan(),
+  'scan_remat': Scan(remat=True),
+}
+RULE = r'h.*/(up|down)/kernel'
+X = jax.random.normal(jax.random.key(0), (8, 16))
+Y = jax.random.normal(jax.random.key(1), (8, 4))
+KEY = jax.random.key(2)
+FST = s24.recipes.transposable_srste(RULE, masked_decay=1e-3)
+RECIPES = {
+  'ste': s24.recipes.ste(RULE),
+  'fst': FST,
+  's_ste': s24.recipes.s_ste(RULE),
+  'fst_without_mvue': s24.Recipe('fst', (s24.Rule(RULE, s24.DotPolicy(s24.transposable(), input_grad='sparse')),)),
+}
+
+
+@functools.cache
+def init(model, shape=X.shape):
+  x = jnp.ones(shape, X.dtype)
+  return jax.jit(model.init)(jax.random.key(3), x)['params']
+
+
+def opt_state(params, recipe):
+  return jax.jit(s24.sparse_training(optax.sgd(0.1), recipe).init)(params)
+
+
+def variables(params, recipe):
+  return {'params': params, 'sparse24': s24.sparse_variables(params, opt_state(params, recipe), recipe)}
+
+
+@functools.cache
+def prepared(name, recipe_name):
+  """Model, recipe, parameters, variables and projected parameters of a case; remat and no remat share them."""
+  recipe, plain = RECIPES[recipe_name], MODELS[name.removesuffix('_remat').replace('remat', 'loop')]
+  if plain != MODELS[name]:
+    _, _, *rest = prepared('scan' if 'scan' in name else 'loop', recipe_name)
+    return MODELS[name], recipe, *rest
+  params = init(plain)
+  state = opt_state(params, recipe)
+  v = {'params': params, 'sparse24': s24.sparse_variables(params, state, recipe)}
+  return plain, recipe, params, v, s24.project(params, state, recipe)
+
+
+@functools.cache
+def gradient(name, recipe_name, seed=2):
+  """Gradient of a squared error, for the parameters."""
+  *_, params, v, _ = prepared(name, recipe_name)
+  return _gradient(name, recipe_name)(params, v['sparse24'], jax.random.key(seed))
+
+
+@functools.cache
+def _gradient(name, recipe_name):
+  sparse = s24.sparsify(MODELS[name], RECIPES[recipe_name])
+
+  def loss(params, states, key):
+    return ((sparse.apply({'params': params, 'sparse24': states}, X, rngs={'mvue': key}) - Y) ** 2).mean()
+
+  return jax.jit(jax.grad(loss))
+
+
+def assert_trees_equal(found, expected):
+  jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def assert_trees_close(found, expected):
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected)
+
+
+class SameModelTest(parameterized.TestCase):
+
+  @parameterized.parameters(*MODELS)
+  def test_same_parameters_to_the_bit(self, name):
+    assert_trees_equal(init(s24.sparsify(MODELS[name], FST)), init(MODELS[name]))
+
+  @parameterized.product(name=list(MODELS), recipe=('ste', 'fst', 's_ste'))
+  def test_output_is_that_of_the_projected_parameters(self, name, recipe):
+    model, recipe, params, v, projected = prepared(name, recipe)
+    found, expected, dense = jax.jit(
+      lambda v, *p: (s24.sparsify(model, recipe).apply(v, X), *(model.apply({'params': q}, X) for q in p))
+    )(v, projected, params)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    self.assertGreater(float(jnp.abs(found - dense).max()), 1e-3)
+
+  def test_one_layer_by_hand(self):
+    model, recipe = nn.Dense(4), s24.recipes.ste('kernel')
+    params = init(model)
+    w = np.asarray(params['kernel'])
+    kept = np.argsort(np.argsort(-np.abs(w).reshape(4, 4, 4), axis=1), axis=1).reshape(16, 4) < 2
+    found = s24.sparsify(model, recipe).apply(variables(params, recipe), X)
+    np.testing.assert_allclose(found, np.asarray(X) @ np.where(kept, w, 0), rtol=1e-5, atol=1e-6)  # no bias yet
+
+  def test_keeping_all_is_the_plain_model(self):
+    recipe = s24.Recipe('all', (s24.Rule(RULE, s24.DotPolicy(s24.magnitude(n=4))),))
+    params = init(Loop())
+    found = s24.sparsify(Loop(), recipe).apply(variables(params, recipe), X)
+    np.testing.assert_allclose(found, Loop().apply({'params': params}, X), rtol=1e-6, atol=1e-6)
+
+  def test_dense_phase_is_the_plain_model_itself(self):
+    sparse = s24.sparsify(Loop(), FST)
+    self.assertEqual(s24.sparsify(sparse, FST, phase='dense'), Loop())
+    self.assertEqual(s24.sparsify(Loop(), FST, phase='dense'), Loop())
+    self.assertEqual(s24.sparsify(sparse, FST), sparse)
+
+  @parameterized.parameters('loop', 'scan')
+  def test_checkpoint_of_a_sparse_run_loads_into_the_plain_model(self, name):
+    model, recipe, params, _, _ = prepared(name, 'ste')
+    tx = s24.sparse_training(optax.sgd(0.1), recipe)
+    updates, _ = jax.jit(tx.update)(gradient(name, 'ste'), opt_state(params, recipe), params)
+    params = optax.apply_updates(params, updates)
+    with tempfile.TemporaryDirectory() as folder, ocp.StandardCheckpointer() as checkpointer:
+      checkpointer.save(f'{folder}/checkpoint', params)
+      checkpointer.wait_until_finished()
+      abstract = jax.eval_shape(model.init, jax.random.key(0), X)['params']
+      loaded = checkpointer.restore(f'{folder}/checkpoint', abstract)
+    assert_trees_equal(loaded, params)
+    self.assertEqual(model.apply({'params': loaded}, X).shape, (8, 4))
+
+  def test_other_methods_and_wide_weights(self):
+    class TwoDoors(nn.Module):
+      def setup(self):
+        self.up = nn.Dense(8, dtype=jnp.bfloat16)
+
+      def __call__(self, x):
+        return self.encode(x)
+
+      def encode(self, x, scale=1.0):
+        return self.up(x) * scale
+
+    recipe = s24.recipes.ste('up/kernel')
+    params = init(TwoDoors())
+    self.assertEqual(params['up']['kernel'].dtype, jnp.float32)
+    sparse = s24.sparsify(TwoDoors(), recipe)
+    plain = sparse.apply(variables(params, recipe), X)
+    self.assertEqual(plain.dtype, jnp.bfloat16)
+    twice = sparse.apply(variables(params, recipe), 'encode', X, scale=2.0, method='run')
+    np.testing.assert_array_equal(twice, 2 * plain)
+
+  def test_a_layer_with_its_own_dot_general_class(self):
+    """Flax prefers `dot_general_cls` to `dot_general`; the rule decides all the same."""
+
+    class Own(nn.Module):
+      @nn.compact
+      def __call__(self, x):
+        return nn.Dense(4, name='up', dot_general_cls=lambda: jax.lax.dot_general)(x)
+
+    recipe = s24.recipes.ste('up/kernel')
+    params = init(Own())
+    projected = s24.project(params, opt_state(params, recipe), recipe)
+    found = s24.sparsify(Own(), recipe).apply(variables(params, recipe), X)
+    np.testing.assert_allclose(found, Own().apply({'params': projected}, X), rtol=1e-5, atol=1e-6)
+
+  def test_dense_general(self):
+    class General(nn.Module):
+      @nn.compact
+      def __call__(self, x):
+        x = nn.DenseGeneral(8, name='last')(x)
+        return nn.DenseGeneral(4, axis=-2, name='first')(x)
+
+    recipe = s24.recipes.ste('(last|first)/kernel')
+    x = jax.random.normal(KEY, (3, 12, 16))
+    params = init(General(), x.shape)
+    projected = s24.project(params, opt_state(params, recipe), recipe)
+    found = s24.sparsify(General(), recipe).apply(variables(params, recipe), x)
+    np.testing.assert_allclose(found, General().apply({'params': projected}, x), rtol=1e-5, atol=1e-6)
+
+  def test_experts_as_batch_axis(self):
+    model = nn.DenseGeneral(8, batch_dims=(0,))
+    recipe = s24.recipes.s_ste('kernel')
+    x = jax.random.normal(KEY, (3, 12, 16))
+    params = init(model, x.shape)
+    self.assertEqual(params['kernel'].shape, (3, 16, 8))
+    projected = s24.project(params, opt_state(params, recipe), recipe)
+    found = s24.sparsify(model, recipe).apply(variables(params, recipe), x)
+    np.testing.assert_allclose(found, model.apply({'params': projected}, x), rtol=1e-5, atol=1e-6)
+
+
+class GradientTest(parameterized.TestCase):
+
+  @parameterized.parameters(*MODELS)
+  def test_straight_through(self, name):
+    """The gradient is that of the plain model at the projected weights, for kept and pruned weights alike."""
+    model, _, _, v, projected = prepared(name, 'ste')
+    found = gradient(name, 'ste')
+    expected = jax.jit(jax.grad(lambda p: ((model.apply({'params': p}, X) - Y) ** 2).mean()))(projected)
+    assert_trees_close(found, expected)
+    for mask, g in zip(*map(jax.tree.leaves, (v['sparse24'], sparse_part(found))), strict=True):
+      self.assertGreater(float(jnp.abs(jnp.where(mask, 0, g)).mean()), 1e-5)
+
+  @parameterized.parameters(('loop', 'remat'), ('scan', 'scan_remat'))
+  def test_remat_draws_the_same_samples(self, plain, remat):
+    assert_trees_close(gradient(plain, 'fst'), gradient(remat, 'fst'))
+
+  @parameterized.parameters('loop', 'scan')
+  def test_samples_belong_to_the_key(self, name):
+    first, other, dense = gradient(name, 'fst'), gradient(name, 'fst', seed=9), gradient(name, 'fst_without_mvue')
+    *_, params, v, _ = prepared(name, 'fst')
+    assert_trees_equal(first, _gradient(name, 'fst')(params, v['sparse24'], jax.random.key(2)))
+    for a, b, c in zip(*(jax.tree.leaves(sparse_part(g)) for g in (first, other, dense)), strict=True):
+      self.assertTrue((a != b).any())
+      self.assertTrue((a != c).any())
+    # MVUE touches weight gradients alone.
+    biases = jax.tree_util.tree_leaves_with_path(first)
+    for (path, a), b in zip(biases, jax.tree.leaves(dense), strict=True):
+      if path[-1].key == 'bias':
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+
+  @parameterized.named_parameters(('loop', False), ('scan', True))
+  def test_layers_draw_differently(self, scan):
+    """Equal weights, inputs and output gradients in each layer: only the randomness tells them apart."""
+
+    class Layer(nn.Module):
+      @nn.compact
+      def __call__(self, x, total):
+        return x, total + nn.Dense(8, name='up')(x)
+
+    class Parallel(nn.Module):
+      @nn.compact
+      def __call__(self, x):
+        total = jnp.zeros((8, 8))
+        if not scan:
+          for i in range(LAYERS):
+            x, total = Layer(name=f'h_{i}')(x, total)
+          return total
+        scanned = nn.scan(
+          lambda module, carry, _: (Layer(name='h')(*carry), None),
+          variable_axes={'params': 0, 'sparse24': 0}, split_rngs={'params': True, 'mvue': True}, length=LAYERS,
+        )  # fmt: skip
+        return scanned(self, (x, total), None)[0][1]
+
+    recipe = s24.Recipe('r', (s24.Rule('h.*/up/kernel', s24.DotPolicy(s24.magnitude(), weight_grad='mvue')),))
+    params = init(Parallel())
+    if scan:
+      params = jax.tree.map(lambda a: jnp.broadcast_to(a[:1], a.shape), params)
+    else:
+      params = dict.fromkeys(params, params['h_0'])
+
+    def loss(p):
+      v = variables(params, recipe)
+      out = s24.sparsify(Parallel(), recipe).apply({**v, 'params': p}, X, rngs={'mvue': KEY})
+      return (out * jax.random.normal(KEY, (8, 8))).sum()
+
+    grads = jax.jit(jax.grad(loss))(params)
+    kernels = grads['h']['up']['kernel'] if scan else [grads[f'h_{i}']['up']['kernel'] for i in range(LAYERS)]
+    for i in range(LAYERS):
+      self.assertTrue((kernels[i] != kernels[i - 1]).any())
+
+  @parameterized.parameters('loop', 'scan')
+  def test_evaluation_needs_no_key_and_takes_any_number_of_tokens(self, name):
+    model, recipe, _, v, _ = prepared(name, 'fst')
+    self.assertEqual(s24.sparsify(model, recipe).apply(v, jnp.ones((7, 16))).shape, (7, 4))
+
+  def test_forward_moves_nothing(self):
+    model, recipe, _, v, _ = prepared('loop', 'fst')
+    _, mutated = s24.sparsify(model, recipe).apply(v, X, rngs={'mvue': KEY}, mutable=True)
+    assert_trees_equal(mutated, v)
+
+
+def sparse_part(grads):
+  """The leaves that the rule takes, in the tree's order."""
+  return {
+    k: {n: v[n]['kernel'] for n in ('down', 'up')} if 'up' in v else {n: v['mlp'][n]['kernel'] for n in ('down', 'up')}
+    for k, v in grads.items()
+    if k != 'head'
+  }
+
+
+class RefusalTest(parameterized.TestCase):
+
+  @parameterized.parameters('loop', 'remat', 'scan')
+  def test_gradient_without_key(self, name):
+    model, recipe, params, v, _ = prepared(name, 'fst')
+    sparse = s24.sparsify(model, recipe)
+    with self.assertRaisesRegex(ValueError, r"weight_grad='mvue' needs a random key.*rngs=\{'mvue': key\}"):
+      jax.eval_shape(jax.grad(lambda p: sparse.apply({**v, 'params': p}, X).sum()), params)
+
+  def test_gradient_with_odd_tokens(self):
+    model, recipe, params, v, _ = prepared('loop', 'fst')
+    sparse = s24.sparsify(model, recipe)
+    with self.assertRaisesRegex(ValueError, r'h_0/up/kernel: .* groups tokens in fours: x of shape \(7, 16\) has 7 to'):
+      jax.eval_shape(jax.grad(lambda p: sparse.apply({**v, 'params': p}, X[:7], rngs={'mvue': KEY}).sum()), params)
+
+  def test_scan_that_holds_the_states_back(self):
+    model = Scan(axes=('params',))
+    params = init(model)
+    with self.assertRaisesRegex(ValueError, r'h/mlp/up/kernel: no state.*nn\.scan.*variable_axes=.*"sparse24": 0'):
+      s24.sparsify(model, FST).apply(variables(params, FST), X)
+
+  def test_scan_that_holds_the_randomness_back(self):
+    model = Scan(rngs=('params',))
+    params = init(model)
+    sparse, v = s24.sparsify(model, FST), variables(params, FST)
+    with self.assertRaisesRegex(ValueError, r"random key.*split_rngs=\{.*'mvue': True"):
+      jax.eval_shape(jax.grad(lambda p: sparse.apply({**v, 'params': p}, X, rngs={'mvue': KEY}).sum()), params)
+
+  def test_apply_without_the_collection(self):
+    params = init(Loop())
+    with self.assertRaisesRegex(ValueError, r'h_0/up/kernel: no state in collection .sparse24.*sparse_variables'):
+      s24.sparsify(Loop(), FST).apply({'params': params}, X)
+
+  def test_rule_without_a_match(self):
+    params = init(Loop())
+    recipe = s24.recipes.ste('mlp/.*')
+    with self.assertRaisesRegex(ValueError, r"rule 'mlp/\.\*' .* for no weight; weights are \['h_0/down/kernel"):
+      s24.sparsify(Loop(), recipe).apply({'params': params, 'sparse24': {}}, X)
+
+  @parameterized.named_parameters(
+    ('conv', lambda self, x: nn.Conv(8, (4,), name='odd')(x[None]), 'odd/kernel'),
+    ('raw_parameter', lambda self, x: x @ self.param('odd', nn.initializers.normal(), (16, 8)), 'odd'),
+    ('einsum', lambda self, x: nn.Einsum((16, 8), 'ab,bc->ac', name='odd')(x), 'odd/kernel'),
+  )
+  def test_matched_weight_without_hook(self, layer, path):
+    class Model(nn.Module):
+      @nn.compact
+      def __call__(self, x):
+        return layer(self, nn.Dense(16, name='up')(x))
+
+    recipe = s24.recipes.ste('.*')
+    params = init(Model())
+    with self.assertRaisesRegex(ValueError, rf"\['{path}'\] match rules.*no layer with a dot_general hook.*narrow"):
+      s24.sparsify(Model(), recipe).apply(variables(params, recipe), X)
+
+  def test_embeddings_are_no_weights(self):
+    model, recipe, tokens = nn.Embed(16, 8), s24.recipes.ste('.*'), jnp.zeros((4,), jnp.int32)
+    with self.assertRaisesRegex(ValueError, r'decides for no weight; weights are \[\]'):
+      s24.sparsify(model, recipe).apply({**model.init(KEY, tokens), 'sparse24': {}}, tokens)
+
+  def test_kernel_with_many_feature_axes_is_named(self):
+    class Model(nn.Module):
+      @nn.compact
+      def __call__(self, x):
+        return nn.DenseGeneral((4, 8), name='heads')(x)
+
+    recipe = s24.recipes.ste('heads/kernel')
+    params = init(Model())
+    with self.assertRaisesRegex(ValueError, r'heads/kernel: .*\(16, 4, 8\)'):
+      s24.sparsify(Model(), recipe).apply(variables(params, recipe), X)
+
+
+if __name__ == '__main__':
+  absltest.main()

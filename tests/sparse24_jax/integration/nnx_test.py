@@ -1,0 +1,313 @@
+"""Sparsified nnx models: hooks in and out, states brought in after each step, streams, stacked layers, refusals."""
+
+import functools
+import tempfile
+
+from absl.testing import absltest, parameterized
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+
+import sparse24_jax as s24
+
+LAYERS = 2
+
+
+class MLP(nnx.Module):
+  def __init__(self, rngs):
+    self.up, self.down = nnx.Linear(16, 32, rngs=rngs), nnx.Linear(32, 16, rngs=rngs)
+
+  def __call__(self, x):
+    return x + self.down(nnx.relu(self.up(x)))
+
+
+class Loop(nnx.Module):
+  def __init__(self, rngs):
+    self.h = nnx.List([MLP(rngs) for _ in range(LAYERS)])
+    self.head = nnx.Linear(16, 4, rngs=rngs)
+
+  def __call__(self, x):
+    for layer in self.h:
+      x = layer(x)
+    return self.head(x)
+
+
+class Stacked(nnx.Module):
+  def __init__(self, rngs):
+    make = nnx.split_rngs(splits=LAYERS)(nnx.vmap(MLP))
+    self.h = make(rngs)
+    self.head = nnx.Linear(16, 4, rngs=rngs)
+
+  def __call__(self, x):
+    @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+    def run(layer, x):
+      return layer(x)
+
+    return self.head(run(self.h, x))
+
+
+MODELS = {'loop': Loop, 'stacked': Stacked}
+RULE = 'h/.*'
+X = jax.random.normal(jax.random.key(0), (8, 16))
+Y = jax.random.normal(jax.random.key(1), (8, 4))
+FST = s24.recipes.transposable_srste(RULE, masked_decay=1e-3, refresh_every=2)
+STE = s24.recipes.ste(RULE)
+SAMPLED = s24.Recipe('sampled', (s24.Rule(RULE, s24.DotPolicy(s24.magnitude(), weight_grad='mvue')),))
+
+
+def params_of(model):
+  return nnx.state(model, nnx.Param)
+
+
+def projected(model, recipe):
+  """A copy of the model whose weights are projected."""
+  state = jax.jit(s24.sparse_training(optax.sgd(0.1), recipe).init)(params_of(model))
+  model = nnx.clone(model)
+  nnx.update(model, s24.project(params_of(model), state, recipe))
+  return model
+
+
+@functools.cache
+def plain(name):
+  return MODELS[name](nnx.Rngs(0))
+
+
+@nnx.jit
+def grads_of(model):
+  return nnx.grad(lambda m: ((m(X) - Y) ** 2).mean(), argnums=nnx.DiffState(0, nnx.Param))(model)
+
+
+def assert_trees_equal(found, expected):
+  jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def assert_trees_close(found, expected):
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected)
+
+
+class SameModelTest(parameterized.TestCase):
+
+  @parameterized.parameters(*MODELS)
+  def test_parameters_stay_and_the_original_is_untouched(self, name):
+    model = plain(name)
+    before = nnx.graphdef(model)
+    sparse = s24.sparsify(model, FST, rngs=nnx.Rngs(mvue=1))
+    assert_trees_equal(params_of(sparse), params_of(model))
+    self.assertEqual(nnx.graphdef(model), before)
+
+  @parameterized.product(name=list(MODELS), recipe=(STE, FST, s24.recipes.s_ste(RULE)))
+  def test_output_is_that_of_the_projected_parameters(self, name, recipe):
+    model = plain(name)
+    found = nnx.jit(lambda m: m(X))(s24.sparsify(model, recipe))  # no rngs: evaluation needs none
+    np.testing.assert_allclose(found, nnx.jit(lambda m: m(X))(projected(model, recipe)), rtol=1e-5, atol=1e-6)
+    self.assertGreater(float(jnp.abs(found - model(X)).max()), 1e-3)
+
+  def test_hooks_go_in_and_out(self):
+    model = plain('loop')
+    sparse = s24.sparsify(model, FST, rngs=nnx.Rngs(mvue=1))
+    again = s24.sparsify(sparse, STE)
+    dense = s24.sparsify(again, STE, phase='dense')
+    self.assertIsNot(sparse.h[0].up.dot_general, jax.lax.dot_general)
+    self.assertEqual(again.h[0].up.dot_general.policy, STE.rules[0].policy)
+    self.assertEqual(nnx.graphdef(dense), nnx.graphdef(model))
+    assert_trees_equal(nnx.state(dense), nnx.state(model))
+    np.testing.assert_array_equal(dense(X), model(X))
+
+  def test_own_dot_general_comes_back(self):
+    def own(*args, **kwargs):
+      return jax.lax.dot_general(*args, **kwargs)
+
+    model = nnx.Linear(16, 8, dot_general=own, rngs=nnx.Rngs(0))
+    sparse = s24.sparsify(model, s24.recipes.ste('kernel'))
+    self.assertIsNot(sparse.dot_general, own)
+    self.assertIs(s24.sparsify(sparse, s24.recipes.ste('kernel'), phase='dense').dot_general, own)
+
+  def test_a_layer_with_its_own_dot_general_class(self):
+    """Flax prefers `dot_general_cls` to `dot_general`; the rule decides all the same."""
+    def own():
+      return jax.lax.dot_general
+
+    recipe = s24.recipes.ste('kernel')
+    model = nnx.LinearGeneral(16, 8, dot_general_cls=own, rngs=nnx.Rngs(0))
+    sparse = s24.sparsify(model, recipe)
+    np.testing.assert_allclose(sparse(X), projected(model, recipe)(X), rtol=1e-5, atol=1e-6)
+    self.assertIs(s24.sparsify(sparse, recipe, phase='dense').dot_general_cls, own)
+
+  def test_checkpoint_of_a_sparse_run_loads_into_the_plain_model(self):
+    sparse = s24.sparsify(plain('loop'), FST, rngs=nnx.Rngs(mvue=1))
+    saved = nnx.to_pure_dict(params_of(sparse))
+    with tempfile.TemporaryDirectory() as folder, ocp.StandardCheckpointer() as checkpointer:
+      checkpointer.save(f'{folder}/checkpoint', saved)
+      checkpointer.wait_until_finished()
+      model = Loop(nnx.Rngs(5))
+      abstract = jax.eval_shape(lambda: nnx.to_pure_dict(params_of(Loop(nnx.Rngs(0)))))
+      loaded = checkpointer.restore(f'{folder}/checkpoint', abstract)
+    state = params_of(model)
+    nnx.replace_by_pure_dict(state, loaded)
+    nnx.update(model, state)
+    np.testing.assert_array_equal(model(X), plain('loop')(X))
+
+
+class GradientTest(parameterized.TestCase):
+
+  @parameterized.parameters(*MODELS)
+  def test_straight_through(self, name):
+    found = grads_of(s24.sparsify(plain(name), STE))
+    assert_trees_close(found, grads_of(projected(plain(name), STE)))
+    layer = found['h'] if name == 'stacked' else found['h'][0]
+    self.assertTrue((layer['down']['kernel'][...] != 0).mean() > 0.9)
+
+  @parameterized.parameters(*MODELS)
+  def test_samples_differ_between_calls_and_are_reproducible(self, name):
+    first, again = (s24.sparsify(plain(name), SAMPLED, rngs=nnx.Rngs(mvue=1)) for _ in range(2))
+    one, two = grads_of(first), grads_of(first)
+    assert_trees_equal(one, grads_of(again))
+    layers = [g['h'] if name == 'stacked' else g['h'][0] for g in (one, two)]
+    for weight in ('up', 'down'):
+      self.assertTrue((layers[0][weight]['kernel'][...] != layers[1][weight]['kernel'][...]).any())
+
+  def test_layers_draw_differently(self):
+    """Equal weights, inputs and output gradients in each layer, one seed: only the stream's fold tells them apart."""
+
+    class Parallel(nnx.Module):
+      def __init__(self):
+        self.h = nnx.List([nnx.Linear(16, 4, rngs=nnx.Rngs(0)) for _ in range(3)])
+
+      def __call__(self, x):
+        return sum(layer(x) for layer in self.h)
+
+    grads = grads_of(s24.sparsify(Parallel(), SAMPLED, rngs=nnx.Rngs(mvue=1)))
+    kernels = [grads['h'][i]['kernel'][...] for i in range(3)]
+    for i in range(3):
+      self.assertTrue((kernels[i] != kernels[i - 1]).any())
+
+  def test_stacked_layers_draw_differently(self):
+    class Parallel(nnx.Module):
+      def __init__(self):
+        self.h = nnx.vmap(lambda _: nnx.Linear(16, 4, rngs=nnx.Rngs(0)))(jnp.arange(3))
+
+      def __call__(self, x):
+        return nnx.vmap(lambda layer, x: layer(x), in_axes=(0, None))(self.h, x).sum(0)
+
+    grads = grads_of(s24.sparsify(Parallel(), SAMPLED, rngs=nnx.Rngs(mvue=1)))
+    kernels = grads['h']['kernel'][...]
+    for i in range(3):
+      self.assertTrue((kernels[i] != kernels[i - 1]).any())
+
+
+  def test_experts_as_batch_axis(self):
+    model = nnx.LinearGeneral(16, 8, batch_axis={0: 3}, rngs=nnx.Rngs(0))
+    recipe = s24.Recipe('r', (s24.Rule('kernel', SAMPLED.rules[0].policy),))
+    sparse = s24.sparsify(model, recipe, rngs=nnx.Rngs(mvue=1))
+    x = jnp.broadcast_to(X, (3, *X.shape))
+    np.testing.assert_allclose(sparse(x), projected(model, recipe)(x), rtol=1e-5, atol=1e-6)
+    weights = jax.random.normal(jax.random.key(3), X.shape[:1] + (8,))
+    cotangent = jnp.broadcast_to(weights, (3, *weights.shape))
+    grads = nnx.grad(lambda m: (m(x) * cotangent).sum(), argnums=nnx.DiffState(0, nnx.Param))(sparse)['kernel'][...]
+    for i in range(3):
+      self.assertTrue((grads[i] != grads[i - 1]).any())
+
+
+class TrainingTest(parameterized.TestCase):
+
+  @parameterized.named_parameters(('fst', FST), ('s_ste', s24.recipes.s_ste(RULE)))
+  def test_optimizer_loop_through_the_phases(self, recipe):
+    tx = {phase: s24.sparse_training(optax.adam(0.05), recipe, phase=phase) for phase in ('dense', 'sparse')}
+    sparse = s24.sparsify(plain('loop'), recipe, rngs=nnx.Rngs(mvue=1))
+    optimizer = nnx.Optimizer(sparse, tx['sparse'], wrt=nnx.Param)
+    traces = []
+
+    @nnx.jit
+    def step(model, optimizer):
+      traces.append(None)
+      loss, grads = nnx.value_and_grad(lambda m: ((m(X) - Y) ** 2).mean(), argnums=nnx.DiffState(0, nnx.Param))(model)
+      optimizer.update(model, grads)
+      nnx.update(model, s24.sparse_variables(params_of(model), optimizer.opt_state, recipe))
+      return loss
+
+    losses = [float(step(sparse, optimizer)) for _ in range(8)]
+    self.assertLess(losses[-1], losses[0] / 2)
+    self.assertLen(traces, 1)
+    states = s24.sparse_variables(params_of(sparse), optimizer.opt_state, recipe)
+    assert_trees_equal(nnx.state(sparse, s24.SparseVariable), states)
+    if recipe is FST:
+      np.testing.assert_array_equal(
+        sparse.h[1].up.dot_general.state[...], s24.transposable_mask(sparse.h[1].up.kernel[...])
+      )
+    # The dense phase: hooks out, the same optimizer state carried on.
+    dense = s24.sparsify(sparse, recipe, phase='dense')
+    follow = nnx.Optimizer(dense, tx['dense'], wrt=nnx.Param)
+    nnx.update(follow, nnx.state(optimizer))
+    grads = grads_of(dense)
+    follow.update(dense, grads)
+    self.assertEqual(int(optimizer.opt_state.count[...]) + 1, int(follow.opt_state.count[...]))
+
+  @parameterized.parameters(*MODELS)
+  def test_functional_loop(self, name):
+    tx = s24.sparse_training(optax.adam(0.05), FST)
+    graph, params, rest = nnx.split(s24.sparsify(plain(name), FST, rngs=nnx.Rngs(mvue=1)), nnx.Param, ...)
+    state = tx.init(params)
+
+    @jax.jit
+    def step(params, rest, state):
+      def loss(params):
+        model = nnx.merge(graph, params, rest, copy=True)
+        value = ((model(X) - Y) ** 2).mean()
+        return value, nnx.split(model, nnx.Param, ...)[2]
+
+      (value, rest), grads = jax.value_and_grad(loss, has_aux=True)(params)
+      updates, state = tx.update(grads, state, params)
+      params = optax.apply_updates(params, updates)
+      model = nnx.merge(graph, params, rest, copy=True)
+      nnx.update(model, s24.sparse_variables(params, state, FST))
+      return params, nnx.split(model, nnx.Param, ...)[2], state, value
+
+    losses = []
+    for _ in range(6):
+      params, rest, state, value = step(params, rest, state)
+      losses.append(float(value))
+    self.assertLess(losses[-1], losses[0])
+    self.assertEqual(step._cache_size(), 1)
+    rates = s24.get_flip_rate(state).per_weight
+    expected = ['h/down/kernel', 'h/up/kernel'] if name == 'stacked' else [
+      f'h/{i}/{w}/kernel' for i in range(LAYERS) for w in ('down', 'up')]  # fmt: skip
+    self.assertEqual(sorted(rates), expected)
+    self.assertEqual({r.shape for r in rates.values()}, {(LAYERS,) if name == 'stacked' else ()})
+
+
+class RefusalTest(parameterized.TestCase):
+
+  def test_gradient_without_rngs(self):
+    with self.assertRaisesRegex(ValueError, "h/0/up/kernel: weight_grad='mvue' needs a random key"):
+      grads_of(s24.sparsify(plain('loop'), FST))
+
+  def test_rngs_without_the_stream(self):
+    with self.assertRaisesRegex(ValueError, r"streams \['params'\], none named 'mvue': pass nnx.Rngs\(mvue=seed\)"):
+      s24.sparsify(plain('loop'), FST, rngs=nnx.Rngs(params=0))
+
+  @parameterized.parameters('sparse', 'dense')
+  def test_rule_without_a_match(self, phase):
+    with self.assertRaisesRegex(ValueError, r"rule 'mlp/\.\*' .* for no weight; weights are \['h/0/down/kernel"):
+      s24.sparsify(plain('loop'), s24.recipes.ste('mlp/.*'), phase=phase)
+
+  def test_matched_weight_without_hook(self):
+    class Model(nnx.Module):
+      def __init__(self, rngs):
+        self.conv = nnx.Conv(16, 8, (4,), rngs=rngs)
+        self.up = nnx.Linear(16, 8, rngs=rngs)
+        self.raw = nnx.Param(jnp.ones((8, 8)))
+        self.table = nnx.Embed(16, 8, rngs=rngs)
+
+    with self.assertRaisesRegex(ValueError, r"\['conv/kernel', 'raw'\] match rules.*no dot_general attribute.*narrow"):
+      s24.sparsify(Model(nnx.Rngs(0)), s24.recipes.ste('.*'))
+
+  def test_weight_that_holds_no_whole_groups(self):
+    with self.assertRaisesRegex(ValueError, r'kernel of shape \(6, 8\) has length 6 along axis -2.*multiple of 4'):
+      s24.sparsify(nnx.Linear(6, 8, rngs=nnx.Rngs(0)), s24.recipes.ste('kernel'))
+
+
+if __name__ == '__main__':
+  absltest.main()
