@@ -16,7 +16,7 @@ demo: $(VENV)/ready
 test: $(VENV)/ready $(KERNELS_VENV)/ready
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/pyright
-	JAX_PLATFORMS=cpu $(VENV)/bin/python $(PYTEST) --ignore tests/pallas_kernels tests sparse24_jax
+	JAX_PLATFORMS=cpu $(VENV)/bin/python $(PYTEST) --ignore tests/pallas_kernels tests sparse24_jax experiments
 	JAX_PLATFORMS=cpu $(KERNELS_VENV)/bin/python $(PYTEST) tests/pallas_kernels pallas_kernels
 
 $(VENV)/ready: EXTRA = dev

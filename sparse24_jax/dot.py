@@ -122,6 +122,13 @@ def check_state(state: Any, expected: jax.ShapeDtypeStruct, projection: Projecti
     )
 
 
+def check_layer_precision(precision: Any) -> None:
+  """ValueError for a precision that a layer asks of its matmul and that the policy would drop in silence."""
+  plain = (None, 'default', jax.lax.Precision.DEFAULT)
+  if precision not in plain and tuple(precision if isinstance(precision, tuple | list) else ()) != plain[2:] * 2:
+    raise ValueError(f'precision={precision} of the layer: a sparse matmul has the default precision only')
+
+
 def check_divisible(shape: tuple[int, ...], projection: Projection, name: str) -> None:
   """ValueError unless `shape`, `[..., in, out]`, holds whole groups of the projection."""
   if len(shape) < 2:

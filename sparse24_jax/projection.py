@@ -5,6 +5,7 @@ one array a weight, lives in the optimizer state, changes only there, and is han
 """
 
 from collections.abc import Callable
+import functools
 from typing import Literal, NamedTuple
 
 from jax import Array
@@ -37,6 +38,7 @@ class Projection(NamedTuple):
   divisor: tuple[int, int] = (4, 1)
 
 
+@functools.cache
 def magnitude(*, n: int = 2, m: int = 4) -> Projection:
   """Keeps the `n` largest magnitudes in each group of `m` along the input axis.
 
@@ -51,6 +53,7 @@ def magnitude(*, n: int = 2, m: int = 4) -> Projection:
   return _masked(f'magnitude {n}:{m}', lambda w: magnitude_mask(w, n=n, m=m), divisor=(m, 1))
 
 
+@functools.cache
 def transposable(*, method: Literal['exact', 'two_approx'] = 'exact') -> Projection:
   """Keeps two of four along rows and columns of each 4x4 block: one mask for the forward and the input gradient.
 
@@ -70,7 +73,8 @@ def _masked(name: str, search: Callable[[Array], Array], *, divisor: tuple[int, 
   return Projection(
     name=name,
     init=search,
-    apply=lambda w, mask: jnp.where(mask, w, jnp.zeros((), w.dtype)),
+    # A NaN is pruned from every mask, and would be hidden as a zero: it passes.
+    apply=lambda w, mask: jnp.where(mask | jnp.isnan(w), w, jnp.zeros((), w.dtype)),
     refresh=lambda w, mask: search(w),
     mask=lambda w, mask: mask,
     transposable=divisor == (4, 4),
@@ -78,6 +82,7 @@ def _masked(name: str, search: Callable[[Array], Array], *, divisor: tuple[int, 
   )
 
 
+@functools.cache
 def soft_threshold_projection() -> Projection:
   """beta S(w): the soft threshold of the weight as it is now, times the scale frozen at initialisation, its state.
 

@@ -7,6 +7,9 @@ import numbers
 import re
 from typing import Any, Literal
 
+from jax import Array
+from jax.core import Tracer
+
 from sparse24_jax.dot import DotPolicy
 
 PHASES = ('dense', 'sparse')
@@ -60,7 +63,20 @@ def check_phase(name: str) -> None:
     raise ValueError(f'phase={name!r}: known are {list(PHASES)}')
 
 
+def resolve_phase(recipe: 'Recipe', phase: PhaseName | None) -> PhaseName:
+  """`phase`, or the recipe's first one if None; ValueError for `'sparse'` in a recipe that is never sparse."""
+  if phase is None:
+    return recipe.phases[0].name
+  check_phase(phase)
+  if phase == 'sparse' and all(p.name != 'sparse' for p in recipe.phases):
+    raise ValueError(f"phase='sparse', but recipe {recipe.name!r} has the phases {[p.name for p in recipe.phases]}")
+  return phase
+
+
 def _is_decay(value: Any) -> bool:
+  if isinstance(value, Tracer):  # under optax.inject_hyperparams: its value is not known here
+    return value.shape == ()
+  value = float(value) if isinstance(value, Array) and value.shape == () else value
   return isinstance(value, numbers.Real) and math.isfinite(value) and value >= 0
 
 
@@ -71,19 +87,20 @@ class Recipe:
   Attributes:
     name: of the constructor.
     rules: tried in order; the first whose path matches decides.
-    masked_decay: lambda of lambda (1 - M) W, added once an optimizer step in sparse phases; a number, or a function
-      of the step count. Not multiplied by the learning rate when it acts on gradients.
+    masked_decay: lambda of lambda (1 - M) W, added once an optimizer step in sparse phases; a number, a scalar array,
+      or a function of the step count. Not multiplied by the learning rate when it acts on gradients.
     decay_on: `'gradients'` adds it to the gradient, before the moments; `'weights'` adds it to the update, after
       them, times the learning rate.
     refresh_every: optimizer steps between mask refreshes.
     phases: in order; the fractions add up to one.
-    flip_rate: `'refresh'` compares the masks of two refreshes; `'step'` also searches the masks anew at every step
-      and reports the rate per step.
+    flip_rate: `'refresh'` compares the mask in use before and after a refresh; a projection that holds no mask, the
+      soft threshold, has always the one of its weight, so there the rate is per step. `'step'` searches masks anew
+      at every step and reports the rate per step, whatever is in use.
   """
 
   name: str
   rules: tuple[Rule, ...] = ()
-  masked_decay: float | Callable[[Any], Any] = 0.0
+  masked_decay: float | Array | Callable[[Any], Any] = 0.0
   decay_on: Literal['gradients', 'weights'] = 'gradients'
   refresh_every: int = 1
   phases: tuple[Phase, ...] = (Phase('sparse', 1.0),)
@@ -125,7 +142,8 @@ class Recipe:
         }
         for rule in self.rules
       ],
-      'masked_decay': getattr(decay, '__qualname__', repr(decay)) if callable(decay) else float(decay),
+      # A schedule is known by its values.
+      'masked_decay': [float(decay(10**k)) for k in range(7)] if callable(decay) else float(decay),
       'decay_on': self.decay_on,
       'refresh_every': self.refresh_every,
       'phases': [[phase.name, phase.fraction] for phase in self.phases],

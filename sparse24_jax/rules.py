@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 import jax
+from jax.core import Tracer
 
 from sparse24_jax.dot import check_divisible
 from sparse24_jax.projection import Projection
@@ -76,9 +77,15 @@ def match_rules(params: Any, recipe: Recipe) -> dict[str, Rule]:
 
 
 def _check_shards(path: str, leaf: Any, projection: Projection) -> None:
-  """ValueError if a group of `leaf` straddles two shards; silent where the sharding is not known yet."""
-  sharding = getattr(leaf, 'sharding', None)
-  if isinstance(leaf, jax.core.Tracer) or sharding is None:
+  """ValueError if a group of `leaf` straddles two shards; silent where the sharding is not known.
+
+  Under jit it is known on meshes of explicit axes only: on others, check concrete arrays, as `init` outside jit does.
+  """
+  if isinstance(leaf, Tracer):
+    sharding = jax.typeof(leaf).sharding
+    if not (sharding.mesh.shape and sharding.mesh.are_all_axes_explicit):
+      return
+  elif (sharding := getattr(leaf, 'sharding', None)) is None:
     return
   shard = sharding.shard_shape(leaf.shape)
   for axis, divisor in zip((-2, -1), projection.divisor, strict=True):

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 import math
 from typing import NamedTuple
 
-# Flip-rate ratios from which a healthy run follows; recalled from arXiv 2404.01847, section 4.3.
+# Flip-rate ratios of healthy runs: of arXiv 2404.01847, section 4.3, from memory; its text was not at hand to check.
 FEASIBLE_BAND = (0.60, 0.95)
 
 
@@ -45,8 +45,8 @@ def tune_masked_decay(
 
   A dense twin and one sparse run a candidate go through the warm-up. mu is the sparse run's flip rate over the dense
   twin's: from 1 upwards the masks flip more than a dense run's and quality suffers, far below 1 they freeze. Of the
-  candidates inside `band` the largest is chosen. (The paper gives the band; this rule is ours. In the byte-level GPT-2
-  of `experiments/configs/nano.py`, where every factor up to 6e-3 was feasible, larger ones trained better.)
+  candidates inside `band` the largest is chosen; that rule is ours. The reason says so when the choice tells little:
+  when it is the largest tried, or when no decay at all is feasible too.
 
   Args:
     run_warmup: trains for the warm-up with the decay factor given, or as the dense twin if it is None
@@ -89,6 +89,10 @@ def tune_masked_decay(
   if feasible:
     best = feasible[-1]
     reason = f'the largest factor with mu in [{low}, {high}]: mu = {best.ratio:.2f}, {len(feasible)} were feasible'
+    if best is trials[-1]:
+      reason += '; it is the largest tried, so a larger one may serve as well'
+    if feasible[0].decay == 0:
+      reason += '; no decay is feasible too, so the warm-up does not show the need of one'
     return DecayChoice(best.decay, reason, tuple(trials), dense, band)
   ratios = [trial.ratio for trial in trials]
   if min(ratios) > high:

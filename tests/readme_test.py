@@ -100,6 +100,15 @@ class ReadmeTest(absltest.TestCase):
     for _ in range(20):
       exec(BLOCKS[1].split('\n\n')[1], names)
     self.assertLess(float(names['loss']), first)
+    # On into the dense phase, with the same optimizer.
+    recipe = names['recipe']
+    names['model'] = dense = s24.sparsify(names['model'], recipe, phase='dense')
+    names['optimizer'].tx = s24.sparse_training(optax.adamw(3e-4), recipe, phase='dense')
+    loss, grads = nnx.value_and_grad(names['loss_fn'])(dense)
+    names['optimizer'].update(dense, grads)
+    params, opt_state = nnx.state(dense, nnx.Param), names['optimizer'].opt_state
+    nnx.update(dense, s24.sparse_variables(params, opt_state, recipe, phase='dense'))
+    self.assertLess(float(names['loss_fn'](dense)), float(loss))
 
   def test_phase_example(self):
     exec(BLOCKS[0], self.names)

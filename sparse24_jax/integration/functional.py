@@ -9,11 +9,11 @@ from jax import Array
 from sparse24_jax.dot import check_state
 from sparse24_jax.optim import sparse_states
 from sparse24_jax.projection import Projection
-from sparse24_jax.recipe import check_phase, PhaseName, Recipe
+from sparse24_jax.recipe import PhaseName, Recipe, resolve_phase
 from sparse24_jax.rules import errors_name, match_rules, path_string
 
 
-def project(params: Any, opt_state: Any, recipe: Recipe, *, phase: PhaseName = 'sparse') -> Any:
+def project(params: Any, opt_state: Any, recipe: Recipe, *, phase: PhaseName | None = None) -> Any:
   """The parameters as the forward sees them: sparse weights projected, gradients passed straight through.
 
   Differentiable: the cotangent of a projected weight is that of the dense one. It gives the forward and the input
@@ -24,7 +24,7 @@ def project(params: Any, opt_state: Any, recipe: Recipe, *, phase: PhaseName = '
     params: any pytree of arrays.
     opt_state: optimizer state that holds a `sparse_training` state for `params`.
     recipe: the recipe of that state.
-    phase: `'dense'` returns `params` as they are.
+    phase: `'dense'` returns `params` as they are; None is the recipe's first phase.
 
   Returns:
     A tree like `params`.
@@ -41,8 +41,7 @@ def project(params: Any, opt_state: Any, recipe: Recipe, *, phase: PhaseName = '
   >>> float(grads['mlp']['kernel'].min())
   1.0
   """
-  check_phase(phase)
-  if phase == 'dense':
+  if resolve_phase(recipe, phase) == 'dense':
     return params
   policies = projected_weights(params, opt_state, recipe)
 
@@ -54,7 +53,11 @@ def project(params: Any, opt_state: Any, recipe: Recipe, *, phase: PhaseName = '
 
 
 def projected_weights(params: Any, opt_state: Any, recipe: Recipe) -> dict[str, tuple[Projection, Array]]:
-  """Projection and state of each sparse weight, by path; ValueError if the state belongs to another recipe."""
+  """Projection and state of each sparse weight, by path; ValueError if the state does not fit the recipe.
+
+  Masks of two searches look alike: that a state was made by *this* recipe, only a checkpoint that keeps
+  `recipe.describe()` can tell.
+  """
   projections = {path: p for path, rule in match_rules(params, recipe).items() if (p := rule.policy.projection)}
   states = sparse_states(opt_state)
   if set(states) != set(projections):

@@ -10,7 +10,7 @@ from typing import Any
 from flax import linen as nn
 import jax
 
-from sparse24_jax.dot import dot_general
+from sparse24_jax.dot import check_layer_precision, dot_general
 from sparse24_jax.recipe import Recipe
 from sparse24_jax.rules import errors_name, match_rules, rule_for
 
@@ -22,9 +22,10 @@ HOOKED = (nn.Dense, nn.DenseGeneral)
 class SparseModule(nn.Module):
   """`inner` with the recipe's policies in its layers; made by `sparsify`.
 
-  Parameters, checkpoints and methods' arguments are those of `inner`. Apply it with the collection `'sparse24'`
-  (`sparse_variables`) and, where gradients are taken with MVUE, an rng named `'mvue'`. Under `nn.scan` both must be
-  let through: `variable_axes={'params': 0, 'sparse24': 0}`, `split_rngs={'params': True, 'mvue': True}`.
+  Parameters, checkpoints and arguments are those of `inner`; methods other than `__call__` go through `run`. Apply it
+  with the collection `'sparse24'` (`sparse_variables`) and, where gradients are taken with MVUE, an rng named
+  `'mvue'`. Under `nn.scan` both must be let through: `variable_axes={'params': 0, 'sparse24': 0}`,
+  `split_rngs={'params': True, 'mvue': True}`.
   """
 
   inner: nn.Module
@@ -37,8 +38,11 @@ class SparseModule(nn.Module):
     if self.is_initializing():
       return self.inner(*args, **kwargs)
     reached: set[str] = set()
-    out = self._run(self.inner, reached, args, kwargs)
-    missed = [path for path in match_rules(self.variables['params'], self.recipe) if path not in reached]
+    ran: set[str] = set()
+    out = self._run(self.inner, reached, ran, args, kwargs)
+    # A layer that this call skipped is no error; one that ran without a hook is.
+    matched = match_rules(self.variables['params'], self.recipe)
+    missed = [path for path in matched if path not in reached and path.rpartition('/')[0] in ran]
     if missed:
       raise ValueError(
         f'{missed} match rules of recipe {self.recipe.name!r}, but no layer with a dot_general hook used them: only'
@@ -49,16 +53,19 @@ class SparseModule(nn.Module):
 
   def run(self, method: str, *args, **kwargs):
     """Another method of the model, by name, with its matched layers sparse."""
-    return self._run(getattr(self.inner, method), set(), args, kwargs)
+    return self._run(getattr(self.inner, method), set(), set(), args, kwargs)
 
-  def _run(self, function: Callable, reached: set[str], args: tuple, kwargs: dict):
-    with nn.intercept_methods(_interceptor(self.recipe, reached)):
+  def _run(self, function: Callable, reached: set[str], ran: set[str], args: tuple, kwargs: dict):
+    with nn.intercept_methods(_interceptor(self.recipe, reached, ran)):
       return function(*args, **kwargs)
 
 
-def _interceptor(recipe: Recipe, reached: set[str]) -> Callable:
+def _interceptor(recipe: Recipe, reached: set[str], ran: set[str]) -> Callable:
+  """Notes the modules that ran and the kernels that a hook reached, by path."""
+
   def intercept(call: Callable, args: tuple, kwargs: dict, context: nn.module.InterceptorContext):
     module = context.module
+    ran.add('/'.join(module.path))
     if context.method_name != '__call__' or not isinstance(module, HOOKED) or isinstance(module.dot_general, _Hook):
       return call(*args, **kwargs)
     path = '/'.join((*module.path, 'kernel'))
@@ -91,6 +98,7 @@ class _Hook:
     self.path, self.policy, self.state, self.key = path, policy, state, key
 
   def __call__(self, lhs, rhs, dimension_numbers, precision=None, preferred_element_type=None, **kwargs):
-    del precision, preferred_element_type, kwargs  # sums are float32, the result has the dtype of lhs
+    del preferred_element_type, kwargs  # sums are float32, the result has the dtype of lhs
     with errors_name(self.path):
+      check_layer_precision(precision)
       return dot_general(lhs, rhs, dimension_numbers, self.state, policy=self.policy, key=self.key)

@@ -7,7 +7,7 @@ from flax import nnx
 import jax
 from jax import Array
 
-from sparse24_jax.dot import dot_general, DotPolicy
+from sparse24_jax.dot import check_layer_precision, dot_general, DotPolicy
 from sparse24_jax.recipe import PhaseName, Recipe
 from sparse24_jax.rules import errors_name, match_rules
 
@@ -48,20 +48,23 @@ class SparseDot(nnx.Module):
     self.fold = zlib.crc32(path.encode())
 
   def __call__(self, lhs, rhs, dimension_numbers, precision=None, preferred_element_type=None, **kwargs):
-    del precision, preferred_element_type, kwargs  # sums are float32, the result has the dtype of lhs
+    del preferred_element_type, kwargs  # sums are float32, the result has the dtype of lhs
     state = None if self.state is None else self.state.get_value()
     key = None
     if self.policy.weight_grad != 'dense' and self.rngs is not None:
       key = jax.random.fold_in(self.rngs[RNG](), self.fold)
     with errors_name(self.path):
+      check_layer_precision(precision)
       return dot_general(lhs, rhs, dimension_numbers, state, policy=self.policy, key=key)
 
 
 def sparsify(model: nnx.Module, recipe: Recipe, *, phase: PhaseName, rngs: nnx.Rngs | None) -> nnx.Module:
   """A copy of `model`, hooks in the layers that the recipe matches, or hooks taken out for a dense phase."""
   model = nnx.clone(model)
+  states = {}  # of hooks that are there already: a scale is frozen, a mask waits for its refresh
   for _, module in nnx.iter_modules(model):
     if isinstance(hook := getattr(module, HOOK, None), SparseDot):
+      states[hook.path] = None if hook.state is None else hook.state.get_value()
       setattr(module, HOOK, nnx.static(hook.plain))
       if hook.plain_class is not None:
         setattr(module, HOOK_CLASS, nnx.static(hook.plain_class))
@@ -74,7 +77,9 @@ def sparsify(model: nnx.Module, recipe: Recipe, *, phase: PhaseName, rngs: nnx.R
       continue
     policy = rules.pop(path).policy
     kernel = module.kernel[...]
-    state = None if policy.projection is None else policy.projection.init(kernel)
+    state = states.get(path)
+    if policy.projection is not None and state is None:
+      state = policy.projection.init(kernel)
     plain_class = getattr(module, HOOK_CLASS, None)
     # Axes in front of the layer's own are stacked layers; batch axes of nnx.LinearGeneral are run at once.
     stacked = kernel.shape[: -2 - len(getattr(module, 'batch_axis', ()))]

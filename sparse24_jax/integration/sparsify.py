@@ -8,26 +8,27 @@ from sparse24_jax.integration import linen as linen_door
 from sparse24_jax.integration import nnx as nnx_door
 from sparse24_jax.integration.functional import projected_weights
 from sparse24_jax.integration.nnx import SparseVariable
-from sparse24_jax.recipe import check_phase, PhaseName, Recipe
+from sparse24_jax.recipe import PhaseName, Recipe, resolve_phase
 
 __all__ = ['SparseVariable', 'sparse_variables', 'sparsify']
 
 
 def sparsify(
-  model: Any, recipe: Recipe, *, phase: PhaseName = 'sparse', rngs: nnx.Rngs | None = None
+  model: Any, recipe: Recipe, *, phase: PhaseName | None = None, rngs: nnx.Rngs | None = None
 ) -> Any:
   """The model with sparse matmuls in the layers that the rules match; parameters and checkpoints stay as they are.
 
   A linen model comes back wrapped: same parameter tree, applied with `{'params': params, 'sparse24':
-  sparse_variables(...)}` and `rngs={'mvue': key}`. An nnx model comes back as a copy with hooks in place; after each
-  step bring the new states in with `nnx.update(model, sparse_variables(...))`. Layers that can be matched are those
-  with Flax's `dot_general` attribute and a kernel `[in, out]`: `Dense`, `DenseGeneral`, `nnx.Linear`,
-  `nnx.LinearGeneral`.
+  sparse_variables(...)}` and `rngs={'mvue': key}`; another method than `__call__` is `apply(variables, 'encode', x,
+  method='run')`. An nnx model comes back as a copy with hooks in place; before each forward bring the states in with
+  `nnx.update(model, sparse_variables(...))`. As with dropout, the count of its `'mvue'` stream is in the model: a
+  forward advances it, and an exact resume restores it. Layers that can be matched are those with Flax's `dot_general`
+  attribute and a kernel `[in, out]`: `Dense`, `DenseGeneral`, `nnx.Linear`, `nnx.LinearGeneral`.
 
   Args:
     model: a `flax.linen.Module` or a `flax.nnx.Module`; one that `sparsify` made is fine too.
     recipe: its rules select layers by the path of their kernel.
-    phase: `'dense'` gives the model without hooks.
+    phase: `'dense'` gives the model without hooks; None is the recipe's first phase.
     rngs: nnx only: streams with one named `'mvue'`, for recipes that use it.
 
   Raises:
@@ -43,7 +44,7 @@ def sparsify(
   >>> s24.sparsify(model, recipe).apply(variables, x).shape
   (2, 4)
   """
-  check_phase(phase)
+  phase = resolve_phase(recipe, phase)
   if isinstance(model, linen.Module):
     plain = model.inner if isinstance(model, linen_door.SparseModule) else model
     return plain if phase == 'dense' else linen_door.SparseModule(plain, recipe)
@@ -55,7 +56,7 @@ def sparsify(
   )
 
 
-def sparse_variables(params: Any, opt_state: Any, recipe: Recipe) -> Any:
+def sparse_variables(params: Any, opt_state: Any, recipe: Recipe, *, phase: PhaseName | None = None) -> Any:
   """What the forward of a sparsified model reads besides its parameters: the projection state of each sparse weight.
 
   Cheap: it only arranges what the optimizer state holds. Call it once a step, inside or outside jit.
@@ -64,6 +65,7 @@ def sparse_variables(params: Any, opt_state: Any, recipe: Recipe) -> Any:
     params: the parameters, a nested dictionary (linen) or an `nnx.State`.
     opt_state: an optimizer state that holds a `sparse_training` state for them.
     recipe: the recipe of that state.
+    phase: that of the model; in `'dense'` there is nothing to hand over. None is the recipe's first phase.
 
   Returns:
     linen: the collection `'sparse24'`, a nested dictionary. nnx: an `nnx.State` for `nnx.update`.
@@ -78,6 +80,8 @@ def sparse_variables(params: Any, opt_state: Any, recipe: Recipe) -> Any:
   (4, 4)
   """
   states = {path: state for path, (_, state) in projected_weights(params, opt_state, recipe).items()}
+  if resolve_phase(recipe, phase) == 'dense':
+    states = {}
   if isinstance(params, nnx.State):
     return nnx_door.sparse_state(states, params)
   nested: dict[str, Any] = {}

@@ -21,6 +21,13 @@ def decayed(update: Array, w: Array, mask: Array, decay: Array | float) -> Array
   return (update.astype(jnp.float32) + term).astype(update.dtype)
 
 
+def add_decay(updates: Any, params: Any, masks: Any, decay: Array | float) -> Any:
+  """`decayed` at each weight that has a mask."""
+  return jax.tree.map(
+    lambda u, w, m: u if isinstance(m, optax.MaskedNode) else decayed(u, w, m, decay), updates, params, masks
+  )
+
+
 def add_masked_decay(decay: optax.ScalarOrSchedule, masks: Any) -> optax.GradientTransformation:
   """Adds decay (1 - M) W to the updates, for masks that the caller holds.
 
@@ -28,7 +35,9 @@ def add_masked_decay(decay: optax.ScalarOrSchedule, masks: Any) -> optax.Gradien
   `sparse_training` does the same with masks that it keeps and refreshes itself.
 
   Args:
-    decay: a number of zero or more, or a schedule of the step count. Not multiplied by the learning rate here.
+    decay: a number of zero or more, or a schedule of the step count. Not multiplied by the learning rate here. The
+      sum is made in float32 and rounded to the update's dtype: keep parameters in float32, as a decay of 1e-4 is lost
+      in bfloat16.
     masks: a tree with the structure of the parameters: bool arrays, True = kept, or `optax.MaskedNode()` where
       nothing decays.
 
@@ -59,9 +68,6 @@ def add_masked_decay(decay: optax.ScalarOrSchedule, masks: Any) -> optax.Gradien
     if params is None:
       raise ValueError('add_masked_decay needs the parameters: call update(updates, state, params)')
     factor = decay(state.count) if callable(decay) else decay
-    updates = jax.tree.map(
-      lambda u, w, m: u if isinstance(m, optax.MaskedNode) else decayed(u, w, m, factor), updates, params, masks
-    )
-    return updates, AddMaskedDecayState(optax.safe_increment(state.count))
+    return add_decay(updates, params, masks, factor), AddMaskedDecayState(optax.safe_increment(state.count))
 
   return optax.GradientTransformation(init, update)

@@ -9,9 +9,9 @@ import optax
 
 from sparse24_jax.metrics import flip_rate
 from sparse24_jax.optim._state import find_state
-from sparse24_jax.optim.masked_decay import decayed
+from sparse24_jax.optim.masked_decay import add_decay
 from sparse24_jax.projection import Projection
-from sparse24_jax.recipe import check_phase, PhaseName, Recipe
+from sparse24_jax.recipe import PhaseName, Recipe, resolve_phase
 from sparse24_jax.rules import match_rules, path_string
 
 
@@ -49,7 +49,7 @@ def sparse_training(
   inner: optax.GradientTransformation,
   recipe: Recipe,
   *,
-  phase: PhaseName = 'sparse',
+  phase: PhaseName | None = None,
   learning_rate: optax.ScalarOrSchedule | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   """Wraps `inner` with the recipe's masks, masked decay and flip rates.
@@ -67,7 +67,8 @@ def sparse_training(
   Args:
     inner: the optimizer, learning rate and weight decay included.
     recipe: what is sparse and how.
-    phase: `'sparse'` or `'dense'`, a Python value: a step compiled for a phase contains nothing of the other.
+    phase: `'sparse'` or `'dense'`, a Python value: a step compiled for a phase contains nothing of the other. None is
+      the recipe's first.
     learning_rate: the inner optimizer's; only for decay on weights, which it multiplies.
 
   Returns:
@@ -87,8 +88,8 @@ def sparse_training(
   >>> int(state[1].count), float(state[1].projections['mlp']['kernel'].mean())
   (1, 0.5)
   """
-  check_phase(phase)
-  has_decay = callable(recipe.masked_decay) or recipe.masked_decay > 0
+  phase = resolve_phase(recipe, phase)
+  has_decay = not isinstance(recipe.masked_decay, float | int) or recipe.masked_decay > 0
   if has_decay and recipe.decay_on == 'weights' and learning_rate is None:
     raise ValueError(
       f'recipe {recipe.name!r} decays weights, times the learning rate: give sparse_training(..., learning_rate=...)'
@@ -111,11 +112,11 @@ def sparse_training(
       decay = recipe.masked_decay(state.count) if callable(recipe.masked_decay) else recipe.masked_decay
       masks = _map(lambda p, w, s: p.mask(w, s), projections, params, state.projections)
     if decays and recipe.decay_on == 'gradients':
-      updates = _add_decay(updates, params, masks, decay)
+      updates = add_decay(updates, params, masks, decay)
     updates, inner_state = inner.update(updates, state.inner_state, params, **extra)
     if decays and recipe.decay_on == 'weights':
       rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
-      updates = _add_decay(updates, params, masks, -rate * decay)
+      updates = add_decay(updates, params, masks, -rate * decay)
 
     count = optax.safe_increment(state.count)
     new_params = optax.apply_updates(params, updates)
@@ -175,12 +176,6 @@ def _map(f: Any, projections: Any, *rest: Any) -> Any:
     projections,
     *rest,
     is_leaf=lambda node: isinstance(node, Projection | _Absent),
-  )
-
-
-def _add_decay(updates: Any, params: Any, masks: Any, decay: Array | float) -> Any:
-  return jax.tree.map(
-    lambda u, w, m: u if isinstance(m, optax.MaskedNode) else decayed(u, w, m, decay), updates, params, masks
   )
 
 

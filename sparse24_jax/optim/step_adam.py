@@ -1,5 +1,6 @@
 """Adam for STEP: learns its second moment in the dense phase and holds it in the sparse one."""
 
+import re
 from typing import Any, NamedTuple
 
 import jax
@@ -9,6 +10,7 @@ import optax
 
 from sparse24_jax.optim._state import find_state
 from sparse24_jax.recipe import check_phase, PhaseName
+from sparse24_jax.rules import path_string
 
 
 class StepAdamState(NamedTuple):
@@ -18,7 +20,7 @@ class StepAdamState(NamedTuple):
     count: int32 scalar, steps done.
     mu: first moments, a tree like the parameters.
     nu: second moments; held in the sparse phase.
-    changes: float32 [window], mean |nu_t - nu_{t-1}| over all parameters in the last 1 / (1 - b2) dense steps;
+    changes: float32 [window], mean |nu_t - nu_{t-1}| over the watched parameters in the last 1 / (1 - b2) dense steps;
       infinity where there was none yet.
   """
 
@@ -29,7 +31,7 @@ class StepAdamState(NamedTuple):
 
 
 def scale_by_step_adam(
-  b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, *, phase: PhaseName
+  b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, *, phase: PhaseName, path: str = '.*'
 ) -> optax.GradientTransformation:
   """Adam's direction; in the sparse phase mu_hat / (sqrt(nu) + eps^0.75) with `nu` as the dense phase left it.
 
@@ -38,6 +40,7 @@ def scale_by_step_adam(
     b2: decay of the second moment.
     eps: added to the root of the second moment.
     phase: `'dense'` or `'sparse'`; one state serves both.
+    path: regular expression of the parameters whose second moments are watched; the paper takes those to be pruned.
 
   Source: Lu et al., arXiv 2302.01172, algorithm 1.
   """
@@ -59,12 +62,21 @@ def scale_by_step_adam(
     nu = optax.tree.update_moment(updates, state.nu, b2, 2)
     nu_hat = optax.tree.bias_correction(nu, b2, count)
     direction = jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + eps), mu_hat, nu_hat)
-    change = jax.tree.map(lambda a, b: jnp.sum(jnp.abs(a - b).astype(jnp.float32)), nu, state.nu)
-    size = float(sum(v.size for v in jax.tree.leaves(nu)))
-    changes = state.changes.at[state.count % window].set(sum(jax.tree.leaves(change)) / size)
+    changes = state.changes.at[state.count % window].set(_mean_change(nu, state.nu, path))
     return direction, StepAdamState(count, mu, nu, changes)
 
   return optax.GradientTransformation(init, update)
+
+
+def _mean_change(new: Any, old: Any, path: str) -> Array:
+  """Mean |new - old| over the leaves whose path matches, float32 scalar."""
+  changes = jax.tree.map(lambda a, b: jnp.abs(a - b).astype(jnp.float32), new, old)
+  watched = [
+    leaf for key, leaf in jax.tree_util.tree_flatten_with_path(changes)[0] if re.fullmatch(path, path_string(key))
+  ]
+  if not watched:
+    raise ValueError(f'path={path!r} matches no parameter')
+  return jnp.stack([jnp.sum(leaf) for leaf in watched]).sum() / float(sum(leaf.size for leaf in watched))
 
 
 def step_adam(
@@ -75,6 +87,7 @@ def step_adam(
   *,
   phase: PhaseName,
   weight_decay: float = 0.0,
+  path: str = '.*',
 ) -> optax.GradientTransformation:
   """`scale_by_step_adam` with decoupled weight decay and a learning rate: the inner optimizer of `recipes.step`.
 
@@ -91,7 +104,7 @@ def step_adam(
   True
   """
   return optax.chain(
-    scale_by_step_adam(b1, b2, eps, phase=phase),
+    scale_by_step_adam(b1, b2, eps, phase=phase, path=path),
     optax.add_decayed_weights(weight_decay),
     optax.scale_by_learning_rate(learning_rate),
   )

@@ -95,12 +95,53 @@ class CommandTest(parameterized.TestCase):
     (('report', '/nonexistent'), 'holds no run'),
     (('compare', '--methods', 'magic'), "method is 'magic'; known: dense"),
     (('tune-decay', '--set', 'recipe.name=ste'), 'takes no masked_decay'),
+    (('tune-decay', '--set', 'recipe.kwargs.masked_decay=1'), 'no effect here: .*--candidates'),
+    (('tune-decay', '--set', 'recipe.flip_rate=refresh'), 'no effect here: .*train'),
+    (('tune-decay', '--set', 'recipe.kwargs.refresh_every=9'), 'no effect here: .*set recipe.name=transposable_srste'),
+    (('tune-decay', '--set', 'data.seed=3'), 'no effect here: .*--set seed'),
+    (('compare', '--set', 'recipe.name=ste'), 'no effect here: .*--methods, or train'),
+    (('compare', '--set', 'recipe={}'), 'no effect here: .*--methods, or train'),
+    (('compare', '--set', 'label=x'), 'no effect here: .*--methods, or train'),
+    (('compare', '--set', 'seed=3'), 'no effect here: .*--seeds'),
+    (('main-job', '--set', 'data.seed=3'), 'no effect here: .*--seed'),
+    (('main-job', '--set', 'recipe.flip_rate=refresh'), 'no effect here: .*--methods, or train'),
   )
   def test_errors_are_one_line_and_a_status(self, arguments, message):
     status, _, err = call(*arguments)
     self.assertEqual(status, 1)
     self.assertRegex(err, f'error: .*{message}')
     self.assertNotIn('Traceback', err)
+
+  def test_the_example_of_the_help_trains(self):
+    help_text = io.StringIO()
+    with contextlib.redirect_stdout(help_text), self.assertRaises(SystemExit):
+      cli.main(['train', '--help'])
+    example = '--set recipe.name=ste --set steps=500'
+    self.assertIn(example, ' '.join(help_text.getvalue().split()))
+    folder = temp_folder(self)
+    # The example first, so that FAST shortens it.
+    self.assertEqual(call('train', '--config', 'nano', '--tiny', '--folder', folder, *example.split(), *FAST)[0], 0)
+    self.assertRegex(call('inspect', folder)[1], r'recipe ste\n[\s\S]*h_0/mlp/c_fc/kernel .* 0\.5000 .* yes')
+
+  @parameterized.parameters(('train', True), ('main-job', True), ('compare', True), ('tune-decay', False))
+  def test_only_what_resumes_promises_to(self, command, resumes):
+    arguments = [command, *(('--config', 'nano') if command == 'train' else ())]
+    with mock.patch.dict(cli._COMMANDS, {command: mock.Mock(side_effect=KeyboardInterrupt)}):
+      status, _, err = call(*arguments)
+    self.assertEqual(status, 130)
+    self.assertEqual('the same command resumes' in err, resumes)
+
+  def test_a_decay_choice_that_tells_little_says_so(self):
+    folder = temp_folder(self)
+    rates = mock.patch.object(
+      tune_decay, 'warmup_flip_rate', lambda _, decay, **__: {None: 0.1, 0.0: 0.09, 1e-3: 0.07}[decay]
+    )
+    with rates:
+      status, out, _ = call('tune-decay', '--tiny', '--folder', folder, '--candidates', '0', '1e-3', '--steps', '4')
+    self.assertEqual(status, 0)
+    for text in (out.splitlines()[-1], json.loads(Path(folder, 'tune_decay.json').read_text())['reason']):
+      self.assertIn('the largest tried', text)
+      self.assertIn('no decay is feasible too', text)
 
   def test_no_command_is_the_main_job(self):
     with mock.patch.dict(cli._COMMANDS, {'main-job': mock.Mock()}) as commands:

@@ -9,7 +9,7 @@ import xml.etree.ElementTree as ET
 from absl.testing import absltest, parameterized
 import numpy as np
 
-from experiments import claims, compare, methods, report, runs, svg
+from experiments import claims, compare, environment, methods, report, runs, svg
 from experiments.experiment import load_config
 from tests.experiments.fakes import temp_folder
 
@@ -127,11 +127,30 @@ class ReportTest(parameterized.TestCase):
     folder = Path(temp_folder(self))
     write_run(folder, 'fst', 0, 1.25)
     for _ in range(2):
-      compare.write_records(runs.find_runs([folder]), folder / 'results.jsonl')
+      compare.write_records(runs.find_runs([folder]), folder / 'results.jsonl', experiment='nano')
     (record,) = map(json.loads, (folder / 'results.jsonl').read_text().splitlines())
     self.assertEqual((record['method'], record['recipe']), ('fst', 'transposable_srste'))
     self.assertEqual(record['validation_loss'], 1.25)
     self.assertEqual(record['flip_rate']['peak_step'], 600)
+    # The folder is from before runs stored where they came from.
+    self.assertIsNone(record['commit'])
+    self.assertEqual(record['command'], environment.command())
+
+  def test_records_tell_where_the_run_came_from(self):
+    folder = Path(temp_folder(self))
+    origin = {'commit': 'abc-dirty', 'command': 'python -m experiments compare --seeds 0'}
+    for index, decay in enumerate((6e-3, 6e-5)):
+      path = write_run(folder / str(index), 'fst', 0, 1.25)
+      config = json.loads((path / 'config.json').read_text())
+      config['recipe']['kwargs']['masked_decay'] = decay
+      (path / 'config.json').write_text(json.dumps(config))
+      old = json.loads((path / 'environment.json').read_text())
+      (path / 'environment.json').write_text(json.dumps(old | origin))
+    compare.write_records(runs.find_runs([folder]), folder / 'results.jsonl', experiment='mine')
+    records = list(map(json.loads, (folder / 'results.jsonl').read_text().splitlines()))
+    self.assertEqual([record['recipe_kwargs']['masked_decay'] for record in records], [6e-3, 6e-5])
+    for record in records:
+      self.assertEqual(record, record | origin | {'experiment': 'mine'})
 
 
 class VerdictTest(parameterized.TestCase):
@@ -147,6 +166,8 @@ class VerdictTest(parameterized.TestCase):
     ((1.26, 1.27, 1.28), 'disagrees', r'\+0\.060'),
     ((1.19, 1.20, 1.21), 'agrees', 'below dense'),
     ((1.201, 1.209, 1.221), 'agrees', 'less than 1% of the loss'),
+    # Surely higher, and surely by less than one percent.
+    ((1.203, 1.213, 1.2231), 'agrees', 'less than 1% of the loss'),
     ((1.21, 1.19, 1.24), 'open', 'too wide to tell'),
     ((1.26,), 'open', 'one seed'),
   )
@@ -170,6 +191,22 @@ class VerdictTest(parameterized.TestCase):
     stay = next(f for claim, f in found.items() if claim.startswith('Without decay'))
     self.assertEqual((settle.verdict, stay.verdict), ('agrees', 'disagrees'))
     self.assertIn('peak 6.', settle.evidence)
+
+  @parameterized.parameters(
+    ({'masked_decay': 6e-3}, {'refresh_every': 40}, 1),
+    ({'masked_decay': 6e-3}, {}, 0),
+    ({'masked_decay': 6e-3, 'refresh_every': 1}, {}, 1),
+  )
+  def test_flip_rates_compare_at_equal_intervals(self, fst, dense, pairs):
+    folder = temp_folder(self)
+    for method, kwargs in (('fst', fst), ('dense', {'path': methods.FFN, 'watch': 'transposable', **dense})):
+      name = methods.METHODS[method].recipe
+      path = write_run(folder, method, 0, 1.2)
+      config = json.loads((path / 'config.json').read_text())
+      config['recipe'] = {'name': name, 'kwargs': kwargs, 'flip_rate': 'refresh'}
+      (path / 'config.json').write_text(json.dumps(config))
+    groups = {run.method: [run] for run in runs.find_runs([folder])}
+    self.assertLen(claims.comparable_flips(groups, 'fst', 'dense'), pairs)
 
 
 class SvgTest(parameterized.TestCase):

@@ -9,12 +9,13 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+from unittest import mock
 
 from absl.testing import absltest, parameterized
 import jax
 import numpy as np
 
-from experiments import build, experiment, methods, train
+from experiments import build, environment, experiment, methods, metrics, train
 from experiments.checkpoint import CheckpointError, Checkpoints
 from tests.experiments.fakes import compile_quickly, FakeData, temp_folder
 
@@ -149,9 +150,9 @@ class ResumeTest(parameterized.TestCase):
     cls.folder = tempfile.mkdtemp(prefix='killed-')
     cls.addClassCleanup(shutil.rmtree, cls.folder)
     cls.steps = {name: random.randrange(11, 30) for name in RECIPES}
-    environment = {**os.environ, **_ENVIRONMENT, 'PYTHONPATH': str(ROOT)}
+    variables = {**os.environ, **_ENVIRONMENT, 'PYTHONPATH': str(ROOT)}
     command = [sys.executable, '-c', textwrap.dedent(_CHILD), cls.folder, json.dumps(cls.steps)]
-    subprocess.run(command, env=environment, cwd=ROOT, check=True, timeout=300)
+    subprocess.run(command, env=variables, cwd=ROOT, check=True, timeout=300)
 
   @parameterized.parameters(*RECIPES)
   def test_a_killed_run_resumes_bit_for_bit(self, name):
@@ -199,6 +200,54 @@ class RefusedTest(parameterized.TestCase):
     with Checkpoints(Path(folder, 'checkpoints'), read_only=True) as checkpoints:
       self.assertIsNone(checkpoints.latest())
 
+  def test_a_run_that_diverges_between_two_logs_saves_nothing(self):
+    folder, always = temp_folder(self), {'log_every': 1, 'eval_every': 1, 'checkpoint_every': 1}
+    with self.assertRaisesRegex(train.TrainingDivergedError, r'the validation loss is nan at step 1; .*peak_lr'):
+      run(tiny(optimizer__peak_lr=1e30, optimizer__warmup_steps=0, optimizer__clip=0.0, **always), folder)
+    with Checkpoints(Path(folder, 'checkpoints'), read_only=True) as checkpoints:
+      self.assertIsNone(checkpoints.latest())
+    self.assertNotIn('NaN', Path(folder, 'metrics.jsonl').read_text())
+
+  def test_a_gradient_that_is_not_finite_stops_the_run(self):
+    found = train.Run(build.make_parts(tiny(), data=FakeData()), temp_folder(self), quiet=True)
+    window = [train.StepMetrics(*map(np.float32, (1.0, norm, 0.1, 0.0, 0.0))) for norm in (2.0, np.inf, np.nan)]
+    with self.assertRaisesRegex(train.TrainingDivergedError, 'the norm of the gradient is inf at step 9'):
+      found._log(10, 'dense', window, None, None)
+
+  def test_metrics_hold_numbers_only(self):
+    with metrics.MetricsWriter(temp_folder(self)) as writer, self.assertRaisesRegex(ValueError, 'JSON'):
+      writer.write('train', 1, {'loss': float('nan')})
+
+  @parameterized.parameters('steps', 'accumulate', 'log_every', 'eval_every', 'eval_batches', 'checkpoint_every')
+  def test_counts_are_one_or_more(self, key):
+    with self.assertRaisesRegex(ValueError, f'{key} is 0; it must be 1 or more'):
+      run(tiny(**{key: 0}), temp_folder(self))
+
+  @parameterized.parameters('ste', 'step', 's_ste')
+  def test_a_recipe_takes_the_feed_forward_layers_unless_told(self, name):
+    self.assertEqual(build.make_recipe(tiny(name)), build.make_recipe(tiny(name, {'path': FFN})))
+
+  def test_dense_watches_nothing_unless_told(self):
+    self.assertEqual(build.make_recipe(tiny()).rules, ())
+
+  def test_a_run_keeps_where_it_came_from(self):
+    folder = temp_folder(self)
+    with (
+      mock.patch.object(environment.subprocess, 'run') as git,
+      mock.patch.object(sys, 'argv', ['/x/experiments/__main__.py', 'train', '--set', 'steps=10']),
+    ):
+      git.return_value.stdout = 'abc-dirty\n'
+      run(tiny(steps=10), folder)
+    found = json.loads(Path(folder, 'environment.json').read_text())
+    self.assertEqual(found['commit'], 'abc-dirty')
+    self.assertEqual(found['command'], 'python -m experiments train --set steps=10')
+
+  def test_the_commit_is_that_of_git(self):
+    with mock.patch.object(environment.subprocess, 'run', side_effect=OSError):
+      self.assertIsNone(environment.commit())
+    if (ROOT / '.git').exists():
+      self.assertRegex(environment.commit() or '', r'^[0-9a-f]{40}(-dirty)?$')
+
   @parameterized.parameters(
     ('recipe.name=magic', "recipe.name is 'magic'; known: dense"),
     ("recipe.kwargs={'paht': '.*'}", 'recipe.kwargs of ste.*path'),
@@ -221,6 +270,7 @@ class RefusedTest(parameterized.TestCase):
     ('optimizer.beta=3', "no field 'beta'; known: b1"),
     ('optimiser.b1=3', "no section 'optimiser'"),
     ('steps=many', 'steps=many'),
+    ('recipe.kwargsx=1', "no field 'kwargsx'; known: flip_rate"),
   )
   def test_bad_overrides(self, override, message):
     with self.assertRaisesRegex(ValueError, message):

@@ -128,13 +128,38 @@ class SparsifyTest(parameterized.TestCase):
     self.assertEqual(sparse.up.dot_general.policy, soft)
     self.assertEqual(sparse.down.dot_general.policy, magnitude)
 
-  @parameterized.parameters('sparse', 'dense')
-  def test_dense_recipe_changes_nothing(self, phase):
+  @parameterized.product(phase=(None, 'dense'), watched=(False, True))
+  def test_dense_recipe_changes_nothing(self, phase, watched):
+    recipe = s24.recipes.dense('.*', watch=s24.magnitude()) if watched else s24.recipes.dense()
     params = LinenModel().init(jax.random.key(0), X)['params']
-    sparse = s24.sparsify(LinenModel(), s24.recipes.dense(), phase=phase)
+    sparse = s24.sparsify(LinenModel(), recipe, phase=phase)
     np.testing.assert_array_equal(sparse.apply({'params': params}, X), LinenModel().apply({'params': params}, X))
     model = NnxModel(nnx.Rngs(0))
-    np.testing.assert_array_equal(s24.sparsify(model, s24.recipes.dense(), phase=phase)(X), model(X))
+    np.testing.assert_array_equal(s24.sparsify(model, recipe, phase=phase)(X), model(X))
+    opt_state = s24.sparse_training(optax.sgd(0.1), recipe, phase=phase).init(params)
+    self.assertIs(s24.project(params, opt_state, recipe, phase=phase), params)
+    self.assertEqual(s24.sparse_variables(params, opt_state, recipe, phase=phase), {})
+
+  def test_dense_recipe_is_never_sparse(self):
+    with self.assertRaisesRegex(ValueError, "phase='sparse', but recipe 'dense'"):
+      s24.sparsify(LinenModel(), s24.recipes.dense(), phase='sparse')
+
+  def test_hooks_keep_their_states(self):
+    recipe = s24.recipes.s_ste('up/kernel')
+    model = s24.sparsify(NnxModel(nnx.Rngs(0)), recipe)
+    scale = model.up.dot_general.state[...]
+    model.up.kernel[...] = model.up.kernel[...] ** 3
+    again = s24.sparsify(model, recipe)
+    np.testing.assert_array_equal(again.up.dot_general.state[...], scale)
+
+  def test_precision_of_a_layer_is_not_dropped(self):
+    recipe = s24.recipes.ste('kernel')
+    layer = nn.Dense(4, precision='highest')
+    params = layer.init(jax.random.key(0), X)['params']
+    opt_state = s24.sparse_training(optax.sgd(0.1), recipe).init(params)
+    variables = {'params': params, 'sparse24': s24.sparse_variables(params, opt_state, recipe)}
+    with self.assertRaisesRegex(ValueError, 'kernel: precision'):
+      s24.sparsify(layer, recipe).apply(variables, X)
 
 
 if __name__ == '__main__':

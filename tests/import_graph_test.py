@@ -1,0 +1,114 @@
+"""Which package may import what, read from the sources: pallas_kernels <- sparse24_jax <- experiments."""
+
+import ast
+import pathlib
+import sys
+
+from absl.testing import absltest, parameterized
+
+ROOT = pathlib.Path(__file__).parent.parent
+OURS = ('pallas_kernels', 'sparse24_jax', 'experiments')
+JAX = {'jax', 'jaxlib', 'numpy'}
+TRITON = {'triton', 'jax_triton'}
+
+
+def imports(source: str, package: str) -> list[tuple[str, bool]]:
+  """(full dotted name, whether it is imported with the module rather than inside a function) of every import."""
+  found = []
+
+  def visit(node: ast.AST, at_import: bool) -> None:
+    for child in ast.iter_child_nodes(node):
+      if isinstance(child, ast.Import):
+        found.extend((alias.name, at_import) for alias in child.names)
+      elif isinstance(child, ast.ImportFrom):
+        base = package.split('.')[: len(package.split('.')) + 1 - child.level] if child.level else []
+        stem = '.'.join([*base, child.module] if child.module else base)
+        found.extend((f'{stem}.{alias.name}', at_import) for alias in child.names)
+      visit(child, at_import and not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda))
+
+  visit(ast.parse(source), True)
+  return found
+
+
+def graph(top: str) -> list[tuple[str, str, bool]]:
+  """(file, imported name, at import time) over all files of a package."""
+  files = sorted((ROOT / top).rglob('*.py'))
+  assert files, top
+  return [
+    (file.relative_to(ROOT).as_posix(), name, at_import)
+    for file in files
+    for name, at_import in imports(file.read_text(), '.'.join(file.relative_to(ROOT).parent.parts))
+  ]
+
+
+def third_party(name: str) -> str | None:
+  top = name.partition('.')[0]
+  return None if top in sys.stdlib_module_names or top in OURS else top
+
+
+class ImportGraphTest(parameterized.TestCase):
+  def test_kernels_import_jax_and_numpy_and_where_asked_triton(self):
+    for file, name, at_import in graph('pallas_kernels'):
+      if file.endswith('/bench.py') and not at_import:
+        continue  # a program; what it compares with is loaded when it runs
+      self.assertIn(third_party(name), {None, *JAX, *TRITON}, f'{file} imports {name}')
+
+  def test_nothing_loads_triton_without_being_asked_to(self):
+    """Triton kernels need the language when they are defined: in files of their own, which others import late."""
+    edges = graph('pallas_kernels') + graph('sparse24_jax')
+    loads = {file for file, name, at_import in edges if at_import and third_party(name) in TRITON}
+    for file in loads:
+      self.assertRegex(file, r'^pallas_kernels/(\w+/)*(triton|bench|_\w+)\.py$', f'{file} imports triton')
+    loads |= {file for file, _, _ in edges if file.endswith(('/triton.py', '/bench.py'))}
+    modules = {file.removesuffix('.py').replace('/', '.') for file in loads}
+    for file, name, at_import in edges:
+      if at_import and any(name == module or name.startswith(f'{module}.') for module in modules):
+        self.assertIn(file, loads, f'{file} imports {name}, which imports triton')
+
+  def test_kernels_know_nothing_of_the_library(self):
+    for file, name, _ in graph('pallas_kernels'):
+      self.assertNotIn(name.split('.')[0], ('sparse24_jax', 'experiments', 'tests'), f'{file} imports {name}')
+
+  def test_the_library_knows_nothing_of_the_experiments(self):
+    for file, name, _ in graph('sparse24_jax'):
+      self.assertNotIn(name.split('.')[0], ('experiments', 'tests'), f'{file} imports {name}')
+
+  def test_flax_and_optax_have_their_rooms(self):
+    rooms = {'flax': 'sparse24_jax/integration/', 'optax': 'sparse24_jax/optim/'}
+    seen = set()
+    for file, name, _ in graph('sparse24_jax'):
+      top = third_party(name)
+      if top in rooms:
+        self.assertStartsWith(file, rooms[top], f'{file} imports {name}')
+        seen.add(top)
+      else:
+        self.assertIn(top, {None, *JAX}, f'{file} imports {name}')
+    self.assertEqual(seen, set(rooms))
+
+  def test_the_core_of_the_library_does_not_reach_into_its_doors(self):
+    for file, name, _ in graph('sparse24_jax'):
+      if file == 'sparse24_jax/__init__.py' or file.startswith('sparse24_jax/integration/'):
+        continue
+      self.assertFalse(name.startswith('sparse24_jax.integration'), f'{file} imports {name}')
+      if not file.startswith('sparse24_jax/optim/'):
+        self.assertFalse(name.startswith('sparse24_jax.optim'), f'{file} imports {name}')
+
+  @parameterized.parameters(*OURS)
+  def test_the_deprecated_triton_of_pallas_is_not_used(self, top):
+    for file, name, _ in graph(top):
+      self.assertNotRegex(name, r'pallas(\.ops\.gpu)?\.triton', f'{file} imports {name}')
+      self.assertFalse(name.endswith('.*'), f'{file} imports {name}')
+
+  @parameterized.parameters(
+    ('import flax.linen as nn', [('flax.linen', True)]),
+    ('def f():\n  from triton import language', [('triton.language', False)]),
+    ('try:\n  import a, b\nexcept ImportError:\n  pass', [('a', True), ('b', True)]),
+    ('class A:\n  import a', [('a', True)]),
+    ('from . import c\nfrom ..d import e', [('p.q.c', True), ('p.d.e', True)]),
+  )
+  def test_reader(self, source, expected):
+    self.assertEqual(imports(source, 'p.q'), expected)
+
+
+if __name__ == '__main__':
+  absltest.main()

@@ -1,0 +1,142 @@
+"""Slow, obvious numpy versions of what the library computes, written from the definitions and in float64.
+
+They share no code with the library: loops over groups, enumeration over patterns.
+"""
+
+import itertools
+import math
+
+import jax.numpy as jnp
+import numpy as np
+
+DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+
+
+def bit_patterns(dtype, shape: tuple[int, ...], seed: int) -> np.ndarray:
+  """Uniformly random bits read as `dtype`: zeros, subnormals, infinities and NaN all occur."""
+  dtype = np.dtype(dtype)
+  bits = np.random.default_rng(seed).integers(0, 2 ** (8 * dtype.itemsize), shape)
+  return bits.astype(f'uint{8 * dtype.itemsize}').view(dtype)
+
+
+def wide(x) -> np.ndarray:
+  """float64, signalling NaN included."""
+  with np.errstate(invalid='ignore'):
+    return np.asarray(x).astype(np.float64)
+
+
+def assert_same(found, expected) -> None:
+  """Equal dtypes, shapes and numbers; -0.0 is not 0.0, and NaN is NaN whatever its payload."""
+  found, expected = np.asarray(found), np.asarray(expected)
+  assert found.dtype == expected.dtype, (found.dtype, expected.dtype)
+  found, expected = wide(found), wide(expected)
+  np.testing.assert_array_equal(found, expected)
+  numbers = ~np.isnan(expected)
+  np.testing.assert_array_equal(np.signbit(found)[numbers], np.signbit(expected)[numbers])
+
+
+def groups_last(x, axis: int, size: int = 4) -> np.ndarray:
+  """[..., groups, size] with `axis` moved last."""
+  moved = np.moveaxis(np.asarray(x), axis, -1)
+  return moved.reshape(*moved.shape[:-1], -1, size)
+
+
+def groups_back(groups: np.ndarray, axis: int) -> np.ndarray:
+  """Inverse of `groups_last`."""
+  return np.moveaxis(groups.reshape(*groups.shape[:-2], -1), -1, axis)
+
+
+def magnitude_mask(w, *, n: int = 2, m: int = 4, axis: int = -2) -> np.ndarray:
+  """Python's sort of (-|x|, index), NaN left out."""
+  groups = groups_last(wide(w), axis, m)
+  kept = np.zeros(groups.shape, bool)
+  for where in np.ndindex(groups.shape[:-1]):
+    numbers = [(-abs(x), i) for i, x in enumerate(groups[where].tolist()) if not math.isnan(x)]
+    for _, i in sorted(numbers)[:n]:
+      kept[*where, i] = True
+  return groups_back(kept, axis)
+
+
+def soft_threshold(w, *, axis: int = -2) -> np.ndarray:
+  """float64, of a finite array."""
+  groups = groups_last(wide(w), axis)
+  out = np.zeros_like(groups)
+  for where in np.ndindex(groups.shape[:-1]):
+    threshold = sorted(abs(groups[where]))[1]
+    out[where] = np.sign(groups[where]) * np.maximum(abs(groups[where]) - threshold, 0)
+  return groups_back(out, axis)
+
+
+def soft_threshold_scale(w, *, axis: int = -2) -> np.ndarray:
+  soft = soft_threshold(w, axis=axis)
+  return (wide(w) * soft).sum((-2, -1)) / (soft * soft).sum((-2, -1))
+
+
+def _patterns() -> np.ndarray:
+  """The 90 transposable patterns in the documented order of ties."""
+  pairs = list(itertools.combinations(range(4), 2))
+  rows = [[int(i in pair) for i in range(4)] for pair in pairs]
+  halves = list(itertools.product(range(6), repeat=2))
+  counts = [tuple(a + b for a, b in zip(rows[p], rows[q], strict=True)) for p, q in halves]
+  classes = list(dict.fromkeys(counts))
+  found = []
+  for (upper, upper_counts), (lower, lower_counts) in itertools.product(zip(halves, counts, strict=True), repeat=2):
+    if all(a + b == 2 for a, b in zip(upper_counts, lower_counts, strict=True)):
+      found.append((classes.index(upper_counts), upper, lower))
+  return np.array([[rows[p] for p in (*upper, *lower)] for _, upper, lower in sorted(found)], bool)
+
+
+PATTERNS = _patterns()
+
+
+def blocks(w) -> np.ndarray:
+  """[n, 4, 4] of a matrix."""
+  w = np.asarray(w)
+  return w.reshape(w.shape[0] // 4, 4, w.shape[1] // 4, 4).swapaxes(1, 2).reshape(-1, 4, 4)
+
+
+def pattern_scores(w) -> np.ndarray:
+  """float64 [blocks, 90]: the magnitude that each pattern keeps of each block."""
+  return abs(wide(blocks(w))).reshape(-1, 16) @ PATTERNS.reshape(90, 16).T.astype(np.float64)
+
+
+def greedy_block(block) -> np.ndarray:
+  """By falling magnitude, ties in reading order, an entry is kept while its row and its column hold fewer than two."""
+  kept = np.zeros((4, 4), bool)
+  for i, j in sorted(np.ndindex(4, 4), key=lambda at: (-abs(float(block[at])), at)):
+    if kept[i].sum() < 2 and kept[:, j].sum() < 2:
+      kept[i, j] = True
+  return kept
+
+
+def mvue_inclusion(x, method: str) -> np.ndarray:
+  """float64 probabilities that each entry of groups `[..., 4]` is kept."""
+  a = abs(wide(x))
+  out = np.zeros_like(a)
+  for where in np.ndindex(a.shape[:-1]):
+    group, total = a[where], a[where].sum()
+    if total == 0:
+      continue
+    if method == 'approximate':
+      for i, j in itertools.permutations(range(4), 2):
+        left = total - group[i]
+        out[*where, i] += group[i] / total * (group[j] / left if left > 0 else 0) + (i == j)
+        out[*where, j] += group[i] / total * (group[j] / left if left > 0 else 0)
+      alone = (group > 0).sum() == 1
+      out[where] = np.where(group > 0, 1.0, 0.0) if alone else out[where]
+    elif group.max() > total - group.max():
+      rest = total - group.max()
+      out[where] = np.where(group == group.max(), 1.0, group / rest if rest > 0 else 0.0)
+    else:
+      out[where] = 2 * group / total
+  return out
+
+
+def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
+  """Philox4x32-10 in Python integers, from the paper's description."""
+  (a, b, c, d), (k0, k1), word = counter, key, 2**32 - 1
+  for _ in range(10):
+    left, right = a * 0xD2511F53, c * 0xCD9E8D57
+    a, b, c, d = (right >> 32) ^ b ^ k0, right & word, (left >> 32) ^ d ^ k1, left & word
+    k0, k1 = (k0 + 0x9E3779B9) & word, (k1 + 0xBB67AE85) & word
+  return a, b, c, d

@@ -1,0 +1,86 @@
+from absl.testing import absltest, parameterized
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import sparse24_jax as s24
+from tests import oracles
+
+PROJECTIONS = {
+  'magnitude': s24.magnitude(),
+  'magnitude_1_of_8': s24.magnitude(n=1, m=8),
+  'transposable': s24.transposable(),
+  'two_approx': s24.transposable(method='two_approx'),
+  'soft_threshold': s24.soft_threshold_projection(),
+}
+W = jnp.asarray(np.random.default_rng(0).standard_normal((2, 16, 8)), jnp.float32)
+NEW = jnp.asarray(np.random.default_rng(1).standard_normal((2, 16, 8)), jnp.float32)
+
+
+def expected_mask(name: str, w) -> np.ndarray:
+  """What each projection keeps of one matrix."""
+  if name == 'magnitude_1_of_8':
+    return oracles.magnitude_mask(w, n=1, m=8)
+  if name in ('transposable', 'two_approx'):
+    best = oracles.PATTERNS[oracles.pattern_scores(w).argmax(1)]
+    kept = best if name == 'transposable' else np.array([oracles.greedy_block(b) for b in oracles.blocks(w)])
+    return kept.reshape(4, 2, 4, 4).swapaxes(1, 2).reshape(16, 8)
+  return oracles.magnitude_mask(w)
+
+
+class ProjectionTest(parameterized.TestCase):
+  @parameterized.product(name=list(PROJECTIONS), dtype=oracles.DTYPES)
+  def test_of_a_stack(self, name, dtype):
+    projection, w = PROJECTIONS[name], W.astype(dtype)
+    state = projection.init(w)
+    applied = projection.apply(w, state)
+    kept = np.stack([expected_mask(name, layer) for layer in w])
+    self.assertEqual((applied.shape, applied.dtype), (w.shape, w.dtype))
+    if name == 'soft_threshold':
+      beta = np.stack([oracles.soft_threshold_scale(layer) for layer in w])
+      self.assertEqual((state.shape, state.dtype), ((2,), jnp.float32))
+      np.testing.assert_allclose(state, beta, rtol=1e-5)
+      exact = oracles.wide(oracles.soft_threshold(w).astype(dtype)) * beta[:, None, None]
+      np.testing.assert_allclose(oracles.wide(applied), exact, rtol=1.1 * float(jnp.finfo(dtype).eps), atol=1e-7)
+      np.testing.assert_array_equal(projection.mask(w, state), oracles.soft_threshold(w) != 0)
+    else:
+      self.assertEqual((state.shape, state.dtype), (w.shape, jnp.bool_))
+      oracles.assert_same(applied, np.where(kept, w, np.zeros((), dtype)))
+      np.testing.assert_array_equal(projection.mask(w, state), kept)
+    np.testing.assert_array_equal(projection.apply(w, jax.vmap(projection.init)(w)), applied)
+
+  @parameterized.parameters(*PROJECTIONS)
+  def test_state_changes_only_by_refresh(self, name):
+    projection = PROJECTIONS[name]
+    state, new_state = projection.init(W), projection.refresh(NEW, projection.init(W))
+    if name == 'soft_threshold':  # frozen at initialisation, though it would be another now
+      np.testing.assert_array_equal(new_state, state)
+      self.assertTrue((projection.init(NEW) != state).all())
+      np.testing.assert_array_equal(projection.mask(NEW, state), oracles.soft_threshold(NEW) != 0)
+    else:
+      np.testing.assert_array_equal(new_state, projection.init(NEW))
+      self.assertTrue((new_state != state).any())
+      # Between refreshes the values are followed, the mask is not.
+      np.testing.assert_array_equal(projection.apply(NEW, state), jnp.where(state, NEW, 0.0))
+      np.testing.assert_array_equal(projection.mask(NEW, state), state)
+    self.assertEqual(jax.eval_shape(projection.init, W), jax.eval_shape(projection.refresh, W, state))
+
+  @parameterized.parameters(*PROJECTIONS)
+  def test_pattern_is_what_the_fields_promise(self, name):
+    projection = PROJECTIONS[name]
+    applied = projection.apply(W, projection.init(W))
+    s24.verify24(applied)
+    if projection.transposable:
+      s24.verify24(applied, axis=-1)
+    rows, columns = projection.divisor
+    projection.init(jnp.ones((rows, columns)))
+    with self.assertRaises(ValueError):
+      projection.init(jnp.ones((rows + rows // 2, columns)))
+
+  def test_names_tell_settings_apart(self):
+    self.assertLen({projection.name for projection in PROJECTIONS.values()}, len(PROJECTIONS))
+    self.assertEqual([p.transposable for p in PROJECTIONS.values()], [False, False, True, True, False])
+
+
+if __name__ == '__main__':
+  absltest.main()

@@ -1,0 +1,92 @@
+from absl.testing import absltest, parameterized
+import flax.nnx
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+import numpy as np
+
+import sparse24_jax as s24
+from sparse24_jax import rules
+
+STE, FST = s24.DotPolicy(s24.magnitude()), s24.DotPolicy(s24.transposable(), input_grad='sparse')
+
+
+def params() -> dict:
+  layer = {
+    'attn': {'kernel': jnp.ones((8, 8)), 'bias': jnp.ones(8)},
+    'mlp': {'up': {'kernel': jnp.ones((8, 16)), 'bias': jnp.ones((2, 16))}, 'scale': jnp.ones((8, 8))},
+  }
+  return {'h_0': layer, 'h_1': layer, 'wte': {'embedding': jnp.ones((12, 8))}}
+
+
+def recipe(*pairs) -> s24.Recipe:
+  return s24.Recipe('r', tuple(s24.Rule(path, policy) for path, policy in pairs))
+
+
+class MatchTest(parameterized.TestCase):
+  @parameterized.parameters(
+    ('.*/mlp/.*', ['h_0/mlp/up/kernel', 'h_1/mlp/up/kernel']),
+    ('h_1/.*', ['h_1/attn/kernel', 'h_1/mlp/up/kernel']),
+    ('.*', ['h_0/attn/kernel', 'h_0/mlp/up/kernel', 'h_1/attn/kernel', 'h_1/mlp/up/kernel']),
+    (r'h_\d/attn/kernel', ['h_0/attn/kernel', 'h_1/attn/kernel']),
+  )
+  def test_whole_path_and_weights_only(self, path, expected):
+    self.assertEqual(list(rules.match_rules(params(), recipe((path, STE)))), expected)
+
+  @parameterized.parameters('mlp', 'h_0/mlp', 'kernel', '.*/embedding', '.*/bias', '.*/scale')
+  def test_part_of_a_path_or_no_weight_is_an_error(self, path):
+    with self.assertRaisesRegex(ValueError, f"rule '{path}' .*; weights are .*h_0/attn/kernel"):
+      rules.match_rules(params(), recipe((path, STE)))
+
+  def test_the_first_match_decides(self):
+    matched = rules.match_rules(params(), recipe(('h_0/.*', FST), ('.*/mlp/.*', STE)))
+    self.assertEqual(
+      {path: rule.policy for path, rule in matched.items()},
+      {'h_0/attn/kernel': FST, 'h_0/mlp/up/kernel': FST, 'h_1/mlp/up/kernel': STE},
+    )
+    with self.assertRaisesRegex(ValueError, "rule 'h_0/.*' .*decides for no weight"):
+      rules.match_rules(params(), recipe(('.*', STE), ('h_0/.*', FST)))
+
+  def test_shapes_and_no_arrays_will_do(self):
+    shapes = jax.eval_shape(params)
+    self.assertLen(rules.match_rules(shapes, recipe(('.*/mlp/.*', STE))), 2)
+    self.assertEqual(rules.match_rules({}, recipe(('.*/mlp/.*', STE))), {})
+
+  def test_other_trees(self):
+    @flax.struct.dataclass
+    class Layer:
+      kernel: jax.Array
+
+    tree = [Layer(jnp.ones((4, 4))), (flax.nnx.Param(jnp.ones((8, 4))),)]
+    self.assertEqual(list(rules.match_rules(tree, recipe(('.*', STE)))), ['0/kernel', '1/0'])
+
+
+class GroupsTest(parameterized.TestCase):
+  @parameterized.parameters(((6, 8), STE, -2, 6), ((8, 6), FST, -1, 6), ((3, 6, 8), FST, -2, 6))
+  def test_weights_that_hold_no_whole_groups(self, shape, policy, axis, length):
+    with self.assertRaisesRegex(ValueError, f'a/kernel .* length {length} along axis {axis}; .* multiple of 4'):
+      rules.match_rules({'a': {'kernel': jnp.ones(shape)}}, recipe(('.*', policy)))
+    rules.match_rules({'a': {'kernel': jnp.ones((8, 6))}}, recipe(('.*', STE)))
+
+  @parameterized.parameters(
+    ((16, 32), STE, (None, 'x'), True),
+    ((16, 32), FST, (None, 'x'), True),
+    ((32, 16), STE, ('x', None), True),
+    ((16, 32), STE, ('x', None), False),
+    ((32, 16), FST, (None, 'x'), False),
+    ((32, 16), STE, (None, 'x'), True),
+    ((8, 4, 4), FST, ('x', None, None), True),
+  )
+  def test_groups_that_straddle_shards(self, shape, policy, spec, good):
+    mesh = Mesh(np.array(jax.devices()), ('x',))
+    w = jax.device_put(jnp.ones(shape), NamedSharding(mesh, PartitionSpec(*spec)))
+    if good:
+      self.assertLen(rules.match_rules({'a': w}, recipe(('a', policy))), 1)
+    else:
+      with self.assertRaisesRegex(ValueError, 'a of shape .* is sharded to .* holds 2 entries along axis -[12],'):
+        rules.match_rules({'a': w}, recipe(('a', policy)))
+
+
+if __name__ == '__main__':
+  absltest.main()
