@@ -11,7 +11,9 @@ os.environ.setdefault('GLOG_minloglevel', '2')
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
 
 
-def _experiment_arguments(parser: argparse.ArgumentParser, default: str | None) -> None:
+def _experiment_arguments(
+  parser: argparse.ArgumentParser, default: str | None, example: str = '--set steps=500'
+) -> None:
   parser.add_argument(
     '--config',
     default=default,
@@ -26,7 +28,7 @@ def _experiment_arguments(parser: argparse.ArgumentParser, default: str | None) 
     default=[],
     metavar='KEY=VALUE',
     dest='overrides',
-    help='change one field, e.g. --set recipe.name=ste --set steps=500; may be given often',
+    help=f'change one field, e.g. {example}; may be given often',
   )
   parser.add_argument('--tiny', action='store_true', help="the experiment's tiny twin, which takes seconds")
 
@@ -46,7 +48,7 @@ def make_parser() -> argparse.ArgumentParser:
   main_job.add_argument('--tiny', action='store_true', help='a tiny model for a few seconds, to see that it works')
 
   train = commands.add_parser('train', help='train one experiment, or resume it from its newest checkpoint')
-  _experiment_arguments(train, None)
+  _experiment_arguments(train, None, '--set recipe.name=ste --set steps=500')
   train.add_argument('--folder', help='the run folder (default: runs/<experiment>-<recipe>-seed<seed>)')
 
   evaluate = commands.add_parser('eval', help='validation loss of a checkpoint')
@@ -123,7 +125,9 @@ def _tune(args: argparse.Namespace) -> None:
   from experiments import experiment, methods, tune_decay
 
   config = experiment.load_config(args.config, args.overrides, tiny=args.tiny)
+  experiment.refuse_overrides(args.overrides, tune_decay.SET_BY_TUNING)
   if config.recipe.name == 'dense':
+    experiment.refuse_overrides(args.overrides, tune_decay.SET_FOR_DENSE)
     config = methods.configure(config, 'fst', config.seed)
   choice = tune_decay.tune(config, args.folder, candidates=args.candidates or tune_decay.CANDIDATES, steps=args.steps)
   for trial in choice.trials:
@@ -162,6 +166,8 @@ _COMMANDS = {
   'main-job': _main_job,
 }  # fmt: skip
 
+_RESUMABLE = ('train', 'main-job', 'compare')
+
 
 def main(argv: Sequence[str] | None = None) -> int:
   """Runs a command; errors that say what to do are printed without a traceback.
@@ -190,7 +196,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f'error: {error}', file=sys.stderr)
     return 1
   except KeyboardInterrupt:
-    print('\nstopped; the same command resumes from the last checkpoint', file=sys.stderr)
+    resumes = '; the same command resumes from the last checkpoint' if args.command in _RESUMABLE else ''
+    print(f'\nstopped{resumes}', file=sys.stderr)
     return 130
   return 0
 

@@ -34,13 +34,17 @@ class Parts(NamedTuple):
   mesh: Mesh | None
 
 
+# The feed-forward matrices, which every paper here makes sparse.
+FFN = r'.*/mlp/.*'
+
 WATCHABLE = ('transposable', 'magnitude', 'soft_threshold_projection')
 
 
 def make_recipe(config: Config) -> s24.Recipe:
   """Returns the library's recipe that the configuration describes.
 
-  `recipe.kwargs.watch`, a projection, is given by its name; `recipe.flip_rate` overrides the recipe's own.
+  `recipe.kwargs.watch`, a projection, is given by its name; `recipe.kwargs.path` is `FFN` unless given, for recipes
+  that need one; `recipe.flip_rate` overrides the recipe's own.
 
   Raises:
     ValueError: no such recipe, or arguments that it does not take.
@@ -53,10 +57,13 @@ def make_recipe(config: Config) -> s24.Recipe:
       raise ValueError(f'recipe.kwargs.watch is {kwargs["watch"]!r}; known: {", ".join(WATCHABLE)}')
     kwargs['watch'] = getattr(s24, kwargs['watch'])()
   make = getattr(s24.recipes, name)
+  signature = inspect.signature(make)
+  if signature.parameters['path'].default is inspect.Parameter.empty:
+    kwargs.setdefault('path', FFN)
   try:
-    inspect.signature(make).bind(**kwargs)
+    signature.bind(**kwargs)
   except TypeError as error:
-    raise ValueError(f'recipe.kwargs of {name}{inspect.signature(make)}: {error}') from error
+    raise ValueError(f'recipe.kwargs of {name}{signature}: {error}') from error
   return dataclasses.replace(make(**kwargs), flip_rate=config.recipe.flip_rate)
 
 
@@ -70,6 +77,9 @@ def make_parts(config: Config, *, data: Any = None) -> Parts:
   Raises:
     ValueError: settings that do not fit together, or data that is not there; says which.
   """
+  for key in ('steps', 'accumulate', 'log_every', 'eval_every', 'eval_batches', 'checkpoint_every'):
+    if config[key] < 1:
+      raise ValueError(f'{key} is {config[key]}; it must be 1 or more')
   for key in ('eval_every', 'checkpoint_every'):
     if config[key] % config.log_every:
       raise ValueError(

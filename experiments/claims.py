@@ -5,8 +5,10 @@ import dataclasses
 import math
 from typing import Literal
 
+from ml_collections import ConfigDict
 import numpy as np
 
+from experiments import build
 from experiments.runs import RunRecord
 
 Verdict = Literal['agrees', 'disagrees', 'open']
@@ -72,11 +74,11 @@ def _lower(methods: Groups, a: str, b: str, names: tuple[str, str], *, ties: boo
   if math.isinf(half):
     return 'open', evidence
   margin = TIE * float(np.mean([run.validation_loss for run in methods[b]]))
+  if ties and 0 <= mean + half < margin:
+    return 'agrees', f'{evidence} Even the upper end of the interval is less than {TIE:.0%} of the loss.'
   if abs(mean) > half:
     small = f' The difference is real but small, less than {TIE:.0%} of the loss.' if abs(mean) < margin else ''
     return ('agrees' if mean < 0 else 'disagrees'), evidence + small
-  if ties and mean + half < margin:
-    return 'agrees', f'{evidence} That is less than {TIE:.0%} of the loss.'
   return 'open', f'{evidence} The interval is too wide to tell.'
 
 
@@ -85,9 +87,10 @@ def comparable_flips(methods: Groups, a: str, b: str) -> list[tuple[RunRecord, R
   other = {run.seed: run for run in methods.get(b, ())}
   pairs = [(run, other[run.seed]) for run in methods.get(a, ()) if run.seed in other]
 
-  def scale(run: RunRecord) -> object:
-    recipe = run.config['recipe']
-    return recipe['flip_rate'] == 'step' or recipe['kwargs'].get('refresh_every')
+  def scale(run: RunRecord) -> int:
+    # The built recipe knows the interval also where the configuration leaves it to the recipe's default.
+    recipe = build.make_recipe(ConfigDict({'recipe': run.config['recipe']}))
+    return 1 if recipe.flip_rate == 'step' else recipe.refresh_every
 
   return [(x, y) for x, y in pairs if scale(x) == scale(y) and len(x.flip_curve()[0]) and len(y.flip_curve()[0])]
 

@@ -2,7 +2,7 @@
 
 Claim: on the embedded corpus, nano GPT-2 at 4,000 steps orders dense, 2:4 with masked decay, 2:4 without, and a dense
 model with half the feed-forward width.
-Cost: 7 methods x 3 seeds, one to two minutes a run on 2 cores.
+Cost: 8 methods x 3 seeds, one to two minutes a run on 2 cores.
 Command: python -m experiments compare
 """
 
@@ -10,10 +10,11 @@ from collections.abc import Iterable, Sequence
 import datetime
 import json
 from pathlib import Path
-import subprocess
 from typing import Any
 
 from experiments import main_job, methods, report, runs
+from experiments.environment import command
+from experiments.experiment import load_config
 
 RESULTS = Path(__file__).parent / 'results'
 
@@ -46,7 +47,8 @@ def compare(
   """
   folders = methods.run_all(experiment, names, seeds, folder, tiny=tiny, overrides=overrides, data=data)
   if results is not None:
-    write_records(runs.find_runs(folders), results)
+    name = load_config(experiment, overrides, tiny=tiny).name
+    write_records(runs.find_runs(folders), results, experiment=name)
     print(f'records: {results}')
   path = report.write_report(folders, Path(folder) / 'report.html', title=f'Methods at equal steps, {experiment}')
   main_job.show_table(folders)
@@ -54,16 +56,22 @@ def compare(
   return path
 
 
-def write_records(found: Iterable[runs.RunRecord], path: Path) -> None:
-  """Writes one JSON line a finished run, in place of the older line of the same experiment, label and seed."""
-  commit = _commit()
+def write_records(found: Iterable[runs.RunRecord], path: Path, *, experiment: str) -> None:
+  """Writes one JSON line a finished run, in place of the older line of the same run.
+
+  Args:
+    found: runs; unfinished ones are left out.
+    path: JSON-lines file, made when missing.
+    experiment: name of the experiment that all of them belong to.
+  """
   kept = {_key(record): record for record in map(json.loads, path.read_text().splitlines())} if path.exists() else {}
   for run in found:
     if run.summary is None:
       continue
     record = {
       'bench': 'quality',
-      'experiment': run.config['model']['size'],
+      'experiment': experiment,
+      'model': run.config['model'],
       'method': run.method,
       'label': run.label,
       'recipe': run.config['recipe']['name'],
@@ -76,9 +84,10 @@ def write_records(found: Iterable[runs.RunRecord], path: Path) -> None:
       'flip_rate': run.flip_summary(),
       'seconds': run.seconds,
       'tokens_per_s': run.tokens_per_s,
+      # Runs from before these two were stored have no commit to tell, and their command is today's at best.
+      'commit': None,
+      'command': command(),
       **run.environment,
-      'commit': commit,
-      'command': 'python -m experiments compare',
       'when': datetime.datetime.fromtimestamp((run.folder / 'summary.json').stat().st_mtime, datetime.UTC).isoformat(),
     }
     kept[_key(record)] = record
@@ -87,15 +96,5 @@ def write_records(found: Iterable[runs.RunRecord], path: Path) -> None:
 
 
 def _key(record: dict[str, Any]) -> tuple[Any, ...]:
-  return tuple(record[name] for name in ('experiment', 'label', 'seed', 'steps'))
-
-
-def _commit() -> str | None:
-  """Commit of the source, where it is a git checkout."""
-  try:
-    out = subprocess.run(
-      ['git', 'rev-parse', 'HEAD'], cwd=Path(__file__).parent, capture_output=True, text=True, check=True
-    )
-  except (OSError, subprocess.CalledProcessError):
-    return None
-  return out.stdout.strip()
+  kwargs = json.dumps(record['recipe_kwargs'], sort_keys=True)
+  return *(record[name] for name in ('experiment', 'label', 'seed', 'steps')), kwargs

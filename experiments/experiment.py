@@ -1,7 +1,7 @@
 """Loading an experiment, which is a Python file with `get_config`, and changing it from the command line."""
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import importlib
 import importlib.util
 from pathlib import Path
@@ -64,7 +64,7 @@ def apply_override(config: Config, override: str) -> None:
     if section not in node or not isinstance(node[section], ConfigDict):
       raise ValueError(f'--set {key}: no section {section!r}; known: {", ".join(node)}')
     node = node[section]
-  open_ended = key.startswith(('model.', 'recipe.kwargs'))
+  open_ended = key.startswith(('model.', 'recipe.kwargs.'))
   if last not in node and not open_ended:
     raise ValueError(f'--set {key}: no field {last!r}; known: {", ".join(node)}')
   try:
@@ -72,3 +72,20 @@ def apply_override(config: Config, override: str) -> None:
       node[last] = ConfigDict(value) if isinstance(value, dict) else value
   except TypeError as error:
     raise ValueError(f'--set {key}={text}: {error}') from error
+
+
+def refuse_overrides(overrides: Sequence[str], refused: Mapping[str, str]) -> None:
+  """Refuses overrides that would have no effect because a program sets the field itself.
+
+  Args:
+    overrides: 'section.key=value' strings.
+    refused: field or section -> why, and what to use instead.
+
+  Raises:
+    ValueError: names the field and what to use instead.
+  """
+  for override in overrides:
+    key = override.partition('=')[0]
+    for field, instead in refused.items():
+      if key == field or key.startswith(f'{field}.'):
+        raise ValueError(f'--set {key} has no effect here: {instead}')

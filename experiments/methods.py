@@ -8,9 +8,12 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from experiments import train
-from experiments.experiment import Config, load_config
+from experiments.build import FFN
+from experiments.experiment import Config, load_config, refuse_overrides
 
-FFN = r'.*/mlp/.*'
+# What `run_all` sets for every run, so that nobody else can, and what to use instead.
+_SET_BY_METHOD = dict.fromkeys(('recipe', 'label'), 'every method brings its own; use compare --methods, or train')
+_SET_BY_SEED = dict.fromkeys(('seed', 'data.seed'), 'every run gets its own; use --seeds (main-job: --seed), or train')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +103,11 @@ def run_all(
 
   Returns:
     The run folders.
+
+  Raises:
+    ValueError: an unknown method, or an override of what methods and seeds decide.
   """
+  refuse_overrides(overrides, _SET_BY_METHOD | _SET_BY_SEED)
   base = load_config(experiment, overrides, tiny=tiny)
   configs = {f'{method}-seed{seed}': configure(base, method, seed) for seed in seeds for method in methods}
   folders = []

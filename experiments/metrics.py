@@ -65,9 +65,12 @@ class MetricsWriter:
       kind: 'train', 'validation' or 'timing'.
       step: optimizer steps done.
       values: JSON-able; floats are written with full precision.
+
+    Raises:
+      ValueError: a number that is not finite.
     """
     file = self._files[TIMING if kind == 'timing' else METRICS]
-    file.write(json.dumps({'step': step, 'kind': kind, **values}) + '\n')
+    file.write(json.dumps({'step': step, 'kind': kind, **values}, allow_nan=False) + '\n')
     file.flush()
     for name, value in values.items():
       for key, number in value.items() if isinstance(value, Mapping) else [('', value)]:

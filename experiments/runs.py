@@ -18,7 +18,7 @@ class RunRecord:
   Attributes:
     folder: where it is.
     config: the resolved configuration.
-    environment: device and versions.
+    environment: device, versions, commit and command; older runs lack the last two.
     train: records of kind 'train', in order of step.
     validation: records of kind 'validation'.
     timing: records of kind 'timing'.

@@ -8,9 +8,7 @@ from collections.abc import Callable
 import functools
 import json
 import math
-import os
 from pathlib import Path
-import platform
 import time
 from typing import Any, NamedTuple
 
@@ -24,13 +22,14 @@ from experiments import build
 from experiments import metrics as metrics_lib
 from experiments.build import Parts
 from experiments.checkpoint import Checkpoints
+from experiments.environment import environment
 from experiments.experiment import Config
 from experiments.progress import Progress
 import sparse24_jax as s24
 
 
 class TrainingDivergedError(RuntimeError):
-  """The loss is not finite any more."""
+  """A loss or the norm of the gradient is not finite any more."""
 
 
 class TrainState(NamedTuple):
@@ -83,8 +82,8 @@ def make_step(parts: Parts, phase: str, shardings: Any) -> Callable[..., tuple[T
   def step(state: TrainState, batches: dict[str, jax.Array]) -> tuple[TrainState, StepMetrics]:
     # Every step's key comes from its number, so a resumed run draws what the interrupted one would have drawn.
     key = jax.random.fold_in(jax.random.key(config.seed + 1), state.step)
-    # Masks and packed weights: once an optimizer step, for all micro-batches, forward and backward.
-    sparse = s24.sparse_variables(state.params, state.opt_state, recipe)
+    # Masks of this optimizer step, for all micro-batches: read from the optimizer state, searched by its update.
+    sparse = s24.sparse_variables(state.params, state.opt_state, recipe, phase=phase)
     value_and_grad = jax.value_and_grad(functools.partial(loss_fn, model))
 
     def micro_step(total: Any, indexed: Any) -> tuple[Any, None]:
@@ -120,7 +119,7 @@ def make_eval(parts: Parts, phase: str, *, num_batches: int) -> Callable[[TrainS
 
   @jax.jit
   def evaluate(params: Any, opt_state: Any, batches: dict[str, jax.Array]) -> jax.Array:
-    sparse = s24.sparse_variables(params, opt_state, parts.recipe)
+    sparse = s24.sparse_variables(params, opt_state, parts.recipe, phase=phase)
     return jax.lax.map(lambda batch: loss_fn(model, params, sparse, batch, jax.random.key(0)), batches).mean()
 
   return lambda state: evaluate(state.params, state.opt_state, stacked)
@@ -150,7 +149,8 @@ class Run:
     self.seconds = 0.0
     self.state = init_state(parts)
     # Outside jit, where shards are known: refuses a mesh that splits groups of four.
-    s24.sparse_variables(self.state.params, self.state.opt_state, parts.recipe)
+    first = s24.phase_at(parts.recipe, 0, parts.config.steps)
+    s24.sparse_variables(self.state.params, self.state.opt_state, parts.recipe, phase=first)
     self.shardings = build.state_sharding(parts.mesh, self.state) if parts.mesh else None
     self.names = flip_rate_names(self.state.opt_state)
 
@@ -158,7 +158,8 @@ class Run:
     """Trains to the end and returns the summary.
 
     Raises:
-      TrainingDivergedError: a loss that is not finite; names the step.
+      TrainingDivergedError: a training loss, gradient norm or validation loss that is not finite; names the step. No
+        checkpoint of that step is written.
       CheckpointError: a checkpoint that cannot be written, read or used.
     """
     self.folder.mkdir(parents=True, exist_ok=True)
@@ -192,7 +193,7 @@ class Run:
     validation = math.nan
     if done == config.steps:  # Killed between the last checkpoint and the summary.
       phase = s24.phase_at(self.parts.recipe, done - 1, config.steps)
-      return float(make_phase_eval(phase)(self.state))
+      return self._validate(done, make_phase_eval(phase))
     tokens = config.data.batch_size * config.data.seq_len
     with Progress(config.name, done, config.steps, tokens, quiet=self.quiet) as progress:
       clock = time.monotonic()
@@ -212,7 +213,7 @@ class Run:
         if last or done % config.eval_every == 0 or done % config.checkpoint_every == 0:
           due = due and self._log(*due, writer, progress)
           if last or done % config.eval_every == 0:
-            validation = float(make_phase_eval(phase)(self.state))
+            validation = self._validate(done, make_phase_eval(phase))
             writer.write('validation', done, {'loss': validation, 'phase': phase})
           if last or done % config.checkpoint_every == 0:
             self._save(done, checkpoints)
@@ -224,12 +225,9 @@ class Run:
   def _log(self, step: int, phase: str, window: list[StepMetrics], writer: Any, progress: Progress) -> None:
     """Writes one line about the window of steps that ends at `step`."""
     losses, norms, last = jax.device_get(([m.loss for m in window], [m.grad_norm for m in window], window[-1]))
-    if not np.isfinite(losses).all():
-      bad = step - len(window) + 1 + int(np.flatnonzero(~np.isfinite(losses))[0])
-      raise TrainingDivergedError(
-        f'{self.folder}: the loss is {losses[bad - step + len(window) - 1]} at step {bad}; training stopped, the last '
-        'checkpoint is from before. Lower optimizer.peak_lr or recipe.kwargs.masked_decay, or raise warmup_steps.'
-      )
+    for at, (loss, norm) in enumerate(zip(losses, norms, strict=True), step - len(window) + 1):
+      self._check_finite(at, 'loss', loss)
+      self._check_finite(at, 'norm of the gradient', norm)
     writer.write(
       'train',
       step,
@@ -244,6 +242,18 @@ class Run:
     )
     speed = progress.update(step, loss=float(losses[-1]), flip_rate=float(last.flip_rate))
     writer.write('timing', step, {'seconds': self.seconds, 'tokens_per_s': speed})
+
+  def _validate(self, step: int, evaluate: Callable[[TrainState], jax.Array]) -> float:
+    loss = float(evaluate(self.state))
+    self._check_finite(step, 'validation loss', loss)
+    return loss
+
+  def _check_finite(self, step: int, what: str, value: float) -> None:
+    if not math.isfinite(value):
+      raise TrainingDivergedError(
+        f'{self.folder}: the {what} is {value} at step {step}; training stopped, the last checkpoint is from before. '
+        'Lower optimizer.peak_lr or recipe.kwargs.masked_decay, or raise optimizer.warmup_steps.'
+      )
 
   def _save(self, step: int, checkpoints: Checkpoints) -> None:
     """Saves everything that decides the rest of the run."""
@@ -267,20 +277,6 @@ class Run:
 
   def _write_json(self, name: str, value: Any) -> None:
     (self.folder / name).write_text(json.dumps(value, indent=2) + '\n')
-
-
-def environment() -> dict[str, Any]:
-  """Device and versions, for the record of a run."""
-  import flax
-  import orbax.checkpoint as ocp
-
-  kind, on_cpu = jax.devices()[0].device_kind, jax.default_backend() == 'cpu'
-  versions = {module.__name__.split('.')[0]: module.__version__ for module in (jax, flax, optax, ocp, np)}
-  return {
-    'device': f'{os.cpu_count()} CPU cores ({platform.machine()})' if on_cpu else f'{jax.device_count()} x {kind}',
-    'python': platform.python_version(),
-    'versions': versions,
-  }
 
 
 def train(config: Config, folder: str | Path, *, data: Any = None, quiet: bool = False) -> dict[str, Any]:

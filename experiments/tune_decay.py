@@ -1,6 +1,7 @@
 """Choosing the masked-decay factor from short warm-up runs, with a record and a plot of mu against lambda."""
 
 from collections.abc import Sequence
+import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,22 @@ import jax
 import numpy as np
 
 from experiments import build, train
+from experiments.environment import environment
 from experiments.experiment import Config
 import sparse24_jax as s24
 
 # The grid of the values that occur in the released scripts.
 CANDIDATES = (0.0, 1e-6, 2e-6, 6e-6, 2e-5, 6e-5, 2e-4, 6e-4, 2e-3, 6e-3)
+
+# Fields that the search sets itself, and what to use instead; the second lot where a dense experiment is tuned.
+SET_BY_TUNING = {
+  'recipe.kwargs.masked_decay': 'it is what is searched; use --candidates',
+  'recipe.flip_rate': 'rates are always a step here; use train',
+}
+SET_FOR_DENSE = {
+  **dict.fromkeys(('recipe', 'label'), 'a dense experiment is tuned with FST; set recipe.name=transposable_srste too'),
+  'data.seed': 'it follows the seed; use --set seed',
+}
 
 
 def warmup_flip_rate(config: Config, decay: float | None, *, steps: int, last: int, data: Any = None) -> float:
@@ -61,7 +73,8 @@ def tune(
   Raises:
     ValueError: a recipe without masked decay, or what `tune_masked_decay` refuses.
   """
-  if 'masked_decay' not in config.recipe.kwargs:
+  make = getattr(s24.recipes, config.recipe.name, None)
+  if make is None or 'masked_decay' not in inspect.signature(make).parameters:
     raise ValueError(f'recipe {config.recipe.name!r} takes no masked_decay; set recipe.name=transposable_srste')
   steps = steps or max(config.optimizer.warmup_steps, 10 * config.recipe.kwargs.get('refresh_every', 40))
   # Single steps vary by a tenth or more; a quarter of the run averages that out.
@@ -83,7 +96,7 @@ def tune(
     'averaged_over': last,
     **choice._asdict(),
     'trials': [trial._asdict() for trial in choice.trials],
-    **train.environment(),
+    **environment(),
   }
   (folder / 'tune_decay.json').write_text(json.dumps(record, indent=2) + '\n')
   plot(choice, folder / 'tune_decay.svg')

@@ -4,7 +4,7 @@ Claim: with enough steps of a model this small, one minute on a CPU orders dense
 a dense model of half the width; larger models with fewer steps do not. Speed is not shown: masks never make a CPU
 faster.
 Cost: 4,000 steps, about one minute on 2 cores (11 ms a step), 0.1 M parameters, 4 M bytes of text.
-Command: python -m experiments train --config nano --set recipe.name=ste --set recipe.kwargs.path='.*/mlp/.*'
+Command: python -m experiments train --config nano --set recipe.name=ste
 """
 
 from experiments.configs import base

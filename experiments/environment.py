@@ -1,0 +1,43 @@
+"""Where, with what and how a run was started, for its record."""
+
+import importlib.metadata
+import os
+from pathlib import Path
+import platform
+import shlex
+import subprocess
+import sys
+from typing import Any
+
+import jax
+
+_PACKAGES = {'jax': 'jax', 'flax': 'flax', 'optax': 'optax', 'orbax': 'orbax-checkpoint', 'numpy': 'numpy'}
+
+
+def environment() -> dict[str, Any]:
+  """Device, versions, commit of the source and command line, as JSON-able data."""
+  kind, on_cpu = jax.devices()[0].device_kind, jax.default_backend() == 'cpu'
+  return {
+    'device': f'{os.cpu_count()} CPU cores ({platform.machine()})' if on_cpu else f'{jax.device_count()} x {kind}',
+    'python': platform.python_version(),
+    'versions': {name: importlib.metadata.version(package) for name, package in _PACKAGES.items()},
+    'commit': commit(),
+    'command': command(),
+  }
+
+
+def commit() -> str | None:
+  """Commit of the source, with '-dirty' after it when tracked files differ; None where it is not a git checkout."""
+  git = ['git', 'describe', '--always', '--dirty', '--abbrev=40', '--exclude=*']
+  try:
+    out = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
+  except (OSError, subprocess.CalledProcessError):
+    return None
+  return out.stdout.strip()
+
+
+def command() -> str:
+  """The command line of this process, as one would type it."""
+  program = Path(sys.argv[0])
+  module = program.parts[-2:] == (__package__, '__main__.py')
+  return shlex.join([*(('python', '-m', 'experiments') if module else (program.name,)), *sys.argv[1:]])
