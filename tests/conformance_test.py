@@ -17,6 +17,7 @@ import optax
 import orbax.checkpoint as ocp
 
 import sparse24_jax as s24
+from sparse24_jax.optim import sparse_states
 
 RULE = '(up|down)/kernel'
 RATE, STEPS = 0.1, 3
@@ -87,7 +88,8 @@ def loss(recipe, params, states, x, key):
   policy = s24.DotPolicy() if phase_of(recipe) == 'dense' else recipe.rules[0].policy
   for name in ('up', 'down'):
     key, own = jax.random.split(key)
-    x = s24.dot(jnp.tanh(x), params[name]['kernel'], states[name]['kernel'], policy=policy, key=own)
+    state = states[name]['kernel'] if states else None
+    x = s24.dot(jnp.tanh(x), params[name]['kernel'], state, policy=policy, key=own)
   return jnp.mean(jnp.square(x.astype(jnp.float32) - 1))
 
 
@@ -95,7 +97,7 @@ def make_step(recipe):
   tx = optimizer(recipe)
 
   def step(params, state, x, key):
-    states = s24.sparse_variables(params, state, recipe)
+    states = s24.sparse_variables(params, state, recipe, phase=phase_of(recipe))
     value, grads = jax.value_and_grad(lambda p: loss(recipe, p, states, x, key))(params)
     updates, state = tx.update(grads, state, params, unknown_extra=1)
     return optax.apply_updates(params, updates), state, value
@@ -136,7 +138,7 @@ def run(case, layout=None):
 
 def masks(state, params, case):
   projection = CASES[case].rules[0].policy.projection
-  states = s24.sparse_variables(params, state, CASES[case])
+  states = {name: {'kernel': sparse_states(state)[f'{name}/kernel']} for name in params}
   return jax.tree.map(lambda w, s: jax.jit(projection.mask)(np.asarray(w), np.asarray(s)), params, states)
 
 
@@ -155,7 +157,7 @@ class OneDeviceTest(parameterized.TestCase):
     """Abstractly, for parameters of both dtypes, through init and a step of either phase."""
     recipe = CASES[case]
     params = jax.eval_shape(lambda: weights(dtype))
-    for phase in ('dense', 'sparse'):
+    for phase in {'dense', phase_of(recipe)}:
       tx = optimizer(recipe, phase)
       state = jax.eval_shape(tx.init, params)
       updates, after = jax.eval_shape(tx.update, params, state, params)
@@ -178,7 +180,7 @@ class OneDeviceTest(parameterized.TestCase):
       jax.tree.map(lambda a: (a.shape, a.dtype), abstract), jax.tree.map(lambda a: (a.shape, a.dtype), record.states[0])
     )
     if phase_of(CASES[case]) == 'sparse':
-      for w in jax.tree.leaves(s24.project(record.params, record.states[-1], CASES[case])):
+      for w in jax.tree.leaves(s24.project(record.params, record.states[-1], CASES[case], phase='sparse')):
         s24.verify24(w)
 
   @parameterized.parameters(*CASES)
@@ -247,7 +249,8 @@ class EightDevicesTest(parameterized.TestCase):
     sharding = NamedSharding(mesh(), PartitionSpec(*LAYOUTS[layout][1]))
     first, last = record.states[0], record.states[-1]
     jax.tree.map(lambda a, b: self.assertTrue(a.sharding.is_equivalent_to(b.sharding, a.ndim)), first, last)
-    for leaf in jax.tree.leaves((record.params, s24.sparse_variables(record.params, last, CASES[case]))):
+    states = s24.sparse_variables(record.params, last, CASES[case], phase=phase_of(CASES[case]))
+    for leaf in jax.tree.leaves((record.params, states)):
       if leaf.ndim == 2:
         self.assertTrue(leaf.sharding.is_equivalent_to(sharding, 2), leaf.sharding)
 

@@ -119,8 +119,7 @@ def sparse_training(
       updates = add_decay(updates, params, masks, -rate * decay)
 
     count = optax.safe_increment(state.count)
-    new_params = optax.apply_updates(params, updates)
-    states, rates = _refresh(recipe, projections, count, params, new_params, state)
+    states, rates = _refresh(recipe, projections, count, params, updates, state)
     return updates, SparseTrainingState(count, states, rates, inner_state)
 
   return optax.GradientTransformationExtraArgs(init, update)
@@ -180,14 +179,20 @@ def _map(f: Any, projections: Any, *rest: Any) -> Any:
 
 
 def _refresh(
-  recipe: Recipe, projections: Any, count: Array, old_params: Any, new_params: Any, state: SparseTrainingState
+  recipe: Recipe, projections: Any, count: Array, params: Any, updates: Any, state: SparseTrainingState
 ) -> tuple[Any, FlipRate]:
   """Projection states and flip rates after the step that made `count`."""
 
+  def new_params() -> Any:
+    # Inside the branch that needs them. The barrier makes their rounding one: XLA may compute a sum in two places, in
+    # one as a fused multiply-add, and an entry then differs from the threshold that it is itself.
+    return jax.lax.optimization_barrier(optax.apply_updates(params, updates))
+
   def refresh() -> tuple[Any, FlipRate]:
-    states = _map(lambda p, w, s: p.refresh(w, s), projections, new_params, state.projections)
-    old = _map(lambda p, w, s: p.mask(w, s), projections, old_params, state.projections)
-    new = _map(lambda p, w, s: p.mask(w, s), projections, new_params, states)
+    new_weights = new_params()
+    states = _map(lambda p, w, s: p.refresh(w, s), projections, new_weights, state.projections)
+    old = _map(lambda p, w, s: p.mask(w, s), projections, params, state.projections)
+    new = _map(lambda p, w, s: p.mask(w, s), projections, new_weights, states)
     return states, _flip_rate(old, new)
 
   due = count % recipe.refresh_every == 0
@@ -197,9 +202,10 @@ def _refresh(
     return jax.lax.cond(due, refresh, lambda: (state.projections, state.flip_rate))
 
   # Per step: what a search would choose before and after this step, whatever the mask in use.
-  old = _map(lambda p, w, s: p.mask(w, p.refresh(w, s)), projections, old_params, state.projections)
-  states = _map(lambda p, w, s: p.refresh(w, s), projections, new_params, state.projections)
-  new = _map(lambda p, w, s: p.mask(w, s), projections, new_params, states)
+  new_weights = new_params()
+  old = _map(lambda p, w, s: p.mask(w, p.refresh(w, s)), projections, params, state.projections)
+  states = _map(lambda p, w, s: p.refresh(w, s), projections, new_weights, state.projections)
+  new = _map(lambda p, w, s: p.mask(w, s), projections, new_weights, states)
   if recipe.refresh_every > 1:
     states = jax.tree.map(lambda a, b: jnp.where(due, a, b), states, state.projections)
   return states, _flip_rate(old, new)
