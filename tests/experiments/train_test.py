@@ -35,6 +35,7 @@ RECIPES = {
   'sr_ste': {'path': FFN, 'masked_decay': 2e-4},
   'transposable_srste': {'path': FFN, 'masked_decay': 2e-4, 'refresh_every': 4},
   's_ste': {'path': FFN},
+  's_ste_fp8': {'path': FFN, 'fp8': True},
   'step': {'path': FFN},
 }
 
@@ -43,7 +44,7 @@ def tiny(recipe='dense', kwargs=None, **overrides):
   """A run of 30 steps of one layer; checkpoints every 10."""
   config = experiment.load_config('nano', tiny=True)
   with config.unlocked():
-    config.recipe.update({'name': recipe, 'kwargs': kwargs or {}})
+    config.recipe.update({'name': recipe.removesuffix('_fp8'), 'kwargs': kwargs or {}})
     config.model.num_layers = 1
   config.update({'steps': 30, 'log_every': 5, 'eval_every': 10, 'eval_batches': 2, 'checkpoint_every': 10})
   for key, value in overrides.items():
