@@ -33,8 +33,9 @@ class Method:
   model: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-# Decay factors belong to the nano experiment. FST's is what `python -m experiments tune-decay --config nano --steps
-# 400` chose; that of SR-STE is the best of 2e-4 (the paper's, with SGD), 0.3, 3 and 30 with seed 0.
+# Decay factors belong to the nano experiment. FST's is what `python -m experiments tune-decay --config nano` chose
+# (results/tune_decay_nano.json); that of SR-STE is the best of 2e-4 (the paper's, with SGD), 0.3, 3 and 30 with seed 0
+# (results/decay_sweep_nano.jsonl).
 METHODS: Mapping[str, Method] = {
   'dense': Method('dense', 'dense', {'path': FFN, 'watch': 'transposable', 'refresh_every': 40}),
   'fst': Method('FST', 'transposable_srste', {'path': FFN, 'masked_decay': 6e-3}),
