@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 _POINTERS = {
   'bfloat16': '*bf16', 'float16': '*fp16', 'float32': '*fp32', 'uint16': '*u16', 'uint32': '*u32', 'int32': '*i32',
+  'float8_e4m3fn': '*fp8e4nv', 'float8_e5m2': '*fp8e5',
 }  # fmt: skip
 
 
@@ -34,6 +35,16 @@ def _jax_triton() -> Any:
   finally:
     os.environ.pop('TRITON_CACHE_DIR', None) if saved is None else os.environ.__setitem__('TRITON_CACHE_DIR', saved)
   return jax_triton
+
+
+@functools.cache
+def why_absent() -> str | None:
+  """Why no Triton kernel can be called here, or None if one can."""
+  try:
+    _jax_triton()
+  except NotImplementedError as e:
+    return str(e)
+  return None
 
 
 def call(

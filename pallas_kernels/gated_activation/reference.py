@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.pack import reference as pack
+from pallas_kernels.pack.reference import Packed8
 from pallas_kernels.sparse_matmul.operand import SparseOperand
 
 Array = jax.Array
@@ -45,12 +46,18 @@ def gated_activation(z: Array, *, activation: str, axis: int) -> Array:
 
 def activation_backward(dh: Array, z: Array, *, activation: str, gated: bool, axis: int) -> Array:
   """See `api.activation_backward`."""
+  parts = activation_backward_parts(dh, z, activation=activation, gated=gated, axis=axis)
+  return jnp.concatenate(parts, axis=axis) if gated else parts[0]
+
+
+def activation_backward_parts(dh: Array, z: Array, *, activation: str, gated: bool, axis: int) -> list[Array]:
+  """[dz], or the cotangents of gate and up if `gated`, in the dtype of `z`."""
   dh, wide = dh.astype(jnp.float32), z.astype(jnp.float32)
   if not gated:
-    return (dh * ACTIVATIONS[activation](wide)[1]).astype(z.dtype)
+    return [(dh * ACTIVATIONS[activation](wide)[1]).astype(z.dtype)]
   gate, up = jnp.split(wide, 2, axis=axis)
   value, slope = ACTIVATIONS[activation](gate)
-  return jnp.concatenate([dh * up * slope, dh * value], axis=axis).astype(z.dtype)
+  return [(dh * up * slope).astype(z.dtype), (dh * value).astype(z.dtype)]
 
 
 def activation_backward_pack(
@@ -61,3 +68,12 @@ def activation_backward_pack(
   dz = activation_backward(dh, z, activation=activation, gated=gated, axis=axis)
   # Tokens are the axis that features are not on.
   return dz, pack.mvue_pack(dz, key, axis=-3 - axis, origin=origin, dtype=dz.dtype)
+
+
+def activation_backward_pack8(
+  dh: Array, z: Array, key: Array, scale: Array, *, activation: str, gated: bool, axis: int,
+  origin: tuple[Array | int, Array | int, Array | int], dtype: jnp.dtype,
+) -> Packed8:  # fmt: skip
+  """See `api.activation_backward_pack8`."""
+  dz = activation_backward(dh, z, activation=activation, gated=gated, axis=axis)
+  return pack.mvue_pack8(dz, key, scale, axis=-3 - axis, origin=origin, dtype=dtype, with_dense=True)

@@ -14,8 +14,9 @@ import triton
 import triton.language as tl
 
 from pallas_kernels import _triton
-from pallas_kernels.pack import _blocks, _kernels
+from pallas_kernels.pack import _blocks, _kernels, _kernels8
 from pallas_kernels.pack import triton as pack
+from pallas_kernels.pack.reference import Packed8
 from pallas_kernels.sparse_matmul.operand import SparseOperand, words_shape
 
 Array = jax.Array
@@ -79,20 +80,53 @@ def backward_kernel(
   Features are the columns, or the rows if DOWN; z and dz hold gate and up along them if GATED.
   """
   place = _blocks.tile(ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS)
-  dtype: tl.constexpr = dz.dtype.element_ty
   rows: tl.constexpr = 2 * ROWS if GATED and DOWN else ROWS
+  columns: tl.constexpr = 2 * COLUMNS if GATED and not DOWN else COLUMNS
+  r, r_up, above = _gradients(dh, z, place, dz.dtype.element_ty, ROWS, COLUMNS, ACTIVATION, GATED, DOWN)
+  if GATED:
+    _finish(r_up, parameters, dz, values, words, above, rows, columns, DOWN, PACK)
+  _finish(r, parameters, dz, values, words, place, rows, columns, DOWN, PACK)
+
+
+@triton.jit
+def backward8_kernel(
+  dh, z, parameters, scale, dz, values, words,
+  ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
+  ACTIVATION: tl.constexpr, GATED: tl.constexpr, DOWN: tl.constexpr,
+):  # fmt: skip
+  """`backward_kernel` with dz and its pack in float8: what `mvue8_kernel` makes of the dz in the dtype of z."""
+  place = _blocks.tile(ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS)
+  rows: tl.constexpr = 2 * ROWS if GATED and DOWN else ROWS
+  columns: tl.constexpr = 2 * COLUMNS if GATED and not DOWN else COLUMNS
+  source: tl.constexpr = z.dtype.element_ty
+  r, r_up, above = _gradients(dh, z, place, source, ROWS, COLUMNS, ACTIVATION, GATED, DOWN)
+  factor = tl.load(scale)
+  if GATED:
+    _kernels8.sample_and_store8(
+      r_up, source, parameters, factor, values, words, dz, above, tl.program_id(1), rows, columns, not DOWN, True
+    )
+  _kernels8.sample_and_store8(
+    r, source, parameters, factor, values, words, dz, place, tl.program_id(1), rows, columns, not DOWN, True
+  )
+
+
+@triton.jit
+def _gradients(
+  dh, z, place, dtype: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+  ACTIVATION: tl.constexpr, GATED: tl.constexpr, DOWN: tl.constexpr,
+):  # fmt: skip
+  """(blocks of dz, those of its half for up and their place if GATED), as bits of `dtype`."""
   columns: tl.constexpr = 2 * COLUMNS if GATED and not DOWN else COLUMNS
   d = _blocks.entries(_blocks.load_blocks(dh, place, COLUMNS))
   g = _blocks.entries(_blocks.load_blocks(z, place, columns))
+  above = _blocks.moved(place, ROWS // 4 if DOWN else 0, 0 if DOWN else COLUMNS // 4)
   if GATED:
-    above = _blocks.moved(place, ROWS // 4 if DOWN else 0, 0 if DOWN else COLUMNS // 4)
     u = _blocks.entries(_blocks.load_blocks(z, above, columns))
     r0 = _gated_row(d[0], g[0], u[0], dtype, ACTIVATION)
     r1 = _gated_row(d[1], g[1], u[1], dtype, ACTIVATION)
     r2 = _gated_row(d[2], g[2], u[2], dtype, ACTIVATION)
     r3 = _gated_row(d[3], g[3], u[3], dtype, ACTIVATION)
-    _finish((r0[1], r1[1], r2[1], r3[1]), parameters, dz, values, words, above, rows, columns, DOWN, PACK)
-    _finish((r0[0], r1[0], r2[0], r3[0]), parameters, dz, values, words, place, rows, columns, DOWN, PACK)
+    return (r0[0], r1[0], r2[0], r3[0]), (r0[1], r1[1], r2[1], r3[1]), above
   else:
     r = (
       _plain_row(d[0], g[0], dtype, ACTIVATION),
@@ -100,7 +134,7 @@ def backward_kernel(
       _plain_row(d[2], g[2], dtype, ACTIVATION),
       _plain_row(d[3], g[3], dtype, ACTIVATION),
     )
-    _finish(r, parameters, dz, values, words, place, rows, columns, DOWN, PACK)
+    return r, r, above
 
 
 @triton.jit
@@ -185,16 +219,32 @@ def activation_backward_pack(
   config: pack.Config | None = None,
 ) -> tuple[Array, SparseOperand]:  # fmt: skip
   """See `api.activation_backward_pack`."""
-  # Two halves at once need twice the registers a block: one block a thread.
-  config = config or pack.Config(num_warps=8 if gated else 4)
+  config = config or _default_config(gated)
   dz, values, words = _backward(dh, z, key, origin, activation, gated, axis, config)
   return dz, SparseOperand(values, words)
 
 
+def activation_backward_pack8(
+  dh: Array, z: Array, key: Array, scale: Array, *, activation: str, gated: bool, axis: int,
+  origin: tuple[Any, Any, Any], dtype: jnp.dtype, config: pack.Config | None = None,
+) -> Packed8:  # fmt: skip
+  """See `api.activation_backward_pack8`."""
+  pack.check_float8()
+  config = config or _default_config(gated)
+  dz, values, words = _backward(dh, z, key, origin, activation, gated, axis, config, scale, dtype)
+  return Packed8(SparseOperand(values, words), dz)
+
+
+def _default_config(gated: bool) -> pack.Config:
+  # Two halves at once need twice the registers a block: one block a thread.
+  return pack.Config(num_warps=8 if gated else 4)
+
+
 def _backward(
   dh: Array, z: Array, key: Array | None, origin: tuple[Any, Any, Any], activation: str, gated: bool, axis: int,
-  config: pack.Config,
+  config: pack.Config, scale: Array | None = None, dtype: jnp.dtype | None = None,
 ) -> tuple[Array, ...]:  # fmt: skip
+  """(dz, values, words), in float8 if there is a `scale`; the last two mean nothing without a `key`."""
   _check(z)
   rows, columns = dh.shape
   if rows % 4 or columns % 4 or (gated and key is not None and dh.shape[axis] % 64):
@@ -202,18 +252,21 @@ def _backward(
       f'the Triton backward takes whole 4x4 blocks, with a gate and a pack 64 features, found {dh.shape}'
     )
   packing = key is not None
+  dtype = z.dtype if dtype is None else dtype
   features, tokens = (z.shape[0], z.shape[1]) if axis == -2 else (z.shape[1], z.shape[0])
   structs = [
-    jax.ShapeDtypeStruct(z.shape, z.dtype),
-    jax.ShapeDtypeStruct((features, tokens // 2) if packing else (1,), z.dtype),
+    jax.ShapeDtypeStruct(z.shape, dtype),
+    jax.ShapeDtypeStruct((features, tokens // 2) if packing else (1,), dtype),
     jax.ShapeDtypeStruct(words_shape(features, tokens) if packing else (1,), jnp.uint32),
   ]
   parameters = pack.draw_parameters(key, origin) if key is not None else jnp.zeros((1,), jnp.uint32)
-  return _triton.call(
-    backward_kernel, dh, z, parameters, out_shape=structs,
-    grid=config.grid(1, rows, columns), num_warps=config.num_warps,
-    ACTIVATION=activation, GATED=gated, DOWN=axis == -2, PACK=packing, **config.constants(rows, columns),
+  options = dict(
+    out_shape=structs, grid=config.grid(1, rows, columns), num_warps=config.num_warps,
+    ACTIVATION=activation, GATED=gated, DOWN=axis == -2, **config.constants(rows, columns),
   )  # fmt: skip
+  if scale is None:
+    return _triton.call(backward_kernel, dh, z, parameters, PACK=packing, **options)
+  return _triton.call(backward8_kernel, dh, z, parameters, scale.astype(jnp.float32).reshape(1), **options)
 
 
 def _check(z: Array) -> None:

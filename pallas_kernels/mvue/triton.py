@@ -34,10 +34,6 @@ def uniform(word):
 def sample(e0, e1, e2, e3, u, exact: tl.constexpr, dtype: tl.constexpr):
   """A sample of a group of float32 entries: the two stored values in one uint32, and which entries they are.
 
-  Where the reference tests start <= point < end for each interval, this finds the interval of a point by comparing with
-  the ends alone: the same for all finite values, and the last interval needs no test. The two kept entries are chosen
-  first and made into values after, which is half the work of making four values and choosing two.
-
   Args:
     e0: float32 entries, to e3.
     u: the group's uniform.
@@ -47,9 +43,38 @@ def sample(e0, e1, e2, e3, u, exact: tl.constexpr, dtype: tl.constexpr):
   Returns:
     (low value | high value << 16, 4-bit code); a group with a NaN or an infinity keeps NaN in its first two.
   """
-  largest: tl.constexpr = 65504.0 if dtype == tl.float16 else 3.3895313892515355e38
-  # What rounds to zero in `dtype` is not kept.
-  tiny: tl.constexpr = 2.0**-25 if dtype == tl.float16 else 2.0**-134
+  low, high, finite, code = sample_floats(e0, e1, e2, e3, u, 1.0, exact, dtype)
+  pair = _bits(low, dtype) | _bits(high, dtype) << 16
+  return tl.where(finite, pair, 0x7E007E00 if dtype == tl.float16 else 0x7FC07FC0).to(tl.uint32), code
+
+
+@triton.jit
+def sample_floats(e0, e1, e2, e3, u, scale, exact: tl.constexpr, dtype: tl.constexpr):
+  """`sample` before the last rounding.
+
+  Where the reference tests start <= point < end for each interval, this finds the interval of a point by comparing with
+  the ends alone: the same for all finite values, and the last interval needs no test. The two kept entries are chosen
+  first and made into values after, which is half the work of making four values and choosing two.
+
+  Args:
+    e0: float32 entries, to e3.
+    u: the group's uniform.
+    scale: what the sample is multiplied by before it is rounded to float8; unused with 16-bit types.
+    exact: whether `dtype` represents the entries exactly.
+    dtype: what the values will be rounded to: bfloat16, float16, float8e4nv or float8e5.
+
+  Returns:
+    (low value, high value, whether all entries are finite, 4-bit code): float32 values, scaled but not clipped in the
+    float8 case; of a group that is not finite the values are undefined and the code names the first two.
+  """
+  narrow: tl.constexpr = dtype.primitive_bitwidth == 8
+  if narrow:
+    largest: tl.constexpr = 3.4028234663852886e38
+    tiny: tl.constexpr = 2.0**-17 if dtype == tl.float8e5 else 2.0**-10
+  else:
+    largest: tl.constexpr = 65504.0 if dtype == tl.float16 else 3.3895313892515355e38
+    # What rounds to zero in `dtype` is not kept.
+    tiny: tl.constexpr = 2.0**-25 if dtype == tl.float16 else 2.0**-134
   a0 = tl.abs(e0) * 0.25
   a1 = tl.abs(e1) * 0.25
   a2 = tl.abs(e2) * 0.25
@@ -72,8 +97,13 @@ def sample(e0, e1, e2, e3, u, exact: tl.constexpr, dtype: tl.constexpr):
   first = tl.where(point < end0, 1, tl.where(point < end1, 2, tl.where(point < end2, 4, 8)))
   second = tl.where(point < end0 - half, 1, tl.where(point < end1 - half, 2, tl.where(point < end2 - half, 4, 8)))
   shared = tl.minimum(value * 4.0, largest)
+  if narrow:
+    shared = shared * scale
   drawn = tl.where(shared > tiny, first | tl.where(dominated, 0, second), 0)
-  if not exact:
+  if narrow:
+    heaviest = tl.maximum(tl.maximum(tl.abs(e0), tl.abs(e1)), tl.maximum(tl.abs(e2), tl.abs(e3)))
+    owner = tl.where(heaviest * scale > tiny, owner, 0)
+  elif not exact:
     e0 = tl.clamp(e0, -largest, largest)
     e1 = tl.clamp(e1, -largest, largest)
     e2 = tl.clamp(e2, -largest, largest)
@@ -92,17 +122,18 @@ def sample(e0, e1, e2, e3, u, exact: tl.constexpr, dtype: tl.constexpr):
   high = tl.where(b3, e3, tl.where(b2, e2, tl.where(b1, e1, 0.0)))
   # Of two kept entries the dominant one is the larger. Kept entries are never zero, free positions are.
   low_owns = dominated & (tl.abs(low) > tl.abs(high))
-  low_value = _value(low, low_owns, shared)
-  high_value = _value(high, dominated & ~low_owns, shared)
-  pair = _bits(low_value, dtype) | _bits(high_value, dtype) << 16
-  return tl.where(finite, pair, 0x7E007E00 if dtype == tl.float16 else 0x7FC07FC0).to(tl.uint32), code
+  low_value = _value(low, low_owns, shared, scale, narrow)
+  high_value = _value(high, dominated & ~low_owns, shared, scale, narrow)
+  return low_value, high_value, finite, code
 
 
 @triton.jit
-def _value(entry, owns, shared):
-  """A dominant entry as it is, another as the shared magnitude with its sign, a free position as zero."""
+def _value(entry, owns, shared, scale, narrow: tl.constexpr):
+  """A dominant entry as it is, another as the shared magnitude with its sign, a free position as zero; scaled."""
   bits = shared.to(tl.uint32, bitcast=True) | (entry.to(tl.uint32, bitcast=True) & 0x80000000)
   drawn = tl.where(entry == 0, 0.0, bits.to(tl.float32, bitcast=True))
+  if narrow:
+    entry = entry * scale
   return tl.where(owns, entry, drawn)
 
 

@@ -267,18 +267,26 @@ def choose_all(groups, nibble):
 
 @triton.jit
 def store_values(values, pairs, place, rows: tl.constexpr, columns: tl.constexpr, transposed: tl.constexpr):
-  """Writes the values of an operand; pairs[g] are those of group g of each block.
+  """Writes the values of an operand; pairs[g] are those of group g of each block."""
+  if values.dtype.element_ty.primitive_bitwidth == 8:
+    store_groups(values.to(tl.pointer_type(tl.uint16)), pairs, place, rows, columns, transposed)
+  else:
+    store_groups(values.to(tl.pointer_type(tl.uint32)), pairs, place, rows, columns, transposed)
+
+
+@triton.jit
+def store_groups(at, items, place, rows: tl.constexpr, columns: tl.constexpr, transposed: tl.constexpr):
+  """Writes items[g], one pointee for group g of each block.
 
   Groups lie along the rows of the array, or along its columns if `transposed`: then neighbouring threads hold pairs
   that are far apart, and the compiler exchanges them through shared memory so that each row is written in one run.
   """
-  at = values.to(tl.pointer_type(tl.uint32))
   if transposed:  # noqa: SIM108
     at = at + 4 * place[1] * (rows // 4) + place[0]
   else:
     at = at + 4 * place[0] * (columns // 4) + place[1]
   for g in tl.static_range(4):
-    tl.store(at + g * ((rows if transposed else columns) // 4), pairs[g], mask=place[2])
+    tl.store(at + g * ((rows if transposed else columns) // 4), items[g].to(at.dtype.element_ty), mask=place[2])
 
 
 # A word joins the metadata of eight blocks, which up to eight threads hold. 16 bits a block times the 256 blocks of a
@@ -288,7 +296,9 @@ def store_values(values, pairs, place, rows: tl.constexpr, columns: tl.constexpr
 
 
 @triton.jit
-def scatter_nibbles(words, nibble, place, rows: tl.constexpr, columns: tl.constexpr, transposed: tl.constexpr):
+def scatter_nibbles(
+  words, nibble, place, rows: tl.constexpr, columns: tl.constexpr, transposed: tl.constexpr, bits: tl.constexpr
+):
   """Lays down the nibbles of all blocks; blocks outside the array describe padding, positions 0 and 1.
 
   Args:
@@ -298,12 +308,18 @@ def scatter_nibbles(words, nibble, place, rows: tl.constexpr, columns: tl.conste
     rows: of the array.
     columns: of the array.
     transposed: whether the operand is that of the transpose.
+    bits: of a value, 16 or 8.
   """
   across: tl.constexpr = ((rows if transposed else columns) + 63) // 64
   line = place[1] if transposed else place[0]
   group = place[0] if transposed else place[1]
-  # [warp, row pair, quarter of k64, row half, group of the quarter]
-  position = (((line % 16) // 4 * 2 + line % 2) * 4 + (group % 16) // 4) * 8 + (line % 4) // 2 * 4 + group % 4
+  pair = (line % 16) // 4 * 2 + line % 2
+  if bits == 16:
+    # [warp, row pair, quarter of k64, row half, group of the quarter]
+    position = (pair * 4 + (group % 16) // 4) * 8 + (line % 4) // 2 * 4 + group % 4
+  else:
+    # [warp, row pair, half of k64, row half, group of the half]
+    position = (pair * 4 + (group % 16) // 8 * 2 + (line % 4) // 2) * 8 + group % 8
   at = (line // 16 * across + group // 16) * 256 + position
   there = (place[0] < 16 * ((rows + 63) // 64)) & (place[1] < 16 * ((columns + 63) // 64))
   nibble = tl.where(place[2], nibble, 0x4444).to(tl.uint16)
@@ -341,9 +357,11 @@ def _fold(x, shift):
 
 
 @triton.jit
-def store_words(words, nibble, place, rows: tl.constexpr, columns: tl.constexpr, transposed: tl.constexpr):
-  """Writes the positions of one operand of an array of `rows` x `columns`."""
-  scatter_nibbles(words, nibble, place, rows, columns, transposed)
+def store_words(
+  words, nibble, place, rows: tl.constexpr, columns: tl.constexpr, transposed: tl.constexpr, bits: tl.constexpr
+):
+  """Writes the positions of one operand, with values of `bits` bits, of an array of `rows` x `columns`."""
+  scatter_nibbles(words, nibble, place, rows, columns, transposed, bits)
   tl.debug_barrier()
   word, at, there = gather_words(words, nibble.shape, place, rows, columns, transposed)
   tl.debug_barrier()
@@ -354,9 +372,9 @@ def store_words(words, nibble, place, rows: tl.constexpr, columns: tl.constexpr,
 def store_words_pair(
   row_words, row_nibble, column_words, column_nibble, place, rows: tl.constexpr, columns: tl.constexpr
 ):
-  """Writes the positions of both operands under the same two barriers."""
-  scatter_nibbles(row_words, row_nibble, place, rows, columns, False)
-  scatter_nibbles(column_words, column_nibble, place, rows, columns, True)
+  """Writes the positions of both operands, with 16-bit values, under the same two barriers."""
+  scatter_nibbles(row_words, row_nibble, place, rows, columns, False, 16)
+  scatter_nibbles(column_words, column_nibble, place, rows, columns, True, 16)
   tl.debug_barrier()
   row_word, row_at, row_there = gather_words(row_words, row_nibble.shape, place, rows, columns, False)
   column_word, column_at, column_there = gather_words(column_words, row_nibble.shape, place, rows, columns, True)

@@ -126,7 +126,7 @@ def soft_threshold_kernel(
     for j in tl.static_range(4):
       code = code | tl.where((g[i][j] & 0x7FFF) != 0, 1 << (4 * i + j), 0).to(tl.uint32)
   pairs = _blocks.choose_all(_blocks.quads(g), _blocks.nibbles(code))
-  _store_one(pairs, code, values, words, place, batch, ROWS, COLUMNS, GROUPS_DOWN)
+  store_one(pairs, code, values, words, place, batch, ROWS, COLUMNS, GROUPS_DOWN)
 
 
 @triton.jit
@@ -165,7 +165,7 @@ def sample_and_store(
   )
   code = g[0][1] | g[1][1] << 4 | g[2][1] << 8 | g[3][1] << 12
   pairs = (g[0][0], g[1][0], g[2][0], g[3][0])
-  _store_one(pairs, code, values, words, place, batch.to(tl.int64), ROWS, COLUMNS, GROUPS_DOWN)
+  store_one(pairs, code, values, words, place, batch.to(tl.int64), ROWS, COLUMNS, GROUPS_DOWN)
 
 
 @triton.jit
@@ -226,7 +226,17 @@ def _popcount(x):
 
 @triton.jit
 def _shrink(x, beta, source: tl.constexpr, dtype: tl.constexpr):
-  """Bits of beta sign(x) max(|x| - t, 0) for one group; t and the difference are rounded to the dtype of the input."""
+  """Bits of `shrunk` in `dtype`."""
+  s = shrunk(x, beta, source)
+  return (
+    _blocks.to_bits(s[0], dtype), _blocks.to_bits(s[1], dtype),
+    _blocks.to_bits(s[2], dtype), _blocks.to_bits(s[3], dtype),
+  )  # fmt: skip
+
+
+@triton.jit
+def shrunk(x, beta, source: tl.constexpr):
+  """beta sign(x) max(|x| - t, 0) in float32 for one group; t and the difference are rounded to the input's dtype."""
   e0 = _blocks.to_float(x[0], source)
   e1 = _blocks.to_float(x[1], source)
   e2 = _blocks.to_float(x[2], source)
@@ -241,11 +251,9 @@ def _shrink(x, beta, source: tl.constexpr, dtype: tl.constexpr):
   nan = (e0 != e0) | (e1 != e1) | (e2 != e2) | (e3 != e3)  # noqa: PLR0124
   poison = float('nan')
   return (
-    _blocks.to_bits(tl.where(nan, poison, _soft(e0, a0, t, beta, source)), dtype),
-    _blocks.to_bits(tl.where(nan, poison, _soft(e1, a1, t, beta, source)), dtype),
-    _blocks.to_bits(tl.where(nan, 0.0, _soft(e2, a2, t, beta, source)), dtype),
-    _blocks.to_bits(tl.where(nan, 0.0, _soft(e3, a3, t, beta, source)), dtype),
-  )
+    tl.where(nan, poison, _soft(e0, a0, t, beta, source)), tl.where(nan, poison, _soft(e1, a1, t, beta, source)),
+    tl.where(nan, 0.0, _soft(e2, a2, t, beta, source)), tl.where(nan, 0.0, _soft(e3, a3, t, beta, source)),
+  )  # fmt: skip
 
 
 @triton.jit
@@ -275,7 +283,7 @@ def _store_both(
 
 
 @triton.jit
-def _store_one(
+def store_one(
   pairs, code, values, words, place, batch,
   ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUPS_DOWN: tl.constexpr,
 ):  # fmt: skip
@@ -283,4 +291,5 @@ def _store_one(
   half: tl.constexpr = ROWS * COLUMNS // 2
   size: tl.constexpr = ((ROWS + 63) // 64) * ((COLUMNS + 63) // 64) * 128
   _blocks.store_values(values + batch * half, pairs, place, ROWS, COLUMNS, GROUPS_DOWN)
-  _blocks.store_words(words + batch * size, _blocks.nibbles(code), place, ROWS, COLUMNS, GROUPS_DOWN)
+  bits: tl.constexpr = values.dtype.element_ty.primitive_bitwidth
+  _blocks.store_words(words + batch * size, _blocks.nibbles(code), place, ROWS, COLUMNS, GROUPS_DOWN, bits)

@@ -10,10 +10,14 @@ import jax.numpy as jnp
 
 from pallas_kernels import _device, _dispatch
 from pallas_kernels.formats import check_groups
-from pallas_kernels.pack.reference import PackedPair
+from pallas_kernels.pack.reference import is_float8, MVUE_HEADROOM, Packed8, PackedPair
+from pallas_kernels.prune.reference import soft_threshold
 from pallas_kernels.sparse_matmul.operand import SparseOperand
 
-__all__ = ['PackedPair', 'masked_pack', 'mvue_pack', 'soft_threshold_pack', 'transposable_pack']
+__all__ = [
+  'MVUE_HEADROOM', 'Packed8', 'PackedPair', 'masked_pack', 'mvue_pack', 'mvue_pack8', 'soft_threshold_amax',
+  'soft_threshold_pack', 'soft_threshold_pack8', 'transposable_pack',
+]  # fmt: skip
 
 Array = jax.Array
 
@@ -104,9 +108,7 @@ def soft_threshold_pack(
   [-4.0, 2.0]
   """
   _check_blocks(w)
-  scale = jnp.asarray(scale)
-  if scale.shape != w.shape[:-2]:
-    raise ValueError(f'scale must have shape {w.shape[:-2]}, one a matrix of w, found {scale.shape}')
+  scale = _matrix_scale(scale, w, 'w')
   return _call('soft_threshold_pack', implementation, w, scale, axis=_axis(w, axis), dtype=_values_dtype(w, dtype))
 
 
@@ -141,10 +143,113 @@ def mvue_pack(
   (64, 128)
   """
   _check_blocks(x, 'x')
-  if isinstance(origin[2], int) and origin[2] % 4:
-    raise ValueError(f'origin column {origin[2]} is not a multiple of four')
+  _check_origin(origin)
   dtype = _values_dtype(x, dtype, 'x')
   return _call('mvue_pack', implementation, x, key, axis=_axis(x, axis), origin=origin, dtype=dtype)
+
+
+def soft_threshold_pack8(
+  w: Array, scale: Array, *, axis: int = -2, dtype: Any = jnp.float8_e4m3fn, with_dense: bool = True,
+  implementation: str | None = None,
+) -> Packed8:  # fmt: skip
+  """scale S(w) in float8, packed, and as it stands for the dense input gradient, in one pass over `w`.
+
+  The frozen scale of S-STE belongs to the product's `a_scale`; `scale` is what brings S(w) to the range of the type,
+  `current_scale(soft_threshold_amax(w), dtype)[0]`. Rounded once, to nearest even; what exceeds the largest value
+  becomes it, NaN stays NaN. What rounds to zero is 0.0 in both results.
+
+  Args:
+    w: [..., R, C]; bfloat16, float16 or float32, R and C multiples of four.
+    scale: float32, shape `w.shape[:-2]`.
+    axis: the grouped axis. -1: the operand of w, [R, C]; -2: that of its transpose, [C, R].
+    dtype: float8_e4m3fn or float8_e5m2.
+    with_dense: whether to give the dense array, too.
+    implementation: 'reference', 'triton' (compute capability 8.9), or None to choose.
+
+  Raises:
+    ValueError: shapes or dtypes do not fit, or the named implementation refuses.
+
+  >>> import jax.numpy as jnp
+  >>> w = jnp.tile(jnp.array([[1.0, -4.0, 2.0, 3.0]]).T, (16, 64))  # [in, out]
+  >>> packed = soft_threshold_pack8(w, jnp.float32(2.0))
+  >>> packed.operand.values[0, :2].tolist(), packed.dense[:4, 0].tolist()
+  ([-4.0, 2.0], [0.0, -4.0, 0.0, 2.0])
+  """
+  _check_blocks(w)
+  dtype, scale = _float8(w, dtype, 'w'), _matrix_scale(scale, w, 'w')
+  return _call8('soft_threshold_pack8', implementation, w, scale, axis=_axis(w, axis), dtype=dtype,
+                with_dense=with_dense)  # fmt: skip
+
+
+def soft_threshold_amax(w: Array, *, axis: int = -2) -> Array:
+  """The largest magnitude of S(w), float32, one a matrix: what `current_scale` needs for `soft_threshold_pack8`.
+
+  A reduction that XLA fuses: it reads `w` once and is a pass of its own, since the scale must be known before the
+  first entry is rounded.
+
+  Args:
+    w: [..., R, C].
+    axis: the grouped axis, one of the last two.
+
+  >>> import jax.numpy as jnp
+  >>> float(soft_threshold_amax(jnp.array([[1.0, -4.0, 2.0, 3.0]]), axis=-1))
+  2.0
+  """
+  soft = soft_threshold(w, axis=_axis(w, axis))
+  return jnp.max(jnp.abs(soft), axis=(-2, -1)).astype(jnp.float32)
+
+
+def mvue_pack8(
+  x: Array, key: Array, scale: Array, *, axis: int = -2,
+  origin: tuple[Array | int, Array | int, Array | int] = (0, 0, 0), dtype: Any = jnp.float8_e5m2,
+  with_dense: bool = True, implementation: str | None = None,
+) -> Packed8:  # fmt: skip
+  """`mvue_pack` in float8, and `x` itself in float8 for the dense input gradient, in one pass over `x`.
+
+  The sample is drawn from `x` as it stands, in float32, and rounded after, once, to nearest even: to round first would
+  sample other numbers than the gradient's. A sampled value is at most half the sum of its group's magnitudes, twice
+  the largest entry, so the operand takes `scale / 2`, where `scale` brings `x` itself to the range of the type: nothing
+  overflows, no second maximum is taken, and the binade costs no precision, only one of the 31 of e5m2 at the lower end.
+  Factors of de-quantisation: f for the dense array, `MVUE_HEADROOM` f for the operand, where
+  scale, f = current_scale(amax(x), dtype).
+
+  Args:
+    x: [..., R, C]; bfloat16, float16 or float32, R and C multiples of four.
+    key: a JAX random key.
+    scale: float32, shape `x.shape[:-2]`.
+    axis: the grouped axis. -2: the operand of the transpose of x, [C, R]; -1: that of x.
+    origin: as in `mvue24`.
+    dtype: float8_e5m2 or float8_e4m3fn.
+    with_dense: whether to give the dense array, too.
+    implementation: 'reference', 'triton' (compute capability 8.9), or None to choose.
+
+  Returns:
+    The sample times scale / 2, packed; and x times scale.
+
+  Raises:
+    ValueError: shapes or dtypes do not fit, or the named implementation refuses.
+
+  >>> import jax, jax.numpy as jnp
+  >>> dz = jax.random.normal(jax.random.key(0), (128, 64), jnp.bfloat16)
+  >>> packed = mvue_pack8(dz, jax.random.key(1), jnp.float32(10000))
+  >>> packed.operand.shape, packed.dense.shape
+  ((64, 128), (128, 64))
+  """
+  _check_blocks(x, 'x')
+  _check_origin(origin)
+  dtype, scale = _float8(x, dtype, 'x'), _matrix_scale(scale, x, 'x')
+  return _call8('mvue_pack8', implementation, x, key, scale, axis=_axis(x, axis), origin=origin, dtype=dtype,
+                with_dense=with_dense)  # fmt: skip
+
+
+def candidates8() -> list[str]:
+  """Back ends of the float8 ops for the present device, best first."""
+  return ['triton', 'reference'] if _device.current().capability >= (8, 9) else ['reference']
+
+
+def _call8(op: str, implementation: str | None, *args: Any, **kwargs: Any) -> Any:
+  backends = {name: f'pallas_kernels.pack.{name}:{op}' for name in ('reference', 'triton')}
+  return _dispatch.dispatch(op, backends, implementation, candidates8(), *args, **kwargs)
 
 
 def _check_blocks(w: Array, name: str = 'w') -> None:
@@ -170,6 +275,26 @@ def _values_dtype(w: Array, dtype: Any, name: str = 'w') -> jnp.dtype:
   if w.dtype != jnp.float32 and jnp.dtype(dtype) != w.dtype:
     raise ValueError(f'dtype={jnp.dtype(dtype)} differs from the 16-bit {name}, {w.dtype}; cast {name} first')
   return jnp.dtype(dtype)
+
+
+def _float8(x: Array, dtype: Any, name: str) -> jnp.dtype:
+  if x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+    raise ValueError(f'{name} must be bfloat16, float16 or float32, found {x.dtype}')
+  if not is_float8(jnp.dtype(dtype)):
+    raise ValueError(f'dtype must be float8_e4m3fn or float8_e5m2, found {jnp.dtype(dtype)}')
+  return jnp.dtype(dtype)
+
+
+def _matrix_scale(scale: Array, x: Array, name: str) -> Array:
+  scale = jnp.asarray(scale)
+  if scale.shape != x.shape[:-2]:
+    raise ValueError(f'scale must have shape {x.shape[:-2]}, one a matrix of {name}, found {scale.shape}')
+  return scale
+
+
+def _check_origin(origin: tuple[Array | int, Array | int, Array | int]) -> None:
+  if isinstance(origin[2], int) and origin[2] % 4:
+    raise ValueError(f'origin column {origin[2]} is not a multiple of four')
 
 
 def _axis(w: Array, axis: int) -> int:

@@ -171,10 +171,14 @@ def differing(found: Any, expected: Any) -> list[int]:
   """Elements that differ in bits, for each array of two trees. One NaN is as good as another: XLA gives several."""
   counts = []
   for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-    bits = {2: jnp.uint16, 4: jnp.uint32}[a.dtype.itemsize]
+    bits = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[a.dtype.itemsize]
     other = jax.lax.bitcast_convert_type(a, bits) != jax.lax.bitcast_convert_type(b, bits)
-    counts.append(int((other & ~((a != a) & (b != b))).sum()))  # noqa: PLR0124
+    counts.append(int((other & ~(_nan(a) & _nan(b))).sum()))
   return counts
+
+
+def _nan(x: jax.Array) -> jax.Array:
+  return jnp.isnan(x.astype(jnp.float32)) if jnp.issubdtype(x.dtype, jnp.floating) else jnp.zeros(x.shape, bool)
 
 
 def difference(found: Any, expected: Any) -> float:
@@ -270,6 +274,39 @@ def torch_baseline(shape: tuple[int, int]) -> list[float]:
     return []
 
 
+def measure(
+  case: Case, bandwidth: float, iterations: int, *, first_config: bool = False, with_xla: bool = True
+) -> dict[str, Any] | None:
+  """Times every config of a case and XLA's form, prints them, and gives the record of the best; None if none ran."""
+  inputs = case.inputs(jax.random.key(0))
+  jobs: dict[str, Any] = {
+    str(c): functools.partial(case.triton, config=c) for c in (case.configs[:1] if first_config else case.configs)
+  }
+  if case.xla is not None and with_xla:
+    jobs['xla'] = case.xla
+  moved = case.moved(inputs, jax.eval_shape(next(iter(jobs.values())), *inputs))
+  with concurrent.futures.ThreadPoolExecutor(8) as pool:
+    compiled = dict(zip(jobs, pool.map(functools.partial(compiled_or_error, inputs), jobs.values()), strict=True))
+  found: dict[str, Any] = {}
+  for name, f in compiled.items():
+    if isinstance(f, Exception):
+      print(case.op, name, 'failed:', repr(f)[:300], flush=True)
+      continue
+    found[name] = _compat.device_times_ms(f, inputs, iterations if name != 'xla' else 5)
+    ms = statistics.median(found[name])
+    print(f'{case.op:32s} {case.dtype:9s} {name:60s} {ms:.4f} ms {moved / ms / bandwidth:.1%}', flush=True)
+  xla = found.pop('xla', None)
+  if not found:
+    return None
+  best = min(found, key=lambda c: statistics.median(found[c]))
+  return dict(
+    op=case.op, shape=case.shape, dtype=case.dtype, mode='forward', implementation='triton', config=best,
+    bytes=moved, copy_share=moved / statistics.median(found[best]) / bandwidth,
+    baselines={} if xla is None else {'xla': samples(xla)},
+    tried={c: statistics.median(t) for c, t in found.items()}, **samples(found[best]),
+  )  # fmt: skip
+
+
 def main() -> int:
   parser = argparse.ArgumentParser()
   parser.add_argument('--out', type=pathlib.Path, required=True, help='records are appended here')
@@ -292,7 +329,7 @@ def main() -> int:
   device = _device.current()
   bandwidth = copy_bandwidth()
   print(f'{device.name}: copy {bandwidth / 1e9:.3f} TB/s', flush=True)
-  common = _common(device.name) | dict(copy_tb_s=bandwidth / 1e9)
+  common = common_fields(device.name) | dict(copy_tb_s=bandwidth / 1e9)
   pytorch = torch_baseline((16384, 4096))
   if pytorch:
     print(f'PyTorch tile 16384x4096: {statistics.median(pytorch):.4f} ms', flush=True)
@@ -300,37 +337,14 @@ def main() -> int:
   for case in cases(options.tokens, options.hidden):
     if wanted and not any(case.op.startswith(x) for x in wanted):
       continue
-    inputs = case.inputs(jax.random.key(0))
-    jobs: dict[str, Any] = {
-      str(c): functools.partial(case.triton, config=c)
-      for c in (case.configs[:1] if options.first_config else case.configs)
-    }
-    if case.xla is not None and not options.skip_xla:
-      jobs['xla'] = case.xla
-    moved = case.moved(inputs, jax.eval_shape(next(iter(jobs.values())), *inputs))
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
-      compiled = dict(zip(jobs, pool.map(functools.partial(_compiled, inputs), jobs.values()), strict=True))
-    found: dict[str, Any] = {}
-    for name, f in compiled.items():
-      if isinstance(f, Exception):
-        print(case.op, name, 'failed:', repr(f)[:300], flush=True)
-        continue
-      found[name] = _compat.device_times_ms(f, inputs, options.iterations if name != 'xla' else 5)
-      ms = statistics.median(found[name])
-      print(f'{case.op:32s} {case.dtype:9s} {name:60s} {ms:.4f} ms {moved / ms / bandwidth:.1%}', flush=True)
-    xla = found.pop('xla', None)
-    if not found:
+    record = measure(
+      case, bandwidth, options.iterations, first_config=options.first_config, with_xla=not options.skip_xla
+    )
+    if record is None:
       continue
-    best = min(found, key=lambda c: statistics.median(found[c]))
-    baselines = {} if xla is None else {'xla': _samples(xla)}
     if pytorch and case.op == 'transposable_pack' and case.dtype == 'bfloat16':
-      baselines['pytorch'] = _samples(pytorch)
-    record = common | dict(
-      op=case.op, shape=case.shape, dtype=case.dtype, mode='forward', implementation='triton', config=best,
-      bytes=moved, copy_share=moved / statistics.median(found[best]) / bandwidth, baselines=baselines,
-      tried={c: statistics.median(t) for c, t in found.items()}, error=wrong if not options.skip_check else None,
-      **_samples(found[best]),
-    )  # fmt: skip
+      record['baselines']['pytorch'] = samples(pytorch)
+    record = common | record | dict(error=wrong if not options.skip_check else None)
     with options.out.open('a') as f:
       f.write(json.dumps(record) + '\n')
   if not wanted or 'adamw' in wanted:
@@ -342,25 +356,26 @@ def main() -> int:
     print(f'{name:32s} float32   XLA {ms:.4f} ms {moved / ms / bandwidth:.1%}')
     record = common | dict(
       op=name, shape=arrays[0].shape, dtype='float32', mode='step', implementation='xla', bytes=moved,
-      copy_share=moved / ms / bandwidth, **_samples(times),
+      copy_share=moved / ms / bandwidth, **samples(times),
     )  # fmt: skip
     with options.out.open('a') as f:
       f.write(json.dumps(record) + '\n')
   return int(wrong > 0)
 
 
-def _compiled(inputs: tuple[Any, ...], f: Callable[..., Any]) -> Any:
+def compiled_or_error(inputs: tuple[Any, ...], f: Callable[..., Any]) -> Any:
   try:
     return jax.jit(f).lower(*inputs).compile()
   except Exception as e:
     return e
 
 
-def _samples(times: list[float]) -> dict[str, Any]:
+def samples(times: list[float]) -> dict[str, Any]:
   return dict(samples_ms=[round(t, 5) for t in times], median_ms=statistics.median(times))
 
 
-def _common(device: str) -> dict[str, Any]:
+def common_fields(device: str, module: str = 'pallas_kernels.pack.bench') -> dict[str, Any]:
+  """What every record of a run says."""
   import triton
 
   def output(*command: str) -> str:
@@ -371,7 +386,7 @@ def _common(device: str) -> dict[str, Any]:
     driver=output('nvidia-smi', '--query-gpu=driver_version', '--format=csv,noheader'),
     commit=output('git', 'rev-parse', '--verify', '-q', 'HEAD'),
     versions={'jax': jax.__version__, 'triton': triton.__version__},
-    command=' '.join(['python -m pallas_kernels.pack.bench', *(pathlib.Path(a).name for a in sys.argv[1:])]),
+    command=' '.join([f'python -m {module}', *(pathlib.Path(a).name for a in sys.argv[1:])]),
     when=datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds'),
   )  # fmt: skip
 

@@ -14,6 +14,10 @@ from pallas_kernels.transposable_mask import reference as transposable
 
 Array = jax.Array
 
+FLOAT8 = (jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2))
+# A sample of a group is at most half of the sum of its magnitudes, which is twice the largest of them.
+MVUE_HEADROOM = 2.0
+
 
 @functools.partial(
   jax.tree_util.register_dataclass, data_fields=['rows', 'columns', 'codes', 'flips'], meta_fields=[]
@@ -34,6 +38,20 @@ class PackedPair:
   columns: SparseOperand
   codes: Array
   flips: Array | None
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=['operand', 'dense'], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class Packed8:
+  """A matrix in float8, for its sparse product and for its dense one.
+
+  Attributes:
+    operand: the sparse operand.
+    dense: float8, shape of the input, or None if it was not asked for.
+  """
+
+  operand: SparseOperand
+  dense: Array | None
 
 
 def mask_codes(mask: Array) -> Array:
@@ -83,5 +101,39 @@ def mvue_pack(
   return _pack_nonzeros(jnp.clip(sample, -largest, largest).astype(dtype), axis)
 
 
+def soft_threshold_pack8(w: Array, scale: Array, *, axis: int, dtype: jnp.dtype, with_dense: bool) -> Packed8:
+  """See `api.soft_threshold_pack8`."""
+  soft = prune.soft_threshold(w, axis=axis).astype(jnp.float32)
+  projected = cast_float8(soft * scale[..., None, None], dtype)
+  projected = jnp.where(_nonzero(projected), projected, jnp.zeros((), dtype))
+  return Packed8(_pack_nonzeros(projected, axis), projected if with_dense else None)
+
+
+def mvue_pack8(
+  x: Array, key: Array, scale: Array, *, axis: int, origin: tuple[Array | int, Array | int, Array | int],
+  dtype: jnp.dtype, with_dense: bool,
+) -> Packed8:  # fmt: skip
+  """See `api.mvue_pack8`."""
+  wide, scale = x.astype(jnp.float32), scale[..., None, None]
+  sample = mvue.mvue24(wide, key, axis=axis, origin=origin)
+  operand = _pack_nonzeros(cast_float8(sample * (scale * jnp.float32(1 / MVUE_HEADROOM)), dtype), axis)
+  return Packed8(operand, cast_float8(wide * scale, dtype) if with_dense else None)
+
+
+def is_float8(dtype: jnp.dtype) -> bool:
+  """Whether `dtype` is one of the float8 types that tensor cores read."""
+  return dtype in FLOAT8
+
+
+def cast_float8(x: Array, dtype: jnp.dtype) -> Array:
+  """float32 to float8: to nearest even; values beyond the largest, infinities included, become it; NaN stays NaN."""
+  largest = jnp.float32(jnp.finfo(dtype).max)
+  return jnp.clip(x, -largest, largest).astype(dtype)
+
+
+def _nonzero(x: Array) -> Array:
+  return (x.astype(jnp.float32) if x.dtype.itemsize == 1 else x) != 0
+
+
 def _pack_nonzeros(x: Array, axis: int) -> SparseOperand:
-  return to_operand(formats.compress(x, x != 0, axis=axis))
+  return to_operand(formats.compress(x, _nonzero(x), axis=axis))

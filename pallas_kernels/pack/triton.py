@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _triton
+from pallas_kernels import _device, _triton
 from pallas_kernels.mvue.philox import seed_words
 from pallas_kernels.pack._kernels import (
   masked_kernel,
@@ -17,7 +17,8 @@ from pallas_kernels.pack._kernels import (
   soft_threshold_kernel,
   transposable_kernel,
 )
-from pallas_kernels.pack.reference import PackedPair
+from pallas_kernels.pack._kernels8 import mvue8_kernel, soft_threshold8_kernel
+from pallas_kernels.pack.reference import is_float8, Packed8, PackedPair
 from pallas_kernels.sparse_matmul.operand import SparseOperand, words_shape
 
 Array = jax.Array
@@ -113,6 +114,48 @@ def mvue_pack(
   ))  # fmt: skip
 
 
+def soft_threshold_pack8(
+  w: Array, scale: Array, *, axis: int, dtype: jnp.dtype, with_dense: bool, config: Config | None = None
+) -> Packed8:
+  """See `api.soft_threshold_pack8`."""
+  return _pack8(soft_threshold8_kernel, w, [], scale, axis, dtype, with_dense, config or Config())
+
+
+def mvue_pack8(
+  x: Array, key: Array, scale: Array, *, axis: int, origin: tuple[Any, Any, Any], dtype: jnp.dtype, with_dense: bool,
+  config: Config | None = None,
+) -> Packed8:  # fmt: skip
+  """See `api.mvue_pack8`."""
+  parameters = draw_parameters(key, origin)
+  return _pack8(mvue8_kernel, x, [parameters], scale, axis, dtype, with_dense, config or Config(num_warps=2))
+
+
+def _pack8(
+  kernel: Any, x: Array, more: list[Array], scale: Array, axis: int, dtype: jnp.dtype, with_dense: bool, config: Config
+) -> Packed8:
+  batches, rows, columns = _shape(x, dtype)
+  values, words, dense = _triton.call(
+    kernel, x, *more, scale.astype(jnp.float32).reshape(batches),
+    out_shape=structs8(x.shape, dtype, axis, with_dense),
+    grid=config.grid(batches, rows, columns), num_warps=config.num_warps,
+    GROUPS_DOWN=axis == -2, DENSE=with_dense, **config.constants(rows, columns),
+  )  # fmt: skip
+  return Packed8(SparseOperand(values, words), dense if with_dense else None)
+
+
+def structs8(shape: tuple[int, ...], dtype: jnp.dtype, axis: int, with_dense: bool) -> list[jax.ShapeDtypeStruct]:
+  """Values, words and dense array of the float8 kernels; an array of one entry stands for one not wanted."""
+  structs = _structs(shape[:-2], shape[-2], shape[-1], dtype, axis)
+  return [*structs, jax.ShapeDtypeStruct(shape if with_dense else (1,), dtype)]
+
+
+def check_float8() -> None:
+  """NotImplementedError on a card without the conversion to float8."""
+  device = _device.current()
+  if device.platform == 'gpu' and device.capability < (8, 9):
+    raise NotImplementedError(f'float8 needs compute capability 8.9, {device.name} has {device.capability}')
+
+
 def draw_parameters(key: Array, origin: tuple[Any, Any, Any]) -> Array:
   """uint32 [5] for `mvue.block_uniforms`: seed words, then batch, group and quad of the first group."""
   batch, group, column = (jnp.asarray(o).astype(jnp.uint32) for o in origin)
@@ -124,8 +167,10 @@ def _shape(x: Array, dtype: jnp.dtype) -> tuple[int, int, int]:
   rows, columns = x.shape[-2:]
   if x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
     raise NotImplementedError(f'the Triton packers read bfloat16, float16 or float32, found {x.dtype}')
-  if dtype not in (jnp.bfloat16, jnp.float16):
-    raise NotImplementedError(f'the Triton packers write 16-bit values, found {dtype}')
+  if is_float8(dtype):
+    check_float8()
+  elif dtype not in (jnp.bfloat16, jnp.float16):
+    raise NotImplementedError(f'the Triton packers write 16-bit values or float8, found {dtype}')
   if rows % 4 or columns % 4:
     raise NotImplementedError(f'the Triton packers take whole 4x4 blocks, found {rows} x {columns}')
   return math.prod(x.shape[:-2]), rows, columns

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import importlib.util
 import os
 import pathlib
+import re
 import subprocess
 import sys
 from typing import Any
@@ -94,6 +95,34 @@ def round_to_nearest_even() -> None:
   interpreter.InterpreterBuilder.create_fp_trunc = trunc
 
 
+class _Results:
+  """What an inline instruction gives back: one tensor."""
+
+  def __init__(self, handle: Any):
+    self._handle = handle
+
+  def get_result(self, _: int) -> Any:
+    return self._handle
+
+
+def convert_to_float8() -> None:
+  """Gives the interpreter the one piece of inline PTX that the kernels use: four float32 to four float8 in a word."""
+  import triton.language as tl
+  from triton.runtime import interpreter
+
+  def inline(self: Any, asm: str, constraints: str, values: Any, types: Any, pure: bool, pack: int) -> Any:
+    (name,) = set(re.findall(r'cvt\.rn\.satfinite\.(\w+)x2\.f32', asm))
+    dtype = {'e4m3': ml_dtypes.float8_e4m3fn, 'e5m2': ml_dtypes.float8_e5m2}[name]
+    largest = np.float32(ml_dtypes.finfo(dtype).max)
+    # The PTX instruction takes the upper half first.
+    order = ['low, $2, $1', 'high, $4, $3', '{low, high}']
+    assert re.findall('|'.join(map(re.escape, order)), asm) == order
+    entries = [np.clip(v.data, -largest, largest).astype(dtype).view(np.uint8).astype(np.uint32) for v in values]
+    return _Results(interpreter.TensorHandle(sum(e << (8 * i) for i, e in enumerate(entries)), tl.uint32))
+
+  interpreter.InterpreterBuilder.create_inline_asm = inline
+
+
 def run(
   kernel: Any,
   grid: tuple[int, ...],
@@ -108,6 +137,7 @@ def run(
   They are given as (shape, dtype) and filled with a pattern first, the last one with zeros if `zero_last`.
   """
   round_to_nearest_even()
+  convert_to_float8()
   made = []
   for shape, dtype in outputs:
     raw = np.full(int(np.prod(shape)) * np.dtype(dtype).itemsize, 0xA5, np.uint8)
@@ -116,3 +146,12 @@ def run(
     made[-1].array[...] = 0
   kernel[grid](*(Tensor(np.array(x)) for x in inputs), *made, **constants)
   return [t.array for t in made]
+
+
+def assert_equal_float8(found: np.ndarray, expected: Any) -> None:
+  """Equal bits in float8 arrays; one NaN is as good as another."""
+  found, expected = np.asarray(found), np.asarray(expected)
+  assert found.dtype == expected.dtype
+  nan = np.isnan(expected.astype(np.float32))
+  np.testing.assert_array_equal(np.isnan(found.astype(np.float32)), nan)
+  np.testing.assert_array_equal(np.where(nan, 0, found.view(np.uint8)), np.where(nan, 0, expected.view(np.uint8)))

@@ -9,6 +9,7 @@ import numpy as np
 
 from pallas_kernels.gated_activation import api
 from pallas_kernels.pack import api as pack
+from pallas_kernels.quantize import api as quantize
 
 PLAIN = {
   'silu': jax.nn.silu,
@@ -54,7 +55,26 @@ class GatedActivationTest(parameterized.TestCase):
     np.testing.assert_array_equal(transposed, dz.T)
     np.testing.assert_array_equal(other.values, operand.values)
 
+  @parameterized.parameters((True, -1), (True, -2), (False, -1))
+  def test_float8_pack_is_that_of_the_result(self, gated, axis):
+    features, tokens, key, e5m2 = 32, 64, jax.random.key(2), jnp.float8_e5m2
+    dh = jax.random.normal(jax.random.key(0), (tokens, features), jnp.bfloat16)
+    z = jax.random.normal(jax.random.key(1), (tokens, features * (2 if gated else 1)), jnp.bfloat16)
+    dh, z = (dh, z) if axis == -1 else (dh.T, z.T)
+    options = dict(gated=gated, axis=axis)
+    dz = jax.jit(functools.partial(api.activation_backward, **options))(dh, z)
+    largest = jax.jit(functools.partial(api.activation_backward_amax, **options))(dh, z)
+    np.testing.assert_array_equal(largest, np.abs(np.asarray(dz).astype(np.float32)).max())
+    scale, _ = quantize.current_scale(largest, e5m2)
+    made = jax.jit(functools.partial(api.activation_backward_pack8, **options))(dh, z, key, scale)
+    expected = jax.jit(functools.partial(pack.mvue_pack8, axis=-3 - axis))(dz, key, scale)
+    for found, wanted in zip(jax.tree.leaves(made), jax.tree.leaves(expected), strict=True):
+      bits = f'u{wanted.dtype.itemsize}'
+      np.testing.assert_array_equal(np.asarray(found).view(bits), np.asarray(wanted).view(bits))
+
   @parameterized.named_parameters(
+    ('scale', lambda z: api.activation_backward_pack8(z, z, None, jnp.ones(2), gated=False), 'scalar'),
+    ('dtype8', lambda z: api.activation_backward_pack8(z, z, None, 1.0, gated=False, dtype=z.dtype), 'float8_e4m3fn'),
     ('activation', lambda z: api.gated_activation(z, activation='tanh'), 'known are'),
     ('odd', lambda z: api.gated_activation(z[:, :3]), 'odd length'),
     ('shape', lambda z: api.activation_backward(z, z), r'\(8, 4\)'),

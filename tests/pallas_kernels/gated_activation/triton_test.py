@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from tests.pallas_kernels import triton_interpreter
 
-BF16, U32 = jnp.bfloat16, jnp.uint32
+BF16, U32, E5M2 = jnp.bfloat16, jnp.uint32, jnp.float8_e5m2
 BACKWARD = [BF16, BF16, U32, BF16, BF16, U32]
 
 
@@ -28,6 +28,18 @@ class TritonTest(parameterized.TestCase):
     made = _triton.compile_for(
       gated.backward_kernel, BACKWARD, constants | dict(ROWS=4096, COLUMNS=4096, TILE_ROWS=16, TILE_COLUMNS=16),
       compute_capability=capability, num_warps=8 if gate and pack else 4,
+    )  # fmt: skip
+    self.assertEqual(made.stack_bytes, 0)
+
+  @parameterized.parameters(('silu', True, 8), ('gelu', False, 4))
+  def test_float8_backward_compiles_without_spills(self, activation, gate, warps):
+    from pallas_kernels import _triton
+    from pallas_kernels.gated_activation import triton as gated
+
+    made = _triton.compile_for(
+      gated.backward8_kernel, [BF16, BF16, U32, jnp.float32, E5M2, E5M2, U32],
+      dict(ACTIVATION=activation, GATED=gate, DOWN=False, ROWS=4096, COLUMNS=4096, TILE_ROWS=16, TILE_COLUMNS=16),
+      compute_capability=90, num_warps=warps,
     )  # fmt: skip
     self.assertEqual(made.stack_bytes, 0)
 

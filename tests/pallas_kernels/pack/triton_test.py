@@ -1,5 +1,6 @@
 """The Triton packers without a GPU: numerics in the interpreter, machine code for three architectures."""
 
+import itertools
 import unittest
 
 from absl.testing import absltest, parameterized
@@ -7,7 +8,8 @@ import jax.numpy as jnp
 
 from tests.pallas_kernels import triton_interpreter
 
-BF16, U16, U32, I32 = jnp.bfloat16, jnp.uint16, jnp.uint32, jnp.int32
+BF16, U16, U32, I32, F32 = jnp.bfloat16, jnp.uint16, jnp.uint32, jnp.int32, jnp.float32
+E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 PAIR = [BF16, U32, BF16, U32]
 # Kernel -> (dtypes of its arrays, its constants, warps).
 KERNELS = {
@@ -17,6 +19,11 @@ KERNELS = {
   'soft_threshold_kernel': ([BF16, jnp.float32, BF16, U32], dict(GROUPS_DOWN=True), 4),
   'mvue_kernel': ([BF16, U32, BF16, U32], dict(GROUPS_DOWN=True), 2),
 }
+# For compute capability 9.0: the sparse float8 product is Hopper's.
+FLOAT8_KERNELS = {
+  'soft_threshold8_kernel': ([BF16, F32, E4M3, U32, E4M3], dict(GROUPS_DOWN=True, DENSE=True), 4),
+  'mvue8_kernel': ([BF16, U32, F32, E5M2, U32, E5M2], dict(GROUPS_DOWN=True, DENSE=True), 2),
+}
 
 
 @unittest.skipUnless(triton_interpreter.HAS_TRITON, 'triton is not installed')
@@ -25,12 +32,14 @@ class TritonTest(parameterized.TestCase):
   def test_interpreted(self):
     self.assertIn('OK', triton_interpreter.run_interpreted('tests.pallas_kernels.pack.interpreted'))
 
-  @parameterized.product(kernel=list(KERNELS), capability=(80, 86, 90))
+  @parameterized.parameters(
+    *itertools.product(KERNELS, (80, 86, 90)), *((kernel, 90) for kernel in FLOAT8_KERNELS)
+  )  # fmt: skip
   def test_compiles_without_spills(self, kernel, capability):
     from pallas_kernels import _triton
     from pallas_kernels.pack import triton as pack
 
-    arrays, constants, warps = KERNELS[kernel]
+    arrays, constants, warps = (KERNELS | FLOAT8_KERNELS)[kernel]
     constants = constants | dict(ROWS=4096, COLUMNS=4096, TILE_ROWS=16, TILE_COLUMNS=16)
     made = _triton.compile_for(
       getattr(pack, kernel), arrays, constants, compute_capability=capability, num_warps=warps

@@ -61,6 +61,30 @@ class InterpretedTest(parameterized.TestCase):
     np.testing.assert_array_equal(words, np.asarray(operand.words))
     np.testing.assert_array_equal(values.view(np.uint16), np.asarray(operand.values).view(np.uint16))
 
+  @parameterized.parameters(('silu', True, -1), ('gelu', False, -2))
+  def test_backward_pack_float8(self, activation, gate, axis):
+    features, tokens, dtype, out = 64, 20, jnp.bfloat16, jnp.dtype(jnp.float8_e5m2)
+    wide = features * (2 if gate else 1)
+    shapes = ((tokens, features), (tokens, wide)) if axis == -1 else ((features, tokens), (wide, tokens))
+    dh, z = (jax.random.normal(jax.random.key(i), shape, dtype) for i, shape in enumerate(shapes))
+    key, config, scale = jax.random.key(2), pack.Config(), jnp.float32(5000)
+    options = dict(ACTIVATION=activation, GATED=gate, DOWN=axis == -2, **config.constants(*shapes[0]))
+    parameters, words = pack.draw_parameters(key, (0, 0, 0)), (words_shape(wide, tokens), jnp.uint32)
+    # The float8 kernel must make of its dz what the packer makes of the same dz in bfloat16.
+    dz = triton_interpreter.run(
+      gated.backward_kernel, config.grid(1, *shapes[0]), [dh, z, parameters],
+      [(shapes[1], dtype), ((wide, tokens // 2), dtype), words], dict(PACK=True, **options),
+    )[0]  # fmt: skip
+    found = triton_interpreter.run(
+      gated.backward8_kernel, config.grid(1, *shapes[0]), [dh, z, parameters, scale.reshape(1)],
+      [(shapes[1], out), ((wide, tokens // 2), out), words], options,
+    )  # fmt: skip
+    pick = functools.partial(pack_reference.mvue_pack8, axis=-3 - axis, origin=(0, 0, 0), dtype=out, with_dense=True)
+    expected = jax.jit(pick)(jnp.asarray(dz), key, scale)
+    np.testing.assert_array_equal(found[2], np.asarray(expected.operand.words))
+    triton_interpreter.assert_equal_float8(found[1], expected.operand.values)
+    triton_interpreter.assert_equal_float8(found[0], expected.dense)
+
 
 if __name__ == '__main__':
   absltest.main()

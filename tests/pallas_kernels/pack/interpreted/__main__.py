@@ -110,6 +110,38 @@ class InterpretedTest(parameterized.TestCase):
     )  # fmt: skip
     self.assert_operand(found, expected)
 
+  def assert_packed8(self, found, expected):
+    triton_interpreter.assert_equal_float8(found[0], expected.operand.values)
+    self.assert_same_bits(found[1], expected.operand.words)
+    triton_interpreter.assert_equal_float8(found[2], expected.dense)
+
+  # With these scales a few entries saturate and a few round to zero.
+  @parameterized.parameters((CASES[0], -2), (CASES[1], -1), (CASES[2], -2))
+  def test_soft_threshold8(self, case, axis):
+    shape, dtype = case
+    w, out = weights(shape, dtype), jnp.dtype(jnp.float8_e4m3fn)
+    scale = jnp.linspace(0.01, 300, int(np.prod(shape[:-2])), dtype=jnp.float32).reshape(shape[:-2])
+    expected = functools.partial(reference.soft_threshold_pack8, axis=axis, dtype=out, with_dense=True)
+    found = run(
+      pack.soft_threshold8_kernel, pack.structs8(shape, out, axis, True), [w, scale.reshape(-1)], shape,
+      GROUPS_DOWN=axis == -2, DENSE=True,
+    )  # fmt: skip
+    self.assert_packed8(found, jax.jit(expected)(w, scale))
+
+  @parameterized.parameters((CASES[0], -2), (CASES[1], -1), (CASES[2], -2))
+  def test_mvue8(self, case, axis):
+    shape, dtype = case
+    x, out = weights(shape, dtype), jnp.dtype(jnp.float8_e5m2 if axis == -2 else jnp.float8_e4m3fn)
+    key, origin = jax.random.key(7), (3, 5, 8)
+    scales = (3e-5, 2e4) if axis == -2 else (5e-3, 200)
+    scale = jnp.linspace(*scales, int(np.prod(shape[:-2])), dtype=jnp.float32).reshape(shape[:-2])
+    expected = functools.partial(reference.mvue_pack8, axis=axis, origin=origin, dtype=out, with_dense=True)
+    inputs = [x, pack.draw_parameters(key, origin), scale.reshape(-1)]
+    found = run(
+      pack.mvue8_kernel, pack.structs8(shape, out, axis, True), inputs, shape, GROUPS_DOWN=axis == -2, DENSE=True
+    )
+    self.assert_packed8(found, jax.jit(expected)(x, key, scale))
+
 
 if __name__ == '__main__':
   absltest.main()

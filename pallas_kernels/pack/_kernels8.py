@@ -1,0 +1,100 @@
+"""The packing kernels that write float8: those of `_kernels` with a scale, and the dense array beside the operand."""
+
+import triton
+import triton.language as tl
+
+from pallas_kernels.mvue import triton as mvue
+from pallas_kernels.pack import _blocks, _blocks8, _kernels
+
+
+@triton.jit
+def soft_threshold8_kernel(
+  w, scale, values, words, dense,
+  ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
+  GROUPS_DOWN: tl.constexpr, DENSE: tl.constexpr,
+):  # fmt: skip
+  """scale S(w) packed along one axis, and in the layout of w if DENSE."""
+  place = _blocks.tile(ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS)
+  batch = tl.program_id(1).to(tl.int64)
+  x = _blocks.entries(_blocks.load_blocks(w + batch * ROWS * COLUMNS, place, COLUMNS))
+  if GROUPS_DOWN:
+    x = _blocks.transpose(x)
+  beta = tl.load(scale + batch)
+  source: tl.constexpr = w.dtype.element_ty
+  dtype: tl.constexpr = values.dtype.element_ty
+  g = (
+    _shrunk8(x[0], beta, source, dtype), _shrunk8(x[1], beta, source, dtype),
+    _shrunk8(x[2], beta, source, dtype), _shrunk8(x[3], beta, source, dtype),
+  )  # fmt: skip
+  code = _blocks8.keep8(g[0]) | _blocks8.keep8(g[1]) << 4 | _blocks8.keep8(g[2]) << 8 | _blocks8.keep8(g[3]) << 12
+  if DENSE:
+    rows = g
+    if GROUPS_DOWN:
+      rows = _blocks8.transpose8(g)
+    _blocks8.store_dense8(dense + batch * ROWS * COLUMNS, rows, place, ROWS, COLUMNS, False)
+  pairs = _blocks8.choose_all8(g, _blocks.nibbles(code))
+  _kernels.store_one(pairs, code, values, words, place, batch, ROWS, COLUMNS, GROUPS_DOWN)
+
+
+@triton.jit
+def _shrunk8(x, beta, source: tl.constexpr, dtype: tl.constexpr):
+  s = _kernels.shrunk(x, beta, source)
+  return _blocks8.positive_zeros8(_blocks8.quad8(s[0], s[1], s[2], s[3], dtype))
+
+
+@triton.jit
+def mvue8_kernel(
+  x, parameters, scale, values, words, dense,
+  ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
+  GROUPS_DOWN: tl.constexpr, DENSE: tl.constexpr,
+):  # fmt: skip
+  """An MVUE sample of x, times half of `scale`, packed along one axis; and all of x, times `scale`, if DENSE."""
+  place = _blocks.tile(ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS)
+  batch = tl.program_id(1)
+  blocks = _blocks.load_blocks(x + batch.to(tl.int64) * ROWS * COLUMNS, place, COLUMNS)
+  sample_and_store8(
+    _blocks.entries(blocks), x.dtype.element_ty, parameters, tl.load(scale + batch), values, words, dense, place, batch,
+    ROWS, COLUMNS, GROUPS_DOWN, DENSE,
+  )  # fmt: skip
+
+
+@triton.jit
+def sample_and_store8(
+  e, source: tl.constexpr, parameters, scale, values, words, dense, place, batch,
+  ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUPS_DOWN: tl.constexpr, DENSE: tl.constexpr,
+):  # fmt: skip
+  """MVUE of the blocks `e` (bits) and their operand; the blocks themselves in their own layout if DENSE."""
+  dtype: tl.constexpr = values.dtype.element_ty
+  far = batch.to(tl.int64)
+  if DENSE:
+    quads = _blocks8.scaled8(e, scale, source, dtype)
+    _blocks8.store_dense8(dense + far * ROWS * COLUMNS, quads, place, ROWS, COLUMNS, False)
+  if GROUPS_DOWN:
+    e = _blocks.transpose(e)
+    u = mvue.block_uniforms(parameters, place, batch, True)
+  else:
+    u = mvue.block_uniforms(parameters, place, batch, False)
+  # Sampled values go up to half the sum of their group, twice the largest entry.
+  half = scale * 0.5
+  first, code0 = _sample_two(e[0], e[1], u[0], u[1], half, source, dtype)
+  second, code1 = _sample_two(e[2], e[3], u[2], u[3], half, source, dtype)
+  pairs = (first & 0xFFFF, first >> 16, second & 0xFFFF, second >> 16)
+  _kernels.store_one(pairs, code0 | code1 << 8, values, words, place, far, ROWS, COLUMNS, GROUPS_DOWN)
+
+
+@triton.jit
+def _sample_two(e, f, u, v, scale, source: tl.constexpr, dtype: tl.constexpr):
+  """Samples of two groups: (four float8 values, 8-bit code)."""
+  low0, high0, finite0, code0 = _sample(e, u, scale, source, dtype)
+  low1, high1, finite1, code1 = _sample(f, v, scale, source, dtype)
+  quad = _blocks8.quad8(low0, high0, low1, high1, dtype)
+  poison = tl.where(finite0, 0, 0x7F7F) | tl.where(finite1, 0, 0x7F7F0000)
+  return quad | poison.to(tl.uint32), code0 | code1 << 4
+
+
+@triton.jit
+def _sample(e, u, scale, source: tl.constexpr, dtype: tl.constexpr):
+  return mvue.sample_floats(
+    _blocks.to_float(e[0], source), _blocks.to_float(e[1], source),
+    _blocks.to_float(e[2], source), _blocks.to_float(e[3], source), u, scale, False, dtype,
+  )  # fmt: skip

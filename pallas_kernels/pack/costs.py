@@ -1,0 +1,35 @@
+"""What a memory-bound pass costs on a measured card: bytes over the bandwidth that its kernel reached there."""
+
+from collections.abc import Iterable, Mapping
+import functools
+import json
+import pathlib
+from typing import Any
+
+from pallas_kernels import _tuning
+
+
+def write(records: Iterable[Mapping[str, Any]], path: pathlib.Path) -> None:
+  """Keeps the bandwidth of each kernel, from the records of `pack.bench`; of several of one op the slowest."""
+  kernels = [r for r in records if r['bench'] == 'memory_bound' and r['implementation'] == 'triton']
+  tb_s: dict[str, float] = {}
+  for r in kernels:
+    tb_s[r['op']] = min(tb_s.get(r['op'], float('inf')), r['bytes'] / r['median_ms'] / 1e9)
+  head = {name: kernels[0][name] for name in ('device', 'driver', 'versions', 'when', 'copy_tb_s')}
+  path.write_text(json.dumps(head | {'tb_s': {op: round(v, 3) for op, v in sorted(tb_s.items())}}, indent=1) + '\n')
+
+
+@functools.cache
+def _measured(device: str, folder: pathlib.Path) -> Mapping[str, float]:
+  path = folder / device / 'memory_bound.json'
+  return json.loads(path.read_text())['tb_s'] if path.exists() else {}
+
+
+def expected_ms(device: str, op: str, size: int, *, folder: pathlib.Path = _tuning.TUNED) -> float | None:
+  """Milliseconds of a pass of `op` that moves `size` bytes; None if the card or the op was not measured.
+
+  >>> expected_ms('no_such_card', 'masked_pack', 1 << 30) is None
+  True
+  """
+  tb_s = _measured(device, folder).get(op)
+  return None if tb_s is None else size / tb_s / 1e9

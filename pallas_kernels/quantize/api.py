@@ -1,0 +1,149 @@
+"""Rounding to float8 with a scale a tensor, and the dense product of such tensors.
+
+`current_scale` has the rule of arXiv 2409.09099, section 5 (per-tensor, current, no margin), with the guards that the
+rule lacks. Back ends of `quantize`: `reference` (plain jnp, everywhere) and `triton` (compute capability 8.9 on).
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import _dispatch
+from pallas_kernels.pack.api import candidates8
+from pallas_kernels.pack.reference import is_float8
+
+__all__ = ['amax', 'current_scale', 'fp8_dot', 'quantize']
+
+Array = jax.Array
+TRANSPOSE = ('no', 'both', 'only')
+
+# Scales stay within 2^-126 and 2^126, so that neither a scale nor its inverse is subnormal or infinite. Ours.
+_LARGEST_SCALE = 2.0**126
+
+
+def amax(x: Array) -> Array:
+  """The largest magnitude of each matrix of `x`, float32 of shape `x.shape[:-2]`; NaN if it holds one.
+
+  An XLA reduction, a pass of its own over `x` (two bytes an entry in bfloat16): the scale must be known before the
+  first entry is rounded.
+
+  >>> import jax.numpy as jnp
+  >>> float(amax(jnp.array([[1.0, -3.0], [2.0, 0.5]])))
+  3.0
+  """
+  return jnp.max(jnp.abs(x), axis=(-2, -1)).astype(jnp.float32)
+
+
+def current_scale(amax: Array, dtype: Any) -> tuple[Array, Array]:
+  """(scale, factor): what to multiply a tensor with before rounding it to `dtype`, and the product with after.
+
+  scale = largest / amax and factor = amax / largest, largest being that of `dtype`. Guards, which are ours: an amax of
+  zero, or so small that the scale would leave float32's range, gives the largest scale, 2^126; one that is NaN or
+  infinite gives scale 1 and factor NaN, so that an overflow upstream shows in the product and does not pass for a
+  clipped number.
+
+  Args:
+    amax: largest magnitudes, float32, any shape.
+    dtype: float8_e4m3fn (largest 448) or float8_e5m2 (57344).
+
+  Raises:
+    ValueError: another dtype.
+
+  >>> import jax.numpy as jnp
+  >>> [float(x) for x in current_scale(jnp.float32(7.0), jnp.float8_e4m3fn)]
+  [64.0, 0.015625]
+  """
+  largest = float(jnp.finfo(_float8(dtype)).max)
+  amax = jnp.asarray(amax, jnp.float32)
+  bounded = jnp.maximum(amax, jnp.float32(largest / _LARGEST_SCALE))
+  finite = jnp.isfinite(amax)
+  scale = jnp.where(finite, jnp.float32(largest) / jnp.where(finite, bounded, jnp.float32(1)), jnp.float32(1))
+  return scale, jnp.where(finite, bounded / jnp.float32(largest), jnp.float32(jnp.nan))
+
+
+def quantize(
+  x: Array, scale: Array, *, dtype: Any, transpose: str = 'no', implementation: str | None = None
+) -> Array | tuple[Array, Array]:
+  """x times `scale` in float8, and its transpose, from one read of `x`.
+
+  float8 products want both operands with the contracted axis contiguous, so a tensor that is contracted along either
+  axis (activations: along features forward, along tokens in the weight gradient) is needed both ways. The product is
+  taken in float32 and rounded to nearest even; what exceeds the largest value, infinities included, becomes it; NaN
+  stays NaN.
+
+  Args:
+    x: [..., R, C], bfloat16, float16 or float32.
+    scale: float32, shape `x.shape[:-2]`, from `current_scale`.
+    dtype: float8_e4m3fn or float8_e5m2.
+    transpose: 'no' for [..., R, C], 'only' for [..., C, R], 'both' for the pair.
+    implementation: 'reference', 'triton' (R and C multiples of four), or None to choose: without a transpose, XLA.
+
+  Raises:
+    ValueError: shapes, dtypes or `transpose` do not fit, or the named implementation refuses.
+
+  >>> import jax.numpy as jnp
+  >>> x = jnp.array([[1.0, 1.03], [-1000.0, 0.0]])
+  >>> plain, turned = quantize(x, jnp.float32(1), dtype=jnp.float8_e4m3fn, transpose='both')
+  >>> plain.tolist(), turned.tolist()
+  ([[1.0, 1.0], [-448.0, 0.0]], [[1.0, -448.0], [1.0, 0.0]])
+  """
+  if x.ndim < 2 or x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+    raise ValueError(f'x must be bfloat16, float16 or float32 with at least two axes, found {x.dtype} of {x.shape}')
+  if transpose not in TRANSPOSE:
+    raise ValueError(f'transpose={transpose!r} is unknown; accepted are {TRANSPOSE}')
+  scale = jnp.asarray(scale, jnp.float32)
+  if scale.shape != x.shape[:-2]:
+    raise ValueError(f'scale must have shape {x.shape[:-2]}, one a matrix of x, found {scale.shape}')
+  backends = {name: f'pallas_kernels.quantize.{name}:quantize' for name in ('reference', 'triton')}
+  return _dispatch.dispatch(
+    'quantize', backends, implementation, _candidates(transpose), x, scale, dtype=_float8(dtype), transpose=transpose
+  )
+
+
+def fp8_dot(a: Array, b: Array, a_scale: Array, b_scale: Array, *, out_dtype: Any = jnp.bfloat16) -> Array:
+  """a_scale b_scale a . b^T with float32 sums: the dense float8 product, both operands with K contiguous.
+
+  For the input gradient dx[T, I] = dz[T, O] W~[I, O]^T. Written so that XLA on compute capability 8.9 and newer makes
+  it one cuBLASLt float8 matmul that takes the scales (`__cublas$lt$matmul$f8`): the float8 operands go into the product
+  as they are, which keeps every other lowering exact too, the result is asked for in the 16-bit type, and the scales
+  multiply it.
+
+  Args:
+    a: [M, K], float8_e4m3fn or float8_e5m2.
+    b: [N, K], float8_e4m3fn or float8_e5m2; cuBLASLt lacks e5m2 for both.
+    a_scale: float32 scalar, the factor of de-quantisation of `a`.
+    b_scale: that of `b`.
+    out_dtype: bfloat16 or float16 (whose range must hold the sum before it is scaled), or float32.
+
+  Returns:
+    [M, N].
+
+  Raises:
+    ValueError: shapes or dtypes do not fit.
+
+  >>> import jax.numpy as jnp
+  >>> a, b = jnp.ones((2, 16), jnp.float8_e5m2), jnp.ones((3, 16), jnp.float8_e4m3fn)
+  >>> fp8_dot(a, b, jnp.float32(0.5), jnp.float32(2))[0].tolist()
+  [16.0, 16.0, 16.0]
+  """
+  for operand in (a, b):
+    _float8(operand.dtype)
+  if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[1]:
+    raise ValueError(f'a [M, K] and b [N, K] must be matrices with the same K, found {a.shape} and {b.shape}')
+  if jnp.shape(a_scale) or jnp.shape(b_scale):
+    raise ValueError(f'scales must be scalars, found shapes {jnp.shape(a_scale)} and {jnp.shape(b_scale)}')
+  scale = jnp.asarray(a_scale, jnp.float32) * jnp.asarray(b_scale, jnp.float32)
+  d = jax.lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.dtype(out_dtype))
+  return d * scale.astype(d.dtype)
+
+
+def _candidates(transpose: str) -> list[str]:
+  # Without a transpose XLA's own element-wise pass is at copy speed.
+  return ['reference'] if transpose == 'no' else candidates8()
+
+
+def _float8(dtype: Any) -> jnp.dtype:
+  if not is_float8(jnp.dtype(dtype)):
+    raise ValueError(f'dtype must be float8_e4m3fn or float8_e5m2, found {jnp.dtype(dtype)}')
+  return jnp.dtype(dtype)

@@ -1,0 +1,144 @@
+"""The packers' float8 results against oracles in NumPy and ml_dtypes, on the CPU."""
+
+import functools
+import itertools
+
+from absl.testing import absltest, parameterized
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from pallas_kernels import formats
+from pallas_kernels.mvue import reference as mvue
+from pallas_kernels.pack import api
+from pallas_kernels.quantize.api import amax, current_scale
+from pallas_kernels.sparse_matmul.operand import from_operand
+
+E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+NUMPY = {E4M3: ml_dtypes.float8_e4m3fn, E5M2: ml_dtypes.float8_e5m2}
+LARGEST = {E4M3: 448.0, E5M2: 57344.0}
+
+
+def normal(shape, dtype=jnp.bfloat16, seed=0):
+  return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
+# Compiled: one by one, the operations would take ten times as long.
+soft_threshold_pack8 = jax.jit(api.soft_threshold_pack8, static_argnames=('axis', 'dtype', 'with_dense'))
+mvue_pack8 = jax.jit(api.mvue_pack8, static_argnames=('axis', 'origin', 'dtype', 'with_dense'))
+decompress = jax.jit(lambda operand: formats.decompress(from_operand(operand)))
+
+
+def dense(operand):
+  return np.asarray(decompress(operand)).astype(np.float32)
+
+
+def rounded(x, dtype):
+  return np.clip(x, -LARGEST[dtype], LARGEST[dtype]).astype(NUMPY[dtype]).astype(np.float32)
+
+
+def shrink(w):
+  """Soft threshold of float32 groups of four along the last axis."""
+  groups = w.reshape(*w.shape[:-1], -1, 4)
+  t = np.sort(np.abs(groups), axis=-1)[..., 1:2]
+  return (np.sign(groups) * np.maximum(np.abs(groups) - t, 0)).reshape(w.shape)
+
+
+def expected_mean(group, scale, dtype):
+  """Mean of the rounded sample of one group, in float64, from inclusion probabilities."""
+  a = np.abs(group).astype(np.float64)
+  p = np.minimum(1, 2 * a / a.sum())
+  if (p == 1).any():
+    rest = a.sum() - a.max()
+    p = np.where(p == 1, 1, a / max(rest, 1e-300))
+  values = np.divide(a, p, out=np.zeros_like(a), where=p > 0)
+  return np.sign(group) * p * rounded((values * scale / 2).astype(np.float32), dtype) / (scale / 2)
+
+
+class SoftThresholdTest(parameterized.TestCase):
+
+  @parameterized.product(axis=(-1, -2), dtype=(E4M3, E5M2))
+  def test_operand_and_dense_hold_the_rounded_projection(self, axis, dtype):
+    w = normal((2, 68, 132), jnp.float32)
+    top = api.soft_threshold_amax(w, axis=axis)
+    scale, _ = current_scale(top, dtype)
+    packed = soft_threshold_pack8(w, scale, axis=axis, dtype=dtype)
+    self.assertEqual(packed.operand.dtype, dtype)
+    w = np.asarray(w)
+    soft = shrink(w) if axis == -1 else np.swapaxes(shrink(np.swapaxes(w, 1, 2)), 1, 2)
+    np.testing.assert_array_equal(top, np.abs(soft).max((1, 2)))
+    expected = rounded(soft * np.asarray(scale)[:, None, None], dtype)
+    np.testing.assert_array_equal(np.asarray(packed.dense).astype(np.float32), expected)
+    np.testing.assert_array_equal(dense(packed.operand), expected if axis == -1 else np.swapaxes(expected, 1, 2))
+    self.assertEqual(np.abs(expected).max(), LARGEST[dtype])
+
+  def test_what_rounds_to_zero_is_not_kept_and_has_no_sign(self):
+    w = jnp.tile(jnp.array([-1.0, 1e-6, -0.25, 0.25]), (4, 16))
+    packed = soft_threshold_pack8(w, jnp.float32(1e-4), axis=-1)
+    np.testing.assert_array_equal(np.asarray(packed.dense).view(np.uint8), np.zeros((4, 64), np.uint8))
+    np.testing.assert_array_equal(np.asarray(packed.operand.values).view(np.uint8), np.zeros((4, 32), np.uint8))
+
+  def test_nan_stays(self):
+    w = normal((8, 64)).at[3, 5].set(jnp.nan)
+    packed = soft_threshold_pack8(w, jnp.float32(100), axis=-1)
+    for found in (dense(packed.operand), np.asarray(packed.dense).astype(np.float32)):
+      np.testing.assert_array_equal(np.argwhere(np.isnan(found)), [[3, 4], [3, 5]])
+
+
+class MvueTest(parameterized.TestCase):
+
+  @parameterized.product(axis=(-1, -2), dtype=(E4M3, E5M2))
+  def test_takes_the_decisions_of_mvue24_and_rounds_after(self, axis, dtype):
+    x, key, origin = normal((2, 68, 132)), jax.random.key(5), (1, 2, 4)
+    scale, _ = current_scale(amax(x), dtype)
+    packed = mvue_pack8(x, key, scale, axis=axis, origin=origin, dtype=dtype)
+    sample = jax.jit(functools.partial(mvue.mvue24, axis=axis, origin=origin))(x.astype(jnp.float32), key)
+    factors = np.asarray(scale)[:, None, None]
+    expected = rounded(np.asarray(sample) * (factors / 2), dtype)
+    np.testing.assert_array_equal(dense(packed.operand), expected if axis == -1 else np.swapaxes(expected, 1, 2))
+    expected = rounded(np.asarray(x).astype(np.float32) * factors, dtype)
+    np.testing.assert_array_equal(np.asarray(packed.dense).astype(np.float32), expected)
+
+  def test_the_largest_possible_sample_does_not_saturate(self):
+    # Four equal entries: each kept one gets the value of two, the bound.
+    x = jnp.full((64, 64), -3.0, jnp.bfloat16)
+    scale, factor = current_scale(amax(x), E5M2)
+    kept = dense(mvue_pack8(x, jax.random.key(0), scale).operand)
+    self.assertEqual(np.unique(kept).tolist(), [-57344.0, 0.0])
+    np.testing.assert_allclose(kept.min() * api.MVUE_HEADROOM * np.asarray(factor), -6.0, rtol=1e-6)
+
+  def test_the_mean_is_the_value_up_to_the_rounding(self):
+    draws, x = 4000, normal((8, 4), jnp.float32)
+    x = x.at[0, 1].set(20.0).at[2, 2].set(0.0)
+    scale, _ = current_scale(amax(x), E5M2)
+    many = jnp.broadcast_to(x, (draws, 8, 4))
+    packed = mvue_pack8(many, jax.random.key(3), jnp.full((draws,), scale), with_dense=False)
+    self.assertIsNone(packed.dense)
+    kept = dense(packed.operand)
+    kept = kept.swapaxes(1, 2).astype(np.float64) / (float(scale) / 2)
+    x = np.asarray(x)
+    expected = np.empty((8, 4))
+    for g, c in itertools.product(range(2), range(4)):
+      expected[4 * g : 4 * g + 4, c] = expected_mean(x[4 * g : 4 * g + 4, c], float(scale), E5M2)
+    error = np.abs(kept.mean(0) - expected)
+    self.assertTrue((error <= 5 * kept.std(0) / np.sqrt(draws) + 1e-9).all())
+    # Two bits of mantissa: each value is off by an eighth at most, and so is the mean.
+    self.assertTrue((np.abs(expected - x) <= np.abs(x) / 8).all())
+
+  @parameterized.named_parameters(
+    ('scale', lambda x, k: api.mvue_pack8(x, k, jnp.ones(8)), 'one a matrix of x'),
+    ('soft_scale', lambda x, k: api.soft_threshold_pack8(x, jnp.ones(8)), 'one a matrix of w'),
+    ('dtype', lambda x, k: api.mvue_pack8(x, k, 1.0, dtype=jnp.bfloat16), 'float8_e4m3fn or float8_e5m2, found'),
+    ('source', lambda x, k: api.soft_threshold_pack8(x.astype(jnp.int8), 1.0), 'w must be bfloat16'),
+    ('axis', lambda x, k: api.mvue_pack8(x, k, 1.0, axis=2), 'last two axes'),
+    ('origin', lambda x, k: api.mvue_pack8(x, k, 1.0, origin=(0, 0, 2)), 'multiple of four'),
+    ('other_ops', lambda x, k: api.transposable_pack(x, dtype=E4M3), 'bfloat16 or float16, found'),
+  )
+  def test_bad_arguments(self, call, message):
+    with self.assertRaisesRegex(ValueError, message):
+      call(jnp.ones((8, 8), jnp.bfloat16), jax.random.key(0))
+
+
+if __name__ == '__main__':
+  absltest.main()

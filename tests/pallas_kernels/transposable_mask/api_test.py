@@ -1,0 +1,81 @@
+"""Which search finds the mask: the packer's on a GPU that holds the whole array, XLA's elsewhere."""
+
+import functools
+from unittest import mock
+
+from absl.testing import absltest, parameterized
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import _device
+from pallas_kernels.pack import api as pack
+from pallas_kernels.pack import reference as pack_reference
+from pallas_kernels.transposable_mask import api, reference
+
+search = jax.jit(reference.transposable_mask)
+
+
+def weight(*shape: int, dtype=jnp.float32) -> jax.Array:
+  return jnp.asarray(np.random.default_rng(0).integers(-3, 4, shape), dtype)  # many ties
+
+
+class ApiTest(parameterized.TestCase):
+
+  @parameterized.parameters(((16, 24), jnp.float32), ((2, 8, 12), jnp.bfloat16))
+  def test_is_the_search_of_the_reference_here(self, shape, dtype):
+    w = weight(*shape, dtype=dtype)
+    with mock.patch.object(pack, 'transposable_pack', side_effect=AssertionError):
+      np.testing.assert_array_equal(jax.jit(api.transposable_mask)(w), search(w))
+
+  @parameterized.product(
+    device=('sm_90a', 'sm_80'), case=(((16, 24), jnp.float32), ((2, 8, 12), jnp.bfloat16), ((8, 8), jnp.float16))
+  )
+  def test_takes_the_packer_on_a_gpu(self, device, case):
+    w = weight(*case[0], dtype=case[1])
+    given = []
+
+    def transposable_pack(w):
+      given.append(w.shape)
+      dtype = jnp.dtype(jnp.bfloat16 if w.dtype == jnp.float32 else w.dtype)
+      return pack_reference.transposable_pack(w, None, dtype=dtype)
+
+    with (
+      mock.patch.object(_device, 'current', lambda: _device.target_device(device)),
+      mock.patch.object(_device, 'arrays_are_whole', lambda: True),
+      mock.patch.object(pack, 'transposable_pack', transposable_pack),
+    ):
+      # Under a name of its own: jit keeps what it traced for another card.
+      found = jax.jit(functools.partial(api.transposable_mask))(w)
+    self.assertEqual(given, [case[0]])
+    self.assertEqual(found.dtype, jnp.bool_)
+    np.testing.assert_array_equal(found, search(w))
+
+  @parameterized.named_parameters(
+    ('a_mesh_divides_arrays', False, jnp.float32),
+    ('a_dtype_that_it_does_not_pack', True, jnp.float8_e5m2),
+  )
+  def test_stays_with_xla(self, whole, dtype):
+    with (
+      mock.patch.object(_device, 'current', lambda: _device.target_device('sm_90a')),
+      mock.patch.object(_device, 'arrays_are_whole', lambda: whole),
+      mock.patch.object(pack, 'transposable_pack', side_effect=AssertionError),
+      mock.patch.object(reference, 'transposable_mask', return_value='xla') as xla,
+    ):
+      self.assertEqual(api.transposable_mask(jnp.zeros((8, 8), dtype)), 'xla')
+    xla.assert_called_once()
+
+  @parameterized.parameters(((8,),), ((6, 8),), ((8, 6),))
+  def test_refuses_the_same_shapes_on_either(self, shape):
+    with self.assertRaises(ValueError):
+      jax.eval_shape(api.transposable_mask, jnp.zeros(shape))
+    with (
+      mock.patch.object(_device, 'current', lambda: _device.target_device('sm_90a')),
+      mock.patch.object(_device, 'arrays_are_whole', lambda: True),
+      self.assertRaises(ValueError),
+    ):
+      jax.eval_shape(api.transposable_mask, jnp.zeros(shape))
+
+
+if __name__ == '__main__':
+  absltest.main()
