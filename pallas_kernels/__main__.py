@@ -21,7 +21,7 @@ def main(argv: list[str] | None = None) -> int:
   parser = argparse.ArgumentParser(prog='python -m pallas_kernels', description='Measures kernels on the card at hand.')
   parser.add_argument('command', choices=('tune', 'bench', 'verify', 'where-it-pays'))
   parser.add_argument('--op', choices=sorted(OPS), default='sparse_matmul')
-  parser.add_argument('--select', default='headline', help='which problems: square, headline, small or all')
+  parser.add_argument('--select', default='headline', help='which problems: square, headline, small, middle or all')
   parser.add_argument('--out', type=pathlib.Path, default=pathlib.Path('results.jsonl'), help='records of bench')
   parser.add_argument('--tuned', type=pathlib.Path, default=_tuning.TUNED, help='folder of tuned records')
   parser.add_argument('--count', type=int, default=200, help='problems that verify draws')

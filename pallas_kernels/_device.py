@@ -66,6 +66,15 @@ def current() -> Device:
   return describe(jax.devices()[0])
 
 
+def arrays_are_whole() -> bool:
+  """Whether what is being traced sees undivided arrays: one device, or inside a `jax.shard_map` over all axes.
+
+  A custom call on a divided array makes XLA gather the array on every device, so the kernels that dispatch would choose
+  stand back then; one that is named runs all the same.
+  """
+  return jax.device_count() == 1 or jax.sharding.get_abstract_mesh().are_all_axes_manual
+
+
 # Enough of each card's description for XLA and ptxas. Bandwidths and clocks do not reach the kernels' code.
 _TARGET = """
 gpu_device_info {{ threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 import importlib
 from typing import Any
 
+from pallas_kernels._varying import vary_like
+
 
 def load(path: str) -> Callable[..., Any]:
   """Imports `'package.module:function'`; NotImplementedError if a dependency is missing."""
@@ -41,7 +43,7 @@ def dispatch(
     backends: name -> `'module:function'`; all functions take the same arguments.
     implementation: a key of `backends`, or None.
     candidates: names to try in order when `implementation` is None; best first.
-    *args: passed on.
+    *args: passed on; inside `jax.shard_map` the result varies over the mesh axes of any of them.
     **kwargs: passed on.
 
   Raises:
@@ -55,7 +57,7 @@ def dispatch(
   reasons = []
   for name in names:
     try:
-      return load(backends[name])(*args, **kwargs)
+      return vary_like(load(backends[name])(*args, **kwargs), args)
     except NotImplementedError as e:
       reasons.append(f'{name}: {e}')
   raise ValueError(f'{op}: no implementation accepts this call. ' + '; '.join(reasons))

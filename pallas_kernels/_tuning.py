@@ -36,12 +36,15 @@ class Candidate:
     config: its settings as plain data, or None.
     f: compiled function.
     args: its arguments; candidates may hold the same problem in different formats.
+    setup_ms: what a call costs besides `f`, such as making an operand that `args` holds ready-made; it is counted in
+      the choice, and kept apart from the samples.
   """
 
   implementation: str
   config: Mapping[str, Any] | None
   f: Callable[..., Array]
   args: Sequence[Array]
+  setup_ms: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,8 +78,11 @@ def verify(
   Returns:
     The relative error, and why the candidate is rejected, or None.
   """
-  first = candidate.f(*candidate.args)
-  error = relative_error(first, expected)
+  try:
+    first = candidate.f(*candidate.args)
+    error = relative_error(first, expected)
+  except jax.errors.JaxRuntimeError as e:
+    return math.inf, f'fails: {e}'
   if not error <= tolerance:  # also for nan
     return error, f'relative error {error:.2e} exceeds {tolerance:.0e}'
   differing = sum(not _same_bits(first, candidate.f(*candidate.args)) for _ in range(repeats))
@@ -155,7 +161,7 @@ def tune(
     candidates: verified before they are timed.
     expected: the reference's float32 result.
     timer: see `interleave`.
-    finalists: how many enter the second heat.
+    finalists: how many of each implementation enter the second heat.
     quick: arguments of the first `interleave`.
     final: arguments of the second.
 
@@ -166,24 +172,58 @@ def tune(
   for c in candidates:
     error, reason = verify(c, expected)
     config = None if c.config is None else dict(c.config)
-    rows.append(dict(implementation=c.implementation, config=config, error=error, rejected=reason))
+    setup = dict(setup_ms=c.setup_ms) if c.setup_ms else {}
+    error = error if math.isfinite(error) else None  # JSON has no nan
+    rows.append(dict(implementation=c.implementation, config=config, error=error, rejected=reason) | setup)
   good = [i for i, row in enumerate(rows) if row['rejected'] is None]
   if good:
     heat = interleave([candidates[i] for i in good], timer, **(quick or dict(rounds=2, iterations=10)))
     for i, samples in zip(good, heat, strict=True):
       rows[i]['samples_ms'] = samples
-    good = sorted(good, key=lambda i: statistics.median(rows[i]['samples_ms']))[:finalists]
+    good = _fastest_of_each(rows, good, finalists)
   heat = interleave([baseline, *(candidates[i] for i in good)], timer, **(final or {}))
   for i, samples in zip(good, heat[1:], strict=True):
     rows[i]['final_samples_ms'] = samples
   baseline_row = dict(implementation=baseline.implementation, config=baseline.config, samples_ms=heat[0])
-  times = {i: statistics.median(rows[i]['final_samples_ms']) for i in good}
+  times = {i: statistics.median(rows[i]['final_samples_ms']) + candidates[i].setup_ms for i in good}
   best = min(times, key=times.__getitem__, default=None)
   if best is None or times[best] >= statistics.median(heat[0]):
     choice = dict(implementation=baseline.implementation, config=baseline.config)
   else:
     choice = dict(implementation=rows[best]['implementation'], config=rows[best]['config'])
   return dict(key=dict(key), baseline=baseline_row, candidates=rows, choice=choice)
+
+
+def _fastest_of_each(rows: Sequence[Mapping[str, Any]], indices: Sequence[int], count: int) -> list[int]:
+  """The `count` fastest of each implementation, fastest first."""
+  taken: dict[str, int] = {}
+  out = []
+  for i in sorted(indices, key=lambda i: statistics.median(rows[i]['samples_ms'])):
+    name = rows[i]['implementation']
+    taken[name] = taken.get(name, 0) + 1
+    if taken[name] <= count:
+      out.append(i)
+  return out
+
+
+def entry_of(path: pathlib.Path, key: Mapping[str, Any]) -> Mapping[str, Any] | None:
+  """The entry of exactly this problem, or None."""
+  return next((e for e in _entries(path) if e['key'] == dict(key)), None)
+
+
+def merged(rows: Sequence[Mapping[str, Any]], old: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
+  """`rows` followed by those of an older entry whose implementation and settings are not among them.
+
+  The older rows' second heat was another one than that of `rows`: it is kept under another name, so that nobody
+  compares the two.
+  """
+  new = [(row['implementation'], row['config']) for row in rows]
+  kept = [] if old is None else [r for r in old['candidates'] if (r['implementation'], r['config']) not in new]
+
+  def renamed(name: str) -> str:
+    return 'earlier_final_samples_ms' if name == 'final_samples_ms' else name
+
+  return [*rows, *({renamed(name): value for name, value in row.items()} for row in kept)]
 
 
 def save(path: pathlib.Path, header: Mapping[str, Any], entries: Sequence[Mapping[str, Any]]) -> None:
@@ -232,6 +272,29 @@ def lookup(
   if best is None:
     return None
   return Choice(best[2]['implementation'], best[2]['config'], best[1], best[0])
+
+
+def expected_ms(
+  device: str, op: str, key: Mapping[str, Any], *, reach: float = 1.0, folder: pathlib.Path = TUNED
+) -> dict[str, float]:
+  """Milliseconds by implementation, 'dense' included, of a problem: the nearest measured one's, scaled by their sizes.
+
+  Set-up costs count. Empty if nothing near was measured.
+
+  >>> expected_ms('no_such_card', 'sparse_matmul', {'m': 64})
+  {}
+  """
+  near = lookup(device, op, key, reach=reach, folder=folder)
+  if near is None:
+    return {}
+  entry = next(e for e in _entries(folder / device / f'{op}.json') if e['key'] == near.key)
+  sizes = [n for n, v in key.items() if isinstance(v, int) and not isinstance(v, bool)]
+  scale = math.prod(key[n] / near.key[n] for n in sizes)
+  found = {'dense': statistics.median(entry['baseline']['samples_ms'])}
+  for name in {row['implementation'] for row in entry['candidates']}:
+    if (row := best_of(entry, name)) is not None:
+      found[name] = statistics.median(row.get('final_samples_ms', row['samples_ms'])) + row.get('setup_ms', 0.0)
+  return {name: ms * scale for name, ms in found.items()}
 
 
 def best_of(entry: Mapping[str, Any], implementation: str) -> Mapping[str, Any] | None:

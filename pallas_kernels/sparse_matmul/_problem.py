@@ -74,6 +74,7 @@ class Problem:
     bias: whether there is one.
     row_scale: whether rows of the accumulator are scaled.
     column_scale: whether its columns are.
+    keep_preactivation: whether D is stored before the activation too.
   """
 
   m: int
@@ -88,6 +89,7 @@ class Problem:
   bias: bool = False
   row_scale: bool = False
   column_scale: bool = False
+  keep_preactivation: bool = False
 
   @property
   def key(self) -> dict[str, Any]:
@@ -130,6 +132,24 @@ def check_config(p: Problem, c: Config) -> None:
   for ok, message in rules:
     if not ok:
       raise ValueError(f'sparse_matmul config: {message}')
+
+
+def for_outputs(p: Problem, c: Config) -> Config:
+  """`c`, which was measured with one output, for the outputs of `p`.
+
+  Z and D go through the buffers in turns; with two of them, neither waits until TMA has read the other.
+  """
+  two = dataclasses.replace(c, slots=2)
+  return two if p.keep_preactivation and c.slots == 1 and fits(p, two) else c
+
+
+def fits(p: Problem, c: Config) -> bool:
+  """Whether `c` can be built for `p`."""
+  try:
+    check_config(p, c)
+  except ValueError:
+    return False
+  return True
 
 
 def schedule(p: Problem, c: Config, num_sms: int) -> _schedule.Schedule:

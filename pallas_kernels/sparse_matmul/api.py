@@ -34,8 +34,9 @@ def sparse_matmul(
   out_dtype: Any = None,
   b_layout: str = 'nk',
   out_layout: str = 'mn',
+  keep_preactivation: bool = False,
   implementation: str | None = None,
-) -> Array:
+) -> Any:
   """D = activation(A . B + bias) with A 2:4-sparse along the sum, accumulated in float32.
 
   Only A can be sparse on the hardware, and D has A's rows. The three products of a layer y[T, O] = x[T, I] W[I, O] are
@@ -62,11 +63,14 @@ def sparse_matmul(
     out_dtype: dtype of D; None is A's, or bfloat16 if A is float8.
     b_layout: 'nk' or 'kn'.
     out_layout: 'mn' for D [M, N], 'nm' for D [N, M].
+    keep_preactivation: also return Z = A . B + bias, which the backward of the activation needs; the kernel stores it
+      on its way to D. Needs an activation.
     implementation: 'mosaic_gpu' (Hopper), 'cusparselt', 'dense' (decompress and multiply), 'reference', or None: the
       fastest by the records of this card under `pallas_kernels/tuned`, dense where sparse loses.
 
   Returns:
-    D.
+    D, or (D, Z) with `keep_preactivation`, of one shape and dtype. Both are rounded from float32 once: D is not the
+    activation of the rounded Z.
 
   Raises:
     ValueError: an argument is off, or the named implementation cannot serve the call.
@@ -79,13 +83,15 @@ def sparse_matmul(
   """
   out_dtype = jnp.dtype(_default_out_dtype(a.dtype) if out_dtype is None else out_dtype)
   m, n, k = check_arguments(a, b, bias, activation, a_scale, b_scale, b_layout, out_layout)
+  if keep_preactivation and activation is None:
+    raise ValueError('keep_preactivation=True needs an activation, found activation=None: Z would be D')
   _dispatch.check_implementation(OP, implementation, BACKENDS)
   if isinstance(a, formats.Compressed24):
     a = operand.rows_first(a)
   candidates = (implementation,) if implementation else candidates_for(
     m, n, k, dtype=a.dtype, out_dtype=out_dtype, b_layout=b_layout, out_layout=out_layout
   )
-  static = _Static(implementation, candidates, activation, out_dtype.name, b_layout, out_layout)
+  static = _Static(implementation, candidates, activation, out_dtype.name, b_layout, out_layout, keep_preactivation)
   return _call(static, a, b, _float32(bias), _float32(a_scale), _float32(b_scale))
 
 
@@ -94,7 +100,7 @@ def _float32(x: Array | None) -> Array | None:
 
 
 class _Static(tuple):
-  """(implementation, candidates, activation, out_dtype, b_layout, out_layout): what is fixed at trace time."""
+  """(implementation, candidates, activation, out_dtype, b_layout, out_layout, keep_preactivation), fixed in a trace."""
 
   def __new__(cls, *fields: Any) -> '_Static':
     return super().__new__(cls, fields)
@@ -102,11 +108,20 @@ class _Static(tuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _call(static, a, b, bias, a_scale, b_scale):
-  implementation, candidates, activation, out_dtype, b_layout, out_layout = static
+  implementation, candidates, *meaning = static
   return _dispatch.dispatch(
-    OP, BACKENDS, implementation, candidates, a, b, bias, a_scale, b_scale,
-    activation=activation, out_dtype=jnp.dtype(out_dtype), b_layout=b_layout, out_layout=out_layout,
+    OP, BACKENDS, implementation, candidates, a, b, bias, a_scale, b_scale, **_options(*meaning)
   )
+
+
+def _options(
+  activation: str | None, out_dtype: str, b_layout: str, out_layout: str, keep_preactivation: bool
+) -> dict[str, Any]:
+  """Keyword arguments of every back end."""
+  return dict(
+    activation=activation, out_dtype=jnp.dtype(out_dtype), b_layout=b_layout, out_layout=out_layout,
+    keep_preactivation=keep_preactivation,
+  )  # fmt: skip
 
 
 def _call_fwd(static, *args):
@@ -114,13 +129,8 @@ def _call_fwd(static, *args):
 
 
 def _call_bwd(static, args, cotangent):
-  _, _, activation, out_dtype, b_layout, out_layout = static
-
-  def f(*args):
-    return reference.sparse_matmul(
-      *args, activation=activation, out_dtype=jnp.dtype(out_dtype), b_layout=b_layout, out_layout=out_layout
-    )
-
+  # The cotangent is a pair with `keep_preactivation`, as the reference's result is.
+  f = functools.partial(reference.sparse_matmul, **_options(*static[2:]))
   return jax.vjp(f, *args)[1](cotangent)
 
 

@@ -70,6 +70,12 @@ SMALL = [
   for d in (768, 1024, 2048)
   for spec in (*_layer(tokens, d, 4 * d), *_layer(tokens, 4 * d, d))
 ]
-ALL = [*SQUARE, *HEADLINE, *SMALL]
+# Feed-forward layers of GPT-2 774M and 1558M and of a Llama-like 3B, whose sizes few tiles divide.
+MIDDLE = [
+  spec
+  for tokens, d, hidden in ((16384, 1280, 5120), (16384, 1600, 6400), (16384, 3072, 8192))
+  for spec in (*_layer(tokens, d, hidden), *_layer(tokens, hidden, d))
+]
+ALL = [*SQUARE, *HEADLINE, *SMALL, *MIDDLE]
 # Sizes no tile divides, down to one group; (m, n, k).
 RAGGED = [(1, 1, 4), (64, 8, 4), (3, 5, 68), (100, 130, 140), (257, 193, 260), (520, 392, 196), (63, 65, 1000)]

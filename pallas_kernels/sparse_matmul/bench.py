@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _compat, _device, _tuning, formats
-from pallas_kernels.sparse_matmul import arg_specs, mosaic_gpu, operand
+from pallas_kernels.sparse_matmul import arg_specs, cusparselt, cusparselt_search, mosaic_gpu, operand
 from pallas_kernels.sparse_matmul.verify import verify
 
 __all__ = ['bench', 'tune', 'verify', 'where_it_pays']
@@ -27,7 +27,8 @@ __all__ = ['bench', 'tune', 'verify', 'where_it_pays']
 Array = jax.Array
 OP = 'sparse_matmul'
 SELECTIONS = {
-  'square': arg_specs.SQUARE, 'headline': arg_specs.HEADLINE, 'small': arg_specs.SMALL, 'all': arg_specs.ALL
+  'square': arg_specs.SQUARE, 'headline': arg_specs.HEADLINE, 'small': arg_specs.SMALL,
+  'middle': arg_specs.MIDDLE, 'all': arg_specs.ALL,
 }
 _SUSTAINED_S = 1.1
 _COMPILERS = 8
@@ -138,7 +139,7 @@ def configs(p: mosaic_gpu.Problem, num_sms: int) -> list[mosaic_gpu.Config]:
     found = [change(base, split=split) for base in (wide, narrow, square) for split in (1, 4)]
     found += [change(square, cluster=1)]
   unique = list(dict.fromkeys(found))
-  return [c for c in unique if _buildable(p, c)]
+  return [c for c in unique if mosaic_gpu.fits(p, c)]
 
 
 def _device_waves(p: mosaic_gpu.Problem, c: mosaic_gpu.Config, num_sms: int) -> float:
@@ -152,14 +153,6 @@ def balanced(p: mosaic_gpu.Problem, c: mosaic_gpu.Config, num_sms: int) -> int:
   tiles = mosaic_gpu.schedule(p, c, num_sms).tiles
   waves = -(-tiles // clusters)
   return -(-tiles // waves) * c.cluster
-
-
-def _buildable(p: mosaic_gpu.Problem, c: mosaic_gpu.Config) -> bool:
-  try:
-    mosaic_gpu.check_config(p, c)
-  except ValueError:
-    return False
-  return True
 
 
 def _plain(c: mosaic_gpu.Config) -> dict[str, Any]:
@@ -187,19 +180,48 @@ def _dense_candidate(p: mosaic_gpu.Problem, x: Inputs) -> _tuning.Candidate:
   return min(zip(candidates, times, strict=True), key=lambda pair: statistics.median(pair[1]))[0]
 
 
-def tune(selection: str, folder: pathlib.Path = _tuning.TUNED) -> None:
-  """Writes `tuned/<device>/sparse_matmul.json` for a selection of specs."""
+def _mosaic_candidates(
+  p: mosaic_gpu.Problem, x: Inputs, choices: Sequence[mosaic_gpu.Config]
+) -> list[_tuning.Candidate]:
+  candidates = []
+  for c, f in zip(choices, _compile([(_sparse(p, c), (x.a, x.b)) for c in choices]), strict=True):
+    if isinstance(f, Exception):
+      logging.warning('%s does not compile: %s', c, f)
+    else:
+      candidates.append(_tuning.Candidate('mosaic_gpu', _plain(c), f, (x.a, x.b)))
+  return candidates
+
+
+def _cusparselt_search(p: mosaic_gpu.Problem, x: Inputs) -> cusparselt_search.Found:
+  try:
+    return cusparselt_search.search(p, x.a_dense, x.b, sparse=x.a)
+  except NotImplementedError as e:
+    logging.warning('not tuned with cuSPARSELt: %s', e)
+    return cusparselt_search.Found([], [], [])
+
+
+def tune(
+  selection: str, folder: pathlib.Path = _tuning.TUNED, backends: Sequence[str] = ('mosaic_gpu', 'cusparselt')
+) -> None:
+  """Writes `tuned/<device>/sparse_matmul.json` for a selection of specs.
+
+  Args:
+    selection: a key of `SELECTIONS`.
+    folder: of the records.
+    backends: whose settings are searched. Of 'mosaic_gpu', if it is left out, the best known setting takes part all
+      the same; older rows of settings that are not timed now stay in the record as they are.
+  """
   device = _device.current()
+  path = folder / device.slug / f'{OP}.json'
   for p, _ in _unique(SELECTIONS[selection]):
     x = _inputs(p, jax.random.key(p.m + p.k))
+    known = _tuning.lookup(device.slug, OP, p.key, implementation='mosaic_gpu', reach=0.0, folder=folder)
     choices = configs(p, device.num_sms)
-    compiled = _compile([(_sparse(p, c), (x.a, x.b)) for c in choices])
-    candidates = []
-    for c, f in zip(choices, compiled, strict=True):
-      if isinstance(f, Exception):
-        logging.warning('%s does not compile: %s', c, f)
-      else:
-        candidates.append(_tuning.Candidate('mosaic_gpu', _plain(c), f, (x.a, x.b)))
+    if 'mosaic_gpu' not in backends:
+      choices = [mosaic_gpu.Config(**known.config)] if known and known.config else []
+    candidates = _mosaic_candidates(p, x, choices) if choices and device.has_sparse_wgmma else []
+    found = _cusparselt_search(p, x) if 'cusparselt' in backends else cusparselt_search.Found([], [], [])
+    candidates += found.candidates
     short = p.m * p.n * p.k < 2**36  # tens of microseconds: no heat to let off between bursts
     entry = _tuning.tune(
       p.key, _dense_candidate(p, x), candidates, _expected(x.a_dense, x.b, p.b_layout, p.out_layout),
@@ -207,20 +229,37 @@ def tune(selection: str, folder: pathlib.Path = _tuning.TUNED) -> None:
       quick=dict(rounds=2, iterations=10, gap_s=0.1 if short else 0.2),
       final=dict(rounds=4, iterations=20, gap_s=0.1 if short else 0.2),
     )
-    _tuning.save(folder / device.slug / f'{OP}.json', _device.environment() | {'op': OP}, [entry])
+    entry['candidates'] = _tuning.merged(entry['candidates'] + found.others, _tuning.entry_of(path, p.key))
+    _tuning.save(path, _device.environment() | {'op': OP}, [entry])
     dense_ms = statistics.median(entry['baseline']['samples_ms'])
-    best = _tuning.lookup(device.slug, OP, p.key, implementation='mosaic_gpu', folder=folder)
-    rejected = [r['rejected'] for r in entry['candidates'] if r['rejected']]
+    timed_now = entry['candidates'][: len(candidates)]
+    rejected = [r['rejected'] for r in timed_now if r['rejected']]
     print(f'{p.key} dense {dense_ms:.4f} ms, {len(candidates)} candidates, rejected {rejected}', flush=True)
-    for row in sorted(entry['candidates'], key=lambda r: statistics.median(r.get('samples_ms', [1e9])))[:4]:
+    for row in sorted(timed_now, key=lambda r: statistics.median(r.get('samples_ms', [1e9])))[:4]:
       ms = statistics.median(row.get('final_samples_ms', row.get('samples_ms', [float('nan')])))
-      print(f'   {ms:.4f} ms x{dense_ms / ms:.3f} {_difference(row["config"], p)}', flush=True)
-    del x, best, candidates, compiled
+      setup = f' and {row["setup_ms"]:.4f} ms set-up' if 'setup_ms' in row else ''
+      name = row['implementation']
+      print(f'   {ms:.4f} ms{setup} x{dense_ms / ms:.3f} {name} {_difference(row["config"], p)}', flush=True)
+    del x, candidates, found
 
 
 def _difference(config: dict[str, Any], p: mosaic_gpu.Problem) -> dict[str, Any]:
   default = _plain(mosaic_gpu.default_config(p))
-  return {k: v for k, v in config.items() if v != default[k]}
+  return {k: v for k, v in config.items() if v != default.get(k)}
+
+
+def _cusparselt_baseline(
+  p: mosaic_gpu.Problem, x: Inputs, expected: Array, device: _device.Device, folder: pathlib.Path
+) -> tuple[_tuning.Candidate, list[float]] | None:
+  """cuSPARSELt's fastest right algorithm, its blob given, and times of making that; None where there is none."""
+  try:
+    known = cusparselt.tuned_config(
+      p.m, p.n, p.k, p.a_dtype, p.out_dtype, p.b_layout, p.out_layout, device, folder=folder
+    )
+    return cusparselt_search.fastest(p, x.a_dense, x.b, expected, known=known)
+  except NotImplementedError as e:
+    logging.warning('no cuSPARSELt baseline: %s', e)
+    return None
 
 
 def bench(selection: str, out: pathlib.Path, folder: pathlib.Path = _tuning.TUNED) -> None:
@@ -239,24 +278,37 @@ def bench(selection: str, out: pathlib.Path, folder: pathlib.Path = _tuning.TUNE
       wide = dataclasses.replace(p, a_dtype=jnp.dtype('bfloat16'), b_dtype=jnp.dtype('bfloat16'))
       runs.append(_dense_candidate(wide, _inputs(wide, jax.random.key(p.m + p.n + 1))))
       names.append('dense')
-    error, reason = _tuning.verify(runs[0], _expected(x.a_dense, x.b, p.b_layout, p.out_layout))
+    expected = _expected(x.a_dense, x.b, p.b_layout, p.out_layout)
+    error, reason = _tuning.verify(runs[0], expected)
     if reason:
       raise ValueError(f'{p.key}: {reason}')
+    vendor = _cusparselt_baseline(p, x, expected, device, folder)
+    if vendor is not None:
+      runs.append(vendor[0])
+      names.append('cusparselt')
     samples = _tuning.interleave(runs, _compat.device_times_ms, rounds=6, iterations=20)
     # Two loops each, in turns: the second starts as hot as the first ended.
     loops = [[_tuning.sustained_ms(r.f, r.args, seconds=_SUSTAINED_S) for r in runs] for _ in range(2)]
     sustained = [[loop[i] for loop in loops] for i in range(len(runs))]
     for spec in specs:
       record = _record(spec, p, environment, runs, names, samples, sustained, error)
+      if vendor is not None:
+        # Apart from the product: who keeps A over many products pays it once.
+        record['baselines']['cusparselt']['compress_samples_ms'] = vendor[1]
       with out.open('a') as f:
         f.write(json.dumps(record) + '\n')
       ratio = record['baselines'][names[0]]['median_ms'] / record['median_ms']
       hot = record['baselines'][names[0]]['sustained_ms'] / record['sustained_ms']
       print(
         f'{spec.tokens}x{spec.d_in}x{spec.d_out} {spec.role} {spec.dtype.name}: {record["tflops"]:.0f} TFLOP/s,'
-        f' x{ratio:.3f}; sustained {spec.flops / record["sustained_ms"] / 1e9:.0f}, x{hot:.3f}; {error:.1e}'
-        f' {_difference(_plain(config), p)}', flush=True,
+        f' x{ratio:.3f}{_over_cusparselt(record)}; sustained {spec.flops / record["sustained_ms"] / 1e9:.0f},'
+        f' x{hot:.3f}; {error:.1e} {_difference(_plain(config), p)}', flush=True,
       )
+
+
+def _over_cusparselt(record: dict[str, Any]) -> str:
+  baseline = record['baselines'].get('cusparselt')
+  return f' (x{baseline["median_ms"] / record["median_ms"]:.3f} cuSPARSELt)' if baseline else ''
 
 
 def _record(

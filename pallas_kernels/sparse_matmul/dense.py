@@ -22,17 +22,27 @@ def sparse_matmul(
   out_dtype: Any,
   b_layout: str,
   out_layout: str,
-) -> Array:
+  keep_preactivation: bool = False,
+) -> Any:
   """`reference.sparse_matmul` on the dense tensor cores: same arguments and result up to rounding."""
   dense = formats.decompress(operand.from_operand(a) if isinstance(a, operand.SparseOperand) else operand.rows_first(a))
   if dense.dtype != b.dtype:  # two kinds of float8
     dense, b = dense.astype(jnp.bfloat16), b.astype(jnp.bfloat16)
-  d = matmul(dense, b, b_layout=b_layout)
-  d = reference.finish(d, bias, a_scale, b_scale, activation).astype(out_dtype)
-  return d if out_layout == 'mn' else d.T
+  return reference.results(
+    matmul(dense, b, b_layout=b_layout), bias, a_scale, b_scale, activation=activation, out_dtype=out_dtype,
+    out_layout=out_layout, keep_preactivation=keep_preactivation,
+  )  # fmt: skip
 
 
 def matmul(a: Array, b: Array, *, b_layout: str) -> Array:
   """A . B with float32 sums as [M, N]."""
   contract = 1 if b_layout == 'nk' else 0
-  return jax.lax.dot_general(a, b, (((1,), (contract,)), ((), ())), preferred_element_type=jnp.float32)
+
+  def product(a: Array, b: Array) -> Array:
+    return jax.lax.dot_general(a, b, (((1,), (contract,)), ((), ())), preferred_element_type=jnp.float32)
+
+  # XLA lacks 16-bit products in some layouts on a CPU, and its sums are float32 of exact products anyhow.
+  def wide(a: Array, b: Array) -> Array:
+    return product(a.astype(jnp.float32), b.astype(jnp.float32))
+
+  return jax.lax.platform_dependent(a, b, cpu=wide, default=product)

@@ -30,6 +30,8 @@ from pallas_kernels.sparse_matmul._problem import (
   Config,
   CONSUMERS,
   default_config,
+  fits,
+  for_outputs,
   Problem,
   schedule,
 )
@@ -38,7 +40,7 @@ Array = jax.Array
 OP = 'sparse_matmul'
 
 
-def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False) -> Callable[..., Array]:
+def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False) -> Callable[..., tuple[Array, ...]]:
   """The kernel for one problem.
 
   Args:
@@ -48,8 +50,9 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
     interpret: run on the CPU with race detection.
 
   Returns:
-    A function (values [M, K/2], words, b, *vectors) -> D, where vectors are the float32 row scale and bias, padded to
-    whole tiles of M, and the column scale, padded to whole tiles of N, in this order and as far as `p` has them.
+    A function (values [M, K/2], words, b, *vectors) -> (D,), or (D, Z) with `keep_preactivation`, where vectors are
+    the float32 row scale and bias, padded to whole tiles of M, and the column scale, padded to whole tiles of N, in
+    this order and as far as `p` has them.
   """
   check_config(p, c)
   stages, unroll, tile_m = c.stages, c.unroll, c.tile_m
@@ -58,6 +61,7 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
   work = schedule(p, c, num_sms)
   splits = bool(work.remainder)
   consumers = work.clusters * c.cluster * CONSUMERS
+  num_outs = 1 + p.keep_preactivation
 
   a_swizzle = min(128, c.bk // 2 * p.a_dtype.itemsize)
   b_swizzle = min(128, c.bk * p.b_dtype.itemsize) if p.b_layout == 'nk' else 128
@@ -93,7 +97,8 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
 
   def kernel(values, words, b, *rest):
     vectors = list(rest[: p.row_scale + p.bias + p.column_scale])
-    out, *partial = rest[len(vectors) :]
+    # D, then Z if it is kept.
+    outs, partial = rest[len(vectors) :][:num_outs], rest[len(vectors) + num_outs :]
     row_scale = vectors.pop(0) if p.row_scale else None
     bias = vectors.pop(0) if p.bias else None
     column_scale = vectors.pop(0) if p.column_scale else None
@@ -215,21 +220,26 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
                 chunk = chunk * _along(column_scale, column, chunk.shape, 1)
               if bias is not None:
                 chunk = chunk + _along(bias, row, chunk.shape, 0)
-              chunk = reference.ACTIVATIONS[p.activation](chunk).astype(p.out_dtype)
-              rows, columns = pl.ds(row, 64), pl.ds(column, c.epilogue_n)
-              # Wait until TMA has read the oldest chunk out of the buffer that comes next.
-              buffer = out_smem.at[warpgroup, (i * (c.bn // c.epilogue_n) + j) % c.slots]
-              plgpu.wait_smem_to_gmem(c.slots - 1, wait_read_only=True)
-              if p.out_layout == 'mn':
-                buffer[...] = chunk
-              elif interpret:
-                buffer[...] = chunk.T
-              else:
-                buffer.transpose((1, 0))[...] = chunk
-              plgpu.commit_smem()
-              plgpu.copy_smem_to_gmem(
-                buffer, out.at[rows, columns] if p.out_layout == 'mn' else out.at[columns, rows]
-              )
+              # Z first: TMA reads it out of its buffer while the activation is computed.
+              piece = (i * (c.bn // c.epilogue_n) + j) * num_outs
+              if p.keep_preactivation:
+                store_piece(chunk, outs[1], row, column, piece)
+              store_piece(reference.ACTIVATIONS[p.activation](chunk), outs[0], row, column, piece + num_outs - 1)
+
+        def store_piece(values, out, row, column, piece):
+          rows, columns = pl.ds(row, 64), pl.ds(column, c.epilogue_n)
+          # Wait until TMA has read the oldest piece out of the buffer that comes next.
+          buffer = out_smem.at[warpgroup, piece % c.slots]
+          plgpu.wait_smem_to_gmem(c.slots - 1, wait_read_only=True)
+          values = values.astype(p.out_dtype)
+          if p.out_layout == 'mn':
+            buffer[...] = values
+          elif interpret:
+            buffer[...] = values.T
+          else:
+            buffer.transpose((1, 0))[...] = values
+          plgpu.commit_smem()
+          plgpu.copy_smem_to_gmem(buffer, out.at[rows, columns] if p.out_layout == 'mn' else out.at[columns, rows])
 
         lax.fori_loop(0, turns, multiply, jnp.int32(0))
 
@@ -240,7 +250,7 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
   partial_type = jax.ShapeDtypeStruct((consumers, c.rows * c.bn), jnp.float32)
   call = plgpu.kernel(
     kernel,
-    out_type=(out_type, partial_type) if splits else (out_type,),
+    out_type=(out_type,) * num_outs + ((partial_type,) if splits else ()),
     grid=(work.clusters,), grid_names=('cluster',),
     cluster=(c.cluster,), cluster_names=('rank',),
     num_threads=CONSUMERS + 1, thread_name='warpgroup',
@@ -252,8 +262,8 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
 
   # Under vmap one launch after another: batching the grid would share the ring's barriers and the flags.
   @jax.custom_batching.sequential_vmap
-  def run(*args: Array) -> Array:
-    return call(*args)[0]
+  def run(*args: Array) -> tuple[Array, ...]:
+    return tuple(call(*args)[:num_outs])
 
   return run
 
@@ -280,15 +290,16 @@ def sparse_matmul(
   out_dtype: Any,
   b_layout: str,
   out_layout: str,
+  keep_preactivation: bool = False,
   config: Config | None = None,
   device: _device.Device | None = None,
   interpret: bool = False,
-) -> Array:
+) -> Any:
   """The back end: `reference.sparse_matmul` by the kernel.
 
   Args:
     a: A, [M, K]; converted to the kernel's operand here unless it is one already.
-    b: as in the reference, and so on down to `out_layout`.
+    b: as in the reference, and so on down to `keep_preactivation`.
     bias: ...
     a_scale: ...
     b_scale: ...
@@ -296,6 +307,7 @@ def sparse_matmul(
     out_dtype: ...
     b_layout: ...
     out_layout: ...
+    keep_preactivation: ...
     config: settings; None takes the tuned ones of the nearest measured problem.
     device: the card to build for; None is the current one.
     interpret: run on the CPU with race detection.
@@ -310,10 +322,11 @@ def sparse_matmul(
   _check_types(a.dtype, b.dtype, jnp.dtype(out_dtype), b_layout)
   if jnp.dtype(out_dtype).itemsize == 4 and out_layout == 'nm':
     # A shared-memory store transposes 16-bit elements only; XLA transposes afterwards.
-    return sparse_matmul(
+    d = sparse_matmul(
       a, b, bias, a_scale, b_scale, activation=activation, out_dtype=out_dtype, b_layout=b_layout, out_layout='mn',
-      config=config, device=device, interpret=interpret,
-    ).T
+      keep_preactivation=keep_preactivation, config=config, device=device, interpret=interpret,
+    )
+    return jax.tree.map(jnp.transpose, d)
   a = operand.to_operand(a) if isinstance(a, formats.Compressed24) else a
   (m, k), n = a.shape, b.shape[0 if b_layout == 'nk' else 1]
   column_scale = b_scale is not None and b_scale.ndim == 1
@@ -322,15 +335,17 @@ def sparse_matmul(
     bias=bias is not None,
     row_scale=a_scale is not None or (b_scale is not None and not column_scale),
     column_scale=column_scale,
+    keep_preactivation=keep_preactivation,
   )
-  config = config or _tuned_config(p, device) or default_config(p)
+  config = config or for_outputs(p, _tuned_config(p, device) or default_config(p))
   padded = _padded(p)
   values = operand.pad_to(a.values, (padded.m, padded.k // 2))
   words = operand.pad_to(a.words, operand.words_shape(padded.m, padded.k))
   b = operand.pad_to(b, (padded.n, padded.k) if b_layout == 'nk' else (padded.k, padded.n))
   vectors = _vectors(padded, config, bias, a_scale, b_scale)
-  d = build(padded, config, num_sms=device.num_sms or 2, interpret=interpret)(values, words, b, *vectors)
-  return d[:m, :n] if out_layout == 'mn' else d[:n, :m]
+  run = build(padded, config, num_sms=device.num_sms or 2, interpret=interpret)
+  d, *z = (x[:m, :n] if out_layout == 'mn' else x[:n, :m] for x in run(values, words, b, *vectors))
+  return (d, *z) if keep_preactivation else d
 
 
 def _check_types(a: jnp.dtype, b: jnp.dtype, out: jnp.dtype, b_layout: str) -> None:
@@ -387,8 +402,5 @@ def _tuned_config(p: Problem, device: _device.Device) -> Config | None:
   if choice is None or choice.config is None:
     return None
   config = Config(**choice.config)
-  try:
-    check_config(p, config)
-  except ValueError:
-    return None  # measured for another output type, say, and too large for this one
-  return config
+  # It may have been measured for another output type and be too large for this one.
+  return config if fits(p, config) else None

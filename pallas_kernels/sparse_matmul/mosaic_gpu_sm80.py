@@ -150,9 +150,10 @@ def sparse_matmul(
   out_dtype: Any,
   b_layout: str,
   out_layout: str,
+  keep_preactivation: bool = False,
   config: Config | None = None,
   device: _device.Device | None = None,
-) -> Array:
+) -> Any:
   """The back end: `reference.sparse_matmul` by the kernel; `config` and `device` as in `mosaic_gpu`.
 
   Raises:
@@ -175,6 +176,7 @@ def sparse_matmul(
     operand.pad_to(a.words, operand.words_shape(whole_m, whole_k)),
     operand.pad_to(b, (whole_n, whole_k)),
   )[:m, :n]
-  if not plain:
-    d = reference.finish(d, bias, a_scale, b_scale, activation).astype(out_dtype)
-  return d if out_layout == 'mn' else d.T
+  return reference.results(
+    d, bias, a_scale, b_scale, activation=activation, out_dtype=out_dtype, out_layout=out_layout,
+    keep_preactivation=keep_preactivation,
+  )  # fmt: skip

@@ -103,6 +103,20 @@ def from_operand(operand: SparseOperand) -> formats.Compressed24:
   return formats.Compressed24(operand.values, formats.pack_nibbles(nibbles, -1), -1)
 
 
+def concatenate(first: SparseOperand, second: SparseOperand, *, axis: int) -> SparseOperand:
+  """Two operands as one, along their rows (-2) or along the sum (-1).
+
+  Raises:
+    ValueError: the length of `first` along `axis` is no multiple of 64, so that its last tile of positions is not full.
+  """
+  if first.shape[axis] % 64:
+    raise ValueError(f'the first operand, of shape {first.shape}, has no multiple of 64 along axis {axis}')
+  return SparseOperand(
+    jnp.concatenate([first.values, second.values], axis=axis),
+    jnp.concatenate([first.words, second.words], axis=axis - 1),
+  )
+
+
 def unpack_words(words: Array, width: int) -> Array:
   """uint32 [tiles, 128] words of 64 x 64 tiles to nibbles uint32 [tiles, 64, 16]; `width` is the values' bytes."""
   tiles = words.shape[0]

@@ -49,7 +49,8 @@ def sparse_matmul(
   out_dtype: Any,
   b_layout: str,
   out_layout: str,
-) -> Array:
+  keep_preactivation: bool = False,
+) -> Any:
   """D[m, n] = activation(a_scale[m] b_scale[n] sum_k A[m, k] B[k, n] + bias[m]), rounded once at the end.
 
   Args:
@@ -62,17 +63,36 @@ def sparse_matmul(
     out_dtype: dtype of D.
     b_layout: 'nk' or 'kn'.
     out_layout: 'mn' or 'nm', the transpose.
+    keep_preactivation: also return what the activation was applied to.
 
   Returns:
-    D as [M, N] or [N, M].
+    D as [M, N] or [N, M]; with `keep_preactivation` (D, Z), both rounded from the same float32 values.
   """
   a = operand.from_operand(a) if isinstance(a, operand.SparseOperand) else operand.rows_first(a)
   a32 = formats.decompress(a).astype(jnp.float32)
   b32 = b.astype(jnp.float32)
   contract = 1 if b_layout == 'nk' else 0
   d = jax.lax.dot_general(a32, b32, (((1,), (contract,)), ((), ())), precision=jax.lax.Precision.HIGHEST)
-  d = finish(d, bias, a_scale, b_scale, activation)
-  return (d if out_layout == 'mn' else d.T).astype(out_dtype)
+  return results(
+    d, bias, a_scale, b_scale, activation=activation, out_dtype=out_dtype, out_layout=out_layout,
+    keep_preactivation=keep_preactivation,
+  )  # fmt: skip
+
+
+def results(
+  d: Array, bias: Array | None, a_scale: Array | None, b_scale: Array | None, *, activation: str | None,
+  out_dtype: Any, out_layout: str, keep_preactivation: bool,
+) -> Any:  # fmt: skip
+  """What a back end returns whose float32 sums are `d` [M, N]: D, or (D, Z), rounded and in `out_layout`."""
+
+  def stored(x: Array) -> Array:
+    # Rounded, then transposed: the other way round XLA makes a 16-bit product that it cannot run on a CPU.
+    x = x.astype(out_dtype)
+    return x if out_layout == 'mn' else x.T
+
+  z = finish(d, bias, a_scale, b_scale, None)
+  d = stored(ACTIVATIONS[activation](z))
+  return (d, stored(z)) if keep_preactivation else d
 
 
 def finish(

@@ -1,7 +1,6 @@
 """Random problems, drawn over everything the op takes, against a product computed by NumPy."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -27,7 +26,8 @@ def random_problem(rng: np.random.Generator) -> dict[str, Any]:
     out_dtype=choose('bfloat16', 'float16', 'float32'), b_layout='nk' if narrow else choose('nk', 'kn'),
     out_layout=choose('mn', 'nm'), activation=choose(None, None, 'gelu', 'silu', 'relu', 'squared_relu'),
     bias=choose(True, False), a_scale=choose(None, 'scalar', 'row') if narrow else None,
-    b_scale=choose(None, 'scalar', 'row') if narrow else None, split=choose(1, 4), seed=int(rng.integers(2**31)),
+    b_scale=choose(None, 'scalar', 'row') if narrow else None, split=choose(1, 4), slots=choose(1, 2),
+    keep_preactivation=choose(False, False, True), seed=int(rng.integers(2**31)),
   )
 
 
@@ -46,17 +46,27 @@ def check(case: dict[str, Any]) -> tuple[float, str | None]:
   vectors = [_vector(rng, case[name], size) for name, size in (('bias', m), ('a_scale', m), ('b_scale', n))]
   d = a.reshape(m, k) @ b.astype(np.float32).T
   bias, a_scale, b_scale = vectors
-  expected = reference.finish(jnp.asarray(d), bias, a_scale, b_scale, case['activation'])
+  static = dict(
+    activation=case['activation'], out_layout=case['out_layout'], keep_preactivation=case['keep_preactivation']
+  )
+  expected = reference.results(jnp.asarray(d), bias, a_scale, b_scale, out_dtype=jnp.dtype('float32'), **static)
   small_chunks = case['out_dtype'] == 'float32'
   base = mosaic_gpu.Config(bk=128, delay=0) if jnp.dtype(case['a_dtype']).itemsize == 1 else mosaic_gpu.Config()
-  config = dataclasses.replace(base, split=case['split'], epilogue_n=32 if small_chunks else 64)
-  f = jax.jit(functools.partial(
-    mosaic_gpu.sparse_matmul, activation=case['activation'], out_dtype=jnp.dtype(case['out_dtype']),
-    b_layout=case['b_layout'], out_layout=case['out_layout'], config=config,
-  ))
+  config = dataclasses.replace(base, split=case['split'], slots=case['slots'], epilogue_n=32 if small_chunks else 64)
+
+  @jax.jit
+  def f(*args: Any) -> jax.Array:
+    return _one_array(mosaic_gpu.sparse_matmul(
+      *args, **static, out_dtype=jnp.dtype(case['out_dtype']), b_layout=case['b_layout'], config=config
+    ))
+
   args = (compressed, jnp.asarray(b if case['b_layout'] == 'nk' else b.T), *vectors)
   candidate = _tuning.Candidate('mosaic_gpu', dataclasses.asdict(config), f, args)
-  return _tuning.verify(candidate, expected if case['out_layout'] == 'mn' else expected.T)
+  return _tuning.verify(candidate, _one_array(expected))
+
+
+def _one_array(outputs: Any) -> jax.Array:
+  return jnp.stack(outputs) if isinstance(outputs, tuple) else outputs
 
 
 def _vector(rng: np.random.Generator, kind: Any, size: int) -> jax.Array | None:

@@ -1,9 +1,11 @@
+import dataclasses
 import json
 import pathlib
 import statistics
 import tempfile
 
 from absl.testing import absltest, parameterized
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -48,6 +50,10 @@ class Drifting:
     return x + (1e-6 if self.calls == 3 else 0.0)
 
 
+def also_right(x):
+  return x
+
+
 def dense(x):
   return x
 
@@ -90,6 +96,27 @@ class TuneTest(absltest.TestCase):
   def test_dense_where_nothing_is_right(self):
     entry = self._tune(dict(dense=1.0), [_candidate('wrong', wrong)])
     self.assertEqual(entry['choice']['implementation'], 'dense')
+
+  def test_set_up_is_counted_in_the_choice_and_not_in_the_samples(self):
+    costly = dataclasses.replace(_candidate('right', right), setup_ms=2.5)
+    entry = self._tune(dict(dense=3.0, right=1.0), [costly])
+    self.assertEqual(entry['choice']['implementation'], 'dense')
+    self.assertEqual((entry['candidates'][0]['setup_ms'], entry['candidates'][0]['samples_ms']), (2.5, [1.0, 1.0]))
+
+  def test_every_implementation_has_its_finalists(self):
+    times = dict(dense=9.0, right=1.0, also_right=5.0)
+    candidates = [*(_candidate('a', right) for _ in range(4)), _candidate('b', also_right)]
+    entry = self._tune(times, candidates)
+    finals = [r['implementation'] for r in entry['candidates'] if 'final_samples_ms' in r]
+    self.assertEqual(sorted(finals), ['a', 'a', 'a', 'b'])
+
+  def test_what_fails_to_run_is_rejected_and_the_record_is_json(self):
+    def fails(x):
+      raise jax.errors.JaxRuntimeError('no such algorithm')
+
+    entry = self._tune(dict(dense=1.0), [_candidate('fails', fails), _candidate('nan', nan)])
+    self.assertIn('no such algorithm', entry['candidates'][0]['rejected'])
+    json.dumps(entry, allow_nan=False)
 
   def test_turns_alternate(self):
     seen = []
@@ -136,14 +163,26 @@ class RecordTest(absltest.TestCase):
     self.assertLen(json.loads((folder / 'card' / 'op.json').read_text())['entries'], 1)
     self.assertEqual(_tuning.lookup('card', 'op', _KEY, folder=folder).implementation, 'mosaic_gpu')
 
+  def test_older_rows_stay_when_only_some_settings_are_timed_again(self):
+    old = self._entry(_KEY, 'dense')
+    old['candidates'][0]['final_samples_ms'] = [5.0]
+    again = old['candidates'][1] | dict(samples_ms=[4.5])
+    other = again | dict(implementation='cusparselt')
+    rows = _tuning.merged([again, other], old)
+    self.assertEqual(rows[:2], [again, other])
+    self.assertEqual([r['config'] for r in rows[2:]], [{'stages': 5}])
+    self.assertEqual(rows[2]['earlier_final_samples_ms'], [5.0])
+    self.assertNotIn('final_samples_ms', rows[2])
+    self.assertEqual(_tuning.merged([again], None), [again])
+
   def test_every_shipped_choice_is_the_fastest_verified_one(self):
     for path in _tuning.TUNED.glob('*/sparse_matmul.json'):
       for entry in json.loads(path.read_text())['entries']:
         verified = [r for r in entry['candidates'] if r['rejected'] is None and 'final_samples_ms' in r]
-        fastest = min(verified, key=lambda r: statistics.median(r['final_samples_ms']))
-        dense_ms = statistics.median(entry['baseline']['samples_ms'])
-        sparse_wins = statistics.median(fastest['final_samples_ms']) < dense_ms
-        self.assertEqual(entry['choice']['implementation'], 'mosaic_gpu' if sparse_wins else 'dense')
+        cost = {i: statistics.median(r['final_samples_ms']) + r.get('setup_ms', 0) for i, r in enumerate(verified)}
+        fastest = verified[min(cost, key=cost.get)]
+        sparse_wins = min(cost.values()) < statistics.median(entry['baseline']['samples_ms'])
+        self.assertEqual(entry['choice']['implementation'], fastest['implementation'] if sparse_wins else 'dense')
         if sparse_wins:
           self.assertEqual(entry['choice']['config'], fastest['config'])
         for row in verified:

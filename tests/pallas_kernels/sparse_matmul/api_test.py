@@ -82,6 +82,43 @@ class MeaningTest(parameterized.TestCase):
     a, b, dense = _inputs(m=1, n=1, k=4)
     np.testing.assert_allclose(api.sparse_matmul(a, b), dense @ np.asarray(b).T, rtol=1e-5)
 
+  @parameterized.product(
+    activation=('gelu', 'silu', 'relu', 'squared_relu'), out_layout=('mn', 'nm'), implementation=('reference', 'dense')
+  )
+  def test_keeps_what_the_activation_was_applied_to(self, activation, out_layout, implementation):
+    a, b, dense = _inputs(dtype='bfloat16')
+    bias, b_scale = np.linspace(-1, 1, 6, dtype=np.float32), 0.25
+    d, z = api.sparse_matmul(
+      a, b, bias=jnp.asarray(bias), b_scale=jnp.float32(b_scale), activation=activation, out_layout=out_layout,
+      keep_preactivation=True, implementation=implementation,
+    )
+    expected = dense @ np.asarray(b, np.float64).T * b_scale + bias[:, None]
+    expected = expected if out_layout == 'mn' else expected.T
+    # Half a unit in the last place and float32's errors: the activation of a rounded Z can be off by more.
+    for found, oracle in ((z, expected), (d, _ORACLES[activation](expected))):
+      self.assertEqual(found.dtype, jnp.bfloat16)
+      np.testing.assert_allclose(np.asarray(found, np.float64), oracle, rtol=1.01 * 2**-8, atol=1e-6)
+
+  def test_derivative_through_both_outputs(self):
+    a, b, _ = _inputs()
+    bias = jnp.linspace(-1.0, 1.0, 6)
+    weights = jnp.arange(30.0).reshape(5, 6) / 30
+
+    def sparse(values, b, bias):
+      c = formats.Compressed24(values, a.metadata, -1)
+      h, z = api.sparse_matmul(c, b, bias=bias, activation='silu', out_layout='nm', keep_preactivation=True)
+      return (h * weights).sum() + jnp.cos(z).sum()
+
+    def plain(values, b, bias):
+      w = formats.decompress(formats.Compressed24(values, a.metadata, -1))
+      z = jnp.matmul(b, w.T, precision='highest') + bias[None, :]
+      return (jax.nn.silu(z) * weights).sum() + jnp.cos(z).sum()
+
+    found = jax.jit(jax.grad(sparse, (0, 1, 2)))(a.values, b, bias)
+    expected = jax.grad(plain, (0, 1, 2))(a.values, b, bias)
+    for f, e in zip(found, expected, strict=True):
+      np.testing.assert_allclose(f, e, rtol=1e-4, atol=1e-5)
+
   def test_derivative_is_that_of_the_dense_product(self):
     a, b, _ = _inputs()
     bias = jnp.linspace(-1.0, 1.0, 6)
@@ -110,6 +147,7 @@ class RefusalTest(parameterized.TestCase):
     (dict(bias=jnp.zeros(5)), r'bias must have shape \(6,\), one entry a row of a, found \(5,\)'),
     (dict(a_scale=jnp.zeros(5)), r'a_scale must be a scalar or have shape \(6,\), found \(5,\)'),
     (dict(b_layout='kn'), r"layout 'kn' has 5 entries along K, a of shape \(6, 12\) has 12"),
+    (dict(keep_preactivation=True), 'keep_preactivation=True needs an activation'),
     (dict(implementation='mosaic_gpu'), 'mosaic_gpu: sparse wgmma needs compute capability 9.0'),
   )
   def test_names_what_is_off(self, kwargs, message):

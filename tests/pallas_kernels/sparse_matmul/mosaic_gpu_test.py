@@ -35,9 +35,11 @@ class InterpretTest(parameterized.TestCase):
     found = mosaic_gpu.sparse_matmul(*args, **kwargs, config=config, interpret=True)
     self.assertFalse(_compat.races_found())
     expected = reference.sparse_matmul(*args, **(kwargs | {'out_dtype': jnp.dtype('float32')}))
-    self.assertEqual(found.dtype, kwargs['out_dtype'])
-    self.assertEqual(found.shape, expected.shape)
-    self.assertLessEqual(_tuning.relative_error(found, expected), _tuning.TOLERANCE)
+    self.assertEqual(jax.tree.structure(found), jax.tree.structure(expected))
+    for f, e in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+      self.assertEqual(f.dtype, kwargs['out_dtype'])
+      self.assertEqual(f.shape, e.shape)
+      self.assertLessEqual(_tuning.relative_error(f, e), _tuning.TOLERANCE)
 
   @parameterized.product(b_layout=('nk', 'kn'), out_layout=('mn', 'nm'))
   def test_layouts(self, b_layout, out_layout):
@@ -54,6 +56,16 @@ class InterpretTest(parameterized.TestCase):
     a, b = _inputs(128, 64, 128, jnp.dtype('float16'), jnp.dtype('float16'), 'nk')
     bias = jnp.linspace(-3.0, 3.0, 128)
     self._check(a, b, _SMALL, bias, activation=activation, out_dtype=jnp.dtype('float16'), out_layout='nm')
+
+  @parameterized.parameters((1, 'nm', 'bfloat16'), (2, 'mn', 'bfloat16'), (2, 'nm', 'float32'))
+  def test_keeps_the_preactivation(self, slots, out_layout, out_dtype):
+    # Two tiles on one CTA, two pieces a tile: the buffers are used again within a tile and by the next one.
+    a, b = _inputs(128, 100, 128, _BF16, _BF16, 'nk')
+    config = mosaic_gpu.Config(rows=64, bn=64, stages=2, cluster=1, ctas=1, epilogue_n=32, slots=slots)
+    self._check(
+      a, b, config, jnp.linspace(-3.0, 3.0, 128), activation='gelu', out_layout=out_layout,
+      out_dtype=jnp.dtype(out_dtype), keep_preactivation=True,
+    )
 
   def test_float8_with_scales_by_row_and_column(self):
     a, b = _inputs(128, 96, 256, _E4M3, jnp.dtype('float8_e5m2'), 'nk')
@@ -81,6 +93,20 @@ class InterpretTest(parameterized.TestCase):
     a, b = _inputs(256, 192, 128, _BF16, _BF16, 'nk')
     config = mosaic_gpu.Config(rows=64, bn=64, stages=2, cluster=1, ctas=1)
     self._check(a, b, config)
+
+
+class ConfigTest(parameterized.TestCase):
+
+  @parameterized.parameters(
+    (True, 'bfloat16', {}, 2), (False, 'bfloat16', {}, 1), (True, 'bfloat16', dict(slots=3), 3),
+    # Two buffers of float32 do not fit beside four stages.
+    (True, 'float32', dict(epilogue_n=96), 1),
+  )
+  def test_two_outputs_take_two_buffers_where_they_fit(self, keep, out_dtype, change, slots):
+    p = mosaic_gpu.Problem(512, 512, 512, _BF16, _BF16, jnp.dtype(out_dtype), keep_preactivation=keep)
+    found = mosaic_gpu.for_outputs(p, mosaic_gpu.Config(**change))
+    self.assertEqual(found, mosaic_gpu.Config(**(change | dict(slots=slots))))
+    self.assertTrue(mosaic_gpu.fits(p, found))
 
 
 class RefusalTest(parameterized.TestCase):
@@ -147,6 +173,17 @@ class CompileTest(parameterized.TestCase):
     self.assertEqual(report.spill_bytes, 0, report.warnings)
     self.assertEqual(report.count('wgmma.mma_async.sp'), instructions)
     # C75xx: ptxas serialised the wgmmas.
+    self.assertEqual(report.warnings, ())
+
+  @parameterized.parameters(('gelu', 'nm'), ('gelu', 'mn'), ('silu', 'nm'), ('squared_relu', 'nm'))
+  def test_keeps_the_preactivation_without_spills(self, activation, out_layout):
+    # No config: the one that the card's record and `for_outputs` give.
+    report = self._report(
+      (16384, 16384, 4096), _BF16, None, bias=True, activation=activation, out_layout=out_layout,
+      keep_preactivation=True,
+    )
+    self.assertEqual(report.spill_bytes, 0)
+    self.assertEqual(report.count('wgmma.mma_async.sp'), 8)
     self.assertEqual(report.warnings, ())
 
   @parameterized.named_parameters(('whole', 1), ('split', 4))
