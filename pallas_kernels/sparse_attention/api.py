@@ -1,0 +1,72 @@
+"""Causal self-attention under a sparse pattern a head.
+
+Back ends: `reference` (dense, masked: the meaning), `blocks` (skips what a pattern leaves out, plain XLA operations,
+any device) and `cudnn` (flash kernels, NVIDIA from compute capability 8.0, for full, local and strided heads).
+"""
+
+from typing import Any
+
+import jax
+
+from pallas_kernels import _dispatch
+from pallas_kernels.sparse_attention.patterns import heads_of, Pattern
+
+__all__ = ['Pattern', 'sparse_attention']
+
+Array = jax.Array
+
+BACKENDS = {
+  name: f'pallas_kernels.sparse_attention.{name}:sparse_attention' for name in ('reference', 'blocks', 'cudnn')
+}
+
+
+def sparse_attention(
+  q: Array, k: Array, v: Array, *, patterns: Any, scale: float | None = None, implementation: str | None = None
+) -> Array:
+  """softmax(scale q k^T where the pattern attends) v, for each head under its own causal pattern.
+
+  Args:
+    q: [B, T, H, K], float32, bfloat16 or float16.
+    k: [B, T, G, K], same dtype; G divides H, head h reads key-value head h div (H / G).
+    v: [B, T, G, K], same dtype.
+    patterns: a `Pattern` for all heads, or a sequence of H of them. Anything with its fields `kind` and `window` will
+      do.
+    scale: of the scores; 1 / sqrt(K) if None.
+    implementation: 'reference', 'blocks', 'cudnn', or None: cuDNN where it serves and all heads are full or local, else
+      blocks.
+
+  Returns:
+    [B, T, H, K], dtype of `q`; scores and softmax are float32.
+
+  Raises:
+    ValueError: shapes, dtypes or patterns do not fit, or the named implementation refuses.
+
+  Source: Child et al., arXiv 1904.10509; Liu et al., arXiv 2408.11746 (hybrid sparse attention).
+
+  >>> import jax.numpy as jnp
+  >>> x = jnp.ones((1, 8, 2, 4))
+  >>> sparse_attention(x, x, x, patterns=[Pattern('local', 2), Pattern('fixed', 4)]).shape
+  (1, 8, 2, 4)
+  """
+  _check(q, k, v)
+  each = heads_of(patterns, q.shape[2])
+  scale = q.shape[-1] ** -0.5 if scale is None else scale
+  # cuDNN on strided heads means very short sequences, which nobody has timed: only on demand.
+  names = ['cudnn', 'blocks'] if {pattern.kind for pattern in each} <= {'full', 'local'} else ['blocks']
+  return _dispatch.dispatch(
+    'sparse_attention', BACKENDS, implementation, names, q, k, v, patterns=each, scale=scale
+  )
+
+
+def _check(q: Array, k: Array, v: Array) -> None:
+  for name, x in (('q', q), ('k', k), ('v', v)):
+    if x.ndim != 4:
+      raise ValueError(f'{name} must be [batch, positions, heads, head size], found shape {x.shape}')
+    if x.dtype != q.dtype or x.dtype.name not in ('float32', 'bfloat16', 'float16'):
+      raise ValueError(f'{name} is {x.dtype}; q, k and v must have one dtype: float32, bfloat16 or float16')
+  if k.shape != v.shape or k.shape[:2] != q.shape[:2] or k.shape[3] != q.shape[3]:
+    raise ValueError(f'k and v must be [batch, positions, groups, size] to fit q {q.shape}, found {k.shape}, {v.shape}')
+  if not k.shape[2] or q.shape[2] % k.shape[2]:
+    raise ValueError(f'k has {k.shape[2]} heads on axis 2; accepted is a divisor of the {q.shape[2]} of q')
+  if not q.shape[1]:
+    raise ValueError(f'q of shape {q.shape} has no positions on axis 1')

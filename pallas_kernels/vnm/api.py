@@ -1,0 +1,172 @@
+"""The V:N:M ops, on whatever does them best here."""
+
+import logging
+from typing import Any, NamedTuple
+
+from jax import Array
+import jax.numpy as jnp
+
+from pallas_kernels import _device, _dispatch, _tuning
+from pallas_kernels.vnm.format import check_blocks, CompressedVNM, VNMOperand
+
+OP = 'vnm_matmul'
+OUT_LAYOUTS = ('mn', 'nm')
+
+MATMULS = {
+  'reference': 'pallas_kernels.vnm.reference:vnm_matmul',
+  'dense': 'pallas_kernels.vnm.reference:dense_vnm_matmul',
+  'mosaic_gpu': 'pallas_kernels.vnm.mosaic_gpu:vnm_matmul',
+}
+PACKERS = {
+  'reference': 'pallas_kernels.vnm.reference:vnm_pack',
+  'triton': 'pallas_kernels.vnm.triton:vnm_pack',
+}
+ACTIVATIONS = (None, 'squared_relu')
+
+
+def vnm_matmul(
+  a: CompressedVNM | VNMOperand,
+  b: Array,
+  *,
+  out_dtype: Any = None,
+  out_layout: str = 'mn',
+  implementation: str | None = None,
+) -> Array:
+  """D = A . B with A V:2:M-sparse along the sum, accumulated in float32.
+
+  Each block of V rows of A reads only the rows of B that its kept columns name, 4 of each M, and sparse tensor cores
+  halve the sum once more.
+
+  Args:
+    a: A, [R, K].
+    b: B, [K, N], same dtype.
+    out_dtype: dtype of D; None is A's.
+    out_layout: 'mn' for D [R, N], 'nm' for D [N, R].
+    implementation: 'mosaic_gpu' (Hopper), 'dense' (decompress and multiply), 'reference', or None: the fastest by the
+      records of this card, dense where sparse loses or nothing near was measured.
+
+  Returns:
+    D.
+
+  Raises:
+    ValueError: an argument is off, or the named implementation cannot serve the call.
+
+  >>> from pallas_kernels import vnm
+  >>> x = jnp.arange(16.0).reshape(2, 8)
+  >>> a = vnm.compress(x, vnm.vnm_mask(x, v=2, m=8), v=2, m=8)
+  >>> vnm_matmul(a, jnp.ones((8, 1))).tolist()
+  [[13.0], [29.0]]
+  """
+  if len(a.shape) != 2 or b.ndim != 2:
+    raise ValueError(f'a and b must be matrices, found a of shape {a.shape} and b of shape {b.shape}')
+  if b.shape[0] != a.shape[1]:
+    raise ValueError(f'b of shape {b.shape} has {b.shape[0]} rows along K, a of shape {a.shape} has {a.shape[1]}')
+  if a.dtype != b.dtype:
+    raise ValueError(f'a is {a.dtype} and b is {b.dtype}; they must be equal')
+  if out_layout not in OUT_LAYOUTS:
+    raise ValueError(f'out_layout={out_layout!r} is unknown; accepted are {OUT_LAYOUTS}')
+  _dispatch.check_implementation(OP, implementation, MATMULS)
+  out_dtype = jnp.dtype(a.dtype if out_dtype is None else out_dtype)
+  candidates = ('dense',) if implementation else _candidates(a, b.shape[1], out_dtype, out_layout)
+  return _dispatch.dispatch(
+    OP, MATMULS, implementation, candidates, a, b, out_dtype=out_dtype, out_layout=out_layout
+  )
+
+
+def key(a: CompressedVNM | VNMOperand, n: int, out_dtype: Any, out_layout: str) -> dict[str, Any]:
+  """What measured records are looked up by; V and M are text, since only equal ones compare."""
+  r, k = a.shape
+  return dict(
+    m=r, n=n, k=k, pattern=f'{a.v}:2:{a.m}', dtype=a.dtype.name, out_dtype=jnp.dtype(out_dtype).name,
+    out_layout=out_layout,
+  )
+
+
+def _candidates(a: CompressedVNM | VNMOperand, n: int, out_dtype: Any, out_layout: str) -> tuple[str, ...]:
+  device = _device.current()
+  if device.platform == 'cpu':
+    return ('reference',)
+  choice = _tuning.lookup(device.slug, OP, key(a, n, out_dtype, out_layout))
+  if choice is None:
+    logging.info('%s: nothing like %s was measured on %s; taking the dense product', OP, a.shape, device.name)
+    return ('dense',)
+  return ('dense',) if choice.implementation == 'dense' else (choice.implementation, 'dense')
+
+
+class Packed(NamedTuple):
+  """What `vnm_pack` makes.
+
+  Attributes:
+    operand: for `vnm_matmul`.
+    masked: the same entries as a dense array, zero outside the pattern, shape of `x`; None if not asked for.
+  """
+
+  operand: VNMOperand
+  masked: Array | None
+
+
+def vnm_pack(
+  x: Array,
+  *,
+  v: int,
+  m: int,
+  axis: int = -1,
+  spread: bool = False,
+  activation: str | None = None,
+  gradient: Array | None = None,
+  pattern: VNMOperand | None = None,
+  masked: bool = False,
+  implementation: str | None = None,
+) -> Packed:
+  """The V:2:M operand of `activation(x)` along `axis`, pattern included, in one pass over `x` on a GPU.
+
+  Args:
+    x: a matrix of whole blocks; bfloat16 or float16.
+    v: rows (of A) of a block.
+    m: columns of a block.
+    axis: -1 packs A = x [R, K]; -2 packs its transpose, A [K, R] for x [R, K], read in place.
+    spread: a group's `m` columns of A lie `K / m` apart, not side by side; the operand's index says where.
+    activation: None or 'squared_relu'.
+    gradient: shape and dtype of `x`: packed in place of x under the pattern of x, or, with 'squared_relu', its
+      pull-back `2 gradient relu(x)` under the pattern of relu(x)^2.
+    pattern: with `gradient`, the operand that was packed from `x` alone, whose positions are used again.
+    masked: also return what is packed as a dense array.
+    implementation: 'triton', 'reference', or None: Triton on a GPU where it takes the call.
+
+  Returns:
+    `Packed`. Where the sums of two columns agree to rounding, the order in which a back end adds decides.
+
+  Raises:
+    ValueError: arguments do not fit, or the named implementation cannot serve the call.
+
+  >>> x = jnp.array([[-1, 2, 0, 0, 3, 0, 0, 1]], jnp.bfloat16)
+  >>> a = vnm_pack(x, v=1, m=8, activation='squared_relu').operand
+  >>> a.compact.values.tolist(), a.rows.tolist()
+  ([[4.0, 9.0]], [[0, 1, 4, 7]])
+  """
+  if axis not in (-1, -2):
+    raise ValueError(f'axis={axis} must be -1 or -2')
+  if activation not in ACTIVATIONS:
+    raise ValueError(f'activation={activation!r} is unknown; accepted are {ACTIVATIONS}')
+  if x.ndim != 2:
+    raise ValueError(f'x must be a matrix, found shape {x.shape}')
+  check_blocks(x if axis == -1 else x.T, v, 2, m)
+  if (gradient is None) != (pattern is None):
+    raise ValueError('gradient and pattern belong together, found one of them')
+  if gradient is not None and (gradient.shape, gradient.dtype) != (x.shape, x.dtype):
+    raise ValueError(f'gradient must be {x.dtype} of shape {x.shape}, found {gradient.dtype} of shape {gradient.shape}')
+  candidates = ('reference',) if _device.current().platform == 'cpu' else ('triton', 'reference')
+  return Packed(*_dispatch.dispatch(
+    'vnm_pack', PACKERS, implementation, candidates, x, v=v, m=m, axis=axis, spread=spread, activation=activation,
+    gradient=gradient, pattern=pattern, masked=masked,
+  ))
+
+
+def squared_relu_vnm_pack(x: Array, *, v: int, m: int, implementation: str | None = None) -> VNMOperand:
+  """relu(x)^2, its V:2:M pattern along the last axis and its operand, in one pass: `vnm_pack` for the forward.
+
+  >>> a = squared_relu_vnm_pack(jnp.array([[-1, 2, 0, 0, 3, 0, 0, 1]], jnp.bfloat16), v=1, m=8)
+  >>> a.compact.values.tolist()
+  [[4.0, 9.0]]
+  """
+  return vnm_pack(x, v=v, m=m, activation='squared_relu', implementation=implementation).operand

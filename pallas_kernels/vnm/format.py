@@ -1,0 +1,213 @@
+"""The open V:N:M format, and the operand that the kernel reads.
+
+An array [R, C] is cut into blocks of V rows by M columns. A block keeps four of its M columns, the same for its V
+rows; side by side, the kept columns make a *compact* array [R, 4 C / M], which is 2:4 along its last axis. So the
+format is the open 2:4 format of the compact array and, for each block, which columns it kept. Two of each M entries
+remain, 2:M.
+"""
+
+import dataclasses
+import functools
+
+import jax
+from jax import Array
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import formats
+from pallas_kernels.sparse_matmul.operand import from_operand, SparseOperand, to_operand
+
+KEPT = 4  # columns of each M; two entries of them are what sparse tensor cores take
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=['values', 'metadata', 'columns'], meta_fields=['m'])
+@dataclasses.dataclass(frozen=True)
+class CompressedVNM:
+  """A V:2:M array [..., R, C] as its kept values, their positions, and the columns that each block kept.
+
+  Attributes:
+    values: [..., R, 2 C / M], the two stored entries of each row of each block, by ascending column.
+    metadata: uint8 [..., R, ceil(C / (2 M))], positions among the four kept columns, a nibble a row of a block, as in
+      `Compressed24`.
+    columns: uint8 [..., R / V, 4 C / M], the four kept columns of each block, ascending, below M.
+    m: M.
+  """
+
+  values: Array
+  metadata: Array
+  columns: Array
+  m: int
+
+  @property
+  def v(self) -> int:
+    """V, rows of a block."""
+    return self.values.shape[-2] // self.columns.shape[-2]
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    """Shape of the dense array."""
+    return (*self.values.shape[:-1], self.values.shape[-1] // 2 * self.m)
+
+  @property
+  def dtype(self) -> jnp.dtype:
+    return self.values.dtype
+
+  @property
+  def nbytes(self) -> int:
+    return self.values.nbytes + self.metadata.nbytes + self.columns.nbytes
+
+  @property
+  def compact(self) -> formats.Compressed24:
+    """The kept columns side by side, [..., R, 4 C / M], 2:4 along the last axis."""
+    return formats.Compressed24(self.values, self.metadata, -1)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=['compact', 'rows'], meta_fields=['m'])
+@dataclasses.dataclass(frozen=True)
+class VNMOperand:
+  """A V:2:M matrix [R, K] as A of the matmul: what `CompressedVNM` says, in the order that the kernel reads.
+
+  Attributes:
+    compact: the kept columns side by side, [..., R, 4 K / M], in the order of sparse tensor cores.
+    rows: int32 [..., R / V, 4 K / M], the row of B, 0 to K - 1, that each compact column of a block multiplies.
+    m: M.
+  """
+
+  compact: SparseOperand
+  rows: Array
+  m: int
+
+  @property
+  def v(self) -> int:
+    """V, rows of A that share an index."""
+    return self.compact.shape[-2] // self.rows.shape[-2]
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    """Shape of the dense matrix."""
+    return (*self.compact.shape[:-1], self.compact.shape[-1] // KEPT * self.m)
+
+  @property
+  def dtype(self) -> jnp.dtype:
+    return self.compact.dtype
+
+
+def check_blocks(x: Array, v: int, n: int, m: int, *, name: str = 'x') -> None:
+  """ValueError unless `x` [..., R, C] consists of whole blocks that V:N:M can serve."""
+  if n != 2:
+    raise ValueError(f'n={n} must be 2: sparse tensor cores keep two of four columns')
+  if not KEPT <= m <= 256:
+    raise ValueError(f'm={m} must be from {KEPT} to 256')
+  if v < 1:
+    raise ValueError(f'v={v} must be 1 or more')
+  if x.ndim < 2:
+    raise ValueError(f'{name} must have at least two axes, found shape {x.shape}')
+  for axis, divisor in ((-2, v), (-1, m)):
+    if x.shape[axis] % divisor or not x.shape[axis]:
+      raise ValueError(
+        f'{name} of shape {x.shape} has length {x.shape[axis]} along axis {axis}; {v}:2:{m} needs a positive multiple'
+        f' of {divisor}'
+      )
+
+
+def compress(x: Array, mask: Array, *, v: int, n: int = 2, m: int) -> CompressedVNM:
+  """Stores the entries of `x` that `mask` keeps.
+
+  Args:
+    x: [..., R, C], whole blocks of `v` x `m`.
+    mask: bool, shape of `x`; at most four columns of a block may hold a True, and two of these a row.
+    v: rows of a block.
+    n: 2.
+    m: columns of a block.
+
+  Raises:
+    ValueError: shapes do not fit. A mask that keeps more than the format holds loses entries; `verify` tells.
+
+  >>> x = jnp.arange(16.0).reshape(2, 8)
+  >>> c = compress(x, (x % 8 == 1) | (x % 8 == 6), v=2, m=8)
+  >>> c.values.tolist(), c.columns.tolist()
+  ([[1.0, 6.0], [9.0, 14.0]], [[0, 1, 2, 6]])
+  """
+  check_blocks(x, v, n, m)
+  if mask.shape != x.shape or mask.dtype != jnp.bool_:
+    raise ValueError(f'mask must be bool of shape {x.shape}, found {mask.dtype} of shape {mask.shape}')
+  *lead, rows, columns = x.shape
+  used = mask.reshape(*lead, rows // v, v, columns // m, m).any(axis=-3).astype(jnp.int8)
+  # Of equals top_k takes the lower index, so columns that nobody uses fill a block up from the left.
+  return compress_columns(x, mask, jnp.sort(jax.lax.top_k(used, KEPT)[1], axis=-1), v=v, m=m)
+
+
+def compress_columns(x: Array, mask: Array, ids: Array, *, v: int, m: int) -> CompressedVNM:
+  """`compress` with the columns given, [..., R/V, C/M, 4], ascending."""
+  kept = gather_columns(jnp.where(mask, x, jnp.zeros((), x.dtype)), ids, v)
+  c = formats.compress(kept, gather_columns(mask, ids, v), axis=-1)
+  return CompressedVNM(c.values, c.metadata, ids.reshape(*ids.shape[:-2], -1).astype(jnp.uint8), m)
+
+
+def gather_columns(x: Array, ids: Array, v: int) -> Array:
+  """The compact array [..., R, 4 C / M] from [..., R, C] and the columns kept, [..., R/V, C/M, 4]."""
+  *lead, rows, columns = x.shape
+  groups = ids.shape[-2]
+  blocks = x.reshape(*lead, rows // v, v, groups, columns // groups)
+  return jnp.take_along_axis(blocks, ids[..., None, :, :], axis=-1).reshape(*lead, rows, -1)
+
+
+def decompress(c: CompressedVNM) -> Array:
+  """The dense array that `c` stands for: shape `c.shape`, dtype `c.dtype`.
+
+  >>> x = jnp.arange(16.0).reshape(2, 8)
+  >>> decompress(compress(x, (x % 8 == 1) | (x % 8 == 6), v=2, m=8))[0].tolist()
+  [0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 6.0, 0.0]
+  """
+  *lead, rows, columns = c.shape
+  groups = columns // c.m
+  kept = formats.decompress(c.compact).reshape(*lead, rows // c.v, c.v, groups, KEPT)
+  ids = c.columns.astype(jnp.int32).reshape(*lead, rows // c.v, 1, groups, KEPT)
+  out = jnp.zeros((*lead, rows // c.v, c.v, groups, c.m), c.dtype)
+  column = jax.lax.broadcasted_iota(jnp.int32, (*ids.shape[:-1], c.m), ids.ndim - 1)
+  for i in range(KEPT):
+    here = ids[..., i : i + 1] == column
+    out = jnp.where(here, kept[..., i : i + 1], out)
+  return out.reshape(c.shape)
+
+
+def verify(x: Array, *, v: int, n: int = 2, m: int) -> None:
+  """Checks on the host that `x` [..., R, C] is V:N:M: -0.0 counts as zero, NaN as a non-zero.
+
+  Raises:
+    ValueError: naming the first block that uses more than four columns, or the first row of a block with more than two
+      entries, or why `x` cannot be cut into blocks.
+
+  >>> verify(jnp.array([[0.0, 5.0, -0.0, 7.0], [1.0, 0.0, 0.0, 7.0]]), v=2, m=4)
+  """
+  check_blocks(x, v, n, m)
+  *lead, rows, columns = x.shape
+  nonzero = (np.asarray(x) != 0).reshape(*lead, rows // v, v, columns // m, m)
+  wide = np.argwhere(nonzero.any(-3).sum(-1) > KEPT)
+  if len(wide):
+    raise ValueError(f'not {v}:{n}:{m}: block {tuple(wide[0].tolist())} uses more than {KEPT} columns')
+  full = np.argwhere(nonzero.sum(-1) > n)
+  if len(full):
+    *block, row, group = full[0].tolist()
+    raise ValueError(f'not {v}:{n}:{m}: row {row} of block {(*block, group)} holds more than {n} entries')
+
+
+def to_vnm_operand(c: CompressedVNM) -> VNMOperand:
+  """The kernel's operand from the open format."""
+  column = jax.lax.broadcasted_iota(jnp.int32, c.columns.shape, c.columns.ndim - 1)
+  return VNMOperand(to_operand(c.compact), c.columns.astype(jnp.int32) + column // KEPT * c.m, c.m)
+
+
+def decompress_operand(a: VNMOperand) -> Array:
+  """The dense matrix [R, K] of an operand, whatever rows of B its index names."""
+  compact = formats.decompress(from_operand(a.compact))
+  r, k = a.shape
+  blocks = compact.reshape(r // a.v, a.v, compact.shape[-1])
+  place = jax.vmap(lambda block, rows: jnp.zeros((a.v, k), a.dtype).at[:, rows].set(block, unique_indices=True))
+  return place(blocks, a.rows).reshape(r, k)
+
+
+def from_vnm_operand(operand: VNMOperand) -> CompressedVNM:
+  """Inverse of `to_vnm_operand`."""
+  compact = from_operand(operand.compact)
+  return CompressedVNM(compact.values, compact.metadata, (operand.rows % operand.m).astype(jnp.uint8), operand.m)

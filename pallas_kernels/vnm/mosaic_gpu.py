@@ -1,0 +1,380 @@
+"""V:N:M matmul for Hopper (sm_90a): the sparse matmul with the rows of B gathered by the columns that a block kept.
+
+A tile has the rows of one block of A, so that one index serves it. Three warpgroups a CTA, as in `sparse_matmul`: one
+produces, two consume. A's values and positions come by TMA, B's rows by `cp.async` (`_gather`). The consumers share the
+tile's columns, or, for blocks of 256 rows and more, its rows.
+
+What bounds it, on an H100: bytes from L2 to the SMs. Blocks differ in their rows of B, so B cannot be multicast, and
+every tile of V rows reads 4 K / M rows of B, 8 K N R / (M V) bytes in all, whatever the tile's width. At 16384 x 4096 x
+16384 and 8.2 TB/s that is 1.05 ms for 128:2:8 and 0.52 ms for 128:2:16, twice as much for V = 64, half for V = 256; A
+adds 5 to 20%.
+"""
+
+from collections.abc import Callable
+import dataclasses
+from typing import Any, Literal
+
+import jax
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+import jax.numpy as jnp
+
+from pallas_kernels import _compat as compat
+from pallas_kernels import _device, _tuning
+from pallas_kernels.sparse_matmul import _wgmma_sp, operand
+from pallas_kernels.sparse_matmul._problem import ceil, CONSUMERS
+from pallas_kernels.vnm import _gather
+from pallas_kernels.vnm.api import key, OP
+from pallas_kernels.vnm.format import CompressedVNM, to_vnm_operand, VNMOperand
+
+Array = jax.Array
+_SMEM_BYTES = 232448  # of a block on sm_90
+_BK = 64  # compact columns of a stage
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+  """Settings of the kernel; all give the same result up to the order of float32 additions.
+
+  Attributes:
+    rows: rows of a consumer, 64 or 128.
+    bn: columns of a consumer, a multiple of 64 up to 256; `rows / 64 * bn / 2` accumulators a thread must leave room.
+    across: what the two consumers share out, the tile's columns 'n' or its rows 'm'.
+    stages: in the ring.
+    cluster: CTAs along N that share A.
+    delay: K steps whose wgmmas stay in flight, 0 or 1.
+    lag: steps whose copies of B stay under way when an older one is waited for.
+    minor: the dimension walked fastest, 0 is M and 1 is N.
+    band: tiles of the other dimension walked before the fast one advances.
+    ctas: CTAs launched; None is one an SM.
+    epilogue_n: columns stored at a time, a multiple of 8 dividing `bn`.
+    slots: buffers of 64 x `epilogue_n` of a consumer that wait for TMA to store them.
+    producer_registers: of a thread that copies; the consumers share the rest.
+  """
+
+  rows: int = 128
+  bn: int = 192
+  across: Literal['n', 'm'] = 'n'
+  stages: int = 3
+  cluster: int = 1
+  delay: int = 1
+  lag: int = 1
+  minor: int = 0
+  band: int = 8
+  ctas: int | None = None
+  epilogue_n: int = 64
+  slots: int = 1
+  producer_registers: int = 56
+
+  @property
+  def tile_m(self) -> int:
+    return self.rows * (CONSUMERS if self.across == 'm' else 1)
+
+  @property
+  def tile_n(self) -> int:
+    return self.bn * self.parts
+
+  @property
+  def parts(self) -> int:
+    """Tiles of B in a stage, one a consumer or one for both."""
+    return CONSUMERS if self.across == 'n' else 1
+
+  @property
+  def unroll(self) -> int:
+    """With a step in flight, even and odd steps keep their metadata in different registers."""
+    return 2 if self.delay else 1
+
+  @property
+  def shared_memory_bytes(self) -> int:
+    stage = self.tile_m * _BK + self.tile_n * _BK * 2 + self.tile_m * _BK // 8
+    return self.stages * (stage + 16) + CONSUMERS * self.slots * 64 * self.epilogue_n * 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+  """What is multiplied: A [m, k] compact, in blocks of v rows, by gathered rows of B [depth, n]."""
+
+  m: int
+  n: int
+  k: int
+  v: int
+  depth: int
+  dtype: jnp.dtype
+  out_dtype: jnp.dtype
+  out_layout: str
+
+
+def default_config(v: int) -> Config:
+  """A good setting where nothing was measured."""
+  if v % 256 == 0:
+    return Config(across='m', stages=4)
+  return Config() if v % 128 == 0 else Config(rows=64, bn=256, stages=3)
+
+
+def check_config(p: Problem, c: Config) -> None:
+  """ValueError if `c` cannot be built for `p`."""
+  rules = [
+    (c.rows in (64, 128), f'rows={c.rows} must be 64 or 128'),
+    (c.across in ('n', 'm'), f"across={c.across!r} must be 'n' or 'm'"),
+    (p.v % c.tile_m == 0, f'a tile of {c.tile_m} rows must divide the {p.v} rows of a block'),
+    (c.bn % 64 == 0 and 64 <= c.bn <= 256, f'bn={c.bn} must be a multiple of 64 up to 256'),
+    (c.rows // 64 * c.bn <= 384,
+     f'rows={c.rows} and bn={c.bn} need {c.rows * c.bn // 128} accumulators a thread, 192 fit'),
+    (c.bn % c.epilogue_n == 0, f'bn={c.bn} must be a multiple of epilogue_n={c.epilogue_n}'),
+    (c.rows // 64 * c.bn // c.epilogue_n % c.slots == 0,
+     f'slots={c.slots} must divide the {c.rows // 64 * c.bn // c.epilogue_n} pieces that a consumer stores'),
+    # A stage is announced when `lag` later ones are issued, which needs slots that the consumers have let go of.
+    (c.stages > c.lag + c.delay and c.lag >= 1,
+     f'stages={c.stages} must exceed lag={c.lag} and delay={c.delay} together, and lag be 1 or more'),
+    (c.shared_memory_bytes <= _SMEM_BYTES,
+     f'{c.stages} stages need {c.shared_memory_bytes} bytes of shared memory of {_SMEM_BYTES}'),
+  ]
+  for ok, message in rules:
+    if not ok:
+      raise ValueError(f'vnm_matmul config: {message}')
+
+
+def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False) -> Callable[..., Array]:
+  """The kernel for one problem: a function (values [m, k/2], words, rows int32 [m/v, k], b [depth, n]) -> D.
+
+  Args:
+    p: the problem; n and k are multiples of 64, two of them at least.
+    c: settings.
+    num_sms: of the card.
+    interpret: run on the CPU with race detection.
+  """
+  check_config(p, c)
+  stages, unroll, tile_m, cluster = c.stages, c.unroll, c.tile_m, c.cluster
+  k_steps = ceil(ceil(p.k, _BK), unroll) * unroll
+  m_tiles, n_tiles = ceil(p.m, tile_m), ceil(p.n, c.tile_n * cluster)
+  tiles = m_tiles * n_tiles
+  clusters = max(1, min(min(c.ctas or num_sms, num_sms) // cluster, tiles))
+  tile_words = tile_m // 64
+  a_swizzle, b_swizzle = _BK // 2 * 2, 128
+  shape = _wgmma_sp.Shape(c.rows, c.bn, _BK, p.dtype, p.dtype, 'kn', a_swizzle, b_swizzle, c.delay)
+  ops = (_wgmma_sp.standins if interpret else _wgmma_sp.blocks)(shape)
+  gather = (_gather.standins if interpret else _gather.blocks)(
+    parts=c.parts, bk=_BK, bn=c.bn, n=p.n, ragged=p.n % (c.tile_n * cluster) != 0, lag=c.lag, dtype=p.dtype
+  )
+  out_block = (64, c.epilogue_n) if p.out_layout == 'mn' else (c.epilogue_n, 64)
+  out_swizzle = min(128, out_block[1] * p.out_dtype.itemsize)
+  shared_axes = ('rank',) if cluster > 1 else None
+  empty = (
+    plgpu.ClusterBarrier(collective_axes=('rank',), num_arrivals=CONSUMERS, num_barriers=stages)
+    if cluster > 1 else plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages)
+  )
+  scratch = dict(
+    a_smem=plgpu.SMEM((stages, tile_m, _BK // 2), p.dtype, transforms=_wgmma_sp.transforms(a_swizzle, 2)),
+    b_smem=plgpu.SMEM((stages, c.parts, _BK, c.bn), p.dtype, transforms=_wgmma_sp.transforms(b_swizzle, 2)),
+    out_smem=plgpu.SMEM(
+      (CONSUMERS, c.slots, *out_block), p.out_dtype, transforms=_wgmma_sp.transforms(out_swizzle, p.out_dtype.itemsize)
+    ),
+    words_smem=plgpu.SMEM((stages, tile_words, 1, 128), jnp.uint32),
+    # Two copies by TMA and the arrival of those who gathered.
+    full=plgpu.Barrier(num_arrivals=3, num_barriers=stages),
+    empty=empty,
+  )
+  consumer_registers = min(240, (512 - c.producer_registers) // CONSUMERS // 8 * 8)
+
+  def kernel(values, words, rows, b, out):
+
+    def scope(a_smem, b_smem, out_smem, words_smem, full, empty):
+      warpgroup, rank, group = lax.axis_index('warpgroup'), lax.axis_index('rank'), lax.axis_index('cluster')
+      turns = lax.div(jnp.int32(tiles + clusters - 1) - group, clusters)
+
+      def tile_of(turn):
+        mi, ni = plgpu.planar_snake(group + turn * clusters, (m_tiles, n_tiles), c.minor, c.band)
+        return mi, ni * cluster + rank
+
+      @pl.when(warpgroup == CONSUMERS)
+      def _produce():
+        plgpu.set_max_registers(c.producer_registers, action='decrease')
+
+        def fill(turn, first):
+          mi, ni = tile_of(turn)
+          block = lax.div(mi * tile_m, jnp.int32(p.v))
+
+          def step(k, carry):
+            at, index = carry
+            slot = lax.rem(at, stages)
+            # The next step's indices travel while this step waits for its slot.
+            following = gather.load_rows(rows, block, jnp.minimum(k + 1, k_steps - 1))
+
+            @pl.when(at >= stages)
+            def _():
+              plgpu.barrier_wait(empty.at[slot])
+
+            plgpu.copy_gmem_to_smem(
+              values.at[pl.ds(mi * tile_m, tile_m), pl.ds(k * (_BK // 2), _BK // 2)], a_smem.at[slot],
+              barrier=full.at[slot], collective_axes=shared_axes,
+            )
+            plgpu.copy_gmem_to_smem(
+              words.at[pl.ds(mi * tile_words, tile_words), pl.ds(k, 1)], words_smem.at[slot], barrier=full.at[slot]
+            )
+            gather.copy(index, rows, block, k, b, ni * c.tile_n, b_smem.at[slot])
+            gather.wait()
+
+            @pl.when(at >= c.lag)
+            def _():
+              plgpu.barrier_arrive(full.at[lax.rem(at - c.lag, stages)])
+
+            return at + 1, following
+
+          return lax.fori_loop(0, k_steps, step, (first, gather.load_rows(rows, block, jnp.int32(0))))[0]
+
+        filled = lax.fori_loop(0, turns, fill, jnp.int32(0))
+        gather.wait_all()
+        for i in range(c.lag):
+          last = filled - c.lag + i
+
+          @pl.when(last >= 0)
+          def _(last=last):
+            plgpu.barrier_arrive(full.at[lax.rem(jnp.maximum(last, 0), stages)])
+
+        # The other CTAs of the cluster signal our barriers: stay until every release has arrived.
+        used = jnp.minimum(filled, stages)
+
+        def drain(i, _):
+          plgpu.barrier_wait(empty.at[lax.rem(filled - used + i, stages)])
+          return _
+
+        lax.fori_loop(0, used, drain, jnp.int32(0))
+
+      @pl.when(warpgroup < CONSUMERS)
+      def _consume():
+        plgpu.set_max_registers(consumer_registers, action='increase')
+        # Which rows of A, and which part of B, this consumer multiplies.
+        down, part = (warpgroup, 0) if c.across == 'm' else (0, warpgroup)
+
+        def multiply(turn, first):
+          mi, ni = tile_of(turn)
+
+          def steps(i, carry):
+            accumulator, held = carry
+            for u in range(unroll):
+              at = first + i * unroll + u
+              slot = lax.rem(at, stages)
+              plgpu.barrier_wait(full.at[slot])
+              now = ops.load_words(words_smem.at[slot, pl.ds(down * (c.rows // 64), c.rows // 64)])
+              accumulator = ops.step(
+                accumulator, now, held, a_smem.at[slot, pl.ds(down * c.rows, c.rows)], b_smem.at[slot, part]
+              )
+              if c.delay:
+                # The wait inside `step` completed the step before.
+                @pl.when(at > first)
+                def _(at=at):
+                  plgpu.barrier_arrive(empty.at[lax.rem(at - 1, stages)])
+              else:
+                plgpu.barrier_arrive(empty.at[slot])
+              held = now
+            return accumulator, held
+
+          carry = lax.fori_loop(0, k_steps // unroll, steps, (ops.zeros(), ops.no_words()))
+          last = lax.rem(first + k_steps - 1, stages)
+          result = ops.finish(*carry, b_smem.at[last, part])
+          if c.delay:
+            plgpu.barrier_arrive(empty.at[last])
+          store(result, mi * tile_m + down * c.rows, ni * c.tile_n + part * c.bn)
+          return first + k_steps
+
+        def store(result, first_row, first_column):
+          across = c.bn // c.epilogue_n
+          for i in range(c.rows // 64):
+            for j in range(across):
+              chunk = result[i * 64 : (i + 1) * 64, j * c.epilogue_n : (j + 1) * c.epilogue_n].astype(p.out_dtype)
+              at_rows, columns = pl.ds(first_row + i * 64, 64), pl.ds(first_column + j * c.epilogue_n, c.epilogue_n)
+              # Wait until TMA has read the oldest chunk out of the buffer that comes next.
+              buffer = out_smem.at[warpgroup, (i * across + j) % c.slots]
+              plgpu.wait_smem_to_gmem(c.slots - 1, wait_read_only=True)
+              if p.out_layout == 'mn':
+                buffer[...] = chunk
+              elif interpret:
+                buffer[...] = chunk.T
+              else:
+                buffer.transpose((1, 0))[...] = chunk
+              plgpu.commit_smem()
+              plgpu.copy_smem_to_gmem(
+                buffer, out.at[at_rows, columns] if p.out_layout == 'mn' else out.at[columns, at_rows]
+              )
+
+        lax.fori_loop(0, turns, multiply, jnp.int32(0))
+
+    pl.run_scoped(scope, **scratch, collective_axes='warpgroup')
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+  call = plgpu.kernel(
+    kernel,
+    out_type=jax.ShapeDtypeStruct((p.m, p.n) if p.out_layout == 'mn' else (p.n, p.m), p.out_dtype),
+    grid=(clusters,), grid_names=('cluster',),
+    cluster=(cluster,), cluster_names=('rank',),
+    num_threads=CONSUMERS + 1, thread_name='warpgroup',
+    compiler_params=plgpu.CompilerParams(
+      approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
+    ),
+    **({'interpret': compat.interpret_params()} if interpret else {}),
+  )
+
+  # Under vmap one launch after another: batching the grid would share the ring's barriers.
+  @jax.custom_batching.sequential_vmap
+  def run(*args: Array) -> Array:
+    return call(*args)
+
+  return run
+
+
+def vnm_matmul(
+  a: CompressedVNM | VNMOperand,
+  b: Array,
+  *,
+  out_dtype: Any,
+  out_layout: str,
+  config: Config | None = None,
+  device: _device.Device | None = None,
+  interpret: bool = False,
+) -> Array:
+  """The back end: `reference.vnm_matmul` by the kernel.
+
+  Args:
+    a: A, [R, K]; converted to the kernel's operand here unless it is one already.
+    b: B, [K, N].
+    out_dtype: ...
+    out_layout: as in the reference.
+    config: settings; None takes the tuned ones of the nearest measured problem.
+    device: the card to build for; None is the current one.
+    interpret: run on the CPU with race detection.
+
+  Raises:
+    NotImplementedError: no sm_90, or a type or size that the kernel does not take.
+    ValueError: `config` cannot be built for this problem.
+  """
+  device = device or _device.current()
+  if not (interpret or device.has_sparse_wgmma):
+    raise NotImplementedError(f'sparse wgmma needs compute capability 9.0, {device.name} has {device.capability}')
+  if a.dtype.name not in ('bfloat16', 'float16') or jnp.dtype(out_dtype) != a.dtype:
+    raise NotImplementedError(f'the kernel multiplies and writes bfloat16 or float16, not {a.dtype} to {out_dtype}')
+  if a.v % 64 or a.shape[0] < 128:
+    raise NotImplementedError(
+      f'the kernel takes blocks of 64 rows, 128 and their multiples, and two tiles of 64; found {a.v} of {a.shape[0]}'
+    )
+  a = to_vnm_operand(a) if isinstance(a, CompressedVNM) else a
+  config = config or _tuned_config(a, b.shape[1], out_layout, device) or default_config(a.v)
+  m, n = a.shape[0], b.shape[1]
+  k = a.rows.shape[-1]
+  # Whole boxes of TMA, two at least, as in sparse_matmul; no copy for multiples of 64.
+  wide, deep = max(ceil(n, 64), 2) * 64, max(ceil(k, _BK), 2) * _BK
+  p = Problem(m, wide, deep, a.v, b.shape[0], a.dtype, jnp.dtype(out_dtype), out_layout)
+  steps = ceil(deep // _BK, config.unroll) * config.unroll
+  d = build(p, config, num_sms=device.num_sms or 2, interpret=interpret)(
+    operand.pad_to(a.compact.values, (m, deep // 2)),
+    operand.pad_to(a.compact.words, operand.words_shape(m, deep)),
+    # Beyond K values are zeros; any row of B will do.
+    operand.pad_to(a.rows, (m // a.v, steps * _BK)),
+    operand.pad_to(b, (b.shape[0], wide)),
+  )
+  return d[:m, :n] if out_layout == 'mn' else d[:n, :m]
+
+
+def _tuned_config(a: VNMOperand, n: int, out_layout: str, device: _device.Device) -> Config | None:
+  choice = _tuning.lookup(device.slug, OP, key(a, n, a.dtype, out_layout), implementation='mosaic_gpu')
+  return Config(**choice.config) if choice is not None and choice.config is not None else None

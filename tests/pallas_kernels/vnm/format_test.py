@@ -1,0 +1,162 @@
+"""V:N:M mask and format against enumeration in NumPy."""
+
+import itertools
+
+from absl.testing import absltest, parameterized
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import vnm
+from pallas_kernels.vnm import api, reference
+from pallas_kernels.vnm import format as fmt
+
+_SIZES = ((1, 8), (4, 8), (8, 16), (2, 4), (16, 5))
+
+
+def _expected_mask(x, v, m):
+  """Loops over blocks: Python's sort of (-sum, column), then of (-|x|, column)."""
+  x = np.abs(np.asarray(x).astype(np.float64))
+  mask = np.zeros(x.shape, bool)
+  for top, left in itertools.product(range(0, x.shape[0], v), range(0, x.shape[1], m)):
+    block = x[top : top + v, left : left + m]
+    columns = sorted(sorted(range(m), key=lambda j: (-block[:, j].sum(), j))[:4])
+    for i in range(v):
+      for j in sorted(columns, key=lambda j: (-block[i, j], j))[:2]:
+        mask[top + i, left + j] = True
+  return mask
+
+
+def _random(v, m, dtype='bfloat16', seed=0):
+  # Small integers: sums are exact in any order, and ties are common.
+  x = np.random.default_rng(seed).integers(-9, 10, (3 * v, 4 * m))
+  return jnp.asarray(x, jnp.float32).astype(dtype)
+
+
+class MaskTest(parameterized.TestCase):
+
+  @parameterized.parameters(*_SIZES)
+  def test_against_loops(self, v, m):
+    for dtype in ('float32', 'bfloat16', 'float16'):
+      x = _random(v, m, dtype)
+      np.testing.assert_array_equal(reference.vnm_mask(x, v=v, m=m), _expected_mask(x, v, m))
+
+  def test_leading_axes(self):
+    x = jnp.stack([_random(4, 8, seed=i) for i in range(3)])
+    found = reference.vnm_mask(x, v=4, m=8)
+    np.testing.assert_array_equal(found, np.stack([_expected_mask(y, 4, 8) for y in x]))
+
+  def test_m_of_four_is_two_of_four_of_each_row(self):
+    x = _random(8, 4)
+    np.testing.assert_array_equal(reference.vnm_mask(x, v=8, m=4), reference.vnm_mask(x, v=1, m=4))
+
+  def test_not_far_from_the_best_columns(self):
+    # All 70 quadruples, the search of the format's authors: the sums keep 98.9% of what it keeps on Gaussian data.
+    v, m = 16, 8
+    x = np.abs(np.random.default_rng(0).standard_normal((8 * v, 4 * m)))
+    kept = (x * np.asarray(reference.vnm_mask(jnp.asarray(x, jnp.float32), v=v, m=m))).sum()
+    best = 0.0
+    for block in x.reshape(8, v, 4, m).transpose(0, 2, 1, 3).reshape(-1, v, m):
+      best += max(np.sort(block[:, q])[:, 2:].sum() for q in map(list, itertools.combinations(range(m), 4)))
+    self.assertBetween(kept / best, 0.985, 1.0)
+
+  def test_nan_is_kept(self):
+    x = jnp.ones((4, 16)).at[2, 13].set(jnp.nan)
+    self.assertTrue(reference.vnm_mask(x, v=4, m=16)[2, 13])
+
+  @parameterized.parameters(
+    (dict(v=3, m=8), (4, 8), 'length 4 along axis -2'), (dict(v=4, m=6), (4, 8), 'length 8 along axis -1'),
+    (dict(v=4, m=8, n=1), (4, 8), 'n=1 must be 2'), (dict(v=4, m=3), (4, 9), 'm=3 must be from 4'),
+    (dict(v=0, m=8), (4, 8), 'v=0 must be 1'), (dict(v=4, m=8), (8,), 'two axes'),
+  )
+  def test_refusals(self, sizes, shape, message):
+    with self.assertRaisesRegex(ValueError, message):
+      reference.vnm_mask(jnp.ones(shape), **sizes)
+
+
+class FormatTest(parameterized.TestCase):
+
+  @parameterized.parameters(*_SIZES)
+  def test_round_trip(self, v, m):
+    x = _random(v, m)
+    mask = jnp.asarray(_expected_mask(x, v, m))
+    c = vnm.compress(x, mask, v=v, m=m)
+    self.assertEqual((c.v, c.m, c.shape, c.dtype), (v, m, x.shape, x.dtype))
+    self.assertEqual(c.columns.shape, (3, 16))
+    np.testing.assert_array_equal(vnm.decompress(c), jnp.where(mask, x, 0))
+    again = fmt.from_vnm_operand(fmt.to_vnm_operand(c))
+    for old, new in zip(jax.tree.leaves(c), jax.tree.leaves(again), strict=True):
+      np.testing.assert_array_equal(old, new)
+    np.testing.assert_array_equal(fmt.decompress_operand(fmt.to_vnm_operand(c)), jnp.where(mask, x, 0))
+
+  def test_fewer_than_the_format_holds(self):
+    x = _random(4, 8)
+    mask = jnp.asarray(_expected_mask(x, 4, 8)) & (x > 0)
+    np.testing.assert_array_equal(vnm.decompress(vnm.compress(x, mask, v=4, m=8)), jnp.where(mask, x, 0))
+
+  def test_bytes(self):
+    x = _random(64, 8)
+    c = vnm.compress(x, jnp.asarray(_expected_mask(x, 64, 8)), v=64, m=8)
+    # 2 of 8 values, two bits each, and 4 of 8 column numbers a block of 64 rows.
+    self.assertEqual(c.nbytes, x.nbytes // 4 + x.size // 4 // 4 + x.size // 2 // 64)
+
+  def test_stacked(self):
+    x = jnp.stack([_random(4, 8, seed=i) for i in range(2)])
+    mask = reference.vnm_mask(x, v=4, m=8)
+    c = vnm.compress(x, mask, v=4, m=8)
+    np.testing.assert_array_equal(vnm.decompress(c), jnp.where(mask, x, 0))
+    np.testing.assert_array_equal(jax.vmap(vnm.decompress)(c), jnp.where(mask, x, 0))
+
+
+class VerifyTest(parameterized.TestCase):
+
+  def test_accepts_what_the_mask_keeps(self):
+    x = _random(4, 8)
+    vnm.verify(jnp.where(reference.vnm_mask(x, v=4, m=8), x, -0.0), v=4, m=8)
+
+  def test_names_the_wide_block(self):
+    x = jnp.zeros((8, 16)).at[4:, 8:].set(jnp.eye(8)[:4]).at[7, 15].set(1.0)
+    with self.assertRaisesRegex(ValueError, r'block \(1, 1\) uses more than 4 columns'):
+      vnm.verify(x, v=4, m=8)
+
+  def test_names_the_full_row(self):
+    with self.assertRaisesRegex(ValueError, r'row 2 of block \(1, 0\) holds more than 2'):
+      vnm.verify(jnp.zeros((8, 8)).at[6, :3].set(1.0), v=4, m=8)
+
+
+class ApiTest(parameterized.TestCase):
+
+  def _operand(self, v=4, m=8):
+    x = _random(v, m)
+    mask = reference.vnm_mask(x, v=v, m=m)
+    return vnm.compress(x, mask, v=v, m=m), np.where(mask, np.asarray(x, np.float64), 0)
+
+  @parameterized.product(implementation=(None, 'reference', 'dense'), out_layout=('mn', 'nm'), operand=(False, True))
+  def test_matmul(self, implementation, out_layout, operand):
+    a, dense = self._operand()
+    b = jnp.asarray(np.random.default_rng(1).integers(-4, 5, (dense.shape[1], 24)), jnp.bfloat16)
+    expected = dense @ np.asarray(b, np.float64)
+    a = fmt.to_vnm_operand(a) if operand else a
+    found = api.vnm_matmul(a, b, out_dtype=jnp.float32, out_layout=out_layout, implementation=implementation)
+    np.testing.assert_array_equal(found, expected if out_layout == 'mn' else expected.T)
+
+  def test_pack(self):
+    x = _random(4, 8)
+    y = jnp.square(jnp.maximum(x, 0))
+    a = api.squared_relu_vnm_pack(x, v=4, m=8)
+    np.testing.assert_array_equal(fmt.decompress_operand(a), np.where(_expected_mask(y, 4, 8), y, 0))
+
+  def test_refusals(self):
+    a, _ = self._operand()
+    for b, kwargs, message in (
+      (jnp.ones((31, 8), jnp.bfloat16), {}, '31 rows along K'),
+      (jnp.ones((32, 8), jnp.float32), {}, 'they must be equal'),
+      (jnp.ones((32, 8), jnp.bfloat16), dict(out_layout='kn'), "out_layout='kn'"),
+      (jnp.ones((32, 8), jnp.bfloat16), dict(implementation='cutlass'), "implementation='cutlass'"),
+    ):
+      with self.assertRaisesRegex(ValueError, message):
+        api.vnm_matmul(a, b, **kwargs)
+
+
+if __name__ == '__main__':
+  absltest.main()

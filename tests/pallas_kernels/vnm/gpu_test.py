@@ -1,0 +1,55 @@
+"""The V:N:M ops on a card: `pytest -m gpu`."""
+
+import functools
+
+from absl.testing import absltest, parameterized
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import _device, _tuning, vnm
+from pallas_kernels.vnm import api, mosaic_gpu, reference
+from pallas_kernels.vnm.format import decompress_operand, to_vnm_operand
+
+_BF16 = jnp.dtype('bfloat16')
+
+
+pytestmark = [
+  pytest.mark.gpu, pytest.mark.skipif(not _device.current().has_sparse_wgmma, reason='needs compute capability 9.0')
+]
+
+
+class MatmulTest(parameterized.TestCase):
+
+  @parameterized.product(v=(64, 128, 256), m=(8, 16), out_layout=('mn', 'nm'), n=(512, 200))
+  def test_against_the_reference(self, v, m, out_layout, n):
+    x = jax.random.normal(jax.random.key(v + m), (512, 1024), _BF16)
+    b = jax.random.normal(jax.random.key(n), (1024, n), _BF16)
+    a = to_vnm_operand(vnm.compress(x, vnm.vnm_mask(x, v=v, m=m), v=v, m=m))
+    f = jax.jit(functools.partial(mosaic_gpu.vnm_matmul, out_dtype=_BF16, out_layout=out_layout))
+    found = f(a, b)
+    expected = reference.vnm_matmul(a, b, out_dtype=jnp.float32, out_layout=out_layout)
+    self.assertLessEqual(_tuning.relative_error(found, expected), _tuning.TOLERANCE)
+    for _ in range(20):
+      np.testing.assert_array_equal(found, f(a, b))
+
+
+class PackTest(parameterized.TestCase):
+
+  @parameterized.product(v=(64, 128), m=(8, 16), axis=(-1, -2), spread=(False, True))
+  def test_against_the_reference(self, v, m, axis, spread):
+    # Small integers: the sums of columns are exact in any order, so the patterns agree to the bit.
+    x = jax.random.randint(jax.random.key(v + m), (512, 512), -9, 10).astype(_BF16)
+    options = dict(v=v, m=m, axis=axis, spread=spread, activation='squared_relu', masked=True)
+    found, masked = jax.jit(functools.partial(api.vnm_pack, implementation='triton', **options))(x)
+    expected, expected_masked = reference.vnm_pack(x, **options)
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+      np.testing.assert_array_equal(ours, theirs)
+    np.testing.assert_array_equal(masked, expected_masked)
+    dense = decompress_operand(found)
+    np.testing.assert_array_equal(masked, dense if axis == -1 else dense.T)
+
+
+if __name__ == '__main__':
+  absltest.main()

@@ -1,0 +1,137 @@
+"""The V:N:M kernel without a GPU: interpreted with race detection, and compiled for sm_90a."""
+
+import dataclasses
+import functools
+import re
+
+from absl.testing import absltest, parameterized
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import _compat, _device, _tuning, vnm
+from pallas_kernels.sparse_matmul import operand
+from pallas_kernels.sparse_matmul.operand import SparseOperand
+from pallas_kernels.vnm import mosaic_gpu, reference
+from pallas_kernels.vnm.format import to_vnm_operand, VNMOperand
+
+_BF16 = jnp.dtype('bfloat16')
+_SMALL = mosaic_gpu.Config(rows=64, bn=64, stages=3)
+
+
+def _inputs(r, n, k, v, m, dtype=_BF16, seed=0):
+  rng = np.random.default_rng(seed)
+  x = jnp.asarray(rng.standard_normal((r, k)), jnp.float32).astype(dtype)
+  a = vnm.compress(x, vnm.vnm_mask(x, v=v, m=m), v=v, m=m)
+  return a, jnp.asarray(rng.standard_normal((k, n)), jnp.float32).astype(dtype)
+
+
+class InterpretTest(parameterized.TestCase):
+
+  def _check(self, a, b, config, out_layout='mn'):
+    found = mosaic_gpu.vnm_matmul(a, b, out_dtype=a.dtype, out_layout=out_layout, config=config, interpret=True)
+    self.assertFalse(_compat.races_found())
+    expected = reference.vnm_matmul(a, b, out_dtype=jnp.float32, out_layout=out_layout)
+    self.assertEqual((found.shape, found.dtype), (expected.shape, a.dtype))
+    self.assertLessEqual(_tuning.relative_error(found, expected), _tuning.TOLERANCE)
+
+  @parameterized.parameters((8, 'nm'), (16, 'mn'))
+  def test_patterns(self, m, out_layout):
+    self._check(*_inputs(128, 128, 16 * m, 64, m), _SMALL, out_layout)
+
+  def test_blocks_of_two_tiles(self):
+    self._check(*_inputs(128, 128, 256, 128, 8), _SMALL)
+
+  def test_consumers_share_rows(self):
+    self._check(*_inputs(128, 128, 256, 128, 8), dataclasses.replace(_SMALL, across='m'))
+
+  def test_clusters_share_a_and_the_last_tile_hangs_over(self):
+    self._check(*_inputs(128, 320, 256, 64, 8), dataclasses.replace(_SMALL, cluster=2))
+
+  def test_more_tiles_than_ctas_and_a_ragged_sum(self):
+    a, b = _inputs(128, 200, 8 * 37, 64, 8, jnp.dtype('float16'))
+    self._check(a, b, dataclasses.replace(_SMALL, ctas=1, stages=4, lag=2))
+
+  def test_each_step_drained(self):
+    self._check(*_inputs(128, 128, 384, 64, 8), dataclasses.replace(_SMALL, delay=0, stages=2))
+
+  def test_any_index(self):
+    # Rows of B may be named in any order: a permuted sum needs no permuted B.
+    a, b = _inputs(128, 128, 256, 64, 8)
+    order = jnp.asarray(np.random.default_rng(1).permutation(256), jnp.int32)
+    a = to_vnm_operand(a)
+    self._check(dataclasses.replace(a, rows=order[a.rows]), b, _SMALL)
+
+  def test_vmap_launches_one_after_another(self):
+    a, b = _inputs(128, 128, 256, 64, 8)
+    f = functools.partial(mosaic_gpu.vnm_matmul, a, out_dtype=_BF16, out_layout='mn', config=_SMALL, interpret=True)
+    for d, x in zip(jax.vmap(f)(jnp.stack([b, b + b])), (b, b + b), strict=True):
+      expected = reference.vnm_matmul(a, x, out_dtype=jnp.float32, out_layout='mn')
+      self.assertLessEqual(_tuning.relative_error(d, expected), _tuning.TOLERANCE)
+
+
+class RefusalTest(parameterized.TestCase):
+
+  @parameterized.parameters(
+    (dict(rows=32), 'rows=32'), (dict(across='k'), "across='k'"), (dict(across='m'), 'a tile of 256 rows'),
+    (dict(bn=96), 'bn=96'), (dict(bn=256), 'accumulators'), (dict(epilogue_n=80), 'epilogue_n=80'),
+    (dict(slots=4), 'slots=4'), (dict(stages=2), 'stages=2 must exceed lag=1 and delay=1'),
+    (dict(stages=5), 'bytes of shared memory'),
+  )
+  def test_impossible_configs(self, change, message):
+    p = mosaic_gpu.Problem(512, 512, 512, 128, 1024, _BF16, _BF16, 'mn')
+    with self.assertRaisesRegex(ValueError, message):
+      mosaic_gpu.build(p, mosaic_gpu.Config(**change))
+
+  @parameterized.parameters(
+    (_device.Device('cpu', 'cpu'), 64, _BF16, 'compute capability 9.0'),
+    (_device.Device('NVIDIA B200', 'gpu', (10, 0), 148), 64, _BF16, 'compute capability 9.0'),
+    (_device.target_device('sm_90a'), 32, _BF16, 'blocks of 64 rows'),
+    (_device.target_device('sm_90a'), 64, jnp.float32, 'bfloat16 or float16'),
+  )
+  def test_not_mine(self, device, v, dtype, message):
+    a, b = _inputs(128, 128, 256, v, 8, dtype)
+    with self.assertRaisesRegex(NotImplementedError, message):
+      mosaic_gpu.vnm_matmul(a, b, out_dtype=dtype, out_layout='mn', device=device)
+
+
+@absltest.skipUnless(_device.can_compile_for_gpu(), 'needs the CUDA plugin wheels')
+class CompileTest(parameterized.TestCase):
+
+  @parameterized.named_parameters(
+    ('v128', 128, 8, mosaic_gpu.default_config(128), 'mn', 4096, 8),
+    ('v128_transposed_ragged', 128, 16, dataclasses.replace(mosaic_gpu.default_config(128), cluster=2), 'nm', 4160, 8),
+    ('v64', 64, 8, mosaic_gpu.default_config(64), 'mn', 4096, 4),
+    ('v256', 256, 8, mosaic_gpu.default_config(256), 'mn', 4096, 8),
+  )
+  def test_no_spills_and_sparse_mma(self, v, m, config, out_layout, n, instructions):
+    r, k = 4096, 4096
+    compact = 4 * k // m
+    s = _device.struct
+
+    def f(values, words, rows, b):
+      a = VNMOperand(SparseOperand(values, words), rows, m)
+      return mosaic_gpu.vnm_matmul(
+        a, b, out_dtype=_BF16, out_layout=out_layout, config=config, device=_device.target_device('sm_90a')
+      )
+
+    report = _device.compile_report(
+      f, s((r, compact // 2), _BF16), s(operand.words_shape(r, compact), jnp.uint32), s((r // v, compact), jnp.int32),
+      s((k, n), _BF16),
+    )
+    self.assertEqual(report.architecture, 'sm_90a')
+    self.assertEqual(report.spill_bytes, 0)
+    self.assertEqual(report.warnings, ())
+    # Unrolled twice: two K steps of two instructions a tile of 64 rows.
+    self.assertEqual(report.count('wgmma.mma_async.sp'), instructions)
+    copies = 4 * config.parts * config.bn // 64
+    self.assertEqual(report.count('cp.async.cg.shared.global'), copies)
+    # Each wait for copies is followed by the fence that shows them to wgmma.
+    waits = re.findall(r'cp\.async\.wait_group \d;(.{0,120})', report.ptx, re.DOTALL)
+    self.assertLen(waits, 2)
+    for text in waits:
+      self.assertIn('fence.proxy.async.shared::cta', text)
+
+
+if __name__ == '__main__':
+  absltest.main()
