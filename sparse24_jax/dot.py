@@ -18,9 +18,9 @@ from jax import Array
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.mvue.reference import mvue24
+from sparse24_jax import products
 from sparse24_jax._compat import vary_over, varying_axes
-from sparse24_jax.numerics import round_to_fp8
+from sparse24_jax.fp8 import dot8
 from sparse24_jax.projection import Projection
 
 
@@ -34,16 +34,19 @@ class DotPolicy:
       projection; `'dense'` runs a dense matmul. The numbers are the same.
     weight_grad: `'mvue'` samples the output gradient 2:4 along tokens (needs a key and tokens in multiples of four),
       `'mvue_approximate'` does it with the papers' sampler, `'dense'` leaves it as it is.
-    precision: `'default'` multiplies in the dtype of the operands; `'fp8'` rounds operands to FP8 first: e4m3 in the
-      forward, e5m2 in both gradients.
-    implementation: which back end; None and `'reference'` are plain `jax.numpy`.
+    precision: `'default'` multiplies in the dtype of the operands; `'fp8'` rounds weights and activations to e4m3 and
+      output gradients to e5m2 first, in hardware on a Hopper GPU and in simulation elsewhere.
+    implementation: what runs the sparse products. None chooses by the records of the card: a kernel where it measured
+      faster, plain `jax.numpy` elsewhere and everywhere off the GPU. `'reference'` is plain `jax.numpy`. A back end of
+      `pallas_kernels.sparse_matmul`, `'mosaic_gpu'` say, runs all of them or raises; `'dense'` among these packs and
+      multiplies decompressed, which takes the kernels' path on any device.
   """
 
   projection: Projection | None = None
   input_grad: Literal['sparse', 'dense'] = 'dense'
   weight_grad: Literal['mvue', 'mvue_approximate', 'dense'] = 'dense'
   precision: Literal['default', 'fp8'] = 'default'
-  implementation: Literal['reference'] | None = None
+  implementation: str | None = None
 
   def __post_init__(self):
     if not isinstance(self.projection, Projection | None):
@@ -51,7 +54,7 @@ class DotPolicy:
     _check_choice('input_grad', self.input_grad, ('sparse', 'dense'))
     _check_choice('weight_grad', self.weight_grad, ('mvue', 'mvue_approximate', 'dense'))
     _check_choice('precision', self.precision, ('default', 'fp8'))
-    _check_choice('implementation', self.implementation, (None, 'reference'))
+    _check_choice('implementation', self.implementation, (None, 'reference', *products.BACKENDS))
     if self.input_grad == 'sparse' and not (self.projection and self.projection.transposable):
       found = self.projection.name if self.projection else None
       raise ValueError(f"input_grad='sparse' needs a transposable projection, found {found!r}")
@@ -62,14 +65,14 @@ def _check_choice(name: str, value: Any, choices: tuple) -> None:
     raise ValueError(f'{name}={value!r}: known are {list(choices)}')
 
 
-def dot(x: Array, w: Array, state: Array | None = None, *, policy: DotPolicy, key: Array | None = None) -> Array:
+def dot(x: Array, w: Array, state: Any = None, *, policy: DotPolicy, key: Array | None = None) -> Array:
   """x W~, with the gradients that `policy` names.
 
   Args:
     x: `[..., in]`, float32, bfloat16 or float16. All axes but the last are tokens; with MVUE their product must be a
       multiple of four.
     w: `[in, out]`, same dtype as `x`; dense. Sides as the projection asks: multiples of 4, or of 4 and 4.
-    state: the projection's state for this weight, as `sparse_variables` gives it.
+    state: the projection's state for this weight, or the `PackedWeight` that `sparse_variables` makes of it.
     policy: how the matmuls are done.
     key: random key for MVUE, needed where a gradient is taken; the same key gives the same sample. Fold in a step and
       a layer, and under `shard_map` the index of the shard.
@@ -90,16 +93,30 @@ def dot(x: Array, w: Array, state: Array | None = None, *, policy: DotPolicy, ke
   >>> jax.grad(loss)(w).shape, bool((jax.grad(loss)(w) != 0).all())
   ((16, 4), True)
   """
-  _check_operands(x, w, state, policy)
+  return dot_at(x, w, state, policy=policy, key=key)
+
+
+def dot_at(
+  x: Array, w: Array, state: Any, *, policy: DotPolicy, key: Array | None, column: int = 0
+) -> Array:
+  """`dot` whose output gradient is columns `column` and following of what is sampled with `key`."""
+  check_operands(x, w, state, policy)
   if policy.projection is None and policy.precision == 'default' and policy.weight_grad == 'dense':
     return jnp.dot(x, w, preferred_element_type=jnp.float32).astype(x.dtype)
+  plan = products.plan(policy, int(np.prod(x.shape[:-1])), w.shape[0], w.shape[1], x.dtype)
+  packed = products.packed_weight(plan, policy, w, state, x.dtype)
+  state = products.projection_state(state)
   # A custom_vjp must return cotangents that vary over the mesh axes of its arguments and no others: under shard_map,
   # say so here that a replicated weight meets tokens that are not, and let JAX sum its gradient.
   axes = frozenset().union(*map(varying_axes, jax.tree.leaves((x, w, state, key))))
-  return _dot(policy, vary_over(x, axes), vary_over(w, axes), state, key)
+  if plan.fp8:
+    rows = vary_over(x, axes).reshape(-1, x.shape[-1])
+    return dot8(plan.forward, column, rows, vary_over(w, axes), packed, key).reshape(*x.shape[:-1], -1)
+  return _dot(policy, plan, column, vary_over(x, axes), vary_over(w, axes), state, packed, key)
 
 
-def _check_operands(x: Array, w: Array, state: Array | None, policy: DotPolicy) -> None:
+def check_operands(x: Array, w: Array, state: Any, policy: DotPolicy) -> None:
+  """ValueError unless activations, weight and state fit each other and the policy."""
   if w.ndim != 2:
     raise ValueError(f'w must be [in, out], found shape {w.shape}; use jax.vmap for stacked weights')
   if x.ndim < 1 or x.shape[-1] != w.shape[0]:
@@ -114,6 +131,8 @@ def _check_operands(x: Array, w: Array, state: Array | None, policy: DotPolicy) 
 
 
 def check_state(state: Any, expected: jax.ShapeDtypeStruct, projection: Projection) -> None:
+  """ValueError unless `state`, or the one inside a `PackedWeight`, is what the projection keeps for the weight."""
+  state = products.projection_state(state)
   found = (getattr(state, 'shape', None), getattr(state, 'dtype', type(state).__name__))
   if found != (expected.shape, expected.dtype):
     raise ValueError(
@@ -141,27 +160,33 @@ def check_divisible(shape: tuple[int, ...], projection: Projection, name: str) -
       )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _dot(policy: DotPolicy, x: Array, w: Array, state: Array | None, key: Array | None) -> Array:
-  del key
-  return _matmul(x, _project(policy, w, state), policy.precision, 'e4m3')
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _dot(
+  policy: DotPolicy, plan: products.Plan, column: int, x: Array, w: Array, state: Any, packed: Any, key: Array | None
+) -> Array:
+  del column, key
+  projected = None if plan.forward else _project(policy, w, state)
+  return products.forward(plan, policy, x, projected, packed.forward if plan.forward else None)
 
 
-def _dot_fwd(policy, x, w, state, key):
-  _check_sampling(x, policy, key)
-  projected = _project(policy, w, state)
-  return _matmul(x, projected, policy.precision, 'e4m3'), (x, projected, key)
+def _dot_fwd(policy, plan, column, x, w, state, packed, key):
+  del column
+  check_sampling(x, policy, key)
+  projected = None if plan.forward else _project(policy, w, state)
+  z = products.forward(plan, policy, x, projected, packed.forward if plan.forward else None)
+  # For what runs plain in the backward: the projected weight if it is there, else what to project again.
+  kept = (w, state) if plan.forward else projected
+  if plan.input_grad and plan.weight_grad:
+    kept = None
+  return z, (x, kept, packed.input_grad if plan.input_grad else None, key)
 
 
-def _dot_bwd(policy, residuals, dz):
-  x, projected, key = residuals
-  dx = _matmul(dz, projected.T, policy.precision, 'e5m2', like=x)
-  tokens_x, tokens_dz = x.reshape(-1, x.shape[-1]), dz.reshape(-1, dz.shape[-1])
-  if policy.weight_grad != 'dense':
-    method = 'exact' if policy.weight_grad == 'mvue' else 'approximate'
-    tokens_dz = mvue24(tokens_dz, key, axis=-2, method=method)
-  dw = _matmul(tokens_x.T, tokens_dz, policy.precision, 'e5m2', like=projected)
-  return dx, dw, None, None
+def _dot_bwd(policy, plan, column, residuals, dz):
+  x, kept, operand, key = residuals
+  projected = _project(policy, *kept) if isinstance(kept, tuple) else kept
+  dx = products.input_grad(plan, policy, dz, projected, operand, like=x)
+  dw = products.weight_grad(plan, policy, x, dz, key, like=projected, column=column)
+  return dx, dw, None, None, None
 
 
 _dot.defvjp(_dot_fwd, _dot_bwd)
@@ -171,7 +196,7 @@ def _project(policy: DotPolicy, w: Array, state: Array | None) -> Array:
   return w if policy.projection is None else policy.projection.apply(w, state)
 
 
-def _check_sampling(x: Array, policy: DotPolicy, key: Array | None) -> None:
+def check_sampling(x: Array, policy: DotPolicy, key: Array | None) -> None:
   """What MVUE needs; asked only where a gradient is taken, so that evaluation needs no key and takes any length."""
   if policy.weight_grad != 'dense':
     if key is None:
@@ -186,24 +211,11 @@ def _check_sampling(x: Array, policy: DotPolicy, key: Array | None) -> None:
       )
 
 
-def _matmul(
-  a: Array, b: Array, precision: str, fmt: Literal['e4m3', 'e5m2'], like: Array | None = None
-) -> Array:
-  """a b over a's last and b's first axis, summed in float32, in the dtype of `a`; sharded as `like` if need be."""
-  if precision == 'fp8':
-    a, b = round_to_fp8(a, fmt), round_to_fp8(b, fmt)
-  # On a mesh of explicit axes JAX does not choose how a product is sharded; a gradient is sharded as its variable.
-  sharding = None if like is None else jax.typeof(like).sharding
-  if sharding is not None and not (sharding.mesh.shape and sharding.mesh.are_all_axes_explicit):
-    sharding = None
-  return jnp.dot(a, b, preferred_element_type=jnp.float32, out_sharding=sharding).astype(a.dtype)
-
-
 def dot_general(
   lhs: Array,
   rhs: Array,
   dimension_numbers: Any,
-  state: Array | None = None,
+  state: Any = None,
   *,
   policy: DotPolicy,
   key: Array | None = None,

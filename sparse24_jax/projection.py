@@ -6,13 +6,17 @@ one array a weight, lives in the optimizer state, changes only there, and is han
 
 from collections.abc import Callable
 import functools
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from jax import Array
 import jax.numpy as jnp
 
 from pallas_kernels.prune.reference import magnitude_mask, soft_threshold, soft_threshold_scale
-from pallas_kernels.transposable_mask.reference import transposable_mask, two_approximation_mask
+from pallas_kernels.transposable_mask.api import transposable_mask
+from pallas_kernels.transposable_mask.reference import two_approximation_mask
+from sparse24_jax.fp8 import pack_soft_threshold8, PackedWeight8
+from sparse24_jax.packing import pack_masked, pack_soft_threshold, pack_transposable, PackedWeight
+from sparse24_jax.topology import Context, Evolved, Schedule, Topology
 
 
 class Projection(NamedTuple):
@@ -27,6 +31,13 @@ class Projection(NamedTuple):
     mask: `(w, state) -> bool`, shape of `w`: what masked decay and the flip rate take as kept.
     transposable: whether `apply` is 2:4 along axis -1 as well, so that the input gradient can be a sparse matmul.
     divisor: what the lengths of axes -2 and -1 must be multiples of; a shard must hold whole groups of that size.
+    update: for masks that change by gradients, in place of `refresh` in sparse phases: `(w, dense gradient, state,
+      context) -> (state, reset)`, called at the start of a run with None for the gradient, and then as often as
+      `refresh`. With it, weights outside the mask are held at zero and not trained, and where `reset` is True the inner
+      optimizer's moments start at zero. None for all others.
+    pack: `(w, state, dtype) -> PackedWeight`, `apply` in the form that the sparse matmul reads; None if the projected
+      weight is not 2:4 along axis -2.
+    pack8: `(w, state) -> PackedWeight8`, the same in FP8, or None.
   """
 
   name: str
@@ -36,6 +47,9 @@ class Projection(NamedTuple):
   mask: Callable[[Array, Array], Array]
   transposable: bool = False
   divisor: tuple[int, int] = (4, 1)
+  update: Callable[[Array, Array | None, Array, Context], Evolved] | None = None
+  pack: Callable[[Array, Array, Any], PackedWeight] | None = None
+  pack8: Callable[[Array, Array], PackedWeight8] | None = None
 
 
 @functools.cache
@@ -50,7 +64,8 @@ def magnitude(*, n: int = 2, m: int = 4) -> Projection:
   """
   if not 0 < n <= m:
     raise ValueError(f'n={n} of m={m}: n must be from 1 to m')
-  return _masked(f'magnitude {n}:{m}', lambda w: magnitude_mask(w, n=n, m=m), divisor=(m, 1))
+  pack = pack_masked if (n, m) in ((2, 4), (1, 4)) else None
+  return _masked(f'magnitude {n}:{m}', lambda w: magnitude_mask(w, n=n, m=m), divisor=(m, 1), pack=pack)
 
 
 @functools.cache
@@ -66,27 +81,42 @@ def transposable(*, method: Literal['exact', 'two_approx'] = 'exact') -> Project
   searches = {'exact': transposable_mask, 'two_approx': two_approximation_mask}
   if method not in searches:
     raise ValueError(f'method={method!r}: known are {sorted(searches)}')
-  return _masked(f'transposable {method}', searches[method], divisor=(4, 4))
+  return _masked(f'transposable {method}', searches[method], divisor=(4, 4), pack=pack_transposable)
 
 
-def _masked(name: str, search: Callable[[Array], Array], *, divisor: tuple[int, int]) -> Projection:
+def _masked(
+  name: str, search: Callable[[Array], Array], *, divisor: tuple[int, int], pack: Callable | None
+) -> Projection:
   return Projection(
     name=name,
     init=search,
     # A NaN is pruned from every mask, and would be hidden as a zero: it passes.
     apply=lambda w, mask: jnp.where(mask | jnp.isnan(w), w, jnp.zeros((), w.dtype)),
-    refresh=lambda w, mask: search(w),
+    # Nor may a new mask hide it: where a NaN is, the old one stays, in which it is kept if it ever reached the forward.
+    refresh=lambda w, mask: jnp.where(_holds_nan(w, divisor), mask, search(w)),
     mask=lambda w, mask: mask,
     transposable=divisor == (4, 4),
     divisor=divisor,
+    pack=pack,
   )
 
 
+def _holds_nan(w: Array, divisor: tuple[int, int]) -> Array:
+  """True throughout the groups in which `w` holds a NaN."""
+  rows, columns = divisor
+  shape = (*w.shape[:-2], w.shape[-2] // rows, rows, w.shape[-1] // columns, columns)
+  held = jnp.any(jnp.isnan(w).reshape(shape), axis=(-3, -1), keepdims=True)
+  return jnp.broadcast_to(held, shape).reshape(w.shape)
+
+
 @functools.cache
-def soft_threshold_projection() -> Projection:
+def soft_threshold_projection(*, axis: Literal[-2, -1] = -2) -> Projection:
   """beta S(w): the soft threshold of the weight as it is now, times the scale frozen at initialisation, its state.
 
   Its mask is where S(w) is not zero: at most, and almost always, two of four.
+
+  Args:
+    axis: -2 makes it 2:4 along the input, for the forward; -1 along the output, for the input gradient.
 
   >>> import jax, sparse24_jax as s24
   >>> w = jax.random.normal(jax.random.key(0), (64, 64))
@@ -95,14 +125,83 @@ def soft_threshold_projection() -> Projection:
   >>> scale.shape, int((projection.apply(w, scale) != 0).sum())
   ((), 2048)
   """
+  if axis not in (-2, -1):
+    raise ValueError(f'axis={axis}: a weight [in, out] is 2:4 along -2 or -1')
+
+  def apply(w: Array, scale: Array) -> Array:
+    soft = soft_threshold(w, axis=axis).astype(jnp.float32)
+    return (soft * jnp.expand_dims(scale, (-2, -1))).astype(w.dtype)
+
   return Projection(
-    name='soft_threshold',
-    init=soft_threshold_scale,
-    apply=_scaled_soft_threshold,
+    name='soft_threshold' if axis == -2 else 'soft_threshold along out',
+    init=lambda w: soft_threshold_scale(w, axis=axis),
+    apply=apply,
     refresh=lambda w, scale: scale,
-    mask=lambda w, scale: soft_threshold(w) != 0,
+    mask=lambda w, scale: soft_threshold(w, axis=axis) != 0,
+    divisor=(4, 1) if axis == -2 else (1, 4),
+    pack=pack_soft_threshold if axis == -2 else None,
+    pack8=pack_soft_threshold8 if axis == -2 else None,
   )
 
 
-def _scaled_soft_threshold(w: Array, scale: Array) -> Array:
-  return (soft_threshold(w).astype(jnp.float32) * jnp.expand_dims(scale, (-2, -1))).astype(w.dtype)
+@functools.cache
+def dynamic_sparse(
+  density: float | Schedule,
+  *,
+  drop_fraction: float | Schedule = 0.0,
+  random_share: float = 0.0,
+  distribution: Literal['uniform', 'erdos_renyi'] = 'uniform',
+  start: Literal['random', 'magnitude'] = 'random',
+  structure: Literal['2:4'] | None = None,
+  reset_moments: bool = True,
+  seed: int = 0,
+) -> Projection:
+  """A mask of a given density that drops its smallest weights and grows others, every `refresh_every` steps.
+
+  Pruned weights are zero and not trained. RigL is `random_share` 0, SET is 1, mixed growing 0.25, and a static mask is
+  `drop_fraction` 0. The forward and both gradients run as dense matmuls, with zeros, unless `structure` is given.
+
+  In a dense phase every link is there: the state is all True (with a structure, the 2:4 mask by magnitude).
+
+  Args:
+    density: kept share of all weights under this projection together, a number or a function of the step count such as
+      `DensitySchedule`.
+    drop_fraction: share of a weight's links that one update drops and replaces; a number or a function of the step
+      count such as `CosineDecay`.
+    random_share: share of the grown links that is drawn uniformly; the rest have the largest gradients.
+    distribution: of the density over weights, see `layer_densities`.
+    start: how the first mask is chosen.
+    structure: `'2:4'` keeps at most two of four along axis -2 at any density up to 0.5, so that the 2:4 matmul can run
+      it. A schedule above that is cut to 0.5.
+    reset_moments: start the moments of a link at zero when it comes or goes. Off, a link that returns has the second
+      moment of its last life, as in the released code of mixed sparsity training. Under Adam a first step from zero
+      moments is (1 - b1) / sqrt(1 - b2) of the learning rate once bias correction has faded: 0.45 for b1 0.9 and b2
+      0.95, but 3.2 for b2 0.999.
+    seed: for random choices; step and path of the weight are folded in.
+
+  Returns:
+    A projection whose `update` is a `Topology`, and so shows these settings.
+
+  Raises:
+    ValueError: a share that is not in [0, 1], an unknown choice, or a 2:4 density above 0.5.
+
+  Source: Liu et al., arXiv 2408.11746; Evci et al., arXiv 1911.11134 (RigL); Mocanu et al., arXiv 1707.04780 (SET).
+    That the 2:4 structure can be kept at lower densities, too, is ours.
+
+  >>> import jax, optax, sparse24_jax as s24
+  >>> params = {'mlp': {'kernel': jax.random.normal(jax.random.key(0), (16, 16))}}
+  >>> rule = s24.Rule('mlp/.*', s24.DotPolicy(s24.dynamic_sparse(0.25, drop_fraction=0.3)))
+  >>> tx = s24.sparse_training(optax.adam(1e-2), s24.Recipe('rigl', (rule,), refresh_every=2))
+  >>> state, grads = tx.init(params), {'mlp': {'kernel': jax.random.normal(jax.random.key(1), (16, 16))}}
+  >>> for _ in range(2):
+  ...   updates, state = tx.update(grads, state, params)
+  ...   params = optax.apply_updates(params, updates)
+  >>> int((params['mlp']['kernel'] != 0).sum()), int(state.projections['mlp']['kernel'].sum())
+  (45, 64)
+  """
+  topology = Topology(density, drop_fraction, random_share, distribution, start, structure, reset_moments, seed)
+  # Of the weight, not a constant, so that it is sharded alike.
+  search = magnitude_mask if structure else lambda w: jnp.logical_not(jnp.isnan(w))
+  divisor, pack = ((4, 1), pack_masked) if structure else ((1, 1), None)
+  masked = _masked(f'dynamic_sparse {topology.name}', search, divisor=divisor, pack=pack)
+  return masked._replace(update=topology)

@@ -10,6 +10,8 @@ from typing import Any, Literal
 from jax import Array
 from jax.core import Tracer
 
+from sparse24_jax.activation_sparsity import ActivationPolicy
+from sparse24_jax.attention import AttentionPattern
 from sparse24_jax.dot import DotPolicy
 
 PHASES = ('dense', 'sparse')
@@ -24,16 +26,21 @@ class Rule:
     path: a regular expression that the whole path of a weight must match, `h_0/mlp/c_fc/kernel` say. Weights are
       arrays of two or more axes whose name is not `bias`, `scale` or `embedding`.
     policy: how their matmuls are done.
+    activation: how the activations of the squared-ReLU block are made sparse to which they belong, or None. Only a
+      layer that runs the whole block can follow it.
   """
 
   path: str
   policy: DotPolicy
+  activation: ActivationPolicy | None = None
 
   def __post_init__(self):
     if not isinstance(self.path, str):
       raise ValueError(f'rule path {self.path!r} must be a string, a regular expression')
     if not isinstance(self.policy, DotPolicy):
       raise ValueError(f'policy of rule {self.path!r} must be a DotPolicy, found {self.policy!r}')
+    if not isinstance(self.activation, ActivationPolicy | None):
+      raise ValueError(f'activation of rule {self.path!r} must be an ActivationPolicy, found {self.activation!r}')
     try:
       re.compile(self.path)
     except re.error as error:
@@ -47,13 +54,18 @@ class Phase:
   Attributes:
     name: `'sparse'`, where the rules hold, or `'dense'`, where every layer is the plain one and nothing decays.
     fraction: share of the optimizer steps, in (0, 1].
+    attention: which earlier positions a token attends to, for models that can; None is all of them. A Python value as
+      the name is: a step is compiled for each pair of the two.
   """
 
   name: PhaseName
   fraction: float
+  attention: AttentionPattern | None = None
 
   def __post_init__(self):
     check_phase(self.name)
+    if not isinstance(self.attention, AttentionPattern | None):
+      raise ValueError(f'attention of phase {self.name!r} must be an AttentionPattern, found {self.attention!r}')
     if not 0 < self.fraction <= 1:
       raise ValueError(f'phase {self.name!r} has fraction {self.fraction}; it must be in (0, 1]')
 
@@ -140,13 +152,17 @@ class Recipe:
           'weight_grad': rule.policy.weight_grad,
           'precision': rule.policy.precision,
         }
+        | ({'activation': rule.activation.describe()} if rule.activation else {})
         for rule in self.rules
       ],
       # A schedule is known by its values.
       'masked_decay': [float(decay(10**k)) for k in range(7)] if callable(decay) else float(decay),
       'decay_on': self.decay_on,
       'refresh_every': self.refresh_every,
-      'phases': [[phase.name, phase.fraction] for phase in self.phases],
+      'phases': [
+        [phase.name, phase.fraction] + ([dataclasses.asdict(phase.attention)] if phase.attention else [])
+        for phase in self.phases
+      ],
       'flip_rate': self.flip_rate,
     }
 

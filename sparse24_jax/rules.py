@@ -12,6 +12,8 @@ from sparse24_jax.dot import check_divisible
 from sparse24_jax.projection import Projection
 from sparse24_jax.recipe import Recipe, Rule
 
+# Why a rule with an activation policy cannot be followed by a single linear layer.
+NEEDS_BLOCK = 'the rule makes activations sparse, which takes the whole block: use Sparse24MLP or neuron_level_ffn'
 # Arrays that a layer-wide pattern such as '.*/mlp/.*' must not take, also where scanned layers give them two axes.
 NOT_WEIGHTS = ('bias', 'scale', 'embedding')
 

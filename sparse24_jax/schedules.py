@@ -1,6 +1,7 @@
 """Which phase a step belongs to."""
 
-from sparse24_jax.recipe import PhaseName, Recipe
+from sparse24_jax.attention import AttentionPattern
+from sparse24_jax.recipe import Phase, PhaseName, Recipe
 
 
 def phase_at(recipe: Recipe, step: int, total_steps: int) -> PhaseName:
@@ -19,11 +20,30 @@ def phase_at(recipe: Recipe, step: int, total_steps: int) -> PhaseName:
   >>> [s24.phase_at(recipe, step, 300_000) for step in (0, 249_999, 250_000)]
   ['sparse', 'sparse', 'dense']
   """
+  return _phase(recipe, step, total_steps).name
+
+
+def attention_at(recipe: Recipe, step: int, total_steps: int) -> AttentionPattern | None:
+  """The attention pattern of optimizer step `step`, as `phase_at` tells the phase; None is full causal attention.
+
+  Raises:
+    ValueError: `step` is not in `[0, total_steps)`.
+
+  >>> import sparse24_jax as s24
+  >>> local = s24.AttentionPattern('local', 128)
+  >>> recipe = s24.Recipe('two', phases=(s24.Phase('sparse', 0.9, local), s24.Phase('sparse', 0.1)))
+  >>> s24.attention_at(recipe, 10, 100), s24.attention_at(recipe, 95, 100)
+  (AttentionPattern(kind='local', window=128), None)
+  """
+  return _phase(recipe, step, total_steps).attention
+
+
+def _phase(recipe: Recipe, step: int, total_steps: int) -> Phase:
   if not 0 <= step < total_steps:
     raise ValueError(f'step {step} is not in [0, {total_steps})')
   done = 0.0
   for phase in recipe.phases[:-1]:
     done += phase.fraction
     if step < round(done * total_steps):
-      return phase.name
-  return recipe.phases[-1].name
+      return phase
+  return recipe.phases[-1]

@@ -29,6 +29,8 @@ PROJECTIONS = {
   'transposable_exact': s24.transposable(),
   'transposable_two_approx': s24.transposable(method='two_approx'),
   'soft_threshold': s24.soft_threshold_projection(),
+  'dynamic_sparse': s24.dynamic_sparse(0.3, drop_fraction=0.3, random_share=0.25),
+  'dynamic_sparse_2_4': s24.dynamic_sparse(0.3, drop_fraction=0.3, random_share=0.25, structure='2:4'),
 }
 RECIPES = {
   'dense': s24.recipes.dense(RULE, watch=s24.magnitude()),
@@ -39,11 +41,14 @@ RECIPES = {
   's_ste': s24.recipes.s_ste(RULE),
   's_ste_fp8': s24.recipes.s_ste(RULE, fp8=True),
   'step': s24.recipes.step(RULE),
+  'mixed_sparsity': s24.recipes.mixed_sparsity(RULE, total_steps=STEPS, warm_up=0.4, restoration=0.3, refresh_every=1),
+  'rigl': s24.recipes.rigl(RULE, density=0.4, total_steps=100, refresh_every=2),
 }
 CASES = RECIPES | {
   name: s24.Recipe(name, (s24.Rule(RULE, s24.DotPolicy(projection, weight_grad='mvue')),), masked_decay=0.1)
   for name, projection in PROJECTIONS.items()
 }
+UNSTRUCTURED = ('dynamic_sparse', 'mixed_sparsity', 'rigl')
 # Spec of tokens, of weights. FSDP cuts the contracted axis, tensor parallelism the output axis.
 LAYOUTS = {'data': ('d', (None, None)), 'fsdp': ('d', ('d', None)), 'tensor': (None, (None, 'd'))}
 COLLECTIVES = r'all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter|collective-broadcast'
@@ -179,7 +184,7 @@ class OneDeviceTest(parameterized.TestCase):
     self.assertEqual(
       jax.tree.map(lambda a: (a.shape, a.dtype), abstract), jax.tree.map(lambda a: (a.shape, a.dtype), record.states[0])
     )
-    if phase_of(CASES[case]) == 'sparse':
+    if phase_of(CASES[case]) == 'sparse' and case not in UNSTRUCTURED:
       for w in jax.tree.leaves(s24.project(record.params, record.states[-1], CASES[case], phase='sparse')):
         s24.verify24(w)
 
@@ -236,9 +241,11 @@ class EightDevicesTest(parameterized.TestCase):
     self.assertEqual(eight.compilations, 1)
     assert_trees_equal(masks(eight.states[0], weights(), case), masks(one.states[0], weights(), case))
     np.testing.assert_allclose(eight.losses[0], one.losses[0], rtol=1e-5)
-    # Gradients are summed in another order. Rounding to 8 bits makes a step of that, in one value of many.
-    np.testing.assert_allclose(eight.losses, one.losses, rtol=2e-3 if 'fp8' in case else 1e-5)
-    if 'fp8' not in case:
+    # Gradients are summed in another order. Rounding to 8 bits makes a step of that, in one value of many, and so does
+    # growth among sampled gradients, many of which are nearly equal.
+    steps = 'fp8' in case or 'dynamic' in case
+    np.testing.assert_allclose(eight.losses, one.losses, rtol=2e-3 if steps else 1e-5)
+    if not steps:
       assert_trees_equal(masks(eight.states[-1], eight.params, case), masks(one.states[-1], one.params, case))
       rates = [s24.get_flip_rate(record.states[-1]).overall for record in (eight, one)]
       np.testing.assert_allclose(*rates, rtol=1e-6)

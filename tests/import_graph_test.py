@@ -86,10 +86,17 @@ class ImportGraphTest(parameterized.TestCase):
     self.assertEqual(seen, set(rooms))
 
   def test_the_core_of_the_library_does_not_reach_into_its_doors(self):
+    """Three files only re-export what users import: the package itself, `sparse24_jax.linen` and `sparse24_jax.nnx`."""
+    facades = {f'sparse24_jax/{name}.py': f'sparse24_jax.integration.{name}_mlp.' for name in ('linen', 'nnx')}
     for file, name, _ in graph('sparse24_jax'):
       if file == 'sparse24_jax/__init__.py' or file.startswith('sparse24_jax/integration/'):
         continue
+      if file in facades:
+        self.assertStartsWith(name, facades[file], f'{file} imports {name}')
+        continue
       self.assertFalse(name.startswith('sparse24_jax.integration'), f'{file} imports {name}')
+      for facade in ('sparse24_jax.linen', 'sparse24_jax.nnx'):
+        self.assertFalse(name == facade or name.startswith(f'{facade}.'), f'{file} imports {name}')
       if not file.startswith('sparse24_jax/optim/'):
         self.assertFalse(name.startswith('sparse24_jax.optim'), f'{file} imports {name}')
 

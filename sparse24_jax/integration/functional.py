@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax import Array
 
-from sparse24_jax.dot import check_state
+from sparse24_jax.dot import check_state, DotPolicy
 from sparse24_jax.optim import sparse_states
 from sparse24_jax.projection import Projection
 from sparse24_jax.recipe import PhaseName, Recipe, resolve_phase
@@ -43,34 +43,34 @@ def project(params: Any, opt_state: Any, recipe: Recipe, *, phase: PhaseName | N
   """
   if resolve_phase(recipe, phase) == 'dense':
     return params
-  policies = projected_weights(params, opt_state, recipe)
+  sparse = projected_weights(params, opt_state, recipe)
 
   def one(key_path: tuple, w: Array) -> Array:
-    projection, state = policies.get(path_string(key_path), (None, None))
-    return w if projection is None else _straight_through(projection, w, state)
+    policy, _, state = sparse.get(path_string(key_path), (None, None, None))
+    return w if policy is None else _straight_through(policy.projection, w, state)
 
   return jax.tree_util.tree_map_with_path(one, params)
 
 
-def projected_weights(params: Any, opt_state: Any, recipe: Recipe) -> dict[str, tuple[Projection, Array]]:
-  """Projection and state of each sparse weight, by path; ValueError if the state does not fit the recipe.
+def projected_weights(params: Any, opt_state: Any, recipe: Recipe) -> dict[str, tuple[DotPolicy, Array, Array]]:
+  """Policy, weight and state of each sparse weight, by path; ValueError if the state does not fit the recipe.
 
   Masks of two searches look alike: that a state was made by *this* recipe, only a checkpoint that keeps
   `recipe.describe()` can tell.
   """
-  projections = {path: p for path, rule in match_rules(params, recipe).items() if (p := rule.policy.projection)}
+  policies = {path: rule.policy for path, rule in match_rules(params, recipe).items() if rule.policy.projection}
   states = sparse_states(opt_state)
-  if set(states) != set(projections):
+  if set(states) != set(policies):
     raise ValueError(
-      f'recipe {recipe.name!r} makes {sorted(projections)} sparse, the optimizer state holds states for'
+      f'recipe {recipe.name!r} makes {sorted(policies)} sparse, the optimizer state holds states for'
       f' {sorted(states)}: it was made with another recipe'
     )
   weights = {path_string(key_path): leaf for key_path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]}
-  for path, projection in projections.items():
-    w = weights[path]
+  for path, policy in policies.items():
+    w, projection = weights[path], policy.projection
     with errors_name(path):
       check_state(states[path], _abstract_state(projection, w.shape, w.dtype), projection)
-  return {path: (projection, states[path]) for path, projection in projections.items()}
+  return {path: (policy, weights[path], states[path]) for path, policy in policies.items()}
 
 
 @functools.lru_cache(maxsize=1024)  # a search takes a while to trace, and a loop asks at every step

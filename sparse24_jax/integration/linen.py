@@ -11,10 +11,10 @@ from flax import linen as nn
 import jax
 
 from sparse24_jax.dot import check_layer_precision, dot_general
+from sparse24_jax.integration.linen_mlp import COLLECTION, Sparse24MLP, SparseHook
 from sparse24_jax.recipe import Recipe
-from sparse24_jax.rules import errors_name, match_rules, rule_for
+from sparse24_jax.rules import errors_name, match_rules, NEEDS_BLOCK, rule_for
 
-COLLECTION = 'sparse24'
 RNG = 'mvue'
 HOOKED = (nn.Dense, nn.DenseGeneral)
 
@@ -46,8 +46,8 @@ class SparseModule(nn.Module):
     if missed:
       raise ValueError(
         f'{missed} match rules of recipe {self.recipe.name!r}, but no layer with a dot_general hook used them: only'
-        f' kernels of {[c.__name__ for c in HOOKED]} can be sparse; narrow the rule, or call sparse24_jax.dot in the'
-        ' layer'
+        f' kernels of {[c.__name__ for c in (*HOOKED, Sparse24MLP)]} can be sparse; narrow the rule, or call'
+        ' sparse24_jax.dot in the layer'
       )
     return out
 
@@ -66,6 +66,9 @@ def _interceptor(recipe: Recipe, reached: set[str], ran: set[str]) -> Callable:
   def intercept(call: Callable, args: tuple, kwargs: dict, context: nn.module.InterceptorContext):
     module = context.module
     ran.add('/'.join(module.path))
+    if isinstance(module, Sparse24MLP) and context.method_name == '__call__' and module.sparse is None:
+      hook = _mlp_hook(module, recipe, reached)
+      return call(*args, **kwargs) if hook is None else module.clone(parent=module.scope, sparse=hook)(*args, **kwargs)
     if context.method_name != '__call__' or not isinstance(module, HOOKED) or isinstance(module.dot_general, _Hook):
       return call(*args, **kwargs)
     path = '/'.join((*module.path, 'kernel'))
@@ -73,22 +76,44 @@ def _interceptor(recipe: Recipe, reached: set[str], ran: set[str]) -> Callable:
     if rule is None:
       return call(*args, **kwargs)
     reached.add(path)
+    if rule.activation is not None:
+      raise ValueError(f'{path}: {NEEDS_BLOCK}')
     if rule.policy.projection is not None and not module.has_variable(COLLECTION, 'kernel'):
-      raise ValueError(
-        f'{path}: no state in collection {COLLECTION!r}; apply with variables {{"params": params, "{COLLECTION}":'
-        f' sparse_variables(params, opt_state, recipe)}}, and under nn.scan let it through with'
-        f' variable_axes={{..., "{COLLECTION}": 0}}'
-      )
-    hook = _Hook(
-      path,
-      rule.policy,
-      module.get_variable(COLLECTION, 'kernel'),
-      module.make_rng(RNG) if module.has_rng(RNG) else None,
-    )
+      raise ValueError(_no_state(path))
+    hook = _Hook(path, rule.policy, module.get_variable(COLLECTION, 'kernel'), _key(module))
     # The layer again, bound to its own scope, with the hook in place; Flax would prefer a dot_general_cls to it.
     return module.clone(parent=module.scope, dot_general=hook, dot_general_cls=None)(*args, **kwargs)
 
   return intercept
+
+
+def _mlp_hook(module: Sparse24MLP, recipe: Recipe, reached: set[str]) -> SparseHook | None:
+  """What the rules say of the layer's kernels; None if they say nothing."""
+  paths = {role: '/'.join((*module.path, name, 'kernel')) for role, name in module.roles.items()}
+  rules = {role: rule for role, path in paths.items() if (rule := rule_for(path, recipe)) is not None}
+  states = module.variables.get(COLLECTION, {})
+  for role, rule in rules.items():
+    reached.add(paths[role])
+    if rule.policy.projection is not None and 'kernel' not in states.get(module.roles[role], {}):
+      raise ValueError(_no_state(paths[role]))
+  if not rules:
+    return None
+  activations = {rule.activation for rule in rules.values()}
+  if len(activations) > 1 or (None not in activations and len(rules) < len(paths)):
+    raise ValueError(f'{list(paths.values())}: sparse activations take one rule setting for all maps of the layer')
+  return SparseHook({role: rule.policy for role, rule in rules.items()}, _key(module), activations.pop())
+
+
+def _key(module: nn.Module) -> jax.Array | None:
+  return module.make_rng(RNG) if module.has_rng(RNG) else None
+
+
+def _no_state(path: str) -> str:
+  return (
+    f'{path}: no state in collection {COLLECTION!r}; apply with variables {{"params": params, "{COLLECTION}":'
+    f' sparse_variables(params, opt_state, recipe)}}, and under nn.scan let it through with'
+    f' variable_axes={{..., "{COLLECTION}": 0}}'
+  )
 
 
 class _Hook:

@@ -1,15 +1,17 @@
 """Flax nnx: hooks as data in the layers' own `dot_general` attribute."""
 
 from collections.abc import Callable
+from typing import Any
 import zlib
 
 from flax import nnx
 import jax
 from jax import Array
 
+from sparse24_jax.activation_sparsity import ActivationPolicy
 from sparse24_jax.dot import check_layer_precision, dot_general, DotPolicy
 from sparse24_jax.recipe import PhaseName, Recipe
-from sparse24_jax.rules import errors_name, match_rules
+from sparse24_jax.rules import errors_name, match_rules, NEEDS_BLOCK
 
 RNG = 'mvue'
 HOOK = 'dot_general'
@@ -26,6 +28,7 @@ class SparseDot(nnx.Module):
 
   Attributes:
     policy: how its matmuls are done.
+    activation: how the activations of its block are made sparse, or None.
     state: `SparseVariable`, or None for a policy without projection.
     rngs: streams with one named `'mvue'`, or None.
   """
@@ -38,8 +41,10 @@ class SparseDot(nnx.Module):
     rngs: nnx.Rngs | None,
     plain: Callable,
     plain_class: Callable | None = None,
+    activation: ActivationPolicy | None = None,
   ):
     self.policy = policy
+    self.activation = activation
     self.path = path
     self.plain, self.plain_class = plain, plain_class  # what stood in its place
     self.state = None if state is None else SparseVariable(state)
@@ -49,13 +54,22 @@ class SparseDot(nnx.Module):
 
   def __call__(self, lhs, rhs, dimension_numbers, precision=None, preferred_element_type=None, **kwargs):
     del preferred_element_type, kwargs  # sums are float32, the result has the dtype of lhs
-    state = None if self.state is None else self.state.get_value()
-    key = None
-    if self.policy.weight_grad != 'dense' and self.rngs is not None:
-      key = jax.random.fold_in(self.rngs[RNG](), self.fold)
+    state, key = self.projection_state(), self.draw()
     with errors_name(self.path):
+      if self.activation is not None:
+        raise ValueError(NEEDS_BLOCK)
       check_layer_precision(precision)
       return dot_general(lhs, rhs, dimension_numbers, state, policy=self.policy, key=key)
+
+  def projection_state(self) -> Any:
+    """The state that the layer's weight is projected or packed under; None without projection."""
+    return None if self.state is None else self.state.get_value()
+
+  def draw(self) -> Array | None:
+    """A key for MVUE, which advances the layer's stream; None where none is needed or none is there."""
+    if self.policy.weight_grad == 'dense' or self.rngs is None:
+      return None
+    return jax.random.fold_in(self.rngs[RNG](), self.fold)
 
 
 def sparsify(model: nnx.Module, recipe: Recipe, *, phase: PhaseName, rngs: nnx.Rngs | None) -> nnx.Module:
@@ -75,7 +89,8 @@ def sparsify(model: nnx.Module, recipe: Recipe, *, phase: PhaseName, rngs: nnx.R
     path = '/'.join(map(str, (*module_path, 'kernel')))
     if path not in rules or not hasattr(module, HOOK):
       continue
-    policy = rules.pop(path).policy
+    rule = rules.pop(path)
+    policy = rule.policy
     kernel = module.kernel[...]
     state = states.get(path)
     if policy.projection is not None and state is None:
@@ -83,7 +98,8 @@ def sparsify(model: nnx.Module, recipe: Recipe, *, phase: PhaseName, rngs: nnx.R
     plain_class = getattr(module, HOOK_CLASS, None)
     # Axes in front of the layer's own are stacked layers; batch axes of nnx.LinearGeneral are run at once.
     stacked = kernel.shape[: -2 - len(getattr(module, 'batch_axis', ()))]
-    hook = SparseDot(policy, path, state, _streams(rngs, stacked), getattr(module, HOOK), plain_class)
+    streams = _streams(rngs, stacked)
+    hook = SparseDot(policy, path, state, streams, getattr(module, HOOK), plain_class, rule.activation)
     setattr(module, HOOK, nnx.data(hook))
     if plain_class is not None:
       setattr(module, HOOK_CLASS, None)  # Flax would prefer it to the hook

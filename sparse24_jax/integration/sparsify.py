@@ -3,11 +3,17 @@
 from typing import Any
 
 from flax import linen, nnx
+from jax import Array
+import jax.numpy as jnp
 
+from sparse24_jax.dot import DotPolicy
+from sparse24_jax.fp8 import PackedWeight8
 from sparse24_jax.integration import linen as linen_door
 from sparse24_jax.integration import nnx as nnx_door
 from sparse24_jax.integration.functional import projected_weights
 from sparse24_jax.integration.nnx import SparseVariable
+from sparse24_jax.packing import PackedWeight
+from sparse24_jax.products import may_pack, pack_weight
 from sparse24_jax.recipe import PhaseName, Recipe, resolve_phase
 
 __all__ = ['SparseVariable', 'sparse_variables', 'sparsify']
@@ -56,16 +62,21 @@ def sparsify(
   )
 
 
-def sparse_variables(params: Any, opt_state: Any, recipe: Recipe, *, phase: PhaseName | None = None) -> Any:
-  """What the forward of a sparsified model reads besides its parameters: the projection state of each sparse weight.
+def sparse_variables(
+  params: Any, opt_state: Any, recipe: Recipe, *, phase: PhaseName | None = None, pack: bool | None = None
+) -> Any:
+  """What the forward of a sparsified model reads besides its parameters: each sparse weight packed, or its state.
 
-  Cheap: it only arranges what the optimizer state holds. Call it once a step, inside or outside jit.
+  Call it once an optimizer step, inside the jitted step and outside the loop over micro-batches: where kernels will
+  run, it packs the weights for all of them, forward and backward. What no kernel then reads, XLA drops. Elsewhere it
+  only arranges what the optimizer state holds.
 
   Args:
     params: the parameters, a nested dictionary (linen) or an `nnx.State`.
     opt_state: an optimizer state that holds a `sparse_training` state for them.
     recipe: the recipe of that state.
     phase: that of the model; in `'dense'` there is nothing to hand over. None is the recipe's first phase.
+    pack: whether to pack; None does if the policy names a kernel, or if this card has them and they may be chosen.
 
   Returns:
     linen: the collection `'sparse24'`, a nested dictionary. nnx: an `nnx.State` for `nnx.update`.
@@ -79,9 +90,10 @@ def sparse_variables(params: Any, opt_state: Any, recipe: Recipe, *, phase: Phas
   >>> s24.sparse_variables(params, opt_state, recipe)['mlp']['up']['kernel'].shape
   (4, 4)
   """
-  states = {path: state for path, (_, state) in projected_weights(params, opt_state, recipe).items()}
+  sparse = projected_weights(params, opt_state, recipe)
   if resolve_phase(recipe, phase) == 'dense':
-    states = {}
+    sparse = {}
+  states = {path: _hand_over(policy, w, state, pack) for path, (policy, w, state) in sparse.items()}
   if isinstance(params, nnx.State):
     return nnx_door.sparse_state(states, params)
   nested: dict[str, Any] = {}
@@ -92,3 +104,10 @@ def sparse_variables(params: Any, opt_state: Any, recipe: Recipe, *, phase: Phas
       node = node.setdefault(folder, {})
     node[name] = state
   return nested
+
+
+def _hand_over(policy: DotPolicy, w: Array, state: Array, pack: bool | None) -> Array | PackedWeight | PackedWeight8:
+  if pack is None:
+    pack = may_pack(policy, w)
+  # float32 parameters are packed for bfloat16 layers; a layer of another dtype packs again, from the state.
+  return pack_weight(policy, w, state, jnp.bfloat16 if w.dtype == jnp.float32 else w.dtype) if pack else state

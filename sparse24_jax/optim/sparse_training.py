@@ -13,6 +13,7 @@ from sparse24_jax.optim.masked_decay import add_decay
 from sparse24_jax.projection import Projection
 from sparse24_jax.recipe import PhaseName, Recipe, resolve_phase
 from sparse24_jax.rules import match_rules, path_string
+from sparse24_jax.topology import Context, Evolved
 
 
 class FlipRate(NamedTuple):
@@ -56,10 +57,13 @@ def sparse_training(
 
   At each update, in this order: lambda (1 - M) W is added to the gradient in float32 (sparse phase, decay on
   gradients), `inner` updates, the decay is taken from the weight (decay on weights), and every `refresh_every` steps
-  the masks are chosen anew from the updated weights. Clip *before* this wrapper, so that the decay is not clipped:
-  `optax.chain(optax.clip_by_global_norm(1.0), sparse_training(optax.adamw(lr), recipe))`. Nothing
-  that changes updates may come after it, since the masks are chosen from the weights as this wrapper leaves them. It
-  counts calls of its own update, so `optax.MultiSteps` around it counts optimizer steps.
+  the masks are chosen anew from the updated weights. With a projection that has an `update` (`dynamic_sparse`), the
+  inner optimizer sees the gradients of existing links only, the others are held at zero, and every `refresh_every`
+  steps the topology changes by the weights and the dense gradients of that step, which is a step like any other. Clip
+  *before* this wrapper, so that the decay is not clipped: `optax.chain(optax.clip_by_global_norm(1.0),
+  sparse_training(optax.adamw(lr), recipe))`. Nothing that changes updates may come after it, since the masks are
+  chosen from the weights as this wrapper leaves them. It counts calls of its own update, so `optax.MultiSteps` around
+  it counts optimizer steps.
 
   The state has one structure in all phases: build an optimizer for each phase and carry the state through. Masks go
   on being chosen and compared in dense phases, where nothing reads them.
@@ -98,7 +102,8 @@ def sparse_training(
 
   def init(params: Any) -> SparseTrainingState:
     projections = _projections(params, recipe)
-    states = _map(lambda p, w: p.init(w), projections, params)
+    contexts = _contexts(projections, params, jnp.zeros((), jnp.int32))
+    states = _map(_start, projections, params, contexts)
     rates = _map(lambda p, w: jnp.zeros(w.shape[:-2], jnp.float32), projections, params)
     none_yet = FlipRate(jnp.zeros((), jnp.float32), rates)
     return SparseTrainingState(jnp.zeros((), jnp.int32), states, none_yet, inner.init(params))
@@ -113,12 +118,19 @@ def sparse_training(
       masks = _map(lambda p, w, s: p.mask(w, s), projections, params, state.projections)
     if decays and recipe.decay_on == 'gradients':
       updates = add_decay(updates, params, masks, decay)
+    evolves = phase == 'sparse' and any(map(_evolving, jax.tree.leaves(projections, is_leaf=_is_leaf)))
+    if evolves:
+      gradients, updates = updates, _on_links(projections, params, state.projections, updates, jnp.zeros_like)
     updates, inner_state = inner.update(updates, state.inner_state, params, **extra)
     if decays and recipe.decay_on == 'weights':
       rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
       updates = add_decay(updates, params, masks, -rate * decay)
 
     count = optax.safe_increment(state.count)
+    if evolves:
+      updates = _on_links(projections, params, state.projections, updates, jnp.negative)
+      state = state._replace(inner_state=inner_state)
+      return _evolve(recipe, inner, projections, count, params, gradients, updates, state)
     states, rates = _refresh(recipe, projections, count, params, updates, state)
     return updates, SparseTrainingState(count, states, rates, inner_state)
 
@@ -174,8 +186,12 @@ def _map(f: Any, projections: Any, *rest: Any) -> Any:
     lambda p, *r: optax.MaskedNode() if isinstance(p, _Absent) else f(p, *r),
     projections,
     *rest,
-    is_leaf=lambda node: isinstance(node, Projection | _Absent),
+    is_leaf=_is_leaf,
   )
+
+
+def _is_leaf(node: Any) -> bool:
+  return isinstance(node, Projection | _Absent)
 
 
 def _refresh(
@@ -215,3 +231,90 @@ def _flip_rate(old: Any, new: Any) -> FlipRate:
   rates = jax.tree.map(lambda a, b: jnp.mean(a != b, axis=(-2, -1), dtype=jnp.float32), old, new)
   overall = flip_rate(old, new) if jax.tree.leaves(new) else jnp.zeros((), jnp.float32)
   return FlipRate(overall, rates)
+
+
+def _evolving(projection: Projection | _Absent) -> bool:
+  return isinstance(projection, Projection) and projection.update is not None
+
+
+def _contexts(projections: Any, params: Any, step: Array) -> Any:
+  """Tree like `params`, a `Context` at each leaf."""
+  leaves = jax.tree_util.tree_flatten_with_path(projections, is_leaf=_is_leaf)[0]
+  shapes: dict[Any, dict[str, tuple[int, ...]]] = {}
+  for (key_path, projection), w in zip(leaves, jax.tree.leaves(params), strict=True):
+    shapes.setdefault(projection, {})[path_string(key_path)] = w.shape
+  return jax.tree_util.tree_map_with_path(
+    lambda key_path, p: Context(step, path_string(key_path), shapes[p]), projections, is_leaf=_is_leaf
+  )
+
+
+def _start(projection: Projection, w: Array, context: Context) -> Array:
+  state = projection.init(w)
+  return state if projection.update is None else projection.update(w, None, state, context).state
+
+
+def _on_links(projections: Any, params: Any, states: Any, updates: Any, elsewhere: Any) -> Any:
+  """The updates of existing links, and `elsewhere(w)` where there is none; of other weights as they are."""
+
+  def one(p: Projection | _Absent, w: Array, state: Any, u: Array) -> Array:
+    return jnp.where(p.mask(w, state), u, elsewhere(w).astype(u.dtype)) if _evolving(p) else u
+
+  return jax.tree.map(one, projections, params, states, updates, is_leaf=_is_leaf)
+
+
+def _evolve(
+  recipe: Recipe,
+  inner: optax.GradientTransformation,
+  projections: Any,
+  count: Array,
+  params: Any,
+  gradients: Any,
+  updates: Any,
+  state: SparseTrainingState,
+) -> tuple[Any, SparseTrainingState]:
+  """Updates and state after the step that made `count`, where some projection changes by dense `gradients`."""
+  contexts = _contexts(projections, params, count)
+
+  def one(p: Projection, w: Array, g: Array, s: Array, context: Context) -> Evolved:
+    return Evolved(p.refresh(w, s), jnp.zeros_like(w, jnp.bool_)) if p.update is None else p.update(w, g, s, context)
+
+  def change() -> tuple[Any, Any, FlipRate, Any]:
+    new_weights = jax.lax.optimization_barrier(optax.apply_updates(params, updates))
+    evolved = _map(one, projections, new_weights, gradients, state.projections, contexts)
+    states, resets = (_map(lambda p, e, i=i: e[i], projections, evolved) for i in range(2))
+    old = _map(lambda p, w, s: p.mask(w, s), projections, params, state.projections)
+    new = _map(lambda p, w, s: p.mask(w, s), projections, new_weights, states)
+    inner_state = _reset(inner, state.inner_state, resets)
+    return _on_links(projections, params, states, updates, jnp.negative), states, _flip_rate(old, new), inner_state
+
+  kept = (updates, state.projections, state.flip_rate, state.inner_state)
+  due = count % recipe.refresh_every == 0
+  new_updates, states, rates, inner_state = (
+    change() if recipe.refresh_every == 1 else jax.lax.cond(due, change, lambda: kept)
+  )
+  if recipe.flip_rate == 'step':
+
+    def search(p: Projection, w: Array, s: Array) -> Array:
+      return p.mask(w, s if p.update else p.refresh(w, s))
+
+    new_weights = jax.lax.optimization_barrier(optax.apply_updates(params, new_updates))
+    old = _map(search, projections, params, state.projections)
+    rates = _flip_rate(old, _map(search, projections, new_weights, states))
+  return new_updates, SparseTrainingState(count, states, rates, inner_state)
+
+
+def _reset(inner: optax.GradientTransformation, inner_state: Any, resets: Any) -> Any:
+  """Zeros in every tree like the parameters inside `inner_state`, where `resets` says so.
+
+  What has not the shape of its weight, a factored moment say, stays as it is.
+  """
+
+  def one(reset: Any, leaf: Any) -> Any:
+    if isinstance(reset, optax.MaskedNode) or getattr(leaf, 'shape', None) != reset.shape:
+      return leaf
+    return jnp.where(reset, jnp.zeros((), leaf.dtype), leaf)
+
+  def tree(like_params: Any) -> Any:
+    return jax.tree.map(one, resets, like_params, is_leaf=lambda node: isinstance(node, optax.MaskedNode))
+
+  return optax.tree_map_params(inner, tree, inner_state, is_leaf=lambda _: True)

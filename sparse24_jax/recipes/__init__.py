@@ -1,10 +1,25 @@
 """Ready-made recipes, one file a paper."""
 
 from sparse24_jax.recipes.dense import dense
+from sparse24_jax.recipes.dynamic_sparse_training import rigl, set_, static
+from sparse24_jax.recipes.mixed_sparsity import mixed_sparsity
+from sparse24_jax.recipes.neuron_level import neuron_level
 from sparse24_jax.recipes.s_ste import s_ste
 from sparse24_jax.recipes.sr_ste import sr_ste
 from sparse24_jax.recipes.ste import ste
 from sparse24_jax.recipes.step import step
 from sparse24_jax.recipes.transposable_srste import transposable_srste
 
-__all__ = ['dense', 's_ste', 'sr_ste', 'ste', 'step', 'transposable_srste']
+__all__ = [
+  'dense',
+  'mixed_sparsity',
+  'neuron_level',
+  'rigl',
+  's_ste',
+  'set_',
+  'sr_ste',
+  'static',
+  'ste',
+  'step',
+  'transposable_srste',
+]

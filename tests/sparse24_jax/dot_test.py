@@ -57,8 +57,9 @@ def written_formulas(policy, x, w, state, dz, key) -> tuple[np.ndarray, ...]:
     sampled = np.asarray(s24.mvue24(jnp.asarray(sampled), key, axis=0, method=method))
   products = [(x, projected), (dz, projected.T), (tokens.T, sampled)]
   if policy.precision == 'fp8':
-    formats = (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.float8_e5m2)
-    products = [(fp8(a, fmt), fp8(b, fmt)) for (a, b), fmt in zip(products, formats, strict=True)]
+    e4m3, e5m2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
+    formats = ((e4m3, e4m3), (e5m2, e4m3), (e4m3, e5m2))
+    products = [tuple(map(fp8, pair, fmts)) for pair, fmts in zip(products, formats, strict=True)]
   return tuple(oracles.wide(a) @ oracles.wide(b) for a, b in products)
 
 

@@ -60,6 +60,61 @@ class RecipesTest(parameterized.TestCase):
     self.assertEqual((recipe.rules[0].policy.projection.name, recipe.refresh_every), ('transposable exact', 5))
 
 
+class DynamicSparseRecipesTest(parameterized.TestCase):
+  BUILT = (
+    ('mixed_sparsity', s24.recipes.mixed_sparsity('a/.*', total_steps=10_000), (0.25, 0.3, 'erdos_renyi', None)),
+    ('mixed_sparsity_24', s24.recipes.mixed_sparsity('a/.*', total_steps=10_000, structure='2:4', density=0.1),
+     (0.25, 0.3, 'erdos_renyi', '2:4')),
+    ('rigl', s24.recipes.rigl('a/.*', density=0.2, total_steps=10_000), (0.0, 0.3, 'erdos_renyi', None)),
+    ('set_', s24.recipes.set_('a/.*', density=0.2), (1.0, 0.3, 'erdos_renyi', None)),
+    ('static', s24.recipes.static('a/.*', density=0.2), (0.0, 0.0, 'erdos_renyi', None)),
+  )  # fmt: skip
+
+  @parameterized.parameters(*BUILT)
+  def test_settings(self, name, recipe, settings):
+    self.assertEqual((recipe.name, recipe.refresh_every, recipe.rules[0].path), (name, 100, 'a/.*'))
+    policy = recipe.rules[0].policy
+    topology = policy.projection.update
+    drop = topology.drop_fraction(0) if callable(topology.drop_fraction) else topology.drop_fraction
+    found = (topology.random_share, round(float(drop), 6), topology.distribution, topology.structure)
+    self.assertEqual((found, policy.input_grad, policy.weight_grad), (settings, 'dense', 'dense'))
+
+  def test_are_told_apart(self):
+    others = [s24.recipes.rigl('a/.*', density=0.2, total_steps=steps) for steps in (10_000, 10_001)]
+    others.append(s24.recipes.mixed_sparsity('a/.*', total_steps=10_000, density=0.1))
+    described = [json.dumps(recipe.describe()) for recipe in [recipe for _, recipe, _ in self.BUILT] + others[1:]]
+    self.assertLen(set(described), len(described))
+    self.assertEqual(others[0].describe(), self.BUILT[2][1].describe())
+    self.assertIs(others[0].rules[0].policy.projection, self.BUILT[2][1].rules[0].policy.projection)
+
+  def test_stages_and_attention(self):
+    pattern = s24.AttentionPattern('combined', 64)
+    recipe = s24.recipes.mixed_sparsity(
+      'a/.*', total_steps=1000, density=0.1, warm_up=0.2, restoration=0.3, attention=pattern
+    )
+    self.assertEqual([(p.name, round(p.fraction, 9)) for p in recipe.phases], [('sparse', f) for f in (0.2, 0.5, 0.3)])
+    at = [s24.attention_at(recipe, step, 1000) for step in (199, 200, 699, 700)]
+    self.assertEqual(at, [None, pattern, pattern, None])
+    self.assertEqual(recipe.describe()['phases'][1][2:], [{'kind': 'combined', 'window': 64}])
+    density = recipe.rules[0].policy.projection.update.density
+    self.assertEqual([round(float(density(step)), 3) for step in (0, 200, 699, 700)], [1.0, 0.1, 0.1, 1.0])
+    structured = s24.recipes.mixed_sparsity('a/.*', total_steps=1000, density=0.1, restoration=0.1, structure='2:4')
+    self.assertEqual([p.name for p in structured.phases], ['dense', 'sparse', 'dense'])
+    self.assertLen(s24.recipes.mixed_sparsity('a/.*', total_steps=1000, restoration=0.0).phases, 2)
+
+  @parameterized.parameters(
+    (lambda: s24.recipes.mixed_sparsity('a', total_steps=1000, warm_up=0.6, restoration=0.4), 'sum below 1'),
+    (lambda: s24.recipes.mixed_sparsity('a', total_steps=1000, restoration=0.05, refresh_every=60), 'shorter than'),
+    (lambda: s24.recipes.mixed_sparsity('a', total_steps=10_000, structure='2:4', density=0.6), 'above the 0.5'),
+    (lambda: s24.recipes.rigl('a', density=1.2, total_steps=10), 'density'),
+    (lambda: s24.recipes.rigl('a', density=0.2, total_steps=10, stop=0.0), 'stop'),
+    (lambda: s24.Phase('sparse', 1.0, 'local'), 'AttentionPattern'),
+  )
+  def test_refuses(self, make, message):
+    with self.assertRaisesRegex(ValueError, message):
+      make()
+
+
 class DescribeTest(parameterized.TestCase):
   def test_is_plain_and_equal_for_equal_recipes(self):
     described = [json.dumps(recipe.describe()) for recipe in BUILT.values()]

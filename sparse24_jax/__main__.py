@@ -1,0 +1,49 @@
+"""Where sparse feed-forward layers pay, by the records of a card.
+
+    python -m sparse24_jax where-it-pays --tokens 16384 --d 4096 --hidden 16384
+    python -m sparse24_jax where-it-pays --tokens 8192 --d 1024 --hidden 4096 --gated --device nvidia_h100_80gb_hbm3
+"""
+
+import argparse
+import sys
+
+import jax
+
+from pallas_kernels import _device, _tuning
+from sparse24_jax import recipes
+from sparse24_jax.where_it_pays import table, where_it_pays
+
+RECIPES = {
+  'transposable_srste': lambda: recipes.transposable_srste('.*', masked_decay=0.0),
+  's_ste': lambda: recipes.s_ste('.*'),
+  'sr_ste': lambda: recipes.sr_ste('.*', masked_decay=0.0),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+  parser = argparse.ArgumentParser(prog='python -m sparse24_jax', description=(__doc__ or '').partition('\n')[0])
+  commands = parser.add_subparsers(dest='command', required=True)
+  pays = commands.add_parser('where-it-pays', help='expected times of a feed-forward layer, dense and as chosen')
+  pays.add_argument('--tokens', type=int, required=True, help='tokens of a micro-batch on one device')
+  pays.add_argument('--d', type=int, required=True, help='width of the model')
+  pays.add_argument('--hidden', type=int, required=True, help='width of the hidden layer')
+  pays.add_argument('--layers', type=int, default=1, help='layers of that kind (default: %(default)s)')
+  pays.add_argument('--gated', action='store_true', help='a gate besides the up-projection')
+  pays.add_argument('--recipe', choices=sorted(RECIPES), default='transposable_srste', help='(default: %(default)s)')
+  pays.add_argument('--device', help="folder of the card's records (default: the card at hand)")
+  args = parser.parse_args(argv)
+  device = args.device or _device.current().slug
+  known = sorted(path.name for path in _tuning.TUNED.iterdir() if path.is_dir())
+  if device not in known:
+    print(f'nothing was measured on {device!r}; pass --device, one of {known}, or run: python -m pallas_kernels tune')
+    return 1
+  sides = {'up': (args.d, args.hidden), 'down': (args.hidden, args.d)}
+  if args.gated:
+    sides['gate'] = sides['up']
+  params = {name: {'kernel': jax.ShapeDtypeStruct((args.layers, *side), 'float32')} for name, side in sides.items()}
+  print(table(where_it_pays(params, RECIPES[args.recipe](), tokens=args.tokens, device=device)))
+  return 0
+
+
+if __name__ == '__main__':
+  sys.exit(main())

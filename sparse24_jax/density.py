@@ -1,0 +1,125 @@
+"""Functions of the step count: how dense a run is and how much of its topology it changes, as data."""
+
+from collections.abc import Callable
+import dataclasses
+import math
+import numbers
+from typing import Any, Literal
+
+from jax import Array
+import jax.numpy as jnp
+
+_POWERS = {'once': 0, 'linear': 1, 'cubic': 3}
+
+
+def check_share(name: str, value: Any, *, schedule: bool = True) -> None:
+  """ValueError unless `value` is a number from 0 to 1, or, where allowed, a function of the step count."""
+  if callable(value):
+    if schedule:
+      return
+  elif isinstance(value, numbers.Real) and 0 <= value <= 1:
+    return
+  raise ValueError(f'{name}={value!r} must be from 0 to 1' + (', or a schedule' if schedule else ''))
+
+
+def schedule_name(schedule: Callable[[Any], Any]) -> str:
+  """Tells schedules apart in logs and checkpoints: frozen data by its fields, any other function by its values."""
+  if dataclasses.is_dataclass(schedule):
+    return repr(schedule)
+  return str([float(schedule(10**k)) for k in range(7)])
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+  """A stretch of a density schedule.
+
+  Attributes:
+    fraction: share of the optimizer steps, in (0, 1].
+    density: kept share of the weights at its end, in (0, 1].
+    ramp: how the density gets there: `'once'`, with the stage's first topology update; `'linear'`; or `'cubic'`, fast
+      at first: d1 + (d0 - d1) (1 - t)^3 with t from 0 to 1 over the stage.
+  """
+
+  fraction: float
+  density: float
+  ramp: Literal['once', 'linear', 'cubic'] = 'once'
+
+  def __post_init__(self):
+    for name in ('fraction', 'density'):
+      check_share(name, getattr(self, name), schedule=False)
+      if not getattr(self, name):
+        raise ValueError(f'{name}=0 of a stage must be above 0')
+    if self.ramp not in _POWERS:
+      raise ValueError(f'ramp={self.ramp!r}: known are {list(_POWERS)}')
+
+
+
+@dataclasses.dataclass(frozen=True)
+class DensitySchedule:
+  """Density as a function of the optimizer step: sparsity variation, as data.
+
+  A stage begins at the rounded share of the steps before it, as a phase does. Calling it works on traced steps, so a
+  run compiles once however the density moves.
+
+  Attributes:
+    stages: in order; the fractions add up to one.
+    total_steps: of the run.
+    start: density before the first stage.
+
+  Source: Liu et al., arXiv 2408.11746 (sparsity variation); Zhu and Gupta, arXiv 1710.01878, equation 1 (cubic).
+
+  >>> import sparse24_jax as s24
+  >>> schedule = s24.DensitySchedule((s24.Stage(0.5, 0.2, 'linear'), s24.Stage(0.5, 1.0)), total_steps=100)
+  >>> [round(float(schedule(step)), 2) for step in (0, 25, 49, 50, 99)]
+  [1.0, 0.6, 0.22, 1.0, 1.0]
+  """
+
+  stages: tuple[Stage, ...]
+  total_steps: int
+  start: float = 1.0
+
+  def __post_init__(self):
+    if not isinstance(self.stages, tuple) or not all(isinstance(stage, Stage) for stage in self.stages):
+      raise ValueError(f'stages must be a tuple of Stage, found {self.stages!r}')
+    if not math.isclose(total := sum(stage.fraction for stage in self.stages), 1.0, abs_tol=1e-6):
+      raise ValueError(f'the fractions of the stages add up to {total}, not 1: {self.stages}')
+    if not isinstance(self.total_steps, int) or self.total_steps < 1:
+      raise ValueError(f'total_steps={self.total_steps} must be a whole number, 1 or more')
+    check_share('start', self.start, schedule=False)
+
+  def __call__(self, step: Any) -> Array:
+    """float32, shape of `step`: the density after `step` optimizer steps."""
+    step = jnp.asarray(step, jnp.float32)
+    density, before, done = jnp.full(step.shape, self.start, jnp.float32), self.start, 0.0
+    for stage in self.stages:
+      begin, done = round(done * self.total_steps), done + stage.fraction
+      length = max(1, round(done * self.total_steps) - begin)
+      left = jnp.clip(1 - (step - begin) / length, 0.0, 1.0) ** _POWERS[stage.ramp]
+      reached = stage.density + (before - stage.density) * left if stage.ramp != 'once' else stage.density
+      density, before = jnp.where(step >= begin, reached, density), stage.density
+    return density
+
+
+@dataclasses.dataclass(frozen=True)
+class CosineDecay:
+  """Half a cosine from `initial` at step 0 to zero at `steps`, and zero after: the share of links that an update drops.
+
+  Source: Evci et al., arXiv 1911.11134, section 3 (f_decay).
+
+  >>> import sparse24_jax as s24
+  >>> [round(float(s24.CosineDecay(0.3, 100)(step)), 3) for step in (0, 50, 100, 200)]
+  [0.3, 0.15, 0.0, 0.0]
+  """
+
+  initial: float
+  steps: int
+
+  def __post_init__(self):
+    check_share('initial', self.initial, schedule=False)
+    if not isinstance(self.steps, int) or self.steps < 1:
+      raise ValueError(f'steps={self.steps} must be a whole number, 1 or more')
+
+  def __call__(self, step: Any) -> Array:
+    """float32, shape of `step`."""
+    done = jnp.clip(jnp.asarray(step, jnp.float32) / self.steps, 0.0, 1.0)
+    return self.initial / 2 * (1 + jnp.cos(jnp.pi * done))

@@ -1,0 +1,250 @@
+"""The feed-forward block as one op: up-projection, activation, down-projection, six sparse products.
+
+On kernels nothing stands between the products but what has to: the first product writes z and its activation (with a
+gate, a pass of its own makes h); the backward reads them and dh once, and the pass that makes dz also draws the MVUE
+sample of dz and packs it.
+
+                      sparse operand        dense operand    written
+    z  = x W_up       W_up^T along d        x                z [tokens, h]
+    y  = h W_down     W_down^T along h      h = act(z)       y [tokens, d]
+    dW_down           V(dy)^T along tokens  h                dW_down [h, d]
+    dh = dy W_down^T  W_down along d        dy               dh [tokens, h]
+    dW_up             V(dz)^T along tokens  x                dW_up [d, h]
+    dx = dz W_up^T    W_up along h          dz = dh act'(z)  dx [tokens, d]
+
+All of them are row-major in tokens and features, so nothing is transposed in memory. With a gate, W_up stands for
+[W_gate | W_up] and z for the two side by side: one product each.
+"""
+
+from collections.abc import Mapping
+import functools
+from typing import Any, Literal
+
+import jax
+from jax import Array
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.gated_activation import api as activations
+from pallas_kernels.sparse_matmul.operand import concatenate
+from sparse24_jax import fp8, products
+from sparse24_jax._compat import vary_over, varying_axes
+from sparse24_jax.dot import check_operands, check_sampling, dot_at, DotPolicy
+from sparse24_jax.packing import PackedWeight
+
+ACTIVATIONS = {
+  'gelu': jax.nn.gelu,
+  'silu': jax.nn.silu,
+  'relu': jax.nn.relu,
+  'squared_relu': lambda z: jnp.square(jax.nn.relu(z)),
+}
+
+
+def ffn(
+  x: Array,
+  w_up: Array,
+  w_down: Array,
+  state: Mapping[str, Any] | None = None,
+  *,
+  policy: DotPolicy,
+  activation: Literal['gelu', 'silu', 'relu', 'squared_relu'] = 'gelu',
+  w_gate: Array | None = None,
+  b_up: Array | None = None,
+  b_gate: Array | None = None,
+  b_down: Array | None = None,
+  key: Array | None = None,
+) -> Array:
+  """act(x W~_up + b_up) W~_down + b_down, or with a gate (act(x W~_gate + b_gate) * (x W~_up + b_up)) W~_down + b_down.
+
+  The gradients are those of `dot` for each weight. Where the policy's plan puts all six products on one kernel, the
+  block runs fused; elsewhere it is made of `dot`s, with the same MVUE samples.
+
+  Args:
+    x: `[..., d]`, float32, bfloat16 or float16; the product of its leading axes is a multiple of four under MVUE.
+    w_up: `[d, h]`, dtype of `x`.
+    w_down: `[h, d_out]`.
+    state: projection states or `PackedWeight`s of the weights, under 'up', 'down' and, with a gate, 'gate'.
+    policy: how the products are done, the same for all weights.
+    activation: 'gelu' (tanh form), 'silu', 'relu' or 'squared_relu'.
+    w_gate: `[d, h]`, or None. With it 'silu' makes SwiGLU and 'gelu' GEGLU.
+    b_up: `[h]`, or None.
+    b_gate: `[h]`, or None; only with a gate.
+    b_down: `[d_out]`, or None.
+    key: random key for MVUE, needed where a gradient is taken.
+
+  Returns:
+    `[..., d_out]`, dtype of `x`.
+
+  Raises:
+    ValueError: unknown activation, shapes, dtypes, states or key do not fit.
+
+  Source: Hu et al., arXiv 2404.01847, equations 2 to 4 and section 5.2; Shazeer, arXiv 2002.05202.
+
+  >>> import jax, sparse24_jax as s24
+  >>> policy = s24.DotPolicy(s24.transposable(), input_grad='sparse', weight_grad='mvue')
+  >>> keys = jax.random.split(jax.random.key(0), 3)
+  >>> x, up, down = (jax.random.normal(k, s) for k, s in zip(keys, [(8, 16), (16, 64), (64, 16)]))
+  >>> state = {'up': policy.projection.init(up), 'down': policy.projection.init(down)}
+  >>> s24.ffn(x, up, down, state, policy=policy).shape
+  (8, 16)
+  """
+  if activation not in ACTIVATIONS:
+    raise ValueError(f'activation={activation!r}: known are {sorted(ACTIVATIONS)}')
+  weights = {'up': w_up, 'down': w_down} | ({} if w_gate is None else {'gate': w_gate})
+  biases = {'up': b_up, 'down': b_down, 'gate': b_gate}
+  states = _states(state, weights, policy)
+  _check(x, weights, biases, states, policy)
+  hidden_key, down_key = (None, None) if key is None else jax.random.split(key)
+  keys = {'hidden': hidden_key, 'down': down_key}
+  plan = _common_plan(x, weights, policy)
+  if plan is None:
+    return _composed(x, weights, biases, states, keys, policy, activation)
+  packed = _packed(plan, x, weights, states, policy)
+  # Rounded as a `dot`'s bias is, and outside the op, so that their gradients have the dtype that they came in.
+  biases = {role: None if b is None else b.astype(x.dtype) for role, b in biases.items()}
+  b_up, b_gate, b_down = biases['up'], biases['gate'], biases['down']
+  if b_gate is not None or (w_gate is not None and b_up is not None):
+    # The gate's bias in front, as its columns are.
+    biases['up'] = jnp.concatenate([jnp.zeros(w_up.shape[1], x.dtype) if b is None else b for b in (b_gate, b_up)])
+  # As in `dot`: replicated weights that meet tokens that vary over mesh axes get their gradients summed.
+  axes = frozenset().union(*map(varying_axes, jax.tree.leaves((x, weights, packed, keys))))
+  x, weights, biases = jax.tree.map(lambda a: vary_over(a, axes), (x, weights, dict(up=biases['up'], down=b_down)))
+  rows = x.reshape(-1, x.shape[-1])
+  if plan.fp8:
+    y = fp8.ffn8((plan.forward, activation), rows, weights, biases, packed, keys)
+  else:
+    y = _fused((policy, plan.forward, activation), rows, weights, biases, packed, keys)
+  return y.reshape(*x.shape[:-1], -1)
+
+
+def _states(state: Mapping[str, Any] | None, weights: Mapping[str, Array], policy: DotPolicy) -> dict[str, Any]:
+  if policy.projection is None:
+    return dict.fromkeys(weights)
+  if not isinstance(state, Mapping) or set(state) != set(weights):
+    found = sorted(state) if isinstance(state, Mapping) else type(state).__name__
+    raise ValueError(f'state must be a dict with the keys {sorted(weights)}, found {found}')
+  return dict(state)
+
+
+def _check(
+  x: Array, weights: Mapping[str, Array], biases: Mapping[str, Array | None], states: Mapping[str, Any],
+  policy: DotPolicy,
+) -> None:  # fmt: skip
+  w_up, w_down = weights['up'], weights['down']
+  if w_up.ndim != 2 or w_down.ndim != 2 or w_down.shape[0] != w_up.shape[1]:
+    raise ValueError(f'w_up and w_down must be [d, h] and [h, d_out], found {w_up.shape} and {w_down.shape}')
+  if 'gate' in weights and weights['gate'].shape != w_up.shape:
+    raise ValueError(f'w_gate and w_up must have one shape, found {weights["gate"].shape} and {w_up.shape}')
+  hidden = jax.ShapeDtypeStruct((*x.shape[:-1], w_up.shape[1]), x.dtype)
+  for name, w in weights.items():
+    check_operands(hidden if name == 'down' else x, w, states[name], policy)
+  for name, bias in biases.items():
+    if bias is not None and name not in weights:
+      raise ValueError(f'b_{name} is given and w_{name} is not')
+    if bias is not None and bias.shape != weights[name].shape[1:]:
+      raise ValueError(f'b_{name} must have shape {weights[name].shape[1:]}, found {bias.shape}')
+
+
+def _common_plan(x: Array, weights: Mapping[str, Array], policy: DotPolicy) -> products.Plan | None:
+  """The plan of all weights if one kernel runs all their sparse products, and the gated operands can be joined."""
+  tokens = int(np.prod(x.shape[:-1]))
+  plans = {products.plan(policy, tokens, w.shape[0], w.shape[1], x.dtype) for w in weights.values()}
+  plan = plans.pop()
+  # Positions are stored in tiles of 64 rows.
+  joins = 'gate' not in weights or weights['up'].shape[1] % 64 == 0
+  whole = plan.sole_backend is not None or plan.fp8
+  return plan if not plans and whole and joins and tokens % 4 == 0 else None
+
+
+def _packed(
+  plan: products.Plan, x: Array, weights: Mapping[str, Array], states: Mapping[str, Any], policy: DotPolicy
+) -> dict[str, Any]:
+  """The packed weights by role, gate and up as one."""
+  if plan.fp8 and 'gate' in weights:
+    # One product needs one scale, so the two are packed here, whatever was handed over.
+    roles = ('gate', 'up')
+    pair = fp8.pack_alike(
+      [jax.lax.stop_gradient(weights[role]) for role in roles],
+      [products.projection_state(states[role]) for role in roles],
+    )
+    down = products.packed_weight(plan, policy, weights['down'], states['down'], x.dtype)
+    return {'up': fp8.side_by_side(*pair), 'down': down}
+  packed = {name: products.packed_weight(plan, policy, w, states[name], x.dtype) for name, w in weights.items()}
+  if 'gate' in weights:
+    packed['up'] = _side_by_side(packed.pop('gate'), packed['up'])
+  return packed
+
+
+def _side_by_side(gate: PackedWeight, up: PackedWeight) -> PackedWeight:
+  """The packed form of [W_gate | W_up]; its state is not used."""
+  return PackedWeight(
+    up.state, concatenate(gate.forward, up.forward, axis=-2), concatenate(gate.input_grad, up.input_grad, axis=-1)
+  )
+
+
+def _composed(x, weights, biases, states, keys, policy, activation) -> Array:
+  """The block from `dot`s."""
+
+  def linear(name: str, x: Array, key: Array | None, column: int = 0) -> Array:
+    z = dot_at(x, weights[name], states[name], policy=policy, key=key, column=column)
+    return products.add_bias(z, biases[name])
+
+  act = ACTIVATIONS[activation]
+  if 'gate' not in weights:
+    h = act(linear('up', x, keys['hidden']))
+  else:
+    h = act(linear('gate', x, keys['hidden'])) * linear('up', x, keys['hidden'], weights['up'].shape[1])
+  return linear('down', h, keys['down'])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _fused(static: tuple, x: Array, weights: Any, biases: Any, packed: Any, keys: Any) -> Array:
+  del keys
+  return _fused_forward(static, x, biases, packed, gated='gate' in weights, keep=False)[0]
+
+
+def _fused_forward(static, x, biases, packed, *, gated: bool, keep: bool) -> tuple[Array, Array | None, Array]:
+  """(y, z, h); z is None where no backward asks to `keep` it and the kernel need not write it."""
+  _, backend, activation = static
+  up = functools.partial(products.multiply, 'forward', packed['up'].forward, x, backend=backend, bias=biases['up'])
+  if gated:
+    z = up()
+    h = activations.gated_activation(z, activation=activation)
+  elif keep:
+    h, z = up(activation=activation, keep_preactivation=True)
+  else:
+    h, z = up(activation=activation), None
+  y = products.multiply('forward', packed['down'].forward, h, backend=backend, bias=biases['down'])
+  return y, z, h
+
+
+def _fused_fwd(static, x, weights, biases, packed, keys):
+  check_sampling(x, static[0], keys['down'])
+  y, z, h = _fused_forward(static, x, biases, packed, gated='gate' in weights, keep=True)
+  operands = {name: p.input_grad for name, p in packed.items()}
+  there = {name: bias is not None for name, bias in biases.items()}
+  return y, (x, z, h, operands, there, 'gate' in weights, keys)
+
+
+def _fused_bwd(static, residuals, dy):
+  _, backend, activation = static
+  x, z, h, operands, there, gated, keys = residuals
+  weight_grad = functools.partial(products.multiply, 'weight_grad', backend=backend)
+  dw_down = weight_grad(products.sample(dy, keys['down']), h)
+  dh = products.multiply('input_grad', operands['down'], dy, backend=backend)
+  dz, sampled = products.activation_backward(dh, z, keys['hidden'], activation=activation, gated=gated)
+  dw_up = weight_grad(sampled, x)
+  dx = products.multiply('input_grad', operands['up'], dz, backend=backend)
+  if gated:
+    dw_gate, dw_up = jnp.split(dw_up, 2, axis=1)
+    dw = {'down': dw_down, 'gate': dw_gate, 'up': dw_up}
+  else:
+    dw = {'down': dw_down, 'up': dw_up}
+  db = {
+    name: jnp.sum(g, axis=0, dtype=jnp.float32).astype(g.dtype) if there[name] else None
+    for name, g in (('up', dz), ('down', dy))
+  }
+  return dx, dw, db, None, None
+
+
+_fused.defvjp(_fused_fwd, _fused_bwd)

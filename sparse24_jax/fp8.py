@@ -1,0 +1,232 @@
+"""S-STE in real FP8: sparse products in the forward and the weight gradient, a dense one in the input gradient.
+
+    z  = x W~       sparse e4m3: W~^T packed along in         x [tokens, in]
+    dx = dz W~^T    dense: dz in e5m2                         W~ [in, out] in e4m3
+    dw = x^T V(dz)  sparse e5m2: V(dz)^T packed along tokens  x^T [in, tokens] in e4m3
+
+Scales are per tensor and current. FP8 products read both operands with the contracted axis contiguous, so a tensor
+that is contracted along either axis is written both ways, by the one pass that also rounds it: x and its transpose; W~
+packed and dense; dz dense and its sample packed. The backward keeps x^T alone, at a byte an entry.
+"""
+
+from collections.abc import Mapping, Sequence
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+from jax import Array
+import jax.numpy as jnp
+
+from pallas_kernels.gated_activation import api as activations
+from pallas_kernels.pack import api as pack
+from pallas_kernels.pack.reference import MVUE_HEADROOM, Packed8
+from pallas_kernels.quantize import api as quantize
+from pallas_kernels.sparse_matmul import api as sparse_matmul
+from pallas_kernels.sparse_matmul.operand import concatenate, SparseOperand
+
+E4M3, E5M2 = jnp.dtype('float8_e4m3fn'), jnp.dtype('float8_e5m2')
+# Bounds of the derivatives, where there are any: dz then has a bound that needs dh alone.
+STEEPEST = {'gelu': 1.13, 'silu': 1.1, 'relu': 1.0}
+
+
+@functools.partial(
+  jax.tree_util.register_dataclass, data_fields=['state', 'forward', 'dense', 'factor'], meta_fields=[]
+)
+@dataclasses.dataclass(frozen=True)
+class PackedWeight8:
+  """A weight `[..., in, out]` in e4m3 for the three products.
+
+  Attributes:
+    state: the projection's state.
+    forward: operand of the transposed weight, `[..., out, in]`, 2:4 along `in`.
+    dense: the projected weight, `[..., in, out]`.
+    factor: float32, `[...]`: what a product is multiplied with to undo the scale.
+  """
+
+  state: Any
+  forward: SparseOperand
+  dense: Array
+  factor: Array
+
+  @property
+  def dtype(self) -> jnp.dtype:
+    return self.forward.dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class Rounded:
+  """A tensor in FP8.
+
+  Attributes:
+    values: `[tokens, features]`.
+    transposed: `[features, tokens]`.
+    factor: float32 scalar that undoes the scale.
+  """
+
+  values: Array
+  transposed: Array
+  factor: Array
+
+
+jax.tree_util.register_dataclass(Rounded, ['values', 'transposed', 'factor'], [])
+
+
+def pack_soft_threshold8(w: Array, beta: Array) -> PackedWeight8:
+  """beta S(w) in e4m3, packed and dense, in one pass over `w` after one for its largest magnitude."""
+  return pack_alike([w], [beta])[0]
+
+
+def pack_alike(weights: Sequence[Array], betas: Sequence[Array]) -> list[PackedWeight8]:
+  """Weights packed under one common scale, so that their products can be one product.
+
+  The scale takes |S(w)| by its bound |w|, whose maximum costs a third of the time. A float loses no precision by a
+  scale that is too small, only range at its lower end.
+  """
+  largest = [jnp.abs(beta) * quantize.amax(w) for w, beta in zip(weights, betas, strict=True)]
+  scale, factor = quantize.current_scale(functools.reduce(jnp.maximum, largest), E4M3)
+  packed = [pack.soft_threshold_pack8(w, scale * beta, axis=-2) for w, beta in zip(weights, betas, strict=True)]
+  return [PackedWeight8(beta, p.operand, p.dense, factor) for p, beta in zip(packed, betas, strict=True)]
+
+
+def side_by_side(gate: PackedWeight8, up: PackedWeight8) -> PackedWeight8:
+  """[W_gate | W_up], of two that `pack_alike` made."""
+  operand = concatenate(gate.forward, up.forward, axis=-2)
+  return PackedWeight8(up.state, operand, jnp.concatenate([gate.dense, up.dense], axis=-1), up.factor)
+
+
+def rounded(x: Array) -> Rounded:
+  """x `[tokens, features]` in e4m3, both ways."""
+  scale, factor = quantize.current_scale(quantize.amax(x), E4M3)
+  values, transposed = quantize.quantize(x, scale, dtype=E4M3, transpose='both')
+  return Rounded(values, transposed, factor)
+
+
+def forward(
+  x: Rounded, w: PackedWeight8, *, backend: str, dtype: Any, bias: Array | None = None, activation: str | None = None
+) -> Any:
+  """z `[tokens, out]`, or with an activation (activation(z), z)."""
+  with jax.named_scope('forward'):
+    return sparse_matmul.sparse_matmul(
+      w.forward, x.values, bias=bias, a_scale=w.factor, b_scale=x.factor, out_dtype=dtype, out_layout='nm',
+      activation=activation, keep_preactivation=activation is not None, implementation=backend,
+    )  # fmt: skip
+
+
+def input_grad(dz: Array, factor: Array, w: PackedWeight8, *, dtype: Any) -> Array:
+  """dx `[tokens, in]` from dz in e5m2."""
+  with jax.named_scope('input_grad'):
+    return quantize.fp8_dot(dz, w.dense, factor, w.factor, out_dtype=dtype)
+
+
+def weight_grad(x: Array, x_factor: Array, dz: SparseOperand, factor: Array, *, backend: str, dtype: Any) -> Array:
+  """dw `[in, out]` from x^T `[in, tokens]` and the operand of the sampled dz."""
+  a_scale = MVUE_HEADROOM * factor
+  with jax.named_scope('weight_grad'):
+    return sparse_matmul.sparse_matmul(
+      dz, x, a_scale=a_scale, b_scale=x_factor, out_dtype=dtype, out_layout='nm', implementation=backend
+    )
+
+
+def sampled(dz: Array, key: Array, column: int = 0) -> tuple[Packed8, Array]:
+  """dz in e5m2, dense and as the operand of its sample, and the dense one's factor."""
+  scale, factor = quantize.current_scale(quantize.amax(dz), E5M2)
+  return pack.mvue_pack8(dz, key, scale, axis=-2, origin=(0, 0, column), dtype=E5M2), factor
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def dot8(backend: str, column: int, x: Array, w: Array, packed: PackedWeight8, key: Array | None) -> Array:
+  """z `[tokens, out]` from x `[tokens, in]`; `w` is there for its cotangent."""
+  del w, column, key
+  return _forward8(backend, x, packed)[0]
+
+
+def _forward8(backend: str, x: Array, packed: PackedWeight8) -> tuple[Array, Rounded]:
+  def one(x: Array, packed: PackedWeight8) -> tuple[Array, Rounded]:
+    rows = rounded(x)
+    return forward(rows, packed, backend=backend, dtype=x.dtype), rows
+
+  # The kernels have no batching rule: under vmap they run one after the other.
+  return jax.custom_batching.sequential_vmap(one)(x, packed)
+
+
+def _dot8_fwd(backend, column, x, w, packed, key):
+  del column, w
+  z, rows = _forward8(backend, x, packed)
+  return z, (rows.transposed, rows.factor, packed, key)
+
+
+def _dot8_bwd(backend, column, residuals, dz):
+  def one(x, x_factor, packed, key, dz):
+    sample, factor = sampled(dz, key, column)
+    dx = input_grad(sample.dense, factor, packed, dtype=dz.dtype)
+    return dx, weight_grad(x, x_factor, sample.operand, factor, backend=backend, dtype=dz.dtype)
+
+  return *jax.custom_batching.sequential_vmap(one)(*residuals, dz), None, None
+
+
+dot8.defvjp(_dot8_fwd, _dot8_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def ffn8(
+  static: tuple[str, str], x: Array, weights: Any, biases: Mapping[str, Array | None], packed: Any, keys: Any
+) -> Array:
+  """The feed-forward block of `sparse24_jax.ffn` in FP8; `static` is (back end, activation)."""
+  del keys
+  return _ffn8(static, x, biases, packed, 'gate' in weights)[0]
+
+
+def _ffn8(static, x, biases, packed, gated):
+  """(y, x, z, h), x and h rounded."""
+  backend, activation = static
+  rows = rounded(x)
+  up = functools.partial(forward, rows, packed['up'], backend=backend, dtype=x.dtype, bias=biases['up'])
+  if gated:
+    z = up()
+    h = rounded(activations.gated_activation(z, activation=activation))
+  else:
+    h, z = up(activation=activation)
+    h = rounded(h)
+  return forward(h, packed['down'], backend=backend, dtype=x.dtype, bias=biases['down']), rows, z, h
+
+
+def _ffn8_fwd(static, x, weights, biases, packed, keys):
+  gated = 'gate' in weights
+  y, rows, z, h = _ffn8(static, x, biases, packed, gated)
+  kept = (rows.transposed, rows.factor, z, h.transposed, h.factor)
+  return y, (kept, packed, {name: bias is not None for name, bias in biases.items()}, gated, keys)
+
+
+def _ffn8_bwd(static, residuals, dy):
+  backend, activation = static
+  (x, x_factor, z, h, h_factor), packed, there, gated, keys = residuals
+  dtype = dy.dtype
+  dy8, dy_factor = sampled(dy, keys['down'])
+  dw_down = weight_grad(h, h_factor, dy8.operand, dy_factor, backend=backend, dtype=dtype)
+  dh = input_grad(dy8.dense, dy_factor, packed['down'], dtype=dtype)
+  if gated or activation not in STEEPEST:
+    largest = activations.activation_backward_amax(dh, z, activation=activation, gated=gated)
+  else:
+    largest = STEEPEST[activation] * quantize.amax(dh)
+  scale, factor = quantize.current_scale(largest, E5M2)
+  dz8 = activations.activation_backward_pack8(dh, z, keys['hidden'], scale, activation=activation, gated=gated)
+  dw_up = weight_grad(x, x_factor, dz8.operand, factor, backend=backend, dtype=dtype)
+  dx = input_grad(dz8.dense, factor, packed['up'], dtype=dtype)
+  if gated:
+    dw_gate, dw_up = jnp.split(dw_up, 2, axis=1)
+    dw = {'down': dw_down, 'gate': dw_gate, 'up': dw_up}
+  else:
+    dw = {'down': dw_down, 'up': dw_up}
+
+  def bias_grad(g: Array, factor: Array) -> Array:
+    return (jnp.sum(g.astype(jnp.float32), axis=0) * factor).astype(dtype)
+
+  db = {
+    'up': bias_grad(dz8.dense, factor) if there['up'] else None,
+    'down': bias_grad(dy, jnp.float32(1)) if there['down'] else None,
+  }
+  return dx, dw, db, None, None
+
+
+ffn8.defvjp(_ffn8_fwd, _ffn8_bwd)

@@ -1,0 +1,256 @@
+"""The three products of a linear layer, each on a kernel or as a plain matmul: which, and how.
+
+`plan` chooses by the policy, the shapes and the records of the card; the other functions carry a plan out. A product
+that runs on a kernel takes a `PackedWeight` or an MVUE operand; one that does not takes the projected weight.
+"""
+
+from collections.abc import Mapping
+import dataclasses
+import functools
+import logging
+from typing import Any, TYPE_CHECKING
+
+import jax
+from jax import Array
+import jax.numpy as jnp
+
+from pallas_kernels import _device, _triton
+from pallas_kernels.gated_activation import api as activations
+from pallas_kernels.mvue.reference import mvue24
+from pallas_kernels.pack import api as pack
+from pallas_kernels.sparse_matmul import api
+from pallas_kernels.sparse_matmul.operand import SparseOperand
+from sparse24_jax.fp8 import PackedWeight8
+from sparse24_jax.numerics import Format, round_to_fp8
+from sparse24_jax.packing import PackedWeight
+
+if TYPE_CHECKING:
+  from sparse24_jax.dot import DotPolicy
+
+# Back ends of `sparse_matmul` that a policy can name. 'dense' packs and decompresses: the kernels' path on any device.
+BACKENDS = tuple(name for name in api.BACKENDS if name != 'reference')
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+  """The back end of each product; None is a plain matmul with the projected weight, or with the sampled gradient.
+
+  With `fp8` the products are those of `sparse24_jax.fp8`; without it, an FP8 policy is simulated.
+  """
+
+  forward: str | None = None
+  input_grad: str | None = None
+  weight_grad: str | None = None
+  fp8: bool = False
+
+  @property
+  def packs(self) -> bool:
+    """Whether some product reads the packed weight."""
+    return self.forward is not None or self.input_grad is not None
+
+  @property
+  def sole_backend(self) -> str | None:
+    """The back end that all three products share, or None."""
+    return self.forward if self.forward == self.input_grad == self.weight_grad else None
+
+
+def plan(policy: 'DotPolicy', tokens: int, d_in: int, d_out: int, dtype: Any) -> Plan:
+  """Where the three products of x `[tokens, d_in]` and w `[d_in, d_out]` run.
+
+  A named implementation takes every product that the policy makes sparse. None asks the card's records: forward and
+  input gradient go to a kernel where it measured faster than the dense product; a sampled weight gradient always does,
+  since drawing the sample costs XLA more than the product. Without a kernel for this card, dtype or sharding, all are
+  plain.
+  """
+  named = policy.implementation
+  reason = _unfit(policy, d_in, d_out, dtype)
+  if named == 'reference' or (named is None and not _kernels_are_here()):
+    if named is None and policy.precision == 'fp8':
+      _log_once('FP8 is simulated: its kernels need one Hopper GPU and the extra sparse24-jax[cuda]')
+    return Plan()
+  if reason is not None:
+    if named is not None:
+      raise ValueError(f'implementation={named!r} cannot serve this layer: {reason}')
+    _log_once(f'no kernels for a layer {d_in} x {d_out} on {tokens} tokens: {reason}')
+    return Plan()
+  if policy.precision == 'fp8':
+    # Against the simulation the kernels always win, so records are not asked.
+    return Plan(forward=named or 'mosaic_gpu', weight_grad=named or 'mosaic_gpu', fp8=True)
+  weight = policy.projection is not None and policy.projection.pack is not None
+  wanted = dict(
+    forward=weight, input_grad=weight and policy.input_grad == 'sparse', weight_grad=policy.weight_grad == 'mvue'
+  )
+  if named is not None:
+    return Plan(**{role: named if sparse else None for role, sparse in wanted.items()})
+  faster = functools.partial(_fastest, tokens=tokens, d_in=d_in, d_out=d_out, dtype=jnp.dtype(dtype))
+  found = {role: faster(role, always=role == 'weight_grad') for role, sparse in wanted.items() if sparse}
+  return Plan(**found)
+
+
+def _unfit(policy: 'DotPolicy', d_in: int, d_out: int, dtype: Any) -> str | None:
+  """Why no kernel can serve, or None."""
+  if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
+    return f'activations are {jnp.dtype(dtype).name}, the kernels take bfloat16 and float16'
+  if policy.precision == 'fp8':
+    if policy.projection is None or policy.projection.pack8 is None:
+      return f'only the soft threshold is packed in FP8, found {policy.projection and policy.projection.name!r}'
+    if policy.weight_grad != 'mvue':
+      return f"FP8 kernels take weight_grad='mvue', found {policy.weight_grad!r}"
+  if d_in % 4 or d_out % 4:
+    return f'packing takes multiples of four, found a weight {d_in} x {d_out}'
+  return None
+
+
+def _kernels_are_here() -> bool:
+  return _device.current().has_sparse_wgmma and _device.arrays_are_whole() and _triton_is_here()
+
+
+def _triton_is_here() -> bool:
+  reason = _triton.why_absent()
+  if reason is not None:
+    _log_once(f'the kernels need jax-triton, from the extra sparse24-jax[cuda]: {reason}')
+  return reason is None
+
+
+@functools.cache
+def _log_once(message: str) -> None:
+  logging.getLogger('sparse24_jax').info(message)
+
+
+ROLES: Mapping[str, Any] = {
+  # Sizes of the sparse operand's rows, of the dense operand's rows and of the sum; layout of the dense operand.
+  'forward': lambda tokens, d_in, d_out: (d_out, tokens, d_in, 'nk'),
+  'input_grad': lambda tokens, d_in, d_out: (d_in, tokens, d_out, 'nk'),
+  'weight_grad': lambda tokens, d_in, d_out: (d_out, d_in, tokens, 'kn'),
+}
+
+
+def _fastest(role: str, *, tokens: int, d_in: int, d_out: int, dtype: jnp.dtype, always: bool) -> str | None:
+  m, n, k, b_layout = ROLES[role](tokens, d_in, d_out)
+  first = api.candidates_for(m, n, k, dtype=dtype, out_dtype=dtype, b_layout=b_layout, out_layout='nm')[0]
+  if first != 'dense':
+    return first
+  return 'mosaic_gpu' if always else None
+
+
+def multiply(
+  role: str, a: SparseOperand, b: Array, *, backend: str, bias: Array | None = None, activation: str | None = None,
+  keep_preactivation: bool = False,
+) -> Any:  # fmt: skip
+  """`sparse_matmul` in a role of `ROLES`: D `[..., m]` from b `[..., k]`, for a weight gradient `[n, m]` from `[k, n]`.
+
+  With `keep_preactivation` (D, Z), as there. The role names the call in profiles and compiled programs.
+  """
+  b_layout = 'kn' if role == 'weight_grad' else 'nk'
+
+  def one(a, b, bias):
+    return api.sparse_matmul(
+      a, b, bias=bias, activation=activation, b_layout=b_layout, out_layout='nm',
+      keep_preactivation=keep_preactivation, implementation=backend,
+    )  # fmt: skip
+
+  lead = b.shape[:-1] if b_layout == 'nk' else b.shape[-1:]
+  # Neither kernel has a batching rule: under vmap they run one after the other.
+  with jax.named_scope(role):
+    d = jax.custom_batching.sequential_vmap(one)(a, b.reshape(-1, b.shape[-1]), bias)
+  return jax.tree.map(lambda x: x.reshape(*lead, -1), d)
+
+
+def sample(dz: Array, key: Array, *, column: int = 0) -> SparseOperand:
+  """The MVUE operand of dz `[tokens, out]` along tokens, `[out, tokens]`: the sample that `mvue24` draws."""
+  one = jax.custom_batching.sequential_vmap(lambda dz, key: pack.mvue_pack(dz, key, axis=-2, origin=(0, 0, column)))
+  return one(dz, key)
+
+
+def activation_backward(
+  dh: Array, z: Array, key: Array, *, activation: str, gated: bool
+) -> tuple[Array, SparseOperand]:
+  """dz from dh, and the operand that `sample` makes of it, in one pass."""
+
+  def one(dh, z, key):
+    return activations.activation_backward_pack(dh, z, key, activation=activation, gated=gated)
+
+  return jax.custom_batching.sequential_vmap(one)(dh, z, key)
+
+
+def forward(
+  p: Plan, policy: 'DotPolicy', x: Array, w: Any, operand: SparseOperand | None, bias: Array | None = None
+) -> Array:
+  """z = x W~ + bias, `[..., out]`, from x `[..., in]` and the operand of the plan, or the projected weight `w`."""
+  if p.forward is not None:
+    return multiply('forward', operand, x, backend=p.forward, bias=bias)
+  z = matmul(x, w, policy.precision, ('e4m3', 'e4m3'))
+  return add_bias(z, bias)
+
+
+def add_bias(z: Array, bias: Array | None) -> Array:
+  """z `[..., out]` plus a bias `[out]`, or None; ranks are made equal, as JAX can be told to ask."""
+  return z if bias is None else z + bias.astype(z.dtype).reshape((1,) * (z.ndim - 1) + (-1,))
+
+
+def input_grad(
+  p: Plan, policy: 'DotPolicy', dz: Array, w: Any, operand: SparseOperand | None, like: Array
+) -> Array:
+  """dx = dz W~^T, `[..., in]`, from the operand of the plan, or the projected weight `w`."""
+  if p.input_grad is not None:
+    return multiply('input_grad', operand, dz, backend=p.input_grad)
+  return matmul(dz, w.T, policy.precision, ('e5m2', 'e4m3'), like=like)
+
+
+def weight_grad(
+  p: Plan, policy: 'DotPolicy', x: Array, dz: Array, key: Array | None, like: Array | None, column: int = 0
+) -> Array:
+  """dw = x^T V(dz), `[in, out]`, from `[..., in]` and `[..., out]`; `column` is where dz stands in what is sampled."""
+  x, dz = x.reshape(-1, x.shape[-1]), dz.reshape(-1, dz.shape[-1])
+  if p.weight_grad is not None:
+    return multiply('weight_grad', sample(dz, key, column=column), x, backend=p.weight_grad)
+  if policy.weight_grad != 'dense':
+    method = 'exact' if policy.weight_grad == 'mvue' else 'approximate'
+    dz = mvue24(dz, key, axis=-2, method=method, origin=(0, 0, column))
+  return matmul(x.T, dz, policy.precision, ('e4m3', 'e5m2'), like=like)
+
+
+def matmul(a: Array, b: Array, precision: str, formats: tuple[Format, Format], like: Array | None = None) -> Array:
+  """a b over a's last and b's first axis, summed in float32, in the dtype of `a`; sharded as `like` if need be."""
+  if precision == 'fp8':
+    a, b = round_to_fp8(a, formats[0]), round_to_fp8(b, formats[1])
+  # On a mesh of explicit axes JAX does not choose how a product is sharded; a gradient is sharded as its variable.
+  sharding = None if like is None else jax.typeof(like).sharding
+  if sharding is not None and not (sharding.mesh.shape and sharding.mesh.are_all_axes_explicit):
+    sharding = None
+  return jnp.dot(a, b, preferred_element_type=jnp.float32, out_sharding=sharding).astype(a.dtype)
+
+
+def may_pack(policy: 'DotPolicy', w: Array) -> bool:
+  """Whether some plan for `w` would read it packed: what a caller asks who knows neither tokens nor dtype."""
+  if policy.projection is None or policy.projection.pack is None or policy.implementation == 'reference':
+    return False
+  fits = _unfit(policy, w.shape[-2], w.shape[-1], jnp.bfloat16) is None
+  return fits and (policy.implementation is not None or _kernels_are_here())
+
+
+def packed_weight(
+  p: Plan, policy: 'DotPolicy', w: Array, state: Any, dtype: Any
+) -> PackedWeight | PackedWeight8 | None:
+  """The weight as the plan's products read it: what was handed over, or packed here; None if the plan packs nothing."""
+  if not p.packs:
+    return None
+  if isinstance(state, PackedWeight8) if p.fp8 else isinstance(state, PackedWeight) and state.dtype == dtype:
+    return state
+  one = jax.custom_batching.sequential_vmap(functools.partial(pack_weight, policy, dtype=dtype))
+  return one(jax.lax.stop_gradient(w), projection_state(state))
+
+
+def pack_weight(policy: 'DotPolicy', w: Array, state: Array, dtype: Any) -> PackedWeight | PackedWeight8:
+  """`w` `[..., in, out]` packed under its state. Its cotangent is the straight-through one, so packing has none."""
+  projection, w = policy.projection, jax.lax.stop_gradient(w)
+  if projection is not None and policy.precision == 'fp8' and projection.pack8 is not None:
+    return projection.pack8(w, state)
+  if projection is not None and projection.pack is not None:
+    return projection.pack(w, state, jnp.dtype(dtype))
+  raise ValueError(f'{policy} has no packed form')
+
+
+def projection_state(state: Any) -> Any:
+  """The projection's state, from it or from a packed weight."""
+  return state.state if isinstance(state, PackedWeight | PackedWeight8) else state

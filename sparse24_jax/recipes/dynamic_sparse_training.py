@@ -1,0 +1,100 @@
+"""Sparse from start to end at one density: RigL, SET, and a static mask, which are settings of one projection."""
+
+from typing import Literal
+
+from sparse24_jax.density import CosineDecay
+from sparse24_jax.dot import DotPolicy
+from sparse24_jax.projection import dynamic_sparse
+from sparse24_jax.recipe import Recipe, Rule
+
+
+def rigl(
+  path: str,
+  *,
+  density: float,
+  total_steps: int,
+  drop_fraction: float = 0.3,
+  stop: float = 0.75,
+  distribution: Literal['uniform', 'erdos_renyi'] = 'erdos_renyi',
+  refresh_every: int = 100,
+  seed: int = 0,
+) -> Recipe:
+  """RigL: drops by magnitude, grows by the dense gradient.
+
+  Args:
+    path: regular expression of the weights to make sparse.
+    density: kept share of all the weights together.
+    total_steps: optimizer steps of the run.
+    drop_fraction: share of a weight's links that an update replaces, at the start; falls as half a cosine.
+    stop: share of the steps after which the topology rests.
+    distribution: of the density over weights.
+    refresh_every: optimizer steps between changes of topology.
+    seed: for the first mask, which is random.
+
+  Raises:
+    ValueError: a share that is not in [0, 1].
+
+  Source: Evci et al., arXiv 1911.11134, section 3; defaults as there. The paper puts an update of the topology in place
+    of an optimizer step, here it follows one, and moments of changed links start at zero.
+
+  >>> import sparse24_jax as s24
+  >>> s24.recipes.rigl('.*/mlp/.*', density=0.2, total_steps=1000).refresh_every
+  100
+  """
+  if not 0 < stop <= 1:
+    raise ValueError(f'stop={stop} must be in (0, 1]')
+  drop = CosineDecay(drop_fraction, max(1, round(stop * total_steps)))
+  projection = dynamic_sparse(density, drop_fraction=drop, distribution=distribution, seed=seed)
+  return Recipe('rigl', (Rule(path, DotPolicy(projection)),), refresh_every=refresh_every)
+
+
+def set_(
+  path: str,
+  *,
+  density: float,
+  drop_fraction: float = 0.3,
+  distribution: Literal['uniform', 'erdos_renyi'] = 'erdos_renyi',
+  refresh_every: int = 100,
+  seed: int = 0,
+) -> Recipe:
+  """SET: drops by magnitude, grows at random.
+
+  Args:
+    path: regular expression of the weights to make sparse.
+    density: kept share of all the weights together.
+    drop_fraction: share of a weight's links that an update replaces, all along.
+    distribution: of the density over weights.
+    refresh_every: optimizer steps between changes of topology; the paper does it once an epoch, 100 is RigL's.
+    seed: for random choices.
+
+  Source: Mocanu et al., arXiv 1707.04780.
+
+  >>> import sparse24_jax as s24
+  >>> s24.recipes.set_('.*/mlp/.*', density=0.2).rules[0].policy.projection.update.random_share
+  1.0
+  """
+  projection = dynamic_sparse(
+    density, drop_fraction=drop_fraction, random_share=1.0, distribution=distribution, seed=seed
+  )
+  return Recipe('set_', (Rule(path, DotPolicy(projection)),), refresh_every=refresh_every)
+
+
+def static(
+  path: str, *, density: float, distribution: Literal['uniform', 'erdos_renyi'] = 'erdos_renyi', seed: int = 0
+) -> Recipe:
+  """One random mask, kept from start to end.
+
+  Args:
+    path: regular expression of the weights to make sparse.
+    density: kept share of all the weights together.
+    distribution: of the density over weights.
+    seed: for the mask.
+
+  Source: the baseline of Evci et al., arXiv 1911.11134, and Liu et al., arXiv 2408.11746.
+
+  >>> import sparse24_jax as s24
+  >>> s24.recipes.static('.*/mlp/.*', density=0.2).rules[0].policy.projection.update.drop_fraction
+  0.0
+  """
+  projection = dynamic_sparse(density, distribution=distribution, seed=seed)
+  return Recipe('static', (Rule(path, DotPolicy(projection)),), refresh_every=100)

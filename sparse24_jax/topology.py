@@ -1,0 +1,259 @@
+"""Dynamic sparse training: which links a weight drops, and which it grows, from magnitudes and dense gradients.
+
+Everything here is a pure function of global arrays, a step and a path, so every replica and every sharding of the same
+arrays gets the same mask. Links are chosen by counting, never by sorting: a sharded weight moves a few scalars.
+"""
+
+from collections.abc import Callable, Mapping
+import dataclasses
+import math
+from typing import Literal, NamedTuple
+import zlib
+
+import jax
+from jax import Array
+import jax.numpy as jnp
+import numpy as np
+
+from sparse24_jax.density import check_share, schedule_name
+
+type Schedule = Callable[[Array], Array]
+
+DISTRIBUTIONS = ('uniform', 'erdos_renyi')
+STRUCTURES = (None, '2:4')
+STARTS = ('random', 'magnitude')
+
+
+class Context(NamedTuple):
+  """What a change of topology may depend on besides the weight itself.
+
+  Attributes:
+    step: int32 scalar, optimizer steps done.
+    path: of the weight; tells the random choices of two weights apart.
+    shapes: shapes of all weights under the same projection, by path: layers share out one density.
+  """
+
+  step: Array
+  path: str
+  shapes: Mapping[str, tuple[int, ...]]
+
+
+class Evolved(NamedTuple):
+  """A projection's new state, and where (bool, shape of the weight) the inner optimizer's moments start at zero."""
+
+  state: Array
+  reset: Array
+
+
+def keep_largest(score: Array, count: Array | int, among: Array) -> Array:
+  """The `count` largest scores of each matrix, among those allowed; ties go to the lower index (row by row).
+
+  By bisection on the bits of the score, which takes sums over the matrix and nothing else.
+
+  Args:
+    score: `[..., rows, columns]`; uint32, or floats of which the magnitude counts and a NaN is zero.
+    count: int32, a scalar or `[..., 1, 1]`; below zero is zero.
+    among: bool, shape of `score`. If it holds fewer than `count`, all of it is kept.
+
+  Returns:
+    bool, shape of `score`.
+
+  >>> import jax.numpy as jnp
+  >>> keep_largest(jnp.array([[3.0, 1.0, 3.0, 2.0]]), 2, jnp.array([[True, True, False, True]])).tolist()
+  [[True, False, False, True]]
+  """
+  bits = _above_zero(score, among)
+  least = _largest_threshold(bits, count)
+  sure = bits > least
+  tied = (bits == least) & among
+  missing = count - jnp.sum(sure, axis=(-2, -1), keepdims=True, dtype=jnp.int32)
+  rows, columns = score.shape[-2:]
+  order = jnp.uint32(rows * columns) - _positions(rows, columns)
+  first = jnp.where(tied, order.reshape((1,) * (score.ndim - 2) + order.shape), jnp.uint32(0))
+  return sure | (tied & (first >= _largest_threshold(first, missing)))
+
+
+def _largest_threshold(bits: Array, count: Array | int) -> Array:
+  """The largest t, uint32 `[..., 1, 1]`, with at least `count` entries of `bits` at t or above."""
+
+  def bisect(i: Array, t: Array) -> Array:
+    trial = t | (jnp.uint32(1) << (jnp.uint32(31) - i.astype(jnp.uint32)))
+    enough = jnp.sum(bits >= trial, axis=(-2, -1), keepdims=True, dtype=jnp.int32) >= count
+    return jnp.where(enough, trial, t)
+
+  return jax.lax.fori_loop(0, 32, bisect, jnp.zeros((*bits.shape[:-2], 1, 1), jnp.uint32))
+
+
+def draw(seed: int, step: Array, path: str, shape: tuple[int, ...]) -> Array:
+  """Uniform uint32 of shape `[..., rows, columns]` from seed, step, path and position; the same for every sharding.
+
+  A counter-based hash, each word mixed in with full avalanche: it only has to shuffle links, and compiles in a
+  hundredth of the time of a cryptographic generator, which counts with one draw a weight.
+  """
+  # The barrier: at the start of a run the step is a constant, and XLA would fold whole masks while it compiles.
+  step = jax.lax.optimization_barrier(jnp.asarray(step)).astype(jnp.uint32)
+  key = _mix(jnp.uint32(seed % 2**32))
+  for word in (step, jnp.uint32(zlib.crc32(path.encode()))):
+    key = _mix(key ^ (word + jnp.uint32(0x9E3779B9)))
+  layers = math.prod(shape[:-2])
+  key = _mix(key ^ jax.lax.iota(jnp.uint32, layers)).reshape(*shape[:-2], 1, 1)
+  position = _positions(*shape[-2:])
+  return _mix(_mix(position.reshape((1,) * (len(shape) - 2) + position.shape) ^ key) + key)
+
+
+def _mix(x: Array) -> Array:
+  """A bijection of uint32 in which each bit of the input flips each of the output's about half of the time."""
+  x = (x ^ (x >> jnp.uint32(16))) * jnp.uint32(0x7FEB352D)
+  x = (x ^ (x >> jnp.uint32(15))) * jnp.uint32(0x846CA68B)
+  return x ^ (x >> jnp.uint32(16))
+
+
+def _positions(rows: int, columns: int) -> Array:
+  """Index of each entry, row by row, uint32 [rows, columns]."""
+  row, column = (jax.lax.broadcasted_iota(jnp.uint32, (rows, columns), axis) for axis in range(2))
+  return row * jnp.uint32(columns) + column
+
+
+def layer_densities(
+  density: Array | float, shapes: Mapping[str, tuple[int, ...]], distribution: str
+) -> dict[str, Array]:
+  """Shares out one density over layers.
+
+  `'uniform'` gives every layer the same. `'erdos_renyi'` gives a matrix `[in, out]` the density eps (in + out) / (in
+  out), at most 1, with the eps at which all weights together have the one asked for: exactly, as both are piecewise
+  linear in eps. The variant with kernel sizes is the same thing for weights `[..., in, out]`, whose leading axes stack
+  layers or experts.
+
+  Args:
+    density: kept share of all weights together, in [0, 1]; may be traced.
+    shapes: by path, `[..., in, out]`.
+    distribution: one of `DISTRIBUTIONS`.
+
+  Returns:
+    float32 scalars by path.
+
+  Source: Mocanu et al., arXiv 1707.04780 (SET); Evci et al., arXiv 1911.11134, section 3 (RigL).
+
+  >>> layer_densities(0.25, {'a': (64, 64), 'b': (64, 256)}, 'uniform')['b'].item()
+  0.25
+  >>> {k: round(d.item(), 4) for k, d in layer_densities(0.25, {'a': (64, 64), 'b': (64, 256)}, 'erdos_renyi').items()}
+  {'a': 0.3571, 'b': 0.2232}
+  """
+  density = jnp.asarray(density, jnp.float32)
+  if distribution == 'uniform':
+    return dict.fromkeys(shapes, density)
+  ratios = np.array([(shape[-2] + shape[-1]) / (shape[-2] * shape[-1]) for shape in shapes.values()])
+  sizes = np.array([float(np.prod(shape)) for shape in shapes.values()])
+  corners = np.concatenate([[0.0], np.sort(1 / ratios)])  # of eps, where one more layer becomes dense
+  layers = np.minimum(1.0, corners[:, None] * ratios)
+  overall = jnp.asarray(layers @ sizes / sizes.sum(), jnp.float32)
+  return {
+    path: jnp.interp(density, overall, jnp.asarray(layers[:, i], jnp.float32)) for i, path in enumerate(shapes)
+  }
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+  """Drops the smallest links of a weight and grows others, at each call; the settings of `dynamic_sparse`, as data.
+
+  Attributes: as the arguments of `dynamic_sparse`.
+  """
+
+  density: float | Schedule
+  drop_fraction: float | Schedule = 0.0
+  random_share: float = 0.0
+  distribution: Literal['uniform', 'erdos_renyi'] = 'uniform'
+  start: Literal['random', 'magnitude'] = 'random'
+  structure: Literal['2:4'] | None = None
+  reset_moments: bool = True
+  seed: int = 0
+
+  def __post_init__(self):
+    check_share('density', self.density)
+    check_share('drop_fraction', self.drop_fraction)
+    check_share('random_share', self.random_share, schedule=False)
+    for name, choices in (('distribution', DISTRIBUTIONS), ('start', STARTS), ('structure', STRUCTURES)):
+      if getattr(self, name) not in choices:
+        raise ValueError(f'{name}={getattr(self, name)!r}: known are {list(choices)}')
+    if self.structure == '2:4' and not callable(self.density) and self.density > 0.5:
+      raise ValueError(f"density={self.density} is above the 0.5 that structure='2:4' can keep")
+
+  @property
+  def name(self) -> str:
+    """All settings in one line: equal for two topologies that train alike."""
+    fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+    return ' '.join(f'{k}={schedule_name(v) if callable(v) else v}' for k, v in fields.items())
+
+  def densities(self, step: Array, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Array]:
+    """Kept share of each weight by path, float32 scalars, as a topology update after `step` steps makes it."""
+    density = self.density(step) if callable(self.density) else self.density
+    densities = layer_densities(density, shapes, self.distribution)
+    return {k: jnp.minimum(d, 0.5) for k, d in densities.items()} if self.structure == '2:4' else densities
+
+  def __call__(self, w: Array, grad: Array | None, mask: Array, context: Context) -> Evolved:
+    """One change of topology.
+
+    With S* the target density: max(zeta a, a - S* n) of the a links of n are dropped, smallest magnitudes first, and
+    as many grown as the target lacks, so a new target is reached at once. Of the grown ones the random share is drawn
+    uniformly, the others have the largest gradients. A link that is dropped and grown again in one call stays as it is.
+
+    Args:
+      w: `[..., in, out]`, with zeros where no link is.
+      grad: dense gradient, shape of `w`; None at the start of a run, where `mask` is replaced.
+      mask: bool, the links, True = kept.
+      context: step, path and shapes.
+
+    Returns:
+      The new mask, and where it changed (nowhere with `reset_moments` off).
+
+    Source: Liu et al., arXiv 2408.11746 (mixed growing); Evci et al., arXiv 1911.11134, section 3.
+    """
+    size = w.shape[-2] * w.shape[-1]
+    share = self.densities(context.step, context.shapes)[context.path]
+    # float32 cannot count every whole number above 2^24: the ends must be exact.
+    target = jnp.where(share >= 1, size, jnp.minimum(jnp.round(share * size).astype(jnp.int32), size))
+    drawn = draw(self.seed, context.step, context.path, w.shape)
+    if grad is None:
+      score = drawn if self.start == 'random' else w
+      none = jnp.zeros_like(mask)
+      new = keep_largest(score, target, self._room(none, score))
+      return Evolved(new, none)
+    zeta = self.drop_fraction(context.step) if callable(self.drop_fraction) else self.drop_fraction
+    active = _count(mask)
+    dropped = jnp.round(jnp.float32(zeta) * active.astype(jnp.float32)).astype(jnp.int32)
+    new = keep_largest(w, jnp.minimum(active - dropped, target), mask)
+    if self.random_share < 1:
+      by_gradient = target - _count(new)
+      by_gradient -= jnp.round(jnp.float32(self.random_share) * by_gradient.astype(jnp.float32)).astype(jnp.int32)
+      new |= keep_largest(grad, by_gradient, self._room(new, grad))
+    if self.random_share > 0:
+      new |= keep_largest(drawn, target - _count(new), self._room(new, drawn))
+    return Evolved(new, new != mask if self.reset_moments else jnp.zeros_like(mask))
+
+  def _room(self, links: Array, score: Array) -> Array:
+    """Where a link may grow; with a structure, the best candidates of each four and no more than it can take."""
+    free = ~links
+    if self.structure is None:
+      return free
+    fours = (*links.shape[:-2], links.shape[-2] // 4, 4, links.shape[-1])
+    free, taken = free.reshape(fours), jnp.sum(links.reshape(fours), axis=-2, keepdims=True, dtype=jnp.int32)
+    best = _above_zero(score.reshape(fours), free)
+    ahead = []
+    for i in range(4):
+      mine = best[..., i : i + 1, :]
+      before = jnp.sum(best[..., :i, :] >= mine, axis=-2, keepdims=True, dtype=jnp.int32)
+      ahead.append(before + jnp.sum(best[..., i + 1 :, :] > mine, axis=-2, keepdims=True, dtype=jnp.int32))
+    return (free & (taken + jnp.concatenate(ahead, axis=-2) < 2)).reshape(links.shape)
+
+
+def _count(mask: Array) -> Array:
+  """Links of each matrix, int32 `[..., 1, 1]`."""
+  return jnp.sum(mask, axis=(-2, -1), keepdims=True, dtype=jnp.int32)
+
+
+def _above_zero(score: Array, among: Array) -> Array:
+  """uint32 of 1 or more in the order of the scores where allowed, 0 elsewhere."""
+  if score.dtype != jnp.uint32:  # floats of zero or more are in the order of their bits
+    magnitude = jnp.where(jnp.isnan(score), 0.0, jnp.abs(score.astype(jnp.float32)))
+    score = jax.lax.bitcast_convert_type(magnitude, jnp.uint32)
+  return jnp.where(among, jnp.minimum(score, jnp.uint32(2**32 - 2)) + jnp.uint32(1), jnp.uint32(0))

@@ -1,0 +1,442 @@
+"""The feed-forward block: on the kernels' path and composed of `dot`s, against formulas in float64."""
+
+import dataclasses
+import functools
+from unittest import mock
+
+from absl.testing import absltest, parameterized
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+import numpy as np
+
+from pallas_kernels.pack import api as pack
+import sparse24_jax as s24
+from sparse24_jax import products
+from tests import oracles
+
+BF16, F32 = jnp.bfloat16, jnp.float32
+D, HIDDEN, OUT = 16, 64, 24
+TOKENS = (2, 8)
+KEY = jax.random.key(7)
+FST = s24.DotPolicy(s24.transposable(), input_grad='sparse', weight_grad='mvue')
+POLICIES = {
+  'kernels': dataclasses.replace(FST, implementation='dense'),  # their path, multiplied decompressed
+  'reference': dataclasses.replace(FST, implementation='reference'),
+  'dense': s24.DotPolicy(),
+  's_ste_kernels': s24.DotPolicy(s24.soft_threshold_projection(), weight_grad='mvue', implementation='dense'),
+}
+SHAPES = {'up': (D, HIDDEN), 'down': (HIDDEN, OUT), 'gate': (D, HIDDEN)}
+jit = jax.jit
+
+
+def random_mask(rng, shape: tuple[int, ...]) -> np.ndarray:
+  """A random transposable mask."""
+  *lead, rows, columns = shape
+  blocks = oracles.PATTERNS[rng.integers(90, size=(*lead, rows // 4, columns // 4))]
+  return blocks.swapaxes(-3, -2).reshape(shape)
+
+
+def problem(*, gated: bool, biased: bool, dtype, tokens=TOKENS, draw=None):
+  """(x, weights, biases, states, cotangent of y)."""
+  rng = np.random.default_rng(0)
+  draw = draw or (lambda rng, shape: rng.standard_normal(shape) / 2)
+  roles = ('up', 'down', 'gate') if gated else ('up', 'down')
+  def make(shape):
+    return jnp.asarray(draw(rng, shape), dtype)
+  weights = {role: make(SHAPES[role]) for role in roles}
+  biases = {role: make(SHAPES[role][1:]) for role in roles} if biased else {}
+  states = {role: jnp.asarray(random_mask(rng, SHAPES[role])) for role in roles}
+  return make((*tokens, D)), weights, biases, states, make((*tokens, OUT))
+
+
+def block(policy, activation, x, weights, biases, states, key):
+  return s24.ffn(
+    x, weights['up'], weights['down'], states, policy=policy, activation=activation, w_gate=weights.get('gate'),
+    key=key, **{f'b_{role}': b for role, b in biases.items()},
+  )  # fmt: skip
+
+
+def value_and_cotangents(policy, activation, x, weights, biases, states, dy, key):
+  y, vjp = jax.vjp(lambda x, w, b: block(policy, activation, x, w, b, states, key), x, weights, biases)
+  return y, *vjp(dy)
+
+
+jitted = jit(value_and_cotangents, static_argnums=(0, 1))
+
+
+def integers(rng, shape):
+  """So few and small that sums of products are exact in bfloat16."""
+  return rng.integers(-1, 2, shape) * rng.integers(0, 2, shape)
+
+
+def activation_and_slope(name: str, a: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+  if name == 'relu':
+    return np.maximum(a, 0), (a > 0).astype(np.float64)
+  if name == 'squared_relu':
+    return np.maximum(a, 0) ** 2, 2 * np.maximum(a, 0)
+  if name == 'silu':
+    sigmoid = 1 / (1 + np.exp(-a))
+    return a * sigmoid, sigmoid * (1 + a * (1 - sigmoid))
+  inner = np.sqrt(2 / np.pi) * (a + 0.044715 * a**3)
+  slope = np.sqrt(2 / np.pi) * (1 + 3 * 0.044715 * a**2)
+  return a * (1 + np.tanh(inner)) / 2, (1 + np.tanh(inner)) / 2 + a * slope / np.cosh(inner) ** 2 / 2
+
+
+def written_formulas(policy, activation, x, weights, biases, states, dy, key):
+  """y, dx, dW and db in float64; what a step would write to memory is rounded to the dtype of x."""
+  dtype = x.dtype
+  def rounded(a):
+    return a.astype(dtype).astype(np.float64)
+  x, dy = (oracles.wide(a).reshape(-1, a.shape[-1]) for a in (x, dy))
+  w = {role: oracles.wide(a) for role, a in weights.items()}
+  if policy.projection is not None:
+    w = {role: a * np.asarray(states[role]) for role, a in w.items()}
+  def bias(role):
+    return oracles.wide(biases[role]) if biases else 0.0
+  up = rounded(x @ w['up'] + bias('up'))
+  if 'gate' in w:
+    gate = rounded(x @ w['gate'] + bias('gate'))
+    value, slope = activation_and_slope(activation, gate)
+    h = rounded(value * up)
+  else:
+    value, slope = activation_and_slope(activation, up)
+    h = rounded(value)
+  dh = rounded(dy @ w['down'].T)
+  # Columns of gate and up stand side by side, also for the sample.
+  parts = [dh * up * slope, dh * value] if 'gate' in w else [dh * slope]
+  dz = rounded(np.concatenate(parts, axis=1))
+  first = [w['gate'], w['up']] if 'gate' in w else [w['up']]
+  sampled = (dz, dy)
+  if policy.weight_grad == 'mvue':
+    keys = jax.random.split(key)
+    sampled = (s24.mvue24(jnp.asarray(a, dtype), k, axis=0) for a, k in zip(sampled, keys, strict=True))
+  sampled_z, sampled_y = map(oracles.wide, sampled)
+  names = ('gate', 'up') if 'gate' in w else ('up',)
+  dw = dict(zip(names, np.split(x.T @ sampled_z, len(names), axis=1), strict=True)) | {'down': h.T @ sampled_y}
+  db = dict(zip(names, np.split(dz.sum(0), len(names)), strict=True)) | {'down': dy.sum(0)} if biases else {}
+  return h @ w['down'] + bias('down'), dz @ np.concatenate(first, axis=1).T, dw, db
+
+
+def assert_close(found, expected, tolerance: float) -> None:
+  """Relative Frobenius error of every leaf."""
+  found, expected = (jax.tree_util.tree_leaves_with_path(tree) for tree in (found, expected))
+  for (path, a), (other_path, b) in zip(found, expected, strict=True):
+    assert path == other_path, (path, other_path)
+    right = oracles.wide(b).reshape(a.shape)
+    error = np.linalg.norm(oracles.wide(a) - right) / np.linalg.norm(right)
+    assert error <= tolerance, f'{jax.tree_util.keystr(path)}: {error}'
+
+
+class FormulaTest(parameterized.TestCase):
+
+  @parameterized.product(
+    case=(('gelu', False), ('silu', False), ('relu', False), ('squared_relu', False), ('gelu', True), ('silu', True)),
+    policy=('kernels', 'reference'),
+  )
+  def test_sparse(self, case, policy):
+    (activation, gated), policy = case, POLICIES[policy]
+    # Composed of dots the activation rounds inside in bfloat16, so it is held to the formulas in float32.
+    dtype, tolerance = (BF16, 8e-3) if policy.implementation == 'dense' else (F32, 1e-4)
+    x, weights, biases, states, dy = problem(gated=gated, biased=True, dtype=dtype)
+    found = jitted(policy, activation, x, weights, biases, states, dy, KEY)
+    self.assertEqual((found[0].shape, found[0].dtype), (dy.shape, dtype))
+    self.assertEqual(jax.tree.map(jnp.shape, found[1:]), jax.tree.map(jnp.shape, (x, weights, biases)))
+    self.assertEqual({a.dtype for a in jax.tree.leaves(found)}, {jnp.dtype(dtype)})
+    assert_close(found, written_formulas(policy, activation, x, weights, biases, states, dy, KEY), tolerance)
+
+  @parameterized.parameters(('relu', True), ('gelu', False))
+  def test_dense(self, activation, gated):
+    x, weights, biases, _, dy = problem(gated=gated, biased=True, dtype=F32)
+    found = jitted(POLICIES['dense'], activation, x, weights, biases, None, dy, None)
+    expected = written_formulas(POLICIES['dense'], activation, x, weights, biases, None, dy, None)
+    assert_close(found, expected, 1e-5)
+
+  @parameterized.parameters(('relu', False, True), ('relu', True, True), ('squared_relu', True, True),
+                            ('squared_relu', False, False))  # fmt: skip
+  def test_both_paths_draw_the_same_samples(self, activation, gated, biased):
+    """On numbers that both compute exactly, all that differs is the order of sums of samples."""
+    given = problem(gated=gated, biased=biased, dtype=BF16, draw=integers)
+    fused, composed = (jitted(POLICIES[p], activation, *given, KEY) for p in ('kernels', 'reference'))
+    assert_close(fused[:2] + fused[3:], composed[:2] + composed[3:], 0.0)
+    assert_close(fused[2], composed[2], 3e-3)
+    self.assertGreater(float(jnp.abs(fused[2]['up']).sum()), 0)
+
+  def test_samples_belong_to_the_key(self):
+    given = problem(gated=False, biased=False, dtype=BF16)
+    one, two = (jitted(POLICIES['kernels'], 'gelu', *given, jax.random.key(i)) for i in range(2))
+    for i in range(2):  # y and dx are not sampled
+      np.testing.assert_array_equal(one[i], two[i])
+    for role in ('up', 'down'):
+      self.assertTrue((one[2][role] != two[2][role]).mean() > 0.5)
+
+  @parameterized.parameters('kernels', 'reference')
+  def test_weight_gradients_are_unbiased(self, policy):
+    dtype = BF16 if policy == 'kernels' else F32
+    x, weights, _, states, dy = problem(gated=True, biased=False, dtype=dtype, tokens=(4,))
+    policy, count = POLICIES[policy], 1000
+
+    def gradients(key):
+      return value_and_cotangents(policy, 'silu', x, weights, {}, states, dy, key)[2]
+
+    samples = jit(lambda keys: jax.lax.map(gradients, keys))(jax.random.split(KEY, count))
+    without = dataclasses.replace(FST, weight_grad='dense')
+    expected = written_formulas(without, 'silu', x, weights, {}, states, dy, None)[2]
+    for role, drawn in samples.items():
+      sample = oracles.wide(drawn)
+      # Rounding to bfloat16 is no sampling error: a bit of the gradient's size.
+      bound = 4.5 * sample.std(0) / np.sqrt(count) + 2**-7 * abs(expected[role]).mean()
+      np.testing.assert_array_less(abs(sample.mean(0) - expected[role]), bound)
+
+  def test_evaluation_needs_no_key_and_takes_any_number_of_tokens(self):
+    for tokens in ((3,), ()):
+      x, weights, biases, states, _ = problem(gated=True, biased=True, dtype=BF16, tokens=tokens)
+      found, expected = (
+        jit(functools.partial(block, POLICIES[p], 'silu'))(x, weights, biases, states, None)
+        for p in ('kernels', 'reference')
+      )
+      self.assertEqual(found.shape, (*tokens, OUT))
+      assert_close(found, expected, 2e-2)
+
+  def test_biases_of_another_dtype(self):
+    """float32 biases of bfloat16 maps, one of them left out; their gradients are float32."""
+    x, weights, biases, states, dy = problem(gated=True, biased=True, dtype=BF16)
+    biases = {role: biases[role].astype(F32) for role in ('up', 'down')}
+    found, expected = (
+      jitted(POLICIES[p], 'relu', x, weights, biases, states, dy, KEY) for p in ('kernels', 'reference')
+    )
+    self.assertEqual({a.dtype for a in found[3].values()}, {jnp.dtype(F32)})
+    assert_close((*found[:2], found[3]), (*expected[:2], expected[3]), 2e-2)
+
+
+class PathTest(parameterized.TestCase):
+  """Which inputs take the fused path: the one that samples and packs dz as it makes it."""
+
+  @parameterized.parameters(
+    ('kernels', {}, True),
+    ('kernels', dict(gated=True), True),
+    ('reference', {}, False),
+    ('dense', {}, False),
+    ('s_ste_kernels', {}, False),  # its input gradient runs dense
+  )
+  def test_path(self, policy, kwargs, fused):
+    x, weights, _, states, dy = problem(gated=kwargs.get('gated', False), biased=False, dtype=BF16)
+    if policy == 's_ste_kernels':
+      states = dict.fromkeys(states, jnp.float32(1))
+    with mock.patch.object(products, 'activation_backward', wraps=products.activation_backward) as spy:
+      jax.eval_shape(
+        functools.partial(value_and_cotangents, POLICIES[policy], 'gelu'), x, weights, {}, states, dy, KEY
+      )
+    self.assertEqual(spy.called, fused)
+
+  def test_a_gate_that_does_not_fill_tiles_of_positions_is_composed(self):
+    """Two operands cannot be joined inside a tile of 64 rows; numbers are those of the reference."""
+    x, weights, biases, states, dy = problem(gated=True, biased=True, dtype=BF16, draw=integers)
+    def cut(tree):
+      return {role: a[:32] if role == 'down' and a.ndim == 2 else a[..., :32] if role != 'down' else a
+                            for role, a in tree.items()}  # fmt: skip
+    weights, biases, states = cut(weights), cut(biases), cut(states)
+    with mock.patch.object(products, 'activation_backward', wraps=products.activation_backward) as spy:
+      found, expected = (
+        jitted(POLICIES[p], 'relu', x, weights, biases, states, dy, KEY) for p in ('kernels', 'reference')
+      )
+    self.assertFalse(spy.called)
+    assert_close(found, expected, 3e-3)
+
+
+def equations(jaxpr, inside=False):
+  """(equation, whether it stands in the body of a loop) of a jaxpr and all that it calls."""
+  for eqn in jaxpr.eqns:
+    yield eqn, inside
+    params = list(eqn.params.values())
+    for param in jax.tree.leaves(params, is_leaf=lambda p: hasattr(p, 'eqns') or hasattr(p, 'jaxpr')):
+      inner = getattr(param, 'jaxpr', param)
+      if hasattr(inner, 'eqns'):
+        yield from equations(inner, inside or eqn.primitive.name in ('scan', 'while'))
+
+
+class TransformationTest(parameterized.TestCase):
+  """On the kernels' path, each transformation gives what plain calls give.
+
+  On numbers that bfloat16 holds exactly: in a loop XLA rounds in other places, and decisions of a sample turn with it.
+  """
+
+  LAYERS = 3
+
+  def setUp(self):
+    super().setUp()
+    self.policy = POLICIES['kernels']
+    rng = np.random.default_rng(1)
+    shapes = {'up': (self.LAYERS, D, HIDDEN), 'down': (self.LAYERS, HIDDEN, D)}
+    self.weights = {
+      role: jnp.asarray(rng.integers(-1, 2, s) * (rng.random(s) < 0.2), BF16) for role, s in shapes.items()
+    }
+    self.states = {role: jnp.asarray(random_mask(rng, s)) for role, s in shapes.items()}
+    self.x = jnp.asarray(rng.integers(-1, 2, (64, D)), BF16)
+    self.keys = jax.random.split(KEY, self.LAYERS)
+
+  def pack(self, weights, states):
+    return {role: products.pack_weight(self.policy, w, states[role], BF16) for role, w in weights.items()}
+
+  def layer(self, x, given):
+    weights, states, key = given
+    y = s24.ffn(x, weights['up'], weights['down'], states, policy=self.policy, activation='relu', key=key)
+    return x + y, None
+
+  def one(self, i=0):
+    return jax.tree.map(lambda a: a[i], (self.weights, self.states, self.keys))
+
+  def loss(self, weights, x, states, key):
+    return self.total(self.layer(x, (weights, states, key))[0])
+
+  def total(self, y):
+    """Its cotangent holds ones, minus ones and zeros."""
+    return jnp.sum(y.astype(F32) * (jnp.arange(y.size).reshape(y.shape) * 7 % 11 % 3 - 1))
+
+  def test_scan_over_layers_of_packed_weights_and_remat(self):
+    def total(run, weights, x):
+      packed = self.pack(weights, self.states)
+      return self.total(run(weights, packed, x))
+
+    def looped(layer, weights, packed, x):
+      for i in range(self.LAYERS):
+        x, _ = layer(x, jax.tree.map(lambda a, i=i: a[i], (weights, packed, self.keys)))
+      return x
+
+    def scanned(layer, weights, packed, x):
+      return jax.lax.scan(layer, x, (weights, packed, self.keys))[0]
+
+    remat = jax.checkpoint(self.layer)
+    runs = [functools.partial(looped, self.layer), functools.partial(looped, remat), functools.partial(scanned, remat)]
+    first, *others = (
+      jit(jax.value_and_grad(functools.partial(total, run), argnums=(0, 1)))(self.weights, self.x) for run in runs
+    )
+    for other in others:
+      assert_close(other, first, 1e-2)
+
+  def test_packed_here_or_there(self):
+    weights, states, key = self.one()
+    given = [states, jit(self.pack)(weights, states)]
+    one, other = (jit(jax.value_and_grad(self.loss, argnums=(0, 1)))(weights, self.x, s, key) for s in given)
+    assert_close(one, other, 1e-3)
+
+  @parameterized.parameters('packed', 'bare')
+  def test_micro_batches_share_what_was_packed(self, how):
+    """Packed ahead of the loop over micro-batches, no packing stands in it; with bare states it stands inside."""
+    weights, states, _ = self.one()
+    plain = pack.masked_pack
+
+    def spy(w, codes, **kwargs):
+      def masked_pack(w, codes):
+        return plain(w, codes, **kwargs)
+
+      return jax.jit(masked_pack)(w, codes)
+
+    def accumulated(weights, batches):
+      handed = self.pack(weights, states) if how == 'packed' else states
+
+      def micro(total, batch):
+        x, key = batch
+        value, grads = jax.value_and_grad(self.loss)(weights, x, handed, key)
+        return jax.tree.map(lambda a, b: a + b.astype(F32), total, (value, grads)), None
+
+      zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, F32), (jnp.float32(0), weights))
+      return jax.lax.scan(micro, zeros, batches)[0]
+
+    batches = self.x.reshape(4, 16, D), jax.random.split(KEY, 4)
+    with mock.patch.object(pack, 'masked_pack', spy):
+      jaxpr = jax.make_jaxpr(accumulated)(weights, batches)
+    found = [inside for eqn, inside in equations(jaxpr.jaxpr) if eqn.params.get('name') == 'masked_pack']
+    self.assertEqual(found, [how == 'bare'] * 2)  # up and down
+    gradient = jit(jax.value_and_grad(self.loss))
+    parts = [gradient(weights, x, states, key) for x, key in zip(*batches, strict=True)]
+    expected = jax.tree.map(lambda *a: sum(oracles.wide(p) for p in a), *parts)
+    assert_close(jit(accumulated)(weights, batches), expected, 1e-2)
+
+  def test_vmap(self):
+    weights, states, _ = self.one()
+    xs, keys = self.x.reshape(2, 32, D), jax.random.split(KEY, 2)
+    gradient = jax.value_and_grad(self.loss, argnums=(0, 1))
+    found = jit(jax.vmap(gradient, in_axes=(None, 0, None, 0)))(weights, xs, states, keys)
+    single = jit(gradient)
+    for i in range(2):
+      assert_close(jax.tree.map(lambda a, i=i: a[i], found), single(weights, xs[i], states, keys[i]), 1e-2)
+
+  @parameterized.parameters('packed', 'bare')
+  def test_shard_map_over_tokens(self, how):
+    """Data parallel over eight devices, a key a shard; the gradient is the sum over the shards."""
+    mesh = Mesh(np.array(jax.devices()), ('data',))
+    plain, split = PartitionSpec(), PartitionSpec('data')
+    weights, states, _ = self.one()
+    handed = jit(self.pack)(weights, states) if how == 'packed' else states
+
+    def local(weights, x, handed):
+      key = jax.random.fold_in(KEY, jax.lax.axis_index('data'))
+      return jax.lax.psum(self.loss(weights, x, handed, key), 'data')
+
+    mapped = jax.shard_map(
+      jax.value_and_grad(local, argnums=(0, 1)), mesh=mesh, in_specs=(plain, split, plain),
+      out_specs=(plain, (plain, split)),
+    )  # fmt: skip
+    value, (dw, dx) = jit(mapped)(weights, self.x, handed)
+    gradient = jit(jax.value_and_grad(self.loss, argnums=(0, 1)))
+    parts = [
+      gradient(weights, x, states, jax.random.fold_in(KEY, i)) for i, x in enumerate(self.x.reshape(8, 8, D))
+    ]
+    np.testing.assert_allclose(value, sum(float(v) for v, _ in parts), rtol=1e-2)
+    assert_close(dx, np.concatenate([oracles.wide(g[1]) for _, g in parts]), 1e-2)
+    summed = jax.tree.map(lambda *a: sum(map(oracles.wide, a)), *(g[0] for _, g in parts))
+    assert_close(dw, summed, 1e-2)
+
+
+class RefusalTest(parameterized.TestCase):
+
+  @parameterized.named_parameters(
+    ('no_state', dict(state=None), r"state must be a dict with the keys \['down', 'up'\], found NoneType"),
+    ('a_key_too_few', dict(state={'up': 0}), r"keys \['down', 'up'\], found \['up'\]"),
+    ('a_key_too_many', dict(state=dict.fromkeys(('up', 'down', 'gate'))), r"found \['down', 'gate', 'up'\]"),
+    ('a_tuple', dict(state=(0, 0)), 'found tuple'),
+    ('gate_without_state', dict(w_gate=jnp.zeros((D, HIDDEN), BF16)), r"keys \['down', 'gate', 'up'\]"),
+    ('bias_of_no_gate', dict(b_gate=jnp.zeros(HIDDEN, BF16)), 'b_gate is given and w_gate is not'),
+    ('activation', dict(activation='tanh'), r"activation='tanh': known are \['gelu', 'relu', 'silu', 'squared_relu'\]"),
+    ('weights', dict(w_down=jnp.zeros((HIDDEN + 4, OUT), BF16)), r'must be \[d, h\] and \[h, d_out\].*\(68, 24\)'),
+    ('matrix', dict(w_up=jnp.zeros((1, D, HIDDEN), BF16)), r'must be \[d, h\] and \[h, d_out\], found \(1, 16, 64\)'),
+    ('tokens', dict(x=jnp.zeros((8, D + 4), BF16)), r'x of shape \(8, 20\) does not fit w of shape \(16, 64\)'),
+    ('dtype', dict(x=jnp.zeros((8, D), F32)), 'x is float32 and w is bfloat16'),
+    ('bias', dict(b_up=jnp.zeros(OUT, BF16)), r'b_up must have shape \(64,\), found \(24,\)'),
+    ('bias_out', dict(b_down=jnp.zeros(HIDDEN, BF16)), r'b_down must have shape \(24,\), found \(64,\)'),
+  )
+  def test_refuses(self, change, message):
+    x, weights, _, states, _ = problem(gated=False, biased=False, dtype=BF16)
+    given = dict(x=x, w_up=weights['up'], w_down=weights['down'], state=states) | change
+    for policy in ('kernels', 'reference'):
+      with self.assertRaisesRegex(ValueError, message):
+        s24.ffn(policy=POLICIES[policy], **given)
+
+  def test_gate_of_another_shape(self):
+    x, weights, _, states, _ = problem(gated=True, biased=False, dtype=BF16)
+    with self.assertRaisesRegex(ValueError, r'w_gate and w_up must have one shape, found \(16, 32\) and \(16, 64\)'):
+      s24.ffn(x, weights['up'], weights['down'], states, policy=FST, w_gate=weights['gate'][:, :32])
+
+  @parameterized.product(
+    policy=('kernels', 'reference'),
+    case=((TOKENS, None, 'needs a random key'), ((6,), KEY, 'groups tokens in fours')),
+  )
+  def test_a_gradient_needs_a_key_and_tokens_in_fours(self, policy, case):
+    tokens, key, message = case
+    x, weights, _, states, _ = problem(gated=False, biased=False, dtype=BF16, tokens=tokens)
+
+    def loss(w):
+      return block(POLICIES[policy], 'gelu', x, w, {}, states, key).astype(F32).sum()
+
+    with self.assertRaisesRegex(ValueError, message):
+      jax.eval_shape(jax.grad(loss), weights)
+
+  def test_a_named_kernel_does_not_take_float32(self):
+    x, weights, _, states, _ = problem(gated=False, biased=False, dtype=F32)
+    with self.assertRaisesRegex(ValueError, "implementation='dense' cannot serve this layer: activations are float32"):
+      block(POLICIES['kernels'], 'gelu', x, weights, {}, states, KEY)
+
+
+if __name__ == '__main__':
+  absltest.main()

@@ -1,0 +1,290 @@
+"""Dynamic sparse training through `sparse_training`: links, moments, densities, and the same masks everywhere."""
+
+import functools
+
+from absl.testing import absltest, parameterized
+from flax import nnx
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+import numpy as np
+import optax
+
+import sparse24_jax as s24
+from sparse24_jax.optim import sparse_states
+from sparse24_jax.topology import Context
+
+SHAPES = {'attn': {'kernel': (16, 64)}, 'mlp': {'kernel': (2, 32, 16), 'bias': (16,)}, 'head': {'kernel': (16, 8)}}
+SPARSE = ('attn/kernel', 'mlp/kernel')
+RULE = '(attn|mlp)/.*'
+INNERS = {
+  'adamw': lambda: optax.adamw(1e-2, weight_decay=0.1),
+  'momentum': lambda: optax.sgd(0.1, momentum=0.9),
+  'by_label': lambda: optax.multi_transform(
+    {'matrix': optax.adam(1e-2), 'vector': optax.sgd(0.1)},
+    lambda params: jax.tree.map(lambda w: 'matrix' if w.ndim > 1 else 'vector', params),
+  ),
+  'injected': lambda: optax.inject_hyperparams(optax.adam)(learning_rate=1e-2),
+}
+
+
+# Compiling is nearly all of the time of these tests.
+jit = functools.partial(
+  jax.jit, compiler_options={'xla_backend_optimization_level': 0, 'xla_llvm_disable_expensive_passes': True}
+)
+jit_update = functools.cache(lambda tx: jit(tx.update))
+
+
+def normal(seed):
+  leaves, structure = jax.tree.flatten(SHAPES, is_leaf=lambda node: isinstance(node, tuple))
+  rng = np.random.default_rng(seed)
+  return structure.unflatten([jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in leaves])
+
+
+def of(tree, path):
+  name, leaf = path.split('/')
+  return np.asarray(tree[name][leaf])
+
+
+def recipe_of(*args, refresh_every=2, **kwargs):
+  rule = s24.Rule(RULE, s24.DotPolicy(s24.dynamic_sparse(*args, **kwargs)))
+  return s24.Recipe('test', (rule,), refresh_every=refresh_every)
+
+
+def train(tx, params, steps, state=None, seed=1):
+  """Yields parameters and state after each step, and its gradient."""
+  state, update = jit(tx.init)(params) if state is None else state, jit_update(tx)
+  for step in range(steps):
+    grads = normal(seed + step)
+    updates, state = update(grads, state, params)
+    params = optax.apply_updates(params, updates)
+    yield params, state, grads
+
+
+def moments(inner_state, path):
+  """Every array of the shape of a weight inside an optimizer state."""
+  shape = of(normal(0), path).shape
+  return [np.asarray(leaf) for leaf in jax.tree.leaves(inner_state) if getattr(leaf, 'shape', ()) == shape]
+
+
+class LinksTest(parameterized.TestCase):
+  @parameterized.parameters(*INNERS)
+  def test_pruned_weights_and_their_moments_are_zero(self, inner):
+    recipe = recipe_of(0.25, drop_fraction=0.4, random_share=0.25)
+    changes = 0
+    old = None
+    for params, state, _ in train(s24.sparse_training(INNERS[inner](), recipe), normal(0), 5):
+      masks = sparse_states(state)
+      for path in SPARSE:
+        mask = np.asarray(masks[path])
+        np.testing.assert_array_equal(of(params, path)[~mask], 0)
+        self.assertNotEmpty(moments(state.inner_state, path))
+        for moment in moments(state.inner_state, path):
+          np.testing.assert_array_equal(moment[~mask], 0)
+          self.assertGreater(np.abs(moment[mask]).sum(), 0)
+        if old is not None:
+          new_links = mask & ~np.asarray(old[path])
+          np.testing.assert_array_equal(of(params, path)[new_links], 0)
+          changes += new_links.sum()
+      old = masks
+    self.assertGreater(changes, 0)
+
+  def test_first_step_against_plain_adam_on_the_links(self):
+    """Between updates of the topology: the inner optimizer on masked gradients, nothing else."""
+    recipe, params = recipe_of(0.5, refresh_every=10), normal(0)
+    inner = optax.adamw(1e-2, weight_decay=0.1)
+    tx = s24.sparse_training(inner, recipe)
+    masks = {path: np.asarray(mask) for path, mask in sparse_states(tx.init(params)).items()}
+
+    def masked(tree):
+      tree = jax.tree.map(jnp.copy, tree)
+      for path in SPARSE:
+        name, leaf = path.split('/')
+        tree[name][leaf] = jnp.where(masks[path], tree[name][leaf], 0)
+      return tree
+
+    expected = masked(params)
+    inner_state = inner.init(expected)
+    for found, _, grads in train(tx, params, 3):
+      updates, inner_state = inner.update(masked(grads), inner_state, expected)
+      expected = optax.apply_updates(expected, updates)
+      jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), found, expected)
+
+  def test_growth_follows_the_dense_gradient_of_the_step(self):
+    recipe = recipe_of(0.25, drop_fraction=0.3)
+    topology = recipe.rules[0].policy.projection.update
+    tx, params = s24.sparse_training(optax.sgd(0.1), recipe), normal(0)
+    (first, before, _), (second, after, grads) = train(tx, params, 2)
+    del first
+    masks, new = sparse_states(before), sparse_states(after)
+    step = jnp.asarray(2, jnp.int32)
+    shapes = {path: of(params, path).shape for path in SPARSE}
+    for path in SPARSE:
+      mask = masks[path]
+      # The weight as the step left it, before links were dropped.
+      stepped = jnp.where(mask, of(self._one_step(tx, params), path), 0)
+      stepped = stepped - 0.1 * jnp.where(mask, of(grads, path), 0)
+      expected = topology(stepped, of(grads, path), mask, Context(step, path, shapes)).state
+      np.testing.assert_array_equal(new[path], expected)
+      self.assertTrue((expected != mask).any())
+      np.testing.assert_array_equal(of(second, path) != 0, np.asarray(expected) & np.asarray(mask))
+
+  def _one_step(self, tx, params):
+    return next(train(tx, params, 1))[0]
+
+  def test_moments_stay_when_told_to(self):
+    recipes = (recipe_of(0.25, drop_fraction=0.4, reset_moments=reset) for reset in (True, False))
+    reset, kept = (list(train(s24.sparse_training(optax.adam(1e-2), r), normal(0), 2)) for r in recipes)
+    for path in SPARSE:
+      mask = np.asarray(sparse_states(kept[-1][1])[path])
+      np.testing.assert_array_equal(mask, sparse_states(reset[-1][1])[path])
+      for a, b in zip(moments(reset[-1][1].inner_state, path), moments(kept[-1][1].inner_state, path), strict=True):
+        self.assertGreater(np.abs(b[~mask]).sum(), 0)
+        np.testing.assert_array_equal(a[~mask], 0)
+        np.testing.assert_array_equal(a[mask], b[mask])
+
+  def test_a_dense_phase_trains_everything_and_the_next_sparse_one_prunes(self):
+    recipe = s24.recipes.mixed_sparsity(
+      RULE, total_steps=10, density=0.2, warm_up=0.4, restoration=0.2, structure='2:4', refresh_every=2
+    )
+    build = {p: s24.sparse_training(optax.adam(1e-2), recipe, phase=p) for p in ('dense', 'sparse')}
+    params, state, found = normal(0), None, []
+    for step in range(10):
+      phase = s24.phase_at(recipe, step, 10)
+      params, state, _ = next(train(build[phase], params, 1, state, seed=step))
+      found.append((phase, float(np.mean(of(params, 'attn/kernel') != 0))))
+      if phase == 'sparse':
+        for path in SPARSE:
+          s24.verify24(jnp.asarray(of(params, path)))
+    self.assertEqual([phase for phase, _ in found], ['dense'] * 4 + ['sparse'] * 4 + ['dense'] * 2)
+    self.assertEqual([share for phase, share in found if phase == 'dense'], [1.0] * 6)
+    self.assertEqual(found[4][1], 0.5)
+    self.assertLess(found[7][1], 0.35)
+
+  @parameterized.parameters('refresh', 'step')
+  def test_beside_a_projection_of_another_kind(self, flip_rate):
+    rules = (
+      s24.Rule('attn/.*', s24.DotPolicy(s24.magnitude())),
+      s24.Rule('mlp/.*', s24.DotPolicy(s24.dynamic_sparse(0.25, drop_fraction=0.4))),
+    )
+    recipe = s24.Recipe('both', rules, refresh_every=2, flip_rate=flip_rate)
+    old = normal(0)
+    for step, (params, state, _) in enumerate(train(s24.sparse_training(optax.adam(1e-2), recipe), old, 4), 1):
+      masks, rates = sparse_states(state), s24.get_flip_rate(state).per_weight
+      self.assertTrue((of(params, 'attn/kernel') != 0).all())  # pruned there is not gone
+      if step % 2 == 0:
+        np.testing.assert_array_equal(masks['attn/kernel'], s24.magnitude_mask(params['attn']['kernel']))
+        self.assertGreater(float(rates['mlp/kernel'].min()), 0)
+      elif flip_rate == 'step':
+        self.assertEqual(float(rates['mlp/kernel'].max()), 0)
+      np.testing.assert_array_equal(of(params, 'mlp/kernel')[~np.asarray(masks['mlp/kernel'])], 0)
+
+  def test_flip_rate(self):
+    recipe = recipe_of(0.25, drop_fraction=0.4, refresh_every=2)
+    states = [state for _, state, _ in train(s24.sparse_training(optax.sgd(0.1), recipe), normal(0), 3)]
+    old, new = (sparse_states(states[i]) for i in (0, 1))
+    rate = s24.get_flip_rate(states[1])
+    np.testing.assert_allclose(rate.overall, s24.flip_rate(old, new), rtol=1e-6)
+    self.assertGreater(float(rate.overall), 0)
+    self.assertEqual(rate.per_weight['mlp/kernel'].shape, (2,))
+    self.assertEqual(float(s24.get_flip_rate(states[2]).overall), float(rate.overall))  # until the next one
+
+
+class DensityTest(parameterized.TestCase):
+  @parameterized.parameters(None, '2:4')
+  def test_schedule_and_distribution_are_followed_in_one_compilation(self, structure):
+    schedule = s24.DensitySchedule((s24.Stage(0.5, 0.2, 'linear'), s24.Stage(0.5, 0.4)), 8, start=0.5)
+    recipe = recipe_of(
+      schedule, drop_fraction=0.2, random_share=0.5, distribution='erdos_renyi', structure=structure, refresh_every=1
+    )
+    tx, params = s24.sparse_training(optax.adam(1e-2), recipe), normal(0)
+    state, update = tx.init(params), jit(tx.update)
+    shapes = {path: of(params, path).shape for path in SPARSE}
+    for step in range(1, 8):
+      updates, state = update(normal(step), state, params)
+      params = optax.apply_updates(params, updates)
+      wanted = s24.layer_densities(schedule(step), shapes, 'erdos_renyi')
+      for path, mask in sparse_states(state).items():
+        size = np.prod(mask.shape[-2:])
+        share = min(float(wanted[path]), 0.5) if structure else float(wanted[path])
+        np.testing.assert_allclose(mask.sum((-2, -1)), share * size, atol=0.51)
+        if structure:
+          s24.verify24(jnp.where(mask, 1.0, 0.0))
+      if not structure:
+        total = sum(int(mask.sum()) for mask in sparse_states(state).values())
+        size = sum(mask.size for mask in sparse_states(state).values())
+        self.assertAlmostEqual(total / size, float(schedule(step)), delta=2 / size)
+    self.assertEqual(update._cache_size(), 1)
+    self.assertNotEqual(*(round(float(d), 3) for d in wanted.values()))
+
+  def test_mixed_sparsity_goes_there_and_back(self):
+    recipe = s24.recipes.mixed_sparsity(
+      RULE, total_steps=20, density=0.1, warm_up=0.4, restoration=0.2, refresh_every=2
+    )
+    shares = []
+    for params, state, _ in train(s24.sparse_training(optax.adam(1e-2), recipe), normal(0), 18):
+      shares.append(np.mean(np.concatenate([np.asarray(m).ravel() for m in sparse_states(state).values()])))
+      del params
+    self.assertEqual(shares[0], 1.0)
+    np.testing.assert_allclose(shares[7:15], 0.1, atol=1e-3)
+    self.assertEqual(shares[16:], [1.0, 1.0])
+    self.assertGreater(shares[3], shares[5])
+
+
+class EverywhereTest(parameterized.TestCase):
+  @parameterized.product(structure=(None, '2:4'), axis_type=(AxisType.Auto, AxisType.Explicit))
+  def test_masks_do_not_depend_on_sharding(self, structure, axis_type):
+    """Eight devices, each weight cut along another axis: the masks of one device, bit for bit."""
+    recipe = recipe_of(0.25, drop_fraction=0.4, random_share=0.5, structure=structure, refresh_every=1)
+    tx, params = s24.sparse_training(optax.sgd(0.0), recipe), normal(0)
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ('a', 'b'), axis_types=(axis_type,) * 2)
+    specs = {'attn': ('a', 'b'), 'mlp': (None, 'a', 'b'), 'head': ()}
+
+    def place(tree):
+      return {
+        name: {
+          leaf: jax.device_put(x, NamedSharding(mesh, PartitionSpec(*(specs[name] if leaf == 'kernel' else ()))))
+          for leaf, x in node.items()
+        }
+        for name, node in tree.items()
+      }
+
+    def run(params, grads):
+      state = tx.init(params)
+      for g in grads:
+        _, state = tx.update(g, state, params)
+      return sparse_states(state)
+
+    grads = [normal(1), normal(2)]
+    with jax.set_mesh(mesh):
+      found = jit(run)(place(params), [place(g) for g in grads])
+    for path, mask in jit(run)(params, grads).items():
+      np.testing.assert_array_equal(found[path], mask)
+      self.assertFalse(found[path].sharding.is_fully_replicated)
+
+  def test_nnx_optimizer(self):
+    class Model(nnx.Module):
+      def __init__(self, rngs):
+        self.up, self.down = nnx.Linear(8, 16, rngs=rngs), nnx.Linear(16, 8, rngs=rngs)
+
+    model = Model(nnx.Rngs(0))
+    rule = s24.Rule('(up|down)/kernel', s24.DotPolicy(s24.dynamic_sparse(0.25, drop_fraction=0.4)))
+    recipe = s24.Recipe('test', (rule,), refresh_every=2)
+    optimizer = nnx.Optimizer(model, s24.sparse_training(optax.adam(1e-2), recipe), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer):
+      grads = nnx.grad(lambda model: jnp.sum((model.down(model.up(jnp.ones((4, 8)))) - 1) ** 2))(model)
+      optimizer.update(model, grads)
+
+    for _ in range(2):
+      step(model, optimizer)
+    masks = sparse_states(optimizer.opt_state)
+    for path, layer in (('up/kernel', model.up), ('down/kernel', model.down)):
+      mask = np.asarray(jax.tree.leaves(masks[path])[0])
+      self.assertEqual(mask.sum(), 32)
+      np.testing.assert_array_equal(np.asarray(layer.kernel[...])[~mask], 0)
+
+
+if __name__ == '__main__':
+  absltest.main()

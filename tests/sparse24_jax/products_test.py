@@ -1,0 +1,257 @@
+"""Which product of a layer runs where, and what is packed for it."""
+
+import contextlib
+import functools
+import logging
+from unittest import mock
+
+from absl.testing import absltest, parameterized
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import _device, _triton
+from pallas_kernels.sparse_matmul import api
+import sparse24_jax as s24
+from sparse24_jax import products
+from sparse24_jax.products import Plan
+
+H100, A100 = _device.target_device('sm_90a'), _device.target_device('sm_80')
+BF16, FP16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
+# Policy -> the roles that it makes sparse, of (forward, input gradient, weight gradient).
+POLICIES = {
+  'dense': (s24.DotPolicy(), (0, 0, 0)),
+  'dense_mvue': (s24.DotPolicy(weight_grad='mvue'), (0, 0, 1)),
+  'ste': (s24.DotPolicy(s24.magnitude()), (1, 0, 0)),
+  'one_of_four': (s24.DotPolicy(s24.magnitude(n=1)), (1, 0, 0)),
+  'two_of_eight': (s24.DotPolicy(s24.magnitude(m=8), weight_grad='mvue'), (0, 0, 1)),
+  'dense_input_grad': (s24.DotPolicy(s24.transposable(), weight_grad='mvue'), (1, 0, 1)),
+  'fst': (s24.DotPolicy(s24.transposable(), input_grad='sparse', weight_grad='mvue'), (1, 1, 1)),
+  'fst_without_mvue': (s24.DotPolicy(s24.transposable(), input_grad='sparse'), (1, 1, 0)),
+  'fst_approximate': (
+    s24.DotPolicy(s24.transposable(), input_grad='sparse', weight_grad='mvue_approximate'), (1, 1, 0)
+  ),
+  's_ste': (s24.DotPolicy(s24.soft_threshold_projection(), weight_grad='mvue'), (1, 0, 1)),
+  's_ste_along_out': (s24.DotPolicy(s24.soft_threshold_projection(axis=-1)), (0, 0, 0)),
+  'unstructured': (s24.DotPolicy(s24.dynamic_sparse(0.3)), (0, 0, 0)),
+  'dynamic_2_4': (s24.DotPolicy(s24.dynamic_sparse(0.3, structure='2:4')), (1, 0, 0)),
+}  # fmt: skip
+FST = POLICIES['fst'][0]
+S_STE_FP8 = s24.DotPolicy(s24.soft_threshold_projection(), weight_grad='mvue', precision='fp8')
+FP8_WITHOUT_MVUE = s24.DotPolicy(s24.soft_threshold_projection(), precision='fp8')
+FP8_MASKED = s24.DotPolicy(s24.magnitude(), weight_grad='mvue', precision='fp8')
+KEY = jax.random.key(0)
+
+
+def named(policy: s24.DotPolicy, implementation: str | None) -> s24.DotPolicy:
+  return s24.DotPolicy(policy.projection, policy.input_grad, policy.weight_grad, policy.precision, implementation)
+
+
+@contextlib.contextmanager
+def card(device=H100, *, whole=True, triton=None, records=lambda m, n, k, **_: ('mosaic_gpu', 'dense')):
+  """A machine with this card, mesh, jax-triton and these records of measurements."""
+  with (
+    mock.patch.object(_device, 'current', lambda: device),
+    mock.patch.object(_device, 'arrays_are_whole', lambda: whole),
+    mock.patch.object(_triton, 'why_absent', lambda: triton),
+    mock.patch.object(api, 'candidates_for', records),
+  ):
+    yield
+
+
+class PlanTest(parameterized.TestCase):
+
+  @parameterized.product(policy=list(POLICIES), backend=products.BACKENDS, dtype=(BF16, FP16))
+  def test_a_named_back_end_serves_what_the_policy_makes_sparse(self, policy, backend, dtype):
+    policy, sparse = POLICIES[policy]
+    found = products.plan(named(policy, backend), 32, 64, 128, dtype)
+    self.assertEqual(found, Plan(*(backend if s else None for s in sparse)))
+    self.assertEqual(found.packs, bool(sparse[0] or sparse[1]))
+    expected = backend if all(sparse) else None  # the one back end of all three, or None
+    self.assertEqual(found.sole_backend, expected)
+
+  @parameterized.product(policy=list(POLICIES), implementation=(None, 'reference'), dtype=(F32, BF16, FP16))
+  def test_plain_on_this_machine(self, policy, implementation, dtype):
+    self.assertEqual(products.plan(named(POLICIES[policy][0], implementation), 32, 64, 128, dtype), Plan())
+
+  @parameterized.parameters(*POLICIES)
+  def test_an_h100_runs_what_the_policy_makes_sparse(self, policy):
+    policy, sparse = POLICIES[policy]
+    with card():
+      self.assertEqual(products.plan(policy, 32, 64, 128, BF16), Plan(*('mosaic_gpu' if s else None for s in sparse)))
+      self.assertEqual(products.plan(named(policy, 'reference'), 32, 64, 128, BF16), Plan())
+
+  def test_the_records_decide_but_for_a_sampled_gradient(self):
+    with card(records=lambda m, n, k, **_: ('dense',)):
+      self.assertEqual(products.plan(FST, 32, 64, 128, BF16), Plan(None, None, 'mosaic_gpu'))
+    # The input gradient alone, whose sparse operand has 64 rows.
+    with card(records=lambda m, n, k, **_: ('cusparselt', 'dense') if m == 64 else ('dense',)):
+      self.assertEqual(products.plan(FST, 32, 64, 128, BF16), Plan(None, 'cusparselt', 'mosaic_gpu'))
+
+  def test_records_are_asked_for_the_products_that_run(self):
+    """m, n, k and layouts of each question are those of a product in the step."""
+    asked, ran = [], []
+
+    def candidates_for(m, n, k, *, dtype, out_dtype, b_layout, out_layout):
+      asked.append((m, n, k, jnp.dtype(dtype).name, jnp.dtype(out_dtype).name, b_layout, out_layout))
+      return 'mosaic_gpu', 'dense'
+
+    with card(records=candidates_for):
+      products.plan(FST, 32, 64, 128, BF16)
+    plain = api.sparse_matmul
+
+    def sparse_matmul(a, b, *, b_layout, out_layout, **kwargs):
+      out = plain(a, b, b_layout=b_layout, out_layout=out_layout, **kwargs)
+      n = b.shape[0] if b_layout == 'nk' else b.shape[1]
+      ran.append((a.shape[0], n, a.shape[1], b.dtype.name, out.dtype.name, b_layout, out_layout))
+      return out
+
+    x, w = jnp.ones((2, 16, 64), BF16), jnp.ones((64, 128), BF16)
+    policy, state = named(FST, 'dense'), jnp.zeros((64, 128), bool)
+    with mock.patch.object(api, 'sparse_matmul', sparse_matmul):
+      def loss(x, w):
+        return s24.dot(x, w, state, policy=policy, key=KEY).astype(F32).sum()
+      jax.eval_shape(jax.grad(loss, argnums=(0, 1)), x, w)
+    self.assertLen(asked, 3)
+    self.assertCountEqual(asked, ran)
+
+  def test_the_dtype_is_asked_for(self):
+    dtypes = []
+    with card(records=lambda m, n, k, *, dtype, **_: dtypes.append(jnp.dtype(dtype).name) or ('dense',)):
+      for dtype in (BF16, FP16):
+        products.plan(POLICIES['ste'][0], 32, 64, 128, dtype)
+    self.assertEqual(dtypes, ['bfloat16', 'float16'])
+
+  @parameterized.named_parameters(
+    ('another_card', dict(device=A100)),
+    ('a_mesh_divides_arrays', dict(whole=False)),
+    ('no_jax_triton', dict(triton='jax-triton cannot be used here')),
+  )
+  def test_plain_where_kernels_cannot_run(self, circumstance):
+    with card(**circumstance):
+      self.assertEqual(products.plan(FST, 32, 64, 128, BF16), Plan())
+
+  @parameterized.named_parameters(
+    ('float32', FST, 64, 128, F32, 'activations are float32, the kernels take bfloat16 and float16'),
+    ('fp8_of_a_mask', FP8_MASKED, 64, 128, BF16, "only the soft threshold is packed in FP8, found 'magnitude 2:4'"),
+    ('fp8_without_mvue', FP8_WITHOUT_MVUE, 64, 128, BF16, "FP8 kernels take weight_grad='mvue', found 'dense'"),
+    ('fp8_float32', S_STE_FP8, 64, 128, F32, 'activations are float32'),
+    ('fp8_narrow', S_STE_FP8, 64, 6, BF16, 'multiples of four, found a weight 64 x 6'),
+    ('narrow', POLICIES['ste'][0], 64, 6, BF16, 'packing takes multiples of four, found a weight 64 x 6'),
+    ('short', s24.DotPolicy(weight_grad='mvue'), 6, 64, BF16, 'multiples of four, found a weight 6 x 64'),
+  )
+  def test_what_kernels_do_not_serve(self, policy, d_in, d_out, dtype, reason):
+    for backend in products.BACKENDS:
+      with self.assertRaisesRegex(ValueError, f'implementation={backend!r} cannot serve this layer: .*{reason}'):
+        products.plan(named(policy, backend), 32, d_in, d_out, dtype)
+    self.assertEqual(products.plan(named(policy, 'reference'), 32, d_in, d_out, dtype), Plan())
+    products._log_once.cache_clear()
+    with card(), self.assertLogs('sparse24_jax', logging.INFO) as logs:
+      for _ in range(3):
+        self.assertEqual(products.plan(policy, 32, d_in, d_out, dtype), Plan())
+    self.assertLen(logs.output, 1)
+    self.assertRegex(logs.output[0], f'no kernels for a layer {d_in} x {d_out} on 32 tokens: .*{reason}')
+
+  def test_fp8_runs_on_kernels_or_is_simulated(self):
+    for backend in products.BACKENDS:
+      found = products.plan(named(S_STE_FP8, backend), 32, 64, 128, BF16)
+      self.assertEqual(found, Plan(backend, None, backend, fp8=True))
+    with card(records=lambda m, n, k, **_: ('dense',)):  # a simulation is slower than any kernel
+      self.assertEqual(products.plan(S_STE_FP8, 32, 64, 128, BF16), Plan('mosaic_gpu', None, 'mosaic_gpu', fp8=True))
+    products._log_once.cache_clear()
+    with self.assertLogs('sparse24_jax', logging.INFO) as logs:
+      for _ in range(3):
+        self.assertEqual(products.plan(S_STE_FP8, 32, 64, 128, BF16), Plan())
+    self.assertLen(logs.output, 1)
+    self.assertIn('FP8 is simulated', logs.output[0])
+
+  def test_absent_triton_is_said_once(self):
+    products._log_once.cache_clear()
+    with card(triton='no module'), self.assertLogs('sparse24_jax', logging.INFO) as logs:
+      for _ in range(3):
+        products.plan(FST, 32, 64, 128, BF16)
+    self.assertLen(logs.output, 1)
+    self.assertRegex(logs.output[0], r'sparse24-jax\[cuda\]: no module')
+
+  def test_nothing_is_logged_off_the_gpu(self):
+    with self.assertNoLogs('sparse24_jax', logging.INFO):
+      products.plan(FST, 32, 64, 128, F32)
+
+  def test_an_unknown_back_end_is_refused_by_the_policy(self):
+    with self.assertRaisesRegex(ValueError, r"implementation='fast': known are \[None, 'reference', 'dense', 'mosaic"):
+      named(FST, 'fast')
+
+
+class MayPackTest(parameterized.TestCase):
+
+  @parameterized.parameters(*POLICIES)
+  def test_whether_some_plan_reads_the_weight_packed(self, policy):
+    policy, sparse = POLICIES[policy]
+    w, packs = jnp.zeros((64, 128)), bool(sparse[0] or sparse[1])
+    self.assertFalse(products.may_pack(policy, w))  # no such card here
+    self.assertFalse(products.may_pack(named(policy, 'reference'), w))
+    self.assertEqual(products.may_pack(named(policy, 'dense'), w), packs)
+    with card():
+      self.assertEqual(products.may_pack(policy, w), packs)
+      self.assertEqual(products.may_pack(policy, jnp.zeros((3, 64, 128))), packs)
+      self.assertFalse(products.may_pack(named(policy, 'reference'), w))
+      self.assertFalse(products.may_pack(policy, jnp.zeros((64, 6))))
+      self.assertFalse(products.may_pack(policy, jnp.zeros((6, 64))))
+      self.assertFalse(products.may_pack(FP8_MASKED, w))
+      self.assertTrue(products.may_pack(S_STE_FP8, w))
+    for elsewhere in (dict(device=A100), dict(whole=False), dict(triton='absent')):
+      with card(**elsewhere):
+        self.assertFalse(products.may_pack(policy, w))
+
+
+class PackedWeightTest(parameterized.TestCase):
+
+  def setUp(self):
+    super().setUp()
+    self.w = jax.random.normal(KEY, (64, 128))
+    self.mask = jnp.asarray(np.tile(np.eye(4, dtype=bool) | np.eye(4, dtype=bool)[::-1], (16, 32)))
+    self.policy = named(FST, 'dense')
+    self.plan = Plan('dense', 'dense', 'dense')
+    self.pack = jax.jit(functools.partial(products.pack_weight, self.policy), static_argnames='dtype')
+
+  def test_what_was_handed_over_is_used(self):
+    packed = self.pack(self.w, self.mask, dtype=BF16)
+    self.assertIs(products.packed_weight(self.plan, self.policy, self.w, packed, BF16), packed)
+
+  @parameterized.parameters('state', 'of_another_dtype')
+  def test_packs_what_was_not(self, given):
+    w = self.w.astype(FP16)
+    state = self.mask if given == 'state' else self.pack(self.w, self.mask, dtype=BF16)
+    found = jax.jit(lambda w, s: products.packed_weight(self.plan, self.policy, w, s, FP16))(w, state)
+    self.assertEqual(found.dtype, FP16)
+    jax.tree.map(np.testing.assert_array_equal, found, self.pack(w, self.mask, dtype=FP16))
+
+  def test_nothing_where_the_plan_packs_nothing(self):
+    packed = self.pack(self.w, self.mask, dtype=BF16)
+    for plan in (Plan(), Plan(weight_grad='dense')):
+      for state in (self.mask, packed, None):
+        self.assertIsNone(products.packed_weight(plan, self.policy, self.w, state, BF16))
+
+  def test_state(self):
+    packed = self.pack(self.w, self.mask, dtype=BF16)
+    self.assertIs(products.projection_state(packed), packed.state)
+    np.testing.assert_array_equal(packed.state, self.mask)
+    self.assertIs(products.projection_state(self.mask), self.mask)
+    self.assertIsNone(products.projection_state(None))
+
+  def test_packing_has_no_cotangent(self):
+    def total(w):
+      return products.pack_weight(self.policy, w, self.mask, BF16).forward.values.astype(F32).sum()
+
+    self.assertEqual(float(jnp.abs(jax.jit(jax.grad(total))(self.w)).max()), 0)
+
+  def test_a_plain_product_takes_a_packed_weight_too(self):
+    """As in a float32 layer on a card with kernels, where `sparse_variables` packed for bfloat16."""
+    x = jax.random.normal(KEY, (32, 64))
+    packed = self.pack(self.w, self.mask, dtype=BF16)
+    found, expected = (jax.jit(functools.partial(s24.dot, policy=FST))(x, self.w, s) for s in (packed, self.mask))
+    np.testing.assert_array_equal(found, expected)
+
+
+if __name__ == '__main__':
+  absltest.main()
