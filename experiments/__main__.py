@@ -58,6 +58,11 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument('--step', type=int, help='which checkpoint (default: the newest)')
   evaluate.add_argument('--batches', type=int, help="validation batches (default: the experiment's)")
 
+  flops = commands.add_parser('flops', help='training FLOPs of an experiment against dense, counted from its shapes')
+  _experiment_arguments(flops, None, '--set recipe.kwargs.density=0.1')
+  flops.add_argument('--recipe', help="a recipe's name, with its default arguments (default: the experiment's recipe)")
+  flops.add_argument('--vocab', type=int, default=0, help='tokens of the tokenizer (default: what its name implies)')
+
   tune = commands.add_parser('tune-decay', help='choose the masked-decay factor from flip rates of short warm-up runs')
   _experiment_arguments(tune, 'nano')
   tune.add_argument('--folder', default='runs/tune-decay', help='for the record and the plot (default: %(default)s)')
@@ -74,7 +79,7 @@ def make_parser() -> argparse.ArgumentParser:
   compare = commands.add_parser('compare', help='every method with every seed at equal steps, records and report')
   _experiment_arguments(compare, 'nano')
   compare.add_argument('--folder', default='runs/compare', help='for runs and report (default: %(default)s)')
-  compare.add_argument('--methods', nargs='+', metavar='METHOD', help='default: all, see experiments/methods.py')
+  compare.add_argument('--methods', nargs='+', metavar='METHOD', help='default: AT_EQUAL_STEPS of methods.py')
   compare.add_argument('--seeds', type=int, nargs='+', default=[0, 1, 2])
   compare.add_argument('--results', help='JSON-lines file for one record a run (default: none)')
   return parser
@@ -121,6 +126,35 @@ def _inspect(args: argparse.Namespace) -> None:
   console.print(table if table.row_count else 'The recipe makes no weight sparse and watches none.')
 
 
+def _flops(args: argparse.Namespace) -> None:
+  from rich.console import Console
+  from rich.table import Table
+
+  from experiments import build, experiment, flops
+  import sparse24_jax as s24
+
+  config = experiment.load_config(args.config, args.overrides, tiny=args.tiny)
+  if args.recipe:
+    with config.unlocked():
+      config.recipe = flops.named_recipe(args.recipe)
+  recipe = build.make_recipe(config)
+  vocab = args.vocab or flops.VOCABULARIES.get(config.data.tokenizer)
+  if vocab is None:
+    raise ValueError(f'the vocabulary of tokenizer {config.data.tokenizer!r} is not known here: give --vocab')
+  counts = [flops.of_experiment(config, r, vocab_size=vocab) for r in (recipe, s24.recipes.dense())]
+  table = Table(box=None, padding=(0, 2), header_style='bold')
+  for head in ('part', 'dense', recipe.name, 'times fewer'):
+    table.add_column(head, justify='left' if head == 'part' else 'right')
+  for part, dense, ours, ratio in flops.table(*counts):
+    table.add_row(part, f'{dense:.3e}', f'{ours:.3e}', f'{ratio:.2f}')
+  console = Console(highlight=False)
+  console.print(
+    f'{config.name}: {config.steps:,} steps of {config.data.batch_size} x {config.data.seq_len} tokens; forward and '
+    'backward, causal attention; multiply and add are two operations'
+  )
+  console.print(table)
+
+
 def _tune(args: argparse.Namespace) -> None:
   from experiments import experiment, methods, tune_decay
 
@@ -147,7 +181,7 @@ def _compare(args: argparse.Namespace) -> None:
   compare.compare(
     args.folder,
     experiment=args.config,
-    names=args.methods or tuple(methods.METHODS),
+    names=args.methods or methods.AT_EQUAL_STEPS,
     seeds=args.seeds,
     tiny=args.tiny,
     overrides=args.overrides,
@@ -162,8 +196,8 @@ def _main_job(args: argparse.Namespace) -> None:
 
 
 _COMMANDS = {
-  'train': _train, 'eval': _eval, 'inspect': _inspect, 'tune-decay': _tune, 'report': _report, 'compare': _compare,
-  'main-job': _main_job,
+  'train': _train, 'eval': _eval, 'inspect': _inspect, 'flops': _flops, 'tune-decay': _tune, 'report': _report,
+  'compare': _compare, 'main-job': _main_job,
 }  # fmt: skip
 
 _RESUMABLE = ('train', 'main-job', 'compare')

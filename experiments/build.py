@@ -1,18 +1,19 @@
 """From a configuration to the parts of a run: data, model, recipe, optimizer, mesh."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 import dataclasses
 import inspect
 import math
 from typing import Any, NamedTuple
 
+from flax import linen as nn
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
 import optax
 
 from experiments.experiment import Config
-from experiments.models import gpt2
+from experiments.models import gpt2, llama
 import sparse24_jax as s24
 
 
@@ -28,14 +29,22 @@ class Parts(NamedTuple):
   """
 
   config: Config
-  model: gpt2.GPT2
+  model: nn.Module
   recipe: s24.Recipe
   data: Any
   mesh: Mesh | None
 
 
+# What `model.family` names: how to make a model's configuration, and the model.
+FAMILIES: Mapping[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+  'gpt2': (gpt2.make_config, gpt2.GPT2),
+  'llama': (llama.make_config, llama.Llama),
+}
+
 # The feed-forward matrices, which every paper here makes sparse.
 FFN = r'.*/mlp/.*'
+# Every linear layer of the blocks, which mixed sparsity training takes.
+LINEAR = r'.*/(attn|mlp)/.*'
 
 WATCHABLE = ('transposable', 'magnitude', 'soft_threshold_projection')
 
@@ -44,7 +53,8 @@ def make_recipe(config: Config) -> s24.Recipe:
   """Returns the library's recipe that the configuration describes.
 
   `recipe.kwargs.watch`, a projection, is given by its name; `recipe.kwargs.path` is `FFN` unless given, for recipes
-  that need one; `recipe.flip_rate` overrides the recipe's own.
+  that need one, and so is `total_steps`, `steps`; `recipe.kwargs.attention` is {'kind': ..., 'window': ...};
+  `recipe.flip_rate` overrides the recipe's own.
 
   Raises:
     ValueError: no such recipe, or arguments that it does not take.
@@ -60,6 +70,10 @@ def make_recipe(config: Config) -> s24.Recipe:
   signature = inspect.signature(make)
   if signature.parameters['path'].default is inspect.Parameter.empty:
     kwargs.setdefault('path', FFN)
+  if 'total_steps' in signature.parameters:
+    kwargs.setdefault('total_steps', config.steps)
+  if isinstance(kwargs.get('attention'), dict):
+    kwargs['attention'] = s24.AttentionPattern(**kwargs['attention'])
   try:
     signature.bind(**kwargs)
   except TypeError as error:
@@ -91,6 +105,8 @@ def make_parts(config: Config, *, data: Any = None) -> Parts:
       f'{config.mesh.data} x {config.mesh.fsdp}'
     )
   recipe = make_recipe(config)
+  if any(phase.attention for phase in recipe.phases) and config.model.get('attention_pattern'):
+    raise ValueError(f'recipe {recipe.name!r} names attention patterns, and so does model.attention_pattern')
   mesh = make_mesh(config)
   if data is None:
     from experiments.data import pipeline  # Not before: a bad recipe should not wait for data preparation.
@@ -99,13 +115,31 @@ def make_parts(config: Config, *, data: Any = None) -> Parts:
     data = pipeline.load(**{**config.data.to_dict(), **optional})
   vocab = math.ceil(data.vocab_size / config.vocab_multiple) * config.vocab_multiple
   model = dict(config.model.to_dict())
+  family = model.pop('family', 'gpt2')
+  if family not in FAMILIES:
+    raise ValueError(f'model.family is {family!r}; known: {", ".join(FAMILIES)}')
+  make_config, make_model = FAMILIES[family]
   try:
-    model = gpt2.make_config(model.pop('size'), vocab_size=vocab, **model)
+    model = make_config(model.pop('size'), vocab_size=vocab, **model)
   except TypeError as error:
     raise ValueError(f'model section: {error}') from error
   if config.data.seq_len > model.seq_len:
     raise ValueError(f'data.seq_len {config.data.seq_len} is longer than the model takes, {model.seq_len}')
-  return Parts(config, gpt2.GPT2(model), recipe, data, mesh)
+  return Parts(config, make_model(model), recipe, data, mesh)
+
+
+def phase_of(parts: Parts, step: int) -> tuple[str, s24.AttentionPattern | None]:
+  """Name and attention pattern of the phase of an optimizer step: what a compiled program depends on."""
+  steps = parts.config.steps
+  return s24.phase_at(parts.recipe, step, steps), s24.attention_at(parts.recipe, step, steps)
+
+
+def model_for(parts: Parts, attention: s24.AttentionPattern | None, **changes: Any) -> nn.Module:
+  """The model with the attention pattern of a phase; other attributes by name."""
+  config = parts.model.config
+  if attention is not None:
+    config = dataclasses.replace(config, attention_pattern=attention)
+  return parts.model.clone(config=config, **changes)
 
 
 def identity(parts: Parts) -> dict[str, Any]:

@@ -21,6 +21,7 @@ _T95 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31,
 TIE = 0.01
 
 FST = 'Hu et al., Accelerating Transformer Pre-training with 2:4 Sparsity, arXiv 2404.01847'
+MST = 'Liu et al., Mixed Sparsity Training, arXiv 2408.11746'
 S_STE = 'Hu et al., S-STE: Continuous Pruning Function for Efficient 2:4 Sparse Pre-training, arXiv 2409.09099'
 
 
@@ -89,7 +90,7 @@ def comparable_flips(methods: Groups, a: str, b: str) -> list[tuple[RunRecord, R
 
   def scale(run: RunRecord) -> int:
     # The built recipe knows the interval also where the configuration leaves it to the recipe's default.
-    recipe = build.make_recipe(ConfigDict({'recipe': run.config['recipe']}))
+    recipe = build.make_recipe(ConfigDict({'recipe': run.config['recipe'], 'steps': run.config['steps']}))
     return 1 if recipe.flip_rate == 'step' else recipe.refresh_every
 
   return [(x, y) for x, y in pairs if scale(x) == scale(y) and len(x.flip_curve()[0]) and len(y.flip_curve()[0])]
@@ -143,6 +144,12 @@ _CLAIMS: Sequence[tuple[str, str, Callable[[Groups], tuple[Verdict, str] | None]
   ('S-STE beats FST.', S_STE, lambda m: _lower(m, 's_ste', 'fst', ('S-STE', 'FST'), ties=False)),
   ('S-STE reaches the quality of dense training.', S_STE,
    lambda m: _lower(m, 's_ste', 'dense', ('S-STE', 'dense'), ties=True)),
+  ('Mixed sparsity training reaches the quality of dense training.', MST,
+   lambda m: _lower(m, 'mixed_sparsity', 'dense', ('MST', 'dense'), ties=True)),
+  ('Mixed sparsity training beats RigL at as many FLOPs.', MST,
+   lambda m: _lower(m, 'mixed_sparsity', 'rigl', ('MST', 'RigL'), ties=False)),
+  ('Mixed sparsity training beats a static mask at as many FLOPs.', MST,
+   lambda m: _lower(m, 'mixed_sparsity', 'static', ('MST', 'the static mask'), ties=False)),
 )  # fmt: skip
 
 

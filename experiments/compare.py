@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from experiments import main_job, methods, report, runs
+from experiments import flops, main_job, methods, report, runs
 from experiments.environment import command
 from experiments.experiment import load_config
 
@@ -23,7 +23,7 @@ def compare(
   folder: str | Path,
   *,
   experiment: str = 'nano',
-  names: Sequence[str] = tuple(methods.METHODS),
+  names: Sequence[str] = methods.AT_EQUAL_STEPS,
   seeds: Sequence[int] = (0, 1, 2),
   tiny: bool = False,
   overrides: Sequence[str] = (),
@@ -78,6 +78,8 @@ def write_records(found: Iterable[runs.RunRecord], path: Path, *, experiment: st
       'recipe_kwargs': run.config['recipe']['kwargs'],
       'seed': run.seed,
       'steps': run.config['steps'],
+      # Counted, over the whole run: the blocks and causal attention, without and with the language-model head.
+      'training_flops': _training_flops(run),
       'corpus': run.config['data']['corpus'],
       'optimizer': run.config['optimizer'],
       'validation_loss': run.validation_loss,
@@ -93,6 +95,11 @@ def write_records(found: Iterable[runs.RunRecord], path: Path, *, experiment: st
     kept[_key(record)] = record
   path.parent.mkdir(parents=True, exist_ok=True)
   path.write_text(''.join(json.dumps(record) + '\n' for record in kept.values()))
+
+
+def _training_flops(run: runs.RunRecord) -> dict[str, float] | None:
+  curve = flops.of_run(run.config)
+  return curve and {name: curve.sum().total(head=name == 'with_head') for name in ('without_head', 'with_head')}
 
 
 def _key(record: dict[str, Any]) -> tuple[Any, ...]:

@@ -69,7 +69,8 @@ def load(folder: str | Path, *, step: int | None = None, data: Any = None) -> Lo
 def evaluate(loaded: Loaded, *, num_batches: int | None = None) -> dict[str, float]:
   """Validation loss in nats a token, perplexity, and bits a token, in the phase of the checkpoint."""
   count = num_batches or loaded.parts.config.eval_batches
-  loss = float(train.make_eval(loaded.parts, loaded.phase, num_batches=count)(loaded.state))
+  _, attention = build.phase_of(loaded.parts, int(loaded.state.step) - 1)
+  loss = float(train.make_eval(loaded.parts, loaded.phase, attention, num_batches=count)(loaded.state))
   return {'loss': loss, 'perplexity': float(np.exp(loss)), 'bits_per_token': float(loss / np.log(2))}
 
 

@@ -8,8 +8,11 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from experiments import train
-from experiments.build import FFN
+from experiments.build import FFN, LINEAR
 from experiments.experiment import Config, load_config, refuse_overrides
+
+# Intervals that fit in a run of 60 steps, whose mixed sparsity has stages of one or two.
+_TINY_REFRESH = {'dense': 5, 'transposable_srste': 5, 'mixed_sparsity': 1, 'rigl': 5, 'set_': 5}
 
 # What `run_all` sets for every run, so that nobody else can, and what to use instead.
 _SET_BY_METHOD = dict.fromkeys(('recipe', 'label'), 'every method brings its own; use compare --methods, or train')
@@ -25,12 +28,14 @@ class Method:
     recipe: name in `sparse24_jax.recipes`.
     kwargs: arguments of the recipe.
     model: changes to the model.
+    steps: share of the experiment's optimizer steps.
   """
 
   label: str
   recipe: str
   kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   model: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  steps: float = 1.0
 
 
 # Decay factors belong to the nano experiment. FST's is what `python -m experiments tune-decay --config nano` chose
@@ -52,7 +57,31 @@ METHODS: Mapping[str, Method] = {
     {'ffn_width': 0.5},
   ),
   'fst_no_decay': Method('FST without decay', 'transposable_srste', {'path': FFN, 'masked_decay': 0.0}),
+  # Dynamic sparse training, on all linear layers. Densities and shares are such that nano's 2,000 steps take the same
+  # FLOPs with each, the head not counted (`experiments.flops`); topology changes every 25 steps of so short a run.
+  'mixed_sparsity': Method('MST', 'mixed_sparsity', {'path': LINEAR, 'refresh_every': 25}),
+  'mixed_sparsity_keep_moments': Method(
+    'MST, moments kept', 'mixed_sparsity', {'path': LINEAR, 'refresh_every': 25, 'reset_moments': False}
+  ),
+  'mixed_sparsity_24': Method(
+    'MST, 2:4 masks',
+    'mixed_sparsity',
+    {'path': LINEAR, 'refresh_every': 25, 'structure': '2:4', 'warm_up': 0.025, 'density': 0.0911},
+  ),
+  'rigl': Method('RigL', 'rigl', {'path': LINEAR, 'refresh_every': 25, 'density': 0.1672}),
+  'set_': Method('SET', 'set_', {'path': LINEAR, 'refresh_every': 25, 'density': 0.1754}),
+  'static': Method('static mask', 'static', {'path': LINEAR, 'density': 0.1754}),
+  'dense_short': Method('dense, as many FLOPs', 'dense', steps=0.24),
 }
+
+# The methods of a comparison at equal steps, and of one at equal FLOPs (with dense at equal steps).
+AT_EQUAL_STEPS = (
+  'dense', 'fst', 's_ste', 'sr_ste', 'sr_ste_published', 'ste', 'half_ffn', 'fst_no_decay',
+)  # fmt: skip
+AT_EQUAL_FLOPS = (
+  'dense', 'mixed_sparsity', 'mixed_sparsity_keep_moments', 'mixed_sparsity_24', 'rigl', 'set_', 'static',
+  'dense_short',
+)  # fmt: skip
 
 
 def configure(config: Config, method: str, seed: int) -> Config:
@@ -70,14 +99,15 @@ def configure(config: Config, method: str, seed: int) -> Config:
     raise ValueError(f'method is {method!r}; known: {", ".join(METHODS)}')
   chosen, config = METHODS[method], config.copy_and_resolve_references()
   kwargs = dict(chosen.kwargs)
-  if config.name.endswith('-tiny') and chosen.recipe in ('dense', 'transposable_srste'):
-    kwargs['refresh_every'] = 5
+  if config.name.endswith('-tiny') and chosen.recipe in _TINY_REFRESH:
+    kwargs['refresh_every'] = _TINY_REFRESH[chosen.recipe]
   # Searching anew at every step puts flip rates of different refresh intervals on one scale.
   recipe = ConfigDict({'name': chosen.recipe, 'kwargs': kwargs, 'flip_rate': 'step'})
   with config.unlocked():
     config.recipe = recipe
     config.model.update(chosen.model)
   config.label, config.seed, config.data.seed = chosen.label, seed, seed
+  config.steps = max(1, round(chosen.steps * config.steps))
   return config
 
 

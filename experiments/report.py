@@ -1,13 +1,14 @@
 """One self-contained HTML page about any set of runs: no network, no script, pictures inline."""
 
 from collections.abc import Mapping, Sequence
+import dataclasses
 from html import escape
 import json
 from pathlib import Path
 
 import numpy as np
 
-from experiments import claims, svg
+from experiments import claims, flops, svg
 from experiments import runs as runs_lib
 from experiments.runs import RunRecord
 
@@ -73,6 +74,7 @@ def write_report(folders: Sequence[str | Path], out: str | Path, *, title: str =
     _table(groups, colours),
     _findings(found),
     _losses(groups, colours),
+    _flops(groups, colours),
     _flips(groups, colours),
     _settings(found),
   ]
@@ -220,12 +222,12 @@ def _line(label: str, colour: str, curves: Sequence[tuple[np.ndarray, np.ndarray
 def _marks(groups: Groups) -> list[tuple[float, str]]:
   """Where a sparse phase is followed by a dense one."""
   ends = {
-    run.sparse_end
+    (float(run.sparse_end), f'{run.label} turns dense')
     for group in groups.values()
     for run in group
     if run.train[-1]['phase'] == 'dense' and any(record['phase'] == 'sparse' for record in run.train)
   }
-  return [(end, 'FST turns dense') for end in sorted(ends)[:1]]
+  return sorted(ends)[:1]
 
 
 def _curves(group: Sequence[RunRecord], kind: str) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -252,6 +254,35 @@ def _losses(groups: Groups, colours: Mapping[str, str]) -> str:
   return (
     '<h2>Loss</h2><p class="caption">Lines are means over seeds, bands their range; the first tenth of training may '
     f'lie above the frame.</p><div class="charts">{"".join(charts)}</div>'
+  )
+
+
+def _flops(groups: Groups, colours: Mapping[str, str]) -> str:
+  """Validation loss against training FLOPs, for the runs whose FLOPs can be counted."""
+  lines = []
+  for label, group in groups.items():
+    line = _line(label, colours[label], _curves(group, 'validation'))
+    if line and (curve := flops.of_run(group[0].config)):
+      lines.append(dataclasses.replace(line, x=curve.cumulative(head=False)[line.x.astype(int) - 1]))
+  if not lines:
+    return ''
+  power = 3 * int(np.log10(max(line.x.max() for line in lines)) // 3)
+  lines = [dataclasses.replace(line, x=line.x / 10.0**power) for line in lines]
+  late = np.concatenate([line.y[line.x >= 0.1 * line.x.max()] for line in lines])
+  pad = 0.05 * float(late.max() - late.min()) or 0.1
+  chart = svg.line_chart(
+    lines,
+    title='Validation loss against training FLOPs',
+    y_label='nats a token',
+    x_label=f'training FLOPs, 1e{power}',
+    y_range=(float(late.min()) - pad, float(late.max()) + pad),
+    width=1140,
+    height=380,
+  )
+  return (
+    '<h2>Loss against FLOPs</h2><p class="caption">Counted from shapes, densities and phases: the matmuls of the '
+    'blocks, forward and backward, and causal attention; without the language-model head, and as if the hardware '
+    f'skipped every zero.</p><figure>{chart}</figure>'
   )
 
 

@@ -53,6 +53,8 @@ class RunRecord:
       return 'fst' if kwargs.get('masked_decay') else 'fst_no_decay'
     if recipe == 'sr_ste' and kwargs.get('decay_on', 'weights') == 'gradients':
       return 'sr_ste_gradients'
+    if recipe == 'mixed_sparsity' and kwargs.get('structure') == '2:4':
+      return 'mixed_sparsity_24'
     return recipe
 
   @property

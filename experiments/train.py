@@ -72,11 +72,14 @@ def loss_fn(model: Any, params: Any, sparse: Any, batch: dict[str, jax.Array], k
   return optax.softmax_cross_entropy_with_integer_labels(logits_BxTxV, batch['targets']).mean()
 
 
-def make_step(parts: Parts, phase: str, shardings: Any) -> Callable[..., tuple[TrainState, StepMetrics]]:
+def make_step(
+  parts: Parts, phase: str, shardings: Any, attention: s24.AttentionPattern | None = None
+) -> Callable[..., tuple[TrainState, StepMetrics]]:
   """Compiles to one program a phase: (state, micro-batches [accumulate, B, T]) -> (state, metrics)."""
   config, recipe = parts.config, parts.recipe
   tx = build.make_optimizer(config, recipe, phase)
-  model = s24.sparsify(parts.model.clone(deterministic=not parts.model.config.dropout), recipe, phase=phase)
+  deterministic = not parts.model.config.dropout
+  model = s24.sparsify(build.model_for(parts, attention, deterministic=deterministic), recipe, phase=phase)
 
   @functools.partial(jax.jit, donate_argnums=0, out_shardings=shardings)
   def step(state: TrainState, batches: dict[str, jax.Array]) -> tuple[TrainState, StepMetrics]:
@@ -108,9 +111,11 @@ def make_step(parts: Parts, phase: str, shardings: Any) -> Callable[..., tuple[T
   return step
 
 
-def make_eval(parts: Parts, phase: str, *, num_batches: int) -> Callable[[TrainState], jax.Array]:
+def make_eval(
+  parts: Parts, phase: str, attention: s24.AttentionPattern | None = None, *, num_batches: int
+) -> Callable[[TrainState], jax.Array]:
   """Compiles to one program: state -> mean validation loss, over the same batches every time."""
-  model = s24.sparsify(parts.model, parts.recipe, phase=phase)
+  model = s24.sparsify(build.model_for(parts, attention), parts.recipe, phase=phase)
   batches = list(parts.data.validation(num_batches))
   stacked = {key: np.stack([batch[key] for batch in batches]) for key in batches[0]}
   if parts.mesh is not None:
@@ -187,20 +192,21 @@ class Run:
   def _loop(self, done: int, checkpoints: Checkpoints, writer: metrics_lib.MetricsWriter) -> float:
     config, window, due = self.config, [], None
     make_phase_step = functools.cache(
-      lambda phase: make_step(self.parts, phase, self.shardings and (self.shardings, None))
+      lambda phase, attention: make_step(self.parts, phase, self.shardings and (self.shardings, None), attention)
     )
-    make_phase_eval = functools.cache(lambda phase: make_eval(self.parts, phase, num_batches=config.eval_batches))
+    make_phase_eval = functools.cache(
+      lambda phase, attention: make_eval(self.parts, phase, attention, num_batches=config.eval_batches)
+    )
     validation = math.nan
     if done == config.steps:  # Killed between the last checkpoint and the summary.
-      phase = s24.phase_at(self.parts.recipe, done - 1, config.steps)
-      return self._validate(done, make_phase_eval(phase))
+      return self._validate(done, make_phase_eval(*build.phase_of(self.parts, done - 1)))
     tokens = config.data.batch_size * config.data.seq_len
     with Progress(config.name, done, config.steps, tokens, quiet=self.quiet) as progress:
       clock = time.monotonic()
       while done < config.steps:
-        phase = s24.phase_at(self.parts.recipe, done, config.steps)
+        phase, attention = build.phase_of(self.parts, done)
         batches = build.shard_batch(self.parts, next(self.iterator))
-        self.state, step_metrics = make_phase_step(phase)(self.state, batches)
+        self.state, step_metrics = make_phase_step(phase, attention)(self.state, batches)
         done += 1
         if due:  # Read the last window while the device is busy with the step just dispatched.
           due = self._log(*due, writer, progress)
@@ -213,7 +219,7 @@ class Run:
         if last or done % config.eval_every == 0 or done % config.checkpoint_every == 0:
           due = due and self._log(*due, writer, progress)
           if last or done % config.eval_every == 0:
-            validation = self._validate(done, make_phase_eval(phase))
+            validation = self._validate(done, make_phase_eval(phase, attention))
             writer.write('validation', done, {'loss': validation, 'phase': phase})
           if last or done % config.checkpoint_every == 0:
             self._save(done, checkpoints)

@@ -14,13 +14,14 @@ def make(name: str, *, size: str, tiny: bool, **fields: Any) -> Config:
 
   Args:
     name: experiment name; run folders are called after it.
-    size: a key of `experiments.models.gpt2.SIZES`.
+    size: a key of the `SIZES` of the model, `experiments.models.gpt2` unless `model` has another `family`.
     tiny: shrink model, batch, length and intervals so that a test can train it.
     **fields: values for the fields below, dictionaries for sections.
 
   Returns:
     A locked `ConfigDict`. A field that does not exist cannot be set, except in `model`, which takes every field of
-    `GPT2Config`, and in `recipe.kwargs`, which takes the arguments of the recipe.
+    `GPT2Config` (or, with `family='llama'`, `LlamaConfig`), and in `recipe.kwargs`, which takes the arguments of the
+    recipe.
   """
   config = ConfigDict(
     {
@@ -85,6 +86,8 @@ def shrink(config: Config) -> None:
     config.model.update(TINY_MODEL)
     # Software bfloat16 is several times slower than float32 on a CPU.
     config.model.update({'dtype': 'float32', 'remat': False, 'attention': 'xla'})
+    if config.model.get('family') == 'llama':
+      config.model.update({'num_kv_heads': 1, 'hidden_dim': 96})
   config.data.update(
     {
       'corpus': 'aws_docs',

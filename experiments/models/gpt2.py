@@ -17,6 +17,9 @@ from flax import linen as nn
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.sparse_attention.api import sparse_attention
+import sparse24_jax as s24
+
 INIT_STD = 0.02
 LAYER_NORM_EPSILON = 1e-5
 _MLPS = ('gelu', 'relu2', 'geglu', 'swiglu')
@@ -41,6 +44,9 @@ class GPT2Config:
     remat: recompute each block in the backward pass.
     scan_layers: one `lax.scan` over stacked layers instead of a Python loop.
     attention: `implementation` of `jax.nn.dot_product_attention`: 'xla', 'cudnn' or None.
+    attention_pattern: None is full causal attention; else what is attended to in all heads and layers, a
+      `s24.AttentionPattern` say. A tuple has one entry a layer: None, a pattern, or a tuple of one a head.
+    fused_mlp: the feed-forward layer is the library's fused one; the same parameters and, while dense, the same values.
   """
 
   vocab_size: int
@@ -57,6 +63,8 @@ class GPT2Config:
   remat: bool = False
   scan_layers: bool = False
   attention: Literal['xla', 'cudnn'] | None = 'xla'
+  fused_mlp: bool = False
+  attention_pattern: Any = None
 
   def __post_init__(self):
     if self.embed_dim % self.num_heads:
@@ -65,11 +73,38 @@ class GPT2Config:
       raise ValueError(f'mlp is {self.mlp!r}; known: {", ".join(_MLPS)}')
     if not math.isclose(self.hidden_dim, 4 * self.embed_dim * self.ffn_width) or self.hidden_dim < 1:
       raise ValueError(f'ffn_width {self.ffn_width} times 4 x embed_dim {self.embed_dim} is not a whole hidden size')
+    check_patterns(self)
 
   @property
   def hidden_dim(self) -> int:
     """Hidden size F of the feed-forward layer."""
     return round(4 * self.embed_dim * self.ffn_width)
+
+
+def check_patterns(config: Any) -> None:
+  """ValueError unless there is an attention pattern a layer, and one for all where the layers are scanned."""
+  patterns = config.attention_pattern
+  if isinstance(patterns, tuple):
+    if len(patterns) != config.num_layers:
+      raise ValueError(f'attention_pattern has {len(patterns)} entries; accepted is one a layer, {config.num_layers}')
+    if config.scan_layers and len(set(patterns)) > 1:
+      raise ValueError('attention_pattern differs between layers, which scan_layers runs as one')
+
+
+def pattern_of(config: Any, layer: int) -> Any:
+  """The attention pattern of a layer: None, one pattern, or one a head."""
+  patterns = config.attention_pattern
+  return patterns[layer] if isinstance(patterns, tuple) else patterns
+
+
+def attend(config: Any, pattern: Any, q_BxTxHxK: jax.Array, k_BxTxGxK: jax.Array, v_BxTxGxK: jax.Array) -> jax.Array:
+  """Causal attention [B, T, H, K], under a pattern if there is one."""
+  if pattern is None:
+    return jax.nn.dot_product_attention(
+      q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, is_causal=True, implementation=config.attention
+    )
+  implementation = None if config.attention == 'cudnn' else 'blocks'
+  return sparse_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, patterns=pattern, implementation=implementation)
 
 
 SIZES: Mapping[str, Mapping[str, int]] = {
@@ -138,10 +173,33 @@ def activate(mlp: str, up: jax.Array, gate: jax.Array | None) -> jax.Array:
       return jax.nn.silu(gate) * up
 
 
+@jax.custom_vjp
+def unembed(x_BxTxD: jax.Array, table_VxD: jax.Array) -> jax.Array:
+  """float32 logits [B, T, V]; the cotangent is rounded to the dtype of `x`, or its products would run in float32."""
+  return jnp.einsum('btd,vd->btv', x_BxTxD, table_VxD, preferred_element_type=jnp.float32)
+
+
+def _unembed_fwd(x_BxTxD, table_VxD):
+  return unembed(x_BxTxD, table_VxD), (x_BxTxD, table_VxD)
+
+
+def _unembed_bwd(residuals, cotangent_BxTxV):
+  x_BxTxD, table_VxD = residuals
+  cotangent_BxTxV = cotangent_BxTxV.astype(x_BxTxD.dtype)
+  return (
+    jnp.einsum('btv,vd->btd', cotangent_BxTxV, table_VxD),
+    jnp.einsum('btv,btd->vd', cotangent_BxTxV, x_BxTxD),
+  )
+
+
+unembed.defvjp(_unembed_fwd, _unembed_bwd)
+
+
 class Attention(nn.Module):
-  """Causal self-attention with one matrix for query, key and value."""
+  """Causal self-attention with one matrix for query, key and value; see `pattern_of` for the pattern."""
 
   config: GPT2Config
+  pattern: Any = None
 
   @nn.compact
   def __call__(self, x_BxTxD: jax.Array) -> jax.Array:
@@ -150,9 +208,7 @@ class Attention(nn.Module):
     qkv_BxTx3D = dense(cfg, 3 * dim, 'c_attn')(x_BxTxD)
     qkv_BxTx3xHxK = qkv_BxTx3D.reshape(batch, length, 3, cfg.num_heads, dim // cfg.num_heads)
     q_BxTxHxK, k_BxTxHxK, v_BxTxHxK = (qkv_BxTx3xHxK[:, :, i] for i in range(3))
-    y_BxTxHxK = jax.nn.dot_product_attention(
-      q_BxTxHxK, k_BxTxHxK, v_BxTxHxK, is_causal=True, implementation=cfg.attention
-    )
+    y_BxTxHxK = attend(cfg, self.pattern, q_BxTxHxK, k_BxTxHxK, v_BxTxHxK)
     return dense(cfg, dim, 'c_proj', residual=True)(y_BxTxHxK.reshape(batch, length, dim))
 
 
@@ -171,17 +227,36 @@ class MLP(nn.Module):
     return dense(cfg, x_BxTxD.shape[-1], 'c_proj', residual=True)(h_BxTxF)
 
 
+def fused_mlp(config: Any, hidden: int, mlp: str) -> nn.Module:
+  """The library's feed-forward layer, with the parameters of `MLP`; takes the configuration of either model."""
+  return s24.linen.Sparse24MLP(
+    hidden,
+    activation={'relu2': 'squared_relu', 'geglu': 'gelu', 'swiglu': 'silu'}.get(mlp, mlp),
+    gated=mlp in ('geglu', 'swiglu'),
+    use_bias=getattr(config, 'bias', False),
+    dtype=config.dtype,
+    param_dtype=jnp.dtype(config.param_dtype),
+    kernel_init=nn.initializers.normal(INIT_STD),
+    out_kernel_init=nn.initializers.normal(INIT_STD / math.sqrt(2 * config.num_layers)),
+    names=('c_fc', 'c_proj', 'c_gate'),
+    name='mlp',
+  )
+
+
 class Block(nn.Module):
   """One pre-LN transformer block."""
 
   config: GPT2Config
   deterministic: bool = True
+  pattern: Any = None
 
   @nn.compact
   def __call__(self, x_BxTxD: jax.Array) -> jax.Array:
-    drop = nn.Dropout(self.config.dropout, deterministic=self.deterministic)
-    x_BxTxD = x_BxTxD + drop(Attention(self.config, name='attn')(layer_norm(self.config, 'ln_1')(x_BxTxD)))
-    return x_BxTxD + drop(MLP(self.config, name='mlp')(layer_norm(self.config, 'ln_2')(x_BxTxD)))
+    cfg = self.config
+    drop = nn.Dropout(cfg.dropout, deterministic=self.deterministic)
+    x_BxTxD = x_BxTxD + drop(Attention(cfg, self.pattern, name='attn')(layer_norm(cfg, 'ln_1')(x_BxTxD)))
+    mlp = fused_mlp(cfg, cfg.hidden_dim, cfg.mlp) if cfg.fused_mlp else MLP(cfg, name='mlp')
+    return x_BxTxD + drop(mlp(layer_norm(cfg, 'ln_2')(x_BxTxD)))
 
 
 class GPT2(nn.Module):
@@ -215,7 +290,7 @@ class GPT2(nn.Module):
     x_BxTxD = self._blocks(x_BxTxD)
     x_BxTxD = layer_norm(cfg, 'ln_f')(x_BxTxD)
     table_VxD = wte.embedding.astype(cfg.dtype)
-    return jnp.einsum('btd,vd->btv', x_BxTxD, table_VxD, preferred_element_type=jnp.float32)
+    return unembed(x_BxTxD, table_VxD)
 
   def _blocks(self, x_BxTxD: jax.Array) -> jax.Array:
     cfg = self.config
@@ -223,7 +298,7 @@ class GPT2(nn.Module):
     block = nn.remat(Block, prevent_cse=not cfg.scan_layers) if cfg.remat else Block
     if not cfg.scan_layers:
       for i in range(cfg.num_layers):
-        x_BxTxD = block(cfg, self.deterministic, name=f'h_{i}')(x_BxTxD)
+        x_BxTxD = block(cfg, self.deterministic, pattern_of(cfg, i), name=f'h_{i}')(x_BxTxD)
       return x_BxTxD
     scan = nn.scan(
       lambda layer, carry, _: (layer(carry), None),
@@ -231,7 +306,7 @@ class GPT2(nn.Module):
       split_rngs={'params': True, 'mvue': True, 'dropout': True},
       length=cfg.num_layers,
     )
-    return scan(block(cfg, self.deterministic, name='h'), x_BxTxD, None)[0]
+    return scan(block(cfg, self.deterministic, pattern_of(cfg, 0), name='h'), x_BxTxD, None)[0]
 
 
 def param_count(params: Any) -> int:

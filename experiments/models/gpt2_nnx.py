@@ -12,7 +12,7 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 
-from experiments.models.gpt2 import activate, GPT2Config, INIT_STD, LAYER_NORM_EPSILON
+from experiments.models.gpt2 import activate, GPT2Config, INIT_STD, LAYER_NORM_EPSILON, unembed
 
 
 def linear(config: GPT2Config, d_in: int, d_out: int, rngs: nnx.Rngs, *, residual: bool = False) -> nnx.Linear:
@@ -93,7 +93,7 @@ class GPT2(nnx.Module):
   """A GPT-2 language model with a tied output matrix; see `gpt2.GPT2`."""
 
   def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs):
-    for option in ('scan_layers', 'dropout'):
+    for option in ('scan_layers', 'dropout', 'attention_pattern'):
       if getattr(config, option):
         raise ValueError(f'{option}={getattr(config, option)} is for the linen model; the nnx twin has no {option}')
     self.config = config
@@ -117,7 +117,7 @@ class GPT2(nnx.Module):
       x_BxTxD = apply(getattr(self, f'h_{i}'), x_BxTxD)
     x_BxTxD = self.ln_f(x_BxTxD)
     table_VxD = self.wte.embedding[...].astype(cfg.dtype)
-    return jnp.einsum('btd,vd->btv', x_BxTxD, table_VxD, preferred_element_type=jnp.float32)
+    return unembed(x_BxTxD, table_VxD)
 
 
 def load_linen_params(model: GPT2, params: Mapping[str, Any]) -> None:

@@ -112,6 +112,13 @@ class CommandTest(parameterized.TestCase):
     self.assertRegex(err, f'error: .*{message}')
     self.assertNotIn('Traceback', err)
 
+  def test_flops(self):
+    status, out, _ = call('flops', '--config', 'gpt2_124m_mst', '--set', 'steps=6000')
+    self.assertEqual(status, 0)
+    self.assertRegex(out, r'total, head not counted +1\.670e\+18 +4\.\d+e\+17 +3\.90')
+    self.assertRegex(call('flops', '--config', 'nano', '--recipe', 'static')[1], r'linear .* 5\.00')
+    self.assertIn("recipe.name is 'magic'", call('flops', '--config', 'nano', '--recipe', 'magic')[2])
+
   def test_the_example_of_the_help_trains(self):
     help_text = io.StringIO()
     with contextlib.redirect_stdout(help_text), self.assertRaises(SystemExit):

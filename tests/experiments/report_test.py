@@ -97,6 +97,8 @@ class ReportTest(parameterized.TestCase):
       '± 0.0100',
       'h_0/mlp/c_fc',
       'FST turns dense',
+      'Loss against FLOPs',
+      'training FLOPs, 1e12',
       'seed 2',
       'jax 0.11.2',
     ):

@@ -83,7 +83,7 @@ class TwinsTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, 'unexpected .*h_0/mlp/c_fc/bias'):
       gpt2_nnx.load_linen_params(twin, params)
 
-  @parameterized.parameters('scan_layers', 'dropout')
+  @parameterized.parameters('scan_layers', 'dropout', 'attention_pattern')
   def test_what_the_twin_lacks_is_said(self, option):
     with self.assertRaisesRegex(ValueError, option):
       gpt2_nnx.GPT2(_tiny(**{option: 1}), rngs=nnx.Rngs(0))

@@ -1,0 +1,161 @@
+"""What the step benchmarks share: twins timed in turns, records, command lines.
+
+A twin is a function without arguments that starts one step and returns something to wait for. Twins run in one process,
+in alternating order, each burst with several steps in flight, so that what is timed is the device and neither the
+host's latency nor a cold clock.
+"""
+
+import argparse
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+import itertools
+import json
+import math
+from pathlib import Path
+import shlex
+import statistics
+import sys
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import _device
+import sparse24_jax as s24
+
+type Call = Callable[[], Any]
+
+
+def stream_ms(call: Call, steps: int, *, depth: int = 3) -> list[float]:
+  """Wall-clock milliseconds of each of `steps` calls, `depth` of them in flight: from one completion to the next.
+
+  One call more is made in front, unless there is nothing to time; its end starts the clock.
+  """
+  pending: deque[Any] = deque()
+  stamps: list[float] = []
+
+  def wait() -> None:
+    jax.block_until_ready(pending.popleft())
+    stamps.append(time.perf_counter())
+
+  for _ in range(steps + 1):
+    pending.append(call())
+    if len(pending) == depth:
+      wait()
+  while pending:
+    wait()
+  return [1e3 * (end - start) for start, end in itertools.pairwise(stamps)]
+
+
+def alone_ms(call: Call, before: Any) -> float:
+  """Wall-clock milliseconds of one call that starts when `before` is ready and nothing else runs."""
+  jax.block_until_ready(before)
+  start = time.perf_counter()
+  jax.block_until_ready(call())
+  return round(1e3 * (time.perf_counter() - start), 4)
+
+
+def interleave(
+  twins: Mapping[str, Call], *, rounds: int, steps: int, depth: int = 3
+) -> dict[str, list[list[float]]]:
+  """Times twins in turns; even rounds in the order given, odd rounds reversed.
+
+  Args:
+    twins: name -> call; warm already.
+    rounds: bursts of each.
+    steps: steps a burst.
+    depth: see `stream_ms`.
+
+  Returns:
+    name -> burst -> milliseconds of each step.
+  """
+  bursts: dict[str, list[list[float]]] = {name: [] for name in twins}
+  for r in range(rounds):
+    for name in list(twins) if r % 2 == 0 else list(twins)[::-1]:
+      bursts[name].append(stream_ms(twins[name], steps, depth=depth))
+  return bursts
+
+
+def timing(bursts: Sequence[list[float]]) -> dict[str, Any]:
+  """Samples, their median, and the medians of the two orders of running.
+
+  >>> timing([[1.0, 2.0, 3.0], [4.0, 4.0, 4.0]])
+  {'samples_ms': [1.0, 2.0, 3.0, 4.0, 4.0, 4.0], 'median_ms': 3.5, 'median_ms_by_order': [2.0, 4.0]}
+  """
+  samples = [round(ms, 4) for burst in bursts for ms in burst]
+  orders = [[ms for burst in bursts[i::2] for ms in burst] for i in (0, 1)]
+  return dict(
+    samples_ms=samples,
+    median_ms=round(statistics.median(samples), 4),
+    median_ms_by_order=[round(statistics.median(order), 4) for order in orders if order],
+  )
+
+
+def relative_error(found: jax.Array, expected: jax.Array) -> float:
+  """||found - expected|| / ||expected|| in float32; 0 for two zeros."""
+  found, expected = found.astype(jnp.float32), expected.astype(jnp.float32)
+  difference, norm = float(jnp.linalg.norm(found - expected)), float(jnp.linalg.norm(expected))
+  return difference / norm if norm else (0.0 if difference == 0 else math.inf)
+
+
+def memory(compiled: Any) -> dict[str, float] | None:
+  """GB that a compiled step holds at once: arguments, results that do not replace one, and temporaries."""
+  analysis = compiled.memory_analysis()
+  if analysis is None:
+    return None
+  kept = analysis.argument_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+  gb = dict(arguments=analysis.argument_size_in_bytes, temporaries=analysis.temp_size_in_bytes)
+  gb['total'] = kept + analysis.temp_size_in_bytes
+  return {name: round(size / 1e9, 3) for name, size in gb.items()}
+
+
+def with_implementation(recipe: s24.Recipe, name: str) -> s24.Recipe:
+  """The recipe with a back end named in its policies; 'auto' leaves the choice to the records."""
+  if name == 'auto':
+    return recipe
+  rules = (dataclasses.replace(r, policy=dataclasses.replace(r.policy, implementation=name)) for r in recipe.rules)
+  return dataclasses.replace(recipe, rules=tuple(rules))
+
+
+def environment(module: str, argv: Sequence[str] | None) -> dict[str, Any]:
+  """The head of a record; of paths on the command line only the last part is kept."""
+  given = [Path(a).name if '/' in a else a for a in (sys.argv[1:] if argv is None else argv)]
+  return _device.environment() | {'command': f'python -m {module} {shlex.join(given)}'.rstrip()}
+
+
+def append(out: Path, record: Mapping[str, Any]) -> None:
+  """Adds one line to a JSON-lines file."""
+  out.parent.mkdir(parents=True, exist_ok=True)
+  with out.open('a') as file:
+    file.write(json.dumps(record) + '\n')
+
+
+def parser(module: str, doc: str | None, choices: Sequence[str], default: Sequence[str]) -> argparse.ArgumentParser:
+  """The options that every step benchmark has."""
+  result = argparse.ArgumentParser(prog=f'python -m {module}', description=(doc or '').partition('\n')[0])
+  result.add_argument('--out', type=Path, required=True, help='JSON-lines file to append records to')
+  result.add_argument(
+    '--select', nargs='+', default=list(default), choices=choices, metavar='CASE',
+    help=f'one or more of: {", ".join(choices)} (default: {" ".join(default)})',
+  )  # fmt: skip
+  result.add_argument('--rounds', type=int, default=4, help='bursts of each twin (default: %(default)s)')
+  result.add_argument('--steps', type=int, default=8, help='steps a burst (default: %(default)s)')
+  result.add_argument('--tiny', action='store_true', help='small shapes and plain jax.numpy, to see that it runs')
+  result.add_argument('--explain', action='store_true', help='print and record device time by kind of kernel')
+  result.add_argument('--trace', type=Path, help='keep the profiler traces that --explain reads in this folder')
+  return result
+
+
+class Clock:
+  """Prints how long each part of a run took: device time is scarce."""
+
+  def __init__(self):
+    self._start = self._last = time.perf_counter()
+
+  def lap(self, what: str) -> None:
+    """Prints the seconds since the last lap."""
+    now = time.perf_counter()
+    print(f'  [{now - self._start:6.1f} s] {what}: {now - self._last:.1f} s', flush=True)
+    self._last = now

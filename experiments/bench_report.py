@@ -1,0 +1,317 @@
+"""`python -m experiments.bench_report --out bench.html`: one page about the benchmark records, no network, no script.
+
+Every figure comes from a record; the latest of equal records counts. Records of small shapes made to test a benchmark
+(`--tiny`) are left out.
+"""
+
+import argparse
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+import json
+from pathlib import Path
+from typing import Any
+
+from experiments import svg
+
+RESULTS = Path(__file__).parent / 'results'
+BENCHES = (
+  'ffn', 'ffn_pytorch', 'block', 'train_step', 'sparse_matmul', 'float8_products', 'cusparselt', 'epilogue', 'memory_bound',
+)  # fmt: skip
+_COLOURS = {'sparse': '#0072b2', 'dense': '#7f7f7f', 'dense_fp8': '#b38600', 'cusparselt': '#d55e00', 'xla': '#7f7f7f'}
+_OTHER = '#b2629a'
+_ROLES = ('forward', 'input_grad', 'weight_grad')
+
+_STYLE = """
+:root { --ink: #1b1f24; --soft: #59636e; --rule: #dfe3e8; --panel: #f6f8fa }
+* { box-sizing: border-box }
+body { margin: 0; color: var(--ink); background: #fff; font: 15px/1.55 system-ui, 'DejaVu Sans', sans-serif }
+main { max-width: 1200px; margin: 0 auto; padding: 40px 32px 72px }
+h1 { font-size: 30px; margin: 0 0 6px } h2 { font-size: 20px; margin: 48px 0 4px }
+h3 { font-size: 15px; margin: 26px 0 6px }
+p { max-width: 92ch } .soft { color: var(--soft); margin: 0 0 14px }
+.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(210px, 1fr)); gap: 14px; margin: 22px 0 }
+.card { background: var(--panel); border-radius: 10px; padding: 14px 16px }
+.card b { display: block; font-size: 25px; font-variant-numeric: tabular-nums } .card span { color: var(--soft) }
+.card.below b { color: #b3261e }
+.scroll { overflow-x: auto } table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums }
+th { text-align: left; font-size: 13px; color: var(--soft); border-bottom: 2px solid var(--rule) }
+th, td { padding: 7px 14px 7px 0; vertical-align: top } td { border-bottom: 1px solid var(--rule) }
+th.n, td.n { text-align: right; white-space: nowrap } td.below { color: #b3261e }
+.note { color: var(--soft); font-size: 13px; margin: 10px 0 }
+details { color: var(--soft) } summary { cursor: pointer }
+svg { width: 100%; max-width: 1000px; height: auto; display: block; margin: 10px 0 }
+svg text { font: 12px system-ui, 'DejaVu Sans', sans-serif; fill: var(--ink) } svg .soft { fill: var(--soft) }
+"""
+
+type Record = Mapping[str, Any]
+
+
+def load(paths: Iterable[Path]) -> list[dict[str, Any]]:
+  """Records of the known benchmarks, the last of equal ones, without those of tiny shapes.
+
+  Raises:
+    ValueError: a line that is not a JSON object; names file and line.
+  """
+  found: dict[str, dict[str, Any]] = {}
+  for path in sorted(paths):
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+      try:
+        record = json.loads(line)
+      except json.JSONDecodeError as error:
+        raise ValueError(f'{path}, line {number}: not JSON: {error}') from error
+      if not isinstance(record, dict):
+        raise ValueError(f'{path}, line {number}: not a JSON object')
+      if record.get('bench') in BENCHES and '--tiny' not in str(record.get('command', '')):
+        found[json.dumps(_identity(record), sort_keys=True)] = record
+  return list(found.values())
+
+
+def _identity(record: Record) -> list[Any]:
+  keys = 'bench device op role model recipe activation dtype weights shape layouts mode remat'
+  return [record.get(key) for key in keys.split()]
+
+
+def title(record: Record) -> str:
+  """A record in a few words.
+
+  >>> title({'bench': 'ffn', 'recipe': 's_ste', 'activation': 'gelu', 'shape': {'tokens': 8, 'd': 4, 'hidden': 16}})
+  's_ste gelu 8 x 4 x 16'
+  """
+  shape = record['shape']
+  if isinstance(shape, Mapping):
+    wanted = ('tokens', 'd', 'hidden') if 'hidden' in shape else ('tokens', 'd_in', 'd_out')
+    wanted = ('batch', 'length') if record['bench'] in ('block', 'train_step') else wanted
+    shape = [shape[key] for key in wanted]
+  match record['bench']:
+    case 'ffn' | 'ffn_pytorch':
+      words = [record['recipe'], record['activation']]
+    case 'block' | 'train_step':
+      words = [record['model'], record['recipe']]
+    case 'sparse_matmul' | 'float8_products' | 'cusparselt' | 'epilogue':
+      words = [record['role'], record['dtype']]
+    case _:
+      words = [record['op'], record['dtype']]
+  return ' '.join([*words, ' x '.join(map(str, shape))])
+
+
+def milliseconds(record: Record) -> float:
+  """The time that counts: with mask searches spread over their period where there are any."""
+  return record.get('amortised_ms') or record['median_ms']
+
+
+def ratios(record: Record) -> dict[str, float]:
+  """Baseline -> how many times longer it takes."""
+  return {name: row['median_ms'] / milliseconds(record) for name, row in record.get('baselines', {}).items()}
+
+
+def bars(rows: Sequence[tuple[str, Mapping[str, float]]], *, label: str, unit: str = 'ms') -> str:
+  """Horizontal bars: for each row one bar a name, on one scale.
+
+  Args:
+    rows: (what, name -> value).
+    label: read out by screen readers.
+    unit: written behind each value.
+
+  Returns:
+    An `<svg>` element.
+  """
+  longest = max(value for _, values in rows for value in values.values())
+  left, right, thick = 380, 200, 15
+  height = sum(thick * len(values) + 12 for _, values in rows) + 6
+  out = [f'<svg viewBox="0 0 1000 {height}" role="img" aria-label="{escape(label)}" xmlns="http://www.w3.org/2000/svg">']
+  y = 4
+  for what, values in rows:
+    out.append(f'<text x="0" y="{y + 12}">{escape(what)}</text>')
+    for name, value in values.items():
+      width = max(1.0, value / longest * (1000 - left - right))
+      colour = _COLOURS.get(name, _OTHER)
+      out.append(f'<rect x="{left}" y="{y}" width="{width:.1f}" height="{thick - 3}" rx="2" fill="{colour}"/>')
+      text = f'{value:.3g} {unit} {name.replace("_", " ")}'
+      out.append(f'<text class="soft" x="{left + width + 7:.1f}" y="{y + 10.5}">{escape(text)}</text>')
+      y += thick
+    y += 12
+  return '\n'.join([*out, '</svg>'])
+
+
+def stacked(profile: Mapping[str, Mapping[str, Any]], *, label: str) -> str:
+  """Device time of a step by kind of kernel, one bar a twin."""
+  kinds = [kind for kind in next(iter(profile.values()))['by_kind_ms']]
+  colours = dict(zip(kinds, svg.PALETTE[1:] + svg.PALETTE[:1] + ('#bbbbbb',), strict=False))
+  totals = {twin: sum(summary['by_kind_ms'].values()) + summary['idle_ms'] for twin, summary in profile.items()}
+  scale = 830 / max(totals.values())
+  out = [
+    f'<svg viewBox="0 0 1000 {34 * len(profile) + 46}" role="img" aria-label="{escape(label)}"'
+    ' xmlns="http://www.w3.org/2000/svg">'
+  ]
+  for i, (twin, summary) in enumerate(profile.items()):
+    x, y = 80.0, 34 * i + 4
+    out.append(f'<text x="0" y="{y + 16}">{escape(twin.replace("_", " "))}</text>')
+    for kind, ms in summary['by_kind_ms'].items():
+      width = ms * scale
+      out.append(
+        f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="24" fill="{colours[kind]}">'
+        f'<title>{escape(kind)}: {ms:.3f} ms</title></rect>'
+      )
+      x += width
+    out.append(f'<text class="soft" x="{x + 6:.1f}" y="{y + 16}">{totals[twin]:.2f} ms</text>')
+  used = [kind for kind in kinds if any(summary['by_kind_ms'][kind] for summary in profile.values())]
+  x, y = 80.0, 34 * len(profile) + 22
+  for kind in used:
+    out.append(f'<rect x="{x}" y="{y - 10}" width="11" height="11" fill="{colours[kind]}"/>')
+    out.append(f'<text class="soft" x="{x + 15}" y="{y}">{escape(kind)}</text>')
+    x += 30 + 7.6 * len(kind)
+  return '\n'.join([*out, '</svg>'])
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+  def row(tag: str, cells: Sequence[str]) -> str:
+    texts = (f'<{tag}{"" if i == 0 else " class=n"}>{escape(cell)}</{tag}>' for i, cell in enumerate(cells))
+    return '<tr>' + ''.join(texts) + '</tr>'
+
+  body = '\n'.join(row('td', cells) for cells in rows)
+  return f'<div class="scroll"><table><thead>{row("th", heads)}</thead><tbody>\n{body}\n</tbody></table></div>'
+
+
+def _ratio_text(record: Record) -> str:
+  return ', '.join(f'{ratio:.3f} {name.replace("_", " ")}' for name, ratio in ratios(record).items())
+
+
+def _steps(bench: str, records: Sequence[Record]) -> str:
+  """Section of the benchmarks with dense twins: ffn, block, train_step."""
+  heads = {
+    'ffn': ('Feed-forward block', 'Forward and backward, packing and MVUE inside, masks given.'),
+    'ffn_pytorch': ('The same by PyTorch', "Its 2:4 operators at their best algorithm, against PyTorch's dense block."),
+    'block': ('Transformer block', 'Forward and backward of a whole block, packing inside.'),
+    'train_step': ('Training step', 'Optimizer, decay, packing and mask search inside; searches spread over 40 steps.'),
+  }
+  rows, charts = [], []
+  for record in records:
+    times = {'sparse': milliseconds(record)} | {n: row['median_ms'] for n, row in record['baselines'].items()}
+    charts.append((title(record), times))
+    speed = f'{record["tflops"]:.0f} TFLOP/s, logical' if 'tflops' in record else ''
+    if 'tokens_per_s' in record:
+      speed = f'{record["tokens_per_s"]:,.0f} tokens/s'
+    calls = record.get('sparse_calls') or {}
+    rows.append([
+      title(record), f'{milliseconds(record):.3f}',
+      ', '.join(f'{row["median_ms"]:.3f} {name.replace("_", " ")}' for name, row in record['baselines'].items()),
+      _ratio_text(record), speed, ' / '.join(str(calls.get(role, '')) for role in _ROLES),
+    ])  # fmt: skip
+  heading, lead = heads[bench]
+  parts = [
+    f'<h2>{heading}</h2><p class="soft">{lead} Medians over interleaved bursts in both orders.</p>',
+    bars(charts, label=heading),
+    _table(['case', 'ms', 'baselines, ms', 'times faster than', 'speed', 'sparse calls F / dX / dW'], rows),
+  ]  # fmt: skip
+  for record in records:
+    profile = {twin: summary for twin, summary in (record.get('profile') or {}).items() if summary}
+    if profile:
+      parts.append(f'<h3>Where the time goes, in a few traced steps: {escape(title(record))}</h3>')
+      parts.append(stacked(profile, label=f'device time of {title(record)}'))
+      kinds = list(next(iter(profile.values()))['by_kind_ms'])
+      cells = [[k, *(f'{s["by_kind_ms"][k]:.3f}' for s in profile.values())] for k in kinds]
+      cells += [[k.removesuffix('_ms'), *(f'{s[k]:.3f}' for s in profile.values())] for k in ('busy_ms', 'idle_ms')]
+      table = _table(['ms a step', *profile], [row for row in cells if any(float(c) for c in row[1:])])
+      parts.append(f'<details><summary>as a table</summary>{table}</details>')
+  return '\n'.join(parts)
+
+
+_PRODUCTS = {
+  'sparse_matmul': ('Sparse matmul', 'One kernel against the best dense XLA matmul of the same layout.'),
+  'float8_products': ('The products of an FP8 layer', 'Two of the three are sparse; the input gradient is dense FP8.'),
+  'cusparselt': (
+    'Beside cuSPARSELt', "Its fastest algorithm that is right and repeats, and the one that it takes by itself."
+  ),
+  'epilogue': ('What an epilogue costs', 'Up-projection with bias and GELU in the kernel, z kept or not.'),
+}
+
+
+def _matmul(bench: str, records: Sequence[Record]) -> str:
+  rows = [
+    [title(r), f'{r["median_ms"]:.3f}', f'{r["tflops"]:,.0f}' if 'tflops' in r else '', _ratio_text(r),
+     ', '.join(f'{b["sustained_ms"] / r["sustained_ms"]:.3f} {name.replace("_", " ")}'
+               for name, b in r['baselines'].items() if 'sustained_ms' in b),
+     f'{r["error"]:.1e}' if 'error' in r else '']
+    for r in records
+  ]  # fmt: skip
+  chart = [
+    (title(r), {'dense_fp8' if r['op'] == 'fp8_dot' else 'sparse': r['median_ms']} | {n: b['median_ms'] for n, b in r['baselines'].items()}) for r in records
+  ]
+  heading, lead = _PRODUCTS[bench]
+  return '\n'.join([
+    f'<h2>{heading}</h2><p class="soft">{lead}</p>',
+    bars(chart, label=heading),
+    _table(['problem', 'ms', 'logical TFLOP/s', 'times faster than', 'the same, sustained', 'error'], rows),
+  ])  # fmt: skip
+
+
+def _memory_bound(records: Sequence[Record]) -> str:
+  shares = [(title(r), {r['implementation']: 100 * r['copy_share']}) for r in records]
+  rows = [
+    [title(r), r['implementation'], f'{r["median_ms"]:.4f}', f'{100 * r["copy_share"]:.0f}%', _ratio_text(r)]
+    for r in records
+  ]
+  return '\n'.join([
+    '<h2>Memory-bound kernels</h2><p class="soft">Bytes that must move over time, as a share of a plain copy.</p>',
+    bars(shares, label='share of copy bandwidth', unit='%'),
+    _table(['kernel', 'written in', 'ms', 'of copy bandwidth', 'times faster than'], rows),
+  ])  # fmt: skip
+
+
+def _cards(records: Sequence[Record]) -> str:
+  cards = []
+  for record in sorted(records, key=lambda record: BENCHES.index(record['bench'])):
+    if record['bench'] in ('ffn', 'block', 'train_step') and record.get('headline'):
+      name, ratio = max(ratios(record).items(), default=('', 0.0), key=lambda pair: pair[0] == 'dense')
+      below = ' below' if ratio < 1 else ''
+      over = name.replace('_', ' ')
+      what = escape(f'{title(record)}, over {over}')
+      cards.append(f'<div class="card{below}"><b>{ratio:.2f}x</b><span>{what}</span></div>')
+  return f'<div class="cards">{"".join(cards)}</div>' if cards else ''
+
+
+def page(records: Sequence[Record]) -> str:
+  """The HTML of the page."""
+  devices = sorted({record['device'] for record in records})
+  versions = sorted({', '.join(f'{k} {v}' for k, v in record['versions'].items()) for record in records})
+  parts = [
+    '<h1>Measured speed</h1>',
+    f'<p class="soft">{escape("; ".join(devices))}. {escape("; ".join(versions))}. {len(records)} records.</p>',
+    _cards(records),
+  ]
+  for bench in BENCHES:
+    chosen = [record for record in records if record['bench'] == bench]
+    if chosen:
+      if bench in _PRODUCTS:
+        parts.append(_matmul(bench, chosen))
+      else:
+        parts.append(_memory_bound(chosen) if bench == 'memory_bound' else _steps(bench, chosen))
+      for note in dict.fromkeys(r['note'] for r in chosen if 'note' in r):
+        about = '; '.join(title(r) for r in chosen if r.get('note') == note)
+        parts.append(f'<p class="note">{escape(about)}: {escape(note)}.</p>')
+  commands = sorted({str(record.get('command')) for record in records})
+  items = ''.join(f'<li><code>{escape(c)}</code></li>' for c in commands)
+  parts.append(f'<h2>Commands</h2><ul>{items}</ul>')
+  return (
+    '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><link rel="icon" href="data:,">'
+    '<meta name="viewport" content="width=device-width, initial-scale=1"><title>Measured speed</title>'
+    f'<style>{_STYLE}</style></head><body><main>\n' + '\n'.join(parts) + '\n</main></body></html>\n'
+  )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+  """Writes the page."""
+  parser = argparse.ArgumentParser(prog='python -m experiments.bench_report', description='A page about the records.')
+  parser.add_argument('records', nargs='*', type=Path, help='JSON-lines files (default: all in experiments/results)')
+  parser.add_argument('--out', type=Path, default=Path('bench.html'), help='the page (default: %(default)s)')
+  options = parser.parse_args(argv)
+  records = load(options.records or RESULTS.glob('*.jsonl'))
+  if not records:
+    parser.error(f'no records of {", ".join(BENCHES)} found')
+  options.out.parent.mkdir(parents=True, exist_ok=True)
+  options.out.write_text(page(records))
+  print(f'{options.out}: {len(records)} records')
+
+
+if __name__ == '__main__':
+  main()

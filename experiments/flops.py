@@ -1,0 +1,223 @@
+"""Training FLOPs of a run, counted from the model's shapes, the recipe's densities and the phases.
+
+The count, in floating-point operations (a multiply and an add are two) of all tokens of all optimizer steps:
+
+- Forward of a linear layer with a weight [in, out] and density d: 2 d in out a token. Its two gradients cost the same
+  each. A step on which links grow by gradient takes the weight gradient dense.
+- Scores and weighted sum of attention: 4 D a pair of query and attended key, three times for forward and backward; a
+  token attends to the causal triangle (or the pattern's share of it).
+- The language-model head, 2 D V a token and pass, dense, is counted or not, as told.
+
+Left out: normalisation, activations, softmax, embedding look-up, optimizer, mask search; recomputation under remat.
+Sparse matmuls count what they need, whatever the kernel does: unstructured masks make nothing faster. XLA's own count
+of a dense step differs in one thing: it computes the whole attention square, for which there is `triangle=False`.
+"""
+
+from collections.abc import Callable, Mapping
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from ml_collections import ConfigDict
+import numpy as np
+
+from experiments.build import LINEAR, make_recipe
+from experiments.models import gpt2
+import sparse24_jax as s24
+from sparse24_jax.rules import is_weight, match_rules, path_string
+
+# Tokens of the tokenizers whose names tell.
+VOCABULARIES = {'bytes': 256, 'gpt2': 50257}
+
+
+@dataclasses.dataclass(frozen=True)
+class Count:
+  """FLOPs of training, by part.
+
+  Attributes:
+    linear: the blocks' linear layers, forward and both gradients.
+    attention: scores and weighted sums.
+    head: the output matrix.
+  """
+
+  linear: float
+  attention: float
+  head: float
+
+  def total(self, *, head: bool) -> float:
+    """All parts, the language-model head counted or not."""
+    return self.linear + self.attention + (self.head if head else 0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Curve:
+  """FLOPs of every optimizer step, float64 [steps] each; the fields of `Count`."""
+
+  linear: np.ndarray
+  attention: np.ndarray
+  head: np.ndarray
+
+  def sum(self, steps: int | None = None) -> Count:
+    """Over the first `steps`, all of them if None."""
+    return Count(*(float(part[:steps].sum()) for part in (self.linear, self.attention, self.head)))
+
+  def cumulative(self, *, head: bool) -> np.ndarray:
+    """FLOPs after each step, float64 [steps]."""
+    return np.cumsum(self.linear + self.attention + (self.head if head else 0.0))
+
+
+def weight_shapes(config: gpt2.GPT2Config) -> dict[str, tuple[int, ...]]:
+  """Shapes of the linear layers of a GPT-2, by path."""
+  params = _abstract_params(config)
+  leaves = jax.tree_util.tree_leaves_with_path(params)
+  return {path: leaf.shape for key, leaf in leaves if is_weight(path := path_string(key), leaf)}
+
+
+def _abstract_params(config: gpt2.GPT2Config) -> Any:
+  tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+  return jax.eval_shape(lambda t: gpt2.GPT2(config).init(jax.random.key(0), t)['params'], tokens)
+
+
+def densities(recipe: s24.Recipe, params: Any, steps: int) -> dict[str, np.ndarray]:
+  """Kept share of each sparse weight that the forward of each step reads, by path, float64 [steps]; 1 in dense phases.
+
+  A mask drawn after step t, and each `refresh_every` steps, is the one of the steps after it.
+  """
+  projections = {path: p for path, rule in match_rules(params, recipe).items() if (p := rule.policy.projection)}
+  leaves = jax.tree_util.tree_leaves_with_path(params)
+  shapes = {path: leaf.shape for key, leaf in leaves if (path := path_string(key)) in projections}
+  at = np.arange(steps)
+  drawn, which = np.unique(at - at % recipe.refresh_every, return_inverse=True)
+  sparse = _is_sparse(recipe, steps)
+  shared: dict[s24.Projection, dict[str, Any]] = {}
+  found = {}
+  for path, projection in projections.items():
+    if isinstance(projection.update, s24.Topology):
+      if projection not in shared:
+        together = {p: shapes[p] for p, other in projections.items() if other is projection}
+        shared[projection] = projection.update.densities(jnp.asarray(drawn), together)
+      density = np.broadcast_to(shared[projection][path], drawn.shape)[which].astype(np.float64)
+      # Until the first update of a sparse phase the mask is what a dense one leaves: all links, or 2:4.
+      for begin in np.flatnonzero(sparse[1:] & ~sparse[:-1]) + 1:
+        first_update = (begin // recipe.refresh_every + 1) * recipe.refresh_every
+        density[begin:first_update] = 0.5 if projection.update.structure else 1.0
+    else:
+      w = jax.random.normal(jax.random.key(0), shapes[path][-2:])
+      density = np.full(steps, float(jnp.mean(projection.mask(w, projection.init(w)))))
+    found[path] = np.where(sparse, density, 1.0)
+  return found
+
+
+def _per_step(recipe: s24.Recipe, steps: int, value: Callable[[s24.Phase], Any]) -> np.ndarray:
+  """`value` of the phase of every step, [steps]; phases begin where `phase_at` has them."""
+  begins = [round(sum(p.fraction for p in recipe.phases[:i]) * steps) for i in range(len(recipe.phases))] + [steps]
+  return np.repeat([value(phase) for phase in recipe.phases], np.diff(begins))
+
+
+def _is_sparse(recipe: s24.Recipe, steps: int) -> np.ndarray:
+  return _per_step(recipe, steps, lambda phase: phase.name == 'sparse')
+
+
+def _grows_by_gradient(recipe: s24.Recipe, projection: s24.Projection, steps: int) -> np.ndarray:
+  """Steps whose weight gradient is dense because links grow by it, bool [steps]."""
+  topology = projection.update
+  at = np.arange(1, steps + 1)
+  if not isinstance(topology, s24.Topology) or topology.random_share >= 1:
+    return np.zeros(steps, bool)
+  moves = topology.drop_fraction
+  zeta = np.asarray(moves(jnp.asarray(at))) if callable(moves) else np.full(steps, moves)
+  due = (at % recipe.refresh_every == 0) & _is_sparse(recipe, steps)
+  return due & ((zeta > 0) | callable(topology.density))
+
+
+def count(
+  config: gpt2.GPT2Config, recipe: s24.Recipe, *, steps: int, batch: int, length: int, triangle: bool = True
+) -> Curve:
+  """FLOPs of every step of a run.
+
+  Args:
+    config: the model.
+    recipe: what is sparse and when.
+    steps: optimizer steps.
+    batch: sequences an optimizer step.
+    length: tokens a sequence.
+    triangle: count only the attended pairs; False counts the whole square, as dense attention computes it.
+  """
+  params = _abstract_params(config)
+  shapes = weight_shapes(config)
+  kept = densities(recipe, params, steps)
+  rules = match_rules(params, recipe)
+  tokens = float(batch * length)
+  linear = np.zeros(steps)
+  for path, shape in shapes.items():
+    dense = 2.0 * math.prod(shape) * tokens
+    if path not in kept:
+      linear += 3 * dense
+      continue
+    grows = _grows_by_gradient(recipe, rules[path].policy.projection, steps)
+    weight_gradient = np.where(grows, 1.0, _weight_gradient(rules[path], kept[path]))
+    linear += dense * (kept[path] + _input_gradient(rules[path], kept[path]) + weight_gradient)
+  pairs = length * (length + 1) / 2 if triangle else float(length) ** 2
+  attended = _per_step(recipe, steps, lambda phase: phase.attention.share(length) if phase.attention else 1.0)
+  attention = 3 * 4.0 * config.embed_dim * config.num_layers * batch * pairs * attended
+  head = np.full(steps, 3 * 2.0 * config.embed_dim * config.vocab_size * tokens)
+  return Curve(linear, attention, head)
+
+
+def _input_gradient(rule: s24.Rule, kept: np.ndarray) -> np.ndarray:
+  """Share of the input-gradient matmul that is needed, [steps]: 2:4 along the other axis does not help it."""
+  policy = rule.policy
+  saves = policy.input_grad == 'sparse' or (policy.projection is not None and policy.projection.update is not None)
+  return kept if saves else np.ones_like(kept)
+
+
+def _weight_gradient(rule: s24.Rule, kept: np.ndarray) -> np.ndarray:
+  """Share of the weight-gradient matmul that is needed, [steps]: links alone, or a sampled half."""
+  policy = rule.policy
+  if policy.projection is not None and policy.projection.update is not None:
+    return kept
+  return np.where((kept < 1) & (policy.weight_grad != 'dense'), 0.5, 1.0)
+
+
+def of_experiment(config: Any, recipe: s24.Recipe, *, vocab_size: int) -> Curve:
+  """`count` for a configuration of `experiments.experiment`; ValueError for a model that is not a GPT-2."""
+  model = dict(config.model)
+  if (family := model.pop('family', 'gpt2')) != 'gpt2':
+    raise ValueError(f'model.family is {family!r}; FLOPs are counted for gpt2 only')
+  size = model.pop('size')
+  vocab = math.ceil(vocab_size / config.vocab_multiple) * config.vocab_multiple
+  made = gpt2.make_config(size, vocab_size=vocab, **model)
+  return count(made, recipe, steps=config.steps, batch=config.data.batch_size, length=config.data.seq_len)
+
+
+def of_run(stored: Mapping[str, Any]) -> Curve | None:
+  """`of_experiment` for the stored configuration of a run; None where the model or the vocabulary is not known."""
+  config: Any = ConfigDict(stored)
+  vocab = VOCABULARIES.get(config.data.tokenizer)
+  if vocab is None or config.model.get('family', 'gpt2') != 'gpt2':
+    return None
+  return of_experiment(config, make_recipe(config), vocab_size=vocab)
+
+
+def named_recipe(name: str) -> ConfigDict:
+  """The recipe section of a configuration for a recipe with its defaults; dynamic sparse training on all linear layers.
+
+  RigL, SET and static masks get density 0.2.
+  """
+  kwargs = {'path': LINEAR} if name in ('mixed_sparsity', 'rigl', 'set_', 'static') else {}
+  if name in ('rigl', 'set_', 'static'):
+    kwargs['density'] = 0.2  # the 80% sparsity of the baselines of arXiv 2408.11746
+  return ConfigDict({'name': name, 'kwargs': kwargs, 'flip_rate': 'refresh'})
+
+
+def table(curve: Curve, dense: Curve) -> list[tuple[str, float, float, float]]:
+  """Rows of part, dense FLOPs, FLOPs, and dense over the recipe's; of parts and both totals."""
+  ours, theirs = curve.sum(), dense.sum()
+  rows = [(part, getattr(theirs, part), getattr(ours, part)) for part in ('linear', 'attention', 'head')]
+  rows += [
+    ('total, head not counted', theirs.total(head=False), ours.total(head=False)),
+    ('total, head counted', theirs.total(head=True), ours.total(head=True)),
+  ]
+  return [(part, a, b, a / b) for part, a, b in rows]

@@ -1,0 +1,67 @@
+"""A recipe whose phases name attention patterns: training and evaluation run under the pattern of the phase."""
+
+import contextlib
+import io
+import json
+import pathlib
+import tempfile
+
+from absl.testing import absltest
+
+from experiments import build, experiment, train
+from experiments.bench import attention
+import sparse24_jax as s24
+from tests.experiments.fakes import compile_quickly, FakeData, temp_folder
+
+
+def setUpModule():
+  compile_quickly()
+
+
+def config(**model):
+  found = experiment.load_config('nano', tiny=True)
+  with found.unlocked():
+    kwargs = {'attention': {'kind': 'local', 'window': 4}, 'refresh_every': 1, 'warm_up': 0.5, 'restoration': 0.25}
+    found.recipe.update({'name': 'mixed_sparsity', 'kwargs': kwargs})
+    found.model.update({'num_layers': 1} | model)
+  found.update({'steps': 8, 'log_every': 4, 'eval_every': 4, 'eval_batches': 2, 'checkpoint_every': 8})
+  return found
+
+
+class AttentionPhasesTest(absltest.TestCase):
+  def test_phases_and_their_models(self):
+    parts = build.make_parts(config(), data=FakeData())
+    local = s24.AttentionPattern('local', 4)
+    found = [build.phase_of(parts, step)[1] for step in range(8)]
+    self.assertEqual(found, [None] * 4 + [local] * 2 + [None] * 2)
+    self.assertIsNone(build.model_for(parts, None).config.attention_pattern)
+    self.assertEqual(build.model_for(parts, local).config.attention_pattern, local)
+    state = train.init_state(parts)
+    full, near = (float(train.make_eval(parts, 'sparse', a, num_batches=2)(state)) for a in (None, local))
+    self.assertGreater(abs(full - near), 1e-4)
+
+  def test_trains_through_all_phases(self):
+    folder = temp_folder(self)
+    summary = train.train(config(), folder, data=FakeData(), quiet=True)
+    self.assertEqual(summary['steps'], 8)
+    self.assertTrue((pathlib.Path(folder) / 'summary.json').exists())
+
+  def test_two_sources_of_patterns_are_refused(self):
+    with self.assertRaisesRegex(ValueError, r'so does model\.attention_pattern'):
+      build.make_parts(config(attention_pattern='x'), data=FakeData())
+
+
+class BenchTest(absltest.TestCase):
+  def test_record(self):
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()) as out:
+      path = pathlib.Path(folder) / 'x.jsonl'
+      argv = ['--out', str(path), '--tiny', '--rounds', '1', '--steps', '2', '--select', 'combined-1k']
+      self.assertEqual(attention.main(argv), 0, out.getvalue())
+      record = json.loads(path.read_text())
+    self.assertEqual(set(record['baselines']), {'masked', 'full'})
+    for errors in record['error'].values():
+      self.assertLess(max(errors.values()), 1e-5)
+
+
+if __name__ == '__main__':
+  absltest.main()

@@ -1,0 +1,91 @@
+"""The page about benchmark records."""
+
+import contextlib
+import html.parser
+import io
+import json
+import pathlib
+import tempfile
+
+from absl.testing import absltest
+
+from experiments import bench_report
+
+KINDS = {'GEMM sparse': 2.0, 'GEMM dense': 1.0, 'other': 0.0}
+RECORD = {
+  'bench': 'ffn', 'device': 'Card <1>', 'versions': {'jax': '1'}, 'command': 'python x', 'op': 'ffn',
+  'recipe': 'transposable_srste', 'activation': 'gelu', 'shape': {'tokens': 8, 'd': 4, 'hidden': 16},
+  'median_ms': 2.0, 'baselines': {'dense': {'median_ms': 3.0}}, 'tflops': 10.0, 'headline': True,
+  'sparse_calls': {'forward': 2, 'input_grad': 2, 'weight_grad': 2},
+  'profile': {'sparse': {'by_kind_ms': KINDS, 'busy_ms': 3.0, 'idle_ms': 0.5, 'top': []}, 'dense': None},
+}  # fmt: skip
+
+
+class Balanced(html.parser.HTMLParser):
+  """Fails on a tag that is closed out of order."""
+
+  def __init__(self):
+    super().__init__()
+    self.open = []
+
+  def handle_starttag(self, tag, attrs):
+    if tag not in ('meta', 'link', 'rect', 'br'):
+      self.open.append(tag)
+
+  def handle_endtag(self, tag):
+    if tag not in ('rect',):
+      assert self.open.pop() == tag, tag
+
+
+def write(folder, *records):
+  path = pathlib.Path(folder) / 'records.jsonl'
+  path.write_text('\n'.join(json.dumps(record) for record in records))
+  return path
+
+
+class PageTest(absltest.TestCase):
+  def test_shows_the_committed_records(self):
+    records = bench_report.load(bench_report.RESULTS.glob('*.jsonl'))
+    self.assertNotEmpty(records)
+    text = bench_report.page(records)
+    self.assertIn('Sparse matmul', text)
+    parser = Balanced()
+    parser.feed(text)
+    self.assertEqual(parser.open, [])
+
+  def test_ratios_profile_and_escaping(self):
+    text = bench_report.page([RECORD])
+    for wanted in ('1.50x', '1.500 dense', '2 / 2 / 2', 'Where the time goes', 'GEMM sparse', 'Card &lt;1&gt;'):
+      self.assertIn(wanted, text)
+    self.assertNotIn('http', text.replace('http://www.w3.org/2000/svg', ''))
+
+  def test_a_step_counts_its_searches(self):
+    step = RECORD | {'bench': 'train_step', 'model': 'm', 'shape': {'batch': 2, 'length': 3}, 'amortised_ms': 2.4,
+                     'tokens_per_s': 1234.0, 'profile': None}  # fmt: skip
+    self.assertEqual(bench_report.ratios(step), {'dense': 1.25})
+    self.assertIn('1,234 tokens/s', bench_report.page([step]))
+
+  def test_the_last_of_equal_records_counts_and_tiny_ones_do_not(self):
+    other = RECORD | {'median_ms': 2.5}
+    tiny = RECORD | {'command': 'python x --tiny', 'activation': 'swiglu'}
+    with tempfile.TemporaryDirectory() as folder:
+      found = bench_report.load([write(folder, RECORD, tiny, other, {'bench': 'unknown'})])
+    self.assertEqual([record['median_ms'] for record in found], [2.5])
+
+  def test_a_broken_line_is_named(self):
+    with tempfile.TemporaryDirectory() as folder:
+      path = write(folder, RECORD)
+      path.write_text(path.read_text() + '\n{"bench": ')
+      with self.assertRaisesRegex(ValueError, 'records.jsonl, line 2'):
+        bench_report.load([path])
+
+  def test_command_line(self):
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()) as out:
+      page = pathlib.Path(folder) / 'new' / 'page.html'
+      bench_report.main([str(write(folder, RECORD)), '--out', str(page)])
+      self.assertIn('Feed-forward block', page.read_text())
+    self.assertIn('1 records', out.getvalue())
+
+
+if __name__ == '__main__':
+  absltest.main()
