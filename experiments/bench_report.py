@@ -15,7 +15,8 @@ from experiments import svg
 
 RESULTS = Path(__file__).parent / 'results'
 BENCHES = (
-  'ffn', 'ffn_pytorch', 'block', 'train_step', 'sparse_matmul', 'float8_products', 'cusparselt', 'epilogue', 'memory_bound',
+  'ffn', 'ffn_pytorch', 'block', 'train_step', 'sparse_matmul', 'float8_products', 'cusparselt', 'epilogue',
+  'memory_bound',
 )  # fmt: skip
 _COLOURS = {'sparse': '#0072b2', 'dense': '#7f7f7f', 'dense_fp8': '#b38600', 'cusparselt': '#d55e00', 'xla': '#7f7f7f'}
 _OTHER = '#b2629a'
@@ -222,7 +223,10 @@ _PRODUCTS = {
   'cusparselt': (
     'Beside cuSPARSELt', "Its fastest algorithm that is right and repeats, and the one that it takes by itself."
   ),
-  'epilogue': ('What an epilogue costs', 'Up-projection with bias and GELU in the kernel, z kept or not.'),
+  'epilogue': (
+    'What an epilogue costs',
+    'An up-projection that writes GELU(z) and z; the same without z, without GELU, in two passes.',
+  ),
 }
 
 
@@ -235,8 +239,10 @@ def _matmul(bench: str, records: Sequence[Record]) -> str:
     for r in records
   ]  # fmt: skip
   chart = [
-    (title(r), {'dense_fp8' if r['op'] == 'fp8_dot' else 'sparse': r['median_ms']} | {n: b['median_ms'] for n, b in r['baselines'].items()}) for r in records
-  ]
+    (title(r), {'dense_fp8' if r['op'] == 'fp8_dot' else 'sparse': r['median_ms']}
+     | {n: b['median_ms'] for n, b in r['baselines'].items()})
+    for r in records
+  ]  # fmt: skip
   heading, lead = _PRODUCTS[bench]
   return '\n'.join([
     f'<h2>{heading}</h2><p class="soft">{lead}</p>',
@@ -256,6 +262,36 @@ def _memory_bound(records: Sequence[Record]) -> str:
     bars(shares, label='share of copy bandwidth', unit='%'),
     _table(['kernel', 'written in', 'ms', 'of copy bandwidth', 'times faster than'], rows),
   ])  # fmt: skip
+
+
+_METHODS = {
+  'transposable_srste': 'FST, bfloat16', 's_ste': 'S-STE, bfloat16', 's_ste_fp8': 'S-STE, FP8',
+}  # fmt: skip
+_PROGRAMS = {'ffn': 'feed-forward block', 'block': 'transformer block', 'train_step': 'training step'}
+
+
+def markdown(records: Sequence[Record]) -> str:
+  """The records of blocks and steps as the table of the README.
+
+  >>> row = {'median_ms': 2.0, 'baselines': {'dense': {'median_ms': 3.0}, 'dense_fp8': {'median_ms': 2.5}}}
+  >>> ffn = {'bench': 'ffn', 'recipe': 's_ste_fp8', 'activation': 'gelu', 'shape': {'tokens': 8, 'd': 4, 'hidden': 16}}
+  >>> print(markdown([ffn | row]).splitlines()[-1])
+  | feed-forward block, gelu, 8 x 4 x 16 | S-STE, FP8 | 2.00 | 3.00; FP8 2.50 | **1.50**; over FP8 1.25 |
+  """
+  lines = ['| what | method | sparse, ms | dense, ms | times faster |', '|---|---|---|---|---|']
+  for bench, name in _PROGRAMS.items():
+    for record in (record for record in records if record['bench'] == bench):
+      shape, found = record['shape'], ratios(record)
+      sizes = ('tokens', 'd', 'hidden') if bench == 'ffn' else ('batch', 'length')
+      kind = record['activation'] if bench == 'ffn' else record['model']
+      dense, faster = f'{record["baselines"]["dense"]["median_ms"]:.2f}', f'**{found["dense"]:.2f}**'
+      if 'dense_fp8' in found:
+        dense += f'; FP8 {record["baselines"]["dense_fp8"]["median_ms"]:.2f}'
+        faster += f'; over FP8 {found["dense_fp8"]:.2f}'
+      what = f'{name}, {kind}, {" x ".join(str(shape[size]) for size in sizes)}'
+      method = _METHODS.get(record['recipe'], record['recipe'])
+      lines.append(f'| {what} | {method} | {milliseconds(record):.2f} | {dense} | {faster} |')
+  return '\n'.join(lines)
 
 
 def _cards(records: Sequence[Record]) -> str:
@@ -304,10 +340,14 @@ def main(argv: Sequence[str] | None = None) -> None:
   parser = argparse.ArgumentParser(prog='python -m experiments.bench_report', description='A page about the records.')
   parser.add_argument('records', nargs='*', type=Path, help='JSON-lines files (default: all in experiments/results)')
   parser.add_argument('--out', type=Path, default=Path('bench.html'), help='the page (default: %(default)s)')
+  parser.add_argument('--markdown', action='store_true', help='print the table of the README instead')
   options = parser.parse_args(argv)
   records = load(options.records or RESULTS.glob('*.jsonl'))
   if not records:
     parser.error(f'no records of {", ".join(BENCHES)} found')
+  if options.markdown:
+    print(markdown(records))
+    return
   options.out.parent.mkdir(parents=True, exist_ok=True)
   options.out.write_text(page(records))
   print(f'{options.out}: {len(records)} records')

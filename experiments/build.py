@@ -43,6 +43,9 @@ FAMILIES: Mapping[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 
 # The feed-forward matrices, which every paper here makes sparse.
 FFN = r'.*/mlp/.*'
+# The same one by one, for recipes that tell them apart.
+FFN_UP = r'.*/mlp/c_fc/kernel'
+FFN_DOWN = r'.*/mlp/c_proj/kernel'
 # Every linear layer of the blocks, which mixed sparsity training takes.
 LINEAR = r'.*/(attn|mlp)/.*'
 
@@ -53,8 +56,9 @@ def make_recipe(config: Config) -> s24.Recipe:
   """Returns the library's recipe that the configuration describes.
 
   `recipe.kwargs.watch`, a projection, is given by its name; `recipe.kwargs.path` is `FFN` unless given, for recipes
-  that need one, and so is `total_steps`, `steps`; `recipe.kwargs.attention` is {'kind': ..., 'window': ...};
-  `recipe.flip_rate` overrides the recipe's own.
+  that need one, and so are `up` and `down`, `FFN_UP` and `FFN_DOWN`, and `total_steps`, `steps`;
+  `recipe.kwargs.attention` is {'kind': ..., 'window': ...} and `recipe.kwargs.policy` {'pattern': ..., 'v': ..., 'm':
+  ...}; `recipe.flip_rate` overrides the recipe's own.
 
   Raises:
     ValueError: no such recipe, or arguments that it does not take.
@@ -68,13 +72,16 @@ def make_recipe(config: Config) -> s24.Recipe:
     kwargs['watch'] = getattr(s24, kwargs['watch'])()
   make = getattr(s24.recipes, name)
   signature = inspect.signature(make)
-  if signature.parameters['path'].default is inspect.Parameter.empty:
-    kwargs.setdefault('path', FFN)
+  for key, path in (('path', FFN), ('up', FFN_UP), ('down', FFN_DOWN)):
+    if key in signature.parameters and signature.parameters[key].default is inspect.Parameter.empty:
+      kwargs.setdefault(key, path)
   if 'total_steps' in signature.parameters:
     kwargs.setdefault('total_steps', config.steps)
   if isinstance(kwargs.get('attention'), dict):
     kwargs['attention'] = s24.AttentionPattern(**kwargs['attention'])
   try:
+    if isinstance(kwargs.get('policy'), dict):
+      kwargs['policy'] = s24.ActivationPolicy(**kwargs['policy'])
     signature.bind(**kwargs)
   except TypeError as error:
     raise ValueError(f'recipe.kwargs of {name}{signature}: {error}') from error
@@ -132,6 +139,15 @@ def phase_of(parts: Parts, step: int) -> tuple[str, s24.AttentionPattern | None]
   """Name and attention pattern of the phase of an optimizer step: what a compiled program depends on."""
   steps = parts.config.steps
   return s24.phase_at(parts.recipe, step, steps), s24.attention_at(parts.recipe, step, steps)
+
+
+def eval_phase(recipe: s24.Recipe, phase: str) -> str:
+  """The phase whose forward is evaluated after a step of `phase`: dense, where the recipe has sparse activations.
+
+  Which neurons a V:N:M pattern keeps for a token depends on all tokens of its block, later ones included, so a loss
+  under the pattern would tell of the very token that it predicts.
+  """
+  return 'dense' if any(rule.activation is not None for rule in recipe.rules) else phase
 
 
 def model_for(parts: Parts, attention: s24.AttentionPattern | None, **changes: Any) -> nn.Module:
@@ -208,6 +224,16 @@ def state_sharding(mesh: Mesh, tree: Any) -> Any:
     return NamedSharding(mesh, PartitionSpec(*(['fsdp' if a == longest else None for a in range(len(leaf.shape))])))
 
   return jax.tree.map(spec, tree)
+
+
+def validation_batches(parts: Parts, count: int) -> dict[str, Any]:
+  """The first validation batches, stacked to [count, B, T] and split over the mesh."""
+  batches = list(parts.data.validation(count))
+  stacked = {key: np.stack([batch[key] for batch in batches]) for key in batches[0]}
+  if parts.mesh is None:
+    return stacked
+  sharding = NamedSharding(parts.mesh, PartitionSpec(None, ('data', 'fsdp')))
+  return {key: jax.device_put(x, sharding) for key, x in stacked.items()}
 
 
 def shard_batch(parts: Parts, batch: Mapping[str, np.ndarray]) -> dict[str, Any]:

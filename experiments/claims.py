@@ -22,6 +22,8 @@ TIE = 0.01
 
 FST = 'Hu et al., Accelerating Transformer Pre-training with 2:4 Sparsity, arXiv 2404.01847'
 MST = 'Liu et al., Mixed Sparsity Training, arXiv 2408.11746'
+NEURON_LEVEL = 'To 2:4 Sparsity and Beyond: Neuron-level Activation Function, arXiv 2602.06183'
+ACTIVATIONS = 'Haziza et al., 2:4 Activation Sparsity, arXiv 2503.16672'
 S_STE = 'Hu et al., S-STE: Continuous Pruning Function for Efficient 2:4 Sparse Pre-training, arXiv 2409.09099'
 
 
@@ -150,6 +152,10 @@ _CLAIMS: Sequence[tuple[str, str, Callable[[Groups], tuple[Verdict, str] | None]
    lambda m: _lower(m, 'mixed_sparsity', 'rigl', ('MST', 'RigL'), ties=False)),
   ('Mixed sparsity training beats a static mask at as many FLOPs.', MST,
    lambda m: _lower(m, 'mixed_sparsity', 'static', ('MST', 'the static mask'), ties=False)),
+  ('2:4 weights with V:N:M activations reach the quality of dense squared ReLU.', NEURON_LEVEL,
+   lambda m: _lower(m, 'neuron_level', 'dense_relu2', ('V:N:M', 'dense squared ReLU'), ties=True)),
+  ('2:4 activations reach the quality of dense squared ReLU.', ACTIVATIONS,
+   lambda m: _lower(m, 'neuron_level_24', 'dense_relu2', ('2:4', 'dense squared ReLU'), ties=True)),
 )  # fmt: skip
 
 

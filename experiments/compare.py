@@ -35,7 +35,7 @@ def compare(
   Args:
     folder: gets one folder a run, and report.html.
     experiment: see `experiment.load_config`.
-    names: keys of `methods.METHODS`.
+    names: keys of `methods.METHODS` or `methods.GROUPS`.
     seeds: one run a method and seed.
     tiny: the experiment's tiny twin.
     overrides: 'section.key=value' strings.
@@ -82,8 +82,11 @@ def write_records(found: Iterable[runs.RunRecord], path: Path, *, experiment: st
       'training_flops': _training_flops(run),
       'corpus': run.config['data']['corpus'],
       'optimizer': run.config['optimizer'],
+      'sparse_steps': run.sparse_steps,
       'validation_loss': run.validation_loss,
       'flip_rate': run.flip_summary(),
+      # Per layer, of squared-ReLU blocks: at the first evaluation, the last one of the sparse phase, and the last.
+      'activations': run.activation_summary(),
       'seconds': run.seconds,
       'tokens_per_s': run.tokens_per_s,
       # Runs from before these two were stored have no commit to tell, and their command is today's at best.

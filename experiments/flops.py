@@ -3,7 +3,8 @@
 The count, in floating-point operations (a multiply and an add are two) of all tokens of all optimizer steps:
 
 - Forward of a linear layer with a weight [in, out] and density d: 2 d in out a token. Its two gradients cost the same
-  each. A step on which links grow by gradient takes the weight gradient dense.
+  each. A step on which links grow by gradient takes the weight gradient dense. Sparse activations take part in four of
+  the six products of a feed-forward block, with two of M entries; weight gradients have a dense share of neurons.
 - Scores and weighted sum of attention: 4 D a pair of query and attended key, three times for forward and backward; a
   token attends to the causal triangle (or the pattern's share of it).
 - The language-model head, 2 D V a token and pass, dense, is counted or not, as told.
@@ -155,6 +156,13 @@ def count(
     dense = 2.0 * math.prod(shape) * tokens
     if path not in kept:
       linear += 3 * dense
+      continue
+    if activation := rules[path].activation:
+      # One of forward and input gradient has the weight as its sparse operand, the other, like the weight gradient,
+      # the activations.
+      share = np.where(_is_sparse(recipe, steps), 2 / activation.group, 1.0)
+      whole = activation.dense_features
+      linear += dense * (kept[path] + share + whole + (1 - whole) * share)
       continue
     grows = _grows_by_gradient(recipe, rules[path].policy.projection, steps)
     weight_gradient = np.where(grows, 1.0, _weight_gradient(rules[path], kept[path]))

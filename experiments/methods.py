@@ -38,6 +38,9 @@ class Method:
   steps: float = 1.0
 
 
+# Sparse activations take the whole feed-forward block.
+_SQUARED_RELU = {'mlp': 'relu2', 'fused_mlp': True}
+
 # Decay factors belong to the nano experiment. FST's is what `python -m experiments tune-decay --config nano` chose
 # (results/tune_decay_nano.json); that of SR-STE is the best of 2e-4 (the paper's, with SGD), 0.3, 3 and 30 with seed 0
 # (results/decay_sweep_nano.jsonl).
@@ -72,6 +75,16 @@ METHODS: Mapping[str, Method] = {
   'set_': Method('SET', 'set_', {'path': LINEAR, 'refresh_every': 25, 'density': 0.1754}),
   'static': Method('static mask', 'static', {'path': LINEAR, 'density': 0.1754}),
   'dense_short': Method('dense, as many FLOPs', 'dense', steps=0.24),
+  # Sparse activations, in squared-ReLU blocks. A batch of nano is 16 sequences of 64 tokens: a block of 64 is one of
+  # them, as the 64 of the papers' kernels is a small part of a real one; 16 leaves as many tokens a quarter of it.
+  'dense_relu2': Method(
+    'dense, squared ReLU', 'dense', {'path': FFN, 'watch': 'soft_threshold_projection'}, _SQUARED_RELU
+  ),
+  'neuron_level': Method('neuron level, 16:2:8', 'neuron_level', {'policy': {'v': 16, 'm': 8}}, _SQUARED_RELU),
+  'neuron_level_v64': Method('neuron level, 64:2:8', 'neuron_level', {'policy': {'v': 64, 'm': 8}}, _SQUARED_RELU),
+  'neuron_level_24': Method(
+    'neuron level, 2:4', 'neuron_level', {'policy': {'pattern': '2:4'}}, _SQUARED_RELU
+  ),
 }
 
 # The methods of a comparison at equal steps, and of one at equal FLOPs (with dense at equal steps).
@@ -82,6 +95,21 @@ AT_EQUAL_FLOPS = (
   'dense', 'mixed_sparsity', 'mixed_sparsity_keep_moments', 'mixed_sparsity_24', 'rigl', 'set_', 'static',
   'dense_short',
 )  # fmt: skip
+# The methods with sparse activations, at equal steps with their dense twin.
+WITH_ACTIVATIONS = ('dense_relu2', 'neuron_level', 'neuron_level_v64', 'neuron_level_24')
+
+GROUPS: Mapping[str, Sequence[str]] = {
+  'equal-steps': AT_EQUAL_STEPS, 'equal-flops': AT_EQUAL_FLOPS, 'activations': WITH_ACTIVATIONS,
+}  # fmt: skip
+
+
+def expand(names: Sequence[str]) -> list[str]:
+  """Names of methods, from those of methods and of `GROUPS`; each once.
+
+  >>> expand(['dense', 'activations'])
+  ['dense', 'dense_relu2', 'neuron_level', 'neuron_level_v64', 'neuron_level_24']
+  """
+  return list(dict.fromkeys(method for name in names for method in GROUPS.get(name, (name,))))
 
 
 def configure(config: Config, method: str, seed: int) -> Config:
@@ -125,7 +153,7 @@ def run_all(
 
   Args:
     experiment: name or path of the experiment, see `load_config`.
-    methods: keys of `METHODS`.
+    methods: keys of `METHODS` or `GROUPS`.
     seeds: one run a method and seed.
     folder: gets one run folder each, `<method>-seed<seed>`.
     tiny: use the experiment's tiny twin.
@@ -140,7 +168,7 @@ def run_all(
   """
   refuse_overrides(overrides, _SET_BY_METHOD | _SET_BY_SEED)
   base = load_config(experiment, overrides, tiny=tiny)
-  configs = {f'{method}-seed{seed}': configure(base, method, seed) for seed in seeds for method in methods}
+  configs = {f'{method}-seed{seed}': configure(base, method, seed) for seed in seeds for method in expand(methods)}
   folders = []
   for name, config in configs.items():
     with config.unlocked():

@@ -3,12 +3,13 @@
 from collections.abc import Mapping, Sequence
 import dataclasses
 from html import escape
+import itertools
 import json
 from pathlib import Path
 
 import numpy as np
 
-from experiments import claims, flops, svg
+from experiments import activations, claims, flops, svg
 from experiments import runs as runs_lib
 from experiments.runs import RunRecord
 
@@ -75,6 +76,7 @@ def write_report(folders: Sequence[str | Path], out: str | Path, *, title: str =
     _findings(found),
     _losses(groups, colours),
     _flops(groups, colours),
+    _activations(groups),
     _flips(groups, colours),
     _settings(found),
   ]
@@ -104,11 +106,12 @@ def table_rows(groups: Groups) -> list[list[str]]:
     Rows of: label, seeds, validation loss, its spread, difference to dense, the same seed by seed, peak flip rate,
     flip rate in the tenth before the common end of the sparse phases, seconds.
   """
-  dense = next((group for group in groups.values() if group[0].method == 'dense'), ())
+  baselines = {group[0].method: group for group in groups.values() if group[0].method in runs_lib.DENSE}
   end = runs_lib.common_sparse_end(run for group in groups.values() for run in group)
   rows = []
   for label, group in groups.items():
     losses = [run.validation_loss for run in group]
+    dense = baselines.get(group[0].baseline, ())
     differences = claims.paired(group, dense) if group is not dense else []
     flips = [summary for run in group if (summary := run.flip_summary(end))]
     rows.append(
@@ -284,6 +287,45 @@ def _flops(groups: Groups, colours: Mapping[str, str]) -> str:
     'blocks, forward and backward, and causal attention; without the language-model head, and as if the hardware '
     f'skipped every zero.</p><figure>{chart}</figure>'
   )
+
+
+_MEASURES = {
+  activations.ZEROS: 'share of zeros',
+  activations.KEPT_SUM: 'share of the sum that the pattern keeps',
+}
+
+
+def _activations(groups: Groups) -> str:
+  """Sparsity of squared ReLU over training, a chart a method and measure with a line a layer."""
+  charts = []
+  for label, group in groups.items():
+    for measure, name in _MEASURES.items():
+      layers = group[0].validation[-1].get(measure, {}) if group[0].validation else {}
+      curves = {layer: [run.activation_curve(measure, layer) for run in group] for layer in layers}
+      lines = [
+        line
+        for i, (layer, found) in enumerate(curves.items())
+        if (line := _line(layer if len(layers) <= 12 else '', svg.PALETTE[1 + i % (len(svg.PALETTE) - 1)], found))
+      ]
+      if lines:
+        title = f'{label}: {name}'
+        chart = svg.line_chart(
+          lines, title=title, y_label=name, y_range=(0.0, 1.0), marks=_phase_marks(group[0]), width=380, height=230
+        )
+        charts.append(f'<figure><figcaption>{escape(title)}</figcaption>{chart}</figure>')
+  if not charts:
+    return ''
+  return (
+    '<h2>Activations</h2><p class="caption">Squared ReLU on validation text, in the forward that the step trains with, '
+    'each layer by itself: its share of zeros before any pattern, and how much of its sum the pattern keeps (in dense '
+    f'phases: would keep). Validation losses of these runs are always those of the dense model.</p>'
+    f'<div class="charts small">{"".join(charts)}</div>'
+  )
+
+
+def _phase_marks(run: RunRecord) -> list[tuple[float, str]]:
+  """Where a phase follows another, to the distance of two log lines."""
+  return [(float(a['step']), b['phase']) for a, b in itertools.pairwise(run.train) if a['phase'] != b['phase']]
 
 
 def _flips(groups: Groups, colours: Mapping[str, str]) -> str:

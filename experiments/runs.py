@@ -6,9 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ml_collections import ConfigDict
 import numpy as np
 
-from experiments import metrics
+from experiments import activations, build, metrics
+import sparse24_jax as s24
+
+# Methods that others are compared with, see `RunRecord.baseline`.
+DENSE = ('dense', 'dense_relu2')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +52,10 @@ class RunRecord:
   def method(self) -> str:
     """What the settings make it, whatever its label: a key of `methods.METHODS`, or the recipe's name."""
     recipe, kwargs = self.config['recipe']['name'], self.config['recipe']['kwargs']
+    if recipe == 'dense' and self.squared_relu:
+      return 'dense_relu2'
+    if recipe == 'neuron_level' and (kwargs.get('policy') or {}).get('pattern') == '2:4':
+      return 'neuron_level_24'
     if recipe == 'dense':
       return 'half_ffn' if self.config['model'].get('ffn_width', 1.0) == 0.5 else 'dense'
     if recipe == 'transposable_srste':
@@ -56,6 +65,16 @@ class RunRecord:
     if recipe == 'mixed_sparsity' and kwargs.get('structure') == '2:4':
       return 'mixed_sparsity_24'
     return recipe
+
+  @property
+  def squared_relu(self) -> bool:
+    """Whether the feed-forward layers are squared-ReLU blocks."""
+    return self.config['model'].get('mlp') == 'relu2'
+
+  @property
+  def baseline(self) -> str:
+    """The method that is dense and otherwise the same."""
+    return 'dense_relu2' if self.squared_relu else 'dense'
 
   @property
   def validation_loss(self) -> float:
@@ -69,6 +88,12 @@ class RunRecord:
     return sparse[-1] if sparse else (self.train[-1]['step'] if self.train else 0)
 
   @property
+  def sparse_steps(self) -> int:
+    """Optimizer steps of the whole run that are in sparse phases."""
+    recipe = build.make_recipe(ConfigDict({'recipe': self.config['recipe'], 'steps': self.config['steps']}))
+    return sum(s24.phase_at(recipe, step, self.config['steps']) == 'sparse' for step in range(self.config['steps']))
+
+  @property
   def seconds(self) -> float:
     """Wall-clock seconds of training, evaluation and checkpoints, over all attempts."""
     return self.summary['seconds'] if self.summary else (self.timing[-1]['seconds'] if self.timing else float('nan'))
@@ -77,6 +102,22 @@ class RunRecord:
   def tokens_per_s(self) -> float:
     """Median training speed."""
     return float(np.median([record['tokens_per_s'] for record in self.timing])) if self.timing else float('nan')
+
+  def activation_curve(self, measure: str, layer: str) -> tuple[np.ndarray, np.ndarray]:
+    """Steps and values of a measure of `experiments.activations` in a layer; empty for runs without it."""
+    pairs = [(r['step'], r[measure][layer]) for r in self.validation if layer in r.get(measure, {})]
+    return np.array([step for step, _ in pairs]), np.array([value for _, value in pairs])
+
+  def activation_summary(self) -> dict[str, dict[str, Any]]:
+    """The measures at the first evaluation, at the last one of the sparse phase, and at the last; {} without any."""
+    records = [r for r in self.validation if activations.ZEROS in r]
+    if not records:
+      return {}
+    chosen = {'first': records[0], 'last': records[-1]}
+    if sparse := [r for r in records if r['phase'] == 'sparse']:
+      chosen['sparse_end'] = sparse[-1]
+    kept = ('step', activations.ZEROS, activations.KEPT, activations.KEPT_SUM)
+    return {when: {name: r[name] for name in kept if name in r} for when, r in chosen.items()}
 
   def flip_curve(self) -> tuple[np.ndarray, np.ndarray]:
     """Steps and overall flip rates, from the first comparison of masks on."""
@@ -154,7 +195,7 @@ def group(runs: Iterable[RunRecord]) -> dict[str, list[RunRecord]]:
   def order(label: str) -> tuple[bool, float]:
     done = [run for run in groups[label] if run.summary is not None]
     losses = [run.validation_loss for run in done or groups[label]]
-    return groups[label][0].method != 'dense', float(np.mean(losses))
+    return groups[label][0].method not in DENSE, float(np.mean(losses))
 
   return {label: groups[label] for label in sorted(groups, key=order)}
 

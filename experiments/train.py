@@ -14,11 +14,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
 import numpy as np
 import optax
 
-from experiments import build
+from experiments import activations, build
 from experiments import metrics as metrics_lib
 from experiments.build import Parts
 from experiments.checkpoint import Checkpoints
@@ -114,13 +113,13 @@ def make_step(
 def make_eval(
   parts: Parts, phase: str, attention: s24.AttentionPattern | None = None, *, num_batches: int
 ) -> Callable[[TrainState], jax.Array]:
-  """Compiles to one program: state -> mean validation loss, over the same batches every time."""
+  """Compiles to one program: state -> mean validation loss, over the same batches every time.
+
+  Recipes with sparse activations are evaluated dense in every phase, see `build.eval_phase`.
+  """
+  phase = build.eval_phase(parts.recipe, phase)
   model = s24.sparsify(build.model_for(parts, attention), parts.recipe, phase=phase)
-  batches = list(parts.data.validation(num_batches))
-  stacked = {key: np.stack([batch[key] for batch in batches]) for key in batches[0]}
-  if parts.mesh is not None:
-    sharding = NamedSharding(parts.mesh, PartitionSpec(None, ('data', 'fsdp')))
-    stacked = {key: jax.device_put(x, sharding) for key, x in stacked.items()}
+  stacked = build.validation_batches(parts, num_batches)
 
   @jax.jit
   def evaluate(params: Any, opt_state: Any, batches: dict[str, jax.Array]) -> jax.Array:
@@ -158,6 +157,7 @@ class Run:
     s24.sparse_variables(self.state.params, self.state.opt_state, parts.recipe, phase=first)
     self.shardings = build.state_sharding(parts.mesh, self.state) if parts.mesh else None
     self.names = flip_rate_names(self.state.opt_state)
+    self.probes = activations.can_probe(parts)
 
   def train(self) -> dict[str, Any]:
     """Trains to the end and returns the summary.
@@ -197,6 +197,7 @@ class Run:
     make_phase_eval = functools.cache(
       lambda phase, attention: make_eval(self.parts, phase, attention, num_batches=config.eval_batches)
     )
+    make_phase_probe = functools.cache(functools.partial(activations.make_probe, self.parts))
     validation = math.nan
     if done == config.steps:  # Killed between the last checkpoint and the summary.
       return self._validate(done, make_phase_eval(*build.phase_of(self.parts, done - 1)))
@@ -220,7 +221,8 @@ class Run:
           due = due and self._log(*due, writer, progress)
           if last or done % config.eval_every == 0:
             validation = self._validate(done, make_phase_eval(phase, attention))
-            writer.write('validation', done, {'loss': validation, 'phase': phase})
+            probed = make_phase_probe(phase, attention)(self.state) if self.probes else {}
+            writer.write('validation', done, {'loss': validation, 'phase': phase, **probed})
           if last or done % config.checkpoint_every == 0:
             self._save(done, checkpoints)
           now = time.monotonic()

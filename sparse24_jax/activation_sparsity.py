@@ -70,6 +70,8 @@ class ActivationPolicy:
       raise ValueError(f'clusters={self.clusters} must be zero or more')
     if self.clusters and self.pattern == '2:4':
       raise ValueError(f"clusters={self.clusters} are for pattern='v:n:m': 2:4 treats each token by itself")
+    if self.up is not None and self.up.divisor[0] % 4:
+      raise ValueError(f'up={self.up.name!r} must be 2:4 along the input: soft_threshold_projection()')
     if self.down is not None and self.down.divisor[1] % 4:
       raise ValueError(f'down={self.down.name!r} must be 2:4 along the output: soft_threshold_projection(axis=-1)')
 
@@ -188,9 +190,12 @@ def neuron_level_ffn(
     neurons = state['neurons']
     order = jax.lax.stop_gradient(route_tokens(tokens, w_up, neurons, clusters=policy.clusters))
     columns = jnp.argsort(neurons, stable=True)
+    states = {
+      'up': _with_weight(state.get('up'), w_up, columns, 1), 'down': _with_weight(state.get('down'), w_down, columns, 0)
+    }
     z = _ffn(
       policy, _take(tokens, order, 0), _take(w_up, columns, 1), _take(w_down, columns, 0),
-      None if b_up is None else _take(b_up, columns, 0), {k: state.get(k) for k in ('up', 'down')},
+      None if b_up is None else _take(b_up, columns, 0), states,
     )
     z = _take(z, invert(order), 0)
   z = z.reshape(*x.shape[:-1], w_down.shape[1])
@@ -208,6 +213,11 @@ _permute.defvjp(lambda x, order: (_permute(x, order), order), lambda order, dx: 
 
 def _take(x: Array, order: Array, axis: int) -> Array:
   return _permute(x, order) if axis == 0 else _permute(x.T, order).T
+
+
+def _with_weight(state: Array | None, w: Array, order: Array, axis: int) -> Array | None:
+  """The projection's state of the permuted weight: a mask moves along, a scale of the matrix stays."""
+  return state if state is None or state.shape != w.shape else jnp.take(state, order, axis=axis)
 
 
 def _check(x: Array, w_up: Array, w_down: Array, state: dict[str, Array], policy: ActivationPolicy) -> None:

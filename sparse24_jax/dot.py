@@ -21,6 +21,7 @@ import numpy as np
 from sparse24_jax import products
 from sparse24_jax._compat import vary_over, varying_axes
 from sparse24_jax.fp8 import dot8
+from sparse24_jax.mvue import check_sampling
 from sparse24_jax.projection import Projection
 
 
@@ -171,7 +172,7 @@ def _dot(
 
 def _dot_fwd(policy, plan, column, x, w, state, packed, key):
   del column
-  check_sampling(x, policy, key)
+  check_sampling(x, policy.weight_grad, key)
   projected = None if plan.forward else _project(policy, w, state)
   z = products.forward(plan, policy, x, projected, packed.forward if plan.forward else None)
   # For what runs plain in the backward: the projected weight if it is there, else what to project again.
@@ -194,21 +195,6 @@ _dot.defvjp(_dot_fwd, _dot_bwd)
 
 def _project(policy: DotPolicy, w: Array, state: Array | None) -> Array:
   return w if policy.projection is None else policy.projection.apply(w, state)
-
-
-def check_sampling(x: Array, policy: DotPolicy, key: Array | None) -> None:
-  """What MVUE needs; asked only where a gradient is taken, so that evaluation needs no key and takes any length."""
-  if policy.weight_grad != 'dense':
-    if key is None:
-      raise ValueError(
-        f"weight_grad={policy.weight_grad!r} needs a random key: dot(..., key=...), or rngs={{'mvue': key}} in Flax"
-        f" (under nn.scan let it through with split_rngs={{..., 'mvue': True}})"
-      )
-    tokens = int(np.prod(x.shape[:-1]))
-    if tokens % 4:
-      raise ValueError(
-        f'weight_grad={policy.weight_grad!r} groups tokens in fours: x of shape {x.shape} has {tokens} tokens'
-      )
 
 
 def dot_general(

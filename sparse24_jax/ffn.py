@@ -29,7 +29,8 @@ from pallas_kernels.gated_activation import api as activations
 from pallas_kernels.sparse_matmul.operand import concatenate
 from sparse24_jax import fp8, products
 from sparse24_jax._compat import vary_over, varying_axes
-from sparse24_jax.dot import check_operands, check_sampling, dot_at, DotPolicy
+from sparse24_jax.dot import check_operands, dot_at, DotPolicy
+from sparse24_jax.mvue import check_sampling
 from sparse24_jax.packing import PackedWeight
 
 ACTIVATIONS = {
@@ -219,7 +220,7 @@ def _fused_forward(static, x, biases, packed, *, gated: bool, keep: bool) -> tup
 
 
 def _fused_fwd(static, x, weights, biases, packed, keys):
-  check_sampling(x, static[0], keys['down'])
+  check_sampling(x, static[0].weight_grad, keys['down'])
   y, z, h = _fused_forward(static, x, biases, packed, gated='gate' in weights, keep=True)
   operands = {name: p.input_grad for name, p in packed.items()}
   there = {name: bias is not None for name, bias in biases.items()}

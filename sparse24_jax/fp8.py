@@ -24,6 +24,7 @@ from pallas_kernels.pack.reference import MVUE_HEADROOM, Packed8
 from pallas_kernels.quantize import api as quantize
 from pallas_kernels.sparse_matmul import api as sparse_matmul
 from pallas_kernels.sparse_matmul.operand import concatenate, SparseOperand
+from sparse24_jax.mvue import check_sampling
 
 E4M3, E5M2 = jnp.dtype('float8_e4m3fn'), jnp.dtype('float8_e5m2')
 # Bounds of the derivatives, where there are any: dz then has a bound that needs dh alone.
@@ -115,8 +116,10 @@ def forward(
 
 def input_grad(dz: Array, factor: Array, w: PackedWeight8, *, dtype: Any) -> Array:
   """dx `[tokens, in]` from dz in e5m2."""
+  # Sums of FP8 numbers, before the factors scale them, exceed the range of float16.
+  wide = jnp.float32 if jnp.dtype(dtype) == jnp.float16 else dtype
   with jax.named_scope('input_grad'):
-    return quantize.fp8_dot(dz, w.dense, factor, w.factor, out_dtype=dtype)
+    return quantize.fp8_dot(dz, w.dense, factor, w.factor, out_dtype=wide).astype(dtype)
 
 
 def weight_grad(x: Array, x_factor: Array, dz: SparseOperand, factor: Array, *, backend: str, dtype: Any) -> Array:
@@ -152,6 +155,7 @@ def _forward8(backend: str, x: Array, packed: PackedWeight8) -> tuple[Array, Rou
 
 def _dot8_fwd(backend, column, x, w, packed, key):
   del column, w
+  check_sampling(x, 'mvue', key)
   z, rows = _forward8(backend, x, packed)
   return z, (rows.transposed, rows.factor, packed, key)
 
@@ -192,6 +196,7 @@ def _ffn8(static, x, biases, packed, gated):
 
 
 def _ffn8_fwd(static, x, weights, biases, packed, keys):
+  check_sampling(x, 'mvue', keys['down'])
   gated = 'gate' in weights
   y, rows, z, h = _ffn8(static, x, biases, packed, gated)
   kept = (rows.transposed, rows.factor, z, h.transposed, h.factor)

@@ -1,5 +1,6 @@
 """Minimum-variance unbiased 2:4 estimates of gradients."""
 
+import math
 from typing import Literal
 
 from jax import Array
@@ -56,3 +57,18 @@ def mvue24(
   """
   check_finite(x, 'x')
   return reference.mvue24(x, key, axis=axis, method=method, origin=origin)
+
+
+def check_sampling(x: Array, weight_grad: str, key: Array | None) -> None:
+  """What MVUE needs; asked only where a gradient is taken, so that evaluation needs no key and takes any length."""
+  if weight_grad != 'dense':
+    if key is None:
+      raise ValueError(
+        f"weight_grad={weight_grad!r} needs a random key: dot(..., key=...), or rngs={{'mvue': key}} in Flax"
+        f" (under nn.scan let it through with split_rngs={{..., 'mvue': True}})"
+      )
+    tokens = math.prod(x.shape[:-1])
+    if tokens % 4:
+      raise ValueError(
+        f'weight_grad={weight_grad!r} groups tokens in fours: x of shape {x.shape} has {tokens} tokens'
+      )

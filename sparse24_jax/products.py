@@ -102,7 +102,15 @@ def _unfit(policy: 'DotPolicy', d_in: int, d_out: int, dtype: Any) -> str | None
 
 
 def _kernels_are_here() -> bool:
-  return _device.current().has_sparse_wgmma and _device.arrays_are_whole() and _triton_is_here()
+  if not _device.current().has_sparse_wgmma:
+    return False
+  if not _device.arrays_are_whole():
+    _log_once(
+      f'{jax.device_count()} devices: no kernels, since a mesh may divide the arrays. They run inside jax.shard_map'
+      " over all mesh axes, and wherever a policy names one: implementation='mosaic_gpu'"
+    )
+    return False
+  return _triton_is_here()
 
 
 def _triton_is_here() -> bool:

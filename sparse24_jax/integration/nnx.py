@@ -10,6 +10,7 @@ from jax import Array
 
 from sparse24_jax.activation_sparsity import ActivationPolicy
 from sparse24_jax.dot import check_layer_precision, dot_general, DotPolicy
+from sparse24_jax.products import projection_state
 from sparse24_jax.recipe import PhaseName, Recipe
 from sparse24_jax.rules import errors_name, match_rules, NEEDS_BLOCK
 
@@ -78,7 +79,8 @@ def sparsify(model: nnx.Module, recipe: Recipe, *, phase: PhaseName, rngs: nnx.R
   states = {}  # of hooks that are there already: a scale is frozen, a mask waits for its refresh
   for _, module in nnx.iter_modules(model):
     if isinstance(hook := getattr(module, HOOK, None), SparseDot):
-      states[hook.path] = None if hook.state is None else hook.state.get_value()
+      # Not a packed weight, which is that of one step.
+      states[hook.path] = projection_state(hook.projection_state())
       setattr(module, HOOK, nnx.static(hook.plain))
       if hook.plain_class is not None:
         setattr(module, HOOK_CLASS, nnx.static(hook.plain_class))

@@ -26,8 +26,8 @@ def neuron_level(
     policy: of the activations, and the projections of both weights; None is `ActivationPolicy()`.
     warmup_fraction: share of the steps, at the start, that run dense. arXiv 2503.16672 warms up for 1000 steps; that
       it is a share, and 0.1, are ours.
-    dense_fraction: share of the steps, at the end, that run dense; 0 keeps the run sparse. The paper reports dense to
-      sparse from 1:1 to 1:3.5; with both defaults the ratio is 1:2.3, which is our choice.
+    dense_fraction: share of the steps, at the end, that run dense; 0 keeps the run sparse. With both defaults the ratio
+      of dense to sparse steps is 1:2.3, which is our choice; summaries of the paper name ratios from 1:1 to 1:3.5.
 
   Raises:
     ValueError: a fraction is negative, or both leave no sparse steps.

@@ -5,6 +5,7 @@ import html.parser
 import io
 import json
 import pathlib
+import statistics
 import tempfile
 
 from absl.testing import absltest
@@ -52,6 +53,31 @@ class PageTest(absltest.TestCase):
     parser = Balanced()
     parser.feed(text)
     self.assertEqual(parser.open, [])
+
+  def test_readme_has_the_table_of_the_committed_records(self):
+    readme = pathlib.Path(__file__).parents[2] / 'README.md'
+    table = bench_report.markdown(bench_report.load(bench_report.RESULTS.glob('*.jsonl')))
+    self.assertIn(f'\n{table}\n\n', readme.read_text(), '`python -m experiments.bench_report --markdown` prints it')
+
+  def test_committed_medians_and_speedups_follow_from_the_samples(self):
+    for path in bench_report.RESULTS.glob('*.jsonl'):
+      for record in map(json.loads, path.read_text().splitlines()):
+        rows = [record, *record.get('baselines', {}).values()]
+        for row in (row for row in rows if 'samples_ms' in row):
+          median = statistics.median(row['samples_ms'])
+          self.assertAlmostEqual(row['median_ms'] / median, 1, delta=1e-3, msg=f'{path.name}: {record["op"]}')
+        if record.get('bench') in ('ffn', 'block', 'train_step'):
+          for name, speedup in record['speedup'].items():
+            self.assertAlmostEqual(speedup, bench_report.ratios(record)[name], delta=1e-3, msg=path.name)
+
+  def test_every_kind_of_product_is_drawn(self):
+    row = RECORD | {'shape': {'tokens': 8, 'd_in': 4, 'd_out': 16}, 'role': 'forward', 'dtype': 'float8'}
+    row['baselines'] = {'dense_fp8': {'median_ms': 3.0, 'sustained_ms': 8.0}, 'cusparselt': {'median_ms': 2.5}}
+    row |= {'sustained_ms': 4.0, 'note': 'read <with> care'}
+    for bench in ('sparse_matmul', 'float8_products', 'cusparselt', 'epilogue'):
+      text = bench_report.page([row | {'bench': bench}])
+      for wanted in ('1.500 dense fp8', '1.250 cusparselt', '2.000 dense fp8', 'forward float8 8 x 4 x 16', 'read &lt'):
+        self.assertIn(wanted, text)
 
   def test_ratios_profile_and_escaping(self):
     text = bench_report.page([RECORD])

@@ -293,6 +293,21 @@ class RoutingTest(parameterized.TestCase):
     for found, other in zip(_forward_and_grads(policy, x, w_up, w_down, dz, state), expected, strict=True):
       np.testing.assert_allclose(found, other, rtol=1e-6, atol=1e-5)
 
+  @parameterized.parameters((s24.magnitude(), None), (s24.transposable(), s24.transposable()))
+  def test_masks_move_with_their_weights(self, up, down):
+    policy = dataclasses.replace(VNM, v=1, clusters=4, dense_features=0, up=up, down=down)
+    x, w_up, w_down, _ = _inputs()
+    state = _state(policy, w_up, w_down)
+    self.assertFalse((jnp.argsort(state['neurons'], stable=True) == jnp.arange(HIDDEN)).all())
+    # In blocks of one token the order of tokens decides nothing, so routing by the projected weight is all the same.
+    masked_down = w_down if down is None else down.apply(w_down, state['down'])
+    expected = neuron_level_ffn(
+      x, up.apply(w_up, state['up']), masked_down, {'neurons': state['neurons']},
+      policy=dataclasses.replace(policy, up=None, down=None),
+    )
+    found = neuron_level_ffn(x, w_up, w_down, state, policy=policy)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-4)
+
   def test_routing_keeps_more_of_clustered_activations(self):
     # Eight kinds of tokens, each using its own eighth of the neurons, in random order: blocks of eight unsorted tokens
     # need all neurons of a group, sorted ones one. What is lost falls from a half to nearly nothing.
@@ -337,6 +352,7 @@ class RefusalTest(parameterized.TestCase):
     (dict(v=0), 'v=0'), (dict(m=2), 'm=2'), (dict(dense_features=1.5), 'dense_features=1.5'),
     (dict(clusters=-1), 'clusters=-1'), (dict(clusters=4, pattern='2:4'), 'treats each token by itself'),
     (dict(down=s24.soft_threshold_projection()), '2:4 along the output'),
+    (dict(up=s24.soft_threshold_projection(axis=-1)), '2:4 along the input'),
   )
   def test_policies(self, change, message):
     with self.assertRaisesRegex(ValueError, message):

@@ -65,6 +65,21 @@ class ProjectionTest(parameterized.TestCase):
       np.testing.assert_array_equal(projection.mask(NEW, state), state)
     self.assertEqual(jax.eval_shape(projection.init, W), jax.eval_shape(projection.refresh, W, state))
 
+  @parameterized.parameters(*(name for name in PROJECTIONS if name != 'soft_threshold'))
+  def test_a_refresh_does_not_hide_nan(self, name):
+    projection = PROJECTIONS[name]
+    rows, columns = projection.divisor
+    old = projection.init(W)
+    *lead, row, column = at = tuple(np.argwhere(np.asarray(old))[0])
+    found = np.asarray(projection.refresh(NEW.at[at].set(jnp.nan), old))
+    # The group of the NaN keeps its mask, in which the NaN is kept; all others are chosen anew.
+    expected = np.array(projection.init(NEW))
+    top, left = row // rows * rows, column // columns * columns
+    group = (*lead, slice(top, top + rows), slice(left, left + columns))
+    expected[group] = np.asarray(old)[group]
+    np.testing.assert_array_equal(found, expected)
+    self.assertTrue(found[at])
+
   @parameterized.parameters(*PROJECTIONS)
   def test_pattern_is_what_the_fields_promise(self, name):
     projection = PROJECTIONS[name]

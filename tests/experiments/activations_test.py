@@ -1,0 +1,237 @@
+"""Sparse activations in the experiments: trained through three phases, evaluated dense, measured layer by layer."""
+
+import json
+from pathlib import Path
+
+from absl.testing import absltest, parameterized
+import jax
+import numpy as np
+
+from experiments import activations, build, claims, experiment, flops, methods, report, runs, train
+import sparse24_jax as s24
+from tests.experiments.fakes import compile_quickly, FakeData, temp_folder
+
+POLICY = {'v': 16, 'm': 8}
+SQUARED_RELU = {'model.mlp': 'relu2', 'model.fused_mlp': True}
+
+
+def setUpModule():
+  compile_quickly()
+
+
+def tiny(recipe='neuron_level', kwargs=None, **fields):
+  """30 steps of a model of 2 layers: 6 dense, 18 sparse, 6 dense."""
+  config = experiment.load_config('nano', tiny=True)
+  with config.unlocked():
+    kwargs = {'policy': POLICY, 'warmup_fraction': 0.2} if kwargs is None else kwargs
+    config.recipe.update({'name': recipe, 'kwargs': kwargs})
+  config.update({'steps': 30, 'log_every': 2, 'eval_every': 6, 'eval_batches': 2, 'checkpoint_every': 10})
+  for key, value in {**SQUARED_RELU, **fields}.items():
+    experiment.apply_override(config, f'{key}={value}')
+  return config
+
+
+def parts_of(config):
+  return build.make_parts(config, data=FakeData())
+
+
+def oracle(y, mask):
+  """The measures, from float64 [tokens, neurons] and the pattern."""
+  return {
+    activations.ZEROS: (y == 0).mean(),
+    activations.KEPT: ((y != 0) & mask).sum() / (y != 0).sum(),
+    activations.KEPT_SUM: y[mask].sum() / y.sum(),
+  }
+
+
+class MeasureTest(parameterized.TestCase):
+  @parameterized.parameters('v:n:m', '2:4')
+  def test_against_enumeration(self, pattern):
+    y = np.square(np.maximum(np.random.default_rng(0).normal(size=(4, 16)), 0)).astype(np.float32)
+    policy = s24.ActivationPolicy(pattern=pattern, v=4, m=8)
+    mask, m = np.zeros(y.shape, bool), policy.group
+    for group in range(0, 16, m):
+      columns = group + np.argsort(-y[:, group : group + m].sum(0), kind='stable')[:4]
+      for row in range(4):
+        mask[row, columns[np.argsort(-y[row, columns], kind='stable')[:2]]] = True
+    found = activations.measures(y, policy)
+    for name, value in oracle(y.astype(np.float64), mask).items():
+      np.testing.assert_allclose(found[name], value, rtol=1e-6)
+
+  def test_no_activation_at_all(self):
+    found = activations.measures(np.zeros((16, 8), np.float32), s24.ActivationPolicy(v=16))
+    self.assertEqual({name: float(value) for name, value in found.items()},
+                     {activations.ZEROS: 1.0, activations.KEPT: 1.0, activations.KEPT_SUM: 1.0})  # fmt: skip
+
+  @parameterized.parameters('dense', 'sparse')
+  def test_probe_sees_what_the_first_layer_computes(self, phase):
+    parts = parts_of(tiny())
+    state = train.init_state(parts)
+    found = activations.make_probe(parts, phase)(state)
+    self.assertEqual(set(found), {activations.ZEROS, activations.KEPT, activations.KEPT_SUM})
+    w = s24.project(state.params, state.opt_state, parts.recipe, phase=phase)['h_0']['mlp']['c_fc']['kernel']
+    if phase == 'sparse':
+      s24.verify24(w)
+    expected = []
+    for batch in parts.data.validation(2):
+      _, kept = parts.model.apply(
+        {'params': state.params}, batch['inputs'], capture_intermediates=lambda m, _: m.name == 'ln_2'
+      )
+      x = np.asarray(kept['intermediates']['h_0']['ln_2']['__call__'][0], np.float64).reshape(-1, 32)
+      y = np.square(np.maximum(x @ np.asarray(w, np.float64), 0))
+      expected.append(oracle(y, np.asarray(s24.vnm_mask(y.astype(np.float32), v=16, m=8))))
+    for name in expected[0]:
+      np.testing.assert_allclose(found[name]['h_0/mlp'], np.mean([e[name] for e in expected]), atol=2e-3)
+
+  def test_layers_below_a_pattern_see_its_output(self):
+    parts = parts_of(tiny())
+    state = train.init_state(parts)
+    dense, sparse = (activations.make_probe(parts, phase)(state) for phase in ('dense', 'sparse'))
+    self.assertNotEqual(dense[activations.ZEROS]['h_1/mlp'], sparse[activations.ZEROS]['h_1/mlp'])
+    self.assertBetween(dense[activations.ZEROS]['h_1/mlp'], 0.3, 0.7)  # about half at the start
+
+  @parameterized.parameters(
+    ({}, True), ({'model.fused_mlp': False}, False), ({'model.scan_layers': True}, False),
+    ({'model.mlp': 'gelu'}, False),
+  )  # fmt: skip
+  def test_which_models_have_measures(self, changes, expected):
+    parts = parts_of(tiny('dense', {}, **changes))
+    self.assertEqual(activations.can_probe(parts), expected)
+    self.assertEqual(bool(activations.make_probe(parts, 'dense')(train.init_state(parts))), expected)
+
+
+class EvaluationTest(parameterized.TestCase):
+  def test_the_pattern_sees_later_tokens_and_evaluation_does_not(self):
+    parts = parts_of(tiny())
+    state = train.init_state(parts)
+    sparse = s24.sparse_variables(state.params, state.opt_state, parts.recipe, phase='sparse')
+    tokens = np.array(parts.data.batch(0, 0)['inputs'])
+    changed = np.where(np.arange(16) == 15, (tokens + 7) % 32, tokens)
+
+    def reach(phase):
+      """How much the last token changes what is predicted before it."""
+      model = s24.sparsify(parts.model, parts.recipe, phase=phase)
+      a, b = (model.apply({'params': state.params, 'sparse24': sparse}, t)[:, :15] for t in (tokens, changed))
+      return float(np.abs(np.asarray(a) - np.asarray(b)).max())
+
+    self.assertGreater(reach('sparse'), 1e-6)
+    self.assertEqual(build.eval_phase(parts.recipe, 'sparse'), 'dense')
+    self.assertEqual(reach('dense'), 0)
+
+  def test_a_sparse_step_is_evaluated_dense(self):
+    parts = parts_of(tiny())
+    state = train.init_state(parts)
+    by_hand = []
+    for batch in parts.data.validation(2):
+      logits = np.asarray(parts.model.apply({'params': state.params}, batch['inputs']), np.float64)
+      logits -= np.log(np.exp(logits).sum(-1, keepdims=True))
+      by_hand.append(-np.take_along_axis(logits, batch['targets'][..., None], -1).mean())
+    found = float(train.make_eval(parts, 'sparse', num_batches=2)(state))
+    np.testing.assert_allclose(found, np.mean(by_hand), rtol=1e-5)
+
+  def test_other_recipes_are_evaluated_in_their_phase(self):
+    self.assertEqual(build.eval_phase(s24.recipes.ste('.*'), 'sparse'), 'sparse')
+
+
+class TrainingTest(parameterized.TestCase):
+  def test_three_phases_logged_and_resumed_bit_for_bit(self):
+    config, folders = tiny(), [Path(temp_folder(self)) for _ in range(2)]
+    train.train(config, folders[0], data=FakeData(), quiet=True)
+    run = runs.read_run(folders[0])
+    self.assertLess(run.train[-1]['loss'], 0.9 * run.train[0]['loss'])
+    self.assertEqual([r['phase'] for r in run.train], ['dense'] * 3 + ['sparse'] * 9 + ['dense'] * 3)
+    self.assertEqual(run.sparse_steps, 18)
+    steps, zeros = run.activation_curve(activations.ZEROS, 'h_1/mlp')
+    self.assertEqual(steps.tolist(), [6, 12, 18, 24, 30])
+    self.assertTrue(np.all((zeros > 0.2) & (zeros < 1)))
+    summary = run.activation_summary()
+    self.assertEqual([summary[when]['step'] for when in ('first', 'sparse_end', 'last')], [6, 24, 30])
+
+    class Cut(FakeData):
+      def batch(self, *key):
+        if key == (0, 18):  # in the sparse phase, past the checkpoint of step 10
+          raise KeyboardInterrupt
+        return super().batch(*key)
+
+    with self.assertRaises(KeyboardInterrupt):
+      train.train(config, folders[1], data=Cut(), quiet=True)
+    train.train(config, folders[1], data=FakeData(), quiet=True)
+    logs = [(folder / 'metrics.jsonl').read_bytes() for folder in folders]
+    self.assertEqual(*logs)
+
+  @parameterized.parameters(
+    ({'policy': {'V': 16}}, 'recipe.kwargs of neuron_level'), ({'policy': {'pattern': '1:4'}}, "pattern='1:4'"),
+    ({'path': '.*'}, 'recipe.kwargs of neuron_level'),
+  )  # fmt: skip
+  def test_bad_arguments_are_named(self, kwargs, message):
+    with self.assertRaisesRegex(ValueError, message):
+      build.make_recipe(tiny(kwargs=kwargs))
+
+  def test_a_layer_that_is_not_fused_is_refused(self):
+    with self.assertRaisesRegex(ValueError, 'h_0/mlp/c_fc/kernel.*takes the whole block'):
+      train.train(tiny(**{'model.fused_mlp': False}), temp_folder(self), data=FakeData(), quiet=True)
+
+
+class MethodsTest(parameterized.TestCase):
+  def test_groups(self):
+    self.assertEqual(methods.expand(['activations']), list(methods.WITH_ACTIVATIONS))
+    self.assertEqual(methods.expand(['ste', 'activations', 'ste'])[:2], ['ste', 'dense_relu2'])
+    self.assertContainsSubset([m for group in methods.GROUPS.values() for m in group], methods.METHODS)
+
+  def test_flops_by_hand(self):
+    """Forward and input gradient: half of one, a quarter of the other; weight gradient 5% whole, a quarter of the rest."""
+    config = methods.configure(experiment.load_config('nano'), 'neuron_level', 0)
+    config.recipe.kwargs.update({'warmup_fraction': 0.25, 'dense_fraction': 0.25})
+    curve = flops.of_experiment(config, build.make_recipe(config), vocab_size=256)
+    tokens, ffn, attn = 16 * 64, 2 * 2 * 64 * 256, 2 * 4 * 64 * 64
+    dense = 3 * 2 * tokens * (ffn + attn)
+    sparse = 2 * tokens * (ffn * (0.5 + 0.25 + 0.05 + 0.95 * 0.25) + 3 * attn)
+    np.testing.assert_allclose(curve.linear[[0, 999, 1000, 2999, 3000]], [dense, dense, sparse, sparse, dense])
+
+  def test_report_and_claims(self):
+    folder = Path(temp_folder(self))
+    finals = {'dense_relu2': 1.5, 'neuron_level': 1.505, 'neuron_level_v64': 1.55, 'neuron_level_24': 1.6, 'dense': 1.7}
+    for method, final in finals.items():
+      for seed in range(3):
+        write_run(folder / f'{method}-{seed}', method, seed, final + 0.001 * seed)
+    found = {run.label: run.method for run in runs.find_runs([folder])}
+    self.assertEqual(found.pop('neuron level, 64:2:8'), 'neuron_level')
+    for label, method in found.items():
+      self.assertEqual(methods.METHODS[method].label, label)
+    groups = runs.group(runs.find_runs([folder]))
+    rows = {row[0]: row[4] for row in report.table_rows(groups)}
+    self.assertEqual(
+      rows,
+      {'dense, squared ReLU': '', 'dense': '', 'neuron level, 16:2:8': '+0.0050', 'neuron level, 64:2:8': '+0.0500',
+       'neuron level, 2:4': '+0.1000'},
+    )  # fmt: skip
+    verdicts = {f.claim.split(' activ')[0]: f.verdict for f in claims.findings(runs.find_runs([folder]))}
+    self.assertEqual(verdicts, {'2:4 weights with V:N:M': 'agrees', '2:4': 'disagrees'})
+    page = report.write_report([folder], folder / 'report.html').read_text()
+    self.assertIn('neuron level, 16:2:8: share of the sum that the pattern keeps', page)
+    self.assertIn('dense, squared ReLU: share of zeros', page)
+    self.assertNotIn('dense: share of zeros', page)
+
+
+def write_run(folder, method, seed, final):
+  """A finished run folder of 4,000 steps with the measures of one layer."""
+  config = methods.configure(experiment.load_config('nano'), method, seed)
+  folder.mkdir()
+  lines = []
+  for step in range(500, 4001, 500):
+    phase = 'sparse' if 'neuron' in method and 500 < step < 3500 else 'dense'
+    lines.append({'step': step, 'kind': 'train', 'loss': final, 'phase': phase, 'flip_rate': 0.0, 'flip_rates': {}})
+    line = {'step': step, 'kind': 'validation', 'loss': final, 'phase': phase}
+    if method != 'dense':
+      line[activations.ZEROS] = {'h_0/mlp': 0.5 + step / 8000}
+    if 'neuron' in method:
+      line[activations.KEPT_SUM] = {'h_0/mlp': 0.9}
+    lines.append(line)
+  (folder / 'metrics.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in lines))
+  (folder / 'config.json').write_text(json.dumps(config.to_dict()))
+  (folder / 'environment.json').write_text(json.dumps({'device': 'CPU', 'python': '3.12', 'versions': {'jax': '0'}}))
+  (folder / 'summary.json').write_text(json.dumps({'seconds': 40.0, 'validation_loss': final}))
+
+
+if __name__ == '__main__':
+  absltest.main()
