@@ -7,7 +7,9 @@ absent optional dependency costs nobody else.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+import functools
 import importlib
+import logging
 from typing import Any
 
 from pallas_kernels._varying import vary_like
@@ -20,6 +22,11 @@ def load(path: str) -> Callable[..., Any]:
     return getattr(importlib.import_module(module), name)
   except ImportError as e:
     raise NotImplementedError(f'{module} cannot be imported: {e}') from e
+
+
+@functools.cache
+def _log_once(message: str) -> None:
+  logging.getLogger('pallas_kernels').info(message)
 
 
 def check_implementation(op: str, implementation: str | None, backends: Mapping[str, str]) -> None:
@@ -60,4 +67,6 @@ def dispatch(
       return vary_like(load(backends[name])(*args, **kwargs), args)
     except NotImplementedError as e:
       reasons.append(f'{name}: {e}')
+      if implementation is None:
+        _log_once(f'{op}: passing over {name}: {e}')
   raise ValueError(f'{op}: no implementation accepts this call. ' + '; '.join(reasons))

@@ -5,6 +5,8 @@ from typing import Literal
 
 import numpy as np
 
+from pallas_kernels.sparse_attention.patterns import Pattern
+
 KINDS = ('local', 'strided', 'combined', 'fixed')
 
 
@@ -36,15 +38,7 @@ class AttentionPattern:
 
   def mask(self, length: int) -> np.ndarray:
     """bool `[length, length]`: row = query, column = key, True = attended."""
-    query, key = np.arange(length)[:, None], np.arange(length)[None]
-    distance, c = query - key, self.window
-    patterns = {
-      'local': distance < c,
-      'strided': distance % c == 0,
-      'combined': (distance < c) | (distance % c == 0),
-      'fixed': (query // c == key // c) | (key % c == c - 1),
-    }
-    return patterns[self.kind] & (distance >= 0)
+    return Pattern(self.kind, self.window).mask(length)
 
   def share(self, length: int) -> float:
     """Attended share of the causal triangle, the diagonal included, of a sequence of `length` tokens."""

@@ -58,7 +58,8 @@ def ffn(
   """act(x W~_up + b_up) W~_down + b_down, or with a gate (act(x W~_gate + b_gate) * (x W~_up + b_up)) W~_down + b_down.
 
   The gradients are those of `dot` for each weight. Where the policy's plan puts all six products on one kernel, the
-  block runs fused; elsewhere it is made of `dot`s, with the same MVUE samples.
+  block runs fused; elsewhere it is made of `dot`s, with the same MVUE samples. In FP8 a gate and its up-projection
+  share one scale, for which they are packed at every call, whatever was handed over.
 
   Args:
     x: `[..., d]`, float32, bfloat16 or float16; the product of its leading axes is a multiple of four under MVUE.
@@ -164,7 +165,7 @@ def _packed(
   if plan.fp8 and 'gate' in weights:
     # One product needs one scale, so the two are packed here, whatever was handed over.
     roles = ('gate', 'up')
-    pair = fp8.pack_alike(
+    pair = jax.custom_batching.sequential_vmap(fp8.pack_alike)(
       [jax.lax.stop_gradient(weights[role]) for role in roles],
       [products.projection_state(states[role]) for role in roles],
     )
@@ -210,7 +211,7 @@ def _fused_forward(static, x, biases, packed, *, gated: bool, keep: bool) -> tup
   up = functools.partial(products.multiply, 'forward', packed['up'].forward, x, backend=backend, bias=biases['up'])
   if gated:
     z = up()
-    h = activations.gated_activation(z, activation=activation)
+    h = jax.custom_batching.sequential_vmap(functools.partial(activations.gated_activation, activation=activation))(z)
   elif keep:
     h, z = up(activation=activation, keep_preactivation=True)
   else:

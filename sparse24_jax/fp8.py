@@ -38,10 +38,13 @@ STEEPEST = {'gelu': 1.13, 'silu': 1.1, 'relu': 1.0}
 class PackedWeight8:
   """A weight `[..., in, out]` in e4m3 for the three products.
 
+  Its values are held as bytes: what `jax.checkpoint` keeps it rounds with `reduce_precision`, and the format of 4 and 3
+  bits known there makes a NaN of every number above 240, which e4m3fn has up to 448.
+
   Attributes:
     state: the projection's state.
-    forward: operand of the transposed weight, `[..., out, in]`, 2:4 along `in`.
-    dense: the projected weight, `[..., in, out]`.
+    forward: operand of the transposed weight, `[..., out, in]`, 2:4 along `in`, its values as uint8.
+    dense: the projected weight, `[..., in, out]`, as uint8.
     factor: float32, `[...]`: what a product is multiplied with to undo the scale.
   """
 
@@ -52,7 +55,17 @@ class PackedWeight8:
 
   @property
   def dtype(self) -> jnp.dtype:
-    return self.forward.dtype
+    return E4M3
+
+  @property
+  def operand(self) -> SparseOperand:
+    """`forward` in e4m3."""
+    return dataclasses.replace(self.forward, values=_as(E4M3, self.forward.values))
+
+  @property
+  def matrix(self) -> Array:
+    """`dense` in e4m3."""
+    return _as(E4M3, self.dense)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +86,10 @@ class Rounded:
 jax.tree_util.register_dataclass(Rounded, ['values', 'transposed', 'factor'], [])
 
 
+def _as(dtype: Any, x: Array) -> Array:
+  return jax.lax.bitcast_convert_type(x, dtype)
+
+
 def pack_soft_threshold8(w: Array, beta: Array) -> PackedWeight8:
   """beta S(w) in e4m3, packed and dense, in one pass over `w` after one for its largest magnitude."""
   return pack_alike([w], [beta])[0]
@@ -87,7 +104,12 @@ def pack_alike(weights: Sequence[Array], betas: Sequence[Array]) -> list[PackedW
   largest = [jnp.abs(beta) * quantize.amax(w) for w, beta in zip(weights, betas, strict=True)]
   scale, factor = quantize.current_scale(functools.reduce(jnp.maximum, largest), E4M3)
   packed = [pack.soft_threshold_pack8(w, scale * beta, axis=-2) for w, beta in zip(weights, betas, strict=True)]
-  return [PackedWeight8(beta, p.operand, p.dense, factor) for p, beta in zip(packed, betas, strict=True)]
+
+  def held(beta: Array, p: Packed8) -> PackedWeight8:
+    operand = dataclasses.replace(p.operand, values=_as(jnp.uint8, p.operand.values))
+    return PackedWeight8(beta, operand, _as(jnp.uint8, p.dense), factor)
+
+  return [held(beta, p) for beta, p in zip(betas, packed, strict=True)]
 
 
 def side_by_side(gate: PackedWeight8, up: PackedWeight8) -> PackedWeight8:
@@ -109,7 +131,7 @@ def forward(
   """z `[tokens, out]`, or with an activation (activation(z), z)."""
   with jax.named_scope('forward'):
     return sparse_matmul.sparse_matmul(
-      w.forward, x.values, bias=bias, a_scale=w.factor, b_scale=x.factor, out_dtype=dtype, out_layout='nm',
+      w.operand, x.values, bias=bias, a_scale=w.factor, b_scale=x.factor, out_dtype=dtype, out_layout='nm',
       activation=activation, keep_preactivation=activation is not None, implementation=backend,
     )  # fmt: skip
 
@@ -119,7 +141,7 @@ def input_grad(dz: Array, factor: Array, w: PackedWeight8, *, dtype: Any) -> Arr
   # Sums of FP8 numbers, before the factors scale them, exceed the range of float16.
   wide = jnp.float32 if jnp.dtype(dtype) == jnp.float16 else dtype
   with jax.named_scope('input_grad'):
-    return quantize.fp8_dot(dz, w.dense, factor, w.factor, out_dtype=wide).astype(dtype)
+    return quantize.fp8_dot(dz, w.matrix, factor, w.factor, out_dtype=wide).astype(dtype)
 
 
 def weight_grad(x: Array, x_factor: Array, dz: SparseOperand, factor: Array, *, backend: str, dtype: Any) -> Array:
@@ -183,6 +205,10 @@ def ffn8(
 
 def _ffn8(static, x, biases, packed, gated):
   """(y, x, z, h), x and h rounded."""
+  return jax.custom_batching.sequential_vmap(functools.partial(_ffn8_of_one, static, gated))(x, biases, packed)
+
+
+def _ffn8_of_one(static, gated, x, biases, packed):
   backend, activation = static
   rows = rounded(x)
   up = functools.partial(forward, rows, packed['up'], backend=backend, dtype=x.dtype, bias=biases['up'])
@@ -204,9 +230,13 @@ def _ffn8_fwd(static, x, weights, biases, packed, keys):
 
 
 def _ffn8_bwd(static, residuals, dy):
-  backend, activation = static
-  (x, x_factor, z, h, h_factor), packed, there, gated, keys = residuals
-  dtype = dy.dtype
+  kept, packed, there, gated, keys = residuals
+  one = functools.partial(_ffn8_bwd_of_one, static, there, gated)
+  return *jax.custom_batching.sequential_vmap(one)(kept, packed, keys, dy), None, None
+
+
+def _ffn8_bwd_of_one(static, there, gated, kept, packed, keys, dy):
+  (backend, activation), (x, x_factor, z, h, h_factor), dtype = static, kept, dy.dtype
   dy8, dy_factor = sampled(dy, keys['down'])
   dw_down = weight_grad(h, h_factor, dy8.operand, dy_factor, backend=backend, dtype=dtype)
   dh = input_grad(dy8.dense, dy_factor, packed['down'], dtype=dtype)
@@ -231,7 +261,7 @@ def _ffn8_bwd(static, residuals, dy):
     'up': bias_grad(dz8.dense, factor) if there['up'] else None,
     'down': bias_grad(dy, jnp.float32(1)) if there['down'] else None,
   }
-  return dx, dw, db, None, None
+  return dx, dw, db
 
 
 ffn8.defvjp(_ffn8_fwd, _ffn8_bwd)

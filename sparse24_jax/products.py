@@ -22,7 +22,7 @@ from pallas_kernels.sparse_matmul import api
 from pallas_kernels.sparse_matmul.operand import SparseOperand
 from sparse24_jax.fp8 import PackedWeight8
 from sparse24_jax.numerics import Format, round_to_fp8
-from sparse24_jax.packing import PackedWeight
+from sparse24_jax.packing import pack_masked, PackedWeight
 
 if TYPE_CHECKING:
   from sparse24_jax.dot import DotPolicy
@@ -59,8 +59,8 @@ def plan(policy: 'DotPolicy', tokens: int, d_in: int, d_out: int, dtype: Any) ->
 
   A named implementation takes every product that the policy makes sparse. None asks the card's records: forward and
   input gradient go to a kernel where it measured faster than the dense product; a sampled weight gradient always does,
-  since drawing the sample costs XLA more than the product. Without a kernel for this card, dtype or sharding, all are
-  plain.
+  since drawing the sample costs XLA more than the product. A weight that no kernel packs (masks by magnitude) stays
+  with XLA. Without kernels on this card, for this dtype or sharding, all are plain.
   """
   named = policy.implementation
   reason = _unfit(policy, d_in, d_out, dtype)
@@ -76,15 +76,29 @@ def plan(policy: 'DotPolicy', tokens: int, d_in: int, d_out: int, dtype: Any) ->
   if policy.precision == 'fp8':
     # Against the simulation the kernels always win, so records are not asked.
     return Plan(forward=named or 'mosaic_gpu', weight_grad=named or 'mosaic_gpu', fp8=True)
-  weight = policy.projection is not None and policy.projection.pack is not None
-  wanted = dict(
-    forward=weight, input_grad=weight and policy.input_grad == 'sparse', weight_grad=policy.weight_grad == 'mvue'
-  )
   if named is not None:
-    return Plan(**{role: named if sparse else None for role, sparse in wanted.items()})
+    return Plan(**{role: named if sparse else None for role, sparse in _sparse_roles(policy).items()})
+  wanted = kernel_roles(policy, d_in, d_out, dtype)
   faster = functools.partial(_fastest, tokens=tokens, d_in=d_in, d_out=d_out, dtype=jnp.dtype(dtype))
   found = {role: faster(role, always=role == 'weight_grad') for role, sparse in wanted.items() if sparse}
   return Plan(**found)
+
+
+def _sparse_roles(policy: 'DotPolicy') -> dict[str, bool]:
+  weight = policy.projection is not None and policy.projection.pack is not None
+  return dict(
+    forward=weight, input_grad=weight and policy.input_grad == 'sparse', weight_grad=policy.weight_grad == 'mvue'
+  )
+
+
+def kernel_roles(policy: 'DotPolicy', d_in: int, d_out: int, dtype: Any) -> dict[str, bool]:
+  """By product, whether a policy that names no implementation may give it to a kernel on a card that has them."""
+  wanted = _sparse_roles(policy)
+  if _unfit(policy, d_in, d_out, dtype) is not None:
+    return dict.fromkeys(wanted, False)
+  if policy.projection is not None and policy.projection.pack is pack_masked:
+    wanted['forward'] = False
+  return wanted
 
 
 def _unfit(policy: 'DotPolicy', d_in: int, d_out: int, dtype: Any) -> str | None:
@@ -103,6 +117,8 @@ def _unfit(policy: 'DotPolicy', d_in: int, d_out: int, dtype: Any) -> str | None
 
 def _kernels_are_here() -> bool:
   if not _device.current().has_sparse_wgmma:
+    if _device.current().platform == 'gpu':
+      _log_once(f'no kernels on {_device.current().name}: they are chosen on Hopper, elsewhere when a policy names one')
     return False
   if not _device.arrays_are_whole():
     _log_once(
@@ -234,7 +250,8 @@ def may_pack(policy: 'DotPolicy', w: Array) -> bool:
   if policy.projection is None or policy.projection.pack is None or policy.implementation == 'reference':
     return False
   fits = _unfit(policy, w.shape[-2], w.shape[-1], jnp.bfloat16) is None
-  return fits and (policy.implementation is not None or _kernels_are_here())
+  chosen = policy.projection.pack is not pack_masked and _kernels_are_here()
+  return fits and (policy.implementation is not None or chosen)
 
 
 def packed_weight(

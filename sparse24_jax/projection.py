@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 from jax import Array
 import jax.numpy as jnp
 
+from pallas_kernels.formats import join_groups, split_groups
 from pallas_kernels.prune.reference import magnitude_mask, soft_threshold, soft_threshold_scale
 from pallas_kernels.transposable_mask.api import transposable_mask
 from pallas_kernels.transposable_mask.reference import two_approximation_mask
@@ -103,10 +104,11 @@ def _masked(
 
 def _holds_nan(w: Array, divisor: tuple[int, int]) -> Array:
   """True throughout the groups in which `w` holds a NaN."""
-  rows, columns = divisor
-  shape = (*w.shape[:-2], w.shape[-2] // rows, rows, w.shape[-1] // columns, columns)
-  held = jnp.any(jnp.isnan(w).reshape(shape), axis=(-3, -1), keepdims=True)
-  return jnp.broadcast_to(held, shape).reshape(w.shape)
+  held = jnp.isnan(w)
+  for axis, size in zip((-2, -1), divisor, strict=True):
+    some = functools.reduce(jnp.logical_or, split_groups(held, axis, size))
+    held = join_groups([some] * size, axis)
+  return held
 
 
 @functools.cache
@@ -160,6 +162,9 @@ def dynamic_sparse(
 
   Pruned weights are zero and not trained. RigL is `random_share` 0, SET is 1, mixed growing 0.25, and a static mask is
   `drop_fraction` 0. The forward and both gradients run as dense matmuls, with zeros, unless `structure` is given.
+
+  A clip in front of `sparse_training` sees the dense gradients, whose norm is larger than that of the links: put it
+  inside, `sparse_training(optax.chain(clip, adamw), recipe)`.
 
   In a dense phase every link is there: the state is all True (with a structure, the 2:4 mask by magnitude).
 

@@ -108,7 +108,7 @@ def where_it_pays(
     One entry a matched weight, in the order of the tree.
 
   Raises:
-    ValueError: a rule that fits no weight, or no positive number of tokens.
+    ValueError: a rule that fits no weight, no positive number of tokens, or a recipe in FP8.
 
   >>> import jax, sparse24_jax as s24
   >>> params = {'up': {'kernel': jax.ShapeDtypeStruct((4096, 16384), 'bfloat16')}}
@@ -137,10 +137,9 @@ def _layer(
 ) -> LayerGain:
   *lead, d_in, d_out = leaf.shape
   layers, wide = math.prod(lead), jnp.dtype(leaf.dtype).itemsize
-  packs = projection.pack is not None
-  sparse = dict(
-    forward=packs, input_grad=packs and policy.input_grad == 'sparse', weight_grad=policy.weight_grad == 'mvue'
-  )
+  if policy.precision == 'fp8':
+    raise ValueError(f"{path}: records hold no times of a layer with precision='fp8'; ask for the recipe without it")
+  sparse = products.kernel_roles(policy, d_in, d_out, dtype)
   roles = tuple(_role(role, sparse[role], tokens, d_in, d_out, dtype, device) for role in products.ROLES)
   used = [role for role in roles if role.role != 'weight_grad' and role.chosen != 'dense']
   entries = d_in * d_out
@@ -164,12 +163,14 @@ def _role(
   if not sparse or not times:
     return RoleGain(role, dense, None, 0.0, 'mosaic_gpu' if always else 'dense')
   best = min(times, key=times.__getitem__)
+  if always and times[best] >= dense:
+    best = 'mosaic_gpu'
   packing = 0.0
   if always:
     entries = tokens * d_out
     size = entries * dtype.itemsize + entries * dtype.itemsize // 2 + entries // 8
     packing = costs.expected_ms(device, 'mvue_pack_axis-2', size) or 0.0
-  return RoleGain(role, dense, times[best], packing, best if always or times[best] < dense else 'dense')
+  return RoleGain(role, dense, times.get(best), packing, best if always or times[best] < dense else 'dense')
 
 
 def table(layers: Sequence[LayerGain]) -> str:

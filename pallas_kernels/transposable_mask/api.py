@@ -1,5 +1,6 @@
 """The exact transposable 2:4 mask, on whatever finds it fastest here."""
 
+import jax
 from jax import Array
 
 from pallas_kernels import _device
@@ -20,6 +21,7 @@ def transposable_mask(w: Array) -> Array:
   [2, 2, 2, 2]
   """
   packs = 'triton' in pack.candidates() and _device.arrays_are_whole()
+  w = jax.lax.stop_gradient(w)  # a choice has no derivative, and the packer no rule that says so
   if packs and w.ndim >= 2 and w.dtype.name in ('bfloat16', 'float16', 'float32'):
     return code_mask(pack.transposable_pack(w).codes)
   return reference.transposable_mask(w)

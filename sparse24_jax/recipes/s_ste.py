@@ -10,7 +10,8 @@ def s_ste(path: str, *, fp8: bool = False) -> Recipe:
 
   Args:
     path: regular expression of the weights to make sparse.
-    fp8: round the operands of the three matmuls to FP8: e4m3 in the forward, e5m2 in the gradients.
+    fp8: round the operands of the three matmuls to FP8: e4m3 for weights and activations, e5m2 for output gradients.
+      The authors' code takes e5m2 for both operands of the gradients, which loses a bit of the weight and activation.
 
   Source: Hu et al., arXiv 2409.09099, sections 4 and 5.
 

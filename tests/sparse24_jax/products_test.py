@@ -47,6 +47,11 @@ def named(policy: s24.DotPolicy, implementation: str | None) -> s24.DotPolicy:
   return s24.DotPolicy(policy.projection, policy.input_grad, policy.weight_grad, policy.precision, implementation)
 
 
+def packed_by_a_kernel(policy: s24.DotPolicy) -> bool:
+  """Masks by magnitude are packed by XLA, a cost that no record has: their kernels are asked for by name."""
+  return policy.projection is not None and policy.projection.name.startswith(('transposable', 'soft_threshold'))
+
+
 @contextlib.contextmanager
 def card(device=H100, *, whole=True, triton=None, records=lambda m, n, k, **_: ('mosaic_gpu', 'dense')):
   """A machine with this card, mesh, jax-triton and these records of measurements."""
@@ -77,6 +82,7 @@ class PlanTest(parameterized.TestCase):
   @parameterized.parameters(*POLICIES)
   def test_an_h100_runs_what_the_policy_makes_sparse(self, policy):
     policy, sparse = POLICIES[policy]
+    sparse = (sparse[0] and packed_by_a_kernel(policy), *sparse[1:])
     with card():
       self.assertEqual(products.plan(policy, 32, 64, 128, BF16), Plan(*('mosaic_gpu' if s else None for s in sparse)))
       self.assertEqual(products.plan(named(policy, 'reference'), 32, 64, 128, BF16), Plan())
@@ -119,8 +125,8 @@ class PlanTest(parameterized.TestCase):
     dtypes = []
     with card(records=lambda m, n, k, *, dtype, **_: dtypes.append(jnp.dtype(dtype).name) or ('dense',)):
       for dtype in (BF16, FP16):
-        products.plan(POLICIES['ste'][0], 32, 64, 128, dtype)
-    self.assertEqual(dtypes, ['bfloat16', 'float16'])
+        products.plan(POLICIES['fst_without_mvue'][0], 32, 64, 128, dtype)
+    self.assertEqual(dtypes, ['bfloat16'] * 2 + ['float16'] * 2)  # forward and input gradient
 
   @parameterized.named_parameters(
     ('another_card', dict(device=A100)),
@@ -191,6 +197,7 @@ class MayPackTest(parameterized.TestCase):
     self.assertFalse(products.may_pack(policy, w))  # no such card here
     self.assertFalse(products.may_pack(named(policy, 'reference'), w))
     self.assertEqual(products.may_pack(named(policy, 'dense'), w), packs)
+    packs = packs and packed_by_a_kernel(policy)
     with card():
       self.assertEqual(products.may_pack(policy, w), packs)
       self.assertEqual(products.may_pack(policy, jnp.zeros((3, 64, 128))), packs)

@@ -51,6 +51,23 @@ class ApiTest(parameterized.TestCase):
     self.assertEqual(found.dtype, jnp.bool_)
     np.testing.assert_array_equal(found, search(w))
 
+  def test_inside_a_derivative(self):
+    w = weight(8, 8)
+
+    def transposable_pack(w):
+      codes = jax.ShapeDtypeStruct((2, 2), jnp.uint16)
+      # A call without a rule for derivatives, as the kernel's is.
+      codes = jax.pure_callback(lambda w: np.asarray(pack_reference.mask_codes(search(w))), codes, w)
+      return mock.Mock(codes=codes)
+
+    with (
+      mock.patch.object(_device, 'current', lambda: _device.target_device('sm_90a')),
+      mock.patch.object(_device, 'arrays_are_whole', lambda: True),
+      mock.patch.object(pack, 'transposable_pack', transposable_pack),
+    ):
+      loss = jax.jit(lambda w: jnp.where(api.transposable_mask(w), w, 0).sum())
+      np.testing.assert_array_equal(jax.grad(loss)(w), search(w))
+
   @parameterized.named_parameters(
     ('a_mesh_divides_arrays', False, jnp.float32),
     ('a_dtype_that_it_does_not_pack', True, jnp.float8_e5m2),

@@ -1,0 +1,57 @@
+"""What a memory-bound pass costs by the records of a card, here one in a temporary folder."""
+
+import json
+import pathlib
+import tempfile
+
+from absl.testing import absltest, parameterized
+
+from pallas_kernels import _tuning
+from pallas_kernels.pack import costs
+
+HEAD = dict(device='Card', driver='1', versions={'jax': '0'}, when='today', copy_tb_s=3.0)
+
+
+def record(op: str, tb_s: float, *, bench: str = 'memory_bound', implementation: str = 'triton', ms: float = 0.5):
+  return HEAD | dict(bench=bench, op=op, implementation=implementation, bytes=round(tb_s * ms * 1e9), median_ms=ms)
+
+
+class CostsTest(parameterized.TestCase):
+
+  def setUp(self):
+    super().setUp()
+    temporary = tempfile.TemporaryDirectory()
+    self.addCleanup(temporary.cleanup)
+    self.folder = pathlib.Path(temporary.name)
+    self.path = self.folder / 'card' / 'memory_bound.json'
+    self.path.parent.mkdir()
+    costs.write([
+      record('a', 9.0, bench='other'), record('a', 2.5), record('b', 1.25), record('a', 2.0, ms=0.125),
+      record('a', 0.5, implementation='xla'), record('c', 4.0, implementation='xla'),
+    ], self.path)  # fmt: skip
+
+  def test_keeps_the_slowest_of_an_op_and_kernels_alone(self):
+    kept = json.loads(self.path.read_text())
+    self.assertEqual(kept, HEAD | dict(tb_s={'a': 2.0, 'b': 1.25}))
+
+  def test_milliseconds_are_bytes_over_bandwidth(self):
+    for op, size, ms in (('a', 2_000_000_000, 1.0), ('b', 10_000_000, 0.008), ('b', 0, 0.0)):
+      found = costs.expected_ms('card', op, size, folder=self.folder)
+      assert found is not None
+      self.assertAlmostEqual(found, ms, places=12)
+
+  @parameterized.parameters(('card', 'c'), ('other_card', 'a'))
+  def test_nothing_where_nothing_was_measured(self, device, op):
+    self.assertIsNone(costs.expected_ms(device, op, 1 << 20, folder=self.folder))
+
+  def test_shipped_bandwidths_are_below_that_of_the_memory(self):
+    for path in _tuning.TUNED.glob('*/memory_bound.json'):
+      kept = json.loads(path.read_text())
+      for op, tb_s in kept['tb_s'].items():
+        self.assertBetween(tb_s, 0.5 * kept['copy_tb_s'], 1.2 * kept['copy_tb_s'], op)
+      # What `where_it_pays` asks for.
+      self.assertContainsSubset(['masked_pack', 'soft_threshold_pack_axis-2', 'mvue_pack_axis-2'], kept['tb_s'])
+
+
+if __name__ == '__main__':
+  absltest.main()

@@ -1,0 +1,66 @@
+"""`python -m sparse24_jax`."""
+
+import contextlib
+import io
+import subprocess
+import sys
+from unittest import mock
+
+from absl.testing import absltest, parameterized
+
+from pallas_kernels import _device
+from sparse24_jax import __main__ as command
+
+ARGS = ('where-it-pays', '--tokens', '16384', '--d', '4096', '--hidden', '16384')
+DEVICE = 'nvidia_h100_80gb_hbm3'
+
+
+def run(*args: str) -> tuple[int, list[str]]:
+  with contextlib.redirect_stdout(io.StringIO()) as out:
+    code = command.main(list(args))
+  return code, out.getvalue().rstrip('\n').split('\n')
+
+
+class CommandTest(parameterized.TestCase):
+
+  def test_without_a_card_says_what_to_do(self):
+    code, (line,) = run(*ARGS)
+    self.assertEqual(code, 1)
+    self.assertIn("nothing was measured on 'cpu'", line)
+    self.assertIn(f"pass --device, one of ['{DEVICE}'", line)
+    self.assertIn('python -m pallas_kernels tune', line)
+
+  def test_is_the_card_at_hand_unless_one_is_named(self):
+    with mock.patch.object(_device, 'current', lambda: _device.target_device('sm_90a')):
+      here = run(*ARGS)
+    self.assertEqual(here, run(*ARGS, '--device', DEVICE))
+    self.assertEqual(here[0], 0)
+
+  @parameterized.parameters(
+    ((), ['down/kernel', 'up/kernel']), (('--gated', '--layers', '3'), ['down/kernel', 'gate/kernel', 'up/kernel']),
+  )
+  def test_one_line_a_weight(self, options, names):
+    _, (head, *lines) = run(*ARGS, '--device', DEVICE, *options)
+    lines = [line.split() for line in lines if ' x ' in line]
+    self.assertStartsWith(head, 'weight')
+    self.assertEqual([line[0] for line in lines], names)
+    self.assertEqual({line[4] for line in lines}, {'3' if options else '1'})
+    self.assertEqual(lines[0][1:4], ['16384', 'x', '4096'])
+
+  @parameterized.parameters(*command.RECIPES)
+  def test_recipes(self, recipe):
+    code, lines = run(*ARGS, '--device', DEVICE, '--recipe', recipe)
+    self.assertEqual(code, 0)
+    expected = {'transposable_srste': 'mosaic_gpu', 's_ste': 'dense', 'sr_ste': 'dense'}[recipe]
+    self.assertIn(f'input_grad {expected}', lines[-1])
+
+  def test_as_a_program(self):
+    done = subprocess.run(
+      [sys.executable, '-m', 'sparse24_jax', *ARGS, '--device', DEVICE], capture_output=True, text=True, check=False
+    )
+    self.assertEqual((done.returncode, done.stderr), (0, ''))
+    self.assertEqual(done.stdout.rstrip('\n').split('\n'), run(*ARGS, '--device', DEVICE)[1])
+
+
+if __name__ == '__main__':
+  absltest.main()

@@ -1,0 +1,214 @@
+"""The advice on layers, against what `implementation=None` does on that card and against sums by hand."""
+
+import contextlib
+from unittest import mock
+
+from absl.testing import absltest, parameterized
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import _device, _triton, _tuning
+from pallas_kernels.pack import costs
+from pallas_kernels.sparse_matmul import api
+import sparse24_jax as s24
+from sparse24_jax import products
+from sparse24_jax.where_it_pays import RoleGain, table
+
+H100 = _device.target_device('sm_90a')
+RECIPES = {
+  'fst': s24.recipes.transposable_srste('.*', masked_decay=0.0),
+  's_ste': s24.recipes.s_ste('.*'),
+  'sr_ste': s24.recipes.sr_ste('.*', masked_decay=0.0),
+  'dense_weight_grad': s24.Recipe(
+    'r', (s24.Rule('.*', s24.DotPolicy(s24.transposable(), input_grad='sparse')),)
+  ),
+  'not_packed': s24.Recipe('r', (s24.Rule('.*', s24.DotPolicy(s24.magnitude(m=8), weight_grad='mvue')),)),
+}  # fmt: skip
+SHAPES = ((768, 3072), (3072, 768), (1600, 6400), (4096, 16384), (3072, 8192), (96, 512))
+ROLES = ('forward', 'input_grad', 'weight_grad')
+
+
+def struct(*shape: int, dtype='float32'):
+  return {'mlp': {'up': {'kernel': jax.ShapeDtypeStruct(shape, dtype)}}}
+
+
+@contextlib.contextmanager
+def card():
+  with (
+    mock.patch.object(_device, 'current', lambda: H100),
+    mock.patch.object(_device, 'arrays_are_whole', lambda: True),
+    mock.patch.object(_triton, 'why_absent', lambda: None),
+  ):
+    yield
+
+
+@contextlib.contextmanager
+def records(*, packing=lambda op, size: None, **times):
+  """Times of each product, by role, and of packing passes."""
+
+  def product(device, op, key):
+    assert (device, op) == ('card', 'sparse_matmul')
+    (role,) = (r for r in ROLES if key == expected_key(r))
+    return dict(times.get(role, {}))
+
+  with (
+    mock.patch.object(_tuning, 'expected_ms', product),
+    mock.patch.object(costs, 'expected_ms', lambda device, op, size: packing(op, size)),
+  ):
+    yield
+
+
+def expected_key(role: str):
+  """Of x [32, 64] W [64, 128] in bfloat16."""
+  m, n, k, b_layout = {
+    'forward': (128, 32, 64, 'nk'), 'input_grad': (64, 32, 128, 'nk'), 'weight_grad': (128, 64, 32, 'kn'),
+  }[role]  # fmt: skip
+  return dict(m=m, n=n, k=k, dtype='bfloat16', out_dtype='bfloat16', b_layout=b_layout, out_layout='nm')
+
+
+def gain_of(recipe, *, lead=(), dtype='float32'):
+  (layer,) = s24.where_it_pays(struct(*lead, 64, 128, dtype=dtype), recipe, tokens=32, device='card')
+  return layer
+
+
+SPARSE_WINS = dict(
+  forward=dict(dense=4.0, mosaic_gpu=3.0, cusparselt=2.5),
+  input_grad=dict(dense=5.0, mosaic_gpu=3.5),
+  weight_grad=dict(dense=6.0, mosaic_gpu=4.5),
+)
+
+
+class ChoiceTest(parameterized.TestCase):
+
+  @parameterized.product(recipe=list(RECIPES), tokens=(512, 2048, 16384), dtype=('bfloat16', 'float16', 'float32'))
+  def test_is_that_of_the_plan(self, recipe, tokens, dtype):
+    recipe = RECIPES[recipe]
+    policy = recipe.rules[0].policy
+    for shape in SHAPES:
+      with card():
+        plan = products.plan(policy, tokens, *shape, jnp.dtype(dtype))
+        (layer,) = s24.where_it_pays(struct(*shape), recipe, tokens=tokens, dtype=dtype)
+      for role in layer.roles:
+        self.assertEqual(role.chosen, getattr(plan, role.role) or 'dense', f'{shape} {role}')
+
+  def test_sides_that_do_not_pack_are_dense(self):
+    with card():
+      (layer,) = s24.where_it_pays(struct(8, 6), RECIPES['s_ste'], tokens=32)
+    self.assertEqual([role.chosen for role in layer.roles], ['dense'] * 3)
+
+  @parameterized.parameters(
+    (dict(dense=1.0, mosaic_gpu=2.0, cusparselt=1.5), 'mosaic_gpu', 2.0),  # drawn sparse though dense is faster
+    (dict(dense=3.0, mosaic_gpu=2.0, cusparselt=1.5), 'cusparselt', 1.5),
+    (dict(dense=3.0), 'mosaic_gpu', None), ({}, 'mosaic_gpu', None),
+  )
+  def test_of_a_sampled_gradient(self, times, chosen, ms):
+    """A record that prefers the dense product leaves it to the kernel that takes every operand."""
+    with records(weight_grad=times):
+      role = gain_of(RECIPES['s_ste']).roles[2]
+    self.assertEqual((role.chosen, role.sparse_ms, role.dense_ms), (chosen, ms, times.get('dense')))
+    order = ('dense',) if min(times, key=times.get, default='dense') == 'dense' else ('cusparselt', 'dense')
+    with card(), mock.patch.object(api, 'candidates_for', lambda *a, **k: order):
+      self.assertEqual(products.plan(RECIPES['s_ste'].rules[0].policy, 32, 64, 128, jnp.bfloat16).weight_grad, chosen)
+
+  def test_fp8_is_refused(self):
+    """Its products are not those of the records."""
+    with self.assertRaisesRegex(ValueError, "mlp/up/kernel: .*precision='fp8'"):
+      s24.where_it_pays(struct(64, 128), s24.recipes.s_ste('.*', fp8=True), tokens=32, device='card')
+
+  def test_tokens_must_be_positive(self):
+    with self.assertRaisesRegex(ValueError, 'tokens=0 must be positive'):
+      s24.where_it_pays(struct(64, 128), RECIPES['fst'], tokens=0, device='card')
+    with self.assertRaisesRegex(ValueError, 'decides for no weight'):
+      s24.where_it_pays(struct(64, 128), s24.recipes.ste('other'), tokens=4, device='card')
+
+
+class SumTest(parameterized.TestCase):
+
+  def test_times_of_a_layer(self):
+    operand = 64 * 128 * 9 // 8  # half of the values in two bytes, two bits for each
+    sample = 32 * 128 * 2 + 32 * 128 * 9 // 8
+    passes = {('masked_pack', 64 * 128 * 4 + 2 * operand): 0.25, ('mvue_pack_axis-2', sample): 0.125}
+    with records(packing=lambda op, size: passes[op, size], **SPARSE_WINS):
+      layer = gain_of(RECIPES['fst'])
+    self.assertEqual(layer.roles, (
+      RoleGain('forward', 4.0, 2.5, 0.0, 'cusparselt'),
+      RoleGain('input_grad', 5.0, 3.5, 0.0, 'mosaic_gpu'),
+      RoleGain('weight_grad', 6.0, 4.5, 0.125, 'mosaic_gpu'),
+    ))  # fmt: skip
+    self.assertEqual((layer.dense_ms, layer.packing_ms), (15.0, 0.25))
+    self.assertEqual(layer.expected_ms, 2.5 + 3.5 + 4.5 + 0.125 + 0.25)
+    self.assertEqual(layer.gain, 15.0 / layer.expected_ms)
+    self.assertEqual((layer.path, layer.shape, layer.layers), ('mlp/up/kernel', (64, 128), 1))
+
+  def test_a_product_that_loses_costs_its_dense_time_and_no_packing(self):
+    slow = {role: dict(dense=1.0, mosaic_gpu=2.0) for role in ROLES}
+    with records(packing=lambda op, size: 1000.0, **slow):
+      layer = gain_of(RECIPES['dense_weight_grad'])
+    self.assertEqual([role.expected_ms for role in layer.roles], [1.0, 1.0, 1.0])
+    self.assertEqual((layer.gain, layer.packing_ms, layer.packed_bytes), (1.0, 0.0, 0))
+
+  @parameterized.parameters(*ROLES)
+  def test_what_was_not_measured_leaves_no_sum(self, missing):
+    with records(**{role: times for role, times in SPARSE_WINS.items() if role != missing}):
+      layer = gain_of(RECIPES['fst'])
+    self.assertIsNone(layer.gain)
+    self.assertIsNone(layer.dense_ms)
+    self.assertIsNone(layer.expected_ms)
+    self.assertEqual([role.dense_ms is None for role in layer.roles], [role == missing for role in ROLES])
+
+  def test_a_card_without_records(self):
+    layer, = s24.where_it_pays(struct(64, 128), RECIPES['fst'], tokens=32, device='no_such_card')
+    self.assertEqual([role.chosen for role in layer.roles], ['dense', 'dense', 'mosaic_gpu'])
+    self.assertIsNone(layer.gain)
+
+  @parameterized.parameters(('fst', ()), ('s_ste', (12,)), ('s_ste', (2, 3)), ('fst', (4,)))
+  def test_bytes_are_those_of_what_is_packed_and_kept(self, recipe, lead):
+    """Of scanned layers, all of them; times are those of one."""
+    projection = RECIPES[recipe].rules[0].policy.projection
+    assert projection is not None and projection.pack is not None
+    pack = projection.pack
+    with records(**SPARSE_WINS):
+      layer, one = (gain_of(RECIPES[recipe], lead=lead) for lead in (lead, ()))
+    w = jax.ShapeDtypeStruct((*lead, 64, 128), jnp.float32)
+    state = jax.eval_shape(projection.init, w)
+    packed = jax.eval_shape(lambda w, s: pack(w, s, jnp.bfloat16), w, state)
+    sizes = [sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(t)) for t in ((packed.forward, packed.input_grad),
+                                                                                   state)]  # fmt: skip
+    self.assertEqual([layer.packed_bytes, layer.state_bytes], sizes)
+    self.assertEqual((layer.expected_ms, layer.roles), (one.expected_ms, one.roles))
+    self.assertEqual(layer.layers * one.packed_bytes, layer.packed_bytes)
+
+
+class TableTest(absltest.TestCase):
+
+  def test_names_what_is_known(self):
+    with records(**SPARSE_WINS):
+      head, line = table([gain_of(RECIPES['fst'], lead=(12,))]).split('\n')
+    self.assertEqual(head.split()[:6], ['weight', 'in', 'x', 'out', 'layers', 'dense'])
+    for part in ('mlp/up/kernel', '64 x 128', ' 12 ', '15.000', '10.500', '1.43', 'forward cusparselt 2.500 (4.000)',
+                 'weight_grad mosaic_gpu 4.500 (6.000)'):  # fmt: skip
+      self.assertIn(part, line)
+    self.assertLess(line.index('15.000'), line.index('10.500'))
+
+  def test_says_dashes_where_nothing_is(self):
+    with records():
+      _, line = table([gain_of(RECIPES['fst'])]).split('\n')
+    self.assertIn('forward dense - (-), input_grad dense - (-), weight_grad mosaic_gpu - (-)', line)
+
+  def test_advises_against_a_sample_that_loses(self):
+    times = SPARSE_WINS | dict(weight_grad=dict(dense=2.0, mosaic_gpu=2.25))
+    with records(packing=lambda op, size: 0.25, **times):
+      *_, advice = table([gain_of(RECIPES['fst'])]).split('\n')
+    expected = 'the sampled weight gradient loses 0.500 ms a layer; weight_grad=\'dense\' is faster and exact'
+    self.assertEqual(advice, f'mlp/up/kernel: {expected}')
+
+  def test_a_sample_counted_with_its_packing(self):
+    """Sparse is faster as a product and slower with the pass that packs its operand."""
+    times = SPARSE_WINS | dict(weight_grad=dict(dense=2.0, mosaic_gpu=1.9))
+    for packing, lines in ((0.05, 2), (0.2, 3)):
+      with records(packing=lambda op, size, ms=packing: ms, **times):
+        self.assertLen(table([gain_of(RECIPES['fst'])]).split('\n'), lines)
+
+
+if __name__ == '__main__':
+  absltest.main()
