@@ -112,6 +112,8 @@ def make_parts(config: Config, *, data: Any = None) -> Parts:
       f'{config.mesh.data} x {config.mesh.fsdp}'
     )
   recipe = make_recipe(config)
+  if (start := config.recipe.get('dense_from', 'weights')) not in ('weights', 'projected'):
+    raise ValueError(f"recipe.dense_from is {start!r}; known: 'weights', 'projected'")
   if any(phase.attention for phase in recipe.phases) and config.model.get('attention_pattern'):
     raise ValueError(f'recipe {recipe.name!r} names attention patterns, and so does model.attention_pattern')
   mesh = make_mesh(config)
@@ -141,13 +143,23 @@ def phase_of(parts: Parts, step: int) -> tuple[str, s24.AttentionPattern | None]
   return s24.phase_at(parts.recipe, step, steps), s24.attention_at(parts.recipe, step, steps)
 
 
-def eval_phase(recipe: s24.Recipe, phase: str) -> str:
-  """The phase whose forward is evaluated after a step of `phase`: dense, where the recipe has sparse activations.
+def enter_phase(parts: Parts, step: int, params: Any, opt_state: Any) -> Any:
+  """The parameters that an optimizer step starts from: projected ones, if that is how its dense phase begins."""
+  if parts.config.recipe.get('dense_from', 'weights') == 'weights' or step == 0:
+    return params
+  before, now = (phase_of(parts, at)[0] for at in (step - 1, step))
+  if (before, now) != ('sparse', 'dense'):
+    return params
+  return jax.jit(lambda p, s: s24.project(p, s, parts.recipe, phase='sparse'))(params, opt_state)
+
+
+def eval_recipe(recipe: s24.Recipe) -> s24.Recipe:
+  """The recipe that is evaluated: weights as in training, activations dense.
 
   Which neurons a V:N:M pattern keeps for a token depends on all tokens of its block, later ones included, so a loss
-  under the pattern would tell of the very token that it predicts.
+  under the pattern would know something of the very token that it predicts.
   """
-  return 'dense' if any(rule.activation is not None for rule in recipe.rules) else phase
+  return dataclasses.replace(recipe, rules=tuple(dataclasses.replace(r, activation=None) for r in recipe.rules))
 
 
 def model_for(parts: Parts, attention: s24.AttentionPattern | None, **changes: Any) -> nn.Module:
@@ -164,7 +176,8 @@ def identity(parts: Parts) -> dict[str, Any]:
   return {
     **{key: config[key] for key in ('seed', 'steps', 'accumulate', 'optimizer')},
     'model': dataclasses.asdict(parts.model.config),
-    'recipe': parts.recipe.describe(),
+    'recipe': parts.recipe.describe()
+    | ({'dense_from': 'projected'} if config['recipe'].get('dense_from') == 'projected' else {}),
     'data': {key: value for key, value in config['data'].items() if not key.endswith('_dir')}
     | {'fingerprint': parts.data.fingerprint},
   }

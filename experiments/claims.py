@@ -154,8 +154,8 @@ _CLAIMS: Sequence[tuple[str, str, Callable[[Groups], tuple[Verdict, str] | None]
    lambda m: _lower(m, 'mixed_sparsity', 'static', ('MST', 'the static mask'), ties=False)),
   ('2:4 weights with V:N:M activations reach the quality of dense squared ReLU.', NEURON_LEVEL,
    lambda m: _lower(m, 'neuron_level', 'dense_relu2', ('V:N:M', 'dense squared ReLU'), ties=True)),
-  ('2:4 activations reach the quality of dense squared ReLU.', ACTIVATIONS,
-   lambda m: _lower(m, 'neuron_level_24', 'dense_relu2', ('2:4', 'dense squared ReLU'), ties=True)),
+  ('2:4 activations with dense weights reach the quality of dense squared ReLU.', ACTIVATIONS,
+   lambda m: _lower(m, 'activations_24', 'dense_relu2', ('2:4', 'dense squared ReLU'), ties=True)),
 )  # fmt: skip
 
 

@@ -83,6 +83,7 @@ def write_records(found: Iterable[runs.RunRecord], path: Path, *, experiment: st
       'corpus': run.config['data']['corpus'],
       'optimizer': run.config['optimizer'],
       'sparse_steps': run.sparse_steps,
+      'dense_from': run.config['recipe'].get('dense_from', 'weights'),
       'validation_loss': run.validation_loss,
       'flip_rate': run.flip_summary(),
       # Per layer, of squared-ReLU blocks: at the first evaluation, the last one of the sparse phase, and the last.

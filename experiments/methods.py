@@ -29,6 +29,7 @@ class Method:
     kwargs: arguments of the recipe.
     model: changes to the model.
     steps: share of the experiment's optimizer steps.
+    dense_from: what a dense phase after a sparse one starts from, see `configs.base`.
   """
 
   label: str
@@ -36,10 +37,12 @@ class Method:
   kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   model: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   steps: float = 1.0
+  dense_from: str = 'weights'
 
 
 # Sparse activations take the whole feed-forward block.
 _SQUARED_RELU = {'mlp': 'relu2', 'fused_mlp': True}
+_BY_POSITION = {**_SQUARED_RELU, 'ffn_order': 'position'}
 
 # Decay factors belong to the nano experiment. FST's is what `python -m experiments tune-decay --config nano` chose
 # (results/tune_decay_nano.json); that of SR-STE is the best of 2e-4 (the paper's, with SGD), 0.3, 3 and 30 with seed 0
@@ -75,15 +78,43 @@ METHODS: Mapping[str, Method] = {
   'set_': Method('SET', 'set_', {'path': LINEAR, 'refresh_every': 25, 'density': 0.1754}),
   'static': Method('static mask', 'static', {'path': LINEAR, 'density': 0.1754}),
   'dense_short': Method('dense, as many FLOPs', 'dense', steps=0.24),
-  # Sparse activations, in squared-ReLU blocks. A batch of nano is 16 sequences of 64 tokens: a block of 64 is one of
-  # them, as the 64 of the papers' kernels is a small part of a real one; 16 leaves as many tokens a quarter of it.
+  # Sparse activations, in squared-ReLU blocks. A batch of nano is 16 sequences, so the tokens of one position are a
+  # block of 16; blocks along a sequence tell a token what follows it, and are here to show what that does. The dense
+  # tail starts from the projected weights: the soft threshold leaves raw ones that the sparse phase never used.
   'dense_relu2': Method(
     'dense, squared ReLU', 'dense', {'path': FFN, 'watch': 'soft_threshold_projection'}, _SQUARED_RELU
   ),
-  'neuron_level': Method('neuron level, 16:2:8', 'neuron_level', {'policy': {'v': 16, 'm': 8}}, _SQUARED_RELU),
-  'neuron_level_v64': Method('neuron level, 64:2:8', 'neuron_level', {'policy': {'v': 64, 'm': 8}}, _SQUARED_RELU),
+  'neuron_level': Method(
+    'neuron level, 16:2:8', 'neuron_level', {'policy': {'v': 16, 'm': 8}}, _BY_POSITION, dense_from='projected'
+  ),
+  'neuron_level_even': Method(
+    'neuron level, 16:2:8, half of the steps',
+    'neuron_level',
+    {'policy': {'v': 16, 'm': 8}, 'dense_fraction': 0.4},
+    _BY_POSITION,
+    dense_from='projected',
+  ),
   'neuron_level_24': Method(
-    'neuron level, 2:4', 'neuron_level', {'policy': {'pattern': '2:4'}}, _SQUARED_RELU
+    'neuron level, 2:4', 'neuron_level', {'policy': {'pattern': '2:4'}}, _SQUARED_RELU, dense_from='projected'
+  ),
+  'neuron_level_24_unprojected': Method(
+    'neuron level, 2:4, tail from unprojected weights',
+    'neuron_level',
+    {'policy': {'pattern': '2:4'}},
+    _SQUARED_RELU,
+  ),
+  'activations_24': Method(
+    '2:4 activations, dense weights',
+    'neuron_level',
+    {'policy': {'pattern': '2:4', 'up': None, 'down': None}},
+    _SQUARED_RELU,
+  ),
+  'neuron_level_along': Method(
+    'neuron level, 16:2:8 along sequences',
+    'neuron_level',
+    {'policy': {'v': 16, 'm': 8}},
+    _SQUARED_RELU,
+    dense_from='projected',
   ),
 }
 
@@ -96,7 +127,10 @@ AT_EQUAL_FLOPS = (
   'dense_short',
 )  # fmt: skip
 # The methods with sparse activations, at equal steps with their dense twin.
-WITH_ACTIVATIONS = ('dense_relu2', 'neuron_level', 'neuron_level_v64', 'neuron_level_24')
+WITH_ACTIVATIONS = (
+  'dense_relu2', 'neuron_level_24', 'neuron_level', 'neuron_level_even', 'activations_24', 'neuron_level_along',
+  'neuron_level_24_unprojected',
+)  # fmt: skip
 
 GROUPS: Mapping[str, Sequence[str]] = {
   'equal-steps': AT_EQUAL_STEPS, 'equal-flops': AT_EQUAL_FLOPS, 'activations': WITH_ACTIVATIONS,
@@ -106,8 +140,8 @@ GROUPS: Mapping[str, Sequence[str]] = {
 def expand(names: Sequence[str]) -> list[str]:
   """Names of methods, from those of methods and of `GROUPS`; each once.
 
-  >>> expand(['dense', 'activations'])
-  ['dense', 'dense_relu2', 'neuron_level', 'neuron_level_v64', 'neuron_level_24']
+  >>> expand(['dense', 'activations'])[:4]
+  ['dense', 'dense_relu2', 'neuron_level_24', 'neuron_level']
   """
   return list(dict.fromkeys(method for name in names for method in GROUPS.get(name, (name,))))
 
@@ -130,7 +164,7 @@ def configure(config: Config, method: str, seed: int) -> Config:
   if config.name.endswith('-tiny') and chosen.recipe in _TINY_REFRESH:
     kwargs['refresh_every'] = _TINY_REFRESH[chosen.recipe]
   # Searching anew at every step puts flip rates of different refresh intervals on one scale.
-  recipe = ConfigDict({'name': chosen.recipe, 'kwargs': kwargs, 'flip_rate': 'step'})
+  recipe = ConfigDict({'name': chosen.recipe, 'kwargs': kwargs, 'flip_rate': 'step', 'dense_from': chosen.dense_from})
   with config.unlocked():
     config.recipe = recipe
     config.model.update(chosen.model)

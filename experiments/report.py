@@ -318,7 +318,8 @@ def _activations(groups: Groups) -> str:
   return (
     '<h2>Activations</h2><p class="caption">Squared ReLU on validation text, in the forward that the step trains with, '
     'each layer by itself: its share of zeros before any pattern, and how much of its sum the pattern keeps (in dense '
-    f'phases: would keep). Validation losses of these runs are always those of the dense model.</p>'
+    'phases: would keep). Validation losses are taken with dense activations, since a pattern over a block of tokens '
+    f'sees later ones; training losses are not.</p>'
     f'<div class="charts small">{"".join(charts)}</div>'
   )
 

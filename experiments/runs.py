@@ -54,8 +54,13 @@ class RunRecord:
     recipe, kwargs = self.config['recipe']['name'], self.config['recipe']['kwargs']
     if recipe == 'dense' and self.squared_relu:
       return 'dense_relu2'
-    if recipe == 'neuron_level' and (kwargs.get('policy') or {}).get('pattern') == '2:4':
-      return 'neuron_level_24'
+    if recipe == 'neuron_level' and (policy := kwargs.get('policy') or {}).get('pattern') == '2:4':
+      if not policy.get('down', True):
+        return 'activations_24'
+      projected = self.config['recipe'].get('dense_from') == 'projected'
+      return 'neuron_level_24' if projected else 'neuron_level_24_unprojected'
+    if recipe == 'neuron_level' and self.config['model'].get('ffn_order') != 'position':
+      return 'neuron_level_along'
     if recipe == 'dense':
       return 'half_ffn' if self.config['model'].get('ffn_width', 1.0) == 0.5 else 'dense'
     if recipe == 'transposable_srste':
@@ -218,6 +223,7 @@ def settings_that_differ(runs: Iterable[RunRecord]) -> dict[str, list[Any]]:
     'data.data_dir',
     'data.manual_dir',
     'model.ffn_width',
+    'model.ffn_order',
     'log_every',
     'eval_every',
     'checkpoint_every',

@@ -115,10 +115,9 @@ def make_eval(
 ) -> Callable[[TrainState], jax.Array]:
   """Compiles to one program: state -> mean validation loss, over the same batches every time.
 
-  Recipes with sparse activations are evaluated dense in every phase, see `build.eval_phase`.
+  Activations are dense, whatever the recipe, see `build.eval_recipe`.
   """
-  phase = build.eval_phase(parts.recipe, phase)
-  model = s24.sparsify(build.model_for(parts, attention), parts.recipe, phase=phase)
+  model = s24.sparsify(build.model_for(parts, attention), build.eval_recipe(parts.recipe), phase=phase)
   stacked = build.validation_batches(parts, num_batches)
 
   @jax.jit
@@ -207,6 +206,8 @@ class Run:
       while done < config.steps:
         phase, attention = build.phase_of(self.parts, done)
         batches = build.shard_batch(self.parts, next(self.iterator))
+        params = build.enter_phase(self.parts, done, self.state.params, self.state.opt_state)
+        self.state = self.state._replace(params=params)
         self.state, step_metrics = make_phase_step(phase, attention)(self.state, batches)
         done += 1
         if due:  # Read the last window while the device is busy with the step just dispatched.

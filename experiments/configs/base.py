@@ -61,7 +61,9 @@ def make(name: str, *, size: str, tiny: bool, **fields: Any) -> Config:
       },
       # The name of a function in sparse24_jax.recipes and its arguments. flip_rate: 'refresh' compares the masks of two
       # refreshes; 'step' searches anew at every step, which makes recipes with different intervals comparable.
-      'recipe': {'name': 'dense', 'kwargs': {}, 'flip_rate': 'refresh'},
+      # What a dense phase after a sparse one starts from: the 'weights', or the 'projected' ones that the sparse phase
+      # computed with. Masked decay leaves little between the two; without it the former are far from what was trained.
+      'recipe': {'name': 'dense', 'kwargs': {}, 'flip_rate': 'refresh', 'dense_from': 'weights'},
       # Devices on each axis of the mesh: batches are split over both, parameters over fsdp.
       'mesh': {'data': 1, 'fsdp': 1},
       'log_every': 50,

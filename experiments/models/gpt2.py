@@ -47,6 +47,9 @@ class GPT2Config:
     attention_pattern: None is full causal attention; else what is attended to in all heads and layers, a
       `s24.AttentionPattern` say. A tuple has one entry a layer: None, a pattern, or a tuple of one a head.
     fused_mlp: the feed-forward layer is the library's fused one; the same parameters and, while dense, the same values.
+    ffn_order: what neighbours are to the feed-forward layer, which matters to patterns of sparse activations only:
+      'sequence' is tokens that follow each other, 'position' is tokens of different sequences at the same position. A
+      block of tokens then knows nothing of what follows them, if the sequences of a step are whole blocks.
   """
 
   vocab_size: int
@@ -64,6 +67,7 @@ class GPT2Config:
   scan_layers: bool = False
   attention: Literal['xla', 'cudnn'] | None = 'xla'
   fused_mlp: bool = False
+  ffn_order: Literal['sequence', 'position'] = 'sequence'
   attention_pattern: Any = None
 
   def __post_init__(self):
@@ -71,6 +75,8 @@ class GPT2Config:
       raise ValueError(f'embed_dim {self.embed_dim} is not divisible by num_heads {self.num_heads}')
     if self.mlp not in _MLPS:
       raise ValueError(f'mlp is {self.mlp!r}; known: {", ".join(_MLPS)}')
+    if self.ffn_order not in ('sequence', 'position'):
+      raise ValueError(f"ffn_order is {self.ffn_order!r}; known: 'sequence', 'position'")
     if not math.isclose(self.hidden_dim, 4 * self.embed_dim * self.ffn_width) or self.hidden_dim < 1:
       raise ValueError(f'ffn_width {self.ffn_width} times 4 x embed_dim {self.embed_dim} is not a whole hidden size')
     check_patterns(self)
@@ -256,7 +262,10 @@ class Block(nn.Module):
     drop = nn.Dropout(cfg.dropout, deterministic=self.deterministic)
     x_BxTxD = x_BxTxD + drop(Attention(cfg, self.pattern, name='attn')(layer_norm(cfg, 'ln_1')(x_BxTxD)))
     mlp = fused_mlp(cfg, cfg.hidden_dim, cfg.mlp) if cfg.fused_mlp else MLP(cfg, name='mlp')
-    return x_BxTxD + drop(mlp(layer_norm(cfg, 'ln_2')(x_BxTxD)))
+    h_BxTxD = layer_norm(cfg, 'ln_2')(x_BxTxD)
+    if cfg.ffn_order == 'sequence':
+      return x_BxTxD + drop(mlp(h_BxTxD))
+    return x_BxTxD + drop(jnp.swapaxes(mlp(jnp.swapaxes(h_BxTxD, 0, 1)), 0, 1))
 
 
 class GPT2(nn.Module):

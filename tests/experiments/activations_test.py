@@ -1,5 +1,6 @@
 """Sparse activations in the experiments: trained through three phases, evaluated dense, measured layer by layer."""
 
+import functools
 import json
 from pathlib import Path
 
@@ -35,6 +36,13 @@ def parts_of(config):
   return build.make_parts(config, data=FakeData())
 
 
+@functools.cache
+def at_start():
+  """Parts and initial state of the default run, for tests that change neither."""
+  parts = parts_of(tiny())
+  return parts, train.init_state(parts)
+
+
 def oracle(y, mask):
   """The measures, from float64 [tokens, neurons] and the pattern."""
   return {
@@ -65,8 +73,7 @@ class MeasureTest(parameterized.TestCase):
 
   @parameterized.parameters('dense', 'sparse')
   def test_probe_sees_what_the_first_layer_computes(self, phase):
-    parts = parts_of(tiny())
-    state = train.init_state(parts)
+    parts, state = at_start()
     found = activations.make_probe(parts, phase)(state)
     self.assertEqual(set(found), {activations.ZEROS, activations.KEPT, activations.KEPT_SUM})
     w = s24.project(state.params, state.opt_state, parts.recipe, phase=phase)['h_0']['mlp']['c_fc']['kernel']
@@ -84,8 +91,7 @@ class MeasureTest(parameterized.TestCase):
       np.testing.assert_allclose(found[name]['h_0/mlp'], np.mean([e[name] for e in expected]), atol=2e-3)
 
   def test_layers_below_a_pattern_see_its_output(self):
-    parts = parts_of(tiny())
-    state = train.init_state(parts)
+    parts, state = at_start()
     dense, sparse = (activations.make_probe(parts, phase)(state) for phase in ('dense', 'sparse'))
     self.assertNotEqual(dense[activations.ZEROS]['h_1/mlp'], sparse[activations.ZEROS]['h_1/mlp'])
     self.assertBetween(dense[activations.ZEROS]['h_1/mlp'], 0.3, 0.7)  # about half at the start
@@ -101,47 +107,68 @@ class MeasureTest(parameterized.TestCase):
 
 
 class EvaluationTest(parameterized.TestCase):
-  def test_the_pattern_sees_later_tokens_and_evaluation_does_not(self):
-    parts = parts_of(tiny())
+  @parameterized.parameters('sequence', 'position')
+  def test_blocks_along_a_sequence_see_later_tokens(self, order):
+    parts = parts_of(tiny(**{'model.ffn_order': order}))
     state = train.init_state(parts)
     sparse = s24.sparse_variables(state.params, state.opt_state, parts.recipe, phase='sparse')
     tokens = np.array(parts.data.batch(0, 0)['inputs'])
     changed = np.where(np.arange(16) == 15, (tokens + 7) % 32, tokens)
 
-    def reach(phase):
-      """How much the last token changes what is predicted before it."""
-      model = s24.sparsify(parts.model, parts.recipe, phase=phase)
+    def reach(recipe, phase='sparse'):
+      """How much the last tokens change what is predicted before them."""
+      model = s24.sparsify(parts.model, recipe, phase=phase)
       a, b = (model.apply({'params': state.params, 'sparse24': sparse}, t)[:, :15] for t in (tokens, changed))
       return float(np.abs(np.asarray(a) - np.asarray(b)).max())
 
-    self.assertGreater(reach('sparse'), 1e-6)
-    self.assertEqual(build.eval_phase(parts.recipe, 'sparse'), 'dense')
-    self.assertEqual(reach('dense'), 0)
+    if order == 'sequence':
+      self.assertGreater(reach(parts.recipe), 1e-5)
+    else:
+      self.assertLess(reach(parts.recipe), 1e-7)
+    self.assertLess(reach(build.eval_recipe(parts.recipe)), 1e-7)
+    self.assertLess(reach(parts.recipe, 'dense'), 1e-7)
 
-  def test_a_sparse_step_is_evaluated_dense(self):
-    parts = parts_of(tiny())
-    state = train.init_state(parts)
-    by_hand = []
+  def test_orders_differ_under_a_pattern_only(self):
+    models = [parts_of(tiny(**{'model.ffn_order': order})) for order in ('sequence', 'position')]
+    state = train.init_state(models[0])
+    sparse = s24.sparse_variables(state.params, state.opt_state, models[0].recipe, phase='sparse')
+    tokens = np.array(models[0].data.batch(0, 0)['inputs'])
+    for phase, same in (('dense', True), ('sparse', False)):
+      a, b = (
+        np.asarray(s24.sparsify(parts.model, parts.recipe, phase=phase).apply(
+          {'params': state.params, 'sparse24': sparse}, tokens
+        ))
+        for parts in models
+      )  # fmt: skip
+      self.assertEqual(np.allclose(a, b, atol=1e-6), same, phase)
+
+  @parameterized.parameters('dense', 'sparse')
+  def test_activations_are_evaluated_dense(self, phase):
+    """Against a plain model with the phase's weights."""
+    parts, state = at_start()
+    params, by_hand = s24.project(state.params, state.opt_state, parts.recipe, phase=phase), []
     for batch in parts.data.validation(2):
-      logits = np.asarray(parts.model.apply({'params': state.params}, batch['inputs']), np.float64)
+      logits = np.asarray(parts.model.apply({'params': params}, batch['inputs']), np.float64)
       logits -= np.log(np.exp(logits).sum(-1, keepdims=True))
       by_hand.append(-np.take_along_axis(logits, batch['targets'][..., None], -1).mean())
-    found = float(train.make_eval(parts, 'sparse', num_batches=2)(state))
+    found = float(train.make_eval(parts, phase, num_batches=2)(state))
     np.testing.assert_allclose(found, np.mean(by_hand), rtol=1e-5)
 
-  def test_other_recipes_are_evaluated_in_their_phase(self):
-    self.assertEqual(build.eval_phase(s24.recipes.ste('.*'), 'sparse'), 'sparse')
+  def test_other_recipes_are_evaluated_as_they_are(self):
+    recipe = s24.recipes.s_ste('.*')
+    self.assertEqual(build.eval_recipe(recipe), recipe)
 
 
 class TrainingTest(parameterized.TestCase):
   def test_three_phases_logged_and_resumed_bit_for_bit(self):
-    config, folders = tiny(), [Path(temp_folder(self)) for _ in range(2)]
+    config = tiny(**{'recipe.dense_from': 'projected', 'model.ffn_order': 'position', 'model.num_layers': 1})
+    folders = [Path(temp_folder(self)) for _ in range(2)]
     train.train(config, folders[0], data=FakeData(), quiet=True)
     run = runs.read_run(folders[0])
     self.assertLess(run.train[-1]['loss'], 0.9 * run.train[0]['loss'])
     self.assertEqual([r['phase'] for r in run.train], ['dense'] * 3 + ['sparse'] * 9 + ['dense'] * 3)
     self.assertEqual(run.sparse_steps, 18)
-    steps, zeros = run.activation_curve(activations.ZEROS, 'h_1/mlp')
+    steps, zeros = run.activation_curve(activations.ZEROS, 'h_0/mlp')
     self.assertEqual(steps.tolist(), [6, 12, 18, 24, 30])
     self.assertTrue(np.all((zeros > 0.2) & (zeros < 1)))
     summary = run.activation_summary()
@@ -159,6 +186,22 @@ class TrainingTest(parameterized.TestCase):
     logs = [(folder / 'metrics.jsonl').read_bytes() for folder in folders]
     self.assertEqual(*logs)
 
+  @parameterized.parameters('weights', 'projected')
+  def test_what_a_dense_tail_starts_from(self, dense_from):
+    parts = parts_of(tiny(**{'recipe.dense_from': dense_from}))
+    state = train.init_state(parts)
+    entered = {step: build.enter_phase(parts, step, state.params, state.opt_state) for step in (0, 6, 23, 24, 25)}
+    for step, params in entered.items():
+      w = params['h_1']['mlp']['c_proj']['kernel']
+      if step == 24 and dense_from == 'projected':
+        s24.verify24(w, axis=-1)
+        project = s24.project(state.params, state.opt_state, parts.recipe, phase='sparse')
+        jax.tree.map(np.testing.assert_array_equal, params, project)
+      else:
+        self.assertIs(w, state.params['h_1']['mlp']['c_proj']['kernel'])
+    same = build.identity(parts) == build.identity(parts_of(tiny()))
+    self.assertEqual(same, dense_from == 'weights')
+
   @parameterized.parameters(
     ({'policy': {'V': 16}}, 'recipe.kwargs of neuron_level'), ({'policy': {'pattern': '1:4'}}, "pattern='1:4'"),
     ({'path': '.*'}, 'recipe.kwargs of neuron_level'),
@@ -166,6 +209,12 @@ class TrainingTest(parameterized.TestCase):
   def test_bad_arguments_are_named(self, kwargs, message):
     with self.assertRaisesRegex(ValueError, message):
       build.make_recipe(tiny(kwargs=kwargs))
+
+  def test_bad_settings_are_named(self):
+    with self.assertRaisesRegex(ValueError, "recipe.dense_from is 'masks'"):
+      parts_of(tiny(**{'recipe.dense_from': 'masks'}))
+    with self.assertRaisesRegex(ValueError, "ffn_order is 'batch'"):
+      parts_of(tiny(**{'model.ffn_order': 'batch'}))
 
   def test_a_layer_that_is_not_fused_is_refused(self):
     with self.assertRaisesRegex(ValueError, 'h_0/mlp/c_fc/kernel.*takes the whole block'):
@@ -179,7 +228,7 @@ class MethodsTest(parameterized.TestCase):
     self.assertContainsSubset([m for group in methods.GROUPS.values() for m in group], methods.METHODS)
 
   def test_flops_by_hand(self):
-    """Forward and input gradient: half of one, a quarter of the other; weight gradient 5% whole, a quarter of the rest."""
+    """Half of the forward, a quarter of the input gradient, of the weight gradient 5% and a quarter of the rest."""
     config = methods.configure(experiment.load_config('nano'), 'neuron_level', 0)
     config.recipe.kwargs.update({'warmup_fraction': 0.25, 'dense_fraction': 0.25})
     curve = flops.of_experiment(config, build.make_recipe(config), vocab_size=256)
@@ -190,20 +239,22 @@ class MethodsTest(parameterized.TestCase):
 
   def test_report_and_claims(self):
     folder = Path(temp_folder(self))
-    finals = {'dense_relu2': 1.5, 'neuron_level': 1.505, 'neuron_level_v64': 1.55, 'neuron_level_24': 1.6, 'dense': 1.7}
+    finals = {'dense_relu2': 1.5, 'neuron_level': 1.505, 'neuron_level_along': 1.55, 'neuron_level_24': 1.56,
+              'neuron_level_24_unprojected': 1.58, 'activations_24': 1.6, 'dense': 1.7}  # fmt: skip
     for method, final in finals.items():
-      for seed in range(3):
+      for seed in range(2):
         write_run(folder / f'{method}-{seed}', method, seed, final + 0.001 * seed)
     found = {run.label: run.method for run in runs.find_runs([folder])}
-    self.assertEqual(found.pop('neuron level, 64:2:8'), 'neuron_level')
+    self.assertLen(found, len(finals))
     for label, method in found.items():
       self.assertEqual(methods.METHODS[method].label, label)
     groups = runs.group(runs.find_runs([folder]))
     rows = {row[0]: row[4] for row in report.table_rows(groups)}
     self.assertEqual(
       rows,
-      {'dense, squared ReLU': '', 'dense': '', 'neuron level, 16:2:8': '+0.0050', 'neuron level, 64:2:8': '+0.0500',
-       'neuron level, 2:4': '+0.1000'},
+      {'dense, squared ReLU': '', 'dense': '', 'neuron level, 16:2:8': '+0.0050',
+       'neuron level, 16:2:8 along sequences': '+0.0500', 'neuron level, 2:4': '+0.0600',
+       'neuron level, 2:4, tail from unprojected weights': '+0.0800', '2:4 activations, dense weights': '+0.1000'},
     )  # fmt: skip
     verdicts = {f.claim.split(' activ')[0]: f.verdict for f in claims.findings(runs.find_runs([folder]))}
     self.assertEqual(verdicts, {'2:4 weights with V:N:M': 'agrees', '2:4': 'disagrees'})
