@@ -154,15 +154,15 @@ def count(
   linear = np.zeros(steps)
   for path, shape in shapes.items():
     dense = 2.0 * math.prod(shape) * tokens
-    if path not in kept:
-      linear += 3 * dense
-      continue
-    if activation := rules[path].activation:
-      # One of forward and input gradient has the weight as its sparse operand, the other, like the weight gradient,
-      # the activations.
+    if path in rules and (activation := rules[path].activation):
+      # One of forward and input gradient has the weight as its sparse operand; the other and the weight gradient have
+      # the activations, but for a share of the neurons in the latter.
       share = np.where(_is_sparse(recipe, steps), 2 / activation.group, 1.0)
       whole = activation.dense_features
-      linear += dense * (kept[path] + share + whole + (1 - whole) * share)
+      linear += dense * (kept.get(path, 1.0) + share + whole + (1 - whole) * share)
+      continue
+    if path not in kept:
+      linear += 3 * dense
       continue
     grows = _grows_by_gradient(recipe, rules[path].policy.projection, steps)
     weight_gradient = np.where(grows, 1.0, _weight_gradient(rules[path], kept[path]))

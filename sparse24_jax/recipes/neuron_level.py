@@ -20,6 +20,10 @@ def neuron_level(
   with `policy=ActivationPolicy(pattern='2:4')`, the predecessor. Activations grow sparse during the warm-up; the dense
   tail repairs what the patterns lost. Only what runs the whole block, `neuron_level_ffn`, can follow this recipe.
 
+  Start the tail from the projected weights, `params = s24.project(params, opt_state, recipe, phase='sparse')`: nothing
+  pulls the raw ones towards what the sparse phase trained. A block of V tokens sees all of them: in a causal model fill
+  it with tokens of one position in different sequences, and evaluate without the pattern. Both are ours.
+
   Args:
     up: regular expression of the up-projections, `[d, h]` or `[experts, d, h]`.
     down: regular expression of the down-projections.

@@ -43,6 +43,12 @@ def at_start():
   return parts, train.init_state(parts)
 
 
+@functools.cache
+def probed(phase):
+  parts, state = at_start()
+  return activations.make_probe(parts, phase)(state)
+
+
 def oracle(y, mask):
   """The measures, from float64 [tokens, neurons] and the pattern."""
   return {
@@ -74,7 +80,7 @@ class MeasureTest(parameterized.TestCase):
   @parameterized.parameters('dense', 'sparse')
   def test_probe_sees_what_the_first_layer_computes(self, phase):
     parts, state = at_start()
-    found = activations.make_probe(parts, phase)(state)
+    found = probed(phase)
     self.assertEqual(set(found), {activations.ZEROS, activations.KEPT, activations.KEPT_SUM})
     w = s24.project(state.params, state.opt_state, parts.recipe, phase=phase)['h_0']['mlp']['c_fc']['kernel']
     if phase == 'sparse':
@@ -91,8 +97,7 @@ class MeasureTest(parameterized.TestCase):
       np.testing.assert_allclose(found[name]['h_0/mlp'], np.mean([e[name] for e in expected]), atol=2e-3)
 
   def test_layers_below_a_pattern_see_its_output(self):
-    parts, state = at_start()
-    dense, sparse = (activations.make_probe(parts, phase)(state) for phase in ('dense', 'sparse'))
+    dense, sparse = probed('dense'), probed('sparse')
     self.assertNotEqual(dense[activations.ZEROS]['h_1/mlp'], sparse[activations.ZEROS]['h_1/mlp'])
     self.assertBetween(dense[activations.ZEROS]['h_1/mlp'], 0.3, 0.7)  # about half at the start
 
@@ -217,8 +222,10 @@ class TrainingTest(parameterized.TestCase):
       parts_of(tiny(**{'model.ffn_order': 'batch'}))
 
   def test_a_layer_that_is_not_fused_is_refused(self):
+    parts, (_, state) = parts_of(tiny(**{'model.fused_mlp': False})), at_start()
+    step = train.make_step(parts, 'sparse', None)
     with self.assertRaisesRegex(ValueError, 'h_0/mlp/c_fc/kernel.*takes the whole block'):
-      train.train(tiny(**{'model.fused_mlp': False}), temp_folder(self), data=FakeData(), quiet=True)
+      step(state, build.shard_batch(parts, parts.data.batch(0, 0)))
 
 
 class MethodsTest(parameterized.TestCase):
@@ -227,14 +234,17 @@ class MethodsTest(parameterized.TestCase):
     self.assertEqual(methods.expand(['ste', 'activations', 'ste'])[:2], ['ste', 'dense_relu2'])
     self.assertContainsSubset([m for group in methods.GROUPS.values() for m in group], methods.METHODS)
 
-  def test_flops_by_hand(self):
-    """Half of the forward, a quarter of the input gradient, of the weight gradient 5% and a quarter of the rest."""
-    config = methods.configure(experiment.load_config('nano'), 'neuron_level', 0)
+  @parameterized.parameters(
+    ('neuron_level', 0.5, 0.25), ('neuron_level_24', 0.5, 0.5), ('activations_24', 1.0, 0.5)
+  )  # fmt: skip
+  def test_flops_by_hand(self, method, by_weight, by_activations):
+    """One product with the weight, one with the activations, and one with these and 5% of the neurons whole."""
+    config = methods.configure(experiment.load_config('nano'), method, 0)
     config.recipe.kwargs.update({'warmup_fraction': 0.25, 'dense_fraction': 0.25})
     curve = flops.of_experiment(config, build.make_recipe(config), vocab_size=256)
     tokens, ffn, attn = 16 * 64, 2 * 2 * 64 * 256, 2 * 4 * 64 * 64
     dense = 3 * 2 * tokens * (ffn + attn)
-    sparse = 2 * tokens * (ffn * (0.5 + 0.25 + 0.05 + 0.95 * 0.25) + 3 * attn)
+    sparse = 2 * tokens * (ffn * (by_weight + by_activations + 0.05 + 0.95 * by_activations) + 3 * attn)
     np.testing.assert_allclose(curve.linear[[0, 999, 1000, 2999, 3000]], [dense, dense, sparse, sparse, dense])
 
   def test_report_and_claims(self):
