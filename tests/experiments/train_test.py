@@ -271,7 +271,7 @@ class RefusedTest(parameterized.TestCase):
     ('optimizer.beta=3', "no field 'beta'; known: b1"),
     ('optimiser.b1=3', "no section 'optimiser'"),
     ('steps=many', 'steps=many'),
-    ('recipe.kwargsx=1', "no field 'kwargsx'; known: flip_rate"),
+    ('recipe.kwargsx=1', "no field 'kwargsx'; known: dense_from, flip_rate"),
   )
   def test_bad_overrides(self, override, message):
     with self.assertRaisesRegex(ValueError, message):
