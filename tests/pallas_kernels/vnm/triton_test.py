@@ -31,8 +31,10 @@ class CompileTest(parameterized.TestCase):
     made = _triton.compile_for(
       pack_kernel, arrays, constants, compute_capability=capability, num_warps=packers.warps(shape[1])
     )
-    # The widest case, with two inputs and two outputs, spills a little where 16 warps leave 128 registers.
-    self.assertLessEqual(made.stack_bytes, 48 if kind == 'gradient' and shape[1] == 16 else 0)
+    # What ptxas cannot keep in registers: one 64-bit value on sm_80, and more in the widest case, which has two inputs
+    # and two outputs where 16 warps leave 128 registers.
+    spilled = {('forward', 80): 8, ('gradient', 90): 48}
+    self.assertLessEqual(made.stack_bytes, spilled.get((kind, capability), 0))
     self.assertGreater(made.count('LDG.E.128') + made.count('LDG.E.64'), 0)
 
 
