@@ -15,8 +15,8 @@ from experiments import svg
 
 RESULTS = Path(__file__).parent / 'results'
 BENCHES = (
-  'ffn', 'ffn_pytorch', 'block', 'train_step', 'sparse_matmul', 'float8_products', 'cusparselt', 'epilogue',
-  'memory_bound',
+  'ffn', 'ffn_check', 'ffn_pytorch', 'block', 'train_step', 'sparse_matmul', 'float8_products', 'cusparselt',
+  'epilogue', 'memory_bound',
 )  # fmt: skip
 _COLOURS = {'sparse': '#0072b2', 'dense': '#7f7f7f', 'dense_fp8': '#b38600', 'cusparselt': '#d55e00', 'xla': '#7f7f7f'}
 _OTHER = '#b2629a'
@@ -84,7 +84,7 @@ def title(record: Record) -> str:
     wanted = ('batch', 'length') if record['bench'] in ('block', 'train_step') else wanted
     shape = [shape[key] for key in wanted]
   match record['bench']:
-    case 'ffn' | 'ffn_pytorch':
+    case 'ffn' | 'ffn_check' | 'ffn_pytorch':
       words = [record['recipe'], record['activation']]
     case 'block' | 'train_step':
       words = [record['model'], record['recipe']]
@@ -251,6 +251,25 @@ def _matmul(bench: str, records: Sequence[Record]) -> str:
   ])  # fmt: skip
 
 
+def _checks(records: Sequence[Record]) -> str:
+  """Section of the gradients of a block beside those of the float32 reference."""
+  rows = []
+  for record in records:
+    error = record['error']
+    rows += [
+      [title(record), name, f'{exact:.2e}', f'{error["sampled"][name]:.2e}', f'{error["yardstick"][name]:.2e}',
+       f'{error["unbiased"][name]:.3f}' if name in error['unbiased'] else '']
+      for name, exact in error['exact'].items()
+    ]  # fmt: skip
+  return (
+    '<h2>Gradients of a block</h2><p class="soft">Relative Frobenius errors against the float32 reference, on the '
+    'card. MVUE picks by the values that it is given, so rounding now and then picks another entry: weight gradients '
+    'are compared without sampling; with it, beside the plain op in the same dtype; and the mean of samples beside the '
+    'unsampled gradient, over what their spread lets expect (about 1 if unbiased).</p>'
+    + _table(['block', 'tensor', 'without sampling', 'with', 'plain op, with', 'mean of samples'], rows)
+  )
+
+
 def _memory_bound(records: Sequence[Record]) -> str:
   shares = [(title(r), {r['implementation']: 100 * r['copy_share']}) for r in records]
   rows = [
@@ -318,10 +337,13 @@ def page(records: Sequence[Record]) -> str:
   for bench in BENCHES:
     chosen = [record for record in records if record['bench'] == bench]
     if chosen:
-      if bench in _PRODUCTS:
-        parts.append(_matmul(bench, chosen))
-      else:
-        parts.append(_memory_bound(chosen) if bench == 'memory_bound' else _steps(bench, chosen))
+      match bench:
+        case 'memory_bound':
+          parts.append(_memory_bound(chosen))
+        case 'ffn_check':
+          parts.append(_checks(chosen))
+        case _:
+          parts.append((_matmul if bench in _PRODUCTS else _steps)(bench, chosen))
       for note in dict.fromkeys(r['note'] for r in chosen if 'note' in r):
         about = '; '.join(title(r) for r in chosen if r.get('note') == note)
         parts.append(f'<p class="note">{escape(about)}: {escape(note)}.</p>')
