@@ -13,7 +13,8 @@ import sys
 
 from pallas_kernels import _tuning
 
-# Modules with tune(selection, folder), bench(selection, out, folder), verify(count, seed) and where_it_pays(folder).
+# Modules with tune_in_processes(selections, folder, backends, processes, seconds), bench(selection, out, folder),
+# verify(count, seed) and where_it_pays(folder).
 OPS = {'sparse_matmul': 'pallas_kernels.sparse_matmul.bench'}
 
 
@@ -21,7 +22,11 @@ def main(argv: list[str] | None = None) -> int:
   parser = argparse.ArgumentParser(prog='python -m pallas_kernels', description='Measures kernels on the card at hand.')
   parser.add_argument('command', choices=('tune', 'bench', 'verify', 'where-it-pays'))
   parser.add_argument('--op', choices=sorted(OPS), default='sparse_matmul')
-  parser.add_argument('--select', default='headline', help='which problems: square, headline, small, middle or all')
+  names = 'square, headline, small, gpt2_124m, gpt2_774m, gpt2_1558m, llama_3b, block, models (the last five), all'
+  parser.add_argument('--select', nargs='+', default=['headline'], help=f'which problems: {names}')
+  parser.add_argument('--backends', nargs='+', default=['mosaic_gpu', 'cusparselt'], help='that tune searches')
+  parser.add_argument('--processes', type=int, default=4, help='that tune compiles in (default: %(default)s)')
+  parser.add_argument('--seconds', type=float, default=3600.0, help='after which tune begins no problem')
   parser.add_argument('--out', type=pathlib.Path, default=pathlib.Path('results.jsonl'), help='records of bench')
   parser.add_argument('--tuned', type=pathlib.Path, default=_tuning.TUNED, help='folder of tuned records')
   parser.add_argument('--count', type=int, default=200, help='problems that verify draws')
@@ -29,9 +34,10 @@ def main(argv: list[str] | None = None) -> int:
   args = parser.parse_args(argv)
   op = importlib.import_module(OPS[args.op])
   if args.command == 'tune':
-    op.tune(args.select, args.tuned)
-  elif args.command == 'bench':
-    op.bench(args.select, args.out, args.tuned)
+    return min(op.tune_in_processes(args.select, args.tuned, args.backends, args.processes, args.seconds), 1)
+  if args.command == 'bench':
+    for name in args.select:
+      op.bench(name, args.out, args.tuned)
   elif args.command == 'verify':
     return min(op.verify(args.count, args.seed), 1)
   else:

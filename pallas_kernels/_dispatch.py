@@ -25,8 +25,9 @@ def load(path: str) -> Callable[..., Any]:
 
 
 @functools.cache
-def _log_once(message: str) -> None:
-  logging.getLogger('pallas_kernels').info(message)
+def log_once(message: str, logger: str = 'pallas_kernels') -> None:
+  """Logs a message at level INFO, the first time that a process has it."""
+  logging.getLogger(logger).info(message)
 
 
 def check_implementation(op: str, implementation: str | None, backends: Mapping[str, str]) -> None:
@@ -68,5 +69,5 @@ def dispatch(
     except NotImplementedError as e:
       reasons.append(f'{name}: {e}')
       if implementation is None:
-        _log_once(f'{op}: passing over {name}: {e}')
+        log_once(f'{op}: passing over {name}: {e}')
   raise ValueError(f'{op}: no implementation accepts this call. ' + '; '.join(reasons))

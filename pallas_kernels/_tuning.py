@@ -85,7 +85,9 @@ def verify(
     return math.inf, f'fails: {e}'
   if not error <= tolerance:  # also for nan
     return error, f'relative error {error:.2e} exceeds {tolerance:.0e}'
-  differing = sum(not _same_bits(first, candidate.f(*candidate.args)) for _ in range(repeats))
+  # All are queued before the first is looked at.
+  same = [_same_bits(first, candidate.f(*candidate.args)) for _ in range(repeats)]
+  differing = sum(not x for x in same)
   return error, f'{differing} of {repeats} repeats differ in their bits' if differing else None
 
 
@@ -150,6 +152,7 @@ def tune(
   timer: Callable[..., Sequence[float]],
   *,
   finalists: int = 3,
+  hopeless: float = 1.15,
   quick: Mapping[str, Any] | None = None,
   final: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
@@ -162,6 +165,7 @@ def tune(
     expected: the reference's float32 result.
     timer: see `interleave`.
     finalists: how many of each implementation enter the second heat.
+    hopeless: what needs so many times the best of its implementation in the first round gets no further one.
     quick: arguments of the first `interleave`.
     final: arguments of the second.
 
@@ -177,8 +181,8 @@ def tune(
     rows.append(dict(implementation=c.implementation, config=config, error=error, rejected=reason) | setup)
   good = [i for i, row in enumerate(rows) if row['rejected'] is None]
   if good:
-    heat = interleave([candidates[i] for i in good], timer, **(quick or dict(rounds=2, iterations=10)))
-    for i, samples in zip(good, heat, strict=True):
+    settings = dict(rounds=2, iterations=10) | dict(quick or {})
+    for i, samples in _quick_heat(candidates, good, timer, hopeless, **settings).items():
       rows[i]['samples_ms'] = samples
     good = _fastest_of_each(rows, good, finalists)
   heat = interleave([baseline, *(candidates[i] for i in good)], timer, **(final or {}))
@@ -192,6 +196,26 @@ def tune(
   else:
     choice = dict(implementation=rows[best]['implementation'], config=rows[best]['config'])
   return dict(key=dict(key), baseline=baseline_row, candidates=rows, choice=choice)
+
+
+def _quick_heat(
+  candidates: Sequence[Candidate], good: Sequence[int], timer: Callable[..., Sequence[float]], hopeless: float,
+  *, rounds: int, **settings: Any,
+) -> dict[int, list[float]]:
+  """Samples by index of the `good` candidates: one of each, and more of those that may still win."""
+  heat = interleave([candidates[i] for i in good], timer, rounds=1, **settings)
+  samples = dict(zip(good, heat, strict=True))
+  best: dict[str, float] = {}
+  for i in good:
+    name = candidates[i].implementation
+    best[name] = min(best.get(name, math.inf), samples[i][0])
+  # Last first, as turns alternate.
+  left = [i for i in reversed(good) if samples[i][0] <= hopeless * best[candidates[i].implementation]]
+  if rounds > 1:
+    more = interleave([candidates[i] for i in left], timer, rounds=rounds - 1, **settings)
+    for i, found in zip(left, more, strict=True):
+      samples[i] += found
+  return samples
 
 
 def _fastest_of_each(rows: Sequence[Mapping[str, Any]], indices: Sequence[int], count: int) -> list[int]:

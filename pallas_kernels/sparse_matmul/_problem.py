@@ -24,7 +24,8 @@ class Config:
     bn: columns of a tile, a multiple of 8 up to 256; `rows / 64 * bn / 2` accumulators a thread must leave room.
     bk: logical K of a stage: 64 for 16-bit values, 128 for 8-bit ones.
     stages: stages in the ring.
-    cluster: CTAs along M that share B.
+    cluster: CTAs that share an operand.
+    along: where the CTAs of a cluster lie: 'm' below each other, which share B, or 'n' side by side, which share A.
     delay: K steps whose wgmmas stay in flight, 0 or 1.
     minor: the dimension walked fastest, 0 is M and 1 is N.
     band: tiles of the other dimension walked before the fast one advances, for hits in L2.
@@ -46,10 +47,16 @@ class Config:
   split: int = 1
   epilogue_n: int = 64
   slots: int = 1
+  along: str = 'm'
 
   @property
   def tile_m(self) -> int:
     return CONSUMERS * self.rows
+
+  @property
+  def cluster_tile(self) -> tuple[int, int]:
+    """Rows and columns of D that a cluster makes at a time."""
+    return (self.tile_m * self.cluster, self.bn) if self.along == 'm' else (self.tile_m, self.bn * self.cluster)
 
   @property
   def unroll(self) -> int:
@@ -98,14 +105,6 @@ class Problem:
                 b_layout=self.b_layout, out_layout=self.out_layout)
 
 
-def default_config(p: Problem) -> Config:
-  """A good setting where nothing was measured."""
-  if p.a_dtype.itemsize == 1:
-    # One step in flight would need twice the metadata registers and spills.
-    return Config(bk=128, delay=0)
-  return Config()
-
-
 def shared_memory_bytes(p: Problem, c: Config) -> int:
   """Shared memory of a CTA, without alignment."""
   stage = c.tile_m * c.bk // 2 * p.a_dtype.itemsize + c.bn * c.bk * p.b_dtype.itemsize + c.tile_m * c.bk // 8
@@ -124,6 +123,7 @@ def check_config(p: Problem, c: Config) -> None:
     (c.rows // 64 * c.bn // c.epilogue_n % c.slots == 0,
      f'slots={c.slots} must divide the {c.rows // 64 * c.bn // c.epilogue_n} pieces that a consumer stores'),
     (c.bk in (64, 128), f'bk={c.bk} must be 64 or 128'),
+    (c.along in ('m', 'n'), f"along={c.along!r} must be 'm' or 'n'"),
     (p.b_layout == 'nk' or c.bn % 64 == 0, f'bn={c.bn} must be a multiple of 64 when B is [K, N]'),
     (c.stages > c.delay, f'stages={c.stages} must exceed delay={c.delay}'),
     (shared_memory_bytes(p, c) <= _SMEM_BYTES,
@@ -154,8 +154,11 @@ def fits(p: Problem, c: Config) -> bool:
 
 def schedule(p: Problem, c: Config, num_sms: int) -> _schedule.Schedule:
   """Which cluster works on what."""
-  k_steps = ceil(ceil(p.k, c.bk), c.unroll) * c.unroll
-  tiles = ceil(p.m, c.tile_m * c.cluster) * ceil(p.n, c.bn)
+  k_steps = ceil(p.k, c.bk)
+  if c.split > 1:
+    k_steps = ceil(k_steps, c.unroll) * c.unroll
+  rows, columns = c.cluster_tile
+  tiles = ceil(p.m, rows) * ceil(p.n, columns)
   clusters = max(1, min(c.ctas or num_sms, num_sms) // c.cluster)
   if c.split == 1:
     clusters = min(clusters, tiles)

@@ -57,7 +57,7 @@ class Schedule:
 
   Attributes:
     tiles: tiles of the result.
-    k_steps: K steps of a tile, a multiple of `quantum`.
+    k_steps: K steps of a tile, a multiple of `quantum` if tiles are split.
     clusters: clusters launched.
     quantum: a piece holds a multiple of so many K steps (the kernel's unrolling).
     split: at most so many pieces a tile in the last wave; 1 leaves tiles whole.

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _device, _dispatch, _tuning, formats
+from pallas_kernels import _device, _dispatch, _partitioning, _tuning, formats
 from pallas_kernels.sparse_matmul import operand, reference
 
 Array = jax.Array
@@ -109,9 +109,46 @@ class _Static(tuple):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _call(static, a, b, bias, a_scale, b_scale):
   implementation, candidates, *meaning = static
-  return _dispatch.dispatch(
-    OP, BACKENDS, implementation, candidates, a, b, bias, a_scale, b_scale, **_options(*meaning)
-  )
+  _, _, b_layout, out_layout, keep_preactivation = meaning
+  rule = _rule(a, bias, a_scale, b_scale, b_layout, out_layout, keep_preactivation)
+  return _partitioning.partitioned(
+    OP, _on_a_part, rule, b, a, bias, a_scale, b_scale,
+    implementation=implementation, candidates=tuple(candidates), meaning=tuple(meaning),
+  )  # fmt: skip
+
+
+def _rule(a, bias, a_scale, b_scale, b_layout, out_layout, keep_preactivation) -> _partitioning.Rule:
+  # A tile of positions, 64 x 64 entries of A, is not cut; nor is a byte of the open format.
+  packed = isinstance(a, operand.SparseOperand)
+  m, k = ('m*64', 'k*64') if packed else ('m', 'k*8')
+  of_a = ('m*64 k*32', 'm k .') if packed else ('m k*4', 'm k')
+  vectors = [None if x is None else size if x.ndim else '' for x, size in ((bias, m), (a_scale, m), (b_scale, 'n'))]
+  d = f'{m} n' if out_layout == 'mn' else f'n {m}'
+  # The leading axis of B is that of tokens: theirs is the mesh axis that weights want, too.
+  b, order = (f'n {k}', ('n', 'k', 'm')) if b_layout == 'nk' else (f'{k} n', ('k', 'n', 'm'))
+  arguments = (b, *of_a, *(text for text in vectors if text is not None))
+  return _partitioning.Rule(arguments, (d,) * (2 if keep_preactivation else 1), order, sums=('k',))
+
+
+def _on_a_part(shard, b, a, bias, a_scale, b_scale, *, implementation, candidates, meaning):
+  if implementation is None and shard.divided:
+    (m, k), n = a.shape, b.shape[0] if meaning[2] == 'nk' else b.shape[1]
+    candidates = candidates_for(
+      m, n, k, dtype=a.dtype, out_dtype=meaning[1], b_layout=meaning[2], out_layout=meaning[3]
+    )
+  call = functools.partial(_dispatch.dispatch, OP, BACKENDS, implementation, candidates, a, b)
+  if not shard.sums('k'):
+    return call(bias, a_scale, b_scale, **_options(*meaning))
+  # What follows the sum waits for the other devices. Parts are rounded to the dtype of D before they are added.
+  activation, out_dtype, b_layout, out_layout, keep_preactivation = meaning
+  d = shard.sum(call(None, a_scale, b_scale, **_options(None, out_dtype, b_layout, out_layout, False)), 'k')
+  if bias is None and activation is None:
+    return d
+  d = (d if out_layout == 'mn' else d.T).astype(jnp.float32)
+  return reference.results(
+    d, bias, None, None, activation=activation, out_dtype=jnp.dtype(out_dtype), out_layout=out_layout,
+    keep_preactivation=keep_preactivation,
+  )  # fmt: skip
 
 
 def _options(

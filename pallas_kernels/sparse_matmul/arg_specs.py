@@ -42,7 +42,8 @@ class Spec:
 
   @property
   def b_layout(self) -> str:
-    return 'kn' if self.role == 'weight_grad' else 'nk'
+    # 8-bit operands are K-major in every role.
+    return 'kn' if self.role == 'weight_grad' and self.dtype.itemsize == 2 else 'nk'
 
   @property
   def out_layout(self) -> str:
@@ -70,12 +71,19 @@ SMALL = [
   for d in (768, 1024, 2048)
   for spec in (*_layer(tokens, d, 4 * d), *_layer(tokens, 4 * d, d))
 ]
-# Feed-forward layers of GPT-2 774M and 1558M and of a Llama-like 3B, whose sizes few tiles divide.
-MIDDLE = [
+# The feed-forward layers of whole models, at the tokens of a step of `experiments.bench.train_step`.
+GPT2_124M = [*_layer(32768, 768, 3072), *_layer(32768, 3072, 768)]
+GPT2_774M = [*_layer(16384, 1280, 5120), *_layer(16384, 5120, 1280)]
+GPT2_1558M = [*_layer(24576, 1600, 6400), *_layer(24576, 6400, 1600)]
+# Gate and up-projection are one product.
+LLAMA_3B = [*_layer(12288, 3072, 2 * 8192), *_layer(12288, 8192, 3072)]
+# The blocks of width 4096 of `experiments.bench.block`, with GELU and with a gate.
+BLOCK = [
   spec
-  for tokens, d, hidden in ((16384, 1280, 5120), (16384, 1600, 6400), (16384, 3072, 8192))
-  for spec in (*_layer(tokens, d, hidden), *_layer(tokens, hidden, d))
+  for sizes in ((16384, 4096, 2 * 14336), (16384, 14336, 4096), (16384, 4096, 16384), (16384, 16384, 4096))
+  for spec in _layer(*sizes)
 ]
-ALL = [*SQUARE, *HEADLINE, *SMALL, *MIDDLE]
+MODELS = [*GPT2_1558M, *LLAMA_3B, *GPT2_124M, *BLOCK, *GPT2_774M]
+ALL = [*SQUARE, *HEADLINE, *SMALL, *MODELS]
 # Sizes no tile divides, down to one group; (m, n, k).
 RAGGED = [(1, 1, 4), (64, 8, 4), (3, 5, 68), (100, 130, 140), (257, 193, 260), (520, 392, 196), (63, 65, 1000)]

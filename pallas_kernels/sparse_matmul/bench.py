@@ -7,19 +7,21 @@ because power, hence the clock, depends on them: on zeros the same kernel runs 1
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import json
 import logging
 import pathlib
 import statistics
+import time
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _compat, _device, _tuning, formats
-from pallas_kernels.sparse_matmul import arg_specs, cusparselt, cusparselt_search, mosaic_gpu, operand
+from pallas_kernels import _compat, _device, _processes, _tuning, formats
+from pallas_kernels.sparse_matmul import _predict, arg_specs, cusparselt, cusparselt_search, mosaic_gpu, operand
 from pallas_kernels.sparse_matmul.verify import verify
 
 __all__ = ['bench', 'tune', 'verify', 'where_it_pays']
@@ -28,10 +30,15 @@ Array = jax.Array
 OP = 'sparse_matmul'
 SELECTIONS = {
   'square': arg_specs.SQUARE, 'headline': arg_specs.HEADLINE, 'small': arg_specs.SMALL,
-  'middle': arg_specs.MIDDLE, 'all': arg_specs.ALL,
+  'gpt2_124m': arg_specs.GPT2_124M, 'gpt2_774m': arg_specs.GPT2_774M, 'gpt2_1558m': arg_specs.GPT2_1558M,
+  'llama_3b': arg_specs.LLAMA_3B, 'block': arg_specs.BLOCK, 'models': arg_specs.MODELS, 'all': arg_specs.ALL,
 }
 _SUSTAINED_S = 1.1
-_COMPILERS = 8
+_COMPILERS = 12
+# The oracle need not be fast, and XLA's search for a fast one takes longer than all else.
+_UNTUNED = {'xla_gpu_autotune_level': 0, 'xla_gpu_enable_triton_gemm': False}
+# Other profilers have no business in a benchmark's process.
+_times_ms = functools.partial(_compat.device_times_ms, detach=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,15 +74,16 @@ def _inputs(p: mosaic_gpu.Problem, key: Array) -> Inputs:
 jax.tree_util.register_dataclass(Inputs, ['a', 'a_dense', 'b'], [])
 
 
-def _expected(a_dense: Array, b: Array, b_layout: str, out_layout: str) -> Array:
-  """The product in float32. The casts stay outside the jit: fused into the product they cost XLA minutes of tuning."""
-  return _product32(a_dense.astype(jnp.float32), b.astype(jnp.float32), 1 if b_layout == 'nk' else 0, out_layout)
+def _expected(p: mosaic_gpu.Problem, a_dense: Array, b: Array) -> Array:
+  """The product of exact terms summed in float32, by XLA.
 
-
-@functools.partial(jax.jit, static_argnums=(2, 3))
-def _product32(a: Array, b: Array, along_k: int, out_layout: str) -> Array:
-  d = jax.lax.dot_general(a, b, (((1,), (along_k,)), ((), ())), precision=jax.lax.Precision.HIGHEST)
-  return d if out_layout == 'mn' else d.T
+  16-bit operands go in as they are, since their products are exact in float32; 8-bit ones, whose own GEMMs sum with
+  fewer bits, as bfloat16, which holds their values.
+  """
+  wide = jnp.bfloat16 if p.a_dtype.itemsize == 1 else p.a_dtype
+  a, b, along_k = a_dense.astype(wide), b.astype(wide), 1 if p.b_layout == 'nk' else 0
+  operands, axes = ((a, b), (1, along_k)) if p.out_layout == 'mn' else ((b, a), (along_k, 1))
+  return jax.lax.dot_general(*operands, (tuple((x,) for x in axes), ((), ())), preferred_element_type=jnp.float32)
 
 
 def _scaled(x: Array) -> Array:
@@ -103,12 +111,12 @@ def _dense_ways(p: mosaic_gpu.Problem) -> dict[str, Callable[[Array, Array], Arr
   return ways
 
 
-def _compile(jobs: Sequence[tuple[Callable[..., Array], Sequence[Any]]]) -> list[Any]:
-  """Compiled functions, or the exception that stands in a refused one's place."""
+def _compile(jobs: Sequence[tuple[Any, ...]]) -> list[Any]:
+  """Compiled functions, or the exception that stands in a refused one's place, of (f, args[, compiler options])."""
 
-  def one(job: tuple[Callable[..., Array], Sequence[Any]]) -> Any:
+  def one(job: tuple[Any, ...]) -> Any:
     try:
-      return jax.jit(job[0]).lower(*job[1]).compile()
+      return jax.jit(job[0]).lower(*job[1]).compile(*job[2:])
     except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as e:
       return e
 
@@ -123,38 +131,6 @@ def _sparse(p: mosaic_gpu.Problem, config: mosaic_gpu.Config) -> Callable[..., A
   )
 
 
-def configs(p: mosaic_gpu.Problem, num_sms: int) -> list[mosaic_gpu.Config]:
-  """The settings that are worth timing for a problem."""
-  wide = mosaic_gpu.default_config(p)
-  narrow = dataclasses.replace(wide, rows=64, bn=256, stages=5 if p.a_dtype.itemsize == 2 else 4, delay=1)
-  square = dataclasses.replace(narrow, bn=128, stages=6)
-  change = dataclasses.replace
-  if _device_waves(p, wide, num_sms) > 2:
-    wide = change(wide, minor=0)
-    some = min(128, balanced(p, wide, num_sms))
-    found = [change(wide, ctas=ctas, slots=slots) for ctas in (None, 128) for slots in (1, 2)]
-    found += [change(wide, slots=2, band=16), change(wide, slots=2, band=4, ctas=some)]
-    found += [change(narrow, minor=0, ctas=some)]
-  else:
-    found = [change(base, split=split) for base in (wide, narrow, square) for split in (1, 4)]
-    found += [change(square, cluster=1)]
-  unique = list(dict.fromkeys(found))
-  return [c for c in unique if mosaic_gpu.fits(p, c)]
-
-
-def _device_waves(p: mosaic_gpu.Problem, c: mosaic_gpu.Config, num_sms: int) -> float:
-  work = mosaic_gpu.schedule(p, c, num_sms)
-  return work.tiles / max(1, num_sms // c.cluster)
-
-
-def balanced(p: mosaic_gpu.Problem, c: mosaic_gpu.Config, num_sms: int) -> int:
-  """The fewest CTAs that need no more waves than all of them: an idle SM saves power, which sets the clock."""
-  clusters = num_sms // c.cluster
-  tiles = mosaic_gpu.schedule(p, c, num_sms).tiles
-  waves = -(-tiles // clusters)
-  return -(-tiles // waves) * c.cluster
-
-
 def _plain(c: mosaic_gpu.Config) -> dict[str, Any]:
   return dataclasses.asdict(c)
 
@@ -167,29 +143,64 @@ def _unique(specs: Iterable[arg_specs.Spec]) -> Iterator[tuple[mosaic_gpu.Proble
   yield from groups.items()
 
 
-def _dense_candidate(p: mosaic_gpu.Problem, x: Inputs) -> _tuning.Candidate:
-  """XLA's best way here and now: from process to process its own tuning differs by up to 4%."""
-  ways = _dense_ways(p)
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+  """A problem on the card: its data, the right answer, and compiled ways to it; `dense` is the fastest dense one."""
+
+  x: Inputs
+  expected: Array
+  dense: _tuning.Candidate
+  sparse: list[_tuning.Candidate]
+
+
+Compiled = list[tuple[mosaic_gpu.Config, Callable[..., Array]]]
+
+
+def compile_sparse(p: mosaic_gpu.Problem, choices: Sequence[mosaic_gpu.Config]) -> Compiled:
+  """The settings that compile, compiled; the card itself is not used."""
+  x = jax.eval_shape(functools.partial(_inputs, p), jax.random.key(0))
+  compiled = _compile([(_sparse(p, c), (x.a, x.b)) for c in choices])
+  for c, f in zip(choices, compiled, strict=True):
+    if isinstance(f, Exception):
+      logging.warning('%s does not compile: %s', c, f)
+  return [(c, f) for c, f in zip(choices, compiled, strict=True) if not isinstance(f, Exception)]
+
+
+def prepare(p: mosaic_gpu.Problem, compiled: Compiled, seed: int) -> Prepared:
+  """Makes a problem's data and the right answer, and finds the best dense way."""
+  key = jax.random.key(seed)
+  make = functools.partial(_inputs, p)
+  x = jax.eval_shape(make, key)
   args = (x.a_dense, x.b)
-  compiled = _compile([(f, args) for f in ways.values()])
+  # Together: XLA's own tuning of the dense ways leaves most cores idle.
+  jobs = [(make, (key,)), (functools.partial(_expected, p), args, _UNTUNED)]
+  inputs, expected, *dense = _compile(jobs + [(f, args) for f in _dense_ways(p).values()])
+  for f in (inputs, expected):
+    if isinstance(f, Exception):
+      raise f
+  x = inputs(key)
+  sparse = [_tuning.Candidate('mosaic_gpu', _plain(c), f, (x.a, x.b)) for c, f in compiled]
+  return Prepared(x, expected(x.a_dense, x.b), _fastest_dense(p, x, dense), sparse)
+
+
+def _dense_candidate(p: mosaic_gpu.Problem, x: Inputs) -> _tuning.Candidate:
+  return _fastest_dense(p, x, _compile([(f, (x.a_dense, x.b)) for f in _dense_ways(p).values()]))
+
+
+def _fastest_dense(p: mosaic_gpu.Problem, x: Inputs, compiled: Sequence[Any]) -> _tuning.Candidate:
+  """XLA's best way here and now: from process to process what its own tuning finds differs by up to 4%."""
   candidates = [
-    _tuning.Candidate('dense', {'way': name}, f, args)
-    for name, f in zip(ways, compiled, strict=True) if not isinstance(f, Exception)
+    _tuning.Candidate('dense', {'way': name}, f, (x.a_dense, x.b))
+    for name, f in zip(_dense_ways(p), compiled, strict=True) if not isinstance(f, Exception)
   ]
-  times = _tuning.interleave(candidates, _compat.device_times_ms, rounds=2, iterations=10, gap_s=0.1)
+  times = _tuning.interleave(candidates, _times_ms, rounds=2, iterations=10, gap_s=_gap_s(p, 10))
   return min(zip(candidates, times, strict=True), key=lambda pair: statistics.median(pair[1]))[0]
 
 
-def _mosaic_candidates(
-  p: mosaic_gpu.Problem, x: Inputs, choices: Sequence[mosaic_gpu.Config]
-) -> list[_tuning.Candidate]:
-  candidates = []
-  for c, f in zip(choices, _compile([(_sparse(p, c), (x.a, x.b)) for c in choices]), strict=True):
-    if isinstance(f, Exception):
-      logging.warning('%s does not compile: %s', c, f)
-    else:
-      candidates.append(_tuning.Candidate('mosaic_gpu', _plain(c), f, (x.a, x.b)))
-  return candidates
+def _gap_s(p: mosaic_gpu.Problem, iterations: int) -> float:
+  """Idle time before a burst: eight times its length, so that heat and clock are those of a short burst."""
+  burst_s = iterations * 2 * p.m * p.n * p.k / 1e15
+  return min(0.2, max(0.02, 8 * burst_s))
 
 
 def _cusparselt_search(p: mosaic_gpu.Problem, x: Inputs) -> cusparselt_search.Found:
@@ -201,50 +212,93 @@ def _cusparselt_search(p: mosaic_gpu.Problem, x: Inputs) -> cusparselt_search.Fo
 
 
 def tune(
-  selection: str, folder: pathlib.Path = _tuning.TUNED, backends: Sequence[str] = ('mosaic_gpu', 'cusparselt')
+  selection: str | Sequence[arg_specs.Spec],
+  folder: pathlib.Path = _tuning.TUNED,
+  backends: Sequence[str] = ('mosaic_gpu', 'cusparselt'),
+  alone: contextlib.AbstractContextManager[Any] | None = None,
 ) -> None:
-  """Writes `tuned/<device>/sparse_matmul.json` for a selection of specs.
+  """Writes `tuned/<device>/sparse_matmul.json` for a selection of specs, each as soon as it is known.
 
   Args:
-    selection: a key of `SELECTIONS`.
+    selection: a key of `SELECTIONS`, or specs.
     folder: of the records.
     backends: whose settings are searched. Of 'mosaic_gpu', if it is left out, the best known setting takes part all
       the same; older rows of settings that are not timed now stay in the record as they are.
+    alone: entered while the card or the record is used, not while the kernels are compiled, which takes a core longer:
+      a lock that processes which tune different problems share.
   """
   device = _device.current()
   path = folder / device.slug / f'{OP}.json'
-  for p, _ in _unique(SELECTIONS[selection]):
-    x = _inputs(p, jax.random.key(p.m + p.k))
-    known = _tuning.lookup(device.slug, OP, p.key, implementation='mosaic_gpu', reach=0.0, folder=folder)
-    choices = configs(p, device.num_sms)
-    if 'mosaic_gpu' not in backends:
-      choices = [mosaic_gpu.Config(**known.config)] if known and known.config else []
-    candidates = _mosaic_candidates(p, x, choices) if choices and device.has_sparse_wgmma else []
-    found = _cusparselt_search(p, x) if 'cusparselt' in backends else cusparselt_search.Found([], [], [])
-    candidates += found.candidates
-    short = p.m * p.n * p.k < 2**36  # tens of microseconds: no heat to let off between bursts
-    entry = _tuning.tune(
-      p.key, _dense_candidate(p, x), candidates, _expected(x.a_dense, x.b, p.b_layout, p.out_layout),
-      _compat.device_times_ms, finalists=2,
-      quick=dict(rounds=2, iterations=10, gap_s=0.1 if short else 0.2),
-      final=dict(rounds=4, iterations=20, gap_s=0.1 if short else 0.2),
-    )
-    entry['candidates'] = _tuning.merged(entry['candidates'] + found.others, _tuning.entry_of(path, p.key))
-    _tuning.save(path, _device.environment() | {'op': OP}, [entry])
-    dense_ms = statistics.median(entry['baseline']['samples_ms'])
-    timed_now = entry['candidates'][: len(candidates)]
-    rejected = [r['rejected'] for r in timed_now if r['rejected']]
-    print(f'{p.key} dense {dense_ms:.4f} ms, {len(candidates)} candidates, rejected {rejected}', flush=True)
-    for row in sorted(timed_now, key=lambda r: statistics.median(r.get('samples_ms', [1e9])))[:4]:
-      ms = statistics.median(row.get('final_samples_ms', row.get('samples_ms', [float('nan')])))
-      setup = f' and {row["setup_ms"]:.4f} ms set-up' if 'setup_ms' in row else ''
-      name = row['implementation']
-      print(f'   {ms:.4f} ms{setup} x{dense_ms / ms:.3f} {name} {_difference(row["config"], p)}', flush=True)
-    del x, candidates, found
+  for p, _ in _unique(SELECTIONS[selection] if isinstance(selection, str) else selection):
+    laps = [time.monotonic()]
+    compiled = compile_sparse(p, _settings(p, device, folder, 'mosaic_gpu' in backends))
+    laps.append(time.monotonic())
+    with alone or contextlib.nullcontext():
+      laps.append(time.monotonic())
+      ready = prepare(p, compiled, p.m + p.k)
+      searches = 'cusparselt' in backends
+      found = _cusparselt_search(p, ready.x) if searches else cusparselt_search.Found([], [], [])
+      candidates = ready.sparse + found.candidates
+      laps.append(time.monotonic())
+      entry = _tuning.tune(
+        p.key, ready.dense, candidates, ready.expected, _times_ms, finalists=2,
+        quick=dict(rounds=2, iterations=10, gap_s=_gap_s(p, 10)),
+        final=dict(rounds=4, iterations=20, gap_s=_gap_s(p, 20)),
+      )
+      entry['candidates'] = _tuning.merged(entry['candidates'] + found.others, _tuning.entry_of(path, p.key))
+      _tuning.save(path, _device.environment() | {'op': OP}, [entry])
+      laps.append(time.monotonic())
+    _print_tuned(p, entry, len(candidates), laps)
+    del ready, candidates, found, compiled
 
 
-def _difference(config: dict[str, Any], p: mosaic_gpu.Problem) -> dict[str, Any]:
-  default = _plain(mosaic_gpu.default_config(p))
+def tune_in_processes(
+  selections: Sequence[str], folder: pathlib.Path, backends: Sequence[str], processes: int, seconds: float
+) -> int:
+  """`tune` in several processes; returns how many problems failed. In the order of the selections, while time lasts."""
+  return _processes.run(functools.partial(_tune_one, tuple(selections), folder, tuple(backends)), processes, seconds)
+
+
+def _tune_one(
+  selections: Sequence[str], folder: pathlib.Path, backends: Sequence[str], i: int, turn: _processes.Turn
+) -> bool:
+  groups = list(_unique(spec for name in selections for spec in SELECTIONS[name]))
+  if i < len(groups):
+    tune(groups[i][1][:1], folder, backends, turn)
+  return i < len(groups)
+
+
+def _print_tuned(p: mosaic_gpu.Problem, entry: dict[str, Any], timed: int, laps: Sequence[float]) -> None:
+  """The four fastest of the first `timed` candidates, and where the time went."""
+  dense_ms = statistics.median(entry['baseline']['samples_ms'])
+  rows = entry['candidates'][:timed]
+  rejected = [r['rejected'] for r in rows if r['rejected']]
+  spent = ', '.join(
+    f'{name} {end - start:.1f} s'
+    for name, start, end in zip(('compile', 'wait', 'prepare', 'time'), laps, laps[1:], strict=False)
+  )
+  lines = [f'{p.key} dense {dense_ms:.4f} ms, {timed} candidates, rejected {rejected}; {spent}']
+  for row in sorted(rows, key=lambda r: statistics.median(r.get('samples_ms', [1e9])))[:4]:
+    ms = statistics.median(row.get('final_samples_ms', row.get('samples_ms', [float('nan')])))
+    setup = f' and {row["setup_ms"]:.4f} ms set-up' if 'setup_ms' in row else ''
+    lines += [f'   {ms:.4f} ms{setup} x{dense_ms / ms:.3f} {row["implementation"]} {_difference(row["config"])}']
+  # At once: processes that share a terminal do not mix their lines then.
+  print('\n'.join(lines), flush=True)
+
+
+def _settings(
+  p: mosaic_gpu.Problem, device: _device.Device, folder: pathlib.Path, search: bool
+) -> list[mosaic_gpu.Config]:
+  """What to time of this package's kernel: the best known setting, and with `search` all that look promising."""
+  if not device.has_sparse_wgmma:
+    return []
+  known = _tuning.lookup(device.slug, OP, p.key, implementation='mosaic_gpu', reach=0.0, folder=folder)
+  found = [mosaic_gpu.Config(**known.config)] if known and known.config else []
+  return list(dict.fromkeys(found + (_predict.candidates(p, device.num_sms) if search else [])))
+
+
+def _difference(config: dict[str, Any]) -> dict[str, Any]:
+  default = _plain(mosaic_gpu.Config())
   return {k: v for k, v in config.items() if v != default.get(k)}
 
 
@@ -266,27 +320,25 @@ def bench(selection: str, out: pathlib.Path, folder: pathlib.Path = _tuning.TUNE
   """Appends one record a spec to `out`: tuned sparse against dense, interleaved and sustained."""
   device, environment = _device.current(), _device.environment()
   for p, specs in _unique(SELECTIONS[selection]):
-    x = _inputs(p, jax.random.key(p.m + p.n + 1))
     tuned = _tuning.lookup(device.slug, OP, p.key, implementation='mosaic_gpu', folder=folder)
     config = mosaic_gpu.Config(**tuned.config) if tuned and tuned.config else mosaic_gpu.default_config(p)
-    (compiled,) = _compile([(_sparse(p, config), (x.a, x.b))])
-    if isinstance(compiled, Exception):
-      raise compiled
-    runs = [_tuning.Candidate('mosaic_gpu', _plain(config), compiled, (x.a, x.b)), _dense_candidate(p, x)]
+    ready = prepare(p, compile_sparse(p, [config]), p.m + p.n + 1)
+    x, runs = ready.x, [*ready.sparse, ready.dense]
+    if not ready.sparse:
+      raise ValueError(f'{p.key}: {config} does not compile')
     names = ['dense' if p.a_dtype.itemsize == 2 else 'dense_fp8']
     if p.a_dtype.itemsize == 1:
       wide = dataclasses.replace(p, a_dtype=jnp.dtype('bfloat16'), b_dtype=jnp.dtype('bfloat16'))
       runs.append(_dense_candidate(wide, _inputs(wide, jax.random.key(p.m + p.n + 1))))
       names.append('dense')
-    expected = _expected(x.a_dense, x.b, p.b_layout, p.out_layout)
-    error, reason = _tuning.verify(runs[0], expected)
+    error, reason = _tuning.verify(runs[0], ready.expected)
     if reason:
       raise ValueError(f'{p.key}: {reason}')
-    vendor = _cusparselt_baseline(p, x, expected, device, folder)
+    vendor = _cusparselt_baseline(p, x, ready.expected, device, folder)
     if vendor is not None:
       runs.append(vendor[0])
       names.append('cusparselt')
-    samples = _tuning.interleave(runs, _compat.device_times_ms, rounds=6, iterations=20)
+    samples = _tuning.interleave(runs, _times_ms, rounds=6, iterations=20)
     # Two loops each, in turns: the second starts as hot as the first ended.
     loops = [[_tuning.sustained_ms(r.f, r.args, seconds=_SUSTAINED_S) for r in runs] for _ in range(2)]
     sustained = [[loop[i] for loop in loops] for i in range(len(runs))]
@@ -302,7 +354,7 @@ def bench(selection: str, out: pathlib.Path, folder: pathlib.Path = _tuning.TUNE
       print(
         f'{spec.tokens}x{spec.d_in}x{spec.d_out} {spec.role} {spec.dtype.name}: {record["tflops"]:.0f} TFLOP/s,'
         f' x{ratio:.3f}{_over_cusparselt(record)}; sustained {spec.flops / record["sustained_ms"] / 1e9:.0f},'
-        f' x{hot:.3f}; {error:.1e} {_difference(_plain(config), p)}', flush=True,
+        f' x{hot:.3f}; {error:.1e} {_difference(_plain(config))}', flush=True,
       )
 
 

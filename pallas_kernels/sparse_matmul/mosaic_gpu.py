@@ -1,282 +1,28 @@
-"""Sparse matmul for Hopper (sm_90a): a persistent, warp-specialised kernel around `wgmma.mma_async.sp`.
+"""Sparse matmul for Hopper (sm_90a): a persistent, warp-specialised kernel around `wgmma.mma_async.sp` (`_kernel`).
 
-Three warpgroups a CTA. One *produces*: it copies the kept values and positions of A and the dense B to a ring of
-shared-memory stages by TMA; in a cluster each CTA copies half of B and multicasts it. Two *consume*: each owns half of
-the tile's rows, multiplies stage after stage, then scales, adds the bias, applies the activation and stores by TMA. The
-ring runs on over the tiles, so the next tile's first stages arrive while the last tile is stored.
-
-What bounds it, on an H100: the shared-memory port (reads of B for the tensor core), then power, then the last wave of
-tiles. Hence 256 x 192 tiles (fewer bytes a product than 128 x 256), the split of the last wave (`_schedule`), and
-settings chosen by measurement (`Config`, `pallas_kernels/tuned`). `pallas_kernels/README.md` has the log.
+This is its back end: which calls it takes, how operands are padded for it, which settings it runs with. What bounds it,
+on an H100: the shared-memory port (reads of B for the tensor core), then power, then the last wave of tiles. Hence
+256 x 192 tiles (fewer bytes a product than 128 x 256), the split of the last wave (`_schedule`), and settings chosen by
+measurement (`Config`, `pallas_kernels/tuned`) or, where nothing was measured, by prediction (`_predict`).
+`pallas_kernels/README.md` has the log.
 """
 
-from collections.abc import Callable
 import dataclasses
-import functools
 from typing import Any
 
 import jax
-from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels import _compat as compat
 from pallas_kernels import _device, _tuning, formats
-from pallas_kernels.sparse_matmul import _wgmma_sp, operand, reference
-from pallas_kernels.sparse_matmul._problem import (
-  ceil,
-  check_config,
-  Config,
-  CONSUMERS,
-  default_config,
-  fits,
-  for_outputs,
-  Problem,
-  schedule,
-)
+from pallas_kernels.sparse_matmul import operand
+from pallas_kernels.sparse_matmul._kernel import build
+from pallas_kernels.sparse_matmul._predict import default_config, H100_SMS, of_neighbour
+from pallas_kernels.sparse_matmul._problem import ceil, Config, fits, for_outputs, Problem
+
+__all__ = ['Config', 'Problem', 'build', 'default_config', 'fits', 'for_outputs', 'sparse_matmul']
 
 Array = jax.Array
 OP = 'sparse_matmul'
-
-
-def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False) -> Callable[..., tuple[Array, ...]]:
-  """The kernel for one problem.
-
-  Args:
-    p: the problem; row lengths in bytes must be multiples of 16 (`sparse_matmul` pads).
-    c: settings.
-    num_sms: of the card; clusters are launched once and must all be resident.
-    interpret: run on the CPU with race detection.
-
-  Returns:
-    A function (values [M, K/2], words, b, *vectors) -> (D,), or (D, Z) with `keep_preactivation`, where vectors are
-    the float32 row scale and bias, padded to whole tiles of M, and the column scale, padded to whole tiles of N, in
-    this order and as far as `p` has them.
-  """
-  check_config(p, c)
-  stages, unroll, tile_m = c.stages, c.unroll, c.tile_m
-  tile_words = (tile_m // 64, c.bk // 64)
-  m_tiles, n_tiles = ceil(p.m, tile_m * c.cluster), ceil(p.n, c.bn)
-  work = schedule(p, c, num_sms)
-  splits = bool(work.remainder)
-  consumers = work.clusters * c.cluster * CONSUMERS
-  num_outs = 1 + p.keep_preactivation
-
-  a_swizzle = min(128, c.bk // 2 * p.a_dtype.itemsize)
-  b_swizzle = min(128, c.bk * p.b_dtype.itemsize) if p.b_layout == 'nk' else 128
-  shape = _wgmma_sp.Shape(c.rows, c.bn, c.bk, p.a_dtype, p.b_dtype, p.b_layout, a_swizzle, b_swizzle, c.delay)
-  ops = (_wgmma_sp.standins if interpret else _wgmma_sp.blocks)(shape)
-  b_block = (c.bn, c.bk) if p.b_layout == 'nk' else (c.bk, c.bn)
-  out_block = (64, c.epilogue_n) if p.out_layout == 'mn' else (c.epilogue_n, 64)
-  out_swizzle = min(128, out_block[1] * p.out_dtype.itemsize)
-  shared_axes = ('rank',) if c.cluster > 1 else None
-
-  # A stage is full when its three copies have landed, and empty when both consumers of every CTA that received its
-  # part of B have let it go.
-  empty = (
-    plgpu.ClusterBarrier(collective_axes=('rank',), num_arrivals=CONSUMERS, num_barriers=stages)
-    if c.cluster > 1 else plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages)
-  )
-  scratch = dict(
-    a_smem=plgpu.SMEM((stages, tile_m, c.bk // 2), p.a_dtype, transforms=_wgmma_sp.transforms(a_swizzle, shape.width)),
-    b_smem=plgpu.SMEM(
-      (stages, *b_block), p.b_dtype, transforms=_wgmma_sp.transforms(b_swizzle, p.b_dtype.itemsize)
-    ),
-    out_smem=plgpu.SMEM(
-      (CONSUMERS, c.slots, *out_block), p.out_dtype, transforms=_wgmma_sp.transforms(out_swizzle, p.out_dtype.itemsize)
-    ),
-    words_smem=plgpu.SMEM((stages, *tile_words, 128), jnp.uint32),
-    full=plgpu.Barrier(num_arrivals=3, num_barriers=stages),
-    empty=empty,
-  )
-  # setmaxnreg: 64 Ki registers over three warpgroups, in steps of 8. The producer issues copies and little else; with
-  # 56 for it the consumers spill one register when the last wave is split.
-  producer_registers = 40
-  consumer_registers = min(240, (512 - producer_registers) // CONSUMERS // 8 * 8)
-
-  def kernel(values, words, b, *rest):
-    vectors = list(rest[: p.row_scale + p.bias + p.column_scale])
-    # D, then Z if it is kept.
-    outs, partial = rest[len(vectors) :][:num_outs], rest[len(vectors) + num_outs :]
-    row_scale = vectors.pop(0) if p.row_scale else None
-    bias = vectors.pop(0) if p.bias else None
-    column_scale = vectors.pop(0) if p.column_scale else None
-    flags: Any = pl.get_global(plgpu.SemaphoreType.REGULAR((consumers,))) if splits else None
-
-    def scope(a_smem, b_smem, out_smem, words_smem, full, empty):
-      warpgroup, rank, cluster = lax.axis_index('warpgroup'), lax.axis_index('rank'), lax.axis_index('cluster')
-      # Every whole tile has work; pieces may be empty.
-      turns = work.turns if splits else lax.div(jnp.int32(work.tiles + work.clusters - 1) - cluster, work.clusters)
-
-      def item_of(turn):
-        item = work.item(cluster, turn)
-        if not splits:
-          item = dataclasses.replace(item, steps=work.k_steps)
-        mi, ni = plgpu.planar_snake(jnp.minimum(item.tile, work.tiles - 1), (m_tiles, n_tiles), c.minor, c.band)
-        return item, mi * c.cluster + rank, ni
-
-      @pl.when(warpgroup == CONSUMERS)
-      def _produce():
-        plgpu.set_max_registers(producer_registers, action='decrease')
-
-        def fill(turn, first):
-          item, mi, ni = item_of(turn)
-
-          def step(i, at):
-            slot = lax.rem(at, stages)
-
-            @pl.when(at >= stages)
-            def _():
-              plgpu.barrier_wait(empty.at[slot])
-
-            k = item.start + i
-            row_tiles = pl.ds(mi * tile_words[0], tile_words[0])
-            copy = functools.partial(plgpu.copy_gmem_to_smem, barrier=full.at[slot])
-            copy(values.at[pl.ds(mi * tile_m, tile_m), pl.ds(k * (c.bk // 2), c.bk // 2)], a_smem.at[slot])
-            copy(words.at[row_tiles, pl.ds(k * tile_words[1], tile_words[1])], words_smem.at[slot])
-            columns, ks = pl.ds(ni * c.bn, c.bn), pl.ds(k * c.bk, c.bk)
-            copy(
-              b.at[columns, ks] if p.b_layout == 'nk' else b.at[ks, columns], b_smem.at[slot],
-              collective_axes=shared_axes,
-            )
-            return at + 1
-
-          return lax.fori_loop(0, item.steps, step, first)
-
-        filled = lax.fori_loop(0, turns, fill, jnp.int32(0))
-        # The other CTA of the cluster signals our barriers: stay until every release has arrived.
-        used = jnp.minimum(filled, stages)
-
-        def drain(i, _):
-          plgpu.barrier_wait(empty.at[lax.rem(filled - used + i, stages)])
-          return _
-
-        lax.fori_loop(0, used, drain, jnp.int32(0))
-
-      @pl.when(warpgroup < CONSUMERS)
-      def _consume():
-        plgpu.set_max_registers(consumer_registers, action='increase')
-
-        def multiply(turn, first):
-          item, mi, ni = item_of(turn)
-
-          def steps(i, carry):
-            accumulator, held = carry
-            for u in range(unroll):
-              at = first + i * unroll + u
-              slot = lax.rem(at, stages)
-              plgpu.barrier_wait(full.at[slot])
-              now = ops.load_words(words_smem.at[slot, pl.ds(warpgroup * (c.rows // 64), c.rows // 64)])
-              accumulator = ops.step(
-                accumulator, now, held, a_smem.at[slot, pl.ds(warpgroup * c.rows, c.rows)], b_smem.at[slot]
-              )
-              if c.delay:
-                # The wait inside `step` completed the step before.
-                @pl.when(at > first)
-                def _(at=at):
-                  plgpu.barrier_arrive(empty.at[lax.rem(at - 1, stages)])
-              else:
-                plgpu.barrier_arrive(empty.at[slot])
-              held = now
-            return accumulator, held
-
-          carry = lax.fori_loop(0, lax.div(item.steps, unroll) if splits else item.steps // unroll, steps,
-                                (ops.zeros(), ops.no_words()))
-          last = lax.rem(jnp.maximum(first + item.steps - 1, 0), stages)
-          result = ops.finish(*carry, b_smem.at[last])
-          if c.delay:
-            _when(item.steps > 0 if splits else True, lambda: plgpu.barrier_arrive(empty.at[last]))
-          if splits:
-            mine = (cluster * c.cluster + rank) * CONSUMERS + warpgroup
-
-            @pl.when(jnp.logical_and(item.helps, item.steps > 0))
-            def _help():
-              ops.store_partial(result, partial[0].at[mine])
-              plgpu.semaphore_signal(flags.at[mine], memory_scope='gpu')
-
-            @pl.when(jnp.logical_and(jnp.logical_not(item.helps), item.steps > 0))
-            def _finish():
-              def add(helper, total):
-                # The same warpgroup of the same CTA of the helping cluster holds the same elements.
-                theirs = mine + (helper - cluster) * (c.cluster * CONSUMERS)
-                plgpu.semaphore_wait(flags.at[theirs], decrement=False, memory_scope='gpu')
-                return ops.add_partial(total, partial[0].at[theirs])
-
-              store(lax.fori_loop(item.first_helper, cluster, add, result), mi, ni)
-          else:
-            store(result, mi, ni)
-          return first + item.steps
-
-        def store(result, mi, ni):
-          for i in range(c.rows // 64):
-            row = mi * tile_m + warpgroup * c.rows + i * 64
-            for j in range(c.bn // c.epilogue_n):
-              column = ni * c.bn + j * c.epilogue_n
-              chunk = result[i * 64 : (i + 1) * 64, j * c.epilogue_n : (j + 1) * c.epilogue_n]
-              if row_scale is not None:
-                chunk = chunk * _along(row_scale, row, chunk.shape, 0)
-              if column_scale is not None:
-                chunk = chunk * _along(column_scale, column, chunk.shape, 1)
-              if bias is not None:
-                chunk = chunk + _along(bias, row, chunk.shape, 0)
-              # Z first: TMA reads it out of its buffer while the activation is computed.
-              piece = (i * (c.bn // c.epilogue_n) + j) * num_outs
-              if p.keep_preactivation:
-                store_piece(chunk, outs[1], row, column, piece)
-              store_piece(reference.ACTIVATIONS[p.activation](chunk), outs[0], row, column, piece + num_outs - 1)
-
-        def store_piece(values, out, row, column, piece):
-          rows, columns = pl.ds(row, 64), pl.ds(column, c.epilogue_n)
-          # Wait until TMA has read the oldest piece out of the buffer that comes next.
-          buffer = out_smem.at[warpgroup, piece % c.slots]
-          plgpu.wait_smem_to_gmem(c.slots - 1, wait_read_only=True)
-          values = values.astype(p.out_dtype)
-          if p.out_layout == 'mn':
-            buffer[...] = values
-          elif interpret:
-            buffer[...] = values.T
-          else:
-            buffer.transpose((1, 0))[...] = values
-          plgpu.commit_smem()
-          plgpu.copy_smem_to_gmem(buffer, out.at[rows, columns] if p.out_layout == 'mn' else out.at[columns, rows])
-
-        lax.fori_loop(0, turns, multiply, jnp.int32(0))
-
-    pl.run_scoped(scope, **scratch, collective_axes='warpgroup')
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-  out_type = jax.ShapeDtypeStruct((p.m, p.n) if p.out_layout == 'mn' else (p.n, p.m), p.out_dtype)
-  partial_type = jax.ShapeDtypeStruct((consumers, c.rows * c.bn), jnp.float32)
-  call = plgpu.kernel(
-    kernel,
-    out_type=(out_type,) * num_outs + ((partial_type,) if splits else ()),
-    grid=(work.clusters,), grid_names=('cluster',),
-    cluster=(c.cluster,), cluster_names=('rank',),
-    num_threads=CONSUMERS + 1, thread_name='warpgroup',
-    compiler_params=plgpu.CompilerParams(
-      approx_math=p.out_dtype.itemsize == 2, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
-    ),
-    **({'interpret': compat.interpret_params()} if interpret else {}),
-  )
-
-  # Under vmap one launch after another: batching the grid would share the ring's barriers and the flags.
-  @jax.custom_batching.sequential_vmap
-  def run(*args: Array) -> tuple[Array, ...]:
-    return tuple(call(*args)[:num_outs])
-
-  return run
-
-
-def _when(condition: Any, body: Callable[[], None]) -> None:
-  body() if condition is True else pl.when(condition)(body)
-
-
-def _along(vector: Any, start: Any, shape: tuple[int, int], axis: int) -> Array:
-  """Entries of a float32 vector in memory from `start`, repeated over the other axis of a chunk."""
-  piece = vector.at[pl.ds(start, shape[axis])]
-  layout = plgpu.Layout.WGMMA.reduce(1 - axis)
-  return lax.broadcast_in_dim(plgpu.load(piece, layout=layout, optimized=False), shape, (axis,))
 
 
 def sparse_matmul(
@@ -337,7 +83,7 @@ def sparse_matmul(
     column_scale=column_scale,
     keep_preactivation=keep_preactivation,
   )
-  config = config or for_outputs(p, _tuned_config(p, device) or default_config(p))
+  config = config or for_outputs(p, _chosen_config(p, device))
   padded = _padded(p)
   values = operand.pad_to(a.values, (padded.m, padded.k // 2))
   words = operand.pad_to(a.words, operand.words_shape(padded.m, padded.k))
@@ -384,7 +130,7 @@ def _vectors(
   p: Problem, c: Config, bias: Array | None, a_scale: Array | None, b_scale: Array | None
 ) -> list[Array]:
   """Row scale, bias and column scale, as far as there are any, padded to whole tiles."""
-  rows, columns = ceil(p.m, c.tile_m * c.cluster) * c.tile_m * c.cluster, ceil(p.n, c.bn) * c.bn
+  rows, columns = (ceil(size, tile) * tile for size, tile in zip((p.m, p.n), c.cluster_tile, strict=True))
   out = []
   if p.row_scale:
     scale = jnp.float32(1) if a_scale is None else a_scale
@@ -397,10 +143,12 @@ def _vectors(
   return out
 
 
-def _tuned_config(p: Problem, device: _device.Device) -> Config | None:
+def _chosen_config(p: Problem, device: _device.Device) -> Config:
+  """What was measured for this very problem, else for its neighbour if that suits, else what should be fastest."""
+  num_sms = device.num_sms or H100_SMS
   choice = _tuning.lookup(device.slug, OP, p.key, implementation='mosaic_gpu')
   if choice is None or choice.config is None:
-    return None
-  config = Config(**choice.config)
-  # It may have been measured for another output type and be too large for this one.
-  return config if fits(p, config) else None
+    return default_config(p, num_sms)
+  measured = Config(**choice.config)
+  # It may be too large for the outputs of this call.
+  return measured if choice.distance == 0 and fits(p, measured) else of_neighbour(p, measured, num_sms)

@@ -28,6 +28,7 @@ def random_problem(rng: np.random.Generator) -> dict[str, Any]:
     bias=choose(True, False), a_scale=choose(None, 'scalar', 'row') if narrow else None,
     b_scale=choose(None, 'scalar', 'row') if narrow else None, split=choose(1, 4), slots=choose(1, 2),
     keep_preactivation=choose(False, False, True), seed=int(rng.integers(2**31)),
+    along=choose('m', 'n'),
   )
 
 
@@ -52,7 +53,8 @@ def check(case: dict[str, Any]) -> tuple[float, str | None]:
   expected = reference.results(jnp.asarray(d), bias, a_scale, b_scale, out_dtype=jnp.dtype('float32'), **static)
   small_chunks = case['out_dtype'] == 'float32'
   base = mosaic_gpu.Config(bk=128, delay=0) if jnp.dtype(case['a_dtype']).itemsize == 1 else mosaic_gpu.Config()
-  config = dataclasses.replace(base, split=case['split'], slots=case['slots'], epilogue_n=32 if small_chunks else 64)
+  config = dataclasses.replace(base, **{name: case[name] for name in ('split', 'slots', 'along')})
+  config = dataclasses.replace(config, epilogue_n=32 if small_chunks else 64)
 
   @jax.jit
   def f(*args: Any) -> jax.Array:

@@ -1,5 +1,6 @@
 """The Hopper kernel without a GPU: interpreted with race detection, and compiled for sm_90a."""
 
+import dataclasses
 import functools
 import re
 
@@ -50,6 +51,23 @@ class InterpretTest(parameterized.TestCase):
   def test_ragged(self, m, n, k, b_layout, out_layout):
     a, b = _inputs(m, n, k, _BF16, _BF16, b_layout)
     self._check(a, b, _SMALL, b_layout=b_layout, out_layout=out_layout)
+
+  @parameterized.parameters((256, 256, 192, 'nk'), (200, 136, 64, 'kn'))
+  def test_clusters_side_by_side(self, m, n, k, b_layout):
+    # The second size leaves the right CTA of the last cluster without columns.
+    a, b = _inputs(m, n, k, _BF16, _BF16, b_layout)
+    config = dataclasses.replace(_SMALL, along='n', ctas=4)
+    self._check(a, b, config, jnp.linspace(-3.0, 3.0, m), b_layout=b_layout, out_layout='nm')
+
+  def test_clusters_side_by_side_read_scales_by_column(self):
+    a, b = _inputs(128, 136, 256, _E4M3, _E4M3, 'nk')
+    config = dataclasses.replace(_SMALL_FP8, cluster=2, along='n')
+    self._check(a, b, config, None, jnp.linspace(0.5, 2.0, 128), jnp.linspace(1.0, 3.0, 136))
+
+  @parameterized.parameters(1, 3)
+  def test_odd_numbers_of_steps(self, steps):
+    a, b = _inputs(128, 192, 64 * steps, _BF16, _BF16, 'nk')
+    self._check(a, b, mosaic_gpu.Config(rows=64, bn=64, stages=2, cluster=1, ctas=2), out_layout='nm')
 
   @parameterized.parameters('gelu', 'squared_relu')
   def test_epilogue(self, activation):
@@ -166,7 +184,11 @@ class CompileTest(parameterized.TestCase):
     ('float32_transposed', (4096, 4096, 4096), jnp.dtype('float16'), mosaic_gpu.Config(epilogue_n=32),
      dict(out_dtype=jnp.dtype('float32'), out_layout='nm'), 8),
     ('float8', (8192, 8192, 8192), _E4M3, mosaic_gpu.Config(bk=128, delay=0), dict(scales=True), 4),
-    ('ragged', (100, 130, 140), _BF16, mosaic_gpu.Config(), {}, 8),
+    ('ragged', (100, 130, 140), _BF16, mosaic_gpu.Config(), {}, 12),
+    ('side_by_side', (1600, 24576, 6400), _BF16, mosaic_gpu.Config(along='n'), dict(out_layout='nm'), 8),
+    ('side_by_side_n_major', (1600, 6400, 24576), _BF16, mosaic_gpu.Config(along='n', split=4),
+     dict(b_layout='kn', out_layout='nm'), 8),
+    ('odd_steps', (6400, 24576, 1600), _BF16, mosaic_gpu.Config(), dict(bias=True, out_layout='nm'), 12),
   )
   def test_compiles_without_spills(self, shape, dtype, config, kwargs, instructions):
     report = self._report(shape, dtype, config, **kwargs)
@@ -186,19 +208,21 @@ class CompileTest(parameterized.TestCase):
     self.assertEqual(report.count('wgmma.mma_async.sp'), 8)
     self.assertEqual(report.warnings, ())
 
-  @parameterized.named_parameters(('whole', 1), ('split', 4))
-  def test_no_group_loads_the_metadata_register_of_the_group_in_flight(self, split):
-    report = self._report((8192, 8192, 8192), _BF16, mosaic_gpu.Config(split=split))
+  @parameterized.named_parameters(('whole', 1, 8192), ('split', 4, 8192), ('odd_steps', 1, 1600))
+  def test_no_group_loads_the_metadata_register_of_the_group_in_flight(self, split, k):
+    report = self._report((8192, 8192, k), _BF16, mosaic_gpu.Config(split=split))
     try:
       sass = _device.disassemble(report.ptx)
     except NotImplementedError as e:
       self.skipTest(str(e))
     instruction = re.compile(r'HGMMA\.SP\.\S+ R\d+, gdesc\[UR\d+\], R\d+, (R\d+),')
     groups = [instruction.findall(x) for x in sass.split('DEPBAR.LE gsb0')]
-    first, second = (set(g) for g in groups if g)
-    self.assertLen(first, 2)
-    self.assertLen(second, 2)
-    self.assertFalse(first & second)
+    first, second, *tail = (set(g) for g in groups if g)
+    self.assertLen(tail, k // 64 % 2)
+    # The loop goes from the second group to the first, or on to the odd step.
+    for before, after in ((first, second), (second, first), *((second, t) for t in tail)):
+      self.assertLen(after, 2)
+      self.assertFalse(before & after)
 
 
 if __name__ == '__main__':

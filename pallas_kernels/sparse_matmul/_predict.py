@@ -1,0 +1,116 @@
+"""How long the Hopper kernel should take with a setting, and which settings are worth timing.
+
+Waves of tiles times the steps of a tile. The constants are a fit to the 123 bfloat16 samples of an H100's first record
+(median error 3%, see `predicted_us`); a tuner needs no more than the order of the settings, and an untuned problem a
+setting that does not waste a wave.
+"""
+
+import dataclasses
+
+from pallas_kernels.sparse_matmul._problem import ceil, Config, fits, Problem, schedule
+
+H100_SMS = 132
+# Nanoseconds of a K step of 64 16-bit or 128 8-bit entries by (rows, columns) of a consumer, on a full card. Ours.
+_STEP_NS = {(128, 192): 630.0, (64, 256): 442.0, (64, 192): 345.0, (64, 128): 262.0}
+# What sharing A, the smaller operand, or nothing adds: every step then brings more bytes from L2.
+_SHARING_A = {128: 1.01, 64: 1.06}
+_SHARING_NOTHING = {192: 1.3, 256: 1.3, 128: 1.0}
+_EPILOGUE_NS = 3e-2  # an entry of a CTA's tile
+_LAUNCH_US = 4.0
+# An almost empty card clocks higher.
+_IDLE_GAIN = 0.15
+# Splitting sends partial sums through memory, and fills SMs whose rest would have raised the clock.
+_SPLIT_US, _SPLIT_FACTOR = 15.0, 1.03
+
+
+def predicted_us(p: Problem, c: Config, num_sms: int = H100_SMS) -> float:
+  """Time of a product in microseconds, as an H100 would take it.
+
+  >>> import jax.numpy as jnp
+  >>> bf16 = jnp.dtype('bfloat16')
+  >>> round(predicted_us(Problem(8192, 8192, 8192, bf16, bf16, bf16), Config()))  # measured: 893
+  904
+  """
+  work = schedule(p, c, num_sms)
+  most = max(1, num_sms // c.cluster)
+  if work.remainder:
+    waves, fill = work.tiles / work.clusters, 1.0
+  else:
+    waves = ceil(work.tiles, work.clusters)
+    fill = work.tiles / (waves * most)
+  step = _STEP_NS.get((c.rows, c.bn), 0.8 * c.rows / 64 * (64 + c.bn)) * (1 - _IDLE_GAIN * (1 - fill))
+  if c.along == 'n' and c.cluster > 1:
+    step *= _SHARING_A[c.rows]
+  if c.cluster == 1:
+    step *= _SHARING_NOTHING.get(c.bn, 1.15)
+  us = waves * (work.k_steps * step + _EPILOGUE_NS * c.tile_m * c.bn) / 1e3 + _LAUNCH_US
+  return us * _SPLIT_FACTOR + _SPLIT_US if work.remainder else us
+
+
+def shapes(p: Problem) -> list[Config]:
+  """Tiles and clusters of every kind that fits a problem."""
+  eight_bit = p.a_dtype.itemsize == 1
+  # One step in flight needs twice the metadata registers in 8 bits, which a wide tile has not.
+  wide = Config(bk=128, delay=0) if eight_bit else Config()
+  narrow = dataclasses.replace(wide, rows=64, bn=256, stages=4 if eight_bit else 5, delay=1)
+  middle, small = (dataclasses.replace(narrow, bn=bn, stages=6) for bn in (192, 128))
+  found = [wide, narrow, middle, small]
+  found += [dataclasses.replace(c, along='n') for c in (wide, narrow)] + [dataclasses.replace(small, cluster=1)]
+  return [c for c in found if fits(p, c)]
+
+
+def default_config(p: Problem, num_sms: int = H100_SMS) -> Config:
+  """The setting that should be fastest where nothing was measured."""
+  return min(_ways(p), key=lambda c: predicted_us(p, c, num_sms))
+
+
+def _ways(p: Problem) -> list[Config]:
+  """Every shape with its last wave whole or split."""
+  found = shapes(p)
+  split = (dataclasses.replace(c, split=4) for c in found)
+  # A sum that is not split is no shorter for having been allowed to.
+  return found + [c for c in split if schedule(p, c, H100_SMS).remainder]
+
+
+def candidates(p: Problem, num_sms: int, count: int = 10) -> list[Config]:
+  """The settings that are worth timing, likely ones first.
+
+  Half of them differ in tiles, clusters and the last wave; the others vary the two best of these in what no prediction
+  covers: CTAs that have nothing to do, output buffers, the order of tiles.
+
+  Args:
+    p: the problem.
+    num_sms: of the card.
+    count: at most so many.
+  """
+  ranked = sorted(_ways(p), key=lambda c: predicted_us(p, c, num_sms))
+  found = ranked[: count // 2]
+  change = dataclasses.replace
+  for c in ranked[:2]:
+    found += [change(c, slots=2), change(c, slots=2, band=16)]
+    if c.split == 1 and (fewer := balanced(p, c, num_sms)) < num_sms // c.cluster * c.cluster:
+      found += [change(c, ctas=max(fewer, min(128, num_sms)))]
+    found += [change(c, slots=2, band=4)]
+  # A long product may prefer what its last wave does not let expect.
+  found += ranked[count // 2 :]
+  return [c for c in dict.fromkeys(found) if fits(p, c)][:count]
+
+
+def balanced(p: Problem, c: Config, num_sms: int) -> int:
+  """The fewest CTAs that need no more waves than all of them: an idle SM saves power, which sets the clock."""
+  clusters = num_sms // c.cluster
+  tiles = schedule(p, c, num_sms).tiles
+  waves = ceil(tiles, clusters)
+  return ceil(tiles, waves) * c.cluster
+
+
+def of_neighbour(p: Problem, measured: Config, num_sms: int = H100_SMS) -> Config:
+  """`measured`, the best setting of a problem of about this size, unless its tiles waste a wave of this one.
+
+  What no prediction covers is worth 3%, so the neighbour's setting is left for no less.
+  """
+  default = default_config(p, num_sms)
+  if not fits(p, measured):
+    return default
+  gain = predicted_us(p, measured, num_sms) / predicted_us(p, default, num_sms)
+  return default if gain > 1.03 else measured
