@@ -7,6 +7,7 @@ from jax import Array
 import jax.numpy as jnp
 
 from pallas_kernels import _device, _dispatch, _tuning
+from pallas_kernels.sparse_matmul.operand import SparseOperand
 from pallas_kernels.vnm.format import check_blocks, CompressedVNM, VNMOperand
 
 OP = 'vnm_matmul'
@@ -20,6 +21,10 @@ MATMULS = {
 PACKERS = {
   'reference': 'pallas_kernels.vnm.reference:vnm_pack',
   'triton': 'pallas_kernels.vnm.triton:vnm_pack',
+}
+EXPANDERS = {
+  'reference': 'pallas_kernels.vnm.reference:expand',
+  'triton': 'pallas_kernels.vnm.triton:expand',
 }
 ACTIVATIONS = (None, 'squared_relu')
 
@@ -116,21 +121,23 @@ def vnm_pack(
   gradient: Array | None = None,
   pattern: VNMOperand | None = None,
   masked: bool = False,
+  used: Array | None = None,
   implementation: str | None = None,
 ) -> Packed:
   """The V:2:M operand of `activation(x)` along `axis`, pattern included, in one pass over `x` on a GPU.
 
   Args:
-    x: a matrix of whole blocks; bfloat16 or float16.
+    x: a matrix of whole blocks; bfloat16 or float16. Of NaN with different bits a kernel may prefer the larger.
     v: rows (of A) of a block.
     m: columns of a block.
     axis: -1 packs A = x [R, K]; -2 packs its transpose, A [K, R] for x [R, K], read in place.
     spread: a group's `m` columns of A lie `K / m` apart, not side by side; the operand's index says where.
     activation: None or 'squared_relu'.
-    gradient: shape and dtype of `x`: packed in place of x under the pattern of x, or, with 'squared_relu', its
-      pull-back `2 gradient relu(x)` under the pattern of relu(x)^2.
+    gradient: shape and dtype of `x`: packed in place of x under `pattern`, or, with 'squared_relu', its pull-back
+      `2 gradient relu(x)`. Without 'squared_relu' x is not read.
     pattern: with `gradient`, the operand that was packed from `x` alone, whose positions are used again.
     masked: also return what is packed as a dense array.
+    used: bool, one for each row of A: the others count as zeros. Not with `gradient`.
     implementation: 'triton', 'reference', or None: Triton on a GPU where it takes the call.
 
   Returns:
@@ -155,10 +162,17 @@ def vnm_pack(
     raise ValueError('gradient and pattern belong together, found one of them')
   if gradient is not None and (gradient.shape, gradient.dtype) != (x.shape, x.dtype):
     raise ValueError(f'gradient must be {x.dtype} of shape {x.shape}, found {gradient.dtype} of shape {gradient.shape}')
+  sizes = x.shape if axis == -1 else x.shape[::-1]
+  if pattern is not None and (pattern.v, pattern.m, pattern.shape) != (v, m, sizes):
+    raise ValueError(f'pattern must be {v}:2:{m} of {sizes}, found {pattern.v}:2:{pattern.m} of {pattern.shape}')
+  if used is not None and (gradient is not None or used.shape != sizes[:1] or used.dtype != jnp.bool_):
+    raise ValueError(
+      f'used must be bool of shape {sizes[:1]} and come without a gradient, found {used.dtype} of shape {used.shape}'
+    )
   candidates = ('reference',) if _device.current().platform == 'cpu' else ('triton', 'reference')
   return Packed(*_dispatch.dispatch(
     'vnm_pack', PACKERS, implementation, candidates, x, v=v, m=m, axis=axis, spread=spread, activation=activation,
-    gradient=gradient, pattern=pattern, masked=masked,
+    gradient=gradient, pattern=pattern, masked=masked, used=used,
   ))
 
 
@@ -170,3 +184,23 @@ def squared_relu_vnm_pack(x: Array, *, v: int, m: int, implementation: str | Non
   [[4.0, 9.0]]
   """
   return vnm_pack(x, v=v, m=m, activation='squared_relu', implementation=implementation).operand
+
+
+def expand(operand: SparseOperand, *, implementation: str | None = None) -> Array:
+  """The dense matrix [M, K] of a 2:4 operand, for a product in which it is the side that is not sparse.
+
+  A pass over operand and result; making the dense matrix again from what was packed takes XLA several.
+
+  Args:
+    operand: a matrix of 16 bits.
+    implementation: 'triton', 'reference', or None: Triton on a GPU where it takes the call.
+
+  >>> from pallas_kernels.pack.api import soft_threshold_pack
+  >>> w = jnp.tile(jnp.array([1.0, -4.0, 2.0, 3.0], jnp.bfloat16), (64, 16))
+  >>> expand(soft_threshold_pack(w, jnp.float32(1.0), axis=-1))[0, :4].tolist()
+  [0.0, -2.0, 0.0, 1.0]
+  """
+  if len(operand.shape) != 2:
+    raise ValueError(f'operand must be a matrix, found shape {operand.shape}')
+  candidates = ('reference',) if _device.current().platform == 'cpu' else ('triton', 'reference')
+  return _dispatch.dispatch('expand', EXPANDERS, implementation, candidates, operand)

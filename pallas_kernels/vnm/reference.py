@@ -1,5 +1,7 @@
 """The meaning of the V:N:M ops, in plain jnp: mask, pack of the squared ReLU, and matmul."""
 
+import dataclasses
+import itertools
 from typing import Any
 
 import jax
@@ -8,6 +10,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import formats
 from pallas_kernels.prune.reference import ranks
+from pallas_kernels.sparse_matmul.operand import from_operand, SparseOperand
 from pallas_kernels.vnm.format import (
   check_blocks,
   compress_columns,
@@ -18,6 +21,9 @@ from pallas_kernels.vnm.format import (
   to_vnm_operand,
   VNMOperand,
 )
+
+# Columns of a block up to which all pairs are compared.
+_PAIRS_UP_TO = 16
 
 
 def vnm_mask(x: Array, *, v: int, n: int = 2, m: int) -> Array:
@@ -44,24 +50,47 @@ def vnm_mask(x: Array, *, v: int, n: int = 2, m: int) -> Array:
   """
   check_blocks(x, v, n, m)
   formats.check_floating(x, 'x')
-  return _entries(x, best_columns(x, v=v, m=m), v=v, n=n, m=m)
+  if m > _PAIRS_UP_TO:
+    return _entries(x, best_columns(x, v=v, m=m), v=v, n=n, m=m)
+  columns = _largest(_column_scores(x, v=v, m=m), KEPT)[..., None, :, :]
+  order = _order(x.reshape(*x.shape[:-2], -1, v, x.shape[-1] // m, m))
+  return _largest(jnp.where(columns, order, -1), n).reshape(x.shape)
+
+
+def _largest(x: Array, n: int) -> Array:
+  """Where the `n` largest of the last axis are, the lower index first; a sort takes a GPU many times as long."""
+  entries = [x[..., i] for i in range(x.shape[-1])]
+  beaten_by = [jnp.zeros(x.shape[:-1], jnp.int8) for _ in entries]
+  for i, j in itertools.combinations(range(len(entries)), 2):
+    later_wins = entries[j] > entries[i]
+    beaten_by[i] += later_wins.astype(jnp.int8)
+    beaten_by[j] += jnp.logical_not(later_wins).astype(jnp.int8)
+  return jnp.stack([b < n for b in beaten_by], axis=-1)
 
 
 def best_columns(x: Array, *, v: int, m: int) -> Array:
   """The four columns that each block keeps, ascending: int32 [..., R/V, C/M, 4]."""
+  return jnp.sort(jax.lax.top_k(_column_scores(x, v=v, m=m), KEPT)[1], axis=-1)
+
+
+def _column_scores(x: Array, *, v: int, m: int) -> Array:
+  """Sums of magnitudes of the columns of each block, float32 [..., R/V, C/M, M]."""
   *lead, rows, columns = x.shape
   size = jnp.where(jnp.isnan(x), jnp.inf, jnp.abs(x).astype(jnp.float32))
-  score = size.reshape(*lead, rows // v, v, columns // m, m).sum(axis=-3)
-  return jnp.sort(jax.lax.top_k(score, KEPT)[1], axis=-1)
+  return size.reshape(*lead, rows // v, v, columns // m, m).sum(axis=-3)
+
+
+def _order(blocks: Array) -> Array:
+  """Integers in the order of magnitudes, a NaN above everything."""
+  order = ranks(blocks)
+  return jnp.where(jnp.isnan(blocks), jnp.iinfo(order.dtype).max, order)
 
 
 def _entries(x: Array, ids: Array, *, v: int, n: int, m: int) -> Array:
   """The `n` best entries of each row of each block among the columns `ids`."""
   *lead, rows, columns = x.shape
   blocks = x.reshape(*lead, rows // v, v, columns // m, m)
-  order = ranks(blocks)
-  order = jnp.where(jnp.isnan(blocks), jnp.iinfo(order.dtype).max, order)
-  order = jnp.where(_members(ids, m)[..., None, :, :], order, -1)
+  order = jnp.where(_members(ids, m)[..., None, :, :], _order(blocks), -1)
   return _members(jax.lax.top_k(order, n)[1], m).reshape(x.shape)
 
 
@@ -83,30 +112,50 @@ def _relu(x: Array) -> Array:
 
 def vnm_pack(
   x: Array, *, v: int, m: int, axis: int = -1, spread: bool = False, activation: str | None = None,
-  gradient: Array | None = None, pattern: VNMOperand | None = None, masked: bool = False,
+  gradient: Array | None = None, pattern: VNMOperand | None = None, masked: bool = False, used: Array | None = None,
 ) -> tuple[VNMOperand, Array | None]:
   """See `api.vnm_pack`."""
-  del pattern  # it is found again
-  y = packed = squared_relu(x) if activation == 'squared_relu' else x
-  if gradient is not None:
-    packed = gradient
-    if activation == 'squared_relu':
-      packed = (2 * gradient.astype(jnp.float32) * _relu(x)).astype(x.dtype)
+  if gradient is not None and pattern is not None:
+    return _pack_as(x, gradient, pattern, axis=axis, activation=activation, masked=masked)
+  y = squared_relu(x) if activation == 'squared_relu' else x
   order = jnp.arange(x.shape[axis], dtype=jnp.int32)
-  if axis == -2:
-    y, packed = y.T, packed.T
+  y = y.T if axis == -2 else y
+  y = y if used is None else jnp.where(used[:, None], y, jnp.zeros((), y.dtype))
   if spread:
     order = order.reshape(m, -1).T.reshape(-1)
-    y, packed = y[:, order], packed[:, order]
+    y = y[:, order]
   ids = best_columns(y, v=v, m=m)
-  kept = _entries(y, ids, v=v, n=2, m=m)
-  a = to_vnm_operand(compress_columns(packed, kept, ids, v=v, m=m))
-  dense = None
-  if masked:
-    dense = jnp.where(kept, packed, jnp.zeros((), x.dtype))
-    dense = dense.at[:, order].set(dense, unique_indices=True) if spread else dense
-    dense = dense.T if axis == -2 else dense
-  return VNMOperand(a.compact, order[a.rows], m), dense
+  a = to_vnm_operand(compress_columns(y, _entries(y, ids, v=v, n=2, m=m), ids, v=v, m=m))
+  a = VNMOperand(a.compact, order[a.rows], m)
+  return a, _dense_of(a, axis) if masked else None
+
+
+def _pack_as(
+  x: Array, gradient: Array, pattern: VNMOperand, *, axis: int, activation: str | None, masked: bool
+) -> tuple[VNMOperand, Array | None]:
+  """What a given pattern keeps of the gradient, or of its pull-back through relu(x)^2."""
+  packed = gradient
+  if activation == 'squared_relu':
+    packed = (2 * gradient.astype(jnp.float32) * _relu(x)).astype(x.dtype)
+  packed = packed.T if axis == -2 else packed
+  r, k = packed.shape
+  blocks = packed.reshape(r // pattern.v, pattern.v, k)
+  kept = jnp.take_along_axis(blocks, pattern.rows[:, None, :], axis=-1).reshape(r, -1)
+  open_form = from_operand(pattern.compact)
+  ones = dataclasses.replace(open_form, values=jnp.ones_like(open_form.values))
+  values = formats.compress(kept, formats.decompress(ones) != 0, axis=-1).values
+  a = VNMOperand(SparseOperand(values, pattern.compact.words), pattern.rows, pattern.m)
+  return a, _dense_of(a, axis) if masked else None
+
+
+def _dense_of(a: VNMOperand, axis: int) -> Array:
+  dense = decompress_operand(a)
+  return dense.T if axis == -2 else dense
+
+
+def expand(operand: SparseOperand) -> Array:
+  """See `api.expand`."""
+  return formats.decompress(from_operand(operand))
 
 
 def vnm_matmul(a: CompressedVNM | VNMOperand, b: Array, *, out_dtype: Any, out_layout: str) -> Array:

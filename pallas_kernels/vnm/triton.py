@@ -1,4 +1,9 @@
-"""V:N:M packers in Triton: one pass over the activations."""
+"""V:N:M packers in Triton: one pass over the activations.
+
+Four kernels read pairs of entries: A along its rows or along its columns (`_rows`, `_columns`), finding a pattern or
+under a given one. What these leave, neurons spread along contiguous rows, a dense copy of columns and large or odd V,
+goes through a general one (`_kernels`), a few times slower.
+"""
 
 from typing import Any
 
@@ -8,35 +13,56 @@ import jax.numpy as jnp
 
 from pallas_kernels import _triton
 from pallas_kernels.sparse_matmul.operand import SparseOperand, words_shape
-from pallas_kernels.vnm._kernels import pack_kernel
+from pallas_kernels.vnm import _columns, _dense, _kernels, _rows
 from pallas_kernels.vnm.format import VNMOperand
 
 _GROUPS = 16  # a program's, 64 compact columns
+_PARTS = 2  # of a block's rows, both in a thread
 
 
 def constants(
   r: int, c: int, v: int, m: int, *, transposed: bool, spread: bool, activation: str | None, gradient: bool,
   masked: bool = False,
 ) -> dict[str, Any]:
-  """Compile-time constants of the kernel for A [r, c], stored transposed or not."""
+  """Compile-time constants of the general kernel for A [r, c], stored transposed or not."""
   return dict(
     R=r, C=c, ROW_STRIDE=1 if transposed else c, COLUMN_STRIDE=r if transposed else 1, V=v, M=m, SPREAD=spread,
     SQUARED_RELU=activation == 'squared_relu', GRADIENT=gradient, MASKED=masked,
   )
 
 
+def row_constants(c: int, v: int, m: int, *, activation: str | None, masked: bool = False) -> dict[str, Any]:
+  """Compile-time constants of the kernels for A [r, c] whose rows are contiguous."""
+  return dict(C=c, V=v, M=m, SQUARED_RELU=activation == 'squared_relu', MASKED=masked)
+
+
+def column_constants(r: int, c: int, v: int, m: int, *, activation: str | None, **more: bool) -> dict[str, Any]:
+  """Compile-time constants of the kernels for A [r, c] whose columns are contiguous; `more` for finding a pattern."""
+  return dict(R=r, C=c, V=v, M=m, PARTS=_PARTS, SQUARED_RELU=activation == 'squared_relu', **more)
+
+
 def grid(r: int, c: int, v: int, m: int) -> tuple[int, int]:
+  """Programs along groups and along blocks."""
   return c // (_GROUPS * m), r // v
 
 
 def warps(m: int) -> int:
-  """Thirty-two entries a thread, of 64 rows at a time."""
+  """Of the general kernel: thirty-two entries a thread, of 64 rows at a time."""
   return m
+
+
+def row_warps(v: int, m: int) -> int:
+  """128 entries a thread: fewer would repeat the ranking of columns, more would spill."""
+  return max(2, v * m // 256)
+
+
+def column_warps(v: int) -> int:
+  return v // 32
 
 
 def vnm_pack(
   x: Array, *, v: int, m: int, axis: int = -1, spread: bool = False, activation: str | None = None,
-  gradient: Array | None = None, pattern: VNMOperand | None = None, masked: bool = False,
+  gradient: Array | None = None, pattern: VNMOperand | None = None, masked: bool = False, used: Array | None = None,
 ) -> tuple[VNMOperand, Array | None]:
   """See `api.vnm_pack`."""
   r, c = x.shape if axis == -1 else x.shape[::-1]
@@ -50,20 +76,69 @@ def vnm_pack(
   if x.size >= 2**31:
     raise NotImplementedError(f'the Triton packer counts entries in 31 bits, found {x.shape}')
   compact = 4 * c // m
-  small = gradient is not None  # the pattern is known, its words and rows are not written again
-  shapes = [
-    jax.ShapeDtypeStruct((r, compact // 2), x.dtype),
-    jax.ShapeDtypeStruct((1,) if small else words_shape(r, compact), jnp.uint32),
-    jax.ShapeDtypeStruct((1,) if small else (r // v, compact), jnp.int32),
-    jax.ShapeDtypeStruct(x.shape if masked else (1,), x.dtype),
-  ]
-  values, words, rows, dense = _triton.call(
-    pack_kernel, x, jnp.zeros((1,), x.dtype) if gradient is None else gradient, out_shape=shapes, grid=grid(r, c, v, m),
-    num_warps=warps(m),
-    **constants(
-      r, c, v, m, transposed=axis == -2, spread=spread, activation=activation, gradient=small, masked=masked
-    ),
-  )  # fmt: skip
+  shapes = dict(
+    values=jax.ShapeDtypeStruct((r, compact // 2), x.dtype),
+    words=jax.ShapeDtypeStruct(words_shape(r, compact), jnp.uint32),
+    rows=jax.ShapeDtypeStruct((r // v, compact), jnp.int32),
+    masked=jax.ShapeDtypeStruct(x.shape if masked else (1,), x.dtype),
+  )
+  along, down = grid(r, c, v, m)
+  fast = v in (64, 128, 256)
+
+  def call(kernel: Any, inputs: Any, names: str, **options: Any) -> dict[str, Array]:
+    names_of = names.split()
+    made = _triton.call(kernel, *inputs, out_shape=[shapes[name] for name in names_of], **options)
+    return dict(zip(names_of, made, strict=True))
+
+  given = [] if pattern is None else [pattern.compact.words, pattern.rows]
+  if fast and axis == -1 and not spread and used is None:
+    options = row_constants(c, v, m, activation=activation, masked=masked)
+    options |= dict(grid=(along, down), num_warps=row_warps(v, m))
+    if gradient is None:
+      out = call(_rows.pack_rows, (x,), 'values words rows masked', **options)
+    else:
+      out = call(_rows.pack_rows_as, (x, gradient, *given), 'values masked', **options)
+  elif fast and axis == -2 and not masked:
+    options = column_constants(r, c, v, m, activation=activation) | dict(grid=(down, along), num_warps=column_warps(v))
+    if gradient is None:
+      bits = jnp.zeros((1,), jnp.uint32) if used is None else _bits(used)
+      out = call(
+        _columns.pack_columns, (x, bits), 'values words rows', **options, SPREAD=spread, SELECT=used is not None
+      )
+    else:
+      out = call(_columns.pack_columns_as, (x, gradient, *given), 'values', **options)
+  else:
+    if used is not None:
+      raise NotImplementedError('the general Triton packer uses all rows')
+    options = constants(
+      r, c, v, m, transposed=axis == -2, spread=spread, activation=activation, gradient=gradient is not None,
+      masked=masked,
+    )
+    options |= dict(grid=(along, down), num_warps=warps(m))
+    if gradient is None:
+      nothing = (jnp.zeros((1,), x.dtype), jnp.zeros((1,), jnp.uint32), jnp.zeros((1,), jnp.int32))
+      out = call(_kernels.pack_kernel, (x, *nothing), 'values words rows masked', **options)
+    else:
+      shapes |= dict(words=jax.ShapeDtypeStruct((1,), jnp.uint32), rows=jax.ShapeDtypeStruct((1,), jnp.int32))
+      out = call(_kernels.pack_kernel, (x, gradient, *given), 'values words rows masked', **options)
   if pattern is not None:
-    words, rows = pattern.compact.words, pattern.rows
-  return VNMOperand(SparseOperand(values, words), rows, m), dense if masked else None
+    out |= dict(words=given[0], rows=given[1])
+  return VNMOperand(SparseOperand(out['values'], out['words']), out['rows'], m), out['masked'] if masked else None
+
+
+def _bits(used: Array) -> Array:
+  """A uint32 a pair of rows, ones where a row is used."""
+  pairs = used.reshape(-1, 2).astype(jnp.uint32) * jnp.uint32(0xFFFF)
+  return pairs[:, 0] | pairs[:, 1] << 16
+
+
+def expand(operand: SparseOperand) -> Array:
+  """See `api.expand`."""
+  r, k = operand.shape
+  if r % 64 or k % 64 or operand.dtype not in (jnp.bfloat16, jnp.float16) or r * k >= 2**31:
+    raise NotImplementedError(f'whole tiles of 64 x 64 of 16 bits only, found {operand.dtype} of shape {operand.shape}')
+  (dense,) = _triton.call(
+    _dense.expand_rows, operand.values, operand.words, out_shape=[jax.ShapeDtypeStruct((r, k), operand.dtype)],
+    grid=(k // 64, r // 64), num_warps=2, K=k, ROWS=64,
+  )
+  return dense

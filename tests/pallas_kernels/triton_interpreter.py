@@ -105,12 +105,37 @@ class _Results:
     return self._handle
 
 
-def convert_to_float8() -> None:
-  """Gives the interpreter the one piece of inline PTX that the kernels use: four float32 to four float8 in a word."""
+def _permute_bytes(a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndarray:
+  """What `prmt.b32` does; the sign bit of a selector's nibble is not used."""
+  both = a.astype(np.uint64) | b.astype(np.uint64) << 32
+  assert not (selector & 0x8888).any()
+  parts = [(both >> (8 * (selector >> 4 * i & 7).astype(np.uint64)) & 0xFF) << 8 * i for i in range(4)]
+  return sum(parts).astype(np.uint32)
+
+
+def _square_positive(pairs: np.ndarray, asm: str) -> np.ndarray:
+  """relu(x)^2 of both 16-bit halves of words."""
+  x = np.ascontiguousarray(pairs).view(ml_dtypes.bfloat16 if 'bf16' in asm else np.float16).astype(np.float32)
+  x = np.where(x <= 0, np.float32(0), x)
+  with np.errstate(over='ignore'):
+    y = (x * x).astype(ml_dtypes.bfloat16 if 'bf16' in asm else np.float16)
+  return y.view(np.uint32).reshape(pairs.shape)
+
+
+def inline_instructions() -> None:
+  """Gives the interpreter the pieces of inline PTX that the kernels use.
+
+  Byte permutations, relu(x)^2 of two entries, and four float32 to four float8 in a word.
+  """
   import triton.language as tl
   from triton.runtime import interpreter
 
   def inline(self: Any, asm: str, constraints: str, values: Any, types: Any, pure: bool, pack: int) -> Any:
+    data = [v.data for v in values]
+    if asm == 'prmt.b32 $0, $1, $2, $3;':
+      return _Results(interpreter.TensorHandle(_permute_bytes(*data), tl.uint32))
+    if 'max.NaN' in asm:
+      return _Results(interpreter.TensorHandle(_square_positive(data[0], asm), tl.uint32))
     (name,) = set(re.findall(r'cvt\.rn\.satfinite\.(\w+)x2\.f32', asm))
     dtype = {'e4m3': ml_dtypes.float8_e4m3fn, 'e5m2': ml_dtypes.float8_e5m2}[name]
     largest = np.float32(ml_dtypes.finfo(dtype).max)
@@ -137,7 +162,7 @@ def run(
   They are given as (shape, dtype) and filled with a pattern first, the last one with zeros if `zero_last`.
   """
   round_to_nearest_even()
-  convert_to_float8()
+  inline_instructions()
   made = []
   for shape, dtype in outputs:
     raw = np.full(int(np.prod(shape)) * np.dtype(dtype).itemsize, 0xA5, np.uint8)

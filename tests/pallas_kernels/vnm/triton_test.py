@@ -1,5 +1,7 @@
 """The Triton V:N:M packer without a GPU: interpreted, and compiled for three cards."""
 
+import re
+
 from absl.testing import absltest, parameterized
 
 from pallas_kernels import _triton
@@ -13,29 +15,65 @@ class InterpretedTest(absltest.TestCase):
     self.assertIn('OK', triton_interpreter.run_interpreted('tests.pallas_kernels.vnm.interpreted'))
 
 
+def _instructions(made):
+  return len(re.findall(r'^\s+/\*[0-9a-f]{4,}\*/\s', made.sass, re.MULTILINE))
+
+
 @absltest.skipUnless(triton_interpreter.HAS_TRITON, 'needs triton')
 class CompileTest(parameterized.TestCase):
 
-  @parameterized.product(case=(((128, 8), 80), ((128, 16), 90)), kind=('forward', 'tokens', 'gradient'))
-  def test_compiles(self, case, kind):
-    shape, capability = case
+  _CASES = tuple(((v, m), capability) for v, m, capability in ((64, 8, 90), (128, 8, 80), (128, 16, 90), (256, 8, 90)))
+
+  def _compile(self, kernel, arrays, constants, capability, warps):
+    made = _triton.compile_for(kernel, arrays, constants, compute_capability=capability, num_warps=warps)
+    self.assertEqual(made.stack_bytes, 0)
+    self.assertGreater(made.count('LDG.E.128') + made.count('LDG.E.64'), 0)
+    return made
+
+  @parameterized.product(case=_CASES, gradient=(False, True))
+  def test_rows(self, case, gradient):
+    (v, m), capability = case
+    from pallas_kernels.vnm import _rows
+    from pallas_kernels.vnm import triton as packers
+
+    constants = packers.row_constants(4096, v, m, activation='squared_relu', masked=True)
+    kernel = _rows.pack_rows_as if gradient else _rows.pack_rows
+    arrays = ['bfloat16', 'bfloat16', 'uint32', 'int32'] if gradient else ['bfloat16']
+    arrays += ['bfloat16', 'bfloat16'] if gradient else ['bfloat16', 'uint32', 'int32', 'bfloat16']
+    made = self._compile(kernel, arrays, constants, capability, packers.row_warps(v, m))
+    # A thread has 128 entries. The general kernel takes sixty instructions for each.
+    self.assertLess(_instructions(made), 20 * 128)
+
+  @parameterized.product(case=_CASES, gradient=(False, True))
+  def test_columns(self, case, gradient):
+    (v, m), capability = case
+    from pallas_kernels.vnm import _columns
+    from pallas_kernels.vnm import triton as packers
+
+    more = {} if gradient else dict(SPREAD=True, SELECT=True)
+    constants = packers.column_constants(4096, 4096, v, m, activation=None, **more)
+    kernel = _columns.pack_columns_as if gradient else _columns.pack_columns
+    arrays = ['bfloat16', 'bfloat16', 'uint32', 'int32'] if gradient else ['bfloat16', 'uint32']
+    arrays += ['bfloat16'] if gradient else ['bfloat16', 'uint32', 'int32']
+    made = self._compile(kernel, arrays, constants, capability, packers.column_warps(v))
+    self.assertLess(_instructions(made), 15 * 16 * m)
+
+  def test_expand(self):
+    from pallas_kernels.vnm import _dense
+
+    self._compile(_dense.expand_rows, ['bfloat16', 'uint32', 'bfloat16'], dict(K=4096, ROWS=64), 80, 2)
+
+  @parameterized.parameters(False, True)
+  def test_general(self, gradient):
     from pallas_kernels.vnm import triton as packers
     from pallas_kernels.vnm._kernels import pack_kernel
 
     constants = packers.constants(
-      4096, 4096, *shape, transposed=kind == 'tokens', spread=kind == 'tokens',
-      activation=None if kind == 'tokens' else 'squared_relu', gradient=kind == 'gradient',
-      masked=kind == 'gradient',
+      4096, 4096, 128, 8, transposed=False, spread=True, activation='squared_relu', gradient=gradient, masked=gradient
     )
-    arrays = ['bfloat16', 'bfloat16', 'bfloat16', 'uint32', 'int32', 'bfloat16']
-    made = _triton.compile_for(
-      pack_kernel, arrays, constants, compute_capability=capability, num_warps=packers.warps(shape[1])
-    )
-    # What ptxas cannot keep in registers: one 64-bit value on sm_80, and more in the widest case, which has two inputs
-    # and two outputs where 16 warps leave 128 registers.
-    spilled = {('forward', 80): 8, ('gradient', 90): 48}
-    self.assertLessEqual(made.stack_bytes, spilled.get((kind, capability), 0))
-    self.assertGreater(made.count('LDG.E.128') + made.count('LDG.E.64'), 0)
+    arrays = ['bfloat16', 'bfloat16', 'uint32', 'int32', 'bfloat16', 'uint32', 'int32', 'bfloat16']
+    made = _triton.compile_for(pack_kernel, arrays, constants, compute_capability=80, num_warps=packers.warps(8))
+    self.assertLessEqual(made.stack_bytes, 8)  # one 64-bit value that ptxas cannot keep in registers
 
 
 if __name__ == '__main__':

@@ -1,13 +1,17 @@
 """The Triton V:N:M packer against the reference, bit for bit, in Triton's interpreter. Run by triton_test.py."""
 
+from unittest import mock
+
 from absl.testing import absltest, parameterized
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import _triton
+from pallas_kernels.pack.api import soft_threshold_pack
 from pallas_kernels.vnm import reference
 from pallas_kernels.vnm import triton as packers
-from pallas_kernels.vnm._kernels import pack_kernel
+from pallas_kernels.vnm.format import decompress_operand
 from tests.pallas_kernels import triton_interpreter
 
 
@@ -23,38 +27,90 @@ def _whole(shape, dtype, seed=0):
 
 class InterpretedTest(parameterized.TestCase):
 
-  def _check(self, x, v, m, *, axis=-1, spread=False, activation=None, gradient=None, masked=False):
-    options = dict(v=v, m=m, axis=axis, spread=spread, activation=activation, masked=masked)
-    expected = jax.jit(lambda x, g: reference.vnm_pack(x, gradient=g, **options))(x, gradient)
-    r, c = x.shape if axis == -1 else x.shape[::-1]
-    leaves = jax.tree.leaves(expected)
-    leaves = leaves if masked else [*leaves, jnp.zeros((1,), x.dtype)]
-    found = triton_interpreter.run(
-      pack_kernel, packers.grid(r, c, v, m), [x, x if gradient is None else gradient],
-      [(a.shape, a.dtype) for a in leaves],
-      packers.constants(
-        r, c, v, m, transposed=axis == -2, spread=spread, activation=activation, gradient=gradient is not None,
-        masked=masked,
-      ),
-    )  # fmt: skip
-    pairs = list(zip(found, leaves, strict=True))
-    for a, b in (pairs[:3] if gradient is None else pairs[:1]) + (pairs[3:] if masked else []):
+  def _check(
+    self, x, v, m, *, axis=-1, spread=False, activation=None, gradient=None, masked=False, used=None, general=False
+  ):
+    pattern_of = dict(v=v, m=m, axis=axis, spread=spread, activation=activation)
+    pattern = None
+    if gradient is not None:
+      pattern, _ = jax.jit(lambda x: reference.vnm_pack(x, **pattern_of))(x)
+
+    # The launcher's own choice of kernel and constants, with the interpreter in place of the card.
+    def call(kernel, *inputs, out_shape, grid, num_warps, **constants):
+      del num_warps
+      found = triton_interpreter.run(kernel, grid, inputs, [(a.shape, a.dtype) for a in out_shape], constants)
+      kernels.append(kernel.fn.__name__ if hasattr(kernel, 'fn') else kernel.__name__)
+      return [jnp.asarray(a) for a in found]
+
+    kernels = []
+    options = pattern_of | dict(gradient=gradient, pattern=pattern, masked=masked, used=used)
+    with mock.patch.object(_triton, 'call', call):
+      found, found_masked = packers.vnm_pack(x, **options)
+    self.assertEqual(kernels, ['pack_kernel'] if general else mock.ANY)
+    self.assertEqual(general, kernels == ['pack_kernel'])
+    expected, expected_masked = reference.vnm_pack(x, **options)
+    pairs = [
+      (found.compact.values, expected.compact.values), (found.compact.words, expected.compact.words),
+      (found.rows, expected.rows),
+    ] + ([(found_masked, expected_masked)] if masked else [])
+    for a, b in pairs:
       bits = f'u{b.dtype.itemsize}'
-      np.testing.assert_array_equal(a.view(bits), np.asarray(b).view(bits))
+      np.testing.assert_array_equal(np.asarray(a).view(bits), np.asarray(b).view(bits))
+
+  @parameterized.parameters(
+    (64, 8, 'bfloat16', False), (128, 16, 'bfloat16', True), (64, 4, 'float16', True)
+  )
+  def test_rows(self, v, m, dtype, masked):
+    self._check(_whole((2 * v, 32 * m), dtype), v, m, activation='squared_relu', masked=masked)
+    self._check(_whole((v, 16 * m), dtype), v, m, masked=masked)
 
   @parameterized.parameters((64, 8, 'bfloat16'), (128, 16, 'bfloat16'), (64, 4, 'float16'))
-  def test_forward(self, v, m, dtype):
-    self._check(_whole((2 * v, 32 * m), dtype), v, m, activation='squared_relu', masked=m == 16)
+  def test_columns(self, v, m, dtype):
+    self._check(_whole((32 * m, 2 * v), dtype), v, m, axis=-2, spread=True)
+    used = jnp.arange(v) % 3 > 0
+    self._check(_whole((16 * m, v), dtype), v, m, axis=-2, activation='squared_relu', used=used)
 
-  @parameterized.parameters(-1, -2)
-  def test_spread_and_transposed(self, axis):
-    self._check(_whole((256, 256), 'bfloat16'), 64, 8, axis=axis, spread=True, masked=True)
+  @parameterized.parameters(
+    (-1, None, 64, 8), (-1, 'squared_relu', 128, 16), (-2, None, 128, 16), (-2, 'squared_relu', 64, 8)
+  )
+  def test_under_a_pattern(self, axis, activation, v, m):
+    shape = (2 * v, 16 * m) if axis == -1 else (16 * m, 2 * v)
+    x, gradient = _finite(shape), _finite(shape, 1)
+    self._check(x, v, m, axis=axis, spread=axis == -2, activation=activation, gradient=gradient, masked=axis == -1)
 
-  @parameterized.product(axis=(-1, -2), activation=(None, 'squared_relu'))
-  def test_gradient(self, axis, activation):
-    x, gradient = _whole((128, 128), 'bfloat16'), _whole((128, 128), 'bfloat16', 1)
-    x, gradient = (jnp.where(jnp.isfinite(a), a, 1) for a in (x, gradient))
-    self._check(x, 64, 8, axis=axis, activation=activation, gradient=gradient, masked=True)
+  def test_the_pattern_given_is_used(self):
+    # Of other numbers than x: nothing is found again.
+    x, gradient = _finite((64, 128)), _finite((64, 128), 1)
+    pattern, _ = reference.vnm_pack(x[::-1], v=64, m=8)
+    expected, _ = reference.vnm_pack(x, v=64, m=8, gradient=gradient, pattern=pattern)
+    np.testing.assert_array_equal(expected.rows, pattern.rows)
+    dense = np.asarray(decompress_operand(expected), np.float32)
+    kept = np.asarray(reference.vnm_mask(x[::-1], v=64, m=8))
+    np.testing.assert_array_equal(dense, np.where(kept, np.asarray(gradient, np.float32), 0))
+
+  def test_dense_from_an_operand(self):
+    operand = soft_threshold_pack(_finite((128, 192)), jnp.float32(1.5), axis=-1)
+
+    def call(kernel, *inputs, out_shape, grid, num_warps, **constants):
+      del num_warps
+      return triton_interpreter.run(kernel, grid, inputs, [(a.shape, a.dtype) for a in out_shape], constants)
+
+    with mock.patch.object(_triton, 'call', call):
+      found = packers.expand(operand)
+    np.testing.assert_array_equal(found.view(np.uint16), np.asarray(reference.expand(operand)).view(np.uint16))
+
+  @parameterized.parameters((-1, 64, None), (-2, 64, 'squared_relu'), (-1, 192, None))
+  def test_general(self, axis, v, activation):
+    shape = (v, 128) if axis == -1 else (128, v)
+    x, gradient = _finite(shape), _finite(shape, 1)
+    options = dict(axis=axis, spread=v == 64, activation=activation, masked=True, general=True)
+    self._check(x, v, 8, **options)
+    self._check(x, v, 8, gradient=gradient, **options)
+
+
+def _finite(shape, seed=0):
+  x = _whole(shape, 'bfloat16', seed)
+  return jnp.where(jnp.isfinite(x), x, 1)
 
 
 if __name__ == '__main__':

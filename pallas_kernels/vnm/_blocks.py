@@ -1,0 +1,191 @@
+"""Triton device functions of the V:N:M packers. Entries stay in pairs, two 16-bit ones to a 32-bit word.
+
+A word is never taken apart to be moved: byte permutations (`prmt`) pick two entries out of two words in one
+instruction. Which ones is the same for all rows of a block, so the selectors are made once.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def prmt(a, b, selector):
+  """Four of the eight bytes of `a` (0 to 3) and `b` (4 to 7), one a nibble of the selector's low half."""
+  return tl.inline_asm_elementwise(
+    'prmt.b32 $0, $1, $2, $3;', '=r,r,r,r', [a, b, selector], dtype=tl.uint32, is_pure=True, pack=1
+  )
+
+
+@triton.jit
+def squared_relu(pair, dtype: tl.constexpr):
+  """relu(x)^2 of both entries, rounded once; a NaN passes."""
+  if dtype == tl.bfloat16:
+    return tl.inline_asm_elementwise(
+      '{ .reg .b32 r, z; mov.b32 z, 0; max.NaN.bf16x2 r, $1, z; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, r, r, z; }',
+      '=r,r', [pair], dtype=tl.uint32, is_pure=True, pack=1,
+    )  # fmt: skip
+  else:
+    return tl.inline_asm_elementwise(
+      '{ .reg .b32 r, z; mov.b32 z, 0; max.NaN.f16x2 r, $1, z; mul.rn.f16x2 $0, r, r; }',
+      '=r,r', [pair], dtype=tl.uint32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def widen(pair, dtype: tl.constexpr):
+  """Both entries as float32."""
+  if dtype == tl.bfloat16:
+    low = (pair << 16).to(tl.float32, bitcast=True)
+    high = (pair & 0xFFFF0000).to(tl.float32, bitcast=True)
+  else:
+    low = pair.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    high = (pair >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+  return low, high
+
+
+@triton.jit
+def narrow(low, high, dtype: tl.constexpr):
+  """Inverse of `widen`, rounding."""
+  return (
+    low.to(dtype).to(tl.uint16, bitcast=True).to(tl.uint32)
+    | high.to(dtype).to(tl.uint16, bitcast=True).to(tl.uint32) << 16
+  )
+
+
+@triton.jit
+def pull_back(x, gradient, dtype: tl.constexpr):
+  """2 gradient relu(x), for pairs."""
+  x0, x1 = widen(x, dtype)
+  g0, g1 = widen(gradient, dtype)
+  return narrow(2.0 * g0 * tl.where(x0 <= 0, 0.0, x0), 2.0 * g1 * tl.where(x1 <= 0, 0.0, x1), dtype)
+
+
+@triton.jit
+def best_columns(score, M: tl.constexpr):
+  """The four columns with the largest scores, ascending; of equals the lower. NaN counts as infinite.
+
+  Args:
+    score: M tensors of one shape, not negative.
+    M: 4, 8 or 16.
+  """
+  wide: tl.constexpr = tl.uint64 if M == 16 else tl.uint32
+  zero = tl.zeros(score[0].shape, wide)
+  if M == 4:
+    return zero.to(tl.uint32), zero.to(tl.uint32) + 1, zero.to(tl.uint32) + 2, zero.to(tl.uint32) + 3
+  else:
+    ones: tl.constexpr = 0x1111111111111111 if M == 16 else 0x11111111
+    # How many beat each column, a nibble a column. A NaN is the largest of all as an integer, so is made infinite.
+    beaten = zero
+    for i in tl.static_range(M):
+      for j in tl.static_range(i + 1, M):
+        later = _order(score[j]) > _order(score[i])
+        beaten += tl.where(later, tl.full([], 1 << (4 * i), wide), tl.full([], 1 << (4 * j), wide))
+    kept = (((beaten >> 2) | (beaten >> 3)) & ones) ^ ones
+    # The product adds up all lower nibbles: how many are kept up to each column.
+    upto = kept * ones
+    return (
+      _below(upto, 0, ones, M), _below(upto, 1, ones, M), _below(upto, 2, ones, M), _below(upto, 3, ones, M)
+    )  # fmt: skip
+
+
+@triton.jit
+def _order(score):
+  bits = score.to(tl.int32, bitcast=True)
+  return tl.minimum(bits, 0x7F800000)
+
+
+@triton.jit
+def _below(upto, p: tl.constexpr, ones: tl.constexpr, M: tl.constexpr):
+  """How many nibbles are `p` or less, of nibbles up to 4: the place of the next one."""
+  few = (((upto + (7 - p) * ones) >> 3) & ones) ^ ones
+  return ((few * ones) >> (4 * M - 4)).to(tl.uint32)
+
+
+@triton.jit
+def pick(words, columns, M: tl.constexpr):
+  """Entries of the four `columns`, in two words, from the M / 2 words of a group; see `selectors`."""
+  if M == 4:
+    return words[0], words[1]
+  else:
+    first, second = columns
+    last: tl.constexpr = M // 2 - 1
+    low = prmt(words[0], words[1], first[0])
+    high = prmt(words[last - 1], words[last], second[0])
+    for i in tl.static_range(1, M // 2 - 2):
+      low = prmt(low, words[i + 1], first[i])
+      high = prmt(high, words[last - 1 - i], second[i])
+    return low, high
+
+
+@triton.jit
+def selectors(c0, c1, c2, c3, M: tl.constexpr):
+  """Byte selectors with which `pick` goes through the words: for columns 0 and 1, upwards from the first two words, for
+  2 and 3, downwards from the last two. Column 0 is never among the last three, column 3 never among the first."""
+  last: tl.constexpr = M // 2 - 1
+  if M == 4:
+    return (c0,), (c0,)
+  elif M == 8:
+    return (_start(c0, c1), _next(c0, c1, 2)), (_start(c2, c3), _next(c2, c3, last - 2))
+  else:
+    return (
+      (_start(c0, c1), _next(c0, c1, 2), _next(c0, c1, 3), _next(c0, c1, 4), _next(c0, c1, 5), _next(c0, c1, 6)),
+      (_start(c2, c3), _next(c2, c3, 5), _next(c2, c3, 4), _next(c2, c3, 3), _next(c2, c3, 2), _next(c2, c3, 1)),
+    )  # fmt: skip
+
+
+@triton.jit
+def _start(a, b):
+  return 0x1010 + 0x22 * ((a & 3) + ((b & 3) << 8))
+
+
+@triton.jit
+def _next(a, b, word: tl.constexpr):
+  """Keeps what is there unless the column lies in this word."""
+  low = tl.where((a >> 1) == word, 0x54 + 0x22 * (a & 1), 0x10)
+  high = tl.where((b >> 1) == word, 0x54 + 0x22 * (b & 1), 0x32)
+  return low | high << 8
+
+
+@triton.jit
+def best_two(low, high, SIGNED: tl.constexpr):
+  """The metadata nibble of the two largest magnitudes of four entries in two words; of equals the earlier stay.
+
+  Each entry becomes its magnitude beside its index, counted backwards; six comparisons leave the best two.
+  """
+  if SIGNED:
+    low = low & 0x7FFF7FFF
+    high = high & 0x7FFF7FFF
+  k0 = low << 16 | 3
+  k1 = low & 0xFFFF0000 | 2
+  k2 = high << 16 | 1
+  k3 = high & 0xFFFF0000
+  a = tl.maximum(k0, k1)
+  b = tl.maximum(k2, k3)
+  c = tl.maximum(tl.minimum(k0, k1), tl.minimum(k2, k3))
+  best = tl.maximum(a, b) & 3
+  second = tl.maximum(tl.minimum(a, b), c) & 3
+  return 15 - tl.maximum(best, second) - 4 * tl.minimum(best, second)
+
+
+@triton.jit
+def chosen(low, high, nibble):
+  """The two entries that a nibble names, in one word."""
+  return prmt(low, high, 0x1010 + 0x22 * ((nibble & 3) | (nibble & 12) << 6))
+
+
+@triton.jit
+def quad(pair, lower, upper, first: tl.constexpr):
+  """Four dense entries from column `first` on: the two of `pair` at the columns `lower` and `upper`, zeros beside them.
+
+  Bytes 4 to 7 of the permutation are zero.
+  """
+  selector = 0x44444444 ^ _byte(0x54, lower, first) ^ _byte(0x76, upper, first)
+  low = prmt(pair, selector * 0, selector)
+  high = prmt(pair, selector * 0, selector >> 16)
+  return low.to(tl.uint64) | high.to(tl.uint64) << 32
+
+
+@triton.jit
+def _byte(value: tl.constexpr, column, first: tl.constexpr):
+  inside = (column >> 2) == first // 4
+  return tl.where(inside, tl.full([], value, tl.uint32) << ((column & 3) << 3), 0).to(tl.uint32)
