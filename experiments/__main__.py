@@ -82,6 +82,14 @@ def make_parser() -> argparse.ArgumentParser:
   compare.add_argument('--methods', nargs='+', metavar='METHOD', help='default: AT_EQUAL_STEPS of methods.py')
   compare.add_argument('--seeds', type=int, nargs='+', default=[0, 1, 2])
   compare.add_argument('--results', help='JSON-lines file for one record a run (default: none)')
+
+  together = commands.add_parser('together', help='train methods side by side on one device; compare then reports')
+  _experiment_arguments(together, 'small')
+  together.add_argument('--folder', default='runs/together', help='for runs and logs (default: %(default)s)')
+  together.add_argument('--methods', nargs='+', metavar='METHOD', help='default: equal-flops')
+  together.add_argument('--seeds', type=int, nargs='+', default=[0, 1, 2])
+  together.add_argument('--minutes', type=float, default=0.0, help='stop after these (default: wait for all)')
+  together.add_argument('--pack', type=Path, help='renew this .tar.gz of measurements as runs finish')
   return parser
 
 
@@ -189,6 +197,23 @@ def _compare(args: argparse.Namespace) -> None:
   )
 
 
+def _together(args: argparse.Namespace) -> None:
+  from experiments import together
+
+  unfinished = together.together(
+    args.folder,
+    experiment=args.config,
+    names=args.methods or ['equal-flops'],
+    seeds=args.seeds,
+    minutes=args.minutes,
+    tiny=args.tiny,
+    overrides=args.overrides,
+    pack=args.pack,
+  )
+  if unfinished:
+    raise ValueError(f'{unfinished} methods are not finished; the same command goes on with them')
+
+
 def _main_job(args: argparse.Namespace) -> None:
   from experiments import main_job
 
@@ -197,10 +222,10 @@ def _main_job(args: argparse.Namespace) -> None:
 
 _COMMANDS = {
   'train': _train, 'eval': _eval, 'inspect': _inspect, 'flops': _flops, 'tune-decay': _tune, 'report': _report,
-  'compare': _compare, 'main-job': _main_job,
+  'compare': _compare, 'main-job': _main_job, 'together': _together,
 }  # fmt: skip
 
-_RESUMABLE = ('train', 'main-job', 'compare')
+_RESUMABLE = ('train', 'main-job', 'compare', 'together')
 
 
 def main(argv: Sequence[str] | None = None) -> int:

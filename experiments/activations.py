@@ -12,6 +12,8 @@ from experiments import build
 from experiments.build import Parts
 import sparse24_jax as s24
 from sparse24_jax.activation_sparsity import feature_mask
+from sparse24_jax.clusters import split_clusters
+from sparse24_jax.neurons import route_tokens
 from sparse24_jax.products import projection_state
 from sparse24_jax.rules import rule_for
 
@@ -56,7 +58,7 @@ def make_probe(
       with nn.intercept_methods(_interceptor(parts.recipe)):
         return model.apply(variables, batch['inputs'], rngs=rngs, mutable=[_COLLECTION])[1].get(_COLLECTION, {})
 
-    return jax.tree.map(jnp.mean, jax.lax.map(measure, batches))
+    return jax.tree.map(lambda x: jnp.mean(x, axis=0), jax.lax.map(measure, batches))
 
   return lambda state: _by_measure(probe(state.params, state.opt_state, batches))
 
@@ -64,7 +66,7 @@ def make_probe(
 def can_probe(parts: Parts) -> bool:
   """Whether the model has layers that `make_probe` measures."""
   config = parts.model.config
-  return getattr(config, 'mlp', '') == 'relu2' and config.fused_mlp and not config.scan_layers
+  return getattr(config, 'mlp', '') == 'relu2' and config.fused_mlp
 
 
 def measures(y: jax.Array, policy: s24.ActivationPolicy | None) -> dict[str, jax.Array]:
@@ -101,7 +103,8 @@ def _interceptor(recipe: s24.Recipe) -> Callable:
     if not layer.is_mutable_collection(_COLLECTION):  # under a scan that does not let it through
       return out
     rule = rule_for('/'.join((*layer.path, layer.roles['up'], 'kernel')), recipe)
-    for name, value in measures(_squared_relu(layer, args[0]), rule and rule.activation).items():
+    y, policy = _routed(layer, args[0], _squared_relu(layer, args[0]), rule and rule.activation)
+    for name, value in measures(y, policy).items():
       layer.put_variable(_COLLECTION, name, value)
     return out
 
@@ -120,10 +123,27 @@ def _squared_relu(layer: s24.linen.Sparse24MLP, x: jax.Array) -> jax.Array:
   return jnp.square(jax.nn.relu(h if bias is None else h + bias[None, :]))
 
 
+def _routed(
+  layer: s24.linen.Sparse24MLP, x: jax.Array, y: jax.Array, policy: s24.ActivationPolicy | None
+) -> tuple[jax.Array, s24.ActivationPolicy | None]:
+  """`y` with tokens and neurons in the order of the pattern; no policy in a dense phase, which knows no clusters."""
+  if policy is None or not policy.clusters:
+    return y, policy
+  if layer.sparse is None:
+    return y, None
+  name = layer.roles['up']
+  _, neurons = split_clusters(projection_state(layer.variables['sparse24'][name]['kernel']))
+  x, w = nn.dtypes.promote_dtype(x, layer.variables['params'][name]['kernel'], dtype=layer.dtype)
+  x = x.reshape(-1, x.shape[-1])
+  order = route_tokens(x, w, neurons, clusters=policy.clusters, within=policy.route_within)
+  return jnp.take(jnp.take(y, order, axis=0), jnp.argsort(neurons, stable=True), axis=1), policy
+
+
 def _by_measure(tree: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-  """measure -> layer -> value, from nested dictionaries of layers."""
+  """measure -> layer -> value, from nested dictionaries of layers; stacked ones get an index: 'h/mlp[3]'."""
   found: dict[str, dict[str, float]] = {}
   for key_path, value in jax.tree_util.tree_leaves_with_path(jax.device_get(tree)):
     *layer, name = (key.key for key in key_path)
-    found.setdefault(name, {})['/'.join(layer)] = float(np.float64(value))
+    for i, each in enumerate(np.ravel(value)):
+      found.setdefault(name, {})['/'.join(layer) + (f'[{i}]' if np.ndim(value) else '')] = float(each)
   return found

@@ -85,7 +85,12 @@ def make_recipe(config: Config) -> s24.Recipe:
     signature.bind(**kwargs)
   except TypeError as error:
     raise ValueError(f'recipe.kwargs of {name}{signature}: {error}') from error
-  return dataclasses.replace(make(**kwargs), flip_rate=config.recipe.flip_rate)
+  recipe = dataclasses.replace(make(**kwargs), flip_rate=config.recipe.flip_rate)
+  if (implementation := config.recipe.get('implementation', 'auto')) == 'auto':
+    return recipe
+  policies = [dataclasses.replace(rule.policy, implementation=implementation) for rule in recipe.rules]
+  rules = (dataclasses.replace(rule, policy=policy) for rule, policy in zip(recipe.rules, policies, strict=True))
+  return dataclasses.replace(recipe, rules=tuple(rules))
 
 
 def make_parts(config: Config, *, data: Any = None) -> Parts:
@@ -98,9 +103,11 @@ def make_parts(config: Config, *, data: Any = None) -> Parts:
   Raises:
     ValueError: settings that do not fit together, or data that is not there; says which.
   """
-  for key in ('steps', 'accumulate', 'log_every', 'eval_every', 'eval_batches', 'checkpoint_every'):
+  for key in ('steps', 'accumulate', 'log_every', 'eval_every', 'eval_batches'):
     if config[key] < 1:
       raise ValueError(f'{key} is {config[key]}; it must be 1 or more')
+  if config.checkpoint_every < 0:
+    raise ValueError(f'checkpoint_every is {config.checkpoint_every}; it must be 1 or more, or 0 for no checkpoints')
   for key in ('eval_every', 'checkpoint_every'):
     if config[key] % config.log_every:
       raise ValueError(
@@ -151,6 +158,13 @@ def enter_phase(parts: Parts, step: int, params: Any, opt_state: Any) -> Any:
   if (before, now) != ('sparse', 'dense'):
     return params
   return jax.jit(lambda p, s: s24.project(p, s, parts.recipe, phase='sparse'))(params, opt_state)
+
+
+def regroup(parts: Parts, step: int, params: Any, opt_state: Any) -> Any:
+  """The optimizer state that an optimizer step starts from: neurons are clustered anew where a sparse phase begins."""
+  if step == 0 or [phase_of(parts, at)[0] for at in (step - 1, step)] != ['dense', 'sparse']:
+    return opt_state
+  return s24.regroup_neurons(params, opt_state, parts.recipe)
 
 
 def eval_recipe(recipe: s24.Recipe) -> s24.Recipe:

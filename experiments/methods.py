@@ -5,10 +5,11 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import jax
 from ml_collections import ConfigDict
 
-from experiments import train
-from experiments.build import FFN, LINEAR
+from experiments import flops, train
+from experiments.build import FFN, LINEAR, make_recipe
 from experiments.experiment import Config, load_config, refuse_overrides
 
 # Intervals that fit in a run of 60 steps, whose mixed sparsity has stages of one or two.
@@ -39,6 +40,9 @@ class Method:
   steps: float = 1.0
   dense_from: str = 'weights'
 
+
+# Where the search for a density begins.
+_FIRST_DENSITIES = (0.1, 0.2)
 
 # Sparse activations take the whole feed-forward block.
 _SQUARED_RELU = {'mlp': 'relu2', 'fused_mlp': True}
@@ -94,6 +98,22 @@ METHODS: Mapping[str, Method] = {
     _BY_POSITION,
     dense_from='projected',
   ),
+  # Blocks of 64 are what the kernels run. In the small experiment a step has 64 sequences, in nano it has too few.
+  'neuron_level_64': Method(
+    'neuron level, 64:2:8, half of the steps',
+    'neuron_level',
+    {'policy': {'v': 64, 'm': 8}, 'dense_fraction': 0.4},
+    _BY_POSITION,
+    dense_from='projected',
+  ),
+  # Tokens are routed among those of one position, a step's sequences.
+  'neuron_level_clusters': Method(
+    'neuron level, 16:2:8, clusters and router, half of the steps',
+    'neuron_level',
+    {'policy': {'v': 16, 'm': 8, 'clusters': 4, 'route_within': 16}, 'dense_fraction': 0.4},
+    _BY_POSITION,
+    dense_from='projected',
+  ),
   'neuron_level_24': Method(
     'neuron level, 2:4', 'neuron_level', {'policy': {'pattern': '2:4'}}, _SQUARED_RELU, dense_from='projected'
   ),
@@ -132,8 +152,15 @@ WITH_ACTIVATIONS = (
   'neuron_level_24_unprojected',
 )  # fmt: skip
 
+# Those of them that the small experiment compares, with clusters, and with blocks that the kernels run.
+SPARSE_ACTIVATIONS = (
+  'dense_relu2', 'activations_24', 'neuron_level_24', 'neuron_level_even', 'neuron_level', 'neuron_level_64',
+  'neuron_level_clusters',
+)  # fmt: skip
+
 GROUPS: Mapping[str, Sequence[str]] = {
   'equal-steps': AT_EQUAL_STEPS, 'equal-flops': AT_EQUAL_FLOPS, 'activations': WITH_ACTIVATIONS,
+  'sparse-activations': SPARSE_ACTIVATIONS,
 }  # fmt: skip
 
 
@@ -160,17 +187,54 @@ def configure(config: Config, method: str, seed: int) -> Config:
   if method not in METHODS:
     raise ValueError(f'method is {method!r}; known: {", ".join(METHODS)}')
   chosen, config = METHODS[method], config.copy_and_resolve_references()
-  kwargs = dict(chosen.kwargs)
+  own = config.methods.get(method, {})
+  own = own.to_dict() if isinstance(own, ConfigDict) else dict(own)
+  share = own.pop('steps', chosen.steps)
+  if isinstance(share, str):
+    share = _flops(configure(config, share, seed)) / _flops(configure(config, 'dense', seed))
+  kwargs = {**chosen.kwargs, **own}
+  if isinstance(kwargs.get('density'), str):
+    kwargs['density'] = _density_with_flops_of(config, method, kwargs['density'])
   if config.name.endswith('-tiny') and chosen.recipe in _TINY_REFRESH:
     kwargs['refresh_every'] = _TINY_REFRESH[chosen.recipe]
   # Searching anew at every step puts flip rates of different refresh intervals on one scale.
-  recipe = ConfigDict({'name': chosen.recipe, 'kwargs': kwargs, 'flip_rate': 'step', 'dense_from': chosen.dense_from})
+  recipe = ConfigDict({
+    'name': chosen.recipe, 'kwargs': kwargs, 'flip_rate': 'step', 'dense_from': chosen.dense_from,
+    'implementation': config.recipe.implementation,
+  })  # fmt: skip
   with config.unlocked():
     config.recipe = recipe
     config.model.update(chosen.model)
   config.label, config.seed, config.data.seed = chosen.label, seed, seed
-  config.steps = max(1, round(chosen.steps * config.steps))
+  config.steps = max(1, round(share * config.steps))
   return config
+
+
+def _flops(config: Config) -> float:
+  """Training FLOPs of a run, the head not counted."""
+  recipe = make_recipe(config)
+  # Dozens of tiny programs, which an accelerator compiles for longer than it runs them.
+  with jax.default_device(jax.local_devices(backend='cpu')[0]):
+    counted = flops.of_experiment(config, recipe, vocab_size=flops.VOCABULARIES[config.data.tokenizer])
+  return counted.sum().total(head=False)
+
+
+def _density_with_flops_of(config: Config, method: str, other: str) -> float:
+  """The density, to four places, with which a method takes as many FLOPs as another; FLOPs are nearly linear in it."""
+  wanted = _flops(configure(config, other, 0))
+
+  def excess(density: float) -> float:
+    fixed = config.copy_and_resolve_references()
+    with fixed.unlocked():
+      fixed.methods[method] = {**dict(config.methods.get(method, {})), 'density': density}
+    return _flops(configure(fixed, method, 0)) - wanted
+
+  points = [(density, excess(density)) for density in _FIRST_DENSITIES]
+  for _ in range(2):
+    (a, at_a), (b, at_b) = sorted(points, key=lambda point: abs(point[1]))[:2]
+    density = min(max(a - at_a * (b - a) / (at_b - at_a), 1e-3), 0.5)
+    points.append((density, excess(density)))
+  return round(min(points, key=lambda point: abs(point[1]))[0], 4)
 
 
 def run_all(
@@ -204,9 +268,11 @@ def run_all(
   base = load_config(experiment, overrides, tiny=tiny)
   configs = {f'{method}-seed{seed}': configure(base, method, seed) for seed in seeds for method in expand(methods)}
   folders = []
+  programs: dict[str, list[train.Programs]] = {}
   for name, config in configs.items():
     with config.unlocked():
       config.name = name
-    train.train(config, Path(folder) / name, data=data)
+    shared = programs.setdefault(name.rpartition('-seed')[0], [])
+    train.train(config, Path(folder) / name, data=data, programs=shared)
     folders.append(Path(folder) / name)
   return folders

@@ -51,16 +51,21 @@ class StepMetrics(NamedTuple):
 
 def init_state(parts: Parts) -> TrainState:
   """Initial state, already in its shards; depends on `config.seed` only."""
+  return make_init(parts)(parts.config.seed)
+
+
+def make_init(parts: Parts) -> Callable[[int], TrainState]:
+  """Compiles to one program: seed -> initial state, already in its shards."""
   tokens = jnp.zeros((1, parts.config.data.seq_len), jnp.int32)
   tx = build.make_optimizer(parts.config, parts.recipe, s24.phase_at(parts.recipe, 0, parts.config.steps))
 
-  def init() -> TrainState:
-    params = parts.model.init(jax.random.key(parts.config.seed), tokens)['params']
+  def init(seed: int) -> TrainState:
+    params = parts.model.init(jax.random.key(seed), tokens)['params']
     return TrainState(jnp.zeros((), jnp.int32), params, tx.init(params))
 
   if parts.mesh is None:
-    return jax.jit(init)()
-  return jax.jit(init, out_shardings=build.state_sharding(parts.mesh, jax.eval_shape(init)))()
+    return jax.jit(init)
+  return jax.jit(init, out_shardings=build.state_sharding(parts.mesh, jax.eval_shape(init, parts.config.seed)))
 
 
 def loss_fn(model: Any, params: Any, sparse: Any, batch: dict[str, jax.Array], key: jax.Array) -> jax.Array:
@@ -74,16 +79,19 @@ def loss_fn(model: Any, params: Any, sparse: Any, batch: dict[str, jax.Array], k
 def make_step(
   parts: Parts, phase: str, shardings: Any, attention: s24.AttentionPattern | None = None
 ) -> Callable[..., tuple[TrainState, StepMetrics]]:
-  """Compiles to one program a phase: (state, micro-batches [accumulate, B, T]) -> (state, metrics)."""
+  """Compiles to one program a phase: (state, micro-batches [accumulate, B, T], seed) -> (state, metrics).
+
+  The seed, for sampling, is that of the configuration unless given: runs that differ in it share the program.
+  """
   config, recipe = parts.config, parts.recipe
   tx = build.make_optimizer(config, recipe, phase)
   deterministic = not parts.model.config.dropout
   model = s24.sparsify(build.model_for(parts, attention, deterministic=deterministic), recipe, phase=phase)
 
   @functools.partial(jax.jit, donate_argnums=0, out_shardings=shardings)
-  def step(state: TrainState, batches: dict[str, jax.Array]) -> tuple[TrainState, StepMetrics]:
+  def step(state: TrainState, batches: dict[str, jax.Array], seed: int) -> tuple[TrainState, StepMetrics]:
     # Every step's key comes from its number, so a resumed run draws what the interrupted one would have drawn.
-    key = jax.random.fold_in(jax.random.key(config.seed + 1), state.step)
+    key = jax.random.fold_in(jax.random.key(seed + 1), state.step)
     # Masks of this optimizer step, for all micro-batches: read from the optimizer state, searched by its update.
     sparse = s24.sparse_variables(state.params, state.opt_state, recipe, phase=phase)
     value_and_grad = jax.value_and_grad(functools.partial(loss_fn, model))
@@ -107,7 +115,7 @@ def make_step(
     metrics = StepMetrics(loss, norm, jnp.asarray(learning_rate), flips.overall, jnp.concatenate(rates))
     return TrainState(state.step + 1, params, opt_state), metrics
 
-  return step
+  return lambda state, batches, seed=config.seed: step(state, batches, seed)
 
 
 def make_eval(
@@ -136,6 +144,30 @@ def flip_rate_names(opt_state: Any) -> list[str]:
   ]
 
 
+class Programs:
+  """What a configuration compiles to, each program when first asked for; the same for runs that differ in seeds only.
+
+  Args:
+    parts: from `build.make_parts`, with any seed.
+
+  Attributes:
+    init: see `make_init`.
+    step: phase, attention -> see `make_step`.
+    evaluate: phase, attention -> see `make_eval`.
+    probe: phase, attention -> see `activations.make_probe`.
+  """
+
+  def __init__(self, parts: Parts):
+    self.init = make_init(parts)
+    shardings = None
+    if parts.mesh:
+      shardings = (build.state_sharding(parts.mesh, jax.eval_shape(self.init, parts.config.seed)), None)
+    self.step = functools.cache(lambda phase, attention: make_step(parts, phase, shardings, attention))
+    count = parts.config.eval_batches
+    self.evaluate = functools.cache(lambda phase, attention: make_eval(parts, phase, attention, num_batches=count))
+    self.probe = functools.cache(functools.partial(activations.make_probe, parts))
+
+
 class Run:
   """One run in its folder: the loop's bookkeeping, kept out of the arithmetic above.
 
@@ -143,18 +175,19 @@ class Run:
     parts: from `build.make_parts`.
     folder: the run's folder; resumed from its newest checkpoint when there is one.
     quiet: no progress bar.
+    programs: of a run that differs in seeds only, to compile nothing again.
   """
 
-  def __init__(self, parts: Parts, folder: str | Path, *, quiet: bool = False):
+  def __init__(self, parts: Parts, folder: str | Path, *, quiet: bool = False, programs: Programs | None = None):
     self.parts, self.folder, self.quiet = parts, Path(folder), quiet
     self.config: Config = parts.config
     self.iterator = parts.data.train()
     self.seconds = 0.0
-    self.state = init_state(parts)
+    self.programs = programs or Programs(parts)
+    self.state = self.programs.init(parts.config.seed)
     # Outside jit, where shards are known: refuses a mesh that splits groups of four.
     first = s24.phase_at(parts.recipe, 0, parts.config.steps)
     s24.sparse_variables(self.state.params, self.state.opt_state, parts.recipe, phase=first)
-    self.shardings = build.state_sharding(parts.mesh, self.state) if parts.mesh else None
     self.names = flip_rate_names(self.state.opt_state)
     self.probes = activations.can_probe(parts)
 
@@ -189,17 +222,10 @@ class Run:
     return summary
 
   def _loop(self, done: int, checkpoints: Checkpoints, writer: metrics_lib.MetricsWriter) -> float:
-    config, window, due = self.config, [], None
-    make_phase_step = functools.cache(
-      lambda phase, attention: make_step(self.parts, phase, self.shardings and (self.shardings, None), attention)
-    )
-    make_phase_eval = functools.cache(
-      lambda phase, attention: make_eval(self.parts, phase, attention, num_batches=config.eval_batches)
-    )
-    make_phase_probe = functools.cache(functools.partial(activations.make_probe, self.parts))
+    config, programs, window, due = self.config, self.programs, [], None
     validation = math.nan
     if done == config.steps:  # Killed between the last checkpoint and the summary.
-      return self._validate(done, make_phase_eval(*build.phase_of(self.parts, done - 1)))
+      return self._validate(done, programs.evaluate(*build.phase_of(self.parts, done - 1)))
     tokens = config.data.batch_size * config.data.seq_len
     with Progress(config.name, done, config.steps, tokens, quiet=self.quiet) as progress:
       clock = time.monotonic()
@@ -207,8 +233,9 @@ class Run:
         phase, attention = build.phase_of(self.parts, done)
         batches = build.shard_batch(self.parts, next(self.iterator))
         params = build.enter_phase(self.parts, done, self.state.params, self.state.opt_state)
-        self.state = self.state._replace(params=params)
-        self.state, step_metrics = make_phase_step(phase, attention)(self.state, batches)
+        opt_state = build.regroup(self.parts, done, self.state.params, self.state.opt_state)
+        self.state = self.state._replace(params=params, opt_state=opt_state)
+        self.state, step_metrics = programs.step(phase, attention)(self.state, batches, config.seed)
         done += 1
         if due:  # Read the last window while the device is busy with the step just dispatched.
           due = self._log(*due, writer, progress)
@@ -218,18 +245,22 @@ class Run:
           self.seconds, clock = self.seconds + now - clock, now
           due, window = (done, phase, window), []
         last = done == config.steps
-        if last or done % config.eval_every == 0 or done % config.checkpoint_every == 0:
+        if last or done % config.eval_every == 0 or self._is_due(done):
           due = due and self._log(*due, writer, progress)
           if last or done % config.eval_every == 0:
-            validation = self._validate(done, make_phase_eval(phase, attention))
-            probed = make_phase_probe(phase, attention)(self.state) if self.probes else {}
+            validation = self._validate(done, programs.evaluate(phase, attention))
+            probed = programs.probe(phase, attention)(self.state) if self.probes else {}
             writer.write('validation', done, {'loss': validation, 'phase': phase, **probed})
-          if last or done % config.checkpoint_every == 0:
+          if (config.checkpoint_every and last) or self._is_due(done):
             self._save(done, checkpoints)
           now = time.monotonic()
           self.seconds, clock = self.seconds + now - clock, now
           progress.restart_clock()
     return validation
+
+  def _is_due(self, done: int) -> bool:
+    """Whether a checkpoint is, apart from the one at the end."""
+    return bool(self.config.checkpoint_every) and done % self.config.checkpoint_every == 0
 
   def _log(self, step: int, phase: str, window: list[StepMetrics], writer: Any, progress: Progress) -> None:
     """Writes one line about the window of steps that ends at `step`."""
@@ -288,16 +319,37 @@ class Run:
     (self.folder / name).write_text(json.dumps(value, indent=2) + '\n')
 
 
-def train(config: Config, folder: str | Path, *, data: Any = None, quiet: bool = False) -> dict[str, Any]:
+def train(
+  config: Config, folder: str | Path, *, data: Any = None, quiet: bool = False, programs: list[Programs] | None = None
+) -> dict[str, Any]:
   """Trains one configuration in a folder, or resumes it, or returns the summary of the finished run.
+
+  A run without checkpoints (`checkpoint_every` 0) cannot be resumed: one that was cut starts again.
 
   Args:
     config: from `experiment.load_config`.
     folder: the run's folder.
     data: batches in place of the configured corpus.
     quiet: no progress bar.
+    programs: empty, or the programs of a run that differs in seeds only; what this run compiles is put in.
 
   Returns:
     The summary: name, recipe, seed, steps, validation_loss (nats a token), seconds.
   """
-  return Run(build.make_parts(config, data=data), folder, quiet=quiet).train()
+  if not config.checkpoint_every and (summary := _finished(config, Path(folder))):
+    return summary
+  programs = [] if programs is None else programs
+  parts = build.make_parts(config, data=data)
+  run = Run(parts, folder, quiet=quiet, programs=programs[0] if programs else None)
+  programs[:] = [run.programs]
+  return run.train()
+
+
+def _finished(config: Config, folder: Path) -> dict[str, Any] | None:
+  """The summary of a finished run of this very configuration."""
+  if not (folder / 'summary.json').exists():
+    return None
+  # JSON makes lists of tuples.
+  if json.loads((folder / 'config.json').read_text()) != json.loads(json.dumps(config.to_dict())):
+    raise ValueError(f'{folder} holds a run with other settings; name another folder, or remove it')
+  return json.loads((folder / 'summary.json').read_text())

@@ -44,6 +44,8 @@ class ActivationPolicy:
       that of arXiv 2503.16672; tokens that use such a neuron are too many for two of four.
     clusters: of neurons, to which tokens are sent, so that a block's tokens use the same neurons; needs the state
       `'neurons'`. 0 leaves tokens and neurons in their order.
+    route_within: how many neighbouring tokens are routed among each other, a multiple of `v`; 0 is all of them. In a
+      causal model: the sequences of a step, with their tokens of one position as neighbours. Ours.
     up: projection of `w_up`, along its input; None leaves it dense.
     down: projection of `w_down`, along its output; None leaves it dense.
     implementation: `'kernels'` runs the products on sparse tensor cores; None and `'reference'` are plain `jax.numpy`.
@@ -54,6 +56,7 @@ class ActivationPolicy:
   m: int = 8
   dense_features: float = 0.05
   clusters: int = 0
+  route_within: int = 0
   up: Projection | None = dataclasses.field(default_factory=soft_threshold_projection)
   down: Projection | None = dataclasses.field(default_factory=lambda: soft_threshold_projection(axis=-1))
   implementation: Literal['reference', 'kernels'] | None = None
@@ -68,6 +71,8 @@ class ActivationPolicy:
       raise ValueError(f'dense_features={self.dense_features} must be from 0 to 1')
     if self.clusters < 0:
       raise ValueError(f'clusters={self.clusters} must be zero or more')
+    if self.route_within < 0 or self.route_within % self.v or (self.route_within and not self.clusters):
+      raise ValueError(f'route_within={self.route_within} must be a multiple of v={self.v}, and takes clusters')
     if self.clusters and self.pattern == '2:4':
       raise ValueError(f"clusters={self.clusters} are for pattern='v:n:m': 2:4 treats each token by itself")
     if self.up is not None and self.up.divisor[0] % 4:
@@ -90,7 +95,7 @@ class ActivationPolicy:
     return dict(
       pattern=f'{self.v}:2:{self.m}' if self.pattern == 'v:n:m' else '2:4', dense_features=self.dense_features,
       clusters=self.clusters, up=self.up.name if self.up else None, down=self.down.name if self.down else None,
-    )
+    ) | ({'route_within': self.route_within} if self.route_within else {})
 
 
 def feature_mask(y: Array, policy: ActivationPolicy) -> Array:
@@ -188,7 +193,8 @@ def neuron_level_ffn(
     z = _ffn(policy, tokens, w_up, w_down, b_up, {k: state.get(k) for k in ('up', 'down')})
   else:
     neurons = state['neurons']
-    order = jax.lax.stop_gradient(route_tokens(tokens, w_up, neurons, clusters=policy.clusters))
+    route = route_tokens(tokens, w_up, neurons, clusters=policy.clusters, within=policy.route_within)
+    order = jax.lax.stop_gradient(route)
     columns = jnp.argsort(neurons, stable=True)
     states = {
       'up': _with_weight(state.get('up'), w_up, columns, 1), 'down': _with_weight(state.get('down'), w_down, columns, 0)
@@ -239,6 +245,8 @@ def _check(x: Array, w_up: Array, w_down: Array, state: dict[str, Array], policy
       ' with cluster_neurons'
     )
   tokens = x.size // x.shape[-1]
+  if policy.route_within and tokens % policy.route_within:
+    raise ValueError(f'x has {tokens} tokens; route_within={policy.route_within} must divide them')
   for name, size, divisor, why in (
     ('x', tokens, policy.block, 'rows of a block'), ('h', w_up.shape[1], policy.group, 'columns of a group')
   ):
@@ -255,10 +263,6 @@ def _check_backward(tokens: int, neurons: int, policy: ActivationPolicy) -> None
     )
 
 
-def _project(w: Array, projection: Projection | None, state: Array | None) -> Array:
-  return w if projection is None else projection.apply(w, state)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _ffn(policy: ActivationPolicy, x: Array, w_up: Array, w_down: Array, b_up: Array | None, state: Any) -> Array:
   return _ffn_fwd(policy, x, w_up, w_down, b_up, state, backward=False)[0]
@@ -268,22 +272,23 @@ def _ffn_fwd(policy, x, w_up, w_down, b_up, state, *, backward=True):
   if backward:
     _check_backward(x.shape[0], w_up.shape[1], policy)
   ops = products.make(policy, feature_mask, token_mask)
-  w1, w2 = _project(w_up, policy.up, state['up']), _project(w_down, policy.down, state['down'])
-  h = ops.by_weight(x, w1, policy.up, ops.pack(w_up, policy.up, state['up'], -2))
+  up = ops.weight(w_up, policy.up, state['up'], -2)
+  down = ops.weight(w_down, policy.down, state['down'], -1)
+  h = ops.by_weight(x, up)
   h = h if b_up is None else h + b_up[None, :]
-  return ops.over_neurons(ops.activate(h, entries=False), w2), (x, h, w1, w2, b_up, w_down, state['down'])
+  return ops.over_neurons(ops.activate(h, entries=False), down), (x, h, up, down, b_up)
 
 
 def _ffn_bwd(policy, residuals, dz):
-  x, h, w1, w2, b_up, w_down, state = residuals
+  x, h, up, down, b_up = residuals
   ops = products.make(policy, feature_mask, token_mask)
   # The forward's pattern again, found again from the same numbers: what it dropped gets no gradient.
   y = ops.activate(h, entries=True)
-  dy = ops.by_weight(dz, w2.T, policy.down, ops.pack(w_down, policy.down, state, -1))
+  dy = ops.by_weight(dz, down)
   dh = ops.pull_back(h, y, dy)
   pattern = ops.token_pattern(y, densest(y.entries, policy))
   dw2 = ops.over_tokens(y, pattern, True, dz)
-  dx = ops.over_neurons(dh, w1.T)
+  dx = ops.over_neurons(dh, up)
   dw1 = ops.over_tokens(dh, pattern, False, x).T
   db = None if b_up is None else jnp.sum(dh.entries, axis=0, dtype=jnp.float32).astype(b_up.dtype)
   return dx, dw1, dw2, db, None

@@ -75,7 +75,7 @@ def _one_hot(ids: Array, n: int) -> Array:
   return (ids[:, None] == lax.broadcasted_iota(ids.dtype, (ids.shape[0], n), 1)).astype(jnp.float32)
 
 
-def route_tokens(x: Array, w_up: Array, neurons: Array, *, clusters: int) -> Array:
+def route_tokens(x: Array, w_up: Array, neurons: Array, *, clusters: int, within: int = 0) -> Array:
   """The order in which tokens that excite the same cluster of neurons are neighbours.
 
   A token goes to the cluster whose mean direction has the largest inner product with it; tokens of one cluster keep
@@ -87,6 +87,7 @@ def route_tokens(x: Array, w_up: Array, neurons: Array, *, clusters: int) -> Arr
     w_up: `[d, h]`.
     neurons: int32 `[h]`, from `cluster_neurons`.
     clusters: their number.
+    within: tokens stay among their `within` neighbours, a divisor of the tokens; 0 is all of them.
 
   Returns:
     int32 `[tokens]`, a permutation.
@@ -94,10 +95,17 @@ def route_tokens(x: Array, w_up: Array, neurons: Array, *, clusters: int) -> Arr
   >>> import jax.numpy as jnp
   >>> route_tokens(jnp.eye(4)[jnp.array([0, 3, 0, 3])], jnp.eye(4), jnp.array([0, 0, 1, 1]), clusters=2).tolist()
   [0, 2, 1, 3]
+  >>> route_tokens(
+  ...   jnp.eye(4)[jnp.array([3, 0, 3, 0])], jnp.eye(4), jnp.array([0, 0, 1, 1]), clusters=2, within=2
+  ... ).tolist()
+  [1, 0, 3, 2]
   """
   means = jnp.dot(_unit_columns(w_up), _one_hot(neurons, clusters))
   answer = jnp.dot(x.astype(jnp.float32), means)
-  return jnp.argsort(jnp.argmax(answer, axis=-1), stable=True).astype(jnp.int32)
+  cluster = jnp.argmax(answer, axis=-1).astype(jnp.int32)
+  if within:
+    cluster += clusters * (jnp.arange(x.shape[0], dtype=jnp.int32) // within)
+  return jnp.argsort(cluster, stable=True).astype(jnp.int32)
 
 
 def _unit_columns(w: Array) -> Array:

@@ -63,12 +63,19 @@ def make(name: str, *, size: str, tiny: bool, **fields: Any) -> Config:
       # refreshes; 'step' searches anew at every step, which makes recipes with different intervals comparable.
       # What a dense phase after a sparse one starts from: the 'weights', or the 'projected' ones that the sparse phase
       # computed with. Masked decay leaves little between the two; without it the former are far from what was trained.
-      'recipe': {'name': 'dense', 'kwargs': {}, 'flip_rate': 'refresh', 'dense_from': 'weights'},
+      # implementation: of the sparse products, see `s24.DotPolicy`; 'auto' leaves the choice to the library.
+      'recipe': {
+        'name': 'dense', 'kwargs': {}, 'flip_rate': 'refresh', 'dense_from': 'weights', 'implementation': 'auto',
+      },
+      # Arguments of `experiments.methods` that fit this experiment, {'rigl': {'refresh_every': 50}} say. The name of a
+      # method in place of a `density`, or of `steps`, the share of the steps, makes FLOPs equal to that method's.
+      'methods': {},
       # Devices on each axis of the mesh: batches are split over both, parameters over fsdp.
       'mesh': {'data': 1, 'fsdp': 1},
       'log_every': 50,
       'eval_every': 500,
       'eval_batches': 50,
+      # 0: none, so a run that is cut starts again.
       'checkpoint_every': 500,
       'keep_checkpoints': 2,
     }
@@ -100,7 +107,8 @@ def shrink(config: Config) -> None:
   )
   config.optimizer.update({'peak_lr': 1e-2, 'warmup_steps': 6})
   config.mesh.update({'data': 1, 'fsdp': 1})
-  config.update({'log_every': 10, 'eval_every': 30, 'eval_batches': 4, 'checkpoint_every': 30})
+  config.update({'log_every': 10, 'eval_every': 30, 'eval_batches': 4})
+  config.checkpoint_every = min(config.checkpoint_every, 30)
   if 'refresh_every' in config.recipe.kwargs:
     config.recipe.kwargs.refresh_every = 5
 
@@ -108,7 +116,7 @@ def shrink(config: Config) -> None:
 def _set(config: Config, fields: dict[str, Any]) -> None:
   """Sets fields section by section; `model` and `recipe` replace what is there."""
   for key, value in fields.items():
-    if key in ('model', 'recipe'):
+    if key in ('model', 'recipe', 'methods'):
       with config.unlocked():
         config[key].update(ConfigDict(value))
     elif isinstance(value, dict):

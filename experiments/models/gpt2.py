@@ -116,6 +116,7 @@ def attend(config: Any, pattern: Any, q_BxTxHxK: jax.Array, k_BxTxGxK: jax.Array
 SIZES: Mapping[str, Mapping[str, int]] = {
   'nano': dict(num_layers=2, num_heads=4, embed_dim=64, seq_len=64),
   'micro': dict(num_layers=4, num_heads=4, embed_dim=128, seq_len=128),
+  'small': dict(num_layers=6, num_heads=6, embed_dim=384, seq_len=256),
   '124m': dict(num_layers=12, num_heads=12, embed_dim=768, seq_len=1024),
   '350m': dict(num_layers=24, num_heads=16, embed_dim=1024, seq_len=1024),
   '774m': dict(num_layers=36, num_heads=20, embed_dim=1280, seq_len=1024),
@@ -311,7 +312,8 @@ class GPT2(nn.Module):
       return x_BxTxD
     scan = nn.scan(
       lambda layer, carry, _: (layer(carry), None),
-      variable_axes={'params': 0, 'sparse24': 0},
+      # 'activations' is what `experiments.activations` measures.
+      variable_axes={'params': 0, 'sparse24': 0, 'activations': 0},
       split_rngs={'params': True, 'mvue': True, 'dropout': True},
       length=cfg.num_layers,
     )

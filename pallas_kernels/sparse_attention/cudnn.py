@@ -4,6 +4,7 @@
 part of the batch. The other two join two products under one softmax, which these kernels cannot.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -21,7 +22,8 @@ def sparse_attention(q: Array, k: Array, v: Array, *, patterns: tuple[Pattern, .
   """The back end: `reference.sparse_attention` by cuDNN.
 
   Raises:
-    NotImplementedError: no NVIDIA GPU of compute capability 8.0, a dtype of 32 bits, or a pattern that it cannot serve.
+    NotImplementedError: no NVIDIA GPU of compute capability 8.0, a dtype of 32 bits, a pattern that it cannot serve, or
+      shapes that this version of cuDNN refuses, forward or backward.
   """
   device = _device.current()
   if device.capability < (8, 0):
@@ -31,7 +33,34 @@ def sparse_attention(q: Array, k: Array, v: Array, *, patterns: tuple[Pattern, .
   refused = sorted({pattern.kind for pattern in patterns} - set(SERVED))
   if refused:
     raise NotImplementedError(f'cuDNN serves {list(SERVED)}, found {refused}')
-  return by_pattern(q, k, v, patterns, lambda pattern, q, k, v: attend(pattern, q, k, v, scale, 'cudnn'))
+
+  def one(pattern: Pattern, q: Array, k: Array, v: Array) -> Array:
+    if reason := _refusal(pattern, q.shape, k.shape, q.dtype, scale, device):
+      raise NotImplementedError(f'cuDNN refuses {pattern}: {reason}')
+    return attend(pattern, q, k, v, scale, 'cudnn')
+
+  return by_pattern(q, k, v, patterns, one)
+
+
+@functools.lru_cache(maxsize=256)
+def _refusal(
+  pattern: Pattern, q_shape: tuple[int, ...], kv_shape: tuple[int, ...], dtype: Any, scale: float, device: Any
+) -> str | None:
+  """Why cuDNN cannot run these shapes, None if it can: some of its limits show only when it compiles a graph.
+
+  The device is part of the key, nothing else.
+  """
+  del device
+  q, kv = jax.ShapeDtypeStruct(q_shape, dtype), jax.ShapeDtypeStruct(kv_shape, dtype)
+
+  def step(q: Array, k: Array, v: Array, dy: Array) -> Any:
+    return jax.vjp(lambda q, k, v: attend(pattern, q, k, v, scale, 'cudnn'), q, k, v)[1](dy)
+
+  try:
+    jax.jit(step).lower(q, kv, kv, q).compile()
+  except (ValueError, RuntimeError) as e:  # NotImplementedError and JAX's own are RuntimeErrors
+    return str(e)[:300]
+  return None
 
 
 def attend(pattern: Pattern, q: Array, k: Array, v: Array, scale: float, implementation: str) -> Array:

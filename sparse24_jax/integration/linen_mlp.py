@@ -10,6 +10,7 @@ from jax import Array
 import jax.numpy as jnp
 
 from sparse24_jax.activation_sparsity import ActivationPolicy, neuron_level_ffn
+from sparse24_jax.clusters import with_neurons
 from sparse24_jax.dot import dot, DotPolicy
 from sparse24_jax.ffn import ACTIVATIONS, ffn
 from sparse24_jax.products import add_bias, projection_state
@@ -105,7 +106,7 @@ class Sparse24MLP(nn.Module):
     if self.gated or self.activation != 'squared_relu':
       found = f'{self.activation!r}{" with a gate" if self.gated else ""}'
       raise ValueError(f"sparse activations take activation='squared_relu' without a gate, found {found}")
-    state = {role: projection_state(state) for role, (_, _, state) in maps.items()}
+    state = with_neurons({role: projection_state(state) for role, (_, _, state) in maps.items()}, policy)
     return neuron_level_ffn(x, weights['w_up'], weights['w_down'], state, policy=policy, **biases)
 
   def _apart(self, x: Array, weights: Any, biases: Any, states: Any, hook: SparseHook) -> Array:

@@ -7,6 +7,7 @@ from jax import Array
 import jax.numpy as jnp
 
 from sparse24_jax.activation_sparsity import neuron_level_ffn
+from sparse24_jax.clusters import with_neurons
 from sparse24_jax.ffn import ACTIVATIONS, ffn
 from sparse24_jax.integration.nnx import SparseDot
 from sparse24_jax.products import projection_state
@@ -78,8 +79,9 @@ class Sparse24MLP(nnx.Module):
     if len(policies) > 1 or len(hooks) < len(maps):
       raise ValueError('sparse activations take one rule setting for all maps of the layer')
     x, arrays = self._arrays(x, maps)
-    state = {role: projection_state(hook.projection_state()) for role, hook in hooks.items()}
-    return neuron_level_ffn(x, arrays.pop('w_up'), arrays.pop('w_down'), state, policy=policies.pop(), **arrays)
+    policy = policies.pop()
+    state = with_neurons({role: projection_state(hook.projection_state()) for role, hook in hooks.items()}, policy)
+    return neuron_level_ffn(x, arrays.pop('w_up'), arrays.pop('w_down'), state, policy=policy, **arrays)
 
   def _arrays(self, x: Array, maps: dict) -> tuple[Array, dict[str, Array]]:
     """The input, kernels and biases in the compute dtype, by the names of `ffn`'s arguments."""

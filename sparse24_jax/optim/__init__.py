@@ -2,6 +2,7 @@
 
 from sparse24_jax.optim.masked_decay import add_masked_decay
 from sparse24_jax.optim.mvue_gradients import mvue_gradients, MvueGradientsState
+from sparse24_jax.optim.regroup_neurons import regroup_neurons
 from sparse24_jax.optim.sparse_training import (
   FlipRate,
   get_flip_rate,
@@ -19,6 +20,7 @@ __all__ = [
   'add_masked_decay',
   'get_flip_rate',
   'mvue_gradients',
+  'regroup_neurons',
   'scale_by_step_adam',
   'sparse_states',
   'sparse_training',

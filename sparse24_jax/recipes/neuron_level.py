@@ -1,6 +1,7 @@
 """Neuron-level activation sparsity: 2:4 weights and V:N:M activations, between a dense warm-up and a dense tail."""
 
 from sparse24_jax.activation_sparsity import ActivationPolicy
+from sparse24_jax.clusters import clustered
 from sparse24_jax.dot import DotPolicy
 from sparse24_jax.projection import Projection
 from sparse24_jax.recipe import Phase, Recipe, Rule
@@ -19,6 +20,9 @@ def neuron_level(
   `up` is 2:4 along its input and `down` along its output by the soft threshold of S-STE; activations are V:2:M, or 2:4
   with `policy=ActivationPolicy(pattern='2:4')`, the predecessor. Activations grow sparse during the warm-up; the dense
   tail repairs what the patterns lost. Only what runs the whole block, `neuron_level_ffn`, can follow this recipe.
+
+  With `policy.clusters` the state of `up` says which cluster each neuron is in. Renew it once, where the warm-up ends:
+  `opt_state = regroup_neurons(params, opt_state, recipe)`.
 
   Start the tail from the projected weights, `params = s24.project(params, opt_state, recipe, phase='sparse')`: nothing
   pulls the raw ones towards what the sparse phase trained. A block of V tokens sees all of them: in a causal model fill
@@ -54,7 +58,8 @@ def neuron_level(
   phases = [Phase('dense', warmup_fraction)] if warmup_fraction else []
   phases.append(Phase('sparse', sparse))
   phases += [Phase('dense', dense_fraction)] if dense_fraction else []
-  rules = (_rule(up, policy.up, policy), _rule(down, policy.down, policy))
+  first = clustered(policy.up, policy.clusters) if policy.clusters else policy.up
+  rules = (_rule(up, first, policy), _rule(down, policy.down, policy))
   return Recipe('neuron_level', rules, phases=tuple(phases))
 
 

@@ -102,13 +102,25 @@ class MeasureTest(parameterized.TestCase):
     self.assertBetween(dense[activations.ZEROS]['h_1/mlp'], 0.3, 0.7)  # about half at the start
 
   @parameterized.parameters(
-    ({}, True), ({'model.fused_mlp': False}, False), ({'model.scan_layers': True}, False),
+    ({}, True), ({'model.fused_mlp': False}, False), ({'model.scan_layers': True}, True),
     ({'model.mlp': 'gelu'}, False),
   )  # fmt: skip
   def test_which_models_have_measures(self, changes, expected):
     parts = parts_of(tiny('dense', {}, **changes))
     self.assertEqual(activations.can_probe(parts), expected)
     self.assertEqual(bool(activations.make_probe(parts, 'dense')(train.init_state(parts))), expected)
+
+
+  def test_scanned_layers_are_measured_one_by_one(self):
+    looped, scanned = (parts_of(tiny('dense', {}, **{'model.scan_layers': scan})) for scan in (False, True))
+    state = train.init_state(looped)
+    layers = [state.params[f'h_{i}'] for i in range(2)]
+    stacked = {key: value for key, value in state.params.items() if not key.startswith('h_')}
+    stacked['h'] = jax.tree.map(lambda *x: np.stack(x), *layers)
+    expected = activations.make_probe(looped, 'dense')(state)[activations.ZEROS]
+    found = activations.make_probe(scanned, 'dense')(train.init_state(scanned)._replace(params=stacked))
+    self.assertSequenceAlmostEqual(found[activations.ZEROS].values(), expected.values(), places=6)
+    self.assertEqual(list(found[activations.ZEROS]), ['h/mlp[0]', 'h/mlp[1]'])
 
 
 class EvaluationTest(parameterized.TestCase):

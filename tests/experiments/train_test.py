@@ -219,10 +219,34 @@ class RefusedTest(parameterized.TestCase):
     with metrics.MetricsWriter(temp_folder(self)) as writer, self.assertRaisesRegex(ValueError, 'JSON'):
       writer.write('train', 1, {'loss': float('nan')})
 
-  @parameterized.parameters('steps', 'accumulate', 'log_every', 'eval_every', 'eval_batches', 'checkpoint_every')
+  @parameterized.parameters('steps', 'accumulate', 'log_every', 'eval_every', 'eval_batches')
   def test_counts_are_one_or_more(self, key):
     with self.assertRaisesRegex(ValueError, f'{key} is 0; it must be 1 or more'):
       run(tiny(**{key: 0}), temp_folder(self))
+
+  def test_a_run_without_checkpoints_is_finished_or_starts_again(self):
+    folder = Path(temp_folder(self))
+    summary = run(tiny(checkpoint_every=0), folder)
+    self.assertEmpty(list(folder.glob('checkpoints/*')))
+    before = (folder / 'metrics.jsonl').stat().st_mtime_ns
+    self.assertEqual(run(tiny(checkpoint_every=0), folder), summary)
+    self.assertEqual((folder / 'metrics.jsonl').stat().st_mtime_ns, before)
+    with self.assertRaisesRegex(ValueError, 'holds a run with other settings'):
+      run(tiny(checkpoint_every=0, seed=3), folder)
+    (folder / 'summary.json').unlink()
+    self.assertEqual(run(tiny(checkpoint_every=0), folder)['validation_loss'], summary['validation_loss'])
+    with self.assertRaisesRegex(ValueError, 'checkpoint_every is -1'):
+      run(tiny(checkpoint_every=-1), temp_folder(self))
+
+  def test_runs_that_share_programs_train_as_alone(self):
+    programs, folder = [], temp_folder(self)
+    alone = run(tiny('transposable_srste', RECIPES['transposable_srste'], seed=1), temp_folder(self))
+    for seed in (0, 1):
+      config = tiny('transposable_srste', RECIPES['transposable_srste'], seed=seed)
+      with mock.patch.object(train, 'make_step', side_effect=train.make_step) as made:
+        found = train.train(config, Path(folder, str(seed)), data=FakeData(), quiet=True, programs=programs)
+      self.assertEqual(made.call_count, 0 if seed else 2)  # a sparse and a dense phase
+    self.assertEqual(found['validation_loss'], alone['validation_loss'])
 
   @parameterized.parameters('ste', 'step', 's_ste')
   def test_a_recipe_takes_the_feed_forward_layers_unless_told(self, name):

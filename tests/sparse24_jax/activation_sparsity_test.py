@@ -184,9 +184,9 @@ class SixProductsTest(parameterized.TestCase):
     def recording(*args):
       ops = make(*args)
 
-      def by_weight(x, w, projection, operand):
-        seen.append(('weight', np.asarray(w).T))
-        return ops.by_weight(x, w, projection, operand)
+      def by_weight(x, w):
+        seen.append(('weight', np.asarray(w.dense)))
+        return ops.by_weight(x, w)
 
       def over_neurons(a, b):
         seen.append(('neurons', np.asarray(a.entries)))

@@ -1,12 +1,14 @@
 """Sparse attention: every back end against a float64 loop, gradients against the masked form, and the work it saves."""
 
 import functools
+from unittest import mock
 
 from absl.testing import absltest, parameterized
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import _device
 from pallas_kernels.sparse_attention import blocks, cudnn, reference
 from pallas_kernels.sparse_attention.api import Pattern, sparse_attention
 from pallas_kernels.sparse_attention.patterns import heads_of, KINDS
@@ -79,6 +81,17 @@ class SparseAttentionTest(parameterized.TestCase):
     q, k, v, _ = inputs(length=22)
     found = cudnn.attend(Pattern(kind, 4), q, k, v, 0.3, 'xla')
     np.testing.assert_allclose(found, oracle(q, k, v, (Pattern(kind, 4),) * 4, 0.3), atol=2e-6)
+
+  def test_another_implementation_serves_what_cudnn_refuses(self):
+    """On a card of the right generation whose cuDNN cannot be had, or will not take these shapes."""
+    q, k, v, _ = inputs(length=64, dtype=jnp.bfloat16)
+    calls = functools.partial(sparse_attention, q, k, v, patterns=Pattern('local', 16))
+    expected = calls(implementation='blocks')
+    with mock.patch.object(_device, 'current', lambda: _device.Device('card', 'gpu', (9, 0), 132)):
+      with self.assertRaisesRegex(ValueError, r"cuDNN refuses Pattern\(kind='local', window=16\): \w+"):
+        calls(implementation='cudnn')
+      found = jax.jit(calls)()
+    np.testing.assert_array_equal(found, expected)
 
   @parameterized.parameters('local', 'combined', 'fixed')
   def test_bfloat16(self, kind):

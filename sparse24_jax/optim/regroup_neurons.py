@@ -1,0 +1,52 @@
+"""Renewing the clusters of neurons that a recipe keeps in the optimizer state."""
+
+from typing import Any
+
+import jax
+from jax import Array
+
+from sparse24_jax.clusters import join_clusters, NAME
+from sparse24_jax.neurons import cluster_neurons
+from sparse24_jax.optim.sparse_training import SparseTrainingState
+from sparse24_jax.recipe import Recipe
+from sparse24_jax.rules import match_rules, path_string
+
+
+def regroup_neurons(params: Any, opt_state: Any, recipe: Recipe) -> Any:
+  """Clusters the neurons anew, by the weights as they are: once, where the dense warm-up of a recipe ends.
+
+  Args:
+    params: any pytree of arrays.
+    opt_state: optimizer state that holds a `sparse_training` state for `params`.
+    recipe: the recipe of that state.
+
+  Returns:
+    The optimizer state with new clusters; the same object if the recipe has none.
+
+  Source: arXiv 2602.06183 clusters neurons offline, after a dense warm-up.
+
+  >>> import jax, optax, sparse24_jax as s24
+  >>> params = {'up': jax.random.normal(jax.random.key(0), (8, 64)), 'down': jax.numpy.ones((64, 8))}
+  >>> recipe = s24.recipes.neuron_level('up', 'down', policy=s24.ActivationPolicy(v=4, clusters=4))
+  >>> opt_state = s24.sparse_training(optax.sgd(0.1), recipe).init(params)
+  >>> s24.regroup_neurons(params, opt_state, recipe).projections['up'].shape
+  (65,)
+  """
+  found = {
+    path: rule.activation.clusters
+    for path, rule in match_rules(params, recipe).items()
+    if rule.activation and (p := rule.policy.projection) and p.name.startswith(f'{NAME} ')
+  }
+  if not found:
+    return opt_state
+
+  def one(key_path: tuple, w: Array, state: Any) -> Any:
+    clusters = found.get(path_string(key_path))
+    return state if clusters is None else join_clusters(cluster_neurons(w, clusters=clusters), state[..., -1])
+
+  def renew(node: Any) -> Any:
+    if not isinstance(node, SparseTrainingState):
+      return node
+    return node._replace(projections=jax.tree_util.tree_map_with_path(one, params, node.projections))
+
+  return jax.tree.map(renew, opt_state, is_leaf=lambda node: isinstance(node, SparseTrainingState))

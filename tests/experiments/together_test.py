@@ -1,0 +1,95 @@
+"""Methods side by side: every run finishes, or is stopped, and what was measured is kept either way."""
+
+import io
+import json
+from pathlib import Path
+import tarfile
+from unittest import mock
+
+from absl.testing import absltest, parameterized
+
+from experiments import compare, methods, together, train
+from tests.experiments.fakes import compile_quickly, temp_folder
+
+_ENVIRONMENT: dict[str, str] = {}
+TEXT = 'the quick brown fox jumps over the lazy dog. ' * 200
+
+
+def setUpModule():
+  _ENVIRONMENT.update(compile_quickly())
+
+
+def data_folder(case):
+  """A data folder with a prepared corpus, so that nothing has to be read to prepare one."""
+  from experiments.data import packing, pipeline, tokenizer
+
+  root = Path(temp_folder(case))
+  _, key = pipeline._corpus_key(pipeline.DataConfig(corpus='stdlib'), root)
+  chosen = tokenizer.load('bytes', root / 'tokenizers', key, lambda: [])
+  documents = {split: [TEXT] for split in ('train', 'validation')}
+  (root / 'tokens').mkdir()
+  packing.write(root / 'tokens' / f'{key}-{chosen.fingerprint}', documents, chosen)
+  return root
+
+
+def overrides(root):
+  return ['data.corpus=stdlib', f'data.data_dir={root}', 'steps=20', 'log_every=2', 'eval_every=2']
+
+
+def run(case, folder, root=None, **changes):
+  given = overrides(root or data_folder(case))
+  settings = dict(experiment='small', names=['static'], seeds=(0, 1), tiny=True, overrides=given) | changes
+  with mock.patch.dict('os.environ', _ENVIRONMENT), mock.patch('sys.stdout', io.StringIO()) as out:
+    return together.together(folder, **settings), out.getvalue()
+
+
+class TogetherTest(parameterized.TestCase):
+  def test_runs_finish_and_are_packed(self):
+    folder = Path(temp_folder(self))
+    root = data_folder(self)
+    failed, text = run(self, folder, root, pack=folder / 'pack.tar.gz')
+    self.assertEqual(failed, 0, text)
+    self.assertRegex(text, r'static-seed1: validation loss \d\.\d{4} after 20 steps')
+    with tarfile.open(folder / 'pack.tar.gz') as tar:
+      names = tar.getnames()
+      summary = json.load(tar.extractfile('static-seed0/summary.json'))
+    self.assertEqual(summary['steps'], 20)
+    self.assertContainsSubset(['static.log', *(f'static-seed{i}/metrics.jsonl' for i in (0, 1))], names)
+    self.assertEmpty([name for name in names if 'checkpoints' in name or 'tensorboard' in name])
+    # Where the pack is unpacked, the same comparison only reads.
+    with mock.patch.object(train, 'Run', side_effect=AssertionError('trained again')):
+      settings = dict(tiny=True, overrides=overrides(root), results=folder / 'records.jsonl')
+      with mock.patch('sys.stdout', io.StringIO()):
+        compare.compare(folder, experiment='small', names=['static'], seeds=(0, 1), **settings)
+    self.assertLen((folder / 'records.jsonl').read_text().splitlines(), 2)
+
+  def test_time_is_up(self):
+    folder = Path(temp_folder(self))
+    failed, text = run(self, folder, minutes=1e-6, names=['static', 'dense'], pack=folder / 'pack.tar.gz')
+    self.assertEqual(failed, 2)
+    self.assertIn('stopped', text)
+    self.assertTrue((folder / 'pack.tar.gz').exists())
+
+  def test_a_failure_is_told(self):
+    folder = Path(temp_folder(self))
+    failed, text = run(self, folder, overrides=['data.data_dir=/does/not/exist'])
+    self.assertEqual(failed, 1)
+    self.assertIn('data_dir is not an existing folder', text)
+
+
+class EqualFlopsTest(parameterized.TestCase):
+  @parameterized.parameters('rigl', 'static', 'mixed_sparsity_24', 'dense_short')
+  def test_small_takes_as_many_flops_with_each(self, method):
+    base = methods.load_config('small', ['steps=1500'])
+    wanted = methods._flops(methods.configure(base, 'mixed_sparsity', 0))
+    found = methods._flops(methods.configure(base, method, 0))
+    self.assertAlmostEqual(found / wanted, 1, delta=3e-3)
+
+  def test_mixed_sparsity_takes_a_quarter_of_dense(self):
+    base = methods.load_config('small')
+    dense, mixed = (methods._flops(methods.configure(base, method, 0)) for method in ('dense', 'mixed_sparsity'))
+    self.assertAlmostEqual(dense / mixed, 4, delta=0.1)
+
+
+if __name__ == '__main__':
+  absltest.main()
