@@ -2,6 +2,7 @@
 
 from typing import Literal
 
+import jax
 from jax import Array
 from jax.experimental import checkify
 import jax.numpy as jnp
@@ -44,9 +45,21 @@ def round_to_fp8(x: Array, fmt: Format) -> Array:
   >>> round_to_fp8(jnp.array([448.0, 1.0, 0.3]), 'e4m3').tolist()
   [448.0, 1.0, 0.3125]
   """
-  dtype = _FORMATS[fmt]
   largest = jnp.max(jnp.abs(x)).astype(jnp.float32)
-  scale = jnp.float32(jnp.finfo(dtype).max) / jnp.where(largest > 0, largest, 1.0)
+  limits = jnp.finfo(_FORMATS[fmt])
+  scale = jnp.float32(limits.max) / jnp.where(largest > 0, largest, 1.0)
   # A subnormal maximum would make the scale infinite.
   scale = jnp.minimum(scale, jnp.finfo(jnp.float32).max)
-  return ((x.astype(jnp.float32) * scale).astype(dtype).astype(jnp.float32) / scale).astype(x.dtype)
+  return (_on_grid(x.astype(jnp.float32) * scale, limits) / scale).astype(x.dtype)
+
+
+def _on_grid(x: Array, limits: jnp.finfo) -> Array:
+  """`x`, float32, rounded to the nearest number of a narrower format, ties to even.
+
+  By arithmetic: on GPUs XLA takes a cast to fewer bits and back for a no-op (`xla_allow_excess_precision`), and
+  `lax.reduce_precision` does not know the range of e4m3fn.
+  """
+  bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+  binade = jax.lax.bitcast_convert_type(bits & 0x7F800000, jnp.float32)  # the power of two at or below |x|
+  step = jnp.maximum(binade, jnp.float32(limits.smallest_normal)) * jnp.float32(limits.eps)
+  return jnp.where(jnp.isfinite(x), jnp.round(x / step) * step, x)

@@ -1,8 +1,8 @@
 """`python -m experiments.bench.train_step --out FILE`: full training steps of language models against dense twins.
 
 A step is what `experiments.train` compiles: packing of this step's weights, loss and gradients, clipping, masked decay,
-AdamW, and every 40 steps the mask search; float32 weights and moments, computing in bfloat16, state donated. Steps with
-and without a mask search are timed apart, and the figure is their mean over a period of 40.
+AdamW, and the mask search of every 40th step (100th of mixed sparsity); float32 weights and moments, bfloat16 else,
+state donated. Steps with and without a mask search are timed apart, and the figure is their mean over a period.
 
 Both twins train the same parameters in turns: the dense step takes weights and moments out of the sparse run's state
 and puts them back, so one set of them is in memory. Tokens are random; time does not depend on them.
@@ -86,6 +86,9 @@ def recipe_of(name: str) -> s24.Recipe:
   """The recipe by the name that records have."""
   if name == 'transposable_srste':
     return s24.recipes.transposable_srste(FFN, masked_decay=6e-5, refresh_every=REFRESH_EVERY)
+  if name == 'mixed_sparsity_24':  # its sparse stage, every linear layer of a block; the other stages are dense
+    recipe = s24.recipes.mixed_sparsity(r'.*/(attn|mlp)/.*/kernel', total_steps=300_000, structure='2:4')
+    return dataclasses.replace(recipe, phases=(s24.Phase('sparse', 1.0),))
   return s24.recipes.s_ste(FFN, fp8=name == 's_ste_fp8')
 
 
@@ -196,7 +199,7 @@ class Twins:
 def run(name: str, options: Any, head: Mapping[str, Any], clock: measure.Clock) -> dict[str, Any]:
   """Measures one model and returns its record."""
   # No burst may reach a search: step 40 of a period makes it.
-  if options.steps + 1 >= REFRESH_EVERY:
+  if options.steps + 1 >= REFRESH_EVERY:  # of other recipes the period is longer, or every step searches
     raise ValueError(f'--steps {options.steps}: a burst must be shorter than the period of {REFRESH_EVERY} steps')
   case = CASES[name]
   if options.remat != 'auto':
@@ -215,7 +218,7 @@ def run(name: str, options: Any, head: Mapping[str, Any], clock: measure.Clock) 
   # One step at a time: the choice whether to search waits for the host, so a stream would hide where a step ends.
   refresh: dict[str, list[float]] = {'plain': [], 'search': []}
   for _ in range(options.refreshes):
-    for kind, count in (('plain', 0), ('search', REFRESH_EVERY - 1)):
+    for kind, count in (('plain', 0), ('search', twins.recipe.refresh_every - 1)):
       twins.at(count)
       refresh[kind].append(measure.alone_ms(twins.sparse, twins.state))
   clock.lap('time refreshes')
@@ -239,7 +242,7 @@ def _record(
   sparse, config = rows.pop('sparse'), twins.model.config
   alone = {kind: statistics.median(samples) if samples else 0.0 for kind, samples in refresh.items()}
   search_ms = alone['search'] - alone['plain'] if twins.recipe.refresh_every > 1 else 0.0
-  amortised = sparse['median_ms'] + search_ms / REFRESH_EVERY
+  amortised = sparse['median_ms'] + search_ms / twins.recipe.refresh_every
 
   def speed(ms: float) -> float:
     return round(twins.tokens_a_step / ms * 1e3, 1)
@@ -254,7 +257,7 @@ def _record(
     remat=config.remat, scan_layers=config.scan_layers, attention=config.attention, fused_mlp=config.fused_mlp,
     moment=case.moment,
     mode='step', implementation=options.implementation, **sparse,
-    refresh_samples_ms=refresh, search_ms=round(search_ms, 4), refresh_every=REFRESH_EVERY,
+    refresh_samples_ms=refresh, search_ms=round(search_ms, 4), refresh_every=twins.recipe.refresh_every,
     amortised_ms=round(amortised, 4), tokens_per_s=speed(amortised), baselines=rows,
     speedup={twin: round(row['median_ms'] / amortised, 4) for twin, row in rows.items()},
     sparse_calls=counts, profile=profile, headline=not options.tiny,
@@ -266,7 +269,8 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser = measure.parser(MODULE, __doc__, list(CASES), ['gpt2-124m'])
   parser.add_argument('--batch', type=int, help="sequences a step (default: the case's)")
   parser.add_argument('--layers', type=int, help="blocks (default: the model's)")
-  parser.add_argument('--recipe', default='transposable_srste', choices=('transposable_srste', 's_ste', 's_ste_fp8'))
+  recipes = ('transposable_srste', 's_ste', 's_ste_fp8', 'mixed_sparsity_24')
+  parser.add_argument('--recipe', default=recipes[0], choices=recipes, help='(default: %(default)s)')
   parser.add_argument('--implementation', default='auto', help="of the policy (default: the records' choice)")
   parser.add_argument('--remat', default='auto', choices=('auto', 'none', 'block'), help='recompute blocks or not')
   parser.add_argument('--attention', default='cudnn', choices=('cudnn', 'xla'))

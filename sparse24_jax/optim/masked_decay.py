@@ -17,8 +17,9 @@ class AddMaskedDecayState(NamedTuple):
 
 def decayed(update: Array, w: Array, mask: Array, decay: Array | float) -> Array:
   """update + decay (1 - mask) w, in float32, in the dtype of `update`."""
-  term = jnp.where(mask, 0.0, jnp.float32(decay) * w.astype(jnp.float32))
-  return (update.astype(jnp.float32) + term).astype(update.dtype)
+  # Not a sum with a term that is zero where the mask is: for XLA those zeros can be an array that it keeps in memory.
+  moved = update.astype(jnp.float32) + jnp.float32(decay) * w.astype(jnp.float32)
+  return jnp.where(mask, update, moved.astype(update.dtype))
 
 
 def add_decay(updates: Any, params: Any, masks: Any, decay: Array | float) -> Any:

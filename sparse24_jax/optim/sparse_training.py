@@ -198,27 +198,27 @@ def _refresh(
   recipe: Recipe, projections: Any, count: Array, params: Any, updates: Any, state: SparseTrainingState
 ) -> tuple[Any, FlipRate]:
   """Projection states and flip rates after the step that made `count`."""
+  # The barrier makes their rounding one: XLA may compute a sum in two places, in one as a fused multiply-add, and an
+  # entry then differs from the threshold that it is itself. Outside of the loop, this is the sum that
+  # `optax.apply_updates` makes in the caller's step. Inside, it would have XLA keep the updates and a copy of the old
+  # weights for a search that is seldom made.
+  new_weights = jax.lax.optimization_barrier(optax.apply_updates(params, updates))
 
-  def new_params() -> Any:
-    # Inside the branch that needs them. The barrier makes their rounding one: XLA may compute a sum in two places, in
-    # one as a fused multiply-add, and an entry then differs from the threshold that it is itself.
-    return jax.lax.optimization_barrier(optax.apply_updates(params, updates))
-
-  def refresh() -> tuple[Any, FlipRate]:
-    new_weights = new_params()
-    states = _map(lambda p, w, s: p.refresh(w, s), projections, new_weights, state.projections)
-    old = _map(lambda p, w, s: p.mask(w, s), projections, params, state.projections)
-    new = _map(lambda p, w, s: p.mask(w, s), projections, new_weights, states)
-    return states, _flip_rate(old, new)
+  def search(states: Any) -> tuple[Any, FlipRate]:
+    new_states = _map(lambda p, w, s: p.refresh(w, s), projections, new_weights, states)
+    old = _map(lambda p, w, s: p.mask(w, s), projections, params, states)
+    new = _map(lambda p, w, s: p.mask(w, s), projections, new_weights, new_states)
+    return new_states, _flip_rate(old, new)
 
   due = count % recipe.refresh_every == 0
   if recipe.flip_rate == 'refresh':
     if recipe.refresh_every == 1:
-      return refresh()
-    return jax.lax.cond(due, refresh, lambda: (state.projections, state.flip_rate))
+      return search(state.projections)
+    kept = (state.projections, state.flip_rate)
+    # One pass or none: what a loop carries is changed in place, while `lax.cond` copies what it leaves as it is.
+    return jax.lax.fori_loop(0, due.astype(jnp.int32), lambda _, carried: search(carried[0]), kept)
 
   # Per step: what a search would choose before and after this step, whatever the mask in use.
-  new_weights = new_params()
   old = _map(lambda p, w, s: p.mask(w, p.refresh(w, s)), projections, params, state.projections)
   states = _map(lambda p, w, s: p.refresh(w, s), projections, new_weights, state.projections)
   new = _map(lambda p, w, s: p.mask(w, s), projections, new_weights, states)
@@ -278,19 +278,23 @@ def _evolve(
   def one(p: Projection, w: Array, g: Array, s: Array, context: Context) -> Evolved:
     return Evolved(p.refresh(w, s), jnp.zeros_like(w, jnp.bool_)) if p.update is None else p.update(w, g, s, context)
 
-  def change() -> tuple[Any, Any, FlipRate, Any]:
+  def change(carried: Any) -> tuple[Any, Any, FlipRate, Any]:
+    updates, states, _, inner_state = carried
     new_weights = jax.lax.optimization_barrier(optax.apply_updates(params, updates))
-    evolved = _map(one, projections, new_weights, gradients, state.projections, contexts)
-    states, resets = (_map(lambda p, e, i=i: e[i], projections, evolved) for i in range(2))
-    old = _map(lambda p, w, s: p.mask(w, s), projections, params, state.projections)
-    new = _map(lambda p, w, s: p.mask(w, s), projections, new_weights, states)
-    inner_state = _reset(inner, state.inner_state, resets)
-    return _on_links(projections, params, states, updates, jnp.negative), states, _flip_rate(old, new), inner_state
+    evolved = _map(one, projections, new_weights, gradients, states, contexts)
+    new_states, resets = (_map(lambda p, e, i=i: e[i], projections, evolved) for i in range(2))
+    old = _map(lambda p, w, s: p.mask(w, s), projections, params, states)
+    new = _map(lambda p, w, s: p.mask(w, s), projections, new_weights, new_states)
+    new_updates = _on_links(projections, params, new_states, updates, jnp.negative)
+    return new_updates, new_states, _flip_rate(old, new), _reset(inner, inner_state, resets)
 
   kept = (updates, state.projections, state.flip_rate, state.inner_state)
   due = count % recipe.refresh_every == 0
+  # A loop of one pass or none, as in `_refresh`: a conditional would copy the moments in every step.
   new_updates, states, rates, inner_state = (
-    change() if recipe.refresh_every == 1 else jax.lax.cond(due, change, lambda: kept)
+    change(kept)
+    if recipe.refresh_every == 1
+    else jax.lax.fori_loop(0, due.astype(jnp.int32), lambda _, carried: change(carried), kept)
   )
   if recipe.flip_rate == 'step':
 

@@ -18,6 +18,7 @@ import optax
 from pallas_kernels import _compat, _device, _triton
 from pallas_kernels.sparse_matmul import api
 import sparse24_jax as s24
+from sparse24_jax import numerics
 from tests.pallas_kernels import triton_interpreter
 
 TARGET = 'sm_90a'
@@ -270,6 +271,77 @@ class TrainingStepTest(parameterized.TestCase):
     self.assertGreaterEqual(shapes.count((TOKENS, D)), 2)  # y, dx
     # Samples of both gradients and no packing of weights.
     self.assertLen(calls(inside, TRITON), 2)
+
+  @parameterized.named_parameters(('gelu', False, False), ('swiglu_fp8', True, True))
+  def test_no_product_runs_twice_where_residuals_are_stacked(self, gated, fp8):
+    class Layer(nn.Module):
+      @nn.compact
+      def __call__(self, x, _):
+        activation = 'silu' if gated else 'gelu'
+        return x + s24.linen.Sparse24MLP(HIDDEN, dtype=BF16, gated=gated, activation=activation, name='mlp')(x), None
+
+    class Layers(nn.Module):
+      @nn.compact
+      def __call__(self, x):
+        axes, rngs = {'params': 0, 'sparse24': 0}, {'params': True, 'mvue': True}
+        return nn.scan(Layer, axes, split_rngs=rngs, length=2)(name='h')(x, None)[0]
+
+    model, x = Layers(), struct(TOKENS, D)
+    recipe = s24.recipes.s_ste('h/.*', fp8=True) if fp8 else s24.Recipe('r', (s24.Rule('h/.*kernel', POLICY),))
+    params = jax.eval_shape(model.init, jax.random.key(0), x)['params']
+    opt_state = jax.eval_shape(s24.sparse_training(optax.sgd(0.1), recipe).init, params)
+    sparse = s24.sparsify(model, recipe)
+
+    def gradient(params, opt_state, x, key):
+      states = s24.sparse_variables(params, opt_state, recipe)
+
+      def loss(params):
+        rngs = {'mvue': jax.random.wrap_key_data(key)}
+        y = sparse.apply({'params': params, 'sparse24': states}, x, rngs=rngs)
+        return jnp.sum(jnp.square(y.astype(jnp.float32)))
+
+      return jax.grad(loss)(params)
+
+    hlo = compiled(gradient, params, opt_state, x, struct(2, dtype=jnp.uint32))
+    # FP8 keeps the input gradients dense.
+    self.assertLen(calls(hlo.splitlines(), SPARSE), 4 if fp8 else 6)
+
+  def test_a_step_without_a_search_neither_copies_nor_keeps_weights(self):
+    recipe = s24.recipes.transposable_srste('.*', masked_decay=1e-4, refresh_every=40)
+    tx = s24.sparse_training(optax.adam(1e-3), recipe)
+    w = struct(D, HIDDEN, dtype=jnp.float32)
+    opt_state = jax.eval_shape(tx.init, {'w': w})
+
+    def step(params, opt_state, grads):
+      updates, opt_state = tx.update(grads, opt_state, params)
+      return optax.apply_updates(params, updates), opt_state
+
+    with mock.patch.object(jax, 'jit', functools.partial(jax.jit, donate_argnums=(0, 1))):
+      hlo = compiled(step, {'w': w}, opt_state, {'w': w})
+    entry = computations(hlo)['ENTRY']
+    self.assertEmpty(moves(entry))
+    # Weight and two moments; an update beside them would be a fourth.
+    written = [line for line in entry if re.search(r' fusion\(', line) and result_bytes(line) == 4 * D * HIDDEN]
+    self.assertLen(written, 1)
+    self.assertLen(re.findall(rf'f32\[{D},{HIDDEN}\]', written[0].split(' fusion(')[0]), 3)
+
+  def test_a_step_that_moves_no_link_copies_nothing(self):
+    tx = s24.sparse_training(optax.adam(1e-3), s24.recipes.rigl('.*', total_steps=1000, density=0.2))
+    w = struct(D, HIDDEN, dtype=jnp.float32)
+
+    def step(params, opt_state, grads):
+      updates, opt_state = tx.update(grads, opt_state, params)
+      return optax.apply_updates(params, updates), opt_state
+
+    with mock.patch.object(jax, 'jit', functools.partial(jax.jit, donate_argnums=(0, 1))):
+      hlo = compiled(step, {'w': w}, jax.eval_shape(tx.init, {'w': w}), {'w': w})
+    self.assertEmpty(moves(computations(hlo)['ENTRY']))
+
+  @parameterized.parameters('e4m3', 'e5m2')
+  def test_the_simulation_of_fp8_rounds(self, fmt):
+    """XLA drops a cast to fewer bits and back on GPUs."""
+    hlo = compiled(functools.partial(numerics.round_to_fp8, fmt=fmt), struct(TOKENS, D))
+    self.assertIn('round-nearest-even', hlo)
 
 
 if __name__ == '__main__':
