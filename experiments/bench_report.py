@@ -285,6 +285,7 @@ def _memory_bound(records: Sequence[Record]) -> str:
 
 _METHODS = {
   'transposable_srste': 'FST, bfloat16', 's_ste': 'S-STE, bfloat16', 's_ste_fp8': 'S-STE, FP8',
+  'mixed_sparsity_24': 'MST within 2:4, bfloat16',
 }  # fmt: skip
 _PROGRAMS = {'ffn': 'feed-forward block', 'block': 'transformer block', 'train_step': 'training step'}
 

@@ -69,8 +69,7 @@ def current() -> Device:
 def arrays_are_whole() -> bool:
   """Whether what is being traced sees undivided arrays: one device, or inside a `jax.shard_map` over all axes.
 
-  A custom call on a divided array makes XLA gather the array on every device, so the kernels that dispatch would choose
-  stand back then; one that is named runs all the same.
+  Otherwise a mesh may divide them, and a custom call by itself would make XLA gather them; see `_partitioning`.
   """
   return jax.device_count() == 1 or jax.sharding.get_abstract_mesh().are_all_axes_manual
 

@@ -18,6 +18,7 @@ from jax import Array
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import _partitioning
 from sparse24_jax import products
 from sparse24_jax._compat import vary_over, varying_axes
 from sparse24_jax.fp8 import dot8
@@ -110,6 +111,9 @@ def dot_at(
   # A custom_vjp must return cotangents that vary over the mesh axes of its arguments and no others: under shard_map,
   # say so here that a replicated weight meets tokens that are not, and let JAX sum its gradient.
   axes = frozenset().union(*map(varying_axes, jax.tree.leaves((x, w, state, key))))
+  if plan.weight_grad is not None:
+    # Where types say how arrays are divided: its gradient is made on every device, and JAX takes the part it wants.
+    w = _partitioning.whole(w)
   if plan.fp8:
     rows = vary_over(x, axes).reshape(-1, x.shape[-1])
     return dot8(plan.forward, column, rows, vary_over(w, axes), packed, key).reshape(*x.shape[:-1], -1)

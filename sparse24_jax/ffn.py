@@ -25,6 +25,7 @@ from jax import Array
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import _partitioning
 from pallas_kernels.gated_activation import api as activations
 from pallas_kernels.sparse_matmul.operand import concatenate
 from sparse24_jax import fp8, products
@@ -111,6 +112,8 @@ def ffn(
   # As in `dot`: replicated weights that meet tokens that vary over mesh axes get their gradients summed.
   axes = frozenset().union(*map(varying_axes, jax.tree.leaves((x, weights, packed, keys))))
   x, weights, biases = jax.tree.map(lambda a: vary_over(a, axes), (x, weights, dict(up=biases['up'], down=b_down)))
+  # Where types say how arrays are divided: the op gives gradients on every device, and JAX takes the parts it wants.
+  weights, biases = jax.tree.map(_partitioning.whole, (weights, biases))
   rows = x.reshape(-1, x.shape[-1])
   if plan.fp8:
     y = fp8.ffn8((plan.forward, activation), rows, weights, biases, packed, keys)
@@ -231,12 +234,13 @@ def _fused_fwd(static, x, weights, biases, packed, keys):
 def _fused_bwd(static, residuals, dy):
   _, backend, activation = static
   x, z, h, operands, there, gated, keys = residuals
-  weight_grad = functools.partial(products.multiply, 'weight_grad', backend=backend)
-  dw_down = weight_grad(products.sample(dy, keys['down']), h)
+  dw_down = products.sampled_weight_grad(dy, keys['down'], h, backend=backend)
   dh = products.multiply('input_grad', operands['down'], dy, backend=backend)
-  dz, sampled = products.activation_backward(dh, z, keys['hidden'], activation=activation, gated=gated)
-  dw_up = weight_grad(sampled, x)
-  dx = products.multiply('input_grad', operands['up'], dz, backend=backend)
+  dz, dw_up = products.activation_and_weight_grad(
+    dh, z, keys['hidden'], x, backend=backend, activation=activation, gated=gated
+  )
+  dx = _partitioning.like(products.multiply('input_grad', operands['up'], dz, backend=backend), x)
+  dw_up, dw_down = _partitioning.whole(dw_up), _partitioning.whole(dw_down)
   if gated:
     dw_gate, dw_up = jnp.split(dw_up, 2, axis=1)
     dw = {'down': dw_down, 'gate': dw_gate, 'up': dw_up}

@@ -18,6 +18,7 @@ import jax
 from jax import Array
 import jax.numpy as jnp
 
+from pallas_kernels import _partitioning
 from pallas_kernels.gated_activation import api as activations
 from pallas_kernels.pack import api as pack
 from pallas_kernels.pack.reference import MVUE_HEADROOM, Packed8
@@ -74,12 +75,12 @@ class Rounded:
 
   Attributes:
     values: `[tokens, features]`.
-    transposed: `[features, tokens]`.
+    transposed: `[features, tokens]`, for the weight gradient; None where no gradient is taken.
     factor: float32 scalar that undoes the scale.
   """
 
   values: Array
-  transposed: Array
+  transposed: Array | None
   factor: Array
 
 
@@ -98,8 +99,8 @@ def pack_soft_threshold8(w: Array, beta: Array) -> PackedWeight8:
 def pack_alike(weights: Sequence[Array], betas: Sequence[Array]) -> list[PackedWeight8]:
   """Weights packed under one common scale, so that their products can be one product.
 
-  The scale takes |S(w)| by its bound |w|, whose maximum costs a third of the time. A float loses no precision by a
-  scale that is too small, only range at its lower end.
+  The scale takes |S(w)| by its bound |w|, whose maximum needs no groups: one plain reduction reads the weight once. A
+  float loses no precision by a scale that is too small, only range at its lower end.
   """
   largest = [jnp.abs(beta) * quantize.amax(w) for w, beta in zip(weights, betas, strict=True)]
   scale, factor = quantize.current_scale(functools.reduce(jnp.maximum, largest), E4M3)
@@ -118,9 +119,11 @@ def side_by_side(gate: PackedWeight8, up: PackedWeight8) -> PackedWeight8:
   return PackedWeight8(up.state, operand, jnp.concatenate([gate.dense, up.dense], axis=-1), up.factor)
 
 
-def rounded(x: Array) -> Rounded:
-  """x `[tokens, features]` in e4m3, both ways."""
+def rounded(x: Array, *, keep: bool) -> Rounded:
+  """x `[tokens, features]` in e4m3; both ways if a backward is to `keep` it."""
   scale, factor = quantize.current_scale(quantize.amax(x), E4M3)
+  if not keep:
+    return Rounded(quantize.quantize(x, scale, dtype=E4M3), None, factor)
   values, transposed = quantize.quantize(x, scale, dtype=E4M3, transpose='both')
   return Rounded(values, transposed, factor)
 
@@ -130,10 +133,12 @@ def forward(
 ) -> Any:
   """z `[tokens, out]`, or with an activation (activation(z), z)."""
   with jax.named_scope('forward'):
-    return sparse_matmul.sparse_matmul(
+    z = sparse_matmul.sparse_matmul(
       w.operand, x.values, bias=bias, a_scale=w.factor, b_scale=x.factor, out_dtype=dtype, out_layout='nm',
       activation=activation, keep_preactivation=activation is not None, implementation=backend,
     )  # fmt: skip
+  # As in `products.multiply`: or the kernel runs twice inside a scan.
+  return jax.lax.optimization_barrier(z)
 
 
 def input_grad(dz: Array, factor: Array, w: PackedWeight8, *, dtype: Any) -> Array:
@@ -141,34 +146,83 @@ def input_grad(dz: Array, factor: Array, w: PackedWeight8, *, dtype: Any) -> Arr
   # Sums of FP8 numbers, before the factors scale them, exceed the range of float16.
   wide = jnp.float32 if jnp.dtype(dtype) == jnp.float16 else dtype
   with jax.named_scope('input_grad'):
-    return quantize.fp8_dot(dz, w.matrix, factor, w.factor, out_dtype=wide).astype(dtype)
+    return quantize.fp8_dot(dz, _partitioning.whole(w.matrix), factor, w.factor, out_dtype=wide).astype(dtype)
 
 
-def weight_grad(x: Array, x_factor: Array, dz: SparseOperand, factor: Array, *, backend: str, dtype: Any) -> Array:
-  """dw `[in, out]` from x^T `[in, tokens]` and the operand of the sampled dz."""
-  a_scale = MVUE_HEADROOM * factor
+def _weight_grad(shard: Any, dz: Packed8, x: Array, factors: Sequence[Array], *, backend: str, dtype: Any) -> Any:
+  """dz in e5m2, and dw `[in, out]` from x^T `[in, tokens]` and the operand of the sampled dz."""
+  x_factor, factor = factors
   with jax.named_scope('weight_grad'):
-    return sparse_matmul.sparse_matmul(
-      dz, x, a_scale=a_scale, b_scale=x_factor, out_dtype=dtype, out_layout='nm', implementation=backend
-    )
+    dw = sparse_matmul.sparse_matmul(
+      dz.operand, x, a_scale=MVUE_HEADROOM * factor, b_scale=x_factor, out_dtype=dtype, out_layout='nm',
+      implementation=backend,
+    )  # fmt: skip
+  return dz.dense, shard.sum(dw, 'k')
 
 
-def sampled(dz: Array, key: Array, column: int = 0) -> tuple[Packed8, Array]:
-  """dz in e5m2, dense and as the operand of its sample, and the dense one's factor."""
+def sampled_weight_grad(
+  dz: Array, key: Array, x: Array, x_factor: Array, *, backend: str, column: int = 0
+) -> tuple[Array, Array, Array]:
+  """(dz in e5m2, its factor, dw = x^T V(dz) `[in, out]`) from dz `[tokens, out]` and x^T `[in, tokens]`."""
   scale, factor = quantize.current_scale(quantize.amax(dz), E5M2)
-  return pack.mvue_pack8(dz, key, scale, axis=-2, origin=(0, 0, column), dtype=E5M2), factor
+  rule = _partitioning.Rule(
+    ('k*4 m*4', _partitioning.undivided(key), '', 'n k*4', '', ''), ('k*4 m*4', 'n m*4'), ('k', 'n', 'm'), ('k',)
+  )
+  with jax.named_scope('weight_grad'):
+    dz8, dw = _partitioning.partitioned(
+      'sampled_weight_grad8', _sampled_weight_grad, rule, dz, key, scale, x, (x_factor, factor),
+      backend=backend, column=column,
+    )  # fmt: skip
+  return dz8, factor, _partitioning.whole(dw)
+
+
+def _sampled_weight_grad(shard, dz, key, scale, x, factors, *, backend, column):
+  origin = (0, shard.offset('k'), column + shard.offset('m', 4))
+  packed = pack.mvue_pack8(dz, key, scale, axis=-2, origin=origin, dtype=E5M2)
+  return _weight_grad(shard, packed, x, factors, backend=backend, dtype=dz.dtype)
+
+
+def activation_and_weight_grad(
+  dh: Array, z: Array, key: Array, x: Array, x_factor: Array, *, backend: str, activation: str, gated: bool
+) -> tuple[Array, Array, Array]:
+  """(dz in e5m2, its factor, dw = x^T V(dz)); one pass makes dz from dh and z, rounds and samples it."""
+  if gated or activation not in STEEPEST:
+    largest = activations.activation_backward_amax(dh, z, activation=activation, gated=gated)
+  else:
+    largest = STEEPEST[activation] * quantize.amax(dh)
+  scale, factor = quantize.current_scale(largest, E5M2)
+  # With a gate a part of the columns of z would be none of either half.
+  dz_text = 'k*4 .' if gated else 'k*4 m*4'
+  rule = _partitioning.Rule(
+    (dz_text, dz_text, _partitioning.undivided(key), '', 'n k*4', '', ''),
+    (dz_text, 'n .' if gated else 'n m*4'), ('k', 'n', 'm'), ('k',),
+  )  # fmt: skip
+  with jax.named_scope('weight_grad'):
+    dz8, dw = _partitioning.partitioned(
+      'activation_and_weight_grad8', _activation_and_weight_grad, rule, dh, z, key, scale, x, (x_factor, factor),
+      backend=backend, activation=activation, gated=gated,
+    )  # fmt: skip
+  return dz8, factor, _partitioning.whole(dw)
+
+
+def _activation_and_weight_grad(shard, dh, z, key, scale, x, factors, *, backend, activation, gated):
+  origin = (0, shard.offset('k'), shard.offset('m', 4))
+  packed = activations.activation_backward_pack8(
+    dh, z, key, scale, activation=activation, gated=gated, origin=origin
+  )
+  return _weight_grad(shard, packed, x, factors, backend=backend, dtype=dh.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def dot8(backend: str, column: int, x: Array, w: Array, packed: PackedWeight8, key: Array | None) -> Array:
   """z `[tokens, out]` from x `[tokens, in]`; `w` is there for its cotangent."""
   del w, column, key
-  return _forward8(backend, x, packed)[0]
+  return _forward8(backend, x, packed, keep=False)[0]
 
 
-def _forward8(backend: str, x: Array, packed: PackedWeight8) -> tuple[Array, Rounded]:
+def _forward8(backend: str, x: Array, packed: PackedWeight8, *, keep: bool) -> tuple[Array, Rounded]:
   def one(x: Array, packed: PackedWeight8) -> tuple[Array, Rounded]:
-    rows = rounded(x)
+    rows = rounded(x, keep=keep)
     return forward(rows, packed, backend=backend, dtype=x.dtype), rows
 
   # The kernels have no batching rule: under vmap they run one after the other.
@@ -178,15 +232,14 @@ def _forward8(backend: str, x: Array, packed: PackedWeight8) -> tuple[Array, Rou
 def _dot8_fwd(backend, column, x, w, packed, key):
   del column, w
   check_sampling(x, 'mvue', key)
-  z, rows = _forward8(backend, x, packed)
+  z, rows = _forward8(backend, x, packed, keep=True)
   return z, (rows.transposed, rows.factor, packed, key)
 
 
 def _dot8_bwd(backend, column, residuals, dz):
   def one(x, x_factor, packed, key, dz):
-    sample, factor = sampled(dz, key, column)
-    dx = input_grad(sample.dense, factor, packed, dtype=dz.dtype)
-    return dx, weight_grad(x, x_factor, sample.operand, factor, backend=backend, dtype=dz.dtype)
+    dz8, factor, dw = sampled_weight_grad(dz, key, x, x_factor, backend=backend, column=column)
+    return input_grad(dz8, factor, packed, dtype=dz.dtype), dw
 
   return *jax.custom_batching.sequential_vmap(one)(*residuals, dz), None, None
 
@@ -200,31 +253,32 @@ def ffn8(
 ) -> Array:
   """The feed-forward block of `sparse24_jax.ffn` in FP8; `static` is (back end, activation)."""
   del keys
-  return _ffn8(static, x, biases, packed, 'gate' in weights)[0]
+  return _ffn8(static, x, biases, packed, gated='gate' in weights, keep=False)[0]
 
 
-def _ffn8(static, x, biases, packed, gated):
+def _ffn8(static, x, biases, packed, *, gated, keep):
   """(y, x, z, h), x and h rounded."""
-  return jax.custom_batching.sequential_vmap(functools.partial(_ffn8_of_one, static, gated))(x, biases, packed)
+  one = functools.partial(_ffn8_of_one, static, gated, keep)
+  return jax.custom_batching.sequential_vmap(one)(x, biases, packed)
 
 
-def _ffn8_of_one(static, gated, x, biases, packed):
+def _ffn8_of_one(static, gated, keep, x, biases, packed):
   backend, activation = static
-  rows = rounded(x)
+  rows = rounded(x, keep=keep)
   up = functools.partial(forward, rows, packed['up'], backend=backend, dtype=x.dtype, bias=biases['up'])
   if gated:
     z = up()
-    h = rounded(activations.gated_activation(z, activation=activation))
+    h = rounded(activations.gated_activation(z, activation=activation), keep=keep)
   else:
     h, z = up(activation=activation)
-    h = rounded(h)
+    h = rounded(h, keep=keep)
   return forward(h, packed['down'], backend=backend, dtype=x.dtype, bias=biases['down']), rows, z, h
 
 
 def _ffn8_fwd(static, x, weights, biases, packed, keys):
   check_sampling(x, 'mvue', keys['down'])
   gated = 'gate' in weights
-  y, rows, z, h = _ffn8(static, x, biases, packed, gated)
+  y, rows, z, h = _ffn8(static, x, biases, packed, gated=gated, keep=True)
   kept = (rows.transposed, rows.factor, z, h.transposed, h.factor)
   return y, (kept, packed, {name: bias is not None for name, bias in biases.items()}, gated, keys)
 
@@ -237,17 +291,12 @@ def _ffn8_bwd(static, residuals, dy):
 
 def _ffn8_bwd_of_one(static, there, gated, kept, packed, keys, dy):
   (backend, activation), (x, x_factor, z, h, h_factor), dtype = static, kept, dy.dtype
-  dy8, dy_factor = sampled(dy, keys['down'])
-  dw_down = weight_grad(h, h_factor, dy8.operand, dy_factor, backend=backend, dtype=dtype)
-  dh = input_grad(dy8.dense, dy_factor, packed['down'], dtype=dtype)
-  if gated or activation not in STEEPEST:
-    largest = activations.activation_backward_amax(dh, z, activation=activation, gated=gated)
-  else:
-    largest = STEEPEST[activation] * quantize.amax(dh)
-  scale, factor = quantize.current_scale(largest, E5M2)
-  dz8 = activations.activation_backward_pack8(dh, z, keys['hidden'], scale, activation=activation, gated=gated)
-  dw_up = weight_grad(x, x_factor, dz8.operand, factor, backend=backend, dtype=dtype)
-  dx = input_grad(dz8.dense, factor, packed['up'], dtype=dtype)
+  dy8, dy_factor, dw_down = sampled_weight_grad(dy, keys['down'], h, h_factor, backend=backend)
+  dh = input_grad(dy8, dy_factor, packed['down'], dtype=dtype)
+  dz8, factor, dw_up = activation_and_weight_grad(
+    dh, z, keys['hidden'], x, x_factor, backend=backend, activation=activation, gated=gated
+  )
+  dx = input_grad(dz8, factor, packed['up'], dtype=dtype)
   if gated:
     dw_gate, dw_up = jnp.split(dw_up, 2, axis=1)
     dw = {'down': dw_down, 'gate': dw_gate, 'up': dw_up}
@@ -258,7 +307,7 @@ def _ffn8_bwd_of_one(static, there, gated, kept, packed, keys, dy):
     return (jnp.sum(g.astype(jnp.float32), axis=0) * factor).astype(dtype)
 
   db = {
-    'up': bias_grad(dz8.dense, factor) if there['up'] else None,
+    'up': bias_grad(dz8, factor) if there['up'] else None,
     'down': bias_grad(dy, jnp.float32(1)) if there['down'] else None,
   }
   return dx, dw, db

@@ -14,7 +14,7 @@ import jax
 from jax import Array
 import jax.numpy as jnp
 
-from pallas_kernels import _device, _triton
+from pallas_kernels import _device, _partitioning, _triton
 from pallas_kernels.gated_activation import api as activations
 from pallas_kernels.mvue.reference import mvue24
 from pallas_kernels.pack import api as pack
@@ -120,11 +120,8 @@ def _kernels_are_here() -> bool:
     if _device.current().platform == 'gpu':
       _log_once(f'no kernels on {_device.current().name}: they are chosen on Hopper, elsewhere when a policy names one')
     return False
-  if not _device.arrays_are_whole():
-    _log_once(
-      f'{jax.device_count()} devices: no kernels, since a mesh may divide the arrays. They run inside jax.shard_map'
-      " over all mesh axes, and wherever a policy names one: implementation='mosaic_gpu'"
-    )
+  if not _partitioning.serves():
+    _log_once('no kernels inside a jax.shard_map over some axes of the mesh only; they run outside and over all axes')
     return False
   return _triton_is_here()
 
@@ -150,11 +147,20 @@ ROLES: Mapping[str, Any] = {
 
 
 def _fastest(role: str, *, tokens: int, d_in: int, d_out: int, dtype: jnp.dtype, always: bool) -> str | None:
-  m, n, k, b_layout = ROLES[role](tokens, d_in, d_out)
-  first = api.candidates_for(m, n, k, dtype=dtype, out_dtype=dtype, b_layout=b_layout, out_layout='nm')[0]
-  if first != 'dense':
-    return first
+  for share in _shares(tokens):
+    m, n, k, b_layout = ROLES[role](share, d_in, d_out)
+    first = api.candidates_for(m, n, k, dtype=dtype, out_dtype=dtype, b_layout=b_layout, out_layout='nm')[0]
+    if first != 'dense':
+      return first
   return 'mosaic_gpu' if always else None
+
+
+def _shares(tokens: int) -> tuple[int, ...]:
+  """How many tokens a device may get, where it is not known while tracing: an equal share, or all."""
+  if _device.arrays_are_whole():
+    return (tokens,)
+  devices = jax.sharding.get_abstract_mesh().size or jax.device_count()
+  return (tokens,) if tokens % devices else (tokens // devices, tokens)
 
 
 def multiply(
@@ -177,24 +183,60 @@ def multiply(
   # Neither kernel has a batching rule: under vmap they run one after the other.
   with jax.named_scope(role):
     d = jax.custom_batching.sequential_vmap(one)(a, b.reshape(-1, b.shape[-1]), bias)
+    if role == 'forward':
+      # XLA joins a kernel with what writes its result into the residuals of a scan; where the result is read as well,
+      # the kernel then runs twice.
+      d = jax.lax.optimization_barrier(d)
   return jax.tree.map(lambda x: x.reshape(*lead, -1), d)
 
 
-def sample(dz: Array, key: Array, *, column: int = 0) -> SparseOperand:
-  """The MVUE operand of dz `[tokens, out]` along tokens, `[out, tokens]`: the sample that `mvue24` draws."""
-  one = jax.custom_batching.sequential_vmap(lambda dz, key: pack.mvue_pack(dz, key, axis=-2, origin=(0, 0, column)))
-  return one(dz, key)
+def sampled_weight_grad(dz: Array, key: Array, x: Array, *, backend: str, column: int = 0) -> Array:
+  """dw = x^T V(dz), `[in, out]`, from x `[tokens, in]` and the sample that `mvue24` draws of dz `[tokens, out]`."""
+  # Whole groups of four tokens a device, and of columns, since neighbours share a call of the generator.
+  rule = _partitioning.Rule(
+    ('k*4 m*4', _partitioning.undivided(key), 'k*4 n'), ('n m*4',), order=('k', 'n', 'm'), sums=('k',)
+  )
+
+  def one(dz, key, x):
+    with jax.named_scope('weight_grad'):
+      return _partitioning.partitioned(
+        'sampled_weight_grad', _sampled_weight_grad, rule, dz, key, x, backend=backend, column=column
+      )
+
+  return jax.custom_batching.sequential_vmap(one)(dz, key, x)
 
 
-def activation_backward(
-  dh: Array, z: Array, key: Array, *, activation: str, gated: bool
-) -> tuple[Array, SparseOperand]:
-  """dz from dh, and the operand that `sample` makes of it, in one pass."""
+def _sampled_weight_grad(shard, dz, key, x, *, backend, column):
+  origin = (0, shard.offset('k'), column + shard.offset('m', 4))
+  operand = pack.mvue_pack(dz, key, axis=-2, origin=origin)
+  return shard.sum(multiply('weight_grad', operand, x, backend=backend), 'k')
 
-  def one(dh, z, key):
-    return activations.activation_backward_pack(dh, z, key, activation=activation, gated=gated)
 
-  return jax.custom_batching.sequential_vmap(one)(dh, z, key)
+def activation_and_weight_grad(
+  dh: Array, z: Array, key: Array, x: Array, *, backend: str, activation: str, gated: bool
+) -> tuple[Array, Array]:
+  """dz from dh, and dw = x^T V(dz); the pass that makes dz also samples it."""
+  # z holds gate and up side by side, so that a part of its columns is none of either.
+  features = '.' if gated else 'm*4'
+  rule = _partitioning.Rule(
+    (f'k*4 {features}', f'k*4 {features}', _partitioning.undivided(key), 'k*4 n'), (f'k*4 {features}', f'n {features}'),
+    order=('k', 'n', 'm'), sums=('k',),
+  )  # fmt: skip
+
+  def one(dh, z, key, x):
+    with jax.named_scope('weight_grad'):
+      return _partitioning.partitioned(
+        'activation_and_weight_grad', _activation_and_weight_grad, rule, dh, z, key, x,
+        backend=backend, activation=activation, gated=gated,
+      )  # fmt: skip
+
+  return jax.custom_batching.sequential_vmap(one)(dh, z, key, x)
+
+
+def _activation_and_weight_grad(shard, dh, z, key, x, *, backend, activation, gated):
+  origin = (0, shard.offset('k'), shard.offset('m', 4))
+  dz, operand = activations.activation_backward_pack(dh, z, key, activation=activation, gated=gated, origin=origin)
+  return dz, shard.sum(multiply('weight_grad', operand, x, backend=backend), 'k')
 
 
 def forward(
@@ -217,7 +259,7 @@ def input_grad(
 ) -> Array:
   """dx = dz W~^T, `[..., in]`, from the operand of the plan, or the projected weight `w`."""
   if p.input_grad is not None:
-    return multiply('input_grad', operand, dz, backend=p.input_grad)
+    return _partitioning.like(multiply('input_grad', operand, dz, backend=p.input_grad), like)
   return matmul(dz, w.T, policy.precision, ('e5m2', 'e4m3'), like=like)
 
 
@@ -227,7 +269,7 @@ def weight_grad(
   """dw = x^T V(dz), `[in, out]`, from `[..., in]` and `[..., out]`; `column` is where dz stands in what is sampled."""
   x, dz = x.reshape(-1, x.shape[-1]), dz.reshape(-1, dz.shape[-1])
   if p.weight_grad is not None:
-    return multiply('weight_grad', sample(dz, key, column=column), x, backend=p.weight_grad)
+    return _partitioning.whole(sampled_weight_grad(dz, key, x, backend=p.weight_grad, column=column))
   if policy.weight_grad != 'dense':
     method = 'exact' if policy.weight_grad == 'mvue' else 'approximate'
     dz = mvue24(dz, key, axis=-2, method=method, origin=(0, 0, column))

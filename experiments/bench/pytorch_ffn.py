@@ -2,9 +2,10 @@
 
 The work of `experiments.bench.ffn` with what PyTorch offers for 2:4 training: its tile packer, which prunes and packs a
 matrix both ways, and cuSPARSELt's matmul with the best algorithm that its search finds. `weights` makes the forward and
-the input gradient sparse, as its training modules do; `all` prunes the output gradient as well. Times only: on Hopper
-the packer's layout is not the one that the matmul reads, so the numbers are wrong there. It runs in a process of its
-own, since two frameworks would share neither memory nor streams.
+the input gradient sparse, as its training modules do; `all` prunes the output gradient as well. `error` in the record
+is how far the forward's product is from the dense one with the pruned weight: where the packer's layout is not the one
+that the matmul reads, the times stand and the numbers do not. It runs in a process of its own, since two frameworks
+would share neither memory nor streams.
 """
 
 import argparse
@@ -19,6 +20,8 @@ from typing import Any
 
 MODULE = 'experiments.bench.pytorch_ffn'
 SHAPES = ((16384, 4096, 16384), (32768, 4096, 14336))
+# What an operator that is absent, has another signature or refuses its operands may raise; out of memory is the first.
+REFUSALS = (RuntimeError, AttributeError, NotImplementedError, TypeError, ValueError)
 
 
 class Block:
@@ -40,19 +43,41 @@ class Block:
     self.into = [torch.randn(hidden, d, **make) / d**0.5 for _ in names]
     self.down = torch.randn(d, hidden, **make) / hidden**0.5
     self.x, self.dy = torch.randn(tokens, d, **make), torch.randn(tokens, d, **make)
-    self.algorithms: dict[tuple[int, ...], int] = {}
+    self.algorithms: dict[tuple[int, ...], dict[str, int]] = {}
 
   def pack(self, w: Any) -> tuple[Any, Any]:
     """w and its transpose, compressed."""
-    packed, _, packed_t, _, _ = self.torch._sparse_semi_structured_tile(w, '', use_cutlass=False)
-    return packed, packed_t
+    packed, _, packed_t, _, _ = self.torch._sparse_semi_structured_tile(w, algorithm='', use_cutlass=False)
+    return packed.view(w.shape[0], -1), packed_t.view(w.shape[1], -1)
 
   def product(self, packed: Any, dense: Any, *, transpose: bool) -> Any:
     """packed @ dense with the best algorithm for these shapes."""
     key = (*packed.shape, *dense.shape, *dense.stride())
     if key not in self.algorithms:
-      self.algorithms[key] = int(self.torch._cslt_sparse_mm_search(packed, dense, transpose_result=transpose))
-    return self.torch._cslt_sparse_mm(packed, dense, alg_id=self.algorithms[key], transpose_result=transpose)
+      self.algorithms[key] = self.search(packed, dense, transpose=transpose)
+    return self.torch._cslt_sparse_mm(packed, dense, transpose_result=transpose, **self.algorithms[key])
+
+  def search(self, packed: Any, dense: Any, *, transpose: bool) -> dict[str, int]:
+    """Arguments that name the best algorithm: with the split of the sum where this release searches it."""
+    try:
+      found = self.torch._C._cusparselt.mm_search(packed, dense, None, None, None, transpose)
+      return dict(zip(('alg_id', 'split_k', 'split_k_mode'), map(int, found), strict=False))
+    except REFUSALS as error:
+      print(f'  search with splits: {type(error).__name__}: {str(error)[:120]}', flush=True)
+    try:
+      return {'alg_id': int(self.torch._cslt_sparse_mm_search(packed, dense, transpose_result=transpose))}
+    except REFUSALS as error:
+      print(f'  no search, algorithm 0: {type(error).__name__}: {str(error)[:120]}', flush=True)
+      return {'alg_id': 0}
+
+  def error(self) -> float:
+    """Relative error of the up-projection of 256 tokens against the dense product with the pruned weight."""
+    torch, w, x = self.torch, self.into[0], self.x[:256]
+    *_, threads = torch._sparse_semi_structured_tile(w, algorithm='', use_cutlass=False)
+    kept = torch._sparse_semi_structured_apply_dense(w, threads)
+    expected = x.float() @ kept.float().t()
+    found = torch._cslt_sparse_mm(self.pack(w)[0], x.t(), transpose_result=True)
+    return float((found.float() - expected).norm() / expected.norm())
 
   def linear(self, x: Any, w: Any, packed: Any) -> Any:
     return x @ w.t() if packed is None else self.product(packed[0], x.t(), transpose=True)
@@ -102,7 +127,7 @@ def run(torch: Any, shape: tuple[int, int, int], gated: bool, rounds: int, calls
       block.step()
       torch.cuda.synchronize()
       blocks[kind] = block
-    except (RuntimeError, AttributeError, NotImplementedError) as error:
+    except REFUSALS as error:
       print(f'  {kind}: {type(error).__name__}: {str(error)[:300]}', flush=True)
   samples: dict[str, list[float]] = {kind: [] for kind in blocks}
   for r in range(rounds):
@@ -118,21 +143,31 @@ def run(torch: Any, shape: tuple[int, int, int], gated: bool, rounds: int, calls
   tokens, d, hidden = shape
   return dict(
     bench='ffn_pytorch', device=torch.cuda.get_device_name(),
-    versions={'torch': torch.__version__, 'cusparselt': str(torch.backends.cusparselt.version())},
+    versions={'torch': torch.__version__, 'cusparselt': _or_none(torch.backends.cusparselt.version)},
     when=datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds'), op='ffn', recipe=f'pytorch, {best}',
     activation='swiglu' if gated else 'gelu', dtype='bfloat16', shape=dict(tokens=tokens, d=d, hidden=hidden),
     mode='forward_and_vjp', implementation='pytorch', **rows[best],
     baselines={kind: row for kind, row in rows.items() if kind != best},
     tflops=6 * tokens * d * hidden * (3 if gated else 2) / rows[best]['median_ms'] / 1e9,
-    algorithms=sorted(set(blocks[best].algorithms.values())),
+    algorithms=list(blocks[best].algorithms.values()), error=_or_none(blocks[best].error),
   )  # fmt: skip
+
+
+def _or_none(f: Callable[[], Any]) -> Any:
+  """What `f` returns, or None where this release cannot say."""
+  try:
+    return f()
+  except REFUSALS as error:
+    print(f'  not known: {type(error).__name__}: {str(error)[:200]}', flush=True)
+    return None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
   """Runs all cases; returns the number that failed."""
   parser = argparse.ArgumentParser(prog=f'python -m {MODULE}', description='PyTorch 2:4 feed-forward block.')
   parser.add_argument('--out', type=Path, required=True, help='JSON-lines file to append records to')
-  parser.add_argument('--rounds', type=int, default=4)
+  parser.add_argument('--rounds', type=int, default=4, help='bursts of each kind (default: %(default)s)')
+  parser.add_argument('--seconds', type=float, default=60, help='no case is begun after so long (default: %(default)s)')
   parser.add_argument('--steps', type=int, default=6, help='steps a burst (default: %(default)s)')
   options = parser.parse_args(argv)
   try:
@@ -141,13 +176,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.error('PyTorch is not installed')
   if not torch.cuda.is_available():
     parser.error('no CUDA device')
-  failed = 0
+  failed, begun = 0, time.perf_counter()
   for shape in SHAPES:
     for gated in (False, True):
       start = time.perf_counter()
+      if start - begun > options.seconds:
+        print(f'{shape} gated={gated}: no time left', flush=True)
+        failed += 1
+        continue
+      torch.cuda.empty_cache()
       try:
         record = run(torch, shape, gated, options.rounds, options.steps)
-      except RuntimeError as error:
+      except REFUSALS as error:
         print(f'{shape} gated={gated}: failed: {str(error)[:400]}', flush=True)
         failed += 1
         continue
@@ -157,7 +197,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         file.write(json.dumps(record) + '\n')
       rows = {record['recipe']: record['median_ms']} | {k: r['median_ms'] for k, r in record['baselines'].items()}
       print(f'{shape} gated={gated}: {rows} ms; {time.perf_counter() - start:.0f} s', flush=True)
-      torch.cuda.empty_cache()
   return failed
 
 

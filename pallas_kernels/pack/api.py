@@ -3,12 +3,13 @@
 Back ends: `reference` (plain jnp, everywhere) and `triton` (compute capability 8.0 and newer).
 """
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _device, _dispatch
+from pallas_kernels import _device, _dispatch, _partitioning
 from pallas_kernels.formats import check_groups
 from pallas_kernels.pack.reference import is_float8, MVUE_HEADROOM, Packed8, PackedPair
 from pallas_kernels.prune.reference import soft_threshold
@@ -28,8 +29,39 @@ def candidates() -> list[str]:
 
 
 def _call(op: str, implementation: str | None, *args: Any, **kwargs: Any) -> Any:
-  backends = {name: f'pallas_kernels.pack.{name}:{op}' for name in ('reference', 'triton')}
-  return _dispatch.dispatch(op, backends, implementation, candidates(), *args, **kwargs)
+  return _dispatch.dispatch(op, _backends(op), implementation, candidates(), *args, **kwargs)
+
+
+def _backends(op: str) -> dict[str, str]:
+  return {name: f'pallas_kernels.pack.{name}:{op}' for name in ('reference', 'triton')}
+
+
+# How a weight [..., R, C], its codes and its operands are divided by a mesh: in whole 64 x 64 tiles of positions.
+_WEIGHT, _CODES, _FACTORS = 'r*64 c*64', 'r*16 c*16', ('r', 'c')
+_OPERANDS = {-1: ('r*64 c*32', 'r c .'), -2: ('c*64 r*32', 'c r .')}
+
+
+def _call_on_parts(
+  op: str, texts: tuple[str, ...], results: tuple[str, ...], implementation: str | None, *args: Any, **options: Any
+) -> Any:
+  """The op on each device's part of a weight; texts say how the last axes of arguments and results are divided."""
+  lead = [f'l{i}' for i in range(args[0].ndim - 2)]
+  rule = _partitioning.Rule(
+    tuple(' '.join([*lead, t]) for t in texts), tuple(t if t == _SUM else ' '.join([*lead, t]) for t in results),
+    (*_FACTORS, *lead),
+  )  # fmt: skip
+  names = tuple(candidates8() if op.endswith('8') else candidates())
+  return _partitioning.partitioned(op, _on_a_part, rule, *args, name=op, asked=(implementation, names), **options)
+
+
+_SUM = ''  # a scalar, summed over the devices
+
+
+def _on_a_part(shard: _partitioning.Shard, *args: Any, name: str, asked: tuple[Any, Any], **options: Any) -> Any:
+  made = _dispatch.dispatch(name, _backends(name), *asked, *args, **options)
+  if isinstance(made, PackedPair) and made.flips is not None:
+    return dataclasses.replace(made, flips=shard.sum(made.flips, *shard.divided))
+  return made
 
 
 def transposable_pack(
@@ -61,7 +93,9 @@ def transposable_pack(
   _check_blocks(w)
   if previous is not None:
     _check_codes(w, previous, 'previous')
-  return _call('transposable_pack', implementation, w, previous, dtype=_values_dtype(w, dtype))
+  pair = (*_OPERANDS[-1], *_OPERANDS[-2], _CODES)
+  texts, results = ((_WEIGHT,), pair) if previous is None else ((_WEIGHT, _CODES), (*pair, _SUM))
+  return _call_on_parts('transposable_pack', texts, results, implementation, w, previous, dtype=_values_dtype(w, dtype))
 
 
 def masked_pack(w: Array, codes: Array, *, dtype: Any = None, implementation: str | None = None) -> PackedPair:
@@ -84,7 +118,10 @@ def masked_pack(w: Array, codes: Array, *, dtype: Any = None, implementation: st
   """
   _check_blocks(w)
   _check_codes(w, codes, 'codes')
-  return _call('masked_pack', implementation, w, codes, dtype=_values_dtype(w, dtype))
+  pair = (*_OPERANDS[-1], *_OPERANDS[-2], _CODES)
+  return _call_on_parts(
+    'masked_pack', (_WEIGHT, _CODES), pair, implementation, w, codes, dtype=_values_dtype(w, dtype)
+  )
 
 
 def soft_threshold_pack(
@@ -109,7 +146,10 @@ def soft_threshold_pack(
   """
   _check_blocks(w)
   scale = _matrix_scale(scale, w, 'w')
-  return _call('soft_threshold_pack', implementation, w, scale, axis=_axis(w, axis), dtype=_values_dtype(w, dtype))
+  axis, dtype = _axis(w, axis), _values_dtype(w, dtype)
+  return _call_on_parts(
+    'soft_threshold_pack', (_WEIGHT, ''), _OPERANDS[axis], implementation, w, scale, axis=axis, dtype=dtype
+  )
 
 
 def mvue_pack(
@@ -177,8 +217,10 @@ def soft_threshold_pack8(
   """
   _check_blocks(w)
   dtype, scale = _float8(w, dtype, 'w'), _matrix_scale(scale, w, 'w')
-  return _call8('soft_threshold_pack8', implementation, w, scale, axis=_axis(w, axis), dtype=dtype,
-                with_dense=with_dense)  # fmt: skip
+  axis = _axis(w, axis)
+  results = (*_OPERANDS[axis], _WEIGHT) if with_dense else _OPERANDS[axis]
+  return _call_on_parts('soft_threshold_pack8', (_WEIGHT, ''), results, implementation, w, scale, axis=axis,
+                        dtype=dtype, with_dense=with_dense)  # fmt: skip
 
 
 def soft_threshold_amax(w: Array, *, axis: int = -2) -> Array:
@@ -248,8 +290,7 @@ def candidates8() -> list[str]:
 
 
 def _call8(op: str, implementation: str | None, *args: Any, **kwargs: Any) -> Any:
-  backends = {name: f'pallas_kernels.pack.{name}:{op}' for name in ('reference', 'triton')}
-  return _dispatch.dispatch(op, backends, implementation, candidates8(), *args, **kwargs)
+  return _dispatch.dispatch(op, _backends(op), implementation, candidates8(), *args, **kwargs)
 
 
 def _check_blocks(w: Array, name: str = 'w') -> None:

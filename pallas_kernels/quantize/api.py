@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _dispatch
+from pallas_kernels import _dispatch, _partitioning
 from pallas_kernels.pack.api import candidates8
 from pallas_kernels.pack.reference import is_float8
 
@@ -95,10 +95,19 @@ def quantize(
   scale = jnp.asarray(scale, jnp.float32)
   if scale.shape != x.shape[:-2]:
     raise ValueError(f'scale must have shape {x.shape[:-2]}, one a matrix of x, found {scale.shape}')
+  lead = ' '.join(f'l{i}' for i in range(x.ndim - 2))
+  plain, turned = f'{lead} r*4 c*4', f'{lead} c*4 r*4'
+  results = {'no': (plain,), 'only': (turned,), 'both': (plain, turned)}[transpose]
+  return _partitioning.partitioned(
+    'quantize', _on_a_part, _partitioning.Rule((plain, lead), results, ('r', 'c', *lead.split())), x, scale,
+    asked=(implementation, tuple(_candidates(transpose))), dtype=_float8(dtype), transpose=transpose,
+  )  # fmt: skip
+
+
+def _on_a_part(shard: _partitioning.Shard, *args: Array, asked: tuple[Any, Any], **options: Any) -> Any:
+  del shard
   backends = {name: f'pallas_kernels.quantize.{name}:quantize' for name in ('reference', 'triton')}
-  return _dispatch.dispatch(
-    'quantize', backends, implementation, _candidates(transpose), x, scale, dtype=_float8(dtype), transpose=transpose
-  )
+  return _dispatch.dispatch('quantize', backends, *asked, *args, **options)
 
 
 def fp8_dot(a: Array, b: Array, a_scale: Array, b_scale: Array, *, out_dtype: Any = jnp.bfloat16) -> Array:

@@ -3,7 +3,7 @@
 import jax
 from jax import Array
 
-from pallas_kernels import _device
+from pallas_kernels import _partitioning
 from pallas_kernels.pack import api as pack
 from pallas_kernels.pack.reference import code_mask
 from pallas_kernels.transposable_mask import reference
@@ -20,8 +20,14 @@ def transposable_mask(w: Array) -> Array:
   >>> transposable_mask(w).sum(axis=0).tolist()
   [2, 2, 2, 2]
   """
-  packs = 'triton' in pack.candidates() and _device.arrays_are_whole()
   w = jax.lax.stop_gradient(w)  # a choice has no derivative, and the packer no rule that says so
-  if packs and w.ndim >= 2 and w.dtype.name in ('bfloat16', 'float16', 'float32'):
-    return code_mask(pack.transposable_pack(w).codes)
+  if 'triton' in pack.candidates() and w.ndim >= 2 and w.dtype.name in ('bfloat16', 'float16', 'float32'):
+    text = ' '.join([*(f'l{i}' for i in range(w.ndim - 2)), 'r*4 c*4'])
+    rule = _partitioning.Rule((text,), (text,), tuple(word.split('*')[0] for word in text.split()))
+    return _partitioning.partitioned('transposable_mask', _on_a_part, rule, w)
   return reference.transposable_mask(w)
+
+
+def _on_a_part(shard: _partitioning.Shard, w: Array) -> Array:
+  del shard
+  return code_mask(pack.transposable_pack(w).codes)

@@ -223,7 +223,7 @@ class PathTest(parameterized.TestCase):
     x, weights, _, states, dy = problem(gated=kwargs.get('gated', False), biased=False, dtype=BF16)
     if policy == 's_ste_kernels':
       states = dict.fromkeys(states, jnp.float32(1))
-    with mock.patch.object(products, 'activation_backward', wraps=products.activation_backward) as spy:
+    with mock.patch.object(products, 'activation_and_weight_grad', wraps=products.activation_and_weight_grad) as spy:
       jax.eval_shape(
         functools.partial(value_and_cotangents, POLICIES[policy], 'gelu'), x, weights, {}, states, dy, KEY
       )
@@ -236,7 +236,7 @@ class PathTest(parameterized.TestCase):
       return {role: a[:32] if role == 'down' and a.ndim == 2 else a[..., :32] if role != 'down' else a
                             for role, a in tree.items()}  # fmt: skip
     weights, biases, states = cut(weights), cut(biases), cut(states)
-    with mock.patch.object(products, 'activation_backward', wraps=products.activation_backward) as spy:
+    with mock.patch.object(products, 'activation_and_weight_grad', wraps=products.activation_and_weight_grad) as spy:
       found, expected = (
         jitted(POLICIES[p], 'relu', x, weights, biases, states, dy, KEY) for p in ('kernels', 'reference')
       )

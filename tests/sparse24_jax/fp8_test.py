@@ -321,6 +321,20 @@ class DotTest(parameterized.TestCase):
     _, *first = dot_and_gradients(KERNELS, self.x, w[0], state[0], cotangent, keys[0])
     assert_close((z, dx, dw[0], dw[1]), (expected, *first, second), TOLERANCE)
 
+  def test_transposes_are_written_for_a_backward_only(self):
+    w, x = draw_weight(0, D, HIDDEN), draw(1, *TOKENS, D)
+    state, asked, quantize = PROJECTION.init(w), [], fp8.quantize.quantize
+
+    def spy(x, scale, *, dtype, transpose='no'):
+      asked.append(transpose)
+      return quantize(x, scale, dtype=dtype, transpose=transpose)
+
+    with mock.patch.object(fp8.quantize, 'quantize', spy):
+      plain = s24.dot(x, w, state, policy=KERNELS)
+      kept, _ = jax.vjp(lambda x: s24.dot(x, w, state, policy=KERNELS, key=KEY), x)
+    self.assertEqual(asked, ['no', 'both'])
+    np.testing.assert_array_equal(plain, kept)
+
   def test_evaluation_needs_no_key_and_takes_any_number_of_tokens(self):
     x = draw(0, 3, D)
     found = jit(lambda x: s24.dot(x, self.w, self.state, policy=KERNELS))(x)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import _device, _triton
+from pallas_kernels import _device, _partitioning, _triton
 from pallas_kernels.sparse_matmul import api
 import sparse24_jax as s24
 from sparse24_jax import products
@@ -53,10 +53,11 @@ def packed_by_a_kernel(policy: s24.DotPolicy) -> bool:
 
 
 @contextlib.contextmanager
-def card(device=H100, *, whole=True, triton=None, records=lambda m, n, k, **_: ('mosaic_gpu', 'dense')):
+def card(device=H100, *, served=True, whole=True, triton=None, records=lambda m, n, k, **_: ('mosaic_gpu', 'dense')):
   """A machine with this card, mesh, jax-triton and these records of measurements."""
   with (
     mock.patch.object(_device, 'current', lambda: device),
+    mock.patch.object(_partitioning, 'serves', lambda: served),
     mock.patch.object(_device, 'arrays_are_whole', lambda: whole),
     mock.patch.object(_triton, 'why_absent', lambda: triton),
     mock.patch.object(api, 'candidates_for', records),
@@ -114,12 +115,28 @@ class PlanTest(parameterized.TestCase):
 
     x, w = jnp.ones((2, 16, 64), BF16), jnp.ones((64, 128), BF16)
     policy, state = named(FST, 'dense'), jnp.zeros((64, 128), bool)
-    with mock.patch.object(api, 'sparse_matmul', sparse_matmul):
+    with (
+      mock.patch.object(api, 'sparse_matmul', sparse_matmul),
+      mock.patch.object(_device, 'arrays_are_whole', lambda: True),  # what a mesh may divide is traced more than once
+    ):
       def loss(x, w):
         return s24.dot(x, w, state, policy=policy, key=KEY).astype(F32).sum()
       jax.eval_shape(jax.grad(loss, argnums=(0, 1)), x, w)
     self.assertLen(asked, 3)
     self.assertCountEqual(asked, ran)
+
+  def test_records_are_asked_for_the_share_of_a_device(self):
+    policy, tokens = POLICIES['fst_without_mvue'][0], []
+
+    def records(m, n, k, **_):
+      tokens.append(n)
+      return ('dense',) if n == 256 else ('mosaic_gpu', 'dense')
+
+    with card(whole=False, records=records):
+      self.assertEqual(products.plan(policy, 64, 128, 512, BF16).forward, 'mosaic_gpu')
+      self.assertEqual(products.plan(policy, 2048, 128, 512, BF16).forward, 'mosaic_gpu')
+    # Of eight devices; where sparse loses on a share, or nothing like it was measured, all of them.
+    self.assertEqual(tokens, [8, 8, 256, 2048, 256, 2048])
 
   def test_the_dtype_is_asked_for(self):
     dtypes = []
@@ -130,7 +147,7 @@ class PlanTest(parameterized.TestCase):
 
   @parameterized.named_parameters(
     ('another_card', dict(device=A100)),
-    ('a_mesh_divides_arrays', dict(whole=False)),
+    ('manual_over_some_axes', dict(served=False)),
     ('no_jax_triton', dict(triton='jax-triton cannot be used here')),
   )
   def test_plain_where_kernels_cannot_run(self, circumstance):
@@ -206,7 +223,7 @@ class MayPackTest(parameterized.TestCase):
       self.assertFalse(products.may_pack(policy, jnp.zeros((6, 64))))
       self.assertFalse(products.may_pack(FP8_MASKED, w))
       self.assertTrue(products.may_pack(S_STE_FP8, w))
-    for elsewhere in (dict(device=A100), dict(whole=False), dict(triton='absent')):
+    for elsewhere in (dict(device=A100), dict(served=False), dict(triton='absent')):
       with card(**elsewhere):
         self.assertFalse(products.may_pack(policy, w))
 

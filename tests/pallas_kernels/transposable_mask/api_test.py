@@ -68,18 +68,13 @@ class ApiTest(parameterized.TestCase):
       loss = jax.jit(lambda w: jnp.where(api.transposable_mask(w), w, 0).sum())
       np.testing.assert_array_equal(jax.grad(loss)(w), search(w))
 
-  @parameterized.named_parameters(
-    ('a_mesh_divides_arrays', False, jnp.float32),
-    ('a_dtype_that_it_does_not_pack', True, jnp.float8_e5m2),
-  )
-  def test_stays_with_xla(self, whole, dtype):
+  def test_leaves_to_xla_a_dtype_that_it_does_not_pack(self):
     with (
       mock.patch.object(_device, 'current', lambda: _device.target_device('sm_90a')),
-      mock.patch.object(_device, 'arrays_are_whole', lambda: whole),
       mock.patch.object(pack, 'transposable_pack', side_effect=AssertionError),
       mock.patch.object(reference, 'transposable_mask', return_value='xla') as xla,
     ):
-      self.assertEqual(api.transposable_mask(jnp.zeros((8, 8), dtype)), 'xla')
+      self.assertEqual(api.transposable_mask(jnp.zeros((8, 8), jnp.float8_e5m2)), 'xla')
     xla.assert_called_once()
 
   @parameterized.parameters(((8,),), ((6, 8),), ((8, 6),))

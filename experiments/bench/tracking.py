@@ -1,0 +1,307 @@
+"""`python -m experiments.bench.tracking --tokens FILE --out FILE`: do kernels train the model that the plain op does?
+
+A byte-level GPT-2 is trained some hundred steps, by every recipe once with the kernels and once with the reference op,
+from the same weights, on the same bytes, with the same MVUE keys; and dense. Seeds change weights and keys, not the
+order of the bytes, so that what the seeds spread over is theirs alone. All runs end with the same evaluation, by the
+plain op.
+
+The verdict, ours: at every seed the two losses after training are no further apart than the largest and the smallest
+loss of the reference op over the seeds.
+
+The token file is made beforehand, `--prepare`, where the corpus is; to read it takes numpy alone.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+import concurrent.futures
+import dataclasses
+import functools
+import math
+from pathlib import Path
+import statistics
+import time
+from typing import Any, NamedTuple
+
+import jax
+from jax import Array
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from experiments.bench import measure
+from experiments.models import gpt2
+import sparse24_jax as s24
+
+MODULE = 'experiments.bench.tracking'
+FFN = r'.*/mlp/.*'
+RECIPES = {
+  'dense': None,
+  'transposable_srste': s24.recipes.transposable_srste(FFN, masked_decay=6e-3, refresh_every=40),
+  's_ste_fp8': s24.recipes.s_ste(FFN, fp8=True),
+}
+# Steps of one compiled call, and of one point of a curve.
+STRIDE = 10
+# One byte in so many is held out, at the end of the file.
+HELD_OUT = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Scale:
+  """Sizes of a run.
+
+  Attributes:
+    width: of the model; its feed-forward layers are four times as wide.
+    layers: blocks.
+    length: positions of a sequence.
+    batch: sequences a step.
+    evaluated: batches of the last evaluation.
+    attention: of the model.
+  """
+
+  width: int = 512
+  layers: int = 4
+  length: int = 512
+  batch: int = 16
+  evaluated: int = 16
+  attention: str = 'cudnn'
+
+
+TINY = Scale(width=32, layers=2, length=32, batch=4, evaluated=2, attention='xla')
+
+
+class State(NamedTuple):
+  """What a step carries."""
+
+  params: Any
+  opt_state: Any
+  step: Array
+
+
+class Method:
+  """One recipe with one implementation: its compiled programs, for any seed.
+
+  Args:
+    recipe: a key of `RECIPES`.
+    implementation: of the policies: a back end, or 'reference'.
+    scale: sizes.
+    steps: of the run, for the learning rate.
+  """
+
+  def __init__(self, recipe: str, implementation: str, scale: Scale, steps: int):
+    self.recipe_name, self.implementation, self.scale = recipe, implementation, scale
+    found = RECIPES[recipe]
+    self.recipe = None if found is None else measure.with_implementation(found, implementation)
+    self.plain = None if found is None else measure.with_implementation(found, 'reference')
+    self.model = gpt2.GPT2(gpt2.GPT2Config(
+      vocab_size=256, seq_len=scale.length, num_layers=scale.layers, num_heads=max(scale.width // 64, 2),
+      embed_dim=scale.width, dtype='bfloat16', scan_layers=True, attention=scale.attention, fused_mlp=True,
+    ))  # fmt: skip
+    rate = optax.warmup_cosine_decay_schedule(0.0, 1e-3, max(steps // 10, 1), steps, 1e-4)
+    inner = optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=0.1)
+    wrapped = inner if self.recipe is None else s24.sparse_training(inner, self.recipe)
+    self.tx = optax.chain(optax.clip_by_global_norm(1.0), wrapped)
+
+  @property
+  def name(self) -> str:
+    """Of its curve."""
+    return self.recipe_name if self.recipe is None else f'{self.recipe_name} {self.implementation}'
+
+  def init(self, seed: Array) -> State:
+    """Weights and optimizer state: the same for every method of a seed, but for the masks."""
+    params = self.model.init(jax.random.key(seed), jnp.zeros((1, self.scale.length), jnp.int32))['params']
+    return State(params, self.tx.init(params), jnp.zeros((), jnp.int32))
+
+  def loss(self, params: Any, opt_state: Any, text: Array, key: Array | None, *, recipe: s24.Recipe | None) -> Array:
+    """Nats a byte of `text` [batch, length + 1]."""
+    net, variables = self.model, {'params': params}
+    if recipe is not None:
+      net = s24.sparsify(self.model, recipe)
+      variables['sparse24'] = s24.sparse_variables(params, opt_state, recipe)
+    tokens = text.astype(jnp.int32)
+    logits = net.apply(variables, tokens[:, :-1], rngs={} if key is None else {'mvue': key})
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+  def train(self, state: State, data: Array, starts: Array, seed: Array) -> tuple[State, Array]:
+    """`STRIDE` steps; their mean loss. `starts` [STRIDE, batch] are offsets into `data`."""
+
+    def step(state: State, starts: Array) -> tuple[State, Array]:
+      key = jax.random.fold_in(jax.random.key(seed + 1000), state.step)
+      of = functools.partial(self.loss, recipe=self.recipe)
+      loss, grads = jax.value_and_grad(of)(state.params, state.opt_state, self._cut(data, starts), key)
+      updates, opt_state = self.tx.update(grads, state.opt_state, state.params)
+      return State(optax.apply_updates(state.params, updates), opt_state, state.step + 1), loss
+
+    state, losses = jax.lax.scan(step, state, starts)
+    return state, losses.mean()
+
+  def evaluate(self, state: State, data: Array, starts: Array) -> Array:
+    """Mean loss of the sequences at `starts` [batches, batch], by the plain op."""
+    plain = functools.partial(self.loss, state.params, state.opt_state, key=None, recipe=self.plain)
+    return jax.lax.map(lambda row: plain(self._cut(data, row)), starts).mean()
+
+  def _cut(self, data: Array, starts: Array) -> Array:
+    return jax.vmap(lambda start: jax.lax.dynamic_slice(data, (start,), (self.scale.length + 1,)))(starts)
+
+
+def offsets(size: int, scale: Scale, steps: int) -> tuple[np.ndarray, np.ndarray]:
+  """Where the sequences of every step start, [steps, batch], and those of the evaluation, in the part held out.
+
+  Raises:
+    ValueError: the file is too small.
+  """
+  kept, span = size - size // HELD_OUT, scale.length + 1
+  if size - kept < span * 2 or kept < span * 2:
+    raise ValueError(f'a token file of {size} bytes is too small for sequences of {scale.length}')
+  draw = np.random.default_rng(0)
+  train = draw.integers(0, kept - span, (steps, scale.batch), dtype=np.int32)
+  return train, draw.integers(kept, size - span, (scale.evaluated, scale.batch), dtype=np.int32)
+
+
+def run(options: Any, head: Mapping[str, Any], clock: measure.Clock) -> dict[str, Any]:
+  """Trains all methods at all seeds for which there is time, and returns the record."""
+  scale = TINY if options.tiny else Scale()
+  data = np.load(options.tokens)
+  if data.dtype != np.uint8 or data.ndim != 1:
+    raise ValueError(f'{options.tokens.name} must hold bytes, uint8 [n], found {data.dtype} {data.shape}')
+  starts, held_out = offsets(len(data), scale, options.steps)
+  methods = [Method('dense', 'reference', scale, options.steps)] + [
+    Method(recipe, name, scale, options.steps) for recipe in options.recipes for name in (options.kernels, 'reference')
+  ]
+  data, held_out = jnp.asarray(data), jnp.asarray(held_out)
+  chunks = [jnp.asarray(starts[i : i + STRIDE]) for i in range(0, options.steps, STRIDE)]
+  programs = _compiled(methods, data, chunks[0], held_out, clock)
+  curves: dict[str, list[list[float]]] = {name: [] for name in programs}
+  finals: dict[str, list[float]] = {name: [] for name in programs}
+  seconds: dict[str, list[float]] = {name: [] for name in programs}
+  begun = time.perf_counter()
+  for i in range(options.seeds):
+    passed = time.perf_counter() - begun
+    if i > 0 and passed * (i + 1) / i > options.seconds:
+      print(f'  no time for seed {i} and after: {passed:.0f} of {options.seconds:.0f} s are gone', flush=True)
+      break
+    seed = jnp.int32(i)
+    for name, (init, train, evaluate) in programs.items():
+      start = time.perf_counter()
+      state, losses = init(seed), []
+      for chunk in chunks:
+        state, loss = train(state, data, chunk, seed)
+        losses.append(loss)
+      finals[name].append(round(float(evaluate(state, data, held_out)), 5))
+      curves[name].append([round(float(loss), 5) for loss in losses])
+      seconds[name].append(round(time.perf_counter() - start, 2))
+    clock.lap(f'seed {i}, losses at the end {({name: values[-1] for name, values in finals.items()})}')
+  comparisons = {
+    recipe: compare(*((curves[n], finals[n]) for n in (f'{recipe} {options.kernels}', f'{recipe} reference')))
+    for recipe in options.recipes if f'{recipe} {options.kernels}' in programs and f'{recipe} reference' in programs
+  }  # fmt: skip
+  return dict(
+    bench='tracking', **head, op='training', model='gpt2', dtype='bfloat16', implementation=options.kernels,
+    shape=dataclasses.asdict(scale) | {'hidden': 4 * scale.width, 'vocab': 256}, steps=options.steps, stride=STRIDE,
+    seeds=len(finals['dense']), curves=curves, final=finals, seconds=seconds, comparisons=comparisons,
+    tracks=bool(comparisons) and all(c['tracks'] for c in comparisons.values()),
+    complete=len(comparisons) == len(options.recipes) and len(finals['dense']) == options.seeds,
+  )  # fmt: skip
+
+
+def _compiled(
+  methods: Sequence[Method], data: Array, chunk: Array, held_out: Array, clock: measure.Clock
+) -> dict[str, tuple[Callable[..., Any], ...]]:
+  """Of each method init, train and evaluate; a method that does not compile is left out."""
+
+  def one(method: Method) -> Any:
+    seed = jnp.int32(0)
+    try:
+      init = jax.jit(method.init).lower(seed).compile()
+      state = jax.eval_shape(method.init, seed)
+      train = jax.jit(method.train, donate_argnums=0).lower(state, data, chunk, seed).compile()
+      return init, train, jax.jit(method.evaluate).lower(state, data, held_out).compile()
+    except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
+      return error
+
+  with concurrent.futures.ThreadPoolExecutor(len(methods)) as pool:
+    found = dict(zip((m.name for m in methods), pool.map(one, methods), strict=True))
+  clock.lap(f'compile {len(methods)} methods')
+  for name in [name for name, programs in found.items() if isinstance(programs, Exception)]:
+    print(f'  {name} does not compile: {str(found.pop(name))[:400]}', flush=True)
+  if 'dense' not in found:
+    raise ValueError('the dense model does not compile')
+  return found
+
+
+def compare(
+  kernels: tuple[Sequence[Sequence[float]], Sequence[float]], plain: tuple[Sequence[Sequence[float]], Sequence[float]]
+) -> dict[str, Any]:
+  """How far kernels and reference op are apart, and how far the seeds.
+
+  Args:
+    kernels: curves [seeds][points] and losses at the end [seeds].
+    plain: of the reference op.
+
+  Returns:
+    `difference` (kernels minus reference at the end, a seed), `spread` (largest minus smallest end of the reference),
+    `curve_difference` (over the points, the median of the largest distance at any seed), `curve_spread` (likewise, of
+    the reference over seeds), `tracks`: two seeds or more, and every difference within the spread.
+
+  >>> compare(([[2.0], [2.2]], [1.0, 1.2]), ([[2.1], [2.2]], [1.05, 1.2]))
+  {'difference': [-0.05, 0.0], 'spread': 0.15, 'curve_difference': 0.1, 'curve_spread': 0.1, 'tracks': True}
+  """
+  difference = [round(a - b, 5) for a, b in zip(kernels[1], plain[1], strict=True)]
+  spread = round(max(plain[1]) - min(plain[1]), 5)
+  pairs = zip(_points(kernels), _points(plain), strict=True)
+  apart = [max(abs(a - b) for a, b in zip(*pair, strict=True)) for pair in pairs]
+  spreads = [max(point) - min(point) for point in _points(plain)]
+  finite = all(map(math.isfinite, (*kernels[1], *plain[1])))
+  return dict(
+    difference=difference,
+    spread=spread,
+    curve_difference=round(statistics.median(apart), 5),
+    curve_spread=round(statistics.median(spreads), 5),
+    tracks=finite and len(difference) > 1 and max(map(abs, difference)) <= spread,
+  )
+
+
+def _points(run: tuple[Sequence[Sequence[float]], Sequence[float]]) -> list[tuple[float, ...]]:
+  return list(zip(*run[0], strict=True))
+
+
+def prepare(file: Path, size: int = 4 << 20) -> None:
+  """Writes bytes of the default corpus, documents in random order: what is held out is other documents."""
+  from experiments.data import corpora  # needs the package of the corpus
+
+  texts = [text for _, text in corpora.read('aws_docs')['train']]
+  order = np.random.default_rng(0).permutation(len(texts))
+  joined, length = [], 0
+  for i in order:
+    joined.append(texts[i].encode() + b'\n\n')
+    length += len(joined[-1])
+    if length >= size:
+      break
+  file.parent.mkdir(parents=True, exist_ok=True)
+  np.save(file, np.frombuffer(b''.join(joined)[:size], np.uint8))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """Makes the comparison; returns 0 if kernels and reference track each other."""
+  parser = measure.parser(MODULE, __doc__, ['all'], ['all'])
+  parser.set_defaults(steps=300)
+  parser.add_argument('--tokens', type=Path, required=True, help='.npy file of bytes, uint8 [n]')
+  parser.add_argument('--prepare', action='store_true', help='write that file from the default corpus, and stop')
+  parser.add_argument('--seeds', type=int, default=3, help='(default: %(default)s)')
+  parser.add_argument('--recipes', nargs='+', default=[r for r in RECIPES if r != 'dense'], choices=list(RECIPES)[1:])
+  parser.add_argument('--kernels', default='mosaic_gpu', help='back end that is compared (default: %(default)s)')
+  parser.add_argument('--seconds', type=float, default=600, help='no seed is begun that would end later than this')
+  options = parser.parse_args(argv)
+  if options.prepare:
+    prepare(options.tokens)
+    return 0
+  if options.steps < STRIDE or options.steps % STRIDE:
+    parser.error(f'--steps {options.steps} must be a positive multiple of {STRIDE}')
+  head = measure.environment(MODULE, argv)
+  record = run(options, head, measure.Clock())
+  measure.append(options.out, record)
+  for recipe, found in record['comparisons'].items():
+    print(f'{recipe}: {found}', flush=True)
+  return 0 if record['tracks'] else 1
+
+
+if __name__ == '__main__':
+  raise SystemExit(main())

@@ -1,0 +1,71 @@
+"""The comparison of kernels and reference op over a training run: it runs tiny, and its verdict is what it says."""
+
+import contextlib
+import io
+import json
+import pathlib
+import tempfile
+
+from absl.testing import absltest, parameterized
+import numpy as np
+
+from experiments.bench import tracking
+from tests.experiments.fakes import compile_quickly
+
+
+def setUpModule():
+  compile_quickly()
+
+
+class CompareTest(parameterized.TestCase):
+  @parameterized.parameters(
+    ([1.0, 1.2], [1.1, 1.2], True),
+    ([1.0, 1.5], [1.1, 1.2], False),  # further apart at one seed than the seeds are
+    ([1.0], [1.0], False),  # one seed has no spread
+    ([float('nan'), 1.2], [1.1, 1.2], False),
+  )
+  def test_verdict(self, kernels, plain, tracks):
+    curves = [[2.0, 1.0]] * len(plain)
+    self.assertEqual(tracking.compare((curves, kernels), (curves, plain))['tracks'], tracks)
+
+  def test_distances_of_the_curves(self):
+    kernels, plain = [[3.0, 2.0, 1.0], [3.0, 2.0, 1.5]], [[3.0, 2.5, 1.0], [3.5, 2.0, 1.0]]
+    found = tracking.compare((kernels, [1.0, 1.0]), (plain, [1.0, 1.25]))
+    self.assertEqual(found['difference'], [0.0, -0.25])
+    self.assertEqual(found['spread'], 0.25)
+    self.assertEqual(found['curve_difference'], 0.5)  # of 0.5, 0.5, 0.5
+    self.assertEqual(found['curve_spread'], 0.5)  # of 0.5, 0.5, 0.0
+
+
+class RunTest(absltest.TestCase):
+  def test_evaluation_is_of_bytes_that_no_step_sees(self):
+    size = 10_000
+    train, held_out = tracking.offsets(size, tracking.TINY, 50)
+    self.assertEqual(train.shape, (50, 4))
+    self.assertLessEqual(train.max() + tracking.TINY.length + 1, size - size // tracking.HELD_OUT)
+    self.assertGreaterEqual(held_out.min(), size - size // tracking.HELD_OUT)
+    self.assertLessEqual(held_out.max() + tracking.TINY.length + 1, size)
+    with self.assertRaisesRegex(ValueError, 'too small'):
+      tracking.offsets(100, tracking.TINY, 50)
+
+  def test_tiny_run_on_the_kernels_path(self):
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()) as out:
+      tokens, records = pathlib.Path(folder) / 'tokens.npy', pathlib.Path(folder) / 'records.jsonl'
+      # Bytes with something to learn: 16 of 256 occur.
+      np.save(tokens, np.random.default_rng(1).integers(0, 16, 20_000).astype(np.uint8))
+      argv = ['--tiny', '--steps', '20', '--seeds', '2', '--kernels', 'dense', '--recipes', 'transposable_srste']
+      code = tracking.main([*argv, '--out', str(records), '--tokens', str(tokens)])
+      record = json.loads(records.read_text())
+    self.assertEqual(code, 0, out.getvalue())
+    self.assertTrue(record['complete'])
+    self.assertEqual(set(record['final']), {'dense', 'transposable_srste dense', 'transposable_srste reference'})
+    for name, curves in record['curves'].items():
+      self.assertEqual([len(curve) for curve in curves], [2, 2])
+      for curve, final in zip(curves, record['final'][name], strict=True):
+        self.assertLess(final, curve[0])  # it learns
+      self.assertNotEqual(*record['final'][name])  # seeds differ
+    self.assertNotEqual(record['final']['dense'], record['final']['transposable_srste reference'])
+
+
+if __name__ == '__main__':
+  absltest.main()

@@ -1,0 +1,61 @@
+"""What XLA makes of the block for two H100s: compiled without them, read from the program of one device."""
+
+import re
+from unittest import mock
+
+from absl.testing import absltest, parameterized
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import _device
+import sparse24_jax as s24
+from tests.sparse24_jax import on_hopper_test as hopper
+
+TOKENS, D, HIDDEN = 640, 128, 256
+
+
+@hopper.needs_plugins
+class BlockTest(parameterized.TestCase):
+
+  @parameterized.named_parameters(('whole_weights', ()), ('weights_divided', ('d',)))
+  def test_kernels_on_local_tokens(self, spec):
+    from jax.experimental import topologies
+
+    topology = topologies.get_topology_desc(
+      platform='cuda', target_config=_device._TARGET.format(**_device.TARGETS[hopper.TARGET]), topology='1x1x2'
+    )
+    mesh = topologies.make_mesh(topology, (2,), ('d',))
+
+    def struct(*shape, spec=(), dtype=jnp.bfloat16):
+      sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+      return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    def step(x, weights, states, dy, key):
+      def block(x, weights):
+        key_ = jax.random.wrap_key_data(key)
+        return s24.ffn(x, weights['up'], weights['down'], states, policy=hopper.POLICY, key=key_)
+
+      y, vjp = jax.vjp(block, x, weights)
+      return y, vjp(dy)
+
+    sides = {'up': (D, HIDDEN), 'down': (HIDDEN, D)}
+    weights = {role: struct(*s, spec=spec) for role, s in sides.items()}
+    states = {role: struct(*s, spec=spec, dtype=jnp.bool_) for role, s in sides.items()}
+    x = struct(TOKENS, D, spec=('d',))
+    with hopper.hopper(), mock.patch.object(_device, 'arrays_are_whole', lambda: False):
+      hlo = jax.jit(step).lower(x, weights, states, x, struct(2, dtype=jnp.uint32)).compile().as_text() or ''
+    lines = hlo.splitlines()
+    here = TOKENS // 2
+    found = [hopper.result(line)[1] for line in hopper.calls(lines, hopper.SPARSE)]
+    self.assertCountEqual(found, [(here, HIDDEN)] * 2 + [(here, D)] * 2 + [(D, HIDDEN), (HIDDEN, D)])
+    self.assertLen(hopper.calls(lines, hopper.TRITON), 4)
+    self.assertNotRegex(hlo, r'__cublas|dot\(')
+    kinds = re.findall(r' (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(', hlo)
+    # Both gradients are joined in one sum; weights that lie in parts are gathered packed, and only they.
+    self.assertEqual(kinds.count('all-reduce') + kinds.count('reduce-scatter'), 1)
+    self.assertEqual(set(kinds) - {'all-reduce', 'reduce-scatter'}, {'all-gather'} if spec else set())
+    self.assertEmpty([line for line in lines if re.search(rf'\[{TOKENS},\d+\]', line) and 'all-' in line])
+
+
+if __name__ == '__main__':
+  absltest.main()
