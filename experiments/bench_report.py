@@ -5,21 +5,19 @@ Every figure comes from a record; the latest of equal records counts. Records of
 """
 
 import argparse
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 import json
 from pathlib import Path
 from typing import Any
 
-from experiments import svg
+from experiments.bench_figures import bars, milliseconds, ratios, Record, stacked, table, title
 
 RESULTS = Path(__file__).parent / 'results'
 BENCHES = (
-  'ffn', 'ffn_check', 'ffn_pytorch', 'block', 'train_step', 'sparse_matmul', 'float8_products', 'cusparselt',
-  'epilogue', 'memory_bound',
+  'ffn', 'ffn_check', 'tracking', 'ffn_pytorch', 'block', 'train_step', 'sparse_matmul', 'float8_products',
+  'cusparselt', 'epilogue', 'memory_bound',
 )  # fmt: skip
-_COLOURS = {'sparse': '#0072b2', 'dense': '#7f7f7f', 'dense_fp8': '#b38600', 'cusparselt': '#d55e00', 'xla': '#7f7f7f'}
-_OTHER = '#b2629a'
 _ROLES = ('forward', 'input_grad', 'weight_grad')
 
 _STYLE = """
@@ -43,8 +41,6 @@ details { color: var(--soft) } summary { cursor: pointer }
 svg { width: 100%; max-width: 1000px; height: auto; display: block; margin: 10px 0 }
 svg text { font: 12px system-ui, 'DejaVu Sans', sans-serif; fill: var(--ink) } svg .soft { fill: var(--soft) }
 """
-
-type Record = Mapping[str, Any]
 
 
 def load(paths: Iterable[Path]) -> list[dict[str, Any]]:
@@ -70,107 +66,6 @@ def load(paths: Iterable[Path]) -> list[dict[str, Any]]:
 def _identity(record: Record) -> list[Any]:
   keys = 'bench device op role model recipe activation dtype weights shape layouts mode remat'
   return [record.get(key) for key in keys.split()]
-
-
-def title(record: Record) -> str:
-  """A record in a few words.
-
-  >>> title({'bench': 'ffn', 'recipe': 's_ste', 'activation': 'gelu', 'shape': {'tokens': 8, 'd': 4, 'hidden': 16}})
-  's_ste gelu 8 x 4 x 16'
-  """
-  shape = record['shape']
-  if isinstance(shape, Mapping):
-    wanted = ('tokens', 'd', 'hidden') if 'hidden' in shape else ('tokens', 'd_in', 'd_out')
-    wanted = ('batch', 'length') if record['bench'] in ('block', 'train_step') else wanted
-    shape = [shape[key] for key in wanted]
-  match record['bench']:
-    case 'ffn' | 'ffn_check' | 'ffn_pytorch':
-      words = [record['recipe'], record['activation']]
-    case 'block' | 'train_step':
-      words = [record['model'], record['recipe']]
-    case 'sparse_matmul' | 'float8_products' | 'cusparselt' | 'epilogue':
-      words = [record['role'], record['dtype']]
-    case _:
-      words = [record['op'], record['dtype']]
-  return ' '.join([*words, ' x '.join(map(str, shape))])
-
-
-def milliseconds(record: Record) -> float:
-  """The time that counts: with mask searches spread over their period where there are any."""
-  return record.get('amortised_ms') or record['median_ms']
-
-
-def ratios(record: Record) -> dict[str, float]:
-  """Baseline -> how many times longer it takes."""
-  return {name: row['median_ms'] / milliseconds(record) for name, row in record.get('baselines', {}).items()}
-
-
-def bars(rows: Sequence[tuple[str, Mapping[str, float]]], *, label: str, unit: str = 'ms') -> str:
-  """Horizontal bars: for each row one bar a name, on one scale.
-
-  Args:
-    rows: (what, name -> value).
-    label: read out by screen readers.
-    unit: written behind each value.
-
-  Returns:
-    An `<svg>` element.
-  """
-  longest = max(value for _, values in rows for value in values.values())
-  left, right, thick = 380, 200, 15
-  height = sum(thick * len(values) + 12 for _, values in rows) + 6
-  out = [f'<svg viewBox="0 0 1000 {height}" role="img" aria-label="{escape(label)}" xmlns="http://www.w3.org/2000/svg">']
-  y = 4
-  for what, values in rows:
-    out.append(f'<text x="0" y="{y + 12}">{escape(what)}</text>')
-    for name, value in values.items():
-      width = max(1.0, value / longest * (1000 - left - right))
-      colour = _COLOURS.get(name, _OTHER)
-      out.append(f'<rect x="{left}" y="{y}" width="{width:.1f}" height="{thick - 3}" rx="2" fill="{colour}"/>')
-      text = f'{value:.3g} {unit} {name.replace("_", " ")}'
-      out.append(f'<text class="soft" x="{left + width + 7:.1f}" y="{y + 10.5}">{escape(text)}</text>')
-      y += thick
-    y += 12
-  return '\n'.join([*out, '</svg>'])
-
-
-def stacked(profile: Mapping[str, Mapping[str, Any]], *, label: str) -> str:
-  """Device time of a step by kind of kernel, one bar a twin."""
-  kinds = [kind for kind in next(iter(profile.values()))['by_kind_ms']]
-  colours = dict(zip(kinds, svg.PALETTE[1:] + svg.PALETTE[:1] + ('#bbbbbb',), strict=False))
-  totals = {twin: sum(summary['by_kind_ms'].values()) + summary['idle_ms'] for twin, summary in profile.items()}
-  scale = 830 / max(totals.values())
-  out = [
-    f'<svg viewBox="0 0 1000 {34 * len(profile) + 46}" role="img" aria-label="{escape(label)}"'
-    ' xmlns="http://www.w3.org/2000/svg">'
-  ]
-  for i, (twin, summary) in enumerate(profile.items()):
-    x, y = 80.0, 34 * i + 4
-    out.append(f'<text x="0" y="{y + 16}">{escape(twin.replace("_", " "))}</text>')
-    for kind, ms in summary['by_kind_ms'].items():
-      width = ms * scale
-      out.append(
-        f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="24" fill="{colours[kind]}">'
-        f'<title>{escape(kind)}: {ms:.3f} ms</title></rect>'
-      )
-      x += width
-    out.append(f'<text class="soft" x="{x + 6:.1f}" y="{y + 16}">{totals[twin]:.2f} ms</text>')
-  used = [kind for kind in kinds if any(summary['by_kind_ms'][kind] for summary in profile.values())]
-  x, y = 80.0, 34 * len(profile) + 22
-  for kind in used:
-    out.append(f'<rect x="{x}" y="{y - 10}" width="11" height="11" fill="{colours[kind]}"/>')
-    out.append(f'<text class="soft" x="{x + 15}" y="{y}">{escape(kind)}</text>')
-    x += 30 + 7.6 * len(kind)
-  return '\n'.join([*out, '</svg>'])
-
-
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-  def row(tag: str, cells: Sequence[str]) -> str:
-    texts = (f'<{tag}{"" if i == 0 else " class=n"}>{escape(cell)}</{tag}>' for i, cell in enumerate(cells))
-    return '<tr>' + ''.join(texts) + '</tr>'
-
-  body = '\n'.join(row('td', cells) for cells in rows)
-  return f'<div class="scroll"><table><thead>{row("th", heads)}</thead><tbody>\n{body}\n</tbody></table></div>'
 
 
 def _ratio_text(record: Record) -> str:
@@ -199,10 +94,15 @@ def _steps(bench: str, records: Sequence[Record]) -> str:
       _ratio_text(record), speed, ' / '.join(str(calls.get(role, '')) for role in _ROLES),
     ])  # fmt: skip
   heading, lead = heads[bench]
+  if bench == 'ffn_pytorch' and (wrong := [r['error'] for r in records if (r.get('error') or 0) > 1e-2]):
+    lead += (
+      f' The relative error of its products is {min(wrong):.2f} to {max(wrong):.2f}: the layout that the packer writes'
+      ' is not the one that the matmul reads on this card. The times stand, the numbers do not.'
+    )
   parts = [
     f'<h2>{heading}</h2><p class="soft">{lead} Medians over interleaved bursts in both orders.</p>',
     bars(charts, label=heading),
-    _table(['case', 'ms', 'baselines, ms', 'times faster than', 'speed', 'sparse calls F / dX / dW'], rows),
+    table(['case', 'ms', 'baselines, ms', 'times faster than', 'speed', 'sparse calls F / dX / dW'], rows),
   ]  # fmt: skip
   for record in records:
     profile = {twin: summary for twin, summary in (record.get('profile') or {}).items() if summary}
@@ -212,8 +112,8 @@ def _steps(bench: str, records: Sequence[Record]) -> str:
       kinds = list(next(iter(profile.values()))['by_kind_ms'])
       cells = [[k, *(f'{s["by_kind_ms"][k]:.3f}' for s in profile.values())] for k in kinds]
       cells += [[k.removesuffix('_ms'), *(f'{s[k]:.3f}' for s in profile.values())] for k in ('busy_ms', 'idle_ms')]
-      table = _table(['ms a step', *profile], [row for row in cells if any(float(c) for c in row[1:])])
-      parts.append(f'<details><summary>as a table</summary>{table}</details>')
+      rows_of_kinds = table(['ms a step', *profile], [row for row in cells if any(float(c) for c in row[1:])])
+      parts.append(f'<details><summary>as a table</summary>{rows_of_kinds}</details>')
   return '\n'.join(parts)
 
 
@@ -247,7 +147,7 @@ def _matmul(bench: str, records: Sequence[Record]) -> str:
   return '\n'.join([
     f'<h2>{heading}</h2><p class="soft">{lead}</p>',
     bars(chart, label=heading),
-    _table(['problem', 'ms', 'logical TFLOP/s', 'times faster than', 'the same, sustained', 'error'], rows),
+    table(['problem', 'ms', 'logical TFLOP/s', 'times faster than', 'the same, sustained', 'error'], rows),
   ])  # fmt: skip
 
 
@@ -266,8 +166,27 @@ def _checks(records: Sequence[Record]) -> str:
     'card. MVUE picks by the values that it is given, so rounding now and then picks another entry: weight gradients '
     'are compared without sampling; with it, beside the plain op in the same dtype; and the mean of samples beside the '
     'unsampled gradient, over what their spread lets expect (about 1 if unbiased).</p>'
-    + _table(['block', 'tensor', 'without sampling', 'with', 'plain op, with', 'mean of samples'], rows)
+    + table(['block', 'tensor', 'without sampling', 'with', 'plain op, with', 'mean of samples'], rows)
   )
+
+
+def _tracking(records: Sequence[Record]) -> str:
+  """Section of training with the kernels beside training with the reference op."""
+  parts = []
+  for record in records:
+    rows = [
+      [recipe, ', '.join(f'{d:+.4f}' for d in found['difference']), f'{found["spread"]:.4f}',
+       'yes' if found['tracks'] else 'no']
+      for recipe, found in record['comparisons'].items()
+    ]  # fmt: skip
+    shape = record['shape']
+    parts.append(
+      f'<p class="soft">{escape(record["model"])}, {shape["layers"]} layers, width {shape["width"]}, {record["steps"]} '
+      f'steps of {shape["batch"]} x {shape["length"]} bytes of text, {record["seeds"]} seeds. Validation loss with the '
+      'kernels minus that with the plain op, seed by seed, beside the spread of seeds.</p>'
+      + table(['recipe', 'difference, nats a byte', 'spread of seeds', 'within'], rows)
+    )
+  return '<h2>Training with the kernels and without</h2>' + ''.join(parts)
 
 
 def _memory_bound(records: Sequence[Record]) -> str:
@@ -279,7 +198,7 @@ def _memory_bound(records: Sequence[Record]) -> str:
   return '\n'.join([
     '<h2>Memory-bound kernels</h2><p class="soft">Bytes that must move over time, as a share of a plain copy.</p>',
     bars(shares, label='share of copy bandwidth', unit='%'),
-    _table(['kernel', 'written in', 'ms', 'of copy bandwidth', 'times faster than'], rows),
+    table(['kernel', 'written in', 'ms', 'of copy bandwidth', 'times faster than'], rows),
   ])  # fmt: skip
 
 
@@ -343,6 +262,8 @@ def page(records: Sequence[Record]) -> str:
           parts.append(_memory_bound(chosen))
         case 'ffn_check':
           parts.append(_checks(chosen))
+        case 'tracking':
+          parts.append(_tracking(chosen))
         case _:
           parts.append((_matmul if bench in _PRODUCTS else _steps)(bench, chosen))
       for note in dict.fromkeys(r['note'] for r in chosen if 'note' in r):
