@@ -85,6 +85,12 @@ def _lower(methods: Groups, a: str, b: str, names: tuple[str, str], *, ties: boo
   return 'open', f'{evidence} The interval is too wide to tell.'
 
 
+def _label(methods: Groups, name: str) -> str:
+  """Which of several settings a method is judged by."""
+  label = methods[name][0].label if name in methods else name
+  return label[:1].upper() + label[1:]
+
+
 def comparable_flips(methods: Groups, a: str, b: str) -> list[tuple[RunRecord, RunRecord]]:
   """Pairs of runs of equal seed whose flip rates are on one scale."""
   other = {run.seed: run for run in methods.get(b, ())}
@@ -153,7 +159,9 @@ _CLAIMS: Sequence[tuple[str, str, Callable[[Groups], tuple[Verdict, str] | None]
   ('Mixed sparsity training beats a static mask at as many FLOPs.', MST,
    lambda m: _lower(m, 'mixed_sparsity', 'static', ('MST', 'the static mask'), ties=False)),
   ('2:4 weights with V:N:M activations reach the quality of dense squared ReLU.', NEURON_LEVEL,
-   lambda m: _lower(m, 'neuron_level', 'dense_relu2', ('V:N:M', 'dense squared ReLU'), ties=True)),
+   lambda m: _lower(m, 'neuron_level', 'dense_relu2', (_label(m, 'neuron_level'), 'dense squared ReLU'), ties=True)),
+  ('2:4 weights with 2:4 activations reach the quality of dense squared ReLU.', NEURON_LEVEL,
+   lambda m: _lower(m, 'neuron_level_24', 'dense_relu2', ('2:4', 'dense squared ReLU'), ties=True)),
   ('2:4 activations with dense weights reach the quality of dense squared ReLU.', ACTIVATIONS,
    lambda m: _lower(m, 'activations_24', 'dense_relu2', ('2:4', 'dense squared ReLU'), ties=True)),
 )  # fmt: skip

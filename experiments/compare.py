@@ -93,7 +93,7 @@ def write_records(found: Iterable[runs.RunRecord], path: Path, *, experiment: st
       # Runs from before these two were stored have no commit to tell, and their command is today's at best.
       'commit': None,
       'command': command(),
-      **run.environment,
+      **report.without_folders(run.environment),
       'when': datetime.datetime.fromtimestamp((run.folder / 'summary.json').stat().st_mtime, datetime.UTC).isoformat(),
     }
     kept[_key(record)] = record

@@ -27,7 +27,7 @@ class Method:
   Attributes:
     label: what tables and legends say.
     recipe: name in `sparse24_jax.recipes`.
-    kwargs: arguments of the recipe.
+    kwargs: arguments of the recipe; a `refresh_every` below 1 is a share of the optimizer steps.
     model: changes to the model.
     steps: share of the experiment's optimizer steps.
     dense_from: what a dense phase after a sparse one starts from, see `configs.base`.
@@ -187,8 +187,7 @@ def configure(config: Config, method: str, seed: int) -> Config:
   if method not in METHODS:
     raise ValueError(f'method is {method!r}; known: {", ".join(METHODS)}')
   chosen, config = METHODS[method], config.copy_and_resolve_references()
-  own = config.methods.get(method, {})
-  own = own.to_dict() if isinstance(own, ConfigDict) else dict(own)
+  own = _own(config, method)
   share = own.pop('steps', chosen.steps)
   if isinstance(share, str):
     share = _flops(configure(config, share, seed)) / _flops(configure(config, 'dense', seed))
@@ -197,6 +196,10 @@ def configure(config: Config, method: str, seed: int) -> Config:
     kwargs['density'] = _density_with_flops_of(config, method, kwargs['density'])
   if config.name.endswith('-tiny') and chosen.recipe in _TINY_REFRESH:
     kwargs['refresh_every'] = _TINY_REFRESH[chosen.recipe]
+  steps = max(1, round(share * config.steps))
+  # A period that follows the steps stays shorter than every stage of a schedule in shares of them.
+  if 0 < kwargs.get('refresh_every', 1) < 1:
+    kwargs['refresh_every'] = max(1, round(kwargs['refresh_every'] * steps))
   # Searching anew at every step puts flip rates of different refresh intervals on one scale.
   recipe = ConfigDict({
     'name': chosen.recipe, 'kwargs': kwargs, 'flip_rate': 'step', 'dense_from': chosen.dense_from,
@@ -205,9 +208,45 @@ def configure(config: Config, method: str, seed: int) -> Config:
   with config.unlocked():
     config.recipe = recipe
     config.model.update(chosen.model)
-  config.label, config.seed, config.data.seed = chosen.label, seed, seed
-  config.steps = max(1, round(share * config.steps))
+  config.label, config.seed, config.data.seed, config.steps = chosen.label, seed, seed, steps
   return config
+
+
+def _own(config: Config, method: str) -> dict[str, Any]:
+  """What an experiment sets for a method."""
+  own = config.methods.get(method, {})
+  return own.to_dict() if isinstance(own, ConfigDict) else dict(own)
+
+
+def check(config: Config, methods: Sequence[str]) -> None:
+  """Builds the recipe of every method, and of those whose FLOPs one takes; counts none, so it is done in no time.
+
+  Args:
+    config: the experiment, any recipe.
+    methods: keys of `METHODS` or `GROUPS`.
+
+  Raises:
+    ValueError: unknown methods, and settings that their recipes refuse; of all of them.
+  """
+  refused, asked, todo = [], set(), expand(methods)
+  while todo:
+    method = todo.pop(0)
+    if method in asked:
+      continue
+    asked.add(method)
+    stand_in, own = config.copy_and_resolve_references(), _own(config, method)
+    for name, value in (('density', _FIRST_DENSITIES[0]), ('steps', 1.0)):
+      if isinstance(own.get(name), str):
+        todo.append(own[name])
+        own[name] = value
+    with stand_in.unlocked():
+      stand_in.methods[method] = own
+    try:
+      make_recipe(configure(stand_in, method, 0))
+    except ValueError as error:
+      refused.append(str(error) if method not in METHODS else f'{method} with {config.steps} steps: {error}')
+  if refused:
+    raise ValueError('; '.join(refused))
 
 
 def _flops(config: Config) -> float:
@@ -237,6 +276,16 @@ def _density_with_flops_of(config: Config, method: str, other: str) -> float:
   return round(min(points, key=lambda point: abs(point[1]))[0], 4)
 
 
+def load_checked(
+  experiment: str, methods: Sequence[str], *, tiny: bool = False, overrides: Sequence[str] = ()
+) -> Config:
+  """The experiment that methods are put into, after everything that `run_all` refuses has been looked for."""
+  refuse_overrides(overrides, _SET_BY_METHOD | _SET_BY_SEED)
+  config = load_config(experiment, overrides, tiny=tiny)
+  check(config, methods)
+  return config
+
+
 def run_all(
   experiment: str,
   methods: Sequence[str],
@@ -262,10 +311,10 @@ def run_all(
     The run folders.
 
   Raises:
-    ValueError: an unknown method, or an override of what methods and seeds decide.
+    ValueError: an unknown method, settings that a method's recipe refuses, or an override of what methods and seeds
+      decide; before anything is trained.
   """
-  refuse_overrides(overrides, _SET_BY_METHOD | _SET_BY_SEED)
-  base = load_config(experiment, overrides, tiny=tiny)
+  base = load_checked(experiment, methods, tiny=tiny, overrides=overrides)
   configs = {f'{method}-seed{seed}': configure(base, method, seed) for seed in seeds for method in expand(methods)}
   folders = []
   programs: dict[str, list[train.Programs]] = {}

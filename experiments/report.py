@@ -5,7 +5,11 @@ import dataclasses
 from html import escape
 import itertools
 import json
+import math
 from pathlib import Path
+import shlex
+import textwrap
+from typing import Any
 
 import numpy as np
 
@@ -129,6 +133,23 @@ def table_rows(groups: Groups) -> list[list[str]]:
   return rows
 
 
+def without_folders(environment: Mapping[str, Any]) -> dict[str, Any]:
+  """An environment in whose command line only the last part of an absolute path is kept.
+
+  >>> without_folders({'command': 'python -m experiments compare --folder /tmp/x/runs'})
+  {'command': 'python -m experiments compare --folder runs'}
+  """
+  if 'command' not in environment:
+    return dict(environment)
+  parts = [Path(part).name if part.startswith('/') else part for part in shlex.split(environment['command'])]
+  return {**environment, 'command': shlex.join(parts)}
+
+
+def _short(label: str) -> str:
+  """What fits beside a plot."""
+  return textwrap.shorten(label, 32, placeholder=' …')
+
+
 def _head(title: str, found: Sequence[RunRecord], groups: Groups) -> str:
   config, tokens = found[0].config, 0
   for run in found:
@@ -194,14 +215,18 @@ def _table(groups: Groups, colours: Mapping[str, str]) -> str:
     cells = zip([name, *map(escape, values)], numeric, strict=True)
     body += '<tr>' + ''.join(f'<td{" class=n" if n else ""}>{cell}</td>' for cell, n in cells) + '</tr>'
   dots = svg.dot_plot(
-    [(label, colours[label], [run.validation_loss for run in group]) for label, group in groups.items()],
+    [(_short(label), colours[label], [run.validation_loss for run in group]) for label, group in groups.items()],
     title='Final validation loss of every run',
     x_label='final validation loss, nats a token; one dot a seed',
   )
+  side_by_side = any(
+    ' experiments together ' in run.environment.get('command', '') for group in groups.values() for run in group
+  )
+  shared = ' These runs shared a device with others, so their seconds say nothing about speed.' if side_by_side else ''
   return (
     '<h2>Comparison</h2><p class="caption">Final validation loss in nats a token (a byte, with the byte tokenizer): '
     'mean and sample standard deviation over seeds, and the difference to the dense run of the same seed. Flip rates '
-    'compare over the same steps, in which every sparse method is still sparse.</p>'
+    f'compare over the same steps, in which every sparse method is still sparse.{shared}</p>'
     f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
     f'<figure style="margin-top:26px"><figcaption>Final validation loss</figcaption>{dots}</figure>'
   )
@@ -223,14 +248,16 @@ def _line(label: str, colour: str, curves: Sequence[tuple[np.ndarray, np.ndarray
 
 
 def _marks(groups: Groups) -> list[tuple[float, str]]:
-  """Where a sparse phase is followed by a dense one."""
-  ends = {
-    (float(run.sparse_end), f'{run.label} turns dense')
-    for group in groups.values()
-    for run in group
-    if run.train[-1]['phase'] == 'dense' and any(record['phase'] == 'sparse' for record in run.train)
-  }
-  return sorted(ends)[:1]
+  """Where a sparse phase is first followed by a dense one."""
+  ends: dict[int, set[str]] = {}
+  for run in itertools.chain.from_iterable(groups.values()):
+    if run.train[-1]['phase'] == 'dense' and any(record['phase'] == 'sparse' for record in run.train):
+      ends.setdefault(run.sparse_end, set()).add(run.label)
+  if not ends:
+    return []
+  first = min(ends)
+  text = f'{len(ends[first])} methods turn dense' if len(ends[first]) > 1 else f'{_short(*ends[first])} turns dense'
+  return [(float(first), text)]
 
 
 def _curves(group: Sequence[RunRecord], kind: str) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -297,36 +324,48 @@ _MEASURES = {
 
 def _activations(groups: Groups) -> str:
   """Sparsity of squared ReLU over training, a chart a method and measure with a line a layer."""
-  charts = []
+  found: list[tuple[str, str, Sequence[RunRecord], list[svg.Line]]] = []
   for label, group in groups.items():
     for measure, name in _MEASURES.items():
-      layers = group[0].validation[-1].get(measure, {}) if group[0].validation else {}
+      # A pattern in an order that the sparse phase keeps cannot be measured in a dense one.
+      layers = dict.fromkeys(layer for record in group[0].validation for layer in record.get(measure, {}))
       curves = {layer: [run.activation_curve(measure, layer) for run in group] for layer in layers}
-      lines = [
-        line
-        for i, (layer, found) in enumerate(curves.items())
-        if (line := _line(layer if len(layers) <= 12 else '', svg.PALETTE[1 + i % (len(svg.PALETTE) - 1)], found))
-      ]
-      if lines:
-        title = f'{label}: {name}'
-        chart = svg.line_chart(
-          lines, title=title, y_label=name, y_range=(0.0, 1.0), marks=_phase_marks(group[0]), width=380, height=230
-        )
-        charts.append(f'<figure><figcaption>{escape(title)}</figcaption>{chart}</figure>')
-  if not charts:
+      if lines := _layer_lines(curves):
+        found.append((label, name, group, lines))
+  if not found:
     return ''
+  # One range for all, so that heights compare; above it the phases have their names.
+  low = min(0.9, math.floor(10 * min(float(line.y.min()) for *_, lines in found for line in lines)) / 10)
+  y_range = (low, 1 + 0.12 * (1 - low))
+  charts = []
+  for label, name, group, lines in found:
+    title, marks = f'{label}: {name}', _phase_marks(group[0])
+    chart = svg.line_chart(lines, title=title, y_label=name, y_range=y_range, marks=marks, width=380, height=230)
+    charts.append(f'<figure><figcaption>{escape(title)}</figcaption>{chart}</figure>')
   return (
     '<h2>Activations</h2><p class="caption">Squared ReLU on validation text, in the forward that the step trains with, '
     'each layer by itself: its share of zeros before any pattern, and how much of its sum the pattern keeps (in dense '
-    'phases: would keep). Validation losses are taken with dense activations, since a pattern over a block of tokens '
-    f'sees later ones; training losses are not.</p>'
+    'phases: would keep). Vertical lines part phases; axes need not begin at zero. Validation losses are taken with '
+    'dense activations, since a pattern over a block of tokens sees later ones; training losses are not.</p>'
     f'<div class="charts small">{"".join(charts)}</div>'
   )
 
 
 def _phase_marks(run: RunRecord) -> list[tuple[float, str]]:
-  """Where a phase follows another, to the distance of two log lines."""
-  return [(float(a['step']), b['phase']) for a, b in itertools.pairwise(run.train) if a['phase'] != b['phase']]
+  """Where a phase follows another, to the distance of two log lines, with the name of the one that ends there."""
+  ends = [(float(a['step']), a['phase']) for a, b in itertools.pairwise(run.train) if a['phase'] != b['phase']]
+  # Left of an early line is no room for a name.
+  return [(step, phase if step > 0.2 * run.train[-1]['step'] else '') for step, phase in ends]
+
+
+def _layer_lines(curves: Mapping[str, Sequence[tuple[np.ndarray, np.ndarray]]]) -> list[svg.Line]:
+  """A line a layer; with names unless there are more layers than colours."""
+  colours = svg.PALETTE[1:]
+  lines = [
+    _line(layer if len(curves) <= len(colours) else '', colours[i % len(colours)], seeds)
+    for i, (layer, seeds) in enumerate(curves.items())
+  ]
+  return [line for line in lines if line]
 
 
 def _flips(groups: Groups, colours: Mapping[str, str]) -> str:
@@ -354,18 +393,14 @@ def _flips(groups: Groups, colours: Mapping[str, str]) -> str:
   )
   small = []
   for label, group in groups.items():
-    names = list(group[0].train[-1]['flip_rates'])
-    layers = []
-    for i, name in enumerate(names):
-      curves = []
+    by_layer: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
+    for name in group[0].train[-1]['flip_rates']:
       for run in group:
         start = int(run.flip_curve()[0][0]) if len(run.flip_curve()[0]) else 0
         records = [r for r in run.train if r['step'] >= start and name in r['flip_rates']]
-        curves.append((np.array([r['step'] for r in records]), np.array([r['flip_rates'][name] for r in records])))
-      short = name.removesuffix('/kernel')
-      if line := _line(short if len(names) <= 12 else '', svg.PALETTE[1 + i % (len(svg.PALETTE) - 1)], curves):
-        layers.append(line)
-    if layers:
+        curve = np.array([r['step'] for r in records]), np.array([r['flip_rates'][name] for r in records])
+        by_layer.setdefault(name.removesuffix('/kernel'), []).append(curve)
+    if layers := _layer_lines(by_layer):
       chart = svg.line_chart(
         layers,
         title=f'Flip rate of each layer, {label}',
@@ -379,7 +414,8 @@ def _flips(groups: Groups, colours: Mapping[str, str]) -> str:
     f'<h2>Flip rate</h2><p class="caption">The share of mask entries that change. {unit} Dense runs are watched: masks '
     f'are chosen and compared, and nothing is made sparse. Rates of zero have no place on the log scale.'
     f'</p><figure>{overall}</figure>'
-    f'<h2>Flip rate of each layer</h2><div class="charts small">{"".join(small)}</div>'
+    '<h2>Flip rate of each layer</h2><p class="caption">Lines have names where a model has at most eight such layers.'
+    f'</p><div class="charts small">{"".join(small)}</div>'
   )
 
 
@@ -387,7 +423,7 @@ def _settings(found: Sequence[RunRecord]) -> str:
   blocks = []
   for run in found:
     state = f'validation loss {run.validation_loss:.4f}' if run.summary else 'unfinished'
-    text = json.dumps({'config': run.config, 'environment': run.environment}, indent=2)
+    text = json.dumps({'config': run.config, 'environment': without_folders(run.environment)}, indent=2)
     blocks.append(
       f'<details><summary>{escape(run.folder.name)} · {escape(run.label)} · seed {run.seed} · {state} · '
       f'{run.tokens_per_s / 1e3:,.1f} k tokens/s</summary><pre>{escape(text)}</pre></details>'

@@ -56,7 +56,11 @@ def together(
 
   Returns:
     The number of processes that failed, were stopped or ended without all their runs.
+
+  Raises:
+    ValueError: see `methods.run_all`; no process has been started then.
   """
+  methods.load_checked(experiment, names, tiny=tiny, overrides=overrides)
   folder, start = Path(folder), time.monotonic()
   folder.mkdir(parents=True, exist_ok=True)
   os.environ.update({name: os.environ.get(name, value) for name, value in _ENVIRONMENT.items()})

@@ -6,7 +6,7 @@ import json
 import pathlib
 import tempfile
 
-from absl.testing import absltest
+from absl.testing import absltest, parameterized
 
 from experiments import build, experiment, train
 from experiments.bench import attention
@@ -51,16 +51,27 @@ class AttentionPhasesTest(absltest.TestCase):
       build.make_parts(config(attention_pattern='x'), data=FakeData())
 
 
-class BenchTest(absltest.TestCase):
-  def test_record(self):
+class BenchTest(parameterized.TestCase):
+  @parameterized.parameters(('combined-1k', {'masked', 'full'}), ('local-4k', {'full'}))
+  def test_record(self, case, baselines):
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()) as out:
       path = pathlib.Path(folder) / 'x.jsonl'
-      argv = ['--out', str(path), '--tiny', '--rounds', '1', '--steps', '2', '--select', 'combined-1k']
+      argv = ['--out', str(path), '--tiny', '--rounds', '1', '--steps', '2', '--select', case]
       self.assertEqual(attention.main(argv), 0, out.getvalue())
       record = json.loads(path.read_text())
-    self.assertEqual(set(record['baselines']), {'masked', 'full'})
+    self.assertEqual(set(record['baselines']), baselines)
     for errors in record['error'].values():
       self.assertLess(max(errors.values()), 1e-5)
+
+  def test_a_case_that_would_end_too_late_is_not_begun(self):
+    now, took = [0.0], {'a': 3.0, 'b': 5.0, 'c': 2.0, 'd': 1.0}
+    for seconds, expected in ((0, 'abcd'), (100, 'abcd'), (14, 'abc'), (10, 'ab'), (2, 'a')):
+      found = ''
+      for name, in_time in attention.within(list(took), seconds, lambda: now[0]):
+        if in_time:
+          found += name
+          now[0] += took[name]
+      self.assertEqual(found, expected)
 
 
 if __name__ == '__main__':

@@ -154,6 +154,26 @@ class ReportTest(parameterized.TestCase):
     for record in records:
       self.assertEqual(record, record | origin | {'experiment': 'mine'})
 
+  def test_folders_of_a_machine_stay_there(self):
+    folder = Path(temp_folder(self))
+    path = write_run(folder, 'fst', 0, 1.25)
+    command = 'python -m experiments together --folder /home/me/runs --set steps=9'
+    old = json.loads((path / 'environment.json').read_text())
+    (path / 'environment.json').write_text(json.dumps(old | {'command': command}))
+    compare.write_records(runs.find_runs([folder]), folder / 'results.jsonl', experiment='mine')
+    page = report.write_report([folder], folder / 'r.html').read_text()
+    for text in ((folder / 'results.jsonl').read_text(), page):
+      self.assertIn('--folder runs --set steps=9', text)
+      self.assertNotIn('/home/me', text)
+    self.assertIn('say nothing about speed', page)
+
+  @parameterized.parameters((1, 'FST turns dense'), (2, '2 methods turn dense'))
+  def test_the_first_end_of_a_sparse_phase_is_marked(self, count, text):
+    folder = temp_folder(self)
+    for method in ('fst', 'fst_no_decay')[:count]:
+      write_run(folder, method, 0, 1.25)
+    self.assertIn(text, ' '.join(read_page(report.write_report([folder], Path(folder) / 'r.html')).text))
+
 
 class VerdictTest(parameterized.TestCase):
   def _verdicts(self, **finals):

@@ -77,6 +77,46 @@ class TogetherTest(parameterized.TestCase):
     self.assertIn('data_dir is not an existing folder', text)
 
 
+  def test_settings_that_a_method_refuses_start_nothing(self):
+    folder = Path(temp_folder(self)) / 'runs'
+    short = ['steps=900', 'methods.mixed_sparsity.refresh_every=50']
+    with self.assertRaisesRegex(ValueError, r'mixed_sparsity with 900 steps: a stage .* than refresh_every=50'):
+      # Static masks take the FLOPs of mixed sparsity training.
+      run(self, folder, names=['dense', 'static'], tiny=False, overrides=short)
+    with self.assertRaisesRegex(ValueError, "method is 'magic'"):
+      run(self, folder, names=['dense', 'magic'])
+    with self.assertRaisesRegex(ValueError, 'no effect here'):
+      run(self, folder, overrides=['seed=1'])
+    self.assertFalse(folder.exists())
+
+
+class RefusalsTest(parameterized.TestCase):
+  @parameterized.parameters(20, 300, 900, 2000)
+  def test_small_takes_any_number_of_steps(self, steps):
+    config = methods.load_config('small', [f'steps={steps}'])
+    methods.check(config, ['equal-flops', 'sparse-activations'])
+    found = methods.configure(config, 'mixed_sparsity', 0).recipe.kwargs
+    self.assertEqual(found.refresh_every, max(1, round(steps / 40)))
+
+  def test_all_that_is_refused_is_told(self):
+    config = methods.load_config('nano', ['steps=400'])
+    with self.assertRaises(ValueError) as caught:
+      methods.check(config, ['equal-flops'])
+    for method in ('mixed_sparsity', 'mixed_sparsity_keep_moments', 'mixed_sparsity_24'):
+      self.assertIn(f'{method} with 400 steps: ', str(caught.exception))
+    self.assertNotIn('rigl', str(caught.exception))
+
+  def test_no_flops_are_counted(self):
+    with mock.patch.object(methods, '_flops', side_effect=AssertionError('counted')):
+      methods.check(methods.load_config('small'), ['equal-flops'])
+
+  def test_nothing_is_trained_before(self):
+    folder = Path(temp_folder(self))
+    trains = mock.patch.object(train, 'train', side_effect=AssertionError('trained'))
+    with trains, self.assertRaisesRegex(ValueError, 'is shorter than refresh_every'):
+      methods.run_all('nano', ['dense', 'mixed_sparsity'], [0], folder, overrides=['steps=400'])
+
+
 class EqualFlopsTest(parameterized.TestCase):
   @parameterized.parameters('rigl', 'static', 'mixed_sparsity_24', 'dense_short')
   def test_small_takes_as_many_flops_with_each(self, method):
