@@ -89,7 +89,9 @@ def make_step(
   model = s24.sparsify(build.model_for(parts, attention, deterministic=deterministic), recipe, phase=phase)
 
   @functools.partial(jax.jit, donate_argnums=0, out_shardings=shardings)
-  def step(state: TrainState, batches: dict[str, jax.Array], seed: int) -> tuple[TrainState, StepMetrics]:
+  def step(
+    state: TrainState, batches: dict[str, jax.Array], seed: int = config.seed
+  ) -> tuple[TrainState, StepMetrics]:
     # Every step's key comes from its number, so a resumed run draws what the interrupted one would have drawn.
     key = jax.random.fold_in(jax.random.key(seed + 1), state.step)
     # Masks of this optimizer step, for all micro-batches: read from the optimizer state, searched by its update.
@@ -115,7 +117,7 @@ def make_step(
     metrics = StepMetrics(loss, norm, jnp.asarray(learning_rate), flips.overall, jnp.concatenate(rates))
     return TrainState(state.step + 1, params, opt_state), metrics
 
-  return lambda state, batches, seed=config.seed: step(state, batches, seed)
+  return step
 
 
 def make_eval(

@@ -111,8 +111,12 @@ def _projected(w: Array, projection: Any, state: Array | None, axis: int) -> Arr
   return w.T if axis == -2 else w
 
 
+# Names of `soft_threshold_projection`, along either axis.
+_SOFT_THRESHOLDS = ('soft_threshold', 'soft_threshold along out')
+
+
 def _sparse_weight(w: Array, projection: Any, state: Array | None, axis: int) -> Weight:
-  if projection is not None and projection.name.startswith('soft_threshold') and w.dtype.itemsize == 2:
+  if getattr(projection, 'name', None) in _SOFT_THRESHOLDS and w.dtype.itemsize == 2:
     return Weight(None, soft_threshold_pack(w, state, axis=axis))
   dense = _projected(w, projection, state, axis)
   if projection is None:

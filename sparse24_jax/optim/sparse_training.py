@@ -65,6 +65,9 @@ def sparse_training(
   chosen from the weights as this wrapper leaves them. It counts calls of its own update, so `optax.MultiSteps` around
   it counts optimizer steps.
 
+  A search is a loop of one pass or none, so that a step without one copies nothing: `update` has no reverse-mode
+  derivative unless `refresh_every` is 1.
+
   The state has one structure in all phases: build an optimizer for each phase and carry the state through. Masks go
   on being chosen and compared in dense phases, where nothing reads them.
 
