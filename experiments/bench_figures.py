@@ -24,6 +24,7 @@ def title(record: Record) -> str:
   if isinstance(shape, Mapping):
     wanted = ('tokens', 'd', 'hidden') if 'hidden' in shape else ('tokens', 'd_in', 'd_out')
     wanted = ('batch', 'length') if record['bench'] in ('block', 'train_step') else wanted
+    wanted = ('rows', 'columns') if 'rows' in shape else wanted
     shape = [shape[key] for key in wanted]
   match record['bench']:
     case 'ffn' | 'ffn_check' | 'ffn_pytorch':

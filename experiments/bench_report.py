@@ -64,7 +64,7 @@ def load(paths: Iterable[Path]) -> list[dict[str, Any]]:
 
 
 def _identity(record: Record) -> list[Any]:
-  keys = 'bench device op role model recipe activation dtype weights shape layouts mode remat'
+  keys = 'bench device op role model recipe activation pattern dtype weights shape layouts mode remat'
   return [record.get(key) for key in keys.split()]
 
 

@@ -18,7 +18,11 @@ def prmt(a, b, selector):
 
 @triton.jit
 def squared_relu(pair, dtype: tl.constexpr):
-  """relu(x)^2 of both entries, rounded once; a NaN passes."""
+  """relu(x)^2 of both entries, rounded once, subnormal squares too; a NaN passes.
+
+  The reference squares in float32 and rounds that. The float32 square is exact but far below half of the smallest
+  subnormal number, so that both agree for every x, except where XLA takes float32 below 2^-126 for zero: its CPU does.
+  """
   if dtype == tl.bfloat16:
     return tl.inline_asm_elementwise(
       '{ .reg .b32 r, z; mov.b32 z, 0; max.NaN.bf16x2 r, $1, z; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, r, r, z; }',

@@ -7,7 +7,8 @@ tile's columns, or, for blocks of 256 rows and more, its rows.
 What bounds it, on an H100: bytes from L2 to the SMs. Blocks differ in their rows of B, so B cannot be multicast, and
 every tile of V rows reads 4 K / M rows of B, 8 K N R / (M V) bytes in all, whatever the tile's width. At 16384 x 4096 x
 16384 and 8.2 TB/s that is 1.05 ms for 128:2:8 and 0.52 ms for 128:2:16, twice as much for V = 64, half for V = 256; A
-adds 5 to 20%.
+adds 5 to 20%. V = 64 takes that time. 128:2:8 and 128:2:16 take 1.50 and 0.85 ms whatever the settings: about half
+of a step does not depend on its bytes (`LOG.md`).
 """
 
 from collections.abc import Callable

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import _device, _tuning
-from pallas_kernels.sparse_matmul import api, arg_specs, bench, mosaic_gpu, verify
+from pallas_kernels.sparse_matmul import _prepared, api, arg_specs, mosaic_gpu, verify
 
 pytestmark = [
   pytest.mark.gpu,
@@ -35,7 +35,7 @@ class GpuTest(parameterized.TestCase):
   def test_mma_sp(self, size, b_layout, activation):
     m, n, k = size
     p = mosaic_gpu.Problem(m, n, k, jnp.dtype('bfloat16'), jnp.dtype('bfloat16'), jnp.dtype('bfloat16'), b_layout)
-    x = bench._inputs(p, jax.random.key(m))
+    x = _prepared.inputs(p, jax.random.key(m))
     kwargs = dict(activation=activation, bias=jnp.linspace(-1.0, 1.0, m), b_layout=b_layout, out_layout='nm')
     found = api.sparse_matmul(x.a, x.b, **kwargs, implementation='mosaic_gpu_sm80')
     expected = api.sparse_matmul(x.a, x.b, **kwargs, out_dtype=jnp.float32, implementation='reference')
@@ -44,23 +44,23 @@ class GpuTest(parameterized.TestCase):
   def test_changing_inputs_between_launches(self):
     """A missing fence would let one launch read what another left in shared memory."""
     spec = arg_specs.Spec(1024, 2048, 1024)
-    p = bench.problem(spec)
+    p = _prepared.problem(spec)
     f = jax.jit(lambda a, b: mosaic_gpu.sparse_matmul(
       a, b, activation=None, out_dtype=p.out_dtype, b_layout='nk', out_layout='mn'))
-    inputs = [bench._inputs(p, jax.random.key(i)) for i in range(8)]
+    inputs = [_prepared.inputs(p, jax.random.key(i)) for i in range(8)]
     results = [f(x.a, x.b) for x in inputs]
     for x, d in zip(inputs, results, strict=True):
-      self.assertLessEqual(_tuning.relative_error(d, bench._expected(p, x.a_dense, x.b)), _tuning.TOLERANCE)
+      self.assertLessEqual(_tuning.relative_error(d, _prepared.expected(p, x.a_dense, x.b)), _tuning.TOLERANCE)
 
   def test_training_step_runs_the_kernel(self):
     spec = arg_specs.Spec(2048, 4096, 4096)
-    x = bench._inputs(bench.problem(spec), jax.random.key(0))
+    x = _prepared.inputs(_prepared.problem(spec), jax.random.key(0))
     f = jax.jit(lambda a, b: api.sparse_matmul(a, b, implementation='mosaic_gpu'))
     self.assertIn('mosaic_gpu', f.lower(x.a, x.b).compile().as_text())
 
   def test_derivative(self):
     spec = arg_specs.Spec(256, 512, 384)
-    x = bench._inputs(bench.problem(spec), jax.random.key(0))
+    x = _prepared.inputs(_prepared.problem(spec), jax.random.key(0))
 
     def loss(b, implementation):
       return jnp.sum(jnp.square(api.sparse_matmul(x.a, b, implementation=implementation).astype(jnp.float32)))

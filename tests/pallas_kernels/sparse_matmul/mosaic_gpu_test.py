@@ -19,11 +19,15 @@ _SMALL = mosaic_gpu.Config(rows=64, bn=64, stages=3, cluster=2)
 _SMALL_FP8 = mosaic_gpu.Config(rows=64, bn=64, bk=128, stages=2, cluster=1, delay=0)
 
 
+# One program in place of dozens of small ones, which take longer than a kernel's interpretation.
+_compress = jax.jit(functools.partial(formats.compress, axis=-1))
+
+
 def _inputs(m, n, k, a_dtype, b_dtype, b_layout, seed=0):
   rng = np.random.default_rng(seed)
   keep = np.argsort(rng.random((m, k // 4, 4)), axis=-1) < 2
   w = jnp.asarray(rng.standard_normal((m, k)), jnp.float32).astype(a_dtype)
-  a = formats.compress(w, jnp.asarray(keep.reshape(m, k)), axis=-1)
+  a = _compress(w, jnp.asarray(keep.reshape(m, k)))
   shape = (n, k) if b_layout == 'nk' else (k, n)
   return a, jnp.asarray(rng.standard_normal(shape), jnp.float32).astype(b_dtype)
 
@@ -33,16 +37,19 @@ class InterpretTest(parameterized.TestCase):
   def _check(self, a, b, config, bias=None, a_scale=None, b_scale=None, **kwargs):
     kwargs = dict(activation=None, out_dtype=_BF16, b_layout='nk', out_layout='mn') | kwargs
     args = (a, b, bias, a_scale, b_scale)
-    found = mosaic_gpu.sparse_matmul(*args, **kwargs, config=config, interpret=True)
+    f = jax.jit(functools.partial(mosaic_gpu.sparse_matmul, **kwargs, config=config, interpret=True))
+    found = jax.block_until_ready(f(*args))
     self.assertFalse(_compat.races_found())
-    expected = reference.sparse_matmul(*args, **(kwargs | {'out_dtype': jnp.dtype('float32')}))
+    kwargs_of_reference = kwargs | {'out_dtype': jnp.dtype('float32')}
+    expected = jax.jit(functools.partial(reference.sparse_matmul, **kwargs_of_reference))(*args)
     self.assertEqual(jax.tree.structure(found), jax.tree.structure(expected))
     for f, e in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
       self.assertEqual(f.dtype, kwargs['out_dtype'])
       self.assertEqual(f.shape, e.shape)
       self.assertLessEqual(_tuning.relative_error(f, e), _tuning.TOLERANCE)
 
-  @parameterized.product(b_layout=('nk', 'kn'), out_layout=('mn', 'nm'))
+  # The two other pairs are among the ragged sizes.
+  @parameterized.parameters(('nk', 'mn'), ('kn', 'nm'))
   def test_layouts(self, b_layout, out_layout):
     a, b = _inputs(256, 128, 256, _BF16, _BF16, b_layout)
     self._check(a, b, _SMALL, b_layout=b_layout, out_layout=out_layout)
@@ -64,18 +71,17 @@ class InterpretTest(parameterized.TestCase):
     config = dataclasses.replace(_SMALL_FP8, cluster=2, along='n')
     self._check(a, b, config, None, jnp.linspace(0.5, 2.0, 128), jnp.linspace(1.0, 3.0, 136))
 
-  @parameterized.parameters(1, 3)
-  def test_odd_numbers_of_steps(self, steps):
-    a, b = _inputs(128, 192, 64 * steps, _BF16, _BF16, 'nk')
+  def test_odd_number_of_steps(self):
+    # A single step is among the ragged sizes.
+    a, b = _inputs(128, 192, 192, _BF16, _BF16, 'nk')
     self._check(a, b, mosaic_gpu.Config(rows=64, bn=64, stages=2, cluster=1, ctas=2), out_layout='nm')
 
-  @parameterized.parameters('gelu', 'squared_relu')
-  def test_epilogue(self, activation):
+  def test_epilogue(self):
     a, b = _inputs(128, 64, 128, jnp.dtype('float16'), jnp.dtype('float16'), 'nk')
     bias = jnp.linspace(-3.0, 3.0, 128)
-    self._check(a, b, _SMALL, bias, activation=activation, out_dtype=jnp.dtype('float16'), out_layout='nm')
+    self._check(a, b, _SMALL, bias, activation='squared_relu', out_dtype=jnp.dtype('float16'), out_layout='nm')
 
-  @parameterized.parameters((1, 'nm', 'bfloat16'), (2, 'mn', 'bfloat16'), (2, 'nm', 'float32'))
+  @parameterized.parameters((1, 'mn', 'bfloat16'), (2, 'nm', 'float32'))
   def test_keeps_the_preactivation(self, slots, out_layout, out_dtype):
     # Two tiles on one CTA, two pieces a tile: the buffers are used again within a tile and by the next one.
     a, b = _inputs(128, 100, 128, _BF16, _BF16, 'nk')
@@ -98,19 +104,15 @@ class InterpretTest(parameterized.TestCase):
     a, b = _inputs(128, 64, 128, _BF16, _BF16, 'nk')
     kwargs = dict(activation=None, out_dtype=_BF16, b_layout='nk', out_layout='mn')
     f = functools.partial(mosaic_gpu.sparse_matmul, a, **kwargs, config=_SMALL, interpret=True)
-    found = jax.vmap(f)(jnp.stack([b, b + b]))
+    expected = jax.jit(functools.partial(reference.sparse_matmul, a, **kwargs))
+    found = jax.jit(jax.vmap(f))(jnp.stack([b, b + b]))
     for d, x in zip(found, (b, b + b), strict=True):
-      self.assertLessEqual(_tuning.relative_error(d, reference.sparse_matmul(a, x, **kwargs)), _tuning.TOLERANCE)
+      self.assertLessEqual(_tuning.relative_error(d, expected(x)), _tuning.TOLERANCE)
 
   def test_two_output_buffers_and_many_tiles(self):
-    a, b = _inputs(128, 192, 128, _BF16, _BF16, 'kn')
-    config = mosaic_gpu.Config(rows=64, bn=128, stages=2, cluster=1, ctas=1, slots=2)
+    a, b = _inputs(256, 192, 128, _BF16, _BF16, 'kn')
+    config = mosaic_gpu.Config(rows=64, bn=64, stages=2, cluster=1, ctas=1, epilogue_n=32, slots=2)
     self._check(a, b, config, b_layout='kn', out_layout='nm')
-
-  def test_more_tiles_than_clusters(self):
-    a, b = _inputs(256, 192, 128, _BF16, _BF16, 'nk')
-    config = mosaic_gpu.Config(rows=64, bn=64, stages=2, cluster=1, ctas=1)
-    self._check(a, b, config)
 
 
 class ConfigTest(parameterized.TestCase):
@@ -151,56 +153,70 @@ class RefusalTest(parameterized.TestCase):
       )
 
 
+# Layers' products by the name of their test; what `_report` takes, and the wgmma in the program.
+_PROGRAMS = {
+  'default': ((8192, 8192, 8192), _BF16, mosaic_gpu.Config(), {}, 8),
+  'split': ((8192, 8192, 8192), _BF16, mosaic_gpu.Config(split=4, slots=2), {}, 8),
+  'narrow': ((4096, 4096, 4096), _BF16, mosaic_gpu.Config(rows=64, bn=256, stages=5), {}, 4),
+  'n_major_transposed': (
+    (4096, 4096, 4096), _BF16, mosaic_gpu.Config(), dict(b_layout='kn', out_layout='nm'), 8
+  ),
+  'float32_transposed': (
+    (4096, 4096, 4096), jnp.dtype('float16'), mosaic_gpu.Config(epilogue_n=32),
+    dict(out_dtype=jnp.dtype('float32'), out_layout='nm'), 8,
+  ),
+  'float8': ((8192, 8192, 8192), _E4M3, mosaic_gpu.Config(bk=128, delay=0), dict(scales=True), 4),
+  'ragged': ((100, 130, 140), _BF16, mosaic_gpu.Config(), {}, 12),
+  'side_by_side': ((1600, 24576, 6400), _BF16, mosaic_gpu.Config(along='n'), dict(out_layout='nm'), 8),
+  'side_by_side_n_major': (
+    (1600, 6400, 24576), _BF16, mosaic_gpu.Config(along='n', split=4), dict(b_layout='kn', out_layout='nm'), 8
+  ),
+  'odd_steps': ((6400, 24576, 1600), _BF16, mosaic_gpu.Config(), dict(bias=True, out_layout='nm'), 12),
+}
+
+
+@functools.cache
+def _program(name):
+  """The report of an entry of `_PROGRAMS`, compiled once."""
+  shape, dtype, config, kwargs, _ = _PROGRAMS[name]
+  return _report(shape, dtype, config, **kwargs)
+
+
+def _report(shape, dtype, config, *, bias=False, scales=False, **kwargs):
+  m, n, k = shape
+  kwargs = dict(activation=None, out_dtype=_BF16, b_layout='nk', out_layout='mn') | kwargs
+  s, f32 = _device.struct, jnp.float32
+  args = [s((m, k // 2), dtype), s(operand.words_shape(m, k), jnp.uint32)]
+  args += [s((n, k) if kwargs['b_layout'] == 'nk' else (k, n), dtype)]
+  args += [s((m,), f32)] if bias else []
+  args += [s((m,), f32), s((n,), f32)] if scales else []
+
+  def f(values, words, b, *rest):
+    rest = list(rest)
+    vectors = [rest.pop(0) if bias else None, *(rest if scales else (None, None))]
+    return mosaic_gpu.sparse_matmul(
+      operand.SparseOperand(values, words), b, *vectors, **kwargs, config=config,
+      device=_device.target_device('sm_90a'),
+    )
+
+  return _device.compile_report(f, *args)
+
+
 @absltest.skipUnless(_device.can_compile_for_gpu(), 'needs the CUDA plugin wheels')
 class CompileTest(parameterized.TestCase):
 
-  def _report(self, shape, dtype, config, *, bias=False, scales=False, **kwargs):
-    m, n, k = shape
-    kwargs = dict(activation=None, out_dtype=_BF16, b_layout='nk', out_layout='mn') | kwargs
-    s, f32 = _device.struct, jnp.float32
-    args = [s((m, k // 2), dtype), s(operand.words_shape(m, k), jnp.uint32)]
-    args += [s((n, k) if kwargs['b_layout'] == 'nk' else (k, n), dtype)]
-    args += [s((m,), f32)] if bias else []
-    args += [s((m,), f32), s((n,), f32)] if scales else []
-
-    def f(values, words, b, *rest):
-      rest = list(rest)
-      vectors = [rest.pop(0) if bias else None, *(rest if scales else (None, None))]
-      return mosaic_gpu.sparse_matmul(
-        operand.SparseOperand(values, words), b, *vectors, **kwargs, config=config,
-        device=_device.target_device('sm_90a'),
-      )
-
-    return _device.compile_report(f, *args)
-
-  @parameterized.named_parameters(
-    ('default', (8192, 8192, 8192), _BF16, mosaic_gpu.Config(), {}, 8),
-    ('split', (8192, 8192, 8192), _BF16, mosaic_gpu.Config(split=4, slots=2), {}, 8),
-    ('narrow', (4096, 4096, 4096), _BF16, mosaic_gpu.Config(rows=64, bn=256, stages=5), {}, 4),
-    ('n_major_transposed', (4096, 4096, 4096), _BF16, mosaic_gpu.Config(),
-     dict(b_layout='kn', out_layout='nm'), 8),
-    ('bias_gelu', (4096, 4096, 4096), _BF16, mosaic_gpu.Config(),
-     dict(bias=True, activation='gelu', out_layout='nm'), 8),
-    ('float32_transposed', (4096, 4096, 4096), jnp.dtype('float16'), mosaic_gpu.Config(epilogue_n=32),
-     dict(out_dtype=jnp.dtype('float32'), out_layout='nm'), 8),
-    ('float8', (8192, 8192, 8192), _E4M3, mosaic_gpu.Config(bk=128, delay=0), dict(scales=True), 4),
-    ('ragged', (100, 130, 140), _BF16, mosaic_gpu.Config(), {}, 12),
-    ('side_by_side', (1600, 24576, 6400), _BF16, mosaic_gpu.Config(along='n'), dict(out_layout='nm'), 8),
-    ('side_by_side_n_major', (1600, 6400, 24576), _BF16, mosaic_gpu.Config(along='n', split=4),
-     dict(b_layout='kn', out_layout='nm'), 8),
-    ('odd_steps', (6400, 24576, 1600), _BF16, mosaic_gpu.Config(), dict(bias=True, out_layout='nm'), 12),
-  )
-  def test_compiles_without_spills(self, shape, dtype, config, kwargs, instructions):
-    report = self._report(shape, dtype, config, **kwargs)
+  @parameterized.parameters(*_PROGRAMS)
+  def test_compiles_without_spills(self, name):
+    report = _program(name)
     self.assertEqual(report.spill_bytes, 0, report.warnings)
-    self.assertEqual(report.count('wgmma.mma_async.sp'), instructions)
+    self.assertEqual(report.count('wgmma.mma_async.sp'), _PROGRAMS[name][-1])
     # C75xx: ptxas serialised the wgmmas.
     self.assertEqual(report.warnings, ())
 
-  @parameterized.parameters(('gelu', 'nm'), ('gelu', 'mn'), ('silu', 'nm'), ('squared_relu', 'nm'))
+  @parameterized.parameters(('gelu', 'nm'), ('silu', 'mn'))
   def test_keeps_the_preactivation_without_spills(self, activation, out_layout):
     # No config: the one that the card's record and `for_outputs` give.
-    report = self._report(
+    report = _report(
       (16384, 16384, 4096), _BF16, None, bias=True, activation=activation, out_layout=out_layout,
       keep_preactivation=True,
     )
@@ -208,11 +224,11 @@ class CompileTest(parameterized.TestCase):
     self.assertEqual(report.count('wgmma.mma_async.sp'), 8)
     self.assertEqual(report.warnings, ())
 
-  @parameterized.named_parameters(('whole', 1, 8192), ('split', 4, 8192), ('odd_steps', 1, 1600))
-  def test_no_group_loads_the_metadata_register_of_the_group_in_flight(self, split, k):
-    report = self._report((8192, 8192, k), _BF16, mosaic_gpu.Config(split=split))
+  @parameterized.parameters('default', 'split', 'odd_steps')
+  def test_no_group_loads_the_metadata_register_of_the_group_in_flight(self, name):
+    k = _PROGRAMS[name][0][2]
     try:
-      sass = _device.disassemble(report.ptx)
+      sass = _device.disassemble(_program(name).ptx)
     except NotImplementedError as e:
       self.skipTest(str(e))
     instruction = re.compile(r'HGMMA\.SP\.\S+ R\d+, gdesc\[UR\d+\], R\d+, (R\d+),')

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import vnm
+from pallas_kernels.sparse_matmul.operand import SparseOperand, words_shape
 from pallas_kernels.vnm import api, reference
 from pallas_kernels.vnm import format as fmt
 
@@ -124,6 +125,13 @@ class VerifyTest(parameterized.TestCase):
       vnm.verify(jnp.zeros((8, 8)).at[6, :3].set(1.0), v=4, m=8)
 
 
+def _zeros(rows, columns):
+  """The 2:4 operand of a matrix of zeros."""
+  return SparseOperand(
+    jnp.zeros((rows, columns // 2), jnp.bfloat16), jnp.zeros(words_shape(rows, columns), jnp.uint32)
+  )
+
+
 class ApiTest(parameterized.TestCase):
 
   def _operand(self, v=4, m=8):
@@ -156,6 +164,58 @@ class ApiTest(parameterized.TestCase):
     ):
       with self.assertRaisesRegex(ValueError, message):
         api.vnm_matmul(a, b, **kwargs)
+
+  @parameterized.named_parameters(
+    ('axis', dict(axis=0), 'axis=0 must be -1 or -2'),
+    ('activation', dict(activation='gelu'), "activation='gelu' is unknown"),
+    ('gradient_alone', dict(gradient=(8, 32)), 'gradient and pattern belong together'),
+    ('pattern_alone', dict(pattern=(8, 4, 8)), 'gradient and pattern belong together'),
+    ('gradient_shape', dict(gradient=(8, 64), pattern=(8, 4, 8)), r'gradient must be bfloat16 of shape \(8, 32\)'),
+    ('pattern_blocks', dict(gradient=(8, 32), pattern=(8, 8, 8)), r'pattern must be 4:2:8 of \(8, 32\), found 8:2:8'),
+    ('pattern_shape', dict(gradient=(8, 32), pattern=(16, 4, 8)), r'found 4:2:8 of \(16, 32\)'),
+    ('pattern_transposed', dict(axis=-2, gradient=(8, 32), pattern=(8, 4, 8)), r'pattern must be 4:2:8 of \(32, 8\)'),
+    ('used_of_columns', dict(used=(32,)), r'used must be bool of shape \(8,\).* found bool of shape \(32,\)'),
+    ('used_with_gradient', dict(used=(8,), gradient=(8, 32), pattern=(8, 4, 8)), 'come without a gradient'),
+    ('implementation', dict(implementation='mosaic_gpu'), "implementation='mosaic_gpu'"),
+  )
+  def test_pack_refusals(self, given, message):
+    """`given` has the sizes of arrays, of `pattern` also V and M."""
+    make = dict(
+      gradient=lambda *shape: jnp.ones(shape, jnp.bfloat16), used=lambda *shape: jnp.ones(shape, bool),
+      pattern=lambda rows, v, m: fmt.VNMOperand(_zeros(rows, 128 // m), jnp.zeros((rows // v, 128 // m), jnp.int32), m),
+    )
+    given = {name: make[name](*value) if isinstance(value, tuple) else value for name, value in given.items()}
+    with self.assertRaisesRegex(ValueError, message):
+      api.vnm_pack(jnp.ones((8, 32), jnp.bfloat16), v=4, m=8, **given)
+
+  def test_used_must_be_bool(self):
+    with self.assertRaisesRegex(ValueError, 'used must be bool .* found int32'):
+      api.vnm_pack(jnp.ones((8, 32), jnp.bfloat16), v=4, m=8, used=jnp.ones(8, jnp.int32))
+
+  def test_expand_refuses_a_stack(self):
+    stack = jax.tree.map(lambda a: a[None], _zeros(64, 64))
+    with self.assertRaisesRegex(ValueError, r'operand must be a matrix, found shape \(1, 64, 64\)'):
+      api.expand(stack)
+
+
+class SquaredReluTest(parameterized.TestCase):
+
+  @parameterized.parameters('bfloat16', 'float16')
+  def test_every_number_is_squared_exactly_and_rounded_once(self, dtype):
+    """Which is what the packers' one instruction on 16 bits does."""
+    x = np.arange(2**16, dtype=np.uint16).view(jnp.dtype(dtype))
+    x = x[~np.isnan(x)]
+    found = np.asarray(reference.squared_relu(jnp.asarray(x))).astype(np.float64)
+    square = np.maximum(x.astype(np.float64), 0) ** 2
+    info = jnp.finfo(dtype)
+    # One unit in the last place; the exponent of the subnormal is that of the smallest normal number.
+    exponent = np.maximum(np.frexp(square)[1] - 1, info.minexp)
+    unit = np.ldexp(1.0, np.where(np.isfinite(square), exponent, 0) - info.nmant)
+    once = np.rint(square / unit) * unit
+    once = np.where(once > float(info.max), np.inf, once)
+    # XLA's CPU takes a float32 below 2^-126 for zero.
+    flushed = (square < 2.0**-126) & (found == 0)
+    np.testing.assert_array_equal(found, np.where(flushed, 0, once))
 
 
 if __name__ == '__main__':

@@ -3,8 +3,10 @@
 import re
 
 from absl.testing import absltest, parameterized
+import jax.numpy as jnp
 
 from pallas_kernels import _triton
+from pallas_kernels.sparse_matmul.operand import SparseOperand, words_shape
 from tests.pallas_kernels import triton_interpreter
 
 
@@ -74,6 +76,30 @@ class CompileTest(parameterized.TestCase):
     arrays = ['bfloat16', 'bfloat16', 'uint32', 'int32', 'bfloat16', 'uint32', 'int32', 'bfloat16']
     made = _triton.compile_for(pack_kernel, arrays, constants, compute_capability=80, num_warps=packers.warps(8))
     self.assertLessEqual(made.stack_bytes, 8)  # one 64-bit value that ptxas cannot keep in registers
+
+
+@absltest.skipUnless(triton_interpreter.HAS_TRITON, 'needs triton')
+class RefusalTest(parameterized.TestCase):
+
+  @parameterized.named_parameters(
+    ('v', dict(v=32, m=8), 'multiples of 64'), ('m', dict(v=64, m=32), 'M of 4, 8 or 16'),
+    ('used', dict(v=64, m=8, used=True), 'the general Triton packer uses all rows'),
+  )
+  def test_packs(self, options, message):
+    from pallas_kernels.vnm import triton as packers
+
+    options |= dict(used=jnp.ones(64, bool)) if 'used' in options else {}
+    with self.assertRaisesRegex(NotImplementedError, message):
+      packers.vnm_pack(jnp.ones((64, 512), jnp.bfloat16), **options)
+
+  @parameterized.parameters((64, 32, 'bfloat16'), (96, 64, 'bfloat16'), (64, 64, 'float32'))
+  def test_expand(self, rows, columns, dtype):
+    from pallas_kernels.vnm import triton as packers
+
+    words = jnp.zeros(words_shape(rows, columns), jnp.uint32)
+    operand = SparseOperand(jnp.zeros((rows, columns // 2), dtype), words)
+    with self.assertRaisesRegex(NotImplementedError, rf'whole tiles .* found {dtype} of shape \({rows}, {columns}\)'):
+      packers.expand(operand)
 
 
 if __name__ == '__main__':

@@ -1,5 +1,6 @@
 """The Triton V:N:M packer against the reference, bit for bit, in Triton's interpreter. Run by triton_test.py."""
 
+import functools
 from unittest import mock
 
 from absl.testing import absltest, parameterized
@@ -25,6 +26,10 @@ def _whole(shape, dtype, seed=0):
   return jnp.asarray(x).astype(dtype)
 
 
+# One program: operation by operation XLA would take longer than the interpreter.
+_reference = jax.jit(reference.vnm_pack, static_argnames=('v', 'm', 'axis', 'spread', 'activation', 'masked'))
+
+
 class InterpretedTest(parameterized.TestCase):
 
   def _check(
@@ -33,7 +38,7 @@ class InterpretedTest(parameterized.TestCase):
     pattern_of = dict(v=v, m=m, axis=axis, spread=spread, activation=activation)
     pattern = None
     if gradient is not None:
-      pattern, _ = jax.jit(lambda x: reference.vnm_pack(x, **pattern_of))(x)
+      pattern, _ = _reference(x, **pattern_of)
 
     # The launcher's own choice of kernel and constants, with the interpreter in place of the card.
     def call(kernel, *inputs, out_shape, grid, num_warps, **constants):
@@ -48,7 +53,9 @@ class InterpretedTest(parameterized.TestCase):
       found, found_masked = packers.vnm_pack(x, **options)
     self.assertEqual(kernels, ['pack_kernel'] if general else mock.ANY)
     self.assertEqual(general, kernels == ['pack_kernel'])
-    expected, expected_masked = reference.vnm_pack(x, **options)
+    expected, expected_masked = _reference(
+      x, gradient=gradient, pattern=pattern, used=used, masked=masked, **pattern_of
+    )
     pairs = [
       (found.compact.values, expected.compact.values), (found.compact.words, expected.compact.words),
       (found.rows, expected.rows),
@@ -81,15 +88,15 @@ class InterpretedTest(parameterized.TestCase):
   def test_the_pattern_given_is_used(self):
     # Of other numbers than x: nothing is found again.
     x, gradient = _finite((64, 128)), _finite((64, 128), 1)
-    pattern, _ = reference.vnm_pack(x[::-1], v=64, m=8)
-    expected, _ = reference.vnm_pack(x, v=64, m=8, gradient=gradient, pattern=pattern)
+    pattern, _ = _reference(x[::-1], v=64, m=8)
+    expected, _ = _reference(x, v=64, m=8, gradient=gradient, pattern=pattern)
     np.testing.assert_array_equal(expected.rows, pattern.rows)
-    dense = np.asarray(decompress_operand(expected), np.float32)
-    kept = np.asarray(reference.vnm_mask(x[::-1], v=64, m=8))
+    dense = np.asarray(jax.jit(decompress_operand)(expected), np.float32)
+    kept = np.asarray(jax.jit(functools.partial(reference.vnm_mask, v=64, m=8))(x[::-1]))
     np.testing.assert_array_equal(dense, np.where(kept, np.asarray(gradient, np.float32), 0))
 
   def test_dense_from_an_operand(self):
-    operand = soft_threshold_pack(_finite((128, 192)), jnp.float32(1.5), axis=-1)
+    operand = jax.jit(functools.partial(soft_threshold_pack, axis=-1))(_finite((128, 192)), jnp.float32(1.5))
 
     def call(kernel, *inputs, out_shape, grid, num_warps, **constants):
       del num_warps
@@ -97,7 +104,8 @@ class InterpretedTest(parameterized.TestCase):
 
     with mock.patch.object(_triton, 'call', call):
       found = packers.expand(operand)
-    np.testing.assert_array_equal(found.view(np.uint16), np.asarray(reference.expand(operand)).view(np.uint16))
+    expected = np.asarray(jax.jit(reference.expand)(operand))
+    np.testing.assert_array_equal(found.view(np.uint16), expected.view(np.uint16))
 
   @parameterized.parameters((-1, 64, None), (-2, 64, 'squared_relu'), (-1, 192, None))
   def test_general(self, axis, v, activation):
