@@ -1,17 +1,20 @@
-"""S-STE: a continuous projection, so no decay, no refresh interval and no dense end."""
+"""S-STE: a continuous projection, so no decay, no mask to refresh and no dense end."""
 
 from sparse24_jax.dot import DotPolicy
 from sparse24_jax.projection import soft_threshold_projection
 from sparse24_jax.recipe import Recipe, Rule
 
 
-def s_ste(path: str, *, fp8: bool = False) -> Recipe:
+def s_ste(path: str, *, fp8: bool = False, refresh_every: int = 40) -> Recipe:
   """Soft threshold with a frozen scale, MVUE in the weight gradient, dense matmul for the input gradient.
 
   Args:
     path: regular expression of the weights to make sparse.
     fp8: round the operands of the three matmuls to FP8: e4m3 for weights and activations, e5m2 for output gradients.
       The authors' code takes e5m2 for both operands of the gradients, which loses a bit of the weight and activation.
+    refresh_every: optimizer steps between measurements of the flip rate, which is that of the one step. Nothing else
+      happens then: the scale is frozen, and the pattern follows the weights in every step. 1 costs two passes over the
+      weights in every step; 40, the interval of FST, is ours.
 
   Source: Hu et al., arXiv 2409.09099, sections 4 and 5.
 
@@ -20,4 +23,4 @@ def s_ste(path: str, *, fp8: bool = False) -> Recipe:
   'fp8'
   """
   policy = DotPolicy(soft_threshold_projection(), weight_grad='mvue', precision='fp8' if fp8 else 'default')
-  return Recipe('s_ste_fp8' if fp8 else 's_ste', (Rule(path, policy),))
+  return Recipe('s_ste_fp8' if fp8 else 's_ste', (Rule(path, policy),), refresh_every=refresh_every)

@@ -44,8 +44,8 @@ class RecipesTest(parameterized.TestCase):
       'ste': (0.0, 'gradients', 1, [('sparse', 1.0)]),
       'sr_ste': (2e-4, 'weights', 1, [('sparse', 1.0)]),
       'transposable_srste': (6e-5, 'gradients', 40, [('sparse', 0.8333), ('dense', 0.1667)]),
-      's_ste': (0.0, 'gradients', 1, [('sparse', 1.0)]),
-      's_ste_fp8': (0.0, 'gradients', 1, [('sparse', 1.0)]),
+      's_ste': (0.0, 'gradients', 40, [('sparse', 1.0)]),
+      's_ste_fp8': (0.0, 'gradients', 40, [('sparse', 1.0)]),
       'step': (0.0, 'gradients', 1, [('dense', 0.25), ('sparse', 0.75)]),
     })  # fmt: skip
     self.assertLen(s24.recipes.transposable_srste('a', masked_decay=0.0, dense_fraction=0).phases, 1)

@@ -1,7 +1,9 @@
 """The tuner's way through a problem on a CPU: XLA in place of the kernels, a clock of our own in place of CUPTI."""
 
 import contextlib
+import dataclasses
 import functools
+import io
 import json
 import pathlib
 import tempfile
@@ -12,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import _device, _tuning
-from pallas_kernels.sparse_matmul import api, arg_specs, bench, mosaic_gpu
+from pallas_kernels import _device, _processes, _tuning
+from pallas_kernels.sparse_matmul import _prepared, api, arg_specs, bench, mosaic_gpu
 
 _SPEC = arg_specs.Spec(64, 128, 192, 'forward')
 _CARD = _device.target_device('sm_90a')
@@ -41,8 +43,8 @@ class TuneTest(parameterized.TestCase):
   def setUp(self):
     super().setUp()
     self.folder = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
-    self.enter_context(mock.patch.object(bench, '_times_ms', _times))
-    self.enter_context(mock.patch.object(bench, '_gap_s', lambda p, iterations: 0.0))
+    self.enter_context(mock.patch.object(_prepared, 'times_ms', _times))
+    self.enter_context(mock.patch.object(_prepared, 'gap_s', lambda p, iterations: 0.0))
     self.enter_context(mock.patch.object(_device, 'current', lambda: _CARD))
     self.enter_context(mock.patch.object(_device, 'environment', dict))
 
@@ -64,11 +66,11 @@ class TuneTest(parameterized.TestCase):
       self.assertFalse(held and held[-1])
       return _stand_in(lambda c: c.slots == 2)(p, config)
 
-    with mock.patch.object(bench, '_sparse', sparse):
+    with mock.patch.object(_prepared, 'sparse', sparse):
       bench.tune([_SPEC, arg_specs.Spec(64, 192, 128, 'input_grad')], self.folder, ('mosaic_gpu',), Lock())
     self.assertEqual(held, [True, False])
     (entry,) = self._entries()
-    self.assertEqual(entry['key'], bench.problem(_SPEC).key)
+    self.assertEqual(entry['key'], _prepared.problem(_SPEC).key)
     wrong = [row for row in entry['candidates'] if row['config']['slots'] == 2]
     self.assertNotEmpty(wrong)
     for row in entry['candidates']:
@@ -77,25 +79,57 @@ class TuneTest(parameterized.TestCase):
 
   def test_what_is_known_takes_part_again(self):
     known = mosaic_gpu.Config(rows=64, bn=64, stages=3)
-    p = bench.problem(_SPEC)
-    row = dict(implementation='mosaic_gpu', config=bench._plain(known), error=0.0, rejected=None, samples_ms=[1.0])
+    p = _prepared.problem(_SPEC)
+    row = dict(implementation='mosaic_gpu', config=_prepared.plain(known), error=0.0, rejected=None, samples_ms=[1.0])
     path = self.folder / _CARD.slug / 'sparse_matmul.json'
     _tuning.save(path, {'op': 'x'}, [dict(key=p.key, baseline={}, candidates=[row], choice=row)])
     self.assertEqual(bench._settings(p, _CARD, self.folder, False), [known])
     self.assertIn(known, bench._settings(p, _CARD, self.folder, True))
     self.assertLen(bench._settings(p, _CARD, self.folder, True), 11)
 
+  def test_problems_without_time_are_told(self):
+    out = self.enter_context(contextlib.redirect_stdout(io.StringIO()))
+    with mock.patch.object(_processes, 'run', return_value=_processes.Ended(failed=1, left=3)) as run:
+      self.assertEqual(bench.tune_in_processes(('small', 'small'), self.folder, (), 2, 5.0), 1)
+    self.assertEqual(out.getvalue(), '3 problems not tuned: time ran out\n')
+    job, count, *rest = run.call_args.args
+    self.assertEqual((count, rest), (len(list(bench._unique(arg_specs.SMALL))), [2, 5.0]))
+    with mock.patch.object(bench, 'tune') as tune:
+      job(count - 1, None)
+    (((spec,), folder, backends, turn), _) = tune.call_args
+    self.assertEqual((folder, backends, turn), (self.folder, (), None))
+    self.assertEqual(_prepared.problem(spec), list(bench._unique(arg_specs.SMALL))[-1][0])
+
+  @parameterized.parameters(('library', 1.0, False), ('library', 1.5, False), ('own', 1.0, True), ('own', 1.5, False))
+  def test_bench_runs_what_the_library_runs(self, folder, factor, takes_own):
+    measured = _prepared.problem(_SPEC)
+    own, chosen = mosaic_gpu.Config(rows=64, bn=64), mosaic_gpu.Config(rows=64, bn=64, stages=3)
+    row = dict(implementation='mosaic_gpu', config=_prepared.plain(own), error=0.0, rejected=None, samples_ms=[1.0])
+    path = self.folder / _CARD.slug / 'sparse_matmul.json'
+    _tuning.save(path, {'op': 'x'}, [dict(key=measured.key, baseline={}, candidates=[row], choice=row)])
+    p = dataclasses.replace(measured, m=int(measured.m * factor))
+    compiled = mock.Mock(side_effect=InterruptedError)
+    with (
+      mock.patch.object(mosaic_gpu, '_chosen_config', return_value=chosen) as choose,
+      mock.patch.object(bench, '_unique', lambda _: [(p, [])]),
+      mock.patch.object(_prepared, 'compile_sparse', compiled),
+      self.assertRaises(InterruptedError),
+    ):
+      bench.bench('small', self.folder / 'out.jsonl', _tuning.TUNED if folder == 'library' else self.folder)
+    self.assertEqual(compiled.call_args.args, (p, [own if takes_own else chosen]))
+    self.assertEqual(choose.call_args_list, [] if takes_own else [mock.call(p, _CARD)])
+
   @parameterized.product(
     dtype=('bfloat16', 'float8_e4m3fn'), role=arg_specs.ROLES,
   )
   def test_the_right_answer(self, dtype, role):
     spec = arg_specs.Spec(48, 64, 80, role, jnp.dtype(dtype))
-    p = bench.problem(spec)
-    x = bench._inputs(p, jax.random.key(0))
+    p = _prepared.problem(spec)
+    x = _prepared.inputs(p, jax.random.key(0))
     a, b = (np.asarray(v, np.float64) for v in (x.a_dense, x.b))
     d = a @ (b.T if p.b_layout == 'nk' else b)
     expected = d if p.out_layout == 'mn' else d.T
-    np.testing.assert_allclose(jax.jit(functools.partial(bench._expected, p))(x.a_dense, x.b), expected, atol=1e-4)
+    np.testing.assert_allclose(jax.jit(functools.partial(_prepared.expected, p))(x.a_dense, x.b), expected, atol=1e-4)
 
 
 if __name__ == '__main__':

@@ -301,12 +301,14 @@ class RefreshTest(parameterized.TestCase):
     self.assertGreater(rates[2], 0)
     self.assertEqual(rates[3], rates[2])  # until the next refresh
 
-  def test_the_scale_of_s_ste_stays(self):
-    tx = s24.sparse_training(optax.sgd(0.3), s24.recipes.s_ste(RULE))
+  @parameterized.parameters(1, 2)
+  def test_the_scale_of_s_ste_stays_and_its_flip_rate_is_of_one_step(self, every):
+    tx = s24.sparse_training(optax.sgd(0.3), s24.recipes.s_ste(RULE, refresh_every=every))
     params = normal(0)
     state, update = tx.init(params), jax.jit(tx.update)
     beta = state.projections['mlp']['down']['kernel']
     self.assertEqual(beta.shape, (3,))
+    expected = 0.0
     for i in range(3):
       updates, state = update(normal(i + 1), state, params)
       old, params = params, optax.apply_updates(params, updates)
@@ -314,7 +316,8 @@ class RefreshTest(parameterized.TestCase):
       before, after = (np.asarray(s24.soft_threshold(p['mlp']['up']['kernel']) != 0) for p in (old, params))
       self.assertTrue((before != after).any())
       rate = s24.get_flip_rate(state).per_weight['mlp/up/kernel']
-      np.testing.assert_allclose(rate, np.mean(before != after), rtol=1e-6)
+      expected = np.mean(before != after) if (i + 1) % every == 0 else expected
+      np.testing.assert_allclose(rate, expected, rtol=1e-6)
 
 
 if __name__ == '__main__':

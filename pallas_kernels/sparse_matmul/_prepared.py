@@ -1,0 +1,181 @@
+"""A product on the card at hand: random data, the right answer, and compiled ways to it, sparse and dense.
+
+Data are random because power, hence the clock, depends on them: on zeros the same kernel runs 13% faster. The dense
+baseline is the faster of XLA's two ways to write the product (A.B, or B^T.A^T with the transposition that the layout
+asks for), which are made in the same process since XLA's choice differs from one to the next.
+"""
+
+from collections.abc import Callable, Sequence
+import concurrent.futures
+import dataclasses
+import functools
+import logging
+import statistics
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import _compat, _tuning, formats
+from pallas_kernels.sparse_matmul import arg_specs, mosaic_gpu, operand
+
+Array = jax.Array
+_COMPILERS = 12
+# The oracle need not be fast, and XLA's search for a fast one takes longer than all else.
+_UNTUNED = {'xla_gpu_autotune_level': 0, 'xla_gpu_enable_triton_gemm': False}
+# Other profilers have no business in a benchmark's process.
+times_ms = functools.partial(_compat.device_times_ms, detach=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+  """One problem's data in the formats that candidates take."""
+
+  a: operand.SparseOperand
+  a_dense: Array
+  b: Array
+
+
+def problem(spec: arg_specs.Spec) -> mosaic_gpu.Problem:
+  """The spec as the kernel sees it; float8 gives bfloat16."""
+  out = jnp.dtype('bfloat16') if spec.dtype.itemsize == 1 else spec.dtype
+  return mosaic_gpu.Problem(*spec.mnk, spec.dtype, spec.dtype, out, spec.b_layout, spec.out_layout)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def inputs(p: mosaic_gpu.Problem, key: Array) -> Inputs:
+  key_a, key_b = jax.random.split(key)
+  w = jax.random.normal(key_a, (p.m, p.k), jnp.float32)
+  # Rank within a group by comparisons; ties go to the lower index.
+  parts = [jnp.abs(x) for x in formats.split_groups(w, -1)]
+  above = [[parts[j] > parts[i] if j > i else parts[j] >= parts[i] for j in range(4) if j != i] for i in range(4)]
+  keep = [sum(x.astype(jnp.int32) for x in row) < 2 for row in above]
+  mask = formats.join_groups(keep, -1)
+  w = w.astype(p.a_dtype)
+  b = jax.random.normal(key_b, (p.n, p.k) if p.b_layout == 'nk' else (p.k, p.n), jnp.float32).astype(p.b_dtype)
+  a_dense = jnp.where(mask, w, jnp.zeros((), w.dtype))
+  return Inputs(operand.to_operand(formats.compress(w, mask, axis=-1)), a_dense, b)
+
+
+jax.tree_util.register_dataclass(Inputs, ['a', 'a_dense', 'b'], [])
+
+
+def expected(p: mosaic_gpu.Problem, a_dense: Array, b: Array) -> Array:
+  """The product of exact terms summed in float32, by XLA.
+
+  16-bit operands go in as they are, since their products are exact in float32; 8-bit ones, whose own GEMMs sum with
+  fewer bits, as bfloat16, which holds their values.
+  """
+  wide = jnp.bfloat16 if p.a_dtype.itemsize == 1 else p.a_dtype
+  a, b, along_k = a_dense.astype(wide), b.astype(wide), 1 if p.b_layout == 'nk' else 0
+  operands, axes = ((a, b), (1, along_k)) if p.out_layout == 'mn' else ((b, a), (along_k, 1))
+  return jax.lax.dot_general(*operands, (tuple((x,) for x in axes), ((), ())), preferred_element_type=jnp.float32)
+
+
+def _scaled(x: Array) -> Array:
+  return x.astype(jnp.bfloat16) * jnp.bfloat16(1)
+
+
+def _dense_ways(p: mosaic_gpu.Problem) -> dict[str, Callable[[Array, Array], Array]]:
+  """XLA's dense product written both ways round, for float8 also as the pattern that XLA maps to 8-bit GEMMs."""
+  along_k = 1 if p.b_layout == 'nk' else 0
+
+  def way(swapped: bool, cast: Callable[[Array], Array]) -> Callable[[Array, Array], Array]:
+    def f(a: Array, b: Array) -> Array:
+      a, b = cast(a), cast(b)
+      if swapped:
+        d = jax.lax.dot_general(b, a, (((along_k,), (1,)), ((), ())), preferred_element_type=p.out_dtype)
+        return d if p.out_layout == 'nm' else d.T
+      d = jax.lax.dot_general(a, b, (((1,), (along_k,)), ((), ())), preferred_element_type=p.out_dtype)
+      return d if p.out_layout == 'mn' else d.T
+
+    return f
+
+  ways = {'plain': way(False, lambda x: x), 'swapped': way(True, lambda x: x)}
+  if p.a_dtype.itemsize == 1:
+    ways |= {'scaled': way(False, _scaled), 'scaled_swapped': way(True, _scaled)}
+  return ways
+
+
+def _compile(jobs: Sequence[tuple[Any, ...]]) -> list[Any]:
+  """Compiled functions, or the exception that stands in a refused one's place, of (f, args[, compiler options])."""
+
+  def one(job: tuple[Any, ...]) -> Any:
+    try:
+      return jax.jit(job[0]).lower(*job[1]).compile(*job[2:])
+    except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as e:
+      return e
+
+  with concurrent.futures.ThreadPoolExecutor(_COMPILERS) as pool:
+    return list(pool.map(one, jobs))
+
+
+def sparse(p: mosaic_gpu.Problem, config: mosaic_gpu.Config) -> Callable[..., Array]:
+  return functools.partial(
+    mosaic_gpu.sparse_matmul, activation=p.activation, out_dtype=p.out_dtype, b_layout=p.b_layout,
+    out_layout=p.out_layout, config=config,
+  )
+
+
+def plain(c: mosaic_gpu.Config) -> dict[str, Any]:
+  return dataclasses.asdict(c)
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+  """A problem on the card: its data, the right answer, and compiled ways to it; `dense` is the fastest dense one."""
+
+  x: Inputs
+  expected: Array
+  dense: _tuning.Candidate
+  sparse: list[_tuning.Candidate]
+
+
+Compiled = list[tuple[mosaic_gpu.Config, Callable[..., Array]]]
+
+
+def compile_sparse(p: mosaic_gpu.Problem, choices: Sequence[mosaic_gpu.Config]) -> Compiled:
+  """The settings that compile, compiled; the card itself is not used."""
+  x = jax.eval_shape(functools.partial(inputs, p), jax.random.key(0))
+  compiled = _compile([(sparse(p, c), (x.a, x.b)) for c in choices])
+  for c, f in zip(choices, compiled, strict=True):
+    if isinstance(f, Exception):
+      logging.warning('%s does not compile: %s', c, f)
+  return [(c, f) for c, f in zip(choices, compiled, strict=True) if not isinstance(f, Exception)]
+
+
+def prepare(p: mosaic_gpu.Problem, compiled: Compiled, seed: int) -> Prepared:
+  """Makes a problem's data and the right answer, and finds the best dense way."""
+  key = jax.random.key(seed)
+  make = functools.partial(inputs, p)
+  x = jax.eval_shape(make, key)
+  args = (x.a_dense, x.b)
+  # Together: XLA's own tuning of the dense ways leaves most cores idle.
+  jobs = [(make, (key,)), (functools.partial(expected, p), args, _UNTUNED)]
+  made, right, *dense = _compile(jobs + [(f, args) for f in _dense_ways(p).values()])
+  for f in (made, right):
+    if isinstance(f, Exception):
+      raise f
+  x = made(key)
+  candidates = [_tuning.Candidate('mosaic_gpu', plain(c), f, (x.a, x.b)) for c, f in compiled]
+  return Prepared(x, right(x.a_dense, x.b), _fastest_dense(p, x, dense), candidates)
+
+
+def dense_candidate(p: mosaic_gpu.Problem, x: Inputs) -> _tuning.Candidate:
+  return _fastest_dense(p, x, _compile([(f, (x.a_dense, x.b)) for f in _dense_ways(p).values()]))
+
+
+def _fastest_dense(p: mosaic_gpu.Problem, x: Inputs, compiled: Sequence[Any]) -> _tuning.Candidate:
+  """XLA's best way here and now: from process to process what its own tuning finds differs by up to 4%."""
+  candidates = [
+    _tuning.Candidate('dense', {'way': name}, f, (x.a_dense, x.b))
+    for name, f in zip(_dense_ways(p), compiled, strict=True) if not isinstance(f, Exception)
+  ]
+  times = _tuning.interleave(candidates, times_ms, rounds=2, iterations=10, gap_s=gap_s(p, 10))
+  return min(zip(candidates, times, strict=True), key=lambda pair: statistics.median(pair[1]))[0]
+
+
+def gap_s(p: mosaic_gpu.Problem, iterations: int) -> float:
+  """Idle time before a burst: eight times its length, so that heat and clock are those of a short burst."""
+  burst_s = iterations * 2 * p.m * p.n * p.k / 1e15
+  return min(0.2, max(0.02, 8 * burst_s))
