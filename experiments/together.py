@@ -20,13 +20,13 @@ import traceback
 from typing import Any
 
 from experiments import methods
+from pallas_kernels import _processes
 
 # Of a run's files, those that reports and records are made from.
 _PACKED = ('config.json', 'environment.json', 'metrics.jsonl', 'timing.jsonl', 'summary.json')
-# A process must not take the whole card, as JAX would.
-_ENVIRONMENT = {'XLA_PYTHON_CLIENT_PREALLOCATE': 'false'}
 _POLL_SECONDS = 1.0
 _PACK_SECONDS = 10.0
+_STOP_SECONDS = 5.0
 
 
 def together(
@@ -63,16 +63,17 @@ def together(
   methods.load_checked(experiment, names, tiny=tiny, overrides=overrides)
   folder, start = Path(folder), time.monotonic()
   folder.mkdir(parents=True, exist_ok=True)
-  os.environ.update({name: os.environ.get(name, value) for name, value in _ENVIRONMENT.items()})
   context = multiprocessing.get_context('spawn')
   processes = {}
-  for method in methods.expand(names):
-    args = (experiment, method, list(seeds), str(folder), tiny, list(overrides))
-    processes[method] = context.Process(target=_train, args=args, name=method)
-    processes[method].start()
   told: set[Path] = set()
   packed = start
   try:
+    with _processes.shared_card():
+      for method in methods.expand(names):
+        args = (experiment, method, list(seeds), str(folder), tiny, list(overrides))
+        process = context.Process(target=_train, args=args, name=method)
+        process.start()
+        processes[method] = process
     while any(process.is_alive() for process in processes.values()):
       if minutes and time.monotonic() - start > 60 * minutes:
         print(f'{time.monotonic() - start:6.1f} s: stopped', flush=True)
@@ -87,11 +88,14 @@ def together(
       if process.is_alive():
         process.terminate()
     for process in processes.values():
-      process.join(timeout=5)
+      process.join(timeout=_STOP_SECONDS)
+      if process.is_alive():  # in a library that does not heed the signal
+        process.kill()
+        process.join()
     _tell(folder, told, start)
     if pack is not None:
       write_pack(folder, pack)
-  failed = [name for name, process in processes.items() if process.exitcode]
+  failed = [name for name, process in processes.items() if process.exitcode != 0]
   for name in failed:
     log = folder / f'{name}.log'
     print(f'{name}: not finished; end of {log.name}:\n{_tail(log)}', flush=True)

@@ -4,7 +4,8 @@ Compiling a kernel takes Python a third of a second that no thread shares, and a
 about as long, and no two measurements may overlap. So one process measures while the others compile.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+import contextlib
 import fcntl
 import multiprocessing
 import os
@@ -13,11 +14,25 @@ import sys
 import tempfile
 import time
 import traceback
-from typing import Any
+from typing import Any, NamedTuple
+
+# A worker may sit in a library that does not heed a signal.
+_STOP_SECONDS = 5.0
+
+
+class Ended(NamedTuple):
+  """How many jobs failed, and how many were left out since time ran out."""
+
+  failed: int
+  left: int
+
+
+class LateTurnError(Exception):
+  """The turn came after the deadline."""
 
 
 class Turn:
-  """A lock between processes, on a file; TimeoutError for whose turn comes too late.
+  """A lock between processes, on a file; LateTurnError for whose turn comes too late.
 
   >>> with Turn(pathlib.Path(tempfile.mkdtemp()) / 'lock', deadline=time.time() + 60):
   ...   pass
@@ -31,52 +46,89 @@ class Turn:
     fcntl.flock(self._file, fcntl.LOCK_EX)
     if time.time() > self.deadline:
       self._file.close()
-      raise TimeoutError
+      raise LateTurnError
 
   def __exit__(self, *_: object) -> None:
     self._file.close()
 
 
-def run(job: Callable[[int, Turn], bool], processes: int, seconds: float) -> int:
-  """Calls `job(i, turn)` for i = 0, 1, ... until one answers that there is no such i.
+def run(job: Callable[[int, Turn], object], count: int, processes: int, seconds: float) -> Ended:
+  """Calls `job(i, turn)` for every i below `count`, in their order.
 
   Args:
-    job: picklable; returns False if i is past the last. What it raises is printed, and the next i follows.
+    job: picklable. What it raises is printed, and the next i follows.
+    count: of jobs.
     processes: how many; each takes the next i when it is done with one.
-    seconds: after so many nothing is begun, and no turn is given.
+    seconds: after so many nothing is begun, and no turn is given: the job that waits for one is left out.
 
   Returns:
-    How many jobs failed.
+    How many jobs failed, those included that no process is left for, and how many were left out. No process outlives
+    the call, whatever ends it.
   """
   deadline = time.time() + seconds
   context = multiprocessing.get_context('spawn')
-  taken, failed = context.Value('i', 0), context.Value('i', 0)
-  # Each would otherwise reserve most of the card's memory.
-  os.environ.setdefault('XLA_PYTHON_CLIENT_PREALLOCATE', 'false')
+  taken, failed, late = (context.Value('i', 0) for _ in range(3))
   with tempfile.TemporaryDirectory() as folder:
     turn = Turn(pathlib.Path(folder) / 'lock', deadline)
-    workers = [
-      context.Process(target=_work, args=(job, turn, taken, failed, list(sys.argv))) for _ in range(processes)
-    ]
-    for worker in workers:
-      worker.start()
-    for worker in workers:
-      worker.join()
+    args = (job, count, turn, taken, failed, late, list(sys.argv))
+    workers = [context.Process(target=_work, args=args) for _ in range(processes)]
+    try:
+      with shared_card():
+        for worker in workers:
+          worker.start()
+      for worker in workers:
+        worker.join()
+    finally:
+      _stop(workers)
   # One that died did not count itself.
-  return failed.value + sum(worker.exitcode != 0 for worker in workers)
+  died = sum(worker.exitcode != 0 for worker in workers)
+  rest = max(0, count - taken.value)
+  if died == processes:
+    return Ended(failed.value + died + rest, late.value)
+  return Ended(failed.value + died, late.value + rest)
 
 
-def _work(job: Callable[[int, Turn], bool], turn: Turn, taken: Any, failed: Any, argv: list[str]) -> None:
+@contextlib.contextmanager
+def shared_card() -> Iterator[None]:
+  """In it, processes start that do not reserve most of the card's memory each; the caller's environment comes back."""
+  name = 'XLA_PYTHON_CLIENT_PREALLOCATE'
+  if name in os.environ:
+    yield
+    return
+  os.environ[name] = 'false'
+  try:
+    yield
+  finally:
+    os.environ.pop(name, None)
+
+
+def _stop(workers: Sequence[Any]) -> None:
+  alive = [worker for worker in workers if worker.is_alive()]
+  for worker in alive:
+    worker.terminate()
+  for worker in alive:
+    worker.join(_STOP_SECONDS)
+    if worker.is_alive():
+      worker.kill()
+      worker.join()
+
+
+def _work(
+  job: Callable[[int, Turn], object], count: int, turn: Turn, taken: Any, failed: Any, late: Any, argv: list[str]
+) -> None:
   # Records say by which command they were made.
   sys.argv = argv
   while time.time() < turn.deadline:
     with taken.get_lock():
-      i, taken.value = taken.value, taken.value + 1
-    try:
-      if not job(i, turn):
-        return
-    except TimeoutError:
+      i, taken.value = taken.value, min(count, taken.value + 1)
+    if i >= count:
       return
+    try:
+      job(i, turn)
+    except LateTurnError:
+      with late.get_lock():
+        late.value += 1
+      print(f'job {i} left out: time ran out before its turn', flush=True)
     except Exception:
       with failed.get_lock():
         failed.value += 1

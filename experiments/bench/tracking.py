@@ -198,7 +198,7 @@ def run(options: Any, head: Mapping[str, Any], clock: measure.Clock) -> dict[str
     shape=dataclasses.asdict(scale) | {'hidden': 4 * scale.width, 'vocab': 256}, steps=options.steps, stride=STRIDE,
     seeds=len(finals['dense']), curves=curves, final=finals, seconds=seconds, comparisons=comparisons,
     tracks=bool(comparisons) and all(c['tracks'] for c in comparisons.values()),
-    complete=len(comparisons) == len(options.recipes) and len(finals['dense']) == options.seeds,
+    complete=set(comparisons) == set(options.recipes) and len(finals['dense']) == options.seeds,
   )  # fmt: skip
 
 
@@ -280,7 +280,7 @@ def prepare(file: Path, size: int = 4 << 20) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-  """Makes the comparison; returns 0 if kernels and reference track each other."""
+  """Makes the comparison; returns 0 if kernels and reference track each other, in every recipe, at every seed."""
   parser = measure.parser(MODULE, __doc__, ['all'], ['all'])
   parser.set_defaults(steps=300)
   parser.add_argument('--tokens', type=Path, required=True, help='.npy file of bytes, uint8 [n]')
@@ -300,7 +300,13 @@ def main(argv: Sequence[str] | None = None) -> int:
   measure.append(options.out, record)
   for recipe, found in record['comparisons'].items():
     print(f'{recipe}: {found}', flush=True)
-  return 0 if record['tracks'] else 1
+  print(_verdict(record), flush=True)
+  return 0 if record['tracks'] and record['complete'] else 1
+
+
+def _verdict(record: Mapping[str, Any]) -> str:
+  found = 'tracks' if record['tracks'] else 'does not track'
+  return f'verdict: {found}' + ('' if record['complete'] else ', but incomplete: recipes or seeds are missing')
 
 
 if __name__ == '__main__':

@@ -2,8 +2,12 @@
 
 import io
 import json
+import multiprocessing
+import os
 from pathlib import Path
+import signal
 import tarfile
+import time
 from unittest import mock
 
 from absl.testing import absltest, parameterized
@@ -43,6 +47,13 @@ def run(case, folder, root=None, **changes):
     return together.together(folder, **settings), out.getvalue()
 
 
+def deaf(experiment, method, seeds, folder, tiny, overrides):
+  """In place of training: heeds no signal but the one that cannot be caught."""
+  signal.signal(signal.SIGTERM, signal.SIG_IGN)
+  (Path(folder) / 'environment').write_text(os.environ.get('XLA_PYTHON_CLIENT_PREALLOCATE', 'unset'))
+  time.sleep(60)
+
+
 class TogetherTest(parameterized.TestCase):
   def test_runs_finish_and_are_packed(self):
     folder = Path(temp_folder(self))
@@ -69,6 +80,21 @@ class TogetherTest(parameterized.TestCase):
     self.assertEqual(failed, 2)
     self.assertIn('stopped', text)
     self.assertTrue((folder / 'pack.tar.gz').exists())
+
+  def test_a_process_that_does_not_heed_the_signal_is_ended(self):
+    folder = Path(temp_folder(self))
+    # The clock jumps when the process is there.
+    clock = mock.Mock(monotonic=lambda: 1e9 * (folder / 'environment').exists(), sleep=time.sleep)
+    self.enter_context(mock.patch.object(together, 'time', clock))
+    self.enter_context(mock.patch.object(together, '_STOP_SECONDS', 0.2))
+    self.enter_context(mock.patch.object(together, '_train', deaf))
+    self.enter_context(mock.patch.dict('os.environ'))
+    os.environ.pop('XLA_PYTHON_CLIENT_PREALLOCATE', None)
+    failed, text = run(self, folder, minutes=1.0)
+    self.assertEqual(failed, 1)
+    self.assertIn('static: not finished', text)
+    self.assertEmpty(multiprocessing.active_children())
+    self.assertEqual((folder / 'environment').read_text(), 'false')
 
   def test_a_failure_is_told(self):
     folder = Path(temp_folder(self))

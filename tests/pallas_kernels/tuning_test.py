@@ -3,6 +3,7 @@ import json
 import pathlib
 import statistics
 import tempfile
+from unittest import mock
 
 from absl.testing import absltest, parameterized
 import jax
@@ -68,6 +69,42 @@ class VerifyTest(parameterized.TestCase):
   )
   def test_rejects(self, f, reason):
     self.assertIn(reason, _tuning.verify(_candidate('x', f), _EXPECTED)[1])
+
+  @parameterized.parameters(1, 4)
+  def test_no_more_than_two_repeats_are_on_the_card(self, repeats):
+    waiting, most = 0, 0
+
+    def queue(x):
+      nonlocal waiting, most
+      waiting, most = waiting + 1, max(most, waiting + 1)
+      return x
+
+    class Same:
+      def __bool__(self):
+        nonlocal waiting
+        waiting -= 1
+        return True
+
+    def same(x, y):
+      return Same()
+
+    candidate = _candidate('right', queue)
+    with mock.patch.object(_tuning, '_same_bits', same):
+      # The run that is compared with is not looked at this way.
+      waiting = -1
+      self.assertEqual(_tuning.verify(candidate, _EXPECTED, repeats=repeats), (0.0, None))
+    self.assertEqual((waiting, most), (0, min(repeats, 2)))
+
+  @parameterized.parameters(2, 3, 21)
+  def test_every_repeat_is_looked_at(self, call):
+    calls = 0
+
+    def drifting(x):
+      nonlocal calls
+      calls += 1
+      return x + (1e-6 if calls == call else 0.0)
+
+    self.assertIn('1 of 20 repeats', _tuning.verify(_candidate('x', drifting), _EXPECTED)[1])
 
   def test_negative_zero_is_another_bit_pattern(self):
     self.assertFalse(_tuning._same_bits(jnp.zeros(3), -jnp.zeros(3)))

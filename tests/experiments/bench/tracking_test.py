@@ -5,6 +5,7 @@ import io
 import json
 import pathlib
 import tempfile
+from unittest import mock
 
 from absl.testing import absltest, parameterized
 import numpy as np
@@ -35,6 +36,24 @@ class CompareTest(parameterized.TestCase):
     self.assertEqual(found['spread'], 0.25)
     self.assertEqual(found['curve_difference'], 0.5)  # of 0.5, 0.5, 0.5
     self.assertEqual(found['curve_spread'], 0.5)  # of 0.5, 0.5, 0.0
+
+
+class MainTest(parameterized.TestCase):
+  @parameterized.parameters(
+    (True, True, 0, 'verdict: tracks$'),
+    (True, False, 1, 'verdict: tracks, but incomplete'),
+    (False, True, 1, 'verdict: does not track$'),
+  )
+  def test_what_is_missing_is_no_success(self, tracks, complete, code, verdict):
+    record = dict(comparisons={}, tracks=tracks, complete=complete)
+    with (
+      tempfile.TemporaryDirectory() as folder,
+      mock.patch.object(tracking, 'run', return_value=record),
+      contextlib.redirect_stdout(io.StringIO()) as out,
+    ):
+      argv = ['--steps', '20', '--out', f'{folder}/records.jsonl', '--tokens', 'none.npy']
+      self.assertEqual(tracking.main(argv), code)
+    self.assertRegex(out.getvalue().strip(), verdict)
 
 
 class RunTest(absltest.TestCase):
