@@ -5,19 +5,22 @@ here what its arrays have in common (`Rule`), and from the shardings that its ar
 of each device and what is summed:
 
 * On meshes of automatic axes (`jax.jit` of arrays with a `NamedSharding`) shardings are known when XLA compiles:
-  `jax.experimental.custom_partitioning`. On a single device that leaves the bare call.
+  `jax.experimental.custom_partitioning`. On a single device that leaves the bare call. JAX names such a call in the
+  program by an address of this process, so a program on several devices is not found again in JAX's persistent
+  compilation cache; the option that leaves the address out of its keys takes different ops for one, and is refused.
 * On meshes of explicit axes they are part of the types: `jax.shard_map` while tracing.
 * Inside a `jax.shard_map` over all axes, and in a process with one device, arrays are whole: the bare call.
+* On meshes with axes of both kinds `serves` says no, and callers take plain `jax.numpy`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import functools
-import logging
 import math
 from typing import Any
 
 import jax
+from jax._src import sharding_impls  # what reads a sharding of XLA back has no public name
 from jax.experimental.custom_partitioning import (
   ArrayMapping,
   CompoundFactor,
@@ -25,19 +28,44 @@ from jax.experimental.custom_partitioning import (
   SdyShardingRule,
 )
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from pallas_kernels import _device
+from pallas_kernels._dispatch import log_once
 
 Array = jax.Array
 # A factor's name and how many entries of the array's axis make one unit of it; None for an axis that is not divided.
 Axis = tuple[str, int] | None
 
 
-def serves() -> bool:
-  """Whether kernels can be called on what is traced: not where a `jax.shard_map` divides over some mesh axes only."""
+def serves(*arrays: Any) -> bool:
+  """Whether kernels can be called on what is traced.
+
+  Not where a `jax.shard_map` divides over some mesh axes only, nor where a mesh has explicit and automatic axes; of
+  this the types of `arrays` tell if no mesh is set.
+  """
   manual = jax.sharding.get_abstract_mesh().manual_axes
-  return not manual or _device.arrays_are_whole()
+  return _device.arrays_are_whole() or not (manual or mixed(*arrays))
+
+
+def mixed(*arrays: Any) -> bool:
+  """Whether the mesh that is set, or one in the types of arrays, has explicit and automatic axes."""
+  meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(arrays)]
+  kinds = (set(mesh.axis_types) for mesh in (jax.sharding.get_abstract_mesh(), *meshes))
+  return any({AxisType.Explicit, AxisType.Auto} <= found for found in kinds)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Division:
+  """How an array is divided where types say so; a tree without leaves, for residuals that lack the array itself."""
+
+  sharding: NamedSharding | None
+
+
+def division(x: Array) -> Division:
+  """The `Division` of `x`."""
+  return Division(None if _explicit_mesh([x]) is None else jax.typeof(x).sharding)
 
 
 def whole(x: Array) -> Array:
@@ -46,9 +74,10 @@ def whole(x: Array) -> Array:
   return x if mesh is None else jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*(None,) * x.ndim)))
 
 
-def like(x: Array, other: Array) -> Array:
+def like(x: Array, other: Array | Division) -> Array:
   """`x` divided as `other` is, where types say how."""
-  return x if _explicit_mesh([other]) is None else jax.sharding.reshard(x, jax.typeof(other).sharding)
+  sharding = (other if isinstance(other, Division) else division(other)).sharding
+  return x if sharding is None else jax.sharding.reshard(x, sharding)
 
 
 def undivided(x: Any) -> str:
@@ -142,14 +171,19 @@ def partitioned(
 ) -> Any:
   """`function(shard, *args, **options)`, on each device's part of the arrays if a mesh divides them.
 
+  On a mesh, calls under `jax.vmap` follow one another.
+
   Args:
     op: its name, for messages.
     function: a function at the top of a module.
     rule: describes the leaves of `args` and of the result.
     *args: trees of arrays, and of typed random keys.
     **options: hashable.
+
+  Raises:
+    ValueError: JAX is told to find programs in its persistent cache without telling ops apart.
   """
-  if _device.arrays_are_whole() or not serves():
+  if not serves(*jax.tree.leaves(args)) or _device.arrays_are_whole():
     return function(WHOLE, *args, **options)
   leaves, tree = jax.tree.flatten(args)
   leaves = [x if hasattr(x, 'dtype') else jnp.asarray(x) for x in leaves]
@@ -160,19 +194,13 @@ def partitioned(
   rule = dataclasses.replace(rule, arguments=texts)
   call = _Call(op, function, tuple(sorted(options.items())), rule, tree, keys)
   mesh = _explicit_mesh(leaves)
-  if mesh is not None:
-    return _by_types(call, mesh, leaves)
-
-  @jax.custom_batching.custom_vmap
-  def one(*leaves: Array) -> Any:
-    return _when_compiled(call, *leaves)
-
-  @one.def_vmap
-  def _(axis_size: int, batched: Sequence[bool], *leaves: Array) -> Any:
-    out = jax.vmap(functools.partial(call, WHOLE), [0 if b else None for b in batched], axis_size=axis_size)(*leaves)
-    return out, jax.tree.map(lambda _: True, out)
-
-  return one(*leaves)
+  if mesh is None and jax.config.jax_remove_custom_partitioning_ptr_from_cache_key:
+    raise ValueError(
+      f'{op}: the option jax_remove_custom_partitioning_ptr_from_cache_key is set, with which JAX takes different '
+      "ops on a mesh for one and loads another's program from its persistent cache; unset it"
+    )
+  one = functools.partial(_when_compiled, call) if mesh is None else functools.partial(_by_types, call, mesh)
+  return jax.custom_batching.sequential_vmap(one)(*leaves)
 
 
 def _explicit_mesh(leaves: Sequence[Array]) -> Any:
@@ -192,15 +220,15 @@ def _divide(
   texts = (rule.arguments + rule.results)[: len(specs)]
   for factor in rule.order:
     wanted = next((w for t, s in zip(texts, specs, strict=True) if (w := _wanted(t, s, factor))), ())
-    names = tuple(name for name in wanted if name not in taken)
-    while names and units.get(factor, 1) % math.prod(sizes[name] for name in names):
+    names = tuple(name for name in wanted if name not in taken) if factor in units else ()
+    while names and units[factor] % math.prod(sizes[name] for name in names):
       names = names[:-1]
-    if len(names) < len(wanted):
-      lost = [name for name in wanted if name not in names]
+    lost = [name for name in wanted if name not in names and sizes[name] > 1]
+    if lost:
       why = 'they divide another of its factors' if set(lost) <= taken else (
         f'its {units[factor]} units are no multiple of the devices' if factor in units else 'it does not fill its units'
       )
-      _log_once(f'{call.op}: axes {lost} of the mesh do not divide {factor!r}, which is gathered: {why}')
+      log_once(f'{call.op}: axes {lost} of the mesh do not divide {factor!r}, which is gathered: {why}')
     if names:
       found[factor] = names
       taken.update(names)
@@ -227,7 +255,7 @@ def _shard(divided: Mapping[str, tuple[str, ...]], units: Mapping[str, int], siz
   return Shard(divided, {f: units[f] // math.prod(sizes[n] for n in names) for f, names in divided.items()})
 
 
-def _by_types(call: _Call, mesh: Any, leaves: Sequence[Array]) -> Any:
+def _by_types(call: _Call, mesh: Any, *leaves: Array) -> Any:
   """The op on a mesh of explicit axes."""
   out = _result(call, leaves)
   units = call.rule.units([x.shape for x in leaves], [x.shape for x in jax.tree.leaves(out)])
@@ -256,12 +284,12 @@ def _when_compiled(call: _Call, *leaves: Array) -> Any:
 
   def partition(mesh: Any, arguments: Sequence[Any], results: Sequence[Any]) -> Any:
     given = [x.sharding for x in (*arguments, *results)]
-    if not all(isinstance(s, NamedSharding) for s in given):
-      _log_once(f'{call.op}: no mesh is known, its arguments are gathered')
+    if mesh.empty:
+      log_once(f'{call.op}: no mesh is known, its arguments are gathered')
       whole = [jax.sharding.GSPMDSharding.get_replicated(s._device_assignment) for s in given]
       return mesh, flat(WHOLE), tuple(whole[len(arguments) :]), tuple(whole[: len(arguments)])
     sizes = dict(mesh.shape)
-    specs = [_full(x.sharding.spec, len(x.shape)) for x in (*arguments, *results)]
+    specs = [_known(mesh, x) for x in (*arguments, *results)]
     divided = _divide(call, sizes, units, specs)
     taken, made = (
       tuple(NamedSharding(mesh, _spec(text, divided)) for text in texts)
@@ -273,8 +301,21 @@ def _when_compiled(call: _Call, *leaves: Array) -> Any:
     return lambda *leaves: tuple(jax.tree.leaves(call(shard, *leaves)))
 
   program = custom_partitioning(flat(WHOLE))
-  program.def_partition(partition, sharding_rule=_shardy(call.rule, units))
+  program.def_partition(partition, sharding_rule=_shardy(call.rule, units), decode_shardings=False)
   return jax.tree.unflatten(tree, program(*leaves))
+
+
+def _known(mesh: Any, x: Any) -> tuple[Any, ...]:
+  """By axis of an array, the mesh axes that divide it; none where a part of a mesh axis would.
+
+  Of a mesh axis of 8 and an array with 12 tiles the partitioner divides those by a part of the axis that has no name,
+  4; the array counts as not divided then.
+  """
+  try:
+    (spec,) = sharding_impls.parse_flatten_op_sharding(x.sharding._to_xla_hlo_sharding(len(x.shape)), mesh)
+  except (KeyError, ValueError, NotImplementedError):
+    spec = ()
+  return _full(spec, len(x.shape))
 
 
 def _shardy(rule: Rule, units: Mapping[str, int]) -> SdyShardingRule:
@@ -304,8 +345,3 @@ def _shardy(rule: Rule, units: Mapping[str, int]) -> SdyShardingRule:
     arguments, results, reduction_factors=tuple(f for f in rule.sums if f in units and f not in kept),
     need_replication_factors=tuple(fixed), **{f: n for f, n in sizes.items() if f not in whole},
   )  # fmt: skip
-
-
-@functools.cache
-def _log_once(message: str) -> None:
-  logging.getLogger('pallas_kernels').info(message)

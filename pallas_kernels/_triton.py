@@ -76,11 +76,13 @@ def call(
   """
   if compute_capability is None and _lowering_for is not None:
     compute_capability = _lowering_for
-  return _jax_triton().triton_call(
-    *args, kernel=kernel, out_shape=list(out_shape), grid=grid, num_warps=num_warps,
+  launch = functools.partial(
+    _jax_triton().triton_call, kernel=kernel, out_shape=list(out_shape), grid=grid, num_warps=num_warps,
     compute_capability=compute_capability, zeroed_outputs=zeroed_outputs,
     input_output_aliases=dict(input_output_aliases or {}), **constants,
   )  # fmt: skip
+  # jax-triton has no batching rule: under vmap one launch after another.
+  return jax.custom_batching.sequential_vmap(launch)(*args)
 
 
 _lowering_for: int | None = None

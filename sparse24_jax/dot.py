@@ -105,7 +105,7 @@ def dot_at(
   check_operands(x, w, state, policy)
   if policy.projection is None and policy.precision == 'default' and policy.weight_grad == 'dense':
     return jnp.dot(x, w, preferred_element_type=jnp.float32).astype(x.dtype)
-  plan = products.plan(policy, int(np.prod(x.shape[:-1])), w.shape[0], w.shape[1], x.dtype)
+  plan = products.plan(policy, int(np.prod(x.shape[:-1])), w.shape[0], w.shape[1], x.dtype, (x, w))
   packed = products.packed_weight(plan, policy, w, state, x.dtype)
   state = products.projection_state(state)
   # A custom_vjp must return cotangents that vary over the mesh axes of its arguments and no others: under shard_map,

@@ -153,7 +153,7 @@ def _check(
 def _common_plan(x: Array, weights: Mapping[str, Array], policy: DotPolicy) -> products.Plan | None:
   """The plan of all weights if one kernel runs all their sparse products, and the gated operands can be joined."""
   tokens = int(np.prod(x.shape[:-1]))
-  plans = {products.plan(policy, tokens, w.shape[0], w.shape[1], x.dtype) for w in weights.values()}
+  plans = {products.plan(policy, tokens, w.shape[0], w.shape[1], x.dtype, (x, w)) for w in weights.values()}
   plan = plans.pop()
   # Positions are stored in tiles of 64 rows.
   joins = 'gate' not in weights or weights['up'].shape[1] % 64 == 0

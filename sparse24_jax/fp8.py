@@ -233,13 +233,13 @@ def _dot8_fwd(backend, column, x, w, packed, key):
   del column, w
   check_sampling(x, 'mvue', key)
   z, rows = _forward8(backend, x, packed, keep=True)
-  return z, (rows.transposed, rows.factor, packed, key)
+  return z, (rows.transposed, rows.factor, packed, key, _partitioning.division(x))
 
 
 def _dot8_bwd(backend, column, residuals, dz):
-  def one(x, x_factor, packed, key, dz):
+  def one(x, x_factor, packed, key, divided, dz):
     dz8, factor, dw = sampled_weight_grad(dz, key, x, x_factor, backend=backend, column=column)
-    return input_grad(dz8, factor, packed, dtype=dz.dtype), dw
+    return _partitioning.like(input_grad(dz8, factor, packed, dtype=dz.dtype), divided), dw
 
   return *jax.custom_batching.sequential_vmap(one)(*residuals, dz), None, None
 
@@ -280,23 +280,24 @@ def _ffn8_fwd(static, x, weights, biases, packed, keys):
   gated = 'gate' in weights
   y, rows, z, h = _ffn8(static, x, biases, packed, gated=gated, keep=True)
   kept = (rows.transposed, rows.factor, z, h.transposed, h.factor)
-  return y, (kept, packed, {name: bias is not None for name, bias in biases.items()}, gated, keys)
+  there = {name: bias is not None for name, bias in biases.items()}
+  return y, (kept, packed, there, gated, keys, _partitioning.division(x))
 
 
 def _ffn8_bwd(static, residuals, dy):
-  kept, packed, there, gated, keys = residuals
-  one = functools.partial(_ffn8_bwd_of_one, static, there, gated)
+  kept, packed, there, gated, keys, divided = residuals
+  one = functools.partial(_ffn8_bwd_of_one, static, there, gated, divided)
   return *jax.custom_batching.sequential_vmap(one)(kept, packed, keys, dy), None, None
 
 
-def _ffn8_bwd_of_one(static, there, gated, kept, packed, keys, dy):
+def _ffn8_bwd_of_one(static, there, gated, divided, kept, packed, keys, dy):
   (backend, activation), (x, x_factor, z, h, h_factor), dtype = static, kept, dy.dtype
   dy8, dy_factor, dw_down = sampled_weight_grad(dy, keys['down'], h, h_factor, backend=backend)
   dh = input_grad(dy8, dy_factor, packed['down'], dtype=dtype)
   dz8, factor, dw_up = activation_and_weight_grad(
     dh, z, keys['hidden'], x, x_factor, backend=backend, activation=activation, gated=gated
   )
-  dx = input_grad(dz8, factor, packed['up'], dtype=dtype)
+  dx = _partitioning.like(input_grad(dz8, factor, packed['up'], dtype=dtype), divided)
   if gated:
     dw_gate, dw_up = jnp.split(dw_up, 2, axis=1)
     dw = {'down': dw_down, 'gate': dw_gate, 'up': dw_up}

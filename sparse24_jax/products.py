@@ -7,14 +7,14 @@ that runs on a kernel takes a `PackedWeight` or an MVUE operand; one that does n
 from collections.abc import Mapping
 import dataclasses
 import functools
-import logging
 from typing import Any, TYPE_CHECKING
 
 import jax
 from jax import Array
 import jax.numpy as jnp
+from jax.sharding import AxisType
 
-from pallas_kernels import _device, _partitioning, _triton
+from pallas_kernels import _device, _dispatch, _partitioning, _triton
 from pallas_kernels.gated_activation import api as activations
 from pallas_kernels.mvue.reference import mvue24
 from pallas_kernels.pack import api as pack
@@ -54,16 +54,19 @@ class Plan:
     return self.forward if self.forward == self.input_grad == self.weight_grad else None
 
 
-def plan(policy: 'DotPolicy', tokens: int, d_in: int, d_out: int, dtype: Any) -> Plan:
+def plan(policy: 'DotPolicy', tokens: int, d_in: int, d_out: int, dtype: Any, arrays: Any = ()) -> Plan:
   """Where the three products of x `[tokens, d_in]` and w `[d_in, d_out]` run.
 
   A named implementation takes every product that the policy makes sparse. None asks the card's records: forward and
   input gradient go to a kernel where it measured faster than the dense product; a sampled weight gradient always does,
   since drawing the sample costs XLA more than the product. A weight that no kernel packs (masks by magnitude) stays
-  with XLA. Without kernels on this card, for this dtype or sharding, all are plain.
+  with XLA. Without kernels on this card, for this dtype or sharding, all are plain. The types of `arrays` say on which
+  mesh they are, if none is set.
   """
   named = policy.implementation
   reason = _unfit(policy, d_in, d_out, dtype)
+  if reason is None and _partitioning.mixed(arrays):
+    reason = 'kernels run on a mesh whose axes are all automatic or all explicit, this one has both'
   if named == 'reference' or (named is None and not _kernels_are_here()):
     if named is None and policy.precision == 'fp8':
       _log_once('FP8 is simulated: its kernels need one Hopper GPU and the extra sparse24-jax[cuda]')
@@ -133,9 +136,7 @@ def _triton_is_here() -> bool:
   return reason is None
 
 
-@functools.cache
-def _log_once(message: str) -> None:
-  logging.getLogger('sparse24_jax').info(message)
+_log_once = functools.partial(_dispatch.log_once, logger='sparse24_jax')
 
 
 ROLES: Mapping[str, Any] = {
@@ -282,7 +283,7 @@ def matmul(a: Array, b: Array, precision: str, formats: tuple[Format, Format], l
     a, b = round_to_fp8(a, formats[0]), round_to_fp8(b, formats[1])
   # On a mesh of explicit axes JAX does not choose how a product is sharded; a gradient is sharded as its variable.
   sharding = None if like is None else jax.typeof(like).sharding
-  if sharding is not None and not (sharding.mesh.shape and sharding.mesh.are_all_axes_explicit):
+  if sharding is not None and AxisType.Explicit not in sharding.mesh.axis_types:
     sharding = None
   return jnp.dot(a, b, preferred_element_type=jnp.float32, out_sharding=sharding).astype(a.dtype)
 
@@ -291,7 +292,7 @@ def may_pack(policy: 'DotPolicy', w: Array) -> bool:
   """Whether some plan for `w` would read it packed: what a caller asks who knows neither tokens nor dtype."""
   if policy.projection is None or policy.projection.pack is None or policy.implementation == 'reference':
     return False
-  fits = _unfit(policy, w.shape[-2], w.shape[-1], jnp.bfloat16) is None
+  fits = _unfit(policy, w.shape[-2], w.shape[-1], jnp.bfloat16) is None and not _partitioning.mixed(w)
   chosen = policy.projection.pack is not pack_masked and _kernels_are_here()
   return fits and (policy.implementation is not None or chosen)
 

@@ -5,7 +5,7 @@ device, tokens divided. Both twins run on all devices in turns. `--one` times th
 alone as well, which says what the communication costs.
 
 Before anything is timed the gradients are compared with those of one device: the sample of MVUE bit for bit, those of
-the block and of a small model by their relative error.
+the block and of a small model by their relative error. A check beyond its limit fails.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -40,6 +40,8 @@ STEP_CASES = {
 }
 CHECKS = ('check-sample', 'check-ffn', 'check-gpt2')
 CHECKED = (4096, 1024, 4096)
+# Relative errors, ours: sums over devices are rounded to bfloat16 one by one. The last is a median, see `check_gpt2`.
+BLOCK_LIMIT, MODEL_LIMIT, SAMPLED_LIMIT = 5e-3, 2e-2, 5e-2
 
 
 def make_mesh(devices: int) -> Mesh:
@@ -70,19 +72,28 @@ def _errors(found: Any, expected: Any) -> dict[str, float]:
   return {path: float(f'{measure.relative_error(a, b):.3e}') for path, (a, b) in zip(paths, pairs, strict=True)}
 
 
+def _check_limits(errors: Mapping[str, float], limit: float) -> None:
+  """ValueError with those that are larger than the limit, or NaN."""
+  beyond = {name: error for name, error in errors.items() if not error <= limit}
+  if beyond:
+    raise ValueError(f'errors against one device must be at most {limit}, found {beyond}')
+
+
 def check_sample(mesh: Mesh, implementation: str, tiny: bool) -> dict[str, Any]:
-  """Share of the entries of a sample that differ from one device's: 0."""
+  """Share of the entries of a sample that differ from one device's; ValueError unless 0."""
   tokens, width = (512, 64) if tiny else (2048, 1024)
   dz = jax.random.normal(jax.random.key(0), (tokens, width), jnp.bfloat16)
   identity = jnp.eye(tokens, dtype=jnp.bfloat16)  # its product with the sample is the sample
   f = jax.jit(lambda dz, x: products.sampled_weight_grad(dz, jax.random.key(3), x, backend=implementation))
   expected, found = f(dz, identity), f(*place(mesh, (dz, identity), TOKENS))
   differ = np.asarray(found, np.float32) != np.asarray(expected, np.float32)
-  return dict(differ=float(differ.mean()), kept=float((np.asarray(expected, np.float32) != 0).mean()))
+  kept = float((np.asarray(expected, np.float32) != 0).mean())
+  _check_limits({'differ': float(differ.mean())}, 0.0)
+  return dict(differ=float(differ.mean()), kept=kept)
 
 
 def check_ffn(mesh: Mesh, implementation: str, tiny: bool) -> dict[str, Any]:
-  """Errors of the block's output and gradients against one device, GELU and SwiGLU."""
+  """Errors of the block's output and gradients against one device, GELU and SwiGLU; ValueError beyond the limit."""
   found = {}
   for activation in ('gelu', 'silu'):
     case = ffn.Case('fst', activation, (512, 64, 128) if tiny else CHECKED)
@@ -92,13 +103,18 @@ def check_ffn(mesh: Mesh, implementation: str, tiny: bool) -> dict[str, Any]:
     expected = step(weights, x, dy, state, jax.random.key(7))
     (x, dy), (weights, state) = place(mesh, (x, dy), TOKENS), place(mesh, (weights, state), WHOLE)
     found[activation] = _errors(step(weights, x, dy, state, jax.random.key(7)), expected)
+    _check_limits({f'{activation} {path}': error for path, error in found[activation].items()}, BLOCK_LIMIT)
   return found
 
 
 def check_gpt2(mesh: Mesh, implementation: str, tiny: bool) -> dict[str, Any]:
   """Largest and median error of the gradients of two blocks of GPT-2 against one device, with MVUE and without.
 
-  MVUE chooses by the values that it is given, so there a rounding upstream picks other entries now and then.
+  MVUE chooses by the values that it is given, so there a rounding upstream picks other entries now and then; hence the
+  limit on its median alone.
+
+  Raises:
+    ValueError: an error is beyond its limit.
   """
   fields = train_step.TINY | dict(embed_dim=64, seq_len=64) if tiny else dict(num_layers=2, seq_len=512)
   config = gpt2.make_config(
@@ -119,6 +135,10 @@ def check_gpt2(mesh: Mesh, implementation: str, tiny: bool) -> dict[str, Any]:
     errors = _errors(grads(place(mesh, params, WHOLE), place(mesh, tokens, TOKENS)), expected)
     worst = max(errors, key=errors.__getitem__)
     found[name] = dict(largest=errors[worst], of=worst, median=statistics.median(errors.values()), loss=errors['[0]'])
+    if name == 'sampled':
+      _check_limits({'sampled, median': found[name]['median']}, SAMPLED_LIMIT)
+    else:
+      _check_limits({f'unsampled {worst}': errors[worst]}, MODEL_LIMIT)
   return found
 
 
@@ -155,7 +175,7 @@ def _rows(calls: Mapping[str, Any], compiled: Mapping[str, Any], options: Any) -
 
 def run_ffn(name: str, mesh: Mesh, options: Any, head: Mapping[str, Any], clock: measure.Clock) -> dict[str, Any]:
   """The block on all devices; every form of the dense twin that `ffn` has."""
-  case, devices = FFN_CASES[name], mesh.size
+  case = FFN_CASES[name]
   shape = (512, 64, 128) if options.tiny else case.shape
   policy = case.policy(options.implementation)
   rows: dict[str, Any] = {}

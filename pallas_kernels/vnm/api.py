@@ -29,6 +29,11 @@ EXPANDERS = {
 ACTIVATIONS = (None, 'squared_relu')
 
 
+def _say_what_a_mesh_costs() -> None:
+  if not _device.arrays_are_whole():
+    _dispatch.log_once('V:N:M: its kernels cannot be divided by a mesh; arrays that one divides are gathered')
+
+
 def vnm_matmul(
   a: CompressedVNM | VNMOperand,
   b: Array,
@@ -72,6 +77,7 @@ def vnm_matmul(
     raise ValueError(f'out_layout={out_layout!r} is unknown; accepted are {OUT_LAYOUTS}')
   _dispatch.check_implementation(OP, implementation, MATMULS)
   out_dtype = jnp.dtype(a.dtype if out_dtype is None else out_dtype)
+  _say_what_a_mesh_costs()
   candidates = ('dense',) if implementation else _candidates(a, b.shape[1], out_dtype, out_layout)
   return _dispatch.dispatch(
     OP, MATMULS, implementation, candidates, a, b, out_dtype=out_dtype, out_layout=out_layout
@@ -169,6 +175,7 @@ def vnm_pack(
     raise ValueError(
       f'used must be bool of shape {sizes[:1]} and come without a gradient, found {used.dtype} of shape {used.shape}'
     )
+  _say_what_a_mesh_costs()
   candidates = ('reference',) if _device.current().platform == 'cpu' else ('triton', 'reference')
   return Packed(*_dispatch.dispatch(
     'vnm_pack', PACKERS, implementation, candidates, x, v=v, m=m, axis=axis, spread=spread, activation=activation,

@@ -1,7 +1,9 @@
 """Kernels on divided arrays: what each device gets, which exchanges there are, and that results are one device's."""
 
+import functools
 import logging
 import re
+from unittest import mock
 
 from absl.testing import absltest, parameterized
 import jax
@@ -9,10 +11,12 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import numpy as np
 
-from pallas_kernels import _partitioning, formats
+from pallas_kernels import _dispatch, _partitioning, _triton, formats
 from pallas_kernels._partitioning import Rule
 from pallas_kernels.pack import api as pack
 from pallas_kernels.sparse_matmul import api, operand
+from pallas_kernels.transposable_mask import api as transposable_mask
+from pallas_kernels.vnm import api as vnm
 
 BF16 = jnp.bfloat16
 
@@ -105,7 +109,7 @@ class SparseMatmulTest(parameterized.TestCase):
     on = mesh('Auto', (4, 1))
     a, b = sparse(0, 192, 64), integers(1, 8, 64)  # three tiles of rows for four devices
     parts = operand.SparseOperand(put(a.values, on, 'd'), put(a.words, on))
-    _partitioning._log_once.cache_clear()
+    _dispatch.log_once.cache_clear()
     with self.assertLogs('pallas_kernels', logging.INFO) as logs:
       found = jax.jit(lambda a, b: api.sparse_matmul(a, b, implementation='dense'))(parts, put(b, on))
     self.assertRegex(logs.output[0], r"sparse_matmul: axes \['d'\] .*'m', which is gathered: its 3 units are no mult")
@@ -129,10 +133,98 @@ class PackTest(parameterized.TestCase):
         wanted = NamedSharding(on, PartitionSpec(None, *axes))
         self.assertTrue(leaf.sharding.is_equivalent_to(wanted, leaf.ndim))
 
-  def test_under_vmap(self):
-    w, scale = jax.random.normal(jax.random.key(0), (2, 64, 64)), jnp.array([1.0, 2.0])
-    found = jax.vmap(pack.soft_threshold_pack)(w, scale)
-    jax.tree.map(np.testing.assert_array_equal, found, pack.soft_threshold_pack(w, scale))
+  def test_twelve_tiles_on_eight_devices_are_gathered_and_said(self):
+    """The partitioner would give words of 12 tiles to a half of the devices, by a part of the mesh axis."""
+    on, w = mesh('Auto', (8, 1)), jax.random.normal(jax.random.key(0), (768, 64), BF16)
+    f = jax.jit(functools.partial(pack.soft_threshold_pack, axis=-1))
+    _dispatch.log_once.cache_clear()
+    with self.assertLogs('pallas_kernels', logging.INFO) as logs:
+      found = f(put(w, on, 'd'), put(jnp.float32(2), on))
+    self.assertRegex(logs.output[0], r"soft_threshold_pack: axes \['d'\] .*'r', which is gathered: its 12 units")
+    jax.tree.map(np.testing.assert_array_equal, *jax.tree.map(np.asarray, (found, f(w, jnp.float32(2)))))
+
+  @parameterized.parameters('Auto', 'Explicit')
+  def test_masks_are_searched_where_weights_lie(self, kind):
+    w, on = jax.random.normal(jax.random.key(0), (2, 8, 16)), mesh(kind)
+
+    backends = {'triton': 'pallas_kernels.pack.reference:transposable_pack'}  # the mask, by the packer's path
+    with (
+      mock.patch.object(pack, 'candidates', lambda: ['triton']),
+      mock.patch.object(pack, '_backends', lambda op: backends),
+    ):
+      compiled = jax.jit(transposable_mask.transposable_mask).lower(put(w, on, None, 'd', 't')).compile()
+    found = compiled(put(w, on, None, 'd', 't'))
+    np.testing.assert_array_equal(np.asarray(found), np.asarray(transposable_mask.reference.transposable_mask(w)))
+    self.assertEqual(exchanges(compiled.as_text()), {})
+    self.assertTrue(found.sharding.is_equivalent_to(NamedSharding(on, PartitionSpec(None, 'd', 't')), 3))
+
+
+def largest(x):
+  """The largest entry, by a call that XLA cannot see into and that has no batching rule."""
+  return jax.pure_callback(lambda x: x.max(), jax.ShapeDtypeStruct((), x.dtype), x)
+
+
+class VmapTest(parameterized.TestCase):
+
+  def test_a_named_packer_runs_once_a_matrix(self):
+    w, scale = jax.random.normal(jax.random.key(0), (2, 64, 64), BF16), jnp.array([1.0, 2.0])
+
+    def fake(w, scale, **_):
+      return operand.SparseOperand(*(largest(w) * scale.astype(w.dtype) * jnp.ones_like(a) for a in made))
+
+    made = jax.eval_shape(pack.soft_threshold_pack, w[0], scale[0])
+    made = jnp.zeros(made.values.shape, BF16), jnp.zeros(made.words.shape, BF16)
+    with mock.patch.object(_dispatch, 'load', lambda path: fake):
+      found = jax.vmap(functools.partial(pack.soft_threshold_pack, implementation='triton'))(w, scale)
+    np.testing.assert_array_equal(found.values[:, 0, 0], w.max((1, 2)) * scale.astype(BF16))
+
+  def test_triton_kernels_are_launched_one_after_another(self):
+    x = jnp.array([[1.0, 3.0], [2.0, 0.0]])
+    fake = mock.Mock()
+    fake.triton_call = lambda x, **_: [largest(x)]
+    with mock.patch.object(_triton, '_jax_triton', lambda: fake):
+      (found,) = jax.vmap(lambda x: _triton.call(None, x, out_shape=[x], grid=(1,), num_warps=1))(x)
+    self.assertEqual(found.tolist(), [3.0, 2.0])
+
+
+class MeshTest(parameterized.TestCase):
+
+  def test_an_axis_of_one_device_divides_nothing(self):
+    on, a, b = mesh('Explicit', (4, 1)), sparse(0, 64, 64), integers(1, 8, 64)
+    parts = operand.SparseOperand(put(a.values, on, 't'), put(a.words, on, 't'))  # a single tile of rows
+    f = jax.jit(lambda a, b: api.sparse_matmul(a, b, out_layout='nm', implementation='dense'))
+    _dispatch.log_once.cache_clear()
+    with self.assertNoLogs('pallas_kernels', logging.INFO):
+      found = f(parts, put(b, on, 'd'))
+    np.testing.assert_array_equal(np.asarray(found), np.asarray(f(a, b)))
+
+  def test_an_option_that_confuses_ops_in_the_cache_is_refused(self):
+    name = 'jax_remove_custom_partitioning_ptr_from_cache_key'
+    jax.config.update(name, True)
+    self.addCleanup(jax.config.update, name, False)
+    f = functools.partial(api.sparse_matmul, implementation='dense')
+    with self.assertRaisesRegex(ValueError, f'sparse_matmul: the option {name} is set'):
+      jax.eval_shape(f, sparse(0, 64, 64), integers(1, 8, 64))
+    on = mesh('Explicit')
+    jax.eval_shape(f, sparse(0, 64, 64), put(integers(1, 8, 64), on))  # types say it all: no such call
+
+  @parameterized.parameters((('Explicit', 'Auto'), False), (('Auto', 'Auto'), True), (('Explicit', 'Explicit'), True))
+  def test_meshes_with_axes_of_both_kinds_are_not_served(self, kinds, expected):
+    devices = np.array(jax.devices()[:4]).reshape(2, 2)
+    on = Mesh(devices, ('d', 't'), axis_types=tuple(getattr(AxisType, kind) for kind in kinds))
+    seen = []
+    jax.eval_shape(lambda x: seen.append(_partitioning.serves(x)), put(jnp.zeros((2, 2)), on))
+    with jax.set_mesh(on):
+      seen.append(_partitioning.serves())
+    self.assertEqual(seen, [expected] * 2)
+
+  def test_that_vnm_is_gathered_is_said(self):
+    _dispatch.log_once.cache_clear()
+    with self.assertLogs('pallas_kernels', logging.INFO) as logs:
+      for _ in range(2):
+        jax.eval_shape(functools.partial(vnm.vnm_pack, v=1, m=8), integers(0, 1, 8))
+    self.assertLen(logs.output, 1)
+    self.assertIn('V:N:M', logs.output[0])
 
 
 if __name__ == '__main__':

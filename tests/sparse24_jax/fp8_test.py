@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import optax
 
-from pallas_kernels import formats
+from pallas_kernels import _dispatch, formats
 from pallas_kernels.pack import api as pack
 from pallas_kernels.sparse_matmul.operand import from_operand
 import sparse24_jax as s24
@@ -504,7 +504,7 @@ class RefusalTest(parameterized.TestCase):
         jax.eval_shape(jax.grad(loss), w)
 
   def test_the_simulation_is_said_once(self):
-    products._log_once.cache_clear()
+    _dispatch.log_once.cache_clear()
     x, weights, _, states, _ = problem(gated=False, biased=False)
     with self.assertLogs('sparse24_jax', logging.INFO) as logs:
       for _ in range(2):

@@ -1,5 +1,6 @@
 """Training on a mesh, by the kernels' path: one device's numbers, local products, one sum a weight gradient."""
 
+import dataclasses
 import functools
 import logging
 import re
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import numpy as np
 
-from pallas_kernels import _partitioning
+from pallas_kernels import _dispatch
 import sparse24_jax as s24
 from sparse24_jax import products
 
@@ -79,7 +80,7 @@ class SampleTest(parameterized.TestCase):
     """Of 24 tokens on 4 devices each has 6, a group and a half."""
     dz, x, on = normal(0, 24, D), jnp.eye(24, dtype=BF16), mesh()
     f = jax.jit(lambda dz, x: products.sampled_weight_grad(dz, KEY, x, backend='dense'))
-    _partitioning._log_once.cache_clear()
+    _dispatch.log_once.cache_clear()
     with self.assertLogs('pallas_kernels', logging.INFO) as logs:
       found = f(put(dz, on, 'd'), put(x, on, 'd'))
     self.assertRegex(logs.output[0], r"sampled_weight_grad: axes \['d'\] .* 'k', which is gathered: its 6 units")
@@ -130,7 +131,7 @@ class BlockTest(parameterized.TestCase):
     joined = (D, 2 * HIDDEN) if gated else (D, HIDDEN)
     self.assertCountEqual([s for s in moved['all-reduce'] if len(s) == 2], [joined, (HIDDEN, D)])
     # Each device multiplies its own tokens: nothing has the rows of all.
-    self.assertEmpty(re.findall(rf'\[{TOKENS},\d+\]', compiled.as_text()))
+    self.assertEmpty(re.findall(rf'\[{TOKENS},\d+\]', compiled.as_text() or ''))
 
   def test_layers_in_a_scan_recomputed_over_micro_batches(self):
     weights = {'up': normal(1, 2, D, HIDDEN), 'down': normal(2, 2, HIDDEN, D)}
@@ -160,6 +161,43 @@ class BlockTest(parameterized.TestCase):
     for role, found in compiled(*args).items():
       self.assertLess(error(found, expected[role]), 2e-2, role)
     self.assertEqual(set(exchanged(compiled.as_text())), {'all-reduce'})
+
+
+class TypesTest(parameterized.TestCase):
+  """What JAX says of programs from their types alone."""
+
+  @parameterized.product(policy=('FST', 'FP8'), shape=((2, 2), (4, 1)), layer=('dot', 'ffn'))
+  def test_the_gradient_of_divided_features_is_divided_as_they_are(self, policy, shape, layer):
+    policy, on = globals()[policy], mesh('Explicit', shape)
+    weights = {'up': normal(1, D, HIDDEN), 'down': normal(2, HIDDEN, D)}
+    states = states_of(policy, weights)
+
+    def loss(x):
+      if layer == 'dot':
+        y = s24.dot(x, weights['up'], states['up'], policy=policy, key=KEY)
+      else:
+        y = s24.ffn(x, weights['up'], weights['down'], states, policy=policy, key=KEY)
+      return jnp.sum(y.astype(jnp.float32))
+
+    x = put(normal(0, TOKENS, D), on, 'd', 't')
+    self.assertEqual(jax.eval_shape(jax.grad(loss), x).sharding, jax.typeof(x).sharding)
+
+  @parameterized.parameters((('Explicit', 'Auto'),), (('Auto', 'Explicit'),))
+  def test_meshes_with_axes_of_both_kinds_take_plain_products(self, kinds):
+    devices = np.array(jax.devices()[:4]).reshape(2, 2)
+    on = Mesh(devices, ('d', 't'), axis_types=tuple(getattr(AxisType, kind) for kind in kinds))
+    x, w = put(normal(0, 8, 8), on, 'd'), put(normal(1, 8, 8), on, None, 't')
+
+    def grad(policy):
+      def loss(w):
+        return jnp.sum(s24.dot(x, w, states_of(policy, w), policy=policy, key=KEY).astype(jnp.float32))
+
+      return jax.eval_shape(jax.grad(loss), w)
+
+    plain = s24.DotPolicy(s24.magnitude(), weight_grad='mvue')
+    self.assertEqual(grad(plain).shape, w.shape)  # JAX finds no product of which it is open how it is divided
+    with self.assertRaisesRegex(ValueError, 'all automatic or all explicit, this one has both'):
+      grad(dataclasses.replace(plain, implementation='dense'))
 
 
 if __name__ == '__main__':

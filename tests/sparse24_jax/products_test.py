@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import _device, _partitioning, _triton
+from pallas_kernels import _device, _dispatch, _partitioning, _triton
 from pallas_kernels.sparse_matmul import api
 import sparse24_jax as s24
 from sparse24_jax import products
@@ -57,7 +57,7 @@ def card(device=H100, *, served=True, whole=True, triton=None, records=lambda m,
   """A machine with this card, mesh, jax-triton and these records of measurements."""
   with (
     mock.patch.object(_device, 'current', lambda: device),
-    mock.patch.object(_partitioning, 'serves', lambda: served),
+    mock.patch.object(_partitioning, 'serves', lambda *_: served),
     mock.patch.object(_device, 'arrays_are_whole', lambda: whole),
     mock.patch.object(_triton, 'why_absent', lambda: triton),
     mock.patch.object(api, 'candidates_for', records),
@@ -168,7 +168,7 @@ class PlanTest(parameterized.TestCase):
       with self.assertRaisesRegex(ValueError, f'implementation={backend!r} cannot serve this layer: .*{reason}'):
         products.plan(named(policy, backend), 32, d_in, d_out, dtype)
     self.assertEqual(products.plan(named(policy, 'reference'), 32, d_in, d_out, dtype), Plan())
-    products._log_once.cache_clear()
+    _dispatch.log_once.cache_clear()
     with card(), self.assertLogs('sparse24_jax', logging.INFO) as logs:
       for _ in range(3):
         self.assertEqual(products.plan(policy, 32, d_in, d_out, dtype), Plan())
@@ -181,7 +181,7 @@ class PlanTest(parameterized.TestCase):
       self.assertEqual(found, Plan(backend, None, backend, fp8=True))
     with card(records=lambda m, n, k, **_: ('dense',)):  # a simulation is slower than any kernel
       self.assertEqual(products.plan(S_STE_FP8, 32, 64, 128, BF16), Plan('mosaic_gpu', None, 'mosaic_gpu', fp8=True))
-    products._log_once.cache_clear()
+    _dispatch.log_once.cache_clear()
     with self.assertLogs('sparse24_jax', logging.INFO) as logs:
       for _ in range(3):
         self.assertEqual(products.plan(S_STE_FP8, 32, 64, 128, BF16), Plan())
@@ -189,7 +189,7 @@ class PlanTest(parameterized.TestCase):
     self.assertIn('FP8 is simulated', logs.output[0])
 
   def test_absent_triton_is_said_once(self):
-    products._log_once.cache_clear()
+    _dispatch.log_once.cache_clear()
     with card(triton='no module'), self.assertLogs('sparse24_jax', logging.INFO) as logs:
       for _ in range(3):
         products.plan(FST, 32, 64, 128, BF16)
