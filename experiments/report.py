@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 from pathlib import Path
+import re
 import shlex
 import textwrap
 from typing import Any
@@ -136,12 +137,12 @@ def table_rows(groups: Groups) -> list[list[str]]:
 def without_folders(environment: Mapping[str, Any]) -> dict[str, Any]:
   """An environment in whose command line only the last part of an absolute path is kept.
 
-  >>> without_folders({'command': 'python -m experiments compare --folder /tmp/x/runs'})
-  {'command': 'python -m experiments compare --folder runs'}
+  >>> without_folders({'command': 'python -m experiments compare --folder /tmp/x/runs --results=/tmp/r.jsonl'})
+  {'command': 'python -m experiments compare --folder runs --results=r.jsonl'}
   """
   if 'command' not in environment:
     return dict(environment)
-  parts = [Path(part).name if part.startswith('/') else part for part in shlex.split(environment['command'])]
+  parts = [re.sub(r'(^|=)/\S*/', r'\1', part) for part in shlex.split(environment['command'])]
   return {**environment, 'command': shlex.join(parts)}
 
 

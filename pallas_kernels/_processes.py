@@ -63,7 +63,7 @@ def run(job: Callable[[int, Turn], object], count: int, processes: int, seconds:
 
   Returns:
     How many jobs failed, those included that no process is left for, and how many were left out. No process outlives
-    the call, whatever ends it.
+    the call, whatever exception ends it.
   """
   deadline = time.time() + seconds
   context = multiprocessing.get_context('spawn')

@@ -59,8 +59,8 @@ def _refusal(
   try:
     jax.jit(step).lower(q, kv, kv, q).compile()
   except (ValueError, RuntimeError) as e:  # NotImplementedError and JAX's own are RuntimeErrors
-    if 'RESOURCE_EXHAUSTED' in str(e):  # of this moment, not of cuDNN; an error is not cached
-      raise
+    if 'RESOURCE_EXHAUSTED' in str(e):  # of this moment, not of cuDNN: what is raised is not cached
+      raise NotImplementedError(f'no memory to try cuDNN with: {str(e)[:300]}') from e
     return str(e)[:300]
   return None
 

@@ -21,7 +21,8 @@ def transposable_mask(w: Array) -> Array:
   [2, 2, 2, 2]
   """
   w = jax.lax.stop_gradient(w)  # a choice has no derivative, and the packer no rule that says so
-  if 'triton' in pack.candidates() and w.ndim >= 2 and w.dtype.name in ('bfloat16', 'float16', 'float32'):
+  floats = ('bfloat16', 'float16', 'float32')
+  if 'triton' in pack.candidates() and _partitioning.serves(w) and w.ndim >= 2 and w.dtype.name in floats:
     text = ' '.join([*(f'l{i}' for i in range(w.ndim - 2)), 'r*4 c*4'])
     rule = _partitioning.Rule((text,), (text,), tuple(word.split('*')[0] for word in text.split()))
     return _partitioning.partitioned('transposable_mask', _on_a_part, rule, w)
