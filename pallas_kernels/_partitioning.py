@@ -314,7 +314,7 @@ def _known(mesh: Any, x: Any) -> tuple[Any, ...]:
   try:
     (spec,) = sharding_impls.parse_flatten_op_sharding(x.sharding._to_xla_hlo_sharding(len(x.shape)), mesh)
   except (KeyError, ValueError, NotImplementedError):
-    log_once(f'an array of shape {x.shape} is divided by a part of an axis of {dict(mesh.shape)}: it is gathered')
+    log_once(f'shape {x.shape} would be divided by a part of an axis of the mesh {dict(mesh.shape)}: it stays whole')
     spec = ()
   return _full(spec, len(x.shape))
 
