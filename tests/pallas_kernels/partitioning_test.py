@@ -140,7 +140,8 @@ class PackTest(parameterized.TestCase):
     _dispatch.log_once.cache_clear()
     with self.assertLogs('pallas_kernels', logging.INFO) as logs:
       found = f(put(w, on, 'd'), put(jnp.float32(2), on))
-    self.assertRegex('\n'.join(logs.output), r"soft_threshold_pack: axes \['d'\] .*'r', which is gathered: its 12 units")
+    said = '\n'.join(logs.output)
+    self.assertRegex(said, r"soft_threshold_pack: axes \['d'\] .*'r', which is gathered: its 12 units")
     jax.tree.map(np.testing.assert_array_equal, *jax.tree.map(np.asarray, (found, f(w, jnp.float32(2)))))
 
   @parameterized.parameters('Auto', 'Explicit')
