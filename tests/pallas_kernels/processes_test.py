@@ -105,6 +105,8 @@ class ProcessesTest(parameterized.TestCase):
         time.sleep(0.05)
       signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
+    # Test runners with workers ignore the signal.
+    self.addCleanup(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, signal.default_int_handler))
     self.enter_context(mock.patch.object(_processes, '_STOP_SECONDS', 0.2))
     threading.Thread(target=interrupt, daemon=True).start()
     with self.assertRaises(KeyboardInterrupt):
