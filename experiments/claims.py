@@ -1,6 +1,6 @@
 """What the papers claim, held against what the runs show. Verdicts come from the figures, never from here."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
 import math
 from typing import Literal
@@ -9,10 +9,9 @@ from ml_collections import ConfigDict
 import numpy as np
 
 from experiments import build
-from experiments.runs import RunRecord
+from experiments.runs import Groups, RunRecord
 
 Verdict = Literal['agrees', 'disagrees', 'open']
-Groups = Mapping[str, Sequence[RunRecord]]
 
 # Two-sided 95% quantiles of Student's t by degrees of freedom; the normal one beyond.
 _T95 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26}

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments import flops, main_job, methods, report, runs
-from experiments.environment import command
+from experiments.environment import command, without_folders
 from experiments.experiment import load_config
 
 RESULTS = Path(__file__).parent / 'results'
@@ -93,7 +93,7 @@ def write_records(found: Iterable[runs.RunRecord], path: Path, *, experiment: st
       # Runs from before these two were stored have no commit to tell, and their command is today's at best.
       'commit': None,
       'command': command(),
-      **report.without_folders(run.environment),
+      **without_folders(run.environment),
       'when': datetime.datetime.fromtimestamp((run.folder / 'summary.json').stat().st_mtime, datetime.UTC).isoformat(),
     }
     kept[_key(record)] = record

@@ -1,9 +1,11 @@
 """Where, with what and how a run was started, for its record."""
 
+from collections.abc import Mapping
 import importlib.metadata
 import os
 from pathlib import Path
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -41,3 +43,15 @@ def command() -> str:
   program = Path(sys.argv[0])
   module = program.parts[-2:] == (__package__, '__main__.py')
   return shlex.join([*(('python', '-m', 'experiments') if module else (program.name,)), *sys.argv[1:]])
+
+
+def without_folders(environment: Mapping[str, Any]) -> dict[str, Any]:
+  """An environment in whose command line only the last part of an absolute path is kept.
+
+  >>> without_folders({'command': 'python -m experiments compare --folder /data/runs --results=/data/r.jsonl'})
+  {'command': 'python -m experiments compare --folder runs --results=r.jsonl'}
+  """
+  if 'command' not in environment:
+    return dict(environment)
+  parts = [re.sub(r'(^|=)/\S*/', r'\1', part) for part in shlex.split(environment['command'])]
+  return {**environment, 'command': shlex.join(parts)}

@@ -1,6 +1,6 @@
 """Reading finished and unfinished runs back from their folders, and grouping them by method."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
 import json
 from pathlib import Path
@@ -150,6 +150,10 @@ class RunRecord:
       'tail': float(rates[tail].mean()) if tail.any() else float('nan'),
       'last': float(rates[-1]),
     }
+
+
+# Runs by label: all seeds of a method.
+Groups = Mapping[str, Sequence[RunRecord]]
 
 
 def read_run(folder: str | Path) -> RunRecord:

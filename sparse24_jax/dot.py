@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import _partitioning
+from pallas_kernels._varying import vary_over, varying_axes
 from sparse24_jax import products
-from sparse24_jax._compat import vary_over, varying_axes
 from sparse24_jax.fp8 import dot8
 from sparse24_jax.mvue import check_sampling
 from sparse24_jax.projection import Projection

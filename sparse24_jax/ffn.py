@@ -26,10 +26,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import _partitioning
+from pallas_kernels._varying import vary_over, varying_axes
 from pallas_kernels.gated_activation import api as activations
 from pallas_kernels.sparse_matmul.operand import concatenate
 from sparse24_jax import fp8, products
-from sparse24_jax._compat import vary_over, varying_axes
 from sparse24_jax.dot import check_operands, dot_at, DotPolicy
 from sparse24_jax.mvue import check_sampling
 from sparse24_jax.packing import PackedWeight
