@@ -104,6 +104,17 @@ def transforms(swizzle: int, itemsize: int) -> tuple[Any, ...]:
   return tiling((8, swizzle // itemsize)), swizzling(swizzle)
 
 
+def drain(empty: Any, filled: Any, stages: int) -> None:
+  """Waits for the release of every stage of the ring: the other CTAs of a cluster signal these barriers, too."""
+  used = jnp.minimum(filled, stages)
+
+  def wait(i: Any, _: Any) -> Any:
+    plgpu.barrier_wait(empty.at[jax.lax.rem(filled - used + i, stages)])
+    return _
+
+  jax.lax.fori_loop(0, used, wait, jnp.int32(0))
+
+
 def blocks(s: Shape) -> Blocks:
   """The blocks as PTX."""
   words_layout = plgpu.Layout.WG_STRIDED((s.tiles * s.words * _THREADS,), 1)

@@ -233,14 +233,7 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
           def _(last=last):
             plgpu.barrier_arrive(full.at[lax.rem(jnp.maximum(last, 0), stages)])
 
-        # The other CTAs of the cluster signal our barriers: stay until every release has arrived.
-        used = jnp.minimum(filled, stages)
-
-        def drain(i, _):
-          plgpu.barrier_wait(empty.at[lax.rem(filled - used + i, stages)])
-          return _
-
-        lax.fori_loop(0, used, drain, jnp.int32(0))
+        _wgmma_sp.drain(empty, filled, stages)
 
       @pl.when(warpgroup < CONSUMERS)
       def _consume():
