@@ -8,7 +8,6 @@ from unittest import mock
 from absl.testing import absltest, parameterized
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import optax
 
@@ -18,6 +17,7 @@ from pallas_kernels.sparse_matmul.operand import from_operand
 import sparse24_jax as s24
 from sparse24_jax import fp8, products
 from tests import oracles
+from tests.sparse24_jax import fp8_oracles
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 D, HIDDEN, OUT, TOKENS = 16, 64, 24, (2, 8)
@@ -27,7 +27,6 @@ PROJECTION = s24.soft_threshold_projection()
 SIMULATED = s24.DotPolicy(PROJECTION, weight_grad='mvue', precision='fp8', implementation='reference')
 KERNELS = dataclasses.replace(SIMULATED, implementation='dense')  # their path, multiplied decompressed
 CHOOSES = dataclasses.replace(SIMULATED, implementation=None)
-E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 # One rounding of the result to bfloat16, and here and there a rounding that turned with the order of a sum.
 TOLERANCE = 5e-3
 # In a block such a turn goes on through products, and in e5m2 it is a quarter of a number.
@@ -43,111 +42,6 @@ def draw(seed: int, *shape: int, dtype=BF16):
 def draw_weight(seed: int, *shape: int, dtype=BF16):
   """Of few bits, so that the soft threshold's differences are exact."""
   return jnp.asarray(np.random.default_rng(seed).integers(-120, 121, shape) / 64, dtype)
-
-
-def scale_of(largest, dtype):
-  """(scale, what undoes it) for a tensor with this largest magnitude."""
-  top = np.float32(ml_dtypes.finfo(dtype).max)
-  return top / np.float32(largest), np.float32(largest) / top
-
-
-def rounded(a, scale, dtype):
-  """float64 of float32 `a` times `scale` in an 8-bit format."""
-  top = np.float32(ml_dtypes.finfo(dtype).max)
-  return np.clip(a.astype(np.float32) * np.float32(scale), -top, top).astype(dtype).astype(np.float64)
-
-
-def f8(a, dtype, largest=None):
-  """`a` in FP8, and what its products are multiplied with."""
-  scale, factor = scale_of(abs(a).max() if largest is None else largest, dtype)
-  return rounded(a, scale, dtype), factor
-
-
-def f8_weights(weights, states):
-  """beta S(w) in e4m3, side by side, under the common bound beta |w| of all of them."""
-  betas = [np.float32(s) for s in states]
-  largest = max(abs(b) * np.float32(abs(oracles.wide(w)).max()) for w, b in zip(weights, betas, strict=True))
-  scale, factor = scale_of(largest, E4M3)
-  soft = [oracles.soft_threshold(w) for w in weights]
-  return np.concatenate([rounded(s, scale * b, E4M3) for s, b in zip(soft, betas, strict=True)], axis=1), factor
-
-
-def f8_sample(a, key, largest=None):
-  """V(a) in e5m2, its scale leaving room for twice the largest entry of `a`."""
-  sample = oracles.wide(s24.mvue24(jnp.asarray(a, F32), key, axis=0))
-  return f8(sample, E5M2, 2 * (abs(a).max() if largest is None else largest))
-
-
-def sparse_product(a, b):
-  """Scaled in float32."""
-  return a[0] @ b[0] * (a[1] * b[1])
-
-
-def dense_product(a, b):
-  """Sums and scale are rounded to bfloat16 before they meet."""
-  return bf16(bf16(a[0] @ b[0]) * bf16(a[1] * b[1]))
-
-
-def transposed(a):
-  return a[0].T, a[1]
-
-
-def bf16(a):
-  return np.asarray(a).astype(ml_dtypes.bfloat16).astype(np.float64)
-
-
-def wide(a):
-  return oracles.wide(a).reshape(-1, a.shape[-1])
-
-
-def written_dot(x, w, state, dz, key):
-  """z, dx, dw."""
-  product = dense_product if x.dtype == BF16 else sparse_product
-  x, dz, w8 = f8(wide(x), E4M3), wide(dz), f8_weights([w], [state])
-  dx = product(f8(dz, E5M2), transposed(w8))
-  return sparse_product(x, w8), dx, sparse_product(transposed(x), f8_sample(dz, key))
-
-
-def activation_and_slope(name: str, a: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-  if name == 'relu':
-    return np.maximum(a, 0), (a > 0).astype(np.float64)
-  if name == 'squared_relu':
-    return np.maximum(a, 0) ** 2, 2 * np.maximum(a, 0)
-  if name == 'silu':
-    sigmoid = 1 / (1 + np.exp(-a))
-    return a * sigmoid, sigmoid * (1 + a * (1 - sigmoid))
-  tanh = np.tanh(np.sqrt(2 / np.pi) * (a + 0.044715 * a**3))
-  inner = np.sqrt(2 / np.pi) * (1 + 3 * 0.044715 * a**2)
-  return a * (1 + tanh) / 2, (1 + tanh) / 2 + a * inner * (1 - tanh**2) / 2
-
-
-def written_ffn(activation, x, weights, biases, states, dy, key):
-  """y, dx, dW, db; what a step writes in bfloat16 is rounded to it."""
-  x, dy = f8(wide(x), E4M3), wide(dy)
-  hidden_key, down_key = jax.random.split(key)
-  names = ('gate', 'up') if 'gate' in weights else ('up',)
-  first = f8_weights([weights[n] for n in names], [states[n] for n in names])
-  down = f8_weights([weights['down']], [states['down']])
-  b_first, b_down = (np.concatenate([wide(biases[n])[0] for n in n]) if biases else 0.0 for n in (names, ('down',)))
-  z = sparse_product(x, first) + b_first
-  if 'gate' in weights:  # the product is written, then read
-    gate, up = np.split(bf16(z), 2, axis=1)
-    value, slope = activation_and_slope(activation, gate)
-    h = bf16(value * up)
-  else:
-    h = bf16(activation_and_slope(activation, z)[0])
-    slope = activation_and_slope(activation, bf16(z))[1]
-  dh = dense_product(f8(dy, E5M2), transposed(down))
-  dz = bf16(np.concatenate([dh * up * slope, dh * value], axis=1) if 'gate' in weights else dh * slope)
-  bounded = 'gate' not in weights and activation in fp8.STEEPEST
-  largest = np.float32(fp8.STEEPEST[activation]) * np.float32(abs(dh).max()) if bounded else abs(dz).max()
-  dz8, h = f8(dz, E5M2, largest), f8(h, E4M3)
-  dw = sparse_product(transposed(x), f8_sample(dz, hidden_key, largest))
-  dw = dict(zip(names, np.split(dw, len(names), axis=1), strict=True))
-  dw['down'] = sparse_product(transposed(h), f8_sample(dy, down_key))
-  db = dict(zip(names, np.split(dz8[0].sum(0) * dz8[1], len(names)), strict=True)) | {'down': dy.sum(0)}
-  dx = dense_product(dz8, transposed(first))
-  return sparse_product(h, down) + b_down, dx, dw, db if biases else {}
 
 
 def block(policy, activation, x, weights, biases, states, key):
@@ -214,19 +108,19 @@ class DotTest(parameterized.TestCase):
   def test_formulas(self):
     found = dot_and_gradients(KERNELS, *self.given)
     self.assertEqual([(a.shape, a.dtype) for a in found], [(a.shape, BF16) for a in (self.dz, self.x, self.w)])
-    assert_close(found, written_dot(*self.given), TOLERANCE)
+    assert_close(found, fp8_oracles.written_dot(*self.given), TOLERANCE)
 
   def test_is_the_simulation_up_to_rounding(self):
     found, expected = (dot_and_gradients(policy, *self.given) for policy in (KERNELS, SIMULATED))
     assert_close(found, expected, NOISE)
-    exact = wide(self.x) @ (oracles.soft_threshold(self.w) * float(self.state))
-    self.assertGreater(np.linalg.norm(wide(found[0]) - exact) / np.linalg.norm(exact), 0.01)
+    exact = fp8_oracles.wide(self.x) @ (oracles.soft_threshold(self.w) * float(self.state))
+    self.assertGreater(np.linalg.norm(fp8_oracles.wide(found[0]) - exact) / np.linalg.norm(exact), 0.01)
 
   def test_float16(self):
     x, w, dz = (a.astype(jnp.float16) for a in (self.x, self.w, self.dz))
     found = dot_and_gradients(KERNELS, x, w, self.state, dz, KEY)
     self.assertEqual({a.dtype for a in found}, {jnp.dtype(jnp.float16)})
-    assert_close(found, written_dot(x, w, self.state, dz, KEY), TOLERANCE)
+    assert_close(found, fp8_oracles.written_dot(x, w, self.state, dz, KEY), TOLERANCE)
 
   def test_weight_gradient_is_unbiased(self):
     exact = oracles.wide(self.x).reshape(-1, D).T @ oracles.wide(self.dz).reshape(-1, OUT)
@@ -274,7 +168,7 @@ class DotTest(parameterized.TestCase):
   def test_packed_here_or_there(self):
     packed = pack_weight(self.w, self.state)
     self.assertIsInstance(packed, fp8.PackedWeight8)
-    values, factor = f8_weights([self.w], [self.state])
+    values, factor = fp8_oracles.f8_weights([self.w], [self.state])
     np.testing.assert_array_equal(unpacked(packed), values)
     np.testing.assert_array_equal(oracles.wide(packed.matrix), values)
     self.assertAlmostEqual(float(packed.factor), float(factor), places=8)
@@ -338,7 +232,9 @@ class DotTest(parameterized.TestCase):
   def test_evaluation_needs_no_key_and_takes_any_number_of_tokens(self):
     x = draw(0, 3, D)
     found = jit(lambda x: s24.dot(x, self.w, self.state, policy=KERNELS))(x)
-    assert_close(found, sparse_product(f8(wide(x), E4M3), f8_weights([self.w], [self.state])), TOLERANCE)
+    x8 = fp8_oracles.f8(fp8_oracles.wide(x), fp8_oracles.E4M3)
+    expected = fp8_oracles.sparse_product(x8, fp8_oracles.f8_weights([self.w], [self.state]))
+    assert_close(found, expected, TOLERANCE)
     self.assertEqual(jax.eval_shape(lambda x: s24.dot(x, self.w, self.state, policy=KERNELS), x[0]).shape, (OUT,))
 
 
@@ -350,7 +246,7 @@ class FfnTest(parameterized.TestCase):
     found = ffn_and_gradients(KERNELS, activation, *given, KEY)
     self.assertEqual(jax.tree.map(jnp.shape, found[1:]), jax.tree.map(jnp.shape, given[:3]))
     self.assertEqual({a.dtype for a in jax.tree.leaves(found)}, {jnp.dtype(BF16)})
-    assert_close(found, written_ffn(activation, *given, KEY), FLIPS)
+    assert_close(found, fp8_oracles.written_ffn(activation, *given, KEY), FLIPS)
 
   def test_is_the_simulation_up_to_rounding(self):
     given = problem(gated=True, biased=True)
@@ -363,7 +259,7 @@ class FfnTest(parameterized.TestCase):
     weights['up'] = weights['up'] / 256
     given = x, weights, biases, states, dy
     found = ffn_and_gradients(KERNELS, 'silu', *given, KEY)
-    assert_close(found, written_ffn('silu', *given, KEY), FLIPS)
+    assert_close(found, fp8_oracles.written_ffn('silu', *given, KEY), FLIPS)
     assert_close(found[0], ffn_and_gradients(SIMULATED, 'silu', *given, KEY)[0], 2 * NOISE)
 
   @parameterized.parameters(False, True)
@@ -422,7 +318,7 @@ class FfnTest(parameterized.TestCase):
   def test_no_derivative_exceeds_its_bound(self):
     z = np.linspace(-20, 20, 400_001)
     for name, bound in fp8.STEEPEST.items():
-      steepest = abs(activation_and_slope(name, z)[1]).max()
+      steepest = abs(fp8_oracles.activation_and_slope(name, z)[1]).max()
       self.assertLessEqual(steepest, bound, name)
       self.assertGreater(steepest, 0.99 * bound, name)
     self.assertNotIn('squared_relu', fp8.STEEPEST)  # grows without bound
@@ -441,8 +337,8 @@ class FlaxTest(absltest.TestCase):
     bare = s24.sparse_variables(params, opt_state, recipe, pack=False)
     up = params['up']['kernel']
     self.assertEqual((up.dtype, packed['up']['kernel'].dtype), (F32, jnp.float8_e4m3fn))
-    found, fine = unpacked(packed['up']['kernel']), f8_weights([up], [bare['up']['kernel']])[0]
-    coarse = f8_weights([up.astype(BF16)], [bare['up']['kernel']])[0]
+    found, fine = unpacked(packed['up']['kernel']), fp8_oracles.f8_weights([up], [bare['up']['kernel']])[0]
+    coarse = fp8_oracles.f8_weights([up.astype(BF16)], [bare['up']['kernel']])[0]
     self.assertLess((found != fine).mean(), 0.005)  # but for a tie
     self.assertGreater((found != coarse).mean(), 0.01)
     def apply(params):

@@ -1,0 +1,118 @@
+"""The FP8 layer and block written out in NumPy and ml_dtypes: what the kernels' path answers to."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+import sparse24_jax as s24
+from sparse24_jax import fp8
+from tests import oracles
+
+BF16, F32 = jnp.bfloat16, jnp.float32
+E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
+
+
+def scale_of(largest, dtype):
+  """(scale, what undoes it) for a tensor with this largest magnitude."""
+  top = np.float32(ml_dtypes.finfo(dtype).max)
+  return top / np.float32(largest), np.float32(largest) / top
+
+
+def rounded(a, scale, dtype):
+  """float64 of float32 `a` times `scale` in an 8-bit format."""
+  top = np.float32(ml_dtypes.finfo(dtype).max)
+  return np.clip(a.astype(np.float32) * np.float32(scale), -top, top).astype(dtype).astype(np.float64)
+
+
+def f8(a, dtype, largest=None):
+  """`a` in FP8, and what its products are multiplied with."""
+  scale, factor = scale_of(abs(a).max() if largest is None else largest, dtype)
+  return rounded(a, scale, dtype), factor
+
+
+def f8_weights(weights, states):
+  """beta S(w) in e4m3, side by side, under the common bound beta |w| of all of them."""
+  betas = [np.float32(s) for s in states]
+  largest = max(abs(b) * np.float32(abs(oracles.wide(w)).max()) for w, b in zip(weights, betas, strict=True))
+  scale, factor = scale_of(largest, E4M3)
+  soft = [oracles.soft_threshold(w) for w in weights]
+  return np.concatenate([rounded(s, scale * b, E4M3) for s, b in zip(soft, betas, strict=True)], axis=1), factor
+
+
+def f8_sample(a, key, largest=None):
+  """V(a) in e5m2, its scale leaving room for twice the largest entry of `a`."""
+  sample = oracles.wide(s24.mvue24(jnp.asarray(a, F32), key, axis=0))
+  return f8(sample, E5M2, 2 * (abs(a).max() if largest is None else largest))
+
+
+def sparse_product(a, b):
+  """Scaled in float32."""
+  return a[0] @ b[0] * (a[1] * b[1])
+
+
+def dense_product(a, b):
+  """Sums and scale are rounded to bfloat16 before they meet."""
+  return bf16(bf16(a[0] @ b[0]) * bf16(a[1] * b[1]))
+
+
+def transposed(a):
+  return a[0].T, a[1]
+
+
+def bf16(a):
+  return np.asarray(a).astype(ml_dtypes.bfloat16).astype(np.float64)
+
+
+def wide(a):
+  return oracles.wide(a).reshape(-1, a.shape[-1])
+
+
+def written_dot(x, w, state, dz, key):
+  """z, dx, dw."""
+  product = dense_product if x.dtype == BF16 else sparse_product
+  x, dz, w8 = f8(wide(x), E4M3), wide(dz), f8_weights([w], [state])
+  dx = product(f8(dz, E5M2), transposed(w8))
+  return sparse_product(x, w8), dx, sparse_product(transposed(x), f8_sample(dz, key))
+
+
+def activation_and_slope(name: str, a: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+  if name == 'relu':
+    return np.maximum(a, 0), (a > 0).astype(np.float64)
+  if name == 'squared_relu':
+    return np.maximum(a, 0) ** 2, 2 * np.maximum(a, 0)
+  if name == 'silu':
+    sigmoid = 1 / (1 + np.exp(-a))
+    return a * sigmoid, sigmoid * (1 + a * (1 - sigmoid))
+  tanh = np.tanh(np.sqrt(2 / np.pi) * (a + 0.044715 * a**3))
+  inner = np.sqrt(2 / np.pi) * (1 + 3 * 0.044715 * a**2)
+  return a * (1 + tanh) / 2, (1 + tanh) / 2 + a * inner * (1 - tanh**2) / 2
+
+
+def written_ffn(activation, x, weights, biases, states, dy, key):
+  """y, dx, dW, db; what a step writes in bfloat16 is rounded to it."""
+  x, dy = f8(wide(x), E4M3), wide(dy)
+  hidden_key, down_key = jax.random.split(key)
+  names = ('gate', 'up') if 'gate' in weights else ('up',)
+  first = f8_weights([weights[n] for n in names], [states[n] for n in names])
+  down = f8_weights([weights['down']], [states['down']])
+  b_first, b_down = (np.concatenate([wide(biases[n])[0] for n in n]) if biases else 0.0 for n in (names, ('down',)))
+  z = sparse_product(x, first) + b_first
+  if 'gate' in weights:  # the product is written, then read
+    gate, up = np.split(bf16(z), 2, axis=1)
+    value, slope = activation_and_slope(activation, gate)
+    h = bf16(value * up)
+  else:
+    h = bf16(activation_and_slope(activation, z)[0])
+    slope = activation_and_slope(activation, bf16(z))[1]
+  dh = dense_product(f8(dy, E5M2), transposed(down))
+  dz = bf16(np.concatenate([dh * up * slope, dh * value], axis=1) if 'gate' in weights else dh * slope)
+  bounded = 'gate' not in weights and activation in fp8.STEEPEST
+  largest = np.float32(fp8.STEEPEST[activation]) * np.float32(abs(dh).max()) if bounded else abs(dz).max()
+  dz8, h = f8(dz, E5M2, largest), f8(h, E4M3)
+  dw = sparse_product(transposed(x), f8_sample(dz, hidden_key, largest))
+  dw = dict(zip(names, np.split(dw, len(names), axis=1), strict=True))
+  dw['down'] = sparse_product(transposed(h), f8_sample(dy, down_key))
+  db = dict(zip(names, np.split(dz8[0].sum(0) * dz8[1], len(names)), strict=True)) | {'down': dy.sum(0)}
+  dx = dense_product(dz8, transposed(first))
+  return sparse_product(h, down) + b_down, dx, dw, db if biases else {}
