@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from html import escape
+import math
 from typing import Any
 
 from experiments import svg
@@ -18,6 +19,11 @@ def title(record: Record) -> str:
   >>> title({'bench': 'ffn', 'recipe': 's_ste', 'activation': 'gelu', 'shape': {'tokens': 8, 'd': 4, 'hidden': 16}})
   's_ste gelu 8 x 4 x 16'
   """
+  if record['bench'] == 'mesh':
+    devices = math.prod(record['mesh'].values())
+    return f'{title({**record, "bench": record["op"]})} on {devices} {record["device"]}'
+  if record['bench'] == 'mesh_check':
+    return f'{record["op"]} on {record["device"]}'
   shape = record['shape']
   if record['bench'] == 'tracking':
     return f'{record["model"]} of {shape["layers"]} layers'

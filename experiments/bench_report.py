@@ -15,8 +15,8 @@ from experiments.bench_figures import bars, milliseconds, ratios, Record, stacke
 
 RESULTS = Path(__file__).parent / 'results'
 BENCHES = (
-  'ffn', 'ffn_check', 'tracking', 'ffn_pytorch', 'block', 'train_step', 'sparse_matmul', 'float8_products',
-  'cusparselt', 'epilogue', 'memory_bound',
+  'ffn', 'ffn_check', 'tracking', 'ffn_pytorch', 'block', 'train_step', 'mesh', 'mesh_check', 'sparse_matmul',
+  'float8_products', 'cusparselt', 'epilogue', 'memory_bound',
 )  # fmt: skip
 _ROLES = ('forward', 'input_grad', 'weight_grad')
 
@@ -64,7 +64,7 @@ def load(paths: Iterable[Path]) -> list[dict[str, Any]]:
 
 
 def _identity(record: Record) -> list[Any]:
-  keys = 'bench device op role model recipe activation pattern dtype weights shape layouts mode remat'
+  keys = 'bench device op role model recipe activation pattern dtype weights shape layouts mode remat mesh'
   return [record.get(key) for key in keys.split()]
 
 
@@ -79,6 +79,7 @@ def _steps(bench: str, records: Sequence[Record]) -> str:
     'ffn_pytorch': ('The same by PyTorch', "Its 2:4 operators at their best algorithm, against PyTorch's dense block."),
     'block': ('Transformer block', 'Forward and backward of a whole block, packing inside.'),
     'train_step': ('Training step', 'Optimizer, decay, packing and mask search inside; searches spread over 40 steps.'),
+    'mesh': ('Several GPUs', 'Tokens divided among the devices. The dense twin runs on the same mesh.'),
   }
   rows, charts = [], []
   for record in records:
@@ -158,15 +159,17 @@ def _checks(records: Sequence[Record]) -> str:
     error = record['error']
     rows += [
       [title(record), name, f'{exact:.2e}', f'{error["sampled"][name]:.2e}', f'{error["yardstick"][name]:.2e}',
-       f'{error["unbiased"][name]:.3f}' if name in error['unbiased'] else '']
+       f'{error["unbiased"][name]:.3f}' if name in error['unbiased'] else '',
+       f'{error["decompressed"][name]:.2e}' if 'decompressed' in error else '']
       for name, exact in error['exact'].items()
     ]  # fmt: skip
   return (
     '<h2>Gradients of a block</h2><p class="soft">Relative Frobenius errors against the float32 reference, on the '
     'card. MVUE picks by the values that it is given, so rounding now and then picks another entry: weight gradients '
     'are compared without sampling; with it, beside the plain op in the same dtype; and the mean of samples beside the '
-    'unsampled gradient, over what their spread lets expect (about 1 if unbiased).</p>'
-    + table(['block', 'tensor', 'without sampling', 'with', 'plain op, with', 'mean of samples'], rows)
+    'unsampled gradient, over what their spread lets expect (about 1 if unbiased). Last: the kernels beside XLA, with '
+    'the same operands and samples.</p>'
+    + table(['block', 'tensor', 'without sampling', 'with', 'plain op, with', 'mean of samples', 'beside XLA'], rows)
   )
 
 
@@ -187,6 +190,26 @@ def _tracking(records: Sequence[Record]) -> str:
       + table(['recipe', 'difference, nats a byte', 'spread of seeds', 'within'], rows)
     )
   return '<h2>Training with the kernels and without</h2>' + ''.join(parts)
+
+
+def _mesh_checks(records: Sequence[Record]) -> str:
+  """Section of results on several GPUs beside those of one."""
+  rows = [
+    [record['op'].removeprefix('check-'), ' / '.join(part), f'{value:.1e}' if isinstance(value, float) else str(value)]
+    for record in records
+    for *part, value in _leaves(record['error'])
+  ]
+  return (
+    '<h2>Several GPUs beside one</h2><p class="soft">The same op on all devices and on one: relative errors, and of '
+    'sample the share of entries that were drawn otherwise.</p>' + table(['what', 'of', 'value'], rows)
+  )
+
+
+def _leaves(tree: Any, path: tuple[str, ...] = ()) -> list[tuple[Any, ...]]:
+  """(key, ..., value) of nested dicts."""
+  if not isinstance(tree, dict):
+    return [(*path, tree)]
+  return [leaf for key, value in tree.items() for leaf in _leaves(value, (*path, key))]
 
 
 def _memory_bound(records: Sequence[Record]) -> str:
@@ -262,6 +285,8 @@ def page(records: Sequence[Record]) -> str:
           parts.append(_memory_bound(chosen))
         case 'ffn_check':
           parts.append(_checks(chosen))
+        case 'mesh_check':
+          parts.append(_mesh_checks(chosen))
         case 'tracking':
           parts.append(_tracking(chosen))
         case _:

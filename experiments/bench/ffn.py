@@ -179,7 +179,8 @@ def gradient_errors(
   as they are (MVUE does not touch them), weight gradients with the policy less MVUE; `sampled` against the float32
   reference with MVUE and the same key, beside `yardstick`, which is what the plain op gives in the same dtype; and
   `unbiased`, how far the mean of 8 sampled gradients is from the unsampled one over what the distance of one of them
-  lets expect (about 1).
+  lets expect (about 1); and, of kernels, `decompressed`: against the same operands, samples and roundings, multiplied
+  by XLA, so that what is left is the order of sums, and where a rounding of dz makes MVUE pick another entry.
   """
   weights, x, dy = inputs(case, shape, dtype)
   wide = jax.tree.map(lambda a: a.astype(jnp.float32), (weights, x, dy))
@@ -212,13 +213,16 @@ def gradient_errors(
     one = statistics.mean(measure.relative_error(draw[name], target[name]) for draw in draws)
     ratio[name] = round(measure.relative_error(mean, target[name]) / one * len(draws) ** 0.5, 3)
   whole = run(policy, args)
-  return dict(
+  found = dict(
     shape=shape,
     exact=errors(target | {name: whole[name] for name in ('y', 'dx')}, unsampled),
     sampled=errors(whole, sampled),
     yardstick=errors(run(plain, args), sampled),
     unbiased=ratio,
   )
+  if implementation is None:
+    return found
+  return found | {'decompressed': errors(whole, run(dataclasses.replace(policy, implementation='dense'), args))}
 
 
 def check(case: Case, options: Any, head: Mapping[str, Any]) -> dict[str, Any]:

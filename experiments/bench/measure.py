@@ -31,21 +31,18 @@ type Call = Callable[[], Any]
 def stream_ms(call: Call, steps: int, *, depth: int = 3) -> list[float]:
   """Wall-clock milliseconds of each of `steps` calls, `depth` of them in flight: from one completion to the next.
 
-  One call more is made in front, unless there is nothing to time; its end starts the clock.
+  Untimed calls surround them. The end of the first starts the clock. Those behind keep the host as far ahead at the end
+  as in the middle: a step of more launches than a stream holds is nearly over when its call returns, and what is still
+  in flight after the last call would seem to take no time.
   """
   pending: deque[Any] = deque()
   stamps: list[float] = []
-
-  def wait() -> None:
-    jax.block_until_ready(pending.popleft())
-    stamps.append(time.perf_counter())
-
-  for _ in range(steps + 1):
+  for _ in range(steps + depth):
     pending.append(call())
     if len(pending) == depth:
-      wait()
-  while pending:
-    wait()
+      jax.block_until_ready(pending.popleft())
+      stamps.append(time.perf_counter())
+  jax.block_until_ready(pending)
   return [1e3 * (end - start) for start, end in itertools.pairwise(stamps)]
 
 
@@ -153,6 +150,11 @@ class Clock:
 
   def __init__(self):
     self._start = self._last = time.perf_counter()
+
+  @property
+  def passed(self) -> float:
+    """Seconds since it was made."""
+    return time.perf_counter() - self._start
 
   def lap(self, what: str) -> None:
     """Prints the seconds since the last lap."""

@@ -5,6 +5,7 @@ import io
 import json
 import pathlib
 import tempfile
+import time
 
 from absl.testing import absltest, parameterized
 import jax
@@ -44,6 +45,15 @@ class RecordsTest(parameterized.TestCase):
       self.assertLess(record['error']['exact'][name], 0.12 if 'fp8' in case else 1e-5)
     for ratio in record['error']['unbiased'].values():
       self.assertBetween(ratio, 0.7, 1.4)
+
+  def test_fp8_gradients_are_held_to_a_plain_op_that_rounds(self):
+    # Of the kernels' path, multiplied by XLA.
+    case = ffn.CASES['s_ste_fp8-gelu-16384x4096x16384']
+    error = ffn.gradient_errors(case, (64, 64, 128), 'dense')
+    for name, found in error['sampled'].items():
+      self.assertGreater(error['yardstick'][name], 0.04)  # without rounding 0.005
+      self.assertBetween(found / error['yardstick'][name], 0.7, 1.3)
+    self.assertEqual(set(error['decompressed'].values()), {0.0})  # it is that very path
 
   def test_block(self):
     (record,), _ = bench(block, '--select', 'fst-gpt2')
@@ -127,7 +137,11 @@ class MeasureTest(absltest.TestCase):
     made = []
     samples = measure.stream_ms(lambda: made.append(0), 5, depth=3)
     self.assertLen(samples, 5)
-    self.assertLen(made, 6)
+    self.assertLen(made, 5 + 3)
+
+  def test_a_call_that_returns_when_its_step_is_over_counts_to_the_end(self):
+    samples = measure.stream_ms(lambda: time.sleep(4e-3), 4, depth=3)
+    self.assertGreaterEqual(min(samples), 4.0)
 
   def test_order_alternates(self):
     made = []

@@ -3,8 +3,11 @@
 import contextlib
 import io
 import json
+import os
 import pathlib
+import signal
 import tempfile
+import time
 from unittest import mock
 
 from absl.testing import absltest, parameterized
@@ -56,7 +59,7 @@ class MainTest(parameterized.TestCase):
     self.assertRegex(out.getvalue().strip(), verdict)
 
 
-class RunTest(absltest.TestCase):
+class RunTest(parameterized.TestCase):
   def test_evaluation_is_of_bytes_that_no_step_sees(self):
     size = 10_000
     train, held_out = tracking.offsets(size, tracking.TINY, 50)
@@ -84,6 +87,36 @@ class RunTest(absltest.TestCase):
         self.assertLess(final, curve[0])  # it learns
       self.assertNotEqual(*record['final'][name])  # seeds differ
     self.assertNotEqual(record['final']['dense'], record['final']['transposable_srste reference'])
+
+  @parameterized.named_parameters(
+    ('time_for_all', 1000, None, 3),
+    ('time_for_two', 189, None, 2),  # 160 s have passed after two, and a third would end at 190 s
+    ('a_signal_in_the_second', 1000, 5, 1),
+  )
+  def test_a_seed_counts_when_all_methods_have_ended(self, limit, stopped_at, seeds):
+    names = ('dense', 'transposable_srste dense', 'transposable_srste reference')
+    clock, began = mock.Mock(passed=100.0), []
+
+    def one(name, programs, chunks, data, held_out, i):
+      began.append(name)
+      clock.passed += 10
+      if len(began) == stopped_at:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(1)  # until the signal is handled
+      return [1.0], i + len(name), 10.0
+
+    options = mock.Mock(tiny=True, steps=10, seeds=3, seconds=limit, recipes=['transposable_srste'], kernels='dense')
+    with (
+      mock.patch.object(tracking, '_compiled', return_value=dict.fromkeys(names)),
+      mock.patch.object(tracking, '_one_seed', one),
+      mock.patch.object(np, 'load', return_value=np.zeros(20_000, np.uint8)),
+      contextlib.redirect_stdout(io.StringIO()),
+    ):
+      record = tracking.run(options, {}, clock)
+    self.assertEqual(record['seeds'], seeds)
+    self.assertEqual({name: len(found) for name, found in record['final'].items()}, dict.fromkeys(names, seeds))
+    self.assertEqual(record['complete'], seeds == 3)
+    self.assertLen(began, stopped_at or 3 * seeds)
 
 
 if __name__ == '__main__':
