@@ -1,8 +1,9 @@
 """`python -m experiments.bench.attention --out FILE`: attention under a pattern, forward and backward.
 
-The baseline `masked` is the dense form with the pattern's mask, for the shorter sequences only: its scores do not pay
-for longer ones, and take long to compile. `full` is full causal attention by the fastest library kernel, which is what
-a model would run otherwise. Errors are those of output and gradients against the masked form in float32.
+`triton`, `cudnn` and `blocks` are back ends of the pattern; `blocks` is compiled for one case only unless asked for, as
+XLA tunes its many products for longer than all else takes. `full` is full causal attention by the fastest library
+kernel, which is what a model would run otherwise. Errors are those of output and gradients of the first head of the
+first sequence against the masked form in float32 on the host, for the longest sequences against the block form.
 
 Each case is compiled when it is its turn, its twins at once, and nothing compiles while steps are timed.
 """
@@ -16,29 +17,33 @@ from typing import Any
 import jax
 from jax import Array
 import jax.numpy as jnp
+import numpy as np
 
 from experiments.bench import measure
+from pallas_kernels.sparse_attention import cudnn
 from pallas_kernels.sparse_attention.api import Pattern, sparse_attention
 
 MODULE = 'experiments.bench.attention'
-# Batch, positions, heads, head size: GPT-2 124M, and a longer sequence of the same tokens.
-SHAPES = {'1k': (16, 1024, 12, 64), '4k': (4, 4096, 12, 64)}
+# Batch, positions, heads, head size: GPT-2 124M, and longer sequences of the same tokens.
+SHAPES = {'1k': (16, 1024, 12, 64), '4k': (4, 4096, 12, 64), '16k': (1, 16384, 12, 64)}
 TINY = (2, 64, 2, 8)
-# In the order of what they tell: whether sparsity pays is seen first where it is highest.
-CASES = {
-  f'{kind}-{length}': (kind, length)
-  for kinds in (('local', 'combined'), ('fixed', 'strided')) for length in ('4k', '1k') for kind in kinds
-}  # fmt: skip
-# For what is compared and not timed: autotuning float32 products takes longer than all else.
-_NO_AUTOTUNING = {'xla_gpu_autotune_level': 0, 'xla_gpu_enable_triton_gemm': False}
-GROUPS = {'all': list(CASES), 'first': list(CASES)[:4], '1k': [case for case in CASES if case.endswith('1k')]}
+KINDS = ('combined', 'fixed', 'local', 'strided')
+CASES = {f'{kind}-{length}': (kind, length) for length in ('4k', '1k', '16k') for kind in KINDS}
+# Cases with the plain-XLA form beside the kernels.
+BLOCKS = ('combined-4k',)
+GROUPS = {'all': list(CASES)} | {size: [case for case in CASES if case.endswith(f'-{size}')] for size in SHAPES}
 
 
 def step_of(pattern: Pattern, implementation: str) -> Callable[..., Any]:
   """(q, k, v, dy) -> (y, gradients of q, k and v)."""
 
+  def attend(q: Array, k: Array, v: Array) -> Array:
+    if implementation == 'cudnn':  # the back end would compile a trial first
+      return cudnn.attend(pattern, q, k, v, q.shape[-1] ** -0.5, 'cudnn')
+    return sparse_attention(q, k, v, patterns=pattern, implementation=implementation)
+
   def step(q: Array, k: Array, v: Array, dy: Array) -> Any:
-    y, vjp = jax.vjp(lambda *x: sparse_attention(*x, patterns=pattern, implementation=implementation), q, k, v)
+    y, vjp = jax.vjp(attend, q, k, v)
     return y, vjp(dy)
 
   return step
@@ -51,16 +56,14 @@ class Case:
   Attributes:
     pattern: of the twins but `full`.
     args: q, k, v and the cotangent, [batch, positions, heads, head size].
-    few: the first sequence of them, float32.
     programs: twin -> compiled step, or the error that refused it.
-    expected: the masked form in float32, compiled for `few`.
+    expected: y, dq, dk, dv of the first head of the first sequence.
   """
 
   pattern: Pattern
   args: Sequence[Array]
-  few: Sequence[Array]
   programs: Mapping[str, Any]
-  expected: Any
+  expected: Sequence[np.ndarray]
 
 
 def prepare(name: str, options: Any, pool: ThreadPoolExecutor, full: dict[str, Future]) -> Case:
@@ -77,10 +80,11 @@ def prepare(name: str, options: Any, pool: ThreadPoolExecutor, full: dict[str, F
   pattern = Pattern(kind, 8 if options.tiny else options.window)
   dtype = jnp.float32 if options.tiny else jnp.bfloat16
   args = [jax.random.normal(key, shape, jnp.float32).astype(dtype) for key in jax.random.split(jax.random.key(0), 4)]
-  few = [x[:1].astype(jnp.float32) for x in args]
-  jobs = {'blocks': (pattern, 'blocks'), 'cudnn': (pattern, 'cudnn')}
-  if length == '1k':
-    jobs['masked'] = (pattern, 'reference')
+  jobs = {'triton': (pattern, 'triton')}
+  if not options.tiny and (kind == 'local' or (options.more and kind in cudnn.SERVED)):
+    jobs['cudnn'] = (pattern, 'cudnn')
+  if options.more or name in BLOCKS:
+    jobs['blocks'] = (pattern, 'blocks')
 
   def compile_one(job: tuple[Pattern, str]) -> Any:
     try:
@@ -88,16 +92,22 @@ def prepare(name: str, options: Any, pool: ThreadPoolExecutor, full: dict[str, F
     except (ValueError, RuntimeError) as error:  # JAX's own and NotImplementedError are RuntimeErrors
       return error
 
-  def reference() -> Any:
-    with jax.default_matmul_precision('highest'):
-      return jax.jit(step_of(pattern, 'reference')).lower(*few).compile(compiler_options=_NO_AUTOTUNING)
+  def reference() -> Sequence[np.ndarray]:
+    few = [np.asarray(x[:1, :, :1]).astype(np.float32) for x in args]
+    # A mask of 16384 squared would be a constant of the program.
+    form = 'blocks' if length == '16k' else 'reference'
+    with jax.default_device(jax.devices('cpu')[0]):
+      return [np.asarray(x) for x in jax.tree.leaves(jax.jit(step_of(pattern, form))(*few))]
 
   expected = pool.submit(reference)
   programs = {twin: pool.submit(compile_one, job) for twin, job in jobs.items()}
   if length not in full:
     full[length] = pool.submit(compile_one, (Pattern('full'), 'reference' if options.tiny else 'cudnn'))
   programs['full'] = full[length]
-  return Case(pattern, args, few, {twin: each.result() for twin, each in programs.items()}, expected.result())
+  found = {twin: each.result() for twin, each in programs.items()}
+  if isinstance(found['triton'], Exception) and 'blocks' not in found:
+    found['blocks'] = compile_one((pattern, 'blocks'))
+  return Case(pattern, args, found, expected.result())
 
 
 def run(case: Case, options: Any, head: Mapping[str, Any], clock: measure.Clock) -> dict[str, Any]:
@@ -106,14 +116,16 @@ def run(case: Case, options: Any, head: Mapping[str, Any], clock: measure.Clock)
   shape = args[0].shape
   compiled = dict(case.programs)
   refused = {twin: str(compiled.pop(twin))[:200] for twin, f in list(compiled.items()) if isinstance(f, Exception)}
-  if 'blocks' not in compiled:
-    raise ValueError(f'the block form does not compile: {refused["blocks"]}')
-  expected = jax.tree.leaves(case.expected(*case.few))
+  ours = next((twin for twin in ('triton', 'blocks') if twin in compiled), None)
+  if ours is None:
+    raise ValueError(f'nothing compiles: {refused}')
 
   def errors(twin: str) -> dict[str, float]:
     found = jax.tree.leaves(compiled[twin](*args))
-    pairs = zip(('y', 'dq', 'dk', 'dv'), found, expected, strict=True)
-    return {what: float(f'{measure.relative_error(a[:1], b):.3e}') for what, a, b in pairs}
+    pairs = zip(('y', 'dq', 'dk', 'dv'), found, case.expected, strict=True)
+    return {
+      what: float(f'{measure.relative_error(a[:1, :, :1], jnp.asarray(b)):.3e}') for what, a, b in pairs
+    }
 
   error = {twin: errors(twin) for twin in compiled if twin != 'full'}
   clock.lap('check')
@@ -121,14 +133,14 @@ def run(case: Case, options: Any, head: Mapping[str, Any], clock: measure.Clock)
   bursts = measure.interleave(calls, rounds=options.rounds, steps=options.steps)
   clock.lap('time')
   rows = {twin: measure.timing(bursts[twin]) | {'memory_gb': measure.memory(compiled[twin])} for twin in calls}
-  blocks = rows.pop('blocks')
+  row = rows.pop(ours)
   return dict(
     bench='attention', **head, op='sparse_attention', pattern=pattern.kind, window=pattern.window,
     dtype=args[0].dtype.name,
     shape=dict(zip(('batch', 'length', 'heads', 'head_size'), shape, strict=True)), mode='forward_and_vjp',
-    implementation='blocks', computed_share=round(pattern.computed(shape[1]) / shape[1] ** 2, 4), **blocks,
+    implementation=ours, computed_share=round(pattern.computed(shape[1]) / shape[1] ** 2, 4), **row,
     baselines=rows, refused=refused, error=error,
-    speedup={twin: round(row['median_ms'] / blocks['median_ms'], 4) for twin, row in rows.items()},
+    speedup={twin: round(other['median_ms'] / row['median_ms'], 4) for twin, other in rows.items()},
   )  # fmt: skip
 
 
@@ -145,8 +157,9 @@ def within(
 
 def main(argv: Sequence[str] | None = None) -> int:
   """Runs the selected cases; returns the number that failed."""
-  parser = measure.parser(MODULE, __doc__, [*GROUPS, *CASES], ['first'])
+  parser = measure.parser(MODULE, __doc__, [*GROUPS, *CASES], ['all'])
   parser.add_argument('--window', type=int, default=128, help='c of the patterns (default: %(default)s)')
+  parser.add_argument('--more', action='store_true', help='the block form in every case, and strided heads by cuDNN')
   parser.add_argument('--seconds', type=float, default=0.0, help='begin no case that would end later (0: no limit)')
   options = parser.parse_args(argv)
   head = measure.environment(MODULE, argv)
@@ -168,7 +181,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       failed += 1
       continue
     measure.append(options.out, record)
-    times = {'blocks': record['median_ms']} | {twin: row['median_ms'] for twin, row in record['baselines'].items()}
+    times = {twin: row['median_ms'] for twin, row in (record['baselines'] | {record['implementation']: record}).items()}
     print(f'{name}: {times} ms; errors {record["error"]}; refused {record["refused"]}', flush=True)
   return failed
 

@@ -1,23 +1,32 @@
 """Causal self-attention under a sparse pattern a head.
 
 Back ends: `reference` (dense, masked: the meaning), `blocks` (skips what a pattern leaves out, plain XLA operations,
-any device) and `cudnn` (flash kernels, NVIDIA from compute capability 8.0, for full, local and strided heads).
+any device), and for NVIDIA from compute capability 8.0 `triton` (flash kernels over the parts of any pattern) and
+`cudnn` (the library's flash kernels, for full, local and strided heads).
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 
 from pallas_kernels import _dispatch
-from pallas_kernels.sparse_attention.patterns import heads_of, Pattern
+from pallas_kernels.sparse_attention.blocks import by_pattern
+from pallas_kernels.sparse_attention.patterns import heads_of, KINDS, Pattern
 
 __all__ = ['Pattern', 'sparse_attention']
 
 Array = jax.Array
 
 BACKENDS = {
-  name: f'pallas_kernels.sparse_attention.{name}:sparse_attention' for name in ('reference', 'blocks', 'cudnn')
+  name: f'pallas_kernels.sparse_attention.{name}:sparse_attention'
+  for name in ('reference', 'blocks', 'triton', 'cudnn')
 }
+# By what was measured on an H100, for each kind by itself. cuDNN on strided heads means very short sequences, which
+# nobody has timed: only on demand.
+CANDIDATES = dict.fromkeys(KINDS, ('triton', 'blocks')) | {
+  'full': ('cudnn', 'triton', 'blocks'), 'local': ('triton', 'cudnn', 'blocks'),
+}  # fmt: skip
 
 
 def sparse_attention(
@@ -32,8 +41,8 @@ def sparse_attention(
     patterns: a `Pattern` for all heads, or a sequence of H of them. Anything with its fields `kind` and `window` will
       do.
     scale: of the scores; 1 / sqrt(K) if None.
-    implementation: 'reference', 'blocks', 'cudnn', or None: cuDNN where it serves and all heads are full or local, else
-      blocks.
+    implementation: 'reference', 'blocks', 'triton', 'cudnn', or None: for each pattern by itself the first that takes
+      it, on NVIDIA cards cuDNN for full heads and Triton for others, elsewhere blocks.
 
   Returns:
     [B, T, H, K], dtype of `q`; scores and softmax are float32.
@@ -51,11 +60,24 @@ def sparse_attention(
   _check(q, k, v)
   each = heads_of(patterns, q.shape[2])
   scale = q.shape[-1] ** -0.5 if scale is None else scale
-  # cuDNN on strided heads means very short sequences, which nobody has timed: only on demand.
-  names = ['cudnn', 'blocks'] if {pattern.kind for pattern in each} <= {'full', 'local'} else ['blocks']
-  return _dispatch.dispatch(
-    'sparse_attention', BACKENDS, implementation, names, q, k, v, patterns=each, scale=scale
+
+  def call(q: Array, k: Array, v: Array, each: tuple[Pattern, ...], names: Sequence[str]) -> Array:
+    return _dispatch.dispatch(
+      'sparse_attention', BACKENDS, implementation, names, q, k, v, patterns=each, scale=scale
+    )
+
+  if implementation is not None:
+    return call(q, k, v, each, ())
+  each = tuple(_simplest(pattern, q.shape[1]) for pattern in each)
+  return by_pattern(
+    q, k, v, each, lambda pattern, q, k, v: call(q, k, v, (pattern,) * q.shape[2], CANDIDATES[pattern.kind])
   )
+
+
+def _simplest(pattern: Pattern, length: int) -> Pattern:
+  """A window that holds the whole sequence leaves nothing out; `'full'` has no window."""
+  full = pattern.kind == 'full' or (pattern.kind != 'strided' and pattern.window >= length)
+  return Pattern('full') if full else pattern
 
 
 def _check(q: Array, k: Array, v: Array) -> None:
