@@ -17,8 +17,8 @@ test: $(VENV)/ready $(KERNELS_VENV)/ready
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/pyright
 	JAX_PLATFORMS=cpu $(VENV)/bin/python $(PYTEST) --ignore tests/pallas_kernels tests sparse24_jax experiments
-	JAX_PLATFORMS=cpu $(KERNELS_VENV)/bin/python $(PYTEST) tests/pallas_kernels pallas_kernels tests/sparse24_jax/on_hopper_test.py \
-	  tests/sparse24_jax/mesh_on_hopper_test.py
+	JAX_PLATFORMS=cpu $(KERNELS_VENV)/bin/python $(PYTEST) tests/pallas_kernels pallas_kernels \
+	  $(wildcard tests/sparse24_jax/*on_hopper_test.py)
 
 $(VENV)/ready: EXTRA = dev
 $(KERNELS_VENV)/ready: EXTRA = kernels-test

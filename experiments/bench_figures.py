@@ -25,6 +25,8 @@ def title(record: Record) -> str:
   if record['bench'] == 'mesh_check':
     return f'{record["op"]} on {record["device"]}'
   shape = record['shape']
+  if record['bench'] == 'attention':
+    return f'{record["pattern"]}, window {record["window"]}, {shape["batch"]} x {shape["length"]}'
   if record['bench'] == 'tracking':
     return f'{record["model"]} of {shape["layers"]} layers'
   if isinstance(shape, Mapping):
@@ -39,8 +41,11 @@ def title(record: Record) -> str:
       words = [record['model'], record['recipe']]
     case 'sparse_matmul' | 'float8_products' | 'cusparselt' | 'epilogue':
       words = [record['role'], record['dtype']]
+    case 'vnm_matmul':
+      words = [record['dtype']]
     case _:
       words = [record['op'], record['dtype']]
+  words += [record['pattern']] if 'pattern' in record else []
   return ' '.join([*words, ' x '.join(map(str, shape))])
 
 

@@ -50,7 +50,7 @@ def compare(
     name = load_config(experiment, overrides, tiny=tiny).name
     write_records(runs.find_runs(folders), results, experiment=name)
     print(f'records: {results}')
-  path = report.write_report(folders, Path(folder) / 'report.html', title=f'Methods at equal steps, {experiment}')
+  path = report.write_report(folders, Path(folder) / 'report.html', title=f'Methods compared, {experiment}')
   main_job.show_table(folders)
   print(f'report: {path.resolve()}')
   return path

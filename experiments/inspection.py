@@ -68,7 +68,9 @@ def load(folder: str | Path, *, step: int | None = None, data: Any = None) -> Lo
 
 def evaluate(loaded: Loaded, *, num_batches: int | None = None) -> dict[str, float]:
   """Validation loss in nats a token, perplexity, and bits a token, in the phase of the checkpoint."""
-  count = num_batches or loaded.parts.config.eval_batches
+  count = loaded.parts.config.eval_batches if num_batches is None else num_batches
+  if count < 1:
+    raise ValueError(f'validation takes 1 batch or more, found {count}')
   _, attention = build.phase_of(loaded.parts, int(loaded.state.step) - 1)
   loss = float(train.make_eval(loaded.parts, loaded.phase, attention, num_batches=count)(loaded.state))
   return {'loss': loss, 'perplexity': float(np.exp(loss)), 'bits_per_token': float(loss / np.log(2))}

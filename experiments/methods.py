@@ -78,6 +78,20 @@ METHODS: Mapping[str, Method] = {
     'mixed_sparsity',
     {'path': LINEAR, 'refresh_every': 25, 'structure': '2:4', 'warm_up': 0.025, 'density': 0.0911},
   ),
+  # Samples where the fused block takes them, as on a card. The second has the time of the first there, and its links
+  # fill the places that the kernels multiply anyway.
+  'mixed_sparsity_transposable': Method(
+    'MST, transposable 2:4 masks',
+    'mixed_sparsity',
+    {'path': LINEAR, 'refresh_every': 25, 'structure': 'transposable', 'mvue_path': FFN, 'warm_up': 0.025,
+     'density': 0.0911},
+  ),
+  'mixed_sparsity_transposable_full': Method(
+    'MST, transposable 2:4 masks, half dense',
+    'mixed_sparsity',
+    {'path': LINEAR, 'refresh_every': 25, 'structure': 'transposable', 'mvue_path': FFN, 'warm_up': 0.025,
+     'density': 0.5},
+  ),
   'rigl': Method('RigL', 'rigl', {'path': LINEAR, 'refresh_every': 25, 'density': 0.1672}),
   'set_': Method('SET', 'set_', {'path': LINEAR, 'refresh_every': 25, 'density': 0.1754}),
   'static': Method('static mask', 'static', {'path': LINEAR, 'density': 0.1754}),
@@ -143,8 +157,8 @@ AT_EQUAL_STEPS = (
   'dense', 'fst', 's_ste', 'sr_ste', 'sr_ste_published', 'ste', 'half_ffn', 'fst_no_decay',
 )  # fmt: skip
 AT_EQUAL_FLOPS = (
-  'dense', 'mixed_sparsity', 'mixed_sparsity_keep_moments', 'mixed_sparsity_24', 'rigl', 'set_', 'static',
-  'dense_short',
+  'dense', 'mixed_sparsity', 'mixed_sparsity_keep_moments', 'mixed_sparsity_24', 'mixed_sparsity_transposable',
+  'rigl', 'set_', 'static', 'dense_short',
 )  # fmt: skip
 # The methods with sparse activations, at equal steps with their dense twin.
 WITH_ACTIVATIONS = (

@@ -69,6 +69,8 @@ class RunRecord:
       return 'sr_ste_gradients'
     if recipe == 'mixed_sparsity' and kwargs.get('structure') == '2:4':
       return 'mixed_sparsity_24'
+    if recipe == 'mixed_sparsity' and kwargs.get('structure') == 'transposable':
+      return 'mixed_sparsity_transposable' + ('_full' if kwargs.get('density') == 0.5 else '')
     return recipe
 
   @property

@@ -154,7 +154,7 @@ def dynamic_sparse(
   random_share: float = 0.0,
   distribution: Literal['uniform', 'erdos_renyi'] = 'uniform',
   start: Literal['random', 'magnitude'] = 'random',
-  structure: Literal['2:4'] | None = None,
+  structure: Literal['2:4', 'transposable'] | None = None,
   reset_moments: bool = True,
   seed: int = 0,
 ) -> Projection:
@@ -166,7 +166,10 @@ def dynamic_sparse(
   A clip in front of `sparse_training` sees the dense gradients, whose norm is larger than that of the links: put it
   inside, `sparse_training(optax.chain(clip, adamw), recipe)`.
 
-  In a dense phase every link is there: the state is all True (with a structure, the 2:4 mask by magnitude).
+  In a dense phase every link is there: the state is all True (with a structure, the best mask of that by magnitude).
+
+  Under `DotPolicy(weight_grad='mvue')` links grow by an unbiased estimate of the dense gradient. Its noise is that of
+  one sample: a link whose gradient is small is at times grown for it, in place of one whose gradient is larger.
 
   Args:
     density: kept share of all weights under this projection together, a number or a function of the step count such as
@@ -177,7 +180,10 @@ def dynamic_sparse(
     distribution: of the density over weights, see `layer_densities`.
     start: how the first mask is chosen.
     structure: `'2:4'` keeps at most two of four along axis -2 at any density up to 0.5, so that the 2:4 matmul can run
-      it. A schedule above that is cut to 0.5.
+      the forward. `'transposable'` does so along both axes, by masks that are parts of transposable ones, and so for
+      the input gradient, too. What a lower density leaves out is a zero that the kernel multiplies. A schedule above
+      0.5 is cut to it. At 0.5 a link that alone is dropped from its 4x4 block is the only one that fits there, and
+      comes back: links move where two or more of a block are dropped.
     reset_moments: start the moments of a link at zero when it comes or goes. Off, a link that returns has the second
       moment of its last life, as in the released code of mixed sparsity training. Under Adam a first step from zero
       moments is (1 - b1) / sqrt(1 - b2) of the learning rate once bias correction has faded: 0.45 for b1 0.9 and b2
@@ -191,7 +197,7 @@ def dynamic_sparse(
     ValueError: a share that is not in [0, 1], an unknown choice, or a 2:4 density above 0.5.
 
   Source: Liu et al., arXiv 2408.11746; Evci et al., arXiv 1911.11134 (RigL); Mocanu et al., arXiv 1707.04780 (SET).
-    That the 2:4 structure can be kept at lower densities, too, is ours.
+    The structures, and that they are kept at lower densities, are ours.
 
   >>> import jax, optax, sparse24_jax as s24
   >>> params = {'mlp': {'kernel': jax.random.normal(jax.random.key(0), (16, 16))}}
@@ -206,7 +212,10 @@ def dynamic_sparse(
   """
   topology = Topology(density, drop_fraction, random_share, distribution, start, structure, reset_moments, seed)
   # Of the weight, not a constant, so that it is sharded alike.
-  search = magnitude_mask if structure else lambda w: jnp.logical_not(jnp.isnan(w))
-  divisor, pack = ((4, 1), pack_masked) if structure else ((1, 1), None)
+  search, divisor, pack = {
+    None: (lambda w: jnp.logical_not(jnp.isnan(w)), (1, 1), None),
+    '2:4': (magnitude_mask, (4, 1), pack_masked),
+    'transposable': (transposable_mask, (4, 4), pack_transposable),
+  }[structure]
   masked = _masked(f'dynamic_sparse {topology.name}', search, divisor=divisor, pack=pack)
   return masked._replace(update=topology)

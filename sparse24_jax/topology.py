@@ -6,6 +6,7 @@ arrays gets the same mask. Links are chosen by counting, never by sorting: a sha
 
 from collections.abc import Callable, Mapping
 import dataclasses
+import functools
 import math
 from typing import Literal, NamedTuple
 import zlib
@@ -15,12 +16,14 @@ from jax import Array
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.formats import join_groups, split_groups
+from pallas_kernels.transposable_mask.api import transposable_mask
 from sparse24_jax.density import check_share, schedule_name
 
 type Schedule = Callable[[Array], Array]
 
 DISTRIBUTIONS = ('uniform', 'erdos_renyi')
-STRUCTURES = (None, '2:4')
+STRUCTURES = (None, '2:4', 'transposable')
 STARTS = ('random', 'magnitude')
 
 
@@ -48,7 +51,7 @@ class Evolved(NamedTuple):
 def keep_largest(score: Array, count: Array | int, among: Array) -> Array:
   """The `count` largest scores of each matrix, among those allowed; ties go to the lower index (row by row).
 
-  By bisection on the bits of the score, which takes sums over the matrix and nothing else.
+  By a search on the bits of the score, two at a time, which takes sums over the matrix and nothing else.
 
   Args:
     score: `[..., rows, columns]`; uint32, or floats of which the magnitude counts and a NaN is zero.
@@ -63,25 +66,32 @@ def keep_largest(score: Array, count: Array | int, among: Array) -> Array:
   [[True, False, False, True]]
   """
   bits = _above_zero(score, among)
-  least = _largest_threshold(bits, count)
+  least = _largest_threshold(bits, count, 32)
   sure = bits > least
   tied = (bits == least) & among
-  missing = count - jnp.sum(sure, axis=(-2, -1), keepdims=True, dtype=jnp.int32)
+  missing = count - _count(sure)
   rows, columns = score.shape[-2:]
   order = jnp.uint32(rows * columns) - _positions(rows, columns)
   first = jnp.where(tied, order.reshape((1,) * (score.ndim - 2) + order.shape), jnp.uint32(0))
-  return sure | (tied & (first >= _largest_threshold(first, missing)))
+  # Ties that all fit, or that nobody has, need no order; that is the rule, so the second search is seldom made.
+  contested = jnp.any(missing < _count(tied))
+  return sure | (tied & (first >= _largest_threshold(first, missing, (rows * columns).bit_length(), contested)))
 
 
-def _largest_threshold(bits: Array, count: Array | int) -> Array:
-  """The largest t, uint32 `[..., 1, 1]`, with at least `count` entries of `bits` at t or above."""
+def _largest_threshold(bits: Array, count: Array | int, width: int, wanted: Array | bool = True) -> Array:
+  """The largest t, uint32 `[..., 1, 1]`, with at least `count` entries of `bits` at t or above; 0 if not wanted.
 
-  def bisect(i: Array, t: Array) -> Array:
-    trial = t | (jnp.uint32(1) << (jnp.uint32(31) - i.astype(jnp.uint32)))
-    enough = jnp.sum(bits >= trial, axis=(-2, -1), keepdims=True, dtype=jnp.int32) >= count
-    return jnp.where(enough, trial, t)
+  Of numbers of `width` bits. A pass over memory counts for the three values of two bits at once, and so finds both.
+  """
+  passes = (width + 1) // 2
 
-  return jax.lax.fori_loop(0, 32, bisect, jnp.zeros((*bits.shape[:-2], 1, 1), jnp.uint32))
+  def narrow(i: Array, t: Array) -> Array:
+    shift = jnp.uint32(2) * (jnp.uint32(passes - 1) - jnp.asarray(i, jnp.uint32))
+    enough = [_count(bits >= (t | (jnp.uint32(value) << shift))) >= count for value in (1, 2, 3)]
+    return t | (functools.reduce(jnp.add, [e.astype(jnp.uint32) for e in enough]) << shift)
+
+  made = jnp.where(wanted, passes, 0).astype(jnp.int32)
+  return jax.lax.fori_loop(0, made, narrow, jnp.zeros((*bits.shape[:-2], 1, 1), jnp.uint32))
 
 
 def draw(seed: int, step: Array, path: str, shape: tuple[int, ...]) -> Array:
@@ -167,7 +177,7 @@ class Topology:
   random_share: float = 0.0
   distribution: Literal['uniform', 'erdos_renyi'] = 'uniform'
   start: Literal['random', 'magnitude'] = 'random'
-  structure: Literal['2:4'] | None = None
+  structure: Literal['2:4', 'transposable'] | None = None
   reset_moments: bool = True
   seed: int = 0
 
@@ -178,8 +188,8 @@ class Topology:
     for name, choices in (('distribution', DISTRIBUTIONS), ('start', STARTS), ('structure', STRUCTURES)):
       if getattr(self, name) not in choices:
         raise ValueError(f'{name}={getattr(self, name)!r}: known are {list(choices)}')
-    if self.structure == '2:4' and not callable(self.density) and self.density > 0.5:
-      raise ValueError(f"density={self.density} is above the 0.5 that structure='2:4' can keep")
+    if self.structure and not callable(self.density) and self.density > 0.5:
+      raise ValueError(f'density={self.density} is above the 0.5 that structure={self.structure!r} can keep')
 
   @property
   def name(self) -> str:
@@ -191,7 +201,7 @@ class Topology:
     """Kept share of each weight by path, float32 scalars, as a topology update after `step` steps makes it."""
     density = self.density(step) if callable(self.density) else self.density
     densities = layer_densities(density, shapes, self.distribution)
-    return {k: jnp.minimum(d, 0.5) for k, d in densities.items()} if self.structure == '2:4' else densities
+    return {k: jnp.minimum(d, 0.5) for k, d in densities.items()} if self.structure else densities
 
   def __call__(self, w: Array, grad: Array | None, mask: Array, context: Context) -> Evolved:
     """One change of topology.
@@ -234,10 +244,12 @@ class Topology:
     return Evolved(new, new != mask if self.reset_moments else jnp.zeros_like(mask))
 
   def _room(self, links: Array, score: Array) -> Array:
-    """Where a link may grow; with a structure, the best candidates of each four and no more than it can take."""
+    """Where a link may grow; with a structure, the best candidates of each group and no more than it can take."""
     free = ~links
     if self.structure is None:
       return free
+    if self.structure == 'transposable':
+      return free & _best_pattern(links, score)
     fours = (*links.shape[:-2], links.shape[-2] // 4, 4, links.shape[-1])
     free, taken = free.reshape(fours), jnp.sum(links.reshape(fours), axis=-2, keepdims=True, dtype=jnp.int32)
     best = _above_zero(score.reshape(fours), free)
@@ -247,6 +259,24 @@ class Topology:
       before = jnp.sum(best[..., :i, :] >= mine, axis=-2, keepdims=True, dtype=jnp.int32)
       ahead.append(before + jnp.sum(best[..., i + 1 :, :] > mine, axis=-2, keepdims=True, dtype=jnp.int32))
     return (free & (taken + jnp.concatenate(ahead, axis=-2) < 2)).reshape(links.shape)
+
+
+def _best_pattern(links: Array, score: Array) -> Array:
+  """The transposable mask that holds the links, and beside them the largest sum of scores; bool, shape of `links`.
+
+  There is one, as long as each block's links are part of one of the 90 patterns: they stay so, for what is dropped
+  leaves a part, and what grows is taken from a mask found here. Links weigh as much as sixteen of the block's largest
+  other entry, so that no sum without one of them, of eight entries at most, is ever larger.
+  """
+  if score.dtype == jnp.uint32:
+    value = (score >> jnp.uint32(8)).astype(jnp.float32)
+  else:
+    value = jnp.abs(score.astype(jnp.float32))
+    value = jnp.where(jnp.isnan(value), 0.0, jnp.minimum(value, jnp.float32(2.0**100)))
+  largest = value = jnp.where(links, 0.0, value)
+  for axis in (-2, -1):
+    largest = join_groups([functools.reduce(jnp.maximum, split_groups(largest, axis))] * 4, axis)
+  return transposable_mask(jnp.where(links, 16 * jnp.maximum(largest, jnp.float32(2.0**-100)), value))
 
 
 def _count(mask: Array) -> Array:

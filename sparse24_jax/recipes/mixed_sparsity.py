@@ -21,7 +21,8 @@ def mixed_sparsity(
   drop_fraction: float = 0.3,
   random_share: float = 0.25,
   distribution: Literal['uniform', 'erdos_renyi'] = 'erdos_renyi',
-  structure: Literal['2:4'] | None = None,
+  structure: Literal['2:4', 'transposable'] | None = None,
+  mvue_path: str | None = None,
   attention: AttentionPattern | None = None,
   refresh_every: int = 100,
   reset_moments: bool = True,
@@ -34,9 +35,10 @@ def mixed_sparsity(
   start at zero with zero moments; an update of the topology is an optimizer step like any other (the released code
   skips that step, and keeps moments).
 
-  The three stages are one phase, `'sparse'`, whose density follows a traced schedule: one compiled step. With
-  `structure='2:4'` warm-up and restoration are dense phases, as masks of four out of four are not 2:4; in between the
-  2:4 matmul can run every step. That variant is ours.
+  The three stages are one phase, `'sparse'`, whose density follows a traced schedule: one compiled step. With a
+  `structure` warm-up and restoration are dense phases, as masks of four out of four are not 2:4; in between the 2:4
+  matmul runs every step: the forward with `'2:4'`, the input gradient, too, with `'transposable'`. It takes as long at
+  any density: `density=0.5` costs no more time than less. These variants are ours.
 
   Args:
     path: regular expression of the weights to make sparse; the paper takes every linear layer.
@@ -49,7 +51,10 @@ def mixed_sparsity(
     drop_fraction: at the start.
     random_share: of the grown links, the share that is drawn uniformly.
     distribution: of the density over weights, see `layer_densities`.
-    structure: `'2:4'` for masks that are 2:4 at any density.
+    structure: `'2:4'` for masks that are 2:4 at any density, `'transposable'` for masks that are so both ways.
+    mvue_path: regular expression of those of the weights whose weight gradient is taken of an MVUE sample, 2:4 along
+      tokens. In feed-forward layers it is what the fused block takes; their links grow by the estimate then, see
+      `dynamic_sparse`. None leaves all weight gradients exact.
     attention: pattern of the ultra-sparse stage, for models that can (hybrid sparse attention); None is full.
     refresh_every: optimizer steps between changes of topology.
     reset_moments: see `dynamic_sparse`.
@@ -102,7 +107,10 @@ def mixed_sparsity(
     reset_moments=reset_moments,
     seed=seed,
   )
-  name = 'mixed_sparsity' if structure is None else 'mixed_sparsity_24'
-  return Recipe(
-    name, (Rule(path, DotPolicy(projection)),), refresh_every=refresh_every, phases=tuple(phases[:kept])
-  )
+  input_grad = 'sparse' if projection.transposable else 'dense'
+  rules = [Rule(path, DotPolicy(projection, input_grad=input_grad))]
+  if mvue_path is not None:
+    sampled = Rule(mvue_path, DotPolicy(projection, input_grad=input_grad, weight_grad='mvue'))
+    rules = [sampled] if mvue_path == path else [sampled, *rules]
+  name = {None: 'mixed_sparsity', '2:4': 'mixed_sparsity_24', 'transposable': 'mixed_sparsity_transposable'}[structure]
+  return Recipe(name, tuple(rules), refresh_every=refresh_every, phases=tuple(phases[:kept]))

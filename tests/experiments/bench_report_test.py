@@ -86,6 +86,21 @@ class PageTest(absltest.TestCase):
       self.assertIn(wanted, text)
     self.assertNotIn('http', text.replace('http://www.w3.org/2000/svg', ''))
 
+  def test_several_devices_are_told_from_one(self):
+    block = RECORD | {'bench': 'mesh', 'op': 'ffn', 'mesh': {'data': 2}, 'profile': None, 'device': 'Card'}
+    check = RECORD | {'bench': 'mesh_check', 'op': 'check-ffn', 'mesh': {'data': 2}, 'error': {'gelu': {'dx': 1.5e-3}}}
+    text = bench_report.page([RECORD, block, check])
+    for wanted in ('gelu 8 x 4 x 16 on 2 Card', 'Several GPUs beside one', 'gelu / dx', '1.5e-03'):
+      self.assertIn(wanted, text)
+
+  def test_attention_shows_each_back_end(self):
+    row = RECORD | {'bench': 'attention', 'pattern': 'local', 'window': 8, 'shape': {'batch': 2, 'length': 64},
+                    'implementation': 'blocks', 'computed_share': 0.125, 'error': {'blocks': {'y': 1e-3, 'dq': 2e-3}},
+                    'baselines': {'full': {'median_ms': 7.125}}}  # fmt: skip
+    text = bench_report.page([row])
+    for wanted in ('local, window 8, 2 x 64', '7.125', '12%', '2.0e-03'):
+      self.assertIn(wanted, text)
+
   def test_a_step_counts_its_searches(self):
     step = RECORD | {'bench': 'train_step', 'model': 'm', 'shape': {'batch': 2, 'length': 3}, 'amortised_ms': 2.4,
                      'tokens_per_s': 1234.0, 'profile': None}  # fmt: skip

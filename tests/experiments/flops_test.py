@@ -82,7 +82,7 @@ class CountTest(parameterized.TestCase):
     np.testing.assert_allclose(curve.attention[:6] / curve.attention[-1], local.share(64))
     np.testing.assert_allclose(curve.attention[6:], curve.attention[-1])
 
-  @parameterized.parameters(None, '2:4')
+  @parameterized.parameters(None, '2:4', 'transposable')
   def test_densities_are_those_of_the_masks(self, structure):
     steps, config = 20, gpt2.GPT2Config(vocab_size=32, seq_len=8, num_layers=1, num_heads=1, embed_dim=16)
     recipe = s24.recipes.mixed_sparsity(

@@ -128,7 +128,9 @@ class RefusalsTest(parameterized.TestCase):
     config = methods.load_config('nano', ['steps=400'])
     with self.assertRaises(ValueError) as caught:
       methods.check(config, ['equal-flops'])
-    for method in ('mixed_sparsity', 'mixed_sparsity_keep_moments', 'mixed_sparsity_24'):
+    for method in (
+      'mixed_sparsity', 'mixed_sparsity_keep_moments', 'mixed_sparsity_24', 'mixed_sparsity_transposable',
+    ):  # fmt: skip
       self.assertIn(f'{method} with 400 steps: ', str(caught.exception))
     self.assertNotIn('rigl', str(caught.exception))
 
@@ -144,7 +146,7 @@ class RefusalsTest(parameterized.TestCase):
 
 
 class EqualFlopsTest(parameterized.TestCase):
-  @parameterized.parameters('rigl', 'static', 'mixed_sparsity_24', 'dense_short')
+  @parameterized.parameters('rigl', 'static', 'mixed_sparsity_24', 'mixed_sparsity_transposable', 'dense_short')
   def test_small_takes_as_many_flops_with_each(self, method):
     base = methods.load_config('small', ['steps=1500'])
     wanted = methods._flops(methods.configure(base, 'mixed_sparsity', 0))

@@ -65,6 +65,9 @@ class DynamicSparseRecipesTest(parameterized.TestCase):
     ('mixed_sparsity', s24.recipes.mixed_sparsity('a/.*', total_steps=10_000), (0.25, 0.3, 'erdos_renyi', None)),
     ('mixed_sparsity_24', s24.recipes.mixed_sparsity('a/.*', total_steps=10_000, structure='2:4', density=0.1),
      (0.25, 0.3, 'erdos_renyi', '2:4')),
+    ('mixed_sparsity_transposable',
+     s24.recipes.mixed_sparsity('a/.*', total_steps=10_000, structure='transposable', density=0.1),
+     (0.25, 0.3, 'erdos_renyi', 'transposable')),
     ('rigl', s24.recipes.rigl('a/.*', density=0.2, total_steps=10_000), (0.0, 0.3, 'erdos_renyi', None)),
     ('set_', s24.recipes.set_('a/.*', density=0.2), (1.0, 0.3, 'erdos_renyi', None)),
     ('static', s24.recipes.static('a/.*', density=0.2), (0.0, 0.0, 'erdos_renyi', None)),
@@ -77,15 +80,16 @@ class DynamicSparseRecipesTest(parameterized.TestCase):
     topology = policy.projection.update
     drop = topology.drop_fraction(0) if callable(topology.drop_fraction) else topology.drop_fraction
     found = (topology.random_share, round(float(drop), 6), topology.distribution, topology.structure)
-    self.assertEqual((found, policy.input_grad, policy.weight_grad), (settings, 'dense', 'dense'))
+    input_grad = 'sparse' if policy.projection.transposable else 'dense'
+    self.assertEqual((found, policy.input_grad, policy.weight_grad), (settings, input_grad, 'dense'))
 
   def test_are_told_apart(self):
     others = [s24.recipes.rigl('a/.*', density=0.2, total_steps=steps) for steps in (10_000, 10_001)]
     others.append(s24.recipes.mixed_sparsity('a/.*', total_steps=10_000, density=0.1))
     described = [json.dumps(recipe.describe()) for recipe in [recipe for _, recipe, _ in self.BUILT] + others[1:]]
     self.assertLen(set(described), len(described))
-    self.assertEqual(others[0].describe(), self.BUILT[2][1].describe())
-    self.assertIs(others[0].rules[0].policy.projection, self.BUILT[2][1].rules[0].policy.projection)
+    self.assertEqual(others[0].describe(), self.BUILT[3][1].describe())
+    self.assertIs(others[0].rules[0].policy.projection, self.BUILT[3][1].rules[0].policy.projection)
 
   def test_stages_and_attention(self):
     pattern = s24.AttentionPattern('combined', 64)

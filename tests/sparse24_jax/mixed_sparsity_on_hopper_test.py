@@ -1,0 +1,77 @@
+"""What XLA makes of mixed sparsity training within transposable masks for an H100; compiled without one."""
+
+import functools
+import re
+from unittest import mock
+
+from absl.testing import absltest
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+
+import sparse24_jax as s24
+from tests.sparse24_jax import on_hopper_test as hopper
+
+TOKENS, D, HIDDEN, BF16 = hopper.TOKENS, hopper.D, hopper.HIDDEN, hopper.BF16
+
+
+def recipe_of():
+  return s24.recipes.mixed_sparsity('.*', total_steps=10_000, structure='transposable', mvue_path='mlp/.*')
+
+
+class Block(nn.Module):
+  """A projection, whose weight gradient is exact, and a feed-forward layer, whose are sampled."""
+
+  @nn.compact
+  def __call__(self, x):
+    x = x + nn.Dense(D, use_bias=False, dtype=BF16, name='attn')(x)
+    return x + s24.linen.Sparse24MLP(HIDDEN, dtype=BF16, name='mlp')(x)
+
+
+@hopper.needs_plugins
+class CompiledTest(absltest.TestCase):
+  def test_products_of_a_step(self):
+    model, x, recipe = Block(), hopper.struct(TOKENS, D), recipe_of()
+    params = jax.eval_shape(model.init, jax.random.key(0), x)['params']
+    opt_state = jax.eval_shape(s24.sparse_training(optax.sgd(0.1), recipe, phase='sparse').init, params)
+    sparse = s24.sparsify(model, recipe, phase='sparse')
+
+    def gradient(params, opt_state, x, key):
+      states = s24.sparse_variables(params, opt_state, recipe, phase='sparse')
+
+      def loss(params, x):
+        rngs = {'mvue': jax.random.wrap_key_data(key)}
+        y = sparse.apply({'params': params, 'sparse24': states}, x, rngs=rngs)
+        return jnp.sum(jnp.square(y.astype(jnp.float32)))
+
+      return jax.grad(loss, argnums=(0, 1))(params, x)
+
+    hlo = hopper.compiled(gradient, params, opt_state, x, hopper.struct(2, dtype=jnp.uint32))
+    shapes = [hopper.result(line)[1] for line in hopper.calls(hlo.splitlines(), hopper.SPARSE)]
+    fused = [(TOKENS, HIDDEN), (TOKENS, D), (TOKENS, HIDDEN), (TOKENS, D), (D, HIDDEN), (HIDDEN, D)]
+    self.assertCountEqual(shapes, [*fused, (TOKENS, D), (TOKENS, D)])
+    # Three weights packed once, both ways; the sample of dy, and that of dz in the pass that makes it.
+    self.assertLen(hopper.calls(hlo.splitlines(), hopper.TRITON), 5)
+
+  def test_a_step_that_moves_no_link_copies_no_weight(self):
+    tx = s24.sparse_training(optax.adam(1e-3), recipe_of(), phase='sparse')
+    params = {name: hopper.struct(D, HIDDEN, dtype=jnp.float32) for name in ('attn', 'mlp')}
+    params = {name: {'kernel': w} for name, w in params.items()}
+
+    def step(params, opt_state, grads):
+      updates, opt_state = tx.update(grads, opt_state, params)
+      return optax.apply_updates(params, updates), opt_state
+
+    with mock.patch.object(jax, 'jit', functools.partial(jax.jit, donate_argnums=(0, 1))):
+      hlo = hopper.compiled(step, params, jax.eval_shape(tx.init, params), params)
+    entry = hopper.computations(hlo)['ENTRY']
+    self.assertEmpty(hopper.moves(entry))
+    # The patterns are searched inside the loop of one pass or none.
+    self.assertEmpty(hopper.calls(entry, hopper.TRITON))
+    (body,) = {name for line in entry for name in re.findall(r'body=%([\w.\-]+)', line)}
+    self.assertNotEmpty(hopper.calls(hopper.reached(hlo, body), hopper.TRITON))
+
+
+if __name__ == '__main__':
+  absltest.main()
