@@ -48,7 +48,8 @@ class ActivationPolicy:
       causal model: the sequences of a step, with their tokens of one position as neighbours. Ours.
     up: projection of `w_up`, along its input; None leaves it dense.
     down: projection of `w_down`, along its output; None leaves it dense.
-    implementation: `'kernels'` runs the products on sparse tensor cores; None and `'reference'` are plain `jax.numpy`.
+    implementation: `'kernels'` runs the products on sparse tensor cores; `'reference'` is plain `jax.numpy`; None is
+      the first with V:N:M on a single card whose records have those products faster than dense ones; the log says so.
   """
 
   pattern: Literal['v:n:m', '2:4'] = 'v:n:m'
@@ -120,10 +121,9 @@ def token_mask(y: Array, policy: ActivationPolicy) -> Array:
   return unspread(mask, m, 0)
 
 
-def densest(y: Array, policy: ActivationPolicy) -> Array:
-  """The neurons that are active for most tokens, `dense_features` of them."""
-  count = round(policy.dense_features * y.shape[1])
-  return jax.lax.top_k(jnp.sum(y != 0, axis=0, dtype=jnp.int32), count)[1]
+def densest(uses: Array, policy: ActivationPolicy) -> Array:
+  """The neurons that most tokens use, `dense_features` of them; `uses` says how many do, for each."""
+  return jax.lax.top_k(uses, round(policy.dense_features * uses.shape[0]))[1]
 
 
 def neuron_level_ffn(
@@ -271,22 +271,21 @@ def _ffn(policy: ActivationPolicy, x: Array, w_up: Array, w_down: Array, b_up: A
 def _ffn_fwd(policy, x, w_up, w_down, b_up, state, *, backward=True):
   if backward:
     _check_backward(x.shape[0], w_up.shape[1], policy)
-  ops = products.make(policy, feature_mask, token_mask)
+  ops = products.make(policy, feature_mask, token_mask, x, w_up.shape[1])
   up = ops.weight(w_up, policy.up, state['up'], -2)
   down = ops.weight(w_down, policy.down, state['down'], -1)
   h = ops.by_weight(x, up)
   h = h if b_up is None else h + b_up[None, :]
-  return ops.over_neurons(ops.activate(h, entries=False), down), (x, h, up, down, b_up)
+  y = ops.activate(h, backward)
+  return ops.over_neurons(y, down), (x, ops.save(y) if backward else None, up, down, b_up)
 
 
 def _ffn_bwd(policy, residuals, dz):
-  x, h, up, down, b_up = residuals
-  ops = products.make(policy, feature_mask, token_mask)
-  # The forward's pattern again, found again from the same numbers: what it dropped gets no gradient.
-  y = ops.activate(h, entries=True)
-  dy = ops.by_weight(dz, down)
-  dh = ops.pull_back(h, y, dy)
-  pattern = ops.token_pattern(y, densest(y.entries, policy))
+  x, saved, up, down, b_up = residuals
+  ops = products.make(policy, feature_mask, token_mask, x, up.neurons)
+  y = ops.restore(saved)
+  dh = ops.pull_back(y, ops.by_weight(dz, down), b_up is not None)
+  pattern = ops.token_pattern(y, densest(ops.uses(y), policy))
   dw2 = ops.over_tokens(y, pattern, True, dz)
   dx = ops.over_neurons(dh, up)
   dw1 = ops.over_tokens(dh, pattern, False, x).T

@@ -60,8 +60,7 @@ def pack_columns(
   tl.store(to + 2, c2)
   tl.store(to + 3, c3)
 
-  # A thread has eight rows of a group: their nibbles are a word of 32 bits. A word of the operand takes a nibble from
-  # eight of these; they are laid down in the words' own 512 bytes and exchanged there between two barriers.
+  # A thread has eight rows of a group: their nibbles are a word of 32 bits, laid down where `exchange` looks for it.
   shift = (8 * (tl.arange(0, V // 2 // PARTS) % 4)).to(tl.uint32)
   eight = tl.reshape((even[1] | odd[1] << 4) << shift[None, None, :], (16, PARTS, V // 8 // PARTS, 4))
   eight = tl.sum(eight, axis=3)
@@ -70,14 +69,7 @@ def pack_columns(
   across: tl.constexpr = C // M // 16
   place = ((here + octet // 8) * across + tl.program_id(1)) * 128 + octet % 8 * 16
   tl.store(words + place + tl.arange(0, 16)[:, None, None], eight)
-  tl.debug_barrier()
-  n = tl.arange(0, 2 * V)
-  tile = ((here + n // 128) * across + tl.program_id(1)) * 128
-  source = words + tile + n % 128 // 32 * 32 + n % 4 * 4
-  bit = (n // 4 % 8 * 4).to(tl.uint32)
-  word = _gather(source, bit) | _gather(source + 16, bit) << 16
-  tl.debug_barrier()
-  tl.store(words + tile + n % 128, word)
+  blocks.exchange(words, here, across, V)
 
 
 @triton.jit
@@ -186,15 +178,3 @@ def _store_values(values, pair, even, odd, C: tl.constexpr, M: tl.constexpr):
   to = to + tl.arange(0, 16)[:, None, None]
   tl.store(to, even)
   tl.store(to + C // M, odd)
-
-
-@triton.jit
-def _gather(source, bit):
-  """The nibbles at `bit` of four neighbouring words, side by side in 16 bits."""
-  quads = source.to(tl.pointer_type(tl.uint64))
-  a = tl.load(quads)
-  b = tl.load(quads + 1)
-  return (
-    ((a.to(tl.uint32) >> bit) & 15) | (((a >> 32).to(tl.uint32) >> bit) & 15) << 4
-    | ((b.to(tl.uint32) >> bit) & 15) << 8 | (((b >> 32).to(tl.uint32) >> bit) & 15) << 12
-  )  # fmt: skip

@@ -4,8 +4,11 @@ TMA copies boxes. Boxes of one row of 128 bytes would have to come at one every 
 gather boxes came with the next generation. So the producer's 128 threads copy 16 bytes each with `cp.async`, straight
 to the place in the 128-byte-swizzled tile where wgmma looks for them. Eight neighbours take 128 contiguous bytes.
 
-wgmma reads shared memory through the asynchronous proxy, so a thread waits for its copies, fences, and only then
-arrives at the stage's barrier. It does so one step late (`lag`), with the next step's copies under way.
+A producer that waits for its copies and then fences stands still: the fence waits for everything under way, so that
+each step's copies land before the next are issued. Here nobody waits: copies arrive at the barrier of their stage when
+they have landed, and the consumers, for whom wgmma reads through the asynchronous proxy, fence after they have seen all
+128 arrivals: a proxy fence counts anywhere on the way from the write to the read, and this one stands behind the
+barrier, which orders the writes before it.
 """
 
 import dataclasses
@@ -19,110 +22,125 @@ from pallas_kernels import _compat as compat
 from pallas_kernels.sparse_matmul import _wgmma_sp as wgmma
 
 _THREADS = 128
-ROWS_AT_ONCE = _THREADS // 8  # rows that the threads cover with 128 bytes each
+_ROWS = 4  # of a stage and thread: one 16-byte load has their indices
+_TICKS = 10_000_000  # a wait sleeps so long at most before it looks again
 
 
 @dataclasses.dataclass(frozen=True)
 class Gather:
-  """The operations of the producer warpgroup.
+  """The operations on a stage's rows of B, of the warpgroup that copies them unless said otherwise.
 
   Attributes:
+    barriers: (stages) -> scratch: a barrier a stage, at which its rows arrive.
+    start: (barriers) -> None; all threads of the CTA call it once, first.
     load_rows: (index ref, block, step) -> the indices that the thread needs in this step.
-    copy: (indices, index ref, block, step, b ref, first column, stage ref [parts, bk, bn]) -> None; issues the copies.
-    wait: () -> None; all but the youngest `lag` groups of copies are complete and visible to wgmma.
-    wait_all: () -> None.
+    copy: (indices, index ref, block, step, b ref, first column, stage ref [parts, bk, bn], barrier) -> None; issues the
+      copies, which arrive at the barrier when they land.
+    wait: (barrier, phase 0 or 1) -> None; by consumers: the rows have landed and wgmma sees them.
   """
 
+  barriers: Any
+  start: Any
   load_rows: Any
   copy: Any
   wait: Any
-  wait_all: Any
 
 
-def blocks(*, parts: int, bk: int, bn: int, n: int, ragged: bool, lag: int, dtype: Any) -> Gather:
+def blocks(*, parts: int, bk: int, width: int, bn: int, n: int, ragged: bool, dtype: Any) -> Gather:
   """The operations as PTX.
 
   Args:
     parts: tiles of `bn` columns side by side in a stage.
-    bk: rows of a stage.
-    bn: columns of a part, a multiple of 64.
+    bk: rows of a stage, 64.
+    width: columns of a part in memory, a multiple of 64.
+    bn: of which so many are copied, a multiple of 64.
     n: columns of B.
     ragged: whether the last tile of columns hangs over.
-    lag: steps whose copies stay under way.
     dtype: of B, 16 bits.
   """
-  each = bk // ROWS_AT_ONCE
-  layout = plgpu.Layout.WG_STRIDED((each * _THREADS,), 1)
-  rows_type = plgpu.ShapeDtypeStruct((each * _THREADS,), jnp.int32, layout)
+  assert bk == _ROWS * _THREADS // 8
+  layout = plgpu.Layout.WG_STRIDED((_ROWS * _THREADS,), 1)
+  rows_type = plgpu.ShapeDtypeStruct((_ROWS * _THREADS,), jnp.int32, layout)
   stage_ref = plgpu.RefType(wgmma.transforms(128, jnp.dtype(dtype).itemsize))
-  chunks, pitch = bn // 64, 2 * n
+  pitch = 2 * n
+
+  @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=())
+  def start(ctx, barriers):
+    first = compat.arith.cmpi(compat.arith.CmpIPredicate.eq, compat.utils.thread_idx(), _c32(0))
+    stages = compat.ir.MemRefType(barriers.type).shape[0]
+    inits = ' '.join(f'@p mbarrier.init.shared::cta.b64 [$0+{8 * i}], {_THREADS};' for i in range(stages))
+    wgmma._asm(
+      f'{{ .reg .pred p; setp.ne.u32 p, $1, 0; {inits} fence.mbarrier_init.release.cluster; bar.sync 0; }}',
+      [wgmma._address(barriers), compat.arith.extui(_i32(), first)], 'l,r',
+    )
+
+  @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT), return_type=())
+  def wait(ctx, barrier, phase):
+    compat.nvvm.mbarrier_try_wait_parity(compat.utils.memref_ptr(barrier), phase.registers.item(), _c32(_TICKS))
+    wgmma._asm('fence.proxy.async.shared::cta;')
 
   @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=rows_type)
   def load(ctx, ref):
-    at = _add64(wgmma._address(ref), _wide(_mul(_thread_row(), 4)))
-    return wgmma._array_of_words([
-      compat.llvm.inline_asm(_i32(), [at], f'ld.global.nc.b32 $0, [$1+{4 * ROWS_AT_ONCE * i}];', '=r,l',
-                             has_side_effects=True)
-      for i in range(each)
-    ], layout)
+    at = _add(wgmma._address(ref), _wide(_mul(_thread_row(), 4 * _ROWS)))
+    four = compat.llvm.StructType.get_literal([_i32()] * _ROWS)
+    loaded = compat.llvm.inline_asm(
+      four, [at], 'ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4];', '=r,=r,=r,=r,l', has_side_effects=True
+    )
+    return wgmma._array_of_words([compat.llvm.extractvalue(_i32(), loaded, [i]) for i in range(_ROWS)], layout)
 
-  @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType(), plgpu.RefType(), stage_ref), return_type=())
-  def issue(ctx, rows, b, corner, stage):
-    row, chunk = _thread_row(), _rem(_thread(), 8)
-    row8 = _rem(row, 8)
-    # The swizzle of 128 bytes: 16-byte chunk c of row r of an 8-row atom lies at chunk c xor r.
-    place = _add32(_mul(row8, 128), _mul(compat.arith.xori(chunk, row8), 16))
-    place = _add32(place, _mul(_div(row, 8), 1024 * chunks))
-    target = _add64(wgmma._address(stage), _wide(place))
-    base = _add64(wgmma._address(corner), _wide(_mul(chunk, 16)))
+  @plgpu.inline_mgpu(
+    arg_types=(layout, plgpu.RefType(), plgpu.RefType(), stage_ref, plgpu.RefType()), return_type=()
+  )
+  def issue(ctx, rows, b, corner, stage, barrier):
+    chunk, first = _rem(_thread(), 8), _mul(_rem(_thread_row(), 8 // _ROWS), _ROWS)
+    atom = _mul(_div(_thread_row(), 8 // _ROWS), 1024 * (width // 64))
+    target = _add(wgmma._address(stage), _wide(atom))
+    base = _add(wgmma._address(corner), _wide(_mul(chunk, 16)))
     sizes = {}
     if ragged:
-      # Bytes from the start of B's first row to this thread's first column: scalars reach a block as addresses only.
+      # Bytes from the start of B's first row to this thread's first column.
       along = compat.arith.subi(base, wgmma._address(b))
       for at in range(0, parts * bn, 64):
         end = compat.utils.c(pitch - 2 * at, _i64())
         inside = compat.arith.cmpi(compat.arith.CmpIPredicate.slt, along, end)
         sizes[at] = compat.arith.select(inside, _c32(16), _c32(0))
-    for i in range(each):
+    for i in range(_ROWS):
       index = wgmma.extract(rows.registers.flat[i])
-      source = _add64(base, compat.arith.muli(_wide(index), compat.utils.c(pitch, _i64())))
+      source = _add(base, compat.arith.muli(_wide(index), compat.utils.c(pitch, _i64())))
+      # The swizzle of 128 bytes: 16-byte chunk c of row r of an 8-row atom lies at chunk c xor r.
+      row = _add(first, _c32(i))
+      place = _add(target, _wide(_add(_mul(row, 128), _mul(compat.arith.xori(chunk, row), 16))))
       for part in range(parts):
-        for j in range(chunks):
-          to = 2 * (part * bk * bn) + (ROWS_AT_ONCE // 8 * i * chunks + j) * 1024
-          at = part * bn + 64 * j
+        for j in range(bn // 64):
+          to, at = 2 * part * bk * width + 1024 * j, part * bn + 64 * j
           copy = f'cp.async.cg.shared.global.L2::128B [$0+{to}], [$1+{2 * at}], 16'
           if ragged:
-            wgmma._asm(f'{copy}, $2;', [target, source, sizes[at]], 'l,l,r')
+            wgmma._asm(f'{copy}, $2;', [place, source, sizes[at]], 'l,l,r')
           else:
-            wgmma._asm(f'{copy};', [target, source], 'l,l')
-    wgmma._asm('cp.async.commit_group;')
+            wgmma._asm(f'{copy};', [place, source], 'l,l')
+    wgmma._asm('cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];', [wgmma._address(barrier)], 'l')
 
   # The decorator supplies `ctx`, which type checkers do not see.
-  start: Any = issue
+  issue_all: Any = issue
   load_from: Any = load
 
-  def waiting(left: int) -> Any:
-    @plgpu.inline_mgpu(arg_types=(), return_type=())
-    def wait(ctx):
-      wgmma._asm(f'cp.async.wait_group {left};')
-      wgmma._asm('fence.proxy.async.shared::cta;')
-
-    return wait
-
-  def copy(rows, index_ref, block, step, b_ref, column, stage):
+  def copy(rows, index_ref, block, step, b_ref, column, stage, barrier):
     del index_ref, block, step
-    start(rows, b_ref, b_ref.at[pl.ds(0, 8), pl.ds(column, 64)], stage)
+    issue_all(rows, b_ref, b_ref.at[pl.ds(0, 8), pl.ds(column, 64)], stage, barrier)
 
   return Gather(
+    # A barrier is 64 bits, a type that JAX has by a flag only.
+    barriers=lambda stages: plgpu.SMEM((stages, 2), jnp.int32), start=start,
     load_rows=lambda index_ref, block, step: load_from(index_ref.at[block, pl.ds(step * bk, bk)]),
-    copy=copy, wait=waiting(lag), wait_all=waiting(0),
+    copy=copy, wait=wait,
   )
 
 
-def standins(*, parts: int, bk: int, bn: int, n: int, **_: Any) -> Gather:
+def standins(*, parts: int, bk: int, width: int, bn: int, n: int, **_: Any) -> Gather:
   """The operations in jnp, for interpret mode."""
+  del width
 
-  def copy(rows, index_ref, block, step, b_ref, column, stage):
+  def copy(rows, index_ref, block, step, b_ref, column, stage, barrier):
     del rows
     index = index_ref[block, pl.ds(step * bk, bk)]
     for part in range(parts):
@@ -130,8 +148,12 @@ def standins(*, parts: int, bk: int, bn: int, n: int, **_: Any) -> Gather:
         # What hangs over is never stored; any columns will do.
         at = jnp.minimum(column + part * bn + j, n - 64)
         stage[part, :, pl.ds(j, 64)] = jnp.take(b_ref[:, pl.ds(at, 64)], index, axis=0)
+    plgpu.barrier_arrive(barrier)
 
-  return Gather(lambda *_: jnp.int32(0), copy, lambda: None, lambda: None)
+  return Gather(
+    barriers=lambda stages: plgpu.Barrier(num_arrivals=1, num_barriers=stages), start=lambda barriers: None,
+    load_rows=lambda *_: jnp.int32(0), copy=copy, wait=lambda barrier, phase: plgpu.barrier_wait(barrier),
+  )
 
 
 def _thread() -> Any:
@@ -139,6 +161,7 @@ def _thread() -> Any:
 
 
 def _thread_row() -> Any:
+  """Eight threads copy a row's 128 bytes."""
   return _div(_thread(), 8)
 
 
@@ -154,11 +177,8 @@ def _c32(x: int) -> Any:
   return compat.utils.c(x, _i32())
 
 
-def _add32(x: Any, y: Any) -> Any:
+def _add(x: Any, y: Any) -> Any:
   return compat.arith.addi(x, y)
-
-
-_add64 = _add32
 
 
 def _mul(x: Any, y: int) -> Any:

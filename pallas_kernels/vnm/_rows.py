@@ -13,18 +13,30 @@ from pallas_kernels.vnm import _blocks as blocks
 
 @triton.jit
 def pack_rows(
-  x, values, words, rows, masked,
+  x, values, words, rows, masked, inputs, counts,
   C: tl.constexpr, V: tl.constexpr, M: tl.constexpr, SQUARED_RELU: tl.constexpr, MASKED: tl.constexpr,
+  RESIDUALS: tl.constexpr,
 ):  # fmt: skip
-  """The pattern of x, or of relu(x)^2, and what it keeps of that; as a dense array too if `MASKED`."""
+  """The pattern of x, or of relu(x)^2, and what it keeps of that; as a dense array too if `MASKED`.
+
+  With `RESIDUALS` also what it keeps of x itself, and how often each column is used, added to `counts`.
+  """
   dtype: tl.constexpr = x.dtype.element_ty
   row, group = _places(V)
-  pairs = _load(x, row, group, C, M)
+  raw = _load(x, row, group, C, M)
+  pairs = raw
   if SQUARED_RELU:
-    pairs = _squared_relu(pairs, dtype)
+    pairs = _squared_relu(raw, dtype)
   c0, c1, c2, c3 = blocks.best_columns(_scores(pairs, dtype, SQUARED_RELU), M)
   first, second = blocks.selectors(c0, c1, c2, c3, M)
-  low, high = blocks.pick(pairs, (_rows_of(first), _rows_of(second)), M)
+  if RESIDUALS:
+    # Squared once more after the choice, so that a thread need not hold all entries twice.
+    raw_low, raw_high = blocks.pick(raw, (_rows_of(first), _rows_of(second)), M)
+    low, high = raw_low, raw_high
+    if SQUARED_RELU:
+      low, high = _squared_relu((raw_low, raw_high), dtype)
+  else:
+    low, high = blocks.pick(pairs, (_rows_of(first), _rows_of(second)), M)
   nibble = blocks.best_two(low, high, not SQUARED_RELU)
   pair = blocks.chosen(low, high, nibble)
   tl.store(values.to(tl.pointer_type(tl.uint32)) + row * (C // M) + group, pair)
@@ -39,6 +51,14 @@ def pack_rows(
   tl.store(words + at, tl.sum(both, axis=1))
 
   first_column = (tl.program_id(0) * 16 + tl.arange(0, 16)) * M
+  if RESIDUALS:
+    kept = blocks.chosen(raw_low, raw_high, nibble)
+    tl.store(inputs.to(tl.pointer_type(tl.uint32)) + row * (C // M) + group, kept)
+    uses = _uses(pair, nibble)
+    tl.atomic_add(counts + first_column + c0.to(tl.int32), uses[0], sem='relaxed')
+    tl.atomic_add(counts + first_column + c1.to(tl.int32), uses[1], sem='relaxed')
+    tl.atomic_add(counts + first_column + c2.to(tl.int32), uses[2], sem='relaxed')
+    tl.atomic_add(counts + first_column + c3.to(tl.int32), uses[3], sem='relaxed')
   to = rows + tl.program_id(1) * (C // M * 4) + (tl.program_id(0) * 16 + tl.arange(0, 16)) * 4
   tl.store(to, first_column + c0.to(tl.int32))
   tl.store(to + 1, first_column + c1.to(tl.int32))
@@ -50,8 +70,9 @@ def pack_rows(
 def pack_rows_as(
   x, gradient, words, rows, values, masked,
   C: tl.constexpr, V: tl.constexpr, M: tl.constexpr, SQUARED_RELU: tl.constexpr, MASKED: tl.constexpr,
+  COMPACT: tl.constexpr,
 ):  # fmt: skip
-  """The gradient, or 2 gradient relu(x), under a pattern that is given."""
+  """The gradient, or 2 gradient relu(x), under a pattern that is given; of x only what it keeps if `COMPACT`."""
   dtype: tl.constexpr = gradient.dtype.element_ty
   row, group = _places(V)
   at = rows + tl.program_id(1) * (C // M * 4) + (tl.program_id(0) * 16 + tl.arange(0, 16)) * 4
@@ -71,11 +92,28 @@ def pack_rows_as(
   low, high = blocks.pick(_load(gradient, row, group, C, M), columns, M)
   pair = blocks.chosen(low, high, nibble)
   if SQUARED_RELU:
-    low, high = blocks.pick(_load(x, row, group, C, M), columns, M)
-    pair = blocks.pull_back(blocks.chosen(low, high, nibble), pair, dtype)
+    if COMPACT:
+      kept = tl.load(x.to(tl.pointer_type(tl.uint32)) + row * (C // M) + group)
+    else:
+      low, high = blocks.pick(_load(x, row, group, C, M), columns, M)
+      kept = blocks.chosen(low, high, nibble)
+    pair = blocks.pull_back(kept, pair, dtype)
   tl.store(values.to(tl.pointer_type(tl.uint32)) + row * (C // M) + group, pair)
   if MASKED:
     _store_masked(masked, row, group, (c0, c1, c2, c3), nibble, pair, C, M)
+
+
+@triton.jit
+def _uses(pair, nibble):
+  """Rows with an entry that is not zero, for each of four columns, [16]."""
+  one = tl.full([], 1, tl.uint32)
+  low = tl.where((pair & 0x7FFF) != 0, one << ((nibble & 3) << 3), 0).to(tl.uint32)
+  high = tl.where((pair & 0x7FFF0000) != 0, one << ((nibble >> 2) << 3), 0).to(tl.uint32)
+  a, b = tl.split(tl.sum(low + high, axis=1))  # a byte a column; 128 rows at most in either half
+  return (
+    ((a & 255) + (b & 255)).to(tl.int32), ((a >> 8 & 255) + (b >> 8 & 255)).to(tl.int32),
+    ((a >> 16 & 255) + (b >> 16 & 255)).to(tl.int32), ((a >> 24) + (b >> 24)).to(tl.int32),
+  )  # fmt: skip
 
 
 @triton.jit

@@ -15,12 +15,20 @@ OUT_LAYOUTS = ('mn', 'nm')
 
 MATMULS = {
   'reference': 'pallas_kernels.vnm.reference:vnm_matmul',
-  'dense': 'pallas_kernels.vnm.reference:dense_vnm_matmul',
+  'dense': 'pallas_kernels.vnm.dense:vnm_matmul',
   'mosaic_gpu': 'pallas_kernels.vnm.mosaic_gpu:vnm_matmul',
 }
 PACKERS = {
   'reference': 'pallas_kernels.vnm.reference:vnm_pack',
   'triton': 'pallas_kernels.vnm.triton:vnm_pack',
+}
+TURNERS = {
+  'reference': 'pallas_kernels.vnm.reference:turn',
+  'triton': 'pallas_kernels.vnm.triton:turn',
+}
+TAKERS = {
+  'reference': 'pallas_kernels.vnm.reference:take_columns',
+  'triton': 'pallas_kernels.vnm.triton:take_columns',
 }
 EXPANDERS = {
   'reference': 'pallas_kernels.vnm.reference:expand',
@@ -87,10 +95,21 @@ def vnm_matmul(
 def key(a: CompressedVNM | VNMOperand, n: int, out_dtype: Any, out_layout: str) -> dict[str, Any]:
   """What measured records are looked up by; V and M are text, since only equal ones compare."""
   r, k = a.shape
+  return _key(r, k, a.v, a.m, n, a.dtype, out_dtype, out_layout)
+
+
+def _key(r: int, k: int, v: int, m: int, n: int, dtype: Any, out_dtype: Any, out_layout: str) -> dict[str, Any]:
   return dict(
-    m=r, n=n, k=k, pattern=f'{a.v}:2:{a.m}', dtype=a.dtype.name, out_dtype=jnp.dtype(out_dtype).name,
+    m=r, n=n, k=k, pattern=f'{v}:2:{m}', dtype=jnp.dtype(dtype).name, out_dtype=jnp.dtype(out_dtype).name,
     out_layout=out_layout,
   )
+
+
+def wins(v: int, m: int, rows: int, k: int, n: int, dtype: Any) -> bool | None:
+  """Whether the records of this card have A . B faster with A [rows, k] packed than dense; None if they do not say."""
+  problem = _key(rows, k, v, m, n, dtype, dtype, 'mn')
+  choice = _tuning.lookup(_device.current().slug, OP, problem)
+  return None if choice is None else choice.implementation != 'dense'
 
 
 def _candidates(a: CompressedVNM | VNMOperand, n: int, out_dtype: Any, out_layout: str) -> tuple[str, ...]:
@@ -110,10 +129,14 @@ class Packed(NamedTuple):
   Attributes:
     operand: for `vnm_matmul`.
     masked: the same entries as a dense array, zero outside the pattern, shape of `x`; None if not asked for.
+    inputs: what `x` itself holds where the operand has its values, the shape of these; with `residuals`.
+    counts: int32, how many rows of each column of A store an entry that is not zero; with `residuals`.
   """
 
   operand: VNMOperand
   masked: Array | None
+  inputs: Array | None = None
+  counts: Array | None = None
 
 
 def vnm_pack(
@@ -128,6 +151,7 @@ def vnm_pack(
   pattern: VNMOperand | None = None,
   masked: bool = False,
   used: Array | None = None,
+  residuals: bool = False,
   implementation: str | None = None,
 ) -> Packed:
   """The V:2:M operand of `activation(x)` along `axis`, pattern included, in one pass over `x` on a GPU.
@@ -139,11 +163,12 @@ def vnm_pack(
     axis: -1 packs A = x [R, K]; -2 packs its transpose, A [K, R] for x [R, K], read in place.
     spread: a group's `m` columns of A lie `K / m` apart, not side by side; the operand's index says where.
     activation: None or 'squared_relu'.
-    gradient: shape and dtype of `x`: packed in place of x under `pattern`, or, with 'squared_relu', its pull-back
-      `2 gradient relu(x)`. Without 'squared_relu' x is not read.
+    gradient: matrix of the dtype of `x`: packed in place of x under `pattern`, or, with 'squared_relu', its pull-back
+      `2 gradient relu(x)`. Without 'squared_relu' x is not read; in place of x the call also takes `Packed.inputs`.
     pattern: with `gradient`, the operand that was packed from `x` alone, whose positions are used again.
     masked: also return what is packed as a dense array.
     used: bool, one for each row of A: the others count as zeros. Not with `gradient`.
+    residuals: also return what a backward pass needs of `x`; with axis=-1, not spread, and without a gradient.
     implementation: 'triton', 'reference', or None: Triton on a GPU where it takes the call.
 
   Returns:
@@ -163,12 +188,17 @@ def vnm_pack(
     raise ValueError(f'activation={activation!r} is unknown; accepted are {ACTIVATIONS}')
   if x.ndim != 2:
     raise ValueError(f'x must be a matrix, found shape {x.shape}')
-  check_blocks(x if axis == -1 else x.T, v, 2, m)
   if (gradient is None) != (pattern is None):
     raise ValueError('gradient and pattern belong together, found one of them')
-  if gradient is not None and (gradient.shape, gradient.dtype) != (x.shape, x.dtype):
+  whole = x
+  if gradient is not None and pattern is not None and axis == -1 and x.shape == pattern.compact.values.shape:
+    whole = gradient  # x are the inputs that an earlier call kept
+  check_blocks(whole if axis == -1 else whole.T, v, 2, m)
+  if gradient is not None and (gradient.shape, gradient.dtype) != (whole.shape, x.dtype):
     raise ValueError(f'gradient must be {x.dtype} of shape {x.shape}, found {gradient.dtype} of shape {gradient.shape}')
-  sizes = x.shape if axis == -1 else x.shape[::-1]
+  if residuals and (gradient is not None or axis == -2 or spread or used is not None):
+    raise ValueError('residuals=True takes axis=-1, no spread, no gradient and all rows')
+  sizes = whole.shape if axis == -1 else whole.shape[::-1]
   if pattern is not None and (pattern.v, pattern.m, pattern.shape) != (v, m, sizes):
     raise ValueError(f'pattern must be {v}:2:{m} of {sizes}, found {pattern.v}:2:{pattern.m} of {pattern.shape}')
   if used is not None and (gradient is not None or used.shape != sizes[:1] or used.dtype != jnp.bool_):
@@ -179,8 +209,64 @@ def vnm_pack(
   candidates = ('reference',) if _device.current().platform == 'cpu' else ('triton', 'reference')
   return Packed(*_dispatch.dispatch(
     'vnm_pack', PACKERS, implementation, candidates, x, v=v, m=m, axis=axis, spread=spread, activation=activation,
-    gradient=gradient, pattern=pattern, masked=masked, used=used,
+    gradient=gradient, pattern=pattern, masked=masked, used=used, residuals=residuals,
   ))
+
+
+def turn(
+  a: VNMOperand, *, used: Array | None = None, pattern: VNMOperand | None = None, implementation: str | None = None
+) -> VNMOperand:
+  """The V:2:M operand of A's transpose, its own pattern on top of A's: `vnm_pack` with axis=-2, spread, from A packed.
+
+  Args:
+    a: A, [R, K]. Its groups lie side by side, not spread; R and K are multiples of V and of M.
+    used: bool [K], columns of A that do not count as zeros; None is all.
+    pattern: an earlier result, of another A, whose positions are used again.
+    implementation: 'triton', 'reference', or None: Triton on a GPU where it takes the call.
+
+  Returns:
+    [K, R]; where the sums of two rows agree to rounding, the order in which a back end adds decides.
+
+  >>> a = squared_relu_vnm_pack(jnp.array([[1, 2, 0, 0, 3, 0, 0, 1]] * 8, jnp.bfloat16), v=8, m=8)
+  >>> b = turn(a)
+  >>> b.shape, b.compact.values.tolist()[4]
+  ((8, 8), [9.0, 9.0])
+  """
+  r, k = a.shape
+  for axis, size in ((-2, r), (-1, k)):
+    if size % a.v or size % a.m:
+      raise ValueError(f'a of shape {a.shape} has length {size} along axis {axis}, no multiple of {a.v} and {a.m}')
+  if pattern is not None and (used is not None or (pattern.v, pattern.m, pattern.shape) != (a.v, a.m, (k, r))):
+    raise ValueError(
+      f'pattern must be {a.v}:2:{a.m} of {(k, r)} and come without used; found {pattern.v}:2:{pattern.m} of'
+      f' {pattern.shape}'
+    )
+  if used is not None and (used.shape != (k,) or used.dtype != jnp.bool_):
+    raise ValueError(f'used must be bool of shape {(k,)}, found {used.dtype} of shape {used.shape}')
+  _say_what_a_mesh_costs()
+  candidates = ('reference',) if _device.current().platform == 'cpu' else ('triton', 'reference')
+  return _dispatch.dispatch('turn', TURNERS, implementation, candidates, a, used=used, pattern=pattern)
+
+
+def take_columns(a: VNMOperand, columns: Array, *, implementation: str | None = None) -> Array:
+  """Some columns of the dense matrix that A stands for.
+
+  Args:
+    a: A, [R, K], its groups side by side.
+    columns: int32 [n], 0 to K - 1.
+    implementation: 'triton', 'reference', or None: Triton on a GPU where it takes the call.
+
+  Returns:
+    [R, n].
+
+  >>> a = squared_relu_vnm_pack(jnp.array([[1, 2, 0, 0, 3, 0, 0, 1]], jnp.bfloat16), v=1, m=8)
+  >>> take_columns(a, jnp.array([4, 0, 1], jnp.int32)).tolist()
+  [[9.0, 0.0, 4.0]]
+  """
+  if columns.ndim != 1 or columns.dtype != jnp.int32:
+    raise ValueError(f'columns must be int32 [n], found {columns.dtype} of shape {columns.shape}')
+  candidates = ('reference',) if _device.current().platform == 'cpu' else ('triton', 'reference')
+  return _dispatch.dispatch('take_columns', TAKERS, implementation, candidates, a, columns)
 
 
 def squared_relu_vnm_pack(x: Array, *, v: int, m: int, implementation: str | None = None) -> VNMOperand:
@@ -193,8 +279,8 @@ def squared_relu_vnm_pack(x: Array, *, v: int, m: int, implementation: str | Non
   return vnm_pack(x, v=v, m=m, activation='squared_relu', implementation=implementation).operand
 
 
-def expand(operand: SparseOperand, *, implementation: str | None = None) -> Array:
-  """The dense matrix [M, K] of a 2:4 operand, for a product in which it is the side that is not sparse.
+def expand(operand: SparseOperand | VNMOperand, *, implementation: str | None = None) -> Array:
+  """The dense matrix of an operand, 2:4 or V:N:M, for a product in which it is the side that is not sparse.
 
   A pass over operand and result; making the dense matrix again from what was packed takes XLA several.
 

@@ -4,11 +4,11 @@ A tile has the rows of one block of A, so that one index serves it. Three warpgr
 produces, two consume. A's values and positions come by TMA, B's rows by `cp.async` (`_gather`). The consumers share the
 tile's columns, or, for blocks of 256 rows and more, its rows.
 
-What bounds it, on an H100: bytes from L2 to the SMs. Blocks differ in their rows of B, so B cannot be multicast, and
-every tile of V rows reads 4 K / M rows of B, 8 K N R / (M V) bytes in all, whatever the tile's width. At 16384 x 4096 x
-16384 and 8.2 TB/s that is 1.05 ms for 128:2:8 and 0.52 ms for 128:2:16, twice as much for V = 64, half for V = 256; A
-adds 5 to 20%. V = 64 takes that time. 128:2:8 and 128:2:16 take 1.50 and 0.85 ms whatever the settings: about half
-of a step does not depend on its bytes (`LOG.md`).
+What bounds it, on an H100: shared memory, which wgmma reads and the copies write, and bytes from L2. Blocks differ in
+their rows of B, so B cannot be multicast, and every tile of V rows reads 4 K / M rows of B, 8 K N R / (M V) bytes in
+all, whatever the tile's width. 128:2:16 is more than 4 times as fast as the dense product, 128:2:8 2.2 to 2.45 times,
+64:2:8 1.6 to 1.75 times. Which tiles run side by side counts: 32 of rows by 4 of columns find their rows of B in L2.
+`LOG.md` has what was tried.
 """
 
 from collections.abc import Callable
@@ -32,6 +32,8 @@ from pallas_kernels.vnm.format import CompressedVNM, to_vnm_operand, VNMOperand
 Array = jax.Array
 _SMEM_BYTES = 232448  # of a block on sm_90
 _BK = 64  # compact columns of a stage
+# Even and odd steps keep their metadata, and the producer its indices, in different registers.
+_UNROLL = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,13 +45,11 @@ class Config:
     bn: columns of a consumer, a multiple of 64 up to 256; `rows / 64 * bn / 2` accumulators a thread must leave room.
     across: what the two consumers share out, the tile's columns 'n' or its rows 'm'.
     stages: in the ring.
-    cluster: CTAs along N that share A.
     delay: K steps whose wgmmas stay in flight, 0 or 1.
-    lag: steps whose copies of B stay under way when an older one is waited for.
     minor: the dimension walked fastest, 0 is M and 1 is N.
-    band: tiles of the other dimension walked before the fast one advances.
-    ctas: CTAs launched; None is one an SM.
-    epilogue_n: columns stored at a time, a multiple of 8 dividing `bn`.
+    band: tiles of that dimension walked before the other one advances.
+    ctas: CTAs launched, if the card has so many SMs; None is one an SM.
+    epilogue_n: columns stored at a time, 8 to 64.
     slots: buffers of 64 x `epilogue_n` of a consumer that wait for TMA to store them.
     producer_registers: of a thread that copies; the consumers share the rest.
   """
@@ -58,12 +58,10 @@ class Config:
   bn: int = 192
   across: Literal['n', 'm'] = 'n'
   stages: int = 3
-  cluster: int = 1
-  delay: int = 1
-  lag: int = 1
+  delay: int = 0
   minor: int = 0
-  band: int = 8
-  ctas: int | None = None
+  band: int = 32
+  ctas: int | None = 128
   epilogue_n: int = 64
   slots: int = 1
   producer_registers: int = 56
@@ -82,14 +80,10 @@ class Config:
     return CONSUMERS if self.across == 'n' else 1
 
   @property
-  def unroll(self) -> int:
-    """With a step in flight, even and odd steps keep their metadata in different registers."""
-    return 2 if self.delay else 1
-
-  @property
   def shared_memory_bytes(self) -> int:
     stage = self.tile_m * _BK + self.tile_n * _BK * 2 + self.tile_m * _BK // 8
-    return self.stages * (stage + 16) + CONSUMERS * self.slots * 64 * self.epilogue_n * 2
+    # 1024: the barriers at which copies of B arrive; arrays start at multiples of it.
+    return self.stages * (stage + 16) + CONSUMERS * self.slots * 64 * self.epilogue_n * 2 + 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,8 +103,8 @@ class Problem:
 def default_config(v: int) -> Config:
   """A good setting where nothing was measured."""
   if v % 256 == 0:
-    return Config(across='m', stages=4)
-  return Config() if v % 128 == 0 else Config(rows=64, bn=256, stages=3)
+    return Config(across='m', stages=4, delay=1)
+  return Config() if v % 128 == 0 else Config(rows=64, bn=256, delay=1)
 
 
 def check_config(p: Problem, c: Config) -> None:
@@ -122,18 +116,19 @@ def check_config(p: Problem, c: Config) -> None:
     (c.bn % 64 == 0 and 64 <= c.bn <= 256, f'bn={c.bn} must be a multiple of 64 up to 256'),
     (c.rows // 64 * c.bn <= 384,
      f'rows={c.rows} and bn={c.bn} need {c.rows * c.bn // 128} accumulators a thread, 192 fit'),
-    (c.bn % c.epilogue_n == 0, f'bn={c.bn} must be a multiple of epilogue_n={c.epilogue_n}'),
-    (c.rows // 64 * c.bn // c.epilogue_n % c.slots == 0,
-     f'slots={c.slots} must divide the {c.rows // 64 * c.bn // c.epilogue_n} pieces that a consumer stores'),
-    # A stage is announced when `lag` later ones are issued, which needs slots that the consumers have let go of.
-    (c.stages > c.lag + c.delay and c.lag >= 1,
-     f'stages={c.stages} must exceed lag={c.lag} and delay={c.delay} together, and lag be 1 or more'),
+    (c.epilogue_n in (8, 16, 32, 64), f'epilogue_n={c.epilogue_n} must be 8, 16, 32 or 64'),
+    (c.stages > c.delay, f'stages={c.stages} must exceed delay={c.delay}'),
     (c.shared_memory_bytes <= _SMEM_BYTES,
      f'{c.stages} stages need {c.shared_memory_bytes} bytes of shared memory of {_SMEM_BYTES}'),
   ]
   for ok, message in rules:
     if not ok:
       raise ValueError(f'vnm_matmul config: {message}')
+
+
+def steps_of(k: int) -> int:
+  """Steps that cover `k` compact columns."""
+  return ceil(k, _BK * _UNROLL) * _UNROLL
 
 
 def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False) -> Callable[..., Array]:
@@ -146,25 +141,37 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
     interpret: run on the CPU with race detection.
   """
   check_config(p, c)
-  stages, unroll, tile_m, cluster = c.stages, c.unroll, c.tile_m, c.cluster
-  k_steps = ceil(ceil(p.k, _BK), unroll) * unroll
-  m_tiles, n_tiles = ceil(p.m, tile_m), ceil(p.n, c.tile_n * cluster)
+  stages, tile_m = c.stages, c.tile_m
+  k_steps = steps_of(p.k)
+  m_tiles, n_tiles = ceil(p.m, tile_m), ceil(p.n, c.tile_n)
   tiles = m_tiles * n_tiles
-  clusters = max(1, min(min(c.ctas or num_sms, num_sms) // cluster, tiles))
+  ctas = max(1, min(c.ctas or num_sms, num_sms, tiles))
   tile_words = tile_m // 64
   a_swizzle, b_swizzle = _BK // 2 * 2, 128
-  shape = _wgmma_sp.Shape(c.rows, c.bn, _BK, p.dtype, p.dtype, 'kn', a_swizzle, b_swizzle, c.delay)
-  ops = (_wgmma_sp.standins if interpret else _wgmma_sp.blocks)(shape)
-  gather = (_gather.standins if interpret else _gather.blocks)(
-    parts=c.parts, bk=_BK, bn=c.bn, n=p.n, ragged=p.n % (c.tile_n * cluster) != 0, lag=c.lag, dtype=p.dtype
-  )
+  # The last tile of columns is as narrow as its columns allow.
+  left_over = p.n - (n_tiles - 1) * c.tile_n
+  last_bn = min(c.bn, ceil(left_over, c.parts * 64) * 64)
+
+  def operations(bn, ragged):
+    shape = _wgmma_sp.Shape(c.rows, bn, _BK, p.dtype, p.dtype, 'kn', a_swizzle, b_swizzle, c.delay)
+    sizes = dict(parts=c.parts, bk=_BK, width=c.bn, bn=bn, n=p.n, ragged=ragged, dtype=p.dtype)
+    if interpret:
+      return _wgmma_sp.standins(shape), _gather.standins(**sizes)
+    return _wgmma_sp.blocks(shape), _gather.blocks(**sizes)
+
+  # By columns of a consumer; both are needed unless the last tile is like the others.
+  kinds = {bn: operations(bn, bn == last_bn and left_over % (c.parts * bn) != 0) for bn in {c.bn, last_bn}}
+  gather = kinds[c.bn][1]
+
+  def by_width(ni, do):
+    """Calls `do` with the width of tile `ni` of columns and the operations for it."""
+    if len(kinds) == 1:
+      return do(c.bn, *kinds[c.bn])
+    pl.when(ni < n_tiles - 1)(lambda: do(c.bn, *kinds[c.bn]))
+    pl.when(ni == n_tiles - 1)(lambda: do(last_bn, *kinds[last_bn]))
+
   out_block = (64, c.epilogue_n) if p.out_layout == 'mn' else (c.epilogue_n, 64)
   out_swizzle = min(128, out_block[1] * p.out_dtype.itemsize)
-  shared_axes = ('rank',) if cluster > 1 else None
-  empty = (
-    plgpu.ClusterBarrier(collective_axes=('rank',), num_arrivals=CONSUMERS, num_barriers=stages)
-    if cluster > 1 else plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages)
-  )
   scratch = dict(
     a_smem=plgpu.SMEM((stages, tile_m, _BK // 2), p.dtype, transforms=_wgmma_sp.transforms(a_swizzle, 2)),
     b_smem=plgpu.SMEM((stages, c.parts, _BK, c.bn), p.dtype, transforms=_wgmma_sp.transforms(b_swizzle, 2)),
@@ -172,35 +179,39 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
       (CONSUMERS, c.slots, *out_block), p.out_dtype, transforms=_wgmma_sp.transforms(out_swizzle, p.out_dtype.itemsize)
     ),
     words_smem=plgpu.SMEM((stages, tile_words, 1, 128), jnp.uint32),
-    # Two copies by TMA and the arrival of those who gathered.
-    full=plgpu.Barrier(num_arrivals=3, num_barriers=stages),
-    empty=empty,
+    # A and its positions by TMA; B's rows arrive at barriers of their own.
+    full=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+    landed=gather.barriers(stages),
+    empty=plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages),
   )
   consumer_registers = min(240, (512 - c.producer_registers) // CONSUMERS // 8 * 8)
 
   def kernel(values, words, rows, b, out):
 
-    def scope(a_smem, b_smem, out_smem, words_smem, full, empty):
-      warpgroup, rank, group = lax.axis_index('warpgroup'), lax.axis_index('rank'), lax.axis_index('cluster')
-      turns = lax.div(jnp.int32(tiles + clusters - 1) - group, clusters)
+    def scope(a_smem, b_smem, out_smem, words_smem, full, landed, empty):
+      gather.start(landed)
+      warpgroup, first_tile = lax.axis_index('warpgroup'), lax.axis_index('cta')
+      turns = lax.div(jnp.int32(tiles + ctas - 1) - first_tile, ctas)
 
       def tile_of(turn):
-        mi, ni = plgpu.planar_snake(group + turn * clusters, (m_tiles, n_tiles), c.minor, c.band)
-        return mi, ni * cluster + rank
+        return plgpu.planar_snake(first_tile + turn * ctas, (m_tiles, n_tiles), c.minor, c.band)
 
       @pl.when(warpgroup == CONSUMERS)
       def _produce():
         plgpu.set_max_registers(c.producer_registers, action='decrease')
 
-        def fill(turn, first):
-          mi, ni = tile_of(turn)
-          block = lax.div(mi * tile_m, jnp.int32(p.v))
+        def block_of(turn):
+          return lax.div(tile_of(turn)[0] * tile_m, jnp.int32(p.v))
 
-          def step(k, carry):
-            at, index = carry
+        def fill(turn, carry):
+          mi, ni = tile_of(turn)
+          block, next_block = block_of(turn), block_of(jnp.minimum(turn + 1, turns - 1))
+
+          def step(k, at, index):
             slot = lax.rem(at, stages)
             # The next step's indices travel while this step waits for its slot.
-            following = gather.load_rows(rows, block, jnp.minimum(k + 1, k_steps - 1))
+            last = k + 1 == k_steps
+            following = gather.load_rows(rows, jnp.where(last, next_block, block), jnp.where(last, 0, k + 1))
 
             @pl.when(at >= stages)
             def _():
@@ -208,31 +219,26 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
 
             plgpu.copy_gmem_to_smem(
               values.at[pl.ds(mi * tile_m, tile_m), pl.ds(k * (_BK // 2), _BK // 2)], a_smem.at[slot],
-              barrier=full.at[slot], collective_axes=shared_axes,
+              barrier=full.at[slot],
             )
             plgpu.copy_gmem_to_smem(
               words.at[pl.ds(mi * tile_words, tile_words), pl.ds(k, 1)], words_smem.at[slot], barrier=full.at[slot]
             )
-            gather.copy(index, rows, block, k, b, ni * c.tile_n, b_smem.at[slot])
-            gather.wait()
+            by_width(ni, lambda bn, ops, gather: gather.copy(
+              index, rows, block, k, b, ni * c.tile_n, b_smem.at[slot], landed.at[slot]
+            ))
+            return following
 
-            @pl.when(at >= c.lag)
-            def _():
-              plgpu.barrier_arrive(full.at[lax.rem(at - c.lag, stages)])
+          def steps(i, carry):
+            at, index = carry
+            for u in range(_UNROLL):
+              index = step(i * _UNROLL + u, at + u, index)
+            return at + _UNROLL, index
 
-            return at + 1, following
+          return lax.fori_loop(0, k_steps // _UNROLL, steps, carry)
 
-          return lax.fori_loop(0, k_steps, step, (first, gather.load_rows(rows, block, jnp.int32(0))))[0]
-
-        filled = lax.fori_loop(0, turns, fill, jnp.int32(0))
-        gather.wait_all()
-        for i in range(c.lag):
-          last = filled - c.lag + i
-
-          @pl.when(last >= 0)
-          def _(last=last):
-            plgpu.barrier_arrive(full.at[lax.rem(jnp.maximum(last, 0), stages)])
-
+        early = gather.load_rows(rows, block_of(0), jnp.int32(0))
+        filled, _ = lax.fori_loop(0, turns, fill, (jnp.int32(0), early))
         _wgmma_sp.drain(empty, filled, stages)
 
       @pl.when(warpgroup < CONSUMERS)
@@ -244,16 +250,26 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
         def multiply(turn, first):
           mi, ni = tile_of(turn)
 
+          def tile(bn, ops, gather):
+            result = product(bn, ops, gather, first)
+            store(result, bn, mi * tile_m + down * c.rows, ni * c.tile_n + part * bn)
+
+          by_width(ni, tile)
+          return first + k_steps
+
+        def product(bn, ops, gather, first):
+          def b_of(slot):
+            return b_smem.at[slot, part] if bn == c.bn else b_smem.at[slot, part, :, pl.ds(0, bn)]
+
           def steps(i, carry):
             accumulator, held = carry
-            for u in range(unroll):
-              at = first + i * unroll + u
+            for u in range(_UNROLL):
+              at = first + i * _UNROLL + u
               slot = lax.rem(at, stages)
               plgpu.barrier_wait(full.at[slot])
+              gather.wait(landed.at[slot], lax.rem(lax.div(at, stages), 2))
               now = ops.load_words(words_smem.at[slot, pl.ds(down * (c.rows // 64), c.rows // 64)])
-              accumulator = ops.step(
-                accumulator, now, held, a_smem.at[slot, pl.ds(down * c.rows, c.rows)], b_smem.at[slot, part]
-              )
+              accumulator = ops.step(accumulator, now, held, a_smem.at[slot, pl.ds(down * c.rows, c.rows)], b_of(slot))
               if c.delay:
                 # The wait inside `step` completed the step before.
                 @pl.when(at > first)
@@ -264,23 +280,24 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
               held = now
             return accumulator, held
 
-          carry = lax.fori_loop(0, k_steps // unroll, steps, (ops.zeros(), ops.no_words()))
+          carry = lax.fori_loop(0, k_steps // _UNROLL, steps, (ops.zeros(), ops.no_words()))
           last = lax.rem(first + k_steps - 1, stages)
-          result = ops.finish(*carry, b_smem.at[last, part])
+          result = ops.finish(*carry, b_of(last))
           if c.delay:
             plgpu.barrier_arrive(empty.at[last])
-          store(result, mi * tile_m + down * c.rows, ni * c.tile_n + part * c.bn)
-          return first + k_steps
+          return result
 
-        def store(result, first_row, first_column):
-          across = c.bn // c.epilogue_n
+        def store(result, bn, first_row, first_column):
+          across = bn // c.epilogue_n
           for i in range(c.rows // 64):
             for j in range(across):
               chunk = result[i * 64 : (i + 1) * 64, j * c.epilogue_n : (j + 1) * c.epilogue_n].astype(p.out_dtype)
               at_rows, columns = pl.ds(first_row + i * 64, 64), pl.ds(first_column + j * c.epilogue_n, c.epilogue_n)
-              # Wait until TMA has read the oldest chunk out of the buffer that comes next.
-              buffer = out_smem.at[warpgroup, (i * across + j) % c.slots]
-              plgpu.wait_smem_to_gmem(c.slots - 1, wait_read_only=True)
+              piece = i * across + j
+              buffer = out_smem.at[warpgroup, piece % c.slots]
+              # Wait until TMA has read the buffer, whoever used it last.
+              if piece == 0 or piece >= c.slots:
+                plgpu.wait_smem_to_gmem(c.slots - 1 if piece else 0, wait_read_only=True)
               if p.out_layout == 'mn':
                 buffer[...] = chunk
               elif interpret:
@@ -300,8 +317,7 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
   call = plgpu.kernel(
     kernel,
     out_type=jax.ShapeDtypeStruct((p.m, p.n) if p.out_layout == 'mn' else (p.n, p.m), p.out_dtype),
-    grid=(clusters,), grid_names=('cluster',),
-    cluster=(cluster,), cluster_names=('rank',),
+    grid=(ctas,), grid_names=('cta',),
     num_threads=CONSUMERS + 1, thread_name='warpgroup',
     compiler_params=plgpu.CompilerParams(
       approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
@@ -358,12 +374,11 @@ def vnm_matmul(
   # Whole boxes of TMA, two at least, as in sparse_matmul; no copy for multiples of 64.
   wide, deep = max(ceil(n, 64), 2) * 64, max(ceil(k, _BK), 2) * _BK
   p = Problem(m, wide, deep, a.v, b.shape[0], a.dtype, jnp.dtype(out_dtype), out_layout)
-  steps = ceil(deep // _BK, config.unroll) * config.unroll
   d = build(p, config, num_sms=device.num_sms or 2, interpret=interpret)(
     operand.pad_to(a.compact.values, (m, deep // 2)),
     operand.pad_to(a.compact.words, operand.words_shape(m, deep)),
     # Beyond K values are zeros; any row of B will do.
-    operand.pad_to(a.rows, (m // a.v, steps * _BK)),
+    operand.pad_to(a.rows, (m // a.v, steps_of(deep) * _BK)),
     operand.pad_to(b, (b.shape[0], wide)),
   )
   return d[:m, :n] if out_layout == 'mn' else d[:n, :m]

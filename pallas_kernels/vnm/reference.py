@@ -113,10 +113,13 @@ def _relu(x: Array) -> Array:
 def vnm_pack(
   x: Array, *, v: int, m: int, axis: int = -1, spread: bool = False, activation: str | None = None,
   gradient: Array | None = None, pattern: VNMOperand | None = None, masked: bool = False, used: Array | None = None,
-) -> tuple[VNMOperand, Array | None]:
+  residuals: bool = False,
+) -> tuple[VNMOperand, Array | None, Array | None, Array | None]:
   """See `api.vnm_pack`."""
   if gradient is not None and pattern is not None:
-    return _pack_as(x, gradient, pattern, axis=axis, activation=activation, masked=masked)
+    if x.shape != gradient.shape:
+      x = decompress_operand(_with_values(pattern, x))
+    return *_pack_as(x, gradient, pattern, axis=axis, activation=activation, masked=masked), None, None
   y = squared_relu(x) if activation == 'squared_relu' else x
   order = jnp.arange(x.shape[axis], dtype=jnp.int32)
   y = y.T if axis == -2 else y
@@ -127,7 +130,16 @@ def vnm_pack(
   ids = best_columns(y, v=v, m=m)
   a = to_vnm_operand(compress_columns(y, _entries(y, ids, v=v, n=2, m=m), ids, v=v, m=m))
   a = VNMOperand(a.compact, order[a.rows], m)
-  return a, _dense_of(a, axis) if masked else None
+  dense = _dense_of(a, axis) if masked else None
+  if not residuals:
+    return a, dense, None, None
+  inputs, _ = _pack_as(x, x, a, axis=axis, activation=None, masked=False)
+  counts = jnp.sum(decompress_operand(a) != 0, axis=0, dtype=jnp.int32)
+  return a, dense, inputs.compact.values, counts
+
+
+def _with_values(a: VNMOperand, values: Array) -> VNMOperand:
+  return VNMOperand(SparseOperand(values, a.compact.words), a.rows, a.m)
 
 
 def _pack_as(
@@ -144,8 +156,21 @@ def _pack_as(
   open_form = from_operand(pattern.compact)
   ones = dataclasses.replace(open_form, values=jnp.ones_like(open_form.values))
   values = formats.compress(kept, formats.decompress(ones) != 0, axis=-1).values
-  a = VNMOperand(SparseOperand(values, pattern.compact.words), pattern.rows, pattern.m)
+  a = _with_values(pattern, values)
   return a, _dense_of(a, axis) if masked else None
+
+
+def turn(a: VNMOperand, *, used: Array | None, pattern: VNMOperand | None) -> VNMOperand:
+  """See `api.turn`."""
+  x = decompress_operand(a)
+  if pattern is not None:
+    return _pack_as(x, x, pattern, axis=-2, activation=None, masked=False)[0]
+  return vnm_pack(x, v=a.v, m=a.m, axis=-2, spread=True, used=used)[0]
+
+
+def take_columns(a: VNMOperand, columns: Array) -> Array:
+  """See `api.take_columns`."""
+  return decompress_operand(a)[:, columns]
 
 
 def _dense_of(a: VNMOperand, axis: int) -> Array:
@@ -153,20 +178,14 @@ def _dense_of(a: VNMOperand, axis: int) -> Array:
   return dense.T if axis == -2 else dense
 
 
-def expand(operand: SparseOperand) -> Array:
+def expand(operand: SparseOperand | VNMOperand) -> Array:
   """See `api.expand`."""
-  return formats.decompress(from_operand(operand))
+  return decompress_operand(operand) if isinstance(operand, VNMOperand) else formats.decompress(from_operand(operand))
 
 
 def vnm_matmul(a: CompressedVNM | VNMOperand, b: Array, *, out_dtype: Any, out_layout: str) -> Array:
   """D[r, n] = sum_k A[r, k] B[k, n] in float32, rounded once at the end; see `api.vnm_matmul`."""
   d = jnp.dot(_dense(a).astype(jnp.float32), b.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
-  return (d if out_layout == 'mn' else d.T).astype(out_dtype)
-
-
-def dense_vnm_matmul(a: CompressedVNM | VNMOperand, b: Array, *, out_dtype: Any, out_layout: str) -> Array:
-  """`vnm_matmul` on the dense tensor cores, after decompression."""
-  d = jnp.dot(_dense(a), b, preferred_element_type=jnp.float32)
   return (d if out_layout == 'mn' else d.T).astype(out_dtype)
 
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import _triton
 from pallas_kernels.sparse_matmul.operand import SparseOperand, words_shape
-from pallas_kernels.vnm import _columns, _dense, _kernels, _rows
+from pallas_kernels.vnm import _columns, _dense, _kernels, _rows, _turn
 from pallas_kernels.vnm.format import VNMOperand
 
 _GROUPS = 16  # a program's, 64 compact columns
@@ -34,9 +34,11 @@ def constants(
   )
 
 
-def row_constants(c: int, v: int, m: int, *, activation: str | None, masked: bool = False) -> dict[str, Any]:
-  """Compile-time constants of the kernels for A [r, c] whose rows are contiguous."""
-  return dict(C=c, V=v, M=m, SQUARED_RELU=activation == 'squared_relu', MASKED=masked)
+def row_constants(
+  c: int, v: int, m: int, *, activation: str | None, masked: bool = False, **more: bool
+) -> dict[str, Any]:
+  """Compile-time constants of the kernels for A [r, c] whose rows are contiguous; `more` is one kernel's own."""
+  return dict(C=c, V=v, M=m, SQUARED_RELU=activation == 'squared_relu', MASKED=masked, **more)
 
 
 def column_constants(r: int, c: int, v: int, m: int, *, activation: str | None, **more: bool) -> dict[str, Any]:
@@ -66,8 +68,11 @@ def column_warps(v: int) -> int:
 def vnm_pack(
   x: Array, *, v: int, m: int, axis: int = -1, spread: bool = False, activation: str | None = None,
   gradient: Array | None = None, pattern: VNMOperand | None = None, masked: bool = False, used: Array | None = None,
-) -> tuple[VNMOperand, Array | None]:
+  residuals: bool = False,
+) -> tuple[VNMOperand, Array | None, Array | None, Array | None]:
   """See `api.vnm_pack`."""
+  compact_x = pattern is not None and gradient is not None and x.shape != gradient.shape
+  x, kept = (gradient, x) if compact_x and gradient is not None else (x, x)
   r, c = x.shape if axis == -1 else x.shape[::-1]
   if x.dtype not in (jnp.bfloat16, jnp.float16):
     raise NotImplementedError(f'the Triton packer takes bfloat16 and float16, found {x.dtype}')
@@ -84,6 +89,8 @@ def vnm_pack(
     words=jax.ShapeDtypeStruct(words_shape(r, compact), jnp.uint32),
     rows=jax.ShapeDtypeStruct((r // v, compact), jnp.int32),
     masked=jax.ShapeDtypeStruct(x.shape if masked else (1,), x.dtype),
+    inputs=jax.ShapeDtypeStruct((r, compact // 2) if residuals else (1,), x.dtype),
+    counts=jax.ShapeDtypeStruct((c,) if residuals else (1,), jnp.int32),
   )
   along, down = grid(r, c, v, m)
   fast = v in (64, 128, 256)
@@ -98,9 +105,14 @@ def vnm_pack(
     options = row_constants(c, v, m, activation=activation, masked=masked)
     options |= dict(grid=(along, down), num_warps=row_warps(v, m))
     if gradient is None:
-      out = call(_rows.pack_rows, (x,), 'values words rows masked', **options)
+      zeroed = dict(zeroed_outputs=(5,)) if residuals else {}
+      out = call(
+        _rows.pack_rows, (x,), 'values words rows masked inputs counts', **options, **zeroed, RESIDUALS=residuals
+      )
     else:
-      out = call(_rows.pack_rows_as, (x, gradient, *given), 'values masked', **options)
+      out = call(_rows.pack_rows_as, (kept, gradient, *given), 'values masked', **options, COMPACT=compact_x)
+  elif residuals or compact_x:
+    raise NotImplementedError(f'with residuals V of 64, 128 or 256 along contiguous rows; found {v}, axis {axis}')
   elif fast and axis == -2 and not masked:
     options = column_constants(r, c, v, m, activation=activation) | dict(grid=(down, along), num_warps=column_warps(v))
     if gradient is None:
@@ -126,7 +138,10 @@ def vnm_pack(
       out = call(_kernels.pack_kernel, (x, gradient, *given), 'values words rows masked', **options)
   if pattern is not None:
     out |= dict(words=given[0], rows=given[1])
-  return VNMOperand(SparseOperand(out['values'], out['words']), out['rows'], m), out['masked'] if masked else None
+  a = VNMOperand(SparseOperand(out['values'], out['words']), out['rows'], m)
+  return (
+    a, out['masked'] if masked else None, out['inputs'] if residuals else None, out['counts'] if residuals else None
+  )
 
 
 def _bits(used: Array) -> Array:
@@ -135,9 +150,83 @@ def _bits(used: Array) -> Array:
   return pairs[:, 0] | pairs[:, 1] << 16
 
 
-def expand(operand: SparseOperand) -> Array:
+def turn_warps(v: int, m: int) -> int:
+  """Four words of the operand a thread, as one load."""
+  return max(1, v // (8 * m))
+
+
+def turn(a: VNMOperand, *, used: Array | None, pattern: VNMOperand | None) -> VNMOperand:
+  """See `api.turn`."""
+  r, c, v, m = *a.shape, a.v, a.m
+  if v not in (64, 128, 256) or m not in (4, 8, 16) or r % v or c % v or r % (_GROUPS * m) or c % (_GROUPS * m):
+    raise NotImplementedError(
+      f'V of 64, 128 or 256, M of 4, 8 or 16, and both axes in multiples of V and 16 M; found {v}:2:{m} of [{r}, {c}]'
+    )
+  _check_entries(a)
+  options: dict[str, Any] = dict(R=r, C=c, V=v, M=m, grid=(c // v, r // (_GROUPS * m)), num_warps=turn_warps(v, m))
+  values = jax.ShapeDtypeStruct((c, 2 * r // m), a.dtype)
+  columns = _bytes(a.rows % m)
+  if pattern is not None:
+    words, rows = pattern.compact.words, pattern.rows
+    (made,) = _triton.call(
+      _turn.turn_as, a.compact.values, a.compact.words, columns, words, rows, out_shape=[values], **options
+    )
+    return VNMOperand(SparseOperand(made, words), rows, m)
+  here = columns if used is None else _bytes(jnp.where(used[a.rows], 0xFF, 0))
+  shapes = [
+    values, jax.ShapeDtypeStruct(words_shape(c, 4 * r // m), jnp.uint32),
+    jax.ShapeDtypeStruct((c // v, 4 * r // m), jnp.int32),
+  ]  # fmt: skip
+  made, words, rows = _triton.call(
+    _turn.turn, a.compact.values, a.compact.words, columns, here, out_shape=shapes, **options, SELECT=used is not None
+  )
+  return VNMOperand(SparseOperand(made, words), rows, m)
+
+
+def _bytes(x: Array) -> Array:
+  """Four neighbours, below 256, in a uint32."""
+  x = x.astype(jnp.uint32).reshape(x.shape[0], -1, 4)
+  return x[..., 0] | x[..., 1] << 8 | x[..., 2] << 16 | x[..., 3] << 24
+
+
+def _check_entries(a: VNMOperand) -> None:
+  if a.dtype not in (jnp.bfloat16, jnp.float16) or a.shape[0] * a.shape[1] >= 2**31:
+    raise NotImplementedError(f'16 bits and less than 2^31 entries only, found {a.dtype} of shape {a.shape}')
+
+
+_ROWS, _WIDTH = 32, 128  # of a program that takes columns
+
+
+def take_columns(a: VNMOperand, columns: Array) -> Array:
+  """See `api.take_columns`."""
+  r, c = a.shape
+  if a.v % _ROWS or r % 64 or c % (_GROUPS * a.m):
+    raise NotImplementedError(f'V in multiples of {_ROWS}, whole tiles of words; found V={a.v} of [{r}, {c}]')
+  _check_entries(a)
+  count = columns.shape[0]
+  ids = jnp.pad(columns, (0, -count % _WIDTH))
+  (out,) = _triton.call(
+    _turn.take_columns, a.compact.values, a.compact.words, a.rows, ids,
+    out_shape=[jax.ShapeDtypeStruct((r, ids.shape[0]), a.dtype)], grid=(r // _ROWS, ids.shape[0] // _WIDTH),
+    num_warps=4, C=c, V=a.v, M=a.m, COUNT=ids.shape[0], ROWS=_ROWS, WIDTH=_WIDTH,
+  )
+  return out[:, :count]
+
+
+def expand(operand: SparseOperand | VNMOperand) -> Array:
   """See `api.expand`."""
   r, k = operand.shape
+  if isinstance(operand, VNMOperand):
+    v, m = operand.v, operand.m
+    if v % 64 or k % (_GROUPS * m):
+      raise NotImplementedError(f'V in multiples of 64 and whole tiles of words only, found {v}:2:{m} of [{r}, {k}]')
+    _check_entries(operand)
+    (dense,) = _triton.call(
+      _dense.scatter_rows, operand.compact.values, operand.compact.words, operand.rows,
+      out_shape=[jax.ShapeDtypeStruct((r, k), operand.dtype)], zeroed_outputs=(0,), grid=(k // (_GROUPS * m), r // 64),
+      num_warps=2, C=k, V=v, M=m, ROWS=64,
+    )
+    return dense
   if r % 64 or k % 64 or operand.dtype not in (jnp.bfloat16, jnp.float16) or r * k >= 2**31:
     raise NotImplementedError(f'whole tiles of 64 x 64 of 16 bits only, found {operand.dtype} of shape {operand.shape}')
   (dense,) = _triton.call(

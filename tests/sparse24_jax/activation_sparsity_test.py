@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import pathlib
+import tempfile
 from unittest import mock
 
 from absl.testing import absltest, parameterized
@@ -9,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import _device, _dispatch, _tuning
 import sparse24_jax as s24
 from sparse24_jax import _activation_products as products
 from sparse24_jax import activation_sparsity as acts
@@ -171,6 +174,61 @@ class NumericsTest(parameterized.TestCase):
     for policy in (VNM, POLICIES['2:4']):
       z = neuron_level_ffn(x.at[3, 1].set(jnp.nan), w_up, w_down, _state(policy, w_up, w_down), policy=policy)
       self.assertTrue(jnp.isnan(z[3]).all())
+
+
+class ChoiceTest(parameterized.TestCase):
+  """What a policy without a named implementation gets on a card, by records of the V:N:M products."""
+
+  def _choose(self, choice, policy=VNM, dtype=jnp.bfloat16, whole=True):
+    card = _device.Device('Some card', 'gpu', (9, 0), 132)
+    x = jax.ShapeDtypeStruct((TOKENS, D), dtype)
+    with tempfile.TemporaryDirectory() as name:
+      folder = pathlib.Path(name)
+      for rows, k in ((TOKENS, HIDDEN), (HIDDEN, TOKENS)):
+        key = dict(m=rows, n=D, k=k, pattern='8:2:8', dtype='bfloat16', out_dtype='bfloat16', out_layout='mn')
+        entry = dict(key=key, choice=dict(implementation=choice, config=None))
+        _tuning.save(folder / card.slug / 'vnm_matmul.json', {'op': 'vnm_matmul'}, [entry])
+      _dispatch.log_once.cache_clear()
+      with (
+        mock.patch.object(_device, 'current', lambda: card),
+        mock.patch.object(_device, 'arrays_are_whole', lambda: whole),
+        mock.patch.object(_tuning, 'lookup', functools.partial(_tuning.lookup, folder=folder)),
+        self.assertLogs('sparse24_jax', 'INFO') as logs,
+      ):
+        ops = products.make(policy, acts.feature_mask, acts.token_mask, x, HIDDEN)
+    return type(ops.activate.__self__).__name__, logs.output[0]
+
+  def test_kernels_where_they_win(self):
+    name, line = self._choose('mosaic_gpu')
+    self.assertEqual(name, 'SparseVNM')
+    self.assertIn('8:2:8 of 32 x 8 x 64 bfloat16: sparse kernels on Some card, as measured', line)
+    self.assertEqual(self._choose('mosaic_gpu', dataclasses.replace(VNM, clusters=4))[0], 'SpreadVNM')
+
+  def test_dense_where_they_lose_or_nothing_is_known(self):
+    name, line = self._choose('dense')
+    self.assertEqual(name, 'Reference')
+    self.assertIn('dense products on Some card, as measured', line)
+    for name, line in (
+      self._choose('mosaic_gpu', dataclasses.replace(VNM, v=16)), self._choose('mosaic_gpu', dtype=jnp.float32)
+    ):
+      self.assertEqual(name, 'Reference')
+      self.assertIn('dense products on Some card, nothing near was measured', line)
+
+  def test_dense_on_a_mesh(self):
+    name, line = self._choose('mosaic_gpu', whole=False)
+    self.assertEqual(name, 'Reference')
+    self.assertIn('dense products on Some card, since the kernels would gather what a mesh divides', line)
+
+  def test_the_choice_computes_the_same(self):
+    # The kernels' path by the ops' own choice of back ends, which on a CPU are the references.
+    inputs = _inputs(jnp.bfloat16)
+    expected = _forward_and_grads(VNM, *inputs)
+    with mock.patch.object(products, '_takes_kernels', lambda *_: True):
+      # Another share, the same three neurons: not the program compiled before.
+      found = _forward_and_grads(dataclasses.replace(VNM, dense_features=0.051), *inputs)
+    for a, b in zip(found, expected, strict=True):
+      norm = np.linalg.norm(np.asarray(b, np.float64))
+      self.assertLess(np.linalg.norm(np.asarray(a - b, np.float64)), 4e-3 * norm)
 
 
 class SixProductsTest(parameterized.TestCase):

@@ -5,20 +5,24 @@ import io
 import json
 import pathlib
 import tempfile
+from unittest import mock
 
 from absl.testing import absltest
 import jax
 
 from experiments.bench import neuron_level
+from pallas_kernels import _device, _tuning
 from pallas_kernels.vnm import api, mosaic_gpu
 from pallas_kernels.vnm.format import decompress_operand, verify
+from sparse24_jax import _activation_products as products
+from sparse24_jax.activation_sparsity import ActivationPolicy
 
 
 class NeuronLevelBenchTest(absltest.TestCase):
   def test_records(self):
     names = [f'{kind}-64x2x8-{size}' for kind, size in (
       ('matmul', '16384x4096x16384'), ('ffn', '16384x4096x16384'),
-    )] + ['pack-64x2x8-forward_masked-16384x16384', 'pack-64x2x8-tokens_gradient-16384x16384']
+    )] + [f'pack-64x2x8-{role}-16384x16384' for role in ('residuals', 'tokens_gradient', 'turn', 'columns')]
     with tempfile.TemporaryDirectory() as name, contextlib.redirect_stdout(io.StringIO()) as out:
       folder = pathlib.Path(name)
       options = ['--tiny', '--rounds', '2', '--steps', '2', '--tune', str(folder / 'tuned')]
@@ -27,27 +31,54 @@ class NeuronLevelBenchTest(absltest.TestCase):
       records = [json.loads(line) for line in (folder / 'records.jsonl').read_text().splitlines()]
       (tuned,) = (folder / 'tuned').glob(f'*/{api.OP}.json')
       (entry,) = json.loads(tuned.read_text())['entries']
-    product, block, forward, tokens = records
-    self.assertEqual([r['bench'] for r in records], ['vnm_matmul', 'ffn', 'memory_bound', 'memory_bound'])
+    product, block, forward, tokens, turn, columns = records
+    self.assertEqual([r['bench'] for r in records], ['vnm_matmul', 'ffn', *['memory_bound'] * 4])
     for record in records:
       self.assertContainsSubset(('device', 'versions', 'commit', 'command', 'samples_ms', 'pattern', 'recipe'), record)
-      self.assertLen(record['samples_ms'], 2)
+      self.assertLen(record['samples_ms'], 4)  # every one
       self.assertFalse(record['headline'])
     self.assertLessEqual(product['error'], 4e-3)
     ratio = product['baselines']['dense']['median_ms'] / product['median_ms']
     self.assertAlmostEqual(product['speedup'], ratio, places=3)
     self.assertEqual(entry['key']['pattern'], '64:2:8')
     self.assertIn(block['baselines']['dense']['form'], ('dense', 'dense recompute'))
-    # x [128, 256] read; a quarter of it, 2 bits for each of these, the columns' int32 and the dense copy written.
-    self.assertEqual(forward['bytes'], 65536 + 65536 // 4 + 128 * 64 // 4 + 2 * 128 * 4 + 65536)
+    # x [128, 256] read; a quarter of it twice, 2 bits for each of these, int32 of kept columns and of counts written.
+    self.assertEqual(forward['bytes'], 65536 + 2 * 65536 // 4 + 128 * 64 // 4 + 2 * 128 * 4 + 256 * 4)
     # Half of the gradient and the pattern read, values written.
     self.assertEqual(tokens['bytes'], 65536 // 2 + 128 * 64 // 4 + 2 * 128 * 4 + 65536 // 4)
+    # An operand of [256, 128] and a flag a column read, an operand of [128, 256] written.
+    self.assertEqual(turn['bytes'], 2 * (65536 // 4 + 128 * 64 // 4) + 4 * 64 * 4 + 128 + 2 * 128 * 4)
+    # 13 of 256 columns written, [128, 13]; they are in groups of 8, so at most all 4 sectors of a row's 32 groups.
+    self.assertBetween(columns['bytes'], 2 * 128 * 13 + 32 * 128, 2 * 128 * 13 + 4 * 32 * 128 + 2 * 512 * 2)
 
   def test_settings_can_be_built(self):
     for v in (64, 128, 256):
       problem = mosaic_gpu.Problem(16384, 4096, 8192, v, 16384, *[jax.numpy.dtype('bfloat16')] * 2, 'mn')
       for config in neuron_level.configs(v):
         mosaic_gpu.check_config(problem, config)
+
+  def test_what_the_records_choose_can_be_built(self):
+    card = _device.target_device('sm_90a')
+    chosen = 0
+    for entry in _tuning._entries(_tuning.TUNED / card.slug / f'{api.OP}.json'):
+      key, v = entry['key'], int(entry['key']['pattern'].split(':')[0])
+      m = int(entry['key']['pattern'].split(':')[2])
+      types = [jax.numpy.dtype(key[name]) for name in ('dtype', 'out_dtype')]
+      problem = mosaic_gpu.Problem(key['m'], key['n'], 4 * key['k'] // m, v, key['k'], *types, key['out_layout'])
+      for row in entry['candidates']:
+        mosaic_gpu.check_config(problem, mosaic_gpu.Config(**row['config']))
+      chosen += entry['choice']['implementation'] == 'mosaic_gpu'
+    self.assertGreater(chosen, 0)
+
+  def test_the_block_that_was_measured_takes_the_kernels(self):
+    x = jax.ShapeDtypeStruct((16384, 4096), jax.numpy.bfloat16)
+    card = _device.target_device('sm_90a')
+    with (
+      mock.patch.object(_device, 'current', lambda: card), mock.patch.object(_device, 'arrays_are_whole', lambda: True)
+    ):
+      for v, m, name in ((128, 8, 'SparseVNM'), (128, 16, 'SparseVNM'), (64, 8, 'SparseVNM'), (16, 8, 'Reference')):
+        ops = products.make(ActivationPolicy(v=v, m=m), None, None, x, 16384)
+        self.assertEqual(type(ops.activate.__self__).__name__, name)
 
   def test_the_random_operand_is_legal(self):
     a = neuron_level.operand(128, 64, 64, 8, jax.random.key(0))

@@ -34,6 +34,11 @@ def _random(v, m, dtype='bfloat16', seed=0):
   return jnp.asarray(x, jnp.float32).astype(dtype)
 
 
+def _matrix(rows, columns, seed=0):
+  x = np.random.default_rng(seed).integers(-9, 10, (rows, columns))
+  return jnp.asarray(x, jnp.float32).astype(jnp.bfloat16)
+
+
 class MaskTest(parameterized.TestCase):
 
   @parameterized.parameters(*_SIZES)
@@ -154,6 +159,58 @@ class ApiTest(parameterized.TestCase):
     a = api.squared_relu_vnm_pack(x, v=4, m=8)
     np.testing.assert_array_equal(fmt.decompress_operand(a), np.where(_expected_mask(y, 4, 8), y, 0))
 
+  def test_residuals(self):
+    x = _matrix(8, 32)
+    made = api.vnm_pack(x, v=4, m=8, activation='squared_relu', residuals=True)
+    kept = np.maximum(np.asarray(made.inputs, np.float64), 0) ** 2
+    np.testing.assert_allclose(kept, np.asarray(made.operand.compact.values, np.float64), rtol=4e-3)
+    dense = np.asarray(fmt.decompress_operand(made.operand), np.float64)
+    np.testing.assert_array_equal(made.counts, (dense != 0).sum(0))
+    self.assertGreater(made.counts.max(), made.counts.min())
+    gradient = _matrix(8, 32, seed=1)
+    options = dict(v=4, m=8, activation='squared_relu', gradient=gradient, pattern=made.operand)
+    found, expected = api.vnm_pack(made.inputs, **options), api.vnm_pack(x, **options)
+    np.testing.assert_array_equal(found.operand.compact.values, expected.operand.compact.values)
+
+  @parameterized.parameters(False, True)
+  def test_turn(self, select):
+    a = api.squared_relu_vnm_pack(_matrix(16, 32), v=4, m=8)
+    dense = np.asarray(fmt.decompress_operand(a), np.float64)
+    used = jnp.arange(32) % 3 > 0 if select else None
+    rest = np.where(used, dense, 0) if select else dense
+    # Group g of tokens is g, g + 2, ..., g + 14.
+    order = np.arange(16).reshape(8, 2).T.reshape(-1)
+    mask = np.zeros((32, 16), bool)
+    mask[:, order] = _expected_mask(jnp.asarray(rest.T[:, order]), 4, 8)
+    turned = api.turn(a, used=used)
+    self.assertEqual(turned.shape, (32, 16))
+    np.testing.assert_array_equal(fmt.decompress_operand(turned), np.where(mask, rest.T, 0))
+    again = api.turn(a, pattern=turned)  # of all columns
+    np.testing.assert_array_equal(fmt.decompress_operand(again), np.where(mask, dense.T, 0))
+
+  def test_columns(self):
+    a = api.squared_relu_vnm_pack(_matrix(16, 32), v=4, m=8)
+    columns = np.random.default_rng(4).permutation(32)[:9].astype(np.int32)
+    found = api.take_columns(a, jnp.asarray(columns))
+    np.testing.assert_array_equal(found, np.asarray(fmt.decompress_operand(a))[:, columns])
+
+  @parameterized.named_parameters(
+    ('rows', (20, 32), {}, 'has length 20 along axis -2, no multiple of 4 and 8'),
+    ('used', (16, 32), dict(used=jnp.ones(16, bool)), r'bool of shape \(32,\), found bool of shape \(16,\)'),
+    ('used_type', (16, 32), dict(used=jnp.ones(32)), 'found float32'),
+    ('pattern', (16, 32), dict(pattern=True), r'pattern must be 4:2:8 of \(32, 16\) .* found 4:2:8 of \(16, 32\)'),
+  )
+  def test_turn_refusals(self, shape, options, message):
+    a = api.squared_relu_vnm_pack(_matrix(*shape), v=4, m=8)
+    options = dict(pattern=a) if 'pattern' in options else options
+    with self.assertRaisesRegex(ValueError, message):
+      api.turn(a, **options)
+
+  def test_columns_refusal(self):
+    a = api.squared_relu_vnm_pack(_matrix(16, 32), v=4, m=8)
+    with self.assertRaisesRegex(ValueError, r'columns must be int32 \[n\], found float32 of shape \(3,\)'):
+      api.take_columns(a, jnp.ones(3))
+
   def test_refusals(self):
     a, _ = self._operand()
     for b, kwargs, message in (
@@ -176,6 +233,7 @@ class ApiTest(parameterized.TestCase):
     ('pattern_transposed', dict(axis=-2, gradient=(8, 32), pattern=(8, 4, 8)), r'pattern must be 4:2:8 of \(32, 8\)'),
     ('used_of_columns', dict(used=(32,)), r'used must be bool of shape \(8,\).* found bool of shape \(32,\)'),
     ('used_with_gradient', dict(used=(8,), gradient=(8, 32), pattern=(8, 4, 8)), 'come without a gradient'),
+    ('residuals', dict(axis=-2, residuals=True), 'residuals=True takes axis=-1'),
     ('implementation', dict(implementation='mosaic_gpu'), "implementation='mosaic_gpu'"),
   )
   def test_pack_refusals(self, given, message):

@@ -22,7 +22,7 @@ pytestmark = [
 
 class MatmulTest(parameterized.TestCase):
 
-  @parameterized.product(v=(64, 128, 256), m=(8, 16), out_layout=('mn', 'nm'), n=(512, 200))
+  @parameterized.product(v=(64, 128, 256), m=(8, 16), out_layout=('mn', 'nm'), n=(512, 448, 200))
   def test_against_the_reference(self, v, m, out_layout, n):
     x = jax.random.normal(jax.random.key(v + m), (512, 1024), _BF16)
     b = jax.random.normal(jax.random.key(n), (1024, n), _BF16)
@@ -42,13 +42,33 @@ class PackTest(parameterized.TestCase):
     # Small integers: the sums of columns are exact in any order, so the patterns agree to the bit.
     x = jax.random.randint(jax.random.key(v + m), (512, 512), -9, 10).astype(_BF16)
     options = dict(v=v, m=m, axis=axis, spread=spread, activation='squared_relu', masked=True)
-    found, masked = jax.jit(functools.partial(api.vnm_pack, implementation='triton', **options))(x)
-    expected, expected_masked = reference.vnm_pack(x, **options)
+    found, masked, *_ = jax.jit(functools.partial(api.vnm_pack, implementation='triton', **options))(x)
+    expected, expected_masked, *_ = reference.vnm_pack(x, **options)
     for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
       np.testing.assert_array_equal(ours, theirs)
     np.testing.assert_array_equal(masked, expected_masked)
     dense = decompress_operand(found)
     np.testing.assert_array_equal(masked, dense if axis == -1 else dense.T)
+
+  @parameterized.product(v=(64, 128), m=(8, 16))
+  def test_what_the_block_calls(self, v, m):
+    x = jax.random.randint(jax.random.key(v + m), (512, 512), -9, 10).astype(_BF16)
+    gradient = jax.random.normal(jax.random.key(1), x.shape, _BF16)
+    dense = jnp.arange(0, 512, 7, dtype=jnp.int32)
+    used = jnp.ones(512, bool).at[dense].set(False)
+
+    def block(x, gradient, implementation):
+      pack = functools.partial(api.vnm_pack, v=v, m=m, activation='squared_relu', implementation=implementation)
+      y = pack(x, residuals=True)
+      dh = pack(y.inputs, gradient=gradient, pattern=y.operand).operand
+      turned = api.turn(y.operand, used=used, implementation=implementation)
+      turned_dh = api.turn(dh, pattern=turned, implementation=implementation)
+      columns = api.take_columns(dh, dense, implementation=implementation)
+      return y, dh, turned, turned_dh, columns, api.expand(turned, implementation=implementation)
+
+    found, expected = (jax.jit(block, static_argnums=2)(x, gradient, name) for name in ('triton', 'reference'))
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+      np.testing.assert_array_equal(ours, theirs)
 
 
 if __name__ == '__main__':

@@ -45,15 +45,18 @@ class InterpretTest(parameterized.TestCase):
   def test_consumers_share_rows(self):
     self._check(*_inputs(128, 128, 256, 128, 8), dataclasses.replace(_SMALL, across='m'))
 
-  def test_clusters_share_a_and_the_last_tile_hangs_over(self):
-    self._check(*_inputs(128, 320, 256, 64, 8), dataclasses.replace(_SMALL, cluster=2))
+  @parameterized.parameters((320, 'n'), (384, 'n'), (448, 'n'), (192, 'm'))
+  def test_the_last_tile_is_as_narrow_as_its_columns(self, n, across):
+    # Of 256 columns a tile: 64 left over (of 128 copied), 128 (exactly), 192 (of 256, as wide as the others).
+    a, b = _inputs(128, n, 256, 128 if across == 'm' else 64, 8)
+    self._check(a, b, dataclasses.replace(_SMALL, bn=128, across=across, slots=2, ctas=1))
 
   def test_more_tiles_than_ctas_and_a_ragged_sum(self):
     a, b = _inputs(128, 200, 8 * 37, 64, 8, jnp.dtype('float16'))
-    self._check(a, b, dataclasses.replace(_SMALL, ctas=1, stages=4, lag=2))
+    self._check(a, b, dataclasses.replace(_SMALL, ctas=1, stages=4))
 
-  def test_each_step_drained(self):
-    self._check(*_inputs(128, 128, 384, 64, 8), dataclasses.replace(_SMALL, delay=0, stages=2))
+  def test_a_step_stays_in_flight(self):
+    self._check(*_inputs(128, 128, 384, 64, 8), dataclasses.replace(_SMALL, delay=1, stages=2))
 
   def test_any_index(self):
     # Rows of B may be named in any order: a permuted sum needs no permuted B.
@@ -75,7 +78,7 @@ class RefusalTest(parameterized.TestCase):
   @parameterized.parameters(
     (dict(rows=32), 'rows=32'), (dict(across='k'), "across='k'"), (dict(across='m'), 'a tile of 256 rows'),
     (dict(bn=96), 'bn=96'), (dict(bn=256), 'accumulators'), (dict(epilogue_n=80), 'epilogue_n=80'),
-    (dict(slots=4), 'slots=4'), (dict(stages=2), 'stages=2 must exceed lag=1 and delay=1'),
+    (dict(stages=1, delay=1), 'stages=1 must exceed delay=1'),
     (dict(stages=5), 'bytes of shared memory'),
   )
   def test_impossible_configs(self, change, message):
@@ -99,12 +102,13 @@ class RefusalTest(parameterized.TestCase):
 class CompileTest(parameterized.TestCase):
 
   @parameterized.named_parameters(
-    ('v128', 128, 8, mosaic_gpu.default_config(128), 'mn', 4096, 8),
-    ('v128_transposed_ragged', 128, 16, dataclasses.replace(mosaic_gpu.default_config(128), cluster=2), 'nm', 4160, 8),
-    ('v64', 64, 8, mosaic_gpu.default_config(64), 'mn', 4096, 4),
-    ('v256', 256, 8, mosaic_gpu.default_config(256), 'mn', 4096, 8),
+    # The last are the columns of a consumer, in all tiles but the last and in the last.
+    ('v128', 128, 8, mosaic_gpu.default_config(128), 'mn', 4096, (192, 128)),
+    ('v128_transposed_ragged', 128, 16, mosaic_gpu.Config(delay=1), 'nm', 4160, (192,)),
+    ('v64', 64, 8, mosaic_gpu.default_config(64), 'mn', 4096, (256,)),
+    ('v256', 256, 8, mosaic_gpu.default_config(256), 'mn', 4096, (192, 64)),
   )
-  def test_no_spills_and_sparse_mma(self, v, m, config, out_layout, n, instructions):
+  def test_no_spills_and_sparse_mma(self, v, m, config, out_layout, n, widths):
     r, k = 4096, 4096
     compact = 4 * k // m
     s = _device.struct
@@ -122,15 +126,19 @@ class CompileTest(parameterized.TestCase):
     self.assertEqual(report.architecture, 'sm_90a')
     self.assertEqual(report.spill_bytes, 0)
     self.assertEqual(report.warnings, ())
-    # Unrolled twice: two K steps of two instructions a tile of 64 rows.
-    self.assertEqual(report.count('wgmma.mma_async.sp'), instructions)
-    copies = 4 * config.parts * config.bn // 64
-    self.assertEqual(report.count('cp.async.cg.shared.global'), copies)
-    # Each wait for copies is followed by the fence that shows them to wgmma.
-    waits = re.findall(r'cp\.async\.wait_group \d;(.{0,120})', report.ptx, re.DOTALL)
-    self.assertLen(waits, 2)
-    for text in waits:
-      self.assertIn('fence.proxy.async.shared::cta', text)
+    # Two K steps of two instructions a tile of 64 rows, for each width.
+    self.assertEqual(report.count('wgmma.mma_async.sp'), len(widths) * 2 * 2 * config.rows // 64)
+    self.assertEqual(report.count('cp.async.cg.shared.global'), sum(2 * 4 * config.parts * bn // 64 for bn in widths))
+    # Nobody waits for copies: they arrive at a barrier, behind which the consumers fence before they multiply.
+    self.assertNotIn('cp.async.wait', report.ptx)
+    self.assertEqual(report.count('cp.async.mbarrier.arrive.noinc'), 2 * len(widths))
+    consumer = report.ptx[: report.ptx.rindex('wgmma.mma_async.sp')].split('setmaxnreg.inc')[1]
+    before_each_step = consumer.split('wgmma.fence')[:-1]
+    self.assertLen(before_each_step, 2 * len(widths))
+    for text in before_each_step:
+      waits, fence = list(re.finditer(r'mbarrier\.try_wait', text)), text.rindex('fence.proxy.async.shared::cta')
+      self.assertLen(waits, 2)  # for A and for B
+      self.assertGreater(fence, waits[-1].start())
 
 
 if __name__ == '__main__':

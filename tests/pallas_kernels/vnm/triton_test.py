@@ -1,8 +1,10 @@
 """The Triton V:N:M packer without a GPU: interpreted, and compiled for three cards."""
 
+import functools
 import re
 
 from absl.testing import absltest, parameterized
+import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _triton
@@ -38,13 +40,37 @@ class CompileTest(parameterized.TestCase):
     from pallas_kernels.vnm import _rows
     from pallas_kernels.vnm import triton as packers
 
-    constants = packers.row_constants(4096, v, m, activation='squared_relu', masked=True)
     kernel = _rows.pack_rows_as if gradient else _rows.pack_rows
     arrays = ['bfloat16', 'bfloat16', 'uint32', 'int32'] if gradient else ['bfloat16']
-    arrays += ['bfloat16', 'bfloat16'] if gradient else ['bfloat16', 'uint32', 'int32', 'bfloat16']
-    made = self._compile(kernel, arrays, constants, capability, packers.row_warps(v, m))
-    # A thread has 128 entries. The general kernel takes sixty instructions for each.
-    self.assertLess(_instructions(made), 20 * 128)
+    arrays += ['bfloat16', 'bfloat16'] if gradient else ['bfloat16', 'uint32', 'int32', 'bfloat16', 'bfloat16', 'int32']
+    # Instructions an entry, of which a thread has 128: the general kernel takes sixty. First what the block calls.
+    forms = ((True, False, 7 if gradient else 13), (False, True, 20))
+    for small, masked, most in forms if (v, m) == (128, 16) else forms[:1]:
+      more = dict(COMPACT=small) if gradient else dict(RESIDUALS=small)
+      constants = packers.row_constants(4096, v, m, activation='squared_relu', masked=masked, **more)
+      made = self._compile(kernel, arrays, constants, capability, packers.row_warps(v, m))
+      self.assertLess(_instructions(made), most * 128)
+
+  @parameterized.parameters((64, 8, 90, False), (128, 8, 80, False), (128, 16, 90, True))
+  def test_turn(self, v, m, capability, gradient):
+    from pallas_kernels.vnm import _turn
+    from pallas_kernels.vnm import triton as packers
+
+    constants = dict(R=4096, C=4096, V=v, M=m) | ({} if gradient else dict(SELECT=True))
+    kernel = _turn.turn_as if gradient else _turn.turn
+    arrays = ['bfloat16', 'uint32', 'uint32', 'uint32'] + (['int32', 'bfloat16'] if gradient else [])
+    arrays += [] if gradient else ['bfloat16', 'uint32', 'int32']
+    warps = packers.turn_warps(v, m)
+    made = self._compile(kernel, arrays, constants, capability, warps)
+    self.assertLess(_instructions(made), (5 if gradient else 12) * v * 16 * m // (32 * warps))
+
+  def test_take_columns(self):
+    from pallas_kernels.vnm import _turn
+
+    constants = dict(C=4096, V=128, M=8, COUNT=256, ROWS=32, WIDTH=128)
+    arrays = ['bfloat16', 'uint32', 'int32', 'int32', 'bfloat16']
+    made = _triton.compile_for(_turn.take_columns, arrays, constants, compute_capability=80, num_warps=4)
+    self.assertEqual(made.stack_bytes, 0)
 
   @parameterized.product(case=_CASES, gradient=(False, True))
   def test_columns(self, case, gradient):
@@ -64,6 +90,11 @@ class CompileTest(parameterized.TestCase):
     from pallas_kernels.vnm import _dense
 
     self._compile(_dense.expand_rows, ['bfloat16', 'uint32', 'bfloat16'], dict(K=4096, ROWS=64), 80, 2)
+    made = _triton.compile_for(
+      _dense.scatter_rows, ['bfloat16', 'uint32', 'int32', 'bfloat16'], dict(C=4096, V=128, M=8, ROWS=64),
+      compute_capability=80, num_warps=2,
+    )  # fmt: skip
+    self.assertEqual(made.stack_bytes, 0)
 
   @parameterized.parameters(False, True)
   def test_general(self, gradient):
@@ -84,13 +115,27 @@ class RefusalTest(parameterized.TestCase):
   @parameterized.named_parameters(
     ('v', dict(v=32, m=8), 'multiples of 64'), ('m', dict(v=64, m=32), 'M of 4, 8 or 16'),
     ('used', dict(v=64, m=8, used=True), 'the general Triton packer uses all rows'),
+    ('residuals', dict(v=192, m=8, residuals=True), 'with residuals V of 64, 128 or 256'),
   )
   def test_packs(self, options, message):
     from pallas_kernels.vnm import triton as packers
 
-    options |= dict(used=jnp.ones(64, bool)) if 'used' in options else {}
+    options |= dict(used=jnp.ones(192, bool)) if 'used' in options else {}
     with self.assertRaisesRegex(NotImplementedError, message):
-      packers.vnm_pack(jnp.ones((64, 512), jnp.bfloat16), **options)
+      packers.vnm_pack(jnp.ones((192, 512), jnp.bfloat16), **options)
+
+  def test_operands(self):
+    from pallas_kernels.vnm import reference
+    from pallas_kernels.vnm import triton as packers
+
+    a, *_ = jax.eval_shape(functools.partial(reference.vnm_pack, v=64, m=8), jnp.zeros((64, 128), jnp.bfloat16))
+    with self.assertRaisesRegex(NotImplementedError, r'multiples of V and 16 M; found 64:2:8 of \[64, 128\]'):
+      packers.turn(a, used=None, pattern=None)
+    a, *_ = jax.eval_shape(functools.partial(reference.vnm_pack, v=16, m=8), jnp.zeros((64, 128), jnp.bfloat16))
+    with self.assertRaisesRegex(NotImplementedError, 'V in multiples of 32'):
+      packers.take_columns(a, jnp.zeros(3, jnp.int32))
+    with self.assertRaisesRegex(NotImplementedError, 'V in multiples of 64 and whole tiles .* found 16:2:8'):
+      packers.expand(a)
 
   @parameterized.parameters((64, 32, 'bfloat16'), (96, 64, 'bfloat16'), (64, 64, 'float32'))
   def test_expand(self, rows, columns, dtype):

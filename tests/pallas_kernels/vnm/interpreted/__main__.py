@@ -27,7 +27,32 @@ def _whole(shape, dtype, seed=0):
 
 
 # One program: operation by operation XLA would take longer than the interpreter.
-_reference = jax.jit(reference.vnm_pack, static_argnames=('v', 'm', 'axis', 'spread', 'activation', 'masked'))
+_reference = jax.jit(
+  reference.vnm_pack, static_argnames=('v', 'm', 'axis', 'spread', 'activation', 'masked', 'residuals')
+)
+
+
+def _interpreted(f, *args, **options):
+  """`f` of the launcher, with its own choice of kernels and constants, and the interpreter in place of the card."""
+
+  def call(kernel, *inputs, out_shape, grid, num_warps, zeroed_outputs=(), **constants):
+    del num_warps
+    outputs = [(a.shape, a.dtype) for a in out_shape]
+    kernels.append(kernel.fn.__name__ if hasattr(kernel, 'fn') else kernel.__name__)
+    found = triton_interpreter.run(
+      kernel, grid, inputs, outputs, constants, zero_last=zeroed_outputs == (len(outputs) - 1,)
+    )
+    return [jnp.asarray(a) for a in found]
+
+  kernels = []
+  with mock.patch.object(_triton, 'call', call):
+    return f(*args, **options), kernels
+
+
+def _assert_same_bits(found, expected):
+  for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    bits = f'u{b.dtype.itemsize}'
+    np.testing.assert_array_equal(np.asarray(a).view(bits), np.asarray(b).view(bits))
 
 
 class InterpretedTest(parameterized.TestCase):
@@ -38,31 +63,13 @@ class InterpretedTest(parameterized.TestCase):
     pattern_of = dict(v=v, m=m, axis=axis, spread=spread, activation=activation)
     pattern = None
     if gradient is not None:
-      pattern, _ = _reference(x, **pattern_of)
+      pattern, *_ = _reference(x, **pattern_of)
 
-    # The launcher's own choice of kernel and constants, with the interpreter in place of the card.
-    def call(kernel, *inputs, out_shape, grid, num_warps, **constants):
-      del num_warps
-      found = triton_interpreter.run(kernel, grid, inputs, [(a.shape, a.dtype) for a in out_shape], constants)
-      kernels.append(kernel.fn.__name__ if hasattr(kernel, 'fn') else kernel.__name__)
-      return [jnp.asarray(a) for a in found]
-
-    kernels = []
     options = pattern_of | dict(gradient=gradient, pattern=pattern, masked=masked, used=used)
-    with mock.patch.object(_triton, 'call', call):
-      found, found_masked = packers.vnm_pack(x, **options)
-    self.assertEqual(kernels, ['pack_kernel'] if general else mock.ANY)
+    found, kernels = _interpreted(packers.vnm_pack, x, **options)
     self.assertEqual(general, kernels == ['pack_kernel'])
-    expected, expected_masked = _reference(
-      x, gradient=gradient, pattern=pattern, used=used, masked=masked, **pattern_of
-    )
-    pairs = [
-      (found.compact.values, expected.compact.values), (found.compact.words, expected.compact.words),
-      (found.rows, expected.rows),
-    ] + ([(found_masked, expected_masked)] if masked else [])
-    for a, b in pairs:
-      bits = f'u{b.dtype.itemsize}'
-      np.testing.assert_array_equal(np.asarray(a).view(bits), np.asarray(b).view(bits))
+    expected = _reference(x, gradient=gradient, pattern=pattern, used=used, masked=masked, **pattern_of)
+    _assert_same_bits(found, expected)
 
   @parameterized.parameters(
     (64, 8, 'bfloat16', False), (128, 16, 'bfloat16', True), (64, 4, 'float16', True)
@@ -88,8 +95,8 @@ class InterpretedTest(parameterized.TestCase):
   def test_the_pattern_given_is_used(self):
     # Of other numbers than x: nothing is found again.
     x, gradient = _finite((64, 128)), _finite((64, 128), 1)
-    pattern, _ = _reference(x[::-1], v=64, m=8)
-    expected, _ = _reference(x, v=64, m=8, gradient=gradient, pattern=pattern)
+    pattern, *_ = _reference(x[::-1], v=64, m=8)
+    expected, *_ = _reference(x, v=64, m=8, gradient=gradient, pattern=pattern)
     np.testing.assert_array_equal(expected.rows, pattern.rows)
     dense = np.asarray(jax.jit(decompress_operand)(expected), np.float32)
     kept = np.asarray(jax.jit(functools.partial(reference.vnm_mask, v=64, m=8))(x[::-1]))
@@ -97,15 +104,50 @@ class InterpretedTest(parameterized.TestCase):
 
   def test_dense_from_an_operand(self):
     operand = jax.jit(functools.partial(soft_threshold_pack, axis=-1))(_finite((128, 192)), jnp.float32(1.5))
+    found, _ = _interpreted(packers.expand, operand)
+    _assert_same_bits(found, jax.jit(reference.expand)(operand))
 
-    def call(kernel, *inputs, out_shape, grid, num_warps, **constants):
-      del num_warps
-      return triton_interpreter.run(kernel, grid, inputs, [(a.shape, a.dtype) for a in out_shape], constants)
+  @parameterized.parameters((64, 8, 'bfloat16'), (128, 16, 'float16'), (64, 4, 'bfloat16'))
+  def test_residuals(self, v, m, dtype):
+    x = _whole((2 * v, 16 * m), dtype)
+    options = dict(v=v, m=m, activation='squared_relu')
+    found, _ = _interpreted(packers.vnm_pack, x, residuals=True, **options)
+    expected = _reference(x, residuals=True, **options)
+    _assert_same_bits(found, expected)
+    # What was kept of x serves the gradient as well as x.
+    x, gradient = _finite(x.shape).astype(dtype), _finite(x.shape, 1).astype(dtype)
+    pattern, _, inputs, _ = _reference(x, residuals=True, **options)
+    found, _ = _interpreted(packers.vnm_pack, inputs, gradient=gradient, pattern=pattern, **options)
+    _assert_same_bits(found, _reference(x, gradient=gradient, pattern=pattern, **options))
+    _assert_same_bits(found, _reference(inputs, gradient=gradient, pattern=pattern, **options))
 
-    with mock.patch.object(_triton, 'call', call):
-      found = packers.expand(operand)
-    expected = np.asarray(jax.jit(reference.expand)(operand))
-    np.testing.assert_array_equal(found.view(np.uint16), expected.view(np.uint16))
+  @parameterized.parameters(
+    (64, 8, 'bfloat16', False), (128, 16, 'float16', True), (64, 4, 'bfloat16', True)
+  )
+  def test_turn(self, v, m, dtype, select):
+    # Twice the smallest size along either axis: blocks beside each other, and members of a group in different blocks.
+    shape = (max(v, 16 * m) * 2, max(v, 16 * m))
+    a, *_ = _reference(_whole(shape, dtype), v=v, m=m)
+    used = jnp.arange(shape[1]) % 3 > 0 if select else None
+    found, _ = _interpreted(packers.turn, a, used=used, pattern=None)
+    expected = jax.jit(reference.turn)(a, used=used, pattern=None)
+    _assert_same_bits(found, expected)
+    other, *_ = _reference(_finite(shape, 1).astype(dtype), v=v, m=m)
+    found, _ = _interpreted(packers.turn, other, used=None, pattern=expected)
+    _assert_same_bits(found, jax.jit(reference.turn)(other, used=None, pattern=expected))
+
+  @parameterized.parameters((64, 8, False), (128, 16, True))
+  def test_dense_from_blocks(self, v, m, spread):
+    a, *_ = _reference(_whole((2 * v, 32 * m), 'bfloat16'), v=v, m=m, spread=spread)
+    found, _ = _interpreted(packers.expand, a)
+    _assert_same_bits(found, jax.jit(decompress_operand)(a))
+
+  @parameterized.parameters((64, 8), (128, 16))
+  def test_take_columns(self, v, m):
+    a, *_ = _reference(_whole((2 * v, 16 * m), 'bfloat16'), v=v, m=m)
+    columns = jnp.asarray(np.random.default_rng(3).permutation(16 * m)[:83], jnp.int32)
+    found, _ = _interpreted(packers.take_columns, a, columns)
+    _assert_same_bits(found, jax.jit(reference.take_columns)(a, columns))
 
   @parameterized.parameters((-1, 64, None), (-2, 64, 'squared_relu'), (-1, 192, None))
   def test_general(self, axis, v, activation):

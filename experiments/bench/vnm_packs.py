@@ -1,0 +1,182 @@
+"""The packers' part of `python -m experiments.bench.neuron_level`, and what its parts share: cases, plans, timing."""
+
+from collections.abc import Callable, Mapping, Sequence
+import concurrent.futures
+import dataclasses
+import functools
+import time
+from typing import Any
+
+import jax
+from jax import Array
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.bench import measure
+from pallas_kernels import _compat
+from pallas_kernels.vnm import api
+from pallas_kernels.vnm.format import VNMOperand
+
+# What the block calls, then what it calls with clusters, through dense copies.
+PACKS = (
+  'forward', 'residuals', 'pull_back', 'turn', 'turn_gradient', 'columns',
+  'forward_masked', 'tokens', 'gradient', 'tokens_gradient',
+)  # fmt: skip
+_DENSE_NEURONS = 0.05
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+  """One row: `kind` is 'matmul' (rows, sum, columns), 'pack' (rows, columns) or 'ffn' (tokens, width, hidden)."""
+
+  kind: str
+  v: int
+  m: int
+  shape: tuple[int, ...]
+  role: str = 'forward'
+
+  @property
+  def name(self) -> str:
+    """What `--select` calls it."""
+    parts = [self.kind, f'{self.v}x2x{self.m}', *([self.role] if self.kind == 'pack' else [])]
+    return '-'.join([*parts, 'x'.join(map(str, self.shape))])
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+  """How a case is measured.
+
+  Attributes:
+    jobs: name -> (function, arguments or their shapes), compiled ahead with those of all other cases.
+    run: compiled functions by name, without those that were refused -> what the record says.
+  """
+
+  jobs: Mapping[str, tuple[Callable[..., Any], Sequence[Any]]]
+  run: Callable[[Mapping[str, Any]], dict[str, Any]]
+
+
+def compile_all(plans: Mapping[str, Mapping[str, tuple[Callable[..., Any], Sequence[Any]]]]) -> dict[str, Any]:
+  """Compiled functions of each case, in threads; those that are refused are left out, with a line that says why."""
+
+  def one(job: tuple[Callable[..., Any], Sequence[Any]]) -> Any:
+    try:
+      return jax.jit(job[0]).lower(*job[1]).compile()
+    except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
+      return error
+
+  jobs = {(case, name): job for case, plan in plans.items() for name, job in plan.items()}
+  with concurrent.futures.ThreadPoolExecutor(12) as pool:
+    made = dict(zip(jobs, pool.map(one, jobs.values()), strict=True))
+  for case, name in [at for at, f in made.items() if isinstance(f, Exception)]:
+    print(f'  {case}: {name} does not compile: {str(made.pop((case, name)))[:300]}', flush=True)
+  return {case: {name: made[case, name] for name in plan if (case, name) in made} for case, plan in plans.items()}
+
+
+def timer(f: Callable[..., Any], args: Sequence[Any], iterations: int) -> list[float]:
+  """Milliseconds of each call: of its kernels on a GPU, by the wall clock elsewhere."""
+  if jax.default_backend() == 'gpu':
+    return _compat.device_times_ms(f, args, iterations)
+  return measure.stream_ms(lambda: f(*args), iterations)
+
+
+def timed(compiled: Mapping[str, Any], args: Mapping[str, Sequence[Any]], options: Any) -> dict[str, dict[str, Any]]:
+  """Samples and medians, taken in turns: every second round the other way round, an idle gap before each burst."""
+  bursts: dict[str, list[list[float]]] = {name: [] for name in compiled}
+  for r in range(options.rounds):
+    for name in list(compiled) if r % 2 == 0 else list(compiled)[::-1]:
+      time.sleep(0.0 if options.tiny else 0.05)
+      bursts[name].append(list(timer(compiled[name], args[name], options.steps)))
+  return {name: measure.timing(found) for name, found in bursts.items()}
+
+
+def pack(case: Case, options: Any) -> Plan:
+  """Measures a packer beside a copy."""
+  shape = case.shape
+  if options.tiny:
+    shape = (2 * case.v, 32 * case.m)
+    shape = (32 * case.m, max(2 * case.v, 16 * case.m)) if case.role.startswith('turn') else shape
+    shape = shape[::-1] if case.role.startswith('tokens') else shape
+  f, arguments = _packer(case)
+
+  def make(key: Array) -> tuple[Array, tuple[Any, ...]]:
+    x, gradient = (jax.random.normal(k, shape, jnp.float32).astype(jnp.bfloat16) for k in jax.random.split(key))
+    return x, arguments(x, gradient)
+
+  key = jax.random.key(0)
+  x, args = jax.eval_shape(make, key)
+  jobs: dict[str, Any] = {'make': (make, (key,)), 'pack': (f, args), 'copy': (lambda x: x * jnp.bfloat16(2), (x,))}
+
+  def run(compiled: Mapping[str, Any]) -> dict[str, Any]:
+    x, args = compiled['make'](key)
+    rows = timed({name: compiled[name] for name in ('pack', 'copy')}, {'pack': args, 'copy': (x,)}, options)
+    moved = _read(case, args) + sum(a.nbytes for a in jax.tree.leaves(compiled['pack'](*args)))
+    bandwidth = 2 * x.nbytes / rows['copy']['median_ms']
+    return dict(
+      bench='memory_bound', op='vnm_pack', role=case.role, pattern=f'{case.v}:2:{case.m}',
+      shape=dict(rows=shape[0], columns=shape[1]), mode='forward', implementation='auto', **rows['pack'],
+      baselines=dict(copy=rows['copy']), bytes=moved, copy_share=moved / rows['pack']['median_ms'] / bandwidth,
+    )  # fmt: skip
+
+  return Plan(jobs, run)
+
+
+def _packer(case: Case) -> tuple[Callable[..., Any], Callable[[Array, Array], tuple[Any, ...]]]:
+  """What is timed, and what makes its arguments from activations and a gradient."""
+  along = dict(axis=-2, spread=True) if case.role.startswith('tokens') else dict(activation='squared_relu')
+  vnm_pack = functools.partial(api.vnm_pack, v=case.v, m=case.m, **along)
+
+  def given(x: Array, gradient: Array, pattern: VNMOperand) -> tuple[Array, Array | None]:
+    made = vnm_pack(x, gradient=gradient, pattern=pattern, masked=case.role == 'gradient')
+    return made.operand.compact.values, made.masked
+
+  def kept(x: Array, gradient: Array) -> tuple[Any, ...]:
+    made = vnm_pack(x, residuals=True)
+    return made.inputs, gradient, made.operand
+
+  def turned(x: Array, _: Array) -> tuple[Any, ...]:
+    a = vnm_pack(x).operand
+    dense = _dense_neurons(x.shape[1])
+    used = jnp.ones((x.shape[1],), bool).at[dense].set(False)
+    if case.role == 'columns':
+      return a, dense
+    return (a, used) if case.role == 'turn' else (a, api.turn(a, used=used))
+
+  match case.role:
+    case 'forward' | 'residuals' | 'forward_masked' | 'tokens':
+      asked = dict(masked=case.role == 'forward_masked', residuals=case.role == 'residuals')
+      return functools.partial(vnm_pack, **asked), lambda x, _: (x,)
+    case 'pull_back':
+      return given, kept
+    case 'turn':
+      return lambda a, used: api.turn(a, used=used), turned
+    case 'turn_gradient':
+      return lambda a, pattern: api.turn(a, pattern=pattern).compact.values, turned
+    case 'columns':
+      return api.take_columns, turned
+    case _:
+      return given, lambda x, gradient: (x, gradient, vnm_pack(x).operand)
+
+
+def _dense_neurons(neurons: int) -> Array:
+  order = jnp.argsort(jax.random.uniform(jax.random.key(2), (neurons,)))
+  return order[: round(_DENSE_NEURONS * neurons)].astype(jnp.int32)
+
+
+def _read(case: Case, args: tuple[Any, ...]) -> int:
+  """Bytes that must be read."""
+  if case.role == 'columns':
+    a, dense = args
+    groups = np.unique(np.asarray(dense) // case.m)
+    # Sectors of 32 bytes with a word that is asked for; a tile of positions has 16 groups of 64 rows.
+    rows = a.shape[0]
+    return len(np.unique(groups // 8)) * 32 * rows + len(np.unique(groups // 16)) * 512 * (rows // 64)
+  if case.role == 'turn_gradient':
+    a, pattern = args
+    kept = (a.compact.values.nbytes + a.compact.words.nbytes) * 4 // case.m  # four rows of each M
+    return kept + a.rows.nbytes + pattern.compact.words.nbytes + pattern.rows.nbytes
+  arrays = sum(a.nbytes for a in jax.tree.leaves(args))
+  if case.role in ('pull_back', 'gradient', 'tokens_gradient'):
+    arrays -= args[2].compact.values.nbytes  # of the pattern, the positions alone
+  if case.role == 'tokens_gradient':
+    arrays -= args[0].nbytes + args[1].nbytes * (case.m - 4) // case.m  # what is kept of the gradient, nothing of x
+  return arrays

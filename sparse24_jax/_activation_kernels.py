@@ -1,0 +1,175 @@
+"""What the squared-ReLU block is made of, on sparse tensor cores; `_activation_reference` says what functions do."""
+
+import dataclasses
+from typing import Any
+
+import jax
+from jax import Array
+import jax.numpy as jnp
+
+from pallas_kernels import _device, formats
+from pallas_kernels.pack.api import soft_threshold_pack
+from pallas_kernels.sparse_matmul.api import sparse_matmul
+from pallas_kernels.sparse_matmul.operand import to_operand
+from pallas_kernels.vnm.api import expand, take_columns, turn, vnm_matmul, vnm_pack
+from pallas_kernels.vnm.format import VNMOperand
+from sparse24_jax._activation_reference import Activations, dot, projected, Reference, TokenPattern, Weight
+from sparse24_jax.neurons import spread
+
+_DENSE_TILE = 128
+
+
+def _kernel(policy: Any) -> str | None:
+  """The kernels by name if the policy names them and there are any, so that they answer or fail; else None."""
+  return 'mosaic_gpu' if policy.implementation == 'kernels' and _device.current().has_sparse_wgmma else None
+
+
+# Names of `soft_threshold_projection`, along either axis.
+_SOFT_THRESHOLDS = ('soft_threshold', 'soft_threshold along out')
+
+
+def _sparse_weight(w: Array, projection: Any, state: Array | None, axis: int) -> Weight:
+  if getattr(projection, 'name', None) in _SOFT_THRESHOLDS and w.dtype.itemsize == 2:
+    return Weight(None, soft_threshold_pack(w, state, axis=axis))
+  dense = projected(w, projection, state, axis)
+  if projection is None:
+    return Weight(dense)
+  return Weight(dense, to_operand(formats.compress(dense, dense != 0, axis=-1)))
+
+
+def _dense_weight(w: Weight) -> Array:
+  return expand(w.operand) if w.dense is None else w.dense
+
+
+def _sparse_by_weight(policy: Any, x: Array, w: Weight) -> Array:
+  if w.operand is None:
+    return dot(x, w.dense.T)
+  return sparse_matmul(w.operand, x, b_layout='nk', out_layout='nm', implementation=_kernel(policy))
+
+
+def _padded(neurons: Array) -> Array:
+  """Any neurons fill the width up to what dense products do well."""
+  return jnp.pad(neurons, (0, -neurons.shape[0] % _DENSE_TILE))
+
+
+def _columns(entries: Array, neurons: Array) -> Array:
+  """`entries` of some neurons, [tokens, neurons], padded."""
+  # Entry by entry: XLA makes [neurons, tokens] of a gather of columns, whose neighbouring threads read different rows.
+  neurons = _padded(neurons)
+  token = jax.lax.broadcasted_iota(jnp.int32, (entries.shape[0], neurons.shape[0]), 0)
+  return jax.lax.optimization_barrier(entries.at[token, neurons[None, :]].get(mode='promise_in_bounds'))
+
+
+def _with_dense(d: Array, columns: Array, dense: Array, b: Array) -> Array:
+  """`d` [h, d] with the rows of the dense neurons from a product of their own, of their padded `columns`."""
+  product = jax.lax.dot_general(columns, b, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+  product = product[: dense.shape[0]].astype(d.dtype)
+  d = d.at[dense].set(product, unique_indices=True, mode='promise_in_bounds')
+  return jax.lax.optimization_barrier(d)  # before the caller's transposition: rows again
+
+
+class Sparse24(Reference):
+  """2:4 in both directions by `sparse_matmul`; packed by XLA."""
+
+  def weight(self, w: Array, projection: Any, state: Array | None, axis: int) -> Weight:
+    return _sparse_weight(w, projection, state, axis)
+
+  def by_weight(self, x: Array, w: Weight) -> Array:
+    return _sparse_by_weight(self.policy, x, w)
+
+  def over_neurons(self, a: Activations, w: Weight) -> Array:
+    packed = formats.compress(a.entries, a.mask, axis=-1)
+    return sparse_matmul(packed, _dense_weight(w), b_layout='kn', implementation=_kernel(self.policy))
+
+  def over_tokens(self, a: Activations, pattern: TokenPattern, is_y: bool, b: Array) -> Array:
+    del is_y
+    entries, mask = (spread(x, 4, 0) for x in (jnp.where(pattern.mask, a.entries, 0), pattern.mask))
+    packed = formats.compress(entries, mask, axis=-2)
+    d = sparse_matmul(packed, spread(b, 4, 0), b_layout='kn', implementation=_kernel(self.policy))
+    return _with_dense(d, _columns(a.entries, pattern.dense), pattern.dense, b) if pattern.dense.shape[0] else d
+
+
+@dataclasses.dataclass(frozen=True)
+class SparseVNM:
+  """V:N:M in both directions by `vnm_matmul`. Y and dH are packed once, along neurons; all else is read from there."""
+
+  policy: Any
+
+  def weight(self, w: Array, projection: Any, state: Array | None, axis: int) -> Weight:
+    return _sparse_weight(w, projection, state, axis)
+
+  def by_weight(self, x: Array, w: Weight) -> Array:
+    return _sparse_by_weight(self.policy, x, w)
+
+  def _pack(self, x: Array, **kwargs: Any) -> Activations:
+    spread = bool(self.policy.clusters)
+    made = vnm_pack(x, v=self.policy.v, m=self.policy.m, activation='squared_relu', spread=spread, **kwargs)
+    return Activations(made.masked, None, made.operand, made.inputs, made.counts)
+
+  def activate(self, h: Array, backward: bool) -> Activations:
+    return self._pack(h, residuals=backward)
+
+  def save(self, y: Activations) -> Activations:
+    return y
+
+  def restore(self, saved: Activations) -> Activations:
+    return saved
+
+  def uses(self, y: Activations) -> Array:
+    return y.counts
+
+  def pull_back(self, y: Activations, dy: Array, entries: bool) -> Activations:
+    return self._pack(y.inputs, gradient=dy, pattern=y.operand, masked=entries)
+
+  def over_neurons(self, a: Activations, w: Weight) -> Array:
+    return vnm_matmul(_operand(a), _dense_weight(w), implementation=_kernel(self.policy))
+
+  def token_pattern(self, y: Activations, dense: Array) -> TokenPattern:
+    used = jnp.ones(y.counts.shape, bool).at[dense].set(False)
+    return TokenPattern(dense, None, turn(_operand(y), used=used))
+
+  def over_tokens(self, a: Activations, pattern: TokenPattern, is_y: bool, b: Array) -> Array:
+    operand = pattern.operand if is_y else turn(_operand(a), pattern=pattern.operand)
+    d = vnm_matmul(operand, b, implementation=_kernel(self.policy))
+    if not pattern.dense.shape[0]:
+      return d
+    return _with_dense(d, take_columns(_operand(a), _padded(pattern.dense)), pattern.dense, b)
+
+
+def _operand(a: Activations) -> VNMOperand:
+  assert a.operand is not None
+  return a.operand
+
+
+class SpreadVNM(SparseVNM):
+  """`SparseVNM` where a group's neurons lie apart: what is packed along tokens comes from dense copies."""
+
+  def activate(self, h: Array, backward: bool) -> Activations:
+    return self._pack(h)._replace(inputs=h)
+
+  def save(self, y: Activations) -> Activations:
+    return Activations(None, None, inputs=y.inputs)
+
+  def restore(self, saved: Activations) -> Activations:
+    return self._pack(saved.inputs, masked=True)._replace(inputs=saved.inputs)
+
+  def uses(self, y: Activations) -> Array:
+    return jnp.sum(y.entries != 0, axis=0, dtype=jnp.int32)
+
+  def pull_back(self, y: Activations, dy: Array, entries: bool) -> Activations:
+    return super().pull_back(y, dy, True)
+
+  def _along_tokens(self, x: Array, **kwargs: Any) -> VNMOperand:
+    # Without an activation the packer reads the gradient alone, where there is one.
+    return vnm_pack(x, v=self.policy.v, m=self.policy.m, axis=-2, spread=True, **kwargs).operand
+
+  def token_pattern(self, y: Activations, dense: Array) -> TokenPattern:
+    used = jnp.ones(y.entries.shape[1:], bool).at[dense].set(False)
+    return TokenPattern(dense, None, self._along_tokens(y.entries, used=used))
+
+  def over_tokens(self, a: Activations, pattern: TokenPattern, is_y: bool, b: Array) -> Array:
+    operand = pattern.operand
+    if not is_y:
+      operand = self._along_tokens(a.entries, gradient=a.entries, pattern=operand)
+    d = vnm_matmul(operand, b, implementation=_kernel(self.policy))
+    return _with_dense(d, _columns(a.entries, pattern.dense), pattern.dense, b) if pattern.dense.shape[0] else d

@@ -1,0 +1,157 @@
+"""What the squared-ReLU block is made of, in plain jnp, and what both sides of it share.
+
+The side with the kernels (`_activation_kernels`) offers the same functions; the block (`activation_sparsity`) is
+written in terms of them.
+"""
+
+from collections.abc import Callable
+import dataclasses
+from typing import Any, NamedTuple
+
+from jax import Array
+import jax.numpy as jnp
+
+from pallas_kernels.sparse_matmul.operand import SparseOperand
+from pallas_kernels.vnm.format import VNMOperand
+from pallas_kernels.vnm.reference import squared_relu
+
+
+class Activations(NamedTuple):
+  """Y or dH, [tokens, neurons], under the pattern along neurons.
+
+  Attributes:
+    entries: zero outside the pattern; None where only the operand is needed.
+    mask: bool, the pattern, or None where `operand` has it.
+    operand: V:N:M, or None.
+    inputs: of Y, the H that it was made from: all of it, or what the operand's places have of it.
+    counts: of Y, how many tokens use each neuron, or None where `entries` tell.
+  """
+
+  entries: Any
+  mask: Any
+  operand: VNMOperand | None = None
+  inputs: Any = None
+  counts: Any = None
+
+
+class Weight(NamedTuple):
+  """A projected weight with a row for each neuron, [h, d]: W1 transposed, or W2. Both are 2:4 along d.
+
+  Attributes:
+    dense: the array, or None where `operand` has it.
+    operand: what sparse products read, or None.
+  """
+
+  dense: Any
+  operand: SparseOperand | None = None
+
+  @property
+  def neurons(self) -> int:
+    """How many rows."""
+    return (self.dense if self.operand is None else self.operand).shape[0]
+
+
+class TokenPattern(NamedTuple):
+  """What the weight gradients use of the activations.
+
+  Attributes:
+    dense: int32, neurons that are used whole.
+    mask: bool [tokens, neurons], 2:M along tokens for the others, none in the dense; None where `operand` has it.
+    operand: V:N:M of the transpose of Y without its dense neurons, or None.
+  """
+
+  dense: Array
+  mask: Any
+  operand: VNMOperand | None = None
+
+
+class Products(NamedTuple):
+  """Matrix products have float32 sums and results in the dtype of the first argument.
+
+  Attributes:
+    weight: (weight before its projection, projection, state, axis that goes with d) -> Weight.
+    by_weight: (x [T, d], Weight) -> [T, h].
+    activate: (h, whether a backward follows) -> Y.
+    save: Y -> what of it the backward needs.
+    restore: what was saved -> Y.
+    uses: Y -> int32, how many tokens use each neuron.
+    pull_back: (Y, dY, whether its entries are asked for) -> dH = 2 dY relu(H) under Y's pattern.
+    over_neurons: (Y or dH, Weight) -> their product, [T, d].
+    token_pattern: (Y, dense neurons) -> TokenPattern.
+    over_tokens: (Y or dH, token pattern, whether it is Y, b [T, d]) -> [h, d], of its transpose with b.
+  """
+
+  weight: Callable[..., Weight]
+  by_weight: Callable[..., Array]
+  activate: Callable[..., Activations]
+  save: Callable[..., Activations]
+  restore: Callable[..., Activations]
+  uses: Callable[..., Array]
+  pull_back: Callable[..., Activations]
+  over_neurons: Callable[..., Array]
+  token_pattern: Callable[..., TokenPattern]
+  over_tokens: Callable[..., Array]
+
+
+def dot(a: Array, b: Array) -> Array:
+  return jnp.dot(a, b, preferred_element_type=jnp.float32).astype(a.dtype)
+
+
+def projected(w: Array, projection: Any, state: Array | None, axis: int) -> Array:
+  w = w if projection is None else projection.apply(w, state)
+  return w.T if axis == -2 else w
+
+
+def _flags(neurons: Array, size: int) -> Array:
+  """bool [1, size], True for `neurons`."""
+  return jnp.zeros((1, size), bool).at[0, neurons].set(True)
+
+
+def _without(entries: Array, neurons: Array) -> Array:
+  """`entries` with zeros for `neurons`; a scatter of whole columns would be slow."""
+  return jnp.where(_flags(neurons, entries.shape[1]), 0, entries)
+
+
+@dataclasses.dataclass(frozen=True)
+class Reference:
+  policy: Any
+  feature_mask: Callable[..., Array]
+  token_mask: Callable[..., Array]
+
+  def weight(self, w: Array, projection: Any, state: Array | None, axis: int) -> Weight:
+    return Weight(projected(w, projection, state, axis))
+
+  def by_weight(self, x: Array, w: Weight) -> Array:
+    return dot(x, w.dense.T)
+
+  def activate(self, h: Array, backward: bool) -> Activations:
+    del backward
+    y = squared_relu(h)
+    mask = self.feature_mask(y, self.policy)
+    return Activations(jnp.where(mask, y, 0), mask, inputs=h)
+
+  def save(self, y: Activations) -> Activations:
+    return Activations(None, None, inputs=y.inputs)
+
+  def restore(self, saved: Activations) -> Activations:
+    # The forward's pattern again, found again from the same numbers: what it dropped gets no gradient.
+    return self.activate(saved.inputs, True)
+
+  def uses(self, y: Activations) -> Array:
+    return jnp.sum(y.entries != 0, axis=0, dtype=jnp.int32)
+
+  def pull_back(self, y: Activations, dy: Array, entries: bool) -> Activations:
+    del entries
+    dh = 2 * dy.astype(jnp.float32) * jnp.maximum(y.inputs, 0).astype(jnp.float32)
+    return Activations(jnp.where(y.mask, dh, 0).astype(dy.dtype), y.mask)
+
+  def over_neurons(self, a: Activations, w: Weight) -> Array:
+    return dot(a.entries, w.dense)
+
+  def token_pattern(self, y: Activations, dense: Array) -> TokenPattern:
+    return TokenPattern(dense, self.token_mask(_without(y.entries, dense), self.policy))
+
+  def over_tokens(self, a: Activations, pattern: TokenPattern, is_y: bool, b: Array) -> Array:
+    del is_y
+    whole = _flags(pattern.dense, a.entries.shape[1])
+    return dot(jnp.where(pattern.mask | whole, a.entries, 0).T, b)
