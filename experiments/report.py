@@ -103,7 +103,7 @@ def table_rows(groups: Groups) -> list[list[str]]:
     flip rate in the tenth before the common end of the sparse phases, seconds.
   """
   # Of several dense runs the best, as of every method in `claims`: groups come in order of loss.
-  baselines = {g[0].method: g for g in reversed(groups.values()) if g[0].method in runs_lib.DENSE}
+  baselines = {g[0].method: g for g in [*groups.values()][::-1] if g[0].method in runs_lib.DENSE}
   end = runs_lib.common_sparse_end(run for group in groups.values() for run in group)
   rows = []
   for label, group in groups.items():

@@ -25,9 +25,9 @@ def load(path: str) -> Callable[..., Any]:
 
 
 @functools.cache
-def log_once(message: str, logger: str = 'pallas_kernels') -> None:
-  """Logs a message at level INFO, the first time that a process has it."""
-  logging.getLogger(logger).info(message)
+def log_once(message: str, logger: str = 'pallas_kernels', level: int = logging.INFO) -> None:
+  """Logs a message, the first time that a process has it."""
+  logging.getLogger(logger).log(level, message)
 
 
 def check_implementation(op: str, implementation: str | None, backends: Mapping[str, str]) -> None:

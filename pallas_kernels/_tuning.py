@@ -157,6 +157,7 @@ def tune(
   *,
   finalists: int = 3,
   hopeless: float = 1.15,
+  others: Mapping[str, Candidate] | None = None,
   quick: Mapping[str, Any] | None = None,
   final: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
@@ -170,11 +171,13 @@ def tune(
     timer: see `interleave`.
     finalists: how many of each implementation enter the second heat.
     hopeless: what needs so many times the best of its implementation in the first round gets no further one.
+    others: further dense ways by name, such as one in a wider dtype: timed with the finalists and never chosen.
     quick: arguments of the first `interleave`.
     final: arguments of the second.
 
   Returns:
-    An entry for `save`: `key`, `baseline`, `candidates` (all, with errors, reasons and samples) and `choice`.
+    An entry for `save`: `key`, `baseline`, `candidates` (all, with errors, reasons and samples) and `choice`; where
+    there are any, `others`.
   """
   rows: list[dict[str, Any]] = []
   for c in candidates:
@@ -189,17 +192,23 @@ def tune(
     for i, samples in _quick_heat(candidates, good, timer, hopeless, **settings).items():
       rows[i]['samples_ms'] = samples
     good = _fastest_of_each(rows, good, finalists)
-  heat = interleave([baseline, *(candidates[i] for i in good)], timer, **(final or {}))
-  for i, samples in zip(good, heat[1:], strict=True):
+  others = dict(others or {})
+  heat = interleave([baseline, *(candidates[i] for i in good), *others.values()], timer, **(final or {}))
+  for i, samples in zip(good, heat[1 : 1 + len(good)], strict=True):
     rows[i]['final_samples_ms'] = samples
   baseline_row = dict(implementation=baseline.implementation, config=baseline.config, samples_ms=heat[0])
+  other_rows = {
+    name: dict(config=other.config, samples_ms=samples)
+    for (name, other), samples in zip(others.items(), heat[1 + len(good) :], strict=True)
+  }
   times = {i: statistics.median(rows[i]['final_samples_ms']) + candidates[i].setup_ms for i in good}
   best = min(times, key=times.__getitem__, default=None)
   if best is None or times[best] >= statistics.median(heat[0]):
     choice = dict(implementation=baseline.implementation, config=baseline.config)
   else:
     choice = dict(implementation=rows[best]['implementation'], config=rows[best]['config'])
-  return dict(key=dict(key), baseline=baseline_row, candidates=rows, choice=choice)
+  entry = dict(key=dict(key), baseline=baseline_row, candidates=rows, choice=choice)
+  return entry | {'others': other_rows} if others else entry
 
 
 def _quick_heat(
@@ -307,7 +316,7 @@ def expected_ms(
 ) -> dict[str, float]:
   """Milliseconds by implementation, 'dense' included, of a problem: the nearest measured one's, scaled by their sizes.
 
-  Set-up costs count. Empty if nothing near was measured.
+  Set-up costs count. Empty if nothing near was measured. What was timed beside (`others` of `tune`) is there, too.
 
   >>> expected_ms('no_such_card', 'sparse_matmul', {'m': 64})
   {}
@@ -322,6 +331,8 @@ def expected_ms(
   for name in {row['implementation'] for row in entry['candidates']}:
     if (row := best_of(entry, name)) is not None:
       found[name] = statistics.median(row.get('final_samples_ms', row['samples_ms'])) + row.get('setup_ms', 0.0)
+  for name, row in entry.get('others', {}).items():
+    found[name] = statistics.median(row['samples_ms'])
   return {name: ms * scale for name, ms in found.items()}
 
 

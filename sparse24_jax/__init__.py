@@ -3,6 +3,7 @@
 from sparse24_jax import linen, nnx, recipes
 from sparse24_jax.activation_sparsity import ActivationPolicy, neuron_level_ffn
 from sparse24_jax.attention import AttentionPattern
+from sparse24_jax.block_gain import block_gain, BlockGain
 from sparse24_jax.density import CosineDecay, DensitySchedule, Stage
 from sparse24_jax.dot import dot, dot_general, DotPolicy
 from sparse24_jax.ffn import ffn
@@ -40,6 +41,7 @@ __version__ = '0.1.0'
 __all__ = [
   'ActivationPolicy',
   'AttentionPattern',
+  'BlockGain',
   'Compressed24',
   'CompressedVNM',
   'CosineDecay',
@@ -60,6 +62,7 @@ __all__ = [
   'Topology',
   'add_masked_decay',
   'attention_at',
+  'block_gain',
   'cluster_neurons',
   'compress',
   'compress_vnm',

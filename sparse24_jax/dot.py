@@ -11,6 +11,7 @@ pruned weights alike.
 
 import dataclasses
 import functools
+import logging
 from typing import Any, Literal
 
 import jax
@@ -18,7 +19,7 @@ from jax import Array
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import _partitioning
+from pallas_kernels import _dispatch, _partitioning
 from pallas_kernels._varying import vary_over, varying_axes
 from sparse24_jax import products
 from sparse24_jax.fp8 import dot8
@@ -103,7 +104,8 @@ def dot_at(
 ) -> Array:
   """`dot` whose output gradient is columns `column` and following of what is sampled with `key`."""
   check_operands(x, w, state, policy)
-  if policy.projection is None and policy.precision == 'default' and policy.weight_grad == 'dense':
+  plain = policy.projection is None and policy.precision == 'default' and policy.weight_grad == 'dense'
+  if plain or not x.size:  # an expert without tokens has zeros for gradients, too
     return jnp.dot(x, w, preferred_element_type=jnp.float32).astype(x.dtype)
   plan = products.plan(policy, int(np.prod(x.shape[:-1])), w.shape[0], w.shape[1], x.dtype, (x, w))
   packed = products.packed_weight(plan, policy, w, state, x.dtype)
@@ -115,8 +117,8 @@ def dot_at(
     # Where types say how arrays are divided: its gradient is made on every device, and JAX takes the part it wants.
     w = _partitioning.whole(w)
   if plan.fp8:
-    rows = vary_over(x, axes).reshape(-1, x.shape[-1])
-    return dot8(plan.forward, column, rows, vary_over(w, axes), packed, key).reshape(*x.shape[:-1], -1)
+    rows, backends = vary_over(x, axes).reshape(-1, x.shape[-1]), (plan.forward, plan.weight_grad)
+    return dot8(backends, column, rows, vary_over(w, axes), packed, key).reshape(*x.shape[:-1], -1)
   return _dot(policy, plan, column, vary_over(x, axes), vary_over(w, axes), state, packed, key)
 
 
@@ -146,11 +148,26 @@ def check_state(state: Any, expected: jax.ShapeDtypeStruct, projection: Projecti
     )
 
 
-def check_layer_precision(precision: Any) -> None:
-  """ValueError for a precision that a layer asks of its matmul and that the policy would drop in silence."""
+def check_layer(precision: Any, preferred_element_type: Any, dtype: Any) -> None:
+  """ValueError for what a layer of activations in `dtype` asks of its matmul, and a sparse one does not give.
+
+  Sums are float32 and the result has the dtype of the activations.
+  """
+  if preferred_element_type is not None and jnp.dtype(preferred_element_type) != dtype:
+    raise ValueError(
+      f'preferred_element_type={jnp.dtype(preferred_element_type)} of the layer: a sparse matmul of {dtype} has results'
+      f' in {dtype}'
+    )
   plain = (None, 'default', jax.lax.Precision.DEFAULT)
   if precision not in plain and tuple(precision if isinstance(precision, tuple | list) else ()) != plain[2:] * 2:
     raise ValueError(f'precision={precision} of the layer: a sparse matmul has the default precision only')
+
+
+def note_replaced(path: str, plain: Any, plain_class: Any) -> None:
+  """Warns in the log of a layer whose own `dot_general` the rule's takes the place of."""
+  if plain_class is not None or plain not in (None, jax.lax.dot_general):
+    message = f"{path}: the rule takes the place of the layer's own dot_general"
+    _dispatch.log_once(message, 'sparse24_jax', logging.WARNING)
 
 
 def check_divisible(shape: tuple[int, ...], projection: Projection, name: str) -> None:

@@ -99,10 +99,10 @@ def ffn(
   _check(x, weights, biases, states, policy)
   hidden_key, down_key = (None, None) if key is None else jax.random.split(key)
   keys = {'hidden': hidden_key, 'down': down_key}
-  plan = _common_plan(x, weights, policy)
-  if plan is None:
+  plans = _fusing_plans(x, weights, policy)
+  if plans is None:
     return _composed(x, weights, biases, states, keys, policy, activation)
-  packed = _packed(plan, x, weights, states, policy)
+  packed = _packed(plans, x, weights, states, policy)
   # Rounded as a `dot`'s bias is, and outside the op, so that their gradients have the dtype that they came in.
   biases = {role: None if b is None else b.astype(x.dtype) for role, b in biases.items()}
   b_up, b_gate, b_down = biases['up'], biases['gate'], biases['down']
@@ -115,10 +115,11 @@ def ffn(
   # Where types say how arrays are divided: the op gives gradients on every device, and JAX takes the parts it wants.
   weights, biases = jax.tree.map(_partitioning.whole, (weights, biases))
   rows = x.reshape(-1, x.shape[-1])
-  if plan.fp8:
-    y = fp8.ffn8((plan.forward, activation), rows, weights, biases, packed, keys)
+  up, down = plans['up'], plans['down']
+  if up.fp8:
+    y = fp8.ffn8((up.forward, down.forward, up.weight_grad, activation), rows, weights, biases, packed, keys)
   else:
-    y = _fused((policy, plan.forward, activation), rows, weights, biases, packed, keys)
+    y = _fused((policy, up.forward, activation), rows, weights, biases, packed, keys)
   return y.reshape(*x.shape[:-1], -1)
 
 
@@ -150,31 +151,36 @@ def _check(
       raise ValueError(f'b_{name} must have shape {weights[name].shape[1:]}, found {bias.shape}')
 
 
-def _common_plan(x: Array, weights: Mapping[str, Array], policy: DotPolicy) -> products.Plan | None:
-  """The plan of all weights if one kernel runs all their sparse products, and the gated operands can be joined."""
+def _fusing_plans(x: Array, weights: Mapping[str, Array], policy: DotPolicy) -> dict[str, products.Plan] | None:
+  """The plans of the weights if they allow the fused block: one kernel for all products, or FP8; else None."""
   tokens = int(np.prod(x.shape[:-1]))
-  plans = {products.plan(policy, tokens, w.shape[0], w.shape[1], x.dtype, (x, w)) for w in weights.values()}
-  plan = plans.pop()
+  plans = {
+    name: products.plan(policy, tokens, w.shape[0], w.shape[1], x.dtype, (x, w)) for name, w in weights.items()
+  }
+  one = set(plans.values())
+  sampling = {plan.weight_grad for plan in one}
+  whole = len(one) == 1 and plans['up'].sole_backend is not None
+  whole = whole or (all(plan.fp8 for plan in one) and len(sampling) == 1)
   # Positions are stored in tiles of 64 rows.
   joins = 'gate' not in weights or weights['up'].shape[1] % 64 == 0
-  whole = plan.sole_backend is not None or plan.fp8
-  return plan if not plans and whole and joins and tokens % 4 == 0 else None
+  return plans if whole and joins and tokens % 4 == 0 else None
 
 
 def _packed(
-  plan: products.Plan, x: Array, weights: Mapping[str, Array], states: Mapping[str, Any], policy: DotPolicy
-) -> dict[str, Any]:
+  plans: Mapping[str, products.Plan], x: Array, weights: Mapping[str, Array], states: Mapping[str, Any],
+  policy: DotPolicy,
+) -> dict[str, Any]:  # fmt: skip
   """The packed weights by role, gate and up as one."""
-  if plan.fp8 and 'gate' in weights:
+  if plans['up'].fp8 and 'gate' in weights:
     # One product needs one scale, so the two are packed here, whatever was handed over.
     roles = ('gate', 'up')
     pair = jax.custom_batching.sequential_vmap(fp8.pack_alike)(
       [jax.lax.stop_gradient(weights[role]) for role in roles],
       [products.projection_state(states[role]) for role in roles],
     )
-    down = products.packed_weight(plan, policy, weights['down'], states['down'], x.dtype)
+    down = products.packed_weight(plans['down'], policy, weights['down'], states['down'], x.dtype)
     return {'up': fp8.side_by_side(*pair), 'down': down}
-  packed = {name: products.packed_weight(plan, policy, w, states[name], x.dtype) for name, w in weights.items()}
+  packed = {name: products.packed_weight(plans[name], policy, w, states[name], x.dtype) for name, w in weights.items()}
   if 'gate' in weights:
     packed['up'] = _side_by_side(packed.pop('gate'), packed['up'])
   return packed

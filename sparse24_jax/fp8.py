@@ -1,6 +1,6 @@
 """S-STE in real FP8: sparse products in the forward and the weight gradient, a dense one in the input gradient.
 
-    z  = x W~       sparse e4m3: W~^T packed along in         x [tokens, in]
+    z  = x W~       sparse e4m3: W~^T packed along in         x [tokens, in]    (dense where that measured faster)
     dx = dz W~^T    dense: dz in e5m2                         W~ [in, out] in e4m3
     dw = x^T V(dz)  sparse e5m2: V(dz)^T packed along tokens  x^T [in, tokens] in e4m3
 
@@ -25,6 +25,7 @@ from pallas_kernels.pack.reference import MVUE_HEADROOM, Packed8
 from pallas_kernels.quantize import api as quantize
 from pallas_kernels.sparse_matmul import api as sparse_matmul
 from pallas_kernels.sparse_matmul.operand import concatenate, SparseOperand
+from pallas_kernels.sparse_matmul.reference import ACTIVATIONS
 from sparse24_jax.mvue import check_sampling
 
 E4M3, E5M2 = jnp.dtype('float8_e4m3fn'), jnp.dtype('float8_e5m2')
@@ -129,9 +130,12 @@ def rounded(x: Array, *, keep: bool) -> Rounded:
 
 
 def forward(
-  x: Rounded, w: PackedWeight8, *, backend: str, dtype: Any, bias: Array | None = None, activation: str | None = None
-) -> Any:
-  """z `[tokens, out]`, or with an activation (activation(z), z)."""
+  x: Rounded, w: PackedWeight8, *, backend: str | None, dtype: Any, bias: Array | None = None,
+  activation: str | None = None,
+) -> Any:  # fmt: skip
+  """z `[tokens, out]`, or with an activation (activation(z), z); without a back end by a dense product."""
+  if backend is None:
+    return _dense_forward(x, w, dtype, bias, activation)
   with jax.named_scope('forward'):
     z = sparse_matmul.sparse_matmul(
       w.operand, x.values, bias=bias, a_scale=w.factor, b_scale=x.factor, out_dtype=dtype, out_layout='nm',
@@ -141,12 +145,28 @@ def forward(
   return jax.lax.optimization_barrier(z)
 
 
-def input_grad(dz: Array, factor: Array, w: PackedWeight8, *, dtype: Any) -> Array:
-  """dx `[tokens, in]` from dz in e5m2."""
+def _dense_forward(
+  x: Rounded, w: PackedWeight8, dtype: Any, bias: Array | None, activation: str | None
+) -> Any:
+  with jax.named_scope('forward'):
+    z = _dense_product(x.values, x.factor, _partitioning.whole(w.matrix).T, w.factor, dtype)
+  if bias is not None:
+    z = z + bias.astype(dtype)[None]
+  if activation is None:
+    return z
+  return ACTIVATIONS[activation](z.astype(jnp.float32)).astype(dtype), z
+
+
+def _dense_product(x: Array, x_factor: Array, w: Array, w_factor: Array, dtype: Any) -> Array:
   # Sums of FP8 numbers, before the factors scale them, exceed the range of float16.
   wide = jnp.float32 if jnp.dtype(dtype) == jnp.float16 else dtype
+  return quantize.fp8_dot(x, w, x_factor, w_factor, out_dtype=wide).astype(dtype)
+
+
+def input_grad(dz: Array, factor: Array, w: PackedWeight8, *, dtype: Any) -> Array:
+  """dx `[tokens, in]` from dz in e5m2."""
   with jax.named_scope('input_grad'):
-    return quantize.fp8_dot(dz, _partitioning.whole(w.matrix), factor, w.factor, out_dtype=wide).astype(dtype)
+    return _dense_product(dz, factor, _partitioning.whole(w.matrix), w.factor, dtype)
 
 
 def _weight_grad(shard: Any, dz: Packed8, x: Array, factors: Sequence[Array], *, backend: str, dtype: Any) -> Any:
@@ -214,13 +234,18 @@ def _activation_and_weight_grad(shard, dh, z, key, scale, x, factors, *, backend
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def dot8(backend: str, column: int, x: Array, w: Array, packed: PackedWeight8, key: Array | None) -> Array:
-  """z `[tokens, out]` from x `[tokens, in]`; `w` is there for its cotangent."""
+def dot8(
+  backends: tuple[str | None, str], column: int, x: Array, w: Array, packed: PackedWeight8, key: Array | None
+) -> Array:
+  """z `[tokens, out]` from x `[tokens, in]`; `w` is there for its cotangent.
+
+  `backends` are those of the forward, None for a dense product, and of the weight gradient.
+  """
   del w, column, key
-  return _forward8(backend, x, packed, keep=False)[0]
+  return _forward8(backends[0], x, packed, keep=False)[0]
 
 
-def _forward8(backend: str, x: Array, packed: PackedWeight8, *, keep: bool) -> tuple[Array, Rounded]:
+def _forward8(backend: str | None, x: Array, packed: PackedWeight8, *, keep: bool) -> tuple[Array, Rounded]:
   def one(x: Array, packed: PackedWeight8) -> tuple[Array, Rounded]:
     rows = rounded(x, keep=keep)
     return forward(rows, packed, backend=backend, dtype=x.dtype), rows
@@ -229,16 +254,16 @@ def _forward8(backend: str, x: Array, packed: PackedWeight8, *, keep: bool) -> t
   return jax.custom_batching.sequential_vmap(one)(x, packed)
 
 
-def _dot8_fwd(backend, column, x, w, packed, key):
+def _dot8_fwd(backends, column, x, w, packed, key):
   del column, w
   check_sampling(x, 'mvue', key)
-  z, rows = _forward8(backend, x, packed, keep=True)
+  z, rows = _forward8(backends[0], x, packed, keep=True)
   return z, (rows.transposed, rows.factor, packed, key, _partitioning.division(x))
 
 
-def _dot8_bwd(backend, column, residuals, dz):
+def _dot8_bwd(backends, column, residuals, dz):
   def one(x, x_factor, packed, key, divided, dz):
-    dz8, factor, dw = sampled_weight_grad(dz, key, x, x_factor, backend=backend, column=column)
+    dz8, factor, dw = sampled_weight_grad(dz, key, x, x_factor, backend=backends[1], column=column)
     return _partitioning.like(input_grad(dz8, factor, packed, dtype=dz.dtype), divided), dw
 
   return *jax.custom_batching.sequential_vmap(one)(*residuals, dz), None, None
@@ -249,9 +274,12 @@ dot8.defvjp(_dot8_fwd, _dot8_bwd)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def ffn8(
-  static: tuple[str, str], x: Array, weights: Any, biases: Mapping[str, Array | None], packed: Any, keys: Any
+  static: tuple[Any, Any, str, str], x: Array, weights: Any, biases: Mapping[str, Array | None], packed: Any, keys: Any
 ) -> Array:
-  """The feed-forward block of `sparse24_jax.ffn` in FP8; `static` is (back end, activation)."""
+  """The feed-forward block of `sparse24_jax.ffn` in FP8.
+
+  `static` is (back end of the up-projection or None, of the down-projection, of weight gradients, activation).
+  """
   del keys
   return _ffn8(static, x, biases, packed, gated='gate' in weights, keep=False)[0]
 
@@ -263,16 +291,16 @@ def _ffn8(static, x, biases, packed, *, gated, keep):
 
 
 def _ffn8_of_one(static, gated, keep, x, biases, packed):
-  backend, activation = static
+  up_backend, down_backend, _, activation = static
   rows = rounded(x, keep=keep)
-  up = functools.partial(forward, rows, packed['up'], backend=backend, dtype=x.dtype, bias=biases['up'])
+  up = functools.partial(forward, rows, packed['up'], backend=up_backend, dtype=x.dtype, bias=biases['up'])
   if gated:
     z = up()
     h = rounded(activations.gated_activation(z, activation=activation), keep=keep)
   else:
     h, z = up(activation=activation)
     h = rounded(h, keep=keep)
-  return forward(h, packed['down'], backend=backend, dtype=x.dtype, bias=biases['down']), rows, z, h
+  return forward(h, packed['down'], backend=down_backend, dtype=x.dtype, bias=biases['down']), rows, z, h
 
 
 def _ffn8_fwd(static, x, weights, biases, packed, keys):
@@ -291,7 +319,7 @@ def _ffn8_bwd(static, residuals, dy):
 
 
 def _ffn8_bwd_of_one(static, there, gated, divided, kept, packed, keys, dy):
-  (backend, activation), (x, x_factor, z, h, h_factor), dtype = static, kept, dy.dtype
+  (_, _, backend, activation), (x, x_factor, z, h, h_factor), dtype = static, kept, dy.dtype
   dy8, dy_factor, dw_down = sampled_weight_grad(dy, keys['down'], h, h_factor, backend=backend)
   dh = input_grad(dy8, dy_factor, packed['down'], dtype=dtype)
   dz8, factor, dw_up = activation_and_weight_grad(

@@ -45,7 +45,7 @@ def round_to_fp8(x: Array, fmt: Format) -> Array:
   >>> round_to_fp8(jnp.array([448.0, 1.0, 0.3]), 'e4m3').tolist()
   [448.0, 1.0, 0.3125]
   """
-  largest = jnp.max(jnp.abs(x)).astype(jnp.float32)
+  largest = jnp.max(jnp.abs(x), initial=0).astype(jnp.float32)
   limits = jnp.finfo(_FORMATS[fmt])
   scale = jnp.float32(limits.max) / jnp.where(largest > 0, largest, 1.0)
   # A subnormal maximum would make the scale infinite.

@@ -14,7 +14,7 @@ from jax import Array
 import jax.numpy as jnp
 from jax.sharding import AxisType
 
-from pallas_kernels import _device, _dispatch, _partitioning, _triton
+from pallas_kernels import _device, _dispatch, _partitioning, _triton, _tuning
 from pallas_kernels.gated_activation import api as activations
 from pallas_kernels.mvue.reference import mvue24
 from pallas_kernels.pack import api as pack
@@ -35,7 +35,8 @@ BACKENDS = tuple(name for name in api.BACKENDS if name != 'reference')
 class Plan:
   """The back end of each product; None is a plain matmul with the projected weight, or with the sampled gradient.
 
-  With `fp8` the products are those of `sparse24_jax.fp8`; without it, an FP8 policy is simulated.
+  With `fp8` the products are those of `sparse24_jax.fp8`, where None is a dense product in FP8; without it, an FP8
+  policy is simulated.
   """
 
   forward: str | None = None
@@ -46,7 +47,7 @@ class Plan:
   @property
   def packs(self) -> bool:
     """Whether some product reads the packed weight."""
-    return self.forward is not None or self.input_grad is not None
+    return self.fp8 or self.forward is not None or self.input_grad is not None
 
   @property
   def sole_backend(self) -> str | None:
@@ -59,10 +60,13 @@ def plan(policy: 'DotPolicy', tokens: int, d_in: int, d_out: int, dtype: Any, ar
 
   A named implementation takes every product that the policy makes sparse. None asks the card's records: forward and
   input gradient go to a kernel where it measured faster than the dense product; a sampled weight gradient always does,
-  since drawing the sample costs XLA more than the product. A weight that no kernel packs (masks by magnitude) stays
-  with XLA. Without kernels on this card, for this dtype or sharding, all are plain. The types of `arrays` say on which
-  mesh they are, if none is set.
+  since drawing the sample costs XLA more than the product. In FP8 the forward leaves the kernel only where that
+  measured slower than the dense FP8 product, since the pass that rounds the weight packs it in any case. A weight that
+  no kernel packs (masks by magnitude) stays with XLA. Without kernels on this card, for this dtype or sharding, all are
+  plain. The types of `arrays` say on which mesh they are, if none is set.
   """
+  if not tokens:
+    return Plan()
   named = policy.implementation
   reason = _unfit(policy, d_in, d_out, dtype)
   if reason is None and _partitioning.mixed(arrays):
@@ -77,8 +81,8 @@ def plan(policy: 'DotPolicy', tokens: int, d_in: int, d_out: int, dtype: Any, ar
     _log_once(f'no kernels for a layer {d_in} x {d_out} on {tokens} tokens: {reason}')
     return Plan()
   if policy.precision == 'fp8':
-    # Against the simulation the kernels always win, so records are not asked.
-    return Plan(forward=named or 'mosaic_gpu', weight_grad=named or 'mosaic_gpu', fp8=True)
+    loses = named is None and _loses_in_fp8(tokens, d_in, d_out)
+    return Plan(forward=None if loses else named or 'mosaic_gpu', weight_grad=named or 'mosaic_gpu', fp8=True)
   if named is not None:
     return Plan(**{role: named if sparse else None for role, sparse in _sparse_roles(policy).items()})
   wanted = kernel_roles(policy, d_in, d_out, dtype)
@@ -154,6 +158,20 @@ def _fastest(role: str, *, tokens: int, d_in: int, d_out: int, dtype: jnp.dtype,
     if first != 'dense':
       return first
   return 'mosaic_gpu' if always else None
+
+
+def _loses_in_fp8(tokens: int, d_in: int, d_out: int) -> bool:
+  """Whether the records say of every share of the tokens that the dense product of a forward in FP8 is faster."""
+  keys = [fp8_key('forward', share, d_in, d_out) for share in _shares(tokens)]
+  choices = [_tuning.lookup(_device.current().slug, api.OP, key) for key in keys]
+  return all(choice is not None and choice.implementation == 'dense' for choice in choices)
+
+
+def fp8_key(role: str, tokens: int, d_in: int, d_out: int) -> dict[str, Any]:
+  """What records of a product in FP8 are looked up by; that of an input gradient, which is dense, by its sizes."""
+  m, n, k, _ = ROLES[role](tokens, d_in, d_out)
+  dtype = 'float8_e5m2' if role == 'weight_grad' else 'float8_e4m3fn'
+  return dict(m=m, n=n, k=k, dtype=dtype, out_dtype='bfloat16', b_layout='nk', out_layout='nm')
 
 
 def _shares(tokens: int) -> tuple[int, ...]:

@@ -24,7 +24,9 @@ class Rule:
 
   Attributes:
     path: a regular expression that the whole path of a weight must match, `h_0/mlp/c_fc/kernel` say. Weights are
-      arrays of two or more axes whose name is not `bias`, `scale` or `embedding`.
+      arrays of two or more axes whose name is not `bias`, `scale` or `embedding`. Axis -2 has to be the one that the
+      matmul contracts, which a shape does not tell: kernels `[embed, heads, head_dim]` of Flax's attention and of
+      `DenseGeneral` with several features are not to be matched.
     policy: how their matmuls are done.
     activation: how the activations of the squared-ReLU block are made sparse to which they belong, or None. Only a
       layer that runs the whole block can follow it.

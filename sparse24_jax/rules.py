@@ -1,5 +1,6 @@
 """Which weights a recipe takes: paths, matching, and the checks that belong to a match."""
 
+import collections
 from collections.abc import Iterator
 import contextlib
 import re
@@ -52,8 +53,8 @@ def match_rules(params: Any, recipe: Recipe) -> dict[str, Rule]:
     recipe: its rules are tried in order.
 
   Raises:
-    ValueError: a rule matches no weight; a matched weight does not hold whole groups; or, where the sharding is
-      known, a shard does not.
+    ValueError: a rule matches no weight; a matched weight does not hold whole groups, or shares its path with
+      another parameter; or, where the sharding is known, a shard does not hold whole groups.
 
   >>> import jax.numpy as jnp
   >>> import sparse24_jax as s24
@@ -61,8 +62,8 @@ def match_rules(params: Any, recipe: Recipe) -> dict[str, Rule]:
   >>> list(match_rules(params, s24.recipes.ste('mlp/.*')))
   ['mlp/up/kernel']
   """
-  leaves = jax.tree_util.tree_flatten_with_path(params)[0]
-  weights = {path: leaf for key_path, leaf in leaves if is_weight(path := path_string(key_path), leaf)}
+  leaves = [(path_string(key_path), leaf) for key_path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]]
+  weights = {path: leaf for path, leaf in leaves if is_weight(path, leaf)}
   matched = {path: rule for path in weights if (rule := rule_for(path, recipe)) is not None}
   if not leaves:  # a tree of placeholders, as optax.tree_map_params makes
     return {}
@@ -71,7 +72,10 @@ def match_rules(params: Any, recipe: Recipe) -> dict[str, Rule]:
       raise ValueError(
         f'rule {rule.path!r} of recipe {recipe.name!r} decides for no weight; weights are {list(weights)}'
       )
+  count = collections.Counter(path for path, _ in leaves)
   for path, rule in matched.items():
+    if count[path] > 1:
+      raise ValueError(f'{count[path]} parameters have the path {path!r}: a slash in a name is read as a folder')
     if rule.policy.projection is not None:
       check_divisible(weights[path].shape, rule.policy.projection, path)
       _check_shards(path, weights[path], rule.policy.projection)

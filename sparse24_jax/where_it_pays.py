@@ -10,8 +10,9 @@ import jax.numpy as jnp
 
 from pallas_kernels import _device, _tuning
 from pallas_kernels.pack import costs
-from sparse24_jax import products
+from sparse24_jax import fp8_times, products
 from sparse24_jax.dot import DotPolicy
+from sparse24_jax.fp8_times import total
 from sparse24_jax.projection import Projection
 from sparse24_jax.recipe import Recipe
 from sparse24_jax.rules import match_rules, path_string
@@ -23,23 +24,30 @@ class RoleGain:
 
   Attributes:
     role: 'forward', 'input_grad' or 'weight_grad'.
-    dense_ms: expected time of the dense product; None if nothing near was measured.
+    dense_ms: expected time of the dense product in 16 bits; None if nothing near was measured.
     sparse_ms: of the fastest sparse kernel, likewise; None also if the policy leaves the product dense.
-    packing_ms: of the operand that only this product reads: the MVUE sample of the output gradient.
-    chosen: what `implementation=None` runs: a back end, or 'dense'.
+    packing_ms: of the passes that only this product needs: the MVUE sample of the output gradient; in FP8 the rounding
+      of what the forward reads, and of the gradient. None in FP8 where a pass was not measured.
+    chosen: what `implementation=None` runs: a back end, 'dense', or 'dense_fp8'.
+    dense_fp8_ms: as `dense_ms`, in FP8; None also where the policy is none of FP8.
   """
 
   role: str
   dense_ms: float | None
   sparse_ms: float | None
-  packing_ms: float
+  packing_ms: float | None
   chosen: str
+  dense_fp8_ms: float | None = None
+
+  @property
+  def product_ms(self) -> float | None:
+    """Of the product that is chosen."""
+    return {'dense': self.dense_ms, 'dense_fp8': self.dense_fp8_ms}.get(self.chosen, self.sparse_ms)
 
   @property
   def expected_ms(self) -> float | None:
     """Of what is chosen, packing included."""
-    ms = self.dense_ms if self.chosen == 'dense' else self.sparse_ms
-    return None if ms is None else ms + (0.0 if self.chosen == 'dense' else self.packing_ms)
+    return self.product_ms if self.chosen == 'dense' else total((self.product_ms, self.packing_ms))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,39 +59,38 @@ class LayerGain:
     shape: `(in, out)`.
     layers: how many such weights are stacked.
     roles: the three products of one of them.
-    packing_ms: per optimizer step, of the operands of one weight.
+    packing_ms: per optimizer step, of the operands of one weight; None in FP8 where a pass was not measured.
     packed_bytes: what the operands of all of them take.
     state_bytes: what their masks or scales take in the optimizer state.
+    saved_bytes: what the backward of all of them keeps less of activations than a dense one: in FP8 a byte an entry.
+    dense_fp8_ms: of one weight's three dense products in FP8, with the passes that round all operands both ways; None
+      where the policy is none of FP8.
   """
 
   path: str
   shape: tuple[int, int]
   layers: int
   roles: tuple[RoleGain, ...]
-  packing_ms: float
+  packing_ms: float | None
   packed_bytes: int
   state_bytes: int
+  saved_bytes: int = 0
+  dense_fp8_ms: float | None = None
 
   @property
   def dense_ms(self) -> float | None:
     """Of the three dense products of one weight."""
-    return _sum(role.dense_ms for role in self.roles)
+    return total(role.dense_ms for role in self.roles)
 
   @property
   def expected_ms(self) -> float | None:
     """Of the three products as chosen, all packing included."""
-    products_ms = _sum(role.expected_ms for role in self.roles)
-    return None if products_ms is None else products_ms + self.packing_ms
+    return total((self.packing_ms, *(role.expected_ms for role in self.roles)))
 
   @property
   def gain(self) -> float | None:
     """Dense time over expected time; below 1 the layer is better left out of the recipe."""
     return None if self.expected_ms is None or self.dense_ms is None else self.dense_ms / self.expected_ms
-
-
-def _sum(values: Any) -> float | None:
-  values = list(values)
-  return None if None in values else math.fsum(values)
 
 
 def where_it_pays(
@@ -95,6 +102,11 @@ def where_it_pays(
   bytes over the measured bandwidth of their kernel. `implementation=None` makes the same choices: forward and input
   gradient where the kernel measured faster, a sampled weight gradient always. Where that last one loses, the exact
   gradient of `weight_grad='dense'` is faster and has no variance: take it.
+
+  Of a recipe in FP8 the forward and the weight gradient are sparse, the input gradient is a dense product in FP8; what
+  is dense in `LayerGain.dense_ms` and in its gain has 16 bits all the same, as it is without the recipe. Records are
+  made in short bursts. A step that keeps a card busy for long runs at a lower clock, dense or sparse: its times are
+  about 10% above these on an H100, and gains hold.
 
   Args:
     params: parameters, or their shapes (`jax.eval_shape` of the model's init).
@@ -108,7 +120,7 @@ def where_it_pays(
     One entry a matched weight, in the order of the tree.
 
   Raises:
-    ValueError: a rule that fits no weight, no positive number of tokens, or a recipe in FP8.
+    ValueError: a rule that fits no weight, or no positive number of tokens.
 
   >>> import jax, sparse24_jax as s24
   >>> params = {'up': {'kernel': jax.ShapeDtypeStruct((4096, 16384), 'bfloat16')}}
@@ -137,21 +149,41 @@ def _layer(
 ) -> LayerGain:
   *lead, d_in, d_out = leaf.shape
   layers, wide = math.prod(lead), jnp.dtype(leaf.dtype).itemsize
-  if policy.precision == 'fp8':
-    raise ValueError(f"{path}: records hold no times of a layer with precision='fp8'; ask for the recipe without it")
   sparse = products.kernel_roles(policy, d_in, d_out, dtype)
+  entries = d_in * d_out
+  state = jax.eval_shape(projection.init, jax.ShapeDtypeStruct((d_in, d_out), leaf.dtype))
+  state_bytes = layers * math.prod(state.shape) * state.dtype.itemsize
+  if policy.precision == 'fp8' and any(sparse.values()):
+    roles = tuple(_role8(role, sparse[role], tokens, d_in, d_out, dtype, device) for role in products.ROLES)
+    # Operand, dense copy, factor.
+    packed = entries // 2 + entries // 8 + entries + 4
+    return LayerGain(
+      path, (d_in, d_out), layers, roles, fp8_times.packing_ms(device, d_in, d_out, wide), layers * packed, state_bytes,
+      layers * tokens * d_in * (dtype.itemsize - 1),
+      fp8_times.dense_layer_ms(device, tokens, d_in, d_out, dtype.itemsize, wide),
+    )  # fmt: skip
   roles = tuple(_role(role, sparse[role], tokens, d_in, d_out, dtype, device) for role in products.ROLES)
   used = [role for role in roles if role.role != 'weight_grad' and role.chosen != 'dense']
-  entries = d_in * d_out
   # Half of the values, and two bits for each of them.
   operand = entries * dtype.itemsize // 2 + entries // 8
   op = 'masked_pack' if projection.transposable else 'soft_threshold_pack_axis-2'
   # A mask, a byte an entry, is made 16 bits a 4x4 block by a pass of XLA's, about as fast, and these are read.
   codes = entries + 2 * (entries // 8) if projection.transposable else 0
   packing = costs.expected_ms(device, op, entries * wide + codes + len(used) * operand) if used else 0.0
-  state = jax.eval_shape(projection.init, jax.ShapeDtypeStruct((d_in, d_out), leaf.dtype))
-  state_bytes = layers * math.prod(state.shape) * state.dtype.itemsize
   return LayerGain(path, (d_in, d_out), layers, roles, packing or 0.0, layers * len(used) * operand, state_bytes)
+
+
+def _role8(
+  role: str, sparse: bool, tokens: int, d_in: int, d_out: int, dtype: jnp.dtype, device: str
+) -> RoleGain:
+  times = fp8_times.product_ms(device, role, tokens, d_in, d_out)
+  dense8, dense = times.pop('dense', None), fp8_times.dense_16_ms(device, role, tokens, d_in, d_out, dtype.name)
+  packing = fp8_times.role_packing_ms(device, role, tokens, d_in, d_out, dtype.itemsize)
+  if not sparse:
+    return RoleGain(role, dense, None, packing, 'dense_fp8', dense8)
+  # Gradients are sampled into an operand, which only a kernel reads.
+  loses = role == 'forward' and dense8 is not None and min(times.values(), default=dense8) >= dense8
+  return RoleGain(role, dense, times.get('mosaic_gpu'), packing, 'dense_fp8' if loses else 'mosaic_gpu', dense8)
 
 
 def _role(
@@ -176,26 +208,46 @@ def _role(
 
 
 def table(layers: Sequence[LayerGain]) -> str:
-  """The gains as text, one line a weight."""
-  def ms(value: float | None) -> str:
-    return '     -' if value is None else f'{value:6.3f}'
-
+  """The gains as text, one line a weight; with columns of FP8 where a recipe has that."""
+  in_fp8 = any(layer.dense_fp8_ms is not None or layer.saved_bytes for layer in layers)
   head = f'{"weight":36} {"in x out":>14} {"layers":>6}  {"dense ms":>8} {"as chosen":>9}  {"gain":>5}  {"packed":>8}'
+  if in_fp8:
+    head += f'  {"dense FP8":>9} {"over it":>7}  {"saved":>8}'
   lines = [f'{head}  products: ms as chosen (dense)']
   for layer in layers:
     chosen = ', '.join(
-      f'{role.role} {role.chosen} {ms(role.expected_ms).strip()} ({ms(role.dense_ms).strip()})' for role in layer.roles
+      f'{r.role} {r.chosen} {_ms(r.expected_ms).strip()} ({_ms(r.dense_ms).strip()})' for r in layer.roles
     )
-    gain = '    -' if layer.gain is None else f'{layer.gain:5.2f}'
-    lines.append(
-      f'{layer.path:36} {layer.shape[0]:>6} x {layer.shape[1]:<5} {layer.layers:>6}  {ms(layer.dense_ms):>8}'
-      f' {ms(layer.expected_ms):>9}  {gain}  {layer.packed_bytes / 2**20:5.0f} MB  {chosen}'
+    line = (
+      f'{layer.path:36} {layer.shape[0]:>6} x {layer.shape[1]:<5} {layer.layers:>6}  {_ms(layer.dense_ms):>8}'
+      f' {_ms(layer.expected_ms):>9}  {_ratio(layer.dense_ms, layer.expected_ms)}  {layer.packed_bytes / 2**20:5.0f} MB'
     )
-  for layer in layers:
-    for role in layer.roles:
-      if role.chosen != 'dense' and role.expected_ms is not None and role.expected_ms > role.dense_ms:
-        lines.append(
-          f"{layer.path}: the sampled weight gradient loses {role.expected_ms - role.dense_ms:.3f} ms a layer;"
-          " weight_grad='dense' is faster and exact"
-        )
-  return '\n'.join(lines)
+    if in_fp8:
+      over = _ratio(layer.dense_fp8_ms, layer.expected_ms)
+      line += f'  {_ms(layer.dense_fp8_ms):>9} {over:>7}  {layer.saved_bytes / 2**20:5.0f} MB'
+    lines.append(f'{line}  {chosen}')
+  return '\n'.join(lines + [advice for layer in layers for advice in _advice(layer)])
+
+
+def _ms(value: float | None) -> str:
+  return '     -' if value is None else f'{value:6.3f}'
+
+
+def _ratio(dense: float | None, expected: float | None) -> str:
+  return '    -' if dense is None or expected is None else f'{dense / expected:5.2f}'
+
+
+def _advice(layer: LayerGain) -> list[str]:
+  lines = []
+  *_, weight_grad = layer.roles
+  # In FP8 the exact gradient is simulated.
+  if weight_grad.chosen != 'dense' and weight_grad.expected_ms is not None and not layer.saved_bytes:
+    loss = weight_grad.expected_ms - (weight_grad.dense_ms or 0.0)
+    if loss > 0:
+      lines.append(
+        f'{layer.path}: the sampled weight gradient loses {loss:.3f} ms a layer;'
+        " weight_grad='dense' is faster and exact"
+      )
+  if layer.gain is not None and layer.gain < 1:
+    lines.append(f'{layer.path}: slower than dense; leave it out of the recipe')
+  return lines

@@ -31,6 +31,9 @@ PROJECTIONS = {
   'soft_threshold': s24.soft_threshold_projection(),
   'dynamic_sparse': s24.dynamic_sparse(0.3, drop_fraction=0.3, random_share=0.25),
   'dynamic_sparse_2_4': s24.dynamic_sparse(0.3, drop_fraction=0.3, random_share=0.25, structure='2:4'),
+  'dynamic_sparse_transposable': s24.dynamic_sparse(
+    0.3, drop_fraction=0.3, random_share=0.25, structure='transposable'
+  ),
 }
 RECIPES = {
   'dense': s24.recipes.dense(RULE, watch=s24.magnitude()),

@@ -230,7 +230,7 @@ def activation_backward_pack8(
 ) -> Packed8:  # fmt: skip
   """See `api.activation_backward_pack8`."""
   pack.check_float8()
-  config = config or _default_config(gated)
+  config = config or (_default_config(gated) if gated else pack.Config(tile_columns=32, num_warps=8))
   dz, values, words = _backward(dh, z, key, origin, activation, gated, axis, config, scale, dtype)
   return Packed8(SparseOperand(values, words), dz)
 

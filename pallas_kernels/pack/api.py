@@ -12,11 +12,10 @@ import jax.numpy as jnp
 from pallas_kernels import _device, _dispatch, _partitioning
 from pallas_kernels.formats import check_groups
 from pallas_kernels.pack.reference import is_float8, MVUE_HEADROOM, Packed8, PackedPair
-from pallas_kernels.prune.reference import soft_threshold
 from pallas_kernels.sparse_matmul.operand import SparseOperand
 
 __all__ = [
-  'MVUE_HEADROOM', 'Packed8', 'PackedPair', 'masked_pack', 'mvue_pack', 'mvue_pack8', 'soft_threshold_amax',
+  'MVUE_HEADROOM', 'Packed8', 'PackedPair', 'masked_pack', 'mvue_pack', 'mvue_pack8',
   'soft_threshold_pack', 'soft_threshold_pack8', 'transposable_pack',
 ]  # fmt: skip
 
@@ -195,8 +194,8 @@ def soft_threshold_pack8(
   """scale S(w) in float8, packed, and as it stands for the dense input gradient, in one pass over `w`.
 
   The frozen scale of S-STE belongs to the product's `a_scale`; `scale` is what brings S(w) to the range of the type,
-  `current_scale(soft_threshold_amax(w), dtype)[0]`. Rounded once, to nearest even; what exceeds the largest value
-  becomes it, NaN stays NaN. What rounds to zero is 0.0 in both results.
+  `current_scale(quantize.amax(w), dtype)[0]`, since |w| bounds |S(w)|. Rounded once, to nearest even; what exceeds the
+  largest value becomes it, NaN stays NaN. What rounds to zero is 0.0 in both results.
 
   Args:
     w: [..., R, C]; bfloat16, float16 or float32, R and C multiples of four.
@@ -221,24 +220,6 @@ def soft_threshold_pack8(
   results = (*_OPERANDS[axis], _WEIGHT) if with_dense else _OPERANDS[axis]
   return _call_on_parts('soft_threshold_pack8', (_WEIGHT, ''), results, implementation, w, scale, axis=axis,
                         dtype=dtype, with_dense=with_dense)  # fmt: skip
-
-
-def soft_threshold_amax(w: Array, *, axis: int = -2) -> Array:
-  """The largest magnitude of S(w), float32, one a matrix: what `current_scale` needs for `soft_threshold_pack8`.
-
-  A reduction that XLA fuses: it reads `w` once and is a pass of its own, since the scale must be known before the
-  first entry is rounded.
-
-  Args:
-    w: [..., R, C].
-    axis: the grouped axis, one of the last two.
-
-  >>> import jax.numpy as jnp
-  >>> float(soft_threshold_amax(jnp.array([[1.0, -4.0, 2.0, 3.0]]), axis=-1))
-  2.0
-  """
-  soft = soft_threshold(w, axis=_axis(w, axis))
-  return jnp.max(jnp.abs(soft), axis=(-2, -1)).astype(jnp.float32)
 
 
 def mvue_pack8(

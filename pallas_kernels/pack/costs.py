@@ -8,21 +8,33 @@ from typing import Any
 
 from pallas_kernels import _tuning
 
+# The op that is an element-wise pass of XLA's over large arrays.
+COPY = 'copy'
+
 
 def write(records: Iterable[Mapping[str, Any]], path: pathlib.Path) -> None:
-  """Keeps the bandwidth of each kernel, from the records of `pack.bench`; of several of one op the slowest."""
-  kernels = [r for r in records if r['bench'] == 'memory_bound' and r['implementation'] == 'triton']
+  """Keeps the bandwidth of each op, from the records of `pack.bench` or of `quantize.bench`.
+
+  Of several shapes the slowest; XLA's where there is no kernel, as of reductions.
+  """
+  passes = [r for r in records if r['bench'] == 'memory_bound']
+  kernels = {r['op'] for r in passes if r['implementation'] == 'triton'}
   tb_s: dict[str, float] = {}
-  for r in kernels:
-    tb_s[r['op']] = min(tb_s.get(r['op'], float('inf')), r['bytes'] / r['median_ms'] / 1e9)
-  head = {name: kernels[0][name] for name in ('device', 'driver', 'versions', 'when', 'copy_tb_s')}
+  for r in passes:
+    if r['implementation'] == 'triton' or r['op'] not in kernels:
+      tb_s[r['op']] = min(tb_s.get(r['op'], float('inf')), r['bytes'] / r['median_ms'] / 1e9)
+  head = {name: passes[0][name] for name in ('device', 'driver', 'versions', 'when', 'copy_tb_s')}
   path.write_text(json.dumps(head | {'tb_s': {op: round(v, 3) for op, v in sorted(tb_s.items())}}, indent=1) + '\n')
 
 
 @functools.cache
 def _measured(device: str, folder: pathlib.Path) -> Mapping[str, float]:
-  path = folder / device / 'memory_bound.json'
-  return json.loads(path.read_text())['tb_s'] if path.exists() else {}
+  found: dict[str, float] = {}
+  for path in sorted((folder / device).glob('memory_bound*.json')):  # that of 16 bits, that of 8 bits
+    kept = json.loads(path.read_text())
+    found |= kept['tb_s']
+    found.setdefault(COPY, kept['copy_tb_s'])
+  return found
 
 
 def expected_ms(device: str, op: str, size: int, *, folder: pathlib.Path = _tuning.TUNED) -> float | None:

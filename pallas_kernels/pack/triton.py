@@ -127,7 +127,7 @@ def mvue_pack8(
 ) -> Packed8:  # fmt: skip
   """See `api.mvue_pack8`."""
   parameters = draw_parameters(key, origin)
-  return _pack8(mvue8_kernel, x, [parameters], scale, axis, dtype, with_dense, config or Config(num_warps=2))
+  return _pack8(mvue8_kernel, x, [parameters], scale, axis, dtype, with_dense, config or Config(tile_rows=32))
 
 
 def _pack8(

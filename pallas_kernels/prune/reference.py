@@ -49,7 +49,7 @@ def soft_threshold(w: Array, *, axis: int = -2) -> Array:
     jnp.maximum(jnp.minimum(a, b), jnp.minimum(c, d)), jnp.minimum(jnp.maximum(a, b), jnp.maximum(c, d))
   )
   nan = jnp.isnan(a) | jnp.isnan(b) | jnp.isnan(c) | jnp.isnan(d)
-  zero, poison = jnp.zeros((), w.dtype), jnp.full((), jnp.nan, w.dtype)
+  zero, poison = jnp.zeros((), w.dtype), float('nan')  # as an array it sets off jax_debug_nans
 
   def shrink(i: int, x: Array) -> Array:
     # Selecting before subtracting keeps inf - inf out; a NaN stays visible without breaking the pattern.

@@ -24,7 +24,7 @@ from pallas_kernels import _compat, _device, formats
 from pallas_kernels.gated_activation import api as gated_api
 from pallas_kernels.gated_activation import triton as gated
 from pallas_kernels.pack import api as pack_api
-from pallas_kernels.pack import bench
+from pallas_kernels.pack import bench, costs
 from pallas_kernels.pack import reference as pack_reference
 from pallas_kernels.pack import triton as pack
 from pallas_kernels.quantize import api, reference, triton
@@ -115,7 +115,7 @@ def cases() -> list[bench.Case]:
       lambda x, k, s, config: pack.mvue_pack8(x, k, s, axis=-2, dtype=E5M2, with_dense=True, config=config, **ORIGIN),
       (lambda x, k, s: pack_reference.mvue_pack8(x, k, s, axis=-2, dtype=E5M2, with_dense=True, **ORIGIN))
       if small else None,
-      tiles('16x16x2', '16x16x4', '32x16x4', '16x32x4', '32x16x8', '32x32x8', '32x32x16'),
+      tiles('32x16x4', '16x16x2', '16x16x4', '16x16x8', '16x32x4', '16x32x2', '32x16x8', '16x32x8', '64x16x8'),
     ))  # fmt: skip
   for dtype in (BF16, F32):
     rows.append(case(
@@ -126,8 +126,8 @@ def cases() -> list[bench.Case]:
       tiles('16x16x4', '16x16x2', '32x16x4', '16x32x4', '32x32x8'), jnp.dtype(dtype).name,
     ))  # fmt: skip
   for name, gate, configs in (
-    ('gelu', False, tiles('16x16x4', '16x16x8', '32x16x8', '32x32x16')),
-    ('silu', True, tiles('16x16x8', '32x16x16', '16x16x4')),
+    ('gelu', False, tiles('16x32x8', '16x16x4', '16x16x2', '16x16x8', '32x16x4', '32x16x8', '16x32x4', '64x16x8')),
+    ('silu', True, tiles('16x16x8', '16x16x4', '32x16x16', '16x32x16', '32x16x8', '16x32x8')),
   ):  # fmt: skip
     tokens, features = (16384, 16384) if not gate else (16384, 8192)
     options = dict(activation=name, gated=gate, axis=-1, dtype=E5M2, **ORIGIN)
@@ -144,12 +144,12 @@ def cases() -> list[bench.Case]:
 
 def reductions() -> list[tuple[str, Any, Callable[..., Any], tuple[Any, ...]]]:
   """The passes that find scales, all XLA's: (name, shape, function, shapes of its inputs)."""
-  wide, weight = (16384, 16384), (4096, 16384)
+  wide, narrow = (16384, 16384), (16384, 4096)
   backward = functools.partial(gated_api.activation_backward_amax, activation='gelu', gated=False)
   gate = functools.partial(gated_api.activation_backward_amax, activation='silu', gated=True)
   return [
     ('amax', wide, api.amax, (wide,)),
-    ('soft_threshold_amax', weight, pack_api.soft_threshold_amax, (weight,)),
+    ('amax', narrow, api.amax, (narrow,)),
     ('gelu_backward_amax', wide, backward, (wide, wide)),
     ('gated_silu_backward_amax', (16384, 8192), gate, ((16384, 8192), wide)),
   ]
@@ -164,7 +164,7 @@ def products(say: Callable[..., None], iterations: int) -> list[dict[str, Any]]:
 
   @jax.jit
   def operands(x: jax.Array, w: jax.Array, dz: jax.Array) -> Any:
-    w_scale, w_factor = api.current_scale(pack_api.soft_threshold_amax(w), E4M3)
+    w_scale, w_factor = api.current_scale(api.amax(w), E4M3)
     x_scale, x_factor = api.current_scale(api.amax(x), E4M3)
     dz_scale, dz_factor = api.current_scale(api.amax(dz), E5M2)
     x8, xt8 = api.quantize(x, x_scale, dtype=E4M3, transpose='both')
@@ -240,9 +240,12 @@ def main() -> int:
   parser.add_argument('--out', type=pathlib.Path, required=True, help='records are appended here')
   parser.add_argument('--iterations', type=int, default=15)
   parser.add_argument('--parts', default=','.join(PARTS))
-  parser.add_argument('--first-config', action='store_true')
+  parser.add_argument('--first-config', action='store_true', help='only the tiles that the library runs')
+  parser.add_argument('--only', default='', help='comma-separated prefixes of kernels, of the passes')
+  parser.add_argument('--skip-xla', action='store_true', help="not the passes that XLA would make in a kernel's place")
+  parser.add_argument('--tuned', type=pathlib.Path, help='folder of tuned records that gets the bandwidths')
   options = parser.parse_args()
-  parts = options.parts.split(',')
+  parts, only = options.parts.split(','), tuple(filter(None, options.only.split(',')))
   say = functools.partial(print, flush=True)
   wrong = None
   device = _device.current()
@@ -250,9 +253,12 @@ def main() -> int:
   say(f'{device.name}: copy {bandwidth / 1e9:.3f} TB/s')
   common = bench.common_fields(device.name, 'pallas_kernels.quantize.bench') | dict(copy_tb_s=bandwidth / 1e9)
 
+  written: list[dict[str, Any]] = []
+
   def write(record: dict[str, Any]) -> None:
+    written.append(common | record)
     with options.out.open('a') as f:
-      f.write(json.dumps(common | record) + '\n')
+      f.write(json.dumps(written[-1]) + '\n')
 
   def part(name: str, f: Callable[[], None]) -> None:
     if name in parts:
@@ -272,10 +278,14 @@ def main() -> int:
 
   def run_passes() -> None:
     for case in cases():
-      record = bench.measure(case, bandwidth, options.iterations, first_config=options.first_config)
+      if only and not case.op.startswith(only):
+        continue
+      record = bench.measure(
+        case, bandwidth, options.iterations, first_config=options.first_config, with_xla=not options.skip_xla
+      )
       if record:
         write(record | dict(error=wrong))
-    for name, shape, f, shapes in reductions():
+    for name, shape, f, shapes in [] if only else reductions():
       arrays = tuple(bench.normal(s)(jax.random.key(i)) for i, s in enumerate(shapes))
       times = _compat.device_times_ms(jax.jit(f), arrays, options.iterations)
       moved, ms = bench.nbytes(arrays), statistics.median(times)
@@ -290,6 +300,9 @@ def main() -> int:
   part('check', run_check)
   part('products', run_products)
   part('passes', run_passes)
+  if options.tuned and not only and any(record['bench'] == 'memory_bound' for record in written):
+    (folder := options.tuned / device.slug).mkdir(parents=True, exist_ok=True)
+    costs.write(written, folder / 'memory_bound_fp8.json')
   return int(bool(wrong))
 
 

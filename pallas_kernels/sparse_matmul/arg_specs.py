@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 
 _BF16 = jnp.dtype('bfloat16')
-_FP8 = jnp.dtype('float8_e4m3fn')
+_FP8, _E5M2 = jnp.dtype('float8_e4m3fn'), jnp.dtype('float8_e5m2')
 ROLES = ('forward', 'input_grad', 'weight_grad')
 
 
@@ -19,7 +19,7 @@ class Spec:
     d_in: columns of x.
     d_out: columns of y.
     role: an entry of `ROLES`, or 'plain' for D [d_out, tokens] with both operands K-major.
-    dtype: of A and B.
+    dtype: of A, and of B, but where A is e5m2, a gradient, B holds activations in e4m3.
     headline: whether the README quotes it.
   """
 
@@ -41,6 +41,10 @@ class Spec:
     }[self.role]
 
   @property
+  def b_dtype(self) -> Any:
+    return _FP8 if self.dtype == _E5M2 else self.dtype
+
+  @property
   def b_layout(self) -> str:
     # 8-bit operands are K-major in every role.
     return 'kn' if self.role == 'weight_grad' and self.dtype.itemsize == 2 else 'nk'
@@ -58,6 +62,11 @@ class Spec:
 
 def _layer(tokens: int, d_in: int, d_out: int, headline: bool = False) -> list[Spec]:
   return [Spec(tokens, d_in, d_out, role, headline=headline) for role in ROLES]
+
+
+def _fp8_layer(tokens: int, d_in: int, d_out: int) -> list[Spec]:
+  # The input gradient is dense: its weight is 2:4 along the other axis.
+  return [Spec(tokens, d_in, d_out, 'forward', _FP8), Spec(tokens, d_in, d_out, 'weight_grad', _E5M2)]
 
 
 SQUARE = [Spec(8192, 8192, 8192, headline=True), Spec(8192, 8192, 8192, dtype=_FP8, headline=True)]
@@ -84,6 +93,16 @@ BLOCK = [
   for spec in _layer(*sizes)
 ]
 MODELS = [*GPT2_1558M, *LLAMA_3B, *GPT2_124M, *BLOCK, *GPT2_774M]
-ALL = [*SQUARE, *HEADLINE, *SMALL, *MODELS]
+# In FP8: the feed-forward blocks that are quoted, whole models, the same blocks with a gate.
+FP8 = [
+  spec
+  for sizes in (
+    (16384, 4096, 16384), (16384, 16384, 4096), (32768, 4096, 14336), (32768, 14336, 4096),
+    (24576, 1600, 6400), (24576, 6400, 1600), (32768, 768, 3072), (32768, 3072, 768),
+    (12288, 3072, 2 * 8192), (12288, 8192, 3072), (16384, 4096, 2 * 16384), (32768, 4096, 2 * 14336),
+  )
+  for spec in _fp8_layer(*sizes)
+]
+ALL = [*SQUARE, *HEADLINE, *SMALL, *MODELS, *FP8]
 # Sizes no tile divides, down to one group; (m, n, k).
 RAGGED = [(1, 1, 4), (64, 8, 4), (3, 5, 68), (100, 130, 140), (257, 193, 260), (520, 392, 196), (63, 65, 1000)]

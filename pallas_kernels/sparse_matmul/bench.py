@@ -35,7 +35,8 @@ OP = 'sparse_matmul'
 SELECTIONS = {
   'square': arg_specs.SQUARE, 'headline': arg_specs.HEADLINE, 'small': arg_specs.SMALL,
   'gpt2_124m': arg_specs.GPT2_124M, 'gpt2_774m': arg_specs.GPT2_774M, 'gpt2_1558m': arg_specs.GPT2_1558M,
-  'llama_3b': arg_specs.LLAMA_3B, 'block': arg_specs.BLOCK, 'models': arg_specs.MODELS, 'all': arg_specs.ALL,
+  'llama_3b': arg_specs.LLAMA_3B, 'block': arg_specs.BLOCK, 'models': arg_specs.MODELS, 'fp8': arg_specs.FP8,
+  'all': arg_specs.ALL,
 }
 _SUSTAINED_S = 1.1
 
@@ -85,8 +86,11 @@ def tune(
       found = _cusparselt_search(p, ready.x) if searches else cusparselt_search.Found([], [], [])
       candidates = ready.sparse + found.candidates
       laps.append(time.monotonic())
+      # Who may take 8 bits may leave them, too.
+      others = [_prepared.in_16_bits(p, ready.x.a_dense, jax.random.key(p.n))] if p.a_dtype.itemsize == 1 else []
       entry = _tuning.tune(
         p.key, ready.dense, candidates, ready.expected, _prepared.times_ms, finalists=2,
+        others=dict(zip(('dense_bf16',), others, strict=False)),
         quick=dict(rounds=2, iterations=10, gap_s=_prepared.gap_s(p, 10)),
         final=dict(rounds=4, iterations=20, gap_s=_prepared.gap_s(p, 20)),
       )
@@ -98,14 +102,20 @@ def tune(
 
 
 def tune_in_processes(
-  selections: Sequence[str], folder: pathlib.Path, backends: Sequence[str], processes: int, seconds: float
-) -> int:
+  selections: Sequence[str], folder: pathlib.Path, backends: Sequence[str], processes: int, seconds: float,
+  missing: bool = False,
+) -> int:  # fmt: skip
   """`tune` in several processes; returns how many problems failed. In the order of the selections, while time lasts.
 
-  Problems that no time was left for are no failures; how many there are is printed.
+  Problems that no time was left for are no failures; how many there are is printed. With `missing` only problems of
+  which this card has no record.
   """
-  job = functools.partial(_tune_one, tuple(selections), folder, tuple(backends))
-  ended = _processes.run(job, len(_selected(selections)), processes, seconds)
+  specs = [specs[0] for _, specs in _selected(selections)]
+  if missing:
+    path = folder / _device.current().slug / f'{OP}.json'
+    specs = [spec for spec in specs if _tuning.entry_of(path, _prepared.problem(spec).key) is None]
+  job = functools.partial(_tune_one, tuple(specs), folder, tuple(backends))
+  ended = _processes.run(job, len(specs), processes, seconds)
   if ended.left:
     print(f'{ended.left} problems not tuned: time ran out', flush=True)
   return ended.failed
@@ -116,10 +126,9 @@ def _selected(selections: Sequence[str]) -> list[tuple[mosaic_gpu.Problem, list[
 
 
 def _tune_one(
-  selections: Sequence[str], folder: pathlib.Path, backends: Sequence[str], i: int, turn: _processes.Turn
+  specs: Sequence[arg_specs.Spec], folder: pathlib.Path, backends: Sequence[str], i: int, turn: _processes.Turn
 ) -> None:
-  _, specs = _selected(selections)[i]
-  tune(specs[:1], folder, backends, turn)
+  tune(specs[i : i + 1], folder, backends, turn)
 
 
 def _print_tuned(p: mosaic_gpu.Problem, entry: dict[str, Any], timed: int, laps: Sequence[float]) -> None:

@@ -21,7 +21,8 @@ def project(params: Any, opt_state: Any, recipe: Recipe, *, phase: PhaseName | N
   evaluate or export a sparse model.
 
   Args:
-    params: any pytree of arrays.
+    params: any pytree of arrays. Sparse weights are `[..., in, out]`: groups lie along axis -2, whatever the function
+      contracts.
     opt_state: optimizer state that holds a `sparse_training` state for `params`.
     recipe: the recipe of that state.
     phase: `'dense'` returns `params` as they are; None is the recipe's first phase.

@@ -10,7 +10,7 @@ from typing import Any
 from flax import linen as nn
 import jax
 
-from sparse24_jax.dot import check_layer_precision, dot_general
+from sparse24_jax.dot import check_layer, dot_general, note_replaced
 from sparse24_jax.integration.linen_mlp import COLLECTION, Sparse24MLP, SparseHook
 from sparse24_jax.recipe import Recipe
 from sparse24_jax.rules import errors_name, match_rules, NEEDS_BLOCK, rule_for
@@ -35,29 +35,29 @@ class SparseModule(nn.Module):
     nn.share_scope(self, self.inner)
 
   def __call__(self, *args, **kwargs):
+    return self._run(self.inner, args, kwargs)
+
+  def run(self, method: str, *args, **kwargs):
+    """Another method of the model, by name, with its matched layers sparse."""
+    return self._run(getattr(self.inner, method), args, kwargs)
+
+  def _run(self, function: Callable, args: tuple, kwargs: dict):
     if self.is_initializing():
-      return self.inner(*args, **kwargs)
+      return function(*args, **kwargs)
     reached: set[str] = set()
     ran: set[str] = set()
-    out = self._run(self.inner, reached, ran, args, kwargs)
+    with nn.intercept_methods(_interceptor(self.recipe, reached, ran)):
+      out = function(*args, **kwargs)
     # A layer that this call skipped is no error; one that ran without a hook is.
     matched = match_rules(self.variables['params'], self.recipe)
     missed = [path for path in matched if path not in reached and path.rpartition('/')[0] in ran]
     if missed:
       raise ValueError(
         f'{missed} match rules of recipe {self.recipe.name!r}, but no layer with a dot_general hook used them: only'
-        f' kernels of {[c.__name__ for c in (*HOOKED, Sparse24MLP)]} can be sparse; narrow the rule, or call'
-        ' sparse24_jax.dot in the layer'
+        f' kernels of {[c.__name__ for c in (*HOOKED, Sparse24MLP)]} can be sparse, and of their subclasses that call'
+        ' dot_general or their parent; narrow the rule, or call sparse24_jax.dot in the layer'
       )
     return out
-
-  def run(self, method: str, *args, **kwargs):
-    """Another method of the model, by name, with its matched layers sparse."""
-    return self._run(getattr(self.inner, method), set(), set(), args, kwargs)
-
-  def _run(self, function: Callable, reached: set[str], ran: set[str], args: tuple, kwargs: dict):
-    with nn.intercept_methods(_interceptor(self.recipe, reached, ran)):
-      return function(*args, **kwargs)
 
 
 def _interceptor(recipe: Recipe, reached: set[str], ran: set[str]) -> Callable:
@@ -75,12 +75,12 @@ def _interceptor(recipe: Recipe, reached: set[str], ran: set[str]) -> Callable:
     rule = rule_for(path, recipe)
     if rule is None:
       return call(*args, **kwargs)
-    reached.add(path)
     if rule.activation is not None:
       raise ValueError(f'{path}: {NEEDS_BLOCK}')
     if rule.policy.projection is not None and not module.has_variable(COLLECTION, 'kernel'):
       raise ValueError(_no_state(path))
-    hook = _Hook(path, rule.policy, module.get_variable(COLLECTION, 'kernel'), _key(module))
+    note_replaced(path, module.dot_general, module.dot_general_cls)
+    hook = _Hook(path, rule.policy, module.get_variable(COLLECTION, 'kernel'), _key(module), reached)
     # The layer again, bound to its own scope, with the hook in place; Flax would prefer a dot_general_cls to it.
     return module.clone(parent=module.scope, dot_general=hook, dot_general_cls=None)(*args, **kwargs)
 
@@ -119,11 +119,13 @@ def _no_state(path: str) -> str:
 class _Hook:
   """A `dot_general` for one layer."""
 
-  def __init__(self, path: str, policy: Any, state: Any, key: jax.Array | None):
+  def __init__(self, path: str, policy: Any, state: Any, key: jax.Array | None, reached: set[str]):
     self.path, self.policy, self.state, self.key = path, policy, state, key
+    self.reached = reached
 
   def __call__(self, lhs, rhs, dimension_numbers, precision=None, preferred_element_type=None, **kwargs):
-    del preferred_element_type, kwargs  # sums are float32, the result has the dtype of lhs
+    del kwargs
+    self.reached.add(self.path)
     with errors_name(self.path):
-      check_layer_precision(precision)
+      check_layer(precision, preferred_element_type, lhs.dtype)
       return dot_general(lhs, rhs, dimension_numbers, self.state, policy=self.policy, key=self.key)

@@ -1,6 +1,7 @@
 """Flax nnx: hooks as data in the layers' own `dot_general` attribute."""
 
 from collections.abc import Callable
+import inspect
 from typing import Any
 import zlib
 
@@ -9,9 +10,9 @@ import jax
 from jax import Array
 
 from sparse24_jax.activation_sparsity import ActivationPolicy
-from sparse24_jax.dot import check_layer_precision, dot_general, DotPolicy
+from sparse24_jax.dot import check_layer, dot_general, DotPolicy, note_replaced
 from sparse24_jax.products import projection_state
-from sparse24_jax.recipe import PhaseName, Recipe
+from sparse24_jax.recipe import PhaseName, Recipe, Rule
 from sparse24_jax.rules import errors_name, match_rules, NEEDS_BLOCK
 
 RNG = 'mvue'
@@ -54,12 +55,12 @@ class SparseDot(nnx.Module):
     self.fold = zlib.crc32(path.encode())
 
   def __call__(self, lhs, rhs, dimension_numbers, precision=None, preferred_element_type=None, **kwargs):
-    del preferred_element_type, kwargs  # sums are float32, the result has the dtype of lhs
+    del kwargs
     state, key = self.projection_state(), self.draw()
     with errors_name(self.path):
       if self.activation is not None:
         raise ValueError(NEEDS_BLOCK)
-      check_layer_precision(precision)
+      check_layer(precision, preferred_element_type, lhs.dtype)
       return dot_general(lhs, rhs, dimension_numbers, state, policy=self.policy, key=key)
 
   def projection_state(self) -> Any:
@@ -87,36 +88,62 @@ def sparsify(model: nnx.Module, recipe: Recipe, *, phase: PhaseName, rngs: nnx.R
   rules = match_rules(nnx.state(model, nnx.Param), recipe)
   if phase == 'dense':
     return model
-  for module_path, module in list(nnx.iter_modules(model)):
-    path = '/'.join(map(str, (*module_path, 'kernel')))
-    if path not in rules or not hasattr(module, HOOK):
+  layers = {
+    '/'.join(map(str, (*module_path, 'kernel'))): module
+    for module_path, module in nnx.iter_modules(model)
+    if hasattr(module, 'kernel')
+  }
+  # Layers that share a kernel have one path among the parameters, and so one hook.
+  names = {id(module.kernel): path for path, module in layers.items() if path in rules}
+  hooks: dict[str, SparseDot] = {}
+  missed = [path for path in rules if path not in layers]
+  for path, module in layers.items():
+    name = names.get(id(module.kernel))
+    if name is None:
       continue
-    rule = rules.pop(path)
-    policy = rule.policy
-    kernel = module.kernel[...]
-    state = states.get(path)
-    if policy.projection is not None and state is None:
-      state = policy.projection.init(kernel)
-    plain_class = getattr(module, HOOK_CLASS, None)
-    # Axes in front of the layer's own are stacked layers; batch axes of nnx.LinearGeneral are run at once.
-    stacked = kernel.shape[: -2 - len(getattr(module, 'batch_axis', ()))]
-    streams = _streams(rngs, stacked)
-    hook = SparseDot(policy, path, state, streams, getattr(module, HOOK), plain_class, rule.activation)
-    setattr(module, HOOK, nnx.data(hook))
-    if plain_class is not None:
+    if not _calls_hook(module):
+      missed.append(path)
+      continue
+    if name not in hooks:
+      hooks[name] = _hook(name, rules[name], module, states.get(name), rngs)
+    setattr(module, HOOK, nnx.data(hooks[name]))
+    if getattr(module, HOOK_CLASS, None) is not None:
       setattr(module, HOOK_CLASS, None)  # Flax would prefer it to the hook
-  if rules:
+  if missed:
     raise ValueError(
-      f'{list(rules)} match rules of recipe {recipe.name!r}, but their layers have no dot_general attribute (nnx.Linear'
-      ' and nnx.LinearGeneral do); narrow the rule, or call sparse24_jax.dot in the layer'
+      f'{sorted(missed)} match rules of recipe {recipe.name!r}, but their layers have no dot_general attribute'
+      ' (nnx.Linear and nnx.LinearGeneral do), or a __call__ of their own that neither calls it nor its parent; narrow'
+      ' the rule, or call sparse24_jax.dot in the layer'
     )
   return model
+
+
+def _calls_hook(layer: nnx.Module) -> bool:
+  """Whether a forward gets to the hook: False for a `__call__` that names neither `dot_general` nor its parent."""
+  forward = next((vars(c)['__call__'] for c in type(layer).__mro__ if '__call__' in vars(c)), None)
+  code = getattr(inspect.unwrap(forward), '__code__', None) if forward else None
+  return hasattr(layer, HOOK) and (code is None or not {HOOK, 'super', '__call__'}.isdisjoint(code.co_names))
+
+
+def _hook(path: str, rule: Rule, layer: nnx.Module, state: Array | None, rngs: nnx.Rngs | None) -> SparseDot:
+  kernel = layer.kernel.get_value()
+  if isinstance(kernel, jax.ShapeDtypeStruct):
+    raise ValueError(f'{path}: the model is abstract; sparsify it inside nnx.eval_shape')
+  if rule.policy.projection is not None and state is None:
+    state = rule.policy.projection.init(kernel)
+  plain, plain_class = getattr(layer, HOOK), getattr(layer, HOOK_CLASS, None)
+  note_replaced(path, plain, plain_class)
+  # Axes in front of the layer's own are stacked layers; batch axes of nnx.LinearGeneral are run at once.
+  stacked = kernel.shape[: -2 - len(getattr(layer, 'batch_axis', ()))]
+  return SparseDot(rule.policy, path, state, _streams(rngs, stacked), plain, plain_class, rule.activation)
 
 
 def _streams(rngs: nnx.Rngs | None, layers: tuple[int, ...]) -> nnx.Rngs | None:
   """Independent streams for one layer, or for a stack of layers that nnx.scan runs."""
   if rngs is None:
     return None
+  if not isinstance(rngs, nnx.Rngs):
+    raise ValueError(f'rngs must be streams, nnx.Rngs({RNG}=seed), found {type(rngs).__name__}')
   if RNG not in rngs:
     raise ValueError(f'rngs has streams {list(rngs)}, none named {RNG!r}: pass nnx.Rngs({RNG}=seed)')
   return rngs.split(layers) if layers else rngs.fork()

@@ -29,7 +29,8 @@ def sparsify(
   method='run')`. An nnx model comes back as a copy with hooks in place; before each forward bring the states in with
   `nnx.update(model, sparse_variables(...))`. As with dropout, the count of its `'mvue'` stream is in the model: a
   forward advances it, and an exact resume restores it. Layers that can be matched are those with Flax's `dot_general`
-  attribute and a kernel `[in, out]`: `Dense`, `DenseGeneral`, `nnx.Linear`, `nnx.LinearGeneral`.
+  attribute and a kernel `[in, out]`: `Dense`, `DenseGeneral`, `nnx.Linear`, `nnx.LinearGeneral`, and subclasses that
+  call it or their parent. A `dot_general` that the user gave such a layer is left out, with a warning in the log.
 
   Args:
     model: a `flax.linen.Module` or a `flax.nnx.Module`; one that `sparsify` made is fine too.

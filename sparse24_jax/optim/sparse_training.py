@@ -1,5 +1,6 @@
 """`sparse_training`: one wrapper around an optimizer that owns everything sparse about a run."""
 
+import logging
 from typing import Any, NamedTuple
 
 import jax
@@ -7,9 +8,11 @@ from jax import Array
 import jax.numpy as jnp
 import optax
 
+from pallas_kernels import _dispatch
 from sparse24_jax.metrics import flip_rate
-from sparse24_jax.optim._state import find_state
+from sparse24_jax.optim._state import find_state, states_of
 from sparse24_jax.optim.masked_decay import add_decay
+from sparse24_jax.optim.step_adam import StepAdamState
 from sparse24_jax.projection import Projection
 from sparse24_jax.recipe import PhaseName, Recipe, resolve_phase
 from sparse24_jax.rules import match_rules, path_string
@@ -62,7 +65,8 @@ def sparse_training(
   steps the topology changes by the weights and the dense gradients of that step, which is a step like any other. Clip
   *before* this wrapper, so that the decay is not clipped: `optax.chain(optax.clip_by_global_norm(1.0),
   sparse_training(optax.adamw(lr), recipe))`. Nothing that changes updates may come after it, since the masks are
-  chosen from the weights as this wrapper leaves them. It counts calls of its own update, so `optax.MultiSteps` around
+  chosen from the weights as this wrapper leaves them; nor an optimizer around it that keeps weights of its own, as
+  `optax.contrib.schedule_free` does. It counts calls of its own update, so `optax.MultiSteps` around
   it counts optimizer steps.
 
   A search is a loop of one pass or none, so that a step without one copies nothing: `update` has no reverse-mode
@@ -109,7 +113,11 @@ def sparse_training(
     states = _map(_start, projections, params, contexts)
     rates = _map(lambda p, w: jnp.zeros(w.shape[:-2], jnp.float32), projections, params)
     none_yet = FlipRate(jnp.zeros((), jnp.float32), rates)
-    return SparseTrainingState(jnp.zeros((), jnp.int32), states, none_yet, inner.init(params))
+    inner_state = inner.init(params)
+    if recipe.name == 'step' and not states_of(inner_state, StepAdamState):
+      message = "recipe 'step' without step_adam inside: no second moment is held, which leaves a dense start and STE"
+      _dispatch.log_once(message, 'sparse24_jax', logging.WARNING)
+    return SparseTrainingState(jnp.zeros((), jnp.int32), states, none_yet, inner_state)
 
   def update(updates: Any, state: SparseTrainingState, params: Any = None, **extra: Any):
     if params is None:
@@ -316,12 +324,16 @@ def _reset(inner: optax.GradientTransformation, inner_state: Any, resets: Any) -
   What has not the shape of its weight, a factored moment say, stays as it is.
   """
 
-  def one(reset: Any, leaf: Any) -> Any:
-    if isinstance(reset, optax.MaskedNode) or getattr(leaf, 'shape', None) != reset.shape:
+  # By path: of an optimizer for a part of the parameters, a whole subtree of the others is one `MaskedNode`.
+  by_path = {path_string(key_path): reset for key_path, reset in jax.tree_util.tree_flatten_with_path(resets)[0]}
+
+  def one(key_path: tuple, leaf: Any) -> Any:
+    reset = by_path.get(path_string(key_path))
+    if reset is None or getattr(leaf, 'shape', None) != reset.shape:
       return leaf
     return jnp.where(reset, jnp.zeros((), leaf.dtype), leaf)
 
   def tree(like_params: Any) -> Any:
-    return jax.tree.map(one, resets, like_params, is_leaf=lambda node: isinstance(node, optax.MaskedNode))
+    return jax.tree_util.tree_map_with_path(one, like_params)
 
   return optax.tree_map_params(inner, tree, inner_state, is_leaf=lambda _: True)

@@ -63,6 +63,8 @@ class CommandTest(parameterized.TestCase):
 
     summary = json.loads((Path(folder) / 'fst-seed0' / 'summary.json').read_text())
     self.assertIn(f'loss {summary["validation_loss"]:.4f}', call('eval', f'{folder}/fst-seed0')[1])
+    status, _, err = call('eval', f'{folder}/fst-seed0', '--batches', '0')
+    self.assertEqual((status, err), (1, 'error: validation takes 1 batch or more, found 0\n'))
     self.assertEqual(call('report', folder, '--out', f'{folder}/other.html')[0], 0)
 
   def test_train_and_tune(self):

@@ -128,6 +128,13 @@ class FormulaTest(parameterized.TestCase):
       np.testing.assert_allclose(s24.dot(x, w, state, policy=FST), x @ jnp.where(state, w, 0.0), rtol=1e-5, atol=1e-6)
     self.assertEqual(s24.dot(x[0], w, state, policy=FST).shape, (12,))
 
+  @parameterized.parameters(*POLICIES)
+  def test_no_tokens_give_zeros(self, name):
+    policy, w = POLICIES[name], normal(16, 12, seed=1)
+    found = dot_and_gradients(policy, jnp.zeros((2, 0, 16)), w, initial_state(policy, w), jnp.zeros((2, 0, 12)), None)
+    self.assertEqual([a.shape for a in found], [(2, 0, 12), (2, 0, 16), (16, 12)])
+    np.testing.assert_array_equal(found[2], 0)
+
   def test_token_axes_do_not_matter(self):
     x, w, dz = normal(2, 6, 16, seed=0), normal(16, 12, seed=1), normal(2, 6, 12, seed=2)
     state = FST.projection.init(w)

@@ -198,6 +198,13 @@ class FormulaTest(parameterized.TestCase):
       self.assertEqual(found.shape, (*tokens, OUT))
       assert_close(found, expected, 2e-2)
 
+  @parameterized.parameters('kernels', 'reference')
+  def test_no_tokens_give_zeros(self, name):
+    *problem_, dy = problem(gated=True, biased=True, dtype=BF16, tokens=(0,))
+    y, dx, *rest = jitted(POLICIES[name], 'silu', *problem_, dy, None)
+    self.assertEqual((y.shape, dx.shape), ((0, OUT), (0, D)))
+    jax.tree.map(lambda g: np.testing.assert_array_equal(g, 0), rest)
+
   def test_biases_of_another_dtype(self):
     """float32 biases of bfloat16 maps, one of them left out; their gradients are float32."""
     x, weights, biases, states, dy = problem(gated=True, biased=True, dtype=BF16)

@@ -116,6 +116,14 @@ class DotTest(parameterized.TestCase):
     exact = fp8_oracles.wide(self.x) @ (oracles.soft_threshold(self.w) * float(self.state))
     self.assertGreater(np.linalg.norm(fp8_oracles.wide(found[0]) - exact) / np.linalg.norm(exact), 0.01)
 
+  @parameterized.parameters(BF16, jnp.float16)
+  def test_a_dense_forward_is_the_same_product(self, dtype):
+    x, w, dz = (a.astype(dtype) for a in (self.x, self.w, self.dz))
+    with mock.patch.object(products, 'plan', lambda *args: products.Plan(None, None, 'dense', fp8=True)):
+      found = jit(lambda *args: dot_and_gradients.__wrapped__(CHOOSES, *args))(x, w, self.state, dz, KEY)
+    self.assertEqual({a.dtype for a in found}, {jnp.dtype(dtype)})
+    assert_close(found, fp8_oracles.written_dot(x, w, self.state, dz, KEY), TOLERANCE)
+
   def test_float16(self):
     x, w, dz = (a.astype(jnp.float16) for a in (self.x, self.w, self.dz))
     found = dot_and_gradients(KERNELS, x, w, self.state, dz, KEY)
@@ -247,6 +255,22 @@ class FfnTest(parameterized.TestCase):
     self.assertEqual(jax.tree.map(jnp.shape, found[1:]), jax.tree.map(jnp.shape, given[:3]))
     self.assertEqual({a.dtype for a in jax.tree.leaves(found)}, {jnp.dtype(BF16)})
     assert_close(found, fp8_oracles.written_ffn(activation, *given, KEY), FLIPS)
+
+  @parameterized.parameters(('gelu', False, 'up'), ('silu', True, 'down'))
+  def test_a_dense_forward_of_either_product_leaves_the_block_as_it_is(self, activation, gated, dense):
+    def plan(policy, tokens, d_in, d_out, *_):
+      loses = (d_in, d_out) == SHAPES[dense]
+      return products.Plan(None if loses else 'dense', None, 'dense', fp8=True)
+
+    given = problem(gated=gated, biased=True)
+    with (
+      mock.patch.object(products, 'plan', plan),
+      mock.patch.object(fp8, '_dense_forward', side_effect=fp8._dense_forward) as products_by_xla,
+    ):
+      found = jit(lambda *args: ffn_and_gradients.__wrapped__(CHOOSES, activation, *args))(*given, KEY)
+    products_by_xla.assert_called_once()
+    # z is rounded before its bias comes and before its activation: more numbers turn.
+    assert_close(found, fp8_oracles.written_ffn(activation, *given, KEY), 2 * FLIPS)
 
   def test_is_the_simulation_up_to_rounding(self):
     given = problem(gated=True, biased=True)

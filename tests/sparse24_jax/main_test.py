@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import re
 import subprocess
 import sys
 from unittest import mock
@@ -30,6 +31,13 @@ class CommandTest(parameterized.TestCase):
     self.assertIn(f"pass --device, one of ['{DEVICE}'", line)
     self.assertIn('python -m pallas_kernels tune', line)
 
+  @parameterized.parameters(('--tokens', '0', 'tokens=0 must be positive'), ('--d', '6', 'length 6 along axis -1'))
+  def test_sizes_that_cannot_be_are_one_line(self, option, value, message):
+    with contextlib.redirect_stderr(io.StringIO()) as err, self.assertRaises(SystemExit) as end:
+      command.main([*ARGS, '--device', DEVICE, option, value])
+    self.assertEqual(end.exception.code, 2)
+    self.assertIn(message, err.getvalue())
+
   def test_is_the_card_at_hand_unless_one_is_named(self):
     with mock.patch.object(_device, 'current', lambda: _device.target_device('sm_90a')):
       here = run(*ARGS)
@@ -51,8 +59,20 @@ class CommandTest(parameterized.TestCase):
   def test_recipes(self, recipe):
     code, lines = run(*ARGS, '--device', DEVICE, '--recipe', recipe)
     self.assertEqual(code, 0)
-    expected = {'transposable_srste': 'mosaic_gpu', 's_ste': 'dense', 'sr_ste': 'dense'}[recipe]
-    self.assertIn(f'input_grad {expected}', lines[-1])
+    expected = {'transposable_srste': 'mosaic_gpu', 's_ste_fp8': 'dense_fp8'}.get(recipe, 'dense')
+    *_, up, block = lines
+    self.assertIn(f'input_grad {expected} ', up)
+    self.assertRegex(block, r'^block: \d+\.\d\d ms as chosen, \d+\.\d\d ms dense, \d\.\d\dx; .*')
+    self.assertEqual('dense in FP8' in block, recipe == 's_ste_fp8')
+
+  def test_parts_add_up(self):
+    _, lines = run(*ARGS, '--device', DEVICE, '--recipe', 's_ste_fp8', '--gated', '--parts')
+    (block,) = (line for line in lines if line.startswith('block: '))
+    totals = [float(ms) for ms in re.findall(r'([\d.]+) ms', block)]
+    titles = [i for i, line in enumerate(lines) if line.endswith(', ms:')]
+    self.assertEqual([lines[i].strip() for i in titles], ['as chosen, ms:', 'dense, ms:', 'dense in FP8, ms:'])
+    for total, start, end in zip(totals, titles, [*titles[1:], len(lines)], strict=True):
+      self.assertAlmostEqual(sum(float(line.split()[-1]) for line in lines[start + 1 : end]), total, delta=0.02)
 
   def test_as_a_program(self):
     done = subprocess.run(

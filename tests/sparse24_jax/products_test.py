@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import _device, _dispatch, _partitioning, _triton
+from pallas_kernels import _device, _dispatch, _partitioning, _triton, _tuning
 from pallas_kernels.sparse_matmul import api
 import sparse24_jax as s24
 from sparse24_jax import products
@@ -179,7 +179,7 @@ class PlanTest(parameterized.TestCase):
     for backend in products.BACKENDS:
       found = products.plan(named(S_STE_FP8, backend), 32, 64, 128, BF16)
       self.assertEqual(found, Plan(backend, None, backend, fp8=True))
-    with card(records=lambda m, n, k, **_: ('dense',)):  # a simulation is slower than any kernel
+    with card(records=lambda m, n, k, **_: ('dense',)):  # of 16 bits; the products in 8 bits were not measured
       self.assertEqual(products.plan(S_STE_FP8, 32, 64, 128, BF16), Plan('mosaic_gpu', None, 'mosaic_gpu', fp8=True))
     _dispatch.log_once.cache_clear()
     with self.assertLogs('sparse24_jax', logging.INFO) as logs:
@@ -187,6 +187,25 @@ class PlanTest(parameterized.TestCase):
         self.assertEqual(products.plan(S_STE_FP8, 32, 64, 128, BF16), Plan())
     self.assertLen(logs.output, 1)
     self.assertIn('FP8 is simulated', logs.output[0])
+
+  @parameterized.parameters(('dense', None), ('mosaic_gpu', 'mosaic_gpu'), (None, 'mosaic_gpu'))
+  def test_an_fp8_forward_is_dense_where_the_kernel_measured_slower(self, choice, forward):
+    asked = []
+
+    def lookup(device, op, key):
+      asked.append((device, op, key))
+      return choice and _tuning.Choice(choice, None, key, 0.0)
+
+    with card(), mock.patch.object(_tuning, 'lookup', lookup):
+      found = products.plan(S_STE_FP8, 32, 64, 128, BF16)
+      self.assertEqual(products.plan(named(S_STE_FP8, 'cusparselt'), 32, 64, 128, BF16).forward, 'cusparselt')
+    self.assertEqual(found, Plan(forward, None, 'mosaic_gpu', fp8=True))
+    self.assertTrue(found.packs)
+    ((device, op, key),) = asked
+    self.assertEqual((device, op), (_device.target_device('sm_90a').slug, 'sparse_matmul'))
+    self.assertEqual(
+      key, dict(m=128, n=32, k=64, dtype='float8_e4m3fn', out_dtype='bfloat16', b_layout='nk', out_layout='nm')
+    )
 
   def test_absent_triton_is_said_once(self):
     _dispatch.log_once.cache_clear()

@@ -53,6 +53,12 @@ class MatchTest(parameterized.TestCase):
     self.assertLen(rules.match_rules(shapes, recipe(('.*/mlp/.*', STE))), 2)
     self.assertEqual(rules.match_rules({}, recipe(('.*/mlp/.*', STE))), {})
 
+  def test_two_parameters_of_one_path(self):
+    tree = {'a/b': {'kernel': jnp.ones((8, 8))}, 'a': {'b': {'kernel': jnp.ones((4, 4))}}, 'c': jnp.ones((4, 4))}
+    with self.assertRaisesRegex(ValueError, "2 parameters have the path 'a/b/kernel': a slash in a name"):
+      rules.match_rules(tree, recipe(('.*', STE)))
+    self.assertEqual(list(rules.match_rules(tree, recipe(('c', STE)))), ['c'])
+
   def test_other_trees(self):
     @flax.struct.dataclass
     class Layer:

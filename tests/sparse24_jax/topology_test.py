@@ -56,6 +56,10 @@ class KeepLargestTest(parameterized.TestCase):
     for i in range(2):
       np.testing.assert_array_equal(found[i], sorted_largest(score[i], count, among[i]))
 
+  def test_without_jit(self):
+    with jax.disable_jit():
+      self.assertEqual(keep_largest(jnp.arange(8.0).reshape(2, 4), 3, jnp.ones((2, 4), bool)).sum(), 3)
+
   def test_a_count_a_matrix(self):
     found = largest(normal(0), jnp.array([3, 50], jnp.int32).reshape(2, 1, 1), jnp.ones(SHAPE, bool))
     self.assertEqual(found.sum((1, 2)).tolist(), [3, 50])

@@ -18,6 +18,7 @@ H100 = _device.target_device('sm_90a')
 RECIPES = {
   'fst': s24.recipes.transposable_srste('.*', masked_decay=0.0),
   's_ste': s24.recipes.s_ste('.*'),
+  's_ste_fp8': s24.recipes.s_ste('.*', fp8=True),
   'sr_ste': s24.recipes.sr_ste('.*', masked_decay=0.0),
   'dense_weight_grad': s24.Recipe(
     'r', (s24.Rule('.*', s24.DotPolicy(s24.transposable(), input_grad='sparse')),)
@@ -89,7 +90,8 @@ class ChoiceTest(parameterized.TestCase):
         plan = products.plan(policy, tokens, *shape, jnp.dtype(dtype))
         (layer,) = s24.where_it_pays(struct(*shape), recipe, tokens=tokens, dtype=dtype)
       for role in layer.roles:
-        self.assertEqual(role.chosen, getattr(plan, role.role) or 'dense', f'{shape} {role}')
+        dense = 'dense_fp8' if plan.fp8 else 'dense'
+        self.assertEqual(role.chosen, getattr(plan, role.role) or dense, f'{shape} {role}')
 
   def test_sides_that_do_not_pack_are_dense(self):
     with card():
@@ -109,11 +111,6 @@ class ChoiceTest(parameterized.TestCase):
     order = ('dense',) if min(times, key=times.get, default='dense') == 'dense' else ('cusparselt', 'dense')
     with card(), mock.patch.object(api, 'candidates_for', lambda *a, **k: order):
       self.assertEqual(products.plan(RECIPES['s_ste'].rules[0].policy, 32, 64, 128, jnp.bfloat16).weight_grad, chosen)
-
-  def test_fp8_is_refused(self):
-    """Its products are not those of the records."""
-    with self.assertRaisesRegex(ValueError, "mlp/up/kernel: .*precision='fp8'"):
-      s24.where_it_pays(struct(64, 128), s24.recipes.s_ste('.*', fp8=True), tokens=32, device='card')
 
   def test_tokens_must_be_positive(self):
     with self.assertRaisesRegex(ValueError, 'tokens=0 must be positive'):

@@ -14,6 +14,7 @@ import numpy as np
 
 from experiments import bench_report
 from experiments.bench import block, dense_fp8, ffn, hlo, measure, trace, train_step
+import sparse24_jax as s24
 from tests.experiments.fakes import compile_quickly
 
 
@@ -67,6 +68,9 @@ class RecordsTest(parameterized.TestCase):
     self.assertGreater(record['tokens_per_s'], 0)
     (plain,), (search,) = (record['refresh_samples_ms'][kind] for kind in ('plain', 'search'))
     self.assertAlmostEqual(record['amortised_ms'], record['median_ms'] + (search - plain) / 40, places=3)
+    gain = record['speedup']['dense']
+    self.assertAlmostEqual(record['sparse_share'], 5 / 6, places=3)
+    self.assertAlmostEqual(record['run_speedup']['dense'], 1 / (1 / 6 + 5 / 6 / gain), places=3)
 
   def test_a_burst_must_not_reach_a_mask_search(self):
     with contextlib.redirect_stdout(io.StringIO()) as out, tempfile.TemporaryDirectory() as folder:
@@ -107,6 +111,27 @@ class TwinsTest(parameterized.TestCase):
     twins.at(train_step.REFRESH_EVERY - 1)
     twins.sparse()
     self.assertEqual(counts()[0], train_step.REFRESH_EVERY)
+
+  @parameterized.parameters('transposable_srste', 'mixed_sparsity_24', 'mixed_sparsity_transposable')
+  def test_parts_of_a_state(self, recipe):
+    """Clipping is outside of the wrapper or inside; the dense twin's state is the same."""
+    params = {'h': {'mlp': {name: {'kernel': jnp.ones((16, 16))} for name in ('c_fc', 'c_proj')}}}
+    params['h']['attn'] = {'c_attn': {'kernel': jnp.ones((16, 16))}}
+    recipe = train_step.recipe_of(recipe)
+    state = train_step.State(params, train_step.make_optimizer(recipe, 'float32').init(params))
+    dense = train_step.dense_part(state)
+    alone = train_step.make_optimizer(None, 'float32').init(params)
+    self.assertEqual(jax.tree.structure(dense.opt_state), jax.tree.structure(alone))
+    trained = jax.tree.map(lambda x: x + 1, dense)
+    joined = train_step.at_step(train_step.with_dense_part(state, trained), 7)
+    self.assertEqual(jax.tree.structure(joined), jax.tree.structure(state))
+    jax.tree.map(np.testing.assert_array_equal, train_step.dense_part(joined), trained)
+    (sparse,) = (s for s in jax.tree.leaves(joined.opt_state, is_leaf=_is_sparse) if _is_sparse(s))
+    self.assertEqual(int(sparse.count), 7)
+
+
+def _is_sparse(node):
+  return isinstance(node, s24.SparseTrainingState)
 
 
 def _adam_count(state):

@@ -87,6 +87,11 @@ class SoftThresholdTest(parameterized.TestCase):
     found = soft_threshold(np.array(entries, dtype), axis=-1)
     np.testing.assert_array_equal(oracles.wide(found), expected)
 
+  @parameterized.parameters(*oracles.DTYPES)
+  def test_healthy_entries_set_no_alarm_off(self, dtype):
+    with jax.debug_nans(True):
+      self.assertEqual(reference.soft_threshold(jnp.ones((8, 4), dtype)).dtype, dtype)  # under jit none would be
+
   def test_continuous_where_the_mask_jumps(self):
     """Along paths on which the second and third magnitudes, of any signs and places, change order."""
     rng = np.random.default_rng(3)

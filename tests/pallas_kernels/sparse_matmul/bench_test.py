@@ -6,6 +6,7 @@ import functools
 import io
 import json
 import pathlib
+import pickle
 import tempfile
 from unittest import mock
 
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import _device, _processes, _tuning
-from pallas_kernels.sparse_matmul import _prepared, api, arg_specs, bench, mosaic_gpu
+from pallas_kernels.sparse_matmul import _predict, _prepared, api, arg_specs, bench, mosaic_gpu
 
 _SPEC = arg_specs.Spec(64, 128, 192, 'forward')
 _CARD = _device.target_device('sm_90a')
@@ -77,6 +78,34 @@ class TuneTest(parameterized.TestCase):
       self.assertEqual(row['rejected'] is not None, row in wrong)
       mosaic_gpu.Config(**row['config'])
 
+  @parameterized.parameters(('forward', 'float8_e4m3fn'), ('weight_grad', 'float8_e5m2'))
+  def test_in_8_bits_the_dense_product_of_16_bits_is_timed_and_never_chosen(self, role, dtype):
+    spec = arg_specs.Spec(64, 128, 192, role, jnp.dtype(dtype))
+    p = _prepared.problem(spec)
+    self.assertEqual((p.b_dtype.name, p.b_layout, p.row_scale), ('float8_e4m3fn', 'nk', True))
+    seen = []
+
+    def times(f, args, iterations):
+      seen.append(args[-1].dtype.name)
+      # The dense product of 16 bits is the fastest, and kernels are faster than that of 8 bits.
+      return [0.5 if args[-1].dtype == jnp.bfloat16 else 1.0 if isinstance(args[0], jax.Array) else 0.75] * iterations
+
+    with (
+      mock.patch.object(_prepared, 'sparse', _stand_in(lambda c: False)),
+      mock.patch.object(_prepared, 'times_ms', times),
+      mock.patch.object(bench, '_settings', lambda p, *_: _predict.candidates(p, 132, 2)),
+    ):
+      bench.tune([spec], self.folder, ('mosaic_gpu',))
+    (entry,) = self._entries()
+    self.assertEqual(entry['key'] | dict(dtype=dtype, b_layout='nk', out_dtype='bfloat16'), entry['key'])
+    self.assertEqual(entry['choice']['implementation'], 'mosaic_gpu')
+    self.assertEqual(set(entry['baseline']['samples_ms']), {1.0})
+    self.assertEqual(list(entry['others']), ['dense_bf16'])
+    self.assertEqual(entry['others']['dense_bf16']['samples_ms'], [0.5] * 4)
+    self.assertEqual(set(seen), {'float8_e4m3fn', 'bfloat16'})
+    found = _tuning.expected_ms(_CARD.slug, 'sparse_matmul', p.key, folder=self.folder)
+    self.assertEqual(found, {'dense': 1.0, 'mosaic_gpu': 0.75, 'dense_bf16': 0.5})
+
   def test_what_is_known_takes_part_again(self):
     known = mosaic_gpu.Config(rows=64, bn=64, stages=3)
     p = _prepared.problem(_SPEC)
@@ -99,6 +128,19 @@ class TuneTest(parameterized.TestCase):
     (((spec,), folder, backends, turn), _) = tune.call_args
     self.assertEqual((folder, backends, turn), (self.folder, (), None))
     self.assertEqual(_prepared.problem(spec), list(bench._unique(arg_specs.SMALL))[-1][0])
+
+  def test_only_what_has_no_record_of_this_card(self):
+    *known, last = [_prepared.problem(specs[0]) for _, specs in bench._selected(['square', 'fp8'])]
+    path = self.folder / _CARD.slug / 'sparse_matmul.json'
+    _tuning.save(path, {'op': 'x'}, [dict(key=p.key, baseline={}, candidates=[], choice={}) for p in known])
+    with mock.patch.object(_processes, 'run', return_value=_processes.Ended(0, 0)) as run:
+      bench.tune_in_processes(('square', 'fp8'), self.folder, ('mosaic_gpu',), 2, 5.0, missing=True)
+    job, count, *_ = run.call_args.args
+    self.assertEqual(count, 1)
+    with mock.patch.object(bench, 'tune') as tune:
+      pickle.loads(pickle.dumps(job)).func(*job.args, 0, None)
+    (((spec,), *_), _) = tune.call_args
+    self.assertEqual(_prepared.problem(spec), last)
 
   @parameterized.parameters(('library', 1.0, False), ('library', 1.5, False), ('own', 1.0, True), ('own', 1.5, False))
   def test_bench_runs_what_the_library_runs(self, folder, factor, takes_own):

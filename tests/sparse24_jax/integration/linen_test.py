@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 
+from pallas_kernels import _dispatch
 import sparse24_jax as s24
 
 LAYERS = 2
@@ -31,6 +32,12 @@ class Loop(nn.Module):
     for i in range(LAYERS):
       x = layer(name=f'h_{i}')(x)
     return nn.Dense(4, name='head')(x)
+
+
+class PastItsHook(nn.Dense):
+  @nn.compact
+  def __call__(self, x):
+    return x @ self.param('kernel', self.kernel_init, (x.shape[-1], self.features))
 
 
 class Block(nn.Module):
@@ -202,7 +209,10 @@ class SameModelTest(parameterized.TestCase):
     recipe = s24.recipes.ste('up/kernel')
     params = init(Own())
     projected = s24.project(params, opt_state(params, recipe), recipe)
-    found = s24.sparsify(Own(), recipe).apply(variables(params, recipe), X)
+    _dispatch.log_once.cache_clear()
+    with self.assertLogs('sparse24_jax', 'WARNING') as logs:
+      found = s24.sparsify(Own(), recipe).apply(variables(params, recipe), X)
+    self.assertIn("up/kernel: the rule takes the place of the layer's own dot_general", logs.output[0])
     np.testing.assert_allclose(found, Own().apply({'params': projected}, X), rtol=1e-5, atol=1e-6)
 
   def test_dense_general(self):
@@ -362,6 +372,7 @@ class RefusalTest(parameterized.TestCase):
   @parameterized.named_parameters(
     ('conv', lambda self, x: nn.Conv(8, (4,), name='odd')(x[None]), 'odd/kernel'),
     ('raw_parameter', lambda self, x: x @ self.param('odd', nn.initializers.normal(), (16, 8)), 'odd'),
+    ('past_its_hook', lambda self, x: PastItsHook(8, name='odd')(x), 'odd/kernel'),
     ('einsum', lambda self, x: nn.Einsum((16, 8), 'ab,bc->ac', name='odd')(x), 'odd/kernel'),
   )
   def test_matched_weight_without_hook(self, layer, path):
@@ -370,10 +381,14 @@ class RefusalTest(parameterized.TestCase):
       def __call__(self, x):
         return layer(self, nn.Dense(16, name='up')(x))
 
+      def encode(self, x):
+        return self(x)
+
     recipe = s24.recipes.ste('.*')
     params = init(Model())
-    with self.assertRaisesRegex(ValueError, rf"\['{path}'\] match rules.*no layer with a dot_general hook.*narrow"):
-      s24.sparsify(Model(), recipe).apply(variables(params, recipe), X)
+    for call in ((X,), ('encode', X)):
+      with self.assertRaisesRegex(ValueError, rf"\['{path}'\] match rules.*no layer with a dot_general hook.*narrow"):
+        s24.sparsify(Model(), recipe).apply(variables(params, recipe), *call, method='run' if len(call) > 1 else None)
 
   def test_embeddings_are_no_weights(self):
     model, recipe, tokens = nn.Embed(16, 8), s24.recipes.ste('.*'), jnp.zeros((4,), jnp.int32)

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 
+from pallas_kernels import _dispatch
 import sparse24_jax as s24
 
 LAYERS = 2
@@ -121,7 +122,10 @@ class SameModelTest(parameterized.TestCase):
       return jax.lax.dot_general(*args, **kwargs)
 
     model = nnx.Linear(16, 8, dot_general=own, rngs=nnx.Rngs(0))
-    sparse = s24.sparsify(model, s24.recipes.ste('kernel'))
+    _dispatch.log_once.cache_clear()
+    with self.assertLogs('sparse24_jax', 'WARNING') as logs:
+      sparse = s24.sparsify(model, s24.recipes.ste('kernel'))
+    self.assertIn("kernel: the rule takes the place of the layer's own dot_general", logs.output[0])
     self.assertIsNot(sparse.dot_general, own)
     self.assertIs(s24.sparsify(sparse, s24.recipes.ste('kernel'), phase='dense').dot_general, own)
 
@@ -135,6 +139,36 @@ class SameModelTest(parameterized.TestCase):
     sparse = s24.sparsify(model, recipe)
     np.testing.assert_allclose(sparse(X), projected(model, recipe)(X), rtol=1e-5, atol=1e-6)
     self.assertIs(s24.sparsify(sparse, recipe, phase='dense').dot_general_cls, own)
+
+  def test_layers_that_share_a_kernel(self):
+    class Tied(nnx.Module):
+      def __init__(self):
+        self.a, self.b = (nnx.Linear(16, 16, use_bias=False, rngs=nnx.Rngs(i)) for i in range(2))
+        self.b.kernel = self.a.kernel
+
+      def __call__(self, x):
+        return self.b(self.a(x))
+
+    recipe = s24.recipes.transposable_srste('.*', masked_decay=0.0)
+    model = Tied()
+    sparse = s24.sparsify(model, recipe, rngs=nnx.Rngs(mvue=0))
+    w = np.asarray(model.a.kernel[...])
+    kept = np.where(s24.transposable_mask(w), w, 0)
+    np.testing.assert_allclose(sparse(X), np.asarray(X) @ kept @ kept, rtol=1e-5, atol=1e-5)
+    # New states reach both layers.
+    state = s24.sparse_training(optax.sgd(0.1), recipe).init(params_of(sparse))
+    state = state._replace(projections=jax.tree.map(jnp.logical_not, state.projections))
+    nnx.update(sparse, s24.sparse_variables(params_of(sparse), state, recipe))
+    np.testing.assert_allclose(sparse(X), np.asarray(X) @ (w - kept) @ (w - kept), rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(s24.sparsify(sparse, recipe, phase='dense')(X), model(X))
+
+  def test_a_layer_that_calls_its_parent(self):
+    class Scaled(nnx.Linear):
+      def __call__(self, x):
+        return 2 * super().__call__(x)
+
+    model, recipe = Scaled(16, 8, rngs=nnx.Rngs(0)), s24.recipes.ste('kernel')
+    np.testing.assert_allclose(s24.sparsify(model, recipe)(X), projected(model, recipe)(X), rtol=1e-5, atol=1e-6)
 
   def test_checkpoint_of_a_sparse_run_loads_into_the_plain_model(self):
     sparse = s24.sparsify(plain('loop'), FST, rngs=nnx.Rngs(mvue=1))
@@ -288,6 +322,20 @@ class RefusalTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, r"streams \['params'\], none named 'mvue': pass nnx.Rngs\(mvue=seed\)"):
       s24.sparsify(plain('loop'), FST, rngs=nnx.Rngs(params=0))
 
+  def test_a_key_in_place_of_streams(self):
+    with self.assertRaisesRegex(ValueError, r'rngs must be streams, nnx.Rngs\(mvue=seed\), found PRNGKeyArray'):
+      s24.sparsify(plain('loop'), FST, rngs=jax.random.key(0))
+
+  def test_an_abstract_model(self):
+    with self.assertRaisesRegex(ValueError, r'h/0/down/kernel: the model is abstract; .* inside nnx.eval_shape'):
+      s24.sparsify(nnx.eval_shape(lambda: Loop(nnx.Rngs(0))), STE)
+    nnx.eval_shape(lambda: s24.sparsify(Loop(nnx.Rngs(0)), STE))
+
+  def test_results_of_another_dtype(self):
+    layer = nnx.Linear(16, 8, dtype=jnp.bfloat16, preferred_element_type=jnp.float32, rngs=nnx.Rngs(0))
+    with self.assertRaisesRegex(ValueError, 'kernel: preferred_element_type=float32 of the layer: .* in bfloat16'):
+      s24.sparsify(layer, s24.recipes.ste('kernel'))(X)
+
   @parameterized.parameters('sparse', 'dense')
   def test_rule_without_a_match(self, phase):
     with self.assertRaisesRegex(ValueError, r"rule 'mlp/\.\*' .* for no weight; weights are \['h/0/down/kernel"):
@@ -303,6 +351,14 @@ class RefusalTest(parameterized.TestCase):
 
     with self.assertRaisesRegex(ValueError, r"\['conv/kernel', 'raw'\] match rules.*no dot_general attribute.*narrow"):
       s24.sparsify(Model(nnx.Rngs(0)), s24.recipes.ste('.*'))
+
+  def test_a_layer_that_goes_past_its_hook(self):
+    class Own(nnx.Linear):
+      def __call__(self, x):
+        return x @ self.kernel
+
+    with self.assertRaisesRegex(ValueError, r"\['kernel'\] match rules.*__call__ of their own that neither"):
+      s24.sparsify(Own(16, 8, rngs=nnx.Rngs(0)), s24.recipes.ste('kernel'))
 
   def test_weight_that_holds_no_whole_groups(self):
     with self.assertRaisesRegex(ValueError, r'kernel of shape \(6, 8\) has length 6 along axis -2.*multiple of 4'):

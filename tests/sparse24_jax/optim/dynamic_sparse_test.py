@@ -24,6 +24,9 @@ INNERS = {
     {'matrix': optax.adam(1e-2), 'vector': optax.sgd(0.1)},
     lambda params: jax.tree.map(lambda w: 'matrix' if w.ndim > 1 else 'vector', params),
   ),
+  'by_prefix': lambda: optax.partition(
+    {'block': optax.adam(1e-2), 'rest': optax.set_to_zero()}, {'attn': 'block', 'mlp': 'block', 'head': 'rest'}
+  ),
   'injected': lambda: optax.inject_hyperparams(optax.adam)(learning_rate=1e-2),
 }
 
@@ -232,7 +235,7 @@ class DensityTest(parameterized.TestCase):
 
 
 class EverywhereTest(parameterized.TestCase):
-  @parameterized.product(structure=(None, '2:4'), axis_type=(AxisType.Auto, AxisType.Explicit))
+  @parameterized.product(structure=(None, '2:4', 'transposable'), axis_type=(AxisType.Auto, AxisType.Explicit))
   def test_masks_do_not_depend_on_sharding(self, structure, axis_type):
     """Eight devices, each weight cut along another axis: the masks of one device, bit for bit."""
     recipe = recipe_of(0.25, drop_fraction=0.4, random_share=0.5, structure=structure, refresh_every=1)

@@ -1,11 +1,14 @@
 """STEP's Adam against numpy: dense steps learn the second moment, sparse ones hold it."""
 
+import logging
+
 from absl.testing import absltest, parameterized
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
+from pallas_kernels import _dispatch
 import sparse24_jax as s24
 
 LR, B1, B2, EPS, WEIGHT_DECAY = 0.05, 0.8, 0.75, 1e-4, 0.1
@@ -70,6 +73,17 @@ class StepAdamTest(parameterized.TestCase):
       found, states[0] = ours.update(grads, states[0], params)
       expected, states[1] = theirs.update(grads, states[1], params)
       np.testing.assert_allclose(found['w'], expected['w'], rtol=1e-6)
+
+  def test_the_recipe_around_another_optimizer_is_logged(self):
+    def logs_of(inner):
+      _dispatch.log_once.cache_clear()
+      with self.assertLogs('sparse24_jax') as logs:
+        logging.getLogger('sparse24_jax').info('end')
+        s24.sparse_training(inner, s24.recipes.step('w')).init({'w': jnp.ones((4, 4))})
+      return [record.levelname for record in logs.records]
+
+    self.assertEqual(logs_of(optax.adamw(LR)), ['INFO', 'WARNING'])
+    self.assertEqual(logs_of(optax.chain(optax.clip(1.0), s24.step_adam(LR, phase='sparse'))), ['INFO'])
 
   def test_second_moment_is_held_to_the_bit(self):
     params, grads = params_and_grads()

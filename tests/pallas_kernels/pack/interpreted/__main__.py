@@ -30,8 +30,8 @@ def codes_of(w):
   return reference.mask_codes(reference.transposable.transposable_mask(w))
 
 
-def run(kernel, structs, inputs, shape, zero_last=False, **constants):
-  config = pack.Config()
+def run(kernel, structs, inputs, shape, zero_last=False, config=None, **constants):
+  config = config or pack.Config()
   batches, rows, columns = int(np.prod(shape[:-2])), *shape[-2:]
   return triton_interpreter.run(
     kernel, config.grid(batches, rows, columns), inputs, [(s.shape, s.dtype) for s in structs],
@@ -138,8 +138,9 @@ class InterpretedTest(parameterized.TestCase):
     expected = functools.partial(reference.mvue_pack8, axis=axis, origin=origin, dtype=out, with_dense=True)
     inputs = [x, pack.draw_parameters(key, origin), scale.reshape(-1)]
     found = run(
-      pack.mvue8_kernel, pack.structs8(shape, out, axis, True), inputs, shape, GROUPS_DOWN=axis == -2, DENSE=True
-    )
+      pack.mvue8_kernel, pack.structs8(shape, out, axis, True), inputs, shape, config=pack.Config(tile_rows=32),
+      GROUPS_DOWN=axis == -2, DENSE=True,
+    )  # fmt: skip
     self.assert_packed8(found, jax.jit(expected)(x, key, scale))
 
 

@@ -1,0 +1,295 @@
+"""Expected time of a feed-forward block, forward and backward, part by part: sparse as chosen, dense, dense in FP8."""
+
+from collections.abc import Sequence
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import _device
+from pallas_kernels.pack import costs
+from sparse24_jax import fp8_times
+from sparse24_jax.fp8_times import total
+from sparse24_jax.recipe import Recipe
+from sparse24_jax.where_it_pays import LayerGain, where_it_pays
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+  """A product, or a pass over memory, of a block.
+
+  Attributes:
+    name: what it makes.
+    ms: expected time; None if nothing near was measured.
+  """
+
+  name: str
+  ms: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockGain:
+  """A feed-forward block, forward and backward, packing of its weights included and the search for masks not.
+
+  Attributes:
+    chosen: what `implementation=None` runs.
+    dense: a dense block in 16 bits.
+    dense_fp8: a dense block in FP8, all operands scaled by their own largest magnitude; empty where the policy is none
+      of FP8.
+    packed_bytes: of the operands of its weights.
+    saved_bytes: what its backward keeps less of activations than that of a dense block.
+  """
+
+  chosen: tuple[Part, ...]
+  dense: tuple[Part, ...]
+  dense_fp8: tuple[Part, ...]
+  packed_bytes: int
+  saved_bytes: int
+
+  @property
+  def expected_ms(self) -> float | None:
+    return total(part.ms for part in self.chosen)
+
+  @property
+  def dense_ms(self) -> float | None:
+    return total(part.ms for part in self.dense)
+
+  @property
+  def dense_fp8_ms(self) -> float | None:
+    return total(part.ms for part in self.dense_fp8) if self.dense_fp8 else None
+
+  @property
+  def gain(self) -> float | None:
+    """Dense time over expected time."""
+    return _over(self.dense_ms, self.expected_ms)
+
+  @property
+  def gain_over_fp8(self) -> float | None:
+    """Dense FP8 time over expected time."""
+    return _over(self.dense_fp8_ms, self.expected_ms)
+
+
+def _over(dense: float | None, expected: float | None) -> float | None:
+  return None if dense is None or expected is None else dense / expected
+
+
+def block_gain(
+  d: int, hidden: int, recipe: Recipe, *, tokens: int, gated: bool = False, dtype: Any = jnp.bfloat16,
+  weight_dtype: Any = jnp.bfloat16, device: str | None = None,
+) -> BlockGain:  # fmt: skip
+  """Expected times of `ffn` on a card under a recipe that fits all of its weights.
+
+  Products are those of `where_it_pays`; what stands between them are passes over memory, at the bandwidth that was
+  measured of each, and of XLA's own at that of a copy. Gate and up-projection are one product where the block runs
+  fused. Not modelled: what an activation and its second result add to a product whose epilogue makes them, XLA's
+  projection of weights whose product stays dense in 16 bits, and the lower clock of a card that is kept busy, see
+  `where_it_pays`.
+
+  Args:
+    d: width of the model.
+    hidden: width of the hidden layer.
+    recipe: its rules must fit paths such as 'up/kernel', all alike.
+    tokens: of a micro-batch on one device.
+    gated: SwiGLU instead of GELU; what an activation computes does not matter to a pass over memory.
+    dtype: of activations.
+    weight_dtype: of what is packed.
+    device: folder of the records, as in `where_it_pays`.
+
+  Raises:
+    ValueError: as `where_it_pays`.
+
+  >>> import sparse24_jax as s24
+  >>> recipe = s24.recipes.transposable_srste('.*', masked_decay=1e-4)
+  >>> block = block_gain(4096, 16384, recipe, tokens=16384, device='nvidia_h100_80gb_hbm3')
+  >>> block.gain > 1.4, block.chosen[-1].name
+  (True, 'dx of up')
+  """
+  slug = _device.current().slug if device is None else device
+  sizes = {'up': (d, hidden), 'down': (hidden, d)} | ({'gate': (d, hidden)} if gated else {})
+
+  def layers(sizes: dict[str, tuple[int, int]]) -> dict[str, LayerGain]:
+    params = {name: {'kernel': jax.ShapeDtypeStruct(size, weight_dtype)} for name, size in sizes.items()}
+    found = where_it_pays(params, recipe, tokens=tokens, dtype=dtype, device=slug)
+    return {layer.path.split('/')[0]: layer for layer in found}
+
+  single = layers(sizes)
+  joined = layers({'up': (d, 2 * hidden), 'down': (hidden, d)}) if gated else single
+  card = _Card(slug, tokens, d, hidden, gated, jnp.dtype(dtype).itemsize, jnp.dtype(weight_dtype).itemsize)
+  chosen = {role.chosen for layer in joined.values() for role in layer.roles}
+  in_fp8 = 'dense_fp8' in chosen
+  if in_fp8:
+    parts = _fused_fp8(card, joined)
+  elif len(chosen) == 1 and 'dense' not in chosen:
+    parts = _fused(card, joined, single)
+  else:
+    parts = _composed(card, single)
+  return BlockGain(
+    tuple(parts), tuple(_dense(card, single)), tuple(_dense_fp8(card, single)) if in_fp8 else (),
+    sum(layer.packed_bytes for layer in single.values()),
+    # Gate and up-projection keep one and the same x.
+    sum(layer.saved_bytes for name, layer in single.items() if name != 'gate'),
+  )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class _Card:
+  """Whose records are asked, and sizes in entries and bytes an entry."""
+
+  device: str
+  tokens: int
+  d: int
+  hidden: int
+  gated: bool
+  wide: int
+  weight_wide: int
+
+  @property
+  def x(self) -> int:
+    return self.tokens * self.d
+
+  @property
+  def h(self) -> int:
+    return self.tokens * self.hidden
+
+  @property
+  def z(self) -> int:
+    return self.h * (2 if self.gated else 1)
+
+  @property
+  def weight(self) -> int:
+    return self.d * self.hidden
+
+  def moved(self, op: str, size: float) -> float | None:
+    return costs.expected_ms(self.device, op, round(size))
+
+  @property
+  def backward(self) -> str:
+    """How records call the backward of the activation, without what it packs."""
+    return 'gated_silu_backward' if self.gated else 'gelu_backward'
+
+  def forward_pass(self) -> list[Part]:
+    """With a gate the activation is a pass of its own."""
+    return [Part('h', self.moved('gated_silu_axis-1', (self.z + self.h) * self.wide))] if self.gated else []
+
+  def joins(self, operand: float) -> list[Part]:
+    """With a gate two weights become one operand of so many bytes an entry, and one gradient two."""
+    if not self.gated:
+      return []
+    size = 2 * 2 * self.weight * (operand + self.wide)
+    return [Part('joined operands, split dW', self.moved(costs.COPY, size))]
+
+
+def _product(layers: dict[str, LayerGain], name: str, role: str) -> Part:
+  (found,) = (r for r in layers[name].roles if r.role == role)
+  return Part(f'{ {"forward": "y", "input_grad": "dx", "weight_grad": "dW"}[role]} of {name}', found.product_ms)
+
+
+def _fused_fp8(card: _Card, layers: dict[str, LayerGain]) -> list[Part]:
+  """The chain of `fp8.ffn8`."""
+  device, wide = card.device, card.wide
+  gate = 1 + card.gated
+  if card.gated:
+    largest = card.moved(f'{card.backward}_amax', (card.h + card.z) * wide)
+  else:
+    largest = fp8_times.amax_ms(device, card.h, wide)  # the derivative is bounded
+  made = (card.h + card.z) * wide + card.z * fp8_times.PACKED
+  one_weight = fp8_times.packing_ms(device, card.d, card.hidden, card.weight_wide)
+  return [
+    Part('packed weights', None if one_weight is None else (gate + 1) * one_weight),
+    Part('x rounded', fp8_times.rounding_ms(device, card.x, wide)),
+    *card.joins(fp8_times.PACKED),
+    _product(layers, 'up', 'forward'),
+    *card.forward_pass(),
+    Part('h rounded', fp8_times.rounding_ms(device, card.h, wide)),
+    _product(layers, 'down', 'forward'),
+    Part('dy sampled and rounded', fp8_times.sample_ms(device, card.x, wide)),
+    _product(layers, 'down', 'weight_grad'),
+    _product(layers, 'down', 'input_grad'),
+    Part('largest of dz', largest),
+    Part('dz sampled and rounded', card.moved(f'{card.backward}_pack8', made)),
+    _product(layers, 'up', 'weight_grad'),
+    _product(layers, 'up', 'input_grad'),
+  ]
+
+
+def _fused(card: _Card, layers: dict[str, LayerGain], single: dict[str, LayerGain]) -> list[Part]:
+  """The chain of `ffn`."""
+  operand = card.wide / 2 + 1 / 8
+  made = (card.h + 2 * card.z) * card.wide + card.z * operand
+  return [
+    Part('packed weights', total(layer.packing_ms for layer in single.values())),
+    *card.joins(2 * operand),
+    _product(layers, 'up', 'forward'),
+    *card.forward_pass(),
+    _product(layers, 'down', 'forward'),
+    Part('dy sampled', card.moved('mvue_pack_axis-2', card.x * (card.wide + operand))),
+    _product(layers, 'down', 'weight_grad'),
+    _product(layers, 'down', 'input_grad'),
+    Part('dz, and sampled', card.moved(f'{card.backward}_pack_axis-1', made)),
+    _product(layers, 'up', 'weight_grad'),
+    _product(layers, 'up', 'input_grad'),
+  ]
+
+
+def _composed(card: _Card, layers: dict[str, LayerGain]) -> list[Part]:
+  """Of `dot`s, XLA's passes between them."""
+  parts = [Part('packed weights', total(layer.packing_ms for layer in layers.values()))]
+  for name, layer in layers.items():
+    parts += [Part(f'{role.role} of {name}', role.expected_ms) for role in layer.roles]
+  return parts + _activation_by_xla(card, layers['up'].roles[0].chosen == 'dense')
+
+
+def _dense(card: _Card, layers: dict[str, LayerGain]) -> list[Part]:
+  products = [Part(f'{r.role} of {name}', r.dense_ms) for name, layer in layers.items() for r in layer.roles]
+  return products + _activation_by_xla(card, True)
+
+
+def _dense_fp8(card: _Card, layers: dict[str, LayerGain]) -> list[Part]:
+  """All operands both ways round; XLA finds the largest magnitude of h and dz in the passes that make them."""
+  device, wide = card.device, card.wide
+  products = [Part(f'{r.role} of {name}', r.dense_fp8_ms) for name, layer in layers.items() for r in layer.roles]
+  weight = fp8_times.rounding_ms(device, card.weight, card.weight_wide)
+  return [
+    *products,
+    Part('rounded weights', None if weight is None else len(layers) * weight),
+    Part('x and dy rounded', total([fp8_times.rounding_ms(device, card.x, wide)] * 2)),
+    Part('h and dz rounded', total(fp8_times.both_ways_ms(device, n, wide) for n in (card.h, card.z))),
+    *_activation_by_xla(card, False),
+  ]
+
+
+def _activation_by_xla(card: _Card, in_product: bool) -> list[Part]:
+  """The activation forward and backward, and with a gate the sum of two gradients of x.
+
+  Without a gate XLA makes h `in_product`, a dense one of 16 bits, and once more beside dz.
+  """
+  if in_product and not card.gated:
+    size = 4 * card.h
+  else:
+    size = (card.z + card.h) + (card.h + 2 * card.z) + (3 * card.x if card.gated else 0)
+  return [Part('h and dz', card.moved(costs.COPY, size * card.wide))]
+
+
+def block_table(block: BlockGain, *, parts: bool = False) -> str:
+  """A block's gain as a line of text, with `parts` all of its parts below."""
+
+  def ms(value: float | None) -> str:
+    return '-' if value is None else f'{value:.2f} ms'
+
+  def ratio(value: float | None) -> str:
+    return '-' if value is None else f'{value:.2f}x'
+
+  line = f'block: {ms(block.expected_ms)} as chosen, {ms(block.dense_ms)} dense, {ratio(block.gain)}'
+  if block.dense_fp8:
+    line += f'; {ms(block.dense_fp8_ms)} dense in FP8, {ratio(block.gain_over_fp8)}'
+  line += f'; {block.packed_bytes / 2**20:.0f} MB packed, {block.saved_bytes / 2**20:.0f} MB of activations saved'
+  if not parts:
+    return line
+  return '\n'.join([line, *_listed('as chosen', block.chosen), *_listed('dense', block.dense),
+                    *_listed('dense in FP8', block.dense_fp8)])  # fmt: skip
+
+
+def _listed(title: str, parts: Sequence[Part]) -> list[str]:
+  lines = [f'  {part.name:28} {"-" if part.ms is None else f"{part.ms:.3f}":>8}' for part in parts]
+  return [f' {title}, ms:', *lines] if parts else []
