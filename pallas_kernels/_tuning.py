@@ -22,6 +22,8 @@ import jax.numpy as jnp
 Array = jax.Array
 
 TUNED = pathlib.Path(__file__).parent / 'tuned'
+# As many multiprocessors, other memory: products take as long, passes over memory less.
+_SAME_CHIP = {'nvidia_h200': 'nvidia_h100_80gb_hbm3'}
 # Rounding to bfloat16 costs 1.7e-3 in the Frobenius norm; a wrong position or a lost K step costs 1e-2 and more.
 TOLERANCE = 4e-3
 REPEATS = 20
@@ -274,6 +276,16 @@ def save(path: pathlib.Path, header: Mapping[str, Any], entries: Sequence[Mappin
   _entries.cache_clear()
 
 
+def records(folder: pathlib.Path, device: str) -> pathlib.Path:
+  """Where the records of a card are: its own folder, or until it has one that of a card with the same chip.
+
+  >>> records(TUNED, 'nvidia_h200').name
+  'nvidia_h100_80gb_hbm3'
+  """
+  own = folder / device
+  return own if own.is_dir() else folder / _SAME_CHIP.get(device, device)
+
+
 @functools.cache
 def _entries(path: pathlib.Path) -> tuple[Mapping[str, Any], ...]:
   return tuple(json.loads(path.read_text())['entries']) if path.exists() else ()
@@ -286,7 +298,7 @@ def lookup(
   """The choice for the nearest measured problem.
 
   Args:
-    device: `Device.slug`.
+    device: `Device.slug`; see `records`.
     op: name of the op.
     key: integers (sizes) may differ from a measured problem's; everything else must be equal.
     implementation: the best settings of this back end, whether or not it won; None takes the winner.
@@ -300,7 +312,7 @@ def lookup(
   True
   """
   best = None
-  for found in _entries(folder / device / f'{op}.json'):
+  for found in _entries(records(folder, device) / f'{op}.json'):
     distance = _distance(key, found['key'])
     if distance <= reach and (best is None or distance < best[0]):
       chosen = found['choice'] if implementation is None else best_of(found, implementation)
@@ -324,7 +336,7 @@ def expected_ms(
   near = lookup(device, op, key, reach=reach, folder=folder)
   if near is None:
     return {}
-  entry = next(e for e in _entries(folder / device / f'{op}.json') if e['key'] == near.key)
+  entry = next(e for e in _entries(records(folder, device) / f'{op}.json') if e['key'] == near.key)
   sizes = [n for n, v in key.items() if isinstance(v, int) and not isinstance(v, bool)]
   scale = math.prod(key[n] / near.key[n] for n in sizes)
   found = {'dense': statistics.median(entry['baseline']['samples_ms'])}

@@ -2,6 +2,7 @@
 
     python -m sparse24_jax where-it-pays --tokens 16384 --d 4096 --hidden 16384
     python -m sparse24_jax where-it-pays --tokens 8192 --d 1024 --hidden 4096 --gated --device nvidia_h100_80gb_hbm3
+    python -m sparse24_jax where-it-pays --tokens 16384 --d 4096 --hidden 16384 --recipe s_ste_fp8 --parts
 """
 
 import argparse
@@ -11,11 +12,13 @@ import jax
 
 from pallas_kernels import _device, _tuning
 from sparse24_jax import recipes
+from sparse24_jax.block_gain import block_gain, block_table
 from sparse24_jax.where_it_pays import table, where_it_pays
 
 RECIPES = {
   'transposable_srste': lambda: recipes.transposable_srste('.*', masked_decay=0.0),
   's_ste': lambda: recipes.s_ste('.*'),
+  's_ste_fp8': lambda: recipes.s_ste('.*', fp8=True),
   'sr_ste': lambda: recipes.sr_ste('.*', masked_decay=0.0),
 }
 
@@ -30,18 +33,28 @@ def main(argv: list[str] | None = None) -> int:
   pays.add_argument('--layers', type=int, default=1, help='layers of that kind (default: %(default)s)')
   pays.add_argument('--gated', action='store_true', help='a gate besides the up-projection')
   pays.add_argument('--recipe', choices=sorted(RECIPES), default='transposable_srste', help='(default: %(default)s)')
+  pays.add_argument('--parts', action='store_true', help='list what the block is made of')
   pays.add_argument('--device', help="folder of the card's records (default: the card at hand)")
   args = parser.parse_args(argv)
   device = args.device or _device.current().slug
   known = sorted(path.name for path in _tuning.TUNED.iterdir() if path.is_dir())
-  if device not in known:
+  if (folder := _tuning.records(_tuning.TUNED, device).name) in known and folder != device:
+    print(f'nothing was measured on {device!r}; these are the times of {folder!r}, which has the same chip')
+  elif folder not in known:
     print(f'nothing was measured on {device!r}; pass --device, one of {known}, or run: python -m pallas_kernels tune')
     return 1
   sides = {'up': (args.d, args.hidden), 'down': (args.hidden, args.d)}
   if args.gated:
     sides['gate'] = sides['up']
   params = {name: {'kernel': jax.ShapeDtypeStruct((args.layers, *side), 'float32')} for name, side in sides.items()}
-  print(table(where_it_pays(params, RECIPES[args.recipe](), tokens=args.tokens, device=device)))
+  recipe = RECIPES[args.recipe]()
+  try:
+    weights = where_it_pays(params, recipe, tokens=args.tokens, device=device)
+    block = block_gain(args.d, args.hidden, recipe, tokens=args.tokens, gated=args.gated, device=device)
+  except ValueError as error:
+    parser.error(str(error))
+  print(table(weights))
+  print(block_table(block, parts=args.parts))
   return 0
 
 

@@ -30,7 +30,7 @@ def write(records: Iterable[Mapping[str, Any]], path: pathlib.Path) -> None:
 @functools.cache
 def _measured(device: str, folder: pathlib.Path) -> Mapping[str, float]:
   found: dict[str, float] = {}
-  for path in sorted((folder / device).glob('memory_bound*.json')):  # that of 16 bits, that of 8 bits
+  for path in sorted(_tuning.records(folder, device).glob('memory_bound*.json')):  # that of 16 bits, that of 8 bits
     kept = json.loads(path.read_text())
     found |= kept['tb_s']
     found.setdefault(COPY, kept['copy_tb_s'])

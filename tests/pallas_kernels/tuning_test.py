@@ -11,7 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import _tuning
+from pallas_kernels.pack import costs
 
+H100 = 'nvidia_h100_80gb_hbm3'
 _KEY = dict(m=64, n=64, k=64, dtype='bfloat16')
 _EXPECTED = jnp.linspace(1.0, 2.0, 64, dtype=jnp.float32)
 
@@ -188,6 +190,16 @@ class RecordTest(absltest.TestCase):
     self.assertIsNone(_tuning.lookup('card', 'op', _KEY | {'m': 1024}, folder=folder))
     self.assertIsNone(_tuning.lookup('card', 'op', _KEY | {'dtype': 'float16'}, folder=folder))
     self.assertIsNone(_tuning.lookup('other', 'op', _KEY, folder=folder))
+
+  def test_a_card_without_records_takes_those_of_its_chip_until_it_is_tuned(self):
+    key = next(e['key'] for e in json.loads((_tuning.TUNED / H100 / 'sparse_matmul.json').read_text())['entries'])
+    self.assertIsNone(_tuning.lookup('nvidia_a100_sxm4_80gb', 'sparse_matmul', key))
+    found = _tuning.lookup('nvidia_h200', 'sparse_matmul', key)
+    self.assertEqual(found, _tuning.lookup(H100, 'sparse_matmul', key))
+    self.assertGreater(costs.expected_ms('nvidia_h200', 'transposable_pack', 2**26), 0)
+    with tempfile.TemporaryDirectory() as folder:
+      (pathlib.Path(folder) / 'nvidia_h200').mkdir()
+      self.assertIsNone(_tuning.lookup('nvidia_h200', 'sparse_matmul', key, folder=pathlib.Path(folder)))
 
   def test_best_settings_of_a_back_end_that_lost(self):
     folder = self._save(self._entry(_KEY, 'dense'))
