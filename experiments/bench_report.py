@@ -70,8 +70,8 @@ def _identity(record: Record) -> list[Any]:
 
 _METHODS = {
   'transposable_srste': 'FST, bfloat16', 's_ste': 'S-STE, bfloat16', 's_ste_fp8': 'S-STE, FP8',
-  'mixed_sparsity_24': 'MST within 2:4, bfloat16', 'mixed_sparsity_transposable': 'MST, transposable 2:4, bfloat16',
-  'neuron_level': 'neuron level, bfloat16',
+  'mixed_sparsity_24': 'MST within 2:4, bfloat16', 'neuron_level': 'neuron level, bfloat16',
+  'mixed_sparsity_transposable': 'MST, transposable 2:4 and MVUE, bfloat16',
 }  # fmt: skip
 _PROGRAMS = {'ffn': 'feed-forward block', 'block': 'transformer block', 'train_step': 'training step'}
 

@@ -276,14 +276,14 @@ def save(path: pathlib.Path, header: Mapping[str, Any], entries: Sequence[Mappin
   _entries.cache_clear()
 
 
-def records(folder: pathlib.Path, device: str) -> pathlib.Path:
-  """Where the records of a card are: its own folder, or until it has one that of a card with the same chip.
+def record(folder: pathlib.Path, device: str, name: str) -> pathlib.Path:
+  """A record of a card: its own, or until it has one that of a card with the same chip.
 
-  >>> records(TUNED, 'nvidia_h200').name
+  >>> record(TUNED, 'nvidia_h200', 'sparse_matmul').parent.name
   'nvidia_h100_80gb_hbm3'
   """
-  own = folder / device
-  return own if own.is_dir() else folder / _SAME_CHIP.get(device, device)
+  own = folder / device / f'{name}.json'
+  return own if own.exists() else folder / _SAME_CHIP.get(device, device) / own.name
 
 
 @functools.cache
@@ -298,7 +298,7 @@ def lookup(
   """The choice for the nearest measured problem.
 
   Args:
-    device: `Device.slug`; see `records`.
+    device: `Device.slug`; see `record`.
     op: name of the op.
     key: integers (sizes) may differ from a measured problem's; everything else must be equal.
     implementation: the best settings of this back end, whether or not it won; None takes the winner.
@@ -312,7 +312,7 @@ def lookup(
   True
   """
   best = None
-  for found in _entries(records(folder, device) / f'{op}.json'):
+  for found in _entries(record(folder, device, op)):
     distance = _distance(key, found['key'])
     if distance <= reach and (best is None or distance < best[0]):
       chosen = found['choice'] if implementation is None else best_of(found, implementation)
@@ -336,7 +336,7 @@ def expected_ms(
   near = lookup(device, op, key, reach=reach, folder=folder)
   if near is None:
     return {}
-  entry = next(e for e in _entries(records(folder, device) / f'{op}.json') if e['key'] == near.key)
+  entry = next(e for e in _entries(record(folder, device, op)) if e['key'] == near.key)
   sizes = [n for n, v in key.items() if isinstance(v, int) and not isinstance(v, bool)]
   scale = math.prod(key[n] / near.key[n] for n in sizes)
   found = {'dense': statistics.median(entry['baseline']['samples_ms'])}

@@ -33,12 +33,14 @@ def main(argv: list[str] | None = None) -> int:
   pays.add_argument('--layers', type=int, default=1, help='layers of that kind (default: %(default)s)')
   pays.add_argument('--gated', action='store_true', help='a gate besides the up-projection')
   pays.add_argument('--recipe', choices=sorted(RECIPES), default='transposable_srste', help='(default: %(default)s)')
-  pays.add_argument('--parts', action='store_true', help='list what the block is made of')
+  pays.add_argument('--weights', choices=('bfloat16', 'float32'), default='bfloat16',
+                    help='what is packed (default: %(default)s)')  # fmt: skip
+  pays.add_argument('--parts', action='store_true', help='list what one block is made of')
   pays.add_argument('--device', help="folder of the card's records (default: the card at hand)")
   args = parser.parse_args(argv)
   device = args.device or _device.current().slug
   known = sorted(path.name for path in _tuning.TUNED.iterdir() if path.is_dir())
-  if (folder := _tuning.records(_tuning.TUNED, device).name) in known and folder != device:
+  if (folder := _tuning.record(_tuning.TUNED, device, 'sparse_matmul').parent.name) in known and folder != device:
     print(f'nothing was measured on {device!r}; these are the times of {folder!r}, which has the same chip')
   elif folder not in known:
     print(f'nothing was measured on {device!r}; pass --device, one of {known}, or run: python -m pallas_kernels tune')
@@ -46,11 +48,13 @@ def main(argv: list[str] | None = None) -> int:
   sides = {'up': (args.d, args.hidden), 'down': (args.hidden, args.d)}
   if args.gated:
     sides['gate'] = sides['up']
-  params = {name: {'kernel': jax.ShapeDtypeStruct((args.layers, *side), 'float32')} for name, side in sides.items()}
+  params = {name: {'kernel': jax.ShapeDtypeStruct((args.layers, *side), args.weights)} for name, side in sides.items()}
   recipe = RECIPES[args.recipe]()
   try:
     weights = where_it_pays(params, recipe, tokens=args.tokens, device=device)
-    block = block_gain(args.d, args.hidden, recipe, tokens=args.tokens, gated=args.gated, device=device)
+    block = block_gain(
+      args.d, args.hidden, recipe, tokens=args.tokens, gated=args.gated, weight_dtype=args.weights, device=device
+    )
   except ValueError as error:
     parser.error(str(error))
   print(table(weights))

@@ -49,7 +49,7 @@ class ActivationPolicy:
     up: projection of `w_up`, along its input; None leaves it dense.
     down: projection of `w_down`, along its output; None leaves it dense.
     implementation: `'kernels'` runs the products on sparse tensor cores; `'reference'` is plain `jax.numpy`; None is
-      the first with V:N:M on a single card whose records have those products faster than dense ones; the log says so.
+      the latter.
   """
 
   pattern: Literal['v:n:m', '2:4'] = 'v:n:m'
@@ -271,7 +271,7 @@ def _ffn(policy: ActivationPolicy, x: Array, w_up: Array, w_down: Array, b_up: A
 def _ffn_fwd(policy, x, w_up, w_down, b_up, state, *, backward=True):
   if backward:
     _check_backward(x.shape[0], w_up.shape[1], policy)
-  ops = products.make(policy, feature_mask, token_mask, x, w_up.shape[1])
+  ops = products.make(policy, feature_mask, token_mask)
   up = ops.weight(w_up, policy.up, state['up'], -2)
   down = ops.weight(w_down, policy.down, state['down'], -1)
   h = ops.by_weight(x, up)
@@ -282,7 +282,7 @@ def _ffn_fwd(policy, x, w_up, w_down, b_up, state, *, backward=True):
 
 def _ffn_bwd(policy, residuals, dz):
   x, saved, up, down, b_up = residuals
-  ops = products.make(policy, feature_mask, token_mask, x, up.neurons)
+  ops = products.make(policy, feature_mask, token_mask)
   y = ops.restore(saved)
   dh = ops.pull_back(y, ops.by_weight(dz, down), b_up is not None)
   pattern = ops.token_pattern(y, densest(ops.uses(y), policy))

@@ -25,16 +25,21 @@ def total(values: Iterable[float | None]) -> float | None:
 
 
 def product_ms(device: str, role: str, tokens: int, d_in: int, d_out: int) -> dict[str, float]:
-  """By back end, with 'dense' for the dense product in FP8; empty if nothing near was measured."""
+  """In FP8 by back end, with 'dense' for the dense product; empty if nothing near was measured."""
   times = _tuning.expected_ms(device, OP, products.fp8_key(role, tokens, d_in, d_out))
   return {name: ms for name, ms in times.items() if name != 'dense_bf16'}
 
 
-def dense_16_ms(device: str, role: str, tokens: int, d_in: int, d_out: int, dtype: str) -> float | None:
-  """The dense product in 16 bits: by its own record, else by what was timed beside that in FP8."""
+def product_16_ms(device: str, role: str, tokens: int, d_in: int, d_out: int, dtype: str) -> dict[str, float]:
+  """In 16 bits by back end, with 'dense' for the dense product; empty if nothing near was measured."""
   m, n, k, b_layout = products.ROLES[role](tokens, d_in, d_out)
   key = dict(m=m, n=n, k=k, dtype=dtype, out_dtype=dtype, b_layout=b_layout, out_layout='nm')
-  own = _tuning.expected_ms(device, OP, key).get('dense')
+  return _tuning.expected_ms(device, OP, key)
+
+
+def dense_16_ms(device: str, role: str, tokens: int, d_in: int, d_out: int, dtype: str) -> float | None:
+  """The dense product in 16 bits: by its own record, else by what was timed beside that in FP8."""
+  own = product_16_ms(device, role, tokens, d_in, d_out, dtype).get('dense')
   if own is not None:
     return own
   return _tuning.expected_ms(device, OP, products.fp8_key(role, tokens, d_in, d_out)).get('dense_bf16')

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _device, _tuning
+from pallas_kernels import _device
 from pallas_kernels.pack import costs
 from sparse24_jax import fp8_times, products
 from sparse24_jax.dot import DotPolicy
@@ -27,8 +27,8 @@ class RoleGain:
     dense_ms: expected time of the dense product in 16 bits; None if nothing near was measured.
     sparse_ms: of the fastest sparse kernel, likewise; None also if the policy leaves the product dense.
     packing_ms: of the passes that only this product needs: the MVUE sample of the output gradient; in FP8 the rounding
-      of what the forward reads, and of the gradient. None in FP8 where a pass was not measured.
-    chosen: what `implementation=None` runs: a back end, 'dense', or 'dense_fp8'.
+      of what the forward reads, and of the gradient. None where a pass was not measured.
+    chosen: what `implementation=None` runs: a back end, 'dense', 'dense_fp8', or 'simulated', see `LayerGain`.
     dense_fp8_ms: as `dense_ms`, in FP8; None also where the policy is none of FP8.
   """
 
@@ -59,12 +59,14 @@ class LayerGain:
     shape: `(in, out)`.
     layers: how many such weights are stacked.
     roles: the three products of one of them.
-    packing_ms: per optimizer step, of the operands of one weight; None in FP8 where a pass was not measured.
+    packing_ms: per optimizer step, of the operands of one weight; None where a pass was not measured.
     packed_bytes: what the operands of all of them take.
     state_bytes: what their masks or scales take in the optimizer state.
-    saved_bytes: what the backward of all of them keeps less of activations than a dense one: in FP8 a byte an entry.
+    saved_bytes: what the x that the backward of all of them keeps takes less in FP8, at a byte an entry.
     dense_fp8_ms: of one weight's three dense products in FP8, with the passes that round all operands both ways; None
       where the policy is none of FP8.
+    simulated: why no kernel serves a policy of FP8. Its products are then simulated in wider ones, slower than dense
+      ones by a time that nobody measured: `expected_ms` is None.
   """
 
   path: str
@@ -76,6 +78,7 @@ class LayerGain:
   state_bytes: int
   saved_bytes: int = 0
   dense_fp8_ms: float | None = None
+  simulated: str | None = None
 
   @property
   def dense_ms(self) -> float | None:
@@ -104,9 +107,11 @@ def where_it_pays(
   gradient of `weight_grad='dense'` is faster and has no variance: take it.
 
   Of a recipe in FP8 the forward and the weight gradient are sparse, the input gradient is a dense product in FP8; what
-  is dense in `LayerGain.dense_ms` and in its gain has 16 bits all the same, as it is without the recipe. Records are
-  made in short bursts. A step that keeps a card busy for long runs at a lower clock, dense or sparse: its times are
-  about 10% above these on an H100, and gains hold.
+  is dense in `LayerGain.dense_ms` and in its gain has 16 bits all the same, as it is without the recipe.
+
+  Records are made in short bursts, and a card that is kept busy runs at a lower clock. Beside eight feed-forward blocks
+  on an H100, see `block_gain`, sustained steps take 6 to 19% longer, dense ones mostly more than sparse; gains are
+  within 10% of what was measured, mostly low.
 
   Args:
     params: parameters, or their shapes (`jax.eval_shape` of the model's init).
@@ -153,7 +158,12 @@ def _layer(
   entries = d_in * d_out
   state = jax.eval_shape(projection.init, jax.ShapeDtypeStruct((d_in, d_out), leaf.dtype))
   state_bytes = layers * math.prod(state.shape) * state.dtype.itemsize
-  if policy.precision == 'fp8' and any(sparse.values()):
+  simulated = products._unfit(policy, d_in, d_out, dtype) if policy.precision == 'fp8' else None
+  if simulated is not None:
+    roles = (_role(role, False, tokens, d_in, d_out, dtype, device) for role in products.ROLES)
+    roles = tuple(dataclasses.replace(role, chosen='simulated') for role in roles)
+    return LayerGain(path, (d_in, d_out), layers, roles, 0.0, 0, state_bytes, simulated=simulated)
+  if policy.precision == 'fp8':
     roles = tuple(_role8(role, sparse[role], tokens, d_in, d_out, dtype, device) for role in products.ROLES)
     # Operand, dense copy, factor.
     packed = entries // 2 + entries // 8 + entries + 4
@@ -170,7 +180,7 @@ def _layer(
   # A mask, a byte an entry, is made 16 bits a 4x4 block by a pass of XLA's, about as fast, and these are read.
   codes = entries + 2 * (entries // 8) if projection.transposable else 0
   packing = costs.expected_ms(device, op, entries * wide + codes + len(used) * operand) if used else 0.0
-  return LayerGain(path, (d_in, d_out), layers, roles, packing or 0.0, layers * len(used) * operand, state_bytes)
+  return LayerGain(path, (d_in, d_out), layers, roles, packing, layers * len(used) * operand, state_bytes)
 
 
 def _role8(
@@ -189,9 +199,7 @@ def _role8(
 def _role(
   role: str, sparse: bool, tokens: int, d_in: int, d_out: int, dtype: jnp.dtype, device: str
 ) -> RoleGain:
-  m, n, k, b_layout = products.ROLES[role](tokens, d_in, d_out)
-  key = dict(m=m, n=n, k=k, dtype=dtype.name, out_dtype=dtype.name, b_layout=b_layout, out_layout='nm')
-  times = _tuning.expected_ms(device, 'sparse_matmul', key)
+  times = fp8_times.product_16_ms(device, role, tokens, d_in, d_out, dtype.name)
   dense = times.pop('dense', None)
   always = sparse and role == 'weight_grad'
   if not sparse or not times:
@@ -203,7 +211,7 @@ def _role(
   if always:
     entries = tokens * d_out
     size = entries * dtype.itemsize + entries * dtype.itemsize // 2 + entries // 8
-    packing = costs.expected_ms(device, 'mvue_pack_axis-2', size) or 0.0
+    packing = costs.expected_ms(device, 'mvue_pack_axis-2', size)
   return RoleGain(role, dense, times.get(best), packing, best if always or times[best] < dense else 'dense')
 
 
@@ -212,7 +220,7 @@ def table(layers: Sequence[LayerGain]) -> str:
   in_fp8 = any(layer.dense_fp8_ms is not None or layer.saved_bytes for layer in layers)
   head = f'{"weight":36} {"in x out":>14} {"layers":>6}  {"dense ms":>8} {"as chosen":>9}  {"gain":>5}  {"packed":>8}'
   if in_fp8:
-    head += f'  {"dense FP8":>9} {"over it":>7}  {"saved":>8}'
+    head += f'  {"dense FP8":>9} {"over it":>7}  {"x saved":>8}'
   lines = [f'{head}  products: ms as chosen (dense)']
   for layer in layers:
     chosen = ', '.join(
@@ -238,7 +246,7 @@ def _ratio(dense: float | None, expected: float | None) -> str:
 
 
 def _advice(layer: LayerGain) -> list[str]:
-  lines = []
+  lines = [] if layer.simulated is None else [f'{layer.path}: FP8 would be simulated: {layer.simulated}']
   *_, weight_grad = layer.roles
   # In FP8 the exact gradient is simulated.
   if weight_grad.chosen != 'dense' and weight_grad.expected_ms is not None and not layer.saved_bytes:

@@ -25,12 +25,14 @@ def write(records: Iterable[Mapping[str, Any]], path: pathlib.Path) -> None:
       tb_s[r['op']] = min(tb_s.get(r['op'], float('inf')), r['bytes'] / r['median_ms'] / 1e9)
   head = {name: passes[0][name] for name in ('device', 'driver', 'versions', 'when', 'copy_tb_s')}
   path.write_text(json.dumps(head | {'tb_s': {op: round(v, 3) for op, v in sorted(tb_s.items())}}, indent=1) + '\n')
+  _measured.cache_clear()
 
 
 @functools.cache
 def _measured(device: str, folder: pathlib.Path) -> Mapping[str, float]:
   found: dict[str, float] = {}
-  for path in sorted(_tuning.records(folder, device).glob('memory_bound*.json')):  # that of 16 bits, that of 8 bits
+  paths = (_tuning.record(folder, device, name) for name in ('memory_bound', 'memory_bound_fp8'))
+  for path in (path for path in paths if path.exists()):
     kept = json.loads(path.read_text())
     found |= kept['tb_s']
     found.setdefault(COPY, kept['copy_tb_s'])

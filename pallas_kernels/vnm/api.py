@@ -95,27 +95,18 @@ def vnm_matmul(
 def key(a: CompressedVNM | VNMOperand, n: int, out_dtype: Any, out_layout: str) -> dict[str, Any]:
   """What measured records are looked up by; V and M are text, since only equal ones compare."""
   r, k = a.shape
-  return _key(r, k, a.v, a.m, n, a.dtype, out_dtype, out_layout)
-
-
-def _key(r: int, k: int, v: int, m: int, n: int, dtype: Any, out_dtype: Any, out_layout: str) -> dict[str, Any]:
   return dict(
-    m=r, n=n, k=k, pattern=f'{v}:2:{m}', dtype=jnp.dtype(dtype).name, out_dtype=jnp.dtype(out_dtype).name,
+    m=r, n=n, k=k, pattern=f'{a.v}:2:{a.m}', dtype=jnp.dtype(a.dtype).name, out_dtype=jnp.dtype(out_dtype).name,
     out_layout=out_layout,
   )
-
-
-def wins(v: int, m: int, rows: int, k: int, n: int, dtype: Any) -> bool | None:
-  """Whether the records of this card have A . B faster with A [rows, k] packed than dense; None if they do not say."""
-  problem = _key(rows, k, v, m, n, dtype, dtype, 'mn')
-  choice = _tuning.lookup(_device.current().slug, OP, problem)
-  return None if choice is None else choice.implementation != 'dense'
 
 
 def _candidates(a: CompressedVNM | VNMOperand, n: int, out_dtype: Any, out_layout: str) -> tuple[str, ...]:
   device = _device.current()
   if device.platform == 'cpu':
     return ('reference',)
+  if not _device.arrays_are_whole():  # a kernel would gather what XLA divides
+    return ('dense',)
   choice = _tuning.lookup(device.slug, OP, key(a, n, out_dtype, out_layout))
   if choice is None:
     logging.info('%s: nothing like %s was measured on %s; taking the dense product', OP, a.shape, device.name)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 import inspect
+import types
 from typing import Any
 import zlib
 
@@ -19,6 +20,8 @@ RNG = 'mvue'
 HOOK = 'dot_general'
 HOOK_CLASS = 'dot_general_cls'  # of nnx.LinearGeneral
 STATE = 'state'
+# What a method names that gets to a layer's matmul: the hook, or the layer that has it.
+_REACH = {HOOK, 'super', '__call__'}
 
 
 class SparseVariable(nnx.Variable):
@@ -112,17 +115,25 @@ def sparsify(model: nnx.Module, recipe: Recipe, *, phase: PhaseName, rngs: nnx.R
   if missed:
     raise ValueError(
       f'{sorted(missed)} match rules of recipe {recipe.name!r}, but their layers have no dot_general attribute'
-      ' (nnx.Linear and nnx.LinearGeneral do), or a __call__ of their own that neither calls it nor its parent; narrow'
-      ' the rule, or call sparse24_jax.dot in the layer'
+      ' (nnx.Linear and nnx.LinearGeneral do), or a __call__ of their own and no method that calls it or a parent;'
+      ' narrow the rule, or call sparse24_jax.dot in the layer'
     )
   return model
 
 
 def _calls_hook(layer: nnx.Module) -> bool:
-  """Whether a forward gets to the hook: False for a `__call__` that names neither `dot_general` nor its parent."""
-  forward = next((vars(c)['__call__'] for c in type(layer).__mro__ if '__call__' in vars(c)), None)
-  code = getattr(inspect.unwrap(forward), '__code__', None) if forward else None
-  return hasattr(layer, HOOK) and (code is None or not {HOOK, 'super', '__call__'}.isdisjoint(code.co_names))
+  """Whether a forward can get to the hook: False if no method beside Flax's own names `dot_general` or its parent's."""
+  own = [c for c in type(layer).__mro__ if not c.__module__.startswith('flax.')]
+  if not any('__call__' in vars(c) for c in own):
+    return hasattr(layer, HOOK)
+  methods = [inspect.unwrap(f) for c in own for f in vars(c).values() if callable(f)]
+  return hasattr(layer, HOOK) and any(_names(f.__code__) & _REACH for f in methods if hasattr(f, '__code__'))
+
+
+def _names(code: types.CodeType) -> set[str]:
+  """What code, and the functions in it, name."""
+  inner = (c for c in code.co_consts if isinstance(c, types.CodeType))
+  return set(code.co_names).union(*map(_names, inner))
 
 
 def _hook(path: str, rule: Rule, layer: nnx.Module, state: Array | None, rngs: nnx.Rngs | None) -> SparseDot:

@@ -53,8 +53,8 @@ def mixed_sparsity(
     distribution: of the density over weights, see `layer_densities`.
     structure: `'2:4'` for masks that are 2:4 at any density, `'transposable'` for masks that are so both ways.
     mvue_path: regular expression of those of the weights whose weight gradient is taken of an MVUE sample, 2:4 along
-      tokens. In feed-forward layers it is what the fused block takes; their links grow by the estimate then, see
-      `dynamic_sparse`. None leaves all weight gradients exact.
+      tokens; for all of them the same text as `path`. In feed-forward layers it is what the fused block takes; their
+      links grow by the estimate then, see `dynamic_sparse`. None leaves all weight gradients exact.
     attention: pattern of the ultra-sparse stage, for models that can (hybrid sparse attention); None is full.
     refresh_every: optimizer steps between changes of topology.
     reset_moments: see `dynamic_sparse`.
@@ -110,7 +110,8 @@ def mixed_sparsity(
   input_grad = 'sparse' if projection.transposable else 'dense'
   rules = [Rule(path, DotPolicy(projection, input_grad=input_grad))]
   if mvue_path is not None:
-    sampled = Rule(mvue_path, DotPolicy(projection, input_grad=input_grad, weight_grad='mvue'))
+    both = path if mvue_path == path else rf'(?=(?:{path})\Z)(?:{mvue_path})'
+    sampled = Rule(both, DotPolicy(projection, input_grad=input_grad, weight_grad='mvue'))
     rules = [sampled] if mvue_path == path else [sampled, *rules]
   name = {None: 'mixed_sparsity', '2:4': 'mixed_sparsity_24', 'transposable': 'mixed_sparsity_transposable'}[structure]
   return Recipe(name, tuple(rules), refresh_every=refresh_every, phases=tuple(phases[:kept]))

@@ -197,9 +197,14 @@ class RecordTest(absltest.TestCase):
     found = _tuning.lookup('nvidia_h200', 'sparse_matmul', key)
     self.assertEqual(found, _tuning.lookup(H100, 'sparse_matmul', key))
     self.assertGreater(costs.expected_ms('nvidia_h200', 'transposable_pack', 2**26), 0)
-    with tempfile.TemporaryDirectory() as folder:
-      (pathlib.Path(folder) / 'nvidia_h200').mkdir()
-      self.assertIsNone(_tuning.lookup('nvidia_h200', 'sparse_matmul', key, folder=pathlib.Path(folder)))
+    with tempfile.TemporaryDirectory() as name:
+      folder = pathlib.Path(name)
+      for card, m in ((H100, 64), ('nvidia_h200', 128)):
+        entry = self._entry(_KEY | {'m': m}, 'dense')
+        _tuning.save(folder / card / 'sparse_matmul.json', {'op': 'sparse_matmul'}, [entry])
+      _tuning.save(folder / H100 / 'vnm_matmul.json', {'op': 'vnm_matmul'}, [self._entry(_KEY, 'dense')])
+      self.assertEqual(_tuning.lookup('nvidia_h200', 'sparse_matmul', _KEY, folder=folder).key['m'], 128)
+      self.assertEqual(_tuning.lookup('nvidia_h200', 'vnm_matmul', _KEY, folder=folder).key['m'], 64)
 
   def test_best_settings_of_a_back_end_that_lost(self):
     folder = self._save(self._entry(_KEY, 'dense'))

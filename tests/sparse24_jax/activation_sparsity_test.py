@@ -2,8 +2,6 @@
 
 import dataclasses
 import functools
-import pathlib
-import tempfile
 from unittest import mock
 
 from absl.testing import absltest, parameterized
@@ -11,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import _device, _dispatch, _tuning
+from pallas_kernels import _device
 import sparse24_jax as s24
 from sparse24_jax import _activation_products as products
 from sparse24_jax import activation_sparsity as acts
@@ -177,49 +175,15 @@ class NumericsTest(parameterized.TestCase):
 
 
 class ChoiceTest(parameterized.TestCase):
-  """What a policy without a named implementation gets on a card, by records of the V:N:M products."""
 
-  def _choose(self, choice, policy=VNM, dtype=jnp.bfloat16, whole=True):
+  def test_kernels_when_named(self):
     card = _device.Device('Some card', 'gpu', (9, 0), 132)
-    x = jax.ShapeDtypeStruct((TOKENS, D), dtype)
-    with tempfile.TemporaryDirectory() as name:
-      folder = pathlib.Path(name)
-      for rows, k in ((TOKENS, HIDDEN), (HIDDEN, TOKENS)):
-        key = dict(m=rows, n=D, k=k, pattern='8:2:8', dtype='bfloat16', out_dtype='bfloat16', out_layout='mn')
-        entry = dict(key=key, choice=dict(implementation=choice, config=None))
-        _tuning.save(folder / card.slug / 'vnm_matmul.json', {'op': 'vnm_matmul'}, [entry])
-      _dispatch.log_once.cache_clear()
-      with (
-        mock.patch.object(_device, 'current', lambda: card),
-        mock.patch.object(_device, 'arrays_are_whole', lambda: whole),
-        mock.patch.object(_tuning, 'lookup', functools.partial(_tuning.lookup, folder=folder)),
-        self.assertLogs('sparse24_jax', 'INFO') as logs,
-      ):
-        ops = products.make(policy, acts.feature_mask, acts.token_mask, x, HIDDEN)
-    return type(ops.activate.__self__).__name__, logs.output[0]
+    for name, kind in (('kernels', 'SparseVNM'), ('reference', 'Reference'), (None, 'Reference')):
+      with mock.patch.object(_device, 'current', lambda: card):
+        ops = products.make(dataclasses.replace(VNM, implementation=name), acts.feature_mask, acts.token_mask)
+      self.assertEqual(type(ops.activate.__self__).__name__, kind)
 
-  def test_kernels_where_they_win(self):
-    name, line = self._choose('mosaic_gpu')
-    self.assertEqual(name, 'SparseVNM')
-    self.assertIn('8:2:8 of 32 x 8 x 64 bfloat16: sparse kernels on Some card, as measured', line)
-    self.assertEqual(self._choose('mosaic_gpu', dataclasses.replace(VNM, clusters=4))[0], 'SpreadVNM')
-
-  def test_dense_where_they_lose_or_nothing_is_known(self):
-    name, line = self._choose('dense')
-    self.assertEqual(name, 'Reference')
-    self.assertIn('dense products on Some card, as measured', line)
-    for name, line in (
-      self._choose('mosaic_gpu', dataclasses.replace(VNM, v=16)), self._choose('mosaic_gpu', dtype=jnp.float32)
-    ):
-      self.assertEqual(name, 'Reference')
-      self.assertIn('dense products on Some card, nothing near was measured', line)
-
-  def test_dense_on_a_mesh(self):
-    name, line = self._choose('mosaic_gpu', whole=False)
-    self.assertEqual(name, 'Reference')
-    self.assertIn('dense products on Some card, since the kernels would gather what a mesh divides', line)
-
-  def test_the_choice_computes_the_same(self):
+  def test_the_kernels_side_computes_the_same(self):
     # The kernels' path by the ops' own choice of back ends, which on a CPU are the references.
     inputs = _inputs(jnp.bfloat16)
     expected = _forward_and_grads(VNM, *inputs)

@@ -8,9 +8,12 @@ import sys
 from unittest import mock
 
 from absl.testing import absltest, parameterized
+import jax
 
 from pallas_kernels import _device
 from sparse24_jax import __main__ as command
+from sparse24_jax.block_gain import block_gain, block_table
+from sparse24_jax.where_it_pays import table, where_it_pays
 
 ARGS = ('where-it-pays', '--tokens', '16384', '--d', '4096', '--hidden', '16384')
 DEVICE = 'nvidia_h100_80gb_hbm3'
@@ -62,12 +65,28 @@ class CommandTest(parameterized.TestCase):
     expected = {'transposable_srste': 'mosaic_gpu', 's_ste_fp8': 'dense_fp8'}.get(recipe, 'dense')
     *_, up, block = lines
     self.assertIn(f'input_grad {expected} ', up)
-    self.assertRegex(block, r'^block: \d+\.\d\d ms as chosen, \d+\.\d\d ms dense, \d\.\d\dx; .*')
+    self.assertRegex(block, r'^one block: \d+\.\d\d ms as chosen, \d+\.\d\d ms dense, \d\.\d\dx; .*')
     self.assertEqual('dense in FP8' in block, recipe == 's_ste_fp8')
+
+  @parameterized.parameters('bfloat16', 'float32')
+  def test_layers_and_block_are_of_the_same_weights(self, weights):
+    _, lines = run(*ARGS, '--device', DEVICE, '--weights', weights)
+    recipe = command.RECIPES['transposable_srste']()
+    sides = {'down': (16384, 4096), 'up': (4096, 16384)}
+    params = {name: {'kernel': jax.ShapeDtypeStruct((1, *side), weights)} for name, side in sides.items()}
+    self.assertEqual(lines[:3], table(where_it_pays(params, recipe, tokens=16384, device=DEVICE)).split('\n'))
+    block = block_gain(4096, 16384, recipe, tokens=16384, weight_dtype=weights, device=DEVICE)
+    self.assertEqual(lines[3:], [block_table(block)])
+
+  def test_one_block_is_one_of_all_layers(self):
+    *_, block = run(*ARGS, '--device', DEVICE)[1]
+    *_, of_many = run(*ARGS, '--device', DEVICE, '--layers', '3')[1]
+    self.assertStartsWith(block, 'one block: ')
+    self.assertEqual(of_many, block)
 
   def test_parts_add_up(self):
     _, lines = run(*ARGS, '--device', DEVICE, '--recipe', 's_ste_fp8', '--gated', '--parts')
-    (block,) = (line for line in lines if line.startswith('block: '))
+    (block,) = (line for line in lines if line.startswith('one block: '))
     totals = [float(ms) for ms in re.findall(r'([\d.]+) ms', block)]
     titles = [i for i, line in enumerate(lines) if line.endswith(', ms:')]
     self.assertEqual([lines[i].strip() for i in titles], ['as chosen, ms:', 'dense, ms:', 'dense in FP8, ms:'])

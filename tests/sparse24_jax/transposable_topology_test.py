@@ -203,6 +203,9 @@ class TrainingTest(parameterized.TestCase):
     # One projection, so that both share one density.
     self.assertLen({policy.projection for policy in found.values()}, 1)
     self.assertLen(make('.*', mvue_path='.*').rules, 1)
+    # What is sampled is sparse first.
+    beyond = make('(attn|mlp)/.*', mvue_path='(mlp|head)/.*')
+    self.assertEqual(set(match_rules(params | {'head': {'kernel': normal(0, (16, 16))}}, beyond)), set(found))
     with self.assertRaisesRegex(ValueError, "above the 0.5 that structure='transposable'"):
       make('.*', density=0.6)
 

@@ -1,6 +1,7 @@
 """The advice on layers, against what `implementation=None` does on that card and against sums by hand."""
 
 import contextlib
+import dataclasses
 from unittest import mock
 
 from absl.testing import absltest, parameterized
@@ -25,6 +26,7 @@ RECIPES = {
   ),
   'not_packed': s24.Recipe('r', (s24.Rule('.*', s24.DotPolicy(s24.magnitude(m=8), weight_grad='mvue')),)),
 }  # fmt: skip
+FP8_POLICY = RECIPES['s_ste_fp8'].rules[0].policy
 SHAPES = ((768, 3072), (3072, 768), (1600, 6400), (4096, 16384), (3072, 8192), (96, 512))
 ROLES = ('forward', 'input_grad', 'weight_grad')
 
@@ -44,7 +46,7 @@ def card():
 
 
 @contextlib.contextmanager
-def records(*, packing=lambda op, size: None, **times):
+def records(*, packing=lambda op, size: 0.0, **times):
   """Times of each product, by role, and of packing passes."""
 
   def product(device, op, key):
@@ -90,7 +92,7 @@ class ChoiceTest(parameterized.TestCase):
         plan = products.plan(policy, tokens, *shape, jnp.dtype(dtype))
         (layer,) = s24.where_it_pays(struct(*shape), recipe, tokens=tokens, dtype=dtype)
       for role in layer.roles:
-        dense = 'dense_fp8' if plan.fp8 else 'dense'
+        dense = 'dense_fp8' if plan.fp8 else 'dense' if policy.precision == 'default' else 'simulated'
         self.assertEqual(role.chosen, getattr(plan, role.role) or dense, f'{shape} {role}')
 
   def test_sides_that_do_not_pack_are_dense(self):
@@ -111,6 +113,26 @@ class ChoiceTest(parameterized.TestCase):
     order = ('dense',) if min(times, key=times.get, default='dense') == 'dense' else ('cusparselt', 'dense')
     with card(), mock.patch.object(api, 'candidates_for', lambda *a, **k: order):
       self.assertEqual(products.plan(RECIPES['s_ste'].rules[0].policy, 32, 64, 128, jnp.bfloat16).weight_grad, chosen)
+
+  @parameterized.parameters(
+    (4096, 16386, 'bfloat16', FP8_POLICY, 'packing takes multiples of four, found a weight 4096 x 16386'),
+    (4096, 16384, 'bfloat16', dataclasses.replace(FP8_POLICY, weight_grad='dense'),
+     "FP8 kernels take weight_grad='mvue', found 'dense'"),
+    (4096, 16384, 'float32', FP8_POLICY, 'activations are float32, the kernels take bfloat16 and float16'),
+    (4096, 16384, 'bfloat16', s24.DotPolicy(s24.transposable(), weight_grad='mvue', precision='fp8'),
+     "only the soft threshold is packed in FP8, found 'transposable exact'"),
+  )  # fmt: skip
+  def test_fp8_that_no_kernel_serves_is_no_dense_layer(self, d_in, d_out, dtype, policy, reason):
+    recipe = s24.Recipe('r', (s24.Rule('.*', policy),))
+    (layer,) = s24.where_it_pays(struct(d_in, d_out), recipe, tokens=16384, dtype=dtype, device=H100.slug)
+    with card():
+      self.assertEqual(products.plan(policy, 16384, d_in, d_out, jnp.dtype(dtype)), products.Plan())
+    self.assertEqual([role.chosen for role in layer.roles], ['simulated'] * 3)
+    self.assertEqual((layer.expected_ms, layer.gain, layer.simulated), (None, None, reason))
+    self.assertEqual(layer.dense_ms is None, dtype == 'float32')
+    _, line, advice = table([layer]).split('\n')
+    self.assertRegex(line, r' -      -  +0 MB  forward simulated - \(')
+    self.assertEqual(advice, f'mlp/up/kernel: FP8 would be simulated: {reason}')
 
   def test_tokens_must_be_positive(self):
     with self.assertRaisesRegex(ValueError, 'tokens=0 must be positive'):
@@ -153,6 +175,15 @@ class SumTest(parameterized.TestCase):
     self.assertIsNone(layer.dense_ms)
     self.assertIsNone(layer.expected_ms)
     self.assertEqual([role.dense_ms is None for role in layer.roles], [role == missing for role in ROLES])
+
+  @parameterized.parameters(
+    ('fst', 'masked_pack'), ('fst', 'mvue_pack_axis-2'), ('s_ste', 'soft_threshold_pack_axis-2'),
+  )  # fmt: skip
+  def test_a_pass_that_was_not_measured_leaves_no_gain(self, recipe, missing):
+    with records(packing=lambda op, size: None if op == missing else 0.25, **SPARSE_WINS):
+      layer = gain_of(RECIPES[recipe])
+    self.assertEqual((layer.dense_ms, layer.expected_ms, layer.gain), (15.0, None, None))
+    self.assertIn(' 15.000         -      - ', table([layer]))
 
   def test_a_card_without_records(self):
     layer, = s24.where_it_pays(struct(64, 128), RECIPES['fst'], tokens=32, device='no_such_card')

@@ -5,7 +5,6 @@ import io
 import json
 import pathlib
 import tempfile
-from unittest import mock
 
 from absl.testing import absltest
 import jax
@@ -14,8 +13,6 @@ from experiments.bench import neuron_level
 from pallas_kernels import _device, _tuning
 from pallas_kernels.vnm import api, mosaic_gpu
 from pallas_kernels.vnm.format import decompress_operand, verify
-from sparse24_jax import _activation_products as products
-from sparse24_jax.activation_sparsity import ActivationPolicy
 
 
 class NeuronLevelBenchTest(absltest.TestCase):
@@ -69,16 +66,6 @@ class NeuronLevelBenchTest(absltest.TestCase):
         mosaic_gpu.check_config(problem, mosaic_gpu.Config(**row['config']))
       chosen += entry['choice']['implementation'] == 'mosaic_gpu'
     self.assertGreater(chosen, 0)
-
-  def test_the_block_that_was_measured_takes_the_kernels(self):
-    x = jax.ShapeDtypeStruct((16384, 4096), jax.numpy.bfloat16)
-    card = _device.target_device('sm_90a')
-    with (
-      mock.patch.object(_device, 'current', lambda: card), mock.patch.object(_device, 'arrays_are_whole', lambda: True)
-    ):
-      for v, m, name in ((128, 8, 'SparseVNM'), (128, 16, 'SparseVNM'), (64, 8, 'SparseVNM'), (16, 8, 'Reference')):
-        ops = products.make(ActivationPolicy(v=v, m=m), None, None, x, 16384)
-        self.assertEqual(type(ops.activate.__self__).__name__, name)
 
   def test_the_random_operand_is_legal(self):
     a = neuron_level.operand(128, 64, 64, 8, jax.random.key(0))

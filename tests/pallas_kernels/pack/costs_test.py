@@ -41,6 +41,11 @@ class CostsTest(parameterized.TestCase):
       assert found is not None
       self.assertAlmostEqual(found, ms, places=12)
 
+  def test_what_is_written_counts_at_once(self):
+    self.assertEqual(costs.expected_ms('card', 'a', 2_000_000_000, folder=self.folder), 1.0)
+    costs.write([record('a', 4.0)], self.path)
+    self.assertEqual(costs.expected_ms('card', 'a', 2_000_000_000, folder=self.folder), 0.5)
+
   def test_milliseconds_are_bytes_over_bandwidth(self):
     for op, size, ms in (('a', 2_000_000_000, 1.0), ('b', 10_000_000, 0.008), ('b', 0, 0.0)):
       found = costs.expected_ms('card', op, size, folder=self.folder)
