@@ -300,7 +300,8 @@ def main() -> int:
   part('check', run_check)
   part('products', run_products)
   part('passes', run_passes)
-  if options.tuned and not only and any(record['bench'] == 'memory_bound' for record in written):
+  checked = wrong == 0 or 'check' not in parts
+  if options.tuned and not only and checked and any(record['bench'] == 'memory_bound' for record in written):
     (folder := options.tuned / device.slug).mkdir(parents=True, exist_ok=True)
     costs.write(written, folder / 'memory_bound_fp8.json')
   return int(bool(wrong))

@@ -45,7 +45,8 @@ def sparse_attention(
       it, on NVIDIA cards cuDNN for full heads and Triton for others, elsewhere blocks.
 
   Returns:
-    [B, T, H, K], dtype of `q`; scores and softmax are float32.
+    [B, T, H, K], dtype of `q`; scores and softmax are float32. Forward mode (`jax.jvp`, `jax.jacfwd`) needs
+    implementation='blocks' or 'reference': 'triton' and 'cudnn' have gradients in reverse mode only.
 
   Raises:
     ValueError: shapes, dtypes or patterns do not fit, or the named implementation refuses.

@@ -13,13 +13,15 @@ multiple of c is padded at the end, which causality hides.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax import Array
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 import numpy as np
 
+from pallas_kernels import _partitioning
 from pallas_kernels.sparse_attention.patterns import Pattern
 
 
@@ -89,7 +91,10 @@ def sparse_attention(q: Array, k: Array, v: Array, *, patterns: tuple[Pattern, .
 def by_pattern(
   q: Array, k: Array, v: Array, patterns: tuple[Pattern, ...], attend: Callable[[Pattern, Array, Array, Array], Array]
 ) -> Array:
-  """Calls `attend` once a pattern with that pattern's heads, and puts the heads back in order."""
+  """Calls `attend` once a pattern with that pattern's heads, and puts the heads back in order.
+
+  Of several patterns every device computes all heads where types say that a mesh divides them.
+  """
   kinds = list(dict.fromkeys(patterns))
   if len(kinds) == 1:
     return attend(kinds[0], q, k, v)
@@ -101,9 +106,20 @@ def by_pattern(
     groups = list(dict.fromkeys(h // shared for h in chosen))
     whole = len(groups) * shared == len(chosen)
     kv = np.array(groups if whole else [h // shared for h in chosen])
-    out.append(attend(kind, q[:, :, np.array(chosen)], k[:, :, kv], v[:, :, kv]))
+    out.append(attend(kind, _heads(q, np.array(chosen)), _heads(k, kv), _heads(v, kv)))
   order = np.argsort([h for chosen in heads for h in chosen])
-  return jnp.concatenate(out, axis=2)[:, :, order]
+  return _partitioning.like(_heads(jnp.concatenate(out, axis=2), order), q)
+
+
+def _heads(x: Array, which: np.ndarray) -> Array:
+  """Heads of `x`, all on every device that has the sequence where types say how a mesh divides."""
+  sharding = _partitioning.division(x).sharding
+  if sharding is None:
+    return x[:, :, which]
+  # The gather and its transpose by XLA: types refuse both along a divided axis, the latter beside one too.
+  spec = PartitionSpec(*sharding.spec[:2], None, *sharding.spec[3:])
+  take: Any = jax.sharding.auto_axes(lambda x: x[:, :, which], out_sharding=sharding.update(spec=spec))
+  return take(x)
 
 
 def _one_pattern(q: Array, k: Array, v: Array, pattern: Pattern, scale: float) -> Array:
@@ -114,7 +130,8 @@ def _one_pattern(q: Array, k: Array, v: Array, pattern: Pattern, scale: float) -
   c = min(pattern.window, length)
   blocks = -(-length // c)
   pad = ((0, 0), (0, blocks * c - length), (0, 0), (0, 0))
-  q = jnp.pad(q, pad).reshape(batch, blocks, c, groups, heads // groups, size)
+  # An axis at a time, on the way back too: no other reshape keeps the division of an explicit mesh.
+  q = jnp.pad(q, pad).reshape(batch, blocks, c, heads, size).reshape(batch, blocks, c, groups, heads // groups, size)
   k, v = (jnp.pad(x, pad).reshape(batch, blocks, c, groups, size) for x in (k, v))
   parts = PARTS[pattern.kind]
   scores = []
@@ -127,4 +144,5 @@ def _one_pattern(q: Array, k: Array, v: Array, pattern: Pattern, scale: float) -
     jnp.einsum(part.values, w, part.keys(v), preferred_element_type=jnp.float32)
     for part, w in zip(parts, jnp.split(weights, ends, axis=-1), strict=True)
   )
-  return y.astype(v.dtype).reshape(batch, blocks * c, heads, size)[:, :length]
+  y = y.astype(v.dtype).reshape(batch, blocks, c, heads, size)
+  return y.reshape(batch, blocks * c, heads, size)[:, :length]

@@ -1,7 +1,8 @@
 """Sparse attention by Triton kernels, for every pattern and every NVIDIA GPU of compute capability 8.0 and newer.
 
-A pattern is one launch forward and two backward, `combined` two and three: its columns first, from whose result the
-window goes on. Nothing is transposed or copied on the way: kernels take strides.
+Launches, forward and backward: `full` and `local` 1 and 2; `strided` 1 and 1, or 2 where columns have more than 64
+positions; `fixed` 1 and 3, with two sums; `combined` 2 and 3, or 4: its columns first, from whose result the window
+goes on. Nothing is transposed or copied on the way: kernels take strides.
 """
 
 import dataclasses
@@ -53,7 +54,7 @@ def tiles(kernel: str, count: int, size: int) -> Tiles:
   """
   side = min(64, max(16, 1 << (count - 1).bit_length()))
   warps = max(1, side // 16)
-  # A third stage is 2 to 5% faster on an H100; with large heads it would not fit into the 99 KiB of smaller cards.
+  # With large heads a third stage would not fit into the 99 KiB of smaller cards.
   stages = 3 if side == 64 and size <= 64 else 2
   if kernel == 'last_keys':
     return Tiles(side, 16, warps, stages)
@@ -225,17 +226,24 @@ def _backward(
   return dq, dk, dv
 
 
+def last_keys_launch(pattern: Pattern, scale: float, shape: tuple[int, int, int, int], groups: int) -> dict[str, Any]:
+  """The grid and the constants of `last_keys_kernel` for queries of this shape."""
+  batch, length, heads, size = shape
+  t = tiles('last_keys', length, size)
+  splits = max(1, length // (TILES_A_SHARE * t.rows))
+  tiles_of_keys = -(-((length - 1) // pattern.window) // t.columns)
+  return dict(
+    grid=(groups * tiles_of_keys * splits, batch), num_warps=t.num_warps, LENGTH=length, HEADS=heads, GROUPS=groups,
+    SIZE=size, WINDOW=pattern.window, SCALE=scale, ROWS=t.rows, COLUMNS=t.columns, STAGES=t.stages, SPLITS=splits,
+  )  # fmt: skip
+
+
 def _last_keys(given: tuple[Array, ...], pattern: Pattern, scale: float) -> tuple[Array, Array]:
   """Gradients of the last keys and values of all blocks but one, float32 [B, blocks - 1, G, K]."""
   q, k = given[:2]
-  batch, length, heads, size = q.shape
+  batch, length, _, size = q.shape
   groups, blocks = k.shape[2], (length - 1) // pattern.window
-  t = tiles('last_keys', length, size)
-  splits = max(1, length // (TILES_A_SHARE * t.rows))
-  out = jax.ShapeDtypeStruct((batch, splits, blocks, groups, size), jnp.float32)
-  dk, dv = _triton.call(
-    _gradients.last_keys_kernel, *given, out_shape=[out, out], grid=(groups * -(-blocks // t.columns) * splits, batch),
-    num_warps=t.num_warps, LENGTH=length, HEADS=heads, GROUPS=groups, SIZE=size, WINDOW=pattern.window, SCALE=scale,
-    ROWS=t.rows, COLUMNS=t.columns, STAGES=t.stages, SPLITS=splits,
-  )  # fmt: skip
+  launch = last_keys_launch(pattern, scale, q.shape, groups)
+  out = jax.ShapeDtypeStruct((batch, launch['SPLITS'], blocks, groups, size), jnp.float32)
+  dk, dv = _triton.call(_gradients.last_keys_kernel, *given, out_shape=[out, out], **launch)
   return jnp.sum(dk, axis=1), jnp.sum(dv, axis=1)

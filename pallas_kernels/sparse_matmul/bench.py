@@ -87,10 +87,12 @@ def tune(
       candidates = ready.sparse + found.candidates
       laps.append(time.monotonic())
       # Who may take 8 bits may leave them, too.
-      others = [_prepared.in_16_bits(p, ready.x.a_dense, jax.random.key(p.n))] if p.a_dtype.itemsize == 1 else []
+      others = {}
+      if p.a_dtype.itemsize == 1:
+        others['dense_bf16'] = _prepared.in_16_bits(p, ready.x.a_dense, jax.random.key(p.n))
       entry = _tuning.tune(
         p.key, ready.dense, candidates, ready.expected, _prepared.times_ms, finalists=2,
-        others=dict(zip(('dense_bf16',), others, strict=False)),
+        others=others,
         quick=dict(rounds=2, iterations=10, gap_s=_prepared.gap_s(p, 10)),
         final=dict(rounds=4, iterations=20, gap_s=_prepared.gap_s(p, 20)),
       )

@@ -62,7 +62,7 @@ class CompressedVNM:
     return formats.Compressed24(self.values, self.metadata, -1)
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=['compact', 'rows'], meta_fields=['m'])
+@functools.partial(jax.tree_util.register_dataclass, data_fields=['compact', 'rows'], meta_fields=['m', 'spread'])
 @dataclasses.dataclass(frozen=True)
 class VNMOperand:
   """A V:2:M matrix [R, K] as A of the matmul: what `CompressedVNM` says, in the order that the kernel reads.
@@ -71,11 +71,13 @@ class VNMOperand:
     compact: the kept columns side by side, [..., R, 4 K / M], in the order of sparse tensor cores.
     rows: int32 [..., R / V, 4 K / M], the row of B, 0 to K - 1, that each compact column of a block multiplies.
     m: M.
+    spread: whether the M columns of a group lie K / M apart, not side by side.
   """
 
   compact: SparseOperand
   rows: Array
   m: int
+  spread: bool = False
 
   @property
   def v(self) -> int:
@@ -90,6 +92,13 @@ class VNMOperand:
   @property
   def dtype(self) -> jnp.dtype:
     return self.compact.dtype
+
+
+def check_groups(a: VNMOperand, spread: bool, *, name: str = 'a') -> None:
+  """ValueError unless the groups of `a` lie as the caller takes them to."""
+  if a.spread != spread:
+    ways = {False: 'side by side', True: 'spread'}
+    raise ValueError(f'{name} of shape {a.shape} has its groups {ways[a.spread]}; accepted are groups {ways[spread]}')
 
 
 def check_blocks(x: Array, v: int, n: int, m: int, *, name: str = 'x') -> None:
@@ -208,6 +217,7 @@ def decompress_operand(a: VNMOperand) -> Array:
 
 
 def from_vnm_operand(operand: VNMOperand) -> CompressedVNM:
-  """Inverse of `to_vnm_operand`."""
+  """Inverse of `to_vnm_operand`; ValueError for groups that are spread, which the open format does not know."""
+  check_groups(operand, False, name='operand')
   compact = from_operand(operand.compact)
   return CompressedVNM(compact.values, compact.metadata, (operand.rows % operand.m).astype(jnp.uint8), operand.m)

@@ -117,6 +117,7 @@ def check_config(p: Problem, c: Config) -> None:
     (c.rows // 64 * c.bn <= 384,
      f'rows={c.rows} and bn={c.bn} need {c.rows * c.bn // 128} accumulators a thread, 192 fit'),
     (c.epilogue_n in (8, 16, 32, 64), f'epilogue_n={c.epilogue_n} must be 8, 16, 32 or 64'),
+    (c.slots >= 1, f'slots={c.slots} must be 1 or more'),
     (c.stages > c.delay, f'stages={c.stages} must exceed delay={c.delay}'),
     (c.shared_memory_bytes <= _SMEM_BYTES,
      f'{c.stages} stages need {c.shared_memory_bytes} bytes of shared memory of {_SMEM_BYTES}'),
@@ -239,6 +240,8 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
 
         early = gather.load_rows(rows, block_of(0), jnp.int32(0))
         filled, _ = lax.fori_loop(0, turns, fill, (jnp.int32(0), early))
+        # Copies belong to their threads, and nothing says that those of a thread that has exited land and arrive: stay
+        # until the consumers have let go of every stage.
         _wgmma_sp.drain(empty, filled, stages)
 
       @pl.when(warpgroup < CONSUMERS)

@@ -13,6 +13,7 @@ from pallas_kernels.prune.reference import ranks
 from pallas_kernels.sparse_matmul.operand import from_operand, SparseOperand
 from pallas_kernels.vnm.format import (
   check_blocks,
+  check_groups,
   compress_columns,
   CompressedVNM,
   decompress,
@@ -117,6 +118,7 @@ def vnm_pack(
 ) -> tuple[VNMOperand, Array | None, Array | None, Array | None]:
   """See `api.vnm_pack`."""
   if gradient is not None and pattern is not None:
+    check_groups(pattern, spread, name='pattern')
     if x.shape != gradient.shape:
       x = decompress_operand(_with_values(pattern, x))
     return *_pack_as(x, gradient, pattern, axis=axis, activation=activation, masked=masked), None, None
@@ -129,7 +131,7 @@ def vnm_pack(
     y = y[:, order]
   ids = best_columns(y, v=v, m=m)
   a = to_vnm_operand(compress_columns(y, _entries(y, ids, v=v, n=2, m=m), ids, v=v, m=m))
-  a = VNMOperand(a.compact, order[a.rows], m)
+  a = VNMOperand(a.compact, order[a.rows], m, spread)
   dense = _dense_of(a, axis) if masked else None
   if not residuals:
     return a, dense, None, None
@@ -139,7 +141,7 @@ def vnm_pack(
 
 
 def _with_values(a: VNMOperand, values: Array) -> VNMOperand:
-  return VNMOperand(SparseOperand(values, a.compact.words), a.rows, a.m)
+  return dataclasses.replace(a, compact=SparseOperand(values, a.compact.words))
 
 
 def _pack_as(
@@ -162,6 +164,7 @@ def _pack_as(
 
 def turn(a: VNMOperand, *, used: Array | None, pattern: VNMOperand | None) -> VNMOperand:
   """See `api.turn`."""
+  check_groups(a, False)
   x = decompress_operand(a)
   if pattern is not None:
     return _pack_as(x, x, pattern, axis=-2, activation=None, masked=False)[0]
@@ -170,6 +173,7 @@ def turn(a: VNMOperand, *, used: Array | None, pattern: VNMOperand | None) -> VN
 
 def take_columns(a: VNMOperand, columns: Array) -> Array:
   """See `api.take_columns`."""
+  check_groups(a, False)
   return decompress_operand(a)[:, columns]
 
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from pallas_kernels import _triton
 from pallas_kernels.sparse_matmul.operand import SparseOperand, words_shape
 from pallas_kernels.vnm import _columns, _dense, _kernels, _rows, _turn
-from pallas_kernels.vnm.format import VNMOperand
+from pallas_kernels.vnm.format import check_groups, VNMOperand
 
 _GROUPS = 16  # a program's, 64 compact columns
 _PARTS = 2  # of a block's rows, both in a thread
@@ -71,6 +71,8 @@ def vnm_pack(
   residuals: bool = False,
 ) -> tuple[VNMOperand, Array | None, Array | None, Array | None]:
   """See `api.vnm_pack`."""
+  if pattern is not None:
+    check_groups(pattern, spread, name='pattern')
   compact_x = pattern is not None and gradient is not None and x.shape != gradient.shape
   x, kept = (gradient, x) if compact_x and gradient is not None else (x, x)
   r, c = x.shape if axis == -1 else x.shape[::-1]
@@ -138,7 +140,7 @@ def vnm_pack(
       out = call(_kernels.pack_kernel, (x, gradient, *given), 'values words rows masked', **options)
   if pattern is not None:
     out |= dict(words=given[0], rows=given[1])
-  a = VNMOperand(SparseOperand(out['values'], out['words']), out['rows'], m)
+  a = VNMOperand(SparseOperand(out['values'], out['words']), out['rows'], m, spread)
   return (
     a, out['masked'] if masked else None, out['inputs'] if residuals else None, out['counts'] if residuals else None
   )
@@ -157,6 +159,7 @@ def turn_warps(v: int, m: int) -> int:
 
 def turn(a: VNMOperand, *, used: Array | None, pattern: VNMOperand | None) -> VNMOperand:
   """See `api.turn`."""
+  check_groups(a, False)
   r, c, v, m = *a.shape, a.v, a.m
   if v not in (64, 128, 256) or m not in (4, 8, 16) or r % v or c % v or r % (_GROUPS * m) or c % (_GROUPS * m):
     raise NotImplementedError(
@@ -171,7 +174,7 @@ def turn(a: VNMOperand, *, used: Array | None, pattern: VNMOperand | None) -> VN
     (made,) = _triton.call(
       _turn.turn_as, a.compact.values, a.compact.words, columns, words, rows, out_shape=[values], **options
     )
-    return VNMOperand(SparseOperand(made, words), rows, m)
+    return VNMOperand(SparseOperand(made, words), rows, m, spread=True)
   here = columns if used is None else _bytes(jnp.where(used[a.rows], 0xFF, 0))
   shapes = [
     values, jax.ShapeDtypeStruct(words_shape(c, 4 * r // m), jnp.uint32),
@@ -180,7 +183,7 @@ def turn(a: VNMOperand, *, used: Array | None, pattern: VNMOperand | None) -> VN
   made, words, rows = _triton.call(
     _turn.turn, a.compact.values, a.compact.words, columns, here, out_shape=shapes, **options, SELECT=used is not None
   )
-  return VNMOperand(SparseOperand(made, words), rows, m)
+  return VNMOperand(SparseOperand(made, words), rows, m, spread=True)
 
 
 def _bytes(x: Array) -> Array:
@@ -199,12 +202,18 @@ _ROWS, _WIDTH = 32, 128  # of a program that takes columns
 
 def take_columns(a: VNMOperand, columns: Array) -> Array:
   """See `api.take_columns`."""
+  check_groups(a, False)
   r, c = a.shape
   if a.v % _ROWS or r % 64 or c % (_GROUPS * a.m):
     raise NotImplementedError(f'V in multiples of {_ROWS}, whole tiles of words; found V={a.v} of [{r}, {c}]')
   _check_entries(a)
   count = columns.shape[0]
-  ids = jnp.pad(columns, (0, -count % _WIDTH))
+  if not count:
+    return jnp.zeros((r, 0), a.dtype)
+  # As XLA indexes: from the end if negative, else the nearest that there is.
+  ids = jnp.pad(jnp.clip(jnp.where(columns < 0, columns + c, columns), 0, c - 1), (0, -count % _WIDTH))
+  if r * ids.shape[0] >= 2**31:
+    raise NotImplementedError(f'results of less than 2^31 entries only, found {count} columns of {r}')
   (out,) = _triton.call(
     _turn.take_columns, a.compact.values, a.compact.words, a.rows, ids,
     out_shape=[jax.ShapeDtypeStruct((r, ids.shape[0]), a.dtype)], grid=(r // _ROWS, ids.shape[0] // _WIDTH),

@@ -6,6 +6,7 @@ from unittest import mock
 from absl.testing import absltest, parameterized
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import numpy as np
 
 from pallas_kernels import _device
@@ -74,6 +75,22 @@ class SparseAttentionTest(parameterized.TestCase):
     for expected, found in zip(*grads, strict=True):
       self.assertTrue(np.isfinite(found).all())
       np.testing.assert_allclose(found, expected, atol=5e-6)
+
+  @parameterized.parameters(Pattern('combined', 4), [(Pattern('fixed', 4), Pattern('local', 3)) * 2])
+  def test_on_a_mesh_of_explicit_axes(self, patterns):
+    """Heads of one pattern stay divided, those of several are gathered and divided again."""
+    args = inputs(length=18)
+    mesh = jax.make_mesh((2, 2), ('d', 't'), axis_types=(AxisType.Explicit,) * 2)
+    sharding = NamedSharding(mesh, PartitionSpec('d', None, 't', None))
+
+    @jax.jit
+    def step(q, k, v, dy):
+      y, vjp = jax.vjp(lambda *x: sparse_attention(*x, patterns=patterns), q, k, v)
+      return y, *vjp(dy)
+
+    for x, expected in zip(step(*(jax.device_put(x, sharding) for x in args)), step(*args), strict=True):
+      np.testing.assert_allclose(x, expected, atol=5e-6)
+      self.assertTrue(x.sharding.is_equivalent_to(sharding, 4))
 
   @parameterized.parameters('local', 'strided')
   def test_what_cudnn_is_given_means_the_pattern(self, kind):

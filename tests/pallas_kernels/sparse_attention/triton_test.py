@@ -18,9 +18,9 @@ from tests.pallas_kernels import triton_interpreter
 BF16, F32 = jnp.bfloat16, jnp.float32
 ARRAYS = {
   'forward': [BF16] * 4 + [F32, BF16, F32], 'queries': [BF16] * 4 + [F32] * 2 + [BF16] * 2,
-  'keys': [BF16] * 4 + [F32] * 2 + [BF16] * 5,
+  'keys': [BF16] * 4 + [F32] * 2 + [BF16] * 5, 'last_keys': [BF16] * 4 + [F32] * 4,
 }  # fmt: skip
-FAR, WITH_LAST = dict(JOINED='', WITH_DQ=True), dict(JOINED=False, LAST=True)
+ALONE, FAR, WITH_LAST = dict(JOINED=False, LAST=False), dict(JOINED='', WITH_DQ=True), dict(JOINED=False, LAST=True)
 CARD = mock.patch.object(_device, 'current', lambda: _device.Device('card', 'gpu', (9, 0), 132))
 
 
@@ -42,6 +42,8 @@ class TritonTest(parameterized.TestCase):
       ('forward', 'combined', 'near', dict(JOINED=True, LAST=False)), ('forward', 'fixed', 'own', WITH_LAST),
       ('queries', 'fixed', 'own', WITH_LAST), ('keys', 'local', 'near', dict(JOINED='all', WITH_DQ=False)),
       ('keys', 'fixed', 'own', dict(JOINED='last', WITH_DQ=False)), ('keys', 'combined', 'far', FAR),
+      ('forward', 'strided', 'column', ALONE), ('keys', 'strided', 'column', FAR),
+      ('queries', 'combined', 'near', dict(JOINED=True, LAST=False)), ('last_keys', 'fixed', 'last', {}),
     ),
     size=(64, 128), capability=(80, 90),
   )  # fmt: skip
@@ -49,7 +51,10 @@ class TritonTest(parameterized.TestCase):
     from pallas_kernels.sparse_attention import _gradients, _kernels, triton
 
     name, kind, part, constants = kernel
-    launch = triton.Part(part, Pattern(kind, 128), 0.125, (4, 4096, 12, size), 12).launch(name, **constants)
+    pattern, shape = Pattern(kind, 128), (4, 4096, 12, size)
+    launch = triton.last_keys_launch(pattern, 0.125, shape, 12) if name == 'last_keys' else (
+      triton.Part(part, pattern, 0.125, shape, 12).launch(name, **constants)
+    )
     del launch['grid']
     made = _triton.compile_for(
       getattr(_kernels if name == 'forward' else _gradients, f'{name}_kernel'), ARRAYS[name], launch,
@@ -60,10 +65,12 @@ class TritonTest(parameterized.TestCase):
     tensor_cores = made.count('HMMA') + made.count('HGMMA')
     self.assertGreater(tensor_cores, 0)
 
-  @parameterized.parameters(('local', 3), ('strided', 2), ('combined', 5), ('fixed', 4))
-  def test_programs_have_few_launches_and_no_copies(self, kind, launches):
+  @parameterized.parameters(
+    ('local', 32, 3), ('strided', 32, 2), ('strided', 4, 3), ('combined', 32, 5), ('combined', 4, 6), ('fixed', 32, 4)
+  )
+  def test_programs_have_few_launches_and_no_copies(self, kind, window, launches):
     q, kv = (jax.ShapeDtypeStruct((2, 512, heads, 64), BF16) for heads in (4, 2))
-    f = jax.jit(step(patterns=Pattern(kind, 32), implementation='triton'))
+    f = jax.jit(step(patterns=Pattern(kind, window), implementation='triton'))
     with CARD, _triton.lowering_for(90):
       text = f.trace(q, kv, kv, q).lower(lowering_platforms=('cuda',)).as_text()
     self.assertEqual(text.count('@triton_kernel_call'), launches)

@@ -11,6 +11,7 @@ from pallas_kernels import vnm
 from pallas_kernels.sparse_matmul.operand import SparseOperand, words_shape
 from pallas_kernels.vnm import api, reference
 from pallas_kernels.vnm import format as fmt
+from tests.pallas_kernels import triton_interpreter
 
 _SIZES = ((1, 8), (4, 8), (8, 16), (2, 4), (16, 5))
 
@@ -205,6 +206,23 @@ class ApiTest(parameterized.TestCase):
     options = dict(pattern=a) if 'pattern' in options else options
     with self.assertRaisesRegex(ValueError, message):
       api.turn(a, **options)
+
+  @parameterized.parameters('reference', 'triton')
+  def test_groups_that_are_spread_are_refused(self, implementation):
+    if implementation == 'triton' and not triton_interpreter.HAS_TRITON:
+      self.skipTest('triton is not installed')
+    spread = api.vnm_pack(_matrix(16, 32), v=4, m=8, spread=True).operand
+    self.assertTrue(spread.spread)
+    self.assertTrue(api.turn(api.squared_relu_vnm_pack(_matrix(16, 32), v=4, m=8)).spread)
+    calls = dict(implementation=implementation)
+    for call in (
+      lambda: api.turn(spread, **calls), lambda: api.take_columns(spread, jnp.zeros(3, jnp.int32), **calls),
+      lambda: fmt.from_vnm_operand(spread),
+    ):
+      with self.assertRaisesRegex(ValueError, r'of shape \(16, 32\) has its groups spread; accepted .* side by side'):
+        call()
+    with self.assertRaisesRegex(ValueError, 'pattern of shape .* has its groups spread'):
+      api.vnm_pack(_matrix(16, 32), v=4, m=8, gradient=_matrix(16, 32), pattern=spread, **calls)
 
   def test_columns_refusal(self):
     a = api.squared_relu_vnm_pack(_matrix(16, 32), v=4, m=8)

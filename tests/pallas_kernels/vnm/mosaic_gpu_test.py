@@ -79,7 +79,7 @@ class RefusalTest(parameterized.TestCase):
     (dict(rows=32), 'rows=32'), (dict(across='k'), "across='k'"), (dict(across='m'), 'a tile of 256 rows'),
     (dict(bn=96), 'bn=96'), (dict(bn=256), 'accumulators'), (dict(epilogue_n=80), 'epilogue_n=80'),
     (dict(stages=1, delay=1), 'stages=1 must exceed delay=1'),
-    (dict(stages=5), 'bytes of shared memory'),
+    (dict(stages=5), 'bytes of shared memory'), (dict(slots=0), 'slots=0 must be 1 or more'),
   )
   def test_impossible_configs(self, change, message):
     p = mosaic_gpu.Problem(512, 512, 512, 128, 1024, _BF16, _BF16, 'mn')

@@ -136,6 +136,9 @@ class RefusalTest(parameterized.TestCase):
       packers.take_columns(a, jnp.zeros(3, jnp.int32))
     with self.assertRaisesRegex(NotImplementedError, 'V in multiples of 64 and whole tiles .* found 16:2:8'):
       packers.expand(a)
+    a, *_ = jax.eval_shape(functools.partial(reference.vnm_pack, v=64, m=8), jnp.zeros((64, 128), jnp.bfloat16))
+    with self.assertRaisesRegex(NotImplementedError, r'less than 2\^31 entries only, found 33554432 columns of 64'):
+      jax.eval_shape(packers.take_columns, a, jax.ShapeDtypeStruct((2**25,), jnp.int32))
 
   @parameterized.parameters((64, 32, 'bfloat16'), (96, 64, 'bfloat16'), (64, 64, 'float32'))
   def test_expand(self, rows, columns, dtype):

@@ -146,8 +146,11 @@ class InterpretedTest(parameterized.TestCase):
   def test_take_columns(self, v, m):
     a, *_ = _reference(_whole((2 * v, 16 * m), 'bfloat16'), v=v, m=m)
     columns = jnp.asarray(np.random.default_rng(3).permutation(16 * m)[:83], jnp.int32)
+    columns = columns.at[:4].set(jnp.asarray([-1, -16 * m - 5, 16 * m, 2**30], jnp.int32))
     found, _ = _interpreted(packers.take_columns, a, columns)
     _assert_same_bits(found, jax.jit(reference.take_columns)(a, columns))
+    found, kernels = _interpreted(packers.take_columns, a, columns[:0])
+    self.assertEqual((found.shape, found.dtype, kernels), ((2 * v, 0), jnp.bfloat16, []))
 
   @parameterized.parameters((-1, 64, None), (-2, 64, 'squared_relu'), (-1, 192, None))
   def test_general(self, axis, v, activation):
