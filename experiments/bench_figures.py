@@ -21,7 +21,7 @@ def title(record: Record) -> str:
   """
   if record['bench'] == 'mesh':
     devices = math.prod(record['mesh'].values())
-    return f'{title({**record, "bench": record["op"]})} on {devices} {record["device"]}'
+    return f'{title({**record, "bench": record["op"]})} on {devices} {record["device"].removeprefix("NVIDIA ")}'
   if record['bench'] == 'mesh_check':
     return f'{record["op"]} on {record["device"]}'
   shape = record['shape']
