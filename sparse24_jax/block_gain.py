@@ -1,6 +1,6 @@
 """Expected time of a feed-forward block, forward and backward, part by part: sparse as chosen, dense, dense in FP8."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 import dataclasses
 from typing import Any
 
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from pallas_kernels import _device
 from pallas_kernels.pack import costs
 from sparse24_jax import fp8_times, products
+from sparse24_jax.ffn import fuses
 from sparse24_jax.fp8_times import total
 from sparse24_jax.recipe import Recipe
 from sparse24_jax.where_it_pays import LayerGain, where_it_pays
@@ -116,7 +117,7 @@ def block_gain(
   plans = {name: _plan(layer) for name, layer in layers.items()}
   in_fp8 = all(plan.fp8 for plan in plans.values())
   card = _Card(slug, tokens, d, hidden, gated, in_fp8, jnp.dtype(dtype), jnp.dtype(weight_dtype).itemsize)
-  if _fuses(plans, tokens, hidden):
+  if fuses(plans, tokens, hidden):
     parts = _fused_fp8(card, layers) if in_fp8 else _fused(card, layers)
   else:
     parts = _composed(card, layers)
@@ -133,14 +134,6 @@ def _plan(layer: LayerGain) -> products.Plan:
   chosen = {role.role: role.chosen for role in layer.roles}
   backends = {role: None if name in ('dense', 'dense_fp8', 'simulated') else name for role, name in chosen.items()}
   return products.Plan(**backends, fp8='dense_fp8' in chosen.values())
-
-
-def _fuses(plans: Mapping[str, products.Plan], tokens: int, hidden: int) -> bool:
-  """Whether `ffn` fuses a block, which it decides by the plans of single weights."""
-  one = set(plans.values())
-  whole = len(one) == 1 and plans['up'].sole_backend is not None
-  whole = whole or (all(plan.fp8 for plan in one) and len({plan.weight_grad for plan in one}) == 1)
-  return whole and ('gate' not in plans or hidden % 64 == 0) and tokens % 4 == 0
 
 
 @dataclasses.dataclass(frozen=True)

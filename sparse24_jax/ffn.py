@@ -151,19 +151,23 @@ def _check(
       raise ValueError(f'b_{name} must have shape {weights[name].shape[1:]}, found {bias.shape}')
 
 
+def fuses(plans: Mapping[str, products.Plan], tokens: int, hidden: int) -> bool:
+  """Whether the plans of the weights allow the fused block: one kernel for all products, or FP8."""
+  one = set(plans.values())
+  whole = len(one) == 1 and plans['up'].sole_backend is not None
+  whole = whole or (all(plan.fp8 for plan in one) and len({plan.weight_grad for plan in one}) == 1)
+  # Positions are stored in tiles of 64 rows.
+  joins = 'gate' not in plans or hidden % 64 == 0
+  return whole and joins and tokens % 4 == 0
+
+
 def _fusing_plans(x: Array, weights: Mapping[str, Array], policy: DotPolicy) -> dict[str, products.Plan] | None:
-  """The plans of the weights if they allow the fused block: one kernel for all products, or FP8; else None."""
+  """The plans of the weights if the block is fused, else None."""
   tokens = int(np.prod(x.shape[:-1]))
   plans = {
     name: products.plan(policy, tokens, w.shape[0], w.shape[1], x.dtype, (x, w)) for name, w in weights.items()
   }
-  one = set(plans.values())
-  sampling = {plan.weight_grad for plan in one}
-  whole = len(one) == 1 and plans['up'].sole_backend is not None
-  whole = whole or (all(plan.fp8 for plan in one) and len(sampling) == 1)
-  # Positions are stored in tiles of 64 rows.
-  joins = 'gate' not in weights or weights['up'].shape[1] % 64 == 0
-  return plans if whole and joins and tokens % 4 == 0 else None
+  return plans if fuses(plans, tokens, weights['up'].shape[1]) else None
 
 
 def _packed(
