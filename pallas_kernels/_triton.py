@@ -5,9 +5,11 @@ plugin. Kernels are `@triton.jit` functions whose arrays come first, inputs befo
 compile-time constants by keyword.
 """
 
+import argparse
 from collections.abc import Mapping, Sequence
 import dataclasses
 import functools
+import importlib
 import os
 import pathlib
 import re
@@ -17,6 +19,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from pallas_kernels import _device
 
 _POINTERS = {
   'bfloat16': '*bf16', 'float16': '*fp16', 'float32': '*fp32', 'uint16': '*u16', 'uint32': '*u32', 'int32': '*i32',
@@ -45,6 +49,24 @@ def why_absent() -> str | None:
   except NotImplementedError as e:
     return str(e)
   return None
+
+
+def kernels(module: str) -> Any:
+  """A module of Triton kernels, or None where Triton is not installed: programs have their --help all the same."""
+  try:
+    return importlib.import_module(module)
+  except ModuleNotFoundError as e:
+    if (e.name or '').partition('.')[0] != 'triton':
+      raise
+    return None
+
+
+def check_program(parser: argparse.ArgumentParser) -> None:
+  """Ends a program that measures Triton kernels, saying why, where none can be called."""
+  if why := why_absent():
+    parser.error(f'{why}; pip install "sparse24-jax[cuda]" brings what it takes')
+  if (device := _device.current()).platform != 'gpu':
+    parser.error(f'this runs on a GPU, and JAX finds {device.name!r} here')
 
 
 def call(

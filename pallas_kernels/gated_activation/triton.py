@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from pallas_kernels import _triton
+from pallas_kernels import _ptx, _triton
 from pallas_kernels.pack import _blocks, _kernels, _kernels8
 from pallas_kernels.pack import triton as pack
 from pallas_kernels.pack.reference import Packed8
@@ -22,25 +22,27 @@ from pallas_kernels.sparse_matmul.operand import SparseOperand, words_shape
 Array = jax.Array
 
 GELU: tl.constexpr = tl.constexpr(2 * math.sqrt(2 / math.pi))
+LOG2_E: tl.constexpr = tl.constexpr(math.log2(math.e))
 
 
 @triton.jit
-def _sigmoid(x):
-  return 1.0 / (1.0 + tl.exp(-x))
+def _sigmoid2(x):
+  """The sigmoid of x / log2(e)."""
+  return _ptx.reciprocal(1.0 + _ptx.exp2(-x))
 
 
 @triton.jit
 def activate(z, ACTIVATION: tl.constexpr):
   """(activation, derivative) of float32 z."""
   if ACTIVATION == 'silu':
-    s = _sigmoid(z)
+    s = _sigmoid2(z * LOG2_E)
     value = z * s
     return value, s + value * (1.0 - s)
   elif ACTIVATION == 'gelu':
     square = z * z
-    s = _sigmoid(GELU * z * (1.0 + 0.044715 * square))
+    s = _sigmoid2(z * (GELU * LOG2_E + (GELU * LOG2_E * 0.044715) * square))
     value = z * s
-    return value, s + value * (1.0 - s) * (GELU * (1.0 + 0.134145 * square))
+    return value, s + value * (1.0 - s) * (GELU + (GELU * 0.134145) * square)
   elif ACTIVATION == 'relu':
     return tl.maximum(z, 0.0), tl.where(z > 0, 1.0, 0.0)
   else:
@@ -158,30 +160,31 @@ def _gated_row(d, g, u, dtype: tl.constexpr, ACTIVATION: tl.constexpr):
   a1, b1 = _gated(d[1], g[1], u[1], dtype, ACTIVATION)
   a2, b2 = _gated(d[2], g[2], u[2], dtype, ACTIVATION)
   a3, b3 = _gated(d[3], g[3], u[3], dtype, ACTIVATION)
-  return (a0, a1, a2, a3), (b0, b1, b2, b3)
+  return _blocks.row_to_bits(a0, a1, a2, a3, dtype), _blocks.row_to_bits(b0, b1, b2, b3, dtype)
 
 
 @triton.jit
 def _gated(d, g, u, dtype: tl.constexpr, ACTIVATION: tl.constexpr):
   d = _blocks.to_float(d, dtype)
   value, slope = activate(_blocks.to_float(g, dtype), ACTIVATION)
-  return _blocks.to_bits(d * _blocks.to_float(u, dtype) * slope, dtype), _blocks.to_bits(d * value, dtype)
+  return d * _blocks.to_float(u, dtype) * slope, d * value
 
 
 @triton.jit
 def _plain_row(d, g, dtype: tl.constexpr, ACTIVATION: tl.constexpr):
-  return (
+  return _blocks.row_to_bits(
     _plain(d[0], g[0], dtype, ACTIVATION),
     _plain(d[1], g[1], dtype, ACTIVATION),
     _plain(d[2], g[2], dtype, ACTIVATION),
     _plain(d[3], g[3], dtype, ACTIVATION),
+    dtype,
   )
 
 
 @triton.jit
 def _plain(d, g, dtype: tl.constexpr, ACTIVATION: tl.constexpr):
   _, slope = activate(_blocks.to_float(g, dtype), ACTIVATION)
-  return _blocks.to_bits(_blocks.to_float(d, dtype) * slope, dtype)
+  return _blocks.to_float(d, dtype) * slope
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,7 +233,7 @@ def activation_backward_pack8(
 ) -> Packed8:  # fmt: skip
   """See `api.activation_backward_pack8`."""
   pack.check_float8()
-  config = config or (_default_config(gated) if gated else pack.Config(tile_columns=32, num_warps=8))
+  config = config or pack.Config(tile_columns=32, num_warps=16 if gated else 8)
   dz, values, words = _backward(dh, z, key, origin, activation, gated, axis, config, scale, dtype)
   return Packed8(SparseOperand(values, words), dz)
 

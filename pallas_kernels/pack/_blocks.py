@@ -11,6 +11,9 @@ Tiles cover multiples of 16 x 16 blocks, 64 x 64 entries: the unit of the operan
 import triton
 import triton.language as tl
 
+from pallas_kernels._ptx import prmt, round_pair
+from pallas_kernels.mvue._sample import selectors
+
 
 @triton.jit
 def tile(rows: tl.constexpr, columns: tl.constexpr, tile_rows: tl.constexpr, tile_columns: tl.constexpr):
@@ -53,9 +56,9 @@ def to_float(raw, dtype: tl.constexpr):
 
 
 @triton.jit
-def to_bits(x, dtype: tl.constexpr):
-  """The 16 bits of float32 `x` rounded to `dtype`, in uint32."""
-  return x.to(dtype).to(tl.uint16, bitcast=True).to(tl.uint32)
+def row_to_bits(a, b, c, d, dtype: tl.constexpr):
+  """The 16 bits of four float32 rounded to `dtype`, each in a uint32."""
+  return row_entries((round_pair(a, b, dtype), round_pair(c, d, dtype)))
 
 
 @triton.jit
@@ -137,30 +140,6 @@ def _carry4(row):
 
 
 @triton.jit
-def narrow_row(x, source: tl.constexpr, dtype: tl.constexpr):
-  """Four entries' bits as 16 bits of `dtype`."""
-  if source == dtype:
-    return x
-  else:
-    return (
-      to_bits(to_float(x[0], source), dtype),
-      to_bits(to_float(x[1], source), dtype),
-      to_bits(to_float(x[2], source), dtype),
-      to_bits(to_float(x[3], source), dtype),
-    )
-
-
-@triton.jit
-def narrow(x, source: tl.constexpr, dtype: tl.constexpr):
-  return (
-    narrow_row(x[0], source, dtype),
-    narrow_row(x[1], source, dtype),
-    narrow_row(x[2], source, dtype),
-    narrow_row(x[3], source, dtype),
-  )
-
-
-@triton.jit
 def transpose(x):
   """A block's entries with rows and columns exchanged: only names change."""
   return (
@@ -199,69 +178,90 @@ def nibbles(code):
 
 
 @triton.jit
-def quad(e):
-  """Four 16-bit entries as one uint64, the first lowest."""
-  return (e[0] | e[1] << 16).to(tl.uint64) | (e[2] | e[3] << 16).to(tl.uint64) << 32
+def word_row(e):
+  """Four 16-bit entries as two uint32."""
+  return e[0] | e[1] << 16, e[2] | e[3] << 16
 
 
 @triton.jit
-def quads(x):
-  """The rows of a block as uint64: half the registers of single entries."""
-  return quad(x[0]), quad(x[1]), quad(x[2]), quad(x[3])
+def word_rows(x):
+  """The rows of a block as two uint32 each: half the registers of single entries."""
+  return word_row(x[0]), word_row(x[1]), word_row(x[2]), word_row(x[3])
 
 
 @triton.jit
-def transposed_quads(q):
-  """The columns of a block, from its rows."""
+def narrow_words(words, source: tl.constexpr, dtype: tl.constexpr):
+  """The rows of a block, as `load_blocks` gives them, in `dtype` of 16 bits."""
+  if source == dtype:
+    return words
+  else:
+    return (
+      _narrow_row(words[0], source, dtype), _narrow_row(words[1], source, dtype),
+      _narrow_row(words[2], source, dtype), _narrow_row(words[3], source, dtype),
+    )  # fmt: skip
+
+
+@triton.jit
+def _narrow_row(words, source: tl.constexpr, dtype: tl.constexpr):
+  x = row_entries(words)
   return (
-    _column(q, 0), _column(q, 16), _column(q, 32), _column(q, 48)
-  )  # fmt: skip
-
-
-@triton.jit
-def _column(q, at: tl.constexpr):
-  return quad((_entry(q[0], at), _entry(q[1], at), _entry(q[2], at), _entry(q[3], at)))
-
-
-@triton.jit
-def _entry(q, at: tl.constexpr):
-  return (q >> at).to(tl.uint32) & 0xFFFF
-
-
-@triton.jit
-def choose(group, nibble, at: tl.constexpr):
-  """The two stored 16-bit values of a group in one uint32, by the group's metadata nibble, at bit `at` of `nibble`.
-
-  Funnel shifts of the 64-bit group: no predicates, of which a thread has seven. Free positions that fill up a group
-  must hold zero.
-  """
-  low = (group >> ((((nibble >> at) & 3) << 4).to(tl.uint64))).to(tl.uint32)
-  high = (group >> ((((nibble >> (at + 2)) & 3) << 4).to(tl.uint64))).to(tl.uint32)
-  return (low & 0xFFFF) | high << 16
-
-
-@triton.jit
-def zero_free(x, code):
-  """Bits of the 16 entries, zero where `code` does not keep them."""
-  return _zero_row(x[0], code), _zero_row(x[1], code >> 4), _zero_row(x[2], code >> 8), _zero_row(x[3], code >> 12)
-
-
-@triton.jit
-def _zero_row(x, code):
-  return (
-    tl.where((code & 1) != 0, x[0], 0),
-    tl.where((code & 2) != 0, x[1], 0),
-    tl.where((code & 4) != 0, x[2], 0),
-    tl.where((code & 8) != 0, x[3], 0),
+    round_pair(to_float(x[0], source), to_float(x[1], source), dtype),
+    round_pair(to_float(x[2], source), to_float(x[3], source), dtype),
   )
 
 
 @triton.jit
-def choose_all(groups, nibble):
-  """`choose` for the four groups of a block."""
+def transposed_words(w):
+  """The columns of a block of 16-bit entries, from its rows."""
+  return _columns(w[0][0], w[1][0], w[2][0], w[3][0]) + _columns(w[0][1], w[1][1], w[2][1], w[3][1])
+
+
+@triton.jit
+def _columns(a, b, c, d):
+  """Two columns from the words of four rows."""
+  return (prmt(a, b, 0x5410), prmt(c, d, 0x5410)), (prmt(a, b, 0x7632), prmt(c, d, 0x7632))
+
+
+@triton.jit
+def nonzero_code(w):
+  """Bit 4 i + j where entry (i, j) of a block, its rows in words of 16 bits, is not zero."""
   return (
-    choose(groups[0], nibble, 0), choose(groups[1], nibble, 4),
-    choose(groups[2], nibble, 8), choose(groups[3], nibble, 12),
+    _nonzero_row(w[0]) >> 28 | (_nonzero_row(w[1]) >> 24) & 0xF0 | (_nonzero_row(w[2]) >> 20) & 0xF00
+    | (_nonzero_row(w[3]) >> 16) & 0xF000
+  )  # fmt: skip
+
+
+@triton.jit
+def _nonzero_row(row):
+  """In the upper four bits; below is rubbish. The product brings the upper bits of four bytes together."""
+  low = (row[0] & 0x7FFF7FFF) + 0x7FFF7FFF
+  high = (row[1] & 0x7FFF7FFF) + 0x7FFF7FFF
+  return (prmt(low, high, 0x7531) & 0x80808080) * 0x00204081
+
+
+@triton.jit
+def zero_free(w, code):
+  """A block's rows in words, zero where `code` does not keep entries."""
+  bits = code | code << 15
+  return _zero_row(w[0], bits), _zero_row(w[1], bits >> 4), _zero_row(w[2], bits >> 8), _zero_row(w[3], bits >> 12)
+
+
+@triton.jit
+def _zero_row(row, bits):
+  return row[0] & ((bits & 0x00010001) * 0xFFFF), row[1] & (((bits >> 2) & 0x00010001) * 0xFFFF)
+
+
+@triton.jit
+def choose_all(groups, nibbles):
+  """The two stored 16-bit values of each of four groups, two words each, in one uint32 by the groups' metadata.
+
+  Byte permutations: no predicates, of which a thread has seven. Free positions that fill up a group must hold zero.
+  """
+  first = selectors(nibbles & 0xFF, 0x10101010)
+  second = selectors(nibbles >> 8, 0x10101010)
+  return (
+    prmt(groups[0][0], groups[0][1], first), prmt(groups[1][0], groups[1][1], first >> 16),
+    prmt(groups[2][0], groups[2][1], second), prmt(groups[3][0], groups[3][1], second >> 16),
   )  # fmt: skip
 
 

@@ -70,7 +70,7 @@ def keep8(q):
 
 @triton.jit
 def choose8(group, nibble, at: tl.constexpr):
-  """`_blocks.choose` for a group of bytes: the two stored in the low 16 bits of a uint32."""
+  """The two stored values of a group of bytes, by the metadata nibble at bit `at`, in the low 16 bits of a uint32."""
   low = (group >> (((nibble >> at) & 3) << 3)) & 0xFF
   high = (group >> (((nibble >> (at + 2)) & 3) << 3)) & 0xFF
   return low | high << 8

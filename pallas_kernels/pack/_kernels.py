@@ -7,6 +7,7 @@ given codes, the soft threshold, or MVUE sampling.
 import triton
 import triton.language as tl
 
+from pallas_kernels.mvue import _sample
 from pallas_kernels.mvue import triton as mvue
 from pallas_kernels.pack import _blocks
 from pallas_kernels.transposable_mask import triton as transposable
@@ -32,8 +33,9 @@ def transposable_kernel(
   code = transposable.best_codes(_magnitudes(x, source))
   tl.store(special + tl.zeros_like(code), 1, mask=_blocks.has_special(words, source))
   _finish(
-    _blocks.narrow(x, source, row_values.dtype.element_ty), code, previous, row_values, row_words, column_values,
-    column_words, codes, flips, place, batch, tl.program_id(0), tl.num_programs(0), ROWS, COLUMNS, COUNT,
+    _blocks.narrow_words(words, source, row_values.dtype.element_ty), code, previous, row_values, row_words,
+    column_values, column_words, codes, flips, place, batch, tl.program_id(0), tl.num_programs(0),
+    ROWS, COLUMNS, COUNT,
   )  # fmt: skip
 
 
@@ -53,10 +55,10 @@ def repair_kernel(
     place = _blocks.tile_at(n, ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS)
     words = _blocks.load_blocks(w + batch.to(tl.int64) * ROWS * COLUMNS, place, COLUMNS)
     x = _blocks.entries(words)
-    free = transposable.nan_code(_floats(x, source))
+    free = transposable.nan_code(floats(x, source))
     code = transposable.best_codes(_bounded(x, source)) & (free ^ 0xFFFF)
     # With fewer than two kept, a free position is stored: as zero.
-    x = _blocks.zero_free(_blocks.narrow(x, source, row_values.dtype.element_ty), code)
+    x = _blocks.zero_free(_blocks.narrow_words(words, source, row_values.dtype.element_ty), code)
     _finish(
       x, code, previous, row_values, row_words, column_values, column_words, codes, flips, place, batch, n, TILES,
       ROWS, COLUMNS, COUNT,
@@ -78,7 +80,7 @@ def _finish(
     changed = tl.where(place[2], _popcount(code ^ old), 0)
     tl.store(flips + batch * tiles + n, tl.sum(tl.sum(changed, axis=1), axis=0).to(tl.int32))
   _store_both(
-    _blocks.quads(x), code, row_values, row_words, column_values, column_words, place, batch, ROWS, COLUMNS
+    x, code, row_values, row_words, column_values, column_words, place, batch, ROWS, COLUMNS
   )
 
 
@@ -93,9 +95,9 @@ def masked_kernel(
   words = _blocks.load_blocks(w + batch * ROWS * COLUMNS, place, COLUMNS)
   at = batch * (ROWS // 4) * (COLUMNS // 4) + place[0] * (COLUMNS // 4) + place[1]
   code = tl.load(codes + at, mask=place[2], other=0).to(tl.uint32)
-  x = _blocks.zero_free(_blocks.narrow(_blocks.entries(words), w.dtype.element_ty, row_values.dtype.element_ty), code)
+  x = _blocks.zero_free(_blocks.narrow_words(words, w.dtype.element_ty, row_values.dtype.element_ty), code)
   _store_both(
-    _blocks.quads(x), code, row_values, row_words, column_values, column_words, place, batch, ROWS, COLUMNS
+    x, code, row_values, row_words, column_values, column_words, place, batch, ROWS, COLUMNS
   )  # fmt: skip
 
 
@@ -121,11 +123,9 @@ def soft_threshold_kernel(
     _shrink(x[2], beta, source, dtype),
     _shrink(x[3], beta, source, dtype),
   )
-  code = tl.zeros_like(g[0][0])
-  for i in tl.static_range(4):
-    for j in tl.static_range(4):
-      code = code | tl.where((g[i][j] & 0x7FFF) != 0, 1 << (4 * i + j), 0).to(tl.uint32)
-  pairs = _blocks.choose_all(_blocks.quads(g), _blocks.nibbles(code))
+  rows = _blocks.word_rows(g)
+  code = _blocks.nonzero_code(rows)
+  pairs = _blocks.choose_all(rows, _blocks.nibbles(code))
   store_one(pairs, code, values, words, place, batch, ROWS, COLUMNS, GROUPS_DOWN)
 
 
@@ -157,23 +157,8 @@ def sample_and_store(
     u = mvue.block_uniforms(parameters, place, batch, True)
   else:
     u = mvue.block_uniforms(parameters, place, batch, False)
-  g = (
-    _sample_row(e[0], u[0], source, dtype),
-    _sample_row(e[1], u[1], source, dtype),
-    _sample_row(e[2], u[2], source, dtype),
-    _sample_row(e[3], u[3], source, dtype),
-  )
-  code = g[0][1] | g[1][1] << 4 | g[2][1] << 8 | g[3][1] << 12
-  pairs = (g[0][0], g[1][0], g[2][0], g[3][0])
-  store_one(pairs, code, values, words, place, batch.to(tl.int64), ROWS, COLUMNS, GROUPS_DOWN)
-
-
-@triton.jit
-def _sample_row(e, u, source: tl.constexpr, dtype: tl.constexpr):
-  return mvue.sample(
-    _blocks.to_float(e[0], source), _blocks.to_float(e[1], source),
-    _blocks.to_float(e[2], source), _blocks.to_float(e[3], source), u, source == dtype, dtype,
-  )  # fmt: skip
+  pairs, nibbles = _sample.sample_block(floats(e, source), u, source == dtype, dtype)
+  store_chosen(pairs, nibbles, values, words, place, batch.to(tl.int64), ROWS, COLUMNS, GROUPS_DOWN)
 
 
 @triton.jit
@@ -185,7 +170,7 @@ def _floats_row(x, source: tl.constexpr):
 
 
 @triton.jit
-def _floats(x, source: tl.constexpr):
+def floats(x, source: tl.constexpr):
   return _floats_row(x[0], source), _floats_row(x[1], source), _floats_row(x[2], source), _floats_row(x[3], source)
 
 
@@ -197,7 +182,7 @@ def _magnitudes_row(x):
 @triton.jit
 def _magnitudes(x, source: tl.constexpr):
   """What `_bounded` gives where no entry is special; the absolute value is part of the additions that use it."""
-  x = _floats(x, source)
+  x = floats(x, source)
   return _magnitudes_row(x[0]), _magnitudes_row(x[1]), _magnitudes_row(x[2]), _magnitudes_row(x[3])
 
 
@@ -211,7 +196,7 @@ def _bounded_row(x):
 
 @triton.jit
 def _bounded(x, source: tl.constexpr):
-  x = _floats(x, source)
+  x = floats(x, source)
   return _bounded_row(x[0]), _bounded_row(x[1]), _bounded_row(x[2]), _bounded_row(x[3])
 
 
@@ -228,10 +213,7 @@ def _popcount(x):
 def _shrink(x, beta, source: tl.constexpr, dtype: tl.constexpr):
   """Bits of `shrunk` in `dtype`."""
   s = shrunk(x, beta, source)
-  return (
-    _blocks.to_bits(s[0], dtype), _blocks.to_bits(s[1], dtype),
-    _blocks.to_bits(s[2], dtype), _blocks.to_bits(s[3], dtype),
-  )  # fmt: skip
+  return _blocks.row_to_bits(s[0], s[1], s[2], s[3], dtype)
 
 
 @triton.jit
@@ -248,18 +230,24 @@ def shrunk(x, beta, source: tl.constexpr):
   t = tl.minimum(
     tl.maximum(tl.minimum(a0, a1), tl.minimum(a2, a3)), tl.minimum(tl.maximum(a0, a1), tl.maximum(a2, a3))
   )
-  nan = (e0 != e0) | (e1 != e1) | (e2 != e2) | (e3 != e3)  # noqa: PLR0124
+  together = (a0 + a1) + (a2 + a3)
+  nan = together != together  # noqa: PLR0124
   poison = float('nan')
+  # The maximum makes zero of the NaN that infinity less infinity is.
+  soft = (
+    tl.maximum(a0 - t, 0.0), tl.maximum(a1 - t, 0.0), tl.maximum(a2 - t, 0.0), tl.maximum(a3 - t, 0.0),
+  )  # fmt: skip
+  if source != tl.float32:
+    soft = _floats_row(_blocks.row_to_bits(soft[0], soft[1], soft[2], soft[3], source), source)
   return (
-    tl.where(nan, poison, _soft(e0, a0, t, beta, source)), tl.where(nan, poison, _soft(e1, a1, t, beta, source)),
-    tl.where(nan, 0.0, _soft(e2, a2, t, beta, source)), tl.where(nan, 0.0, _soft(e3, a3, t, beta, source)),
+    tl.where(nan, poison, _signed(e0, soft[0]) * beta), tl.where(nan, poison, _signed(e1, soft[1]) * beta),
+    tl.where(nan, 0.0, _signed(e2, soft[2]) * beta), tl.where(nan, 0.0, _signed(e3, soft[3]) * beta),
   )  # fmt: skip
 
 
 @triton.jit
-def _soft(e, a, t, beta, source: tl.constexpr):
-  soft = tl.where(a > t, a - t, 0.0).to(source).to(tl.float32)
-  return tl.where(e < 0, -soft, soft) * beta
+def _signed(e, soft):
+  return tl.where(e < 0, -soft, soft)
 
 
 @triton.jit
@@ -267,7 +255,7 @@ def _store_both(
   x, code, row_values, row_words, column_values, column_words, place, batch,
   ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-  """Both operands of the blocks with rows `x` (uint64) under `code`.
+  """Both operands of the blocks with rows `x`, in words, under `code`.
 
   Entries that are not kept must be zero in groups that keep fewer than two: some of them are stored.
   """
@@ -277,7 +265,7 @@ def _store_both(
   down = _blocks.nibbles(_blocks.transpose_code(code))
   _blocks.store_values(row_values + batch * half, _blocks.choose_all(x, across), place, ROWS, COLUMNS, False)
   _blocks.store_values(
-    column_values + batch * half, _blocks.choose_all(_blocks.transposed_quads(x), down), place, ROWS, COLUMNS, True
+    column_values + batch * half, _blocks.choose_all(_blocks.transposed_words(x), down), place, ROWS, COLUMNS, True
   )
   _blocks.store_words_pair(row_words + batch * size, across, column_words + batch * size, down, place, ROWS, COLUMNS)
 
@@ -288,8 +276,17 @@ def store_one(
   ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUPS_DOWN: tl.constexpr,
 ):  # fmt: skip
   """One operand from the stored pairs of a block's groups; bit 4 g + p of `code` keeps position p of group g."""
+  store_chosen(pairs, _blocks.nibbles(code), values, words, place, batch, ROWS, COLUMNS, GROUPS_DOWN)
+
+
+@triton.jit
+def store_chosen(
+  pairs, nibbles, values, words, place, batch,
+  ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUPS_DOWN: tl.constexpr,
+):  # fmt: skip
+  """`store_one` with the metadata in place of the code."""
   half: tl.constexpr = ROWS * COLUMNS // 2
   size: tl.constexpr = ((ROWS + 63) // 64) * ((COLUMNS + 63) // 64) * 128
   _blocks.store_values(values + batch * half, pairs, place, ROWS, COLUMNS, GROUPS_DOWN)
   bits: tl.constexpr = values.dtype.element_ty.primitive_bitwidth
-  _blocks.store_words(words + batch * size, _blocks.nibbles(code), place, ROWS, COLUMNS, GROUPS_DOWN, bits)
+  _blocks.store_words(words + batch * size, nibbles, place, ROWS, COLUMNS, GROUPS_DOWN, bits)

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from pallas_kernels.mvue import _sample
 from pallas_kernels.mvue import triton as mvue
 from pallas_kernels.pack import _blocks, _blocks8, _kernels
 
@@ -76,25 +77,5 @@ def sample_and_store8(
     u = mvue.block_uniforms(parameters, place, batch, False)
   # Sampled values go up to half the sum of their group, twice the largest entry.
   half = scale * 0.5
-  first, code0 = _sample_two(e[0], e[1], u[0], u[1], half, source, dtype)
-  second, code1 = _sample_two(e[2], e[3], u[2], u[3], half, source, dtype)
-  pairs = (first & 0xFFFF, first >> 16, second & 0xFFFF, second >> 16)
-  _kernels.store_one(pairs, code0 | code1 << 8, values, words, place, far, ROWS, COLUMNS, GROUPS_DOWN)
-
-
-@triton.jit
-def _sample_two(e, f, u, v, scale, source: tl.constexpr, dtype: tl.constexpr):
-  """Samples of two groups: (four float8 values, 8-bit code)."""
-  low0, high0, finite0, code0 = _sample(e, u, scale, source, dtype)
-  low1, high1, finite1, code1 = _sample(f, v, scale, source, dtype)
-  quad = _blocks8.quad8(low0, high0, low1, high1, dtype)
-  poison = tl.where(finite0, 0, 0x7F7F) | tl.where(finite1, 0, 0x7F7F0000)
-  return quad | poison.to(tl.uint32), code0 | code1 << 4
-
-
-@triton.jit
-def _sample(e, u, scale, source: tl.constexpr, dtype: tl.constexpr):
-  return mvue.sample_floats(
-    _blocks.to_float(e[0], source), _blocks.to_float(e[1], source),
-    _blocks.to_float(e[2], source), _blocks.to_float(e[3], source), u, scale, False, dtype,
-  )  # fmt: skip
+  pairs, nibbles = _sample.sample_block8(_kernels.floats(e, source), u, half, dtype)
+  _kernels.store_chosen(pairs, nibbles, values, words, place, far, ROWS, COLUMNS, GROUPS_DOWN)

@@ -22,12 +22,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import _compat, _device
+from pallas_kernels import _compat, _device, _triton
 from pallas_kernels.gated_activation import reference as gated_reference
-from pallas_kernels.gated_activation import triton as gated
 from pallas_kernels.pack import reference
-from pallas_kernels.pack import triton as pack
 
+gated = _triton.kernels('pallas_kernels.gated_activation.triton')
+pack = _triton.kernels('pallas_kernels.pack.triton')
 BF16 = jnp.bfloat16
 
 
@@ -65,15 +65,16 @@ def normal(shape: tuple[int, ...], dtype: Any = BF16) -> Callable[[jax.Array], j
   return lambda key: jax.random.normal(key, shape, dtype)
 
 
-def _configs(*names: str) -> tuple[pack.Config, ...]:
+def _configs(*names: str) -> tuple[Any, ...]:
   return tuple(pack.Config(*map(int, name.split('x'))) for name in names)
 
 
 def cases(tokens: int, hidden: int) -> list[Case]:
   """All rows; the tile lists start with the default."""
   weight = (16384, 4096)
-  tiles = _configs('16x16x4', '16x16x8', '16x16x2')
-  few, halves = _configs('16x16x4', '16x16x2'), _configs('16x16x8', '16x16x4')
+  tiles = _configs('32x16x4', '16x16x2', '16x16x4', '16x32x4')
+  few, soft = _configs('16x16x4', '16x16x2'), _configs('16x16x2', '16x16x4')
+  halves, whole = _configs('16x16x8', '16x16x4', '16x32x16'), _configs('16x16x4', '16x16x8', '16x32x8')
 
   def codes(key: jax.Array) -> jax.Array:
     return jax.jit(functools.partial(reference.transposable_pack, dtype=BF16))(normal(weight)(key), None).codes
@@ -102,7 +103,7 @@ def cases(tokens: int, hidden: int) -> list[Case]:
   rows.append(Case(
     'transposable_pack_count', weight, lambda key: (normal(weight)(key), codes(jax.random.key(9))),
     lambda w, old, config: pack.transposable_pack(w, old, dtype=BF16, config=config),
-    lambda w, old: reference.transposable_pack(w, old, dtype=BF16), few, moved,
+    lambda w, old: reference.transposable_pack(w, old, dtype=BF16), tiles, moved,
   ))  # fmt: skip
   rows.append(Case(
     'masked_pack', weight, lambda key: (normal(weight)(key), codes(jax.random.key(9))),
@@ -115,7 +116,8 @@ def cases(tokens: int, hidden: int) -> list[Case]:
     rows.append(Case(
       f'soft_threshold_pack_axis{axis}', weight, lambda key: (normal(weight)(key), jnp.float32(1.48)),
       lambda w, s, config, axis=axis: pack.soft_threshold_pack(w, s, axis=axis, dtype=BF16, config=config),
-      lambda w, s, axis=axis: reference.soft_threshold_pack(w, s, axis=axis, dtype=BF16), few, moved,
+      lambda w, s, axis=axis: reference.soft_threshold_pack(w, s, axis=axis, dtype=BF16),
+      soft if axis == -2 else few, moved,
     ))  # fmt: skip
     rows.append(Case(
       f'mvue_pack_axis{axis}', (tokens, hidden), draw((tokens, hidden)),
@@ -147,7 +149,7 @@ def cases(tokens: int, hidden: int) -> list[Case]:
       f'{name}_pack_axis{axis}', shape, make,
       lambda d, z, k, config, o=options: gated.activation_backward_pack(d, z, k, origin=(0, 0, 0), config=config, **o),
       lambda d, z, k, o=options: gated_reference.activation_backward_pack(d, z, k, origin=(0, 0, 0), **o),
-      halves, moved,
+      halves if gate else whole, moved,
     ))  # fmt: skip
   return rows
 
@@ -308,7 +310,7 @@ def measure(
 
 
 def main() -> int:
-  parser = argparse.ArgumentParser()
+  parser = argparse.ArgumentParser(prog='python -m pallas_kernels.pack.bench')
   parser.add_argument('--out', type=pathlib.Path, required=True, help='records are appended here')
   parser.add_argument('--tokens', type=int, default=16384)
   parser.add_argument('--hidden', type=int, default=8192)
@@ -318,6 +320,7 @@ def main() -> int:
   parser.add_argument('--skip-xla', action='store_true')
   parser.add_argument('--first-config', action='store_true')
   options = parser.parse_args()
+  _triton.check_program(parser)
   wrong = 0
   if not options.skip_check:
     for row in check():

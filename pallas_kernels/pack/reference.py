@@ -132,7 +132,9 @@ def cast_float8(x: Array, dtype: jnp.dtype) -> Array:
 
 
 def _nonzero(x: Array) -> Array:
-  return (x.astype(jnp.float32) if x.dtype.itemsize == 1 else x) != 0
+  # By bits: XLA's GPU compiler compares what `x` was before it was rounded, which may not be zero where `x` is.
+  bits = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
+  return jax.lax.bitcast_convert_type(x, bits) << 1 != 0
 
 
 def _pack_nonzeros(x: Array, axis: int) -> SparseOperand:

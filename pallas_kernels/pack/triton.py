@@ -53,7 +53,9 @@ def transposable_pack(
 ) -> PackedPair:
   """See `api.transposable_pack`."""
   batches, rows, columns = _shape(w, dtype)
-  config = config or Config(num_warps=4 if w.dtype == jnp.float32 else 2)
+  # Wide tiles pay where little is counted and read: measured, see LOG.md.
+  narrow = previous is not None or w.dtype == jnp.float32
+  config = config or (Config(num_warps=2) if narrow else Config(tile_rows=32))
   grid = config.grid(batches, rows, columns)
   structs = [
     *_pair_structs(w.shape[:-2], rows, columns, dtype),
@@ -89,7 +91,7 @@ def soft_threshold_pack(
   w: Array, scale: Array, *, axis: int, dtype: jnp.dtype, config: Config | None = None
 ) -> SparseOperand:
   """See `api.soft_threshold_pack`."""
-  config = config or Config()
+  config = config or Config(num_warps=2 if axis == -2 else 4)
   batches, rows, columns = _shape(w, dtype)
   return SparseOperand(*_triton.call(
     soft_threshold_kernel, w, scale.astype(jnp.float32).reshape(batches),
@@ -127,7 +129,7 @@ def mvue_pack8(
 ) -> Packed8:  # fmt: skip
   """See `api.mvue_pack8`."""
   parameters = draw_parameters(key, origin)
-  return _pack8(mvue8_kernel, x, [parameters], scale, axis, dtype, with_dense, config or Config(tile_rows=32))
+  return _pack8(mvue8_kernel, x, [parameters], scale, axis, dtype, with_dense, config or Config(tile_columns=32))
 
 
 def _pack8(

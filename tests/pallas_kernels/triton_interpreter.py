@@ -95,6 +95,14 @@ def round_to_nearest_even() -> None:
   interpreter.InterpreterBuilder.create_fp_trunc = trunc
 
 
+def numbers_before_nan() -> None:
+  """Makes the interpreter's maximum and minimum of a number and a NaN the number, as the hardware's are; it is NaN."""
+  from triton.runtime import interpreter
+
+  for name, f in (('create_maxnumf', np.fmax), ('create_minnumf', np.fmin)):
+    setattr(interpreter.InterpreterBuilder, name, lambda self, x, y, f=f: self.binary_op(x, y, f))
+
+
 class _Results:
   """What an inline instruction gives back: one tensor."""
 
@@ -122,10 +130,18 @@ def _square_positive(pairs: np.ndarray, asm: str) -> np.ndarray:
   return y.view(np.uint32).reshape(pairs.shape)
 
 
+# Exact to float32 rounding here; the hardware's are off by an ulp or two.
+_FLOAT = {
+  'ex2.approx.ftz.f32 $0, $1;': np.exp2, 'rcp.approx.ftz.f32 $0, $1;': np.reciprocal,
+  'set.gt.f32.f32 $0, $1, $2;': np.greater, 'set.ge.f32.f32 $0, $1, $2;': np.greater_equal,
+}  # fmt: skip
+
+
 def inline_instructions() -> None:
   """Gives the interpreter the pieces of inline PTX that the kernels use.
 
-  Byte permutations, relu(x)^2 of two entries, and four float32 to four float8 in a word.
+  Byte permutations, comparisons as numbers, relu(x)^2 of two entries, powers of two, reciprocals, two float32 to two of
+  16 bits, and two or four to float8.
   """
   import triton.language as tl
   from triton.runtime import interpreter
@@ -134,14 +150,23 @@ def inline_instructions() -> None:
     data = [v.data for v in values]
     if asm == 'prmt.b32 $0, $1, $2, $3;':
       return _Results(interpreter.TensorHandle(_permute_bytes(*data), tl.uint32))
+    if asm in _FLOAT:
+      with np.errstate(over='ignore', divide='ignore'):
+        return _Results(interpreter.TensorHandle(_FLOAT[asm](*data).astype(np.float32), tl.float32))
+    if rounding := re.fullmatch(r'cvt\.rn\.(bf16|f16)x2\.f32 \$0, \$2, \$1;', asm):
+      dtype = {'bf16': ml_dtypes.bfloat16, 'f16': np.float16}[rounding[1]]
+      with np.errstate(over='ignore'):
+        low, high = (v.astype(dtype).view(np.uint16).astype(np.uint32) for v in data)
+      return _Results(interpreter.TensorHandle(low | high << 16, tl.uint32))
     if 'max.NaN' in asm:
       return _Results(interpreter.TensorHandle(_square_positive(data[0], asm), tl.uint32))
     (name,) = set(re.findall(r'cvt\.rn\.satfinite\.(\w+)x2\.f32', asm))
     dtype = {'e4m3': ml_dtypes.float8_e4m3fn, 'e5m2': ml_dtypes.float8_e5m2}[name]
     largest = np.float32(ml_dtypes.finfo(dtype).max)
     # The PTX instruction takes the upper half first.
-    order = ['low, $2, $1', 'high, $4, $3', '{low, high}']
-    assert re.findall('|'.join(map(re.escape, order)), asm) == order
+    order = ['low, $2, $1', *(['high, $4, $3'] if len(values) == 4 else []), '{low, high}']
+    assert re.findall(r'\w+, \$\d, \$\d|\{low, high\}', asm) == order
+    assert len(values) == 4 or 'mov.b16 high, 0;' in asm
     entries = [np.clip(v.data, -largest, largest).astype(dtype).view(np.uint8).astype(np.uint32) for v in values]
     return _Results(interpreter.TensorHandle(sum(e << (8 * i) for i, e in enumerate(entries)), tl.uint32))
 
@@ -162,6 +187,7 @@ def run(
   They are given as (shape, dtype) and filled with a pattern first, the last one with zeros if `zero_last`.
   """
   round_to_nearest_even()
+  numbers_before_nan()
   inline_instructions()
   made = []
   for shape, dtype in outputs:
