@@ -94,6 +94,8 @@ TARGETS = {
                 threads=2048, l2=41943040, features=''),
   'sm_86': dict(name='NVIDIA GeForce RTX 3090', major=8, minor=6, sms=82, smem_core=102400, smem_block=101376,
                 threads=1536, l2=6291456, features=''),
+  'sm_89': dict(name='NVIDIA L40S', major=8, minor=9, sms=142, smem_core=102400, smem_block=101376,
+                threads=1536, l2=100663296, features=''),
 }
 
 
@@ -234,7 +236,8 @@ def environment() -> dict[str, Any]:
 def _command(argv: Sequence[str]) -> str:
   script = pathlib.Path(argv[0])
   program = f'-m {script.parent.name}' if script.name == '__main__.py' else script.name
-  return ' '.join(['python', program, *argv[1:]])
+  # Of a path only what does not say whose machine it is.
+  return ' '.join(['python', program, *(re.sub('(^|=)/([^/]*/)*', r'\1', a.rstrip('/')) for a in argv[1:])])
 
 
 def _output(*command: str) -> str | None:

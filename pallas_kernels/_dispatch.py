@@ -12,7 +12,14 @@ import importlib
 import logging
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+
 from pallas_kernels._varying import vary_like
+
+ARRAYS = (jax.Array, np.ndarray)
+_OUT_DTYPES = ('float32', 'bfloat16', 'float16')
 
 
 def load(path: str) -> Callable[..., Any]:
@@ -34,6 +41,28 @@ def check_implementation(op: str, implementation: str | None, backends: Mapping[
   """ValueError unless `implementation` is None or a key of `backends`."""
   if implementation is not None and implementation not in backends:
     raise ValueError(f'{op}: implementation={implementation!r} is unknown; known are None and {sorted(backends)}')
+
+
+def check_type(name: str, value: Any, *accepted: type) -> None:
+  """ValueError unless the argument called `name` is one of the types.
+
+  >>> check_type('b', [1.0], jax.Array)
+  Traceback (most recent call last):
+  ValueError: b must be of type Array, found list
+  """
+  if not isinstance(value, accepted):
+    names = ' or '.join('None' if t is type(None) else t.__name__ for t in accepted)
+    raise ValueError(f'{name} must be of type {names}, found {_kind(value)}')
+
+
+def _kind(value: Any) -> str:
+  return f'an array of shape {value.shape}' if isinstance(value, ARRAYS) else type(value).__name__
+
+
+def check_out_dtype(dtype: Any) -> None:
+  """ValueError unless products are written in this dtype."""
+  if jnp.dtype(dtype).name not in _OUT_DTYPES:
+    raise ValueError(f'out_dtype must be one of {_OUT_DTYPES}, found {jnp.dtype(dtype).name}')
 
 
 def dispatch(

@@ -31,6 +31,11 @@ class Compressed24:
       `g // 2`; a nibble is `low | high << 2` with `0 <= low < high <= 3` the positions of the two values. The spare
       nibble of an odd number of groups is zero.
     axis: the compressed axis, negative, so that it keeps its meaning under `vmap` and a leading layer axis.
+
+  >>> x = jnp.array([0.0, 5.0, 0.0, 7.0])
+  >>> c = compress(x, x != 0, axis=-1)
+  >>> c.values.tolist(), c.metadata.tolist(), c.shape  # positions 1 and 3: 1 | 3 << 2
+  ([5.0, 7.0], [13], (4,))
   """
 
   values: Array

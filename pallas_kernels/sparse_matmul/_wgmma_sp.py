@@ -153,12 +153,7 @@ def blocks(s: Shape) -> Blocks:
     _asm(f'wgmma.wait_group.sync.aligned {s.delay};')
     if s.delay:
       _keep_alive(_extract_words(held), b)
-    out = np.empty(len(registers), dtype=object)
-    for i, r in enumerate(registers):
-      out[i] = compat.vector.broadcast(compat.ir.VectorType.get((1,), _f32()), r)
-    return compat.fragmented_array.FragmentedArray(
-      _registers=out.reshape(accumulator.registers.shape), _layout=accumulator.layout, _is_signed=None
-    )
+    return accumulator_of(registers, accumulator)
 
   @plgpu.inline_mgpu(arg_types=(compat.ACCUMULATOR, words_layout, b_ref), return_type=result_type)
   def finish(ctx, accumulator, held, b):
@@ -302,6 +297,16 @@ def _array_of_words(values: list[Any], layout: Any) -> Any:
   registers = np.array([compat.vector.broadcast(one, v) for v in values], dtype=object)
   return compat.fragmented_array.FragmentedArray(
     _registers=registers.reshape(-1), _layout=layout.to_mgpu(), _is_signed=True
+  )
+
+
+def accumulator_of(registers: list[Any], like: Any) -> Any:
+  """An accumulator of `like`'s shape and layout from its registers in order."""
+  out = np.empty(len(registers), dtype=object)
+  for i, r in enumerate(registers):
+    out[i] = compat.vector.broadcast(compat.ir.VectorType.get((1,), _f32()), r)
+  return compat.fragmented_array.FragmentedArray(
+    _registers=out.reshape(like.registers.shape), _layout=like.layout, _is_signed=None
   )
 
 

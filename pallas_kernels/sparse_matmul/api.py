@@ -60,7 +60,7 @@ def sparse_matmul(
     activation: None, 'gelu' (tanh form), 'silu', 'relu' or 'squared_relu'.
     a_scale: scalar or [M] factor of A's rows (float8 de-quantisation), or None.
     b_scale: scalar or [N] factor of B's columns, or None.
-    out_dtype: dtype of D; None is A's, or bfloat16 if A is float8.
+    out_dtype: float32, bfloat16 or float16; None is A's dtype, or bfloat16 if A is float8.
     b_layout: 'nk' or 'kn'.
     out_layout: 'mn' for D [M, N], 'nm' for D [N, M].
     keep_preactivation: also return Z = A . B + bias, which the backward of the activation needs; the kernel stores it
@@ -81,8 +81,9 @@ def sparse_matmul(
   >>> sparse_matmul(a, x, out_layout='nm').tolist()
   [[38.0], [5.0]]
   """
-  out_dtype = jnp.dtype(_default_out_dtype(a.dtype) if out_dtype is None else out_dtype)
   m, n, k = check_arguments(a, b, bias, activation, a_scale, b_scale, b_layout, out_layout)
+  out_dtype = jnp.dtype(_default_out_dtype(a.dtype) if out_dtype is None else out_dtype)
+  _dispatch.check_out_dtype(out_dtype)
   if keep_preactivation and activation is None:
     raise ValueError('keep_preactivation=True needs an activation, found activation=None: Z would be D')
   _dispatch.check_implementation(OP, implementation, BACKENDS)
@@ -213,6 +214,9 @@ def check_arguments(
   a_scale: Array | None, b_scale: Array | None, b_layout: str, out_layout: str,
 ) -> tuple[int, int, int]:
   """(M, N, K); ValueError naming the argument that is off."""
+  _dispatch.check_type('a', a, formats.Compressed24, operand.SparseOperand)
+  _dispatch.check_type('b', b, *_dispatch.ARRAYS)
+  _dispatch.check_type('bias', bias, *_dispatch.ARRAYS, type(None))
   _one_of('b_layout', b_layout, reference.B_LAYOUTS)
   _one_of('out_layout', out_layout, reference.OUT_LAYOUTS)
   _one_of('activation', activation, tuple(reference.ACTIVATIONS))

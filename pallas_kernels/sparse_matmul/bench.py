@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _device, _processes, _tuning
+from pallas_kernels import _device, _power, _processes, _tuning
 from pallas_kernels.sparse_matmul import (
   _predict,
   _prepared,
@@ -213,8 +213,8 @@ def bench(selection: str, out: pathlib.Path, folder: pathlib.Path = _tuning.TUNE
       names.append('cusparselt')
     samples = _tuning.interleave(runs, _prepared.times_ms, rounds=6, iterations=20)
     # Two loops each, in turns: the second starts as hot as the first ended.
-    loops = [[_tuning.sustained_ms(r.f, r.args, seconds=_SUSTAINED_S) for r in runs] for _ in range(2)]
-    sustained = [[loop[i] for loop in loops] for i in range(len(runs))]
+    loops = [[_sustained(r) for r in runs] for _ in range(2)]
+    sustained = list(zip(*loops, strict=True))
     for spec in specs:
       record = _record(spec, p, environment, runs, names, samples, sustained, error)
       if vendor is not None:
@@ -231,6 +231,12 @@ def bench(selection: str, out: pathlib.Path, folder: pathlib.Path = _tuning.TUNE
       )
 
 
+def _sustained(run: _tuning.Candidate) -> tuple[float, _power.Reading]:
+  with _power.recorded() as reading:
+    ms = _tuning.sustained_ms(run.f, run.args, seconds=_SUSTAINED_S)
+  return ms, reading()
+
+
 def _over_cusparselt(record: dict[str, Any]) -> str:
   baseline = record['baselines'].get('cusparselt')
   return f' (x{baseline["median_ms"] / record["median_ms"]:.3f} cuSPARSELt)' if baseline else ''
@@ -238,14 +244,16 @@ def _over_cusparselt(record: dict[str, Any]) -> str:
 
 def _record(
   spec: arg_specs.Spec, p: mosaic_gpu.Problem, environment: dict[str, Any], runs: Sequence[_tuning.Candidate],
-  names: Sequence[str], samples: list[list[float]], sustained: list[list[float]], error: float,
+  names: Sequence[str], samples: list[list[float]], sustained: Sequence[Sequence[tuple[float, _power.Reading]]],
+  error: float,
 ) -> dict[str, Any]:
 
   def timed(i: int) -> dict[str, Any]:
+    loops, readings = zip(*sustained[i], strict=True)
+    hot = statistics.median(loops)
     return dict(
-      samples_ms=samples[i], median_ms=statistics.median(samples[i]),
-      sustained_samples_ms=sustained[i], sustained_ms=statistics.median(sustained[i]),
-    )
+      samples_ms=samples[i], median_ms=statistics.median(samples[i]), sustained_samples_ms=loops, sustained_ms=hot,
+    ) | _power.Reading(tuple(s for reading in readings for s in reading.samples)).fields(hot)
 
   mine = timed(0)
   return dict(

@@ -1,21 +1,27 @@
 """Random problems, drawn over everything the op takes, against a product computed by NumPy."""
 
 import dataclasses
+import json
+import math
+import pathlib
+import time
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import _tuning, formats
-from pallas_kernels.sparse_matmul import arg_specs, mosaic_gpu, reference
+from pallas_kernels import _device, _tuning, formats
+from pallas_kernels.sparse_matmul import arg_specs, mosaic_gpu, mosaic_gpu_sm80, reference
+
+KERNELS = {'mosaic_gpu': mosaic_gpu.sparse_matmul, 'mosaic_gpu_sm80': mosaic_gpu_sm80.sparse_matmul}
 
 
-def random_problem(rng: np.random.Generator) -> dict[str, Any]:
-  """Sizes from one group up, mostly ones that no tile divides, and everything else an op takes."""
+def random_problem(rng: np.random.Generator, *, float8: bool = True) -> dict[str, Any]:
+  """Sizes from one group up, mostly ones that no tile divides, and everything else the op takes."""
   m, n = (int(rng.integers(1, 700)) if rng.random() < 0.8 else 64 * int(rng.integers(1, 12)) for _ in range(2))
   k = 4 * int(rng.integers(1, 400))
-  narrow = rng.random() < 0.25
+  narrow = rng.random() < 0.25 and float8
 
   def choose(*values: Any) -> Any:
     return values[int(rng.integers(len(values)))]
@@ -35,8 +41,8 @@ def random_problem(rng: np.random.Generator) -> dict[str, Any]:
   )
 
 
-def check(case: dict[str, Any]) -> tuple[float, str | None]:
-  """Error of the kernel on a `random_problem` against a NumPy product, and what is wrong, or None."""
+def check(case: dict[str, Any], implementation: str = 'mosaic_gpu') -> tuple[float, str | None]:
+  """Error of a kernel on a `random_problem` against a NumPy product, and what is wrong, or None."""
   rng = np.random.default_rng(case['seed'])
   m, n, k = case['m'], case['n'], case['k']
   values = rng.standard_normal((m, k // 2)).astype(np.float32).astype(jnp.dtype(case['a_dtype']))
@@ -54,20 +60,22 @@ def check(case: dict[str, Any]) -> tuple[float, str | None]:
     activation=case['activation'], out_layout=case['out_layout'], keep_preactivation=case['keep_preactivation']
   )
   expected = reference.results(jnp.asarray(d), bias, a_scale, b_scale, out_dtype=jnp.dtype('float32'), **static)
-  small_chunks = case['out_dtype'] == 'float32'
-  base = mosaic_gpu.Config(bk=128, delay=0) if jnp.dtype(case['a_dtype']).itemsize == 1 else mosaic_gpu.Config()
-  config = dataclasses.replace(base, **{name: case[name] for name in ('split', 'slots', 'along')})
-  config = dataclasses.replace(config, epilogue_n=32 if small_chunks else 64)
+  config = _config(case) if implementation == 'mosaic_gpu' else None
 
   @jax.jit
   def f(*args: Any) -> jax.Array:
-    return _one_array(mosaic_gpu.sparse_matmul(
+    return _one_array(KERNELS[implementation](
       *args, **static, out_dtype=jnp.dtype(case['out_dtype']), b_layout=case['b_layout'], config=config
     ))
 
   args = (compressed, jnp.asarray(b if case['b_layout'] == 'nk' else b.T), *vectors)
-  candidate = _tuning.Candidate('mosaic_gpu', dataclasses.asdict(config), f, args)
-  return _tuning.verify(candidate, _one_array(expected))
+  return _tuning.verify(_tuning.Candidate(implementation, None, f, args), _one_array(expected))
+
+
+def _config(case: dict[str, Any]) -> mosaic_gpu.Config:
+  base = mosaic_gpu.Config(bk=128, delay=0) if jnp.dtype(case['a_dtype']).itemsize == 1 else mosaic_gpu.Config()
+  drawn = {name: case[name] for name in ('split', 'slots', 'along')}
+  return dataclasses.replace(base, **drawn, epilogue_n=32 if case['out_dtype'] == 'float32' else 64)
 
 
 def _one_array(outputs: Any) -> jax.Array:
@@ -82,19 +90,36 @@ def _vector(rng: np.random.Generator, kind: Any, size: int) -> jax.Array | None:
   return jnp.asarray(drawn, jnp.float32)
 
 
-def verify(count: int, seed: int = 0) -> int:
-  """Checks `count` random problems; returns how many failed and prints those."""
-  rng, failures, worst = np.random.default_rng(seed), 0, 0.0
+def verify(
+  count: int, seed: int = 0, seconds: float = math.inf, out: pathlib.Path | None = None,
+  implementation: str = 'mosaic_gpu',
+) -> int:
+  """Checks `count` random problems, or as many as are begun in `seconds`; returns how many failed and prints those.
+
+  With `out` one record of the run is appended to that file.
+  """
+  rng, errors, failures = np.random.default_rng(seed), [], []
   fixed = [dict(m=m, n=n, k=k) for m, n, k in arg_specs.RAGGED] if seed == 0 else []
-  for i in range(count):
-    case = random_problem(rng) | (fixed[i] if i < len(fixed) else {})
-    error, reason = check(case)
-    worst = max(worst, error)
+  start = time.monotonic()
+  while len(errors) < count and time.monotonic() - start <= seconds:
+    case = random_problem(rng, float8=implementation == 'mosaic_gpu')
+    case |= fixed[len(errors)] if len(errors) < len(fixed) else {}
+    error, reason = check(case, implementation)
+    errors.append(math.inf if math.isnan(error) else error)
     if reason:
-      failures += 1
+      failures.append(dict(reason=reason, problem=case))
       print(f'FAILED {reason}: {case}', flush=True)
+  done, worst = len(errors), max(errors, default=0.0)
   print(
-    f'sparse_matmul: {count - failures} of {count} random problems agree, {_tuning.REPEATS} repeats bit-identical;'
-    f' worst error {worst:.2e}'
+    f'sparse_matmul by {implementation}: {done - len(failures)} of {done} random problems agree,'
+    f' {_tuning.REPEATS} repeats bit-identical; worst error {worst:.2e}'
   )
-  return failures
+  if out is not None:
+    record = dict(
+      bench='verify', **_device.environment(), op='sparse_matmul', implementation=implementation, count=done,
+      seed=seed, worst_error=worst if math.isfinite(worst) else None, tolerance=_tuning.TOLERANCE,
+      repeats=_tuning.REPEATS, failures=failures,
+    )
+    with out.open('a') as f:
+      f.write(json.dumps(record) + '\n')
+  return len(failures)

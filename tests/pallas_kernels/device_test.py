@@ -36,6 +36,14 @@ class DeviceTest(parameterized.TestCase):
     self.assertContainsSubset({'device', 'driver', 'versions', 'commit', 'command', 'when'}, _device.environment())
     json.dumps(_device.environment())
 
+  @parameterized.parameters(
+    (('/home/me/pallas_kernels/__main__.py', 'verify', '--out', '/tmp/me/x.jsonl', '--count', '3'),
+     'python -m pallas_kernels verify --out x.jsonl --count 3'),
+    (('tune.py', 'out/x.jsonl'), 'python tune.py out/x.jsonl'), (('tune.py', '--out=/a/b/x'), 'python tune.py --out=x'),
+  )
+  def test_the_command_names_no_folder_of_the_machine(self, argv, command):
+    self.assertEqual(_device._command(argv), command)
+
   @absltest.skipUnless(_device.can_compile_for_gpu(), 'needs the CUDA plugin wheels')
   def test_one_target_a_process(self):
     args = lambda x: x + 1, _device.struct((64,), jnp.float32)

@@ -1,7 +1,9 @@
 """`python -m pallas_kernels` where it cannot run."""
 
 import contextlib
+import importlib
 import io
+import pathlib
 from unittest import mock
 
 from absl.testing import absltest, parameterized
@@ -13,7 +15,11 @@ from pallas_kernels import _device
 class CommandTest(parameterized.TestCase):
   @parameterized.parameters(
     ('bench --select nosuch small', '--select nosuch: known are square, headline, small'),
-    ('where-it-pays --select nosuch', '--select nosuch: known are'),
+    ('where-it-pays --select small', 'unrecognized arguments: --select small'),
+    ('verify --select small', 'unrecognized arguments: --select small'),
+    ('bench --count 5', 'unrecognized arguments: --count 5'),
+    ('tune --out results.jsonl', 'unrecognized arguments: --out results.jsonl'),
+    ('verify --implementation cusparselt', "invalid choice: 'cusparselt' (choose from"),
     ('tune', "tune runs on a GPU, and JAX finds 'cpu' here"),
     ('bench', "bench runs on a GPU, and JAX finds 'cpu' here"),
     ('verify --count 3', "verify runs on a GPU, and JAX finds 'cpu' here"),
@@ -27,6 +33,16 @@ class CommandTest(parameterized.TestCase):
       command.main(arguments.split())
     self.assertEqual(end.exception.code, 2)
     self.assertIn(message, err.getvalue())
+
+  def test_verify_hands_on_what_it_is_given(self):
+    given = 'verify --count 3 --seed 4 --seconds 5 --out run.jsonl --implementation mosaic_gpu_sm80'
+    op = mock.Mock(SELECTIONS=(), verify=mock.Mock(return_value=2))
+    with (
+      mock.patch.object(_device, 'current', lambda: _device.target_device('sm_80')),
+      mock.patch.object(importlib, 'import_module', lambda _: op),
+    ):
+      self.assertEqual(command.main(given.split()), 1)
+    op.verify.assert_called_once_with(3, 4, 5.0, pathlib.Path('run.jsonl'), 'mosaic_gpu_sm80')
 
 
 if __name__ == '__main__':

@@ -149,11 +149,22 @@ class RefusalTest(parameterized.TestCase):
     (dict(b_layout='kn'), r"layout 'kn' has 5 entries along K, a of shape \(6, 12\) has 12"),
     (dict(keep_preactivation=True), 'keep_preactivation=True needs an activation'),
     (dict(implementation='mosaic_gpu'), 'mosaic_gpu: sparse wgmma needs compute capability 9.0'),
+    (dict(bias=[0.0] * 6), 'bias must be of type Array or ndarray or None, found list'),
+    (dict(out_dtype='int32'), r"out_dtype must be one of \('float32', 'bfloat16', 'float16'\), found int32"),
+    (dict(out_dtype='float8_e4m3fn'), 'out_dtype must be one of .*, found float8_e4m3fn'),
+    (dict(out_dtype=jnp.float64), 'out_dtype must be one of .*, found float64'),
   )
   def test_names_what_is_off(self, kwargs, message):
     a, b, _ = _inputs(dtype='bfloat16')
     with self.assertRaisesRegex(ValueError, message):
       api.sparse_matmul(a, b, **kwargs)
+
+  def test_operands_of_another_kind(self):
+    a, b, dense = _inputs(dtype='bfloat16')
+    with self.assertRaisesRegex(ValueError, 'a must be of type Compressed24 or SparseOperand, found an array .*6, 12'):
+      api.sparse_matmul(jnp.asarray(dense, jnp.bfloat16), b)
+    with self.assertRaisesRegex(ValueError, 'b must be of type Array or ndarray, found Compressed24'):
+      api.sparse_matmul(a, a)
 
   def test_mixed_dtypes(self):
     a, b, _ = _inputs(dtype='bfloat16')

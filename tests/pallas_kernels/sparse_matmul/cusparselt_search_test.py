@@ -76,6 +76,18 @@ class SearchTest(absltest.TestCase):
     self.assertEqual(best.config['algorithm'], 2)  # 3 is wrong and 1 changes from run to run
     self.assertEqual((best.setup_ms, compress), (0.0, [0.25, 0.75, 0.5]))
 
+  def test_a_first_look_that_errs_does_not_choose_the_baseline(self):
+    looked = [_WRONG, _UNSTABLE, 0, 2]
+    found = cusparselt_search.Found(
+      [
+        _tuning.Candidate('cusparselt', {'algorithm': i}, _Algorithm(cusparselt.Config(algorithm=i)), (self.a, self.b))
+        for i in looked
+      ], [], [0.5],
+    )  # fmt: skip
+    with mock.patch.object(cusparselt_search, 'search', lambda *_: found):
+      best, _ = cusparselt_search.fastest(_PROBLEM, self.a, self.b, self.b)
+    self.assertEqual(best.config['algorithm'], 2)
+
   def test_a_known_algorithm_is_verified_again(self):
     for known, expected in ((0, 0), (_WRONG, 2)):
       best, _ = cusparselt_search.fastest(

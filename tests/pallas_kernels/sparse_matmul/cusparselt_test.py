@@ -5,6 +5,7 @@ Multiplying needs a card: `gpu_test.py`. Here the custom calls are stood in for 
 
 import contextlib
 import functools
+import json
 import os
 import pathlib
 import tempfile
@@ -22,6 +23,7 @@ from pallas_kernels.sparse_matmul import api, cusparselt, operand, reference
 
 _H100 = _device.target_device('sm_90a')
 _A100 = _device.target_device('sm_80')
+_RESULTS = pathlib.Path(__file__).parents[3] / 'experiments/results/cusparselt.jsonl'
 _FAKE = pathlib.Path(__file__).parents[1] / 'ffi/fake_cusparselt.cc'
 
 
@@ -139,6 +141,21 @@ class MeaningTest(parameterized.TestCase):
         with mock.patch.object(library, 'version', lambda: (0, 10, 0)):
           self._run(a, b)
     self.assertEqual([call[3]['algorithm'] for call in self.ffi.calls], [3, -1, -1])
+
+
+class ShippedTest(parameterized.TestCase):
+
+  def test_the_benchmark_s_problems_run_the_algorithm_that_was_fastest(self):
+    records = list(map(json.loads, _RESULTS.read_text().splitlines()))
+    self.assertLen(records, 5)
+    for record in records:
+      shape, layouts, measured = record['shape'], record['layouts'], record['baselines']['cusparselt']
+      *settings, version = measured['config'].values()
+      problem = shape['m'], shape['n'], shape['k'], record['dtype'], 'bfloat16', layouts['b'], layouts['out']
+      with mock.patch.object(library, 'version', lambda version=version: tuple(version)):
+        self.assertEqual(cusparselt.tuned_config(*problem, _H100), cusparselt.Config(*settings))
+      with mock.patch.object(library, 'version', lambda: (0, 9, 0)):
+        self.assertIsNone(cusparselt.tuned_config(*problem, _H100))
 
 
 class RefusalTest(parameterized.TestCase):

@@ -15,6 +15,10 @@ pytestmark = [
 ]
 
 
+def _mma_sp_case(seed):
+  return verify.random_problem(np.random.default_rng(seed), float8=False)
+
+
 class GpuTest(parameterized.TestCase):
 
   def test_random_problems(self):
@@ -30,16 +34,19 @@ class GpuTest(parameterized.TestCase):
     self.assertIsNone(verify.check(verify.random_problem(np.random.default_rng(k)) | dict(k=k))[1])
 
   @parameterized.product(
-    size=((1, 1, 4), (130, 70, 68), (512, 384, 1024)), b_layout=('nk', 'kn'), activation=(None, 'gelu')
+    size=((1, 1, 4), (130, 70, 68), (512, 384, 1024)), dtype=('bfloat16', 'float16'), b_layout=('nk', 'kn'),
+    out_layout=('mn', 'nm'),
   )
-  def test_mma_sp(self, size, b_layout, activation):
-    m, n, k = size
-    p = mosaic_gpu.Problem(m, n, k, jnp.dtype('bfloat16'), jnp.dtype('bfloat16'), jnp.dtype('bfloat16'), b_layout)
-    x = _prepared.inputs(p, jax.random.key(m))
-    kwargs = dict(activation=activation, bias=jnp.linspace(-1.0, 1.0, m), b_layout=b_layout, out_layout='nm')
-    found = api.sparse_matmul(x.a, x.b, **kwargs, implementation='mosaic_gpu_sm80')
-    expected = api.sparse_matmul(x.a, x.b, **kwargs, out_dtype=jnp.float32, implementation='reference')
-    self.assertLessEqual(_tuning.relative_error(found, expected), _tuning.TOLERANCE)
+  def test_mma_sp(self, size, dtype, b_layout, out_layout):
+    case = _mma_sp_case(sum(size)) | dict(zip('mnk', size, strict=True), b_layout=b_layout, out_layout=out_layout)
+    self.assertIsNone(verify.check(case | dict(a_dtype=dtype, b_dtype=dtype), 'mosaic_gpu_sm80')[1])
+
+  @parameterized.product(
+    activation=(None, 'gelu', 'silu', 'relu', 'squared_relu'), bias=(True, False), out_dtype=('bfloat16', 'float32')
+  )
+  def test_mma_sp_and_what_follows_the_product(self, **meaning):
+    case = _mma_sp_case(0) | dict(m=130, n=70, k=132, keep_preactivation=meaning['activation'] is not None) | meaning
+    self.assertIsNone(verify.check(case, 'mosaic_gpu_sm80')[1])
 
   def test_changing_inputs_between_launches(self):
     """A missing fence would let one launch read what another left in shared memory."""

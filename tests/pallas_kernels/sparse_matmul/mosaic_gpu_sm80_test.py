@@ -32,7 +32,7 @@ def _report(target, dtype):
 @absltest.skipUnless(_device.can_compile_for_gpu(), 'needs the CUDA plugin wheels')
 class CompileTest(parameterized.TestCase):
 
-  @parameterized.parameters('sm_80', 'sm_86', 'sm_90a')
+  @parameterized.parameters('sm_80', 'sm_86', 'sm_89', 'sm_90a')
   def test_compiles_without_spills(self, target):
     # A process a target: Mosaic keeps the settings of the first.
     root = pathlib.Path(_device.__file__).parents[1]

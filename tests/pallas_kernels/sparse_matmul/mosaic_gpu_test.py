@@ -97,8 +97,9 @@ class InterpretTest(parameterized.TestCase):
     self._check(a, b, _SMALL_FP8, None, a_scale, b_scale, out_dtype=jnp.dtype('float32'))
 
   def test_float8_with_one_scale(self):
-    a, b = _inputs(64, 64, 128, _E4M3, _E4M3, 'nk')
-    self._check(a, b, _SMALL_FP8, None, jnp.float32(0.25), jnp.float32(4.0))
+    a, b = _inputs(64, 64, 384, _E4M3, _E4M3, 'nk')
+    config = dataclasses.replace(_SMALL_FP8, delay=1)
+    self._check(a, b, config, None, jnp.float32(0.25), jnp.float32(4.0))
 
   def test_vmap_launches_one_after_another(self):
     a, b = _inputs(128, 64, 128, _BF16, _BF16, 'nk')
@@ -165,7 +166,12 @@ _PROGRAMS = {
     (4096, 4096, 4096), jnp.dtype('float16'), mosaic_gpu.Config(epilogue_n=32),
     dict(out_dtype=jnp.dtype('float32'), out_layout='nm'), 8,
   ),
-  'float8': ((8192, 8192, 8192), _E4M3, mosaic_gpu.Config(bk=128, delay=0), dict(scales=True), 4),
+  'float8_drained': ((8192, 8192, 8192), _E4M3, mosaic_gpu.Config(bk=128, delay=0), dict(scales=True), 4),
+  # Twice the words of 16 bits, in registers that the producer does without.
+  'float8': ((8192, 8192, 8192), _E4M3, mosaic_gpu.Config(bk=128), dict(scales=True), 8),
+  'float8_split': (
+    (3072, 768, 32768), _E4M3, mosaic_gpu.Config(bk=128, split=4, slots=2), dict(scales=True, out_layout='nm'), 8
+  ),
   'ragged': ((100, 130, 140), _BF16, mosaic_gpu.Config(), {}, 12),
   'side_by_side': ((1600, 24576, 6400), _BF16, mosaic_gpu.Config(along='n'), dict(out_layout='nm'), 8),
   'side_by_side_n_major': (
@@ -224,20 +230,21 @@ class CompileTest(parameterized.TestCase):
     self.assertEqual(report.count('wgmma.mma_async.sp'), 8)
     self.assertEqual(report.warnings, ())
 
-  @parameterized.parameters('default', 'split', 'odd_steps')
-  def test_no_group_loads_the_metadata_register_of_the_group_in_flight(self, name):
-    k = _PROGRAMS[name][0][2]
+  # The words of a step: one for 64 rows and 64 entries along K.
+  @parameterized.parameters(('default', 2), ('split', 2), ('odd_steps', 2), ('float8', 4), ('float8_split', 4))
+  def test_no_group_loads_the_metadata_register_of_the_group_in_flight(self, name, words):
+    (_, _, k), _, config, *_ = _PROGRAMS[name]
     try:
       sass = _device.disassemble(_program(name).ptx)
     except NotImplementedError as e:
       self.skipTest(str(e))
-    instruction = re.compile(r'HGMMA\.SP\.\S+ R\d+, gdesc\[UR\d+\], R\d+, (R\d+),')
+    instruction = re.compile(r'[HQ]GMMA\.SP\.\S+ R\d+, gdesc\[UR\d+\], R\d+, (R\d+)')
     groups = [instruction.findall(x) for x in sass.split('DEPBAR.LE gsb0')]
     first, second, *tail = (set(g) for g in groups if g)
-    self.assertLen(tail, k // 64 % 2)
+    self.assertLen(tail, k // config.bk % 2)
     # The loop goes from the second group to the first, or on to the odd step.
     for before, after in ((first, second), (second, first), *((second, t) for t in tail)):
-      self.assertLen(after, 2)
+      self.assertLen(after, words)
       self.assertFalse(before & after)
 
 

@@ -34,11 +34,8 @@ class PredictTest(parameterized.TestCase):
     for p, times in _measured():
       chosen = min(times, key=lambda c: _predict.predicted_us(p, c))
       losses.append(times[chosen] / min(times.values()))
-    *most, worst = sorted(losses)
     self.assertLess(statistics.median(losses), 1.02)
-    self.assertLess(max(most), 1.2)
-    # 768 x 3072 x 32768, less than a wave of tiles, is split in vain.
-    self.assertLess(worst, 1.5)
+    self.assertLess(max(losses), 1.2)
 
   def test_long_products_are_predicted_to_a_twentieth(self):
     ratios = [

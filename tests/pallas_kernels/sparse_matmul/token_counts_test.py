@@ -1,0 +1,105 @@
+"""Every small number of tokens: what the kernels get is padded as their copies need it, and what comes back is cut.
+
+A stand-in multiplies what the kernel would get, in float64; the kernels themselves run on a few ragged sizes elsewhere.
+"""
+
+from unittest import mock
+
+from absl.testing import absltest
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import _device, formats
+from pallas_kernels.sparse_matmul import mosaic_gpu, mosaic_gpu_sm80, operand
+from tests.oracles import wide
+
+_COUNTS = range(1, 130)
+_IN, _OUT = 68, 40
+_BF16 = jnp.dtype('bfloat16')
+_HOPPER, _AMPERE = _device.target_device('sm_90a'), _device.target_device('sm_80')
+_decode = jax.jit(lambda values, words: formats.decompress(operand.from_operand(operand.SparseOperand(values, words))))
+_encode = jax.jit(lambda w, keep: operand.to_operand(formats.compress(w, keep, axis=-1)))
+
+
+def _whole_boxes(x):
+  """What TMA can address: rows of whole 16 bytes."""
+  assert x.shape[-1] * x.dtype.itemsize % 16 == 0, x.shape
+
+
+def _on_hopper(p, config, **_):
+  """The stand-in for `mosaic_gpu.build`."""
+  del config
+
+  def run(values, words, b):
+    assert p.m % 8 == p.n % 8 == 0, p
+    assert values.shape == (p.m, p.k // 2)
+    assert b.shape == ((p.n, p.k) if p.b_layout == 'nk' else (p.k, p.n))
+    a, b = wide(_decode(values, words)), wide(b)
+    d = a @ (b.T if p.b_layout == 'nk' else b)
+    d = (d if p.out_layout == 'mn' else d.T).astype(p.out_dtype)
+    for x in (values, np.zeros(b.shape, p.b_dtype), d):
+      _whole_boxes(x)
+    return [d]
+
+  return run
+
+
+def _on_ampere(m, n, k, dtype, out_dtype, config):
+  """The stand-in for `mosaic_gpu_sm80.build`, which has no predicates: whole tiles only."""
+  del dtype
+  assert m % config.bm == n % config.bn == k % 64 == 0, (m, n, k)
+
+  def run(values, words, b):
+    assert (values.shape, b.shape) == ((m, k // 2), (n, k))
+    return (wide(_decode(values, words)) @ wide(b).T).astype(out_dtype)
+
+  return run
+
+
+def _pad(x, shape):
+  """`operand.pad_to` without a program a shape."""
+  return np.pad(np.asarray(x), [(0, new - old) for new, old in zip(shape, x.shape, strict=True)])
+
+
+def _sparse(rng, rows, columns):
+  """A random 2:4 matrix and its operand."""
+  keep = np.argsort(rng.random((rows, columns // 4, 4)), axis=-1) < 2
+  w = np.where(keep.reshape(rows, columns), rng.standard_normal((rows, columns)), 0.0).astype(_BF16)
+  return wide(w), _encode(w, keep.reshape(rows, columns))
+
+
+class TokenCountsTest(absltest.TestCase):
+  def setUp(self):
+    super().setUp()
+    self.enter_context(mock.patch.object(mosaic_gpu, 'build', _on_hopper))
+    self.enter_context(mock.patch.object(mosaic_gpu_sm80, 'build', _on_ampere))
+    self.enter_context(mock.patch.object(operand, 'pad_to', _pad))
+    self.rng = np.random.default_rng(0)
+
+  def check(self, module, device, a, b, expected, **layouts):
+    kwargs = dict(activation=None, out_dtype=_BF16, device=device, config=module.Config())
+    found = module.sparse_matmul(a, b, **kwargs, **layouts)
+    self.assertEqual(found.shape, expected.shape)
+    np.testing.assert_allclose(wide(found), expected, rtol=1e-2, atol=1e-2)
+
+  def test_forward(self):
+    dense, a = _sparse(self.rng, _OUT, _IN)
+    x = self.rng.standard_normal((max(_COUNTS), _IN)).astype(_BF16)
+    for tokens in _COUNTS:
+      for module, device in ((mosaic_gpu, _HOPPER), (mosaic_gpu_sm80, _AMPERE)):
+        with self.subTest(tokens=tokens, module=module.__name__):
+          expected = wide(x[:tokens]) @ dense.T
+          self.check(module, device, a, x[:tokens], expected, b_layout='nk', out_layout='nm')
+
+  def test_weight_gradient_of_whole_groups_of_tokens(self):
+    for tokens in (4, 8, 12, 60, 64, 68, 124, 128, 132):
+      dense, a = _sparse(self.rng, _OUT, tokens)
+      x = self.rng.standard_normal((tokens, _IN)).astype(_BF16)
+      for module, device in ((mosaic_gpu, _HOPPER), (mosaic_gpu_sm80, _AMPERE)):
+        with self.subTest(tokens=tokens, module=module.__name__):
+          self.check(module, device, a, x, (dense @ wide(x)).T, b_layout='kn', out_layout='nm')
+
+
+if __name__ == '__main__':
+  absltest.main()
