@@ -10,6 +10,7 @@ hold every sample.
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import functools
+import json
 from pathlib import Path
 import statistics
 from typing import Any
@@ -19,7 +20,7 @@ from jax import Array
 import jax.numpy as jnp
 
 from experiments.bench import measure, trace
-from experiments.bench.vnm_packs import Case, compile_all, pack, PACKS, Plan, timed, timer
+from experiments.bench.vnm_packs import Case, compile_all, GAP_S, pack, PACKS, Plan
 from pallas_kernels import _device, _tuning, formats
 from pallas_kernels.sparse_matmul.operand import to_operand
 from pallas_kernels.vnm import api, mosaic_gpu
@@ -51,10 +52,11 @@ def configs(v: int) -> list[mosaic_gpu.Config]:
   """The settings that are worth timing."""
   best = mosaic_gpu.default_config(v)
   change = dataclasses.replace
-  other = change(best, delay=1 - best.delay)
   if v % 128:
-    return [best, other, change(best, band=16), change(best, ctas=None)]
-  return [best, other, change(best, slots=2), change(best, band=16), change(best, band=16, slots=2)]
+    return [best, change(best, delay=0), change(best, band=16), change(best, pace=32)]
+  if v % 256 == 0:
+    return [best, change(best, delay=0), change(best, pace=16)]
+  return [best, change(best, slots=2), change(best, pace=16), change(best, pace=16, band=64), change(best, pace=32)]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
@@ -114,7 +116,7 @@ def matmul(case: Case, options: Any) -> Plan:
   def run(compiled: Mapping[str, Any]) -> dict[str, Any]:
     a, b, dense = compiled['make'](key)
     expected = compiled['expected'](dense, b)
-    heat = {name: statistics.median(timer(compiled[name], (dense, b), options.steps)) for name in ways}
+    heat = {name: statistics.median(measure.timer(compiled[name], (dense, b), options.steps)) for name in ways}
     best = min(heat, key=heat.__getitem__)
     candidates = [
       _tuning.Candidate('mosaic_gpu', dataclasses.asdict(c), compiled[f'sparse {i}'], (a, b))
@@ -124,8 +126,8 @@ def matmul(case: Case, options: Any) -> Plan:
       raise ValueError(f'{case.name}: no compiled kernel')
     if options.tune:
       found = _tuning.tune(
-        problem, _tuning.Candidate('dense', {'way': best}, compiled[best], (dense, b)), candidates, expected, timer,
-        finalists=2, quick=dict(rounds=2, iterations=options.steps, gap_s=0.05),
+        problem, _tuning.Candidate('dense', {'way': best}, compiled[best], (dense, b)), candidates, expected,
+        measure.timer, finalists=2, quick=dict(rounds=2, iterations=options.steps, gap_s=0.05),
         final=dict(rounds=options.rounds, iterations=options.steps, gap_s=0.1),
       )
       _tuning.save(options.tune / device.slug / f'{api.OP}.json', _device.environment() | {'op': api.OP}, [found])
@@ -136,9 +138,8 @@ def matmul(case: Case, options: Any) -> Plan:
     error, reason = _tuning.verify(candidates[0], expected)
     if reason:
       raise ValueError(f'{case.name}: {reason}')
-    rows = timed(
-      {'sparse': candidates[0].f, best: compiled[best]}, {'sparse': (a, b), best: (dense, b)}, options
-    )
+    calls = {'sparse': (candidates[0].f, (a, b)), best: (compiled[best], (dense, b))}
+    rows = measure.timed(calls, options, gap_s=GAP_S)
     ms = rows['sparse']['median_ms']
     return dict(
       bench='vnm_matmul', op='vnm_matmul', role='forward', pattern=f'{case.v}:2:{case.m}',
@@ -189,12 +190,8 @@ def block(case: Case, options: Any) -> Plan:
     if 'sparse' not in programs:
       raise ValueError(f'{case.name}: the step does not compile')
     args = compiled['make'](key)
-    rows = timed(programs, dict.fromkeys(programs, args), options)
+    rows = measure.timed({name: (f, args) for name, f in programs.items()}, options, gap_s=GAP_S)
     best = min((name for name in rows if name != 'sparse'), key=lambda name: rows[name]['median_ms'])
-    profile = None
-    if options.explain:
-      calls = {name: functools.partial(programs[name], *args) for name in ('sparse', best)}
-      profile = trace.explain(calls, programs, 3, options.trace and options.trace / case.name)
     return dict(
       bench='ffn', op='neuron_level_ffn', role='forward_and_vjp', activation='squared_relu',
       pattern=f'{case.v}:2:{case.m}', shape=dict(tokens=tokens, d=d, hidden=hidden), mode='forward_and_vjp',
@@ -202,10 +199,23 @@ def block(case: Case, options: Any) -> Plan:
       baselines=dict(dense=rows[best] | {'form': best, 'memory_gb': measure.memory(programs[best])}),
       speedup=dict(dense=round(rows[best]['median_ms'] / rows['sparse']['median_ms'], 4)),
       memory_gb=measure.memory(programs['sparse']),
-      **({'profile': profile} if profile else {}),
     )  # fmt: skip
 
-  return Plan({'make': (make, (key,))} | {name: (f, shapes) for name, f in steps.items()}, run)
+  def explain(compiled: Mapping[str, Any], record: Mapping[str, Any]) -> Any:
+    args = compiled['make'](key)
+    calls = {
+      name: functools.partial(compiled[name], *args) for name in ('sparse', record['baselines']['dense']['form'])
+    }
+    return trace.explain(calls, compiled, 3, options.trace and options.trace / case.name)
+
+  return Plan({'make': (make, (key,))} | {name: (f, shapes) for name, f in steps.items()}, run, explain)
+
+
+def _amend(out: Path, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+  """Puts a record in the place of another."""
+  lines = out.read_text().splitlines()
+  lines[len(lines) - 1 - lines[::-1].index(json.dumps(old))] = json.dumps(new)
+  out.write_text('\n'.join(lines) + '\n')
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -215,6 +225,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     '--tune', type=Path, metavar='FOLDER', help='choose settings of the products first and keep the records there'
   )
   options = parser.parse_args(argv)
+  measure.check_card(parser, options)
   head = measure.environment(MODULE, argv)
   plans: dict[str, Callable[[Case, Any], Plan]] = {'matmul': matmul, 'pack': pack, 'ffn': block}
   names = list(dict.fromkeys(name for chosen in options.select for name in GROUPS.get(chosen, [chosen])))
@@ -223,6 +234,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   compiled = compile_all({name: plan.jobs for name, plan in chosen.items()})
   clock.lap('compiling')
   failed = 0
+  explained: list[tuple[str, dict[str, Any]]] = []
   for name, plan in chosen.items():
     try:
       record = dict(**head, recipe='neuron_level', dtype='bfloat16', headline=not options.tiny)
@@ -234,7 +246,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     measure.append(options.out, record)
     share = f'{record["copy_share"]:.2f} of copy' if CASES[name].kind == 'pack' else f'speedup {record["speedup"]}'
     print(f'{name}: {record["median_ms"]:.3f} ms, {share}', flush=True)
+    explained += [(name, record)] if options.explain else []
   clock.lap('timing')
+  # Last, with every record written: after JAX's profiler has run, CUPTI's timer may lose kernels and end the process.
+  for name, record in explained:
+    if profile := chosen[name].explain(compiled[name], record):
+      _amend(options.out, record, record | {'profile': profile})
+  if explained:
+    clock.lap('profile')
   return failed
 
 

@@ -1,10 +1,9 @@
-"""The packers' part of `python -m experiments.bench.neuron_level`, and what its parts share: cases, plans, timing."""
+"""The packers' part of `python -m experiments.bench.neuron_level`, and what its parts share: cases and plans."""
 
 from collections.abc import Callable, Mapping, Sequence
 import concurrent.futures
 import dataclasses
 import functools
-import time
 from typing import Any
 
 import jax
@@ -13,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.bench import measure
-from pallas_kernels import _compat
 from pallas_kernels.vnm import api
 from pallas_kernels.vnm.format import VNMOperand
 
@@ -23,6 +21,8 @@ PACKS = (
   'forward_masked', 'tokens', 'gradient', 'tokens_gradient',
 )  # fmt: skip
 _DENSE_NEURONS = 0.05
+# Idle seconds before a burst.
+GAP_S = 0.05
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,10 +49,12 @@ class Plan:
   Attributes:
     jobs: name -> (function, arguments or their shapes), compiled ahead with those of all other cases.
     run: compiled functions by name, without those that were refused -> what the record says.
+    explain: these functions and the record -> device time by kind of kernel, or None.
   """
 
   jobs: Mapping[str, tuple[Callable[..., Any], Sequence[Any]]]
   run: Callable[[Mapping[str, Any]], dict[str, Any]]
+  explain: Callable[[Mapping[str, Any], Mapping[str, Any]], Any] = lambda *_: None
 
 
 def compile_all(plans: Mapping[str, Mapping[str, tuple[Callable[..., Any], Sequence[Any]]]]) -> dict[str, Any]:
@@ -70,23 +72,6 @@ def compile_all(plans: Mapping[str, Mapping[str, tuple[Callable[..., Any], Seque
   for case, name in [at for at, f in made.items() if isinstance(f, Exception)]:
     print(f'  {case}: {name} does not compile: {str(made.pop((case, name)))[:300]}', flush=True)
   return {case: {name: made[case, name] for name in plan if (case, name) in made} for case, plan in plans.items()}
-
-
-def timer(f: Callable[..., Any], args: Sequence[Any], iterations: int) -> list[float]:
-  """Milliseconds of each call: of its kernels on a GPU, by the wall clock elsewhere."""
-  if jax.default_backend() == 'gpu':
-    return _compat.device_times_ms(f, args, iterations)
-  return measure.stream_ms(lambda: f(*args), iterations)
-
-
-def timed(compiled: Mapping[str, Any], args: Mapping[str, Sequence[Any]], options: Any) -> dict[str, dict[str, Any]]:
-  """Samples and medians, taken in turns: every second round the other way round, an idle gap before each burst."""
-  bursts: dict[str, list[list[float]]] = {name: [] for name in compiled}
-  for r in range(options.rounds):
-    for name in list(compiled) if r % 2 == 0 else list(compiled)[::-1]:
-      time.sleep(0.0 if options.tiny else 0.05)
-      bursts[name].append(list(timer(compiled[name], args[name], options.steps)))
-  return {name: measure.timing(found) for name, found in bursts.items()}
 
 
 def pack(case: Case, options: Any) -> Plan:
@@ -108,12 +93,13 @@ def pack(case: Case, options: Any) -> Plan:
 
   def run(compiled: Mapping[str, Any]) -> dict[str, Any]:
     x, args = compiled['make'](key)
-    rows = timed({name: compiled[name] for name in ('pack', 'copy')}, {'pack': args, 'copy': (x,)}, options)
+    calls = {'pack': (compiled['pack'], args), 'copy': (compiled['copy'], (x,))}
+    rows = measure.timed(calls, options, gap_s=GAP_S)
     moved = _read(case, args) + sum(a.nbytes for a in jax.tree.leaves(compiled['pack'](*args)))
     bandwidth = 2 * x.nbytes / rows['copy']['median_ms']
     return dict(
       bench='memory_bound', op='vnm_pack', role=case.role, pattern=f'{case.v}:2:{case.m}',
-      shape=dict(rows=shape[0], columns=shape[1]), mode='forward', implementation='auto', **rows['pack'],
+      shape=dict(rows=shape[0], columns=shape[1]), mode='forward', implementation='triton', **rows['pack'],
       baselines=dict(copy=rows['copy']), bytes=moved, copy_share=moved / rows['pack']['median_ms'] / bandwidth,
     )  # fmt: skip
 
@@ -159,7 +145,7 @@ def _packer(case: Case) -> tuple[Callable[..., Any], Callable[[Array, Array], tu
 
 def _dense_neurons(neurons: int) -> Array:
   order = jnp.argsort(jax.random.uniform(jax.random.key(2), (neurons,)))
-  return order[: round(_DENSE_NEURONS * neurons)].astype(jnp.int32)
+  return jnp.sort(order[: round(_DENSE_NEURONS * neurons)]).astype(jnp.int32)
 
 
 def _read(case: Case, args: tuple[Any, ...]) -> int:

@@ -7,13 +7,7 @@ instruction. Which ones is the same for all rows of a block, so the selectors ar
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def prmt(a, b, selector):
-  """Four of the eight bytes of `a` (0 to 3) and `b` (4 to 7), one a nibble of the selector's low half."""
-  return tl.inline_asm_elementwise(
-    'prmt.b32 $0, $1, $2, $3;', '=r,r,r,r', [a, b, selector], dtype=tl.uint32, is_pure=True, pack=1
-  )
+from pallas_kernels._ptx import prmt
 
 
 @triton.jit

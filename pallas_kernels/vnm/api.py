@@ -53,12 +53,13 @@ def vnm_matmul(
   """D = A . B with A V:2:M-sparse along the sum, accumulated in float32.
 
   Each block of V rows of A reads only the rows of B that its kept columns name, 4 of each M, and sparse tensor cores
-  halve the sum once more.
+  halve the sum once more. The kernel has no derivative: it is for products within a rule of one's own. 'dense' and
+  'reference' are differentiable in the values of A and in B.
 
   Args:
     a: A, [R, K].
     b: B, [K, N], same dtype.
-    out_dtype: dtype of D; None is A's.
+    out_dtype: float32, bfloat16 or float16; None is A's dtype.
     out_layout: 'mn' for D [R, N], 'nm' for D [N, R].
     implementation: 'mosaic_gpu' (Hopper), 'dense' (decompress and multiply), 'reference', or None: the fastest by the
       records of this card, dense where sparse loses or nothing near was measured.
@@ -75,6 +76,8 @@ def vnm_matmul(
   >>> vnm_matmul(a, jnp.ones((8, 1))).tolist()
   [[13.0], [29.0]]
   """
+  _dispatch.check_type('a', a, CompressedVNM, VNMOperand)
+  _dispatch.check_type('b', b, *_dispatch.ARRAYS)
   if len(a.shape) != 2 or b.ndim != 2:
     raise ValueError(f'a and b must be matrices, found a of shape {a.shape} and b of shape {b.shape}')
   if b.shape[0] != a.shape[1]:
@@ -85,6 +88,7 @@ def vnm_matmul(
     raise ValueError(f'out_layout={out_layout!r} is unknown; accepted are {OUT_LAYOUTS}')
   _dispatch.check_implementation(OP, implementation, MATMULS)
   out_dtype = jnp.dtype(a.dtype if out_dtype is None else out_dtype)
+  _dispatch.check_out_dtype(out_dtype)
   _say_what_a_mesh_costs()
   candidates = ('dense',) if implementation else _candidates(a, b.shape[1], out_dtype, out_layout)
   return _dispatch.dispatch(
@@ -93,11 +97,19 @@ def vnm_matmul(
 
 
 def key(a: CompressedVNM | VNMOperand, n: int, out_dtype: Any, out_layout: str) -> dict[str, Any]:
-  """What measured records are looked up by; V and M are text, since only equal ones compare."""
+  """What measured records are looked up by."""
   r, k = a.shape
+  return problem_key(r, k, n, a.v, a.m, a.dtype, out_dtype, out_layout)
+
+
+def problem_key(
+  r: int, k: int, n: int, v: int, m: int, dtype: Any, out_dtype: Any = None, out_layout: str = 'mn'
+) -> dict[str, Any]:
+  """`key` by the sizes of A [R, K] and B [K, N]; V and M are text, since only equal ones compare."""
+  dtype = jnp.dtype(dtype)
+  out_dtype = dtype if out_dtype is None else jnp.dtype(out_dtype)
   return dict(
-    m=r, n=n, k=k, pattern=f'{a.v}:2:{a.m}', dtype=jnp.dtype(a.dtype).name, out_dtype=jnp.dtype(out_dtype).name,
-    out_layout=out_layout,
+    m=r, n=n, k=k, pattern=f'{v}:2:{m}', dtype=dtype.name, out_dtype=out_dtype.name, out_layout=out_layout
   )
 
 
@@ -177,6 +189,9 @@ def vnm_pack(
     raise ValueError(f'axis={axis} must be -1 or -2')
   if activation not in ACTIVATIONS:
     raise ValueError(f'activation={activation!r} is unknown; accepted are {ACTIVATIONS}')
+  _dispatch.check_type('x', x, *_dispatch.ARRAYS)
+  _dispatch.check_type('gradient', gradient, *_dispatch.ARRAYS, type(None))
+  _dispatch.check_type('pattern', pattern, VNMOperand, type(None))
   if x.ndim != 2:
     raise ValueError(f'x must be a matrix, found shape {x.shape}')
   if (gradient is None) != (pattern is None):
@@ -223,6 +238,8 @@ def turn(
   >>> b.shape, b.compact.values.tolist()[4]
   ((8, 8), [9.0, 9.0])
   """
+  _dispatch.check_type('a', a, VNMOperand)
+  _dispatch.check_type('pattern', pattern, VNMOperand, type(None))
   r, k = a.shape
   for axis, size in ((-2, r), (-1, k)):
     if size % a.v or size % a.m:
@@ -244,7 +261,8 @@ def take_columns(a: VNMOperand, columns: Array, *, implementation: str | None = 
 
   Args:
     a: A, [R, K], its groups side by side.
-    columns: int32 [n], 0 to K - 1.
+    columns: int32 [n], 0 to K - 1; negative ones count from the end, and others take the nearest column, as when JAX
+      indexes.
     implementation: 'triton', 'reference', or None: Triton on a GPU where it takes the call.
 
   Returns:
@@ -254,6 +272,8 @@ def take_columns(a: VNMOperand, columns: Array, *, implementation: str | None = 
   >>> take_columns(a, jnp.array([4, 0, 1], jnp.int32)).tolist()
   [[9.0, 0.0, 4.0]]
   """
+  _dispatch.check_type('a', a, VNMOperand)
+  _dispatch.check_type('columns', columns, *_dispatch.ARRAYS)
   if columns.ndim != 1 or columns.dtype != jnp.int32:
     raise ValueError(f'columns must be int32 [n], found {columns.dtype} of shape {columns.shape}')
   candidates = ('reference',) if _device.current().platform == 'cpu' else ('triton', 'reference')
@@ -284,6 +304,7 @@ def expand(operand: SparseOperand | VNMOperand, *, implementation: str | None = 
   >>> expand(soft_threshold_pack(w, jnp.float32(1.0), axis=-1))[0, :4].tolist()
   [0.0, -2.0, 0.0, 1.0]
   """
+  _dispatch.check_type('operand', operand, SparseOperand, VNMOperand)
   if len(operand.shape) != 2:
     raise ValueError(f'operand must be a matrix, found shape {operand.shape}')
   candidates = ('reference',) if _device.current().platform == 'cpu' else ('triton', 'reference')

@@ -31,6 +31,11 @@ class CompressedVNM:
       `Compressed24`.
     columns: uint8 [..., R / V, 4 C / M], the four kept columns of each block, ascending, below M.
     m: M.
+
+  >>> x = jnp.zeros((2, 8)).at[:, 5:7].set(1.0)
+  >>> c = compress(x, x != 0, v=2, m=8)
+  >>> c.values.tolist(), [column for column in c.columns[0].tolist() if column in (5, 6)], (c.v, c.m)
+  ([[1.0, 1.0], [1.0, 1.0]], [5, 6], (2, 8))
   """
 
   values: Array

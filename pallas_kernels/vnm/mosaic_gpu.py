@@ -2,18 +2,19 @@
 
 A tile has the rows of one block of A, so that one index serves it. Three warpgroups a CTA, as in `sparse_matmul`: one
 produces, two consume. A's values and positions come by TMA, B's rows by `cp.async` (`_gather`). The consumers share the
-tile's columns, or, for blocks of 256 rows and more, its rows.
+tile's columns or its rows.
 
-What bounds it, on an H100: shared memory, which wgmma reads and the copies write, and bytes from L2. Blocks differ in
-their rows of B, so B cannot be multicast, and every tile of V rows reads 4 K / M rows of B, 8 K N R / (M V) bytes in
-all, whatever the tile's width. 128:2:16 is more than 4 times as fast as the dense product, 128:2:8 2.2 to 2.45 times,
-64:2:8 1.6 to 1.75 times. Which tiles run side by side counts: 32 of rows by 4 of columns find their rows of B in L2.
-`LOG.md` has what was tried.
+What bounds it, on an H100: shared memory, which wgmma reads and the copies write, bytes from L2, and power, by which
+the clock falls to 1.5 to 1.7 GHz. Blocks differ in their rows of B, so B cannot be multicast, and every tile of V rows
+reads 4 K / M rows of B, 8 K N R / (M V) bytes in all, whatever the tile's width. L2 is faster where SMs of one GPC ask
+for the same rows at about the same time: so 32 tiles of rows by 4 of columns are multiplied side by side (a launch
+fills one GPC after the other), and where the record has it CTAs keep pace with each other (`pace`). 128:2:16 is about 4
+times as fast as the dense product, 128:2:8 2.3 to 2.4 times, 64:2:8 1.35 to 1.75 times and 64:2:16 2.7 times. `LOG.md`
+has what was tried.
 """
 
 from collections.abc import Callable
-import dataclasses
-from typing import Any, Literal
+from typing import Any
 
 import jax
 from jax import lax
@@ -25,111 +26,12 @@ from pallas_kernels import _compat as compat
 from pallas_kernels import _device, _tuning
 from pallas_kernels.sparse_matmul import _wgmma_sp, operand
 from pallas_kernels.sparse_matmul._problem import ceil, CONSUMERS
-from pallas_kernels.vnm import _gather
+from pallas_kernels.vnm import _gather, _registers
+from pallas_kernels.vnm._problem import BK, check_config, Config, default_config, Problem, runners_of, steps_of, UNROLL
 from pallas_kernels.vnm.api import key, OP
 from pallas_kernels.vnm.format import CompressedVNM, to_vnm_operand, VNMOperand
 
 Array = jax.Array
-_SMEM_BYTES = 232448  # of a block on sm_90
-_BK = 64  # compact columns of a stage
-# Even and odd steps keep their metadata, and the producer its indices, in different registers.
-_UNROLL = 2
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-  """Settings of the kernel; all give the same result up to the order of float32 additions.
-
-  Attributes:
-    rows: rows of a consumer, 64 or 128.
-    bn: columns of a consumer, a multiple of 64 up to 256; `rows / 64 * bn / 2` accumulators a thread must leave room.
-    across: what the two consumers share out, the tile's columns 'n' or its rows 'm'.
-    stages: in the ring.
-    delay: K steps whose wgmmas stay in flight, 0 or 1.
-    minor: the dimension walked fastest, 0 is M and 1 is N.
-    band: tiles of that dimension walked before the other one advances.
-    ctas: CTAs launched, if the card has so many SMs; None is one an SM.
-    epilogue_n: columns stored at a time, 8 to 64.
-    slots: buffers of 64 x `epilogue_n` of a consumer that wait for TMA to store them.
-    producer_registers: of a thread that copies; the consumers share the rest.
-  """
-
-  rows: int = 128
-  bn: int = 192
-  across: Literal['n', 'm'] = 'n'
-  stages: int = 3
-  delay: int = 0
-  minor: int = 0
-  band: int = 32
-  ctas: int | None = 128
-  epilogue_n: int = 64
-  slots: int = 1
-  producer_registers: int = 56
-
-  @property
-  def tile_m(self) -> int:
-    return self.rows * (CONSUMERS if self.across == 'm' else 1)
-
-  @property
-  def tile_n(self) -> int:
-    return self.bn * self.parts
-
-  @property
-  def parts(self) -> int:
-    """Tiles of B in a stage, one a consumer or one for both."""
-    return CONSUMERS if self.across == 'n' else 1
-
-  @property
-  def shared_memory_bytes(self) -> int:
-    stage = self.tile_m * _BK + self.tile_n * _BK * 2 + self.tile_m * _BK // 8
-    # 1024: the barriers at which copies of B arrive; arrays start at multiples of it.
-    return self.stages * (stage + 16) + CONSUMERS * self.slots * 64 * self.epilogue_n * 2 + 1024
-
-
-@dataclasses.dataclass(frozen=True)
-class Problem:
-  """What is multiplied: A [m, k] compact, in blocks of v rows, by gathered rows of B [depth, n]."""
-
-  m: int
-  n: int
-  k: int
-  v: int
-  depth: int
-  dtype: jnp.dtype
-  out_dtype: jnp.dtype
-  out_layout: str
-
-
-def default_config(v: int) -> Config:
-  """A good setting where nothing was measured."""
-  if v % 256 == 0:
-    return Config(across='m', stages=4, delay=1)
-  return Config() if v % 128 == 0 else Config(rows=64, bn=256, delay=1)
-
-
-def check_config(p: Problem, c: Config) -> None:
-  """ValueError if `c` cannot be built for `p`."""
-  rules = [
-    (c.rows in (64, 128), f'rows={c.rows} must be 64 or 128'),
-    (c.across in ('n', 'm'), f"across={c.across!r} must be 'n' or 'm'"),
-    (p.v % c.tile_m == 0, f'a tile of {c.tile_m} rows must divide the {p.v} rows of a block'),
-    (c.bn % 64 == 0 and 64 <= c.bn <= 256, f'bn={c.bn} must be a multiple of 64 up to 256'),
-    (c.rows // 64 * c.bn <= 384,
-     f'rows={c.rows} and bn={c.bn} need {c.rows * c.bn // 128} accumulators a thread, 192 fit'),
-    (c.epilogue_n in (8, 16, 32, 64), f'epilogue_n={c.epilogue_n} must be 8, 16, 32 or 64'),
-    (c.slots >= 1, f'slots={c.slots} must be 1 or more'),
-    (c.stages > c.delay, f'stages={c.stages} must exceed delay={c.delay}'),
-    (c.shared_memory_bytes <= _SMEM_BYTES,
-     f'{c.stages} stages need {c.shared_memory_bytes} bytes of shared memory of {_SMEM_BYTES}'),
-  ]
-  for ok, message in rules:
-    if not ok:
-      raise ValueError(f'vnm_matmul config: {message}')
-
-
-def steps_of(k: int) -> int:
-  """Steps that cover `k` compact columns."""
-  return ceil(k, _BK * _UNROLL) * _UNROLL
 
 
 def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False) -> Callable[..., Array]:
@@ -148,34 +50,38 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
   tiles = m_tiles * n_tiles
   ctas = max(1, min(c.ctas or num_sms, num_sms, tiles))
   tile_words = tile_m // 64
-  a_swizzle, b_swizzle = _BK // 2 * 2, 128
+  a_swizzle, b_swizzle = BK // 2 * 2, 128
   # The last tile of columns is as narrow as its columns allow.
   left_over = p.n - (n_tiles - 1) * c.tile_n
-  last_bn = min(c.bn, ceil(left_over, c.parts * 64) * 64)
+  last_bn = ceil(left_over, c.parts * 64) * 64
+  last_bn = c.bn if last_bn > 256 else last_bn
+  in_registers = c.a_from == 'registers'
 
   def operations(bn, ragged):
-    shape = _wgmma_sp.Shape(c.rows, bn, _BK, p.dtype, p.dtype, 'kn', a_swizzle, b_swizzle, c.delay)
-    sizes = dict(parts=c.parts, bk=_BK, width=c.bn, bn=bn, n=p.n, ragged=ragged, dtype=p.dtype)
+    shape = _wgmma_sp.Shape(c.rows, bn, BK, p.dtype, p.dtype, 'kn', a_swizzle, b_swizzle, c.delay)
+    sizes = dict(parts=c.parts, bk=BK, width=c.bn, bn=bn, n=p.n, ragged=ragged, dtype=p.dtype)
+    multiply = _registers if in_registers else _wgmma_sp
     if interpret:
-      return _wgmma_sp.standins(shape), _gather.standins(**sizes)
-    return _wgmma_sp.blocks(shape), _gather.blocks(**sizes)
+      return multiply.standins(shape), _gather.standins(**sizes)
+    return multiply.blocks(shape), _gather.blocks(**sizes)
 
-  # By columns of a consumer; both are needed unless the last tile is like the others.
-  kinds = {bn: operations(bn, bn == last_bn and left_over % (c.parts * bn) != 0) for bn in {c.bn, last_bn}}
-  gather = kinds[c.bn][1]
+  # By columns of a consumer; both are needed unless the last tile is like the others, or the only one.
+  widths = {c.bn, last_bn} if n_tiles > 1 else {last_bn}
+  kinds = {bn: operations(bn, bn == last_bn and left_over % (c.parts * bn) != 0) for bn in widths}
+  gather = kinds[last_bn][1]
 
   def by_width(ni, do):
     """Calls `do` with the width of tile `ni` of columns and the operations for it."""
     if len(kinds) == 1:
-      return do(c.bn, *kinds[c.bn])
+      return do(last_bn, *kinds[last_bn])
     pl.when(ni < n_tiles - 1)(lambda: do(c.bn, *kinds[c.bn]))
     pl.when(ni == n_tiles - 1)(lambda: do(last_bn, *kinds[last_bn]))
 
   out_block = (64, c.epilogue_n) if p.out_layout == 'mn' else (c.epilogue_n, 64)
   out_swizzle = min(128, out_block[1] * p.out_dtype.itemsize)
   scratch = dict(
-    a_smem=plgpu.SMEM((stages, tile_m, _BK // 2), p.dtype, transforms=_wgmma_sp.transforms(a_swizzle, 2)),
-    b_smem=plgpu.SMEM((stages, c.parts, _BK, c.bn), p.dtype, transforms=_wgmma_sp.transforms(b_swizzle, 2)),
+    a_smem=plgpu.SMEM((stages, tile_m, BK // 2), p.dtype, transforms=_wgmma_sp.transforms(a_swizzle, 2)),
+    b_smem=plgpu.SMEM((stages, c.parts, BK, c.bn), p.dtype, transforms=_wgmma_sp.transforms(b_swizzle, 2)),
     out_smem=plgpu.SMEM(
       (CONSUMERS, c.slots, *out_block), p.out_dtype, transforms=_wgmma_sp.transforms(out_swizzle, p.out_dtype.itemsize)
     ),
@@ -188,6 +94,8 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
   consumer_registers = min(240, (512 - c.producer_registers) // CONSUMERS // 8 * 8)
 
   def kernel(values, words, rows, b, out):
+    laps = ceil(ceil(tiles, ctas) * k_steps, c.pace) if c.pace else 0
+    paces: Any = pl.get_global(plgpu.SemaphoreType.REGULAR((laps,))) if laps else None
 
     def scope(a_smem, b_smem, out_smem, words_smem, full, landed, empty):
       gather.start(landed)
@@ -204,6 +112,11 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
         def block_of(turn):
           return lax.div(tile_of(turn)[0] * tile_m, jnp.int32(p.v))
 
+        def keep_pace(lap):
+          before = jnp.maximum(lap - 1, 0)
+          runners = jnp.where(lap > 0, runners_of(before, c.pace, k_steps, tiles, ctas), 0)
+          gather.pace(paces.at[lap], paces.at[before], runners)
+
         def fill(turn, carry):
           mi, ni = tile_of(turn)
           block, next_block = block_of(turn), block_of(jnp.minimum(turn + 1, turns - 1))
@@ -214,12 +127,15 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
             last = k + 1 == k_steps
             following = gather.load_rows(rows, jnp.where(last, next_block, block), jnp.where(last, 0, k + 1))
 
+            if c.pace:
+              pl.when(lax.rem(at, c.pace) == 0)(lambda: keep_pace(lax.div(at, c.pace)))
+
             @pl.when(at >= stages)
             def _():
               plgpu.barrier_wait(empty.at[slot])
 
             plgpu.copy_gmem_to_smem(
-              values.at[pl.ds(mi * tile_m, tile_m), pl.ds(k * (_BK // 2), _BK // 2)], a_smem.at[slot],
+              values.at[pl.ds(mi * tile_m, tile_m), pl.ds(k * (BK // 2), BK // 2)], a_smem.at[slot],
               barrier=full.at[slot],
             )
             plgpu.copy_gmem_to_smem(
@@ -232,11 +148,11 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
 
           def steps(i, carry):
             at, index = carry
-            for u in range(_UNROLL):
-              index = step(i * _UNROLL + u, at + u, index)
-            return at + _UNROLL, index
+            for u in range(UNROLL):
+              index = step(i * UNROLL + u, at + u, index)
+            return at + UNROLL, index
 
-          return lax.fori_loop(0, k_steps // _UNROLL, steps, carry)
+          return lax.fori_loop(0, k_steps // UNROLL, steps, carry)
 
         early = gather.load_rows(rows, block_of(0), jnp.int32(0))
         filled, _ = lax.fori_loop(0, turns, fill, (jnp.int32(0), early))
@@ -261,18 +177,25 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
           return first + k_steps
 
         def product(bn, ops, gather, first):
-          def b_of(slot):
-            return b_smem.at[slot, part] if bn == c.bn else b_smem.at[slot, part, :, pl.ds(0, bn)]
+          def b_of(slot, column=0, columns=bn):
+            return b_smem.at[slot, part] if columns == c.bn else b_smem.at[slot, part, :, pl.ds(column, columns)]
 
           def steps(i, carry):
             accumulator, held = carry
-            for u in range(_UNROLL):
-              at = first + i * _UNROLL + u
+            for u in range(UNROLL):
+              at = first + i * UNROLL + u
               slot = lax.rem(at, stages)
               plgpu.barrier_wait(full.at[slot])
               gather.wait(landed.at[slot], lax.rem(lax.div(at, stages), 2))
-              now = ops.load_words(words_smem.at[slot, pl.ds(down * (c.rows // 64), c.rows // 64)])
-              accumulator = ops.step(accumulator, now, held, a_smem.at[slot, pl.ds(down * c.rows, c.rows)], b_of(slot))
+              a = a_smem.at[slot, pl.ds(down * c.rows, c.rows)]
+              positions = words_smem.at[slot, pl.ds(down * (c.rows // 64), c.rows // 64)]
+              if in_registers:
+                columns = bn // _registers.panels_of(bn)
+                panels = [b_of(slot, j, columns) for j in range(0, bn, columns)]
+                accumulator, now = ops.step(accumulator, positions, a, *panels), held
+              else:
+                now = ops.load_words(positions)
+                accumulator = ops.step(accumulator, now, held, a, b_of(slot))
               if c.delay:
                 # The wait inside `step` completed the step before.
                 @pl.when(at > first)
@@ -283,7 +206,7 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
               held = now
             return accumulator, held
 
-          carry = lax.fori_loop(0, k_steps // _UNROLL, steps, (ops.zeros(), ops.no_words()))
+          carry = lax.fori_loop(0, k_steps // UNROLL, steps, (ops.zeros(), ops.no_words()))
           last = lax.rem(first + k_steps - 1, stages)
           result = ops.finish(*carry, b_of(last))
           if c.delay:
@@ -375,13 +298,13 @@ def vnm_matmul(
   m, n = a.shape[0], b.shape[1]
   k = a.rows.shape[-1]
   # Whole boxes of TMA, two at least, as in sparse_matmul; no copy for multiples of 64.
-  wide, deep = max(ceil(n, 64), 2) * 64, max(ceil(k, _BK), 2) * _BK
+  wide, deep = max(ceil(n, 64), 2) * 64, max(ceil(k, BK), 2) * BK
   p = Problem(m, wide, deep, a.v, b.shape[0], a.dtype, jnp.dtype(out_dtype), out_layout)
   d = build(p, config, num_sms=device.num_sms or 2, interpret=interpret)(
     operand.pad_to(a.compact.values, (m, deep // 2)),
     operand.pad_to(a.compact.words, operand.words_shape(m, deep)),
     # Beyond K values are zeros; any row of B will do.
-    operand.pad_to(a.rows, (m // a.v, steps_of(deep) * _BK)),
+    operand.pad_to(a.rows, (m // a.v, steps_of(deep) * BK)),
     operand.pad_to(b, (b.shape[0], wide)),
   )
   return d[:m, :n] if out_layout == 'mn' else d[:n, :m]

@@ -5,11 +5,12 @@ import io
 import json
 import pathlib
 import tempfile
+from unittest import mock
 
 from absl.testing import absltest
 import jax
 
-from experiments.bench import neuron_level
+from experiments.bench import neuron_level, trace
 from pallas_kernels import _device, _tuning
 from pallas_kernels.vnm import api, mosaic_gpu
 from pallas_kernels.vnm.format import decompress_operand, verify
@@ -47,6 +48,28 @@ class NeuronLevelBenchTest(absltest.TestCase):
     self.assertEqual(turn['bytes'], 2 * (65536 // 4 + 128 * 64 // 4) + 4 * 64 * 4 + 128 + 2 * 128 * 4)
     # 13 of 256 columns written, [128, 13]; they are in groups of 8, so at most all 4 sectors of a row's 32 groups.
     self.assertBetween(columns['bytes'], 2 * 128 * 13 + 32 * 128, 2 * 128 * 13 + 4 * 32 * 128 + 2 * 512 * 2)
+
+  def test_traces_come_last_and_find_every_record_written(self):
+    names = [f'ffn-{pattern}-16384x4096x16384' for pattern in ('64x2x8', '64x2x16')]
+    with tempfile.TemporaryDirectory() as name, contextlib.redirect_stdout(io.StringIO()) as out:
+      file = pathlib.Path(name) / 'records.jsonl'
+
+      def explain(calls, programs, steps, folder):
+        written.append(file.read_text().count('\n'))
+        jax.block_until_ready([call() for call in calls.values()])
+        self.assertContainsSubset(calls, programs)
+        return {twin: {'trace': len(written)} for twin in calls}
+
+      written = []
+      with mock.patch.object(trace, 'explain', explain):
+        failed = neuron_level.main(
+          ['--out', str(file), '--tiny', '--rounds', '1', '--steps', '1', '--explain', '--select', *names]
+        )
+      self.assertEqual(failed, 0, out.getvalue())
+      records = [json.loads(line) for line in file.read_text().splitlines()]
+    self.assertEqual(written, [2, 2])
+    self.assertEqual([r['pattern'] for r in records], ['64:2:8', '64:2:16'])
+    self.assertEqual([r['profile']['sparse'] for r in records], [{'trace': 1}, {'trace': 2}])
 
   def test_settings_can_be_built(self):
     for v in (64, 128, 256):

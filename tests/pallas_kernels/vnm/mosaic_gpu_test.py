@@ -58,6 +58,11 @@ class InterpretTest(parameterized.TestCase):
   def test_a_step_stays_in_flight(self):
     self._check(*_inputs(128, 128, 384, 64, 8), dataclasses.replace(_SMALL, delay=1, stages=2))
 
+  def test_a_from_registers(self):
+    # The last tile has 64 columns: one instruction, not two.
+    config = dataclasses.replace(_SMALL, bn=384, across='m', a_from='registers', ctas=1)
+    self._check(*_inputs(128, 64 + 384, 128, 128, 8), config)
+
   def test_any_index(self):
     # Rows of B may be named in any order: a permuted sum needs no permuted B.
     a, b = _inputs(128, 128, 256, 64, 8)
@@ -73,10 +78,41 @@ class InterpretTest(parameterized.TestCase):
       self.assertLessEqual(_tuning.relative_error(d, expected), _tuning.TOLERANCE)
 
 
+class PaceTest(parameterized.TestCase):
+
+  @parameterized.parameters((5, 4, 7, 3), (16, 4, 13, 4), (3, 6, 12, 4), (1, 2, 3, 8))
+  def test_runners_are_those_that_begin_a_lap(self, pace, k_steps, tiles, ctas):
+    ctas = min(ctas, tiles)
+    begun = np.zeros(-(-(-(-tiles // ctas) * k_steps) // pace), int)
+    for cta in range(ctas):
+      steps = len(range(cta, tiles, ctas)) * k_steps
+      begun[: -(-steps // pace)] += 1
+    for lap, count in enumerate(begun):
+      self.assertEqual(mosaic_gpu.runners_of(jnp.int32(lap), pace, k_steps, tiles, ctas), count)
+
+
+def _read_in_flight(sass):
+  """(sparse wgmmas, what writes a register of A's values or positions that a wgmma reads until it is waited for)."""
+  count, busy, writes = 0, set(), []
+  for line in sass.splitlines():
+    if sparse := re.search(r'HGMMA\.SP\.\S+ R\d+, R(\d+), gdesc\[UR\d+\]\S*, R\d+, R(\d+)', line):
+      a, positions = map(int, sparse.groups())
+      count, busy = count + 1, busy | {*range(a, a + 4), positions}
+    elif 'WARPGROUP.DEPBAR' in line:
+      busy = set()
+    elif written := re.search(r'\*/\s+(?:@!?U?P\w+ )?([A-Z]\S*) R(\d+),', line):
+      opcode, first = written[1], int(written[2])
+      width = 4 if '.128' in opcode or opcode.endswith('.4') else 2 if '.64' in opcode or '.WIDE' in opcode else 1
+      writes += [line] if busy & {*range(first, first + width)} else []
+  return count, writes
+
+
 class RefusalTest(parameterized.TestCase):
 
   @parameterized.parameters(
     (dict(rows=32), 'rows=32'), (dict(across='k'), "across='k'"), (dict(across='m'), 'a tile of 256 rows'),
+    (dict(a_from='L1'), "a_from='L1'"), (dict(a_from='registers'), 'rows=64 and delay=0, not 128 and 0'),
+    (dict(rows=64, bn=320, a_from='registers'), 'bn=320'), (dict(pace=-1), 'pace=-1'),
     (dict(bn=96), 'bn=96'), (dict(bn=256), 'accumulators'), (dict(epilogue_n=80), 'epilogue_n=80'),
     (dict(stages=1, delay=1), 'stages=1 must exceed delay=1'),
     (dict(stages=5), 'bytes of shared memory'), (dict(slots=0), 'slots=0 must be 1 or more'),
@@ -103,8 +139,8 @@ class CompileTest(parameterized.TestCase):
 
   @parameterized.named_parameters(
     # The last are the columns of a consumer, in all tiles but the last and in the last.
-    ('v128', 128, 8, mosaic_gpu.default_config(128), 'mn', 4096, (192, 128)),
-    ('v128_transposed_ragged', 128, 16, mosaic_gpu.Config(delay=1), 'nm', 4160, (192,)),
+    ('v128', 128, 8, mosaic_gpu.default_config(128), 'mn', 4096, (384, 256)),
+    ('v128_transposed_ragged_paced', 128, 16, mosaic_gpu.Config(delay=1, pace=16), 'nm', 4160, (192,)),
     ('v64', 64, 8, mosaic_gpu.default_config(64), 'mn', 4096, (256,)),
     ('v256', 256, 8, mosaic_gpu.default_config(256), 'mn', 4096, (192, 64)),
   )
@@ -126,9 +162,11 @@ class CompileTest(parameterized.TestCase):
     self.assertEqual(report.architecture, 'sm_90a')
     self.assertEqual(report.spill_bytes, 0)
     self.assertEqual(report.warnings, ())
-    # Two K steps of two instructions a tile of 64 rows, for each width.
-    self.assertEqual(report.count('wgmma.mma_async.sp'), len(widths) * 2 * 2 * config.rows // 64)
+    # Two K steps of two instructions a tile of 64 rows, for each width, or twice as many where one is too narrow.
+    instructions = sum(2 * 2 * config.rows // 64 * -(-width // 256) for width in widths)
+    self.assertEqual(report.count('wgmma.mma_async.sp'), instructions)
     self.assertEqual(report.count('cp.async.cg.shared.global'), sum(2 * 4 * config.parts * bn // 64 for bn in widths))
+    self.assertEqual('red.relaxed.gpu' in report.ptx, config.pace > 0)
     # Nobody waits for copies: they arrive at a barrier, behind which the consumers fence before they multiply.
     self.assertNotIn('cp.async.wait', report.ptx)
     self.assertEqual(report.count('cp.async.mbarrier.arrive.noinc'), 2 * len(widths))
@@ -139,6 +177,16 @@ class CompileTest(parameterized.TestCase):
       waits, fence = list(re.finditer(r'mbarrier\.try_wait', text)), text.rindex('fence.proxy.async.shared::cta')
       self.assertLen(waits, 2)  # for A and for B
       self.assertGreater(fence, waits[-1].start())
+    if config.a_from == 'registers':
+      self._check_registers(report, instructions)
+
+  def _check_registers(self, report, instructions):
+    # To ptxas a register is free when the wgmma that reads it is issued.
+    try:
+      sass = _device.disassemble(report.ptx)
+    except NotImplementedError as e:
+      self.skipTest(str(e))
+    self.assertEqual(_read_in_flight(sass), (instructions, []))
 
 
 if __name__ == '__main__':

@@ -1,0 +1,129 @@
+"""Problems and settings of the V:N:M matmul for Hopper: what can be built, and what is good unmeasured."""
+
+import dataclasses
+from typing import Any, Literal
+
+from jax import lax
+import jax.numpy as jnp
+
+from pallas_kernels.sparse_matmul._problem import ceil, CONSUMERS
+
+_SMEM_BYTES = 232448  # of a block on sm_90
+BK = 64  # compact columns of a stage
+# Even and odd steps keep their metadata, and the producer its indices, in different registers.
+UNROLL = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+  """Settings of the kernel; all give the same result up to the order of float32 additions.
+
+  Attributes:
+    rows: rows of a consumer, 64 or 128.
+    bn: columns of a consumer, a multiple of 64 up to 256, or 384 with A from registers; `rows / 64 * bn / 2`
+      accumulators a thread must leave room.
+    a_from: where the instructions read A's values, in shared memory or in registers, from which one read serves 384
+      columns; with 'registers' 64 rows and no delay.
+    across: what the two consumers share out, the tile's columns 'n' or its rows 'm'.
+    stages: in the ring.
+    delay: K steps whose wgmmas stay in flight, 0 or 1.
+    minor: the dimension walked fastest, 0 is M and 1 is N.
+    band: tiles of that dimension walked before the other one advances.
+    pace: steps between soft barriers of all CTAs, which keep those that read the same rows of B together; 0 is none.
+    ctas: CTAs launched, if the card has so many SMs; None is one an SM.
+    epilogue_n: columns stored at a time, 8 to 64.
+    slots: buffers of 64 x `epilogue_n` of a consumer that wait for TMA to store them.
+    producer_registers: of a thread that copies; the consumers share the rest.
+  """
+
+  rows: int = 128
+  bn: int = 192
+  a_from: Literal['memory', 'registers'] = 'memory'
+  across: Literal['n', 'm'] = 'n'
+  stages: int = 3
+  delay: int = 0
+  minor: int = 0
+  band: int = 32
+  pace: int = 0
+  ctas: int | None = 128
+  epilogue_n: int = 64
+  slots: int = 1
+  producer_registers: int = 56
+
+  @property
+  def tile_m(self) -> int:
+    return self.rows * (CONSUMERS if self.across == 'm' else 1)
+
+  @property
+  def tile_n(self) -> int:
+    return self.bn * self.parts
+
+  @property
+  def parts(self) -> int:
+    """Tiles of B in a stage, one a consumer or one for both."""
+    return CONSUMERS if self.across == 'n' else 1
+
+  @property
+  def shared_memory_bytes(self) -> int:
+    stage = self.tile_m * BK + self.tile_n * BK * 2 + self.tile_m * BK // 8
+    # 1024: the barriers at which copies of B arrive; arrays start at multiples of it.
+    return self.stages * (stage + 16) + CONSUMERS * self.slots * 64 * self.epilogue_n * 2 + 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+  """What is multiplied: A [m, k] compact, in blocks of v rows, by gathered rows of B [depth, n]."""
+
+  m: int
+  n: int
+  k: int
+  v: int
+  depth: int
+  dtype: jnp.dtype
+  out_dtype: jnp.dtype
+  out_layout: str
+
+
+def default_config(v: int) -> Config:
+  """A good setting where nothing was measured."""
+  if v % 256 == 0:
+    return Config(across='m', stages=4, delay=1)
+  if v % 128 == 0:
+    # 40 registers for who copies: the accumulators and A need the rest.
+    return Config(rows=64, bn=384, across='m', a_from='registers', producer_registers=40)
+  return Config(rows=64, bn=256, delay=1)
+
+
+def check_config(p: Problem, c: Config) -> None:
+  """ValueError if `c` cannot be built for `p`."""
+  rules = [
+    (c.rows in (64, 128), f'rows={c.rows} must be 64 or 128'),
+    (c.across in ('n', 'm'), f"across={c.across!r} must be 'n' or 'm'"),
+    (p.v % c.tile_m == 0, f'a tile of {c.tile_m} rows must divide the {p.v} rows of a block'),
+    (c.a_from in ('memory', 'registers'), f"a_from={c.a_from!r} must be 'memory' or 'registers'"),
+    (c.a_from == 'memory' or (c.rows, c.delay) == (64, 0),
+     f"a_from='registers' takes rows=64 and delay=0, not {c.rows} and {c.delay}"),
+    ((c.bn % 64 == 0 and 64 <= c.bn <= 256) or (c.a_from, c.bn) == ('registers', 384),
+     f"bn={c.bn} must be a multiple of 64 up to 256, or 384 with a_from='registers'"),
+    (c.rows // 64 * c.bn <= 384,
+     f'rows={c.rows} and bn={c.bn} need {c.rows * c.bn // 128} accumulators a thread, 192 fit'),
+    (c.epilogue_n in (8, 16, 32, 64), f'epilogue_n={c.epilogue_n} must be 8, 16, 32 or 64'),
+    (c.pace >= 0, f'pace={c.pace} must be 0 or more'),
+    (c.slots >= 1, f'slots={c.slots} must be 1 or more'),
+    (c.stages > c.delay, f'stages={c.stages} must exceed delay={c.delay}'),
+    (c.shared_memory_bytes <= _SMEM_BYTES,
+     f'{c.stages} stages need {c.shared_memory_bytes} bytes of shared memory of {_SMEM_BYTES}'),
+  ]
+  for ok, message in rules:
+    if not ok:
+      raise ValueError(f'vnm_matmul config: {message}')
+
+
+def steps_of(k: int) -> int:
+  """Steps that cover `k` compact columns."""
+  return ceil(k, BK * UNROLL) * UNROLL
+
+
+def runners_of(lap: Any, pace: int, k_steps: int, tiles: int, ctas: int) -> Any:
+  """CTAs that begin a lap of `pace` steps: those that have a tile in the turn, of `k_steps` steps, where it begins."""
+  return jnp.minimum(ctas, tiles - lax.div(lap * pace, jnp.int32(k_steps)) * ctas)
