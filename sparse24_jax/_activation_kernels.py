@@ -1,6 +1,7 @@
 """What the squared-ReLU block is made of, on sparse tensor cores; `_activation_reference` says what functions do."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -17,6 +18,8 @@ from sparse24_jax._activation_reference import Activations, dot, projected, Refe
 from sparse24_jax.neurons import spread
 
 _DENSE_TILE = 128
+# Names of `soft_threshold_projection`, along either axis.
+SOFT_THRESHOLDS = ('soft_threshold', 'soft_threshold along out')
 
 
 def _kernel(policy: Any) -> str | None:
@@ -24,17 +27,26 @@ def _kernel(policy: Any) -> str | None:
   return 'mosaic_gpu' if policy.implementation == 'kernels' and _device.current().has_sparse_wgmma else None
 
 
-# Names of `soft_threshold_projection`, along either axis.
-_SOFT_THRESHOLDS = ('soft_threshold', 'soft_threshold along out')
-
-
 def _sparse_weight(w: Array, projection: Any, state: Array | None, axis: int) -> Weight:
-  if getattr(projection, 'name', None) in _SOFT_THRESHOLDS and w.dtype.itemsize == 2:
+  if getattr(projection, 'name', None) in SOFT_THRESHOLDS and w.dtype.itemsize == 2:
     return Weight(None, soft_threshold_pack(w, state, axis=axis))
   dense = projected(w, projection, state, axis)
   if projection is None:
     return Weight(dense)
   return Weight(dense, to_operand(formats.compress(dense, dense != 0, axis=-1)))
+
+
+# Neither kernel has a batching rule: under vmap they run one after the other.
+
+
+def _sparse_matmul(policy: Any, a: Any, b: Array, **layouts: str) -> Array:
+  multiply = functools.partial(sparse_matmul, implementation=_kernel(policy), **layouts)
+  return jax.custom_batching.sequential_vmap(multiply)(a, b)
+
+
+def _vnm_matmul(policy: Any, a: VNMOperand, b: Array) -> Array:
+  multiply = functools.partial(vnm_matmul, implementation=_kernel(policy))
+  return jax.custom_batching.sequential_vmap(multiply)(a, b)
 
 
 def _dense_weight(w: Weight) -> Array:
@@ -44,7 +56,7 @@ def _dense_weight(w: Weight) -> Array:
 def _sparse_by_weight(policy: Any, x: Array, w: Weight) -> Array:
   if w.operand is None:
     return dot(x, w.dense.T)
-  return sparse_matmul(w.operand, x, b_layout='nk', out_layout='nm', implementation=_kernel(policy))
+  return _sparse_matmul(policy, w.operand, x, b_layout='nk', out_layout='nm')
 
 
 def _padded(neurons: Array) -> Array:
@@ -79,13 +91,13 @@ class Sparse24(Reference):
 
   def over_neurons(self, a: Activations, w: Weight) -> Array:
     packed = formats.compress(a.entries, a.mask, axis=-1)
-    return sparse_matmul(packed, _dense_weight(w), b_layout='kn', implementation=_kernel(self.policy))
+    return _sparse_matmul(self.policy, packed, _dense_weight(w), b_layout='kn')
 
   def over_tokens(self, a: Activations, pattern: TokenPattern, is_y: bool, b: Array) -> Array:
     del is_y
     entries, mask = (spread(x, 4, 0) for x in (jnp.where(pattern.mask, a.entries, 0), pattern.mask))
     packed = formats.compress(entries, mask, axis=-2)
-    d = sparse_matmul(packed, spread(b, 4, 0), b_layout='kn', implementation=_kernel(self.policy))
+    d = _sparse_matmul(self.policy, packed, spread(b, 4, 0), b_layout='kn')
     return _with_dense(d, _columns(a.entries, pattern.dense), pattern.dense, b) if pattern.dense.shape[0] else d
 
 
@@ -122,7 +134,7 @@ class SparseVNM:
     return self._pack(y.inputs, gradient=dy, pattern=y.operand, masked=entries)
 
   def over_neurons(self, a: Activations, w: Weight) -> Array:
-    return vnm_matmul(_operand(a), _dense_weight(w), implementation=_kernel(self.policy))
+    return _vnm_matmul(self.policy, _operand(a), _dense_weight(w))
 
   def token_pattern(self, y: Activations, dense: Array) -> TokenPattern:
     used = jnp.ones(y.counts.shape, bool).at[dense].set(False)
@@ -130,7 +142,7 @@ class SparseVNM:
 
   def over_tokens(self, a: Activations, pattern: TokenPattern, is_y: bool, b: Array) -> Array:
     operand = pattern.operand if is_y else turn(_operand(a), pattern=pattern.operand)
-    d = vnm_matmul(operand, b, implementation=_kernel(self.policy))
+    d = _vnm_matmul(self.policy, operand, b)
     if not pattern.dense.shape[0]:
       return d
     return _with_dense(d, take_columns(_operand(a), _padded(pattern.dense)), pattern.dense, b)
@@ -171,5 +183,5 @@ class SpreadVNM(SparseVNM):
     operand = pattern.operand
     if not is_y:
       operand = self._along_tokens(a.entries, gradient=a.entries, pattern=operand)
-    d = vnm_matmul(operand, b, implementation=_kernel(self.policy))
+    d = _vnm_matmul(self.policy, operand, b)
     return _with_dense(d, _columns(a.entries, pattern.dense), pattern.dense, b) if pattern.dense.shape[0] else d

@@ -6,13 +6,16 @@ from typing import Any
 from jax import Array
 
 from pallas_kernels import _device, _dispatch
+from sparse24_jax._activation_gain import why_dense
 from sparse24_jax._activation_kernels import Sparse24, SparseVNM, SpreadVNM
 from sparse24_jax._activation_reference import Products, Reference
 
 
-def make(policy: Any, feature_mask: Callable[..., Array], token_mask: Callable[..., Array]) -> Products:
-  """The functions for an `ActivationPolicy`, given the masks that define its patterns."""
-  if not _takes_kernels(policy):
+def make(
+  policy: Any, kernels: bool, feature_mask: Callable[..., Array], token_mask: Callable[..., Array]
+) -> Products:
+  """The functions for an `ActivationPolicy`, given what `takes_kernels` said and the masks that define its patterns."""
+  if not kernels:
     ops: Any = Reference(policy, feature_mask, token_mask)
   elif policy.pattern == '2:4':
     ops = Sparse24(policy, feature_mask, token_mask)
@@ -21,9 +24,19 @@ def make(policy: Any, feature_mask: Callable[..., Array], token_mask: Callable[.
   return Products(*(getattr(ops, name) for name in Products._fields))
 
 
-def _takes_kernels(policy: Any) -> bool:
-  """Kernels when named: the block as it is now was checked on a card and not timed there, so they are no default."""
-  if policy.implementation is None and _device.current().platform != 'cpu':
-    message = "neuron_level_ffn takes dense products; ActivationPolicy(implementation='kernels') takes sparse ones"
-    _dispatch.log_once(message, 'sparse24_jax')
-  return policy.implementation == 'kernels'
+def takes_kernels(policy: Any, tokens: int, weight: tuple[int, ...], dtype: Any) -> bool:
+  """Whether a block takes the kernels: where its policy names them, or names nothing and they are known to pay.
+
+  Args:
+    policy: `ActivationPolicy`.
+    tokens: of the block.
+    weight: shape of `w_up`, [d, h].
+    dtype: of activations and weights.
+  """
+  if policy.implementation is not None or not tokens or _device.current().platform == 'cpu':
+    return policy.implementation == 'kernels'
+  d, hidden = weight
+  reason = why_dense(policy, tokens, d, hidden, dtype)
+  how = 'sparse products, which pay here' if reason is None else f'dense products: {reason}'
+  _dispatch.log_once(f'neuron_level_ffn of {tokens} tokens, {d} x {hidden}, takes {how}', 'sparse24_jax')
+  return reason is None

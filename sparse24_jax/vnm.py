@@ -84,6 +84,12 @@ def decompress_vnm(c: CompressedVNM) -> Array:
 def verify_vnm(x: Array, *, v: int, n: int = 2, m: int) -> None:
   """Checks on the host that a concrete array is V:N:M; -0.0 counts as zero, NaN as non-zero.
 
+  Args:
+    x: `[..., rows, columns]`; no tracer.
+    v: rows of a block.
+    n: entries that a row of a block may use, 2.
+    m: columns of a block.
+
   Raises:
     ValueError: naming the first block that uses more than four columns, or the first row of a block with too many
       entries, or why `x` cannot be cut into blocks.

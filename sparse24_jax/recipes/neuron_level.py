@@ -31,11 +31,13 @@ def neuron_level(
   Args:
     up: regular expression of the up-projections, `[d, h]` or `[experts, d, h]`.
     down: regular expression of the down-projections.
-    policy: of the activations, and the projections of both weights; None is `ActivationPolicy()`.
+    policy: of the activations, and the projections of both weights; None is `ActivationPolicy()`, whose V, M and number
+      of clusters are ours, chosen by no search.
     warmup_fraction: share of the steps, at the start, that run dense. arXiv 2503.16672 warms up for 1000 steps; that
-      it is a share, and 0.1, are ours.
+      it is a share, and 0.1, are ours, and not varied.
     dense_fraction: share of the steps, at the end, that run dense; 0 keeps the run sparse. With both defaults the ratio
-      of dense to sparse steps is 1:2.3, which is our choice; summaries of the paper name ratios from 1:1 to 1:3.5.
+      of dense to sparse steps is 1:2.3, which is our choice; summaries of the paper name ratios from 1:1 to 1:3.5. With
+      half of the steps sparse a small model ended nearer to a dense one.
 
   Raises:
     ValueError: a fraction is negative, or both leave no sparse steps.

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import _device
 import sparse24_jax as s24
 from sparse24_jax import _activation_products as products
 from sparse24_jax import activation_sparsity as acts
@@ -45,6 +44,11 @@ def _state(policy, w_up, w_down):
   if policy.clusters:
     state['neurons'] = cluster_neurons(w_up, clusters=policy.clusters)
   return state
+
+
+def _relative(found, expected):
+  norm = np.linalg.norm(np.asarray(expected, np.float64))
+  return np.linalg.norm(np.asarray(found - expected, np.float64)) / norm
 
 
 def _forward_and_grads(policy, x, w_up, w_down, dz, state=None, **kwargs):
@@ -176,23 +180,34 @@ class NumericsTest(parameterized.TestCase):
 
 class ChoiceTest(parameterized.TestCase):
 
-  def test_kernels_when_named(self):
-    card = _device.Device('Some card', 'gpu', (9, 0), 132)
-    for name, kind in (('kernels', 'SparseVNM'), ('reference', 'Reference'), (None, 'Reference')):
-      with mock.patch.object(_device, 'current', lambda: card):
-        ops = products.make(dataclasses.replace(VNM, implementation=name), acts.feature_mask, acts.token_mask)
-      self.assertEqual(type(ops.activate.__self__).__name__, kind)
+  @parameterized.parameters(
+    (VNM, True, 'SparseVNM'), (VNM, False, 'Reference'), (POLICIES['2:4'], True, 'Sparse24'),
+    (dataclasses.replace(VNM, clusters=4), True, 'SpreadVNM'),
+  )
+  def test_sides(self, policy, kernels, kind):
+    ops = products.make(policy, kernels, acts.feature_mask, acts.token_mask)
+    self.assertEqual(type(ops.activate.__self__).__name__, kind)
+
+  @parameterized.parameters(True, False)
+  def test_one_choice_for_forward_and_backward(self, kernels):
+    inputs = _inputs(jnp.bfloat16)
+    with (
+      mock.patch.object(products, 'takes_kernels', return_value=kernels) as choice,
+      mock.patch.object(products, 'make', wraps=products.make) as make,
+    ):
+      jax.eval_shape(functools.partial(_eager, VNM), *inputs, _state(VNM, *inputs[1:3]))
+    choice.assert_called_once_with(VNM, TOKENS, (D, HIDDEN), jnp.bfloat16)
+    self.assertEqual([call.args[1] for call in make.call_args_list], [kernels] * 2)
 
   def test_the_kernels_side_computes_the_same(self):
     # The kernels' path by the ops' own choice of back ends, which on a CPU are the references.
     inputs = _inputs(jnp.bfloat16)
     expected = _forward_and_grads(VNM, *inputs)
-    with mock.patch.object(products, '_takes_kernels', lambda *_: True):
+    with mock.patch.object(products, 'takes_kernels', lambda *_: True):
       # Another share, the same three neurons: not the program compiled before.
       found = _forward_and_grads(dataclasses.replace(VNM, dense_features=0.051), *inputs)
     for a, b in zip(found, expected, strict=True):
-      norm = np.linalg.norm(np.asarray(b, np.float64))
-      self.assertLess(np.linalg.norm(np.asarray(a - b, np.float64)), 4e-3 * norm)
+      self.assertLess(_relative(a, b), 4e-3)
 
 
 class SixProductsTest(parameterized.TestCase):
@@ -361,6 +376,19 @@ class ExpertsTest(parameterized.TestCase):
       for found, expected in zip(together, alone, strict=True):
         np.testing.assert_allclose(found[i], expected, rtol=1e-5, atol=1e-4)
 
+  def test_the_kernels_serve_experts_one_by_one_and_vmap_too(self):
+    inputs = _inputs(jnp.bfloat16, lead=(2,))
+    state = _state(VNM, *inputs[1:3])
+    block = functools.partial(_eager, VNM)
+    with mock.patch.object(products, 'takes_kernels', return_value=True) as choice:
+      with mock.patch.object(products, 'make', wraps=products.make) as make:
+        jax.eval_shape(block, *inputs, state)
+      found = jax.jit(jax.vmap(block))(*inputs, state)
+    choice.assert_called_with(VNM, TOKENS, (D, HIDDEN), jnp.bfloat16)  # of one expert
+    self.assertEqual(make.call_count, 2 * 2)  # forward and backward of each
+    for a, b in zip(found, _forward_and_grads(VNM, *inputs, state), strict=True):
+      self.assertLess(_relative(a, b), 4e-3)
+
   def test_unequal_numbers_of_experts(self):
     x, w_up, w_down, _ = _inputs(lead=(2,))
     with self.assertRaisesRegex(ValueError, 'differ in their experts'):
@@ -371,7 +399,8 @@ class RefusalTest(parameterized.TestCase):
 
   @parameterized.parameters(
     (dict(pattern='4:8'), "pattern='4:8'"), (dict(implementation='triton'), "implementation='triton'"),
-    (dict(v=0), 'v=0'), (dict(m=2), 'm=2'), (dict(dense_features=1.5), 'dense_features=1.5'),
+    (dict(v=0), 'v=0'), (dict(m=2), 'm=2'), (dict(m=8.0), 'm=8.0 must be a whole'), (dict(v=True), 'v=True'),
+    (dict(dense_features=1.5), 'dense_features=1.5'),
     (dict(clusters=-1), 'clusters=-1'), (dict(clusters=4, pattern='2:4'), 'treats each token by itself'),
     (dict(down=s24.soft_threshold_projection()), '2:4 along the output'),
     (dict(up=s24.soft_threshold_projection(axis=-1)), '2:4 along the input'),
@@ -385,6 +414,9 @@ class RefusalTest(parameterized.TestCase):
     (dict(x=jnp.ones((TOKENS, D + 1))), 'axis -1 must be 8'),
     (dict(x=jnp.ones((TOKENS, D), jnp.bfloat16)), 'cast them to one'),
     (dict(w_down=jnp.ones((HIDDEN + 4, D))), r'w_down \[h, d\]'),
+    (dict(b_up=jnp.ones(D)), r'b_up must be of shape \(64,\), found \(8,\)'),
+    (dict(b_down=jnp.ones((1, D))), r'b_down must be of shape \(8,\)'),
+    (dict(w_up=jnp.ones((2, D, HIDDEN)), b_up=jnp.ones(HIDDEN)), r'b_up must be of shape \(2, 64\)'),
     (dict(state={}), "state of projection 'soft_threshold'"),
     (dict(policy=lambda: dataclasses.replace(VNM, clusters=4)), r"state\['neurons'\] must be int32"),
     (dict(w_up=jnp.ones((D, 60)), w_down=jnp.ones((60, D))), '60 neurons; 8 are the columns of a group'),
@@ -396,6 +428,18 @@ class RefusalTest(parameterized.TestCase):
     call.setdefault('state', _state(VNM, call['w_up'], call['w_down']))
     with self.assertRaisesRegex(ValueError, message):
       neuron_level_ffn(call.pop('x'), call.pop('w_up'), call.pop('w_down'), call.pop('state'), **call)
+
+  @parameterized.parameters('vnm', '2:4', 'clusters', 'experts')
+  def test_no_tokens(self, name):
+    policy = POLICIES.get(name, VNM)
+    policy = dataclasses.replace(policy, clusters=4) if name == 'clusters' else policy
+    x, w_up, w_down, _ = _inputs(lead=(2,) if name == 'experts' else ())
+    state, bias = _state(policy, w_up, w_down), jnp.ones((*w_up.shape[:-2], D))
+    x = x[..., :0, :]
+    z, *grads = _eager(policy, x, w_up, w_down, x, state, b_down=bias)
+    self.assertEqual([a.shape for a in (z, *grads)], [x.shape, x.shape, w_up.shape, w_down.shape])
+    for grad in grads:
+      np.testing.assert_array_equal(grad, jnp.zeros_like(grad))
 
   def test_gradients_need_whole_groups_of_tokens(self):
     policy = dataclasses.replace(VNM, v=4)

@@ -99,6 +99,18 @@ class LinenTest(parameterized.TestCase):
     state = s24.sparse_training(optax.sgd(0.1), recipe, phase='dense').init(params)
     self.assertEqual(s24.sparse_variables(params, state, recipe, phase='dense'), {})
 
+  def test_experts_under_vmap_are_blocks_of_their_own(self):
+    axes = {'params': 0, 'sparse24': 0}
+    experts = linen.vmap(s24.linen.Sparse24MLP, variable_axes=axes, split_rngs={'params': True}, in_axes=0)
+    mlp, recipe = experts(HIDDEN, activation='squared_relu'), recipe_of()
+    x = jax.random.normal(jax.random.key(2), (3, 8, D))
+    params = mlp.init(jax.random.key(1), x)['params']
+    sparse, states = s24.sparsify(mlp, recipe, phase='sparse'), variables(params, recipe)
+    value, grads = value_and_grad(lambda p: sparse.apply({'params': p, 'sparse24': states}, x), params)
+    alone = [expected(POLICY, jax.tree.map(lambda a, i=i: a[i], params), x[i]) for i in range(3)]
+    self.assertAlmostEqual(float(value), sum(float(v) for v, _ in alone), places=4)
+    assert_trees_close(grads, jax.tree.map(lambda *parts: jnp.stack(parts), *(g for _, g in alone)))
+
   @parameterized.parameters(
     (dict(gated=True), "activation='squared_relu' without a gate, found 'squared_relu' with a gate"),
     (dict(activation='relu'), "activation='squared_relu' without a gate, found 'relu'"),

@@ -1,0 +1,211 @@
+"""When the squared-ReLU block takes its kernels by itself, and what it expects of them: records are injected."""
+
+import contextlib
+import dataclasses
+from unittest import mock
+
+from absl.testing import absltest, parameterized
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import _device, _dispatch, _triton, _tuning
+from pallas_kernels.pack import costs
+import sparse24_jax as s24
+from sparse24_jax import _activation_gain as gain
+from sparse24_jax import _activation_products as products
+
+T, D, H = 512, 64, 1024
+POLICY = s24.ActivationPolicy(v=128, m=8)
+H100 = _device.target_device('sm_90a')
+HEADLINE = (16384, 4096, 16384)
+# Milliseconds of each product: by a weight, by activations, by their transposes.
+WINS = (dict(dense=4.0, mosaic_gpu=3.0), dict(dense=5.0, mosaic_gpu=1.0), dict(dense=6.0, mosaic_gpu=2.0))
+NOTHING = ({}, {}, {})
+
+
+@contextlib.contextmanager
+def card(device=H100, *, whole=True, triton=None):
+  """A machine with this card and jax-triton; the simulated devices of the tests do not count."""
+  with (
+    mock.patch.object(_device, 'current', lambda: device),
+    mock.patch.object(_device, 'arrays_are_whole', lambda: whole),
+    mock.patch.object(_triton, 'why_absent', lambda: triton),
+  ):
+    yield
+
+
+@contextlib.contextmanager
+def records(times=WINS, *, pass_ms=lambda op, size: 0.0):
+  """These times of the three products, asked for with the keys of `POLICY`, and of passes over memory."""
+  pair = dict(pattern='128:2:8', dtype='bfloat16', out_dtype='bfloat16', out_layout='mn')
+  keys = (
+    dict(m=H, n=T, k=D, dtype='bfloat16', out_dtype='bfloat16', b_layout='nk', out_layout='nm'),
+    dict(m=T, n=D, k=H) | pair,
+    dict(m=H, n=D, k=T) | pair,
+  )
+
+  def product(device, op, key):
+    assert device == H100.slug
+    (i,) = (i for i, known in enumerate(keys) if key == known)
+    assert op == ('vnm_matmul' if i else 'sparse_matmul')
+    return dict(times[i])
+
+  with (
+    mock.patch.object(_tuning, 'expected_ms', product),
+    mock.patch.object(costs, 'expected_ms', lambda device, op, size: pass_ms(op, size)),
+  ):
+    yield
+
+
+def why_dense(policy=POLICY, tokens=T, d=D, hidden=H, dtype=jnp.bfloat16):
+  return gain.why_dense(policy, tokens, d, hidden, dtype)
+
+
+class ExpectedTest(parameterized.TestCase):
+
+  def _expected(self, policy=POLICY):
+    return gain.expected(policy, T, D, H, jnp.bfloat16, H100.slug)
+
+  def test_products(self):
+    with records():
+      found = self._expected(dataclasses.replace(POLICY, dense_features=0))
+    # H and dY, Z and dX, dW1 and dW2.
+    self.assertEqual(found, gain.Expected(2 * (3 + 1 + 2), 2 * (4 + 5 + 6)))
+    self.assertEqual(found.gain, 2.5)
+
+  def test_dense_neurons_have_a_share_of_the_weight_gradients(self):
+    with records():
+      self.assertEqual(self._expected(dataclasses.replace(POLICY, dense_features=0.5)).sparse_ms, 12 + 6)
+
+  def test_bytes_of_the_passes(self):
+    seen = []
+    with records(pass_ms=lambda op, size: seen.append((op, size)) or 0.0):
+      self._expected(dataclasses.replace(POLICY, dense_features=0.25))
+    sizes = dict(seen[:-1])
+    # A weight of 2 bytes an entry is read, an operand of 1 1/8 written.
+    pack = round(D * H * 3.125)
+    self.assertEqual(sizes['soft_threshold_pack_axis-1'], pack)
+    self.assertEqual(sizes['soft_threshold_pack_axis-2'], pack)
+    # In units of h: read 1, 1/4 written twice; the same for dy, with 1/4 read; 1/4 turned twice; columns of a quarter
+    # of the neurons, twice; and both weights expanded, dW1 transposed.
+    moved = round(T * H * 2 * (1.5 + 1.5 + 1 + 2 * (0.25 + 0.25)) + 2 * pack + 4 * D * H)
+    self.assertEqual(sizes[costs.COPY], moved)
+    self.assertEqual(seen[-1], (costs.COPY, 5 * T * H * 2))
+
+  @parameterized.parameters(0, 1, 2)
+  def test_a_product_that_was_not_measured(self, i):
+    times = [*WINS]
+    times[i] = {}
+    with records(times):
+      self.assertIsNone(self._expected())
+
+  @parameterized.parameters(1, 2)
+  def test_a_product_that_loses(self, i):
+    times = [*WINS]
+    times[i] = dict(dense=1.0, mosaic_gpu=1.0)
+    with records(times):
+      self.assertIsNone(self._expected())
+
+  def test_a_pass_that_was_not_measured(self):
+    with records(pass_ms=lambda op, size: None if op == 'soft_threshold_pack_axis-1' else 0.0):
+      self.assertIsNone(self._expected())
+
+  def test_near_what_the_headline_block_took(self):
+    found = gain.expected(POLICY, *HEADLINE, jnp.bfloat16, H100.slug)
+    self.assertBetween(found.sparse_ms, 0.9 * 9.84, 1.05 * 9.84)
+    self.assertBetween(found.gain, 0.85 * 1.975, 1.05 * 1.975)
+
+
+class WhyDenseTest(parameterized.TestCase):
+
+  def test_kernels_where_they_pay(self):
+    with card(), records():
+      self.assertIsNone(why_dense())
+    with card():
+      self.assertIsNone(gain.why_dense(POLICY, *HEADLINE, jnp.bfloat16))
+
+  @parameterized.parameters(
+    (dict(device=_device.target_device('sm_80')), 'no sparse wgmma'),
+    (dict(whole=False), 'divided by a mesh'),
+    (dict(triton='no such module'), r'sparse24-jax\[cuda\]: no such module'),
+  )
+  def test_machines(self, machine, message):
+    with card(**machine), records():
+      self.assertRegex(why_dense(), message)
+
+  def test_inside_a_shard_map_arrays_are_whole_and_there_is_a_mesh(self):
+    found = []
+
+    @jax.shard_map(mesh=jax.make_mesh((2,), ('data',)), in_specs=(), out_specs=jax.P())
+    def f():
+      found.append(why_dense())
+      return jnp.zeros(())
+
+    with card(), records():
+      jax.eval_shape(f)
+    self.assertRegex(found[0], 'divided by a mesh')
+
+  @parameterized.parameters(
+    (dict(pattern='2:4'), '2:4 activations it was not timed'), (dict(clusters=4), 'clusters=4 it was not timed'),
+    (dict(up=s24.magnitude()), "up='magnitude 2:4'"), (dict(down=None), 'down=None'),
+  )
+  def test_policies(self, change, message):
+    with card(), records():
+      self.assertRegex(why_dense(dataclasses.replace(POLICY, **change)), message)
+
+  @parameterized.parameters(
+    (dict(tokens=T + 64), '576 tokens are no multiple of V = 128 and 16 M = 128'),
+    (dict(hidden=H + 64), '1088 neurons are no multiple'),
+    (dict(policy=dataclasses.replace(POLICY, m=16), tokens=128), '128 tokens .* V = 128 and 16 M = 256'),
+    (dict(d=D + 32), 'width of 96'), (dict(tokens=2**21), 'are 2.31 or more'),
+  )
+  def test_sizes(self, change, message):
+    with card(), records():
+      self.assertRegex(why_dense(**change), message)
+
+  def test_what_was_not_measured(self):
+    with card(), records(NOTHING):
+      self.assertRegex(why_dense(), 'no products of bfloat16 near these')
+    with card():
+      self.assertRegex(why_dense(tokens=256, hidden=256), 'no products of bfloat16 near these')
+      self.assertRegex(gain.why_dense(POLICY, *HEADLINE, jnp.float32), 'no products of float32')
+
+  def test_passes_take_what_products_gain(self):
+    with card():
+      # 30 ms dense and 12.6 with the kernels, and what takes a pass of the rest.
+      for ms, message in ((4.0, None), (5.0, r'27\.600 ms are expected of the kernels and 30\.000 of dense')):
+        with records(pass_ms=lambda op, size, ms=ms: 0.0 if size == 10 * T * H else ms):
+          found = why_dense()
+        self.assertRegex(found, message) if message else self.assertIsNone(found)
+
+
+class TakesKernelsTest(absltest.TestCase):
+
+  def _takes(self, policy=POLICY, tokens=T):
+    return products.takes_kernels(policy, tokens, (D, H), jnp.bfloat16)
+
+  def test_follows_the_records_and_says_so_once(self):
+    _dispatch.log_once.cache_clear()
+    with card(), self.assertLogs('sparse24_jax', 'INFO') as logs:
+      for times, taken in ((WINS, True), (NOTHING, False)):
+        with records(times):
+          self.assertEqual([self._takes(), self._takes()], [taken] * 2)
+    self.assertLen(logs.output, 2)
+    self.assertIn('512 tokens, 64 x 1024, takes sparse products', logs.output[0])
+    self.assertIn('takes dense products: no products of bfloat16 near these', logs.output[1])
+
+  def test_a_name_is_followed(self):
+    with card(), records():
+      self.assertFalse(self._takes(dataclasses.replace(POLICY, implementation='reference')))
+    with card(), records(NOTHING):
+      self.assertTrue(self._takes(dataclasses.replace(POLICY, implementation='kernels')))
+
+  def test_not_without_a_gpu_nor_without_tokens(self):
+    with records():
+      self.assertFalse(self._takes())
+      with card():
+        self.assertFalse(self._takes(tokens=0))
+
+
+if __name__ == '__main__':
+  absltest.main()
