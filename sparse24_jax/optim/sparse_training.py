@@ -9,14 +9,15 @@ import jax.numpy as jnp
 import optax
 
 from pallas_kernels import _dispatch
-from sparse24_jax.metrics import flip_rate
+from sparse24_jax.optim._evolve import evolve, evolving, on_links, zero
 from sparse24_jax.optim._state import find_state, states_of
+from sparse24_jax.optim._weights import contexts, flip_rates, is_leaf, map_sparse, projections_of
 from sparse24_jax.optim.masked_decay import add_decay
 from sparse24_jax.optim.step_adam import StepAdamState
 from sparse24_jax.projection import Projection
 from sparse24_jax.recipe import PhaseName, Recipe, resolve_phase
-from sparse24_jax.rules import match_rules, path_string
-from sparse24_jax.topology import Context, Evolved
+from sparse24_jax.rules import path_string
+from sparse24_jax.topology import Context
 
 
 class FlipRate(NamedTuple):
@@ -108,10 +109,10 @@ def sparse_training(
   inner = optax.with_extra_args_support(inner)
 
   def init(params: Any) -> SparseTrainingState:
-    projections = _projections(params, recipe)
-    contexts = _contexts(projections, params, jnp.zeros((), jnp.int32))
-    states = _map(_start, projections, params, contexts)
-    rates = _map(lambda p, w: jnp.zeros(w.shape[:-2], jnp.float32), projections, params)
+    projections = projections_of(params, recipe)
+    at_start = contexts(projections, params, jnp.zeros((), jnp.int32))
+    states = map_sparse(_start, projections, params, at_start)
+    rates = map_sparse(lambda p, w: jnp.zeros(w.shape[:-2], jnp.float32), projections, params)
     none_yet = FlipRate(jnp.zeros((), jnp.float32), rates)
     inner_state = inner.init(params)
     if recipe.name == 'step' and not states_of(inner_state, StepAdamState):
@@ -122,16 +123,16 @@ def sparse_training(
   def update(updates: Any, state: SparseTrainingState, params: Any = None, **extra: Any):
     if params is None:
       raise ValueError('sparse_training needs the parameters: call update(updates, state, params)')
-    projections = _projections(params, recipe)
+    projections = projections_of(params, recipe)
     decays = has_decay and phase == 'sparse'
     if decays:
       decay = recipe.masked_decay(state.count) if callable(recipe.masked_decay) else recipe.masked_decay
-      masks = _map(lambda p, w, s: p.mask(w, s), projections, params, state.projections)
+      masks = map_sparse(lambda p, w, s: p.mask(w, s), projections, params, state.projections)
     if decays and recipe.decay_on == 'gradients':
       updates = add_decay(updates, params, masks, decay)
-    evolves = phase == 'sparse' and any(map(_evolving, jax.tree.leaves(projections, is_leaf=_is_leaf)))
+    evolves = phase == 'sparse' and any(map(evolving, jax.tree.leaves(projections, is_leaf=is_leaf)))
     if evolves:
-      gradients, updates = updates, _on_links(projections, params, state.projections, updates, jnp.zeros_like)
+      gradients, updates = updates, on_links(projections, params, state.projections, updates, zero)
     updates, inner_state = inner.update(updates, state.inner_state, params, **extra)
     if decays and recipe.decay_on == 'weights':
       rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
@@ -139,9 +140,9 @@ def sparse_training(
 
     count = optax.safe_increment(state.count)
     if evolves:
-      updates = _on_links(projections, params, state.projections, updates, jnp.negative)
-      state = state._replace(inner_state=inner_state)
-      return _evolve(recipe, inner, projections, count, params, gradients, updates, state)
+      updates = on_links(projections, params, state.projections, updates, jnp.negative)
+      state = state._replace(count=count, inner_state=inner_state)
+      return evolve(recipe, inner, projections, params, gradients, updates, state)
     states, rates = _refresh(recipe, projections, count, params, updates, state)
     return updates, SparseTrainingState(count, states, rates, inner_state)
 
@@ -175,36 +176,6 @@ def sparse_states(opt_state: Any) -> dict[str, Array]:
   return {path_string(key_path): leaf for key_path, leaf in leaves}
 
 
-class _Absent(NamedTuple):
-  """Stands for no projection; a leaf for `_map`."""
-
-
-def _projections(params: Any, recipe: Recipe) -> Any:
-  """Tree like `params` with a `Projection` at each sparse weight and `_Absent` elsewhere."""
-  rules = match_rules(params, recipe)
-
-  def of(key_path: tuple, leaf: Any) -> Projection | _Absent:
-    del leaf
-    rule = rules.get(path_string(key_path))
-    return (rule and rule.policy.projection) or _Absent()
-
-  return jax.tree_util.tree_map_with_path(of, params)
-
-
-def _map(f: Any, projections: Any, *rest: Any) -> Any:
-  """f(projection, ...) at each sparse weight, `optax.MaskedNode()` elsewhere."""
-  return jax.tree.map(
-    lambda p, *r: optax.MaskedNode() if isinstance(p, _Absent) else f(p, *r),
-    projections,
-    *rest,
-    is_leaf=_is_leaf,
-  )
-
-
-def _is_leaf(node: Any) -> bool:
-  return isinstance(node, Projection | _Absent)
-
-
 def _refresh(
   recipe: Recipe, projections: Any, count: Array, params: Any, updates: Any, state: SparseTrainingState
 ) -> tuple[Any, FlipRate]:
@@ -216,10 +187,10 @@ def _refresh(
   new_weights = jax.lax.optimization_barrier(optax.apply_updates(params, updates))
 
   def search(states: Any) -> tuple[Any, FlipRate]:
-    new_states = _map(lambda p, w, s: p.refresh(w, s), projections, new_weights, states)
-    old = _map(lambda p, w, s: p.mask(w, s), projections, params, states)
-    new = _map(lambda p, w, s: p.mask(w, s), projections, new_weights, new_states)
-    return new_states, _flip_rate(old, new)
+    new_states = map_sparse(lambda p, w, s: p.refresh(w, s), projections, new_weights, states)
+    old = map_sparse(lambda p, w, s: p.mask(w, s), projections, params, states)
+    new = map_sparse(lambda p, w, s: p.mask(w, s), projections, new_weights, new_states)
+    return new_states, FlipRate(*flip_rates(old, new))
 
   due = count % recipe.refresh_every == 0
   if recipe.flip_rate == 'refresh':
@@ -230,110 +201,14 @@ def _refresh(
     return jax.lax.fori_loop(0, due.astype(jnp.int32), lambda _, carried: search(carried[0]), kept)
 
   # Per step: what a search would choose before and after this step, whatever the mask in use.
-  old = _map(lambda p, w, s: p.mask(w, p.refresh(w, s)), projections, params, state.projections)
-  states = _map(lambda p, w, s: p.refresh(w, s), projections, new_weights, state.projections)
-  new = _map(lambda p, w, s: p.mask(w, s), projections, new_weights, states)
+  old = map_sparse(lambda p, w, s: p.mask(w, p.refresh(w, s)), projections, params, state.projections)
+  states = map_sparse(lambda p, w, s: p.refresh(w, s), projections, new_weights, state.projections)
+  new = map_sparse(lambda p, w, s: p.mask(w, s), projections, new_weights, states)
   if recipe.refresh_every > 1:
     states = jax.tree.map(lambda a, b: jnp.where(due, a, b), states, state.projections)
-  return states, _flip_rate(old, new)
-
-
-def _flip_rate(old: Any, new: Any) -> FlipRate:
-  rates = jax.tree.map(lambda a, b: jnp.mean(a != b, axis=(-2, -1), dtype=jnp.float32), old, new)
-  overall = flip_rate(old, new) if jax.tree.leaves(new) else jnp.zeros((), jnp.float32)
-  return FlipRate(overall, rates)
-
-
-def _evolving(projection: Projection | _Absent) -> bool:
-  return isinstance(projection, Projection) and projection.update is not None
-
-
-def _contexts(projections: Any, params: Any, step: Array) -> Any:
-  """Tree like `params`, a `Context` at each leaf."""
-  leaves = jax.tree_util.tree_flatten_with_path(projections, is_leaf=_is_leaf)[0]
-  shapes: dict[Any, dict[str, tuple[int, ...]]] = {}
-  for (key_path, projection), w in zip(leaves, jax.tree.leaves(params), strict=True):
-    shapes.setdefault(projection, {})[path_string(key_path)] = w.shape
-  return jax.tree_util.tree_map_with_path(
-    lambda key_path, p: Context(step, path_string(key_path), shapes[p]), projections, is_leaf=_is_leaf
-  )
+  return states, FlipRate(*flip_rates(old, new))
 
 
 def _start(projection: Projection, w: Array, context: Context) -> Array:
   state = projection.init(w)
   return state if projection.update is None else projection.update(w, None, state, context).state
-
-
-def _on_links(projections: Any, params: Any, states: Any, updates: Any, elsewhere: Any) -> Any:
-  """The updates of existing links, and `elsewhere(w)` where there is none; of other weights as they are."""
-
-  def one(p: Projection | _Absent, w: Array, state: Any, u: Array) -> Array:
-    return jnp.where(p.mask(w, state), u, elsewhere(w).astype(u.dtype)) if _evolving(p) else u
-
-  return jax.tree.map(one, projections, params, states, updates, is_leaf=_is_leaf)
-
-
-def _evolve(
-  recipe: Recipe,
-  inner: optax.GradientTransformation,
-  projections: Any,
-  count: Array,
-  params: Any,
-  gradients: Any,
-  updates: Any,
-  state: SparseTrainingState,
-) -> tuple[Any, SparseTrainingState]:
-  """Updates and state after the step that made `count`, where some projection changes by dense `gradients`."""
-  contexts = _contexts(projections, params, count)
-
-  def one(p: Projection, w: Array, g: Array, s: Array, context: Context) -> Evolved:
-    return Evolved(p.refresh(w, s), jnp.zeros_like(w, jnp.bool_)) if p.update is None else p.update(w, g, s, context)
-
-  def change(carried: Any) -> tuple[Any, Any, FlipRate, Any]:
-    updates, states, _, inner_state = carried
-    new_weights = jax.lax.optimization_barrier(optax.apply_updates(params, updates))
-    evolved = _map(one, projections, new_weights, gradients, states, contexts)
-    new_states, resets = (_map(lambda p, e, i=i: e[i], projections, evolved) for i in range(2))
-    old = _map(lambda p, w, s: p.mask(w, s), projections, params, states)
-    new = _map(lambda p, w, s: p.mask(w, s), projections, new_weights, new_states)
-    new_updates = _on_links(projections, params, new_states, updates, jnp.negative)
-    return new_updates, new_states, _flip_rate(old, new), _reset(inner, inner_state, resets)
-
-  kept = (updates, state.projections, state.flip_rate, state.inner_state)
-  due = count % recipe.refresh_every == 0
-  # A loop of one pass or none, as in `_refresh`: a conditional would copy the moments in every step.
-  new_updates, states, rates, inner_state = (
-    change(kept)
-    if recipe.refresh_every == 1
-    else jax.lax.fori_loop(0, due.astype(jnp.int32), lambda _, carried: change(carried), kept)
-  )
-  if recipe.flip_rate == 'step':
-
-    def search(p: Projection, w: Array, s: Array) -> Array:
-      return p.mask(w, s if p.update else p.refresh(w, s))
-
-    new_weights = jax.lax.optimization_barrier(optax.apply_updates(params, new_updates))
-    old = _map(search, projections, params, state.projections)
-    rates = _flip_rate(old, _map(search, projections, new_weights, states))
-  return new_updates, SparseTrainingState(count, states, rates, inner_state)
-
-
-def _reset(inner: optax.GradientTransformation, inner_state: Any, resets: Any) -> Any:
-  """Zeros in every tree like the parameters inside `inner_state`, where `resets` says so.
-
-  What has not the shape of its weight, a factored moment say, stays as it is.
-  """
-
-  # By path: of an optimizer for a part of the parameters, a whole subtree of the others is one `MaskedNode`.
-  by_path = {path_string(key_path): reset for key_path, reset in jax.tree_util.tree_flatten_with_path(resets)[0]}
-
-  def one(key_path: tuple, leaf: Any) -> Any:
-    reset = by_path.get(path_string(key_path))
-    if reset is None or getattr(leaf, 'shape', None) != reset.shape:
-      return leaf
-    return jnp.where(reset, jnp.zeros((), leaf.dtype), leaf)
-
-  def tree(like_params: Any) -> Any:
-    return jax.tree_util.tree_map_with_path(one, like_params)
-
-  return optax.tree_map_params(inner, tree, inner_state, is_leaf=lambda _: True)

@@ -29,6 +29,23 @@ class Block(nn.Module):
     return x + s24.linen.Sparse24MLP(HIDDEN, dtype=BF16, name='mlp')(x)
 
 
+def compiled_step(gradient, params, *args):
+  """A step whose links grow, its parameters and state donated."""
+  recipe = s24.recipes.rigl('.*', density=0.2, total_steps=1000)
+  tx = s24.sparse_training(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)), recipe, phase='sparse')
+
+  def step(params, opt_state, *args):
+    updates, opt_state = tx.update(gradient(params, *args), opt_state, params)
+    return optax.apply_updates(params, updates), opt_state
+
+  args = jax.tree.map(
+    lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=hopper.sharding()),
+    (params, jax.eval_shape(tx.init, params), *args),
+  )
+  with hopper.hopper():
+    return jax.jit(step, donate_argnums=(0, 1)).lower(*args).compile()
+
+
 @hopper.needs_plugins
 class CompiledTest(absltest.TestCase):
   def test_products_of_a_step(self):
@@ -69,8 +86,28 @@ class CompiledTest(absltest.TestCase):
     self.assertEmpty(hopper.moves(entry))
     # The patterns are searched inside the loop of one pass or none.
     self.assertEmpty(hopper.calls(entry, hopper.TRITON))
-    (body,) = {name for line in entry for name in re.findall(r'body=%([\w.\-]+)', line)}
-    self.assertNotEmpty(hopper.calls(hopper.reached(hlo, body), hopper.TRITON))
+    bodies = {name for line in entry for name in re.findall(r'body=%([\w.\-]+)', line)}
+    self.assertLen(bodies, 2)
+    for body in bodies:
+      self.assertNotEmpty(hopper.calls(hopper.reached(hlo, body), hopper.TRITON))
+
+  def test_a_search_holds_a_few_weights_at_a_time(self):
+    """Of six equal ones: the update of one, the weight after the step and what the search needs."""
+    weights = {name: hopper.struct(D, HIDDEN, dtype=jnp.float32) for name in 'abcdef'}
+    found = compiled_step(lambda _, grads: grads, weights, weights).memory_analysis()
+    self.assertBetween(found.temp_size_in_bytes / (4 * D * HIDDEN), 1, 5)
+
+  def test_a_backward_scan_shares_no_zeros(self):
+    """With those of pruned gradients: XLA would make both at once, and keep the second until the scan is over."""
+
+    def gradient(params, x):
+      return jax.grad(lambda w: jnp.sum(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w['w'])[0]))(params)
+
+    stack = {'w': hopper.struct(16, D, D, dtype=jnp.float32)}
+    hlo = compiled_step(gradient, stack, hopper.struct(8, D, dtype=jnp.float32)).as_text()
+    entry = '\n'.join(hopper.computations(hlo)['ENTRY'])
+    made = re.findall(r'%[\w.]*broadcast[\w.]* = (.*?) fusion\(', entry)
+    self.assertEqual(sum(types.count(f'f32[16,{D},{D}]') for types in made), 1)
 
 
 if __name__ == '__main__':

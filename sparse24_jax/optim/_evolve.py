@@ -1,0 +1,207 @@
+"""The part of `sparse_training` where links come and go by dense gradients."""
+
+from collections.abc import Callable, Sequence
+import functools
+from typing import Any, NamedTuple
+
+import jax
+from jax import Array
+import jax.numpy as jnp
+import optax
+
+from sparse24_jax.optim._weights import Absent, contexts, flip_rates, is_leaf, map_sparse
+from sparse24_jax.projection import Projection
+from sparse24_jax.recipe import Recipe
+from sparse24_jax.rules import path_string
+from sparse24_jax.topology import Context
+
+# Ours. Each loop makes the host wait once, so there are few, and each holds the updates of its weights in full.
+_LOOPS = 8
+
+
+def evolving(projection: Projection | Absent) -> bool:
+  """Whether a weight's links change by gradients."""
+  return isinstance(projection, Projection) and projection.update is not None
+
+
+def on_links(projections: Any, params: Any, states: Any, updates: Any, elsewhere: Callable[[Array], Array]) -> Any:
+  """The updates of existing links, and `elsewhere(w)` where there is none; of other weights as they are."""
+  return jax.tree.map(
+    functools.partial(_on_links, elsewhere=elsewhere), projections, params, states, updates, is_leaf=is_leaf
+  )
+
+
+def zero(w: Array) -> Array:
+  """0, for gradients of what is no link.
+
+  The barrier hides it: XLA would share one array of zeros between the links' gradients and the start of a backward scan
+  that adds weight gradients up, and keep that array, as large as all gradients, until the end.
+  """
+  return jax.lax.optimization_barrier(jnp.zeros((), w.dtype))
+
+
+def _on_links(
+  p: Projection | Absent, w: Array, state: Any, u: Array, *, elsewhere: Callable[[Array], Array]
+) -> Array:
+  return jnp.where(p.mask(w, state), u, elsewhere(w).astype(u.dtype)) if evolving(p) else u
+
+
+class _Weight(NamedTuple):
+  """One sparse weight, and what its change depends on."""
+
+  projection: Any
+  w: Array
+  gradient: Array
+  context: Context
+
+
+class _Carried(NamedTuple):
+  """What changes of a weight.
+
+  Attributes:
+    update: for the weight.
+    state: of its projection.
+    rate: float32, share of entries whose mask changed, for each matrix.
+    flips: float32, number of them.
+    moments: those of the inner optimizer's arrays that are like the weight.
+  """
+
+  update: Array
+  state: Array
+  rate: Array
+  flips: Array
+  moments: tuple[Array, ...]
+
+
+def evolve(
+  recipe: Recipe, inner: optax.GradientTransformation, projections: Any, params: Any, gradients: Any, updates: Any,
+  state: Any,
+) -> tuple[Any, Any]:  # fmt: skip
+  """Updates and state of a step, where some projection changes by dense `gradients`.
+
+  Weights are searched a few at a time: updates, weights after the step and what a search needs are then there for a
+  few of them only, not for all at once.
+
+  Args:
+    recipe: as in `sparse_training`.
+    inner: the inner optimizer.
+    projections: tree like `params`.
+    params: before the step.
+    gradients: dense.
+    updates: of the inner optimizer, for existing links, and zero elsewhere.
+    state: `SparseTrainingState` with the number of this step, the inner optimizer's new state, and all else as it was.
+  """
+  kinds, structure = jax.tree.flatten(projections, is_leaf=is_leaf)
+  spread = (params, gradients, contexts(projections, params, state.count))
+  weights = [_Weight(*each) for each in zip(kinds, *map(structure.flatten_up_to, spread), strict=True)]
+  inner_leaves, inner_structure = jax.tree.flatten(state.inner_state)
+  places = _moments(inner, state.inner_state)
+  new_updates, states, rates = map(
+    structure.flatten_up_to, (updates, state.projections, state.flip_rate.per_weight)
+  )
+  sparse = [i for i, p in enumerate(kinds) if isinstance(p, Projection)]
+  due = state.count % recipe.refresh_every == 0
+  flips: list[Array] = []
+  for group in _groups([weights[i].w.size for i in sparse]):
+    chosen = [sparse[i] for i in group]
+    mine = [
+      [
+        at for at in places.get(weights[i].context.path, ())
+        if getattr(inner_leaves[at], 'shape', None) == weights[i].w.shape
+      ]
+      for i in chosen
+    ]
+    none = jnp.zeros((), jnp.float32)
+    kept = [
+      _Carried(new_updates[i], states[i], rates[i], none, tuple(inner_leaves[at] for at in ats))
+      for i, ats in zip(chosen, mine, strict=True)
+    ]
+    found = _when(due, recipe.refresh_every, functools.partial(_change, [weights[i] for i in chosen]), kept)
+    for i, ats, new in zip(chosen, mine, found, strict=True):
+      new_updates[i], states[i], rates[i] = new.update, new.state, new.rate
+      flips.append(new.flips)
+      for at, moment in zip(ats, new.moments, strict=True):
+        inner_leaves[at] = moment
+  overall = jnp.sum(jnp.stack(flips)) / float(sum(weights[i].w.size for i in sparse))
+  updates, projection_states, per_weight = map(structure.unflatten, (new_updates, states, rates))
+  overall = jnp.where(due, overall, state.flip_rate.overall)
+  if recipe.flip_rate == 'step':
+    overall, per_weight = _rates_of_step(projections, params, updates, state.projections, projection_states)
+  return updates, state._replace(
+    projections=projection_states,
+    flip_rate=state.flip_rate._replace(overall=overall, per_weight=per_weight),
+    inner_state=inner_structure.unflatten(inner_leaves),
+  )
+
+
+def _change(weights: Sequence[_Weight], carried: Sequence[_Carried]) -> list[_Carried]:
+  return [_changed(*pair) for pair in zip(weights, carried, strict=True)]
+
+
+def _changed(weight: _Weight, carried: _Carried) -> _Carried:
+  p, w, gradient, context = weight
+  # One rounding for all that reads it, see `sparse_training`.
+  stepped = jax.lax.optimization_barrier(optax.apply_updates(w, carried.update))
+  moments = carried.moments
+  if p.update is None:
+    state = p.refresh(stepped, carried.state)
+  else:
+    state, reset = p.update(stepped, gradient, carried.state, context)
+    moments = tuple(jnp.where(reset, jnp.zeros((), moment.dtype), moment) for moment in moments)
+  flipped = p.mask(w, carried.state) != p.mask(stepped, state)
+  return _Carried(
+    _on_links(p, w, state, carried.update, elsewhere=jnp.negative), state,
+    jnp.mean(flipped, axis=(-2, -1), dtype=jnp.float32), jnp.sum(flipped, dtype=jnp.float32), moments,
+  )  # fmt: skip
+
+
+def _when(due: Array, every: int, change: Callable[[Any], Any], kept: Any) -> Any:
+  """`change(kept)` where it is due, else what is kept."""
+  if every == 1:
+    return change(kept)
+  # A loop of one pass or none, as for masks: a conditional would copy the moments in every step.
+  return jax.lax.fori_loop(0, due.astype(jnp.int32), lambda _, carried: change(carried), kept)
+
+
+def _groups(sizes: Sequence[int]) -> list[list[int]]:
+  """Neighbours together: as many as are no larger than the largest of all, or than a share of one in `_LOOPS`.
+
+  >>> _groups([3, 1, 1, 2, 3])
+  [[0], [1, 2], [3], [4]]
+  """
+  room = max(*sizes, sum(sizes) / _LOOPS)
+  groups: list[list[int]] = [[]]
+  for i, size in enumerate(sizes):
+    if groups[-1] and sum(sizes[j] for j in groups[-1]) + size > room:
+      groups.append([])
+    groups[-1].append(i)
+  return groups
+
+
+def _moments(inner: optax.GradientTransformation, inner_state: Any) -> dict[str, list[int]]:
+  """By path of a weight, which leaves of `inner_state` stand at its place in a tree like the parameters."""
+
+  # By path: of an optimizer for a part of the parameters, a whole subtree of the others is one `MaskedNode`.
+  def paths(like_params: Any) -> Any:
+    return jax.tree_util.tree_map_with_path(lambda key_path, _: path_string(key_path), like_params)
+
+  named = optax.tree_map_params(inner, paths, inner_state, is_leaf=lambda _: True)
+  found: dict[str, list[int]] = {}
+  for at, leaf in enumerate(jax.tree.leaves(named)):
+    if isinstance(leaf, str):
+      found.setdefault(leaf, []).append(at)
+  return found
+
+
+def _rates_of_step(
+  projections: Any, params: Any, updates: Any, states: Any, new_states: Any
+) -> tuple[Array, Any]:
+  """What a search would choose before and after the step, whatever the mask in use; of links, the masks in use."""
+
+  def search(p: Projection, w: Array, s: Array) -> Array:
+    return p.mask(w, s if p.update else p.refresh(w, s))
+
+  new_weights = jax.lax.optimization_barrier(optax.apply_updates(params, updates))
+  return flip_rates(
+    map_sparse(search, projections, params, states), map_sparse(search, projections, new_weights, new_states)
+  )

@@ -1,0 +1,63 @@
+"""Trees like the parameters, with something at each sparse weight."""
+
+from typing import Any, NamedTuple
+
+import jax
+from jax import Array
+import jax.numpy as jnp
+import optax
+
+from sparse24_jax.metrics import flip_rate
+from sparse24_jax.projection import Projection
+from sparse24_jax.recipe import Recipe
+from sparse24_jax.rules import match_rules, path_string
+from sparse24_jax.topology import Context
+
+
+class Absent(NamedTuple):
+  """Stands for no projection; a leaf for `map_sparse`."""
+
+
+def projections_of(params: Any, recipe: Recipe) -> Any:
+  """Tree like `params` with a `Projection` at each sparse weight and `Absent` elsewhere."""
+  rules = match_rules(params, recipe)
+
+  def of(key_path: tuple, leaf: Any) -> Projection | Absent:
+    del leaf
+    rule = rules.get(path_string(key_path))
+    return (rule and rule.policy.projection) or Absent()
+
+  return jax.tree_util.tree_map_with_path(of, params)
+
+
+def map_sparse(f: Any, projections: Any, *rest: Any) -> Any:
+  """f(projection, ...) at each sparse weight, `optax.MaskedNode()` elsewhere."""
+  return jax.tree.map(
+    lambda p, *r: optax.MaskedNode() if isinstance(p, Absent) else f(p, *r),
+    projections,
+    *rest,
+    is_leaf=is_leaf,
+  )
+
+
+def is_leaf(node: Any) -> bool:
+  """Whether `node` is a leaf of what `projections_of` makes."""
+  return isinstance(node, Projection | Absent)
+
+
+def contexts(projections: Any, params: Any, step: Array) -> Any:
+  """Tree like `params`, a `Context` at each leaf."""
+  leaves = jax.tree_util.tree_flatten_with_path(projections, is_leaf=is_leaf)[0]
+  shapes: dict[Any, dict[str, tuple[int, ...]]] = {}
+  for (key_path, projection), w in zip(leaves, jax.tree.leaves(params), strict=True):
+    shapes.setdefault(projection, {})[path_string(key_path)] = w.shape
+  return jax.tree_util.tree_map_with_path(
+    lambda key_path, p: Context(step, path_string(key_path), shapes[p]), projections, is_leaf=is_leaf
+  )
+
+
+def flip_rates(old: Any, new: Any) -> tuple[Array, Any]:
+  """Share of entries in which two trees of masks differ: over all of them, and for each matrix."""
+  rates = jax.tree.map(lambda a, b: jnp.mean(a != b, axis=(-2, -1), dtype=jnp.float32), old, new)
+  overall = flip_rate(old, new) if jax.tree.leaves(new) else jnp.zeros((), jnp.float32)
+  return overall, rates
