@@ -12,6 +12,7 @@ from experiments import build
 from experiments.build import Parts
 import sparse24_jax as s24
 from sparse24_jax.activation_sparsity import feature_mask
+from sparse24_jax.attention import Attention
 from sparse24_jax.clusters import split_clusters
 from sparse24_jax.neurons import route_tokens
 from sparse24_jax.products import projection_state
@@ -28,7 +29,7 @@ _BATCHES = 8
 
 
 def make_probe(
-  parts: Parts, phase: str, attention: s24.AttentionPattern | None = None
+  parts: Parts, phase: str, attention: Attention = None
 ) -> Callable[[Any], dict[str, dict[str, float]]]:
   """Compiles to one program: train state -> measures of its activations, on the first validation batches.
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.bench_figures import milliseconds, ratios, Record, title
-from experiments.bench_sections import section
+from experiments.bench_sections import estimate, section
 
 RESULTS = Path(__file__).parent / 'results'
 BENCHES = (
@@ -29,7 +29,7 @@ h1 { font-size: 30px; margin: 0 0 6px } h2 { font-size: 20px; margin: 48px 0 4px
 h3 { font-size: 15px; margin: 26px 0 6px }
 p { max-width: 92ch } .soft { color: var(--soft); margin: 0 0 14px }
 .cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(210px, 1fr)); gap: 14px; margin: 22px 0 }
-.card { background: var(--panel); border-radius: 10px; padding: 14px 16px }
+.card { background: var(--panel); border-radius: 10px; padding: 14px 16px; overflow-wrap: anywhere }
 .card b { display: block; font-size: 25px; font-variant-numeric: tabular-nums } .card span { color: var(--soft) }
 .card.below b { color: #b3261e }
 .scroll { overflow-x: auto } table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums }
@@ -129,6 +129,7 @@ def page(records: Sequence[Record]) -> str:
       for note in dict.fromkeys(r['note'] for r in chosen if 'note' in r):
         about = '; '.join(title(r) for r in chosen if r.get('note') == note)
         parts.append(f'<p class="note">{escape(about)}: {escape(note)}.</p>')
+  parts.append(estimate(records))
   commands = sorted({str(record.get('command')) for record in records})
   items = ''.join(f'<li><code>{escape(c)}</code></li>' for c in commands)
   parts.append(f'<h2>Commands</h2><ul>{items}</ul>')

@@ -1,6 +1,6 @@
 """From a configuration to the parts of a run: data, model, recipe, optimizer, mesh."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import inspect
 import math
@@ -15,6 +15,7 @@ import optax
 from experiments.experiment import Config
 from experiments.models import gpt2, llama
 import sparse24_jax as s24
+from sparse24_jax.attention import Attention
 
 
 class Parts(NamedTuple):
@@ -57,7 +58,7 @@ def make_recipe(config: Config) -> s24.Recipe:
 
   `recipe.kwargs.watch`, a projection, is given by its name; `recipe.kwargs.path` is `FFN` unless given, for recipes
   that need one, and so are `up` and `down`, `FFN_UP` and `FFN_DOWN`, and `total_steps`, `steps`;
-  `recipe.kwargs.attention` is {'kind': ..., 'window': ...} and `recipe.kwargs.policy` {'pattern': ..., 'v': ..., 'm':
+  `recipe.kwargs.attention` is what `attention_of` takes and `recipe.kwargs.policy` {'pattern': ..., 'v': ..., 'm':
   ...}; `recipe.flip_rate` overrides the recipe's own.
 
   Raises:
@@ -77,9 +78,9 @@ def make_recipe(config: Config) -> s24.Recipe:
       kwargs.setdefault(key, path)
   if 'total_steps' in signature.parameters:
     kwargs.setdefault('total_steps', config.steps)
-  if isinstance(kwargs.get('attention'), dict):
-    kwargs['attention'] = s24.AttentionPattern(**kwargs['attention'])
   try:
+    if 'attention' in kwargs:
+      kwargs['attention'] = attention_of(kwargs['attention'])
     if isinstance(kwargs.get('policy'), dict):
       kwargs['policy'] = s24.ActivationPolicy(**kwargs['policy'])
     signature.bind(**kwargs)
@@ -91,6 +92,17 @@ def make_recipe(config: Config) -> s24.Recipe:
   policies = [dataclasses.replace(rule.policy, implementation=implementation) for rule in recipe.rules]
   rules = (dataclasses.replace(rule, policy=policy) for rule, policy in zip(recipe.rules, policies, strict=True))
   return dataclasses.replace(recipe, rules=tuple(rules))
+
+
+def attention_of(stored: Any) -> Any:
+  """Patterns from plain values: {'kind': ..., 'window': ...}, None, or a list of these and of lists of them.
+
+  >>> attention_of([None, [{'kind': 'local', 'window': 4}]])
+  (None, (AttentionPattern(kind='local', window=4),))
+  """
+  if isinstance(stored, Mapping):
+    return s24.AttentionPattern(**stored)
+  return tuple(map(attention_of, stored)) if isinstance(stored, Sequence) and not isinstance(stored, str) else stored
 
 
 def make_parts(config: Config, *, data: Any = None) -> Parts:
@@ -121,8 +133,6 @@ def make_parts(config: Config, *, data: Any = None) -> Parts:
   recipe = make_recipe(config)
   if (start := config.recipe.get('dense_from', 'weights')) not in ('weights', 'projected'):
     raise ValueError(f"recipe.dense_from is {start!r}; known: 'weights', 'projected'")
-  if any(phase.attention for phase in recipe.phases) and config.model.get('attention_pattern'):
-    raise ValueError(f'recipe {recipe.name!r} names attention patterns, and so does model.attention_pattern')
   mesh = make_mesh(config)
   if data is None:
     from experiments.data import pipeline  # Not before: a bad recipe should not wait for data preparation.
@@ -136,16 +146,20 @@ def make_parts(config: Config, *, data: Any = None) -> Parts:
     raise ValueError(f'model.family is {family!r}; known: {", ".join(FAMILIES)}')
   make_config, make_model = FAMILIES[family]
   try:
+    model['attention_pattern'] = attention_of(model.get('attention_pattern'))
     model = make_config(model.pop('size'), vocab_size=vocab, **model)
   except TypeError as error:
     raise ValueError(f'model section: {error}') from error
   if config.data.seq_len > model.seq_len:
     raise ValueError(f'data.seq_len {config.data.seq_len} is longer than the model takes, {model.seq_len}')
-  return Parts(config, make_model(model), recipe, data, mesh)
+  parts = Parts(config, make_model(model), recipe, data, mesh)
+  for phase in recipe.phases:
+    model_for(parts, phase.attention)  # refuses what does not fit its layers and heads
+  return parts
 
 
-def phase_of(parts: Parts, step: int) -> tuple[str, s24.AttentionPattern | None]:
-  """Name and attention pattern of the phase of an optimizer step: what a compiled program depends on."""
+def phase_of(parts: Parts, step: int) -> tuple[str, Attention]:
+  """Name and attention of the phase of an optimizer step: what a compiled program depends on."""
   steps = parts.config.steps
   return s24.phase_at(parts.recipe, step, steps), s24.attention_at(parts.recipe, step, steps)
 
@@ -176,8 +190,8 @@ def eval_recipe(recipe: s24.Recipe) -> s24.Recipe:
   return dataclasses.replace(recipe, rules=tuple(dataclasses.replace(r, activation=None) for r in recipe.rules))
 
 
-def model_for(parts: Parts, attention: s24.AttentionPattern | None, **changes: Any) -> nn.Module:
-  """The model with the attention pattern of a phase; other attributes by name."""
+def model_for(parts: Parts, attention: Attention, **changes: Any) -> nn.Module:
+  """The model with the attention of a phase, its own where the phase names none; other attributes by name."""
   config = parts.model.config
   if attention is not None:
     config = dataclasses.replace(config, attention_pattern=attention)

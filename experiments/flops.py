@@ -24,9 +24,10 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 import numpy as np
 
-from experiments.build import LINEAR, make_recipe
+from experiments.build import attention_of, LINEAR, make_recipe
 from experiments.models import gpt2
 import sparse24_jax as s24
+from sparse24_jax.attention import attended_share
 from sparse24_jax.rules import is_weight, match_rules, path_string
 
 # Tokens of the tokenizers whose names tell.
@@ -168,7 +169,9 @@ def count(
     weight_gradient = np.where(grows, 1.0, _weight_gradient(rules[path], kept[path]))
     linear += dense * (kept[path] + _input_gradient(rules[path], kept[path]) + weight_gradient)
   pairs = length * (length + 1) / 2 if triangle else float(length) ** 2
-  attended = _per_step(recipe, steps, lambda phase: phase.attention.share(length) if phase.attention else 1.0)
+  attended = _per_step(
+    recipe, steps, lambda phase: attended_share(phase.attention or config.attention_pattern, length)
+  )
   attention = 3 * 4.0 * config.embed_dim * config.num_layers * batch * pairs * attended
   head = np.full(steps, 3 * 2.0 * config.embed_dim * config.vocab_size * tokens)
   return Curve(linear, attention, head)
@@ -195,6 +198,7 @@ def of_experiment(config: Any, recipe: s24.Recipe, *, vocab_size: int) -> Curve:
   if (family := model.pop('family', 'gpt2')) != 'gpt2':
     raise ValueError(f'model.family is {family!r}; FLOPs are counted for gpt2 only')
   size = model.pop('size')
+  model['attention_pattern'] = attention_of(model.get('attention_pattern'))
   vocab = math.ceil(vocab_size / config.vocab_multiple) * config.vocab_multiple
   made = gpt2.make_config(size, vocab_size=vocab, **model)
   return count(made, recipe, steps=config.steps, batch=config.data.batch_size, length=config.data.seq_len)

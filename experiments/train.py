@@ -25,6 +25,7 @@ from experiments.environment import environment
 from experiments.experiment import Config
 from experiments.progress import Progress
 import sparse24_jax as s24
+from sparse24_jax.attention import Attention
 
 
 class TrainingDivergedError(RuntimeError):
@@ -77,7 +78,7 @@ def loss_fn(model: Any, params: Any, sparse: Any, batch: dict[str, jax.Array], k
 
 
 def make_step(
-  parts: Parts, phase: str, shardings: Any, attention: s24.AttentionPattern | None = None
+  parts: Parts, phase: str, shardings: Any, attention: Attention = None
 ) -> Callable[..., tuple[TrainState, StepMetrics]]:
   """Compiles to one program a phase: (state, micro-batches [accumulate, B, T], seed) -> (state, metrics).
 
@@ -121,7 +122,7 @@ def make_step(
 
 
 def make_eval(
-  parts: Parts, phase: str, attention: s24.AttentionPattern | None = None, *, num_batches: int
+  parts: Parts, phase: str, attention: Attention = None, *, num_batches: int
 ) -> Callable[[TrainState], jax.Array]:
   """Compiles to one program: state -> mean validation loss, over the same batches every time.
 

@@ -1,7 +1,8 @@
-"""Names of causal attention patterns, so that a phase can ask for one; computing them is the model's business."""
+"""Names of causal attention patterns, so that a phase can ask for them; computing them is the model's business."""
 
 import dataclasses
-from typing import Literal
+import numbers
+from typing import Any, Literal
 
 import numpy as np
 
@@ -12,7 +13,7 @@ KINDS = ('local', 'strided', 'combined', 'fixed')
 
 @dataclasses.dataclass(frozen=True)
 class AttentionPattern:
-  """Which earlier positions a token attends to; always itself, never later ones. For all heads of all layers.
+  """Which earlier positions a token attends to; always itself, never later ones.
 
   Attributes:
     kind: `'local'`: the last `window` positions, itself included. `'strided'`: every `window`-th position back from
@@ -33,8 +34,9 @@ class AttentionPattern:
   def __post_init__(self):
     if self.kind not in KINDS:
       raise ValueError(f'kind={self.kind!r}: known are {list(KINDS)}')
-    if not isinstance(self.window, int) or self.window < 1:
-      raise ValueError(f'window={self.window} must be a whole number of tokens, 1 or more')
+    if not isinstance(self.window, numbers.Integral) or isinstance(self.window, bool) or self.window < 1:
+      raise ValueError(f'window={self.window!r} must be a whole number of tokens, 1 or more')
+    object.__setattr__(self, 'window', int(self.window))  # one of NumPy's is not JSON
 
   def mask(self, length: int) -> np.ndarray:
     """bool `[length, length]`: row = query, column = key, True = attended."""
@@ -42,4 +44,45 @@ class AttentionPattern:
 
   def share(self, length: int) -> float:
     """Attended share of the causal triangle, the diagonal included, of a sequence of `length` tokens."""
-    return float(self.mask(length).sum() / (length * (length + 1) / 2))
+    at = np.arange(length)
+    near, far = np.minimum(at + 1, self.window), at // self.window
+    pairs = {'local': near, 'strided': 1 + far, 'combined': near + far, 'fixed': at % self.window + 1 + far}[self.kind]
+    return float(pairs.sum() / (length * (length + 1) / 2))
+
+
+# What a model attends to: one pattern everywhere; or one entry a layer, each None, a pattern, or a tuple of one a head.
+# For a layer, None is full causal attention; as a whole, it is what the model does by itself.
+type Attention = AttentionPattern | tuple[AttentionPattern | tuple[AttentionPattern, ...] | None, ...] | None
+
+
+def check_attention(name: str, attention: Any) -> None:
+  """ValueError unless `attention` is an `Attention`."""
+  if isinstance(attention, AttentionPattern | None):
+    return
+  layers = attention if isinstance(attention, tuple) else ()
+  heads = [head for layer in layers if isinstance(layer, tuple) for head in layer or (None,)]
+  whole = [layer for layer in layers if not isinstance(layer, tuple | None)]
+  if not layers or not all(isinstance(pattern, AttentionPattern) for pattern in heads + whole):
+    raise ValueError(
+      f'{name} must be an AttentionPattern, None, or a tuple with one entry a layer, each an AttentionPattern, None, or'
+      f' a tuple of one AttentionPattern a head; found {attention!r}'
+    )
+
+
+def attended_share(attention: Attention | tuple[AttentionPattern, ...], length: int) -> float:
+  """Attended share of the causal triangle, all layers and heads together.
+
+  >>> local = AttentionPattern('local', 1)
+  >>> attended_share((None, (local, AttentionPattern('local', 2))), 2)
+  0.9166666666666666
+  """
+  if isinstance(attention, tuple):
+    return float(np.mean([attended_share(part, length) for part in attention]))
+  return 1.0 if attention is None else attention.share(length)
+
+
+def describe_attention(attention: Attention | tuple[AttentionPattern, ...]) -> Any:
+  """The same as dicts and lists."""
+  if isinstance(attention, tuple):
+    return [describe_attention(part) for part in attention]
+  return attention and dataclasses.asdict(attention)

@@ -22,6 +22,12 @@ def check_share(name: str, value: Any, *, schedule: bool = True) -> None:
   raise ValueError(f'{name}={value!r} must be from 0 to 1' + (', or a schedule' if schedule else ''))
 
 
+def check_ramp(name: str, value: Any) -> None:
+  """ValueError unless `value` is one of the ramps of `Stage`."""
+  if value not in _POWERS:
+    raise ValueError(f'{name}={value!r}: known are {list(_POWERS)}')
+
+
 def schedule_name(schedule: Callable[[Any], Any]) -> str:
   """Tells schedules apart in logs and checkpoints: frozen data by its fields, any other function by its values."""
   if dataclasses.is_dataclass(schedule):
@@ -38,6 +44,11 @@ class Stage:
     density: kept share of the weights at its end, in (0, 1].
     ramp: how the density gets there: `'once'`, with the stage's first topology update; `'linear'`; or `'cubic'`, fast
       at first: d1 + (d0 - d1) (1 - t)^3 with t from 0 to 1 over the stage.
+
+  >>> import sparse24_jax as s24
+  >>> fall, rest = s24.Stage(0.1, 0.09, 'cubic'), s24.Stage(0.9, 0.09)
+  >>> float(s24.DensitySchedule((fall, rest), total_steps=1000)(50)) < 0.5 * (1 + 0.09)
+  True
   """
 
   fraction: float
@@ -49,9 +60,7 @@ class Stage:
       check_share(name, getattr(self, name), schedule=False)
       if not getattr(self, name):
         raise ValueError(f'{name}=0 of a stage must be above 0')
-    if self.ramp not in _POWERS:
-      raise ValueError(f'ramp={self.ramp!r}: known are {list(_POWERS)}')
-
+    check_ramp('ramp', self.ramp)
 
 
 @dataclasses.dataclass(frozen=True)

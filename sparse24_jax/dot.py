@@ -43,6 +43,10 @@ class DotPolicy:
       where it measured faster. Elsewhere it is plain `jax.numpy`. `'reference'` is plain `jax.numpy`. A back end of
       `pallas_kernels.sparse_matmul`, `'mosaic_gpu'` say, runs all of them or raises; `'dense'` among these packs and
       multiplies decompressed, which takes the kernels' path on any device.
+
+  >>> import sparse24_jax as s24
+  >>> s24.DotPolicy(s24.transposable(), input_grad='sparse', weight_grad='mvue').precision
+  'default'
   """
 
   projection: Projection | None = None

@@ -116,6 +116,10 @@ def decompress(c: Compressed24) -> Array:
 def verify24(w: Array, *, axis: int = -2) -> None:
   """Checks on the host that a concrete array is 2:4 along `axis`; -0.0 counts as zero, NaN as non-zero.
 
+  Args:
+    w: any shape and floating dtype; no tracer.
+    axis: whose length holds the groups of four.
+
   Raises:
     ValueError: naming the first group with more than two non-zeros and its entries, or why `w` cannot be grouped.
 

@@ -24,6 +24,13 @@ class PackedWeight:
     state: the projection's state: what a role that runs dense needs.
     forward: operand of the transposed weight, `[..., out, in]`, 2:4 along `in`.
     input_grad: operand of the weight, `[..., in, out]`, 2:4 along `out`; None unless the projection is transposable.
+
+  >>> import jax, jax.numpy as jnp, sparse24_jax as s24
+  >>> projection = s24.transposable()
+  >>> w = jax.random.normal(jax.random.key(0), (8, 16))
+  >>> packed = projection.pack(w, projection.init(w), jnp.bfloat16)
+  >>> packed.forward.shape, packed.forward.values.shape, packed.input_grad.shape
+  ((16, 8), (16, 4), (8, 16))
   """
 
   state: Array

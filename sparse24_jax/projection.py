@@ -39,6 +39,14 @@ class Projection(NamedTuple):
     pack: `(w, state, dtype) -> PackedWeight`, `apply` in the form that the sparse matmul reads; None if the projected
       weight is not 2:4 along axis -2.
     pack8: `(w, state) -> PackedWeight8`, the same in FP8, or None.
+
+  >>> import jax.numpy as jnp, sparse24_jax as s24
+  >>> half = s24.Projection(  # keeps the first two of four
+  ...   'first two', init=lambda w: jnp.arange(w.shape[-2])[:, None] % 4 < 2 * jnp.ones(w.shape, int),
+  ...   apply=lambda w, mask: jnp.where(mask, w, 0.0), refresh=lambda w, mask: mask, mask=lambda w, mask: mask)
+  >>> w = jnp.ones((4, 1))
+  >>> s24.dot(jnp.ones((1, 4)), w, half.init(w), policy=s24.DotPolicy(half)).item()
+  2.0
   """
 
   name: str
@@ -57,6 +65,13 @@ class Projection(NamedTuple):
 def magnitude(*, n: int = 2, m: int = 4) -> Projection:
   """Keeps the `n` largest magnitudes in each group of `m` along the input axis.
 
+  Args:
+    n: kept, from 1 to `m`. The 2:4 matmul takes 2 of 4 and 1 of 4.
+    m: entries of a group.
+
+  Raises:
+    ValueError: `n` is not in that range.
+
   >>> import jax.numpy as jnp, sparse24_jax as s24
   >>> projection = s24.magnitude()
   >>> w = jnp.array([[1.0], [-3.0], [2.0], [0.5]])
@@ -72,6 +87,15 @@ def magnitude(*, n: int = 2, m: int = 4) -> Projection:
 @functools.cache
 def transposable(*, method: Literal['exact', 'two_approx'] = 'exact') -> Projection:
   """Keeps two of four along rows and columns of each 4x4 block: one mask for the forward and the input gradient.
+
+  Args:
+    method: `'exact'` keeps the largest sum of magnitudes that any such pattern can; `'two_approx'` picks greedily, and
+      keeps at least half of that sum.
+
+  Raises:
+    ValueError: another method.
+
+  Source: Hu et al., arXiv 2404.01847, section 5.1; Hubara et al., arXiv 2102.08124 (two-approximation).
 
   >>> import jax, sparse24_jax as s24
   >>> w = jax.random.normal(jax.random.key(0), (8, 8))
@@ -173,7 +197,8 @@ def dynamic_sparse(
 
   Args:
     density: kept share of all weights under this projection together, a number or a function of the step count such as
-      `DensitySchedule`.
+      `DensitySchedule`. With a `structure` a layer that the distribution gives more than half keeps half, and the rest
+      is not given to others, so that all together may keep less.
     drop_fraction: share of a weight's links that one update drops and replaces; a number or a function of the step
       count such as `CosineDecay`.
     random_share: share of the grown links that is drawn uniformly; the rest have the largest gradients.

@@ -11,7 +11,7 @@ from jax import Array
 from jax.core import Tracer
 
 from sparse24_jax.activation_sparsity import ActivationPolicy
-from sparse24_jax.attention import AttentionPattern
+from sparse24_jax.attention import Attention, check_attention, describe_attention
 from sparse24_jax.dot import DotPolicy
 
 PHASES = ('dense', 'sparse')
@@ -30,6 +30,11 @@ class Rule:
     policy: how their matmuls are done.
     activation: how the activations of the squared-ReLU block are made sparse to which they belong, or None. Only a
       layer that runs the whole block can follow it.
+
+  >>> import sparse24_jax as s24
+  >>> up, rest = s24.Rule('.*/c_fc/.*', s24.DotPolicy(s24.transposable())), s24.Rule('.*', s24.DotPolicy())
+  >>> s24.Recipe('up only', (up, rest)).describe()['rules'][0]['projection']
+  'transposable exact'
   """
 
   path: str
@@ -56,18 +61,25 @@ class Phase:
   Attributes:
     name: `'sparse'`, where the rules hold, or `'dense'`, where every layer is the plain one and nothing decays.
     fraction: share of the optimizer steps, in (0, 1].
-    attention: which earlier positions a token attends to, for models that can; None is all of them. A Python value as
-      the name is: a step is compiled for each pair of the two.
+    attention: which earlier positions a token attends to, for models that can: an `AttentionPattern` for all heads of
+      all layers, or a tuple with one entry a layer, each None, a pattern, or a tuple of one a head. None leaves what
+      the model does by itself: attending to all of them. A Python value as the name is: a step is compiled for each
+      pair of the two.
+
+  >>> import sparse24_jax as s24
+  >>> near, far = s24.AttentionPattern('local', 64), s24.AttentionPattern('strided', 64)
+  >>> phases = (s24.Phase('sparse', 0.9, (near, (near, far))), s24.Phase('dense', 0.1))  # two layers, two heads
+  >>> [s24.phase_at(s24.Recipe('two', phases=phases), step, 100) for step in (0, 95)]
+  ['sparse', 'dense']
   """
 
   name: PhaseName
   fraction: float
-  attention: AttentionPattern | None = None
+  attention: Attention = None
 
   def __post_init__(self):
     check_phase(self.name)
-    if not isinstance(self.attention, AttentionPattern | None):
-      raise ValueError(f'attention of phase {self.name!r} must be an AttentionPattern, found {self.attention!r}')
+    check_attention(f'attention of phase {self.name!r}', self.attention)
     if not 0 < self.fraction <= 1:
       raise ValueError(f'phase {self.name!r} has fraction {self.fraction}; it must be in (0, 1]')
 
@@ -110,6 +122,11 @@ class Recipe:
     flip_rate: `'refresh'` compares the mask in use before and after a refresh; a projection that holds no mask, the
       soft threshold, has always the one of its weight, so there the rate is per step. `'step'` searches masks anew
       at every step and reports the rate per step, whatever is in use.
+
+  >>> import sparse24_jax as s24
+  >>> rule = s24.Rule('.*/mlp/.*', s24.DotPolicy(s24.magnitude()))
+  >>> s24.Recipe('own', (rule,), phases=(s24.Phase('dense', 0.2), s24.Phase('sparse', 0.8))).masked_decay
+  0.0
   """
 
   name: str
@@ -162,7 +179,7 @@ class Recipe:
       'decay_on': self.decay_on,
       'refresh_every': self.refresh_every,
       'phases': [
-        [phase.name, phase.fraction] + ([dataclasses.asdict(phase.attention)] if phase.attention else [])
+        [phase.name, phase.fraction] + ([describe_attention(phase.attention)] if phase.attention else [])
         for phase in self.phases
       ],
       'flip_rate': self.flip_rate,

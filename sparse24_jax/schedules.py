@@ -1,14 +1,19 @@
 """Which phase a step belongs to."""
 
-from sparse24_jax.attention import AttentionPattern
+from sparse24_jax.attention import Attention
 from sparse24_jax.recipe import Phase, PhaseName, Recipe
 
 
 def phase_at(recipe: Recipe, step: int, total_steps: int) -> PhaseName:
-  """The phase of optimizer step `step`, counted from zero, of a run of `total_steps`.
+  """The phase of an optimizer step.
 
   A Python value, so that each phase is its own compiled step. A phase begins at the rounded share of the steps before
   it: the last sixth of 300,000 steps begins at step 250,000.
+
+  Args:
+    recipe: its phases are looked at.
+    step: counted from zero.
+    total_steps: of the run.
 
   Raises:
     ValueError: `step` is not in `[0, total_steps)`.
@@ -23,8 +28,13 @@ def phase_at(recipe: Recipe, step: int, total_steps: int) -> PhaseName:
   return _phase(recipe, step, total_steps).name
 
 
-def attention_at(recipe: Recipe, step: int, total_steps: int) -> AttentionPattern | None:
-  """The attention pattern of optimizer step `step`, as `phase_at` tells the phase; None is full causal attention.
+def attention_at(recipe: Recipe, step: int, total_steps: int) -> Attention:
+  """The attention of an optimizer step: that of its phase, see `Phase`; None is what the model does by itself.
+
+  Args:
+    recipe: its phases are looked at.
+    step: counted from zero.
+    total_steps: of the run.
 
   Raises:
     ValueError: `step` is not in `[0, total_steps)`.

@@ -170,6 +170,11 @@ class Topology:
   """Drops the smallest links of a weight and grows others, at each call; the settings of `dynamic_sparse`, as data.
 
   Attributes: as the arguments of `dynamic_sparse`.
+
+  >>> import sparse24_jax as s24
+  >>> topology = s24.dynamic_sparse(0.2, drop_fraction=0.3).update
+  >>> topology.density, topology.structure, {k: float(d) for k, d in topology.densities(0, {'w': (8, 8)}).items()}
+  (0.2, None, {'w': 0.20000000298023224})
   """
 
   density: float | Schedule

@@ -9,7 +9,18 @@ FEASIBLE_BAND = (0.60, 0.95)
 
 
 class DecayTrial(NamedTuple):
-  """One candidate: its factor, its flip rate after warm-up, and mu, that rate over the dense twin's."""
+  """One candidate of `tune_masked_decay`.
+
+  Attributes:
+    decay: its factor.
+    flip_rate: after warm-up.
+    ratio: mu, that rate over the dense twin's.
+    feasible: whether mu is inside the band.
+
+  >>> import sparse24_jax as s24
+  >>> s24.tune_masked_decay(lambda decay: 0.2 if decay is None else 0.15, [1e-4]).trials[0].feasible
+  True
+  """
 
   decay: float
   flip_rate: float
@@ -26,6 +37,11 @@ class DecayChoice(NamedTuple):
     trials: every candidate in rising order of decay.
     dense_flip_rate: of the dense twin.
     band: the feasible ratios.
+
+  >>> import sparse24_jax as s24
+  >>> choice = s24.tune_masked_decay(lambda decay: 0.2 if decay is None else 0.3, [1e-4, 1e-3])
+  >>> choice.decay, len(choice.trials), choice.dense_flip_rate
+  (None, 2, 0.2)
   """
 
   decay: float | None

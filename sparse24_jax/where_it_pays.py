@@ -67,6 +67,11 @@ class LayerGain:
       where the policy is none of FP8.
     simulated: why no kernel serves a policy of FP8. Its products are then simulated in wider ones, slower than dense
       ones by a time that nobody measured: `expected_ms` is None.
+
+  >>> roles = (RoleGain('forward', 2.0, 1.0, 0.0, 'mosaic_gpu'), RoleGain('input_grad', 2.0, None, 0.0, 'dense'))
+  >>> layer = LayerGain('up/kernel', (64, 256), 1, roles, packing_ms=0.2, packed_bytes=0, state_bytes=0)
+  >>> layer.dense_ms, layer.expected_ms, layer.gain
+  (4.0, 3.2, 1.25)
   """
 
   path: str
@@ -247,6 +252,9 @@ def _ratio(dense: float | None, expected: float | None) -> str:
 
 def _advice(layer: LayerGain) -> list[str]:
   lines = [] if layer.simulated is None else [f'{layer.path}: FP8 would be simulated: {layer.simulated}']
+  if layer.simulated is None and (unknown := [r for r in layer.roles if r.product_ms is None]):
+    chosen = ', '.join(f'{r.role} {r.chosen}' for r in unknown)
+    lines.append(f'{layer.path}: nothing within a factor of two in each size was measured, so chosen blindly: {chosen}')
   *_, weight_grad = layer.roles
   # In FP8 the exact gradient is simulated.
   if weight_grad.chosen != 'dense' and weight_grad.expected_ms is not None and not layer.saved_bytes:

@@ -5,7 +5,8 @@ XLA tunes its many products for longer than all else takes. `full` is full causa
 kernel, which is what a model would run otherwise. Errors are those of output and gradients of the first head of the
 first sequence against the masked form in float32 on the host, for the longest sequences against the block form.
 
-Each case is compiled when it is its turn, its twins at once, and nothing compiles while steps are timed.
+Times are those of a step's kernels on a GPU: most steps are shorter than the host takes to start them. Each case is
+compiled when it is its turn, its twins at once, and nothing compiles while steps are timed.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,6 +30,8 @@ SHAPES = {'1k': (16, 1024, 12, 64), '4k': (4, 4096, 12, 64), '16k': (1, 16384, 1
 TINY = (2, 64, 2, 8)
 KINDS = ('combined', 'fixed', 'local', 'strided')
 CASES = {f'{kind}-{length}': (kind, length) for length in ('4k', '1k', '16k') for kind in KINDS}
+# Idle seconds before a burst.
+GAP_S = 0.05
 # Cases with the plain-XLA form beside the kernels.
 BLOCKS = ('combined-4k',)
 GROUPS = {'all': list(CASES)} | {size: [case for case in CASES if case.endswith(f'-{size}')] for size in SHAPES}
@@ -129,10 +132,10 @@ def run(case: Case, options: Any, head: Mapping[str, Any], clock: measure.Clock)
 
   error = {twin: errors(twin) for twin in compiled if twin != 'full'}
   clock.lap('check')
-  calls = {twin: lambda f=f: f(*args) for twin, f in compiled.items()}
-  bursts = measure.interleave(calls, rounds=options.rounds, steps=options.steps)
+  rows = measure.timed({twin: (f, args) for twin, f in compiled.items()}, options, gap_s=GAP_S, detach=False)
   clock.lap('time')
-  rows = {twin: measure.timing(bursts[twin]) | {'memory_gb': measure.memory(compiled[twin])} for twin in calls}
+  for twin, row in rows.items():
+    row['memory_gb'] = measure.memory(compiled[twin])
   row = rows.pop(ours)
   return dict(
     bench='attention', **head, op='sparse_attention', pattern=pattern.kind, window=pattern.window,
@@ -162,6 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument('--more', action='store_true', help='the block form in every case, and strided heads by cuDNN')
   parser.add_argument('--seconds', type=float, default=0.0, help='begin no case that would end later (0: no limit)')
   options = parser.parse_args(argv)
+  measure.check_card(parser, options)
   head = measure.environment(MODULE, argv)
   failed, clock = 0, measure.Clock()
   full: dict[str, Future] = {}

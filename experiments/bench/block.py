@@ -115,6 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument('--implementation', default='auto', help="of the policy (default: the records' choice)")
   parser.add_argument('--attention', default='cudnn', choices=('cudnn', 'xla'))
   options = parser.parse_args(argv)
+  measure.check_card(parser, options)
   head = measure.environment(MODULE, argv)
   failed = 0
   for name in [name for chosen in options.select for name in GROUPS.get(chosen, [chosen])]:

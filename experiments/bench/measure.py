@@ -22,10 +22,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _device
+from pallas_kernels import _compat, _device
 import sparse24_jax as s24
 
 type Call = Callable[[], Any]
+
+_TRIES = 3
+# What CUPTI says of a burst of which it did not record all kernels.
+_LOST = ('records were dropped', 'is not divisible by', 'not consistent across')
 
 
 def stream_ms(call: Call, steps: int, *, depth: int = 3) -> list[float]:
@@ -73,6 +77,50 @@ def interleave(
     for name in list(twins) if r % 2 == 0 else list(twins)[::-1]:
       bursts[name].append(stream_ms(twins[name], steps, depth=depth))
   return bursts
+
+
+def timer(f: Callable[..., Any], args: Sequence[Any], iterations: int, *, detach: bool = True) -> list[float]:
+  """Milliseconds of each call: of its kernels alone on a GPU, by the wall clock elsewhere.
+
+  Args:
+    f: compiled.
+    args: its arguments.
+    iterations: calls.
+    detach: see `device_times_ms`.
+  """
+  if jax.default_backend() != 'gpu':
+    return stream_ms(lambda: f(*args), iterations)
+  for left in reversed(range(_TRIES)):
+    try:
+      return _compat.device_times_ms(f, args, iterations, detach=detach)
+    except RuntimeError as error:
+      if not left or not any(lost in str(error) for lost in _LOST):
+        raise
+      print(f'  timed again: {str(error)[:200]}', flush=True)
+  raise AssertionError('unreachable')
+
+
+def timed(
+  calls: Mapping[str, tuple[Callable[..., Any], Sequence[Any]]], options: Any, *, gap_s: float, detach: bool = True
+) -> dict[str, dict[str, Any]]:
+  """Times compiled functions by `timer`, in turns: every second round the other way round.
+
+  Args:
+    calls: name -> (function, arguments).
+    options: of the command line: `rounds`, `steps`, `tiny`.
+    gap_s: idle seconds before a burst, none if `tiny`.
+    detach: see `device_times_ms`.
+
+  Returns:
+    name -> `timing`, and as 'clock' whether that is 'device' time or 'wall' time.
+  """
+  bursts: dict[str, list[list[float]]] = {name: [] for name in calls}
+  for r in range(options.rounds):
+    for name in list(calls) if r % 2 == 0 else list(calls)[::-1]:
+      time.sleep(0.0 if options.tiny else gap_s)
+      bursts[name].append(timer(*calls[name], options.steps, detach=detach))
+  clock = 'device' if jax.default_backend() == 'gpu' else 'wall'
+  return {name: timing(found) | {'clock': clock} for name, found in bursts.items()}
 
 
 def timing(bursts: Sequence[list[float]]) -> dict[str, Any]:
@@ -143,6 +191,12 @@ def parser(module: str, doc: str | None, choices: Sequence[str], default: Sequen
   result.add_argument('--explain', action='store_true', help='print and record device time by kind of kernel')
   result.add_argument('--trace', type=Path, help='keep the profiler traces that --explain reads in this folder')
   return result
+
+
+def check_card(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+  """Ends the program where there is no GPU and `--tiny` is not given, before anything is compiled for hours."""
+  if not options.tiny and jax.default_backend() != 'gpu':
+    parser.error(f'this is timed on a GPU, JAX has {jax.default_backend()!r} here; --tiny only shows that it runs')
 
 
 class Clock:

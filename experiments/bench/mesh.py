@@ -281,6 +281,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument('--layers', type=int, help="blocks (default: the model's)")
   parser.set_defaults(unroll=False, plain_mlp=False, attention='cudnn')
   options = parser.parse_args(argv)
+  measure.check_card(parser, options)
   head, mesh = measure.environment(MODULE, argv), make_mesh(options.devices or jax.device_count())
   failed = 0
   for name in options.select:

@@ -330,6 +330,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   if options.prepare:
     prepare(options.tokens)
     return 0
+  measure.check_card(parser, options)
   if options.steps < STRIDE or options.steps % STRIDE:
     parser.error(f'--steps {options.steps} must be a positive multiple of {STRIDE}')
   head = measure.environment(MODULE, argv)

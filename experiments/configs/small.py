@@ -39,6 +39,9 @@ def get_config(tiny: bool = False) -> Config:
     methods={
       'mixed_sparsity': _MIXED,
       'mixed_sparsity_keep_moments': _MIXED,
+      'mixed_sparsity_attention': {
+        **_EVERY, 'density': 'mixed_sparsity', 'attention': {'kind': 'combined', 'window': 16},
+      },
       'mixed_sparsity_24': {**_EVERY, 'density': 'mixed_sparsity', 'warm_up': 0.05},
       'mixed_sparsity_transposable': {**_EVERY, 'density': 'mixed_sparsity', 'warm_up': 0.05},
       'rigl': {**_EVERY, 'density': 'mixed_sparsity'},

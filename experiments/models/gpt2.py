@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.sparse_attention.api import sparse_attention
 import sparse24_jax as s24
+from sparse24_jax.attention import check_attention
 
 INIT_STD = 0.02
 LAYER_NORM_EPSILON = 1e-5
@@ -88,13 +89,19 @@ class GPT2Config:
 
 
 def check_patterns(config: Any) -> None:
-  """ValueError unless there is an attention pattern a layer, and one for all where the layers are scanned."""
+  """ValueError unless there is an entry a layer and a pattern a head, and one for all where the layers are scanned."""
   patterns = config.attention_pattern
+  check_attention('attention_pattern', patterns)
   if isinstance(patterns, tuple):
     if len(patterns) != config.num_layers:
       raise ValueError(f'attention_pattern has {len(patterns)} entries; accepted is one a layer, {config.num_layers}')
     if config.scan_layers and len(set(patterns)) > 1:
       raise ValueError('attention_pattern differs between layers, which scan_layers runs as one')
+    for layer, heads in enumerate(patterns):
+      if isinstance(heads, tuple) and len(heads) != config.num_heads:
+        raise ValueError(
+          f'attention_pattern of layer {layer} has {len(heads)} entries; accepted is one a head, {config.num_heads}'
+        )
 
 
 def pattern_of(config: Any, layer: int) -> Any:

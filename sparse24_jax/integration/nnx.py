@@ -25,7 +25,14 @@ _REACH = {HOOK, 'super', '__call__'}
 
 
 class SparseVariable(nnx.Variable):
-  """Holds the projection state of one weight: read by the forward, written by `nnx.update` after a step."""
+  """Holds the projection state of one weight: read by the forward, written by `nnx.update` after a step.
+
+  >>> import jax, sparse24_jax as s24
+  >>> model = nnx.Sequential(nnx.Linear(8, 16, rngs=nnx.Rngs(0)))
+  >>> model = s24.sparsify(model, s24.recipes.ste('.*/kernel'))
+  >>> [state.shape for state in jax.tree.leaves(nnx.state(model, s24.SparseVariable))]
+  [(8, 16)]
+  """
 
 
 class SparseDot(nnx.Module):

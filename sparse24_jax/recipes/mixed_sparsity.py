@@ -1,9 +1,10 @@
 """MST, mixed sparsity training: dense to sparse, ultra-sparse, and back, with a topology that changes throughout."""
 
+import re
 from typing import Literal
 
-from sparse24_jax.attention import AttentionPattern
-from sparse24_jax.density import CosineDecay, DensitySchedule, Stage
+from sparse24_jax.attention import Attention
+from sparse24_jax.density import check_ramp, CosineDecay, DensitySchedule, Stage
 from sparse24_jax.dot import DotPolicy
 from sparse24_jax.projection import dynamic_sparse
 from sparse24_jax.recipe import Phase, Recipe, Rule
@@ -23,7 +24,7 @@ def mixed_sparsity(
   distribution: Literal['uniform', 'erdos_renyi'] = 'erdos_renyi',
   structure: Literal['2:4', 'transposable'] | None = None,
   mvue_path: str | None = None,
-  attention: AttentionPattern | None = None,
+  attention: Attention = None,
   refresh_every: int = 100,
   reset_moments: bool = True,
   seed: int = 0,
@@ -43,11 +44,13 @@ def mixed_sparsity(
   Args:
     path: regular expression of the weights to make sparse; the paper takes every linear layer.
     total_steps: optimizer steps of the run; fractions and schedules refer to it.
-    density: kept share in the ultra-sparse stage, over all the weights together.
+    density: kept share in the ultra-sparse stage, over all the weights together. With a `structure` no layer keeps more
+      than half, and what the distribution cuts from one is not given to others: at 0.5 and Erdos-Renyi GPT-2 124M keeps
+      0.479.
     warm_up: share of the steps in which the density falls from 1.
     restoration: share of the steps, at the end, in which it rises to 1; 0 ends the run sparse.
-    warm_up_ramp: how it falls, see `Stage`.
-    restoration_ramp: how it rises.
+    warm_up_ramp: how it falls, see `Stage`; without effect with a `structure`.
+    restoration_ramp: how it rises; likewise.
     drop_fraction: at the start.
     random_share: of the grown links, the share that is drawn uniformly.
     distribution: of the density over weights, see `layer_densities`.
@@ -55,19 +58,20 @@ def mixed_sparsity(
     mvue_path: regular expression of those of the weights whose weight gradient is taken of an MVUE sample, 2:4 along
       tokens; for all of them the same text as `path`. In feed-forward layers it is what the fused block takes; their
       links grow by the estimate then, see `dynamic_sparse`. None leaves all weight gradients exact.
-    attention: pattern of the ultra-sparse stage, for models that can (hybrid sparse attention); None is full.
+    attention: of the ultra-sparse stage, for models that can (hybrid sparse attention): a pattern for all heads and
+      layers, or others for each, see `Phase`; None is full.
     refresh_every: optimizer steps between changes of topology.
     reset_moments: see `dynamic_sparse`.
     seed: for random choices.
 
   Raises:
-    ValueError: fractions that leave nothing for the ultra-sparse stage, a 2:4 density above 0.5, or a stage of fewer
-      steps than `refresh_every`.
+    ValueError: fractions that leave nothing for the ultra-sparse stage, an unknown ramp, a 2:4 density above 0.5, a
+      stage of fewer steps than `refresh_every`, or paths that are no regular expressions.
 
   Source: Liu et al., arXiv 2408.11746. Period 100, drop fraction 0.3, mixed growing 3:1 and Erdos-Renyi densities are
     the released code's. No public source tells the fractions of the stages, the densities and the ramps of the paper:
     `density`, `warm_up`, `restoration` and the two ramps are ours, chosen so that GPT-2 124M takes a quarter of the
-    dense FLOPs.
+    dense FLOPs, and not varied beyond that.
 
   >>> import sparse24_jax as s24
   >>> recipe = s24.recipes.mixed_sparsity('.*/(attn|mlp)/.*', total_steps=10_000, density=0.1)
@@ -85,6 +89,8 @@ def mixed_sparsity(
       f'a stage of {total_steps} steps x {min(warm_up, restoration or 1, ultra):g} is shorter than'
       f' refresh_every={refresh_every}: its change of density would come late or never'
     )
+  check_ramp('warm_up_ramp', warm_up_ramp)
+  check_ramp('restoration_ramp', restoration_ramp)
   if structure is not None and density > 0.5:
     raise ValueError(f'density={density} is above the 0.5 that structure={structure!r} can keep')
   if structure is None:
@@ -110,8 +116,21 @@ def mixed_sparsity(
   input_grad = 'sparse' if projection.transposable else 'dense'
   rules = [Rule(path, DotPolicy(projection, input_grad=input_grad))]
   if mvue_path is not None:
-    both = path if mvue_path == path else rf'(?=(?:{path})\Z)(?:{mvue_path})'
+    both = path if mvue_path == path else _both(path, mvue_path)
     sampled = Rule(both, DotPolicy(projection, input_grad=input_grad, weight_grad='mvue'))
     rules = [sampled] if mvue_path == path else [sampled, *rules]
   name = {None: 'mixed_sparsity', '2:4': 'mixed_sparsity_24', 'transposable': 'mixed_sparsity_transposable'}[structure]
   return Recipe(name, tuple(rules), refresh_every=refresh_every, phases=tuple(phases[:kept]))
+
+
+def _both(path: str, mvue_path: str) -> str:
+  """An expression that matches what both match."""
+  for name, each in (('path', path), ('mvue_path', mvue_path)):
+    try:
+      re.compile(f'(?:{each})')
+    except re.error as error:
+      raise ValueError(
+        f'{name}={each!r} does not go into a larger regular expression, which path and mvue_path make: {error}; write'
+        ' flags as (?i:...)'
+      ) from error
+  return rf'(?=(?:{path})\Z)(?:{mvue_path})'

@@ -7,6 +7,7 @@ import pathlib
 import tempfile
 
 from absl.testing import absltest, parameterized
+from ml_collections import ConfigDict
 
 from experiments import build, experiment, train
 from experiments.bench import attention
@@ -18,17 +19,20 @@ def setUpModule():
   compile_quickly()
 
 
-def config(**model):
+LOCAL, FIXED = {'kind': 'local', 'window': 4}, {'kind': 'fixed', 'window': 4}
+
+
+def config(attention=LOCAL, **model):
   found = experiment.load_config('nano', tiny=True)
   with found.unlocked():
-    kwargs = {'attention': {'kind': 'local', 'window': 4}, 'refresh_every': 1, 'warm_up': 0.5, 'restoration': 0.25}
+    kwargs = {'attention': attention, 'refresh_every': 1, 'warm_up': 0.5, 'restoration': 0.25}
     found.recipe.update({'name': 'mixed_sparsity', 'kwargs': kwargs})
     found.model.update({'num_layers': 1} | model)
   found.update({'steps': 8, 'log_every': 4, 'eval_every': 4, 'eval_batches': 2, 'checkpoint_every': 8})
   return found
 
 
-class AttentionPhasesTest(absltest.TestCase):
+class AttentionPhasesTest(parameterized.TestCase):
   def test_phases_and_their_models(self):
     parts = build.make_parts(config(), data=FakeData())
     local = s24.AttentionPattern('local', 4)
@@ -46,9 +50,30 @@ class AttentionPhasesTest(absltest.TestCase):
     self.assertEqual(summary['steps'], 8)
     self.assertTrue((pathlib.Path(folder) / 'summary.json').exists())
 
-  def test_two_sources_of_patterns_are_refused(self):
-    with self.assertRaisesRegex(ValueError, r'so does model\.attention_pattern'):
-      build.make_parts(config(attention_pattern='x'), data=FakeData())
+  def test_a_pattern_a_layer_and_head_in_one_phase(self):
+    made = config(attention=[None, [LOCAL, FIXED]], num_layers=2)
+    made = ConfigDict(json.loads(json.dumps(made.to_dict())))  # as the folder of a run keeps it
+    parts = build.make_parts(made, data=FakeData())
+    near, far = s24.AttentionPattern('local', 4), s24.AttentionPattern('fixed', 4)
+    wanted = (None, (near, far))
+    self.assertEqual(build.phase_of(parts, 5)[1], wanted)
+    state = train.init_state(parts)
+    each, split, same = (
+      float(train.make_eval(parts, 'sparse', attention, num_batches=2)(state))
+      for attention in (wanted, (None, (near, near)), (None, near))
+    )
+    self.assertGreater(abs(each - same), 1e-5)
+    self.assertAlmostEqual(split, same, places=5)
+
+  def test_a_phase_without_a_pattern_keeps_that_of_the_model(self):
+    parts = build.make_parts(config(attention_pattern={'kind': 'fixed', 'window': 2}), data=FakeData())
+    kinds = [build.model_for(parts, build.phase_of(parts, step)[1]).config.attention_pattern.kind for step in (0, 4)]
+    self.assertEqual(kinds, ['fixed', 'local'])
+
+  @parameterized.parameters(([None, None], 'one a layer, 1'), ([[{'kind': 'local'}] * 3], 'layer 0 has 3 entries'))
+  def test_refuses_before_training(self, attention, message):
+    with self.assertRaisesRegex(ValueError, message):
+      build.make_parts(config(attention=attention), data=FakeData())
 
 
 class BenchTest(parameterized.TestCase):

@@ -1,5 +1,6 @@
 """The count against XLA's own, against the masks of a run, and the figures that are stated."""
 
+import dataclasses
 import math
 
 from absl.testing import absltest, parameterized
@@ -25,27 +26,37 @@ def total(config, recipe, steps, *, head=False, batch=1, length=None):
   return curve.sum().total(head=head)
 
 
+def compiled_flops(config, batch):
+  """What XLA counts for a dense step of full sequences."""
+  model, tokens = gpt2.GPT2(config), jnp.zeros((batch, config.seq_len), jnp.int32)
+  params = jax.eval_shape(model.init, jax.random.key(0), tokens)['params']
+
+  def loss(params, tokens):
+    logits = model.apply({'params': params}, tokens)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens).mean()
+
+  return jax.jit(jax.grad(loss)).lower(params, tokens).compile().cost_analysis()['flops']
+
+
 class AgainstXlaTest(parameterized.TestCase):
   @parameterized.parameters(
     {'num_layers': 1, 'num_heads': 2, 'embed_dim': 64, 'vocab_size': 512},
     {'num_layers': 3, 'num_heads': 4, 'embed_dim': 128, 'vocab_size': 96, 'mlp': 'swiglu'},
   )
   def test_a_dense_step_costs_what_the_compiler_says(self, **sizes):
-    """Within the few percent of norms, activations and softmax, which the count leaves out."""
-    config, batch, length = gpt2.GPT2Config(seq_len=64, **sizes), 4, 64
-    model, tokens = gpt2.GPT2(config), jnp.zeros((batch, length), jnp.int32)
-    params = jax.eval_shape(model.init, jax.random.key(0), tokens)['params']
+    """Within the few percent of norms, activations and softmax, which the count leaves out.
 
-    def loss(params, tokens):
-      logits = model.apply({'params': params}, tokens)
-      return optax.softmax_cross_entropy_with_integer_labels(logits, tokens).mean()
-
-    cost = jax.jit(jax.grad(loss)).lower(params, tokens).compile().cost_analysis()['flops']
-    curve = flops.count(config, s24.recipes.dense(), steps=1, batch=batch, length=length, triangle=False)
-    counted = curve.sum().total(head=True)
-    self.assertGreater(cost, counted)
-    self.assertLess(cost, 1.1 * counted)
-    self.assertGreater(cost - curve.sum().head, counted - 2 * curve.sum().head)  # the head is in XLA's count
+    What a second vocabulary adds is the head's; without it the count has no head.
+    """
+    config, batch = gpt2.GPT2Config(seq_len=64, **sizes), 4
+    twice = dataclasses.replace(config, vocab_size=2 * config.vocab_size)
+    cost = compiled_flops(config, batch)
+    head = compiled_flops(twice, batch) - cost
+    counted = flops.count(config, s24.recipes.dense(), steps=1, batch=batch, length=64, triangle=False).sum()
+    parts = (counted.total(head=True), counted.total(head=False), counted.head)
+    for found, part in zip((cost, cost - head, head), parts, strict=True):
+      self.assertGreater(found, part)
+      self.assertLess(found, 1.1 * part)
 
 
 class CountTest(parameterized.TestCase):
@@ -81,6 +92,12 @@ class CountTest(parameterized.TestCase):
     curve = flops.count(NANO, recipe, steps=8, batch=1, length=64)
     np.testing.assert_allclose(curve.attention[:6] / curve.attention[-1], local.share(64))
     np.testing.assert_allclose(curve.attention[6:], curve.attention[-1])
+    # One of two layers, by a phase and by a model that has a pattern of its own.
+    heads = s24.Recipe('heads', phases=(s24.Phase('sparse', 1.0, (None, (local,) * 4)),))
+    of_model = dataclasses.replace(NANO, attention_pattern=(None, local))
+    for config, recipe in ((NANO, heads), (of_model, s24.recipes.dense())):
+      found = flops.count(config, recipe, steps=1, batch=1, length=64).attention[0]
+      np.testing.assert_allclose(found / curve.attention[-1], (1 + local.share(64)) / 2)
 
   @parameterized.parameters(None, '2:4', 'transposable')
   def test_densities_are_those_of_the_masks(self, structure):

@@ -1,7 +1,10 @@
+import json
+
 from absl.testing import absltest, parameterized
 import numpy as np
 
 import sparse24_jax as s24
+from sparse24_jax import attention
 
 
 def attends(kind, query, key, c):
@@ -24,8 +27,26 @@ class AttentionPatternTest(parameterized.TestCase):
   def test_refuses(self):
     with self.assertRaisesRegex(ValueError, 'kind'):
       s24.AttentionPattern('global')
-    with self.assertRaisesRegex(ValueError, 'window'):
-      s24.AttentionPattern('local', 0)
+    for window in (0, True, 2.0):
+      with self.assertRaisesRegex(ValueError, 'window'):
+        s24.AttentionPattern('local', window)
+
+  def test_takes_whole_numbers_of_numpy(self):
+    pattern = s24.AttentionPattern('local', np.int64(4))
+    found = json.dumps(attention.describe_attention((None, (pattern,))))
+    self.assertEqual(found, '[null, [{"kind": "local", "window": 4}]]')
+
+
+class AttentionTest(parameterized.TestCase):
+  def test_share_of_layers_and_heads(self):
+    local, fixed = s24.AttentionPattern('local', 2), s24.AttentionPattern('fixed', 4)
+    wanted = (1 + (local.share(9) + 2 * fixed.share(9)) / 3 + local.share(9)) / 3
+    self.assertAlmostEqual(attention.attended_share((None, (local, fixed, fixed), local), 9), wanted)
+
+  @parameterized.parameters('local', ((),), (['local'],), (('local',),), (((),),), (((None,),),))
+  def test_refuses(self, value):
+    with self.assertRaisesRegex(ValueError, 'a phase must be an AttentionPattern.*one entry a layer'):
+      attention.check_attention('a phase', value)
 
 
 if __name__ == '__main__':

@@ -106,6 +106,17 @@ class DynamicSparseRecipesTest(parameterized.TestCase):
     self.assertEqual([p.name for p in structured.phases], ['dense', 'sparse', 'dense'])
     self.assertLen(s24.recipes.mixed_sparsity('a/.*', total_steps=1000, restoration=0.0).phases, 2)
 
+  def test_attention_of_layers_and_heads(self):
+    near, far = s24.AttentionPattern('local', 4), s24.AttentionPattern('strided', 4)
+    each, other = (
+      s24.recipes.mixed_sparsity('a/.*', total_steps=1000, restoration=0.1, attention=(None, heads))
+      for heads in ((near, far), (far, near))
+    )
+    self.assertEqual(s24.attention_at(each, 500, 1000), (None, (near, far)))
+    described = json.loads(json.dumps(each.describe()))['phases'][1][2]
+    self.assertEqual(described, [None, [{'kind': 'local', 'window': 4}, {'kind': 'strided', 'window': 4}]])
+    self.assertNotEqual(each.describe(), other.describe())
+
   @parameterized.parameters(
     (lambda: s24.recipes.mixed_sparsity('a', total_steps=1000, warm_up=0.6, restoration=0.4), 'sum below 1'),
     (lambda: s24.recipes.mixed_sparsity('a', total_steps=1000, restoration=0.05, refresh_every=60), 'shorter than'),
@@ -113,6 +124,10 @@ class DynamicSparseRecipesTest(parameterized.TestCase):
     (lambda: s24.recipes.rigl('a', density=1.2, total_steps=10), 'density'),
     (lambda: s24.recipes.rigl('a', density=0.2, total_steps=10, stop=0.0), 'stop'),
     (lambda: s24.Phase('sparse', 1.0, 'local'), 'AttentionPattern'),
+    (lambda: s24.recipes.mixed_sparsity('a', total_steps=9000, warm_up_ramp='x'), "warm_up_ramp='x': known are"),
+    (lambda: s24.recipes.mixed_sparsity('a', total_steps=9000, structure='2:4', restoration_ramp='x'), 'ion_ramp'),
+    (lambda: s24.recipes.mixed_sparsity('(?i)a', total_steps=9000, mvue_path='b'), r"^path='\(\?i\)a'.*as \(\?i:"),
+    (lambda: s24.recipes.mixed_sparsity('a', total_steps=9000, mvue_path='b)'), r"^mvue_path='b\)'.*unbalanced"),
   )
   def test_refuses(self, make, message):
     with self.assertRaisesRegex(ValueError, message):

@@ -221,8 +221,9 @@ class TableTest(absltest.TestCase):
 
   def test_says_dashes_where_nothing_is(self):
     with records():
-      _, line = table([gain_of(RECIPES['fst'])]).split('\n')
+      _, line, why = table([gain_of(RECIPES['fst'])]).split('\n')
     self.assertIn('forward dense - (-), input_grad dense - (-), weight_grad mosaic_gpu - (-)', line)
+    self.assertRegex(why, '^mlp/up/kernel: nothing .* was measured, so chosen blindly: forward dense, .* mosaic_gpu$')
 
   def test_advises_against_a_sample_that_loses(self):
     times = SPARSE_WINS | dict(weight_grad=dict(dense=2.0, mosaic_gpu=2.25))

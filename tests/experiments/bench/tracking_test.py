@@ -54,7 +54,7 @@ class MainTest(parameterized.TestCase):
       mock.patch.object(tracking, 'run', return_value=record),
       contextlib.redirect_stdout(io.StringIO()) as out,
     ):
-      argv = ['--steps', '20', '--out', f'{folder}/records.jsonl', '--tokens', 'none.npy']
+      argv = ['--tiny', '--steps', '20', '--out', f'{folder}/records.jsonl', '--tokens', 'none.npy']
       self.assertEqual(tracking.main(argv), code)
     self.assertRegex(out.getvalue().strip(), verdict)
 

@@ -1,6 +1,7 @@
 """Dynamic sparse training through `sparse_training`: links, moments, densities, and the same masks everywhere."""
 
 import functools
+from unittest import mock
 
 from absl.testing import absltest, parameterized
 from flax import nnx
@@ -11,7 +12,7 @@ import numpy as np
 import optax
 
 import sparse24_jax as s24
-from sparse24_jax.optim import sparse_states
+from sparse24_jax.optim import _evolve, sparse_states
 from sparse24_jax.topology import Context
 
 SHAPES = {'attn': {'kernel': (16, 64)}, 'mlp': {'kernel': (2, 32, 16), 'bias': (16,)}, 'head': {'kernel': (16, 8)}}
@@ -145,6 +146,16 @@ class LinksTest(parameterized.TestCase):
         self.assertGreater(np.abs(b[~mask]).sum(), 0)
         np.testing.assert_array_equal(a[~mask], 0)
         np.testing.assert_array_equal(a[mask], b[mask])
+
+  def test_weights_are_searched_together_or_apart(self):
+    found = []
+    for loops, groups in ((1, [[0, 1]]), (8, [[0], [1]])):
+      with mock.patch.object(_evolve, '_LOOPS', loops):
+        self.assertEqual(_evolve._groups([of(normal(0), path).size for path in SPARSE]), groups)
+        tx = s24.sparse_training(optax.adam(1e-2), recipe_of(0.25, drop_fraction=0.4, random_share=0.25))
+        *_, (params, state, _) = train(tx, normal(0), 4)
+      found.append((params, state))
+    jax.tree.map(np.testing.assert_array_equal, *found)
 
   def test_a_dense_phase_trains_everything_and_the_next_sparse_one_prunes(self):
     recipe = s24.recipes.mixed_sparsity(
