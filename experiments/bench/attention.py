@@ -30,8 +30,6 @@ SHAPES = {'1k': (16, 1024, 12, 64), '4k': (4, 4096, 12, 64), '16k': (1, 16384, 1
 TINY = (2, 64, 2, 8)
 KINDS = ('combined', 'fixed', 'local', 'strided')
 CASES = {f'{kind}-{length}': (kind, length) for length in ('4k', '1k', '16k') for kind in KINDS}
-# Idle seconds before a burst.
-GAP_S = 0.05
 # Cases with the plain-XLA form beside the kernels.
 BLOCKS = ('combined-4k',)
 GROUPS = {'all': list(CASES)} | {size: [case for case in CASES if case.endswith(f'-{size}')] for size in SHAPES}
@@ -132,7 +130,7 @@ def run(case: Case, options: Any, head: Mapping[str, Any], clock: measure.Clock)
 
   error = {twin: errors(twin) for twin in compiled if twin != 'full'}
   clock.lap('check')
-  rows = measure.timed({twin: (f, args) for twin, f in compiled.items()}, options, gap_s=GAP_S, detach=False)
+  rows = measure.timed({twin: (f, args) for twin, f in compiled.items()}, options, detach=False)
   clock.lap('time')
   for twin, row in rows.items():
     row['memory_gb'] = measure.memory(compiled[twin])

@@ -20,7 +20,7 @@ from jax import Array
 import jax.numpy as jnp
 
 from experiments.bench import measure, trace
-from experiments.bench.vnm_packs import Case, compile_all, GAP_S, pack, PACKS, Plan
+from experiments.bench.vnm_packs import Case, compile_all, pack, PACKS, Plan
 from pallas_kernels import _device, _tuning, formats
 from pallas_kernels.sparse_matmul.operand import to_operand
 from pallas_kernels.vnm import api, mosaic_gpu
@@ -139,7 +139,7 @@ def matmul(case: Case, options: Any) -> Plan:
     if reason:
       raise ValueError(f'{case.name}: {reason}')
     calls = {'sparse': (candidates[0].f, (a, b)), best: (compiled[best], (dense, b))}
-    rows = measure.timed(calls, options, gap_s=GAP_S)
+    rows = measure.timed(calls, options)
     ms = rows['sparse']['median_ms']
     return dict(
       bench='vnm_matmul', op='vnm_matmul', role='forward', pattern=f'{case.v}:2:{case.m}',
@@ -190,7 +190,7 @@ def block(case: Case, options: Any) -> Plan:
     if 'sparse' not in programs:
       raise ValueError(f'{case.name}: the step does not compile')
     args = compiled['make'](key)
-    rows = measure.timed({name: (f, args) for name, f in programs.items()}, options, gap_s=GAP_S)
+    rows = measure.timed({name: (f, args) for name, f in programs.items()}, options)
     best = min((name for name in rows if name != 'sparse'), key=lambda name: rows[name]['median_ms'])
     return dict(
       bench='ffn', op='neuron_level_ffn', role='forward_and_vjp', activation='squared_relu',

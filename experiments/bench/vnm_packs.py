@@ -21,8 +21,6 @@ PACKS = (
   'forward_masked', 'tokens', 'gradient', 'tokens_gradient',
 )  # fmt: skip
 _DENSE_NEURONS = 0.05
-# Idle seconds before a burst.
-GAP_S = 0.05
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +92,7 @@ def pack(case: Case, options: Any) -> Plan:
   def run(compiled: Mapping[str, Any]) -> dict[str, Any]:
     x, args = compiled['make'](key)
     calls = {'pack': (compiled['pack'], args), 'copy': (compiled['copy'], (x,))}
-    rows = measure.timed(calls, options, gap_s=GAP_S)
+    rows = measure.timed(calls, options)
     moved = _read(case, args) + sum(a.nbytes for a in jax.tree.leaves(compiled['pack'](*args)))
     bandwidth = 2 * x.nbytes / rows['copy']['median_ms']
     return dict(

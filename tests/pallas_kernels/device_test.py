@@ -37,7 +37,7 @@ class DeviceTest(parameterized.TestCase):
     json.dumps(_device.environment())
 
   @parameterized.parameters(
-    (('/home/me/pallas_kernels/__main__.py', 'verify', '--out', '/tmp/me/x.jsonl', '--count', '3'),
+    (('/a/pallas_kernels/__main__.py', 'verify', '--out', '/b/x.jsonl', '--count', '3'),
      'python -m pallas_kernels verify --out x.jsonl --count 3'),
     (('tune.py', 'out/x.jsonl'), 'python tune.py out/x.jsonl'), (('tune.py', '--out=/a/b/x'), 'python tune.py --out=x'),
   )

@@ -258,18 +258,16 @@ class RecordTest(absltest.TestCase):
     self.assertContainsSubset({'sparse_matmul.json', 'vnm_matmul.json'}, {path.name for path in paths})
     for path in paths:
       record = json.loads(path.read_text())
-      # A record that has a note says itself that its errors, below the tolerance, were not kept.
-      heat = 'samples_ms' if 'note' in record else 'final_samples_ms'
       for entry in record['entries']:
-        verified = [r for r in entry['candidates'] if r['rejected'] is None and heat in r]
-        cost = {i: statistics.median(r[heat]) + r.get('setup_ms', 0) for i, r in enumerate(verified)}
+        verified = [r for r in entry['candidates'] if r['rejected'] is None and 'final_samples_ms' in r]
+        cost = {i: statistics.median(r['final_samples_ms']) + r.get('setup_ms', 0) for i, r in enumerate(verified)}
         fastest = verified[min(cost, key=lambda i: cost[i])]
         sparse_wins = min(cost.values()) < statistics.median(entry['baseline']['samples_ms'])
         self.assertEqual(entry['choice']['implementation'], fastest['implementation'] if sparse_wins else 'dense')
         if sparse_wins:
           self.assertEqual(entry['choice']['config'], fastest['config'])
         for row in entry['candidates']:
-          if row['rejected'] is None and 'note' not in record:
+          if row['rejected'] is None:
             self.assertLessEqual(row['error'], _tuning.TOLERANCE)
             self.assertTrue(np.all(np.asarray(row['samples_ms']) > 0))
 

@@ -8,30 +8,19 @@ from absl.testing import absltest, parameterized
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _device, _dispatch, _triton, _tuning
+from pallas_kernels import _device, _dispatch, _tuning
 from pallas_kernels.pack import costs
 import sparse24_jax as s24
 from sparse24_jax import _activation_gain as gain
 from sparse24_jax import _activation_products as products
+from tests.sparse24_jax.cards import card, H100
 
 T, D, H = 512, 64, 1024
 POLICY = s24.ActivationPolicy(v=128, m=8)
-H100 = _device.target_device('sm_90a')
 HEADLINE = (16384, 4096, 16384)
 # Milliseconds of each product: by a weight, by activations, by their transposes.
 WINS = (dict(dense=4.0, mosaic_gpu=3.0), dict(dense=5.0, mosaic_gpu=1.0), dict(dense=6.0, mosaic_gpu=2.0))
 NOTHING = ({}, {}, {})
-
-
-@contextlib.contextmanager
-def card(device=H100, *, whole=True, triton=None):
-  """A machine with this card and jax-triton; the simulated devices of the tests do not count."""
-  with (
-    mock.patch.object(_device, 'current', lambda: device),
-    mock.patch.object(_device, 'arrays_are_whole', lambda: whole),
-    mock.patch.object(_triton, 'why_absent', lambda: triton),
-  ):
-    yield
 
 
 @contextlib.contextmanager

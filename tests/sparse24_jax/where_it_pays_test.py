@@ -8,14 +8,14 @@ from absl.testing import absltest, parameterized
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _device, _triton, _tuning
+from pallas_kernels import _tuning
 from pallas_kernels.pack import costs
 from pallas_kernels.sparse_matmul import api
 import sparse24_jax as s24
 from sparse24_jax import products
 from sparse24_jax.where_it_pays import RoleGain, table
+from tests.sparse24_jax.cards import card, H100
 
-H100 = _device.target_device('sm_90a')
 RECIPES = {
   'fst': s24.recipes.transposable_srste('.*', masked_decay=0.0),
   's_ste': s24.recipes.s_ste('.*'),
@@ -33,16 +33,6 @@ ROLES = ('forward', 'input_grad', 'weight_grad')
 
 def struct(*shape: int, dtype='float32'):
   return {'mlp': {'up': {'kernel': jax.ShapeDtypeStruct(shape, dtype)}}}
-
-
-@contextlib.contextmanager
-def card():
-  with (
-    mock.patch.object(_device, 'current', lambda: H100),
-    mock.patch.object(_device, 'arrays_are_whole', lambda: True),
-    mock.patch.object(_triton, 'why_absent', lambda: None),
-  ):
-    yield
 
 
 @contextlib.contextmanager

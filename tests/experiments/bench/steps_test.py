@@ -192,7 +192,7 @@ class MeasureTest(parameterized.TestCase):
   def test_functions_are_timed_in_turns_with_their_arguments(self):
     made = []
     calls = {name: (lambda x, name=name: made.append(name + x), (x,)) for name, x in ('a1', 'b2')}
-    rows = measure.timed(calls, mock.Mock(rounds=2, steps=1, tiny=True), gap_s=9)
+    rows = measure.timed(calls, mock.Mock(rounds=2, steps=1, tiny=True))
     # One call and as many as are kept in flight.
     self.assertEqual(''.join(made), 4 * 'a1' + 8 * 'b2' + 4 * 'a1')
     found = {name: (len(row['samples_ms']), row['clock']) for name, row in rows.items()}

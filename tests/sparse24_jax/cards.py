@@ -1,0 +1,19 @@
+"""Cards that are not there."""
+
+import contextlib
+from unittest import mock
+
+from pallas_kernels import _device, _triton
+
+H100 = _device.target_device('sm_90a')
+
+
+@contextlib.contextmanager
+def card(device=H100, *, whole=True, triton=None):
+  """A machine with this card and jax-triton; the simulated devices of the tests do not count."""
+  with (
+    mock.patch.object(_device, 'current', lambda: device),
+    mock.patch.object(_device, 'arrays_are_whole', lambda: whole),
+    mock.patch.object(_triton, 'why_absent', lambda: triton),
+  ):
+    yield
