@@ -194,7 +194,7 @@ def _weight_gradient(rule: s24.Rule, kept: np.ndarray) -> np.ndarray:
 
 def of_experiment(config: Any, recipe: s24.Recipe, *, vocab_size: int) -> Curve:
   """`count` for a configuration of `experiments.experiment`; ValueError for a model that is not a GPT-2."""
-  model = dict(config.model)
+  model = config.model.to_dict()
   if (family := model.pop('family', 'gpt2')) != 'gpt2':
     raise ValueError(f'model.family is {family!r}; FLOPs are counted for gpt2 only')
   size = model.pop('size')

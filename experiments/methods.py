@@ -85,6 +85,19 @@ METHODS: Mapping[str, Method] = {
     'mixed_sparsity',
     {'path': LINEAR, 'refresh_every': 25, 'density': 0.1424, 'attention': {'kind': 'combined', 'window': 8}},
   ),
+  # What tells the pattern from the links: as many links with full attention, which takes more FLOPs than the others,
+  # and the pattern (in all steps) with a static mask, at the FLOPs of the others.
+  'mixed_sparsity_denser': Method(
+    'MST, the links of sparse attention',
+    'mixed_sparsity',
+    {'path': LINEAR, 'refresh_every': 25, 'density': 0.1424},
+  ),
+  'static_attention': Method(
+    'static mask, sparse attention',
+    'static',
+    {'path': LINEAR, 'density': 0.2313},
+    {'attention_pattern': {'kind': 'combined', 'window': 8}},
+  ),
   # Samples where the fused block takes them, as on a card. The second has the time of the first there, and its links
   # fill the places that the kernels multiply anyway.
   'mixed_sparsity_transposable': Method(
@@ -127,6 +140,21 @@ METHODS: Mapping[str, Method] = {
     _BY_POSITION,
     dense_from='projected',
   ),
+  # These need 128 sequences in a step, or a block would hold tokens of two positions.
+  'neuron_level_128': Method(
+    'neuron level, 128:2:8, half of the steps',
+    'neuron_level',
+    {'policy': {'v': 128, 'm': 8}, 'dense_fraction': 0.4},
+    _BY_POSITION,
+    dense_from='projected',
+  ),
+  'neuron_level_128_16': Method(
+    'neuron level, 128:2:16, half of the steps',
+    'neuron_level',
+    {'policy': {'v': 128, 'm': 16}, 'dense_fraction': 0.4},
+    _BY_POSITION,
+    dense_from='projected',
+  ),
   # Tokens are routed among those of one position, a step's sequences.
   'neuron_level_clusters': Method(
     'neuron level, 16:2:8, clusters and router, half of the steps',
@@ -165,7 +193,7 @@ AT_EQUAL_STEPS = (
 )  # fmt: skip
 AT_EQUAL_FLOPS = (
   'dense', 'mixed_sparsity', 'mixed_sparsity_keep_moments', 'mixed_sparsity_attention', 'mixed_sparsity_24',
-  'mixed_sparsity_transposable', 'rigl', 'set_', 'static', 'dense_short',
+  'mixed_sparsity_transposable', 'rigl', 'set_', 'static', 'static_attention', 'dense_short',
 )  # fmt: skip
 # The methods with sparse activations, at equal steps with their dense twin.
 WITH_ACTIVATIONS = (
@@ -179,9 +207,12 @@ SPARSE_ACTIVATIONS = (
   'neuron_level_clusters',
 )  # fmt: skip
 
+# The patterns that the kernels run, with their dense twin.
+KERNEL_PATTERNS = ('dense_relu2', 'neuron_level_64', 'neuron_level_128', 'neuron_level_128_16')
+
 GROUPS: Mapping[str, Sequence[str]] = {
   'equal-steps': AT_EQUAL_STEPS, 'equal-flops': AT_EQUAL_FLOPS, 'activations': WITH_ACTIVATIONS,
-  'sparse-activations': SPARSE_ACTIVATIONS,
+  'sparse-activations': SPARSE_ACTIVATIONS, 'kernel-patterns': KERNEL_PATTERNS,
 }  # fmt: skip
 
 

@@ -47,6 +47,7 @@ def get_config(tiny: bool = False) -> Config:
       'rigl': {**_EVERY, 'density': 'mixed_sparsity'},
       'set_': {**_EVERY, 'density': 'mixed_sparsity'},
       'static': {'density': 'mixed_sparsity'},
+      'static_attention': {'density': 'mixed_sparsity'},
       'dense_short': {'steps': 'mixed_sparsity'},
       'neuron_level_clusters': {
         'policy': {'v': 16, 'm': 8, 'clusters': 4, 'route_within': 64},
