@@ -64,6 +64,11 @@ class Config:
     return CONSUMERS if self.across == 'n' else 1
 
   @property
+  def consumer_registers(self) -> int:
+    """Of a thread that multiplies: its share of the launch's 168 a thread; for more it would wait without end."""
+    return min(240, (168 * (CONSUMERS + 1) - self.producer_registers) // CONSUMERS // 8 * 8)
+
+  @property
   def shared_memory_bytes(self) -> int:
     stage = self.tile_m * BK + self.tile_n * BK * 2 + self.tile_m * BK // 8
     # 1024: the barriers at which copies of B arrive; arrays start at multiples of it.

@@ -91,7 +91,6 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
     landed=gather.barriers(stages),
     empty=plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages),
   )
-  consumer_registers = min(240, (512 - c.producer_registers) // CONSUMERS // 8 * 8)
 
   def kernel(values, words, rows, b, out):
     laps = ceil(ceil(tiles, ctas) * k_steps, c.pace) if c.pace else 0
@@ -162,7 +161,7 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
 
       @pl.when(warpgroup < CONSUMERS)
       def _consume():
-        plgpu.set_max_registers(consumer_registers, action='increase')
+        plgpu.set_max_registers(c.consumer_registers, action='increase')
         # Which rows of A, and which part of B, this consumer multiplies.
         down, part = (warpgroup, 0) if c.across == 'm' else (0, warpgroup)
 

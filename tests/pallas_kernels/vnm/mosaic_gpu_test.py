@@ -107,6 +107,16 @@ def _read_in_flight(sass):
   return count, writes
 
 
+class RegistersTest(parameterized.TestCase):
+
+  @parameterized.parameters(*range(24, 169, 8))
+  def test_no_more_than_a_launch_has(self, producer):
+    # For more a consumer would wait for ever.
+    consumer = mosaic_gpu.Config(producer_registers=producer).consumer_registers
+    self.assertEqual(consumer % 8, 0)
+    self.assertLessEqual(producer + 2 * consumer, 3 * 168)
+
+
 class RefusalTest(parameterized.TestCase):
 
   @parameterized.parameters(
@@ -162,6 +172,7 @@ class CompileTest(parameterized.TestCase):
     self.assertEqual(report.architecture, 'sm_90a')
     self.assertEqual(report.spill_bytes, 0)
     self.assertEqual(report.warnings, ())
+    self.assertEqual(report.registers, 168)  # of a thread at the launch, see `consumer_registers`
     # Two K steps of two instructions a tile of 64 rows, for each width, or twice as many where one is too narrow.
     instructions = sum(2 * 2 * config.rows // 64 * -(-width // 256) for width in widths)
     self.assertEqual(report.count('wgmma.mma_async.sp'), instructions)
