@@ -76,11 +76,12 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
     full=plgpu.Barrier(num_arrivals=3, num_barriers=stages),
     empty=empty,
   )
-  # setmaxnreg: 64 Ki registers over three warpgroups, in steps of 8. The producer issues copies and little else; with
-  # 56 for it the consumers spill one register when the last wave is split, and eight words of positions, those of two
-  # steps of a wide tile in 8 bits, fit beside the accumulators with 24 only.
+  # setmaxnreg, in steps of 8: three warpgroups start with 168 registers a thread, and whoever asks for more than the
+  # others gave back waits for ever. The producer issues copies and little else; with 56 for it the consumers spill one
+  # register when the last wave is split, and eight words of positions, those of two steps of a wide tile in 8 bits, fit
+  # beside the accumulators with 24 only.
   producer_registers = 24 if shape.tiles * shape.words * (1 + c.delay) > 4 else 40
-  consumer_registers = min(240, (512 - producer_registers) // CONSUMERS // 8 * 8)
+  consumer_registers = min(240, (3 * 168 - producer_registers) // CONSUMERS // 8 * 8)
 
   def kernel(values, words, b, *rest):
     vectors = list(rest[: p.row_scale + p.bias + p.column_scale])
