@@ -6,7 +6,10 @@ import triton.language as tl
 
 @triton.jit
 def prmt(a, b, selector):
-  """Four of the eight bytes of `a` (0 to 3) and `b` (4 to 7), one a nibble of the selector's low half."""
+  """Four of the eight bytes of `a` (0 to 3) and `b` (4 to 7), one a nibble of the selector's low half.
+
+  A nibble with its highest bit set gives the byte's sign, eight times.
+  """
   return tl.inline_asm_elementwise(
     'prmt.b32 $0, $1, $2, $3;', '=r,r,r,r', [a, b, selector], dtype=tl.uint32, is_pure=True, pack=1
   )

@@ -111,35 +111,6 @@ def store_row(pointer, row, block_column, columns: tl.constexpr, inside, x):
 
 
 @triton.jit
-def has_special(words, source: tl.constexpr):
-  """Blocks with an entry that is NaN, infinite, or above a sixteenth of float32's range.
-
-  On whole words: adding the distance from the smallest special pattern carries into an entry's sign bit.
-  """
-  if source == tl.float32:
-    flags = _carry4(words[0]) | _carry4(words[1]) | _carry4(words[2]) | _carry4(words[3])
-  else:
-    lane: tl.constexpr = 0x0280 if source == tl.bfloat16 else 0x0400
-    flags = _carry2(words[0], lane) | _carry2(words[1], lane) | _carry2(words[2], lane) | _carry2(words[3], lane)
-  return flags != 0
-
-
-@triton.jit
-def _carry2(row, lane: tl.constexpr):
-  return (
-    ((row[0] & 0x7FFF7FFF) + (lane << 16 | lane)) | ((row[1] & 0x7FFF7FFF) + (lane << 16 | lane))
-  ) & 0x80008000  # fmt: skip
-
-
-@triton.jit
-def _carry4(row):
-  return (
-    ((row[0] & 0x7FFFFFFF) + 0x02800000) | ((row[1] & 0x7FFFFFFF) + 0x02800000)
-    | ((row[2] & 0x7FFFFFFF) + 0x02800000) | ((row[3] & 0x7FFFFFFF) + 0x02800000)
-  ) & 0x80000000  # fmt: skip
-
-
-@triton.jit
 def transpose(x):
   """A block's entries with rows and columns exchanged: only names change."""
   return (
@@ -266,27 +237,41 @@ def choose_all(groups, nibbles):
 
 
 @triton.jit
-def store_values(values, pairs, place, rows: tl.constexpr, columns: tl.constexpr, transposed: tl.constexpr):
+def store_values(
+  values, pairs, place, rows: tl.constexpr, columns: tl.constexpr, transposed: tl.constexpr,
+  together: tl.constexpr = False,
+):  # fmt: skip
   """Writes the values of an operand; pairs[g] are those of group g of each block."""
   if values.dtype.element_ty.primitive_bitwidth == 8:
-    store_groups(values.to(tl.pointer_type(tl.uint16)), pairs, place, rows, columns, transposed)
+    store_groups(values.to(tl.pointer_type(tl.uint16)), pairs, place, rows, columns, transposed, together)
   else:
-    store_groups(values.to(tl.pointer_type(tl.uint32)), pairs, place, rows, columns, transposed)
+    store_groups(values.to(tl.pointer_type(tl.uint32)), pairs, place, rows, columns, transposed, together)
 
 
 @triton.jit
-def store_groups(at, items, place, rows: tl.constexpr, columns: tl.constexpr, transposed: tl.constexpr):
+def store_groups(
+  at, items, place, rows: tl.constexpr, columns: tl.constexpr, transposed: tl.constexpr,
+  together: tl.constexpr = False,
+):  # fmt: skip
   """Writes items[g], one pointee for group g of each block.
 
   Groups lie along the rows of the array, or along its columns if `transposed`: then neighbouring threads hold pairs
-  that are far apart, and the compiler exchanges them through shared memory so that each row is written in one run.
+  that are far apart, and the compiler exchanges them through shared memory so that each row is written in one run, all
+  four `together` or one after the other.
   """
   if transposed:  # noqa: SIM108
     at = at + 4 * place[1] * (rows // 4) + place[0]
   else:
     at = at + 4 * place[0] * (columns // 4) + place[1]
-  for g in tl.static_range(4):
-    tl.store(at + g * ((rows if transposed else columns) // 4), items[g].to(at.dtype.element_ty), mask=place[2])
+  step: tl.constexpr = (rows if transposed else columns) // 4
+  if transposed and together:
+    two = tl.arange(0, 2) * step
+    at = at[:, :, None, None] + 2 * two[None, None, :, None] + two[None, None, None, :]
+    x = tl.join(tl.join(items[0], items[2]), tl.join(items[1], items[3]))
+    tl.store(at, x.to(at.dtype.element_ty), mask=place[2][:, :, None, None])
+  else:
+    for g in tl.static_range(4):
+      tl.store(at + g * step, items[g].to(at.dtype.element_ty), mask=place[2])
 
 
 # A word joins the metadata of eight blocks, which up to eight threads hold. 16 bits a block times the 256 blocks of a

@@ -29,13 +29,18 @@ def transposable_kernel(
   source: tl.constexpr = w.dtype.element_ty
   batch = tl.program_id(1)
   words = _blocks.load_blocks(w + batch.to(tl.int64) * ROWS * COLUMNS, place, COLUMNS)
+  if source == tl.float32 or COUNT:
+    tl.debug_barrier()  # keeps the compiler from loading half of them when the first half has come, and registers
   x = _blocks.entries(words)
-  code = transposable.best_codes(_magnitudes(x, source))
-  tl.store(special + tl.zeros_like(code), 1, mask=_blocks.has_special(words, source))
+  a = _magnitudes(x, source)
+  # Not what it is in a NaN's place.
+  ordinary = (_sum(a[0]) + _sum(a[1])) + (_sum(a[2]) + _sum(a[3])) < transposable.LIMIT
+  code = transposable.best_codes(a)
+  tl.store(special + tl.zeros_like(code), 1, mask=ordinary == 0)
   _finish(
     _blocks.narrow_words(words, source, row_values.dtype.element_ty), code, previous, row_values, row_words,
     column_values, column_words, codes, flips, place, batch, tl.program_id(0), tl.num_programs(0),
-    ROWS, COLUMNS, COUNT,
+    ROWS, COLUMNS, COUNT, source != tl.float32,
   )  # fmt: skip
 
 
@@ -61,7 +66,7 @@ def repair_kernel(
     x = _blocks.zero_free(_blocks.narrow_words(words, source, row_values.dtype.element_ty), code)
     _finish(
       x, code, previous, row_values, row_words, column_values, column_words, codes, flips, place, batch, n, TILES,
-      ROWS, COLUMNS, COUNT,
+      ROWS, COLUMNS, COUNT, source != tl.float32,
     )  # fmt: skip
     n += tl.num_programs(0)
 
@@ -69,7 +74,7 @@ def repair_kernel(
 @triton.jit
 def _finish(
   x, code, previous, row_values, row_words, column_values, column_words, codes, flips, place, batch, n, tiles,
-  ROWS: tl.constexpr, COLUMNS: tl.constexpr, COUNT: tl.constexpr,
+  ROWS: tl.constexpr, COLUMNS: tl.constexpr, COUNT: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
   """Stores codes, flips and operands of tile `n`."""
   batch = batch.to(tl.int64)
@@ -80,7 +85,7 @@ def _finish(
     changed = tl.where(place[2], _popcount(code ^ old), 0)
     tl.store(flips + batch * tiles + n, tl.sum(tl.sum(changed, axis=1), axis=0).to(tl.int32))
   _store_both(
-    x, code, row_values, row_words, column_values, column_words, place, batch, ROWS, COLUMNS
+    x, code, row_values, row_words, column_values, column_words, place, batch, ROWS, COLUMNS, TOGETHER
   )
 
 
@@ -97,7 +102,7 @@ def masked_kernel(
   code = tl.load(codes + at, mask=place[2], other=0).to(tl.uint32)
   x = _blocks.zero_free(_blocks.narrow_words(words, w.dtype.element_ty, row_values.dtype.element_ty), code)
   _store_both(
-    x, code, row_values, row_words, column_values, column_words, place, batch, ROWS, COLUMNS
+    x, code, row_values, row_words, column_values, column_words, place, batch, ROWS, COLUMNS, False
   )  # fmt: skip
 
 
@@ -187,6 +192,12 @@ def _magnitudes(x, source: tl.constexpr):
 
 
 @triton.jit
+def _sum(row):
+  """In an order that the pairs of the search have already."""
+  return (row[0] + row[1]) + (row[2] + row[3])
+
+
+@triton.jit
 def _bounded_row(x):
   return (
     transposable.bounded_magnitude(x[0]), transposable.bounded_magnitude(x[1]),
@@ -253,7 +264,7 @@ def _signed(e, soft):
 @triton.jit
 def _store_both(
   x, code, row_values, row_words, column_values, column_words, place, batch,
-  ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+  ROWS: tl.constexpr, COLUMNS: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
   """Both operands of the blocks with rows `x`, in words, under `code`.
 
@@ -265,7 +276,8 @@ def _store_both(
   down = _blocks.nibbles(_blocks.transpose_code(code))
   _blocks.store_values(row_values + batch * half, _blocks.choose_all(x, across), place, ROWS, COLUMNS, False)
   _blocks.store_values(
-    column_values + batch * half, _blocks.choose_all(_blocks.transposed_words(x), down), place, ROWS, COLUMNS, True
+    column_values + batch * half, _blocks.choose_all(_blocks.transposed_words(x), down), place, ROWS, COLUMNS, True,
+    TOGETHER,
   )
   _blocks.store_words_pair(row_words + batch * size, across, column_words + batch * size, down, place, ROWS, COLUMNS)
 

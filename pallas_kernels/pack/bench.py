@@ -72,7 +72,7 @@ def _configs(*names: str) -> tuple[Any, ...]:
 def cases(tokens: int, hidden: int) -> list[Case]:
   """All rows; the tile lists start with the default."""
   weight = (16384, 4096)
-  tiles = _configs('32x16x4', '16x16x2', '16x16x4', '16x32x4')
+  tiles = _configs('16x16x2', '32x16x4', '16x16x4', '16x32x4')
   few, soft = _configs('16x16x4', '16x16x2'), _configs('16x16x2', '16x16x4')
   halves, whole = _configs('16x16x8', '16x16x4', '16x32x16'), _configs('16x16x4', '16x16x8', '16x32x8')
 

@@ -53,9 +53,7 @@ def transposable_pack(
 ) -> PackedPair:
   """See `api.transposable_pack`."""
   batches, rows, columns = _shape(w, dtype)
-  # Wide tiles pay where little is counted and read: measured, see LOG.md.
-  narrow = previous is not None or w.dtype == jnp.float32
-  config = config or (Config(num_warps=2) if narrow else Config(tile_rows=32))
+  config = config or Config(num_warps=4 if w.dtype == jnp.float32 else 2)
   grid = config.grid(batches, rows, columns)
   structs = [
     *_pair_structs(w.shape[:-2], rows, columns, dtype),

@@ -9,6 +9,8 @@ import triton.language as tl
 
 from pallas_kernels._ptx import prmt
 
+_ALL = tl.constexpr(0xFFFFFFFF)
+
 
 @triton.jit
 def squared_relu(pair, dtype: tl.constexpr):
@@ -232,6 +234,55 @@ def best_two(low, high, SIGNED: tl.constexpr):
 
 
 @triton.jit
+def best_two_of_rows(e0, e1, e2, e3):
+  """`best_two` and `chosen` for four rows of words, along whose halves lie two columns.
+
+  Both columns at once: with its sign bit set, a magnitude less another keeps that bit where it is not the smaller.
+  Of three comparisons at most one may be lost.
+
+  Returns:
+    What the lower and the upper column store, and their nibbles in the lowest bits of either half.
+  """
+  m1 = e1 & 0x7FFF7FFF
+  m2 = e2 & 0x7FFF7FFF
+  m3 = e3 & 0x7FFF7FFF
+  b0 = e0 | 0x80008000
+  b1 = e1 | 0x80008000
+  b2 = e2 | 0x80008000
+  g01, g02, g03 = b0 - m1, b0 - m2, b0 - m3
+  g12, g13, g23 = b1 - m2, b1 - m3, b2 - m3
+  k0 = _of_sign(_majority(g01, g02, g03))
+  k1 = _of_sign(_majority(g01 ^ _ALL, g12, g13))
+  k3 = _of_sign(_majority(g03, g13, g23) ^ _ALL)
+  both = k0 & k1
+  first = (k0 & e0) | ((k0 ^ _ALL) & ((k1 & e1) | ((k1 ^ _ALL) & e2)))
+  second = (k3 & e3) | ((k3 ^ _ALL) & ((both & e1) | ((both ^ _ALL) & e2)))
+  nibbles = 0x000A000A ^ (k0 & 0x00020002) ^ (k1 & 0x00030003) ^ (k3 & 0x00040004) ^ (both & 0x000F000F)
+  return prmt(first, second, 0x5410), prmt(first, second, 0x7632), nibbles
+
+
+@triton.jit
+def _majority(a, b, c):
+  return (a & b) | (c & (a | b))
+
+
+@triton.jit
+def _of_sign(x):
+  """All bits of a half, as its highest."""
+  return prmt(x, x, 0xBB99)
+
+
+@triton.jit
+def chosen_of_rows(e0, e1, e2, e3, nibbles):
+  """What two columns store, as in `best_two_of_rows`, whose nibbles lie in the lowest bits of either half."""
+  selector = (nibbles & 0x00030003) * 0x22 + (nibbles & 0x000C000C) * 0x880 + 0x10101010
+  return (
+    prmt(prmt(e0, e1, 0x5410), prmt(e2, e3, 0x5410), selector),
+    prmt(prmt(e0, e1, 0x7632), prmt(e2, e3, 0x7632), selector >> 16),
+  )  # fmt: skip
+
+
+@triton.jit
 def chosen(low, high, nibble):
   """The two entries that a nibble names, in one word."""
   return prmt(low, high, 0x1010 + 0x22 * ((nibble & 3) | (nibble & 12) << 6))
@@ -256,36 +307,26 @@ def _byte(value: tl.constexpr, column, first: tl.constexpr):
 
 
 @triton.jit
-def scatter(pair, lower, upper, M: tl.constexpr):
-  """The M entries of a group in M / 2 words: the two of `pair` at columns `lower` and `upper`, zeros beside them."""
-  if M == 4:
-    return _halves(quad(pair, lower, upper, 0))
-  elif M == 8:
-    return _halves(quad(pair, lower, upper, 0)) + _halves(quad(pair, lower, upper, 4))
-  else:
-    return (
-      _halves(quad(pair, lower, upper, 0)) + _halves(quad(pair, lower, upper, 4))
-      + _halves(quad(pair, lower, upper, 8)) + _halves(quad(pair, lower, upper, 12))
-    )  # fmt: skip
-
-
-@triton.jit
-def _halves(x):
-  return x.to(tl.uint32), (x >> 32).to(tl.uint32)
+def store_four(to, first, c0, c1, c2, c3, step: tl.constexpr):
+  """Members of each group to four neighbouring places: as one array, which takes one way through shared memory."""
+  two = tl.arange(0, 2)
+  four = tl.join(tl.join(c0, c2), tl.join(c1, c3)).to(tl.int32)
+  to = to[:, None, None] + 2 * two[None, :, None] + two[None, None, :]
+  tl.store(to, first[:, None, None] + four * step)
 
 
 @triton.jit
 def exchange(words, here, across: tl.constexpr, V: tl.constexpr):
   """Words of positions from words of eight rows' nibbles, in place, between two barriers.
 
-  A thread has eight rows of a group, and a word of the operand takes a nibble from eight of these. They lie in the
-  words' own 512 bytes, 16 groups to each eight rows.
+  A thread has eight rows of a group, even ones in the lower half, and a word of the operand takes a nibble from eight
+  of these. They lie in the words' own 512 bytes, 16 groups to each eight rows.
   """
   tl.debug_barrier()
   n = tl.arange(0, 2 * V)
   tile = ((here + n // 128) * across + tl.program_id(1)) * 128
   source = words + tile + n % 128 // 32 * 32 + n % 4 * 4
-  bit = (n // 4 % 8 * 4).to(tl.uint32)
+  bit = (n // 4 % 2 * 16 + n // 8 % 4 * 4).to(tl.uint32)
   word = _four_nibbles(source, bit) | _four_nibbles(source + 16, bit) << 16
   tl.debug_barrier()
   tl.store(words + tile + n % 128, word)

@@ -11,9 +11,6 @@ import triton.language as tl
 
 from pallas_kernels.vnm import _blocks as blocks
 
-_EVEN = tl.constexpr(0x5410)
-_ODD = tl.constexpr(0x7632)
-
 
 @triton.jit
 def pack_columns(
@@ -42,27 +39,18 @@ def pack_columns(
       + _scores(at, bits, first + 8 * step, step, R, dtype, SQUARED_RELU)
     )  # fmt: skip
   c0, c1, c2, c3 = blocks.best_columns(score, M)
-  c0 = first + c0.to(tl.int32) * step
-  c1 = first + c1.to(tl.int32) * step
-  c2 = first + c2.to(tl.int32) * step
-  c3 = first + c3.to(tl.int32) * step
-  e0 = _entries(at, bits, c0, R, dtype, SQUARED_RELU)
-  e1 = _entries(at, bits, c1, R, dtype, SQUARED_RELU)
-  e2 = _entries(at, bits, c2, R, dtype, SQUARED_RELU)
-  e3 = _entries(at, bits, c3, R, dtype, SQUARED_RELU)
-  even = _choose(e0, e1, e2, e3, _EVEN, SQUARED_RELU)
-  odd = _choose(e0, e1, e2, e3, _ODD, SQUARED_RELU)
-  _store_values(values, pair, even[0], odd[0], C, M)
+  e0 = _entries(at, bits, first + c0.to(tl.int32) * step, R, dtype, SQUARED_RELU)
+  e1 = _entries(at, bits, first + c1.to(tl.int32) * step, R, dtype, SQUARED_RELU)
+  e2 = _entries(at, bits, first + c2.to(tl.int32) * step, R, dtype, SQUARED_RELU)
+  e3 = _entries(at, bits, first + c3.to(tl.int32) * step, R, dtype, SQUARED_RELU)
+  even, odd, nibbles = blocks.best_two_of_rows(e0, e1, e2, e3)
+  _store_values(values, pair, even, odd, C, M)
 
-  to = rows + tl.program_id(0) * (C // M * 4) + group * 4
-  tl.store(to, c0)
-  tl.store(to + 1, c1)
-  tl.store(to + 2, c2)
-  tl.store(to + 3, c3)
+  blocks.store_four(rows + tl.program_id(0) * (C // M * 4) + group * 4, first, c0, c1, c2, c3, step)
 
   # A thread has eight rows of a group: their nibbles are a word of 32 bits, laid down where `exchange` looks for it.
-  shift = (8 * (tl.arange(0, V // 2 // PARTS) % 4)).to(tl.uint32)
-  eight = tl.reshape((even[1] | odd[1] << 4) << shift[None, None, :], (16, PARTS, V // 8 // PARTS, 4))
+  shift = (4 * (tl.arange(0, V // 2 // PARTS) % 4)).to(tl.uint32)
+  eight = tl.reshape(nibbles << shift[None, None, :], (16, PARTS, V // 8 // PARTS, 4))
   eight = tl.sum(eight, axis=3)
   octet = tl.arange(0, PARTS)[None, :, None] * (V // 8 // PARTS) + tl.arange(0, V // 8 // PARTS)[None, None, :]
   here = tl.program_id(0) * (V // 64)
@@ -92,13 +80,12 @@ def pack_columns_as(
   g = tl.arange(0, 16)[:, None, None]
   place = words + tile * 128 + row % 64 // 16 * 32 + row % 8 * 4 + g // 4
   shift = (row // 8 % 2 * 16 + g % 4 * 4).to(tl.uint32)
-  even = (tl.load(place) >> shift) & 15
-  odd = (tl.load(place + 4) >> shift) & 15
+  nibbles = ((tl.load(place) >> shift) & 15) | ((tl.load(place + 4) >> shift) & 15) << 16
 
   at = gradient.to(tl.pointer_type(tl.uint32)) + pair
-  even_pair, odd_pair = _at_places(at, c0, c1, c2, c3, even, odd, R)
+  even_pair, odd_pair = _at_places(at, c0, c1, c2, c3, nibbles, R)
   if SQUARED_RELU:
-    even_x, odd_x = _at_places(x.to(tl.pointer_type(tl.uint32)) + pair, c0, c1, c2, c3, even, odd, R)
+    even_x, odd_x = _at_places(x.to(tl.pointer_type(tl.uint32)) + pair, c0, c1, c2, c3, nibbles, R)
     even_pair = blocks.pull_back(even_x, even_pair, dtype)
     odd_pair = blocks.pull_back(odd_x, odd_pair, dtype)
   _store_values(values, pair, even_pair, odd_pair, C, M)
@@ -151,25 +138,13 @@ def _score(at, bits, column, R: tl.constexpr, dtype: tl.constexpr, SQUARED_RELU:
 
 
 @triton.jit
-def _choose(e0, e1, e2, e3, ROW: tl.constexpr, POSITIVE: tl.constexpr):
-  """What one row of each pair stores, and its nibble."""
-  low = blocks.prmt(e0, e1, ROW)
-  high = blocks.prmt(e2, e3, ROW)
-  nibble = blocks.best_two(low, high, not POSITIVE)
-  return blocks.chosen(low, high, nibble), nibble
-
-
-@triton.jit
-def _at_places(at, c0, c1, c2, c3, even, odd, R: tl.constexpr):
+def _at_places(at, c0, c1, c2, c3, nibbles, R: tl.constexpr):
   """What both rows of each pair store of four columns, given their nibbles."""
   e0 = tl.load(at + c0[:, None, None] * (R // 2))
   e1 = tl.load(at + c1[:, None, None] * (R // 2))
   e2 = tl.load(at + c2[:, None, None] * (R // 2))
   e3 = tl.load(at + c3[:, None, None] * (R // 2))
-  return (
-    blocks.chosen(blocks.prmt(e0, e1, _EVEN), blocks.prmt(e2, e3, _EVEN), even),
-    blocks.chosen(blocks.prmt(e0, e1, _ODD), blocks.prmt(e2, e3, _ODD), odd),
-  )  # fmt: skip
+  return blocks.chosen_of_rows(e0, e1, e2, e3, nibbles)
 
 
 @triton.jit

@@ -1,8 +1,8 @@
 """Triton kernels that pack A along its rows where these are contiguous; `triton.py` launches them.
 
-A program has a block of V rows by 16 groups of M columns: 64 compact columns, so whole tiles of words. A thread has
-whole groups of a few rows in its registers, so that the block is read once, and with every row its neighbour 8 further
-down, which shares its word.
+A program has a block of V rows by 16 groups of M columns, 64 compact columns, so whole tiles of words, or by 8, half
+tiles. A thread has whole groups of a few rows in its registers, so that the block is read once, and with every row its
+neighbour 8 further down, which shares its word.
 """
 
 import triton
@@ -15,14 +15,14 @@ from pallas_kernels.vnm import _blocks as blocks
 def pack_rows(
   x, values, words, rows, masked, inputs, counts,
   C: tl.constexpr, V: tl.constexpr, M: tl.constexpr, SQUARED_RELU: tl.constexpr, MASKED: tl.constexpr,
-  RESIDUALS: tl.constexpr,
+  RESIDUALS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
   """The pattern of x, or of relu(x)^2, and what it keeps of that; as a dense array too if `MASKED`.
 
   With `RESIDUALS` also what it keeps of x itself, and how often each column is used, added to `counts`.
   """
   dtype: tl.constexpr = x.dtype.element_ty
-  row, group = _places(V)
+  row, group = _places(V, GROUPS)
   raw = _load(x, row, group, C, M)
   pairs = raw
   if SQUARED_RELU:
@@ -43,14 +43,13 @@ def pack_rows(
   if MASKED:
     _store_masked(masked, row, group, (c0, c1, c2, c3), nibble, pair, C, M)
 
-  n = tl.arange(0, V // 2)[None, :]
-  tile = (tl.program_id(1) * (V // 64) + n // 32) * (C // M // 16) + tl.program_id(0)
-  at = tile * 128 + n % 32 * 4 + tl.arange(0, 4)[:, None]
-  both = tl.sum(nibble << (16 * tl.arange(0, 2))[None, None, :].to(tl.uint32), axis=2)  # [16, V / 2]
-  both = tl.reshape(both, (4, 4, V // 2)) << (4 * tl.arange(0, 4))[None, :, None].to(tl.uint32)
-  tl.store(words + at, tl.sum(both, axis=1))
+  both = tl.sum(nibble << (16 * tl.arange(0, 2))[None, None, :].to(tl.uint32), axis=2)  # [GROUPS, V / 2]
+  both = tl.reshape(both, (GROUPS // 4, 4, V // 2)) << (4 * tl.arange(0, 4))[None, :, None].to(tl.uint32)
+  four = tl.program_id(0) * (GROUPS // 4) + tl.arange(0, GROUPS // 4)[:, None]
+  tl.store(words + _word(four, C, V, M), tl.sum(both, axis=1))
 
-  first_column = (tl.program_id(0) * 16 + tl.arange(0, 16)) * M
+  member = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
+  first_column = member * M
   if RESIDUALS:
     kept = blocks.chosen(raw_low, raw_high, nibble)
     tl.store(inputs.to(tl.pointer_type(tl.uint32)) + row * (C // M) + group, kept)
@@ -59,7 +58,7 @@ def pack_rows(
     tl.atomic_add(counts + first_column + c1.to(tl.int32), uses[1], sem='relaxed')
     tl.atomic_add(counts + first_column + c2.to(tl.int32), uses[2], sem='relaxed')
     tl.atomic_add(counts + first_column + c3.to(tl.int32), uses[3], sem='relaxed')
-  to = rows + tl.program_id(1) * (C // M * 4) + (tl.program_id(0) * 16 + tl.arange(0, 16)) * 4
+  to = rows + tl.program_id(1) * (C // M * 4) + member * 4
   tl.store(to, first_column + c0.to(tl.int32))
   tl.store(to + 1, first_column + c1.to(tl.int32))
   tl.store(to + 2, first_column + c2.to(tl.int32))
@@ -70,12 +69,13 @@ def pack_rows(
 def pack_rows_as(
   x, gradient, words, rows, values, masked,
   C: tl.constexpr, V: tl.constexpr, M: tl.constexpr, SQUARED_RELU: tl.constexpr, MASKED: tl.constexpr,
-  COMPACT: tl.constexpr,
+  COMPACT: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
   """The gradient, or 2 gradient relu(x), under a pattern that is given; of x only what it keeps if `COMPACT`."""
   dtype: tl.constexpr = gradient.dtype.element_ty
-  row, group = _places(V)
-  at = rows + tl.program_id(1) * (C // M * 4) + (tl.program_id(0) * 16 + tl.arange(0, 16)) * 4
+  row, group = _places(V, GROUPS)
+  member = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
+  at = rows + tl.program_id(1) * (C // M * 4) + member * 4
   c0 = (tl.load(at) % M).to(tl.uint32)
   c1 = (tl.load(at + 1) % M).to(tl.uint32)
   c2 = (tl.load(at + 2) % M).to(tl.uint32)
@@ -83,10 +83,8 @@ def pack_rows_as(
   first, second = blocks.selectors(c0, c1, c2, c3, M)
   columns = (_rows_of(first), _rows_of(second))
 
-  n = tl.arange(0, V // 2)[None, :]
-  g = tl.arange(0, 16)[:, None]
-  tile = (tl.program_id(1) * (V // 64) + n // 32) * (C // M // 16) + tl.program_id(0)
-  word = tl.load(words + tile * 128 + n % 32 * 4 + g // 4) >> (4 * (g % 4)).to(tl.uint32)
+  g = member[:, None]
+  word = tl.load(words + _word(g // 4, C, V, M)) >> (4 * (g % 4)).to(tl.uint32)
   nibble = (word[:, :, None] >> (16 * tl.arange(0, 2))[None, None, :].to(tl.uint32)) & 15
 
   low, high = blocks.pick(_load(gradient, row, group, C, M), columns, M)
@@ -105,7 +103,7 @@ def pack_rows_as(
 
 @triton.jit
 def _uses(pair, nibble):
-  """Rows with an entry that is not zero, for each of four columns, [16]."""
+  """Rows with an entry that is not zero, for each of four columns, [GROUPS]."""
   one = tl.full([], 1, tl.uint32)
   low = tl.where((pair & 0x7FFF) != 0, one << ((nibble & 3) << 3), 0).to(tl.uint32)
   high = tl.where((pair & 0x7FFF0000) != 0, one << ((nibble >> 2) << 3), 0).to(tl.uint32)
@@ -117,16 +115,24 @@ def _uses(pair, nibble):
 
 
 @triton.jit
-def _places(V: tl.constexpr):
-  """Rows [1, V / 2, 2], those of a word along the last axis, and groups [16, 1, 1]: threads go along groups first."""
+def _places(V: tl.constexpr, GROUPS: tl.constexpr):
+  """Rows [1, V / 2, 2], those of a word along the last axis, and groups [GROUPS, 1, 1]: threads go along these."""
   n = tl.arange(0, V // 2)
   row = (n // 8 * 16 + n % 8)[None, :, None] + 8 * tl.arange(0, 2)[None, None, :]
-  return tl.program_id(1) * V + row, tl.program_id(0) * 16 + tl.arange(0, 16)[:, None, None]
+  return tl.program_id(1) * V + row, tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)[:, None, None]
+
+
+@triton.jit
+def _word(four, C: tl.constexpr, V: tl.constexpr, M: tl.constexpr):
+  """Where the words of the block's pairs of rows and of four groups each are, [len(four), V / 2]."""
+  n = tl.arange(0, V // 2)[None, :]
+  tile = (tl.program_id(1) * (V // 64) + n // 32) * (C // M // 16) + four // 4
+  return tile * 128 + n % 32 * 4 + four % 4
 
 
 @triton.jit
 def _rows_of(x):
-  """The tensors of a tuple, [16] each, along rows."""
+  """The tensors of a tuple, one entry a group, along rows."""
   if len(x) == 1:
     return (x[0][:, None, None],)
   elif len(x) == 2:
@@ -140,7 +146,7 @@ def _rows_of(x):
 
 @triton.jit
 def _load(x, row, group, C: tl.constexpr, M: tl.constexpr):
-  """The M / 2 words of each group, [16, V / 2, 2]."""
+  """The M / 2 words of each group, [GROUPS, V / 2, 2]."""
   quads = x.to(tl.pointer_type(tl.uint64)) + row * (C // 4) + group * (M // 4)
   if M == 4:
     q = tl.load(quads)
@@ -173,9 +179,9 @@ def _squared_relu(pairs, dtype: tl.constexpr):
 
 @triton.jit
 def _scores(pairs, dtype: tl.constexpr, POSITIVE: tl.constexpr):
-  """The sum of magnitudes over all rows of the M columns, [16] each."""
+  """The sum of magnitudes over all rows of the M columns, [GROUPS] each."""
   if len(pairs) == 2:
-    nothing = tl.zeros([16], tl.float32)  # all columns stay
+    nothing = tl.zeros([pairs[0].shape[0]], tl.float32)  # all columns stay
     return nothing, nothing, nothing, nothing
   elif len(pairs) == 4:
     return _sums(pairs, dtype, POSITIVE)
@@ -193,7 +199,7 @@ def _sums(p, dtype: tl.constexpr, POSITIVE: tl.constexpr):
   b = _both(p[1], dtype, POSITIVE)
   c = _both(p[2], dtype, POSITIVE)
   d = _both(p[3], dtype, POSITIVE)
-  s = tl.sum(tl.join(tl.join(a, c), tl.join(b, d)), axis=1)  # [16, 2 halves, 2, 2]
+  s = tl.sum(tl.join(tl.join(a, c), tl.join(b, d)), axis=1)  # [GROUPS, 2 halves, 2, 2]
   low, high = tl.split(s)
   ac_low, ac_high = low, high
   a_, c_ = tl.split(ac_low)
@@ -207,7 +213,7 @@ def _sums(p, dtype: tl.constexpr, POSITIVE: tl.constexpr):
 
 @triton.jit
 def _both(pair, dtype: tl.constexpr, POSITIVE: tl.constexpr):
-  """Magnitudes [16, V / 2, 2], rows that share a word added up."""
+  """Magnitudes [GROUPS, V / 2, 2], rows that share a word added up."""
   low, high = blocks.widen(pair if POSITIVE else pair & 0x7FFF7FFF, dtype)
   return tl.join(tl.sum(low, axis=2), tl.sum(high, axis=2))
 

@@ -38,7 +38,7 @@ def row_constants(
   c: int, v: int, m: int, *, activation: str | None, masked: bool = False, **more: bool
 ) -> dict[str, Any]:
   """Compile-time constants of the kernels for A [r, c] whose rows are contiguous; `more` is one kernel's own."""
-  return dict(C=c, V=v, M=m, SQUARED_RELU=activation == 'squared_relu', MASKED=masked, **more)
+  return dict(C=c, V=v, M=m, SQUARED_RELU=activation == 'squared_relu', MASKED=masked, GROUPS=row_groups(v, m), **more)
 
 
 def column_constants(r: int, c: int, v: int, m: int, *, activation: str | None, **more: bool) -> dict[str, Any]:
@@ -56,9 +56,14 @@ def warps(m: int) -> int:
   return m
 
 
+def row_groups(v: int, m: int) -> int:
+  """A program's where rows are contiguous; of wide ones few would share a multiprocessor and all wait at once."""
+  return _GROUPS if v * m < 2048 else _GROUPS // 2
+
+
 def row_warps(v: int, m: int) -> int:
   """128 entries a thread: fewer would repeat the ranking of columns, more would spill."""
-  return max(2, v * m // 256)
+  return max(2, v * m * row_groups(v, m) // (_GROUPS * 256))
 
 
 def column_warps(v: int) -> int:
@@ -105,7 +110,7 @@ def vnm_pack(
   given = [] if pattern is None else [pattern.compact.words, pattern.rows]
   if fast and axis == -1 and not spread and used is None:
     options = row_constants(c, v, m, activation=activation, masked=masked)
-    options |= dict(grid=(along, down), num_warps=row_warps(v, m))
+    options |= dict(grid=(along * _GROUPS // row_groups(v, m), down), num_warps=row_warps(v, m))
     if gradient is None:
       zeroed = dict(zeroed_outputs=(5,)) if residuals else {}
       out = call(
@@ -153,8 +158,8 @@ def _bits(used: Array) -> Array:
 
 
 def turn_warps(v: int, m: int) -> int:
-  """Four words of the operand a thread, as one load."""
-  return max(1, v // (8 * m))
+  """Four words of the operand a thread, as one load, or two if M is 16: measured, see LOG.md."""
+  return max(1, v // (8 * min(m, 8)))
 
 
 def turn(a: VNMOperand, *, used: Array | None, pattern: VNMOperand | None) -> VNMOperand:
@@ -168,22 +173,34 @@ def turn(a: VNMOperand, *, used: Array | None, pattern: VNMOperand | None) -> VN
   _check_entries(a)
   options: dict[str, Any] = dict(R=r, C=c, V=v, M=m, grid=(c // v, r // (_GROUPS * m)), num_warps=turn_warps(v, m))
   values = jax.ShapeDtypeStruct((c, 2 * r // m), a.dtype)
-  columns = _bytes(a.rows % m)
+  tables = _tables(a, used)
   if pattern is not None:
     words, rows = pattern.compact.words, pattern.rows
     (made,) = _triton.call(
-      _turn.turn_as, a.compact.values, a.compact.words, columns, words, rows, out_shape=[values], **options
+      _turn.turn_as, a.compact.values, a.compact.words, tables, words, rows, out_shape=[values], **options
     )
     return VNMOperand(SparseOperand(made, words), rows, m, spread=True)
-  here = columns if used is None else _bytes(jnp.where(used[a.rows], 0xFF, 0))
+  here = tables if used is None else _bytes(jnp.where(used[a.rows], 0xFF, 0))
   shapes = [
     values, jax.ShapeDtypeStruct(words_shape(c, 4 * r // m), jnp.uint32),
     jax.ShapeDtypeStruct((c // v, 4 * r // m), jnp.int32),
   ]  # fmt: skip
   made, words, rows = _triton.call(
-    _turn.turn, a.compact.values, a.compact.words, columns, here, out_shape=shapes, **options, SELECT=used is not None
+    _turn.turn, a.compact.values, a.compact.words, tables, here, out_shape=shapes, **options, SELECT=used is not None
   )
   return VNMOperand(SparseOperand(made, words), rows, m, spread=True)
+
+
+def _tables(a: VNMOperand, used: Array | None) -> Array:
+  """uint32 [R / V, K / M, max(1, M / 8)]: for each column of a group which of the four kept it is, or 4, a nibble."""
+  places = jnp.arange(4, dtype=jnp.uint32)[None, None, None, :]
+  column = (a.rows % a.m).astype(jnp.uint32).reshape(a.rows.shape[0], -1, 1, 4)
+  words = jnp.arange(max(1, a.m // 8), dtype=jnp.uint32)[None, None, :, None]
+  here = column // 8 == words
+  if used is not None:
+    here = here & used[a.rows].reshape(column.shape)
+  changed = jnp.where(here, (places ^ 4) << 4 * (column % 8), jnp.uint32(0))
+  return jnp.uint32(0x44444444) ^ changed.sum(axis=-1, dtype=jnp.uint32)
 
 
 def _bytes(x: Array) -> Array:
@@ -216,10 +233,10 @@ def take_columns(a: VNMOperand, columns: Array) -> Array:
     raise NotImplementedError(f'results of less than 2^31 entries only, found {count} columns of {r}')
   (out,) = _triton.call(
     _turn.take_columns, a.compact.values, a.compact.words, a.rows, ids,
-    out_shape=[jax.ShapeDtypeStruct((r, ids.shape[0]), a.dtype)], grid=(r // _ROWS, ids.shape[0] // _WIDTH),
-    num_warps=4, C=c, V=a.v, M=a.m, COUNT=ids.shape[0], ROWS=_ROWS, WIDTH=_WIDTH,
+    out_shape=[jax.ShapeDtypeStruct((r, count), a.dtype)], grid=(ids.shape[0] // _WIDTH, r // _ROWS),
+    num_warps=4, C=c, V=a.v, M=a.m, COUNT=count, ROWS=_ROWS, WIDTH=_WIDTH,
   )
-  return out[:, :count]
+  return out
 
 
 def expand(operand: SparseOperand | VNMOperand) -> Array:

@@ -24,8 +24,12 @@ def run_interpreted(module: str) -> str:
   Returns its output, or raises AssertionError with it.
   """
   done = subprocess.run(
-    [sys.executable, '-m', module], env=os.environ | {'TRITON_INTERPRET': '1', 'JAX_PLATFORMS': 'cpu'},
-    cwd=pathlib.Path(__file__).parents[2], capture_output=True, text=True, check=False,
+    [sys.executable, '-m', module], cwd=pathlib.Path(__file__).parents[2], capture_output=True, text=True, check=False,
+    # The launchers' own arithmetic as under conftest.
+    env=os.environ | {
+      'TRITON_INTERPRET': '1', 'JAX_PLATFORMS': 'cpu', 'JAX_NUMPY_RANK_PROMOTION': 'raise',
+      'JAX_NUMPY_DTYPE_PROMOTION': 'strict',
+    },
   )  # fmt: skip
   assert done.returncode == 0, done.stdout + done.stderr
   return done.stdout + done.stderr
@@ -114,10 +118,12 @@ class _Results:
 
 
 def _permute_bytes(a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndarray:
-  """What `prmt.b32` does; the sign bit of a selector's nibble is not used."""
+  """What `prmt.b32` does."""
   both = a.astype(np.uint64) | b.astype(np.uint64) << 32
-  assert not (selector & 0x8888).any()
-  parts = [(both >> (8 * (selector >> 4 * i & 7).astype(np.uint64)) & 0xFF) << 8 * i for i in range(4)]
+  parts = []
+  for i in range(4):
+    byte = both >> (8 * (selector >> 4 * i & 7).astype(np.uint64)) & 0xFF
+    parts.append(np.where(selector >> 4 * i & 8, byte // 128 * 0xFF, byte) << 8 * i)
   return sum(parts).astype(np.uint32)
 
 
