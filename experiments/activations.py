@@ -98,13 +98,12 @@ def _interceptor(recipe: s24.Recipe) -> Callable:
     out, layer = call(*args, **kwargs), context.module
     if not isinstance(layer, s24.linen.Sparse24MLP) or context.method_name != '__call__':
       return out
-    # A sparse phase runs the layer once more with its hook inside of the plain call, and that is what counts.
-    if layer.activation != 'squared_relu' or layer.gated or _COLLECTION in layer.variables:
+    if layer.activation != 'squared_relu' or layer.gated:
       return out
     if not layer.is_mutable_collection(_COLLECTION):  # under a scan that does not let it through
       return out
     rule = rule_for('/'.join((*layer.path, layer.roles['up'], 'kernel')), recipe)
-    y, policy = _routed(layer, args[0], _squared_relu(layer, args[0]), rule and rule.activation)
+    y, policy = _routed(layer, args[0], _squared_relu(layer, args[0], rule), rule and rule.activation)
     for name, value in measures(y, policy).items():
       layer.put_variable(_COLLECTION, name, value)
     return out
@@ -112,14 +111,18 @@ def _interceptor(recipe: s24.Recipe) -> Callable:
   return intercept
 
 
-def _squared_relu(layer: s24.linen.Sparse24MLP, x: jax.Array) -> jax.Array:
-  """What the layer made of its input inside: [tokens, neurons]."""
+def _up(layer: s24.linen.Sparse24MLP) -> tuple[Mapping[str, jax.Array], Any]:
+  """Parameters of the layer's first map, and the sparse state of its kernel: None in a dense phase."""
   name = layer.roles['up']
-  up = layer.variables['params'][name]
+  return layer.variables['params'][name], layer.variables.get('sparse24', {}).get(name, {}).get('kernel')
+
+
+def _squared_relu(layer: s24.linen.Sparse24MLP, x: jax.Array, rule: s24.Rule | None) -> jax.Array:
+  """What the layer made of its input inside: [tokens, neurons]."""
+  up, state = _up(layer)
   x, w, bias = nn.dtypes.promote_dtype(x, up['kernel'], up.get('bias'), dtype=layer.dtype)
-  policy = layer.sparse and layer.sparse.policies.get('up')
-  if policy and policy.projection:
-    w = policy.projection.apply(w, projection_state(layer.variables['sparse24'][name]['kernel']))
+  if rule and rule.policy.projection and state is not None:
+    w = rule.policy.projection.apply(w, projection_state(state))
   h = jnp.dot(x.reshape(-1, x.shape[-1]), w)
   return jnp.square(jax.nn.relu(h if bias is None else h + bias[None, :]))
 
@@ -130,11 +133,11 @@ def _routed(
   """`y` with tokens and neurons in the order of the pattern; no policy in a dense phase, which knows no clusters."""
   if policy is None or not policy.clusters:
     return y, policy
-  if layer.sparse is None:
+  up, state = _up(layer)
+  if state is None:
     return y, None
-  name = layer.roles['up']
-  _, neurons = split_clusters(projection_state(layer.variables['sparse24'][name]['kernel']))
-  x, w = nn.dtypes.promote_dtype(x, layer.variables['params'][name]['kernel'], dtype=layer.dtype)
+  _, neurons = split_clusters(projection_state(state))
+  x, w = nn.dtypes.promote_dtype(x, up['kernel'], dtype=layer.dtype)
   x = x.reshape(-1, x.shape[-1])
   order = route_tokens(x, w, neurons, clusters=policy.clusters, within=policy.route_within)
   return jnp.take(jnp.take(y, order, axis=0), jnp.argsort(neurons, stable=True), axis=1), policy

@@ -182,7 +182,7 @@ def check_divisible(shape: tuple[int, ...], projection: Projection, name: str) -
     if shape[axis] % divisor or not shape[axis]:
       raise ValueError(
         f'{name} of shape {shape} has length {shape[axis]} along axis {axis}; projection {projection.name!r} needs a'
-        f' multiple of {divisor}'
+        f' multiple of {divisor}{"" if shape[axis] else ", one or more"}'
       )
 
 

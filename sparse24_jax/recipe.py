@@ -91,6 +91,8 @@ def check_phase(name: str) -> None:
 
 def resolve_phase(recipe: 'Recipe', phase: PhaseName | None) -> PhaseName:
   """`phase`, or the recipe's first one if None; ValueError for `'sparse'` in a recipe that is never sparse."""
+  if not isinstance(recipe, Recipe):
+    raise ValueError(f'recipe must be a Recipe, as the functions of sparse24_jax.recipes make, found {recipe!r}')
   if phase is None:
     return recipe.phases[0].name
   check_phase(phase)

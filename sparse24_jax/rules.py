@@ -22,9 +22,14 @@ NOT_WEIGHTS = ('bias', 'scale', 'embedding')
 def path_string(key_path: tuple) -> str:
   """'h_0/mlp/c_fc/kernel' from a JAX key path; the attribute at which a Flax variable holds its array is left out."""
   names = [str(getattr(k, 'key', getattr(k, 'name', getattr(k, 'idx', k)))) for k in key_path]
-  if key_path and isinstance(key_path[-1], jax.tree_util.GetAttrKey) and names[-1] in ('value', 'raw_value'):
+  if key_path and names_value(key_path[-1]):
     names.pop()
   return '/'.join(names)
+
+
+def names_value(key: Any) -> bool:
+  """Whether `key` is the attribute at which a box of Flax holds its array."""
+  return isinstance(key, jax.tree_util.GetAttrKey) and key.name in ('value', 'raw_value')
 
 
 @contextlib.contextmanager

@@ -234,7 +234,8 @@ class Topology:
     if grad is None:
       score = drawn if self.start == 'random' else w
       none = jnp.zeros_like(mask)
-      new = keep_largest(score, target, self._room(none, score))
+      # Of the weight, not of the random numbers alone, so that it is sharded alike.
+      new = keep_largest(score, target, self._room(none, score)) & ~jnp.isnan(w)
       return Evolved(new, none)
     zeta = self.drop_fraction(context.step) if callable(self.drop_fraction) else self.drop_fraction
     active = _count(mask)

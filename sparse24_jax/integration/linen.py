@@ -4,9 +4,11 @@ Nothing is patched. The wrapper shares its scope with the model, so the paramete
 it runs, a method interceptor lends each matched layer a `dot_general`, the hook that Flax offers for this.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+import contextlib
 from typing import Any
 
+from flax import core
 from flax import linen as nn
 import jax
 
@@ -46,6 +48,8 @@ class SparseModule(nn.Module):
       return function(*args, **kwargs)
     reached: set[str] = set()
     ran: set[str] = set()
+    for module in (self, self.inner):
+      _flag(module, self.recipe)
     with nn.intercept_methods(_interceptor(self.recipe, reached, ran)):
       out = function(*args, **kwargs)
     # A layer that this call skipped is no error; one that ran without a hook is.
@@ -66,9 +70,13 @@ def _interceptor(recipe: Recipe, reached: set[str], ran: set[str]) -> Callable:
   def intercept(call: Callable, args: tuple, kwargs: dict, context: nn.module.InterceptorContext):
     module = context.module
     ran.add('/'.join(module.path))
+    _flag(module, recipe)
     if isinstance(module, Sparse24MLP) and context.method_name == '__call__' and module.sparse is None:
       hook = _mlp_hook(module, recipe, reached)
-      return call(*args, **kwargs) if hook is None else module.clone(parent=module.scope, sparse=hook)(*args, **kwargs)
+      if hook is None:
+        return call(*args, **kwargs)
+      with _lent(module, sparse=hook):
+        return call(*args, **kwargs)
     if context.method_name != '__call__' or not isinstance(module, HOOKED) or isinstance(module.dot_general, _Hook):
       return call(*args, **kwargs)
     path = '/'.join((*module.path, 'kernel'))
@@ -81,10 +89,45 @@ def _interceptor(recipe: Recipe, reached: set[str], ran: set[str]) -> Callable:
       raise ValueError(_no_state(path))
     note_replaced(path, module.dot_general, module.dot_general_cls)
     hook = _Hook(path, rule.policy, module.get_variable(COLLECTION, 'kernel'), _key(module), reached)
-    # The layer again, bound to its own scope, with the hook in place; Flax would prefer a dot_general_cls to it.
-    return module.clone(parent=module.scope, dot_general=hook, dot_general_cls=None)(*args, **kwargs)
+    with _lent(module, dot_general=hook, dot_general_cls=None):  # Flax would prefer the class to the hook
+      return call(*args, **kwargs)
 
   return intercept
+
+
+def _flag(module: nn.Module, recipe: Recipe) -> None:
+  """Makes the recipe known to `nn.jit`, which keeps programs by the flags of a scope, among others.
+
+  A scope hands its flags on to those of its layers, when they are made.
+  """
+  if module.scope is not None and COLLECTION not in module.scope.flags:
+    module.scope.flags = core.freeze({**module.scope.flags, COLLECTION: _Rules(recipe)})
+
+
+class _Rules:
+  """The rules of a recipe, as something that only tells them apart: Flax looks into what it knows."""
+
+  def __init__(self, recipe: Recipe):
+    self._rules = recipe.rules
+
+  def __eq__(self, other: object) -> bool:
+    return isinstance(other, _Rules) and self._rules == other._rules
+
+  def __hash__(self) -> int:
+    return hash(self._rules)
+
+
+@contextlib.contextmanager
+def _lent(module: nn.Module, **attributes: Any) -> Iterator[None]:
+  """Gives a module other attributes for one call; to who watches calls, a copy run in its place would be one more."""
+  own = {name: getattr(module, name) for name in attributes if hasattr(module, name)}
+  try:
+    for name in own:
+      object.__setattr__(module, name, attributes[name])
+    yield
+  finally:
+    for name, value in own.items():
+      object.__setattr__(module, name, value)
 
 
 def _mlp_hook(module: Sparse24MLP, recipe: Recipe, reached: set[str]) -> SparseHook | None:

@@ -64,14 +64,22 @@ class SparseDot(nnx.Module):
     # Streams that were given one seed still draw differently in each layer.
     self.fold = zlib.crc32(path.encode())
 
-  def __call__(self, lhs, rhs, dimension_numbers, precision=None, preferred_element_type=None, **kwargs):
+  def __call__(
+    self, lhs, rhs, dimension_numbers, precision=None, preferred_element_type=None, *, out_sharding=None, **kwargs
+  ):
     del kwargs
     state, key = self.projection_state(), self.draw()
+
+    def run(lhs, rhs, state, key):
+      return dot_general(lhs, rhs, dimension_numbers, state, policy=self.policy, key=key)
+
     with errors_name(self.path):
       if self.activation is not None:
         raise ValueError(NEEDS_BLOCK)
       check_layer(precision, preferred_element_type, lhs.dtype)
-      return dot_general(lhs, rhs, dimension_numbers, state, policy=self.policy, key=key)
+      # The compiler divides the three products and their packing by itself, so that types need not say how.
+      divided: Any = run if out_sharding is None else jax.sharding.auto_axes(run, out_sharding=out_sharding)
+      return divided(lhs, rhs, state, key)
 
   def projection_state(self) -> Any:
     """The state that the layer's weight is projected or packed under; None without projection."""

@@ -10,7 +10,7 @@ import optax
 from sparse24_jax.metrics import flip_rate
 from sparse24_jax.projection import Projection
 from sparse24_jax.recipe import Recipe
-from sparse24_jax.rules import match_rules, path_string
+from sparse24_jax.rules import match_rules, names_value, path_string
 from sparse24_jax.topology import Context
 
 
@@ -28,6 +28,42 @@ def projections_of(params: Any, recipe: Recipe) -> Any:
     return (rule and rule.policy.projection) or Absent()
 
   return jax.tree_util.tree_map_with_path(of, params)
+
+
+def _is_box(node: Any) -> bool:
+  """Whether `node` is what Flax puts around one array: metadata of sharding, or a variable of nnx."""
+  if isinstance(node, dict | list | tuple | Array):
+    return False
+  inside = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda n: n is not node)[0]
+  return len(inside) == 1 and bool(inside[0][0]) and names_value(inside[0][0][-1])
+
+
+def unboxed(tree: Any) -> Any:
+  """`tree` with its arrays as they are, in none of Flax's boxes."""
+  return jax.tree.map(
+    lambda node: jax.tree.leaves(node, is_leaf=lambda n: n is not node)[0] if _is_box(node) else node,
+    tree, is_leaf=_is_box,
+  )  # fmt: skip
+
+
+def boxed(params: Any, states: Any) -> Any:
+  """States in the boxes of their weights, but for those that do not have the shape of what a box says is sharded.
+
+  Checkpoints know a tree by its boxes. So the variables of nnx stay where they can, empty ones included; the boxes of
+  linen are there for sharding alone, and Flax would read from them how an empty one is sharded.
+  """
+
+  def one(node: Any, state: Any) -> Any:
+    if not _is_box(node):
+      return state
+    (leaf,), structure = jax.tree.flatten(node, is_leaf=lambda n: n is not node)
+    fits = getattr(state, 'shape', None) == getattr(leaf, 'shape', ())
+    if hasattr(node, 'get_metadata'):  # a variable of nnx
+      sharded = {'out_sharding', 'optimizer_sharding'} & set(node.get_metadata())
+      fits = fits or not sharded or not jax.tree.leaves(state)
+    return jax.tree.unflatten(structure, [state]) if fits else state
+
+  return jax.tree.map(one, params, states, is_leaf=_is_box)
 
 
 def map_sparse(f: Any, projections: Any, *rest: Any) -> Any:

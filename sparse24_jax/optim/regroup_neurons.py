@@ -7,6 +7,7 @@ from jax import Array
 
 from sparse24_jax.clusters import join_clusters, NAME
 from sparse24_jax.neurons import cluster_neurons
+from sparse24_jax.optim._weights import boxed, unboxed
 from sparse24_jax.optim.sparse_training import SparseTrainingState
 from sparse24_jax.recipe import Recipe
 from sparse24_jax.rules import match_rules, path_string
@@ -47,6 +48,7 @@ def regroup_neurons(params: Any, opt_state: Any, recipe: Recipe) -> Any:
   def renew(node: Any) -> Any:
     if not isinstance(node, SparseTrainingState):
       return node
-    return node._replace(projections=jax.tree_util.tree_map_with_path(one, params, node.projections))
+    renewed = jax.tree_util.tree_map_with_path(one, unboxed(params), unboxed(node.projections))
+    return node._replace(projections=boxed(params, renewed))
 
   return jax.tree.map(renew, opt_state, is_leaf=lambda node: isinstance(node, SparseTrainingState))

@@ -1,5 +1,7 @@
 """`sparse_training`: one wrapper around an optimizer that owns everything sparse about a run."""
 
+from collections.abc import Callable
+import functools
 import logging
 from typing import Any, NamedTuple
 
@@ -11,7 +13,7 @@ import optax
 from pallas_kernels import _dispatch
 from sparse24_jax.optim._evolve import evolve, evolving, on_links, zero
 from sparse24_jax.optim._state import find_state, states_of
-from sparse24_jax.optim._weights import contexts, flip_rates, is_leaf, map_sparse, projections_of
+from sparse24_jax.optim._weights import boxed, contexts, flip_rates, is_leaf, map_sparse, projections_of, unboxed
 from sparse24_jax.optim.masked_decay import add_decay
 from sparse24_jax.optim.step_adam import StepAdamState
 from sparse24_jax.projection import Projection
@@ -39,7 +41,7 @@ class SparseTrainingState(NamedTuple):
   Attributes:
     count: int32 scalar, optimizer steps done.
     projections: tree like the parameters, the projection's state at each sparse weight, `optax.MaskedNode()`
-      elsewhere.
+      elsewhere. A mask is in the box that Flax puts around its weight, if any, and so sharded alike, a scale is not.
     flip_rate: of the last comparison.
     inner_state: of the inner optimizer.
   """
@@ -67,8 +69,11 @@ def sparse_training(
   *before* this wrapper, so that the decay is not clipped: `optax.chain(optax.clip_by_global_norm(1.0),
   sparse_training(optax.adamw(lr), recipe))`. Nothing that changes updates may come after it, since the masks are
   chosen from the weights as this wrapper leaves them; nor an optimizer around it that keeps weights of its own, as
-  `optax.contrib.schedule_free` does. It counts calls of its own update, so `optax.MultiSteps` around
-  it counts optimizer steps.
+  `optax.contrib.schedule_free` and `optax.lookahead` do. It counts calls of its own update, so `optax.MultiSteps`
+  around it counts optimizer steps; inside it, micro-batches. Decay on weights acts on all sparse weights, on those that
+  `inner` leaves as they are as well: freeze them around this wrapper.
+
+  To go on from a dense run with its moments: `state._replace(inner_state=...)` of a fresh state.
 
   A search is a loop of one pass or none, so that a step without one copies nothing: `update` has no reverse-mode
   derivative unless `refresh_every` is 1.
@@ -109,20 +114,26 @@ def sparse_training(
   inner = optax.with_extra_args_support(inner)
 
   def init(params: Any) -> SparseTrainingState:
+    inner_state, given = inner.init(params), params
+    params = unboxed(params)
     projections = projections_of(params, recipe)
     at_start = contexts(projections, params, jnp.zeros((), jnp.int32))
     states = map_sparse(_start, projections, params, at_start)
     rates = map_sparse(lambda p, w: jnp.zeros(w.shape[:-2], jnp.float32), projections, params)
     none_yet = FlipRate(jnp.zeros((), jnp.float32), rates)
-    inner_state = inner.init(params)
     if recipe.name == 'step' and not states_of(inner_state, StepAdamState):
       message = "recipe 'step' without step_adam inside: no second moment is held, which leaves a dense start and STE"
       _dispatch.log_once(message, 'sparse24_jax', logging.WARNING)
-    return SparseTrainingState(jnp.zeros((), jnp.int32), states, none_yet, inner_state)
+    state = SparseTrainingState(jnp.zeros((), jnp.int32), states, none_yet, inner_state)
+    return _map_weights(functools.partial(boxed, given), state)
 
   def update(updates: Any, state: SparseTrainingState, params: Any = None, **extra: Any):
     if params is None:
       raise ValueError('sparse_training needs the parameters: call update(updates, state, params)')
+    # The inner optimizer is given what the caller has; here all arrays are as they are.
+    given, boxes = params, jax.tree.structure(updates)
+    params, updates = unboxed(params), unboxed(updates)
+    state = _map_weights(unboxed, state)
     projections = projections_of(params, recipe)
     decays = has_decay and phase == 'sparse'
     if decays:
@@ -133,7 +144,9 @@ def sparse_training(
     evolves = phase == 'sparse' and any(map(evolving, jax.tree.leaves(projections, is_leaf=is_leaf)))
     if evolves:
       gradients, updates = updates, on_links(projections, params, state.projections, updates, zero)
-    updates, inner_state = inner.update(updates, state.inner_state, params, **extra)
+    updates = jax.tree.unflatten(boxes, jax.tree.leaves(updates))
+    updates, inner_state = inner.update(updates, state.inner_state, given, **extra)
+    boxes, updates = jax.tree.structure(updates), unboxed(updates)
     if decays and recipe.decay_on == 'weights':
       rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
       updates = add_decay(updates, params, masks, -rate * decay)
@@ -142,9 +155,12 @@ def sparse_training(
     if evolves:
       updates = on_links(projections, params, state.projections, updates, jnp.negative)
       state = state._replace(count=count, inner_state=inner_state)
-      return evolve(recipe, inner, projections, params, gradients, updates, state)
-    states, rates = _refresh(recipe, projections, count, params, updates, state)
-    return updates, SparseTrainingState(count, states, rates, inner_state)
+      updates, state = evolve(recipe, inner, projections, params, gradients, updates, state)
+    else:
+      states, rates = _refresh(recipe, projections, count, params, updates, state)
+      state = SparseTrainingState(count, states, rates, inner_state)
+    updates = jax.tree.unflatten(boxes, jax.tree.leaves(updates))
+    return updates, _map_weights(functools.partial(boxed, given), state)
 
   return optax.GradientTransformationExtraArgs(init, update)
 
@@ -207,6 +223,12 @@ def _refresh(
   if recipe.refresh_every > 1:
     states = jax.tree.map(lambda a, b: jnp.where(due, a, b), states, state.projections)
   return states, FlipRate(*flip_rates(old, new))
+
+
+def _map_weights(f: Callable[[Any], Any], state: SparseTrainingState) -> SparseTrainingState:
+  """The state with `f` of its trees like the parameters."""
+  rates = state.flip_rate._replace(per_weight=f(state.flip_rate.per_weight))
+  return state._replace(projections=f(state.projections), flip_rate=rates)
 
 
 def _start(projection: Projection, w: Array, context: Context) -> Array:

@@ -35,6 +35,9 @@ def scale_by_step_adam(
 ) -> optax.GradientTransformation:
   """Adam's direction; in the sparse phase mu_hat / (sqrt(nu) + eps^0.75) with `nu` as the dense phase left it.
 
+  As in the paper `nu` is then not corrected for its start at zero: after n dense steps the first sparse ones are
+  1 / sqrt(1 - b2^n) times as long. Let the dense phase last 1 / (1 - b2) steps and more, or take a lower b2.
+
   Args:
     b1: decay of the first moment.
     b2: decay of the second moment.

@@ -49,6 +49,8 @@ SPARSE_TRAINING = (
   ('groups_do_not_fit_out', lambda: init(FST, shaped(8, 6)),
    r'mlp/up/kernel of shape \(8, 6\) has length 6 along axis -1.*transposable exact.*multiple of 4'),
   ('empty_weight', lambda: init(STE, shaped(0, 8)), r'mlp/up/kernel of shape \(0, 8\) has length 0 along axis -2'),
+  ('no_outputs', lambda: init(STE, shaped(8, 0)), r'\(8, 0\) has length 0 along axis -1.*multiple of 1, one or more'),
+  ('name_in_place_of_a_recipe', lambda: s24.sparse_training(SGD, 'ste'), "recipe must be a Recipe.*found 'ste'"),
   ('other_params_than_at_init', lambda: s24.sparse_training(SGD, STE).update(shaped(8, 8), STATE, shaped(8, 8)),
    'Dict key mismatch|key'),
 )  # fmt: skip

@@ -14,6 +14,7 @@ import optax
 import sparse24_jax as s24
 from sparse24_jax.optim import _evolve, sparse_states
 from sparse24_jax.topology import Context
+from tests.quick import jit
 
 SHAPES = {'attn': {'kernel': (16, 64)}, 'mlp': {'kernel': (2, 32, 16), 'bias': (16,)}, 'head': {'kernel': (16, 8)}}
 SPARSE = ('attn/kernel', 'mlp/kernel')
@@ -32,10 +33,6 @@ INNERS = {
 }
 
 
-# Compiling is nearly all of the time of these tests.
-jit = functools.partial(
-  jax.jit, compiler_options={'xla_backend_optimization_level': 0, 'xla_llvm_disable_expensive_passes': True}
-)
 jit_update = functools.cache(lambda tx: jit(tx.update))
 
 
@@ -98,7 +95,7 @@ class LinksTest(parameterized.TestCase):
     recipe, params = recipe_of(0.5, refresh_every=10), normal(0)
     inner = optax.adamw(1e-2, weight_decay=0.1)
     tx = s24.sparse_training(inner, recipe)
-    masks = {path: np.asarray(mask) for path, mask in sparse_states(tx.init(params)).items()}
+    masks = {path: np.asarray(mask) for path, mask in sparse_states(jit(tx.init)(params)).items()}
 
     def masked(tree):
       tree = jax.tree.map(jnp.copy, tree)
@@ -110,7 +107,7 @@ class LinksTest(parameterized.TestCase):
     expected = masked(params)
     inner_state = inner.init(expected)
     for found, _, grads in train(tx, params, 3):
-      updates, inner_state = inner.update(masked(grads), inner_state, expected)
+      updates, inner_state = jit_update(inner)(masked(grads), inner_state, expected)
       expected = optax.apply_updates(expected, updates)
       jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), found, expected)
 
@@ -212,7 +209,7 @@ class DensityTest(parameterized.TestCase):
       schedule, drop_fraction=0.2, random_share=0.5, distribution='erdos_renyi', structure=structure, refresh_every=1
     )
     tx, params = s24.sparse_training(optax.adam(1e-2), recipe), normal(0)
-    state, update = tx.init(params), jit(tx.update)
+    state, update = jit(tx.init)(params), jit(tx.update)
     shapes = {path: of(params, path).shape for path in SPARSE}
     for step in range(1, 8):
       updates, state = update(normal(step), state, params)
@@ -245,12 +242,36 @@ class DensityTest(parameterized.TestCase):
     self.assertGreater(shares[3], shares[5])
 
 
+@functools.cache
+def masks_after_two_updates(structure, place=lambda tree: tree):
+  recipe = recipe_of(0.25, drop_fraction=0.4, random_share=0.5, structure=structure, refresh_every=1)
+  tx = s24.sparse_training(optax.sgd(0.0), recipe)
+
+  def run(params, grads):
+    state = tx.init(params)
+    for g in grads:
+      _, state = tx.update(g, state, params)
+    return sparse_states(state)
+
+  return jit(run)(place(normal(0)), [place(normal(seed)) for seed in (1, 2)])
+
+
 class EverywhereTest(parameterized.TestCase):
+
+  @parameterized.product(structure=(None, '2:4', 'transposable'), axis_type=(AxisType.Auto, AxisType.Explicit))
+  def test_the_first_mask_is_divided_as_its_weight_is(self, structure, axis_type):
+    """It is random, and would otherwise be whole on one device until the second step, which is then compiled anew."""
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ('a', 'b'), axis_types=(axis_type,) * 2)
+    sharding = NamedSharding(mesh, PartitionSpec('a', 'b'))
+    params = {'mlp': {'kernel': jax.device_put(normal(0)['attn']['kernel'], sharding)}}
+    recipe = s24.Recipe('one', (s24.Rule('.*', s24.DotPolicy(s24.dynamic_sparse(0.25, structure=structure))),))
+    with jax.set_mesh(mesh):
+      state = jit(s24.sparse_training(optax.sgd(0.1), recipe).init)(params)
+    self.assertEqual(state.projections['mlp']['kernel'].sharding, sharding)
+
   @parameterized.product(structure=(None, '2:4', 'transposable'), axis_type=(AxisType.Auto, AxisType.Explicit))
   def test_masks_do_not_depend_on_sharding(self, structure, axis_type):
     """Eight devices, each weight cut along another axis: the masks of one device, bit for bit."""
-    recipe = recipe_of(0.25, drop_fraction=0.4, random_share=0.5, structure=structure, refresh_every=1)
-    tx, params = s24.sparse_training(optax.sgd(0.0), recipe), normal(0)
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ('a', 'b'), axis_types=(axis_type,) * 2)
     specs = {'attn': ('a', 'b'), 'mlp': (None, 'a', 'b'), 'head': ()}
 
@@ -263,16 +284,9 @@ class EverywhereTest(parameterized.TestCase):
         for name, node in tree.items()
       }
 
-    def run(params, grads):
-      state = tx.init(params)
-      for g in grads:
-        _, state = tx.update(g, state, params)
-      return sparse_states(state)
-
-    grads = [normal(1), normal(2)]
     with jax.set_mesh(mesh):
-      found = jit(run)(place(params), [place(g) for g in grads])
-    for path, mask in jit(run)(params, grads).items():
+      found = masks_after_two_updates(structure, place)
+    for path, mask in masks_after_two_updates(structure).items():
       np.testing.assert_array_equal(found[path], mask)
       self.assertFalse(found[path].sharding.is_fully_replicated)
 
