@@ -79,7 +79,7 @@ def make_parser() -> argparse.ArgumentParser:
   compare = commands.add_parser('compare', help='every method with every seed at equal steps, records and report')
   _experiment_arguments(compare, 'nano')
   compare.add_argument('--folder', default='runs/compare', help='for runs and report (default: %(default)s)')
-  compare.add_argument('--methods', nargs='+', metavar='METHOD', help='default: AT_EQUAL_STEPS of methods.py')
+  compare.add_argument('--methods', nargs='+', metavar='METHOD', help='default: AT_EQUAL_STEPS of method_table.py')
   compare.add_argument('--seeds', type=int, nargs='+', default=[0, 1, 2])
   compare.add_argument('--results', help='JSON-lines file for one record a run (default: none)')
 
@@ -184,12 +184,12 @@ def _report(args: argparse.Namespace) -> None:
 
 
 def _compare(args: argparse.Namespace) -> None:
-  from experiments import compare, methods
+  from experiments import compare, method_table
 
   compare.compare(
     args.folder,
     experiment=args.config,
-    names=args.methods or methods.AT_EQUAL_STEPS,
+    names=args.methods or method_table.AT_EQUAL_STEPS,
     seeds=args.seeds,
     tiny=args.tiny,
     overrides=args.overrides,

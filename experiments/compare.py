@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from experiments import flops, main_job, methods, report, runs
+from experiments import flops, main_job, method_table, methods, report, runs
 from experiments.environment import command, without_folders
 from experiments.experiment import load_config
 
@@ -23,7 +23,7 @@ def compare(
   folder: str | Path,
   *,
   experiment: str = 'nano',
-  names: Sequence[str] = methods.AT_EQUAL_STEPS,
+  names: Sequence[str] = method_table.AT_EQUAL_STEPS,
   seeds: Sequence[int] = (0, 1, 2),
   tiny: bool = False,
   overrides: Sequence[str] = (),
@@ -35,7 +35,7 @@ def compare(
   Args:
     folder: gets one folder a run, and report.html.
     experiment: see `experiment.load_config`.
-    names: keys of `methods.METHODS` or `methods.GROUPS`.
+    names: keys of `METHODS` or `GROUPS` of `method_table`.
     seeds: one run a method and seed.
     tiny: the experiment's tiny twin.
     overrides: 'section.key=value' strings.

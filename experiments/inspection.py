@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 import numpy as np
 
-from experiments import build, train
+from experiments import build, programs
 from experiments.checkpoint import Checkpoints
 from experiments.experiment import Config
 import sparse24_jax as s24
@@ -26,7 +26,7 @@ class Loaded(NamedTuple):
   """
 
   parts: build.Parts
-  state: train.TrainState
+  state: programs.TrainState
   phase: str
 
 
@@ -59,11 +59,11 @@ def load(folder: str | Path, *, step: int | None = None, data: Any = None) -> Lo
   config.mesh.update({'data': 1, 'fsdp': 1})
   config.accumulate = 1
   parts = build.make_parts(config, data=data)
-  target = jax.eval_shape(lambda: train.init_state(parts))
+  target = jax.eval_shape(lambda: programs.init_state(parts))
   with Checkpoints(Path(folder) / 'checkpoints', read_only=True) as checkpoints:
     meta = checkpoints.read_meta(step)
     found = checkpoints.restore(target.params, target.opt_state, identity=meta['identity'], step=meta['step'])
-  return Loaded(parts, train.TrainState(jnp.int32(meta['step']), found.params, found.opt_state), meta['phase'])
+  return Loaded(parts, programs.TrainState(jnp.int32(meta['step']), found.params, found.opt_state), meta['phase'])
 
 
 def evaluate(loaded: Loaded, *, num_batches: int | None = None) -> dict[str, float]:
@@ -72,7 +72,7 @@ def evaluate(loaded: Loaded, *, num_batches: int | None = None) -> dict[str, flo
   if count < 1:
     raise ValueError(f'validation takes 1 batch or more, found {count}')
   _, attention = build.phase_of(loaded.parts, int(loaded.state.step) - 1)
-  loss = float(train.make_eval(loaded.parts, loaded.phase, attention, num_batches=count)(loaded.state))
+  loss = float(programs.make_eval(loaded.parts, loaded.phase, attention, num_batches=count)(loaded.state))
   return {'loss': loss, 'perplexity': float(np.exp(loss)), 'bits_per_token': float(loss / np.log(2))}
 
 

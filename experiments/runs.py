@@ -50,7 +50,7 @@ class RunRecord:
 
   @property
   def method(self) -> str:
-    """What the settings make it, whatever its label: a key of `methods.METHODS`, or the recipe's name."""
+    """What the settings make it, whatever its label: a key of `method_table.METHODS`, or the recipe's name."""
     recipe, kwargs = self.config['recipe']['name'], self.config['recipe']['kwargs']
     if recipe == 'dense' and self.squared_relu:
       return 'dense_relu2'

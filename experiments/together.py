@@ -19,14 +19,13 @@ import time
 import traceback
 from typing import Any
 
-from experiments import methods
+from experiments import method_table, methods
 from pallas_kernels import _processes
 
 # Of a run's files, those that reports and records are made from.
 _PACKED = ('config.json', 'environment.json', 'metrics.jsonl', 'timing.jsonl', 'summary.json')
 _POLL_SECONDS = 1.0
 _PACK_SECONDS = 10.0
-_STOP_SECONDS = 5.0
 
 
 def together(
@@ -47,7 +46,7 @@ def together(
   Args:
     folder: gets one folder a run, and a log a method.
     experiment: see `experiment.load_config`.
-    names: keys of `methods.METHODS` or `methods.GROUPS`.
+    names: keys of `METHODS` or `GROUPS` of `method_table`.
     seeds: each process trains them in this order.
     minutes: after these, whatever still trains is stopped; 0 waits for all.
     tiny: the experiment's tiny twin.
@@ -69,7 +68,7 @@ def together(
   packed = start
   try:
     with _processes.shared_card():
-      for method in methods.expand(names):
+      for method in method_table.expand(names):
         args = (experiment, method, list(seeds), str(folder), tiny, list(overrides))
         process = context.Process(target=_train, args=args, name=method)
         process.start()
@@ -84,14 +83,7 @@ def together(
         packed = time.monotonic()
         write_pack(folder, pack)
   finally:
-    for process in processes.values():
-      if process.is_alive():
-        process.terminate()
-    for process in processes.values():
-      process.join(timeout=_STOP_SECONDS)
-      if process.is_alive():  # in a library that does not heed the signal
-        process.kill()
-        process.join()
+    _processes.stop(processes.values())
     _tell(folder, told, start)
     if pack is not None:
       write_pack(folder, pack)

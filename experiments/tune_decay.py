@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments import build, train
+from experiments import build, programs
 from experiments.environment import environment
 from experiments.experiment import Config
 import sparse24_jax as s24
@@ -48,9 +48,9 @@ def warmup_flip_rate(config: Config, decay: float | None, *, steps: int, last: i
   if decay is None:
     parts = parts._replace(recipe=parts.recipe.dense_twin())
   phase = s24.phase_at(parts.recipe, 0, config.steps)
-  state = train.init_state(parts)
+  state = programs.init_state(parts)
   shardings = (build.state_sharding(parts.mesh, state), None) if parts.mesh else None
-  step = train.make_step(parts, phase, shardings)
+  step = programs.make_step(parts, phase, shardings)
   batches, rates = parts.data.train(), []
   for _ in range(steps):
     state, metrics = step(state, build.shard_batch(parts, next(batches)))

@@ -4,7 +4,7 @@ Compiling a kernel takes Python a third of a second that no thread shares, and a
 about as long, and no two measurements may overlap. So one process measures while the others compile.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 import contextlib
 import fcntl
 import multiprocessing
@@ -79,7 +79,7 @@ def run(job: Callable[[int, Turn], object], count: int, processes: int, seconds:
       for worker in workers:
         worker.join()
     finally:
-      _stop(workers)
+      stop(workers)
   # One that died did not count itself.
   died = sum(worker.exitcode != 0 for worker in workers)
   rest = max(0, count - taken.value)
@@ -102,7 +102,8 @@ def shared_card() -> Iterator[None]:
     os.environ.pop(name, None)
 
 
-def _stop(workers: Sequence[Any]) -> None:
+def stop(workers: Iterable[Any]) -> None:
+  """Ends those of the processes that still run."""
   alive = [worker for worker in workers if worker.is_alive()]
   for worker in alive:
     worker.terminate()

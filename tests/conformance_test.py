@@ -18,6 +18,7 @@ import orbax.checkpoint as ocp
 
 import sparse24_jax as s24
 from sparse24_jax.optim import sparse_states
+from tests.quick import jit
 
 RULE = '(up|down)/kernel'
 RATE, STEPS = 0.1, 3
@@ -55,12 +56,6 @@ UNSTRUCTURED = ('dynamic_sparse', 'mixed_sparsity', 'rigl')
 # Spec of tokens, of weights. FSDP cuts the contracted axis, tensor parallelism the output axis.
 LAYOUTS = {'data': ('d', (None, None)), 'fsdp': ('d', ('d', None)), 'tensor': (None, (None, 'd'))}
 COLLECTIVES = r'all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter|collective-broadcast'
-
-
-# Compiling is nearly all of the time of these tests.
-jit = functools.partial(
-  jax.jit, compiler_options={'xla_backend_optimization_level': 0, 'xla_llvm_disable_expensive_passes': True}
-)
 
 
 def mesh(axis_type=AxisType.Auto):

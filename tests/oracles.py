@@ -6,6 +6,7 @@ They share no code with the library: loops over groups, enumeration over pattern
 import itertools
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -33,6 +34,16 @@ def assert_same(found, expected) -> None:
   np.testing.assert_array_equal(found, expected)
   numbers = ~np.isnan(expected)
   np.testing.assert_array_equal(np.signbit(found)[numbers], np.signbit(expected)[numbers])
+
+
+def assert_close(found, expected, tolerance: float) -> None:
+  """Relative Frobenius error of every leaf."""
+  found, expected = (jax.tree_util.tree_leaves_with_path(tree) for tree in (found, expected))
+  for (path, a), (other_path, b) in zip(found, expected, strict=True):
+    assert path == other_path, (path, other_path)
+    right = wide(b).reshape(a.shape)
+    error = np.linalg.norm(wide(a) - right) / np.linalg.norm(right)
+    assert error <= tolerance, f'{jax.tree_util.keystr(path)}: {error}'
 
 
 def groups_last(x, axis: int, size: int = 4) -> np.ndarray:
@@ -70,6 +81,20 @@ def soft_threshold(w, *, axis: int = -2) -> np.ndarray:
 def soft_threshold_scale(w, *, axis: int = -2) -> np.ndarray:
   soft = soft_threshold(w, axis=axis)
   return (wide(w) * soft).sum((-2, -1)) / (soft * soft).sum((-2, -1))
+
+
+def activation_and_slope(name: str, a: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+  """float64 activation at `a` and its derivative; 'gelu' is the tanh approximation."""
+  if name == 'relu':
+    return np.maximum(a, 0), (a > 0).astype(np.float64)
+  if name == 'squared_relu':
+    return np.maximum(a, 0) ** 2, 2 * np.maximum(a, 0)
+  if name == 'silu':
+    sigmoid = 1 / (1 + np.exp(-a))
+    return a * sigmoid, sigmoid * (1 + a * (1 - sigmoid))
+  tanh = np.tanh(np.sqrt(2 / np.pi) * (a + 0.044715 * a**3))
+  inner_slope = np.sqrt(2 / np.pi) * (1 + 3 * 0.044715 * a**2)
+  return a * (1 + tanh) / 2, (1 + tanh) / 2 + a * inner_slope * (1 - tanh**2) / 2
 
 
 def _patterns() -> np.ndarray:

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.bench import measure
+from pallas_kernels import _tuning
 from pallas_kernels.sparse_attention import cudnn
 from pallas_kernels.sparse_attention.api import Pattern, sparse_attention
 
@@ -87,11 +88,8 @@ def prepare(name: str, options: Any, pool: ThreadPoolExecutor, full: dict[str, F
   if options.more or name in BLOCKS:
     jobs['blocks'] = (pattern, 'blocks')
 
-  def compile_one(job: tuple[Pattern, str]) -> Any:
-    try:
-      return jax.jit(step_of(*job)).lower(*args).compile()
-    except (ValueError, RuntimeError) as error:  # JAX's own and NotImplementedError are RuntimeErrors
-      return error
+  def compile_one(pattern: Pattern, implementation: str) -> Any:
+    return measure.compile_step(jax.jit(step_of(pattern, implementation)), args)
 
   def reference() -> Sequence[np.ndarray]:
     few = [np.asarray(x[:1, :, :1]).astype(np.float32) for x in args]
@@ -101,13 +99,13 @@ def prepare(name: str, options: Any, pool: ThreadPoolExecutor, full: dict[str, F
       return [np.asarray(x) for x in jax.tree.leaves(jax.jit(step_of(pattern, form))(*few))]
 
   expected = pool.submit(reference)
-  programs = {twin: pool.submit(compile_one, job) for twin, job in jobs.items()}
+  programs = {twin: pool.submit(compile_one, *job) for twin, job in jobs.items()}
   if length not in full:
-    full[length] = pool.submit(compile_one, (Pattern('full'), 'reference' if options.tiny else 'cudnn'))
+    full[length] = pool.submit(compile_one, Pattern('full'), 'reference' if options.tiny else 'cudnn')
   programs['full'] = full[length]
   found = {twin: each.result() for twin, each in programs.items()}
   if isinstance(found['triton'], Exception) and 'blocks' not in found:
-    found['blocks'] = compile_one((pattern, 'blocks'))
+    found['blocks'] = compile_one(pattern, 'blocks')
   return Case(pattern, args, found, expected.result())
 
 
@@ -125,7 +123,7 @@ def run(case: Case, options: Any, head: Mapping[str, Any], clock: measure.Clock)
     found = jax.tree.leaves(compiled[twin](*args))
     pairs = zip(('y', 'dq', 'dk', 'dv'), found, case.expected, strict=True)
     return {
-      what: float(f'{measure.relative_error(a[:1, :, :1], jnp.asarray(b)):.3e}') for what, a, b in pairs
+      what: float(f'{_tuning.relative_error(a[:1, :, :1], jnp.asarray(b)):.3e}') for what, a, b in pairs
     }
 
   error = {twin: errors(twin) for twin in compiled if twin != 'full'}
@@ -141,7 +139,7 @@ def run(case: Case, options: Any, head: Mapping[str, Any], clock: measure.Clock)
     shape=dict(zip(('batch', 'length', 'heads', 'head_size'), shape, strict=True)), mode='forward_and_vjp',
     implementation=ours, computed_share=round(pattern.computed(shape[1]) / shape[1] ** 2, 4), **row,
     baselines=rows, refused=refused, error=error,
-    speedup={twin: round(other['median_ms'] / row['median_ms'], 4) for twin, other in rows.items()},
+    speedup=measure.speedup(rows, row['median_ms']),
   )  # fmt: skip
 
 
@@ -167,8 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   head = measure.environment(MODULE, argv)
   failed, clock = 0, measure.Clock()
   full: dict[str, Future] = {}
-  names = list(dict.fromkeys(name for chosen in options.select for name in GROUPS.get(chosen, [chosen])))
-  for name, in_time in within(names, options.seconds):
+  for name, in_time in within(measure.selected(options, GROUPS), options.seconds):
     if not in_time:
       print(f'{name}: left out, would end after {options.seconds:g} s', flush=True)
       failed += 1

@@ -5,6 +5,7 @@ sparse one goes through `sparsify`. Packing, which reads the float32 weights, is
 """
 
 from collections.abc import Callable, Mapping, Sequence
+import functools
 from typing import Any
 
 import jax
@@ -79,14 +80,12 @@ def run(name: str, options: Any, head: Mapping[str, Any], clock: measure.Clock) 
   opt_state = jax.jit(s24.sparse_training(optax.identity(), recipe).init)(params)
   clock.lap('initialise')
   jobs = {
-    'sparse': (sparse_step(block, recipe), (params, x, dy, opt_state, jax.random.key(3))),
-    'dense': (dense_step(block), (params, x, dy)),
+    'sparse': (jax.jit(sparse_step(block, recipe)), (params, x, dy, opt_state, jax.random.key(3))),
+    'dense': (jax.jit(dense_step(block)), (params, x, dy)),
   }
-  compiled = {}
-  for twin, (step, args) in jobs.items():
-    compiled[twin] = jax.jit(step).lower(*args).compile()
-    clock.lap(f'compile {twin}')
-  calls = {twin: lambda f=f, args=jobs[twin][1]: f(*args) for twin, f in compiled.items()}
+  compiled = measure.compile_all(jobs, needed=jobs)
+  clock.lap('compile')
+  calls = {twin: functools.partial(f, *jobs[twin][1]) for twin, f in compiled.items()}
   counts = hlo.sparse_calls(compiled['sparse'].as_text(), tokens=batch * length)
   bursts = measure.interleave(calls, rounds=options.rounds, steps=options.steps)
   clock.lap('time')
@@ -102,7 +101,7 @@ def run(name: str, options: Any, head: Mapping[str, Any], clock: measure.Clock) 
     dtype='float8' if method == 's_ste_fp8' else 'bfloat16', attention=config.attention,
     shape=dict(batch=batch, length=length, d=config.embed_dim, hidden=config.hidden_dim), mode='forward_and_vjp',
     implementation=options.implementation, **sparse, baselines=rows,
-    speedup={twin: round(row['median_ms'] / sparse['median_ms'], 4) for twin, row in rows.items()},
+    speedup=measure.speedup(rows, sparse['median_ms']),
     tokens_per_s=round(batch * length / sparse['median_ms'] * 1e3), sparse_calls=counts, profile=profile,
     headline=not options.tiny,
   )  # fmt: skip
@@ -117,22 +116,16 @@ def main(argv: Sequence[str] | None = None) -> int:
   options = parser.parse_args(argv)
   measure.check_card(parser, options)
   head = measure.environment(MODULE, argv)
-  failed = 0
-  for name in [name for chosen in options.select for name in GROUPS.get(chosen, [chosen])]:
-    clock = measure.Clock()
-    try:
-      record = run(name, options, head, clock)
-    except (ValueError, RuntimeError) as error:
-      print(f'{name}: failed: {type(error).__name__}: {str(error)[:600]}', flush=True)
-      failed += 1
-      continue
-    measure.append(options.out, record)
+
+  def summary(record: Mapping[str, Any]) -> str:
     dense = record['baselines']['dense']['median_ms']
-    print(
-      f'{name}: {record["median_ms"]:.3f} ms, dense {dense:.3f} ms, x{record["speedup"]["dense"]:.3f};'
-      f' calls {record["sparse_calls"]}', flush=True,
-    )  # fmt: skip
-  return failed
+    return (
+      f'{record["median_ms"]:.3f} ms, dense {dense:.3f} ms, x{record["speedup"]["dense"]:.3f};'
+      f' calls {record["sparse_calls"]}'
+    )
+
+  names = measure.selected(options, GROUPS)
+  return measure.run_each(names, lambda name: run(name, options, head, measure.Clock()), options.out, summary)
 
 
 if __name__ == '__main__':

@@ -7,11 +7,11 @@ host's latency nor a cold clock.
 
 import argparse
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+import concurrent.futures
 import dataclasses
 import itertools
 import json
-import math
 from pathlib import Path
 import shlex
 import statistics
@@ -20,7 +20,6 @@ import time
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels import _compat, _device
 import sparse24_jax as s24
@@ -59,10 +58,21 @@ def alone_ms(call: Call, before: Any) -> float:
   return round(1e3 * (time.perf_counter() - start), 4)
 
 
+def turns(names: Iterable[str], rounds: int) -> Iterator[str]:
+  """Every name once a round; even rounds in the order given, odd rounds reversed.
+
+  >>> ''.join(turns('abc', 2))
+  'abccba'
+  """
+  order = list(names)
+  for r in range(rounds):
+    yield from order if r % 2 == 0 else reversed(order)
+
+
 def interleave(
   twins: Mapping[str, Call], *, rounds: int, steps: int, depth: int = 3
 ) -> dict[str, list[list[float]]]:
-  """Times twins in turns; even rounds in the order given, odd rounds reversed.
+  """Times twins in `turns`.
 
   Args:
     twins: name -> call; warm already.
@@ -74,9 +84,8 @@ def interleave(
     name -> burst -> milliseconds of each step.
   """
   bursts: dict[str, list[list[float]]] = {name: [] for name in twins}
-  for r in range(rounds):
-    for name in list(twins) if r % 2 == 0 else list(twins)[::-1]:
-      bursts[name].append(stream_ms(twins[name], steps, depth=depth))
+  for name in turns(twins, rounds):
+    bursts[name].append(stream_ms(twins[name], steps, depth=depth))
   return bursts
 
 
@@ -104,7 +113,7 @@ def timer(f: Callable[..., Any], args: Sequence[Any], iterations: int, *, detach
 def timed(
   calls: Mapping[str, tuple[Callable[..., Any], Sequence[Any]]], options: Any, *, detach: bool = True
 ) -> dict[str, dict[str, Any]]:
-  """Times compiled functions by `timer`, in turns: every second round the other way round.
+  """Times compiled functions by `timer`, in `turns`.
 
   Args:
     calls: name -> (function, arguments).
@@ -115,10 +124,9 @@ def timed(
     name -> `timing`, and as 'clock' whether that is 'device' time or 'wall' time.
   """
   bursts: dict[str, list[list[float]]] = {name: [] for name in calls}
-  for r in range(options.rounds):
-    for name in list(calls) if r % 2 == 0 else list(calls)[::-1]:
-      time.sleep(0.0 if options.tiny else _GAP_S)
-      bursts[name].append(timer(*calls[name], options.steps, detach=detach))
+  for name in turns(calls, options.rounds):
+    time.sleep(0.0 if options.tiny else _GAP_S)
+    bursts[name].append(timer(*calls[name], options.steps, detach=detach))
   clock = 'device' if jax.default_backend() == 'gpu' else 'wall'
   return {name: timing(found) | {'clock': clock} for name, found in bursts.items()}
 
@@ -138,11 +146,44 @@ def timing(bursts: Sequence[list[float]]) -> dict[str, Any]:
   )
 
 
-def relative_error(found: jax.Array, expected: jax.Array) -> float:
-  """||found - expected|| / ||expected|| in float32; 0 for two zeros."""
-  found, expected = found.astype(jnp.float32), expected.astype(jnp.float32)
-  difference, norm = float(jnp.linalg.norm(found - expected)), float(jnp.linalg.norm(expected))
-  return difference / norm if norm else (0.0 if difference == 0 else math.inf)
+def speedup(rows: Mapping[str, Mapping[str, Any]], ms: float) -> dict[str, float]:
+  """How many times as long as `ms` each row of `timing` takes.
+
+  >>> speedup({'dense': {'median_ms': 3.0}}, 2.0)
+  {'dense': 1.5}
+  """
+  return {name: round(row['median_ms'] / ms, 4) for name, row in rows.items()}
+
+
+def compile_step(f: Any, args: Sequence[Any]) -> Any:
+  """The jitted function compiled for its arguments, or the error in place of one that is refused."""
+  try:
+    return f.lower(*args).compile()
+  except (ValueError, RuntimeError) as error:  # JAX's own and NotImplementedError are RuntimeErrors
+    return error
+
+
+def compile_all[K: Hashable](
+  jobs: Mapping[K, tuple[Any, Sequence[Any]]], *, needed: Collection[K] = (), threads: int | None = None
+) -> dict[K, Any]:
+  """Compiles in threads; what is refused is left out, with a line that says why.
+
+  Args:
+    jobs: name -> (jitted function, its arguments or their shapes).
+    needed: names that must not be left out.
+    threads: as many as jobs unless given.
+
+  Raises:
+    ValueError, RuntimeError: that of a refused job which is needed.
+  """
+  with concurrent.futures.ThreadPoolExecutor(threads or len(jobs)) as pool:
+    made = dict(zip(jobs, pool.map(lambda job: compile_step(*job), jobs.values()), strict=True))
+  for name, error in [item for item in made.items() if isinstance(item[1], Exception)]:
+    if name in needed:
+      raise error
+    print(f'  {name} does not compile: {str(error)[:300]}', flush=True)
+    del made[name]
+  return made
 
 
 def memory(compiled: Any) -> dict[str, float] | None:
@@ -177,6 +218,36 @@ def append(out: Path, record: Mapping[str, Any]) -> None:
     file.write(json.dumps(record) + '\n')
 
 
+def run_each(
+  names: Iterable[str],
+  run: Callable[[str], Mapping[str, Any]],
+  out: Path,
+  summary: Callable[[Mapping[str, Any]], str],
+) -> int:
+  """Runs cases one after another; a case that fails costs the others nothing.
+
+  Args:
+    names: of the cases.
+    run: name -> record, which is appended to `out` at once.
+    out: JSON-lines file.
+    summary: of a record, in a line.
+
+  Returns:
+    The number of cases that failed.
+  """
+  failed = 0
+  for name in names:
+    try:
+      record = run(name)
+    except (ValueError, RuntimeError) as error:
+      print(f'{name}: failed: {type(error).__name__}: {str(error)[:1500]}', flush=True)
+      failed += 1
+      continue
+    append(out, record)
+    print(f'{name}: {summary(record)}', flush=True)
+  return failed
+
+
 def parser(module: str, doc: str | None, choices: Sequence[str], default: Sequence[str]) -> argparse.ArgumentParser:
   """The options that every step benchmark has."""
   result = argparse.ArgumentParser(prog=f'python -m {module}', description=(doc or '').partition('\n')[0])
@@ -191,6 +262,11 @@ def parser(module: str, doc: str | None, choices: Sequence[str], default: Sequen
   result.add_argument('--explain', action='store_true', help='print and record device time by kind of kernel')
   result.add_argument('--trace', type=Path, help='keep the profiler traces that --explain reads in this folder')
   return result
+
+
+def selected(options: argparse.Namespace, groups: Mapping[str, Sequence[str]]) -> list[str]:
+  """The cases that `--select` asks for, by their names or those of groups; each once."""
+  return list(dict.fromkeys(case for name in options.select for case in groups.get(name, [name])))
 
 
 def check_card(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:

@@ -9,8 +9,8 @@ the block and of a small model by their relative error. A check beyond its limit
 """
 
 from collections.abc import Callable, Mapping, Sequence
-import concurrent.futures
 import dataclasses
+import functools
 import re
 import statistics
 from typing import Any
@@ -22,23 +22,23 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
 import optax
 
-from experiments.bench import ffn, hlo, measure, train_step
+from experiments.bench import feed_forward, hlo, measure, twins
 from experiments.models import gpt2
+from pallas_kernels import _tuning
 import sparse24_jax as s24
 from sparse24_jax import products
 
 MODULE = 'experiments.bench.mesh'
 TOKENS, WHOLE = PartitionSpec('data'), PartitionSpec()
 FFN_CASES = {
-  case.name: case for case in (ffn.Case('fst', act, (32768, 4096, 16384)) for act in ('gelu', 'silu'))
+  case.name: case for case in (feed_forward.Case('fst', act, (32768, 4096, 16384)) for act in ('gelu', 'silu'))
 }  # fmt: skip
 # Twice the batch of the measurements on one device.
 STEP_CASES = {
-  'gpt2-774m': train_step.Case('gpt2', '774m', 32, 1024, 50304, True),
-  'gpt2-1558m': train_step.Case('gpt2', '1558m', 48, 1024, 50304, True),
-  'llama-3b': train_step.Case('llama', '3b', 12, 2048, 32000, True, 'bfloat16'),
+  'gpt2-774m': twins.Case('gpt2', '774m', 32, 1024, 50304, True),
+  'gpt2-1558m': twins.Case('gpt2', '1558m', 48, 1024, 50304, True),
+  'llama-3b': twins.Case('llama', '3b', 12, 2048, 32000, True, 'bfloat16'),
 }
-CHECKS = ('check-sample', 'check-ffn', 'check-gpt2')
 CHECKED = (4096, 1024, 4096)
 # Relative errors, ours: sums over devices are rounded to bfloat16 one by one. The last is a median, see `check_gpt2`.
 BLOCK_LIMIT, MODEL_LIMIT, SAMPLED_LIMIT = 5e-3, 2e-2, 5e-2
@@ -69,7 +69,7 @@ def _errors(found: Any, expected: Any) -> dict[str, float]:
   host = jax.tree.map(lambda a: jnp.asarray(np.asarray(a)), (found, expected))
   paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(host[1])]
   pairs = zip(jax.tree.leaves(host[0]), jax.tree.leaves(host[1]), strict=True)
-  return {path: float(f'{measure.relative_error(a, b):.3e}') for path, (a, b) in zip(paths, pairs, strict=True)}
+  return {path: float(f'{_tuning.relative_error(a, b):.3e}') for path, (a, b) in zip(paths, pairs, strict=True)}
 
 
 def _check_limits(errors: Mapping[str, float], limit: float) -> None:
@@ -96,10 +96,10 @@ def check_ffn(mesh: Mesh, implementation: str, tiny: bool) -> dict[str, Any]:
   """Errors of the block's output and gradients against one device, GELU and SwiGLU; ValueError beyond the limit."""
   found = {}
   for activation in ('gelu', 'silu'):
-    case = ffn.Case('fst', activation, (512, 64, 128) if tiny else CHECKED)
-    weights, x, dy = ffn.inputs(case, case.shape)
-    state = {name: case.projection.init(w) for name, w in weights.items()}
-    step = jax.jit(ffn.sparse_step(case, case.policy(implementation)))
+    case = feed_forward.Case('fst', activation, (512, 64, 128) if tiny else CHECKED)
+    weights, x, dy = feed_forward.inputs(case, case.shape)
+    state = case.states(weights)
+    step = jax.jit(feed_forward.sparse_step(case, case.policy(implementation)))
     expected = step(weights, x, dy, state, jax.random.key(7))
     (x, dy), (weights, state) = place(mesh, (x, dy), TOKENS), place(mesh, (weights, state), WHOLE)
     found[activation] = _errors(step(weights, x, dy, state, jax.random.key(7)), expected)
@@ -116,7 +116,7 @@ def check_gpt2(mesh: Mesh, implementation: str, tiny: bool) -> dict[str, Any]:
   Raises:
     ValueError: an error is beyond its limit.
   """
-  fields = train_step.TINY | dict(embed_dim=64, seq_len=64) if tiny else dict(num_layers=2, seq_len=512)
+  fields = twins.TINY | dict(embed_dim=64, seq_len=64) if tiny else dict(num_layers=2, seq_len=512)
   config = gpt2.make_config(
     'nano' if tiny else '124m', vocab_size=512, dtype='bfloat16', scan_layers=True, remat=True,
     attention='xla' if tiny else 'cudnn', fused_mlp=True, **fields,
@@ -126,7 +126,7 @@ def check_gpt2(mesh: Mesh, implementation: str, tiny: bool) -> dict[str, Any]:
   params = jax.jit(lambda: model.init(jax.random.key(0), tokens[:1, :-1])['params'])()
   found = {}
   for name in ('sampled', 'unsampled'):
-    recipe = measure.with_implementation(train_step.recipe_of('transposable_srste'), implementation)
+    recipe = measure.with_implementation(twins.recipe_of('transposable_srste'), implementation)
     if name == 'unsampled':
       rules = (dataclasses.replace(r, policy=dataclasses.replace(r.policy, weight_grad='dense')) for r in recipe.rules)
       recipe = dataclasses.replace(recipe, rules=tuple(rules))
@@ -140,6 +140,9 @@ def check_gpt2(mesh: Mesh, implementation: str, tiny: bool) -> dict[str, Any]:
     else:
       _check_limits({f'unsampled {worst}': errors[worst]}, MODEL_LIMIT)
   return found
+
+
+CHECKS = {'check-sample': check_sample, 'check-ffn': check_ffn, 'check-gpt2': check_gpt2}
 
 
 def _gradients(model: Any, recipe: s24.Recipe) -> Callable[[Any, Array], Any]:
@@ -159,11 +162,6 @@ def _gradients(model: Any, recipe: s24.Recipe) -> Callable[[Any, Array], Any]:
   return gradients
 
 
-def _compile(jobs: Mapping[str, tuple[Any, Sequence[Any]]]) -> dict[str, Any]:
-  with concurrent.futures.ThreadPoolExecutor(len(jobs)) as pool:
-    return dict(zip(jobs, pool.map(lambda job: job[0].lower(*job[1]).compile(), jobs.values()), strict=True))
-
-
 def _rows(calls: Mapping[str, Any], compiled: Mapping[str, Any], options: Any) -> dict[str, dict[str, Any]]:
   """Times of the twins in turns, with what their programs hold."""
   bursts = measure.interleave(calls, rounds=options.rounds, steps=options.steps)
@@ -181,17 +179,18 @@ def run_ffn(name: str, mesh: Mesh, options: Any, head: Mapping[str, Any], clock:
   rows: dict[str, Any] = {}
   split, whole = NamedSharding(mesh, TOKENS), NamedSharding(mesh, WHOLE)
   for devices, tokens in ((mesh.size, shape[0]), *([(1, shape[0] // mesh.size)] if options.one else [])):
-    weights, x, dy = jax.jit(lambda tokens=tokens: ffn.inputs(case, (tokens, *shape[1:])))()
-    state = jax.jit(lambda w: {name: case.projection.init(value) for name, value in w.items()})(weights)
+    weights, x, dy = jax.jit(lambda tokens=tokens: feed_forward.inputs(case, (tokens, *shape[1:])))()
+    state = jax.jit(case.states)(weights)
     key, shardings = jax.random.key(7), {}
     if devices > 1:
       (x, dy), (weights, state, key) = place(mesh, (x, dy), TOKENS), place(mesh, (weights, state, key), WHOLE)
       shardings = dict(out_shardings=(split, (whole, split)))
-    jobs = {'sparse': (jax.jit(ffn.sparse_step(case, policy), **shardings), (weights, x, dy, state, key))}
-    for form in ffn.DENSE_FORMS:
-      jobs[f'dense {form}'] = (jax.jit(ffn.dense_step(ffn.dense_block(case, form)), **shardings), (weights, x, dy))
-    compiled = _compile(jobs)
-    calls = {name: lambda f=f, args=jobs[name][1]: f(*args) for name, f in compiled.items()}
+    jobs = {'sparse': (jax.jit(feed_forward.sparse_step(case, policy), **shardings), (weights, x, dy, state, key))}
+    for form in feed_forward.DENSE_FORMS:
+      step = feed_forward.dense_step(feed_forward.dense_block(case, form))
+      jobs[f'dense {form}'] = (jax.jit(step, **shardings), (weights, x, dy))
+    compiled = measure.compile_all(jobs, needed=jobs)
+    calls = {name: functools.partial(f, *jobs[name][1]) for name, f in compiled.items()}
     heat = {name: statistics.median(measure.stream_ms(call, options.steps)) for name, call in calls.items()}
     best = min((name for name in heat if name != 'sparse'), key=heat.__getitem__)
     clock.lap(f'{devices} device(s), first heat {({name: round(ms, 3) for name, ms in heat.items()})}')
@@ -202,70 +201,30 @@ def run_ffn(name: str, mesh: Mesh, options: Any, head: Mapping[str, Any], clock:
     clock.lap('second heat')
   sparse, counts = rows.pop('sparse'), rows.pop('counts')
   return dict(
-    bench='mesh', **head, op='ffn', recipe=case.recipe, activation='swiglu' if case.gated else case.activation,
-    dtype='bfloat16', shape=dict(tokens=shape[0], d=shape[1], hidden=shape[2]), mode='forward_and_vjp',
-    mesh=dict(mesh.shape), implementation=options.implementation, **sparse, baselines=rows,
-    speedup={name: round(row['median_ms'] / sparse['median_ms'], 4) for name, row in rows.items()},
+    bench='mesh', **head, **case.fields, shape=dict(tokens=shape[0], d=shape[1], hidden=shape[2]),
+    mode='forward_and_vjp', mesh=dict(mesh.shape), implementation=options.implementation, **sparse, baselines=rows,
+    speedup=measure.speedup(rows, sparse['median_ms']),
     sparse_calls=counts, headline=not options.tiny,
   )  # fmt: skip
 
 
 def run_step(name: str, mesh: Mesh, options: Any, head: Mapping[str, Any], clock: measure.Clock) -> dict[str, Any]:
   """A training step without mask search on all devices, as `train_step` makes it; state donated, one of both twins."""
-  case = STEP_CASES[name]
-  if options.batch:
-    case = dataclasses.replace(case, batch=options.batch)
-  recipe = measure.with_implementation(train_step.recipe_of('transposable_srste'), options.implementation)
-  model = train_step.make_model(case, options)
-  batch, length = (2 * mesh.size, train_step.TINY['seq_len']) if options.tiny else (case.batch, case.length)
-  tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, (batch, length + 1), dtype=np.int32)
-  tokens, key = place(mesh, tokens, TOKENS), place(mesh, jax.random.key(1), WHOLE)
-
-  def init() -> train_step.State:
-    params = model.init(jax.random.key(0), jnp.zeros((1, length), jnp.int32))['params']
-    return train_step.State(params, train_step.make_optimizer(recipe, case.moment).init(params))
-
-  whole = NamedSharding(mesh, WHOLE)
-  abstract = jax.tree.map(
-    lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole), jax.eval_shape(init)
-  )
-  steps = {'sparse': (recipe, abstract), 'dense': (None, train_step.dense_part(abstract))}
-  compiled = _compile({
-    twin: (
-      jax.jit(train_step.make_step(model, recipe, case.moment), donate_argnums=0, out_shardings=whole),
-      (state, tokens, key),
-    )
-    for twin, (recipe, state) in steps.items()
-  })  # fmt: skip
-  clock.lap(f'compile; memory {({twin: measure.memory(c) for twin, c in compiled.items()})}')
-  state = jax.block_until_ready(jax.jit(init, out_shardings=whole)())
-  clock.lap('initialise')
-
-  def sparse() -> Array:
-    nonlocal state
-    state, loss = compiled['sparse'](state, tokens, key)
-    return loss
-
-  def dense() -> Array:
-    nonlocal state
-    part, loss = compiled['dense'](train_step.dense_part(state), tokens, key)
-    state = train_step.with_dense_part(state, part)
-    return loss
-
-  calls = {'sparse': sparse, 'dense': dense}
-  losses = {twin: float(call()) for twin, call in calls.items()}
+  pair = twins.Twins(STEP_CASES[name], options, clock, mesh)
+  losses = {twin: float(call()) for twin, call in pair.calls.items()}
   clock.lap(f'first steps, losses {losses}')
-  rows = _rows(calls, compiled, options)
+  rows = _rows(pair.calls, pair.compiled, options)
   clock.lap('heat')
   for row in rows.values():
-    row['tokens_per_s'] = round(batch * length / row['median_ms'] * 1e3, 1)
-  made = rows.pop('sparse')
+    row['tokens_per_s'] = round(pair.tokens_a_step / row['median_ms'] * 1e3, 1)
+  sparse, config = rows.pop('sparse'), pair.model.config
+  batch, positions = pair.tokens.shape
   return dict(
-    bench='mesh', **head, op='train_step', model=name, recipe=recipe.name, dtype='bfloat16',
-    shape=dict(batch=batch, length=length, layers=model.config.num_layers, d=model.config.embed_dim),
-    mode='step', mesh=dict(mesh.shape), implementation=options.implementation, **made, baselines=rows,
-    speedup={twin: round(row['median_ms'] / made['median_ms'], 4) for twin, row in rows.items()},
-    sparse_calls=hlo.sparse_calls(compiled['sparse'].as_text(), tokens=batch * length // mesh.size),
+    bench='mesh', **head, op='train_step', model=name, recipe=pair.recipe.name, dtype='bfloat16',
+    shape=dict(batch=batch, length=positions - 1, layers=config.num_layers, d=config.embed_dim),
+    mode='step', mesh=dict(mesh.shape), implementation=options.implementation, **sparse, baselines=rows,
+    speedup=measure.speedup(rows, sparse['median_ms']),
+    sparse_calls=hlo.sparse_calls(pair.compiled['sparse'].as_text(), tokens=pair.tokens_a_step // mesh.size),
     headline=not options.tiny,
   )  # fmt: skip
 
@@ -279,30 +238,27 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument('--one', action='store_true', help="time one device's share of the block on one device as well")
   parser.add_argument('--batch', type=int, help="sequences a step (default: the case's)")
   parser.add_argument('--layers', type=int, help="blocks (default: the model's)")
-  parser.set_defaults(unroll=False, plain_mlp=False, attention='cudnn')
+  parser.set_defaults(recipe='transposable_srste', sparse_only=False, unroll=False, plain_mlp=False, attention='cudnn')
   options = parser.parse_args(argv)
   measure.check_card(parser, options)
   head, mesh = measure.environment(MODULE, argv), make_mesh(options.devices or jax.device_count())
-  failed = 0
-  for name in options.select:
-    clock = measure.Clock()
-    try:
-      if name in CHECKS:
-        check = {'check-sample': check_sample, 'check-ffn': check_ffn, 'check-gpt2': check_gpt2}[name]
-        error = check(mesh, options.implementation, options.tiny)
-        record = dict(bench='mesh_check', **head, op=name, mesh=dict(mesh.shape),
-                      implementation=options.implementation, error=error)  # fmt: skip
-        clock.lap(f'{name}: {error}')
-      else:
-        record = (run_ffn if name in FFN_CASES else run_step)(name, mesh, options, head, clock)
-        print(f'{name} on {mesh.size} devices: {record["median_ms"]:.3f} ms, over {record["speedup"]};'
-              f' calls {record["sparse_calls"]}, {record["communication"]}', flush=True)  # fmt: skip
-    except (ValueError, RuntimeError, NotImplementedError) as error:
-      print(f'{name}: failed: {type(error).__name__}: {str(error)[:1500]}', flush=True)
-      failed += 1
-      continue
-    measure.append(options.out, record)
-  return failed
+
+  def run(name: str) -> dict[str, Any]:
+    if name not in CHECKS:
+      return (run_ffn if name in FFN_CASES else run_step)(name, mesh, options, head, measure.Clock())
+    error = CHECKS[name](mesh, options.implementation, options.tiny)
+    return dict(bench='mesh_check', **head, op=name, mesh=dict(mesh.shape), implementation=options.implementation,
+                error=error)  # fmt: skip
+
+  def summary(record: Mapping[str, Any]) -> str:
+    if record['bench'] == 'mesh_check':
+      return str(record['error'])
+    return (
+      f'on {mesh.size} devices {record["median_ms"]:.3f} ms, over {record["speedup"]};'
+      f' calls {record["sparse_calls"]}, {record["communication"]}'
+    )
+
+  return measure.run_each(options.select, run, options.out, summary)
 
 
 if __name__ == '__main__':

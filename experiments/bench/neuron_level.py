@@ -197,7 +197,7 @@ def block(case: Case, options: Any) -> Plan:
       pattern=f'{case.v}:2:{case.m}', shape=dict(tokens=tokens, d=d, hidden=hidden), mode='forward_and_vjp',
       implementation=policy.implementation or 'reference', dense_features=policy.dense_features, **rows['sparse'],
       baselines=dict(dense=rows[best] | {'form': best, 'memory_gb': measure.memory(programs[best])}),
-      speedup=dict(dense=round(rows[best]['median_ms'] / rows['sparse']['median_ms'], 4)),
+      speedup=measure.speedup({'dense': rows[best]}, rows['sparse']['median_ms']),
       memory_gb=measure.memory(programs['sparse']),
     )  # fmt: skip
 
@@ -228,31 +228,31 @@ def main(argv: Sequence[str] | None = None) -> int:
   measure.check_card(parser, options)
   head = measure.environment(MODULE, argv)
   plans: dict[str, Callable[[Case, Any], Plan]] = {'matmul': matmul, 'pack': pack, 'ffn': block}
-  names = list(dict.fromkeys(name for chosen in options.select for name in GROUPS.get(chosen, [chosen])))
-  chosen = {name: plans[CASES[name].kind](CASES[name], options) for name in names}
+  chosen = {name: plans[CASES[name].kind](CASES[name], options) for name in measure.selected(options, GROUPS)}
   clock = measure.Clock()
-  compiled = compile_all({name: plan.jobs for name, plan in chosen.items()})
+  compiled = compile_all(chosen)
   clock.lap('compiling')
-  failed = 0
-  explained: list[tuple[str, dict[str, Any]]] = []
-  for name, plan in chosen.items():
+  records: dict[str, dict[str, Any]] = {}
+
+  def run(name: str) -> dict[str, Any]:
     try:
-      record = dict(**head, recipe='neuron_level', dtype='bfloat16', headline=not options.tiny)
-      record |= plan.run(compiled[name])
-    except (KeyError, ValueError, RuntimeError) as error:
-      print(f'{name}: failed: {type(error).__name__}: {str(error)[:600]}', flush=True)
-      failed += 1
-      continue
-    measure.append(options.out, record)
-    share = f'{record["copy_share"]:.2f} of copy' if CASES[name].kind == 'pack' else f'speedup {record["speedup"]}'
-    print(f'{name}: {record["median_ms"]:.3f} ms, {share}', flush=True)
-    explained += [(name, record)] if options.explain else []
+      found = chosen[name].run(compiled[name])
+    except KeyError as missing:
+      raise ValueError(f'{missing} was not compiled') from missing
+    records[name] = dict(**head, recipe='neuron_level', dtype='bfloat16', headline=not options.tiny) | found
+    return records[name]
+
+  def summary(record: Mapping[str, Any]) -> str:
+    share = f'{record["copy_share"]:.2f} of copy' if 'copy_share' in record else f'speedup {record["speedup"]}'
+    return f'{record["median_ms"]:.3f} ms, {share}'
+
+  failed = measure.run_each(chosen, run, options.out, summary)
   clock.lap('timing')
   # Last, with every record written: after JAX's profiler has run, CUPTI's timer may lose kernels and end the process.
-  for name, record in explained:
-    if profile := chosen[name].explain(compiled[name], record):
-      _amend(options.out, record, record | {'profile': profile})
-  if explained:
+  if options.explain:
+    for name, record in records.items():
+      if profile := chosen[name].explain(compiled[name], record):
+        _amend(options.out, record, record | {'profile': profile})
     clock.lap('profile')
   return failed
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 import datetime
 import importlib.metadata
 import itertools
-import json
 import os
 from pathlib import Path
 import platform
@@ -27,6 +26,7 @@ from jax import Array
 import jax.numpy as jnp
 import numpy as np
 
+from experiments.bench.measure import append
 from pallas_kernels.transposable_mask import reference
 
 RESULTS = Path(__file__).parents[1] / 'results' / 'transposable_mask.jsonl'
@@ -154,9 +154,7 @@ def main(argv: Sequence[str] | None = None) -> None:
   given = shlex.join(sys.argv[1:] if argv is None else argv)
   record = run(args.size, args.dtype, args.rounds, f'python -m experiments.bench.transposable_mask {given}'.rstrip())
   print(table(record))
-  args.results.parent.mkdir(parents=True, exist_ok=True)
-  with args.results.open('a') as file:
-    file.write(json.dumps(record) + '\n')
+  append(args.results, record)
 
 
 if __name__ == '__main__':

@@ -1,7 +1,6 @@
 """The packers' part of `python -m experiments.bench.neuron_level`, and what its parts share: cases and plans."""
 
 from collections.abc import Callable, Mapping, Sequence
-import concurrent.futures
 import dataclasses
 import functools
 from typing import Any
@@ -55,21 +54,13 @@ class Plan:
   explain: Callable[[Mapping[str, Any], Mapping[str, Any]], Any] = lambda *_: None
 
 
-def compile_all(plans: Mapping[str, Mapping[str, tuple[Callable[..., Any], Sequence[Any]]]]) -> dict[str, Any]:
-  """Compiled functions of each case, in threads; those that are refused are left out, with a line that says why."""
-
-  def one(job: tuple[Callable[..., Any], Sequence[Any]]) -> Any:
-    try:
-      return jax.jit(job[0]).lower(*job[1]).compile()
-    except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
-      return error
-
-  jobs = {(case, name): job for case, plan in plans.items() for name, job in plan.items()}
-  with concurrent.futures.ThreadPoolExecutor(12) as pool:
-    made = dict(zip(jobs, pool.map(one, jobs.values()), strict=True))
-  for case, name in [at for at, f in made.items() if isinstance(f, Exception)]:
-    print(f'  {case}: {name} does not compile: {str(made.pop((case, name)))[:300]}', flush=True)
-  return {case: {name: made[case, name] for name in plan if (case, name) in made} for case, plan in plans.items()}
+def compile_all(plans: Mapping[str, Plan]) -> dict[str, dict[str, Any]]:
+  """Compiled functions of each case by name, those of all cases at once; without what is refused."""
+  jobs = {f'{case}: {name}': (jax.jit(f), args) for case, p in plans.items() for name, (f, args) in p.jobs.items()}
+  made = measure.compile_all(jobs, threads=12)
+  return {
+    case: {name: made[key] for name in plan.jobs if (key := f'{case}: {name}') in made} for case, plan in plans.items()
+  }
 
 
 def pack(case: Case, options: Any) -> Plan:

@@ -21,8 +21,9 @@ from typing import Any
 
 import numpy as np
 
-from experiments.data.corpora import DataError, SPLITS
+from experiments.data.corpora import SPLITS
 from experiments.data.tokenizer import dtype_for, Tokenizer
+from experiments.data.units import DataError
 
 _FORMAT = 1
 _BATCH = 64  # documents tokenized together

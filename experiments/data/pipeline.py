@@ -23,7 +23,7 @@ import numpy as np
 
 from experiments.data import corpora, packing, storage
 from experiments.data import tokenizer as tokenizer_lib
-from experiments.data.corpora import DataError
+from experiments.data.units import DataError
 
 Batch = dict[str, np.ndarray]
 

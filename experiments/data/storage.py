@@ -10,7 +10,7 @@ import time
 from rich import progress as rich_progress
 from rich.console import Console
 
-from experiments.data.corpora import DataError
+from experiments.data.units import DataError
 
 ENVIRONMENT_VARIABLE = 'SPARSE24_DATA_DIR'
 _LOG_EVERY = 10.0  # seconds between lines where there is no terminal

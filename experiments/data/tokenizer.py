@@ -18,9 +18,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from experiments.data import storage
-from experiments.data.corpora import DataError
+from experiments.data.units import DataError, END_OF_TEXT
 
-END_OF_TEXT = '<|endoftext|>'
 NAMES = 'bytes, bpe, bpe:<vocabulary size>, gpt2'
 _BPE_DEFAULT_VOCAB = 4096
 _BPE_TRAINING_CHARACTERS = 200_000_000  # enough for any vocabulary we train, and bounded for a corpus of 40 GB

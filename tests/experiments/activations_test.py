@@ -8,7 +8,19 @@ from absl.testing import absltest, parameterized
 import jax
 import numpy as np
 
-from experiments import activations, build, claims, experiment, flops, methods, report, runs, train
+from experiments import (
+  activations,
+  build,
+  claims,
+  experiment,
+  flops,
+  method_table,
+  methods,
+  programs,
+  report,
+  runs,
+  train,
+)
 import sparse24_jax as s24
 from tests.experiments.fakes import compile_quickly, FakeData, temp_folder
 
@@ -40,7 +52,7 @@ def parts_of(config):
 def at_start():
   """Parts and initial state of the default run, for tests that change neither."""
   parts = parts_of(tiny())
-  return parts, train.init_state(parts)
+  return parts, programs.init_state(parts)
 
 
 @functools.cache
@@ -108,17 +120,17 @@ class MeasureTest(parameterized.TestCase):
   def test_which_models_have_measures(self, changes, expected):
     parts = parts_of(tiny('dense', {}, **changes))
     self.assertEqual(activations.can_probe(parts), expected)
-    self.assertEqual(bool(activations.make_probe(parts, 'dense')(train.init_state(parts))), expected)
+    self.assertEqual(bool(activations.make_probe(parts, 'dense')(programs.init_state(parts))), expected)
 
 
   def test_scanned_layers_are_measured_one_by_one(self):
     looped, scanned = (parts_of(tiny('dense', {}, **{'model.scan_layers': scan})) for scan in (False, True))
-    state = train.init_state(looped)
+    state = programs.init_state(looped)
     layers = [state.params[f'h_{i}'] for i in range(2)]
     stacked = {key: value for key, value in state.params.items() if not key.startswith('h_')}
     stacked['h'] = jax.tree.map(lambda *x: np.stack(x), *layers)
     expected = activations.make_probe(looped, 'dense')(state)[activations.ZEROS]
-    found = activations.make_probe(scanned, 'dense')(train.init_state(scanned)._replace(params=stacked))
+    found = activations.make_probe(scanned, 'dense')(programs.init_state(scanned)._replace(params=stacked))
     self.assertSequenceAlmostEqual(found[activations.ZEROS].values(), expected.values(), places=6)
     self.assertEqual(list(found[activations.ZEROS]), ['h/mlp[0]', 'h/mlp[1]'])
 
@@ -127,7 +139,7 @@ class EvaluationTest(parameterized.TestCase):
   @parameterized.parameters('sequence', 'position')
   def test_blocks_along_a_sequence_see_later_tokens(self, order):
     parts = parts_of(tiny(**{'model.ffn_order': order}))
-    state = train.init_state(parts)
+    state = programs.init_state(parts)
     sparse = s24.sparse_variables(state.params, state.opt_state, parts.recipe, phase='sparse')
     tokens = np.array(parts.data.batch(0, 0)['inputs'])
     changed = np.where(np.arange(16) == 15, (tokens + 7) % 32, tokens)
@@ -147,7 +159,7 @@ class EvaluationTest(parameterized.TestCase):
 
   def test_orders_differ_under_a_pattern_only(self):
     models = [parts_of(tiny(**{'model.ffn_order': order})) for order in ('sequence', 'position')]
-    state = train.init_state(models[0])
+    state = programs.init_state(models[0])
     sparse = s24.sparse_variables(state.params, state.opt_state, models[0].recipe, phase='sparse')
     tokens = np.array(models[0].data.batch(0, 0)['inputs'])
     for phase, same in (('dense', True), ('sparse', False)):
@@ -168,7 +180,7 @@ class EvaluationTest(parameterized.TestCase):
       logits = np.asarray(parts.model.apply({'params': params}, batch['inputs']), np.float64)
       logits -= np.log(np.exp(logits).sum(-1, keepdims=True))
       by_hand.append(-np.take_along_axis(logits, batch['targets'][..., None], -1).mean())
-    found = float(train.make_eval(parts, phase, num_batches=2)(state))
+    found = float(programs.make_eval(parts, phase, num_batches=2)(state))
     np.testing.assert_allclose(found, np.mean(by_hand), rtol=1e-5)
 
   def test_other_recipes_are_evaluated_as_they_are(self):
@@ -206,7 +218,7 @@ class TrainingTest(parameterized.TestCase):
   @parameterized.parameters('weights', 'projected')
   def test_what_a_dense_tail_starts_from(self, dense_from):
     parts = parts_of(tiny(**{'recipe.dense_from': dense_from}))
-    state = train.init_state(parts)
+    state = programs.init_state(parts)
     entered = {step: build.enter_phase(parts, step, state.params, state.opt_state) for step in (0, 6, 23, 24, 25)}
     for step, params in entered.items():
       w = params['h_1']['mlp']['c_proj']['kernel']
@@ -235,16 +247,16 @@ class TrainingTest(parameterized.TestCase):
 
   def test_a_layer_that_is_not_fused_is_refused(self):
     parts, (_, state) = parts_of(tiny(**{'model.fused_mlp': False})), at_start()
-    step = train.make_step(parts, 'sparse', None)
+    step = programs.make_step(parts, 'sparse', None)
     with self.assertRaisesRegex(ValueError, 'h_0/mlp/c_fc/kernel.*takes the whole block'):
       step(state, build.shard_batch(parts, parts.data.batch(0, 0)))
 
 
 class MethodsTest(parameterized.TestCase):
   def test_groups(self):
-    self.assertEqual(methods.expand(['activations']), list(methods.WITH_ACTIVATIONS))
-    self.assertEqual(methods.expand(['ste', 'activations', 'ste'])[:2], ['ste', 'dense_relu2'])
-    self.assertContainsSubset([m for group in methods.GROUPS.values() for m in group], methods.METHODS)
+    self.assertEqual(method_table.expand(['activations']), list(method_table.WITH_ACTIVATIONS))
+    self.assertEqual(method_table.expand(['ste', 'activations', 'ste'])[:2], ['ste', 'dense_relu2'])
+    self.assertContainsSubset([m for group in method_table.GROUPS.values() for m in group], method_table.METHODS)
 
   @parameterized.parameters(
     ('neuron_level', 0.5, 0.25), ('neuron_level_24', 0.5, 0.5), ('activations_24', 1.0, 0.5)
@@ -269,7 +281,7 @@ class MethodsTest(parameterized.TestCase):
     found = {run.label: run.method for run in runs.find_runs([folder])}
     self.assertLen(found, len(finals))
     for label, method in found.items():
-      self.assertEqual(methods.METHODS[method].label, label)
+      self.assertEqual(method_table.METHODS[method].label, label)
     groups = runs.group(runs.find_runs([folder]))
     rows = {row[0]: row[4] for row in report.table_rows(groups)}
     self.assertEqual(

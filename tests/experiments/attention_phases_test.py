@@ -9,7 +9,7 @@ import tempfile
 from absl.testing import absltest, parameterized
 from ml_collections import ConfigDict
 
-from experiments import build, experiment, train
+from experiments import build, experiment, programs, train
 from experiments.bench import attention
 import sparse24_jax as s24
 from tests.experiments.fakes import compile_quickly, FakeData, temp_folder
@@ -40,8 +40,8 @@ class AttentionPhasesTest(parameterized.TestCase):
     self.assertEqual(found, [None] * 4 + [local] * 2 + [None] * 2)
     self.assertIsNone(build.model_for(parts, None).config.attention_pattern)
     self.assertEqual(build.model_for(parts, local).config.attention_pattern, local)
-    state = train.init_state(parts)
-    full, near = (float(train.make_eval(parts, 'sparse', a, num_batches=2)(state)) for a in (None, local))
+    state = programs.init_state(parts)
+    full, near = (float(programs.make_eval(parts, 'sparse', a, num_batches=2)(state)) for a in (None, local))
     self.assertGreater(abs(full - near), 1e-4)
 
   def test_trains_through_all_phases(self):
@@ -57,9 +57,9 @@ class AttentionPhasesTest(parameterized.TestCase):
     near, far = s24.AttentionPattern('local', 4), s24.AttentionPattern('fixed', 4)
     wanted = (None, (near, far))
     self.assertEqual(build.phase_of(parts, 5)[1], wanted)
-    state = train.init_state(parts)
+    state = programs.init_state(parts)
     each, split, same = (
-      float(train.make_eval(parts, 'sparse', attention, num_batches=2)(state))
+      float(programs.make_eval(parts, 'sparse', attention, num_batches=2)(state))
       for attention in (wanted, (None, (near, near)), (None, near))
     )
     self.assertGreater(abs(each - same), 1e-5)

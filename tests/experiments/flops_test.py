@@ -9,14 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from experiments import build, flops, methods
+from experiments import build, flops, method_table, methods
 from experiments.experiment import load_config
 from experiments.models import gpt2
 import sparse24_jax as s24
 from sparse24_jax.optim import sparse_states
+from tests.quick import jit
 
-# Compiling is nearly all of the time of these tests.
-QUICK = {'xla_backend_optimization_level': 0, 'xla_llvm_disable_expensive_passes': True}
 NANO = gpt2.make_config('nano', vocab_size=256)
 GPT2 = gpt2.make_config('124m', vocab_size=50304)
 
@@ -109,8 +108,8 @@ class CountTest(parameterized.TestCase):
     params = jax.tree.map(lambda w: np.random.default_rng(w.size).standard_normal(w.shape, np.float32), shapes)
     wanted = flops.densities(recipe, params, steps)
     build_tx = {p: s24.sparse_training(optax.sgd(0.1), recipe, phase=p) for p in ('dense', 'sparse')}
-    update = {phase: jax.jit(tx.update, compiler_options=QUICK) for phase, tx in build_tx.items()}
-    state = jax.jit(build_tx['dense'].init, compiler_options=QUICK)(params)
+    update = {phase: jit(tx.update) for phase, tx in build_tx.items()}
+    state = jit(build_tx['dense'].init)(params)
     for step in range(steps):
       phase = s24.phase_at(recipe, step, steps)
       for path, mask in sparse_states(state).items():
@@ -136,7 +135,7 @@ class StatedFiguresTest(parameterized.TestCase):
   def test_methods_at_equal_flops(self):
     base = load_config('nano', ['steps=2000'])
     found = {}
-    for method in methods.AT_EQUAL_FLOPS:
+    for method in method_table.AT_EQUAL_FLOPS:
       config = methods.configure(base, method, 0)
       found[method] = flops.of_experiment(config, build.make_recipe(config), vocab_size=256).sum().total(head=False)
     dense = found.pop('dense')

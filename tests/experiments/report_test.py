@@ -9,7 +9,7 @@ import xml.etree.ElementTree as ET
 from absl.testing import absltest, parameterized
 import numpy as np
 
-from experiments import claims, compare, environment, methods, report, runs, svg
+from experiments import build, claims, compare, environment, method_table, methods, report, runs, svg
 from experiments.experiment import load_config
 from tests.experiments.fakes import temp_folder
 
@@ -221,8 +221,8 @@ class VerdictTest(parameterized.TestCase):
   )
   def test_flip_rates_compare_at_equal_intervals(self, fst, dense, pairs):
     folder = temp_folder(self)
-    for method, kwargs in (('fst', fst), ('dense', {'path': methods.FFN, 'watch': 'transposable', **dense})):
-      name = methods.METHODS[method].recipe
+    for method, kwargs in (('fst', fst), ('dense', {'path': build.FFN, 'watch': 'transposable', **dense})):
+      name = method_table.METHODS[method].recipe
       path = write_run(folder, method, 0, 1.2)
       config = json.loads((path / 'config.json').read_text())
       config['recipe'] = {'name': name, 'kwargs': kwargs, 'flip_rate': 'refresh'}

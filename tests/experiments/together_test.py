@@ -13,6 +13,7 @@ from unittest import mock
 from absl.testing import absltest, parameterized
 
 from experiments import compare, methods, together, train
+from pallas_kernels import _processes
 from tests.experiments.fakes import compile_quickly, temp_folder
 
 _ENVIRONMENT: dict[str, str] = {}
@@ -86,7 +87,7 @@ class TogetherTest(parameterized.TestCase):
     # The clock jumps when the process is there.
     clock = mock.Mock(monotonic=lambda: 1e9 * (folder / 'environment').exists(), sleep=time.sleep)
     self.enter_context(mock.patch.object(together, 'time', clock))
-    self.enter_context(mock.patch.object(together, '_STOP_SECONDS', 0.2))
+    self.enter_context(mock.patch.object(_processes, '_STOP_SECONDS', 0.2))
     self.enter_context(mock.patch.object(together, '_train', deaf))
     self.enter_context(mock.patch.dict('os.environ'))
     os.environ.pop('XLA_PYTHON_CLIENT_PREALLOCATE', None)

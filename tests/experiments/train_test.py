@@ -15,12 +15,12 @@ from absl.testing import absltest, parameterized
 import jax
 import numpy as np
 
-from experiments import build, environment, experiment, methods, metrics, train
+from experiments import build, environment, experiment, metrics, programs, train
 from experiments.checkpoint import CheckpointError, Checkpoints
 from tests.experiments.fakes import compile_quickly, FakeData, temp_folder
 
 ROOT = Path(__file__).parents[2]
-FFN = methods.FFN
+FFN = build.FFN
 
 _ENVIRONMENT: dict[str, str] = {}
 
@@ -64,7 +64,7 @@ def losses(folder, kind):
 def final_arrays(config, folder):
   """Every array of the newest checkpoint, by path."""
   parts = build.make_parts(config, data=FakeData())
-  target = jax.eval_shape(lambda: train.init_state(parts))
+  target = jax.eval_shape(lambda: programs.init_state(parts))
   with Checkpoints(Path(folder) / 'checkpoints', read_only=True) as checkpoints:
     meta = checkpoints.read_meta()
     found = checkpoints.restore(target.params, target.opt_state, identity=meta['identity'])
@@ -100,7 +100,7 @@ class LearnsTest(parameterized.TestCase):
     for data, fsdp in ((1, 1), (2, 2)):
       config = tiny('transposable_srste', kwargs, steps=10, mesh__data=data, mesh__fsdp=fsdp, optimizer__peak_lr=1e-3)
       parts = build.make_parts(config, data=FakeData())
-      kernel = train.init_state(parts).params['h_0']['mlp']['c_fc']['kernel']
+      kernel = programs.init_state(parts).params['h_0']['mlp']['c_fc']['kernel']
       self.assertEqual(kernel.sharding.shard_shape(kernel.shape), (32, 128 // fsdp))
       folder = temp_folder(self)
       run(config, folder)
@@ -110,9 +110,9 @@ class LearnsTest(parameterized.TestCase):
   def test_one_compilation_a_phase(self):
     config = tiny('transposable_srste', RECIPES['transposable_srste'])
     parts = build.make_parts(config, data=FakeData())
-    state, batches = train.init_state(parts), parts.data.train()
+    state, batches = programs.init_state(parts), parts.data.train()
     for phase in ('sparse', 'dense'):
-      step = train.make_step(parts, phase, None)
+      step = programs.make_step(parts, phase, None)
       for _ in range(3):
         state, _ = step(state, build.shard_batch(parts, next(batches)))
       self.assertEqual(step._cache_size(), 1)
@@ -211,7 +211,7 @@ class RefusedTest(parameterized.TestCase):
 
   def test_a_gradient_that_is_not_finite_stops_the_run(self):
     found = train.Run(build.make_parts(tiny(), data=FakeData()), temp_folder(self), quiet=True)
-    window = [train.StepMetrics(*map(np.float32, (1.0, norm, 0.1, 0.0, 0.0))) for norm in (2.0, np.inf, np.nan)]
+    window = [programs.StepMetrics(*map(np.float32, (1.0, norm, 0.1, 0.0, 0.0))) for norm in (2.0, np.inf, np.nan)]
     with self.assertRaisesRegex(train.TrainingDivergedError, 'the norm of the gradient is inf at step 9'):
       found._log(10, 'dense', window, None, None)
 
@@ -239,12 +239,12 @@ class RefusedTest(parameterized.TestCase):
       run(tiny(checkpoint_every=-1), temp_folder(self))
 
   def test_runs_that_share_programs_train_as_alone(self):
-    programs, folder = [], temp_folder(self)
+    shared, folder = [], temp_folder(self)
     alone = run(tiny('transposable_srste', RECIPES['transposable_srste'], seed=1), temp_folder(self))
     for seed in (0, 1):
       config = tiny('transposable_srste', RECIPES['transposable_srste'], seed=seed)
-      with mock.patch.object(train, 'make_step', side_effect=train.make_step) as made:
-        found = train.train(config, Path(folder, str(seed)), data=FakeData(), quiet=True, programs=programs)
+      with mock.patch.object(programs, 'make_step', side_effect=programs.make_step) as made:
+        found = train.train(config, Path(folder, str(seed)), data=FakeData(), quiet=True, programs=shared)
       self.assertEqual(made.call_count, 0 if seed else 2)  # a sparse and a dense phase
     self.assertEqual(found['validation_loss'], alone['validation_loss'])
 

@@ -14,6 +14,7 @@ from pallas_kernels.pack import api as pack
 import sparse24_jax as s24
 from sparse24_jax import products
 from tests import oracles
+from tests.oracles import activation_and_slope, assert_close
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 D, HIDDEN, OUT = 16, 64, 24
@@ -70,19 +71,6 @@ def integers(rng, shape):
   return rng.integers(-1, 2, shape) * rng.integers(0, 2, shape)
 
 
-def activation_and_slope(name: str, a: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-  if name == 'relu':
-    return np.maximum(a, 0), (a > 0).astype(np.float64)
-  if name == 'squared_relu':
-    return np.maximum(a, 0) ** 2, 2 * np.maximum(a, 0)
-  if name == 'silu':
-    sigmoid = 1 / (1 + np.exp(-a))
-    return a * sigmoid, sigmoid * (1 + a * (1 - sigmoid))
-  inner = np.sqrt(2 / np.pi) * (a + 0.044715 * a**3)
-  slope = np.sqrt(2 / np.pi) * (1 + 3 * 0.044715 * a**2)
-  return a * (1 + np.tanh(inner)) / 2, (1 + np.tanh(inner)) / 2 + a * slope / np.cosh(inner) ** 2 / 2
-
-
 def written_formulas(policy, activation, x, weights, biases, states, dy, key):
   """y, dx, dW and db in float64; what a step would write to memory is rounded to the dtype of x."""
   dtype = x.dtype
@@ -116,16 +104,6 @@ def written_formulas(policy, activation, x, weights, biases, states, dy, key):
   dw = dict(zip(names, np.split(x.T @ sampled_z, len(names), axis=1), strict=True)) | {'down': h.T @ sampled_y}
   db = dict(zip(names, np.split(dz.sum(0), len(names)), strict=True)) | {'down': dy.sum(0)} if biases else {}
   return h @ w['down'] + bias('down'), dz @ np.concatenate(first, axis=1).T, dw, db
-
-
-def assert_close(found, expected, tolerance: float) -> None:
-  """Relative Frobenius error of every leaf."""
-  found, expected = (jax.tree_util.tree_leaves_with_path(tree) for tree in (found, expected))
-  for (path, a), (other_path, b) in zip(found, expected, strict=True):
-    assert path == other_path, (path, other_path)
-    right = oracles.wide(b).reshape(a.shape)
-    error = np.linalg.norm(oracles.wide(a) - right) / np.linalg.norm(right)
-    assert error <= tolerance, f'{jax.tree_util.keystr(path)}: {error}'
 
 
 class FormulaTest(parameterized.TestCase):

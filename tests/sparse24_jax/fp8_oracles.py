@@ -76,19 +76,6 @@ def written_dot(x, w, state, dz, key):
   return sparse_product(x, w8), dx, sparse_product(transposed(x), f8_sample(dz, key))
 
 
-def activation_and_slope(name: str, a: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-  if name == 'relu':
-    return np.maximum(a, 0), (a > 0).astype(np.float64)
-  if name == 'squared_relu':
-    return np.maximum(a, 0) ** 2, 2 * np.maximum(a, 0)
-  if name == 'silu':
-    sigmoid = 1 / (1 + np.exp(-a))
-    return a * sigmoid, sigmoid * (1 + a * (1 - sigmoid))
-  tanh = np.tanh(np.sqrt(2 / np.pi) * (a + 0.044715 * a**3))
-  inner = np.sqrt(2 / np.pi) * (1 + 3 * 0.044715 * a**2)
-  return a * (1 + tanh) / 2, (1 + tanh) / 2 + a * inner * (1 - tanh**2) / 2
-
-
 def written_ffn(activation, x, weights, biases, states, dy, key):
   """y, dx, dW, db; what a step writes in bfloat16 is rounded to it."""
   x, dy = f8(wide(x), E4M3), wide(dy)
@@ -100,11 +87,11 @@ def written_ffn(activation, x, weights, biases, states, dy, key):
   z = sparse_product(x, first) + b_first
   if 'gate' in weights:  # the product is written, then read
     gate, up = np.split(bf16(z), 2, axis=1)
-    value, slope = activation_and_slope(activation, gate)
+    value, slope = oracles.activation_and_slope(activation, gate)
     h = bf16(value * up)
   else:
-    h = bf16(activation_and_slope(activation, z)[0])
-    slope = activation_and_slope(activation, bf16(z))[1]
+    h = bf16(oracles.activation_and_slope(activation, z)[0])
+    slope = oracles.activation_and_slope(activation, bf16(z))[1]
   dh = dense_product(f8(dy, E5M2), transposed(down))
   dz = bf16(np.concatenate([dh * up * slope, dh * value], axis=1) if 'gate' in weights else dh * slope)
   bounded = 'gate' not in weights and activation in fp8.STEEPEST

@@ -11,90 +11,37 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from pallas_kernels import _dispatch, formats
+from pallas_kernels import _dispatch
 from pallas_kernels.pack import api as pack
-from pallas_kernels.sparse_matmul.operand import from_operand
 import sparse24_jax as s24
 from sparse24_jax import fp8, products
 from tests import oracles
+from tests.oracles import assert_close
 from tests.sparse24_jax import fp8_oracles
-
-BF16, F32 = jnp.bfloat16, jnp.float32
-D, HIDDEN, OUT, TOKENS = 16, 64, 24, (2, 8)
-SHAPES = {'up': (D, HIDDEN), 'down': (HIDDEN, OUT), 'gate': (D, HIDDEN)}
-KEY = jax.random.key(7)
-PROJECTION = s24.soft_threshold_projection()
-SIMULATED = s24.DotPolicy(PROJECTION, weight_grad='mvue', precision='fp8', implementation='reference')
-KERNELS = dataclasses.replace(SIMULATED, implementation='dense')  # their path, multiplied decompressed
-CHOOSES = dataclasses.replace(SIMULATED, implementation=None)
-# One rounding of the result to bfloat16, and here and there a rounding that turned with the order of a sum.
-TOLERANCE = 5e-3
-# In a block such a turn goes on through products, and in e5m2 it is a quarter of a number.
-FLIPS = 1e-2
-# Three bits of mantissa in e4m3, two in e5m2, after scales that are not those of the simulation.
-NOISE = 0.15
-
-
-def draw(seed: int, *shape: int, dtype=BF16):
-  return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
-
-
-def draw_weight(seed: int, *shape: int, dtype=BF16):
-  """Of few bits, so that the soft threshold's differences are exact."""
-  return jnp.asarray(np.random.default_rng(seed).integers(-120, 121, shape) / 64, dtype)
-
-
-def block(policy, activation, x, weights, biases, states, key):
-  return s24.ffn(
-    x, weights['up'], weights['down'], states, policy=policy, activation=activation, w_gate=weights.get('gate'),
-    key=key, **{f'b_{role}': b for role, b in biases.items()},
-  )  # fmt: skip
-
-
-# Roundings to bfloat16 stay where they are written; casts to 8 bits are long code, which takes twice as long to compile
-# optimised.
-OPTIONS = {'xla_allow_excess_precision': False, 'xla_backend_optimization_level': 0}
-jit = functools.partial(jax.jit, compiler_options=OPTIONS)
-
-
-@functools.partial(jit, static_argnums=(0, 1))
-def ffn_and_gradients(policy, activation, x, weights, biases, states, dy, key):
-  y, vjp = jax.vjp(lambda x, w, b: block(policy, activation, x, w, b, states, key), x, weights, biases)
-  return y, *vjp(dy)
-
-
-@functools.partial(jit, static_argnums=0)
-def dot_and_gradients(policy, x, w, state, dz, key):
-  z, vjp = jax.vjp(lambda x, w: s24.dot(x, w, state, policy=policy, key=key), x, w)
-  return z, *vjp(dz)
-
-
-init = jax.jit(PROJECTION.init)
-pack_weight = jit(functools.partial(products.pack_weight, KERNELS, dtype=BF16))
-
-
-def problem(*, gated: bool, biased: bool, tokens=TOKENS):
-  """(x, weights, biases, states, cotangent of y)."""
-  roles = ('up', 'down', 'gate') if gated else ('up', 'down')
-  weights = {role: draw_weight(i, *SHAPES[role]) for i, role in enumerate(roles)}
-  biases = {role: draw(10 + i, SHAPES[role][1]) for i, role in enumerate(roles)} if biased else {}
-  states = {role: init(w) for role, w in weights.items()}
-  return draw(20, *tokens, D), weights, biases, states, draw(21, *tokens, OUT)
-
-
-def assert_close(found, expected, tolerance: float) -> None:
-  """Relative Frobenius error of every leaf."""
-  found, expected = (jax.tree_util.tree_leaves_with_path(tree) for tree in (found, expected))
-  for (path, a), (other_path, b) in zip(found, expected, strict=True):
-    assert path == other_path, (path, other_path)
-    right = oracles.wide(b).reshape(a.shape)
-    error = np.linalg.norm(oracles.wide(a) - right) / np.linalg.norm(right)
-    assert error <= tolerance, f'{jax.tree_util.keystr(path)}: {error}'
-
-
-def unpacked(packed: fp8.PackedWeight8) -> np.ndarray:
-  """What the forward reads, float64 `[in, out]`, not scaled back."""
-  return oracles.wide(formats.decompress(from_operand(packed.operand))).T
+from tests.sparse24_jax.fp8_problems import (
+  BF16,
+  block,
+  CHOOSES,
+  D,
+  dot_and_gradients,
+  draw,
+  draw_weight,
+  F32,
+  HIDDEN,
+  init,
+  jit,
+  KERNELS,
+  KEY,
+  NOISE,
+  OUT,
+  pack_weight,
+  problem,
+  PROJECTION,
+  SIMULATED,
+  TOKENS,
+  TOLERANCE,
+  unpacked,
+)
 
 
 class DotTest(parameterized.TestCase):
@@ -246,108 +193,6 @@ class DotTest(parameterized.TestCase):
     self.assertEqual(jax.eval_shape(lambda x: s24.dot(x, self.w, self.state, policy=KERNELS), x[0]).shape, (OUT,))
 
 
-class FfnTest(parameterized.TestCase):
-
-  @parameterized.parameters(('gelu', False, True), ('squared_relu', False, False), ('silu', True, True))
-  def test_formulas(self, activation, gated, biased):
-    given = problem(gated=gated, biased=biased)
-    found = ffn_and_gradients(KERNELS, activation, *given, KEY)
-    self.assertEqual(jax.tree.map(jnp.shape, found[1:]), jax.tree.map(jnp.shape, given[:3]))
-    self.assertEqual({a.dtype for a in jax.tree.leaves(found)}, {jnp.dtype(BF16)})
-    assert_close(found, fp8_oracles.written_ffn(activation, *given, KEY), FLIPS)
-
-  @parameterized.parameters(('gelu', False, 'up'), ('silu', True, 'down'))
-  def test_a_dense_forward_of_either_product_leaves_the_block_as_it_is(self, activation, gated, dense):
-    def plan(policy, tokens, d_in, d_out, *_):
-      loses = (d_in, d_out) == SHAPES[dense]
-      return products.Plan(None if loses else 'dense', None, 'dense', fp8=True)
-
-    given = problem(gated=gated, biased=True)
-    with (
-      mock.patch.object(products, 'plan', plan),
-      mock.patch.object(fp8, '_dense_forward', side_effect=fp8._dense_forward) as products_by_xla,
-    ):
-      found = jit(lambda *args: ffn_and_gradients.__wrapped__(CHOOSES, activation, *args))(*given, KEY)
-    products_by_xla.assert_called_once()
-    # z is rounded before its bias comes and before its activation: more numbers turn.
-    assert_close(found, fp8_oracles.written_ffn(activation, *given, KEY), 2 * FLIPS)
-
-  def test_is_the_simulation_up_to_rounding(self):
-    given = problem(gated=True, biased=True)
-    found, expected = (ffn_and_gradients(policy, 'silu', *given, KEY) for policy in (KERNELS, SIMULATED))
-    assert_close(found, expected, 2 * NOISE)
-
-  def test_gate_and_up_of_very_different_size(self):
-    """One scale for both; the smaller keeps what the range of e4m3 leaves it."""
-    x, weights, biases, states, dy = problem(gated=True, biased=True)
-    weights['up'] = weights['up'] / 256
-    given = x, weights, biases, states, dy
-    found = ffn_and_gradients(KERNELS, 'silu', *given, KEY)
-    assert_close(found, fp8_oracles.written_ffn('silu', *given, KEY), FLIPS)
-    assert_close(found[0], ffn_and_gradients(SIMULATED, 'silu', *given, KEY)[0], 2 * NOISE)
-
-  @parameterized.parameters(False, True)
-  def test_packed_weights_are_taken_over_and_gates_packed_again(self, gated):
-    x, weights, biases, states, _ = problem(gated=gated, biased=True)
-    packed = {role: pack_weight(w, states[role]) for role, w in weights.items()}
-    run = jit(lambda states: block(KERNELS, 'silu', x, weights, biases, states, None))
-    assert_close(run(packed), run(states), 0.0)
-
-  def test_jit_and_remat_inside_of_grad(self):
-    """A gate is packed inside the layer, so a checkpoint around it holds the packed weight."""
-    x, weights, biases, states, dy = problem(gated=True, biased=True)
-    expected = ffn_and_gradients(KERNELS, 'silu', x, weights, biases, states, dy, KEY)
-    run = jax.jit(jax.checkpoint(functools.partial(block, KERNELS, 'silu', states=states, key=KEY)))
-
-    @jit
-    def gradient(x, weights, biases):
-      y, vjp = jax.vjp(run, x, weights, biases)
-      return y, *vjp(dy)
-
-    assert_close(gradient(x, weights, biases), expected, TOLERANCE)
-
-  def test_vmap(self):
-    """Over experts, each with its own scales."""
-    given = problem(gated=True, biased=True)
-    many = jax.tree.map(lambda a: jnp.stack([a, a * 3]), given)
-    many = (*many[:3], jax.tree.map(jax.vmap(PROJECTION.init), many[1]), many[4])
-    keys = jax.random.split(KEY, 2)
-    found = jit(jax.vmap(functools.partial(ffn_and_gradients.__wrapped__, KERNELS, 'silu')))(*many, keys)
-    for i in range(2):
-      own = jax.tree.map(lambda a, i=i: a[i], (found, many, keys))
-      assert_close(own[0], ffn_and_gradients(KERNELS, 'silu', *own[1], own[2]), TOLERANCE)
-
-  @parameterized.parameters(np.nan, np.inf)
-  def test_what_is_not_finite_shows(self, bad):
-    x, weights, biases, states, dy = problem(gated=True, biased=True)
-    y, dx, dw, _ = ffn_and_gradients(KERNELS, 'silu', x.at[0, 0, 0].set(bad), weights, biases, states, dy, KEY)
-    for a in jax.tree.leaves((y, dx, dw['up'], dw['gate'])):
-      self.assertTrue(bool(jnp.isnan(a).all()))
-    y, dx, dw, _ = ffn_and_gradients(KERNELS, 'silu', x, weights, biases, states, dy.at[0, 0, 0].set(bad), KEY)
-    self.assertTrue(bool(jnp.isfinite(y).all()))
-    for a in jax.tree.leaves((dx, dw)):
-      self.assertTrue(bool(jnp.isnan(a).all()))
-
-  def test_zeros_stay_zeros(self):
-    x, weights, _, states, dy = problem(gated=True, biased=True)
-    biases = {role: jnp.zeros(SHAPES[role][1], BF16) for role in weights}
-    for zero_x in (True, False):
-      given = (x * 0, dy) if zero_x else (x, dy * 0)
-      y, dx, dw, _ = ffn_and_gradients(KERNELS, 'silu', given[0], weights, biases, states, given[1], KEY)
-      self.assertTrue(all(bool(jnp.isfinite(a).all()) for a in jax.tree.leaves((y, dx, dw))))
-      self.assertEqual(float(jnp.abs(y).max()) == 0, zero_x)
-      self.assertEqual(float(jnp.abs(dx).max()), 0)
-      self.assertEqual(float(jnp.abs(dw['up']).max()), 0)
-
-  def test_no_derivative_exceeds_its_bound(self):
-    z = np.linspace(-20, 20, 400_001)
-    for name, bound in fp8.STEEPEST.items():
-      steepest = abs(fp8_oracles.activation_and_slope(name, z)[1]).max()
-      self.assertLessEqual(steepest, bound, name)
-      self.assertGreater(steepest, 0.99 * bound, name)
-    self.assertNotIn('squared_relu', fp8.STEEPEST)  # grows without bound
-
-
 class FlaxTest(absltest.TestCase):
 
   def test_float32_parameters_of_a_bfloat16_layer(self):
@@ -407,10 +252,10 @@ class RefusalTest(parameterized.TestCase):
       jax.eval_shape(functools.partial(s24.dot, policy=policy), x, weights['up'], states['up'])
 
   @parameterized.product(
-    policy=('KERNELS', 'SIMULATED'), case=((TOKENS, None, 'needs a random key'), ((6,), KEY, 'groups tokens in fours'))
+    policy=(KERNELS, SIMULATED), case=((TOKENS, None, 'needs a random key'), ((6,), KEY, 'groups tokens in fours'))
   )
   def test_a_gradient_needs_a_key_and_tokens_in_fours(self, policy, case):
-    policy, (tokens, key, message) = globals()[policy], case
+    tokens, key, message = case
     x, weights, _, states, _ = problem(gated=False, biased=False, tokens=tokens)
 
     def dot_loss(w):

@@ -14,6 +14,7 @@ import numpy as np
 from pallas_kernels import _dispatch
 import sparse24_jax as s24
 from sparse24_jax import products
+from tests.quick import jit
 
 BF16 = jnp.bfloat16
 TOKENS, D, HIDDEN = 192, 64, 128
@@ -87,12 +88,6 @@ class SampleTest(parameterized.TestCase):
     np.testing.assert_array_equal(np.asarray(found), np.asarray(f(dz, x)))
 
 
-def compiled_for(f, *args):
-  """`f` compiled as XLA divides it, but quickly: LLVM's passes over the machine code take longer than all else here."""
-  options = {'xla_backend_optimization_level': 0, 'xla_llvm_disable_expensive_passes': True}
-  return jax.jit(f).lower(*args).compile(options)
-
-
 def step(policy, gated, x, weights, states, dy):
   def block(x, weights):
     return s24.ffn(
@@ -115,10 +110,10 @@ class BlockTest(parameterized.TestCase):
       weights['gate'] = normal(3, D, HIDDEN)
     states = states_of(policy, weights)
     x, dy, on = normal(4, 8, TOKENS // 8, D), normal(5, 8, TOKENS // 8, D), mesh(kind, (8, 1))
-    f = functools.partial(step, policy, gated)
-    y, (dx, dw) = compiled_for(f, x, weights, states, dy)(x, weights, states, dy)
+    f = jit(functools.partial(step, policy, gated))
+    y, (dx, dw) = f(x, weights, states, dy)
     args = put(x, on, 'd'), put(weights, on), put(states, on), put(dy, on, 'd')
-    compiled = compiled_for(f, *args)
+    compiled = f.lower(*args).compile()
     found_y, (found_dx, found_dw) = compiled(*args)
     # Where a device sums in another order the last bit of bfloat16 differs, and FP8 rounds that to two bits.
     for found, expected in ((found_y, y), (found_dx, dx)):
@@ -155,9 +150,9 @@ class BlockTest(parameterized.TestCase):
       return jax.lax.scan(micro, jax.tree.map(jnp.zeros_like, weights), (batches, jax.random.split(KEY, 2)))[0]
 
     batches = normal(4, 2, TOKENS, D) / 8
-    expected = compiled_for(gradient, weights, states, batches)(weights, states, batches)
+    expected = jit(gradient)(weights, states, batches)
     args = put(weights, on), put(states, on), put(batches, on, None, ('d', 't'))
-    compiled = compiled_for(gradient, *args)
+    compiled = jit(gradient).lower(*args).compile()
     for role, found in compiled(*args).items():
       self.assertLess(error(found, expected[role]), 2e-2, role)
     self.assertEqual(set(exchanged(compiled.as_text())), {'all-reduce'})

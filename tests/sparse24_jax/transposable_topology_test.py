@@ -13,6 +13,7 @@ import sparse24_jax as s24
 from sparse24_jax.optim import sparse_states
 from sparse24_jax.rules import match_rules
 from sparse24_jax.topology import Context
+from tests.quick import jit
 
 SHAPE = (2, 16, 12)
 SIZE = 16 * 12
@@ -20,12 +21,6 @@ ZETA = 0.3
 
 PAIRS = [np.array([i in pair for i in range(4)]) for pair in itertools.combinations(range(4), 2)]
 PATTERNS = np.array([rows for rows in itertools.product(PAIRS, repeat=4) if (np.sum(rows, axis=0) == 2).all()])
-
-
-# Compiling is nearly all of the time of these tests.
-jit = functools.partial(
-  jax.jit, compiler_options={'xla_backend_optimization_level': 0, 'xla_llvm_disable_expensive_passes': True}
-)
 
 
 def normal(seed, shape=SHAPE):

@@ -13,7 +13,7 @@ from unittest import mock
 from absl.testing import absltest, parameterized
 import numpy as np
 
-from experiments.bench import tracking
+from experiments.bench import byte_model, tracking
 from tests.experiments.fakes import compile_quickly
 
 
@@ -62,13 +62,13 @@ class MainTest(parameterized.TestCase):
 class RunTest(parameterized.TestCase):
   def test_evaluation_is_of_bytes_that_no_step_sees(self):
     size = 10_000
-    train, held_out = tracking.offsets(size, tracking.TINY, 50)
+    train, held_out = byte_model.offsets(size, byte_model.TINY, 50)
     self.assertEqual(train.shape, (50, 4))
-    self.assertLessEqual(train.max() + tracking.TINY.length + 1, size - size // tracking.HELD_OUT)
-    self.assertGreaterEqual(held_out.min(), size - size // tracking.HELD_OUT)
-    self.assertLessEqual(held_out.max() + tracking.TINY.length + 1, size)
+    self.assertLessEqual(train.max() + byte_model.TINY.length + 1, size - size // byte_model.HELD_OUT)
+    self.assertGreaterEqual(held_out.min(), size - size // byte_model.HELD_OUT)
+    self.assertLessEqual(held_out.max() + byte_model.TINY.length + 1, size)
     with self.assertRaisesRegex(ValueError, 'too small'):
-      tracking.offsets(100, tracking.TINY, 50)
+      byte_model.offsets(100, byte_model.TINY, 50)
 
   def test_tiny_run_on_the_kernels_path(self):
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()) as out:

@@ -7,7 +7,7 @@ from unittest import mock
 
 from absl.testing import absltest, parameterized
 
-from experiments.data import corpora
+from experiments.data import corpora, packages
 
 
 def read_all(name, folder=None):
@@ -26,8 +26,8 @@ class FolderTestCase(parameterized.TestCase):
 
 class ReadTest(FolderTestCase):
   def test_splits_of_the_default_share_no_paragraph(self):
-    some = corpora._package_units('botocore', r'botocore/data/([^/]+)/([^/]+)/service-2\.json(?:\.gz)?')[:60]
-    with mock.patch.object(corpora, '_package_units', lambda package, pattern: some):
+    some = packages.package_units('botocore', r'botocore/data/([^/]+)/([^/]+)/service-2\.json(?:\.gz)?')[:60]
+    with mock.patch.object(packages, 'package_units', lambda package, pattern: some):
       splits = read_all('aws_docs')
       self.assertEqual(splits, read_all('aws_docs'))
     held_out = {unit[0][0].split('/')[0] for unit in some[corpora.HOLD_OUT - 1 :: corpora.HOLD_OUT]}
@@ -153,7 +153,7 @@ class ErrorTest(FolderTestCase):
 
   def test_missing_package(self):
     with self.assertRaisesRegex(corpora.DataError, 'no-such-package, which is not installed: pip install no-such-pack'):
-      corpora._package_units('no-such-package', '(.*)')
+      packages.package_units('no-such-package', '(.*)')
 
   def test_parquet_without_text(self):
     import pyarrow as pa

@@ -181,8 +181,8 @@ class PreparationTest(parameterized.TestCase):
   def start(self, before=''):
     code = f"""
 import os, signal, time
-from experiments.data import corpora, pipeline, tokenizer
-encode, read = tokenizer.Bytes.encode_batch, corpora._file_documents
+from experiments.data import folders, pipeline, tokenizer
+encode, read = tokenizer.Bytes.encode_batch, folders.file_documents
 def slow_encode(self, texts):
   time.sleep(0.3)
   return encode(self, texts)
@@ -200,7 +200,7 @@ print(pipeline.load(corpus='folder', manual_dir={self.manual_dir!r}, data_dir={s
     return subprocess.Popen([sys.executable, '-c', code], cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
 
   def test_a_killed_preparation_is_made_good(self):
-    patches = ('tokenizer.Bytes.encode_batch = die_encoding', 'corpora._file_documents = die_reading')
+    patches = ('tokenizer.Bytes.encode_batch = die_encoding', 'folders.file_documents = die_reading')
     for patch in patches:
       process = self.start(patch)
       process.communicate()

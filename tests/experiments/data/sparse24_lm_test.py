@@ -8,7 +8,7 @@ from unittest import mock
 from absl.testing import absltest, parameterized
 import tensorflow_datasets as tfds
 
-from experiments.data import corpora, sparse24_lm
+from experiments.data import corpora, sparse24_lm, units
 
 TEXTS = [f'document {i}: two of four weights' for i in range(40)]
 
@@ -16,7 +16,7 @@ TEXTS = [f'document {i}: two of four weights' for i in range(40)]
 def write_texts(folder, texts=TEXTS):
   folder.mkdir(exist_ok=True)
   if not (path := folder / 'a.txt').exists() or texts is not TEXTS:  # its time is part of what is compared
-    path.write_text(corpora._END_OF_TEXT.join(texts))
+    path.write_text(units.END_OF_TEXT.join(texts))
   return folder
 
 

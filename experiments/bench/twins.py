@@ -1,0 +1,235 @@
+"""Language models whose training steps are timed, sparse and dense.
+
+Both twins train the same parameters in turns: the dense step takes weights and moments out of the sparse run's state
+and puts them back, so one set of them is in memory. Tokens are random; time does not depend on them.
+"""
+
+from collections.abc import Callable, Mapping
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+from jax import Array
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+import numpy as np
+import optax
+
+from experiments.bench import hlo, measure
+from experiments.models import gpt2, llama
+import sparse24_jax as s24
+
+REFRESH_EVERY = 40
+FFN = r'.*/mlp/.*'
+LINEAR = r'.*/(attn|mlp)/.*/kernel'
+# Samples where the fused block takes them: elsewhere in a block the exact gradient is as fast.
+MIXED: Mapping[str, Mapping[str, Any]] = {
+  'mixed_sparsity_24': dict(structure='2:4'),
+  'mixed_sparsity_transposable': dict(structure='transposable', mvue_path=FFN),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+  """One model and how it is trained.
+
+  Attributes:
+    model: 'gpt2' or 'llama'.
+    size: a key of the model's `SIZES`.
+    batch: sequences a step.
+    length: positions of a sequence.
+    vocab: rows of the embedding.
+    remat: recompute blocks in the backward.
+    moment: dtype of AdamW's first moment, in both twins.
+  """
+
+  model: str
+  size: str
+  batch: int
+  length: int
+  vocab: int
+  remat: bool
+  moment: str = 'float32'
+
+
+CASES = {
+  'gpt2-124m': Case('gpt2', '124m', 32, 1024, 50304, False),
+  'gpt2-1558m': Case('gpt2', '1558m', 24, 1024, 50304, True),
+  'llama-3b': Case('llama', '3b', 6, 2048, 32000, True, 'bfloat16'),
+}
+TINY = dict(num_layers=2, num_heads=2, embed_dim=32, seq_len=16)
+
+
+class State(NamedTuple):
+  """What a step carries."""
+
+  params: Any
+  opt_state: Any
+
+
+def make_model(case: Case, options: Any) -> Any:
+  """The linen model of a case, in bfloat16 with float32 parameters."""
+  family, make = (gpt2, gpt2.GPT2) if case.model == 'gpt2' else (llama, llama.Llama)
+  layers = {'num_layers': options.layers} if options.layers else {}
+  fields: dict[str, Any] = layers | dict(
+    dtype='bfloat16', scan_layers=not options.unroll, remat=case.remat, attention=options.attention,
+    fused_mlp=not options.plain_mlp,
+  )  # fmt: skip
+  if options.tiny:
+    fields |= TINY | {'attention': 'xla'}
+    fields |= dict(num_kv_heads=1, hidden_dim=64) if case.model == 'llama' else {}
+    return make(family.make_config('nano', vocab_size=64, **fields))
+  return make(family.make_config(case.size, vocab_size=case.vocab, seq_len=case.length, **fields))
+
+
+def recipe_of(name: str) -> s24.Recipe:
+  """The recipe by the name that records have."""
+  if name == 'transposable_srste':
+    return s24.recipes.transposable_srste(FFN, masked_decay=6e-5, refresh_every=REFRESH_EVERY)
+  if name in MIXED:  # every linear layer of a block; early in the run, where all places of the masks are taken
+    return s24.recipes.mixed_sparsity(LINEAR, total_steps=300_000, **MIXED[name])
+  return s24.recipes.s_ste(FFN, fp8=name == 's_ste_fp8')
+
+
+def adamw(moment: str) -> optax.GradientTransformation:
+  """The optimizer of both twins: decay on matrices only; a rate small enough to train on noise for ever."""
+
+  def is_matrix(params: Any) -> Any:
+    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in ('kernel', 'embedding'), params)
+
+  return optax.adamw(1e-6, b1=0.9, b2=0.95, weight_decay=0.1, mask=is_matrix, mu_dtype=moment)
+
+
+def make_optimizer(recipe: s24.Recipe | None, moment: str) -> optax.GradientTransformation:
+  """Clipping, then AdamW; the recipe's wrapper, if there is one, around AdamW, or around both where links grow."""
+  clip = optax.clip_by_global_norm(1.0)
+  if recipe is None:
+    return optax.chain(clip, adamw(moment))
+  if _grows(recipe):
+    return s24.sparse_training(optax.chain(clip, adamw(moment)), recipe, phase='sparse')
+  return optax.chain(clip, s24.sparse_training(adamw(moment), recipe, phase='sparse'))
+
+
+def _grows(recipe: s24.Recipe) -> bool:
+  return any(rule.policy.projection and rule.policy.projection.update for rule in recipe.rules)
+
+
+def make_step(model: Any, recipe: s24.Recipe | None, moment: str = 'float32') -> Callable[..., Any]:
+  """(state, tokens [B, T + 1], key) -> (state, loss); dense without a recipe, else of the recipe's sparse phases."""
+  tx = make_optimizer(recipe, moment)
+  net = model if recipe is None else s24.sparsify(model, recipe, phase='sparse')
+
+  def loss_fn(params: Any, states: Any, tokens: Array, key: Array) -> Array:
+    variables = {'params': params} if recipe is None else {'params': params, 'sparse24': states}
+    logits = net.apply(variables, tokens[:, :-1], rngs={'mvue': key})
+    with jax.named_scope('loss'):
+      return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+  def step(state: State, tokens: Array, key: Array) -> tuple[State, Array]:
+    states = None
+    if recipe is not None:
+      with jax.named_scope('pack'):
+        states = s24.sparse_variables(state.params, state.opt_state, recipe, phase='sparse')
+    loss, grads = jax.value_and_grad(loss_fn)(state.params, states, tokens, key)
+    with jax.named_scope('optimizer'):
+      updates, opt_state = tx.update(grads, state.opt_state, state.params)
+      return State(optax.apply_updates(state.params, updates), opt_state), loss
+
+  return step
+
+
+def dense_part(state: State) -> State:
+  """What the dense twin trains of a sparse run's state: the weights, and the state of clipping and AdamW."""
+  sparse, outer = _wrapper(state)
+  return State(state.params, (*outer, sparse.inner_state) if outer else sparse.inner_state)
+
+
+def with_dense_part(state: State, dense: State) -> State:
+  """The sparse run's state with the dense twin's weights and moments."""
+  sparse, outer = _wrapper(state)
+  return _wrapped(dense.params, sparse._replace(inner_state=dense.opt_state[1] if outer else dense.opt_state), outer)
+
+
+def at_step(state: State, count: int) -> State:
+  """The sparse run's state with another number of steps done, which decides when masks are searched next."""
+  sparse, outer = _wrapper(state)
+  return _wrapped(state.params, sparse._replace(count=jnp.full_like(sparse.count, count)), outer)
+
+
+def _wrapper(state: State) -> tuple[s24.SparseTrainingState, tuple[Any, ...]]:
+  """The state of the recipe's wrapper, and what stands before it in a chain."""
+  if isinstance(state.opt_state, s24.SparseTrainingState):
+    return state.opt_state, ()
+  *outer, sparse = state.opt_state
+  return sparse, tuple(outer)
+
+
+def _wrapped(params: Any, sparse: s24.SparseTrainingState, outer: tuple[Any, ...]) -> State:
+  return State(params, (*outer, sparse) if outer else sparse)
+
+
+class Twins:
+  """Both compiled steps over one state.
+
+  Args:
+    case: see `CASES`.
+    options: of the command line.
+    clock: told of compiling.
+    mesh: its devices have the state whole and divide the tokens along 'data'; None for one device.
+  """
+
+  def __init__(self, case: Case, options: Any, clock: measure.Clock, mesh: Mesh | None = None):
+    self.case = case
+    self.recipe = measure.with_implementation(recipe_of(options.recipe), options.implementation)
+    self.model = make_model(case, options)
+    batch, length = options.batch or case.batch, case.length
+    if options.tiny:
+      batch, length = 2 * mesh.size if mesh else 4, TINY['seq_len']
+    self.tokens_a_step = batch * length
+    rng = np.random.default_rng(0)
+    whole, split = (NamedSharding(mesh, PartitionSpec(*axes)) if mesh else None for axes in ((), ('data',)))
+    tokens = rng.integers(0, self.model.config.vocab_size, (batch, length + 1), dtype=np.int32)
+    self.tokens, self.key = jax.device_put(tokens, split), jax.device_put(jax.random.key(1), whole)
+
+    def init() -> State:
+      params = self.model.init(jax.random.key(0), jnp.zeros((1, length), jnp.int32))['params']
+      return State(params, make_optimizer(self.recipe, case.moment).init(params))
+
+    abstract = jax.tree.map(
+      lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole), jax.eval_shape(init)
+    )
+    twins = {'sparse': (self.recipe, abstract)}
+    if not options.sparse_only:
+      twins['dense'] = (None, dense_part(abstract))
+    jobs = {
+      twin: (
+        jax.jit(make_step(self.model, recipe, case.moment), donate_argnums=0, out_shardings=whole),
+        (state, self.tokens, self.key),
+      )
+      for twin, (recipe, state) in twins.items()
+    }
+    # Before there is a state: autotuning needs memory too.
+    self.compiled = measure.compile_all(jobs, needed=jobs)
+    clock.lap('compile ' + ' and '.join(jobs))
+    for name, compiled in self.compiled.items():
+      again = hlo.recomputed(compiled.as_text())
+      warning = f'; SHORT OF MEMORY: XLA computes {again} instructions again' if again else ''
+      print(f'  memory of {name}: {measure.memory(compiled)} GB{warning}', flush=True)
+    self.calls = {twin: getattr(self, twin) for twin in jobs}
+    self.state = jax.block_until_ready(jax.jit(init, out_shardings=whole)())
+    clock.lap('initialise')
+
+  def sparse(self) -> Array:
+    """One sparse step; returns its loss."""
+    self.state, loss = self.compiled['sparse'](self.state, self.tokens, self.key)
+    return loss
+
+  def dense(self) -> Array:
+    """One dense step; returns its loss."""
+    dense, loss = self.compiled['dense'](dense_part(self.state), self.tokens, self.key)
+    self.state = with_dense_part(self.state, dense)
+    return loss
+
+  def at(self, count: int) -> None:
+    """Sets the number of steps done, which decides when masks are searched next."""
+    self.state = at_step(self.state, count)

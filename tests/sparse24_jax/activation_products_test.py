@@ -1,0 +1,143 @@
+"""The six products of the squared-ReLU block: who makes them, and that each finds a sparse operand."""
+
+import dataclasses
+import functools
+from unittest import mock
+
+from absl.testing import absltest, parameterized
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import sparse24_jax as s24
+from sparse24_jax import _activation_products as products
+from sparse24_jax import activation_sparsity as acts
+from sparse24_jax.activation_sparsity import ActivationPolicy
+from sparse24_jax.neurons import spread
+from sparse24_jax.vnm import verify_vnm
+from tests.sparse24_jax.activation_oracles import (
+  D,
+  draw,
+  eager,
+  forward_and_grads,
+  HIDDEN,
+  POLICIES,
+  relative_error,
+  state_of,
+  TOKENS,
+  VNM,
+)
+
+
+class ChoiceTest(parameterized.TestCase):
+
+  @parameterized.parameters(
+    (VNM, True, 'SparseVNM'), (VNM, False, 'Reference'), (POLICIES['2:4'], True, 'Sparse24'),
+    (dataclasses.replace(VNM, clusters=4), True, 'SpreadVNM'),
+  )
+  def test_sides(self, policy, kernels, kind):
+    ops = products.make(policy, kernels, acts.feature_mask, acts.token_mask)
+    self.assertEqual(type(ops.activate.__self__).__name__, kind)
+
+  @parameterized.parameters(True, False)
+  def test_one_choice_for_forward_and_backward(self, kernels):
+    inputs = draw(jnp.bfloat16)
+    with (
+      mock.patch.object(products, 'takes_kernels', return_value=kernels) as choice,
+      mock.patch.object(products, 'make', wraps=products.make) as make,
+    ):
+      jax.eval_shape(functools.partial(eager, VNM), *inputs, state_of(VNM, *inputs[1:3]))
+    choice.assert_called_once_with(VNM, TOKENS, (D, HIDDEN), jnp.bfloat16)
+    self.assertEqual([call.args[1] for call in make.call_args_list], [kernels] * 2)
+
+  def test_the_kernels_side_computes_the_same(self):
+    # The kernels' path by the ops' own choice of back ends, which on a CPU are the references.
+    inputs = draw(jnp.bfloat16)
+    expected = forward_and_grads(VNM, *inputs)
+    with mock.patch.object(products, 'takes_kernels', lambda *_: True):
+      # Another share, the same three neurons: not the program compiled before.
+      found = forward_and_grads(dataclasses.replace(VNM, dense_features=0.051), *inputs)
+    for a, b in zip(found, expected, strict=True):
+      self.assertLess(relative_error(a, b), 4e-3)
+
+
+class SixProductsTest(parameterized.TestCase):
+  """Every product finds a sparse operand; that is why neither transposable masks nor MVUE are needed."""
+
+  def _operands(self, policy):
+    """(kind, sparse operand with the contracted axis last) of each product, recorded in eager mode."""
+    seen = []
+    make = products.make
+
+    def recording(*args):
+      ops = make(*args)
+
+      def by_weight(x, w):
+        seen.append(('weight', np.asarray(w.dense)))
+        return ops.by_weight(x, w)
+
+      def over_neurons(a, b):
+        seen.append(('neurons', np.asarray(a.entries)))
+        return ops.over_neurons(a, b)
+
+      def over_tokens(a, pattern, is_y, b):
+        sparse = jnp.where(pattern.mask, a.entries, 0)
+        seen.append(('tokens', np.asarray(spread(sparse, policy.group, 0)).T))
+        self.dense = len(pattern.dense)
+        return ops.over_tokens(a, pattern, is_y, b)
+
+      return ops._replace(by_weight=by_weight, over_neurons=over_neurons, over_tokens=over_tokens)
+
+    with mock.patch.object(products, 'make', recording):
+      inputs = draw()
+      eager(policy, *inputs, state_of(policy, *inputs[1:3]))
+    return seen
+
+  def test_two_four(self):
+    seen = self._operands(POLICIES['2:4'])
+    self.assertEqual([k for k, _ in seen], ['weight', 'neurons', 'weight', 'tokens', 'neurons', 'tokens'])
+    for _, a in seen:
+      s24.verify24(jnp.asarray(a), axis=-1)
+    self.assertEqual(self.dense, 3)  # 5% of 64
+
+  def test_vnm(self):
+    seen = self._operands(VNM)
+    self.assertEqual([k for k, _ in seen], ['weight', 'neurons', 'weight', 'tokens', 'neurons', 'tokens'])
+    for kind, a in seen:
+      if kind == 'weight':
+        s24.verify24(jnp.asarray(a), axis=-1)
+      else:
+        verify_vnm(jnp.asarray(a), v=8, m=8)
+
+  def test_no_weight_is_needed_sparse_both_ways(self):
+    # Each weight is sparse in one product only, along that product's sum: W1 along its input, W2 along its output.
+    # The other way round both are dense operands, and are not 2:4 there: the mask need not be transposable.
+    _, w_up, w_down, _ = draw()
+    up, down = (p.apply(w, p.init(w)) for p, w in ((VNM.up, w_up), (VNM.down, w_down)))
+    for w, axis in ((up, -2), (down, -1)):
+      s24.verify24(w, axis=axis)
+      with self.assertRaisesRegex(ValueError, 'not 2:4'):
+        s24.verify24(w, axis=-3 - axis)
+
+  def test_nothing_is_sampled(self):
+    # The gradients' zeros are those of the activations, so no estimator: no key, and twice the same bits.
+    inputs = draw()
+    for first, second in zip(forward_and_grads(VNM, *inputs), forward_and_grads(VNM, *inputs, key=jax.random.key(1)),
+                             strict=True):
+      np.testing.assert_array_equal(first, second)
+
+  def test_what_the_forward_dropped_gets_no_gradient(self):
+    policy = ActivationPolicy(v=8, m=8, up=None, down=None, dense_features=1)
+    x, w_up, w_down, dz = draw()
+    h = x @ w_up
+    mask = acts.feature_mask(jnp.square(jax.nn.relu(h)), policy)
+    dropped = np.argwhere(np.asarray((h > 0) & ~mask))
+    token, neuron = dropped[0]
+    alone = jnp.zeros_like(dz).at[token].set(dz[token])
+    *_, dw_up, dw_down = forward_and_grads(policy, x, w_up, w_down, alone)
+    self.assertEqual(float(jnp.abs(dw_up[:, neuron]).max()), 0)
+    self.assertEqual(float(jnp.abs(dw_down[neuron]).max()), 0)
+
+
+if __name__ == '__main__':
+  absltest.main()

@@ -1,0 +1,137 @@
+"""The feed-forward block in FP8, against formulas written in NumPy and ml_dtypes, and against the simulation."""
+
+import functools
+from unittest import mock
+
+from absl.testing import absltest, parameterized
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sparse24_jax import fp8, products
+from tests import oracles
+from tests.oracles import assert_close
+from tests.sparse24_jax import fp8_oracles
+from tests.sparse24_jax.fp8_problems import (
+  BF16,
+  block,
+  CHOOSES,
+  ffn_and_gradients,
+  FLIPS,
+  jit,
+  KERNELS,
+  KEY,
+  NOISE,
+  pack_weight,
+  problem,
+  PROJECTION,
+  SHAPES,
+  SIMULATED,
+  TOLERANCE,
+)
+
+
+class FfnTest(parameterized.TestCase):
+
+  @parameterized.parameters(('gelu', False, True), ('squared_relu', False, False), ('silu', True, True))
+  def test_formulas(self, activation, gated, biased):
+    given = problem(gated=gated, biased=biased)
+    found = ffn_and_gradients(KERNELS, activation, *given, KEY)
+    self.assertEqual(jax.tree.map(jnp.shape, found[1:]), jax.tree.map(jnp.shape, given[:3]))
+    self.assertEqual({a.dtype for a in jax.tree.leaves(found)}, {jnp.dtype(BF16)})
+    assert_close(found, fp8_oracles.written_ffn(activation, *given, KEY), FLIPS)
+
+  @parameterized.parameters(('gelu', False, 'up'), ('silu', True, 'down'))
+  def test_a_dense_forward_of_either_product_leaves_the_block_as_it_is(self, activation, gated, dense):
+    def plan(policy, tokens, d_in, d_out, *_):
+      loses = (d_in, d_out) == SHAPES[dense]
+      return products.Plan(None if loses else 'dense', None, 'dense', fp8=True)
+
+    given = problem(gated=gated, biased=True)
+    with (
+      mock.patch.object(products, 'plan', plan),
+      mock.patch.object(fp8, '_dense_forward', side_effect=fp8._dense_forward) as products_by_xla,
+    ):
+      found = jit(lambda *args: ffn_and_gradients.__wrapped__(CHOOSES, activation, *args))(*given, KEY)
+    products_by_xla.assert_called_once()
+    # z is rounded before its bias comes and before its activation: more numbers turn.
+    assert_close(found, fp8_oracles.written_ffn(activation, *given, KEY), 2 * FLIPS)
+
+  def test_is_the_simulation_up_to_rounding(self):
+    given = problem(gated=True, biased=True)
+    found, expected = (ffn_and_gradients(policy, 'silu', *given, KEY) for policy in (KERNELS, SIMULATED))
+    assert_close(found, expected, 2 * NOISE)
+
+  def test_gate_and_up_of_very_different_size(self):
+    """One scale for both; the smaller keeps what the range of e4m3 leaves it."""
+    x, weights, biases, states, dy = problem(gated=True, biased=True)
+    weights['up'] = weights['up'] / 256
+    given = x, weights, biases, states, dy
+    found = ffn_and_gradients(KERNELS, 'silu', *given, KEY)
+    assert_close(found, fp8_oracles.written_ffn('silu', *given, KEY), FLIPS)
+    assert_close(found[0], ffn_and_gradients(SIMULATED, 'silu', *given, KEY)[0], 2 * NOISE)
+
+  @parameterized.parameters(False, True)
+  def test_packed_weights_are_taken_over_and_gates_packed_again(self, gated):
+    x, weights, biases, states, _ = problem(gated=gated, biased=True)
+    packed = {role: pack_weight(w, states[role]) for role, w in weights.items()}
+    run = jit(lambda states: block(KERNELS, 'silu', x, weights, biases, states, None))
+    assert_close(run(packed), run(states), 0.0)
+
+  def test_jit_and_remat_inside_of_grad(self):
+    """A gate is packed inside the layer, so a checkpoint around it holds the packed weight."""
+    x, weights, biases, states, dy = problem(gated=True, biased=True)
+    expected = ffn_and_gradients(KERNELS, 'silu', x, weights, biases, states, dy, KEY)
+    run = jax.jit(jax.checkpoint(functools.partial(block, KERNELS, 'silu', states=states, key=KEY)))
+
+    @jit
+    def gradient(x, weights, biases):
+      y, vjp = jax.vjp(run, x, weights, biases)
+      return y, *vjp(dy)
+
+    assert_close(gradient(x, weights, biases), expected, TOLERANCE)
+
+  def test_vmap(self):
+    """Over experts, each with its own scales."""
+    given = problem(gated=True, biased=True)
+    many = jax.tree.map(lambda a: jnp.stack([a, a * 3]), given)
+    many = (*many[:3], jax.tree.map(jax.vmap(PROJECTION.init), many[1]), many[4])
+    keys = jax.random.split(KEY, 2)
+    found = jit(jax.vmap(functools.partial(ffn_and_gradients.__wrapped__, KERNELS, 'silu')))(*many, keys)
+    for i in range(2):
+      own = jax.tree.map(lambda a, i=i: a[i], (found, many, keys))
+      assert_close(own[0], ffn_and_gradients(KERNELS, 'silu', *own[1], own[2]), TOLERANCE)
+
+  @parameterized.parameters(np.nan, np.inf)
+  def test_what_is_not_finite_shows(self, bad):
+    x, weights, biases, states, dy = problem(gated=True, biased=True)
+    y, dx, dw, _ = ffn_and_gradients(KERNELS, 'silu', x.at[0, 0, 0].set(bad), weights, biases, states, dy, KEY)
+    for a in jax.tree.leaves((y, dx, dw['up'], dw['gate'])):
+      self.assertTrue(bool(jnp.isnan(a).all()))
+    y, dx, dw, _ = ffn_and_gradients(KERNELS, 'silu', x, weights, biases, states, dy.at[0, 0, 0].set(bad), KEY)
+    self.assertTrue(bool(jnp.isfinite(y).all()))
+    for a in jax.tree.leaves((dx, dw)):
+      self.assertTrue(bool(jnp.isnan(a).all()))
+
+  def test_zeros_stay_zeros(self):
+    x, weights, _, states, dy = problem(gated=True, biased=True)
+    biases = {role: jnp.zeros(SHAPES[role][1], BF16) for role in weights}
+    for zero_x in (True, False):
+      given = (x * 0, dy) if zero_x else (x, dy * 0)
+      y, dx, dw, _ = ffn_and_gradients(KERNELS, 'silu', given[0], weights, biases, states, given[1], KEY)
+      self.assertTrue(all(bool(jnp.isfinite(a).all()) for a in jax.tree.leaves((y, dx, dw))))
+      self.assertEqual(float(jnp.abs(y).max()) == 0, zero_x)
+      self.assertEqual(float(jnp.abs(dx).max()), 0)
+      self.assertEqual(float(jnp.abs(dw['up']).max()), 0)
+
+  def test_no_derivative_exceeds_its_bound(self):
+    z = np.linspace(-20, 20, 400_001)
+    for name, bound in fp8.STEEPEST.items():
+      steepest = abs(oracles.activation_and_slope(name, z)[1]).max()
+      self.assertLessEqual(steepest, bound, name)
+      self.assertGreater(steepest, 0.99 * bound, name)
+    self.assertNotIn('squared_relu', fp8.STEEPEST)  # grows without bound
+
+
+if __name__ == '__main__':
+  absltest.main()

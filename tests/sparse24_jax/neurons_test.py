@@ -1,0 +1,104 @@
+"""Clusters of neurons, tokens routed by them, and the order of tokens in which a pattern sees them."""
+
+import dataclasses
+import functools
+from unittest import mock
+
+from absl.testing import absltest, parameterized
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import sparse24_jax as s24
+from sparse24_jax import activation_sparsity as acts
+from sparse24_jax.activation_sparsity import ActivationPolicy, neuron_level_ffn
+from sparse24_jax.neurons import cluster_neurons, invert, route_tokens, spread, unspread
+from tests.quick import jit
+from tests.sparse24_jax.activation_oracles import (
+  apart,
+  draw,
+  eager,
+  forward_and_grads,
+  HIDDEN,
+  state_of,
+  TOKENS,
+  VNM,
+)
+
+
+class RoutingTest(parameterized.TestCase):
+
+  def test_finds_planted_clusters(self):
+    rng = np.random.default_rng(0)
+    centres = np.linalg.qr(rng.standard_normal((16, 4)))[0]
+    label = rng.permutation(np.repeat(np.arange(4), 16))
+    w = jnp.asarray(centres[:, label] + 0.05 * rng.standard_normal((16, 64)), jnp.float32)
+    ids = np.asarray(cluster_neurons(w, clusters=4))
+    self.assertLen({(a, b) for a, b in zip(ids.tolist(), label.tolist(), strict=True)}, 4)
+
+  def test_clusters_of_experts(self):
+    w = draw(lead=(2,))[1]
+    np.testing.assert_array_equal(
+      cluster_neurons(w, clusters=4), jnp.stack([cluster_neurons(x, clusters=4) for x in w])
+    )
+
+  @parameterized.parameters(3, 128)
+  def test_number_of_clusters(self, clusters):
+    with self.assertRaisesRegex(ValueError, f'clusters={clusters} must divide the 64'):
+      cluster_neurons(jnp.ones((8, 64)), clusters=clusters)
+
+  def test_spread(self):
+    np.testing.assert_array_equal(spread(jnp.arange(24), 8, 0), apart(24, 8))
+    x = jnp.arange(48).reshape(2, 24)
+    np.testing.assert_array_equal(unspread(spread(x, 8, 1), 8, 1), x)
+
+  def test_permuted_and_permuted_back(self):
+    policy = dataclasses.replace(VNM, clusters=4)
+    x, w_up, w_down, dz = draw()
+    state = state_of(policy, w_up, w_down)
+    order = route_tokens(x, w_up, state['neurons'], clusters=4)
+    self.assertFalse((order == jnp.arange(TOKENS)).all())
+    columns = jnp.argsort(state['neurons'], stable=True)
+    with mock.patch.object(acts, 'route_tokens', lambda x, *_, **__: jnp.arange(x.shape[0])):
+      z, dx, dw_up, dw_down = eager(
+        policy, x[order], w_up[:, columns], w_down[columns], dz[order],
+        state | {'neurons': state['neurons'][columns]},
+      )
+    expected = (z[invert(order)], dx[invert(order)], dw_up[:, invert(columns)], dw_down[invert(columns)])
+    for found, other in zip(forward_and_grads(policy, x, w_up, w_down, dz, state), expected, strict=True):
+      np.testing.assert_allclose(found, other, rtol=1e-6, atol=1e-5)
+
+  @parameterized.parameters((s24.magnitude(), None), (s24.transposable(), s24.transposable()))
+  def test_masks_move_with_their_weights(self, up, down):
+    policy = dataclasses.replace(VNM, v=1, clusters=4, dense_features=0, up=up, down=down)
+    x, w_up, w_down, _ = draw()
+    state = state_of(policy, w_up, w_down)
+    self.assertFalse((jnp.argsort(state['neurons'], stable=True) == jnp.arange(HIDDEN)).all())
+    # In blocks of one token the order of tokens decides nothing, so routing by the projected weight is all the same.
+    masked_down = w_down if down is None else down.apply(w_down, state['down'])
+    plain = jit(functools.partial(neuron_level_ffn, policy=dataclasses.replace(policy, up=None, down=None)))
+    expected = plain(x, up.apply(w_up, state['up']), masked_down, {'neurons': state['neurons']})
+    found = jit(functools.partial(neuron_level_ffn, policy=policy))(x, w_up, w_down, state)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-4)
+
+  def test_routing_keeps_more_of_clustered_activations(self):
+    # Eight kinds of tokens, each using its own eighth of the neurons, in random order: blocks of eight unsorted tokens
+    # need all neurons of a group, sorted ones one. What is lost falls from a half to nearly nothing.
+    rng = np.random.default_rng(0)
+    centres = np.linalg.qr(rng.standard_normal((16, 8)))[0]
+    label, kind = rng.permutation(np.repeat(np.arange(8), 16)), rng.permutation(np.repeat(np.arange(8), 16))
+    w_up = jnp.asarray(centres[:, label] + 0.1 * rng.standard_normal((16, 128)), jnp.float32)
+    x = jnp.asarray(3 * centres[:, kind].T + 0.1 * rng.standard_normal((128, 16)), jnp.float32)
+    w_down = jnp.ones((128, 4))
+
+    def lost(clusters):
+      policy = ActivationPolicy(v=8, m=16, clusters=clusters, up=None, down=None)
+      z = jit(functools.partial(neuron_level_ffn, policy=policy))(x, w_up, w_down, state_of(policy, w_up, w_down))
+      exact = jnp.square(jax.nn.relu(x @ w_up)) @ w_down
+      return float(jnp.linalg.norm(z - exact) / jnp.linalg.norm(exact))
+
+    self.assertLess(lost(8), 0.2 * lost(0))
+
+
+if __name__ == '__main__':
+  absltest.main()
