@@ -37,6 +37,7 @@ def batch_of(step):
   return x, jnp.tanh(x[..., :1] - x[..., 1:2])
 
 
+@functools.cache
 def make_step(phase):
   """The compiled step of a phase: 'sparse' or 'dense'. The optimizer state is the same in both."""
   tx = optax.chain(optax.clip_by_global_norm(1.0), s24.sparse_training(optax.adamw(1e-2), RECIPE, phase=phase))

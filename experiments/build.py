@@ -212,8 +212,10 @@ def identity(parts: Parts) -> dict[str, Any]:
 
 
 def learning_rate(config: Config) -> optax.Schedule:
-  """Linear warm-up, then half a cosine down to `end_lr`."""
+  """Linear warm-up, then half a cosine down to `end_lr`; ValueError if the warm-up takes all steps."""
   opt = config.optimizer
+  if opt.warmup_steps >= config.steps:
+    raise ValueError(f'optimizer.warmup_steps is {opt.warmup_steps}; it must be less than steps, {config.steps}')
   return optax.warmup_cosine_decay_schedule(0.0, opt.peak_lr, opt.warmup_steps, config.steps, opt.end_lr)
 
 

@@ -1,6 +1,5 @@
 """Clusters of neurons as part of a weight's projection state, so that they live where masks and scales do."""
 
-import functools
 from typing import Any
 
 from jax import Array
@@ -8,12 +7,12 @@ import jax.numpy as jnp
 
 from sparse24_jax.activation_sparsity import ActivationPolicy
 from sparse24_jax.neurons import cluster_neurons
-from sparse24_jax.projection import Projection
+from sparse24_jax.projection import Projection, remembered
 
 NAME = 'clustered'
 
 
-@functools.cache
+@remembered
 def clustered(projection: Projection | None, clusters: int) -> Projection:
   """A projection of an up-projection `[..., d, h]` whose state also says which cluster each neuron is in.
 

@@ -60,8 +60,28 @@ class Projection(NamedTuple):
   pack: Callable[[Array, Array, Any], PackedWeight] | None = None
   pack8: Callable[[Array, Array], PackedWeight8] | None = None
 
+  def __reduce__(self) -> tuple[Callable[..., Any], tuple]:
+    # The functions inside have no names that pickle could look up: the call is repeated, which finds the same object.
+    return _CALLS.get(self) or (Projection, tuple(self))
 
-@functools.cache
+
+_CALLS: dict[Projection, tuple[Callable[..., Any], tuple]] = {}
+
+
+def remembered(make: Callable[..., Projection]) -> Callable[..., Projection]:
+  """`functools.cache` for what makes projections, by which they can be pickled as well."""
+
+  @functools.cache
+  def cached(*args: Any, **kwargs: Any) -> Projection:
+    projection = make(*args, **kwargs)
+    _CALLS[projection] = (functools.partial(remembering, *args, **kwargs), ())
+    return projection
+
+  remembering = functools.wraps(make)(cached)
+  return remembering
+
+
+@remembered
 def magnitude(*, n: int = 2, m: int = 4) -> Projection:
   """Keeps the `n` largest magnitudes in each group of `m` along the input axis.
 
@@ -84,7 +104,7 @@ def magnitude(*, n: int = 2, m: int = 4) -> Projection:
   return _masked(f'magnitude {n}:{m}', lambda w: magnitude_mask(w, n=n, m=m), divisor=(m, 1), pack=pack)
 
 
-@functools.cache
+@remembered
 def transposable(*, method: Literal['exact', 'two_approx'] = 'exact') -> Projection:
   """Keeps two of four along rows and columns of each 4x4 block: one mask for the forward and the input gradient.
 
@@ -135,7 +155,7 @@ def _holds_nan(w: Array, divisor: tuple[int, int]) -> Array:
   return held
 
 
-@functools.cache
+@remembered
 def soft_threshold_projection(*, axis: Literal[-2, -1] = -2) -> Projection:
   """beta S(w): the soft threshold of the weight as it is now, times the scale frozen at initialisation, its state.
 
@@ -170,7 +190,7 @@ def soft_threshold_projection(*, axis: Literal[-2, -1] = -2) -> Projection:
   )
 
 
-@functools.cache
+@remembered
 def dynamic_sparse(
   density: float | Schedule,
   *,

@@ -41,7 +41,8 @@ class SparseTrainingState(NamedTuple):
   Attributes:
     count: int32 scalar, optimizer steps done.
     projections: tree like the parameters, the projection's state at each sparse weight, `optax.MaskedNode()`
-      elsewhere. A mask is in the box that Flax puts around its weight, if any, and so sharded alike, a scale is not.
+      elsewhere. A mask is in the box that Flax puts around its weight, if any, and so sharded alike; a scale is
+      not in a box that says how its array is sharded.
     flip_rate: of the last comparison.
     inner_state: of the inner optimizer.
   """

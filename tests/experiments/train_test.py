@@ -281,6 +281,7 @@ class RefusedTest(parameterized.TestCase):
     ('accumulate=3', 'data.batch_size 16 is not divisible by accumulate 3'),
     ('mesh.data=16', 'needs 16 devices, there are 8'),
     ('model.width=3', 'model section: .*width'),
+    ('optimizer.warmup_steps=1000', r'optimizer\.warmup_steps is 1000; it must be less than steps, \d+'),
     ('model.seq_len=8', 'data.seq_len 16 is longer than the model takes, 8'),
   )
   def test_bad_settings(self, override, message):

@@ -1,5 +1,7 @@
 import dataclasses
+import inspect
 import json
+import pickle
 
 from absl.testing import absltest, parameterized
 
@@ -156,6 +158,25 @@ class DescribeTest(parameterized.TestCase):
 
     self.assertEqual(described(1e-5), described(1e-5))
     self.assertNotEqual(described(1e-5), described(2e-5))
+
+
+class PickleTest(absltest.TestCase):
+  def test_a_recipe_comes_back_equal(self):
+    """As other processes get it; programs compiled for it are then found again."""
+    needed = {
+      'path': 'a/.*', 'up': 'up', 'down': 'down', 'policy': s24.ActivationPolicy(clusters=4), 'masked_decay': 1e-4,
+      'density': 0.3, 'total_steps': 9000,
+      'watch': s24.magnitude(),
+    }  # fmt: skip
+    for name in s24.recipes.__all__:
+      make = getattr(s24.recipes, name)
+      recipe = make(**{key: needed[key] for key in needed.keys() & inspect.signature(make).parameters})
+      found = pickle.loads(pickle.dumps(recipe))
+      self.assertEqual((found, hash(found)), (recipe, hash(recipe)), name)
+
+  def test_a_projection_of_named_functions(self):
+    projection = s24.magnitude()._replace(name='own', init=abs, apply=max, refresh=pow, mask=divmod)
+    self.assertEqual(pickle.loads(pickle.dumps(projection)), projection)
 
 
 class DenseTwinTest(absltest.TestCase):

@@ -91,13 +91,13 @@ class Block(nnx.Module):
 
 class NnxTest(parameterized.TestCase):
 
-  @parameterized.product(name=tuple(RECIPES), partitioned=(True, False))
-  def test_a_variable_stands_at_the_place_of_each_parameter(self, name, partitioned):
+  @parameterized.parameters(INIT, PARTITIONED)
+  def test_a_variable_stands_at_the_place_of_each_parameter(self, init):
     """Those of unmatched ones hold nothing; a checkpoint without them has another tree."""
     mesh = jax.make_mesh((1, 1), ('embed', 'mlp'), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     with jax.set_mesh(mesh):
-      model = Block(nnx.Rngs(0), INIT if not partitioned else PARTITIONED)
-      optimizer = nnx.Optimizer(model, s24.sparse_training(optax.adam(0.1), RECIPES[name]), wrt=nnx.Param)
+      model = Block(nnx.Rngs(0), init)
+      optimizer = nnx.Optimizer(model, s24.sparse_training(optax.adam(0.1), RECIPES['s_ste']), wrt=nnx.Param)
     places = [path for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))]
     for held in (optimizer.opt_state.projections, optimizer.opt_state.flip_rate.per_weight):
       self.assertEqual([path for path, _ in nnx.to_flat_state(nnx.state(held))], places)
@@ -123,9 +123,9 @@ class NnxTest(parameterized.TestCase):
       model, optimizer = create()
       losses = [float(step(model, optimizer, jnp.ones((4, 8)))) for _ in range(3)]
     self.assertLess(losses[-1], losses[0])
-    specs = nnx.get_partition_spec(nnx.state(optimizer))
     arrays = nnx.state(optimizer)
-    jax.tree.map(lambda spec, a: self.assertLessEqual(len(spec), a.ndim), specs, arrays)
+    placed = jax.device_put(arrays, nnx.get_named_sharding(arrays, mesh))
+    self.assertEqual(jax.tree.structure(placed), jax.tree.structure(arrays))
     self.assertEqual(model.up.kernel.get_value().sharding.spec, SPEC)
     if name != 's_ste':
       mask = optimizer.opt_state.projections['up']['kernel'].get_value()
