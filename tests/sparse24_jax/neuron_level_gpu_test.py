@@ -1,0 +1,67 @@
+"""The squared-ReLU block by `implementation=None` on a card whose records expect it to pay: what named kernels give."""
+
+import dataclasses
+import functools
+
+from absl.testing import absltest, parameterized
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import _device, _tuning
+import sparse24_jax as s24
+
+pytestmark = [
+  pytest.mark.gpu, pytest.mark.skipif(not _device.current().has_sparse_wgmma, reason='needs compute capability 9.0')
+]
+
+TOKENS, D, HIDDEN = 8192, 2048, 8192
+POLICY = s24.ActivationPolicy(v=128, m=8)
+# What XLA and the host name a launch of a V:N:M product.
+PRODUCT = 'mosaic_gpu_v2'
+
+
+def arguments(lead=()):
+  sides, scales = ((TOKENS, D), (D, HIDDEN), (HIDDEN, D), (TOKENS, D)), (1, D**-0.5, HIDDEN**-0.5, 1)
+  keys = jax.random.split(jax.random.key(0), 4)
+  arrays = [
+    (jax.random.normal(key, (*lead, *side), jnp.float32) * scale).astype(jnp.bfloat16)
+    for key, side, scale in zip(keys, sides, scales, strict=True)
+  ]
+  state = {}
+  for name, projection, w in (('up', POLICY.up, arrays[1]), ('down', POLICY.down, arrays[2])):
+    assert projection is not None
+    state[name] = jax.vmap(projection.init)(w) if lead else projection.init(w)
+  return *arrays, state
+
+
+def compiled(policy, args, mapped=False):
+  def step(x, w_up, w_down, dz, state):
+    z, vjp = jax.vjp(functools.partial(s24.neuron_level_ffn, state=state, policy=policy), x, w_up, w_down)
+    return z, *vjp(dz)
+
+  return jax.jit(jax.vmap(step) if mapped else step).lower(*args).compile()
+
+
+class DefaultTest(parameterized.TestCase):
+
+  @parameterized.parameters(((), 1), ((2,), 2))
+  def test_same_bits_as_named_kernels(self, lead, times):
+    args = arguments(lead)
+    default = compiled(POLICY, args)
+    text = default.as_text() or ''
+    self.assertEqual(text.count(f'custom_call_target="{PRODUCT}"'), 6 * times)
+    named = compiled(dataclasses.replace(POLICY, implementation='kernels'), args)
+    jax.tree.map(np.testing.assert_array_equal, default(*args), named(*args))
+
+  def test_vmap_is_experts(self):
+    # The order of sums differs: a mapped launch takes one expert after the other.
+    args = arguments((2,))
+    pairs = zip(compiled(POLICY, args, mapped=True)(*args), compiled(POLICY, args)(*args), strict=True)
+    for found, expected in pairs:
+      self.assertLessEqual(_tuning.relative_error(found, expected), 1e-3)
+
+
+if __name__ == '__main__':
+  absltest.main()
