@@ -13,7 +13,7 @@ import math
 import pathlib
 import sys
 
-from pallas_kernels import _device, _processes, _tuning
+from pallas_kernels import _device, _processes, _records
 
 # Modules with tune_in_processes(selections, folder, backends, processes, seconds, missing),
 # bench(selection, out, folder), verify(count, seed, seconds, out, implementation) and where_it_pays(folder).
@@ -53,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
   for each in (tune, bench):
     each.add_argument('--select', nargs='+', default=['headline'], help=f'which problems: {_SELECTIONS}')
   for each in (tune, bench, pays):
-    each.add_argument('--tuned', type=pathlib.Path, default=_tuning.TUNED, help='folder of tuned records')
+    each.add_argument('--tuned', type=pathlib.Path, default=_records.TUNED, help='folder of tuned records')
   return parser
 
 

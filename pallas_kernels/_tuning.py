@@ -1,17 +1,13 @@
-"""Choice by measurement: verify candidates, time them in turns, keep what was measured, look it up again.
+"""Choice by measurement: verify candidates, time them in turns, take the fastest; `_records` keeps what was found.
 
 A candidate counts only after it agrees with the reference and gives the same bits on every run; a fast wrong answer is
 the failure this guards against (vendor libraries have shipped both kinds). Timings are interleaved: one burst after
-another differs by 4% with order and heat, rounds with idle gaps by less than 1%. Every sample is kept in
-`tuned/<device>/<op>.json`, losers and rejects included, so that a choice can be questioned later.
+another differs by 4% with order and heat, rounds with idle gaps by less than 1%.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
-import functools
-import json
 import math
-import pathlib
 import statistics
 import time
 from typing import Any
@@ -21,9 +17,6 @@ import jax.numpy as jnp
 
 Array = jax.Array
 
-TUNED = pathlib.Path(__file__).parent / 'tuned'
-# As many multiprocessors, other memory: products take as long, passes over memory less.
-_SAME_CHIP = {'nvidia_h200': 'nvidia_h100_80gb_hbm3'}
 # Rounding to bfloat16 costs 1.7e-3 in the Frobenius norm; a wrong position or a lost K step costs 1e-2 and more.
 TOLERANCE = 4e-3
 REPEATS = 20
@@ -49,25 +42,9 @@ class Candidate:
   setup_ms: float = 0.0
 
 
-@dataclasses.dataclass(frozen=True)
-class Choice:
-  """What `lookup` found.
-
-  Attributes:
-    implementation: the fastest verified back end, or 'dense'.
-    config: its settings.
-    key: the measured problem.
-    distance: how far that is from the problem asked for, the largest |log2| of a ratio of sizes.
-  """
-
-  implementation: str
-  config: Mapping[str, Any] | None
-  key: Mapping[str, Any]
-  distance: float
-
-
 @jax.jit
-def _same_bits(x: Array, y: Array) -> Array:
+def same_bits(x: Array, y: Array) -> Array:
+  """Whether two arrays of one dtype agree in every bit: 0.0 and -0.0 do not, equal NaNs do."""
   bits = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
   return jnp.all(jax.lax.bitcast_convert_type(x, bits) == jax.lax.bitcast_convert_type(y, bits))
 
@@ -90,7 +67,7 @@ def verify(
   # One is queued before the last is looked at, so that the card goes from run to run; more might not fit its memory.
   differing, last = 0, True
   for _ in range(repeats):
-    same = _same_bits(first, candidate.f(*candidate.args))
+    same = same_bits(first, candidate.f(*candidate.args))
     differing += not last
     last = same
   differing += not last
@@ -185,8 +162,8 @@ def tune(
     final: arguments of the second.
 
   Returns:
-    An entry for `save`: `key`, `baseline`, `candidates` (all, with errors, reasons and samples) and `choice`; where
-    there are any, `others`.
+    An entry for `_records.save`: `key`, `baseline`, `candidates` (all, with errors, reasons and samples) and `choice`;
+    where there are any, `others`.
   """
   rows: list[dict[str, Any]] = []
   for c in candidates:
@@ -250,137 +227,3 @@ def _fastest_of_each(rows: Sequence[Mapping[str, Any]], indices: Sequence[int], 
     if taken[name] <= count:
       out.append(i)
   return out
-
-
-def entry_of(path: pathlib.Path, key: Mapping[str, Any]) -> Mapping[str, Any] | None:
-  """The entry of exactly this problem, or None."""
-  return next((e for e in _entries(path) if e['key'] == dict(key)), None)
-
-
-def merged(rows: Sequence[Mapping[str, Any]], old: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
-  """`rows` followed by those of an older entry whose implementation and settings are not among them.
-
-  The older rows' second heat was another one than that of `rows`: it is kept under another name, so that nobody
-  compares the two.
-  """
-  new = [(row['implementation'], row['config']) for row in rows]
-  kept = [] if old is None else [r for r in old['candidates'] if (r['implementation'], r['config']) not in new]
-
-  def renamed(name: str) -> str:
-    return 'earlier_final_samples_ms' if name == 'final_samples_ms' else name
-
-  return [*rows, *({renamed(name): value for name, value in row.items()} for row in kept)]
-
-
-def save(path: pathlib.Path, header: Mapping[str, Any], entries: Sequence[Mapping[str, Any]]) -> None:
-  """Writes entries, replacing those of the same key that are there already.
-
-  A record grows by many runs: the header is that of the last, so each entry says as `by` which one it is of. Entries
-  without it are older than that rule.
-  """
-  by = {name: header[name] for name in ('commit', 'command', 'when') if name in header}
-  entries = [{**entry, 'by': by} if by else entry for entry in entries]
-  old = json.loads(path.read_text())['entries'] if path.exists() else []
-  keys = [e['key'] for e in entries]
-  path.parent.mkdir(parents=True, exist_ok=True)
-  lines = [json.dumps(e) for e in (*(e for e in old if e['key'] not in keys), *entries)]
-  head = json.dumps(dict(header), indent=1)[:-2]
-  path.write_text(head + ',\n "entries": [\n' + ',\n'.join(lines) + '\n]\n}\n')
-  _entries.cache_clear()
-
-
-def record(folder: pathlib.Path, device: str, name: str) -> pathlib.Path:
-  """A record of a card: its own, or until it has one that of a card with the same chip.
-
-  >>> record(TUNED, 'nvidia_h200', 'sparse_matmul').parent.name
-  'nvidia_h100_80gb_hbm3'
-  """
-  own = folder / device / f'{name}.json'
-  return own if own.exists() else folder / _SAME_CHIP.get(device, device) / own.name
-
-
-@functools.cache
-def _entries(path: pathlib.Path) -> tuple[Mapping[str, Any], ...]:
-  return tuple(json.loads(path.read_text())['entries']) if path.exists() else ()
-
-
-def lookup(
-  device: str, op: str, key: Mapping[str, Any], *, implementation: str | None = None, reach: float = 1.0,
-  folder: pathlib.Path = TUNED,
-) -> Choice | None:
-  """The choice for the nearest measured problem.
-
-  Args:
-    device: `Device.slug`; see `record`.
-    op: name of the op.
-    key: integers (sizes) may differ from a measured problem's; everything else must be equal.
-    implementation: the best settings of this back end, whether or not it won; None takes the winner.
-    reach: the largest |log2| of a ratio of sizes that still counts as near: 1 is a factor of two.
-    folder: of the records.
-
-  Returns:
-    None if nothing near was measured.
-
-  >>> lookup('no_such_card', 'sparse_matmul', {'m': 64}) is None
-  True
-  """
-  best = None
-  for found in _entries(record(folder, device, op)):
-    distance = _distance(key, found['key'])
-    if distance <= reach and (best is None or distance < best[0]):
-      chosen = found['choice'] if implementation is None else best_of(found, implementation)
-      if chosen is not None:
-        best = (distance, found['key'], chosen)
-  if best is None:
-    return None
-  return Choice(best[2]['implementation'], best[2]['config'], best[1], best[0])
-
-
-def expected_ms(
-  device: str, op: str, key: Mapping[str, Any], *, reach: float = 1.0, folder: pathlib.Path = TUNED
-) -> dict[str, float]:
-  """Milliseconds by implementation, 'dense' included, of a problem: the nearest measured one's, scaled by their sizes.
-
-  Set-up costs count. Empty if nothing near was measured. What was timed beside (`others` of `tune`) is there, too.
-
-  >>> expected_ms('no_such_card', 'sparse_matmul', {'m': 64})
-  {}
-  """
-  near = lookup(device, op, key, reach=reach, folder=folder)
-  if near is None:
-    return {}
-  entry = next(e for e in _entries(record(folder, device, op)) if e['key'] == near.key)
-  sizes = [n for n, v in key.items() if isinstance(v, int) and not isinstance(v, bool)]
-  scale = math.prod(key[n] / near.key[n] for n in sizes)
-  found = {'dense': statistics.median(entry['baseline']['samples_ms'])}
-  for name in {row['implementation'] for row in entry['candidates']}:
-    if (row := best_of(entry, name)) is not None:
-      found[name] = statistics.median(row.get('final_samples_ms', row['samples_ms'])) + row.get('setup_ms', 0.0)
-  for name, row in entry.get('others', {}).items():
-    found[name] = statistics.median(row['samples_ms'])
-  return {name: ms * scale for name, ms in found.items()}
-
-
-def best_of(entry: Mapping[str, Any], implementation: str) -> Mapping[str, Any] | None:
-  """The fastest verified candidate of a back end in an entry, judged by its longest heat."""
-  rows = [
-    r for r in entry['candidates'] if r['implementation'] == implementation and r['rejected'] is None
-  ]
-
-  def order(row: Mapping[str, Any]) -> tuple[bool, float]:
-    final = row.get('final_samples_ms')
-    return final is None, statistics.median(final or row['samples_ms'])
-
-  return min(rows, key=order, default=None)
-
-
-def _distance(asked: Mapping[str, Any], measured: Mapping[str, Any]) -> float:
-  if asked.keys() != measured.keys():
-    return math.inf
-  distance = 0.0
-  for name, value in asked.items():
-    if isinstance(value, int) and not isinstance(value, bool):
-      distance = max(distance, abs(math.log2(value / measured[name])))
-    elif value != measured[name]:
-      return math.inf
-  return distance

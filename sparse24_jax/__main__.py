@@ -10,7 +10,7 @@ import sys
 
 import jax
 
-from pallas_kernels import _device, _tuning
+from pallas_kernels import _device, _records
 from sparse24_jax import recipes
 from sparse24_jax.block_gain import block_gain, block_table
 from sparse24_jax.where_it_pays import table, where_it_pays
@@ -39,8 +39,8 @@ def main(argv: list[str] | None = None) -> int:
   pays.add_argument('--device', help="folder of the card's records (default: the card at hand)")
   args = parser.parse_args(argv)
   device = args.device or _device.current().slug
-  known = sorted(path.name for path in _tuning.TUNED.iterdir() if path.is_dir())
-  if (folder := _tuning.record(_tuning.TUNED, device, 'sparse_matmul').parent.name) in known and folder != device:
+  known = sorted(path.name for path in _records.TUNED.iterdir() if path.is_dir())
+  if (folder := _records.path_of(_records.TUNED, device, 'sparse_matmul').parent.name) in known and folder != device:
     print(f'nothing was measured on {device!r}; these are the times of {folder!r}, which has the same chip')
   elif folder not in known:
     print(f'nothing was measured on {device!r}; pass --device, one of {known}, or run: python -m pallas_kernels tune')

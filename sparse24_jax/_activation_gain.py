@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _device, _triton, _tuning
+from pallas_kernels import _device, _records, _triton
 from pallas_kernels.pack import costs
 from pallas_kernels.vnm import api
 from sparse24_jax import fp8_times
@@ -57,7 +57,7 @@ def expected(policy: Any, tokens: int, d: int, hidden: int, dtype: Any, device: 
   by_weight = fp8_times.product_16_ms(device, 'forward', tokens, d, hidden, jnp.dtype(dtype).name)
   sizes = ((tokens, hidden), (hidden, tokens))  # of Y and dH, and of their transposes
   by_activation = [
-    _tuning.expected_ms(device, api.OP, api.problem_key(r, k, d, policy.v, policy.m, dtype)) for r, k in sizes
+    _records.expected_ms(device, api.OP, api.problem_key(r, k, d, policy.v, policy.m, dtype)) for r, k in sizes
   ]
   if not by_weight or any(times.get('mosaic_gpu', math.inf) >= times.get('dense', 0.0) for times in by_activation):
     return None

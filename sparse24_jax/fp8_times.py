@@ -8,7 +8,7 @@ full.
 from collections.abc import Iterable
 import math
 
-from pallas_kernels import _tuning
+from pallas_kernels import _records
 from pallas_kernels.pack import costs
 from pallas_kernels.sparse_matmul.api import OP
 from sparse24_jax import products
@@ -26,7 +26,7 @@ def total(values: Iterable[float | None]) -> float | None:
 
 def product_ms(device: str, role: str, tokens: int, d_in: int, d_out: int) -> dict[str, float]:
   """In FP8 by back end, with 'dense' for the dense product; empty if nothing near was measured."""
-  times = _tuning.expected_ms(device, OP, products.fp8_key(role, tokens, d_in, d_out))
+  times = _records.expected_ms(device, OP, products.fp8_key(role, tokens, d_in, d_out))
   return {name: ms for name, ms in times.items() if name != 'dense_bf16'}
 
 
@@ -34,7 +34,7 @@ def product_16_ms(device: str, role: str, tokens: int, d_in: int, d_out: int, dt
   """In 16 bits by back end, with 'dense' for the dense product; empty if nothing near was measured."""
   m, n, k, b_layout = products.ROLES[role](tokens, d_in, d_out)
   key = dict(m=m, n=n, k=k, dtype=dtype, out_dtype=dtype, b_layout=b_layout, out_layout='nm')
-  return _tuning.expected_ms(device, OP, key)
+  return _records.expected_ms(device, OP, key)
 
 
 def dense_16_ms(device: str, role: str, tokens: int, d_in: int, d_out: int, dtype: str) -> float | None:
@@ -42,7 +42,7 @@ def dense_16_ms(device: str, role: str, tokens: int, d_in: int, d_out: int, dtyp
   own = product_16_ms(device, role, tokens, d_in, d_out, dtype).get('dense')
   if own is not None:
     return own
-  return _tuning.expected_ms(device, OP, products.fp8_key(role, tokens, d_in, d_out)).get('dense_bf16')
+  return _records.expected_ms(device, OP, products.fp8_key(role, tokens, d_in, d_out)).get('dense_bf16')
 
 
 def amax_ms(device: str, entries: int, wide: int) -> float | None:

@@ -14,7 +14,7 @@ from jax import Array
 import jax.numpy as jnp
 from jax.sharding import AxisType
 
-from pallas_kernels import _device, _dispatch, _partitioning, _triton, _tuning
+from pallas_kernels import _device, _dispatch, _partitioning, _records, _triton
 from pallas_kernels.gated_activation import api as activations
 from pallas_kernels.mvue.reference import mvue24
 from pallas_kernels.pack import api as pack
@@ -163,7 +163,7 @@ def _fastest(role: str, *, tokens: int, d_in: int, d_out: int, dtype: jnp.dtype,
 def _loses_in_fp8(tokens: int, d_in: int, d_out: int) -> bool:
   """Whether the records say of every share of the tokens that the dense product of a forward in FP8 is faster."""
   keys = [fp8_key('forward', share, d_in, d_out) for share in _shares(tokens)]
-  choices = [_tuning.lookup(_device.current().slug, api.OP, key) for key in keys]
+  choices = [_records.lookup(_device.current().slug, api.OP, key) for key in keys]
   return all(choice is not None and choice.implementation == 'dense' for choice in choices)
 
 

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from experiments.bench import measure, trace
 from experiments.bench.vnm_packs import Case, compile_all, pack, PACKS, Plan
-from pallas_kernels import _device, _tuning, formats
+from pallas_kernels import _device, _records, _tuning, formats
 from pallas_kernels.sparse_matmul.operand import to_operand
 from pallas_kernels.vnm import api, mosaic_gpu
 from pallas_kernels.vnm.format import decompress_operand, VNMOperand
@@ -103,7 +103,7 @@ def matmul(case: Case, options: Any) -> Plan:
   problem, device = api.key(a, n, a.dtype, 'mn'), _device.current()
   # XLA's CPU multiplies bfloat16 slowly and not in all layouts.
   ways = _dense_ways(jnp.float32 if options.tiny else a.dtype)
-  choice = _tuning.lookup(device.slug, api.OP, problem, implementation='mosaic_gpu')
+  choice = _records.lookup(device.slug, api.OP, problem, implementation='mosaic_gpu')
   known = mosaic_gpu.Config(**choice.config) if choice and choice.config else mosaic_gpu.default_config(case.v)
   settings = list(dict.fromkeys([known, *configs(case.v)])) if options.tune and not options.tiny else [known]
   jobs: dict[str, Any] = {'make': (make, (key,))}
@@ -130,8 +130,8 @@ def matmul(case: Case, options: Any) -> Plan:
         measure.timer, finalists=2, quick=dict(rounds=2, iterations=options.steps, gap_s=0.05),
         final=dict(rounds=options.rounds, iterations=options.steps, gap_s=0.1),
       )
-      _tuning.save(options.tune / device.slug / f'{api.OP}.json', _device.environment() | {'op': api.OP}, [found])
-      row = _tuning.best_of(found, 'mosaic_gpu')
+      _records.save(options.tune / device.slug / f'{api.OP}.json', _device.environment() | {'op': api.OP}, [found])
+      row = _records.best_of(found, 'mosaic_gpu')
       if row is None:
         raise ValueError(f'{case.name}: {[c["rejected"] for c in found["candidates"]]}')
       candidates = [c for c in candidates if c.config == row['config']]

@@ -6,7 +6,7 @@ import json
 import pathlib
 from typing import Any
 
-from pallas_kernels import _tuning
+from pallas_kernels import _records
 
 # The op that is an element-wise pass of XLA's over large arrays.
 COPY = 'copy'
@@ -31,7 +31,7 @@ def write(records: Iterable[Mapping[str, Any]], path: pathlib.Path) -> None:
 @functools.cache
 def _measured(device: str, folder: pathlib.Path) -> Mapping[str, float]:
   found: dict[str, float] = {}
-  paths = (_tuning.record(folder, device, name) for name in ('memory_bound', 'memory_bound_fp8'))
+  paths = (_records.path_of(folder, device, name) for name in ('memory_bound', 'memory_bound_fp8'))
   for path in (path for path in paths if path.exists()):
     kept = json.loads(path.read_text())
     found |= kept['tb_s']
@@ -39,7 +39,7 @@ def _measured(device: str, folder: pathlib.Path) -> Mapping[str, float]:
   return found
 
 
-def expected_ms(device: str, op: str, size: int, *, folder: pathlib.Path = _tuning.TUNED) -> float | None:
+def expected_ms(device: str, op: str, size: int, *, folder: pathlib.Path = _records.TUNED) -> float | None:
   """Milliseconds of a pass of `op` that moves `size` bytes; None if the card or the op was not measured.
 
   >>> expected_ms('no_such_card', 'masked_pack', 1 << 30) is None

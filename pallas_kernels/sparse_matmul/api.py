@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _device, _dispatch, _partitioning, _tuning, formats
+from pallas_kernels import _device, _dispatch, _partitioning, _records, formats
 from pallas_kernels.sparse_matmul import operand, reference
 
 Array = jax.Array
@@ -185,7 +185,7 @@ def candidates_for(
     return ('reference',)
   key = dict(m=m, n=n, k=k, dtype=jnp.dtype(dtype).name, out_dtype=jnp.dtype(out_dtype).name,
              b_layout=b_layout, out_layout=out_layout)
-  choice = _tuning.lookup(device.slug, OP, key)
+  choice = _records.lookup(device.slug, OP, key)
   if choice is None:
     logging.info('%s: nothing like %s was measured on %s; taking the dense product', OP, key, device.name)
     return ('dense',)

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _device, _power, _processes, _tuning
+from pallas_kernels import _device, _power, _processes, _records, _tuning
 from pallas_kernels.sparse_matmul import (
   _predict,
   _prepared,
@@ -59,7 +59,7 @@ def _cusparselt_search(p: mosaic_gpu.Problem, x: _prepared.Inputs) -> cusparselt
 
 def tune(
   selection: str | Sequence[arg_specs.Spec],
-  folder: pathlib.Path = _tuning.TUNED,
+  folder: pathlib.Path = _records.TUNED,
   backends: Sequence[str] = ('mosaic_gpu', 'cusparselt'),
   alone: contextlib.AbstractContextManager[Any] | None = None,
 ) -> None:
@@ -96,8 +96,8 @@ def tune(
         quick=dict(rounds=2, iterations=10, gap_s=_prepared.gap_s(p, 10)),
         final=dict(rounds=4, iterations=20, gap_s=_prepared.gap_s(p, 20)),
       )
-      entry['candidates'] = _tuning.merged(entry['candidates'] + found.others, _tuning.entry_of(path, p.key))
-      _tuning.save(path, _device.environment() | {'op': OP}, [entry])
+      entry['candidates'] = _records.merged(entry['candidates'] + found.others, _records.entry_of(path, p.key))
+      _records.save(path, _device.environment() | {'op': OP}, [entry])
       laps.append(time.monotonic())
     _print_tuned(p, entry, len(candidates), laps)
     del ready, candidates, found, compiled
@@ -115,7 +115,7 @@ def tune_in_processes(
   specs = [specs[0] for _, specs in _selected(selections)]
   if missing:
     path = folder / _device.current().slug / f'{OP}.json'
-    specs = [spec for spec in specs if _tuning.entry_of(path, _prepared.problem(spec).key) is None]
+    specs = [spec for spec in specs if _records.entry_of(path, _prepared.problem(spec).key) is None]
   job = functools.partial(_tune_one, tuple(specs), folder, tuple(backends))
   ended = _processes.run(job, len(specs), processes, seconds)
   if ended.left:
@@ -157,7 +157,7 @@ def _settings(
   """What to time of this package's kernel: the best known setting, and with `search` all that look promising."""
   if not device.has_sparse_wgmma:
     return []
-  known = _tuning.lookup(device.slug, OP, p.key, implementation='mosaic_gpu', reach=0.0, folder=folder)
+  known = _records.lookup(device.slug, OP, p.key, implementation='mosaic_gpu', reach=0.0, folder=folder)
   found = [mosaic_gpu.Config(**known.config)] if known and known.config else []
   return list(dict.fromkeys(found + (_predict.candidates(p, device.num_sms) if search else [])))
 
@@ -183,14 +183,14 @@ def _cusparselt_baseline(
 
 def _benched_config(p: mosaic_gpu.Problem, device: _device.Device, folder: pathlib.Path) -> mosaic_gpu.Config:
   """What the library runs; in another folder than its own, what that has of this very problem goes first."""
-  if folder != _tuning.TUNED:
-    known = _tuning.lookup(device.slug, OP, p.key, implementation='mosaic_gpu', reach=0.0, folder=folder)
+  if folder != _records.TUNED:
+    known = _records.lookup(device.slug, OP, p.key, implementation='mosaic_gpu', reach=0.0, folder=folder)
     if known and known.config:
       return mosaic_gpu.Config(**known.config)
   return mosaic_gpu._chosen_config(p, device)
 
 
-def bench(selection: str, out: pathlib.Path, folder: pathlib.Path = _tuning.TUNED) -> None:
+def bench(selection: str, out: pathlib.Path, folder: pathlib.Path = _records.TUNED) -> None:
   """Appends one record a spec to `out`: tuned sparse against dense, interleaved and sustained."""
   device, environment = _device.current(), _device.environment()
   for p, specs in _unique(SELECTIONS[selection]):
@@ -267,7 +267,7 @@ def _record(
   )
 
 
-def where_it_pays(folder: pathlib.Path = _tuning.TUNED) -> Iterator[str]:
+def where_it_pays(folder: pathlib.Path = _records.TUNED) -> Iterator[str]:
   """Lines of a table: measured problems, dense time, best sparse time, choice."""
   yield f'{"m":>6} {"n":>6} {"k":>6}  {"dtype":14} {"B":2} {"D":2}  {"dense ms":>9} {"sparse ms":>9}  ratio  choice'
   path = folder / _device.current().slug / f'{OP}.json'
@@ -276,7 +276,7 @@ def where_it_pays(folder: pathlib.Path = _tuning.TUNED) -> Iterator[str]:
     yield f'# {found.parent.name}'
     for entry in json.loads(found.read_text())['entries']:
       key, dense_ms = entry['key'], statistics.median(entry['baseline']['samples_ms'])
-      best = _tuning.best_of(entry, 'mosaic_gpu')
+      best = _records.best_of(entry, 'mosaic_gpu')
       if best is None:
         continue
       ms = statistics.median(best.get('final_samples_ms', best['samples_ms']))

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import _device, _tuning, formats
+from pallas_kernels import _device, _records, formats
 from pallas_kernels.ffi import cusparselt as library
 from pallas_kernels.sparse_matmul import operand, reference
 
@@ -155,17 +155,17 @@ def product(
 
 def tuned_config(
   m: int, n: int, k: int, dtype: Any, out_dtype: Any, b_layout: str, out_layout: str, device: _device.Device,
-  folder: pathlib.Path = _tuning.TUNED,
+  folder: pathlib.Path = _records.TUNED,
 ) -> Config | None:
   """The fastest algorithm that was verified for this very problem, on this card and version; None if none was."""
   key = dict(m=m, n=n, k=k, dtype=jnp.dtype(dtype).name, out_dtype=jnp.dtype(out_dtype).name, b_layout=b_layout,
              out_layout=out_layout)
-  entry = _tuning.entry_of(folder / device.slug / f'{OP}.json', key)
+  entry = _records.entry_of(folder / device.slug / f'{OP}.json', key)
   if entry is None:
     return None
   version = list(library.version())
   rows = [r for r in entry['candidates'] if r['implementation'] == 'cusparselt' and r['config']['version'] == version]
-  best = _tuning.best_of({'candidates': rows}, 'cusparselt')
+  best = _records.best_of({'candidates': rows}, 'cusparselt')
   return None if best is None else Config(**{k: v for k, v in best['config'].items() if k != 'version'})
 
 

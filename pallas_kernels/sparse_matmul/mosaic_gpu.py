@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _device, _tuning, formats
+from pallas_kernels import _device, _records, formats
 from pallas_kernels.sparse_matmul import operand
 from pallas_kernels.sparse_matmul._kernel import build
 from pallas_kernels.sparse_matmul._predict import default_config, H100_SMS, of_neighbour
@@ -146,7 +146,7 @@ def _vectors(
 def _chosen_config(p: Problem, device: _device.Device) -> Config:
   """What was measured for this very problem, else for its neighbour if that suits, else what should be fastest."""
   num_sms = device.num_sms or H100_SMS
-  choice = _tuning.lookup(device.slug, OP, p.key, implementation='mosaic_gpu')
+  choice = _records.lookup(device.slug, OP, p.key, implementation='mosaic_gpu')
   if choice is None or choice.config is None:
     return default_config(p, num_sms)
   measured = Config(**choice.config)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from jax import Array
 import jax.numpy as jnp
 
-from pallas_kernels import _device, _dispatch, _tuning
+from pallas_kernels import _device, _dispatch, _records
 from pallas_kernels.sparse_matmul.operand import SparseOperand
 from pallas_kernels.vnm.format import check_blocks, CompressedVNM, VNMOperand
 
@@ -119,7 +119,7 @@ def _candidates(a: CompressedVNM | VNMOperand, n: int, out_dtype: Any, out_layou
     return ('reference',)
   if not _device.arrays_are_whole():  # a kernel would gather what XLA divides
     return ('dense',)
-  choice = _tuning.lookup(device.slug, OP, key(a, n, out_dtype, out_layout))
+  choice = _records.lookup(device.slug, OP, key(a, n, out_dtype, out_layout))
   if choice is None:
     logging.info('%s: nothing like %s was measured on %s; taking the dense product', OP, a.shape, device.name)
     return ('dense',)

@@ -23,7 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_kernels import _compat as compat
-from pallas_kernels import _device, _tuning
+from pallas_kernels import _device, _records
 from pallas_kernels.sparse_matmul import _wgmma_sp, operand
 from pallas_kernels.sparse_matmul._problem import ceil, CONSUMERS
 from pallas_kernels.vnm import _gather, _registers
@@ -310,5 +310,5 @@ def vnm_matmul(
 
 
 def _tuned_config(a: VNMOperand, n: int, out_layout: str, device: _device.Device) -> Config | None:
-  choice = _tuning.lookup(device.slug, OP, key(a, n, a.dtype, out_layout), implementation='mosaic_gpu')
+  choice = _records.lookup(device.slug, OP, key(a, n, a.dtype, out_layout), implementation='mosaic_gpu')
   return Config(**choice.config) if choice is not None and choice.config is not None else None

@@ -5,7 +5,7 @@ import tempfile
 
 from absl.testing import absltest, parameterized
 
-from pallas_kernels import _tuning
+from pallas_kernels import _records
 
 KEY = dict(m=64, n=128, k=256, dtype='bfloat16', layout='nk')
 
@@ -36,10 +36,10 @@ class ExpectedMsTest(parameterized.TestCase):
     )
     other = self.entry | dict(key=KEY | dict(m=512), baseline=dict(samples_ms=[100.0]), candidates=[])
     other['choice'] = dict(implementation='dense', config=None)
-    _tuning.save(self.folder / 'card' / 'op.json', {'op': 'op'}, [self.entry, other])
+    _records.save(self.folder / 'card' / 'op.json', {'op': 'op'}, [self.entry, other])
 
   def ask(self, device='card', op='op', reach=1.0, **change):
-    return _tuning.expected_ms(device, op, KEY | change, reach=reach, folder=self.folder)
+    return _records.expected_ms(device, op, KEY | change, reach=reach, folder=self.folder)
 
   def test_medians_of_verified_candidates_and_setup(self):
     self.assertEqual(self.ask(), {'dense': 4.0, 'one': 2.5, 'two': 2.25})
@@ -58,9 +58,9 @@ class ExpectedMsTest(parameterized.TestCase):
 
   def test_the_entry_of_exactly_this_problem(self):
     path = self.folder / 'card' / 'op.json'
-    self.assertEqual(_tuning.entry_of(path, KEY), self.entry)
-    self.assertIsNone(_tuning.entry_of(path, KEY | dict(m=65)))
-    self.assertIsNone(_tuning.entry_of(self.folder / 'no.json', KEY))
+    self.assertEqual(_records.entry_of(path, KEY), self.entry)
+    self.assertIsNone(_records.entry_of(path, KEY | dict(m=65)))
+    self.assertIsNone(_records.entry_of(self.folder / 'no.json', KEY))
 
 
 if __name__ == '__main__':

@@ -8,7 +8,7 @@ from absl.testing import absltest, parameterized
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _device, _dispatch, _tuning
+from pallas_kernels import _device, _dispatch, _records
 from pallas_kernels.pack import costs
 import sparse24_jax as s24
 from sparse24_jax import _activation_gain as gain
@@ -40,7 +40,7 @@ def records(times=WINS, *, pass_ms=lambda op, size: 0.0):
     return dict(times[i])
 
   with (
-    mock.patch.object(_tuning, 'expected_ms', product),
+    mock.patch.object(_records, 'expected_ms', product),
     mock.patch.object(costs, 'expected_ms', lambda device, op, size: pass_ms(op, size)),
   ):
     yield

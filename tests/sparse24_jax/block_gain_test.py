@@ -10,7 +10,7 @@ from absl.testing import absltest, parameterized
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _device, _triton, _tuning
+from pallas_kernels import _device, _records, _triton
 from pallas_kernels.pack import costs
 import sparse24_jax as s24
 from sparse24_jax import products
@@ -55,7 +55,7 @@ def records(times8=None, *, wide=None, costs_of=None):
     return next((dict(times8.get(role, {})) for role in KEYS8 if KEYS8[role] == key), {})
 
   with (
-    mock.patch.object(_tuning, 'expected_ms', product),
+    mock.patch.object(_records, 'expected_ms', product),
     mock.patch.object(costs, 'expected_ms', lambda device, op, size: costs_of[op] * size if op in costs_of else None),
   ):
     yield
@@ -103,7 +103,7 @@ class Fp8LayerTest(parameterized.TestCase):
       mock.patch.object(_device, 'current', lambda: _device.target_device('sm_90a')),
       mock.patch.object(_device, 'arrays_are_whole', lambda: True),
       mock.patch.object(_triton, 'why_absent', lambda: None),
-      mock.patch.object(_tuning, 'lookup', lambda *_: choice and _tuning.Choice(choice, None, {}, 0.0)),
+      mock.patch.object(_records, 'lookup', lambda *_: choice and _records.Choice(choice, None, {}, 0.0)),
     ):
       plan = products.plan(FP8.rules[0].policy, TOKENS, D_IN, D_OUT, jnp.bfloat16)
     self.assertEqual(getattr(plan, role) or 'dense_fp8', chosen)
@@ -188,7 +188,7 @@ class BlockTest(parameterized.TestCase):
       joined = 2 * 128 in (key['m'], key['n'], key['k'])
       return {faster: 4.0, slower: 1.0} if joined else {faster: 1.0, slower: 2.0}
 
-    with mock.patch.object(_tuning, 'expected_ms', product), mock.patch.object(costs, 'expected_ms', lambda *_: 0.0):
+    with mock.patch.object(_records, 'expected_ms', product), mock.patch.object(costs, 'expected_ms', lambda *_: 0.0):
       block = block_gain(64, 128, FP8, tokens=32, gated=True, device='card')
     times = {part.name: part.ms for part in block.chosen}
     self.assertEqual(times['y of up'], 4.0)
@@ -202,7 +202,7 @@ class BlockTest(parameterized.TestCase):
       del device, op
       return {} if 2 * 128 in (key['m'], key['n'], key['k']) else dict(single)
 
-    with mock.patch.object(_tuning, 'expected_ms', product), mock.patch.object(costs, 'expected_ms', lambda *_: 0.0):
+    with mock.patch.object(_records, 'expected_ms', product), mock.patch.object(costs, 'expected_ms', lambda *_: 0.0):
       block = block_gain(64, 128, recipe, tokens=32, gated=True, device='card')
     times = {part.name: part.ms for part in block.chosen}
     self.assertEqual((times['y of up'], times['dW of up']), (ms, ms))
@@ -232,7 +232,7 @@ class BlockTest(parameterized.TestCase):
     ops = (*COSTS, 'gated_silu_axis-1', 'gated_silu_backward_amax', 'gated_silu_backward_pack8', costs.COPY)
     zero = dict(dense=0.0, mosaic_gpu=0.0)
     with (
-      mock.patch.object(_tuning, 'expected_ms', lambda device, op, key: dict(zero)),
+      mock.patch.object(_records, 'expected_ms', lambda device, op, key: dict(zero)),
       mock.patch.object(costs, 'expected_ms', lambda device, op, size: float(size) if op in ops else None),
     ):
       block = block_gain(d, h, FP8, tokens=t, gated=True, device='card')

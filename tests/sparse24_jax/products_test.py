@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import _device, _dispatch, _partitioning, _triton, _tuning
+from pallas_kernels import _device, _dispatch, _partitioning, _records, _triton
 from pallas_kernels.sparse_matmul import api
 import sparse24_jax as s24
 from sparse24_jax import products
@@ -194,9 +194,9 @@ class PlanTest(parameterized.TestCase):
 
     def lookup(device, op, key):
       asked.append((device, op, key))
-      return choice and _tuning.Choice(choice, None, key, 0.0)
+      return choice and _records.Choice(choice, None, key, 0.0)
 
-    with card(), mock.patch.object(_tuning, 'lookup', lookup):
+    with card(), mock.patch.object(_records, 'lookup', lookup):
       found = products.plan(S_STE_FP8, 32, 64, 128, BF16)
       self.assertEqual(products.plan(named(S_STE_FP8, 'cusparselt'), 32, 64, 128, BF16).forward, 'cusparselt')
     self.assertEqual(found, Plan(forward, None, 'mosaic_gpu', fp8=True))

@@ -8,7 +8,7 @@ from absl.testing import absltest, parameterized
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _tuning
+from pallas_kernels import _records
 from pallas_kernels.pack import costs
 from pallas_kernels.sparse_matmul import api
 import sparse24_jax as s24
@@ -45,7 +45,7 @@ def records(*, packing=lambda op, size: 0.0, **times):
     return dict(times.get(role, {}))
 
   with (
-    mock.patch.object(_tuning, 'expected_ms', product),
+    mock.patch.object(_records, 'expected_ms', product),
     mock.patch.object(costs, 'expected_ms', lambda device, op, size: packing(op, size)),
   ):
     yield

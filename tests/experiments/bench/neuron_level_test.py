@@ -11,7 +11,7 @@ from absl.testing import absltest
 import jax
 
 from experiments.bench import neuron_level, trace
-from pallas_kernels import _device, _tuning
+from pallas_kernels import _device, _records
 from pallas_kernels.vnm import api, mosaic_gpu
 from pallas_kernels.vnm.format import decompress_operand, verify
 
@@ -80,7 +80,7 @@ class NeuronLevelBenchTest(absltest.TestCase):
   def test_what_the_records_choose_can_be_built(self):
     card = _device.target_device('sm_90a')
     chosen = 0
-    for entry in _tuning._entries(_tuning.TUNED / card.slug / f'{api.OP}.json'):
+    for entry in _records.entries_of(_records.TUNED / card.slug / f'{api.OP}.json'):
       key, v = entry['key'], int(entry['key']['pattern'].split(':')[0])
       m = int(entry['key']['pattern'].split(':')[2])
       types = [jax.numpy.dtype(key[name]) for name in ('dtype', 'out_dtype')]

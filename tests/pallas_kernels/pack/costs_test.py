@@ -6,7 +6,7 @@ import tempfile
 
 from absl.testing import absltest, parameterized
 
-from pallas_kernels import _tuning
+from pallas_kernels import _records
 from pallas_kernels.pack import costs
 
 HEAD = dict(device='Card', driver='1', versions={'jax': '0'}, when='today', copy_tb_s=3.0)
@@ -57,7 +57,7 @@ class CostsTest(parameterized.TestCase):
     self.assertIsNone(costs.expected_ms(device, op, 1 << 20, folder=self.folder))
 
   def test_shipped_bandwidths_are_below_that_of_the_memory(self):
-    for path in _tuning.TUNED.glob('*/memory_bound*.json'):
+    for path in _records.TUNED.glob('*/memory_bound*.json'):
       kept = json.loads(path.read_text())
       for op, tb_s in kept['tb_s'].items():
         self.assertBetween(tb_s, 0.5 * kept['copy_tb_s'], 1.2 * kept['copy_tb_s'], op)

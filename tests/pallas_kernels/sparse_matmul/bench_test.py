@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import _device, _power, _processes, _tuning
+from pallas_kernels import _device, _power, _processes, _records, _tuning
 from pallas_kernels.sparse_matmul import _predict, _prepared, api, arg_specs, bench, mosaic_gpu
 
 _SPEC = arg_specs.Spec(64, 128, 192, 'forward')
@@ -103,7 +103,7 @@ class TuneTest(parameterized.TestCase):
     self.assertEqual(list(entry['others']), ['dense_bf16'])
     self.assertEqual(entry['others']['dense_bf16']['samples_ms'], [0.5] * 4)
     self.assertEqual(set(seen), {'float8_e4m3fn', 'bfloat16'})
-    found = _tuning.expected_ms(_CARD.slug, 'sparse_matmul', p.key, folder=self.folder)
+    found = _records.expected_ms(_CARD.slug, 'sparse_matmul', p.key, folder=self.folder)
     self.assertEqual(found, {'dense': 1.0, 'mosaic_gpu': 0.75, 'dense_bf16': 0.5})
 
   def test_what_is_known_takes_part_again(self):
@@ -111,7 +111,7 @@ class TuneTest(parameterized.TestCase):
     p = _prepared.problem(_SPEC)
     row = dict(implementation='mosaic_gpu', config=_prepared.plain(known), error=0.0, rejected=None, samples_ms=[1.0])
     path = self.folder / _CARD.slug / 'sparse_matmul.json'
-    _tuning.save(path, {'op': 'x'}, [dict(key=p.key, baseline={}, candidates=[row], choice=row)])
+    _records.save(path, {'op': 'x'}, [dict(key=p.key, baseline={}, candidates=[row], choice=row)])
     self.assertEqual(bench._settings(p, _CARD, self.folder, False), [known])
     self.assertIn(known, bench._settings(p, _CARD, self.folder, True))
     self.assertLen(bench._settings(p, _CARD, self.folder, True), 11)
@@ -132,7 +132,7 @@ class TuneTest(parameterized.TestCase):
   def test_only_what_has_no_record_of_this_card(self):
     *known, last = [_prepared.problem(specs[0]) for _, specs in bench._selected(['square', 'fp8'])]
     path = self.folder / _CARD.slug / 'sparse_matmul.json'
-    _tuning.save(path, {'op': 'x'}, [dict(key=p.key, baseline={}, candidates=[], choice={}) for p in known])
+    _records.save(path, {'op': 'x'}, [dict(key=p.key, baseline={}, candidates=[], choice={}) for p in known])
     with mock.patch.object(_processes, 'run', return_value=_processes.Ended(0, 0)) as run:
       bench.tune_in_processes(('square', 'fp8'), self.folder, ('mosaic_gpu',), 2, 5.0, missing=True)
     job, count, *_ = run.call_args.args
@@ -148,7 +148,7 @@ class TuneTest(parameterized.TestCase):
     own, chosen = mosaic_gpu.Config(rows=64, bn=64), mosaic_gpu.Config(rows=64, bn=64, stages=3)
     row = dict(implementation='mosaic_gpu', config=_prepared.plain(own), error=0.0, rejected=None, samples_ms=[1.0])
     path = self.folder / _CARD.slug / 'sparse_matmul.json'
-    _tuning.save(path, {'op': 'x'}, [dict(key=measured.key, baseline={}, candidates=[row], choice=row)])
+    _records.save(path, {'op': 'x'}, [dict(key=measured.key, baseline={}, candidates=[row], choice=row)])
     p = dataclasses.replace(measured, m=int(measured.m * factor))
     compiled = mock.Mock(side_effect=InterruptedError)
     with (
@@ -157,7 +157,7 @@ class TuneTest(parameterized.TestCase):
       mock.patch.object(_prepared, 'compile_sparse', compiled),
       self.assertRaises(InterruptedError),
     ):
-      bench.bench('small', self.folder / 'out.jsonl', _tuning.TUNED if folder == 'library' else self.folder)
+      bench.bench('small', self.folder / 'out.jsonl', _records.TUNED if folder == 'library' else self.folder)
     self.assertEqual(compiled.call_args.args, (p, [own if takes_own else chosen]))
     self.assertEqual(choose.call_args_list, [] if takes_own else [mock.call(p, _CARD)])
 

@@ -51,7 +51,7 @@ class CusparseltGpuTest(parameterized.TestCase):
     first = f(a, b)
     self._check(first, jnp.asarray(d), out_layout)
     for _ in range(_tuning.REPEATS):
-      self.assertTrue(_tuning._same_bits(first, f(a, b)))
+      self.assertTrue(_tuning.same_bits(first, f(a, b)))
 
   @parameterized.parameters(*range(12))
   def test_random_problems(self, seed):
@@ -81,7 +81,7 @@ class CusparseltGpuTest(parameterized.TestCase):
       cusparselt.product, out_dtype=jnp.bfloat16, b_layout='nk', out_layout='mn', config=cusparselt.Config()))
     expected = f(prepared, b)
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
-      found = list(pool.map(lambda _: _tuning._same_bits(f(prepared, b), expected), range(160)))
+      found = list(pool.map(lambda _: _tuning.same_bits(f(prepared, b), expected), range(160)))
     self.assertTrue(all(found))
 
   def test_every_device_has_its_plans(self):

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import _device, _tuning, formats
+from pallas_kernels import _device, _records, _tuning, formats
 from pallas_kernels.ffi import build
 from pallas_kernels.ffi import cusparselt as library
 from pallas_kernels.sparse_matmul import api, cusparselt, operand, reference
@@ -130,7 +130,7 @@ class MeaningTest(parameterized.TestCase):
     a, b = _problem(32, 24, 64, 'bfloat16', 'nk')
     near, b_near = _problem(32, 32, 64, 'bfloat16', 'nk')
     with tempfile.TemporaryDirectory() as folder:
-      _tuning.save(
+      _records.save(
         pathlib.Path(folder, _H100.slug, 'sparse_matmul.json'), {'op': 'sparse_matmul'},
         [dict(key=key, baseline={}, candidates=rows, choice=dict(implementation='dense', config=None))],
       )

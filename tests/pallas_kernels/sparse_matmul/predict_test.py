@@ -7,7 +7,7 @@ import statistics
 from absl.testing import absltest, parameterized
 import jax.numpy as jnp
 
-from pallas_kernels import _tuning
+from pallas_kernels import _records
 from pallas_kernels.sparse_matmul import _predict, _prepared, arg_specs
 from pallas_kernels.sparse_matmul._problem import Config, fits, Problem
 
@@ -21,7 +21,7 @@ def _problem(key):
 
 def _measured():
   """Problems of the record with {setting: microseconds of its first heat}."""
-  path = _tuning.TUNED / 'nvidia_h100_80gb_hbm3' / 'sparse_matmul.json'
+  path = _records.TUNED / 'nvidia_h100_80gb_hbm3' / 'sparse_matmul.json'
   for entry in json.loads(path.read_text())['entries']:
     rows = [r for r in entry['candidates'] if r['implementation'] == 'mosaic_gpu' and r['rejected'] is None]
     yield _problem(entry['key']), {Config(**r['config']): 1e3 * statistics.median(r['samples_ms']) for r in rows}

@@ -1,0 +1,171 @@
+"""What was measured on a card: kept in `tuned/<device>/<op>.json`, and looked up by what is near.
+
+An entry is a problem (`key`) with every sample of it, losers and rejects included, so that a choice can be questioned
+later; `_tuning.tune` makes them.
+"""
+
+from collections.abc import Mapping, Sequence
+import dataclasses
+import functools
+import json
+import math
+import pathlib
+import statistics
+from typing import Any
+
+TUNED = pathlib.Path(__file__).parent / 'tuned'
+# As many multiprocessors, other memory: products take as long, passes over memory less.
+_SAME_CHIP = {'nvidia_h200': 'nvidia_h100_80gb_hbm3'}
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+  """What `lookup` found.
+
+  Attributes:
+    implementation: the fastest verified back end, or 'dense'.
+    config: its settings.
+    key: the measured problem.
+    distance: how far that is from the problem asked for, the largest |log2| of a ratio of sizes.
+  """
+
+  implementation: str
+  config: Mapping[str, Any] | None
+  key: Mapping[str, Any]
+  distance: float
+
+
+def path_of(folder: pathlib.Path, device: str, name: str) -> pathlib.Path:
+  """A record of a card: its own, or until it has one that of a card with the same chip.
+
+  >>> path_of(TUNED, 'nvidia_h200', 'sparse_matmul').parent.name
+  'nvidia_h100_80gb_hbm3'
+  """
+  own = folder / device / f'{name}.json'
+  return own if own.exists() else folder / _SAME_CHIP.get(device, device) / own.name
+
+
+@functools.cache
+def entries_of(path: pathlib.Path) -> tuple[Mapping[str, Any], ...]:
+  """All entries of a record; none if there is no such file."""
+  return tuple(json.loads(path.read_text())['entries']) if path.exists() else ()
+
+
+def entry_of(path: pathlib.Path, key: Mapping[str, Any]) -> Mapping[str, Any] | None:
+  """The entry of exactly this problem, or None."""
+  return next((e for e in entries_of(path) if e['key'] == dict(key)), None)
+
+
+def lookup(
+  device: str, op: str, key: Mapping[str, Any], *, implementation: str | None = None, reach: float = 1.0,
+  folder: pathlib.Path = TUNED,
+) -> Choice | None:
+  """The choice for the nearest measured problem.
+
+  Args:
+    device: `Device.slug`; see `path_of`.
+    op: name of the op.
+    key: integers (sizes) may differ from a measured problem's; everything else must be equal.
+    implementation: the best settings of this back end, whether or not it won; None takes the winner.
+    reach: the largest |log2| of a ratio of sizes that still counts as near: 1 is a factor of two.
+    folder: of the records.
+
+  Returns:
+    None if nothing near was measured.
+
+  >>> lookup('no_such_card', 'sparse_matmul', {'m': 64}) is None
+  True
+  """
+  best = None
+  for found in entries_of(path_of(folder, device, op)):
+    distance = _distance(key, found['key'])
+    if distance <= reach and (best is None or distance < best[0]):
+      chosen = found['choice'] if implementation is None else best_of(found, implementation)
+      if chosen is not None:
+        best = (distance, found['key'], chosen)
+  if best is None:
+    return None
+  return Choice(best[2]['implementation'], best[2]['config'], best[1], best[0])
+
+
+def expected_ms(
+  device: str, op: str, key: Mapping[str, Any], *, reach: float = 1.0, folder: pathlib.Path = TUNED
+) -> dict[str, float]:
+  """Milliseconds by implementation, 'dense' included, of a problem: the nearest measured one's, scaled by their sizes.
+
+  Set-up costs count. What was timed beside (`others` of `_tuning.tune`) is there, too. Empty if nothing near was
+  measured.
+
+  >>> expected_ms('no_such_card', 'sparse_matmul', {'m': 64})
+  {}
+  """
+  near = lookup(device, op, key, reach=reach, folder=folder)
+  if near is None:
+    return {}
+  entry = next(e for e in entries_of(path_of(folder, device, op)) if e['key'] == near.key)
+  sizes = [n for n, v in key.items() if isinstance(v, int) and not isinstance(v, bool)]
+  scale = math.prod(key[n] / near.key[n] for n in sizes)
+  found = {'dense': statistics.median(entry['baseline']['samples_ms'])}
+  for name in {row['implementation'] for row in entry['candidates']}:
+    if (row := best_of(entry, name)) is not None:
+      found[name] = statistics.median(row.get('final_samples_ms', row['samples_ms'])) + row.get('setup_ms', 0.0)
+  for name, row in entry.get('others', {}).items():
+    found[name] = statistics.median(row['samples_ms'])
+  return {name: ms * scale for name, ms in found.items()}
+
+
+def best_of(entry: Mapping[str, Any], implementation: str) -> Mapping[str, Any] | None:
+  """The fastest verified candidate of a back end in an entry, judged by its longest heat."""
+  rows = [
+    r for r in entry['candidates'] if r['implementation'] == implementation and r['rejected'] is None
+  ]
+
+  def order(row: Mapping[str, Any]) -> tuple[bool, float]:
+    final = row.get('final_samples_ms')
+    return final is None, statistics.median(final or row['samples_ms'])
+
+  return min(rows, key=order, default=None)
+
+
+def _distance(asked: Mapping[str, Any], measured: Mapping[str, Any]) -> float:
+  if asked.keys() != measured.keys():
+    return math.inf
+  distance = 0.0
+  for name, value in asked.items():
+    if isinstance(value, int) and not isinstance(value, bool):
+      distance = max(distance, abs(math.log2(value / measured[name])))
+    elif value != measured[name]:
+      return math.inf
+  return distance
+
+
+def merged(rows: Sequence[Mapping[str, Any]], old: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
+  """`rows` followed by those of an older entry whose implementation and settings are not among them.
+
+  The older rows' second heat was another one than that of `rows`: it is kept under another name, so that nobody
+  compares the two.
+  """
+  new = [(row['implementation'], row['config']) for row in rows]
+  kept = [] if old is None else [r for r in old['candidates'] if (r['implementation'], r['config']) not in new]
+
+  def renamed(name: str) -> str:
+    return 'earlier_final_samples_ms' if name == 'final_samples_ms' else name
+
+  return [*rows, *({renamed(name): value for name, value in row.items()} for row in kept)]
+
+
+def save(path: pathlib.Path, header: Mapping[str, Any], entries: Sequence[Mapping[str, Any]]) -> None:
+  """Writes entries, replacing those of the same key that are there already.
+
+  A record grows by many runs: the header is that of the last, so each entry says as `by` which one it is of. Entries
+  without it are older than that rule.
+  """
+  by = {name: header[name] for name in ('commit', 'command', 'when') if name in header}
+  entries = [{**entry, 'by': by} if by else entry for entry in entries]
+  old = json.loads(path.read_text())['entries'] if path.exists() else []
+  keys = [e['key'] for e in entries]
+  path.parent.mkdir(parents=True, exist_ok=True)
+  lines = [json.dumps(e) for e in (*(e for e in old if e['key'] not in keys), *entries)]
+  head = json.dumps(dict(header), indent=1)[:-2]
+  path.write_text(head + ',\n "entries": [\n' + ',\n'.join(lines) + '\n]\n}\n')
+  entries_of.cache_clear()

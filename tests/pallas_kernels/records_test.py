@@ -1,0 +1,115 @@
+"""Records of a card: what is found near a problem, what a new run replaces, and what is shipped."""
+
+import json
+import pathlib
+import statistics
+import tempfile
+
+from absl.testing import absltest
+import numpy as np
+
+from pallas_kernels import _records, _tuning
+from pallas_kernels.pack import costs
+
+H100 = 'nvidia_h100_80gb_hbm3'
+_KEY = dict(m=64, n=64, k=64, dtype='bfloat16')
+
+
+class RecordsTest(absltest.TestCase):
+
+  def _save(self, *entries):
+    temporary = tempfile.TemporaryDirectory()
+    self.addCleanup(temporary.cleanup)
+    folder = pathlib.Path(temporary.name)
+    _records.save(folder / 'card' / 'op.json', {'op': 'op'}, entries)
+    return folder
+
+  def _entry(self, key, choice):
+    row = dict(implementation='mosaic_gpu', rejected=None)
+    rows = [row | dict(config={'stages': s}, samples_ms=[float(s)]) for s in (5, 4)]
+    return dict(key=key, baseline={}, candidates=rows, choice=dict(implementation=choice, config=None))
+
+  def test_nearest_problem_wins_and_strings_must_match(self):
+    big = _KEY | {'m': 256}
+    folder = self._save(self._entry(_KEY, 'dense'), self._entry(big, 'mosaic_gpu'))
+    found = _records.lookup('card', 'op', _KEY | {'m': 200}, folder=folder)
+    self.assertEqual((found.implementation, found.key), ('mosaic_gpu', big))
+    self.assertIsNone(_records.lookup('card', 'op', _KEY | {'m': 1024}, folder=folder))
+    self.assertIsNone(_records.lookup('card', 'op', _KEY | {'dtype': 'float16'}, folder=folder))
+    self.assertIsNone(_records.lookup('other', 'op', _KEY, folder=folder))
+
+  def test_a_card_without_records_takes_those_of_its_chip_until_it_is_tuned(self):
+    key = next(e['key'] for e in json.loads((_records.TUNED / H100 / 'sparse_matmul.json').read_text())['entries'])
+    self.assertIsNone(_records.lookup('nvidia_a100_sxm4_80gb', 'sparse_matmul', key))
+    found = _records.lookup('nvidia_h200', 'sparse_matmul', key)
+    self.assertEqual(found, _records.lookup(H100, 'sparse_matmul', key))
+    self.assertGreater(costs.expected_ms('nvidia_h200', 'transposable_pack', 2**26), 0)
+    with tempfile.TemporaryDirectory() as name:
+      folder = pathlib.Path(name)
+      for card, m in ((H100, 64), ('nvidia_h200', 128)):
+        entry = self._entry(_KEY | {'m': m}, 'dense')
+        _records.save(folder / card / 'sparse_matmul.json', {'op': 'sparse_matmul'}, [entry])
+      _records.save(folder / H100 / 'vnm_matmul.json', {'op': 'vnm_matmul'}, [self._entry(_KEY, 'dense')])
+      self.assertEqual(_records.lookup('nvidia_h200', 'sparse_matmul', _KEY, folder=folder).key['m'], 128)
+      self.assertEqual(_records.lookup('nvidia_h200', 'vnm_matmul', _KEY, folder=folder).key['m'], 64)
+
+  def test_best_settings_of_a_back_end_that_lost(self):
+    folder = self._save(self._entry(_KEY, 'dense'))
+    found = _records.lookup('card', 'op', _KEY, implementation='mosaic_gpu', folder=folder)
+    self.assertEqual(found.config, {'stages': 4})
+
+  def test_saving_replaces_the_same_problem(self):
+    folder = self._save(self._entry(_KEY, 'dense'))
+    _records.save(folder / 'card' / 'op.json', {'op': 'op'}, [self._entry(_KEY, 'mosaic_gpu')])
+    self.assertLen(json.loads((folder / 'card' / 'op.json').read_text())['entries'], 1)
+    self.assertEqual(_records.lookup('card', 'op', _KEY, folder=folder).implementation, 'mosaic_gpu')
+
+  def test_entries_say_which_run_made_them(self):
+    first, second = (
+      {'op': 'op', 'command': f'run {i}', 'commit': i, 'when': 'now', 'driver': '1.2'} for i in ('a', 'b')
+    )
+    keys = [_KEY | {'m': m} for m in (8, 64, 512)]
+    folder = self._save(self._entry(keys[0], 'dense'))  # as before there was such a note
+    path = folder / 'card' / 'op.json'
+    _records.save(path, first, [self._entry(key, 'dense') for key in keys[1:]])
+    _records.save(path, second, [self._entry(keys[1], 'mosaic_gpu')])
+    found = json.loads(path.read_text())
+    self.assertEqual(found['command'], 'run b')
+    by = {entry['key']['m']: entry.get('by', {}) for entry in found['entries']}
+    self.assertEqual({m: each.get('command') for m, each in by.items()}, {8: None, 64: 'run b', 512: 'run a'})
+    self.assertEqual(by[512], {'command': 'run a', 'commit': 'a', 'when': 'now'})
+    self.assertEqual(_records.lookup('card', 'op', keys[1], folder=folder).implementation, 'mosaic_gpu')
+
+  def test_older_rows_stay_when_only_some_settings_are_timed_again(self):
+    old = self._entry(_KEY, 'dense')
+    old['candidates'][0]['final_samples_ms'] = [5.0]
+    again = old['candidates'][1] | dict(samples_ms=[4.5])
+    other = again | dict(implementation='cusparselt')
+    rows = _records.merged([again, other], old)
+    self.assertEqual(rows[:2], [again, other])
+    self.assertEqual([r['config'] for r in rows[2:]], [{'stages': 5}])
+    self.assertEqual(rows[2]['earlier_final_samples_ms'], [5.0])
+    self.assertNotIn('final_samples_ms', rows[2])
+    self.assertEqual(_records.merged([again], None), [again])
+
+  def test_every_shipped_choice_is_the_fastest_verified_one(self):
+    paths = list(_records.TUNED.glob('*/*_matmul.json'))
+    self.assertContainsSubset({'sparse_matmul.json', 'vnm_matmul.json'}, {path.name for path in paths})
+    for path in paths:
+      record = json.loads(path.read_text())
+      for entry in record['entries']:
+        verified = [r for r in entry['candidates'] if r['rejected'] is None and 'final_samples_ms' in r]
+        cost = {i: statistics.median(r['final_samples_ms']) + r.get('setup_ms', 0) for i, r in enumerate(verified)}
+        fastest = verified[min(cost, key=lambda i: cost[i])]
+        sparse_wins = min(cost.values()) < statistics.median(entry['baseline']['samples_ms'])
+        self.assertEqual(entry['choice']['implementation'], fastest['implementation'] if sparse_wins else 'dense')
+        if sparse_wins:
+          self.assertEqual(entry['choice']['config'], fastest['config'])
+        for row in entry['candidates']:
+          if row['rejected'] is None:
+            self.assertLessEqual(row['error'], _tuning.TOLERANCE)
+            self.assertTrue(np.all(np.asarray(row['samples_ms']) > 0))
+
+
+if __name__ == '__main__':
+  absltest.main()
