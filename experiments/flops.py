@@ -28,7 +28,7 @@ from experiments.build import attention_of, LINEAR, make_recipe
 from experiments.models import gpt2
 import sparse24_jax as s24
 from sparse24_jax.attention import attended_share
-from sparse24_jax.rules import is_weight, match_rules, path_string
+from sparse24_jax.rules import is_weight, leaves_by_path, match_rules
 
 # Tokens of the tokenizers whose names tell.
 VOCABULARIES = {'bytes': 256, 'gpt2': 50257}
@@ -73,8 +73,7 @@ class Curve:
 def weight_shapes(config: gpt2.GPT2Config) -> dict[str, tuple[int, ...]]:
   """Shapes of the linear layers of a GPT-2, by path."""
   params = _abstract_params(config)
-  leaves = jax.tree_util.tree_leaves_with_path(params)
-  return {path: leaf.shape for key, leaf in leaves if is_weight(path := path_string(key), leaf)}
+  return {path: leaf.shape for path, leaf in leaves_by_path(params) if is_weight(path, leaf)}
 
 
 def _abstract_params(config: gpt2.GPT2Config) -> Any:
@@ -88,8 +87,7 @@ def densities(recipe: s24.Recipe, params: Any, steps: int) -> dict[str, np.ndarr
   A mask drawn after step t, and each `refresh_every` steps, is the one of the steps after it.
   """
   projections = {path: p for path, rule in match_rules(params, recipe).items() if (p := rule.policy.projection)}
-  leaves = jax.tree_util.tree_leaves_with_path(params)
-  shapes = {path: leaf.shape for key, leaf in leaves if (path := path_string(key)) in projections}
+  shapes = {path: leaf.shape for path, leaf in leaves_by_path(params) if path in projections}
   at = np.arange(steps)
   drawn, which = np.unique(at - at % recipe.refresh_every, return_inverse=True)
   sparse = _is_sparse(recipe, steps)

@@ -92,7 +92,7 @@ class DensitySchedule:
       raise ValueError(f'stages must be a tuple of Stage, found {self.stages!r}')
     if not math.isclose(total := sum(stage.fraction for stage in self.stages), 1.0, abs_tol=1e-6):
       raise ValueError(f'the fractions of the stages add up to {total}, not 1: {self.stages}')
-    if not isinstance(self.total_steps, int) or self.total_steps < 1:
+    if not isinstance(self.total_steps, numbers.Integral) or self.total_steps < 1:
       raise ValueError(f'total_steps={self.total_steps} must be a whole number, 1 or more')
     check_share('start', self.start, schedule=False)
 
@@ -125,7 +125,7 @@ class CosineDecay:
 
   def __post_init__(self):
     check_share('initial', self.initial, schedule=False)
-    if not isinstance(self.steps, int) or self.steps < 1:
+    if not isinstance(self.steps, numbers.Integral) or self.steps < 1:
       raise ValueError(f'steps={self.steps} must be a whole number, 1 or more')
 
   def __call__(self, step: Any) -> Array:

@@ -147,7 +147,7 @@ class Recipe:
       raise ValueError(f'masked_decay={self.masked_decay} must be a finite number of zero or more, or a schedule')
     if self.decay_on not in ('gradients', 'weights'):
       raise ValueError(f"decay_on={self.decay_on!r}: known are ['gradients', 'weights']")
-    if not isinstance(self.refresh_every, int) or self.refresh_every < 1:
+    if not isinstance(self.refresh_every, numbers.Integral) or self.refresh_every < 1:
       raise ValueError(f'refresh_every={self.refresh_every} must be a whole number of steps, 1 or more')
     if self.flip_rate not in ('refresh', 'step'):
       raise ValueError(f"flip_rate={self.flip_rate!r}: known are ['refresh', 'step']")
@@ -179,7 +179,7 @@ class Recipe:
       # A schedule is known by its values.
       'masked_decay': [float(decay(10**k)) for k in range(7)] if callable(decay) else float(decay),
       'decay_on': self.decay_on,
-      'refresh_every': self.refresh_every,
+      'refresh_every': int(self.refresh_every),
       'phases': [
         [phase.name, phase.fraction] + ([describe_attention(phase.attention)] if phase.attention else [])
         for phase in self.phases

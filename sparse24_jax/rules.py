@@ -1,7 +1,7 @@
 """Which weights a recipe takes: paths, matching, and the checks that belong to a match."""
 
 import collections
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 import contextlib
 import re
 from typing import Any
@@ -19,12 +19,38 @@ NEEDS_BLOCK = 'the rule makes activations sparse, which takes the whole block: u
 NOT_WEIGHTS = ('bias', 'scale', 'embedding')
 
 
-def path_string(key_path: tuple) -> str:
-  """'h_0/mlp/c_fc/kernel' from a JAX key path; the attribute at which a Flax variable holds its array is left out."""
-  names = [str(getattr(k, 'key', getattr(k, 'name', getattr(k, 'idx', k)))) for k in key_path]
-  if key_path and names_value(key_path[-1]):
-    names.pop()
-  return '/'.join(names)
+def leaves_by_path(tree: Any, *, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[str, Any]]:
+  """(path, leaf) in the order of the tree; the attribute at which a box of Flax holds its array is left out.
+
+  A box holds nothing else: a field `value` among others keeps its name, whatever the others hold. So None and empty
+  tuples such as `optax.MaskedNode()`, which stand for what a tree leaves out, count here, and are not returned.
+
+  >>> leaves_by_path({'h_0': {'mlp': [1, (), 2]}})
+  [('h_0/mlp/0', 1), ('h_0/mlp/2', 2)]
+  """
+  chosen = is_leaf or (lambda node: False)
+  found = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: _stands_for_nothing(node) or chosen(node))[0]
+  children: dict[tuple, set] = {}
+  for keys, _ in found:
+    for i, key in enumerate(keys):
+      children.setdefault(keys[:i], set()).add(key)
+
+  def path(keys: tuple) -> str:
+    if keys and names_value(keys[-1]) and len(children[keys[:-1]]) == 1:
+      keys = keys[:-1]
+    return '/'.join(str(getattr(k, 'key', getattr(k, 'name', getattr(k, 'idx', k)))) for k in keys)
+
+  return [(path(keys), leaf) for keys, leaf in found if chosen(leaf) or not _stands_for_nothing(leaf)]
+
+
+def map_by_path(f: Callable[..., Any], tree: Any, *rest: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
+  """`jax.tree.map` of f(path, leaf, ...) with the paths of `leaves_by_path`."""
+  paths = iter([path for path, _ in leaves_by_path(tree, is_leaf=is_leaf)])
+  return jax.tree.map(lambda *leaves: f(next(paths), *leaves), tree, *rest, is_leaf=is_leaf)
+
+
+def _stands_for_nothing(node: Any) -> bool:
+  return node is None or (isinstance(node, tuple) and not node)
 
 
 def names_value(key: Any) -> bool:
@@ -67,7 +93,7 @@ def match_rules(params: Any, recipe: Recipe) -> dict[str, Rule]:
   >>> list(match_rules(params, s24.recipes.ste('mlp/.*')))
   ['mlp/up/kernel']
   """
-  leaves = [(path_string(key_path), leaf) for key_path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]]
+  leaves = leaves_by_path(params)
   weights = {path: leaf for path, leaf in leaves if is_weight(path, leaf)}
   matched = {path: rule for path in weights if (rule := rule_for(path, recipe)) is not None}
   if not leaves:  # a tree of placeholders, as optax.tree_map_params makes

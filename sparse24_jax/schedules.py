@@ -1,5 +1,7 @@
 """Which phase a step belongs to."""
 
+from jax.core import Tracer
+
 from sparse24_jax.attention import Attention
 from sparse24_jax.recipe import Phase, PhaseName, Recipe
 
@@ -16,7 +18,7 @@ def phase_at(recipe: Recipe, step: int, total_steps: int) -> PhaseName:
     total_steps: of the run.
 
   Raises:
-    ValueError: `step` is not in `[0, total_steps)`.
+    ValueError: `step` is not in `[0, total_steps)`, or is traced.
 
   Source: Hu et al., arXiv 2404.01847, section 4.4 (dense fine-tuning).
 
@@ -49,6 +51,8 @@ def attention_at(recipe: Recipe, step: int, total_steps: int) -> Attention:
 
 
 def _phase(recipe: Recipe, step: int, total_steps: int) -> Phase:
+  if isinstance(step, Tracer):
+    raise ValueError('step is traced: a phase is a Python value, found outside of the jitted step, one step a phase')
   if not 0 <= step < total_steps:
     raise ValueError(f'step {step} is not in [0, {total_steps})')
   done = 0.0

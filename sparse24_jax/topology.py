@@ -147,9 +147,11 @@ def layer_densities(
 
   Source: Mocanu et al., arXiv 1707.04780 (SET); Evci et al., arXiv 1911.11134, section 3 (RigL).
 
-  >>> layer_densities(0.25, {'a': (64, 64), 'b': (64, 256)}, 'uniform')['b'].item()
+  >>> import sparse24_jax as s24
+  >>> shapes = {'a': (64, 64), 'b': (64, 256)}
+  >>> s24.layer_densities(0.25, shapes, 'uniform')['b'].item()
   0.25
-  >>> {k: round(d.item(), 4) for k, d in layer_densities(0.25, {'a': (64, 64), 'b': (64, 256)}, 'erdos_renyi').items()}
+  >>> {path: round(d.item(), 4) for path, d in s24.layer_densities(0.25, shapes, 'erdos_renyi').items()}
   {'a': 0.3571, 'b': 0.2232}
   """
   density = jnp.asarray(density, jnp.float32)

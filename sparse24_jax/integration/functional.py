@@ -10,7 +10,7 @@ from sparse24_jax.dot import check_state, DotPolicy
 from sparse24_jax.optim import sparse_states
 from sparse24_jax.projection import Projection
 from sparse24_jax.recipe import PhaseName, Recipe, resolve_phase
-from sparse24_jax.rules import errors_name, match_rules, path_string
+from sparse24_jax.rules import errors_name, leaves_by_path, map_by_path, match_rules
 
 
 def project(params: Any, opt_state: Any, recipe: Recipe, *, phase: PhaseName | None = None) -> Any:
@@ -46,11 +46,11 @@ def project(params: Any, opt_state: Any, recipe: Recipe, *, phase: PhaseName | N
     return params
   sparse = projected_weights(params, opt_state, recipe)
 
-  def one(key_path: tuple, w: Array) -> Array:
-    policy, _, state = sparse.get(path_string(key_path), (None, None, None))
+  def one(path: str, w: Array) -> Array:
+    policy, _, state = sparse.get(path, (None, None, None))
     return w if policy is None else _straight_through(policy.projection, w, state)
 
-  return jax.tree_util.tree_map_with_path(one, params)
+  return map_by_path(one, params)
 
 
 def projected_weights(params: Any, opt_state: Any, recipe: Recipe) -> dict[str, tuple[DotPolicy, Array, Array]]:
@@ -64,9 +64,9 @@ def projected_weights(params: Any, opt_state: Any, recipe: Recipe) -> dict[str, 
   if set(states) != set(policies):
     raise ValueError(
       f'recipe {recipe.name!r} makes {sorted(policies)} sparse, the optimizer state holds states for'
-      f' {sorted(states)}: it was made with another recipe'
+      f' {sorted(states)}: it was made with another recipe, or for another part of the variables'
     )
-  weights = {path_string(key_path): leaf for key_path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]}
+  weights = dict(leaves_by_path(params))
   for path, policy in policies.items():
     w, projection = weights[path], policy.projection
     with errors_name(path):

@@ -59,7 +59,8 @@ class SparseModule(nn.Module):
       raise ValueError(
         f'{missed} match rules of recipe {self.recipe.name!r}, but no layer with a dot_general hook used them: only'
         f' kernels of {[c.__name__ for c in (*HOOKED, Sparse24MLP)]} can be sparse, and of their subclasses that call'
-        ' dot_general or their parent; narrow the rule, or call sparse24_jax.dot in the layer'
+        ' dot_general or their parent; narrow the rule, or call sparse24_jax.dot in the layer and leave its rule out of'
+        ' the recipe given to sparsify'
       )
     return out
 

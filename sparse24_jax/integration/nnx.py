@@ -27,6 +27,7 @@ _REACH = {HOOK, 'super', '__call__'}
 class SparseVariable(nnx.Variable):
   """Holds the projection state of one weight: read by the forward, written by `nnx.update` after a step.
 
+  >>> from flax import nnx
   >>> import jax, sparse24_jax as s24
   >>> model = nnx.Sequential(nnx.Linear(8, 16, rngs=nnx.Rngs(0)))
   >>> model = s24.sparsify(model, s24.recipes.ste('.*/kernel'))
@@ -131,7 +132,7 @@ def sparsify(model: nnx.Module, recipe: Recipe, *, phase: PhaseName, rngs: nnx.R
     raise ValueError(
       f'{sorted(missed)} match rules of recipe {recipe.name!r}, but their layers have no dot_general attribute'
       ' (nnx.Linear and nnx.LinearGeneral do), or a __call__ of their own and no method that calls it or a parent;'
-      ' narrow the rule, or call sparse24_jax.dot in the layer'
+      ' narrow the rule, or call sparse24_jax.dot in the layer and leave its rule out of the recipe given to sparsify'
     )
   return model
 
@@ -177,7 +178,13 @@ def _streams(rngs: nnx.Rngs | None, layers: tuple[int, ...]) -> nnx.Rngs | None:
 
 def sparse_state(states: dict[str, Array], params: nnx.State) -> nnx.State:
   """What `nnx.update(model, ...)` takes to bring the states into the model's hooks."""
+  hooked = {path: state for path, state in states.items() if path.rpartition('/')[-1] == 'kernel'}
+  if states and not hooked:
+    raise ValueError(
+      f'{sorted(states)} are no kernels of layers, which alone have hooks; for weights that a forward of yours reads,'
+      ' call sparse_variables with nnx.to_pure_dict(nnx.state(model, nnx.Param)), which gives a tree of their states'
+    )
   modules = {'/'.join(map(str, path)): path[:-1] for path, _ in nnx.to_flat_state(params)}
   return nnx.from_flat_state(
-    {(*modules[path], HOOK, STATE): SparseVariable(state) for path, state in states.items()}
+    {(*modules[path], HOOK, STATE): SparseVariable(state) for path, state in hooked.items()}
   )

@@ -30,7 +30,9 @@ def sparsify(
   `nnx.update(model, sparse_variables(...))`. As with dropout, the count of its `'mvue'` stream is in the model: a
   forward advances it, and an exact resume restores it. Layers that can be matched are those with Flax's `dot_general`
   attribute and a kernel `[in, out]`: `Dense`, `DenseGeneral`, `nnx.Linear`, `nnx.LinearGeneral`, and subclasses that
-  call it or their parent. A `dot_general` that the user gave such a layer is left out, with a warning in the log.
+  call it or their parent. A `dot_general` that the user gave such a layer is left out, with a warning in the log. A
+  weight that the forward reads itself, experts in one array say, needs no hook: give `sparsify` the recipe without its
+  rule, `sparse_training` and `sparse_variables` the whole recipe.
 
   Args:
     model: a `flax.linen.Module` or a `flax.nnx.Module`; one that `sparsify` made is fine too.
@@ -73,17 +75,19 @@ def sparse_variables(
   only arranges what the optimizer state holds.
 
   Args:
-    params: the parameters, a nested dictionary (linen) or an `nnx.State`.
+    params: the parameters, a nested dictionary (linen) or an `nnx.State`. Where a forward of yours reads weights of an
+      nnx module, experts in one array say, give `nnx.to_pure_dict(nnx.state(model, nnx.Param))`.
     opt_state: an optimizer state that holds a `sparse_training` state for them.
     recipe: the recipe of that state.
     phase: that of the model; in `'dense'` there is nothing to hand over. None is the recipe's first phase.
     pack: whether to pack; None does if the policy names a kernel, or if this card has them and they may be chosen.
 
   Returns:
-    linen: the collection `'sparse24'`, a nested dictionary. nnx: an `nnx.State` for `nnx.update`.
+    linen: the collection `'sparse24'`, a nested dictionary. nnx: an `nnx.State` for `nnx.update`, of the kernels that
+    have hooks.
 
   Raises:
-    ValueError: the recipe, the state and the parameters do not fit.
+    ValueError: the recipe, the state and the parameters do not fit, or no weight in an `nnx.State` is a layer's kernel.
 
   >>> import jax.numpy as jnp, optax, sparse24_jax as s24
   >>> params, recipe = {'mlp': {'up': {'kernel': jnp.eye(4)}}}, s24.recipes.ste('mlp/.*')

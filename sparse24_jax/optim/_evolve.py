@@ -12,7 +12,7 @@ import optax
 from sparse24_jax.optim._weights import Absent, contexts, flip_rates, is_leaf, map_sparse
 from sparse24_jax.projection import Projection
 from sparse24_jax.recipe import Recipe
-from sparse24_jax.rules import path_string
+from sparse24_jax.rules import map_by_path
 from sparse24_jax.topology import Context
 
 # Ours. Each loop makes the host wait once, so there are few, and each holds the updates of its weights in full.
@@ -87,7 +87,7 @@ def evolve(
     inner: the inner optimizer.
     projections: tree like `params`.
     params: before the step.
-    gradients: dense.
+    gradients: dense; if one of them is not finite anywhere, no link changes.
     updates: of the inner optimizer, for existing links, and zero elsewhere.
     state: `SparseTrainingState` with the number of this step, the inner optimizer's new state, and all else as it was.
   """
@@ -101,6 +101,8 @@ def evolve(
   )
   sparse = [i for i, p in enumerate(kinds) if isinstance(p, Projection)]
   due = state.count % recipe.refresh_every == 0
+  # An inner optimizer that skips a step whose gradients are not finite must not find its links moved.
+  due = _when(due, recipe.refresh_every, lambda _: _all_finite(gradients), jnp.zeros((), jnp.bool_))
   flips: list[Array] = []
   for group in _groups([weights[i].w.size for i in sparse]):
     chosen = [sparse[i] for i in group]
@@ -155,10 +157,14 @@ def _changed(weight: _Weight, carried: _Carried) -> _Carried:
   )  # fmt: skip
 
 
+def _all_finite(tree: Any) -> Array:
+  return functools.reduce(jnp.logical_and, [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)])
+
+
 def _when(due: Array, every: int, change: Callable[[Any], Any], kept: Any) -> Any:
   """`change(kept)` where it is due, else what is kept."""
   if every == 1:
-    return change(kept)
+    return jax.tree.map(functools.partial(jnp.where, due), change(kept), kept)
   # A loop of one pass or none, as for masks: a conditional would copy the moments in every step.
   return jax.lax.fori_loop(0, due.astype(jnp.int32), lambda _, carried: change(carried), kept)
 
@@ -183,9 +189,14 @@ def _moments(inner: optax.GradientTransformation, inner_state: Any) -> dict[str,
 
   # By path: of an optimizer for a part of the parameters, a whole subtree of the others is one `MaskedNode`.
   def paths(like_params: Any) -> Any:
-    return jax.tree_util.tree_map_with_path(lambda key_path, _: path_string(key_path), like_params)
+    return map_by_path(lambda path, _: path, like_params)
 
-  named = optax.tree_map_params(inner, paths, inner_state, is_leaf=lambda _: True)
+  try:
+    named = optax.tree_map_params(inner, paths, inner_state, is_leaf=lambda _: True)
+  except ValueError as error:  # of optax.flatten, say
+    raise ValueError(
+      'links that come and go reset moments, but those of the inner optimizer are in no tree like the parameters'
+    ) from error
   found: dict[str, list[int]] = {}
   for at, leaf in enumerate(jax.tree.leaves(named)):
     if isinstance(leaf, str):

@@ -10,7 +10,7 @@ import optax
 from sparse24_jax.metrics import flip_rate
 from sparse24_jax.projection import Projection
 from sparse24_jax.recipe import Recipe
-from sparse24_jax.rules import match_rules, names_value, path_string
+from sparse24_jax.rules import leaves_by_path, map_by_path, match_rules, names_value
 from sparse24_jax.topology import Context
 
 
@@ -22,12 +22,12 @@ def projections_of(params: Any, recipe: Recipe) -> Any:
   """Tree like `params` with a `Projection` at each sparse weight and `Absent` elsewhere."""
   rules = match_rules(params, recipe)
 
-  def of(key_path: tuple, leaf: Any) -> Projection | Absent:
+  def of(path: str, leaf: Any) -> Projection | Absent:
     del leaf
-    rule = rules.get(path_string(key_path))
+    rule = rules.get(path)
     return (rule and rule.policy.projection) or Absent()
 
-  return jax.tree_util.tree_map_with_path(of, params)
+  return map_by_path(of, params)
 
 
 def _is_box(node: Any) -> bool:
@@ -83,13 +83,10 @@ def is_leaf(node: Any) -> bool:
 
 def contexts(projections: Any, params: Any, step: Array) -> Any:
   """Tree like `params`, a `Context` at each leaf."""
-  leaves = jax.tree_util.tree_flatten_with_path(projections, is_leaf=is_leaf)[0]
   shapes: dict[Any, dict[str, tuple[int, ...]]] = {}
-  for (key_path, projection), w in zip(leaves, jax.tree.leaves(params), strict=True):
-    shapes.setdefault(projection, {})[path_string(key_path)] = w.shape
-  return jax.tree_util.tree_map_with_path(
-    lambda key_path, p: Context(step, path_string(key_path), shapes[p]), projections, is_leaf=is_leaf
-  )
+  for (path, projection), w in zip(leaves_by_path(projections, is_leaf=is_leaf), jax.tree.leaves(params), strict=True):
+    shapes.setdefault(projection, {})[path] = w.shape
+  return map_by_path(lambda path, p: Context(step, path, shapes[p]), projections, is_leaf=is_leaf)
 
 
 def flip_rates(old: Any, new: Any) -> tuple[Array, Any]:

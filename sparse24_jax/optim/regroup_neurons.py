@@ -10,7 +10,7 @@ from sparse24_jax.neurons import cluster_neurons
 from sparse24_jax.optim._weights import boxed, unboxed
 from sparse24_jax.optim.sparse_training import SparseTrainingState
 from sparse24_jax.recipe import Recipe
-from sparse24_jax.rules import match_rules, path_string
+from sparse24_jax.rules import map_by_path, match_rules
 
 
 def regroup_neurons(params: Any, opt_state: Any, recipe: Recipe) -> Any:
@@ -41,14 +41,14 @@ def regroup_neurons(params: Any, opt_state: Any, recipe: Recipe) -> Any:
   if not found:
     return opt_state
 
-  def one(key_path: tuple, w: Array, state: Any) -> Any:
-    clusters = found.get(path_string(key_path))
+  def one(path: str, w: Array, state: Any) -> Any:
+    clusters = found.get(path)
     return state if clusters is None else join_clusters(cluster_neurons(w, clusters=clusters), state[..., -1])
 
   def renew(node: Any) -> Any:
     if not isinstance(node, SparseTrainingState):
       return node
-    renewed = jax.tree_util.tree_map_with_path(one, unboxed(params), unboxed(node.projections))
+    renewed = map_by_path(one, unboxed(params), unboxed(node.projections))
     return node._replace(projections=boxed(params, renewed))
 
   return jax.tree.map(renew, opt_state, is_leaf=lambda node: isinstance(node, SparseTrainingState))

@@ -18,7 +18,7 @@ from sparse24_jax.optim.masked_decay import add_decay
 from sparse24_jax.optim.step_adam import StepAdamState
 from sparse24_jax.projection import Projection
 from sparse24_jax.recipe import PhaseName, Recipe, resolve_phase
-from sparse24_jax.rules import path_string
+from sparse24_jax.rules import leaves_by_path
 from sparse24_jax.topology import Context
 
 
@@ -29,6 +29,13 @@ class FlipRate(NamedTuple):
     overall: float32 scalar, over all sparse weights together; 0 before the first comparison.
     per_weight: float32, shape `w.shape[:-2]` for a weight `w`: a scalar, or a rate a scanned layer. From
       `get_flip_rate` a dictionary by path; inside the optimizer state a tree like the parameters.
+
+  >>> import jax.numpy as jnp, optax, sparse24_jax as s24
+  >>> w = {'kernel': jnp.array([[1.0], [-3.0], [2.0], [0.5]])}
+  >>> tx = s24.sparse_training(optax.sgd(1.0), s24.recipes.ste('kernel'))
+  >>> _, state = tx.update({'kernel': jnp.array([[-4.0], [0.0], [0.0], [0.0]])}, tx.init(w), w)  # 1 becomes 5
+  >>> s24.get_flip_rate(state).overall.item()  # it is kept now, and 2 is not
+  0.5
   """
 
   overall: Array
@@ -45,6 +52,12 @@ class SparseTrainingState(NamedTuple):
       not in a box that says how its array is sharded.
     flip_rate: of the last comparison.
     inner_state: of the inner optimizer.
+
+  >>> import jax.numpy as jnp, optax, sparse24_jax as s24
+  >>> w = {'kernel': jnp.array([[1.0], [-3.0], [2.0], [0.5]])}
+  >>> state = s24.sparse_training(optax.sgd(1.0), s24.recipes.ste('kernel')).init(w)
+  >>> int(state.count), state.projections['kernel'][:, 0].tolist()
+  (0, [False, True, True, False])
   """
 
   count: Array
@@ -93,7 +106,7 @@ def sparse_training(
     A gradient transformation. `init` raises ValueError when the recipe does not fit the parameters.
 
   Raises:
-    ValueError: unknown phase, or decay on weights without a learning rate.
+    ValueError: unknown phase, decay on weights without a learning rate, or no optimizer.
 
   Source: Hu et al., arXiv 2404.01847, equation 10 and section 4.
 
@@ -107,6 +120,8 @@ def sparse_training(
   (1, 0.5)
   """
   phase = resolve_phase(recipe, phase)
+  if not isinstance(inner, optax.GradientTransformation):
+    raise ValueError(f'inner must be an optimizer such as optax.adamw(1e-3), found {inner!r}')
   has_decay = not isinstance(recipe.masked_decay, float | int) or recipe.masked_decay > 0
   if has_decay and recipe.decay_on == 'weights' and learning_rate is None:
     raise ValueError(
@@ -116,6 +131,8 @@ def sparse_training(
 
   def init(params: Any) -> SparseTrainingState:
     inner_state, given = inner.init(params), params
+    if states_of(inner_state, SparseTrainingState):
+      raise ValueError('inner holds sparse_training already; one recipe takes several rules')
     params = unboxed(params)
     projections = projections_of(params, recipe)
     at_start = contexts(projections, params, jnp.zeros((), jnp.int32))
@@ -182,15 +199,13 @@ def get_flip_rate(opt_state: Any) -> FlipRate:
   {'mlp/kernel': Array(0., dtype=float32)}
   """
   rate = find_state(opt_state, SparseTrainingState, 'sparse_training').flip_rate
-  leaves = jax.tree_util.tree_flatten_with_path(rate.per_weight)[0]
-  return FlipRate(rate.overall, {path_string(key_path): leaf for key_path, leaf in leaves})
+  return FlipRate(rate.overall, dict(leaves_by_path(rate.per_weight)))
 
 
 def sparse_states(opt_state: Any) -> dict[str, Array]:
   """The projection states in an optimizer state, by the path of their weight."""
   projections = find_state(opt_state, SparseTrainingState, 'sparse_training').projections
-  leaves = jax.tree_util.tree_flatten_with_path(projections)[0]
-  return {path_string(key_path): leaf for key_path, leaf in leaves}
+  return dict(leaves_by_path(projections))
 
 
 def _refresh(

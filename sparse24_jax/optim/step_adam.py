@@ -10,7 +10,7 @@ import optax
 
 from sparse24_jax.optim._state import find_state
 from sparse24_jax.recipe import check_phase, PhaseName
-from sparse24_jax.rules import path_string
+from sparse24_jax.rules import leaves_by_path
 
 
 class StepAdamState(NamedTuple):
@@ -46,6 +46,14 @@ def scale_by_step_adam(
     path: regular expression of the parameters whose second moments are watched; the paper takes those to be pruned.
 
   Source: Lu et al., arXiv 2302.01172, algorithm 1.
+
+  >>> import jax.numpy as jnp, sparse24_jax as s24
+  >>> dense, sparse = (s24.scale_by_step_adam(b2=0.5, phase=phase) for phase in ('dense', 'sparse'))
+  >>> grads = {'w': jnp.array([2.0])}
+  >>> _, state = dense.update(grads, dense.init(grads))
+  >>> direction, state = sparse.update(grads, state)  # 2 / (sqrt(2) + 1e-6)
+  >>> state.nu['w'].item(), round(direction['w'].item(), 4)
+  (2.0, 1.4142)
   """
   check_phase(phase)
   window = max(1, round(1 / (1 - b2)))
@@ -74,9 +82,7 @@ def scale_by_step_adam(
 def _mean_change(new: Any, old: Any, path: str) -> Array:
   """Mean |new - old| over the leaves whose path matches, float32 scalar."""
   changes = jax.tree.map(lambda a, b: jnp.abs(a - b).astype(jnp.float32), new, old)
-  watched = [
-    leaf for key, leaf in jax.tree_util.tree_flatten_with_path(changes)[0] if re.fullmatch(path, path_string(key))
-  ]
+  watched = [leaf for name, leaf in leaves_by_path(changes) if re.fullmatch(path, name)]
   if not watched:
     raise ValueError(f'path={path!r} matches no parameter')
   return jnp.stack([jnp.sum(leaf) for leaf in watched]).sum() / float(sum(leaf.size for leaf in watched))

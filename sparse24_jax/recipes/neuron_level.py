@@ -40,7 +40,7 @@ def neuron_level(
       half of the steps sparse a small model ended nearer to a dense one.
 
   Raises:
-    ValueError: a fraction is negative, or both leave no sparse steps.
+    ValueError: a fraction is negative, or both leave no sparse steps; `policy` is of another type.
 
   Source: arXiv 2602.06183; arXiv 2503.16672.
 
@@ -57,6 +57,8 @@ def neuron_level(
   if sparse <= 0:
     raise ValueError(f'warmup_fraction={warmup_fraction} and dense_fraction={dense_fraction} leave no sparse steps')
   policy = ActivationPolicy() if policy is None else policy
+  if not isinstance(policy, ActivationPolicy):
+    raise ValueError(f'policy must be an ActivationPolicy, found {policy!r}')
   phases = [Phase('dense', warmup_fraction)] if warmup_fraction else []
   phases.append(Phase('sparse', sparse))
   phases += [Phase('dense', dense_fraction)] if dense_fraction else []

@@ -26,6 +26,11 @@ def init(recipe, params=PARAMS):
   return s24.sparse_training(SGD, recipe).init(params)
 
 
+def evolved(inner):
+  tx = s24.sparse_training(inner, s24.recipes.rigl('mlp/.*kernel', density=0.5, total_steps=10))
+  return tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+
+
 def linen_apply(model, recipe, collection):
   params = model.init(KEY, X)['params']
   return s24.sparsify(model, recipe).apply({'params': params, **collection}, X)
@@ -50,6 +55,12 @@ SPARSE_TRAINING = (
    r'mlp/up/kernel of shape \(8, 6\) has length 6 along axis -1.*transposable exact.*multiple of 4'),
   ('empty_weight', lambda: init(STE, shaped(0, 8)), r'mlp/up/kernel of shape \(0, 8\) has length 0 along axis -2'),
   ('no_outputs', lambda: init(STE, shaped(8, 0)), r'\(8, 0\) has length 0 along axis -1.*multiple of 1, one or more'),
+  ('optimizer_that_was_not_called', lambda: s24.sparse_training(optax.adamw, STE),
+   r'inner must be an optimizer such as optax\.adamw\(1e-3\), found <function'),
+  ('twice', lambda: s24.sparse_training(optax.chain(s24.sparse_training(SGD, STE)), STE).init(PARAMS),
+   'inner holds sparse_training already'),
+  ('moments_in_one_vector', lambda: evolved(optax.flatten(optax.adam(0.1))),
+   'moments, but those of the inner optimizer are in no tree'),
   ('name_in_place_of_a_recipe', lambda: s24.sparse_training(SGD, 'ste'), "recipe must be a Recipe.*found 'ste'"),
   ('other_params_than_at_init', lambda: s24.sparse_training(SGD, STE).update(shaped(8, 8), STATE, shaped(8, 8)),
    'Dict key mismatch|key'),
@@ -79,6 +90,9 @@ RECIPES = (
   ('unknown_flip_rate', lambda: s24.Recipe('r', flip_rate='epoch'),
    r"flip_rate='epoch': known are \['refresh', 'step'\]"),
   ('step_out_of_run', lambda: s24.phase_at(STE, 10, 10), r'step 10 is not in \[0, 10\)'),
+  ('traced_step', lambda: jax.jit(lambda step: s24.phase_at(STE, step, 10))(3), 'step is traced: a phase is a Python'),
+  ('pattern_in_place_of_a_policy', lambda: s24.recipes.neuron_level('up', 'down', policy='64:2:8'),
+   "policy must be an ActivationPolicy, found '64:2:8'"),
   ('negative_step', lambda: s24.phase_at(STE, -1, 10), r'step -1 is not in \[0, 10\)'),
   ('sparse_input_grad_of_a_row_mask', lambda: s24.DotPolicy(s24.magnitude(), input_grad='sparse'),
    "input_grad='sparse' needs a transposable projection, found 'magnitude 2:4'"),

@@ -4,6 +4,7 @@ import json
 import pickle
 
 from absl.testing import absltest, parameterized
+import numpy as np
 
 import sparse24_jax as s24
 
@@ -35,6 +36,10 @@ class RecipesTest(parameterized.TestCase):
       's_ste_fp8': ('soft_threshold', 'dense', 'mvue', 'fp8'),
       'step': ('magnitude 2:4', 'dense', 'dense', 'default'),
     })  # fmt: skip
+
+  def test_whole_numbers_of_numpy(self):
+    recipe = s24.recipes.transposable_srste('.*', masked_decay=2e-4, refresh_every=np.int64(40))
+    self.assertEqual(json.loads(json.dumps(recipe.describe()))['refresh_every'], 40)
 
   def test_decay_refresh_and_phases(self):
     found = {

@@ -1,3 +1,5 @@
+from typing import NamedTuple
+
 from absl.testing import absltest, parameterized
 import flax.nnx
 import flax.struct
@@ -5,11 +7,25 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
+import optax
 
 import sparse24_jax as s24
 from sparse24_jax import rules
 
 STE, FST = s24.DotPolicy(s24.magnitude()), s24.DotPolicy(s24.transposable(), input_grad='sparse')
+
+
+class NamedAttention(NamedTuple):
+  query: jax.Array
+  key: jax.Array
+  value: jax.Array
+
+
+@flax.struct.dataclass
+class Attention:
+  query: jax.Array
+  key: jax.Array
+  value: jax.Array
 
 
 def params() -> dict:
@@ -66,6 +82,28 @@ class MatchTest(parameterized.TestCase):
 
     tree = [Layer(jnp.ones((4, 4))), (flax.nnx.Param(jnp.ones((8, 4))),)]
     self.assertEqual(list(rules.match_rules(tree, recipe(('.*', STE)))), ['0/kernel', '1/0'])
+
+  @parameterized.parameters('tuple', 'dataclass')
+  def test_a_field_named_value_among_others_keeps_its_name(self, kind):
+    """Also in the trees of an optimizer for a part of the weights, where nothing is left of the others."""
+    attention = (NamedAttention if kind == 'tuple' else Attention)(*jax.random.normal(jax.random.key(0), (3, 8, 8)))
+    tree, fitting = {'attn': attention}, recipe(('attn/(query|value)', STE))
+    self.assertEqual([path for path, _ in rules.leaves_by_path(tree)], ['attn/query', 'attn/key', 'attn/value'])
+    alone = recipe(('attn/value', STE))
+    for given in (fitting, alone):
+      tx = s24.sparse_training(optax.adam(0.1), given)
+      _, state = jax.jit(tx.update)(tree, tx.init(tree), tree)
+      expected = [f'attn/{name}' for name in ('query', 'value') if given is fitting or name == 'value']
+      self.assertEqual(list(s24.get_flip_rate(state).per_weight), expected)
+      projected = s24.project(tree, state, given)['attn']
+      s24.verify24(projected.value)
+      np.testing.assert_array_equal(projected.key, attention.key)
+    tx = optax.partition(
+      {'sparse': s24.sparse_training(optax.adam(0.1), alone), 'plain': optax.sgd(0.1)},
+      {'attn': type(attention)('plain', 'plain', 'sparse')},
+    )
+    _, state = tx.update(tree, tx.init(tree), tree)
+    s24.verify24(s24.project(tree, state, alone)['attn'].value)
 
 
 class GroupsTest(parameterized.TestCase):

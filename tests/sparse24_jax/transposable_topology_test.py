@@ -17,7 +17,6 @@ from tests.quick import jit
 
 SHAPE = (2, 16, 12)
 SIZE = 16 * 12
-ZETA = 0.3
 
 PAIRS = [np.array([i in pair for i in range(4)]) for pair in itertools.combinations(range(4), 2)]
 PATTERNS = np.array([rows for rows in itertools.product(PAIRS, repeat=4) if (np.sum(rows, axis=0) == 2).all()])

@@ -133,6 +133,26 @@ class LinksTest(parameterized.TestCase):
   def _one_step(self, tx, params):
     return next(train(tx, params, 1))[0]
 
+  @parameterized.product(refresh_every=(1, 2), value=(np.nan, np.inf))
+  def test_an_inner_optimizer_that_skips_a_step_finds_its_links_unmoved(self, refresh_every, value):
+    inner = optax.apply_if_finite(optax.adam(1e-2), max_consecutive_errors=9)
+    recipe = recipe_of(0.3, drop_fraction=0.5, refresh_every=refresh_every)
+    tx = s24.sparse_training(inner, recipe)
+    params = normal(0)
+    state = jit(tx.init)(params)
+    for step in range(1, 5):
+      skipped = step == 2
+      grads = normal(step)
+      if skipped:  # in one matrix, which is not even a sparse one
+        grads['head']['kernel'] = grads['head']['kernel'].at[3, 3].set(value)
+      updates, new = jit_update(tx)(grads, state, params)
+      stepped = optax.apply_updates(params, updates)
+      moved = sum(int((sparse_states(state)[path] != sparse_states(new)[path]).sum()) for path in SPARSE)
+      self.assertEqual(moved > 0, not skipped and step % refresh_every == 0, step)
+      if skipped:
+        jax.tree.map(np.testing.assert_array_equal, stepped, params)
+      params, state = stepped, new
+
   def test_moments_stay_when_told_to(self):
     recipes = (recipe_of(0.25, drop_fraction=0.4, reset_moments=reset) for reset in (True, False))
     reset, kept = (list(train(s24.sparse_training(optax.adam(1e-2), r), normal(0), 2)) for r in recipes)
