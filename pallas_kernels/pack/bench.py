@@ -97,7 +97,7 @@ def cases(tokens: int, hidden: int) -> list[Case]:
     rows.append(Case(
       'transposable_pack', weight, lambda key, dtype=dtype: (normal(weight, dtype)(key),),
       lambda w, config: pack.transposable_pack(w, None, dtype=BF16, config=config),
-      lambda w: reference.transposable_pack(w, None, dtype=BF16), tiles if dtype == BF16 else few, moved,
+      lambda w: reference.transposable_pack(w, None, dtype=BF16), tiles if dtype == BF16 else soft, moved,
       jnp.dtype(dtype).name,
     ))  # fmt: skip
   rows.append(Case(

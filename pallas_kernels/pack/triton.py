@@ -53,7 +53,7 @@ def transposable_pack(
 ) -> PackedPair:
   """See `api.transposable_pack`."""
   batches, rows, columns = _shape(w, dtype)
-  config = config or Config(num_warps=4 if w.dtype == jnp.float32 else 2)
+  config = config or Config(num_warps=2)
   grid = config.grid(batches, rows, columns)
   structs = [
     *_pair_structs(w.shape[:-2], rows, columns, dtype),

@@ -1,4 +1,4 @@
-"""Triton kernels that write an operand, 2:4 or V:N:M, out as a dense array; `triton.py` launches them."""
+"""Triton kernels that write an operand, 2:4 or V:N:M, or columns of it, as dense arrays; `triton.py` launches them."""
 
 import triton
 import triton.language as tl
@@ -38,3 +38,31 @@ def scatter_rows(
   to = dense.to(tl.pointer_type(tl.uint16)) + row * C
   tl.store(to + tl.load(index + (nibble & 3)), pair.to(tl.uint16))
   tl.store(to + tl.load(index + (nibble >> 2)), (pair >> 16).to(tl.uint16))
+
+
+@triton.jit
+def take_columns(
+  values, words, rows, ids, out,
+  C: tl.constexpr, V: tl.constexpr, M: tl.constexpr, COUNT: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+  """Columns `ids` of the dense matrix: `ROWS` rows by `WIDTH` of the `COUNT` columns a program."""
+  i = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+  column = tl.load(ids + i)
+  group = column // M
+  at = rows + tl.program_id(1) * ROWS // V * (C // M * 4) + group * 4
+  place = tl.where(tl.load(at) == column, 0, 4)  # 4: this block does not have it
+  place = tl.where(tl.load(at + 1) == column, 1, place)
+  place = tl.where(tl.load(at + 2) == column, 2, place)
+  place = tl.where(tl.load(at + 3) == column, 3, place)[:, None, None].to(tl.uint32)
+  # Columns first: threads go along them. Rows eight apart share a word.
+  n = tl.arange(0, ROWS // 2)[None, :]
+  row = tl.program_id(1) * ROWS + n // 8 * 16 + n % 8
+  tile = row // 64 * (C // M // 16) + group[:, None] // 16
+  word = tl.load(words + tile * 128 + row % 64 // 16 * 32 + row % 8 * 4 + group[:, None] % 16 // 4)
+  word = word >> (group % 4 * 4)[:, None].to(tl.uint32)
+  nibble = (word[:, :, None] >> (16 * tl.arange(0, 2))[None, None, :].to(tl.uint32)) & 15
+  row = row[:, :, None] + 8 * tl.arange(0, 2)[None, None, :]
+  pair = tl.load(values.to(tl.pointer_type(tl.uint32)) + row * (C // M) + group[:, None, None])
+  entry = tl.where((nibble & 3) == place, pair & 0xFFFF, tl.where(nibble >> 2 == place, pair >> 16, 0))
+  at = out.to(tl.pointer_type(tl.uint16)) + row * COUNT + i[:, None, None]
+  tl.store(at, entry.to(tl.uint16), mask=(i < COUNT)[:, None, None])

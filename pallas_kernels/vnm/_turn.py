@@ -1,4 +1,4 @@
-"""Triton kernels that read a V:N:M operand: that of its transpose, and single columns; `triton.py` launches them.
+"""Triton kernels that make the operand of the transpose from a V:N:M operand; `triton.py` launches them.
 
 An operand [R, C] holds two entries of each row and group of M columns, a word, and which: 0.28 times the dense array
 at M = 8. A program of `turn` has V columns by 16 groups of M rows, spread: rows j R / M + g are the members of group g.
@@ -14,13 +14,14 @@ from pallas_kernels.vnm import _blocks as blocks
 
 @triton.jit
 def turn(
-  values_in, words_in, tables, used, values, words, rows,
+  values_in, words_in, tables, values, words, rows,
   R: tl.constexpr, C: tl.constexpr, V: tl.constexpr, M: tl.constexpr, SELECT: tl.constexpr,
 ):  # fmt: skip
   """The transpose's pattern and operand.
 
-  `tables` has a nibble for each column of a block's group: which of the four kept ones it is, 4 for a column of zeros.
-  `used`, if `SELECT`, has ones in the bytes of those of the four that do not count as zeros.
+  `tables` has a nibble for each column of a block's group, a plane for every eight: which of the four kept ones it is,
+  4 for a column of zeros. If `SELECT`, one more plane has ones in the bytes of those of the four that do not count as
+  zeros.
   """
   dtype: tl.constexpr = values_in.dtype.element_ty
   source = values_in.to(tl.pointer_type(tl.uint32))
@@ -29,43 +30,34 @@ def turn(
   if M == 4:
     nothing = tl.zeros([16], tl.float32)  # all rows stay
     score = (nothing, nothing, nothing, nothing)
-  elif M == 8:
-    score = _scores(source, words_in, used, group, 0, R, C, V, M, SELECT, dtype)
   else:
-    score = (
-      _scores(source, words_in, used, group, 0, R, C, V, M, SELECT, dtype)
-      + _scores(source, words_in, used, group, 8, R, C, V, M, SELECT, dtype)
-    )  # fmt: skip
+    at = source + member[:, None] * (C // M) + group
+    used = tables + M // 8 * (R // V * (C // M)) + group
+    places = words_in.to(tl.pointer_type(tl.uint8)) + _places(C, V, M)
+    score = _scores(at, places, used, 0, R, C, V, M, SELECT, dtype)
+    if M == 16:
+      score = score + _scores(at, places, used, 8, R, C, V, M, SELECT, dtype)
   r0, r1, r2, r3 = blocks.best_columns(score, M)
-  to = rows + tl.program_id(0) * (R // M * 4) + member * 4
-  blocks.store_four(to, member, r0, r1, r2, r3, R // M)
-  # Read again: addresses that come from all of the above cost the compiler half a minute and more.
-  tl.debug_barrier()
-  at = to[:, None]
-  e0 = _entries(source, words_in, tables, tl.load(at), group, C, V, M)
-  e1 = _entries(source, words_in, tables, tl.load(at + 1), group, C, V, M)
-  e2 = _entries(source, words_in, tables, tl.load(at + 2), group, C, V, M)
-  e3 = _entries(source, words_in, tables, tl.load(at + 3), group, C, V, M)
-  # Eight neighbouring columns have a word of nibbles, laid down where `exchange` looks for it.
-  here = tl.program_id(0) * (V // 64)
-  across: tl.constexpr = R // M // 16
+  blocks.store_four(rows + tl.program_id(0) * (R // M * 4) + member * 4, member, r0, r1, r2, r3, R // M)
+  kept = _once(r0.to(tl.uint32) | r1.to(tl.uint32) << 4 | r2.to(tl.uint32) << 8 | r3.to(tl.uint32) << 12)
+  kept = kept[:, None].to(tl.int32)
+  first = member[:, None]
+  e0 = _entries(source, words_in, tables, first + (kept & 15) * (R // M), group, R, C, V, M)
+  e1 = _entries(source, words_in, tables, first + (kept >> 4 & 15) * (R // M), group, R, C, V, M)
+  e2 = _entries(source, words_in, tables, first + (kept >> 8 & 15) * (R // M), group, R, C, V, M)
+  e3 = _entries(source, words_in, tables, first + (kept >> 12 & 15) * (R // M), group, R, C, V, M)
   if M == 4:
     even, odd, nibbles = _four_columns(e0, e1, e2, e3, 0)
     _store(values, even, odd, 0, R, V, M)
     shift = (8 * tl.arange(0, 2))[None, None, :].to(tl.uint32)
-    eight = tl.sum(tl.reshape(nibbles, (16, V // 8, 2)) << shift, axis=2)
-    octet = tl.arange(0, V // 8)[None, :]
-    place = ((here + octet // 8) * across + tl.program_id(1)) * 128 + octet % 8 * 16
-    tl.store(words + place + tl.arange(0, 16)[:, None], eight)
+    nibbles = tl.sum(tl.reshape(nibbles, (16, V // 8, 2)) << shift, axis=2)
+    low, high = tl.split(tl.reshape(nibbles, (16, V // 16, 2)))
+  elif M == 8:
+    low, high = tl.split(tl.reshape(_eight_columns(values, e0, e1, e2, e3, 0, R, V, M), (16, V // 16, 2)))
   else:
-    for part in tl.static_range(M // 8):
-      even0, odd0, nibbles0 = _four_columns(e0, e1, e2, e3, 4 * part)
-      even1, odd1, nibbles1 = _four_columns(e0, e1, e2, e3, 4 * part + 2)
-      _store(values, tl.join(even0, even1), tl.join(odd0, odd1), 8 * part, R, V, M)
-      octet = tl.arange(0, V // M)[None, :] * (M // 8) + part
-      place = ((here + octet // 8) * across + tl.program_id(1)) * 128 + octet % 8 * 16
-      tl.store(words + place + tl.arange(0, 16)[:, None], nibbles0 | nibbles1 << 8)
-  blocks.exchange(words, here, across, V)
+    low = _eight_columns(values, e0, e1, e2, e3, 0, R, V, M)
+    high = _eight_columns(values, e0, e1, e2, e3, 8, R, V, M)
+  _store_words(words, low, high, R, V, M)
 
 
 @triton.jit
@@ -79,10 +71,10 @@ def turn_as(
   member = (tl.program_id(1) * 16 + tl.arange(0, 16))[:, None]
   given = _given(words, R, V, M)
   at = rows + tl.program_id(0) * (R // M * 4) + member * 4
-  e0 = _entries(source, words_in, tables, tl.load(at), group, C, V, M)
-  e1 = _entries(source, words_in, tables, tl.load(at + 1), group, C, V, M)
-  e2 = _entries(source, words_in, tables, tl.load(at + 2), group, C, V, M)
-  e3 = _entries(source, words_in, tables, tl.load(at + 3), group, C, V, M)
+  e0 = _entries(source, words_in, tables, tl.load(at), group, R, C, V, M)
+  e1 = _entries(source, words_in, tables, tl.load(at + 1), group, R, C, V, M)
+  e2 = _entries(source, words_in, tables, tl.load(at + 2), group, R, C, V, M)
+  e3 = _entries(source, words_in, tables, tl.load(at + 3), group, R, C, V, M)
   if M == 4:
     even, odd = _four_given(e0, e1, e2, e3, given, 0, V, M)
     _store(values, even, odd, 0, R, V, M)
@@ -94,34 +86,6 @@ def turn_as(
 
 
 @triton.jit
-def take_columns(
-  values, words, rows, ids, out,
-  C: tl.constexpr, V: tl.constexpr, M: tl.constexpr, COUNT: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-  """Columns `ids` of the dense matrix: `ROWS` rows by `WIDTH` of the `COUNT` columns a program."""
-  i = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
-  column = tl.load(ids + i)
-  group = column // M
-  at = rows + tl.program_id(1) * ROWS // V * (C // M * 4) + group * 4
-  place = tl.where(tl.load(at) == column, 0, 4)  # 4: this block does not have it
-  place = tl.where(tl.load(at + 1) == column, 1, place)
-  place = tl.where(tl.load(at + 2) == column, 2, place)
-  place = tl.where(tl.load(at + 3) == column, 3, place)[:, None, None].to(tl.uint32)
-  # Columns first: threads go along them. Rows eight apart share a word.
-  n = tl.arange(0, ROWS // 2)[None, :]
-  row = tl.program_id(1) * ROWS + n // 8 * 16 + n % 8
-  tile = row // 64 * (C // M // 16) + group[:, None] // 16
-  word = tl.load(words + tile * 128 + row % 64 // 16 * 32 + row % 8 * 4 + group[:, None] % 16 // 4)
-  word = word >> (group % 4 * 4)[:, None].to(tl.uint32)
-  nibble = (word[:, :, None] >> (16 * tl.arange(0, 2))[None, None, :].to(tl.uint32)) & 15
-  row = row[:, :, None] + 8 * tl.arange(0, 2)[None, None, :]
-  pair = tl.load(values.to(tl.pointer_type(tl.uint32)) + row * (C // M) + group[:, None, None])
-  entry = tl.where((nibble & 3) == place, pair & 0xFFFF, tl.where(nibble >> 2 == place, pair >> 16, 0))
-  at = out.to(tl.pointer_type(tl.uint16)) + row * COUNT + i[:, None, None]
-  tl.store(at, entry.to(tl.uint16), mask=(i < COUNT)[:, None, None])
-
-
-@triton.jit
 def _nibble(words, row, group, GROUPS: tl.constexpr):
   """The metadata of rows and groups; `GROUPS` a row."""
   tile = row // 64 * (GROUPS // 16) + group // 16
@@ -130,59 +94,64 @@ def _nibble(words, row, group, GROUPS: tl.constexpr):
 
 
 @triton.jit
-def _nibbles(words, row, C: tl.constexpr, V: tl.constexpr, M: tl.constexpr):
-  """The metadata of 16 rows and the program's groups. Four groups share a word, so it is read once for them."""
-  word = _four_groups(words, row, C, V, M)
-  return tl.reshape(word[:, :, None] >> (4 * tl.arange(0, 4))[None, None, :].to(tl.uint32), (16, V // M)) & 15
+def _once(x):
+  """`x`, opaque: the compiler would rank rows again for each layout in which it wants the result."""
+  return tl.inline_asm_elementwise('mov.b32 $0, $1;', '=r,r', [x], dtype=tl.uint32, is_pure=False, pack=1)
 
 
 @triton.jit
-def _selectors(words, row, C: tl.constexpr, V: tl.constexpr, M: tl.constexpr):
-  """`_nibbles`, as what takes the two bytes that they name, twice each; above 16 bits is rubbish."""
-  word = _four_groups(words, row, C, V, M)
-  two = tl.arange(0, 2).to(tl.uint32)
-  # Two groups at a time.
-  x = word[:, :, None] >> (8 * two)[None, None, :]
-  x = (x | x << 12) & 0x000F000F
+def _places(C: tl.constexpr, V: tl.constexpr, M: tl.constexpr):
+  """Of the metadata of 16 rows, the bytes that each row has for every two of the program's groups, [16, V / M / 2]."""
+  two = tl.program_id(0) * (V // M // 2) + tl.arange(0, V // M // 2)[None, :]
+  row = tl.arange(0, 16)[:, None]
+  return two // 8 * 512 + row % 8 * 16 + two % 8 // 2 * 4 + row // 8 * 2 + two % 2
+
+
+@triton.jit
+def _sixteen(i, C: tl.constexpr, M: tl.constexpr):
+  """Bytes of metadata before the i-th 16 rows."""
+  return i // 4 * (C // M // 16 * 512) + i % 4 * 128
+
+
+@triton.jit
+def _selectors(places, V: tl.constexpr, M: tl.constexpr):
+  """What takes the two bytes that each nibble names, twice each; above 16 bits is rubbish."""
+  x = (places | places << 12) & 0x000F000F
   x = ((x | x << 6) & 0x03030303) * 0x11
-  return tl.reshape(x[:, :, :, None] >> (16 * two)[None, None, None, :], (16, V // M))
-
-
-@triton.jit
-def _four_groups(words, row, C: tl.constexpr, V: tl.constexpr, M: tl.constexpr):
-  """What 16 rows have of every four groups, a nibble a group in 16 bits."""
-  four = tl.program_id(0) * (V // M // 4) + tl.arange(0, V // M // 4)[None, :]
-  tile = row // 64 * (C // M // 16) + four // 4
-  word = tl.load(words + tile * 128 + row % 64 // 16 * 32 + row % 8 * 4 + four % 4)
-  return blocks.prmt(word, word * 0, (0x4410 + row // 8 % 2 * 0x22).to(tl.uint32))
+  return tl.reshape(tl.join(x, x >> 16), (16, V // M))
 
 
 @triton.jit
 def _score(
-  source, words, used, start, group, C: tl.constexpr, V: tl.constexpr, M: tl.constexpr, SELECT: tl.constexpr,
-  dtype: tl.constexpr,
+  at, places, used, j: tl.constexpr, R: tl.constexpr, C: tl.constexpr, V: tl.constexpr, M: tl.constexpr,
+  SELECT: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-  """What 16 rows hold in each group."""
-  row = start + tl.arange(0, 16)[:, None]
-  pair = tl.load(source + row * (C // M) + group) & 0x7FFF7FFF
+  """What the j-th members of 16 groups of rows hold in each group of columns; `at` is where the first are."""
+  step: tl.constexpr = j * (R // M)
+  pair = tl.load(at + step * (C // M)) & 0x7FFF7FFF
   if SELECT:
-    here = tl.load(used + start // V * (C // M) + group)
-    pair = pair & blocks.prmt(here, here, _selectors(words, row, C, V, M))
+    # Whole tiles and blocks from one member to the next: the compiler then knows how far it is.
+    if R // M % 64 == 0:
+      place = places + _sixteen(tl.program_id(1), C, M) + step // 64 * (C // M // 16 * 512)
+    else:
+      place = places + _sixteen(tl.program_id(1) + step // 16, C, M)
+    block = tl.program_id(1) * 16 // V + step // V if R // M % V == 0 else (tl.program_id(1) * 16 + step) // V
+    here = tl.load(used + block * (C // M))
+    pair = pair & blocks.prmt(here, here, _selectors(tl.load(place).to(tl.uint32), V, M))
   low, high = blocks.widen(pair, dtype)
   return low + high
 
 
 @triton.jit
 def _scores(
-  source, words, used, group, first: tl.constexpr, R: tl.constexpr, C: tl.constexpr, V: tl.constexpr,
-  M: tl.constexpr, SELECT: tl.constexpr, dtype: tl.constexpr,
+  at, places, used, first: tl.constexpr, R: tl.constexpr, C: tl.constexpr, V: tl.constexpr, M: tl.constexpr,
+  SELECT: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
   """Sums of magnitudes of eight members of each group, [16] each, reduced together."""
-  row = tl.program_id(1) * 16 + first * (R // M)
-  a = _two_scores(source, words, used, row, group, R, C, V, M, SELECT, dtype)
-  b = _two_scores(source, words, used, row + 2 * (R // M), group, R, C, V, M, SELECT, dtype)
-  c = _two_scores(source, words, used, row + 4 * (R // M), group, R, C, V, M, SELECT, dtype)
-  d = _two_scores(source, words, used, row + 6 * (R // M), group, R, C, V, M, SELECT, dtype)
+  a = _two_scores(at, places, used, first, R, C, V, M, SELECT, dtype)
+  b = _two_scores(at, places, used, first + 2, R, C, V, M, SELECT, dtype)
+  c = _two_scores(at, places, used, first + 4, R, C, V, M, SELECT, dtype)
+  d = _two_scores(at, places, used, first + 6, R, C, V, M, SELECT, dtype)
   ac, bd = tl.split(tl.sum(tl.join(tl.join(a, c), tl.join(b, d)), axis=1))  # [16, 2, 2]
   a, c = tl.split(ac)
   b, d = tl.split(bd)
@@ -191,36 +160,36 @@ def _scores(
 
 @triton.jit
 def _two_scores(
-  source, words, used, row, group, R: tl.constexpr, C: tl.constexpr, V: tl.constexpr, M: tl.constexpr,
+  at, places, used, j: tl.constexpr, R: tl.constexpr, C: tl.constexpr, V: tl.constexpr, M: tl.constexpr,
   SELECT: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
   return tl.join(
-    _score(source, words, used, row, group, C, V, M, SELECT, dtype),
-    _score(source, words, used, row + R // M, group, C, V, M, SELECT, dtype),
+    _score(at, places, used, j, R, C, V, M, SELECT, dtype), _score(at, places, used, j + 1, R, C, V, M, SELECT, dtype)
   )
 
 
 @triton.jit
-def _entries(source, words, tables, row, group, C: tl.constexpr, V: tl.constexpr, M: tl.constexpr):
-  """All M entries that rows have of groups, in M / 2 words."""
-  nibble = _nibbles(words, row, C, V, M)
+def _entries(source, words, tables, row, group, R: tl.constexpr, C: tl.constexpr, V: tl.constexpr, M: tl.constexpr):
+  """All M entries that rows have of groups, in M / 2 words; 16 rows whose numbers go on from a multiple of 16."""
+  at = words.to(tl.pointer_type(tl.uint8)) + _sixteen(row // 16, C, M) + _places(C, V, M)
+  places = tl.load(at).to(tl.uint32)
+  nibble = tl.reshape(tl.join(places, places >> 4), (16, V // M))
   pair = tl.load(source + row * (C // M) + group)
   # For each of the four kept columns two bytes of `pair`, or zeros, as a byte of selectors.
   four = 0x44444444 ^ _shifted(0x54, (nibble << 3) & 24) ^ _shifted(0x76, (nibble << 1) & 24)
-  at = row // V * (C // M) + group
-  if M == 16:
-    table = tl.load(tables.to(tl.pointer_type(tl.uint64)) + at)
-    low, high = table.to(tl.uint32), (table >> 32).to(tl.uint32)
-    return (
-      _scatter(pair, four, low) + _scatter(pair, four, low >> 16)
-      + _scatter(pair, four, high) + _scatter(pair, four, high >> 16)
-    )  # fmt: skip
+  at = tables + row // V * (C // M) + group
+  table = tl.load(at)
+  if M == 4:
+    return _scatter(pair, four, table)
+  elif M == 8:
+    return _eight_entries(pair, four, table)
   else:
-    table = tl.load(tables + at)
-    if M == 8:
-      return _scatter(pair, four, table) + _scatter(pair, four, table >> 16)
-    else:
-      return _scatter(pair, four, table)
+    return _eight_entries(pair, four, table) + _eight_entries(pair, four, tl.load(at + R // V * (C // M)))
+
+
+@triton.jit
+def _eight_entries(pair, four, table):
+  return _scatter(pair, four, table) + _scatter(pair, four, table >> 16)
 
 
 @triton.jit
@@ -241,6 +210,15 @@ def _four_columns(e0, e1, e2, e3, i: tl.constexpr):
   even0, odd0, nibbles0 = blocks.best_two_of_rows(e0[i], e1[i], e2[i], e3[i])
   even1, odd1, nibbles1 = blocks.best_two_of_rows(e0[i + 1], e1[i + 1], e2[i + 1], e3[i + 1])
   return tl.join(even0, even1), tl.join(odd0, odd1), nibbles0 | nibbles1 << 4
+
+
+@triton.jit
+def _eight_columns(values, e0, e1, e2, e3, first: tl.constexpr, R: tl.constexpr, V: tl.constexpr, M: tl.constexpr):
+  """Stores what eight columns of each group keep, from `first` on; their nibbles, column 2 i + h at bit 4 i + 16 h."""
+  even0, odd0, nibbles0 = _four_columns(e0, e1, e2, e3, first // 2)
+  even1, odd1, nibbles1 = _four_columns(e0, e1, e2, e3, first // 2 + 2)
+  _store(values, tl.join(even0, even1), tl.join(odd0, odd1), first, R, V, M)
+  return nibbles0 + (nibbles1 << 8)
 
 
 @triton.jit
@@ -268,14 +246,17 @@ def _given(words, R: tl.constexpr, V: tl.constexpr, M: tl.constexpr):
       _nibble(words, column + 2, group, R // M), _nibble(words, column + 3, group, R // M),
     )  # fmt: skip
   else:
-    sixteen = tl.program_id(0) * (V // 16) + tl.arange(0, V // 16)[None, :]
-    tile = sixteen // 4 * (R // M // 16) + tl.program_id(1)
-    at = words + tile * 128 + sixteen % 4 * 32 + member // 4
-    shift = (member % 4 * 4).to(tl.uint32)
-    return (
-      tl.load(at) >> shift, tl.load(at + 4) >> shift, tl.load(at + 8) >> shift, tl.load(at + 12) >> shift,
-      tl.load(at + 16) >> shift, tl.load(at + 20) >> shift, tl.load(at + 24) >> shift, tl.load(at + 28) >> shift,
-    )  # fmt: skip
+    word = tl.load(words + _word_places(R, V, M))
+    word = tl.broadcast_to(word[:, None, :, :], (4, 4, V // 16, 8))
+    word = tl.reshape(word, (16, V // 16, 8)) >> (member % 4 * 4)[:, :, None].to(tl.uint32)
+    even, odd = tl.split(tl.reshape(word, (16, V // 16, 4, 2)))
+    e02, e13 = tl.split(tl.reshape(even, (16, V // 16, 2, 2)))
+    o02, o13 = tl.split(tl.reshape(odd, (16, V // 16, 2, 2)))
+    e0, e2 = tl.split(e02)
+    e1, e3 = tl.split(e13)
+    o0, o2 = tl.split(o02)
+    o1, o3 = tl.split(o13)
+    return e0, o0, e1, o1, e2, o2, e3, o3
 
 
 @triton.jit
@@ -303,3 +284,23 @@ def _store(values, even, odd, first: tl.constexpr, R: tl.constexpr, V: tl.conste
   else:
     at = at[:, :, :, None] + two[None, None, None, :] * (R // M)
   tl.store(values.to(tl.pointer_type(tl.uint32)) + at, tl.join(even, odd))
+
+
+@triton.jit
+def _store_words(words, low, high, R: tl.constexpr, V: tl.constexpr, M: tl.constexpr):
+  """The metadata of 16 groups, from the nibbles of the lower and the upper eight of every 16 columns, [16, V / 16].
+
+  A word has columns n and n + 8 of four groups, which are added up: each has its own four bits of either half.
+  """
+  pairs = tl.join(blocks.prmt(low, high, 0x5410), blocks.prmt(low, high, 0x7632))[:, :, None, :]
+  nibbles = (pairs >> (4 * tl.arange(0, 4))[None, None, :, None].to(tl.uint32)) & 0x000F000F
+  nibbles = nibbles << (4 * (tl.arange(0, 16) % 4))[:, None, None, None].to(tl.uint32)
+  tl.store(words + _word_places(R, V, M), tl.sum(tl.reshape(nibbles, (4, 4, V // 16, 8)), axis=1))
+
+
+@triton.jit
+def _word_places(R: tl.constexpr, V: tl.constexpr, M: tl.constexpr):
+  """Where the program's words of the transpose are: of four groups, of 16 columns, of columns n and n + 8."""
+  sixteen = (tl.program_id(0) * (V // 16) + tl.arange(0, V // 16))[None, :, None]
+  tile = (sixteen // 4 * (R // M // 16) + tl.program_id(1)) * 128
+  return tile + sixteen % 4 * 32 + 4 * tl.arange(0, 8)[None, None, :] + tl.arange(0, 4)[:, None, None]

@@ -32,10 +32,12 @@ class CompressedVNM:
     columns: uint8 [..., R / V, 4 C / M], the four kept columns of each block, ascending, below M.
     m: M.
 
-  >>> x = jnp.zeros((2, 8)).at[:, 5:7].set(1.0)
-  >>> c = compress(x, x != 0, v=2, m=8)
-  >>> c.values.tolist(), [column for column in c.columns[0].tolist() if column in (5, 6)], (c.v, c.m)
-  ([[1.0, 1.0], [1.0, 1.0]], [5, 6], (2, 8))
+  >>> import jax.numpy as jnp
+  >>> from pallas_kernels import vnm
+  >>> x = jnp.zeros((2, 8)).at[:, 4:8].set(jnp.array([[1.0, 2.0, 0.0, 0.0], [0.0, 0.0, 3.0, 4.0]]))
+  >>> c = vnm.compress(x, x != 0, v=2, m=8)
+  >>> c.values.tolist(), c.columns.tolist(), (c.v, c.m)
+  ([[1.0, 2.0], [3.0, 4.0]], [[4, 5, 6, 7]], (2, 8))
   """
 
   values: Array

@@ -146,8 +146,8 @@ _FLOAT = {
 def inline_instructions() -> None:
   """Gives the interpreter the pieces of inline PTX that the kernels use.
 
-  Byte permutations, comparisons as numbers, relu(x)^2 of two entries, powers of two, reciprocals, two float32 to two of
-  16 bits, and two or four to float8.
+  Byte permutations, copies, comparisons as numbers, relu(x)^2 of two entries, powers of two, reciprocals, two float32
+  to two of 16 bits, and two or four to float8.
   """
   import triton.language as tl
   from triton.runtime import interpreter
@@ -156,6 +156,8 @@ def inline_instructions() -> None:
     data = [v.data for v in values]
     if asm == 'prmt.b32 $0, $1, $2, $3;':
       return _Results(interpreter.TensorHandle(_permute_bytes(*data), tl.uint32))
+    if asm == 'mov.b32 $0, $1;':
+      return _Results(interpreter.TensorHandle(data[0], tl.uint32))
     if asm in _FLOAT:
       with np.errstate(over='ignore', divide='ignore'):
         return _Results(interpreter.TensorHandle(_FLOAT[asm](*data).astype(np.float32), tl.float32))

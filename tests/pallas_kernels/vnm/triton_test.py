@@ -58,18 +58,18 @@ class CompileTest(parameterized.TestCase):
 
     constants = dict(R=4096, C=4096, V=v, M=m) | ({} if gradient else dict(SELECT=True))
     kernel = _turn.turn_as if gradient else _turn.turn
-    arrays = ['bfloat16', 'uint32', 'uint32', 'uint32'] + (['int32', 'bfloat16'] if gradient else [])
-    arrays += [] if gradient else ['bfloat16', 'uint32', 'int32']
+    arrays = ['bfloat16', 'uint32', 'uint32']
+    arrays += ['uint32', 'int32', 'bfloat16'] if gradient else ['bfloat16', 'uint32', 'int32']
     warps = packers.turn_warps(v, m)
     made = self._compile(kernel, arrays, constants, capability, warps)
     self.assertLess(_instructions(made), (2 if gradient else 9) * v * 16 * m // (32 * warps))
 
   def test_take_columns(self):
-    from pallas_kernels.vnm import _turn
+    from pallas_kernels.vnm import _dense
 
     constants = dict(C=4096, V=128, M=8, COUNT=256, ROWS=32, WIDTH=128)
     arrays = ['bfloat16', 'uint32', 'int32', 'int32', 'bfloat16']
-    made = _triton.compile_for(_turn.take_columns, arrays, constants, compute_capability=80, num_warps=4)
+    made = _triton.compile_for(_dense.take_columns, arrays, constants, compute_capability=80, num_warps=4)
     self.assertEqual(made.stack_bytes, 0)
 
   @parameterized.product(case=_CASES, gradient=(False, True))
