@@ -68,10 +68,13 @@ def division(x: Array) -> Division:
   return Division(None if _explicit_mesh([x]) is None else jax.typeof(x).sharding)
 
 
-def whole(x: Array) -> Array:
-  """`x` on every device where its type says that a mesh of explicit axes divides it; elsewhere as it is."""
+def whole(x: Array, first: int = 0) -> Array:
+  """`x` with no axis from `first` on divided, where its type says that a mesh of explicit axes does; else as it is."""
   mesh = _explicit_mesh([x])
-  return x if mesh is None else jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*(None,) * x.ndim)))
+  if mesh is None:
+    return x
+  spec = (*jax.typeof(x).sharding.spec[:first], *(None,) * (x.ndim - first))
+  return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*spec)))
 
 
 def like(x: Array, other: Array | Division) -> Array:

@@ -28,11 +28,9 @@ import numpy as np
 from pallas_kernels import _partitioning
 from pallas_kernels._varying import vary_over, varying_axes
 from pallas_kernels.gated_activation import api as activations
-from pallas_kernels.sparse_matmul.operand import concatenate
 from sparse24_jax import fp8, products
 from sparse24_jax.dot import check_operands, dot_at, DotPolicy
 from sparse24_jax.mvue import check_sampling
-from sparse24_jax.packing import PackedWeight
 
 ACTIVATIONS = {
   'gelu': jax.nn.gelu,
@@ -174,7 +172,7 @@ def _packed(
   plans: Mapping[str, products.Plan], x: Array, weights: Mapping[str, Array], states: Mapping[str, Any],
   policy: DotPolicy,
 ) -> dict[str, Any]:  # fmt: skip
-  """The packed weights by role, gate and up as one."""
+  """The packed weights by role; in FP8 gate and up as one."""
   if plans['up'].fp8 and 'gate' in weights:
     # One product needs one scale, so the two are packed here, whatever was handed over.
     roles = ('gate', 'up')
@@ -184,17 +182,7 @@ def _packed(
     )
     down = products.packed_weight(plans['down'], policy, weights['down'], states['down'], x.dtype)
     return {'up': fp8.side_by_side(*pair), 'down': down}
-  packed = {name: products.packed_weight(plans[name], policy, w, states[name], x.dtype) for name, w in weights.items()}
-  if 'gate' in weights:
-    packed['up'] = _side_by_side(packed.pop('gate'), packed['up'])
-  return packed
-
-
-def _side_by_side(gate: PackedWeight, up: PackedWeight) -> PackedWeight:
-  """The packed form of [W_gate | W_up]; its state is not used."""
-  return PackedWeight(
-    up.state, concatenate(gate.forward, up.forward, axis=-2), concatenate(gate.input_grad, up.input_grad, axis=-1)
-  )
+  return {name: products.packed_weight(plans[name], policy, w, states[name], x.dtype) for name, w in weights.items()}
 
 
 def _composed(x, weights, biases, states, keys, policy, activation) -> Array:
@@ -221,14 +209,18 @@ def _fused(static: tuple, x: Array, weights: Any, biases: Any, packed: Any, keys
 def _fused_forward(static, x, biases, packed, *, gated: bool, keep: bool) -> tuple[Array, Array | None, Array]:
   """(y, z, h); z is None where no backward asks to `keep` it and the kernel need not write it."""
   _, backend, activation = static
-  up = functools.partial(products.multiply, 'forward', packed['up'].forward, x, backend=backend, bias=biases['up'])
   if gated:
-    z = up()
+    bias = None if biases['up'] is None else biases['up'].reshape(2, -1)
+    pair = packed['gate'].forward, packed['up'].forward
+    z = products.multiply_pair('forward', *pair, x, backend=backend, bias=bias)
+    z = _partitioning.whole(z, 1).reshape(x.shape[0], -1)
     h = jax.custom_batching.sequential_vmap(functools.partial(activations.gated_activation, activation=activation))(z)
-  elif keep:
-    h, z = up(activation=activation, keep_preactivation=True)
   else:
-    h, z = up(activation=activation), None
+    found = products.multiply(
+      'forward', packed['up'].forward, x, backend=backend, bias=biases['up'], activation=activation,
+      keep_preactivation=keep,
+    )  # fmt: skip
+    h, z = found if keep else (found, None)
   y = products.multiply('forward', packed['down'].forward, h, backend=backend, bias=biases['down'])
   return y, z, h
 
@@ -246,16 +238,17 @@ def _fused_bwd(static, residuals, dy):
   x, z, h, operands, there, gated, keys = residuals
   dw_down = products.sampled_weight_grad(dy, keys['down'], h, backend=backend)
   dh = products.multiply('input_grad', operands['down'], dy, backend=backend)
-  dz, dw_up = products.activation_and_weight_grad(
+  dz, *dw_hidden = products.activation_and_weight_grad(
     dh, z, keys['hidden'], x, backend=backend, activation=activation, gated=gated
   )
-  dx = _partitioning.like(products.multiply('input_grad', operands['up'], dz, backend=backend), x)
-  dw_up, dw_down = _partitioning.whole(dw_up), _partitioning.whole(dw_down)
   if gated:
-    dw_gate, dw_up = jnp.split(dw_up, 2, axis=1)
-    dw = {'down': dw_down, 'gate': dw_gate, 'up': dw_up}
+    pair = operands['gate'], operands['up']
+    dx = products.multiply_pair('input_grad', *pair, dz.reshape(dz.shape[0], 2, -1), backend=backend)
   else:
-    dw = {'down': dw_down, 'up': dw_up}
+    dx = products.multiply('input_grad', operands['up'], dz, backend=backend)
+  dx = _partitioning.like(dx, x)
+  dw = dict(zip(('down', 'gate', 'up') if gated else ('down', 'up'), (dw_down, *dw_hidden), strict=True))
+  dw = jax.tree.map(_partitioning.whole, dw)
   db = {
     name: jnp.sum(g, axis=0, dtype=jnp.float32).astype(g.dtype) if there[name] else None
     for name, g in (('up', dz), ('down', dy))

@@ -19,7 +19,7 @@ from pallas_kernels.gated_activation import api as activations
 from pallas_kernels.mvue.reference import mvue24
 from pallas_kernels.pack import api as pack
 from pallas_kernels.sparse_matmul import api
-from pallas_kernels.sparse_matmul.operand import SparseOperand
+from pallas_kernels.sparse_matmul.operand import concatenate, SparseOperand
 from sparse24_jax.fp8 import PackedWeight8
 from sparse24_jax.numerics import Format, round_to_fp8
 from sparse24_jax.packing import pack_masked, PackedWeight
@@ -209,6 +209,30 @@ def multiply(
   return jax.tree.map(lambda x: x.reshape(*lead, -1), d)
 
 
+def multiply_pair(
+  role: str, gate: SparseOperand, up: SparseOperand, b: Array, *, backend: str, bias: Array | None = None
+) -> Array:
+  """`multiply` by [W_gate | W_up]: z `[tokens, 2, h]` from x `[tokens, d]`, or dx `[tokens, d]` from dz.
+
+  Each device puts its parts of the two side by side: put together before, the mesh would divide them anew, some
+  devices with gate alone and some with up. `bias` is `[2, h]`.
+  """
+  of_b, d = {'forward': ('n k*64', 'n . m*64'), 'input_grad': ('n . k*64', 'n m*64')}[role]
+  arguments = (of_b, *('m*64 k*32', 'm k .') * 2, *(() if bias is None else ('. m*64',)))
+  rule = _partitioning.Rule(arguments, (d,), order=('n', 'k', 'm'), sums=('k',))
+  return _partitioning.partitioned('multiply_pair', _multiply_pair, rule, b, gate, up, bias, role=role, backend=backend)
+
+
+def _multiply_pair(shard, b, gate, up, bias, *, role, backend):
+  a = concatenate(gate, up, axis=-2 if role == 'forward' else -1)
+  bias = None if bias is None else bias.reshape(-1)
+  partial = shard.sums('k')
+  d = multiply(role, a, b.reshape(b.shape[0], -1), backend=backend, bias=None if partial else bias)
+  if partial:
+    d = add_bias(shard.sum(d, 'k'), bias)
+  return d.reshape(b.shape[0], 2, -1) if role == 'forward' else d
+
+
 def sampled_weight_grad(dz: Array, key: Array, x: Array, *, backend: str, column: int = 0) -> Array:
   """dw = x^T V(dz), `[in, out]`, from x `[tokens, in]` and the sample that `mvue24` draws of dz `[tokens, out]`."""
   # Whole groups of four tokens a device, and of columns, since neighbours share a call of the generator.
@@ -233,14 +257,14 @@ def _sampled_weight_grad(shard, dz, key, x, *, backend, column):
 
 def activation_and_weight_grad(
   dh: Array, z: Array, key: Array, x: Array, *, backend: str, activation: str, gated: bool
-) -> tuple[Array, Array]:
-  """dz from dh, and dw = x^T V(dz); the pass that makes dz also samples it."""
+) -> tuple[Array, ...]:
+  """dz from dh, and dw = x^T V(dz), with a gate that of gate and that of up; the pass that makes dz also samples it."""
   # z holds gate and up side by side, so that a part of its columns is none of either.
   features = '.' if gated else 'm*4'
   rule = _partitioning.Rule(
-    (f'k*4 {features}', f'k*4 {features}', _partitioning.undivided(key), 'k*4 n'), (f'k*4 {features}', f'n {features}'),
-    order=('k', 'n', 'm'), sums=('k',),
-  )  # fmt: skip
+    (f'k*4 {features}', f'k*4 {features}', _partitioning.undivided(key), 'k*4 n'),
+    (f'k*4 {features}', *(f'n {features}',) * (2 if gated else 1)), order=('k', 'n', 'm'), sums=('k',),
+  )
 
   def one(dh, z, key, x):
     with jax.named_scope('weight_grad'):
@@ -255,7 +279,8 @@ def activation_and_weight_grad(
 def _activation_and_weight_grad(shard, dh, z, key, x, *, backend, activation, gated):
   origin = (0, shard.offset('k'), shard.offset('m', 4))
   dz, operand = activations.activation_backward_pack(dh, z, key, activation=activation, gated=gated, origin=origin)
-  return dz, shard.sum(multiply('weight_grad', operand, x, backend=backend), 'k')
+  dw = multiply('weight_grad', operand, x, backend=backend)
+  return dz, *(shard.sum(part, 'k') for part in (jnp.split(dw, 2, axis=1) if gated else [dw]))
 
 
 def forward(

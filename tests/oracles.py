@@ -114,6 +114,13 @@ def _patterns() -> np.ndarray:
 PATTERNS = _patterns()
 
 
+def random_transposable_mask(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+  """bool, one of the 90 patterns drawn for every 4x4 block of the last two axes."""
+  *lead, rows, columns = shape
+  drawn = PATTERNS[rng.integers(90, size=(*lead, rows // 4, columns // 4))]
+  return drawn.swapaxes(-3, -2).reshape(shape)
+
+
 def blocks(w) -> np.ndarray:
   """[n, 4, 4] of a matrix."""
   w = np.asarray(w)

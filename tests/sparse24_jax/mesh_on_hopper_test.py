@@ -17,8 +17,10 @@ TOKENS, D, HIDDEN = 640, 128, 256
 @hopper.needs_plugins
 class BlockTest(parameterized.TestCase):
 
-  @parameterized.named_parameters(('whole_weights', ()), ('weights_divided', ('d',)))
-  def test_kernels_on_local_tokens(self, spec):
+  @parameterized.named_parameters(
+    ('whole_weights', (), False), ('weights_divided', ('d',), False), ('gate_divided', (None, 'd'), True),
+  )  # fmt: skip
+  def test_kernels_on_local_tokens(self, spec, gated):
     from jax.experimental import topologies
 
     topology = topologies.get_topology_desc(
@@ -33,14 +35,15 @@ class BlockTest(parameterized.TestCase):
     def step(x, weights, states, dy, key):
       def block(x, weights):
         key_ = jax.random.wrap_key_data(key)
-        return s24.ffn(x, weights['up'], weights['down'], states, policy=hopper.POLICY, key=key_)
+        gate = {'w_gate': weights['gate'], 'activation': 'silu'} if gated else {}
+        return s24.ffn(x, weights['up'], weights['down'], states, policy=hopper.POLICY, key=key_, **gate)
 
       y, vjp = jax.vjp(block, x, weights)
       dx, dw = vjp(dy)
       # As an optimizer that holds its part of the weights wants them.
       return y, dx, jax.lax.with_sharding_constraint(dw, jax.tree.map(lambda w: w.sharding, shapes))
 
-    sides = {'up': (D, HIDDEN), 'down': (HIDDEN, D)}
+    sides = {'up': (D, HIDDEN), 'down': (HIDDEN, D)} | ({'gate': (D, HIDDEN)} if gated else {})
     weights = {role: struct(*s, spec=spec) for role, s in sides.items()}
     states = {role: struct(*s, spec=spec, dtype=jnp.bool_) for role, s in sides.items()}
     shapes, x = weights, struct(TOKENS, D, spec=('d',))
@@ -49,11 +52,12 @@ class BlockTest(parameterized.TestCase):
     lines = hlo.splitlines()
     here = TOKENS // 2
     found = [hopper.result(line)[1] for line in hopper.calls(lines, hopper.SPARSE)]
-    self.assertCountEqual(found, [(here, HIDDEN)] * 2 + [(here, D)] * 2 + [(D, HIDDEN), (HIDDEN, D)])
-    self.assertLen(hopper.calls(lines, hopper.TRITON), 4)
+    first = (1 + gated) * HIDDEN  # gate and up are one product
+    self.assertCountEqual(found, [(here, first), (here, HIDDEN), *[(here, D)] * 2, (D, first), (HIDDEN, D)])
+    self.assertLen(hopper.calls(lines, hopper.TRITON), 4 + gated)
     self.assertNotRegex(hlo, r'__cublas|dot\(')
     kinds = re.findall(r' (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(', hlo)
-    # Both gradients are joined in one sum, of which each device gets its part where the weights lie in parts; these
+    # All gradients are joined in one sum, of which each device gets its part where the weights lie in parts; these
     # are gathered packed, and only they.
     self.assertLen([kind for kind in kinds if kind != 'all-gather'], 1)
     self.assertEqual(set(kinds), {'reduce-scatter', 'all-gather'} if spec else {'all-reduce'})

@@ -123,10 +123,30 @@ class BlockTest(parameterized.TestCase):
       self.assertLess(error(found_dw[role], dw[role]), 0.05 if policy.precision == 'fp8' else 5e-3, role)
     moved = exchanged(compiled.as_text())
     self.assertEqual(set(moved), {'all-reduce'})
-    joined = (D, 2 * HIDDEN) if gated else (D, HIDDEN)
-    self.assertCountEqual([s for s in moved['all-reduce'] if len(s) == 2], [joined, (HIDDEN, D)])
+    hidden = [(D, HIDDEN)] * (2 if gated else 1)
+    self.assertCountEqual([s for s in moved['all-reduce'] if len(s) == 2], [*hidden, (HIDDEN, D)])
     # Each device multiplies its own tokens: nothing has the rows of all.
     self.assertEmpty(re.findall(rf'\[{TOKENS},\d+\]', compiled.as_text() or ''))
+
+  @parameterized.parameters(
+    ('Auto', 'd', {'all-gather', 'all-reduce'}),  # along the axis of the tokens: packed weights are gathered
+    ('Explicit', 'd', {'all-gather', 'all-reduce'}),
+    ('Explicit', 't', {'all-gather', 'all-reduce'}),  # along another: what is gathered is the input of the activation
+  )
+  def test_a_gate_of_divided_weights(self, kind, axis, expected):
+    weights = {'up': normal(1, D, HIDDEN), 'gate': normal(3, D, HIDDEN), 'down': normal(2, HIDDEN, D)}
+    states, on = states_of(FST, weights), mesh(kind, (2, 2))
+    x, dy = normal(4, TOKENS, D), normal(5, TOKENS, D)
+    f = jit(functools.partial(step, FST, True))
+    y, (dx, dw) = f(x, weights, states, dy)
+    specs = {'up': (None, axis), 'gate': (None, axis), 'down': (axis, None)}
+    divided = [{role: put(tree[role], on, *specs[role]) for role in specs} for tree in (weights, states)]
+    args = put(x, on, 'd', None), *divided, put(dy, on, 'd', None)
+    compiled = f.lower(*args).compile()
+    found_y, (found_dx, found_dw) = compiled(*args)
+    for found, wanted in ((found_y, y), (found_dx, dx), *((found_dw[role], dw[role]) for role in specs)):
+      self.assertLess(error(found, wanted), 5e-3)
+    self.assertEqual(set(exchanged(compiled.as_text())), expected)
 
   def test_layers_in_a_scan_recomputed_over_micro_batches(self):
     weights = {'up': normal(1, 2, D, HIDDEN), 'down': normal(2, 2, HIDDEN, D)}
