@@ -20,8 +20,10 @@ def title(record: Record) -> str:
   's_ste gelu 8 x 4 x 16'
   """
   if record['bench'] == 'mesh':
-    devices = math.prod(record['mesh'].values())
-    return f'{title({**record, "bench": record["op"]})} on {devices} {record["device"].removeprefix("NVIDIA ")}'
+    where = f' on {math.prod(record["mesh"].values())} {record["device"].removeprefix("NVIDIA ")}'
+    how = [record['sharding']] if record.get('sharding', 'whole') != 'whole' else []
+    how += ['pipelined exchanges'] if 'pipelined' in record.get('xla_flags', '') else []
+    return ', '.join([title({**record, 'bench': record['op']}) + where, *how])
   if record['bench'] == 'mesh_check':
     return f'{record["op"]} on {record["device"]}'
   shape = record['shape']

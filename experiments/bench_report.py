@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.bench_figures import milliseconds, ratios, Record, title
-from experiments.bench_sections import estimate, section
+from experiments.bench_sections import section
 
 RESULTS = Path(__file__).parent / 'results'
 BENCHES = (
@@ -64,8 +64,8 @@ def load(paths: Iterable[Path]) -> list[dict[str, Any]]:
 
 
 def _identity(record: Record) -> list[Any]:
-  keys = 'bench device op role model recipe activation pattern dtype weights shape layouts mode remat mesh'
-  return [record.get(key) for key in keys.split()]
+  keys = 'bench device op role model recipe activation pattern dtype weights shape layouts mode remat'
+  return [record.get(key) for key in (*keys.split(), 'mesh', 'sharding', 'xla_flags')]
 
 
 _METHODS = {
@@ -129,7 +129,6 @@ def page(records: Sequence[Record]) -> str:
       for note in dict.fromkeys(r['note'] for r in chosen if 'note' in r):
         about = '; '.join(title(r) for r in chosen if r.get('note') == note)
         parts.append(f'<p class="note">{escape(about)}: {escape(note)}.</p>')
-  parts.append(estimate(records))
   commands = sorted({str(record.get('command')) for record in records})
   items = ''.join(f'<li><code>{escape(c)}</code></li>' for c in commands)
   parts.append(f'<h2>Commands</h2><ul>{items}</ul>')

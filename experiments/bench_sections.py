@@ -4,9 +4,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from experiments.bench_estimate import estimates, sparse_share
 from experiments.bench_figures import bars, milliseconds, ratios, Record, stacked, table, title
-import sparse24_jax as s24
 
 _ROLES = ('forward', 'input_grad', 'weight_grad')
 
@@ -31,11 +29,13 @@ def _steps(bench: str, records: Sequence[Record]) -> str:
     speed = f'{record["tflops"]:.0f} TFLOP/s, logical' if 'tflops' in record else ''
     if 'tokens_per_s' in record:
       speed = f'{record["tokens_per_s"]:,.0f} tokens/s'
-    calls = record.get('sparse_calls') or {}
+    calls, ratio = record.get('sparse_calls') or {}, _ratio_text(record)
+    if gains := record.get('run_speedup'):
+      ratio += f'; of a whole run, {record["sparse_share"]:.0%} of it sparse, {gains["dense"]:.3f}'
     rows.append([
       title(record), f'{milliseconds(record):.3f}',
       ', '.join(f'{row["median_ms"]:.3f} {name.replace("_", " ")}' for name, row in record['baselines'].items()),
-      _ratio_text(record), speed, ' / '.join(str(calls[role]) for role in _ROLES if role in calls),
+      ratio, speed, ' / '.join(str(calls[role]) for role in _ROLES if role in calls),
     ])  # fmt: skip
   heading, lead = heads[bench]
   if bench == 'ffn_pytorch' and (wrong := [r['error'] for r in records if (r.get('error') or 0) > 1e-2]):
@@ -189,32 +189,6 @@ def _memory_bound(records: Sequence[Record]) -> str:
     bars(shares, label='share of copy bandwidth', unit='%'),
     table(['kernel', 'written in', 'ms', 'of copy bandwidth', 'times faster than'], rows),
   ])  # fmt: skip
-
-
-def estimate(records: Sequence[Record]) -> str:
-  """The HTML of a run's expected gain from neuron-level sparsity; empty where its parts were not timed.
-
-  Args:
-    records: of all benchmarks.
-  """
-  if not (found := estimates(records)):
-    return ''
-  ours = sparse_share(s24.recipes.neuron_level('up', 'down'))
-  shares = {'half of the steps sparse': 0.5, f"{ours:.0%}, the recipe's": ours, '78%, dense to sparse 1 to 3.5': 7 / 9}
-  rows = [
-    [e.pattern, f'{e.dense_ms:.1f}', f'{e.sparse_ms:.1f}', f'{e.gain:.2f}',
-     *(f'{e.gain_of_run(share):.2f}' for share in shares.values())]
-    for e in found
-  ]  # fmt: skip
-  lead = (
-    'No run was timed from end to end. A transformer block, forward and backward: its dense time as measured with GELU,'
-    ' the feed-forward layer taken out and the squared-ReLU one, dense or sparse, put in. arXiv 2602.06183 states 1.4'
-    ' to 1.7 times for whole runs. Attention and its projections stay dense here. Left out: embedding, language-model'
-    ' head and optimizer, which take their time either way and lower the gain; bringing tokens in order of position;'
-    ' and the clock, which is higher in short bursts.'
-  )
-  heads = ['activations', 'block, dense, ms', 'sparse, ms', 'a sparse step, times faster', *shares]
-  return f'<h2>A run with neuron-level sparsity: an estimate</h2><p class="soft">{lead}</p>{table(heads, rows)}'
 
 
 def section(bench: str, records: Sequence[Record]) -> str:

@@ -1,6 +1,5 @@
 """Reads compiled programs: which kernels are in a step, and what each instruction was in the source."""
 
-from collections.abc import Mapping
 import re
 
 ROLES: tuple[str, ...] = ('forward', 'input_grad', 'weight_grad')
@@ -68,15 +67,3 @@ def _role(line: str, tokens: int | None) -> str:
     return 'other'
   kept = int(operand.group(1).split(',')[-1])  # half the contracted axis: the values of A
   return 'weight_grad' if 2 * kept == tokens else 'input_grad'
-
-
-def assert_sparse(text: str, expected: Mapping[str, int], *, tokens: int | None = None) -> None:
-  """Raises ValueError unless the program holds at least `expected` sparse calls in each role named."""
-  found = sparse_calls(text, tokens=tokens)
-  missing = {role: (count, found[role]) for role, count in expected.items() if found[role] < count}
-  if missing:
-    raise ValueError(
-      'the compiled step lacks sparse matmuls: '
-      + ', '.join(f'{role} has {has}, expected {count}' for role, (count, has) in missing.items())
-      + f'; all that it has: {found}'
-    )

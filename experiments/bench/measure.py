@@ -201,8 +201,13 @@ def with_implementation(recipe: s24.Recipe, name: str) -> s24.Recipe:
   """The recipe with a back end named in its policies; 'auto' leaves the choice to the records."""
   if name == 'auto':
     return recipe
-  rules = (dataclasses.replace(r, policy=dataclasses.replace(r.policy, implementation=name)) for r in recipe.rules)
-  return dataclasses.replace(recipe, rules=tuple(rules))
+  change = dataclasses.replace
+  rules = (
+    change(r, activation=change(r.activation, implementation=name)) if r.activation  # it chooses for the whole block
+    else change(r, policy=change(r.policy, implementation=name))
+    for r in recipe.rules
+  )
+  return change(recipe, rules=tuple(rules))
 
 
 def environment(module: str, argv: Sequence[str] | None) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """`python -m experiments.bench.train_step --out FILE`: full training steps of language models against dense twins.
 
 A step is what `experiments.programs` compiles: packing of this step's weights, loss and gradients, clipping, masked
-decay, AdamW, and the mask search of every 40th step (100th of mixed sparsity); float32 weights and moments, bfloat16
-else, state donated. Steps with and without a mask search are timed apart, and the figure is their mean over a period.
+decay, AdamW, and the mask search of every 40th step (100th of mixed sparsity, none of soft thresholds); float32 weights
+and moments, bfloat16 else, state donated. Steps with and without a mask search are timed apart, and the figure is their
+mean over a period.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,7 @@ import statistics
 from typing import Any
 
 from experiments.bench import hlo, measure, trace
-from experiments.bench.twins import CASES, MIXED, REFRESH_EVERY, Twins
+from experiments.bench.twins import activations, CASES, RECIPES, REFRESH_EVERY, Twins
 from experiments.models import gpt2
 
 MODULE = 'experiments.bench.train_step'
@@ -36,7 +37,7 @@ def run(name: str, options: Any, head: Mapping[str, Any], clock: measure.Clock) 
   clock.lap('time')
   # One step at a time: the choice whether to search waits for the host, so a stream would hide where a step ends.
   refresh: dict[str, list[float]] = {'plain': [], 'search': []}
-  for _ in range(options.refreshes):
+  for _ in range(options.refreshes if twins.recipe.refresh_every > 1 else 0):
     for kind, count in (('plain', 0), ('search', twins.recipe.refresh_every - 1)):
       twins.at(count)
       refresh[kind].append(measure.alone_ms(twins.sparse, twins.state))
@@ -59,7 +60,7 @@ def _record(
   """What is recorded of the twins' timings, `rows`, and of single steps with a search and without."""
   sparse, case, config = rows.pop('sparse'), twins.case, twins.model.config
   alone = {kind: statistics.median(samples) if samples else 0.0 for kind, samples in refresh.items()}
-  search_ms = alone['search'] - alone['plain'] if twins.recipe.refresh_every > 1 else 0.0
+  search_ms = alone['search'] - alone['plain']
   amortised = sparse['median_ms'] + search_ms / twins.recipe.refresh_every
 
   def speed(ms: float) -> float:
@@ -68,8 +69,12 @@ def _record(
   for row in rows.values():
     row['tokens_per_s'] = speed(row['median_ms'])
   share = sum(phase.fraction for phase in twins.recipe.phases if phase.name == 'sparse')
+  policy, summed = activations(twins.recipe), twins.tokens_a_step
+  pattern = {}
+  if policy:  # of each M tokens four are packed as 2:4
+    pattern, summed = {'pattern': policy.describe()['pattern']}, 4 * summed // policy.m
   return dict(
-    bench='train_step', **head, op='train_step', model=f'{case.model}-{case.size}', recipe=twins.recipe.name,
+    bench='train_step', **head, op='train_step', model=case.name, recipe=twins.recipe.name, **pattern,
     parameters=gpt2.param_count(twins.state.params), dtype='float8' if 'fp8' in twins.recipe.name else 'bfloat16',
     shape=dict(batch=len(twins.tokens), length=twins.tokens.shape[1] - 1, layers=config.num_layers,
                d=config.embed_dim, hidden=config.hidden_dim, vocab=config.vocab_size),
@@ -82,7 +87,7 @@ def _record(
     # Of a whole run, whose other phases are dense.
     sparse_share=round(share, 4),
     run_speedup={t: round(1 / (1 - share + share * amortised / row['median_ms']), 4) for t, row in rows.items()},
-    sparse_calls=hlo.sparse_calls(twins.compiled['sparse'].as_text(), tokens=twins.tokens_a_step),
+    sparse_calls=hlo.sparse_calls(twins.compiled['sparse'].as_text(), tokens=summed),
   )  # fmt: skip
 
 
@@ -91,8 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser = measure.parser(MODULE, __doc__, list(CASES), ['gpt2-124m'])
   parser.add_argument('--batch', type=int, help="sequences a step (default: the case's)")
   parser.add_argument('--layers', type=int, help="blocks (default: the model's)")
-  recipes = ('transposable_srste', 's_ste', 's_ste_fp8', *MIXED)
-  parser.add_argument('--recipe', default=recipes[0], choices=recipes, help='(default: %(default)s)')
+  parser.add_argument('--recipe', default=RECIPES[0], choices=RECIPES, help='(default: %(default)s)')
   parser.add_argument('--implementation', default='auto', help="of the policy (default: the records' choice)")
   parser.add_argument('--remat', default='auto', choices=('auto', 'none', 'block'), help='recompute blocks or not')
   parser.add_argument('--attention', default='cudnn', choices=('cudnn', 'xla'))

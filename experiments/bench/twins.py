@@ -27,6 +27,11 @@ MIXED: Mapping[str, Mapping[str, Any]] = {
   'mixed_sparsity_24': dict(structure='2:4'),
   'mixed_sparsity_transposable': dict(structure='transposable', mvue_path=FFN),
 }
+# V and M of the activations.
+NEURON_LEVEL: Mapping[str, tuple[int, int]] = {
+  f'neuron_level_{v}x2x{m}': (v, m) for v, m in ((128, 8), (128, 16), (64, 8))
+}
+RECIPES = ('transposable_srste', 's_ste', 's_ste_fp8', *MIXED, *NEURON_LEVEL)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +46,7 @@ class Case:
     vocab: rows of the embedding.
     remat: recompute blocks in the backward.
     moment: dtype of AdamW's first moment, in both twins.
+    mlp: of GPT-2; neuron-level sparsity takes 'relu2', squared ReLU.
   """
 
   model: str
@@ -50,12 +56,25 @@ class Case:
   vocab: int
   remat: bool
   moment: str = 'float32'
+  mlp: str = 'gelu'
+
+  @property
+  def name(self) -> str:
+    """What `--select` calls it."""
+    return f'{self.model}-{self.size}' + ('' if self.mlp == 'gelu' else f'-{self.mlp}')
 
 
 CASES = {
-  'gpt2-124m': Case('gpt2', '124m', 32, 1024, 50304, False),
-  'gpt2-1558m': Case('gpt2', '1558m', 24, 1024, 50304, True),
-  'llama-3b': Case('llama', '3b', 6, 2048, 32000, True, 'bfloat16'),
+  case.name: case
+  for case in (
+    Case('gpt2', '124m', 32, 1024, 50304, False),
+    Case('gpt2', '1558m', 24, 1024, 50304, True),
+    Case('llama', '3b', 6, 2048, 32000, True, 'bfloat16'),
+    # Many short sequences: V tokens of one position are a block.
+    Case('gpt2', '124m', 128, 256, 50304, False, mlp='relu2'),
+    Case('gpt2', '1300m', 128, 256, 50304, True, mlp='relu2'),
+    Case('gpt2', 'wide', 128, 256, 50304, True, mlp='relu2'),
+  )
 }
 TINY = dict(num_layers=2, num_heads=2, embed_dim=32, seq_len=16)
 
@@ -75,6 +94,8 @@ def make_model(case: Case, options: Any) -> Any:
     dtype='bfloat16', scan_layers=not options.unroll, remat=case.remat, attention=options.attention,
     fused_mlp=not options.plain_mlp,
   )  # fmt: skip
+  if case.model == 'gpt2':
+    fields['mlp'] = case.mlp
   if options.tiny:
     fields |= TINY | {'attention': 'xla'}
     fields |= dict(num_kv_heads=1, hidden_dim=64) if case.model == 'llama' else {}
@@ -88,7 +109,16 @@ def recipe_of(name: str) -> s24.Recipe:
     return s24.recipes.transposable_srste(FFN, masked_decay=6e-5, refresh_every=REFRESH_EVERY)
   if name in MIXED:  # every linear layer of a block; early in the run, where all places of the masks are taken
     return s24.recipes.mixed_sparsity(LINEAR, total_steps=300_000, **MIXED[name])
+  if name in NEURON_LEVEL:
+    v, m = NEURON_LEVEL[name]
+    policy = s24.ActivationPolicy(v=v, m=m)
+    return s24.recipes.neuron_level('.*/mlp/c_fc/kernel', '.*/mlp/c_proj/kernel', policy=policy)
   return s24.recipes.s_ste(FFN, fp8=name == 's_ste_fp8')
+
+
+def activations(recipe: s24.Recipe) -> s24.ActivationPolicy | None:
+  """How the recipe makes activations sparse, or None."""
+  return next((rule.activation for rule in recipe.rules if rule.activation), None)
 
 
 def adamw(moment: str) -> optax.GradientTransformation:
@@ -175,16 +205,27 @@ class Twins:
     case: see `CASES`.
     options: of the command line.
     clock: told of compiling.
-    mesh: its devices have the state whole and divide the tokens along 'data'; None for one device.
+    mesh: its devices divide the tokens along 'data'; None for one device.
+    shardings: how it holds a state, from one of shapes; None has it whole on every device.
+    wrap: of a step, before it is traced.
   """
 
-  def __init__(self, case: Case, options: Any, clock: measure.Clock, mesh: Mesh | None = None):
+  def __init__(
+    self, case: Case, options: Any, clock: measure.Clock, mesh: Mesh | None = None, *,
+    shardings: Callable[[Any], Any] | None = None, wrap: Callable[[Any], Any] = lambda step: step,
+  ):  # fmt: skip
     self.case = case
     self.recipe = measure.with_implementation(recipe_of(options.recipe), options.implementation)
     self.model = make_model(case, options)
+    sparse_model, policy = self.model, activations(self.recipe)
     batch, length = options.batch or case.batch, case.length
     if options.tiny:
-      batch, length = 2 * mesh.size if mesh else 4, TINY['seq_len']
+      batch, length = 2 * mesh.size if mesh else policy.v if policy else 4, TINY['seq_len']
+    if policy:
+      # A block may not see what follows its tokens. Dense, the order is all the same, so the twin keeps its own.
+      if batch % policy.v:
+        raise ValueError(f'{batch} sequences a step: {self.recipe.name} takes multiples of V = {policy.v}')
+      sparse_model = self.model.clone(config=dataclasses.replace(self.model.config, ffn_order='position'))
     self.tokens_a_step = batch * length
     rng = np.random.default_rng(0)
     whole, split = (NamedSharding(mesh, PartitionSpec(*axes)) if mesh else None for axes in ((), ('data',)))
@@ -195,18 +236,21 @@ class Twins:
       params = self.model.init(jax.random.key(0), jnp.zeros((1, length), jnp.int32))['params']
       return State(params, make_optimizer(self.recipe, case.moment).init(params))
 
-    abstract = jax.tree.map(
-      lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole), jax.eval_shape(init)
-    )
-    twins = {'sparse': (self.recipe, abstract)}
+    shapes = jax.eval_shape(init)
+    held = shardings(shapes) if shardings else jax.tree.map(lambda _: whole, shapes)
+    abstract = jax.tree.map(lambda a, sharding: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), shapes, held)
+    twins = {'sparse': (sparse_model, self.recipe, abstract)}
     if not options.sparse_only:
-      twins['dense'] = (None, dense_part(abstract))
+      twins['dense'] = (self.model, None, dense_part(abstract))
     jobs = {
       twin: (
-        jax.jit(make_step(self.model, recipe, case.moment), donate_argnums=0, out_shardings=whole),
+        jax.jit(
+          wrap(make_step(model, recipe, case.moment)), donate_argnums=0,
+          out_shardings=(jax.tree.map(lambda a: a.sharding, state), whole),
+        ),
         (state, self.tokens, self.key),
       )
-      for twin, (recipe, state) in twins.items()
+      for twin, (model, recipe, state) in twins.items()
     }
     # Before there is a state: autotuning needs memory too.
     self.compiled = measure.compile_all(jobs, needed=jobs)
@@ -216,7 +260,7 @@ class Twins:
       warning = f'; SHORT OF MEMORY: XLA computes {again} instructions again' if again else ''
       print(f'  memory of {name}: {measure.memory(compiled)} GB{warning}', flush=True)
     self.calls = {twin: getattr(self, twin) for twin in jobs}
-    self.state = jax.block_until_ready(jax.jit(init, out_shardings=whole)())
+    self.state = jax.block_until_ready(jax.jit(init, out_shardings=held)())
     clock.lap('initialise')
 
   def sparse(self) -> Array:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from flax import linen as nn
 import jax
+from jax.experimental import layout
 import jax.numpy as jnp
 
 from pallas_kernels.sparse_attention.api import sparse_attention
@@ -127,7 +128,9 @@ SIZES: Mapping[str, Mapping[str, int]] = {
   '124m': dict(num_layers=12, num_heads=12, embed_dim=768, seq_len=1024),
   '350m': dict(num_layers=24, num_heads=16, embed_dim=1024, seq_len=1024),
   '774m': dict(num_layers=36, num_heads=20, embed_dim=1280, seq_len=1024),
+  '1300m': dict(num_layers=24, num_heads=16, embed_dim=2048, seq_len=1024),
   '1558m': dict(num_layers=48, num_heads=25, embed_dim=1600, seq_len=1024),
+  'wide': dict(num_layers=6, num_heads=32, embed_dim=4096, seq_len=1024),
 }
 
 
@@ -220,8 +223,9 @@ class Attention(nn.Module):
     cfg = self.config
     batch, length, dim = x_BxTxD.shape
     qkv_BxTx3D = dense(cfg, 3 * dim, 'c_attn')(x_BxTxD)
-    qkv_BxTx3xHxK = qkv_BxTx3D.reshape(batch, length, 3, cfg.num_heads, dim // cfg.num_heads)
-    q_BxTxHxK, k_BxTxHxK, v_BxTxHxK = (qkv_BxTx3xHxK[:, :, i] for i in range(3))
+    # Indexing a [B, T, 3, H, K] instead would add three padded arrays in the backward.
+    heads = batch, length, cfg.num_heads, dim // cfg.num_heads
+    q_BxTxHxK, k_BxTxHxK, v_BxTxHxK = (part.reshape(heads) for part in jnp.split(qkv_BxTx3D, 3, axis=-1))
     y_BxTxHxK = attend(cfg, self.pattern, q_BxTxHxK, k_BxTxHxK, v_BxTxHxK)
     return dense(cfg, dim, 'c_proj', residual=True)(y_BxTxHxK.reshape(batch, length, dim))
 
@@ -267,6 +271,9 @@ class Block(nn.Module):
   @nn.compact
   def __call__(self, x_BxTxD: jax.Array) -> jax.Array:
     cfg = self.config
+    if cfg.ffn_order == 'position':
+      # Or XLA would hold the stream in that order, too, and transpose it for all else that reads it.
+      x_BxTxD = layout.with_layout_constraint(x_BxTxD, layout.Layout(major_to_minor=(0, 1, 2)))
     drop = nn.Dropout(cfg.dropout, deterministic=self.deterministic)
     x_BxTxD = x_BxTxD + drop(Attention(cfg, self.pattern, name='attn')(layer_norm(cfg, 'ln_1')(x_BxTxD)))
     mlp = fused_mlp(cfg, cfg.hidden_dim, cfg.mlp) if cfg.fused_mlp else MLP(cfg, name='mlp')

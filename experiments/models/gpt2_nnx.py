@@ -52,8 +52,8 @@ class Attention(nnx.Module):
   def __call__(self, x_BxTxD: jax.Array) -> jax.Array:
     cfg = self.config
     batch, length, dim = x_BxTxD.shape
-    qkv_BxTx3xHxK = self.c_attn(x_BxTxD).reshape(batch, length, 3, cfg.num_heads, dim // cfg.num_heads)
-    q_BxTxHxK, k_BxTxHxK, v_BxTxHxK = (qkv_BxTx3xHxK[:, :, i] for i in range(3))
+    heads = batch, length, cfg.num_heads, dim // cfg.num_heads
+    q_BxTxHxK, k_BxTxHxK, v_BxTxHxK = (part.reshape(heads) for part in jnp.split(self.c_attn(x_BxTxD), 3, axis=-1))
     y_BxTxHxK = jax.nn.dot_product_attention(
       q_BxTxHxK, k_BxTxHxK, v_BxTxHxK, is_causal=True, implementation=cfg.attention
     )

@@ -10,7 +10,7 @@ import tempfile
 
 from absl.testing import absltest
 
-from experiments import bench_estimate, bench_report, bench_sections
+from experiments import bench_report
 
 KINDS = {'GEMM sparse': 2.0, 'GEMM dense': 1.0, 'other': 0.0}
 RECORD = {
@@ -102,29 +102,14 @@ class PageTest(absltest.TestCase):
       self.assertIn(wanted, text)
     self.assertIn('ms of its kernels', bench_report.page([row | {'clock': 'device'}]))
 
-  def test_estimates_a_run_with_neuron_level_sparsity(self):
-    shape = {'tokens': 8, 'd': 4, 'hidden': 16}
-    gelu = RECORD | {'baselines': {'dense': {'median_ms': 20.0}}}
-    block = RECORD | {'bench': 'block', 'model': 'gpt2', 'shape': {'batch': 2, 'length': 4, 'd': 4, 'hidden': 16},
-                      'baselines': {'dense': {'median_ms': 34.0}}}  # fmt: skip
-    level = RECORD | {'recipe': 'neuron_level', 'activation': 'squared_relu', 'pattern': '128:2:8', 'shape': shape,
-                      'median_ms': 10.0, 'baselines': {'dense': {'median_ms': 18.0}}}  # fmt: skip
-    (found,) = bench_estimate.estimates([gelu, block, level])
-    # 34 - 20 around the layer: 32 with the dense one, 24 with the sparse one; half and half are 28.
-    self.assertEqual((found.dense_ms, found.sparse_ms), (32.0, 24.0))
-    self.assertAlmostEqual(found.gain_of_run(0.5), 32 / 28)
-    text = bench_sections.estimate([gelu, block, level])
-    for wanted in ('1.33', '1.14', '1.21', '1.24', '70%', 'Left out'):
-      self.assertIn(wanted, text)
-    longer = block['shape'] | {'length': 8}
-    for other in ({'device': 'other'}, {'shape': longer}, {'model': 'llama'}, {'recipe': 's_ste_fp8'}):
-      self.assertEqual(bench_sections.estimate([gelu, block | other, level]), '')
-
   def test_a_step_counts_its_searches(self):
     step = RECORD | {'bench': 'train_step', 'model': 'm', 'shape': {'batch': 2, 'length': 3}, 'amortised_ms': 2.4,
                      'tokens_per_s': 1234.0, 'profile': None}  # fmt: skip
     self.assertEqual(bench_report.ratios(step), {'dense': 1.25})
-    self.assertIn('1,234 tokens/s', bench_report.page([step]))
+    step |= {'sparse_share': 0.7, 'run_speedup': {'dense': 1.163}}
+    text = bench_report.page([step])
+    for wanted in ('1,234 tokens/s', '1.250 dense; of a whole run, 70% of it sparse, 1.163'):
+      self.assertIn(wanted, text)
 
   def test_the_last_of_equal_records_counts_and_tiny_ones_do_not(self):
     other = RECORD | {'median_ms': 2.5}

@@ -50,17 +50,13 @@ class DefaultTest(parameterized.TestCase):
   def test_same_bits_as_named_kernels(self, lead, times):
     args = arguments(lead)
     default = compiled(POLICY, args)
-    text = default.as_text() or ''
-    self.assertEqual(text.count(f'custom_call_target="{PRODUCT}"'), 6 * times)
-    named = compiled(dataclasses.replace(POLICY, implementation='kernels'), args)
-    jax.tree.map(np.testing.assert_array_equal, default(*args), named(*args))
-
-  def test_vmap_is_experts(self):
-    # The order of sums differs: a mapped launch takes one expert after the other.
-    args = arguments((2,))
-    pairs = zip(compiled(POLICY, args, mapped=True)(*args), compiled(POLICY, args)(*args), strict=True)
-    for found, expected in pairs:
-      self.assertLessEqual(_tuning.relative_error(found, expected), 1e-3)
+    self.assertEqual((default.as_text() or '').count(f'custom_call_target="{PRODUCT}"'), 6 * times)
+    found = default(*args)
+    named = compiled(dataclasses.replace(POLICY, implementation='kernels'), args)(*args)
+    jax.tree.map(np.testing.assert_array_equal, named, found)
+    if lead:  # experts under vmap: a mapped launch takes one after the other, so the order of sums differs
+      for mapped, expected in zip(compiled(POLICY, args, mapped=True)(*args), found, strict=True):
+        self.assertLessEqual(_tuning.relative_error(mapped, expected), 1e-3)
 
 
 if __name__ == '__main__':

@@ -1,10 +1,13 @@
 """The step benchmarks on tiny shapes: they run, their twins agree, their records hold what the report needs."""
 
+import argparse
 import contextlib
+import dataclasses
 import io
 import json
 import pathlib
 import tempfile
+from unittest import mock
 
 from absl.testing import absltest, parameterized
 import jax
@@ -77,6 +80,34 @@ class RecordsTest(parameterized.TestCase):
     self.assertAlmostEqual(record['sparse_share'], 5 / 6, places=3)
     self.assertAlmostEqual(record['run_speedup']['dense'], 1 / (1 / 6 + 5 / 6 / gain), places=3)
 
+  def test_train_step_with_sparse_activations(self):
+    orders, make_step = [], twins.make_step
+
+    def note(model, recipe, moment):
+      orders.append((model.config.ffn_order, model.config.mlp, recipe and recipe.name))
+      return make_step(model, recipe, moment)
+
+    with mock.patch.object(twins, 'make_step', note):
+      (record,), _ = bench(train_step, '--select', 'gpt2-124m-relu2', '--recipe', 'neuron_level_64x2x8')
+    # Only a block that may not see what follows its tokens needs their order changed.
+    self.assertEqual(orders, [('position', 'relu2', 'neuron_level'), ('sequence', 'relu2', None)])
+    self.assertEqual(record['shape']['batch'], 64)  # a block at every position
+    self.assertEqual(record['sparse_share'], 0.7)
+    self.assertEqual((record['search_ms'], record['refresh_samples_ms']['search']), (0.0, []))
+    self.assertEqual(record['amortised_ms'], record['median_ms'])
+    row = bench_report.markdown([record]).splitlines()[-1]
+    self.assertIn('training step, gpt2-124m-relu2, 64 x 16 | neuron level, bfloat16, 64:2:8 |', row)
+
+  def test_blocks_of_tokens_are_whole(self):
+    case = dataclasses.replace(twins.CASES['gpt2-124m-relu2'], batch=192)
+    with self.assertRaisesRegex(ValueError, '192 sequences a step: neuron_level takes multiples of V = 128'):
+      twins.Twins(case, _options(recipe='neuron_level_128x2x8', tiny=False), measure.Clock())
+
+  def test_a_named_implementation_reaches_what_chooses(self):
+    for name, of in (('neuron_level_64x2x8', 'activation'), ('s_ste', 'policy')):
+      rules = measure.with_implementation(twins.recipe_of(name), 'reference').rules
+      self.assertEqual({getattr(rule, of).implementation for rule in rules}, {'reference'})
+
   def test_a_burst_must_not_reach_a_mask_search(self):
     with contextlib.redirect_stdout(io.StringIO()) as out, tempfile.TemporaryDirectory() as folder:
       argv = ['--out', f'{folder}/x', '--tiny', '--steps', '39', '--plain-mlp']
@@ -96,13 +127,8 @@ class TwinsTest(parameterized.TestCase):
       np.testing.assert_allclose(a, b, atol=1e-4)
 
   def test_both_twins_train_the_same_weights(self):
-    options = measure.parser('x', '', ['a'], ['a']).parse_args(['--out', 'x', '--tiny'])
-    vars(options).update(
-      recipe='transposable_srste', attention='xla', unroll=False, plain_mlp=True, sparse_only=False, batch=None,
-      implementation='auto', layers=None,
-    )
     with contextlib.redirect_stdout(io.StringIO()):
-      pair = twins.Twins(twins.CASES['gpt2-124m'], options, measure.Clock())
+      pair = twins.Twins(twins.CASES['gpt2-124m'], _options(plain_mlp=True), measure.Clock())
     kernel = lambda: np.array(pair.state.params['h']['mlp']['c_fc']['kernel'])  # noqa: E731
     counts = lambda: [int(c) for c in (pair.state.opt_state[1].count, _adam_count(pair.state))]  # noqa: E731
     first = kernel()
@@ -133,6 +159,14 @@ class TwinsTest(parameterized.TestCase):
     jax.tree.map(np.testing.assert_array_equal, twins.dense_part(joined), trained)
     (sparse,) = (s for s in jax.tree.leaves(joined.opt_state, is_leaf=_is_sparse) if _is_sparse(s))
     self.assertEqual(int(sparse.count), 7)
+
+
+def _options(**changes):
+  fields = dict(
+    recipe='transposable_srste', attention='xla', unroll=False, plain_mlp=False, sparse_only=False, batch=None,
+    implementation='auto', layers=None, tiny=True,
+  )  # fmt: skip
+  return argparse.Namespace(**fields | changes)
 
 
 def _is_sparse(node):

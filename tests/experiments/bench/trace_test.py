@@ -22,6 +22,7 @@ class TraceTest(parameterized.TestCase):
     ('input_reduce_fusion_3', 'jit(step)/jvp(loss)/reduce_max', 'loss'),
     ('MemcpyD2D', '', 'copy'),
     ('loop_add_fusion', '', 'other'),
+    ('turn_as', 'jit(step)/h/mlp/triton_kernel_call', 'pack'),
   )
   def test_kinds(self, kernel, scopes, kind):
     self.assertEqual(trace.classify(kernel, scopes), kind)
