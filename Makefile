@@ -1,6 +1,7 @@
 # Two commands do everything, set-up included:
 #   make demo    trains dense, plain-STE and FST twins on embedded text and writes a report
 #   make test    lint, types and the whole test suite
+# And `make docs` writes the reference to site/index.html.
 
 PYTHON ?= python3.12
 VENV ?= .venv
@@ -8,7 +9,7 @@ VENV ?= .venv
 KERNELS_VENV ?= .venv-kernels
 PYTEST = -m pytest -n 2 --dist loadfile -q
 
-.PHONY: demo test clean
+.PHONY: demo test docs clean
 
 demo: $(VENV)/ready
 	$(VENV)/bin/python -m experiments
@@ -20,6 +21,9 @@ test: $(VENV)/ready $(KERNELS_VENV)/ready
 	JAX_PLATFORMS=cpu $(KERNELS_VENV)/bin/python $(PYTEST) tests/pallas_kernels pallas_kernels \
 	  $(wildcard tests/sparse24_jax/*on_hopper_test.py)
 
+docs: $(VENV)/ready
+	JAX_PLATFORMS=cpu $(VENV)/bin/python docs/build.py
+
 $(VENV)/ready: EXTRA = dev
 $(KERNELS_VENV)/ready: EXTRA = kernels-test
 
@@ -30,4 +34,4 @@ $(KERNELS_VENV)/ready: EXTRA = kernels-test
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(KERNELS_VENV) runs
+	rm -rf $(VENV) $(KERNELS_VENV) runs site

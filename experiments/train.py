@@ -1,13 +1,18 @@
 """The training loop: any configuration, any recipe, resumable bit for bit.
 
 A run folder holds ``config.json``, ``environment.json``, ``metrics.jsonl``, ``timing.jsonl``, ``tensorboard/``,
-``checkpoints/`` and, once finished, ``summary.json``. Starting the same command again resumes or does nothing.
+``checkpoints/`` and, once finished, ``summary.json``. Starting the same command again resumes or does nothing; two
+processes at a time are refused, by a lock on ``.lock``.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+import contextlib
+import fcntl
 import json
 import math
+import os
 from pathlib import Path
+import socket
 import time
 from typing import Any
 
@@ -204,14 +209,43 @@ def train(
 
   Returns:
     The summary: name, recipe, seed, steps, validation_loss (nats a token), seconds.
+
+  Raises:
+    ValueError: another process trains in the folder, or a setting does not fit.
+    TrainingDivergedError, CheckpointError: see `Run.train`.
   """
   if not config.checkpoint_every and (summary := _finished(config, Path(folder))):
     return summary
   programs = [] if programs is None else programs
   parts = build.make_parts(config, data=data)
-  run = Run(parts, folder, quiet=quiet, programs=programs[0] if programs else None)
-  programs[:] = [run.programs]
-  return run.train()
+  with held(Path(folder)):
+    run = Run(parts, folder, quiet=quiet, programs=programs[0] if programs else None)
+    programs[:] = [run.programs]
+    return run.train()
+
+
+@contextlib.contextmanager
+def held(folder: Path) -> Iterator[None]:
+  """Keeps other processes from training in `folder`; the operating system lets go of it however this one ends.
+
+  Raises:
+    ValueError: another process holds it; names that.
+  """
+  if jax.process_index():  # The first of several processes of one run holds it for all.
+    yield
+    return
+  folder.mkdir(parents=True, exist_ok=True)
+  with (folder / '.lock').open('a+') as lock:
+    try:
+      fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+      lock.seek(0)
+      holder = lock.read() or 'another process'
+      raise ValueError(f'{holder} trains in {folder}; wait for it, stop it, or name another folder') from None
+    lock.truncate(0)
+    lock.write(f'process {os.getpid()} on {socket.gethostname()}')
+    lock.flush()
+    yield
 
 
 def _finished(config: Config, folder: Path) -> dict[str, Any] | None:

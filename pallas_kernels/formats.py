@@ -32,6 +32,8 @@ class Compressed24:
       nibble of an odd number of groups is zero.
     axis: the compressed axis, negative, so that it keeps its meaning under `vmap` and a leading layer axis.
 
+  >>> import jax.numpy as jnp
+  >>> from pallas_kernels.formats import compress
   >>> x = jnp.array([0.0, 5.0, 0.0, 7.0])
   >>> c = compress(x, x != 0, axis=-1)
   >>> c.values.tolist(), c.metadata.tolist(), c.shape  # positions 1 and 3: 1 | 3 << 2

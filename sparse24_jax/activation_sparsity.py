@@ -56,6 +56,12 @@ class ActivationPolicy:
       `v` and `16 m` and a width in multiples of 64; and records of that card, of products with sizes within a factor of
       two, by which the block gains 10% or more. Of experts each is a block with its own share of the tokens; the
       kernels serve them one after another.
+
+  >>> import sparse24_jax as s24
+  >>> policy = s24.ActivationPolicy(v=128, m=16)  # each token keeps 2 of 16 neurons, in blocks of 128 tokens
+  >>> recipe = s24.recipes.neuron_level('.*/up/kernel', '.*/down/kernel', policy=policy)
+  >>> {rule.activation == policy for rule in recipe.rules}
+  {True}
   """
 
   pattern: Literal['v:n:m', '2:4'] = 'v:n:m'

@@ -33,8 +33,8 @@ def cluster_neurons(w_up: Array, *, clusters: int) -> Array:
   Raises:
     ValueError: `clusters` does not fit.
 
-  >>> import jax
-  >>> ids = cluster_neurons(jax.random.normal(jax.random.key(0), (8, 64)), clusters=4)
+  >>> import jax, sparse24_jax as s24
+  >>> ids = s24.cluster_neurons(jax.random.normal(jax.random.key(0), (8, 64)), clusters=4)
   >>> [int((ids == cluster).sum()) for cluster in range(4)]
   [16, 16, 16, 16]
   """

@@ -142,7 +142,23 @@ class Data:
     Raises:
       DataError: The train split has fewer windows than one batch.
     """
-    return self._iterator('train')
+    with _needs_packages():
+      import grain  # takes JAX and Orbax along
+
+    config, windows = self.config, self._windows['train']
+    if len(windows) < config.batch_size:
+      raise DataError(
+        f'the train split of {config.corpus} holds {len(windows)} windows of {config.seq_len} tokens, fewer than'
+        f' batch_size {config.batch_size}; lower batch_size or seq_len'
+      )
+    dataset = grain.MapDataset.source(windows).shuffle(seed=config.seed).repeat()
+    # There is no remainder, but without the flag grain computes the endless length in floats and overflows for batch 1.
+    dataset = dataset.batch(config.batch_size, drop_remainder=True)
+    dataset = dataset.map(functools.partial(_to_batch, share=self._share()))
+    # Zero threads: the file is mapped into memory, and threads would only compete with the training step.
+    iterator = iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)))
+    identity = {'data': self.fingerprint, 'split': 'train', 'batch_size': config.batch_size, 'seed': config.seed}
+    return TrainIterator(iterator, identity)
 
   def validation(self, num_batches: int | None = None) -> list[Batch]:
     """Returns the fixed validation set, the same for every seed.
@@ -168,25 +184,6 @@ class Data:
     count = wanted * size
     rows = [windows[i * len(windows) // count] for i in range(count)]
     return [_to_batch(np.stack(rows[i : i + size]), self._share()) for i in range(0, count, size)]
-
-  def _iterator(self, split: str) -> TrainIterator:
-    with _needs_packages():
-      import grain  # takes JAX and Orbax along
-
-    config, windows = self.config, self._windows[split]
-    if len(windows) < config.batch_size:
-      raise DataError(
-        f'the {split} split of {config.corpus} holds {len(windows)} windows of {config.seq_len} tokens, fewer than'
-        f' batch_size {config.batch_size}; lower batch_size or seq_len'
-      )
-    dataset = grain.MapDataset.source(windows).shuffle(seed=config.seed).repeat()
-    # There is no remainder, but without the flag grain computes the endless length in floats and overflows for batch 1.
-    dataset = dataset.batch(config.batch_size, drop_remainder=True)
-    dataset = dataset.map(functools.partial(_to_batch, share=self._share()))
-    # Zero threads: the file is mapped into memory, and threads would only compete with the training step.
-    iterator = iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)))
-    identity = {'data': self.fingerprint, 'split': split, 'batch_size': config.batch_size, 'seed': config.seed}
-    return TrainIterator(iterator, identity)
 
   def _share(self) -> slice:
     size = self.config.batch_size // self.config.process_count
@@ -289,15 +286,3 @@ def _needs_packages():
     yield
   except ImportError as e:
     raise DataError(f"a package of the experiments is missing ({e}): pip install -e '.[experiments]'") from e
-
-
-def make_dataset(config: DataConfig, split: str = 'train') -> TrainIterator:
-  """Returns endless shuffled batches of a split ('train' or 'validation'); see `Data.train`."""
-  if split not in corpora.SPLITS:
-    raise DataError(f'split must be one of {corpora.SPLITS}, got {split!r}')
-  return open_data(config)._iterator(split)
-
-
-def eval_batches(config: DataConfig, num_batches: int | None = None) -> list[Batch]:
-  """Returns the fixed validation set of a configuration; see `Data.validation`."""
-  return open_data(config).validation(num_batches)

@@ -194,6 +194,30 @@ class RefusedTest(parameterized.TestCase):
     with self.assertRaisesRegex(CheckpointError, message):
       run(tiny(name, kwargs, **overrides), self.folder, data)
 
+  def test_a_folder_belongs_to_one_process_until_that_ends(self):
+    folder = Path(temp_folder(self), 'new')
+    program = '''
+      import pathlib, sys, time
+      from experiments import train
+      with train.held(pathlib.Path(sys.argv[1])):
+        print('held', flush=True)
+        time.sleep(300)
+    '''
+    command = [sys.executable, '-c', textwrap.dedent(program), folder]
+    variables = {**os.environ, 'PYTHONPATH': str(ROOT)}
+    with subprocess.Popen(command, env=variables, cwd=ROOT, stdout=subprocess.PIPE, text=True) as child:
+      self.addCleanup(child.kill)
+      self.assertEqual(child.stdout.readline(), 'held\n')
+      with self.assertRaisesRegex(ValueError, rf'process {child.pid} on .* trains in {folder}; .*another folder'):
+        run(tiny(), folder)
+      with mock.patch.object(jax, 'process_index', return_value=1), train.held(folder):
+        pass  # of the run that process 0 holds the folder for
+      child.kill()
+    with train.held(folder), self.assertRaisesRegex(ValueError, f'process {os.getpid()} on'), train.held(folder):
+      pass
+    with train.held(folder):
+      pass
+
   def test_a_loss_that_is_not_finite_stops_the_run(self):
     folder = temp_folder(self)
     with self.assertRaisesRegex(train.TrainingDivergedError, r'the loss is nan at step \d+; .*peak_lr'):

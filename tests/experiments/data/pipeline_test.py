@@ -103,16 +103,6 @@ class BatchTest(PipelineTestCase):
     some = [windows.index(batch['inputs'].tobytes()) for batch in data.validation(4)]
     self.assertEqual(some, [i * len(windows) // 4 for i in range(4)])
 
-  def test_functions_of_a_configuration(self):
-    config = pipeline.DataConfig(
-      corpus='folder', seq_len=16, batch_size=8, data_dir=self.data_dir, manual_dir=self.manual_dir
-    )
-    self.assert_batches_equal(next(pipeline.make_dataset(config)), next(self.load().train()))
-    self.assert_batches_equal(pipeline.eval_batches(config, 1)[0], self.load().validation(1)[0])
-    self.assertEqual(next(pipeline.make_dataset(config, 'validation'))['inputs'].shape, (8, 16))
-    with self.assertRaisesRegex(corpora.DataError, "split must be one of .*'test'"):
-      pipeline.make_dataset(config, 'test')
-
 
 class ResumeTest(PipelineTestCase):
   @hypothesis.settings(deadline=None, max_examples=15, database=None)

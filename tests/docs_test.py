@@ -1,0 +1,82 @@
+"""The reference pages: every public name is there, and has an example that a reader can paste."""
+
+import ast
+import builtins
+import doctest
+import importlib
+import inspect
+from pathlib import Path
+import re
+import subprocess
+import sys
+import tempfile
+import types
+
+from absl.testing import absltest, parameterized
+
+ROOT = Path(__file__).parents[1]
+MODULES = ('sparse24_jax', 'sparse24_jax.linen', 'sparse24_jax.nnx', 'sparse24_jax.recipes')
+
+
+def public_names() -> list[tuple[str, str]]:
+  """(module, name) of what users call; modules have pages of their own."""
+  modules = {name: importlib.import_module(name) for name in MODULES}
+  return [
+    (name, public)
+    for name, module in modules.items()
+    for public in module.__all__
+    if not isinstance(getattr(module, public), types.ModuleType)
+  ]
+
+
+def undefined(example: str) -> set[str]:
+  """Names that a doctest reads and neither makes nor imports."""
+  tree = ast.parse('\n'.join(part.source for part in doctest.DocTestParser().get_examples(example)))
+  made = {alias.asname or alias.name.split('.')[0] for node in ast.walk(tree)
+          if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names}  # fmt: skip
+  names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
+  made |= {node.id for node in names if isinstance(node.ctx, ast.Store)}
+  made |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+  made |= {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+  return {node.id for node in names} - made - set(dir(builtins))
+
+
+class DocsTest(parameterized.TestCase):
+
+  @classmethod
+  def setUpClass(cls):
+    super().setUpClass()
+    temporary = tempfile.TemporaryDirectory()
+    cls.addClassCleanup(temporary.cleanup)
+    cls.folder = Path(temporary.name)
+    command = [sys.executable, '-W', 'error', ROOT / 'docs' / 'build.py', cls.folder]
+    subprocess.run(command, check=True, cwd=ROOT, env={'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': 'cpu'})
+
+  @parameterized.parameters(*public_names())
+  def test_has_a_section_with_an_example(self, module, name):
+    page = (self.folder / f'{module.replace(".", "/")}.html').read_text()
+    section = re.search(rf'<section id="{name}">.*?</section>', page, re.DOTALL)
+    self.assertIsNotNone(section, f'{module} has no section {name}')
+    self.assertIn('<div class="docstring">', section.group())
+    self.assertIn('&gt;&gt;&gt; ', section.group(), f'{module}.{name} has no example')
+
+  @parameterized.parameters(*public_names())
+  def test_the_example_stands_by_itself(self, module, name):
+    public = getattr(importlib.import_module(module), name)
+    self.assertEmpty(undefined(inspect.getdoc(public)), f'the example of {module}.{name} does not define these')
+
+  def test_undefined(self):
+    example = 'Text.\n\n>>> import a.b as c, d\n>>> for i in range(3):\n...   c(i, lambda j: d(j, e))\n>>> f = g\n'
+    self.assertEqual(undefined(example), {'e', 'g'})
+
+  def test_every_link_of_the_index_is_a_page(self):
+    index = (self.folder / 'index.html').read_text()
+    links = set(re.findall(r'href="([\w/]+\.html)"', index))
+    self.assertContainsSubset({f'{module.replace(".", "/")}.html' for module in MODULES}, links)
+    self.assertIn('pallas_kernels/sparse_matmul/api.html', links)
+    for link in links:
+      self.assertTrue((self.folder / link).is_file(), link)
+
+
+if __name__ == '__main__':
+  absltest.main()
