@@ -15,6 +15,7 @@ from pathlib import Path
 import socket
 import time
 from typing import Any
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -242,6 +243,9 @@ def held(folder: Path) -> Iterator[None]:
       lock.seek(0)
       holder = lock.read() or 'another process'
       raise ValueError(f'{holder} trains in {folder}; wait for it, stop it, or name another folder') from None
+    except OSError as error:  # some file systems of clusters have no locks
+      message = f'{folder} cannot be locked ({error}): nothing keeps a second process from training in it'
+      warnings.warn(message, stacklevel=2)
     lock.truncate(0)
     lock.write(f'process {os.getpid()} on {socket.gethostname()}')
     lock.flush()

@@ -14,8 +14,8 @@ from sparse24_jax import fp8_times
 from sparse24_jax._activation_kernels import SOFT_THRESHOLDS
 from sparse24_jax.fp8_times import total
 
-# Ours. Expected gains of blocks are within 11% of measured ones, mostly low (here and in `block_gain`): below this one
-# it is not known that the kernels pay.
+# Ours. Expected gains of blocks are within 11% of measured ones (here and in `block_gain`): below this one it is not
+# known that the kernels pay.
 LEAST_GAIN = 1.1
 
 

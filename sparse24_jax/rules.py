@@ -23,7 +23,7 @@ def leaves_by_path(tree: Any, *, is_leaf: Callable[[Any], bool] | None = None) -
   """(path, leaf) in the order of the tree; the attribute at which a box of Flax holds its array is left out.
 
   A box holds nothing else: a field `value` among others keeps its name, whatever the others hold. So None and empty
-  tuples such as `optax.MaskedNode()`, which stand for what a tree leaves out, count here, and are not returned.
+  nodes such as `optax.MaskedNode()`, which stand for what a tree leaves out, count here, and are not returned.
 
   >>> leaves_by_path({'h_0': {'mlp': [1, (), 2]}})
   [('h_0/mlp/0', 1), ('h_0/mlp/2', 2)]
@@ -50,7 +50,7 @@ def map_by_path(f: Callable[..., Any], tree: Any, *rest: Any, is_leaf: Callable[
 
 
 def _stands_for_nothing(node: Any) -> bool:
-  return node is None or (isinstance(node, tuple) and not node)
+  return node is None or (isinstance(node, tuple | list | dict) and not node)
 
 
 def names_value(key: Any) -> bool:

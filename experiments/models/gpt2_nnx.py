@@ -96,6 +96,8 @@ class GPT2(nnx.Module):
     for option in ('scan_layers', 'dropout', 'attention_pattern'):
       if getattr(config, option):
         raise ValueError(f'{option}={getattr(config, option)} is for the linen model; the nnx twin has no {option}')
+    if config.ffn_order != 'sequence':
+      raise ValueError(f'ffn_order={config.ffn_order!r} is for the linen model; the nnx twin takes tokens in sequence')
     self.config = config
     embed = dict(dtype=config.dtype, param_dtype=config.param_dtype, rngs=rngs)
     init = nnx.initializers.normal(INIT_STD)

@@ -73,7 +73,7 @@ def cases(tokens: int, hidden: int) -> list[Case]:
   """All rows; the tile lists start with the default."""
   weight = (16384, 4096)
   tiles = _configs('16x16x2', '32x16x4', '16x16x4', '16x32x4')
-  few, soft = _configs('16x16x4', '16x16x2'), _configs('16x16x2', '16x16x4')
+  few, fewer_warps_first = _configs('16x16x4', '16x16x2'), _configs('16x16x2', '16x16x4')
   halves, whole = _configs('16x16x8', '16x16x4', '16x32x16'), _configs('16x16x4', '16x16x8', '16x32x8')
 
   def codes(key: jax.Array) -> jax.Array:
@@ -97,7 +97,7 @@ def cases(tokens: int, hidden: int) -> list[Case]:
     rows.append(Case(
       'transposable_pack', weight, lambda key, dtype=dtype: (normal(weight, dtype)(key),),
       lambda w, config: pack.transposable_pack(w, None, dtype=BF16, config=config),
-      lambda w: reference.transposable_pack(w, None, dtype=BF16), tiles if dtype == BF16 else soft, moved,
+      lambda w: reference.transposable_pack(w, None, dtype=BF16), tiles if dtype == BF16 else fewer_warps_first, moved,
       jnp.dtype(dtype).name,
     ))  # fmt: skip
   rows.append(Case(
@@ -117,7 +117,7 @@ def cases(tokens: int, hidden: int) -> list[Case]:
       f'soft_threshold_pack_axis{axis}', weight, lambda key: (normal(weight)(key), jnp.float32(1.48)),
       lambda w, s, config, axis=axis: pack.soft_threshold_pack(w, s, axis=axis, dtype=BF16, config=config),
       lambda w, s, axis=axis: reference.soft_threshold_pack(w, s, axis=axis, dtype=BF16),
-      soft if axis == -2 else few, moved,
+      fewer_warps_first if axis == -2 else few, moved,
     ))  # fmt: skip
     rows.append(Case(
       f'mvue_pack_axis{axis}', (tokens, hidden), draw((tokens, hidden)),

@@ -83,8 +83,8 @@ def sparse_variables(
     pack: whether to pack; None does if the policy names a kernel, or if this card has them and they may be chosen.
 
   Returns:
-    linen: the collection `'sparse24'`, a nested dictionary. nnx: an `nnx.State` for `nnx.update`, of the kernels that
-    have hooks.
+    linen: the collection `'sparse24'`, a nested dictionary. nnx: an `nnx.State` for `nnx.update`, of the weights named
+    `kernel`, which are those that have hooks.
 
   Raises:
     ValueError: the recipe, the state and the parameters do not fit, or no weight in an `nnx.State` is a layer's kernel.

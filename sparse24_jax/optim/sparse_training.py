@@ -79,7 +79,8 @@ def sparse_training(
   gradients), `inner` updates, the decay is taken from the weight (decay on weights), and every `refresh_every` steps
   the masks are chosen anew from the updated weights. With a projection that has an `update` (`dynamic_sparse`), the
   inner optimizer sees the gradients of existing links only, the others are held at zero, and every `refresh_every`
-  steps the topology changes by the weights and the dense gradients of that step, which is a step like any other. Clip
+  steps the topology changes by the weights and the dense gradients of that step, which is a step like any other; it
+  rests where one of these is not finite. Clip
   *before* this wrapper, so that the decay is not clipped: `optax.chain(optax.clip_by_global_norm(1.0),
   sparse_training(optax.adamw(lr), recipe))`. Nothing that changes updates may come after it, since the masks are
   chosen from the weights as this wrapper leaves them; nor an optimizer around it that keeps weights of its own, as
@@ -120,7 +121,7 @@ def sparse_training(
   (1, 0.5)
   """
   phase = resolve_phase(recipe, phase)
-  if not isinstance(inner, optax.GradientTransformation):
+  if not all(callable(getattr(inner, name, None)) for name in ('init', 'update')):
     raise ValueError(f'inner must be an optimizer such as optax.adamw(1e-3), found {inner!r}')
   has_decay = not isinstance(recipe.masked_decay, float | int) or recipe.masked_decay > 0
   if has_decay and recipe.decay_on == 'weights' and learning_rate is None:

@@ -1,5 +1,6 @@
 """The loop: every twin learns, a killed run resumes bit for bit, a mesh changes nothing, bad input is named."""
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -216,6 +217,12 @@ class RefusedTest(parameterized.TestCase):
     with train.held(folder), self.assertRaisesRegex(ValueError, f'process {os.getpid()} on'), train.held(folder):
       pass
     with train.held(folder):
+      pass
+
+  def test_a_file_system_without_locks_trains_with_a_warning(self):
+    refused = mock.patch.object(train.fcntl, 'flock', side_effect=OSError(errno.ENOSYS, 'Function not implemented'))
+    warned = self.assertWarnsRegex(UserWarning, 'cannot be locked .*not implemented.*second process')
+    with refused, warned, train.held(Path(temp_folder(self))):
       pass
 
   def test_a_loss_that_is_not_finite_stops_the_run(self):

@@ -83,10 +83,10 @@ class TwinsTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, 'unexpected .*h_0/mlp/c_fc/bias'):
       gpt2_nnx.load_linen_params(twin, params)
 
-  @parameterized.parameters('scan_layers', 'dropout', 'attention_pattern')
-  def test_what_the_twin_lacks_is_said(self, option):
-    with self.assertRaisesRegex(ValueError, option):
-      gpt2_nnx.GPT2(_tiny(**{option: 1}), rngs=nnx.Rngs(0))
+  @parameterized.parameters(dict(scan_layers=1), dict(dropout=1), dict(attention_pattern=1), dict(ffn_order='position'))
+  def test_what_the_twin_lacks_is_said(self, **options):
+    with self.assertRaisesRegex(ValueError, *options):
+      gpt2_nnx.GPT2(_tiny(**options), rngs=nnx.Rngs(0))
 
 
 class OptionsTest(parameterized.TestCase):
