@@ -364,28 +364,6 @@ class RefusalTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, r"\['conv/kernel', 'raw'\] match rules.*no dot_general attribute.*narrow"):
       s24.sparsify(Model(nnx.Rngs(0)), s24.recipes.ste('.*'))
 
-  def test_weights_that_the_forward_reads_itself(self):
-    class Experts(nnx.Module):
-      def __init__(self, *layers):
-        self.up, self.down = (nnx.Param(jnp.ones((2, 8, 8))) for _ in range(2))
-        self.layers = nnx.List(layers)
-
-    recipe, params = s24.recipes.ste('.*'), nnx.state(Experts(), nnx.Param)
-    state = s24.sparse_training(optax.sgd(0.1), recipe).init(params)
-    with self.assertRaisesRegex(ValueError, r"\['down', 'up'\] are no kernels of layers.*nnx.to_pure_dict"):
-      s24.sparse_variables(params, state, recipe)
-    found = s24.sparse_variables(nnx.to_pure_dict(params), state, recipe)
-    self.assertEqual({name: mask.shape for name, mask in found.items()}, {'up': (2, 8, 8), 'down': (2, 8, 8)})
-
-    # Beside a layer that has a hook: one recipe for the optimizer, without their rule for the model.
-    model = s24.sparsify(Experts(nnx.Linear(8, 8, rngs=nnx.Rngs(0))), s24.recipes.ste('.*/kernel'))
-    params = params_of(model)
-    state = s24.sparse_training(optax.sgd(0.1), recipe).init(params)
-    model.layers[0].dot_general.state[...] = jnp.zeros((8, 8), bool)
-    nnx.update(model, s24.sparse_variables(params, state, recipe))
-    (layer,) = model.layers
-    np.testing.assert_array_equal(layer.dot_general.state[...], s24.magnitude_mask(layer.kernel[...]))
-
   def test_a_layer_that_goes_past_its_hook(self):
     class Own(nnx.Linear):
       def __call__(self, x):
