@@ -1,6 +1,7 @@
 """Settings for every test: eight simulated devices, no silent rank promotion; warnings are errors (pyproject.toml)."""
 
 import os
+import unittest
 
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 os.environ['XLA_FLAGS'] = os.environ.get('XLA_FLAGS', '') + ' --xla_force_host_platform_device_count=8'
@@ -9,6 +10,13 @@ import jax
 import pytest
 
 jax.config.update('jax_numpy_rank_promotion', 'raise')
+
+
+@pytest.fixture(autouse=True, scope='module')
+def module_cleanups():
+  """pytest calls setUpModule, but not what it gave to `unittest.addModuleCleanup`."""
+  yield
+  unittest.doModuleCleanups()
 
 
 @pytest.fixture(autouse=True)
