@@ -8,16 +8,12 @@
 
 import argparse
 import contextlib
-import importlib
 import math
 import pathlib
 import sys
 
 from pallas_kernels import _device, _processes, _records
 
-# Modules with tune_in_processes(selections, folder, backends, processes, seconds, missing),
-# bench(selection, out, folder), verify(count, seed, seconds, out, implementation) and where_it_pays(folder).
-OPS = {'sparse_matmul': 'pallas_kernels.sparse_matmul.bench'}
 _SELECTIONS = (
   'square, headline, small, gpt2_124m, gpt2_774m, gpt2_1558m, llama_3b, block, models (the last five), fp8 (most of'
   ' these in FP8), all'
@@ -32,9 +28,7 @@ def _parser() -> argparse.ArgumentParser:
   commands = parser.add_subparsers(dest='command', required=True, metavar='command')
 
   def command(name: str, text: str) -> argparse.ArgumentParser:
-    added = commands.add_parser(name, help=text, description=text)
-    added.add_argument('--op', choices=sorted(OPS), default='sparse_matmul')
-    return added
+    return commands.add_parser(name, help=text, description=text)
 
   tune = command('tune', 'time settings and keep what was measured')
   tune.add_argument('--backends', nargs='+', default=['mosaic_gpu', 'cusparselt'], help='whose settings are searched')
@@ -58,13 +52,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
+  from pallas_kernels.sparse_matmul import bench as sparse_matmul
+
   parser = _parser()
   args = parser.parse_args(argv)
-  op = importlib.import_module(OPS[args.op])
-  if unknown := sorted(set(getattr(args, 'select', ())) - set(op.SELECTIONS)):
-    parser.error(f'--select {" ".join(unknown)}: known are {", ".join(op.SELECTIONS)}')
+  if unknown := sorted(set(getattr(args, 'select', ())) - set(sparse_matmul.SELECTIONS)):
+    parser.error(f'--select {" ".join(unknown)}: known are {", ".join(sparse_matmul.SELECTIONS)}')
   if args.command == 'where-it-pays':
-    print('\n'.join(op.where_it_pays(args.tuned)))
+    print('\n'.join(sparse_matmul.where_it_pays(args.tuned)))
     return 0
   # The processes that tune share the card with this one.
   with _processes.shared_card() if args.command == 'tune' else contextlib.nullcontext():
@@ -73,11 +68,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.error(f'{args.command} runs on a GPU, and JAX finds {device.name!r} here')
   if args.command == 'tune':
     given = args.select, args.tuned, args.backends, args.processes, args.seconds, args.missing
-    return min(op.tune_in_processes(*given), 1)
+    return min(sparse_matmul.tune_in_processes(*given), 1)
   if args.command == 'verify':
-    return min(op.verify(args.count, args.seed, args.seconds, args.out, args.implementation), 1)
+    return min(sparse_matmul.verify(args.count, args.seed, args.seconds, args.out, args.implementation), 1)
   for name in args.select:
-    op.bench(name, args.out, args.tuned)
+    sparse_matmul.bench(name, args.out, args.tuned)
   return 0
 
 

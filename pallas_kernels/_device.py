@@ -21,7 +21,6 @@ import tempfile
 from typing import Any
 
 import jax
-import numpy as np
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +141,7 @@ class CompileReport:
 
 
 def compile_report(
-  f: Callable[..., Any], *args: jax.ShapeDtypeStruct, target: str = 'sm_90a', keep: str | None = None
+  f: Callable[..., Any], *args: jax.ShapeDtypeStruct, target: str = 'sm_90a'
 ) -> CompileReport:
   """Compiles `f` for `target` and reports on its Mosaic GPU kernels.
 
@@ -150,7 +149,6 @@ def compile_report(
     f: a function of arrays; it is jitted here.
     *args: shapes and dtypes.
     target: a key of `TARGETS`.
-    keep: folder for the PTX and ptxas' report; a temporary one if None.
 
   Raises:
     NotImplementedError: the CUDA plugin wheels are absent.
@@ -169,23 +167,18 @@ def compile_report(
   )
   sharding = jax.sharding.NamedSharding(topologies.make_mesh(topology, (1,), ('x',)), jax.sharding.PartitionSpec())
   structs = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding) for a in args]
-  folder = keep or tempfile.mkdtemp(prefix='kernels_')
-  os.makedirs(folder, exist_ok=True)
-  before = set(os.listdir(folder))
-  flags = {'MOSAIC_GPU_DUMP_TO': folder, 'MOSAIC_GPU_DUMP_PTX': '1', 'MOSAIC_GPU_DUMP_PTXAS': '1'}
-  saved = {k: os.environ.get(k) for k in flags}
-  os.environ.update(flags)
-  try:
-    with _compat.assumed_capability(TARGETS[target]['major'], TARGETS[target]['minor']):
-      jax.jit(f).lower(*structs).compile()
-  finally:
-    for k, v in saved.items():
-      os.environ.pop(k) if v is None else os.environ.__setitem__(k, v)
-  new = [pathlib.Path(folder, x) for x in sorted(set(os.listdir(folder)) - before)]
-  return _read_report(
-    ''.join(p.read_text() for p in new if p.suffix == '.ptxas'),
-    ''.join(p.read_text() for p in new if p.suffix == '.ptx'),
-  )
+  with tempfile.TemporaryDirectory() as folder:
+    flags = {'MOSAIC_GPU_DUMP_TO': folder, 'MOSAIC_GPU_DUMP_PTX': '1', 'MOSAIC_GPU_DUMP_PTXAS': '1'}
+    saved = {k: os.environ.get(k) for k in flags}
+    os.environ.update(flags)
+    try:
+      with _compat.assumed_capability(TARGETS[target]['major'], TARGETS[target]['minor']):
+        jax.jit(f).lower(*structs).compile()
+    finally:
+      for k, v in saved.items():
+        os.environ.pop(k) if v is None else os.environ.__setitem__(k, v)
+    ptxas, ptx = (''.join(p.read_text() for p in sorted(pathlib.Path(folder).glob(f'*.{x}'))) for x in ('ptxas', 'ptx'))
+  return _read_report(ptxas, ptx)
 
 
 def disassemble(ptx: str, target: str = 'sm_90a') -> str:
@@ -212,7 +205,7 @@ def _read_report(ptxas: str, ptx: str) -> CompileReport:
   registers = [int(x) for x in re.findall(r'Used (\d+) registers', ptxas)]
   spills = [int(x) for x in re.findall(r'(\d+) bytes spill', ptxas)]
   warnings = tuple(x.strip() for x in ptxas.splitlines() if 'warning' in x.lower() or '(C75' in x)
-  return CompileReport(max(registers, default=0), int(np.sum(spills, dtype=np.int64)), warnings, ptx)
+  return CompileReport(max(registers, default=0), sum(spills), warnings, ptx)
 
 
 def struct(shape: Sequence[int], dtype: Any) -> jax.ShapeDtypeStruct:

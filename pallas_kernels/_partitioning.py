@@ -228,9 +228,11 @@ def _divide(
       names = names[:-1]
     lost = [name for name in wanted if name not in names and sizes[name] > 1]
     if lost:
-      why = 'they divide another of its factors' if set(lost) <= taken else (
-        f'its {units[factor]} units are no multiple of the devices' if factor in units else 'it does not fill its units'
-      )
+      why = 'it does not fill its units'
+      if set(lost) <= taken:
+        why = 'they divide another of its factors'
+      elif factor in units:
+        why = f'its {units[factor]} units are no multiple of the devices'
       log_once(f'{call.op}: axes {lost} of the mesh do not divide {factor!r}, which is gathered: {why}')
     if names:
       found[factor] = names

@@ -60,7 +60,7 @@ def lookup(
   device: str, op: str, key: Mapping[str, Any], *, implementation: str | None = None, reach: float = 1.0,
   folder: pathlib.Path = TUNED,
 ) -> Choice | None:
-  """The choice for the nearest measured problem.
+  """The choice for the nearest measured problem: by its farthest size, of several by all of them.
 
   Args:
     device: `Device.slug`; see `path_of`.
@@ -76,20 +76,19 @@ def lookup(
   >>> lookup('no_such_card', 'sparse_matmul', {'m': 64}) is None
   True
   """
-  best = None
-  for found in entries_of(path_of(folder, device, op)):
-    distance = _distance(key, found['key'])
-    if distance <= reach and (best is None or distance < best[0]):
-      chosen = found['choice'] if implementation is None else best_of(found, implementation)
+  near = []
+  for entry in entries_of(path_of(folder, device, op)):
+    farthest, together = _distances(key, entry['key'])
+    if farthest <= reach:
+      chosen = entry['choice'] if implementation is None else best_of(entry, implementation)
       if chosen is not None:
-        best = (distance, found['key'], chosen)
-  if best is None:
-    return None
-  return Choice(best[2]['implementation'], best[2]['config'], best[1], best[0])
+        choice = Choice(chosen['implementation'], chosen['config'], entry['key'], farthest)
+        near.append((farthest, together, choice))
+  return min(near, key=lambda found: found[:2])[2] if near else None
 
 
 def expected_ms(
-  device: str, op: str, key: Mapping[str, Any], *, reach: float = 1.0, folder: pathlib.Path = TUNED
+  device: str, op: str, key: Mapping[str, Any], *, folder: pathlib.Path = TUNED
 ) -> dict[str, float]:
   """Milliseconds by implementation, 'dense' included, of a problem: the nearest measured one's, scaled by their sizes.
 
@@ -99,12 +98,11 @@ def expected_ms(
   >>> expected_ms('no_such_card', 'sparse_matmul', {'m': 64})
   {}
   """
-  near = lookup(device, op, key, reach=reach, folder=folder)
+  near = lookup(device, op, key, folder=folder)
   if near is None:
     return {}
   entry = next(e for e in entries_of(path_of(folder, device, op)) if e['key'] == near.key)
-  sizes = [n for n, v in key.items() if isinstance(v, int) and not isinstance(v, bool)]
-  scale = math.prod(key[n] / near.key[n] for n in sizes)
+  scale = math.prod(size / near.key[name] for name, size in key.items() if isinstance(size, int))
   found = {'dense': statistics.median(entry['baseline']['samples_ms'])}
   for name in {row['implementation'] for row in entry['candidates']}:
     if (row := best_of(entry, name)) is not None:
@@ -127,16 +125,15 @@ def best_of(entry: Mapping[str, Any], implementation: str) -> Mapping[str, Any] 
   return min(rows, key=order, default=None)
 
 
-def _distance(asked: Mapping[str, Any], measured: Mapping[str, Any]) -> float:
+def _distances(asked: Mapping[str, Any], measured: Mapping[str, Any]) -> tuple[float, float]:
+  """|log2| of the ratios of sizes: the largest, and their sum; infinite for problems of another kind."""
   if asked.keys() != measured.keys():
-    return math.inf
-  distance = 0.0
-  for name, value in asked.items():
-    if isinstance(value, int) and not isinstance(value, bool):
-      distance = max(distance, abs(math.log2(value / measured[name])))
-    elif value != measured[name]:
-      return math.inf
-  return distance
+    return math.inf, math.inf
+  sizes = {name for name, value in asked.items() if isinstance(value, int)}
+  if any(asked[name] != measured[name] for name in asked.keys() - sizes):
+    return math.inf, math.inf
+  ratios = [abs(math.log2(asked[name] / measured[name])) for name in sizes]
+  return max(ratios, default=0.0), math.fsum(ratios)
 
 
 def merged(rows: Sequence[Mapping[str, Any]], old: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:

@@ -20,6 +20,8 @@ Array = jax.Array
 # Rounding to bfloat16 costs 1.7e-3 in the Frobenius norm; a wrong position or a lost K step costs 1e-2 and more.
 TOLERANCE = 4e-3
 REPEATS = 20
+# What needs so many times the best of its implementation in the first round gets no further one.
+_HOPELESS = 1.15
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,9 +51,7 @@ def same_bits(x: Array, y: Array) -> Array:
   return jnp.all(jax.lax.bitcast_convert_type(x, bits) == jax.lax.bitcast_convert_type(y, bits))
 
 
-def verify(
-  candidate: Candidate, expected: Array, *, tolerance: float = TOLERANCE, repeats: int = REPEATS
-) -> tuple[float, str | None]:
+def verify(candidate: Candidate, expected: Array, *, repeats: int = REPEATS) -> tuple[float, str | None]:
   """Checks a candidate against the reference's float32 result and against itself.
 
   Returns:
@@ -62,8 +62,8 @@ def verify(
     error = relative_error(first, expected)
   except jax.errors.JaxRuntimeError as e:
     return math.inf, f'fails: {e}'
-  if not error <= tolerance:  # also for nan
-    return error, f'relative error {error:.2e} exceeds {tolerance:.0e}'
+  if not error <= TOLERANCE:  # also for nan
+    return error, f'relative error {error:.2e} exceeds {TOLERANCE:.0e}'
   # One is queued before the last is looked at, so that the card goes from run to run; more might not fit its memory.
   differing, last = 0, True
   for _ in range(repeats):
@@ -117,12 +117,13 @@ def interleave(
   return samples
 
 
-def sustained_ms(f: Callable[..., Any], args: Sequence[Array], *, seconds: float = 1.0, batch: int = 20) -> float:
+def sustained_ms(f: Callable[..., Any], args: Sequence[Array], *, seconds: float) -> float:
   """Wall-clock time of a call in a loop of at least `seconds`: the clock and temperature that training sees.
 
-  One to two batches are queued at any time. A card that waits for the host after each batch rests meanwhile: its clock
+  20 to 40 calls are queued at any time. A card that waits for the host now and then rests meanwhile: its clock
   rises, and calls seem longer all the same (half a millisecond by 6%, one by 2%).
   """
+  batch = 20
   before = jax.block_until_ready(f(*args))
   start, calls = time.perf_counter(), 0
   while time.perf_counter() - start < seconds:
@@ -142,7 +143,6 @@ def tune(
   timer: Callable[..., Sequence[float]],
   *,
   finalists: int = 3,
-  hopeless: float = 1.15,
   others: Mapping[str, Candidate] | None = None,
   quick: Mapping[str, Any] | None = None,
   final: Mapping[str, Any] | None = None,
@@ -156,7 +156,6 @@ def tune(
     expected: the reference's float32 result.
     timer: see `interleave`.
     finalists: how many of each implementation enter the second heat.
-    hopeless: what needs so many times the best of its implementation in the first round gets no further one.
     others: further dense ways by name, such as one in a wider dtype: timed with the finalists and never chosen.
     quick: arguments of the first `interleave`.
     final: arguments of the second.
@@ -175,7 +174,7 @@ def tune(
   good = [i for i, row in enumerate(rows) if row['rejected'] is None]
   if good:
     settings = dict(rounds=2, iterations=10) | dict(quick or {})
-    for i, samples in _quick_heat(candidates, good, timer, hopeless, **settings).items():
+    for i, samples in _quick_heat(candidates, good, timer, **settings).items():
       rows[i]['samples_ms'] = samples
     good = _fastest_of_each(rows, good, finalists)
   others = dict(others or {})
@@ -198,8 +197,8 @@ def tune(
 
 
 def _quick_heat(
-  candidates: Sequence[Candidate], good: Sequence[int], timer: Callable[..., Sequence[float]], hopeless: float,
-  *, rounds: int, **settings: Any,
+  candidates: Sequence[Candidate], good: Sequence[int], timer: Callable[..., Sequence[float]], *, rounds: int,
+  **settings: Any,
 ) -> dict[int, list[float]]:
   """Samples by index of the `good` candidates: one of each, and more of those that may still win."""
   heat = interleave([candidates[i] for i in good], timer, rounds=1, **settings)
@@ -209,7 +208,7 @@ def _quick_heat(
     name = candidates[i].implementation
     best[name] = min(best.get(name, math.inf), samples[i][0])
   # Last first, as turns alternate.
-  left = [i for i in reversed(good) if samples[i][0] <= hopeless * best[candidates[i].implementation]]
+  left = [i for i in reversed(good) if samples[i][0] <= _HOPELESS * best[candidates[i].implementation]]
   if rounds > 1:
     more = interleave([candidates[i] for i in left], timer, rounds=rounds - 1, **settings)
     for i, found in zip(left, more, strict=True):

@@ -79,8 +79,8 @@ def check_groups(x: Array, axis: int, size: int = 4, *, name: str = 'w') -> int:
 
 
 def check_floating(x: Array, name: str) -> None:
-  """ValueError unless `x` has a real floating-point dtype."""
-  if not jnp.issubdtype(x.dtype, jnp.floating):
+  """ValueError unless `x` is float32, bfloat16 or float16 to JAX, as NumPy's float64 is without `jax_enable_x64`."""
+  if jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True).name not in ('float32', 'bfloat16', 'float16'):
     raise ValueError(f'{name} must be float32, bfloat16 or float16, found {x.dtype}')
 
 
@@ -121,6 +121,8 @@ def compress(w: Array, mask: Array, *, axis: int = -2) -> Compressed24:
     ValueError: shapes differ, `mask` is not bool, `k` is not a multiple of four. Under `checkify` also when a group
       keeps more than two (elsewhere the first two are stored; `verify` names the group).
 
+  >>> import jax.numpy as jnp
+  >>> from pallas_kernels.formats import compress
   >>> c = compress(jnp.array([0.0, 5.0, 0.0, 7.0]), jnp.array([False, True, False, True]), axis=-1)
   >>> c.values.tolist(), hex(c.metadata[0])
   ([5.0, 7.0], '0xd')
@@ -128,6 +130,7 @@ def compress(w: Array, mask: Array, *, axis: int = -2) -> Compressed24:
   axis = check_groups(w, axis)
   if mask.shape != w.shape or mask.dtype != jnp.bool_:
     raise ValueError(f'mask must be bool of shape {w.shape}, found {mask.dtype} of shape {mask.shape}')
+  w, mask = jnp.asarray(w), jnp.asarray(mask)
   kept = [m.astype(jnp.uint8) for m in split_groups(mask, axis)]
   checkify.debug_check(jnp.all(sum(kept) <= 2), 'a group of the mask keeps more than two of four')
   # Kept entries come first, free positions after them, each in index order: the rank of position i is the number of
@@ -152,6 +155,8 @@ def compress(w: Array, mask: Array, *, axis: int = -2) -> Compressed24:
 def decompress(c: Compressed24) -> Array:
   """The dense array that `c` stands for: shape `c.shape`, dtype `c.dtype`.
 
+  >>> import jax.numpy as jnp
+  >>> from pallas_kernels.formats import Compressed24, decompress
   >>> c = Compressed24(jnp.array([5.0, 7.0]), jnp.array([0xD], jnp.uint8), -1)
   >>> decompress(c).tolist()
   [0.0, 5.0, 0.0, 7.0]
@@ -193,6 +198,8 @@ def verify(w: Array, *, axis: int = -2, n: int = 2, m: int = 4) -> None:
   Raises:
     ValueError: naming the first group that has more, its index and its entries.
 
+  >>> import jax.numpy as jnp
+  >>> from pallas_kernels.formats import verify
   >>> verify(jnp.array([0.0, 5.0, -0.0, 7.0]), axis=-1)
   """
   axis = check_groups(w, axis, m)

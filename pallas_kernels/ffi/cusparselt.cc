@@ -415,17 +415,6 @@ int64_t sparse24_cusparselt_algorithms(int64_t ordinal, const Problem* problem, 
   });
 }
 
-// Bytes of the blob of A [m, k], or -1 and a message. The device must be current.
-int64_t sparse24_cusparselt_blob_bytes(int64_t ordinal, int64_t m, int64_t k, int64_t type, char* message,
-                                       int64_t size) {
-  return Answered(message, size, [&]() -> int64_t {
-    const Api& lt = Library();
-    Device& device = GetDevice(static_cast<int>(ordinal));
-    std::lock_guard<std::mutex> lock(device.mutex);
-    return static_cast<int64_t>(GetMatrix(lt, device, m, k, type).bytes);
-  });
-}
-
 // How many plans were made for a device.
 int64_t sparse24_cusparselt_plans_made(int64_t ordinal) {
   Device& device = GetDevice(static_cast<int>(ordinal));

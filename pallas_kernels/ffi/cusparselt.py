@@ -71,7 +71,7 @@ def library() -> ctypes.CDLL:
 @functools.cache
 def _open() -> ctypes.CDLL:
   handlers = build.load()
-  for name in ('open', 'plan', 'algorithms', 'blob_bytes', 'plans_made'):
+  for name in ('open', 'plan', 'algorithms', 'plans_made'):
     getattr(handlers, f'sparse24_cusparselt_{name}').restype = ctypes.c_int64
   reasons = []
   for path in candidates():
@@ -143,12 +143,6 @@ def workspace_bytes(
   """Bytes of workspace of a plan on the first device, which this makes; NotImplementedError if it cannot be made."""
   problem = _problem(m, n, k, dtype, out_dtype, b_layout, out_layout, config)
   return _answer(library().sparse24_cusparselt_plan, ctypes.c_int64(0), ctypes.byref(problem))
-
-
-def blob_bytes(m: int, k: int, dtype: Any) -> int:
-  """Bytes of a compressed A [m, k] by the library's own count on the first device."""
-  sizes = [ctypes.c_int64(x) for x in (0, m, k, CUDA_TYPES[jnp.dtype(dtype).name])]
-  return _answer(library().sparse24_cusparselt_blob_bytes, *sizes)
 
 
 def _problem(

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _dispatch
+from pallas_kernels.formats import check_floating
 from pallas_kernels.gated_activation import reference
 from pallas_kernels.gated_activation.reference import ACTIVATIONS
 from pallas_kernels.pack.api import candidates, candidates8
@@ -54,6 +55,7 @@ def gated_activation(
   Source: Shazeer, "GLU variants improve transformer", arXiv 2002.05202.
 
   >>> import jax.numpy as jnp
+  >>> from pallas_kernels.gated_activation.api import gated_activation
   >>> gated_activation(jnp.array([[0.0, 1.0, 2.0, 4.0]]), activation='relu').tolist()
   [[0.0, 4.0]]
   """
@@ -82,6 +84,7 @@ def activation_backward(
     ValueError: shapes, dtypes or activation do not fit, or the named implementation refuses.
 
   >>> import jax.numpy as jnp
+  >>> from pallas_kernels.gated_activation.api import activation_backward
   >>> activation_backward(jnp.ones((1, 2)), jnp.array([[-1.0, 3.0]]), activation='squared_relu', gated=False).tolist()
   [[0.0, 6.0]]
   """
@@ -114,6 +117,7 @@ def activation_backward_pack(
     ValueError: shapes, dtypes or activation do not fit, or the named implementation refuses.
 
   >>> import jax, jax.numpy as jnp
+  >>> from pallas_kernels.gated_activation.api import activation_backward_pack
   >>> dh, z = jnp.ones((128, 64), jnp.bfloat16), jnp.ones((128, 128), jnp.bfloat16)
   >>> dz, operand = activation_backward_pack(dh, z, jax.random.key(0))
   >>> dz.shape, operand.shape
@@ -158,6 +162,7 @@ def activation_backward_pack8(
     ValueError: shapes, dtypes or activation do not fit, or the named implementation refuses.
 
   >>> import jax, jax.numpy as jnp
+  >>> from pallas_kernels.gated_activation.api import activation_backward_pack8
   >>> dh, z = jnp.ones((128, 64), jnp.bfloat16), jnp.ones((128, 128), jnp.bfloat16)
   >>> packed = activation_backward_pack8(dh, z, jax.random.key(0), jnp.float32(1000))
   >>> packed.dense.dtype.name, packed.operand.shape
@@ -187,6 +192,7 @@ def activation_backward_amax(
     axis: the axis of features.
 
   >>> import jax.numpy as jnp
+  >>> from pallas_kernels.gated_activation.api import activation_backward_amax
   >>> dh, z = jnp.ones((1, 2)), jnp.array([[-1.0, 3.0]])
   >>> float(activation_backward_amax(dh, z, activation='squared_relu', gated=False))
   6.0
@@ -207,8 +213,9 @@ def _check_pack(dh: Array, z: Array, activation: str, gated: bool, axis: int) ->
 def _check(z: Array, dh: Array | None, activation: str, gated: bool, axis: int) -> int:
   if activation not in ACTIVATIONS:
     raise ValueError(f'activation={activation!r}: known are {sorted(ACTIVATIONS)}')
-  if z.ndim != 2 or not jnp.issubdtype(z.dtype, jnp.floating):
-    raise ValueError(f'z must be a floating-point matrix, found {z.dtype} of shape {z.shape}')
+  check_floating(z, 'z')
+  if z.ndim != 2:
+    raise ValueError(f'z must be a matrix, found shape {z.shape}')
   if axis not in (-1, -2, 0, 1):
     raise ValueError(f'axis={axis} must be an axis of z, which has two')
   axis = axis if axis < 0 else axis - 2

@@ -84,6 +84,7 @@ def transposable_pack(
     ValueError: shapes or dtypes do not fit, or the named implementation refuses.
 
   >>> import jax, jax.numpy as jnp
+  >>> from pallas_kernels.pack.api import transposable_pack
   >>> w = jax.random.normal(jax.random.key(0), (64, 128), jnp.bfloat16)
   >>> p = transposable_pack(w)
   >>> p.rows.shape, p.columns.shape, p.codes.shape
@@ -110,6 +111,7 @@ def masked_pack(w: Array, codes: Array, *, dtype: Any = None, implementation: st
     ValueError: shapes or dtypes do not fit, or the named implementation refuses.
 
   >>> import jax, jax.numpy as jnp
+  >>> from pallas_kernels.pack.api import masked_pack, transposable_pack
   >>> w = jax.random.normal(jax.random.key(0), (64, 64), jnp.bfloat16)
   >>> p = transposable_pack(w)
   >>> bool((masked_pack(2 * w, p.codes).rows.values == 2 * p.rows.values).all())
@@ -139,6 +141,7 @@ def soft_threshold_pack(
     ValueError: shapes or dtypes do not fit, or the named implementation refuses.
 
   >>> import jax.numpy as jnp
+  >>> from pallas_kernels.pack.api import soft_threshold_pack
   >>> w = jnp.tile(jnp.array([1.0, -4.0, 2.0, 3.0], jnp.bfloat16), (64, 16))
   >>> soft_threshold_pack(w, jnp.float32(2.0), axis=-1).values[0, :2].tolist()
   [-4.0, 2.0]
@@ -177,6 +180,7 @@ def mvue_pack(
     ValueError: shapes or dtypes do not fit, or the named implementation refuses.
 
   >>> import jax, jax.numpy as jnp
+  >>> from pallas_kernels.pack.api import mvue_pack
   >>> dz = jax.random.normal(jax.random.key(0), (128, 64), jnp.bfloat16)
   >>> mvue_pack(dz, jax.random.key(1)).shape
   (64, 128)
@@ -209,6 +213,7 @@ def soft_threshold_pack8(
     ValueError: shapes or dtypes do not fit, or the named implementation refuses.
 
   >>> import jax.numpy as jnp
+  >>> from pallas_kernels.pack.api import soft_threshold_pack8
   >>> w = jnp.tile(jnp.array([[1.0, -4.0, 2.0, 3.0]]).T, (16, 64))  # [in, out]
   >>> packed = soft_threshold_pack8(w, jnp.float32(2.0))
   >>> packed.operand.values[0, :2].tolist(), packed.dense[:4, 0].tolist()
@@ -253,6 +258,7 @@ def mvue_pack8(
     ValueError: shapes or dtypes do not fit, or the named implementation refuses.
 
   >>> import jax, jax.numpy as jnp
+  >>> from pallas_kernels.pack.api import mvue_pack8
   >>> dz = jax.random.normal(jax.random.key(0), (128, 64), jnp.bfloat16)
   >>> packed = mvue_pack8(dz, jax.random.key(1), jnp.float32(10000))
   >>> packed.operand.shape, packed.dense.shape

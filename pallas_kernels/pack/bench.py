@@ -6,7 +6,7 @@ the same run.
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import concurrent.futures
 import dataclasses
 import datetime
@@ -309,7 +309,8 @@ def measure(
   )  # fmt: skip
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
+  """Checks and measures what is asked for; exit status 1 if a result is wrong."""
   parser = argparse.ArgumentParser(prog='python -m pallas_kernels.pack.bench')
   parser.add_argument('--out', type=pathlib.Path, required=True, help='records are appended here')
   parser.add_argument('--tokens', type=int, default=16384)
@@ -319,7 +320,7 @@ def main() -> int:
   parser.add_argument('--skip-check', action='store_true')
   parser.add_argument('--skip-xla', action='store_true')
   parser.add_argument('--first-config', action='store_true')
-  options = parser.parse_args()
+  options = parser.parse_args(argv)
   _triton.check_program(parser)
   wrong = 0
   if not options.skip_check:

@@ -17,7 +17,8 @@ def ranks(x: Array) -> Array:
 
   XLA on a CPU compares subnormal numbers as zeros and a GPU does not; a mask must not depend on that.
   """
-  bits = jax.lax.bitcast_convert_type(jnp.abs(x), jnp.dtype(f'int{8 * x.dtype.itemsize}'))
+  size = jnp.abs(x)
+  bits = jax.lax.bitcast_convert_type(size, jnp.dtype(f'int{8 * size.dtype.itemsize}'))
   return jnp.where(jnp.isnan(x), -jnp.ones((), bits.dtype), bits)
 
 
@@ -49,7 +50,7 @@ def soft_threshold(w: Array, *, axis: int = -2) -> Array:
     jnp.maximum(jnp.minimum(a, b), jnp.minimum(c, d)), jnp.minimum(jnp.maximum(a, b), jnp.maximum(c, d))
   )
   nan = jnp.isnan(a) | jnp.isnan(b) | jnp.isnan(c) | jnp.isnan(d)
-  zero, poison = jnp.zeros((), w.dtype), float('nan')  # as an array it sets off jax_debug_nans
+  zero, poison = jnp.zeros((), t.dtype), float('nan')  # as an array it sets off jax_debug_nans
 
   def shrink(i: int, x: Array) -> Array:
     # Selecting before subtracting keeps inf - inf out; a NaN stays visible without breaking the pattern.

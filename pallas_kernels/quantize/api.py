@@ -29,6 +29,7 @@ def amax(x: Array) -> Array:
   first entry is rounded.
 
   >>> import jax.numpy as jnp
+  >>> from pallas_kernels.quantize.api import amax
   >>> float(amax(jnp.array([[1.0, -3.0], [2.0, 0.5]])))
   3.0
   """
@@ -51,6 +52,7 @@ def current_scale(amax: Array, dtype: Any) -> tuple[Array, Array]:
     ValueError: another dtype.
 
   >>> import jax.numpy as jnp
+  >>> from pallas_kernels.quantize.api import current_scale
   >>> [float(x) for x in current_scale(jnp.float32(7.0), jnp.float8_e4m3fn)]
   [64.0, 0.015625]
   """
@@ -83,6 +85,7 @@ def quantize(
     ValueError: shapes, dtypes or `transpose` do not fit, or the named implementation refuses.
 
   >>> import jax.numpy as jnp
+  >>> from pallas_kernels.quantize.api import quantize
   >>> x = jnp.array([[1.0, 1.03], [-1000.0, 0.0]])
   >>> plain, turned = quantize(x, jnp.float32(1), dtype=jnp.float8_e4m3fn, transpose='both')
   >>> plain.tolist(), turned.tolist()
@@ -132,6 +135,7 @@ def fp8_dot(a: Array, b: Array, a_scale: Array, b_scale: Array, *, out_dtype: An
     ValueError: shapes or dtypes do not fit.
 
   >>> import jax.numpy as jnp
+  >>> from pallas_kernels.quantize.api import fp8_dot
   >>> a, b = jnp.ones((2, 16), jnp.float8_e5m2), jnp.ones((3, 16), jnp.float8_e4m3fn)
   >>> fp8_dot(a, b, jnp.float32(0.5), jnp.float32(2))[0].tolist()
   [16.0, 16.0, 16.0]

@@ -5,7 +5,7 @@ reference bit for bit, `passes` times the memory-bound kernels, `products` the t
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import concurrent.futures
 import functools
 import json
@@ -236,7 +236,8 @@ def products(say: Callable[..., None], iterations: int) -> list[dict[str, Any]]:
   return records
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
+  """Checks and measures what is asked for; exit status 1 if a result is wrong or a part failed."""
   parser = argparse.ArgumentParser(prog='python -m pallas_kernels.quantize.bench')
   parser.add_argument('--out', type=pathlib.Path, required=True, help='records are appended here')
   parser.add_argument('--iterations', type=int, default=15)
@@ -245,11 +246,11 @@ def main() -> int:
   parser.add_argument('--only', default='', help='comma-separated prefixes of kernels, of the passes')
   parser.add_argument('--skip-xla', action='store_true', help="not the passes that XLA would make in a kernel's place")
   parser.add_argument('--tuned', type=pathlib.Path, help='folder of tuned records that gets the bandwidths')
-  options = parser.parse_args()
+  options = parser.parse_args(argv)
   _triton.check_program(parser)
   parts, only = options.parts.split(','), tuple(filter(None, options.only.split(',')))
   say = functools.partial(print, flush=True)
-  wrong = None
+  wrong, failed = None, []
   device = _device.current()
   bandwidth = bench.copy_bandwidth()
   say(f'{device.name}: copy {bandwidth / 1e9:.3f} TB/s')
@@ -267,6 +268,7 @@ def main() -> int:
       try:
         f()
       except Exception:
+        failed.append(name)
         say(f'part {name} failed:', traceback.format_exc(limit=4))
 
   def run_check() -> None:
@@ -306,7 +308,7 @@ def main() -> int:
   if options.tuned and not only and checked and any(record['bench'] == 'memory_bound' for record in written):
     (folder := options.tuned / device.slug).mkdir(parents=True, exist_ok=True)
     costs.write(written, folder / 'memory_bound_fp8.json')
-  return int(bool(wrong))
+  return int(bool(wrong or failed))
 
 
 if __name__ == '__main__':

@@ -54,6 +54,7 @@ def sparse_attention(
   Source: Child et al., arXiv 1904.10509; Liu et al., arXiv 2408.11746 (hybrid sparse attention).
 
   >>> import jax.numpy as jnp
+  >>> from pallas_kernels.sparse_attention.api import Pattern, sparse_attention
   >>> x = jnp.ones((1, 8, 2, 4))
   >>> sparse_attention(x, x, x, patterns=[Pattern('local', 2), Pattern('fixed', 4)]).shape
   (1, 8, 2, 4)

@@ -54,7 +54,7 @@ def sparse_matmul(
   Args:
     a: A as [M, K] compressed along its last axis, or as [K, M] compressed along its first (A's transpose, such as a
       kernel [in, out]); or a `SparseOperand`, which saves the conversion on every call. bfloat16, float16, or float8
-      (e4m3fn, e5m2). K is a multiple of four.
+      (e4m3fn, e5m2); float32 where no kernel has to run. K is a multiple of four.
     b: B, [N, K] for 'nk' or [K, N] for 'kn'; same dtype as A, or any float8 if A is float8.
     bias: [M], one entry a row of A (an output feature), or None.
     activation: None, 'gelu' (tanh form), 'silu', 'relu' or 'squared_relu'.
@@ -75,6 +75,9 @@ def sparse_matmul(
   Raises:
     ValueError: an argument is off, or the named implementation cannot serve the call.
 
+  >>> import jax.numpy as jnp
+  >>> from pallas_kernels import formats
+  >>> from pallas_kernels.sparse_matmul.api import sparse_matmul
   >>> w = jnp.array([[0.0, 5.0, 0.0, 7.0]], jnp.bfloat16)
   >>> a = formats.compress(w, w != 0, axis=-1)
   >>> x = jnp.array([[1, 2, 3, 4], [0, 1, 0, 0]], jnp.bfloat16)
@@ -197,6 +200,7 @@ def prefers_sparse(
 ) -> bool:
   """Whether `implementation=None` would take a sparse kernel, for callers that hold the dense matrix too.
 
+  >>> from pallas_kernels.sparse_matmul.api import prefers_sparse
   >>> prefers_sparse(8192, 8192, 8192, dtype='bfloat16')  # on a CPU nothing is gained
   False
   """
@@ -237,6 +241,8 @@ def check_arguments(
     raise ValueError(f'sizes must be positive, found m={m}, n={n}, k={k}')
   if a.dtype != b.dtype and not (a.dtype.itemsize == 1 and b.dtype.itemsize == 1):
     raise ValueError(f'a is {a.dtype} and b is {b.dtype}; they must be equal, or both float8')
+  if a.dtype.itemsize > 1:
+    formats.check_floating(a, 'a')
   if bias is not None and bias.shape != (m,):
     raise ValueError(f'bias must have shape {(m,)}, one entry a row of a, found {bias.shape}')
   for name, scale, size in (('a_scale', a_scale, m), ('b_scale', b_scale, n)):

@@ -20,7 +20,7 @@ class Spec:
     d_out: columns of y.
     role: an entry of `ROLES`, or 'plain' for D [d_out, tokens] with both operands K-major.
     dtype: of A, and of B, but where A is e5m2, a gradient, B holds activations in e4m3.
-    headline: whether the README quotes it.
+    headline: whether `docs/speed.md` quotes it.
   """
 
   tokens: int

@@ -16,6 +16,7 @@ def transposable_mask(w: Array) -> Array:
   (0.12 against 1.42 ms for 16384 x 4096 on an H100). Of an array that a mesh divides each device searches its own part.
 
   >>> import jax
+  >>> from pallas_kernels.transposable_mask.api import transposable_mask
   >>> w = jax.random.normal(jax.random.key(0), (4, 4))
   >>> transposable_mask(w).sum(axis=0).tolist()
   [2, 2, 2, 2]

@@ -24,6 +24,7 @@ from pallas_kernels.sparse_matmul import _wgmma_sp as wgmma
 _THREADS = 128
 _ROWS = 4  # of a stage and thread: one 16-byte load has their indices
 _LOOKS = 300  # at a semaphore, about 0.2 ms, as long as 250 steps
+_PATIENCE = 20  # looks for a word of SM 0, about 15 us
 _TICKS = 10_000_000  # a wait sleeps so long at most before it looks again
 
 
@@ -34,6 +35,8 @@ class Gather:
   Attributes:
     barriers: (stages) -> scratch: a barrier a stage, at which its rows arrive.
     start: (barriers) -> None; all threads of the CTA call it once, first.
+    find_first: (semaphore, scratch [1]) -> index of the CTA on SM 0, or 0 if none said so in time: one answer for all
+      CTAs of the launch. All threads call it once.
     load_rows: (index ref, block, step) -> the indices that the thread needs in this step.
     copy: (indices, index ref, block, step, b ref, first column, stage ref [parts, bk, bn], barrier) -> None; issues the
       copies, which arrive at the barrier when they land.
@@ -44,6 +47,7 @@ class Gather:
 
   barriers: Any
   start: Any
+  find_first: Any
   load_rows: Any
   copy: Any
   pace: Any
@@ -77,6 +81,20 @@ def blocks(*, parts: int, bk: int, width: int, bn: int, n: int, ragged: bool, dt
       f'{{ .reg .pred p; setp.ne.u32 p, $1, 0; {inits} fence.mbarrier_init.release.cluster; bar.sync 0; }}',
       [wgmma._address(barriers), compat.arith.extui(_i32(), first)], 'l,r',
     )
+
+  @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()), return_type=())
+  def agree(ctx, word, found):
+    # The first to say something decides for all: SM 0's CTA says its index, who has looked long enough says 0, plus 1.
+    text = (
+      '{ .reg .pred p; .reg .u32 seen, mine, n; setp.ne.u32 p, $2, 0; @p bra DONE;'
+      ' mov.u32 mine, %ctaid.x; add.u32 mine, mine, 1; mov.u32 n, %smid; setp.eq.u32 p, n, 0; @p bra SAY;'
+      ' mov.u32 mine, 1; mov.u32 n, 0;'
+      ' AGAIN: ld.relaxed.gpu.global.u32 seen, [$0]; setp.ne.u32 p, seen, 0; @p bra TELL;'
+      f' add.u32 n, n, 1; setp.lt.u32 p, n, {_PATIENCE}; @p bra AGAIN;'
+      ' SAY: atom.relaxed.gpu.global.cas.b32 seen, [$0], 0, mine; setp.eq.u32 p, seen, 0; @p mov.u32 seen, mine;'
+      ' TELL: sub.u32 seen, seen, 1; st.shared.u32 [$1], seen; DONE: bar.sync 0; }'
+    )
+    wgmma._asm(text, [wgmma._address(word), wgmma._address(found), compat.utils.thread_idx()], 'l,l,r')
 
   @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT), return_type=())
   def wait(ctx, barrier, phase):
@@ -142,6 +160,11 @@ def blocks(*, parts: int, bk: int, width: int, bn: int, n: int, ragged: bool, dt
   # The decorator supplies `ctx`, which type checkers do not see.
   issue_all: Any = issue
   load_from: Any = load
+  agree_on: Any = agree
+
+  def find_first(word, found):
+    agree_on(word, found)
+    return found[0]
 
   def copy(rows, index_ref, block, step, b_ref, column, stage, barrier):
     del index_ref, block, step
@@ -149,7 +172,7 @@ def blocks(*, parts: int, bk: int, width: int, bn: int, n: int, ragged: bool, dt
 
   return Gather(
     # A barrier is 64 bits, a type that JAX has by a flag only.
-    barriers=lambda stages: plgpu.SMEM((stages, 2), jnp.int32), start=start,
+    barriers=lambda stages: plgpu.SMEM((stages, 2), jnp.int32), start=start, find_first=find_first,
     load_rows=lambda index_ref, block, step: load_from(index_ref.at[block, pl.ds(step * bk, bk)]),
     copy=copy, pace=pace, wait=wait,
   )
@@ -171,7 +194,7 @@ def standins(*, parts: int, bk: int, width: int, bn: int, n: int, **_: Any) -> G
 
   return Gather(
     barriers=lambda stages: plgpu.Barrier(num_arrivals=1, num_barriers=stages), start=lambda barriers: None,
-    load_rows=lambda *_: jnp.int32(0), copy=copy, pace=lambda *_: None,
+    find_first=lambda word, found: jnp.int32(10), load_rows=lambda *_: jnp.int32(0), copy=copy, pace=lambda *_: None,
     wait=lambda barrier, phase: plgpu.barrier_wait(barrier),
   )
 

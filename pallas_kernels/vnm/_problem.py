@@ -12,6 +12,7 @@ _SMEM_BYTES = 232448  # of a block on sm_90
 BK = 64  # compact columns of a stage
 # Even and odd steps keep their metadata, and the producer its indices, in different registers.
 UNROLL = 2
+LEADERS = 8  # CTAs of every launch on an H100 whose SMs come before its GPCs, as launches showed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Config:
     band: tiles of that dimension walked before the other one advances.
     pace: steps between soft barriers of all CTAs, which keep those that read the same rows of B together; 0 is none.
     ctas: CTAs launched, if the card has so many SMs; None is one an SM.
+    places: which tiles a CTA takes, by its index in the launch or by that and where the launch began, see `place_of`.
     epilogue_n: columns stored at a time, 8 to 64.
     slots: buffers of 64 x `epilogue_n` of a consumer that wait for TMA to store them.
     producer_registers: of a thread that copies; the consumers share the rest.
@@ -46,6 +48,7 @@ class Config:
   band: int = 32
   pace: int = 0
   ctas: int | None = 128
+  places: Literal['launch', 'gpc'] = 'launch'
   epilogue_n: int = 64
   slots: int = 1
   producer_registers: int = 56
@@ -71,8 +74,9 @@ class Config:
   @property
   def shared_memory_bytes(self) -> int:
     stage = self.tile_m * BK + self.tile_n * BK * 2 + self.tile_m * BK // 8
-    # 1024: the barriers at which copies of B arrive; arrays start at multiples of it.
-    return self.stages * (stage + 16) + CONSUMERS * self.slots * 64 * self.epilogue_n * 2 + 1024
+    # 1024: the barriers at which copies of B arrive, and where the launch began; arrays start at multiples of it.
+    small = 1024 * (2 if self.places == 'gpc' else 1)
+    return self.stages * (stage + 16) + CONSUMERS * self.slots * 64 * self.epilogue_n * 2 + small
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +100,7 @@ def default_config(v: int) -> Config:
   if v % 128 == 0:
     # 40 registers for who copies: the accumulators and A need the rest.
     return Config(rows=64, bn=384, across='m', a_from='registers', producer_registers=40)
-  return Config(rows=64, bn=256, delay=1)
+  return Config(rows=64, bn=256, delay=1, places='gpc')
 
 
 def check_config(p: Problem, c: Config) -> None:
@@ -112,6 +116,7 @@ def check_config(p: Problem, c: Config) -> None:
      f"bn={c.bn} must be a multiple of 64 up to 256, or 384 with a_from='registers'"),
     (c.rows // 64 * c.bn <= 384,
      f'rows={c.rows} and bn={c.bn} need {c.rows * c.bn // 128} accumulators a thread, 192 fit'),
+    (c.places in ('launch', 'gpc'), f"places={c.places!r} must be 'launch' or 'gpc'"),
     (c.epilogue_n in (8, 16, 32, 64), f'epilogue_n={c.epilogue_n} must be 8, 16, 32 or 64'),
     (c.pace >= 0, f'pace={c.pace} must be 0 or more'),
     (c.slots >= 1, f'slots={c.slots} must be 1 or more'),
@@ -132,3 +137,20 @@ def steps_of(k: int) -> int:
 def runners_of(lap: Any, pace: int, k_steps: int, tiles: int, ctas: int) -> Any:
   """CTAs that begin a lap of `pace` steps: those that have a tile in the turn, of `k_steps` steps, where it begins."""
   return jnp.minimum(ctas, tiles - lax.div(lap * pace, jnp.int32(k_steps)) * ctas)
+
+
+def place_of(cta: Any, first: Any, ctas: int) -> Any:
+  """Place of a CTA among those of a launch as if each launch began with the GPC of SM 0.
+
+  A launch fills one GPC after the other, always in the same order, but begins with another one each time. Neighbouring
+  places read the same columns of B, which L2 serves best to SMs of one GPC: on an H100, whose GPCs have 16 of 128 CTAs
+  each, columns end where GPCs do by place in every launch, by index in few. If a card differs it costs time, no more.
+
+  Args:
+    cta: its index in the launch.
+    first: that of the CTA on SM 0, or anything below `LEADERS` if it is not known: the place is the index then.
+    ctas: of the launch.
+  """
+  around = max(ctas - LEADERS, 1)
+  begin = jnp.maximum(first, LEADERS)
+  return jnp.where(cta < LEADERS, cta, LEADERS + lax.rem(cta - begin + around, jnp.int32(around)))

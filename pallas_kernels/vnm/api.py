@@ -70,7 +70,9 @@ def vnm_matmul(
   Raises:
     ValueError: an argument is off, or the named implementation cannot serve the call.
 
+  >>> import jax.numpy as jnp
   >>> from pallas_kernels import vnm
+  >>> from pallas_kernels.vnm.api import vnm_matmul
   >>> x = jnp.arange(16.0).reshape(2, 8)
   >>> a = vnm.compress(x, vnm.vnm_mask(x, v=2, m=8), v=2, m=8)
   >>> vnm_matmul(a, jnp.ones((8, 1))).tolist()
@@ -180,6 +182,8 @@ def vnm_pack(
   Raises:
     ValueError: arguments do not fit, or the named implementation cannot serve the call.
 
+  >>> import jax.numpy as jnp
+  >>> from pallas_kernels.vnm.api import vnm_pack
   >>> x = jnp.array([[-1, 2, 0, 0, 3, 0, 0, 1]], jnp.bfloat16)
   >>> a = vnm_pack(x, v=1, m=8, activation='squared_relu').operand
   >>> a.compact.values.tolist(), a.rows.tolist()
@@ -233,8 +237,10 @@ def turn(
   Returns:
     [K, R]; where the sums of two rows agree to rounding, the order in which a back end adds decides.
 
-  >>> a = squared_relu_vnm_pack(jnp.array([[1, 2, 0, 0, 3, 0, 0, 1]] * 8, jnp.bfloat16), v=8, m=8)
-  >>> b = turn(a)
+  >>> import jax.numpy as jnp
+  >>> from pallas_kernels.vnm.api import turn, vnm_pack
+  >>> x = jnp.array([[1, 2, 0, 0, 3, 0, 0, 1]] * 8, jnp.bfloat16)
+  >>> b = turn(vnm_pack(x, v=8, m=8, activation='squared_relu').operand)
   >>> b.shape, b.compact.values.tolist()[4]
   ((8, 8), [9.0, 9.0])
   """
@@ -268,7 +274,10 @@ def take_columns(a: VNMOperand, columns: Array, *, implementation: str | None = 
   Returns:
     [R, n].
 
-  >>> a = squared_relu_vnm_pack(jnp.array([[1, 2, 0, 0, 3, 0, 0, 1]], jnp.bfloat16), v=1, m=8)
+  >>> import jax.numpy as jnp
+  >>> from pallas_kernels.vnm.api import take_columns, vnm_pack
+  >>> x = jnp.array([[1, 2, 0, 0, 3, 0, 0, 1]], jnp.bfloat16)
+  >>> a = vnm_pack(x, v=1, m=8, activation='squared_relu').operand
   >>> take_columns(a, jnp.array([4, 0, 1], jnp.int32)).tolist()
   [[9.0, 0.0, 4.0]]
   """
@@ -283,6 +292,8 @@ def take_columns(a: VNMOperand, columns: Array, *, implementation: str | None = 
 def squared_relu_vnm_pack(x: Array, *, v: int, m: int, implementation: str | None = None) -> VNMOperand:
   """relu(x)^2, its V:2:M pattern along the last axis and its operand, in one pass: `vnm_pack` for the forward.
 
+  >>> import jax.numpy as jnp
+  >>> from pallas_kernels.vnm.api import squared_relu_vnm_pack
   >>> a = squared_relu_vnm_pack(jnp.array([[-1, 2, 0, 0, 3, 0, 0, 1]], jnp.bfloat16), v=1, m=8)
   >>> a.compact.values.tolist()
   [[4.0, 9.0]]
@@ -299,7 +310,9 @@ def expand(operand: SparseOperand | VNMOperand, *, implementation: str | None = 
     operand: a matrix of 16 bits.
     implementation: 'triton', 'reference', or None: Triton on a GPU where it takes the call.
 
+  >>> import jax.numpy as jnp
   >>> from pallas_kernels.pack.api import soft_threshold_pack
+  >>> from pallas_kernels.vnm.api import expand
   >>> w = jnp.tile(jnp.array([1.0, -4.0, 2.0, 3.0], jnp.bfloat16), (64, 16))
   >>> expand(soft_threshold_pack(w, jnp.float32(1.0), axis=-1))[0, :4].tolist()
   [0.0, -2.0, 0.0, 1.0]

@@ -8,9 +8,9 @@ What bounds it, on an H100: shared memory, which wgmma reads and the copies writ
 the clock falls to 1.5 to 1.7 GHz. Blocks differ in their rows of B, so B cannot be multicast, and every tile of V rows
 reads 4 K / M rows of B, 8 K N R / (M V) bytes in all, whatever the tile's width. L2 is faster where SMs of one GPC ask
 for the same rows at about the same time: so 32 tiles of rows by 4 of columns are multiplied side by side (a launch
-fills one GPC after the other), and where the record has it CTAs keep pace with each other (`pace`). 128:2:16 is about 4
-times as fast as the dense product, 128:2:8 2.3 to 2.4 times, 64:2:8 1.35 to 1.75 times and 64:2:16 2.7 times. `LOG.md`
-has what was tried.
+fills one GPC after the other), which tiles a CTA takes goes by where the launch began (`place_of`), and where the
+record has it CTAs keep pace with each other (`pace`). 128:2:16 is about 4 times as fast as the dense product, 128:2:8
+2.3 to 2.4 times, 64:2:8 1.6 times and 64:2:16 2.6 times. `LOG.md` has what was tried.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,17 @@ from pallas_kernels import _device, _records
 from pallas_kernels.sparse_matmul import _wgmma_sp, operand
 from pallas_kernels.sparse_matmul._problem import ceil, CONSUMERS
 from pallas_kernels.vnm import _gather, _registers
-from pallas_kernels.vnm._problem import BK, check_config, Config, default_config, Problem, runners_of, steps_of, UNROLL
+from pallas_kernels.vnm._problem import (
+  BK,
+  check_config,
+  Config,
+  default_config,
+  place_of,
+  Problem,
+  runners_of,
+  steps_of,
+  UNROLL,
+)
 from pallas_kernels.vnm.api import key, OP
 from pallas_kernels.vnm.format import CompressedVNM, to_vnm_operand, VNMOperand
 
@@ -49,6 +59,8 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
   m_tiles, n_tiles = ceil(p.m, tile_m), ceil(p.n, c.tile_n)
   tiles = m_tiles * n_tiles
   ctas = max(1, min(c.ctas or num_sms, num_sms, tiles))
+  # A launch of few CTAs may leave SM 0 out.
+  by_gpc = c.places == 'gpc' and tiles >= (c.ctas or num_sms)
   tile_words = tile_m // 64
   a_swizzle, b_swizzle = BK // 2 * 2, 128
   # The last tile of columns is as narrow as its columns allow.
@@ -79,7 +91,7 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
 
   out_block = (64, c.epilogue_n) if p.out_layout == 'mn' else (c.epilogue_n, 64)
   out_swizzle = min(128, out_block[1] * p.out_dtype.itemsize)
-  scratch = dict(
+  scratch: dict[str, Any] = dict(
     a_smem=plgpu.SMEM((stages, tile_m, BK // 2), p.dtype, transforms=_wgmma_sp.transforms(a_swizzle, 2)),
     b_smem=plgpu.SMEM((stages, c.parts, BK, c.bn), p.dtype, transforms=_wgmma_sp.transforms(b_swizzle, 2)),
     out_smem=plgpu.SMEM(
@@ -91,14 +103,18 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
     landed=gather.barriers(stages),
     empty=plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages),
   )
+  if by_gpc:
+    scratch['first'] = plgpu.SMEM((1,), jnp.int32)
 
   def kernel(values, words, rows, b, out):
     laps = ceil(ceil(tiles, ctas) * k_steps, c.pace) if c.pace else 0
-    paces: Any = pl.get_global(plgpu.SemaphoreType.REGULAR((laps,))) if laps else None
+    counts: Any = pl.get_global(plgpu.SemaphoreType.REGULAR((laps + by_gpc,))) if laps or by_gpc else None
 
-    def scope(a_smem, b_smem, out_smem, words_smem, full, landed, empty):
+    def scope(a_smem, b_smem, out_smem, words_smem, full, landed, empty, first=None):
       gather.start(landed)
       warpgroup, first_tile = lax.axis_index('warpgroup'), lax.axis_index('cta')
+      if by_gpc:
+        first_tile = place_of(first_tile, gather.find_first(counts.at[laps], first), ctas)
       turns = lax.div(jnp.int32(tiles + ctas - 1) - first_tile, ctas)
 
       def tile_of(turn):
@@ -114,7 +130,7 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
         def keep_pace(lap):
           before = jnp.maximum(lap - 1, 0)
           runners = jnp.where(lap > 0, runners_of(before, c.pace, k_steps, tiles, ctas), 0)
-          gather.pace(paces.at[lap], paces.at[before], runners)
+          gather.pace(counts.at[lap], counts.at[before], runners)
 
         def fill(turn, carry):
           mi, ni = tile_of(turn)

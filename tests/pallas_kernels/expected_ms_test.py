@@ -38,8 +38,8 @@ class ExpectedMsTest(parameterized.TestCase):
     other['choice'] = dict(implementation='dense', config=None)
     _records.save(self.folder / 'card' / 'op.json', {'op': 'op'}, [self.entry, other])
 
-  def ask(self, device='card', op='op', reach=1.0, **change):
-    return _records.expected_ms(device, op, KEY | change, reach=reach, folder=self.folder)
+  def ask(self, device='card', op='op', **change):
+    return _records.expected_ms(device, op, KEY | change, folder=self.folder)
 
   def test_medians_of_verified_candidates_and_setup(self):
     self.assertEqual(self.ask(), {'dense': 4.0, 'one': 2.5, 'two': 2.25})
@@ -52,7 +52,7 @@ class ExpectedMsTest(parameterized.TestCase):
   def test_far_problems_and_other_kinds_are_not_known(self):
     for change in (dict(k=1024), dict(dtype='float16'), dict(layout='kn')):
       self.assertEqual(self.ask(**change), {}, change)
-    self.assertEqual(self.ask(k=1024, reach=2.0)['dense'], 16.0)
+    self.assertEqual(self.ask(k=512)['dense'], 8.0)
     self.assertEqual(self.ask(device='other'), {})
     self.assertEqual(self.ask(op='other'), {})
 

@@ -1,7 +1,6 @@
 """`python -m pallas_kernels` where it cannot run."""
 
 import contextlib
-import importlib
 import io
 import pathlib
 from unittest import mock
@@ -10,6 +9,7 @@ from absl.testing import absltest, parameterized
 
 from pallas_kernels import __main__ as command
 from pallas_kernels import _device
+from pallas_kernels.sparse_matmul import bench
 
 
 class CommandTest(parameterized.TestCase):
@@ -36,13 +36,12 @@ class CommandTest(parameterized.TestCase):
 
   def test_verify_hands_on_what_it_is_given(self):
     given = 'verify --count 3 --seed 4 --seconds 5 --out run.jsonl --implementation mosaic_gpu_sm80'
-    op = mock.Mock(SELECTIONS=(), verify=mock.Mock(return_value=2))
     with (
       mock.patch.object(_device, 'current', lambda: _device.target_device('sm_80')),
-      mock.patch.object(importlib, 'import_module', lambda _: op),
+      mock.patch.object(bench, 'verify', return_value=2) as verify,
     ):
       self.assertEqual(command.main(given.split()), 1)
-    op.verify.assert_called_once_with(3, 4, 5.0, pathlib.Path('run.jsonl'), 'mosaic_gpu_sm80')
+    verify.assert_called_once_with(3, 4, 5.0, pathlib.Path('run.jsonl'), 'mosaic_gpu_sm80')
 
 
 if __name__ == '__main__':

@@ -38,6 +38,13 @@ class RecordsTest(absltest.TestCase):
     self.assertIsNone(_records.lookup('card', 'op', _KEY | {'dtype': 'float16'}, folder=folder))
     self.assertIsNone(_records.lookup('other', 'op', _KEY, folder=folder))
 
+  def test_of_equally_near_problems_the_one_that_is_near_in_all_sizes(self):
+    """Twice or half as many tokens are as far; then the layer's own width decides, and not the order of the file."""
+    own, other = _KEY | {'n': 128}, _KEY | {'n': 128, 'm': 48, 'k': 48}
+    for entries in ((own, other), (other, own)):
+      folder = self._save(*(self._entry(key, 'dense') for key in entries))
+      self.assertEqual(_records.lookup('card', 'op', _KEY, folder=folder).key, own)
+
   def test_a_card_without_records_takes_those_of_its_chip_until_it_is_tuned(self):
     key = next(e['key'] for e in json.loads((_records.TUNED / H100 / 'sparse_matmul.json').read_text())['entries'])
     self.assertIsNone(_records.lookup('nvidia_a100_sxm4_80gb', 'sparse_matmul', key))

@@ -102,7 +102,8 @@ class CusparseltGpuTest(parameterized.TestCase):
 
   @parameterized.parameters(((128, 128), 'bfloat16'), ((4128, 1088), 'float16'), ((4096, 4096), 'bfloat16'))
   def test_the_blob_fits(self, shape, dtype):
-    self.assertLessEqual(library.blob_bytes(*shape, dtype), cusparselt.blob_bound(*shape, dtype))
+    """The handler asks the library how large it is, and refuses a smaller one."""
+    jax.block_until_ready(cusparselt.prepare(jnp.zeros(shape, dtype)))
 
 
 if __name__ == '__main__':

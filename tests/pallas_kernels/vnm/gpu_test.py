@@ -35,15 +35,16 @@ class MatmulTest(parameterized.TestCase):
     for _ in range(20):
       np.testing.assert_array_equal(found, f(a, b))
 
-  def test_pace_changes_time_only(self):
+  @parameterized.parameters(dict(pace=3), dict(places='gpc', ctas=16), dict(pace=3, places='gpc', ctas=16))
+  def test_pace_and_places_change_time_only(self, **change):
     # Few CTAs, so that each has several laps and the last turn is not full.
-    x = jax.random.normal(jax.random.key(0), (512, 1024), _BF16)
+    x = jax.random.normal(jax.random.key(0), (2048, 1024), _BF16)
     b = jax.random.normal(jax.random.key(1), (1024, 448), _BF16)
     a = to_vnm_operand(vnm.compress(x, vnm.vnm_mask(x, v=128, m=8), v=128, m=8))
     free = dataclasses.replace(mosaic_gpu.default_config(128), ctas=5)
     made = [
       jax.jit(functools.partial(mosaic_gpu.vnm_matmul, out_dtype=_BF16, out_layout='mn', config=config))
-      for config in (free, dataclasses.replace(free, pace=3))
+      for config in (free, dataclasses.replace(free, **change))
     ]
     for _ in range(20):
       np.testing.assert_array_equal(*(f(a, b) for f in made))

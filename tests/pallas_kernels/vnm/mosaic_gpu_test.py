@@ -28,8 +28,10 @@ def _inputs(r, n, k, v, m, dtype=_BF16, seed=0):
 
 class InterpretTest(parameterized.TestCase):
 
-  def _check(self, a, b, config, out_layout='mn'):
-    found = mosaic_gpu.vnm_matmul(a, b, out_dtype=a.dtype, out_layout=out_layout, config=config, interpret=True)
+  def _check(self, a, b, config, out_layout='mn', device=None):
+    found = mosaic_gpu.vnm_matmul(
+      a, b, out_dtype=a.dtype, out_layout=out_layout, config=config, device=device, interpret=True
+    )
     self.assertFalse(_compat.races_found())
     expected = reference.vnm_matmul(a, b, out_dtype=jnp.float32, out_layout=out_layout)
     self.assertEqual((found.shape, found.dtype), (expected.shape, a.dtype))
@@ -63,6 +65,12 @@ class InterpretTest(parameterized.TestCase):
     config = dataclasses.replace(_SMALL, bn=384, across='m', a_from='registers', ctas=1)
     self._check(*_inputs(128, 64 + 384, 128, 128, 8), config)
 
+  def test_places_by_gpc(self):
+    # The eleventh of 12 CTAs is said to be on SM 0.
+    a, b = _inputs(256, 512, 256, 64, 8)
+    device = _device.Device('a card', 'gpu', (9, 0), 12)
+    self._check(a, b, dataclasses.replace(_SMALL, places='gpc', ctas=12), device=device)
+
   def test_any_index(self):
     # Rows of B may be named in any order: a permuted sum needs no permuted B.
     a, b = _inputs(128, 128, 256, 64, 8)
@@ -89,6 +97,30 @@ class PaceTest(parameterized.TestCase):
       begun[: -(-steps // pace)] += 1
     for lap, count in enumerate(begun):
       self.assertEqual(mosaic_gpu.runners_of(jnp.int32(lap), pace, k_steps, tiles, ctas), count)
+
+
+# SMs of an H100 whose CTAs come first in a launch of 128, and of the GPCs, in whose order it goes on from any of them.
+_LEADING = range(124, 132)
+_GPCS = (
+  (0, 1, 16, 17, 32, 33, 48, 49),
+  *(tuple(x for i in (0, 16, 32, 48, 62, 76, 90, 104) for x in (g + i, g + i + 1)) for g in range(2, 16, 2)),
+)
+
+
+class PlaceTest(parameterized.TestCase):
+
+  @parameterized.parameters(range(8))
+  def test_columns_end_where_gpcs_do_wherever_a_launch_begins(self, begin):
+    launch = [*_LEADING, *(sm for gpc in (*_GPCS[begin:], *_GPCS[:begin]) for sm in gpc)]
+    places = {sm: int(mosaic_gpu.place_of(i, launch.index(0), 128)) for i, sm in enumerate(launch)}
+    self.assertCountEqual(places.values(), range(128))
+    # 16 or 32 neighbours read the same columns of B.
+    shared = [{places[sm] // 16 for sm in gpc} for gpc in (_LEADING, *_GPCS)]
+    self.assertEqual(shared, [{0}, {0}, {1}, {2}, {3}, {4}, {5}, {6}, {7}])
+
+  @parameterized.parameters(2, 8, 9, 128)
+  def test_by_index_where_nobody_said(self, ctas):
+    self.assertEqual([int(mosaic_gpu.place_of(i, 0, ctas)) for i in range(ctas)], [*range(ctas)])
 
 
 def _read_in_flight(sass):
@@ -123,6 +155,7 @@ class RefusalTest(parameterized.TestCase):
     (dict(rows=32), 'rows=32'), (dict(across='k'), "across='k'"), (dict(across='m'), 'a tile of 256 rows'),
     (dict(a_from='L1'), "a_from='L1'"), (dict(a_from='registers'), 'rows=64 and delay=0, not 128 and 0'),
     (dict(rows=64, bn=320, a_from='registers'), 'bn=320'), (dict(pace=-1), 'pace=-1'),
+    (dict(places='sm'), "places='sm'"),
     (dict(bn=96), 'bn=96'), (dict(bn=256), 'accumulators'), (dict(epilogue_n=80), 'epilogue_n=80'),
     (dict(stages=1, delay=1), 'stages=1 must exceed delay=1'),
     (dict(stages=5), 'bytes of shared memory'), (dict(slots=0), 'slots=0 must be 1 or more'),
@@ -178,6 +211,7 @@ class CompileTest(parameterized.TestCase):
     self.assertEqual(report.count('wgmma.mma_async.sp'), instructions)
     self.assertEqual(report.count('cp.async.cg.shared.global'), sum(2 * 4 * config.parts * bn // 64 for bn in widths))
     self.assertEqual('red.relaxed.gpu' in report.ptx, config.pace > 0)
+    self.assertEqual(report.count('%smid'), config.places == 'gpc')
     # Nobody waits for copies: they arrive at a barrier, behind which the consumers fence before they multiply.
     self.assertNotIn('cp.async.wait', report.ptx)
     self.assertEqual(report.count('cp.async.mbarrier.arrive.noinc'), 2 * len(widths))
