@@ -26,7 +26,9 @@ class Block(nnx.Module):
     self.down = nnx.Linear(HIDDEN, FEATURES, kernel_init=nnx.with_partitioning(init, ('fsdp', None)), rngs=rngs)
 
   def __call__(self, x):
-    return x + self.down(nnx.gelu(self.up(self.norm(x))))
+    # Divided along tokens as the batch is: otherwise XLA gathers activations, and not the weights.
+    hidden = jax.lax.with_sharding_constraint(nnx.gelu(self.up(self.norm(x))), jax.P('fsdp'))
+    return x + self.down(hidden)
 
 
 class Model(nnx.Module):
@@ -53,6 +55,9 @@ def train_step(model, optimizer, x):
   nnx.update(model, s24.sparse_variables(nnx.state(model, nnx.Param), optimizer.opt_state, RECIPE))
   loss, grads = nnx.value_and_grad(lambda model: jnp.mean((model(x) - jnp.sin(2 * x)) ** 2))(model)
   optimizer.update(model, grads)
+  # Not packed: the model keeps the masks of its new weights, to be evaluated and saved, in arrays as it came with.
+  after = s24.sparse_variables(nnx.state(model, nnx.Param), optimizer.opt_state, RECIPE, pack=False)
+  nnx.update(model, after)
   return loss
 
 

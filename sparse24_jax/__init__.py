@@ -14,6 +14,7 @@ from sparse24_jax.masks import compress, Compressed24, decompress, magnitude_mas
 from sparse24_jax.metrics import flip_rate
 from sparse24_jax.mvue import mvue24
 from sparse24_jax.neurons import cluster_neurons
+from sparse24_jax.only_where_it_pays import only_where_it_pays
 from sparse24_jax.optim import (
   add_masked_decay,
   FlipRate,
@@ -83,6 +84,7 @@ __all__ = [
   'mvue_gradients',
   'neuron_level_ffn',
   'nnx',
+  'only_where_it_pays',
   'phase_at',
   'project',
   'recipes',

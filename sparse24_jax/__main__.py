@@ -6,6 +6,8 @@
 """
 
 import argparse
+import dataclasses
+import functools
 import sys
 
 import jax
@@ -13,6 +15,7 @@ import jax
 from pallas_kernels import _device, _records
 from sparse24_jax import recipes
 from sparse24_jax.block_gain import block_gain, block_table
+from sparse24_jax.recipe import Recipe
 from sparse24_jax.where_it_pays import table, where_it_pays
 
 RECIPES = {
@@ -28,6 +31,8 @@ def main(argv: list[str] | None = None) -> int:
   commands = parser.add_subparsers(dest='command', required=True)
   pays = commands.add_parser('where-it-pays', help='expected times of a feed-forward layer, dense and as chosen')
   pays.add_argument('--tokens', type=int, required=True, help='tokens of a micro-batch on one device')
+  pays.add_argument('--micro-batches', type=int, default=1,
+                    help='of an optimizer step, which packs weights once for all (default: %(default)s)')  # fmt: skip
   pays.add_argument('--d', type=int, required=True, help='width of the model')
   pays.add_argument('--hidden', type=int, required=True, help='width of the hidden layer')
   pays.add_argument('--layers', type=int, default=1, help='layers of that kind (default: %(default)s)')
@@ -50,16 +55,29 @@ def main(argv: list[str] | None = None) -> int:
     sides['gate'] = sides['up']
   params = {name: {'kernel': jax.ShapeDtypeStruct((args.layers, *side), args.weights)} for name, side in sides.items()}
   recipe = RECIPES[args.recipe]()
+  block_of = functools.partial(
+    block_gain, args.d, args.hidden, tokens=args.tokens, micro_batches=args.micro_batches, gated=args.gated,
+    weight_dtype=args.weights, device=device,
+  )  # fmt: skip
   try:
-    weights = where_it_pays(params, recipe, tokens=args.tokens, device=device)
-    block = block_gain(
-      args.d, args.hidden, recipe, tokens=args.tokens, gated=args.gated, weight_dtype=args.weights, device=device
-    )
+    weights = where_it_pays(params, recipe, tokens=args.tokens, micro_batches=args.micro_batches, device=device)
+    block, exact = block_of(recipe), block_of(_with_exact_gradients(recipe))
   except ValueError as error:
     parser.error(str(error))
   print(table(weights))
   print(block_table(block, parts=args.parts))
+  gain, other = (None if found.gain is None else round(found.gain, 2) for found in (block, exact))
+  if gain is not None and other is not None and other > max(gain, 1):
+    print(f"weight_grad='dense' is faster, {other:.2f}x, and exact")
+  elif gain is not None and gain < 1:
+    print('slower than dense: leave these layers out of the recipe')
   return 0
+
+
+def _with_exact_gradients(recipe: Recipe) -> Recipe:
+  policies = (dataclasses.replace(rule.policy, weight_grad='dense') for rule in recipe.rules)
+  rules = (dataclasses.replace(rule, policy=policy) for rule, policy in zip(recipe.rules, policies, strict=True))
+  return dataclasses.replace(recipe, rules=tuple(rules))
 
 
 if __name__ == '__main__':

@@ -43,7 +43,9 @@ class ActivationPolicy:
     v: V of V:2:M. No paper gives it; 64 and 128 are those of the format's authors.
     m: M of V:2:M. No paper gives it. The defaults of V, M and clusters are ours; no search chose them.
     dense_features: share of the neurons, those most often active, whose weight gradients run dense, 0 to 1. 0.05 is
-      that of arXiv 2503.16672; tokens that use such a neuron are too many for two of four.
+      that of arXiv 2503.16672; tokens that use such a neuron are too many for two of four. With V:N:M, where a block of
+      neurons drops half of the tokens, 0.2 ended a small model 0.8% above dense, 0.05 2.3% (`docs/quality.md`); it
+      costs time in the weight gradients.
     clusters: of neurons, to which tokens are sent, so that a block's tokens use the same neurons; needs the state
       `'neurons'`. 0 leaves tokens and neurons in their order.
     route_within: how many neighbouring tokens are routed among each other, a multiple of `v`; 0 is all of them. In a

@@ -21,6 +21,7 @@ import numpy as np
 
 from pallas_kernels import _dispatch, _partitioning
 from pallas_kernels._varying import vary_over, varying_axes
+from pallas_kernels.formats import check_floating
 from sparse24_jax import products
 from sparse24_jax.fp8 import dot8
 from sparse24_jax.mvue import check_sampling
@@ -107,6 +108,7 @@ def dot_at(
   x: Array, w: Array, state: Any, *, policy: DotPolicy, key: Array | None, column: int = 0
 ) -> Array:
   """`dot` whose output gradient is columns `column` and following of what is sampled with `key`."""
+  x, w = jnp.asarray(x), jnp.asarray(w)
   check_operands(x, w, state, policy)
   plain = policy.projection is None and policy.precision == 'default' and policy.weight_grad == 'dense'
   if plain or not x.size:  # an expert without tokens has zeros for gradients, too
@@ -134,8 +136,7 @@ def check_operands(x: Array, w: Array, state: Any, policy: DotPolicy) -> None:
     raise ValueError(f'x of shape {x.shape} does not fit w of shape {w.shape}: axis -1 of x must be {w.shape[0]}')
   if x.dtype != w.dtype:
     raise ValueError(f'x is {x.dtype} and w is {w.dtype}; cast one, as nn.Dense(dtype=...) does')
-  if not jnp.issubdtype(x.dtype, jnp.floating):
-    raise ValueError(f'x and w must be floating point, found {x.dtype}')
+  check_floating(x, 'x and w')
   if policy.projection is not None:
     check_divisible(w.shape, policy.projection, 'w')
     check_state(state, jax.eval_shape(policy.projection.init, w), policy.projection)

@@ -57,8 +57,7 @@ def ffn(
   """act(x W~_up + b_up) W~_down + b_down, or with a gate (act(x W~_gate + b_gate) * (x W~_up + b_up)) W~_down + b_down.
 
   The gradients are those of `dot` for each weight. Where the policy's plan puts all six products on one kernel, the
-  block runs fused; elsewhere it is made of `dot`s, with the same MVUE samples. In FP8 a gate and its up-projection
-  share one scale, for which they are packed at every call, whatever was handed over.
+  block runs fused; elsewhere it is made of `dot`s, with the same MVUE samples.
 
   Args:
     x: `[..., d]`, float32, bfloat16 or float16; the product of its leading axes is a multiple of four under MVUE.
@@ -92,6 +91,7 @@ def ffn(
   if activation not in ACTIVATIONS:
     raise ValueError(f'activation={activation!r}: known are {sorted(ACTIVATIONS)}')
   weights = {'up': w_up, 'down': w_down} | ({} if w_gate is None else {'gate': w_gate})
+  x, weights = jax.tree.map(jnp.asarray, (x, weights))
   biases = {'up': b_up, 'down': b_down, 'gate': b_gate}
   states = _states(state, weights, policy)
   _check(x, weights, biases, states, policy)
@@ -100,7 +100,9 @@ def ffn(
   plans = _fusing_plans(x, weights, policy)
   if plans is None:
     return _composed(x, weights, biases, states, keys, policy, activation)
-  packed = _packed(plans, x, weights, states, policy)
+  packed = {
+    name: products.packed_weight(plans[name], policy, w, states[name], x.dtype) for name, w in weights.items()
+  }
   # Rounded as a `dot`'s bias is, and outside the op, so that their gradients have the dtype that they came in.
   biases = {role: None if b is None else b.astype(x.dtype) for role, b in biases.items()}
   b_up, b_gate, b_down = biases['up'], biases['gate'], biases['down']
@@ -168,23 +170,6 @@ def _fusing_plans(x: Array, weights: Mapping[str, Array], policy: DotPolicy) -> 
   return plans if fuses(plans, tokens, weights['up'].shape[1]) else None
 
 
-def _packed(
-  plans: Mapping[str, products.Plan], x: Array, weights: Mapping[str, Array], states: Mapping[str, Any],
-  policy: DotPolicy,
-) -> dict[str, Any]:  # fmt: skip
-  """The packed weights by role; in FP8 gate and up as one."""
-  if plans['up'].fp8 and 'gate' in weights:
-    # One product needs one scale, so the two are packed here, whatever was handed over.
-    roles = ('gate', 'up')
-    pair = jax.custom_batching.sequential_vmap(fp8.pack_alike)(
-      [jax.lax.stop_gradient(weights[role]) for role in roles],
-      [products.projection_state(states[role]) for role in roles],
-    )
-    down = products.packed_weight(plans['down'], policy, weights['down'], states['down'], x.dtype)
-    return {'up': fp8.side_by_side(*pair), 'down': down}
-  return {name: products.packed_weight(plans[name], policy, w, states[name], x.dtype) for name, w in weights.items()}
-
-
 def _composed(x, weights, biases, states, keys, policy, activation) -> Array:
   """The block from `dot`s."""
 
@@ -207,7 +192,7 @@ def _fused(static: tuple, x: Array, weights: Any, biases: Any, packed: Any, keys
 
 
 def _fused_forward(static, x, biases, packed, *, gated: bool, keep: bool) -> tuple[Array, Array | None, Array]:
-  """(y, z, h); z is None where no backward asks to `keep` it and the kernel need not write it."""
+  """(y, z, h); without a gate z is None unless kept."""
   _, backend, activation = static
   if gated:
     bias = None if biases['up'] is None else biases['up'].reshape(2, -1)
@@ -229,13 +214,14 @@ def _fused_fwd(static, x, weights, biases, packed, keys):
   check_sampling(x, static[0].weight_grad, keys['down'])
   y, z, h = _fused_forward(static, x, biases, packed, gated='gate' in weights, keep=True)
   operands = {name: p.input_grad for name, p in packed.items()}
-  there = {name: bias is not None for name, bias in biases.items()}
-  return y, (x, z, h, operands, there, 'gate' in weights, keys)
+  there = {name: () for name, bias in biases.items() if bias is not None}
+  return y, (x, z, h, operands, there, keys)
 
 
 def _fused_bwd(static, residuals, dy):
   _, backend, activation = static
-  x, z, h, operands, there, gated, keys = residuals
+  x, z, h, operands, there, keys = residuals
+  gated = 'gate' in operands
   dw_down = products.sampled_weight_grad(dy, keys['down'], h, backend=backend)
   dh = products.multiply('input_grad', operands['down'], dy, backend=backend)
   dz, *dw_hidden = products.activation_and_weight_grad(
@@ -250,10 +236,11 @@ def _fused_bwd(static, residuals, dy):
   dw = dict(zip(('down', 'gate', 'up') if gated else ('down', 'up'), (dw_down, *dw_hidden), strict=True))
   dw = jax.tree.map(_partitioning.whole, dw)
   db = {
-    name: jnp.sum(g, axis=0, dtype=jnp.float32).astype(g.dtype) if there[name] else None
+    name: jnp.sum(g, axis=0, dtype=jnp.float32).astype(g.dtype) if name in there else None
     for name, g in (('up', dz), ('down', dy))
   }
   return dx, dw, db, None, None
 
 
-_fused.defvjp(_fused_fwd, _fused_bwd)
+# Under `jax.checkpoint` a forward whose residuals are thrown away does not write z: see `keep`.
+_fused.defvjp(_fused_fwd, _fused_bwd, optimize_remat=True)

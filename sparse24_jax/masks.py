@@ -3,6 +3,7 @@
 from typing import Literal
 
 from jax import Array
+import jax.numpy as jnp
 
 from pallas_kernels import formats
 from pallas_kernels.formats import Compressed24
@@ -11,7 +12,6 @@ from pallas_kernels.transposable_mask import reference as transposable
 from sparse24_jax.numerics import check_no_nan
 
 __all__ = ['Compressed24', 'compress', 'decompress', 'magnitude_mask', 'transposable_mask', 'verify24']
-
 
 
 def magnitude_mask(w: Array, *, n: int = 2, m: int = 4, axis: int = -2) -> Array:
@@ -40,7 +40,7 @@ def magnitude_mask(w: Array, *, n: int = 2, m: int = 4, axis: int = -2) -> Array
   [False, True, True, False]
   """
   check_no_nan(w, 'w')
-  return prune.magnitude_mask(w, n=n, m=m, axis=axis)
+  return prune.magnitude_mask(jnp.asarray(w), n=n, m=m, axis=axis)
 
 
 def transposable_mask(w: Array, *, method: Literal['exact', 'two_approx'] = 'exact') -> Array:
@@ -75,7 +75,7 @@ def transposable_mask(w: Array, *, method: Literal['exact', 'two_approx'] = 'exa
   if method not in methods:
     raise ValueError(f'method={method!r}: known are {sorted(methods)}')
   check_no_nan(w, 'w')
-  return methods[method](w)
+  return methods[method](jnp.asarray(w))
 
 
 def compress(w: Array, mask: Array, *, axis: int = -2) -> Compressed24:

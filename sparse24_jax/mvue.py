@@ -4,6 +4,7 @@ import math
 from typing import Literal
 
 from jax import Array
+import jax.numpy as jnp
 
 from pallas_kernels.mvue import reference
 from sparse24_jax.numerics import check_finite
@@ -56,7 +57,7 @@ def mvue24(
   (2, True)
   """
   check_finite(x, 'x')
-  return reference.mvue24(x, key, axis=axis, method=method, origin=origin)
+  return reference.mvue24(jnp.asarray(x), key, axis=axis, method=method, origin=origin)
 
 
 def check_sampling(x: Array, weight_grad: str, key: Array | None) -> None:

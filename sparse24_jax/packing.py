@@ -20,6 +20,8 @@ from pallas_kernels.sparse_matmul.operand import SparseOperand, to_operand
 class PackedWeight:
   """A weight `[..., in, out]` as the sparse tensor cores read it, with the projection state that it was packed under.
 
+  It holds the values that the weight had: whoever reads it sees no others, so pack again for other parameters.
+
   Attributes:
     state: the projection's state: what a role that runs dense needs.
     forward: operand of the transposed weight, `[..., out, in]`, 2:4 along `in`.

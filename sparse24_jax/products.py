@@ -20,9 +20,9 @@ from pallas_kernels.mvue.reference import mvue24
 from pallas_kernels.pack import api as pack
 from pallas_kernels.sparse_matmul import api
 from pallas_kernels.sparse_matmul.operand import concatenate, SparseOperand
-from sparse24_jax.fp8 import PackedWeight8
 from sparse24_jax.numerics import Format, round_to_fp8
 from sparse24_jax.packing import pack_masked, PackedWeight
+from sparse24_jax.packing8 import PackedWeight8
 
 if TYPE_CHECKING:
   from sparse24_jax.dot import DotPolicy

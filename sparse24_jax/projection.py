@@ -15,8 +15,8 @@ from pallas_kernels.formats import join_groups, split_groups
 from pallas_kernels.prune.reference import magnitude_mask, soft_threshold, soft_threshold_scale
 from pallas_kernels.transposable_mask.api import transposable_mask
 from pallas_kernels.transposable_mask.reference import two_approximation_mask
-from sparse24_jax.fp8 import pack_soft_threshold8, PackedWeight8
 from sparse24_jax.packing import pack_masked, pack_soft_threshold, pack_transposable, PackedWeight
+from sparse24_jax.packing8 import pack_soft_threshold8, PackedWeight8
 from sparse24_jax.topology import Context, Evolved, Schedule, Topology
 
 
@@ -134,7 +134,7 @@ def _masked(
 ) -> Projection:
   return Projection(
     name=name,
-    init=search,
+    init=lambda w: search(jnp.asarray(w)),
     # A NaN is pruned from every mask, and would be hidden as a zero: it passes.
     apply=lambda w, mask: jnp.where(mask | jnp.isnan(w), w, jnp.zeros((), w.dtype)),
     # Nor may a new mask hide it: where a NaN is, the old one stays, in which it is kept if it ever reached the forward.

@@ -90,14 +90,21 @@ def check_phase(name: str) -> None:
 
 
 def resolve_phase(recipe: 'Recipe', phase: PhaseName | None) -> PhaseName:
-  """`phase`, or the recipe's first one if None; ValueError for `'sparse'` in a recipe that is never sparse."""
+  """`phase`, or if None the recipe's first one.
+
+  ValueError for `'sparse'` in a recipe that is never sparse, and for None in one that begins dense and is sparse later:
+  a run that takes it for the phase of all steps would be dense to the end, without a word.
+  """
   if not isinstance(recipe, Recipe):
     raise ValueError(f'recipe must be a Recipe, as the functions of sparse24_jax.recipes make, found {recipe!r}')
+  names: list[PhaseName] = [p.name for p in recipe.phases]
   if phase is None:
-    return recipe.phases[0].name
+    if names[0] == 'dense' and 'sparse' in names:
+      raise ValueError(f"recipe {recipe.name!r} begins dense: say phase='dense' or phase='sparse' (see phase_at)")
+    return names[0]
   check_phase(phase)
-  if phase == 'sparse' and all(p.name != 'sparse' for p in recipe.phases):
-    raise ValueError(f"phase='sparse', but recipe {recipe.name!r} has the phases {[p.name for p in recipe.phases]}")
+  if phase == 'sparse' and 'sparse' not in names:
+    raise ValueError(f"phase='sparse', but recipe {recipe.name!r} has the phases {names}")
   return phase
 
 
@@ -119,11 +126,12 @@ class Recipe:
       or a function of the step count. Not multiplied by the learning rate when it acts on gradients.
     decay_on: `'gradients'` adds it to the gradient, before the moments; `'weights'` adds it to the update, after
       them, times the learning rate.
-    refresh_every: optimizer steps between mask refreshes.
+    refresh_every: optimizer steps between mask refreshes, at which flip rates are measured.
     phases: in order; the fractions add up to one.
-    flip_rate: `'refresh'` compares the mask in use before and after a refresh; a projection that holds no mask, the
-      soft threshold, has always the one of its weight, so there the rate is per step. `'step'` searches masks anew
-      at every step and reports the rate per step, whatever is in use.
+    flip_rate: `'refresh'` compares the mask in use before and after a refresh. A projection that holds no mask, the
+      soft threshold, has always the one of its weight: there the rate is that of the one step with the refresh.
+      `'step'` searches masks anew at every step, before and after it, and reports the rate per step, whatever is in
+      use.
 
   >>> import sparse24_jax as s24
   >>> rule = s24.Rule('.*/mlp/.*', s24.DotPolicy(s24.magnitude()))

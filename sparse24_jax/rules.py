@@ -9,6 +9,8 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
+from pallas_kernels import _dispatch
+from pallas_kernels.formats import check_floating
 from sparse24_jax.dot import check_divisible
 from sparse24_jax.projection import Projection
 from sparse24_jax.recipe import Recipe, Rule
@@ -84,8 +86,9 @@ def match_rules(params: Any, recipe: Recipe) -> dict[str, Rule]:
     recipe: its rules are tried in order.
 
   Raises:
-    ValueError: a rule matches no weight; a matched weight does not hold whole groups, or shares its path with
-      another parameter; or, where the sharding is known, a shard does not hold whole groups.
+    ValueError: a rule matches no weight; a matched weight is not float32, bfloat16 or float16, does not hold whole
+      groups, or shares its path with another parameter; or, where the sharding is known, a shard does not hold whole
+      groups.
 
   >>> import jax.numpy as jnp
   >>> import sparse24_jax as s24
@@ -101,16 +104,32 @@ def match_rules(params: Any, recipe: Recipe) -> dict[str, Rule]:
   for rule in recipe.rules:
     if rule not in matched.values():
       raise ValueError(
-        f'rule {rule.path!r} of recipe {recipe.name!r} decides for no weight; weights are {list(weights)}'
+        f'rule {rule.path!r} of recipe {recipe.name!r} decides for no weight; weights are {list(weights)}: a rule takes'
+        ' those whose whole path it matches and no earlier rule does'
       )
   count = collections.Counter(path for path, _ in leaves)
   for path, rule in matched.items():
     if count[path] > 1:
       raise ValueError(f'{count[path]} parameters have the path {path!r}: a slash in a name is read as a folder')
     if rule.policy.projection is not None:
+      check_floating(weights[path], path)
       check_divisible(weights[path].shape, rule.policy.projection, path)
       _check_shards(path, weights[path], rule.policy.projection)
   return matched
+
+
+def log_matches(params: Any, recipe: Recipe) -> None:
+  """Logs what `match_rules` finds: path, shape and projection; a table that this process has logged is not repeated."""
+  rules = match_rules(params, recipe)
+  shapes = {path: str(leaf.shape) for path, leaf in leaves_by_path(params) if path in rules}
+  if not rules:
+    return
+  names, widths = max(map(len, rules)), max(map(len, shapes.values()))
+  rows = [
+    f'  {path:{names}}  {shapes[path]:{widths}}  {p.name if (p := rule.policy.projection) else "no projection"}'
+    for path, rule in rules.items()
+  ]
+  _dispatch.log_once('\n'.join([f'recipe {recipe.name!r} matches {len(rows)} weights:', *rows]), 'sparse24_jax')
 
 
 def _check_shards(path: str, leaf: Any, projection: Projection) -> None:

@@ -1,6 +1,7 @@
 """The continuous 2:4 projection of S-STE and its frozen scale."""
 
 from jax import Array
+import jax.numpy as jnp
 
 from pallas_kernels.prune import reference as prune
 from sparse24_jax.numerics import check_no_nan
@@ -29,7 +30,7 @@ def soft_threshold(w: Array, *, axis: int = -2) -> Array:
   [0.0, -2.0, 0.0, 1.0]
   """
   check_no_nan(w, 'w')
-  return prune.soft_threshold(w, axis=axis)
+  return prune.soft_threshold(jnp.asarray(w), axis=axis)
 
 
 def soft_threshold_scale(w: Array, *, axis: int = -2) -> Array:
@@ -55,4 +56,4 @@ def soft_threshold_scale(w: Array, *, axis: int = -2) -> Array:
   1.48
   """
   check_no_nan(w, 'w')
-  return prune.soft_threshold_scale(w, axis=axis)
+  return prune.soft_threshold_scale(jnp.asarray(w), axis=axis)

@@ -228,10 +228,8 @@ class Topology:
 
     Source: Liu et al., arXiv 2408.11746 (mixed growing); Evci et al., arXiv 1911.11134, section 3.
     """
-    size = w.shape[-2] * w.shape[-1]
     share = self.densities(context.step, context.shapes)[context.path]
-    # float32 cannot count every whole number above 2^24: the ends must be exact.
-    target = jnp.where(share >= 1, size, jnp.minimum(jnp.round(share * size).astype(jnp.int32), size))
+    target = _links_at(share, w.shape[-2] * w.shape[-1])
     drawn = draw(self.seed, context.step, context.path, w.shape)
     if grad is None:
       score = drawn if self.start == 'random' else w
@@ -267,6 +265,12 @@ class Topology:
       before = jnp.sum(best[..., :i, :] >= mine, axis=-2, keepdims=True, dtype=jnp.int32)
       ahead.append(before + jnp.sum(best[..., i + 1 :, :] > mine, axis=-2, keepdims=True, dtype=jnp.int32))
     return (free & (taken + jnp.concatenate(ahead, axis=-2) < 2)).reshape(links.shape)
+
+
+def _links_at(share: Array, size: int) -> Array:
+  """A share of so many entries, int32; exactly none and exactly all at its ends."""
+  # float32 does not hold every whole number above 2^24. A share below one, 1 - 2^-24 at most, never rounds beyond all.
+  return jnp.where(share >= 1, size, jnp.round(share * size).astype(jnp.int32))
 
 
 def _best_pattern(links: Array, score: Array) -> Array:

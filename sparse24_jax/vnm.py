@@ -1,6 +1,7 @@
 """V:N:M sparsity for users: mask, open format, check."""
 
 from jax import Array
+import jax.numpy as jnp
 
 from pallas_kernels.vnm import format as fmt
 from pallas_kernels.vnm import reference
@@ -39,7 +40,7 @@ def vnm_mask(x: Array, *, v: int, n: int = 2, m: int) -> Array:
   (512, 16)
   """
   check_no_nan(x, 'x')
-  return reference.vnm_mask(x, v=v, n=n, m=m)
+  return reference.vnm_mask(jnp.asarray(x), v=v, n=n, m=m)
 
 
 def compress_vnm(x: Array, mask: Array, *, v: int, n: int = 2, m: int) -> CompressedVNM:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -59,7 +60,8 @@ class LayerGain:
     shape: `(in, out)`.
     layers: how many such weights are stacked.
     roles: the three products of one of them.
-    packing_ms: per optimizer step, of the operands of one weight; None where a pass was not measured.
+    packing_ms: of the operands of one weight, which are packed once per optimizer step: the share of a micro-batch.
+      None where a pass was not measured.
     packed_bytes: what the operands of all of them take.
     state_bytes: what their masks or scales take in the optimizer state.
     saved_bytes: what the x that the backward of all of them keeps takes less in FP8, at a byte an entry.
@@ -98,19 +100,24 @@ class LayerGain:
 
   @property
   def gain(self) -> float | None:
-    """Dense time over expected time; below 1 the layer is better left out of the recipe."""
+    """Dense time over expected time, of the layer by itself; below 1 it is better left out of the recipe."""
     return None if self.expected_ms is None or self.dense_ms is None else self.dense_ms / self.expected_ms
 
 
 def where_it_pays(
-  params: Any, recipe: Recipe, *, tokens: int, dtype: Any = jnp.bfloat16, device: str | None = None
-) -> list[LayerGain]:
+  params: Any, recipe: Recipe, *, tokens: int, micro_batches: int = 1, dtype: Any = jnp.bfloat16,
+  device: str | None = None,
+) -> list[LayerGain]:  # fmt: skip
   """Expected times of the layers that a recipe makes sparse, from the records of a card.
 
   Products are those of the nearest measured problem within a factor of two in each size, scaled; passes over memory are
-  bytes over the measured bandwidth of their kernel. `implementation=None` makes the same choices: forward and input
-  gradient where the kernel measured faster, a sampled weight gradient always. Where that last one loses, the exact
-  gradient of `weight_grad='dense'` is faster and has no variance: take it.
+  bytes over the measured bandwidth of their kernel, and 5 us each. `implementation=None` makes the same choices:
+  forward and input gradient where the kernel measured faster, a sampled weight gradient always.
+
+  Each layer is counted by itself. A feed-forward block that runs fused shares passes among its layers: `block_gain`,
+  not the gains of its layers, says whether it pays, and whether the exact gradient of `weight_grad='dense'`, which
+  fuses less, pays more. What does not pay is left out of a recipe by a rule in front of the others,
+  `Rule(path, DotPolicy())`: the first that matches decides. `only_where_it_pays` writes that rule.
 
   Of a recipe in FP8 the forward and the weight gradient are sparse, the input gradient is a dense product in FP8; what
   is dense in `LayerGain.dense_ms` and in its gain has 16 bits all the same, as it is without the recipe.
@@ -123,6 +130,8 @@ def where_it_pays(
     params: parameters, or their shapes (`jax.eval_shape` of the model's init).
     recipe: its rules select the layers.
     tokens: tokens of a micro-batch on one device.
+    micro_batches: of an optimizer step. Weights are packed for all of them at once, where `sparse_variables` is called
+      outside of their loop.
     dtype: of activations.
     device: folder of the records under `pallas_kernels/tuned`, such as 'nvidia_h100_80gb_hbm3'; None is this machine's
       card.
@@ -131,7 +140,7 @@ def where_it_pays(
     One entry a matched weight, in the order of the tree.
 
   Raises:
-    ValueError: a rule that fits no weight, or no positive number of tokens.
+    ValueError: a rule that fits no weight, or no positive number of tokens or micro-batches.
 
   >>> import jax, sparse24_jax as s24
   >>> params = {'up': {'kernel': jax.ShapeDtypeStruct((4096, 16384), 'bfloat16')}}
@@ -140,15 +149,18 @@ def where_it_pays(
   >>> [role.chosen for role in layer.roles], layer.gain > 1.3
   (['mosaic_gpu', 'mosaic_gpu', 'mosaic_gpu'], True)
   """
-  if tokens < 1:
-    raise ValueError(f'tokens={tokens} must be positive')
+  for name, number in (('tokens', tokens), ('micro_batches', micro_batches)):
+    if number < 1:
+      raise ValueError(f'{name}={number} must be positive')
   slug = _device.current().slug if device is None else device
   weights = match_rules(params, recipe)
   leaves = {path: leaf for path, leaf in leaves_by_path(params) if path in weights}
-  return [
+  layers = [
     _layer(path, leaves[path], rule.policy, rule.policy.projection, tokens, jnp.dtype(dtype), slug)
     for path, rule in weights.items() if rule.policy.projection is not None
   ]
+  packing = [None if layer.packing_ms is None else layer.packing_ms / micro_batches for layer in layers]
+  return [dataclasses.replace(layer, packing_ms=ms) for layer, ms in zip(layers, packing, strict=True)]
 
 
 def _layer(
@@ -160,19 +172,20 @@ def _layer(
   entries = d_in * d_out
   state = jax.eval_shape(projection.init, jax.ShapeDtypeStruct((d_in, d_out), leaf.dtype))
   state_bytes = layers * math.prod(state.shape) * state.dtype.itemsize
+  layer = functools.partial(LayerGain, path, (d_in, d_out), layers, state_bytes=state_bytes)
   simulated = products._unfit(policy, d_in, d_out, dtype) if policy.precision == 'fp8' else None
   if simulated is not None:
     roles = (_role(role, False, tokens, d_in, d_out, dtype, device) for role in products.ROLES)
     roles = tuple(dataclasses.replace(role, chosen='simulated') for role in roles)
-    return LayerGain(path, (d_in, d_out), layers, roles, 0.0, 0, state_bytes, simulated=simulated)
+    return layer(roles, packing_ms=0.0, packed_bytes=0, simulated=simulated)
   if policy.precision == 'fp8':
     roles = tuple(_role8(role, sparse[role], tokens, d_in, d_out, dtype, device) for role in products.ROLES)
     # Operand, dense copy, factor.
     packed = entries // 2 + entries // 8 + entries + 4
-    return LayerGain(
-      path, (d_in, d_out), layers, roles, fp8_times.packing_ms(device, d_in, d_out, wide), layers * packed, state_bytes,
-      layers * tokens * d_in * (dtype.itemsize - 1),
-      fp8_times.dense_layer_ms(device, tokens, d_in, d_out, dtype.itemsize, wide),
+    return layer(
+      roles, packing_ms=fp8_times.packing_ms(device, d_in, d_out, wide), packed_bytes=layers * packed,
+      saved_bytes=layers * tokens * d_in * (dtype.itemsize - 1),
+      dense_fp8_ms=fp8_times.dense_layer_ms(device, tokens, d_in, d_out, dtype.itemsize, wide),
     )  # fmt: skip
   roles = tuple(_role(role, sparse[role], tokens, d_in, d_out, dtype, device) for role in products.ROLES)
   used = [role for role in roles if role.role != 'weight_grad' and role.chosen != 'dense']
@@ -182,7 +195,7 @@ def _layer(
   # A mask, a byte an entry, is made 16 bits a 4x4 block by a pass of XLA's, about as fast, and these are read.
   codes = entries + 2 * (entries // 8) if projection.transposable else 0
   packing = costs.expected_ms(device, op, entries * wide + codes + len(used) * operand) if used else 0.0
-  return LayerGain(path, (d_in, d_out), layers, roles, packing, layers * len(used) * operand, state_bytes)
+  return layer(roles, packing_ms=packing, packed_bytes=layers * len(used) * operand)
 
 
 def _role8(
@@ -236,7 +249,7 @@ def table(layers: Sequence[LayerGain]) -> str:
       over = _ratio(layer.dense_fp8_ms, layer.expected_ms)
       line += f'  {_ms(layer.dense_fp8_ms):>9} {over:>7}  {layer.saved_bytes / 2**20:5.0f} MB'
     lines.append(f'{line}  {chosen}')
-  return '\n'.join(lines + [advice for layer in layers for advice in _advice(layer)])
+  return '\n'.join(lines + [note for layer in layers for note in _notes(layer)])
 
 
 def _ms(value: float | None) -> str:
@@ -247,20 +260,9 @@ def _ratio(dense: float | None, expected: float | None) -> str:
   return '    -' if dense is None or expected is None else f'{dense / expected:5.2f}'
 
 
-def _advice(layer: LayerGain) -> list[str]:
-  lines = [] if layer.simulated is None else [f'{layer.path}: FP8 would be simulated: {layer.simulated}']
-  if layer.simulated is None and (unknown := [r for r in layer.roles if r.product_ms is None]):
-    chosen = ', '.join(f'{r.role} {r.chosen}' for r in unknown)
-    lines.append(f'{layer.path}: nothing within a factor of two in each size was measured, so chosen blindly: {chosen}')
-  *_, weight_grad = layer.roles
-  # In FP8 the exact gradient is simulated.
-  if weight_grad.chosen != 'dense' and weight_grad.expected_ms is not None and not layer.saved_bytes:
-    loss = weight_grad.expected_ms - (weight_grad.dense_ms or 0.0)
-    if loss > 0:
-      lines.append(
-        f'{layer.path}: the sampled weight gradient loses {loss:.3f} ms a layer;'
-        " weight_grad='dense' is faster and exact"
-      )
-  if layer.gain is not None and layer.gain < 1:
-    lines.append(f'{layer.path}: slower than dense; leave it out of the recipe')
-  return lines
+def _notes(layer: LayerGain) -> list[str]:
+  if layer.simulated is not None:
+    return [f'{layer.path}: FP8 would be simulated: {layer.simulated}']
+  unknown = ', '.join(f'{r.role} {r.chosen}' for r in layer.roles if r.product_ms is None)
+  why = 'nothing within a factor of two in each size was measured, so chosen blindly'
+  return [f'{layer.path}: {why}: {unknown}'] if unknown else []

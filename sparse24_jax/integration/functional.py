@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 from jax import Array
+import jax.numpy as jnp
 
 from sparse24_jax.dot import check_state, DotPolicy
 from sparse24_jax.optim import sparse_states
@@ -25,13 +26,15 @@ def project(params: Any, opt_state: Any, recipe: Recipe, *, phase: PhaseName | N
       contracts.
     opt_state: optimizer state that holds a `sparse_training` state for `params`.
     recipe: the recipe of that state.
-    phase: `'dense'` returns `params` as they are; None is the recipe's first phase.
+    phase: `'dense'` returns `params` as they are; None is the recipe's first, which one that begins dense, to be sparse
+      later, must say.
 
   Returns:
     A tree like `params`.
 
   Raises:
-    ValueError: unknown phase, or the recipe, the state and the parameters do not fit.
+    ValueError: unknown phase, none in a recipe that begins dense, or the recipe, the state and the parameters do not
+      fit.
 
   >>> import jax, optax, sparse24_jax as s24
   >>> params = {'mlp': {'kernel': jax.random.normal(jax.random.key(0), (8, 4))}}
@@ -70,7 +73,7 @@ def projected_weights(params: Any, opt_state: Any, recipe: Recipe) -> dict[str, 
   for path, policy in policies.items():
     w, projection = weights[path], policy.projection
     with errors_name(path):
-      check_state(states[path], _abstract_state(projection, w.shape, w.dtype), projection)
+      check_state(states[path], _abstract_state(projection, w.shape, jnp.result_type(w)), projection)
   return {path: (policy, weights[path], states[path]) for path, policy in policies.items()}
 
 

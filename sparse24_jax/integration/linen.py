@@ -22,35 +22,48 @@ HOOKED = (nn.Dense, nn.DenseGeneral)
 
 
 class SparseModule(nn.Module):
-  """`inner` with the recipe's policies in its layers; made by `sparsify`.
+  """A model with the recipe's policies in its layers; made by `sparsify`.
 
-  Parameters, checkpoints and arguments are those of `inner`; methods other than `__call__` go through `run`. Apply it
+  Parameters, checkpoints and arguments are those of the model; methods other than `__call__` go through `run`. Apply it
   with the collection `'sparse24'` (`sparse_variables`) and, where gradients are taken with MVUE, an rng named
   `'mvue'`. Under `nn.scan` both must be let through: `variable_axes={'params': 0, 'sparse24': 0}`,
   `split_rngs={'params': True, 'mvue': True}`.
   """
 
-  inner: nn.Module
+  # The model's own names live in the scope that both share: no model has this one.
+  sparse24_model: nn.Module
   recipe: Recipe
 
   def setup(self):
-    nn.share_scope(self, self.inner)
+    nn.share_scope(self, self.sparse24_model)
 
   def __call__(self, *args, **kwargs):
-    return self._run(self.inner, args, kwargs)
+    return self._run(self.sparse24_model, args, kwargs)
 
   def run(self, method: str, *args, **kwargs):
     """Another method of the model, by name, with its matched layers sparse."""
-    return self._run(getattr(self.inner, method), args, kwargs)
+    return self._run(getattr(self.sparse24_model, method), args, kwargs)
+
+  @nn.nowrap
+  def __getattr__(self, name: str) -> Any:
+    try:
+      return super().__getattr__(name)
+    except AttributeError as error:
+      # Not by an attribute of this object, which Flax would look for here again.
+      if name.startswith('_') or not callable(getattr(type(vars(self).get('sparse24_model')), name, None)):
+        raise
+      raise AttributeError(
+        f"{name!r} is a method of the model: apply(variables, {name!r}, x, method='run') runs it with its layers sparse"
+      ) from error
 
   def _run(self, function: Callable, args: tuple, kwargs: dict):
     if self.is_initializing():
       return function(*args, **kwargs)
     reached: set[str] = set()
     ran: set[str] = set()
-    for module in (self, self.inner):
+    for module in (self, self.sparse24_model):
       _flag(module, self.recipe)
-    with nn.intercept_methods(_interceptor(self.recipe, reached, ran)):
+    with nn.intercept_methods(_interceptor(self.recipe, len(self.path), reached, ran)):
       out = function(*args, **kwargs)
     # A layer that this call skipped is no error; one that ran without a hook is.
     matched = match_rules(self.variables['params'], self.recipe)
@@ -65,22 +78,24 @@ class SparseModule(nn.Module):
     return out
 
 
-def _interceptor(recipe: Recipe, reached: set[str], ran: set[str]) -> Callable:
-  """Notes the modules that ran and the kernels that a hook reached, by path."""
+def _interceptor(recipe: Recipe, depth: int, reached: set[str], ran: set[str]) -> Callable:
+  """Notes the modules that ran and the kernels that a hook reached, by their path in the model, `depth` names deep."""
 
   def intercept(call: Callable, args: tuple, kwargs: dict, context: nn.module.InterceptorContext):
     module = context.module
-    ran.add('/'.join(module.path))
+    # Layers that came in by a field of a model were named when that model was still a field of its wrapper.
+    place = tuple(name for name in module.path[depth:] if name != 'sparse24_model')
+    ran.add('/'.join(place))
     _flag(module, recipe)
     if isinstance(module, Sparse24MLP) and context.method_name == '__call__' and module.sparse is None:
-      hook = _mlp_hook(module, recipe, reached)
+      hook = _mlp_hook(module, place, recipe, reached)
       if hook is None:
         return call(*args, **kwargs)
       with _lent(module, sparse=hook):
         return call(*args, **kwargs)
     if context.method_name != '__call__' or not isinstance(module, HOOKED) or isinstance(module.dot_general, _Hook):
       return call(*args, **kwargs)
-    path = '/'.join((*module.path, 'kernel'))
+    path = '/'.join((*place, 'kernel'))
     rule = rule_for(path, recipe)
     if rule is None:
       return call(*args, **kwargs)
@@ -131,9 +146,9 @@ def _lent(module: nn.Module, **attributes: Any) -> Iterator[None]:
       object.__setattr__(module, name, value)
 
 
-def _mlp_hook(module: Sparse24MLP, recipe: Recipe, reached: set[str]) -> SparseHook | None:
+def _mlp_hook(module: Sparse24MLP, place: tuple[str, ...], recipe: Recipe, reached: set[str]) -> SparseHook | None:
   """What the rules say of the layer's kernels; None if they say nothing."""
-  paths = {role: '/'.join((*module.path, name, 'kernel')) for role, name in module.roles.items()}
+  paths = {role: '/'.join((*place, name, 'kernel')) for role, name in module.roles.items()}
   rules = {role: rule for role, path in paths.items() if (rule := rule_for(path, recipe)) is not None}
   states = module.variables.get(COLLECTION, {})
   for role, rule in rules.items():
@@ -155,7 +170,7 @@ def _key(module: nn.Module) -> jax.Array | None:
 def _no_state(path: str) -> str:
   return (
     f'{path}: no state in collection {COLLECTION!r}; apply with variables {{"params": params, "{COLLECTION}":'
-    f' sparse_variables(params, opt_state, recipe)}}, and under nn.scan let it through with'
+    f' sparse_variables(params, opt_state, recipe, phase=phase)}}, and under nn.scan let it through with'
     f' variable_axes={{..., "{COLLECTION}": 0}}'
   )
 

@@ -32,17 +32,24 @@ def sparsify(
   attribute and a kernel `[in, out]`: `Dense`, `DenseGeneral`, `nnx.Linear`, `nnx.LinearGeneral`, and subclasses that
   call it or their parent. A `dot_general` that the user gave such a layer is left out, with a warning in the log. A
   weight that the forward reads itself, experts in one array say, needs no hook: give `sparsify` the recipe without its
-  rule, `sparse_training` and `sparse_variables` the whole recipe.
+  rule, `sparse_training` and `sparse_variables` the whole recipe. In linen a matched layer cannot stand inside what
+  changes its variables (`nn.WeightNorm`, `nn.SpectralNorm`, an `nn.map_variables` that transposes). A parent that reads
+  the kernel of a matched layer itself, and never calls the layer, goes on reading dense weights, which nothing can see
+  from outside. To export a model, or to serve it without masks, give the plain model the weights of `project`.
+
+  The phase is that of the step (`phase_at`), the same one here, in `sparse_training`, `sparse_variables` and `project`:
+  where they differ, a part of the recipe goes on or stops without a word.
 
   Args:
     model: a `flax.linen.Module` or a `flax.nnx.Module`; one that `sparsify` made is fine too.
-    recipe: its rules select layers by the path of their kernel.
-    phase: `'dense'` gives the model without hooks; None is the recipe's first phase.
+    recipe: its rules select layers by the path of their kernel in `model`, also where that is a part of a larger model.
+    phase: `'dense'` gives the model without hooks; None is the recipe's first, which one that begins dense, to be
+      sparse later, must say.
     rngs: nnx only: streams with one named `'mvue'`, for recipes that use it.
 
   Raises:
-    ValueError: not a Flax module, unknown phase, a rule that decides for nothing or for a layer without hook (linen
-      finds that out when the model is applied).
+    ValueError: not a Flax module, unknown phase, none in a recipe that begins dense, a rule that decides for nothing or
+      for a layer without hook (linen finds that out when the model is applied).
 
   >>> from flax import linen as nn
   >>> import jax, jax.numpy as jnp, optax, sparse24_jax as s24
@@ -55,7 +62,7 @@ def sparsify(
   """
   phase = resolve_phase(recipe, phase)
   if isinstance(model, linen.Module):
-    plain = model.inner if isinstance(model, linen_door.SparseModule) else model
+    plain = model.sparse24_model if isinstance(model, linen_door.SparseModule) else model
     return plain if phase == 'dense' else linen_door.SparseModule(plain, recipe)
   if isinstance(model, nnx.Module):
     return nnx_door.sparsify(model, recipe, phase=phase, rngs=rngs)
@@ -74,12 +81,22 @@ def sparse_variables(
   run, it packs the weights for all of them, forward and backward. What no kernel then reads, XLA drops. Elsewhere it
   only arranges what the optimizer state holds.
 
+  It packs the values of `params`: apply the model to those parameters only, and call this again for others (an average,
+  loaded weights). Packed weights are read in place of the parameters, so that others go unseen on a card with kernels,
+  and are seen elsewhere.
+
+  An nnx model keeps what `nnx.update` brought. At the end of a step, after `optimizer.update`, bring in
+  `sparse_variables(..., pack=False)`: the masks of the new weights, in arrays as `sparsify` made them. The model is
+  then one to evaluate and to save, and the next step finds what it was traced for.
+
   Args:
     params: the parameters, a nested dictionary (linen) or an `nnx.State`. Where a forward of yours reads weights of an
       nnx module, experts in one array say, give `nnx.to_pure_dict(nnx.state(model, nnx.Param))`.
     opt_state: an optimizer state that holds a `sparse_training` state for them.
     recipe: the recipe of that state.
-    phase: that of the model; in `'dense'` there is nothing to hand over. None is the recipe's first phase.
+    phase: that of the model, see `sparsify`; in `'dense'` there is nothing to hand over, and an nnx model of that phase
+      has no place for states of `'sparse'` ("assigned to static attribute 'dot_general'", says Flax). None is the
+      recipe's first, which one that begins dense, to be sparse later, must say.
     pack: whether to pack; None does if the policy names a kernel, or if this card has them and they may be chosen.
 
   Returns:
@@ -87,7 +104,8 @@ def sparse_variables(
     `kernel`, which are those that have hooks.
 
   Raises:
-    ValueError: the recipe, the state and the parameters do not fit, or no weight in an `nnx.State` is a layer's kernel.
+    ValueError: the recipe, the state and the parameters do not fit, no weight in an `nnx.State` is a layer's kernel,
+      unknown phase, or none in a recipe that begins dense.
 
   >>> import jax.numpy as jnp, optax, sparse24_jax as s24
   >>> params, recipe = {'mlp': {'up': {'kernel': jnp.eye(4)}}}, s24.recipes.ste('mlp/.*')
@@ -95,8 +113,9 @@ def sparse_variables(
   >>> s24.sparse_variables(params, opt_state, recipe)['mlp']['up']['kernel'].shape
   (4, 4)
   """
+  phase = resolve_phase(recipe, phase)
   sparse = projected_weights(params, opt_state, recipe)
-  if resolve_phase(recipe, phase) == 'dense':
+  if phase == 'dense':
     sparse = {}
   states = {path: _hand_over(policy, w, state, pack) for path, (policy, w, state) in sparse.items()}
   if isinstance(params, nnx.State):

@@ -9,7 +9,7 @@ from jax import Array
 import jax.numpy as jnp
 import optax
 
-from sparse24_jax.optim._weights import Absent, contexts, flip_rates, is_leaf, map_sparse
+from sparse24_jax.optim._weights import Absent, contexts, flip_rates, is_leaf, map_sparse, wider
 from sparse24_jax.projection import Projection
 from sparse24_jax.recipe import Recipe
 from sparse24_jax.rules import map_by_path
@@ -24,26 +24,37 @@ def evolving(projection: Projection | Absent) -> bool:
   return isinstance(projection, Projection) and projection.update is not None
 
 
-def on_links(projections: Any, params: Any, states: Any, updates: Any, elsewhere: Callable[[Array], Array]) -> Any:
-  """The updates of existing links, and `elsewhere(w)` where there is none; of other weights as they are."""
+def on_links(
+  projections: Any, params: Any, states: Any, updates: Any, elsewhere: Callable[[Array, Array], Array]
+) -> Any:
+  """The updates of existing links, and `elsewhere(w, u)` where there is none; of other weights as they are."""
   return jax.tree.map(
     functools.partial(_on_links, elsewhere=elsewhere), projections, params, states, updates, is_leaf=is_leaf
   )
 
 
-def zero(w: Array) -> Array:
+def zero(w: Array, u: Array) -> Array:
   """0, for gradients of what is no link.
 
   The barrier hides it: XLA would share one array of zeros between the links' gradients and the start of a backward scan
   that adds weight gradients up, and keep that array, as large as all gradients, until the end.
   """
-  return jax.lax.optimization_barrier(jnp.zeros((), w.dtype))
+  del w
+  return jax.lax.optimization_barrier(jnp.zeros((), jnp.result_type(u)))
+
+
+def minus(w: Array, u: Array) -> Array:
+  """-w, so that what is no link becomes zero: exactly, where the updates have fewer bits than the weights."""
+  return -w.astype(wider(u, w))
 
 
 def _on_links(
-  p: Projection | Absent, w: Array, state: Any, u: Array, *, elsewhere: Callable[[Array], Array]
+  p: Projection | Absent, w: Array, state: Any, u: Array, *, elsewhere: Callable[[Array, Array], Array]
 ) -> Array:
-  return jnp.where(p.mask(w, state), u, elsewhere(w).astype(u.dtype)) if evolving(p) else u
+  if not evolving(p):
+    return u
+  other = elsewhere(w, u)
+  return jnp.where(p.mask(w, state), u.astype(other.dtype), other)
 
 
 class _Weight(NamedTuple):
@@ -88,7 +99,7 @@ def evolve(
     projections: tree like `params`.
     params: before the step.
     gradients: dense; if one of them is not finite anywhere, no link changes.
-    updates: of the inner optimizer, for existing links, and zero elsewhere.
+    updates: of the inner optimizer for existing links, and what makes the weight zero elsewhere.
     state: `SparseTrainingState` with the number of this step, the inner optimizer's new state, and all else as it was.
   """
   kinds, structure = jax.tree.flatten(projections, is_leaf=is_leaf)
@@ -152,7 +163,7 @@ def _changed(weight: _Weight, carried: _Carried) -> _Carried:
     moments = tuple(jnp.where(reset, jnp.zeros((), moment.dtype), moment) for moment in moments)
   flipped = p.mask(w, carried.state) != p.mask(stepped, state)
   return _Carried(
-    _on_links(p, w, state, carried.update, elsewhere=jnp.negative), state,
+    _on_links(p, w, state, carried.update, elsewhere=minus), state,
     jnp.mean(flipped, axis=(-2, -1), dtype=jnp.float32), jnp.sum(flipped, dtype=jnp.float32), moments,
   )  # fmt: skip
 

@@ -81,6 +81,14 @@ def is_leaf(node: Any) -> bool:
   return isinstance(node, Projection | Absent)
 
 
+def wider(update: Array, w: Array) -> jnp.dtype:
+  """Of the dtypes of an update and its weight the one that has room for what is made of both."""
+  a, b = jnp.result_type(update), jnp.result_type(w)
+  if a.itemsize == b.itemsize:  # float16 and bfloat16: neither holds the other's numbers
+    return a if a == b else jnp.dtype(jnp.float32)
+  return max(a, b, key=lambda dtype: dtype.itemsize)
+
+
 def contexts(projections: Any, params: Any, step: Array) -> Any:
   """Tree like `params`, a `Context` at each leaf."""
   shapes: dict[Any, dict[str, tuple[int, ...]]] = {}

@@ -8,6 +8,8 @@ from jax import Array
 import jax.numpy as jnp
 import optax
 
+from sparse24_jax.optim._weights import wider
+
 
 class AddMaskedDecayState(NamedTuple):
   """Counts steps, for a scheduled decay."""
@@ -16,10 +18,12 @@ class AddMaskedDecayState(NamedTuple):
 
 
 def decayed(update: Array, w: Array, mask: Array, decay: Array | float) -> Array:
-  """update + decay (1 - mask) w, in float32, in the dtype of `update`."""
+  """update + decay (1 - mask) w, in float32, in the wider of the dtypes of `update` and `w`."""
   # Not a sum with a term that is zero where the mask is: for XLA those zeros can be an array that it keeps in memory.
   moved = update.astype(jnp.float32) + jnp.float32(decay) * w.astype(jnp.float32)
-  return jnp.where(mask, update, moved.astype(update.dtype))
+  # A bfloat16 gradient of a float32 weight has no room for what is added: most of a decay of 1e-4 would be lost.
+  dtype = wider(update, w)
+  return jnp.where(mask, update.astype(dtype), moved.astype(dtype))
 
 
 def add_decay(updates: Any, params: Any, masks: Any, decay: Array | float) -> Any:
@@ -37,8 +41,9 @@ def add_masked_decay(decay: optax.ScalarOrSchedule, masks: Any) -> optax.Gradien
 
   Args:
     decay: a number of zero or more, or a schedule of the step count. Not multiplied by the learning rate here. The
-      sum is made in float32 and rounded to the update's dtype: keep parameters in float32, as a decay of 1e-4 is lost
-      in bfloat16.
+      sum is made in float32 and rounded to the wider dtype of update and parameter: keep parameters in float32, as a
+      decay of 1e-4 is lost in bfloat16. Inside `optax.apply_if_finite` and Optax's other conditional wrappers, which
+      want updates in the dtype of the gradients, cast gradients to the parameters' dtype first.
     masks: a tree with the structure of the parameters: bool arrays, True = kept, or `optax.MaskedNode()` where
       nothing decays.
 

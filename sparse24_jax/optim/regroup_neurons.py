@@ -29,7 +29,7 @@ def regroup_neurons(params: Any, opt_state: Any, recipe: Recipe) -> Any:
   >>> import jax, optax, sparse24_jax as s24
   >>> params = {'up': jax.random.normal(jax.random.key(0), (8, 64)), 'down': jax.numpy.ones((64, 8))}
   >>> recipe = s24.recipes.neuron_level('up', 'down', policy=s24.ActivationPolicy(v=4, clusters=4))
-  >>> opt_state = s24.sparse_training(optax.sgd(0.1), recipe).init(params)
+  >>> opt_state = s24.sparse_training(optax.sgd(0.1), recipe, phase='dense').init(params)
   >>> s24.regroup_neurons(params, opt_state, recipe).projections['up'].shape
   (65,)
   """

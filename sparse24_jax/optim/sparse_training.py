@@ -11,14 +11,14 @@ import jax.numpy as jnp
 import optax
 
 from pallas_kernels import _dispatch
-from sparse24_jax.optim._evolve import evolve, evolving, on_links, zero
+from sparse24_jax.optim._evolve import evolve, evolving, minus, on_links, zero
 from sparse24_jax.optim._state import find_state, states_of
 from sparse24_jax.optim._weights import boxed, contexts, flip_rates, is_leaf, map_sparse, projections_of, unboxed
 from sparse24_jax.optim.masked_decay import add_decay
 from sparse24_jax.optim.step_adam import StepAdamState
 from sparse24_jax.projection import Projection
 from sparse24_jax.recipe import PhaseName, Recipe, resolve_phase
-from sparse24_jax.rules import leaves_by_path
+from sparse24_jax.rules import leaves_by_path, log_matches
 from sparse24_jax.topology import Context
 
 
@@ -53,6 +53,24 @@ class SparseTrainingState(NamedTuple):
     flip_rate: of the last comparison.
     inner_state: of the inner optimizer.
 
+  Its trees like the parameters hold arrays of other shapes, too: scales, flip rates, and nothing where no rule matches.
+  A function that gives each array the sharding of its parameter asks for the shape:
+
+  >>> import jax, optax, sparse24_jax as s24
+  >>> from jax.sharding import PartitionSpec
+  >>> params = {'mlp': {'kernel': jax.numpy.ones((8, 8))}, 'head': {'kernel': jax.numpy.ones((8, 4))}}
+  >>> specs = {'mlp': {'kernel': PartitionSpec(None, 'data')}, 'head': {'kernel': PartitionSpec('data')}}
+  >>> def spec_of(leaf, w, spec):
+  ...   if isinstance(leaf, optax.MaskedNode):
+  ...     return leaf
+  ...   return spec if leaf.shape == w.shape else PartitionSpec()
+  >>> tx = s24.sparse_training(optax.adam(1e-3), s24.recipes.s_ste('mlp/.*'))
+  >>> found = optax.tree_map_params(
+  ...   tx, spec_of, tx.init(params), params, specs, transform_non_params=lambda leaf: PartitionSpec(),
+  ...   is_leaf=lambda node: isinstance(node, optax.MaskedNode))
+  >>> tuple(found.projections['mlp']['kernel']), tuple(found.inner_state[0].mu['mlp']['kernel'])
+  ((), (None, 'data'))
+
   >>> import jax.numpy as jnp, optax, sparse24_jax as s24
   >>> w = {'kernel': jnp.array([[1.0], [-3.0], [2.0], [0.5]])}
   >>> state = s24.sparse_training(optax.sgd(1.0), s24.recipes.ste('kernel')).init(w)
@@ -83,15 +101,21 @@ def sparse_training(
   rests where one of these is not finite. Clip
   *before* this wrapper, so that the decay is not clipped: `optax.chain(optax.clip_by_global_norm(1.0),
   sparse_training(optax.adamw(lr), recipe))`. Nothing that changes updates may come after it, since the masks are
-  chosen from the weights as this wrapper leaves them; nor an optimizer around it that keeps weights of its own, as
-  `optax.contrib.schedule_free` and `optax.lookahead` do. It counts calls of its own update, so `optax.MultiSteps`
-  around it counts optimizer steps; inside it, micro-batches. Decay on weights acts on all sparse weights, on those that
-  `inner` leaves as they are as well: freeze them around this wrapper.
+  chosen from the weights as this wrapper leaves them; nor an optimizer around it that keeps weights of its own or
+  blends states, as `optax.contrib.schedule_free`, `optax.lookahead` and `optax.contrib.sam` do. It counts calls of its
+  own update, so `optax.MultiSteps` around it counts optimizer steps; inside it, micro-batches. Inside `jax.shard_map`
+  parameters have to be whole on every device. Decay on weights acts on all sparse weights, and links come and go in
+  all, those that `inner` leaves as they are included: freeze them around this wrapper.
 
   To go on from a dense run with its moments: `state._replace(inner_state=...)` of a fresh state.
 
   A search is a loop of one pass or none, so that a step without one copies nothing: `update` has no reverse-mode
-  derivative unless `refresh_every` is 1.
+  derivative unless `refresh_every` is 1. Flip rates compare with masks from before the step: where the state is not
+  the mask (soft thresholds, and `flip_rate='step'`), these are held while `inner` updates, a byte an entry.
+
+  A decayed update has the wider dtype of gradient and parameter, and so has that of a weight whose links come and go.
+  `optax.apply_if_finite`, `optax.conditionally_mask` and `optax.conditionally_transform` around this wrapper want the
+  dtype of the gradients, as they do around Adam: cast gradients to the parameters' dtype first.
 
   The state has one structure in all phases: build an optimizer for each phase and carry the state through. Masks go
   on being chosen and compared in dense phases, where nothing reads them.
@@ -99,15 +123,18 @@ def sparse_training(
   Args:
     inner: the optimizer, learning rate and weight decay included.
     recipe: what is sparse and how.
-    phase: `'sparse'` or `'dense'`, a Python value: a step compiled for a phase contains nothing of the other. None is
-      the recipe's first.
+    phase: `'sparse'` or `'dense'`, a Python value: a step compiled for a phase contains nothing of the other. Model,
+      variables and `project` take the same (`phase_at`). None is the recipe's first, which one that begins dense, to be
+      sparse later, must say.
     learning_rate: the inner optimizer's; only for decay on weights, which it multiplies.
 
   Returns:
-    A gradient transformation. `init` raises ValueError when the recipe does not fit the parameters.
+    A gradient transformation. `init` raises ValueError when the recipe does not fit the parameters, and logs to
+    `sparse24_jax`, level INFO, which weights the rules match.
 
   Raises:
-    ValueError: unknown phase, decay on weights without a learning rate, or no optimizer.
+    ValueError: unknown phase, none in a recipe that begins dense, decay on weights without a learning rate, or no
+      optimizer.
 
   Source: Hu et al., arXiv 2404.01847, equation 10 and section 4.
 
@@ -136,6 +163,7 @@ def sparse_training(
       raise ValueError('inner holds sparse_training already; one recipe takes several rules')
     params = unboxed(params)
     projections = projections_of(params, recipe)
+    log_matches(params, recipe)
     at_start = contexts(projections, params, jnp.zeros((), jnp.int32))
     states = map_sparse(_start, projections, params, at_start)
     rates = map_sparse(lambda p, w: jnp.zeros(w.shape[:-2], jnp.float32), projections, params)
@@ -163,20 +191,26 @@ def sparse_training(
     evolves = phase == 'sparse' and any(map(evolving, jax.tree.leaves(projections, is_leaf=is_leaf)))
     if evolves:
       gradients, updates = updates, on_links(projections, params, state.projections, updates, zero)
+    count = optax.safe_increment(state.count)
+    inner_state = state.inner_state
+    if not evolves:
+      compared = _compared(recipe, projections, count, params, state.projections)
+      if jax.tree.leaves(compared):
+        # The inner optimizer waits for them: else XLA keeps a copy of the weights from which to search them later.
+        compared, inner_state = jax.lax.optimization_barrier((compared, inner_state))
     updates = jax.tree.unflatten(boxes, jax.tree.leaves(updates))
-    updates, inner_state = inner.update(updates, state.inner_state, given, **extra)
+    updates, inner_state = inner.update(updates, inner_state, given, **extra)
     boxes, updates = jax.tree.structure(updates), unboxed(updates)
     if decays and recipe.decay_on == 'weights':
       rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
       updates = add_decay(updates, params, masks, -rate * decay)
 
-    count = optax.safe_increment(state.count)
     if evolves:
-      updates = on_links(projections, params, state.projections, updates, jnp.negative)
+      updates = on_links(projections, params, state.projections, updates, minus)
       state = state._replace(count=count, inner_state=inner_state)
       updates, state = evolve(recipe, inner, projections, params, gradients, updates, state)
     else:
-      states, rates = _refresh(recipe, projections, count, params, updates, state)
+      states, rates = _refresh(recipe, projections, count, compared, params, updates, state)
       state = SparseTrainingState(count, states, rates, inner_state)
     updates = jax.tree.unflatten(boxes, jax.tree.leaves(updates))
     return updates, _map_weights(functools.partial(boxed, given), state)
@@ -209,8 +243,39 @@ def sparse_states(opt_state: Any) -> dict[str, Array]:
   return dict(leaves_by_path(projections))
 
 
+def _compared(recipe: Recipe, projections: Any, count: Array, params: Any, states: Any) -> Any:
+  """Masks before the step that makes `count`, to compare with those after it; `MaskedNode` where the state is one."""
+
+  def of(p: Projection, w: Array, s: Array) -> Any:
+    if recipe.flip_rate == 'step':  # what a search would choose, whatever the mask in use
+      return p.mask(w, p.refresh(w, s))
+    mask = p.mask(w, s)
+    return optax.MaskedNode() if mask is s else mask
+
+  def search() -> Any:
+    return map_sparse(of, projections, params, states)
+
+  if recipe.flip_rate == 'step' or recipe.refresh_every == 1:
+    return search()
+  none_yet = map_sparse(_none_yet, projections, params, jax.eval_shape(search))
+  return _when_due(recipe, count, lambda _: search(), none_yet) if jax.tree.leaves(none_yet) else none_yet
+
+
+def _none_yet(p: Projection, w: Array, mask: Any) -> Any:
+  """A mask to begin with, sharded as its weight; nothing where none is to come."""
+  del p
+  return mask if isinstance(mask, optax.MaskedNode) else jnp.zeros_like(w, dtype=mask.dtype)
+
+
+def _when_due(recipe: Recipe, count: Array, change: Callable[[Any], Any], kept: Any) -> Any:
+  """`change(kept)` in steps that refresh masks, else what is kept."""
+  # One pass or none: what a loop carries is changed in place, while `lax.cond` copies what it leaves as it is.
+  due = count % recipe.refresh_every == 0
+  return jax.lax.fori_loop(0, due.astype(jnp.int32), lambda _, carried: change(carried), kept)
+
+
 def _refresh(
-  recipe: Recipe, projections: Any, count: Array, params: Any, updates: Any, state: SparseTrainingState
+  recipe: Recipe, projections: Any, count: Array, compared: Any, params: Any, updates: Any, state: SparseTrainingState
 ) -> tuple[Any, FlipRate]:
   """Projection states and flip rates after the step that made `count`."""
   # The barrier makes their rounding one: XLA may compute a sum in two places, in one as a fused multiply-add, and an
@@ -221,25 +286,17 @@ def _refresh(
 
   def search(states: Any) -> tuple[Any, FlipRate]:
     new_states = map_sparse(lambda p, w, s: p.refresh(w, s), projections, new_weights, states)
-    old = map_sparse(lambda p, w, s: p.mask(w, s), projections, params, states)
     new = map_sparse(lambda p, w, s: p.mask(w, s), projections, new_weights, new_states)
+    old = map_sparse(lambda p, s, m: s if isinstance(m, optax.MaskedNode) else m, projections, states, compared)
     return new_states, FlipRate(*flip_rates(old, new))
 
-  due = count % recipe.refresh_every == 0
+  if recipe.refresh_every == 1:
+    return search(state.projections)
   if recipe.flip_rate == 'refresh':
-    if recipe.refresh_every == 1:
-      return search(state.projections)
-    kept = (state.projections, state.flip_rate)
-    # One pass or none: what a loop carries is changed in place, while `lax.cond` copies what it leaves as it is.
-    return jax.lax.fori_loop(0, due.astype(jnp.int32), lambda _, carried: search(carried[0]), kept)
-
-  # Per step: what a search would choose before and after this step, whatever the mask in use.
-  old = map_sparse(lambda p, w, s: p.mask(w, p.refresh(w, s)), projections, params, state.projections)
-  states = map_sparse(lambda p, w, s: p.refresh(w, s), projections, new_weights, state.projections)
-  new = map_sparse(lambda p, w, s: p.mask(w, s), projections, new_weights, states)
-  if recipe.refresh_every > 1:
-    states = jax.tree.map(lambda a, b: jnp.where(due, a, b), states, state.projections)
-  return states, FlipRate(*flip_rates(old, new))
+    return _when_due(recipe, count, lambda kept: search(kept[0]), (state.projections, state.flip_rate))
+  states, rates = search(state.projections)
+  due = count % recipe.refresh_every == 0
+  return jax.tree.map(lambda a, b: jnp.where(due, a, b), states, state.projections), rates
 
 
 def _map_weights(f: Callable[[Any], Any], state: SparseTrainingState) -> SparseTrainingState:

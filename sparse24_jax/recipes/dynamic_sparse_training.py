@@ -32,7 +32,7 @@ def rigl(
     seed: for the first mask, which is random.
 
   Raises:
-    ValueError: a share that is not in [0, 1].
+    ValueError: a share that is not in [0, 1], or a topology that rests before its first change.
 
   Source: Evci et al., arXiv 1911.11134, section 3; defaults as there. The paper puts an update of the topology in place
     of an optimizer step, here it follows one, and moments of changed links start at zero.
@@ -43,7 +43,13 @@ def rigl(
   """
   if not 0 < stop <= 1:
     raise ValueError(f'stop={stop} must be in (0, 1]')
-  drop = CosineDecay(drop_fraction, max(1, round(stop * total_steps)))
+  rests = round(stop * total_steps)
+  if rests <= refresh_every:  # at that step itself the share that moves is zero
+    raise ValueError(
+      f'with total_steps={total_steps} and stop={stop} the topology rests from step {rests} on: with'
+      f' refresh_every={refresh_every} it would never change'
+    )
+  drop = CosineDecay(drop_fraction, rests)
   projection = dynamic_sparse(density, drop_fraction=drop, distribution=distribution, seed=seed)
   return Recipe('rigl', (Rule(path, DotPolicy(projection)),), refresh_every=refresh_every)
 

@@ -14,6 +14,7 @@ def neuron_level(
   policy: ActivationPolicy | None = None,
   warmup_fraction: float = 0.1,
   dense_fraction: float = 0.2,
+  refresh_every: int = 40,
 ) -> Recipe:
   """Squared-ReLU feed-forward blocks in which all six matmuls are sparse.
 
@@ -38,6 +39,7 @@ def neuron_level(
     dense_fraction: share of the steps, at the end, that run dense; 0 keeps the run sparse. With both defaults the ratio
       of dense to sparse steps is 1:2.3, which is our choice; summaries of the paper name ratios from 1:1 to 1:3.5. With
       half of the steps sparse a small model ended nearer to a dense one.
+    refresh_every: optimizer steps between measurements of the flip rate, as in `s_ste`; nothing else happens then.
 
   Raises:
     ValueError: a fraction is negative, or both leave no sparse steps; `policy` is of another type.
@@ -64,7 +66,7 @@ def neuron_level(
   phases += [Phase('dense', dense_fraction)] if dense_fraction else []
   first = clustered(policy.up, policy.clusters) if policy.clusters else policy.up
   rules = (_rule(up, first, policy), _rule(down, policy.down, policy))
-  return Recipe('neuron_level', rules, phases=tuple(phases))
+  return Recipe('neuron_level', rules, refresh_every=refresh_every, phases=tuple(phases))
 
 
 def _rule(path: str, projection: Projection | None, policy: ActivationPolicy) -> Rule:

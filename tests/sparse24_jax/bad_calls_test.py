@@ -93,7 +93,7 @@ OPS = (
   ('dot_scalar', lambda: dot(jnp.ones(()), W, policy=DENSE), r'x of shape \(\) does not fit'),
   ('dot_stacked', lambda: dot(X, EXPERTS, policy=DENSE), r'w must be \[in, out\], found .*\(2, 8, 4\); use jax.vmap'),
   ('dot_dtypes', lambda: dot(X.astype(jnp.bfloat16), W, policy=DENSE), 'x is bfloat16 and w is float32; cast one'),
-  ('dot_integers', lambda: dot(X.astype(int), W.astype(int), policy=DENSE), 'floating point, found int32'),
+  ('dot_integers', lambda: dot(X.astype(int), W.astype(int), policy=DENSE), 'x and w must be float32, .*found int32'),
   ('dot_in', lambda: dot(X[:, :6], W[:6], STATE[:6], policy=STE), "length 6 along axis -2; .*'magnitude 2:4' .* 4"),
   ('dot_out', lambda: dot(X, W[:, :3], STATE[:, :3], policy=FST), "length 3 along axis -1; .*'transposable exact'"),
   ('dot_no_key', lambda: gradient(X, W, BLOCK_STATE, policy=FST), "weight_grad='mvue' needs a random key"),

@@ -27,7 +27,7 @@ def init(recipe, params=PARAMS):
 
 
 def evolved(inner):
-  tx = s24.sparse_training(inner, s24.recipes.rigl('mlp/.*kernel', density=0.5, total_steps=10))
+  tx = s24.sparse_training(inner, s24.recipes.rigl('mlp/.*kernel', density=0.5, total_steps=10, refresh_every=5))
   return tx.update(PARAMS, tx.init(PARAMS), PARAMS)
 
 
@@ -148,13 +148,24 @@ SPARSIFY = (
    r"none named 'mvue': pass nnx\.Rngs\(mvue=seed\)"),
   ('linen_rule_without_match', lambda: linen_apply(nn.Dense(8), STE, {}), 'decides for no weight'),
   ('linen_collection_missing', lambda: linen_apply(nn.Dense(8), s24.recipes.ste('kernel'), {}),
-   r"kernel: no state in collection 'sparse24'.*sparse_variables\(params, opt_state, recipe\)"),
+   r"kernel: no state in collection 'sparse24'.*sparse_variables\(params, opt_state, recipe, phase=phase\)"),
   ('linen_state_of_another_recipe',
    lambda: linen_apply(nn.Dense(8), s24.recipes.ste('kernel'), {'sparse24': {'kernel': jnp.float32(1)}}),
    r"kernel: state of projection 'magnitude 2:4' must be bool of shape \(8, 8\), found float32"),
   ('linen_no_hook', lambda: linen_apply(nn.Conv(8, (4,)), s24.recipes.ste('kernel'), {'sparse24': {}}),
    r"\['kernel'\] match rules.*no layer with a dot_general hook"),
 )  # fmt: skip
+
+
+LATE = s24.recipes.step('mlp/.*')
+WITHOUT_PHASE = (
+  ('sparse_training', lambda: s24.sparse_training(SGD, LATE)),
+  ('sparsify_linen', lambda: s24.sparsify(nn.Dense(8), LATE)),
+  ('sparsify_nnx', lambda: s24.sparsify(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), LATE)),
+  ('sparse_variables', lambda: s24.sparse_variables(PARAMS, STATE, LATE)),
+  ('sparse_variables_nnx', lambda: s24.sparse_variables(nnx.State(PARAMS), STATE, LATE)),
+  ('project', lambda: s24.project(PARAMS, STATE, LATE)),
+)
 
 
 class BadSetupTest(parameterized.TestCase):
@@ -172,6 +183,14 @@ class BadSetupTest(parameterized.TestCase):
   @parameterized.named_parameters(*OTHERS)
   def test_other(self, call, message):
     with self.assertRaisesRegex(ValueError, message):
+      call()
+
+  @parameterized.named_parameters(*WITHOUT_PHASE)
+  def test_a_recipe_that_begins_dense_without_a_phase(self, call):
+    """It would train dense to the end, without a word."""
+    with self.assertRaisesRegex(
+      ValueError, r"recipe 'step' begins dense: say phase='dense' or phase='sparse' \(see phase_at\)"
+    ):
       call()
 
   @parameterized.named_parameters(*SPARSIFY)

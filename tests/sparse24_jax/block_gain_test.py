@@ -140,9 +140,6 @@ class Fp8LayerTest(parameterized.TestCase):
       self.assertIn(name, head)
     for part in ('15.000', ' 6.000', ' 2.50', '7.500', ' 1.25', 'input_grad dense_fp8 2.500 (5.000)'):
       self.assertIn(part, line)
-    with records(costs_of=dict.fromkeys(COSTS, 1.0)):
-      *_, advice = table([gain_of()]).split('\n')
-    self.assertEqual(advice, 'up: slower than dense; leave it out of the recipe')
 
 
 class BlockTest(parameterized.TestCase):
@@ -207,6 +204,21 @@ class BlockTest(parameterized.TestCase):
     times = {part.name: part.ms for part in block.chosen}
     self.assertEqual((times['y of up'], times['dW of up']), (ms, ms))
 
+  @parameterized.product(recipe=(FST, FP8, s24.recipes.s_ste('.*')), gated=(False, True))
+  def test_micro_batches_share_the_packing_of_weights_alone(self, recipe, gated):
+    one, four = (
+      block_gain(4096, 16384, recipe, tokens=4096, micro_batches=count, gated=gated, device=H100) for count in (1, 4)
+    )
+    (packing, *rest), (shared, *others) = one.chosen, four.chosen
+    assert packing.ms is not None
+    self.assertGreater(packing.ms, 0)
+    self.assertEqual((shared.name, shared.ms), ('packed weights', packing.ms / 4))
+    self.assertEqual((others, four.dense, four.dense_fp8), (rest, one.dense, one.dense_fp8))
+
+  def test_no_micro_batch(self):
+    with self.assertRaisesRegex(ValueError, 'micro_batches=0 must be positive'):
+      block_gain(4096, 16384, FST, tokens=4096, micro_batches=0, device=H100)
+
   def test_fp8_that_is_simulated_is_no_dense_block(self):
     block = block_gain(4096, 16384, FP8, tokens=4096, dtype=jnp.float32, device=H100)
     self.assertEqual((block.expected_ms, block.gain, block.saved_bytes), (None, None, 0))
@@ -266,6 +278,17 @@ class BlockTest(parameterized.TestCase):
           self.assertBetween(block.gain_over_fp8 / record['speedup']['dense_fp8'], 0.9, 1.1)
       seen += 1
     self.assertEqual(seen, 8)
+
+  @parameterized.parameters((2048, 768, 3072, 0.821), (2048, 1024, 4096, 1.0), (4096, 1024, 4096, 1.116))
+  def test_expectations_beside_measurements_of_small_blocks(self, tokens, d, hidden, measured):
+    """Time of kernels on an H100, against the fastest of three dense forms.
+
+    The 5 us that a pass counts beside its bytes were fitted to these three: this holds what was found, and predicts
+    nothing.
+    """
+    gain = block_gain(d, hidden, FST, tokens=tokens, device=H100).gain
+    assert gain is not None
+    self.assertBetween(gain / measured, 0.95, 1.05)
 
 
 if __name__ == '__main__':

@@ -26,7 +26,7 @@ def setting(policy=POLICY, layers=()):
   """A linen layer, its parameters, the recipe and an optimizer state."""
   params = {'up': {'kernel': random(0, *layers, D, HIDDEN)}, 'down': {'kernel': random(1, *layers, HIDDEN, D)}}
   recipe = s24.recipes.neuron_level(UP, DOWN, policy=policy)
-  opt_state = s24.sparse_training(optax.adam(1e-2), recipe).init(params)
+  opt_state = s24.sparse_training(optax.adam(1e-2), recipe, phase='sparse').init(params)
   return s24.linen.Sparse24MLP(HIDDEN, activation='squared_relu'), params, recipe, opt_state
 
 

@@ -32,10 +32,11 @@ def f8(a, dtype, largest=None):
 
 
 def f8_weights(weights, states):
-  """beta S(w) in e4m3, side by side, under the common bound beta |w| of all of them."""
+  """beta S(w) in e4m3, side by side, under a power of two above the common bound beta |w| of all of them."""
   betas = [np.float32(s) for s in states]
   largest = max(abs(b) * np.float32(abs(oracles.wide(w)).max()) for w, b in zip(weights, betas, strict=True))
-  scale, factor = scale_of(largest, E4M3)
+  factor = np.exp2(np.ceil(np.log2(largest / 448)))
+  scale = 1 / factor
   soft = [oracles.soft_threshold(w) for w in weights]
   return np.concatenate([rounded(s, scale * b, E4M3) for s, b in zip(soft, betas, strict=True)], axis=1), factor
 
@@ -76,15 +77,19 @@ def written_dot(x, w, state, dz, key):
   return sparse_product(x, w8), dx, sparse_product(transposed(x), f8_sample(dz, key))
 
 
-def written_ffn(activation, x, weights, biases, states, dy, key):
-  """y, dx, dW, db; what a step writes in bfloat16 is rounded to it."""
+def written_ffn(activation, x, weights, biases, states, dy, key, *, dense=None):
+  """y, dx, dW, db; what a step writes in bfloat16 is rounded to it. The forward of one role can be a dense product."""
+
+  def linear(role, a, w, bias):
+    return bf16(dense_product(a, w) + bias) if role == dense else sparse_product(a, w) + bias
+
   x, dy = f8(wide(x), E4M3), wide(dy)
   hidden_key, down_key = jax.random.split(key)
   names = ('gate', 'up') if 'gate' in weights else ('up',)
   first = f8_weights([weights[n] for n in names], [states[n] for n in names])
   down = f8_weights([weights['down']], [states['down']])
   b_first, b_down = (np.concatenate([wide(biases[n])[0] for n in n]) if biases else 0.0 for n in (names, ('down',)))
-  z = sparse_product(x, first) + b_first
+  z = linear('up', x, first, b_first)
   if 'gate' in weights:  # the product is written, then read
     gate, up = np.split(bf16(z), 2, axis=1)
     value, slope = oracles.activation_and_slope(activation, gate)
@@ -102,4 +107,4 @@ def written_ffn(activation, x, weights, biases, states, dy, key):
   dw['down'] = sparse_product(transposed(h), f8_sample(dy, down_key))
   db = dict(zip(names, np.split(dz8[0].sum(0) * dz8[1], len(names)), strict=True)) | {'down': dy.sum(0)}
   dx = dense_product(dz8, transposed(first))
-  return sparse_product(h, down) + b_down, dx, dw, db if biases else {}
+  return linear('down', h, down, b_down), dx, dw, db if biases else {}

@@ -12,7 +12,7 @@ import jax
 
 from pallas_kernels import _device
 from sparse24_jax import __main__ as command
-from sparse24_jax.block_gain import block_gain, block_table
+from sparse24_jax.block_gain import block_gain, block_table, BlockGain, Part
 from sparse24_jax.where_it_pays import table, where_it_pays
 
 ARGS = ('where-it-pays', '--tokens', '16384', '--d', '4096', '--hidden', '16384')
@@ -68,14 +68,16 @@ class CommandTest(parameterized.TestCase):
     self.assertRegex(block, r'^one block: \d+\.\d\d ms as chosen, \d+\.\d\d ms dense, \d\.\d\dx; .*')
     self.assertEqual('dense in FP8' in block, recipe == 's_ste_fp8')
 
-  @parameterized.parameters('bfloat16', 'float32')
-  def test_layers_and_block_are_of_the_same_weights(self, weights):
-    _, lines = run(*ARGS, '--device', DEVICE, '--weights', weights)
+  @parameterized.parameters(('bfloat16', 1), ('float32', 4))
+  def test_layers_and_block_are_of_the_same_weights(self, weights, micro_batches):
+    options = ('--micro-batches', str(micro_batches)) if micro_batches > 1 else ()
+    _, lines = run(*ARGS, '--device', DEVICE, '--weights', weights, *options)
+    step = dict(tokens=16384, micro_batches=micro_batches)
     recipe = command.RECIPES['transposable_srste']()
     sides = {'down': (16384, 4096), 'up': (4096, 16384)}
     params = {name: {'kernel': jax.ShapeDtypeStruct((1, *side), weights)} for name, side in sides.items()}
-    self.assertEqual(lines[:3], table(where_it_pays(params, recipe, tokens=16384, device=DEVICE)).split('\n'))
-    block = block_gain(4096, 16384, recipe, tokens=16384, weight_dtype=weights, device=DEVICE)
+    self.assertEqual(lines[:3], table(where_it_pays(params, recipe, **step, device=DEVICE)).split('\n'))
+    block = block_gain(4096, 16384, recipe, **step, weight_dtype=weights, device=DEVICE)
     self.assertEqual(lines[3:], [block_table(block)])
 
   def test_one_block_is_one_of_all_layers(self):
@@ -92,6 +94,30 @@ class CommandTest(parameterized.TestCase):
     self.assertEqual([lines[i].strip() for i in titles], ['as chosen, ms:', 'dense, ms:', 'dense in FP8, ms:'])
     for total, start, end in zip(totals, titles, [*titles[1:], len(lines)], strict=True):
       self.assertAlmostEqual(sum(float(line.split()[-1]) for line in lines[start + 1 : end]), total, delta=0.02)
+
+  @parameterized.parameters(
+    # By itself the up-projection would gain more with its exact gradient, the block gains less.
+    ((1.14, 1.00), None), ((0.945, 0.927), 'slower than dense: leave these layers out of the recipe'),
+    ((0.9, 0.99), 'slower than dense: leave these layers out of the recipe'),
+    ((0.94, 1.05), "weight_grad='dense' is faster, 1.05x, and exact"),
+    ((1.10, 1.10), None), ((0.999, 0.999), None), ((1.3, None), None), ((None, None), None),
+  )  # fmt: skip
+  def test_advice_is_that_of_the_block(self, gains, expected):
+    def block(d, hidden, recipe, **kwargs):
+      (rule,) = recipe.rules
+      gain = gains[rule.policy.weight_grad == 'dense']
+      parts = [(Part('all', ms),) for ms in (None if gain is None else 1 / gain, 1.0)]
+      return BlockGain(*parts, (), 0, 0)
+
+    with mock.patch.object(command, 'block_gain', block):
+      lines = run('where-it-pays', '--tokens', '2048', '--d', '1024', '--hidden', '4096', '--device', DEVICE)[1]
+    self.assertStartsWith(lines[3], 'one block: ')
+    self.assertEqual(lines[4:], [] if expected is None else [expected])
+
+  @parameterized.parameters((768, 3072, True), (1024, 4096, False))
+  def test_advice_on_the_card_that_was_measured(self, d, hidden, loses):
+    _, lines = run('where-it-pays', '--tokens', '2048', '--d', str(d), '--hidden', str(hidden), '--device', DEVICE)
+    self.assertEqual(lines[4:], ['slower than dense: leave these layers out of the recipe'] if loses else [])
 
   def test_as_a_program(self):
     done = subprocess.run(

@@ -269,6 +269,9 @@ class TrainingStepTest(parameterized.TestCase):
       self.assertEqual(shapes.count(shape), 1)
     self.assertGreaterEqual(shapes.count((TOKENS, HIDDEN)), 3)  # z twice, dh
     self.assertGreaterEqual(shapes.count((TOKENS, D)), 2)  # y, dx
+    if one:  # a forward that is recomputed keeps no z
+      z_and_h = [line for line in calls(inside, SPARSE) if line.count(f'bf16[{TOKENS},{HIDDEN}]') == 2]
+      self.assertLen(z_and_h, 1)
     # Samples of both gradients and no packing of weights.
     self.assertLen(calls(inside, TRITON), 2)
 
@@ -305,9 +308,13 @@ class TrainingStepTest(parameterized.TestCase):
     hlo = compiled(gradient, params, opt_state, x, struct(2, dtype=jnp.uint32))
     # FP8 keeps the input gradients dense.
     self.assertLen(calls(hlo.splitlines(), SPARSE), 4 if fp8 else 6)
+    # Three weights, and gate and up are one product; or two, both ways, as one call each.
+    self.assertLen(calls(computations(hlo)['ENTRY'], TRITON), 3 if fp8 else 2)
 
-  def test_a_step_without_a_search_neither_copies_nor_keeps_weights(self):
-    recipe = s24.recipes.transposable_srste('.*', masked_decay=1e-4, refresh_every=40)
+  @parameterized.parameters(
+    s24.recipes.transposable_srste('.*', masked_decay=1e-4, refresh_every=40), s24.recipes.s_ste('.*')
+  )
+  def test_a_step_without_a_search_neither_copies_nor_keeps_weights(self, recipe):
     tx = s24.sparse_training(optax.adam(1e-3), recipe)
     w = struct(D, HIDDEN, dtype=jnp.float32)
     opt_state = jax.eval_shape(tx.init, {'w': w})

@@ -49,6 +49,14 @@ class ProjectionTest(parameterized.TestCase):
       np.testing.assert_array_equal(projection.mask(w, state), kept)
     np.testing.assert_array_equal(projection.apply(w, jax.vmap(projection.init)(w)), applied)
 
+  def test_soft_threshold_along_the_output(self):
+    projection = s24.soft_threshold_projection(axis=-1)
+    state, soft = projection.init(W), oracles.soft_threshold(W, axis=-1)
+    beta = oracles.soft_threshold_scale(W, axis=-1)
+    np.testing.assert_allclose(state, beta, rtol=1e-5)
+    np.testing.assert_allclose(projection.apply(W, state), soft * beta[:, None, None], rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(projection.mask(W, state), soft != 0)
+
   @parameterized.parameters(*PROJECTIONS)
   def test_state_changes_only_by_refresh(self, name):
     projection = PROJECTIONS[name]

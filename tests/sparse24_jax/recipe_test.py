@@ -90,6 +90,14 @@ class DynamicSparseRecipesTest(parameterized.TestCase):
     input_grad = 'sparse' if policy.projection.transposable else 'dense'
     self.assertEqual((found, policy.input_grad, policy.weight_grad), (settings, input_grad, 'dense'))
 
+  def test_rigl_rests_after_its_stop(self):
+    default, half = (
+      s24.recipes.rigl('a', density=0.2, total_steps=1000, **kwargs).rules[0].policy.projection.update.drop_fraction
+      for kwargs in ({}, {'stop': 0.5})
+    )
+    np.testing.assert_allclose(default(np.array([0, 375, 750, 900])), [0.3, 0.15, 0, 0], atol=1e-6)
+    np.testing.assert_allclose(half(np.array([0, 250, 500, 900])), [0.3, 0.15, 0, 0], atol=1e-6)
+
   def test_are_told_apart(self):
     others = [s24.recipes.rigl('a/.*', density=0.2, total_steps=steps) for steps in (10_000, 10_001)]
     others.append(s24.recipes.mixed_sparsity('a/.*', total_steps=10_000, density=0.1))
@@ -128,8 +136,11 @@ class DynamicSparseRecipesTest(parameterized.TestCase):
     (lambda: s24.recipes.mixed_sparsity('a', total_steps=1000, warm_up=0.6, restoration=0.4), 'sum below 1'),
     (lambda: s24.recipes.mixed_sparsity('a', total_steps=1000, restoration=0.05, refresh_every=60), 'shorter than'),
     (lambda: s24.recipes.mixed_sparsity('a', total_steps=10_000, structure='2:4', density=0.6), 'above the 0.5'),
-    (lambda: s24.recipes.rigl('a', density=1.2, total_steps=10), 'density'),
+    (lambda: s24.recipes.rigl('a', density=1.2, total_steps=1000), 'density'),
     (lambda: s24.recipes.rigl('a', density=0.2, total_steps=10, stop=0.0), 'stop'),
+    # At the stop nothing moves any more: a first change at step 99 of 99 would be none.
+    (lambda: s24.recipes.rigl('a', density=0.2, total_steps=132), r'rests from step 99 on.*refresh_every=100'),
+    (lambda: s24.recipes.rigl('a', density=0.2, total_steps=132, refresh_every=99), 'rests from step 99 on'),
     (lambda: s24.Phase('sparse', 1.0, 'local'), 'AttentionPattern'),
     (lambda: s24.recipes.mixed_sparsity('a', total_steps=9000, warm_up_ramp='x'), "warm_up_ramp='x': known are"),
     (lambda: s24.recipes.mixed_sparsity('a', total_steps=9000, structure='2:4', restoration_ramp='x'), 'ion_ramp'),

@@ -61,7 +61,7 @@ class MatchTest(parameterized.TestCase):
       {path: rule.policy for path, rule in matched.items()},
       {'h_0/attn/kernel': FST, 'h_0/mlp/up/kernel': FST, 'h_1/mlp/up/kernel': STE},
     )
-    with self.assertRaisesRegex(ValueError, "rule 'h_0/.*' .*decides for no weight"):
+    with self.assertRaisesRegex(ValueError, "rule 'h_0/.*' .*decides for no weight.* whole path"):
       rules.match_rules(params(), recipe(('.*', STE), ('h_0/.*', FST)))
 
   def test_shapes_and_no_arrays_will_do(self):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import sparse24_jax as s24
-from sparse24_jax.topology import Context, draw, keep_largest
+from sparse24_jax.topology import _links_at, Context, draw, keep_largest
 
 SHAPE = (2, 16, 12)
 SIZE = 16 * 12
@@ -101,6 +101,21 @@ class LayerDensitiesTest(parameterized.TestCase):
     np.testing.assert_allclose(list(found.values()), 0.3)
 
 
+class LinksTest(parameterized.TestCase):
+  @parameterized.parameters(2**24 + 1, 2**24 + 3, 2**25 + 2, 2**31 - 1)
+  def test_of_more_entries_than_float32_counts_none_and_all_are_exact(self, size):
+    """The first is rounded down to 2^24, the second up, beyond all."""
+    found = [int(_links_at(jnp.float32(share), size)) for share in (0.0, 0.5, 1.0)]
+    self.assertEqual(found[::2], [0, size])
+    np.testing.assert_allclose(found[1], size / 2, rtol=2.0**-23)
+    self.assertLessEqual(int(_links_at(jnp.float32(1 - 2.0**-24), size)), size)
+
+  @parameterized.parameters((0.5, 6, 3), (0.25, 10, 2), (0.35, 10, 4), (1.0, 7, 7))
+  def test_of_few_is_the_nearest_number(self, share, size, expected):
+    found = _links_at(jnp.float32(share), size)
+    self.assertEqual((int(found), found.dtype), (expected, jnp.int32))
+
+
 class UpdateTest(parameterized.TestCase):
   @parameterized.product(density=(0.05, 0.25, 0.5), start=('random', 'magnitude'), structure=(None, '2:4'))
   def test_start(self, density, start, structure):
@@ -120,7 +135,8 @@ class UpdateTest(parameterized.TestCase):
       self.assertTrue((mask != other).any())
       self.assertTrue((start_of(s24.Topology(density, structure=structure, seed=1)) != mask).any())
 
-  @parameterized.parameters((0.25, 0.25), (0.5, 0.2), (0.2, 0.5), (0.3, 1.0), (1.0, 0.1))
+  # Of 96 links, 0.3 are 28.8.
+  @parameterized.parameters((0.25, 0.25), (0.5, 0.5), (0.5, 0.2), (0.2, 0.5), (0.3, 1.0), (1.0, 0.1))
   def test_gradient_growth_against_a_sort(self, before, after):
     """RigL's update with a target that may move: what MST's formula says, by sorting."""
     zeta = 0.3
@@ -135,7 +151,8 @@ class UpdateTest(parameterized.TestCase):
       np.testing.assert_array_equal(mask[i], kept | grown)
     np.testing.assert_array_equal(reset, mask != start)
 
-  @parameterized.parameters((0.25, None), (1.0, None), (0.25, '2:4'))
+  # Of 24 that grow, 0.28 are 6.72.
+  @parameterized.parameters((0.28, None), (1.0, None), (0.25, '2:4'))
   def test_random_share(self, share, structure):
     density = 0.25
     start = start_of(s24.Topology(density, structure=structure))
@@ -156,6 +173,10 @@ class UpdateTest(parameterized.TestCase):
       by_gradient = grown - round(share * grown)
       self.assertGreaterEqual(new[:8].sum(), by_gradient)
       self.assertGreater(new[8:].sum(), 0)
+      if structure is None:
+        links = kept | sorted_largest(grad[i], by_gradient, ~kept)
+        at_random = sorted_largest(draw(0, 100, 'a', SHAPE)[i], grown - by_gradient, ~links)
+        np.testing.assert_array_equal(mask[i], links | at_random)
     if structure:
       s24.verify24(jnp.where(mask, 1.0, 0.0))
 

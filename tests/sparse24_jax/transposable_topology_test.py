@@ -12,7 +12,7 @@ import optax
 import sparse24_jax as s24
 from sparse24_jax.optim import sparse_states
 from sparse24_jax.rules import match_rules
-from sparse24_jax.topology import Context
+from sparse24_jax.topology import _best_pattern, Context
 from tests.quick import jit
 
 SHAPE = (2, 16, 12)
@@ -123,6 +123,22 @@ class PatternsTest(parameterized.TestCase):
         self.assertTrue((found | ~tile).all())
         chosen = float((np.abs(g.astype(np.float64)) * (found & ~tile)).sum())
         self.assertGreaterEqual(chosen, sums.max() * (1 - 1e-4))
+
+  def test_no_sum_of_scores_outweighs_a_link(self):
+    """All parts of a pattern of each kind, under all patterns as scores; rows and columns permute to the rest."""
+    # The last of each kind: ties go to earlier ones.
+    kinds = [next(p for p in PATTERNS[::-1] if len(np.unique(p, axis=0)) == rows) for rows in (2, 4)]
+    parts = np.zeros((2, 2**8, 4, 4), bool)
+    for part, kind in zip(parts, kinds, strict=True):
+      part[:, kind] = list(itertools.product((False, True), repeat=8))
+    parts = parts.reshape(-1, 1, 4, 4)
+    free = PATTERNS & ~parts
+    links = np.broadcast_to(parts, free.shape)
+    found = np.asarray(jit(_best_pattern)(jnp.asarray(links), jnp.asarray(free, jnp.float32)))
+    self.assertFalse((links & ~found).any())
+    holds = (PATTERNS | ~parts).all((2, 3))[:, None]
+    sums = np.einsum('pbij,cij->pbc', free.astype(np.float32), PATTERNS.astype(np.float32))
+    np.testing.assert_array_equal((free & found).sum((2, 3)), np.where(holds, sums, -1).max(-1))
 
   @parameterized.parameters(0.0, np.nan, np.inf, 1e-38, 3e38)
   def test_gradients_of_any_size_leave_masks_whole(self, value):

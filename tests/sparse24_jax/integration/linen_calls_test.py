@@ -109,6 +109,82 @@ class LinenCallsTest(absltest.TestCase):
         jax.tree.structure(found['intermediates'][layer]), jax.tree.structure(plain['intermediates'][layer])
       )
 
+  def test_a_model_may_use_any_name(self):
+    sequence = nn.Sequential([nn.Dense(16), nn.relu, nn.Dense(4)])
+    for model, layer in (
+      (Named(), 'inner'), (InSetup(), 'inner'), (Field(nn.Dense(16)), 'inner'), (sequence, 'layers_2')
+    ):
+      with self.subTest(type(model).__name__):
+        recipe = s24.recipes.ste(f'{layer}/kernel')
+        given = variables(model, recipe)
+        sparse = s24.sparsify(model, recipe)
+        expected = model.apply({'params': projected(given['params'], layer)}, X)
+        np.testing.assert_allclose(sparse.apply(given, X), expected, rtol=1e-6, atol=1e-6)
+        self.assertEqual(
+          jax.tree.structure(sparse.init(jax.random.key(0), X)['params']), jax.tree.structure(given['params'])
+        )
+
+  def test_rules_name_layers_of_the_part_that_is_sparse(self):
+    part = Part()
+    recipe = s24.recipes.ste('(inner|mlp/down)/kernel')
+    given = variables(part, recipe)
+    expected = s24.sparsify(part, recipe).apply(given, X)
+    self.assertGreater(float(jnp.abs(expected - part.apply({'params': given['params']}, X)).max()), 0.01)
+    whole = {name: {'inner': leaves} for name, leaves in given.items()}
+    np.testing.assert_array_equal(Field(s24.sparsify(part, recipe), out=False).apply(whole, X), expected)
+    elsewhere = s24.sparsify(part, s24.recipes.ste('inner/inner/kernel'))
+    with self.assertRaisesRegex(ValueError, "'inner/inner/kernel' of recipe 'ste' decides for no weight"):
+      Field(elsewhere, out=False).apply(whole, X)
+
+  def test_a_sparse_part_in_a_sparse_model(self):
+    """Each layer follows the recipe that names it, also a field of the part, which was named before either wrapper."""
+    whole, part = Field(Field(nn.Dense(16)), out=False), Field(nn.Dense(16))
+    outer, inner = s24.recipes.ste('inner/inner/kernel'), s24.recipes.ste('out/kernel')
+    given = variables(whole, s24.recipes.ste('inner/(inner|out)/kernel'))
+    params = given['params']['inner']
+    for layer in ('inner', 'out'):
+      params = projected(params, layer)
+    found = s24.sparsify(Field(s24.sparsify(part, inner), out=False), outer).apply(given, X)
+    np.testing.assert_allclose(found, part.apply({'params': params}, X), rtol=1e-6, atol=1e-6)
+
+
+class Named(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    return nn.Dense(4, name='out')(nn.Dense(16, name='inner')(x))
+
+
+class InSetup(nn.Module):
+  def setup(self):
+    self.inner, self.out = nn.Dense(16), nn.Dense(4)
+
+  def __call__(self, x):
+    return self.out(self.inner(x))
+
+
+class Field(nn.Module):
+  inner: nn.Module
+  out: bool = True
+
+  @nn.compact
+  def __call__(self, x):
+    x = self.inner(x)
+    return nn.Dense(4, name='out')(x) if self.out else x
+
+
+class Part(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    return s24.linen.Sparse24MLP(32, name='mlp')(nn.Dense(16, name='inner')(x))
+
+
+def projected(params, layer):
+  """With one layer 2:4, by hand: the two largest of each four along the input."""
+  w = params[layer]['kernel']
+  groups = jnp.abs(w).reshape(-1, 4, w.shape[1])
+  kept = jnp.argsort(jnp.argsort(-groups, axis=1), axis=1) < 2
+  return params | {layer: params[layer] | {'kernel': w * kept.reshape(w.shape)}}
+
 
 if __name__ == '__main__':
   absltest.main()

@@ -163,15 +163,17 @@ class SparseTest(parameterized.TestCase):
     self.assertGreater(abs(float(found[0] - dense)), 1e-3)
 
   def test_maps_of_different_rules_draw_differently(self):
-    """One mask for both, equal weights and inputs: only the key of a role tells the samples apart."""
+    """Up and gate of equal weights have equal gradients, by relu(z) z: only the key of a role tells samples apart."""
     mlp = Inside(s24.linen.Sparse24MLP(HIDDEN, gated=True, activation='relu'))
     recipe = recipe_of(MVUE, STE, rules=('.*(up|gate)/kernel', '.*down/kernel'))
-    params = init(mlp)
+    maps = init(mlp)['mlp']
+    params = {'mlp': maps | {'gate': maps['up']}}
     states = variables(params, recipe)
     one, again, other = (
       gradient(mlp, recipe, params, states, rngs={'mvue': jax.random.key(i)})[1]['mlp'] for i in (0, 0, 1)
     )
     assert_trees_equal(one, again)
+    self.assertTrue((one['up']['kernel'] != one['gate']['kernel']).any())
     for role in ('up', 'gate'):
       self.assertTrue((one[role]['kernel'] != other[role]['kernel']).any())
     np.testing.assert_allclose(one['down']['kernel'], other['down']['kernel'], rtol=1e-5, atol=1e-5)

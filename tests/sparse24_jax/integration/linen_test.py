@@ -1,4 +1,4 @@
-"""Sparsified linen models in a loop, with remat, in a scan, and both: parameters, outputs, gradients, refusals."""
+"""Sparsified linen models in a loop, with remat, in a scan, and both: parameters, outputs, gradients."""
 
 import functools
 import tempfile
@@ -13,95 +13,21 @@ import orbax.checkpoint as ocp
 
 from pallas_kernels import _dispatch
 import sparse24_jax as s24
-
-LAYERS = 2
-
-
-class MLP(nn.Module):
-  @nn.compact
-  def __call__(self, x):
-    return x + nn.Dense(16, name='down')(nn.relu(nn.Dense(32, name='up')(x)))
-
-
-class Loop(nn.Module):
-  remat: bool = False
-
-  @nn.compact
-  def __call__(self, x):
-    layer = nn.remat(MLP) if self.remat else MLP
-    for i in range(LAYERS):
-      x = layer(name=f'h_{i}')(x)
-    return nn.Dense(4, name='head')(x)
-
-
-class PastItsHook(nn.Dense):
-  @nn.compact
-  def __call__(self, x):
-    return x @ self.param('kernel', self.kernel_init, (x.shape[-1], self.features))
-
-
-class Block(nn.Module):
-  @nn.compact
-  def __call__(self, x, _):
-    return MLP(name='mlp')(x), None
-
-
-class Scan(nn.Module):
-  remat: bool = False
-  axes: tuple = ('params', 'sparse24')
-  rngs: tuple = ('params', 'mvue')
-
-  @nn.compact
-  def __call__(self, x):
-    block = nn.remat(Block) if self.remat else Block
-    scan = nn.scan(block, dict.fromkeys(self.axes, 0), split_rngs=dict.fromkeys(self.rngs, True), length=LAYERS)
-    return nn.Dense(4, name='head')(scan(name='h')(x, None)[0])
-
-
-MODELS = {
-  'loop': Loop(),
-  'remat': Loop(remat=True),
-  'scan': Scan(),
-  'scan_remat': Scan(remat=True),
-}
-RULE = r'h.*/(up|down)/kernel'
-X = jax.random.normal(jax.random.key(0), (8, 16))
-Y = jax.random.normal(jax.random.key(1), (8, 4))
-KEY = jax.random.key(2)
-FST = s24.recipes.transposable_srste(RULE, masked_decay=1e-3)
-RECIPES = {
-  'ste': s24.recipes.ste(RULE),
-  'fst': FST,
-  's_ste': s24.recipes.s_ste(RULE),
-  'fst_without_mvue': s24.Recipe('fst', (s24.Rule(RULE, s24.DotPolicy(s24.transposable(), input_grad='sparse')),)),
-}
-
-
-@functools.cache
-def init(model, shape=X.shape):
-  x = jnp.ones(shape, X.dtype)
-  return jax.jit(model.init)(jax.random.key(3), x)['params']
-
-
-def opt_state(params, recipe):
-  return jax.jit(s24.sparse_training(optax.sgd(0.1), recipe).init)(params)
-
-
-def variables(params, recipe):
-  return {'params': params, 'sparse24': s24.sparse_variables(params, opt_state(params, recipe), recipe)}
-
-
-@functools.cache
-def prepared(name, recipe_name):
-  """Model, recipe, parameters, variables and projected parameters of a case; remat and no remat share them."""
-  recipe, plain = RECIPES[recipe_name], MODELS[name.removesuffix('_remat').replace('remat', 'loop')]
-  if plain != MODELS[name]:
-    _, _, *rest = prepared('scan' if 'scan' in name else 'loop', recipe_name)
-    return MODELS[name], recipe, *rest
-  params = init(plain)
-  state = opt_state(params, recipe)
-  v = {'params': params, 'sparse24': s24.sparse_variables(params, state, recipe)}
-  return plain, recipe, params, v, s24.project(params, state, recipe)
+from tests.sparse24_jax.integration.linen_models import (
+  FST,
+  init,
+  KEY,
+  LAYERS,
+  Loop,
+  MODELS,
+  opt_state,
+  prepared,
+  RECIPES,
+  RULE,
+  variables,
+  X,
+  Y,
+)  # fmt: skip
 
 
 @functools.cache
@@ -328,83 +254,6 @@ def sparse_part(grads):
     for k, v in grads.items()
     if k != 'head'
   }
-
-
-class RefusalTest(parameterized.TestCase):
-
-  @parameterized.parameters('loop', 'remat', 'scan')
-  def test_gradient_without_key(self, name):
-    model, recipe, params, v, _ = prepared(name, 'fst')
-    sparse = s24.sparsify(model, recipe)
-    with self.assertRaisesRegex(ValueError, r"weight_grad='mvue' needs a random key.*rngs=\{'mvue': key\}"):
-      jax.eval_shape(jax.grad(lambda p: sparse.apply({**v, 'params': p}, X).sum()), params)
-
-  def test_gradient_with_odd_tokens(self):
-    model, recipe, params, v, _ = prepared('loop', 'fst')
-    sparse = s24.sparsify(model, recipe)
-    with self.assertRaisesRegex(ValueError, r'h_0/up/kernel: .* groups tokens in fours: x of shape \(7, 16\) has 7 to'):
-      jax.eval_shape(jax.grad(lambda p: sparse.apply({**v, 'params': p}, X[:7], rngs={'mvue': KEY}).sum()), params)
-
-  def test_scan_that_holds_the_states_back(self):
-    model = Scan(axes=('params',))
-    params = init(model)
-    with self.assertRaisesRegex(ValueError, r'h/mlp/up/kernel: no state.*nn\.scan.*variable_axes=.*"sparse24": 0'):
-      s24.sparsify(model, FST).apply(variables(params, FST), X)
-
-  def test_scan_that_holds_the_randomness_back(self):
-    model = Scan(rngs=('params',))
-    params = init(model)
-    sparse, v = s24.sparsify(model, FST), variables(params, FST)
-    with self.assertRaisesRegex(ValueError, r"random key.*split_rngs=\{.*'mvue': True"):
-      jax.eval_shape(jax.grad(lambda p: sparse.apply({**v, 'params': p}, X, rngs={'mvue': KEY}).sum()), params)
-
-  def test_apply_without_the_collection(self):
-    params = init(Loop())
-    with self.assertRaisesRegex(ValueError, r'h_0/up/kernel: no state in collection .sparse24.*sparse_variables'):
-      s24.sparsify(Loop(), FST).apply({'params': params}, X)
-
-  def test_rule_without_a_match(self):
-    params = init(Loop())
-    recipe = s24.recipes.ste('mlp/.*')
-    with self.assertRaisesRegex(ValueError, r"rule 'mlp/\.\*' .* for no weight; weights are \['h_0/down/kernel"):
-      s24.sparsify(Loop(), recipe).apply({'params': params, 'sparse24': {}}, X)
-
-  @parameterized.named_parameters(
-    ('conv', lambda self, x: nn.Conv(8, (4,), name='odd')(x[None]), 'odd/kernel'),
-    ('raw_parameter', lambda self, x: x @ self.param('odd', nn.initializers.normal(), (16, 8)), 'odd'),
-    ('past_its_hook', lambda self, x: PastItsHook(8, name='odd')(x), 'odd/kernel'),
-    ('einsum', lambda self, x: nn.Einsum((16, 8), 'ab,bc->ac', name='odd')(x), 'odd/kernel'),
-  )
-  def test_matched_weight_without_hook(self, layer, path):
-    class Model(nn.Module):
-      @nn.compact
-      def __call__(self, x):
-        return layer(self, nn.Dense(16, name='up')(x))
-
-      def encode(self, x):
-        return self(x)
-
-    recipe = s24.recipes.ste('.*')
-    params = init(Model())
-    for call in ((X,), ('encode', X)):
-      with self.assertRaisesRegex(ValueError, rf"\['{path}'\] match rules.*no layer with a dot_general hook.*narrow"):
-        s24.sparsify(Model(), recipe).apply(variables(params, recipe), *call, method='run' if len(call) > 1 else None)
-
-  def test_embeddings_are_no_weights(self):
-    model, recipe, tokens = nn.Embed(16, 8), s24.recipes.ste('.*'), jnp.zeros((4,), jnp.int32)
-    with self.assertRaisesRegex(ValueError, r'decides for no weight; weights are \[\]'):
-      s24.sparsify(model, recipe).apply({**model.init(KEY, tokens), 'sparse24': {}}, tokens)
-
-  def test_kernel_with_many_feature_axes_is_named(self):
-    class Model(nn.Module):
-      @nn.compact
-      def __call__(self, x):
-        return nn.DenseGeneral((4, 8), name='heads')(x)
-
-    recipe = s24.recipes.ste('heads/kernel')
-    params = init(Model())
-    with self.assertRaisesRegex(ValueError, r'heads/kernel: .*\(16, 4, 8\)'):
-      s24.sparsify(Model(), recipe).apply(variables(params, recipe), X)
 
 
 if __name__ == '__main__':

@@ -117,6 +117,18 @@ class SameModelTest(parameterized.TestCase):
     assert_trees_equal(nnx.state(dense), nnx.state(model))
     np.testing.assert_array_equal(dense(X), model(X))
 
+  @parameterized.named_parameters(('scale', s24.recipes.s_ste(RULE)), ('mask', FST))
+  def test_a_second_sparsify_keeps_the_states(self, recipe):
+    """A scale is frozen, a mask waits for its refresh, whatever the weights have become."""
+    sparse = s24.sparsify(plain('loop'), recipe, rngs=nnx.Rngs(mvue=1))
+    before = nnx.state(sparse, s24.SparseVariable)
+    nnx.update(sparse, jax.tree.map(lambda w: jnp.roll(w, 1, axis=0), params_of(sparse)))
+    again = nnx.state(s24.sparsify(sparse, recipe, rngs=nnx.Rngs(mvue=1)), s24.SparseVariable)
+    assert_trees_equal(again, before)
+    fresh = s24.sparsify(s24.sparsify(sparse, recipe, phase='dense'), recipe)
+    for ours, new in zip(*map(jax.tree.leaves, (again, nnx.state(fresh, s24.SparseVariable))), strict=True):
+      self.assertTrue((ours != new).any())
+
   def test_own_dot_general_comes_back(self):
     def own(*args, **kwargs):
       return jax.lax.dot_general(*args, **kwargs)
@@ -216,7 +228,7 @@ class GradientTest(parameterized.TestCase):
       self.assertTrue((layers[0][weight]['kernel'][...] != layers[1][weight]['kernel'][...]).any())
 
   def test_layers_draw_differently(self):
-    """Equal weights, inputs and output gradients in each layer, one seed: only the stream's fold tells them apart."""
+    """Equal weights, inputs and output gradients in each layer: only the keys tell them apart."""
 
     class Parallel(nnx.Module):
       def __init__(self):
@@ -225,10 +237,14 @@ class GradientTest(parameterized.TestCase):
       def __call__(self, x):
         return sum(layer(x) for layer in self.h)
 
-    grads = grads_of(s24.sparsify(Parallel(), SAMPLED, rngs=nnx.Rngs(mvue=1)))
-    kernels = [grads['h'][i]['kernel'][...] for i in range(3)]
-    for i in range(3):
-      self.assertTrue((kernels[i] != kernels[i - 1]).any())
+    model = s24.sparsify(Parallel(), SAMPLED, rngs=nnx.Rngs(mvue=1))
+    for one_key in (False, True):
+      if one_key:  # Flax would give each stream a key of its own
+        nnx.reseed(model, policy=lambda *_: jax.random.key(1), mvue=0)
+      grads = grads_of(model)
+      kernels = [grads['h'][i]['kernel'][...] for i in range(3)]
+      for i in range(3):
+        self.assertTrue((kernels[i] != kernels[i - 1]).any(), one_key)
 
   def test_stacked_layers_draw_differently(self):
     class Parallel(nnx.Module):

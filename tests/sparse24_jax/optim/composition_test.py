@@ -103,6 +103,23 @@ class CompositionTest(parameterized.TestCase):
     assert_trees_equal(after.inner_state, state.inner_state)
     self.assertEqual(int(after.total_notfinite), 1)
 
+  @parameterized.parameters(
+    (lambda tx: optax.apply_if_finite(tx, max_consecutive_errors=3),),
+    (lambda tx: optax.conditionally_mask(tx, lambda step: step >= 0),),
+    (lambda tx: optax.conditionally_transform(tx, lambda step: step >= 0),),
+  )
+  def test_conditional_wrappers_want_gradients_in_the_dtype_of_the_parameters(self, wrap):
+    """A decay that is not lost beside bfloat16 is wider than that, as are the updates of Adam by itself."""
+    params, few_bits = normal(0), jax.tree.map(lambda g: g.astype(jnp.bfloat16), normal(1))
+    for inner in (adam(), optax.adam(RATE)):
+      tx = wrap(inner)
+      with self.assertRaisesRegex(TypeError, 'cond branches must have equal output types'):
+        jax.eval_shape(tx.update, few_bits, tx.init(params), params)
+      cast = optax.tree.cast_like(few_bits, params)
+      found, expected = (t.update(cast, t.init(params), params)[0] for t in (tx, inner))
+      # A branch is compiled, with sums that are fused.
+      jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, expected)
+
   def test_injected_rate_reaches_the_decay_on_weights(self):
     recipe = s24.recipes.sr_ste(RULE, masked_decay=0.5)
 

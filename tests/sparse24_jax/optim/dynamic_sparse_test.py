@@ -30,6 +30,8 @@ INNERS = {
     {'block': optax.adam(1e-2), 'rest': optax.set_to_zero()}, {'attn': 'block', 'mlp': 'block', 'head': 'rest'}
   ),
   'injected': lambda: optax.inject_hyperparams(optax.adam)(learning_rate=1e-2),
+  # At a weight's place it has rows, columns and an array of one number besides the moment of the weight's shape.
+  'adafactor': lambda: optax.adafactor(1e-2, min_dim_size_to_factor=4, momentum=0.9),
 }
 
 
@@ -89,6 +91,19 @@ class LinksTest(parameterized.TestCase):
           changes += new_links.sum()
       old = masks
     self.assertGreater(changes, 0)
+
+  @parameterized.parameters(1, 2)
+  def test_pruned_weights_are_zero_beside_gradients_of_few_bits(self, refresh_every):
+    """Which plain SGD hands on: -w, rounded to bfloat16, would leave a rest of w."""
+    tx = s24.sparse_training(optax.sgd(0.1), recipe_of(0.25, drop_fraction=0.4, refresh_every=refresh_every))
+    params = normal(0)
+    state = jit(tx.init)(params)
+    for step in range(1, 4):
+      updates, state = jit_update(tx)(jax.tree.map(lambda g: g.astype(jnp.bfloat16), normal(step)), state, params)
+      self.assertEqual(updates['head']['kernel'].dtype, jnp.bfloat16)
+      params = optax.apply_updates(params, updates)
+      for path, mask in sparse_states(state).items():
+        np.testing.assert_array_equal(of(params, path)[~np.asarray(mask)], 0)
 
   def test_first_step_against_plain_adam_on_the_links(self):
     """Between updates of the topology: the inner optimizer on masked gradients, nothing else."""

@@ -57,6 +57,22 @@ class AddMaskedDecayTest(parameterized.TestCase):
     np.testing.assert_array_equal(updates['w'], expected)
     self.assertEqual({str(u.dtype) for u in jax.tree.leaves(updates)}, {dtype})
 
+  def test_a_small_decay_arrives_beside_gradients_of_few_bits(self):
+    """Gradients are often summed over devices in bfloat16: 6e-5 of a weight is less than the last bit of most."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    w, mask = 0.02 * jax.random.normal(keys[0], (64, 64)), jax.random.bernoulli(keys[1], 0.5, (64, 64))
+    g = (1e-3 * jax.random.normal(keys[2], (64, 64))).astype(jnp.bfloat16)
+    tx = s24.add_masked_decay(6e-5, {'w': mask})
+    updates, _ = tx.update({'w': g}, tx.init({'w': w}), {'w': w})
+    expected = np.float64(g) + 6e-5 * np.where(mask, 0, np.float64(w))
+    np.testing.assert_allclose(updates['w'], expected, rtol=1e-6, atol=1e-12)
+
+  def test_neither_16_bit_type_holds_the_numbers_of_the_other(self):
+    params = {'w': jnp.full((4, 4), 1e6, jnp.bfloat16)}  # float16 ends at 65504
+    tx = s24.add_masked_decay(1.0, {'w': jnp.zeros((4, 4), bool)})
+    updates, _ = tx.update({'w': jnp.ones((4, 4), jnp.float16)}, tx.init(params), params)
+    np.testing.assert_allclose(updates['w'], 1e6, rtol=2**-8)
+
   def test_infinite_weight_that_is_kept_adds_nothing(self):
     params = {'w': jnp.array([jnp.inf, 1.0])}
     tx = s24.add_masked_decay(0.1, {'w': jnp.array([True, False])})

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from pallas_kernels import _dispatch
 import sparse24_jax as s24
 
 LR, B1, B2, EPS, WEIGHT_DECAY, DECAY = 0.05, 0.9, 0.98, 1e-8, 0.1, 0.3
@@ -265,6 +266,33 @@ class DecayTest(parameterized.TestCase):
     self.assert_trees_equal(updates, wide)
 
 
+class LogTest(absltest.TestCase):
+  def setUp(self):
+    super().setUp()
+    _dispatch.log_once.cache_clear()
+
+  def test_init_tells_what_the_rules_match(self):
+    fp8 = s24.Rule('head/kernel', s24.DotPolicy(precision='fp8'))
+    recipe = s24.Recipe('two', (s24.Rule(RULE, s24.DotPolicy(s24.magnitude())), fp8))
+    tx = s24.sparse_training(optax.adam(LR), recipe)
+    with self.assertLogs('sparse24_jax', 'INFO') as logs:
+      state = jax.jit(tx.init)(normal(0))
+      tx.init(normal(0))  # of another phase, say: the same table
+      optax.tree_map_params(tx, lambda leaf: leaf, state)  # calls init with placeholders
+    self.assertLen(logs.records, 1)
+    first, *rows = logs.records[0].getMessage().splitlines()
+    self.assertEqual(first, "recipe 'two' matches 3 weights:")
+    self.assertEqual([row.split() for row in rows], [
+      ['head/kernel', '(8,', '4)', 'no', 'projection'],
+      ['mlp/down/kernel', '(3,', '12,', '8)', 'magnitude', '2:4'],
+      ['mlp/up/kernel', '(8,', '12)', 'magnitude', '2:4'],
+    ])  # fmt: skip
+
+  def test_a_recipe_that_matches_nothing_says_nothing(self):
+    with self.assertNoLogs('sparse24_jax'):
+      s24.sparse_training(optax.adam(LR), s24.recipes.dense()).init(normal(0))
+
+
 class RefreshTest(parameterized.TestCase):
 
   @parameterized.product(refresh_every=(1, 2, 3), flip_rate=('refresh', 'step'))
@@ -309,9 +337,10 @@ class RefreshTest(parameterized.TestCase):
     self.assertGreater(rates[2], 0)
     self.assertEqual(rates[3], rates[2])  # until the next refresh
 
-  @parameterized.parameters(1, 2)
-  def test_the_scale_of_s_ste_stays_and_its_flip_rate_is_of_one_step(self, every):
-    tx = s24.sparse_training(optax.sgd(0.3), s24.recipes.s_ste(RULE, refresh_every=every))
+  @parameterized.parameters((1, 'refresh'), (2, 'refresh'), (2, 'step'))
+  def test_the_scale_of_s_ste_stays_and_its_flip_rate_is_of_one_step(self, every, flip_rate):
+    recipe = dataclasses.replace(s24.recipes.s_ste(RULE, refresh_every=every), flip_rate=flip_rate)
+    tx = s24.sparse_training(optax.sgd(0.3), recipe)
     params = normal(0)
     state, update = tx.init(params), jax.jit(tx.update)
     beta = state.projections['mlp']['down']['kernel']
@@ -324,7 +353,7 @@ class RefreshTest(parameterized.TestCase):
       before, after = (np.asarray(s24.soft_threshold(p['mlp']['up']['kernel']) != 0) for p in (old, params))
       self.assertTrue((before != after).any())
       rate = s24.get_flip_rate(state).per_weight['mlp/up/kernel']
-      expected = np.mean(before != after) if (i + 1) % every == 0 else expected
+      expected = np.mean(before != after) if (i + 1) % every == 0 or flip_rate == 'step' else expected
       np.testing.assert_allclose(rate, expected, rtol=1e-6)
 
 

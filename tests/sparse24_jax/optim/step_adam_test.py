@@ -79,11 +79,11 @@ class StepAdamTest(parameterized.TestCase):
       _dispatch.log_once.cache_clear()
       with self.assertLogs('sparse24_jax') as logs:
         logging.getLogger('sparse24_jax').info('end')
-        s24.sparse_training(inner, s24.recipes.step('w')).init({'w': jnp.ones((4, 4))})
-      return [record.levelname for record in logs.records]
+        s24.sparse_training(inner, s24.recipes.step('w'), phase='sparse').init({'w': jnp.ones((4, 4))})
+      return [record.getMessage() for record in logs.records if record.levelname == 'WARNING']
 
-    self.assertEqual(logs_of(optax.adamw(LR)), ['INFO', 'WARNING'])
-    self.assertEqual(logs_of(optax.chain(optax.clip(1.0), s24.step_adam(LR, phase='sparse'))), ['INFO'])
+    self.assertLen(logs_of(optax.adamw(LR)), 1)
+    self.assertEmpty(logs_of(optax.chain(optax.clip(1.0), s24.step_adam(LR, phase='sparse'))))
 
   def test_second_moment_is_held_to_the_bit(self):
     params, grads = params_and_grads()

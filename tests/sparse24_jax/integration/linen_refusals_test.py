@@ -1,0 +1,119 @@
+"""What sparsified linen models refuse, and how they say it."""
+
+import copy
+
+from absl.testing import absltest, parameterized
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+
+import sparse24_jax as s24
+from tests.sparse24_jax.integration.linen_models import (
+  FST,
+  init,
+  KEY,
+  Loop,
+  prepared,
+  Scan,
+  variables,
+  X,
+)  # fmt: skip
+
+
+class PastItsHook(nn.Dense):
+  @nn.compact
+  def __call__(self, x):
+    return x @ self.param('kernel', self.kernel_init, (x.shape[-1], self.features))
+
+
+class RefusalTest(parameterized.TestCase):
+
+  @parameterized.parameters('loop', 'remat', 'scan')
+  def test_gradient_without_key(self, name):
+    model, recipe, params, v, _ = prepared(name, 'fst')
+    sparse = s24.sparsify(model, recipe)
+    with self.assertRaisesRegex(ValueError, r"weight_grad='mvue' needs a random key.*rngs=\{'mvue': key\}"):
+      jax.eval_shape(jax.grad(lambda p: sparse.apply({**v, 'params': p}, X).sum()), params)
+
+  def test_gradient_with_odd_tokens(self):
+    model, recipe, params, v, _ = prepared('loop', 'fst')
+    sparse = s24.sparsify(model, recipe)
+    with self.assertRaisesRegex(ValueError, r'h_0/up/kernel: .* groups tokens in fours: x of shape \(7, 16\) has 7 to'):
+      jax.eval_shape(jax.grad(lambda p: sparse.apply({**v, 'params': p}, X[:7], rngs={'mvue': KEY}).sum()), params)
+
+  def test_scan_that_holds_the_states_back(self):
+    model = Scan(axes=('params',))
+    params = init(model)
+    with self.assertRaisesRegex(ValueError, r'h/mlp/up/kernel: no state.*nn\.scan.*variable_axes=.*"sparse24": 0'):
+      s24.sparsify(model, FST).apply(variables(params, FST), X)
+
+  def test_scan_that_holds_the_randomness_back(self):
+    model = Scan(rngs=('params',))
+    params = init(model)
+    sparse, v = s24.sparsify(model, FST), variables(params, FST)
+    with self.assertRaisesRegex(ValueError, r"random key.*split_rngs=\{.*'mvue': True"):
+      jax.eval_shape(jax.grad(lambda p: sparse.apply({**v, 'params': p}, X, rngs={'mvue': KEY}).sum()), params)
+
+  def test_apply_without_the_collection(self):
+    params = init(Loop())
+    with self.assertRaisesRegex(ValueError, r'h_0/up/kernel: no state in collection .sparse24.*sparse_variables'):
+      s24.sparsify(Loop(), FST).apply({'params': params}, X)
+
+  def test_another_method_by_its_own_name(self):
+    class Encoder(Loop):
+      def encode(self, x):
+        return self(x)
+
+    sparse = s24.sparsify(Encoder(), FST)
+    with self.assertRaisesRegex(AttributeError, r"'encode' is a method of the model: .*'encode', x, method='run'\)"):
+      sparse.apply(variables(init(Encoder()), FST), X, method='encode')
+    with self.assertRaisesRegex(AttributeError, 'no attribute "decode"'):
+      sparse.apply(variables(init(Encoder()), FST), X, method='decode')
+    self.assertEqual(copy.deepcopy(sparse), sparse)
+
+  def test_rule_without_a_match(self):
+    params = init(Loop())
+    recipe = s24.recipes.ste('mlp/.*')
+    with self.assertRaisesRegex(ValueError, r"rule 'mlp/\.\*' .* for no weight; weights are \['h_0/down/kernel"):
+      s24.sparsify(Loop(), recipe).apply({'params': params, 'sparse24': {}}, X)
+
+  @parameterized.named_parameters(
+    ('conv', lambda self, x: nn.Conv(8, (4,), name='odd')(x[None]), 'odd/kernel'),
+    ('raw_parameter', lambda self, x: x @ self.param('odd', nn.initializers.normal(), (16, 8)), 'odd'),
+    ('past_its_hook', lambda self, x: PastItsHook(8, name='odd')(x), 'odd/kernel'),
+    ('einsum', lambda self, x: nn.Einsum((16, 8), 'ab,bc->ac', name='odd')(x), 'odd/kernel'),
+  )
+  def test_matched_weight_without_hook(self, layer, path):
+    class Model(nn.Module):
+      @nn.compact
+      def __call__(self, x):
+        return layer(self, nn.Dense(16, name='up')(x))
+
+      def encode(self, x):
+        return self(x)
+
+    recipe = s24.recipes.ste('.*')
+    params = init(Model())
+    for call in ((X,), ('encode', X)):
+      with self.assertRaisesRegex(ValueError, rf"\['{path}'\] match rules.*no layer with a dot_general hook.*narrow"):
+        s24.sparsify(Model(), recipe).apply(variables(params, recipe), *call, method='run' if len(call) > 1 else None)
+
+  def test_embeddings_are_no_weights(self):
+    model, recipe, tokens = nn.Embed(16, 8), s24.recipes.ste('.*'), jnp.zeros((4,), jnp.int32)
+    with self.assertRaisesRegex(ValueError, r'decides for no weight; weights are \[\]'):
+      s24.sparsify(model, recipe).apply({**model.init(KEY, tokens), 'sparse24': {}}, tokens)
+
+  def test_kernel_with_many_feature_axes_is_named(self):
+    class Model(nn.Module):
+      @nn.compact
+      def __call__(self, x):
+        return nn.DenseGeneral((4, 8), name='heads')(x)
+
+    recipe = s24.recipes.ste('heads/kernel')
+    params = init(Model())
+    with self.assertRaisesRegex(ValueError, r'heads/kernel: .*\(16, 4, 8\)'):
+      s24.sparsify(Model(), recipe).apply(variables(params, recipe), X)
+
+
+if __name__ == '__main__':
+  absltest.main()

@@ -1,0 +1,172 @@
+"""Recipes without the layers that do not pay: which are left out, and that what comes back trains."""
+
+import dataclasses
+import sys
+from typing import Any
+from unittest import mock
+
+from absl.testing import absltest, parameterized
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import sparse24_jax as s24
+
+H100 = 'nvidia_h100_80gb_hbm3'
+ALL = s24.recipes.transposable_srste('.*', masked_decay=1e-4)
+FST = s24.recipes.transposable_srste('.*/mlp/.*', masked_decay=1e-4)
+
+
+def kernel(*shape) -> Any:
+  return {'kernel': jax.ShapeDtypeStruct(shape, 'float32')}
+
+
+def model_of(*widths, gated=False):
+  """Shapes of a model of one feed-forward block a width."""
+  names = ('gate', 'up') if gated else ('up',)
+  return {
+    f'h_{d}': {'mlp': {name: kernel(d, 4 * d) for name in names} | {'down': kernel(4 * d, d)}, 'norm': {'scale': 1.0}}
+    for d in widths
+  }
+
+
+def recipe_of_all(recipe):
+  """With its rule for every path."""
+  return dataclasses.replace(recipe, rules=(dataclasses.replace(recipe.rules[0], path='.*'),))
+
+
+class Blocks(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    x = x + s24.linen.Sparse24MLP(128, name='first')(x)
+    return x + s24.linen.Sparse24MLP(128, name='second')(x)
+
+
+class OnlyWhereItPaysTest(parameterized.TestCase):
+
+  @parameterized.parameters((2048, ['h_768']), (8192, []))
+  def test_blocks_are_left_out_that_lose(self, tokens, expected):
+    params = model_of(768, 2048)
+    gains = {
+      f'h_{d}': s24.block_gain(d, 4 * d, ALL, tokens=tokens, weight_dtype=jnp.float32, device=H100).gain
+      for d in (768, 2048)
+    }
+    self.assertEqual([name for name, gain in gains.items() if gain < 1], expected)
+    found = s24.only_where_it_pays(params, FST, tokens=tokens, device=H100)
+    if not expected:
+      self.assertIs(found, FST)
+      return
+    dense, *rest = found.rules
+    self.assertEqual(dense.path.split('|'), [f'{name}/mlp/{w}/kernel' for name in expected for w in ('down', 'up')])
+    self.assertEqual(dense.policy, s24.DotPolicy())
+    self.assertEqual(tuple(rest), FST.rules)
+    self.assertEqual((found.phases, found.masked_decay), (FST.phases, FST.masked_decay))
+
+  @parameterized.parameters(False, True)
+  def test_what_is_counted(self, gated):
+    """A block by `block_gain` with its gate, and what is no block by itself."""
+    params = model_of(512, gated=gated) | {'attn': {'q': kernel(512, 512), 'k': kernel(512, 512)}}
+    layers = [mock.Mock(path=path, shape=leaf.shape, gain=gain) for path, leaf, gain in (
+      ('attn/k/kernel', params['attn']['k']['kernel'], 0.9), ('attn/q/kernel', params['attn']['q']['kernel'], 1.1),
+      *((f'h_512/mlp/{name}/kernel', params['h_512']['mlp'][name]['kernel'], 1.5) for name in params['h_512']['mlp']),
+    )]  # fmt: skip
+    module = sys.modules[s24.only_where_it_pays.__module__]
+    block = mock.Mock(return_value=mock.Mock(gain=0.99))
+    with mock.patch.multiple(module, where_it_pays=lambda *_, **__: layers, block_gain=block):
+      found = s24.only_where_it_pays(params, ALL, tokens=64)
+    block.assert_called_once()
+    self.assertEqual(block.call_args.args[:2], (512, 2048))
+    self.assertEqual(block.call_args.kwargs['gated'], gated)
+    self.assertEqual(
+      set(found.rules[0].path.split('|')), {layer.path for layer in layers if layer.path != 'attn/q/kernel'}
+    )
+
+  @parameterized.parameters(
+    (dict(q=(64, 64), k=(64, 64), v=(64, 64), o=(64, 64), up=(64, 256), down=(256, 64)), {'up', 'down'}),
+    (dict(q=(64, 128), k=(64, 32), v=(64, 32), o=(128, 64), up=(64, 256), down=(256, 64)), {'q', 'o', 'up', 'down'}),
+    (dict(up_0=(64, 256), down_0=(256, 64), up_1=(64, 256), down_1=(256, 64)), set()),
+  )
+  def test_layers_of_one_module_are_told_apart_by_their_shapes(self, shapes, blocks):
+    """Blocks lose and single layers gain: what is left out was taken for blocks."""
+    params = {'h_0': {name: kernel(*shape) for name, shape in shapes.items()}}
+    layers = [mock.Mock(path=f'h_0/{name}/kernel', shape=shape, gain=1.1) for name, shape in shapes.items()]
+    module = sys.modules[s24.only_where_it_pays.__module__]
+    lost = mock.Mock(return_value=mock.Mock(gain=0.9))
+    with mock.patch.multiple(module, where_it_pays=lambda *_, **__: layers, block_gain=lost):
+      found = s24.only_where_it_pays(params, ALL, tokens=64)
+    left_out = set(found.rules[0].path.split('|')) if found is not ALL else set()
+    self.assertEqual(left_out, {f'h_0/{name}/kernel' for name in blocks})
+
+  def test_a_packing_that_micro_batches_share_costs_less(self):
+    counts = (1, 2)
+    gains = [
+      s24.block_gain(
+        1024, 4096, ALL, tokens=2048, micro_batches=count, weight_dtype=jnp.float32, device=H100
+      ).gain for count in counts
+    ]  # fmt: skip
+    self.assertEqual([gain < 1 for gain in gains], [True, False])
+    for params in (model_of(1024), {'down': kernel(4096, 1024)}):
+      recipe = s24.recipes.transposable_srste('.*(up|down)/kernel', masked_decay=1e-4)
+      found = [s24.only_where_it_pays(params, recipe, tokens=2048, micro_batches=n, device=H100) for n in counts]
+      self.assertIsNot(found[0], recipe)
+      self.assertIs(found[1], recipe)
+
+  def test_a_rule_that_is_left_with_nothing_goes(self):
+    params = model_of(768, 2048)
+    rules = tuple(s24.Rule(f'h_{d}/.*', FST.rules[0].policy) for d in (768, 2048))
+    found = s24.only_where_it_pays(params, s24.Recipe('two', rules), tokens=2048, device=H100)
+    self.assertEqual(found.rules[1:], rules[1:])
+
+  def test_what_was_not_measured_stays(self):
+    self.assertIs(s24.only_where_it_pays(model_of(64), FST, tokens=16, device=H100), FST)
+    self.assertIs(s24.only_where_it_pays(model_of(768), FST, tokens=2048, device='another card'), FST)
+
+  def test_a_block_of_which_a_part_was_not_measured_stays(self):
+    """A small one in FP8, say: also where its layers by themselves are expected to lose."""
+    recipe = s24.recipes.s_ste('.*/mlp/.*', fp8=True)
+    self.assertIsNone(s24.block_gain(768, 3072, recipe_of_all(recipe), tokens=2048, device=H100).gain)
+    self.assertIs(s24.only_where_it_pays(model_of(768), recipe, tokens=2048, device=H100), recipe)
+    layers = [mock.Mock(path=f'h_768/mlp/{name}/kernel', shape=shape, gain=0.5) for name, shape in (
+      ('down', (3072, 768)), ('up', (768, 3072)),
+    )]  # fmt: skip
+    module = sys.modules[s24.only_where_it_pays.__module__]
+    unknown = mock.Mock(return_value=mock.Mock(gain=None))
+    with mock.patch.multiple(module, where_it_pays=lambda *_, **__: layers, block_gain=unknown):
+      self.assertIs(s24.only_where_it_pays(model_of(768), recipe, tokens=2048), recipe)
+    unknown.assert_called_once()
+
+  @parameterized.parameters(('first',), ('first', 'second'))
+  def test_the_rest_trains(self, *slow):
+    """With the choice of the card's records replaced, since they hold nothing so small."""
+    x = jax.random.normal(jax.random.key(0), (8, 32))
+    params = Blocks().init(jax.random.key(1), x)['params']
+    recipe = s24.recipes.transposable_srste('.*', masked_decay=0.1)
+    module = sys.modules[s24.only_where_it_pays.__module__]
+
+    paths = [f'{name}/{w}/kernel' for name in params for w in params[name]]
+    layers = [mock.Mock(path=path, shape=(128, 32) if '/down/' in path else (32, 128)) for path in paths]
+    # Blocks are asked for in the order of the tree.
+    gains = [mock.Mock(gain=0.5 if name in slow else 2.0) for name in params]
+    block_gain = mock.Mock(side_effect=gains)
+    with mock.patch.multiple(module, where_it_pays=lambda *_, **__: layers, block_gain=block_gain):
+      recipe = s24.only_where_it_pays(params, recipe, tokens=8)
+    tx = s24.sparse_training(optax.sgd(0.1), recipe)
+    opt_state = tx.init(params)
+    variables = {'params': params, 'sparse24': s24.sparse_variables(params, opt_state, recipe)}
+    found = s24.sparsify(Blocks(), recipe).apply(variables, x)
+    weights: Any = s24.project(params, opt_state, recipe)
+    expected = jnp.asarray(Blocks().apply({'params': weights}, x))
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    for name in params:
+      zeros = sum(int((weights[name][w]['kernel'] == 0).sum()) for w in weights[name])
+      self.assertEqual(zeros, 0 if name in slow else 32 * 128)
+    zero = jax.tree.map(jnp.zeros_like, params)
+    updates: Any = tx.update(zero, opt_state, params)[0]
+    moved = {name: any(bool(jnp.any(u['kernel'])) for u in updates[name].values()) for name in params}
+    self.assertEqual(moved, {name: name not in slow for name in params})
+
+
+if __name__ == '__main__':
+  absltest.main()
