@@ -10,6 +10,8 @@ import sys
 os.environ.setdefault('GLOG_minloglevel', '2')
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
 
+from experiments.experiment import known_experiments
+
 
 def _experiment_arguments(
   parser: argparse.ArgumentParser, default: str | None, example: str = '--set steps=500'
@@ -19,7 +21,7 @@ def _experiment_arguments(
     default=default,
     required=default is None,
     metavar='NAME',
-    help='an experiment in experiments/configs, or a path to such a file'
+    help=f'an experiment: {", ".join(known_experiments())}; or a path to a file like those in experiments/configs'
     + (f' (default: {default})' if default else ''),
   )
   parser.add_argument(
@@ -33,6 +35,17 @@ def _experiment_arguments(
   parser.add_argument('--tiny', action='store_true', help="the experiment's tiny twin, which takes seconds")
 
 
+def _methods_arguments(parser: argparse.ArgumentParser, default: str) -> None:
+  parser.add_argument(
+    '--methods',
+    nargs='+',
+    default=[default],
+    metavar='METHOD',
+    help='keys of METHODS or GROUPS in experiments/method_table.py, e.g. dense fst (default: %(default)s)',
+  )
+  parser.add_argument('--seeds', type=int, nargs='+', default=[0, 1, 2], help='a run each (default: 0 1 2)')
+
+
 def make_parser() -> argparse.ArgumentParser:
   """The command line, with the help of every command."""
   parser = argparse.ArgumentParser(prog='python -m experiments', description=__doc__)
@@ -43,8 +56,10 @@ def make_parser() -> argparse.ArgumentParser:
     'main-job', help='dense, plain-STE and FST twins on embedded text, and a report (the default; 3-4 minutes)'
   )
   main_job.add_argument('--folder', default='runs/main', help='for runs and report (default: %(default)s)')
-  main_job.add_argument('--seed', type=int, default=0)
-  main_job.add_argument('--set', action='append', default=[], metavar='KEY=VALUE', dest='overrides')
+  main_job.add_argument('--seed', type=int, default=0, help='of all three (default: %(default)s)')
+  main_job.add_argument(
+    '--set', action='append', default=[], metavar='KEY=VALUE', dest='overrides', help='as for train'
+  )
   main_job.add_argument('--tiny', action='store_true', help='a tiny model for a few seconds, to see that it works')
 
   train = commands.add_parser('train', help='train one experiment, or resume it from its newest checkpoint')
@@ -74,20 +89,18 @@ def make_parser() -> argparse.ArgumentParser:
   report = commands.add_parser('report', help='write one HTML page about any set of runs')
   report.add_argument('runs', nargs='+', help='run folders, or folders that hold some')
   report.add_argument('--out', default='report.html', help='the page (default: %(default)s)')
-  report.add_argument('--title', default='Runs compared')
+  report.add_argument('--title', default='Runs compared', help='heading of the page (default: %(default)s)')
 
   compare = commands.add_parser('compare', help='every method with every seed at equal steps, records and report')
   _experiment_arguments(compare, 'nano')
   compare.add_argument('--folder', default='runs/compare', help='for runs and report (default: %(default)s)')
-  compare.add_argument('--methods', nargs='+', metavar='METHOD', help='default: AT_EQUAL_STEPS of method_table.py')
-  compare.add_argument('--seeds', type=int, nargs='+', default=[0, 1, 2])
+  _methods_arguments(compare, 'equal-steps')
   compare.add_argument('--results', help='JSON-lines file for one record a run (default: none)')
 
   together = commands.add_parser('together', help='train methods side by side on one device; compare then reports')
   _experiment_arguments(together, 'small')
   together.add_argument('--folder', default='runs/together', help='for runs and logs (default: %(default)s)')
-  together.add_argument('--methods', nargs='+', metavar='METHOD', help='default: equal-flops')
-  together.add_argument('--seeds', type=int, nargs='+', default=[0, 1, 2])
+  _methods_arguments(together, 'equal-flops')
   together.add_argument('--minutes', type=float, default=0.0, help='stop after these (default: wait for all)')
   together.add_argument('--pack', type=Path, help='renew this .tar.gz of measurements as runs finish')
   return parser
@@ -98,9 +111,10 @@ def _train(args: argparse.Namespace) -> None:
 
   config = experiment.load_config(args.config, args.overrides, tiny=args.tiny)
   folder = args.folder or f'runs/{config.name}-{config.recipe.name}-seed{config.seed}'
+  before = 'finished before, ' if (Path(folder) / 'summary.json').exists() else ''
   summary = train.train(config, folder)
   print(
-    f'{folder}: validation loss {summary["validation_loss"]:.4f} after {summary["steps"]} steps, '
+    f'{folder}: {before}validation loss {summary["validation_loss"]:.4f} after {summary["steps"]} steps, '
     f'{summary["seconds"]:.0f} s'
   )
 
@@ -184,12 +198,12 @@ def _report(args: argparse.Namespace) -> None:
 
 
 def _compare(args: argparse.Namespace) -> None:
-  from experiments import compare, method_table
+  from experiments import compare
 
   compare.compare(
     args.folder,
     experiment=args.config,
-    names=args.methods or method_table.AT_EQUAL_STEPS,
+    names=args.methods,
     seeds=args.seeds,
     tiny=args.tiny,
     overrides=args.overrides,
@@ -203,7 +217,7 @@ def _together(args: argparse.Namespace) -> None:
   unfinished = together.together(
     args.folder,
     experiment=args.config,
-    names=args.methods or ['equal-flops'],
+    names=args.methods,
     seeds=args.seeds,
     minutes=args.minutes,
     tiny=args.tiny,

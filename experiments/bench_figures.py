@@ -90,6 +90,41 @@ def bars(rows: Sequence[tuple[str, Mapping[str, float]]], *, label: str, unit: s
   return '\n'.join([*out, '</svg>'])
 
 
+def speedups(groups: Mapping[str, Sequence[tuple[str, float]]], *, label: str) -> str:
+  """Bars of how many times faster than dense, with a line at 1; a picture of its own, on white.
+
+  Args:
+    groups: heading -> (what, times faster).
+    label: read out by screen readers.
+
+  Returns:
+    An `<svg>` element.
+  """
+  longest = max(1.2, *(value for rows in groups.values() for _, value in rows))
+  left, thick, top = 330, 22, 30
+  scale = (900 - left - 60) / longest
+  height = sum(top + thick * len(rows) for rows in groups.values()) + 22
+  out = [
+    f'<svg viewBox="0 0 900 {height}" role="img" aria-label="{escape(label)}" xmlns="http://www.w3.org/2000/svg"'
+    ' font-family="system-ui, \'DejaVu Sans\', sans-serif" font-size="13">',
+    '<rect width="900" height="100%" fill="#ffffff"/>',
+  ]
+  y = 0
+  for heading, rows in groups.items():
+    y += top
+    out.append(f'<text x="12" y="{y - 8}" font-weight="600" fill="#1b1f24">{escape(heading)}</text>')
+    for what, value in rows:
+      colour, width = _COLOURS['sparse' if value >= 1 else 'cusparselt'], value * scale
+      out.append(f'<text x="12" y="{y + 15}" fill="#1b1f24">{escape(what)}</text>')
+      out.append(f'<rect x="{left}" y="{y + 3}" width="{width:.1f}" height="{thick - 7}" rx="2" fill="{colour}"/>')
+      out.append(f'<text x="{left + width + 7:.1f}" y="{y + 15}" fill="#59636e">{value:.2f}</text>')
+      y += thick
+  x = left + scale  # of 1
+  out.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{y}" stroke="#1b1f24" stroke-dasharray="3 3"/>')
+  out.append(f'<text x="{x:.1f}" y="{y + 14}" text-anchor="middle" fill="#59636e">as fast as dense</text>')
+  return '\n'.join([*out, '</svg>\n'])
+
+
 def stacked(profile: Mapping[str, Mapping[str, Any]], *, label: str) -> str:
   """Device time of a step by kind of kernel, one bar a twin."""
   kinds = [kind for kind in next(iter(profile.values()))['by_kind_ms']]

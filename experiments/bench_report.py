@@ -5,13 +5,14 @@ Every figure comes from a record; the latest of equal records counts. Records of
 """
 
 import argparse
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from html import escape
 import json
 from pathlib import Path
 from typing import Any
 
-from experiments.bench_figures import milliseconds, ratios, Record, title
+from experiments.bench_figures import milliseconds, ratios, Record, speedups, title
 from experiments.bench_sections import section
 
 RESULTS = Path(__file__).parent / 'results'
@@ -59,13 +60,15 @@ def load(paths: Iterable[Path]) -> list[dict[str, Any]]:
       if not isinstance(record, dict):
         raise ValueError(f'{path}, line {number}: not a JSON object')
       if record.get('bench') in BENCHES and '--tiny' not in str(record.get('command', '')):
-        found[json.dumps(_identity(record), sort_keys=True)] = record
+        found[json.dumps(identity(record), sort_keys=True)] = record
   return list(found.values())
 
 
-def _identity(record: Record) -> list[Any]:
-  keys = 'bench device op role model recipe activation pattern dtype weights shape layouts mode remat'
-  return [record.get(key) for key in (*keys.split(), 'mesh', 'sharding', 'xla_flags')]
+def identity(record: Record) -> list[Any]:
+  """What was measured; of two records that agree in it the later counts."""
+  keys = 'bench device op role model recipe activation pattern dtype weights shape layouts mode remat mesh'
+  # Of meshes, older records do not say what was not asked for.
+  return [*(record.get(key) for key in keys.split()), record.get('sharding', 'whole'), record.get('xla_flags') or '']
 
 
 _METHODS = {
@@ -77,13 +80,14 @@ _PROGRAMS = {'ffn': 'feed-forward block', 'block': 'transformer block', 'train_s
 
 
 def markdown(records: Sequence[Record]) -> str:
-  """The records of blocks and steps as the table of the README.
+  """Blocks and steps on the device of most of these records, as the table of `docs/speed.md`.
 
   >>> row = {'median_ms': 2.0, 'baselines': {'dense': {'median_ms': 3.0}, 'dense_fp8': {'median_ms': 2.5}}}
   >>> ffn = {'bench': 'ffn', 'recipe': 's_ste_fp8', 'activation': 'gelu', 'shape': {'tokens': 8, 'd': 4, 'hidden': 16}}
   >>> print(markdown([ffn | row]).splitlines()[-1])
   | feed-forward block, gelu, 8 x 4 x 16 | S-STE, FP8 | 2.00 | 3.00; FP8 2.50 | **1.50**; over FP8 1.25 |
   """
+  records = _of_one_device(records)
   lines = ['| what | method | sparse, ms | dense, ms | times faster |', '|---|---|---|---|---|']
   for bench, name in _PROGRAMS.items():
     for record in (record for record in records if record['bench'] == bench):
@@ -95,10 +99,42 @@ def markdown(records: Sequence[Record]) -> str:
         dense += f'; FP8 {record["baselines"]["dense_fp8"]["median_ms"]:.2f}'
         faster += f'; over FP8 {found["dense_fp8"]:.2f}'
       what = f'{name}, {kind}, {" x ".join(str(shape[size]) for size in sizes)}'
-      method = _METHODS.get(record['recipe'], record['recipe'])
-      method += f', {record["pattern"]}' if 'pattern' in record else ''
-      lines.append(f'| {what} | {method} | {milliseconds(record):.2f} | {dense} | {faster} |')
+      lines.append(f'| {what} | {_method(record)} | {milliseconds(record):.2f} | {dense} | {faster} |')
   return '\n'.join(lines)
+
+
+def _method(record: Record) -> str:
+  name = _METHODS.get(recipe := str(record['recipe']), recipe)
+  return f'{name}, {record["pattern"]}' if 'pattern' in record else name
+
+
+def _of_one_device(records: Sequence[Record]) -> list[Record]:
+  count = Counter(record.get('device') for record in records if record['bench'] in _PROGRAMS)
+  return [record for record in records if count and record.get('device') == count.most_common(1)[0][0]]
+
+
+def figure(records: Sequence[Record]) -> str:
+  """Blocks of 16,384 tokens and whole steps: how many times faster than dense bfloat16. The picture of the README.
+
+  Raises:
+    ValueError: no such record.
+  """
+  records, shape = _of_one_device(records), dict(tokens=16384, d=4096, hidden=16384)
+  blocks = [r for r in records if r['bench'] == 'ffn' and r['shape'] == shape]
+  steps = [r for r in records if r['bench'] == 'train_step']
+  if not blocks and not steps:
+    raise ValueError('no record of a training step, nor of a block of 16384 x 4096 x 16384')
+
+  def short(record: Record) -> str:
+    return _method(record).replace(', bfloat16', '').replace('neuron level', 'V:N:M')
+
+  groups = {
+    'Feed-forward block, 16384 x 4096 x 16384, forward and backward': [
+      (f'{short(r)}, {r["activation"].replace("_", " ")}', ratios(r)['dense']) for r in blocks
+    ],
+    'Training step, optimizer included': [(f'{r["model"]}, {short(r)}', ratios(r)['dense']) for r in steps],
+  }
+  return speedups({name: rows for name, rows in groups.items() if rows}, label='times faster than dense bfloat16')
 
 
 def _cards(records: Sequence[Record]) -> str:
@@ -144,13 +180,17 @@ def main(argv: Sequence[str] | None = None) -> None:
   parser = argparse.ArgumentParser(prog='python -m experiments.bench_report', description='A page about the records.')
   parser.add_argument('records', nargs='*', type=Path, help='JSON-lines files (default: all in experiments/results)')
   parser.add_argument('--out', type=Path, default=Path('bench.html'), help='the page (default: %(default)s)')
-  parser.add_argument('--markdown', action='store_true', help='print the table of the README instead')
+  parser.add_argument('--markdown', action='store_true', help='print the table of docs/speed.md instead')
+  parser.add_argument('--figure', type=Path, metavar='SVG', help='write the picture of the README instead')
   options = parser.parse_args(argv)
   records = load(options.records or RESULTS.glob('*.jsonl'))
   if not records:
     parser.error(f'no records of {", ".join(BENCHES)} found')
   if options.markdown:
     print(markdown(records))
+    return
+  if options.figure:
+    options.figure.write_text(figure(records))
     return
   options.out.parent.mkdir(parents=True, exist_ok=True)
   options.out.write_text(page(records))

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from flax import linen as nn
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
 import optax
@@ -57,7 +58,7 @@ def make_recipe(config: Config) -> s24.Recipe:
   """Returns the library's recipe that the configuration describes.
 
   `recipe.kwargs.watch`, a projection, is given by its name; `recipe.kwargs.path` is `FFN` unless given, for recipes
-  that need one, and so are `up` and `down`, `FFN_UP` and `FFN_DOWN`, and `total_steps`, `steps`;
+  that need one, and so are `up` and `down`, `FFN_UP` and `FFN_DOWN`; `total_steps` and `seed` are those of the run;
   `recipe.kwargs.attention` is what `attention_of` takes and `recipe.kwargs.policy` {'pattern': ..., 'v': ..., 'm':
   ...}; `recipe.flip_rate` overrides the recipe's own.
 
@@ -67,7 +68,7 @@ def make_recipe(config: Config) -> s24.Recipe:
   name, kwargs = config.recipe.name, config.recipe.kwargs.to_dict()
   if name not in s24.recipes.__all__:
     raise ValueError(f'recipe.name is {name!r}; known: {", ".join(s24.recipes.__all__)}')
-  if 'watch' in kwargs:
+  if kwargs.get('watch') is not None:
     if kwargs['watch'] not in WATCHABLE:
       raise ValueError(f'recipe.kwargs.watch is {kwargs["watch"]!r}; known: {", ".join(WATCHABLE)}')
     kwargs['watch'] = getattr(s24, kwargs['watch'])()
@@ -78,6 +79,8 @@ def make_recipe(config: Config) -> s24.Recipe:
       kwargs.setdefault(key, path)
   if 'total_steps' in signature.parameters:
     kwargs.setdefault('total_steps', config.steps)
+  if 'seed' in signature.parameters:
+    kwargs.setdefault('seed', config.get('seed', 0))
   try:
     if 'attention' in kwargs:
       kwargs['attention'] = attention_of(kwargs['attention'])
@@ -148,8 +151,12 @@ def make_parts(config: Config, *, data: Any = None) -> Parts:
   try:
     model['attention_pattern'] = attention_of(model.get('attention_pattern'))
     model = make_config(model.pop('size'), vocab_size=vocab, **model)
+    for dtype in (model.dtype, model.param_dtype):
+      jnp.dtype(dtype)
   except TypeError as error:
     raise ValueError(f'model section: {error}') from error
+  if model.attention == 'cudnn' and jax.default_backend() != 'gpu':
+    raise ValueError("model.attention is 'cudnn', which needs an NVIDIA GPU; set model.attention=xla, or use --tiny")
   if config.data.seq_len > model.seq_len:
     raise ValueError(f'data.seq_len {config.data.seq_len} is longer than the model takes, {model.seq_len}')
   parts = Parts(config, make_model(model), recipe, data, mesh)

@@ -71,7 +71,8 @@ def apply_override(config: Config, override: str) -> None:
     with node.unlocked():
       node[last] = ConfigDict(value) if isinstance(value, dict) else value
   except TypeError as error:
-    raise ValueError(f'--set {key}={text}: {error}') from error
+    kinds = ('a section' if isinstance(v, ConfigDict) else type(v).__name__ for v in (node[last], value))
+    raise ValueError('--set {}={}: it takes {}, found {}'.format(key, text, *kinds)) from error
 
 
 def refuse_overrides(overrides: Sequence[str], refused: Mapping[str, str]) -> None:

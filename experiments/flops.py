@@ -78,7 +78,9 @@ def weight_shapes(config: gpt2.GPT2Config) -> dict[str, tuple[int, ...]]:
 
 def _abstract_params(config: gpt2.GPT2Config) -> Any:
   tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-  return jax.eval_shape(lambda t: gpt2.GPT2(config).init(jax.random.key(0), t)['params'], tokens)
+  # Shapes are the same on a machine without cuDNN.
+  model = gpt2.GPT2(dataclasses.replace(config, attention='xla'))
+  return jax.eval_shape(lambda t: model.init(jax.random.key(0), t)['params'], tokens)
 
 
 def densities(recipe: s24.Recipe, params: Any, steps: int) -> dict[str, np.ndarray]:

@@ -58,6 +58,8 @@ def load(folder: str | Path, *, step: int | None = None, data: Any = None) -> Lo
   config: Config = ConfigDict(json.loads(config_file.read_text()))
   config.mesh.update({'data': 1, 'fsdp': 1})
   config.accumulate = 1
+  if config.model.get('attention') == 'cudnn' and jax.default_backend() != 'gpu':
+    config.model.attention = 'xla'
   parts = build.make_parts(config, data=data)
   target = jax.eval_shape(lambda: programs.init_state(parts))
   with Checkpoints(Path(folder) / 'checkpoints', read_only=True) as checkpoints:

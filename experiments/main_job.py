@@ -42,7 +42,7 @@ def run(
 def show_table(folders: Sequence[Path]) -> None:
   """Prints the comparison of the given runs."""
   table = Table(box=None, padding=(0, 2), header_style='bold')
-  for head in ('method', 'validation loss', 'minus dense', 'peak flip rate', 'at the end', 'seconds'):
+  for head in ('method', 'validation loss', 'minus dense', 'peak flip rate', 'late flip rate', 'seconds'):
     table.add_column(head, justify='left' if head == 'method' else 'right')
   rows = report.table_rows(report.finished(runs.group(runs.find_runs(folders))))
   for label, _, loss, spread, difference, _, peak, tail, seconds in rows:

@@ -43,6 +43,7 @@ METHODS: Mapping[str, Method] = {
   'dense': Method('dense', 'dense', _WATCHED),
   'fst': Method('FST', 'transposable_srste', {'path': FFN, 'masked_decay': 6e-3}),
   's_ste': Method('S-STE', 's_ste', {'path': FFN}),
+  's_ste_fp8': Method('S-STE, FP8', 's_ste', {'path': FFN, 'fp8': True}),
   'sr_ste': Method('SR-STE, decay on weights', 'sr_ste', {'path': FFN, 'masked_decay': 3.0, 'decay_on': 'weights'}),
   'sr_ste_published': Method(
     'SR-STE, published decay', 'sr_ste', {'path': FFN, 'masked_decay': 2e-4, 'decay_on': 'weights'}
@@ -127,6 +128,14 @@ METHODS: Mapping[str, Method] = {
     _BY_POSITION,
     dense_from='projected',
   ),
+  # Four times as many neurons whose weight gradients see every token.
+  'neuron_level_dense_neurons': Method(
+    'neuron level, 16:2:8, 20% dense neurons, half of the steps',
+    'neuron_level',
+    {'policy': {'v': 16, 'm': 8, 'dense_features': 0.2}, 'dense_fraction': 0.4},
+    _BY_POSITION,
+    dense_from='projected',
+  ),
   # Blocks of 64 are what the kernels run. In the small experiment a step has 64 sequences, in nano it has too few.
   'neuron_level_64': Method(
     'neuron level, 64:2:8, half of the steps',
@@ -140,6 +149,13 @@ METHODS: Mapping[str, Method] = {
     'neuron level, 128:2:8, half of the steps',
     'neuron_level',
     {'policy': {'v': 128, 'm': 8}, 'dense_fraction': 0.4},
+    _BY_POSITION,
+    dense_from='projected',
+  ),
+  'neuron_level_128_dense_neurons': Method(
+    'neuron level, 128:2:8, 20% dense neurons, half of the steps',
+    'neuron_level',
+    {'policy': {'v': 128, 'm': 8, 'dense_features': 0.2}, 'dense_fraction': 0.4},
     _BY_POSITION,
     dense_from='projected',
   ),
@@ -202,12 +218,18 @@ SPARSE_ACTIVATIONS = (
   'neuron_level_clusters',
 )  # fmt: skip
 
+# What the weight gradients of more neurons in full bring.
+DENSE_NEURONS = ('dense_relu2', 'neuron_level_even', 'neuron_level_dense_neurons')
+
 # The patterns that the kernels run, with their dense twin.
-KERNEL_PATTERNS = ('dense_relu2', 'neuron_level_64', 'neuron_level_128', 'neuron_level_128_16')
+KERNEL_PATTERNS = (
+  'dense_relu2', 'neuron_level_64', 'neuron_level_128', 'neuron_level_128_dense_neurons', 'neuron_level_128_16',
+)  # fmt: skip
 
 GROUPS: Mapping[str, Sequence[str]] = {
   'equal-steps': AT_EQUAL_STEPS, 'equal-flops': AT_EQUAL_FLOPS, 'activations': WITH_ACTIVATIONS,
   'sparse-activations': SPARSE_ACTIVATIONS, 'kernel-patterns': KERNEL_PATTERNS,
+  'dense-neurons': DENSE_NEURONS,
 }  # fmt: skip
 
 

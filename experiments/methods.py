@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 from experiments import flops, train
 from experiments.build import make_recipe
 from experiments.experiment import Config, load_config, refuse_overrides
-from experiments.method_table import expand, METHODS
+from experiments.method_table import expand, GROUPS, METHODS
 from experiments.programs import Programs
 
 # Intervals that fit in a run of 60 steps, whose mixed sparsity has stages of one or two.
@@ -36,7 +36,7 @@ def configure(config: Config, method: str, seed: int) -> Config:
     ValueError: unknown method.
   """
   if method not in METHODS:
-    raise ValueError(f'method is {method!r}; known: {", ".join(METHODS)}')
+    raise ValueError(f'method is {method!r}; known: {", ".join(METHODS)}; groups: {", ".join(GROUPS)}')
   chosen, config = METHODS[method], config.copy_and_resolve_references()
   own = _own(config, method)
   share = own.pop('steps', chosen.steps)
@@ -51,9 +51,8 @@ def configure(config: Config, method: str, seed: int) -> Config:
   # A period that follows the steps stays shorter than every stage of a schedule in shares of them.
   if 0 < kwargs.get('refresh_every', 1) < 1:
     kwargs['refresh_every'] = max(1, round(kwargs['refresh_every'] * steps))
-  # Searching anew at every step puts flip rates of different refresh intervals on one scale.
   recipe = ConfigDict({
-    'name': chosen.recipe, 'kwargs': kwargs, 'flip_rate': 'step', 'dense_from': chosen.dense_from,
+    'name': chosen.recipe, 'kwargs': kwargs, 'flip_rate': config.recipe.flip_rate, 'dense_from': chosen.dense_from,
     'implementation': config.recipe.implementation,
   })  # fmt: skip
   with config.unlocked():

@@ -137,6 +137,7 @@ class Programs:
     parts: from `build.make_parts`, with any seed.
 
   Attributes:
+    recipe: that of the runs.
     init: see `make_init`.
     step: phase, attention -> see `make_step`.
     evaluate: phase, attention -> see `make_eval`.
@@ -144,6 +145,7 @@ class Programs:
   """
 
   def __init__(self, parts: Parts):
+    self.recipe = parts.recipe
     self.init = make_init(parts)
     shardings = None
     if parts.mesh:

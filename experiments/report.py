@@ -35,7 +35,8 @@ svg .legend { fill: var(--ink) } svg .note { font-size: 11px }
 .scroll { overflow-x: auto } table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums }
 th { text-align: left; font-size: 13px; color: var(--soft); font-weight: 600; border-bottom: 2px solid var(--rule) }
 th, td { padding: 8px 14px 8px 0; vertical-align: top } td { border-bottom: 1px solid var(--rule) }
-th.n, td.n { text-align: right; white-space: nowrap } td small { color: var(--soft); display: block }
+th.n, td.n { text-align: right } td.n { white-space: nowrap } th:first-child { min-width: 15em }
+td small { color: var(--soft); display: block }
 .swatch { display: inline-block; width: 11px; height: 11px; border-radius: 3px; margin-right: 9px }
 .finding { display: grid; grid-template-columns: 104px 1fr; gap: 16px }
 .finding { padding: 13px 0; border-bottom: 1px solid var(--rule) }
@@ -71,6 +72,7 @@ def write_report(folders: Sequence[str | Path], out: str | Path, *, title: str =
     _table(groups, colours),
     _findings(found),
     report_curves.losses(groups, colours),
+    report_curves.loss_against_seconds(groups, colours),
     report_curves.loss_against_flops(groups, colours),
     report_curves.activation_sparsity(groups),
     report_curves.flip_rates(groups, colours),
@@ -135,7 +137,7 @@ def _head(title: str, found: Sequence[RunRecord], groups: Groups) -> str:
     (f'{len(found)}', f'runs of {len(groups)} methods'),
     (f'{max(run.train[-1]["step"] for run in found):,}', 'optimizer steps each at most'),
     (f'{tokens / 1e6:,.1f} M', 'tokens seen in all'),
-    (f'{sum(run.seconds for run in found) / 60:,.1f} min', 'training time in all'),
+    (f'{sum(run.seconds for run in found) / 60:,.1f} min', 'in all, compiling and evaluation too'),
   ]
   boxes = ''.join(f'<div class="card"><b>{value}</b><span>{text}</span></div>' for value, text in cards)
   model, data = config['model'], config['data']
@@ -198,9 +200,7 @@ def _table(groups: Groups, colours: Mapping[str, str]) -> str:
     title='Final validation loss of every run',
     x_label='final validation loss, nats a token; one dot a seed',
   )
-  side_by_side = any(
-    ' experiments together ' in run.environment.get('command', '') for group in groups.values() for run in group
-  )
+  side_by_side = any(run.side_by_side for group in groups.values() for run in group)
   shared = ' These runs shared a device with others, so their seconds say nothing about speed.' if side_by_side else ''
   return (
     '<h2>Comparison</h2><p class="caption">Final validation loss in nats a token (a byte, with the byte tokenizer): '

@@ -1,4 +1,4 @@
-"""The curves of the page about runs: losses, FLOPs, sparsity of activations, flip rates."""
+"""The curves of the page about runs: losses, seconds, FLOPs, sparsity of activations, flip rates."""
 
 from collections.abc import Mapping, Sequence
 import dataclasses
@@ -10,6 +10,7 @@ import textwrap
 import numpy as np
 
 from experiments import activations, flops, svg
+from experiments.progress import SPENT_ON
 from experiments.runs import Groups, RunRecord
 
 
@@ -53,23 +54,75 @@ def _curves(group: Sequence[RunRecord], kind: str) -> list[tuple[np.ndarray, np.
   ]
 
 
+def _late_range(lines: Sequence[svg.Line]) -> tuple[float, float]:
+  """Of the losses after the first tenth: the first descent is steep and the same for all."""
+  late = np.concatenate([line.y[line.x >= 0.1 * line.x.max()] for line in lines])
+  low, high = float(late.min()), float(late.max())
+  pad = 0.05 * (high - low) or 0.1
+  return low - pad, high + pad
+
+
 def losses(groups: Groups, colours: Mapping[str, str]) -> str:
   charts = []
   for kind, name in (('validation', 'Validation loss'), ('train', 'Training loss, mean of each logged window')):
     lines = [line for label, group in groups.items() if (line := _line(label, colours[label], _curves(group, kind)))]
     if not lines:
       continue
-    # The first descent is steep and the same for all; the differences are below it.
-    late = np.concatenate([line.y[line.x >= 0.1 * line.x.max()] for line in lines])
-    low, high = float(late.min()), float(late.max())
-    pad = 0.05 * (high - low) or 0.1
     chart = svg.line_chart(
-      lines, title=name, y_label='nats a token', y_range=(low - pad, high + pad), marks=_marks(groups)
+      lines, title=name, y_label='nats a token', y_range=_late_range(lines), marks=_marks(groups)
     )
     charts.append(f'<figure><figcaption>{name}</figcaption>{chart}</figure>')
   return (
     '<h2>Loss</h2><p class="caption">Lines are means over seeds, bands their range; the first tenth of training may '
     f'lie above the frame.</p><div class="charts">{"".join(charts)}</div>'
+  )
+
+
+def loss_against_seconds(groups: Groups, colours: Mapping[str, str]) -> str:
+  """Validation loss against seconds of training, with what else took time; '' unless each run had one same device.
+
+  Of finished runs alone, all of whose time was told apart.
+  """
+  groups = {label: [run for run in group if run.was_timed] for label, group in groups.items()}
+  groups = {label: group for label, group in groups.items() if group}
+  found = [*itertools.chain.from_iterable(groups.values())]
+  if any(run.side_by_side for run in found) or len({run.environment['device'] for run in found}) != 1:
+    return ''
+  lines = []
+  for label, group in groups.items():
+    if line := _line(label, colours[label], _curves(group, 'validation')):
+      seconds = [np.interp(line.x, *run.training_seconds()) for run in group]
+      lines.append(dataclasses.replace(line, x=np.mean(seconds, axis=0)))
+  if not lines:
+    return ''
+  chart = svg.line_chart(
+    lines,
+    title='Validation loss against seconds of training',
+    y_label='nats a token',
+    x_label='seconds of training',
+    y_range=_late_range(lines),
+    width=1140,
+    height=380,
+  )
+  heads = ('method', 'thousand tokens a second', 'times as fast as dense', *(f'{name}, s' for name in SPENT_ON))
+  head = ''.join(f'<th{" class=n" if i else ""}>{name}</th>' for i, name in enumerate(heads))
+  spent = {label: [np.mean([run.spent[name] for run in group]) for name in SPENT_ON] for label, group in groups.items()}
+  seconds_per_step = {label: spent[label][0] / group[0].config['steps'] for label, group in groups.items()}
+  # Of several dense runs the best, as in the comparison: groups come in order of loss.
+  dense = {group[0].method: seconds_per_step[label] for label, group in [*groups.items()][::-1]}
+  body = ''
+  for label, group in groups.items():
+    speed = np.mean([run.tokens_per_s for run in group]) / 1e3
+    baseline = dense.get(group[0].baseline, math.nan)
+    faster = '' if math.isnan(baseline) else f'{baseline / seconds_per_step[label]:.2f}'
+    cells = (f'{speed:,.1f}', faster, *(f'{seconds:,.1f}' for seconds in spent[label]))
+    body += f'<tr><td>{escape(label)}</td>' + ''.join(f'<td class=n>{cell}</td>' for cell in cells) + '</tr>'
+  return (
+    '<h2>Loss against time</h2><p class="caption">Seconds of the steps alone, one run after the other on one device; '
+    'what compiling, evaluation (with its own compiling) and checkpoints took besides is in the table, means over '
+    'seeds, of which the first may compile for all. A method that compiles more programs, one a phase, takes longer to '
+    f'compile, whatever the length of the run.</p><figure>{chart}</figure><div class="scroll" style="margin-top:26px">'
+    f'<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
   )
 
 
@@ -84,14 +137,12 @@ def loss_against_flops(groups: Groups, colours: Mapping[str, str]) -> str:
     return ''
   power = 3 * int(np.log10(max(line.x.max() for line in lines)) // 3)
   lines = [dataclasses.replace(line, x=line.x / 10.0**power) for line in lines]
-  late = np.concatenate([line.y[line.x >= 0.1 * line.x.max()] for line in lines])
-  pad = 0.05 * float(late.max() - late.min()) or 0.1
   chart = svg.line_chart(
     lines,
     title='Validation loss against training FLOPs',
     y_label='nats a token',
     x_label=f'training FLOPs, 1e{power}',
-    y_range=(float(late.min()) - pad, float(late.max()) + pad),
+    y_range=_late_range(lines),
     width=1140,
     height=380,
   )
@@ -197,8 +248,8 @@ def flip_rates(groups: Groups, colours: Mapping[str, str]) -> str:
       )
       small.append(f'<figure><figcaption>{escape(label)}</figcaption>{chart}</figure>')
   return (
-    f'<h2>Flip rate</h2><p class="caption">The share of mask entries that change. {unit} Dense runs are watched: masks '
-    f'are chosen and compared, and nothing is made sparse. Rates of zero have no place on the log scale.'
+    f'<h2>Flip rate</h2><p class="caption">The share of mask entries that change. {unit} A dense run that is '
+    f'watched has masks chosen and compared, and nothing made sparse. Rates of zero have no place on the log scale.'
     f'</p><figure>{overall}</figure>'
     '<h2>Flip rate of each layer</h2><p class="caption">Lines have names where a model has at most eight such layers.'
     f'</p><div class="charts small">{"".join(small)}</div>'

@@ -102,13 +102,32 @@ class RunRecord:
 
   @property
   def seconds(self) -> float:
-    """Wall-clock seconds of training, evaluation and checkpoints, over all attempts."""
+    """Wall-clock seconds of training, evaluation and checkpoints, of earlier attempts as far as checkpoints tell."""
     return self.summary['seconds'] if self.summary else (self.timing[-1]['seconds'] if self.timing else float('nan'))
 
   @property
+  def spent(self) -> Mapping[str, float]:
+    """What the seconds were spent on, see `progress.Stopwatch`; {} for runs from before they were told apart."""
+    return (self.summary or (self.timing[-1] if self.timing else {})).get('spent', {})
+
+  @property
   def tokens_per_s(self) -> float:
-    """Median training speed."""
+    """Median training speed, without compiling, evaluation and checkpoints."""
     return float(np.median([record['tokens_per_s'] for record in self.timing])) if self.timing else float('nan')
+
+  @property
+  def side_by_side(self) -> bool:
+    """Whether the run shared its device with others, so that its seconds say nothing about speed."""
+    return ' experiments together ' in self.environment.get('command', '')
+
+  @property
+  def was_timed(self) -> bool:
+    """Whether the run is finished, and its seconds were told apart from beginning to end."""
+    return bool(self.summary and self.timing) and all('spent' in record for record in self.timing)
+
+  def training_seconds(self) -> tuple[list[int], list[float]]:
+    """Logged steps from 0 on, and the seconds of training alone until each; of a run that `was_timed`."""
+    return [0, *(r['step'] for r in self.timing)], [0.0, *(r['spent']['training'] for r in self.timing)]
 
   def activation_curve(self, measure: str, layer: str) -> tuple[np.ndarray, np.ndarray]:
     """Steps and values of a measure of `experiments.activations` in a layer; empty for runs without it."""

@@ -13,7 +13,6 @@ import math
 import os
 from pathlib import Path
 import socket
-import time
 from typing import Any
 import warnings
 
@@ -28,7 +27,7 @@ from experiments.checkpoint import Checkpoints
 from experiments.environment import environment
 from experiments.experiment import Config
 from experiments.programs import flip_rate_names, Programs, StepMetrics, TrainState
-from experiments.progress import Progress
+from experiments.progress import Progress, Stopwatch
 import sparse24_jax as s24
 from sparse24_jax.attention import Attention
 
@@ -51,12 +50,12 @@ class Run:
     self.parts, self.folder, self.quiet = parts, Path(folder), quiet
     self.config: Config = parts.config
     self.iterator = parts.data.train()
-    self.seconds, self._clock = 0.0, time.monotonic()
+    self.watch, self._logged = Stopwatch(), 0.0
     self.programs = programs or Programs(parts)
     self.state = self.programs.init(parts.config.seed)
-    # Outside jit, where shards are known: refuses a mesh that splits groups of four.
-    first = s24.phase_at(parts.recipe, 0, parts.config.steps)
-    s24.sparse_variables(self.state.params, self.state.opt_state, parts.recipe, phase=first)
+    if parts.mesh is not None:  # Outside jit, where shards are known: refuses those that split groups of four.
+      first = s24.phase_at(parts.recipe, 0, parts.config.steps)
+      s24.sparse_variables(self.state.params, self.state.opt_state, parts.recipe, phase=first)
     self.names = flip_rate_names(self.state.opt_state)
     self.probes = activations.can_probe(parts)
 
@@ -85,7 +84,8 @@ class Run:
       'seed': self.config.seed,
       'steps': self.config.steps,
       'validation_loss': validation,
-      'seconds': self.seconds,
+      'seconds': self.watch.total,
+      'spent': self.watch.spent,
     }
     self._write_json('summary.json', summary)
     return summary
@@ -95,19 +95,27 @@ class Run:
     validation = math.nan
     if done == config.steps:  # Killed between the last checkpoint and the summary.
       return self._validate(done, self.programs.evaluate(*build.phase_of(self.parts, done - 1)))
-    tokens = config.data.batch_size * config.data.seq_len
-    with Progress(config.name, done, config.steps, tokens, quiet=self.quiet) as progress:
-      self._clock = time.monotonic()
+    program = None
+    with Progress(config.name, done, config.steps, quiet=self.quiet) as progress:
+      jax.block_until_ready(self.state)
+      self.watch = Stopwatch(self.watch.spent)  # from here on
+      self._logged = self.watch.spent['training']
       while done < config.steps:
         phase, attention = build.phase_of(self.parts, done)
+        compiles, program = program != (phase, attention), (phase, attention)
+        if compiles:
+          # Or the device would go on with the steps it has while the host compiles, and neither's time be known.
+          jax.block_until_ready(self.state)
+          self.watch.lap('training')
         step_metrics = self._step(done, phase, attention)
+        if compiles:
+          self.watch.lap('compiling')
         done += 1
         if due:  # Read the last window while the device is busy with the step just dispatched.
           due = self._log(*due, writer, progress)
         window.append(step_metrics)
         last = done == config.steps
         if last or done % config.log_every == 0:
-          self._count_seconds()
           due, window = (done, phase, window), []
         evaluates = last or done % config.eval_every == 0
         saves = config.checkpoint_every and (last or done % config.checkpoint_every == 0)
@@ -117,10 +125,10 @@ class Run:
             validation = self._validate(done, self.programs.evaluate(phase, attention))
             probed = self.programs.probe(phase, attention)(self.state) if self.probes else {}
             writer.write('validation', done, {'loss': validation, 'phase': phase, **probed})
+            self.watch.lap('evaluation')
           if saves:
             self._save(done, checkpoints)
-          self._count_seconds()
-          progress.restart_clock()
+            self.watch.lap('checkpoints')
     return validation
 
   def _step(self, done: int, phase: str, attention: Attention) -> StepMetrics:
@@ -133,13 +141,10 @@ class Run:
     self.state, step_metrics = self.programs.step(phase, attention)(self.state, batches, self.config.seed)
     return step_metrics
 
-  def _count_seconds(self) -> None:
-    now = time.monotonic()
-    self.seconds, self._clock = self.seconds + now - self._clock, now
-
   def _log(self, step: int, phase: str, window: list[StepMetrics], writer: Any, progress: Progress) -> None:
     """Writes one line about the window of steps that ends at `step`."""
     losses, norms, last = jax.device_get(([m.loss for m in window], [m.grad_norm for m in window], window[-1]))
+    self.watch.lap('training')
     for at, (loss, norm) in enumerate(zip(losses, norms, strict=True), step - len(window) + 1):
       self._check_finite(at, 'loss', loss)
       self._check_finite(at, 'norm of the gradient', norm)
@@ -155,8 +160,13 @@ class Run:
         'flip_rates': dict(zip(self.names, map(float, last.flip_rates), strict=True)),
       },
     )
-    speed = progress.update(step, loss=float(losses[-1]), flip_rate=float(last.flip_rate))
-    writer.write('timing', step, {'seconds': self.seconds, 'tokens_per_s': speed})
+    # Steps are dispatched ahead, so that a window is read one step late, or on time if an evaluation waits for it.
+    spent = self.watch.spent
+    tokens = len(window) * self.config.data.batch_size * self.config.data.seq_len
+    speed, self._logged = tokens / max(spent['training'] - self._logged, 1e-9), spent['training']
+    writer.write('timing', step, {'seconds': self.watch.total, 'spent': spent, 'tokens_per_s': speed})
+    flip_rate = float(last.flip_rate) if self.names else None
+    progress.update(step, loss=float(losses[-1]), flip_rate=flip_rate, tokens_per_s=speed)
 
   def _validate(self, step: int, evaluate: Callable[[TrainState], jax.Array]) -> float:
     loss = float(evaluate(self.state))
@@ -175,7 +185,7 @@ class Run:
     meta = {
       'identity': build.identity(self.parts),
       'data_state': self.iterator.get_state(),
-      'seconds': self.seconds,
+      'spent': self.watch.spent,
       'config': self.config.to_dict(),
       'phase': s24.phase_at(self.parts.recipe, step - 1, self.config.steps),
     }
@@ -188,7 +198,8 @@ class Run:
     step = jax.device_put(jnp.asarray(found.meta['step'], jnp.int32), self.state.step.sharding)
     self.state = TrainState(step, found.params, found.opt_state)
     self.iterator.set_state(found.meta['data_state'])
-    self.seconds = found.meta['seconds']
+    # Of checkpoints from before they were told apart, all seconds count as training.
+    self.watch = Stopwatch(found.meta.get('spent') or {'training': found.meta['seconds']})
 
   def _write_json(self, name: str, value: Any) -> None:
     (self.folder / name).write_text(json.dumps(value, indent=2) + '\n')
@@ -206,10 +217,11 @@ def train(
     folder: the run's folder.
     data: batches in place of the configured corpus.
     quiet: no progress bar.
-    programs: empty, or the programs of a run that differs in seeds only; what this run compiles is put in.
+    programs: empty, or the programs of a run that differs in seeds only, used unless the recipe depends on the seed;
+      what this run compiles is put in.
 
   Returns:
-    The summary: name, recipe, seed, steps, validation_loss (nats a token), seconds.
+    The summary: name, recipe, seed, steps, validation_loss (nats a token), seconds, and what they were `spent` on.
 
   Raises:
     ValueError: another process trains in the folder, or a setting does not fit.
@@ -220,7 +232,9 @@ def train(
   programs = [] if programs is None else programs
   parts = build.make_parts(config, data=data)
   with held(Path(folder)):
-    run = Run(parts, folder, quiet=quiet, programs=programs[0] if programs else None)
+    # Random masks have the seed in their programs.
+    shared = programs[0] if programs and programs[0].recipe == parts.recipe else None
+    run = Run(parts, folder, quiet=quiet, programs=shared)
     programs[:] = [run.programs]
     return run.train()
 

@@ -127,6 +127,8 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.set_defaults(recipe='transposable_srste', sparse_only=False, unroll=False, plain_mlp=False, attention='cudnn')
   options = parser.parse_args(argv)
   measure.check_card(parser, options)
+  if (options.devices or 1) > jax.device_count():
+    parser.error(f'--devices {options.devices}: there are {jax.device_count()} here')
   head = measure.environment(MODULE, argv) | {'xla_flags': os.environ.get('XLA_FLAGS', '')}
   mesh = make_mesh(options.devices or jax.device_count())
 

@@ -53,10 +53,11 @@ def configs(v: int) -> list[mosaic_gpu.Config]:
   best = mosaic_gpu.default_config(v)
   change = dataclasses.replace
   if v % 128:
-    return [best, change(best, delay=0), change(best, band=16), change(best, pace=32)]
+    return [best, change(best, places='launch'), change(best, stages=2, delay=0), change(best, band=16)]
   if v % 256 == 0:
     return [best, change(best, delay=0), change(best, pace=16)]
-  return [best, change(best, slots=2), change(best, pace=16), change(best, pace=16, band=64), change(best, pace=32)]
+  paced = [change(best, pace=16), change(best, pace=16, band=64), change(best, pace=32)]
+  return [best, change(best, places='gpc'), change(best, slots=2), *paced]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))

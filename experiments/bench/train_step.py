@@ -1,9 +1,9 @@
 """`python -m experiments.bench.train_step --out FILE`: full training steps of language models against dense twins.
 
 A step is what `experiments.programs` compiles: packing of this step's weights, loss and gradients, clipping, masked
-decay, AdamW, and the mask search of every 40th step (100th of mixed sparsity, none of soft thresholds); float32 weights
-and moments, bfloat16 else, state donated. Steps with and without a mask search are timed apart, and the figure is their
-mean over a period.
+decay, AdamW, and the mask search of every 40th step (100th of mixed sparsity; of soft thresholds the flip rate's);
+float32 weights and moments, bfloat16 else, state donated. Steps with and without a mask search are timed apart, and the
+figure is their mean over a period.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from typing import Any
 
 from experiments.bench import hlo, measure, trace
 from experiments.bench.twins import activations, CASES, RECIPES, REFRESH_EVERY, Twins
-from experiments.models import gpt2
+from experiments.models import layers
 
 MODULE = 'experiments.bench.train_step'
 
@@ -75,7 +75,7 @@ def _record(
     pattern, summed = {'pattern': policy.describe()['pattern']}, 4 * summed // policy.m
   return dict(
     bench='train_step', **head, op='train_step', model=case.name, recipe=twins.recipe.name, **pattern,
-    parameters=gpt2.param_count(twins.state.params), dtype='float8' if 'fp8' in twins.recipe.name else 'bfloat16',
+    parameters=layers.param_count(twins.state.params), dtype='float8' if 'fp8' in twins.recipe.name else 'bfloat16',
     shape=dict(batch=len(twins.tokens), length=twins.tokens.shape[1] - 1, layers=config.num_layers,
                d=config.embed_dim, hidden=config.hidden_dim, vocab=config.vocab_size),
     remat=config.remat, scan_layers=config.scan_layers, attention=config.attention, fused_mlp=config.fused_mlp,

@@ -1,7 +1,8 @@
 """Language models whose training steps are timed, sparse and dense.
 
 Both twins train the same parameters in turns: the dense step takes weights and moments out of the sparse run's state
-and puts them back, so one set of them is in memory. Tokens are random; time does not depend on them.
+and puts them back, so one set of them is in memory. Tokens are uniformly random; time hardly depends on them, since
+gradients of embeddings are summed in float32.
 """
 
 from collections.abc import Callable, Mapping

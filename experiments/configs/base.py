@@ -28,7 +28,7 @@ def make(name: str, *, size: str, tiny: bool, **fields: Any) -> Config:
       'name': name,
       # What reports call the run; empty means the name of its recipe.
       'label': '',
-      # Decides initial parameters, dropout and MVUE sampling; the order of the data has data.seed.
+      # Decides initial parameters, dropout, MVUE sampling and random masks; the order of the data has data.seed.
       'seed': 0,
       # Optimizer steps.
       'steps': 1000,

@@ -20,4 +20,6 @@ def get_config(tiny: bool = False) -> Config:
     steps=4000,
     data={'seq_len': 64, 'batch_size': 16},
     optimizer={'peak_lr': 3e-3, 'end_lr': 0.0, 'warmup_steps': 100, 'weight_decay': 0.1, 'clip': 1.0},
+    # Searching anew at every step puts flip rates of different refresh intervals on one scale.
+    recipe={'flip_rate': 'step'},
   )

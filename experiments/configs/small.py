@@ -37,7 +37,7 @@ def get_config(tiny: bool = False) -> Config:
     data={'seq_len': 128, 'batch_size': 64},
     optimizer={'peak_lr': 2e-3, 'end_lr': 2e-4, 'warmup_steps': 100, 'weight_decay': 0.1, 'clip': 1.0},
     # What a method does to the loss is shown here, and not how fast its kernels are.
-    recipe={'implementation': 'reference'},
+    recipe={'implementation': 'reference', 'flip_rate': 'step'},
     methods={
       'mixed_sparsity': _MIXED,
       'mixed_sparsity_keep_moments': _MIXED,

@@ -18,11 +18,8 @@ import jax
 from jax.experimental import layout
 import jax.numpy as jnp
 
-from pallas_kernels.sparse_attention.api import sparse_attention
-import sparse24_jax as s24
-from sparse24_jax.attention import check_attention
+from experiments.models.layers import attend, check_patterns, dense, fused_mlp, INIT_STD, run_blocks, unembed
 
-INIT_STD = 0.02
 LAYER_NORM_EPSILON = 1e-5
 _MLPS = ('gelu', 'relu2', 'geglu', 'swiglu')
 
@@ -89,38 +86,6 @@ class GPT2Config:
     return round(4 * self.embed_dim * self.ffn_width)
 
 
-def check_patterns(config: Any) -> None:
-  """ValueError unless there is an entry a layer and a pattern a head, and one for all where the layers are scanned."""
-  patterns = config.attention_pattern
-  check_attention('attention_pattern', patterns)
-  if isinstance(patterns, tuple):
-    if len(patterns) != config.num_layers:
-      raise ValueError(f'attention_pattern has {len(patterns)} entries; accepted is one a layer, {config.num_layers}')
-    if config.scan_layers and len(set(patterns)) > 1:
-      raise ValueError('attention_pattern differs between layers, which scan_layers runs as one')
-    for layer, heads in enumerate(patterns):
-      if isinstance(heads, tuple) and len(heads) != config.num_heads:
-        raise ValueError(
-          f'attention_pattern of layer {layer} has {len(heads)} entries; accepted is one a head, {config.num_heads}'
-        )
-
-
-def pattern_of(config: Any, layer: int) -> Any:
-  """The attention pattern of a layer: None, one pattern, or one a head."""
-  patterns = config.attention_pattern
-  return patterns[layer] if isinstance(patterns, tuple) else patterns
-
-
-def attend(config: Any, pattern: Any, q_BxTxHxK: jax.Array, k_BxTxGxK: jax.Array, v_BxTxGxK: jax.Array) -> jax.Array:
-  """Causal attention [B, T, H, K], under a pattern if there is one."""
-  if pattern is None:
-    return jax.nn.dot_product_attention(
-      q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, is_causal=True, implementation=config.attention
-    )
-  implementation = None if config.attention == 'cudnn' else 'blocks'
-  return sparse_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, patterns=pattern, implementation=implementation)
-
-
 SIZES: Mapping[str, Mapping[str, int]] = {
   'nano': dict(num_layers=2, num_heads=4, embed_dim=64, seq_len=64),
   'micro': dict(num_layers=4, num_heads=4, embed_dim=128, seq_len=128),
@@ -153,19 +118,6 @@ def make_config(size: str, *, vocab_size: int, **overrides: Any) -> GPT2Config:
   return GPT2Config(**{'vocab_size': vocab_size, **SIZES[size], **overrides})
 
 
-def dense(config: GPT2Config, features: int, name: str, *, residual: bool = False) -> nn.Dense:
-  """A linear layer; those that write to the residual stream start smaller by sqrt(2 L)."""
-  std = INIT_STD / math.sqrt(2 * config.num_layers) if residual else INIT_STD
-  return nn.Dense(
-    features,
-    use_bias=config.bias,
-    dtype=config.dtype,
-    param_dtype=jnp.dtype(config.param_dtype),
-    kernel_init=nn.initializers.normal(std),
-    name=name,
-  )
-
-
 def layer_norm(config: GPT2Config, name: str) -> nn.LayerNorm:
   """Layer normalisation with GPT-2's epsilon."""
   return nn.LayerNorm(
@@ -188,28 +140,6 @@ def activate(mlp: str, up: jax.Array, gate: jax.Array | None) -> jax.Array:
       return jax.nn.gelu(gate) * up
     case _:
       return jax.nn.silu(gate) * up
-
-
-@jax.custom_vjp
-def unembed(x_BxTxD: jax.Array, table_VxD: jax.Array) -> jax.Array:
-  """float32 logits [B, T, V]; the cotangent is rounded to the dtype of `x`, or its products would run in float32."""
-  return jnp.einsum('btd,vd->btv', x_BxTxD, table_VxD, preferred_element_type=jnp.float32)
-
-
-def _unembed_fwd(x_BxTxD, table_VxD):
-  return unembed(x_BxTxD, table_VxD), (x_BxTxD, table_VxD)
-
-
-def _unembed_bwd(residuals, cotangent_BxTxV):
-  x_BxTxD, table_VxD = residuals
-  cotangent_BxTxV = cotangent_BxTxV.astype(x_BxTxD.dtype)
-  return (
-    jnp.einsum('btv,vd->btd', cotangent_BxTxV, table_VxD),
-    jnp.einsum('btv,btd->vd', cotangent_BxTxV, x_BxTxD),
-  )
-
-
-unembed.defvjp(_unembed_fwd, _unembed_bwd)
 
 
 class Attention(nn.Module):
@@ -243,22 +173,6 @@ class MLP(nn.Module):
     up_BxTxF = dense(cfg, cfg.hidden_dim, 'c_fc')(x_BxTxD)
     h_BxTxF = activate(cfg.mlp, up_BxTxF, gate_BxTxF)
     return dense(cfg, x_BxTxD.shape[-1], 'c_proj', residual=True)(h_BxTxF)
-
-
-def fused_mlp(config: Any, hidden: int, mlp: str) -> nn.Module:
-  """The library's feed-forward layer, with the parameters of `MLP`; takes the configuration of either model."""
-  return s24.linen.Sparse24MLP(
-    hidden,
-    activation={'relu2': 'squared_relu', 'geglu': 'gelu', 'swiglu': 'silu'}.get(mlp, mlp),
-    gated=mlp in ('geglu', 'swiglu'),
-    use_bias=getattr(config, 'bias', False),
-    dtype=config.dtype,
-    param_dtype=jnp.dtype(config.param_dtype),
-    kernel_init=nn.initializers.normal(INIT_STD),
-    out_kernel_init=nn.initializers.normal(INIT_STD / math.sqrt(2 * config.num_layers)),
-    names=('c_fc', 'c_proj', 'c_gate'),
-    name='mlp',
-  )
 
 
 class Block(nn.Module):
@@ -301,39 +215,19 @@ class GPT2(nn.Module):
     length = tokens_BxT.shape[-1]
     if length > cfg.seq_len:
       raise ValueError(f'tokens have {length} positions on axis -1; the model takes at most {cfg.seq_len}')
+    # Looked up, and the gradients of a token's many occurrences summed, in the dtype of the parameters: in bfloat16 the
+    # sum would leave out what is small against it, and a GPU adds to the rows of frequent tokens one at a time.
     embed = dict(
       features=cfg.embed_dim,
-      dtype=cfg.dtype,
+      dtype=jnp.dtype(cfg.param_dtype),
       param_dtype=jnp.dtype(cfg.param_dtype),
       embedding_init=nn.initializers.normal(INIT_STD),
     )
     wte = nn.Embed(cfg.vocab_size, **embed, name='wte')
     wpe = nn.Embed(cfg.seq_len, **embed, name='wpe')
-    x_BxTxD = wte(tokens_BxT) + wpe(jnp.arange(length))[None]
+    x_BxTxD = (wte(tokens_BxT) + wpe(jnp.arange(length))[None]).astype(cfg.dtype)
     x_BxTxD = nn.Dropout(cfg.dropout, deterministic=self.deterministic)(x_BxTxD)
-    x_BxTxD = self._blocks(x_BxTxD)
+    x_BxTxD = run_blocks(Block, cfg, self.deterministic, x_BxTxD)
     x_BxTxD = layer_norm(cfg, 'ln_f')(x_BxTxD)
     table_VxD = wte.embedding.astype(cfg.dtype)
     return unembed(x_BxTxD, table_VxD)
-
-  def _blocks(self, x_BxTxD: jax.Array) -> jax.Array:
-    cfg = self.config
-    # Inside a scan the loop already keeps XLA from undoing the recomputation.
-    block = nn.remat(Block, prevent_cse=not cfg.scan_layers) if cfg.remat else Block
-    if not cfg.scan_layers:
-      for i in range(cfg.num_layers):
-        x_BxTxD = block(cfg, self.deterministic, pattern_of(cfg, i), name=f'h_{i}')(x_BxTxD)
-      return x_BxTxD
-    scan = nn.scan(
-      lambda layer, carry, _: (layer(carry), None),
-      # 'activations' is what `experiments.activations` measures.
-      variable_axes={'params': 0, 'sparse24': 0, 'activations': 0},
-      split_rngs={'params': True, 'mvue': True, 'dropout': True},
-      length=cfg.num_layers,
-    )
-    return scan(block(cfg, self.deterministic, pattern_of(cfg, 0), name='h'), x_BxTxD, None)[0]
-
-
-def param_count(params: Any) -> int:
-  """Number of scalars in a parameter tree (arrays or shapes)."""
-  return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))

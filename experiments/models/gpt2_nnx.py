@@ -4,15 +4,14 @@ Layers are attributes named ``h_0``, ``h_1``, ... so that a recipe's path patter
 The programs train the linen model; this one is there for users of nnx, and for tests that hold the two together.
 """
 
-from collections.abc import Mapping
 import math
-from typing import Any
 
 from flax import nnx
 import jax
 import jax.numpy as jnp
 
-from experiments.models.gpt2 import activate, GPT2Config, INIT_STD, LAYER_NORM_EPSILON, unembed
+from experiments.models.gpt2 import activate, GPT2Config, LAYER_NORM_EPSILON
+from experiments.models.layers import INIT_STD, unembed
 
 
 def linear(config: GPT2Config, d_in: int, d_out: int, rngs: nnx.Rngs, *, residual: bool = False) -> nnx.Linear:
@@ -99,7 +98,7 @@ class GPT2(nnx.Module):
     if config.ffn_order != 'sequence':
       raise ValueError(f'ffn_order={config.ffn_order!r} is for the linen model; the nnx twin takes tokens in sequence')
     self.config = config
-    embed = dict(dtype=config.dtype, param_dtype=config.param_dtype, rngs=rngs)
+    embed = dict(dtype=config.param_dtype, param_dtype=config.param_dtype, rngs=rngs)  # as in the linen model
     init = nnx.initializers.normal(INIT_STD)
     self.wte = nnx.Embed(config.vocab_size, config.embed_dim, embedding_init=init, **embed)
     self.wpe = nnx.Embed(config.seq_len, config.embed_dim, embedding_init=init, **embed)
@@ -113,30 +112,10 @@ class GPT2(nnx.Module):
     length = tokens_BxT.shape[-1]
     if length > cfg.seq_len:
       raise ValueError(f'tokens have {length} positions on axis -1; the model takes at most {cfg.seq_len}')
-    x_BxTxD = self.wte(tokens_BxT) + self.wpe(jnp.arange(length))[None]
+    x_BxTxD = (self.wte(tokens_BxT) + self.wpe(jnp.arange(length))[None]).astype(cfg.dtype)
     apply = nnx.remat(lambda block, x: block(x)) if cfg.remat else (lambda block, x: block(x))
     for i in range(cfg.num_layers):
       x_BxTxD = apply(getattr(self, f'h_{i}'), x_BxTxD)
     x_BxTxD = self.ln_f(x_BxTxD)
     table_VxD = self.wte.embedding[...].astype(cfg.dtype)
     return unembed(x_BxTxD, table_VxD)
-
-
-def load_linen_params(model: GPT2, params: Mapping[str, Any]) -> None:
-  """Copies the parameters of a linen `gpt2.GPT2` into its nnx twin, in place.
-
-  Args:
-    model: the nnx model.
-    params: the linen parameter tree, without `scan_layers`.
-
-  Raises:
-    ValueError: the trees differ; names the paths.
-  """
-  state = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-  have, found = (
-    {jax.tree_util.keystr(path, simple=True, separator='/') for path, _ in jax.tree_util.tree_leaves_with_path(tree)}
-    for tree in (state, params)
-  )
-  if have != found:
-    raise ValueError(f'parameter trees differ: missing {sorted(have - found)}, unexpected {sorted(found - have)}')
-  nnx.update(model, jax.tree.map(lambda _, new: new, state, dict(params)))

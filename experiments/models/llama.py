@@ -13,14 +13,13 @@ Touvron et al., arXiv 2302.13971: RMSNorm before each branch, rotary positions (
 
 from collections.abc import Mapping
 import dataclasses
-import math
 from typing import Any, Literal
 
 from flax import linen as nn
 import jax
 import jax.numpy as jnp
 
-from experiments.models.gpt2 import attend, check_patterns, fused_mlp, INIT_STD, pattern_of, unembed
+from experiments.models.layers import attend, check_patterns, dense, fused_mlp, INIT_STD, run_blocks, unembed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,19 +103,6 @@ def make_config(size: str, *, vocab_size: int, **overrides: Any) -> LlamaConfig:
   if size not in SIZES:
     raise ValueError(f'size is {size!r}; known: {", ".join(SIZES)}')
   return LlamaConfig(**{'vocab_size': vocab_size, **SIZES[size], **overrides})
-
-
-def dense(config: LlamaConfig, features: int, name: str, *, residual: bool = False) -> nn.Dense:
-  """A linear layer without bias; those that write to the residual stream start smaller by sqrt(2 L)."""
-  std = INIT_STD / math.sqrt(2 * config.num_layers) if residual else INIT_STD
-  return nn.Dense(
-    features,
-    use_bias=False,
-    dtype=config.dtype,
-    param_dtype=jnp.dtype(config.param_dtype),
-    kernel_init=nn.initializers.normal(std),
-    name=name,
-  )
 
 
 def rms_norm(config: LlamaConfig, name: str) -> nn.RMSNorm:
@@ -225,29 +211,14 @@ class Llama(nn.Module):
     length = tokens_BxT.shape[-1]
     if length > cfg.seq_len:
       raise ValueError(f'tokens have {length} positions on axis -1; the model takes at most {cfg.seq_len}')
-    x_BxTxD = nn.Embed(
+    wte = nn.Embed(
       cfg.vocab_size,
       cfg.embed_dim,
-      dtype=cfg.dtype,
+      dtype=jnp.dtype(cfg.param_dtype),  # see `gpt2.GPT2`
       param_dtype=jnp.dtype(cfg.param_dtype),
       embedding_init=nn.initializers.normal(INIT_STD),
       name='wte',
-    )(tokens_BxT)
-    x_BxTxD = rms_norm(cfg, 'ln_f')(self._blocks(x_BxTxD))
-    return Head(cfg, name='lm_head')(x_BxTxD)
-
-  def _blocks(self, x_BxTxD: jax.Array) -> jax.Array:
-    cfg = self.config
-    # Inside a scan the loop already keeps XLA from undoing the recomputation.
-    block = nn.remat(Block, prevent_cse=not cfg.scan_layers) if cfg.remat else Block
-    if not cfg.scan_layers:
-      for i in range(cfg.num_layers):
-        x_BxTxD = block(cfg, self.deterministic, pattern_of(cfg, i), name=f'h_{i}')(x_BxTxD)
-      return x_BxTxD
-    scan = nn.scan(
-      lambda layer, carry, _: (layer(carry), None),
-      variable_axes={'params': 0, 'sparse24': 0},
-      split_rngs={'params': True, 'mvue': True, 'dropout': True},
-      length=cfg.num_layers,
     )
-    return scan(block(cfg, self.deterministic, pattern_of(cfg, 0), name='h'), x_BxTxD, None)[0]
+    x_BxTxD = wte(tokens_BxT).astype(cfg.dtype)
+    x_BxTxD = rms_norm(cfg, 'ln_f')(run_blocks(Block, cfg, self.deterministic, x_BxTxD))
+    return Head(cfg, name='lm_head')(x_BxTxD)

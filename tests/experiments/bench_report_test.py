@@ -5,6 +5,7 @@ import html.parser
 import io
 import json
 import pathlib
+import re
 import statistics
 import tempfile
 
@@ -54,11 +55,27 @@ class PageTest(absltest.TestCase):
     parser.feed(text)
     self.assertEqual(parser.open, [])
 
-  def test_readme_has_the_table_of_the_committed_records(self):
-    readme = pathlib.Path(__file__).parents[2] / 'README.md'
-    table = bench_report.markdown(bench_report.load(bench_report.RESULTS.glob('*.jsonl')))
-    there = f'\n{table}\n\n' in readme.read_text()
-    self.assertTrue(there, 'the README differs from what `python -m experiments.bench_report --markdown` prints')
+  def test_documents_have_the_table_and_the_picture_of_the_committed_records(self):
+    docs = pathlib.Path(__file__).parents[2] / 'docs'
+    records = bench_report.load(bench_report.RESULTS.glob('*.jsonl'))
+    there = f'\n{bench_report.markdown(records)}\n\n' in (docs / 'speed.md').read_text()
+    self.assertTrue(there, 'docs/speed.md differs from what `python -m experiments.bench_report --markdown` prints')
+    same = (docs / 'speed.svg').read_text() == bench_report.figure(records)
+    self.assertTrue(same, 'python -m experiments.bench_report --figure docs/speed.svg')
+
+  def test_the_picture_tells_what_loses_from_what_gains(self):
+    slow = RECORD | {'bench': 'train_step', 'model': 'm', 'median_ms': 4.0, 'shape': {'batch': 2, 'length': 4}}
+    block = RECORD | {'shape': {'tokens': 16384, 'd': 4096, 'hidden': 16384}}
+    picture = bench_report.figure([block, slow])
+    self.assertIn('>1.50</text>', picture)
+    self.assertIn('>0.75</text>', picture)
+    colours = re.findall('<rect x[^>]*fill="([^"]*)"', picture)
+    self.assertLen(set(colours), 2)
+    other = block | {'device': 'another', 'median_ms': 1.0}
+    self.assertEqual(bench_report.figure([block, slow, other]), picture)
+    self.assertEqual(bench_report.markdown([block, slow, other]), bench_report.markdown([block, slow]))
+    with self.assertRaisesRegex(ValueError, 'no record of a training step'):
+      bench_report.figure([RECORD])
 
   def test_committed_medians_and_speedups_follow_from_the_samples(self):
     for path in bench_report.RESULTS.glob('*.jsonl'):

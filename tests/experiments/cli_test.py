@@ -63,15 +63,24 @@ class CommandTest(parameterized.TestCase):
 
     summary = json.loads((Path(folder) / 'fst-seed0' / 'summary.json').read_text())
     self.assertIn(f'loss {summary["validation_loss"]:.4f}', call('eval', f'{folder}/fst-seed0')[1])
+    # As if it had been trained on a GPU.
+    config_file = Path(folder, 'fst-seed0', 'config.json')
+    config = json.loads(config_file.read_text())
+    config['model']['attention'] = 'cudnn'
+    config_file.write_text(json.dumps(config))
+    self.assertIn(f'loss {summary["validation_loss"]:.4f}', call('eval', f'{folder}/fst-seed0')[1])
     status, _, err = call('eval', f'{folder}/fst-seed0', '--batches', '0')
     self.assertEqual((status, err), (1, 'error: validation takes 1 batch or more, found 0\n'))
     self.assertEqual(call('report', folder, '--out', f'{folder}/other.html')[0], 0)
 
   def test_train_and_tune(self):
     folder = Path(temp_folder(self))
-    status, out, _ = call('train', '--config', 'nano', '--tiny', '--folder', str(folder / 'run'), *FAST)
+    train = ('train', '--config', 'nano', '--tiny', '--folder', str(folder / 'run'), *FAST)
+    status, out, _ = call(*train)
     self.assertEqual(status, 0)
-    self.assertRegex(out, r'validation loss \d\.\d+ after 20 steps')
+    self.assertRegex(out, r'run: validation loss \d\.\d+ after 20 steps')
+    self.assertRegex(out, r'step 20/20  loss \d\.\d+ +[\d.]+ k tokens/s\n')  # dense, unwatched: no flip rate
+    self.assertRegex(call(*train)[1], r'run: finished before, validation loss \d\.\d+ after 20 steps')
     status, out, _ = call(
       'tune-decay',
       '--tiny',
@@ -95,7 +104,7 @@ class CommandTest(parameterized.TestCase):
     (('train', '--config', 'nano', '--set', 'stepz=1'), "no field 'stepz'"),
     (('inspect', '/nonexistent'), 'is not the folder of a run'),
     (('report', '/nonexistent'), 'holds no run'),
-    (('compare', '--methods', 'magic'), "method is 'magic'; known: dense"),
+    (('compare', '--methods', 'magic'), "method is 'magic'; known: dense.*groups: .*activations"),
     (('tune-decay', '--set', 'recipe.name=ste'), 'takes no masked_decay'),
     (('tune-decay', '--set', 'recipe.kwargs.masked_decay=1'), 'no effect here: .*--candidates'),
     (('tune-decay', '--set', 'recipe.flip_rate=refresh'), 'no effect here: .*train'),
@@ -119,6 +128,8 @@ class CommandTest(parameterized.TestCase):
     self.assertEqual(status, 0)
     self.assertRegex(out, r'total, head not counted +1\.670e\+18 +4\.\d+e\+17 +3\.90')
     self.assertRegex(call('flops', '--config', 'nano', '--recipe', 'static')[1], r'linear .* 5\.00')
+    # Counting takes no card.
+    self.assertRegex(call('flops', '--config', 'gpt2_124m_bytes')[1], r'head +3\.092e\+13 .* 1\.00')
     self.assertIn("recipe.name is 'magic'", call('flops', '--config', 'nano', '--recipe', 'magic')[2])
 
   def test_the_example_of_the_help_trains(self):

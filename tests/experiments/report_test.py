@@ -9,21 +9,32 @@ import xml.etree.ElementTree as ET
 from absl.testing import absltest, parameterized
 import numpy as np
 
-from experiments import build, claims, compare, environment, method_table, methods, report, runs, svg
+from experiments import (
+  build,
+  claims,
+  compare,
+  environment,
+  method_table,
+  methods,
+  report,
+  report_curves,
+  runs,
+  svg,
+)
 from experiments.experiment import load_config
 from tests.experiments.fakes import temp_folder
 
 NAMES = ('h_0/mlp/c_fc/kernel', 'h_0/mlp/c_proj/kernel')
 
 
-def write_run(folder, method, seed, final, *, tail=1e-3, finished=True, **overrides):
-  """A run folder of a given final loss, whose flip rate rises to 0.05 and falls to `tail`."""
+def write_run(folder, method, seed, final, *, tail=1e-3, finished=True, second_per_step=0.0, **overrides):
+  """A run folder of a given final loss, whose flip rate rises to 0.05 and falls to `tail`; older without a time."""
   config = methods.configure(load_config('nano'), method, seed)
   config.update(overrides)
   folder = Path(folder) / f'{method}-seed{seed}'
   folder.mkdir(parents=True)
   sparse_until = 3000 if method.startswith('fst') else (0 if 'dense' in config.recipe.name else 4000)
-  lines, timing = [], []
+  lines, timing, spent = [], [], {}
   for step in range(100, 4001, 100):
     rate = 0.05 * np.exp(-(((step - 600) / 300) ** 2)) + (tail if step > 600 else 0.01)
     loss = final + 2 * np.exp(-step / 500)
@@ -40,7 +51,9 @@ def write_run(folder, method, seed, final, *, tail=1e-3, finished=True, **overri
         'flip_rates': dict.fromkeys(NAMES, rate),
       }
     )
-    timing.append({'step': step, 'kind': 'timing', 'seconds': step / 100, 'tokens_per_s': 9e4})
+    if second_per_step:
+      spent = {'spent': {'training': step * second_per_step, 'compiling': 31.0, 'evaluation': 7.0, 'checkpoints': 3.0}}
+    timing.append({'step': step, 'kind': 'timing', 'seconds': step / 100, **spent, 'tokens_per_s': 9e4})
     if step % 500 == 0:
       lines.append({'step': step, 'kind': 'validation', 'loss': final if step == 4000 else loss, 'phase': phase})
   (folder / 'metrics.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in lines))
@@ -50,7 +63,7 @@ def write_run(folder, method, seed, final, *, tail=1e-3, finished=True, **overri
     json.dumps({'device': '2 CPU cores', 'python': '3.12.1', 'versions': {'jax': '0.11.2'}})
   )
   if finished:
-    (folder / 'summary.json').write_text(json.dumps({'seconds': 40.0, 'validation_loss': final}))
+    (folder / 'summary.json').write_text(json.dumps({'seconds': 40.0, 'validation_loss': final, **spent}))
   return folder
 
 
@@ -166,6 +179,51 @@ class ReportTest(parameterized.TestCase):
       self.assertIn('--folder runs --set steps=9', text)
       self.assertNotIn('/home/me', text)
     self.assertIn('say nothing about speed', page)
+
+  def test_loss_against_the_seconds_of_training(self):
+    folder = Path(temp_folder(self))
+    for seed in range(2):
+      write_run(folder, 'dense', seed, 1.2, second_per_step=0.25)
+      write_run(folder, 'fst', seed, 1.2, second_per_step=0.125 + 0.125 * seed)
+    groups = runs.group(runs.find_runs([folder]))
+    section = report_curves.loss_against_seconds(groups, dict.fromkeys(groups, '#000'))
+    ends = [float(line.split()[-1].split(',')[0]) for line in re.findall(r'<polyline points="([^"]*)"', section)]
+    # Of 1140 pixels 62 and 24 are margins, and the axis ends at 1,000 seconds; FST took 500 and 1,000.
+    np.testing.assert_allclose(ends, [1116, 62 + 0.75 * (1140 - 62 - 24)], atol=0.1)
+    self.assertIn('<td>FST</td><td class=n>90.0</td><td class=n>1.33</td><td class=n>750.0</td>', section)
+    self.assertIn('Loss against time', report.write_report([folder], folder / 'r.html').read_text())
+    compare.write_records(runs.find_runs([folder]), folder / 'results.jsonl', experiment='mine')
+    record = json.loads((folder / 'results.jsonl').read_text().splitlines()[0])
+    self.assertEqual(record['spent']['compiling'], 31.0)
+
+  def test_times_are_of_finished_runs_that_were_timed_throughout(self):
+    """An unfinished run has fewer seconds for its steps; of one begun by an older program not all are known."""
+    folder = Path(temp_folder(self))
+    write_run(folder, 'dense', 0, 1.2, second_per_step=0.25)
+    write_run(folder, 'fst', 0, 1.2, second_per_step=0.125, finished=False)
+    older = write_run(folder, 'dense', 1, 1.2, second_per_step=0.125) / 'timing.jsonl'
+    lines = [json.loads(line) for line in older.read_text().splitlines()]
+    for line in lines[:3]:
+      del line['spent']
+    older.write_text(''.join(json.dumps(line) + '\n' for line in lines))
+    groups = runs.group(runs.find_runs([folder]))
+    (timed,) = (run for run in groups['dense'] if run.was_timed)
+    steps, seconds = timed.training_seconds()
+    self.assertEqual((steps[0], seconds[0]), (0, 0.0))  # for what was evaluated before the first of them
+    section = report_curves.loss_against_seconds(groups, dict.fromkeys(groups, '#000'))
+    self.assertIn('<td>dense</td><td class=n>90.0</td><td class=n>1.00</td><td class=n>1,000.0</td>', section)
+    self.assertNotIn('FST', section)
+
+  def test_times_of_different_devices_are_not_compared(self):
+    folder = Path(temp_folder(self))
+    path = write_run(folder, 'dense', 0, 1.2, second_per_step=0.25)
+    environment_file = path / 'environment.json'
+    old = json.loads(environment_file.read_text())
+    for change in ({'device': 'another'}, {'command': 'python -m experiments together --config small'}, None):
+      environment_file.write_text(json.dumps(old | (change or {})))
+      write_run(folder / str(change), 'fst', 0, 1.2, second_per_step=0.125)
+      page = report.write_report([folder], folder / 'r.html').read_text()
+      self.assertEqual('Loss against time' in page, change is None)
 
   @parameterized.parameters((1, 'FST turns dense'), (2, '2 methods turn dense'))
   def test_the_first_end_of_a_sparse_phase_is_marked(self, count, text):

@@ -10,13 +10,14 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import types
 from unittest import mock
 
 from absl.testing import absltest, parameterized
 import jax
 import numpy as np
 
-from experiments import build, environment, experiment, metrics, programs, train
+from experiments import build, environment, experiment, metrics, programs, progress, train
 from experiments.checkpoint import CheckpointError, Checkpoints
 from tests.experiments.fakes import compile_quickly, FakeData, temp_folder
 
@@ -173,6 +174,47 @@ class ResumeTest(parameterized.TestCase):
     self.assertEqual(resumed_meta['data_state'], meta['data_state'])
 
 
+class TimesTest(absltest.TestCase):
+  def test_seconds_go_to_what_they_were_spent_on_over_all_attempts(self):
+    now = 0.0
+
+    def taking(seconds, function, stops_at=None):
+      calls = 0
+
+      def slow(*args, **kwargs):
+        nonlocal now, calls
+        calls += 1
+        if calls == stops_at:
+          raise KeyboardInterrupt
+        result = function(*args, **kwargs)
+        now += seconds
+        return result
+
+      return slow
+
+    def train_slowly(stops_at=None):
+      with (
+        mock.patch.object(progress, 'time', types.SimpleNamespace(monotonic=lambda: now)),
+        mock.patch.object(build, 'shard_batch', taking(1, build.shard_batch, stops_at)),
+        mock.patch.object(train.Run, '_validate', taking(5, train.Run._validate)),
+        mock.patch.object(train.Run, '_save', taking(3, train.Run._save)),
+      ):
+        return run(tiny('transposable_srste', RECIPES['transposable_srste']), folder)
+
+    folder = temp_folder(self)
+    with self.assertRaises(KeyboardInterrupt):
+      train_slowly(stops_at=23)
+    summary = train_slowly()
+    # 25 sparse steps and 5 dense ones; the first of each program, after resuming too, is taken for its compiling. A
+    # checkpoint cannot hold how long it takes itself, nor the steps after it that were lost.
+    self.assertEqual(summary['spent'], {'training': 27, 'compiling': 3, 'evaluation': 15, 'checkpoints': 6})
+    self.assertEqual(summary['seconds'], 51)
+    timing = [json.loads(line) for line in Path(folder, 'timing.jsonl').read_text().splitlines()]
+    self.assertEqual([record['step'] for record in timing], [5, 10, 15, 20, 25, 30])
+    self.assertEqual(timing[4]['spent']['compiling'], 3)
+    self.assertEqual(timing[5]['spent'], {**summary['spent'], 'evaluation': 10, 'checkpoints': 3})
+
+
 class RefusedTest(parameterized.TestCase):
   @classmethod
   def setUpClass(cls):
@@ -279,6 +321,20 @@ class RefusedTest(parameterized.TestCase):
       self.assertEqual(made.call_count, 0 if seed else 2)  # a sparse and a dense phase
     self.assertEqual(found['validation_loss'], alone['validation_loss'])
 
+  def test_random_masks_follow_the_seed_of_the_run(self):
+    shared, masks = [], []
+    for seed in (0, 1):
+      config = tiny('static', {'density': 0.5}, seed=seed, steps=10)
+      folder = temp_folder(self)
+      train.train(config, folder, data=FakeData(), quiet=True, programs=shared)
+      arrays, _ = final_arrays(config, folder)
+      masks.append({path: array for path, array in arrays.items() if 'projections' in path and array.size > 1})
+    self.assertNotEmpty(masks[0])
+    for path, mask in masks[0].items():
+      self.assertFalse(np.array_equal(mask, masks[1][path]), path)
+    kept = build.make_recipe(tiny('static', {'density': 0.5, 'seed': 0}, seed=1))
+    self.assertEqual(kept, build.make_recipe(tiny('static', {'density': 0.5})))
+
   @parameterized.parameters('ste', 'step', 's_ste')
   def test_a_recipe_takes_the_feed_forward_layers_unless_told(self, name):
     self.assertEqual(build.make_recipe(tiny(name)), build.make_recipe(tiny(name, {'path': FFN})))
@@ -312,6 +368,8 @@ class RefusedTest(parameterized.TestCase):
     ('accumulate=3', 'data.batch_size 16 is not divisible by accumulate 3'),
     ('mesh.data=16', 'needs 16 devices, there are 8'),
     ('model.width=3', 'model section: .*width'),
+    ('model.dtype=bf16', 'model section: .*bf16'),
+    ('model.attention=cudnn', 'cudnn.* needs an NVIDIA GPU; set model.attention=xla'),
     ('optimizer.warmup_steps=1000', r'optimizer\.warmup_steps is 1000; it must be less than steps, \d+'),
     ('model.seq_len=8', 'data.seq_len 16 is longer than the model takes, 8'),
   )
@@ -326,7 +384,8 @@ class RefusedTest(parameterized.TestCase):
     ('stepz=3', "no field 'stepz'; known: accumulate"),
     ('optimizer.beta=3', "no field 'beta'; known: b1"),
     ('optimiser.b1=3', "no section 'optimiser'"),
-    ('steps=many', 'steps=many'),
+    ('steps=many', 'steps=many: it takes int, found str'),
+    ('optimizer=3', 'optimizer=3: it takes a section, found int'),
     ('recipe.kwargsx=1', "no field 'kwargsx'; known: dense_from, flip_rate"),
   )
   def test_bad_overrides(self, override, message):

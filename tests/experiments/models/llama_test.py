@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.models import gpt2, llama
+from experiments.models import layers, llama
 from tests.experiments.fakes import compile_quickly
 
 
@@ -38,7 +38,7 @@ class SizesTest(parameterized.TestCase):
   def test_counts_of_the_released_models(self, size, count):
     config = llama.make_config(size, vocab_size=128_256)
     shapes = jax.eval_shape(llama.Llama(config).init, jax.random.key(0), jnp.zeros((1, 8), jnp.int32))['params']
-    self.assertEqual(gpt2.param_count(shapes) - 128_256 * config.embed_dim, count)
+    self.assertEqual(layers.param_count(shapes) - 128_256 * config.embed_dim, count)
 
   def test_paths_and_shapes(self):
     params, _ = _init(_tiny())

@@ -1,0 +1,276 @@
+"""`python -m experiments.bench run --out FOLDER`: the benchmarks behind docs/speed.md on the GPU at hand, one by one.
+
+Each is one of the programs beside this file (or of `pallas_kernels`) in a process of its own, which is stopped when it
+takes longer than it may. What is measured lies in FOLDER, a JSON-lines file and a log a measurement; the same command
+goes on where it ended. `python -m experiments.bench keep FOLDER/*.jsonl` puts the records in place of older ones.
+
+Of that page it leaves out the whole run (`experiments compare`), what was measured by drivers that are not kept (small
+blocks, sums of embeddings, power and clock), and losses with and without kernels (`experiments.bench.tracking`).
+"""
+
+import argparse
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+import contextlib
+import dataclasses
+import itertools
+import json
+import os
+from pathlib import Path
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+from experiments.bench import ffn
+from experiments.bench_report import identity, RESULTS
+
+_FINISHED = 'finished.json'
+
+
+_FST = tuple(ffn.GROUPS['bf16'][1:])
+_FP8 = tuple(ffn.GROUPS['fp8'])
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+  """A program with its arguments.
+
+  Attributes:
+    command: what follows `python -m`, but for `--out`.
+    seconds: after which it is stopped, chosen with an H100 in mind, compiling included.
+    devices: GPUs that it needs.
+  """
+
+  command: str
+  seconds: int
+  devices: int = 1
+
+  def arguments(self, out: Path) -> list[str]:
+    """The command line that appends records to `out`."""
+    return [sys.executable, '-m', *shlex.split(self.command), '--out', str(out)]
+
+
+def _steps(case: str, recipe: str, rest: str, seconds: int = 240) -> Measurement:
+  return Measurement(f'experiments.bench.train_step --select {case} --recipe {recipe} {rest}', seconds)
+
+
+def _blocks(rest: str, seconds: int) -> Measurement:
+  return Measurement(f'experiments.bench.ffn {rest}', seconds)
+
+
+def _vnm(rest: str, seconds: int) -> Measurement:
+  return Measurement(f'experiments.bench.neuron_level {rest}', seconds)
+
+
+def _mesh(rest: str, seconds: int = 240) -> Measurement:
+  return Measurement(f'experiments.bench.mesh --devices 2 {rest}', seconds, devices=2)
+
+
+# What says whether the kernels are right comes first, then what most readers ask for.
+MEASUREMENTS = {
+  'verify': Measurement('pallas_kernels verify --count 200 --seconds 150', 240),
+  'verify-mma': Measurement('pallas_kernels verify --count 50 --seconds 60 --implementation mosaic_gpu_sm80', 150),
+  'fst-check': _blocks('--check-only --select bf16', 150),
+  'fp8-check': _blocks('--check-only --select fp8', 150),
+  'fst-block': _blocks('--select fst-gelu-16384x4096x16384 --skip-check --explain --rounds 4 --steps 60', 150),
+  'fst-blocks': _blocks(f'--select {" ".join(_FST)} --skip-check --explain --rounds 4 --steps 6', 180),
+  'fp8-blocks': _blocks(f'--select {" ".join(_FP8[:2])} --skip-check --explain --rounds 3 --steps 20', 180),
+  'fp8-blocks-32768': _blocks(f'--select {" ".join(_FP8[2:])} --skip-check --explain --rounds 4 --steps 30', 240),
+  'vnm-blocks': _vnm('--select block --explain', 180),
+  'transformer-block': Measurement('experiments.bench.block --select fst-gpt2 --explain --steps 40', 120),
+  'gpt2-124m': _steps('gpt2-124m', 'transposable_srste', '--explain --rounds 4 --steps 30'),
+  'gpt2-1558m': _steps('gpt2-1558m', 'transposable_srste', '--explain --rounds 2 --steps 10 --refreshes 2'),
+  'llama-3b': _steps('llama-3b', 'transposable_srste', '--explain --rounds 2 --steps 10 --refreshes 2'),
+  'gpt2-1558m-fp8': _steps('gpt2-1558m', 's_ste_fp8', '--explain --rounds 2 --steps 6 --refreshes 1'),
+  'llama-3b-fp8': _steps('llama-3b', 's_ste_fp8', '--explain --rounds 2 --steps 6 --refreshes 1'),
+  **{
+    f'{model}-vnm-{pattern}': _steps(
+      f'{model}-relu2', f'neuron_level_{pattern}',
+      f'--explain --rounds 2 --steps {steps} --refreshes 0 --implementation {by}',
+    )
+    for model, steps, by in (('gpt2-1300m', 6, 'auto'), ('gpt2-wide', 5, 'auto'), ('gpt2-124m', 20, 'kernels'))
+    for pattern in ('128x2x8', '128x2x16')
+  },
+  'gpt2-1558m-mst': _steps('gpt2-1558m', 'mixed_sparsity_transposable', '--rounds 2 --steps 6 --refreshes 2'),
+  'gpt2-124m-mst': _steps(
+    'gpt2-124m', 'mixed_sparsity_transposable', '--explain --rounds 4 --steps 24 --refreshes 3'
+  ),
+  'gpt2-124m-mst-24': _steps(
+    'gpt2-124m', 'mixed_sparsity_24', '--explain --implementation mosaic_gpu --rounds 2 --steps 20 --refreshes 2'
+  ),
+  'products': Measurement('pallas_kernels bench --select headline square', 240),
+  'fp8-products': Measurement('pallas_kernels.quantize.bench --parts products --iterations 12', 180),
+  'vnm-products': _vnm('--select matmul', 120),
+  'packers': Measurement('pallas_kernels.pack.bench', 420),
+  'vnm-packers': _vnm('--select packs', 150),
+  'fp8-packers': Measurement(
+    'pallas_kernels.quantize.bench --parts check,passes --first-config --skip-xla --iterations 20', 150
+  ),
+  'attention': Measurement('experiments.bench.attention --rounds 3 --steps 8 --select 4k 16k 1k', 240),
+  'pytorch': Measurement('experiments.bench.pytorch_ffn', 150),
+  'mesh-check': _mesh('--select check-sample check-ffn check-gpt2'),
+  'mesh-block': _mesh('--select fst-gelu-32768x4096x16384 --one --rounds 4 --steps 30'),
+  'mesh-gpt2-774m': _mesh('--select gpt2-774m --rounds 2 --steps 10'),
+  'fsdp': _mesh('--select check-fsdp gpt2-774m gpt2-1558m --sharding fsdp --rounds 2 --steps 8', 420),
+}  # fmt: skip
+
+
+def run(chosen: Iterable[str], folder: Path, seconds: float) -> int:
+  """Runs what is not finished in `folder` yet; returns how many failed, were stopped, or found no time.
+
+  Args:
+    chosen: keys of `MEASUREMENTS`.
+    folder: gets `NAME.jsonl` and `NAME.log`.
+    seconds: none is begun that may take longer than what is left of these.
+  """
+  folder.mkdir(parents=True, exist_ok=True)
+  deadline = time.monotonic() + seconds
+  finished = _finished(folder)
+  missing = 0
+  for name in chosen:
+    measurement, records = MEASUREMENTS[name], folder / f'{name}.jsonl'
+    if finished.get(name) == measurement.command:
+      print(f'{name}: finished before', flush=True)
+      continue
+    if time.monotonic() + measurement.seconds > deadline:
+      print(f'{name}: left out, it may take {measurement.seconds} s', flush=True)
+      missing += 1
+      continue
+    records.unlink(missing_ok=True)  # of an attempt that was stopped
+    start, log = time.monotonic(), folder / f'{name}.log'
+    code = _run_one(measurement.arguments(records), log, measurement.seconds)
+    if code == 0 and not (records.exists() and records.stat().st_size):
+      outcome = 'failed, no record'
+    else:
+      outcome = {0: 'finished', None: 'stopped'}.get(code, f'failed, exit status {code}')
+    last = ([''] + log.read_text(errors='replace').splitlines())[-1]
+    print(f'{name}: {outcome}, {time.monotonic() - start:.0f} s. {last}'.rstrip(), flush=True)
+    if outcome == 'finished':
+      finished[name] = measurement.command
+      (folder / 'finished.new').write_text(json.dumps(finished, indent=2) + '\n')
+      (folder / 'finished.new').replace(folder / _FINISHED)
+    missing += outcome != 'finished'
+  return missing
+
+
+def _finished(folder: Path) -> dict[str, str]:
+  """Names -> commands."""
+  path = folder / _FINISHED
+  return json.loads(path.read_text()) if path.exists() else {}
+
+
+def _run_one(command: Sequence[str], log: Path, seconds: float) -> int | None:
+  """Exit status; None if it was stopped. Nothing that it started runs on, also where this program is told to end."""
+  with log.open('w') as file, _ending_by_exception():
+    process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+      return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+      return None
+    finally:
+      with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+      process.wait()
+
+
+@contextlib.contextmanager
+def _ending_by_exception() -> Iterator[None]:
+  """Makes SystemExit of the signals by which schedulers, `timeout` and lost terminals end a program."""
+
+  def end(number: int, frame: Any) -> None:
+    del frame
+    raise SystemExit(128 + number)
+
+  before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+  try:
+    yield
+  finally:
+    for number, handler in before.items():
+      signal.signal(number, handler)
+
+
+def keep(paths: Iterable[Path], results: Path = RESULTS, *, poorer: bool = False) -> dict[str, int]:
+  """Puts records among those of `results`: in the place of one that measured the same, else at the end of a file.
+
+  Args:
+    paths: JSON-lines files.
+    results: folder. A record that replaces none goes to a file with others of its kind, or to one named after it.
+    poorer: replace also a record that has more samples, a profile or baselines that the new one lacks.
+
+  Returns:
+    Name of each changed file -> records that it got.
+  """
+  files = {path: _read(path) for path in sorted(results.glob('*.jsonl'))}
+  changed = Counter[str]()
+  for record in itertools.chain.from_iterable(map(_read, paths)):
+    equal = [(path, i) for path, old in files.items() for i, other in enumerate(old) if _same(record, other)]
+    if equal:
+      path, place = equal[-1]  # the one that counts
+      if (lost := _lost(record, files[path][place])) and not poorer:
+        print(f'{path.name}, line {place + 1}, stays: the new record has {lost}')
+        continue
+      files[path][place] = record
+    else:
+      alike = (path for path, old in files.items() if any(other.get('bench') == record['bench'] for other in old))
+      path = next(alike, results / f'{record["bench"]}.jsonl')
+      files.setdefault(path, []).append(record)
+    changed[path.name] += 1
+  for path in (path for path in files if path.name in changed):
+    path.write_text(''.join(json.dumps(record) + '\n' for record in files[path]))
+  return changed
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+  return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def _same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+  drawn = ('implementation', 'seed') if a['bench'] == 'verify' else ()
+  return identity(a) == identity(b) and all(a.get(key) == b.get(key) for key in drawn)
+
+
+def _lost(new: Mapping[str, Any], old: Mapping[str, Any]) -> str:
+  """What of an old record its successor lacks, in words; '' if nothing."""
+  samples = [len(record.get('samples_ms', ())) for record in (new, old)]
+  baselines = old.get('baselines', {}).keys() - new.get('baselines', {}).keys()
+  found = [f'{samples[0]} samples for {samples[1]}'] if samples[0] < samples[1] else []
+  found += ['no profile'] if old.get('profile') and not new.get('profile') else []
+  return ', '.join(found + [f'no baseline {name!r}' for name in sorted(baselines)])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """The command line; exit status 1 if something is missing."""
+  parser = argparse.ArgumentParser(
+    prog='python -m experiments.bench', description='The benchmarks behind docs/speed.md, on the GPU at hand.'
+  )
+  commands = parser.add_subparsers(dest='command', required=True, metavar='COMMAND')
+  runs = commands.add_parser('run', help='measure; the same command goes on where it ended')
+  runs.add_argument('--out', type=Path, help='folder of records and logs')
+  runs.add_argument(
+    '--select', nargs='+', metavar='NAME', choices=MEASUREMENTS, help='some of them (default: all that need one GPU)'
+  )
+  runs.add_argument('--seconds', type=float, default=float('inf'), help='begin none that could end later')
+  runs.add_argument('--list', action='store_true', help='print what is chosen, and what it may take, and stop')
+  keeps = commands.add_parser('keep', help='put records in the place of older ones in experiments/results')
+  keeps.add_argument('records', nargs='+', type=Path, help='JSON-lines files')
+  keeps.add_argument('--poorer', action='store_true', help='also in the place of records with more samples or parts')
+  options = parser.parse_args(argv)
+  if options.command == 'keep':
+    for name, count in keep(options.records, poorer=options.poorer).items():
+      print(f'{RESULTS / name}: {count} records')
+    return 0
+  chosen = options.select or [name for name, measurement in MEASUREMENTS.items() if measurement.devices == 1]
+  if options.list:
+    for name in chosen:
+      print(f'{name:24} {MEASUREMENTS[name].seconds:4} s  {MEASUREMENTS[name].command}')
+    return 0
+  if options.out is None:
+    runs.error('the following arguments are required: --out')
+  return 1 if run(chosen, options.out, options.seconds) else 0
+
+
+if __name__ == '__main__':
+  raise SystemExit(main())
