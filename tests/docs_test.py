@@ -16,6 +16,8 @@ from absl.testing import absltest, parameterized
 
 ROOT = Path(__file__).parents[1]
 MODULES = ('sparse24_jax', 'sparse24_jax.linen', 'sparse24_jax.nnx', 'sparse24_jax.recipes')
+APIS = tuple(f'pallas_kernels.{path.parent.name}.api' for path in sorted((ROOT / 'pallas_kernels').glob('*/api.py')))
+APIS += ('pallas_kernels.formats',)
 
 
 def public_names() -> list[tuple[str, str]]:
@@ -29,6 +31,16 @@ def public_names() -> list[tuple[str, str]]:
   ]
 
 
+def kernel_functions() -> list[tuple[str, str]]:
+  """(module, name) of the functions of kernels, those without an example too."""
+  return [
+    (name, function)
+    for name in APIS
+    for function, value in vars(importlib.import_module(name)).items()
+    if inspect.isfunction(value) and value.__module__ == name and not function.startswith('_')
+  ]
+
+
 def undefined(example: str) -> set[str]:
   """Names that a doctest reads and neither makes nor imports."""
   tree = ast.parse('\n'.join(part.source for part in doctest.DocTestParser().get_examples(example)))
@@ -39,6 +51,34 @@ def undefined(example: str) -> set[str]:
   made |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
   made |= {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
   return {node.id for node in names} - made - set(dir(builtins))
+
+
+def documents() -> list[Path]:
+  return [ROOT / 'README.md', *(path for path in sorted(ROOT.glob('*/**/*.md')) if '.venv' not in str(path))]
+
+
+def anchors(page: Path) -> set[str]:
+  """Of its headings, as GitHub makes them."""
+  titles = re.findall(r'^#+ (.*)$', page.read_text(), re.MULTILINE)
+  return {re.sub(r'[^\w\- ]', '', title.lower()).replace(' ', '-') for title in titles}
+
+
+class LinksTest(parameterized.TestCase):
+
+  @parameterized.parameters(*documents())
+  def test_links_inside_the_project_lead_somewhere(self, page):
+    for target in re.findall(r'\]\(([^)\s]+)\)', page.read_text()):
+      if not target.startswith('https://'):
+        name, _, anchor = target.partition('#')
+        found = page.parent / name if name else page
+        self.assertTrue(found.exists(), target)
+        if anchor:
+          self.assertIn(anchor, anchors(found), target)
+
+  def test_files_that_documents_name_are_there(self):
+    for page in documents():
+      for name in re.findall(r'experiments/results/\w+\.\w+', page.read_text()):
+        self.assertTrue((ROOT / name).is_file(), f'{page.name}: {name}')
 
 
 class DocsTest(parameterized.TestCase):
@@ -60,10 +100,10 @@ class DocsTest(parameterized.TestCase):
     self.assertIn('<div class="docstring">', section.group())
     self.assertIn('&gt;&gt;&gt; ', section.group(), f'{module}.{name} has no example')
 
-  @parameterized.parameters(*public_names())
+  @parameterized.parameters(*public_names(), *kernel_functions())
   def test_the_example_stands_by_itself(self, module, name):
     public = getattr(importlib.import_module(module), name)
-    self.assertEmpty(undefined(inspect.getdoc(public)), f'the example of {module}.{name} does not define these')
+    self.assertEmpty(undefined(inspect.getdoc(public) or ''), f'the example of {module}.{name} does not define these')
 
   def test_undefined(self):
     example = 'Text.\n\n>>> import a.b as c, d\n>>> for i in range(3):\n...   c(i, lambda j: d(j, e))\n>>> f = g\n'

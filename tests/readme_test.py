@@ -1,7 +1,9 @@
 """The examples of the README run as they stand there, on small models."""
 
+import dataclasses
 import pathlib
 import re
+import tempfile
 
 from absl.testing import absltest
 from flax import linen as nn
@@ -9,6 +11,7 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 import optax
+import orbax.checkpoint as ocp
 
 import sparse24_jax as s24
 
@@ -37,24 +40,24 @@ class LinenWrapped(nn.Module):
 
 
 class NnxMlp(nnx.Module):
-  def __init__(self, rngs):
-    self.up, self.down = nnx.Linear(8, 32, rngs=rngs), nnx.Linear(32, 8, rngs=rngs)
+  def __init__(self, rngs, dtype):
+    self.up, self.down = nnx.Linear(8, 32, dtype=dtype, rngs=rngs), nnx.Linear(32, 8, dtype=dtype, rngs=rngs)
 
   def __call__(self, x):
     return self.down(nnx.gelu(self.up(x)))
 
 
 class NnxBlock(nnx.Module):
-  def __init__(self, rngs):
-    self.mlp = NnxMlp(rngs)
+  def __init__(self, rngs, dtype):
+    self.mlp = NnxMlp(rngs, dtype)
 
   def __call__(self, x):
     return x + self.mlp(x)
 
 
 class NnxModel(nnx.Module):
-  def __init__(self, rngs):
-    self.h = nnx.List([NnxBlock(rngs) for _ in range(2)])
+  def __init__(self, rngs, dtype=None):
+    self.h = nnx.List([NnxBlock(rngs, dtype) for _ in range(2)])
 
   def __call__(self, x):
     for block in self.h:
@@ -109,6 +112,43 @@ class ReadmeTest(absltest.TestCase):
     params, opt_state = nnx.state(dense, nnx.Param), names['optimizer'].opt_state
     nnx.update(dense, s24.sparse_variables(params, opt_state, recipe, phase='dense'))
     self.assertLess(float(names['loss_fn'](dense)), float(loss))
+
+  def test_nnx_example_where_weights_are_packed(self):
+    """As on a card with kernels: a step is traced once, and leaves a model like the one before, with its new masks."""
+
+    def build():
+      return s24.sparsify(NnxModel(nnx.Rngs(0), jnp.bfloat16), recipe, rngs=nnx.Rngs(mvue=0))
+
+    def loss_fn(model):
+      traces.append(model.h[0].mlp.up.dot_general.projection_state())
+      return jnp.mean(model(x) ** 2)
+
+    x, traces = jax.random.normal(jax.random.key(2), (16, 8), jnp.bfloat16), []
+    exec(BLOCKS[0], self.names)
+    (rule,) = self.names['recipe'].rules
+    rule = dataclasses.replace(rule, policy=dataclasses.replace(rule.policy, implementation='dense'))
+    recipe = dataclasses.replace(self.names['recipe'], rules=(rule,), refresh_every=1)
+    model = NnxModel(nnx.Rngs(0), jnp.bfloat16)
+    names = {**self.names, 'recipe': recipe, 'model': model, 'nnx': nnx, 'loss_fn': loss_fn}
+    exec(BLOCKS[1].replace('3e-4', '3e-2'), names)
+    for _ in range(2):
+      names['train_step'](names['model'], names['optimizer'])
+    self.assertLen(traces, 1)
+    self.assertIsInstance(traces[0], s24.PackedWeight)
+    model, fresh = names['model'], build()
+    mlp, untrained = model.h[1].mlp, fresh.h[1].mlp
+    expected = s24.transposable_mask(mlp.down.kernel[...])
+    self.assertTrue((expected != untrained.down.dot_general.state[...]).any())
+    self.assertTrue((expected == mlp.down.dot_general.state[...]).all())
+    # A checkpoint of the model goes into a fresh one.
+    with tempfile.TemporaryDirectory() as folder, ocp.StandardCheckpointer() as checkpointer:
+      saved, wanted = (nnx.to_pure_dict(nnx.state(m, nnx.Not(nnx.RngState))) for m in (model, fresh))
+      checkpointer.save(f'{folder}/model', saved)
+      checkpointer.wait_until_finished()
+      restored = nnx.state(fresh, nnx.Not(nnx.RngState))
+      nnx.replace_by_pure_dict(restored, checkpointer.restore(f'{folder}/model', wanted))
+    nnx.update(fresh, restored)
+    self.assertTrue((fresh(x) == model(x)).all())
 
   def test_phase_example(self):
     exec(BLOCKS[0], self.names)
