@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from experiments import svg
+from sparse24_jax.activation_sparsity import ActivationPolicy
 
 _COLOURS = {'sparse': '#0072b2', 'dense': '#7f7f7f', 'dense_fp8': '#b38600', 'cusparselt': '#d55e00', 'xla': '#7f7f7f'}
 _OTHER = '#b2629a'
@@ -47,8 +48,23 @@ def title(record: Record) -> str:
       words = [record['dtype']]
     case _:
       words = [record['op'], record['dtype']]
-  words += [record['pattern']] if 'pattern' in record else []
+  words += [pattern(record)] if 'pattern' in record else []
   return ' '.join([*words, ' x '.join(map(str, shape))])
+
+
+def pattern(record: Record) -> str:
+  """The pattern of a record's activations, with their share of dense neurons where it is not the usual one.
+
+  >>> pattern({'pattern': '128:2:8', 'dense_features': 0.2})
+  '128:2:8 with 20% dense neurons'
+  """
+  share = dense_features(record)
+  return record['pattern'] + ('' if share == ActivationPolicy.dense_features else f' with {share:.0%} dense neurons')
+
+
+def dense_features(record: Record) -> float:
+  """The share of neurons that are dense in the weight gradients; older records of steps leave out the usual one."""
+  return record.get('dense_features', ActivationPolicy.dense_features)
 
 
 def milliseconds(record: Record) -> float:

@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from experiments.bench_figures import milliseconds, ratios, Record, speedups, title
+from experiments.bench_figures import dense_features, milliseconds, pattern, ratios, Record, speedups, title
 from experiments.bench_sections import section
 
 RESULTS = Path(__file__).parent / 'results'
@@ -68,7 +68,8 @@ def identity(record: Record) -> list[Any]:
   """What was measured; of two records that agree in it the later counts."""
   keys = 'bench device op role model recipe activation pattern dtype weights shape layouts mode remat mesh'
   # Of meshes, older records do not say what was not asked for.
-  return [*(record.get(key) for key in keys.split()), record.get('sharding', 'whole'), record.get('xla_flags') or '']
+  mesh = record.get('sharding', 'whole'), record.get('xla_flags') or ''
+  return [*(record.get(key) for key in keys.split()), *mesh, dense_features(record)]
 
 
 _METHODS = {
@@ -105,7 +106,7 @@ def markdown(records: Sequence[Record]) -> str:
 
 def _method(record: Record) -> str:
   name = _METHODS.get(recipe := str(record['recipe']), recipe)
-  return f'{name}, {record["pattern"]}' if 'pattern' in record else name
+  return f'{name}, {pattern(record)}' if 'pattern' in record else name
 
 
 def _of_one_device(records: Sequence[Record]) -> list[Record]:

@@ -79,7 +79,7 @@ MEASUREMENTS = {
   'fst-blocks': _blocks(f'--select {" ".join(_FST)} --skip-check --explain --rounds 4 --steps 6', 180),
   'fp8-blocks': _blocks(f'--select {" ".join(_FP8[:2])} --skip-check --explain --rounds 3 --steps 20', 180),
   'fp8-blocks-32768': _blocks(f'--select {" ".join(_FP8[2:])} --skip-check --explain --rounds 4 --steps 30', 240),
-  'vnm-blocks': _vnm('--select block --explain', 180),
+  'vnm-blocks': _vnm('--select block --explain', 300),
   'transformer-block': Measurement('experiments.bench.block --select fst-gpt2 --explain --steps 40', 120),
   'gpt2-124m': _steps('gpt2-124m', 'transposable_srste', '--explain --rounds 4 --steps 30'),
   'gpt2-1558m': _steps('gpt2-1558m', 'transposable_srste', '--explain --rounds 2 --steps 10 --refreshes 2'),
@@ -92,7 +92,7 @@ MEASUREMENTS = {
       f'--explain --rounds 2 --steps {steps} --refreshes 0 --implementation {by}',
     )
     for model, steps, by in (('gpt2-1300m', 6, 'auto'), ('gpt2-wide', 5, 'auto'), ('gpt2-124m', 20, 'kernels'))
-    for pattern in ('128x2x8', '128x2x16')
+    for pattern in ('128x2x8', '128x2x16', '128x2x8_dense_neurons')
   },
   'gpt2-1558m-mst': _steps('gpt2-1558m', 'mixed_sparsity_transposable', '--rounds 2 --steps 6 --refreshes 2'),
   'gpt2-124m-mst': _steps(

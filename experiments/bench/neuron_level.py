@@ -32,6 +32,8 @@ PATTERNS = ((128, 8), (128, 16), (64, 8), (64, 16))
 SHAPES = ((16384, 4096, 16384), (16384, 16384, 4096))
 BLOCK = (16384, 4096, 16384)
 TINY = (128, 256, 128)
+# With which a small model lost less (`docs/quality.md`).
+DENSE_NEURONS = 0.2
 
 CASES = {
   case.name: case
@@ -39,7 +41,7 @@ CASES = {
   for case in (
     *(Case('matmul', v, m, shape) for shape in SHAPES),
     *(Case('pack', v, m, (BLOCK[0], BLOCK[2]), role) for role in PACKS),
-    Case('ffn', v, m, BLOCK),
+    *(Case('ffn', v, m, BLOCK, dense_features=share) for share in (ActivationPolicy.dense_features, DENSE_NEURONS)),
   )
 }
 GROUPS = {
@@ -157,7 +159,8 @@ def block(case: Case, options: Any) -> Plan:
   """Measures the block, forward and backward."""
   tokens, d, hidden = (case.v, 64, 2 * case.v) if options.tiny else case.shape
   dtype = jnp.float32 if options.tiny else jnp.bfloat16
-  policy = ActivationPolicy(v=case.v, m=case.m, implementation=None if options.tiny else 'kernels')
+  implementation = None if options.tiny else 'kernels'
+  policy = ActivationPolicy(v=case.v, m=case.m, dense_features=case.dense_features, implementation=implementation)
 
   def make(key: Array) -> tuple[Any, ...]:
     sizes = ((tokens, d), (d, hidden), (hidden, d), (tokens, d))

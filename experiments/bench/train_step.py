@@ -72,7 +72,8 @@ def _record(
   policy, summed = activations(twins.recipe), twins.tokens_a_step
   pattern = {}
   if policy:  # of each M tokens four are packed as 2:4
-    pattern, summed = {'pattern': policy.describe()['pattern']}, 4 * summed // policy.m
+    summed = 4 * summed // policy.m
+    pattern = {name: policy.describe()[name] for name in ('pattern', 'dense_features')}
   return dict(
     bench='train_step', **head, op='train_step', model=case.name, recipe=twins.recipe.name, **pattern,
     parameters=layers.param_count(twins.state.params), dtype='float8' if 'fp8' in twins.recipe.name else 'bfloat16',

@@ -28,10 +28,11 @@ MIXED: Mapping[str, Mapping[str, Any]] = {
   'mixed_sparsity_24': dict(structure='2:4'),
   'mixed_sparsity_transposable': dict(structure='transposable', mvue_path=FFN),
 }
-# V and M of the activations.
-NEURON_LEVEL: Mapping[str, tuple[int, int]] = {
-  f'neuron_level_{v}x2x{m}': (v, m) for v, m in ((128, 8), (128, 16), (64, 8))
-}
+NEURON_LEVEL: Mapping[str, Mapping[str, Any]] = {
+  'neuron_level_128x2x8': dict(v=128, m=8), 'neuron_level_128x2x16': dict(v=128, m=16),
+  'neuron_level_64x2x8': dict(v=64, m=8),
+  'neuron_level_128x2x8_dense_neurons': dict(v=128, m=8, dense_features=0.2),
+}  # fmt: skip
 RECIPES = ('transposable_srste', 's_ste', 's_ste_fp8', *MIXED, *NEURON_LEVEL)
 
 
@@ -111,8 +112,7 @@ def recipe_of(name: str) -> s24.Recipe:
   if name in MIXED:  # every linear layer of a block; early in the run, where all places of the masks are taken
     return s24.recipes.mixed_sparsity(LINEAR, total_steps=300_000, **MIXED[name])
   if name in NEURON_LEVEL:
-    v, m = NEURON_LEVEL[name]
-    policy = s24.ActivationPolicy(v=v, m=m)
+    policy = s24.ActivationPolicy(**NEURON_LEVEL[name])
     return s24.recipes.neuron_level('.*/mlp/c_fc/kernel', '.*/mlp/c_proj/kernel', policy=policy)
   return s24.recipes.s_ste(FFN, fp8=name == 's_ste_fp8')
 

@@ -13,29 +13,34 @@ import numpy as np
 from experiments.bench import measure
 from pallas_kernels.vnm import api
 from pallas_kernels.vnm.format import VNMOperand
+from sparse24_jax.activation_sparsity import ActivationPolicy
 
 # What the block calls, then what it calls with clusters, through dense copies.
 PACKS = (
   'forward', 'residuals', 'pull_back', 'turn', 'turn_gradient', 'columns',
   'forward_masked', 'tokens', 'gradient', 'tokens_gradient',
 )  # fmt: skip
-_DENSE_NEURONS = 0.05
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-  """One row: `kind` is 'matmul' (rows, sum, columns), 'pack' (rows, columns) or 'ffn' (tokens, width, hidden)."""
+  """One row: `kind` is 'matmul' (rows, sum, columns), 'pack' (rows, columns) or 'ffn' (tokens, width, hidden).
+
+  A block has a share of dense neurons besides, that of the policy unless it says so.
+  """
 
   kind: str
   v: int
   m: int
   shape: tuple[int, ...]
   role: str = 'forward'
+  dense_features: float = ActivationPolicy.dense_features
 
   @property
   def name(self) -> str:
     """What `--select` calls it."""
     parts = [self.kind, f'{self.v}x2x{self.m}', *([self.role] if self.kind == 'pack' else [])]
+    parts += [] if self.dense_features == ActivationPolicy.dense_features else ['dense_neurons']
     return '-'.join([*parts, 'x'.join(map(str, self.shape))])
 
 
@@ -134,7 +139,7 @@ def _packer(case: Case) -> tuple[Callable[..., Any], Callable[[Array, Array], tu
 
 def _dense_neurons(neurons: int) -> Array:
   order = jnp.argsort(jax.random.uniform(jax.random.key(2), (neurons,)))
-  return jnp.sort(order[: round(_DENSE_NEURONS * neurons)]).astype(jnp.int32)
+  return jnp.sort(order[: round(ActivationPolicy.dense_features * neurons)]).astype(jnp.int32)
 
 
 def _read(case: Case, args: tuple[Any, ...]) -> int:

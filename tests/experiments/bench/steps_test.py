@@ -93,7 +93,7 @@ class RecordsTest(parameterized.TestCase):
     # Only a block that may not see what follows its tokens needs their order changed.
     self.assertEqual(orders, [('position', 'relu2', 'neuron_level'), ('sequence', 'relu2', None)])
     self.assertEqual(record['shape']['batch'], 64)  # a block at every position
-    self.assertEqual(record['sparse_share'], 0.7)
+    self.assertEqual((record['sparse_share'], record['dense_features']), (0.7, 0.05))
     self.assertEqual((record['search_ms'], record['refresh_samples_ms']['search']), (0.0, []))
     self.assertEqual(record['amortised_ms'], record['median_ms'])
     row = bench_report.markdown([record]).splitlines()[-1]
@@ -105,9 +105,17 @@ class RecordsTest(parameterized.TestCase):
       twins.Twins(case, _options(recipe='neuron_level_128x2x8', tiny=False), measure.Clock())
 
   def test_a_named_implementation_reaches_what_chooses(self):
-    for name, of in (('neuron_level_64x2x8', 'activation'), ('s_ste', 'policy')):
+    for name, of in (('neuron_level_128x2x8_dense_neurons', 'activation'), ('s_ste', 'policy')):
       rules = measure.with_implementation(twins.recipe_of(name), 'reference').rules
       self.assertEqual({getattr(rule, of).implementation for rule in rules}, {'reference'})
+
+  def test_steps_by_their_dense_neurons(self):
+    names = ('neuron_level_128x2x8', 'neuron_level_128x2x8_dense_neurons')
+    shares = [twins.activations(twins.recipe_of(name)).dense_features for name in names]
+    self.assertEqual(shares, [0.05, 0.2])
+    known = {'bench': 'train_step', 'pattern': '128:2:8'}  # older records of steps say nothing of 5%
+    self.assertEqual(bench_report.identity(known), bench_report.identity(known | {'dense_features': 0.05}))
+    self.assertNotEqual(bench_report.identity(known), bench_report.identity(known | {'dense_features': 0.2}))
 
   def test_a_burst_must_not_reach_a_mask_search(self):
     with contextlib.redirect_stdout(io.StringIO()) as out, tempfile.TemporaryDirectory() as folder:
