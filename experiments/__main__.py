@@ -144,7 +144,8 @@ def _inspect(args: argparse.Namespace) -> None:
     shape = ' x '.join(map(str, row.shape))
     table.add_row(row.path, shape, f'{row.density:.4f}', f'{row.flip_rate:.2e}', 'yes' if row.is_24 else 'no')
   console = Console(highlight=False)
-  console.print(f'{args.run}: step {int(loaded.state.step)}, {loaded.phase} phase, recipe {loaded.parts.recipe.name}')
+  what = f'{args.run}: step {int(loaded.state.step)}, {loaded.phase} phase, recipe {loaded.parts.recipe.name}'
+  console.print(what, soft_wrap=True)  # a long path is no reason to break the line
   console.print(table if table.row_count else 'The recipe makes no weight sparse and watches none.')
 
 

@@ -51,7 +51,9 @@ def run(case, folder, root=None, **changes):
 def deaf(experiment, method, seeds, folder, tiny, overrides):
   """In place of training: heeds no signal but the one that cannot be caught."""
   signal.signal(signal.SIGTERM, signal.SIG_IGN)
-  (Path(folder) / 'environment').write_text(os.environ.get('XLA_PYTHON_CLIENT_PREALLOCATE', 'unset'))
+  written = Path(folder) / 'environment.new'
+  written.write_text(os.environ.get('XLA_PYTHON_CLIENT_PREALLOCATE', 'unset'))
+  written.rename(Path(folder) / 'environment')
   time.sleep(60)
 
 

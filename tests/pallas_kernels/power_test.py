@@ -22,6 +22,7 @@ class PowerTest(parameterized.TestCase):
     super().setUp()
     self.folder = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
     self.enter_context(mock.patch.dict(sys.modules, {'pynvml': None}))
+    self.enter_context(mock.patch.object(_power, '_PATIENCE_S', 60.0))
     self.enter_context(mock.patch.dict(os.environ, {'PATH': f'{self.folder}:{os.environ["PATH"]}'}))
     self.enter_context(mock.patch.dict(os.environ, {'CUDA_VISIBLE_DEVICES': ''}))
 
