@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from flax import traverse_util
 import jax
 from ml_collections import ConfigDict
 
@@ -126,6 +127,15 @@ def _density_with_flops_of(config: Config, method: str, other: str) -> float:
   return round(min(points, key=lambda point: abs(point[1]))[0], 4)
 
 
+def _changes(experiment: Config, changed: Config, method: str) -> list[str]:
+  """What overrides set for a method otherwise than experiment and table, which its label does not say."""
+  usual, own = (
+    traverse_util.flatten_dict(kwargs, sep='.')
+    for kwargs in ({**METHODS[method].kwargs, **_own(experiment, method)}, _own(changed, method))
+  )
+  return [f'{key}={own[key]}' for key in own if key not in usual or own[key] != usual[key]]
+
+
 def load_checked(
   experiment: str, methods: Sequence[str], *, tiny: bool = False, overrides: Sequence[str] = ()
 ) -> Config:
@@ -166,12 +176,15 @@ def run_all(
   """
   base = load_checked(experiment, methods, tiny=tiny, overrides=overrides)
   configs = {f'{method}-seed{seed}': configure(base, method, seed) for seed in seeds for method in expand(methods)}
+  usual = load_config(experiment, tiny=tiny)
   folders = []
   programs: dict[str, list[Programs]] = {}
   for name, config in configs.items():
+    method = name.rpartition('-seed')[0]
     with config.unlocked():
       config.name = name
-    shared = programs.setdefault(name.rpartition('-seed')[0], [])
+    config.label = '; '.join([config.label, *_changes(usual, base, method)])
+    shared = programs.setdefault(method, [])
     train.train(config, Path(folder) / name, data=data, programs=shared)
     folders.append(Path(folder) / name)
   return folders

@@ -105,7 +105,6 @@ class TogetherTest(parameterized.TestCase):
     self.assertEqual(failed, 1)
     self.assertIn('data_dir is not an existing folder', text)
 
-
   def test_settings_that_a_method_refuses_start_nothing(self):
     folder = Path(temp_folder(self)) / 'runs'
     short = ['steps=900', 'methods.mixed_sparsity.refresh_every=50']
@@ -146,6 +145,18 @@ class RefusalsTest(parameterized.TestCase):
     trains = mock.patch.object(train, 'train', side_effect=AssertionError('trained'))
     with trains, self.assertRaisesRegex(ValueError, 'is shorter than refresh_every'):
       methods.run_all('nano', ['dense', 'mixed_sparsity'], [0], folder, overrides=['steps=400'])
+
+  def test_a_label_says_what_was_changed(self):
+    changed = 'methods={"neuron_level_128": {"policy": {"v": 128, "m": 8, "dense_features": 0.5}}}'
+    with mock.patch.object(train, 'train') as trained:
+      methods.run_all('nano', ['dense', 'neuron_level_128'], [0, 1], temp_folder(self), overrides=[changed])
+    labels = [call.args[0].label for call in trained.call_args_list]
+    self.assertEqual(labels, 2 * ['dense', 'neuron level, 128:2:8, half of the steps; policy.dense_features=0.5'])
+
+  def test_what_an_experiment_sets_is_no_change(self):
+    with mock.patch.object(train, 'train') as trained:
+      methods.run_all('gpt2_124m_bytes', ['fst'], [0], temp_folder(self), tiny=True)
+    self.assertEqual(trained.call_args.args[0].label, 'FST')
 
 
 class EqualFlopsTest(parameterized.TestCase):
