@@ -13,9 +13,13 @@ import pathlib
 import statistics
 from typing import Any
 
+from pallas_kernels._dispatch import log_once
+
 TUNED = pathlib.Path(__file__).parent / 'tuned'
 # As many multiprocessors, other memory: products take as long, passes over memory less.
 _SAME_CHIP = {'nvidia_h200': 'nvidia_h100_80gb_hbm3'}
+# As many bytes, the same instructions and rate: until one is measured itself, its problems take the other's records.
+_SAME_WORK = {'float16': 'bfloat16'}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +29,7 @@ class Choice:
   Attributes:
     implementation: the fastest verified back end, or 'dense'.
     config: its settings.
-    key: the measured problem.
+    key: the measured problem; of float16 it may be one of bfloat16.
     distance: how far that is from the problem asked for, the largest |log2| of a ratio of sizes.
   """
 
@@ -65,7 +69,8 @@ def lookup(
   Args:
     device: `Device.slug`; see `path_of`.
     op: name of the op.
-    key: integers (sizes) may differ from a measured problem's; everything else must be equal.
+    key: integers (sizes) may differ from a measured problem's; everything else must be equal, but that float16 takes
+      what was measured in bfloat16 where nothing near was in float16, inputs and outputs alike; a log line says so.
     implementation: the best settings of this back end, whether or not it won; None takes the winner.
     reach: the largest |log2| of a ratio of sizes that still counts as near: 1 is a factor of two.
     folder: of the records.
@@ -76,8 +81,21 @@ def lookup(
   >>> lookup('no_such_card', 'sparse_matmul', {'m': 64}) is None
   True
   """
+  entries = entries_of(path_of(folder, device, op))
+  found = _nearest(entries, key, implementation, reach)
+  alike = {name: _SAME_WORK.get(value, value) for name, value in key.items()}
+  if found is None and alike != key:
+    found = _nearest(entries, alike, implementation, reach)
+    if found is not None:
+      log_once(f'{op}: on {device} nothing near some problems was measured in float16; records of bfloat16 serve')
+  return found
+
+
+def _nearest(
+  entries: Sequence[Mapping[str, Any]], key: Mapping[str, Any], implementation: str | None, reach: float
+) -> Choice | None:
   near = []
-  for entry in entries_of(path_of(folder, device, op)):
+  for entry in entries:
     farthest, together = _distances(key, entry['key'])
     if farthest <= reach:
       chosen = entry['choice'] if implementation is None else best_of(entry, implementation)
@@ -92,8 +110,8 @@ def expected_ms(
 ) -> dict[str, float]:
   """Milliseconds by implementation, 'dense' included, of a problem: the nearest measured one's, scaled by their sizes.
 
-  Set-up costs count. What was timed beside (`others` of `_tuning.tune`) is there, too. Empty if nothing near was
-  measured.
+  Set-up costs count. What was timed beside (`others` of `_tuning.tune`) is there, too. Near is what `lookup` finds, so
+  that times of float16 may be those of bfloat16. Empty if nothing near was measured.
 
   >>> expected_ms('no_such_card', 'sparse_matmul', {'m': 64})
   {}
@@ -104,12 +122,19 @@ def expected_ms(
   entry = next(e for e in entries_of(path_of(folder, device, op)) if e['key'] == near.key)
   scale = math.prod(size / near.key[name] for name, size in key.items() if isinstance(size, int))
   found = {'dense': statistics.median(entry['baseline']['samples_ms'])}
-  for name in {row['implementation'] for row in entry['candidates']}:
-    if (row := best_of(entry, name)) is not None:
-      found[name] = statistics.median(row.get('final_samples_ms', row['samples_ms'])) + row.get('setup_ms', 0.0)
+  found |= sparse_ms(entry)
   for name, row in entry.get('others', {}).items():
     found[name] = statistics.median(row['samples_ms'])
   return {name: ms * scale for name, ms in found.items()}
+
+
+def sparse_ms(entry: Mapping[str, Any]) -> dict[str, float]:
+  """Milliseconds of each back end's fastest verified candidate in an entry, set-up included."""
+  best = {name: best_of(entry, name) for name in {row['implementation'] for row in entry['candidates']}}
+  return {
+    name: statistics.median(row.get('final_samples_ms', row['samples_ms'])) + row.get('setup_ms', 0.0)
+    for name, row in best.items() if row is not None
+  }
 
 
 def best_of(entry: Mapping[str, Any], implementation: str) -> Mapping[str, Any] | None:

@@ -14,12 +14,13 @@ from jax import Array
 import jax.numpy as jnp
 from jax.sharding import AxisType
 
-from pallas_kernels import _device, _dispatch, _partitioning, _records, _triton
+from pallas_kernels import _device, _partitioning, _records
 from pallas_kernels.gated_activation import api as activations
 from pallas_kernels.mvue.reference import mvue24
 from pallas_kernels.pack import api as pack
 from pallas_kernels.sparse_matmul import api
 from pallas_kernels.sparse_matmul.operand import concatenate, SparseOperand
+from sparse24_jax._kernels_here import is_installed, kernels_are_here, log_once
 from sparse24_jax.numerics import Format, round_to_fp8
 from sparse24_jax.packing import pack_masked, PackedWeight
 from sparse24_jax.packing8 import PackedWeight8
@@ -58,12 +59,12 @@ class Plan:
 def plan(policy: 'DotPolicy', tokens: int, d_in: int, d_out: int, dtype: Any, arrays: Any = ()) -> Plan:
   """Where the three products of x `[tokens, d_in]` and w `[d_in, d_out]` run.
 
-  A named implementation takes every product that the policy makes sparse. None asks the card's records: forward and
-  input gradient go to a kernel where it measured faster than the dense product; a sampled weight gradient always does,
-  since drawing the sample costs XLA more than the product. In FP8 the forward leaves the kernel only where that
-  measured slower than the dense FP8 product, since the pass that rounds the weight packs it in any case. A weight that
-  no kernel packs (masks by magnitude) stays with XLA. Without kernels on this card, for this dtype or sharding, all are
-  plain. The types of `arrays` say on which mesh they are, if none is set.
+  A named implementation takes every product that the policy makes sparse. None asks the card's records: a product goes
+  to the back end that measured fastest. On Hopper a sampled weight gradient takes a kernel in any case, since drawing
+  the sample costs XLA more than the product. FP8 has kernels on Hopper alone; there the forward leaves the kernel only
+  where that measured slower than the dense FP8 product, since the pass that rounds the weight packs it in any case. A
+  weight that no kernel packs (masks by magnitude) stays with XLA. Without kernels or records of this card, for this
+  dtype or sharding, all are plain. The types of `arrays` say on which mesh they are, if none is set.
   """
   if not tokens:
     return Plan()
@@ -71,14 +72,14 @@ def plan(policy: 'DotPolicy', tokens: int, d_in: int, d_out: int, dtype: Any, ar
   reason = _unfit(policy, d_in, d_out, dtype)
   if reason is None and _partitioning.mixed(arrays):
     reason = 'kernels run on a mesh whose axes are all automatic or all explicit, this one has both'
-  if named == 'reference' or (named is None and not _kernels_are_here()):
+  if named == 'reference' or (named is None and not kernels_are_here(policy.precision)):
     if named is None and policy.precision == 'fp8':
-      _log_once('FP8 is simulated: its kernels need one Hopper GPU and the extra sparse24-jax[cuda]')
+      log_once('FP8 is simulated: its kernels need one Hopper GPU and the extra sparse24-jax[cuda]')
     return Plan()
   if reason is not None:
     if named is not None:
       raise ValueError(f'implementation={named!r} cannot serve this layer: {reason}')
-    _log_once(f'no kernels for a layer {d_in} x {d_out} on {tokens} tokens: {reason}')
+    log_once(f'no kernels for a layer {d_in} x {d_out} on {tokens} tokens: {reason}')
     return Plan()
   if policy.precision == 'fp8':
     loses = named is None and _loses_in_fp8(tokens, d_in, d_out)
@@ -122,27 +123,6 @@ def _unfit(policy: 'DotPolicy', d_in: int, d_out: int, dtype: Any) -> str | None
   return None
 
 
-def _kernels_are_here() -> bool:
-  if not _device.current().has_sparse_wgmma:
-    if _device.current().platform == 'gpu':
-      _log_once(f'no kernels on {_device.current().name}: they are chosen on Hopper, elsewhere when a policy names one')
-    return False
-  if not _partitioning.serves():
-    _log_once('no kernels inside a jax.shard_map over some axes of the mesh only; they run outside and over all axes')
-    return False
-  return _triton_is_here()
-
-
-def _triton_is_here() -> bool:
-  reason = _triton.why_absent()
-  if reason is not None:
-    _log_once(f'the kernels need jax-triton, from the extra sparse24-jax[cuda]: {reason}')
-  return reason is None
-
-
-_log_once = functools.partial(_dispatch.log_once, logger='sparse24_jax')
-
-
 ROLES: Mapping[str, Any] = {
   # Sizes of the sparse operand's rows, of the dense operand's rows and of the sum; layout of the dense operand.
   'forward': lambda tokens, d_in, d_out: (d_out, tokens, d_in, 'nk'),
@@ -155,9 +135,9 @@ def _fastest(role: str, *, tokens: int, d_in: int, d_out: int, dtype: jnp.dtype,
   for share in _shares(tokens):
     m, n, k, b_layout = ROLES[role](share, d_in, d_out)
     first = api.candidates_for(m, n, k, dtype=dtype, out_dtype=dtype, b_layout=b_layout, out_layout='nm')[0]
-    if first != 'dense':
+    if first != 'dense' and is_installed(first):
       return first
-  return 'mosaic_gpu' if always else None
+  return 'mosaic_gpu' if always and _device.current().has_sparse_wgmma else None
 
 
 def _loses_in_fp8(tokens: int, d_in: int, d_out: int) -> bool:
@@ -336,7 +316,7 @@ def may_pack(policy: 'DotPolicy', w: Array) -> bool:
   if policy.projection is None or policy.projection.pack is None or policy.implementation == 'reference':
     return False
   fits = _unfit(policy, w.shape[-2], w.shape[-1], jnp.bfloat16) is None and not _partitioning.mixed(w)
-  chosen = policy.projection.pack is not pack_masked and _kernels_are_here()
+  chosen = policy.projection.pack is not pack_masked and kernels_are_here(policy.precision)
   return fits and (policy.implementation is not None or chosen)
 
 

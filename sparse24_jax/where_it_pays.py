@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from pallas_kernels import _device
 from pallas_kernels.pack import costs
 from sparse24_jax import fp8_times, products
+from sparse24_jax._kernels_here import has_hopper_kernel
 from sparse24_jax.dot import DotPolicy
 from sparse24_jax.fp8_times import total
 from sparse24_jax.projection import Projection
@@ -28,7 +29,7 @@ class RoleGain:
     dense_ms: expected time of the dense product in 16 bits; None if nothing near was measured.
     sparse_ms: of the fastest sparse kernel, likewise; None also if the policy leaves the product dense.
     packing_ms: of the passes that only this product needs: the MVUE sample of the output gradient; in FP8 the rounding
-      of what the forward reads, and of the gradient. None where a pass was not measured.
+      of what the forward reads, and of the gradient. None where a pass was not measured, as sampling by XLA was not.
     chosen: what `implementation=None` runs: a back end, 'dense', 'dense_fp8', or 'simulated', see `LayerGain`.
     dense_fp8_ms: as `dense_ms`, in FP8; None also where the policy is none of FP8.
   """
@@ -48,7 +49,7 @@ class RoleGain:
   @property
   def expected_ms(self) -> float | None:
     """Of what is chosen, packing included."""
-    return self.product_ms if self.chosen == 'dense' else total((self.product_ms, self.packing_ms))
+    return total((self.product_ms, self.packing_ms))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,8 +112,9 @@ def where_it_pays(
   """Expected times of the layers that a recipe makes sparse, from the records of a card.
 
   Products are those of the nearest measured problem within a factor of two in each size, scaled; passes over memory are
-  bytes over the measured bandwidth of their kernel, and 5 us each. `implementation=None` makes the same choices:
-  forward and input gradient where the kernel measured faster, a sampled weight gradient always.
+  bytes over the measured bandwidth of their kernel, and 5 us each. Times of float16 are those of bfloat16 where none
+  near was measured. `implementation=None` makes the same choices: kernels where they measured faster, and on Hopper for
+  a sampled weight gradient always.
 
   Each layer is counted by itself. A feed-forward block that runs fused shares passes among its layers: `block_gain`,
   not the gains of its layers, says whether it pays, and whether the exact gradient of `weight_grad='dense'`, which
@@ -173,7 +175,7 @@ def _layer(
   state = jax.eval_shape(projection.init, jax.ShapeDtypeStruct((d_in, d_out), leaf.dtype))
   state_bytes = layers * math.prod(state.shape) * state.dtype.itemsize
   layer = functools.partial(LayerGain, path, (d_in, d_out), layers, state_bytes=state_bytes)
-  simulated = products._unfit(policy, d_in, d_out, dtype) if policy.precision == 'fp8' else None
+  simulated = _why_simulated(policy, d_in, d_out, dtype, device) if policy.precision == 'fp8' else None
   if simulated is not None:
     roles = (_role(role, False, tokens, d_in, d_out, dtype, device) for role in products.ROLES)
     roles = tuple(dataclasses.replace(role, chosen='simulated') for role in roles)
@@ -198,6 +200,11 @@ def _layer(
   return layer(roles, packing_ms=packing, packed_bytes=layers * len(used) * operand)
 
 
+def _why_simulated(policy: DotPolicy, d_in: int, d_out: int, dtype: jnp.dtype, device: str) -> str | None:
+  unfit = products._unfit(policy, d_in, d_out, dtype)
+  return f'{device} has no FP8 kernels, Hopper has' if unfit is None and not has_hopper_kernel(device) else unfit
+
+
 def _role8(
   role: str, sparse: bool, tokens: int, d_in: int, d_out: int, dtype: jnp.dtype, device: str
 ) -> RoleGain:
@@ -216,18 +223,20 @@ def _role(
 ) -> RoleGain:
   times = fp8_times.product_16_ms(device, role, tokens, d_in, d_out, dtype.name)
   dense = times.pop('dense', None)
-  always = sparse and role == 'weight_grad'
-  if not sparse or not times:
-    return RoleGain(role, dense, None, 0.0, 'mosaic_gpu' if always else 'dense')
-  best = min(times, key=times.__getitem__)
-  if always and times[best] >= dense:
-    best = 'mosaic_gpu'
-  packing = 0.0
-  if always:
+  sampled = sparse and role == 'weight_grad'
+  always = sampled and has_hopper_kernel(device)
+  fastest = min(times, key=times.__getitem__, default=None) if sparse else None
+  wins = fastest is not None and times[fastest] < dense
+  if not (always or wins):
+    return RoleGain(role, dense, times.get(fastest), None if sampled else 0.0, 'dense')
+  if not times:
+    return RoleGain(role, dense, None, 0.0, 'mosaic_gpu')
+  chosen, packing = fastest if wins else 'mosaic_gpu', 0.0
+  if sampled:
     entries = tokens * d_out
     size = entries * dtype.itemsize + entries * dtype.itemsize // 2 + entries // 8
     packing = costs.expected_ms(device, 'mvue_pack_axis-2', size)
-  return RoleGain(role, dense, times.get(best), packing, best if always or times[best] < dense else 'dense')
+  return RoleGain(role, dense, times.get(chosen), packing, chosen)
 
 
 def table(layers: Sequence[LayerGain]) -> str:

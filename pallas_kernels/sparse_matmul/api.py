@@ -65,8 +65,9 @@ def sparse_matmul(
     out_layout: 'mn' for D [M, N], 'nm' for D [N, M].
     keep_preactivation: also return Z = A . B + bias, which the backward of the activation needs; the kernel stores it
       on its way to D. Needs an activation.
-    implementation: 'mosaic_gpu' (Hopper), 'cusparselt', 'dense' (decompress and multiply), 'reference', or None: the
-      fastest by the records of this card under `pallas_kernels/tuned`, dense where sparse loses.
+    implementation: 'mosaic_gpu' (Hopper), 'mosaic_gpu_sm80' (from Ampere to Hopper), 'cusparselt', 'dense' (decompress
+      and multiply), 'reference', or None: the fastest by the records of this card under `pallas_kernels/tuned`, dense
+      where sparse loses or nothing near was measured.
 
   Returns:
     D, or (D, Z) with `keep_preactivation`, of one shape and dtype. Both are rounded from float32 once: D is not the
@@ -190,7 +191,10 @@ def candidates_for(
              b_layout=b_layout, out_layout=out_layout)
   choice = _records.lookup(device.slug, OP, key)
   if choice is None:
-    logging.info('%s: nothing like %s was measured on %s; taking the dense product', OP, key, device.name)
+    logging.info(
+      '%s: nothing like %s was measured on %s, which `python -m pallas_kernels tune` does; taking the dense product',
+      OP, key, device.name,
+    )  # fmt: skip
     return ('dense',)
   return ('dense',) if choice.implementation == 'dense' else (choice.implementation, 'dense')
 

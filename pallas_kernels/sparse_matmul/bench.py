@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import _device, _power, _processes, _records, _tuning
 from pallas_kernels.sparse_matmul import (
-  _predict,
+  _own_kernel,
   _prepared,
   arg_specs,
   cusparselt,
@@ -69,7 +69,8 @@ def tune(
     selection: a key of `SELECTIONS`, or specs.
     folder: of the records.
     backends: whose settings are searched. Of 'mosaic_gpu', if it is left out, the best known setting takes part all
-      the same; older rows of settings that are not timed now stay in the record as they are.
+      the same, and so does 'mosaic_gpu_sm80', which has one, where that kernel does not run; older rows of settings
+      that are not timed now stay in the record as they are.
     alone: entered while the card or the record is used, not while the kernels are compiled, which takes a core longer:
       a lock that processes which tune different problems share.
   """
@@ -77,11 +78,11 @@ def tune(
   path = folder / device.slug / f'{OP}.json'
   for p, _ in _unique(SELECTIONS[selection] if isinstance(selection, str) else selection):
     laps = [time.monotonic()]
-    compiled = _prepared.compile_sparse(p, _settings(p, device, folder, 'mosaic_gpu' in backends))
+    compiled = _own_kernel.compiled(p, device, _own_kernel.settings(p, device, folder, 'mosaic_gpu' in backends))
     laps.append(time.monotonic())
     with alone or contextlib.nullcontext():
       laps.append(time.monotonic())
-      ready = _prepared.prepare(p, compiled, p.m + p.k)
+      ready = _own_kernel.prepared(p, device, compiled, p.m + p.k)
       searches = 'cusparselt' in backends
       found = _cusparselt_search(p, ready.x) if searches else cusparselt_search.Found([], [], [])
       candidates = ready.sparse + found.candidates
@@ -151,17 +152,6 @@ def _print_tuned(p: mosaic_gpu.Problem, entry: dict[str, Any], timed: int, laps:
   print('\n'.join(lines), flush=True)
 
 
-def _settings(
-  p: mosaic_gpu.Problem, device: _device.Device, folder: pathlib.Path, search: bool
-) -> list[mosaic_gpu.Config]:
-  """What to time of this package's kernel: the best known setting, and with `search` all that look promising."""
-  if not device.has_sparse_wgmma:
-    return []
-  known = _records.lookup(device.slug, OP, p.key, implementation='mosaic_gpu', reach=0.0, folder=folder)
-  found = [mosaic_gpu.Config(**known.config)] if known and known.config else []
-  return list(dict.fromkeys(found + (_predict.candidates(p, device.num_sms) if search else [])))
-
-
 def _difference(config: dict[str, Any]) -> dict[str, Any]:
   default = _prepared.plain(mosaic_gpu.Config())
   return {k: v for k, v in config.items() if v != default.get(k)}
@@ -181,24 +171,19 @@ def _cusparselt_baseline(
     return None
 
 
-def _benched_config(p: mosaic_gpu.Problem, device: _device.Device, folder: pathlib.Path) -> mosaic_gpu.Config:
-  """What the library runs; in another folder than its own, what that has of this very problem goes first."""
-  if folder != _records.TUNED:
-    known = _records.lookup(device.slug, OP, p.key, implementation='mosaic_gpu', reach=0.0, folder=folder)
-    if known and known.config:
-      return mosaic_gpu.Config(**known.config)
-  return mosaic_gpu._chosen_config(p, device)
-
-
 def bench(selection: str, out: pathlib.Path, folder: pathlib.Path = _records.TUNED) -> None:
   """Appends one record a spec to `out`: tuned sparse against dense, interleaved and sustained."""
   device, environment = _device.current(), _device.environment()
   for p, specs in _unique(SELECTIONS[selection]):
-    config = _benched_config(p, device, folder)
-    ready = _prepared.prepare(p, _prepared.compile_sparse(p, [config]), p.m + p.n + 1)
+    settings = _own_kernel.library_settings(p, device, folder)
+    compiled = _own_kernel.compiled(p, device, settings)
+    if settings and not compiled:
+      raise ValueError(f'{p.key}: {settings[0]} does not compile')
+    if not compiled:
+      print(f'{p.key}: not measured, no kernel of this package takes it on {device.name}', flush=True)
+      continue
+    ready = _own_kernel.prepared(p, device, compiled, p.m + p.n + 1)
     x, runs = ready.x, [*ready.sparse, ready.dense]
-    if not ready.sparse:
-      raise ValueError(f'{p.key}: {config} does not compile')
     names = ['dense' if p.a_dtype.itemsize == 2 else 'dense_fp8']
     if p.a_dtype.itemsize == 1:
       wide = dataclasses.replace(p, a_dtype=jnp.dtype('bfloat16'), b_dtype=jnp.dtype('bfloat16'))
@@ -227,7 +212,7 @@ def bench(selection: str, out: pathlib.Path, folder: pathlib.Path = _records.TUN
       print(
         f'{spec.tokens}x{spec.d_in}x{spec.d_out} {spec.role} {spec.dtype.name}: {record["tflops"]:.0f} TFLOP/s,'
         f' x{ratio:.3f}{_over_cusparselt(record)}; sustained {spec.flops / record["sustained_ms"] / 1e9:.0f},'
-        f' x{hot:.3f}; {error:.1e} {_difference(_prepared.plain(config))}', flush=True,
+        f' x{hot:.3f}; {error:.1e} {runs[0].implementation} {_difference(runs[0].config)}', flush=True,
       )
 
 
@@ -259,7 +244,8 @@ def _record(
   return dict(
     bench=OP, **environment, op=OP, role=spec.role, dtype=spec.dtype.name,
     shape=dict(tokens=spec.tokens, d_in=spec.d_in, d_out=spec.d_out, m=p.m, n=p.n, k=p.k),
-    layouts=dict(b=p.b_layout, out=p.out_layout), mode='forward', implementation='mosaic_gpu', config=runs[0].config,
+    layouts=dict(b=p.b_layout, out=p.out_layout), mode='forward',
+    implementation=runs[0].implementation, config=runs[0].config,
     **mine,
     baselines={name: timed(i + 1) | {'config': runs[i + 1].config} for i, name in enumerate(names)},
     tflops=spec.flops / mine['median_ms'] / 1e9, sustained_tflops=spec.flops / mine['sustained_ms'] / 1e9,
@@ -268,7 +254,7 @@ def _record(
 
 
 def where_it_pays(folder: pathlib.Path = _records.TUNED) -> Iterator[str]:
-  """Lines of a table: measured problems, dense time, best sparse time, choice."""
+  """Lines of a table: measured problems, dense time, that of the fastest sparse back end with its set-up, choice."""
   yield f'{"m":>6} {"n":>6} {"k":>6}  {"dtype":14} {"B":2} {"D":2}  {"dense ms":>9} {"sparse ms":>9}  ratio  choice'
   path = folder / _device.current().slug / f'{OP}.json'
   paths = [path] if path.exists() else sorted(folder.glob(f'*/{OP}.json'))
@@ -276,10 +262,9 @@ def where_it_pays(folder: pathlib.Path = _records.TUNED) -> Iterator[str]:
     yield f'# {found.parent.name}'
     for entry in json.loads(found.read_text())['entries']:
       key, dense_ms = entry['key'], statistics.median(entry['baseline']['samples_ms'])
-      best = _records.best_of(entry, 'mosaic_gpu')
-      if best is None:
+      ms = min(_records.sparse_ms(entry).values(), default=None)
+      if ms is None:
         continue
-      ms = statistics.median(best.get('final_samples_ms', best['samples_ms']))
       yield (
         f'{key["m"]:6} {key["n"]:6} {key["k"]:6}  {key["dtype"]:14} {key["b_layout"]:2} {key["out_layout"]:2}'
         f'  {dense_ms:9.4f} {ms:9.4f}  {dense_ms / ms:5.2f}  {entry["choice"]["implementation"]}'

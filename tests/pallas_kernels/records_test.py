@@ -1,6 +1,8 @@
 """Records of a card: what is found near a problem, what a new run replaces, and what is shipped."""
 
+import functools
 import json
+import logging
 import pathlib
 import statistics
 import tempfile
@@ -8,7 +10,7 @@ import tempfile
 from absl.testing import absltest
 import numpy as np
 
-from pallas_kernels import _records, _tuning
+from pallas_kernels import _device, _dispatch, _records, _tuning
 from pallas_kernels.pack import costs
 
 H100 = 'nvidia_h100_80gb_hbm3'
@@ -35,8 +37,48 @@ class RecordsTest(absltest.TestCase):
     found = _records.lookup('card', 'op', _KEY | {'m': 200}, folder=folder)
     self.assertEqual((found.implementation, found.key), ('mosaic_gpu', big))
     self.assertIsNone(_records.lookup('card', 'op', _KEY | {'m': 1024}, folder=folder))
-    self.assertIsNone(_records.lookup('card', 'op', _KEY | {'dtype': 'float16'}, folder=folder))
+    self.assertIsNone(_records.lookup('card', 'op', _KEY | {'dtype': 'float32'}, folder=folder))
     self.assertIsNone(_records.lookup('other', 'op', _KEY, folder=folder))
+
+  def test_float16_takes_what_was_measured_in_bfloat16(self):
+    _dispatch.log_once.cache_clear()
+    bf16, fp16, wide = (
+      _KEY | {'dtype': a, 'out_dtype': b}
+      for a, b in (('bfloat16', 'bfloat16'), ('float16', 'float16'), ('float16', 'float32'))
+    )
+    folder = self._save(self._entry(bf16, 'mosaic_gpu'))
+    lookup = functools.partial(_records.lookup, 'card', 'op', folder=folder)
+    with self.assertLogs('pallas_kernels', logging.INFO) as logs:
+      for key in (fp16, fp16 | {'m': 90}):
+        self.assertEqual(lookup(key).key, bf16)
+        self.assertEqual(lookup(key, implementation='mosaic_gpu').config, {'stages': 4})
+    self.assertLen(logs.output, 1)
+    self.assertRegex(logs.output[0], 'op: on card nothing .* was measured in float16; records of bfloat16 serve')
+    self.assertIsNone(lookup(fp16 | {'m': 1024}))
+    self.assertIsNone(lookup(wide))
+    self.assertIsNone(lookup(bf16 | {'dtype': 'float32', 'out_dtype': 'float32'}))
+    self.assertIsNone(_records.entry_of(folder / 'card' / 'op.json', fp16))
+
+  def test_a_record_of_float16_wins_where_there_is_one(self):
+    bf16, own = (_KEY | {'dtype': name, 'out_dtype': name} for name in ('bfloat16', 'float16'))
+    own |= {'m': 96}
+    folder = self._save(self._entry(bf16, 'mosaic_gpu'), self._entry(own, 'dense'))
+    lookup = functools.partial(_records.lookup, 'card', 'op', folder=folder)
+    with self.assertNoLogs('pallas_kernels', logging.INFO):
+      for m in (64, 96):  # at 64 bfloat16 is nearer
+        self.assertEqual(lookup(own | {'m': m}).key, own)
+    self.assertEqual(lookup(own | {'m': 40}).key, bf16)
+    self.assertEqual(lookup(bf16 | {'m': 96}).key, bf16)
+
+  def test_on_an_h100_float16_runs_as_bfloat16_does(self):
+    card = _device.target_device('sm_90a')
+    for op in ('sparse_matmul', 'vnm_matmul'):
+      for entry in _records.entries_of(_records.path_of(_records.TUNED, card.slug, op)):
+        if entry['key']['dtype'] == 'bfloat16':
+          fp16 = {name: 'float16' if value == 'bfloat16' else value for name, value in entry['key'].items()}
+          self.assertEqual(*(_records.lookup(card.slug, op, key) for key in (fp16, entry['key'])))
+          self.assertEqual(*(_records.expected_ms(card.slug, op, key) for key in (fp16, entry['key'])))
+          self.assertIn('dense', _records.expected_ms(card.slug, op, fp16))
 
   def test_of_equally_near_problems_the_one_that_is_near_in_all_sizes(self):
     """Twice or half as many tokens are as far; then the layer's own width decides, and not the order of the file."""

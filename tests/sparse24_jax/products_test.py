@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import _device, _dispatch, _partitioning, _records, _triton
+from pallas_kernels.ffi import cusparselt
 from pallas_kernels.sparse_matmul import api
 import sparse24_jax as s24
 from sparse24_jax import products
@@ -53,9 +54,13 @@ def packed_by_a_kernel(policy: s24.DotPolicy) -> bool:
 
 
 @contextlib.contextmanager
-def card(device=H100, *, served=True, whole=True, triton=None, records=lambda m, n, k, **_: ('mosaic_gpu', 'dense')):
-  """A machine with this card, mesh, jax-triton and these records of measurements."""
+def card(
+  device=H100, *, served=True, whole=True, triton=None, records=lambda m, n, k, **_: ('mosaic_gpu', 'dense'),
+  library=None,
+):  # fmt: skip
+  """A machine with this card, mesh, jax-triton, these records of measurements, and cuSPARSELt, or what it says."""
   with (
+    mock.patch.object(cusparselt, 'register', side_effect=library),
     mock.patch.object(_device, 'current', lambda: device),
     mock.patch.object(_partitioning, 'serves', lambda *_: served),
     mock.patch.object(_device, 'arrays_are_whole', lambda: whole),
@@ -94,6 +99,21 @@ class PlanTest(parameterized.TestCase):
     # The input gradient alone, whose sparse operand has 64 rows.
     with card(records=lambda m, n, k, **_: ('cusparselt', 'dense') if m == 64 else ('dense',)):
       self.assertEqual(products.plan(FST, 32, 64, 128, BF16), Plan(None, 'cusparselt', 'mosaic_gpu'))
+
+  def test_a_library_that_a_record_chose_may_be_missing(self):
+    _dispatch.log_once.cache_clear()
+    absent = NotImplementedError('cuSPARSELt was not found')
+    with (
+      card(records=lambda m, n, k, **_: ('cusparselt', 'dense'), library=absent),
+      self.assertLogs('sparse24_jax', logging.INFO) as logs,
+    ):
+      self.assertEqual(products.plan(FST, 32, 64, 128, BF16), Plan(None, None, 'mosaic_gpu'))
+    self.assertEqual(logs.output, ['INFO:sparse24_jax:passing over cusparselt: cuSPARSELt was not found'])
+
+  def test_on_an_h100_float16_takes_the_kernels_of_bfloat16(self):
+    with card(records=api.candidates_for):
+      for dtype in (BF16, FP16):
+        self.assertEqual(products.plan(FST, 16384, 4096, 16384, dtype), Plan(*('mosaic_gpu',) * 3))
 
   def test_records_are_asked_for_the_products_that_run(self):
     """m, n, k and layouts of each question are those of a product in the step."""

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _records
+from pallas_kernels.ffi import cusparselt
 from pallas_kernels.pack import costs
 from pallas_kernels.sparse_matmul import api
 import sparse24_jax as s24
@@ -101,7 +102,8 @@ class ChoiceTest(parameterized.TestCase):
       role = gain_of(RECIPES['s_ste']).roles[2]
     self.assertEqual((role.chosen, role.sparse_ms, role.dense_ms), (chosen, ms, times.get('dense')))
     order = ('dense',) if min(times, key=times.get, default='dense') == 'dense' else ('cusparselt', 'dense')
-    with card(), mock.patch.object(api, 'candidates_for', lambda *a, **k: order):
+    records_say = mock.patch.object(api, 'candidates_for', lambda *a, **k: order)
+    with card(), records_say, mock.patch.object(cusparselt, 'register'):
       self.assertEqual(products.plan(RECIPES['s_ste'].rules[0].policy, 32, 64, 128, jnp.bfloat16).weight_grad, chosen)
 
   @parameterized.parameters(
@@ -129,6 +131,17 @@ class ChoiceTest(parameterized.TestCase):
       s24.where_it_pays(struct(64, 128), RECIPES['fst'], tokens=0, device='card')
     with self.assertRaisesRegex(ValueError, 'decides for no weight'):
       s24.where_it_pays(struct(64, 128), s24.recipes.ste('other'), tokens=4, device='card')
+
+
+class Float16Test(absltest.TestCase):
+
+  def test_what_bfloat16_gains(self):
+    gains = [
+      s24.where_it_pays(struct(4096, 16384), RECIPES['fst'], tokens=16384, dtype=dtype, device=H100.slug)[0].gain
+      for dtype in ('bfloat16', 'float16')
+    ]
+    self.assertGreater(gains[0], 1.3)
+    self.assertEqual(*gains)
 
 
 class SumTest(parameterized.TestCase):

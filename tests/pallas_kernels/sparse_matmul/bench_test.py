@@ -8,6 +8,7 @@ import json
 import pathlib
 import pickle
 import tempfile
+import time
 from unittest import mock
 
 from absl.testing import absltest, parameterized
@@ -16,10 +17,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import _device, _power, _processes, _records, _tuning
-from pallas_kernels.sparse_matmul import _predict, _prepared, api, arg_specs, bench, mosaic_gpu
+from pallas_kernels.sparse_matmul import (
+  _own_kernel,
+  _predict,
+  _prepared,
+  api,
+  arg_specs,
+  bench,
+  cusparselt_search,
+  mosaic_gpu,
+  mosaic_gpu_sm80,
+)
 
 _SPEC = arg_specs.Spec(64, 128, 192, 'forward')
 _CARD = _device.target_device('sm_90a')
+_A100 = _device.target_device('sm_80')
 
 
 def _times(f, args, iterations):
@@ -93,7 +105,7 @@ class TuneTest(parameterized.TestCase):
     with (
       mock.patch.object(_prepared, 'sparse', _stand_in(lambda c: False)),
       mock.patch.object(_prepared, 'times_ms', times),
-      mock.patch.object(bench, '_settings', lambda p, *_: _predict.candidates(p, 132, 2)),
+      mock.patch.object(_own_kernel, 'settings', lambda p, *_: _predict.candidates(p, 132, 2)),
     ):
       bench.tune([spec], self.folder, ('mosaic_gpu',))
     (entry,) = self._entries()
@@ -112,9 +124,9 @@ class TuneTest(parameterized.TestCase):
     row = dict(implementation='mosaic_gpu', config=_prepared.plain(known), error=0.0, rejected=None, samples_ms=[1.0])
     path = self.folder / _CARD.slug / 'sparse_matmul.json'
     _records.save(path, {'op': 'x'}, [dict(key=p.key, baseline={}, candidates=[row], choice=row)])
-    self.assertEqual(bench._settings(p, _CARD, self.folder, False), [known])
-    self.assertIn(known, bench._settings(p, _CARD, self.folder, True))
-    self.assertLen(bench._settings(p, _CARD, self.folder, True), 11)
+    self.assertEqual(_own_kernel.settings(p, _CARD, self.folder, False), [known])
+    self.assertIn(known, _own_kernel.settings(p, _CARD, self.folder, True))
+    self.assertLen(_own_kernel.settings(p, _CARD, self.folder, True), 11)
 
   def test_problems_without_time_are_told(self):
     out = self.enter_context(contextlib.redirect_stdout(io.StringIO()))
@@ -199,6 +211,91 @@ class TuneTest(parameterized.TestCase):
     d = a @ (b.T if p.b_layout == 'nk' else b)
     expected = d if p.out_layout == 'mn' else d.T
     np.testing.assert_allclose(jax.jit(functools.partial(_prepared.expected, p))(x.a_dense, x.b), expected, atol=1e-4)
+
+
+class WithoutWgmmaTest(parameterized.TestCase):
+  """As on an A100: XLA in place of mma.sp and of cuSPARSELt."""
+
+  def setUp(self):
+    super().setUp()
+    self.folder = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
+    self.path = self.folder / _A100.slug / 'sparse_matmul.json'
+    self.enter_context(mock.patch.object(_prepared, 'gap_s', lambda p, iterations: 0.0))
+    self.enter_context(mock.patch.object(_device, 'current', lambda: _A100))
+    self.enter_context(mock.patch.object(_device, 'environment', dict))
+    self.enter_context(mock.patch.object(_records, 'path_of', lambda *_: self.path))
+    self.enter_context(mock.patch.object(time, 'sleep'))
+
+  def _run(self, f, *args, factor=1.0, kernel_ms=0.5, vendor_ms=None, setup_ms=0.0):
+    """`f`, the results of mma.sp being `factor` times what they should; dense products take 1 ms. What is printed."""
+
+    def sparse_matmul(a, b, *, device, **meaning):
+      self.assertEqual(device, _A100)
+      return factor * api.sparse_matmul(a, b, implementation='reference', **meaning)
+
+    def times(f, args, iterations):
+      jax.block_until_ready(f(*args))
+      # Of dense products and of what stands for cuSPARSELt's, A is a matrix.
+      mine = not isinstance(args[0], jax.Array)
+      return [kernel_ms if mine else vendor_ms if f in vendors else 1.0] * iterations
+
+    vendors = []
+
+    def search(p, a_dense, b, *, sparse):
+      vendors.append(jax.jit(_prepared._dense_ways(p)['plain']))
+      candidate = _tuning.Candidate('cusparselt', {'algorithm': 3}, vendors[0], (a_dense, b), setup_ms)
+      return cusparselt_search.Found([candidate] if vendor_ms else [], [], [])
+
+    with (
+      mock.patch.object(mosaic_gpu_sm80, 'sparse_matmul', sparse_matmul),
+      mock.patch.object(cusparselt_search, 'search', search),
+      mock.patch.object(bench, '_cusparselt_baseline', lambda *_: None),
+      mock.patch.object(bench, '_sustained', lambda run: (1.0, _power.Reading(()))),
+      mock.patch.object(_prepared, 'times_ms', times),
+      contextlib.redirect_stdout(io.StringIO()) as out,
+    ):
+      f(*args)
+    return out.getvalue()
+
+  def _candidates(self):
+    p = _prepared.problem(_SPEC)
+    return api.candidates_for(
+      p.m, p.n, p.k, dtype=p.a_dtype, out_dtype=p.out_dtype, b_layout=p.b_layout, out_layout=p.out_layout
+    )
+
+  @parameterized.parameters(
+    (dict(), ('mosaic_gpu_sm80', 'dense'), '   1.0000    0.5000   2.00  mosaic_gpu_sm80'),
+    (dict(kernel_ms=1.5), ('dense',), '   1.0000    1.5000   0.67  dense'),
+    (dict(vendor_ms=0.25, setup_ms=0.5), ('mosaic_gpu_sm80', 'dense'), '   1.0000    0.5000   2.00  mosaic_gpu_sm80'),
+    (dict(factor=1.02, vendor_ms=0.75), ('cusparselt', 'dense'), '   1.0000    0.7500   1.33  cusparselt'),
+  )
+  def test_the_fastest_verified_back_end_is_recorded_chosen_and_printed(self, circumstance, candidates, row):
+    self.assertEqual(self._candidates(), ('dense',))
+    self._run(bench.tune, [_SPEC], self.folder, **circumstance)
+    (entry,) = json.loads(self.path.read_text())['entries']
+    kernel = entry['candidates'][0]
+    self.assertEqual(kernel['implementation'], 'mosaic_gpu_sm80')
+    self.assertEqual(mosaic_gpu_sm80.Config(**kernel['config']), mosaic_gpu_sm80.Config())
+    self.assertEqual(kernel['rejected'] is None, 'factor' not in circumstance)
+    self.assertEqual(self._candidates(), candidates)
+    *_, last = bench.where_it_pays(self.folder)
+    self.assertEndsWith(last, row)
+
+  def test_bench_measures_the_kernel_of_the_card_and_passes_over_what_that_does_not_take(self):
+    eight_bits = dataclasses.replace(_SPEC, dtype=jnp.dtype('float8_e4m3fn'))
+    out = self.folder / 'out.jsonl'
+    with mock.patch.dict(bench.SELECTIONS, small=[_SPEC]):
+      printed = self._run(bench.bench, 'small', out)
+    (record,) = map(json.loads, out.read_text().splitlines())
+    self.assertEqual((record['implementation'], record['median_ms']), ('mosaic_gpu_sm80', 0.5))
+    self.assertEqual(record['config'], dataclasses.asdict(mosaic_gpu_sm80.Config()))
+    self.assertEqual(record['baselines']['dense']['median_ms'], 1.0)
+    self.assertIn('x2.000', printed)
+    with mock.patch.dict(bench.SELECTIONS, small=[eight_bits]), contextlib.redirect_stdout(io.StringIO()) as printed:
+      bench.bench('small', out)
+    self.assertIn("'dtype': 'float8_e4m3fn'", printed.getvalue())
+    self.assertIn(f'not measured, no kernel of this package takes it on {_A100.name}', printed.getvalue())
+    self.assertLen(out.read_text().splitlines(), 1)
 
 
 if __name__ == '__main__':

@@ -1,0 +1,65 @@
+"""This package's kernel on a card, as `bench` times it: `mosaic_gpu` on Hopper, elsewhere `mosaic_gpu_sm80`.
+
+The one has settings to choose from, the other runs with a single one.
+"""
+
+from collections.abc import Callable, Sequence
+import dataclasses
+import functools
+import logging
+import pathlib
+
+import jax
+
+from pallas_kernels import _device, _records
+from pallas_kernels.sparse_matmul import _predict, _prepared, mosaic_gpu, mosaic_gpu_sm80
+
+OP = mosaic_gpu.OP
+Compiled = list[tuple[mosaic_gpu.Config | mosaic_gpu_sm80.Config, Callable[..., jax.Array]]]
+
+
+def settings(
+  p: mosaic_gpu.Problem, device: _device.Device, folder: pathlib.Path, search: bool
+) -> list[mosaic_gpu.Config]:
+  """What a tuner times on Hopper: the best known setting, and with `search` all that look promising."""
+  if not device.has_sparse_wgmma:
+    return []
+  known = _known(p, device, folder)
+  return list(dict.fromkeys(known + (_predict.candidates(p, device.num_sms) if search else [])))
+
+
+def library_settings(p: mosaic_gpu.Problem, device: _device.Device, folder: pathlib.Path) -> list[mosaic_gpu.Config]:
+  """What the library runs on Hopper; in another folder than its own, what that has of this very problem goes first."""
+  if not device.has_sparse_wgmma:
+    return []
+  known = [] if folder == _records.TUNED else _known(p, device, folder)
+  return known or [mosaic_gpu._chosen_config(p, device)]
+
+
+def _known(p: mosaic_gpu.Problem, device: _device.Device, folder: pathlib.Path) -> list[mosaic_gpu.Config]:
+  """The best setting in the records of this very problem, if there is one."""
+  known = _records.lookup(device.slug, OP, p.key, implementation='mosaic_gpu', reach=0.0, folder=folder)
+  return [mosaic_gpu.Config(**known.config)] if known and known.config else []
+
+
+def compiled(p: mosaic_gpu.Problem, device: _device.Device, choices: Sequence[mosaic_gpu.Config]) -> Compiled:
+  """The kernel of the card, on Hopper with each of `choices`, as far as it takes the problem and compiles."""
+  if device.has_sparse_wgmma:
+    return [*_prepared.compile_sparse(p, choices)]
+  x = jax.eval_shape(functools.partial(_prepared.inputs, p), jax.random.key(0))
+  f = functools.partial(
+    mosaic_gpu_sm80.sparse_matmul, activation=p.activation, out_dtype=p.out_dtype, b_layout=p.b_layout,
+    out_layout=p.out_layout, device=device,
+  )
+  try:
+    return [(mosaic_gpu_sm80.Config(), jax.jit(f).lower(x.a, x.b).compile())]
+  except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as e:
+    logging.warning('%s: mosaic_gpu_sm80 is left out: %s', p.key, e)
+    return []
+
+
+def prepared(p: mosaic_gpu.Problem, device: _device.Device, found: Compiled, seed: int) -> _prepared.Prepared:
+  """`_prepared.prepare` of what `compiled` found, by the name of its back end."""
+  ready = _prepared.prepare(p, found, seed)
+  name = 'mosaic_gpu' if device.has_sparse_wgmma else 'mosaic_gpu_sm80'
+  return dataclasses.replace(ready, sparse=[dataclasses.replace(each, implementation=name) for each in ready.sparse])

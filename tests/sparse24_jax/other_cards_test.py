@@ -1,0 +1,147 @@
+"""A card without sparse wgmma: its own records choose, and what they choose multiplies right."""
+
+import contextlib
+import logging
+import pathlib
+import tempfile
+from unittest import mock
+
+from absl.testing import absltest, parameterized
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import _device, _dispatch, _records
+from pallas_kernels.ffi import cusparselt
+from pallas_kernels.pack import api as pack
+from pallas_kernels.pack import costs
+from pallas_kernels.sparse_matmul import api, reference
+import sparse24_jax as s24
+from sparse24_jax import products
+from sparse24_jax.products import Plan
+from tests import oracles
+from tests.sparse24_jax.cards import card
+from tests.sparse24_jax.dot_test import normal, TOLERANCE, written_formulas
+
+A100, L40S = _device.target_device('sm_80'), _device.target_device('sm_89')
+FST = s24.DotPolicy(s24.transposable(), input_grad='sparse', weight_grad='mvue')
+FP8 = s24.DotPolicy(s24.soft_threshold_projection(), weight_grad='mvue', precision='fp8')
+TOKENS, D_IN, D_OUT = 64, 128, 192
+# Of forward, input gradient and weight gradient.
+CHOICES = (
+  ('mosaic_gpu_sm80', 'mosaic_gpu_sm80', 'mosaic_gpu_sm80'),
+  ('mosaic_gpu_sm80', 'cusparselt', 'dense'),
+  ('dense', 'dense', 'cusparselt'),
+)
+ran = []
+
+
+def mma(*args, **kwargs):
+  ran.append(('mosaic_gpu_sm80', kwargs['b_layout'], kwargs['out_layout']))
+  return reference.sparse_matmul(*args, **kwargs)
+
+
+def vendor(*args, **kwargs):
+  ran.append(('cusparselt', kwargs['b_layout'], kwargs['out_layout']))
+  return reference.sparse_matmul(*args, **kwargs)
+
+
+def entry(role, choice):
+  """A record in which `choice` took 1 ms and all else twice as long."""
+  m, n, k, b_layout = products.ROLES[role](TOKENS, D_IN, D_OUT)
+  key = dict(m=m, n=n, k=k, dtype='bfloat16', out_dtype='bfloat16', b_layout=b_layout, out_layout='nm')
+  times = {name: 1.0 if name == choice else 2.0 for name in ('dense', 'mosaic_gpu_sm80', 'cusparselt')}
+  baseline = dict(implementation='dense', config=None, samples_ms=[times.pop('dense')])
+  rows = [dict(implementation=name, config={}, rejected=None, samples_ms=[ms]) for name, ms in times.items()]
+  return dict(key=key, baseline=baseline, candidates=rows, choice=dict(implementation=choice, config={}))
+
+
+@contextlib.contextmanager
+def recorded(choices=None, device=A100):
+  """A machine with this card and records of the three products, with XLA for what only a card runs."""
+  with tempfile.TemporaryDirectory() as name:
+    path = pathlib.Path(name) / device.slug / 'sparse_matmul.json'
+    if choices is not None:
+      _records.save(path, {'op': api.OP}, [entry(*pair) for pair in zip(products.ROLES, choices, strict=True)])
+    ran.clear()
+    _dispatch.log_once.cache_clear()
+    with (
+      card(device),
+      mock.patch.object(_records, 'path_of', lambda *_: path),
+      mock.patch.object(costs, 'expected_ms', lambda *_: 0.5),
+      mock.patch.object(cusparselt, 'register'),
+      mock.patch.object(pack, 'candidates', lambda: ['reference']),
+      mock.patch.dict(api.BACKENDS, mosaic_gpu_sm80=f'{__name__}:mma', cusparselt=f'{__name__}:vendor'),
+    ):
+      yield
+
+
+def backend(choice):
+  return None if choice == 'dense' else choice
+
+
+class ChoiceTest(parameterized.TestCase):
+
+  @parameterized.product(choices=CHOICES, dtype=('bfloat16', 'float16'), device=(A100, L40S))
+  def test_products_follow_the_records_of_the_card(self, choices, dtype, device):
+    w = {'w': {'kernel': jax.ShapeDtypeStruct((D_IN, D_OUT), 'float32')}}
+    recipe = s24.Recipe('r', (s24.Rule('.*', FST),))
+    with recorded(choices, device):
+      self.assertEqual(products.plan(FST, TOKENS, D_IN, D_OUT, jnp.dtype(dtype)), Plan(*map(backend, choices)))
+      self.assertTrue(products.may_pack(FST, jnp.zeros((D_IN, D_OUT))))
+      self.assertEqual(products.plan(FST, 16 * TOKENS, D_IN, D_OUT, jnp.dtype(dtype)), Plan())
+      (here,) = s24.where_it_pays(w, recipe, tokens=TOKENS, dtype=dtype)
+    with recorded(choices, device), mock.patch.object(_device, 'current', lambda: _device.Device('cpu', 'cpu')):
+      (elsewhere,) = s24.where_it_pays(w, recipe, tokens=TOKENS, dtype=dtype, device=device.slug)
+    for layer in (here, elsewhere):
+      self.assertEqual(tuple(role.chosen for role in layer.roles), choices)
+      # What XLA takes to draw a sample was not measured.
+      self.assertEqual(layer.roles[2].packing_ms, None if choices[2] == 'dense' else 0.5)
+      self.assertEqual(layer.gain is None, choices[2] == 'dense')
+
+  @parameterized.parameters(
+    (None, '`python -m pallas_kernels tune`'), (('dense',) * 3, 'no sparse product of 16 bits measured faster')
+  )
+  def test_dense_and_said_why_without_one_that_won(self, choices, reason):
+    with recorded(choices), self.assertLogs('sparse24_jax', logging.INFO) as logs:
+      for _ in range(2):
+        self.assertEqual(products.plan(FST, TOKENS, D_IN, D_OUT, jnp.bfloat16), Plan())
+        self.assertFalse(products.may_pack(FST, jnp.zeros((D_IN, D_OUT))))
+    self.assertLen(logs.output, 1)
+    self.assertIn(f'no kernels on {A100.name}: ', logs.output[0])
+    self.assertIn(reason, logs.output[0])
+
+  def test_fp8_is_simulated(self):
+    w = {'w': {'kernel': jax.ShapeDtypeStruct((D_IN, D_OUT), 'float32')}}
+    with recorded(CHOICES[0], L40S):
+      self.assertEqual(products.plan(FP8, TOKENS, D_IN, D_OUT, jnp.bfloat16), Plan())
+      self.assertFalse(products.may_pack(FP8, jnp.zeros((D_IN, D_OUT))))
+      (layer,) = s24.where_it_pays(w, s24.Recipe('r', (s24.Rule('.*', FP8),)), tokens=TOKENS)
+    self.assertEqual({role.chosen for role in layer.roles}, {'simulated'})
+    self.assertEqual(layer.simulated, f'{L40S.slug} has no FP8 kernels, Hopper has')
+
+
+class ProductTest(parameterized.TestCase):
+
+  @parameterized.parameters((CHOICES[0], jnp.float16), (CHOICES[1], jnp.bfloat16))
+  def test_three_products(self, choices, dtype):
+    x, w, dz = (normal(*shape, seed=i, dtype=dtype) for i, shape in enumerate(
+      ((TOKENS, D_IN), (D_IN, D_OUT), (TOKENS, D_OUT))
+    ))  # fmt: skip
+    state, key = FST.projection.init(w), jax.random.key(3)
+    with recorded(choices):
+      @jax.jit
+      def f(x, w, state, dz, key):
+        z, vjp = jax.vjp(lambda x, w: s24.dot(x, w, state, policy=FST, key=key), x, w)
+        return z, *vjp(dz)
+
+      found = f(x, w, state, dz, key)
+      layouts = (('nk', 'nm'), ('nk', 'nm'), ('kn', 'nm'))
+      expected_calls = [(c, *layout) for c, layout in zip(choices, layouts, strict=True) if c != 'dense']
+      self.assertCountEqual(set(ran), set(expected_calls))
+    for got, right in zip(found, written_formulas(FST, x, w, state, dz, key), strict=True):
+      self.assertLess(np.linalg.norm(oracles.wide(got) - right) / np.linalg.norm(right), TOLERANCE[dtype])
+
+
+if __name__ == '__main__':
+  absltest.main()
