@@ -2,7 +2,8 @@
 
 Data are random because power, hence the clock, depends on them: on zeros the same kernel runs 13% faster. The dense
 baseline is the faster of XLA's two ways to write the product (A.B, or B^T.A^T with the transposition that the layout
-asks for), which are made in the same process since XLA's choice differs from one to the next.
+asks for), which are made in the same process since XLA's choice differs from one to the next, and which count only if
+they give what the kernels must.
 """
 
 from collections.abc import Callable, Sequence
@@ -170,11 +171,12 @@ def prepare(p: mosaic_gpu.Problem, compiled: Compiled, seed: int) -> Prepared:
   x = made(key)
   candidates = [_tuning.Candidate('mosaic_gpu', plain(c), f, (x.a, x.b)) for c, f in compiled]
   args = (x.a_dense, x.b)
-  return Prepared(x, right(*args), _fastest_dense(p, args, dense), candidates)
+  result = right(*args)
+  return Prepared(x, result, _fastest_dense(p, args, dense, result), candidates)
 
 
 def dense_candidate(p: mosaic_gpu.Problem, x: Inputs) -> _tuning.Candidate:
-  return _fastest_dense(p, (x.a_dense, x.b), _compile(_dense_jobs(p, (x.a_dense, x.b))))
+  return _dense(p, (x.a_dense, x.b))
 
 
 def in_16_bits(p: mosaic_gpu.Problem, a_dense: Array, key: Array) -> _tuning.Candidate:
@@ -190,17 +192,47 @@ def in_16_bits(p: mosaic_gpu.Problem, a_dense: Array, key: Array) -> _tuning.Can
     return jnp.where(a_dense == 0, jnp.zeros((), bf16), a), b
 
   args = make(a_dense, key)
-  return _fastest_dense(wide, args, _compile(_dense_jobs(wide, args, _VENDOR)))
+  return _dense(wide, args, _VENDOR)
 
 
-def _fastest_dense(p: mosaic_gpu.Problem, args: Sequence[Array], compiled: Sequence[Any]) -> _tuning.Candidate:
-  """XLA's best way here and now: from process to process what its own tuning finds differs by up to 4%."""
-  candidates = [
-    _tuning.Candidate('dense', {'way': name}, f, args)
-    for name, f in zip(_dense_ways(p), compiled, strict=True) if not isinstance(f, Exception)
-  ]
+def _dense(p: mosaic_gpu.Problem, args: Sequence[Array], *options: Any) -> _tuning.Candidate:
+  right, *ways = _compile([(functools.partial(expected, p), args, _UNTUNED), *_dense_jobs(p, args, *options)])
+  if isinstance(right, Exception):
+    raise right
+  return _fastest_dense(p, args, ways, right(*args))
+
+
+def _fastest_dense(
+  p: mosaic_gpu.Problem, args: Sequence[Array], compiled: Sequence[Any], expected: Array
+) -> _tuning.Candidate:
+  """XLA's best right way here and now: from process to process what its own tuning finds differs by up to 4%."""
+  candidates, reasons = [], []
+  for name, f in zip(_dense_ways(p), compiled, strict=True):
+    candidate = _tuning.Candidate('dense', {'way': name}, f, args)
+    reason = f'does not compile: {f}' if isinstance(f, Exception) else _refusal(p, candidate, expected)
+    if reason is None:
+      candidates.append(candidate)
+    else:
+      reasons.append(f'{name} {reason}')
+      logging.warning('%s: a dense way is left out: %s', p.key, reasons[-1])
+  if not candidates:
+    raise ValueError(f'{p.key}: no dense way is right: {"; ".join(reasons)}')
   times = _tuning.interleave(candidates, times_ms, rounds=2, iterations=10, gap_s=gap_s(p, 10))
   return min(zip(candidates, times, strict=True), key=lambda pair: statistics.median(pair[1]))[0]
+
+
+def _refusal(p: mosaic_gpu.Problem, dense: _tuning.Candidate, expected: Array) -> str | None:
+  """Why a dense way is no baseline, or None: in another layout or dtype it would be timed at another task."""
+  # 8-bit GEMMs sum with fewer bits, dense ones twice as many terms as sparse ones.
+  tolerance = _tuning.TOLERANCE * (2 if p.a_dtype.itemsize == 1 else 1)
+  try:
+    found = dense.f(*dense.args)
+    if (found.shape, found.dtype) != (expected.shape, p.out_dtype):
+      return f'gives {found.dtype} {found.shape}, not {p.out_dtype} {expected.shape}'
+    error = _tuning.relative_error(found, expected)
+  except jax.errors.JaxRuntimeError as e:
+    return f'fails: {e}'
+  return None if error <= tolerance else f'is off by {error:.2e}, more than {tolerance:.0e}'
 
 
 def gap_s(p: mosaic_gpu.Problem, iterations: int) -> float:

@@ -31,7 +31,8 @@ class Config:
     band: tiles of the other dimension walked before the fast one advances, for hits in L2.
     ctas: CTAs launched; None is one an SM. Fewer can make whole waves.
     split: at most so many pieces of a tile in the last wave; 1 leaves tiles whole.
-    epilogue_n: columns stored at a time, a multiple of 8 dividing `bn`.
+    epilogue_n: columns stored at a time, a multiple of 8 dividing `bn`; where they lie side by side in D ('mn', and
+      every float32) 32 bytes, 64 or whole 128, which TMA swizzles.
     slots: buffers of 64 x `epilogue_n` of a consumer that wait for TMA to store them.
   """
 
@@ -113,18 +114,26 @@ def shared_memory_bytes(p: Problem, c: Config) -> int:
 
 def check_config(p: Problem, c: Config) -> None:
   """ValueError if `c` cannot be built for `p`."""
+  stored = c.epilogue_n * p.out_dtype.itemsize
   rules = [
     (c.rows in (64, 128), f'rows={c.rows} must be 64 or 128'),
     (c.bn % 8 == 0 and 8 <= c.bn <= 256, f'bn={c.bn} must be a multiple of 8 up to 256'),
     (c.rows // 64 * c.bn <= 384,
      f'rows={c.rows} and bn={c.bn} need {c.rows * c.bn // 128} accumulators a thread, 192 fit'),
     (c.bn % c.epilogue_n == 0, f'bn={c.bn} must be a multiple of epilogue_n={c.epilogue_n}'),
+    (c.epilogue_n % 8 == 0, f'epilogue_n={c.epilogue_n} must be a multiple of 8'),
+    # float32 is transposed after the kernel.
+    ((p.out_layout == 'nm' and p.out_dtype.itemsize < 4) or stored in (32, 64) or stored % 128 == 0,
+     f'epilogue_n={c.epilogue_n} columns of {p.out_dtype} are {stored} bytes; 32, 64 or a multiple of 128 are stored'),
     # The cycle of buffers must close with the tile, or a buffer is refilled while TMA still reads it.
     (c.rows // 64 * c.bn // c.epilogue_n % c.slots == 0,
      f'slots={c.slots} must divide the {c.rows // 64 * c.bn // c.epilogue_n} pieces that a consumer stores'),
     (c.bk in (64, 128), f'bk={c.bk} must be 64 or 128'),
     (c.along in ('m', 'n'), f"along={c.along!r} must be 'm' or 'n'"),
     (p.b_layout == 'nk' or c.bn % 64 == 0, f'bn={c.bn} must be a multiple of 64 when B is [K, N]'),
+    (p.b_layout == 'kn' or c.along == 'n' or c.bn // 8 % c.cluster == 0 or c.cluster % (c.bn // 8) == 0,
+     f'bn={c.bn} must be a multiple or a divisor of {8 * c.cluster}: each of cluster={c.cluster} CTAs copies whole'
+     ' pieces of 8 columns of the B that they share'),
     (c.stages > c.delay, f'stages={c.stages} must exceed delay={c.delay}'),
     (shared_memory_bytes(p, c) <= _SMEM_BYTES,
      f'{c.stages} stages need {shared_memory_bytes(p, c)} bytes of shared memory of {_SMEM_BYTES}'),

@@ -64,7 +64,10 @@ def sparse_matmul(
   """
   device = device or _device.current()
   if not (interpret or device.has_sparse_wgmma):
-    raise NotImplementedError(f'sparse wgmma needs compute capability 9.0, {device.name} has {device.capability}')
+    instead = "; implementation='mosaic_gpu_sm80' takes bfloat16 and float16 there" if device.capability[0] == 8 else ''
+    raise NotImplementedError(
+      f'sparse wgmma needs compute capability 9.0, {device.name} has {device.capability}{instead}'
+    )
   _check_types(a.dtype, b.dtype, jnp.dtype(out_dtype), b_layout)
   if jnp.dtype(out_dtype).itemsize == 4 and out_layout == 'nm':
     # A shared-memory store transposes 16-bit elements only; XLA transposes afterwards.

@@ -1,6 +1,8 @@
-"""Random problems, drawn over everything the op takes, against a product computed by NumPy."""
+"""Random problems, drawn over all that the op takes and all that its kernel ships, against NumPy's product."""
 
+from collections.abc import Sequence
 import dataclasses
+import functools
 import json
 import math
 import pathlib
@@ -11,17 +13,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import _device, _tuning, formats
-from pallas_kernels.sparse_matmul import arg_specs, mosaic_gpu, mosaic_gpu_sm80, reference
+from pallas_kernels import _device, _records, _tuning, formats
+from pallas_kernels.sparse_matmul import _predict, arg_specs, mosaic_gpu, mosaic_gpu_sm80, reference
 
 KERNELS = {'mosaic_gpu': mosaic_gpu.sparse_matmul, 'mosaic_gpu_sm80': mosaic_gpu_sm80.sparse_matmul}
 
 
-def random_problem(rng: np.random.Generator, *, float8: bool = True) -> dict[str, Any]:
-  """Sizes from one group up, mostly ones that no tile divides, and everything else the op takes."""
+def random_problem(rng: np.random.Generator, implementation: str = 'mosaic_gpu') -> dict[str, Any]:
+  """Sizes from one group up, mostly ones that no tile divides, and everything else the op and its kernel take."""
   m, n = (int(rng.integers(1, 700)) if rng.random() < 0.8 else 64 * int(rng.integers(1, 12)) for _ in range(2))
   k = 4 * int(rng.integers(1, 400))
-  narrow = rng.random() < 0.25 and float8
+  narrow = rng.random() < 0.25 and implementation == 'mosaic_gpu'
 
   def choose(*values: Any) -> Any:
     return values[int(rng.integers(len(values)))]
@@ -30,15 +32,43 @@ def random_problem(rng: np.random.Generator, *, float8: bool = True) -> dict[str
   activation = choose(None, None, 'gelu', 'silu', 'relu', 'squared_relu')
   # Squares of sums so long exceed what float16 holds.
   out_dtypes = ('bfloat16', 'float32') if activation == 'squared_relu' else ('bfloat16', 'float16', 'float32')
-  return dict(
+  case = dict(
     m=m, n=n, k=k, a_dtype=dtype, b_dtype=choose('float8_e4m3fn', 'float8_e5m2') if narrow else dtype,
     out_dtype=choose(*out_dtypes), b_layout='nk' if narrow else choose('nk', 'kn'),
     out_layout=choose('mn', 'nm'), activation=activation,
     bias=choose(True, False), a_scale=choose(None, 'scalar', 'row') if narrow else None,
-    b_scale=choose(None, 'scalar', 'row') if narrow else None, split=choose(1, 4), slots=choose(1, 2),
+    b_scale=choose(None, 'scalar', 'row') if narrow else None,
     keep_preactivation=choose(False, False, True), seed=int(rng.integers(2**31)),
-    along=choose('m', 'n'),
   )
+  return case | dict(config=_setting(rng, case) if implementation == 'mosaic_gpu' else None)
+
+
+def _setting(rng: np.random.Generator, case: dict[str, Any]) -> dict[str, Any] | None:
+  """How the kernel is set: as a record says, as a tuner would try, or as the kernel itself decides (None)."""
+  a, b, out = (jnp.dtype(case[name]) for name in ('a_dtype', 'b_dtype', 'out_dtype'))
+  p = mosaic_gpu.Problem(case['m'], case['n'], case['k'], a, b, out, case['b_layout'], case['out_layout'])
+  # Kinds alike, however often each won; of a kind, buffers and the order of tiles differ.
+  kinds: dict[Any, list[mosaic_gpu.Config]] = {}
+  for c in _measured(a.itemsize):
+    if mosaic_gpu.fits(p, c):
+      kinds.setdefault((c.rows, c.bn, c.cluster, c.along, c.minor, c.delay, c.split), []).append(c)
+  source = rng.random()
+  if source < 0.15:
+    return None
+  # One card's, so that a seed draws the same on all.
+  found = _predict.candidates(p, _predict.H100_SMS) if source < 0.3 else list(kinds.values())[rng.integers(len(kinds))]
+  return dataclasses.asdict(found[rng.integers(len(found))])
+
+
+@functools.cache
+def _measured(itemsize: int) -> Sequence[mosaic_gpu.Config]:
+  """The fastest setting of each recorded product of values of so many bytes, which the library runs there."""
+  rows = [
+    _records.best_of(entry, 'mosaic_gpu')
+    for path in sorted(_records.TUNED.glob('*/sparse_matmul.json')) for entry in _records.entries_of(path)
+    if jnp.dtype(entry['key']['dtype']).itemsize == itemsize
+  ]
+  return tuple(dict.fromkeys(mosaic_gpu.Config(**row['config']) for row in rows if row is not None))
 
 
 def check(case: dict[str, Any], implementation: str = 'mosaic_gpu') -> tuple[float, str | None]:
@@ -60,7 +90,7 @@ def check(case: dict[str, Any], implementation: str = 'mosaic_gpu') -> tuple[flo
     activation=case['activation'], out_layout=case['out_layout'], keep_preactivation=case['keep_preactivation']
   )
   expected = reference.results(jnp.asarray(d), bias, a_scale, b_scale, out_dtype=jnp.dtype('float32'), **static)
-  config = _config(case) if implementation == 'mosaic_gpu' else None
+  config = case['config'] and mosaic_gpu.Config(**case['config'])
 
   @jax.jit
   def f(*args: Any) -> jax.Array:
@@ -70,12 +100,6 @@ def check(case: dict[str, Any], implementation: str = 'mosaic_gpu') -> tuple[flo
 
   args = (compressed, jnp.asarray(b if case['b_layout'] == 'nk' else b.T), *vectors)
   return _tuning.verify(_tuning.Candidate(implementation, None, f, args), _one_array(expected))
-
-
-def _config(case: dict[str, Any]) -> mosaic_gpu.Config:
-  base = mosaic_gpu.Config(bk=128, delay=0) if jnp.dtype(case['a_dtype']).itemsize == 1 else mosaic_gpu.Config()
-  drawn = {name: case[name] for name in ('split', 'slots', 'along')}
-  return dataclasses.replace(base, **drawn, epilogue_n=32 if case['out_dtype'] == 'float32' else 64)
 
 
 def _one_array(outputs: Any) -> jax.Array:
@@ -102,7 +126,7 @@ def verify(
   fixed = [dict(m=m, n=n, k=k) for m, n, k in arg_specs.RAGGED] if seed == 0 else []
   start = time.monotonic()
   while len(errors) < count and time.monotonic() - start <= seconds:
-    case = random_problem(rng, float8=implementation == 'mosaic_gpu')
+    case = random_problem(rng, implementation)
     case |= fixed[len(errors)] if len(errors) < len(fixed) else {}
     error, reason = check(case, implementation)
     errors.append(math.inf if math.isnan(error) else error)

@@ -1,5 +1,7 @@
 """The contract of `sparse_matmul` on a card: run by hand with `pytest -m gpu`, its log kept as a record."""
 
+import dataclasses
+
 from absl.testing import absltest, parameterized
 import jax
 import jax.numpy as jnp
@@ -15,8 +17,8 @@ pytestmark = [
 ]
 
 
-def _mma_sp_case(seed):
-  return verify.random_problem(np.random.default_rng(seed), float8=False)
+def _in_16_bits(seed):
+  return verify.random_problem(np.random.default_rng(seed), 'mosaic_gpu_sm80')
 
 
 class GpuTest(parameterized.TestCase):
@@ -24,9 +26,21 @@ class GpuTest(parameterized.TestCase):
   def test_random_problems(self):
     self.assertEqual(verify.verify(40), 0)
 
-  @parameterized.product(n=tuple(range(8, 73, 8)), out_layout=('mn', 'nm'))
-  def test_columns_in_steps_of_eight(self, n, out_layout):
+  # Less than half of a tile, and about a whole one.
+  @parameterized.product(n=(*range(8, 73, 8), *range(184, 201)), out_layout=('mn', 'nm'))
+  def test_columns_about_the_edges_of_tiles(self, n, out_layout):
     case = verify.random_problem(np.random.default_rng(n)) | dict(n=n, out_layout=out_layout, b_layout='nk')
+    config = mosaic_gpu.Config(bk=128 if case['a_dtype'].startswith('float8') else 64)
+    self.assertEqual(config.bn, 192)
+    case |= dict(config=dataclasses.asdict(config))
+    self.assertIsNone(verify.check(case)[1])
+
+  @parameterized.product(bn=(24, 40), n=(24, 40, 88, 200), out_layout=('mn', 'nm'))
+  def test_tiles_of_an_odd_number_of_eight_columns(self, bn, n, out_layout):
+    config = mosaic_gpu.Config(rows=64, bn=bn, cluster=2, along='n', epilogue_n=8)
+    case = _in_16_bits(n) | dict(
+      n=n, out_layout=out_layout, out_dtype='float32', b_layout='nk', config=dataclasses.asdict(config)
+    )
     self.assertIsNone(verify.check(case)[1])
 
   @parameterized.parameters(64, 68, 124, 128, 132, 192, 196, 260)
@@ -38,14 +52,14 @@ class GpuTest(parameterized.TestCase):
     out_layout=('mn', 'nm'),
   )
   def test_mma_sp(self, size, dtype, b_layout, out_layout):
-    case = _mma_sp_case(sum(size)) | dict(zip('mnk', size, strict=True), b_layout=b_layout, out_layout=out_layout)
+    case = _in_16_bits(sum(size)) | dict(zip('mnk', size, strict=True), b_layout=b_layout, out_layout=out_layout)
     self.assertIsNone(verify.check(case | dict(a_dtype=dtype, b_dtype=dtype), 'mosaic_gpu_sm80')[1])
 
   @parameterized.product(
     activation=(None, 'gelu', 'silu', 'relu', 'squared_relu'), bias=(True, False), out_dtype=('bfloat16', 'float32')
   )
   def test_mma_sp_and_what_follows_the_product(self, **meaning):
-    case = _mma_sp_case(0) | dict(m=130, n=70, k=132, keep_preactivation=meaning['activation'] is not None) | meaning
+    case = _in_16_bits(0) | dict(m=130, n=70, k=132, keep_preactivation=meaning['activation'] is not None) | meaning
     self.assertIsNone(verify.check(case, 'mosaic_gpu_sm80')[1])
 
   def test_changing_inputs_between_launches(self):

@@ -59,6 +59,13 @@ class InterpretTest(parameterized.TestCase):
     a, b = _inputs(m, n, k, _BF16, _BF16, b_layout)
     self._check(a, b, _SMALL, b_layout=b_layout, out_layout=out_layout)
 
+  @parameterized.parameters((24, 8, 1, 'float32', 'mn'), (40, 8, 2, 'float32', 'mn'), (24, 24, 1, 'bfloat16', 'nm'))
+  def test_tiles_of_an_odd_number_of_eight_columns(self, bn, epilogue_n, cluster, out_dtype, out_layout):
+    # The last tile has eight columns.
+    a, b = _inputs(136, 2 * bn + 8, 128, _BF16, _BF16, 'nk')
+    config = mosaic_gpu.Config(rows=64, bn=bn, stages=2, cluster=cluster, along='n', epilogue_n=epilogue_n)
+    self._check(a, b, config, out_dtype=jnp.dtype(out_dtype), out_layout=out_layout)
+
   @parameterized.parameters((256, 256, 192, 'nk'), (200, 136, 64, 'kn'))
   def test_clusters_side_by_side(self, m, n, k, b_layout):
     # The second size leaves the right CTA of the last cluster without columns.
@@ -130,20 +137,39 @@ class ConfigTest(parameterized.TestCase):
     self.assertTrue(mosaic_gpu.fits(p, found))
 
 
+  # By layout and dtype of D; what `test_impossible_configs` refuses, one step on. Mosaic compiles each of these.
+  @parameterized.parameters(
+    ('mn', 'float32', dict(epilogue_n=8)), ('mn', 'bfloat16', dict(epilogue_n=16)), ('nm', 'bfloat16', dict()),
+    ('nm', 'bfloat16', dict(bn=24, cluster=2, along='n')), ('nm', 'bfloat16', dict(bn=8, epilogue_n=8, cluster=2)),
+    ('mn', 'float32', dict(bn=96, epilogue_n=96)), ('mn', 'float32', dict(bn=16, epilogue_n=8, cluster=4)),
+  )
+  def test_widths_that_tma_copies(self, out_layout, out_dtype, change):
+    p = mosaic_gpu.Problem(512, 512, 512, _BF16, _BF16, jnp.dtype(out_dtype), out_layout=out_layout)
+    c = mosaic_gpu.Config(**(dict(rows=64, bn=48, epilogue_n=24, cluster=1) | change))
+    self.assertTrue(mosaic_gpu.fits(p, c))
+
+
 class RefusalTest(parameterized.TestCase):
 
   @parameterized.parameters(
     (dict(bn=100), 'bn=100'), (dict(stages=9), 'bytes of shared memory'), (dict(rows=128, bn=256), 'accumulators'),
     (dict(epilogue_n=80), 'epilogue_n=80'), (dict(stages=1), 'stages=1 must exceed delay=1'),
+    (dict(bn=24, epilogue_n=24), 'epilogue_n=24 columns of bfloat16 are 48 bytes; 32, 64 or a multiple of 128'),
+    (dict(epilogue_n=8), 'are 16 bytes'), (dict(epilogue_n=96), 'are 192 bytes'),
+    (dict(bn=24, epilogue_n=24, out_dtype='float32', out_layout='nm'), 'float32 are 96 bytes'),
+    (dict(bn=24, epilogue_n=12, out_layout='nm'), 'epilogue_n=12 must be a multiple of 8'),
+    (dict(bn=24, epilogue_n=24, out_layout='nm'), 'bn=24 must be a multiple or a divisor of 16: .* cluster=2'),
   )
   def test_impossible_configs(self, change, message):
-    problem = mosaic_gpu.Problem(512, 512, 512, _BF16, _BF16, _BF16)
+    out_dtype, out_layout = change.pop('out_dtype', 'bfloat16'), change.pop('out_layout', 'mn')
+    problem = mosaic_gpu.Problem(512, 512, 512, _BF16, _BF16, jnp.dtype(out_dtype), out_layout=out_layout)
     with self.assertRaisesRegex(ValueError, message):
       mosaic_gpu.build(problem, mosaic_gpu.Config(**change))
 
   @parameterized.parameters(
     (_device.Device('cpu', 'cpu'), 'nk', _BF16, 'compute capability 9.0'),
-    (_device.Device('NVIDIA B200', 'gpu', (10, 0), 148), 'nk', _BF16, 'compute capability 9.0'),
+    (_device.Device('NVIDIA B200', 'gpu', (10, 0), 148), 'nk', _BF16, r'compute capability 9.0, .* \(10, 0\)$'),
+    (_device.target_device('sm_86'), 'nk', _BF16, r"has \(8, 6\); implementation='mosaic_gpu_sm80' takes bfloat16"),
     (_device.target_device('sm_90a'), 'kn', _E4M3, 'K-major operands only'),
   )
   def test_not_mine(self, device, b_layout, dtype, message):
@@ -176,6 +202,10 @@ _PROGRAMS = {
   'side_by_side': ((1600, 24576, 6400), _BF16, mosaic_gpu.Config(along='n'), dict(out_layout='nm'), 8),
   'side_by_side_n_major': (
     (1600, 6400, 24576), _BF16, mosaic_gpu.Config(along='n', split=4), dict(b_layout='kn', out_layout='nm'), 8
+  ),
+  'odd_columns': (
+    (4096, 4096, 4096), _BF16, mosaic_gpu.Config(rows=64, bn=24, cluster=1, epilogue_n=8),
+    dict(out_dtype=jnp.dtype('float32')), 8,
   ),
   'odd_steps': ((6400, 24576, 1600), _BF16, mosaic_gpu.Config(), dict(bias=True, out_layout='nm'), 12),
 }

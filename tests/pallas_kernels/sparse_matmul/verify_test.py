@@ -1,6 +1,7 @@
 """The check by random problems on a CPU: the reference in place of the kernels, and what a record says of a run."""
 
 import contextlib
+import dataclasses
 import io
 import json
 import math
@@ -12,8 +13,10 @@ from absl.testing import absltest, parameterized
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import _tuning
-from pallas_kernels.sparse_matmul import reference, verify
+from pallas_kernels import _records, _tuning
+from pallas_kernels.sparse_matmul import _problem, mosaic_gpu, reference, verify
+
+_KIND = ('rows', 'bn', 'cluster', 'along', 'minor', 'delay', 'split')
 
 
 def _right(*args, config, **kwargs):
@@ -39,7 +42,7 @@ class VerifyTest(parameterized.TestCase):
     # Small ones, since NumPy's product is made of each.
     draw = verify.random_problem
     self.enter_context(mock.patch.object(
-      verify, 'random_problem', lambda rng, **kwargs: draw(rng, **kwargs) | dict(m=24, n=16, k=64)))
+      verify, 'random_problem', lambda *args: draw(*args) | dict(m=24, n=16, k=64)))
     self.enter_context(mock.patch.object(verify.arg_specs, 'RAGGED', ((1, 1, 4),)))
 
   def _run(self, kernel, *args, implementation='mosaic_gpu', **kwargs):
@@ -57,7 +60,7 @@ class VerifyTest(parameterized.TestCase):
       self.assertEqual(
         of_run, dict(count=2, seed=seed, repeats=_tuning.REPEATS, failures=[], implementation=implementation)
       )
-      self.assertBetween(record['worst_error'], 1e-5, _tuning.TOLERANCE)
+      self.assertBetween(record['worst_error'], 1e-9, _tuning.TOLERANCE)
 
   def test_what_failed_is_in_the_record_with_its_problem(self):
     failed = self._run(_without_bias, 2, 1, out=self.out)
@@ -77,9 +80,67 @@ class VerifyTest(parameterized.TestCase):
     self.assertEqual(self._run(_right, 4, seconds=-1.0, out=self.out), 0)
     self.assertEqual(json.loads(self.out.read_text())['count'], 0)
 
-  def test_mma_sp_gets_no_float8(self):
-    drawn = [verify.random_problem(np.random.default_rng(i), float8=False)['a_dtype'] for i in range(20)]
-    self.assertEqual(set(drawn), {'bfloat16', 'float16'})
+  def test_mma_sp_gets_neither_float8_nor_settings(self):
+    drawn = [verify.random_problem(np.random.default_rng(i), 'mosaic_gpu_sm80') for i in range(20)]
+    self.assertEqual({case['a_dtype'] for case in drawn}, {'bfloat16', 'float16'})
+    self.assertEqual({case['config'] for case in drawn}, {None})
+
+  @parameterized.parameters('mosaic_gpu', 'mosaic_gpu_sm80')
+  def test_kernels_run_with_what_was_drawn(self, implementation):
+    given, seen = [], []
+
+    def right(*args, config, **kwargs):
+      given.append(config)
+      return _right(*args, config=config, **kwargs)
+
+    draw = verify.random_problem
+
+    def drawn(*args):
+      seen.append(draw(*args))
+      return seen[-1]
+
+    with mock.patch.object(verify, 'random_problem', drawn):
+      self.assertEqual(self._run(right, 3, 5, implementation=implementation), 0)
+    configs = [case['config'] and mosaic_gpu.Config(**case['config']) for case in seen]
+    self.assertEqual(given, configs)
+    self.assertEqual(any(configs), implementation == 'mosaic_gpu')
+
+
+class DrawTest(parameterized.TestCase):
+
+  @parameterized.parameters(0, 1)
+  def test_200_draws_hold_every_kind_of_setting_that_ships(self, seed):
+    def kind(dtype, config):
+      config = {'along': 'm'} | config
+      return jnp.dtype(dtype).itemsize, *(config[name] for name in _KIND)
+
+    def drawn():
+      rng = np.random.default_rng(seed)
+      return [verify.random_problem(rng) for _ in range(200)]
+
+    shipped = {
+      kind(entry['key']['dtype'], entry['choice']['config'])
+      for path in _records.TUNED.glob('*/sparse_matmul.json') for entry in json.loads(path.read_text())['entries']
+      if entry['choice']['implementation'] == 'mosaic_gpu'
+    }
+    self.assertGreater(len(shipped), 10)
+    cases = drawn()
+    self.assertEqual(cases, drawn())
+    self.assertEqual(cases, json.loads(json.dumps(cases)))
+    kinds = {kind(case['a_dtype'], case['config']) for case in cases if case['config']}
+    self.assertEmpty(shipped - kinds)
+    # And some that a tuner would try, and the user's way.
+    self.assertNotEmpty(kinds - shipped)
+    self.assertBetween(sum(case['config'] is None for case in cases), 10, 60)
+
+  def test_settings_can_be_built_for_their_problems(self):
+    rng, fields = np.random.default_rng(2), {f.name for f in dataclasses.fields(mosaic_gpu.Problem)}
+    for _ in range(100):
+      case = verify.random_problem(rng)
+      dtypes = {name: jnp.dtype(case[name]) for name in ('a_dtype', 'b_dtype', 'out_dtype')}
+      p = mosaic_gpu.Problem(**({name: value for name, value in case.items() if name in fields} | dtypes))
+      if case['config']:
+        _problem.check_config(p, mosaic_gpu.Config(**case['config']))
 
 
 if __name__ == '__main__':
