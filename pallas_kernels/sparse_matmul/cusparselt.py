@@ -62,7 +62,8 @@ def prepare(
   """The operand that `sparse_matmul` makes in each call.
 
   Args:
-    a: a sparse operand, or the dense matrix [M, K] with at most two non-zeros in each group of four of a row.
+    a: a sparse operand, or the dense matrix [M, K] with at most two non-zeros in each group of four of a row; -0.0 is
+      zero.
     device: the card to build for; None is the current one.
 
   Raises:
@@ -77,6 +78,7 @@ def prepare(
   call = jax.ffi.ffi_call(
     library.COMPRESS, jax.ShapeDtypeStruct((blob_bound(rows, total, a.dtype),), jnp.uint8), vmap_method='sequential'
   )
+  a = _without_negative_zeros(a)
   return CusparseltOperand(call(operand.pad_to(a, (rows, total))), m, k, jnp.dtype(a.dtype))
 
 
@@ -167,6 +169,13 @@ def tuned_config(
   rows = [r for r in entry['candidates'] if r['implementation'] == 'cusparselt' and r['config']['version'] == version]
   best = _records.best_of({'candidates': rows}, 'cusparselt')
   return None if best is None else Config(**{k: v for k, v in best['config'].items() if k != 'version'})
+
+
+def _without_negative_zeros(a: Array) -> Array:
+  """`a` with 0.0 for -0.0, of which a mask times a weight is full: the compressor keeps what has a bit set."""
+  # By bits: XLA compares what `a` was before it was rounded, which may not be zero where `a` is.
+  bits = {1: jnp.uint8, 2: jnp.uint16}[a.dtype.itemsize]
+  return jnp.where(jax.lax.bitcast_convert_type(a, bits) << 1 == 0, jnp.zeros((), a.dtype), a)
 
 
 def _check_device(device: _device.Device, dtype: Any) -> None:

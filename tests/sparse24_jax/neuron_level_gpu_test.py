@@ -1,4 +1,4 @@
-"""The squared-ReLU block by `implementation=None` on a card whose records expect it to pay: what named kernels give."""
+"""The squared-ReLU block on a card: by `implementation=None`, where records expect it to pay, and with clusters."""
 
 import dataclasses
 import functools
@@ -11,6 +11,7 @@ import pytest
 
 from pallas_kernels import _device, _tuning
 import sparse24_jax as s24
+from tests.oracles import assert_close
 
 pytestmark = [
   pytest.mark.gpu, pytest.mark.skipif(not _device.current().has_sparse_wgmma, reason='needs compute capability 9.0')
@@ -57,6 +58,31 @@ class DefaultTest(parameterized.TestCase):
     if lead:  # experts under vmap: a mapped launch takes one after the other, so the order of sums differs
       for mapped, expected in zip(compiled(POLICY, args, mapped=True)(*args), found, strict=True):
         self.assertLessEqual(_tuning.relative_error(mapped, expected), 1e-3)
+
+
+class ClustersTest(absltest.TestCase):
+
+  def test_neurons_that_lie_apart(self):
+    """Whole numbers, and tokens that are clearly of one cluster: sums are exact, so the patterns are the same."""
+    tokens, d, hidden, clusters = 1024, 512, 2048, 4
+    rng = np.random.default_rng(0)
+    own = rng.permutation(hidden) % clusters
+    part = np.arange(d) * clusters // d  # of the width, for each cluster
+    x = (rng.random((tokens, d)) < np.where(part == rng.integers(clusters, size=(tokens, 1)), 0.3, 0.02)).astype(int)
+    w_up = rng.integers(-4, 5, (d, hidden)) + 6 * (part[:, None] == own)
+    w_down, dz = rng.integers(-4, 5, (hidden, d)), rng.integers(-2, 3, (tokens, d))
+    args = [jnp.asarray(a, jnp.bfloat16) for a in (x, w_up, w_down, dz)]
+    one = jnp.float32(1)
+    state = {'up': one, 'down': one, 'neurons': jnp.asarray(own, jnp.int32)}
+    policy = s24.ActivationPolicy(v=64, m=8, clusters=clusters)
+    kernels, plain = (
+      compiled(dataclasses.replace(policy, implementation=name), [*args, state]) for name in ('kernels', 'reference')
+    )
+    self.assertEqual((kernels.as_text() or '').count(f'custom_call_target="{PRODUCT}"'), 6)
+    found = kernels(*args, state)
+    assert_close(found, plain(*args, state), _tuning.TOLERANCE)
+    for _ in range(20):
+      jax.tree.map(np.testing.assert_array_equal, kernels(*args, state), found)
 
 
 if __name__ == '__main__':

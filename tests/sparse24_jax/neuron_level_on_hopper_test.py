@@ -3,6 +3,7 @@
 Runs where the CUDA plug-in wheels are, in the kernels' environment.
 """
 
+import functools
 from unittest import mock
 
 from absl.testing import absltest, parameterized
@@ -18,9 +19,18 @@ TOKENS, D, HIDDEN = 256, 128, 512
 POLICY = s24.ActivationPolicy(v=128, m=8)
 
 
-def step(x, w_up, w_down, dz, state):
-  z, vjp = jax.vjp(lambda *args: s24.neuron_level_ffn(*args, state, policy=POLICY), x, w_up, w_down)
+SIDES = (TOKENS, D), (D, HIDDEN), (HIDDEN, D), (TOKENS, D)
+
+
+def step(x, w_up, w_down, dz, state, policy=POLICY):
+  z, vjp = jax.vjp(lambda *args: s24.neuron_level_ffn(*args, state, policy=policy), x, w_up, w_down)
   return z, vjp(dz)
+
+
+def lowered(f, *args) -> str:
+  args = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=hopper.sharding()), args)
+  with hopper.hopper():
+    return jax.jit(f).lower(*args).as_text()
 
 
 @hopper.needs_plugins
@@ -31,17 +41,25 @@ class KernelsTest(parameterized.TestCase):
   def test_six_products_and_ten_passes(self, kind, times):
     lead = () if kind == 'none' else (2,)
     scale = jax.ShapeDtypeStruct(lead, jnp.float32)
-    sides = ((TOKENS, D), (D, HIDDEN), (HIDDEN, D), (TOKENS, D))
-    args = [*(hopper.struct(*lead, *side) for side in sides), {'up': scale, 'down': scale}]
-    args = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=hopper.sharding()), args)
+    args = [*(hopper.struct(*lead, *side) for side in SIDES), {'up': scale, 'down': scale}]
     with (
-      hopper.hopper(),
       mock.patch.object(gain, 'expected', lambda *_: gain.Expected(1.0, 2.0)),
       mock.patch.object(api, '_candidates', lambda *_: ('mosaic_gpu', 'dense')),
     ):
-      text = jax.jit(jax.vmap(step) if kind == 'vmap' else step).lower(*args).as_text()
+      text = lowered(jax.vmap(step) if kind == 'vmap' else step, *args)
     for target, count in ((hopper.SPARSE, 6), (hopper.TRITON, 10)):
       self.assertEqual(text.count(f'custom_call @{target}('), times * count, target)
+
+  # Each weight is packed, and expanded for the product whose sparse operand is an activation. XLA packs 2:4
+  # activations; with clusters Y is packed forward and again backward, dH once, and both along tokens.
+  @parameterized.parameters((dict(v=64, clusters=4), 9), (dict(pattern='2:4'), 4))
+  def test_six_products_where_kernels_are_named(self, form, passes):
+    policy = s24.ActivationPolicy(**form, implementation='kernels')
+    scale = jax.ShapeDtypeStruct((), jnp.float32)
+    state = {'up': scale, 'down': scale, 'neurons': jax.ShapeDtypeStruct((HIDDEN,), jnp.int32)}
+    text = lowered(functools.partial(step, policy=policy), *(hopper.struct(*side) for side in SIDES), state)
+    for target, count in ((hopper.SPARSE, 6), (hopper.TRITON, passes)):
+      self.assertEqual(text.count(f'custom_call @{target}('), count, target)
 
 
 if __name__ == '__main__':

@@ -12,6 +12,7 @@ import pytest
 from pallas_kernels import _device, _tuning, formats
 from pallas_kernels.ffi import cusparselt as library
 from pallas_kernels.sparse_matmul import api, arg_specs, cusparselt, reference, verify
+from tests.pallas_kernels.sparse_matmul.cusparselt_test import zeros_of_both_signs
 
 
 def _absent() -> str | None:
@@ -104,6 +105,17 @@ class CusparseltGpuTest(parameterized.TestCase):
   def test_the_blob_fits(self, shape, dtype):
     """The handler asks the library how large it is, and refuses a smaller one."""
     jax.block_until_ready(cusparselt.prepare(jnp.zeros(shape, dtype)))
+
+  @parameterized.parameters('bfloat16', 'float8_e4m3fn')
+  def test_negative_zeros_push_out_no_value(self, dtype):
+    if dtype == 'float8_e4m3fn' and _device.current().capability < (8, 9):
+      self.skipTest('float8 needs sm_89')
+    w = jnp.asarray(zeros_of_both_signs(np.resize([1, -2, 3.5], 64)), dtype)
+    b = jnp.asarray(np.random.default_rng(0).standard_normal((96, w.shape[1])), dtype)
+    found = jax.jit(functools.partial(
+      cusparselt.sparse_matmul, activation=None, out_dtype=jnp.dtype('bfloat16'), b_layout='nk', out_layout='mn',
+    ))(jax.jit(cusparselt.prepare)(w), b)
+    self._check(found, jnp.asarray(np.asarray(w, np.float32) @ np.asarray(b, np.float32).T))
 
 
 if __name__ == '__main__':

@@ -1,10 +1,11 @@
 """The cuSPARSELt back end without a GPU: what it refuses, what it pads, and the calls in the compiled program.
 
-Multiplying needs a card: `gpu_test.py`. Here the custom calls are stood in for by what they mean.
+Multiplying needs a card: `cusparselt_gpu_test.py`. Here the custom calls are stood in for by what they mean.
 """
 
 import contextlib
 import functools
+import itertools
 import json
 import os
 import pathlib
@@ -36,8 +37,17 @@ def _problem(m, n, k, dtype, b_layout, seed=0):
   return a, jnp.asarray(rng.standard_normal(shape), jnp.float32).astype(dtype)
 
 
+def zeros_of_both_signs(values):
+  """Rows of every group of four that holds at most two of a row's value, the rest 0.0 or -0.0: [len(values), 288]."""
+  groups = np.array([g for g in itertools.product((0.0, -0.0, 1.0), repeat=4) if sum(g) <= 2], np.float32).reshape(-1)
+  return np.where(groups == 1, np.float32(values)[:, None], groups)
+
+
 class _Meaning:
-  """In place of `jax.ffi.ffi_call`: a blob that is the matrix itself, and a product that notes what it is given."""
+  """In place of `jax.ffi.ffi_call`: a blob that is the matrix itself, and a product that notes what it is given.
+
+  As with the library, `compress` keeps the first two entries of a group that have any bit set, and -0.0 has one.
+  """
 
   def __init__(self):
     self.calls = []
@@ -47,7 +57,10 @@ class _Meaning:
     del kwargs
 
     def compress(a):
-      self.dense = a
+      groups = np.array(a).reshape(len(a), -1, 4)
+      kept = groups.view(f'u{groups.dtype.itemsize}') != 0
+      groups[~kept | (np.cumsum(kept, axis=-1) > 2)] = 0
+      self.dense = jnp.asarray(groups.reshape(a.shape))
       return jnp.zeros(result.shape, result.dtype)
 
     def matmul(blob, b, *, b_layout, out_layout, **settings):
@@ -118,6 +131,13 @@ class MeaningTest(parameterized.TestCase):
     self.assertLessEqual(
       _tuning.relative_error(found, formats.decompress(a).astype(jnp.float32) @ b.astype(jnp.float32).T), 4e-3
     )
+
+  @parameterized.parameters('bfloat16', 'float16', 'float8_e4m3fn', 'float8_e5m2')
+  def test_negative_zeros_push_out_no_value(self, dtype):
+    w = zeros_of_both_signs([1, -2, 3.5, np.inf, -np.inf, np.nan]).astype(dtype)
+    cusparselt.prepare(jnp.asarray(w), device=_H100)
+    kept = np.asarray(self.ffi.dense)[: len(w), : w.shape[1]]
+    np.testing.assert_array_equal(kept.astype(np.float32), w.astype(np.float32))
 
   def test_the_recorded_algorithm_is_used_for_its_own_problem_and_version(self):
     key = dict(m=32, n=24, k=64, dtype='bfloat16', out_dtype='bfloat16', b_layout='nk', out_layout='mn')

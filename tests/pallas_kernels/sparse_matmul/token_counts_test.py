@@ -1,8 +1,10 @@
 """Every small number of tokens: what the kernels get is padded as their copies need it, and what comes back is cut.
 
-A stand-in multiplies what the kernel would get, in float64; the kernels themselves run on a few ragged sizes elsewhere.
+A stand-in multiplies what the kernel or the library would get, in float64; they themselves run on a few ragged sizes
+elsewhere.
 """
 
+import functools
 from unittest import mock
 
 from absl.testing import absltest
@@ -11,13 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import _device, formats
-from pallas_kernels.sparse_matmul import mosaic_gpu, mosaic_gpu_sm80, operand
+from pallas_kernels.ffi import cusparselt as library
+from pallas_kernels.sparse_matmul import cusparselt, mosaic_gpu, mosaic_gpu_sm80, operand
 from tests.oracles import wide
 
 _COUNTS = range(1, 130)
 _IN, _OUT = 68, 40
 _BF16 = jnp.dtype('bfloat16')
 _HOPPER, _AMPERE = _device.target_device('sm_90a'), _device.target_device('sm_80')
+_BACKENDS = (mosaic_gpu, _HOPPER), (mosaic_gpu_sm80, _AMPERE), (cusparselt, _AMPERE)
 _decode = jax.jit(lambda values, words: formats.decompress(operand.from_operand(operand.SparseOperand(values, words))))
 _encode = jax.jit(lambda w, keep: operand.to_operand(formats.compress(w, keep, axis=-1)))
 
@@ -57,6 +61,27 @@ def _on_ampere(m, n, k, dtype, out_dtype, config):
   return run
 
 
+class _Library:
+  """The stand-in for `jax.ffi.ffi_call`: cuSPARSELt's descriptors take rows by 32 and the sum by 64."""
+
+  def __call__(self, name, result, **_):
+    return {library.COMPRESS: self._compress, library.MATMUL: functools.partial(self._matmul, result)}[name]
+
+  def _compress(self, a):
+    assert a.shape[0] % 32 == a.shape[1] % 64 == 0, a.shape
+    self._a = wide(a)
+    return np.zeros(1, np.uint8)
+
+  def _matmul(self, result, blob, b, *, b_layout, out_layout, **_):
+    del blob
+    b = wide(b if b_layout == 'nk' else b.T)
+    assert b.shape[0] % 32 == 0 and b.shape[1] == self._a.shape[1], (b.shape, self._a.shape)
+    d = self._a @ b.T
+    d = (d if out_layout == 'mn' else d.T).astype(result.dtype)
+    assert d.shape == result.shape, (d.shape, result)
+    return d
+
+
 def _pad(x, shape):
   """`operand.pad_to` without a program a shape."""
   return np.pad(np.asarray(x), [(0, new - old) for new, old in zip(shape, x.shape, strict=True)])
@@ -74,6 +99,10 @@ class TokenCountsTest(absltest.TestCase):
     super().setUp()
     self.enter_context(mock.patch.object(mosaic_gpu, 'build', _on_hopper))
     self.enter_context(mock.patch.object(mosaic_gpu_sm80, 'build', _on_ampere))
+    self.enter_context(mock.patch.object(jax.ffi, 'ffi_call', _Library()))
+    self.enter_context(mock.patch.object(library, 'register', lambda: None))
+    for module, name in ((operand, 'from_operand'), (formats, 'decompress'), (cusparselt, '_without_negative_zeros')):
+      self.enter_context(mock.patch.object(module, name, jax.jit(getattr(module, name))))
     self.enter_context(mock.patch.object(operand, 'pad_to', _pad))
     self.rng = np.random.default_rng(0)
 
@@ -87,7 +116,7 @@ class TokenCountsTest(absltest.TestCase):
     dense, a = _sparse(self.rng, _OUT, _IN)
     x = self.rng.standard_normal((max(_COUNTS), _IN)).astype(_BF16)
     for tokens in _COUNTS:
-      for module, device in ((mosaic_gpu, _HOPPER), (mosaic_gpu_sm80, _AMPERE)):
+      for module, device in _BACKENDS:
         with self.subTest(tokens=tokens, module=module.__name__):
           expected = wide(x[:tokens]) @ dense.T
           self.check(module, device, a, x[:tokens], expected, b_layout='nk', out_layout='nm')
@@ -96,7 +125,7 @@ class TokenCountsTest(absltest.TestCase):
     for tokens in (4, 8, 12, 60, 64, 68, 124, 128, 132):
       dense, a = _sparse(self.rng, _OUT, tokens)
       x = self.rng.standard_normal((tokens, _IN)).astype(_BF16)
-      for module, device in ((mosaic_gpu, _HOPPER), (mosaic_gpu_sm80, _AMPERE)):
+      for module, device in _BACKENDS:
         with self.subTest(tokens=tokens, module=module.__name__):
           self.check(module, device, a, x, (dense @ wide(x)).T, b_layout='kn', out_layout='nm')
 

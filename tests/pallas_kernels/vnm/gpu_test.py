@@ -49,6 +49,21 @@ class MatmulTest(parameterized.TestCase):
     for _ in range(20):
       np.testing.assert_array_equal(*(f(a, b) for f in made))
 
+  @parameterized.parameters((64, 8), (128, 16), (256, 8))
+  def test_changing_inputs_between_launches(self, v, m):
+    """A missing fence would let one launch read what another left in shared memory."""
+
+    def draw(seed):
+      x, b = (jax.random.normal(key, shape, _BF16) for key, shape in zip(
+        jax.random.split(jax.random.key(seed)), ((1024, 1024), (1024, 2048)), strict=True))
+      return to_vnm_operand(vnm.compress(x, vnm.vnm_mask(x, v=v, m=m), v=v, m=m)), b
+
+    f = jax.jit(functools.partial(mosaic_gpu.vnm_matmul, out_dtype=_BF16, out_layout='mn'))
+    expected = jax.jit(functools.partial(reference.vnm_matmul, out_dtype=jnp.float32, out_layout='mn'))
+    inputs = [jax.jit(draw)(seed) for seed in range(8)]
+    for ab, d in zip(inputs, [f(*ab) for ab in inputs], strict=True):
+      self.assertLessEqual(_tuning.relative_error(d, expected(*ab)), _tuning.TOLERANCE)
+
 
 class PackTest(parameterized.TestCase):
 
