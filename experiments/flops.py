@@ -3,10 +3,11 @@
 The count, in floating-point operations (a multiply and an add are two) of all tokens of all optimizer steps:
 
 - Forward of a linear layer with a weight [in, out] and density d: 2 d in out a token. Its two gradients cost the same
-  each. A step on which links grow by gradient takes the weight gradient dense. Sparse activations take part in four of
-  the six products of a feed-forward block, with two of M entries; weight gradients have a dense share of neurons.
+  each. A step on which links grow by gradient takes the weight gradient of all entries; a sampled one, MVUE, takes half
+  of the tokens. Sparse activations take part in four of the six products of a feed-forward block, with two of M
+  entries; weight gradients have a dense share of neurons.
 - Scores and weighted sum of attention: 4 D a pair of query and attended key, three times for forward and backward; a
-  token attends to the causal triangle (or the pattern's share of it).
+  token attends to the causal triangle (or the pattern's share of it), in as many query heads as there are.
 - The language-model head, 2 D V a token and pass, dense, is counted or not, as told.
 
 Left out: normalisation, activations, softmax, embedding look-up, optimizer, mask search; recomputation under remat.
@@ -16,6 +17,7 @@ of a dense step differs in one thing: it computes the whole attention square, fo
 
 from collections.abc import Callable, Mapping
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -24,14 +26,18 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 import numpy as np
 
-from experiments.build import attention_of, LINEAR, make_recipe
-from experiments.models import gpt2
+from experiments.build import attention_of, FAMILIES, LINEAR, make_recipe
+from experiments.models import gpt2, llama
 import sparse24_jax as s24
 from sparse24_jax.attention import attended_share
 from sparse24_jax.rules import is_weight, leaves_by_path, match_rules
 
+# Output matrix of a model that does not share its embedding with it.
+_HEAD = 'lm_head/kernel'
 # Tokens of the tokenizers whose names tell.
 VOCABULARIES = {'bytes': 256, 'gpt2': 50257}
+
+type ModelConfig = gpt2.GPT2Config | llama.LlamaConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,16 +76,11 @@ class Curve:
     return np.cumsum(self.linear + self.attention + (self.head if head else 0.0))
 
 
-def weight_shapes(config: gpt2.GPT2Config) -> dict[str, tuple[int, ...]]:
-  """Shapes of the linear layers of a GPT-2, by path."""
-  params = _abstract_params(config)
-  return {path: leaf.shape for path, leaf in leaves_by_path(params) if is_weight(path, leaf)}
-
-
-def _abstract_params(config: gpt2.GPT2Config) -> Any:
+def _abstract_params(config: ModelConfig) -> Any:
   tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
   # Shapes are the same on a machine without cuDNN.
-  model = gpt2.GPT2(dataclasses.replace(config, attention='xla'))
+  make = llama.Llama if isinstance(config, llama.LlamaConfig) else gpt2.GPT2
+  model = make(dataclasses.replace(config, attention='xla'))
   return jax.eval_shape(lambda t: model.init(jax.random.key(0), t)['params'], tokens)
 
 
@@ -106,10 +107,17 @@ def densities(recipe: s24.Recipe, params: Any, steps: int) -> dict[str, np.ndarr
         first_update = (begin // recipe.refresh_every + 1) * recipe.refresh_every
         density[begin:first_update] = 0.5 if projection.update.structure else 1.0
     else:
-      w = jax.random.normal(jax.random.key(0), shapes[path][-2:])
-      density = np.full(steps, float(jnp.mean(projection.mask(w, projection.init(w)))))
+      density = np.full(steps, _share_of_a_mask(projection, shapes[path][-2:]))
     found[path] = np.where(sparse, density, 1.0)
   return found
+
+
+@functools.cache
+def _share_of_a_mask(projection: s24.Projection, shape: tuple[int, int]) -> float:
+  """What the mask of random weights keeps; of a part of them, as every group keeps as much and a search takes time."""
+  part = tuple(min(size, 64 * group) for size, group in zip(shape, projection.divisor, strict=True))
+  w = jax.random.normal(jax.random.key(0), part)
+  return float(jnp.mean(projection.mask(w, projection.init(w))))
 
 
 def _per_step(recipe: s24.Recipe, steps: int, value: Callable[[s24.Phase], Any]) -> np.ndarray:
@@ -135,7 +143,7 @@ def _grows_by_gradient(recipe: s24.Recipe, projection: s24.Projection, steps: in
 
 
 def count(
-  config: gpt2.GPT2Config, recipe: s24.Recipe, *, steps: int, batch: int, length: int, triangle: bool = True
+  config: ModelConfig, recipe: s24.Recipe, *, steps: int, batch: int, length: int, triangle: bool = True
 ) -> Curve:
   """FLOPs of every step of a run.
 
@@ -148,26 +156,14 @@ def count(
     triangle: count only the attended pairs; False counts the whole square, as dense attention computes it.
   """
   params = _abstract_params(config)
-  shapes = weight_shapes(config)
   kept = densities(recipe, params, steps)
   rules = match_rules(params, recipe)
   tokens = float(batch * length)
   linear = np.zeros(steps)
-  for path, shape in shapes.items():
-    dense = 2.0 * math.prod(shape) * tokens
-    if path in rules and (activation := rules[path].activation):
-      # One of forward and input gradient has the weight as its sparse operand; the other and the weight gradient have
-      # the activations, but for a share of the neurons in the latter.
-      share = np.where(_is_sparse(recipe, steps), 2 / activation.group, 1.0)
-      whole = activation.dense_features
-      linear += dense * (kept.get(path, 1.0) + share + whole + (1 - whole) * share)
-      continue
-    if path not in kept:
-      linear += 3 * dense
-      continue
-    grows = _grows_by_gradient(recipe, rules[path].policy.projection, steps)
-    weight_gradient = np.where(grows, 1.0, _weight_gradient(rules[path], kept[path]))
-    linear += dense * (kept[path] + _input_gradient(rules[path], kept[path]) + weight_gradient)
+  for path, leaf in leaves_by_path(params):
+    if is_weight(path, leaf) and path != _HEAD:
+      dense = 2.0 * math.prod(leaf.shape) * tokens
+      linear += dense * _products(recipe, rules.get(path), kept.get(path, np.ones(steps)))
   pairs = length * (length + 1) / 2 if triangle else float(length) ** 2
   attended = _per_step(
     recipe, steps, lambda phase: attended_share(phase.attention or config.attention_pattern, length)
@@ -177,6 +173,19 @@ def count(
   return Curve(linear, attention, head)
 
 
+def _products(recipe: s24.Recipe, rule: s24.Rule | None, kept: np.ndarray) -> np.ndarray:
+  """What is needed of a linear layer's three matmuls, in dense ones, [steps]."""
+  if rule is None:
+    return np.full(len(kept), 3.0)
+  if activation := rule.activation:
+    # One of forward and input gradient has the weight as its sparse operand; the other and the weight gradient have
+    # the activations, but for a share of the neurons in the latter.
+    share = np.where(_is_sparse(recipe, len(kept)), 2 / activation.group, 1.0)
+    whole = activation.dense_features
+    return kept + share + whole + (1 - whole) * share
+  return kept + _input_gradient(rule, kept) + _weight_gradient(recipe, rule, kept)
+
+
 def _input_gradient(rule: s24.Rule, kept: np.ndarray) -> np.ndarray:
   """Share of the input-gradient matmul that is needed, [steps]: 2:4 along the other axis does not help it."""
   policy = rule.policy
@@ -184,33 +193,48 @@ def _input_gradient(rule: s24.Rule, kept: np.ndarray) -> np.ndarray:
   return kept if saves else np.ones_like(kept)
 
 
-def _weight_gradient(rule: s24.Rule, kept: np.ndarray) -> np.ndarray:
-  """Share of the weight-gradient matmul that is needed, [steps]: links alone, or a sampled half."""
-  policy = rule.policy
-  if policy.projection is not None and policy.projection.update is not None:
-    return kept
-  return np.where((kept < 1) & (policy.weight_grad != 'dense'), 0.5, 1.0)
+def _weight_gradient(recipe: s24.Recipe, rule: s24.Rule, kept: np.ndarray) -> np.ndarray:
+  """Share of the weight-gradient matmul that is needed, [steps].
+
+  Moving topologies need it at their links, and everywhere where some grow by it; a sample has half of the tokens.
+  """
+  policy, steps = rule.policy, len(kept)
+  moves = policy.projection is not None and policy.projection.update is not None
+  entries = np.where(_grows_by_gradient(recipe, policy.projection, steps), 1.0, kept) if moves else np.ones(steps)
+  return entries * np.where(_is_sparse(recipe, steps) & (policy.weight_grad != 'dense'), 0.5, 1.0)
 
 
 def of_experiment(config: Any, recipe: s24.Recipe, *, vocab_size: int) -> Curve:
-  """`count` for a configuration of `experiments.experiment`; ValueError for a model that is not a GPT-2."""
+  """`count` for a configuration of `experiments.experiment`; ValueError for a model that is not known."""
   model = config.model.to_dict()
-  if (family := model.pop('family', 'gpt2')) != 'gpt2':
-    raise ValueError(f'model.family is {family!r}; FLOPs are counted for gpt2 only')
-  size = model.pop('size')
+  if (family := model.pop('family', 'gpt2')) not in FAMILIES:
+    raise ValueError(f'model.family is {family!r}; known: {", ".join(FAMILIES)}')
+  make_config, size = FAMILIES[family][0], model.pop('size')
   model['attention_pattern'] = attention_of(model.get('attention_pattern'))
   vocab = math.ceil(vocab_size / config.vocab_multiple) * config.vocab_multiple
-  made = gpt2.make_config(size, vocab_size=vocab, **model)
+  made = make_config(size, vocab_size=vocab, **model)
   return count(made, recipe, steps=config.steps, batch=config.data.batch_size, length=config.data.seq_len)
 
 
-def of_run(stored: Mapping[str, Any]) -> Curve | None:
-  """`of_experiment` for the stored configuration of a run; None where the model or the vocabulary is not known."""
+def of_run(stored: Mapping[str, Any], *, head: bool = True) -> Curve | None:
+  """`of_experiment` for the stored configuration of a run.
+
+  Args:
+    stored: the configuration.
+    head: whether the head is asked for, which takes the vocabulary; else it is zero.
+
+  Returns:
+    None where a vocabulary that it takes is not known.
+
+  Raises:
+    ValueError: a model or recipe that is not known, or not with these arguments: one of another version.
+  """
   config: Any = ConfigDict(stored)
   vocab = VOCABULARIES.get(config.data.tokenizer)
-  if vocab is None or config.model.get('family', 'gpt2') != 'gpt2':
+  if vocab is None and head:
     return None
-  return of_experiment(config, make_recipe(config), vocab_size=vocab)
+  curve = of_experiment(config, make_recipe(config), vocab_size=vocab or 1)
+  return curve if head else dataclasses.replace(curve, head=np.zeros_like(curve.head))
 
 
 def named_recipe(name: str) -> ConfigDict:

@@ -127,14 +127,19 @@ def loss_against_seconds(groups: Groups, colours: Mapping[str, str]) -> str:
 
 
 def loss_against_flops(groups: Groups, colours: Mapping[str, str]) -> str:
-  """Validation loss against training FLOPs, for the runs whose FLOPs can be counted."""
-  lines = []
+  """Validation loss against training FLOPs, and which methods have none that can be counted."""
+  lines, uncounted = [], ''
   for label, group in groups.items():
     line = _line(label, colours[label], _curves(group, 'validation'))
-    if line and (curve := flops.of_run(group[0].config)):
-      lines.append(dataclasses.replace(line, x=curve.cumulative(head=False)[line.x.astype(int) - 1]))
+    try:
+      curve = flops.of_run(group[0].config, head=False)
+    except ValueError as error:
+      uncounted += f'<div class="warn">Without {escape(label)}, whose FLOPs are not known: {escape(str(error))}.</div>'
+    else:
+      if line and curve:
+        lines.append(dataclasses.replace(line, x=curve.cumulative(head=False)[line.x.astype(int) - 1]))
   if not lines:
-    return ''
+    return uncounted and f'<h2>Loss against FLOPs</h2>{uncounted}'
   power = 3 * int(np.log10(max(line.x.max() for line in lines)) // 3)
   lines = [dataclasses.replace(line, x=line.x / 10.0**power) for line in lines]
   chart = svg.line_chart(
@@ -149,7 +154,7 @@ def loss_against_flops(groups: Groups, colours: Mapping[str, str]) -> str:
   return (
     '<h2>Loss against FLOPs</h2><p class="caption">Counted from shapes, densities and phases: the matmuls of the '
     'blocks, forward and backward, and causal attention; without the language-model head, and as if the hardware '
-    f'skipped every zero.</p><figure>{chart}</figure>'
+    f'skipped every zero.</p>{uncounted}<figure>{chart}</figure>'
   )
 
 

@@ -17,7 +17,9 @@ import optax
 import orbax.checkpoint as ocp
 
 import sparse24_jax as s24
+from sparse24_jax.clusters import with_neurons
 from sparse24_jax.optim import sparse_states
+from sparse24_jax.rules import rule_for
 from tests.quick import jit
 
 RULE = '(up|down)/kernel'
@@ -47,12 +49,18 @@ RECIPES = {
   'step': s24.recipes.step(RULE),
   'mixed_sparsity': s24.recipes.mixed_sparsity(RULE, total_steps=STEPS, warm_up=0.4, restoration=0.3, refresh_every=1),
   'rigl': s24.recipes.rigl(RULE, density=0.4, total_steps=100, refresh_every=2),
-}
+  'set_': s24.recipes.set_(RULE, density=0.4, refresh_every=2),
+  'static': s24.recipes.static(RULE, density=0.4),
+  'neuron_level': s24.recipes.neuron_level(
+    'up/kernel', 'down/kernel', policy=s24.ActivationPolicy(v=16, m=8, clusters=4, route_within=32),
+    warmup_fraction=0.0, dense_fraction=0.0, refresh_every=2,
+  ),
+}  # fmt: skip
 CASES = RECIPES | {
   name: s24.Recipe(name, (s24.Rule(RULE, s24.DotPolicy(projection, weight_grad='mvue')),), masked_decay=0.1)
   for name, projection in PROJECTIONS.items()
 }
-UNSTRUCTURED = ('dynamic_sparse', 'mixed_sparsity', 'rigl')
+UNSTRUCTURED = ('dynamic_sparse', 'mixed_sparsity', 'rigl', 'set_', 'static')
 # Spec of tokens, of weights. FSDP cuts the contracted axis, tensor parallelism the output axis.
 LAYOUTS = {'data': ('d', (None, None)), 'fsdp': ('d', ('d', None)), 'tensor': (None, (None, 'd'))}
 COLLECTIVES = r'all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter|collective-broadcast'
@@ -87,7 +95,16 @@ def optimizer(recipe, phase=None):
   )
 
 
+def block(policy, params, states, x):
+  """Both layers at once, which is how sparse activations run."""
+  up, down = (params[name]['kernel'] for name in ('up', 'down'))
+  by_role = with_neurons({name: states[name]['kernel'] for name in ('up', 'down')}, policy)
+  return s24.neuron_level_ffn(jnp.tanh(x), up, down, by_role, policy=policy)
+
+
 def loss(recipe, params, states, x, key):
+  if activation := recipe.rules[0].activation:
+    return jnp.mean(jnp.square(block(activation, params, states, x).astype(jnp.float32) - 1))
   policy = s24.DotPolicy() if phase_of(recipe) == 'dense' else recipe.rules[0].policy
   for name in ('up', 'down'):
     key, own = jax.random.split(key)
@@ -139,10 +156,15 @@ def run(case, layout=None):
   return Record(losses, params, states, step._cache_size())
 
 
+def projection_of(case, name):
+  return rule_for(f'{name}/kernel', CASES[case]).policy.projection
+
+
 def masks(state, params, case):
-  projection = CASES[case].rules[0].policy.projection
-  states = {name: {'kernel': sparse_states(state)[f'{name}/kernel']} for name in params}
-  return jax.tree.map(lambda w, s: jax.jit(projection.mask)(np.asarray(w), np.asarray(s)), params, states)
+  def mask(name, w):
+    return jax.jit(projection_of(case, name).mask)(np.asarray(w), np.asarray(sparse_states(state)[f'{name}/kernel']))
+
+  return {name: mask(name, leaf['kernel']) for name, leaf in params.items()}
 
 
 def describe(tree):
@@ -183,8 +205,8 @@ class OneDeviceTest(parameterized.TestCase):
       jax.tree.map(lambda a: (a.shape, a.dtype), abstract), jax.tree.map(lambda a: (a.shape, a.dtype), record.states[0])
     )
     if phase_of(CASES[case]) == 'sparse' and case not in UNSTRUCTURED:
-      for w in jax.tree.leaves(s24.project(record.params, record.states[-1], CASES[case], phase='sparse')):
-        s24.verify24(w)
+      for name, leaf in s24.project(record.params, record.states[-1], CASES[case], phase='sparse').items():
+        s24.verify24(leaf['kernel'], axis=-2 if projection_of(case, name).divisor[0] == 4 else -1)
 
   @parameterized.parameters(*CASES)
   def test_accumulated_micro_batches_are_one_step(self, case):
