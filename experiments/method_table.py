@@ -34,6 +34,7 @@ _WATCHED = {'path': FFN, 'watch': 'transposable', 'refresh_every': 40}
 _DYNAMIC = {'path': LINEAR, 'refresh_every': 25}
 # Sparse activations take the whole feed-forward block.
 _SQUARED_RELU = {'mlp': 'relu2', 'fused_mlp': True}
+_TWO_OF_FOUR = {'token_pattern': '2:4', 'dense_features': 0.0}
 _BY_POSITION = {**_SQUARED_RELU, 'ffn_order': 'position'}
 
 # Decay factors belong to the nano experiment. FST's is what `python -m experiments tune-decay --config nano` chose
@@ -136,6 +137,21 @@ METHODS: Mapping[str, Method] = {
     _BY_POSITION,
     dense_from='projected',
   ),
+  # Of four neighbouring tokens the weight gradients see the two largest, and so nearly all that the forward kept.
+  'neuron_level_two_of_four_tokens': Method(
+    'neuron level, 16:2:8, 2:4 along tokens',
+    'neuron_level',
+    {'policy': {'v': 16, 'm': 8, **_TWO_OF_FOUR}},
+    _BY_POSITION,
+    dense_from='projected',
+  ),
+  'neuron_level_two_of_four_tokens_even': Method(
+    'neuron level, 16:2:8, 2:4 along tokens, half of the steps',
+    'neuron_level',
+    {'policy': {'v': 16, 'm': 8, **_TWO_OF_FOUR}, 'dense_fraction': 0.4},
+    _BY_POSITION,
+    dense_from='projected',
+  ),
   # Blocks of 64 are what the kernels run. In the small experiment a step has 64 sequences, in nano it has too few.
   'neuron_level_64': Method(
     'neuron level, 64:2:8, half of the steps',
@@ -156,6 +172,13 @@ METHODS: Mapping[str, Method] = {
     'neuron level, 128:2:8, 20% dense neurons, half of the steps',
     'neuron_level',
     {'policy': {'v': 128, 'm': 8, 'dense_features': 0.2}, 'dense_fraction': 0.4},
+    _BY_POSITION,
+    dense_from='projected',
+  ),
+  'neuron_level_128_two_of_four_tokens': Method(
+    'neuron level, 128:2:8, 2:4 along tokens, half of the steps',
+    'neuron_level',
+    {'policy': {'v': 128, 'm': 8, **_TWO_OF_FOUR}, 'dense_fraction': 0.4},
     _BY_POSITION,
     dense_from='projected',
   ),
@@ -226,10 +249,11 @@ KERNEL_PATTERNS = (
   'dense_relu2', 'neuron_level_64', 'neuron_level_128', 'neuron_level_128_dense_neurons', 'neuron_level_128_16',
 )  # fmt: skip
 
+TWO_OF_FOUR_TOKENS = ('dense_relu2', 'neuron_level_two_of_four_tokens', 'neuron_level_two_of_four_tokens_even')
 GROUPS: Mapping[str, Sequence[str]] = {
   'equal-steps': AT_EQUAL_STEPS, 'equal-flops': AT_EQUAL_FLOPS, 'activations': WITH_ACTIVATIONS,
   'sparse-activations': SPARSE_ACTIVATIONS, 'kernel-patterns': KERNEL_PATTERNS,
-  'dense-neurons': DENSE_NEURONS,
+  'dense-neurons': DENSE_NEURONS, 'two-of-four-tokens': TWO_OF_FOUR_TOKENS,
 }  # fmt: skip
 
 

@@ -105,6 +105,8 @@ def why_dense(policy: Any, tokens: int, d: int, hidden: int, dtype: Any) -> str 
     return f'the kernels need jax-triton, from the extra sparse24-jax[cuda]: {reason}'
   if policy.pattern != 'v:n:m' or policy.clusters:
     return f'with {f"clusters={policy.clusters}" if policy.clusters else "2:4 activations"} it was not timed'
+  if policy.keeps_two_of_four_tokens:
+    return "with token_pattern='2:4' it was not timed"
   for name, projection in (('up', policy.up), ('down', policy.down)):
     if projection is None or projection.name not in SOFT_THRESHOLDS:
       return f'with {name}={projection and projection.name!r} it was not timed; soft_threshold_projection was'

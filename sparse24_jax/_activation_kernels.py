@@ -137,20 +137,46 @@ class SparseVNM:
     return _vnm_matmul(self.policy, _operand(a), _dense_weight(w))
 
   def token_pattern(self, y: Activations, dense: Array) -> TokenPattern:
-    used = jnp.ones(y.counts.shape, bool).at[dense].set(False)
-    return TokenPattern(dense, None, turn(_operand(y), used=used))
+    return TokenPattern(dense, None, turn(_operand(y), used=_not_dense(y, dense)))
 
   def over_tokens(self, a: Activations, pattern: TokenPattern, is_y: bool, b: Array) -> Array:
     operand = pattern.operand if is_y else turn(_operand(a), pattern=pattern.operand)
-    d = _vnm_matmul(self.policy, operand, b)
-    if not pattern.dense.shape[0]:
-      return d
-    return _with_dense(d, take_columns(_operand(a), _padded(pattern.dense)), pattern.dense, b)
+    return _with_dense_columns(_vnm_matmul(self.policy, operand, b), a, pattern.dense, b)
+
+
+def _with_dense_columns(d: Array, a: Activations, dense: Array, b: Array) -> Array:
+  return _with_dense(d, take_columns(_operand(a), _padded(dense)), dense, b) if dense.shape[0] else d
+
+
+def _not_dense(y: Activations, dense: Array) -> Array:
+  """bool [neurons], False for the dense ones."""
+  return jnp.ones(y.counts.shape, bool).at[dense].set(False)
 
 
 def _operand(a: Activations) -> VNMOperand:
   assert a.operand is not None
   return a.operand
+
+
+class SparseVNMTwoOfFour(SparseVNM):
+  """`SparseVNM` with two of four neighbouring tokens in the weight gradients, by `sparse_matmul`."""
+
+  def _along_tokens(self, a: Activations, used: Array | None = None, pattern: VNMOperand | None = None) -> VNMOperand:
+    entries = expand(_operand(a))
+    gradient = None if pattern is None else entries
+    # Of four columns a block keeps all: 2:4, by a packer that can use a pattern again.
+    return vnm_pack(
+      entries, v=self.policy.v, m=4, axis=-2, used=used, gradient=gradient, pattern=pattern
+    ).operand  # fmt: skip
+
+  def token_pattern(self, y: Activations, dense: Array) -> TokenPattern:
+    return TokenPattern(dense, None, self._along_tokens(y, used=_not_dense(y, dense)))
+
+  def over_tokens(self, a: Activations, pattern: TokenPattern, is_y: bool, b: Array) -> Array:
+    operand = pattern.operand if is_y else self._along_tokens(a, pattern=pattern.operand)
+    assert operand is not None
+    d = _sparse_matmul(self.policy, operand.compact, b, b_layout='kn')
+    return _with_dense_columns(d, a, pattern.dense, b)
 
 
 class SpreadVNM(SparseVNM):

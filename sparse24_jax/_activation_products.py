@@ -7,7 +7,7 @@ from jax import Array
 
 from pallas_kernels import _device, _dispatch
 from sparse24_jax._activation_gain import why_dense
-from sparse24_jax._activation_kernels import Sparse24, SparseVNM, SpreadVNM
+from sparse24_jax._activation_kernels import Sparse24, SparseVNM, SparseVNMTwoOfFour, SpreadVNM
 from sparse24_jax._activation_reference import Products, Reference
 
 
@@ -19,8 +19,10 @@ def make(
     ops: Any = Reference(policy, feature_mask, token_mask)
   elif policy.pattern == '2:4':
     ops = Sparse24(policy, feature_mask, token_mask)
+  elif policy.clusters:
+    ops = SpreadVNM(policy)
   else:
-    ops = SpreadVNM(policy) if policy.clusters else SparseVNM(policy)
+    ops = SparseVNMTwoOfFour(policy) if policy.keeps_two_of_four_tokens else SparseVNM(policy)
   return Products(*(getattr(ops, name) for name in Products._fields))
 
 

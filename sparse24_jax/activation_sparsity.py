@@ -46,6 +46,9 @@ class ActivationPolicy:
       that of arXiv 2503.16672; tokens that use such a neuron are too many for two of four. With V:N:M, where a block of
       neurons drops half of the tokens, 0.2 ended a small model 0.8% above dense, 0.05 2.3% (`docs/quality.md`); it
       costs time in the weight gradients.
+    token_pattern: of the weight gradients, along tokens; None is that of `pattern`. With `'2:4'` beside `'v:n:m'` a
+      neuron keeps two of four neighbouring tokens. The forward has left few of these, so that it loses next to nothing,
+      also without dense features (`docs/quality.md`); the two products are slower than in V:N:M. Ours.
     clusters: of neurons, to which tokens are sent, so that a block's tokens use the same neurons; needs the state
       `'neurons'`. 0 leaves tokens and neurons in their order.
     route_within: how many neighbouring tokens are routed among each other, a multiple of `v`; 0 is all of them. In a
@@ -70,6 +73,7 @@ class ActivationPolicy:
   v: int = 64
   m: int = 8
   dense_features: float = 0.05
+  token_pattern: Literal['v:n:m', '2:4'] | None = None
   clusters: int = 0
   route_within: int = 0
   up: Projection | None = dataclasses.field(default_factory=soft_threshold_projection)
@@ -77,7 +81,10 @@ class ActivationPolicy:
   implementation: Literal['reference', 'kernels'] | None = None
 
   def __post_init__(self):
-    for name, accepted in (('pattern', ('v:n:m', '2:4')), ('implementation', (None, 'reference', 'kernels'))):
+    for name, accepted in (
+      ('pattern', ('v:n:m', '2:4')), ('token_pattern', (None, 'v:n:m', '2:4')),
+      ('implementation', (None, 'reference', 'kernels')),
+    ):
       if getattr(self, name) not in accepted:
         raise ValueError(f'{name}={getattr(self, name)!r}: known are {list(accepted)}')
     for name, least in (('v', 1), ('m', 4), ('clusters', 0), ('route_within', 0)):
@@ -88,6 +95,11 @@ class ActivationPolicy:
       raise ValueError(f'dense_features={self.dense_features} must be from 0 to 1')
     if self.route_within % self.v or (self.route_within and not self.clusters):
       raise ValueError(f'route_within={self.route_within} must be a multiple of v={self.v}, and takes clusters')
+    if (self.pattern, self.token_pattern) == ('2:4', 'v:n:m'):
+      raise ValueError("token_pattern='v:n:m' is for pattern='v:n:m': blocks of neurons drop tokens that 2:4 keeps")
+    if self.clusters and self.token_pattern == '2:4':
+      raise ValueError(f"clusters={self.clusters} put tokens side by side that use the same neurons, of which"
+                       " token_pattern='2:4' would drop two of four")
     if self.clusters and self.pattern == '2:4':
       raise ValueError(f"clusters={self.clusters} are for pattern='v:n:m': 2:4 treats each token by itself")
     if self.up is not None and self.up.divisor[0] % 4:
@@ -105,12 +117,25 @@ class ActivationPolicy:
     """Rows of a block: V, or 1."""
     return 1 if self.pattern == '2:4' else self.v
 
+  @property
+  def token_group(self) -> int:
+    """Tokens of a group in the weight gradients: M, or 4."""
+    return 4 if self.token_pattern == '2:4' else self.group
+
+  @property
+  def keeps_two_of_four_tokens(self) -> bool:
+    """Whether blocks of tokens choose their neurons, but neurons two of four tokens."""
+    return self.pattern == 'v:n:m' and self.token_pattern == '2:4'
+
   def describe(self) -> dict[str, Any]:
     """Plain values for logs and checkpoints, without the choice of kernels."""
     return dict(
       pattern=f'{self.v}:2:{self.m}' if self.pattern == 'v:n:m' else '2:4', dense_features=self.dense_features,
       clusters=self.clusters, up=self.up.name if self.up else None, down=self.down.name if self.down else None,
-    ) | ({'route_within': self.route_within} if self.route_within else {})
+    ) | {
+      # Older checkpoints know neither.
+      name: getattr(self, name) for name in ('route_within', 'token_pattern') if getattr(self, name)
+    }
 
 
 def feature_mask(y: Array, policy: ActivationPolicy) -> Array:
@@ -127,8 +152,11 @@ def token_mask(y: Array, policy: ActivationPolicy) -> Array:
   """The weight gradients' pattern, along tokens, of activations `y` that are zero outside the forward's pattern.
 
   Tokens are grouped across the batch, a quarter (an M-th) of it apart: neighbours use the same neurons, and of four
-  that do, two would be lost. This is the fixed permutation of arXiv 2503.16672, which does not say which one.
+  that do, two would be lost. This is the fixed permutation of arXiv 2503.16672, which does not say which one. In blocks
+  of V:N:M neighbours are tokens of different sequences, which 2:4 along tokens takes as they come.
   """
+  if policy.keeps_two_of_four_tokens:
+    return magnitude_mask(y, axis=-2)
   m = policy.group
   apart = spread(y, m, 0)
   mask = magnitude_mask(apart, axis=-2) if policy.pattern == '2:4' else vnm_mask(apart.T, v=policy.v, m=m).T
@@ -277,9 +305,9 @@ def _check(x: Array, w_up: Array, w_down: Array, state: dict[str, Array], policy
 
 def _check_backward(tokens: int, neurons: int, policy: ActivationPolicy) -> None:
   """What the weight gradients need, asked only where a gradient is taken."""
-  if tokens % policy.group or neurons % policy.block:
+  if tokens % policy.token_group or neurons % policy.block:
     raise ValueError(
-      f'the weight gradients group tokens by {policy.group} and neurons by {policy.block}: found {tokens} tokens and'
+      f'the weight gradients group tokens by {policy.token_group} and neurons by {policy.block}: found {tokens} tokens and'
       f' {neurons} neurons'
     )
 

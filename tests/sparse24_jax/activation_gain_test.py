@@ -136,6 +136,7 @@ class WhyDenseTest(parameterized.TestCase):
 
   @parameterized.parameters(
     (dict(pattern='2:4'), '2:4 activations it was not timed'), (dict(clusters=4), 'clusters=4 it was not timed'),
+    (dict(token_pattern='2:4'), "token_pattern='2:4' it was not timed"),
     (dict(up=s24.magnitude()), "up='magnitude 2:4'"), (dict(down=None), 'down=None'),
   )
   def test_policies(self, change, message):

@@ -14,7 +14,8 @@ from tests.quick import jit
 TOKENS, D, HIDDEN = 32, 8, 64
 VNM = ActivationPolicy(v=8, m=8)
 POLICIES = {
-  'vnm': VNM, '2:4': ActivationPolicy(pattern='2:4'), 'no_dense': ActivationPolicy(v=4, m=16, dense_features=0)
+  'vnm': VNM, '2:4': ActivationPolicy(pattern='2:4'), 'no_dense': ActivationPolicy(v=4, m=16, dense_features=0),
+  'two_of_four_tokens': ActivationPolicy(v=8, m=8, token_pattern='2:4'),
 }
 
 
@@ -99,6 +100,8 @@ def written_block(policy, x, w_up, w_down, dz):
   dense = largest((y != 0).sum(0)[None], count)[0]
   rest = np.where(dense, 0, y)
   tokens = apart(TOKENS, m)
+  if policy.keeps_two_of_four_tokens:
+    tokens, v, m = np.arange(TOKENS), 1, 4
   mask = np.zeros(y.shape, bool)
   mask[tokens] = block_mask(rest[tokens].T, v, m).T
   keep = mask | dense

@@ -34,6 +34,7 @@ class ChoiceTest(parameterized.TestCase):
   @parameterized.parameters(
     (VNM, True, 'SparseVNM'), (VNM, False, 'Reference'), (POLICIES['2:4'], True, 'Sparse24'),
     (dataclasses.replace(VNM, clusters=4), True, 'SpreadVNM'),
+    (POLICIES['two_of_four_tokens'], True, 'SparseVNMTwoOfFour'),
   )
   def test_sides(self, policy, kernels, kind):
     ops = products.make(policy, kernels, acts.feature_mask, acts.token_mask)
@@ -82,7 +83,8 @@ class SixProductsTest(parameterized.TestCase):
 
       def over_tokens(a, pattern, is_y, b):
         sparse = jnp.where(pattern.mask, a.entries, 0)
-        seen.append(('tokens', np.asarray(spread(sparse, policy.group, 0)).T))
+        in_order = sparse if policy.keeps_two_of_four_tokens else spread(sparse, policy.group, 0)
+        seen.append(('tokens', np.asarray(in_order).T))
         self.dense = len(pattern.dense)
         return ops.over_tokens(a, pattern, is_y, b)
 
@@ -108,6 +110,25 @@ class SixProductsTest(parameterized.TestCase):
         s24.verify24(jnp.asarray(a), axis=-1)
       else:
         verify_vnm(jnp.asarray(a), v=8, m=8)
+
+  def test_two_of_four_tokens(self):
+    seen = self._operands(POLICIES['two_of_four_tokens'])
+    self.assertEqual([k for k, _ in seen], ['weight', 'neurons', 'weight', 'tokens', 'neurons', 'tokens'])
+    for kind, a in seen:
+      if kind == 'neurons':
+        verify_vnm(jnp.asarray(a), v=8, m=8)
+      else:
+        s24.verify24(jnp.asarray(a), axis=-1)
+
+  def test_two_of_four_tokens_lose_little_of_what_the_forward_kept(self):
+    x, w_up, *_ = draw()
+    y = jnp.square(jax.nn.relu(x @ w_up))
+    y = jnp.where(acts.feature_mask(y, VNM), y, 0)
+    lost = {
+      name: float(jnp.sum(jnp.where(acts.token_mask(y, POLICIES[name]), 0, y)) / jnp.sum(y))
+      for name in ('vnm', 'two_of_four_tokens')
+    }
+    self.assertLess(3 * lost['two_of_four_tokens'], lost['vnm'])
 
   def test_no_weight_is_needed_sparse_both_ways(self):
     # Each weight is sparse in one product only, along that product's sum: W1 along its input, W2 along its output.

@@ -38,7 +38,7 @@ class NumericsTest(parameterized.TestCase):
     for found, expected in zip(forward_and_grads(policy, *inputs), written_block(policy, *inputs), strict=True):
       np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-4)
 
-  @parameterized.parameters(('vnm', 4), ('2:4', 0), ('no_dense', 0))
+  @parameterized.parameters(('vnm', 4), ('2:4', 0), ('no_dense', 0), ('two_of_four_tokens', 0))
   def test_kernels_compute_the_same(self, name, clusters):
     # On a CPU the ops answer with their references, through the formats and the index of the gathered rows.
     policy = dataclasses.replace(POLICIES[name], clusters=clusters)
@@ -132,6 +132,8 @@ class RefusalTest(parameterized.TestCase):
     (dict(pattern='4:8'), "pattern='4:8'"), (dict(implementation='triton'), "implementation='triton'"),
     (dict(v=0), 'v=0'), (dict(m=2), 'm=2'), (dict(m=8.0), 'm=8.0 must be a whole'), (dict(v=True), 'v=True'),
     (dict(dense_features=1.5), 'dense_features=1.5'),
+    (dict(token_pattern='4:8'), "token_pattern='4:8'"), (dict(pattern='2:4', token_pattern='v:n:m'), 'that 2:4 keeps'),
+    (dict(clusters=4, token_pattern='2:4'), 'side by side'),
     (dict(clusters=-1), 'clusters=-1'), (dict(clusters=4, pattern='2:4'), 'treats each token by itself'),
     (dict(down=s24.soft_threshold_projection()), '2:4 along the output'),
     (dict(up=s24.soft_threshold_projection(axis=-1)), '2:4 along the input'),
