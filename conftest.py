@@ -1,15 +1,17 @@
 """Settings for every test: eight simulated devices, no silent rank promotion; warnings are errors (pyproject.toml)."""
 
 import os
+import sys
 import unittest
 
-os.environ.setdefault('JAX_PLATFORMS', 'cpu')
+if 'gpu' not in sys.argv:  # of `-m gpu`
+  os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 # XLA ends a process whose simulated devices wait 40 s for each other, as on a busy machine they may.
 os.environ['XLA_FLAGS'] = ' '.join((
   os.environ.get('XLA_FLAGS', ''), '--xla_force_host_platform_device_count=8',
   '--xla_cpu_collective_call_terminate_timeout_seconds=600',
 ))  # fmt: skip
-# By these rich takes captured output for a terminal.
+# Set from outside, these make rich take captured output for a terminal.
 os.environ['FORCE_COLOR'] = ''
 os.environ['TTY_COMPATIBLE'] = ''
 

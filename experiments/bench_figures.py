@@ -53,11 +53,13 @@ def title(record: Record) -> str:
 
 
 def pattern(record: Record) -> str:
-  """The pattern of a record's activations, with their share of dense neurons where it is not the usual one.
+  """The pattern of a record's activations, with that along tokens or the share of dense neurons where it is not usual.
 
   >>> pattern({'pattern': '128:2:8', 'dense_features': 0.2})
   '128:2:8 with 20% dense neurons'
   """
+  if record.get('token_pattern'):
+    return f'{record["pattern"]}, {record["token_pattern"]} along tokens'
   share = dense_features(record)
   return record['pattern'] + ('' if share == ActivationPolicy.dense_features else f' with {share:.0%} dense neurons')
 

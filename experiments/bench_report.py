@@ -69,7 +69,7 @@ def identity(record: Record) -> list[Any]:
   keys = 'bench device op role model recipe activation pattern dtype weights shape layouts mode remat mesh'
   # Of meshes, older records do not say what was not asked for.
   mesh = record.get('sharding', 'whole'), record.get('xla_flags') or ''
-  return [*(record.get(key) for key in keys.split()), *mesh, dense_features(record)]
+  return [*(record.get(key) for key in keys.split()), *mesh, dense_features(record), record.get('token_pattern')]
 
 
 _METHODS = {

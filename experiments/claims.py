@@ -95,12 +95,18 @@ def comparable_flips(methods: Groups, a: str, b: str) -> list[tuple[RunRecord, R
   other = {run.seed: run for run in methods.get(b, ())}
   pairs = [(run, other[run.seed]) for run in methods.get(a, ()) if run.seed in other]
 
-  def scale(run: RunRecord) -> int:
+  def scale(run: RunRecord) -> int | None:
     # The built recipe knows the interval also where the configuration leaves it to the recipe's default.
-    recipe = build.make_recipe(ConfigDict({'recipe': run.config['recipe'], 'steps': run.config['steps']}))
+    try:
+      recipe = build.make_recipe(ConfigDict({'recipe': run.config['recipe'], 'steps': run.config['steps']}))
+    except ValueError:  # a run of another version
+      return None
     return 1 if recipe.flip_rate == 'step' else recipe.refresh_every
 
-  return [(x, y) for x, y in pairs if scale(x) == scale(y) and len(x.flip_curve()[0]) and len(y.flip_curve()[0])]
+  return [
+    (x, y) for x, y in pairs
+    if scale(x) is not None and scale(x) == scale(y) and len(x.flip_curve()[0]) and len(y.flip_curve()[0])
+  ]
 
 
 def _tails(x: RunRecord, y: RunRecord) -> tuple[float, float]:

@@ -213,7 +213,10 @@ def of_experiment(config: Any, recipe: s24.Recipe, *, vocab_size: int) -> Curve:
   make_config, size = FAMILIES[family][0], model.pop('size')
   model['attention_pattern'] = attention_of(model.get('attention_pattern'))
   vocab = math.ceil(vocab_size / config.vocab_multiple) * config.vocab_multiple
-  made = make_config(size, vocab_size=vocab, **model)
+  try:
+    made = make_config(size, vocab_size=vocab, **model)
+  except TypeError as error:  # a field of another version
+    raise ValueError(f'model section: {error}') from error
   return count(made, recipe, steps=config.steps, batch=config.data.batch_size, length=config.data.seq_len)
 
 

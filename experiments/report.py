@@ -141,6 +141,7 @@ def _head(title: str, found: Sequence[RunRecord], groups: Groups) -> str:
   ]
   boxes = ''.join(f'<div class="card"><b>{value}</b><span>{text}</span></div>' for value, text in cards)
   model, data = config['model'], config['data']
+  family = {'gpt2': 'GPT-2', 'llama': 'Llama'}.get(name := model.get('family', 'gpt2'), name)
   size = f', {model["num_layers"]} layers of width {model["embed_dim"]}' if 'embed_dim' in model else ''
   warning = ''
   if differing := runs_lib.settings_that_differ(found):
@@ -149,8 +150,9 @@ def _head(title: str, found: Sequence[RunRecord], groups: Groups) -> str:
   if unfinished:
     warning += f'<div class="warn">Unfinished, shown as far as they got: {escape(", ".join(unfinished))}.</div>'
   return (
-    f'<h1>{escape(title)}</h1><p class="lead">GPT-2 {escape(str(model["size"]))}{size}, on {escape(data["corpus"])} '
-    f'with tokenizer {escape(data["tokenizer"])}; {data["batch_size"]} sequences of {data["seq_len"]} tokens a step. '
+    f'<h1>{escape(title)}</h1><p class="lead">{escape(family)} {escape(str(model["size"]))}{size}, '
+    f'on {escape(data["corpus"])} with tokenizer {escape(data["tokenizer"])}; '
+    f'{data["batch_size"]} sequences of {data["seq_len"]} tokens a step. '
     f'{escape(found[0].environment["device"])}.</p><div class="cards">{boxes}</div>{warning}'
   )
 

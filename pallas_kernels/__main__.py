@@ -42,7 +42,7 @@ def _parser() -> argparse.ArgumentParser:
   verify.add_argument('--seed', type=int, default=0)
   verify.add_argument('--seconds', type=float, default=math.inf, help='after which no problem is begun')
   verify.add_argument('--out', type=pathlib.Path, help='gets one record of the run')
-  verify.add_argument('--implementation', choices=('mosaic_gpu', 'mosaic_gpu_sm80'), default='mosaic_gpu')
+  verify.add_argument('--implementation', choices=('mosaic_gpu', 'mosaic_gpu_sm80'), help="(default: the card's)")
   pays = command('where-it-pays', 'print what was measured')
   for each in (tune, bench):
     each.add_argument('--select', nargs='+', default=['headline'], help=f'which problems: {_SELECTIONS}')
@@ -70,7 +70,8 @@ def main(argv: list[str] | None = None) -> int:
     given = args.select, args.tuned, args.backends, args.processes, args.seconds, args.missing
     return min(sparse_matmul.tune_in_processes(*given), 1)
   if args.command == 'verify':
-    return min(sparse_matmul.verify(args.count, args.seed, args.seconds, args.out, args.implementation), 1)
+    kernel = args.implementation or ('mosaic_gpu' if device.has_sparse_wgmma else 'mosaic_gpu_sm80')
+    return min(sparse_matmul.verify(args.count, args.seed, args.seconds, args.out, kernel), 1)
   for name in args.select:
     sparse_matmul.bench(name, args.out, args.tuned)
   return 0

@@ -18,7 +18,7 @@ from pallas_kernels._dispatch import log_once
 TUNED = pathlib.Path(__file__).parent / 'tuned'
 # As many multiprocessors, other memory: products take as long, passes over memory less.
 _SAME_CHIP = {'nvidia_h200': 'nvidia_h100_80gb_hbm3'}
-# As many bytes, the same instructions and rate: until one is measured itself, its problems take the other's records.
+# As many bytes, the same instructions: until one is measured itself, its problems take the other's records.
 _SAME_WORK = {'float16': 'bfloat16'}
 
 

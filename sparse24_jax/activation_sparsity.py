@@ -183,8 +183,8 @@ def neuron_level_ffn(
   """relu(x w_up + b_up)^2 w_down + b_down with sparse weights and activations, forward and backward.
 
   Gradients are those of the block with the pattern of its activations held fixed; the weights' pass straight through
-  their projections. In the weight gradients the activations are, beyond that, 2:M along tokens, except for the densest
-  features, which is where the backward departs from the derivative.
+  their projections. In the weight gradients the activations are, beyond that, 2:M along tokens, or 2:4 with that
+  `token_pattern`, except for the densest features, which is where the backward departs from the derivative.
 
   The choice of a block's neurons sees all its tokens, later ones included. Evaluate and finish training dense, as the
   recipe does; with `pattern='2:4'` the forward treats each token by itself.
@@ -307,8 +307,8 @@ def _check_backward(tokens: int, neurons: int, policy: ActivationPolicy) -> None
   """What the weight gradients need, asked only where a gradient is taken."""
   if tokens % policy.token_group or neurons % policy.block:
     raise ValueError(
-      f'the weight gradients group tokens by {policy.token_group} and neurons by {policy.block}: found {tokens} tokens and'
-      f' {neurons} neurons'
+      f'the weight gradients group tokens by {policy.token_group} and neurons by {policy.block}: found {tokens} tokens'
+      f' and {neurons} neurons'
     )
 
 

@@ -40,8 +40,9 @@ class DotPolicy:
       `'mvue_approximate'` does it with the papers' sampler, `'dense'` leaves it as it is.
     precision: `'default'` multiplies in the dtype of the operands; `'fp8'` rounds weights and activations to e4m3 and
       output gradients to e5m2 first, in hardware on a Hopper GPU and in simulation elsewhere.
-    implementation: what runs the sparse products. On a Hopper GPU None chooses by the records of the card: a kernel
-      where it measured faster. Elsewhere it is plain `jax.numpy`. `'reference'` is plain `jax.numpy`. A back end of
+    implementation: what runs the sparse products. None chooses by the records of the card: a kernel where it measured
+      faster. Without records, and in FP8 elsewhere than on Hopper, it is plain `jax.numpy`, as `'reference'` is
+      everywhere. A back end of
       `pallas_kernels.sparse_matmul`, `'mosaic_gpu'` say, runs all of them or raises; `'dense'` among these packs and
       multiplies decompressed, which takes the kernels' path on any device.
 

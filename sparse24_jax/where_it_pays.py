@@ -30,7 +30,8 @@ class RoleGain:
     sparse_ms: of the fastest sparse kernel, likewise; None also if the policy leaves the product dense.
     packing_ms: of the passes that only this product needs: the MVUE sample of the output gradient; in FP8 the rounding
       of what the forward reads, and of the gradient. None where a pass was not measured, as sampling by XLA was not.
-    chosen: what `implementation=None` runs: a back end, 'dense', 'dense_fp8', or 'simulated', see `LayerGain`.
+    chosen: what `implementation=None` runs, with cuSPARSELt installed, and of a card without records as if it were a
+      Hopper: a back end, 'dense', 'dense_fp8', or 'simulated', see `LayerGain`.
     dense_fp8_ms: as `dense_ms`, in FP8; None also where the policy is none of FP8.
   """
 

@@ -79,7 +79,11 @@ MEASUREMENTS = {
   'fst-blocks': _blocks(f'--select {" ".join(_FST)} --skip-check --explain --rounds 4 --steps 6', 180),
   'fp8-blocks': _blocks(f'--select {" ".join(_FP8[:2])} --skip-check --explain --rounds 3 --steps 20', 180),
   'fp8-blocks-32768': _blocks(f'--select {" ".join(_FP8[2:])} --skip-check --explain --rounds 4 --steps 30', 240),
-  'vnm-blocks': _vnm('--select block --explain', 300),
+  'vnm-blocks': _vnm('--select block --explain', 180),
+  'vnm-blocks-settings': _vnm(
+    '--select ffn-128x2x8-dense_neurons-16384x4096x16384 ffn-128x2x8-two_of_four_tokens-16384x4096x16384 '
+    'ffn-64x2x8-two_of_four_tokens-16384x4096x16384 --explain', 180,
+  ),
   'transformer-block': Measurement('experiments.bench.block --select fst-gpt2 --explain --steps 40', 120),
   'gpt2-124m': _steps('gpt2-124m', 'transposable_srste', '--explain --rounds 4 --steps 30'),
   'gpt2-1558m': _steps('gpt2-1558m', 'transposable_srste', '--explain --rounds 2 --steps 10 --refreshes 2'),
@@ -92,7 +96,15 @@ MEASUREMENTS = {
       f'--explain --rounds 2 --steps {steps} --refreshes 0 --implementation {by}',
     )
     for model, steps, by in (('gpt2-1300m', 6, 'auto'), ('gpt2-wide', 5, 'auto'), ('gpt2-124m', 20, 'kernels'))
-    for pattern in ('128x2x8', '128x2x16', '128x2x8_dense_neurons')
+    for pattern in ('128x2x8', '128x2x16')
+  },
+  # By name, as no records of such blocks are there to choose by.
+  **{
+    f'gpt2-1300m-vnm-128x2x8-{setting}': _steps(
+      'gpt2-1300m-relu2', f'neuron_level_128x2x8_{setting}',
+      '--explain --rounds 2 --steps 6 --refreshes 0 --implementation kernels',
+    )
+    for setting in ('dense_neurons', 'two_of_four_tokens')
   },
   'gpt2-1558m-mst': _steps('gpt2-1558m', 'mixed_sparsity_transposable', '--rounds 2 --steps 6 --refreshes 2'),
   'gpt2-124m-mst': _steps(

@@ -26,6 +26,11 @@ import sparse24_jax as s24
 
 type Call = Callable[[], Any]
 
+# Of `ActivationPolicy`, besides its pattern, with which a small model lost less (`docs/quality.md`).
+ACTIVATIONS: Mapping[str, Mapping[str, Any]] = {
+  '': {}, 'dense_neurons': {'dense_features': 0.2},
+  'two_of_four_tokens': {'token_pattern': '2:4', 'dense_features': 0.0},
+}  # fmt: skip
 _GAP_S = 0.05  # of rest before a burst
 _TRIES = 3
 # What CUPTI says of a burst of which it did not record all kernels.

@@ -32,8 +32,6 @@ PATTERNS = ((128, 8), (128, 16), (64, 8), (64, 16))
 SHAPES = ((16384, 4096, 16384), (16384, 16384, 4096))
 BLOCK = (16384, 4096, 16384)
 TINY = (128, 256, 128)
-# With which a small model lost less (`docs/quality.md`).
-DENSE_NEURONS = 0.2
 
 CASES = {
   case.name: case
@@ -41,11 +39,11 @@ CASES = {
   for case in (
     *(Case('matmul', v, m, shape) for shape in SHAPES),
     *(Case('pack', v, m, (BLOCK[0], BLOCK[2]), role) for role in PACKS),
-    *(Case('ffn', v, m, BLOCK, dense_features=share) for share in (ActivationPolicy.dense_features, DENSE_NEURONS)),
+    *(Case('ffn', v, m, BLOCK, setting=setting) for setting in measure.ACTIVATIONS),
   )
 }
 GROUPS = {
-  group: [name for name, case in CASES.items() if case.kind == kind]
+  group: [name for name, case in CASES.items() if case.kind == kind and not case.setting]
   for group, kind in (('matmul', 'matmul'), ('packs', 'pack'), ('block', 'ffn'))
 }
 
@@ -160,7 +158,7 @@ def block(case: Case, options: Any) -> Plan:
   tokens, d, hidden = (case.v, 64, 2 * case.v) if options.tiny else case.shape
   dtype = jnp.float32 if options.tiny else jnp.bfloat16
   implementation = None if options.tiny else 'kernels'
-  policy = ActivationPolicy(v=case.v, m=case.m, dense_features=case.dense_features, implementation=implementation)
+  policy = ActivationPolicy(v=case.v, m=case.m, **measure.ACTIVATIONS[case.setting], implementation=implementation)
 
   def make(key: Array) -> tuple[Any, ...]:
     sizes = ((tokens, d), (d, hidden), (hidden, d), (tokens, d))
@@ -199,7 +197,8 @@ def block(case: Case, options: Any) -> Plan:
     return dict(
       bench='ffn', op='neuron_level_ffn', role='forward_and_vjp', activation='squared_relu',
       pattern=f'{case.v}:2:{case.m}', shape=dict(tokens=tokens, d=d, hidden=hidden), mode='forward_and_vjp',
-      implementation=policy.implementation or 'reference', dense_features=policy.dense_features, **rows['sparse'],
+      implementation=policy.implementation or 'reference', dense_features=policy.dense_features,
+      token_pattern=policy.token_pattern, **rows['sparse'],
       baselines=dict(dense=rows[best] | {'form': best, 'memory_gb': measure.memory(programs[best])}),
       speedup=measure.speedup({'dense': rows[best]}, rows['sparse']['median_ms']),
       memory_gb=measure.memory(programs['sparse']),

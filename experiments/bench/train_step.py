@@ -73,7 +73,9 @@ def _record(
   pattern = {}
   if policy:  # of each M tokens four are packed as 2:4
     summed = 4 * summed // policy.m
-    pattern = {name: policy.describe()[name] for name in ('pattern', 'dense_features')}
+    pattern = dict(
+      pattern=policy.describe()['pattern'], dense_features=policy.dense_features, token_pattern=policy.token_pattern
+    )
   return dict(
     bench='train_step', **head, op='train_step', model=case.name, recipe=twins.recipe.name, **pattern,
     parameters=layers.param_count(twins.state.params), dtype='float8' if 'fp8' in twins.recipe.name else 'bfloat16',

@@ -29,9 +29,8 @@ MIXED: Mapping[str, Mapping[str, Any]] = {
   'mixed_sparsity_transposable': dict(structure='transposable', mvue_path=FFN),
 }
 NEURON_LEVEL: Mapping[str, Mapping[str, Any]] = {
-  'neuron_level_128x2x8': dict(v=128, m=8), 'neuron_level_128x2x16': dict(v=128, m=16),
-  'neuron_level_64x2x8': dict(v=64, m=8),
-  'neuron_level_128x2x8_dense_neurons': dict(v=128, m=8, dense_features=0.2),
+  '_'.join(['neuron_level', f'{v}x2x{m}', *filter(None, [setting])]): dict(v=v, m=m, **rest)
+  for v, m in ((128, 8), (128, 16), (64, 8)) for setting, rest in measure.ACTIVATIONS.items()
 }  # fmt: skip
 RECIPES = ('transposable_srste', 's_ste', 's_ste_fp8', *MIXED, *NEURON_LEVEL)
 

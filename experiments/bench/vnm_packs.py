@@ -26,7 +26,7 @@ PACKS = (
 class Case:
   """One row: `kind` is 'matmul' (rows, sum, columns), 'pack' (rows, columns) or 'ffn' (tokens, width, hidden).
 
-  A block has a share of dense neurons besides, that of the policy unless it says so.
+  `setting` is of a block, a key of `measure.ACTIVATIONS`.
   """
 
   kind: str
@@ -34,13 +34,13 @@ class Case:
   m: int
   shape: tuple[int, ...]
   role: str = 'forward'
-  dense_features: float = ActivationPolicy.dense_features
+  setting: str = ''
 
   @property
   def name(self) -> str:
     """What `--select` calls it."""
     parts = [self.kind, f'{self.v}x2x{self.m}', *([self.role] if self.kind == 'pack' else [])]
-    parts += [] if self.dense_features == ActivationPolicy.dense_features else ['dense_neurons']
+    parts += [self.setting] if self.setting else []
     return '-'.join([*parts, 'x'.join(map(str, self.shape))])
 
 

@@ -32,7 +32,7 @@ class Config:
     ctas: CTAs launched; None is one an SM. Fewer can make whole waves.
     split: at most so many pieces of a tile in the last wave; 1 leaves tiles whole.
     epilogue_n: columns stored at a time, a multiple of 8 dividing `bn`; where they lie side by side in D ('mn', and
-      every float32) 32 bytes, 64 or whole 128, which TMA swizzles.
+      every float32) 32, 64 or a multiple of 128 bytes, as TMA swizzles them.
     slots: buffers of 64 x `epilogue_n` of a consumer that wait for TMA to store them.
   """
 

@@ -172,7 +172,7 @@ def tuned_config(
 
 
 def _without_negative_zeros(a: Array) -> Array:
-  """`a` with 0.0 for -0.0, of which a mask times a weight is full: the compressor keeps what has a bit set."""
+  """`a` with 0.0 for -0.0, of which a mask times a weight is full; a compressor may take one for a value."""
   # By bits: XLA compares what `a` was before it was rounded, which may not be zero where `a` is.
   bits = {1: jnp.uint8, 2: jnp.uint16}[a.dtype.itemsize]
   return jnp.where(jax.lax.bitcast_convert_type(a, bits) << 1 == 0, jnp.zeros((), a.dtype), a)

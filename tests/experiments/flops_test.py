@@ -137,6 +137,7 @@ class CountTest(parameterized.TestCase):
     (_neuron_level(m=16, dense_features=0.2), (0.5 + 0.125 + 0.3) / 3),
     (_neuron_level(m=8, dense_features=0.0, up=None), ((0.5 + 1) / 2 + 0.25 + 0.25) / 3),
     (_neuron_level(pattern='2:4'), (0.5 + 0.5 + 0.525) / 3),
+    (_neuron_level(m=8, token_pattern='2:4', dense_features=0.0), (0.5 + 0.25 + 0.5) / 3),
     # In the sparse half masks keep 0.206; weight gradients are those of links, in one step of ten of all entries, and
     # samples have half of the tokens.
     (_transposable(mvue_path=None), 0.5 + 0.5 * (2 * 0.206 + 0.9 * 0.206 + 0.1) / 3),
@@ -223,7 +224,7 @@ class StatedFiguresTest(parameterized.TestCase):
     self.assertTrue(all(math.isfinite(ratio) for ratio in rows.values()))
 
 
-class ReportTest(absltest.TestCase):
+class ReportTest(parameterized.TestCase):
   def test_the_plot_has_every_run_or_says_which_not(self):
     folder = temp_folder(self)
     for name, changes in {
@@ -238,8 +239,20 @@ class ReportTest(absltest.TestCase):
     self.assertNotIn('>plain STE</text>', chart)
     message = 'Without plain STE, whose FLOPs are not known: recipe.kwargs of ste.*epsilon'
     self.assertRegex(chart, message)
+    self.assertIn('Llama nano', ' '.join(read_page(report.write_report([f'{folder}/fst-seed0'], page)).text))
     alone = report.write_report([f'{folder}/ste-seed0'], f'{folder}/alone.html')
     self.assertRegex(' '.join(read_page(alone).text), rf'Loss against FLOPs\s+{message}')
+
+  @parameterized.parameters(
+    (dict(recipe={'kwargs': {'epsilon': 0.1}}), 'recipe.kwargs of transposable_srste.*epsilon'),
+    (dict(model={'heads': 3}), 'model section: .*heads'),
+  )
+  def test_a_run_of_another_version_costs_the_others_nothing(self, changes, reason):
+    folder = temp_folder(self)
+    write_run(folder, 'dense', 0, 1.2)
+    write_run(folder, 'fst', 0, 1.2, **changes)  # whose flip rates a claim would compare
+    page = report.write_report([folder], f'{folder}/report.html')
+    self.assertRegex(' '.join(read_page(page).text), f'Without FST, whose FLOPs are not known: {reason}')
 
   def test_a_vocabulary_is_asked_for_with_the_head_alone(self):
     stored = load_config('nano', ['data.tokenizer=bpe:512']).to_dict()

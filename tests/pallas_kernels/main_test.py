@@ -43,6 +43,15 @@ class CommandTest(parameterized.TestCase):
       self.assertEqual(command.main(given.split()), 1)
     verify.assert_called_once_with(3, 4, 5.0, pathlib.Path('run.jsonl'), 'mosaic_gpu_sm80')
 
+  @parameterized.parameters(('sm_80', 'mosaic_gpu_sm80'), ('sm_90a', 'mosaic_gpu'))
+  def test_verify_takes_the_kernel_of_the_card(self, target, kernel):
+    with (
+      mock.patch.object(_device, 'current', lambda: _device.target_device(target)),
+      mock.patch.object(bench, 'verify', return_value=0) as verify,
+    ):
+      self.assertEqual(command.main(['verify']), 0)
+    self.assertEqual(verify.call_args.args[-1], kernel)
+
 
 if __name__ == '__main__':
   absltest.main()

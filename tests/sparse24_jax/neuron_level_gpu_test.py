@@ -60,9 +60,11 @@ class DefaultTest(parameterized.TestCase):
         self.assertLessEqual(_tuning.relative_error(mapped, expected), 1e-3)
 
 
-class ClustersTest(absltest.TestCase):
+class NamedTest(parameterized.TestCase):
 
-  def test_neurons_that_lie_apart(self):
+  # Two of four tokens are beside each other, not of clusters.
+  @parameterized.parameters(dict(v=64, m=8, clusters=4), dict(v=128, m=8, token_pattern='2:4'))
+  def test_as_the_reference(self, **form):
     """Whole numbers, and tokens that are clearly of one cluster: sums are exact, so the patterns are the same."""
     tokens, d, hidden, clusters = 1024, 512, 2048, 4
     rng = np.random.default_rng(0)
@@ -74,7 +76,7 @@ class ClustersTest(absltest.TestCase):
     args = [jnp.asarray(a, jnp.bfloat16) for a in (x, w_up, w_down, dz)]
     one = jnp.float32(1)
     state = {'up': one, 'down': one, 'neurons': jnp.asarray(own, jnp.int32)}
-    policy = s24.ActivationPolicy(v=64, m=8, clusters=clusters)
+    policy = s24.ActivationPolicy(**form)
     kernels, plain = (
       compiled(dataclasses.replace(policy, implementation=name), [*args, state]) for name in ('kernels', 'reference')
     )

@@ -51,7 +51,7 @@ class NeuronLevelBenchTest(absltest.TestCase):
     self.assertBetween(columns['bytes'], 2 * 128 * 13 + 32 * 128, 2 * 128 * 13 + 4 * 32 * 128 + 2 * 512 * 2)
 
   def test_traces_come_last_and_find_every_record_written(self):
-    names = [f'ffn-{pattern}-16384x4096x16384' for pattern in ('64x2x8', '64x2x8-dense_neurons')]
+    names = [f'ffn-{pattern}-16384x4096x16384' for pattern in ('64x2x8', '64x2x8-two_of_four_tokens')]
     with tempfile.TemporaryDirectory() as name, contextlib.redirect_stdout(io.StringIO()) as out:
       file = pathlib.Path(name) / 'records.jsonl'
 
@@ -69,9 +69,9 @@ class NeuronLevelBenchTest(absltest.TestCase):
       self.assertEqual(failed, 0, out.getvalue())
       records = [json.loads(line) for line in file.read_text().splitlines()]
     self.assertEqual(written, [2, 2])
-    self.assertEqual([r['dense_features'] for r in records], [0.05, 0.2])
+    self.assertEqual([(r['dense_features'], r['token_pattern']) for r in records], [(0.05, None), (0.0, '2:4')])
     patterns = [row.split(' | ')[1] for row in bench_report.markdown(records).splitlines()[2:]]
-    self.assertEqual(patterns, [f'neuron level, bfloat16, 64:2:8{x}' for x in ('', ' with 20% dense neurons')])
+    self.assertEqual(patterns, [f'neuron level, bfloat16, 64:2:8{x}' for x in ('', ', 2:4 along tokens')])
     self.assertNotEqual(*map(bench_report.identity, records))  # neither takes the other's place
     self.assertEqual([r['profile']['sparse'] for r in records], [{'trace': 1}, {'trace': 2}])
 

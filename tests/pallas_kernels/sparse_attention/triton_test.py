@@ -60,7 +60,7 @@ class TritonTest(parameterized.TestCase):
       getattr(_kernels if name == 'forward' else _gradients, f'{name}_kernel'), ARRAYS[name], launch,
       compute_capability=capability, num_warps=launch.pop('num_warps'),
     )  # fmt: skip
-    # On 8.6 the forward over two parts keeps 8 bytes there.
+    # On 8.6 the forward over two parts keeps 8 bytes on the stack.
     self.assertLessEqual(made.stack_bytes, 8 if (capability, name, part) == (86, 'forward', 'near') else 0)
     self.assertLessEqual(made.shared_bytes, (227 if capability == 90 else 99) * 1024)  # 8.6 and 8.9 have no more
     tensor_cores = made.count('HMMA') + made.count('HGMMA')

@@ -11,16 +11,14 @@ import pytest
 from pallas_kernels import _device, _tuning
 from pallas_kernels.sparse_matmul import _prepared, api, arg_specs, mosaic_gpu, verify
 
-pytestmark = [
-  pytest.mark.gpu,
-  pytest.mark.skipif(not _device.current().has_sparse_wgmma, reason='needs compute capability 9.0'),
-]
+pytestmark = pytest.mark.gpu
 
 
 def _in_16_bits(seed):
   return verify.random_problem(np.random.default_rng(seed), 'mosaic_gpu_sm80')
 
 
+@absltest.skipUnless(_device.current().has_sparse_wgmma, 'needs compute capability 9.0')
 class GpuTest(parameterized.TestCase):
 
   def test_random_problems(self):
@@ -46,21 +44,6 @@ class GpuTest(parameterized.TestCase):
   @parameterized.parameters(64, 68, 124, 128, 132, 192, 196, 260)
   def test_k_tail(self, k):
     self.assertIsNone(verify.check(verify.random_problem(np.random.default_rng(k)) | dict(k=k))[1])
-
-  @parameterized.product(
-    size=((1, 1, 4), (130, 70, 68), (512, 384, 1024)), dtype=('bfloat16', 'float16'), b_layout=('nk', 'kn'),
-    out_layout=('mn', 'nm'),
-  )
-  def test_mma_sp(self, size, dtype, b_layout, out_layout):
-    case = _in_16_bits(sum(size)) | dict(zip('mnk', size, strict=True), b_layout=b_layout, out_layout=out_layout)
-    self.assertIsNone(verify.check(case | dict(a_dtype=dtype, b_dtype=dtype), 'mosaic_gpu_sm80')[1])
-
-  @parameterized.product(
-    activation=(None, 'gelu', 'silu', 'relu', 'squared_relu'), bias=(True, False), out_dtype=('bfloat16', 'float32')
-  )
-  def test_mma_sp_and_what_follows_the_product(self, **meaning):
-    case = _in_16_bits(0) | dict(m=130, n=70, k=132, keep_preactivation=meaning['activation'] is not None) | meaning
-    self.assertIsNone(verify.check(case, 'mosaic_gpu_sm80')[1])
 
   def test_changing_inputs_between_launches(self):
     """A missing fence would let one launch read what another left in shared memory."""
@@ -88,6 +71,25 @@ class GpuTest(parameterized.TestCase):
 
     found, expected = (jax.grad(loss)(x.b, i) for i in ('mosaic_gpu', 'reference'))
     self.assertLessEqual(_tuning.relative_error(found, expected), 2 * _tuning.TOLERANCE)
+
+
+@absltest.skipUnless((8, 0) <= _device.current().capability <= (9, 0), 'needs compute capability 8.0 to 9.0')
+class MmaSpTest(parameterized.TestCase):
+
+  @parameterized.product(
+    size=((1, 1, 4), (130, 70, 68), (512, 384, 1024)), dtype=('bfloat16', 'float16'), b_layout=('nk', 'kn'),
+    out_layout=('mn', 'nm'),
+  )
+  def test_mma_sp(self, size, dtype, b_layout, out_layout):
+    case = _in_16_bits(sum(size)) | dict(zip('mnk', size, strict=True), b_layout=b_layout, out_layout=out_layout)
+    self.assertIsNone(verify.check(case | dict(a_dtype=dtype, b_dtype=dtype), 'mosaic_gpu_sm80')[1])
+
+  @parameterized.product(
+    activation=(None, 'gelu', 'silu', 'relu', 'squared_relu'), bias=(True, False), out_dtype=('bfloat16', 'float32')
+  )
+  def test_mma_sp_and_what_follows_the_product(self, **meaning):
+    case = _in_16_bits(0) | dict(m=130, n=70, k=132, keep_preactivation=meaning['activation'] is not None) | meaning
+    self.assertIsNone(verify.check(case, 'mosaic_gpu_sm80')[1])
 
 
 if __name__ == '__main__':
