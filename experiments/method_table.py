@@ -37,6 +37,14 @@ _SQUARED_RELU = {'mlp': 'relu2', 'fused_mlp': True}
 _TWO_OF_FOUR = {'token_pattern': '2:4', 'dense_features': 0.0}
 _BY_POSITION = {**_SQUARED_RELU, 'ffn_order': 'position'}
 
+
+def _vnm(v: int, m: int, what: str = '', *, half: bool = False, **policy: Any) -> Method:
+  """V:2:M activations, `half` of the steps sparse or, as the recipe has it, 70%; `what` says what `policy` changes."""
+  label = ', '.join(filter(None, [f'neuron level, {v}:2:{m}', what, 'half of the steps' if half else '']))
+  kwargs = {'policy': {'v': v, 'm': m, **policy}, **({'dense_fraction': 0.4} if half else {})}
+  return Method(label, 'neuron_level', kwargs, _BY_POSITION, dense_from='projected')
+
+
 # Decay factors belong to the nano experiment. FST's is what `python -m experiments tune-decay --config nano` chose
 # (results/tune_decay_nano.json); that of SR-STE is the best of 2e-4 (the paper's, with SGD), 0.3, 3 and 30 with seed 0
 # (results/decay_sweep_nano.jsonl).
@@ -119,84 +127,22 @@ METHODS: Mapping[str, Method] = {
   'dense_relu2': Method(
     'dense, squared ReLU', 'dense', {'path': FFN, 'watch': 'soft_threshold_projection'}, _SQUARED_RELU
   ),
-  'neuron_level': Method(
-    'neuron level, 16:2:8', 'neuron_level', {'policy': {'v': 16, 'm': 8}}, _BY_POSITION, dense_from='projected'
-  ),
-  'neuron_level_even': Method(
-    'neuron level, 16:2:8, half of the steps',
-    'neuron_level',
-    {'policy': {'v': 16, 'm': 8}, 'dense_fraction': 0.4},
-    _BY_POSITION,
-    dense_from='projected',
-  ),
+  'neuron_level': _vnm(16, 8),
+  'neuron_level_even': _vnm(16, 8, half=True),
   # Four times as many neurons whose weight gradients see every token.
-  'neuron_level_dense_neurons': Method(
-    'neuron level, 16:2:8, 20% dense neurons, half of the steps',
-    'neuron_level',
-    {'policy': {'v': 16, 'm': 8, 'dense_features': 0.2}, 'dense_fraction': 0.4},
-    _BY_POSITION,
-    dense_from='projected',
-  ),
+  'neuron_level_dense_neurons': _vnm(16, 8, '20% dense neurons', half=True, dense_features=0.2),
   # Of four neighbouring tokens the weight gradients see the two largest, and so nearly all that the forward kept.
-  'neuron_level_two_of_four_tokens': Method(
-    'neuron level, 16:2:8, 2:4 along tokens',
-    'neuron_level',
-    {'policy': {'v': 16, 'm': 8, **_TWO_OF_FOUR}},
-    _BY_POSITION,
-    dense_from='projected',
-  ),
-  'neuron_level_two_of_four_tokens_even': Method(
-    'neuron level, 16:2:8, 2:4 along tokens, half of the steps',
-    'neuron_level',
-    {'policy': {'v': 16, 'm': 8, **_TWO_OF_FOUR}, 'dense_fraction': 0.4},
-    _BY_POSITION,
-    dense_from='projected',
-  ),
+  'neuron_level_two_of_four_tokens': _vnm(16, 8, '2:4 along tokens', **_TWO_OF_FOUR),
+  'neuron_level_two_of_four_tokens_even': _vnm(16, 8, '2:4 along tokens', half=True, **_TWO_OF_FOUR),
   # Blocks of 64 are what the kernels run. In the small experiment a step has 64 sequences, in nano it has too few.
-  'neuron_level_64': Method(
-    'neuron level, 64:2:8, half of the steps',
-    'neuron_level',
-    {'policy': {'v': 64, 'm': 8}, 'dense_fraction': 0.4},
-    _BY_POSITION,
-    dense_from='projected',
-  ),
+  'neuron_level_64': _vnm(64, 8, half=True),
   # These need 128 sequences in a step, or a block would hold tokens of two positions.
-  'neuron_level_128': Method(
-    'neuron level, 128:2:8, half of the steps',
-    'neuron_level',
-    {'policy': {'v': 128, 'm': 8}, 'dense_fraction': 0.4},
-    _BY_POSITION,
-    dense_from='projected',
-  ),
-  'neuron_level_128_dense_neurons': Method(
-    'neuron level, 128:2:8, 20% dense neurons, half of the steps',
-    'neuron_level',
-    {'policy': {'v': 128, 'm': 8, 'dense_features': 0.2}, 'dense_fraction': 0.4},
-    _BY_POSITION,
-    dense_from='projected',
-  ),
-  'neuron_level_128_two_of_four_tokens': Method(
-    'neuron level, 128:2:8, 2:4 along tokens, half of the steps',
-    'neuron_level',
-    {'policy': {'v': 128, 'm': 8, **_TWO_OF_FOUR}, 'dense_fraction': 0.4},
-    _BY_POSITION,
-    dense_from='projected',
-  ),
-  'neuron_level_128_16': Method(
-    'neuron level, 128:2:16, half of the steps',
-    'neuron_level',
-    {'policy': {'v': 128, 'm': 16}, 'dense_fraction': 0.4},
-    _BY_POSITION,
-    dense_from='projected',
-  ),
+  'neuron_level_128': _vnm(128, 8, half=True),
+  'neuron_level_128_dense_neurons': _vnm(128, 8, '20% dense neurons', half=True, dense_features=0.2),
+  'neuron_level_128_two_of_four_tokens': _vnm(128, 8, '2:4 along tokens', half=True, **_TWO_OF_FOUR),
+  'neuron_level_128_16': _vnm(128, 16, half=True),
   # Tokens are routed among those of one position, a step's sequences.
-  'neuron_level_clusters': Method(
-    'neuron level, 16:2:8, clusters and router, half of the steps',
-    'neuron_level',
-    {'policy': {'v': 16, 'm': 8, 'clusters': 4, 'route_within': 16}, 'dense_fraction': 0.4},
-    _BY_POSITION,
-    dense_from='projected',
-  ),
+  'neuron_level_clusters': _vnm(16, 8, 'clusters and router', half=True, clusters=4, route_within=16),
   'neuron_level_24': Method(
     'neuron level, 2:4', 'neuron_level', {'policy': {'pattern': '2:4'}}, _SQUARED_RELU, dense_from='projected'
   ),

@@ -52,6 +52,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
+  from pallas_kernels.sparse_matmul import _own_kernel
   from pallas_kernels.sparse_matmul import bench as sparse_matmul
 
   parser = _parser()
@@ -70,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
     given = args.select, args.tuned, args.backends, args.processes, args.seconds, args.missing
     return min(sparse_matmul.tune_in_processes(*given), 1)
   if args.command == 'verify':
-    kernel = args.implementation or ('mosaic_gpu' if device.has_sparse_wgmma else 'mosaic_gpu_sm80')
+    kernel = args.implementation or _own_kernel.name(device)
     return min(sparse_matmul.verify(args.count, args.seed, args.seconds, args.out, kernel), 1)
   for name in args.select:
     sparse_matmul.bench(name, args.out, args.tuned)

@@ -175,7 +175,8 @@ class SparseVNMTwoOfFour(SparseVNM):
   def over_tokens(self, a: Activations, pattern: TokenPattern, is_y: bool, b: Array) -> Array:
     operand = pattern.operand if is_y else self._along_tokens(a, pattern=pattern.operand)
     assert operand is not None
-    d = _sparse_matmul(self.policy, operand.compact, b, b_layout='kn')
+    # In the layouts of every weight gradient, for which settings were measured.
+    d = _sparse_matmul(self.policy, operand.compact, b, b_layout='kn', out_layout='nm').T
     return _with_dense_columns(d, a, pattern.dense, b)
 
 

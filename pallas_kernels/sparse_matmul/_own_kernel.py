@@ -4,7 +4,6 @@ The one has settings to choose from, the other runs with a single one.
 """
 
 from collections.abc import Callable, Sequence
-import dataclasses
 import functools
 import logging
 import pathlib
@@ -16,6 +15,10 @@ from pallas_kernels.sparse_matmul import _predict, _prepared, mosaic_gpu, mosaic
 
 OP = mosaic_gpu.OP
 Compiled = list[tuple[mosaic_gpu.Config | mosaic_gpu_sm80.Config, Callable[..., jax.Array]]]
+
+
+def name(device: _device.Device) -> str:
+  return 'mosaic_gpu' if device.has_sparse_wgmma else 'mosaic_gpu_sm80'
 
 
 def settings(
@@ -43,7 +46,7 @@ def _known(p: mosaic_gpu.Problem, device: _device.Device, folder: pathlib.Path) 
 
 
 def compiled(p: mosaic_gpu.Problem, device: _device.Device, choices: Sequence[mosaic_gpu.Config]) -> Compiled:
-  """The kernel of the card, on Hopper with each of `choices`, as far as it takes the problem and compiles."""
+  """The kernel of the card, as far as it takes the problem and compiles: on Hopper, where it has any, by `choices`."""
   if device.has_sparse_wgmma:
     return [*_prepared.compile_sparse(p, choices)]
   x = jax.eval_shape(functools.partial(_prepared.inputs, p), jax.random.key(0))
@@ -56,10 +59,3 @@ def compiled(p: mosaic_gpu.Problem, device: _device.Device, choices: Sequence[mo
   except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as e:
     logging.warning('%s: mosaic_gpu_sm80 is left out: %s', p.key, e)
     return []
-
-
-def prepared(p: mosaic_gpu.Problem, device: _device.Device, found: Compiled, seed: int) -> _prepared.Prepared:
-  """`_prepared.prepare` of what `compiled` found, by the name of its back end."""
-  ready = _prepared.prepare(p, found, seed)
-  name = 'mosaic_gpu' if device.has_sparse_wgmma else 'mosaic_gpu_sm80'
-  return dataclasses.replace(ready, sparse=[dataclasses.replace(each, implementation=name) for each in ready.sparse])

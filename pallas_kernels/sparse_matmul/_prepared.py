@@ -156,8 +156,8 @@ def compile_sparse(p: mosaic_gpu.Problem, choices: Sequence[mosaic_gpu.Config]) 
   return [(c, f) for c, f in zip(choices, compiled, strict=True) if not isinstance(f, Exception)]
 
 
-def prepare(p: mosaic_gpu.Problem, compiled: Compiled, seed: int) -> Prepared:
-  """Makes a problem's data and the right answer, and finds the best dense way."""
+def prepare(p: mosaic_gpu.Problem, compiled: Compiled, seed: int, implementation: str = 'mosaic_gpu') -> Prepared:
+  """Makes a problem's data and the right answer, and finds the best dense way; `compiled` is of `implementation`."""
   key = jax.random.key(seed)
   make = functools.partial(inputs, p)
   x = jax.eval_shape(make, key)
@@ -169,7 +169,7 @@ def prepare(p: mosaic_gpu.Problem, compiled: Compiled, seed: int) -> Prepared:
     if isinstance(f, Exception):
       raise f
   x = made(key)
-  candidates = [_tuning.Candidate('mosaic_gpu', plain(c), f, (x.a, x.b)) for c, f in compiled]
+  candidates = [_tuning.Candidate(implementation, plain(c), f, (x.a, x.b)) for c, f in compiled]
   args = (x.a_dense, x.b)
   result = right(*args)
   return Prepared(x, result, _fastest_dense(p, args, dense, result), candidates)

@@ -82,7 +82,7 @@ def tune(
     laps.append(time.monotonic())
     with alone or contextlib.nullcontext():
       laps.append(time.monotonic())
-      ready = _own_kernel.prepared(p, device, compiled, p.m + p.k)
+      ready = _prepared.prepare(p, compiled, p.m + p.k, _own_kernel.name(device))
       searches = 'cusparselt' in backends
       found = _cusparselt_search(p, ready.x) if searches else cusparselt_search.Found([], [], [])
       candidates = ready.sparse + found.candidates
@@ -182,7 +182,7 @@ def bench(selection: str, out: pathlib.Path, folder: pathlib.Path = _records.TUN
     if not compiled:
       print(f'{p.key}: not measured, no kernel of this package takes it on {device.name}', flush=True)
       continue
-    ready = _own_kernel.prepared(p, device, compiled, p.m + p.n + 1)
+    ready = _prepared.prepare(p, compiled, p.m + p.n + 1, _own_kernel.name(device))
     x, runs = ready.x, [*ready.sparse, ready.dense]
     names = ['dense' if p.a_dtype.itemsize == 2 else 'dense_fp8']
     if p.a_dtype.itemsize == 1:
