@@ -1,6 +1,7 @@
 """Whether the squared-ReLU block pays on sparse tensor cores, by the records of the card."""
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -54,17 +55,22 @@ def expected(policy: Any, tokens: int, d: int, hidden: int, dtype: Any, device: 
     dtype: of activations and weights.
     device: folder of the records.
   """
-  by_weight = fp8_times.product_16_ms(device, 'forward', tokens, d, hidden, jnp.dtype(dtype).name)
-  sizes = ((tokens, hidden), (hidden, tokens))  # of Y and dH, and of their transposes
-  by_activation = [
-    _records.expected_ms(device, api.OP, api.problem_key(r, k, d, policy.v, policy.m, dtype)) for r, k in sizes
-  ]
-  if not by_weight or any(times.get('mosaic_gpu', math.inf) >= times.get('dense', 0.0) for times in by_activation):
+  product_16_ms = functools.partial(
+    fp8_times.product_16_ms, device, tokens=tokens, d_in=d, d_out=hidden, dtype=jnp.dtype(dtype).name
+  )
+  by_weight = product_16_ms('forward')
+  # Of Y and dH, and of their transposes.
+  by_neurons = _vnm_ms(policy, device, tokens, d, hidden, dtype)
+  two_of_four = policy.keeps_two_of_four_tokens
+  by_tokens = product_16_ms('weight_grad') if two_of_four else _vnm_ms(policy, device, hidden, d, tokens, dtype)
+  if not by_weight or any(
+    times.get('mosaic_gpu', math.inf) >= times.get('dense', 0.0) for times in (by_neurons, by_tokens)
+  ):
     return None
   # Each of the three is made twice: H and dY, Z and dX, dW1 and dW2.
-  sparse = 2 * (min(by_weight.values()) + sum(times['mosaic_gpu'] for times in by_activation))
-  dense = 2 * (by_weight['dense'] + sum(times['dense'] for times in by_activation))
-  sparse += 2 * policy.dense_features * by_activation[1]['dense']
+  sparse = 2 * (min(by_weight.values()) + by_neurons['mosaic_gpu'] + by_tokens['mosaic_gpu'])
+  dense = 2 * (by_weight['dense'] + by_neurons['dense'] + by_tokens['dense'])
+  sparse += 2 * policy.dense_features * by_tokens['dense']
   wide = jnp.dtype(dtype).itemsize
   passes = total(
     costs.expected_ms(device, op, round(size)) for op, size in _passes(policy, tokens, d, hidden, wide).items()
@@ -74,11 +80,16 @@ def expected(policy: Any, tokens: int, d: int, hidden: int, dtype: Any, device: 
   return None if passes is None or dense_pass is None else Expected(sparse + passes, dense + dense_pass)
 
 
+def _vnm_ms(policy: Any, device: str, r: int, n: int, k: int, dtype: Any) -> dict[str, float]:
+  return _records.expected_ms(device, api.OP, api.problem_key(r, k, n, policy.v, policy.m, dtype))
+
+
 def _passes(policy: Any, tokens: int, d: int, hidden: int, wide: int) -> dict[str, float]:
   """Bytes that move around the sparse products, by the op whose bandwidth was measured."""
   weight, activations = d * hidden, tokens * hidden
   operand = weight * (wide / 2 + 1 / 8)
   kept = 2 / policy.m * activations * wide  # values of a V:2:M operand
+  turned = activations * (wide / 2 + 1 / 8) if policy.keeps_two_of_four_tokens else kept
   return {
     'soft_threshold_pack_axis-2': weight * wide + operand,
     'soft_threshold_pack_axis-1': weight * wide + operand,
@@ -86,7 +97,7 @@ def _passes(policy: Any, tokens: int, d: int, hidden: int, wide: int) -> dict[st
       2 * (operand + weight * wide),  # both weights once more as dense matrices
       activations * wide + 2 * kept,  # h, and what is packed and kept of it
       activations * wide + 2 * kept,  # dy, and dh with what was kept
-      2 * 2 * kept,  # transposes of Y and dH
+      2 * (kept + turned),  # transposes of Y and dH
       2 * (kept + policy.dense_features * activations * wide),  # columns of the dense neurons
       2 * weight * wide,  # dW1 the other way round
     )),
@@ -105,8 +116,6 @@ def why_dense(policy: Any, tokens: int, d: int, hidden: int, dtype: Any) -> str 
     return f'the kernels need jax-triton, from the extra sparse24-jax[cuda]: {reason}'
   if policy.pattern != 'v:n:m' or policy.clusters:
     return f'with {f"clusters={policy.clusters}" if policy.clusters else "2:4 activations"} it was not timed'
-  if policy.keeps_two_of_four_tokens:
-    return "with token_pattern='2:4' it was not timed"
   for name, projection in (('up', policy.up), ('down', policy.down)):
     if projection is None or projection.name not in SOFT_THRESHOLDS:
       return f'with {name}={projection and projection.name!r} it was not timed; soft_threshold_projection was'

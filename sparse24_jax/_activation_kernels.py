@@ -12,7 +12,7 @@ from pallas_kernels import _device, formats
 from pallas_kernels.pack.api import soft_threshold_pack
 from pallas_kernels.sparse_matmul.api import sparse_matmul
 from pallas_kernels.sparse_matmul.operand import to_operand
-from pallas_kernels.vnm.api import expand, take_columns, turn, vnm_matmul, vnm_pack
+from pallas_kernels.vnm.api import expand, take_columns, turn, turn_24, vnm_matmul, vnm_pack
 from pallas_kernels.vnm.format import VNMOperand
 from sparse24_jax._activation_reference import Activations, dot, projected, Reference, TokenPattern, Weight
 from sparse24_jax.neurons import spread
@@ -161,22 +161,13 @@ def _operand(a: Activations) -> VNMOperand:
 class SparseVNMTwoOfFour(SparseVNM):
   """`SparseVNM` with two of four neighbouring tokens in the weight gradients, by `sparse_matmul`."""
 
-  def _along_tokens(self, a: Activations, used: Array | None = None, pattern: VNMOperand | None = None) -> VNMOperand:
-    entries = expand(_operand(a))
-    gradient = None if pattern is None else entries
-    # Of four columns a block keeps all: 2:4, by a packer that can use a pattern again.
-    return vnm_pack(
-      entries, v=self.policy.v, m=4, axis=-2, used=used, gradient=gradient, pattern=pattern
-    ).operand  # fmt: skip
-
   def token_pattern(self, y: Activations, dense: Array) -> TokenPattern:
-    return TokenPattern(dense, None, self._along_tokens(y, used=_not_dense(y, dense)))
+    return TokenPattern(dense, None, turn_24(_operand(y), used=_not_dense(y, dense)))
 
   def over_tokens(self, a: Activations, pattern: TokenPattern, is_y: bool, b: Array) -> Array:
-    operand = pattern.operand if is_y else self._along_tokens(a, pattern=pattern.operand)
-    assert operand is not None
+    operand = pattern.operand if is_y else turn_24(_operand(a), pattern=pattern.operand)
     # In the layouts of every weight gradient, for which settings were measured.
-    d = _sparse_matmul(self.policy, operand.compact, b, b_layout='kn', out_layout='nm').T
+    d = _sparse_matmul(self.policy, operand, b, b_layout='kn', out_layout='nm').T
     return _with_dense_columns(d, a, pattern.dense, b)
 
 

@@ -57,12 +57,12 @@ class TokenPattern(NamedTuple):
   Attributes:
     dense: int32, neurons that are used whole.
     mask: bool [tokens, neurons], 2:M along tokens for the others, none in the dense; None where `operand` has it.
-    operand: V:N:M of the transpose of Y without its dense neurons, or None.
+    operand: the transpose of Y without its dense neurons, V:N:M or 2:4, or None.
   """
 
   dense: Array
   mask: Any
-  operand: VNMOperand | None = None
+  operand: VNMOperand | SparseOperand | None = None
 
 
 class Products(NamedTuple):

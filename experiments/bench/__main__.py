@@ -31,6 +31,9 @@ _FINISHED = 'finished.json'
 
 
 _FST = tuple(ffn.GROUPS['bf16'][1:])
+_TWO_OF_FOUR_TOKENS = [
+  f'ffn-{pattern}-two_of_four_tokens-16384x4096x16384' for pattern in ('128x2x8', '128x2x16', '64x2x8', '64x2x16')
+]
 _FP8 = tuple(ffn.GROUPS['fp8'])
 
 
@@ -81,8 +84,7 @@ MEASUREMENTS = {
   'fp8-blocks-32768': _blocks(f'--select {" ".join(_FP8[2:])} --skip-check --explain --rounds 4 --steps 30', 240),
   'vnm-blocks': _vnm('--select block --explain', 180),
   'vnm-blocks-settings': _vnm(
-    '--select ffn-128x2x8-dense_neurons-16384x4096x16384 ffn-128x2x8-two_of_four_tokens-16384x4096x16384 '
-    'ffn-64x2x8-two_of_four_tokens-16384x4096x16384 --explain', 180,
+    f'--select ffn-128x2x8-dense_neurons-16384x4096x16384 {" ".join(_TWO_OF_FOUR_TOKENS)} --explain', 180,
   ),
   'transformer-block': Measurement('experiments.bench.block --select fst-gpt2 --explain --steps 40', 120),
   'gpt2-124m': _steps('gpt2-124m', 'transposable_srste', '--explain --rounds 4 --steps 30'),
@@ -98,11 +100,10 @@ MEASUREMENTS = {
     for model, steps, by in (('gpt2-1300m', 6, 'auto'), ('gpt2-wide', 5, 'auto'), ('gpt2-124m', 20, 'kernels'))
     for pattern in ('128x2x8', '128x2x16')
   },
-  # By name, as no records of such blocks are there to choose by.
   **{
     f'gpt2-1300m-vnm-128x2x8-{setting}': _steps(
       'gpt2-1300m-relu2', f'neuron_level_128x2x8_{setting}',
-      '--explain --rounds 2 --steps 6 --refreshes 0 --implementation kernels',
+      '--explain --rounds 2 --steps 6 --refreshes 0 --implementation auto',
     )
     for setting in ('dense_neurons', 'two_of_four_tokens')
   },

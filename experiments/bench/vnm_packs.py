@@ -17,7 +17,7 @@ from sparse24_jax.activation_sparsity import ActivationPolicy
 
 # What the block calls, then what it calls with clusters, through dense copies.
 PACKS = (
-  'forward', 'residuals', 'pull_back', 'turn', 'turn_gradient', 'columns',
+  'forward', 'residuals', 'pull_back', 'turn', 'turn_gradient', 'turn_24', 'turn_24_gradient', 'columns',
   'forward_masked', 'tokens', 'gradient', 'tokens_gradient',
 )  # fmt: skip
 
@@ -119,7 +119,13 @@ def _packer(case: Case) -> tuple[Callable[..., Any], Callable[[Array, Array], tu
     used = jnp.ones((x.shape[1],), bool).at[dense].set(False)
     if case.role == 'columns':
       return a, dense
-    return (a, used) if case.role == 'turn' else (a, api.turn(a, used=used))
+    match case.role:
+      case 'turn' | 'turn_24':
+        return a, used
+      case 'turn_gradient':
+        return a, api.turn(a, used=used)
+      case _:
+        return a, api.turn_24(a, used=used)
 
   match case.role:
     case 'forward' | 'residuals' | 'forward_masked' | 'tokens':
@@ -131,6 +137,10 @@ def _packer(case: Case) -> tuple[Callable[..., Any], Callable[[Array, Array], tu
       return lambda a, used: api.turn(a, used=used), turned
     case 'turn_gradient':
       return lambda a, pattern: api.turn(a, pattern=pattern).compact.values, turned
+    case 'turn_24':
+      return lambda a, used: api.turn_24(a, used=used), turned
+    case 'turn_24_gradient':
+      return lambda a, pattern: api.turn_24(a, pattern=pattern).values, turned
     case 'columns':
       return api.take_columns, turned
     case _:
@@ -155,6 +165,8 @@ def _read(case: Case, args: tuple[Any, ...]) -> int:
     kept = (a.compact.values.nbytes + a.compact.words.nbytes) * 4 // case.m  # four rows of each M
     return kept + a.rows.nbytes + pattern.compact.words.nbytes + pattern.rows.nbytes
   arrays = sum(a.nbytes for a in jax.tree.leaves(args))
+  if case.role == 'turn_24_gradient':
+    return arrays - args[1].values.nbytes
   if case.role in ('pull_back', 'gradient', 'tokens_gradient'):
     arrays -= args[2].compact.values.nbytes  # of the pattern, the positions alone
   if case.role == 'tokens_gradient':

@@ -3,7 +3,8 @@
 An operand [R, C] holds two entries of each row and group of M columns, a word, and which: 0.28 times the dense array
 at M = 8. A program of `turn` has V columns by 16 groups of M rows, spread: rows j R / M + g are the members of group g.
 What ranks a group's rows are sums of what is stored, so a first look takes no entry to its place. Of the rows that
-stay a second look makes M entries each, pairs of columns to a word, and from there on it goes as in `_columns`.
+stay a second look makes M entries each, pairs of columns to a word, and from there on it goes as in `_columns`. A
+program of `turn_24` has groups of four neighbouring rows, all of which stay.
 """
 
 import triton
@@ -46,18 +47,7 @@ def turn(
   e1 = _entries(source, words_in, tables, first + (kept >> 4 & 15) * (R // M), group, R, C, V, M)
   e2 = _entries(source, words_in, tables, first + (kept >> 8 & 15) * (R // M), group, R, C, V, M)
   e3 = _entries(source, words_in, tables, first + (kept >> 12 & 15) * (R // M), group, R, C, V, M)
-  if M == 4:
-    even, odd, nibbles = _four_columns(e0, e1, e2, e3, 0)
-    _store(values, even, odd, 0, R, V, M)
-    shift = (8 * tl.arange(0, 2))[None, None, :].to(tl.uint32)
-    nibbles = tl.sum(tl.reshape(nibbles, (16, V // 8, 2)) << shift, axis=2)
-    low, high = tl.split(tl.reshape(nibbles, (16, V // 16, 2)))
-  elif M == 8:
-    low, high = tl.split(tl.reshape(_eight_columns(values, e0, e1, e2, e3, 0, R, V, M), (16, V // 16, 2)))
-  else:
-    low = _eight_columns(values, e0, e1, e2, e3, 0, R, V, M)
-    high = _eight_columns(values, e0, e1, e2, e3, 8, R, V, M)
-  _store_words(words, low, high, R, V, M)
+  _keep(values, words, e0, e1, e2, e3, R // M, V, M)
 
 
 @triton.jit
@@ -69,20 +59,85 @@ def turn_as(
   source = values_in.to(tl.pointer_type(tl.uint32))
   group = (tl.program_id(0) * (V // M) + tl.arange(0, V // M))[None, :]
   member = (tl.program_id(1) * 16 + tl.arange(0, 16))[:, None]
-  given = _given(words, R, V, M)
+  given = _given(words, R // M, V, M)
   at = rows + tl.program_id(0) * (R // M * 4) + member * 4
   e0 = _entries(source, words_in, tables, tl.load(at), group, R, C, V, M)
   e1 = _entries(source, words_in, tables, tl.load(at + 1), group, R, C, V, M)
   e2 = _entries(source, words_in, tables, tl.load(at + 2), group, R, C, V, M)
   e3 = _entries(source, words_in, tables, tl.load(at + 3), group, R, C, V, M)
+  _keep_given(values, given, e0, e1, e2, e3, R // M, V, M)
+
+
+@triton.jit
+def turn_24(
+  values_in, words_in, tables, values, words, R: tl.constexpr, C: tl.constexpr, V: tl.constexpr, M: tl.constexpr
+):
+  """Two of four neighbours of the transpose: a program has 16 groups of M columns by 16 of four rows of a block."""
+  e0 = _neighbours(values_in, words_in, tables, 0, R, C, V, M)
+  e1 = _neighbours(values_in, words_in, tables, 1, R, C, V, M)
+  e2 = _neighbours(values_in, words_in, tables, 2, R, C, V, M)
+  e3 = _neighbours(values_in, words_in, tables, 3, R, C, V, M)
+  _keep(values, words, e0, e1, e2, e3, R // 4, 16 * M, M)
+
+
+@triton.jit
+def turn_24_as(
+  values_in, words_in, tables, words, values, R: tl.constexpr, C: tl.constexpr, V: tl.constexpr, M: tl.constexpr
+):
+  """`turn_24` under a pattern that is given."""
+  given = _given(words, R // 4, 16 * M, M)
+  e0 = _neighbours(values_in, words_in, tables, 0, R, C, V, M)
+  e1 = _neighbours(values_in, words_in, tables, 1, R, C, V, M)
+  e2 = _neighbours(values_in, words_in, tables, 2, R, C, V, M)
+  e3 = _neighbours(values_in, words_in, tables, 3, R, C, V, M)
+  _keep_given(values, given, e0, e1, e2, e3, R // 4, 16 * M, M)
+
+
+@triton.jit
+def _neighbours(
+  values, words, tables, j: tl.constexpr, R: tl.constexpr, C: tl.constexpr, V: tl.constexpr, M: tl.constexpr
+):
+  """The entries of the j-th rows of 16 groups of four, whose metadata is one tile."""
+  row = 4 * tl.arange(0, 16)[:, None] + j
+  two = tl.arange(0, 8)[None, :]
+  tile = tl.program_id(1) * (C // M // 16) + tl.program_id(0)
+  places = tile * 512 + row // 16 * 128 + row % 8 * 16 + row // 8 % 2 * 2 + two // 2 * 4 + two % 2
+  group = tl.program_id(0) * 16 + tl.arange(0, 16)[None, :]
+  return _entries_at(
+    values.to(tl.pointer_type(tl.uint32)), words.to(tl.pointer_type(tl.uint8)) + places, tables,
+    tl.program_id(1) * 64 + row, group, R, C, V, M, 16 * M,
+  )  # fmt: skip
+
+
+@triton.jit
+def _keep(values, words, e0, e1, e2, e3, GROUPS: tl.constexpr, COLUMNS: tl.constexpr, M: tl.constexpr):
+  """Stores the best two of four rows: values and metadata of 16 of a column's `GROUPS` groups."""
   if M == 4:
-    even, odd = _four_given(e0, e1, e2, e3, given, 0, V, M)
-    _store(values, even, odd, 0, R, V, M)
+    even, odd, nibbles = _four_columns(e0, e1, e2, e3, 0)
+    _store(values, even, odd, 0, GROUPS, COLUMNS, M)
+    shift = (8 * tl.arange(0, 2))[None, None, :].to(tl.uint32)
+    nibbles = tl.sum(tl.reshape(nibbles, (16, COLUMNS // 8, 2)) << shift, axis=2)
+    low, high = tl.split(tl.reshape(nibbles, (16, COLUMNS // 16, 2)))
+  elif M == 8:
+    nibbles = _eight_columns(values, e0, e1, e2, e3, 0, GROUPS, COLUMNS, M)
+    low, high = tl.split(tl.reshape(nibbles, (16, COLUMNS // 16, 2)))
+  else:
+    low = _eight_columns(values, e0, e1, e2, e3, 0, GROUPS, COLUMNS, M)
+    high = _eight_columns(values, e0, e1, e2, e3, 8, GROUPS, COLUMNS, M)
+  _store_words(words, low, high, GROUPS, COLUMNS)
+
+
+@triton.jit
+def _keep_given(values, given, e0, e1, e2, e3, GROUPS: tl.constexpr, COLUMNS: tl.constexpr, M: tl.constexpr):
+  """`_keep` of the values alone, where `_given` says."""
+  if M == 4:
+    even, odd = _four_given(e0, e1, e2, e3, given, 0, COLUMNS, M)
+    _store(values, even, odd, 0, GROUPS, COLUMNS, M)
   else:
     for part in tl.static_range(M // 8):
-      even0, odd0 = _four_given(e0, e1, e2, e3, given, 4 * part, V, M)
-      even1, odd1 = _four_given(e0, e1, e2, e3, given, 4 * part + 2, V, M)
-      _store(values, tl.join(even0, even1), tl.join(odd0, odd1), 8 * part, R, V, M)
+      even0, odd0 = _four_given(e0, e1, e2, e3, given, 4 * part, COLUMNS, M)
+      even1, odd1 = _four_given(e0, e1, e2, e3, given, 4 * part + 2, COLUMNS, M)
+      _store(values, tl.join(even0, even1), tl.join(odd0, odd1), 8 * part, GROUPS, COLUMNS, M)
 
 
 @triton.jit
@@ -171,9 +226,18 @@ def _two_scores(
 @triton.jit
 def _entries(source, words, tables, row, group, R: tl.constexpr, C: tl.constexpr, V: tl.constexpr, M: tl.constexpr):
   """All M entries that rows have of groups, in M / 2 words; 16 rows whose numbers go on from a multiple of 16."""
-  at = words.to(tl.pointer_type(tl.uint8)) + _sixteen(row // 16, C, M) + _places(C, V, M)
-  places = tl.load(at).to(tl.uint32)
-  nibble = tl.reshape(tl.join(places, places >> 4), (16, V // M))
+  places = words.to(tl.pointer_type(tl.uint8)) + _sixteen(row // 16, C, M) + _places(C, V, M)
+  return _entries_at(source, places, tables, row, group, R, C, V, M, V)
+
+
+@triton.jit
+def _entries_at(
+  source, places, tables, row, group,
+  R: tl.constexpr, C: tl.constexpr, V: tl.constexpr, M: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+  """`_entries` of 16 rows and `COLUMNS` columns whose metadata, bytes of two groups, is at `places`."""
+  places = tl.load(places).to(tl.uint32)
+  nibble = tl.reshape(tl.join(places, places >> 4), (16, COLUMNS // M))
   pair = tl.load(source + row * (C // M) + group)
   # For each of the four kept columns two bytes of `pair`, or zeros, as a byte of selectors.
   four = 0x44444444 ^ _shifted(0x54, (nibble << 3) & 24) ^ _shifted(0x76, (nibble << 1) & 24)
@@ -213,45 +277,47 @@ def _four_columns(e0, e1, e2, e3, i: tl.constexpr):
 
 
 @triton.jit
-def _eight_columns(values, e0, e1, e2, e3, first: tl.constexpr, R: tl.constexpr, V: tl.constexpr, M: tl.constexpr):
+def _eight_columns(
+  values, e0, e1, e2, e3, first: tl.constexpr, GROUPS: tl.constexpr, COLUMNS: tl.constexpr, M: tl.constexpr
+):
   """Stores what eight columns of each group keep, from `first` on; their nibbles, column 2 i + h at bit 4 i + 16 h."""
   even0, odd0, nibbles0 = _four_columns(e0, e1, e2, e3, first // 2)
   even1, odd1, nibbles1 = _four_columns(e0, e1, e2, e3, first // 2 + 2)
-  _store(values, tl.join(even0, even1), tl.join(odd0, odd1), first, R, V, M)
+  _store(values, tl.join(even0, even1), tl.join(odd0, odd1), first, GROUPS, COLUMNS, M)
   return nibbles0 + (nibbles1 << 8)
 
 
 @triton.jit
-def _four_given(e0, e1, e2, e3, given, i: tl.constexpr, V: tl.constexpr, M: tl.constexpr):
+def _four_given(e0, e1, e2, e3, given, i: tl.constexpr, COLUMNS: tl.constexpr, M: tl.constexpr):
   """`_four_columns` with the nibbles given."""
-  n0, n1 = _nibbles_of(given, 2 * i, V, M), _nibbles_of(given, 2 * i + 2, V, M)
+  n0, n1 = _nibbles_of(given, 2 * i, COLUMNS, M), _nibbles_of(given, 2 * i + 2, COLUMNS, M)
   even0, odd0 = blocks.chosen_of_rows(e0[i], e1[i], e2[i], e3[i], n0)
   even1, odd1 = blocks.chosen_of_rows(e0[i + 1], e1[i + 1], e2[i + 1], e3[i + 1], n1)
   return tl.join(even0, even1), tl.join(odd0, odd1)
 
 
 @triton.jit
-def _given(words, R: tl.constexpr, V: tl.constexpr, M: tl.constexpr):
+def _given(words, GROUPS: tl.constexpr, COLUMNS: tl.constexpr, M: tl.constexpr):
   """The transpose's metadata for the program's columns, before anything that takes time.
 
-  Four groups of rows share a word, and so do columns eight apart: [16, V / 16] for each of eight columns, or nibbles
-  for each of the four of a group if M is 4.
+  Four groups of rows share a word, and so do columns eight apart: [16, COLUMNS / 16] for each of eight columns, or
+  nibbles for each of the four of a group if M is 4.
   """
   member = tl.arange(0, 16)[:, None]
   if M == 4:
-    column = tl.program_id(0) * V + tl.arange(0, V // M)[None, :] * M
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS // M)[None, :] * M
     group = tl.program_id(1) * 16 + member
     return (
-      _nibble(words, column, group, R // M), _nibble(words, column + 1, group, R // M),
-      _nibble(words, column + 2, group, R // M), _nibble(words, column + 3, group, R // M),
+      _nibble(words, column, group, GROUPS), _nibble(words, column + 1, group, GROUPS),
+      _nibble(words, column + 2, group, GROUPS), _nibble(words, column + 3, group, GROUPS),
     )  # fmt: skip
   else:
-    word = tl.load(words + _word_places(R, V, M))
-    word = tl.broadcast_to(word[:, None, :, :], (4, 4, V // 16, 8))
-    word = tl.reshape(word, (16, V // 16, 8)) >> (member % 4 * 4)[:, :, None].to(tl.uint32)
-    even, odd = tl.split(tl.reshape(word, (16, V // 16, 4, 2)))
-    e02, e13 = tl.split(tl.reshape(even, (16, V // 16, 2, 2)))
-    o02, o13 = tl.split(tl.reshape(odd, (16, V // 16, 2, 2)))
+    word = tl.load(words + _word_places(GROUPS, COLUMNS))
+    word = tl.broadcast_to(word[:, None, :, :], (4, 4, COLUMNS // 16, 8))
+    word = tl.reshape(word, (16, COLUMNS // 16, 8)) >> (member % 4 * 4)[:, :, None].to(tl.uint32)
+    even, odd = tl.split(tl.reshape(word, (16, COLUMNS // 16, 4, 2)))
+    e02, e13 = tl.split(tl.reshape(even, (16, COLUMNS // 16, 2, 2)))
+    o02, o13 = tl.split(tl.reshape(odd, (16, COLUMNS // 16, 2, 2)))
     e0, e2 = tl.split(e02)
     e1, e3 = tl.split(e13)
     o0, o2 = tl.split(o02)
@@ -260,47 +326,47 @@ def _given(words, R: tl.constexpr, V: tl.constexpr, M: tl.constexpr):
 
 
 @triton.jit
-def _nibbles_of(given, i: tl.constexpr, V: tl.constexpr, M: tl.constexpr):
-  """Those of columns `i` and `i + 1` of each group, [16, V / M], in the lowest bits of either half."""
+def _nibbles_of(given, i: tl.constexpr, COLUMNS: tl.constexpr, M: tl.constexpr):
+  """Those of columns `i` and `i + 1` of each group, [16, COLUMNS / M], in the lowest bits of either half."""
   even, odd = given[i % 8], given[i % 8 + 1]
   if M == 8:
     both = tl.join(blocks.prmt(even, odd, 0x5410), blocks.prmt(even, odd, 0x7632))
-    return tl.reshape(both, (16, V // M))
+    return tl.reshape(both, (16, COLUMNS // M))
   else:
     return blocks.prmt(even, odd, 0x7632 if i >= 8 else 0x5410)
 
 
 @triton.jit
-def _store(values, even, odd, first: tl.constexpr, R: tl.constexpr, V: tl.constexpr, M: tl.constexpr):
+def _store(values, even, odd, first: tl.constexpr, GROUPS: tl.constexpr, COLUMNS: tl.constexpr, M: tl.constexpr):
   """Columns of each group from `first` on, 2 along the last axis of `even` and `odd`, or with M of 8 and more 2 x 2."""
-  group = tl.program_id(0) * (V // M) + tl.arange(0, V // M)[None, :]
+  group = tl.program_id(0) * (COLUMNS // M) + tl.arange(0, COLUMNS // M)[None, :]
   column = group * M + first
-  at = column * (R // M) + tl.program_id(1) * 16 + tl.arange(0, 16)[:, None]
+  at = column * GROUPS + tl.program_id(1) * 16 + tl.arange(0, 16)[:, None]
   two = tl.arange(0, 2)
-  at = at[:, :, None] + two[None, None, :] * (2 * (R // M))
+  at = at[:, :, None] + two[None, None, :] * (2 * GROUPS)
   if M > 4:
-    at = at[:, :, :, None] + two[None, None, None, :] * (4 * (R // M))
-    at = at[:, :, :, :, None] + two[None, None, None, None, :] * (R // M)
+    at = at[:, :, :, None] + two[None, None, None, :] * (4 * GROUPS)
+    at = at[:, :, :, :, None] + two[None, None, None, None, :] * GROUPS
   else:
-    at = at[:, :, :, None] + two[None, None, None, :] * (R // M)
+    at = at[:, :, :, None] + two[None, None, None, :] * GROUPS
   tl.store(values.to(tl.pointer_type(tl.uint32)) + at, tl.join(even, odd))
 
 
 @triton.jit
-def _store_words(words, low, high, R: tl.constexpr, V: tl.constexpr, M: tl.constexpr):
-  """The metadata of 16 groups, from the nibbles of the lower and the upper eight of every 16 columns, [16, V / 16].
+def _store_words(words, low, high, GROUPS: tl.constexpr, COLUMNS: tl.constexpr):
+  """The metadata of 16 groups, from nibbles of the lower and the upper eight of every 16 columns, [16, COLUMNS / 16].
 
   A word has columns n and n + 8 of four groups, which are added up: each has its own four bits of either half.
   """
   pairs = tl.join(blocks.prmt(low, high, 0x5410), blocks.prmt(low, high, 0x7632))[:, :, None, :]
   nibbles = (pairs >> (4 * tl.arange(0, 4))[None, None, :, None].to(tl.uint32)) & 0x000F000F
   nibbles = nibbles << (4 * (tl.arange(0, 16) % 4))[:, None, None, None].to(tl.uint32)
-  tl.store(words + _word_places(R, V, M), tl.sum(tl.reshape(nibbles, (4, 4, V // 16, 8)), axis=1))
+  tl.store(words + _word_places(GROUPS, COLUMNS), tl.sum(tl.reshape(nibbles, (4, 4, COLUMNS // 16, 8)), axis=1))
 
 
 @triton.jit
-def _word_places(R: tl.constexpr, V: tl.constexpr, M: tl.constexpr):
+def _word_places(GROUPS: tl.constexpr, COLUMNS: tl.constexpr):
   """Where the program's words of the transpose are: of four groups, of 16 columns, of columns n and n + 8."""
-  sixteen = (tl.program_id(0) * (V // 16) + tl.arange(0, V // 16))[None, :, None]
-  tile = (sixteen // 4 * (R // M // 16) + tl.program_id(1)) * 128
+  sixteen = (tl.program_id(0) * (COLUMNS // 16) + tl.arange(0, COLUMNS // 16))[None, :, None]
+  tile = (sixteen // 4 * (GROUPS // 16) + tl.program_id(1)) * 128
   return tile + sixteen % 4 * 32 + 4 * tl.arange(0, 8)[None, None, :] + tl.arange(0, 4)[:, None, None]

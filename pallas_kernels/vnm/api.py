@@ -26,6 +26,10 @@ TURNERS = {
   'reference': 'pallas_kernels.vnm.reference:turn',
   'triton': 'pallas_kernels.vnm.triton:turn',
 }
+TURNERS_24 = {
+  'reference': 'pallas_kernels.vnm.reference:turn_24',
+  'triton': 'pallas_kernels.vnm.triton:turn_24',
+}
 TAKERS = {
   'reference': 'pallas_kernels.vnm.reference:take_columns',
   'triton': 'pallas_kernels.vnm.triton:take_columns',
@@ -255,11 +259,51 @@ def turn(
       f'pattern must be {a.v}:2:{a.m} of {(k, r)} and come without used; found {pattern.v}:2:{pattern.m} of'
       f' {pattern.shape}'
     )
-  if used is not None and (used.shape != (k,) or used.dtype != jnp.bool_):
-    raise ValueError(f'used must be bool of shape {(k,)}, found {used.dtype} of shape {used.shape}')
+  _check_used(used, k)
   _say_what_a_mesh_costs()
   candidates = ('reference',) if _device.current().platform == 'cpu' else ('triton', 'reference')
   return _dispatch.dispatch('turn', TURNERS, implementation, candidates, a, used=used, pattern=pattern)
+
+
+def turn_24(
+  a: VNMOperand, *, used: Array | None = None, pattern: SparseOperand | None = None, implementation: str | None = None
+) -> SparseOperand:
+  """The 2:4 operand of A's transpose: of four neighbouring rows of A the larger two entries of each column.
+
+  In one pass from what A stores, where `expand` and a packer would write and read the dense matrix.
+
+  Args:
+    a: A, [R, K]. Its groups lie side by side, not spread; R is a multiple of 4.
+    used: bool [K], columns of A that do not count as zeros; None is all.
+    pattern: an earlier result, of another A, whose positions are used again.
+    implementation: 'triton', 'reference', or None: Triton on a GPU where it takes the call.
+
+  Returns:
+    [K, R]. Of equals the earlier rows stay.
+
+  >>> import jax.numpy as jnp
+  >>> from pallas_kernels.vnm.api import turn_24, vnm_pack
+  >>> x = jnp.array([[1, 2, 0, 0, 3, 0, 0, 1]] * 2 + [[4, 5, 0, 0, 0, 0, 0, 0]] * 2, jnp.bfloat16)
+  >>> b = turn_24(vnm_pack(x, v=4, m=8).operand)
+  >>> b.shape, b.values.tolist()[:2], b.values.tolist()[4]
+  ((8, 4), [[4.0, 4.0], [5.0, 5.0]], [3.0, 3.0])
+  """
+  _dispatch.check_type('a', a, VNMOperand)
+  _dispatch.check_type('pattern', pattern, SparseOperand, type(None))
+  r, k = a.shape
+  if r % 4:
+    raise ValueError(f'a of shape {a.shape} has {r} rows, no multiple of 4')
+  if pattern is not None and (used is not None or pattern.shape != (k, r)):
+    raise ValueError(f'pattern must be of shape {(k, r)} and come without used; found {pattern.shape}')
+  _check_used(used, k)
+  _say_what_a_mesh_costs()
+  candidates = ('reference',) if _device.current().platform == 'cpu' else ('triton', 'reference')
+  return _dispatch.dispatch('turn_24', TURNERS_24, implementation, candidates, a, used=used, pattern=pattern)
+
+
+def _check_used(used: Array | None, k: int) -> None:
+  if used is not None and (used.shape != (k,) or used.dtype != jnp.bool_):
+    raise ValueError(f'used must be bool of shape {(k,)}, found {used.dtype} of shape {used.shape}')
 
 
 def take_columns(a: VNMOperand, columns: Array, *, implementation: str | None = None) -> Array:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import formats
 from pallas_kernels.prune.reference import ranks
-from pallas_kernels.sparse_matmul.operand import from_operand, SparseOperand
+from pallas_kernels.sparse_matmul.operand import from_operand, SparseOperand, to_operand
 from pallas_kernels.vnm.format import (
   check_blocks,
   check_groups,
@@ -155,11 +155,15 @@ def _pack_as(
   r, k = packed.shape
   blocks = packed.reshape(r // pattern.v, pattern.v, k)
   kept = jnp.take_along_axis(blocks, pattern.rows[:, None, :], axis=-1).reshape(r, -1)
-  open_form = from_operand(pattern.compact)
-  ones = dataclasses.replace(open_form, values=jnp.ones_like(open_form.values))
-  values = formats.compress(kept, formats.decompress(ones) != 0, axis=-1).values
-  a = _with_values(pattern, values)
+  a = _with_values(pattern, _kept_values(kept, pattern.compact))
   return a, _dense_of(a, axis) if masked else None
+
+
+def _kept_values(x: Array, pattern: SparseOperand) -> Array:
+  """What is stored of `x` under a 2:4 pattern."""
+  open_form = from_operand(pattern)
+  ones = dataclasses.replace(open_form, values=jnp.ones_like(open_form.values))
+  return formats.compress(x, formats.decompress(ones) != 0, axis=-1).values
 
 
 def turn(a: VNMOperand, *, used: Array | None, pattern: VNMOperand | None) -> VNMOperand:
@@ -169,6 +173,16 @@ def turn(a: VNMOperand, *, used: Array | None, pattern: VNMOperand | None) -> VN
   if pattern is not None:
     return _pack_as(x, x, pattern, axis=-2, activation=None, masked=False)[0]
   return vnm_pack(x, v=a.v, m=a.m, axis=-2, spread=True, used=used)[0]
+
+
+def turn_24(a: VNMOperand, *, used: Array | None, pattern: SparseOperand | None) -> SparseOperand:
+  """See `api.turn_24`."""
+  check_groups(a, False)
+  x = decompress_operand(a).T
+  if pattern is not None:
+    return SparseOperand(_kept_values(x, pattern), pattern.words)
+  x = x if used is None else jnp.where(used[:, None], x, jnp.zeros((), x.dtype))
+  return to_operand(formats.compress(x, vnm_mask(x, v=1, m=4), axis=-1))
 
 
 def take_columns(a: VNMOperand, columns: Array) -> Array:

@@ -190,8 +190,33 @@ def turn(a: VNMOperand, *, used: Array | None, pattern: VNMOperand | None) -> VN
   return VNMOperand(SparseOperand(made, words), rows, m, spread=True)
 
 
+def turn_24_warps(m: int) -> int:
+  """A thread has 64 dense entries of two of four rows' (measured, see LOG.md)."""
+  return m // 4
+
+
+def turn_24(a: VNMOperand, *, used: Array | None, pattern: SparseOperand | None) -> SparseOperand:
+  """See `api.turn_24`."""
+  check_groups(a, False)
+  r, c, v, m = *a.shape, a.v, a.m
+  if v % 64 or m not in (4, 8, 16) or r % v or c % (_GROUPS * m):
+    raise NotImplementedError(
+      f'V in multiples of 64, M of 4, 8 or 16 and columns in multiples of 16 M; found {v}:2:{m} of [{r}, {c}]'
+    )
+  _check_entries(a)
+  grid = (c // (_GROUPS * m), r // (4 * _GROUPS))
+  options: dict[str, Any] = dict(R=r, C=c, V=v, M=m, grid=grid, num_warps=turn_24_warps(m))
+  values = jax.ShapeDtypeStruct((c, r // 2), a.dtype)
+  arrays = a.compact.values, a.compact.words, _tables(a, used)
+  if pattern is not None:
+    (made,) = _triton.call(_turn.turn_24_as, *arrays, pattern.words, out_shape=[values], **options)
+    return SparseOperand(made, pattern.words)
+  shapes = [values, jax.ShapeDtypeStruct(words_shape(c, r), jnp.uint32)]
+  return SparseOperand(*_triton.call(_turn.turn_24, *arrays, out_shape=shapes, **options))
+
+
 def _tables(a: VNMOperand, used: Array | None) -> Array:
-  """What `_turn.turn` reads: uint32 [max(1, M / 8), R / V, K / M], one plane more with `used`.
+  """What the kernels of `_turn` read: uint32 [max(1, M / 8), R / V, K / M], one plane more with `used`.
 
   Column by column, so that XLA makes one kernel of it; of sums over the four it makes three, a twelfth of the time.
   """

@@ -17,26 +17,31 @@ from tests.sparse24_jax.cards import card, H100
 
 T, D, H = 512, 64, 1024
 POLICY = s24.ActivationPolicy(v=128, m=8)
+TWO_OF_FOUR = s24.ActivationPolicy(v=128, m=8, token_pattern='2:4', dense_features=0.0)
 HEADLINE = (16384, 4096, 16384)
-# Milliseconds of each product: by a weight, by activations, by their transposes.
-WINS = (dict(dense=4.0, mosaic_gpu=3.0), dict(dense=5.0, mosaic_gpu=1.0), dict(dense=6.0, mosaic_gpu=2.0))
-NOTHING = ({}, {}, {})
+# Milliseconds of each product: by a weight, by activations, by their transposes, and by two of four tokens of these.
+WINS = (
+  dict(dense=4.0, mosaic_gpu=3.0), dict(dense=5.0, mosaic_gpu=1.0), dict(dense=6.0, mosaic_gpu=2.0),
+  dict(dense=7.0, mosaic_gpu=4.0),
+)  # fmt: skip
+NOTHING = ({}, {}, {}, {})
 
 
 @contextlib.contextmanager
 def records(times=WINS, *, pass_ms=lambda op, size: 0.0):
-  """These times of the three products, asked for with the keys of `POLICY`, and of passes over memory."""
+  """These times of products, asked for with the keys of `POLICY` and then of two of four tokens, and of passes."""
   pair = dict(pattern='128:2:8', dtype='bfloat16', out_dtype='bfloat16', out_layout='mn')
   keys = (
     dict(m=H, n=T, k=D, dtype='bfloat16', out_dtype='bfloat16', b_layout='nk', out_layout='nm'),
     dict(m=T, n=D, k=H) | pair,
     dict(m=H, n=D, k=T) | pair,
+    dict(m=H, n=D, k=T, dtype='bfloat16', out_dtype='bfloat16', b_layout='kn', out_layout='nm'),
   )
 
   def product(device, op, key):
     assert device == H100.slug
     (i,) = (i for i, known in enumerate(keys) if key == known)
-    assert op == ('vnm_matmul' if i else 'sparse_matmul')
+    assert op == ('vnm_matmul' if i in (1, 2) else 'sparse_matmul')
     return dict(times[i])
 
   with (
@@ -66,6 +71,21 @@ class ExpectedTest(parameterized.TestCase):
     with records():
       self.assertEqual(self._expected(dataclasses.replace(POLICY, dense_features=0.5)).sparse_ms, 12 + 6)
 
+  def test_products_with_two_of_four_tokens(self):
+    with records():
+      self.assertEqual(self._expected(TWO_OF_FOUR), gain.Expected(2 * (3 + 1 + 4), 2 * (4 + 5 + 7)))
+      some = self._expected(dataclasses.replace(TWO_OF_FOUR, dense_features=0.5))
+    self.assertEqual(some.sparse_ms, 16 + 7)
+
+  def test_two_of_four_tokens_turn_into_half_of_the_entries_and_their_places(self):
+    moved = []
+    for policy in (dataclasses.replace(POLICY, dense_features=0.0), TWO_OF_FOUR):
+      seen = []
+      with records(pass_ms=lambda op, size, seen=seen: seen.append((op, size)) or 0.0):
+        self._expected(policy)
+      moved.append(dict(seen[:-1])[costs.COPY])
+    self.assertEqual(moved[1] - moved[0], 2 * T * H * (1 + 1 / 8 - 0.5))
+
   def test_bytes_of_the_passes(self):
     seen = []
     with records(pass_ms=lambda op, size: seen.append((op, size)) or 0.0):
@@ -81,19 +101,19 @@ class ExpectedTest(parameterized.TestCase):
     self.assertEqual(sizes[costs.COPY], moved)
     self.assertEqual(seen[-1], (costs.COPY, 5 * T * H * 2))
 
-  @parameterized.parameters(0, 1, 2)
-  def test_a_product_that_was_not_measured(self, i):
+  @parameterized.parameters((POLICY, 0), (POLICY, 1), (POLICY, 2), (TWO_OF_FOUR, 3))
+  def test_a_product_that_was_not_measured(self, policy, i):
     times = [*WINS]
     times[i] = {}
     with records(times):
-      self.assertIsNone(self._expected())
+      self.assertIsNone(self._expected(policy))
 
-  @parameterized.parameters(1, 2)
-  def test_a_product_that_loses(self, i):
+  @parameterized.parameters((POLICY, 1), (POLICY, 2), (TWO_OF_FOUR, 3))
+  def test_a_product_that_loses(self, policy, i):
     times = [*WINS]
     times[i] = dict(dense=1.0, mosaic_gpu=1.0)
     with records(times):
-      self.assertIsNone(self._expected())
+      self.assertIsNone(self._expected(policy))
 
   def test_a_pass_that_was_not_measured(self):
     with records(pass_ms=lambda op, size: None if op == 'soft_threshold_pack_axis-1' else 0.0):
@@ -112,6 +132,7 @@ class WhyDenseTest(parameterized.TestCase):
       self.assertIsNone(why_dense())
     with card():
       self.assertIsNone(gain.why_dense(POLICY, *HEADLINE, jnp.bfloat16))
+      self.assertIsNone(gain.why_dense(TWO_OF_FOUR, *HEADLINE, jnp.bfloat16))
 
   @parameterized.parameters(
     (dict(device=_device.target_device('sm_80')), 'no sparse wgmma'),
@@ -136,7 +157,6 @@ class WhyDenseTest(parameterized.TestCase):
 
   @parameterized.parameters(
     (dict(pattern='2:4'), '2:4 activations it was not timed'), (dict(clusters=4), 'clusters=4 it was not timed'),
-    (dict(token_pattern='2:4'), "token_pattern='2:4' it was not timed"),
     (dict(up=s24.magnitude()), "up='magnitude 2:4'"), (dict(down=None), 'down=None'),
   )
   def test_policies(self, change, message):

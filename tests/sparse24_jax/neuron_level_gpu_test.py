@@ -19,6 +19,7 @@ pytestmark = [
 
 TOKENS, D, HIDDEN = 8192, 2048, 8192
 POLICY = s24.ActivationPolicy(v=128, m=8)
+TWO_OF_FOUR_TOKENS = s24.ActivationPolicy(v=128, m=8, token_pattern='2:4', dense_features=0.0)
 # What XLA and the host name a launch of a V:N:M product.
 PRODUCT = 'mosaic_gpu_v2'
 
@@ -47,16 +48,16 @@ def compiled(policy, args, mapped=False):
 
 class DefaultTest(parameterized.TestCase):
 
-  @parameterized.parameters(((), 1), ((2,), 2))
-  def test_same_bits_as_named_kernels(self, lead, times):
+  @parameterized.parameters((POLICY, (), 1), (POLICY, (2,), 2), (TWO_OF_FOUR_TOKENS, (), 1))
+  def test_same_bits_as_named_kernels(self, policy, lead, times):
     args = arguments(lead)
-    default = compiled(POLICY, args)
+    default = compiled(policy, args)
     self.assertEqual((default.as_text() or '').count(f'custom_call_target="{PRODUCT}"'), 6 * times)
     found = default(*args)
-    named = compiled(dataclasses.replace(POLICY, implementation='kernels'), args)(*args)
+    named = compiled(dataclasses.replace(policy, implementation='kernels'), args)(*args)
     jax.tree.map(np.testing.assert_array_equal, named, found)
     if lead:  # experts under vmap: a mapped launch takes one after the other, so the order of sums differs
-      for mapped, expected in zip(compiled(POLICY, args, mapped=True)(*args), found, strict=True):
+      for mapped, expected in zip(compiled(policy, args, mapped=True)(*args), found, strict=True):
         self.assertLessEqual(_tuning.relative_error(mapped, expected), 1e-3)
 
 

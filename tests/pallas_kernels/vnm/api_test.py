@@ -31,6 +31,8 @@ _CALLS = (
   (lambda: api.vnm_matmul(_operand(), _B, out_dtype=jnp.float8_e5m2), 'out_dtype must be one of .*, found float8_e5m2'),
   (lambda: api.turn(_compressed()), 'a must be of type VNMOperand, found CompressedVNM'),
   (lambda: api.turn(_operand(), pattern=_compressed()), 'pattern must be of type VNMOperand or None, found Comp'),
+  (lambda: api.turn_24(_compressed()), 'a must be of type VNMOperand, found CompressedVNM'),
+  (lambda: api.turn_24(_operand(), pattern=_operand()), 'pattern must be of type SparseOperand or None, found VNM'),
   (lambda: api.take_columns(_compressed(), _IDS), 'a must be of type VNMOperand, found CompressedVNM'),
   (lambda: api.take_columns(_operand(), [0]), 'columns must be of type Array or ndarray, found list'),
   (lambda: api.expand(_compressed()), 'operand must be of type SparseOperand or VNMOperand, found CompressedVNM'),

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import vnm
+from pallas_kernels.prune.reference import magnitude_mask
 from pallas_kernels.sparse_matmul.operand import SparseOperand, words_shape
 from pallas_kernels.vnm import api, reference
 from pallas_kernels.vnm import format as fmt
@@ -190,6 +191,19 @@ class ApiTest(parameterized.TestCase):
     again = api.turn(a, pattern=turned)  # of all columns
     np.testing.assert_array_equal(fmt.decompress_operand(again), np.where(mask, dense.T, 0))
 
+  @parameterized.parameters(False, True)
+  def test_turn_24(self, select):
+    a = api.squared_relu_vnm_pack(_matrix(16, 32), v=4, m=8)
+    dense = np.asarray(fmt.decompress_operand(a), np.float64)
+    used = jnp.arange(32) % 3 > 0 if select else None
+    rest = np.where(used, dense, 0).T if select else dense.T
+    mask = np.asarray(magnitude_mask(jnp.asarray(rest), axis=-1))
+    found = api.turn_24(a, used=used)
+    self.assertEqual(found.shape, (32, 16))
+    np.testing.assert_array_equal(api.expand(found), np.where(mask, rest, 0))
+    again = api.turn_24(a, pattern=found)  # of all columns
+    np.testing.assert_array_equal(api.expand(again), np.where(mask, dense.T, 0))
+
   def test_columns(self):
     a = api.squared_relu_vnm_pack(_matrix(16, 32), v=4, m=8)
     columns = np.random.default_rng(4).permutation(32)[:9].astype(np.int32)
@@ -208,6 +222,17 @@ class ApiTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, message):
       api.turn(a, **options)
 
+  @parameterized.named_parameters(
+    ('rows', (6, 32), {}, r'a of shape \(6, 32\) has 6 rows, no multiple of 4'),
+    ('used', (8, 32), dict(used=jnp.ones(8, bool)), r'bool of shape \(32,\), found bool of shape \(8,\)'),
+    ('pattern', (8, 32), dict(pattern=_zeros(8, 32)), r'pattern must be of shape \(32, 8\) .*; found \(8, 32\)'),
+    ('both', (8, 32), dict(pattern=_zeros(32, 8), used=jnp.ones(32, bool)), 'come without used'),
+  )
+  def test_turn_24_refusals(self, shape, options, message):
+    a = api.squared_relu_vnm_pack(_matrix(*shape), v=2, m=8)
+    with self.assertRaisesRegex(ValueError, message):
+      api.turn_24(a, **options)
+
   @parameterized.parameters('reference', 'triton')
   def test_groups_that_are_spread_are_refused(self, implementation):
     if implementation == 'triton' and not triton_interpreter.HAS_TRITON:
@@ -217,7 +242,8 @@ class ApiTest(parameterized.TestCase):
     self.assertTrue(api.turn(api.squared_relu_vnm_pack(_matrix(16, 32), v=4, m=8)).spread)
     calls = dict(implementation=implementation)
     for call in (
-      lambda: api.turn(spread, **calls), lambda: api.take_columns(spread, jnp.zeros(3, jnp.int32), **calls),
+      lambda: api.turn(spread, **calls), lambda: api.turn_24(spread, **calls),
+      lambda: api.take_columns(spread, jnp.zeros(3, jnp.int32), **calls),
       lambda: fmt.from_vnm_operand(spread),
     ):
       with self.assertRaisesRegex(ValueError, r'of shape \(16, 32\) has its groups spread; accepted .* side by side'):

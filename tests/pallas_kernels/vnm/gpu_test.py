@@ -93,8 +93,11 @@ class PackTest(parameterized.TestCase):
       dh = pack(y.inputs, gradient=gradient, pattern=y.operand).operand
       turned = api.turn(y.operand, used=used, implementation=implementation)
       turned_dh = api.turn(dh, pattern=turned, implementation=implementation)
+      along_tokens = api.turn_24(y.operand, used=used, implementation=implementation)
+      dh_along_tokens = api.turn_24(dh, pattern=along_tokens, implementation=implementation)
       columns = api.take_columns(dh, dense, implementation=implementation)
-      return y, dh, turned, turned_dh, columns, api.expand(turned, implementation=implementation)
+      dense_again = api.expand(turned, implementation=implementation)
+      return y, dh, turned, turned_dh, along_tokens, dh_along_tokens, columns, dense_again
 
     found, expected = (jax.jit(block, static_argnums=2)(x, gradient, name) for name in ('triton', 'reference'))
     for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):

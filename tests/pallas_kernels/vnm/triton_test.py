@@ -64,6 +64,18 @@ class CompileTest(parameterized.TestCase):
     made = self._compile(kernel, arrays, constants, capability, warps)
     self.assertLess(_instructions(made), (2 if gradient else 9) * v * 16 * m // (32 * warps))
 
+  @parameterized.parameters((8, 90, False), (8, 80, True), (16, 86, False), (16, 90, True), (4, 90, False))
+  def test_turn_24(self, m, capability, gradient):
+    from pallas_kernels.vnm import _turn
+    from pallas_kernels.vnm import triton as packers
+
+    warps = packers.turn_24_warps(m)
+    kernel = _turn.turn_24_as if gradient else _turn.turn_24
+    arrays = ['bfloat16', 'uint32', 'uint32', *(('uint32', 'bfloat16') if gradient else ('bfloat16', 'uint32'))]
+    made = self._compile(kernel, arrays, dict(R=4096, C=4096, V=128, M=m), capability, warps)
+    # Of each dense entry, of which a program has 64 rows of 16 groups.
+    self.assertLess(_instructions(made), (7 if gradient else 10) * 64 * 16 * m // (32 * warps))
+
   def test_take_columns(self):
     from pallas_kernels.vnm import _dense
 
@@ -131,6 +143,9 @@ class RefusalTest(parameterized.TestCase):
     a, *_ = jax.eval_shape(functools.partial(reference.vnm_pack, v=64, m=8), jnp.zeros((64, 128), jnp.bfloat16))
     with self.assertRaisesRegex(NotImplementedError, r'multiples of V and 16 M; found 64:2:8 of \[64, 128\]'):
       packers.turn(a, used=None, pattern=None)
+    a, *_ = jax.eval_shape(functools.partial(reference.vnm_pack, v=64, m=8), jnp.zeros((64, 192), jnp.bfloat16))
+    with self.assertRaisesRegex(NotImplementedError, r'columns in multiples of 16 M; found 64:2:8 of \[64, 192\]'):
+      packers.turn_24(a, used=None, pattern=None)
     a, *_ = jax.eval_shape(functools.partial(reference.vnm_pack, v=16, m=8), jnp.zeros((64, 128), jnp.bfloat16))
     with self.assertRaisesRegex(NotImplementedError, 'V in multiples of 32'):
       packers.take_columns(a, jnp.zeros(3, jnp.int32))

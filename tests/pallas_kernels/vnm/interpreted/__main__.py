@@ -136,6 +136,20 @@ class InterpretedTest(parameterized.TestCase):
     found, _ = _interpreted(packers.turn, other, used=None, pattern=expected)
     _assert_same_bits(found, jax.jit(reference.turn)(other, used=None, pattern=expected))
 
+  @parameterized.parameters(
+    (64, 8, 'bfloat16', True, (128, 512)), (128, 16, 'float16', True, (256, 256)),
+    (64, 4, 'bfloat16', False, (128, 128)), (192, 8, 'float16', False, (192, 128)),
+  )  # fmt: skip
+  def test_turn_24(self, v, m, dtype, select, shape):
+    a, *_ = _reference(_whole(shape, dtype), v=v, m=m)
+    used = jnp.arange(shape[1]) % 3 > 0 if select else None
+    found, _ = _interpreted(packers.turn_24, a, used=used, pattern=None)
+    expected = jax.jit(reference.turn_24)(a, used=used, pattern=None)
+    _assert_same_bits(found, expected)
+    other, *_ = _reference(_finite(shape, 1).astype(dtype), v=v, m=m)
+    found, _ = _interpreted(packers.turn_24, other, used=None, pattern=expected)
+    _assert_same_bits(found, jax.jit(reference.turn_24)(other, used=None, pattern=expected))
+
   @parameterized.parameters((64, 8, False), (128, 16, True))
   def test_dense_from_blocks(self, v, m, spread):
     a, *_ = _reference(_whole((2 * v, 32 * m), 'bfloat16'), v=v, m=m, spread=spread)
