@@ -81,27 +81,38 @@ _PROGRAMS = {'ffn': 'feed-forward block', 'block': 'transformer block', 'train_s
 
 
 def markdown(records: Sequence[Record]) -> str:
-  """Blocks and steps on the device of most of these records, as the table of `docs/speed.md`.
+  """Blocks and steps, a table for each device, that with most of them first: those of `docs/speed.md`.
 
   >>> row = {'median_ms': 2.0, 'baselines': {'dense': {'median_ms': 3.0}, 'dense_fp8': {'median_ms': 2.5}}}
   >>> ffn = {'bench': 'ffn', 'recipe': 's_ste_fp8', 'activation': 'gelu', 'shape': {'tokens': 8, 'd': 4, 'hidden': 16}}
-  >>> print(markdown([ffn | row]).splitlines()[-1])
+  >>> print(markdown([ffn | row | {'device': 'NVIDIA A100'}]))
+  On one NVIDIA A100:
+  <BLANKLINE>
+  | what | method | sparse, ms | dense, ms | times faster |
+  |---|---|---|---|---|
   | feed-forward block, gelu, 8 x 4 x 16 | S-STE, FP8 | 2.00 | 3.00; FP8 2.50 | **1.50**; over FP8 1.25 |
   """
-  records = _of_one_device(records)
-  lines = ['| what | method | sparse, ms | dense, ms | times faster |', '|---|---|---|---|---|']
-  for bench, name in _PROGRAMS.items():
-    for record in (record for record in records if record['bench'] == bench):
-      shape, found = record['shape'], ratios(record)
-      sizes = ('tokens', 'd', 'hidden') if bench == 'ffn' else ('batch', 'length')
-      kind = record['activation'] if bench == 'ffn' else record['model']
-      dense, faster = f'{record["baselines"]["dense"]["median_ms"]:.2f}', f'**{found["dense"]:.2f}**'
-      if 'dense_fp8' in found:
-        dense += f'; FP8 {record["baselines"]["dense_fp8"]["median_ms"]:.2f}'
-        faster += f'; over FP8 {found["dense_fp8"]:.2f}'
-      what = f'{name}, {kind}, {" x ".join(str(shape[size]) for size in sizes)}'
-      lines.append(f'| {what} | {_method(record)} | {milliseconds(record):.2f} | {dense} | {faster} |')
-  return '\n'.join(lines)
+  head = ['| what | method | sparse, ms | dense, ms | times faster |', '|---|---|---|---|---|']
+  tables = []
+  for device in _devices(records):
+    lines = [f'On one {device}:', '', *head]
+    here = [record for record in records if record.get('device') == device]
+    for bench, name in _PROGRAMS.items():
+      lines += [_row(name, record) for record in here if record['bench'] == bench]
+    tables.append('\n'.join(lines))
+  return '\n\n'.join(tables)
+
+
+def _row(name: str, record: Record) -> str:
+  shape, found = record['shape'], ratios(record)
+  sizes = ('tokens', 'd', 'hidden') if record['bench'] == 'ffn' else ('batch', 'length')
+  kind = record['activation'] if record['bench'] == 'ffn' else record['model']
+  dense, faster = f'{record["baselines"]["dense"]["median_ms"]:.2f}', f'**{found["dense"]:.2f}**'
+  if 'dense_fp8' in found:
+    dense += f'; FP8 {record["baselines"]["dense_fp8"]["median_ms"]:.2f}'
+    faster += f'; over FP8 {found["dense_fp8"]:.2f}'
+  what = f'{name}, {kind}, {" x ".join(str(shape[size]) for size in sizes)}'
+  return f'| {what} | {_method(record)} | {milliseconds(record):.2f} | {dense} | {faster} |'
 
 
 def _method(record: Record) -> str:
@@ -109,18 +120,21 @@ def _method(record: Record) -> str:
   return f'{name}, {pattern(record)}' if 'pattern' in record else name
 
 
-def _of_one_device(records: Sequence[Record]) -> list[Record]:
-  count = Counter(record.get('device') for record in records if record['bench'] in _PROGRAMS)
-  return [record for record in records if count and record.get('device') == count.most_common(1)[0][0]]
+def _devices(records: Sequence[Record]) -> list[Any]:
+  """Those of blocks and steps, that with most of them first."""
+  return [device for device, _ in Counter(r.get('device') for r in records if r['bench'] in _PROGRAMS).most_common()]
 
 
 def figure(records: Sequence[Record]) -> str:
   """Blocks of 16,384 tokens and whole steps: how many times faster than dense bfloat16. The picture of the README.
 
+  Of the device with most of these records.
+
   Raises:
     ValueError: no such record.
   """
-  records, shape = _of_one_device(records), dict(tokens=16384, d=4096, hidden=16384)
+  shape = dict(tokens=16384, d=4096, hidden=16384)
+  records = [record for record in records if record.get('device') in _devices(records)[:1]]
   blocks = [r for r in records if r['bench'] == 'ffn' and r['shape'] == shape]
   steps = [r for r in records if r['bench'] == 'train_step']
   if not blocks and not steps:

@@ -192,7 +192,8 @@ DENSE_NEURONS = ('dense_relu2', 'neuron_level_even', 'neuron_level_dense_neurons
 
 # The patterns that the kernels run, with their dense twin.
 KERNEL_PATTERNS = (
-  'dense_relu2', 'neuron_level_64', 'neuron_level_128', 'neuron_level_128_dense_neurons', 'neuron_level_128_16',
+  'dense_relu2', 'neuron_level_64', 'neuron_level_128', 'neuron_level_128_dense_neurons',
+  'neuron_level_128_two_of_four_tokens', 'neuron_level_128_16',
 )  # fmt: skip
 
 TWO_OF_FOUR_TOKENS = ('dense_relu2', 'neuron_level_two_of_four_tokens', 'neuron_level_two_of_four_tokens_even')

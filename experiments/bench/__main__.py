@@ -210,7 +210,8 @@ def keep(paths: Iterable[Path], results: Path = RESULTS, *, poorer: bool = False
 
   Args:
     paths: JSON-lines files.
-    results: folder. A record that replaces none goes to a file with others of its kind, or to one named after it.
+    results: folder. A record that replaces none goes to a file with others of its kind, best of its recipe, or to one
+      named after it.
     poorer: replace also a record that has more samples, a profile or baselines that the new one lacks.
 
   Returns:
@@ -227,13 +228,20 @@ def keep(paths: Iterable[Path], results: Path = RESULTS, *, poorer: bool = False
         continue
       files[path][place] = record
     else:
-      alike = (path for path, old in files.items() if any(other.get('bench') == record['bench'] for other in old))
-      path = next(alike, results / f'{record["bench"]}.jsonl')
+      path = _home(record, files) or results / f'{record["bench"]}.jsonl'
       files.setdefault(path, []).append(record)
     changed[path.name] += 1
   for path in (path for path in files if path.name in changed):
     path.write_text(''.join(json.dumps(record) + '\n' for record in files[path]))
   return changed
+
+
+def _home(record: Mapping[str, Any], files: Mapping[Path, Sequence[Mapping[str, Any]]]) -> Path | None:
+  for keys in (('bench', 'recipe'), ('bench',)):
+    for path, old in files.items():
+      if any(all(other.get(key) == record.get(key) for key in keys) for other in old):
+        return path
+  return None
 
 
 def _read(path: Path) -> list[dict[str, Any]]:

@@ -192,6 +192,14 @@ class KeepTest(absltest.TestCase):
     self.assertEqual(self.read(folder / 'verify.jsonl'), [new[4], new[3]])
     self.assertEqual((folder / 'attention.jsonl').stat().st_mtime_ns, before)
 
+  def test_a_new_record_goes_to_those_of_its_recipe(self):
+    folder = Path(self.enter_context(tempfile.TemporaryDirectory()))
+    for name, recipe in (('a', 'fst'), ('b', 'neuron_level')):
+      self.write(folder / f'{name}.jsonl', {'bench': 'ffn', 'recipe': recipe, 'device': 'H'})
+    new = [{'bench': 'ffn', 'recipe': recipe, 'device': 'other'} for recipe in ('neuron_level', 'fst', 's_ste')]
+    self.write(folder / 'new' / 'new.jsonl', *new)
+    self.assertEqual(bench.keep([folder / 'new' / 'new.jsonl'], folder), {'b.jsonl': 1, 'a.jsonl': 2})
+
   def write(self, path, *records):
     path.parent.mkdir(exist_ok=True)
     path.write_text(''.join(json.dumps(record) + '\n' for record in records))

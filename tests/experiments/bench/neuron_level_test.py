@@ -70,7 +70,7 @@ class NeuronLevelBenchTest(absltest.TestCase):
       records = [json.loads(line) for line in file.read_text().splitlines()]
     self.assertEqual(written, [2, 2])
     self.assertEqual([(r['dense_features'], r['token_pattern']) for r in records], [(0.05, None), (0.0, '2:4')])
-    patterns = [row.split(' | ')[1] for row in bench_report.markdown(records).splitlines()[2:]]
+    patterns = [row.split(' | ')[1] for row in bench_report.markdown(records).splitlines()[4:]]
     self.assertEqual(patterns, [f'neuron level, bfloat16, 64:2:8{x}' for x in ('', ', 2:4 along tokens')])
     self.assertNotEqual(*map(bench_report.identity, records))  # neither takes the other's place
     self.assertEqual([r['profile']['sparse'] for r in records], [{'trace': 1}, {'trace': 2}])
