@@ -57,7 +57,8 @@ def configs(v: int) -> list[mosaic_gpu.Config]:
   if v % 256 == 0:
     return [best, change(best, delay=0), change(best, pace=16)]
   paced = [change(best, pace=16), change(best, pace=16, band=64), change(best, pace=32)]
-  return [best, change(best, places='gpc'), change(best, slots=2), *paced]
+  placed = [change(best, places='gpc', **more) for more in ({}, {'slots': 2}, {'band': 16}, {'band': 64})]
+  return [best, *placed, change(best, slots=2), *paced]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
