@@ -195,7 +195,7 @@ def main(argv: Sequence[str] | None = None) -> None:
   parser = argparse.ArgumentParser(prog='python -m experiments.bench_report', description='A page about the records.')
   parser.add_argument('records', nargs='*', type=Path, help='JSON-lines files (default: all in experiments/results)')
   parser.add_argument('--out', type=Path, default=Path('bench.html'), help='the page (default: %(default)s)')
-  parser.add_argument('--markdown', action='store_true', help='print the table of docs/speed.md instead')
+  parser.add_argument('--markdown', action='store_true', help='print the tables of docs/speed.md instead')
   parser.add_argument('--figure', type=Path, metavar='SVG', help='write the picture of the README instead')
   options = parser.parse_args(argv)
   records = load(options.records or RESULTS.glob('*.jsonl'))

@@ -148,9 +148,9 @@ def _with_dense_columns(d: Array, a: Activations, dense: Array, b: Array) -> Arr
   return _with_dense(d, take_columns(_operand(a), _padded(dense)), dense, b) if dense.shape[0] else d
 
 
-def _not_dense(y: Activations, dense: Array) -> Array:
-  """bool [neurons], False for the dense ones."""
-  return jnp.ones(y.counts.shape, bool).at[dense].set(False)
+def _not_dense(y: Activations, dense: Array) -> Array | None:
+  """bool [neurons], False for the dense ones; None if there are none."""
+  return None if not dense.shape[0] else jnp.ones(y.counts.shape, bool).at[dense].set(False)
 
 
 def _operand(a: Activations) -> VNMOperand:

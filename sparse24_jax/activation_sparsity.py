@@ -48,8 +48,9 @@ class ActivationPolicy:
       costs time in the weight gradients.
     token_pattern: of the weight gradients, along tokens; None is that of `pattern`. With `'2:4'` beside `'v:n:m'` a
       neuron keeps two of four neighbouring tokens. The forward has left few of these, so that it loses next to nothing,
-      also without dense features: with 128:2:8 a model of 10.7 M parameters ended 0.4% above dense, with None 2.3%
-      (`docs/quality.md`). The two products are slower than in V:N:M; a step of 1.3B parameters took as long. Ours.
+      also without dense features: with 128:2:8 a model of 10.7 M parameters ended 0.4% above dense, with None 2.3%, a
+      smaller one 2.4% and 9.9% (`docs/quality.md`). The two products are slower than in V:N:M at V of 128; a step of
+      1.3B parameters took as long. Ours.
     clusters: of neurons, to which tokens are sent, so that a block's tokens use the same neurons; needs the state
       `'neurons'`. 0 leaves tokens and neurons in their order.
     route_within: how many neighbouring tokens are routed among each other, a multiple of `v`; 0 is all of them. In a

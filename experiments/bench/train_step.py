@@ -71,8 +71,8 @@ def _record(
   share = sum(phase.fraction for phase in twins.recipe.phases if phase.name == 'sparse')
   policy, summed = activations(twins.recipe), twins.tokens_a_step
   pattern = {}
-  if policy:  # of each M tokens four are packed as 2:4
-    summed = 4 * summed // policy.m
+  if policy:  # of each group of tokens four are packed as 2:4
+    summed = 4 * summed // policy.token_group
     pattern = dict(
       pattern=policy.describe()['pattern'], dense_features=policy.dense_features, token_pattern=policy.token_pattern
     )

@@ -268,7 +268,7 @@ def turn(
 def turn_24(
   a: VNMOperand, *, used: Array | None = None, pattern: SparseOperand | None = None, implementation: str | None = None
 ) -> SparseOperand:
-  """The 2:4 operand of A's transpose: of four neighbouring rows of A the larger two entries of each column.
+  """The 2:4 operand of A's transpose: of each column the two larger ones of four neighbouring entries.
 
   In one pass from what A stores, where `expand` and a packer would write and read the dense matrix.
 
@@ -293,8 +293,10 @@ def turn_24(
   r, k = a.shape
   if r % 4:
     raise ValueError(f'a of shape {a.shape} has {r} rows, no multiple of 4')
-  if pattern is not None and (used is not None or pattern.shape != (k, r)):
-    raise ValueError(f'pattern must be of shape {(k, r)} and come without used; found {pattern.shape}')
+  if pattern is not None and used is not None:
+    raise ValueError('pattern and used do not go together: positions are chosen once')
+  if pattern is not None and pattern.shape != (k, r):
+    raise ValueError(f'pattern must be of shape {(k, r)}, found {pattern.shape}')
   _check_used(used, k)
   _say_what_a_mesh_costs()
   candidates = ('reference',) if _device.current().platform == 'cpu' else ('triton', 'reference')

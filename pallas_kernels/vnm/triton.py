@@ -173,7 +173,7 @@ def turn(a: VNMOperand, *, used: Array | None, pattern: VNMOperand | None) -> VN
   _check_entries(a)
   options: dict[str, Any] = dict(R=r, C=c, V=v, M=m, grid=(c // v, r // (_GROUPS * m)), num_warps=turn_warps(v, m))
   values = jax.ShapeDtypeStruct((c, 2 * r // m), a.dtype)
-  tables = _tables(a, used)
+  tables = _tables(a, used, flags=used is not None)
   if pattern is not None:
     words, rows = pattern.compact.words, pattern.rows
     (made,) = _triton.call(
@@ -191,7 +191,7 @@ def turn(a: VNMOperand, *, used: Array | None, pattern: VNMOperand | None) -> VN
 
 
 def turn_24_warps(m: int) -> int:
-  """A thread has 64 dense entries of two of four rows' (measured, see LOG.md)."""
+  """A thread makes 128 dense entries and stores 64: measured for M of 8 and 16, see LOG.md."""
   return m // 4
 
 
@@ -207,7 +207,7 @@ def turn_24(a: VNMOperand, *, used: Array | None, pattern: SparseOperand | None)
   grid = (c // (_GROUPS * m), r // (4 * _GROUPS))
   options: dict[str, Any] = dict(R=r, C=c, V=v, M=m, grid=grid, num_warps=turn_24_warps(m))
   values = jax.ShapeDtypeStruct((c, r // 2), a.dtype)
-  arrays = a.compact.values, a.compact.words, _tables(a, used)
+  arrays = a.compact.values, a.compact.words, _tables(a, used, flags=False)
   if pattern is not None:
     (made,) = _triton.call(_turn.turn_24_as, *arrays, pattern.words, out_shape=[values], **options)
     return SparseOperand(made, pattern.words)
@@ -215,8 +215,8 @@ def turn_24(a: VNMOperand, *, used: Array | None, pattern: SparseOperand | None)
   return SparseOperand(*_triton.call(_turn.turn_24, *arrays, out_shape=shapes, **options))
 
 
-def _tables(a: VNMOperand, used: Array | None) -> Array:
-  """What the kernels of `_turn` read: uint32 [max(1, M / 8), R / V, K / M], one plane more with `used`.
+def _tables(a: VNMOperand, used: Array | None, *, flags: bool) -> Array:
+  """What the kernels of `_turn` read: uint32 [max(1, M / 8), R / V, K / M], one plane more with `flags`.
 
   Column by column, so that XLA makes one kernel of it; of sums over the four it makes three, a twelfth of the time.
   """
@@ -231,9 +231,9 @@ def _tables(a: VNMOperand, used: Array | None) -> Array:
       changed = jnp.uint32(i ^ 4) << 4 * (column % 8)
       plane = plane ^ jnp.where((column // 8 == word) & here[i], changed, jnp.uint32(0))
     planes.append(plane)
-  if used is not None:
-    flags = [jnp.where(here[i], jnp.uint32(0xFF << 8 * i), jnp.uint32(0)) for i in range(4)]
-    planes.append(flags[0] | flags[1] | flags[2] | flags[3])
+  if flags:
+    bytes_ = [jnp.where(here[i], jnp.uint32(0xFF << 8 * i), jnp.uint32(0)) for i in range(4)]
+    planes.append(bytes_[0] | bytes_[1] | bytes_[2] | bytes_[3])
   return jnp.stack(planes)
 
 

@@ -80,24 +80,30 @@ class RecordsTest(parameterized.TestCase):
     self.assertAlmostEqual(record['sparse_share'], 5 / 6, places=3)
     self.assertAlmostEqual(record['run_speedup']['dense'], 1 / (1 / 6 + 5 / 6 / gain), places=3)
 
-  def test_train_step_with_sparse_activations(self):
+  # Of a group of M = 8 tokens, or of four, the weight gradients' operands have four.
+  @parameterized.parameters(('', 0.05, 2, ''), ('_two_of_four_tokens', 0.0, 1, ', 2:4 along tokens'))
+  def test_train_step_with_sparse_activations(self, setting, dense_features, packed, what):
     orders, make_step = [], twins.make_step
 
     def note(model, recipe, moment):
       orders.append((model.config.ffn_order, model.config.mlp, recipe and recipe.name))
       return make_step(model, recipe, moment)
 
-    with mock.patch.object(twins, 'make_step', note):
-      argv = ['--select', 'gpt2-124m-relu2', '--recipe', 'neuron_level_64x2x8', '--refreshes', '0']
+    with (
+      mock.patch.object(twins, 'make_step', note),
+      mock.patch.object(train_step.hlo, 'sparse_calls', wraps=train_step.hlo.sparse_calls) as calls,
+    ):
+      argv = ['--select', 'gpt2-124m-relu2', '--recipe', f'neuron_level_64x2x8{setting}', '--refreshes', '0']
       (record,), _ = bench(train_step, *argv)
+    self.assertEqual(calls.call_args.kwargs, dict(tokens=64 * 16 // packed))
     # Only a block that may not see what follows its tokens needs their order changed.
     self.assertEqual(orders, [('position', 'relu2', 'neuron_level'), ('sequence', 'relu2', None)])
     self.assertEqual(record['shape']['batch'], 64)  # a block at every position
-    self.assertEqual((record['sparse_share'], record['dense_features']), (0.7, 0.05))
+    self.assertEqual((record['sparse_share'], record['dense_features']), (0.7, dense_features))
     self.assertEqual((record['search_ms'], record['refresh_samples_ms']['search']), (0.0, []))
     self.assertEqual(record['amortised_ms'], record['median_ms'])
     row = bench_report.markdown([record]).splitlines()[-1]
-    self.assertIn('training step, gpt2-124m-relu2, 64 x 16 | neuron level, bfloat16, 64:2:8 |', row)
+    self.assertIn(f'training step, gpt2-124m-relu2, 64 x 16 | neuron level, bfloat16, 64:2:8{what} |', row)
 
   def test_blocks_of_tokens_are_whole(self):
     case = dataclasses.replace(twins.CASES['gpt2-124m-relu2'], batch=192)

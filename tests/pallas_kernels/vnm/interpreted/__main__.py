@@ -124,8 +124,9 @@ class InterpretedTest(parameterized.TestCase):
   @parameterized.parameters(
     # Twice the smallest rows at least: blocks beside each other, and members of a group in different blocks; in the
     # first case rows are a whole number of V M as well, as those of large layers are.
-    (64, 8, 'bfloat16', True, (512, 128)), (128, 16, 'float16', True, (512, 256)), (64, 4, 'bfloat16', False, (128, 64))
-  )
+    (64, 8, 'bfloat16', True, (512, 128)), (128, 16, 'float16', True, (512, 256)),
+    (64, 4, 'bfloat16', False, (128, 64)), (64, 8, 'bfloat16', False, (512, 128)),
+  )  # fmt: skip
   def test_turn(self, v, m, dtype, select, shape):
     a, *_ = _reference(_whole(shape, dtype), v=v, m=m)
     used = jnp.arange(shape[1]) % 3 > 0 if select else None
