@@ -260,10 +260,13 @@ class BlockTest(parameterized.TestCase):
     self.assertEqual(block.saved_bytes, t * (d + h))
 
   def test_expectations_beside_measurements(self):
-    """Gains within a tenth of those that whole blocks showed; times of a step that keeps the card busy are longer."""
+    """Gains within a tenth of those that whole blocks showed; times of a step that keeps the card busy are longer.
+
+    Of the card whose records they are made from.
+    """
     seen = 0
     for record in map(json.loads, RESULTS.read_text().splitlines()):
-      if record['bench'] != 'ffn' or record.get('weights') != 'bfloat16':
+      if record['bench'] != 'ffn' or record.get('weights') != 'bfloat16' or 'H100' not in record['device']:
         continue
       shape, fp8, gated = record['shape'], record['dtype'] == 'float8', record['activation'] == 'swiglu'
       block = block_gain(
