@@ -91,7 +91,7 @@ def bars(rows: Sequence[tuple[str, Mapping[str, float]]], *, label: str, unit: s
     An `<svg>` element.
   """
   longest = max(value for _, values in rows for value in values.values())
-  left, right, thick = 380, 200, 15
+  left, right, thick = max(380, *(7 * len(what) for what, _ in rows)), 200, 15
   height = sum(thick * len(values) + 12 for _, values in rows) + 6
   out = [f'<svg viewBox="0 0 1000 {height}" role="img" aria-label="{escape(label)}" xmlns="http://www.w3.org/2000/svg">']
   y = 4

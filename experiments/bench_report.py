@@ -26,7 +26,7 @@ _STYLE = """
 * { box-sizing: border-box }
 body { margin: 0; color: var(--ink); background: #fff; font: 15px/1.55 system-ui, 'DejaVu Sans', sans-serif }
 main { max-width: 1200px; margin: 0 auto; padding: 40px 32px 72px }
-h1 { font-size: 30px; margin: 0 0 6px } h2 { font-size: 20px; margin: 48px 0 4px }
+h1 { font-size: 30px; margin: 0 0 6px } .device { margin-top: 64px } h2 { font-size: 20px; margin: 48px 0 4px }
 h3 { font-size: 15px; margin: 26px 0 6px }
 p { max-width: 92ch } .soft { color: var(--soft); margin: 0 0 14px }
 .cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(210px, 1fr)); gap: 14px; margin: 22px 0 }
@@ -38,7 +38,7 @@ th { text-align: left; font-size: 13px; color: var(--soft); border-bottom: 2px s
 th, td { padding: 7px 14px 7px 0; vertical-align: top } td { border-bottom: 1px solid var(--rule) }
 th.n, td.n { text-align: right; white-space: nowrap } td.below { color: #b3261e }
 .note { color: var(--soft); font-size: 13px; margin: 10px 0 }
-details { color: var(--soft) } summary { cursor: pointer }
+li code { overflow-wrap: anywhere } details { color: var(--soft) } summary { cursor: pointer }
 svg { width: 100%; max-width: 1000px; height: auto; display: block; margin: 10px 0 }
 svg text { font: 12px system-ui, 'DejaVu Sans', sans-serif; fill: var(--ink) } svg .soft { fill: var(--soft) }
 """
@@ -164,15 +164,9 @@ def _cards(records: Sequence[Record]) -> str:
   return f'<div class="cards">{"".join(cards)}</div>' if cards else ''
 
 
-def page(records: Sequence[Record]) -> str:
-  """The HTML of the page."""
-  devices = sorted({record['device'] for record in records})
-  versions = sorted({', '.join(f'{k} {v}' for k, v in record['versions'].items()) for record in records})
-  parts = [
-    '<h1>Measured speed</h1>',
-    f'<p class="soft">{escape("; ".join(devices))}. {escape("; ".join(versions))}. {len(records)} records.</p>',
-    _cards(records),
-  ]
+def _of_device(records: Sequence[Record]) -> list[str]:
+  """Cards, then a section a kind of record."""
+  parts = [_cards(records)]
   for bench in BENCHES:
     chosen = [record for record in records if record['bench'] == bench]
     if chosen:
@@ -180,6 +174,20 @@ def page(records: Sequence[Record]) -> str:
       for note in dict.fromkeys(r['note'] for r in chosen if 'note' in r):
         about = '; '.join(title(r) for r in chosen if r.get('note') == note)
         parts.append(f'<p class="note">{escape(about)}: {escape(note)}.</p>')
+  return parts
+
+
+def page(records: Sequence[Record]) -> str:
+  """The HTML of the page; of several devices one after the other."""
+  devices = sorted({record['device'] for record in records})
+  versions = sorted({', '.join(f'{k} {v}' for k, v in record['versions'].items()) for record in records})
+  parts = [
+    '<h1>Measured speed</h1>',
+    f'<p class="soft">{escape("; ".join(devices))}. {escape("; ".join(versions))}. {len(records)} records.</p>',
+  ]
+  for device in sorted(devices, key=lambda device: -sum(record['device'] == device for record in records)):
+    parts += [f'<h1 class="device">{escape(device)}</h1>'] if len(devices) > 1 else []
+    parts += _of_device([record for record in records if record['device'] == device])
   commands = sorted({str(record.get('command')) for record in records})
   items = ''.join(f'<li><code>{escape(c)}</code></li>' for c in commands)
   parts.append(f'<h2>Commands</h2><ul>{items}</ul>')

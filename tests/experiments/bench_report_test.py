@@ -101,6 +101,14 @@ class PageTest(absltest.TestCase):
       for wanted in ('1.500 dense fp8', '1.250 cusparselt', '2.000 dense fp8', 'forward float8 8 x 4 x 16', 'read &lt'):
         self.assertIn(wanted, text)
 
+  def test_devices_are_told_apart(self):
+    other = RECORD | {'device': 'another', 'median_ms': 1.0, 'headline': True}
+    text = bench_report.page([RECORD, other, RECORD | {'recipe': 'other'}])
+    here, there = text.split('<h1 class="device">another</h1>')
+    self.assertEqual((here.count('3.00x'), there.count('3.00x')), (0, 1))
+    self.assertIn('<h1 class="device">Card &lt;1&gt;</h1>', here)
+    self.assertNotIn('class="device"', bench_report.page([other]))
+
   def test_ratios_profile_and_escaping(self):
     text = bench_report.page([RECORD])
     for wanted in ('1.50x', '1.500 dense', '2 / 2 / 2', 'Where the time goes', 'GEMM sparse', 'Card &lt;1&gt;'):
