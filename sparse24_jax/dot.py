@@ -42,9 +42,8 @@ class DotPolicy:
       output gradients to e5m2 first, in hardware on a Hopper GPU and in simulation elsewhere.
     implementation: what runs the sparse products. None chooses by the records of the card: a kernel where it measured
       faster. Without records, and in FP8 elsewhere than on Hopper, it is plain `jax.numpy`, as `'reference'` is
-      everywhere. A back end of
-      `pallas_kernels.sparse_matmul`, `'mosaic_gpu'` say, runs all of them or raises; `'dense'` among these packs and
-      multiplies decompressed, which takes the kernels' path on any device.
+      everywhere. A back end of `pallas_kernels.sparse_matmul`, `'mosaic_gpu'` say, runs all of them or raises;
+      `'dense'` among these packs and multiplies decompressed, which takes the kernels' path on any device.
 
   >>> import sparse24_jax as s24
   >>> s24.DotPolicy(s24.transposable(), input_grad='sparse', weight_grad='mvue').precision

@@ -34,6 +34,7 @@ _FST = tuple(ffn.GROUPS['bf16'][1:])
 _TWO_OF_FOUR_TOKENS = [
   f'ffn-{pattern}-two_of_four_tokens-16384x4096x16384' for pattern in ('128x2x8', '128x2x16', '64x2x8', '64x2x16')
 ]
+_VNM = ('128x2x8', '128x2x16')
 _FP8 = tuple(ffn.GROUPS['fp8'])
 
 
@@ -93,19 +94,15 @@ MEASUREMENTS = {
   'gpt2-1558m-fp8': _steps('gpt2-1558m', 's_ste_fp8', '--explain --rounds 2 --steps 6 --refreshes 1'),
   'llama-3b-fp8': _steps('llama-3b', 's_ste_fp8', '--explain --rounds 2 --steps 6 --refreshes 1'),
   **{
-    f'{model}-vnm-{pattern}': _steps(
+    f'{model}-vnm-{pattern.replace("_", "-", 1)}': _steps(
       f'{model}-relu2', f'neuron_level_{pattern}',
       f'--explain --rounds 2 --steps {steps} --refreshes 0 --implementation {by}',
     )
-    for model, steps, by in (('gpt2-1300m', 6, 'auto'), ('gpt2-wide', 5, 'auto'), ('gpt2-124m', 20, 'kernels'))
-    for pattern in ('128x2x8', '128x2x16')
-  },
-  **{
-    f'gpt2-1300m-vnm-128x2x8-{setting}': _steps(
-      'gpt2-1300m-relu2', f'neuron_level_128x2x8_{setting}',
-      '--explain --rounds 2 --steps 6 --refreshes 0 --implementation auto',
+    for model, steps, by, patterns in (
+      ('gpt2-1300m', 6, 'auto', (*_VNM, '128x2x8_dense_neurons', '128x2x8_two_of_four_tokens')),
+      ('gpt2-wide', 5, 'auto', _VNM), ('gpt2-124m', 20, 'kernels', _VNM),
     )
-    for setting in ('dense_neurons', 'two_of_four_tokens')
+    for pattern in patterns
   },
   'gpt2-1558m-mst': _steps('gpt2-1558m', 'mixed_sparsity_transposable', '--rounds 2 --steps 6 --refreshes 2'),
   'gpt2-124m-mst': _steps(

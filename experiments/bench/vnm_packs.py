@@ -117,9 +117,9 @@ def _packer(case: Case) -> tuple[Callable[..., Any], Callable[[Array, Array], tu
     a = vnm_pack(x).operand
     dense = _dense_neurons(x.shape[1])
     used = jnp.ones((x.shape[1],), bool).at[dense].set(False)
-    if case.role == 'columns':
-      return a, dense
     match case.role:
+      case 'columns':
+        return a, dense
       case 'turn' | 'turn_24':
         return a, used
       case 'turn_gradient':

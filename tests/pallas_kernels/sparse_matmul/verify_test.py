@@ -128,10 +128,7 @@ class DrawTest(parameterized.TestCase):
     self.assertEqual(cases, drawn())
     self.assertEqual(cases, json.loads(json.dumps(cases)))
     kinds = {kind(case['a_dtype'], case['config']) for case in cases if case['config']}
-    fitting = {kind(f'float{8 * size}_e4m3fn' if size == 1 else 'bfloat16', dataclasses.asdict(c))
-               for size in (1, 2) for c in verify._measured(size)}
-    self.assertEmpty(shipped - fitting)
-    self.assertGreaterEqual(len(shipped & kinds), 0.9 * len(shipped))
+    self.assertEmpty(shipped - kinds)
     # And some that a tuner would try, and the user's way.
     self.assertNotEmpty(kinds - shipped)
     self.assertBetween(sum(case['config'] is None for case in cases), 10, 60)
