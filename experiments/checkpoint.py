@@ -71,6 +71,9 @@ def differences(found: Any, wanted: Any, prefix: str = '') -> list[str]:
   >>> differences({'recipe': {'name': 'ste'}}, {'recipe': {'name': 'dense'}})
   ["recipe.name: 'ste' in the checkpoint, 'dense' in this run"]
   """
+  lists = [v for v in (found, wanted) if isinstance(v, list) and all(isinstance(entry, Mapping) for entry in v)]
+  if len(lists) == 2 and len(found) == len(wanted):  # such as rules
+    found, wanted = (dict(enumerate(entries)) for entries in lists)
   if isinstance(found, Mapping) and isinstance(wanted, Mapping):
     lines = []
     for key in sorted({*found, *wanted}):

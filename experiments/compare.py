@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from experiments import flops, main_job, method_table, methods, report, runs
+from experiments import flops, main_job, method_table, methods, report, runs, stored
 from experiments.environment import command, without_folders
 from experiments.experiment import load_config
 
@@ -109,5 +109,6 @@ def _training_flops(run: runs.RunRecord) -> dict[str, float] | None:
 
 
 def _key(record: dict[str, Any]) -> tuple[Any, ...]:
-  kwargs = json.dumps(record['recipe_kwargs'], sort_keys=True)
+  recipe = stored.as_meant({'recipe': {'name': record['recipe'], 'kwargs': record['recipe_kwargs']}})['recipe']
+  kwargs = json.dumps(recipe['kwargs'], sort_keys=True)
   return *(record[name] for name in ('experiment', 'label', 'seed', 'steps')), kwargs

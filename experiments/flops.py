@@ -182,7 +182,7 @@ def _products(recipe: s24.Recipe, rule: s24.Rule | None, kept: np.ndarray) -> np
     # the activations, but for a share of the neurons in the latter.
     share = np.where(_is_sparse(recipe, len(kept)), 2 / activation.group, 1.0)
     tokens = np.where(_is_sparse(recipe, len(kept)), 2 / activation.token_group, 1.0)
-    whole = activation.dense_features
+    whole = activation.dense_share
     return kept + share + whole + (1 - whole) * tokens
   return kept + _input_gradient(rule, kept) + _weight_gradient(recipe, rule, kept)
 

@@ -1,7 +1,6 @@
 """Looking into the checkpoint of a run: what each sparse weight is like, and the loss it gives."""
 
 from collections.abc import Mapping
-import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,7 +9,7 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 import numpy as np
 
-from experiments import build, programs
+from experiments import build, programs, stored
 from experiments.checkpoint import Checkpoints
 from experiments.experiment import Config
 import sparse24_jax as s24
@@ -52,10 +51,7 @@ def load(folder: str | Path, *, step: int | None = None, data: Any = None) -> Lo
     CheckpointError: no checkpoint there, or one that cannot be read.
     ValueError: not a run folder.
   """
-  config_file = Path(folder) / 'config.json'
-  if not config_file.is_file():
-    raise ValueError(f'{folder} is not the folder of a run: it has no config.json')
-  config: Config = ConfigDict(json.loads(config_file.read_text()))
+  config: Config = ConfigDict(stored.read(folder))
   config.mesh.update({'data': 1, 'fsdp': 1})
   config.accumulate = 1
   if config.model.get('attention') == 'cudnn' and jax.default_backend() != 'gpu':

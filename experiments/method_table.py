@@ -34,14 +34,18 @@ _WATCHED = {'path': FFN, 'watch': 'transposable', 'refresh_every': 40}
 _DYNAMIC = {'path': LINEAR, 'refresh_every': 25}
 # Sparse activations take the whole feed-forward block.
 _SQUARED_RELU = {'mlp': 'relu2', 'fused_mlp': True}
+_BLOCKS = {'token_pattern': 'v:n:m'}  # along tokens, as published
 _TWO_OF_FOUR = {'token_pattern': '2:4', 'dense_features': 0.0}
 _BY_POSITION = {**_SQUARED_RELU, 'ffn_order': 'position'}
 
 
 def _vnm(v: int, m: int, what: str = '', *, half: bool = False, **policy: Any) -> Method:
-  """V:2:M activations, `half` of the steps sparse or, as the recipe has it, 70%; `what` says what `policy` changes."""
+  """V:2:M activations, as published but for `policy`; `what` says what it changes.
+
+  `half` of the steps are sparse or, as the recipe has it, 70%.
+  """
   label = ', '.join(filter(None, [f'neuron level, {v}:2:{m}', what, 'half of the steps' if half else '']))
-  kwargs = {'policy': {'v': v, 'm': m, **policy}, **({'dense_fraction': 0.4} if half else {})}
+  kwargs = {'policy': {'v': v, 'm': m, **_BLOCKS, **policy}, **({'dense_fraction': 0.4} if half else {})}
   return Method(label, 'neuron_level', kwargs, _BY_POSITION, dense_from='projected')
 
 
@@ -161,7 +165,7 @@ METHODS: Mapping[str, Method] = {
   'neuron_level_along': Method(
     'neuron level, 16:2:8 along sequences',
     'neuron_level',
-    {'policy': {'v': 16, 'm': 8}},
+    {'policy': {'v': 16, 'm': 8, **_BLOCKS}},
     _SQUARED_RELU,
     dense_from='projected',
   ),

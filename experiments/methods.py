@@ -1,6 +1,6 @@
 """Methods put into an experiment, and run, every one with every seed."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,8 @@ def configure(config: Config, method: str, seed: int) -> Config:
   chosen, config = METHODS[method], config.copy_and_resolve_references()
   own = _own(config, method)
   share = own.pop('steps', chosen.steps)
+  if isinstance(own.get('policy'), Mapping):  # what it does not name stays the method's
+    own['policy'] = {**chosen.kwargs.get('policy', {}), **own['policy']}
   if isinstance(share, str):
     share = _flops(configure(config, share, seed)) / _flops(configure(config, 'dense', seed))
   kwargs = {**chosen.kwargs, **own}

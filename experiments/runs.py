@@ -9,7 +9,7 @@ from typing import Any
 from ml_collections import ConfigDict
 import numpy as np
 
-from experiments import activations, build, metrics
+from experiments import activations, build, metrics, stored
 import sparse24_jax as s24
 
 # Methods that others are compared with, see `RunRecord.baseline`.
@@ -184,8 +184,7 @@ def read_run(folder: str | Path) -> RunRecord:
     ValueError: the folder is not a run's.
   """
   folder = Path(folder)
-  if not (folder / 'config.json').is_file():
-    raise ValueError(f'{folder} is not the folder of a run: it has no config.json')
+  config = stored.read(folder)
   kinds: dict[str, list[Mapping[str, Any]]] = {'train': [], 'validation': [], 'timing': []}
   for name in (metrics.METRICS, metrics.TIMING):
     for record in metrics.read_records(folder / name):
@@ -193,7 +192,7 @@ def read_run(folder: str | Path) -> RunRecord:
   summary = folder / 'summary.json'
   return RunRecord(
     folder,
-    json.loads((folder / 'config.json').read_text()),
+    config,
     json.loads((folder / 'environment.json').read_text()),
     **{kind: tuple(records) for kind, records in kinds.items()},
     summary=json.loads(summary.read_text()) if summary.exists() else None,

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import activations, build
+from experiments import activations, build, stored
 from experiments import metrics as metrics_lib
 from experiments.build import Parts
 from experiments.checkpoint import Checkpoints
@@ -74,7 +74,7 @@ class Run:
       done = int(self.state.step)
       if done == self.config.steps and (self.folder / 'summary.json').exists():
         return json.loads((self.folder / 'summary.json').read_text())
-      self._write_json('config.json', self.config.to_dict())
+      self._write_json('config.json', stored.spelt_out(self.config))
       self._write_json('environment.json', environment())
       with metrics_lib.MetricsWriter(self.folder, step=done) as writer:
         validation = self._loop(done, checkpoints, writer)
@@ -271,6 +271,6 @@ def _finished(config: Config, folder: Path) -> dict[str, Any] | None:
   if not (folder / 'summary.json').exists():
     return None
   # JSON makes lists of tuples.
-  if json.loads((folder / 'config.json').read_text()) != json.loads(json.dumps(config.to_dict())):
+  if stored.read(folder) != json.loads(json.dumps(stored.spelt_out(config))):
     raise ValueError(f'{folder} holds a run with other settings; name another folder, or remove it')
   return json.loads((folder / 'summary.json').read_text())

@@ -71,7 +71,7 @@ def expected(policy: Any, tokens: int, d: int, hidden: int, dtype: Any, device: 
   # Each of the three is made twice: H and dY, Z and dX, dW1 and dW2.
   sparse = 2 * (min(by_weight.values()) + by_neurons['mosaic_gpu'] + by_tokens['mosaic_gpu'])
   dense = 2 * (by_weight['dense'] + by_neurons['dense'] + by_tokens['dense'])
-  sparse += 2 * policy.dense_features * by_tokens['dense']
+  sparse += 2 * policy.dense_share * by_tokens['dense']
   wide = jnp.dtype(dtype).itemsize
   passes = total(
     costs.expected_ms(device, op, round(size)) for op, size in _passes(policy, tokens, d, hidden, wide).items()
@@ -100,7 +100,7 @@ def _passes(policy: Any, tokens: int, d: int, hidden: int, wide: int) -> dict[st
       activations * wide + 2 * kept,  # dy, and dh with what was kept
       2 * (kept + turned),  # transposes of Y and dH
       # Columns of the dense neurons.
-      2 * (kept + policy.dense_features * activations * wide) if policy.dense_features else 0,
+      2 * (kept + policy.dense_share * activations * wide) if policy.dense_share else 0,
       2 * weight * wide,  # dW1 the other way round
     )),
   }  # fmt: skip

@@ -32,25 +32,33 @@ from sparse24_jax.dot import check_divisible, check_state
 from sparse24_jax.neurons import invert, route_tokens, spread, unspread
 from sparse24_jax.projection import Projection, soft_threshold_projection
 
+# The share of neurons whose weight gradients run dense in arXiv 2503.16672.
+PUBLISHED_DENSE_SHARE = 0.05
+
 
 @dataclasses.dataclass(frozen=True)
 class ActivationPolicy:
   """How a squared-ReLU feed-forward block is made sparse; frozen data, a static argument.
+
+  The default differs from the paper in what the weight gradients keep: `token_pattern` says how, why, and how to have
+  the published pattern. Fields stay as given, so that `dataclasses.replace` decides anew what None means;
+  `keeps_two_of_four_tokens` and `dense_share` are what they come to.
 
   Attributes:
     pattern: `'v:n:m'` (arXiv 2602.06183): blocks of `v` tokens keep four of each `m` neurons and each token two of
       these. `'2:4'` (arXiv 2503.16672): each token keeps two of each four neurons.
     v: V of V:2:M. No paper gives it; 64 and 128 are those of the format's authors.
     m: M of V:2:M. No paper gives it. The defaults of V, M and clusters are ours; no search chose them.
-    dense_features: share of the neurons, those most often active, whose weight gradients run dense, 0 to 1. 0.05 is
-      that of arXiv 2503.16672; tokens that use such a neuron are too many for two of four. With V:N:M, where a block of
-      neurons drops half of the tokens, 0.2 ended a small model 0.8% above dense, 0.05 2.3% (`docs/quality.md`); it
-      costs time in the weight gradients.
-    token_pattern: of the weight gradients, along tokens; None is that of `pattern`. With `'2:4'` beside `'v:n:m'` a
-      neuron keeps two of four neighbouring tokens. The forward has left few of these, so that it loses next to nothing,
-      also without dense features: with 128:2:8 a model of 10.7 M parameters ended 0.4% above dense, with None 2.3%, a
-      smaller one 2.4% and 9.9% (`docs/quality.md`). The two products are slower than in V:N:M at V of 128; a step of
-      1.3B parameters took as long. Ours.
+    dense_features: share of the neurons, those most often active, whose weight gradients run dense, 0 to 1. None is 0
+      where V:N:M keeps two of four tokens, which loses next to nothing without, and 0.05 elsewhere, that of arXiv
+      2503.16672: tokens that use such a neuron are too many for two of four. In blocks of V:N:M along tokens, which
+      drop half of them, 0.2 ended a small model 0.8% above dense, 0.05 2.3% (`docs/quality.md`); it costs time.
+    token_pattern: of the weight gradients, along tokens, for `pattern='v:n:m'`. `'2:4'`: a neuron keeps two of four
+      neighbouring tokens, of which the forward has left few. Ours. `'v:n:m'`: a block of neurons drops half of the
+      tokens; the published pattern (arXiv 2602.06183). None is the former, with clusters the latter, as these put
+      tokens side by side that use the same neurons. With 128:2:8 a model of 10.7 M parameters ended 0.4% above dense
+      by `'2:4'` and 2.3% by `'v:n:m'`, a smaller one 2.4% and 9.9% (`docs/quality.md`). A block of 64:2:8 is faster by
+      `'2:4'`, one of 128:2:8 slower, where a step of 1.3B parameters took as long (`docs/speed.md`).
     clusters: of neurons, to which tokens are sent, so that a block's tokens use the same neurons; needs the state
       `'neurons'`. 0 leaves tokens and neurons in their order.
     route_within: how many neighbouring tokens are routed among each other, a multiple of `v`; 0 is all of them. In a
@@ -69,12 +77,15 @@ class ActivationPolicy:
   >>> recipe = s24.recipes.neuron_level('.*/up/kernel', '.*/down/kernel', policy=policy)
   >>> {rule.activation == policy for rule in recipe.rules}
   {True}
+  >>> published = s24.ActivationPolicy(v=128, m=16, token_pattern='v:n:m')
+  >>> policy.dense_share, published.dense_share
+  (0.0, 0.05)
   """
 
   pattern: Literal['v:n:m', '2:4'] = 'v:n:m'
   v: int = 64
   m: int = 8
-  dense_features: float = 0.05
+  dense_features: float | None = None
   token_pattern: Literal['v:n:m', '2:4'] | None = None
   clusters: int = 0
   route_within: int = 0
@@ -93,7 +104,7 @@ class ActivationPolicy:
       value = getattr(self, name)
       if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < least:
         raise ValueError(f'{name}={value!r} must be a whole number, {least} or more')
-    if not 0 <= self.dense_features <= 1:
+    if not 0 <= self.dense_share <= 1:
       raise ValueError(f'dense_features={self.dense_features} must be from 0 to 1')
     if self.route_within % self.v or (self.route_within and not self.clusters):
       raise ValueError(f'route_within={self.route_within} must be a multiple of v={self.v}, and takes clusters')
@@ -122,22 +133,35 @@ class ActivationPolicy:
   @property
   def token_group(self) -> int:
     """Tokens of a group in the weight gradients: M, or 4."""
-    return 4 if self.token_pattern == '2:4' else self.group
+    return 4 if self.keeps_two_of_four_tokens else self.group
 
   @property
   def keeps_two_of_four_tokens(self) -> bool:
     """Whether blocks of tokens choose their neurons, but neurons two of four tokens."""
-    return self.pattern == 'v:n:m' and self.token_pattern == '2:4'
+    if self.pattern == '2:4':
+      return False
+    return self.token_pattern == '2:4' or (self.token_pattern is None and not self.clusters)
+
+  @property
+  def dense_share(self) -> float:
+    """Share of the neurons whose weight gradients run dense: `dense_features`, or what None is."""
+    if self.dense_features is not None:
+      return self.dense_features
+    return 0.0 if self.keeps_two_of_four_tokens else PUBLISHED_DENSE_SHARE
 
   def describe(self) -> dict[str, Any]:
-    """Plain values for logs and checkpoints, without the choice of kernels."""
+    """Plain values for logs and checkpoints, without the choice of kernels: what it comes to, however it was asked for.
+
+    >>> import sparse24_jax as s24
+    >>> s24.ActivationPolicy().describe()['token_pattern']
+    '2:4'
+    """
+    # Checkpoints of blocks of V:N:M along tokens, and those without a window, say nothing of these.
+    token_pattern, within = '2:4' if self.keeps_two_of_four_tokens else None, self.route_within
     return dict(
-      pattern=f'{self.v}:2:{self.m}' if self.pattern == 'v:n:m' else '2:4', dense_features=self.dense_features,
+      pattern=f'{self.v}:2:{self.m}' if self.pattern == 'v:n:m' else '2:4', dense_features=self.dense_share,
       clusters=self.clusters, up=self.up.name if self.up else None, down=self.down.name if self.down else None,
-    ) | {
-      # Older checkpoints know neither.
-      name: getattr(self, name) for name in ('route_within', 'token_pattern') if getattr(self, name)
-    }
+    ) | {name: value for name, value in (('route_within', within), ('token_pattern', token_pattern)) if value}
 
 
 def feature_mask(y: Array, policy: ActivationPolicy) -> Array:
@@ -166,9 +190,9 @@ def token_mask(y: Array, policy: ActivationPolicy) -> Array:
 
 
 def densest(uses: Array, policy: ActivationPolicy) -> Array:
-  """The neurons that most tokens use, `dense_features` of them; `uses` says how many do, for each."""
+  """The neurons that most tokens use, a `dense_share` of them; `uses` says how many do, for each."""
   # In order: neighbours share cache lines where their columns are taken.
-  return jnp.sort(jax.lax.top_k(uses, round(policy.dense_features * uses.shape[0]))[1])
+  return jnp.sort(jax.lax.top_k(uses, round(policy.dense_share * uses.shape[0]))[1])
 
 
 def neuron_level_ffn(
@@ -185,7 +209,7 @@ def neuron_level_ffn(
   """relu(x w_up + b_up)^2 w_down + b_down with sparse weights and activations, forward and backward.
 
   Gradients are those of the block with the pattern of its activations held fixed; the weights' pass straight through
-  their projections. In the weight gradients the activations are, beyond that, 2:M along tokens, or 2:4 with that
+  their projections. In the weight gradients the activations are, beyond that, 2:4 along tokens, or 2:M with that
   `token_pattern`, except for the densest features, which is where the backward departs from the derivative.
 
   The choice of a block's neurons sees all its tokens, later ones included. Evaluate and finish training dense, as the
@@ -210,7 +234,8 @@ def neuron_level_ffn(
 
   Source: arXiv 2602.06183 (soft-thresholded weights, V:N:M activations, clustered neurons, routed tokens) and
   arXiv 2503.16672 (2:4 activations, dense features). Which operand is sparse in which product, the rule for the columns
-  and the pattern along tokens are ours where the papers' abstracts do not say.
+  and the pattern along tokens are ours where the papers' abstracts do not say; two of four tokens beside V:N:M are ours
+  throughout.
 
   >>> import jax, sparse24_jax as s24
   >>> from sparse24_jax.activation_sparsity import ActivationPolicy, neuron_level_ffn

@@ -51,10 +51,14 @@ RECIPES = {
   'rigl': s24.recipes.rigl(RULE, density=0.4, total_steps=100, refresh_every=2),
   'set_': s24.recipes.set_(RULE, density=0.4, refresh_every=2),
   'static': s24.recipes.static(RULE, density=0.4),
-  'neuron_level': s24.recipes.neuron_level(
-    'up/kernel', 'down/kernel', policy=s24.ActivationPolicy(v=16, m=8, clusters=4, route_within=32),
-    warmup_fraction=0.0, dense_fraction=0.0, refresh_every=2,
-  ),
+} | {
+  f'neuron_level{name}': s24.recipes.neuron_level(
+    'up/kernel', 'down/kernel', policy=s24.ActivationPolicy(v=16, m=8, **policy), warmup_fraction=0.0,
+    dense_fraction=0.0, refresh_every=2,
+  )
+  for name, policy in (
+    ('', {}), ('_published', {'token_pattern': 'v:n:m'}), ('_clusters', {'clusters': 4, 'route_within': 32})
+  )
 }  # fmt: skip
 CASES = RECIPES | {
   name: s24.Recipe(name, (s24.Rule(RULE, s24.DotPolicy(projection, weight_grad='mvue')),), masked_decay=0.1)

@@ -74,7 +74,8 @@ def _record(
   if policy:  # of each group of tokens four are packed as 2:4
     summed = 4 * summed // policy.token_group
     pattern = dict(
-      pattern=policy.describe()['pattern'], dense_features=policy.dense_features, token_pattern=policy.token_pattern
+      pattern=policy.describe()['pattern'], dense_features=policy.dense_share,
+      token_pattern='2:4' if policy.keeps_two_of_four_tokens else None,
     )
   return dict(
     bench='train_step', **head, op='train_step', model=case.name, recipe=twins.recipe.name, **pattern,

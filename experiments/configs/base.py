@@ -68,7 +68,8 @@ def make(name: str, *, size: str, tiny: bool, **fields: Any) -> Config:
         'name': 'dense', 'kwargs': {}, 'flip_rate': 'refresh', 'dense_from': 'weights', 'implementation': 'auto',
       },
       # Arguments of `experiments.methods` that fit this experiment, {'rigl': {'refresh_every': 50}} say. The name of a
-      # method in place of a `density`, or of `steps`, the share of the steps, makes FLOPs equal to that method's.
+      # method in place of a `density`, or of `steps`, the share of the steps, makes FLOPs equal to that method's. A
+      # field that a `policy` does not name stays the method's.
       'methods': {},
       # Devices on each axis of the mesh: batches are split over both, parameters over fsdp.
       'mesh': {'data': 1, 'fsdp': 1},

@@ -33,8 +33,9 @@ def neuron_level(
     up: regular expression of the up-projections, `[d, h]` or `[experts, d, h]`.
     down: regular expression of the down-projections.
     policy: of the activations, and the projections of both weights; None is `ActivationPolicy()`, whose V, M and number
-      of clusters are ours, chosen by no search. `ActivationPolicy(token_pattern='2:4', dense_features=0)` ended nearer
-      to dense in both models that were tried, with 16:2:8, 64:2:8 and 128:2:8; at 64:2:8 its block is faster, too.
+      of clusters are ours, chosen by no search. Ours is too that its weight gradients keep two of four tokens: in every
+      comparison, with 16:2:8, 64:2:8 and 128:2:8, that ended nearer to dense than the published blocks of tokens
+      (`docs/quality.md`), and at the default 64:2:8 the block is faster. Those are `token_pattern='v:n:m'`.
     warmup_fraction: share of the steps, at the start, that run dense. arXiv 2503.16672 warms up for 1000 steps; that
       it is a share, and 0.1, are ours, and not varied.
     dense_fraction: share of the steps, at the end, that run dense; 0 keeps the run sparse. With both defaults the ratio

@@ -3,6 +3,7 @@
 import functools
 import json
 from pathlib import Path
+from unittest import mock
 
 from absl.testing import absltest, parameterized
 import jax
@@ -21,6 +22,7 @@ from experiments import (
   runs,
   train,
 )
+from experiments.checkpoint import CheckpointError, Checkpoints
 import sparse24_jax as s24
 from tests.experiments.fakes import compile_quickly, FakeData, temp_folder
 
@@ -171,6 +173,17 @@ class EvaluationTest(parameterized.TestCase):
       )  # fmt: skip
       self.assertEqual(np.allclose(a, b, atol=1e-6), same, phase)
 
+  @parameterized.parameters((True, ['sequence', 'position', 'sequence']), (False, ['sequence'] * 3))
+  def test_tokens_are_reordered_for_blocks_alone(self, blocks, expected):
+    parts = parts_of(tiny(**{'model.ffn_order': 'position'}))
+    recipe = parts.recipe if blocks else build.eval_recipe(parts.recipe)
+    parts = parts._replace(recipe=recipe)
+    with mock.patch.object(s24, 'sparsify', wraps=s24.sparsify) as sparsify:
+      for phase in ('dense', 'sparse'):
+        programs.make_step(parts, phase, None)
+      programs.make_eval(parts, 'sparse', num_batches=1)
+    self.assertEqual([call.args[0].config.ffn_order for call in sparsify.call_args_list], expected)
+
   @parameterized.parameters('dense', 'sparse')
   def test_activations_are_evaluated_dense(self, phase):
     """Against a plain model with the phase's weights."""
@@ -214,6 +227,19 @@ class TrainingTest(parameterized.TestCase):
     train.train(config, folders[1], data=FakeData(), quiet=True)
     logs = [(folder / 'metrics.jsonl').read_bytes() for folder in folders]
     self.assertEqual(*logs)
+
+  def test_a_run_of_blocks_of_tokens_does_not_go_on_with_two_of_four(self):
+    """As a run that began when these were the default."""
+    folder, (_, state) = Path(temp_folder(self)), at_start()
+    published = parts_of(tiny(kwargs={'policy': {**POLICY, 'token_pattern': 'v:n:m'}, 'warmup_fraction': 0.2}))
+    with Checkpoints(folder / 'checkpoints') as checkpoints:
+      checkpoints.save(10, state.params, state.opt_state, {'identity': build.identity(published)})
+    with self.assertRaises(CheckpointError) as caught:
+      train.train(tiny(), folder, data=FakeData(), quiet=True)
+    for rule in (0, 1):
+      for field, were, now in (('dense_features', 0.05, 0.0), ('token_pattern', None, '2:4')):
+        line = f'recipe.rules.{rule}.activation.{field}: {were!r} in the checkpoint, {now!r} in this run'
+        self.assertIn(line, str(caught.exception))
 
   @parameterized.parameters('weights', 'projected')
   def test_what_a_dense_tail_starts_from(self, dense_from):

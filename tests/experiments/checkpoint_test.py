@@ -174,6 +174,14 @@ class DifferencesTest(absltest.TestCase):
       ['a.c: 2 in the checkpoint, None in this run', 'd: None in the checkpoint, 3 in this run'],
     )
 
+  def test_rules_one_by_one(self):
+    one, other = {'path': 'up', 'axis': 0}, {'path': 'down', 'axis': 0}
+    changed = differences({'rules': [one, other]}, {'rules': [one, other | {'axis': 1}]})
+    self.assertEqual(changed, ['rules.1.axis: 0 in the checkpoint, 1 in this run'])
+    for a, b in (([one], [one, other]), ([['dense', 0.1]], [['dense', 0.2]])):
+      self.assertEqual(differences({'a': a}, {'a': b}), [f'a: {a!r} in the checkpoint, {b!r} in this run'])
+    self.assertEqual(differences({'rules': [one]}, {'rules': [dict(one)]}), [])
+
 
 if __name__ == '__main__':
   absltest.main()

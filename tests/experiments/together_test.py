@@ -153,6 +153,13 @@ class RefusalsTest(parameterized.TestCase):
     labels = [call.args[0].label for call in trained.call_args_list]
     self.assertEqual(labels, 2 * ['dense', 'neuron level, 128:2:8, half of the steps; policy.dense_features=0.5'])
 
+  def test_what_a_change_of_a_policy_does_not_name_stays(self):
+    changed = 'methods={"neuron_level_128": {"policy": {"dense_features": 0.5}}}'
+    config = methods.configure(methods.load_config('nano', [changed]), 'neuron_level_128', 0)
+    policy = {'v': 128, 'm': 8, 'token_pattern': 'v:n:m', 'dense_features': 0.5}
+    self.assertEqual(config.recipe.kwargs.policy.to_dict(), policy)
+    self.assertEqual(config.recipe.kwargs.dense_fraction, 0.4)
+
   def test_what_an_experiment_sets_is_no_change(self):
     with mock.patch.object(train, 'train') as trained:
       methods.run_all('gpt2_124m_bytes', ['fst'], [0], temp_folder(self), tiny=True)

@@ -12,11 +12,14 @@ from tests import oracles
 from tests.quick import jit
 
 TOKENS, D, HIDDEN = 32, 8, 64
-VNM = ActivationPolicy(v=8, m=8)
+VNM = ActivationPolicy(v=8, m=8, token_pattern='v:n:m')
 POLICIES = {
-  'vnm': VNM, '2:4': ActivationPolicy(pattern='2:4'), 'no_dense': ActivationPolicy(v=4, m=16, dense_features=0),
-  'two_of_four_tokens': ActivationPolicy(v=8, m=8, token_pattern='2:4'),
-}
+  'vnm': VNM, '2:4': ActivationPolicy(pattern='2:4'),
+  'no_dense': ActivationPolicy(v=4, m=16, token_pattern='v:n:m', dense_features=0),
+  # The default, and with dense neurons beside it.
+  'two_of_four_tokens': ActivationPolicy(v=8, m=8),
+  'two_of_four_tokens_and_dense': ActivationPolicy(v=8, m=8, dense_features=0.05),
+}  # fmt: skip
 
 
 def draw(dtype=jnp.float32, lead=(), seed=0):
@@ -96,7 +99,7 @@ def written_block(policy, x, w_up, w_down, dz):
   r = np.maximum(h, 0)
   features = block_mask(r * r, v, m)
   y = np.where(features, r * r, 0)
-  count = round(policy.dense_features * HIDDEN)
+  count = round(policy.dense_share * HIDDEN)
   dense = largest((y != 0).sum(0)[None], count)[0]
   rest = np.where(dense, 0, y)
   tokens = apart(TOKENS, m)

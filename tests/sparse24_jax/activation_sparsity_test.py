@@ -38,7 +38,9 @@ class NumericsTest(parameterized.TestCase):
     for found, expected in zip(forward_and_grads(policy, *inputs), written_block(policy, *inputs), strict=True):
       np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-4)
 
-  @parameterized.parameters(('vnm', 4), ('2:4', 0), ('no_dense', 0), ('two_of_four_tokens', 0))
+  @parameterized.parameters(
+    ('vnm', 4), ('2:4', 0), ('no_dense', 0), ('two_of_four_tokens', 0), ('two_of_four_tokens_and_dense', 0)
+  )
   def test_kernels_compute_the_same(self, name, clusters):
     # On a CPU the ops answer with their references, through the formats and the index of the gathered rows.
     policy = dataclasses.replace(POLICIES[name], clusters=clusters)
@@ -49,9 +51,9 @@ class NumericsTest(parameterized.TestCase):
       self.assertEqual(found.dtype, jnp.bfloat16)
       self.assertLess(relative_error(found, other), 4e-3)
 
-  @parameterized.parameters('v:n:m', '2:4')
-  def test_with_all_features_dense_it_is_the_derivative(self, pattern):
-    policy = ActivationPolicy(pattern=pattern, v=8, m=8, dense_features=1, up=None, down=None)
+  @parameterized.parameters({}, dict(token_pattern='v:n:m'), dict(pattern='2:4'))
+  def test_with_all_features_dense_it_is_the_derivative(self, **pattern):
+    policy = ActivationPolicy(**pattern, v=8, m=8, dense_features=1, up=None, down=None)
     x, w_up, w_down, dz = draw()
     mask = acts.feature_mask(jnp.square(jax.nn.relu(x @ w_up)), policy)
 
@@ -97,7 +99,7 @@ class NumericsTest(parameterized.TestCase):
 
 class ExpertsTest(parameterized.TestCase):
 
-  @parameterized.parameters('vnm', '2:4')
+  @parameterized.parameters('vnm', 'two_of_four_tokens', '2:4')
   def test_experts_are_blocks_of_their_own(self, name):
     policy = dataclasses.replace(POLICIES[name], clusters=4 if name == 'vnm' else 0)
     x, w_up, w_down, dz = draw(lead=(2,))
@@ -107,23 +109,62 @@ class ExpertsTest(parameterized.TestCase):
       for found, expected in zip(together, alone, strict=True):
         np.testing.assert_allclose(found[i], expected, rtol=1e-5, atol=1e-4)
 
-  def test_the_kernels_serve_experts_one_by_one_and_vmap_too(self):
-    inputs = draw(jnp.bfloat16, lead=(2,))
-    state = state_of(VNM, *inputs[1:3])
-    block = functools.partial(eager, VNM)
+  @parameterized.parameters('vnm', 'two_of_four_tokens')
+  def test_the_kernels_serve_experts_one_by_one_and_vmap_too(self, name):
+    policy, inputs = POLICIES[name], draw(jnp.bfloat16, lead=(2,))
+    state = state_of(policy, *inputs[1:3])
+    block = functools.partial(eager, policy)
     with mock.patch.object(products, 'takes_kernels', return_value=True) as choice:
       with mock.patch.object(products, 'make', wraps=products.make) as make:
         jax.eval_shape(block, *inputs, state)
       found = jit(jax.vmap(block))(*inputs, state)
-    choice.assert_called_with(VNM, TOKENS, (D, HIDDEN), jnp.bfloat16)  # of one expert
+    choice.assert_called_with(policy, TOKENS, (D, HIDDEN), jnp.bfloat16)  # of one expert
     self.assertEqual(make.call_count, 2 * 2)  # forward and backward of each
-    for a, b in zip(found, forward_and_grads(VNM, *inputs, state), strict=True):
+    for a, b in zip(found, forward_and_grads(policy, *inputs, state), strict=True):
       self.assertLess(relative_error(a, b), 4e-3)
 
   def test_unequal_numbers_of_experts(self):
     x, w_up, w_down, _ = draw(lead=(2,))
     with self.assertRaisesRegex(ValueError, 'differ in their experts'):
       neuron_level_ffn(x[:1], w_up, w_down, state_of(VNM, w_up, w_down), policy=VNM)
+
+
+class DefaultsTest(parameterized.TestCase):
+  """What None is, and how policies tell of themselves: as before two of four tokens were the default."""
+
+  @parameterized.parameters(
+    ({}, True, 0.0), (dict(token_pattern='2:4'), True, 0.0), (dict(v=128, m=16), True, 0.0),
+    (dict(dense_features=0.2), True, 0.2), (dict(token_pattern='2:4', dense_features=0.05), True, 0.05),
+    (dict(token_pattern='v:n:m'), False, 0.05), (dict(token_pattern='v:n:m', dense_features=0), False, 0),
+    (dict(clusters=4), False, 0.05), (dict(clusters=4, token_pattern='v:n:m'), False, 0.05),
+    (dict(pattern='2:4'), False, 0.05), (dict(pattern='2:4', token_pattern='2:4'), False, 0.05),
+    (dict(pattern='2:4', dense_features=0), False, 0),
+  )
+  def test_what_none_is(self, given, two_of_four, share):
+    policy = ActivationPolicy(**given)
+    self.assertEqual((policy.keeps_two_of_four_tokens, policy.dense_share), (two_of_four, share))
+    self.assertEqual(policy.token_group, 4 if two_of_four or policy.pattern == '2:4' else policy.m)
+
+  def test_another_field_may_change_it(self):
+    policy = ActivationPolicy()
+    clustered = dataclasses.replace(policy, clusters=4)
+    self.assertEqual((clustered.keeps_two_of_four_tokens, clustered.dense_share), (False, 0.05))
+    self.assertEqual(dataclasses.replace(clustered, clusters=0), policy)
+
+  @parameterized.parameters(
+    (dict(token_pattern='v:n:m'), dict(pattern='64:2:8', dense_features=0.05, clusters=0)),
+    (dict(token_pattern='v:n:m', v=128, m=16, dense_features=0.2),
+     dict(pattern='128:2:16', dense_features=0.2, clusters=0)),
+    (dict(clusters=4), dict(pattern='64:2:8', dense_features=0.05, clusters=4)),
+    (dict(clusters=4, route_within=128), dict(pattern='64:2:8', dense_features=0.05, clusters=4, route_within=128)),
+    (dict(pattern='2:4'), dict(pattern='2:4', dense_features=0.05, clusters=0)),
+    ({}, dict(pattern='64:2:8', dense_features=0.0, clusters=0, token_pattern='2:4')),
+    (dict(token_pattern='2:4', dense_features=0),
+     dict(pattern='64:2:8', dense_features=0, clusters=0, token_pattern='2:4')),
+  )  # fmt: skip
+  def test_descriptions_say_what_it_comes_to(self, given, described):
+    projections = dict(up='soft_threshold', down='soft_threshold along out')
+    self.assertEqual(ActivationPolicy(**given).describe(), described | projections)
 
 
 class RefusalTest(parameterized.TestCase):
@@ -162,7 +203,7 @@ class RefusalTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, message):
       neuron_level_ffn(call.pop('x'), call.pop('w_up'), call.pop('w_down'), call.pop('state'), **call)
 
-  @parameterized.parameters('vnm', '2:4', 'clusters', 'experts')
+  @parameterized.parameters('vnm', '2:4', 'two_of_four_tokens', 'clusters', 'experts')
   def test_no_tokens(self, name):
     policy = POLICIES.get(name, VNM)
     policy = dataclasses.replace(policy, clusters=4) if name == 'clusters' else policy
@@ -181,6 +222,13 @@ class RefusalTest(parameterized.TestCase):
     neuron_level_ffn(x[:12], w_up, w_down, state, policy=policy)
     with self.assertRaisesRegex(ValueError, 'found 12 tokens'):
       forward_and_grads(policy, x[:12], w_up, w_down, dz[:12], state)
+
+  def test_two_of_four_tokens_need_groups_of_four(self):
+    policy = dataclasses.replace(POLICIES['two_of_four_tokens'], v=2)
+    x, w_up, w_down, dz = draw()
+    self.assertEqual(forward_and_grads(policy, x[:12], w_up, w_down, dz[:12])[0].shape, (12, D))
+    with self.assertRaisesRegex(ValueError, 'group tokens by 4 .* found 10 tokens'):
+      forward_and_grads(policy, x[:10], w_up, w_down, dz[:10])
 
 
 if __name__ == '__main__':

@@ -18,8 +18,8 @@ pytestmark = [
 ]
 
 TOKENS, D, HIDDEN = 8192, 2048, 8192
-POLICY = s24.ActivationPolicy(v=128, m=8)
-TWO_OF_FOUR_TOKENS = s24.ActivationPolicy(v=128, m=8, token_pattern='2:4', dense_features=0.0)
+POLICY = s24.ActivationPolicy(v=128, m=8, token_pattern='v:n:m')
+TWO_OF_FOUR_TOKENS = s24.ActivationPolicy(v=128, m=8)  # the default
 # What XLA and the host name a launch of a V:N:M product.
 PRODUCT = 'mosaic_gpu_v2'
 
@@ -64,7 +64,10 @@ class DefaultTest(parameterized.TestCase):
 class NamedTest(parameterized.TestCase):
 
   # Two of four tokens are beside each other, not of clusters.
-  @parameterized.parameters(dict(v=64, m=8, clusters=4), dict(v=128, m=8, token_pattern='2:4'))
+  @parameterized.parameters(
+    dict(v=64, m=8, clusters=4), dict(v=128, m=8, token_pattern='v:n:m'), dict(v=128, m=8), dict(v=64, m=8),
+    dict(v=128, m=8, dense_features=0.05),
+  )
   def test_as_the_reference(self, **form):
     """Whole numbers, and tokens that are clearly of one cluster: sums are exact, so the patterns are the same."""
     tokens, d, hidden, clusters = 1024, 512, 2048, 4

@@ -16,8 +16,7 @@ from sparse24_jax import _activation_gain as gain
 from tests.sparse24_jax import on_hopper_test as hopper
 
 TOKENS, D, HIDDEN = 256, 128, 512
-POLICY = s24.ActivationPolicy(v=128, m=8)
-
+POLICY = s24.ActivationPolicy(v=128, m=8, token_pattern='v:n:m')
 
 SIDES = (TOKENS, D), (D, HIDDEN), (HIDDEN, D), (TOKENS, D)
 
@@ -52,9 +51,10 @@ class KernelsTest(parameterized.TestCase):
 
   # Each weight is packed, and expanded for the product whose sparse operand is an activation. XLA packs 2:4
   # activations; with clusters Y is packed forward and again backward, dH once, and both along tokens. With two of four
-  # tokens Y and dH are packed once and turned, as with blocks of tokens; their dense neurons are taken.
+  # tokens Y and dH are packed once and turned, as with blocks of tokens; dense neurons, if there are any, are taken.
   @parameterized.parameters(
-    (dict(v=64, clusters=4), 9), (dict(pattern='2:4'), 4), (dict(v=128, token_pattern='2:4'), 10)
+    (dict(v=64, clusters=4), 9), (dict(pattern='2:4'), 4), (dict(v=128), 8), (dict(v=64), 8),
+    (dict(v=128, dense_features=0.05), 10),
   )
   def test_six_products_where_kernels_are_named(self, form, passes):
     policy = s24.ActivationPolicy(**form, implementation='kernels')

@@ -12,6 +12,7 @@ import sparse24_jax as s24
 D, HIDDEN = 8, 32
 X = jax.random.normal(jax.random.key(0), (2, 8, D))
 POLICY = s24.ActivationPolicy(v=4, m=8)
+PUBLISHED = s24.ActivationPolicy(v=4, m=8, token_pattern='v:n:m')
 TWO_OF_FOUR = s24.ActivationPolicy(pattern='2:4')
 UP, DOWN = '.*up/kernel', '.*down/kernel'
 
@@ -73,7 +74,7 @@ class Dense(linen.Module):
 
 class LinenTest(parameterized.TestCase):
 
-  @parameterized.product(policy=(POLICY, TWO_OF_FOUR), use_bias=(False, True))
+  @parameterized.product(policy=(POLICY, PUBLISHED, TWO_OF_FOUR), use_bias=(False, True))
   def test_is_the_block(self, policy, use_bias):
     mlp, recipe = linen_mlp(use_bias=use_bias), recipe_of(policy)
     params = random_biases(mlp.init(jax.random.key(1), X)['params'])
@@ -138,7 +139,7 @@ class LinenTest(parameterized.TestCase):
 
 class NnxTest(parameterized.TestCase):
 
-  @parameterized.product(policy=(POLICY, TWO_OF_FOUR), use_bias=(False, True))
+  @parameterized.product(policy=(POLICY, PUBLISHED, TWO_OF_FOUR), use_bias=(False, True))
   def test_is_the_block(self, policy, use_bias):
     mlp, recipe = nnx_mlp(use_bias=use_bias), recipe_of(policy)
     sparse = s24.sparsify(mlp, recipe, phase='sparse')

@@ -12,6 +12,7 @@ from sparse24_jax.recipes.neuron_level import neuron_level
 
 UP, DOWN = '.*/c_fc/kernel', '.*/c_proj/kernel'
 SMALL = ActivationPolicy(v=4, m=8)
+PUBLISHED = ActivationPolicy(v=4, m=8, token_pattern='v:n:m')
 
 
 def _params(lead=()):
@@ -45,9 +46,16 @@ class ScheduleTest(parameterized.TestCase):
   def test_describes_what_changes_training(self):
     rule = neuron_level(UP, DOWN, policy=SMALL).describe()['rules'][0]
     self.assertEqual(rule['activation']['pattern'], '4:2:8')
+    self.assertNotEqual(neuron_level(UP, DOWN, policy=PUBLISHED).describe()['rules'][0], rule)
     named = ActivationPolicy(v=4, m=8, implementation='kernels')
     self.assertEqual(neuron_level(UP, DOWN, policy=named).describe()['rules'][0], rule)
     self.assertNotIn('activation', s24.recipes.s_ste(UP).describe()['rules'][0])
+
+  def test_by_default_weight_gradients_keep_two_of_four_tokens(self):
+    described = neuron_level(UP, DOWN).describe()['rules'][0]['activation']
+    found = [described[name] for name in ('pattern', 'token_pattern', 'dense_features')]
+    self.assertEqual(found, ['64:2:8', '2:4', 0])
+    self.assertEqual(neuron_level(UP, DOWN, policy=ActivationPolicy()).rules[0].activation.describe(), described)
 
   def test_rule_takes_a_policy_only(self):
     with self.assertRaisesRegex(ValueError, 'must be an ActivationPolicy'):
@@ -56,9 +64,10 @@ class ScheduleTest(parameterized.TestCase):
 
 class TrainingTest(parameterized.TestCase):
 
-  def test_trains_experts_through_the_three_phases(self):
+  @parameterized.parameters(SMALL, PUBLISHED)
+  def test_trains_experts_through_the_three_phases(self, policy):
     lead = (2,)
-    recipe = neuron_level(UP, DOWN, policy=SMALL, warmup_fraction=0.25, dense_fraction=0.25)
+    recipe = neuron_level(UP, DOWN, policy=policy, warmup_fraction=0.25, dense_fraction=0.25)
     params = _params(lead)
     x = jax.random.normal(jax.random.key(1), (*lead, 16, 8))
     target = jnp.roll(x, 1, axis=-1)
