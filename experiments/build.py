@@ -60,7 +60,7 @@ def make_recipe(config: Config) -> s24.Recipe:
   `recipe.kwargs.watch`, a projection, is given by its name; `recipe.kwargs.path` is `FFN` unless given, for recipes
   that need one, and so are `up` and `down`, `FFN_UP` and `FFN_DOWN`; `total_steps` and `seed` are those of the run;
   `recipe.kwargs.attention` is what `attention_of` takes and `recipe.kwargs.policy` {'pattern': ..., 'v': ..., 'm':
-  ...}; `recipe.flip_rate` overrides the recipe's own.
+  ...}, with the library's defaults; `recipe.flip_rate` overrides the recipe's own.
 
   Raises:
     ValueError: no such recipe, or arguments that it does not take.
@@ -197,11 +197,16 @@ def eval_recipe(recipe: s24.Recipe) -> s24.Recipe:
   return dataclasses.replace(recipe, rules=tuple(dataclasses.replace(r, activation=None) for r in recipe.rules))
 
 
-def model_for(parts: Parts, attention: Attention, **changes: Any) -> nn.Module:
-  """The model with the attention of a phase, its own where the phase names none; other attributes by name."""
+def model_for(parts: Parts, attention: Attention, *, blocks: bool = True, **changes: Any) -> nn.Module:
+  """The model with the attention of a phase, its own where the phase names none; other attributes by name.
+
+  Without `blocks` of sparse activations feed-forward layers take tokens as they come: to reorder them takes time.
+  """
   config = parts.model.config
   if attention is not None:
     config = dataclasses.replace(config, attention_pattern=attention)
+  if not blocks and getattr(config, 'ffn_order', 'sequence') != 'sequence':
+    config = dataclasses.replace(config, ffn_order='sequence')
   return parts.model.clone(config=config, **changes)
 
 

@@ -70,7 +70,9 @@ def make_step(
   config, recipe = parts.config, parts.recipe
   tx = build.make_optimizer(config, recipe, phase)
   deterministic = not parts.model.config.dropout
-  model = s24.sparsify(build.model_for(parts, attention, deterministic=deterministic), recipe, phase=phase)
+  blocks = phase == 'sparse' and any(rule.activation for rule in recipe.rules)
+  model = build.model_for(parts, attention, blocks=blocks, deterministic=deterministic)
+  model = s24.sparsify(model, recipe, phase=phase)
 
   @functools.partial(jax.jit, donate_argnums=0, out_shardings=shardings)
   def step(
@@ -111,7 +113,8 @@ def make_eval(
 
   Activations are dense, whatever the recipe, see `build.eval_recipe`.
   """
-  model = s24.sparsify(build.model_for(parts, attention), build.eval_recipe(parts.recipe), phase=phase)
+  model = build.model_for(parts, attention, blocks=False)
+  model = s24.sparsify(model, build.eval_recipe(parts.recipe), phase=phase)
   stacked = build.validation_batches(parts, num_batches)
 
   @jax.jit
