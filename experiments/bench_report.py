@@ -36,7 +36,7 @@ p { max-width: 92ch } .soft { color: var(--soft); margin: 0 0 14px }
 .scroll { overflow-x: auto } table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums }
 th { text-align: left; font-size: 13px; color: var(--soft); border-bottom: 2px solid var(--rule) }
 th, td { padding: 7px 14px 7px 0; vertical-align: top } td { border-bottom: 1px solid var(--rule) }
-th.n, td.n { text-align: right; white-space: nowrap } td.below { color: #b3261e }
+th.n, td.n { text-align: right; white-space: pre } td.below { color: #b3261e }
 .note { color: var(--soft); font-size: 13px; margin: 10px 0 }
 li code { overflow-wrap: anywhere } details { color: var(--soft) } summary { cursor: pointer }
 svg { width: 100%; max-width: 1000px; height: auto; display: block; margin: 10px 0 }

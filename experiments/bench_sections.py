@@ -61,8 +61,9 @@ def _steps(bench: str, records: Sequence[Record]) -> str:
   return '\n'.join(parts)
 
 
+_ZEROS = '"dense" has the same matrix, whose zeros save power; "dense without zeros", where measured, random numbers.'
 _PRODUCTS = {
-  'sparse_matmul': ('Sparse matmul', 'One kernel against the best dense XLA matmul of the same layout.'),
+  'sparse_matmul': ('Sparse matmul', f'One kernel against the best dense XLA matmul of the same layout. {_ZEROS}'),
   'float8_products': ('The products of an FP8 layer', 'Two of the three are sparse; the input gradient is dense FP8.'),
   'cusparselt': (
     'Beside cuSPARSELt', "Its fastest algorithm that is right and repeats, and the one that it takes by itself."
@@ -71,14 +72,17 @@ _PRODUCTS = {
     'What an epilogue costs',
     'An up-projection that writes GELU(z) and z; the same without z, without GELU, in two passes.',
   ),
-  'vnm_matmul': ('V:N:M matmul', 'Rows of the other operand gathered for each block, against the dense product.'),
+  'vnm_matmul': (
+    'V:N:M matmul', f'Rows of the other operand gathered for each block, against the dense product. {_ZEROS}'
+  ),
 }
 
 
 def _matmul(bench: str, records: Sequence[Record]) -> str:
   rows = [
-    [title(r), f'{r["median_ms"]:.3f}', f'{r["tflops"]:,.0f}' if 'tflops' in r else '', _ratio_text(r),
-     ', '.join(f'{b["sustained_ms"] / r["sustained_ms"]:.3f} {name.replace("_", " ")}'
+    [title(r), f'{r["median_ms"]:.3f}', f'{r["tflops"]:,.0f}' if 'tflops' in r else '',
+     _ratio_text(r).replace(', ', '\n'),
+     '\n'.join(f'{b["sustained_ms"] / r["sustained_ms"]:.3f} {name.replace("_", " ")}'
                for name, b in r['baselines'].items() if 'sustained_ms' in b),
      f'{r["error"]:.1e}' if 'error' in r else '']
     for r in records
@@ -185,7 +189,8 @@ def _memory_bound(records: Sequence[Record]) -> str:
     for name, r in zip(names, records, strict=True)
   ]
   return '\n'.join([
-    '<h2>Memory-bound kernels</h2><p class="soft">Bytes that must move over time, as a share of a plain copy.</p>',
+    '<h2>Memory-bound kernels</h2><p class="soft">Bytes that must move over time, as a share of '
+    'a plain copy: on an H100 one of bfloat16, on an H200 one of words of four bytes.</p>',
     bars(shares, label='share of copy bandwidth', unit='%'),
     table(['kernel', 'written in', 'ms', 'of copy bandwidth', 'times faster than'], rows),
   ])  # fmt: skip

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from experiments.bench import measure, trace
 from experiments.bench.vnm_packs import Case, compile_all, pack, PACKS, Plan
-from pallas_kernels import _device, _records, _tuning, formats
+from pallas_kernels import _device, _power, _records, _tuning, formats
 from pallas_kernels.sparse_matmul.operand import to_operand
 from pallas_kernels.vnm import api, mosaic_gpu
 from pallas_kernels.vnm.format import decompress_operand, VNMOperand
@@ -53,12 +53,14 @@ def configs(v: int) -> list[mosaic_gpu.Config]:
   best = mosaic_gpu.default_config(v)
   change = dataclasses.replace
   if v % 128:
-    return [best, change(best, places='launch'), change(best, stages=2, delay=0), change(best, band=16)]
+    # Places by launch are not among them: a program repeated alone may keep a good launch, a training step does not.
+    return [best, change(best, stages=2, delay=0), change(best, band=16), change(best, band=64)]
   if v % 256 == 0:
     return [best, change(best, delay=0), change(best, pace=16)]
-  paced = [change(best, pace=16), change(best, pace=16, band=64), change(best, pace=32)]
-  placed = [change(best, places='gpc', **more) for more in ({}, {'slots': 2}, {'band': 16}, {'band': 64})]
-  return [best, *placed, change(best, slots=2), *paced]
+  placed = [change(best, band=band, slots=slots) for band in (32, 64) for slots in (1, 2)]
+  by_launch = [change(best, places='launch', band=32, slots=slots) for slots in (1, 2)]
+  paced = change(best, places='launch', pace=16)
+  return [*placed, *by_launch, paced, mosaic_gpu.Config(slots=2), mosaic_gpu.Config(places='gpc', slots=2)]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
@@ -95,13 +97,16 @@ def matmul(case: Case, options: Any) -> Plan:
   """Measures a product; with `--tune` finds its settings first."""
   r, k, n = TINY if options.tiny else case.shape
 
-  def make(key: Array) -> tuple[VNMOperand, Array, Array]:
+  def make(key: Array) -> tuple[VNMOperand, Array, Array, Array]:
     a = operand(r, k, case.v, case.m, key)
-    b = jax.random.normal(jax.random.fold_in(key, 1), (k, n), jnp.float32).astype(a.dtype)
-    return a, b, decompress_operand(a)
+    b, full = (
+      jax.random.normal(jax.random.fold_in(key, i), shape, jnp.float32).astype(a.dtype)
+      for i, shape in ((1, (k, n)), (2, (r, k)))
+    )
+    return a, b, decompress_operand(a), full
 
   key = jax.random.key(r + case.m)
-  a, b, dense = jax.eval_shape(make, key)
+  a, b, dense, _ = jax.eval_shape(make, key)
   problem, device = api.key(a, n, a.dtype, 'mn'), _device.current()
   # XLA's CPU multiplies bfloat16 slowly and not in all layouts.
   ways = _dense_ways(jnp.float32 if options.tiny else a.dtype)
@@ -116,7 +121,7 @@ def matmul(case: Case, options: Any) -> Plan:
   jobs |= {f'sparse {i}': (_multiply(c, options.tiny), (a, b)) for i, c in enumerate(settings)}
 
   def run(compiled: Mapping[str, Any]) -> dict[str, Any]:
-    a, b, dense = compiled['make'](key)
+    a, b, dense, full = compiled['make'](key)
     expected = compiled['expected'](dense, b)
     heat = {name: statistics.median(measure.timer(compiled[name], (dense, b), options.steps)) for name in ways}
     best = min(heat, key=heat.__getitem__)
@@ -140,18 +145,44 @@ def matmul(case: Case, options: Any) -> Plan:
     error, reason = _tuning.verify(candidates[0], expected)
     if reason:
       raise ValueError(f'{case.name}: {reason}')
-    calls = {'sparse': (candidates[0].f, (a, b)), best: (compiled[best], (dense, b))}
+    # Zeros take less power, so that the same kernel multiplies `dense`, whose zeros are the pattern's, faster.
+    calls = {
+      'sparse': (candidates[0].f, (a, b)), best: (compiled[best], (dense, b)), 'full': (compiled[best], (full, b)),
+    }  # fmt: skip
     rows = measure.timed(calls, options)
+    if not options.tiny:
+      hot = _sustained(calls)
+      rows = {name: row | hot[name] for name, row in rows.items()}
     ms = rows['sparse']['median_ms']
     return dict(
       bench='vnm_matmul', op='vnm_matmul', role='forward', pattern=f'{case.v}:2:{case.m}',
       shape=dict(tokens=r, d_in=k, d_out=n, m=r, n=n, k=k), layouts=dict(b='kn', out='mn'), mode='forward',
       implementation='mosaic_gpu', config=candidates[0].config, **rows['sparse'],
-      baselines=dict(dense=rows[best] | {'config': {'way': best}}), speedup=round(rows[best]['median_ms'] / ms, 4),
+      baselines={
+        name: rows[call] | {'config': {'way': best}}
+        for name, call in (('dense', best), ('dense_without_zeros', 'full'))
+      },
+      speedup=round(rows[best]['median_ms'] / ms, 4),
       tflops=2 * r * n * k / ms / 1e9, error=error,
     )  # fmt: skip
 
   return Plan(jobs, run)
+
+
+def _sustained(calls: Mapping[str, tuple[Callable[..., Any], Sequence[Any]]]) -> dict[str, dict[str, Any]]:
+  """Times in loops of a second, two of each call in turns, as hot as a card gets in training; clock and power."""
+  loops: dict[str, list[tuple[float, _power.Reading]]] = {name: [] for name in calls}
+  for name, (f, args) in [*calls.items()] * 2:
+    with _power.recorded() as reading:
+      ms = _tuning.sustained_ms(f, args, seconds=1.1)
+    loops[name].append((ms, reading()))
+  found = {}
+  for name, pairs in loops.items():
+    samples, readings = zip(*pairs, strict=True)
+    hot = statistics.median(samples)
+    seen = _power.Reading(tuple(s for reading in readings for s in reading.samples))
+    found[name] = dict(sustained_samples_ms=samples, sustained_ms=hot) | seen.fields(hot)
+  return found
 
 
 def block(case: Case, options: Any) -> Plan:
@@ -198,8 +229,8 @@ def block(case: Case, options: Any) -> Plan:
     return dict(
       bench='ffn', op='neuron_level_ffn', role='forward_and_vjp', activation='squared_relu',
       pattern=f'{case.v}:2:{case.m}', shape=dict(tokens=tokens, d=d, hidden=hidden), mode='forward_and_vjp',
-      implementation=policy.implementation or 'reference', dense_features=policy.dense_features,
-      token_pattern=policy.token_pattern, **rows['sparse'],
+      implementation=policy.implementation or 'reference', dense_features=policy.dense_share,
+      token_pattern='2:4' if policy.keeps_two_of_four_tokens else None, **rows['sparse'],
       baselines=dict(dense=rows[best] | {'form': best, 'memory_gb': measure.memory(programs[best])}),
       speedup=measure.speedup({'dense': rows[best]}, rows['sparse']['median_ms']),
       memory_gb=measure.memory(programs['sparse']),
@@ -248,7 +279,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
   def summary(record: Mapping[str, Any]) -> str:
     share = f'{record["copy_share"]:.2f} of copy' if 'copy_share' in record else f'speedup {record["speedup"]}'
-    return f'{record["median_ms"]:.3f} ms, {share}'
+    if 'sustained_ms' in record:
+      share += f', sustained {record["baselines"]["dense"]["sustained_ms"] / record["sustained_ms"]:.4f}'
+    return f'{record["median_ms"]:.4f} ms, {share}'
 
   failed = measure.run_each(chosen, run, options.out, summary)
   clock.lap('timing')

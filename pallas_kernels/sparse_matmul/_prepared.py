@@ -64,6 +64,12 @@ def inputs(p: mosaic_gpu.Problem, key: Array) -> Inputs:
   return Inputs(operand.to_operand(formats.compress(w, mask, axis=-1)), a_dense, b)
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def full(p: mosaic_gpu.Problem, key: Array) -> Array:
+  """A random A [m, k] without the zeros of the pattern: what dense training multiplies."""
+  return jax.random.normal(key, (p.m, p.k), jnp.float32).astype(p.a_dtype)
+
+
 jax.tree_util.register_dataclass(Inputs, ['a', 'a_dense', 'b'], [])
 
 

@@ -99,7 +99,7 @@ def default_config(v: int) -> Config:
     return Config(across='m', stages=4, delay=1)
   if v % 128 == 0:
     # 40 registers for who copies: the accumulators and A need the rest.
-    return Config(rows=64, bn=384, across='m', a_from='registers', producer_registers=40)
+    return Config(rows=64, bn=384, across='m', a_from='registers', places='gpc', band=64, producer_registers=40)
   return Config(rows=64, bn=256, delay=1, places='gpc')
 
 

@@ -174,31 +174,37 @@ class TuneTest(parameterized.TestCase):
     self.assertEqual(choose.call_args_list, [] if takes_own else [mock.call(p, _CARD)])
 
   def test_a_record_has_clock_power_and_energy_of_the_loops_of_each(self):
-    watts = iter((600.0, 500.0, 640.0, 520.0))
+    watts, timed = iter((600.0, 500.0, 505.0, 640.0, 520.0, 525.0)), []
 
     @contextlib.contextmanager
     def recorded():
       sample = _power.Sample(0.0, 1400.0, next(watts), ('power',))
       yield lambda: _power.Reading((sample,))
 
-    loops = iter((1.0, 2.0, 1.2, 2.2))
+    def interleave(runs, *_, **__):
+      timed.extend(runs)
+      return [[1.0] for _ in runs]
+
+    loops = iter((1.0, 2.0, 3.0, 1.2, 2.2, 3.2))
     with (
       mock.patch.object(_prepared, 'sparse', _stand_in(lambda c: False)),
       mock.patch.object(mosaic_gpu, '_chosen_config', lambda *_: mosaic_gpu.Config(rows=64, bn=64)),
       mock.patch.object(bench, '_cusparselt_baseline', lambda *_: None),
       mock.patch.object(bench, '_unique', lambda _: [(_prepared.problem(_SPEC), [_SPEC])]),
-      mock.patch.object(_tuning, 'interleave', lambda runs, *_, **__: [[1.0] for _ in runs]),
+      mock.patch.object(_tuning, 'interleave', interleave),
       mock.patch.object(_tuning, 'sustained_ms', lambda *_, **__: next(loops)),
       mock.patch.object(_power, 'recorded', recorded),
       contextlib.redirect_stdout(io.StringIO()),
     ):
       bench.bench('small', self.folder / 'out.jsonl')
     record = json.loads((self.folder / 'out.jsonl').read_text())
-    # In turns: sparse, dense, sparse, dense.
-    for row, ms, power in ((record, [1.0, 1.2], 620.0), (record['baselines']['dense'], [2.0, 2.2], 510.0)):
+    # In turns: sparse, dense, dense, sparse, dense, dense.
+    dense, full = (record['baselines'][name] for name in ('dense', 'dense_without_zeros'))
+    for row, ms, power in ((record, [1.0, 1.2], 620.0), (dense, [2.0, 2.2], 510.0), (full, [3.0, 3.2], 515.0)):
       self.assertEqual(row['sustained_samples_ms'], ms)
       self.assertEqual((row['clock_mhz'], row['power_w'], row['held_back']), (1400.0, power, {'power': 1.0}))
       self.assertAlmostEqual(row['joule'], power * row['sustained_ms'] / 1e3)
+    self.assertEqual([float(jnp.mean(run.args[0] == 0)) for run in timed[-2:]], [0.5, 0.0])
 
   @parameterized.product(
     dtype=('bfloat16', 'float8_e4m3fn'), role=arg_specs.ROLES,
