@@ -28,6 +28,9 @@ _POINTERS = {
 }  # fmt: skip
 
 
+_MOST_PROGRAMS = 65535  # of CUDA, along any axis of a grid but the first
+
+
 @functools.cache
 def _jax_triton() -> Any:
   try:
@@ -94,8 +97,12 @@ def call(
     **constants: its compile-time constants.
 
   Raises:
-    NotImplementedError: jax-triton is absent or cannot be used.
+    NotImplementedError: jax-triton is absent or cannot be used, or the grid is larger than CUDA's.
   """
+  if max(grid[1:], default=0) > _MOST_PROGRAMS:
+    raise NotImplementedError(
+      f'{kernel.__name__} on a grid of {grid} programs: CUDA takes {_MOST_PROGRAMS:,} along its second or third axis'
+    )
   if compute_capability is None and _lowering_for is not None:
     compute_capability = _lowering_for
   launch = functools.partial(
