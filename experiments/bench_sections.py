@@ -9,8 +9,8 @@ from experiments.bench_figures import bars, milliseconds, ratios, Record, stacke
 _ROLES = ('forward', 'input_grad', 'weight_grad')
 
 
-def _ratio_text(record: Record) -> str:
-  return ', '.join(f'{ratio:.3f} {name.replace("_", " ")}' for name, ratio in ratios(record).items())
+def _ratio_text(record: Record, separator: str = ', ') -> str:
+  return separator.join(f'{ratio:.3f} {name.replace("_", " ")}' for name, ratio in ratios(record).items())
 
 
 def _steps(bench: str, records: Sequence[Record]) -> str:
@@ -81,7 +81,7 @@ _PRODUCTS = {
 def _matmul(bench: str, records: Sequence[Record]) -> str:
   rows = [
     [title(r), f'{r["median_ms"]:.3f}', f'{r["tflops"]:,.0f}' if 'tflops' in r else '',
-     _ratio_text(r).replace(', ', '\n'),
+     _ratio_text(r, '\n'),
      '\n'.join(f'{b["sustained_ms"] / r["sustained_ms"]:.3f} {name.replace("_", " ")}'
                for name, b in r['baselines'].items() if 'sustained_ms' in b),
      f'{r["error"]:.1e}' if 'error' in r else '']
@@ -190,7 +190,7 @@ def _memory_bound(records: Sequence[Record]) -> str:
   ]
   return '\n'.join([
     '<h2>Memory-bound kernels</h2><p class="soft">Bytes that must move over time, as a share of '
-    'a plain copy: on an H100 one of bfloat16, on an H200 one of words of four bytes.</p>',
+    'a plain copy: of words of four bytes, in records of an H100 of bfloat16.</p>',
     bars(shares, label='share of copy bandwidth', unit='%'),
     table(['kernel', 'written in', 'ms', 'of copy bandwidth', 'times faster than'], rows),
   ])  # fmt: skip

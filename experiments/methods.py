@@ -41,8 +41,7 @@ def configure(config: Config, method: str, seed: int) -> Config:
   chosen, config = METHODS[method], config.copy_and_resolve_references()
   own = _own(config, method)
   share = own.pop('steps', chosen.steps)
-  if isinstance(own.get('policy'), Mapping):  # what it does not name stays the method's
-    own['policy'] = {**chosen.kwargs.get('policy', {}), **own['policy']}
+  own = _with_policy(chosen.kwargs, own)
   if isinstance(share, str):
     share = _flops(configure(config, share, seed)) / _flops(configure(config, 'dense', seed))
   kwargs = {**chosen.kwargs, **own}
@@ -129,11 +128,20 @@ def _density_with_flops_of(config: Config, method: str, other: str) -> float:
   return round(min(points, key=lambda point: abs(point[1]))[0], 4)
 
 
+def _with_policy(table: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+  """An experiment's arguments; a `policy` keeps what it does not name of the table's, unless its pattern is another."""
+  policy, usual = own.get('policy'), table.get('policy', {})
+  if not isinstance(policy, Mapping) or policy.get('pattern') not in (None, usual.get('pattern', 'v:n:m')):
+    return dict(own)
+  return {**own, 'policy': {**usual, **policy}}
+
+
 def _changes(experiment: Config, changed: Config, method: str) -> list[str]:
   """What overrides set for a method otherwise than experiment and table, which its label does not say."""
+  table = METHODS[method].kwargs
   usual, own = (
     traverse_util.flatten_dict(kwargs, sep='.')
-    for kwargs in ({**METHODS[method].kwargs, **_own(experiment, method)}, _own(changed, method))
+    for kwargs in ({**table, **_with_policy(table, _own(experiment, method))}, _own(changed, method))
   )
   return [f'{key}={own[key]}' for key in own if key not in usual or own[key] != usual[key]]
 

@@ -15,7 +15,7 @@ from sparse24_jax import fp8_times
 from sparse24_jax._activation_kernels import SOFT_THRESHOLDS
 from sparse24_jax.fp8_times import total
 
-# Ours. Expected gains of blocks are 9 to 20% below measured ones, within 10% in `block_gain`: below this one it is not
+# Ours. Expected gains of blocks are 9 to 18% below measured ones, within 10% in `block_gain`: below this one it is not
 # known that the kernels pay.
 LEAST_GAIN = 1.1
 
@@ -25,8 +25,8 @@ class Expected:
   """Milliseconds of a block, forward and backward.
 
   Of 16384 x 4096 x 16384 with 128:2:8, 128:2:16, 64:2:8 and 64:2:16 the sparse block took 3 to 8% longer on an H100,
-  the dense one 17 to 24%: gains are 9 to 14% lower than measured. On an H200, with two of four tokens too, they are 13
-  to 20% lower, nearly all by the dense block.
+  the dense one 17 to 24%: gains are 9 to 14% lower than measured. On an H200, with two of four tokens too, they are 11
+  to 18% lower, nearly all by the dense block (measured with the H100's settings of the V:N:M products).
 
   Attributes:
     sparse_ms: with the kernels, packing of weights and activations included.

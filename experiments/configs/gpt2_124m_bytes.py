@@ -24,8 +24,8 @@ from experiments.experiment import Config
 
 _DECAY = {'masked_decay': 6e-4}
 _DENSE = {'path': None, 'watch': None}
-# By name: the records of cards have products of this size from 2:4 alone, without which the default stays dense.
-_TWO_OF_FOUR = {'v': 128, 'm': 8, 'token_pattern': '2:4', 'dense_features': 0.0, 'implementation': 'kernels'}
+# By name: no card's records have V:N:M products near this size, so that the library would stay dense.
+_KERNELS = {'policy': {'implementation': 'kernels'}}
 
 
 def get_config(tiny: bool = False) -> Config:
@@ -45,7 +45,7 @@ def get_config(tiny: bool = False) -> Config:
       'dense': _DENSE,
       'fst': _DECAY,
       'dense_relu2': _DENSE,
-      'neuron_level_128_two_of_four_tokens': {'policy': _TWO_OF_FOUR, 'dense_fraction': 0.4},
+      'neuron_level_128_two_of_four_tokens': _KERNELS,
     },
     log_every=20,
     eval_every=100,

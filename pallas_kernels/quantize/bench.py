@@ -252,9 +252,9 @@ def main(argv: Sequence[str] | None = None) -> int:
   say = functools.partial(print, flush=True)
   wrong, failed = None, []
   device = _device.current()
-  bandwidth = bench.copy_bandwidth()
-  say(f'{device.name}: copy {bandwidth / 1e9:.3f} TB/s')
-  common = bench.common_fields(device.name, 'pallas_kernels.quantize.bench') | dict(copy_tb_s=bandwidth / 1e9)
+  common = bench.common_fields(device.name, 'pallas_kernels.quantize.bench') | bench.bandwidths()
+  say(f'{device.name}: copy {common["copy_tb_s"]:.3f} TB/s')
+  bandwidth = 1e9 * common['copy_tb_s']
 
   written: list[dict[str, Any]] = []
 

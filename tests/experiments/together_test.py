@@ -160,6 +160,19 @@ class RefusalsTest(parameterized.TestCase):
     self.assertEqual(config.recipe.kwargs.policy.to_dict(), policy)
     self.assertEqual(config.recipe.kwargs.dense_fraction, 0.4)
 
+  def test_another_pattern_takes_nothing_from_the_method(self):
+    changed = 'methods={"neuron_level_128": {"policy": {"pattern": "2:4"}}}'
+    config = methods.configure(methods.load_config('nano', [changed]), 'neuron_level_128', 0)
+    self.assertEqual(config.recipe.kwargs.policy.to_dict(), {'pattern': '2:4'})
+
+  def test_what_an_experiment_names_of_a_policy_is_no_change(self):
+    experiment = methods.load_checked('gpt2_124m_bytes', ['dense'], tiny=True)
+    method = 'neuron_level_128_two_of_four_tokens'
+    policy = methods.configure(experiment, method, 0).recipe.kwargs.policy.to_dict()
+    two_of_four = {'v': 128, 'm': 8, 'token_pattern': '2:4', 'dense_features': 0.0}
+    self.assertEqual(policy, {**two_of_four, 'implementation': 'kernels'})
+    self.assertEmpty(methods._changes(experiment, experiment, method))
+
   def test_what_an_experiment_sets_is_no_change(self):
     with mock.patch.object(train, 'train') as trained:
       methods.run_all('gpt2_124m_bytes', ['fst'], [0], temp_folder(self), tiny=True)

@@ -12,7 +12,7 @@ import jax
 
 from experiments import bench_report
 from experiments.bench import neuron_level, trace
-from pallas_kernels import _device, _records
+from pallas_kernels import _power, _records, _tuning
 from pallas_kernels.vnm import api, mosaic_gpu
 from pallas_kernels.vnm.format import decompress_operand, verify
 
@@ -37,6 +37,7 @@ class NeuronLevelBenchTest(absltest.TestCase):
       self.assertLen(record['samples_ms'], 4)  # every one
       self.assertFalse(record['headline'])
     self.assertLessEqual(product['error'], 4e-3)
+    self.assertEqual([*product['baselines']], ['dense', 'dense_without_zeros'])
     ratio = product['baselines']['dense']['median_ms'] / product['median_ms']
     self.assertAlmostEqual(product['speedup'], ratio, places=3)
     self.assertEqual(entry['key']['pattern'], '64:2:8')
@@ -49,6 +50,27 @@ class NeuronLevelBenchTest(absltest.TestCase):
     self.assertEqual(turn['bytes'], 2 * (65536 // 4 + 128 * 64 // 4) + 4 * 64 * 4 + 128 + 2 * 128 * 4)
     # 13 of 256 columns written, [128, 13]; they are in groups of 8, so at most all 4 sectors of a row's 32 groups.
     self.assertBetween(columns['bytes'], 2 * 128 * 13 + 32 * 128, 2 * 128 * 13 + 4 * 32 * 128 + 2 * 512 * 2)
+
+  def test_loops_in_turns_with_clock_and_power(self):
+    milliseconds, watts = iter((1.0, 2.0, 3.0, 1.2, 2.2, 3.2)), iter((600.0, 500.0, 505.0, 640.0, 520.0, 525.0))
+
+    @contextlib.contextmanager
+    def recorded():
+      sample = _power.Sample(0.0, 1400.0, next(watts), ('power',))
+      yield lambda: _power.Reading((sample,))
+
+    calls = {name: (name, ()) for name in ('sparse', 'dense', 'full')}
+    with (
+      mock.patch.object(_tuning, 'sustained_ms', side_effect=lambda *_, **__: next(milliseconds)) as timed,
+      mock.patch.object(_power, 'recorded', recorded),
+    ):
+      found = neuron_level._sustained(calls)
+    self.assertEqual([call.args[0] for call in timed.call_args_list], [*calls] * 2)
+    expected = dict(sparse=([1.0, 1.2], 620.0), dense=([2.0, 2.2], 510.0), full=([3.0, 3.2], 515.0))
+    for name, (samples, power) in expected.items():
+      self.assertSequenceEqual(found[name]['sustained_samples_ms'], samples)
+      self.assertEqual((found[name]['power_w'], found[name]['held_back']), (power, {'power': 1.0}))
+      self.assertAlmostEqual(found[name]['joule'], power * sum(samples) / 2 / 1e3)
 
   def test_traces_come_last_and_find_every_record_written(self):
     names = [f'ffn-{pattern}-16384x4096x16384' for pattern in ('64x2x8', '64x2x8-two_of_four_tokens')]
@@ -82,9 +104,10 @@ class NeuronLevelBenchTest(absltest.TestCase):
         mosaic_gpu.check_config(problem, config)
 
   def test_what_the_records_choose_can_be_built(self):
-    card = _device.target_device('sm_90a')
+    paths = sorted(_records.TUNED.glob(f'*/{api.OP}.json'))
+    self.assertContainsSubset(('nvidia_h100_80gb_hbm3', 'nvidia_h200'), [path.parent.name for path in paths])
     chosen = 0
-    for entry in _records.entries_of(_records.TUNED / card.slug / f'{api.OP}.json'):
+    for entry in (entry for path in paths for entry in _records.entries_of(path)):
       key, v = entry['key'], int(entry['key']['pattern'].split(':')[0])
       m = int(entry['key']['pattern'].split(':')[2])
       types = [jax.numpy.dtype(key[name]) for name in ('dtype', 'out_dtype')]
@@ -92,7 +115,7 @@ class NeuronLevelBenchTest(absltest.TestCase):
       for row in entry['candidates']:
         mosaic_gpu.check_config(problem, mosaic_gpu.Config(**row['config']))
       chosen += entry['choice']['implementation'] == 'mosaic_gpu'
-    self.assertGreater(chosen, 0)
+    self.assertEqual(chosen, 8 * len(paths))
 
   def test_the_random_operand_is_legal(self):
     a = neuron_level.operand(128, 64, 64, 8, jax.random.key(0))

@@ -32,7 +32,8 @@ class MainTest(parameterized.TestCase):
     check = mock.Mock(side_effect=RuntimeError) if differing is None else lambda: [dict(differing=differing)]
     folder = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
     for module, name, value in (
-      (pack_bench, 'copy_bandwidth', lambda: 3e9), (pack_bench, 'common_fields', lambda *_: _RECORD),
+      (pack_bench, 'bandwidths', lambda: dict(copy_tb_s=3.0, pass_tb_s=2.5)),
+      (pack_bench, 'common_fields', lambda *_: _RECORD),
       (bench, 'check', check), (bench, 'reductions', list),
       (pack_bench, 'measure', lambda case, *_, **__: dict(op=case.op)),
       (_device, 'current', lambda: _device.target_device('sm_90a')),

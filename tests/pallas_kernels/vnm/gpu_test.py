@@ -41,7 +41,7 @@ class MatmulTest(parameterized.TestCase):
     x = jax.random.normal(jax.random.key(0), (2048, 1024), _BF16)
     b = jax.random.normal(jax.random.key(1), (1024, 448), _BF16)
     a = to_vnm_operand(vnm.compress(x, vnm.vnm_mask(x, v=128, m=8), v=128, m=8))
-    free = dataclasses.replace(mosaic_gpu.default_config(128), ctas=5)
+    free = dataclasses.replace(mosaic_gpu.default_config(128), places='launch', ctas=5)
     made = [
       jax.jit(functools.partial(mosaic_gpu.vnm_matmul, out_dtype=_BF16, out_layout='mn', config=config))
       for config in (free, dataclasses.replace(free, **change))
