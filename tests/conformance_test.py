@@ -56,9 +56,8 @@ RECIPES = {
     'up/kernel', 'down/kernel', policy=s24.ActivationPolicy(v=16, m=8, **policy), warmup_fraction=0.0,
     dense_fraction=0.0, refresh_every=2,
   )
-  for name, policy in (
-    ('', {}), ('_published', {'token_pattern': 'v:n:m'}), ('_clusters', {'clusters': 4, 'route_within': 32})
-  )
+  # Clusters keep blocks of tokens, as published.
+  for name, policy in (('', {}), ('_clusters', {'clusters': 4, 'route_within': 32}))
 }  # fmt: skip
 CASES = RECIPES | {
   name: s24.Recipe(name, (s24.Rule(RULE, s24.DotPolicy(projection, weight_grad='mvue')),), masked_decay=0.1)
