@@ -15,6 +15,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import _power
+
 Array = jax.Array
 
 # Rounding to bfloat16 costs 1.7e-3 in the Frobenius norm; a wrong position or a lost K step costs 1e-2 and more.
@@ -22,6 +24,7 @@ TOLERANCE = 4e-3
 REPEATS = 20
 # What needs so many times the best of its implementation in the first round gets no further one.
 _HOPELESS = 1.15
+_SUSTAINED_S = 1.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,6 +136,26 @@ def sustained_ms(f: Callable[..., Any], args: Sequence[Array], *, seconds: float
     before, calls = out, calls + batch
   jax.block_until_ready(before)
   return (time.perf_counter() - start) / calls * 1e3
+
+
+def sustained(calls: Sequence[tuple[Callable[..., Any], Sequence[Array]]]) -> list[dict[str, Any]]:
+  """What a record says of each call (function, arguments) in loops of a second: times, clock, power.
+
+  Two loops each, in turns: the second starts as hot as the first ended.
+  """
+  loops: list[list[tuple[float, _power.Reading]]] = [[] for _ in calls]
+  for _ in range(2):
+    for found, (f, args) in zip(loops, calls, strict=True):
+      with _power.recorded() as reading:
+        ms = sustained_ms(f, args, seconds=_SUSTAINED_S)
+      found.append((ms, reading()))
+  fields = []
+  for found in loops:
+    samples, readings = zip(*found, strict=True)
+    ms = statistics.median(samples)
+    seen = _power.Reading(tuple(s for reading in readings for s in reading.samples))
+    fields.append(dict(sustained_samples_ms=samples, sustained_ms=ms) | seen.fields(ms))
+  return fields
 
 
 def tune(

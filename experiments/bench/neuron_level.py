@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from experiments.bench import measure, trace
 from experiments.bench.vnm_packs import Case, compile_all, pack, PACKS, Plan
-from pallas_kernels import _device, _power, _records, _tuning, formats
+from pallas_kernels import _device, _records, _tuning, formats
 from pallas_kernels.sparse_matmul.operand import to_operand
 from pallas_kernels.vnm import api, mosaic_gpu
 from pallas_kernels.vnm.format import decompress_operand, VNMOperand
@@ -151,7 +151,7 @@ def matmul(case: Case, options: Any) -> Plan:
     }  # fmt: skip
     rows = measure.timed(calls, options)
     if not options.tiny:
-      hot = _sustained(calls)
+      hot = dict(zip(calls, _tuning.sustained([*calls.values()]), strict=True))
       rows = {name: row | hot[name] for name, row in rows.items()}
     ms = rows['sparse']['median_ms']
     return dict(
@@ -167,22 +167,6 @@ def matmul(case: Case, options: Any) -> Plan:
     )  # fmt: skip
 
   return Plan(jobs, run)
-
-
-def _sustained(calls: Mapping[str, tuple[Callable[..., Any], Sequence[Any]]]) -> dict[str, dict[str, Any]]:
-  """Times in loops of a second, two of each call in turns, as hot as a card gets in training; clock and power."""
-  loops: dict[str, list[tuple[float, _power.Reading]]] = {name: [] for name in calls}
-  for name, (f, args) in [*calls.items()] * 2:
-    with _power.recorded() as reading:
-      ms = _tuning.sustained_ms(f, args, seconds=1.1)
-    loops[name].append((ms, reading()))
-  found = {}
-  for name, pairs in loops.items():
-    samples, readings = zip(*pairs, strict=True)
-    hot = statistics.median(samples)
-    seen = _power.Reading(tuple(s for reading in readings for s in reading.samples))
-    found[name] = dict(sustained_samples_ms=samples, sustained_ms=hot) | seen.fields(hot)
-  return found
 
 
 def block(case: Case, options: Any) -> Plan:

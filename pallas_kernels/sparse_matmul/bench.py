@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _device, _power, _processes, _records, _tuning
+from pallas_kernels import _device, _processes, _records, _tuning
 from pallas_kernels.sparse_matmul import (
   _own_kernel,
   _prepared,
@@ -38,7 +38,6 @@ SELECTIONS = {
   'llama_3b': arg_specs.LLAMA_3B, 'block': arg_specs.BLOCK, 'models': arg_specs.MODELS, 'fp8': arg_specs.FP8,
   'all': arg_specs.ALL,
 }
-_SUSTAINED_S = 1.1
 
 
 def _unique(specs: Iterable[arg_specs.Spec]) -> Iterator[tuple[mosaic_gpu.Problem, list[arg_specs.Spec]]]:
@@ -201,9 +200,7 @@ def bench(selection: str, out: pathlib.Path, folder: pathlib.Path = _records.TUN
       runs.append(vendor[0])
       names.append('cusparselt')
     samples = _tuning.interleave(runs, _prepared.times_ms, rounds=6, iterations=20)
-    # Two loops each, in turns: the second starts as hot as the first ended.
-    loops = [[_sustained(r) for r in runs] for _ in range(2)]
-    sustained = list(zip(*loops, strict=True))
+    sustained = _tuning.sustained([(run.f, run.args) for run in runs])
     for spec in specs:
       record = _record(spec, p, environment, runs, names, samples, sustained, error)
       if vendor is not None:
@@ -222,12 +219,6 @@ def bench(selection: str, out: pathlib.Path, folder: pathlib.Path = _records.TUN
       )
 
 
-def _sustained(run: _tuning.Candidate) -> tuple[float, _power.Reading]:
-  with _power.recorded() as reading:
-    ms = _tuning.sustained_ms(run.f, run.args, seconds=_SUSTAINED_S)
-  return ms, reading()
-
-
 def _over_cusparselt(record: dict[str, Any]) -> str:
   baseline = record['baselines'].get('cusparselt')
   return f' (x{baseline["median_ms"] / record["median_ms"]:.3f} cuSPARSELt)' if baseline else ''
@@ -235,16 +226,12 @@ def _over_cusparselt(record: dict[str, Any]) -> str:
 
 def _record(
   spec: arg_specs.Spec, p: mosaic_gpu.Problem, environment: dict[str, Any], runs: Sequence[_tuning.Candidate],
-  names: Sequence[str], samples: list[list[float]], sustained: Sequence[Sequence[tuple[float, _power.Reading]]],
+  names: Sequence[str], samples: list[list[float]], sustained: Sequence[dict[str, Any]],
   error: float,
 ) -> dict[str, Any]:
 
   def timed(i: int) -> dict[str, Any]:
-    loops, readings = zip(*sustained[i], strict=True)
-    hot = statistics.median(loops)
-    return dict(
-      samples_ms=samples[i], median_ms=statistics.median(samples[i]), sustained_samples_ms=loops, sustained_ms=hot,
-    ) | _power.Reading(tuple(s for reading in readings for s in reading.samples)).fields(hot)
+    return dict(samples_ms=samples[i], median_ms=statistics.median(samples[i])) | sustained[i]
 
   mine = timed(0)
   return dict(

@@ -12,7 +12,7 @@ import jax
 
 from experiments import bench_report
 from experiments.bench import neuron_level, trace
-from pallas_kernels import _power, _records, _tuning
+from pallas_kernels import _records
 from pallas_kernels.vnm import api, mosaic_gpu
 from pallas_kernels.vnm.format import decompress_operand, verify
 
@@ -50,27 +50,6 @@ class NeuronLevelBenchTest(absltest.TestCase):
     self.assertEqual(turn['bytes'], 2 * (65536 // 4 + 128 * 64 // 4) + 4 * 64 * 4 + 128 + 2 * 128 * 4)
     # 13 of 256 columns written, [128, 13]; they are in groups of 8, so at most all 4 sectors of a row's 32 groups.
     self.assertBetween(columns['bytes'], 2 * 128 * 13 + 32 * 128, 2 * 128 * 13 + 4 * 32 * 128 + 2 * 512 * 2)
-
-  def test_loops_in_turns_with_clock_and_power(self):
-    milliseconds, watts = iter((1.0, 2.0, 3.0, 1.2, 2.2, 3.2)), iter((600.0, 500.0, 505.0, 640.0, 520.0, 525.0))
-
-    @contextlib.contextmanager
-    def recorded():
-      sample = _power.Sample(0.0, 1400.0, next(watts), ('power',))
-      yield lambda: _power.Reading((sample,))
-
-    calls = {name: (name, ()) for name in ('sparse', 'dense', 'full')}
-    with (
-      mock.patch.object(_tuning, 'sustained_ms', side_effect=lambda *_, **__: next(milliseconds)) as timed,
-      mock.patch.object(_power, 'recorded', recorded),
-    ):
-      found = neuron_level._sustained(calls)
-    self.assertEqual([call.args[0] for call in timed.call_args_list], [*calls] * 2)
-    expected = dict(sparse=([1.0, 1.2], 620.0), dense=([2.0, 2.2], 510.0), full=([3.0, 3.2], 515.0))
-    for name, (samples, power) in expected.items():
-      self.assertSequenceEqual(found[name]['sustained_samples_ms'], samples)
-      self.assertEqual((found[name]['power_w'], found[name]['held_back']), (power, {'power': 1.0}))
-      self.assertAlmostEqual(found[name]['joule'], power * sum(samples) / 2 / 1e3)
 
   def test_traces_come_last_and_find_every_record_written(self):
     names = [f'ffn-{pattern}-16384x4096x16384' for pattern in ('64x2x8', '64x2x8-two_of_four_tokens')]

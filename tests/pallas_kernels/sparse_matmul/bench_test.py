@@ -256,7 +256,7 @@ class WithoutWgmmaTest(parameterized.TestCase):
       mock.patch.object(mosaic_gpu_sm80, 'sparse_matmul', sparse_matmul),
       mock.patch.object(cusparselt_search, 'search', search),
       mock.patch.object(bench, '_cusparselt_baseline', lambda *_: None),
-      mock.patch.object(bench, '_sustained', lambda run: (1.0, _power.Reading(()))),
+      mock.patch.object(_tuning, 'sustained_ms', lambda *_, **__: 1.0),
       mock.patch.object(_prepared, 'times_ms', times),
       contextlib.redirect_stdout(io.StringIO()) as out,
     ):
