@@ -10,7 +10,7 @@ import sys
 os.environ.setdefault('GLOG_minloglevel', '2')
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
 
-from experiments.experiment import known_experiments
+from experiments.runs.experiment import known_experiments
 
 
 def _experiment_arguments(
@@ -41,7 +41,7 @@ def _methods_arguments(parser: argparse.ArgumentParser, default: str) -> None:
     nargs='+',
     default=[default],
     metavar='METHOD',
-    help='keys of METHODS or GROUPS in experiments/method_table.py, e.g. dense fst (default: %(default)s)',
+    help='keys of METHODS or GROUPS in experiments/runs/method_table.py, e.g. dense fst (default: %(default)s)',
   )
   parser.add_argument('--seeds', type=int, nargs='+', default=[0, 1, 2], help='a run each (default: 0 1 2)')
 
@@ -97,17 +97,17 @@ def make_parser() -> argparse.ArgumentParser:
   _methods_arguments(compare, 'equal-steps')
   compare.add_argument('--results', help='JSON-lines file for one record a run (default: none)')
 
-  together = commands.add_parser('together', help='train methods side by side on one device; compare then reports')
-  _experiment_arguments(together, 'small')
-  together.add_argument('--folder', default='runs/together', help='for runs and logs (default: %(default)s)')
-  _methods_arguments(together, 'equal-flops')
-  together.add_argument('--minutes', type=float, default=0.0, help='stop after these (default: wait for all)')
-  together.add_argument('--pack', type=Path, help='renew this .tar.gz of measurements as runs finish')
+  sweep = commands.add_parser('sweep', help='train methods side by side on one device; compare then reports')
+  _experiment_arguments(sweep, 'small')
+  sweep.add_argument('--folder', default='runs/sweep', help='for runs and logs (default: %(default)s)')
+  _methods_arguments(sweep, 'equal-flops')
+  sweep.add_argument('--minutes', type=float, default=0.0, help='stop after these (default: wait for all)')
+  sweep.add_argument('--pack', type=Path, help='renew this .tar.gz of measurements as runs finish')
   return parser
 
 
 def _train(args: argparse.Namespace) -> None:
-  from experiments import experiment, train
+  from experiments.runs import experiment, train
 
   config = experiment.load_config(args.config, args.overrides, tiny=args.tiny)
   folder = args.folder or f'runs/{config.name}-{config.recipe.name}-seed{config.seed}'
@@ -120,7 +120,7 @@ def _train(args: argparse.Namespace) -> None:
 
 
 def _eval(args: argparse.Namespace) -> None:
-  from experiments import inspection
+  from experiments.runs import inspection
 
   loaded = inspection.load(args.run, step=args.step)
   values = inspection.evaluate(loaded, num_batches=args.batches)
@@ -134,7 +134,7 @@ def _inspect(args: argparse.Namespace) -> None:
   from rich.console import Console
   from rich.table import Table
 
-  from experiments import inspection
+  from experiments.runs import inspection
 
   loaded = inspection.load(args.run, step=args.step)
   table = Table(box=None, padding=(0, 2), header_style='bold')
@@ -153,7 +153,7 @@ def _flops(args: argparse.Namespace) -> None:
   from rich.console import Console
   from rich.table import Table
 
-  from experiments import build, experiment, flops
+  from experiments.runs import build, experiment, flops
   import sparse24_jax as s24
 
   config = experiment.load_config(args.config, args.overrides, tiny=args.tiny)
@@ -179,7 +179,7 @@ def _flops(args: argparse.Namespace) -> None:
 
 
 def _tune(args: argparse.Namespace) -> None:
-  from experiments import experiment, methods, tune_decay
+  from experiments.runs import experiment, methods, tune_decay
 
   config = experiment.load_config(args.config, args.overrides, tiny=args.tiny)
   experiment.refuse_overrides(args.overrides, tune_decay.SET_BY_TUNING)
@@ -193,13 +193,13 @@ def _tune(args: argparse.Namespace) -> None:
 
 
 def _report(args: argparse.Namespace) -> None:
-  from experiments import report
+  from experiments.reports import report
 
   print(f'report: {report.write_report(args.runs, args.out, title=args.title).resolve()}')
 
 
 def _compare(args: argparse.Namespace) -> None:
-  from experiments import compare
+  from experiments.runs import compare
 
   compare.compare(
     args.folder,
@@ -212,10 +212,10 @@ def _compare(args: argparse.Namespace) -> None:
   )
 
 
-def _together(args: argparse.Namespace) -> None:
-  from experiments import together
+def _sweep(args: argparse.Namespace) -> None:
+  from experiments.runs import sweep
 
-  unfinished = together.together(
+  unfinished = sweep.sweep(
     args.folder,
     experiment=args.config,
     names=args.methods,
@@ -230,17 +230,17 @@ def _together(args: argparse.Namespace) -> None:
 
 
 def _main_job(args: argparse.Namespace) -> None:
-  from experiments import main_job
+  from experiments.runs import main_job
 
   main_job.run(args.folder, seed=args.seed, tiny=args.tiny, overrides=args.overrides)
 
 
 _COMMANDS = {
   'train': _train, 'eval': _eval, 'inspect': _inspect, 'flops': _flops, 'tune-decay': _tune, 'report': _report,
-  'compare': _compare, 'main-job': _main_job, 'together': _together,
+  'compare': _compare, 'main-job': _main_job, 'sweep': _sweep,
 }  # fmt: skip
 
-_RESUMABLE = ('train', 'main-job', 'compare', 'together')
+_RESUMABLE = ('train', 'main-job', 'compare', 'sweep')
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -258,8 +258,8 @@ def main(argv: Sequence[str] | None = None) -> int:
   from absl import logging
   from jax.errors import JaxRuntimeError
 
-  from experiments.checkpoint import CheckpointError
-  from experiments.train import TrainingDivergedError
+  from experiments.runs.checkpoint import CheckpointError
+  from experiments.runs.train import TrainingDivergedError
 
   logging.set_verbosity(logging.ERROR)
   try:

@@ -1,9 +1,9 @@
 """`python -m experiments.bench.train_step --out FILE`: full training steps of language models against dense twins.
 
-A step is what `experiments.programs` compiles: packing of this step's weights, loss and gradients, clipping, masked
-decay, AdamW, and the mask search of every 40th step (100th of mixed sparsity; of soft thresholds the flip rate's);
-float32 weights and moments, bfloat16 else, state donated. Steps with and without a mask search are timed apart, and the
-figure is their mean over a period.
+A step is what `experiments.runs.programs` compiles: packing of this step's weights, loss and gradients, clipping,
+masked decay, AdamW, and the mask search of every 40th step (100th of mixed sparsity; of soft thresholds the flip
+rate's); float32 weights and moments, bfloat16 else, state donated. Steps with and without a mask search are timed
+apart, and the figure is their mean over a period.
 """
 
 from collections.abc import Mapping, Sequence

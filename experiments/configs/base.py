@@ -4,7 +4,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from experiments.experiment import Config
+from experiments.runs.experiment import Config
 
 TINY_MODEL = {'num_layers': 2, 'num_heads': 2, 'embed_dim': 32, 'seq_len': 16}
 
@@ -67,7 +67,7 @@ def make(name: str, *, size: str, tiny: bool, **fields: Any) -> Config:
       'recipe': {
         'name': 'dense', 'kwargs': {}, 'flip_rate': 'refresh', 'dense_from': 'weights', 'implementation': 'auto',
       },
-      # Arguments of `experiments.methods` that fit this experiment, {'rigl': {'refresh_every': 50}} say. The name of a
+      # Arguments of `runs.methods` that fit this experiment, {'rigl': {'refresh_every': 50}} say. The name of a
       # method in place of a `density`, or of `steps`, the share of the steps, makes FLOPs equal to that method's. A
       # field that a `policy` does not name stays the method's.
       'methods': {},

@@ -1,7 +1,7 @@
 """What the four GPT-2 experiments share. Not an experiment itself."""
 
 from experiments.configs import base
-from experiments.experiment import Config
+from experiments.runs.experiment import Config
 
 
 def make(name: str, *, size: str, masked_decay: float, tiny: bool, accumulate: int) -> Config:

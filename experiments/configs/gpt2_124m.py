@@ -10,7 +10,7 @@ Command: python -m experiments train --config gpt2_124m --set data.manual_dir=FO
 """
 
 from experiments.configs import gpt2
-from experiments.experiment import Config
+from experiments.runs.experiment import Config
 
 
 def get_config(tiny: bool = False) -> Config:

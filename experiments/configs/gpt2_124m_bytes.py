@@ -18,9 +18,9 @@ python -m experiments compare --config gpt2_124m_bytes --methods dense_relu2 neu
 --seeds 0 --set data.batch_size=128 --set data.seq_len=256
 """
 
-from experiments.build import FFN
 from experiments.configs import base
-from experiments.experiment import Config
+from experiments.runs.build import FFN
+from experiments.runs.experiment import Config
 
 _DECAY = {'masked_decay': 6e-4}
 _DENSE = {'path': None, 'watch': None}
@@ -29,7 +29,7 @@ _KERNELS = {'policy': {'implementation': 'kernels'}}
 
 
 def get_config(tiny: bool = False) -> Config:
-  """Returns the experiment with FST, or its tiny twin; `experiments.methods` puts each method's recipe in."""
+  """Returns the experiment with FST, or its tiny twin; `experiments.runs.methods` puts each method's recipe in."""
   return base.make(
     'gpt2_124m_bytes',
     size='124m',

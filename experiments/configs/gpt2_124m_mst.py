@@ -10,9 +10,9 @@ GPU makes use of unstructured masks, so it takes the time of a dense run.
 Command: python -m experiments train --config gpt2_124m_mst --set data.manual_dir=FOLDER
 """
 
-from experiments.build import LINEAR
 from experiments.configs import base
-from experiments.experiment import Config
+from experiments.runs.build import LINEAR
+from experiments.runs.experiment import Config
 
 
 def get_config(tiny: bool = False) -> Config:

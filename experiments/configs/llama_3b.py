@@ -8,7 +8,7 @@ Command: python -m experiments train --config llama_3b --set data.manual_dir=FOL
 """
 
 from experiments.configs import base
-from experiments.experiment import Config
+from experiments.runs.experiment import Config
 
 
 def get_config(tiny: bool = False) -> Config:

@@ -8,11 +8,11 @@ Command: python -m experiments train --config nano --set recipe.name=ste
 """
 
 from experiments.configs import base
-from experiments.experiment import Config
+from experiments.runs.experiment import Config
 
 
 def get_config(tiny: bool = False) -> Config:
-  """Returns the dense experiment; `experiments.methods` puts each method's recipe in."""
+  """Returns the dense experiment; `experiments.runs.methods` puts each method's recipe in."""
   return base.make(
     'nano',
     size='nano',

@@ -13,13 +13,13 @@ Source of the settings: ours. The learning rate is that of all methods, chosen f
 release of mixed sparsity training. Densities, and the share of steps of `dense_short`, are those with which a method
 takes the FLOPs of mixed sparsity training; the topology changes every fortieth of so short a run.
 Cost: a run is 2,000 steps of 64 x 128 bytes, 10.7 M parameters, 16 M bytes of text.
-Commands: python -m experiments together --config small --methods equal-flops --minutes 5
-python -m experiments together --config small --methods sparse-activations --set steps=900 --minutes 5
-python -m experiments together --config small --methods kernel-patterns --set steps=450 --set data.batch_size=128
+Commands: python -m experiments sweep --config small --methods equal-flops --minutes 5
+python -m experiments sweep --config small --methods sparse-activations --set steps=900 --minutes 5
+python -m experiments sweep --config small --methods kernel-patterns --set steps=450 --set data.batch_size=128
 """
 
 from experiments.configs import base
-from experiments.experiment import Config
+from experiments.runs.experiment import Config
 
 # Of the steps, so that fewer of them do not leave a stage of mixed sparsity training without a change of topology.
 _EVERY = {'refresh_every': 0.025}
@@ -28,7 +28,7 @@ _MIXED = {**_EVERY, 'density': 0.145}
 
 
 def get_config(tiny: bool = False) -> Config:
-  """Returns the dense experiment; `experiments.methods` puts each method's recipe in."""
+  """Returns the dense experiment; `experiments.runs.methods` puts each method's recipe in."""
   return base.make(
     'small',
     size='small',

@@ -107,7 +107,7 @@ def run_blocks(block: Any, config: Any, deterministic: bool, x_BxTxD: jax.Array)
     return x_BxTxD
   scan = nn.scan(
     lambda layer, carry, _: (layer(carry), None),
-    # 'activations' is what `experiments.activations` measures.
+    # 'activations' is what `experiments.runs.activations` measures.
     variable_axes={'params': 0, 'sparse24': 0, 'activations': 0},
     split_rngs={'params': True, 'mvue': True, 'dropout': True},
     length=config.num_layers,

@@ -9,9 +9,9 @@ from unittest import mock
 from absl.testing import absltest, parameterized
 
 from experiments import __main__ as cli
-from experiments import tune_decay
+from experiments.runs import tune_decay
 from tests.experiments.fakes import compile_quickly, FakeData, temp_folder
-from tests.experiments.report_test import read_page
+from tests.experiments.reports.report_test import read_page
 
 FAST = (
   '--set',

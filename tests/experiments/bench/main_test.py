@@ -15,8 +15,8 @@ from unittest import mock
 
 from absl.testing import absltest, parameterized
 
-from experiments import bench_report
 from experiments.bench import __main__ as bench
+from experiments.reports import bench_report
 
 # Stands for a benchmark: appends its first argument as a record, prints the second, does the third.
 PROGRAM = """

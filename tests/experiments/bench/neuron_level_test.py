@@ -10,8 +10,8 @@ from unittest import mock
 from absl.testing import absltest
 import jax
 
-from experiments import bench_report
 from experiments.bench import neuron_level, trace
+from experiments.reports import bench_report
 from pallas_kernels import _records
 from pallas_kernels.vnm import api, mosaic_gpu
 from pallas_kernels.vnm.format import decompress_operand, verify

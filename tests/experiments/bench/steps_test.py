@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import bench_report
 from experiments.bench import (
   block,
   ffn,
@@ -22,6 +21,7 @@ from experiments.bench import (
   train_step,
   twins,
 )
+from experiments.reports import bench_report
 import sparse24_jax as s24
 from tests.experiments.fakes import compile_quickly
 

@@ -1,0 +1,262 @@
+"""The curves of the page about runs: losses, seconds, FLOPs, sparsity of activations, flip rates."""
+
+from collections.abc import Mapping, Sequence
+import dataclasses
+from html import escape
+import itertools
+import math
+import textwrap
+
+import numpy as np
+
+from experiments.reports import svg
+from experiments.runs import activations, flops
+from experiments.runs.progress import SPENT_ON
+from experiments.runs.records import Groups, RunRecord
+
+
+def short(label: str) -> str:
+  """What fits beside a plot."""
+  return textwrap.shorten(label, 32, placeholder=' …')
+
+
+def _line(label: str, colour: str, curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> svg.Line | None:
+  """The mean of the seeds at the steps that all have, with their range."""
+  curves = [(x, y) for x, y in curves if len(x)]
+  if not curves:
+    return None
+  steps = np.array(sorted(set.intersection(*(set(x.tolist()) for x, _ in curves))))
+  if not len(steps):
+    return None
+  values = np.stack([y[np.isin(x, steps)] for x, y in curves])
+  several = len(curves) > 1
+  return svg.Line(
+    label, colour, steps, values.mean(0), values.min(0) if several else None, values.max(0) if several else None
+  )
+
+
+def _marks(groups: Groups) -> list[tuple[float, str]]:
+  """Where a sparse phase is first followed by a dense one."""
+  ends: dict[int, set[str]] = {}
+  for run in itertools.chain.from_iterable(groups.values()):
+    if run.train[-1]['phase'] == 'dense' and any(record['phase'] == 'sparse' for record in run.train):
+      ends.setdefault(run.sparse_end, set()).add(run.label)
+  if not ends:
+    return []
+  first = min(ends)
+  text = f'{len(ends[first])} methods turn dense' if len(ends[first]) > 1 else f'{short(*ends[first])} turns dense'
+  return [(float(first), text)]
+
+
+def _curves(group: Sequence[RunRecord], kind: str) -> list[tuple[np.ndarray, np.ndarray]]:
+  return [
+    (np.array([r['step'] for r in getattr(run, kind)]), np.array([r['loss'] for r in getattr(run, kind)]))
+    for run in group
+  ]
+
+
+def _late_range(lines: Sequence[svg.Line]) -> tuple[float, float]:
+  """Of the losses after the first tenth: the first descent is steep and the same for all."""
+  late = np.concatenate([line.y[line.x >= 0.1 * line.x.max()] for line in lines])
+  low, high = float(late.min()), float(late.max())
+  pad = 0.05 * (high - low) or 0.1
+  return low - pad, high + pad
+
+
+def losses(groups: Groups, colours: Mapping[str, str]) -> str:
+  charts = []
+  for kind, name in (('validation', 'Validation loss'), ('train', 'Training loss, mean of each logged window')):
+    lines = [line for label, group in groups.items() if (line := _line(label, colours[label], _curves(group, kind)))]
+    if not lines:
+      continue
+    chart = svg.line_chart(
+      lines, title=name, y_label='nats a token', y_range=_late_range(lines), marks=_marks(groups)
+    )
+    charts.append(f'<figure><figcaption>{name}</figcaption>{chart}</figure>')
+  return (
+    '<h2>Loss</h2><p class="caption">Lines are means over seeds, bands their range; the first tenth of training may '
+    f'lie above the frame.</p><div class="charts">{"".join(charts)}</div>'
+  )
+
+
+def loss_against_seconds(groups: Groups, colours: Mapping[str, str]) -> str:
+  """Validation loss against seconds of training, with what else took time; '' unless each run had one same device.
+
+  Of finished runs alone, all of whose time was told apart.
+  """
+  groups = {label: [run for run in group if run.was_timed] for label, group in groups.items()}
+  groups = {label: group for label, group in groups.items() if group}
+  found = [*itertools.chain.from_iterable(groups.values())]
+  if any(run.side_by_side for run in found) or len({run.environment['device'] for run in found}) != 1:
+    return ''
+  lines = []
+  for label, group in groups.items():
+    if line := _line(label, colours[label], _curves(group, 'validation')):
+      seconds = [np.interp(line.x, *run.training_seconds()) for run in group]
+      lines.append(dataclasses.replace(line, x=np.mean(seconds, axis=0)))
+  if not lines:
+    return ''
+  chart = svg.line_chart(
+    lines,
+    title='Validation loss against seconds of training',
+    y_label='nats a token',
+    x_label='seconds of training',
+    y_range=_late_range(lines),
+    width=1140,
+    height=380,
+  )
+  heads = ('method', 'thousand tokens a second', 'times as fast as dense', *(f'{name}, s' for name in SPENT_ON))
+  head = ''.join(f'<th{" class=n" if i else ""}>{name}</th>' for i, name in enumerate(heads))
+  spent = {label: [np.mean([run.spent[name] for run in group]) for name in SPENT_ON] for label, group in groups.items()}
+  seconds_per_step = {label: spent[label][0] / group[0].config['steps'] for label, group in groups.items()}
+  # Of several dense runs the best, as in the comparison: groups come in order of loss.
+  dense = {group[0].method: seconds_per_step[label] for label, group in [*groups.items()][::-1]}
+  body = ''
+  for label, group in groups.items():
+    speed = np.mean([run.tokens_per_s for run in group]) / 1e3
+    baseline = dense.get(group[0].baseline, math.nan)
+    faster = '' if math.isnan(baseline) else f'{baseline / seconds_per_step[label]:.2f}'
+    cells = (f'{speed:,.1f}', faster, *(f'{seconds:,.1f}' for seconds in spent[label]))
+    body += f'<tr><td>{escape(label)}</td>' + ''.join(f'<td class=n>{cell}</td>' for cell in cells) + '</tr>'
+  return (
+    '<h2>Loss against time</h2><p class="caption">Seconds of the steps alone, one run after the other on one device; '
+    'what compiling, evaluation (with its own compiling) and checkpoints took besides is in the table, means over '
+    'seeds, of which the first may compile for all. A method that compiles more programs, one a phase, takes longer to '
+    f'compile, whatever the length of the run.</p><figure>{chart}</figure><div class="scroll" style="margin-top:26px">'
+    f'<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+  )
+
+
+def loss_against_flops(groups: Groups, colours: Mapping[str, str]) -> str:
+  """Validation loss against training FLOPs, and which methods have none that can be counted."""
+  lines, uncounted = [], ''
+  for label, group in groups.items():
+    line = _line(label, colours[label], _curves(group, 'validation'))
+    try:
+      curve = flops.of_run(group[0].config, head=False)
+    except ValueError as error:
+      uncounted += f'<div class="warn">Without {escape(label)}, whose FLOPs are not known: {escape(str(error))}.</div>'
+    else:
+      if line and curve:
+        lines.append(dataclasses.replace(line, x=curve.cumulative(head=False)[line.x.astype(int) - 1]))
+  if not lines:
+    return uncounted and f'<h2>Loss against FLOPs</h2>{uncounted}'
+  power = 3 * int(np.log10(max(line.x.max() for line in lines)) // 3)
+  lines = [dataclasses.replace(line, x=line.x / 10.0**power) for line in lines]
+  chart = svg.line_chart(
+    lines,
+    title='Validation loss against training FLOPs',
+    y_label='nats a token',
+    x_label=f'training FLOPs, 1e{power}',
+    y_range=_late_range(lines),
+    width=1140,
+    height=380,
+  )
+  return (
+    '<h2>Loss against FLOPs</h2><p class="caption">Counted from shapes, densities and phases: the matmuls of the '
+    'blocks, forward and backward, and causal attention; without the language-model head, and as if the hardware '
+    f'skipped every zero.</p>{uncounted}<figure>{chart}</figure>'
+  )
+
+
+_MEASURES = {
+  activations.ZEROS: 'share of zeros',
+  activations.KEPT_SUM: 'share of the sum that the pattern keeps',
+}
+
+
+def activation_sparsity(groups: Groups) -> str:
+  """Sparsity of squared ReLU over training, a chart a method and measure with a line a layer."""
+  found: list[tuple[str, str, Sequence[RunRecord], list[svg.Line]]] = []
+  for label, group in groups.items():
+    for measure, name in _MEASURES.items():
+      # A pattern in an order that the sparse phase keeps cannot be measured in a dense one.
+      layers = dict.fromkeys(layer for record in group[0].validation for layer in record.get(measure, {}))
+      curves = {layer: [run.activation_curve(measure, layer) for run in group] for layer in layers}
+      if lines := _layer_lines(curves):
+        found.append((label, name, group, lines))
+  if not found:
+    return ''
+  # One range for all, so that heights compare; above it the phases have their names.
+  low = min(0.9, math.floor(10 * min(float(line.y.min()) for *_, lines in found for line in lines)) / 10)
+  y_range = (low, 1 + 0.12 * (1 - low))
+  charts = []
+  for label, name, group, lines in found:
+    title, marks = f'{label}: {name}', _phase_marks(group[0])
+    chart = svg.line_chart(lines, title=title, y_label=name, y_range=y_range, marks=marks, width=380, height=230)
+    charts.append(f'<figure><figcaption>{escape(title)}</figcaption>{chart}</figure>')
+  return (
+    '<h2>Activations</h2><p class="caption">Squared ReLU on validation text, in the forward that the step trains with, '
+    'each layer by itself: its share of zeros before any pattern, and how much of its sum the pattern keeps (in dense '
+    'phases: would keep). Vertical lines part phases; axes need not begin at zero. Validation losses are taken with '
+    'dense activations, since a pattern over a block of tokens sees later ones; training losses are not.</p>'
+    f'<div class="charts small">{"".join(charts)}</div>'
+  )
+
+
+def _phase_marks(run: RunRecord) -> list[tuple[float, str]]:
+  """Where a phase follows another, to the distance of two log lines, with the name of the one that ends there."""
+  ends = [(float(a['step']), a['phase']) for a, b in itertools.pairwise(run.train) if a['phase'] != b['phase']]
+  # Left of an early line is no room for a name.
+  return [(step, phase if step > 0.2 * run.train[-1]['step'] else '') for step, phase in ends]
+
+
+def _layer_lines(curves: Mapping[str, Sequence[tuple[np.ndarray, np.ndarray]]]) -> list[svg.Line]:
+  """A line a layer; with names unless there are more layers than colours."""
+  colours = svg.PALETTE[1:]
+  lines = [
+    _line(layer if len(curves) <= len(colours) else '', colours[i % len(colours)], seeds)
+    for i, (layer, seeds) in enumerate(curves.items())
+  ]
+  return [line for line in lines if line]
+
+
+def flip_rates(groups: Groups, colours: Mapping[str, str]) -> str:
+  lines = [
+    line
+    for label, group in groups.items()
+    if (line := _line(label, colours[label], [run.flip_curve() for run in group]))
+  ]
+  if not lines:
+    return '<h2>Flip rate</h2><p class="caption">No run watched its masks.</p>'
+  modes = {run.config['recipe']['flip_rate'] for group in groups.values() for run in group}
+  unit = (
+    'Per optimizer step: what a search would choose before and after the step, whatever mask is in use.'
+    if modes == {'step'}
+    else 'Between two mask refreshes, whose distance differs between recipes: compare shapes, not heights, across them.'
+  )
+  overall = svg.line_chart(
+    lines,
+    title='Flip rate',
+    y_label='share of mask entries that flip, log scale',
+    log=True,
+    marks=_marks(groups),
+    width=1140,
+    height=380,
+  )
+  small = []
+  for label, group in groups.items():
+    by_layer: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
+    for name in group[0].train[-1]['flip_rates']:
+      for run in group:
+        start = int(run.flip_curve()[0][0]) if len(run.flip_curve()[0]) else 0
+        records = [r for r in run.train if r['step'] >= start and name in r['flip_rates']]
+        curve = np.array([r['step'] for r in records]), np.array([r['flip_rates'][name] for r in records])
+        by_layer.setdefault(name.removesuffix('/kernel'), []).append(curve)
+    if layers := _layer_lines(by_layer):
+      chart = svg.line_chart(
+        layers,
+        title=f'Flip rate of each layer, {label}',
+        y_label='flip rate, log scale',
+        log=True,
+        width=380,
+        height=230,
+      )
+      small.append(f'<figure><figcaption>{escape(label)}</figcaption>{chart}</figure>')
+  return (
+    f'<h2>Flip rate</h2><p class="caption">The share of mask entries that change. {unit} A dense run that is '
+    f'watched has masks chosen and compared, and nothing made sparse. Rates of zero have no place on the log scale.'
+    f'</p><figure>{overall}</figure>'
+    '<h2>Flip rate of each layer</h2><p class="caption">Lines have names where a model has at most eight such layers.'
+    f'</p><div class="charts small">{"".join(small)}</div>'
+  )

@@ -1,0 +1,1 @@
+"""Training: methods, programs that compile, checkpoints, run folders, sweeps."""

@@ -1,0 +1,300 @@
+"""From a configuration to the parts of a run: data, model, recipe, optimizer, mesh."""
+
+from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+import inspect
+import math
+from typing import Any, NamedTuple
+
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+import numpy as np
+import optax
+
+from experiments.models import gpt2, llama
+from experiments.runs.experiment import Config
+import sparse24_jax as s24
+from sparse24_jax.attention import Attention
+
+
+class Parts(NamedTuple):
+  """What a run is made of.
+
+  Attributes:
+    config: the configuration.
+    model: the linen model.
+    recipe: the library's description of what is sparse and when.
+    data: training and validation batches; see `experiments.data.pipeline`.
+    mesh: device mesh, or None for one device.
+  """
+
+  config: Config
+  model: nn.Module
+  recipe: s24.Recipe
+  data: Any
+  mesh: Mesh | None
+
+
+# What `model.family` names: how to make a model's configuration, and the model.
+FAMILIES: Mapping[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+  'gpt2': (gpt2.make_config, gpt2.GPT2),
+  'llama': (llama.make_config, llama.Llama),
+}
+
+# The feed-forward matrices, which every paper here makes sparse.
+FFN = r'.*/mlp/.*'
+# The same one by one, for recipes that tell them apart.
+FFN_UP = r'.*/mlp/c_fc/kernel'
+FFN_DOWN = r'.*/mlp/c_proj/kernel'
+# Every linear layer of the blocks, which mixed sparsity training takes.
+LINEAR = r'.*/(attn|mlp)/.*'
+
+WATCHABLE = ('transposable', 'magnitude', 'soft_threshold_projection')
+
+
+def make_recipe(config: Config) -> s24.Recipe:
+  """Returns the library's recipe that the configuration describes.
+
+  `recipe.kwargs.watch`, a projection, is given by its name; `recipe.kwargs.path` is `FFN` unless given, for recipes
+  that need one, and so are `up` and `down`, `FFN_UP` and `FFN_DOWN`; `total_steps` and `seed` are those of the run;
+  `recipe.kwargs.attention` is what `attention_of` takes and `recipe.kwargs.policy` {'pattern': ..., 'v': ..., 'm':
+  ...}, with the library's defaults; `recipe.flip_rate` overrides the recipe's own.
+
+  Raises:
+    ValueError: no such recipe, or arguments that it does not take.
+  """
+  name, kwargs = config.recipe.name, config.recipe.kwargs.to_dict()
+  if name not in s24.recipes.__all__:
+    raise ValueError(f'recipe.name is {name!r}; known: {", ".join(s24.recipes.__all__)}')
+  if kwargs.get('watch') is not None:
+    if kwargs['watch'] not in WATCHABLE:
+      raise ValueError(f'recipe.kwargs.watch is {kwargs["watch"]!r}; known: {", ".join(WATCHABLE)}')
+    kwargs['watch'] = getattr(s24, kwargs['watch'])()
+  make = getattr(s24.recipes, name)
+  signature = inspect.signature(make)
+  for key, path in (('path', FFN), ('up', FFN_UP), ('down', FFN_DOWN)):
+    if key in signature.parameters and signature.parameters[key].default is inspect.Parameter.empty:
+      kwargs.setdefault(key, path)
+  if 'total_steps' in signature.parameters:
+    kwargs.setdefault('total_steps', config.steps)
+  if 'seed' in signature.parameters:
+    kwargs.setdefault('seed', config.get('seed', 0))
+  try:
+    if 'attention' in kwargs:
+      kwargs['attention'] = attention_of(kwargs['attention'])
+    if isinstance(kwargs.get('policy'), dict):
+      kwargs['policy'] = s24.ActivationPolicy(**kwargs['policy'])
+    signature.bind(**kwargs)
+  except TypeError as error:
+    raise ValueError(f'recipe.kwargs of {name}{signature}: {error}') from error
+  recipe = dataclasses.replace(make(**kwargs), flip_rate=config.recipe.flip_rate)
+  if (implementation := config.recipe.get('implementation', 'auto')) == 'auto':
+    return recipe
+  policies = [dataclasses.replace(rule.policy, implementation=implementation) for rule in recipe.rules]
+  rules = (dataclasses.replace(rule, policy=policy) for rule, policy in zip(recipe.rules, policies, strict=True))
+  return dataclasses.replace(recipe, rules=tuple(rules))
+
+
+def attention_of(stored: Any) -> Any:
+  """Patterns from plain values: {'kind': ..., 'window': ...}, None, or a list of these and of lists of them.
+
+  >>> attention_of([None, [{'kind': 'local', 'window': 4}]])
+  (None, (AttentionPattern(kind='local', window=4),))
+  """
+  if isinstance(stored, Mapping):
+    return s24.AttentionPattern(**stored)
+  return tuple(map(attention_of, stored)) if isinstance(stored, Sequence) and not isinstance(stored, str) else stored
+
+
+def make_parts(config: Config, *, data: Any = None) -> Parts:
+  """Builds the parts of a run.
+
+  Args:
+    config: from `experiment.load_config`.
+    data: batches to use in place of the configured corpus.
+
+  Raises:
+    ValueError: settings that do not fit together, or data that is not there; says which.
+  """
+  for key in ('steps', 'accumulate', 'log_every', 'eval_every', 'eval_batches'):
+    if config[key] < 1:
+      raise ValueError(f'{key} is {config[key]}; it must be 1 or more')
+  if config.checkpoint_every < 0:
+    raise ValueError(f'checkpoint_every is {config.checkpoint_every}; it must be 1 or more, or 0 for no checkpoints')
+  for key in ('eval_every', 'checkpoint_every'):
+    if config[key] % config.log_every:
+      raise ValueError(
+        f'{key} {config[key]} is not a multiple of log_every {config.log_every}; resuming would lose a line'
+      )
+  if config.data.batch_size % (config.accumulate * config.mesh.data * config.mesh.fsdp):
+    raise ValueError(
+      f'data.batch_size {config.data.batch_size} is not divisible by accumulate {config.accumulate} x mesh '
+      f'{config.mesh.data} x {config.mesh.fsdp}'
+    )
+  recipe = make_recipe(config)
+  if (start := config.recipe.get('dense_from', 'weights')) not in ('weights', 'projected'):
+    raise ValueError(f"recipe.dense_from is {start!r}; known: 'weights', 'projected'")
+  mesh = make_mesh(config)
+  if data is None:
+    from experiments.data import pipeline  # Not before: a bad recipe should not wait for data preparation.
+
+    optional = {key: config.data[key] or None for key in ('data_dir', 'manual_dir', 'max_tokens')}
+    data = pipeline.load(**{**config.data.to_dict(), **optional})
+  vocab = math.ceil(data.vocab_size / config.vocab_multiple) * config.vocab_multiple
+  model = dict(config.model.to_dict())
+  family = model.pop('family', 'gpt2')
+  if family not in FAMILIES:
+    raise ValueError(f'model.family is {family!r}; known: {", ".join(FAMILIES)}')
+  make_config, make_model = FAMILIES[family]
+  try:
+    model['attention_pattern'] = attention_of(model.get('attention_pattern'))
+    model = make_config(model.pop('size'), vocab_size=vocab, **model)
+    for dtype in (model.dtype, model.param_dtype):
+      jnp.dtype(dtype)
+  except TypeError as error:
+    raise ValueError(f'model section: {error}') from error
+  if model.attention == 'cudnn' and jax.default_backend() != 'gpu':
+    raise ValueError("model.attention is 'cudnn', which needs an NVIDIA GPU; set model.attention=xla, or use --tiny")
+  if config.data.seq_len > model.seq_len:
+    raise ValueError(f'data.seq_len {config.data.seq_len} is longer than the model takes, {model.seq_len}')
+  parts = Parts(config, make_model(model), recipe, data, mesh)
+  for phase in recipe.phases:
+    model_for(parts, phase.attention)  # refuses what does not fit its layers and heads
+  return parts
+
+
+def phase_of(parts: Parts, step: int) -> tuple[str, Attention]:
+  """Name and attention of the phase of an optimizer step: what a compiled program depends on."""
+  steps = parts.config.steps
+  return s24.phase_at(parts.recipe, step, steps), s24.attention_at(parts.recipe, step, steps)
+
+
+def enter_phase(parts: Parts, step: int, params: Any, opt_state: Any) -> Any:
+  """The parameters that an optimizer step starts from: projected ones, if that is how its dense phase begins."""
+  if parts.config.recipe.get('dense_from', 'weights') == 'weights' or step == 0:
+    return params
+  before, now = (phase_of(parts, at)[0] for at in (step - 1, step))
+  if (before, now) != ('sparse', 'dense'):
+    return params
+  return jax.jit(lambda p, s: s24.project(p, s, parts.recipe, phase='sparse'))(params, opt_state)
+
+
+def regroup(parts: Parts, step: int, params: Any, opt_state: Any) -> Any:
+  """The optimizer state that an optimizer step starts from: neurons are clustered anew where a sparse phase begins."""
+  if step == 0 or [phase_of(parts, at)[0] for at in (step - 1, step)] != ['dense', 'sparse']:
+    return opt_state
+  return s24.regroup_neurons(params, opt_state, parts.recipe)
+
+
+def eval_recipe(recipe: s24.Recipe) -> s24.Recipe:
+  """The recipe that is evaluated: weights as in training, activations dense.
+
+  Which neurons a V:N:M pattern keeps for a token depends on all tokens of its block, later ones included, so a loss
+  under the pattern would know something of the very token that it predicts.
+  """
+  return dataclasses.replace(recipe, rules=tuple(dataclasses.replace(r, activation=None) for r in recipe.rules))
+
+
+def model_for(parts: Parts, attention: Attention, *, blocks: bool = True, **changes: Any) -> nn.Module:
+  """The model with the attention of a phase, its own where the phase names none; other attributes by name.
+
+  Without `blocks` of sparse activations feed-forward layers take tokens as they come: to reorder them takes time.
+  """
+  config = parts.model.config
+  if attention is not None:
+    config = dataclasses.replace(config, attention_pattern=attention)
+  if not blocks and getattr(config, 'ffn_order', 'sequence') != 'sequence':
+    config = dataclasses.replace(config, ffn_order='sequence')
+  return parts.model.clone(config=config, **changes)
+
+
+def identity(parts: Parts) -> dict[str, Any]:
+  """What two runs must share for one to go on from the other's checkpoint, as JSON-able data."""
+  config = parts.config.to_dict()
+  return {
+    **{key: config[key] for key in ('seed', 'steps', 'accumulate', 'optimizer')},
+    'model': dataclasses.asdict(parts.model.config),
+    'recipe': parts.recipe.describe()
+    | ({'dense_from': 'projected'} if config['recipe'].get('dense_from') == 'projected' else {}),
+    'data': {key: value for key, value in config['data'].items() if not key.endswith('_dir')}
+    | {'fingerprint': parts.data.fingerprint},
+  }
+
+
+def learning_rate(config: Config) -> optax.Schedule:
+  """Linear warm-up, then half a cosine down to `end_lr`; ValueError if the warm-up takes all steps."""
+  opt = config.optimizer
+  if opt.warmup_steps >= config.steps:
+    raise ValueError(f'optimizer.warmup_steps is {opt.warmup_steps}; it must be less than steps, {config.steps}')
+  return optax.warmup_cosine_decay_schedule(0.0, opt.peak_lr, opt.warmup_steps, config.steps, opt.end_lr)
+
+
+def make_optimizer(config: Config, recipe: s24.Recipe, phase: str) -> optax.GradientTransformationExtraArgs:
+  """AdamW inside the recipe's wrapper, after clipping; weight decay on matrices only."""
+  opt = config.optimizer
+
+  def is_matrix(params: Any) -> Any:
+    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in ('kernel', 'embedding'), params)
+
+  rate = learning_rate(config)
+  # AdamW, spelt out because STEP holds the second moment in its sparse phase and so brings its own.
+  if recipe.name == 'step':
+    moments = s24.scale_by_step_adam(opt.b1, opt.b2, opt.eps, phase=phase)
+  else:
+    moments = optax.scale_by_adam(opt.b1, opt.b2, opt.eps)
+  decay = optax.add_decayed_weights(opt.weight_decay, is_matrix)
+  inner = optax.chain(moments, decay, optax.scale_by_learning_rate(rate))
+  sparse = s24.sparse_training(inner, recipe, phase=phase, learning_rate=rate)
+  return optax.chain(optax.clip_by_global_norm(opt.clip) if opt.clip else optax.identity(), sparse)
+
+
+def make_mesh(config: Config) -> Mesh | None:
+  """A ('data', 'fsdp') mesh over the first devices, or None when one device is asked for.
+
+  Raises:
+    ValueError: more devices asked for than there are.
+  """
+  sizes = (config.mesh.data, config.mesh.fsdp)
+  wanted, devices = math.prod(sizes), jax.devices()
+  if wanted > len(devices):
+    raise ValueError(f'mesh {sizes[0]} x {sizes[1]} needs {wanted} devices, there are {len(devices)}; set mesh.data')
+  return None if wanted == 1 else Mesh(np.array(devices[:wanted]).reshape(sizes), ('data', 'fsdp'))
+
+
+def state_sharding(mesh: Mesh, tree: Any) -> Any:
+  """Shardings for parameters and optimizer state: each array split over 'fsdp' along its longest axis that can be.
+
+  The rule sees shapes only, so that a parameter, its moments and its mask are split alike; an axis is split only into
+  whole groups of four, which keeps the mask search free of communication.
+  """
+  size = mesh.shape['fsdp']
+
+  def spec(leaf: Any) -> NamedSharding:
+    axes = [axis for axis, length in enumerate(leaf.shape) if length % (4 * size) == 0]
+    if size == 1 or len(leaf.shape) < 2 or not axes:
+      return NamedSharding(mesh, PartitionSpec())
+    longest = max(axes, key=lambda axis: leaf.shape[axis])
+    return NamedSharding(mesh, PartitionSpec(*(['fsdp' if a == longest else None for a in range(len(leaf.shape))])))
+
+  return jax.tree.map(spec, tree)
+
+
+def validation_batches(parts: Parts, count: int) -> dict[str, Any]:
+  """The first validation batches, stacked to [count, B, T] and split over the mesh."""
+  batches = list(parts.data.validation(count))
+  stacked = {key: np.stack([batch[key] for batch in batches]) for key in batches[0]}
+  if parts.mesh is None:
+    return stacked
+  sharding = NamedSharding(parts.mesh, PartitionSpec(None, ('data', 'fsdp')))
+  return {key: jax.device_put(x, sharding) for key, x in stacked.items()}
+
+
+def shard_batch(parts: Parts, batch: Mapping[str, np.ndarray]) -> dict[str, Any]:
+  """Splits a batch [B, T] into micro-batches [accumulate, B / accumulate, T] and over the mesh."""
+  batch = {key: x.reshape(parts.config.accumulate, -1, x.shape[-1]) for key, x in batch.items()}
+  if parts.mesh is None:
+    return batch
+  sharding = NamedSharding(parts.mesh, PartitionSpec(None, ('data', 'fsdp')))
+  return {key: jax.make_array_from_process_local_data(sharding, x) for key, x in batch.items()}

@@ -1,0 +1,115 @@
+"""The comparison of methods over seeds at equal steps: runs, one record a run, and the report.
+
+Claim: on the embedded corpus, nano GPT-2 at 4,000 steps orders dense, 2:4 with masked decay, 2:4 without, and a dense
+model with half the feed-forward width.
+Cost: 8 methods x 3 seeds, one to two minutes a run on 2 cores.
+Command: python -m experiments compare
+"""
+
+from collections.abc import Iterable, Sequence
+import datetime
+import json
+from pathlib import Path
+from typing import Any
+
+from experiments.reports import report
+from experiments.runs import flops, main_job, method_table, methods, records, stored
+from experiments.runs.environment import command, without_folders
+from experiments.runs.experiment import load_config
+
+RESULTS = Path(__file__).parents[1] / 'results'
+
+
+def compare(
+  folder: str | Path,
+  *,
+  experiment: str = 'nano',
+  names: Sequence[str] = method_table.AT_EQUAL_STEPS,
+  seeds: Sequence[int] = (0, 1, 2),
+  tiny: bool = False,
+  overrides: Sequence[str] = (),
+  results: Path | None = None,
+  data: Any = None,
+) -> Path:
+  """Runs what is not finished yet, then writes records and report.
+
+  Args:
+    folder: gets one folder a run, and report.html.
+    experiment: see `experiment.load_config`.
+    names: keys of `METHODS` or `GROUPS` of `method_table`.
+    seeds: one run a method and seed.
+    tiny: the experiment's tiny twin.
+    overrides: 'section.key=value' strings.
+    results: JSON-lines file for the records; None writes none.
+    data: batches in place of the corpus.
+
+  Returns:
+    The path of the report.
+  """
+  folders = methods.run_all(experiment, names, seeds, folder, tiny=tiny, overrides=overrides, data=data)
+  if results is not None:
+    name = load_config(experiment, overrides, tiny=tiny).name
+    write_records(records.find_runs(folders), results, experiment=name)
+    print(f'records: {results}')
+  path = report.write_report(folders, Path(folder) / 'report.html', title=f'Methods compared, {experiment}')
+  main_job.show_table(folders)
+  print(f'report: {path.resolve()}')
+  return path
+
+
+def write_records(found: Iterable[records.RunRecord], path: Path, *, experiment: str) -> None:
+  """Writes one JSON line a finished run, in place of the older line of the same run.
+
+  Args:
+    found: runs; unfinished ones are left out.
+    path: JSON-lines file, made when missing.
+    experiment: name of the experiment that all of them belong to.
+  """
+  kept = {_key(record): record for record in map(json.loads, path.read_text().splitlines())} if path.exists() else {}
+  for run in found:
+    if run.summary is None:
+      continue
+    record = {
+      'bench': 'quality',
+      'experiment': experiment,
+      'model': run.config['model'],
+      'method': run.method,
+      'label': run.label,
+      'recipe': run.config['recipe']['name'],
+      'recipe_kwargs': run.config['recipe']['kwargs'],
+      'seed': run.seed,
+      'steps': run.config['steps'],
+      # Counted, over the whole run: the blocks and causal attention, without and with the language-model head.
+      'training_flops': _training_flops(run),
+      'corpus': run.config['data']['corpus'],
+      'optimizer': run.config['optimizer'],
+      'sparse_steps': run.sparse_steps,
+      'dense_from': run.config['recipe'].get('dense_from', 'weights'),
+      'validation_loss': run.validation_loss,
+      'flip_rate': run.flip_summary(),
+      # Per layer, of squared-ReLU blocks: at the first evaluation, the last one of the sparse phase, and the last.
+      'activations': run.activation_summary(),
+      'seconds': run.seconds,
+      # Of one device where it was not shared; {} for runs from before these were told apart.
+      'spent': run.spent,
+      'tokens_per_s': run.tokens_per_s,
+      # Runs from before these two were stored have no commit to tell, and their command is today's at best.
+      'commit': None,
+      'command': command(),
+      **without_folders(run.environment),
+      'when': datetime.datetime.fromtimestamp((run.folder / 'summary.json').stat().st_mtime, datetime.UTC).isoformat(),
+    }
+    kept[_key(record)] = record
+  path.parent.mkdir(parents=True, exist_ok=True)
+  path.write_text(''.join(json.dumps(record) + '\n' for record in kept.values()))
+
+
+def _training_flops(run: records.RunRecord) -> dict[str, float] | None:
+  curve = flops.of_run(run.config)
+  return curve and {name: curve.sum().total(head=name == 'with_head') for name in ('without_head', 'with_head')}
+
+
+def _key(record: dict[str, Any]) -> tuple[Any, ...]:
+  recipe = stored.as_meant({'recipe': {'name': record['recipe'], 'kwargs': record['recipe_kwargs']}})['recipe']
+  kwargs = json.dumps(recipe['kwargs'], sort_keys=True)
+  return *(record[name] for name in ('experiment', 'label', 'seed', 'steps')), kwargs

@@ -1,0 +1,96 @@
+"""Looking into the checkpoint of a run: what each sparse weight is like, and the loss it gives."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from ml_collections import ConfigDict
+import numpy as np
+
+from experiments.runs import build, programs, stored
+from experiments.runs.checkpoint import Checkpoints
+from experiments.runs.experiment import Config
+import sparse24_jax as s24
+
+
+class Loaded(NamedTuple):
+  """A run's checkpoint, ready to use.
+
+  Attributes:
+    parts: the parts of the run.
+    state: parameters and optimizer state.
+    phase: phase of the step that made the checkpoint.
+  """
+
+  parts: build.Parts
+  state: programs.TrainState
+  phase: str
+
+
+class WeightRow(NamedTuple):
+  """One sparse weight: path, shape, kept share, flip rate, and whether the weight the forward sees is 2:4."""
+
+  path: str
+  shape: tuple[int, ...]
+  density: float
+  flip_rate: float
+  is_24: bool
+
+
+def load(folder: str | Path, *, step: int | None = None, data: Any = None) -> Loaded:
+  """Loads a checkpoint of a run folder.
+
+  Args:
+    folder: the run's folder.
+    step: which checkpoint; None is the newest.
+    data: batches in place of the configured corpus.
+
+  Raises:
+    CheckpointError: no checkpoint there, or one that cannot be read.
+    ValueError: not a run folder.
+  """
+  config: Config = ConfigDict(stored.read(folder))
+  config.mesh.update({'data': 1, 'fsdp': 1})
+  config.accumulate = 1
+  if config.model.get('attention') == 'cudnn' and jax.default_backend() != 'gpu':
+    config.model.attention = 'xla'
+  parts = build.make_parts(config, data=data)
+  target = jax.eval_shape(lambda: programs.init_state(parts))
+  with Checkpoints(Path(folder) / 'checkpoints', read_only=True) as checkpoints:
+    meta = checkpoints.read_meta(step)
+    found = checkpoints.restore(target.params, target.opt_state, identity=meta['identity'], step=meta['step'])
+  return Loaded(parts, programs.TrainState(jnp.int32(meta['step']), found.params, found.opt_state), meta['phase'])
+
+
+def evaluate(loaded: Loaded, *, num_batches: int | None = None) -> dict[str, float]:
+  """Validation loss in nats a token, perplexity, and bits a token, in the phase of the checkpoint."""
+  count = loaded.parts.config.eval_batches if num_batches is None else num_batches
+  if count < 1:
+    raise ValueError(f'validation takes 1 batch or more, found {count}')
+  _, attention = build.phase_of(loaded.parts, int(loaded.state.step) - 1)
+  loss = float(programs.make_eval(loaded.parts, loaded.phase, attention, num_batches=count)(loaded.state))
+  return {'loss': loss, 'perplexity': float(np.exp(loss)), 'bits_per_token': float(loss / np.log(2))}
+
+
+def weight_table(loaded: Loaded) -> list[WeightRow]:
+  """One row a sparse weight, of the values that the forward of the checkpoint's phase reads."""
+  recipe, (_, params, opt_state) = loaded.parts.recipe, loaded.state
+  weights = _by_path(s24.project(params, opt_state, recipe, phase=loaded.phase))
+  rows = []
+  for path, rate in s24.get_flip_rate(opt_state).per_weight.items():
+    w = weights[path]
+    try:
+      s24.verify24(w)
+    except ValueError:
+      is_24 = False
+    else:
+      is_24 = True
+    rows.append(WeightRow(path, w.shape, float(jnp.mean(w != 0)), float(jnp.mean(rate)), is_24))
+  return rows
+
+
+def _by_path(tree: Any) -> Mapping[str, jax.Array]:
+  leaves = jax.tree_util.tree_leaves_with_path(tree)
+  return {jax.tree_util.keystr(path, simple=True, separator='/'): leaf for path, leaf in leaves}

@@ -1,0 +1,159 @@
+"""What a configuration compiles to: initial state, training step, evaluation."""
+
+from collections.abc import Callable
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from experiments.runs import activations, build
+from experiments.runs.build import Parts
+import sparse24_jax as s24
+from sparse24_jax.attention import Attention
+
+
+class TrainState(NamedTuple):
+  """What a step carries: int32 `step` (optimizer steps done), parameters, optimizer state."""
+
+  step: jax.Array
+  params: Any
+  opt_state: Any
+
+
+class StepMetrics(NamedTuple):
+  """What a step reports, still on the device: float32 scalars, and `flip_rates` [number of sparse weights]."""
+
+  loss: jax.Array
+  grad_norm: jax.Array
+  learning_rate: jax.Array
+  flip_rate: jax.Array
+  flip_rates: jax.Array
+
+
+def init_state(parts: Parts) -> TrainState:
+  """Initial state, already in its shards; depends on `config.seed` only."""
+  return make_init(parts)(parts.config.seed)
+
+
+def make_init(parts: Parts) -> Callable[[int], TrainState]:
+  """Compiles to one program: seed -> initial state, already in its shards."""
+  tokens = jnp.zeros((1, parts.config.data.seq_len), jnp.int32)
+  tx = build.make_optimizer(parts.config, parts.recipe, s24.phase_at(parts.recipe, 0, parts.config.steps))
+
+  def init(seed: int) -> TrainState:
+    params = parts.model.init(jax.random.key(seed), tokens)['params']
+    return TrainState(jnp.zeros((), jnp.int32), params, tx.init(params))
+
+  if parts.mesh is None:
+    return jax.jit(init)
+  return jax.jit(init, out_shardings=build.state_sharding(parts.mesh, jax.eval_shape(init, parts.config.seed)))
+
+
+def loss_fn(model: Any, params: Any, sparse: Any, batch: dict[str, jax.Array], key: jax.Array) -> jax.Array:
+  """Mean next-token cross-entropy in nats, float32 scalar, of tokens [B, T]."""
+  key_mvue, key_dropout = jax.random.split(key)
+  rngs = {'mvue': key_mvue, 'dropout': key_dropout}
+  logits_BxTxV = model.apply({'params': params, 'sparse24': sparse}, batch['inputs'], rngs=rngs)
+  return optax.softmax_cross_entropy_with_integer_labels(logits_BxTxV, batch['targets']).mean()
+
+
+def make_step(
+  parts: Parts, phase: str, shardings: Any, attention: Attention = None
+) -> Callable[..., tuple[TrainState, StepMetrics]]:
+  """Compiles to one program a phase: (state, micro-batches [accumulate, B, T], seed) -> (state, metrics).
+
+  The seed, for sampling, is that of the configuration unless given: runs that differ in it share the program.
+  """
+  config, recipe = parts.config, parts.recipe
+  tx = build.make_optimizer(config, recipe, phase)
+  deterministic = not parts.model.config.dropout
+  blocks = phase == 'sparse' and any(rule.activation for rule in recipe.rules)
+  model = build.model_for(parts, attention, blocks=blocks, deterministic=deterministic)
+  model = s24.sparsify(model, recipe, phase=phase)
+
+  @functools.partial(jax.jit, donate_argnums=0, out_shardings=shardings)
+  def step(
+    state: TrainState, batches: dict[str, jax.Array], seed: int = config.seed
+  ) -> tuple[TrainState, StepMetrics]:
+    # Every step's key comes from its number, so a resumed run draws what the interrupted one would have drawn.
+    key = jax.random.fold_in(jax.random.key(seed + 1), state.step)
+    # Masks of this optimizer step, for all micro-batches: read from the optimizer state, searched by its update.
+    sparse = s24.sparse_variables(state.params, state.opt_state, recipe, phase=phase)
+    value_and_grad = jax.value_and_grad(functools.partial(loss_fn, model))
+
+    def micro_step(total: Any, indexed: Any) -> tuple[Any, None]:
+      index, batch = indexed
+      new = value_and_grad(state.params, sparse, batch, jax.random.fold_in(key, index))
+      return jax.tree.map(jnp.add, total, new), None
+
+    if config.accumulate == 1:
+      loss, grads = value_and_grad(state.params, sparse, jax.tree.map(lambda x: x[0], batches), key)
+    else:
+      zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, state.params))
+      total, _ = jax.lax.scan(micro_step, zero, (jnp.arange(config.accumulate), batches))
+      loss, grads = jax.tree.map(lambda x: x / config.accumulate, total)
+    updates, opt_state = tx.update(grads, state.opt_state, state.params)
+    params = optax.apply_updates(state.params, updates)
+    flips = s24.get_flip_rate(opt_state)
+    rates = [jnp.ravel(rate) for rate in flips.per_weight.values()] or [jnp.zeros(0)]
+    norm, learning_rate = optax.tree.norm(grads), build.learning_rate(config)(state.step)
+    metrics = StepMetrics(loss, norm, jnp.asarray(learning_rate), flips.overall, jnp.concatenate(rates))
+    return TrainState(state.step + 1, params, opt_state), metrics
+
+  return step
+
+
+def make_eval(
+  parts: Parts, phase: str, attention: Attention = None, *, num_batches: int
+) -> Callable[[TrainState], jax.Array]:
+  """Compiles to one program: state -> mean validation loss, over the same batches every time.
+
+  Activations are dense, whatever the recipe, see `build.eval_recipe`.
+  """
+  model = build.model_for(parts, attention, blocks=False)
+  model = s24.sparsify(model, build.eval_recipe(parts.recipe), phase=phase)
+  stacked = build.validation_batches(parts, num_batches)
+
+  @jax.jit
+  def evaluate(params: Any, opt_state: Any, batches: dict[str, jax.Array]) -> jax.Array:
+    sparse = s24.sparse_variables(params, opt_state, parts.recipe, phase=phase)
+    return jax.lax.map(lambda batch: loss_fn(model, params, sparse, batch, jax.random.key(0)), batches).mean()
+
+  return lambda state: evaluate(state.params, state.opt_state, stacked)
+
+
+def flip_rate_names(opt_state: Any) -> list[str]:
+  """Names of the entries of `StepMetrics.flip_rates`; stacked layers get an index: 'h/mlp/c_fc/kernel[3]'."""
+  shapes = jax.eval_shape(lambda state: s24.get_flip_rate(state).per_weight, opt_state)
+  return [
+    path if not leaf.shape else f'{path}[{i}]' for path, leaf in shapes.items() for i in range(math.prod(leaf.shape))
+  ]
+
+
+class Programs:
+  """What a configuration compiles to, each program when first asked for; the same for runs that differ in seeds only.
+
+  Args:
+    parts: from `build.make_parts`, with any seed.
+
+  Attributes:
+    recipe: that of the runs.
+    init: see `make_init`.
+    step: phase, attention -> see `make_step`.
+    evaluate: phase, attention -> see `make_eval`.
+    probe: phase, attention -> see `activations.make_probe`.
+  """
+
+  def __init__(self, parts: Parts):
+    self.recipe = parts.recipe
+    self.init = make_init(parts)
+    shardings = None
+    if parts.mesh:
+      shardings = (build.state_sharding(parts.mesh, jax.eval_shape(self.init, parts.config.seed)), None)
+    self.step = functools.cache(lambda phase, attention: make_step(parts, phase, shardings, attention))
+    count = parts.config.eval_batches
+    self.evaluate = functools.cache(lambda phase, attention: make_eval(parts, phase, attention, num_batches=count))
+    self.probe = functools.cache(functools.partial(activations.make_probe, parts))

@@ -1,0 +1,296 @@
+"""The report renders from run folders alone, and its verdicts follow the figures."""
+
+from html.parser import HTMLParser
+import json
+from pathlib import Path
+import re
+import xml.etree.ElementTree as ET
+
+from absl.testing import absltest, parameterized
+import numpy as np
+
+from experiments.reports import claims, report, report_curves, svg
+from experiments.runs import build, compare, environment, method_table, methods, records
+from experiments.runs.experiment import load_config
+from tests.experiments.fakes import temp_folder
+
+NAMES = ('h_0/mlp/c_fc/kernel', 'h_0/mlp/c_proj/kernel')
+
+
+def write_run(folder, method, seed, final, *, tail=1e-3, finished=True, second_per_step=0.0, **overrides):
+  """A run folder of a given final loss, whose flip rate rises to 0.05 and falls to `tail`; older without a time."""
+  config = methods.configure(load_config('nano'), method, seed)
+  config.update(overrides)
+  folder = Path(folder) / f'{method}-seed{seed}'
+  folder.mkdir(parents=True)
+  sparse_until = 3000 if method.startswith('fst') else (0 if 'dense' in config.recipe.name else 4000)
+  lines, timing, spent = [], [], {}
+  for step in range(100, 4001, 100):
+    rate = 0.05 * np.exp(-(((step - 600) / 300) ** 2)) + (tail if step > 600 else 0.01)
+    loss = final + 2 * np.exp(-step / 500)
+    phase = 'sparse' if step <= sparse_until else 'dense'
+    lines.append(
+      {
+        'step': step,
+        'kind': 'train',
+        'loss': loss,
+        'grad_norm': 1.0,
+        'learning_rate': 1e-3,
+        'phase': phase,
+        'flip_rate': rate,
+        'flip_rates': dict.fromkeys(NAMES, rate),
+      }
+    )
+    if second_per_step:
+      spent = {'spent': {'training': step * second_per_step, 'compiling': 31.0, 'evaluation': 7.0, 'checkpoints': 3.0}}
+    timing.append({'step': step, 'kind': 'timing', 'seconds': step / 100, **spent, 'tokens_per_s': 9e4})
+    if step % 500 == 0:
+      lines.append({'step': step, 'kind': 'validation', 'loss': final if step == 4000 else loss, 'phase': phase})
+  (folder / 'metrics.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in lines))
+  (folder / 'timing.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in timing))
+  (folder / 'config.json').write_text(json.dumps(config.to_dict()))
+  (folder / 'environment.json').write_text(
+    json.dumps({'device': '2 CPU cores', 'python': '3.12.1', 'versions': {'jax': '0.11.2'}})
+  )
+  if finished:
+    (folder / 'summary.json').write_text(json.dumps({'seconds': 40.0, 'validation_loss': final, **spent}))
+  return folder
+
+
+class _Page(HTMLParser):
+  """Collects what a page would load or run, and its visible text."""
+
+  def __init__(self):
+    super().__init__()
+    self.tags, self.links, self.text = [], [], []
+
+  def handle_starttag(self, tag, attrs):
+    self.tags.append(tag)
+    self.links += [value for name, value in attrs if name in ('src', 'href', 'xlink:href')]
+
+  def handle_data(self, data):
+    self.text.append(data)
+
+
+def read_page(path):
+  page = _Page()
+  page.feed(Path(path).read_text())
+  return page
+
+
+class ReportTest(parameterized.TestCase):
+  def test_one_page_with_everything_in_it(self):
+    folder = temp_folder(self)
+    for seed in range(3):
+      write_run(folder, 'dense', seed, 1.22 + 0.01 * seed, tail=5e-3)
+      write_run(folder, 'fst', seed, 1.25 + 0.01 * seed)
+      write_run(folder, 'ste', seed, 1.30 + 0.01 * seed)
+    path = report.write_report([folder], Path(folder) / 'out' / 'report.html', title='A <title>')
+    page = read_page(path)
+    self.assertNotIn('script', page.tags)
+    self.assertEqual([link for link in page.links if not link.startswith('data:')], [])
+    self.assertNotRegex(path.read_text(), r'url\(\s*[\'"]?http|@import')
+    text = ' '.join(page.text)
+    for expected in (
+      'A <title>',
+      '9',
+      'FST',
+      'plain STE',
+      '+0.0300',
+      '± 0.0100',
+      'h_0/mlp/c_fc',
+      'FST turns dense',
+      'Loss against FLOPs',
+      'training FLOPs, 1e12',
+      'seed 2',
+      'jax 0.11.2',
+    ):
+      self.assertIn(expected, text)
+    for picture in re.findall(r'<svg.*?</svg>', path.read_text(), re.DOTALL):
+      ET.fromstring(picture)
+    self.assertNotRegex(path.read_text(), r'(?<![a-z])nan(?![a-z])')
+
+  @parameterized.parameters(False, True)
+  def test_one_run_is_enough(self, finished):
+    folder = write_run(temp_folder(self), 'dense', 0, 1.2, finished=finished)
+    text = ' '.join(read_page(report.write_report([folder], folder / 'r.html')).text)
+    self.assertIn('speak to none of the claims', text)
+    self.assertEqual('Unfinished' in text, not finished)
+
+  def test_differing_settings_are_pointed_out(self):
+    folder = temp_folder(self)
+    write_run(folder, 'dense', 0, 1.2)
+    write_run(folder, 'fst', 0, 1.2, steps=8000)
+    text = ' '.join(read_page(report.write_report([folder], Path(folder) / 'r.html')).text)
+    self.assertIn('steps: 4000, 8000', text)
+
+  def test_folders_without_runs_are_refused(self):
+    with self.assertRaisesRegex(ValueError, 'holds no run'):
+      report.write_report([temp_folder(self)], 'never.html')
+
+  def test_records_are_replaced_not_doubled(self):
+    folder = Path(temp_folder(self))
+    write_run(folder, 'fst', 0, 1.25)
+    for _ in range(2):
+      compare.write_records(records.find_runs([folder]), folder / 'results.jsonl', experiment='nano')
+    (record,) = map(json.loads, (folder / 'results.jsonl').read_text().splitlines())
+    self.assertEqual((record['method'], record['recipe']), ('fst', 'transposable_srste'))
+    self.assertEqual(record['validation_loss'], 1.25)
+    self.assertEqual(record['flip_rate']['peak_step'], 600)
+    # The folder is from before runs stored where they came from.
+    self.assertIsNone(record['commit'])
+    self.assertEqual(record['command'], environment.command())
+
+  def test_records_tell_where_the_run_came_from(self):
+    folder = Path(temp_folder(self))
+    origin = {'commit': 'abc-dirty', 'command': 'python -m experiments compare --seeds 0'}
+    for index, decay in enumerate((6e-3, 6e-5)):
+      path = write_run(folder / str(index), 'fst', 0, 1.25)
+      config = json.loads((path / 'config.json').read_text())
+      config['recipe']['kwargs']['masked_decay'] = decay
+      (path / 'config.json').write_text(json.dumps(config))
+      old = json.loads((path / 'environment.json').read_text())
+      (path / 'environment.json').write_text(json.dumps(old | origin))
+    compare.write_records(records.find_runs([folder]), folder / 'results.jsonl', experiment='mine')
+    written = list(map(json.loads, (folder / 'results.jsonl').read_text().splitlines()))
+    self.assertEqual([record['recipe_kwargs']['masked_decay'] for record in written], [6e-3, 6e-5])
+    for record in written:
+      self.assertEqual(record, record | origin | {'experiment': 'mine'})
+
+  def test_folders_of_a_machine_stay_there(self):
+    folder = Path(temp_folder(self))
+    path = write_run(folder, 'fst', 0, 1.25)
+    command = 'python -m experiments together --folder /home/me/runs --set steps=9'
+    old = json.loads((path / 'environment.json').read_text())
+    (path / 'environment.json').write_text(json.dumps(old | {'command': command}))
+    compare.write_records(records.find_runs([folder]), folder / 'results.jsonl', experiment='mine')
+    page = report.write_report([folder], folder / 'r.html').read_text()
+    for text in ((folder / 'results.jsonl').read_text(), page):
+      self.assertIn('--folder runs --set steps=9', text)
+      self.assertNotIn('/home/me', text)
+    self.assertIn('say nothing about speed', page)
+
+  def test_loss_against_the_seconds_of_training(self):
+    folder = Path(temp_folder(self))
+    for seed in range(2):
+      write_run(folder, 'dense', seed, 1.2, second_per_step=0.25)
+      write_run(folder, 'fst', seed, 1.2, second_per_step=0.125 + 0.125 * seed)
+    groups = records.group(records.find_runs([folder]))
+    section = report_curves.loss_against_seconds(groups, dict.fromkeys(groups, '#000'))
+    ends = [float(line.split()[-1].split(',')[0]) for line in re.findall(r'<polyline points="([^"]*)"', section)]
+    # Of 1140 pixels 62 and 24 are margins, and the axis ends at 1,000 seconds; FST took 500 and 1,000.
+    np.testing.assert_allclose(ends, [1116, 62 + 0.75 * (1140 - 62 - 24)], atol=0.1)
+    self.assertIn('<td>FST</td><td class=n>90.0</td><td class=n>1.33</td><td class=n>750.0</td>', section)
+    self.assertIn('Loss against time', report.write_report([folder], folder / 'r.html').read_text())
+    compare.write_records(records.find_runs([folder]), folder / 'results.jsonl', experiment='mine')
+    record = json.loads((folder / 'results.jsonl').read_text().splitlines()[0])
+    self.assertEqual(record['spent']['compiling'], 31.0)
+
+  def test_times_are_of_finished_runs_that_were_timed_throughout(self):
+    """An unfinished run has fewer seconds for its steps; of one begun by an older program not all are known."""
+    folder = Path(temp_folder(self))
+    write_run(folder, 'dense', 0, 1.2, second_per_step=0.25)
+    write_run(folder, 'fst', 0, 1.2, second_per_step=0.125, finished=False)
+    older = write_run(folder, 'dense', 1, 1.2, second_per_step=0.125) / 'timing.jsonl'
+    lines = [json.loads(line) for line in older.read_text().splitlines()]
+    for line in lines[:3]:
+      del line['spent']
+    older.write_text(''.join(json.dumps(line) + '\n' for line in lines))
+    groups = records.group(records.find_runs([folder]))
+    (timed,) = (run for run in groups['dense'] if run.was_timed)
+    steps, seconds = timed.training_seconds()
+    self.assertEqual((steps[0], seconds[0]), (0, 0.0))  # for what was evaluated before the first of them
+    section = report_curves.loss_against_seconds(groups, dict.fromkeys(groups, '#000'))
+    self.assertIn('<td>dense</td><td class=n>90.0</td><td class=n>1.00</td><td class=n>1,000.0</td>', section)
+    self.assertNotIn('FST', section)
+
+  def test_times_of_different_devices_are_not_compared(self):
+    folder = Path(temp_folder(self))
+    path = write_run(folder, 'dense', 0, 1.2, second_per_step=0.25)
+    environment_file = path / 'environment.json'
+    old = json.loads(environment_file.read_text())
+    for change in ({'device': 'another'}, {'command': 'python -m experiments together --config small'}, None):
+      environment_file.write_text(json.dumps(old | (change or {})))
+      write_run(folder / str(change), 'fst', 0, 1.2, second_per_step=0.125)
+      page = report.write_report([folder], folder / 'r.html').read_text()
+      self.assertEqual('Loss against time' in page, change is None)
+
+  @parameterized.parameters((1, 'FST turns dense'), (2, '2 methods turn dense'))
+  def test_the_first_end_of_a_sparse_phase_is_marked(self, count, text):
+    folder = temp_folder(self)
+    for method in ('fst', 'fst_no_decay')[:count]:
+      write_run(folder, method, 0, 1.25)
+    self.assertIn(text, ' '.join(read_page(report.write_report([folder], Path(folder) / 'r.html')).text))
+
+
+class VerdictTest(parameterized.TestCase):
+  def _verdicts(self, **finals):
+    folder = temp_folder(self)
+    tails = {'dense': 5e-3}
+    for method, losses in finals.items():
+      for seed, loss in enumerate(losses):
+        write_run(folder, method, seed, loss, tail=tails.get(method, 1e-3))
+    return {finding.claim: finding for finding in claims.findings(records.find_runs([folder]))}
+
+  @parameterized.parameters(
+    ((1.26, 1.27, 1.28), 'disagrees', r'\+0\.060'),
+    ((1.19, 1.20, 1.21), 'agrees', 'below dense'),
+    ((1.201, 1.209, 1.221), 'agrees', 'less than 1% of the loss'),
+    # Surely higher, and surely by less than one percent.
+    ((1.203, 1.213, 1.2231), 'agrees', 'less than 1% of the loss'),
+    ((1.21, 1.19, 1.24), 'open', 'too wide to tell'),
+    ((1.26,), 'open', 'one seed'),
+  )
+  def test_fst_against_dense(self, fst, verdict, evidence):
+    finding = self._verdicts(dense=(1.20, 1.21, 1.22), fst=fst)['FST reaches the quality of dense training.']
+    self.assertEqual(finding.verdict, verdict)
+    self.assertRegex(finding.evidence, evidence)
+
+  def test_a_strict_claim_stays_open_within_the_spread(self):
+    found = self._verdicts(fst=(1.21, 1.19, 1.24), ste=(1.20, 1.21, 1.22))
+    self.assertEqual(found['FST beats plain straight-through training.'].verdict, 'open')
+
+  def test_a_method_with_two_settings_is_judged_by_its_best(self):
+    found = self._verdicts(fst=(1.20, 1.21, 1.22), sr_ste=(1.19, 1.20, 1.205), sr_ste_published=(1.30, 1.31, 1.32))
+    finding = next(f for claim, f in found.items() if claim.startswith('With Adam'))
+    self.assertEqual(finding.verdict, 'disagrees')
+
+  def test_flip_rates(self):
+    found = self._verdicts(dense=(1.2,), fst=(1.2,), fst_no_decay=(1.2,))
+    settle = next(f for claim, f in found.items() if claim.startswith('With masked decay'))
+    stay = next(f for claim, f in found.items() if claim.startswith('Without decay'))
+    self.assertEqual((settle.verdict, stay.verdict), ('agrees', 'disagrees'))
+    self.assertIn('peak 6.', settle.evidence)
+
+  @parameterized.parameters(
+    ({'masked_decay': 6e-3}, {'refresh_every': 40}, 1),
+    ({'masked_decay': 6e-3}, {}, 0),
+    ({'masked_decay': 6e-3, 'refresh_every': 1}, {}, 1),
+  )
+  def test_flip_rates_compare_at_equal_intervals(self, fst, dense, pairs):
+    folder = temp_folder(self)
+    for method, kwargs in (('fst', fst), ('dense', {'path': build.FFN, 'watch': 'transposable', **dense})):
+      name = method_table.METHODS[method].recipe
+      path = write_run(folder, method, 0, 1.2)
+      config = json.loads((path / 'config.json').read_text())
+      config['recipe'] = {'name': name, 'kwargs': kwargs, 'flip_rate': 'refresh'}
+      (path / 'config.json').write_text(json.dumps(config))
+    groups = {run.method: [run] for run in records.find_runs([folder])}
+    self.assertLen(claims.comparable_flips(groups, 'fst', 'dense'), pairs)
+
+
+class SvgTest(parameterized.TestCase):
+  @parameterized.parameters((0, 4000), (1.2, 1.31), (-3e-5, 1e-4), (5, 5))
+  def test_ticks_lie_inside(self, low, high):
+    found = svg.ticks(low, high)
+    self.assertGreaterEqual(len(found), 1)
+    self.assertTrue(all(low <= tick <= high for tick in found))
+
+  @parameterized.parameters(False, True)
+  def test_zeros_and_single_points_draw(self, log):
+    line = svg.Line('a & b', '#000', np.array([10, 20, 30]), np.array([0.0, 1e-3, 0.0]))
+    ET.fromstring(svg.line_chart([line], title='t', y_label='y', log=log))
+
+
+if __name__ == '__main__':
+  absltest.main()

@@ -1,0 +1,187 @@
+"""Checkpoints: everything back bit for bit, and a clear error with the last good one intact for whatever goes wrong."""
+
+import gc
+from pathlib import Path
+import resource
+import shutil
+import signal
+from typing import NamedTuple
+
+from absl.testing import absltest, parameterized
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+
+from experiments.runs.checkpoint import CheckpointError, Checkpoints, differences
+from tests.experiments.fakes import temp_folder
+
+
+class _State(NamedTuple):
+  mask: jax.Array
+  inner: object
+  key: jax.Array
+
+
+def _trees(seed=0, size=64):
+  params = {'h_0': {'mlp': {'kernel': jax.random.normal(jax.random.key(seed), (size, size))}}}
+  inner = optax.adamw(1e-3).init(params)
+  return params, _State(params['h_0']['mlp']['kernel'] > 0, inner, jax.random.key(seed + 1))
+
+
+def _meta(**identity):
+  return {'identity': identity, 'data_state': {'position': 3}}
+
+
+def _equal(case, a, b):
+  case.assertEqual(jax.tree.structure(a), jax.tree.structure(b))
+
+  def plain(leaf):
+    return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+
+  a, b = jax.tree.map(plain, (a, b))
+  for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+    case.assertEqual((x.dtype, np.asarray(x).tobytes()), (y.dtype, np.asarray(y).tobytes()))
+
+
+class RoundTripTest(parameterized.TestCase):
+  def test_everything_comes_back(self):
+    params, opt_state = _trees()
+    with Checkpoints(temp_folder(self)) as checkpoints:
+      checkpoints.save(7, params, opt_state, _meta(recipe='ste'))
+      found = checkpoints.restore(*jax.tree.map(jnp.zeros_like, (params, opt_state)), identity={'recipe': 'ste'})
+    _equal(self, (found.params, found.opt_state), (params, opt_state))
+    self.assertEqual((found.meta['step'], found.meta['data_state']), (7, {'position': 3}))
+
+  def test_the_newest_are_kept(self):
+    folder = temp_folder(self)
+    with Checkpoints(folder, keep=2) as checkpoints:
+      for step in (1, 2, 3):
+        checkpoints.save(step, *_trees(step), _meta())
+      self.assertEqual(checkpoints.latest(), 3)
+      with self.assertRaisesRegex(CheckpointError, r'no checkpoint of step 1 \(there are: \[2, 3\]\)'):
+        checkpoints.read_meta(1)
+
+  def test_parameters_load_without_this_library(self):
+    folder, (params, opt_state) = temp_folder(self), _trees()
+    with Checkpoints(folder) as checkpoints:
+      checkpoints.save(1, params, opt_state, _meta())
+    with ocp.StandardCheckpointer() as plain:
+      _equal(self, plain.restore(Path(folder) / '1' / 'params', params), params)
+
+  def test_onto_another_sharding(self):
+    folder, (params, opt_state) = temp_folder(self), _trees()
+    mesh = jax.make_mesh((4,), ('fsdp',), devices=jax.devices()[:4])
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec('fsdp'))
+    with Checkpoints(folder) as checkpoints:
+      checkpoints.save(1, params, opt_state, _meta())
+      target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), params)
+      found = checkpoints.restore(target, opt_state, identity={})
+    self.assertEqual(found.params['h_0']['mlp']['kernel'].sharding, sharding)
+    _equal(self, found.params, params)
+
+
+# Orbax leaves coroutines of the reads that failed to the garbage collector, which complains about their exceptions.
+@pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning')
+class BadCheckpointTest(parameterized.TestCase):
+  def setUp(self):
+    super().setUp()
+    self.addCleanup(gc.collect)
+
+  def _two(self):
+    folder = Path(temp_folder(self))
+    with Checkpoints(folder) as checkpoints:
+      for step in (10, 20):
+        checkpoints.save(step, *_trees(step), _meta(recipe='ste'))
+    return folder
+
+  def _refused(self, folder, message, step=None, **identity):
+    before = sorted(str(path) for path in folder.rglob('*'))
+    with Checkpoints(folder) as checkpoints, self.assertRaisesRegex(CheckpointError, message):
+      checkpoints.restore(*_trees(), identity=identity or {'recipe': 'ste'}, step=step)
+    self.assertEqual(sorted(str(path) for path in folder.rglob('*')), before)
+
+  def test_differing_fields_are_named(self):
+    self._refused(self._two(), "recipe: 'ste' in the checkpoint, 's_ste' in this run", recipe='s_ste')
+
+  @parameterized.parameters('flip', 'cut', 'remove')
+  def test_corrupted(self, how):
+    folder = self._two()
+    data = max((p for p in (folder / '20' / 'params').rglob('*') if p.is_file()), key=lambda p: p.stat().st_size)
+    content = bytearray(data.read_bytes())
+    if how == 'flip':
+      content[len(content) // 2] ^= 0xFF
+    data.write_bytes(content[: len(content) // 2] if how == 'cut' else content)
+    if how == 'remove':
+      shutil.rmtree(folder / '20' / 'params')
+    self._refused(folder, r'20 cannot be read \(corrupted.*remove that folder to go on from step 10')
+    with Checkpoints(folder) as checkpoints:
+      found = checkpoints.restore(*_trees(), identity={'recipe': 'ste'}, step=10)
+    _equal(self, (found.params, found.opt_state), _trees(10))
+
+  def test_a_changed_value_fails_its_checksum(self):
+    folder = self._two()
+    params = jax.tree.map(lambda w: w.at[0, 0].set(5.0), _trees(20)[0])
+    shutil.rmtree(folder / '20' / 'params')
+    with ocp.StandardCheckpointer() as plain:
+      plain.save(folder / '20' / 'params', params)
+    self._refused(folder, 'checksums differ at params/h_0/mlp/kernel')
+
+  def test_foreign(self):
+    folder = Path(temp_folder(self))
+    with ocp.CheckpointManager(folder) as manager:
+      manager.save(5, args=ocp.args.StandardSave({'weights': jnp.ones(3)}))
+    self._refused(folder, '5 cannot be read .*not of this program')
+
+  def test_other_shapes(self):
+    folder = self._two()
+    with Checkpoints(folder) as checkpoints, self.assertRaisesRegex(CheckpointError, '20 cannot be read'):
+      checkpoints.restore(*_trees(size=32), identity={'recipe': 'ste'})
+
+  def test_nothing_there(self):
+    self._refused(Path(temp_folder(self)), 'has no checkpoint')
+    with self.assertRaisesRegex(CheckpointError, 'does not exist; give the folder of a run'):
+      Checkpoints('/nonexistent/run', read_only=True)
+
+  @parameterized.parameters(1, 2)
+  def test_full_disk(self, keep):
+    """A limit on file sizes makes the kernel refuse the write half-way, as a full disk does."""
+    folder = Path(temp_folder(self))
+    with Checkpoints(folder, keep=keep) as checkpoints:
+      checkpoints.save(10, *_trees(10), _meta(recipe='ste'))
+      limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+      handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+      resource.setrlimit(resource.RLIMIT_FSIZE, (2048, limits[1]))
+      try:
+        with self.assertRaisesRegex(CheckpointError, 'could not save step 20 .*step 10 is intact'):
+          checkpoints.save(20, *_trees(20), _meta(recipe='ste'))
+      finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    with Checkpoints(folder, keep=keep) as checkpoints:
+      self.assertEqual(checkpoints.latest(), 10)
+      _equal(self, checkpoints.restore(*_trees(), identity={'recipe': 'ste'}).params, _trees(10)[0])
+      checkpoints.save(20, *_trees(20), _meta(recipe='ste'))
+      self.assertEqual(checkpoints.latest(), 20)
+
+
+class DifferencesTest(absltest.TestCase):
+  def test_nested_and_missing_fields(self):
+    self.assertEqual(
+      differences({'a': {'b': 1, 'c': 2}}, {'a': {'b': 1}, 'd': 3}),
+      ['a.c: 2 in the checkpoint, None in this run', 'd: None in the checkpoint, 3 in this run'],
+    )
+
+  def test_rules_one_by_one(self):
+    one, other = {'path': 'up', 'axis': 0}, {'path': 'down', 'axis': 0}
+    changed = differences({'rules': [one, other]}, {'rules': [one, other | {'axis': 1}]})
+    self.assertEqual(changed, ['rules.1.axis: 0 in the checkpoint, 1 in this run'])
+    for a, b in (([one], [one, other]), ([['dense', 0.1]], [['dense', 0.2]])):
+      self.assertEqual(differences({'a': a}, {'a': b}), [f'a: {a!r} in the checkpoint, {b!r} in this run'])
+    self.assertEqual(differences({'rules': [one]}, {'rules': [dict(one)]}), [])
+
+
+if __name__ == '__main__':
+  absltest.main()

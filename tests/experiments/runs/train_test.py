@@ -1,0 +1,340 @@
+"""The loop: every twin learns, a mesh changes nothing, bad input is named."""
+
+import errno
+import json
+import os
+from pathlib import Path
+import shutil
+import subprocess
+import sys
+import tempfile
+import textwrap
+import types
+from unittest import mock
+
+from absl.testing import absltest, parameterized
+import jax
+import numpy as np
+
+from experiments.runs import build, environment, experiment, metrics, programs, progress, train
+from experiments.runs.checkpoint import CheckpointError, Checkpoints
+from tests.experiments.fakes import compile_quickly, FakeData, temp_folder
+
+ROOT = Path(__file__).parents[3]
+FFN = build.FFN
+
+
+def setUpModule():
+  compile_quickly()
+
+
+RECIPES = {
+  'dense': {},
+  'ste': {'path': FFN},
+  'sr_ste': {'path': FFN, 'masked_decay': 2e-4},
+  'transposable_srste': {'path': FFN, 'masked_decay': 2e-4, 'refresh_every': 4},
+  's_ste': {'path': FFN},
+  's_ste_fp8': {'path': FFN, 'fp8': True},
+  'step': {'path': FFN},
+}
+
+
+def tiny(recipe='dense', kwargs=None, **overrides):
+  """A run of 30 steps of one layer; checkpoints every 10."""
+  config = experiment.load_config('nano', tiny=True)
+  with config.unlocked():
+    config.recipe.update({'name': recipe.removesuffix('_fp8'), 'kwargs': kwargs or {}})
+    config.model.num_layers = 1
+  config.update({'steps': 30, 'log_every': 5, 'eval_every': 10, 'eval_batches': 2, 'checkpoint_every': 10})
+  for key, value in overrides.items():
+    experiment.apply_override(config, f'{key.replace("__", ".")}={value}')
+  return config
+
+
+def run(config, folder, data=None, programs=None):
+  return train.train(config, folder, data=data or FakeData(), quiet=True, programs=programs)
+
+
+def losses(folder, kind):
+  records = map(json.loads, (Path(folder) / 'metrics.jsonl').read_text().splitlines())
+  return [record['loss'] for record in records if record['kind'] == kind]
+
+
+def final_arrays(config, folder):
+  """Every array of the newest checkpoint, by path."""
+  parts = build.make_parts(config, data=FakeData())
+  target = jax.eval_shape(lambda: programs.init_state(parts))
+  with Checkpoints(Path(folder) / 'checkpoints', read_only=True) as checkpoints:
+    meta = checkpoints.read_meta()
+    found = checkpoints.restore(target.params, target.opt_state, identity=meta['identity'])
+  leaves = jax.tree_util.tree_leaves_with_path((found.params, found.opt_state))
+  return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}, meta
+
+
+class LearnsTest(parameterized.TestCase):
+  @parameterized.parameters(*experiment.known_experiments())
+  def test_tiny_twin_reduces_the_loss(self, name):
+    config = experiment.load_config(name, tiny=True)
+    folder = temp_folder(self)
+    summary = run(config, folder)
+    found = losses(folder, 'train')
+    self.assertLess(found[-1], 0.6 * found[0])
+    self.assertLess(summary['validation_loss'], 0.6 * found[0])
+
+  def test_a_finished_run_is_not_run_again(self):
+    config, folder = tiny(), temp_folder(self)
+    first = run(config, folder)
+    log = (Path(folder) / 'metrics.jsonl').read_bytes()
+    self.assertEqual(run(config, folder), first)
+    self.assertEqual((Path(folder) / 'metrics.jsonl').read_bytes(), log)
+
+  def test_accumulation_equals_the_large_batch(self):
+    folders = [temp_folder(self) for _ in range(2)]
+    for accumulate, folder in zip((1, 4), folders, strict=True):
+      run(tiny(steps=10, accumulate=accumulate, optimizer__peak_lr=1e-3), folder)
+    np.testing.assert_allclose(losses(folders[0], 'train'), losses(folders[1], 'train'), rtol=1e-5)
+
+  def test_a_mesh_gives_the_losses_of_one_device(self):
+    kwargs, logs = {**RECIPES['transposable_srste'], 'dense_fraction': 0.0}, []
+    for data, fsdp in ((1, 1), (2, 2)):
+      config = tiny('transposable_srste', kwargs, steps=10, mesh__data=data, mesh__fsdp=fsdp, optimizer__peak_lr=1e-3)
+      parts = build.make_parts(config, data=FakeData())
+      kernel = programs.init_state(parts).params['h_0']['mlp']['c_fc']['kernel']
+      self.assertEqual(kernel.sharding.shard_shape(kernel.shape), (32, 128 // fsdp))
+      folder = temp_folder(self)
+      run(config, folder)
+      logs.append(losses(folder, 'train'))
+    np.testing.assert_allclose(logs[0], logs[1], rtol=1e-4)
+
+  def test_one_compilation_a_phase(self):
+    config = tiny('transposable_srste', RECIPES['transposable_srste'])
+    parts = build.make_parts(config, data=FakeData())
+    state, batches = programs.init_state(parts), parts.data.train()
+    for phase in ('sparse', 'dense'):
+      step = programs.make_step(parts, phase, None)
+      for _ in range(3):
+        state, _ = step(state, build.shard_batch(parts, next(batches)))
+      self.assertEqual(step._cache_size(), 1)
+
+
+class TimesTest(absltest.TestCase):
+  def test_seconds_go_to_what_they_were_spent_on_over_all_attempts(self):
+    now = 0.0
+
+    def taking(seconds, function, stops_at=None):
+      calls = 0
+
+      def slow(*args, **kwargs):
+        nonlocal now, calls
+        calls += 1
+        if calls == stops_at:
+          raise KeyboardInterrupt
+        result = function(*args, **kwargs)
+        now += seconds
+        return result
+
+      return slow
+
+    def train_slowly(stops_at=None):
+      with (
+        mock.patch.object(progress, 'time', types.SimpleNamespace(monotonic=lambda: now)),
+        mock.patch.object(build, 'shard_batch', taking(1, build.shard_batch, stops_at)),
+        mock.patch.object(train.Run, '_validate', taking(5, train.Run._validate)),
+        mock.patch.object(train.Run, '_save', taking(3, train.Run._save)),
+      ):
+        return run(tiny('transposable_srste', RECIPES['transposable_srste']), folder)
+
+    folder = temp_folder(self)
+    with self.assertRaises(KeyboardInterrupt):
+      train_slowly(stops_at=23)
+    summary = train_slowly()
+    # 25 sparse steps and 5 dense ones; the first of each program, after resuming too, is taken for its compiling. A
+    # checkpoint cannot hold how long it takes itself, nor the steps after it that were lost.
+    self.assertEqual(summary['spent'], {'training': 27, 'compiling': 3, 'evaluation': 15, 'checkpoints': 6})
+    self.assertEqual(summary['seconds'], 51)
+    timing = [json.loads(line) for line in Path(folder, 'timing.jsonl').read_text().splitlines()]
+    self.assertEqual([record['step'] for record in timing], [5, 10, 15, 20, 25, 30])
+    self.assertEqual(timing[4]['spent']['compiling'], 3)
+    self.assertEqual(timing[5]['spent'], {**summary['spent'], 'evaluation': 10, 'checkpoints': 3})
+
+
+class RefusedTest(parameterized.TestCase):
+  @classmethod
+  def setUpClass(cls):
+    super().setUpClass()
+    cls.folder = tempfile.mkdtemp(prefix='trained-')
+    cls.addClassCleanup(shutil.rmtree, cls.folder)
+    run(tiny('transposable_srste', RECIPES['transposable_srste']), cls.folder)
+
+  @parameterized.parameters(
+    ('recipe', ('sr_ste', RECIPES['sr_ste']), {}, 'recipe.name'),
+    ('decay', ('transposable_srste', {'path': FFN, 'masked_decay': 1e-3, 'refresh_every': 4}), {},
+     'masked_decay: 0.0002 in the checkpoint, 0.001 in this run'),
+    ('learning rate', None, {'optimizer__peak_lr': 0.5}, 'optimizer.peak_lr: 0.01 in the checkpoint, 0.5 in this run'),
+    ('seed', None, {'seed': 4}, 'seed: 0 in the checkpoint, 4 in this run'),
+    ('data', None, {}, "data.fingerprint: 'fake-1' in the checkpoint, 'fake-2'"),
+  )  # fmt: skip
+  def test_another_run_does_not_resume(self, what, recipe, overrides, message):
+    data = FakeData(fingerprint='fake-2') if what == 'data' else None
+    name, kwargs = recipe or ('transposable_srste', RECIPES['transposable_srste'])
+    with self.assertRaisesRegex(CheckpointError, message):
+      run(tiny(name, kwargs, **overrides), self.folder, data)
+
+  def test_a_folder_belongs_to_one_process_until_that_ends(self):
+    folder = Path(temp_folder(self), 'new')
+    program = '''
+      import pathlib, sys, time
+      from experiments.runs import train
+      with train.held(pathlib.Path(sys.argv[1])):
+        print('held', flush=True)
+        time.sleep(300)
+    '''
+    command = [sys.executable, '-c', textwrap.dedent(program), folder]
+    variables = {**os.environ, 'PYTHONPATH': str(ROOT)}
+    with subprocess.Popen(command, env=variables, cwd=ROOT, stdout=subprocess.PIPE, text=True) as child:
+      self.addCleanup(child.kill)
+      self.assertEqual(child.stdout.readline(), 'held\n')
+      with self.assertRaisesRegex(ValueError, rf'process {child.pid} on .* trains in {folder}; .*another folder'):
+        run(tiny(), folder)
+      with mock.patch.object(jax, 'process_index', return_value=1), train.held(folder):
+        pass  # of the run that process 0 holds the folder for
+      child.kill()
+    with train.held(folder), self.assertRaisesRegex(ValueError, f'process {os.getpid()} on'), train.held(folder):
+      pass
+    with train.held(folder):
+      pass
+
+  def test_a_file_system_without_locks_trains_with_a_warning(self):
+    refused = mock.patch.object(train.fcntl, 'flock', side_effect=OSError(errno.ENOSYS, 'Function not implemented'))
+    warned = self.assertWarnsRegex(UserWarning, 'cannot be locked .*not implemented.*second process')
+    with refused, warned, train.held(Path(temp_folder(self))):
+      pass
+
+  def test_a_loss_that_is_not_finite_stops_the_run(self):
+    folder = temp_folder(self)
+    with self.assertRaisesRegex(train.TrainingDivergedError, r'the loss is nan at step \d+; .*peak_lr'):
+      run(tiny(optimizer__peak_lr=1e30, optimizer__warmup_steps=0, optimizer__clip=0.0), folder)
+    with Checkpoints(Path(folder, 'checkpoints'), read_only=True) as checkpoints:
+      self.assertIsNone(checkpoints.latest())
+
+  def test_a_run_that_diverges_between_two_logs_saves_nothing(self):
+    folder, always = temp_folder(self), {'log_every': 1, 'eval_every': 1, 'checkpoint_every': 1}
+    with self.assertRaisesRegex(train.TrainingDivergedError, r'the validation loss is nan at step 1; .*peak_lr'):
+      run(tiny(optimizer__peak_lr=1e30, optimizer__warmup_steps=0, optimizer__clip=0.0, **always), folder)
+    with Checkpoints(Path(folder, 'checkpoints'), read_only=True) as checkpoints:
+      self.assertIsNone(checkpoints.latest())
+    self.assertNotIn('NaN', Path(folder, 'metrics.jsonl').read_text())
+
+  def test_a_gradient_that_is_not_finite_stops_the_run(self):
+    found = train.Run(build.make_parts(tiny(), data=FakeData()), temp_folder(self), quiet=True)
+    window = [programs.StepMetrics(*map(np.float32, (1.0, norm, 0.1, 0.0, 0.0))) for norm in (2.0, np.inf, np.nan)]
+    with self.assertRaisesRegex(train.TrainingDivergedError, 'the norm of the gradient is inf at step 9'):
+      found._log(10, 'dense', window, None, None)
+
+  def test_metrics_hold_numbers_only(self):
+    with metrics.MetricsWriter(temp_folder(self)) as writer, self.assertRaisesRegex(ValueError, 'JSON'):
+      writer.write('train', 1, {'loss': float('nan')})
+
+  @parameterized.parameters('steps', 'accumulate', 'log_every', 'eval_every', 'eval_batches')
+  def test_counts_are_one_or_more(self, key):
+    with self.assertRaisesRegex(ValueError, f'{key} is 0; it must be 1 or more'):
+      run(tiny(**{key: 0}), temp_folder(self))
+
+  def test_a_run_without_checkpoints_is_finished_or_starts_again(self):
+    folder = Path(temp_folder(self))
+    summary = run(tiny(checkpoint_every=0), folder)
+    self.assertEmpty(list(folder.glob('checkpoints/*')))
+    before = (folder / 'metrics.jsonl').stat().st_mtime_ns
+    self.assertEqual(run(tiny(checkpoint_every=0), folder), summary)
+    self.assertEqual((folder / 'metrics.jsonl').stat().st_mtime_ns, before)
+    with self.assertRaisesRegex(ValueError, 'holds a run with other settings'):
+      run(tiny(checkpoint_every=0, seed=3), folder)
+    (folder / 'summary.json').unlink()
+    self.assertEqual(run(tiny(checkpoint_every=0), folder)['validation_loss'], summary['validation_loss'])
+    with self.assertRaisesRegex(ValueError, 'checkpoint_every is -1'):
+      run(tiny(checkpoint_every=-1), temp_folder(self))
+
+  def test_runs_that_share_programs_train_as_alone(self):
+    shared, folder = [], temp_folder(self)
+    alone = run(tiny('transposable_srste', RECIPES['transposable_srste'], seed=1), temp_folder(self))
+    for seed in (0, 1):
+      config = tiny('transposable_srste', RECIPES['transposable_srste'], seed=seed)
+      with mock.patch.object(programs, 'make_step', side_effect=programs.make_step) as made:
+        found = train.train(config, Path(folder, str(seed)), data=FakeData(), quiet=True, programs=shared)
+      self.assertEqual(made.call_count, 0 if seed else 2)  # a sparse and a dense phase
+    self.assertEqual(found['validation_loss'], alone['validation_loss'])
+
+  def test_random_masks_follow_the_seed_of_the_run(self):
+    shared, masks = [], []
+    for seed in (0, 1):
+      config = tiny('static', {'density': 0.5}, seed=seed, steps=10)
+      folder = temp_folder(self)
+      train.train(config, folder, data=FakeData(), quiet=True, programs=shared)
+      arrays, _ = final_arrays(config, folder)
+      masks.append({path: array for path, array in arrays.items() if 'projections' in path and array.size > 1})
+    self.assertNotEmpty(masks[0])
+    for path, mask in masks[0].items():
+      self.assertFalse(np.array_equal(mask, masks[1][path]), path)
+    kept = build.make_recipe(tiny('static', {'density': 0.5, 'seed': 0}, seed=1))
+    self.assertEqual(kept, build.make_recipe(tiny('static', {'density': 0.5})))
+
+  @parameterized.parameters('ste', 'step', 's_ste')
+  def test_a_recipe_takes_the_feed_forward_layers_unless_told(self, name):
+    self.assertEqual(build.make_recipe(tiny(name)), build.make_recipe(tiny(name, {'path': FFN})))
+
+  def test_dense_watches_nothing_unless_told(self):
+    self.assertEqual(build.make_recipe(tiny()).rules, ())
+
+  def test_a_run_keeps_where_it_came_from(self):
+    folder = temp_folder(self)
+    with (
+      mock.patch.object(environment.subprocess, 'run') as git,
+      mock.patch.object(sys, 'argv', ['/x/experiments/__main__.py', 'train', '--set', 'steps=10']),
+    ):
+      git.return_value.stdout = 'abc-dirty\n'
+      run(tiny(steps=10), folder)
+    found = json.loads(Path(folder, 'environment.json').read_text())
+    self.assertEqual(found['commit'], 'abc-dirty')
+    self.assertEqual(found['command'], 'python -m experiments train --set steps=10')
+
+  def test_the_commit_is_that_of_git(self):
+    with mock.patch.object(environment.subprocess, 'run', side_effect=OSError):
+      self.assertIsNone(environment.commit())
+    if (ROOT / '.git').exists():
+      self.assertRegex(environment.commit() or '', r'^[0-9a-f]{40}(-dirty)?$')
+
+  @parameterized.parameters(
+    ('recipe.name=magic', "recipe.name is 'magic'; known: dense"),
+    ("recipe.kwargs={'paht': '.*'}", 'recipe.kwargs of ste.*path'),
+    ("recipe.kwargs={'path': 'nothing'}", "'nothing'.*decides for no weight"),
+    ('checkpoint_every=7', 'checkpoint_every 7 is not a multiple of log_every'),
+    ('accumulate=3', 'data.batch_size 16 is not divisible by accumulate 3'),
+    ('mesh.data=16', 'needs 16 devices, there are 8'),
+    ('model.width=3', 'model section: .*width'),
+    ('model.dtype=bf16', 'model section: .*bf16'),
+    ('model.attention=cudnn', 'cudnn.* needs an NVIDIA GPU; set model.attention=xla'),
+    ('optimizer.warmup_steps=1000', r'optimizer\.warmup_steps is 1000; it must be less than steps, \d+'),
+    ('model.seq_len=8', 'data.seq_len 16 is longer than the model takes, 8'),
+  )
+  def test_bad_settings(self, override, message):
+    config = experiment.load_config('nano', ['recipe.name=ste', f"recipe.kwargs={{'path': '{FFN}'}}"], tiny=True)
+    experiment.apply_override(config, override)
+    with self.assertRaisesRegex(ValueError, message):
+      run(config, temp_folder(self))
+
+  @parameterized.parameters(
+    ('steps', 'not of the form key=value'),
+    ('stepz=3', "no field 'stepz'; known: accumulate"),
+    ('optimizer.beta=3', "no field 'beta'; known: b1"),
+    ('optimiser.b1=3', "no section 'optimiser'"),
+    ('steps=many', 'steps=many: it takes int, found str'),
+    ('optimizer=3', 'optimizer=3: it takes a section, found int'),
+    ('recipe.kwargsx=1', "no field 'kwargsx'; known: dense_from, flip_rate"),
+  )
+  def test_bad_overrides(self, override, message):
+    with self.assertRaisesRegex(ValueError, message):
+      experiment.load_config('nano', [override])
+
+
+if __name__ == '__main__':
+  absltest.main()
