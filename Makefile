@@ -1,20 +1,23 @@
-# Two commands do everything, set-up included:
-#   make demo    trains dense, plain-STE and FST twins on embedded text and writes a report
-#   make test    lint, types and the whole test suite
+# These commands do everything, set-up included:
+#   make demo      trains dense, plain-STE and FST twins on embedded text and writes a report
+#   make test      lint, types and the fast tests: each promise of the project is held by at least one of them
+#   make test-all  lint, types and all tests, those marked slow too; CI runs this
 # And `make docs` writes the reference to site/index.html.
 
 PYTHON ?= python3.12
 VENV ?= .venv
 # Compiling the kernels needs CUDA plug-ins, which JAX would complain of everywhere else.
 KERNELS_VENV ?= .venv-kernels
-PYTEST = -m pytest -n 2 --dist loadfile -q
+# A worker that has no tests left takes some from the other.
+PYTEST = -m pytest -n 2 --dist worksteal -q $(SELECT)
 
-.PHONY: demo test docs clean
+.PHONY: demo test test-all docs clean
 
 demo: $(VENV)/ready
 	$(VENV)/bin/python -m experiments
 
-test: $(VENV)/ready $(KERNELS_VENV)/ready
+test: SELECT = -m 'not slow'
+test test-all: $(VENV)/ready $(KERNELS_VENV)/ready
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/pyright
 	JAX_PLATFORMS=cpu $(VENV)/bin/python $(PYTEST) --ignore tests/pallas_kernels tests sparse24_jax experiments
@@ -34,4 +37,4 @@ $(KERNELS_VENV)/ready: EXTRA = kernels-test
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(KERNELS_VENV) runs site
+	rm -rf $(VENV) $(KERNELS_VENV) .jax_cache runs site

@@ -1,6 +1,7 @@
 """Settings for every test: eight simulated devices, no silent rank promotion; warnings are errors (pyproject.toml)."""
 
 import os
+from pathlib import Path
 import sys
 import unittest
 
@@ -11,6 +12,9 @@ os.environ['XLA_FLAGS'] = ' '.join((
   os.environ.get('XLA_FLAGS', ''), '--xla_force_host_platform_device_count=8',
   '--xla_cpu_collective_call_terminate_timeout_seconds=600',
 ))  # fmt: skip
+# Compiling is most of the time of most tests: what was compiled once is kept, for child processes and the next run too.
+os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(Path(__file__).parent / '.jax_cache'))
+os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0')
 # Set from outside, these make rich take captured output for a terminal.
 os.environ['FORCE_COLOR'] = ''
 os.environ['TTY_COMPATIBLE'] = ''
