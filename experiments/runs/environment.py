@@ -41,7 +41,7 @@ def commit() -> str | None:
 def command() -> str:
   """The command line of this process, as one would type it."""
   program = Path(sys.argv[0])
-  module = program.parts[-2:] == (__package__, '__main__.py')
+  module = program.parts[-2:] == ('experiments', '__main__.py')
   return shlex.join([*(('python', '-m', 'experiments') if module else (program.name,)), *sys.argv[1:]])
 
 
