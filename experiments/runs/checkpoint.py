@@ -2,12 +2,13 @@
 
 One checkpoint is one folder ``<directory>/<step>`` with three Orbax items: ``params`` (the dense parameters under their
 own names, so that the plain model loads them), ``opt_state`` (with masks, scales and counters) and ``meta`` (JSON:
-step, data position, the run's identity with the seed of its keys, checksums). Orbax writes to a temporary folder and
-renames it, and removes an old checkpoint only after the new one is complete, so a failed save leaves the last good one
-as it was.
+step, data position, the run's identity with the seed of its keys, checksums of all of it). Orbax writes to a temporary
+folder and renames it, and removes an old checkpoint only after the new one is complete, so a failed save leaves the
+last good one as it was. A checkpoint of any mesh is read onto any other.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
+import json
 from pathlib import Path
 import shutil
 from typing import Any, NamedTuple
@@ -15,15 +16,28 @@ import zlib
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import orbax.checkpoint as ocp
 
-FORMAT = 1
+from experiments.runs import hosts, sums
+
+FORMAT = 2
 _ITEMS = ('params', 'opt_state', 'meta')
 
 
 class CheckpointError(RuntimeError):
   """A checkpoint cannot be written, read, or used by this run; the message says what to do."""
+
+
+class UnreadableError(CheckpointError):
+  """One checkpoint cannot be read; another may be."""
+
+
+class NotFiniteError(CheckpointError):
+  """What should be saved holds NaN or infinities; nothing was written."""
+
+
+class RemovedError(CheckpointError):
+  """A checkpoint went away while it was read, because the run that owns it has newer ones."""
 
 
 class Restored(NamedTuple):
@@ -33,11 +47,13 @@ class Restored(NamedTuple):
     params: parameter tree.
     opt_state: optimizer state, with the structure of the abstract tree given.
     meta: what `Checkpoints.save` was given as `meta`, with 'step' added.
+    changed: fields of the identity that differ and were allowed to: (in the checkpoint, in this run).
   """
 
   params: Any
   opt_state: Any
   meta: dict[str, Any]
+  changed: Mapping[str, tuple[Any, Any]]
 
 
 def _is_key(leaf: Any) -> bool:
@@ -50,36 +66,44 @@ def _encode(tree: Any) -> Any:
 
 
 def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
+  # Without one Orbax would ask for the very devices that wrote the checkpoint. That of a key serves its data too.
+  sharding = getattr(leaf, 'sharding', None) or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
   if _is_key(leaf):
-    return jax.eval_shape(jax.random.key_data, leaf)
-  return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=getattr(leaf, 'sharding', None))
+    leaf = jax.eval_shape(jax.random.key_data, leaf)
+  return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
-def _checksums(tree: Any) -> dict[str, int]:
-  """CRC-32 of every array that this process holds whole, by path."""
-  leaves = jax.tree_util.tree_leaves_with_path(tree)
-  return {
-    jax.tree_util.keystr(path, simple=True, separator='/'): zlib.crc32(np.ascontiguousarray(leaf))
-    for path, leaf in leaves
-    if leaf.is_fully_addressable
-  }
+def _checksum(meta: Mapping[str, Any]) -> int:
+  """CRC-32 of JSON-able data, whatever the order of its keys."""
+  rest = {key: value for key, value in meta.items() if key != 'checksum'}
+  return zlib.crc32(json.dumps(rest, sort_keys=True).encode())
 
 
-def differences(found: Any, wanted: Any, prefix: str = '') -> list[str]:
-  """Describes each field in which two JSON-like values differ, one line a field.
+def differing(found: Any, wanted: Any, prefix: str = '') -> dict[str, tuple[Any, Any]]:
+  """The fields in which two JSON-like values differ, with both values.
 
-  >>> differences({'recipe': {'name': 'ste'}}, {'recipe': {'name': 'dense'}})
-  ["recipe.name: 'ste' in the checkpoint, 'dense' in this run"]
+  >>> differing({'recipe': {'name': 'ste'}}, {'recipe': {'name': 'dense'}})
+  {'recipe.name': ('ste', 'dense')}
   """
   lists = [v for v in (found, wanted) if isinstance(v, list) and all(isinstance(entry, Mapping) for entry in v)]
   if len(lists) == 2 and len(found) == len(wanted):  # such as rules
     found, wanted = (dict(enumerate(entries)) for entries in lists)
   if isinstance(found, Mapping) and isinstance(wanted, Mapping):
-    lines = []
+    fields = {}
     for key in sorted({*found, *wanted}):
-      lines += differences(found.get(key), wanted.get(key), f'{prefix}.{key}' if prefix else key)
-    return lines
-  return [] if found == wanted else [f'{prefix}: {found!r} in the checkpoint, {wanted!r} in this run']
+      fields |= differing(found.get(key), wanted.get(key), f'{prefix}.{key}' if prefix else str(key))
+    return fields
+  return {} if found == wanted else {prefix: (found, wanted)}
+
+
+def differences(found: Any, wanted: Any) -> list[str]:
+  """Describes each field in which two JSON-like values differ, one line a field.
+
+  >>> differences({'recipe': {'name': 'ste'}}, {'recipe': {'name': 'dense'}})
+  ["recipe.name: 'ste' in the checkpoint, 'dense' in this run"]
+  """
+  fields = differing(found, wanted).items()
+  return [f'{name}: {old!r} in the checkpoint, {new!r} in this run' for name, (old, new) in fields]
 
 
 class Checkpoints:
@@ -89,9 +113,11 @@ class Checkpoints:
     directory: folder that holds one sub-folder a checkpoint; made when missing.
     keep: how many of the newest to keep.
     read_only: never create, delete or write anything.
+    asynchronous: `save` returns when the arrays are copied and writes while the run goes on; a failed write is an
+      error of the next call.
   """
 
-  def __init__(self, directory: str | Path, *, keep: int = 2, read_only: bool = False):
+  def __init__(self, directory: str | Path, *, keep: int = 2, read_only: bool = False, asynchronous: bool = False):
     self.directory = Path(directory).resolve()
     if read_only and not self.directory.is_dir():
       raise CheckpointError(f'{self.directory} does not exist; give the folder of a run that has saved a checkpoint')
@@ -100,23 +126,36 @@ class Checkpoints:
       create=not read_only,
       read_only=read_only,
       cleanup_tmp_directories=not read_only,
-      # The step that follows donates these very buffers, and a failed save must stop the run that owns it.
-      enable_async_checkpointing=False,
+      enable_async_checkpointing=asynchronous,
     )
     self._manager = ocp.CheckpointManager(self.directory, options=options, item_names=_ITEMS)
+    self._read_only, self._asynchronous = read_only, asynchronous
+    self._writing: int | None = None
 
   def __enter__(self) -> 'Checkpoints':
     return self
 
-  def __exit__(self, *_: Any) -> None:
-    self._manager.close()
+  def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+    try:
+      if kind is None or not hosts.several():  # Or it would wait for a process that is lost.
+        self.wait()
+    except CheckpointError:
+      if kind is None:  # Otherwise what ended the run is told, and this is what the next start finds.
+        raise
+    finally:
+      if kind is None or not hosts.several():
+        self._manager.close()
 
   def latest(self) -> int | None:
     """Step of the newest complete checkpoint, or None."""
     return self._manager.latest_step()
 
+  def steps(self) -> list[int]:
+    """Steps of all checkpoints, in order."""
+    return sorted(self._manager.all_steps())
+
   def save(self, step: int, params: Any, opt_state: Any, meta: Mapping[str, Any]) -> None:
-    """Writes a checkpoint.
+    """Writes a checkpoint, unless its numbers are bad.
 
     Args:
       step: optimizer steps done.
@@ -125,62 +164,121 @@ class Checkpoints:
       meta: JSON-able; must hold 'identity', which `restore` compares.
 
     Raises:
-      CheckpointError: the write failed (a full disk, a missing permission); earlier checkpoints are untouched.
+      NotFiniteError: a parameter or a part of the optimizer state is not finite; names them, writes nothing.
+      CheckpointError: the write failed (a full disk, a missing permission), or that of the save before; earlier
+        checkpoints are untouched.
     """
-    params, opt_state = _encode(params), _encode(opt_state)
-    sums = _checksums({'params': params, 'opt_state': opt_state})
+    self.wait()
+    items = {'params': _encode(params), 'opt_state': _encode(opt_state)}
+    seen = sums.look(items)
+    if bad := seen.not_finite:
+      raise NotFiniteError(f'{", ".join(bad[:3])} ({len(bad)} of {len(seen.sums)} arrays) are not finite at step {step}')
+    meta = json.loads(json.dumps({**meta, 'format': FORMAT, 'step': step, 'checksums': seen.sums}))
     args = ocp.args.Composite(
-      params=ocp.args.StandardSave(params),
-      opt_state=ocp.args.StandardSave(opt_state),
-      meta=ocp.args.JsonSave({**meta, 'format': FORMAT, 'step': step, 'checksums': sums}),
+      **{name: ocp.args.StandardSave(item) for name, item in items.items()},
+      meta=ocp.args.JsonSave({**meta, 'checksum': _checksum(meta)}),
     )
-    good = self._manager.all_steps()
+    self._writing = step
     try:
       self._manager.save(step, args=args, force=True)
     except Exception as error:  # Orbax raises whatever the file system or TensorStore did.
-      self._remove_unfinished()
-      kept = f'the checkpoint of step {max(good)} is intact' if good else 'there is no earlier checkpoint'
-      free = shutil.disk_usage(self.directory).free / 2**20
-      raise CheckpointError(
-        f'could not save step {step} to {self.directory} ({free:.0f} MiB free there): {_first_line(error)}; {kept}. '
-        'Free some space or fix the folder and start the same command again to resume.'
-      ) from error
+      raise self._not_saved(error) from error
+    if not self._asynchronous:
+      self.wait()
+
+  def wait(self) -> None:
+    """Waits until what `save` began is on the disk.
+
+    Raises:
+      CheckpointError: it could not be written.
+    """
+    if self._writing is None:
+      return
+    try:
+      self._manager.wait_until_finished()
+      self._manager.check_for_errors()
+    except Exception as error:
+      raise self._not_saved(error) from error
+    self._writing = None
+
+  def _not_saved(self, error: Exception) -> CheckpointError:
+    step, self._writing = self._writing, None
+    if hosts.first():
+      for folder in self.directory.glob('*.orbax-checkpoint-tmp*'):
+        shutil.rmtree(folder, ignore_errors=True)
+    self._manager.reload()  # The manager took the step for saved.
+    good = self.steps()
+    kept = f'the checkpoint of step {max(good)} is intact' if good else 'there is no earlier checkpoint'
+    free = shutil.disk_usage(self.directory).free / 2**20
+    return CheckpointError(
+      f'could not save step {step} to {self.directory} ({free:.0f} MiB free there): {_first_line(error)}; {kept}. '
+      'Free some space or fix the folder and start the same command again to resume.'
+    )
+
+  def set_aside(self, steps: Collection[int]) -> Path:
+    """Moves checkpoints out of the way, to a folder beside this one, where nothing reads or removes them."""
+    aside = self.directory.with_name(f'{self.directory.name}-set-aside')
+    if hosts.first():
+      aside.mkdir(exist_ok=True)
+      for step in steps:
+        taken = len(list(aside.glob(f'{step}*')))
+        (self.directory / str(step)).rename(aside / (f'{step}-{taken}' if taken else str(step)))
+    hosts.wait_for_all('checkpoints set aside')
+    self._manager.reload()
+    return aside
 
   def read_meta(self, step: int | None = None) -> dict[str, Any]:
     """Reads the JSON part of a checkpoint, by default the newest.
 
     Raises:
-      CheckpointError: there is none, or it is corrupted or not one of ours.
+      UnreadableError: it is corrupted or not one of ours.
+      CheckpointError: there is none.
     """
     step = self._step(step)
     try:
       meta = self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))['meta']
     except Exception as error:
       raise self._unreadable(step, _first_line(error)) from error
-    if not isinstance(meta, dict) or not {'identity', 'checksums', 'step'} <= set(meta):
+    if not isinstance(meta, dict) or not {'identity', 'checksums', 'step', 'format'} <= set(meta):
       raise self._unreadable(step, 'its meta item was not written by this program')
-    if meta.get('format') != FORMAT:
-      raise self._unreadable(step, f'its format is {meta.get("format")!r}, this program reads {FORMAT}')
+    if meta['format'] != FORMAT:
+      raise self._unreadable(step, f'its format is {meta["format"]!r}, this program reads {FORMAT}')
+    if meta.get('checksum') != _checksum(meta) or meta['step'] != step:
+      raise self._unreadable(step, 'the checksum of its meta item differs')
     return meta
 
-  def restore(self, params: Any, opt_state: Any, *, identity: Mapping[str, Any], step: int | None = None) -> Restored:
+  def restore(
+    self,
+    params: Any,
+    opt_state: Any,
+    *,
+    identity: Mapping[str, Any],
+    step: int | None = None,
+    may_differ: Callable[[str], bool] = lambda _: False,
+  ) -> Restored:
     """Reads a checkpoint into the shapes, dtypes and shardings of the given (abstract or real) trees.
 
     Args:
-      params: parameter tree to fill.
+      params: parameter tree to fill; leaves without a sharding go to the first device of this process.
       opt_state: optimizer state to fill.
       identity: JSON-able description of this run; must equal the one saved.
       step: which checkpoint; None is the newest.
+      may_differ: whether a field of the identity, 'optimizer.peak_lr' say, may be another.
 
     Raises:
-      CheckpointError: none there, corrupted, foreign, or of a run whose identity differs; names the fields.
+      UnreadableError: corrupted or foreign.
+      CheckpointError: none there, or of a run whose identity differs; names the fields.
     """
     step = self._step(step)
     meta = self.read_meta(step)
-    if lines := differences(meta['identity'], identity):
+    changed = differing(meta['identity'], identity)
+    if any(not may_differ(field) for field in changed):
+      open_to_change = [field for field in changed if may_differ(field)]
       raise CheckpointError(
-        f'{self.directory / str(step)} belongs to a different run:\n  ' + '\n  '.join(lines) + '\n'
-        'Change these settings back, or train in another folder.'
+        f'{self.directory / str(step)} belongs to a different run:\n  '
+        + '\n  '.join(differences(meta['identity'], identity))
+        + '\nChange these settings back, or train in another folder.'
+        + (f' Only {", ".join(open_to_change)} may change within a run.' if open_to_change else '')
       )
     abstract = jax.tree.map(_abstract, (params, opt_state))
     args = ocp.args.Composite(
@@ -190,18 +288,53 @@ class Checkpoints:
       items = self._manager.restore(step, args=args)
     except Exception as error:
       raise self._unreadable(step, _first_line(error)) from error
-    sums = _checksums({'params': items['params'], 'opt_state': items['opt_state']})
-    if wrong := [path for path, value in sums.items() if meta['checksums'].get(path) != value]:
-      raise self._unreadable(step, f'checksums differ at {", ".join(wrong[:3])} ({len(wrong)} of {len(sums)} arrays)')
+    seen = sums.look({'params': items['params'], 'opt_state': items['opt_state']})
+    if wrong := [path for path, value in seen.sums.items() if meta['checksums'].get(path) != value]:
+      why = f'checksums differ at {", ".join(wrong[:3])} ({len(wrong)} of {len(seen.sums)} arrays)'
+      raise self._unreadable(step, why)
     decoded = jax.tree.map(
       lambda leaf, wanted: jax.random.wrap_key_data(leaf) if _is_key(wanted) else leaf,
       (items['params'], items['opt_state']),
       (params, opt_state),
     )
-    return Restored(decoded[0], decoded[1], meta)
+    return Restored(decoded[0], decoded[1], meta, changed)
+
+  def restore_newest(
+    self, params: Any, opt_state: Any, *, tell: Callable[[str], None], **options: Any
+  ) -> Restored:
+    """Like `restore`, of the newest checkpoint that can be read; newer ones are set aside.
+
+    Args:
+      params: parameter tree to fill.
+      opt_state: optimizer state to fill.
+      tell: gets a line about every checkpoint that cannot be read.
+      **options: of `restore`.
+
+    Raises:
+      UnreadableError: none can be read; nothing was moved.
+      CheckpointError: see `restore`.
+    """
+    bad: dict[int, UnreadableError | None] = {}
+    for step in reversed(self.steps()):
+      found = None
+      try:
+        found = self.restore(params, opt_state, step=step, **options)
+      except UnreadableError as error:
+        bad[step] = error
+      if hosts.all_of(found is not None) and found is not None:
+        break
+      bad.setdefault(step, None)  # which another process cannot read
+    else:
+      raise next((error for error in bad.values() if error), UnreadableError(f'{self.directory} has no checkpoint'))
+    if bad:
+      aside = self.set_aside(bad)
+      for other, error in bad.items():
+        tell(f'{error or f"checkpoint {other} cannot be read by another process"} It was moved to {aside}.')
+      tell(f'going on from the checkpoint of step {step}, the newest that can be read')
+    return found
 
   def _step(self, step: int | None) -> int:
-    steps = sorted(self._manager.all_steps())
+    steps = self.steps()
     if step is None and steps:
       return steps[-1]
     if step is None or step not in steps:
@@ -210,16 +343,14 @@ class Checkpoints:
     return step
 
   def _unreadable(self, step: int, why: str) -> CheckpointError:
-    older = [s for s in self._manager.all_steps() if s < step]
-    hint = f' to go on from step {max(older)}' if older else ' to start from the beginning'
-    return CheckpointError(
-      f'checkpoint {self.directory / str(step)} cannot be read (corrupted, or not of this program): {why}. '
-      f'Nothing was changed; remove that folder{hint}.'
+    folder = self.directory / str(step)
+    if self._read_only and not (folder / 'meta').exists() and not folder.exists():
+      return RemovedError(f'checkpoint {folder} was removed while it was read: its run goes on and keeps newer ones')
+    others = [other for other in self.steps() if other != step]
+    hint = f'there are also those of steps {others}: eval and inspect take --step' if others else 'there is no other'
+    return UnreadableError(
+      f'checkpoint {folder} cannot be read (corrupted, or not of this program): {why}. Nothing was changed; {hint}.'
     )
-
-  def _remove_unfinished(self) -> None:
-    for folder in self.directory.glob('*.orbax-checkpoint-tmp*'):
-      shutil.rmtree(folder, ignore_errors=True)
 
 
 def _first_line(error: BaseException) -> str:

@@ -10,9 +10,12 @@ from ml_collections import ConfigDict
 import numpy as np
 
 from experiments.runs import build, programs, stored
-from experiments.runs.checkpoint import Checkpoints
+from experiments.runs.checkpoint import Checkpoints, RemovedError, Restored
 from experiments.runs.experiment import Config
 import sparse24_jax as s24
+
+# Of reading the newest checkpoint while its run replaces it.
+_ATTEMPTS = 5
 
 
 class Loaded(NamedTuple):
@@ -58,10 +61,22 @@ def load(folder: str | Path, *, step: int | None = None, data: Any = None) -> Lo
     config.model.attention = 'xla'
   parts = build.make_parts(config, data=data)
   target = jax.eval_shape(lambda: programs.init_state(parts))
-  with Checkpoints(Path(folder) / 'checkpoints', read_only=True) as checkpoints:
-    meta = checkpoints.read_meta(step)
-    found = checkpoints.restore(target.params, target.opt_state, identity=meta['identity'], step=meta['step'])
-  return Loaded(parts, programs.TrainState(jnp.int32(meta['step']), found.params, found.opt_state), meta['phase'])
+  found = _restore(Path(folder) / 'checkpoints', target, step)
+  state = programs.TrainState(jnp.int32(found.meta['step']), found.params, found.opt_state)
+  return Loaded(parts, state, found.meta['phase'])
+
+
+def _restore(directory: Path, target: programs.TrainState, step: int | None) -> Restored:
+  """Reads a checkpoint of a run that may be training, and so may remove what is being read."""
+  for attempt in range(_ATTEMPTS):
+    with Checkpoints(directory, read_only=True) as checkpoints:
+      try:
+        meta = checkpoints.read_meta(step)
+        return checkpoints.restore(target.params, target.opt_state, identity=meta['identity'], step=meta['step'])
+      except RemovedError:
+        if step is not None or attempt == _ATTEMPTS - 1:
+          raise
+  raise AssertionError('the last attempt returns or raises')
 
 
 def evaluate(loaded: Loaded, *, num_batches: int | None = None) -> dict[str, float]:

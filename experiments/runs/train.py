@@ -13,6 +13,7 @@ import math
 import os
 from pathlib import Path
 import socket
+import sys
 from typing import Any
 import warnings
 
@@ -20,10 +21,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.runs import activations, build, stored
+from experiments.runs import activations, build, hosts, stored
 from experiments.runs import metrics as metrics_lib
 from experiments.runs.build import Parts
-from experiments.runs.checkpoint import Checkpoints
+from experiments.runs.checkpoint import Checkpoints, NotFiniteError
 from experiments.runs.environment import environment
 from experiments.runs.experiment import Config
 from experiments.runs.programs import flip_rate_names, Programs, StepMetrics, TrainState
@@ -175,10 +176,13 @@ class Run:
 
   def _check_finite(self, step: int, what: str, value: float) -> None:
     if not math.isfinite(value):
-      raise TrainingDivergedError(
-        f'{self.folder}: the {what} is {value} at step {step}; training stopped, the last checkpoint is from before. '
-        'Lower optimizer.peak_lr or recipe.kwargs.masked_decay, or raise optimizer.warmup_steps.'
-      )
+      raise self._diverged(f'the {what} is {value} at step {step}')
+
+  def _diverged(self, what: str) -> TrainingDivergedError:
+    return TrainingDivergedError(
+      f'{self.folder}: {what}; training stopped, the last checkpoint is from before. '
+      'Lower optimizer.peak_lr or recipe.kwargs.masked_decay, or raise optimizer.warmup_steps.'
+    )
 
   def _save(self, step: int, checkpoints: Checkpoints) -> None:
     """Saves everything that decides the rest of the run."""
@@ -189,17 +193,19 @@ class Run:
       'config': self.config.to_dict(),
       'phase': s24.phase_at(self.parts.recipe, step - 1, self.config.steps),
     }
-    checkpoints.save(step, self.state.params, self.state.opt_state, meta)
+    try:
+      checkpoints.save(step, self.state.params, self.state.opt_state, meta)
+    except NotFiniteError as error:
+      raise self._diverged(str(error)) from error
 
   def _restore(self, checkpoints: Checkpoints) -> None:
     # Identity travels through JSON, where tuples become lists.
     wanted = json.loads(json.dumps(build.identity(self.parts)))
-    found = checkpoints.restore(self.state.params, self.state.opt_state, identity=wanted)
+    found = checkpoints.restore_newest(self.state.params, self.state.opt_state, identity=wanted, tell=_tell)
     step = jax.device_put(jnp.asarray(found.meta['step'], jnp.int32), self.state.step.sharding)
     self.state = TrainState(step, found.params, found.opt_state)
     self.iterator.set_state(found.meta['data_state'])
-    # Of checkpoints from before they were told apart, all seconds count as training.
-    self.watch = Stopwatch(found.meta.get('spent') or {'training': found.meta['seconds']})
+    self.watch = Stopwatch(found.meta['spent'])
 
   def _write_json(self, name: str, value: Any) -> None:
     (self.folder / name).write_text(json.dumps(value, indent=2) + '\n')
@@ -264,6 +270,12 @@ def held(folder: Path) -> Iterator[None]:
     lock.write(f'process {os.getpid()} on {socket.gethostname()}')
     lock.flush()
     yield
+
+
+def _tell(line: str) -> None:
+  """Says something that must not go unseen."""
+  if hosts.first():
+    print(line, file=sys.stderr, flush=True)
 
 
 def _finished(config: Config, folder: Path) -> dict[str, Any] | None:

@@ -1,6 +1,7 @@
 """Checkpoints: everything back bit for bit, and a clear error with the last good one intact for whatever goes wrong."""
 
 import gc
+import json
 from pathlib import Path
 import resource
 import shutil
@@ -15,7 +16,14 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 
-from experiments.runs.checkpoint import CheckpointError, Checkpoints, differences
+from experiments.runs.checkpoint import (
+  CheckpointError,
+  Checkpoints,
+  differences,
+  NotFiniteError,
+  RemovedError,
+  UnreadableError,
+)
 from tests.experiments.fakes import temp_folder
 
 
@@ -32,7 +40,7 @@ def _trees(seed=0, size=64):
 
 
 def _meta(**identity):
-  return {'identity': identity, 'data_state': {'position': 3}}
+  return {'identity': identity, 'data_state': {'position': {'next_index': 3}}}
 
 
 def _equal(case, a, b):
@@ -53,7 +61,7 @@ class RoundTripTest(parameterized.TestCase):
       checkpoints.save(7, params, opt_state, _meta(recipe='ste'))
       found = checkpoints.restore(*jax.tree.map(jnp.zeros_like, (params, opt_state)), identity={'recipe': 'ste'})
     _equal(self, (found.params, found.opt_state), (params, opt_state))
-    self.assertEqual((found.meta['step'], found.meta['data_state']), (7, {'position': 3}))
+    self.assertEqual((found.meta['step'], found.meta['data_state']), (7, {'position': {'next_index': 3}}))
 
   def test_the_newest_are_kept(self):
     folder = temp_folder(self)
@@ -81,6 +89,23 @@ class RoundTripTest(parameterized.TestCase):
       found = checkpoints.restore(target, opt_state, identity={})
     self.assertEqual(found.params['h_0']['mlp']['kernel'].sharding, sharding)
     _equal(self, found.params, params)
+
+
+class AsynchronousTest(absltest.TestCase):
+  def test_steps_may_go_on_while_it_is_written(self):
+    folder, bump = temp_folder(self), jax.jit(lambda x: x * 1.5 + 1, donate_argnums=0)
+    with Checkpoints(folder, keep=3, asynchronous=True) as checkpoints:
+      x, expected = jnp.arange(1 << 22, dtype=jnp.float32), []
+      for step in range(3):
+        expected.append(np.array(x))
+        checkpoints.save(step, {'w': x}, {'count': jnp.int32(step)}, _meta())
+        for _ in range(3):
+          x = bump(x)
+    with Checkpoints(folder, read_only=True) as checkpoints:
+      for step, array in enumerate(expected):
+        shapes = jax.eval_shape(lambda: ({'w': x}, {'count': jnp.int32(0)}))
+        found = checkpoints.restore(*shapes, identity={}, step=step)
+        np.testing.assert_array_equal(found.params['w'], array)
 
 
 # Orbax leaves coroutines of the reads that failed to the garbage collector, which complains about their exceptions.
@@ -116,7 +141,8 @@ class BadCheckpointTest(parameterized.TestCase):
     data.write_bytes(content[: len(content) // 2] if how == 'cut' else content)
     if how == 'remove':
       shutil.rmtree(folder / '20' / 'params')
-    self._refused(folder, r'20 cannot be read \(corrupted.*remove that folder to go on from step 10')
+    self._refused(folder, r'20 cannot be read \(corrupted.*there are also those of steps \[10\]')
+    self._refused(folder, '20 cannot be read(?!.*(remove|delete))')
     with Checkpoints(folder) as checkpoints:
       found = checkpoints.restore(*_trees(), identity={'recipe': 'ste'}, step=10)
     _equal(self, (found.params, found.opt_state), _trees(10))
@@ -128,6 +154,56 @@ class BadCheckpointTest(parameterized.TestCase):
     with ocp.StandardCheckpointer() as plain:
       plain.save(folder / '20' / 'params', params)
     self._refused(folder, 'checksums differ at params/h_0/mlp/kernel')
+
+  @parameterized.parameters(('next_index', 3, 2), ('step', 20, 4), ('recipe', 'ste', 'sti'))
+  def test_a_changed_bit_of_meta_fails_its_checksum(self, key, old, new):
+    folder = self._two()
+    file = folder / '20' / 'meta' / 'metadata'
+    content = file.read_text()
+    changed = content.replace(f'"{key}": {json.dumps(old)}', f'"{key}": {json.dumps(new)}')
+    self.assertNotEqual(changed, content)
+    file.write_text(changed)
+    self._refused(folder, 'the checksum of its meta item differs')
+
+  def test_the_newest_that_can_be_read(self):
+    folder, told = self._two(), []
+    (folder / '20' / 'meta' / 'metadata').write_text('')
+    with Checkpoints(folder) as checkpoints:
+      found = checkpoints.restore_newest(*_trees(), identity={'recipe': 'ste'}, tell=told.append)
+      self.assertEqual(checkpoints.steps(), [10])
+      checkpoints.save(20, *_trees(20), _meta(recipe='ste'))
+    _equal(self, (found.params, found.opt_state), _trees(10))
+    self.assertLen(told, 2)
+    self.assertRegex(told[0], r'20 cannot be read .* moved to .*-set-aside\.')
+    self.assertIn('going on from the checkpoint of step 10', told[1])
+    self.assertTrue((folder.with_name(f'{folder.name}-set-aside') / '20' / 'params').is_dir())
+    shutil.rmtree(folder.with_name(f'{folder.name}-set-aside'))
+
+  def test_when_none_can_be_read_none_is_moved(self):
+    folder = self._two()
+    for step in ('10', '20'):
+      (folder / step / 'meta' / 'metadata').write_text('')
+    before = sorted(folder.rglob('*'))
+    with Checkpoints(folder) as checkpoints, self.assertRaisesRegex(UnreadableError, '20 cannot be read'):
+      checkpoints.restore_newest(*_trees(), identity={'recipe': 'ste'}, tell=self.fail)
+    self.assertEqual(sorted(folder.rglob('*')), before)
+
+  def test_bad_numbers_are_not_saved(self):
+    folder, (params, opt_state) = self._two(), _trees(30)
+    adam = opt_state.inner[0]
+    nu = jax.tree.map(lambda x: x.at[3, 5].set(jnp.inf), adam.nu)
+    bad = opt_state._replace(inner=(adam._replace(nu=nu), *opt_state.inner[1:]))
+    with Checkpoints(folder) as checkpoints:
+      with self.assertRaisesRegex(NotFiniteError, r'opt_state/inner/0/nu/h_0/mlp/kernel \(1 of \d+.* at step 30'):
+        checkpoints.save(30, params, bad, _meta(recipe='ste'))
+      self.assertEqual(checkpoints.steps(), [10, 20])
+
+  def test_a_reader_whose_checkpoint_is_removed(self):
+    folder = self._two()
+    with Checkpoints(folder, read_only=True) as reader:
+      shutil.rmtree(folder / '10')
+      with self.assertRaisesRegex(RemovedError, 'was removed while it was read'):
+        reader.read_meta(10)
 
   def test_foreign(self):
     folder = Path(temp_folder(self))
@@ -168,6 +244,18 @@ class BadCheckpointTest(parameterized.TestCase):
 
 
 class DifferencesTest(absltest.TestCase):
+  def test_fields_that_may_differ(self):
+    folder = Path(temp_folder(self))
+    with Checkpoints(folder) as checkpoints:
+      checkpoints.save(1, *_trees(), _meta(optimizer={'peak_lr': 1, 'b1': 2}, seed=3))
+      found = checkpoints.restore(
+        *_trees(), identity={'optimizer': {'peak_lr': 0.5, 'b1': 2}, 'seed': 3},
+        may_differ=lambda field: field.startswith('optimizer.'),
+      )  # fmt: skip
+      self.assertEqual(found.changed, {'optimizer.peak_lr': (1, 0.5)})
+      with self.assertRaisesRegex(CheckpointError, 'seed: 3 in the checkpoint, 4 in this run'):
+        checkpoints.restore(*_trees(), identity={'optimizer': {'peak_lr': 1, 'b1': 2}, 'seed': 4}, may_differ=str.isupper)
+
   def test_nested_and_missing_fields(self):
     self.assertEqual(
       differences({'a': {'b': 1, 'c': 2}}, {'a': {'b': 1}, 'd': 3}),
