@@ -5,8 +5,11 @@ save, inspect and convert; a back end that wants another order (the register ord
 makes it from this one.
 """
 
+from collections.abc import Callable
 import dataclasses
 import functools
+from typing import Any
+import weakref
 
 import jax
 from jax import Array
@@ -155,12 +158,21 @@ def compress(w: Array, mask: Array, *, axis: int = -2) -> Compressed24:
 def decompress(c: Compressed24) -> Array:
   """The dense array that `c` stands for: shape `c.shape`, dtype `c.dtype`.
 
+  Raises:
+    ValueError: `c` is not the format, as `check_compressed` says.
+
   >>> import jax.numpy as jnp
   >>> from pallas_kernels.formats import Compressed24, decompress
   >>> c = Compressed24(jnp.array([5.0, 7.0]), jnp.array([0xD], jnp.uint8), -1)
   >>> decompress(c).tolist()
   [0.0, 5.0, 0.0, 7.0]
   """
+  check_compressed(c)
+  return expand(c)
+
+
+def expand(c: Compressed24) -> Array:
+  """`decompress` of what was made here, which needs no check."""
   low, high = split_groups(c.values, c.axis, 2)
   nibbles = unpack_nibbles(c.metadata, c.axis, low.shape[c.axis])
   low_at, high_at = nibbles & 3, nibbles >> 2
@@ -186,22 +198,98 @@ def unpack_nibbles(metadata: Array, axis: int, groups: int) -> Array:
   return jax.lax.slice_in_dim(nibbles, 0, groups, axis=axis % nibbles.ndim)
 
 
-def verify(w: Array, *, axis: int = -2, n: int = 2, m: int = 4) -> None:
+def check_compressed(c: Compressed24, name: str = 'c') -> None:
+  """Refuses what is no `Compressed24` but in name, as an array from elsewhere may be.
+
+  Shapes and dtypes are checked always, the positions of concrete arrays by value, of traced ones under `checkify`.
+
+  Raises:
+    ValueError: naming the field, and the first byte whose nibbles name no pair of positions.
+  """
+  axis = negative_axis(c.values, c.axis, name=f'{name}.axis')
+  if c.axis != axis or not c.values.shape[axis] or c.values.shape[axis] % 2:
+    raise ValueError(
+      f'{name}.values must hold two entries a group along a negative axis, found shape {c.values.shape}, axis {c.axis}'
+    )
+  groups = c.values.shape[axis] // 2
+  expected = list(c.values.shape)
+  expected[axis] = -(-groups // 2)
+  if c.metadata.shape != tuple(expected) or c.metadata.dtype != jnp.uint8:
+    raise ValueError(
+      f'{name}.metadata must be uint8 of shape {tuple(expected)}, as values of shape {c.values.shape} have it; found'
+      f' {c.metadata.dtype} of shape {c.metadata.shape}'
+    )
+  rule = 'a nibble is low | high << 2 with 0 <= low < high <= 3, the spare one of an odd number of groups 0'
+
+  # Which bytes have a spare nibble: the last, where groups are odd.
+  shape = [1] * c.values.ndim
+  shape[axis] = expected[axis]
+  spare = (np.arange(expected[axis]) == groups // 2).reshape(shape)
+
+  def legal(metadata):
+    high = metadata >> np.uint8(4)
+    return is_pair(metadata & np.uint8(15)) & ((spare & (high == 0)) | (~spare & is_pair(high)))
+
+  def message(metadata, where):
+    return f'{name}.metadata holds {metadata[where]:#04x} at {where}; {rule}'
+
+  refuse_unless(legal, c.metadata, message, f'{name}.metadata names no pair of positions')
+
+
+def is_pair(nibbles: Any) -> Any:
+  """Where nibbles, NumPy's or JAX's, say low | high << 2 with low < high: bool."""
+  return nibbles & 3 < nibbles >> 2
+
+
+# Concrete arrays that were looked at and found in order: JAX's cannot change.
+_in_order: 'weakref.WeakValueDictionary[int, Any]' = weakref.WeakValueDictionary()
+
+
+def refuse_unless(
+  legal: Callable[[Any], Any], x: Any, message: Callable[[np.ndarray, tuple[int, ...]], str], summary: str
+) -> None:
+  """ValueError unless `legal(x)` is True everywhere; of a traced `x` an error under `checkify`, else nothing.
+
+  Args:
+    legal: of a NumPy or a JAX array, a bool one.
+    x: what comes from elsewhere. A part of it that is on another host is not looked at.
+    message: of `x` and the first index that is not legal.
+    summary: what `checkify` says.
+  """
+  if isinstance(x, jax.core.Tracer):
+    checkify.debug_check(jnp.all(legal(x)), summary)
+    return
+  if isinstance(x, jax.Array) and (_in_order.get(id(x)) is x or not x.is_fully_addressable):
+    return
+  host = np.asarray(x)
+  bad = np.argwhere(~np.asarray(legal(host)))
+  if len(bad):
+    raise ValueError(message(host, tuple(bad[0].tolist())))
+  if isinstance(x, jax.Array):
+    _in_order[id(x)] = x
+
+
+def verify(w: Array | Compressed24, *, axis: int = -2, n: int = 2, m: int = 4) -> None:
   """Checks on the host that every group of `m` along `axis` has at most `n` non-zeros (-0.0 counts as zero).
 
   Args:
-    w: a concrete array; NaN counts as a non-zero.
+    w: a concrete array; NaN counts as a non-zero. Or a `Compressed24`, of which `check_compressed` is asked: it has an
+      axis of its own.
     axis: the grouped axis.
     n: entries a group may keep.
     m: entries in a group.
 
   Raises:
-    ValueError: naming the first group that has more, its index and its entries.
+    ValueError: naming the first group that has more, its index and its entries, or what is wrong with `w`.
 
   >>> import jax.numpy as jnp
   >>> from pallas_kernels.formats import verify
   >>> verify(jnp.array([0.0, 5.0, -0.0, 7.0]), axis=-1)
   """
+  if isinstance(w, Compressed24):
+    if (n, m) != (2, 4):
+      raise ValueError(f'a Compressed24 is 2:4, found n={n} and m={m}')
+    return check_compressed(w, 'w')
   axis = check_groups(w, axis, m)
   # Compared by numpy: XLA on a CPU takes subnormal numbers for zeros.
   groups = np.asarray(jnp.stack(split_groups(w, axis, m), axis=-1))

@@ -106,6 +106,9 @@ def compress(w: Array, mask: Array, *, axis: int = -2) -> Compressed24:
 def decompress(c: Compressed24) -> Array:
   """The dense array that `c` stands for, of shape `c.shape` and dtype `c.dtype`; inverse of `compress`.
 
+  Raises:
+    ValueError: `c` is refused by `verify24`. In a trace its metadata are an error under `jax.experimental.checkify`.
+
   >>> import jax.numpy as jnp, sparse24_jax as s24
   >>> s24.decompress(s24.compress(jnp.array([1.0, 2.0, 3.0, 4.0]), jnp.array([True, False, False, True]), axis=-1))
   Array([1., 0., 0., 4.], dtype=float32)
@@ -113,15 +116,17 @@ def decompress(c: Compressed24) -> Array:
   return formats.decompress(c)
 
 
-def verify24(w: Array, *, axis: int = -2) -> None:
+def verify24(w: Array | Compressed24, *, axis: int = -2) -> None:
   """Checks on the host that a concrete array is 2:4 along `axis`; -0.0 counts as zero, NaN as non-zero.
 
   Args:
-    w: any shape and floating dtype; no tracer.
-    axis: whose length holds the groups of four.
+    w: any shape and floating dtype; no tracer. Or a `Compressed24` from elsewhere: that its metadata fit its values and
+      name two positions a group.
+    axis: whose length holds the groups of four; a `Compressed24` has its own.
 
   Raises:
-    ValueError: naming the first group with more than two non-zeros and its entries, or why `w` cannot be grouped.
+    ValueError: naming the first group with more than two non-zeros and its entries, or why `w` cannot be grouped, or
+      the first byte of metadata that cannot be.
 
   >>> import jax.numpy as jnp, sparse24_jax as s24
   >>> s24.verify24(jnp.array([0.0, 5.0, -0.0, 7.0]), axis=-1)

@@ -72,6 +72,10 @@ def compress_vnm(x: Array, mask: Array, *, v: int, n: int = 2, m: int) -> Compre
 def decompress_vnm(c: CompressedVNM) -> Array:
   """The dense array that `c` stands for; inverse of `compress_vnm`.
 
+  Raises:
+    ValueError: `c` is refused by `verify_vnm`. In a trace its metadata and columns are errors under
+      `jax.experimental.checkify`.
+
   >>> import jax, jax.numpy as jnp
   >>> from sparse24_jax.vnm import compress_vnm, decompress_vnm, vnm_mask
   >>> x = jax.random.normal(jax.random.key(0), (64, 32))
@@ -82,18 +86,19 @@ def decompress_vnm(c: CompressedVNM) -> Array:
   return fmt.decompress(c)
 
 
-def verify_vnm(x: Array, *, v: int, n: int = 2, m: int) -> None:
+def verify_vnm(x: Array | CompressedVNM, *, v: int | None = None, n: int = 2, m: int | None = None) -> None:
   """Checks on the host that a concrete array is V:N:M; -0.0 counts as zero, NaN as non-zero.
 
   Args:
-    x: `[..., rows, columns]`; no tracer.
-    v: rows of a block.
+    x: `[..., rows, columns]`; no tracer. Or a `CompressedVNM` from elsewhere: that its metadata and columns fit its
+      values and name what a block can keep.
+    v: rows of a block; of a `CompressedVNM` it may be left out.
     n: entries that a row of a block may use, 2.
-    m: columns of a block.
+    m: columns of a block; likewise.
 
   Raises:
     ValueError: naming the first block that uses more than four columns, or the first row of a block with too many
-      entries, or why `x` cannot be cut into blocks.
+      entries, or why `x` cannot be cut into blocks, or what of a `CompressedVNM` cannot be.
 
   >>> import jax.numpy as jnp
   >>> from sparse24_jax.vnm import verify_vnm

@@ -193,7 +193,7 @@ def products(say: Callable[..., None], iterations: int) -> list[dict[str, Any]]:
     return jax.jit(f).lower(*arrays).compile(compiler_options={'xla_gpu_enable_triton_gemm': False})
 
   def opened(operand: Any) -> jax.Array:
-    return formats.decompress(from_operand(operand))
+    return formats.expand(from_operand(operand))
 
   rows = 256
   cases: dict[str, Any] = {

@@ -74,7 +74,8 @@ def sparse_matmul(
     activation of the rounded Z.
 
   Raises:
-    ValueError: an argument is off, or the named implementation cannot serve the call.
+    ValueError: an argument is off, or the named implementation cannot serve the call. Positions of a concrete A that
+      are none are refused, too; of a traced `Compressed24` they are an error under `checkify`.
 
   >>> import jax.numpy as jnp
   >>> from pallas_kernels import formats
@@ -231,11 +232,11 @@ def check_arguments(
   if len(a.shape) != 2 or b.ndim != 2:
     raise ValueError(f'a and b must be matrices, found a of shape {a.shape} and b of shape {b.shape}')
   if isinstance(a, formats.Compressed24):
+    formats.check_compressed(a, 'a')
     m, k = a.shape if a.axis == -1 else a.shape[::-1]
   else:
     m, k = a.shape
-    if a.words.shape != operand.words_shape(m, k):
-      raise ValueError(f'a.words has shape {a.words.shape}, {operand.words_shape(m, k)} fits values {a.values.shape}')
+    operand.check_operand(a)
   n, b_k = b.shape if b_layout == 'nk' else b.shape[::-1]
   if b_k != k:
     raise ValueError(

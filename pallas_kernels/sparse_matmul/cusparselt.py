@@ -70,7 +70,7 @@ def prepare(
     NotImplementedError: the card, the dtype or the library does not do.
   """
   if isinstance(a, formats.Compressed24 | operand.SparseOperand):
-    a = formats.decompress(operand.from_operand(a) if isinstance(a, operand.SparseOperand) else operand.rows_first(a))
+    a = formats.expand(operand.from_operand(a) if isinstance(a, operand.SparseOperand) else operand.rows_first(a))
   _check_device(device or _device.current(), a.dtype)
   library.register()
   m, k = a.shape

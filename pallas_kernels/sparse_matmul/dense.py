@@ -25,7 +25,7 @@ def sparse_matmul(
   keep_preactivation: bool = False,
 ) -> Any:
   """`reference.sparse_matmul` on the dense tensor cores: same arguments and result up to rounding."""
-  dense = formats.decompress(operand.from_operand(a) if isinstance(a, operand.SparseOperand) else operand.rows_first(a))
+  dense = formats.expand(operand.from_operand(a) if isinstance(a, operand.SparseOperand) else operand.rows_first(a))
   if dense.dtype != b.dtype:  # two kinds of float8
     dense, b = dense.astype(jnp.bfloat16), b.astype(jnp.bfloat16)
   return reference.results(

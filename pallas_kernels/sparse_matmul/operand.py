@@ -15,9 +15,11 @@ alone, not on a kernel's tile sizes, so an operand serves every configuration.
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels import formats
 
@@ -93,14 +95,52 @@ def to_operand(c: formats.Compressed24) -> SparseOperand:
 
 def from_operand(operand: SparseOperand) -> formats.Compressed24:
   """Inverse of `to_operand`, compressed along the last axis."""
-  *batch, m, k = operand.shape
+  nibbles = _nibbles(operand.words, operand.shape, _width(operand.dtype))
+  return formats.Compressed24(operand.values, formats.pack_nibbles(nibbles.astype(jnp.uint8), -1), -1)
+
+
+def _nibbles(words: Any, shape: tuple[int, ...], width: int) -> Any:
+  """A nibble a group of a matrix [..., M, K], from NumPy's words or JAX's."""
+  *batch, m, k = shape
   tiles_m, tiles_k, _ = words_shape(m, k)
   b = len(batch)
-  nibbles = unpack_words(operand.words.reshape(-1, 128), _width(operand.dtype))  # [tiles, 64, 16]
+  nibbles = unpack_words(words.reshape(-1, 128), width)  # [tiles, 64, 16]
   nibbles = nibbles.reshape(*batch, tiles_m, tiles_k, 64, 16)
   nibbles = nibbles.transpose(*range(b), b, b + 2, b + 1, b + 3).reshape(*batch, 64 * tiles_m, 16 * tiles_k)
-  nibbles = nibbles[..., :m, : k // 4].astype(jnp.uint8)
-  return formats.Compressed24(operand.values, formats.pack_nibbles(nibbles, -1), -1)
+  return nibbles[..., :m, : k // 4]
+
+
+def check_operand(a: SparseOperand, name: str = 'a') -> None:
+  """Refuses words that do not fit the values, and concrete ones that name no pair of positions.
+
+  Words in a trace are left alone: only a packer makes them, and its steps are not to get longer.
+
+  Raises:
+    ValueError: naming the field and the first group.
+  """
+  *batch, m, k = a.shape
+  expected = (*batch, *words_shape(m, k))
+  if a.words.shape != expected or a.words.dtype != jnp.uint32:
+    raise ValueError(
+      f'{name}.words must be uint32 of shape {expected}, as values of shape {a.values.shape} have it; found'
+      f' {a.words.dtype} of shape {a.words.shape}'
+    )
+  if k % 4:
+    raise ValueError(f'{name}.values must hold whole groups of two, found shape {a.values.shape}')
+  if isinstance(a.words, jax.core.Tracer):
+    return
+
+  def legal(words):
+    return formats.is_pair(_nibbles(words, a.shape, _width(a.dtype)))
+
+  def message(words, where):
+    found = int(_nibbles(words, a.shape, _width(a.dtype))[where])
+    return (
+      f'{name}.words names positions {found & 3} and {found >> 2} in group {where}; accepted are two of 0 to 3, the'
+      ' lower one first'
+    )
+
+  formats.refuse_unless(legal, a.words, message, '')
 
 
 def concatenate(first: SparseOperand, second: SparseOperand, *, axis: int) -> SparseOperand:
@@ -117,12 +157,16 @@ def concatenate(first: SparseOperand, second: SparseOperand, *, axis: int) -> Sp
   )
 
 
-def unpack_words(words: Array, width: int) -> Array:
-  """uint32 [tiles, 128] words of 64 x 64 tiles to nibbles uint32 [tiles, 64, 16]; `width` is the values' bytes."""
+def unpack_words(words: Any, width: int) -> Any:
+  """uint32 [tiles, 128] words of 64 x 64 tiles to nibbles uint32 [tiles, 64, 16]; `width` is the values' bytes.
+
+  Of NumPy's words or JAX's.
+  """
   tiles = words.shape[0]
   x = words.reshape(tiles, 4, 8, 2, 2)  # warp, g, t >> 1, t & 1
-  shifts = 4 * jnp.arange(8, dtype=jnp.uint32)
-  x = (x[..., None] >> shifts.reshape(1, 1, 1, 1, 1, 8)) & jnp.uint32(15)
+  # Made in the trace: constants do not pass where a mesh may divide arrays.
+  shifts = 4 * (np if isinstance(words, np.ndarray) else jnp).arange(8, dtype=np.uint32)
+  x = (x[..., None] >> shifts.reshape(1, 1, 1, 1, 1, 8)) & np.uint32(15)
   if width == 2:
     x = x.reshape(tiles, 4, 8, 2, 2, 2, 4)  # warp, g, selector, pair, row half, group
     x = x.transpose(0, 1, 5, 2, 3, 4, 6)

@@ -69,7 +69,7 @@ def sparse_matmul(
     D as [M, N] or [N, M]; with `keep_preactivation` (D, Z), both rounded from the same float32 values.
   """
   a = operand.from_operand(a) if isinstance(a, operand.SparseOperand) else operand.rows_first(a)
-  a32 = formats.decompress(a).astype(jnp.float32)
+  a32 = formats.expand(a).astype(jnp.float32)
   b32 = b.astype(jnp.float32)
   contract = 1 if b_layout == 'nk' else 0
   d = jax.lax.dot_general(a32, b32, (((1,), (contract,)), ((), ())), precision=jax.lax.Precision.HIGHEST)

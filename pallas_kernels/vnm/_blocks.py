@@ -13,6 +13,12 @@ _ALL = tl.constexpr(0xFFFFFFFF)
 
 
 @triton.jit
+def load_index(at, SIZE: tl.constexpr):
+  """An int32 below `SIZE`: an index from elsewhere that is not, negative or too large, becomes the last one."""
+  return tl.minimum(tl.load(at).to(tl.uint32, bitcast=True), SIZE - 1).to(tl.int32, bitcast=True)
+
+
+@triton.jit
 def squared_relu(pair, dtype: tl.constexpr):
   """relu(x)^2 of both entries, rounded once, subnormal squares too; a NaN passes.
 

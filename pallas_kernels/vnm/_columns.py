@@ -70,10 +70,10 @@ def pack_columns_as(
   group = tl.program_id(1) * 16 + tl.arange(0, 16)
   pair = _row_pairs(V, PARTS)
   column = rows + tl.program_id(0) * (C // M * 4) + group * 4
-  c0 = tl.load(column)
-  c1 = tl.load(column + 1)
-  c2 = tl.load(column + 2)
-  c3 = tl.load(column + 3)
+  c0 = blocks.load_index(column, C)
+  c1 = blocks.load_index(column + 1, C)
+  c2 = blocks.load_index(column + 2, C)
+  c3 = blocks.load_index(column + 3, C)
 
   row = 2 * (pair - tl.program_id(0) * (V // 2))
   tile = (tl.program_id(0) * (V // 64) + row // 64) * (C // M // 16) + tl.program_id(1)

@@ -36,8 +36,8 @@ def scatter_rows(
   pair = tl.load(values.to(tl.pointer_type(tl.uint32)) + row * (C // M) + group)
   index = rows + tl.program_id(1) * ROWS // V * (C // M * 4) + group * 4
   to = dense.to(tl.pointer_type(tl.uint16)) + row * C
-  tl.store(to + tl.load(index + (nibble & 3)), pair.to(tl.uint16))
-  tl.store(to + tl.load(index + (nibble >> 2)), (pair >> 16).to(tl.uint16))
+  tl.store(to + blocks.load_index(index + (nibble & 3), C), pair.to(tl.uint16))
+  tl.store(to + blocks.load_index(index + (nibble >> 2), C), (pair >> 16).to(tl.uint16))
 
 
 @triton.jit

@@ -54,7 +54,7 @@ class Gather:
   wait: Any
 
 
-def blocks(*, parts: int, bk: int, width: int, bn: int, n: int, ragged: bool, dtype: Any) -> Gather:
+def blocks(*, parts: int, bk: int, width: int, bn: int, depth: int, n: int, ragged: bool, dtype: Any) -> Gather:
   """The operations as PTX.
 
   Args:
@@ -62,6 +62,7 @@ def blocks(*, parts: int, bk: int, width: int, bn: int, n: int, ragged: bool, dt
     bk: rows of a stage, 64.
     width: columns of a part in memory, a multiple of 64.
     bn: of which so many are copied, a multiple of 64.
+    depth: rows of B; an index that names another is taken for the last, so that nothing beside B is read.
     n: columns of B.
     ragged: whether the last tile of columns hangs over.
     dtype: of B, 16 bits.
@@ -142,7 +143,7 @@ def blocks(*, parts: int, bk: int, width: int, bn: int, n: int, ragged: bool, dt
         inside = compat.arith.cmpi(compat.arith.CmpIPredicate.slt, along, end)
         sizes[at] = compat.arith.select(inside, _c32(16), _c32(0))
     for i in range(_ROWS):
-      index = wgmma.extract(rows.registers.flat[i])
+      index = compat.arith.minui(wgmma.extract(rows.registers.flat[i]), _c32(depth - 1))
       source = _add(base, compat.arith.muli(_wide(index), compat.utils.c(pitch, _i64())))
       # The swizzle of 128 bytes: 16-byte chunk c of row r of an 8-row atom lies at chunk c xor r.
       row = _add(first, _c32(i))
@@ -178,13 +179,13 @@ def blocks(*, parts: int, bk: int, width: int, bn: int, n: int, ragged: bool, dt
   )
 
 
-def standins(*, parts: int, bk: int, width: int, bn: int, n: int, **_: Any) -> Gather:
+def standins(*, parts: int, bk: int, width: int, bn: int, depth: int, n: int, **_: Any) -> Gather:
   """The operations in jnp, for interpret mode."""
   del width
 
   def copy(rows, index_ref, block, step, b_ref, column, stage, barrier):
     del rows
-    index = index_ref[block, pl.ds(step * bk, bk)]
+    index = jnp.minimum(index_ref[block, pl.ds(step * bk, bk)].astype(jnp.uint32), depth - 1).astype(jnp.int32)
     for part in range(parts):
       for j in range(0, bn, 64):
         # What hangs over is never stored; any columns will do.

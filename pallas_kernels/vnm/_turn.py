@@ -61,10 +61,10 @@ def turn_as(
   member = (tl.program_id(1) * 16 + tl.arange(0, 16))[:, None]
   given = _given(words, R // M, V, M)
   at = rows + tl.program_id(0) * (R // M * 4) + member * 4
-  e0 = _entries(source, words_in, tables, tl.load(at), group, R, C, V, M)
-  e1 = _entries(source, words_in, tables, tl.load(at + 1), group, R, C, V, M)
-  e2 = _entries(source, words_in, tables, tl.load(at + 2), group, R, C, V, M)
-  e3 = _entries(source, words_in, tables, tl.load(at + 3), group, R, C, V, M)
+  e0 = _entries(source, words_in, tables, blocks.load_index(at, R), group, R, C, V, M)
+  e1 = _entries(source, words_in, tables, blocks.load_index(at + 1, R), group, R, C, V, M)
+  e2 = _entries(source, words_in, tables, blocks.load_index(at + 2, R), group, R, C, V, M)
+  e3 = _entries(source, words_in, tables, blocks.load_index(at + 3, R), group, R, C, V, M)
   _keep_given(values, given, e0, e1, e2, e3, R // M, V, M)
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import _device, _dispatch, _records
 from pallas_kernels.sparse_matmul.operand import SparseOperand
-from pallas_kernels.vnm.format import check_blocks, CompressedVNM, VNMOperand
+from pallas_kernels.vnm.format import check, check_blocks, CompressedVNM, VNMOperand
 
 OP = 'vnm_matmul'
 OUT_LAYOUTS = ('mn', 'nm')
@@ -72,7 +72,8 @@ def vnm_matmul(
     D.
 
   Raises:
-    ValueError: an argument is off, or the named implementation cannot serve the call.
+    ValueError: an argument is off, or the named implementation cannot serve the call. A concrete A whose positions,
+      columns or index cannot be is refused, too; of a traced `CompressedVNM` that is an error under `checkify`.
 
   >>> import jax.numpy as jnp
   >>> from pallas_kernels import vnm
@@ -86,6 +87,7 @@ def vnm_matmul(
   _dispatch.check_type('b', b, *_dispatch.ARRAYS)
   if len(a.shape) != 2 or b.ndim != 2:
     raise ValueError(f'a and b must be matrices, found a of shape {a.shape} and b of shape {b.shape}')
+  check(a)
   if b.shape[0] != a.shape[1]:
     raise ValueError(f'b of shape {b.shape} has {b.shape[0]} rows along K, a of shape {a.shape} has {a.shape[1]}')
   if a.dtype != b.dtype:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import formats
+from pallas_kernels.sparse_matmul.operand import check_operand as check_operand_24
 from pallas_kernels.sparse_matmul.operand import from_operand, SparseOperand, to_operand
 
 KEPT = 4  # columns of each M; two entries of them are what sparse tensor cores take
@@ -171,13 +172,22 @@ def gather_columns(x: Array, ids: Array, v: int) -> Array:
 def decompress(c: CompressedVNM) -> Array:
   """The dense array that `c` stands for: shape `c.shape`, dtype `c.dtype`.
 
+  Raises:
+    ValueError: `c` is not the format, as `check_compressed` says.
+
   >>> x = jnp.arange(16.0).reshape(2, 8)
   >>> decompress(compress(x, (x % 8 == 1) | (x % 8 == 6), v=2, m=8))[0].tolist()
   [0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 6.0, 0.0]
   """
+  check_compressed(c)
+  return expand(c)
+
+
+def expand(c: CompressedVNM) -> Array:
+  """`decompress` of what was made here, which needs no check."""
   *lead, rows, columns = c.shape
   groups = columns // c.m
-  kept = formats.decompress(c.compact).reshape(*lead, rows // c.v, c.v, groups, KEPT)
+  kept = formats.expand(c.compact).reshape(*lead, rows // c.v, c.v, groups, KEPT)
   ids = c.columns.astype(jnp.int32).reshape(*lead, rows // c.v, 1, groups, KEPT)
   out = jnp.zeros((*lead, rows // c.v, c.v, groups, c.m), c.dtype)
   column = jax.lax.broadcasted_iota(jnp.int32, (*ids.shape[:-1], c.m), ids.ndim - 1)
@@ -187,8 +197,91 @@ def decompress(c: CompressedVNM) -> Array:
   return out.reshape(c.shape)
 
 
-def verify(x: Array, *, v: int, n: int = 2, m: int) -> None:
+def check(a: CompressedVNM | VNMOperand, name: str = 'a') -> None:
+  """`check_compressed` or `check_operand`."""
+  return check_operand(a, name) if isinstance(a, VNMOperand) else check_compressed(a, name)
+
+
+def check_compressed(c: CompressedVNM, name: str = 'c') -> None:
+  """Refuses what is no `CompressedVNM` but in name, as an array from elsewhere may be.
+
+  Shapes and dtypes are checked always, positions and columns of concrete arrays by value, of traced ones under
+  `checkify`.
+
+  Raises:
+    ValueError: naming the field, and where in it.
+  """
+  if not (isinstance(c.m, int) and KEPT <= c.m <= 256):
+    raise ValueError(f'{name}.m={c.m!r} must be from {KEPT} to 256')
+  if c.values.ndim < 2:
+    raise ValueError(f'{name}.values must have at least two axes, found shape {c.values.shape}')
+  formats.check_compressed(c.compact, name)
+  *lead, r, half = c.values.shape
+  *lead_of_columns, blocks, compact = (1, *c.columns.shape)[-c.values.ndim :]
+  if (
+    c.columns.ndim != c.values.ndim or lead_of_columns != lead or compact != 2 * half or not blocks or r % blocks
+    or c.columns.dtype != jnp.uint8
+  ):  # fmt: skip
+    raise ValueError(
+      f'{name}.columns must be uint8 of shape {(*lead, "R / V", 2 * half)} with whole blocks of the {r} rows, found'
+      f' {c.columns.dtype} of shape {c.columns.shape}'
+    )
+
+  def legal(columns):
+    four = columns.reshape(*columns.shape[:-1], -1, KEPT).astype(np.int32)
+    return (four[..., :-1] < four[..., 1:]).all(-1) & (four[..., -1] < c.m)
+
+  def message(columns, where):
+    at = (*where[:-1], slice(KEPT * where[-1], KEPT * where[-1] + KEPT))
+    return f'{name}.columns of block {where} are {columns[at].tolist()}; accepted are four below {c.m}, ascending'
+
+  formats.refuse_unless(legal, c.columns, message, f'{name}.columns are not four below {c.m}, ascending')
+
+
+def check_operand(a: VNMOperand, name: str = 'a') -> None:
+  """Refuses an index that does not fit the values, and a concrete one that names rows that B does not have, or twice.
+
+  What is in a trace is left alone: only a packer makes it, and kernels take an index that is out of range for the
+  last row.
+
+  Raises:
+    ValueError: naming the field and the block.
+  """
+  check_operand_24(a.compact, f'{name}.compact')
+  *lead, r, k = a.shape
+  *lead_of_rows, blocks, compact = (1, *a.rows.shape)[-a.compact.values.ndim :]
+  if (
+    a.rows.ndim != a.compact.values.ndim or lead_of_rows != lead or compact != a.compact.shape[-1] or not blocks
+    or r % blocks or a.rows.dtype != jnp.int32
+  ):  # fmt: skip
+    raise ValueError(
+      f'{name}.rows must be int32 of shape {(*lead, "R / V", a.compact.shape[-1])} with whole blocks of the {r} rows,'
+      f' found {a.rows.dtype} of shape {a.rows.shape}'
+    )
+  if isinstance(a.rows, jax.core.Tracer):
+    return
+
+  def legal(rows):
+    ordered = np.sort(rows, axis=-1)
+    once = (ordered[..., :-1] != ordered[..., 1:]).all(-1)
+    return once & (ordered[..., 0] >= 0) & (ordered[..., -1] < k)
+
+  def message(rows, where):
+    outside = rows[where][(rows[where] < 0) | (rows[where] >= k)]
+    found = f'holds {outside[0]}' if len(outside) else 'names a row twice'
+    return f'{name}.rows of block {where} {found}; accepted are rows of B, 0 to {k - 1}, each once'
+
+  formats.refuse_unless(legal, a.rows, message, '')
+
+
+def verify(x: Array | CompressedVNM | VNMOperand, *, v: int | None = None, n: int = 2, m: int | None = None) -> None:
   """Checks on the host that `x` [..., R, C] is V:N:M: -0.0 counts as zero, NaN as a non-zero.
+
+  Args:
+    x: a concrete array, or one that is compressed, whose positions, columns and index are looked at.
+    v: rows of a block; of what is compressed it may be left out, or must agree.
+    n: 2.
+    m: columns of a block, likewise.
 
   Raises:
     ValueError: naming the first block that uses more than four columns, or the first row of a block with more than two
@@ -196,6 +289,13 @@ def verify(x: Array, *, v: int, n: int = 2, m: int) -> None:
 
   >>> verify(jnp.array([[0.0, 5.0, -0.0, 7.0], [1.0, 0.0, 0.0, 7.0]]), v=2, m=4)
   """
+  if isinstance(x, CompressedVNM | VNMOperand):
+    check(x, 'x')
+    if (v or x.v, n, m or x.m) != (x.v, 2, x.m):
+      raise ValueError(f'x is {x.v}:2:{x.m}, found v={v}, n={n}, m={m}')
+    return
+  if v is None or m is None:
+    raise ValueError(f'v and m must be given for an array that is not compressed, found v={v} and m={m}')
   check_blocks(x, v, n, m)
   *lead, rows, columns = x.shape
   nonzero = (np.asarray(x) != 0).reshape(*lead, rows // v, v, columns // m, m)
@@ -216,7 +316,7 @@ def to_vnm_operand(c: CompressedVNM) -> VNMOperand:
 
 def decompress_operand(a: VNMOperand) -> Array:
   """The dense matrix [R, K] of an operand, whatever rows of B its index names."""
-  compact = formats.decompress(from_operand(a.compact))
+  compact = formats.expand(from_operand(a.compact))
   r, k = a.shape
   blocks = compact.reshape(r // a.v, a.v, compact.shape[-1])
   place = jax.vmap(lambda block, rows: jnp.zeros((a.v, k), a.dtype).at[:, rows].set(block, unique_indices=True))

@@ -71,7 +71,7 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
 
   def operations(bn, ragged):
     shape = _wgmma_sp.Shape(c.rows, bn, BK, p.dtype, p.dtype, 'kn', a_swizzle, b_swizzle, c.delay)
-    sizes = dict(parts=c.parts, bk=BK, width=c.bn, bn=bn, n=p.n, ragged=ragged, dtype=p.dtype)
+    sizes = dict(parts=c.parts, bk=BK, width=c.bn, bn=bn, depth=p.depth, n=p.n, ragged=ragged, dtype=p.dtype)
     multiply = _registers if in_registers else _wgmma_sp
     if interpret:
       return multiply.standins(shape), _gather.standins(**sizes)

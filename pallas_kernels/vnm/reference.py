@@ -11,12 +11,12 @@ import jax.numpy as jnp
 from pallas_kernels import formats
 from pallas_kernels.prune.reference import ranks
 from pallas_kernels.sparse_matmul.operand import from_operand, SparseOperand, to_operand
+from pallas_kernels.vnm import format as fmt
 from pallas_kernels.vnm.format import (
   check_blocks,
   check_groups,
   compress_columns,
   CompressedVNM,
-  decompress,
   decompress_operand,
   KEPT,
   to_vnm_operand,
@@ -163,7 +163,7 @@ def _kept_values(x: Array, pattern: SparseOperand) -> Array:
   """What is stored of `x` under a 2:4 pattern."""
   open_form = from_operand(pattern)
   ones = dataclasses.replace(open_form, values=jnp.ones_like(open_form.values))
-  return formats.compress(x, formats.decompress(ones) != 0, axis=-1).values
+  return formats.compress(x, formats.expand(ones) != 0, axis=-1).values
 
 
 def turn(a: VNMOperand, *, used: Array | None, pattern: VNMOperand | None) -> VNMOperand:
@@ -198,7 +198,7 @@ def _dense_of(a: VNMOperand, axis: int) -> Array:
 
 def expand(operand: SparseOperand | VNMOperand) -> Array:
   """See `api.expand`."""
-  return decompress_operand(operand) if isinstance(operand, VNMOperand) else formats.decompress(from_operand(operand))
+  return decompress_operand(operand) if isinstance(operand, VNMOperand) else formats.expand(from_operand(operand))
 
 
 def vnm_matmul(a: CompressedVNM | VNMOperand, b: Array, *, out_dtype: Any, out_layout: str) -> Array:
@@ -208,4 +208,4 @@ def vnm_matmul(a: CompressedVNM | VNMOperand, b: Array, *, out_dtype: Any, out_l
 
 
 def _dense(a: CompressedVNM | VNMOperand) -> Array:
-  return decompress_operand(a) if isinstance(a, VNMOperand) else decompress(a)
+  return decompress_operand(a) if isinstance(a, VNMOperand) else fmt.expand(a)

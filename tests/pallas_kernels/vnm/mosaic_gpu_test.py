@@ -78,6 +78,16 @@ class InterpretTest(parameterized.TestCase):
     a = to_vnm_operand(a)
     self._check(dataclasses.replace(a, rows=order[a.rows]), b, _SMALL)
 
+  def test_an_index_that_is_out_of_range_is_taken_for_the_last(self):
+    a, b = _inputs(128, 128, 256, 64, 8)
+    a = to_vnm_operand(a)
+
+    def multiply(first, second):
+      bad = dataclasses.replace(a, rows=a.rows.at[0, 1].set(first).at[1, 6].set(second))
+      return mosaic_gpu.vnm_matmul(bad, b, out_dtype=_BF16, out_layout='mn', config=_SMALL, interpret=True)
+
+    np.testing.assert_array_equal(multiply(-5, 10**9), multiply(255, 255))
+
   def test_vmap_launches_one_after_another(self):
     a, b = _inputs(128, 128, 256, 64, 8)
     f = functools.partial(mosaic_gpu.vnm_matmul, a, out_dtype=_BF16, out_layout='mn', config=_SMALL, interpret=True)

@@ -1,5 +1,6 @@
 """The Triton V:N:M packer against the reference, bit for bit, in Triton's interpreter. Run by triton_test.py."""
 
+import dataclasses
 import functools
 from unittest import mock
 
@@ -156,6 +157,25 @@ class InterpretedTest(parameterized.TestCase):
     a, *_ = _reference(_whole((2 * v, 32 * m), 'bfloat16'), v=v, m=m, spread=spread)
     found, _ = _interpreted(packers.expand, a)
     _assert_same_bits(found, jax.jit(decompress_operand)(a))
+
+  def test_an_index_that_is_out_of_range_is_taken_for_the_last(self):
+    """Nothing beside the arrays is read or written, where the interpreter would end or go on with other numbers."""
+    x, gradient = _finite((128, 128)), _finite((128, 128), 1)
+
+    def hostile(a, last):
+      bad, clamped = a.rows.at[0, 1].set(-5).at[0, 6].set(10**9), a.rows.at[0, 1].set(last).at[0, 6].set(last)
+      return dataclasses.replace(a, rows=bad), dataclasses.replace(a, rows=clamped)
+
+    def check(f, *pair):
+      found, expected = (_interpreted(f, a)[0] for a in pair)
+      _assert_same_bits(jax.tree.leaves(found)[0], jax.tree.leaves(expected)[0])
+
+    a, *_ = _reference(x, v=64, m=8)
+    check(packers.expand, *hostile(a, 127))
+    of_columns, *_ = _reference(x, v=64, m=8, axis=-2, spread=True)
+    pair = hostile(of_columns, 127)
+    check(lambda p: packers.turn(a, used=None, pattern=p), *pair)
+    check(lambda p: packers.vnm_pack(x, v=64, m=8, axis=-2, spread=True, gradient=gradient, pattern=p)[0], *pair)
 
   @parameterized.parameters((64, 8), (128, 16))
   def test_take_columns(self, v, m):
