@@ -15,6 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
+import pytest
 
 import sparse24_jax as s24
 from sparse24_jax.clusters import with_neurons
@@ -66,6 +67,16 @@ CASES = RECIPES | {
 UNSTRUCTURED = ('dynamic_sparse', 'mixed_sparsity', 'rigl', 'set_', 'static')
 # Spec of tokens, of weights. FSDP cuts the contracted axis, tensor parallelism the output axis.
 LAYOUTS = {'data': ('d', (None, None)), 'fsdp': ('d', ('d', None)), 'tensor': (None, (None, 'd'))}
+# One of each kind: masks for both passes, a scale with real FP8, links that move, moments that rest, activations. They
+# are in the fast lane; all cases train on the layout that cuts groups of weights, these on the others too.
+KINDS = ('transposable_srste', 's_ste_fp8', 'mixed_sparsity', 'step', 'neuron_level_clusters')
+OTHER_CASES = tuple(case for case in CASES if case not in KINDS)
+PROJECTION_KINDS = ('transposable_exact', 'soft_threshold', 'dynamic_sparse')
+OTHER_PROJECTIONS = tuple(name for name in PROJECTIONS if name not in PROJECTION_KINDS)
+FAST_MESHES = (*((case, 'fsdp') for case in KINDS), ('transposable_srste', 'data'), ('transposable_srste', 'tensor'))
+SLOW_MESHES = tuple((case, 'fsdp') for case in OTHER_CASES) + tuple(
+  (case, layout) for case in KINDS[1:] for layout in ('data', 'tensor')
+)
 COLLECTIVES = r'all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter|collective-broadcast'
 
 
@@ -196,8 +207,16 @@ class OneDeviceTest(parameterized.TestCase):
     stepped, after, _ = jax.eval_shape(make_step(recipe), params, state, x, jax.random.key(0))
     self.assertEqual((describe(stepped), describe(after)), (describe(params), describe(state)))
 
-  @parameterized.parameters(*CASES)
+  @parameterized.parameters(*KINDS)
   def test_trains_with_one_compilation(self, case):
+    self.check_training(case)
+
+  @parameterized.parameters(*OTHER_CASES)
+  @pytest.mark.slow
+  def test_other_cases_train_with_one_compilation(self, case):
+    self.check_training(case)
+
+  def check_training(self, case):
     record = run(case)
     self.assertLess(record.losses[-1], record.losses[0])
     self.assertEqual(record.compilations, 1)
@@ -211,9 +230,17 @@ class OneDeviceTest(parameterized.TestCase):
       for name, leaf in s24.project(record.params, record.states[-1], CASES[case], phase='sparse').items():
         s24.verify24(leaf['kernel'], axis=-2 if projection_of(case, name).divisor[0] == 4 else -1)
 
-  @parameterized.parameters(*CASES)
+  @parameterized.parameters(*KINDS)
   def test_accumulated_micro_batches_are_one_step(self, case):
     """Two halves of a gradient under MultiSteps give the state and the update of the whole."""
+    self.check_accumulation(case)
+
+  @parameterized.parameters(*OTHER_CASES)
+  @pytest.mark.slow
+  def test_accumulated_micro_batches_of_other_cases(self, case):
+    self.check_accumulation(case)
+
+  def check_accumulation(self, case):
     tx, params = optimizer(CASES[case]), weights()
     halves = weights(seed=1), weights(seed=2)
     multi = optax.MultiSteps(tx, every_k_schedule=2)
@@ -233,7 +260,14 @@ class OneDeviceTest(parameterized.TestCase):
     self.assertEqual(int(found[1][1].count), 1)
 
   def test_checkpoint_round_trip(self):
-    saved = {case: {'params': run(case).params, 'state': run(case).states[-1]} for case in CASES}
+    self.check_checkpoint(KINDS)
+
+  @pytest.mark.slow
+  def test_checkpoint_round_trip_of_other_cases(self):
+    self.check_checkpoint(OTHER_CASES)
+
+  def check_checkpoint(self, cases):
+    saved = {case: {'params': run(case).params, 'state': run(case).states[-1]} for case in cases}
     with tempfile.TemporaryDirectory() as folder, ocp.StandardCheckpointer() as checkpointer:
       checkpointer.save(f'{folder}/checkpoint', saved)
       checkpointer.wait_until_finished()
@@ -258,8 +292,16 @@ class OneDeviceTest(parameterized.TestCase):
 
 class EightDevicesTest(parameterized.TestCase):
 
-  @parameterized.product(case=list(CASES), layout=list(LAYOUTS))
+  @parameterized.parameters(*FAST_MESHES)
   def test_trains_as_on_one_device(self, case, layout):
+    self.check_losses_and_masks(case, layout)
+
+  @parameterized.parameters(*SLOW_MESHES)
+  @pytest.mark.slow
+  def test_other_cases_train_as_on_one_device(self, case, layout):
+    self.check_losses_and_masks(case, layout)
+
+  def check_losses_and_masks(self, case, layout):
     one, eight = run(case), run(case, layout)
     self.assertEqual(eight.compilations, 1)
     assert_trees_equal(masks(eight.states[0], weights(), case), masks(one.states[0], weights(), case))
@@ -273,8 +315,16 @@ class EightDevicesTest(parameterized.TestCase):
       rates = [s24.get_flip_rate(record.states[-1]).overall for record in (eight, one)]
       np.testing.assert_allclose(*rates, rtol=1e-6)
 
-  @parameterized.product(case=list(CASES), layout=list(LAYOUTS))
+  @parameterized.parameters(*FAST_MESHES)
   def test_shardings_stay(self, case, layout):
+    self.check_shardings(case, layout)
+
+  @parameterized.parameters(*SLOW_MESHES)
+  @pytest.mark.slow
+  def test_shardings_of_other_cases_stay(self, case, layout):
+    self.check_shardings(case, layout)
+
+  def check_shardings(self, case, layout):
     record = run(case, layout)
     sharding = NamedSharding(mesh(), PartitionSpec(*LAYOUTS[layout][1]))
     first, last = record.states[0], record.states[-1]
@@ -284,8 +334,16 @@ class EightDevicesTest(parameterized.TestCase):
       if leaf.ndim == 2:
         self.assertTrue(leaf.sharding.is_equivalent_to(sharding, 2), leaf.sharding)
 
-  @parameterized.product(name=list(PROJECTIONS), layout=list(LAYOUTS))
+  @parameterized.product(name=PROJECTION_KINDS, layout=('fsdp', 'tensor'))
   def test_refresh_needs_no_communication_and_gives_the_same_bits(self, name, layout):
+    self.check_refresh(name, layout)
+
+  @parameterized.product(name=OTHER_PROJECTIONS, layout=('fsdp', 'tensor'))
+  @pytest.mark.slow
+  def test_refresh_of_others_needs_no_communication_and_gives_the_same_bits(self, name, layout):
+    self.check_refresh(name, layout)
+
+  def check_refresh(self, name, layout):
     projection, w = PROJECTIONS[name], weights()['up']['kernel']
     sharded = place(w, LAYOUTS[layout][1])
     old = jit(projection.init)(w)
@@ -302,9 +360,17 @@ class EightDevicesTest(parameterized.TestCase):
     assert_trees_equal(found, refresh(w, old))
     self.assertTrue(found[1].sharding.is_equivalent_to(sharded.sharding, 2))
 
-  @parameterized.parameters(*PROJECTIONS)
+  @parameterized.parameters(*PROJECTION_KINDS)
   def test_optimizer_step_reduces_scalars_only(self, name):
     """With a plain SGD the whole update, refresh and flip rate included, moves a few counts and no weights."""
+    self.check_communication(name)
+
+  @parameterized.parameters(*OTHER_PROJECTIONS)
+  @pytest.mark.slow
+  def test_optimizer_step_of_others_reduces_scalars_only(self, name):
+    self.check_communication(name)
+
+  def check_communication(self, name):
     recipe = CASES[name]
     tx = s24.sparse_training(optax.sgd(0.1), recipe)
     params = place(weights(), LAYOUTS['fsdp'][1])
@@ -325,9 +391,19 @@ class EightDevicesTest(parameterized.TestCase):
       mask = jax.jit(lambda w: projection.mask(w, projection.init(w)))(sharded)
     np.testing.assert_array_equal(mask, projection.mask(w, projection.init(w)))
 
-  @parameterized.product(case=('transposable_srste', 's_ste'), layout=list(LAYOUTS))
+  @parameterized.parameters(('transposable_srste', 'fsdp'), ('s_ste', 'tensor'))
   def test_trains_on_an_explicit_mesh(self, case, layout):
     """`jax.make_mesh` makes such meshes: what JAX does not decide there, we must."""
+    self.check_explicit_mesh(case, layout)
+
+  @parameterized.parameters(
+    ('transposable_srste', 'data'), ('transposable_srste', 'tensor'), ('s_ste', 'data'), ('s_ste', 'fsdp')
+  )
+  @pytest.mark.slow
+  def test_trains_on_other_explicit_meshes(self, case, layout):
+    self.check_explicit_mesh(case, layout)
+
+  def check_explicit_mesh(self, case, layout):
     tokens, spec = LAYOUTS[layout]
     x = jax.random.normal(jax.random.key(5), (TOKENS, NARROW))
     with jax.set_mesh(mesh(AxisType.Explicit)):
