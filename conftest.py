@@ -1,5 +1,6 @@
 """Settings for every test: eight simulated devices, no silent rank promotion; warnings are errors (pyproject.toml)."""
 
+import collections
 import os
 from pathlib import Path
 import sys
@@ -23,6 +24,18 @@ import jax
 import pytest
 
 jax.config.update('jax_numpy_rank_promotion', 'raise')
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
+def pytest_collection_modifyitems(items):
+  """Marks slow all but the first cases of a parameterized test that is marked `few`."""
+  seen = collections.Counter()
+  for item in items:
+    if mark := item.get_closest_marker('few'):
+      test = getattr(item.function, '__wrapped__', item.function)  # absl makes a function of each case
+      seen[item.parent.nodeid, test.__name__] += 1
+      if seen[item.parent.nodeid, test.__name__] > (mark.args[0] if mark.args else 1):
+        item.add_marker('slow')
 
 
 @pytest.fixture(autouse=True, scope='module')

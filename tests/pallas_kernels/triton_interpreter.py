@@ -18,8 +18,16 @@ import numpy as np
 HAS_TRITON = importlib.util.find_spec('triton') is not None
 
 
-def run_interpreted(module: str) -> str:
+# Of each parameterized test the first case, and tests of one case.
+FIRST_CASES = '*0 *[a-z]'
+
+
+def run_interpreted(module: str, only: str = '') -> str:
   """Runs a package of tests (its `__main__`, which pytest leaves alone) with the interpreter on.
+
+  Args:
+    module: the package.
+    only: patterns of names of tests, all if empty.
 
   Returns its output, or raises AssertionError with it.
   """
@@ -28,7 +36,7 @@ def run_interpreted(module: str) -> str:
     # The launchers' own arithmetic as under conftest.
     env=os.environ | {
       'TRITON_INTERPRET': '1', 'JAX_PLATFORMS': 'cpu', 'JAX_NUMPY_RANK_PROMOTION': 'raise',
-      'JAX_NUMPY_DTYPE_PROMOTION': 'strict',
+      'JAX_NUMPY_DTYPE_PROMOTION': 'strict', 'TESTBRIDGE_TEST_ONLY': only,
     },
   )  # fmt: skip
   assert done.returncode == 0, done.stdout + done.stderr

@@ -2,8 +2,8 @@
 
 from absl.testing import absltest, parameterized
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 import numpy as np
 
 from experiments.runs import sums
