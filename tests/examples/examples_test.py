@@ -8,6 +8,7 @@ import tempfile
 from absl.testing import absltest
 import jax
 import numpy as np
+import pytest
 
 import sparse24_jax as s24
 
@@ -23,6 +24,7 @@ def example(name):
 
 class ExamplesTest(absltest.TestCase):
 
+  @pytest.mark.slow
   def test_linen_loop_goes_on_with_the_same_bits(self):
     """Cut in the sparse phase, between two searches for masks, and gone on with through the dense one."""
     program, folder = example('linen_loop'), self.enterContext(tempfile.TemporaryDirectory())

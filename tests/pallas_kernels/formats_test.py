@@ -5,6 +5,7 @@ import jax
 from jax.experimental import checkify
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from pallas_kernels import formats
 from tests import oracles
@@ -38,6 +39,7 @@ class CompressTest(parameterized.TestCase):
   @parameterized.product(dtype=DTYPES, axis=list(SHAPES))
   @hypothesis.settings(max_examples=6, deadline=None, derandomize=True)
   @hypothesis.given(seed=st.integers(0, 2**32 - 1))
+  @pytest.mark.few(6)
   def test_round_trip_of_any_bits(self, dtype, axis, seed):
     shape = SHAPES[axis]
     w = oracles.bit_patterns(dtype, shape, seed)

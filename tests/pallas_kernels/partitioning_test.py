@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import numpy as np
+import pytest
 
 from pallas_kernels import _dispatch, _partitioning, _triton, formats
 from pallas_kernels._partitioning import Rule
@@ -77,6 +78,7 @@ class SparseMatmulTest(parameterized.TestCase):
       (('t', 'd'), ('d', None), 'kn', {'all-reduce'}, (None, 't')),
     ),
   )  # fmt: skip
+  @pytest.mark.few(4)
   def test_products_of_parts(self, kind, case):
     of_a, of_b, layout, expected, of_d = case
     on, a, b = mesh(kind), sparse(0, 128, 128), integers(1, *((64, 128) if layout == 'nk' else (128, 64)))

@@ -6,6 +6,7 @@ from unittest import mock
 from absl.testing import absltest, parameterized
 import jax
 import jax.numpy as jnp
+import pytest
 
 from pallas_kernels import _device
 import sparse24_jax as s24
@@ -15,6 +16,7 @@ TOKENS, D, HIDDEN = 640, 128, 256
 
 
 @hopper.needs_plugins
+@pytest.mark.few
 class BlockTest(parameterized.TestCase):
 
   @parameterized.named_parameters(

@@ -9,6 +9,7 @@ from flax import linen as nn
 import jax
 import jax.numpy as jnp
 import optax
+import pytest
 
 import sparse24_jax as s24
 from tests.sparse24_jax import on_hopper_test as hopper
@@ -90,12 +91,14 @@ class CompiledTest(absltest.TestCase):
     self.assertLen(bodies, 3)
     self.assertLen([body for body in bodies if hopper.calls(hopper.reached(hlo, body), hopper.TRITON)], 2)
 
+  @pytest.mark.slow
   def test_a_search_holds_a_few_weights_at_a_time(self):
     """Of six equal ones: the update of one, the weight after the step and what the search needs."""
     weights = {name: hopper.struct(D, HIDDEN, dtype=jnp.float32) for name in 'abcdef'}
     found = compiled_step(lambda _, grads: grads, weights, weights).memory_analysis()
     self.assertBetween(found.temp_size_in_bytes / (4 * D * HIDDEN), 1, 5)
 
+  @pytest.mark.slow
   def test_a_backward_scan_shares_no_zeros(self):
     """With those of pruned gradients: XLA would make both at once, and keep the second until the scan is over."""
 

@@ -9,6 +9,7 @@ from unittest import mock
 from absl.testing import absltest, parameterized
 import jax
 import jax.numpy as jnp
+import pytest
 
 from pallas_kernels.vnm import api
 import sparse24_jax as s24
@@ -33,6 +34,7 @@ def lowered(f, *args) -> str:
 
 
 @hopper.needs_plugins
+@pytest.mark.few
 class KernelsTest(parameterized.TestCase):
 
   # Under vmap a launch is in a loop; experts have one of their own.

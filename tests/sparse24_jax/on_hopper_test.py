@@ -14,6 +14,7 @@ from flax import linen as nn
 import jax
 import jax.numpy as jnp
 import optax
+import pytest
 
 from pallas_kernels import _compat, _device, _triton
 from pallas_kernels.sparse_matmul import api
@@ -149,6 +150,7 @@ ENTRY %main (x: bf16[256,512]) -> bf16[512,256] {
 
 
 @needs_plugins
+@pytest.mark.few
 class BlockTest(parameterized.TestCase):
 
   @parameterized.named_parameters(('gelu', 'gelu', False), ('swiglu', 'silu', True))
@@ -226,6 +228,7 @@ class Model(nn.Module):
 
 
 @needs_plugins
+@pytest.mark.few
 class TrainingStepTest(parameterized.TestCase):
 
   @parameterized.named_parameters(('module', True), ('dense_layers', False))

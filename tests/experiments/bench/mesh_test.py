@@ -10,6 +10,7 @@ from unittest import mock
 from absl.testing import absltest, parameterized
 import jax
 from jax.sharding import PartitionSpec
+import pytest
 
 from experiments.bench import mesh, mesh_checks, meshes
 from tests.experiments.fakes import compile_quickly
@@ -55,12 +56,14 @@ class MeshTest(absltest.TestCase):
     self.assertEqual((failed, record['bench'], record['mesh']), (0, 'mesh_check', {'data': 2}))
     self.assertEqual(record['error'], {'differ': 0.0, 'kept': 0.5})
 
+  @pytest.mark.slow
   def test_a_block_that_differs_fails(self):
     with mock.patch.object(mesh_checks, 'BLOCK_LIMIT', -1.0):
       failed, records, out = run('check-ffn')
     self.assertEqual((failed, records), (1, []))
     self.assertRegex(out, 'check-ffn: failed: ValueError: errors against one device must be at most -1.0, found .*gelu')
 
+  @pytest.mark.slow
   def test_divided_state(self):
     """Weights are gathered and activations are not; masks are searched where they lie."""
     with mock.patch.object(mesh_checks, 'MODEL_LIMIT', 0.03):  # on one device the tiny model is 0.02 from float32

@@ -9,6 +9,7 @@ from unittest import mock
 
 from absl.testing import absltest
 import jax
+import pytest
 
 from experiments.bench import neuron_level, trace
 from experiments.reports import bench_report
@@ -18,6 +19,7 @@ from pallas_kernels.vnm.format import decompress_operand, verify
 
 
 class NeuronLevelBenchTest(absltest.TestCase):
+  @pytest.mark.slow
   def test_records(self):
     names = [f'{kind}-64x2x8-{size}' for kind, size in (
       ('matmul', '16384x4096x16384'), ('ffn', '16384x4096x16384'),

@@ -13,6 +13,7 @@ from absl.testing import absltest, parameterized
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from experiments.bench import (
   block,
@@ -43,6 +44,7 @@ def bench(module, *argv):
 
 class RecordsTest(parameterized.TestCase):
   @parameterized.parameters('fst-gelu-16384x4096x16384', 's_ste_fp8-swiglu-16384x4096x16384')
+  @pytest.mark.slow
   def test_ffn(self, case):
     (record,), _ = bench(ffn, '--select', case)
     self.assertEqual(record['bench'], 'ffn')
@@ -55,6 +57,7 @@ class RecordsTest(parameterized.TestCase):
     for ratio in record['error']['unbiased'].values():
       self.assertBetween(ratio, 0.7, 1.4)
 
+  @pytest.mark.slow
   def test_fp8_gradients_are_held_to_a_plain_op_that_rounds(self):
     # Of the kernels' path, multiplied by XLA.
     case = ffn.CASES['s_ste_fp8-gelu-16384x4096x16384']
@@ -82,6 +85,7 @@ class RecordsTest(parameterized.TestCase):
 
   # Of a group of M = 8 tokens, or of four, the weight gradients' operands have four.
   @parameterized.parameters(('', 0.05, 2, ''), ('_two_of_four_tokens', 0.0, 1, ', 2:4 along tokens'))
+  @pytest.mark.slow
   def test_train_step_with_sparse_activations(self, setting, dense_features, packed, what):
     orders, make_step = [], twins.make_step
 

@@ -12,6 +12,7 @@ from unittest import mock
 
 from absl.testing import absltest, parameterized
 import numpy as np
+import pytest
 
 from experiments.bench import byte_model, tracking
 from tests.experiments.fakes import compile_quickly
@@ -70,6 +71,7 @@ class RunTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, 'too small'):
       byte_model.offsets(100, byte_model.TINY, 50)
 
+  @pytest.mark.slow
   def test_tiny_run_on_the_kernels_path(self):
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()) as out:
       tokens, records = pathlib.Path(folder) / 'tokens.npy', pathlib.Path(folder) / 'records.jsonl'

@@ -6,6 +6,7 @@ from absl.testing import absltest, parameterized
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from pallas_kernels.gated_activation import api
 from pallas_kernels.pack import api as pack
@@ -26,6 +27,7 @@ CLOSE = dict(rtol=1e-5, atol=4e-6)
 class GatedActivationTest(parameterized.TestCase):
 
   @parameterized.product(activation=list(PLAIN), axis=(-1, -2))
+  @pytest.mark.few(3)
   def test_agrees_with_autodiff(self, activation, axis):
     z = 2 * jax.random.normal(jax.random.key(0), (12, 16), jnp.float32)
 
@@ -43,6 +45,7 @@ class GatedActivationTest(parameterized.TestCase):
     np.testing.assert_allclose(dz, vjp(z)[0], **CLOSE)
 
   @parameterized.parameters(True, False)
+  @pytest.mark.few
   def test_pack_samples_the_result_alike_in_both_layouts(self, gated):
     features, tokens, key = 32, 64, jax.random.key(2)
     dh = jax.random.normal(jax.random.key(0), (tokens, features), jnp.bfloat16)
@@ -56,6 +59,7 @@ class GatedActivationTest(parameterized.TestCase):
     np.testing.assert_array_equal(other.values, operand.values)
 
   @parameterized.parameters((True, -1), (True, -2), (False, -1))
+  @pytest.mark.few
   def test_float8_pack_is_that_of_the_result(self, gated, axis):
     features, tokens, key, e5m2 = 32, 64, jax.random.key(2), jnp.float8_e5m2
     dh = jax.random.normal(jax.random.key(0), (tokens, features), jnp.bfloat16)

@@ -13,6 +13,7 @@ BACKWARD = [BF16, BF16, U32, BF16, BF16, U32]
 
 
 @unittest.skipUnless(triton_interpreter.HAS_TRITON, 'triton is not installed')
+@pytest.mark.few
 class TritonTest(parameterized.TestCase):
 
   def test_interpreted(self):

@@ -6,6 +6,7 @@ from jax.experimental import checkify
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 import numpy as np
+import pytest
 
 from pallas_kernels.mvue import reference
 from tests import oracles
@@ -68,6 +69,7 @@ def relative(x) -> np.ndarray:
 
 class UnbiasedTest(parameterized.TestCase):
   @parameterized.product(method=METHODS, dtype=oracles.DTYPES)
+  @pytest.mark.few(2)
   def test_mean_over_keys(self, method, dtype):
     """Within four standard errors, the variance of an entry being x^2 (1 - p) / p for an inclusion probability p."""
     x, mean, _ = means(method, dtype)
@@ -78,6 +80,7 @@ class UnbiasedTest(parameterized.TestCase):
     np.testing.assert_array_less(abs(mean - relative(x)), 4 * np.sqrt(variance / NUM_KEYS) + rounding + 1e-30)
 
   @parameterized.parameters(*METHODS)
+  @pytest.mark.few
   def test_inclusion_probabilities(self, method):
     """The second moment of an entry is x^2 / p; its estimate has the variance x^4 (1 - p) / p^3."""
     x, _, square = means(method, jnp.float32)
@@ -125,6 +128,7 @@ class VarianceTest(parameterized.TestCase):
 
 class ValuesTest(parameterized.TestCase):
   @parameterized.product(method=METHODS, dtype=oracles.DTYPES)
+  @pytest.mark.few(2)
   def test_any_bits(self, method, dtype):
     """At most two non-zeros, signs and zeros kept; NaN in the first two of the groups that are not finite."""
     x = oracles.bit_patterns(dtype, (64, 256), seed=1)
@@ -142,6 +146,7 @@ class ValuesTest(parameterized.TestCase):
     self.assertFalse(found[~finite][:, 2:].any())
 
   @parameterized.product(method=METHODS, dtype=oracles.DTYPES, place=(0, 1, 2, 3))
+  @pytest.mark.few(4)
   def test_single_and_double_entries_are_kept_as_they_are(self, method, dtype, place):
     x = np.zeros((64, 4), dtype)
     x[:, place] = np.random.default_rng(4).standard_normal(64).astype(dtype)
@@ -155,6 +160,7 @@ class ValuesTest(parameterized.TestCase):
     self.assertFalse(mvue24(np.zeros((4, 8), dtype), KEY, method=method).any())
 
   @parameterized.product(method=METHODS, dtype=oracles.DTYPES)
+  @pytest.mark.few(2)
   def test_extremes_are_finite(self, method, dtype):
     info = jnp.finfo(dtype)
     values = [float(v) for v in (info.max, info.max / 2, 1.0, info.smallest_normal, info.smallest_subnormal, 0.0)]
@@ -179,6 +185,7 @@ class SameBitsTest(parameterized.TestCase):
   X = np.random.default_rng(5).standard_normal((2, 3, 16, 24)).astype(np.float32)
 
   @parameterized.product(method=METHODS, axis=(-1, -2))
+  @pytest.mark.few
   def test_tiles(self, method, axis):
     x = np.moveaxis(self.X.reshape(6, 16, 24), -2, axis)
     whole = np.moveaxis(np.asarray(mvue24(x, KEY, axis=axis, method=method)), axis, -2)
@@ -190,6 +197,7 @@ class SameBitsTest(parameterized.TestCase):
       np.testing.assert_array_equal(np.moveaxis(found, axis, -2), whole[tile])
 
   @parameterized.parameters(*METHODS)
+  @pytest.mark.few
   def test_shards(self, method):
     x = self.X[0, 0]  # [16, 24], rows grouped, over 2 x 2 devices
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ('rows', 'columns'))
@@ -203,12 +211,14 @@ class SameBitsTest(parameterized.TestCase):
     np.testing.assert_array_equal(found, mvue24(x, KEY, axis=0, method=method))
 
   @parameterized.product(method=METHODS, columns=(1, 5, 23))
+  @pytest.mark.few(2)
   def test_padding_of_columns(self, method, columns):
     whole = mvue24(self.X[0], KEY, axis=-2, method=method)
     found = mvue24(self.X[0, :, :, :columns], KEY, axis=-2, method=method)
     np.testing.assert_array_equal(found, whole[..., :columns])
 
   @parameterized.parameters(*METHODS)
+  @pytest.mark.few
   def test_axes(self, method):
     # The remaining axes keep their order and the last of them is the columns.
     whole = np.asarray(mvue24(self.X, KEY, axis=-2, method=method))

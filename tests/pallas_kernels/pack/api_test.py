@@ -6,6 +6,7 @@ from absl.testing import absltest, parameterized
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from pallas_kernels import formats
 from pallas_kernels.mvue import reference as mvue
@@ -26,6 +27,7 @@ def dense(operand):
 class PackTest(parameterized.TestCase):
 
   @parameterized.parameters(((64, 128), jnp.bfloat16), ((3, 20, 36), jnp.float16), ((68, 4), jnp.float32))
+  @pytest.mark.few
   def test_transposable_pack_holds_the_masked_weight_both_ways(self, shape, dtype):
     w = weights(shape, dtype)
     made = jax.jit(functools.partial(api.transposable_pack, implementation='reference'))(w)
@@ -58,6 +60,7 @@ class PackTest(parameterized.TestCase):
     np.testing.assert_array_equal(dense(made.columns), np.swapaxes(kept, -1, -2))
 
   @parameterized.parameters(-1, -2)
+  @pytest.mark.few
   def test_soft_threshold_pack(self, axis):
     w = weights((2, 64, 132))
     scale = jnp.array([1.25, 1.5], jnp.float32)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import pytest
 
 from pallas_kernels import formats
 from pallas_kernels.mvue import reference as mvue
@@ -59,6 +60,7 @@ def expected_mean(group, scale, dtype):
 class SoftThresholdTest(parameterized.TestCase):
 
   @parameterized.product(axis=(-1, -2), dtype=(E4M3, E5M2))
+  @pytest.mark.few
   def test_operand_and_dense_hold_the_rounded_projection(self, axis, dtype):
     w = normal((2, 68, 132), jnp.float32)
     soft = shrink(np.asarray(w)) if axis == -1 else np.swapaxes(shrink(np.swapaxes(w, 1, 2)), 1, 2)
@@ -86,6 +88,7 @@ class SoftThresholdTest(parameterized.TestCase):
 class MvueTest(parameterized.TestCase):
 
   @parameterized.product(axis=(-1, -2), dtype=(E4M3, E5M2))
+  @pytest.mark.few
   def test_takes_the_decisions_of_mvue24_and_rounds_after(self, axis, dtype):
     x, key, origin = normal((2, 68, 132)), jax.random.key(5), (1, 2, 4)
     scale, _ = current_scale(amax(x), dtype)

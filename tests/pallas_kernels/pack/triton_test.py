@@ -1,6 +1,5 @@
 """The Triton packers without a GPU: numerics in the interpreter, machine code for three architectures."""
 
-import itertools
 import unittest
 
 from absl.testing import absltest, parameterized
@@ -39,8 +38,10 @@ class TritonTest(parameterized.TestCase):
     self.assertIn('OK', triton_interpreter.run_interpreted('tests.pallas_kernels.pack.interpreted'))
 
   @parameterized.parameters(
-    *itertools.product(KERNELS, (80, 86, 90)), *((kernel, 90) for kernel in FLOAT8_KERNELS)
-  )  # fmt: skip
+    *((kernel, capability) for capability in (90, 80, 86) for kernel in KERNELS),
+    *((kernel, 90) for kernel in FLOAT8_KERNELS),
+  )
+  @pytest.mark.few(5)
   def test_compiles_without_spills(self, kernel, capability):
     from pallas_kernels import _triton
     from pallas_kernels.pack import triton as pack

@@ -4,11 +4,13 @@ import unittest
 
 from absl.testing import absltest, parameterized
 import jax.numpy as jnp
+import pytest
 
 from tests.pallas_kernels import triton_interpreter
 
 
 @unittest.skipUnless(triton_interpreter.HAS_TRITON, 'triton is not installed')
+@pytest.mark.few
 class TritonTest(parameterized.TestCase):
 
   def test_interpreted(self):

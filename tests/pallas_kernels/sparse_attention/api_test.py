@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import numpy as np
+import pytest
 
 from pallas_kernels import _device
 from pallas_kernels.sparse_attention import blocks, cudnn, reference
@@ -47,6 +48,7 @@ def inputs(batch=2, length=16, heads=4, groups=2, size=8, dtype=jnp.float32):
 
 class SparseAttentionTest(parameterized.TestCase):
   @parameterized.product(kind=KINDS, window=(1, 3, 4, 40), length=(1, 13, 16))
+  @pytest.mark.few(12)
   def test_blocks_and_reference_equal_the_loop(self, kind, window, length):
     q, k, v, _ = inputs(length=length)
     pattern = Pattern(kind, window)
@@ -58,6 +60,7 @@ class SparseAttentionTest(parameterized.TestCase):
   @parameterized.parameters(
     (MIXED, 4), (MIXED, 2), (MIXED, 1), ((Pattern('local', 2),) * 2 + (Pattern('fixed', 8),) * 2, 2)
   )
+  @pytest.mark.few
   def test_a_pattern_a_head_with_shared_keys(self, patterns, groups):
     q, k, v, _ = inputs(groups=groups, length=17)
     expected = oracle(q, k, v, patterns, 0.3)
@@ -66,6 +69,7 @@ class SparseAttentionTest(parameterized.TestCase):
       np.testing.assert_allclose(found, expected, atol=2e-6)
 
   @parameterized.product(kind=KINDS, length=(16, 22))
+  @pytest.mark.few(2)
   def test_gradients_are_those_of_the_masked_form(self, kind, length):
     q, k, v, dy = inputs(length=length)
     grads = []
@@ -77,6 +81,7 @@ class SparseAttentionTest(parameterized.TestCase):
       np.testing.assert_allclose(found, expected, atol=5e-6)
 
   @parameterized.parameters(Pattern('combined', 4), [(Pattern('fixed', 4), Pattern('local', 3)) * 2])
+  @pytest.mark.few
   def test_on_a_mesh_of_explicit_axes(self, patterns):
     """Heads of one pattern stay divided, those of several are gathered and divided again."""
     args = inputs(length=18)
@@ -111,6 +116,7 @@ class SparseAttentionTest(parameterized.TestCase):
     np.testing.assert_array_equal(found, expected)
 
   @parameterized.parameters('local', 'combined', 'fixed')
+  @pytest.mark.few
   def test_bfloat16(self, kind):
     q, k, v, _ = inputs(length=64, dtype=jnp.bfloat16)
     found = jax.jit(lambda *x: sparse_attention(*x, patterns=Pattern(kind, 16)))(q, k, v)
@@ -120,6 +126,7 @@ class SparseAttentionTest(parameterized.TestCase):
     self.assertLess(error, 6e-3)  # weights and result are rounded to 8 bits
 
   @parameterized.parameters('local', 'strided', 'combined', 'fixed')
+  @pytest.mark.few(2)
   def test_skips_work(self, kind):
     q, k, v, dy = inputs(length=512, heads=2, groups=2, size=64)
     pattern = Pattern(kind, 32)

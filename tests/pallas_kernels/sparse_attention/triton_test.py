@@ -34,6 +34,7 @@ def step(**options):
 
 
 @unittest.skipUnless(triton_interpreter.HAS_TRITON, 'triton is not installed')
+@pytest.mark.few
 class TritonTest(parameterized.TestCase):
   def test_interpreted(self):
     first = triton_interpreter.FIRST_CASES
@@ -106,6 +107,7 @@ class TritonTest(parameterized.TestCase):
 
 
 @unittest.skipUnless(triton_interpreter.HAS_TRITON, 'triton is not installed')
+@pytest.mark.few
 class MeshTest(parameterized.TestCase):
   """With dense attention in place of the kernels: what each device gets, and that nothing is exchanged."""
 

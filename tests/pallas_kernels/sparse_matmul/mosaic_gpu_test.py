@@ -8,6 +8,7 @@ from absl.testing import absltest, parameterized
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from pallas_kernels import _compat, _device, _tuning, formats
 from pallas_kernels.sparse_matmul import mosaic_gpu, operand, reference
@@ -32,6 +33,7 @@ def _inputs(m, n, k, a_dtype, b_dtype, b_layout, seed=0):
   return a, jnp.asarray(rng.standard_normal(shape), jnp.float32).astype(b_dtype)
 
 
+@pytest.mark.few
 class InterpretTest(parameterized.TestCase):
 
   def _check(self, a, b, config, bias=None, a_scale=None, b_scale=None, **kwargs):
@@ -73,11 +75,13 @@ class InterpretTest(parameterized.TestCase):
     config = dataclasses.replace(_SMALL, along='n', ctas=4)
     self._check(a, b, config, jnp.linspace(-3.0, 3.0, m), b_layout=b_layout, out_layout='nm')
 
+  @pytest.mark.slow
   def test_clusters_side_by_side_read_scales_by_column(self):
     a, b = _inputs(128, 136, 256, _E4M3, _E4M3, 'nk')
     config = dataclasses.replace(_SMALL_FP8, cluster=2, along='n')
     self._check(a, b, config, None, jnp.linspace(0.5, 2.0, 128), jnp.linspace(1.0, 3.0, 136))
 
+  @pytest.mark.slow
   def test_odd_number_of_steps(self):
     # A single step is among the ragged sizes.
     a, b = _inputs(128, 192, 192, _BF16, _BF16, 'nk')
@@ -103,6 +107,7 @@ class InterpretTest(parameterized.TestCase):
     a_scale, b_scale = jnp.linspace(0.5, 2.0, 128), jnp.linspace(1.0, 3.0, 96)
     self._check(a, b, _SMALL_FP8, None, a_scale, b_scale, out_dtype=jnp.dtype('float32'))
 
+  @pytest.mark.slow
   def test_float8_with_one_scale(self):
     a, b = _inputs(64, 64, 384, _E4M3, _E4M3, 'nk')
     config = dataclasses.replace(_SMALL_FP8, delay=1)
@@ -117,6 +122,7 @@ class InterpretTest(parameterized.TestCase):
     for d, x in zip(found, (b, b + b), strict=True):
       self.assertLessEqual(_tuning.relative_error(d, expected(x)), _tuning.TOLERANCE)
 
+  @pytest.mark.slow
   def test_two_output_buffers_and_many_tiles(self):
     a, b = _inputs(256, 192, 128, _BF16, _BF16, 'kn')
     config = mosaic_gpu.Config(rows=64, bn=64, stages=2, cluster=1, ctas=1, epilogue_n=32, slots=2)
@@ -239,6 +245,7 @@ def _report(shape, dtype, config, *, bias=False, scales=False, **kwargs):
 
 
 @absltest.skipUnless(_device.can_compile_for_gpu(), 'needs the CUDA plugin wheels')
+@pytest.mark.few(2)
 class CompileTest(parameterized.TestCase):
 
   @parameterized.parameters(*_PROGRAMS)

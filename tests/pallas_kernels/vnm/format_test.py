@@ -6,6 +6,7 @@ from absl.testing import absltest, parameterized
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from pallas_kernels import vnm
 from pallas_kernels.prune.reference import magnitude_mask
@@ -41,6 +42,7 @@ def _matrix(rows, columns, seed=0):
   return jnp.asarray(x, jnp.float32).astype(jnp.bfloat16)
 
 
+@pytest.mark.few(4)
 class MaskTest(parameterized.TestCase):
 
   # Sums of 128 rows are beyond the 256 up to which bfloat16 counts; both ways to rank columns.
@@ -83,6 +85,7 @@ class MaskTest(parameterized.TestCase):
       reference.vnm_mask(jnp.ones(shape), **sizes)
 
 
+@pytest.mark.few(3)
 class FormatTest(parameterized.TestCase):
 
   @parameterized.parameters(*_SIZES)
@@ -140,6 +143,7 @@ def _zeros(rows, columns):
   )
 
 
+@pytest.mark.few(3)
 class ApiTest(parameterized.TestCase):
 
   def _operand(self, v=4, m=8):

@@ -8,6 +8,7 @@ from absl.testing import absltest, parameterized
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from pallas_kernels import _compat, _device, _tuning, vnm
 from pallas_kernels.sparse_matmul import operand
@@ -26,6 +27,7 @@ def _inputs(r, n, k, v, m, dtype=_BF16, seed=0):
   return a, jnp.asarray(rng.standard_normal((k, n)), jnp.float32).astype(dtype)
 
 
+@pytest.mark.few
 class InterpretTest(parameterized.TestCase):
 
   def _check(self, a, b, config, out_layout='mn', device=None):
@@ -44,6 +46,7 @@ class InterpretTest(parameterized.TestCase):
   def test_blocks_of_two_tiles(self):
     self._check(*_inputs(128, 128, 256, 128, 8), _SMALL)
 
+  @pytest.mark.slow
   def test_consumers_share_rows(self):
     self._check(*_inputs(128, 128, 256, 128, 8), dataclasses.replace(_SMALL, across='m'))
 
@@ -53,6 +56,7 @@ class InterpretTest(parameterized.TestCase):
     a, b = _inputs(128, n, 256, 128 if across == 'm' else 64, 8)
     self._check(a, b, dataclasses.replace(_SMALL, bn=128, across=across, slots=2, ctas=1))
 
+  @pytest.mark.slow
   def test_more_tiles_than_ctas_and_a_ragged_sum(self):
     a, b = _inputs(128, 200, 8 * 37, 64, 8, jnp.dtype('float16'))
     self._check(a, b, dataclasses.replace(_SMALL, ctas=1, stages=4))
@@ -65,12 +69,14 @@ class InterpretTest(parameterized.TestCase):
     config = dataclasses.replace(_SMALL, bn=384, across='m', a_from='registers', ctas=1)
     self._check(*_inputs(128, 64 + 384, 128, 128, 8), config)
 
+  @pytest.mark.slow
   def test_places_by_gpc(self):
     # The eleventh of 12 CTAs is said to be on SM 0.
     a, b = _inputs(256, 512, 256, 64, 8)
     device = _device.Device('a card', 'gpu', (9, 0), 12)
     self._check(a, b, dataclasses.replace(_SMALL, places='gpc', ctas=12), device=device)
 
+  @pytest.mark.slow
   def test_any_index(self):
     # Rows of B may be named in any order: a permuted sum needs no permuted B.
     a, b = _inputs(128, 128, 256, 64, 8)
@@ -188,6 +194,7 @@ class RefusalTest(parameterized.TestCase):
 
 
 @absltest.skipUnless(_device.can_compile_for_gpu(), 'needs the CUDA plugin wheels')
+@pytest.mark.few
 class CompileTest(parameterized.TestCase):
 
   @parameterized.named_parameters(

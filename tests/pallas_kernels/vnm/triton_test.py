@@ -30,6 +30,7 @@ def _instructions(made):
 
 
 @absltest.skipUnless(triton_interpreter.HAS_TRITON, 'needs triton')
+@pytest.mark.few
 class CompileTest(parameterized.TestCase):
 
   _CASES = (((64, 8), 90), ((128, 8), 80), ((128, 8), 86), ((128, 16), 90), ((256, 8), 90))
