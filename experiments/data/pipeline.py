@@ -33,8 +33,8 @@ class DataConfig:
   """What to train on and how it is cut into batches.
 
   Attributes:
-    corpus: 'aws_docs', 'stdlib', 'google_docs'; 'brown', 'openwebtext', 'folder' (with `manual_dir`); or a set that
-      TFDS prepared beforehand: 'lm1b', 'c4/en', 'pg19', 'wiki40b/en'.
+    corpus: 'aws_docs', 'stdlib', 'google_docs'; 'brown', 'english', 'openwebtext', 'folder' (with `manual_dir`); or a
+      set that TFDS prepared beforehand: 'lm1b', 'c4/en', 'pg19', 'wiki40b/en'.
     tokenizer: 'bytes', 'bpe', 'bpe:<vocabulary size>' or 'gpt2'.
     seq_len: Tokens a sequence, T.
     batch_size: Sequences a batch over all processes, B.

@@ -38,9 +38,13 @@ class GPT2Config:
     mlp: 'gelu', 'relu2' (squared ReLU), or the gated 'geglu' and 'swiglu', which add a matrix `c_gate`.
     ffn_width: hidden size of the feed-forward layer as a multiple of 4 D; 0.5 is the half-width baseline.
     dropout: probability on embeddings and on both residual branches.
-    dtype: compute dtype; logits are always float32.
+    dtype: compute dtype.
     param_dtype: dtype of the stored parameters.
-    remat: recompute each block in the backward pass.
+    logits_dtype: of what the model returns; 'bfloat16' halves the largest arrays of a step, see `layers.cross_entropy`.
+    residual_dtype: of the residual stream; None is `dtype`.
+    qk_norm: normalise queries and keys, by head and each with one scale for all heads, before they are compared.
+    fp8_linear: dense products of the linear layers in FP8; takes `fused_mlp=False`.
+    remat: recompute each block in the backward pass; 'dots' all but its matrix products.
     scan_layers: one `lax.scan` over stacked layers instead of a Python loop.
     attention: `implementation` of `jax.nn.dot_product_attention`: 'xla', 'cudnn' or None.
     attention_pattern: None is full causal attention; else what is attended to in all heads and layers, a
@@ -62,7 +66,11 @@ class GPT2Config:
   dropout: float = 0.0
   dtype: str = 'float32'
   param_dtype: str = 'float32'
-  remat: bool = False
+  logits_dtype: str = 'float32'
+  residual_dtype: str | None = None
+  qk_norm: bool = False
+  fp8_linear: bool = False
+  remat: bool | Literal['dots'] = False
   scan_layers: bool = False
   attention: Literal['xla', 'cudnn'] | None = 'xla'
   fused_mlp: bool = False
@@ -78,6 +86,8 @@ class GPT2Config:
       raise ValueError(f"ffn_order is {self.ffn_order!r}; known: 'sequence', 'position'")
     if not math.isclose(self.hidden_dim, 4 * self.embed_dim * self.ffn_width) or self.hidden_dim < 1:
       raise ValueError(f'ffn_width {self.ffn_width} times 4 x embed_dim {self.embed_dim} is not a whole hidden size')
+    if self.fp8_linear and self.fused_mlp:
+      raise ValueError('fp8_linear is for layers of their own: set fused_mlp=False')
     check_patterns(self)
 
   @property
@@ -156,6 +166,8 @@ class Attention(nn.Module):
     # Indexing a [B, T, 3, H, K] instead would add three padded arrays in the backward.
     heads = batch, length, cfg.num_heads, dim // cfg.num_heads
     q_BxTxHxK, k_BxTxHxK, v_BxTxHxK = (part.reshape(heads) for part in jnp.split(qkv_BxTx3D, 3, axis=-1))
+    if cfg.qk_norm:
+      q_BxTxHxK, k_BxTxHxK = layer_norm(cfg, 'q_norm')(q_BxTxHxK), layer_norm(cfg, 'k_norm')(k_BxTxHxK)
     y_BxTxHxK = attend(cfg, self.pattern, q_BxTxHxK, k_BxTxHxK, v_BxTxHxK)
     return dense(cfg, dim, 'c_proj', residual=True)(y_BxTxHxK.reshape(batch, length, dim))
 
@@ -210,7 +222,7 @@ class GPT2(nn.Module):
 
   @nn.compact
   def __call__(self, tokens_BxT: jax.Array) -> jax.Array:
-    """Returns float32 logits [B, T, V] for int32 tokens [B, T]; position t predicts token t + 1."""
+    """Returns logits [B, T, V] for int32 tokens [B, T]; position t predicts token t + 1."""
     cfg = self.config
     length = tokens_BxT.shape[-1]
     if length > cfg.seq_len:
@@ -225,9 +237,9 @@ class GPT2(nn.Module):
     )
     wte = nn.Embed(cfg.vocab_size, **embed, name='wte')
     wpe = nn.Embed(cfg.seq_len, **embed, name='wpe')
-    x_BxTxD = (wte(tokens_BxT) + wpe(jnp.arange(length))[None]).astype(cfg.dtype)
+    x_BxTxD = (wte(tokens_BxT) + wpe(jnp.arange(length))[None]).astype(cfg.residual_dtype or cfg.dtype)
     x_BxTxD = nn.Dropout(cfg.dropout, deterministic=self.deterministic)(x_BxTxD)
     x_BxTxD = run_blocks(Block, cfg, self.deterministic, x_BxTxD)
     x_BxTxD = layer_norm(cfg, 'ln_f')(x_BxTxD)
     table_VxD = wte.embedding.astype(cfg.dtype)
-    return unembed(x_BxTxD, table_VxD)
+    return unembed(x_BxTxD, table_VxD, jnp.dtype(cfg.logits_dtype))

@@ -1,5 +1,6 @@
 """What the models here are made of; a `config` is that of any of them. Tensor names carry shapes, see `gpt2`."""
 
+import functools
 import math
 from typing import Any
 
@@ -47,7 +48,10 @@ def attend(config: Any, pattern: Any, q_BxTxHxK: jax.Array, k_BxTxGxK: jax.Array
 
 
 def dense(config: Any, features: int, name: str, *, residual: bool = False) -> nn.Dense:
-  """A linear layer, biased if the model is; those that write to the residual stream start smaller by sqrt(2 L)."""
+  """A linear layer, biased if the model is; those that write to the residual stream start smaller by sqrt(2 L).
+
+  With `config.fp8_linear` its three products are in FP8 with current scaling, what a dense model can have of FP8.
+  """
   std = INIT_STD / math.sqrt(2 * config.num_layers) if residual else INIT_STD
   return nn.Dense(
     features,
@@ -55,8 +59,17 @@ def dense(config: Any, features: int, name: str, *, residual: bool = False) -> n
     dtype=config.dtype,
     param_dtype=jnp.dtype(config.param_dtype),
     kernel_init=nn.initializers.normal(std),
+    dot_general=_fp8_dot_general if getattr(config, 'fp8_linear', False) else None,
     name=name,
   )
+
+
+def _fp8_dot_general(x: jax.Array, w: jax.Array, dimension_numbers: Any, **kwargs: Any) -> jax.Array:
+  """The product of `nn.Dense` in FP8."""
+  from experiments.bench.dense_fp8 import fp8_dot
+
+  del dimension_numbers, kwargs  # of nn.Dense: the last axis of x with the first of w, at default precision
+  return fp8_dot(x.reshape(-1, x.shape[-1]), w).reshape(*x.shape[:-1], w.shape[-1])
 
 
 def fused_mlp(config: Any, hidden: int, mlp: str) -> nn.Module:
@@ -75,17 +88,18 @@ def fused_mlp(config: Any, hidden: int, mlp: str) -> nn.Module:
   )
 
 
-@jax.custom_vjp
-def unembed(x_BxTxD: jax.Array, table_VxD: jax.Array) -> jax.Array:
-  """float32 logits [B, T, V]; the cotangent is rounded to the dtype of `x`, or its products would run in float32."""
-  return jnp.einsum('btd,vd->btv', x_BxTxD, table_VxD, preferred_element_type=jnp.float32)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def unembed(x_BxTxD: jax.Array, table_VxD: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
+  """Logits [B, T, V]; the cotangent is rounded to the dtype of `x`, or its products would run in float32."""
+  return jnp.einsum('btd,vd->btv', x_BxTxD, table_VxD, preferred_element_type=jnp.float32).astype(dtype)
 
 
-def _unembed_fwd(x_BxTxD, table_VxD):
-  return unembed(x_BxTxD, table_VxD), (x_BxTxD, table_VxD)
+def _unembed_fwd(x_BxTxD, table_VxD, dtype):
+  return unembed(x_BxTxD, table_VxD, dtype), (x_BxTxD, table_VxD)
 
 
-def _unembed_bwd(residuals, cotangent_BxTxV):
+def _unembed_bwd(dtype, residuals, cotangent_BxTxV):
+  del dtype
   x_BxTxD, table_VxD = residuals
   cotangent_BxTxV = cotangent_BxTxV.astype(x_BxTxD.dtype)
   return (
@@ -97,10 +111,44 @@ def _unembed_bwd(residuals, cotangent_BxTxV):
 unembed.defvjp(_unembed_fwd, _unembed_bwd)
 
 
+@jax.custom_vjp
+def cross_entropy(logits_BxTxV: jax.Array, targets_BxT: jax.Array) -> jax.Array:
+  """-log softmax(logits)[target], float32 [B, T].
+
+  Sums and exponentials are float32 whatever the dtype of the logits, and no float32 array of their size is kept: in
+  bfloat16 they and their cotangent are the largest arrays of a step with a large vocabulary.
+
+  >>> cross_entropy(jnp.zeros((1, 2, 4)), jnp.zeros((1, 2), jnp.int32)).round(4).tolist()
+  [[1.3863, 1.3863]]
+  """
+  return _cross_entropy_fwd(logits_BxTxV, targets_BxT)[0]
+
+
+def _cross_entropy_fwd(logits_BxTxV, targets_BxT):
+  wide_BxTxV = logits_BxTxV.astype(jnp.float32)
+  lse_BxT = jax.nn.logsumexp(wide_BxTxV, axis=-1)
+  at_BxT = jnp.take_along_axis(logits_BxTxV, targets_BxT[..., None], axis=-1)[..., 0].astype(jnp.float32)
+  return lse_BxT - at_BxT, (logits_BxTxV, lse_BxT, targets_BxT)
+
+
+def _cross_entropy_bwd(residuals, cotangent_BxT):
+  logits_BxTxV, lse_BxT, targets_BxT = residuals
+  share_BxTxV = jnp.exp(logits_BxTxV.astype(jnp.float32) - lse_BxT[..., None])
+  is_target_BxTxV = jax.lax.broadcasted_iota(jnp.int32, logits_BxTxV.shape, 2) == targets_BxT[..., None]
+  cotangent_BxTxV = cotangent_BxT[..., None] * (share_BxTxV - is_target_BxTxV)
+  return cotangent_BxTxV.astype(logits_BxTxV.dtype), None
+
+
+cross_entropy.defvjp(_cross_entropy_fwd, _cross_entropy_bwd)
+
+
 def run_blocks(block: Any, config: Any, deterministic: bool, x_BxTxD: jax.Array) -> jax.Array:
   """The layers of a model, `block(config, deterministic, pattern)` each: h_0, h_1, ... in turn, or h scanned."""
   # Inside a scan the loop already keeps XLA from undoing the recomputation.
-  block = nn.remat(block, prevent_cse=not config.scan_layers) if config.remat else block
+  if config.remat:
+    # 'dots' keeps what matrix products made, so that only what is cheap is computed again.
+    policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if config.remat == 'dots' else None
+    block = nn.remat(block, prevent_cse=not config.scan_layers, policy=policy)
   if not config.scan_layers:
     for i in range(config.num_layers):
       x_BxTxD = block(config, deterministic, pattern_of(config, i), name=f'h_{i}')(x_BxTxD)

@@ -29,7 +29,12 @@ def environment() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-  """Commit of the source, with '-dirty' after it when tracked files differ; None where it is not a git checkout."""
+  """Commit of the source, with '-dirty' after it when tracked files differ; None where it is not a git checkout.
+
+  A copy of the source without its history is told by the variable SPARSE24_COMMIT.
+  """
+  if told := os.environ.get('SPARSE24_COMMIT'):
+    return told
   git = ['git', 'describe', '--always', '--dirty', '--abbrev=40', '--exclude=*']
   try:
     out = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
@@ -41,8 +46,10 @@ def commit() -> str | None:
 def command() -> str:
   """The command line of this process, as one would type it."""
   program = Path(sys.argv[0])
-  module = program.parts[-2:] == ('experiments', '__main__.py')
-  return shlex.join([*(('python', '-m', 'experiments') if module else (program.name,)), *sys.argv[1:]])
+  if program.name == '__main__.py' and 'experiments' in program.parts:
+    inside = program.parts[program.parts.index('experiments') : -1]
+    return shlex.join(['python', '-m', '.'.join(inside), *sys.argv[1:]])
+  return shlex.join([program.name, *sys.argv[1:]])
 
 
 def without_folders(environment: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from experiments.models.layers import cross_entropy
 from experiments.runs import activations, build
 from experiments.runs.build import Parts
 import sparse24_jax as s24
@@ -57,7 +58,7 @@ def loss_fn(model: Any, params: Any, sparse: Any, batch: dict[str, jax.Array], k
   key_mvue, key_dropout = jax.random.split(key)
   rngs = {'mvue': key_mvue, 'dropout': key_dropout}
   logits_BxTxV = model.apply({'params': params, 'sparse24': sparse}, batch['inputs'], rngs=rngs)
-  return optax.softmax_cross_entropy_with_integer_labels(logits_BxTxV, batch['targets']).mean()
+  return cross_entropy(logits_BxTxV, batch['targets']).mean()
 
 
 def make_step(

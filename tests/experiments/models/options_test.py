@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from experiments.models import gpt2, llama
+from experiments.models import gpt2, layers, llama
 import sparse24_jax as s24
 from tests.experiments.fakes import compile_quickly
 
@@ -36,9 +36,9 @@ def tokens():
 
 
 def stacked(params):
-  layers = [value for key, value in params.items() if key.startswith('h_')]
+  blocks = [value for key, value in params.items() if key.startswith('h_')]
   rest = {key: value for key, value in params.items() if not key.startswith('h_')}
-  return rest | {'h': jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)}
+  return rest | {'h': jax.tree.map(lambda *leaves: jnp.stack(leaves), *blocks)}
 
 
 class FusedMlpTest(parameterized.TestCase):
@@ -72,6 +72,59 @@ class FusedMlpTest(parameterized.TestCase):
     expected = s24.sparsify(make(family), recipe).apply(variables, tokens())
     np.testing.assert_allclose(found, expected, atol=1e-5)
     self.assertGreater(np.abs(found - make(family).apply({'params': params}, tokens())).max(), 1e-3)
+
+
+class StepOptionsTest(parameterized.TestCase):
+  """What may be chosen for speed or stability."""
+
+  @parameterized.parameters((jnp.float32, 1e-6), (jnp.bfloat16, 4e-3))
+  def test_cross_entropy_is_that_of_optax(self, dtype, tolerance):
+    logits = 3 * jax.random.normal(jax.random.key(0), (2, 5, 32))
+    targets = jax.random.randint(jax.random.key(1), (2, 5), 0, 32)
+    weights = jnp.arange(10.0).reshape(2, 5)
+
+    def of(f):
+      return jax.value_and_grad(lambda x: (weights * f(x, targets)).sum())
+
+    expected = of(optax.softmax_cross_entropy_with_integer_labels)(logits.astype(dtype).astype(jnp.float32))
+    found = of(layers.cross_entropy)(logits.astype(dtype))
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-6)
+    np.testing.assert_allclose(found[1], expected[1], atol=9 * tolerance)
+    self.assertEqual((found[0].dtype, found[1].dtype), (jnp.float32, dtype))
+
+  def test_dots_are_kept_and_the_gradient_is_the_same(self):
+    def gradient(remat):
+      model = make('gpt2', remat=remat)
+      return jax.grad(lambda p: model.apply({'params': p}, tokens()).var())
+
+    params = params_of('gpt2')
+    expected, found = gradient(False)(params), gradient('dots')(params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), found, expected)
+    products = [str(jax.make_jaxpr(gradient(remat))(params)).count('dot_general') for remat in (False, 'dots', True)]
+    self.assertLess(products[0], products[2])
+    # Attention's two products have batches, and are cheap to make again.
+    self.assertLess(products[1], products[2])
+
+  def test_normalised_queries_and_keys_do_not_grow_with_their_weights(self):
+    model = make('gpt2', qk_norm=True, residual_dtype='float32')
+    params = jax.jit(model.init)(jax.random.key(0), tokens())['params']
+    self.assertEqual(params['h_0']['attn']['q_norm']['scale'].shape, (8,))
+    larger = jax.tree_util.tree_map_with_path(
+      lambda path, p: p.at[:, :64].multiply(100.0) if path[-2].key == 'c_attn' else p, params
+    )
+    expected, found = (model.apply({'params': p}, tokens()) for p in (params, larger))
+    np.testing.assert_allclose(found, expected, atol=2e-2)
+    expected, found = (make('gpt2').apply({'params': p}, tokens()) for p in (params, larger))
+    self.assertGreater(np.abs(found - expected).max(), 0.1)
+
+  def test_fp8_products_and_logits_in_bfloat16_stay_near(self):
+    expected = make('gpt2').apply({'params': params_of('gpt2')}, tokens())
+    for options in (dict(fp8_linear=True), dict(logits_dtype='bfloat16')):
+      found = make('gpt2', **options).apply({'params': params_of('gpt2')}, tokens())
+      error = np.linalg.norm(found.astype(jnp.float32) - expected) / np.linalg.norm(expected)
+      self.assertBetween(error, 1e-5, 0.1)
+    with self.assertRaisesRegex(ValueError, 'fused_mlp=False'):
+      make('gpt2', fp8_linear=True, fused_mlp=True)
 
 
 class AttentionPatternTest(parameterized.TestCase):

@@ -1,0 +1,212 @@
+"""`python -m experiments.race --out FILE --text FOLDER`: same seconds for all, each contender tuned alike.
+
+Every contender gets the same seconds of training on the same GPU, with as many steps as fit and a schedule for these
+steps; learning rates (and decays) are searched with the same budget, then the best trial is repeated with other seeds
+and with fewer seconds. Seconds are steps times the milliseconds of a step, which are measured first, with nothing else
+on the GPU; compiling and evaluating do not count. While one contender trains, the next is compiled.
+
+The text is what `python -m experiments.data` prepares: FOLDER holds train.bin, validation.bin and meta.json. Records go
+to FILE, one a line, as trials end; the same command given again goes on after those that are there. For several GPUs
+start a process on each, with CUDA_VISIBLE_DEVICES, contenders and a FILE of its own.
+"""
+
+import argparse
+from collections.abc import Mapping, Sequence
+import dataclasses
+import json
+import math
+from pathlib import Path
+import threading
+import time
+from typing import Any
+
+import jax
+import numpy as np
+
+from experiments.data import packing
+from experiments.models import gpt2
+from experiments.models.layers import param_count
+from experiments.race import trials
+from experiments.race.contenders import CONTENDERS, make_model, SEARCH_EVERY, SIZES
+from experiments.race.programs import Programs
+from experiments.race.search import Budget, next_trial, Trial
+from experiments.runs.environment import environment
+
+
+class Race:
+  """One process, one device.
+
+  Args:
+    options: of the command line.
+  """
+
+  def __init__(self, options: argparse.Namespace):
+    self.options = options
+    self.end = time.monotonic() + 60 * options.minutes
+    self.head = environment()
+    packed = packing.open_packed(options.text)
+    train, validation = packed.splits['train'], packed.splits['validation']
+    dtype = np.uint8 if max(train.max(initial=0), validation.max(initial=0)) < 256 else train.dtype
+    self.vocab = options.vocab
+    self.length = 16 if options.tiny else 1024
+    self.num_windows = (len(train) - 1) // self.length
+    together = np.concatenate([np.asarray(train, dtype), np.asarray(validation, dtype)])
+    # Spread over all documents that are held out.
+    count = options.batch * options.eval_batches
+    begin = np.linspace(len(train), len(together) - self.length - 2, count).astype(np.int32)
+    self.held_out = begin.reshape(options.eval_batches, options.batch)
+    self.tokens = jax.device_put(together)
+    self.head |= {
+      'text': packed.digest, 'size': options.size, 'batch': options.batch, 'length': self.length,
+      'seconds': options.seconds, 'held_out_tokens': count * self.length,
+    }  # fmt: skip
+    self.names = list(dict.fromkeys([*options.contenders, *options.clock_only]))
+    self.done: dict[str, dict[Trial, float]] = {name: {} for name in self.names}
+    self.clocked: dict[str, Mapping[str, Any]] = {}
+    self.programs: dict[str, Programs] = {}
+    self.compile_s: dict[str, float] = {}
+    self.failed: set[str] = set()
+    # The next contender is compiled once this one was timed with nothing else on the device.
+    self.quiet = threading.Semaphore(1)
+    self._resume()
+
+  def run(self) -> int:
+    """Trials until none is left or the time is over; returns the number of contenders that failed."""
+    compiler = threading.Thread(target=self._compile_all, daemon=True)
+    compiler.start()
+    while time.monotonic() < self.end:
+      for name in [name for name in self.programs if name not in self.clocked and name not in self.failed]:
+        self._guarded(name, self._clock)
+        self.quiet.release()
+      todo = [
+        (len(self.done[name]), i, name, trial)
+        for i, name in enumerate(self.names)
+        if name in self.clocked and name not in self.failed and (trial := self._next(name)) and self._fits(trial)
+      ]
+      if todo:
+        *_, name, trial = min(todo, key=lambda found: found[:2])
+        self._guarded(name, self._trial, trial)
+      elif compiler.is_alive() or set(self.programs) - set(self.clocked) - self.failed:
+        time.sleep(0.2)
+      else:
+        break
+    return len(self.failed)
+
+  def _next(self, name: str) -> Trial | None:
+    contender, options = CONTENDERS[name], self.options
+    if name not in options.contenders:
+      return None
+    budget = Budget(contender.rates or tuple(options.rates), 1 if contender.rates else options.most_rates)
+    if contender.rates:
+      budget = dataclasses.replace(budget, repeats=())
+    return next_trial(self.done[name], contender.decays, budget)
+
+  def _fits(self, trial: Trial) -> bool:
+    return time.monotonic() + 1.08 * trial.share * self.options.seconds < self.end
+
+  def _compile_all(self) -> None:
+    for name in self.names:
+      self.quiet.acquire()
+      start = time.perf_counter()
+
+      def compiled(name: str, start: float = start) -> None:
+        model = make_model(name, self.options.size, self.vocab, tiny=self.options.tiny, scan=self.options.scan)
+        shape = jax.ShapeDtypeStruct(self.tokens.shape, self.tokens.dtype)
+        programs = Programs(model, CONTENDERS[name].recipe, self.options.batch, shape, self.held_out)
+        programs.compile()
+        self.compile_s[name] = round(time.perf_counter() - start, 2)
+        self._say(f'{name}: compiled in {self.compile_s[name]:.0f} s')
+        self.programs[name] = programs
+
+      self._guarded(name, compiled)
+      if name in self.failed:
+        self.quiet.release()
+
+  def _guarded(self, name: str, what: Any, *args: Any) -> None:
+    """One contender that fails costs the others nothing."""
+    try:
+      what(name, *args)
+    except Exception as error:  # whatever XLA raises
+      self.failed.add(name)
+      self._say(f'{name}: failed: {type(error).__name__}: {str(error)[:1500]}')
+
+  def _clock(self, name: str) -> None:
+    programs = self.programs[name]
+    found = trials.clock(programs, self.tokens, search_every=4 if self.options.tiny else SEARCH_EVERY)
+    config = programs.model.config
+    shape = dict(layers=config.num_layers, d=config.embed_dim, hidden=config.hidden_dim, vocab=config.vocab_size)
+    memory = {
+      phase: round(m.temp_size_in_bytes / 1e9, 2) for phase, step in programs.steps.items()
+      if (m := step.memory_analysis()) is not None
+    }  # fmt: skip
+    self.clocked[name] = {
+      'parameters': param_count(programs.shapes.params), 'shape': shape, 'scan_layers': config.scan_layers,
+      'remat': config.remat, 'compile_s': self.compile_s[name], 'temporaries_gb': memory, **found,
+    }  # fmt: skip
+    self._write({'bench': 'race_clock', **self.head, **self._who(name), **self.clocked[name]})
+    self._say(f'{name}: {found["step_ms"]:.2f} ms a step {found["phases_ms"]}, temporaries {memory} GB')
+
+  def _trial(self, name: str, trial: Trial) -> None:
+    step_ms = self.clocked[name]['step_ms']
+    steps = self.options.steps or max(1, int(trial.share * self.options.seconds * 1e3 / step_ms))
+    found = trials.run(
+      self.programs[name], self.tokens, self.num_windows, trial, steps=steps, step_ms=step_ms, evaluations=4
+    )
+    self.done[name][trial] = math.inf if found['loss'] is None else found['loss']
+    clocked = {key: self.clocked[name][key] for key in ('parameters', 'shape', 'step_ms')}
+    self._write({
+      'bench': 'race', **self.head, **self._who(name), **clocked, **dataclasses.asdict(trial), 'steps': steps, **found,
+    })  # fmt: skip
+    norms = [row[3] for row in found['train']]
+    self._say(
+      f'{name}: rate {trial.rate:g} decay {trial.decay:g} seed {trial.seed} share {trial.share:g}: {steps} steps,'
+      f' loss {found["loss"]}, wall {found["wall_s"]:.1f} s, norm up to {max(norms):.1f}'
+    )
+
+  def _who(self, name: str) -> dict[str, Any]:
+    return {'contender': name, 'label': CONTENDERS[name].label}
+
+  def _write(self, record: Mapping[str, Any]) -> None:
+    with self.options.out.open('a') as file:
+      file.write(json.dumps(record) + '\n')
+
+  def _resume(self) -> None:
+    if not self.options.out.exists():
+      self.options.out.parent.mkdir(parents=True, exist_ok=True)
+      return
+    for line in self.options.out.read_text().splitlines():
+      record = json.loads(line)
+      if record['bench'] == 'race' and record['contender'] in self.done and record['seconds'] == self.options.seconds:
+        trial = Trial(**{field.name: record[field.name] for field in dataclasses.fields(Trial)})
+        self.done[record['contender']][trial] = record['loss'] if record['loss'] is not None else math.inf
+
+  def _say(self, what: str) -> None:
+    left = self.end - time.monotonic()
+    print(f'[{left:6.0f} s left] {what}', flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """Runs the command; returns the number of contenders that failed."""
+  parser = argparse.ArgumentParser(prog='python -m experiments.race', description=(__doc__ or '').partition('\n')[0])
+  parser.add_argument('--out', type=Path, required=True, help='JSON-lines file of records')
+  parser.add_argument('--text', type=Path, required=True, help='folder of prepared tokens')
+  parser.add_argument('--vocab', type=int, default=256, help='of the tokens (default: %(default)s, bytes)')
+  parser.add_argument('--contenders', nargs='+', default=list(CONTENDERS), choices=list(CONTENDERS), metavar='NAME',
+                      help=f'in the order in which they are compiled: {", ".join(CONTENDERS)}')  # fmt: skip
+  parser.add_argument('--clock-only', nargs='+', default=[], choices=list(CONTENDERS), metavar='NAME',
+                      help='contenders of which only a step is timed, after the others')  # fmt: skip
+  parser.add_argument('--size', default='wide2048', choices=[*SIZES, *gpt2.SIZES], help='(default: %(default)s)')
+  parser.add_argument('--batch', type=int, default=32, help='sequences a step (default: %(default)s)')
+  parser.add_argument('--seconds', type=float, default=75, help='of training a trial (default: %(default)s)')
+  parser.add_argument('--steps', type=int, help='steps a trial in place of seconds')
+  parser.add_argument('--minutes', type=float, default=25, help='until no trial begins that would not end in time')
+  parser.add_argument('--rates', type=float, nargs='+', default=[5e-4, 1e-3], help='ascending (default: %(default)s)')
+  parser.add_argument('--most-rates', type=int, default=4, help='trials of the search for one (default: %(default)s)')
+  parser.add_argument('--eval-batches', type=int, default=24, help='(default: %(default)s)')
+  parser.add_argument('--scan', action='store_true', help='a scan over layers, in place of each on its own')
+  parser.add_argument('--tiny', action='store_true', help='small shapes, to see that it runs')
+  return Race(parser.parse_args(argv)).run()
+
+
+if __name__ == '__main__':
+  raise SystemExit(main())

@@ -1,0 +1,95 @@
+"""Who takes part in a race: what each changes in the model, and its recipe."""
+
+from collections.abc import Callable, Mapping
+import dataclasses
+from typing import Any
+
+from experiments.models import gpt2
+import sparse24_jax as s24
+
+FFN = r'.*/mlp/.*'
+# Every matrix of the blocks; each layer is one product by itself but for the fused feed-forward layer.
+LINEAR = r'.*/(attn|mlp)/.*/kernel'
+SEARCH_EVERY = 40
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Contender:
+  """One method.
+
+  Attributes:
+    label: what tables say.
+    model: changes to the model of the race.
+    recipe: masked decay -> recipe; None trains dense. The decay is an array while tracing.
+    decays: factors to search.
+    size: a size of its own in place of that of the race.
+    rates: learning rates of its own in place of those of the race.
+  """
+
+  label: str
+  model: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  recipe: Callable[[Any], s24.Recipe] | None = None
+  decays: tuple[float, ...] = (0.0,)
+  size: str | None = None
+  rates: tuple[float, ...] = ()
+
+
+def fst(path: str) -> Callable[[Any], s24.Recipe]:
+  """FST on the weights of `path`: its last sixth is dense."""
+
+  def make(decay: Any) -> s24.Recipe:
+    # A function of the step in place of a number, so that all factors share a program.
+    return s24.recipes.transposable_srste(path, masked_decay=lambda _: decay, refresh_every=SEARCH_EVERY)
+
+  return make
+
+
+def s_ste_fp8(path: str) -> Callable[[Any], s24.Recipe]:
+  """S-STE in FP8 on the weights of `path`, from the first step to the last."""
+  return lambda decay: s24.recipes.s_ste(path, fp8=True, refresh_every=SEARCH_EVERY)
+
+
+_APART = {'fused_mlp': False}
+_DECAYS = (2e-4, 6e-4, 2e-3)
+CONTENDERS: Mapping[str, Contender] = {
+  'dense': Contender(label='dense', model=_APART),
+  'half_ffn': Contender(label='dense, FFN half as wide', model={**_APART, 'ffn_width': 0.5}),
+  'dense_fp8': Contender(label='dense, all linear layers in FP8', model={**_APART, 'fp8_linear': True}),
+  'fst': Contender(label='FST', recipe=fst(FFN), decays=_DECAYS),
+  's_ste_fp8': Contender(label='S-STE, FP8', recipe=s_ste_fp8(FFN)),
+  'fst_all': Contender(label='FST, all linear layers', recipe=fst(LINEAR), decays=_DECAYS),
+  's_ste_fp8_all': Contender(label='S-STE, FP8, all linear layers', recipe=s_ste_fp8(LINEAR)),
+  # A smaller model is another rival for the same seconds.
+  'dense_124m': Contender(label='dense, 124M (86M on bytes)', model=_APART, size='124m'),
+  # What a rate of 2e-3 does to GPT-2 124M, and what is said to help.
+  'steep': Contender(label='124M', model=_APART, size='124m', rates=(2e-3,)),
+  'steep_stream': Contender(
+    label='124M, residual stream in float32', model={**_APART, 'residual_dtype': 'float32'}, size='124m', rates=(2e-3,)
+  ),
+  'steep_qk_norm': Contender(
+    label='124M, queries and keys normalised', model={**_APART, 'qk_norm': True}, size='124m', rates=(2e-3,)
+  ),
+}
+
+# Sizes beside those of GPT-2: few wide layers, of which a step on a GPU is made of large products.
+SIZES: Mapping[str, Mapping[str, int]] = {
+  'wide2048': dict(num_layers=6, num_heads=16, embed_dim=2048, seq_len=1024),
+  'wide4096': dict(num_layers=4, num_heads=32, embed_dim=4096, seq_len=1024),
+}
+
+
+def make_model(name: str, size: str, vocab: int, *, tiny: bool = False, scan: bool = False) -> gpt2.GPT2:
+  """The model of a contender in a race of this size: layers unrolled, nothing recomputed, unless told."""
+  contender = CONTENDERS[name]
+  size = contender.size or size
+  fields: dict[str, Any] = dict(
+    vocab_size=-(-vocab // 64) * 64, dtype='bfloat16', logits_dtype='bfloat16', scan_layers=scan, attention='cudnn',
+    fused_mlp=True,
+  ) | SIZES.get(size, {}) | dict(contender.model)  # fmt: skip
+  if tiny:
+    fields |= dict(
+      num_layers=2, num_heads=2, embed_dim=32, seq_len=16, attention='xla', dtype='float32', logits_dtype='float32'
+    )
+    if fields.get('residual_dtype'):
+      fields['residual_dtype'] = 'float32'
+  return gpt2.GPT2(gpt2.make_config('nano' if size in SIZES else size, **fields))

@@ -1,0 +1,151 @@
+"""The programs of one contender: learning rate, decay and seed are arguments, so that all its trials share them."""
+
+from collections.abc import Callable
+import functools
+from typing import Any, NamedTuple
+
+import jax
+from jax import Array
+import jax.numpy as jnp
+import optax
+
+from experiments.models.layers import cross_entropy
+import sparse24_jax as s24
+
+B1, B2, EPS, WEIGHT_DECAY, CLIP = 0.9, 0.95, 1e-8, 0.1, 1.0
+
+
+class State(NamedTuple):
+  """What a step carries."""
+
+  params: Any
+  opt_state: Any
+  step: Array
+
+
+class Numbers(NamedTuple):
+  """What a step is told: float32 scalars and the seed."""
+
+  rate: Any
+  decay: Any
+  seed: Any
+
+
+def scale_by_given_rate() -> optax.GradientTransformationExtraArgs:
+  """Minus the rate that `update` is called with."""
+
+  def update(updates: Any, state: Any, params: Any = None, *, rate: Any, **extra: Any):
+    del params, extra
+    return jax.tree.map(lambda u: -rate * u, updates), state
+
+  return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+
+
+def optimizer(recipe: s24.Recipe | None, phase: str) -> optax.GradientTransformationExtraArgs:
+  """Clipping, then AdamW with decay on matrices only, inside the recipe's wrapper if there is one."""
+
+  def is_matrix(params: Any) -> Any:
+    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in ('kernel', 'embedding'), params)
+
+  adamw = optax.chain(
+    optax.scale_by_adam(B1, B2, EPS), optax.add_decayed_weights(WEIGHT_DECAY, is_matrix), scale_by_given_rate()
+  )
+  clip = optax.clip_by_global_norm(CLIP)
+  return optax.chain(clip, adamw if recipe is None else s24.sparse_training(adamw, recipe, phase=phase))
+
+
+def windows(tokens: Array, starts: Array, length: int) -> tuple[Array, Array]:
+  """Inputs and targets, int32 [B, T], of the windows of `tokens` [n] that begin at `starts` [B]."""
+  found = tokens[starts[:, None] + jnp.arange(length + 1)[None]].astype(jnp.int32)
+  return found[:, :-1], found[:, 1:]
+
+
+class Programs:
+  """What a contender compiles to, ahead of time; call `compile` once, from any thread.
+
+  Args:
+    model: linen model.
+    recipe: masked decay -> recipe, or None.
+    batch: sequences a step.
+    tokens: shape and dtype of the training text, which lies on the device.
+    held_out: starts of the windows that are evaluated, [batches, B].
+  """
+
+  def __init__(
+    self, model: Any, recipe: Callable[[Any], s24.Recipe] | None, batch: int, tokens: Any, held_out: Array
+  ):
+    self.model, self.recipe, self.batch, self.tokens, self.held_out = model, recipe, batch, tokens, held_out
+    self.length = model.config.seq_len
+    described = recipe(0.0) if recipe else None
+    # Shares of the steps, in the order of the phases.
+    self.phases = [(phase.name, phase.fraction) for phase in described.phases] if described else [('dense', 1.0)]
+
+  @functools.cached_property
+  def shapes(self) -> State:
+    """Of a state."""
+    return jax.eval_shape(self._init, jnp.int32(0))
+
+  def compile(self) -> None:
+    """Compiles the initial state, and a step and an evaluation of each phase."""
+    scalar = jax.ShapeDtypeStruct((), jnp.float32)
+    seed = jax.ShapeDtypeStruct((), jnp.int32)
+    starts = jax.ShapeDtypeStruct((self.batch,), jnp.int32)
+    held_out = jax.ShapeDtypeStruct(self.held_out.shape, self.held_out.dtype)
+    self.init = jax.jit(self._init).lower(seed).compile()
+    self.steps, self.evaluations = {}, {}
+    for phase in dict(self.phases):
+      step = jax.jit(functools.partial(self._step, phase), donate_argnums=0)
+      self.steps[phase] = step.lower(self.shapes, self.tokens, starts, Numbers(scalar, scalar, seed)).compile()
+      evaluate = jax.jit(functools.partial(self._evaluate, phase))
+      self.evaluations[phase] = evaluate.lower(self.shapes, self.tokens, held_out).compile()
+
+  def phase_at(self, step: int, steps: int) -> str:
+    """The phase of a step in a run of so many."""
+    done = 0.0
+    for name, share in self.phases[:-1]:
+      done += share
+      if step < round(done * steps):
+        return name
+    return self.phases[-1][0]
+
+  def _init(self, seed: Array) -> State:
+    params = self.model.init(jax.random.key(seed), jnp.zeros((1, self.length), jnp.int32))['params']
+    recipe = self.recipe(0.0) if self.recipe else None
+    return State(params, optimizer(recipe, self.phases[0][0]).init(params), jnp.zeros((), jnp.int32))
+
+  def _loss(self, phase: str, params: Any, opt_state: Any, recipe: Any) -> Callable[..., Array]:
+    """(params, inputs, targets, key) -> mean loss, with the weights packed once."""
+    if recipe is None:
+      model, sparse = self.model, {}
+    else:
+      model = s24.sparsify(self.model, recipe, phase=phase)
+      sparse = s24.sparse_variables(params, opt_state, recipe, phase=phase)
+
+    def loss(params: Any, inputs: Array, targets: Array, key: Array) -> Array:
+      logits = model.apply({'params': params, 'sparse24': sparse}, inputs, rngs={'mvue': key})
+      return cross_entropy(logits, targets).mean()
+
+    return loss
+
+  def _step(
+    self, phase: str, state: State, tokens: Array, starts: Array, numbers: Numbers
+  ) -> tuple[State, tuple[Array, Array]]:
+    """One step; returns the loss and the norm of the gradient before it is clipped."""
+    recipe = self.recipe(numbers.decay) if self.recipe else None
+    key = jax.random.fold_in(jax.random.key(numbers.seed + 1), state.step)
+    inputs, targets = windows(tokens, starts, self.length)
+    loss_of = self._loss(phase, state.params, state.opt_state, recipe)
+    loss, grads = jax.value_and_grad(loss_of)(state.params, inputs, targets, key)
+    updates, opt_state = optimizer(recipe, phase).update(grads, state.opt_state, state.params, rate=numbers.rate)
+    params = optax.apply_updates(state.params, updates)
+    return State(params, opt_state, state.step + 1), (loss, optax.tree.norm(grads))
+
+  def _evaluate(self, phase: str, state: State, tokens: Array, held_out: Array) -> Array:
+    """Mean loss of windows [batches, B]; weights as in training."""
+    recipe = self.recipe(0.0) if self.recipe else None
+    loss_of = self._loss(phase, state.params, state.opt_state, recipe)
+
+    def one(starts: Array) -> Array:
+      return loss_of(state.params, *windows(tokens, starts, self.length), jax.random.key(0))
+
+    return jax.lax.map(one, held_out).mean()

@@ -1,0 +1,156 @@
+"""Races: the search, the steps, and the program over a folder of tokens."""
+
+import json
+import math
+from pathlib import Path
+import tempfile
+
+from absl.testing import absltest, parameterized
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from experiments.data import packing
+from experiments.data.tokenizer import Bytes
+from experiments.race import __main__ as program
+from experiments.race import contenders, programs, trials
+from experiments.race.search import Budget, next_trial, Trial
+from tests.experiments.fakes import compile_quickly
+
+TEXT = 'sparse weights, dense gradients; ' * 60
+
+
+def setUpModule():
+  compile_quickly()
+
+
+def searched(loss_of, decays, budget):
+  """All trials, in their order, where `loss_of` says how they end."""
+  done = {}
+  while (trial := next_trial(done, decays, budget)) is not None:
+    done[trial] = loss_of(trial)
+  return list(done)
+
+
+class SearchTest(parameterized.TestCase):
+  @parameterized.parameters(
+    (2e-3, [1e-3, 5e-4, 2e-3, 4e-3]),  # the middle first, then beyond the best until it is surrounded
+    (1e-3, [1e-3, 5e-4, 2e-3]),
+    (1e-4, [1e-3, 5e-4, 2.5e-4, 1.25e-4]),
+  )
+  def test_rates_surround_the_best(self, best, rates):
+    def loss(trial):
+      return abs(math.log(trial.rate / best))
+
+    found = searched(loss, [0.0], Budget((5e-4, 1e-3), most_rates=4, repeats=()))
+    self.assertSequenceAlmostEqual([trial.rate for trial in found], rates)
+
+  def test_decays_at_the_best_rate_then_the_winner_again(self):
+    def loss(trial):
+      return trial.rate + abs(trial.decay - 6e-4) * 100
+
+    budget = Budget((1e-3, 2e-3), most_rates=2, repeats=((1, 1.0), (0, 0.5)))
+    found = searched(loss, [2e-4, 4e-4, 6e-4], budget)
+    self.assertEqual(found, [
+      Trial(2e-3, 4e-4), Trial(1e-3, 4e-4), Trial(1e-3, 2e-4), Trial(1e-3, 6e-4), Trial(1e-3, 6e-4, 1),
+      Trial(1e-3, 6e-4, 0, 0.5),
+    ])  # fmt: skip
+
+  def test_a_run_that_diverged_does_not_win(self):
+    found = searched(lambda t: math.nan if t.rate > 1e-3 else 1.0, [0.0], Budget((1e-3, 2e-3), 2, ((1, 1.0),)))
+    self.assertEqual(found[-1], Trial(1e-3, 0.0, 1))
+
+
+class ProgramsTest(absltest.TestCase):
+  def made(self, name):
+    model = contenders.make_model(name, 'wide2048', 256, tiny=True)
+    text = np.frombuffer(TEXT.encode(), np.uint8)
+    made = programs.Programs(
+      model, contenders.CONTENDERS[name].recipe, 4, jax.ShapeDtypeStruct(text.shape, text.dtype), np.zeros((2, 4), int)
+    )
+    return made, jnp.asarray(text)
+
+  def test_a_dense_step_is_that_of_optax(self):
+    made, text = self.made('dense')
+    state, starts = jax.jit(made._init)(0), jnp.array([0, 7, 90, 200])
+
+    def loss(params):
+      rows = jnp.stack([text[i : i + 17] for i in [0, 7, 90, 200]]).astype(jnp.int32)
+      logits = made.model.apply({'params': params}, rows[:, :-1])
+      return optax.softmax_cross_entropy_with_integer_labels(logits, rows[:, 1:]).mean()
+
+    is_matrix = jax.tree.map(lambda p: p.ndim > 1, state.params)
+    tx = optax.chain(
+      optax.clip_by_global_norm(1.0), optax.adamw(3e-3, b1=0.9, b2=0.95, weight_decay=0.1, mask=is_matrix)
+    )
+    value, grads = jax.value_and_grad(loss)(state.params)
+    updates, _ = tx.update(grads, tx.init(state.params), state.params)
+    numbers = programs.Numbers(jnp.float32(3e-3), jnp.float32(0.0), jnp.int32(0))
+    after, (found, _) = jax.jit(made._step, static_argnums=0)('dense', state, text, starts, numbers)
+    np.testing.assert_allclose(found, value, rtol=1e-5)
+    jax.tree.map(
+      lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), after.params, optax.apply_updates(state.params, updates)
+    )
+
+  def test_all_linear_layers_are_sparse_and_the_decay_is_an_argument(self):
+    made, text = self.made('fst_all')
+    state, step = jax.jit(made._init)(0), jax.jit(made._step, static_argnums=0)
+    kernels = [path for path, _ in jax.tree_util.tree_leaves_with_path(state.params) if path[-1].key == 'kernel']
+    masks = jax.tree.leaves(state.opt_state[1].projections)
+    self.assertLen(masks, len(kernels))
+    ends = []
+    for decay in (0.0, 10.0):
+      numbers = programs.Numbers(jnp.float32(1e-2), jnp.float32(decay), jnp.int32(0))
+      after, _ = step('sparse', state, text, jnp.arange(4), numbers)
+      ends.append(after.params['h_0']['attn']['c_attn']['kernel'])
+    # Decay moves what the mask leaves out; what it keeps takes the same step.
+    moved, mask = np.abs(ends[0] - ends[1]) > 1e-7, state.opt_state[1].projections['h_0']['attn']['c_attn']['kernel']
+    self.assertGreater(moved[~mask].mean(), 0.5)
+    self.assertFalse(moved[mask].any())
+    self.assertEqual([made.phase_at(i, 12) for i in (0, 9, 10, 11)], ['sparse', 'sparse', 'dense', 'dense'])
+
+
+class OrderTest(absltest.TestCase):
+  def test_every_window_once_before_any_again(self):
+    found = trials.order(3, 25, 10, 16)
+    self.assertCountEqual(found[:10], 16 * np.arange(10))
+    self.assertCountEqual(found[10:20], 16 * np.arange(10))
+    self.assertFalse(np.array_equal(found, trials.order(4, 25, 10, 16)))
+
+
+class ProgramTest(absltest.TestCase):
+  def test_trains_records_and_resumes(self):
+    folder = Path(self.enter_context(tempfile.TemporaryDirectory()))
+    packing.write(folder / 'tokens', {'train': [TEXT] * 4, 'validation': [TEXT]}, Bytes())
+    out = folder / 'race.jsonl'
+    argv = (
+      f'--out {out} --text {folder / "tokens"} --tiny --batch 4 --steps 25 --seconds 0.001 --eval-batches 1'
+      ' --rates 0.01 0.02 --most-rates 2 --contenders dense'
+    ).split()
+    self.assertEqual(program.main(argv), 0)
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    self.assertEqual([r['bench'] for r in records], ['race_clock'] + ['race'] * 5)
+    runs = records[1:]
+    self.assertEqual([(r['rate'], r['seed'], r['share']) for r in runs][:2], [(0.02, 0, 1.0), (0.01, 0, 1.0)])
+    best = min(runs[:2], key=lambda r: r['loss'])['rate']
+    repeats = [(r['rate'], r['seed'], r['share']) for r in runs[2:]]
+    self.assertEqual(repeats, [(best, 1, 1.0), (best, 0, 0.7), (best, 2, 1.0)])
+    for run in runs:
+      self.assertLess(run['loss'], 4.0)  # a tenth of bits above nothing learnt is 5.5
+      step, seconds, loss = run['validation'][-1]
+      self.assertEqual((step, loss), (25, run['loss']))
+      self.assertAlmostEqual(seconds, 25e-3 * run['step_ms'], places=2)
+      self.assertContainsSubset(('device', 'commit', 'command', 'text', 'parameters', 'wall_s', 'train'), run)
+    program.main(argv)  # nothing is left but the clock
+    self.assertLen(out.read_text().splitlines(), len(records) + 1)
+
+  def test_a_contender_that_fails_is_counted(self):
+    folder = Path(self.enter_context(tempfile.TemporaryDirectory()))
+    packing.write(folder / 'tokens', {'train': [TEXT], 'validation': [TEXT]}, Bytes())
+    argv = f'--out {folder / "r.jsonl"} --text {folder / "tokens"} --batch 4 --contenders dense --size 124m'.split()
+    self.assertEqual(program.main([*argv, '--eval-batches', '1']), 1)  # cuDNN's attention, without a GPU
+
+
+if __name__ == '__main__':
+  absltest.main()
