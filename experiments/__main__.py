@@ -64,7 +64,8 @@ def make_parser() -> argparse.ArgumentParser:
 
   train = commands.add_parser('train', help='train one experiment, or resume it from its newest checkpoint')
   _experiment_arguments(train, None, '--set recipe.name=ste --set steps=500')
-  train.add_argument('--folder', help='the run folder (default: runs/<experiment>-<recipe>-seed<seed>)')
+  train.add_argument('--method', help='a key of METHODS in experiments/runs/method_table.py to put in (default: none)')
+  train.add_argument('--folder', help='the run folder (default: runs/<experiment>-<method or recipe>-seed<seed>)')
 
   evaluate = commands.add_parser('eval', help='validation loss of a checkpoint')
   inspect = commands.add_parser('inspect', help='table of the sparse weights of a checkpoint')
@@ -107,10 +108,13 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _train(args: argparse.Namespace) -> None:
-  from experiments.runs import experiment, train
+  from experiments.runs import experiment, methods, train
 
   config = experiment.load_config(args.config, args.overrides, tiny=args.tiny)
-  folder = args.folder or f'runs/{config.name}-{config.recipe.name}-seed{config.seed}'
+  if args.method:
+    experiment.refuse_overrides(args.overrides, {**methods.SET_BY_METHOD, 'data.seed': 'a method has one, --set seed'})
+    config = methods.configure(config, args.method, config.seed)
+  folder = args.folder or f'runs/{config.name}-{config.method or config.recipe.name}-seed{config.seed}'
   before = 'finished before, ' if (Path(folder) / 'summary.json').exists() else ''
   summary = train.train(config, folder)
   print(

@@ -26,6 +26,8 @@ def make(name: str, *, size: str, tiny: bool, **fields: Any) -> Config:
   config = ConfigDict(
     {
       'name': name,
+      # The key of METHODS in experiments/runs/method_table.py that was put in; empty for a configuration of its own.
+      'method': '',
       # What reports call the run; empty means the name of its recipe.
       'label': '',
       # Decides initial parameters, dropout, MVUE sampling and random masks; the order of the data has data.seed.

@@ -2,19 +2,22 @@
 
 from collections.abc import Callable, Sequence
 import dataclasses
+import functools
+import itertools
 import math
 from typing import Literal
 
 from ml_collections import ConfigDict
 import numpy as np
+import scipy.stats
 
 from experiments.runs import build
-from experiments.runs.records import Groups, RunRecord
+from experiments.runs.records import group, RunRecord
 
 Verdict = Literal['agrees', 'disagrees', 'open']
 
-# Two-sided 95% quantiles of Student's t by degrees of freedom; the normal one beyond.
-_T95 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26}
+# Of one method with one setting, a run a seed.
+type Runs = Sequence[RunRecord]
 
 # How much higher a loss may be, relative to the other, and still count as the same quality.
 TIE = 0.01
@@ -23,6 +26,7 @@ FST = 'Hu et al., Accelerating Transformer Pre-training with 2:4 Sparsity, arXiv
 MST = 'Liu et al., Mixed Sparsity Training, arXiv 2408.11746'
 NEURON_LEVEL = 'To 2:4 Sparsity and Beyond: Neuron-level Activation Function, arXiv 2602.06183'
 ACTIVATIONS = 'Haziza et al., 2:4 Activation Sparsity, arXiv 2503.16672'
+OURS = 'ours; no paper claims it'
 S_STE = 'Hu et al., S-STE: Continuous Pruning Function for Efficient 2:4 Sparse Pre-training, arXiv 2409.09099'
 
 
@@ -54,7 +58,7 @@ def half_width(differences: Sequence[float]) -> float:
   n = len(differences)
   if n < 2:
     return math.inf
-  return _T95.get(n - 1, 1.96) * float(np.std(differences, ddof=1)) / math.sqrt(n)
+  return float(scipy.stats.t.ppf(0.975, n - 1) * np.std(differences, ddof=1)) / math.sqrt(n)
 
 
 def _describe(a: str, b: str, differences: Sequence[float]) -> str:
@@ -67,15 +71,16 @@ def _describe(a: str, b: str, differences: Sequence[float]) -> str:
   return f'{text} (seed by seed {each}; 95% interval {mean - half:+.4f} to {mean + half:+.4f}).'
 
 
-def _lower(methods: Groups, a: str, b: str, names: tuple[str, str], *, ties: bool) -> tuple[Verdict, str] | None:
+def _lower(a: Runs, b: Runs, *, ties: bool) -> tuple[Verdict, str] | None:
   """Whether `a` ends lower than `b`; with `ties`, being surely less than one percent higher is enough."""
-  if not (differences := paired(methods.get(a, ()), methods.get(b, ()))):
+  if not (differences := paired(a, b)):
     return None
   mean, half = float(np.mean(differences)), half_width(differences)
-  evidence = _describe(*names, differences)
+  label = a[0].label
+  evidence = _describe(label[:1].upper() + label[1:], b[0].label, differences)
   if math.isinf(half):
     return 'open', evidence
-  margin = TIE * float(np.mean([run.validation_loss for run in methods[b]]))
+  margin = TIE * float(np.mean([run.validation_loss for run in b]))
   if ties and 0 <= mean + half < margin:
     return 'agrees', f'{evidence} Even the upper end of the interval is less than {TIE:.0%} of the loss.'
   if abs(mean) > half:
@@ -84,16 +89,14 @@ def _lower(methods: Groups, a: str, b: str, names: tuple[str, str], *, ties: boo
   return 'open', f'{evidence} The interval is too wide to tell.'
 
 
-def _label(methods: Groups, name: str) -> str:
-  """Which of several settings a method is judged by."""
-  label = methods[name][0].label if name in methods else name
-  return label[:1].upper() + label[1:]
+_reaches = functools.partial(_lower, ties=True)
+_beats = functools.partial(_lower, ties=False)
 
 
-def comparable_flips(methods: Groups, a: str, b: str) -> list[tuple[RunRecord, RunRecord]]:
+def comparable_flips(a: Runs, b: Runs) -> list[tuple[RunRecord, RunRecord]]:
   """Pairs of runs of equal seed whose flip rates are on one scale."""
-  other = {run.seed: run for run in methods.get(b, ())}
-  pairs = [(run, other[run.seed]) for run in methods.get(a, ()) if run.seed in other]
+  other = {run.seed: run for run in b}
+  pairs = [(run, other[run.seed]) for run in a if run.seed in other]
 
   def scale(run: RunRecord) -> int | None:
     # The built recipe knows the interval also where the configuration leaves it to the recipe's default.
@@ -119,8 +122,8 @@ def _tails(x: RunRecord, y: RunRecord) -> tuple[float, float]:
   return out[0], out[1]
 
 
-def _flips_settle(methods: Groups) -> tuple[Verdict, str] | None:
-  if not (pairs := comparable_flips(methods, 'fst', 'dense')):
+def _flips_settle(a: Runs, b: Runs) -> tuple[Verdict, str] | None:
+  if not (pairs := comparable_flips(a, b)):
     return None
   held, texts = [], []
   for fst, dense in pairs:
@@ -133,54 +136,66 @@ def _flips_settle(methods: Groups) -> tuple[Verdict, str] | None:
   return ('agrees' if all(held) else 'disagrees'), '; '.join(texts) + '.'
 
 
-def _flips_stay_without_decay(methods: Groups) -> tuple[Verdict, str] | None:
-  if not (pairs := comparable_flips(methods, 'fst_no_decay', 'dense')):
+def _flips_stay_without_decay(a: Runs, b: Runs) -> tuple[Verdict, str] | None:
+  if not (pairs := comparable_flips(a, b)):
     return None
   tails = [(run.seed, *_tails(run, dense)) for run, dense in pairs]
   text = '; '.join(f'seed {seed}: {tail:.2e} without decay, {dense:.2e} for dense' for seed, tail, dense in tails)
   return ('agrees' if all(tail > dense for _, tail, dense in tails) else 'disagrees'), text + '.'
 
 
-_CLAIMS: Sequence[tuple[str, str, Callable[[Groups], tuple[Verdict, str] | None]]] = (
-  ('FST reaches the quality of dense training.', FST,
-   lambda m: _lower(m, 'fst', 'dense', ('FST', 'dense'), ties=True)),
-  ('FST beats a dense model whose feed-forward layers are half as wide.', FST,
-   lambda m: _lower(m, 'fst', 'half_ffn', ('FST', 'the half-width dense model'), ties=False)),
-  ('FST beats plain straight-through training.', FST,
-   lambda m: _lower(m, 'fst', 'ste', ('FST', 'plain STE'), ties=False)),
-  ('With Adam, decay belongs on gradients: FST beats SR-STE with decay on weights.', FST,
-   lambda m: _lower(m, 'fst', 'sr_ste', ('FST', 'SR-STE with decay on weights'), ties=False)),
-  ('Masked decay helps: FST beats FST without decay.', FST,
-   lambda m: _lower(m, 'fst', 'fst_no_decay', ('FST', 'FST without decay'), ties=False)),
-  ('With masked decay the flip rate rises to a peak and then falls below that of dense training.', FST, _flips_settle),
-  ('Without decay the flip rate stays above that of dense training.', FST, _flips_stay_without_decay),
-  ('S-STE beats FST.', S_STE, lambda m: _lower(m, 's_ste', 'fst', ('S-STE', 'FST'), ties=False)),
-  ('S-STE reaches the quality of dense training.', S_STE,
-   lambda m: _lower(m, 's_ste', 'dense', ('S-STE', 'dense'), ties=True)),
-  ('Mixed sparsity training reaches the quality of dense training.', MST,
-   lambda m: _lower(m, 'mixed_sparsity', 'dense', (_label(m, 'mixed_sparsity'), 'dense'), ties=True)),
-  ('Mixed sparsity training beats RigL at as many FLOPs.', MST,
-   lambda m: _lower(m, 'mixed_sparsity', 'rigl', (_label(m, 'mixed_sparsity'), 'RigL'), ties=False)),
-  ('Mixed sparsity training beats a static mask at as many FLOPs.', MST,
-   lambda m: _lower(m, 'mixed_sparsity', 'static', (_label(m, 'mixed_sparsity'), 'the static mask'), ties=False)),
-  ('2:4 weights with V:N:M activations reach the quality of dense squared ReLU.', NEURON_LEVEL,
-   lambda m: _lower(m, 'neuron_level', 'dense_relu2', (_label(m, 'neuron_level'), 'dense squared ReLU'), ties=True)),
-  ('2:4 weights with 2:4 activations reach the quality of dense squared ReLU.', NEURON_LEVEL,
-   lambda m: _lower(m, 'neuron_level_24', 'dense_relu2', ('2:4', 'dense squared ReLU'), ties=True)),
-  ('2:4 activations with dense weights reach the quality of dense squared ReLU.', ACTIVATIONS,
-   lambda m: _lower(m, 'activations_24', 'dense_relu2', ('2:4', 'dense squared ReLU'), ties=True)),
+def _each(names: Sequence[str], baseline: str) -> tuple[tuple[str, str], ...]:
+  return tuple((name, baseline) for name in names)
+
+
+_PUBLISHED_BLOCKS = (
+  'neuron_level', 'neuron_level_even', 'neuron_level_64', 'neuron_level_128', 'neuron_level_128_16',
+  'neuron_level_clusters',
+)  # fmt: skip
+_MORE_DENSE_NEURONS = ('neuron_level_dense_neurons', 'neuron_level_128_dense_neurons')
+_TWO_OF_FOUR_TOKENS = (
+  'neuron_level_two_of_four_tokens', 'neuron_level_two_of_four_tokens_even', 'neuron_level_128_two_of_four_tokens',
+)  # fmt: skip
+# Claim, source, how it is judged, and of which pairs of methods: each pair by itself, so that no setting is picked.
+_CLAIMS: Sequence[tuple[str, str, Callable[[Runs, Runs], tuple[Verdict, str] | None], Sequence[tuple[str, str]]]] = (
+  ('FST reaches the quality of dense training.', FST, _reaches, [('fst', 'dense')]),
+  ('FST beats a dense model whose feed-forward layers are half as wide.', FST, _beats, [('fst', 'half_ffn')]),
+  ('FST beats plain straight-through training.', FST, _beats, [('fst', 'ste')]),
+  ('With Adam, decay belongs on gradients: FST beats SR-STE with decay on weights.', FST, _beats,
+   [('fst', 'sr_ste'), ('fst', 'sr_ste_published')]),
+  ('Masked decay helps: FST beats FST without decay.', FST, _beats, [('fst', 'fst_no_decay')]),
+  ('With masked decay the flip rate rises to a peak and then falls below that of dense training.', FST, _flips_settle,
+   [('fst', 'dense')]),
+  ('Without decay the flip rate stays above that of dense training.', FST, _flips_stay_without_decay,
+   [('fst_no_decay', 'dense')]),
+  ('S-STE beats FST.', S_STE, _beats, [('s_ste', 'fst')]),
+  ('S-STE reaches the quality of dense training.', S_STE, _reaches, [('s_ste', 'dense')]),
+  ('Mixed sparsity training reaches the quality of dense training.', MST, _reaches,
+   [('mixed_sparsity', 'dense'), ('mixed_sparsity_attention', 'dense')]),
+  ('Mixed sparsity training beats RigL at as many FLOPs.', MST, _beats, [('mixed_sparsity', 'rigl')]),
+  # Attention is full in both, or sparse in both.
+  ('Mixed sparsity training beats a static mask at as many FLOPs.', MST, _beats,
+   [('mixed_sparsity', 'static'), ('mixed_sparsity_attention', 'static_attention')]),
+  ('2:4 weights with V:N:M activations, as published, reach the quality of dense squared ReLU.', NEURON_LEVEL, _reaches,
+   _each(_PUBLISHED_BLOCKS, 'dense_relu2')),
+  ('2:4 weights with V:N:M activations of more dense neurons reach the quality of dense squared ReLU.', OURS, _reaches,
+   _each(_MORE_DENSE_NEURONS, 'dense_relu2')),
+  ('2:4 weights with V:N:M activations of two of four tokens reach the quality of dense squared ReLU.', OURS, _reaches,
+   _each(_TWO_OF_FOUR_TOKENS, 'dense_relu2')),
+  ('2:4 weights with 2:4 activations reach the quality of dense squared ReLU.', NEURON_LEVEL, _reaches,
+   [('neuron_level_24', 'dense_relu2')]),
+  ('2:4 activations with dense weights reach the quality of dense squared ReLU.', ACTIVATIONS, _reaches,
+   [('activations_24', 'dense_relu2')]),
 )  # fmt: skip
 
 
 def findings(runs: Sequence[RunRecord]) -> list[Finding]:
-  """Judges every claim that the given finished runs speak to; of several settings of a method the best counts."""
-  labels: dict[tuple[str, str], list[RunRecord]] = {}
-  for run in runs:
-    if run.summary is not None:
-      labels.setdefault((run.method, run.label), []).append(run)
-  # A method that was run with several settings is judged by its best.
-  methods: dict[str, list[RunRecord]] = {}
-  for (method, _), group in sorted(labels.items(), key=lambda item: -np.mean([run.validation_loss for run in item[1]])):
-    methods[method] = group
-  judged = ((claim, source, judge(methods)) for claim, source, judge in _CLAIMS)
-  return [Finding(claim, source, *result) for claim, source, result in judged if result]
+  """Judges every claim that the given finished runs speak to; a method that has several settings, by each of them."""
+  groups = [*group(run for run in runs if run.summary is not None).values()]
+  found = []
+  for claim, source, judge, pairs in _CLAIMS:
+    for ours, theirs in pairs:
+      sides = ([g for g in groups if g[0].method == method] for method in (ours, theirs))
+      results = (judge(a, b) for a, b in itertools.product(*sides))
+      found += [Finding(claim, source, *result) for result in results if result]
+  return found

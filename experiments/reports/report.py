@@ -105,8 +105,8 @@ def table_rows(groups: Groups) -> list[list[str]]:
     Rows of: label, seeds, validation loss, its spread, difference to dense, the same seed by seed, peak flip rate,
     flip rate in the tenth before the common end of the sparse phases, seconds.
   """
-  # Of several dense runs the best, as of every method in `claims`: groups come in order of loss.
-  baselines = {g[0].method: g for g in [*groups.values()][::-1] if g[0].method in runs_lib.DENSE}
+  # Of several dense runs the best: groups come in order of loss.
+  baselines = {g[0].baseline: g for g in [*groups.values()][::-1] if g[0].is_baseline}
   end = runs_lib.common_sparse_end(run for group in groups.values() for run in group)
   rows = []
   for label, group in groups.items():
@@ -143,7 +143,8 @@ def _head(title: str, found: Sequence[RunRecord], groups: Groups) -> str:
   boxes = ''.join(f'<div class="card"><b>{value}</b><span>{text}</span></div>' for value, text in cards)
   model, data = config['model'], config['data']
   family = {'gpt2': 'GPT-2', 'llama': 'Llama'}.get(name := model.get('family', 'gpt2'), name)
-  size = f', {model["num_layers"]} layers of width {model["embed_dim"]}' if 'embed_dim' in model else ''
+  given = {'num_layers': '{} layers', 'embed_dim': 'width {}'}
+  size = ''.join(f', {text.format(model[key])}' for key, text in given.items() if key in model)
   warning = ''
   if differing := runs_lib.settings_that_differ(found):
     lines = ''.join(f'<li>{escape(key)}: {escape(", ".join(values))}</li>' for key, values in differing.items())
@@ -151,7 +152,7 @@ def _head(title: str, found: Sequence[RunRecord], groups: Groups) -> str:
   if unfinished:
     warning += f'<div class="warn">Unfinished, shown as far as they got: {escape(", ".join(unfinished))}.</div>'
   return (
-    f'<h1>{escape(title)}</h1><p class="lead">{escape(family)} {escape(str(model["size"]))}{size}, '
+    f'<h1>{escape(title)}</h1><p class="lead">{escape(family)} {escape(str(model["size"]))}{escape(size)}, '
     f'on {escape(data["corpus"])} with tokenizer {escape(data["tokenizer"])}; '
     f'{data["batch_size"]} sequences of {data["seq_len"]} tokens a step. '
     f'{escape(found[0].environment["device"])}.</p><div class="cards">{boxes}</div>{warning}'
@@ -219,9 +220,10 @@ def _settings(found: Sequence[RunRecord]) -> str:
   for run in found:
     state = f'validation loss {run.validation_loss:.4f}' if run.summary else 'unfinished'
     text = json.dumps({'config': run.config, 'environment': environment.without_folders(run.environment)}, indent=2)
+    speed = '' if run.on_cpu else f' · {run.tokens_per_s / 1e3:,.1f} k tokens/s'
     blocks.append(
-      f'<details><summary>{escape(run.folder.name)} · {escape(run.label)} · seed {run.seed} · {state} · '
-      f'{run.tokens_per_s / 1e3:,.1f} k tokens/s</summary><pre>{escape(text)}</pre></details>'
+      f'<details><summary>{escape(run.folder.name)} · {escape(run.label)} · seed {run.seed} · {state}{speed}'
+      f'</summary><pre>{escape(text)}</pre></details>'
     )
   versions = ', '.join(f'{name} {version}' for name, version in found[0].environment['versions'].items())
   return (

@@ -80,7 +80,7 @@ def losses(groups: Groups, colours: Mapping[str, str]) -> str:
 
 
 def loss_against_seconds(groups: Groups, colours: Mapping[str, str]) -> str:
-  """Validation loss against seconds of training, with what else took time; '' unless each run had one same device.
+  """What took time and, on an accelerator, validation loss against seconds; '' unless each run had one same device.
 
   Of finished runs alone, all of whose time was told apart.
   """
@@ -89,6 +89,38 @@ def loss_against_seconds(groups: Groups, colours: Mapping[str, str]) -> str:
   found = [*itertools.chain.from_iterable(groups.values())]
   if any(run.side_by_side for run in found) or len({run.environment['device'] for run in found}) != 1:
     return ''
+  spent = {label: [np.mean([run.spent[name] for run in group]) for name in SPENT_ON] for label, group in groups.items()}
+  columns: dict[str, list[str]] = {}
+  if not found[0].on_cpu:
+    seconds_per_step = {label: spent[label][0] / group[0].config['steps'] for label, group in groups.items()}
+    # Of several dense runs the best, as in the comparison: groups come in order of loss.
+    dense = {g[0].baseline: seconds_per_step[label] for label, g in [*groups.items()][::-1] if g[0].is_baseline}
+    faster = [dense.get(g[0].baseline, math.nan) / seconds_per_step[label] for label, g in groups.items()]
+    columns['thousand tokens a second'] = [
+      f'{np.mean([run.tokens_per_s for run in group]) / 1e3:,.1f}' for group in groups.values()
+    ]
+    columns['times as fast as dense'] = ['' if math.isnan(ratio) else f'{ratio:.2f}' for ratio in faster]
+  for i, name in enumerate(SPENT_ON):
+    columns[f'{name}, s'] = [f'{spent[label][i]:,.1f}' for label in groups]
+  head = '<th>method</th>' + ''.join(f'<th class=n>{name}</th>' for name in columns)
+  body = ''
+  for label, *cells in zip(groups, *columns.values(), strict=True):
+    body += f'<tr><td>{escape(label)}</td>' + ''.join(f'<td class=n>{cell}</td>' for cell in cells) + '</tr>'
+  table = f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+  lead = (
+    'Means over seeds, of which the first may compile for all, one run after the other on one device. Evaluation has '
+    'its own compiling in it. A method that compiles more programs, one a phase, takes longer to compile, whatever the '
+    'length of the run.'
+  )
+  if found[0].on_cpu:  # which multiplies zeros like other numbers
+    return f'<h2>What took time</h2><p class="caption">{lead} On a CPU no method is faster than another.</p>{table}'
+  return (
+    f'<h2>Loss against time</h2><p class="caption">Seconds of the steps alone; the table has what else took time. '
+    f'{lead}</p>{_against_seconds(groups, colours)}{table}'
+  )
+
+
+def _against_seconds(groups: Groups, colours: Mapping[str, str]) -> str:
   lines = []
   for label, group in groups.items():
     if line := _line(label, colours[label], _curves(group, 'validation')):
@@ -105,26 +137,7 @@ def loss_against_seconds(groups: Groups, colours: Mapping[str, str]) -> str:
     width=1140,
     height=380,
   )
-  heads = ('method', 'thousand tokens a second', 'times as fast as dense', *(f'{name}, s' for name in SPENT_ON))
-  head = ''.join(f'<th{" class=n" if i else ""}>{name}</th>' for i, name in enumerate(heads))
-  spent = {label: [np.mean([run.spent[name] for run in group]) for name in SPENT_ON] for label, group in groups.items()}
-  seconds_per_step = {label: spent[label][0] / group[0].config['steps'] for label, group in groups.items()}
-  # Of several dense runs the best, as in the comparison: groups come in order of loss.
-  dense = {group[0].method: seconds_per_step[label] for label, group in [*groups.items()][::-1]}
-  body = ''
-  for label, group in groups.items():
-    speed = np.mean([run.tokens_per_s for run in group]) / 1e3
-    baseline = dense.get(group[0].baseline, math.nan)
-    faster = '' if math.isnan(baseline) else f'{baseline / seconds_per_step[label]:.2f}'
-    cells = (f'{speed:,.1f}', faster, *(f'{seconds:,.1f}' for seconds in spent[label]))
-    body += f'<tr><td>{escape(label)}</td>' + ''.join(f'<td class=n>{cell}</td>' for cell in cells) + '</tr>'
-  return (
-    '<h2>Loss against time</h2><p class="caption">Seconds of the steps alone, one run after the other on one device; '
-    'what compiling, evaluation (with its own compiling) and checkpoints took besides is in the table, means over '
-    'seeds, of which the first may compile for all. A method that compiles more programs, one a phase, takes longer to '
-    f'compile, whatever the length of the run.</p><figure>{chart}</figure><div class="scroll" style="margin-top:26px">'
-    f'<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-  )
+  return f'<figure style="margin-bottom:26px">{chart}</figure>'
 
 
 def loss_against_flops(groups: Groups, colours: Mapping[str, str]) -> str:

@@ -232,7 +232,11 @@ def learning_rate(config: Config) -> optax.Schedule:
 
 
 def make_optimizer(config: Config, recipe: s24.Recipe, phase: str) -> optax.GradientTransformationExtraArgs:
-  """AdamW inside the recipe's wrapper, after clipping; weight decay on matrices only."""
+  """AdamW inside the recipe's wrapper; weight decay on matrices only.
+
+  Gradients are clipped before the wrapper, so that masked decay is not, or inside it where links come and go, so that
+  the norm is that of the links' gradients (as in the released code of mixed sparsity training).
+  """
   opt = config.optimizer
 
   def is_matrix(params: Any) -> Any:
@@ -246,8 +250,11 @@ def make_optimizer(config: Config, recipe: s24.Recipe, phase: str) -> optax.Grad
     moments = optax.scale_by_adam(opt.b1, opt.b2, opt.eps)
   decay = optax.add_decayed_weights(opt.weight_decay, is_matrix)
   inner = optax.chain(moments, decay, optax.scale_by_learning_rate(rate))
-  sparse = s24.sparse_training(inner, recipe, phase=phase, learning_rate=rate)
-  return optax.chain(optax.clip_by_global_norm(opt.clip) if opt.clip else optax.identity(), sparse)
+  clip = optax.clip_by_global_norm(opt.clip) if opt.clip else optax.identity()
+  # Where links come and go the dense gradient is larger than that of the links, which alone is applied.
+  if any(rule.policy.projection is not None and rule.policy.projection.update is not None for rule in recipe.rules):
+    return s24.sparse_training(optax.chain(clip, inner), recipe, phase=phase, learning_rate=rate)
+  return optax.chain(clip, s24.sparse_training(inner, recipe, phase=phase, learning_rate=rate))
 
 
 def make_mesh(config: Config) -> Mesh | None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.reports import report
-from experiments.runs import flops, main_job, method_table, methods, records, stored
+from experiments.runs import flops, main_job, method_table, methods, records
 from experiments.runs.environment import command, without_folders
 from experiments.runs.experiment import load_config
 
@@ -110,6 +110,5 @@ def _training_flops(run: records.RunRecord) -> dict[str, float] | None:
 
 
 def _key(record: dict[str, Any]) -> tuple[Any, ...]:
-  recipe = stored.as_meant({'recipe': {'name': record['recipe'], 'kwargs': record['recipe_kwargs']}})['recipe']
-  kwargs = json.dumps(recipe['kwargs'], sort_keys=True)
+  kwargs = json.dumps(record['recipe_kwargs'], sort_keys=True)
   return *(record[name] for name in ('experiment', 'label', 'seed', 'steps')), kwargs

@@ -58,6 +58,8 @@ def apply_override(config: Config, override: str) -> None:
     value = ast.literal_eval(text)
   except (ValueError, SyntaxError):
     value = text
+  if key == 'method':
+    raise ValueError(f'--set {override} would name a method and not put it in: use train --method {value}, or compare')
   *sections, last = key.split('.')
   node = config
   for section in sections:

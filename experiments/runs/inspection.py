@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 import numpy as np
 
-from experiments.runs import build, programs, stored
+from experiments.runs import build, programs, records
 from experiments.runs.checkpoint import Checkpoints, RemovedError, Restored
 from experiments.runs.experiment import Config
 import sparse24_jax as s24
@@ -54,7 +54,7 @@ def load(folder: str | Path, *, step: int | None = None, data: Any = None) -> Lo
     CheckpointError: no checkpoint there, or one that cannot be read.
     ValueError: not a run folder.
   """
-  config: Config = ConfigDict(stored.read(folder))
+  config: Config = ConfigDict(records.read_config(folder))
   config.mesh.update({'data': 1, 'fsdp': 1})
   config.accumulate = 1
   if config.model.get('attention') == 'cudnn' and jax.default_backend() != 'gpu':

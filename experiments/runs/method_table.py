@@ -27,6 +27,11 @@ class Method:
   steps: float = 1.0
   dense_from: str = 'weights'
 
+  @property
+  def baseline(self) -> str:
+    """The method that is dense and otherwise the same."""
+    return 'dense_relu2' if self.model.get('mlp') == 'relu2' else 'dense'
+
 
 # Flip rates of the masks that a dense run does not have.
 _WATCHED = {'path': FFN, 'watch': 'transposable', 'refresh_every': 40}
@@ -34,7 +39,7 @@ _WATCHED = {'path': FFN, 'watch': 'transposable', 'refresh_every': 40}
 _DYNAMIC = {'path': LINEAR, 'refresh_every': 25}
 # Sparse activations take the whole feed-forward block.
 _SQUARED_RELU = {'mlp': 'relu2', 'fused_mlp': True}
-_BLOCKS = {'token_pattern': 'v:n:m'}  # along tokens, as published
+_BLOCKS = {'token_pattern': 'v:n:m', 'dense_features': 0.05}  # along tokens, as published
 _TWO_OF_FOUR = {'token_pattern': '2:4', 'dense_features': 0.0}
 _BY_POSITION = {**_SQUARED_RELU, 'ffn_order': 'position'}
 

@@ -18,7 +18,9 @@ from experiments.runs.programs import Programs
 _TINY_REFRESH = {'dense': 5, 'transposable_srste': 5, 'mixed_sparsity': 1, 'rigl': 5, 'set_': 5}
 
 # What `run_all` sets for every run, so that nobody else can, and what to use instead.
-_SET_BY_METHOD = dict.fromkeys(('recipe', 'label'), 'every method brings its own; use compare --methods, or train')
+SET_BY_METHOD = dict.fromkeys(
+  ('recipe', 'label', 'method'), 'every method brings its own; use compare --methods, or train without --method'
+)
 _SET_BY_SEED = dict.fromkeys(('seed', 'data.seed'), 'every run gets its own; use --seeds (main-job: --seed), or train')
 
 # Where the search for a density begins.
@@ -60,7 +62,8 @@ def configure(config: Config, method: str, seed: int) -> Config:
   with config.unlocked():
     config.recipe = recipe
     config.model.update(chosen.model)
-  config.label, config.seed, config.data.seed, config.steps = chosen.label, seed, seed, steps
+  config.method, config.label, config.steps = method, chosen.label, steps
+  config.seed = config.data.seed = seed
   return config
 
 
@@ -150,7 +153,7 @@ def load_checked(
   experiment: str, methods: Sequence[str], *, tiny: bool = False, overrides: Sequence[str] = ()
 ) -> Config:
   """The experiment that methods are put into, after everything that `run_all` refuses has been looked for."""
-  refuse_overrides(overrides, _SET_BY_METHOD | _SET_BY_SEED)
+  refuse_overrides(overrides, SET_BY_METHOD | _SET_BY_SEED)
   config = load_config(experiment, overrides, tiny=tiny)
   check(config, methods)
   return config

@@ -9,11 +9,9 @@ from typing import Any
 from ml_collections import ConfigDict
 import numpy as np
 
-from experiments.runs import activations, build, metrics, stored
+from experiments.runs import activations, build, metrics
+from experiments.runs.method_table import METHODS
 import sparse24_jax as s24
-
-# Methods that others are compared with, see `RunRecord.baseline`.
-DENSE = ('dense', 'dense_relu2')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,38 +48,20 @@ class RunRecord:
 
   @property
   def method(self) -> str:
-    """What the settings make it, whatever its label: a key of `method_table.METHODS`, or the recipe's name."""
-    recipe, kwargs = self.config['recipe']['name'], self.config['recipe']['kwargs']
-    if recipe == 'dense' and self.squared_relu:
-      return 'dense_relu2'
-    if recipe == 'neuron_level' and (policy := kwargs.get('policy') or {}).get('pattern') == '2:4':
-      if not policy.get('down', True):
-        return 'activations_24'
-      projected = self.config['recipe'].get('dense_from') == 'projected'
-      return 'neuron_level_24' if projected else 'neuron_level_24_unprojected'
-    if recipe == 'neuron_level' and self.config['model'].get('ffn_order') != 'position':
-      return 'neuron_level_along'
-    if recipe == 'dense':
-      return 'half_ffn' if self.config['model'].get('ffn_width', 1.0) == 0.5 else 'dense'
-    if recipe == 'transposable_srste':
-      return 'fst' if kwargs.get('masked_decay') else 'fst_no_decay'
-    if recipe == 'sr_ste' and kwargs.get('decay_on', 'weights') == 'gradients':
-      return 'sr_ste_gradients'
-    if recipe == 'mixed_sparsity' and kwargs.get('structure') == '2:4':
-      return 'mixed_sparsity_24'
-    if recipe == 'mixed_sparsity' and kwargs.get('structure') == 'transposable':
-      return 'mixed_sparsity_transposable' + ('_full' if kwargs.get('density') == 0.5 else '')
-    return recipe
-
-  @property
-  def squared_relu(self) -> bool:
-    """Whether the feed-forward layers are squared-ReLU blocks."""
-    return self.config['model'].get('mlp') == 'relu2'
+    """The key of `method_table.METHODS` that was put in; '' for a configuration of its own."""
+    return self.config['method']
 
   @property
   def baseline(self) -> str:
-    """The method that is dense and otherwise the same."""
-    return 'dense_relu2' if self.squared_relu else 'dense'
+    """What the dense run shares that this one is compared with: its method, or the model where there is no method."""
+    if self.method:
+      return METHODS[self.method].baseline
+    return json.dumps(self.config['model'], sort_keys=True)
+
+  @property
+  def is_baseline(self) -> bool:
+    """Whether others are compared with this run."""
+    return self.method == self.baseline if self.method else self.config['recipe']['name'] == 'dense'
 
   @property
   def validation_loss(self) -> float:
@@ -120,6 +100,11 @@ class RunRecord:
     """Whether the run shared its device with others, so that its seconds say nothing about speed."""
     command = self.environment.get('command', '')
     return any(f' experiments {name} ' in command for name in ('sweep', 'together'))  # the name, and the former one
+
+  @property
+  def on_cpu(self) -> bool:
+    """Whether the device was a CPU, whose seconds say nothing about sparsity."""
+    return 'CPU cores' in self.environment['device']
 
   @property
   def was_timed(self) -> bool:
@@ -178,6 +163,23 @@ class RunRecord:
 Groups = Mapping[str, Sequence[RunRecord]]
 
 
+def read_config(folder: str | Path) -> dict[str, Any]:
+  """The configuration of a run.
+
+  Raises:
+    ValueError: the folder is not a run's, or of a program that did not yet say the method.
+  """
+  file = Path(folder) / 'config.json'
+  if not file.is_file():
+    raise ValueError(f'{folder} is not the folder of a run: it has no config.json')
+  config = json.loads(file.read_text())
+  if config.get('method', '') not in ('', *METHODS):
+    raise ValueError(f'{file}: method is {config["method"]!r}; known: {", ".join(METHODS)}, and an empty one')
+  if 'method' not in config:
+    raise ValueError(f'{file} does not say the method: it was written by an older program; train again')
+  return config
+
+
 def read_run(folder: str | Path) -> RunRecord:
   """Reads one run folder.
 
@@ -185,7 +187,7 @@ def read_run(folder: str | Path) -> RunRecord:
     ValueError: the folder is not a run's.
   """
   folder = Path(folder)
-  config = stored.read(folder)
+  config = read_config(folder)
   kinds: dict[str, list[Mapping[str, Any]]] = {'train': [], 'validation': [], 'timing': []}
   for name in (metrics.METRICS, metrics.TIMING):
     for record in metrics.read_records(folder / name):
@@ -225,7 +227,7 @@ def group(runs: Iterable[RunRecord]) -> dict[str, list[RunRecord]]:
   def order(label: str) -> tuple[bool, float]:
     done = [run for run in groups[label] if run.summary is not None]
     losses = [run.validation_loss for run in done or groups[label]]
-    return groups[label][0].method not in DENSE, float(np.mean(losses))
+    return not groups[label][0].is_baseline, float(np.mean(losses))
 
   return {label: groups[label] for label in sorted(groups, key=order)}
 
@@ -241,6 +243,7 @@ def settings_that_differ(runs: Iterable[RunRecord]) -> dict[str, list[Any]]:
   """Fields, apart from method, seed and intervals of logging, that are not the same in all runs."""
   ignored = (
     'name',
+    'method',
     'label',
     'seed',
     'recipe',

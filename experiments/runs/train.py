@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.runs import activations, build, hosts, stored
+from experiments.runs import activations, build, hosts, records
 from experiments.runs import metrics as metrics_lib
 from experiments.runs.build import Parts
 from experiments.runs.checkpoint import Checkpoints, NotFiniteError
@@ -75,7 +75,7 @@ class Run:
       done = int(self.state.step)
       if done == self.config.steps and (self.folder / 'summary.json').exists():
         return json.loads((self.folder / 'summary.json').read_text())
-      self._write_json('config.json', stored.spelt_out(self.config))
+      self._write_json('config.json', self.config.to_dict())
       self._write_json('environment.json', environment())
       with metrics_lib.MetricsWriter(self.folder, step=done) as writer:
         validation = self._loop(done, checkpoints, writer)
@@ -145,6 +145,7 @@ class Run:
   def _log(self, step: int, phase: str, window: list[StepMetrics], writer: Any, progress: Progress) -> None:
     """Writes one line about the window of steps that ends at `step`."""
     losses, norms, last = jax.device_get(([m.loss for m in window], [m.grad_norm for m in window], window[-1]))
+    flip_rate, flip_rates = self._flip_rates(window)
     self.watch.lap('training')
     for at, (loss, norm) in enumerate(zip(losses, norms, strict=True), step - len(window) + 1):
       self._check_finite(at, 'loss', loss)
@@ -157,8 +158,8 @@ class Run:
         'grad_norm': float(np.mean(norms, dtype=np.float64)),
         'learning_rate': float(last.learning_rate),
         'phase': phase,
-        'flip_rate': float(last.flip_rate),
-        'flip_rates': dict(zip(self.names, map(float, last.flip_rates), strict=True)),
+        'flip_rate': flip_rate,
+        'flip_rates': dict(zip(self.names, flip_rates, strict=True)),
       },
     )
     # Steps are dispatched ahead, so that a window is read one step late, or on time if an evaluation waits for it.
@@ -166,8 +167,18 @@ class Run:
     tokens = len(window) * self.config.data.batch_size * self.config.data.seq_len
     speed, self._logged = tokens / max(spent['training'] - self._logged, 1e-9), spent['training']
     writer.write('timing', step, {'seconds': self.watch.total, 'spent': spent, 'tokens_per_s': speed})
-    flip_rate = float(last.flip_rate) if self.names else None
-    progress.update(step, loss=float(losses[-1]), flip_rate=flip_rate, tokens_per_s=speed)
+    progress.update(
+      step, loss=float(losses[-1]), flip_rate=flip_rate if self.names else None, tokens_per_s=speed
+    )
+
+  def _flip_rates(self, window: list[StepMetrics]) -> tuple[float, list[float]]:
+    """Of all weights, and of each: the mean over the steps of a window, or what the last refresh found.
+
+    Links that move every so many steps flip in those steps alone: a rate a step is a mean, not that of one step.
+    """
+    steps = window if self.parts.recipe.flip_rate == 'step' else window[-1:]
+    overall, each = jax.device_get(([m.flip_rate for m in steps], [m.flip_rates for m in steps]))
+    return float(np.mean(overall, dtype=np.float64)), np.mean(each, axis=0, dtype=np.float64).tolist()
 
   def _validate(self, step: int, evaluate: Callable[[TrainState], jax.Array]) -> float:
     loss = float(evaluate(self.state))
@@ -283,6 +294,6 @@ def _finished(config: Config, folder: Path) -> dict[str, Any] | None:
   if not (folder / 'summary.json').exists():
     return None
   # JSON makes lists of tuples.
-  if stored.read(folder) != json.loads(json.dumps(stored.spelt_out(config))):
+  if records.read_config(folder) != json.loads(json.dumps(config.to_dict())):
     raise ValueError(f'{folder} holds a run with other settings; name another folder, or remove it')
   return json.loads((folder / 'summary.json').read_text())

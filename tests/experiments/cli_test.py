@@ -75,11 +75,12 @@ class CommandTest(parameterized.TestCase):
 
   def test_train_and_tune(self):
     folder = Path(temp_folder(self))
-    train = ('train', '--config', 'nano', '--tiny', '--folder', str(folder / 'run'), *FAST)
+    train = ('train', '--config', 'nano', '--tiny', '--method', 'ste', '--folder', str(folder / 'run'), *FAST)
     status, out, _ = call(*train)
     self.assertEqual(status, 0)
     self.assertRegex(out, r'run: validation loss \d\.\d+ after 20 steps')
-    self.assertRegex(out, r'step 20/20  loss \d\.\d+ +[\d.]+ k tokens/s\n')  # dense, unwatched: no flip rate
+    self.assertRegex(out, r'step 20/20  loss \d\.\d+ +[\d.]+ k tokens/s +flip rate [\d.]+\n')
+    self.assertEqual(json.loads((folder / 'run' / 'config.json').read_text())['method'], 'ste')
     self.assertRegex(call(*train)[1], r'run: finished before, validation loss \d\.\d+ after 20 steps')
     status, out, _ = call(
       'tune-decay',
@@ -102,6 +103,9 @@ class CommandTest(parameterized.TestCase):
   @parameterized.parameters(
     (('train', '--config', 'nope'), 'no experiment .nope.; known: gpt2_124m'),
     (('train', '--config', 'nano', '--set', 'stepz=1'), "no field 'stepz'"),
+    (('train', '--config', 'nano', '--method', 'magic'), "method is 'magic'; known: dense"),
+    (('train', '--config', 'nano', '--method', 'fst', '--set', 'recipe.name=ste'), 'train without --method'),
+    (('train', '--config', 'nano', '--set', 'method=fst'), 'train --method fst'),
     (('inspect', '/nonexistent'), 'is not the folder of a run'),
     (('report', '/nonexistent'), 'holds no run'),
     (('compare', '--methods', 'magic'), "method is 'magic'; known: dense.*groups: .*activations"),

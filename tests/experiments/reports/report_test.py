@@ -17,7 +17,9 @@ from tests.experiments.fakes import temp_folder
 NAMES = ('h_0/mlp/c_fc/kernel', 'h_0/mlp/c_proj/kernel')
 
 
-def write_run(folder, method, seed, final, *, tail=1e-3, finished=True, second_per_step=0.0, **overrides):
+def write_run(
+  folder, method, seed, final, *, tail=1e-3, finished=True, second_per_step=0.0, device='1 x H100', **overrides
+):
   """A run folder of a given final loss, whose flip rate rises to 0.05 and falls to `tail`; older without a time."""
   config = methods.configure(load_config('nano'), method, seed)
   config.update(overrides)
@@ -50,7 +52,7 @@ def write_run(folder, method, seed, final, *, tail=1e-3, finished=True, second_p
   (folder / 'timing.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in timing))
   (folder / 'config.json').write_text(json.dumps(config.to_dict()))
   (folder / 'environment.json').write_text(
-    json.dumps({'device': '2 CPU cores', 'python': '3.12.1', 'versions': {'jax': '0.11.2'}})
+    json.dumps({'device': device, 'python': '3.12.1', 'versions': {'jax': '0.11.2'}})
   )
   if finished:
     (folder / 'summary.json').write_text(json.dumps({'seconds': 40.0, 'validation_loss': final, **spent}))
@@ -124,6 +126,26 @@ class ReportTest(parameterized.TestCase):
     text = ' '.join(read_page(report.write_report([folder], Path(folder) / 'r.html')).text)
     self.assertIn('steps: 4000, 8000', text)
 
+  @parameterized.parameters(
+    ({'embed_dim': 96}, 'GPT-2 nano, width 96, on'), ({'num_layers': 3}, 'GPT-2 nano, 3 layers, on'),
+    ({'embed_dim': '<b>'}, 'GPT-2 nano, width <b>, on'), ({}, 'GPT-2 nano, on'),
+  )  # fmt: skip
+  def test_sizes_that_were_given(self, model, text):
+    folder = write_run(temp_folder(self), 'dense', 0, 1.2)
+    config = json.loads((folder / 'config.json').read_text())
+    (folder / 'config.json').write_text(json.dumps(config | {'model': config['model'] | model}))
+    self.assertIn(text, ''.join(read_page(report.write_report([folder], folder / 'r.html')).text))
+
+  def test_a_cpu_is_not_asked_for_speed(self):
+    folder = Path(temp_folder(self))
+    for method in ('dense', 'fst'):
+      write_run(folder, method, 0, 1.2, second_per_step=0.25, device='2 CPU cores')
+    text = ' '.join(read_page(report.write_report([folder], folder / 'r.html')).text)
+    self.assertIn('What took time', text)
+    self.assertIn('31.0', text)  # to compile
+    for absent in ('as fast as dense', 'tokens a second', 'tokens/s', 'seconds of training'):
+      self.assertNotIn(absent, text)
+
   def test_folders_without_runs_are_refused(self):
     with self.assertRaisesRegex(ValueError, 'holds no run'):
       report.write_report([temp_folder(self)], 'never.html')
@@ -160,7 +182,7 @@ class ReportTest(parameterized.TestCase):
   def test_folders_of_a_machine_stay_there(self):
     folder = Path(temp_folder(self))
     path = write_run(folder, 'fst', 0, 1.25)
-    command = 'python -m experiments together --folder /home/me/runs --set steps=9'
+    command = 'python -m experiments sweep --folder /home/me/runs --set steps=9'
     old = json.loads((path / 'environment.json').read_text())
     (path / 'environment.json').write_text(json.dumps(old | {'command': command}))
     compare.write_records(records.find_runs([folder]), folder / 'results.jsonl', experiment='mine')
@@ -209,7 +231,7 @@ class ReportTest(parameterized.TestCase):
     path = write_run(folder, 'dense', 0, 1.2, second_per_step=0.25)
     environment_file = path / 'environment.json'
     old = json.loads(environment_file.read_text())
-    for change in ({'device': 'another'}, {'command': 'python -m experiments together --config small'}, None):
+    for change in ({'device': 'another'}, {'command': 'python -m experiments sweep --config small'}, None):
       environment_file.write_text(json.dumps(old | (change or {})))
       write_run(folder / str(change), 'fst', 0, 1.2, second_per_step=0.125)
       page = report.write_report([folder], folder / 'r.html').read_text()
@@ -250,10 +272,44 @@ class VerdictTest(parameterized.TestCase):
     found = self._verdicts(fst=(1.21, 1.19, 1.24), ste=(1.20, 1.21, 1.22))
     self.assertEqual(found['FST beats plain straight-through training.'].verdict, 'open')
 
-  def test_a_method_with_two_settings_is_judged_by_its_best(self):
-    found = self._verdicts(fst=(1.20, 1.21, 1.22), sr_ste=(1.19, 1.20, 1.205), sr_ste_published=(1.30, 1.31, 1.32))
-    finding = next(f for claim, f in found.items() if claim.startswith('With Adam'))
-    self.assertEqual(finding.verdict, 'disagrees')
+  def test_no_setting_of_a_method_is_picked(self):
+    folder = Path(temp_folder(self))
+    for method, decays in (('fst', (6e-3, 6e-5)), ('sr_ste', (3.0,)), ('sr_ste_published', (2e-4,))):
+      for decay in decays:
+        for seed in range(3):
+          final = {6e-3: 1.20, 6e-5: 1.25, 3.0: 1.19, 2e-4: 1.30}[decay] + 0.01 * seed
+          path = write_run(folder / str(decay), method, seed, final)
+          config = json.loads((path / 'config.json').read_text())
+          config['label'] += f'; masked_decay={decay}'
+          (path / 'config.json').write_text(json.dumps(config))
+    found = [f for f in claims.findings(records.find_runs([folder])) if f.claim.startswith('With Adam')]
+    self.assertEqual([f.verdict for f in found], ['disagrees', 'disagrees', 'agrees', 'agrees'])
+    for finding, (ours, theirs) in zip(
+      found, (('0.006', '3.0'), ('6e-05', '3.0'), ('0.006', '0.0002'), ('6e-05', '0.0002')), strict=True
+    ):
+      self.assertRegex(finding.evidence, f'FST; masked_decay={ours} ends .* SR-STE, .*masked_decay={theirs}')
+
+  def test_our_own_pattern_is_no_verdict_on_the_paper(self):
+    found = self._verdicts(
+      dense_relu2=(1.20, 1.21, 1.22), neuron_level=(1.30, 1.31, 1.32),
+      neuron_level_two_of_four_tokens=(1.201, 1.211, 1.22),
+    )  # fmt: skip
+    verdicts = {(f.source == claims.NEURON_LEVEL, f.verdict) for f in found.values()}
+    self.assertEqual(verdicts, {(True, 'disagrees'), (False, 'agrees')})
+
+  def test_attention_is_full_in_both_or_sparse_in_both(self):
+    found = self._verdicts(
+      mixed_sparsity=(1.98, 1.99, 2.0), static=(1.88, 1.89, 1.9), static_attention=(1.76, 1.77, 1.78),
+    )  # fmt: skip
+    (finding,) = found.values()
+    self.assertIn('MST ends 0.100 nats above static mask (', finding.evidence)
+
+  @parameterized.parameters((4, 3.182), (12, 2.201), (41, 2.021))
+  def test_intervals_are_students(self, n, quantile):
+    """Quantiles of a printed table, 0.975 at n - 1 degrees of freedom."""
+    values = np.linspace(0, 1, n)
+    expected = quantile * values.std(ddof=1) / n**0.5
+    np.testing.assert_allclose(claims.half_width(values.tolist()), expected, rtol=1e-3)
 
   def test_flip_rates(self):
     found = self._verdicts(dense=(1.2,), fst=(1.2,), fst_no_decay=(1.2,))
@@ -276,7 +332,7 @@ class VerdictTest(parameterized.TestCase):
       config['recipe'] = {'name': name, 'kwargs': kwargs, 'flip_rate': 'refresh'}
       (path / 'config.json').write_text(json.dumps(config))
     groups = {run.method: [run] for run in records.find_runs([folder])}
-    self.assertLen(claims.comparable_flips(groups, 'fst', 'dense'), pairs)
+    self.assertLen(claims.comparable_flips(groups['fst'], groups['dense']), pairs)
 
 
 class SvgTest(parameterized.TestCase):

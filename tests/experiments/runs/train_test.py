@@ -15,9 +15,11 @@ from unittest import mock
 from absl.testing import absltest, parameterized
 import jax
 import numpy as np
+import optax
 
 from experiments.runs import build, environment, experiment, metrics, programs, progress, train
 from experiments.runs.checkpoint import CheckpointError, Checkpoints
+from sparse24_jax.optim import sparse_states
 from tests.experiments.fakes import compile_quickly, FakeData, temp_folder
 
 ROOT = Path(__file__).parents[3]
@@ -71,6 +73,10 @@ def final_arrays(config, folder):
   return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}, meta
 
 
+def _is_adam(node):
+  return isinstance(node, optax.ScaleByAdamState)
+
+
 class LearnsTest(parameterized.TestCase):
   @parameterized.parameters(*experiment.known_experiments())
   def test_tiny_twin_reduces_the_loss(self, name):
@@ -105,6 +111,38 @@ class LearnsTest(parameterized.TestCase):
       run(config, folder)
       logs.append(losses(folder, 'train'))
     np.testing.assert_allclose(logs[0], logs[1], rtol=1e-4)
+
+  def test_rates_of_links_that_move_are_means_over_the_steps_of_a_window(self):
+    """Links move at steps 4 and 8: neither ends a window of five, and each is one step of its window."""
+    kwargs, found = {'path': FFN, 'density': 0.3, 'refresh_every': 4, 'stop': 1.0}, {}
+    for mode in ('refresh', 'step'):
+      folder = temp_folder(self)
+      run(tiny('rigl', kwargs, steps=10, eval_every=10, eval_batches=1, recipe__flip_rate=mode), folder)
+      lines = map(json.loads, (Path(folder) / 'metrics.jsonl').read_text().splitlines())
+      found[mode] = [(r['flip_rate'], *r['flip_rates'].values()) for r in lines if r['kind'] == 'train']
+    self.assertTrue(np.all(np.array(found['refresh']) > 0))
+    np.testing.assert_allclose(found['step'], np.array(found['refresh']) / 5, rtol=1e-6)
+
+  @parameterized.parameters(('static', {'path': FFN, 'density': 0.3}, True), ('sr_ste', RECIPES['sr_ste'], False))
+  def test_where_links_move_theirs_are_the_gradients_that_are_clipped(self, recipe, kwargs, same):
+    config = tiny(recipe, kwargs)
+    parts = build.make_parts(config, data=FakeData())
+    state = programs.init_state(parts)
+    tx = build.make_optimizer(config, parts.recipe, 'sparse')
+    dense = jax.tree.map(lambda w: np.full(w.shape, 3.0, np.float32), state.params)
+    links = jax.tree.map(np.copy, dense)
+    masks = {}
+    for name, mask in sparse_states(state.opt_state).items():
+      layer = name.split('/')[-2]
+      masks[layer] = np.asarray(mask)
+      links['h_0']['mlp'][layer]['kernel'] *= masks[layer]
+    found = []
+    for gradients in (dense, links):
+      _, opt_state = tx.update(gradients, state.opt_state, state.params)
+      (adam,) = [s for s in jax.tree.leaves(opt_state, is_leaf=_is_adam) if _is_adam(s)]
+      found.append({layer: adam.mu['h_0']['mlp'][layer]['kernel'][mask] for layer, mask in masks.items()})
+    for layer in masks:
+      self.assertEqual(np.allclose(found[0][layer], found[1][layer], rtol=1e-5), same)
 
   def test_one_compilation_a_phase(self):
     config = tiny('transposable_srste', RECIPES['transposable_srste'])

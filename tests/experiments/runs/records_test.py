@@ -1,0 +1,86 @@
+"""Run folders say what they are, and committed records are those that the programs would write today."""
+
+import json
+from pathlib import Path
+
+from absl.testing import absltest, parameterized
+from flax import traverse_util
+
+from experiments.runs import compare, experiment, method_table, methods, records, train
+from tests.experiments.fakes import temp_folder
+from tests.experiments.reports.report_test import write_run
+
+
+class ConfigTest(parameterized.TestCase):
+  def test_what_is_no_run(self):
+    with self.assertRaisesRegex(ValueError, 'not the folder of a run: it has no config.json'):
+      records.read_config(temp_folder(self))
+
+  def test_a_folder_that_does_not_say_its_method(self):
+    folder = write_run(temp_folder(self), 'fst', 0, 1.2)
+    file = folder / 'config.json'
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps({key: value for key, value in config.items() if key != 'method'}))
+    with self.assertRaisesRegex(ValueError, 'config.json does not say the method'):
+      records.read_run(folder)
+    file.write_text(json.dumps(config | {'method': 'magic'}))
+    with self.assertRaisesRegex(ValueError, "method is 'magic'; known: dense, "):
+      records.read_run(folder)
+
+  @parameterized.parameters(*method_table.METHODS)
+  def test_the_method_is_what_was_put_in(self, method):
+    """Whatever the settings look like: several methods differ in a number only."""
+    (run,) = records.find_runs([write_run(temp_folder(self), method, 0, 1.2)])
+    self.assertEqual(run.method, method)
+    self.assertEqual(run.baseline, 'dense_relu2' if run.config['model'].get('mlp') == 'relu2' else 'dense')
+    self.assertEqual(run.is_baseline, method in ('dense', 'dense_relu2'))
+
+  def test_runs_without_a_method_are_compared_with_dense_ones_of_the_same_model(self):
+    folder = Path(temp_folder(self))
+    for name, change in (('dense', {}), ('ste', {}), ('wide', {'embed_dim': 128})):
+      path = write_run(folder / name, 'dense' if name == 'dense' else 'ste', 0, 1.2)
+      config = json.loads((path / 'config.json').read_text())
+      config |= {'method': '', 'model': config['model'] | change}
+      (path / 'config.json').write_text(json.dumps(config))
+    found = {run.folder.parent.name: run for run in records.find_runs([folder])}
+    self.assertEqual([run.is_baseline for run in found.values()], [True, False, False])
+    self.assertEqual(found['ste'].baseline, found['dense'].baseline)
+    self.assertNotEqual(found['wide'].baseline, found['dense'].baseline)
+
+  def test_a_finished_run_of_other_settings_is_another_run(self):
+    config, folder = experiment.load_config('small'), Path(temp_folder(self))
+    for steps, refused in ((config.steps, False), (config.steps + 1, True)):
+      (folder / 'config.json').write_text(json.dumps(config.to_dict() | {'steps': steps}))
+      (folder / 'summary.json').write_text(json.dumps({'steps': steps}))
+      if refused:
+        with self.assertRaisesRegex(ValueError, 'a run with other settings'):
+          train.train(config, folder)
+      else:
+        self.assertEqual(train.train(config, folder), {'steps': steps})
+
+
+class CommittedTest(absltest.TestCase):
+  def test_methods_are_those_of_the_table(self):
+    """A record that is made anew takes the place of the older one, which has the same label and arguments."""
+    compared = set()
+    for path in sorted(compare.RESULTS.glob('*.jsonl')):
+      for record in map(json.loads, path.read_text().splitlines()):
+        if record['bench'] != 'quality' or 'label' not in record:
+          continue
+        label, *changes = record['label'].split('; ')
+        self.assertEqual(method_table.METHODS[record['method']].label, label, path.name)
+        if record['recipe'] != 'neuron_level' or record['experiment'] not in ('nano', 'small'):
+          continue
+        flat = traverse_util.flatten_dict(record['recipe_kwargs'], sep='.')
+        own = {key: flat[key] for key in (change.partition('=')[0] for change in changes)}
+        method = record['method']
+        overrides = [f'methods={ {method: traverse_util.unflatten_dict(own, sep=".")} }'] if own else []
+        config = methods.configure(experiment.load_config(record['experiment'], overrides), method, record['seed'])
+        made = {**record, 'recipe_kwargs': config.recipe.kwargs.to_dict()}
+        self.assertEqual(compare._key(made), compare._key(record), record['label'])
+        compared.add(record['label'])
+    self.assertGreater(len(compared), 10)
+
+
+if __name__ == '__main__':
+  absltest.main()
