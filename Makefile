@@ -11,16 +11,23 @@ KERNELS_VENV ?= .venv-kernels
 # A worker that has no tests left takes some from the other.
 PYTEST = -m pytest -n 2 --dist worksteal -q $(SELECT)
 
-.PHONY: demo test test-all docs clean
+.PHONY: demo test test-all types tests docs clean
 
 demo: $(VENV)/ready
 	$(VENV)/bin/python -m experiments
 
-test: SELECT = -m 'not slow'
+# Half of compiling is optimizing, which the fast tests do without; programs for GPUs are always optimized.
+test: export SELECT = -m 'not slow'
+test: export COMPILING = JAX_DISABLE_MOST_OPTIMIZATIONS=1
 test test-all: $(VENV)/ready $(KERNELS_VENV)/ready
 	$(VENV)/bin/ruff check .
+	$(MAKE) --jobs 2 types tests
+
+types: $(VENV)/ready
 	$(VENV)/bin/pyright
-	JAX_PLATFORMS=cpu $(VENV)/bin/python $(PYTEST) --ignore tests/pallas_kernels tests sparse24_jax experiments
+
+tests: $(VENV)/ready $(KERNELS_VENV)/ready
+	JAX_PLATFORMS=cpu $(COMPILING) $(VENV)/bin/python $(PYTEST) --ignore tests/pallas_kernels tests sparse24_jax experiments
 	JAX_PLATFORMS=cpu $(KERNELS_VENV)/bin/python $(PYTEST) tests/pallas_kernels pallas_kernels \
 	  $(wildcard tests/sparse24_jax/*on_hopper_test.py)
 
@@ -30,10 +37,12 @@ docs: $(VENV)/ready
 $(VENV)/ready: EXTRA = dev
 $(KERNELS_VENV)/ready: EXTRA = kernels-test
 
+# In a quarter of pip's time; pip where uv does not find what pip is told of an index.
 %/ready: pyproject.toml
 	$(PYTHON) -m venv $*
-	$*/bin/python -m pip install --quiet --upgrade pip
-	$*/bin/python -m pip install --quiet --editable '.[$(EXTRA)]'
+	$*/bin/python -m pip install --quiet uv
+	$*/bin/uv pip install --quiet --python $*/bin/python --editable '.[$(EXTRA)]' \
+	  || $*/bin/python -m pip install --quiet --editable '.[$(EXTRA)]'
 	touch $@
 
 clean:

@@ -11,6 +11,7 @@ import tempfile
 import textwrap
 
 from absl.testing import absltest, parameterized
+import pytest
 
 from experiments.runs import build
 from experiments.runs.checkpoint import Checkpoints
@@ -40,6 +41,8 @@ KILLED = {name: (name, kwargs, {}) for name, kwargs in RECIPES.items()} | {
   ),
 }  # fmt: skip
 
+FAST = ('transposable_srste', 'neuron_level')  # masks that are refreshed; neurons that are regrouped, and two phases
+
 
 def killed(name):
   recipe, kwargs, overrides = KILLED[name]
@@ -50,7 +53,8 @@ def killed(name):
 _CHILD = """
   import json, os, signal, sys
   from experiments.runs import train
-  from tests.experiments import fakes, resume_test
+  from tests.experiments import fakes
+  from tests.experiments.runs import resume_test
 
   def train_until(step, config, folder):
     fetch = fakes._Iterator.__next__
@@ -72,19 +76,22 @@ _CHILD = """
 """
 
 
-class ResumeTest(parameterized.TestCase):
+class Resumed(parameterized.TestCase):
+  """Kills runs, and compares what they end with when they go on."""
+
+  names: tuple[str, ...] = ()
+
   @classmethod
   def setUpClass(cls):
     super().setUpClass()
     cls.folder = tempfile.mkdtemp(prefix='killed-')
     cls.addClassCleanup(shutil.rmtree, cls.folder)
-    cls.steps = {name: random.randrange(11, 30) for name in KILLED}
+    cls.steps = {name: random.randrange(11, 30) for name in cls.names}
     variables = {**os.environ, **_ENVIRONMENT, 'PYTHONPATH': str(ROOT)}
     command = [sys.executable, '-c', textwrap.dedent(_CHILD), cls.folder, json.dumps(cls.steps)]
     subprocess.run(command, env=variables, cwd=ROOT, check=True, timeout=500)
 
-  @parameterized.parameters(*KILLED)
-  def test_a_killed_run_resumes_bit_for_bit(self, name):
+  def check(self, name):
     config, resumed = killed(name), f'{self.folder}/{name}'
     with Checkpoints(f'{resumed}/checkpoints', read_only=True) as checkpoints:
       resumed_from = checkpoints.latest()
@@ -99,6 +106,23 @@ class ResumeTest(parameterized.TestCase):
     for path, array in expected.items():
       self.assertEqual(found[path].tobytes(), array.tobytes(), f'{path}, killed at step {self.steps[name]}')
     self.assertEqual(found_meta['data_state'], meta['data_state'])
+
+
+class ResumeTest(Resumed):
+  names = FAST
+
+  @parameterized.parameters(*FAST)
+  def test_a_killed_run_resumes_bit_for_bit(self, name):
+    self.check(name)
+
+
+@pytest.mark.slow
+class OtherRecipesTest(Resumed):
+  names = tuple(name for name in KILLED if name not in FAST)
+
+  @parameterized.parameters(*names)
+  def test_a_killed_run_resumes_bit_for_bit(self, name):
+    self.check(name)
 
 
 if __name__ == '__main__':
