@@ -1,11 +1,11 @@
 """Pre-training transformers with 2:4-sparse weights in JAX, Flax and Optax."""
 
 from sparse24_jax import linen, nnx, recipes
-from sparse24_jax.activation_sparsity import ActivationPolicy, neuron_level_ffn
+from sparse24_jax.activation_sparsity import neuron_level_ffn
 from sparse24_jax.attention import AttentionPattern
 from sparse24_jax.block_gain import block_gain, BlockGain
 from sparse24_jax.density import CosineDecay, DensitySchedule, Stage
-from sparse24_jax.dot import dot, dot_general, DotPolicy
+from sparse24_jax.dot import dot, dot_general
 from sparse24_jax.ffn import ffn
 from sparse24_jax.glu import gated_linear_unit
 from sparse24_jax.integration.functional import project
@@ -28,7 +28,9 @@ from sparse24_jax.optim import (
   step_has_settled,
 )
 from sparse24_jax.packing import PackedWeight
-from sparse24_jax.projection import dynamic_sparse, magnitude, Projection, soft_threshold_projection, transposable
+from sparse24_jax.policy import ActivationPolicy, Clusters, DotPolicy, TwoOfFour, VNM
+from sparse24_jax.projection import Projection
+from sparse24_jax.projections import dynamic_sparse, magnitude, soft_threshold_projection, transposable
 from sparse24_jax.recipe import Phase, Recipe, Rule
 from sparse24_jax.schedules import attention_at, phase_at
 from sparse24_jax.soft_threshold import soft_threshold, soft_threshold_scale
@@ -40,9 +42,11 @@ from sparse24_jax.where_it_pays import LayerGain, where_it_pays
 __version__ = '0.1.0'
 
 __all__ = [
+  'VNM',
   'ActivationPolicy',
   'AttentionPattern',
   'BlockGain',
+  'Clusters',
   'Compressed24',
   'CompressedVNM',
   'CosineDecay',
@@ -61,6 +65,7 @@ __all__ = [
   'SparseVariable',
   'Stage',
   'Topology',
+  'TwoOfFour',
   'add_masked_decay',
   'attention_at',
   'block_gain',

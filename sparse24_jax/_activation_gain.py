@@ -12,8 +12,8 @@ from pallas_kernels import _device, _records, _triton
 from pallas_kernels.pack import costs
 from pallas_kernels.vnm import api
 from sparse24_jax import fp8_times
-from sparse24_jax._activation_kernels import SOFT_THRESHOLDS
 from sparse24_jax.fp8_times import total
+from sparse24_jax.policy import ActivationPolicy, TwoOfFour, VNM
 
 # Ours. Expected gains of blocks are 9 to 18% below measured ones, within 10% in `block_gain`: below this one it is not
 # known that the kernels pay.
@@ -42,7 +42,7 @@ class Expected:
     return self.dense_ms / self.sparse_ms
 
 
-def expected(policy: Any, tokens: int, d: int, hidden: int, dtype: Any, device: str) -> Expected | None:
+def expected(policy: ActivationPolicy, tokens: int, d: int, hidden: int, dtype: Any, device: str) -> Expected | None:
   """What the records of a card say of a block; None if nothing near was measured, or if a V:N:M product loses there.
 
   Products are those of the nearest measured problem within a factor of two in each size, scaled. What stands between
@@ -61,9 +61,11 @@ def expected(policy: Any, tokens: int, d: int, hidden: int, dtype: Any, device: 
   )
   by_weight = product_16_ms('forward')
   # Of Y and dH, and of their transposes.
-  by_neurons = _vnm_ms(policy, device, tokens, d, hidden, dtype)
-  two_of_four = policy.keeps_two_of_four_tokens
-  by_tokens = product_16_ms('weight_grad') if two_of_four else _vnm_ms(policy, device, hidden, d, tokens, dtype)
+  by_neurons = _vnm_ms(policy.features, device, tokens, d, hidden, dtype)
+  if isinstance(policy.tokens, TwoOfFour):
+    by_tokens = product_16_ms('weight_grad')
+  else:
+    by_tokens = _vnm_ms(policy.features, device, hidden, d, tokens, dtype)
   if not by_weight or any(
     times.get('mosaic_gpu', math.inf) >= times.get('dense', 0.0) for times in (by_neurons, by_tokens)
   ):
@@ -71,7 +73,7 @@ def expected(policy: Any, tokens: int, d: int, hidden: int, dtype: Any, device: 
   # Each of the three is made twice: H and dY, Z and dX, dW1 and dW2.
   sparse = 2 * (min(by_weight.values()) + by_neurons['mosaic_gpu'] + by_tokens['mosaic_gpu'])
   dense = 2 * (by_weight['dense'] + by_neurons['dense'] + by_tokens['dense'])
-  sparse += 2 * policy.dense_share * by_tokens['dense']
+  sparse += 2 * policy.dense_features * by_tokens['dense']
   wide = jnp.dtype(dtype).itemsize
   passes = total(
     costs.expected_ms(device, op, round(size)) for op, size in _passes(policy, tokens, d, hidden, wide).items()
@@ -81,16 +83,16 @@ def expected(policy: Any, tokens: int, d: int, hidden: int, dtype: Any, device: 
   return None if passes is None or dense_pass is None else Expected(sparse + passes, dense + dense_pass)
 
 
-def _vnm_ms(policy: Any, device: str, r: int, n: int, k: int, dtype: Any) -> dict[str, float]:
-  return _records.expected_ms(device, api.OP, api.problem_key(r, k, n, policy.v, policy.m, dtype))
+def _vnm_ms(pattern: VNM, device: str, r: int, n: int, k: int, dtype: Any) -> dict[str, float]:
+  return _records.expected_ms(device, api.OP, api.problem_key(r, k, n, pattern.v, pattern.m, dtype))
 
 
-def _passes(policy: Any, tokens: int, d: int, hidden: int, wide: int) -> dict[str, float]:
+def _passes(policy: ActivationPolicy, tokens: int, d: int, hidden: int, wide: int) -> dict[str, float]:
   """Bytes that move around the sparse products, by the op whose bandwidth was measured."""
   weight, activations = d * hidden, tokens * hidden
   operand = weight * (wide / 2 + 1 / 8)
-  kept = 2 / policy.m * activations * wide  # values of a V:2:M operand
-  turned = activations * (wide / 2 + 1 / 8) if policy.keeps_two_of_four_tokens else kept
+  kept = 2 / policy.features.group * activations * wide  # values of a V:2:M operand
+  turned = activations * (wide / 2 + 1 / 8) if isinstance(policy.tokens, TwoOfFour) else kept
   return {
     'soft_threshold_pack_axis-2': weight * wide + operand,
     'soft_threshold_pack_axis-1': weight * wide + operand,
@@ -100,13 +102,13 @@ def _passes(policy: Any, tokens: int, d: int, hidden: int, wide: int) -> dict[st
       activations * wide + 2 * kept,  # dy, and dh with what was kept
       2 * (kept + turned),  # transposes of Y and dH
       # Columns of the dense neurons.
-      2 * (kept + policy.dense_share * activations * wide) if policy.dense_share else 0,
+      2 * (kept + policy.dense_features * activations * wide) if policy.dense_features else 0,
       2 * weight * wide,  # dW1 the other way round
     )),
   }  # fmt: skip
 
 
-def why_dense(policy: Any, tokens: int, d: int, hidden: int, dtype: Any) -> str | None:
+def why_dense(policy: ActivationPolicy, tokens: int, d: int, hidden: int, dtype: Any) -> str | None:
   """Why a block whose policy names no implementation stays dense on this card, or None: then its kernels pay."""
   device = _device.current()
   if not device.has_sparse_wgmma:
@@ -116,15 +118,15 @@ def why_dense(policy: Any, tokens: int, d: int, hidden: int, dtype: Any) -> str 
     return 'V:N:M kernels cannot be divided by a mesh'
   if (reason := _triton.why_absent()) is not None:
     return f'the kernels need jax-triton, from the extra sparse24-jax[cuda]: {reason}'
-  if policy.pattern != 'v:n:m' or policy.clusters:
-    return f'with {f"clusters={policy.clusters}" if policy.clusters else "2:4 activations"} it was not timed'
-  for name, projection in (('up', policy.up), ('down', policy.down)):
-    if projection is None or projection.name not in SOFT_THRESHOLDS:
-      return f'with {name}={projection and projection.name!r} it was not timed; soft_threshold_projection was'
+  if not isinstance(policy.features, VNM) or policy.clusters:
+    return f'with {policy.clusters or "2:4 activations"} it was not timed'
+  if not policy.sparse_weights:
+    return 'with dense weights it was not timed'
+  v, m = policy.features.v, policy.features.m
   # What the packers take.
   for name, size in (('tokens', tokens), ('neurons', hidden)):
-    if size % policy.v or size % (16 * policy.m):
-      return f'{size} {name} are no multiple of V = {policy.v} and 16 M = {16 * policy.m}'
+    if size % v or size % (16 * m):
+      return f'{size} {name} are no multiple of V = {v} and 16 M = {16 * m}'
   if d % 64 or tokens * hidden >= 2**31:
     return f'a width of {d} is no multiple of 64, or {tokens} x {hidden} activations are 2^31 or more'
   found = expected(policy, tokens, d, hidden, dtype, device.slug)

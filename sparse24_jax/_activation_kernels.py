@@ -16,19 +16,19 @@ from pallas_kernels.vnm.api import expand, take_columns, turn, turn_24, vnm_matm
 from pallas_kernels.vnm.format import VNMOperand
 from sparse24_jax._activation_reference import Activations, dot, projected, Reference, TokenPattern, Weight
 from sparse24_jax.neurons import spread
+from sparse24_jax.policy import ActivationPolicy, VNM
+from sparse24_jax.projection import Projection, SoftThreshold
 
 _DENSE_TILE = 128
-# Names of `soft_threshold_projection`, along either axis.
-SOFT_THRESHOLDS = ('soft_threshold', 'soft_threshold along out')
 
 
-def _kernel(policy: Any) -> str | None:
+def _kernel(policy: ActivationPolicy) -> str | None:
   """The kernels by name if the policy names them and there are any, so that they answer or fail; else None."""
-  return 'mosaic_gpu' if policy.implementation == 'kernels' and _device.current().has_sparse_wgmma else None
+  return 'mosaic_gpu' if policy.implementation == 'sparse' and _device.current().has_sparse_wgmma else None
 
 
-def _sparse_weight(w: Array, projection: Any, state: Array | None, axis: int) -> Weight:
-  if getattr(projection, 'name', None) in SOFT_THRESHOLDS and w.dtype.itemsize == 2:
+def _sparse_weight(w: Array, projection: Projection | None, state: Array | None, axis: int) -> Weight:
+  if projection is not None and isinstance(projection.form, SoftThreshold) and w.dtype.itemsize == 2:
     return Weight(None, soft_threshold_pack(w, state, axis=axis))
   dense = projected(w, projection, state, axis)
   if projection is None:
@@ -39,12 +39,12 @@ def _sparse_weight(w: Array, projection: Any, state: Array | None, axis: int) ->
 # Neither kernel has a batching rule: under vmap they run one after the other.
 
 
-def _sparse_matmul(policy: Any, a: Any, b: Array, **layouts: str) -> Array:
+def _sparse_matmul(policy: ActivationPolicy, a: Any, b: Array, **layouts: str) -> Array:
   multiply = functools.partial(sparse_matmul, implementation=_kernel(policy), **layouts)
   return jax.custom_batching.sequential_vmap(multiply)(a, b)
 
 
-def _vnm_matmul(policy: Any, a: VNMOperand, b: Array) -> Array:
+def _vnm_matmul(policy: ActivationPolicy, a: VNMOperand, b: Array) -> Array:
   multiply = functools.partial(vnm_matmul, implementation=_kernel(policy))
   return jax.custom_batching.sequential_vmap(multiply)(a, b)
 
@@ -53,7 +53,7 @@ def _dense_weight(w: Weight) -> Array:
   return expand(w.operand) if w.dense is None else w.dense
 
 
-def _sparse_by_weight(policy: Any, x: Array, w: Weight) -> Array:
+def _sparse_by_weight(policy: ActivationPolicy, x: Array, w: Weight) -> Array:
   if w.operand is None:
     return dot(x, w.dense.T)
   return _sparse_matmul(policy, w.operand, x, b_layout='nk', out_layout='nm')
@@ -83,7 +83,7 @@ def _with_dense(d: Array, columns: Array, dense: Array, b: Array) -> Array:
 class Sparse24(Reference):
   """2:4 in both directions by `sparse_matmul`; packed by XLA."""
 
-  def weight(self, w: Array, projection: Any, state: Array | None, axis: int) -> Weight:
+  def weight(self, w: Array, projection: Projection | None, state: Array | None, axis: int) -> Weight:
     return _sparse_weight(w, projection, state, axis)
 
   def by_weight(self, x: Array, w: Weight) -> Array:
@@ -105,9 +105,14 @@ class Sparse24(Reference):
 class SparseVNM:
   """V:N:M in both directions by `vnm_matmul`. Y and dH are packed once, along neurons; all else is read from there."""
 
-  policy: Any
+  policy: ActivationPolicy
 
-  def weight(self, w: Array, projection: Any, state: Array | None, axis: int) -> Weight:
+  @property
+  def features(self) -> VNM:
+    assert isinstance(self.policy.features, VNM)
+    return self.policy.features
+
+  def weight(self, w: Array, projection: Projection | None, state: Array | None, axis: int) -> Weight:
     return _sparse_weight(w, projection, state, axis)
 
   def by_weight(self, x: Array, w: Weight) -> Array:
@@ -115,7 +120,7 @@ class SparseVNM:
 
   def _pack(self, x: Array, **kwargs: Any) -> Activations:
     spread = bool(self.policy.clusters)
-    made = vnm_pack(x, v=self.policy.v, m=self.policy.m, activation='squared_relu', spread=spread, **kwargs)
+    made = vnm_pack(x, v=self.features.v, m=self.features.m, activation='squared_relu', spread=spread, **kwargs)
     return Activations(made.masked, None, made.operand, made.inputs, made.counts)
 
   def activate(self, h: Array, backward: bool) -> Activations:
@@ -191,7 +196,7 @@ class SpreadVNM(SparseVNM):
 
   def _along_tokens(self, x: Array, **kwargs: Any) -> VNMOperand:
     # Without an activation the packer reads the gradient alone, where there is one.
-    return vnm_pack(x, v=self.policy.v, m=self.policy.m, axis=-2, spread=True, **kwargs).operand
+    return vnm_pack(x, v=self.features.v, m=self.features.m, axis=-2, spread=True, **kwargs).operand
 
   def token_pattern(self, y: Activations, dense: Array) -> TokenPattern:
     used = jnp.ones(y.entries.shape[1:], bool).at[dense].set(False)

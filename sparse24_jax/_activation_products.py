@@ -9,24 +9,25 @@ from pallas_kernels import _device, _dispatch
 from sparse24_jax._activation_gain import why_dense
 from sparse24_jax._activation_kernels import Sparse24, SparseVNM, SparseVNMTwoOfFour, SpreadVNM
 from sparse24_jax._activation_reference import Products, Reference
+from sparse24_jax.policy import ActivationPolicy, TwoOfFour
 
 
 def make(
-  policy: Any, kernels: bool, feature_mask: Callable[..., Array], token_mask: Callable[..., Array]
+  policy: ActivationPolicy, kernels: bool, feature_mask: Callable[..., Array], token_mask: Callable[..., Array]
 ) -> Products:
   """The functions for an `ActivationPolicy`, given what `takes_kernels` said and the masks that define its patterns."""
   if not kernels:
     ops: Any = Reference(policy, feature_mask, token_mask)
-  elif policy.pattern == '2:4':
+  elif isinstance(policy.features, TwoOfFour):
     ops = Sparse24(policy, feature_mask, token_mask)
   elif policy.clusters:
     ops = SpreadVNM(policy)
   else:
-    ops = SparseVNMTwoOfFour(policy) if policy.keeps_two_of_four_tokens else SparseVNM(policy)
+    ops = SparseVNMTwoOfFour(policy) if isinstance(policy.tokens, TwoOfFour) else SparseVNM(policy)
   return Products(*(getattr(ops, name) for name in Products._fields))
 
 
-def takes_kernels(policy: Any, tokens: int, weight: tuple[int, ...], dtype: Any) -> bool:
+def takes_kernels(policy: ActivationPolicy, tokens: int, weight: tuple[int, ...], dtype: Any) -> bool:
   """Whether a block takes the kernels: where its policy names them, or names nothing and they are known to pay.
 
   Args:
@@ -36,7 +37,7 @@ def takes_kernels(policy: Any, tokens: int, weight: tuple[int, ...], dtype: Any)
     dtype: of activations and weights.
   """
   if policy.implementation is not None or not tokens or _device.current().platform == 'cpu':
-    return policy.implementation == 'kernels'
+    return policy.implementation == 'sparse'
   d, hidden = weight
   reason = why_dense(policy, tokens, d, hidden, dtype)
   how = 'sparse products, which pay here' if reason is None else f'dense products: {reason}'

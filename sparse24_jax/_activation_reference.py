@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from pallas_kernels.sparse_matmul.operand import SparseOperand
 from pallas_kernels.vnm.format import VNMOperand
 from pallas_kernels.vnm.reference import squared_relu
+from sparse24_jax.policy import ActivationPolicy
+from sparse24_jax.projection import Projection
 
 
 class Activations(NamedTuple):
@@ -97,7 +99,7 @@ def dot(a: Array, b: Array) -> Array:
   return jnp.dot(a, b, preferred_element_type=jnp.float32).astype(a.dtype)
 
 
-def projected(w: Array, projection: Any, state: Array | None, axis: int) -> Array:
+def projected(w: Array, projection: Projection | None, state: Array | None, axis: int) -> Array:
   w = w if projection is None else projection.apply(w, state)
   return w.T if axis == -2 else w
 
@@ -114,11 +116,11 @@ def _without(entries: Array, neurons: Array) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Reference:
-  policy: Any
+  policy: ActivationPolicy
   feature_mask: Callable[..., Array]
   token_mask: Callable[..., Array]
 
-  def weight(self, w: Array, projection: Any, state: Array | None, axis: int) -> Weight:
+  def weight(self, w: Array, projection: Projection | None, state: Array | None, axis: int) -> Weight:
     return Weight(projected(w, projection, state, axis))
 
   def by_weight(self, x: Array, w: Weight) -> Array:

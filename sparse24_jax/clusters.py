@@ -5,11 +5,9 @@ from typing import Any
 from jax import Array
 import jax.numpy as jnp
 
-from sparse24_jax.activation_sparsity import ActivationPolicy
 from sparse24_jax.neurons import cluster_neurons
+from sparse24_jax.policy import ActivationPolicy
 from sparse24_jax.projection import Projection, remembered
-
-NAME = 'clustered'
 
 
 @remembered
@@ -45,12 +43,13 @@ def clustered(projection: Projection | None, clusters: int) -> Projection:
     'dense', init, lambda w, _: w, lambda w, scale: scale, lambda w, _: jnp.ones_like(w, jnp.bool_), divisor=(1, 1)
   )
   return Projection(
-    name=f'{NAME} {clusters}, {inner.name}',
+    name=f'clustered {clusters}, {inner.name}',
     init=init,
     apply=lambda w, state: inner.apply(w, state[..., -1]),
     refresh=lambda w, state: join_clusters(state[..., :-1], inner.refresh(w, state[..., -1])),
     mask=lambda w, state: inner.mask(w, state[..., -1]),
     divisor=inner.divisor,
+    clusters=clusters,
   )
 
 
@@ -64,7 +63,7 @@ def with_neurons(state: dict[str, Any], policy: ActivationPolicy) -> dict[str, A
   if not policy.clusters:
     return state
   scale, neurons = split_clusters(state['up'])
-  return {**state, 'up': None if policy.up is None else scale, 'neurons': neurons}
+  return {**state, 'up': scale if policy.sparse_weights else None, 'neurons': neurons}
 
 
 def join_clusters(neurons: Array, scale: Array) -> Array:

@@ -9,10 +9,9 @@ W~ is the projected weight. The weight's cotangent is dw as it stands: the strai
 pruned weights alike.
 """
 
-import dataclasses
 import functools
 import logging
-from typing import Any, Literal
+from typing import Any
 
 import jax
 from jax import Array
@@ -25,52 +24,8 @@ from pallas_kernels.formats import check_floating
 from sparse24_jax import products
 from sparse24_jax.fp8 import dot8
 from sparse24_jax.mvue import check_sampling
+from sparse24_jax.policy import DotPolicy
 from sparse24_jax.projection import Projection
-
-
-@dataclasses.dataclass(frozen=True)
-class DotPolicy:
-  """How the three matmuls of a linear layer are done; frozen data, hashable, so it is a static argument.
-
-  Attributes:
-    projection: what makes the weight sparse; None leaves the layer dense.
-    input_grad: `'sparse'` runs the input gradient with the compressed transposed weight, which takes a transposable
-      projection; `'dense'` runs a dense matmul. The numbers are the same.
-    weight_grad: `'mvue'` samples the output gradient 2:4 along tokens (needs a key and tokens in multiples of four),
-      `'mvue_approximate'` does it with the papers' sampler, `'dense'` leaves it as it is.
-    precision: `'default'` multiplies in the dtype of the operands; `'fp8'` rounds weights and activations to e4m3 and
-      output gradients to e5m2 first, in hardware on a Hopper GPU and in simulation elsewhere.
-    implementation: what runs the sparse products. None chooses by the records of the card: a kernel where it measured
-      faster. Without records, and in FP8 elsewhere than on Hopper, it is plain `jax.numpy`, as `'reference'` is
-      everywhere. A back end of `pallas_kernels.sparse_matmul`, `'mosaic_gpu'` say, runs all of them or raises;
-      `'dense'` among these packs and multiplies decompressed, which takes the kernels' path on any device.
-
-  >>> import sparse24_jax as s24
-  >>> s24.DotPolicy(s24.transposable(), input_grad='sparse', weight_grad='mvue').precision
-  'default'
-  """
-
-  projection: Projection | None = None
-  input_grad: Literal['sparse', 'dense'] = 'dense'
-  weight_grad: Literal['mvue', 'mvue_approximate', 'dense'] = 'dense'
-  precision: Literal['default', 'fp8'] = 'default'
-  implementation: str | None = None
-
-  def __post_init__(self):
-    if not isinstance(self.projection, Projection | None):
-      raise ValueError(f'projection={self.projection!r} is not a Projection; call its maker, magnitude() say')
-    _check_choice('input_grad', self.input_grad, ('sparse', 'dense'))
-    _check_choice('weight_grad', self.weight_grad, ('mvue', 'mvue_approximate', 'dense'))
-    _check_choice('precision', self.precision, ('default', 'fp8'))
-    _check_choice('implementation', self.implementation, (None, 'reference', *products.BACKENDS))
-    if self.input_grad == 'sparse' and not (self.projection and self.projection.transposable):
-      found = self.projection.name if self.projection else None
-      raise ValueError(f"input_grad='sparse' needs a transposable projection, found {found!r}")
-
-
-def _check_choice(name: str, value: Any, choices: tuple) -> None:
-  if value not in choices:
-    raise ValueError(f'{name}={value!r}: known are {list(choices)}')
 
 
 def dot(x: Array, w: Array, state: Any = None, *, policy: DotPolicy, key: Array | None = None) -> Array:

@@ -29,8 +29,9 @@ from pallas_kernels import _partitioning
 from pallas_kernels._varying import vary_over, varying_axes
 from pallas_kernels.gated_activation import api as activations
 from sparse24_jax import fp8, products
-from sparse24_jax.dot import check_operands, dot_at, DotPolicy
+from sparse24_jax.dot import check_operands, dot_at
 from sparse24_jax.mvue import check_sampling
+from sparse24_jax.policy import DotPolicy
 
 ACTIVATIONS = {
   'gelu': jax.nn.gelu,

@@ -5,7 +5,8 @@ from typing import Literal
 import jax
 from jax import Array
 
-from sparse24_jax.dot import dot, DotPolicy
+from sparse24_jax.dot import dot
+from sparse24_jax.policy import DotPolicy
 
 ACTIVATIONS = {'silu': jax.nn.silu, 'gelu': jax.nn.gelu}
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from sparse24_jax.block_gain import block_gain
-from sparse24_jax.dot import DotPolicy
+from sparse24_jax.policy import DotPolicy
 from sparse24_jax.recipe import Recipe, Rule
 from sparse24_jax.rules import leaves_by_path, match_rules
 from sparse24_jax.where_it_pays import LayerGain, where_it_pays

@@ -8,9 +8,10 @@ from jax import Array
 import jax.numpy as jnp
 
 from pallas_kernels import formats
-from pallas_kernels.pack import api as pack
+from pallas_kernels.pack import api
 from pallas_kernels.pack.reference import mask_codes
 from pallas_kernels.sparse_matmul.operand import SparseOperand, to_operand
+from sparse24_jax.projection import Form, Masked, SoftThreshold, TransposableMasked
 
 
 @functools.partial(
@@ -28,9 +29,10 @@ class PackedWeight:
     input_grad: operand of the weight, `[..., in, out]`, 2:4 along `out`; None unless the projection is transposable.
 
   >>> import jax, jax.numpy as jnp, sparse24_jax as s24
+  >>> from sparse24_jax.packing import pack
   >>> projection = s24.transposable()
   >>> w = jax.random.normal(jax.random.key(0), (8, 16))
-  >>> packed = projection.pack(w, projection.init(w), jnp.bfloat16)
+  >>> packed = pack(projection.form, w, projection.init(w), jnp.bfloat16)
   >>> packed.forward.shape, packed.forward.values.shape, packed.input_grad.shape
   ((16, 8), (16, 4), (8, 16))
   """
@@ -44,18 +46,15 @@ class PackedWeight:
     return self.forward.dtype
 
 
-def pack_transposable(w: Array, mask: Array, dtype: jnp.dtype) -> PackedWeight:
-  """Both operands under a transposable mask, in one pass over `w`."""
-  pair = pack.masked_pack(w, mask_codes(mask), dtype=dtype)
-  return PackedWeight(mask, pair.columns, pair.rows)
-
-
-def pack_soft_threshold(w: Array, scale: Array, dtype: jnp.dtype) -> PackedWeight:
-  """The forward's operand of scale S(w), in one pass over `w`."""
-  return PackedWeight(scale, pack.soft_threshold_pack(w, scale, axis=-2, dtype=dtype), None)
-
-
-def pack_masked(w: Array, mask: Array, dtype: jnp.dtype) -> PackedWeight:
-  """The forward's operand under any mask with at most two kept in each group of four along axis -2."""
-  kept = jnp.where(mask, w, jnp.zeros((), w.dtype)).astype(dtype)
-  return PackedWeight(mask, to_operand(formats.compress(kept, mask, axis=-2)), None)
+def pack(form: Form, w: Array, state: Array, dtype: jnp.dtype) -> PackedWeight:
+  """`w` packed under the state of its projection, of this form: in one pass, but for other masks than transposable."""
+  match form:
+    case TransposableMasked():
+      pair = api.masked_pack(w, mask_codes(state), dtype=dtype)
+      return PackedWeight(state, pair.columns, pair.rows)
+    case SoftThreshold(-2):
+      return PackedWeight(state, api.soft_threshold_pack(w, state, axis=-2, dtype=dtype), None)
+    case Masked():
+      kept = jnp.where(state, w, jnp.zeros((), w.dtype)).astype(dtype)
+      return PackedWeight(state, to_operand(formats.compress(kept, state, axis=-2)), None)
+  raise ValueError(f'{form} is not 2:4 along the input, as the forward reads a packed weight')

@@ -8,7 +8,7 @@ import jax
 from jax import Array
 import jax.numpy as jnp
 
-from pallas_kernels.pack import api as pack
+from pallas_kernels.pack import api
 from pallas_kernels.quantize import api as quantize
 from pallas_kernels.sparse_matmul.operand import concatenate, SparseOperand
 
@@ -58,7 +58,7 @@ def _as(dtype: Any, x: Array) -> Array:
   return jax.lax.bitcast_convert_type(x, dtype)
 
 
-def pack_soft_threshold8(w: Array, beta: Array) -> PackedWeight8:
+def pack8(w: Array, beta: Array) -> PackedWeight8:
   """beta S(w) in e4m3, packed and dense, in one pass over `w` after one for its largest magnitude.
 
   The scale takes |S(w)| by its bound |w|, whose maximum needs no groups: one plain reduction reads the weight once. It
@@ -66,7 +66,7 @@ def pack_soft_threshold8(w: Array, beta: Array) -> PackedWeight8:
   end, and two weights can be brought to one scale after they were rounded.
   """
   scale, factor = quantize.current_scale(_under_power_of_two(jnp.abs(beta) * quantize.amax(w)), E4M3)
-  p = pack.soft_threshold_pack8(w, scale * beta, axis=-2)
+  p = api.soft_threshold_pack8(w, scale * beta, axis=-2)
   operand = dataclasses.replace(p.operand, values=_as(jnp.uint8, p.operand.values))
   return PackedWeight8(beta, operand, _as(jnp.uint8, p.dense), factor)
 

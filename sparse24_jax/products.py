@@ -7,7 +7,7 @@ that runs on a kernel takes a `PackedWeight` or an MVUE operand; one that does n
 from collections.abc import Mapping
 import dataclasses
 import functools
-from typing import Any, TYPE_CHECKING
+from typing import Any
 
 import jax
 from jax import Array
@@ -17,19 +17,15 @@ from jax.sharding import AxisType
 from pallas_kernels import _device, _partitioning, _records
 from pallas_kernels.gated_activation import api as activations
 from pallas_kernels.mvue.reference import mvue24
-from pallas_kernels.pack import api as pack
+from pallas_kernels.pack import api as packers
 from pallas_kernels.sparse_matmul import api
 from pallas_kernels.sparse_matmul.operand import concatenate, SparseOperand
 from sparse24_jax._kernels_here import is_installed, kernels_are_here, log_once
 from sparse24_jax.numerics import Format, round_to_fp8
-from sparse24_jax.packing import pack_masked, PackedWeight
-from sparse24_jax.packing8 import PackedWeight8
-
-if TYPE_CHECKING:
-  from sparse24_jax.dot import DotPolicy
-
-# Back ends of `sparse_matmul` that a policy can name. 'dense' packs and decompresses: the kernels' path on any device.
-BACKENDS = tuple(name for name in api.BACKENDS if name != 'reference')
+from sparse24_jax.packing import pack, PackedWeight
+from sparse24_jax.packing8 import pack8, PackedWeight8
+from sparse24_jax.policy import DotPolicy
+from sparse24_jax.projection import Form, Masked, SoftThreshold
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +52,7 @@ class Plan:
     return self.forward if self.forward == self.input_grad == self.weight_grad else None
 
 
-def plan(policy: 'DotPolicy', tokens: int, d_in: int, d_out: int, dtype: Any, arrays: Any = ()) -> Plan:
+def plan(policy: DotPolicy, tokens: int, d_in: int, d_out: int, dtype: Any, arrays: Any = ()) -> Plan:
   """Where the three products of x `[tokens, d_in]` and w `[d_in, d_out]` run.
 
   A named implementation takes every product that the policy makes sparse. None asks the card's records: a product goes
@@ -68,7 +64,7 @@ def plan(policy: 'DotPolicy', tokens: int, d_in: int, d_out: int, dtype: Any, ar
   """
   if not tokens:
     return Plan()
-  named = policy.implementation
+  named = backend_of(policy.implementation)
   reason = _unfit(policy, d_in, d_out, dtype)
   if reason is None and _partitioning.mixed(arrays):
     reason = 'kernels run on a mesh whose axes are all automatic or all explicit, this one has both'
@@ -78,7 +74,7 @@ def plan(policy: 'DotPolicy', tokens: int, d_in: int, d_out: int, dtype: Any, ar
     return Plan()
   if reason is not None:
     if named is not None:
-      raise ValueError(f'implementation={named!r} cannot serve this layer: {reason}')
+      raise ValueError(f'implementation={policy.implementation!r} cannot serve this layer: {reason}')
     log_once(f'no kernels for a layer {d_in} x {d_out} on {tokens} tokens: {reason}')
     return Plan()
   if policy.precision == 'fp8':
@@ -92,29 +88,43 @@ def plan(policy: 'DotPolicy', tokens: int, d_in: int, d_out: int, dtype: Any, ar
   return Plan(**found)
 
 
-def _sparse_roles(policy: 'DotPolicy') -> dict[str, bool]:
-  weight = policy.projection is not None and policy.projection.pack is not None
+def backend_of(implementation: str | None) -> str | None:
+  """What `sparse_matmul` calls an implementation of a policy: of our kernels the one that this GPU runs."""
+  if implementation != 'sparse':
+    return implementation
+  device = _device.current()
+  return 'mosaic_gpu_sm80' if device.platform == 'gpu' and not device.has_sparse_wgmma else 'mosaic_gpu'
+
+
+def _read_packed(policy: DotPolicy) -> Form | None:
+  """The form of the weight, where it is 2:4 along axis -2, as the forward reads it."""
+  form = policy.projection and policy.projection.form
+  return None if form == SoftThreshold(-1) else form
+
+
+def _sparse_roles(policy: DotPolicy) -> dict[str, bool]:
+  weight = _read_packed(policy) is not None
   return dict(
     forward=weight, input_grad=weight and policy.input_grad == 'sparse', weight_grad=policy.weight_grad == 'mvue'
   )
 
 
-def kernel_roles(policy: 'DotPolicy', d_in: int, d_out: int, dtype: Any) -> dict[str, bool]:
+def kernel_roles(policy: DotPolicy, d_in: int, d_out: int, dtype: Any) -> dict[str, bool]:
   """By product, whether a policy that names no implementation may give it to a kernel on a card that has them."""
   wanted = _sparse_roles(policy)
   if _unfit(policy, d_in, d_out, dtype) is not None:
     return dict.fromkeys(wanted, False)
-  if policy.projection is not None and policy.projection.pack is pack_masked:
+  if isinstance(_read_packed(policy), Masked):
     wanted['forward'] = False
   return wanted
 
 
-def _unfit(policy: 'DotPolicy', d_in: int, d_out: int, dtype: Any) -> str | None:
+def _unfit(policy: DotPolicy, d_in: int, d_out: int, dtype: Any) -> str | None:
   """Why no kernel can serve, or None."""
   if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
     return f'activations are {jnp.dtype(dtype).name}, the kernels take bfloat16 and float16'
   if policy.precision == 'fp8':
-    if policy.projection is None or policy.projection.pack8 is None:
+    if not isinstance(_read_packed(policy), SoftThreshold):
       return f'only the soft threshold is packed in FP8, found {policy.projection and policy.projection.name!r}'
     if policy.weight_grad != 'mvue':
       return f"FP8 kernels take weight_grad='mvue', found {policy.weight_grad!r}"
@@ -231,7 +241,7 @@ def sampled_weight_grad(dz: Array, key: Array, x: Array, *, backend: str, column
 
 def _sampled_weight_grad(shard, dz, key, x, *, backend, column):
   origin = (0, shard.offset('k'), column + shard.offset('m', 4))
-  operand = pack.mvue_pack(dz, key, axis=-2, origin=origin)
+  operand = packers.mvue_pack(dz, key, axis=-2, origin=origin)
   return shard.sum(multiply('weight_grad', operand, x, backend=backend), 'k')
 
 
@@ -264,7 +274,7 @@ def _activation_and_weight_grad(shard, dh, z, key, x, *, backend, activation, ga
 
 
 def forward(
-  p: Plan, policy: 'DotPolicy', x: Array, w: Any, operand: SparseOperand | None, bias: Array | None = None
+  p: Plan, policy: DotPolicy, x: Array, w: Any, operand: SparseOperand | None, bias: Array | None = None
 ) -> Array:
   """z = x W~ + bias, `[..., out]`, from x `[..., in]` and the operand of the plan, or the projected weight `w`."""
   if p.forward is not None:
@@ -279,7 +289,7 @@ def add_bias(z: Array, bias: Array | None) -> Array:
 
 
 def input_grad(
-  p: Plan, policy: 'DotPolicy', dz: Array, w: Any, operand: SparseOperand | None, like: Array
+  p: Plan, policy: DotPolicy, dz: Array, w: Any, operand: SparseOperand | None, like: Array
 ) -> Array:
   """dx = dz W~^T, `[..., in]`, from the operand of the plan, or the projected weight `w`."""
   if p.input_grad is not None:
@@ -288,15 +298,14 @@ def input_grad(
 
 
 def weight_grad(
-  p: Plan, policy: 'DotPolicy', x: Array, dz: Array, key: Array | None, like: Array | None, column: int = 0
+  p: Plan, policy: DotPolicy, x: Array, dz: Array, key: Array | None, like: Array | None, column: int = 0
 ) -> Array:
   """dw = x^T V(dz), `[in, out]`, from `[..., in]` and `[..., out]`; `column` is where dz stands in what is sampled."""
   x, dz = x.reshape(-1, x.shape[-1]), dz.reshape(-1, dz.shape[-1])
   if p.weight_grad is not None:
     return _partitioning.whole(sampled_weight_grad(dz, key, x, backend=p.weight_grad, column=column))
-  if policy.weight_grad != 'dense':
-    method = 'exact' if policy.weight_grad == 'mvue' else 'approximate'
-    dz = mvue24(dz, key, axis=-2, method=method, origin=(0, 0, column))
+  if policy.weight_grad == 'mvue':
+    dz = mvue24(dz, key, axis=-2, origin=(0, 0, column))
   return matmul(x.T, dz, policy.precision, ('e4m3', 'e5m2'), like=like)
 
 
@@ -311,17 +320,18 @@ def matmul(a: Array, b: Array, precision: str, formats: tuple[Format, Format], l
   return jnp.dot(a, b, preferred_element_type=jnp.float32, out_sharding=sharding).astype(a.dtype)
 
 
-def may_pack(policy: 'DotPolicy', w: Array) -> bool:
+def may_pack(policy: DotPolicy, w: Array) -> bool:
   """Whether some plan for `w` would read it packed: what a caller asks who knows neither tokens nor dtype."""
-  if policy.projection is None or policy.projection.pack is None or policy.implementation == 'reference':
+  form = _read_packed(policy)
+  if form is None or policy.implementation == 'reference':
     return False
   fits = _unfit(policy, w.shape[-2], w.shape[-1], jnp.bfloat16) is None and not _partitioning.mixed(w)
-  chosen = policy.projection.pack is not pack_masked and kernels_are_here(policy.precision)
+  chosen = not isinstance(form, Masked) and kernels_are_here(policy.precision)
   return fits and (policy.implementation is not None or chosen)
 
 
 def packed_weight(
-  p: Plan, policy: 'DotPolicy', w: Array, state: Any, dtype: Any
+  p: Plan, policy: DotPolicy, w: Array, state: Any, dtype: Any
 ) -> PackedWeight | PackedWeight8 | None:
   """The weight as the plan's products read it: what was handed over, or packed here; None if the plan packs nothing."""
   if not p.packs:
@@ -332,14 +342,14 @@ def packed_weight(
   return one(jax.lax.stop_gradient(w), projection_state(state))
 
 
-def pack_weight(policy: 'DotPolicy', w: Array, state: Array, dtype: Any) -> PackedWeight | PackedWeight8:
+def pack_weight(policy: DotPolicy, w: Array, state: Array, dtype: Any) -> PackedWeight | PackedWeight8:
   """`w` `[..., in, out]` packed under its state. Its cotangent is the straight-through one, so packing has none."""
-  projection, w = policy.projection, jax.lax.stop_gradient(w)
-  if projection is not None and policy.precision == 'fp8' and projection.pack8 is not None:
-    return projection.pack8(w, state)
-  if projection is not None and projection.pack is not None:
-    return projection.pack(w, state, jnp.dtype(dtype))
-  raise ValueError(f'{policy} has no packed form')
+  form, w = _read_packed(policy), jax.lax.stop_gradient(w)
+  if form is None:
+    raise ValueError(f'{policy} has no packed form')
+  if policy.precision == 'fp8' and isinstance(form, SoftThreshold):
+    return pack8(w, state)
+  return pack(form, w, state, jnp.dtype(dtype))
 
 
 def projection_state(state: Any) -> Any:

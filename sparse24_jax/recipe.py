@@ -10,9 +10,8 @@ from typing import Any, Literal
 from jax import Array
 from jax.core import Tracer
 
-from sparse24_jax.activation_sparsity import ActivationPolicy
 from sparse24_jax.attention import Attention, check_attention, describe_attention
-from sparse24_jax.dot import DotPolicy
+from sparse24_jax.policy import ActivationPolicy, DotPolicy
 
 PHASES = ('dense', 'sparse')
 PhaseName = Literal['dense', 'sparse']
@@ -132,6 +131,8 @@ class Recipe:
       soft threshold, has always the one of its weight: there the rate is that of the one step with the refresh.
       `'step'` searches masks anew at every step, before and after it, and reports the rate per step, whatever is in
       use.
+    freezes_second_moment: whether sparse phases hold Adam's second moment where the dense start left it, which
+      `step_adam` inside does.
 
   >>> import sparse24_jax as s24
   >>> rule = s24.Rule('.*/mlp/.*', s24.DotPolicy(s24.magnitude()))
@@ -146,6 +147,7 @@ class Recipe:
   refresh_every: int = 1
   phases: tuple[Phase, ...] = (Phase('sparse', 1.0),)
   flip_rate: Literal['refresh', 'step'] = 'refresh'
+  freezes_second_moment: bool = False
 
   def __post_init__(self):
     for name, values, kind in (('rules', self.rules, Rule), ('phases', self.phases, Phase)):
@@ -193,8 +195,11 @@ class Recipe:
         for phase in self.phases
       ],
       'flip_rate': self.flip_rate,
+      'freezes_second_moment': self.freezes_second_moment,
     }
 
   def dense_twin(self) -> 'Recipe':
     """The same weights watched in a dense run: masks are chosen and flip rates counted, nothing is made sparse."""
-    return dataclasses.replace(self, name='dense', masked_decay=0.0, phases=(Phase('dense', 1.0),))
+    return dataclasses.replace(
+      self, name='dense', masked_decay=0.0, phases=(Phase('dense', 1.0),), freezes_second_moment=False
+    )

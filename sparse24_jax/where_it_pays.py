@@ -13,8 +13,8 @@ from pallas_kernels import _device
 from pallas_kernels.pack import costs
 from sparse24_jax import fp8_times, products
 from sparse24_jax._kernels_here import has_hopper_kernel
-from sparse24_jax.dot import DotPolicy
 from sparse24_jax.fp8_times import total
+from sparse24_jax.policy import DotPolicy
 from sparse24_jax.projection import Projection
 from sparse24_jax.recipe import Recipe
 from sparse24_jax.rules import leaves_by_path, match_rules

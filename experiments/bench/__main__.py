@@ -100,7 +100,7 @@ MEASUREMENTS = {
     )
     for model, steps, by, patterns in (
       ('gpt2-1300m', 6, 'auto', (*_VNM, '128x2x8_dense_neurons', '128x2x8_two_of_four_tokens')),
-      ('gpt2-wide', 5, 'auto', _VNM), ('gpt2-124m', 20, 'kernels', _VNM),
+      ('gpt2-wide', 5, 'auto', _VNM), ('gpt2-124m', 20, 'sparse', _VNM),
     )
     for pattern in patterns
   },
@@ -109,7 +109,7 @@ MEASUREMENTS = {
     'gpt2-124m', 'mixed_sparsity_transposable', '--explain --rounds 4 --steps 24 --refreshes 3'
   ),
   'gpt2-124m-mst-24': _steps(
-    'gpt2-124m', 'mixed_sparsity_24', '--explain --implementation mosaic_gpu --rounds 2 --steps 20 --refreshes 2'
+    'gpt2-124m', 'mixed_sparsity_24', '--explain --implementation sparse --rounds 2 --steps 20 --refreshes 2'
   ),
   'products': Measurement('pallas_kernels bench --select headline square', 240),
   'fp8-products': Measurement('pallas_kernels.quantize.bench --parts products --iterations 12', 180),

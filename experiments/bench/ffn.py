@@ -123,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     '--weights', default='bfloat16', choices=('bfloat16', 'float32'), help='stored weights (default: %(default)s)'
   )
   parser.add_argument(
-    '--implementation', default='mosaic_gpu', help="of the policy; 'auto' follows the records (default: %(default)s)"
+    '--implementation', default='sparse', help="of the policy; 'auto' follows the records (default: %(default)s)"
   )
   checks = parser.add_mutually_exclusive_group()
   checks.add_argument('--skip-check', action='store_true', help='no comparison of gradients with the reference')

@@ -26,12 +26,18 @@ import sparse24_jax as s24
 
 type Call = Callable[[], Any]
 
-# Of `ActivationPolicy`, besides its pattern: the published one, and with which a small model lost less, the last the
-# library's default (`docs/quality.md`).
-ACTIVATIONS: Mapping[str, Mapping[str, Any]] = {
-  '': {'token_pattern': 'v:n:m'}, 'dense_neurons': {'token_pattern': 'v:n:m', 'dense_features': 0.2},
-  'two_of_four_tokens': {'token_pattern': '2:4', 'dense_features': 0.0},
-}  # fmt: skip
+
+
+def activation_policy(v: int, m: int, setting: str, **fields: Any) -> s24.ActivationPolicy:
+  """V:2:M features by a setting: the published one, or one with which a small model lost less (`docs/quality.md`)."""
+  pattern = s24.VNM(v, m)
+  tokens, share = {
+    '': (pattern, 0.05), 'dense_neurons': (pattern, 0.2), 'two_of_four_tokens': (s24.TwoOfFour(), 0.0)
+  }[setting]  # fmt: skip
+  return s24.ActivationPolicy(pattern, tokens, share, **fields)
+
+
+ACTIVATIONS = ('', 'dense_neurons', 'two_of_four_tokens')
 _GAP_S = 0.05  # of rest before a burst
 _TRIES = 3
 # What CUPTI says of a burst of which it did not record all kernels.

@@ -118,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   """Runs the selected checks and cases; returns the number that failed."""
   choices = [*CHECKS, *FFN_CASES, *STEP_CASES]
   parser = measure.parser(MODULE, __doc__, choices, [*CHECKS, 'fst-gelu-32768x4096x16384', 'gpt2-774m'])
-  parser.add_argument('--implementation', default='mosaic_gpu', help='of the policy (default: %(default)s)')
+  parser.add_argument('--implementation', default='sparse', help='of the policy (default: %(default)s)')
   parser.add_argument('--devices', type=int, help='devices of the mesh (default: all)')
   parser.add_argument('--one', action='store_true', help="time one device's share of the block on one device as well")
   parser.add_argument('--sharding', default=SHARDINGS[0], choices=SHARDINGS, help="of a step's state (%(default)s)")

@@ -25,7 +25,8 @@ from pallas_kernels import _device, _records, _tuning, formats
 from pallas_kernels.sparse_matmul.operand import to_operand
 from pallas_kernels.vnm import api, mosaic_gpu
 from pallas_kernels.vnm.format import decompress_operand, VNMOperand
-from sparse24_jax.activation_sparsity import ActivationPolicy, neuron_level_ffn
+import sparse24_jax as s24
+from sparse24_jax.activation_sparsity import neuron_level_ffn
 
 MODULE = 'experiments.bench.neuron_level'
 PATTERNS = ((128, 8), (128, 16), (64, 8), (64, 16))
@@ -173,8 +174,8 @@ def block(case: Case, options: Any) -> Plan:
   """Measures the block, forward and backward."""
   tokens, d, hidden = (case.v, 64, 2 * case.v) if options.tiny else case.shape
   dtype = jnp.float32 if options.tiny else jnp.bfloat16
-  implementation = None if options.tiny else 'kernels'
-  policy = ActivationPolicy(v=case.v, m=case.m, **measure.ACTIVATIONS[case.setting], implementation=implementation)
+  implementation = None if options.tiny else 'sparse'
+  policy = measure.activation_policy(case.v, case.m, case.setting, implementation=implementation)
 
   def make(key: Array) -> tuple[Any, ...]:
     sizes = ((tokens, d), (d, hidden), (hidden, d), (tokens, d))
@@ -182,8 +183,8 @@ def block(case: Case, options: Any) -> Plan:
       (jax.random.normal(key, size, jnp.float32) * scale).astype(dtype)
       for key, size, scale in zip(jax.random.split(key, 4), sizes, (1, d**-0.5, hidden**-0.5, 1), strict=True)
     )
-    assert policy.up is not None and policy.down is not None
-    return x, up, down, dz, {'up': policy.up.init(up), 'down': policy.down.init(down)}
+    states = {'up': s24.soft_threshold_projection().init(up), 'down': s24.soft_threshold_projection(axis=-1).init(down)}
+    return x, up, down, dz, states
 
   def step(block: Callable[..., Array]) -> Callable[..., Any]:
     def both(x: Array, up: Array, down: Array, dz: Array, state: Any) -> Any:
@@ -213,8 +214,8 @@ def block(case: Case, options: Any) -> Plan:
     return dict(
       bench='ffn', op='neuron_level_ffn', role='forward_and_vjp', activation='squared_relu',
       pattern=f'{case.v}:2:{case.m}', shape=dict(tokens=tokens, d=d, hidden=hidden), mode='forward_and_vjp',
-      implementation=policy.implementation or 'reference', dense_features=policy.dense_share,
-      token_pattern='2:4' if policy.keeps_two_of_four_tokens else None, **rows['sparse'],
+      implementation=policy.implementation or 'reference', dense_features=policy.dense_features,
+      token_pattern=None if policy.tokens == policy.features else str(policy.tokens), **rows['sparse'],
       baselines=dict(dense=rows[best] | {'form': best, 'memory_gb': measure.memory(programs[best])}),
       speedup=measure.speedup({'dense': rows[best]}, rows['sparse']['median_ms']),
       memory_gb=measure.memory(programs['sparse']),

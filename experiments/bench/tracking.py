@@ -183,7 +183,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument('--prepare', action='store_true', help='write that file from the default corpus, and stop')
   parser.add_argument('--seeds', type=int, default=3, help='(default: %(default)s)')
   parser.add_argument('--recipes', nargs='+', default=[r for r in RECIPES if r != 'dense'], choices=list(RECIPES)[1:])
-  parser.add_argument('--kernels', default='mosaic_gpu', help='back end that is compared (default: %(default)s)')
+  parser.add_argument('--kernels', default='sparse', help='back end that is compared (default: %(default)s)')
   parser.add_argument('--seconds', type=float, default=600, help='no seed is begun that would end later')
   options = parser.parse_args(argv)
   if options.prepare:

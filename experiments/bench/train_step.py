@@ -72,10 +72,10 @@ def _record(
   policy, summed = activations(twins.recipe), twins.tokens_a_step
   pattern = {}
   if policy:  # of each group of tokens four are packed as 2:4
-    summed = 4 * summed // policy.token_group
+    summed = 4 * summed // policy.tokens.group
     pattern = dict(
-      pattern=policy.describe()['pattern'], dense_features=policy.dense_share,
-      token_pattern='2:4' if policy.keeps_two_of_four_tokens else None,
+      pattern=str(policy.features), dense_features=policy.dense_features,
+      token_pattern=None if policy.tokens == policy.features else str(policy.tokens),
     )
   return dict(
     bench='train_step', **head, op='train_step', model=case.name, recipe=twins.recipe.name, **pattern,

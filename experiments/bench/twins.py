@@ -28,9 +28,9 @@ MIXED: Mapping[str, Mapping[str, Any]] = {
   'mixed_sparsity_24': dict(structure='2:4'),
   'mixed_sparsity_transposable': dict(structure='transposable', mvue_path=FFN),
 }
-NEURON_LEVEL: Mapping[str, Mapping[str, Any]] = {
-  '_'.join(['neuron_level', f'{v}x2x{m}', *filter(None, [setting])]): dict(v=v, m=m, **rest)
-  for v, m in ((128, 8), (128, 16), (64, 8)) for setting, rest in measure.ACTIVATIONS.items()
+NEURON_LEVEL: Mapping[str, s24.ActivationPolicy] = {
+  '_'.join(['neuron_level', f'{v}x2x{m}', *filter(None, [setting])]): measure.activation_policy(v, m, setting)
+  for v, m in ((128, 8), (128, 16), (64, 8)) for setting in measure.ACTIVATIONS
 }  # fmt: skip
 RECIPES = ('transposable_srste', 's_ste', 's_ste_fp8', *MIXED, *NEURON_LEVEL)
 
@@ -111,7 +111,7 @@ def recipe_of(name: str) -> s24.Recipe:
   if name in MIXED:  # every linear layer of a block; early in the run, where all places of the masks are taken
     return s24.recipes.mixed_sparsity(LINEAR, total_steps=300_000, **MIXED[name])
   if name in NEURON_LEVEL:
-    policy = s24.ActivationPolicy(**NEURON_LEVEL[name])
+    policy = NEURON_LEVEL[name]
     return s24.recipes.neuron_level('.*/mlp/c_fc/kernel', '.*/mlp/c_proj/kernel', policy=policy)
   return s24.recipes.s_ste(FFN, fp8=name == 's_ste_fp8')
 
@@ -220,11 +220,11 @@ class Twins:
     sparse_model, policy = self.model, activations(self.recipe)
     batch, length = options.batch or case.batch, case.length
     if options.tiny:
-      batch, length = 2 * mesh.size if mesh else policy.v if policy else 4, TINY['seq_len']
+      batch, length = 2 * mesh.size if mesh else policy.features.block if policy else 4, TINY['seq_len']
     if policy:
       # A block may not see what follows its tokens. Dense, the order is all the same, so the twin keeps its own.
-      if batch % policy.v:
-        raise ValueError(f'{batch} sequences a step: {self.recipe.name} takes multiples of V = {policy.v}')
+      if batch % policy.features.block:
+        raise ValueError(f'{batch} sequences a step: {self.recipe.name} takes multiples of V = {policy.features.block}')
       sparse_model = self.model.clone(config=dataclasses.replace(self.model.config, ffn_order='position'))
     self.tokens_a_step = batch * length
     rng = np.random.default_rng(0)

@@ -54,7 +54,7 @@ def get_config(tiny: bool = False) -> Config:
       'static_attention': {'density': 'mixed_sparsity'},
       'dense_short': {'steps': 'mixed_sparsity'},
       'neuron_level_clusters': {
-        'policy': {'v': 16, 'm': 8, 'clusters': 4, 'route_within': 64},
+        'policy': {'clusters': {'number': 4, 'within': 64}},
         'dense_fraction': 0.4,
       },
     },

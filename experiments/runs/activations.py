@@ -74,7 +74,7 @@ def measures(y: jax.Array, policy: s24.ActivationPolicy | None) -> dict[str, jax
   """The measures of activations `y` [tokens, neurons], float32 scalars; those of the pattern only with a policy.
 
   >>> y = jnp.array([[0.0, 1, 2, 5], [0, 0, 0, 4]])
-  >>> {name: float(value) for name, value in measures(y, s24.ActivationPolicy(pattern='2:4')).items()}
+  >>> {name: float(value) for name, value in measures(y, s24.ActivationPolicy(s24.TwoOfFour())).items()}
   {'activation_zeros': 0.5, 'activation_kept': 0.75, 'activation_kept_sum': 0.9166666865348816}
   """
   active = y != 0
@@ -139,7 +139,7 @@ def _routed(
   _, neurons = split_clusters(projection_state(state))
   x, w = nn.dtypes.promote_dtype(x, up['kernel'], dtype=layer.dtype)
   x = x.reshape(-1, x.shape[-1])
-  order = route_tokens(x, w, neurons, clusters=policy.clusters, within=policy.route_within)
+  order = route_tokens(x, w, neurons, clusters=policy.clusters.number, within=policy.clusters.within)
   return jnp.take(jnp.take(y, order, axis=0), jnp.argsort(neurons, stable=True), axis=1), policy
 
 

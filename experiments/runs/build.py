@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import inspect
 import math
+import re
 from typing import Any, NamedTuple
 
 from flax import linen as nn
@@ -59,8 +60,8 @@ def make_recipe(config: Config) -> s24.Recipe:
 
   `recipe.kwargs.watch`, a projection, is given by its name; `recipe.kwargs.path` is `FFN` unless given, for recipes
   that need one, and so are `up` and `down`, `FFN_UP` and `FFN_DOWN`; `total_steps` and `seed` are those of the run;
-  `recipe.kwargs.attention` is what `attention_of` takes and `recipe.kwargs.policy` {'pattern': ..., 'v': ..., 'm':
-  ...}, with the library's defaults; `recipe.flip_rate` overrides the recipe's own.
+  `recipe.kwargs.attention` is what `attention_of` takes, `recipe.kwargs.policy` what `policy_of` takes;
+  `recipe.flip_rate` overrides the recipe's own.
 
   Raises:
     ValueError: no such recipe, or arguments that it does not take.
@@ -85,7 +86,7 @@ def make_recipe(config: Config) -> s24.Recipe:
     if 'attention' in kwargs:
       kwargs['attention'] = attention_of(kwargs['attention'])
     if isinstance(kwargs.get('policy'), dict):
-      kwargs['policy'] = s24.ActivationPolicy(**kwargs['policy'])
+      kwargs['policy'] = policy_of(kwargs['policy'])
     signature.bind(**kwargs)
   except TypeError as error:
     raise ValueError(f'recipe.kwargs of {name}{signature}: {error}') from error
@@ -95,6 +96,30 @@ def make_recipe(config: Config) -> s24.Recipe:
   policies = [dataclasses.replace(rule.policy, implementation=implementation) for rule in recipe.rules]
   rules = (dataclasses.replace(rule, policy=policy) for rule, policy in zip(recipe.rules, policies, strict=True))
   return dataclasses.replace(recipe, rules=tuple(rules))
+
+
+def policy_of(stored: Mapping[str, Any]) -> s24.ActivationPolicy:
+  """`ActivationPolicy` from plain values, as `describe` gives them: patterns as text, clusters by name.
+
+  >>> policy = policy_of({'features': '16:2:8', 'clusters': {'number': 4}, 'tokens': '16:2:8'})
+  >>> policy.features, policy.clusters
+  (VNM(v=16, m=8), Clusters(number=4, within=0))
+  """
+  fields = dict(stored)
+  for name in {'features', 'tokens'} & fields.keys():
+    fields[name] = _pattern_of(name, fields[name])
+  if isinstance(fields.get('clusters'), Mapping):
+    fields['clusters'] = s24.Clusters(**fields['clusters'])
+  return s24.ActivationPolicy(**fields)
+
+
+def _pattern_of(name: str, text: str) -> s24.TwoOfFour | s24.VNM:
+  if text == '2:4':
+    return s24.TwoOfFour()
+  found = re.fullmatch(r'(\d+):2:(\d+)', str(text))
+  if found is None:
+    raise ValueError(f"{name}={text!r} of a policy must be '2:4' or 'V:2:M', '128:2:8' say")
+  return s24.VNM(*map(int, found.groups()))
 
 
 def attention_of(stored: Any) -> Any:

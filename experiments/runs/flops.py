@@ -180,9 +180,9 @@ def _products(recipe: s24.Recipe, rule: s24.Rule | None, kept: np.ndarray) -> np
   if activation := rule.activation:
     # One of forward and input gradient has the weight as its sparse operand; the other and the weight gradient have
     # the activations, but for a share of the neurons in the latter.
-    share = np.where(_is_sparse(recipe, len(kept)), 2 / activation.group, 1.0)
-    tokens = np.where(_is_sparse(recipe, len(kept)), 2 / activation.token_group, 1.0)
-    whole = activation.dense_share
+    share = np.where(_is_sparse(recipe, len(kept)), 2 / activation.features.group, 1.0)
+    tokens = np.where(_is_sparse(recipe, len(kept)), 2 / activation.tokens.group, 1.0)
+    whole = activation.dense_features
     return kept + share + whole + (1 - whole) * tokens
   return kept + _input_gradient(rule, kept) + _weight_gradient(recipe, rule, kept)
 

@@ -39,8 +39,8 @@ _WATCHED = {'path': FFN, 'watch': 'transposable', 'refresh_every': 40}
 _DYNAMIC = {'path': LINEAR, 'refresh_every': 25}
 # Sparse activations take the whole feed-forward block.
 _SQUARED_RELU = {'mlp': 'relu2', 'fused_mlp': True}
-_BLOCKS = {'token_pattern': 'v:n:m', 'dense_features': 0.05}  # along tokens, as published
-_TWO_OF_FOUR = {'token_pattern': '2:4', 'dense_features': 0.0}
+_TWO_OF_FOUR = {'tokens': '2:4', 'dense_features': 0.0}
+_OF_EACH_TOKEN = {'features': '2:4', 'dense_features': 0.05}
 _BY_POSITION = {**_SQUARED_RELU, 'ffn_order': 'position'}
 
 
@@ -50,7 +50,8 @@ def _vnm(v: int, m: int, what: str = '', *, half: bool = False, **policy: Any) -
   `half` of the steps are sparse or, as the recipe has it, 70%.
   """
   label = ', '.join(filter(None, [f'neuron level, {v}:2:{m}', what, 'half of the steps' if half else '']))
-  kwargs = {'policy': {'v': v, 'm': m, **_BLOCKS, **policy}, **({'dense_fraction': 0.4} if half else {})}
+  policy = {'features': f'{v}:2:{m}', 'tokens': f'{v}:2:{m}', 'dense_features': 0.05, **policy}
+  kwargs = {'policy': policy, **({'dense_fraction': 0.4} if half else {})}
   return Method(label, 'neuron_level', kwargs, _BY_POSITION, dense_from='projected')
 
 
@@ -151,26 +152,26 @@ METHODS: Mapping[str, Method] = {
   'neuron_level_128_two_of_four_tokens': _vnm(128, 8, '2:4 along tokens', half=True, **_TWO_OF_FOUR),
   'neuron_level_128_16': _vnm(128, 16, half=True),
   # Tokens are routed among those of one position, a step's sequences.
-  'neuron_level_clusters': _vnm(16, 8, 'clusters and router', half=True, clusters=4, route_within=16),
+  'neuron_level_clusters': _vnm(16, 8, 'clusters and router', half=True, clusters={'number': 4, 'within': 16}),
   'neuron_level_24': Method(
-    'neuron level, 2:4', 'neuron_level', {'policy': {'pattern': '2:4'}}, _SQUARED_RELU, dense_from='projected'
+    'neuron level, 2:4', 'neuron_level', {'policy': _OF_EACH_TOKEN}, _SQUARED_RELU, dense_from='projected'
   ),
   'neuron_level_24_unprojected': Method(
     'neuron level, 2:4, tail from unprojected weights',
     'neuron_level',
-    {'policy': {'pattern': '2:4'}},
+    {'policy': _OF_EACH_TOKEN},
     _SQUARED_RELU,
   ),
   'activations_24': Method(
     '2:4 activations, dense weights',
     'neuron_level',
-    {'policy': {'pattern': '2:4', 'up': None, 'down': None}},
+    {'policy': {**_OF_EACH_TOKEN, 'sparse_weights': False}},
     _SQUARED_RELU,
   ),
   'neuron_level_along': Method(
     'neuron level, 16:2:8 along sequences',
     'neuron_level',
-    {'policy': {'v': 16, 'm': 8, **_BLOCKS}},
+    {'policy': {'features': '16:2:8', 'tokens': '16:2:8', 'dense_features': 0.05}},
     _SQUARED_RELU,
     dense_from='projected',
   ),

@@ -132,11 +132,9 @@ def _density_with_flops_of(config: Config, method: str, other: str) -> float:
 
 
 def _with_policy(table: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-  """An experiment's arguments; a `policy` keeps what it does not name of the table's, unless its pattern is another."""
-  policy, usual = own.get('policy'), table.get('policy', {})
-  if not isinstance(policy, Mapping) or policy.get('pattern') not in (None, usual.get('pattern', 'v:n:m')):
-    return dict(own)
-  return {**own, 'policy': {**usual, **policy}}
+  """An experiment's arguments; a `policy` keeps what it does not name of the table's."""
+  policy = own.get('policy')
+  return {**own, 'policy': {**table.get('policy', {}), **policy}} if isinstance(policy, Mapping) else dict(own)
 
 
 def _changes(experiment: Config, changed: Config, method: str) -> list[str]:

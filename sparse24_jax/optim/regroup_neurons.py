@@ -5,7 +5,7 @@ from typing import Any
 import jax
 from jax import Array
 
-from sparse24_jax.clusters import join_clusters, NAME
+from sparse24_jax.clusters import join_clusters
 from sparse24_jax.neurons import cluster_neurons
 from sparse24_jax.optim._weights import boxed, unboxed
 from sparse24_jax.optim.sparse_training import SparseTrainingState
@@ -28,15 +28,16 @@ def regroup_neurons(params: Any, opt_state: Any, recipe: Recipe) -> Any:
 
   >>> import jax, optax, sparse24_jax as s24
   >>> params = {'up': jax.random.normal(jax.random.key(0), (8, 64)), 'down': jax.numpy.ones((64, 8))}
-  >>> recipe = s24.recipes.neuron_level('up', 'down', policy=s24.ActivationPolicy(v=4, clusters=4))
+  >>> policy = s24.ActivationPolicy(s24.VNM(4, 8), s24.VNM(4, 8), clusters=s24.Clusters(4))
+  >>> recipe = s24.recipes.neuron_level('up', 'down', policy=policy)
   >>> opt_state = s24.sparse_training(optax.sgd(0.1), recipe, phase='dense').init(params)
   >>> s24.regroup_neurons(params, opt_state, recipe).projections['up'].shape
   (65,)
   """
   found = {
-    path: rule.activation.clusters
+    path: p.clusters
     for path, rule in match_rules(params, recipe).items()
-    if rule.activation and (p := rule.policy.projection) and p.name.startswith(f'{NAME} ')
+    if (p := rule.policy.projection) and p.clusters
   }
   if not found:
     return opt_state

@@ -168,8 +168,10 @@ def sparse_training(
     states = map_sparse(_start, projections, params, at_start)
     rates = map_sparse(lambda p, w: jnp.zeros(w.shape[:-2], jnp.float32), projections, params)
     none_yet = FlipRate(jnp.zeros((), jnp.float32), rates)
-    if recipe.name == 'step' and not states_of(inner_state, StepAdamState):
-      message = "recipe 'step' without step_adam inside: no second moment is held, which leaves a dense start and STE"
+    if recipe.freezes_second_moment and not states_of(inner_state, StepAdamState):
+      message = (
+        f'recipe {recipe.name!r} without step_adam inside: no second moment is held, which leaves a dense start and STE'
+      )
       _dispatch.log_once(message, 'sparse24_jax', logging.WARNING)
     state = SparseTrainingState(jnp.zeros((), jnp.int32), states, none_yet, inner_state)
     return _map_weights(functools.partial(boxed, given), state)

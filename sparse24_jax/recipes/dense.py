@@ -1,6 +1,6 @@
 """No sparsity: the baseline."""
 
-from sparse24_jax.dot import DotPolicy
+from sparse24_jax.policy import DotPolicy
 from sparse24_jax.projection import Projection
 from sparse24_jax.recipe import Phase, Recipe, Rule
 

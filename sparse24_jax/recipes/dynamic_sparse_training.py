@@ -3,8 +3,8 @@
 from typing import Literal
 
 from sparse24_jax.density import CosineDecay
-from sparse24_jax.dot import DotPolicy
-from sparse24_jax.projection import dynamic_sparse
+from sparse24_jax.policy import DotPolicy
+from sparse24_jax.projections import dynamic_sparse
 from sparse24_jax.recipe import Recipe, Rule
 
 

@@ -5,8 +5,8 @@ from typing import Literal
 
 from sparse24_jax.attention import Attention
 from sparse24_jax.density import check_ramp, CosineDecay, DensitySchedule, Stage
-from sparse24_jax.dot import DotPolicy
-from sparse24_jax.projection import dynamic_sparse
+from sparse24_jax.policy import DotPolicy
+from sparse24_jax.projections import dynamic_sparse
 from sparse24_jax.recipe import Phase, Recipe, Rule
 
 

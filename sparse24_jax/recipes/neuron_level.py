@@ -1,9 +1,9 @@
 """Neuron-level activation sparsity: 2:4 weights and V:N:M activations, between a dense warm-up and a dense tail."""
 
-from sparse24_jax.activation_sparsity import ActivationPolicy
 from sparse24_jax.clusters import clustered
-from sparse24_jax.dot import DotPolicy
+from sparse24_jax.policy import ActivationPolicy, DotPolicy
 from sparse24_jax.projection import Projection
+from sparse24_jax.projections import projections_of
 from sparse24_jax.recipe import Phase, Recipe, Rule
 
 
@@ -19,8 +19,9 @@ def neuron_level(
   """Squared-ReLU feed-forward blocks in which all six matmuls are sparse.
 
   `up` is 2:4 along its input and `down` along its output by the soft threshold of S-STE; activations are V:2:M, or 2:4
-  with `policy=ActivationPolicy(pattern='2:4')`, the predecessor. Activations grow sparse during the warm-up; the dense
-  tail repairs what the patterns lost. Only what runs the whole block, `neuron_level_ffn`, can follow this recipe.
+  with `policy=ActivationPolicy(TwoOfFour(), dense_features=0.05)`, the predecessor. Activations grow sparse during the
+  warm-up; the dense tail repairs what the patterns lost. Only what runs the whole block, `neuron_level_ffn`, can follow
+  this recipe.
 
   With `policy.clusters` the state of `up` says which cluster each neuron is in. Renew it once, where the warm-up ends:
   `opt_state = regroup_neurons(params, opt_state, recipe)`.
@@ -32,10 +33,8 @@ def neuron_level(
   Args:
     up: regular expression of the up-projections, `[d, h]` or `[experts, d, h]`.
     down: regular expression of the down-projections.
-    policy: of the activations, and the projections of both weights; None is `ActivationPolicy()`, whose V, M and number
-      of clusters are ours, chosen by no search. Ours is too that its weight gradients keep two of four tokens: in every
-      comparison, with 16:2:8, 64:2:8 and 128:2:8, that ended nearer to dense than the published blocks of tokens
-      (`docs/quality.md`), and at the default 64:2:8 the block is faster. Those are `token_pattern='v:n:m'`.
+    policy: of the block; None is `ActivationPolicy()`, whose weight gradients keep two of four tokens. That is ours: in
+      every comparison it ended nearer to dense than the published blocks of tokens (`docs/quality.md`).
     warmup_fraction: share of the steps, at the start, that run dense. arXiv 2503.16672 warms up for 1000 steps; that
       it is a share, and 0.1, are ours, and not varied.
     dense_fraction: share of the steps, at the end, that run dense; 0 keeps the run sparse. With both defaults the ratio
@@ -66,8 +65,10 @@ def neuron_level(
   phases = [Phase('dense', warmup_fraction)] if warmup_fraction else []
   phases.append(Phase('sparse', sparse))
   phases += [Phase('dense', dense_fraction)] if dense_fraction else []
-  first = clustered(policy.up, policy.clusters) if policy.clusters else policy.up
-  rules = (_rule(up, first, policy), _rule(down, policy.down, policy))
+  projections = projections_of(policy)
+  if policy.clusters:
+    projections['up'] = clustered(projections['up'], policy.clusters.number)
+  rules = (_rule(up, projections['up'], policy), _rule(down, projections['down'], policy))
   return Recipe('neuron_level', rules, refresh_every=refresh_every, phases=tuple(phases))
 
 

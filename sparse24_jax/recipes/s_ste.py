@@ -1,7 +1,7 @@
 """S-STE: a continuous projection, so no decay, no mask to refresh and no dense end."""
 
-from sparse24_jax.dot import DotPolicy
-from sparse24_jax.projection import soft_threshold_projection
+from sparse24_jax.policy import DotPolicy
+from sparse24_jax.projections import soft_threshold_projection
 from sparse24_jax.recipe import Recipe, Rule
 
 

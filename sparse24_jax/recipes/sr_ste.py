@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import Any, Literal
 
-from sparse24_jax.dot import DotPolicy
-from sparse24_jax.projection import magnitude
+from sparse24_jax.policy import DotPolicy
+from sparse24_jax.projections import magnitude
 from sparse24_jax.recipe import Recipe, Rule
 
 

@@ -1,7 +1,7 @@
 """Plain straight-through training with a magnitude mask."""
 
-from sparse24_jax.dot import DotPolicy
-from sparse24_jax.projection import magnitude
+from sparse24_jax.policy import DotPolicy
+from sparse24_jax.projections import magnitude
 from sparse24_jax.recipe import Recipe, Rule
 
 

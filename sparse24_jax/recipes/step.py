@@ -1,7 +1,7 @@
 """STEP: dense until Adam's second moment settles, then sparse with that moment frozen."""
 
-from sparse24_jax.dot import DotPolicy
-from sparse24_jax.projection import magnitude
+from sparse24_jax.policy import DotPolicy
+from sparse24_jax.projections import magnitude
 from sparse24_jax.recipe import Phase, Recipe, Rule
 
 
@@ -27,4 +27,4 @@ def step(path: str, *, dense_fraction: float = 0.25) -> Recipe:
   if not 0 < dense_fraction < 1:
     raise ValueError(f'dense_fraction={dense_fraction} must be in (0, 1)')
   phases = (Phase('dense', dense_fraction), Phase('sparse', 1 - dense_fraction))
-  return Recipe('step', (Rule(path, DotPolicy(magnitude())),), phases=phases)
+  return Recipe('step', (Rule(path, DotPolicy(magnitude())),), phases=phases, freezes_second_moment=True)

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
-from sparse24_jax.dot import DotPolicy
-from sparse24_jax.projection import transposable
+from sparse24_jax.policy import DotPolicy
+from sparse24_jax.projections import transposable
 from sparse24_jax.recipe import Phase, Recipe, Rule
 
 

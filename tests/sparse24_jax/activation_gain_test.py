@@ -16,8 +16,9 @@ from sparse24_jax import _activation_products as products
 from tests.sparse24_jax.cards import card, H100
 
 T, D, H = 512, 64, 1024
-POLICY = s24.ActivationPolicy(v=128, m=8, token_pattern='v:n:m')
-TWO_OF_FOUR = s24.ActivationPolicy(v=128, m=8)  # the default
+BLOCKS = s24.VNM(128, 8)
+POLICY = s24.ActivationPolicy(BLOCKS, BLOCKS, dense_features=0.05)
+TWO_OF_FOUR = s24.ActivationPolicy(BLOCKS)  # the default
 HEADLINE = (16384, 4096, 16384)
 # Milliseconds of each product: by a weight, by activations, by their transposes, and by two of four tokens of these.
 WINS = (
@@ -156,8 +157,9 @@ class WhyDenseTest(parameterized.TestCase):
     self.assertRegex(found[0], 'divided by a mesh')
 
   @parameterized.parameters(
-    (dict(pattern='2:4'), '2:4 activations it was not timed'), (dict(clusters=4), 'clusters=4 it was not timed'),
-    (dict(up=s24.magnitude()), "up='magnitude 2:4'"), (dict(down=None), 'down=None'),
+    (dict(features=s24.TwoOfFour()), '2:4 activations it was not timed'),
+    (dict(tokens=BLOCKS, clusters=s24.Clusters(4)), r'Clusters\(number=4.* it was not timed'),
+    (dict(sparse_weights=False), 'dense weights it was not timed'),
   )
   def test_policies(self, change, message):
     with card(), records():
@@ -166,7 +168,7 @@ class WhyDenseTest(parameterized.TestCase):
   @parameterized.parameters(
     (dict(tokens=T + 64), '576 tokens are no multiple of V = 128 and 16 M = 128'),
     (dict(hidden=H + 64), '1088 neurons are no multiple'),
-    (dict(policy=dataclasses.replace(POLICY, m=16), tokens=128), '128 tokens .* V = 128 and 16 M = 256'),
+    (dict(policy=s24.ActivationPolicy(s24.VNM(128, 16)), tokens=128), '128 tokens .* V = 128 and 16 M = 256'),
     (dict(d=D + 32), 'width of 96'), (dict(tokens=2**21), 'are 2.31 or more'),
   )
   def test_sizes(self, change, message):
@@ -208,7 +210,7 @@ class TakesKernelsTest(absltest.TestCase):
     with card(), records():
       self.assertFalse(self._takes(dataclasses.replace(POLICY, implementation='reference')))
     with card(), records(NOTHING):
-      self.assertTrue(self._takes(dataclasses.replace(POLICY, implementation='kernels')))
+      self.assertTrue(self._takes(dataclasses.replace(POLICY, implementation='sparse')))
 
   def test_not_without_a_gpu_nor_without_tokens(self):
     with records():

@@ -6,19 +6,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparse24_jax.activation_sparsity import ActivationPolicy, neuron_level_ffn
+import sparse24_jax as s24
+from sparse24_jax.activation_sparsity import neuron_level_ffn
 from sparse24_jax.neurons import cluster_neurons
+from sparse24_jax.policy import ActivationPolicy, TwoOfFour
+from sparse24_jax.projections import projections_of
 from tests import oracles
 from tests.quick import jit
 
 TOKENS, D, HIDDEN = 32, 8, 64
-VNM = ActivationPolicy(v=8, m=8, token_pattern='v:n:m')
+VNM = ActivationPolicy(s24.VNM(8, 8), s24.VNM(8, 8), dense_features=0.05)
 POLICIES = {
-  'vnm': VNM, '2:4': ActivationPolicy(pattern='2:4'),
-  'no_dense': ActivationPolicy(v=4, m=16, token_pattern='v:n:m', dense_features=0),
+  'vnm': VNM, '2:4': ActivationPolicy(TwoOfFour(), dense_features=0.05),
+  'no_dense': ActivationPolicy(s24.VNM(4, 16), s24.VNM(4, 16)),
   # The default, and with dense neurons beside it.
-  'two_of_four_tokens': ActivationPolicy(v=8, m=8),
-  'two_of_four_tokens_and_dense': ActivationPolicy(v=8, m=8, dense_features=0.05),
+  'two_of_four_tokens': ActivationPolicy(s24.VNM(8, 8)),
+  'two_of_four_tokens_and_dense': ActivationPolicy(s24.VNM(8, 8), dense_features=0.05),
 }  # fmt: skip
 
 
@@ -34,13 +37,10 @@ def init(projection, w):
 
 
 def state_of(policy, w_up, w_down):
-  state = {}
-  if policy.up is not None:
-    state['up'] = init(policy.up, w_up)
-  if policy.down is not None:
-    state['down'] = init(policy.down, w_down)
+  weights = {'up': w_up, 'down': w_down}
+  state = {role: init(p, weights[role]) for role, p in projections_of(policy).items() if p is not None}
   if policy.clusters:
-    state['neurons'] = cluster_neurons(w_up, clusters=policy.clusters)
+    state['neurons'] = cluster_neurons(w_up, clusters=policy.clusters.number)
   return state
 
 
@@ -94,16 +94,16 @@ def written_block(policy, x, w_up, w_down, dz):
   state = state_of(policy, w_up, w_down)
   w1 = oracles.soft_threshold(w1, axis=-2) * float(state['up'])
   w2 = oracles.soft_threshold(w2, axis=-1) * float(state['down'])
-  v, m = (1, 4) if policy.pattern == '2:4' else (policy.v, policy.m)
+  v, m = (1, 4) if policy.features == TwoOfFour() else (policy.features.v, policy.features.m)
   h = x @ w1
   r = np.maximum(h, 0)
   features = block_mask(r * r, v, m)
   y = np.where(features, r * r, 0)
-  count = round(policy.dense_share * HIDDEN)
+  count = round(policy.dense_features * HIDDEN)
   dense = largest((y != 0).sum(0)[None], count)[0]
   rest = np.where(dense, 0, y)
   tokens = apart(TOKENS, m)
-  if policy.keeps_two_of_four_tokens:
+  if policy.tokens == TwoOfFour() != policy.features:
     tokens, v, m = np.arange(TOKENS), 1, 4
   mask = np.zeros(y.shape, bool)
   mask[tokens] = block_mask(rest[tokens].T, v, m).T

@@ -12,8 +12,9 @@ import numpy as np
 import sparse24_jax as s24
 from sparse24_jax import _activation_products as products
 from sparse24_jax import activation_sparsity as acts
-from sparse24_jax.activation_sparsity import ActivationPolicy
 from sparse24_jax.neurons import spread
+from sparse24_jax.policy import ActivationPolicy, Clusters
+from sparse24_jax.projections import projections_of
 from sparse24_jax.vnm import verify_vnm
 from tests.sparse24_jax.activation_oracles import (
   D,
@@ -33,7 +34,7 @@ class ChoiceTest(parameterized.TestCase):
 
   @parameterized.parameters(
     (VNM, True, 'SparseVNM'), (VNM, False, 'Reference'), (POLICIES['2:4'], True, 'Sparse24'),
-    (dataclasses.replace(VNM, clusters=4), True, 'SpreadVNM'),
+    (dataclasses.replace(VNM, clusters=Clusters(4)), True, 'SpreadVNM'),
     (POLICIES['two_of_four_tokens'], True, 'SparseVNMTwoOfFour'),
   )
   def test_sides(self, policy, kernels, kind):
@@ -83,7 +84,8 @@ class SixProductsTest(parameterized.TestCase):
 
       def over_tokens(a, pattern, is_y, b):
         sparse = jnp.where(pattern.mask, a.entries, 0)
-        in_order = sparse if policy.keeps_two_of_four_tokens else spread(sparse, policy.group, 0)
+        apart = policy.tokens == policy.features
+        in_order = spread(sparse, policy.tokens.group, 0) if apart else sparse
         seen.append(('tokens', np.asarray(in_order).T))
         self.dense = len(pattern.dense)
         return ops.over_tokens(a, pattern, is_y, b)
@@ -134,7 +136,7 @@ class SixProductsTest(parameterized.TestCase):
     # Each weight is sparse in one product only, along that product's sum: W1 along its input, W2 along its output.
     # The other way round both are dense operands, and are not 2:4 there: the mask need not be transposable.
     _, w_up, w_down, _ = draw()
-    up, down = (p.apply(w, p.init(w)) for p, w in ((VNM.up, w_up), (VNM.down, w_down)))
+    up, down = (p.apply(w, p.init(w)) for p, w in zip(projections_of(VNM).values(), (w_up, w_down), strict=True))
     for w, axis in ((up, -2), (down, -1)):
       s24.verify24(w, axis=axis)
       with self.assertRaisesRegex(ValueError, 'not 2:4'):
@@ -148,7 +150,7 @@ class SixProductsTest(parameterized.TestCase):
       np.testing.assert_array_equal(first, second)
 
   def test_what_the_forward_dropped_gets_no_gradient(self):
-    policy = ActivationPolicy(v=8, m=8, up=None, down=None, dense_features=1)
+    policy = ActivationPolicy(VNM.features, sparse_weights=False, dense_features=1)
     x, w_up, w_down, dz = draw()
     h = x @ w_up
     mask = acts.feature_mask(jnp.square(jax.nn.relu(h)), policy)

@@ -12,7 +12,8 @@ import numpy as np
 import sparse24_jax as s24
 from sparse24_jax import _activation_products as products
 from sparse24_jax import activation_sparsity as acts
-from sparse24_jax.activation_sparsity import ActivationPolicy, neuron_level_ffn
+from sparse24_jax.activation_sparsity import neuron_level_ffn
+from sparse24_jax.policy import ActivationPolicy, Clusters, TwoOfFour
 from tests.quick import jit
 from tests.sparse24_jax.activation_oracles import (
   D,
@@ -43,17 +44,17 @@ class NumericsTest(parameterized.TestCase):
   )
   def test_kernels_compute_the_same(self, name, clusters):
     # On a CPU the ops answer with their references, through the formats and the index of the gathered rows.
-    policy = dataclasses.replace(POLICIES[name], clusters=clusters)
+    policy = dataclasses.replace(POLICIES[name], clusters=Clusters(clusters) if clusters else None)
     inputs = draw(jnp.bfloat16)
     expected = forward_and_grads(policy, *inputs)
-    policy = dataclasses.replace(policy, implementation='kernels')
+    policy = dataclasses.replace(policy, implementation='sparse')
     for found, other in zip(forward_and_grads(policy, *inputs), expected, strict=True):
       self.assertEqual(found.dtype, jnp.bfloat16)
       self.assertLess(relative_error(found, other), 4e-3)
 
-  @parameterized.parameters({}, dict(token_pattern='v:n:m'), dict(pattern='2:4'))
-  def test_with_all_features_dense_it_is_the_derivative(self, **pattern):
-    policy = ActivationPolicy(**pattern, v=8, m=8, dense_features=1, up=None, down=None)
+  @parameterized.parameters('two_of_four_tokens', 'vnm', '2:4')
+  def test_with_all_features_dense_it_is_the_derivative(self, name):
+    policy = dataclasses.replace(POLICIES[name], dense_features=1, sparse_weights=False)
     x, w_up, w_down, dz = draw()
     mask = acts.feature_mask(jnp.square(jax.nn.relu(x @ w_up)), policy)
 
@@ -65,7 +66,7 @@ class NumericsTest(parameterized.TestCase):
       np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-4)
 
   def test_biases(self):
-    policy = ActivationPolicy(v=8, m=8, dense_features=1, up=None, down=None)
+    policy = ActivationPolicy(s24.VNM(8, 8), dense_features=1, sparse_weights=False)
     x, w_up, w_down, dz = draw()
     b_up, b_down = jnp.linspace(-1, 1, HIDDEN), jnp.linspace(-1, 1, D)
     mask = acts.feature_mask(jnp.square(jax.nn.relu(x @ w_up + b_up[None])), policy)
@@ -101,7 +102,7 @@ class ExpertsTest(parameterized.TestCase):
 
   @parameterized.parameters('vnm', 'two_of_four_tokens', '2:4')
   def test_experts_are_blocks_of_their_own(self, name):
-    policy = dataclasses.replace(POLICIES[name], clusters=4 if name == 'vnm' else 0)
+    policy = dataclasses.replace(POLICIES[name], clusters=Clusters(4) if name == 'vnm' else None)
     x, w_up, w_down, dz = draw(lead=(2,))
     together = forward_and_grads(policy, x, w_up, w_down, dz)
     for i in range(2):
@@ -129,59 +130,38 @@ class ExpertsTest(parameterized.TestCase):
       neuron_level_ffn(x[:1], w_up, w_down, state_of(VNM, w_up, w_down), policy=VNM)
 
 
-class DefaultsTest(parameterized.TestCase):
-  """What None is, and how policies tell of themselves: as before two of four tokens were the default."""
+class DescriptionTest(parameterized.TestCase):
 
   @parameterized.parameters(
-    ({}, True, 0.0), (dict(token_pattern='2:4'), True, 0.0), (dict(v=128, m=16), True, 0.0),
-    (dict(dense_features=0.2), True, 0.2), (dict(token_pattern='2:4', dense_features=0.05), True, 0.05),
-    (dict(token_pattern='v:n:m'), False, 0.05), (dict(token_pattern='v:n:m', dense_features=0), False, 0),
-    (dict(clusters=4), False, 0.05), (dict(clusters=4, token_pattern='v:n:m'), False, 0.05),
-    (dict(pattern='2:4'), False, 0.05), (dict(pattern='2:4', token_pattern='2:4'), False, 0.05),
-    (dict(pattern='2:4', dense_features=0), False, 0),
-  )
-  def test_what_none_is(self, given, two_of_four, share):
-    policy = ActivationPolicy(**given)
-    self.assertEqual((policy.keeps_two_of_four_tokens, policy.dense_share), (two_of_four, share))
-    self.assertEqual(policy.token_group, 4 if two_of_four or policy.pattern == '2:4' else policy.m)
-
-  def test_another_field_may_change_it(self):
-    policy = ActivationPolicy()
-    clustered = dataclasses.replace(policy, clusters=4)
-    self.assertEqual((clustered.keeps_two_of_four_tokens, clustered.dense_share), (False, 0.05))
-    self.assertEqual(dataclasses.replace(clustered, clusters=0), policy)
-
-  @parameterized.parameters(
-    (dict(token_pattern='v:n:m'), dict(pattern='64:2:8', dense_features=0.05, clusters=0)),
-    (dict(token_pattern='v:n:m', v=128, m=16, dense_features=0.2),
-     dict(pattern='128:2:16', dense_features=0.2, clusters=0)),
-    (dict(clusters=4), dict(pattern='64:2:8', dense_features=0.05, clusters=4)),
-    (dict(clusters=4, route_within=128), dict(pattern='64:2:8', dense_features=0.05, clusters=4, route_within=128)),
-    (dict(pattern='2:4'), dict(pattern='2:4', dense_features=0.05, clusters=0)),
-    ({}, dict(pattern='64:2:8', dense_features=0.0, clusters=0, token_pattern='2:4')),
-    (dict(token_pattern='2:4', dense_features=0),
-     dict(pattern='64:2:8', dense_features=0, clusters=0, token_pattern='2:4')),
+    (ActivationPolicy(), dict(features='64:2:8', tokens='2:4', dense_features=0.0, clusters=None, sparse_weights=True)),
+    (ActivationPolicy(s24.VNM(128, 16), s24.VNM(128, 16), 0.05, Clusters(4, 256)),
+     dict(features='128:2:16', tokens='128:2:16', dense_features=0.05, clusters=dict(number=4, within=256),
+          sparse_weights=True)),
+    (ActivationPolicy(TwoOfFour(), sparse_weights=False, implementation='sparse'),
+     dict(features='2:4', tokens='2:4', dense_features=0.0, clusters=None, sparse_weights=False)),
   )  # fmt: skip
-  def test_descriptions_say_what_it_comes_to(self, given, described):
-    projections = dict(up='soft_threshold', down='soft_threshold along out')
-    self.assertEqual(ActivationPolicy(**given).describe(), described | projections)
+  def test_says_all_but_what_runs_it(self, policy, described):
+    self.assertEqual(policy.describe(), described)
 
 
 class RefusalTest(parameterized.TestCase):
 
   @parameterized.parameters(
-    (dict(pattern='4:8'), "pattern='4:8'"), (dict(implementation='triton'), "implementation='triton'"),
-    (dict(v=0), 'v=0'), (dict(m=2), 'm=2'), (dict(m=8.0), 'm=8.0 must be a whole'), (dict(v=True), 'v=True'),
-    (dict(dense_features=1.5), 'dense_features=1.5'),
-    (dict(token_pattern='4:8'), "token_pattern='4:8'"), (dict(pattern='2:4', token_pattern='v:n:m'), 'that 2:4 keeps'),
-    (dict(clusters=4, token_pattern='2:4'), 'side by side'),
-    (dict(clusters=-1), 'clusters=-1'), (dict(clusters=4, pattern='2:4'), 'treats each token by itself'),
-    (dict(down=s24.soft_threshold_projection()), '2:4 along the output'),
-    (dict(up=s24.soft_threshold_projection(axis=-1)), '2:4 along the input'),
+    (lambda: ActivationPolicy('2:4'), r"features='2:4' must be TwoOfFour\(\) or VNM\(v, m\)"),
+    (lambda: ActivationPolicy(tokens=None), 'tokens=None must be TwoOfFour'),
+    (lambda: ActivationPolicy(implementation='triton'), "implementation='triton'"),
+    (lambda: s24.VNM(0, 8), 'v=0'), (lambda: s24.VNM(8, 2), 'm=2'), (lambda: s24.VNM(8, 8.0), 'm=8.0 must be a whole'),
+    (lambda: s24.VNM(True, 8), 'v=True'), (lambda: ActivationPolicy(dense_features=1.5), 'dense_features=1.5'),
+    (lambda: ActivationPolicy(TwoOfFour(), s24.VNM(8, 8)), r'tokens=8:2:8 must be TwoOfFour\(\) or features, .* 2:4'),
+    (lambda: ActivationPolicy(s24.VNM(4, 8), s24.VNM(8, 8)), 'tokens=8:2:8 must be .* features, which are 4:2:8'),
+    (lambda: ActivationPolicy(clusters=Clusters(4)), 'side by side that use the same neurons, which takes VNM'),
+    (lambda: ActivationPolicy(TwoOfFour(), clusters=Clusters(4)), 'clusters of 2:4 features with tokens=2:4'),
+    (lambda: Clusters(-1), 'number=-1'), (lambda: ActivationPolicy(clusters=4), r'clusters=4 must be Clusters'),
+    (lambda: ActivationPolicy(s24.VNM(4, 8), s24.VNM(4, 8), clusters=Clusters(4, 6)), 'within=6 in multiples of v'),
   )
-  def test_policies(self, change, message):
+  def test_policies(self, make, message):
     with self.assertRaisesRegex(ValueError, message):
-      ActivationPolicy(**change)
+      make()
 
   @parameterized.parameters(
     (dict(x=jnp.ones((30, D))), '30 tokens; 8 are the rows of a block'),
@@ -192,7 +172,7 @@ class RefusalTest(parameterized.TestCase):
     (dict(b_down=jnp.ones((1, D))), r'b_down must be of shape \(8,\)'),
     (dict(w_up=jnp.ones((2, D, HIDDEN)), b_up=jnp.ones(HIDDEN)), r'b_up must be of shape \(2, 64\)'),
     (dict(state={}), "state of projection 'soft_threshold'"),
-    (dict(policy=lambda: dataclasses.replace(VNM, clusters=4)), r"state\['neurons'\] must be int32"),
+    (dict(policy=lambda: dataclasses.replace(VNM, clusters=Clusters(4))), r"state\['neurons'\] must be int32"),
     (dict(w_up=jnp.ones((D, 60)), w_down=jnp.ones((60, D))), '60 neurons; 8 are the columns of a group'),
   )
   def test_calls(self, change, message):
@@ -206,7 +186,7 @@ class RefusalTest(parameterized.TestCase):
   @parameterized.parameters('vnm', '2:4', 'two_of_four_tokens', 'clusters', 'experts')
   def test_no_tokens(self, name):
     policy = POLICIES.get(name, VNM)
-    policy = dataclasses.replace(policy, clusters=4) if name == 'clusters' else policy
+    policy = dataclasses.replace(policy, clusters=Clusters(4)) if name == 'clusters' else policy
     x, w_up, w_down, _ = draw(lead=(2,) if name == 'experts' else ())
     state, bias = state_of(policy, w_up, w_down), jnp.ones((*w_up.shape[:-2], D))
     x = x[..., :0, :]
@@ -216,7 +196,7 @@ class RefusalTest(parameterized.TestCase):
       np.testing.assert_array_equal(grad, jnp.zeros_like(grad))
 
   def test_gradients_need_whole_groups_of_tokens(self):
-    policy = dataclasses.replace(VNM, v=4)
+    policy = dataclasses.replace(VNM, features=s24.VNM(4, 8), tokens=s24.VNM(4, 8))
     x, w_up, w_down, dz = draw()
     state = state_of(policy, w_up, w_down)
     neuron_level_ffn(x[:12], w_up, w_down, state, policy=policy)
@@ -224,7 +204,7 @@ class RefusalTest(parameterized.TestCase):
       forward_and_grads(policy, x[:12], w_up, w_down, dz[:12], state)
 
   def test_two_of_four_tokens_need_groups_of_four(self):
-    policy = dataclasses.replace(POLICIES['two_of_four_tokens'], v=2)
+    policy = dataclasses.replace(POLICIES['two_of_four_tokens'], features=s24.VNM(2, 8))
     x, w_up, w_down, dz = draw()
     self.assertEqual(forward_and_grads(policy, x[:12], w_up, w_down, dz[:12])[0].shape, (12, D))
     with self.assertRaisesRegex(ValueError, 'group tokens by 4 .* found 10 tokens'):

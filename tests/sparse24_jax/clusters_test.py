@@ -1,5 +1,7 @@
 """Tests for clusters in a projection's state, and for the layers that read them there."""
 
+import dataclasses
+
 from absl.testing import absltest, parameterized
 from flax import nnx
 import jax
@@ -14,7 +16,8 @@ from sparse24_jax.neurons import cluster_neurons, route_tokens
 from sparse24_jax.optim import regroup_neurons
 
 D, HIDDEN, TOKENS, CLUSTERS = 8, 32, 16, 4
-POLICY = s24.ActivationPolicy(v=4, m=8, clusters=CLUSTERS)
+BLOCKS = s24.ActivationPolicy(s24.VNM(4, 8), s24.VNM(4, 8), dense_features=0.05)
+POLICY = dataclasses.replace(BLOCKS, clusters=s24.Clusters(CLUSTERS))
 UP, DOWN = '(.*/)?up/kernel', '(.*/)?down/kernel'
 
 
@@ -69,7 +72,7 @@ class StateTest(parameterized.TestCase):
     np.testing.assert_array_equal(new.projections['down']['kernel'], opt_state.projections['down']['kernel'])
 
   def test_without_clusters_the_state_is_left_alone(self):
-    _, params, recipe, opt_state = setting(s24.ActivationPolicy(v=4, m=8))
+    _, params, recipe, opt_state = setting(BLOCKS)
     self.assertIs(regroup_neurons(params, opt_state, recipe), opt_state)
 
 
@@ -81,15 +84,14 @@ class LayersTest(parameterized.TestCase):
 
   @parameterized.parameters(0, 8)
   def test_linen(self, within):
-    policy = s24.ActivationPolicy(v=4, m=8, clusters=CLUSTERS, route_within=within)
+    policy = dataclasses.replace(BLOCKS, clusters=s24.Clusters(CLUSTERS, within))
     mlp, params, recipe, opt_state = setting(policy)
     x = random(2, TOKENS, D)
     variables = {'params': params, 'sparse24': s24.sparse_variables(params, opt_state, recipe, phase='sparse')}
     found = s24.sparsify(mlp, recipe, phase='sparse').apply(variables, x)
     np.testing.assert_allclose(found, self.expected(params, opt_state, x, policy), rtol=1e-6, atol=1e-6)
     # The clusters matter: without them other neurons are kept.
-    plain = s24.ActivationPolicy(v=4, m=8)
-    self.assertGreater(np.abs(found - self.expected(params, opt_state, x, plain)).max(), 1e-2)
+    self.assertGreater(np.abs(found - self.expected(params, opt_state, x, BLOCKS)).max(), 1e-2)
 
   def test_nnx(self):
     _, params, recipe, opt_state = setting()
@@ -122,13 +124,9 @@ class LayersTest(parameterized.TestCase):
       np.testing.assert_array_equal(order[start : start + 8] - start, alone)
 
   def test_what_does_not_fit_is_refused(self):
-    with self.assertRaisesRegex(ValueError, 'route_within=6 must be a multiple of v=4'):
-      s24.ActivationPolicy(v=4, m=8, clusters=4, route_within=6)
-    with self.assertRaisesRegex(ValueError, 'takes clusters'):
-      s24.ActivationPolicy(v=4, m=8, route_within=8)
     _, params, _, opt_state = setting()
-    policy = s24.ActivationPolicy(v=4, m=8, clusters=CLUSTERS, route_within=12)
-    with self.assertRaisesRegex(ValueError, 'x has 16 tokens; route_within=12'):
+    policy = dataclasses.replace(BLOCKS, clusters=s24.Clusters(CLUSTERS, 12))
+    with self.assertRaisesRegex(ValueError, 'x has 16 tokens; within=12'):
       self.expected(params, opt_state, random(2, TOKENS, D), policy)
 
 

@@ -17,7 +17,6 @@ POLICIES = {
   'dense_mvue': s24.DotPolicy(weight_grad='mvue'),
   'ste': s24.DotPolicy(s24.magnitude()),
   'fst': s24.DotPolicy(s24.transposable(), input_grad='sparse', weight_grad='mvue'),
-  'fst_approximate': s24.DotPolicy(s24.transposable(), input_grad='sparse', weight_grad='mvue_approximate'),
   's_ste': s24.DotPolicy(s24.soft_threshold_projection(), weight_grad='mvue'),
   's_ste_fp8': s24.DotPolicy(s24.soft_threshold_projection(), weight_grad='mvue', precision='fp8'),
 }
@@ -52,9 +51,8 @@ def written_formulas(policy, x, w, state, dz, key) -> tuple[np.ndarray, ...]:
   projected = w if policy.projection is None else policy.projection.apply(w, state)
   x, projected, dz = np.asarray(x), np.asarray(projected), np.asarray(dz)
   tokens, sampled = x.reshape(-1, x.shape[-1]), dz.reshape(-1, dz.shape[-1])
-  if policy.weight_grad != 'dense':
-    method = {'mvue': 'exact', 'mvue_approximate': 'approximate'}[policy.weight_grad]
-    sampled = np.asarray(s24.mvue24(jnp.asarray(sampled), key, axis=0, method=method))
+  if policy.weight_grad == 'mvue':
+    sampled = np.asarray(s24.mvue24(jnp.asarray(sampled), key, axis=0))
   products = [(x, projected), (dz, projected.T), (tokens.T, sampled)]
   if policy.precision == 'fp8':
     e4m3, e5m2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2

@@ -35,7 +35,7 @@ def ffn(w):
 
 def neuron_level(w):
   state = {'up': jnp.float32(1), 'down': jnp.float32(1)}
-  return s24.neuron_level_ffn(w, w, w, state, policy=s24.ActivationPolicy(v=4, m=8))
+  return s24.neuron_level_ffn(w, w, w, state, policy=s24.ActivationPolicy(s24.VNM(4, 8)))
 
 
 # Of w, a matrix 8 x 8.

@@ -228,7 +228,7 @@ class RefusalTest(parameterized.TestCase):
     ('along_out', dict(projection=s24.soft_threshold_projection(axis=-1)), BF16, "found 'soft_threshold along out'"),
     ('no_projection', dict(projection=None), BF16, 'only the soft threshold is packed in FP8, found None'),
     ('dense_weight_grad', dict(weight_grad='dense'), BF16, "FP8 kernels take weight_grad='mvue', found 'dense'"),
-    ('sampler', dict(weight_grad='mvue_approximate'), BF16, "take weight_grad='mvue', found 'mvue_approximate'"),
+    ('sampler', dict(weight_grad='dense'), BF16, "take weight_grad='mvue', found 'dense'"),
     ('dtype', {}, F32, 'activations are float32'),
   )
   def test_a_named_kernel_serves_or_raises(self, change, dtype, message):
@@ -244,7 +244,7 @@ class RefusalTest(parameterized.TestCase):
     run = functools.partial(s24.ffn, policy=simulated)
     self.assertEqual(jax.eval_shape(run, x, weights['up'], weights['down'], states).shape, (*TOKENS, OUT))
 
-  @parameterized.parameters('mosaic_gpu', 'cusparselt')
+  @parameterized.parameters('sparse', 'cusparselt')
   def test_a_named_kernel_is_not_replaced_off_the_gpu(self, backend):
     x, weights, _, states, _ = problem(gated=False, biased=False)
     policy = dataclasses.replace(KERNELS, implementation=backend)

@@ -11,6 +11,7 @@ import pytest
 
 from pallas_kernels import _device, _tuning
 import sparse24_jax as s24
+from sparse24_jax.projections import projections_of
 from tests.oracles import assert_close
 
 pytestmark = [
@@ -18,8 +19,8 @@ pytestmark = [
 ]
 
 TOKENS, D, HIDDEN = 8192, 2048, 8192
-POLICY = s24.ActivationPolicy(v=128, m=8, token_pattern='v:n:m')
-TWO_OF_FOUR_TOKENS = s24.ActivationPolicy(v=128, m=8)  # the default
+POLICY = s24.ActivationPolicy(s24.VNM(128, 8), s24.VNM(128, 8), dense_features=0.05)
+TWO_OF_FOUR_TOKENS = s24.ActivationPolicy(s24.VNM(128, 8))  # the default
 # What XLA and the host name a launch of a V:N:M product.
 PRODUCT = 'mosaic_gpu_v2'
 
@@ -32,7 +33,7 @@ def arguments(lead=()):
     for key, side, scale in zip(keys, sides, scales, strict=True)
   ]
   state = {}
-  for name, projection, w in (('up', POLICY.up, arrays[1]), ('down', POLICY.down, arrays[2])):
+  for (name, projection), w in zip(projections_of(POLICY).items(), arrays[1:3], strict=True):
     assert projection is not None
     state[name] = jax.vmap(projection.init)(w) if lead else projection.init(w)
   return *arrays, state
@@ -54,7 +55,7 @@ class DefaultTest(parameterized.TestCase):
     default = compiled(policy, args)
     self.assertEqual((default.as_text() or '').count(f'custom_call_target="{PRODUCT}"'), 6 * times)
     found = default(*args)
-    named = compiled(dataclasses.replace(policy, implementation='kernels'), args)(*args)
+    named = compiled(dataclasses.replace(policy, implementation='sparse'), args)(*args)
     jax.tree.map(np.testing.assert_array_equal, named, found)
     if lead:  # experts under vmap: a mapped launch takes one after the other, so the order of sums differs
       for mapped, expected in zip(compiled(policy, args, mapped=True)(*args), found, strict=True):
@@ -65,10 +66,10 @@ class NamedTest(parameterized.TestCase):
 
   # Two of four tokens are beside each other, not of clusters.
   @parameterized.parameters(
-    dict(v=64, m=8, clusters=4), dict(v=128, m=8, token_pattern='v:n:m'), dict(v=128, m=8), dict(v=64, m=8),
-    dict(v=128, m=8, dense_features=0.05),
+    s24.ActivationPolicy(s24.VNM(64, 8), s24.VNM(64, 8), 0.05, s24.Clusters(4)), POLICY, TWO_OF_FOUR_TOKENS,
+    s24.ActivationPolicy(s24.VNM(64, 8)), s24.ActivationPolicy(s24.VNM(128, 8), dense_features=0.05),
   )
-  def test_as_the_reference(self, **form):
+  def test_as_the_reference(self, policy):
     """Whole numbers, and tokens that are clearly of one cluster: sums are exact, so the patterns are the same."""
     tokens, d, hidden, clusters = 1024, 512, 2048, 4
     rng = np.random.default_rng(0)
@@ -80,9 +81,8 @@ class NamedTest(parameterized.TestCase):
     args = [jnp.asarray(a, jnp.bfloat16) for a in (x, w_up, w_down, dz)]
     one = jnp.float32(1)
     state = {'up': one, 'down': one, 'neurons': jnp.asarray(own, jnp.int32)}
-    policy = s24.ActivationPolicy(**form)
     kernels, plain = (
-      compiled(dataclasses.replace(policy, implementation=name), [*args, state]) for name in ('kernels', 'reference')
+      compiled(dataclasses.replace(policy, implementation=name), [*args, state]) for name in ('sparse', 'reference')
     )
     self.assertEqual((kernels.as_text() or '').count(f'custom_call_target="{PRODUCT}"'), 6)
     found = kernels(*args, state)

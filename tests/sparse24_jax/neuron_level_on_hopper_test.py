@@ -3,6 +3,7 @@
 Runs where the CUDA plug-in wheels are, in the kernels' environment.
 """
 
+import dataclasses
 import functools
 from unittest import mock
 
@@ -17,7 +18,8 @@ from sparse24_jax import _activation_gain as gain
 from tests.sparse24_jax import on_hopper_test as hopper
 
 TOKENS, D, HIDDEN = 256, 128, 512
-POLICY = s24.ActivationPolicy(v=128, m=8, token_pattern='v:n:m')
+BLOCKS = s24.VNM(128, 8)
+POLICY = s24.ActivationPolicy(BLOCKS, BLOCKS, dense_features=0.05)
 
 SIDES = (TOKENS, D), (D, HIDDEN), (HIDDEN, D), (TOKENS, D)
 
@@ -55,11 +57,12 @@ class KernelsTest(parameterized.TestCase):
   # activations; with clusters Y is packed forward and again backward, dH once, and both along tokens. With two of four
   # tokens Y and dH are packed once and turned, as with blocks of tokens; dense neurons, if there are any, are taken.
   @parameterized.parameters(
-    (dict(v=64, clusters=4), 9), (dict(pattern='2:4'), 4), (dict(v=128), 8), (dict(v=64), 8),
-    (dict(v=128, dense_features=0.05), 10),
+    (s24.ActivationPolicy(s24.VNM(64, 8), s24.VNM(64, 8), 0.05, s24.Clusters(4)), 9),
+    (s24.ActivationPolicy(s24.TwoOfFour(), dense_features=0.05), 4), (s24.ActivationPolicy(BLOCKS), 8),
+    (s24.ActivationPolicy(), 8), (s24.ActivationPolicy(BLOCKS, dense_features=0.05), 10),
   )
-  def test_six_products_where_kernels_are_named(self, form, passes):
-    policy = s24.ActivationPolicy(**form, implementation='kernels')
+  def test_six_products_where_kernels_are_named(self, policy, passes):
+    policy = dataclasses.replace(policy, implementation='sparse')
     scale = jax.ShapeDtypeStruct((), jnp.float32)
     state = {'up': scale, 'down': scale, 'neurons': jax.ShapeDtypeStruct((HIDDEN,), jnp.int32)}
     text = lowered(functools.partial(step, policy=policy), *(hopper.struct(*side) for side in SIDES), state)

@@ -11,8 +11,9 @@ import numpy as np
 
 import sparse24_jax as s24
 from sparse24_jax import activation_sparsity as acts
-from sparse24_jax.activation_sparsity import ActivationPolicy, neuron_level_ffn
+from sparse24_jax.activation_sparsity import neuron_level_ffn
 from sparse24_jax.neurons import cluster_neurons, invert, route_tokens, spread, unspread
+from sparse24_jax.policy import ActivationPolicy, Clusters
 from tests import oracles
 from tests.quick import jit
 from tests.sparse24_jax.activation_oracles import (
@@ -20,7 +21,6 @@ from tests.sparse24_jax.activation_oracles import (
   draw,
   eager,
   forward_and_grads,
-  HIDDEN,
   state_of,
   TOKENS,
   VNM,
@@ -81,7 +81,7 @@ class RoutingTest(parameterized.TestCase):
     np.testing.assert_array_equal(unspread(spread(x, 8, 1), 8, 1), x)
 
   def test_permuted_and_permuted_back(self):
-    policy = dataclasses.replace(VNM, clusters=4)
+    policy = dataclasses.replace(VNM, clusters=Clusters(4))
     x, w_up, w_down, dz = draw()
     state = state_of(policy, w_up, w_down)
     order = route_tokens(x, w_up, state['neurons'], clusters=4)
@@ -96,19 +96,6 @@ class RoutingTest(parameterized.TestCase):
     for found, other in zip(forward_and_grads(policy, x, w_up, w_down, dz, state), expected, strict=True):
       np.testing.assert_allclose(found, other, rtol=1e-6, atol=1e-5)
 
-  @parameterized.parameters((s24.magnitude(), None), (s24.transposable(), s24.transposable()))
-  def test_masks_move_with_their_weights(self, up, down):
-    policy = dataclasses.replace(VNM, v=1, clusters=4, dense_features=0, up=up, down=down)
-    x, w_up, w_down, _ = draw()
-    state = state_of(policy, w_up, w_down)
-    self.assertFalse((jnp.argsort(state['neurons'], stable=True) == jnp.arange(HIDDEN)).all())
-    # In blocks of one token the order of tokens decides nothing, so routing by the projected weight is all the same.
-    masked_down = w_down if down is None else down.apply(w_down, state['down'])
-    plain = jit(functools.partial(neuron_level_ffn, policy=dataclasses.replace(policy, up=None, down=None)))
-    expected = plain(x, up.apply(w_up, state['up']), masked_down, {'neurons': state['neurons']})
-    found = jit(functools.partial(neuron_level_ffn, policy=policy))(x, w_up, w_down, state)
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-4)
-
   def test_routing_keeps_more_of_clustered_activations(self):
     # Eight kinds of tokens, each using its own eighth of the neurons, in random order: blocks of eight unsorted tokens
     # need all neurons of a group, sorted ones one. What is lost falls from a half to nearly nothing.
@@ -120,7 +107,9 @@ class RoutingTest(parameterized.TestCase):
     w_down = jnp.ones((128, 4))
 
     def lost(clusters):
-      policy = ActivationPolicy(v=8, m=16, clusters=clusters, up=None, down=None)
+      policy = ActivationPolicy(
+        s24.VNM(8, 16), s24.VNM(8, 16), clusters=Clusters(clusters) if clusters else None, sparse_weights=False
+      )
       z = jit(functools.partial(neuron_level_ffn, policy=policy))(x, w_up, w_down, state_of(policy, w_up, w_down))
       exact = jnp.square(jax.nn.relu(x @ w_up)) @ w_down
       return float(jnp.linalg.norm(z - exact) / jnp.linalg.norm(exact))

@@ -10,6 +10,8 @@ import numpy as np
 from pallas_kernels import formats
 from pallas_kernels.sparse_matmul.operand import from_operand
 import sparse24_jax as s24
+from sparse24_jax import products
+from sparse24_jax.packing import pack
 from tests import oracles
 
 PROJECTIONS = {
@@ -38,11 +40,11 @@ def packer(projection, dtype):
   """(state, packed weight, projected weight) of a weight, and of a state if it is not new."""
 
   @jax.jit
-  def pack(w, state=None):
+  def of(w, state=None):
     state = projection.init(w) if state is None else state
-    return state, projection.pack(w, state, jnp.dtype(dtype)), projection.apply(w, state).astype(dtype)
+    return state, pack(projection.form, w, state, jnp.dtype(dtype)), projection.apply(w, state).astype(dtype)
 
-  return pack
+  return of
 
 
 @jax.jit
@@ -80,7 +82,10 @@ class PackedWeightTest(parameterized.TestCase):
 
   @parameterized.parameters(*NOT_PACKED)
   def test_a_projection_that_is_not_2_4_along_the_input_has_no_packed_form(self, name):
-    self.assertIsNone(NOT_PACKED[name].pack)
+    policy = s24.DotPolicy(NOT_PACKED[name], implementation='dense')
+    self.assertFalse(products.may_pack(policy, weight(64, 128)))
+    with self.assertRaisesRegex(ValueError, 'has no packed form'):
+      products.pack_weight(policy, weight(64, 128), None, jnp.bfloat16)
 
   def test_an_old_mask_keeps_its_positions(self):
     """Between refreshes values move and positions stay."""

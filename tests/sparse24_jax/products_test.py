@@ -29,15 +29,14 @@ POLICIES = {
   'dense_input_grad': (s24.DotPolicy(s24.transposable(), weight_grad='mvue'), (1, 0, 1)),
   'fst': (s24.DotPolicy(s24.transposable(), input_grad='sparse', weight_grad='mvue'), (1, 1, 1)),
   'fst_without_mvue': (s24.DotPolicy(s24.transposable(), input_grad='sparse'), (1, 1, 0)),
-  'fst_approximate': (
-    s24.DotPolicy(s24.transposable(), input_grad='sparse', weight_grad='mvue_approximate'), (1, 1, 0)
-  ),
   's_ste': (s24.DotPolicy(s24.soft_threshold_projection(), weight_grad='mvue'), (1, 0, 1)),
   's_ste_along_out': (s24.DotPolicy(s24.soft_threshold_projection(axis=-1)), (0, 0, 0)),
   'unstructured': (s24.DotPolicy(s24.dynamic_sparse(0.3)), (0, 0, 0)),
   'dynamic_2_4': (s24.DotPolicy(s24.dynamic_sparse(0.3, structure='2:4')), (1, 0, 0)),
 }  # fmt: skip
 FST = POLICIES['fst'][0]
+# What policies name -> what runs on this machine, which is no GPU.
+BACKENDS = {'sparse': 'mosaic_gpu', 'cusparselt': 'cusparselt', 'dense': 'dense'}
 S_STE_FP8 = s24.DotPolicy(s24.soft_threshold_projection(), weight_grad='mvue', precision='fp8')
 FP8_WITHOUT_MVUE = s24.DotPolicy(s24.soft_threshold_projection(), precision='fp8')
 FP8_MASKED = s24.DotPolicy(s24.magnitude(), weight_grad='mvue', precision='fp8')
@@ -72,14 +71,19 @@ def card(
 
 class PlanTest(parameterized.TestCase):
 
-  @parameterized.product(policy=list(POLICIES), backend=products.BACKENDS, dtype=(BF16, FP16))
-  def test_a_named_back_end_serves_what_the_policy_makes_sparse(self, policy, backend, dtype):
-    policy, sparse = POLICIES[policy]
-    found = products.plan(named(policy, backend), 32, 64, 128, dtype)
+  @parameterized.product(policy=list(POLICIES), implementation=list(BACKENDS), dtype=(BF16, FP16))
+  def test_a_named_back_end_serves_what_the_policy_makes_sparse(self, policy, implementation, dtype):
+    (policy, sparse), backend = POLICIES[policy], BACKENDS[implementation]
+    found = products.plan(named(policy, implementation), 32, 64, 128, dtype)
     self.assertEqual(found, Plan(*(backend if s else None for s in sparse)))
     self.assertEqual(found.packs, bool(sparse[0] or sparse[1]))
     expected = backend if all(sparse) else None  # the one back end of all three, or None
     self.assertEqual(found.sole_backend, expected)
+
+  def test_sparse_is_the_kernel_of_the_gpu(self):
+    for device, backend in ((H100, 'mosaic_gpu'), (A100, 'mosaic_gpu_sm80')):
+      with card(device=device):
+        self.assertEqual(products.plan(named(FST, 'sparse'), 32, 64, 128, BF16), Plan(*(backend,) * 3))
 
   @parameterized.product(policy=list(POLICIES), implementation=(None, 'reference'), dtype=(F32, BF16, FP16))
   def test_plain_on_this_machine(self, policy, implementation, dtype):
@@ -184,7 +188,7 @@ class PlanTest(parameterized.TestCase):
     ('short', s24.DotPolicy(weight_grad='mvue'), 6, 64, BF16, 'multiples of four, found a weight 6 x 64'),
   )
   def test_what_kernels_do_not_serve(self, policy, d_in, d_out, dtype, reason):
-    for backend in products.BACKENDS:
+    for backend in BACKENDS:
       with self.assertRaisesRegex(ValueError, f'implementation={backend!r} cannot serve this layer: .*{reason}'):
         products.plan(named(policy, backend), 32, d_in, d_out, dtype)
     self.assertEqual(products.plan(named(policy, 'reference'), 32, d_in, d_out, dtype), Plan())
@@ -196,8 +200,8 @@ class PlanTest(parameterized.TestCase):
     self.assertRegex(logs.output[0], f'no kernels for a layer {d_in} x {d_out} on 32 tokens: .*{reason}')
 
   def test_fp8_runs_on_kernels_or_is_simulated(self):
-    for backend in products.BACKENDS:
-      found = products.plan(named(S_STE_FP8, backend), 32, 64, 128, BF16)
+    for name, backend in BACKENDS.items():
+      found = products.plan(named(S_STE_FP8, name), 32, 64, 128, BF16)
       self.assertEqual(found, Plan(backend, None, backend, fp8=True))
     with card(records=lambda m, n, k, **_: ('dense',)):  # of 16 bits; the products in 8 bits were not measured
       self.assertEqual(products.plan(S_STE_FP8, 32, 64, 128, BF16), Plan('mosaic_gpu', None, 'mosaic_gpu', fp8=True))
@@ -240,7 +244,7 @@ class PlanTest(parameterized.TestCase):
       products.plan(FST, 32, 64, 128, F32)
 
   def test_an_unknown_back_end_is_refused_by_the_policy(self):
-    with self.assertRaisesRegex(ValueError, r"implementation='fast': known are \[None, 'reference', 'dense', 'mosaic"):
+    with self.assertRaisesRegex(ValueError, r"implementation='fast': known are \[None, 'sparse', 'cusparselt'"):
       named(FST, 'fast')
 
 

@@ -162,7 +162,7 @@ class DescribeTest(parameterized.TestCase):
   @parameterized.parameters(
     {'refresh_every': 41}, {'masked_decay': 7e-5}, {'decay_on': 'weights'}, {'flip_rate': 'step'},
     {'phases': (s24.Phase('sparse', 1.0),)}, {'rules': BUILT['ste'].rules}, {'name': 'other'},
-    {'rules': BUILT['transposable_srste'].rules * 2},
+    {'rules': BUILT['transposable_srste'].rules * 2}, {'freezes_second_moment': True},
   )  # fmt: skip
   def test_tells_every_field(self, **change):
     recipe = BUILT['transposable_srste']
@@ -180,7 +180,8 @@ class PickleTest(absltest.TestCase):
   def test_a_recipe_comes_back_equal(self):
     """As other processes get it; programs compiled for it are then found again."""
     needed = {
-      'path': 'a/.*', 'up': 'up', 'down': 'down', 'policy': s24.ActivationPolicy(clusters=4), 'masked_decay': 1e-4,
+      'path': 'a/.*', 'up': 'up', 'down': 'down', 'masked_decay': 1e-4,
+      'policy': s24.ActivationPolicy(s24.VNM(64, 8), s24.VNM(64, 8), clusters=s24.Clusters(4)),
       'density': 0.3, 'total_steps': 9000,
       'watch': s24.magnitude(),
     }  # fmt: skip

@@ -14,6 +14,7 @@ from pallas_kernels.pack import costs
 from pallas_kernels.sparse_matmul import api
 import sparse24_jax as s24
 from sparse24_jax import products
+from sparse24_jax.packing import pack
 from sparse24_jax.where_it_pays import RoleGain, table
 from tests.sparse24_jax.cards import card, H100
 
@@ -197,13 +198,12 @@ class SumTest(parameterized.TestCase):
   def test_bytes_are_those_of_what_is_packed_and_kept(self, recipe, lead):
     """Of scanned layers, all of them; times are those of one."""
     projection = RECIPES[recipe].rules[0].policy.projection
-    assert projection is not None and projection.pack is not None
-    pack = projection.pack
+    assert projection is not None
     with records(**SPARSE_WINS):
       layer, one = (gain_of(RECIPES[recipe], lead=lead) for lead in (lead, ()))
     w = jax.ShapeDtypeStruct((*lead, 64, 128), jnp.float32)
     state = jax.eval_shape(projection.init, w)
-    packed = jax.eval_shape(lambda w, s: pack(w, s, jnp.bfloat16), w, state)
+    packed = jax.eval_shape(lambda w, s: pack(projection.form, w, s, jnp.bfloat16), w, state)
     sizes = [sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(t)) for t in ((packed.forward, packed.input_grad),
                                                                                    state)]  # fmt: skip
     self.assertEqual([layer.packed_bytes, layer.state_bytes], sizes)

@@ -23,7 +23,7 @@ pytestmark = [
   pytest.mark.gpu, pytest.mark.skipif(not _device.current().has_sparse_wgmma, reason='needs compute capability 9.0')
 ]
 
-KERNELS = 'mosaic_gpu'
+KERNELS = 'sparse'
 BF16, F32 = jnp.bfloat16, jnp.float32
 KEY = jax.random.key(5)
 # Tokens, width, hidden width; tiles that are not full first.

@@ -122,8 +122,8 @@ class RecordsTest(parameterized.TestCase):
   def test_steps_by_their_dense_neurons(self):
     names = ('neuron_level_128x2x8', 'neuron_level_128x2x8_dense_neurons')
     policies = [twins.activations(twins.recipe_of(name)) for name in names]
-    self.assertEqual([policy.dense_share for policy in policies], [0.05, 0.2])
-    self.assertEqual([policy.keeps_two_of_four_tokens for policy in policies], [False] * 2)
+    self.assertEqual([policy.dense_features for policy in policies], [0.05, 0.2])
+    self.assertEqual([policy.tokens for policy in policies], [s24.VNM(128, 8)] * 2)
     known = {'bench': 'train_step', 'pattern': '128:2:8'}  # older records of steps say nothing of 5%
     self.assertEqual(bench_report.identity(known), bench_report.identity(known | {'dense_features': 0.05}))
     self.assertNotEqual(bench_report.identity(known), bench_report.identity(known | {'dense_features': 0.2}))

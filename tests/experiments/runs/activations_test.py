@@ -15,7 +15,7 @@ from experiments.runs.checkpoint import CheckpointError, Checkpoints
 import sparse24_jax as s24
 from tests.experiments.fakes import compile_quickly, FakeData, temp_folder
 
-POLICY = {'v': 16, 'm': 8}
+POLICY = {'features': '16:2:8'}
 SQUARED_RELU = {'model.mlp': 'relu2', 'model.fused_mlp': True}
 
 
@@ -62,11 +62,11 @@ def oracle(y, mask):
 
 
 class MeasureTest(parameterized.TestCase):
-  @parameterized.parameters('v:n:m', '2:4')
+  @parameterized.parameters(s24.VNM(4, 8), s24.TwoOfFour())
   def test_against_enumeration(self, pattern):
     y = np.square(np.maximum(np.random.default_rng(0).normal(size=(4, 16)), 0)).astype(np.float32)
-    policy = s24.ActivationPolicy(pattern=pattern, v=4, m=8)
-    mask, m = np.zeros(y.shape, bool), policy.group
+    policy = s24.ActivationPolicy(pattern)
+    mask, m = np.zeros(y.shape, bool), pattern.group
     for group in range(0, 16, m):
       columns = group + np.argsort(-y[:, group : group + m].sum(0), kind='stable')[:4]
       for row in range(4):
@@ -76,7 +76,7 @@ class MeasureTest(parameterized.TestCase):
       np.testing.assert_allclose(found[name], value, rtol=1e-6)
 
   def test_no_activation_at_all(self):
-    found = activations.measures(np.zeros((16, 8), np.float32), s24.ActivationPolicy(v=16))
+    found = activations.measures(np.zeros((16, 8), np.float32), s24.ActivationPolicy(s24.VNM(16, 8)))
     self.assertEqual({name: float(value) for name, value in found.items()},
                      {activations.ZEROS: 1.0, activations.KEPT: 1.0, activations.KEPT_SUM: 1.0})  # fmt: skip
 
@@ -220,13 +220,14 @@ class TrainingTest(parameterized.TestCase):
   def test_a_run_of_blocks_of_tokens_does_not_go_on_with_two_of_four(self):
     """As a run that began when these were the default."""
     folder, (_, state) = Path(temp_folder(self)), at_start()
-    published = parts_of(tiny(kwargs={'policy': {**POLICY, 'token_pattern': 'v:n:m'}, 'warmup_fraction': 0.2}))
+    policy = {**POLICY, 'tokens': '16:2:8', 'dense_features': 0.05}
+    published = parts_of(tiny(kwargs={'policy': policy, 'warmup_fraction': 0.2}))
     with Checkpoints(folder / 'checkpoints') as checkpoints:
       checkpoints.save(10, state.params, state.opt_state, {'identity': build.identity(published)})
     with self.assertRaises(CheckpointError) as caught:
       train.train(tiny(), folder, data=FakeData(), quiet=True)
     for rule in (0, 1):
-      for field, were, now in (('dense_features', 0.05, 0.0), ('token_pattern', None, '2:4')):
+      for field, were, now in (('dense_features', 0.05, 0.0), ('tokens', '16:2:8', '2:4')):
         line = f'recipe.rules.{rule}.activation.{field}: {were!r} in the checkpoint, {now!r} in this run'
         self.assertIn(line, str(caught.exception))
 
@@ -247,7 +248,8 @@ class TrainingTest(parameterized.TestCase):
     self.assertEqual(same, dense_from == 'weights')
 
   @parameterized.parameters(
-    ({'policy': {'V': 16}}, 'recipe.kwargs of neuron_level'), ({'policy': {'pattern': '1:4'}}, "pattern='1:4'"),
+    ({'policy': {'V': 16}}, 'recipe.kwargs of neuron_level'),
+    ({'policy': {'features': '1:4'}}, "features='1:4' of a policy must be"),
     ({'path': '.*'}, 'recipe.kwargs of neuron_level'),
   )  # fmt: skip
   def test_bad_arguments_are_named(self, kwargs, message):

@@ -66,8 +66,8 @@ class AgainstXlaTest(parameterized.TestCase):
       self.assertLess(found, 1.1 * part)
 
 
-def _neuron_level(**policy):
-  policy = s24.ActivationPolicy(v=16, **policy)
+def _neuron_level(*patterns, **fields):
+  policy = s24.ActivationPolicy(*patterns, **fields)
   return s24.recipes.neuron_level(
     build.FFN_UP, build.FFN_DOWN, policy=policy, warmup_fraction=0.0, dense_fraction=0.0
   )
@@ -110,11 +110,11 @@ class CountTest(parameterized.TestCase):
     np.testing.assert_allclose(curve.linear[0] / curve.linear[-1], 1 - ffn / 2)
 
   @parameterized.parameters(
-    dict(token_pattern='v:n:m', dense_features=0.25), dict(token_pattern='v:n:m', m=16, dense_features=0.2),
-    {}, dict(dense_features=0.25), dict(pattern='2:4'),
+    (s24.VNM(4, 8), s24.VNM(4, 8), 0.25), (s24.VNM(4, 16), s24.VNM(4, 16), 0.2), (s24.VNM(4, 8),),
+    (s24.VNM(4, 8), s24.TwoOfFour(), 0.25), (s24.TwoOfFour(), s24.TwoOfFour(), 0.05),
   )
-  def test_shares_of_activations_are_those_of_their_patterns(self, m=8, **pattern):
-    policy = s24.ActivationPolicy(**pattern, v=4, m=m, up=None, down=None)
+  def test_shares_of_activations_are_those_of_their_patterns(self, *fields):
+    policy = s24.ActivationPolicy(*fields, sparse_weights=False)
     y = jax.random.uniform(jax.random.key(0), (32, 80)) + 1  # nothing is zero by itself
     over_neurons = activation_sparsity.feature_mask(y, policy)
     whole = jnp.zeros(80, bool).at[activation_sparsity.densest(jnp.arange(80), policy)].set(True)
@@ -137,11 +137,11 @@ class CountTest(parameterized.TestCase):
     (s24.recipes.rigl(build.FFN, density=0.2, total_steps=1000, distribution='uniform', stop=1.0, refresh_every=10),
      0.2 + 0.8 / 3 * 0.099),  # a dense weight gradient every tenth step but the last, at which nothing moves any more
     # By weight, by activations, and by these with 5% or 20% of the neurons whole.
-    (_neuron_level(m=8, token_pattern='v:n:m'), (0.5 + 0.25 + 0.2875) / 3),
-    (_neuron_level(m=16, token_pattern='v:n:m', dense_features=0.2), (0.5 + 0.125 + 0.3) / 3),
-    (_neuron_level(m=8, token_pattern='v:n:m', dense_features=0.0, up=None), ((0.5 + 1) / 2 + 0.25 + 0.25) / 3),
-    (_neuron_level(pattern='2:4'), (0.5 + 0.5 + 0.525) / 3),
-    (_neuron_level(m=8), (0.5 + 0.25 + 0.5) / 3),
+    (_neuron_level(s24.VNM(16, 8), s24.VNM(16, 8), dense_features=0.05), (0.5 + 0.25 + 0.2875) / 3),
+    (_neuron_level(s24.VNM(16, 16), s24.VNM(16, 16), dense_features=0.2), (0.5 + 0.125 + 0.3) / 3),
+    (_neuron_level(s24.VNM(16, 8), s24.VNM(16, 8), sparse_weights=False), (1 + 0.25 + 0.25) / 3),
+    (_neuron_level(s24.TwoOfFour(), dense_features=0.05), (0.5 + 0.5 + 0.525) / 3),
+    (_neuron_level(s24.VNM(16, 8)), (0.5 + 0.25 + 0.5) / 3),
     # In the sparse half masks keep 0.206; weight gradients are those of links, in one step of ten of all entries, and
     # samples have half of the tokens.
     (_transposable(mvue_path=None), 0.5 + 0.5 * (2 * 0.206 + 0.9 * 0.206 + 0.1) / 3),

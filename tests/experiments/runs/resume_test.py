@@ -36,7 +36,9 @@ KILLED = {name: (name, kwargs, {}) for name, kwargs in RECIPES.items()} | {
     'mixed_sparsity', {'path': FFN, 'mvue_path': build.FFN_UP, 'structure': 'transposable', **_STAGES}, {}
   ),
   'neuron_level': (
-    'neuron_level', {'policy': {'v': 16, 'm': 8, 'clusters': 4}, 'warmup_fraction': 1 / 3, 'dense_fraction': 0.2},
+    'neuron_level',
+    {'policy': {'features': '16:2:8', 'tokens': '16:2:8', 'clusters': {'number': 4}}, 'warmup_fraction': 1 / 3,
+     'dense_fraction': 0.2},
     {'model__mlp': 'relu2', 'model__fused_mlp': True, 'recipe__dense_from': 'projected'},
   ),
 }  # fmt: skip

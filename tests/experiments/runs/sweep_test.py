@@ -147,7 +147,7 @@ class RefusalsTest(parameterized.TestCase):
       methods.run_all('nano', ['dense', 'mixed_sparsity'], [0], folder, overrides=['steps=400'])
 
   def test_a_label_says_what_was_changed(self):
-    changed = 'methods={"neuron_level_128": {"policy": {"v": 128, "m": 8, "dense_features": 0.5}}}'
+    changed = 'methods={"neuron_level_128": {"policy": {"features": "128:2:8", "dense_features": 0.5}}}'
     with mock.patch.object(train, 'train') as trained:
       methods.run_all('nano', ['dense', 'neuron_level_128'], [0, 1], temp_folder(self), overrides=[changed])
     labels = [call.args[0].label for call in trained.call_args_list]
@@ -156,21 +156,16 @@ class RefusalsTest(parameterized.TestCase):
   def test_what_a_change_of_a_policy_does_not_name_stays(self):
     changed = 'methods={"neuron_level_128": {"policy": {"dense_features": 0.5}}}'
     config = methods.configure(methods.load_config('nano', [changed]), 'neuron_level_128', 0)
-    policy = {'v': 128, 'm': 8, 'token_pattern': 'v:n:m', 'dense_features': 0.5}
+    policy = {'features': '128:2:8', 'tokens': '128:2:8', 'dense_features': 0.5}
     self.assertEqual(config.recipe.kwargs.policy.to_dict(), policy)
     self.assertEqual(config.recipe.kwargs.dense_fraction, 0.4)
-
-  def test_another_pattern_takes_nothing_from_the_method(self):
-    changed = 'methods={"neuron_level_128": {"policy": {"pattern": "2:4"}}}'
-    config = methods.configure(methods.load_config('nano', [changed]), 'neuron_level_128', 0)
-    self.assertEqual(config.recipe.kwargs.policy.to_dict(), {'pattern': '2:4'})
 
   def test_what_an_experiment_names_of_a_policy_is_no_change(self):
     experiment = methods.load_checked('gpt2_124m_bytes', ['dense'], tiny=True)
     method = 'neuron_level_128_two_of_four_tokens'
     policy = methods.configure(experiment, method, 0).recipe.kwargs.policy.to_dict()
-    two_of_four = {'v': 128, 'm': 8, 'token_pattern': '2:4', 'dense_features': 0.0}
-    self.assertEqual(policy, {**two_of_four, 'implementation': 'kernels'})
+    two_of_four = {'features': '128:2:8', 'tokens': '2:4', 'dense_features': 0.0}
+    self.assertEqual(policy, {**two_of_four, 'implementation': 'sparse'})
     self.assertEmpty(methods._changes(experiment, experiment, method))
 
   def test_what_an_experiment_sets_is_no_change(self):

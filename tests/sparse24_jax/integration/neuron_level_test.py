@@ -8,12 +8,13 @@ import numpy as np
 import optax
 
 import sparse24_jax as s24
+from sparse24_jax.projections import projections_of
 
 D, HIDDEN = 8, 32
 X = jax.random.normal(jax.random.key(0), (2, 8, D))
-POLICY = s24.ActivationPolicy(v=4, m=8)
-PUBLISHED = s24.ActivationPolicy(v=4, m=8, token_pattern='v:n:m')
-TWO_OF_FOUR = s24.ActivationPolicy(pattern='2:4')
+POLICY = s24.ActivationPolicy(s24.VNM(4, 8))
+PUBLISHED = s24.ActivationPolicy(s24.VNM(4, 8), s24.VNM(4, 8), dense_features=0.05)
+TWO_OF_FOUR = s24.ActivationPolicy(s24.TwoOfFour(), dense_features=0.05)
 UP, DOWN = '.*up/kernel', '.*down/kernel'
 
 
@@ -37,7 +38,7 @@ def expected(policy, params, x):
   """Of the block itself, with states from the projections."""
   def block(params):
     kernels, biases = ({role: p.get(name) for role, p in params.items()} for name in ('kernel', 'bias'))
-    state = {role: getattr(policy, role).init(jax.lax.stop_gradient(kernels[role])) for role in kernels}
+    state = {role: projections_of(policy)[role].init(jax.lax.stop_gradient(kernels[role])) for role in kernels}
     return s24.neuron_level_ffn(
       x, kernels['up'], kernels['down'], state, policy=policy, b_up=biases['up'], b_down=biases['down']
     )
@@ -125,7 +126,7 @@ class LinenTest(parameterized.TestCase):
 
   def test_one_map_alone_is_refused(self):
     mlp = linen_mlp()
-    recipe = s24.Recipe('half', (s24.Rule(UP, s24.DotPolicy(POLICY.up), POLICY),))
+    recipe = s24.Recipe('half', (s24.Rule(UP, s24.DotPolicy(s24.soft_threshold_projection()), POLICY),))
     params = mlp.init(jax.random.key(1), X)['params']
     with self.assertRaisesRegex(ValueError, 'one rule setting for all maps'):
       s24.sparsify(mlp, recipe, phase='sparse').apply({'params': params, 'sparse24': variables(params, recipe)}, X)
@@ -166,7 +167,7 @@ class NnxTest(parameterized.TestCase):
       sparse(X)
 
   def test_one_map_alone_is_refused(self):
-    recipe = s24.Recipe('half', (s24.Rule(UP, s24.DotPolicy(POLICY.up), POLICY),))
+    recipe = s24.Recipe('half', (s24.Rule(UP, s24.DotPolicy(s24.soft_threshold_projection()), POLICY),))
     with self.assertRaisesRegex(ValueError, 'one rule setting for all maps'):
       s24.sparsify(nnx_mlp(), recipe, phase='sparse')(X)
 

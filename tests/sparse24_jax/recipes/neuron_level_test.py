@@ -7,12 +7,13 @@ import numpy as np
 import optax
 
 import sparse24_jax as s24
-from sparse24_jax.activation_sparsity import ActivationPolicy, neuron_level_ffn
+from sparse24_jax.activation_sparsity import neuron_level_ffn
+from sparse24_jax.policy import ActivationPolicy, VNM
 from sparse24_jax.recipes.neuron_level import neuron_level
 
 UP, DOWN = '.*/c_fc/kernel', '.*/c_proj/kernel'
-SMALL = ActivationPolicy(v=4, m=8)
-PUBLISHED = ActivationPolicy(v=4, m=8, token_pattern='v:n:m')
+SMALL = ActivationPolicy(VNM(4, 8))
+PUBLISHED = ActivationPolicy(VNM(4, 8), VNM(4, 8), dense_features=0.05)
 
 
 def _params(lead=()):
@@ -45,15 +46,15 @@ class ScheduleTest(parameterized.TestCase):
 
   def test_describes_what_changes_training(self):
     rule = neuron_level(UP, DOWN, policy=SMALL).describe()['rules'][0]
-    self.assertEqual(rule['activation']['pattern'], '4:2:8')
+    self.assertEqual(rule['activation']['features'], '4:2:8')
     self.assertNotEqual(neuron_level(UP, DOWN, policy=PUBLISHED).describe()['rules'][0], rule)
-    named = ActivationPolicy(v=4, m=8, implementation='kernels')
+    named = ActivationPolicy(VNM(4, 8), implementation='sparse')
     self.assertEqual(neuron_level(UP, DOWN, policy=named).describe()['rules'][0], rule)
     self.assertNotIn('activation', s24.recipes.s_ste(UP).describe()['rules'][0])
 
   def test_by_default_weight_gradients_keep_two_of_four_tokens(self):
     described = neuron_level(UP, DOWN).describe()['rules'][0]['activation']
-    found = [described[name] for name in ('pattern', 'token_pattern', 'dense_features')]
+    found = [described[name] for name in ('features', 'tokens', 'dense_features')]
     self.assertEqual(found, ['64:2:8', '2:4', 0])
     self.assertEqual(neuron_level(UP, DOWN, policy=ActivationPolicy()).rules[0].activation.describe(), described)
 
