@@ -7,6 +7,7 @@ from pathlib import Path
 from unittest import mock
 
 from absl.testing import absltest, parameterized
+import pytest
 
 from experiments import __main__ as cli
 from experiments.runs import tune_decay
@@ -73,6 +74,7 @@ class CommandTest(parameterized.TestCase):
     self.assertEqual((status, err), (1, 'error: validation takes 1 batch or more, found 0\n'))
     self.assertEqual(call('report', folder, '--out', f'{folder}/other.html')[0], 0)
 
+  @pytest.mark.slow
   def test_train_and_tune(self):
     folder = Path(temp_folder(self))
     train = ('train', '--config', 'nano', '--tiny', '--method', 'ste', '--folder', str(folder / 'run'), *FAST)

@@ -14,6 +14,7 @@ import time
 from unittest import mock
 
 from absl.testing import absltest, parameterized
+import pytest
 
 from experiments.bench import __main__ as bench
 from experiments.reports import bench_report
@@ -96,6 +97,7 @@ class RunTest(parameterized.TestCase):
       self.assertIn('silent: failed, no record', printed)
 
   @parameterized.parameters(signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+  @pytest.mark.few
   def test_nothing_runs_on_when_it_is_ended(self, number):
     program = f"""
 import json, pathlib, signal, sys

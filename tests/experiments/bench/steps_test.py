@@ -164,6 +164,7 @@ class TwinsTest(parameterized.TestCase):
     self.assertEqual(counts()[0], twins.REFRESH_EVERY)
 
   @parameterized.parameters('transposable_srste', 'mixed_sparsity_24', 'mixed_sparsity_transposable')
+  @pytest.mark.few
   def test_parts_of_a_state(self, recipe):
     """Clipping is outside of the wrapper or inside; the dense twin's state is the same."""
     params = {'h': {'mlp': {name: {'kernel': jnp.ones((16, 16))} for name in ('c_fc', 'c_proj')}}}

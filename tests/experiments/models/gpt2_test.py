@@ -5,6 +5,7 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from experiments.models import gpt2, gpt2_nnx, layers, llama
 
@@ -86,6 +87,7 @@ class TwinsTest(parameterized.TestCase):
 
 class EmbeddingTest(parameterized.TestCase):
   @parameterized.parameters((gpt2, gpt2.GPT2), (llama, llama.Llama))
+  @pytest.mark.few
   def test_gradients_of_a_frequent_token_add_up_in_bfloat16(self, family, make):
     # Of 512 addends alike, a sum in bfloat16 would keep half.
     tokens, found = jnp.full((32, 16), 3), {}

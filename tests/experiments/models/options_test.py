@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 from experiments.models import gpt2, layers, llama
 import sparse24_jax as s24
@@ -43,6 +44,7 @@ def stacked(params):
 
 class FusedMlpTest(parameterized.TestCase):
   @parameterized.product(family=('gpt2', 'llama'), scan=(False, True))
+  @pytest.mark.few(2)
   def test_same_parameters_same_logits(self, family, scan):
     params = stacked(params_of(family)) if scan else params_of(family)
     plain, fused = (make(family, scan_layers=scan, fused_mlp=f) for f in (False, True))
@@ -53,6 +55,7 @@ class FusedMlpTest(parameterized.TestCase):
     )
 
   @parameterized.parameters('gelu', 'relu2', 'geglu', 'swiglu')
+  @pytest.mark.few
   def test_every_kind_is_the_plain_one(self, mlp):
     plain, fused = (make('gpt2', mlp=mlp, bias=True, fused_mlp=f) for f in (False, True))
     params = jax.jit(plain.init)(jax.random.key(0), tokens())['params']

@@ -8,6 +8,7 @@ from unittest import mock
 from absl.testing import absltest, parameterized
 import jax
 import numpy as np
+import pytest
 
 from experiments.reports import claims, report
 from experiments.runs import activations, build, experiment, flops, method_table, methods, programs, records, train
@@ -191,6 +192,7 @@ class EvaluationTest(parameterized.TestCase):
 
 
 class TrainingTest(parameterized.TestCase):
+  @pytest.mark.slow
   def test_three_phases_logged_and_resumed_bit_for_bit(self):
     config = tiny(**{'recipe.dense_from': 'projected', 'model.ffn_order': 'position', 'model.num_layers': 1})
     folders = [Path(temp_folder(self)) for _ in range(2)]

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 from experiments.models import gpt2, llama
 from experiments.reports import report
@@ -50,6 +51,7 @@ class AgainstXlaTest(parameterized.TestCase):
       num_layers=2, num_heads=4, num_kv_heads=1, embed_dim=128, hidden_dim=192, vocab_size=256, seq_len=64
     ),
   )
+  @pytest.mark.few
   def test_a_dense_step_costs_what_the_compiler_says(self, config):
     """Within the few percent of norms, activations and softmax, which the count leaves out.
 
@@ -113,6 +115,7 @@ class CountTest(parameterized.TestCase):
     (s24.VNM(4, 8), s24.VNM(4, 8), 0.25), (s24.VNM(4, 16), s24.VNM(4, 16), 0.2), (s24.VNM(4, 8),),
     (s24.VNM(4, 8), s24.TwoOfFour(), 0.25), (s24.TwoOfFour(), s24.TwoOfFour(), 0.05),
   )
+  @pytest.mark.few(2)
   def test_shares_of_activations_are_those_of_their_patterns(self, *fields):
     policy = s24.ActivationPolicy(*fields, sparse_weights=False)
     y = jax.random.uniform(jax.random.key(0), (32, 80)) + 1  # nothing is zero by itself
@@ -170,6 +173,7 @@ class CountTest(parameterized.TestCase):
       np.testing.assert_allclose(found / curve.attention[-1], (1 + local.share(64)) / 2)
 
   @parameterized.parameters(None, '2:4', 'transposable')
+  @pytest.mark.few
   def test_densities_are_those_of_the_masks(self, structure):
     steps, config = 20, gpt2.GPT2Config(vocab_size=32, seq_len=8, num_layers=1, num_heads=1, embed_dim=16)
     recipe = s24.recipes.mixed_sparsity(

@@ -16,6 +16,7 @@ from absl.testing import absltest, parameterized
 import jax
 import numpy as np
 import optax
+import pytest
 
 from experiments.runs import build, environment, experiment, metrics, programs, progress, train
 from experiments.runs.checkpoint import CheckpointError, Checkpoints
@@ -78,7 +79,8 @@ def _is_adam(node):
 
 
 class LearnsTest(parameterized.TestCase):
-  @parameterized.parameters(*experiment.known_experiments())
+  @parameterized.parameters(*sorted(experiment.known_experiments(), key=lambda name: name not in ('llama_3b', 'nano')))
+  @pytest.mark.few(2)
   def test_tiny_twin_reduces_the_loss(self, name):
     config = experiment.load_config(name, tiny=True)
     folder = temp_folder(self)
@@ -156,6 +158,7 @@ class LearnsTest(parameterized.TestCase):
 
 
 class TimesTest(absltest.TestCase):
+  @pytest.mark.slow
   def test_seconds_go_to_what_they_were_spent_on_over_all_attempts(self):
     now = 0.0
 
