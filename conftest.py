@@ -33,8 +33,10 @@ def pytest_collection_modifyitems(items):
   for item in items:
     if mark := item.get_closest_marker('few'):
       test = getattr(item.function, '__wrapped__', item.function)  # absl makes a function of each case
+      case = item.name.removeprefix(test.__name__)  # its number, or what names it
       seen[item.parent.nodeid, test.__name__] += 1
-      if seen[item.parent.nodeid, test.__name__] > (mark.args[0] if mark.args else 1):
+      index = int(case) if case.isdecimal() else seen[item.parent.nodeid, test.__name__] - 1
+      if index >= (mark.args[0] if mark.args else 1):
         item.add_marker('slow')
 
 
