@@ -145,14 +145,24 @@ def compress(w: Array, mask: Array, *, axis: int = -2) -> Compressed24:
     rank = jnp.where(m == 1, kept_before, total + (i - kept_before))
     stored.append(rank < 2)
     kept_before = kept_before + m
-  entries = [jnp.where(m == 1, x, jnp.zeros((), w.dtype)) for x, m in zip(split_groups(w, axis), kept, strict=True)]
   # The low value is the first stored entry, the high value the last one.
-  low, high, low_at, high_at = entries[2], entries[1], jnp.full_like(total, 2), jnp.full_like(total, 1)
+  low_at, high_at = jnp.full_like(total, 2), jnp.full_like(total, 1)
   for i in (1, 0):
-    low, low_at = jnp.where(stored[i], entries[i], low), jnp.where(stored[i], jnp.uint8(i), low_at)
+    low_at = jnp.where(stored[i], jnp.uint8(i), low_at)
   for i in (2, 3):
-    high, high_at = jnp.where(stored[i], entries[i], high), jnp.where(stored[i], jnp.uint8(i), high_at)
-  return Compressed24(join_groups([low, high], axis), pack_nibbles(low_at | high_at << 2, axis), axis)
+    high_at = jnp.where(stored[i], jnp.uint8(i), high_at)
+
+  def taken(w: Array, *flags: Array) -> Array:
+    kept, stored = flags[:4], flags[4:]
+    entries = [jnp.where(m == 1, x, jnp.zeros((), w.dtype)) for x, m in zip(split_groups(w, axis), kept, strict=True)]
+    low, high = entries[2], entries[1]
+    for i in (1, 0):
+      low = jnp.where(stored[i], entries[i], low)
+    for i in (2, 3):
+      high = jnp.where(stored[i], entries[i], high)
+    return join_groups([low, high], axis)
+
+  return Compressed24(_by_bits(taken, w, *kept, *stored), pack_nibbles(low_at | high_at << 2, axis), axis)
 
 
 def decompress(c: Compressed24) -> Array:
@@ -173,13 +183,33 @@ def decompress(c: Compressed24) -> Array:
 
 def expand(c: Compressed24) -> Array:
   """`decompress` of what was made here, which needs no check."""
-  low, high = split_groups(c.values, c.axis, 2)
-  nibbles = unpack_nibbles(c.metadata, c.axis, low.shape[c.axis])
-  low_at, high_at = nibbles & 3, nibbles >> 2
-  zero = jnp.zeros((), c.dtype)
-  return join_groups(
-    [jnp.where(low_at == i, low, jnp.where(high_at == i, high, zero)) for i in range(4)], c.axis
-  )
+  nibbles = unpack_nibbles(c.metadata, c.axis, c.values.shape[c.axis] // 2)
+
+  def placed(values: Array, low_at: Array, high_at: Array) -> Array:
+    low, high = split_groups(values, c.axis, 2)
+    zero = jnp.zeros_like(low)
+    return join_groups([jnp.where(low_at == i, low, jnp.where(high_at == i, high, zero)) for i in range(4)], c.axis)
+
+  return _by_bits(placed, c.values, nibbles & 3, nibbles >> 2)
+
+
+def _by_bits(f: Callable[..., Array], x: Array, *others: Array) -> Array:
+  """`f(x, *others)`, linear in `x`, which only moves entries: those of float8 by their bits.
+
+  XLA on a CPU goes by float16, also in slices that it fuses, and there a NaN loses its sign and payload.
+  """
+  if x.dtype.itemsize > 1 or x.dtype.kind in 'iub':
+    return f(x, *others)
+
+  @jax.custom_jvp
+  def moved(x: Array, *others: Array) -> Array:
+    return jax.lax.bitcast_convert_type(f(jax.lax.bitcast_convert_type(x, jnp.uint8), *others), x.dtype)
+
+  @moved.defjvp
+  def _(primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Array, Array]:
+    return moved(*primals), f(tangents[0], *primals[1:])
+
+  return moved(x, *others)
 
 
 def pack_nibbles(nibbles: Array, axis: int) -> Array:

@@ -124,6 +124,11 @@ def block_gain(
   params = {name: {'kernel': jax.ShapeDtypeStruct(size, weight_dtype)} for name, size in sizes.items()}
   found = where_it_pays(params, recipe, tokens=tokens, micro_batches=micro_batches, dtype=dtype, device=slug)
   layers = {layer.path.split('/')[0]: layer for layer in found}
+  if missing := sorted(sizes.keys() - layers.keys()):
+    raise ValueError(
+      f'{recipe.name} makes no sparse weight of {", ".join(f"{name}/kernel" for name in missing)}; block_gain takes a'
+      ' recipe whose rules fit all weights of the block'
+    )
   plans = {name: _plan(layer) for name, layer in layers.items()}
   in_fp8 = all(plan.fp8 for plan in plans.values())
   card = _Card(slug, tokens, d, hidden, gated, in_fp8, jnp.dtype(dtype), jnp.dtype(weight_dtype).itemsize)

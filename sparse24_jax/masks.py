@@ -54,7 +54,7 @@ def transposable_mask(w: Array, *, method: Literal['exact', 'two_approx'] = 'exa
 
   Args:
     w: `[..., rows, columns]`, both multiples of four; float32, bfloat16 or float16. Sums are taken in float32,
-      where magnitudes below 2^-126 may count as zero and those beyond 2^124 as equal.
+      where magnitudes below 2^-126 may count as zero and those beyond 2^120 as equal.
     method: `'exact'` or `'two_approx'`.
 
   Returns:

@@ -228,6 +228,11 @@ class Topology:
 
     Source: Liu et al., arXiv 2408.11746 (mixed growing); Evci et al., arXiv 1911.11134, section 3.
     """
+    if math.prod(w.shape[-2:]) >= 2**31:
+      raise ValueError(
+        f'{context.path} of shape {w.shape} has matrices of {math.prod(w.shape[-2:])} entries; dynamic_sparse counts up'
+        ' to 2^31 - 1 links of one: divide the weight, with a leading axis for its parts'
+      )
     share = self.densities(context.step, context.shapes)[context.path]
     target = _links_at(share, w.shape[-2] * w.shape[-1])
     drawn = draw(self.seed, context.step, context.path, w.shape)

@@ -8,11 +8,13 @@ the user's, named after everything that it depends on (source, flags, jaxlib wit
 import ctypes
 import functools
 import hashlib
+import logging
 import os
 import pathlib
 import re
 import shlex
 import shutil
+import stat
 import subprocess
 import tempfile
 
@@ -51,16 +53,31 @@ def load() -> ctypes.CDLL:
 
 
 def library_path() -> pathlib.Path:
-  """Where the library is; builds it if it is not there yet."""
+  """Where the library is; builds it if it is not there yet, or not whole.
+
+  Its name has a hash of its bytes, so that one which was cut short is not loaded, and its folder is one in which nobody
+  else may write: to load a library is to run it.
+  """
   prebuilt = os.environ.get(PREBUILT)
   if prebuilt:
     if not pathlib.Path(prebuilt).is_file():
       raise NotImplementedError(f'{PREBUILT}={prebuilt} is no file')
     return pathlib.Path(prebuilt)
-  path = cache_folder() / f'cusparselt-{_fingerprint()}.so'
-  if not path.exists():
-    compile_source(SOURCE, path, include=(jax.ffi.include_dir(),))
+  folder, name = cache_folder(), f'cusparselt-{_fingerprint()}'
+  for path in sorted(folder.glob(f'{name}-*.so')):
+    if path.stem == f'{name}-{_hash(path)}':
+      return path
+    path.unlink(missing_ok=True)
+  with tempfile.TemporaryDirectory(dir=folder) as temporary:
+    built = pathlib.Path(temporary, 'built.so')
+    compile_source(SOURCE, built, include=(jax.ffi.include_dir(),))
+    path = folder / f'{name}-{_hash(built)}.so'
+    os.replace(built, path)
   return path
+
+
+def _hash(path: pathlib.Path) -> str:
+  return hashlib.sha256(path.read_bytes()).hexdigest()[:32]
 
 
 def compile_source(source: pathlib.Path, path: pathlib.Path, *, include: tuple[str, ...] = ()) -> None:
@@ -99,15 +116,28 @@ def compiler() -> list[str]:
 
 
 def cache_folder() -> pathlib.Path:
-  """`$SPARSE24_JAX_CACHE` or the user's cache folder, sparse24_jax/ffi; a new temporary one where that is read-only."""
+  """`$SPARSE24_JAX_CACHE` or the user's cache folder, sparse24_jax/ffi, if nobody else may write there.
+
+  Else a folder in it of the user's own; a new temporary one where neither will do.
+  """
   named = os.environ.get(CACHE)
   base = pathlib.Path(os.environ.get('XDG_CACHE_HOME') or pathlib.Path.home() / '.cache') / 'sparse24_jax/ffi'
   folder = pathlib.Path(named) if named else base
-  try:
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-  except OSError:
-    return _temporary_folder()
-  return folder if os.access(folder, os.W_OK) else _temporary_folder()
+  for mine in (folder, folder / f'of_user_{os.getuid()}'):
+    try:
+      mine.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError:
+      break
+    status = mine.lstat() if mine != folder else mine.stat()
+    if not stat.S_ISDIR(status.st_mode) or not os.access(mine, os.W_OK):
+      break
+    if status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+      return mine
+  logging.getLogger('pallas_kernels').warning(
+    'the cuSPARSELt call is built again in each process: %s is read-only, or others may put a library there; name a'
+    ' folder of your own in %s', folder, CACHE,
+  )  # fmt: skip
+  return _temporary_folder()
 
 
 @functools.cache

@@ -275,3 +275,4 @@ def _backward(
 def _check(z: Array) -> None:
   if z.dtype not in (jnp.bfloat16, jnp.float16):
     raise NotImplementedError(f'the Triton activations take bfloat16 or float16, found {z.dtype}')
+  pack.check_size(z)

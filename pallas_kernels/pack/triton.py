@@ -156,6 +156,12 @@ def check_float8() -> None:
     raise NotImplementedError(f'float8 needs compute capability 8.9, {device.name} has {device.capability}')
 
 
+def check_size(x: Array) -> None:
+  """NotImplementedError for matrices in which the kernels' 32-bit offsets, of pairs of entries, would overflow."""
+  if math.prod(x.shape[-2:]) >= 2**32:
+    raise NotImplementedError(f'the Triton kernels take matrices of less than 2^32 entries, found {x.shape}')
+
+
 def draw_parameters(key: Array, origin: tuple[Any, Any, Any]) -> Array:
   """uint32 [5] for `mvue.block_uniforms`: seed words, then batch, group and quad of the first group."""
   batch, group, column = (jnp.asarray(o).astype(jnp.uint32) for o in origin)
@@ -173,6 +179,7 @@ def _shape(x: Array, dtype: jnp.dtype) -> tuple[int, int, int]:
     raise NotImplementedError(f'the Triton packers write 16-bit values or float8, found {dtype}')
   if rows % 4 or columns % 4:
     raise NotImplementedError(f'the Triton packers take whole 4x4 blocks, found {rows} x {columns}')
+  check_size(x)
   return math.prod(x.shape[:-2]), rows, columns
 
 

@@ -15,11 +15,13 @@ def magnitudes(x: Array) -> Array:
 def ranks(x: Array) -> Array:
   """Integers in the order of |x|, NaN below everything: the bits, whose order does not hang on how subnormals compare.
 
-  XLA on a CPU compares subnormal numbers as zeros and a GPU does not; a mask must not depend on that.
+  XLA on a CPU compares subnormal numbers as zeros, and its |x| in bfloat16 makes zeros of them; a GPU does neither. A
+  mask must not depend on that, so nothing here is arithmetic on floats.
   """
-  size = jnp.abs(x)
-  bits = jax.lax.bitcast_convert_type(size, jnp.dtype(f'int{8 * size.dtype.itemsize}'))
-  return jnp.where(jnp.isnan(x), -jnp.ones((), bits.dtype), bits)
+  integer = jnp.dtype(f'int{8 * x.dtype.itemsize}')
+  bits = jax.lax.bitcast_convert_type(x, integer) & jnp.array(jnp.iinfo(integer).max, integer)
+  infinity = jax.lax.bitcast_convert_type(jnp.array(jnp.inf, x.dtype), integer)
+  return jnp.where(bits > infinity, -jnp.ones((), integer), bits)
 
 
 def magnitude_mask(w: Array, *, n: int = 2, m: int = 4, axis: int = -2) -> Array:
@@ -67,9 +69,11 @@ def soft_threshold_scale(w: Array, *, axis: int = -2) -> Array:
   check_floating(w, 'w')
   matrix = tuple(range(-min(w.ndim, 2), 0))
   wide = w.astype(jnp.float32)
-  # The scale does not depend on the size of w; dividing by the largest entry keeps the sums of squares in range.
+  # The scale does not depend on the size of w; dividing by the largest entry keeps the sums of squares in range. XLA on
+  # a CPU multiplies by the inverse, which must not be subnormal: so far powers of two bring the entry near one.
   largest = jnp.max(jnp.abs(wide), axis=matrix, keepdims=True)
-  wide = wide / jnp.where(largest > 0, largest, 1.0)
+  near = jnp.where(largest > 1, jnp.float32(2.0**-64), jnp.float32(2.0**64))
+  wide = (wide * near) / jnp.where(largest > 0, largest * near, 1.0)
   soft = soft_threshold(wide, axis=axis)
   norm = jnp.sum(soft * soft, axis=matrix)
   return jnp.where(norm > 0, jnp.sum(wide * soft, axis=matrix) / jnp.where(norm > 0, norm, 1.0), 1.0)

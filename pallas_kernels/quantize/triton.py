@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import _triton
 from pallas_kernels.pack.reference import is_float8
-from pallas_kernels.pack.triton import check_float8, Config
+from pallas_kernels.pack.triton import check_float8, check_size, Config
 from pallas_kernels.quantize._kernels import quantize_kernel
 
 Array = jax.Array
@@ -25,6 +25,7 @@ def quantize(
     raise NotImplementedError(f'the Triton quantiser turns bfloat16, float16 or float32 into float8, found {x.dtype}')
   if rows % 4 or columns % 4:
     raise NotImplementedError(f'the Triton quantiser takes whole 4x4 blocks, found {rows} x {columns}')
+  check_size(x)
   check_float8()
   config = config or DEFAULT
   batches = math.prod(x.shape[:-2])

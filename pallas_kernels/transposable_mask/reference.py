@@ -34,11 +34,16 @@ PATTERNS = np.array(
 )
 
 
+# What a NaN counts, negative, and the most that anything else does: sums of eight are finite, and no seven
+# entries outweigh a NaN.
+NAN = float(jnp.finfo(jnp.float32).max) / 16
+LIMIT = NAN / 16
+
+
 def bounded_magnitudes(w: Array) -> Array:
-  """float32 magnitudes whose sums of eight stay finite: infinities tie with the largest, NaN counts as minus that."""
-  limit = float(jnp.finfo(jnp.float32).max) / 16
+  """float32 magnitudes, infinities and the largest tied at `LIMIT`; a NaN is minus `NAN`."""
   a = magnitudes(w.astype(jnp.float32))
-  return jnp.where(a < 0, -limit, jnp.minimum(a, limit))
+  return jnp.where(a < 0, -NAN, jnp.minimum(a, LIMIT))
 
 
 def block_planes(x: Array) -> Array:

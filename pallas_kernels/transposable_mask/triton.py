@@ -4,11 +4,11 @@ Meets in the middle like `reference.py`: the same additions in the same order, t
 bit for bit, ties included. The loops below are unrolled at compile time; 52 comparisons and 115 additions a block.
 """
 
-import jax.numpy as jnp
 import triton
 import triton.language as tl
 
 from pallas_kernels.formats import PAIRS
+from pallas_kernels.transposable_mask import reference
 from pallas_kernels.transposable_mask.reference import _complement, _HALVES
 
 
@@ -29,13 +29,14 @@ UPPER_STARTS: tl.constexpr = tl.constexpr(_upper_starts)
 LOWER: tl.constexpr = tl.constexpr(_lower)
 LOWER_STARTS: tl.constexpr = tl.constexpr(_lower_starts)
 PAIR_BITS: tl.constexpr = tl.constexpr(tuple(sum(1 << i for i in pair) for pair in PAIRS))
-LIMIT: tl.constexpr = tl.constexpr(float(jnp.finfo(jnp.float32).max) / 16)
+LIMIT: tl.constexpr = tl.constexpr(reference.LIMIT)
+NAN: tl.constexpr = tl.constexpr(reference.NAN)
 
 
 @triton.jit
 def bounded_magnitude(x):
-  """|x| with infinities at the limit and NaN at minus the limit, as the reference ranks them."""
-  return tl.where(x != x, -LIMIT, tl.minimum(tl.abs(x), LIMIT))  # noqa: PLR0124
+  """|x| with infinities at the limit and NaN far below zero, as the reference ranks them."""
+  return tl.where(x != x, -NAN, tl.minimum(tl.abs(x), LIMIT))  # noqa: PLR0124
 
 
 @triton.jit

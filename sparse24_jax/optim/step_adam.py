@@ -56,6 +56,8 @@ def scale_by_step_adam(
   (2.0, 1.4142)
   """
   check_phase(phase)
+  if not 0 <= b2 < 1:
+    raise ValueError(f'b2={b2} must be at least 0 and less than 1: second moments are watched over 1 / (1 - b2) steps')
   window = max(1, round(1 / (1 - b2)))
 
   def init(params: Any) -> StepAdamState:

@@ -78,6 +78,17 @@ class CompressTest(parameterized.TestCase):
     dense = formats.decompress(formats.compress(jnp.asarray(w), jnp.asarray(mask), axis=-1))
     self.assertEqual(bool(np.signbit(np.asarray(dense)[position])), True)
 
+  @parameterized.parameters(jnp.float8_e4m3fn, jnp.float8_e5m2)
+  def test_every_float8_keeps_its_bits_and_its_derivative(self, dtype):
+    bits = np.arange(256, dtype=np.uint8).reshape(64, 4)
+    w, mask = jnp.asarray(bits.view(dtype)), jnp.tile(jnp.array([True, False, True, False]), (64, 1))
+    c = compress(w, mask, axis=-1)
+    found = np.asarray(decompress(c)).view(np.uint8)
+    np.testing.assert_array_equal(found, np.where(mask, bits, 0))
+    ones = jnp.ones((64, 4), dtype)
+    back = jax.vjp(lambda v: formats.expand(formats.Compressed24(v, c.metadata, -1)), c.values)[1](ones)[0]
+    np.testing.assert_array_equal(back.astype(jnp.float32), 1.0)
+
   def test_integers(self):
     w, mask = jnp.arange(1, 9, dtype=jnp.int8).reshape(2, 4), jnp.array([[True, False, False, True]] * 2)
     self.assertEqual(formats.decompress(formats.compress(w, mask, axis=1)).tolist(), [[1, 0, 0, 4], [5, 0, 0, 8]])

@@ -294,6 +294,10 @@ class BlockTest(parameterized.TestCase):
     assert gain is not None
     self.assertBetween(gain / measured, 0.95, 1.05)
 
+  def test_a_recipe_that_leaves_the_block_dense_is_refused(self):
+    with self.assertRaisesRegex(ValueError, 'dense makes no sparse weight of down/kernel, up/kernel; block_gain takes'):
+      block_gain(64, 256, s24.recipes.dense(), tokens=64, device=H100)
+
 
 if __name__ == '__main__':
   absltest.main()

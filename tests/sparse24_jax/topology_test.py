@@ -234,6 +234,12 @@ class UpdateTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, message):
       s24.dynamic_sparse(**settings)
 
+  def test_refuses_more_links_than_it_can_count(self):
+    w, mask = (jax.ShapeDtypeStruct((2, 2**16, 2**15), dtype) for dtype in (jnp.float32, jnp.bool_))
+    context = Context(jnp.int32(1), 'h/up', {'h/up': w.shape})
+    with self.assertRaisesRegex(ValueError, r'h/up of shape \(2, 65536, 32768\) has matrices of 2147483648 entries'):
+      jax.eval_shape(lambda w, mask: s24.Topology(0.3)(w, None, mask, context), w, mask)
+
 
 if __name__ == '__main__':
   absltest.main()

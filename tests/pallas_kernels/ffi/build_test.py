@@ -71,6 +71,49 @@ class BuildTest(parameterized.TestCase):
     self.assertEqual((self.folder / 'runs').read_text(), runs)
     self.assertLen(list(path.parent.iterdir()), 1)
 
+  def _build_constant(self, text):
+    self._compiler(
+      f'echo run >> {self.folder}/runs\n'
+      'for a in "$@"; do if [ "$out" = next ]; then out="$a"; fi; if [ "$a" = -o ]; then out=next; fi; done\n'
+      f'printf {text} > "$out"'
+    )
+
+  def _runs(self):
+    runs = self.folder / 'runs'
+    return len(runs.read_text().splitlines()) if runs.exists() else 0
+
+  def test_a_library_that_was_cut_short_is_built_again(self):
+    self._build_constant('whole')
+    path = build.library_path()
+    path.write_text('who')
+    self.assertEqual(build.library_path().read_text(), 'whole')
+    self.assertEqual((build.library_path(), self._runs()), (path, 2))
+
+  @parameterized.parameters(0o777, 0o1777, 0o775)
+  def test_nothing_is_loaded_from_where_others_may_write(self, mode):
+    self._build_constant('mine')
+    shared = self.folder / 'shared'
+    shared.mkdir()
+    shared.chmod(mode)
+    os.environ[build.CACHE] = str(shared)
+    planted = shared / f'cusparselt-{build._fingerprint()}.so'
+    planted.write_text('theirs')
+    (shared / f'cusparselt-{build._fingerprint()}-{build._hash(planted)}.so').write_text('theirs')
+    path = build.library_path()
+    self.assertEqual(path.read_text(), 'mine')
+    self.assertEqual(path.parent.parent, shared)
+    self.assertEqual(path.parent.stat().st_mode & 0o777, 0o700)
+    self.assertEqual((build.library_path(), self._runs()), (path, 1))
+
+  def test_a_folder_of_somebody_else_is_not_ours(self):
+    shared = self.folder / 'shared'
+    shared.mkdir()
+    os.environ[build.CACHE] = str(shared)
+    with mock.patch.object(os, 'getuid', lambda: 12345), self.assertLogs('pallas_kernels', 'WARNING') as logs:
+      folder = build.cache_folder()
+    self.assertNotIn(str(self.folder), str(folder))
+    self.assertIn('others may put a library there', logs.output[0])
+
   def test_name_follows_source_and_jaxlib(self):
     names = {build._fingerprint()}
     other = self.folder / 'other.cc'

@@ -3,6 +3,7 @@
 import unittest
 
 from absl.testing import absltest, parameterized
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -53,6 +54,18 @@ class TritonTest(parameterized.TestCase):
     )
     self.assertEqual(made.stack_bytes, 0)
     self.assertGreater(made.count('LDG.E.128') + made.count('LDG.E.64'), 0)
+
+  def test_matrices_beyond_the_offsets_are_refused(self):
+    from pallas_kernels.pack import triton as pack
+
+    w, scale = jax.ShapeDtypeStruct((2**16, 2**16), BF16), jax.ShapeDtypeStruct((), F32)
+    for f in (
+      lambda w, _: pack.transposable_pack(w, None, dtype=jnp.dtype(BF16)),
+      lambda w, scale: pack.soft_threshold_pack(w, scale, axis=-1, dtype=jnp.dtype(BF16)),
+      lambda w, scale: pack.soft_threshold_pack8(w, scale, axis=-1, dtype=jnp.dtype(E4M3), with_dense=True),
+    ):
+      with self.assertRaisesRegex(NotImplementedError, r'less than 2\^32 entries, found \(65536, 65536\)'):
+        jax.eval_shape(f, w, scale)
 
 
 if __name__ == '__main__':

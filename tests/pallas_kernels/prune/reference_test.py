@@ -56,6 +56,13 @@ class MagnitudeMaskTest(parameterized.TestCase):
     self.assertEqual(magnitude_mask(w, axis=-1).tolist(), [False, True, False, True])
 
 
+class SubnormalTest(parameterized.TestCase):
+  def test_ties_under_jit(self):
+    bits = np.array([1, 2, 3, 3, 0x8001, 2, 0x8002, 0x0002], np.uint16)
+    w = bits.view(jnp.bfloat16)
+    np.testing.assert_array_equal(magnitude_mask(w, n=1, m=2, axis=-1), [0, 1, 1, 0, 0, 1, 1, 0])
+
+
 class SoftThresholdTest(parameterized.TestCase):
   @parameterized.product(dtype=oracles.DTYPES, axis=(-1, -2))
   def test_against_float64(self, dtype, axis):
@@ -145,6 +152,13 @@ class SoftThresholdScaleTest(parameterized.TestCase):
     self.assertEqual(soft_threshold_scale(jnp.zeros((2, 8, 4))).tolist(), [1.0, 1.0])
     self.assertEqual(soft_threshold_scale(jnp.full((8, 4), -3.0, jnp.bfloat16)), 1.0)
     self.assertEqual(soft_threshold_scale(jnp.ones((8, 4), jnp.bfloat16)).dtype, jnp.float32)
+
+  @parameterized.parameters(9e37, 3.4e38, 1e-30)
+  def test_of_the_largest_and_the_smallest_numbers(self, largest):
+    w = np.random.default_rng(0).standard_normal((16, 8)).astype(np.float32)
+    expected = soft_threshold_scale(w)
+    found = soft_threshold_scale((w * (largest / np.abs(w).max())).astype(np.float32))
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
 if __name__ == '__main__':

@@ -103,6 +103,15 @@ class ExactTest(parameterized.TestCase):
         np.testing.assert_array_equal(method(w), pattern)
     self.assertEqual(int(exact(np.full((4, 4), value, dtype)).sum()), 8)
 
+  def test_no_infinity_is_worth_a_nan(self):
+    # As many as any pattern keeps: an infinity beside a NaN does not make up for it.
+    rng = np.random.default_rng(0)
+    w = rng.standard_normal((160, 160)).astype(np.float32)
+    w[rng.random(w.shape) < 0.3], w[rng.random(w.shape) < 0.15] = np.inf, np.nan
+    nan = oracles.blocks(np.isnan(w))
+    most = np.max([(pattern & ~nan).sum((1, 2)) for pattern in reference.PATTERNS], axis=0)
+    np.testing.assert_array_equal(oracles.blocks(exact(w)).sum((1, 2)), most)
+
   def test_float16_subnormals_are_ranked(self):
     w = (INTEGERS * 2.0**-24).astype(np.float16)
     np.testing.assert_array_equal(exact(w), exact(INTEGERS))

@@ -137,6 +137,11 @@ class StepAdamTest(parameterized.TestCase):
     updates, _ = tx.update(params, tx.init(params), params)
     self.assertTrue(np.isfinite(updates['w']).all())
 
+  def test_refuses_a_decay_without_a_window(self):
+    for b2 in (1.0, 1.5, -0.1):
+      with self.assertRaisesRegex(ValueError, rf'b2={b2} must be at least 0 and less than 1'):
+        s24.step_adam(0.1, b2=b2, phase='dense')
+
 
 if __name__ == '__main__':
   absltest.main()
