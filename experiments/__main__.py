@@ -21,7 +21,8 @@ def _experiment_arguments(
     default=default,
     required=default is None,
     metavar='NAME',
-    help=f'an experiment: {", ".join(known_experiments())}; or a path to a file like those in experiments/configs'
+    help=f'an experiment: {", ".join(known_experiments())}; or a path to a .py file like those in '
+    'experiments/configs, which is run, or to a .json or .toml file, which is only read'
     + (f' (default: {default})' if default else ''),
   )
   parser.add_argument(
@@ -66,6 +67,12 @@ def make_parser() -> argparse.ArgumentParser:
   _experiment_arguments(train, None, '--set recipe.name=ste --set steps=500')
   train.add_argument('--method', help='a key of METHODS in experiments/runs/method_table.py to put in (default: none)')
   train.add_argument('--folder', help='the run folder (default: runs/<experiment>-<method or recipe>-seed<seed>)')
+  train.add_argument('--from-step', type=int, help='resume from the checkpoint of this step, not from the newest')
+  train.add_argument(
+    '--accept-changes',
+    action='store_true',
+    help='resume although optimizer.* or recipe.kwargs.masked_decay are others than before; events.jsonl says so',
+  )
 
   evaluate = commands.add_parser('eval', help='validation loss of a checkpoint')
   inspect = commands.add_parser('inspect', help='table of the sparse weights of a checkpoint')
@@ -116,7 +123,7 @@ def _train(args: argparse.Namespace) -> None:
     config = methods.configure(config, args.method, config.seed)
   folder = args.folder or f'runs/{config.name}-{config.method or config.recipe.name}-seed{config.seed}'
   before = 'finished before, ' if (Path(folder) / 'summary.json').exists() else ''
-  summary = train.train(config, folder)
+  summary = train.train(config, folder, from_step=args.from_step, accept_changes=args.accept_changes)
   print(
     f'{folder}: {before}validation loss {summary["validation_loss"]:.4f} after {summary["steps"]} steps, '
     f'{summary["seconds"]:.0f} s'
@@ -251,7 +258,8 @@ def main(argv: Sequence[str] | None = None) -> int:
   """Runs a command; errors that say what to do are printed without a traceback.
 
   Returns:
-    The exit status: 0, or 1 after an error.
+    The exit status: 0; 1 after an error; of a run that was told to stop and is saved, 75 after SIGTERM or a notice of
+    preemption and 130 after Ctrl-C.
   """
   parser = make_parser()
   argv = list(sys.argv[1:] if argv is None else argv)
@@ -263,6 +271,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   from jax.errors import JaxRuntimeError
 
   from experiments.runs.checkpoint import CheckpointError
+  from experiments.runs.stopping import StoppedError
   from experiments.runs.train import TrainingDivergedError
 
   logging.set_verbosity(logging.ERROR)
@@ -273,6 +282,9 @@ def main(argv: Sequence[str] | None = None) -> int:
       raise
     print(f'error: {error}', file=sys.stderr)
     return 1
+  except StoppedError as stopped:
+    print(stopped, file=sys.stderr)
+    return stopped.status
   except KeyboardInterrupt:
     resumes = '; the same command resumes from the last checkpoint' if args.command in _RESUMABLE else ''
     print(f'\nstopped{resumes}', file=sys.stderr)

@@ -75,6 +75,8 @@ def make(name: str, *, size: str, tiny: bool, **fields: Any) -> Config:
       'methods': {},
       # Devices on each axis of the mesh: batches are split over both, parameters over fsdp.
       'mesh': {'data': 1, 'fsdp': 1},
+      # About numbers that are not finite, and losses that jump: see experiments.runs.bad_numbers.
+      'bad_numbers': {'policy': 'stop', 'cap': 10, 'spike': 20.0},
       'log_every': 50,
       'eval_every': 500,
       'eval_batches': 50,

@@ -154,7 +154,7 @@ def _head(title: str, found: Sequence[RunRecord], groups: Groups) -> str:
   return (
     f'<h1>{escape(title)}</h1><p class="lead">{escape(family)} {escape(str(model["size"]))}{escape(size)}, '
     f'on {escape(data["corpus"])} with tokenizer {escape(data["tokenizer"])}; '
-    f'{data["batch_size"]} sequences of {data["seq_len"]} tokens a step. '
+    f'{escape(str(data["batch_size"]))} sequences of {escape(str(data["seq_len"]))} tokens a step. '
     f'{escape(found[0].environment["device"])}.</p><div class="cards">{boxes}</div>{warning}'
   )
 
@@ -222,8 +222,8 @@ def _settings(found: Sequence[RunRecord]) -> str:
     text = json.dumps({'config': run.config, 'environment': environment.without_folders(run.environment)}, indent=2)
     speed = '' if run.on_cpu else f' · {run.tokens_per_s / 1e3:,.1f} k tokens/s'
     blocks.append(
-      f'<details><summary>{escape(run.folder.name)} · {escape(run.label)} · seed {run.seed} · {state}{speed}'
-      f'</summary><pre>{escape(text)}</pre></details>'
+      f'<details><summary>{escape(run.folder.name)} · {escape(run.label)} · seed {escape(str(run.seed))} · {state}'
+      f'{speed}</summary><pre>{escape(text)}</pre></details>'
     )
   versions = ', '.join(f'{name} {version}' for name, version in found[0].environment['versions'].items())
   return (

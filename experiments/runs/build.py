@@ -15,6 +15,7 @@ import numpy as np
 import optax
 
 from experiments.models import gpt2, llama
+from experiments.runs import patterns
 from experiments.runs.experiment import Config
 import sparse24_jax as s24
 from sparse24_jax.attention import Attention
@@ -91,6 +92,8 @@ def make_recipe(config: Config) -> s24.Recipe:
   except TypeError as error:
     raise ValueError(f'recipe.kwargs of {name}{signature}: {error}') from error
   recipe = dataclasses.replace(make(**kwargs), flip_rate=config.recipe.flip_rate)
+  for rule in recipe.rules:
+    patterns.require_fast('recipe.kwargs: the path', rule.path)
   if (implementation := config.recipe.get('implementation', 'auto')) == 'auto':
     return recipe
   policies = [dataclasses.replace(rule.policy, implementation=implementation) for rule in recipe.rules]

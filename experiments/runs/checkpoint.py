@@ -36,6 +36,18 @@ class NotFiniteError(CheckpointError):
   """What should be saved holds NaN or infinities; nothing was written."""
 
 
+class DifferentRunError(CheckpointError):
+  """A checkpoint belongs to a run with other settings.
+
+  Attributes:
+    fields: names of those that may not differ.
+  """
+
+  def __init__(self, message: str, fields: Collection[str]):
+    super().__init__(message)
+    self.fields = fields
+
+
 class RemovedError(CheckpointError):
   """A checkpoint went away while it was read, because the run that owns it has newer ones."""
 
@@ -172,7 +184,8 @@ class Checkpoints:
     items = {'params': _encode(params), 'opt_state': _encode(opt_state)}
     seen = sums.look(items)
     if bad := seen.not_finite:
-      raise NotFiniteError(f'{", ".join(bad[:3])} ({len(bad)} of {len(seen.sums)} arrays) are not finite at step {step}')
+      some = f'{", ".join(bad[:3])} ({len(bad)} of {len(seen.sums)} arrays)'
+      raise NotFiniteError(f'{some} are not finite at step {step}')
     meta = json.loads(json.dumps({**meta, 'format': FORMAT, 'step': step, 'checksums': seen.sums}))
     args = ocp.args.Composite(
       **{name: ocp.args.StandardSave(item) for name, item in items.items()},
@@ -267,18 +280,18 @@ class Checkpoints:
 
     Raises:
       UnreadableError: corrupted or foreign.
-      CheckpointError: none there, or of a run whose identity differs; names the fields.
+      DifferentRunError: of a run whose identity differs; names the fields.
+      CheckpointError: none there.
     """
     step = self._step(step)
     meta = self.read_meta(step)
     changed = differing(meta['identity'], identity)
-    if any(not may_differ(field) for field in changed):
-      open_to_change = [field for field in changed if may_differ(field)]
-      raise CheckpointError(
+    if refused := [field for field in changed if not may_differ(field)]:
+      raise DifferentRunError(
         f'{self.directory / str(step)} belongs to a different run:\n  '
         + '\n  '.join(differences(meta['identity'], identity))
-        + '\nChange these settings back, or train in another folder.'
-        + (f' Only {", ".join(open_to_change)} may change within a run.' if open_to_change else '')
+        + '\nChange these settings back, or train in another folder.',
+        refused,
       )
     abstract = jax.tree.map(_abstract, (params, opt_state))
     args = ocp.args.Composite(

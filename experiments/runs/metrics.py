@@ -8,34 +8,55 @@ from collections.abc import Iterator, Mapping
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import tensorboardX
+
+from experiments.runs import durable, hosts
 
 METRICS = 'metrics.jsonl'
 TIMING = 'timing.jsonl'
 
 
 def read_records(path: str | Path) -> Iterator[dict[str, Any]]:
-  """Yields the records of a JSON-lines file; a last line cut short by a kill is left out."""
+  """Yields the records of a JSON-lines file; bad lines at its end, which a kill or a power cut leaves, are left out.
+
+  Raises:
+    ValueError: a line before the last good one is no record; names file and line.
+  """
   path = Path(path)
   if not path.exists():
     return
-  for line in path.read_text().splitlines(keepends=True):
-    if line.endswith('\n'):
-      yield json.loads(line)
+  bad = None
+  for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
+    record = _record(line)
+    if record is None:
+      bad = bad or number
+    elif bad:
+      raise ValueError(
+        f'{path}, line {bad} is no record, with good ones after it: the file was changed or damaged; put back a copy, '
+        'or remove that line to go without it'
+      )
+    else:
+      yield record
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+  try:
+    record = json.loads(line) if line.endswith(b'\n') else None
+  except ValueError:
+    return None
+  return record if isinstance(record, dict) and {'step', 'kind'} <= set(record) else None
 
 
 def _truncate(path: Path, step: int) -> None:
-  """Drops the records after `step`, in a new file that replaces the old one at once."""
+  """Drops the records after `step`."""
   kept = [record for record in read_records(path) if record['step'] <= step]
-  new = path.with_suffix('.tmp')
-  new.write_text(''.join(json.dumps(record) + '\n' for record in kept))
-  os.replace(new, path)
+  durable.write_text(path, ''.join(json.dumps(record) + '\n' for record in kept))
 
 
 class MetricsWriter:
-  """Writes the measurements of one run.
+  """Writes the measurements of one run; of several processes only the first writes.
 
   Args:
     folder: the run's folder; made when missing.
@@ -43,6 +64,9 @@ class MetricsWriter:
   """
 
   def __init__(self, folder: str | Path, *, step: int = 0):
+    self._files: dict[str, TextIO] = {}
+    if not hosts.first():
+      return
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for name in (METRICS, TIMING):
@@ -56,7 +80,13 @@ class MetricsWriter:
   def __exit__(self, *_: Any) -> None:
     for file in self._files.values():
       file.close()
-    self._board.close()
+    if self._files:
+      self._board.close()
+
+  def sync(self) -> None:
+    """Brings what was written to the disk, so that a checkpoint never knows more than these files."""
+    for file in self._files.values():
+      os.fsync(file.fileno())
 
   def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
     """Writes one record; numbers, also those one level down, become TensorBoard scalars `kind/name`.
@@ -69,6 +99,8 @@ class MetricsWriter:
     Raises:
       ValueError: a number that is not finite.
     """
+    if not self._files:
+      return
     file = self._files[TIMING if kind == 'timing' else METRICS]
     file.write(json.dumps({'step': step, 'kind': kind, **values}, allow_nan=False) + '\n')
     file.flush()

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from experiments.models.layers import cross_entropy
-from experiments.runs import activations, build
+from experiments.runs import activations, bad_numbers, build, sums
 from experiments.runs.build import Parts
 import sparse24_jax as s24
 from sparse24_jax.attention import Attention
@@ -25,13 +25,18 @@ class TrainState(NamedTuple):
 
 
 class StepMetrics(NamedTuple):
-  """What a step reports, still on the device: float32 scalars, and `flip_rates` [number of sparse weights]."""
+  """What a step reports, still on the device: float32 scalars, `flip_rates` [number of sparse weights], and `good`.
+
+  `good` is whether loss and gradient are finite; with the policy 'skip' also whether the loss is no jump and the new
+  state is finite, and if not the step changed nothing.
+  """
 
   loss: jax.Array
   grad_norm: jax.Array
   learning_rate: jax.Array
   flip_rate: jax.Array
   flip_rates: jax.Array
+  good: jax.Array | bool = True
 
 
 def init_state(parts: Parts) -> TrainState:
@@ -64,11 +69,13 @@ def loss_fn(model: Any, params: Any, sparse: Any, batch: dict[str, jax.Array], k
 def make_step(
   parts: Parts, phase: str, shardings: Any, attention: Attention = None
 ) -> Callable[..., tuple[TrainState, StepMetrics]]:
-  """Compiles to one program a phase: (state, micro-batches [accumulate, B, T], seed) -> (state, metrics).
+  """Compiles to one program a phase: (state, micro-batches [accumulate, B, T], seed, limit) -> (state, metrics).
 
-  The seed, for sampling, is that of the configuration unless given: runs that differ in it share the program.
+  The seed, for sampling, is that of the configuration unless given: runs that differ in it share the program. A loss
+  above `limit` is a bad one, for the policy 'skip'.
   """
   config, recipe = parts.config, parts.recipe
+  skips = bad_numbers.policy_of(config).name == 'skip'
   tx = build.make_optimizer(config, recipe, phase)
   deterministic = not parts.model.config.dropout
   blocks = phase == 'sparse' and any(rule.activation for rule in recipe.rules)
@@ -77,7 +84,7 @@ def make_step(
 
   @functools.partial(jax.jit, donate_argnums=0, out_shardings=shardings)
   def step(
-    state: TrainState, batches: dict[str, jax.Array], seed: int = config.seed
+    state: TrainState, batches: dict[str, jax.Array], seed: int = config.seed, limit: float = math.inf
   ) -> tuple[TrainState, StepMetrics]:
     # Every step's key comes from its number, so a resumed run draws what the interrupted one would have drawn.
     key = jax.random.fold_in(jax.random.key(seed + 1), state.step)
@@ -98,10 +105,15 @@ def make_step(
       loss, grads = jax.tree.map(lambda x: x / config.accumulate, total)
     updates, opt_state = tx.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
+    norm, learning_rate = optax.tree.norm(grads), build.learning_rate(config)(state.step)
+    good = jnp.isfinite(loss) & jnp.isfinite(norm)
+    if skips:
+      good &= (loss <= limit) & sums.all_finite((params, opt_state))
+      old = (state.params, state.opt_state)
+      params, opt_state = jax.tree.map(lambda new, old: jnp.where(good, new, old), (params, opt_state), old)
     flips = s24.get_flip_rate(opt_state)
     rates = [jnp.ravel(rate) for rate in flips.per_weight.values()] or [jnp.zeros(0)]
-    norm, learning_rate = optax.tree.norm(grads), build.learning_rate(config)(state.step)
-    metrics = StepMetrics(loss, norm, jnp.asarray(learning_rate), flips.overall, jnp.concatenate(rates))
+    metrics = StepMetrics(loss, norm, jnp.asarray(learning_rate), flips.overall, jnp.concatenate(rates), good)
     return TrainState(state.step + 1, params, opt_state), metrics
 
   return step

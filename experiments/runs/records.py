@@ -9,7 +9,7 @@ from typing import Any
 from ml_collections import ConfigDict
 import numpy as np
 
-from experiments.runs import activations, build, metrics
+from experiments.runs import activations, build, durable, metrics
 from experiments.runs.method_table import METHODS
 import sparse24_jax as s24
 
@@ -172,7 +172,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
   file = Path(folder) / 'config.json'
   if not file.is_file():
     raise ValueError(f'{folder} is not the folder of a run: it has no config.json')
-  config = json.loads(file.read_text())
+  config = durable.read_json(file)
   if config.get('method', '') not in ('', *METHODS):
     raise ValueError(f'{file}: method is {config["method"]!r}; known: {", ".join(METHODS)}, and an empty one')
   if 'method' not in config:
@@ -196,9 +196,9 @@ def read_run(folder: str | Path) -> RunRecord:
   return RunRecord(
     folder,
     config,
-    json.loads((folder / 'environment.json').read_text()),
+    durable.read_json(folder / 'environment.json'),
     **{kind: tuple(records) for kind, records in kinds.items()},
-    summary=json.loads(summary.read_text()) if summary.exists() else None,
+    summary=durable.read_json(summary) if summary.exists() else None,
   )
 
 
@@ -252,6 +252,7 @@ def settings_that_differ(runs: Iterable[RunRecord]) -> dict[str, list[Any]]:
     'data.manual_dir',
     'model.ffn_width',
     'model.ffn_order',
+    'bad_numbers',
     'log_every',
     'eval_every',
     'checkpoint_every',

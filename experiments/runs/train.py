@@ -1,11 +1,11 @@
 """The training loop: any configuration, any recipe, resumable bit for bit.
 
 A run folder holds ``config.json``, ``environment.json``, ``metrics.jsonl``, ``timing.jsonl``, ``tensorboard/``,
-``checkpoints/`` and, once finished, ``summary.json``. Starting the same command again resumes or does nothing; two
-processes at a time are refused, by a lock on ``.lock``.
+``checkpoints/``, ``events.jsonl`` if something out of the ordinary happened and, once finished, ``summary.json``.
+Starting the same command again resumes or does nothing; two runs at a time are refused, by a lock on ``.lock``.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 import contextlib
 import fcntl
 import json
@@ -13,7 +13,6 @@ import math
 import os
 from pathlib import Path
 import socket
-import sys
 from typing import Any
 import warnings
 
@@ -21,10 +20,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.runs import activations, build, hosts, records
+from experiments.runs import activations, bad_numbers, build, durable, events, hosts, records, stopping
 from experiments.runs import metrics as metrics_lib
 from experiments.runs.build import Parts
-from experiments.runs.checkpoint import Checkpoints, NotFiniteError
+from experiments.runs.checkpoint import CheckpointError, Checkpoints, DifferentRunError, NotFiniteError
 from experiments.runs.environment import environment
 from experiments.runs.experiment import Config
 from experiments.runs.programs import flip_rate_names, Programs, StepMetrics, TrainState
@@ -34,7 +33,7 @@ from sparse24_jax.attention import Attention
 
 
 class TrainingDivergedError(RuntimeError):
-  """A loss or the norm of the gradient is not finite any more."""
+  """The numbers of a run are bad, and its policy does not let it go on."""
 
 
 class Run:
@@ -45,13 +44,29 @@ class Run:
     folder: the run's folder; resumed from its newest checkpoint when there is one.
     quiet: no progress bar.
     programs: of a run that differs in seeds only, to compile nothing again.
+    from_step: resume from the checkpoint of this step; later ones are set aside.
+    accept_changes: go on although settings of the optimizer differ from those of the checkpoint.
   """
 
-  def __init__(self, parts: Parts, folder: str | Path, *, quiet: bool = False, programs: Programs | None = None):
+  def __init__(
+    self,
+    parts: Parts,
+    folder: str | Path,
+    *,
+    quiet: bool = False,
+    programs: Programs | None = None,
+    from_step: int | None = None,
+    accept_changes: bool = False,
+  ):
     self.parts, self.folder, self.quiet = parts, Path(folder), quiet
     self.config: Config = parts.config
+    self.from_step, self.accept_changes = from_step, accept_changes
     self.iterator = parts.data.train()
     self.watch, self._logged = Stopwatch(), 0.0
+    self.policy = bad_numbers.policy_of(parts.config)
+    self.losses = bad_numbers.Losses(self.policy.spike)
+    self.skipped_in_a_row = self.rolled_back = 0
+    self.window: list[StepMetrics] = []
     self.programs = programs or Programs(parts)
     self.state = self.programs.init(parts.config.seed)
     if parts.mesh is not None:  # Outside jit, where shards are known: refuses those that split groups of four.
@@ -64,21 +79,32 @@ class Run:
     """Trains to the end and returns the summary.
 
     Raises:
-      TrainingDivergedError: a training loss, gradient norm or validation loss that is not finite; names the step. No
-        checkpoint of that step is written.
+      TrainingDivergedError: bad numbers, see `bad_numbers`; names the step. No checkpoint has them.
+      StoppedError: a signal told the run to stop; what was done is saved.
       CheckpointError: a checkpoint that cannot be written, read or used.
     """
     self.folder.mkdir(parents=True, exist_ok=True)
-    with Checkpoints(self.folder / 'checkpoints', keep=self.config.keep_checkpoints) as checkpoints:
-      if checkpoints.latest() is not None:
-        self._restore(checkpoints)
+    keep = self.config.keep_checkpoints
+    with (
+      stopping.listening() as stop,
+      Checkpoints(self.folder / 'checkpoints', keep=keep, asynchronous=True) as checkpoints,
+    ):
+      if self.from_step is not None or checkpoints.latest() is not None:
+        self._resume(checkpoints)
       done = int(self.state.step)
-      if done == self.config.steps and (self.folder / 'summary.json').exists():
-        return json.loads((self.folder / 'summary.json').read_text())
-      self._write_json('config.json', self.config.to_dict())
-      self._write_json('environment.json', environment())
-      with metrics_lib.MetricsWriter(self.folder, step=done) as writer:
-        validation = self._loop(done, checkpoints, writer)
+      if done == self.config.steps and (summary := _summary(self.folder)):
+        return summary
+      if hosts.first():
+        durable.write_json(self.folder / 'config.json', self.config.to_dict())
+        durable.write_json(self.folder / 'environment.json', environment())
+      validation = None
+      while validation is None:
+        try:
+          with metrics_lib.MetricsWriter(self.folder, step=int(self.state.step)) as writer:
+            validation = self._loop(int(self.state.step), checkpoints, writer, stop)
+        except bad_numbers.BadNumbersError as error:
+          self._roll_back(checkpoints, str(error))
+      checkpoints.wait()
     summary = {
       'name': self.config.name,
       'recipe': self.config.recipe.name,
@@ -88,11 +114,14 @@ class Run:
       'seconds': self.watch.total,
       'spent': self.watch.spent,
     }
-    self._write_json('summary.json', summary)
+    if hosts.first():
+      durable.write_json(self.folder / 'summary.json', summary)
     return summary
 
-  def _loop(self, done: int, checkpoints: Checkpoints, writer: metrics_lib.MetricsWriter) -> float:
-    config, window, due = self.config, [], None
+  def _loop(
+    self, done: int, checkpoints: Checkpoints, writer: metrics_lib.MetricsWriter, stop: stopping.Stop
+  ) -> float:
+    config, due = self.config, None
     validation = math.nan
     if done == config.steps:  # Killed between the last checkpoint and the summary.
       return self._validate(done, self.programs.evaluate(*build.phase_of(self.parts, done - 1)))
@@ -114,12 +143,13 @@ class Run:
         done += 1
         if due:  # Read the last window while the device is busy with the step just dispatched.
           due = self._log(*due, writer, progress)
-        window.append(step_metrics)
+        self.window.append(step_metrics)
         last = done == config.steps
         if last or done % config.log_every == 0:
-          due, window = (done, phase, window), []
+          due, self.window = (done, phase, self.window), []
+        told_by = stop.told_by(done)
         evaluates = last or done % config.eval_every == 0
-        saves = config.checkpoint_every and (last or done % config.checkpoint_every == 0)
+        saves = config.checkpoint_every and (last or done % config.checkpoint_every == 0 or told_by is not None)
         if evaluates or saves:
           due = due and self._log(*due, writer, progress)
           if evaluates:
@@ -128,9 +158,18 @@ class Run:
             writer.write('validation', done, {'loss': validation, 'phase': phase, **probed})
             self.watch.lap('evaluation')
           if saves:
+            writer.sync()
             self._save(done, checkpoints)
             self.watch.lap('checkpoints')
+        if told_by is not None and not last:
+          checkpoints.wait()
+          raise stopping.StoppedError(self._stopped(told_by.name, done), told_by)
     return validation
+
+  def _stopped(self, told_by: str, done: int) -> str:
+    if self.config.checkpoint_every:
+      return f'{self.folder}: stopped by {told_by}; step {done} is saved, and the same command goes on from there'
+    return f'{self.folder}: stopped by {told_by} after step {done}; checkpoint_every is 0, so it will start again'
 
   def _step(self, done: int, phase: str, attention: Attention) -> StepMetrics:
     """Dispatches the optimizer step after `done` of them."""
@@ -139,34 +178,46 @@ class Run:
     opt_state = build.regroup(self.parts, done, self.state.params, self.state.opt_state)
     # No other reference may keep the old weights alive.
     self.state = self.state._replace(params=params, opt_state=opt_state)
-    self.state, step_metrics = self.programs.step(phase, attention)(self.state, batches, self.config.seed)
+    step = self.programs.step(phase, attention)
+    self.state, step_metrics = step(self.state, batches, self.config.seed, self.losses.limit())
     return step_metrics
 
   def _log(self, step: int, phase: str, window: list[StepMetrics], writer: Any, progress: Progress) -> None:
     """Writes one line about the window of steps that ends at `step`."""
-    losses, norms, last = jax.device_get(([m.loss for m in window], [m.grad_norm for m in window], window[-1]))
-    flip_rate, flip_rates = self._flip_rates(window)
+    *read, learning_rate = jax.device_get(
+      ([m.loss for m in window], [m.grad_norm for m in window], [m.good for m in window], window[-1].learning_rate)
+    )
     self.watch.lap('training')
-    for at, (loss, norm) in enumerate(zip(losses, norms, strict=True), step - len(window) + 1):
-      self._check_finite(at, 'loss', loss)
-      self._check_finite(at, 'norm of the gradient', norm)
+    taken = []
+    for at, (loss, norm, good) in enumerate(zip(*read, strict=True), step - len(window) + 1):
+      if self.policy.name == 'skip' and not good:
+        self._skipped(at, loss, norm)
+        continue
+      self.skipped_in_a_row = 0
+      self.losses.take(at, loss, norm)
+      taken.append((loss, norm))
+    # Steps are dispatched ahead, so that a window is read one step late, or on time if an evaluation waits for it.
+    spent = self.watch.spent
+    tokens = sum(isinstance(m.loss, jax.Array) for m in window)  # and not read from a checkpoint
+    tokens *= self.config.data.batch_size * self.config.data.seq_len
+    speed, self._logged = tokens / max(spent['training'] - self._logged, 1e-9), spent['training']
+    writer.write('timing', step, {'seconds': self.watch.total, 'spent': spent, 'tokens_per_s': speed})
+    if not taken:
+      return
+    losses, norms = zip(*taken, strict=True)
+    flip_rate, flip_rates = self._flip_rates(window)
     writer.write(
       'train',
       step,
       {
         'loss': float(np.mean(losses, dtype=np.float64)),
         'grad_norm': float(np.mean(norms, dtype=np.float64)),
-        'learning_rate': float(last.learning_rate),
+        'learning_rate': float(learning_rate),
         'phase': phase,
         'flip_rate': flip_rate,
         'flip_rates': dict(zip(self.names, flip_rates, strict=True)),
       },
     )
-    # Steps are dispatched ahead, so that a window is read one step late, or on time if an evaluation waits for it.
-    spent = self.watch.spent
-    tokens = len(window) * self.config.data.batch_size * self.config.data.seq_len
-    speed, self._logged = tokens / max(spent['training'] - self._logged, 1e-9), spent['training']
-    writer.write('timing', step, {'seconds': self.watch.total, 'spent': spent, 'tokens_per_s': speed})
     progress.update(
       step, loss=float(losses[-1]), flip_rate=flip_rate if self.names else None, tokens_per_s=speed
     )
@@ -180,19 +231,39 @@ class Run:
     overall, each = jax.device_get(([m.flip_rate for m in steps], [m.flip_rates for m in steps]))
     return float(np.mean(overall, dtype=np.float64)), np.mean(each, axis=0, dtype=np.float64).tolist()
 
+  def _skipped(self, step: int, loss: float, norm: float) -> None:
+    self.skipped_in_a_row += 1
+    what = f'step {step} was skipped: its loss is {loss:.4g}, the norm of its gradient {norm:.4g}'
+    if self.skipped_in_a_row > self.policy.cap:
+      raise bad_numbers.BadNumbersError(f'{what}; bad_numbers.cap allows {self.policy.cap} in a row')
+    events.note(self.folder, step, 'skipped', what)
+
   def _validate(self, step: int, evaluate: Callable[[TrainState], jax.Array]) -> float:
     loss = float(evaluate(self.state))
-    self._check_finite(step, 'validation loss', loss)
+    bad_numbers.require_finite(step, 'validation loss', loss)
     return loss
 
-  def _check_finite(self, step: int, what: str, value: float) -> None:
-    if not math.isfinite(value):
-      raise self._diverged(f'the {what} is {value} at step {step}')
+  def _roll_back(self, checkpoints: Checkpoints, why: str) -> None:
+    """Goes back to the last checkpoint, and on with the batches that follow; or ends the run."""
+    checkpoints.wait()
+    if self.policy.name != 'roll_back' or self.rolled_back >= self.policy.cap or not checkpoints.steps():
+      if self.policy.name == 'roll_back':
+        why += f'; it was rolled back {self.rolled_back} times' if self.rolled_back else '; there is no checkpoint'
+      raise self._diverged(why, checkpoints.steps())
+    position, rolled_back = self.iterator.get_state(), self.rolled_back + 1
+    self._restore(checkpoints)
+    self.iterator.set_state(position)
+    self.rolled_back = rolled_back
+    step = int(self.state.step)
+    what = f'{why}; rolled back to step {step}, going on with the batches that follow'
+    events.note(self.folder, step, 'rolled back', what)
 
-  def _diverged(self, what: str) -> TrainingDivergedError:
+  def _diverged(self, what: str, steps: list[int]) -> TrainingDivergedError:
+    here = f', or go on in this one from step {steps[-1]} with such settings and --accept-changes' if steps else ''
     return TrainingDivergedError(
-      f'{self.folder}: {what}; training stopped, the last checkpoint is from before. '
-      'Lower optimizer.peak_lr or recipe.kwargs.masked_decay, or raise optimizer.warmup_steps.'
+      f'{self.folder}: {what}; training stopped, and no checkpoint has bad numbers. Train in another folder with a '
+      f'lower optimizer.peak_lr or recipe.kwargs.masked_decay, or a longer optimizer.warmup_steps{here}. '
+      'bad_numbers.policy=skip or roll_back let a run go on past a bad batch.'
     )
 
   def _save(self, step: int, checkpoints: Checkpoints) -> None:
@@ -203,27 +274,76 @@ class Run:
       'spent': self.watch.spent,
       'config': self.config.to_dict(),
       'phase': s24.phase_at(self.parts.recipe, step - 1, self.config.steps),
+      # Steps since the last line of the metrics: none, unless the run was told to stop.
+      'window': [[x.tolist() for x in map(np.asarray, step)] for step in jax.device_get(self.window)],
+      'latest_losses': list(self.losses.latest),
+      'skipped_in_a_row': self.skipped_in_a_row,
+      'rolled_back': self.rolled_back,
     }
     try:
       checkpoints.save(step, self.state.params, self.state.opt_state, meta)
     except NotFiniteError as error:
-      raise self._diverged(str(error)) from error
+      raise bad_numbers.BadNumbersError(str(error)) from error
 
-  def _restore(self, checkpoints: Checkpoints) -> None:
+  def _resume(self, checkpoints: Checkpoints) -> None:
+    """Takes up the run where its checkpoint left it, and notes what is not as it was."""
+    changed = self._restore(checkpoints, self.from_step)
+    step = int(self.state.step)
+    if later := [other for other in checkpoints.steps() if other > step]:
+      aside = checkpoints.set_aside(later)
+      what = f'going on from step {step}; the checkpoints of steps {later} were moved to {aside}'
+      events.note(self.folder, step, 'went back', what)
+    if changed:
+      lines = ', '.join(f'{field} from {old!r} to {new!r}' for field, (old, new) in changed.items())
+      what = f'from step {step} on, settings are others than before: {lines}'
+      events.note(self.folder, step, 'settings changed', what, changed=changed)
+
+  def _restore(self, checkpoints: Checkpoints, step: int | None = None) -> Mapping[str, tuple[Any, Any]]:
+    """Reads a checkpoint; returns what settings differ from its."""
     # Identity travels through JSON, where tuples become lists.
-    wanted = json.loads(json.dumps(build.identity(self.parts)))
-    found = checkpoints.restore_newest(self.state.params, self.state.opt_state, identity=wanted, tell=_tell)
-    step = jax.device_put(jnp.asarray(found.meta['step'], jnp.int32), self.state.step.sharding)
-    self.state = TrainState(step, found.params, found.opt_state)
-    self.iterator.set_state(found.meta['data_state'])
-    self.watch = Stopwatch(found.meta['spent'])
+    options: dict[str, Any] = {
+      'identity': json.loads(json.dumps(build.identity(self.parts))),
+      'may_differ': _may_change if self.accept_changes else lambda _: False,
+    }
+    state = self.state.params, self.state.opt_state
+    try:
+      if step is not None:
+        found = checkpoints.restore(*state, step=step, **options)
+      else:
+        found = checkpoints.restore_newest(*state, tell=self._note_unreadable, **options)
+    except DifferentRunError as error:
+      if not all(map(_may_change, error.fields)):
+        raise
+      message = f'{error} To go on here with the new settings, from that step on, add --accept-changes.'
+      raise CheckpointError(message) from error
+    meta = found.meta
+    step_array = jax.device_put(jnp.asarray(meta['step'], jnp.int32), self.state.step.sharding)
+    self.state = TrainState(step_array, found.params, found.opt_state)
+    self.iterator.set_state(meta['data_state'])
+    self.watch = Stopwatch(meta['spent'])
+    self.losses = bad_numbers.Losses(self.policy.spike, meta['latest_losses'])
+    self.skipped_in_a_row, self.rolled_back = meta['skipped_in_a_row'], meta['rolled_back']
+    self.window = [StepMetrics(*step) for step in meta['window']]
+    return found.changed
 
-  def _write_json(self, name: str, value: Any) -> None:
-    (self.folder / name).write_text(json.dumps(value, indent=2) + '\n')
+  def _note_unreadable(self, what: str) -> None:
+    events.note(self.folder, int(self.state.step), 'checkpoint', what)
+
+
+def _may_change(field: str) -> bool:
+  """Whether a run may go on with another value of a field of its identity: the learning rate, the decay."""
+  return field.startswith('optimizer.') or field == 'recipe.masked_decay'
 
 
 def train(
-  config: Config, folder: str | Path, *, data: Any = None, quiet: bool = False, programs: list[Programs] | None = None
+  config: Config,
+  folder: str | Path,
+  *,
+  data: Any = None,
+  quiet: bool = False,
+  programs: list[Programs] | None = None,
+  from_step: int | None = None,
+  accept_changes: bool = False,
 ) -> dict[str, Any]:
   """Trains one configuration in a folder, or resumes it, or returns the summary of the finished run.
 
@@ -236,13 +356,15 @@ def train(
     quiet: no progress bar.
     programs: empty, or the programs of a run that differs in seeds only, used unless the recipe depends on the seed;
       what this run compiles is put in.
+    from_step: go on from the checkpoint of this step, not from the newest; later ones are set aside.
+    accept_changes: go on though settings of the optimizer differ from the checkpoint's; `events.jsonl` says so.
 
   Returns:
     The summary: name, recipe, seed, steps, validation_loss (nats a token), seconds, and what they were `spent` on.
 
   Raises:
     ValueError: another process trains in the folder, or a setting does not fit.
-    TrainingDivergedError, CheckpointError: see `Run.train`.
+    TrainingDivergedError, StoppedError, CheckpointError: see `Run.train`.
   """
   if not config.checkpoint_every and (summary := _finished(config, Path(folder))):
     return summary
@@ -251,7 +373,9 @@ def train(
   with held(Path(folder)):
     # Random masks have the seed in their programs.
     shared = programs[0] if programs and programs[0].recipe == parts.recipe else None
-    run = Run(parts, folder, quiet=quiet, programs=shared)
+    run = Run(
+      parts, folder, quiet=quiet, programs=shared, from_step=from_step, accept_changes=accept_changes
+    )
     programs[:] = [run.programs]
     return run.train()
 
@@ -283,17 +407,24 @@ def held(folder: Path) -> Iterator[None]:
     yield
 
 
-def _tell(line: str) -> None:
-  """Says something that must not go unseen."""
-  if hosts.first():
-    print(line, file=sys.stderr, flush=True)
+def _summary(folder: Path) -> dict[str, Any] | None:
+  """The summary of a finished run, or None; one that cannot be read is made again."""
+  file = folder / 'summary.json'
+  if not file.exists():
+    return None
+  try:
+    return durable.read_json(file)
+  except ValueError as error:
+    events.tell(f'{error}. It is made again.')
+    return None
 
 
 def _finished(config: Config, folder: Path) -> dict[str, Any] | None:
   """The summary of a finished run of this very configuration."""
-  if not (folder / 'summary.json').exists():
+  if (summary := _summary(folder)) is None:
     return None
   # JSON makes lists of tuples.
-  if records.read_config(folder) != json.loads(json.dumps(config.to_dict())):
+  wanted = json.loads(json.dumps(config.to_dict()))
+  if {**records.read_config(folder), 'bad_numbers': None} != {**wanted, 'bad_numbers': None}:
     raise ValueError(f'{folder} holds a run with other settings; name another folder, or remove it')
-  return json.loads((folder / 'summary.json').read_text())
+  return summary

@@ -119,6 +119,24 @@ class ReportTest(parameterized.TestCase):
     self.assertIn('speak to none of the claims', text)
     self.assertEqual('Unfinished' in text, not finished)
 
+  @parameterized.parameters(
+    ('seed',), ('label',), ('name',), ('model', 'embed_dim'), ('model', 'size'), ('model', 'family'),
+    ('data', 'corpus'), ('data', 'tokenizer'), ('recipe', 'kwargs'),
+  )  # fmt: skip
+  def test_a_folder_from_elsewhere_brings_no_script(self, *keys):
+    folder, evil = temp_folder(self), '<script>alert(1)</script>'
+    file = write_run(folder, 'fst', 0, 1.4) / 'config.json'
+    config = json.loads(file.read_text())
+    section = config[keys[0]] if len(keys) > 1 else config
+    section[keys[-1]] = {'masked_decay': 1e-4, evil: 1} if keys[-1] == 'kwargs' else evil
+    file.write_text(json.dumps(config))
+    try:
+      path = report.write_report([folder], Path(folder, 'r.html'))
+    except ValueError as error:
+      self.assertIn(evil, str(error))  # refused, on a terminal
+    else:
+      self.assertNotIn('script', read_page(path).tags)
+
   def test_differing_settings_are_pointed_out(self):
     folder = temp_folder(self)
     write_run(folder, 'dense', 0, 1.2)

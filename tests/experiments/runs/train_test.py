@@ -18,7 +18,7 @@ import numpy as np
 import optax
 import pytest
 
-from experiments.runs import build, environment, experiment, metrics, programs, progress, train
+from experiments.runs import bad_numbers, build, environment, experiment, metrics, programs, progress, train
 from experiments.runs.checkpoint import CheckpointError, Checkpoints
 from sparse24_jax.optim import sparse_states
 from tests.experiments.fakes import compile_quickly, FakeData, temp_folder
@@ -269,7 +269,7 @@ class RefusedTest(parameterized.TestCase):
   def test_a_gradient_that_is_not_finite_stops_the_run(self):
     found = train.Run(build.make_parts(tiny(), data=FakeData()), temp_folder(self), quiet=True)
     window = [programs.StepMetrics(*map(np.float32, (1.0, norm, 0.1, 0.0, 0.0))) for norm in (2.0, np.inf, np.nan)]
-    with self.assertRaisesRegex(train.TrainingDivergedError, 'the norm of the gradient is inf at step 9'):
+    with self.assertRaisesRegex(bad_numbers.BadNumbersError, 'the norm of the gradient is inf at step 9'):
       found._log(10, 'dense', window, None, None)
 
   def test_metrics_hold_numbers_only(self):
