@@ -42,6 +42,10 @@ class GPT2Config:
     param_dtype: dtype of the stored parameters.
     logits_dtype: of what the model returns; 'bfloat16' halves the largest arrays of a step, see `layers.cross_entropy`.
     residual_dtype: of the residual stream; None is `dtype`.
+    tied: the output matrix is the token embedding; else one of its own, which starts at zero.
+    scale_embeddings: multiply embeddings by sqrt(D) where they enter the residual stream. At their initial 0.02 what
+      the first blocks add is several times as large in a wide model, and learning is unstable (Takase et al., Spike
+      No More, arXiv 2312.16903).
     qk_norm: normalise queries and keys, by head and each with one scale for all heads, before they are compared.
     fp8_linear: dense products of the linear layers in FP8; takes `fused_mlp=False`.
     remat: recompute each block in the backward pass; 'dots' all but its matrix products.
@@ -68,6 +72,8 @@ class GPT2Config:
   param_dtype: str = 'float32'
   logits_dtype: str = 'float32'
   residual_dtype: str | None = None
+  tied: bool = True
+  scale_embeddings: bool = False
   qk_norm: bool = False
   fp8_linear: bool = False
   remat: bool | Literal['dots'] = False
@@ -237,9 +243,15 @@ class GPT2(nn.Module):
     )
     wte = nn.Embed(cfg.vocab_size, **embed, name='wte')
     wpe = nn.Embed(cfg.seq_len, **embed, name='wpe')
-    x_BxTxD = (wte(tokens_BxT) + wpe(jnp.arange(length))[None]).astype(cfg.residual_dtype or cfg.dtype)
+    x_BxTxD = wte(tokens_BxT) + wpe(jnp.arange(length))[None]
+    if cfg.scale_embeddings:
+      x_BxTxD = math.sqrt(cfg.embed_dim) * x_BxTxD
+    x_BxTxD = x_BxTxD.astype(cfg.residual_dtype or cfg.dtype)
     x_BxTxD = nn.Dropout(cfg.dropout, deterministic=self.deterministic)(x_BxTxD)
     x_BxTxD = run_blocks(Block, cfg, self.deterministic, x_BxTxD)
     x_BxTxD = layer_norm(cfg, 'ln_f')(x_BxTxD)
-    table_VxD = wte.embedding.astype(cfg.dtype)
+    head = wte
+    if not cfg.tied:
+      head = nn.Embed(cfg.vocab_size, **{**embed, 'embedding_init': nn.initializers.zeros}, name='head')
+    table_VxD = head.embedding.astype(cfg.dtype)
     return unembed(x_BxTxD, table_VxD, jnp.dtype(cfg.logits_dtype))

@@ -92,7 +92,10 @@ class GPT2(nnx.Module):
   """A GPT-2 language model with a tied output matrix; see `gpt2.GPT2`."""
 
   def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs):
-    for option in ('scan_layers', 'dropout', 'attention_pattern'):
+    if not config.tied:
+      raise ValueError('tied=False is for the linen model; the nnx twin has one matrix for input and output')
+    linen_only = ('scan_layers', 'dropout', 'attention_pattern', 'qk_norm', 'scale_embeddings', 'fp8_linear')
+    for option in (*linen_only, 'residual_dtype'):
       if getattr(config, option):
         raise ValueError(f'{option}={getattr(config, option)} is for the linen model; the nnx twin has no {option}')
     if config.ffn_order != 'sequence':

@@ -27,7 +27,7 @@ from experiments.data import packing
 from experiments.models import gpt2
 from experiments.models.layers import param_count
 from experiments.race import trials
-from experiments.race.contenders import CONTENDERS, make_model, SEARCH_EVERY, SIZES
+from experiments.race.contenders import CONTENDERS, make_model, SEARCH_EVERY, SIZES, STYLES
 from experiments.race.programs import Programs
 from experiments.race.search import Budget, next_trial, Trial
 from experiments.runs.environment import environment
@@ -57,8 +57,8 @@ class Race:
     self.held_out = begin.reshape(options.eval_batches, options.batch)
     self.tokens = jax.device_put(together)
     self.head |= {
-      'text': packed.digest, 'size': options.size, 'batch': options.batch, 'length': self.length,
-      'seconds': options.seconds, 'held_out_tokens': count * self.length,
+      'text': packed.digest, 'size': options.size, 'style': options.style, 'batch': options.batch,
+      'length': self.length, 'seconds': options.seconds, 'held_out_tokens': count * self.length,
     }  # fmt: skip
     self.names = list(dict.fromkeys([*options.contenders, *options.clock_only]))
     self.done: dict[str, dict[Trial, float]] = {name: {} for name in self.names}
@@ -110,7 +110,9 @@ class Race:
       start = time.perf_counter()
 
       def compiled(name: str, start: float = start) -> None:
-        model = make_model(name, self.options.size, self.vocab, tiny=self.options.tiny, scan=self.options.scan)
+        model = make_model(
+          name, self.options.size, self.vocab, style=self.options.style, tiny=self.options.tiny, scan=self.options.scan
+        )
         shape = jax.ShapeDtypeStruct(self.tokens.shape, self.tokens.dtype)
         programs = Programs(model, CONTENDERS[name].recipe, self.options.batch, shape, self.held_out)
         programs.compile()
@@ -132,7 +134,8 @@ class Race:
 
   def _clock(self, name: str) -> None:
     programs = self.programs[name]
-    found = trials.clock(programs, self.tokens, search_every=4 if self.options.tiny else SEARCH_EVERY)
+    search_every = 4 if self.options.tiny else SEARCH_EVERY
+    found = trials.clock(programs, self.tokens, search_every=search_every, bursts=self.options.bursts)
     config = programs.model.config
     shape = dict(layers=config.num_layers, d=config.embed_dim, hidden=config.hidden_dim, vocab=config.vocab_size)
     memory = {
@@ -202,6 +205,8 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument('--minutes', type=float, default=25, help='until no trial begins that would not end in time')
   parser.add_argument('--rates', type=float, nargs='+', default=[5e-4, 1e-3], help='ascending (default: %(default)s)')
   parser.add_argument('--most-rates', type=int, default=4, help='trials of the search for one (default: %(default)s)')
+  parser.add_argument('--style', default='gpt2', choices=list(STYLES), help='of all models (default: %(default)s)')
+  parser.add_argument('--bursts', type=int, default=3, help='of steps, for the clock (default: %(default)s)')
   parser.add_argument('--eval-batches', type=int, default=24, help='(default: %(default)s)')
   parser.add_argument('--scan', action='store_true', help='a scan over layers, in place of each on its own')
   parser.add_argument('--tiny', action='store_true', help='small shapes, to see that it runs')

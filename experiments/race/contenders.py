@@ -49,6 +49,15 @@ def s_ste_fp8(path: str) -> Callable[[Any], s24.Recipe]:
   return lambda decay: s24.recipes.s_ste(path, fp8=True, refresh_every=SEARCH_EVERY)
 
 
+# What all contenders of a race have of GPT-2 and of later models, for stability.
+STYLES: Mapping[str, Mapping[str, Any]] = {
+  'gpt2': {},
+  'qk_norm': {'qk_norm': True},
+  'untied': {'tied': False},
+  'scaled': {'tied': False, 'scale_embeddings': True},
+  'scaled_qk_norm': {'tied': False, 'scale_embeddings': True, 'qk_norm': True},
+}
+
 _APART = {'fused_mlp': False}
 _DECAYS = (2e-4, 6e-4, 2e-3)
 CONTENDERS: Mapping[str, Contender] = {
@@ -61,14 +70,13 @@ CONTENDERS: Mapping[str, Contender] = {
   's_ste_fp8_all': Contender(label='S-STE, FP8, all linear layers', recipe=s_ste_fp8(LINEAR)),
   # A smaller model is another rival for the same seconds.
   'dense_124m': Contender(label='dense, 124M (86M on bytes)', model=_APART, size='124m'),
-  # What a rate of 2e-3 does to GPT-2 124M, and what is said to help.
-  'steep': Contender(label='124M', model=_APART, size='124m', rates=(2e-3,)),
-  'steep_stream': Contender(
-    label='124M, residual stream in float32', model={**_APART, 'residual_dtype': 'float32'}, size='124m', rates=(2e-3,)
-  ),
-  'steep_qk_norm': Contender(
-    label='124M, queries and keys normalised', model={**_APART, 'qk_norm': True}, size='124m', rates=(2e-3,)
-  ),
+  # GPT-2 124M at a rate at which it loses its footing as it was published.
+  'steep_124m': Contender(label='dense, 124M at a rate of 2e-3', model=_APART, size='124m', rates=(2e-3,)),
+  # Which style is stable at a rate that is steep for a wide model.
+  **{
+    f'style_{name}': Contender(label=f'dense, {name}', model={**_APART, **style}, rates=(1e-3,))
+    for name, style in STYLES.items()
+  },
 }
 
 # Sizes beside those of GPT-2: few wide layers, of which a step on a GPU is made of large products.
@@ -78,18 +86,18 @@ SIZES: Mapping[str, Mapping[str, int]] = {
 }
 
 
-def make_model(name: str, size: str, vocab: int, *, tiny: bool = False, scan: bool = False) -> gpt2.GPT2:
+def make_model(
+  name: str, size: str, vocab: int, *, style: str = 'gpt2', tiny: bool = False, scan: bool = False
+) -> gpt2.GPT2:
   """The model of a contender in a race of this size: layers unrolled, nothing recomputed, unless told."""
   contender = CONTENDERS[name]
   size = contender.size or size
   fields: dict[str, Any] = dict(
     vocab_size=-(-vocab // 64) * 64, dtype='bfloat16', logits_dtype='bfloat16', scan_layers=scan, attention='cudnn',
     fused_mlp=True,
-  ) | SIZES.get(size, {}) | dict(contender.model)  # fmt: skip
+  ) | dict(SIZES.get(size, {})) | dict(STYLES[style]) | dict(contender.model)  # fmt: skip
   if tiny:
     fields |= dict(
       num_layers=2, num_heads=2, embed_dim=32, seq_len=16, attention='xla', dtype='float32', logits_dtype='float32'
     )
-    if fields.get('residual_dtype'):
-      fields['residual_dtype'] = 'float32'
   return gpt2.GPT2(gpt2.make_config('nano' if size in SIZES else size, **fields))

@@ -120,6 +120,16 @@ class StepOptionsTest(parameterized.TestCase):
     expected, found = (make('gpt2').apply({'params': p}, tokens()) for p in (params, larger))
     self.assertGreater(np.abs(found - expected).max(), 0.1)
 
+  def test_scaled_embeddings_and_an_output_matrix_that_starts_at_zero(self):
+    model = make('gpt2', tied=False, scale_embeddings=True)
+    params = jax.jit(model.init)(jax.random.key(0), tokens())['params']
+    self.assertEqual(float(jnp.abs(model.apply({'params': params}, tokens())).max()), 0.0)
+    # With the head of a tied model it is one whose embeddings are that much larger.
+    params['head'] = params['wte']
+    larger = params | {name: jax.tree.map(lambda x: 32**0.5 * x, params[name]) for name in ('wte', 'wpe')}
+    expected = make('gpt2', tied=False).apply({'params': larger}, tokens())
+    np.testing.assert_allclose(model.apply({'params': params}, tokens()), expected, atol=1e-5)
+
   def test_fp8_products_and_logits_in_bfloat16_stay_near(self):
     expected = make('gpt2').apply({'params': params_of('gpt2')}, tokens())
     for options in (dict(fp8_linear=True), dict(logits_dtype='bfloat16')):
