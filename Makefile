@@ -2,6 +2,7 @@
 #   make demo      trains dense, plain-STE and FST twins on embedded text and writes a report
 #   make test      lint, types and the fast tests: each promise of the project is held by at least one of them
 #   make test-all  lint, types and all tests, those marked slow too; CI runs this
+#   make mutants   breaks one promise at a time and runs the fast tests that must notice
 # And `make docs` writes the reference to site/index.html.
 
 PYTHON ?= python3.12
@@ -11,7 +12,7 @@ KERNELS_VENV ?= .venv-kernels
 # A worker that has no tests left takes some from the other.
 PYTEST = -m pytest -n 2 --dist worksteal -q $(SELECT)
 
-.PHONY: demo test test-all types tests docs clean
+.PHONY: demo test test-all types tests mutants docs clean
 
 demo: $(VENV)/ready
 	$(VENV)/bin/python -m experiments
@@ -30,6 +31,9 @@ tests: $(VENV)/ready $(KERNELS_VENV)/ready
 	JAX_PLATFORMS=cpu $(COMPILING) $(VENV)/bin/python $(PYTEST) --ignore tests/pallas_kernels tests sparse24_jax experiments
 	JAX_PLATFORMS=cpu $(KERNELS_VENV)/bin/python $(PYTEST) tests/pallas_kernels pallas_kernels \
 	  $(wildcard tests/sparse24_jax/*on_hopper_test.py)
+
+mutants: $(VENV)/ready
+	$(VENV)/bin/python -m tests.mutants
 
 docs: $(VENV)/ready
 	JAX_PLATFORMS=cpu $(VENV)/bin/python docs/build.py

@@ -1,0 +1,225 @@
+"""Mutants: the project with one line changed, each of which breaks a promise and must fail a fast test.
+
+`make mutants` changes one at a time in a copy of the repository, runs the tests that have to notice, and says which
+mutants survive. It takes ten seconds a mutant, so it is no part of the test commands; that each line is still there,
+and each test still fast, is (mutants_test.py). A new promise gets a line here.
+"""
+
+import argparse
+import os
+from pathlib import Path
+import shutil
+import subprocess
+import sys
+import tempfile
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+
+
+class Mutant(NamedTuple):
+  """A changed line, and the fast tests that must fail by it.
+
+  Attributes:
+    promise: what it breaks.
+    file: where.
+    old: text that occurs there once.
+    new: text in its place.
+    tests: their file.
+    only: a part of their names, as pytest's -k takes it.
+  """
+
+  promise: str
+  file: str
+  old: str
+  new: str
+  tests: str
+  only: str
+
+
+def _of(folder: str, tests: str, *mutants: tuple[str, str, str, str, str, str]) -> tuple[Mutant, ...]:
+  """Mutants whose files and tests lie in two folders."""
+  return tuple(
+    Mutant(promise, f'{folder}/{file}', old, new, f'{tests}/{test}', only)
+    for promise, file, old, new, test, only in mutants
+  )
+
+
+MUTANTS = _of(
+  'pallas_kernels', 'tests/pallas_kernels',
+  ('True is kept', 'prune/reference.py', '(b < n) & (x >= 0)', '(b >= n) & (x >= 0)',
+   'prune/reference_test.py', 'by_hand'),
+  ('ties go to the lower index', 'prune/reference.py', 'later_wins = a[j] > a[i]', 'later_wins = a[j] >= a[i]',
+   'prune/reference_test.py', 'ties_go_to_the_lower'),
+  ('a NaN is never kept', 'prune/reference.py', '(b < n) & (x >= 0)', '(b < n)', 'prune/reference_test.py', 'any_bits'),
+  ('weights are ranked by magnitude', 'prune/reference.py', 'size = jnp.abs(x)\n  bits', 'size = x\n  bits',
+   'prune/reference_test.py', 'any_bits'),
+  ('the soft threshold takes the second smallest off', 'prune/reference.py', 'size - t, zero', 'size, zero',
+   'prune/reference_test.py', 'against_float64'),
+  ('the scale minimises the squared error', 'prune/reference.py', 'jnp.sum(wide * soft, axis=matrix) /',
+   'jnp.sum(wide * wide, axis=matrix) /', 'prune/reference_test.py', 'minimises'),
+  ('the transposable mask is the optimum', 'transposable_mask/reference.py', 'upper_score + lower_score',
+   'upper_score + 0.9 * lower_score', 'transposable_mask/reference_test.py', 'optimum'),
+  ('of equal sums the first pattern wins', 'transposable_mask/reference.py', 'better = score > best',
+   'better = score >= best', 'transposable_mask/reference_test.py', 'ties_go_to_the_first'),
+  ('MVUE is unbiased', 'mvue/reference.py', '  value = jnp.where(any_dominant, rest_total, half)',
+   '  value = jnp.where(any_dominant, rest_total, total)', 'mvue/reference_test.py', 'mean_over_keys'),
+  ('MVUE keeps two of four', 'mvue/reference.py', 'second = (start - half <= point)',
+   'second = (start - point <= half)', 'mvue/reference_test.py', 'any_bits'),
+  ('the format of a group is low | high << 2', 'formats.py', 'low_at | high_at << 2', 'low_at << 2 | high_at',
+   'formats_test.py', 'bytes_by_hand'),
+  ('words are in the order of the tensor cores', 'sparse_matmul/operand.py', 'half = x[..., 0] | x[..., 1] << 8',
+   'half = x[..., 1] | x[..., 0] << 8', 'sparse_matmul/operand_test.py', 'words_mean'),
+  ('V:N:M ranks columns by their sums', 'vnm/reference.py', 'columns // m, m).sum(axis=-3)',
+   'columns // m, m).max(axis=-3)', 'vnm/format_test.py', 'against_loops'),
+  ('V:N:M keeps the largest of a row', 'vnm/reference.py', 'jnp.where(columns, order, -1)',
+   'jnp.where(columns, 1, -1)', 'vnm/format_test.py', 'against_loops'),
+  ('FP8 scales bring the largest entry to the largest value', 'quantize/api.py', 'bounded / jnp.float32(largest), ',
+   'bounded, ', 'quantize/api_test.py', 'brings_the_largest'),
+) + _of(
+  'sparse24_jax', 'tests/sparse24_jax',
+  ('masks lie along the input axis', 'masks.py', 'magnitude_mask(w: Array, *, n: int = 2, m: int = 4, axis: int = -2)',
+   'magnitude_mask(w: Array, *, n: int = 2, m: int = 4, axis: int = -1)', 'masks_test.py', 'defaults'),
+  ('a refresh does not hide a NaN', 'projections.py', 'jnp.where(_holds_nan(w, divisor), mask, search(w))', 'search(w)',
+   'projection_test.py', 'hide_nan'),
+  ('the scale of S-STE is frozen', 'projections.py', 'refresh=lambda w, scale: scale',
+   'refresh=lambda w, scale: soft_threshold_scale(w, axis=axis)', 'projection_test.py', 'only_by_refresh'),
+  ('pruned weights decay, kept ones do not', 'optim/masked_decay.py',
+   'jnp.where(mask, update.astype(dtype), moved.astype(dtype))',
+   'jnp.where(mask, moved.astype(dtype), update.astype(dtype))',
+   'optim/masked_decay_test.py', 'formula'),
+  ('a small decay is not lost in few bits', 'optim/masked_decay.py', 'dtype = wider(update, w)', 'dtype = update.dtype',
+   'optim/masked_decay_test.py', 'small_decay_arrives'),
+  ('decay on weights is times the learning rate', 'optim/sparse_training.py', 'masks, -rate * decay)', 'masks, -decay)',
+   'optim/sparse_training_test.py', 'learning_rate'),
+  ('no decay in the dense phase', 'optim/sparse_training.py', "decays = has_decay and phase == 'sparse'",
+   'decays = has_decay', 'optim/sparse_training_test.py', 'absent_from_the_dense'),
+  ('masks are refreshed every so many steps', 'optim/sparse_training.py',
+   'due = count % recipe.refresh_every == 0\n  return jax.lax',
+   'due = count % recipe.refresh_every == 1\n  return jax.lax',
+   'optim/sparse_training_test.py', 'masks_change_when_due'),
+  ('masks come from the updated weights', 'optim/sparse_training.py',
+   'jax.lax.optimization_barrier(optax.apply_updates(params, updates))', 'jax.lax.optimization_barrier(params)',
+   'optim/sparse_training_test.py', 'masks_change_when_due'),
+  ('state counts optimizer steps and survives MultiSteps', 'optim/sparse_training.py',
+   'count = optax.safe_increment(state.count)', 'count = optax.safe_increment(state.count) + 1',
+   '../conformance_test.py', 'accumulated'),
+  ('pruned weights of moving links are zero', 'optim/_evolve.py', 'return -w.astype(wider(u, w))',
+   'return 0 * w.astype(wider(u, w))', 'optim/dynamic_sparse_test.py', 'pruned_weights_and_their_moments'),
+  ('links that come start with moments of zero', 'optim/_evolve.py',
+   'jnp.where(reset, jnp.zeros((), moment.dtype), moment)', 'moment', 'transposable_topology_test.py', 'start_at_zero'),
+  ('links rest where gradients are not finite', 'optim/_evolve.py', 'lambda _: _all_finite(gradients)',
+   'lambda _: jnp.ones((), jnp.bool_)', 'optim/dynamic_sparse_test.py', 'skips_a_step'),
+  ('links grow by the dense gradient', 'topology.py', 'keep_largest(grad, by_gradient', 'keep_largest(w, by_gradient',
+   'topology_test.py', 'gradient_growth'),
+  ('STEP holds the second moment', 'optim/step_adam.py', 'StepAdamState(count, mu, state.nu, state.changes)',
+   'StepAdamState(count, mu, mu, state.changes)', 'optim/step_adam_test.py', 'held_to_the_bit'),
+  ('the flip rate counts what changed', 'metrics.py', 'jnp.sum(a != b,', 'jnp.sum(a & ~b,',
+   'metrics_test.py', 'counts'),
+  ('each leaf draws its own sample', 'optim/mvue_gradients.py', 'jax.random.fold_in(step_key, i)', 'step_key',
+   'optim/mvue_gradients_test.py', 'draw_differently'),
+  ('sampling needs a key', 'mvue.py', 'if key is None:', 'if not weight_grad:', 'ffn_test.py', 'needs_a_key'),
+  ('output gradients are sampled along tokens', 'products.py', 'mvue24(dz, key, axis=-2', 'mvue24(dz, key, axis=-1',
+   'dot_test.py', 'three_matmuls'),
+  ('the weight gradient passes straight through', 'dot.py', 'like=projected, column=column)\n  return dx, dw,',
+   'like=projected, column=column)\n  return dx, dw * (projected != 0),', 'dot_test.py', 'three_matmuls'),
+  ('a projected tree passes gradients straight through', 'integration/functional.py', 'return cotangent, None',
+   'return cotangent / 2, None', 'integration/functional_test.py', 'straight_through'),
+  ('FP8 rounds output gradients to e5m2', 'products.py', "('e5m2', 'e4m3'), like=like)", "('e4m3', 'e4m3'), like=like)",
+   'fp8_test.py', 'formulas'),
+  ('weights packed by the caller are not packed again', 'products.py',
+   'PackedWeight) and state.dtype == dtype:\n    return state',
+   'PackedWeight) and state.dtype == dtype:\n    state = state.state', 'products_test.py', 'handed_over'),
+  ('the first rule that matches decides', 'rules.py', 'rule for rule in recipe.rules if re.fullmatch',
+   'rule for rule in reversed(recipe.rules) if re.fullmatch', 'rules_test.py', 'first_match'),
+  ('a rule matches whole paths', 'rules.py', 're.fullmatch(rule.path, path)', 're.match(rule.path, path)',
+   'rules_test.py', 'part_of_a_path'),
+  ('a rule that decides nothing is an error', 'rules.py', 'if rule not in matched.values():', 'if rule is None:',
+   'rules_test.py', 'part_of_a_path'),
+  ('groups that straddle shards are refused by name', 'rules.py', 'if shard[axis] % divisor:', 'if shard[axis] < 0:',
+   '../conformance_test.py', 'straddle'),
+  ('errors name the path of a weight', 'rules.py', "raise ValueError(f'{path}: {error}') from error", 'raise',
+   'float64_test.py', 'name_their_weight'),
+  ('a phase begins at its step', 'schedules.py', 'if step < round(done * total_steps):',
+   'if step <= round(done * total_steps):', 'schedules_test.py', 'boundaries'),
+  ('a recipe that begins dense must be told the phase', 'recipe.py', "if names[0] == 'dense' and 'sparse' in names:",
+   "if names[0] == 'dense' and not names:", 'bad_setup_test.py',
+   'begins_dense_without'),
+  ('the largest feasible decay is chosen', 'tuning.py', 'best = feasible[-1]', 'best = feasible[0]', 'tuning_test.py',
+   'largest_in_the_band'),
+) + _of(
+  'experiments', 'tests/experiments',
+  ('a checkpoint of another recipe is refused', 'runs/checkpoint.py',
+   'if any(not may_differ(field) for field in changed):', 'if not all(map(bool, changed)):',
+   'runs/checkpoint_test.py', 'differing_fields'),
+  ('a changed value in a checkpoint is found', 'runs/checkpoint.py', "if meta['checksums'].get(path) != value]",
+   "if path not in meta['checksums']]", 'runs/checkpoint_test.py', 'a_changed_value'),
+  ('a run resumes bit for bit', 'runs/train.py', "self.iterator.set_state(found.meta['data_state'])", 'pass',
+   'runs/resume_test.py', 'ResumeTest'),
+)  # fmt: skip
+
+
+def copy_of_repository(folder: Path) -> None:
+  """The files that git tracks, as they are in the working tree, and those that it would."""
+  listed = subprocess.run(
+    ['git', 'ls-files', '-z', '--cached', '--others', '--exclude-standard'], cwd=ROOT, check=True, capture_output=True
+  )
+  for name in filter(None, listed.stdout.decode().split('\0')):
+    if (ROOT / name).is_file():
+      (folder / name).parent.mkdir(parents=True, exist_ok=True)
+      shutil.copy2(ROOT / name, folder / name)
+
+
+def run_tests(folder: Path, *arguments: str) -> tuple[int, str]:
+  """pytest's status and the end of its output."""
+  settings = {
+    'JAX_PLATFORMS': 'cpu', 'JAX_COMPILATION_CACHE_DIR': str(ROOT / '.jax_cache'),
+    'JAX_DISABLE_MOST_OPTIMIZATIONS': '1',
+    'PYTHONDONTWRITEBYTECODE': '1',  # or Python takes a line changed within a second for the one before
+  }  # fmt: skip
+  command = [sys.executable, '-m', 'pytest', '-q', '-x', '-m', 'not slow', *arguments]
+  done = subprocess.run(command, cwd=folder, env=os.environ | settings, capture_output=True, text=True, check=False)
+  return done.returncode, (done.stdout + done.stderr)[-2000:]
+
+
+def verdict(folder: Path, mutant: Mutant) -> str:
+  """'killed', or what happened instead."""
+  file = folder / mutant.file
+  text = file.read_text()
+  if text.count(mutant.old) != 1:
+    return f'{mutant.old!r} occurs {text.count(mutant.old)} times in {mutant.file}, not once'
+  file.write_text(text.replace(mutant.old, mutant.new))
+  try:
+    status, output = run_tests(folder, mutant.tests, '-k', mutant.only)
+  finally:
+    file.write_text(text)
+  # Of pytest: 0 all passed, 1 some failed, 5 none was selected; the others are errors of imports, say.
+  return {0: 'SURVIVED', 1: 'killed', 5: 'no test of that name'}.get(status, f'pytest ended with {status}:\n{output}')
+
+
+def main() -> int:
+  parser = argparse.ArgumentParser(description='Runs fast tests against mutants of the project.')
+  parser.add_argument('words', nargs='*', help='only mutants with one of these in promise or file')
+  words = parser.parse_args().words
+  chosen = [m for m in MUTANTS if not words or any(word in f'{m.promise} {m.file}' for word in words)]
+  with tempfile.TemporaryDirectory() as name:
+    folder = Path(name)
+    copy_of_repository(folder)
+    alive = []
+    # What fails as it is would kill anything.
+    named = ' or '.join(sorted({m.only for m in chosen}))
+    status, output = run_tests(folder, *sorted({m.tests for m in chosen}), '-k', named)
+    if status:
+      print(f'the tests do not pass without a mutant ({status}):\n{output}')
+      return 1
+    for mutant in chosen:
+      found = verdict(folder, mutant)
+      print(f'{found}: {mutant.promise} ({mutant.file}: {mutant.new.strip()!r})', flush=True)
+      if found != 'killed':
+        alive.append(mutant.promise)
+  print(f'{len(chosen) - len(alive)} of {len(chosen)} mutants killed' + (f'; not: {alive}' if alive else ''))
+  return bool(alive)
+
+
+if __name__ == '__main__':
+  sys.exit(main())
