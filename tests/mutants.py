@@ -207,7 +207,7 @@ def main() -> int:
     copy_of_repository(folder)
     alive = []
     # What fails as it is would kill anything.
-    named = ' or '.join(sorted({m.only for m in chosen}))
+    named = ' or '.join(sorted({f'({Path(m.tests).stem} and {m.only})' for m in chosen}))
     status, output = run_tests(folder, *sorted({m.tests for m in chosen}), '-k', named)
     if status:
       print(f'the tests do not pass without a mutant ({status}):\n{output}')

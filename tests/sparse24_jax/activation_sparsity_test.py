@@ -8,6 +8,7 @@ from absl.testing import absltest, parameterized
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import sparse24_jax as s24
 from sparse24_jax import _activation_products as products
@@ -42,6 +43,7 @@ class NumericsTest(parameterized.TestCase):
   @parameterized.parameters(
     ('vnm', 4), ('2:4', 0), ('no_dense', 0), ('two_of_four_tokens', 0), ('two_of_four_tokens_and_dense', 0)
   )
+  @pytest.mark.few
   def test_kernels_compute_the_same(self, name, clusters):
     # On a CPU the ops answer with their references, through the formats and the index of the gathered rows.
     policy = dataclasses.replace(POLICIES[name], clusters=Clusters(clusters) if clusters else None)
@@ -101,6 +103,7 @@ class NumericsTest(parameterized.TestCase):
 class ExpertsTest(parameterized.TestCase):
 
   @parameterized.parameters('vnm', 'two_of_four_tokens', '2:4')
+  @pytest.mark.few
   def test_experts_are_blocks_of_their_own(self, name):
     policy = dataclasses.replace(POLICIES[name], clusters=Clusters(4) if name == 'vnm' else None)
     x, w_up, w_down, dz = draw(lead=(2,))
@@ -111,6 +114,7 @@ class ExpertsTest(parameterized.TestCase):
         np.testing.assert_allclose(found[i], expected, rtol=1e-5, atol=1e-4)
 
   @parameterized.parameters('vnm', 'two_of_four_tokens')
+  @pytest.mark.few
   def test_the_kernels_serve_experts_one_by_one_and_vmap_too(self, name):
     policy, inputs = POLICIES[name], draw(jnp.bfloat16, lead=(2,))
     state = state_of(policy, *inputs[1:3])

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import sparse24_jax as s24
 from sparse24_jax.activation_sparsity import neuron_level_ffn
@@ -60,6 +61,7 @@ class StateTest(parameterized.TestCase):
       clustered(s24.magnitude(), CLUSTERS).init(random(0, D, HIDDEN))
 
   @parameterized.parameters((), (2,))
+  @pytest.mark.few
   def test_regrouping_follows_the_weights_of_now(self, *layers):
     _, params, recipe, opt_state = setting(layers=layers)
     later = jax.tree.map(lambda w: w + 2 * random(7, *w.shape), params)

@@ -8,6 +8,7 @@ from absl.testing import absltest, parameterized
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import sparse24_jax as s24
 from sparse24_jax import products
@@ -103,6 +104,7 @@ class FormulaTest(parameterized.TestCase):
     case=(('gelu', False), ('silu', False), ('relu', False), ('squared_relu', False), ('gelu', True), ('silu', True)),
     policy=('kernels', 'reference'),
   )
+  @pytest.mark.few(3)
   def test_sparse(self, case, policy):
     (activation, gated), policy = case, POLICIES[policy]
     # Composed of dots the activation rounds inside in bfloat16, so it is held to the formulas in float32.
@@ -123,6 +125,7 @@ class FormulaTest(parameterized.TestCase):
 
   @parameterized.parameters(('relu', False, True), ('relu', True, True), ('squared_relu', True, True),
                             ('squared_relu', False, False))  # fmt: skip
+  @pytest.mark.few
   def test_both_paths_draw_the_same_samples(self, activation, gated, biased):
     """On numbers that both compute exactly, all that differs is the order of sums of samples."""
     given = problem(gated=gated, biased=biased, dtype=BF16, draw=integers)
@@ -140,6 +143,7 @@ class FormulaTest(parameterized.TestCase):
       self.assertTrue((one[2][role] != two[2][role]).mean() > 0.5)
 
   @parameterized.parameters('kernels', 'reference')
+  @pytest.mark.few
   def test_weight_gradients_are_unbiased(self, policy):
     dtype = BF16 if policy == 'kernels' else F32
     x, weights, _, states, dy = problem(gated=True, biased=False, dtype=dtype, tokens=(4,))
@@ -174,6 +178,7 @@ class FormulaTest(parameterized.TestCase):
     self.assertEqual((y.shape, dx.shape), ((0, OUT), (0, D)))
     jax.tree.map(lambda g: np.testing.assert_array_equal(g, 0), rest)
 
+  @pytest.mark.slow
   def test_biases_of_another_dtype(self):
     """float32 biases of bfloat16 maps, one of them left out; their gradients are float32."""
     x, weights, biases, states, dy = problem(gated=True, biased=True, dtype=BF16)
@@ -205,6 +210,7 @@ class PathTest(parameterized.TestCase):
       )
     self.assertEqual(spy.called, fused)
 
+  @pytest.mark.slow
   def test_a_gate_that_does_not_fill_tiles_of_positions_is_composed(self):
     """Two operands cannot be joined inside a tile of 64 rows; numbers are those of the reference."""
     x, weights, biases, states, dy = problem(gated=True, biased=True, dtype=BF16, draw=integers)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 import numpy as np
+import pytest
 
 from pallas_kernels.pack import api as pack
 import sparse24_jax as s24
@@ -70,6 +71,7 @@ class TransformationTest(parameterized.TestCase):
     """Its cotangent holds ones, minus ones and zeros."""
     return jnp.sum(y.astype(F32) * (jnp.arange(y.size).reshape(y.shape) * 7 % 11 % 3 - 1))
 
+  @pytest.mark.slow
   def test_scan_over_layers_of_packed_weights_and_remat(self):
     def total(run, weights, x):
       packed = self.pack(weights, self.states)
@@ -98,6 +100,7 @@ class TransformationTest(parameterized.TestCase):
     assert_close(one, other, 1e-3)
 
   @parameterized.parameters('packed', 'bare')
+  @pytest.mark.few
   def test_micro_batches_share_what_was_packed(self, how):
     """Packed ahead of the loop over micro-batches, no packing stands in it; with bare states it stands inside."""
     weights, states, _ = self.one()
@@ -130,6 +133,7 @@ class TransformationTest(parameterized.TestCase):
     expected = jax.tree.map(lambda *a: sum(oracles.wide(p) for p in a), *parts)
     assert_close(jit(accumulated)(weights, batches), expected, 1e-2)
 
+  @pytest.mark.slow
   def test_vmap(self):
     weights, states, _ = self.one()
     xs, keys = self.x.reshape(2, 32, D), jax.random.split(KEY, 2)
@@ -140,6 +144,7 @@ class TransformationTest(parameterized.TestCase):
       assert_close(jax.tree.map(lambda a, i=i: a[i], found), single(weights, xs[i], states, keys[i]), 1e-2)
 
   @parameterized.parameters('packed', 'bare')
+  @pytest.mark.few
   def test_shard_map_over_tokens(self, how):
     """Data parallel over eight devices, a key a shard; the gradient is the sum over the shards."""
     mesh = Mesh(np.array(jax.devices()), ('data',))

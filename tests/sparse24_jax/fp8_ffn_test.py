@@ -7,6 +7,7 @@ from absl.testing import absltest, parameterized
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from pallas_kernels.pack import api as pack
 import sparse24_jax as s24
@@ -37,6 +38,7 @@ from tests.sparse24_jax.fp8_problems import (
 class FfnTest(parameterized.TestCase):
 
   @parameterized.parameters(('gelu', False, True), ('squared_relu', False, False), ('silu', True, True))
+  @pytest.mark.few
   def test_formulas(self, activation, gated, biased):
     given = problem(gated=gated, biased=biased)
     found = ffn_and_gradients(KERNELS, activation, *given, KEY)
@@ -45,6 +47,7 @@ class FfnTest(parameterized.TestCase):
     assert_close(found, fp8_oracles.written_ffn(activation, *given, KEY), FLIPS)
 
   @parameterized.parameters(('gelu', False, 'up'), ('silu', True, 'down'))
+  @pytest.mark.few
   def test_a_dense_forward_of_either_product_leaves_the_block_as_it_is(self, activation, gated, dense):
     def plan(policy, tokens, d_in, d_out, *_):
       loses = (d_in, d_out) == SHAPES[dense]
@@ -64,6 +67,7 @@ class FfnTest(parameterized.TestCase):
     found, expected = (ffn_and_gradients(policy, 'silu', *given, KEY) for policy in (KERNELS, SIMULATED))
     assert_close(found, expected, 2 * NOISE)
 
+  @pytest.mark.slow
   def test_gate_and_up_of_very_different_size(self):
     """One scale for both; the smaller keeps what the range of e4m3 leaves it."""
     x, weights, biases, states, dy = problem(gated=True, biased=True)
@@ -74,6 +78,7 @@ class FfnTest(parameterized.TestCase):
     assert_close(found[0], ffn_and_gradients(SIMULATED, 'silu', *given, KEY)[0], 2 * NOISE)
 
   @parameterized.parameters(False, True)
+  @pytest.mark.few
   def test_packed_weights_are_taken_over(self, gated):
     x, weights, biases, states, _ = problem(gated=gated, biased=True)
     packed = {role: pack_weight(w, states[role]) for role, w in weights.items()}
