@@ -22,6 +22,8 @@ from typing import Any
 
 import jax
 
+from pallas_kernels import arch
+
 
 @dataclasses.dataclass(frozen=True)
 class Device:
@@ -45,9 +47,14 @@ class Device:
     return re.sub(r'[^a-z0-9]+', '_', self.name.lower()).strip('_')
 
   @property
+  def arch(self) -> arch.Arch:
+    """Its generation."""
+    return arch.of_capability(self.capability)
+
+  @property
   def has_sparse_wgmma(self) -> bool:
-    """wgmma exists on compute capability 9.0 alone; Blackwell replaced it."""
-    return self.capability == (9, 0)
+    """An older way to ask for `arch.sparse_instruction`."""
+    return self.arch.sparse_instruction == 'wgmma'
 
 
 def describe(device: Any) -> Device:
@@ -86,16 +93,8 @@ platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 }}
 device_description_str: "{name}"
 """
-TARGETS = {
-  'sm_90a': dict(name='NVIDIA H100 80GB HBM3', major=9, minor=0, sms=132, smem_core=233472, smem_block=232448,
-                 threads=2048, l2=52428800, features='feature_extension: ACCELERATED_FEATURES'),
-  'sm_80': dict(name='NVIDIA A100-SXM4-40GB', major=8, minor=0, sms=108, smem_core=167936, smem_block=166912,
-                threads=2048, l2=41943040, features=''),
-  'sm_86': dict(name='NVIDIA GeForce RTX 3090', major=8, minor=6, sms=82, smem_core=102400, smem_block=101376,
-                threads=1536, l2=6291456, features=''),
-  'sm_89': dict(name='NVIDIA L40S', major=8, minor=9, sms=142, smem_core=102400, smem_block=101376,
-                threads=1536, l2=100663296, features=''),
-}
+# What is compiled for: sm_80, sm_86 and so on.
+TARGETS = {each.name: each for each in arch.ARCHS if each.example}
 
 
 # The target that this process compiles for, once it has.
@@ -109,8 +108,21 @@ def can_compile_for_gpu() -> bool:
 
 def target_device(target: str) -> Device:
   """The `Device` that `compile_report` compiles for."""
-  t = TARGETS[target]
-  return Device(t['name'], 'gpu', (t['major'], t['minor']), t['sms'])
+  generation = TARGETS[target]
+  assert generation.example is not None
+  return Device(generation.example.name, 'gpu', generation.capability, generation.example.sms)
+
+
+def _description(target: str) -> str:
+  """The card as XLA's compiler reads it."""
+  generation, example = TARGETS[target], TARGETS[target].example
+  assert example is not None
+  major, minor = generation.capability
+  return _TARGET.format(
+    name=example.name, major=major, minor=minor, sms=example.sms, smem_core=example.shared_memory_per_sm,
+    smem_block=generation.shared_memory, threads=example.threads_per_sm, l2=example.l2_bytes,
+    features='feature_extension: ACCELERATED_FEATURES' if target.endswith('a') else '',
+  )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +175,7 @@ def compile_report(
   from pallas_kernels import _compat
 
   topology = topologies.get_topology_desc(
-    platform='cuda', target_config=_TARGET.format(**TARGETS[target]), topology='1x1x1'
+    platform='cuda', target_config=_description(target), topology='1x1x1'
   )
   sharding = jax.sharding.NamedSharding(topologies.make_mesh(topology, (1,), ('x',)), jax.sharding.PartitionSpec())
   structs = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding) for a in args]
@@ -172,7 +184,7 @@ def compile_report(
     saved = {k: os.environ.get(k) for k in flags}
     os.environ.update(flags)
     try:
-      with _compat.assumed_capability(TARGETS[target]['major'], TARGETS[target]['minor']):
+      with _compat.assumed_capability(*TARGETS[target].capability):
         jax.jit(f).lower(*structs).compile()
     finally:
       for k, v in saved.items():

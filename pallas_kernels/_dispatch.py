@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import _device
 from pallas_kernels._varying import vary_like
 
 ARRAYS = (jax.Array, np.ndarray)
@@ -37,10 +38,26 @@ def log_once(message: str, logger: str = 'pallas_kernels', level: int = logging.
   logging.getLogger(logger).log(level, message)
 
 
-def check_implementation(op: str, implementation: str | None, backends: Mapping[str, str]) -> None:
-  """ValueError unless `implementation` is None or a key of `backends`."""
+def backend_of(op: str, implementation: str | None, backends: Mapping[str, str]) -> str | None:
+  """The back end that a user's name means: 'sparse' is this package's kernel, and which one the GPU decides.
+
+  Raises:
+    ValueError: the name is neither None, nor 'sparse', nor a key of `backends`; or no kernel is for this GPU.
+
+  >>> backend_of('sparse_matmul', 'dense', {'dense': 'pallas_kernels.sparse_matmul.dense:sparse_matmul'})
+  'dense'
+  """
+  if implementation == 'sparse':
+    device = _device.current()
+    kernel = 'triton' if 'triton' in backends else device.arch.kernel(op)
+    if kernel is None:
+      others = sorted(backends.keys() & {'cusparselt', 'dense', 'reference'})
+      raise ValueError(f"{op}: implementation='sparse' has no kernel for {device.name}; accepted there are {others}")
+    return kernel
   if implementation is not None and implementation not in backends:
-    raise ValueError(f'{op}: implementation={implementation!r} is unknown; known are None and {sorted(backends)}')
+    known = sorted({*backends, 'sparse'})
+    raise ValueError(f'{op}: implementation={implementation!r} is unknown; known are None and {known}')
+  return implementation
 
 
 def check_type(name: str, value: Any, *accepted: type) -> None:
@@ -78,7 +95,7 @@ def dispatch(
   Args:
     op: name of the op, for messages.
     backends: name -> `'module:function'`; all functions take the same arguments.
-    implementation: a key of `backends`, or None.
+    implementation: a key of `backends`, 'sparse' for this package's kernel, or None.
     candidates: names to try in order when `implementation` is None; best first.
     *args: passed on; inside `jax.shard_map` the result varies over the mesh axes of any of them.
     **kwargs: passed on.
@@ -89,7 +106,7 @@ def dispatch(
   >>> dispatch('abs', {'python': 'builtins:abs'}, None, ['python'], -3)
   3
   """
-  check_implementation(op, implementation, backends)
+  implementation = backend_of(op, implementation, backends)
   names = [implementation] if implementation is not None else list(candidates)
   reasons = []
   for name in names:

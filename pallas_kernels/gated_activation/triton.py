@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from pallas_kernels import _ptx, _triton
+from pallas_kernels import _triton
+from pallas_kernels.mosaic import _ptx
 from pallas_kernels.pack import _blocks, _kernels, _kernels8
 from pallas_kernels.pack import triton as pack
 from pallas_kernels.pack.reference import Packed8

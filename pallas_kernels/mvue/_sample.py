@@ -11,7 +11,7 @@ predicates, of which a thread has seven. Every product is by a power of two, by 
 import triton
 import triton.language as tl
 
-from pallas_kernels import _ptx
+from pallas_kernels.mosaic import _ptx
 
 # Added to a whole number it puts that number in the low bits.
 _NUMBER = tl.constexpr(8388608.0)

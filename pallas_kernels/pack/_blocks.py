@@ -11,7 +11,7 @@ Tiles cover multiples of 16 x 16 blocks, 64 x 64 entries: the unit of the operan
 import triton
 import triton.language as tl
 
-from pallas_kernels._ptx import prmt, round_pair
+from pallas_kernels.mosaic._ptx import prmt, round_pair
 from pallas_kernels.mvue._sample import selectors
 
 

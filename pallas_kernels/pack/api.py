@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _device, _dispatch, _partitioning
+from pallas_kernels.arch import SM_80
 from pallas_kernels.formats import check_groups
 from pallas_kernels.pack.reference import is_float8, MVUE_HEADROOM, Packed8, PackedPair
 from pallas_kernels.sparse_matmul.operand import SparseOperand
@@ -24,7 +25,7 @@ Array = jax.Array
 
 def candidates() -> list[str]:
   """Back ends for the present device, best first."""
-  return ['triton', 'reference'] if _device.current().capability >= (8, 0) else ['reference']
+  return ['triton', 'reference'] if _device.current().capability >= SM_80.capability else ['reference']
 
 
 def _call(op: str, implementation: str | None, *args: Any, **kwargs: Any) -> Any:
@@ -273,7 +274,7 @@ def mvue_pack8(
 
 def candidates8() -> list[str]:
   """Back ends of the float8 ops for the present device, best first."""
-  return ['triton', 'reference'] if _device.current().capability >= (8, 9) else ['reference']
+  return ['triton', 'reference'] if _device.current().arch.float8 else ['reference']
 
 
 def _call8(op: str, implementation: str | None, *args: Any, **kwargs: Any) -> Any:

@@ -152,7 +152,7 @@ def structs8(shape: tuple[int, ...], dtype: jnp.dtype, axis: int, with_dense: bo
 def check_float8() -> None:
   """NotImplementedError on a card without the conversion to float8."""
   device = _device.current()
-  if device.platform == 'gpu' and device.capability < (8, 9):
+  if device.platform == 'gpu' and not device.arch.float8:
     raise NotImplementedError(f'float8 needs compute capability 8.9, {device.name} has {device.capability}')
 
 

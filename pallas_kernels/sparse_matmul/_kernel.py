@@ -19,8 +19,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_kernels import _compat as compat
-from pallas_kernels.sparse_matmul import _wgmma_sp, reference
-from pallas_kernels.sparse_matmul._problem import ceil, check_config, Config, CONSUMERS, Problem, schedule
+from pallas_kernels.mosaic import wgmma_sp
+from pallas_kernels.mosaic.sizes import ceil, CONSUMERS
+from pallas_kernels.sparse_matmul import reference
+from pallas_kernels.sparse_matmul._problem import check_config, Config, Problem, schedule
 
 Array = jax.Array
 
@@ -50,8 +52,8 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
 
   a_swizzle = min(128, c.bk // 2 * p.a_dtype.itemsize)
   b_swizzle = min(128, c.bk * p.b_dtype.itemsize) if p.b_layout == 'nk' else 128
-  shape = _wgmma_sp.Shape(c.rows, c.bn, c.bk, p.a_dtype, p.b_dtype, p.b_layout, a_swizzle, b_swizzle, c.delay)
-  ops = (_wgmma_sp.standins if interpret else _wgmma_sp.blocks)(shape)
+  shape = wgmma_sp.Shape(c.rows, c.bn, c.bk, p.a_dtype, p.b_dtype, p.b_layout, a_swizzle, b_swizzle, c.delay)
+  ops = (wgmma_sp.standins if interpret else wgmma_sp.blocks)(shape)
   b_block = (c.bn, c.bk) if p.b_layout == 'nk' else (c.bk, c.bn)
   out_block = (64, c.epilogue_n) if p.out_layout == 'mn' else (c.epilogue_n, 64)
   out_swizzle = min(128, out_block[1] * p.out_dtype.itemsize)
@@ -65,12 +67,12 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
     if c.cluster > 1 else plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages)
   )
   scratch = dict(
-    a_smem=plgpu.SMEM((stages, tile_m, c.bk // 2), p.a_dtype, transforms=_wgmma_sp.transforms(a_swizzle, shape.width)),
+    a_smem=plgpu.SMEM((stages, tile_m, c.bk // 2), p.a_dtype, transforms=wgmma_sp.transforms(a_swizzle, shape.width)),
     b_smem=plgpu.SMEM(
-      (stages, *b_block), p.b_dtype, transforms=_wgmma_sp.transforms(b_swizzle, p.b_dtype.itemsize)
+      (stages, *b_block), p.b_dtype, transforms=wgmma_sp.transforms(b_swizzle, p.b_dtype.itemsize)
     ),
     out_smem=plgpu.SMEM(
-      (CONSUMERS, c.slots, *out_block), p.out_dtype, transforms=_wgmma_sp.transforms(out_swizzle, p.out_dtype.itemsize)
+      (CONSUMERS, c.slots, *out_block), p.out_dtype, transforms=wgmma_sp.transforms(out_swizzle, p.out_dtype.itemsize)
     ),
     words_smem=plgpu.SMEM((stages, *tile_words, 128), jnp.uint32),
     full=plgpu.Barrier(num_arrivals=3, num_barriers=stages),
@@ -136,7 +138,7 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
           return lax.fori_loop(0, item.steps, step, first)
 
         filled = lax.fori_loop(0, turns, fill, jnp.int32(0))
-        _wgmma_sp.drain(empty, filled, stages)
+        wgmma_sp.drain(empty, filled, stages)
 
       @pl.when(warpgroup < CONSUMERS)
       def _consume():

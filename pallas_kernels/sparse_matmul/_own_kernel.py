@@ -18,14 +18,14 @@ Compiled = list[tuple[mosaic_gpu.Config | mosaic_gpu_sm80.Config, Callable[..., 
 
 
 def name(device: _device.Device) -> str:
-  return 'mosaic_gpu' if device.has_sparse_wgmma else 'mosaic_gpu_sm80'
+  return device.arch.kernel(OP) or 'mosaic_gpu_sm80'  # which says why it does not run
 
 
 def settings(
   p: mosaic_gpu.Problem, device: _device.Device, folder: pathlib.Path, search: bool
 ) -> list[mosaic_gpu.Config]:
   """What a tuner times on Hopper: the best known setting, and with `search` all that look promising."""
-  if not device.has_sparse_wgmma:
+  if name(device) != 'mosaic_gpu':
     return []
   known = _known(p, device, folder)
   return list(dict.fromkeys(known + (_predict.candidates(p, device.num_sms) if search else [])))
@@ -33,7 +33,7 @@ def settings(
 
 def library_settings(p: mosaic_gpu.Problem, device: _device.Device, folder: pathlib.Path) -> list[mosaic_gpu.Config]:
   """What the library runs on Hopper; in another folder than its own, what that has of this very problem goes first."""
-  if not device.has_sparse_wgmma:
+  if name(device) != 'mosaic_gpu':
     return []
   known = [] if folder == _records.TUNED else _known(p, device, folder)
   return known or [mosaic_gpu._chosen_config(p, device)]
@@ -47,7 +47,7 @@ def _known(p: mosaic_gpu.Problem, device: _device.Device, folder: pathlib.Path) 
 
 def compiled(p: mosaic_gpu.Problem, device: _device.Device, choices: Sequence[mosaic_gpu.Config]) -> Compiled:
   """The kernel of the card, as far as it takes the problem and compiles: on Hopper, where it has any, by `choices`."""
-  if device.has_sparse_wgmma:
+  if name(device) == 'mosaic_gpu':
     return [*_prepared.compile_sparse(p, choices)]
   x = jax.eval_shape(functools.partial(_prepared.inputs, p), jax.random.key(0))
   f = functools.partial(

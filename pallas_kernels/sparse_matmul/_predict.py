@@ -7,7 +7,8 @@ setting that does not waste a wave.
 
 import dataclasses
 
-from pallas_kernels.sparse_matmul._problem import ceil, Config, fits, Problem, schedule
+from pallas_kernels.mosaic.sizes import ceil
+from pallas_kernels.sparse_matmul._problem import Config, fits, Problem, schedule
 
 H100_SMS = 132
 # Nanoseconds of a K step of 64 16-bit or 128 8-bit entries by (rows, columns) of a consumer, on a full card. Ours.

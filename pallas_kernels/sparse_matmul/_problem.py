@@ -5,14 +5,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from pallas_kernels.arch import SM_90A
+from pallas_kernels.mosaic.sizes import ceil, CONSUMERS
 from pallas_kernels.sparse_matmul import _schedule
-
-CONSUMERS = 2  # warpgroups that multiply
-_SMEM_BYTES = 232448  # of a block on sm_90
-
-
-def ceil(a: int, b: int) -> int:
-  return -(-a // b)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,8 +130,8 @@ def check_config(p: Problem, c: Config) -> None:
      f'bn={c.bn} must be a multiple or a divisor of {8 * c.cluster}: each of cluster={c.cluster} CTAs copies whole'
      ' pieces of 8 columns of the B that they share'),
     (c.stages > c.delay, f'stages={c.stages} must exceed delay={c.delay}'),
-    (shared_memory_bytes(p, c) <= _SMEM_BYTES,
-     f'{c.stages} stages need {shared_memory_bytes(p, c)} bytes of shared memory of {_SMEM_BYTES}'),
+    (shared_memory_bytes(p, c) <= SM_90A.shared_memory,
+     f'{c.stages} stages need {shared_memory_bytes(p, c)} bytes of shared memory of {SM_90A.shared_memory}'),
   ]
   for ok, message in rules:
     if not ok:

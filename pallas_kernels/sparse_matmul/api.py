@@ -65,9 +65,10 @@ def sparse_matmul(
     out_layout: 'mn' for D [M, N], 'nm' for D [N, M].
     keep_preactivation: also return Z = A . B + bias, which the backward of the activation needs; the kernel stores it
       on its way to D. Needs an activation.
-    implementation: 'mosaic_gpu' (Hopper), 'mosaic_gpu_sm80' (from Ampere to Hopper), 'cusparselt', 'dense' (decompress
-      and multiply), 'reference', or None: the fastest by the records of this card under `pallas_kernels/tuned`, dense
-      where sparse loses or nothing near was measured.
+    implementation: 'sparse' (this package's kernel for the GPU at hand: `mosaic_gpu` on Hopper, `mosaic_gpu_sm80` on
+      Ampere and Ada, which have these names as well), 'cusparselt', 'dense' (decompress and multiply), 'reference', or
+      None: the fastest by the records of this card under `pallas_kernels/tuned`, dense where sparse loses or nothing
+      near was measured.
 
   Returns:
     D, or (D, Z) with `keep_preactivation`, of one shape and dtype. Both are rounded from float32 once: D is not the
@@ -91,7 +92,7 @@ def sparse_matmul(
   _dispatch.check_out_dtype(out_dtype)
   if keep_preactivation and activation is None:
     raise ValueError('keep_preactivation=True needs an activation, found activation=None: Z would be D')
-  _dispatch.check_implementation(OP, implementation, BACKENDS)
+  implementation = _dispatch.backend_of(OP, implementation, BACKENDS)
   if isinstance(a, formats.Compressed24):
     a = operand.rows_first(a)
   candidates = (implementation,) if implementation else candidates_for(

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import _device, _records, formats
+from pallas_kernels.arch import SM_80, SM_89
 from pallas_kernels.ffi import cusparselt as library
 from pallas_kernels.sparse_matmul import operand, reference
 
@@ -179,7 +180,7 @@ def _without_negative_zeros(a: Array) -> Array:
 
 
 def _check_device(device: _device.Device, dtype: Any) -> None:
-  needed = (8, 9) if jnp.dtype(dtype).itemsize == 1 else (8, 0)
+  needed = SM_89.capability if jnp.dtype(dtype).itemsize == 1 else SM_80.capability
   if device.platform != 'gpu' or device.capability < needed:
     raise NotImplementedError(
       f'cuSPARSELt multiplies {jnp.dtype(dtype)} on NVIDIA cards of compute capability {needed[0]}.{needed[1]} and'

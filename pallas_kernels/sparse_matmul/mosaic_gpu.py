@@ -14,10 +14,11 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _device, _records, formats
+from pallas_kernels.mosaic.sizes import ceil
 from pallas_kernels.sparse_matmul import operand
 from pallas_kernels.sparse_matmul._kernel import build
 from pallas_kernels.sparse_matmul._predict import default_config, H100_SMS, of_neighbour
-from pallas_kernels.sparse_matmul._problem import ceil, Config, fits, for_outputs, Problem
+from pallas_kernels.sparse_matmul._problem import Config, fits, for_outputs, Problem
 
 __all__ = ['Config', 'Problem', 'build', 'default_config', 'fits', 'for_outputs', 'sparse_matmul']
 
@@ -63,8 +64,9 @@ def sparse_matmul(
     ValueError: `config` cannot be built for this problem.
   """
   device = device or _device.current()
-  if not (interpret or device.has_sparse_wgmma):
-    instead = "; implementation='mosaic_gpu_sm80' takes bfloat16 and float16 there" if device.capability[0] == 8 else ''
+  if not (interpret or device.arch.sparse_instruction == 'wgmma'):
+    other = device.arch.kernel(OP)
+    instead = f'; implementation={other!r} takes bfloat16 and float16 there' if other else ''
     raise NotImplementedError(
       f'sparse wgmma needs compute capability 9.0, {device.name} has {device.capability}{instead}'
     )
@@ -77,6 +79,7 @@ def sparse_matmul(
     )
     return jax.tree.map(jnp.transpose, d)
   a = operand.to_operand(a) if isinstance(a, formats.Compressed24) else a
+  operand.check_layout(a)
   (m, k), n = a.shape, b.shape[0 if b_layout == 'nk' else 1]
   column_scale = b_scale is not None and b_scale.ndim == 1
   p = Problem(

@@ -22,8 +22,10 @@ import jax.numpy as jnp
 
 from pallas_kernels import _compat as compat
 from pallas_kernels import _device, formats
-from pallas_kernels.sparse_matmul import _wgmma_sp, operand, reference
-from pallas_kernels.sparse_matmul._problem import ceil
+from pallas_kernels.mosaic import asm as ptx
+from pallas_kernels.mosaic import wgmma_sp
+from pallas_kernels.mosaic.sizes import ceil
+from pallas_kernels.sparse_matmul import operand, reference
 
 Array = jax.Array
 _PTX_TYPE = {'bfloat16': 'bf16', 'float16': 'f16'}
@@ -81,9 +83,9 @@ def build(m: int, n: int, k: int, dtype: jnp.dtype, out_dtype: jnp.dtype, c: Con
       body, grid=(k // _BK,), max_concurrent_steps=c.stages,
       init_carry=plgpu.layout_cast(jnp.zeros((c.bm, c.bn), jnp.float32), sums),
       in_specs=[
-        spec((c.bm, _BK // 2), lambda i: (row, i), _wgmma_sp.transforms(64, 2)),
+        spec((c.bm, _BK // 2), lambda i: (row, i), wgmma_sp.transforms(64, 2)),
         spec((c.bm // 64, 1, 128), lambda i: (row, i, 0)),
-        spec((c.bn, _BK), lambda i: (column, i), _wgmma_sp.transforms(128, 2)),
+        spec((c.bn, _BK), lambda i: (column, i), wgmma_sp.transforms(128, 2)),
       ],
     )(values, words, b)
     store(total, out.at[pl.ds(row * c.bm, c.bm), pl.ds(column * c.bn, c.bn)])
@@ -98,14 +100,14 @@ def _multiply(c: Config, dtype: jnp.dtype, accumulator: Any, a: Any, words: Any,
   thread = compat.arith.remui(compat.utils.thread_idx(), compat.utils.c(128, _i32()))
   at = compat.arith.index_cast(compat.ir.IndexType.get(), thread)
   metadata = [
-    _wgmma_sp.extract(compat.vector.load(compat.ir.VectorType.get((1,), _i32()), words, [_index(i), _index(0), at]))
+    ptx.extract(compat.vector.load(compat.ir.VectorType.get((1,), _i32()), words, [_index(i), _index(0), at]))
     for i in range(c.bm // 64)
   ]
   accumulator = accumulator.copy()
   for i, j in itertools.product(range(c.bm // 64), range(c.bn // 8)):
     rows, columns = slice(i * 64, (i + 1) * 64), slice(j * 8, (j + 1) * 8)
     tile = accumulator[rows, columns]
-    total = [_wgmma_sp.extract(r, p) for r in tile.registers.flat for p in range(2)]
+    total = [ptx.extract(r, p) for r in tile.registers.flat for p in range(2)]
     for step in range(2):
       left = [compat.utils.bitcast(r, _i32()) for r in a[rows, step * 16 : (step + 1) * 16].registers.flat]
       right = [
@@ -114,7 +116,7 @@ def _multiply(c: Config, dtype: jnp.dtype, accumulator: Any, a: Any, words: Any,
         for r in b[step * 32 + half * 16 : step * 32 + (half + 1) * 16, columns].registers.flat
       ]
       total = _mma(_PTX_TYPE[dtype.name], left, right, total, metadata[i], step)
-    accumulator[rows, columns] = _wgmma_sp.from_floats(total, tile)
+    accumulator[rows, columns] = ptx.from_floats(total, tile)
   return accumulator
 
 
@@ -160,11 +162,12 @@ def sparse_matmul(
     NotImplementedError: no card of compute capability 8.0 to 9.0, or types other than bfloat16 and float16.
   """
   device, config = device or _device.current(), config or Config()
-  if not (8, 0) <= device.capability <= (9, 0):
+  if device.arch.sparse_instruction is None:
     raise NotImplementedError(f'tried on compute capability 8.0 to 9.0 only, {device.name} has {device.capability}')
   if a.dtype.name not in _PTX_TYPE or a.dtype != b.dtype:
     raise NotImplementedError(f'mma.sp here multiplies pairs of bfloat16 or float16, not {a.dtype} x {b.dtype}')
   a = operand.to_operand(a) if isinstance(a, formats.Compressed24) else a
+  operand.check_layout(a)
   b = b if b_layout == 'nk' else b.T
   (m, k), n = a.shape, b.shape[0]
   whole_m, whole_n, whole_k = (ceil(size, tile) * tile for size, tile in ((m, config.bm), (n, config.bn), (k, _BK)))

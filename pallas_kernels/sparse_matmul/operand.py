@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import formats
+from pallas_kernels.arch import REGISTER_ORDER
 
 Array = jax.Array
 
@@ -29,7 +30,7 @@ Array = jax.Array
 _LEGAL_BYTE = 0x44
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=['values', 'words'], meta_fields=[])
+@functools.partial(jax.tree_util.register_dataclass, data_fields=['values', 'words'], meta_fields=['layout'])
 @dataclasses.dataclass(frozen=True)
 class SparseOperand:
   """A 2:4 matrix [M, K] in the order that the sparse matmul kernel reads.
@@ -37,10 +38,12 @@ class SparseOperand:
   Attributes:
     values: [..., M, K/2], the kept values.
     words: uint32 [..., ceil(M/64), ceil(K/64), 128], positions in register order.
+    layout: the order of `words`, as `arch.Arch.layout` calls it. Who reads them asks, see `check_layout`.
   """
 
   values: Array
   words: Array
+  layout: str = REGISTER_ORDER
 
   @property
   def shape(self) -> tuple[int, ...]:
@@ -50,6 +53,21 @@ class SparseOperand:
   @property
   def dtype(self) -> jnp.dtype:
     return self.values.dtype
+
+
+def check_layout(a: SparseOperand, name: str = 'a', layout: str = REGISTER_ORDER) -> None:
+  """ValueError unless the words of `a` are in the order that the caller reads: another would give wrong numbers.
+
+  Args:
+    a: what is read.
+    name: of the argument.
+    layout: what the caller reads.
+  """
+  if a.layout != layout:
+    raise ValueError(
+      f'{name} is packed in the order {a.layout!r}, and {layout!r} is read here; pack it again on this GPU, or from the'
+      ' open format'
+    )
 
 
 def words_shape(m: int, k: int) -> tuple[int, int, int]:
@@ -95,6 +113,7 @@ def to_operand(c: formats.Compressed24) -> SparseOperand:
 
 def from_operand(operand: SparseOperand) -> formats.Compressed24:
   """Inverse of `to_operand`, compressed along the last axis."""
+  check_layout(operand, 'operand')
   nibbles = _nibbles(operand.words, operand.shape, _width(operand.dtype))
   return formats.Compressed24(operand.values, formats.pack_nibbles(nibbles.astype(jnp.uint8), -1), -1)
 
@@ -118,6 +137,7 @@ def check_operand(a: SparseOperand, name: str = 'a') -> None:
   Raises:
     ValueError: naming the field and the first group.
   """
+  check_layout(a, name)
   *batch, m, k = a.shape
   expected = (*batch, *words_shape(m, k))
   if a.words.shape != expected or a.words.dtype != jnp.uint32:
@@ -149,11 +169,12 @@ def concatenate(first: SparseOperand, second: SparseOperand, *, axis: int) -> Sp
   Raises:
     ValueError: the length of `first` along `axis` is no multiple of 64, so that its last tile of positions is not full.
   """
+  check_layout(second, 'second', first.layout)
   if first.shape[axis] % 64:
     raise ValueError(f'the first operand, of shape {first.shape}, has no multiple of 64 along axis {axis}')
   return SparseOperand(
     jnp.concatenate([first.values, second.values], axis=axis),
-    jnp.concatenate([first.words, second.words], axis=axis - 1),
+    jnp.concatenate([first.words, second.words], axis=axis - 1), first.layout,
   )
 
 

@@ -19,7 +19,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_kernels import _compat as compat
-from pallas_kernels.sparse_matmul import _wgmma_sp as wgmma
+from pallas_kernels.mosaic import asm as ptx
+from pallas_kernels.mosaic import wgmma_sp as wgmma
 
 _THREADS = 128
 _ROWS = 4  # of a stage and thread: one 16-byte load has their indices
@@ -78,9 +79,9 @@ def blocks(*, parts: int, bk: int, width: int, bn: int, depth: int, n: int, ragg
     first = compat.arith.cmpi(compat.arith.CmpIPredicate.eq, compat.utils.thread_idx(), _c32(0))
     stages = compat.ir.MemRefType(barriers.type).shape[0]
     inits = ' '.join(f'@p mbarrier.init.shared::cta.b64 [$0+{8 * i}], {_THREADS};' for i in range(stages))
-    wgmma._asm(
+    ptx.asm(
       f'{{ .reg .pred p; setp.ne.u32 p, $1, 0; {inits} fence.mbarrier_init.release.cluster; bar.sync 0; }}',
-      [wgmma._address(barriers), compat.arith.extui(_i32(), first)], 'l,r',
+      [ptx.address(barriers), compat.arith.extui(ptx.i32(), first)], 'l,r',
     )
 
   @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()), return_type=())
@@ -95,12 +96,12 @@ def blocks(*, parts: int, bk: int, width: int, bn: int, depth: int, n: int, ragg
       ' SAY: atom.relaxed.gpu.global.cas.b32 seen, [$0], 0, mine; setp.eq.u32 p, seen, 0; @p mov.u32 seen, mine;'
       ' TELL: sub.u32 seen, seen, 1; st.shared.u32 [$1], seen; DONE: bar.sync 0; }'
     )
-    wgmma._asm(text, [wgmma._address(word), wgmma._address(found), compat.utils.thread_idx()], 'l,l,r')
+    ptx.asm(text, [ptx.address(word), ptx.address(found), compat.utils.thread_idx()], 'l,l,r')
 
   @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT), return_type=())
   def wait(ctx, barrier, phase):
     compat.nvvm.mbarrier_try_wait_parity(compat.utils.memref_ptr(barrier), phase.registers.item(), _c32(_TICKS))
-    wgmma._asm('fence.proxy.async.shared::cta;')
+    ptx.asm('fence.proxy.async.shared::cta;')
 
   @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WG_SPLAT), return_type=())
   def pace(ctx, mine, before, ctas):
@@ -114,17 +115,17 @@ def blocks(*, parts: int, bk: int, width: int, bn: int, depth: int, n: int, ragg
       ' setp.ne.and.u32 one, seen, $2, one; setp.ne.and.u32 one, $2, 0, one;'
       ' @one red.relaxed.gpu.global.add.u32 [$0], $2; }'
     )
-    operands = [wgmma._address(mine), wgmma._address(before), ctas.registers.item(), compat.utils.thread_idx()]
-    wgmma._asm(text, operands, 'l,l,r,r')
+    operands = [ptx.address(mine), ptx.address(before), ctas.registers.item(), compat.utils.thread_idx()]
+    ptx.asm(text, operands, 'l,l,r,r')
 
   @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=rows_type)
   def load(ctx, ref):
-    at = _add(wgmma._address(ref), _wide(_mul(_thread_row(), 4 * _ROWS)))
-    four = compat.llvm.StructType.get_literal([_i32()] * _ROWS)
+    at = _add(ptx.address(ref), _wide(_mul(_thread_row(), 4 * _ROWS)))
+    four = compat.llvm.StructType.get_literal([ptx.i32()] * _ROWS)
     loaded = compat.llvm.inline_asm(
       four, [at], 'ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4];', '=r,=r,=r,=r,l', has_side_effects=True
     )
-    return wgmma._array_of_words([compat.llvm.extractvalue(_i32(), loaded, [i]) for i in range(_ROWS)], layout)
+    return ptx.array_of_words([compat.llvm.extractvalue(ptx.i32(), loaded, [i]) for i in range(_ROWS)], layout)
 
   @plgpu.inline_mgpu(
     arg_types=(layout, plgpu.RefType(), plgpu.RefType(), stage_ref, plgpu.RefType()), return_type=()
@@ -132,19 +133,19 @@ def blocks(*, parts: int, bk: int, width: int, bn: int, depth: int, n: int, ragg
   def issue(ctx, rows, b, corner, stage, barrier):
     chunk, first = _rem(_thread(), 8), _mul(_rem(_thread_row(), 8 // _ROWS), _ROWS)
     atom = _mul(_div(_thread_row(), 8 // _ROWS), 1024 * (width // 64))
-    target = _add(wgmma._address(stage), _wide(atom))
-    base = _add(wgmma._address(corner), _wide(_mul(chunk, 16)))
+    target = _add(ptx.address(stage), _wide(atom))
+    base = _add(ptx.address(corner), _wide(_mul(chunk, 16)))
     sizes = {}
     if ragged:
       # Bytes from the start of B's first row to this thread's first column.
-      along = compat.arith.subi(base, wgmma._address(b))
+      along = compat.arith.subi(base, ptx.address(b))
       for at in range(0, parts * bn, 64):
-        end = compat.utils.c(pitch - 2 * at, _i64())
+        end = compat.utils.c(pitch - 2 * at, ptx.i64())
         inside = compat.arith.cmpi(compat.arith.CmpIPredicate.slt, along, end)
         sizes[at] = compat.arith.select(inside, _c32(16), _c32(0))
     for i in range(_ROWS):
-      index = compat.arith.minui(wgmma.extract(rows.registers.flat[i]), _c32(depth - 1))
-      source = _add(base, compat.arith.muli(_wide(index), compat.utils.c(pitch, _i64())))
+      index = compat.arith.minui(ptx.extract(rows.registers.flat[i]), _c32(depth - 1))
+      source = _add(base, compat.arith.muli(_wide(index), compat.utils.c(pitch, ptx.i64())))
       # The swizzle of 128 bytes: 16-byte chunk c of row r of an 8-row atom lies at chunk c xor r.
       row = _add(first, _c32(i))
       place = _add(target, _wide(_add(_mul(row, 128), _mul(compat.arith.xori(chunk, row), 16))))
@@ -153,10 +154,10 @@ def blocks(*, parts: int, bk: int, width: int, bn: int, depth: int, n: int, ragg
           to, at = 2 * part * bk * width + 1024 * j, part * bn + 64 * j
           copy = f'cp.async.cg.shared.global.L2::128B [$0+{to}], [$1+{2 * at}], 16'
           if ragged:
-            wgmma._asm(f'{copy}, $2;', [place, source, sizes[at]], 'l,l,r')
+            ptx.asm(f'{copy}, $2;', [place, source, sizes[at]], 'l,l,r')
           else:
-            wgmma._asm(f'{copy};', [place, source], 'l,l')
-    wgmma._asm('cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];', [wgmma._address(barrier)], 'l')
+            ptx.asm(f'{copy};', [place, source], 'l,l')
+    ptx.asm('cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];', [ptx.address(barrier)], 'l')
 
   # The decorator supplies `ctx`, which type checkers do not see.
   issue_all: Any = issue
@@ -209,16 +210,8 @@ def _thread_row() -> Any:
   return _div(_thread(), 8)
 
 
-def _i32() -> Any:
-  return compat.ir.IntegerType.get_signless(32)
-
-
-def _i64() -> Any:
-  return compat.ir.IntegerType.get_signless(64)
-
-
 def _c32(x: int) -> Any:
-  return compat.utils.c(x, _i32())
+  return compat.utils.c(x, ptx.i32())
 
 
 def _add(x: Any, y: Any) -> Any:
@@ -238,4 +231,4 @@ def _rem(x: Any, y: int) -> Any:
 
 
 def _wide(x: Any) -> Any:
-  return compat.arith.extui(_i64(), x)
+  return compat.arith.extui(ptx.i64(), x)

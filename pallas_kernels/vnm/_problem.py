@@ -6,9 +6,9 @@ from typing import Any, Literal
 from jax import lax
 import jax.numpy as jnp
 
-from pallas_kernels.sparse_matmul._problem import ceil, CONSUMERS
+from pallas_kernels.arch import SM_90A
+from pallas_kernels.mosaic.sizes import ceil, CONSUMERS
 
-_SMEM_BYTES = 232448  # of a block on sm_90
 BK = 64  # compact columns of a stage
 # Even and odd steps keep their metadata, and the producer its indices, in different registers.
 UNROLL = 2
@@ -121,8 +121,8 @@ def check_config(p: Problem, c: Config) -> None:
     (c.pace >= 0, f'pace={c.pace} must be 0 or more'),
     (c.slots >= 1, f'slots={c.slots} must be 1 or more'),
     (c.stages > c.delay, f'stages={c.stages} must exceed delay={c.delay}'),
-    (c.shared_memory_bytes <= _SMEM_BYTES,
-     f'{c.stages} stages need {c.shared_memory_bytes} bytes of shared memory of {_SMEM_BYTES}'),
+    (c.shared_memory_bytes <= SM_90A.shared_memory,
+     f'{c.stages} stages need {c.shared_memory_bytes} bytes of shared memory of {SM_90A.shared_memory}'),
   ]
   for ok, message in rules:
     if not ok:

@@ -13,7 +13,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_kernels import _compat as compat
-from pallas_kernels.sparse_matmul import _wgmma_sp as wgmma
+from pallas_kernels.mosaic import asm as ptx
+from pallas_kernels.mosaic import wgmma_sp as wgmma
 
 _FRAGMENT = 4  # 32-bit registers of A's values of an instruction
 
@@ -24,7 +25,7 @@ def panels_of(bn: int) -> int:
 
 
 def blocks(s: wgmma.Shape) -> wgmma.Blocks:
-  """As `_wgmma_sp.blocks` for 64 rows, but for `step`: (accumulator, words ref, A ref, a ref of B a panel)."""
+  """As `wgmma_sp.blocks` for 64 rows, but for `step`: (accumulator, words ref, A ref, a ref of B a panel)."""
   panels = panels_of(s.bn)
   columns, per_panel = s.bn // panels, s.bn // panels // 2
   a_ref = plgpu.RefType(wgmma.transforms(s.a_swizzle, s.width))
@@ -35,21 +36,21 @@ def blocks(s: wgmma.Shape) -> wgmma.Blocks:
     arg_types=(compat.ACCUMULATOR, plgpu.RefType(), a_ref, *[b_ref] * panels), return_type=accumulator_type
   )
   def step(ctx, accumulator, words, a, *b):
-    registers = [wgmma.extract(r) for r in accumulator.registers.flat]
-    word_at = wgmma._add(wgmma._address(words), wgmma._scaled_thread(4))
-    word = compat.llvm.inline_asm(wgmma._i32(), [word_at], 'ld.shared.b32 $0, [$1];', '=r,l', has_side_effects=True)
+    registers = [ptx.extract(r) for r in accumulator.registers.flat]
+    word_at = ptx.add(ptx.address(words), ptx.scaled_thread(4))
+    word = compat.llvm.inline_asm(ptx.i32(), [word_at], 'ld.shared.b32 $0, [$1];', '=r,l', has_side_effects=True)
     lane = _lane_offset(s.a_swizzle)
-    values = [_load_fragment(wgmma._address(a), lane, 32 * i) for i in range(s.instructions)]
+    values = [_load_fragment(ptx.address(a), lane, 32 * i) for i in range(s.instructions)]
     issue = [_issuer(s, columns, panel) for panel in b]
     compat.nvvm.wgmma_fence_aligned()
     for i in range(s.instructions):
       for j in range(panels):
         part = slice(j * per_panel, (j + 1) * per_panel)
         registers[part] = issue[j](i, registers[part], values[i], word)
-    wgmma._asm('wgmma.commit_group.sync.aligned;')
+    ptx.asm('wgmma.commit_group.sync.aligned;')
     # Nothing in flight may read a register that ptxas takes for free.
-    wgmma._asm('wgmma.wait_group.sync.aligned 0;')
-    return wgmma.accumulator_of(registers, accumulator)
+    ptx.asm('wgmma.wait_group.sync.aligned 0;')
+    return ptx.accumulator_of(registers, accumulator)
 
   return dataclasses.replace(wgmma.blocks(s), step=step)
 
@@ -65,9 +66,9 @@ def _issuer(s: wgmma.Shape, columns: int, b: Any) -> Any:
   o = 2 * count
   places = '{' + ','.join(f'${i}' for i in range(count)) + '}'
   a_places = '{' + ','.join(f'${o + i}' for i in range(_FRAGMENT)) + '}'
-  types = f'{wgmma._PTX_TYPE[s.a_dtype.name]}.{wgmma._PTX_TYPE[s.b_dtype.name]}'
+  types = f'{wgmma.PTX_TYPE[s.a_dtype.name]}.{wgmma.PTX_TYPE[s.b_dtype.name]}'
   constraints = ','.join(['=f'] * count + [str(i) for i in range(count)] + ['r'] * _FRAGMENT + ['l', 'r'])
-  f32 = wgmma._f32()
+  f32 = ptx.f32()
 
   def issue(i, accumulators, values, word):
     # One word serves two instructions, by selector.
@@ -77,7 +78,7 @@ def _issuer(s: wgmma.Shape, columns: int, b: Any) -> Any:
     )
     result = compat.llvm.inline_asm(
       compat.llvm.StructType.get_literal([f32] * count),
-      [*accumulators, *values, wgmma._advance(descriptor, wgmma._offset(i, tiling, strides)), word],
+      [*accumulators, *values, wgmma.advance(descriptor, wgmma.offset_of(i, tiling, strides)), word],
       text, constraints, asm_dialect=0, has_side_effects=True,
     )
     return [compat.llvm.extractvalue(f32, result, [j]) for j in range(count)]
@@ -91,7 +92,7 @@ def _lane_offset(swizzle: int) -> Any:
   Of a warp's 16 rows threads 0 to 15 name the first 16 bytes, 16 to 31 the next. The swizzle exchanges units of 16
   bytes by bits 7 and up of the address.
   """
-  c32 = functools.partial(compat.utils.c, ty=wgmma._i32())
+  c32 = functools.partial(compat.utils.c, ty=ptx.i32())
   arith = compat.arith
   thread = arith.remui(compat.utils.thread_idx(), c32(128))
   row = arith.ori(arith.shli(arith.shrui(thread, c32(5)), c32(4)), arith.andi(thread, c32(15)))
@@ -103,10 +104,10 @@ def _lane_offset(swizzle: int) -> Any:
 
 def _load_fragment(address: Any, lane: Any, step: int) -> list[Any]:
   """A's 16 rows of this warp by 32 bytes as an instruction takes them, from `step` bytes on."""
-  i32 = wgmma._i32()
-  offset = compat.arith.extui(wgmma._i64(), compat.arith.xori(lane, compat.utils.c(step, i32)) if step else lane)
+  i32 = ptx.i32()
+  offset = compat.arith.extui(ptx.i64(), compat.arith.xori(lane, compat.utils.c(step, i32)) if step else lane)
   loaded = compat.llvm.inline_asm(
-    compat.llvm.StructType.get_literal([i32] * _FRAGMENT), [wgmma._add(address, offset)],
+    compat.llvm.StructType.get_literal([i32] * _FRAGMENT), [ptx.add(address, offset)],
     'ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];', '=r,=r,=r,=r,l', has_side_effects=True,
   )
   return [compat.llvm.extractvalue(i32, loaded, [j]) for j in range(_FRAGMENT)]

@@ -65,8 +65,8 @@ def vnm_matmul(
     b: B, [K, N], same dtype.
     out_dtype: float32, bfloat16 or float16; None is A's dtype.
     out_layout: 'mn' for D [R, N], 'nm' for D [N, R].
-    implementation: 'mosaic_gpu' (Hopper), 'dense' (decompress and multiply), 'reference', or None: the fastest by the
-      records of this card, dense where sparse loses or nothing near was measured.
+    implementation: 'sparse' (the kernel, `mosaic_gpu`, on Hopper), 'dense' (decompress and multiply), 'reference', or
+      None: the fastest by the records of this card, dense where sparse loses or nothing near was measured.
 
   Returns:
     D.
@@ -94,7 +94,7 @@ def vnm_matmul(
     raise ValueError(f'a is {a.dtype} and b is {b.dtype}; they must be equal')
   if out_layout not in OUT_LAYOUTS:
     raise ValueError(f'out_layout={out_layout!r} is unknown; accepted are {OUT_LAYOUTS}')
-  _dispatch.check_implementation(OP, implementation, MATMULS)
+  implementation = _dispatch.backend_of(OP, implementation, MATMULS)
   out_dtype = jnp.dtype(a.dtype if out_dtype is None else out_dtype)
   _dispatch.check_out_dtype(out_dtype)
   _say_what_a_mesh_costs()

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import formats
+from pallas_kernels.sparse_matmul.operand import check_layout, from_operand, SparseOperand, to_operand
 from pallas_kernels.sparse_matmul.operand import check_operand as check_operand_24
-from pallas_kernels.sparse_matmul.operand import from_operand, SparseOperand, to_operand
 
 KEPT = 4  # columns of each M; two entries of them are what sparse tensor cores take
 
@@ -103,7 +103,8 @@ class VNMOperand:
 
 
 def check_groups(a: VNMOperand, spread: bool, *, name: str = 'a') -> None:
-  """ValueError unless the groups of `a` lie as the caller takes them to."""
+  """ValueError unless the groups of `a` lie as the caller takes them to, and its positions as all readers do."""
+  check_layout(a.compact, name)
   if a.spread != spread:
     ways = {False: 'side by side', True: 'spread'}
     raise ValueError(f'{name} of shape {a.shape} has its groups {ways[a.spread]}; accepted are groups {ways[spread]}')

@@ -24,8 +24,9 @@ import jax.numpy as jnp
 
 from pallas_kernels import _compat as compat
 from pallas_kernels import _device, _records
-from pallas_kernels.sparse_matmul import _wgmma_sp, operand
-from pallas_kernels.sparse_matmul._problem import ceil, CONSUMERS
+from pallas_kernels.mosaic import wgmma_sp
+from pallas_kernels.mosaic.sizes import ceil, CONSUMERS
+from pallas_kernels.sparse_matmul import operand
 from pallas_kernels.vnm import _gather, _registers
 from pallas_kernels.vnm._problem import (
   BK,
@@ -70,9 +71,9 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
   in_registers = c.a_from == 'registers'
 
   def operations(bn, ragged):
-    shape = _wgmma_sp.Shape(c.rows, bn, BK, p.dtype, p.dtype, 'kn', a_swizzle, b_swizzle, c.delay)
+    shape = wgmma_sp.Shape(c.rows, bn, BK, p.dtype, p.dtype, 'kn', a_swizzle, b_swizzle, c.delay)
     sizes = dict(parts=c.parts, bk=BK, width=c.bn, bn=bn, depth=p.depth, n=p.n, ragged=ragged, dtype=p.dtype)
-    multiply = _registers if in_registers else _wgmma_sp
+    multiply = _registers if in_registers else wgmma_sp
     if interpret:
       return multiply.standins(shape), _gather.standins(**sizes)
     return multiply.blocks(shape), _gather.blocks(**sizes)
@@ -92,10 +93,10 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
   out_block = (64, c.epilogue_n) if p.out_layout == 'mn' else (c.epilogue_n, 64)
   out_swizzle = min(128, out_block[1] * p.out_dtype.itemsize)
   scratch: dict[str, Any] = dict(
-    a_smem=plgpu.SMEM((stages, tile_m, BK // 2), p.dtype, transforms=_wgmma_sp.transforms(a_swizzle, 2)),
-    b_smem=plgpu.SMEM((stages, c.parts, BK, c.bn), p.dtype, transforms=_wgmma_sp.transforms(b_swizzle, 2)),
+    a_smem=plgpu.SMEM((stages, tile_m, BK // 2), p.dtype, transforms=wgmma_sp.transforms(a_swizzle, 2)),
+    b_smem=plgpu.SMEM((stages, c.parts, BK, c.bn), p.dtype, transforms=wgmma_sp.transforms(b_swizzle, 2)),
     out_smem=plgpu.SMEM(
-      (CONSUMERS, c.slots, *out_block), p.out_dtype, transforms=_wgmma_sp.transforms(out_swizzle, p.out_dtype.itemsize)
+      (CONSUMERS, c.slots, *out_block), p.out_dtype, transforms=wgmma_sp.transforms(out_swizzle, p.out_dtype.itemsize)
     ),
     words_smem=plgpu.SMEM((stages, tile_words, 1, 128), jnp.uint32),
     # A and its positions by TMA; B's rows arrive at barriers of their own.
@@ -173,7 +174,7 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
         filled, _ = lax.fori_loop(0, turns, fill, (jnp.int32(0), early))
         # Copies belong to their threads, and nothing says that those of a thread that has exited land and arrive: stay
         # until the consumers have let go of every stage.
-        _wgmma_sp.drain(empty, filled, stages)
+        wgmma_sp.drain(empty, filled, stages)
 
       @pl.when(warpgroup < CONSUMERS)
       def _consume():
@@ -300,7 +301,7 @@ def vnm_matmul(
     ValueError: `config` cannot be built for this problem.
   """
   device = device or _device.current()
-  if not (interpret or device.has_sparse_wgmma):
+  if not (interpret or device.arch.sparse_instruction == 'wgmma'):
     raise NotImplementedError(f'sparse wgmma needs compute capability 9.0, {device.name} has {device.capability}')
   if a.dtype.name not in ('bfloat16', 'float16') or jnp.dtype(out_dtype) != a.dtype:
     raise NotImplementedError(f'the kernel multiplies and writes bfloat16 or float16, not {a.dtype} to {out_dtype}')
@@ -309,6 +310,7 @@ def vnm_matmul(
       f'the kernel takes blocks of 64 rows, 128 and their multiples, and two tiles of 64; found {a.v} of {a.shape[0]}'
     )
   a = to_vnm_operand(a) if isinstance(a, CompressedVNM) else a
+  operand.check_layout(a.compact)
   config = config or _tuned_config(a, b.shape[1], out_layout, device) or default_config(a.v)
   m, n = a.shape[0], b.shape[1]
   k = a.rows.shape[-1]

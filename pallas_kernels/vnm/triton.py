@@ -15,7 +15,7 @@ from jax import Array
 import jax.numpy as jnp
 
 from pallas_kernels import _triton
-from pallas_kernels.sparse_matmul.operand import SparseOperand, words_shape
+from pallas_kernels.sparse_matmul.operand import check_layout, SparseOperand, words_shape
 from pallas_kernels.vnm import _columns, _dense, _kernels, _rows, _turn
 from pallas_kernels.vnm.format import check_groups, VNMOperand
 
@@ -175,6 +175,7 @@ def turn(a: VNMOperand, *, used: Array | None, pattern: VNMOperand | None) -> VN
   values = jax.ShapeDtypeStruct((c, 2 * r // m), a.dtype)
   tables = _tables(a, used, flags=used is not None)
   if pattern is not None:
+    check_layout(pattern.compact, 'pattern')
     words, rows = pattern.compact.words, pattern.rows
     (made,) = _triton.call(
       _turn.turn_as, a.compact.values, a.compact.words, tables, words, rows, out_shape=[values], **options
@@ -209,6 +210,7 @@ def turn_24(a: VNMOperand, *, used: Array | None, pattern: SparseOperand | None)
   values = jax.ShapeDtypeStruct((c, r // 2), a.dtype)
   arrays = a.compact.values, a.compact.words, _tables(a, used, flags=False)
   if pattern is not None:
+    check_layout(pattern, 'pattern')
     (made,) = _triton.call(_turn.turn_24_as, *arrays, pattern.words, out_shape=[values], **options)
     return SparseOperand(made, pattern.words)
   shapes = [values, jax.ShapeDtypeStruct(words_shape(c, r), jnp.uint32)]
@@ -270,6 +272,7 @@ def take_columns(a: VNMOperand, columns: Array) -> Array:
 def expand(operand: SparseOperand | VNMOperand) -> Array:
   """See `api.expand`."""
   r, k = operand.shape
+  check_layout(operand.compact if isinstance(operand, VNMOperand) else operand, 'operand')
   if isinstance(operand, VNMOperand):
     v, m = operand.v, operand.m
     if v % 64 or k % (_GROUPS * m):

@@ -16,12 +16,12 @@ class DeviceTest(parameterized.TestCase):
     found = _device.describe(card)
     self.assertEqual(found, _device.target_device('sm_90a'))
     self.assertEqual(found.slug, 'nvidia_h100_80gb_hbm3')
-    self.assertTrue(found.has_sparse_wgmma)
+    self.assertEqual((found.arch.name, found.arch.sparse_instruction), ('sm_90a', 'wgmma'))
 
   def test_cpu_and_blackwell_have_no_sparse_wgmma(self):
     self.assertEqual(_device.current().slug, 'cpu')
-    self.assertFalse(_device.current().has_sparse_wgmma)
-    self.assertFalse(_device.Device('NVIDIA B200', 'gpu', (10, 0), 148).has_sparse_wgmma)
+    self.assertIsNone(_device.current().arch.sparse_instruction)
+    self.assertEqual(_device.Device('NVIDIA B200', 'gpu', (10, 0), 148).arch.kernels, {})
 
   def test_reads_what_ptxas_says(self):
     report = _device._read_report(

@@ -174,7 +174,7 @@ class RefusalTest(parameterized.TestCase):
   def test_words_of_another_shape(self):
     a, b, _ = _inputs(dtype='bfloat16')
     wrong = operand.SparseOperand(a.values, jnp.zeros((2, 1, 128), jnp.uint32))
-    with self.assertRaisesRegex(ValueError, 'a.words has shape'):
+    with self.assertRaisesRegex(ValueError, 'a.words must be uint32 of shape'):
       api.sparse_matmul(wrong, b)
 
 

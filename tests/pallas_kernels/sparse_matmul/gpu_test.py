@@ -18,7 +18,7 @@ def _in_16_bits(seed):
   return verify.random_problem(np.random.default_rng(seed), 'mosaic_gpu_sm80')
 
 
-@absltest.skipUnless(_device.current().has_sparse_wgmma, 'needs compute capability 9.0')
+@absltest.skipUnless(_device.current().arch.sparse_instruction == 'wgmma', 'needs compute capability 9.0')
 class GpuTest(parameterized.TestCase):
 
   def test_random_problems(self):

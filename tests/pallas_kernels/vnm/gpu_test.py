@@ -17,7 +17,8 @@ _BF16 = jnp.dtype('bfloat16')
 
 
 pytestmark = [
-  pytest.mark.gpu, pytest.mark.skipif(not _device.current().has_sparse_wgmma, reason='needs compute capability 9.0')
+  pytest.mark.gpu,
+  pytest.mark.skipif(_device.current().arch.kernel('vnm_matmul') is None, reason='needs compute capability 9.0'),
 ]
 
 

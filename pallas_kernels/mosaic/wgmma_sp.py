@@ -17,13 +17,12 @@ from typing import Any
 import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
-import numpy as np
 
 from pallas_kernels import _compat as compat
+from pallas_kernels.mosaic import asm as ptx
 from pallas_kernels.sparse_matmul import operand
 
-_PTX_TYPE = {'bfloat16': 'bf16', 'float16': 'f16', 'float8_e4m3fn': 'e4m3', 'float8_e5m2': 'e5m2'}
-_THREADS = 128  # of a warpgroup
+PTX_TYPE = {'bfloat16': 'bf16', 'float16': 'f16', 'float8_e4m3fn': 'e4m3', 'float8_e5m2': 'e5m2'}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,29 +116,29 @@ def drain(empty: Any, filled: Any, stages: int) -> None:
 
 def blocks(s: Shape) -> Blocks:
   """The blocks as PTX."""
-  words_layout = plgpu.Layout.WG_STRIDED((s.tiles * s.words * _THREADS,), 1)
-  words_type = plgpu.ShapeDtypeStruct((s.tiles * s.words * _THREADS,), jnp.int32, words_layout)
+  words_layout = plgpu.Layout.WG_STRIDED((s.tiles * s.words * ptx.THREADS,), 1)
+  words_type = plgpu.ShapeDtypeStruct((s.tiles * s.words * ptx.THREADS,), jnp.int32, words_layout)
   accumulator_type = plgpu.ShapeDtypeStruct((s.rows, s.bn), jnp.float32, compat.ACCUMULATOR)
   result_type = plgpu.ShapeDtypeStruct((s.rows, s.bn), jnp.float32, plgpu.Layout.WGMMA)
   a_ref = plgpu.RefType(transforms(s.a_swizzle, s.width))
   b_ref = plgpu.RefType(transforms(s.b_swizzle, s.b_dtype.itemsize))
-  as_words = functools.partial(_array_of_words, layout=words_layout)
+  as_words = functools.partial(ptx.array_of_words, layout=words_layout)
 
   @plgpu.inline_mgpu(arg_types=(), return_type=accumulator_type)
   def zeros(ctx):
-    zero = compat.arith.constant(_f32(), 0.0)
+    zero = compat.arith.constant(ptx.f32(), 0.0)
     return compat.fragmented_array.FragmentedArray.splat(zero, (s.rows, s.bn), compat.FRAGMENTED_ACCUMULATOR)
 
   @plgpu.inline_mgpu(arg_types=(), return_type=words_type)
   def no_words(ctx):
-    return as_words([compat.utils.c(0, _i32())] * (s.tiles * s.words))
+    return as_words([compat.utils.c(0, ptx.i32())] * (s.tiles * s.words))
 
   @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=words_type)
   def load_words(ctx, ref):
     # A volatile load into a fresh value: ptxas may not reuse a register that a carried value still occupies.
-    address = _add(_address(ref), _scaled_thread(4))
+    address = ptx.add(ptx.address(ref), ptx.scaled_thread(4))
     return as_words([
-      compat.llvm.inline_asm(_i32(), [address], f'ld.shared.b32 $0, [$1+{4 * _THREADS * i}];', '=r,l',
+      compat.llvm.inline_asm(ptx.i32(), [address], f'ld.shared.b32 $0, [$1+{4 * ptx.THREADS * i}];', '=r,l',
                              has_side_effects=True)
       for i in range(s.tiles * s.words)
     ])
@@ -148,17 +147,17 @@ def blocks(s: Shape) -> Blocks:
     arg_types=(compat.ACCUMULATOR, words_layout, words_layout, a_ref, b_ref), return_type=accumulator_type
   )
   def step(ctx, accumulator, words, held, a, b):
-    registers = _multiply(s, [extract(r) for r in accumulator.registers.flat], _extract_words(words), a, b)
-    _asm('wgmma.commit_group.sync.aligned;')
-    _asm(f'wgmma.wait_group.sync.aligned {s.delay};')
+    registers = _multiply(s, [ptx.extract(r) for r in accumulator.registers.flat], _extract_words(words), a, b)
+    ptx.asm('wgmma.commit_group.sync.aligned;')
+    ptx.asm(f'wgmma.wait_group.sync.aligned {s.delay};')
     if s.delay:
       _keep_alive(_extract_words(held), b)
-    return accumulator_of(registers, accumulator)
+    return ptx.accumulator_of(registers, accumulator)
 
   @plgpu.inline_mgpu(arg_types=(compat.ACCUMULATOR, words_layout, b_ref), return_type=result_type)
   def finish(ctx, accumulator, held, b):
     if s.delay:
-      _asm('wgmma.wait_group.sync.aligned 0;')
+      ptx.asm('wgmma.wait_group.sync.aligned 0;')
       _keep_alive(_extract_words(held), b)
     # To LLVM the accumulators are defined where the wgmma was issued; the barrier keeps their uses below the wait.
     return compat.fragmented_array.optimization_barrier(accumulator).to_layout(compat.FRAGMENTED_WGMMA)
@@ -167,25 +166,26 @@ def blocks(s: Shape) -> Blocks:
   def store_partial(ctx, accumulator, memory):
     # Whoever reads these sums holds the same elements in the same thread, so they go out in register order: 16 bytes
     # a thread, 512 consecutive bytes a warp.
-    address = _add(_address(memory), _scaled_thread(16))
-    values = _floats(accumulator)
+    address = ptx.add(ptx.address(memory), ptx.scaled_thread(16))
+    values = ptx.floats(accumulator)
     for i in range(0, len(values), 4):
-      _asm(f'st.global.v4.f32 [$4+{4 * i * _THREADS}], {{$0, $1, $2, $3}};', [*values[i : i + 4], address], 'f,f,f,f,l')
+      text = f'st.global.v4.f32 [$4+{4 * i * ptx.THREADS}], {{$0, $1, $2, $3}};'
+      ptx.asm(text, [*values[i : i + 4], address], 'f,f,f,f,l')
 
   @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType()), return_type=result_type)
   def add_partial(ctx, accumulator, memory):
-    address = _add(_address(memory), _scaled_thread(16))
-    four = compat.llvm.StructType.get_literal([_f32()] * 4)
-    values = _floats(accumulator)
+    address = ptx.add(ptx.address(memory), ptx.scaled_thread(16))
+    four = compat.llvm.StructType.get_literal([ptx.f32()] * 4)
+    values = ptx.floats(accumulator)
     for i in range(0, len(values), 4):
       # .cg reads through to L2: the sums were written by another SM during this kernel.
       loaded = compat.llvm.inline_asm(
-        four, [address], f'ld.global.cg.v4.f32 {{$0, $1, $2, $3}}, [$4+{4 * i * _THREADS}];', '=f,=f,=f,=f,l',
+        four, [address], f'ld.global.cg.v4.f32 {{$0, $1, $2, $3}}, [$4+{4 * i * ptx.THREADS}];', '=f,=f,=f,=f,l',
         has_side_effects=True,
       )
       for j in range(4):
-        values[i + j] = compat.arith.addf(values[i + j], compat.llvm.extractvalue(_f32(), loaded, [j]))
-    return from_floats(values, accumulator)
+        values[i + j] = compat.arith.addf(values[i + j], compat.llvm.extractvalue(ptx.f32(), loaded, [j]))
+    return ptx.from_floats(values, accumulator)
 
   return Blocks(zeros, no_words, load_words, step, finish, store_partial, add_partial)
 
@@ -211,8 +211,8 @@ def _multiply(s: Shape, registers: list[Any], words: list[Any], a: Any, b: Any) 
       part = slice(tile * per_tile, (tile + 1) * per_tile)
       registers[part] = _wgmma(
         s, registers[part],
-        _advance(a_descriptor, tile * a_tile_stride + _offset(i, a_tiling, a_strides)),
-        _advance(b_descriptor, _offset(i, b_tiling, b_strides)),
+        advance(a_descriptor, tile * a_tile_stride + offset_of(i, a_tiling, a_strides)),
+        advance(b_descriptor, offset_of(i, b_tiling, b_strides)),
         words[tile * s.words + word], selector, transpose_b,
       )
   return registers
@@ -225,17 +225,17 @@ def _wgmma(s: Shape, registers: list[Any], a: Any, b: Any, word: Any, selector: 
   # Outputs $0.., the same registers again as inputs, then the two descriptors and the metadata word.
   o = 2 * count
   immediates = '1, 1' + (f', 0, {int(transpose_b)}' if s.width == 2 else '')
-  types = f'{_PTX_TYPE[s.a_dtype.name]}.{_PTX_TYPE[s.b_dtype.name]}'
+  types = f'{PTX_TYPE[s.a_dtype.name]}.{PTX_TYPE[s.b_dtype.name]}'
   text = (
     f'wgmma.mma_async.sp.sync.aligned.m64n{s.bn}k{s.instruction_k}.f32.{types} '
     f'{places}, ${o}, ${o + 1}, ${o + 2}, {selector}, 1, {immediates};'
   )
   constraints = ','.join(['=f'] * count + [str(i) for i in range(count)] + ['l', 'l', 'r'])
   result = compat.llvm.inline_asm(
-    compat.llvm.StructType.get_literal([_f32()] * count), [*registers, a, b, word], text, constraints,
+    compat.llvm.StructType.get_literal([ptx.f32()] * count), [*registers, a, b, word], text, constraints,
     asm_dialect=0, has_side_effects=True,
   )
-  return [compat.llvm.extractvalue(_f32(), result, [i]) for i in range(count)]
+  return [compat.llvm.extractvalue(ptx.f32(), result, [i]) for i in range(count)]
 
 
 def _keep_alive(words: list[Any], memory: Any) -> None:
@@ -246,10 +246,10 @@ def _keep_alive(words: list[Any], memory: Any) -> None:
   n = len(words)
   stores = ' '.join(f'@p st.shared.b32 [${n}], ${i};' for i in range(n))
   text = f'{{ .reg .pred p; setp.eq.u32 p, ${n - 1}, 0xFFFFFFFF; {stores} }}'
-  _asm(text, [*words, _address(memory)], ','.join(['r'] * n + ['l']))
+  ptx.asm(text, [*words, ptx.address(memory)], ','.join(['r'] * n + ['l']))
 
 
-def _offset(i: int, tiling: tuple[int, ...], strides: tuple[int, ...]) -> int:
+def offset_of(i: int, tiling: tuple[int, ...], strides: tuple[int, ...]) -> int:
   """Byte offset of the i-th instruction along K, from the tiling that `create_descriptor` reports."""
   index = []
   for t in reversed(tiling):
@@ -259,82 +259,13 @@ def _offset(i: int, tiling: tuple[int, ...], strides: tuple[int, ...]) -> int:
   return sum(x * y for x, y in zip(reversed(index), strides, strict=True))
 
 
-def _advance(descriptor: Any, offset: int) -> Any:
+def advance(descriptor: Any, offset: int) -> Any:
   """Descriptors count addresses in 16 bytes."""
-  return _add(descriptor, compat.utils.c(offset >> 4, _i64())) if offset else descriptor
-
-
-def _add(x: Any, y: Any) -> Any:
-  return compat.llvm.add(x, y, overflow_flags=compat.llvm.IntegerOverflowFlags.none)
-
-
-def _scaled_thread(scale: int) -> Any:
-  """Index of the thread in its warpgroup, times `scale`, as i64."""
-  thread = compat.arith.remui(compat.utils.thread_idx(), compat.utils.c(_THREADS, _i32()))
-  return compat.arith.extui(_i64(), compat.arith.muli(thread, compat.utils.c(scale, _i32())))
-
-
-def _address(ref: Any) -> Any:
-  return compat.llvm.ptrtoint(_i64(), compat.utils.memref_ptr(ref))
-
-
-def _asm(text: str, operands: Any = (), constraints: str = '') -> None:
-  void = compat.ir.Type.parse('!llvm.void')
-  compat.llvm.inline_asm(void, list(operands), text, constraints, has_side_effects=True)
-
-
-def extract(register: Any, i: int = 0) -> Any:
-  position = compat.ir.DenseI64ArrayAttr.get([i])
-  return compat.vector.extract(register, dynamic_position=[], static_position=position)
+  return ptx.add(descriptor, compat.utils.c(offset >> 4, ptx.i64())) if offset else descriptor
 
 
 def _extract_words(words: Any) -> list[Any]:
-  return [extract(r) for r in words.registers.flat]
-
-
-def _array_of_words(values: list[Any], layout: Any) -> Any:
-  one = compat.ir.VectorType.get((1,), _i32())
-  registers = np.array([compat.vector.broadcast(one, v) for v in values], dtype=object)
-  return compat.fragmented_array.FragmentedArray(
-    _registers=registers.reshape(-1), _layout=layout.to_mgpu(), _is_signed=True
-  )
-
-
-def accumulator_of(registers: list[Any], like: Any) -> Any:
-  """An accumulator of `like`'s shape and layout from its registers in order."""
-  out = np.empty(len(registers), dtype=object)
-  for i, r in enumerate(registers):
-    out[i] = compat.vector.broadcast(compat.ir.VectorType.get((1,), _f32()), r)
-  return compat.fragmented_array.FragmentedArray(
-    _registers=out.reshape(like.registers.shape), _layout=like.layout, _is_signed=None
-  )
-
-
-def _floats(array: Any) -> list[Any]:
-  """The float32 elements of a thread; registers of the WGMMA layout hold two."""
-  return [extract(r, i) for r in array.registers.flat for i in range(2)]
-
-
-def from_floats(values: list[Any], like: Any) -> Any:
-  pair = compat.ir.VectorType.get((2,), _f32())
-  out = np.empty(len(values) // 2, dtype=object)
-  for i in range(len(out)):
-    out[i] = compat.vector.from_elements(pair, values[2 * i : 2 * i + 2])
-  return compat.fragmented_array.FragmentedArray(
-    _registers=out.reshape(like.registers.shape), _layout=like.layout, _is_signed=None
-  )
-
-
-def _i32() -> Any:
-  return compat.ir.IntegerType.get_signless(32)
-
-
-def _i64() -> Any:
-  return compat.ir.IntegerType.get_signless(64)
-
-
-def _f32() -> Any:
-  return compat.ir.F32Type.get()
+  return [ptx.extract(r) for r in words.registers.flat]
 
 
 def standins(s: Shape) -> Blocks:
@@ -343,7 +274,7 @@ def standins(s: Shape) -> Blocks:
   def step(accumulator, words, held, a_ref, b_ref):
     del held
     a, b = a_ref[...].astype(jnp.float32), b_ref[...].astype(jnp.float32)
-    nibbles = operand.unpack_words(words.reshape(-1, _THREADS), s.width)  # [tiles * words, 64, 16]
+    nibbles = operand.unpack_words(words.reshape(-1, ptx.THREADS), s.width)  # [tiles * words, 64, 16]
     nibbles = nibbles.reshape(s.tiles, s.words, 64, 16).transpose(0, 2, 1, 3).reshape(s.rows, s.bk // 4)
     low, high = a[:, 0::2], a[:, 1::2]
     places = [jnp.where((nibbles & 3) == i, low, 0.0) + jnp.where((nibbles >> 2) == i, high, 0.0) for i in range(4)]
@@ -357,7 +288,7 @@ def standins(s: Shape) -> Blocks:
 
   return Blocks(
     zeros=lambda: jnp.zeros((s.rows, s.bn), jnp.float32),
-    no_words=lambda: jnp.zeros((s.tiles, s.words, _THREADS), jnp.uint32),
+    no_words=lambda: jnp.zeros((s.tiles, s.words, ptx.THREADS), jnp.uint32),
     load_words=lambda ref: ref[...],
     step=step,
     finish=lambda accumulator, held, b_ref: accumulator,

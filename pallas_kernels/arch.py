@@ -1,0 +1,98 @@
+"""Generations of NVIDIA GPUs as values: what a kernel may count on, and which kernel an op has there.
+
+The one place that knows compute capabilities. A new generation is an `Arch` here and the back ends that it names;
+`README.md` lists the files.
+"""
+
+from collections.abc import Mapping
+import dataclasses
+
+# How `SparseOperand` holds its positions: the register order of sparse wgmma, in which `mma.sp` takes them, too.
+REGISTER_ORDER = 'sparse wgmma'
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+  """A GPU of a generation, as XLA and ptxas want it described to compile for it where it is not.
+
+  Attributes:
+    name: as the driver spells it.
+    sms: multiprocessors.
+    shared_memory_per_sm: bytes.
+    threads_per_sm: at most.
+    l2_bytes: of the second-level cache.
+  """
+
+  name: str
+  sms: int
+  shared_memory_per_sm: int
+  threads_per_sm: int
+  l2_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Arch:
+  """A generation.
+
+  Attributes:
+    name: as PTX targets it, 'sm_90a'.
+    capability: compute capability.
+    sparse_instruction: of its sparse tensor cores that the kernels here use, 'wgmma' or 'mma.sp'; None where none does.
+    layout: how its kernels read positions, see `SparseOperand.layout`; None without a kernel.
+    kernels: op -> this package's back end of it, which `implementation='sparse'` names.
+    float8: whether it converts and multiplies float8.
+    shared_memory: bytes that a block may have.
+    example: to compile for; None where no kernel is compiled.
+  """
+
+  name: str
+  capability: tuple[int, int]
+  sparse_instruction: str | None = None
+  layout: str | None = None
+  kernels: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  float8: bool = False
+  shared_memory: int = 49152
+  example: Example | None = None
+
+  def kernel(self, op: str) -> str | None:
+    """The back end that this package has for an op here, or None.
+
+    >>> from pallas_kernels.arch import of_capability
+    >>> of_capability((9, 0)).kernel('vnm_matmul'), of_capability((8, 0)).kernel('vnm_matmul')
+    ('mosaic_gpu', None)
+    """
+    return self.kernels.get(op)
+
+
+_WARP = dict(sparse_instruction='mma.sp', layout=REGISTER_ORDER, kernels={'sparse_matmul': 'mosaic_gpu_sm80'})
+
+SM_80 = Arch(
+  'sm_80', (8, 0), **_WARP, shared_memory=166912,
+  example=Example('NVIDIA A100-SXM4-40GB', 108, 167936, 2048, 41943040),
+)  # fmt: skip
+SM_86 = Arch(
+  'sm_86', (8, 6), **_WARP, shared_memory=101376, example=Example('NVIDIA GeForce RTX 3090', 82, 102400, 1536, 6291456)
+)
+SM_89 = Arch(
+  'sm_89', (8, 9), **_WARP, float8=True, shared_memory=101376,
+  example=Example('NVIDIA L40S', 142, 102400, 1536, 100663296),
+)  # fmt: skip
+# wgmma exists here alone; Blackwell replaced it.
+SM_90A = Arch(
+  'sm_90a', (9, 0), sparse_instruction='wgmma', layout=REGISTER_ORDER,
+  kernels={'sparse_matmul': 'mosaic_gpu', 'vnm_matmul': 'mosaic_gpu'}, float8=True, shared_memory=232448,
+  example=Example('NVIDIA H100 80GB HBM3', 132, 233472, 2048, 52428800),
+)  # fmt: skip
+ARCHS = (SM_80, SM_86, SM_89, SM_90A)
+
+
+def of_capability(capability: tuple[int, int]) -> Arch:
+  """The generation of a compute capability.
+
+  One between two that are listed counts as the lower of its major version, as its instructions are. One that is newer
+  than all, or older, has no kernels of this package.
+  """
+  for arch in reversed(ARCHS):
+    if arch.capability[0] == capability[0] and arch.capability <= capability:
+      return arch if arch.capability == capability else dataclasses.replace(arch, capability=capability)
+  return Arch(f'sm_{capability[0]}{capability[1]}', capability, float8=capability >= (8, 9))

@@ -1,0 +1,1 @@
+"""PTX and Mosaic GPU helpers that the kernels of several ops use."""
