@@ -53,7 +53,7 @@ def killed(name):
 
 # Forks one child a recipe, so that the imports are paid for once; each child kills itself while it fetches a batch.
 _CHILD = """
-  import json, os, signal, sys
+  import json, os, pathlib, signal, sys, time
   from experiments.runs import train
   from tests.experiments import fakes
   from tests.experiments.runs import resume_test
@@ -62,6 +62,9 @@ _CHILD = """
     fetch = fakes._Iterator.__next__
     def fetch_or_die(self):
       if self._position == step:
+        saved = pathlib.Path(folder, 'checkpoints', str(step // 10 * 10))
+        while not saved.exists():  # It is written while the run goes on.
+          time.sleep(0.1)
         os.kill(os.getpid(), signal.SIGKILL)
       return fetch(self)
     fakes._Iterator.__next__ = fetch_or_die
