@@ -14,7 +14,7 @@ import jax
 
 from pallas_kernels import _device, _records
 from sparse24_jax import recipes
-from sparse24_jax.block_gain import block_gain, block_table
+from sparse24_jax.block_gain import block_gain, block_table, explain
 from sparse24_jax.recipe import Recipe
 from sparse24_jax.where_it_pays import table, where_it_pays
 
@@ -65,7 +65,9 @@ def main(argv: list[str] | None = None) -> int:
   except ValueError as error:
     parser.error(str(error))
   print(table(weights))
-  print(block_table(block, parts=args.parts))
+  print(block_table(block))
+  if args.parts:
+    print(explain(block))
   gain, other = (None if found.gain is None else round(found.gain, 2) for found in (block, exact))
   if gain is not None and other is not None and other > max(gain, 1):
     print(f"weight_grad='dense' is faster, {other:.2f}x, and exact")

@@ -6,9 +6,9 @@ from typing import Any
 from jax import Array
 
 from pallas_kernels import _device, _dispatch
-from sparse24_jax._activation_gain import why_dense
 from sparse24_jax._activation_kernels import Sparse24, SparseVNM, SparseVNMTwoOfFour, SpreadVNM
 from sparse24_jax._activation_reference import Products, Reference
+from sparse24_jax.neuron_plan import why_dense
 from sparse24_jax.policy import ActivationPolicy, TwoOfFour
 
 

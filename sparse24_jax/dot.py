@@ -24,6 +24,7 @@ from pallas_kernels.formats import check_floating
 from sparse24_jax import products
 from sparse24_jax.fp8 import dot8
 from sparse24_jax.mvue import check_sampling
+from sparse24_jax.plan import Backends, plan_layer
 from sparse24_jax.policy import DotPolicy
 from sparse24_jax.projection import Projection
 
@@ -68,7 +69,7 @@ def dot_at(
   plain = policy.projection is None and policy.precision == 'default' and policy.weight_grad == 'dense'
   if plain or not x.size:  # an expert without tokens has zeros for gradients, too
     return jnp.dot(x, w, preferred_element_type=jnp.float32).astype(x.dtype)
-  plan = products.plan(policy, int(np.prod(x.shape[:-1])), w.shape[0], w.shape[1], x.dtype, (x, w))
+  plan = plan_layer(policy, int(np.prod(x.shape[:-1])), *w.shape, x.dtype, (x, w)).backends
   packed = products.packed_weight(plan, policy, w, state, x.dtype)
   state = products.projection_state(state)
   # A custom_vjp must return cotangents that vary over the mesh axes of its arguments and no others: under shard_map,
@@ -144,7 +145,7 @@ def check_divisible(shape: tuple[int, ...], projection: Projection, name: str) -
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _dot(
-  policy: DotPolicy, plan: products.Plan, column: int, x: Array, w: Array, state: Any, packed: Any, key: Array | None
+  policy: DotPolicy, plan: Backends, column: int, x: Array, w: Array, state: Any, packed: Any, key: Array | None
 ) -> Array:
   del column, key
   projected = None if plan.forward else _project(policy, w, state)

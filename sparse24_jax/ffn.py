@@ -29,6 +29,7 @@ from pallas_kernels import _partitioning
 from pallas_kernels._varying import vary_over, varying_axes
 from pallas_kernels.gated_activation import api as activations
 from sparse24_jax import fp8, products
+from sparse24_jax.block_plan import plan_block
 from sparse24_jax.dot import check_operands, dot_at
 from sparse24_jax.mvue import check_sampling
 from sparse24_jax.policy import DotPolicy
@@ -98,11 +99,13 @@ def ffn(
   _check(x, weights, biases, states, policy)
   hidden_key, down_key = (None, None) if key is None else jax.random.split(key)
   keys = {'hidden': hidden_key, 'down': down_key}
-  plans = _fusing_plans(x, weights, policy)
-  if plans is None:
+  sides = {name: w.shape for name, w in weights.items()}
+  plan = plan_block(policy, int(np.prod(x.shape[:-1])), sides, x.dtype, (x, weights))
+  if not plan.fused:
     return _composed(x, weights, biases, states, keys, policy, activation)
   packed = {
-    name: products.packed_weight(plans[name], policy, w, states[name], x.dtype) for name, w in weights.items()
+    name: products.packed_weight(plan.layers[name].backends, policy, w, states[name], x.dtype)
+    for name, w in weights.items()
   }
   # Rounded as a `dot`'s bias is, and outside the op, so that their gradients have the dtype that they came in.
   biases = {role: None if b is None else b.astype(x.dtype) for role, b in biases.items()}
@@ -116,8 +119,8 @@ def ffn(
   # Where types say how arrays are divided: the op gives gradients on every device, and JAX takes the parts it wants.
   weights, biases = jax.tree.map(_partitioning.whole, (weights, biases))
   rows = x.reshape(-1, x.shape[-1])
-  up, down = plans['up'], plans['down']
-  if up.fp8:
+  up, down = plan.up.backends, plan.down.backends
+  if plan.fp8:
     y = fp8.ffn8((up.forward, down.forward, up.weight_grad, activation), rows, weights, biases, packed, keys)
   else:
     y = _fused((policy, up.forward, activation), rows, weights, biases, packed, keys)
@@ -150,25 +153,6 @@ def _check(
       raise ValueError(f'b_{name} is given and w_{name} is not')
     if bias is not None and bias.shape != weights[name].shape[1:]:
       raise ValueError(f'b_{name} must have shape {weights[name].shape[1:]}, found {bias.shape}')
-
-
-def fuses(plans: Mapping[str, products.Plan], tokens: int, hidden: int) -> bool:
-  """Whether the plans of the weights allow the fused block: one kernel for all products, or FP8."""
-  one = set(plans.values())
-  whole = len(one) == 1 and plans['up'].sole_backend is not None
-  whole = whole or (all(plan.fp8 for plan in one) and len({plan.weight_grad for plan in one}) == 1)
-  # Positions are stored in tiles of 64 rows.
-  joins = 'gate' not in plans or hidden % 64 == 0
-  return whole and joins and tokens % 4 == 0
-
-
-def _fusing_plans(x: Array, weights: Mapping[str, Array], policy: DotPolicy) -> dict[str, products.Plan] | None:
-  """The plans of the weights if the block is fused, else None."""
-  tokens = int(np.prod(x.shape[:-1]))
-  plans = {
-    name: products.plan(policy, tokens, w.shape[0], w.shape[1], x.dtype, (x, w)) for name, w in weights.items()
-  }
-  return plans if fuses(plans, tokens, weights['up'].shape[1]) else None
 
 
 def _composed(x, weights, biases, states, keys, policy, activation) -> Array:

@@ -1,11 +1,8 @@
-"""The three products of a linear layer, each on a kernel or as a plain matmul: which, and how.
+"""The three products of a linear layer, each on a kernel or as a plain matmul: how a `plan` is carried out.
 
-`plan` chooses by the policy, the shapes and the records of the card; the other functions carry a plan out. A product
-that runs on a kernel takes a `PackedWeight` or an MVUE operand; one that does not takes the projected weight.
+A product that runs on a kernel takes a `PackedWeight` or an MVUE operand; one that does not takes the projected weight.
 """
 
-from collections.abc import Mapping
-import dataclasses
 import functools
 from typing import Any
 
@@ -14,169 +11,26 @@ from jax import Array
 import jax.numpy as jnp
 from jax.sharding import AxisType
 
-from pallas_kernels import _device, _partitioning, _records
+from pallas_kernels import _partitioning
 from pallas_kernels.gated_activation import api as activations
 from pallas_kernels.mvue.reference import mvue24
 from pallas_kernels.pack import api as packers
 from pallas_kernels.sparse_matmul import api
 from pallas_kernels.sparse_matmul.operand import concatenate, SparseOperand
-from sparse24_jax._kernels_here import is_installed, kernels_are_here, log_once
+from sparse24_jax.availability import kernels_are_here
 from sparse24_jax.numerics import Format, round_to_fp8
 from sparse24_jax.packing import pack, PackedWeight
 from sparse24_jax.packing8 import pack8, PackedWeight8
+from sparse24_jax.plan import Backends, packed_form, unfit
 from sparse24_jax.policy import DotPolicy
-from sparse24_jax.projection import Form, Masked, SoftThreshold
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-  """The back end of each product; None is a plain matmul with the projected weight, or with the sampled gradient.
-
-  With `fp8` the products are those of `sparse24_jax.fp8`, where None is a dense product in FP8; without it, an FP8
-  policy is simulated.
-  """
-
-  forward: str | None = None
-  input_grad: str | None = None
-  weight_grad: str | None = None
-  fp8: bool = False
-
-  @property
-  def packs(self) -> bool:
-    """Whether some product reads the packed weight."""
-    return self.fp8 or self.forward is not None or self.input_grad is not None
-
-  @property
-  def sole_backend(self) -> str | None:
-    """The back end that all three products share, or None."""
-    return self.forward if self.forward == self.input_grad == self.weight_grad else None
-
-
-def plan(policy: DotPolicy, tokens: int, d_in: int, d_out: int, dtype: Any, arrays: Any = ()) -> Plan:
-  """Where the three products of x `[tokens, d_in]` and w `[d_in, d_out]` run.
-
-  A named implementation takes every product that the policy makes sparse. None asks the card's records: a product goes
-  to the back end that measured fastest. On Hopper a sampled weight gradient takes a kernel in any case, since drawing
-  the sample costs XLA more than the product. FP8 has kernels on Hopper alone; there the forward leaves the kernel only
-  where that measured slower than the dense FP8 product, since the pass that rounds the weight packs it in any case. A
-  weight that no kernel packs (masks by magnitude) stays with XLA. Without kernels or records of this card, for this
-  dtype or sharding, all are plain. The types of `arrays` say on which mesh they are, if none is set.
-  """
-  if not tokens:
-    return Plan()
-  named = backend_of(policy.implementation)
-  reason = _unfit(policy, d_in, d_out, dtype)
-  if reason is None and _partitioning.mixed(arrays):
-    reason = 'kernels run on a mesh whose axes are all automatic or all explicit, this one has both'
-  if named == 'reference' or (named is None and not kernels_are_here(policy.precision)):
-    if named is None and policy.precision == 'fp8':
-      log_once('FP8 is simulated: its kernels need one Hopper GPU and the extra sparse24-jax[cuda]')
-    return Plan()
-  if reason is not None:
-    if named is not None:
-      raise ValueError(f'implementation={policy.implementation!r} cannot serve this layer: {reason}')
-    log_once(f'no kernels for a layer {d_in} x {d_out} on {tokens} tokens: {reason}')
-    return Plan()
-  if policy.precision == 'fp8':
-    loses = named is None and _loses_in_fp8(tokens, d_in, d_out)
-    return Plan(forward=None if loses else named or 'mosaic_gpu', weight_grad=named or 'mosaic_gpu', fp8=True)
-  if named is not None:
-    return Plan(**{role: named if sparse else None for role, sparse in _sparse_roles(policy).items()})
-  wanted = kernel_roles(policy, d_in, d_out, dtype)
-  faster = functools.partial(_fastest, tokens=tokens, d_in=d_in, d_out=d_out, dtype=jnp.dtype(dtype))
-  found = {role: faster(role, always=role == 'weight_grad') for role, sparse in wanted.items() if sparse}
-  return Plan(**found)
-
-
-def backend_of(implementation: str | None) -> str | None:
-  """What `sparse_matmul` calls an implementation of a policy: of our kernels the one that this GPU runs."""
-  if implementation != 'sparse':
-    return implementation
-  device = _device.current()
-  return 'mosaic_gpu_sm80' if device.platform == 'gpu' and not device.has_sparse_wgmma else 'mosaic_gpu'
-
-
-def _read_packed(policy: DotPolicy) -> Form | None:
-  """The form of the weight, where it is 2:4 along axis -2, as the forward reads it."""
-  form = policy.projection and policy.projection.form
-  return None if form == SoftThreshold(-1) else form
-
-
-def _sparse_roles(policy: DotPolicy) -> dict[str, bool]:
-  weight = _read_packed(policy) is not None
-  return dict(
-    forward=weight, input_grad=weight and policy.input_grad == 'sparse', weight_grad=policy.weight_grad == 'mvue'
-  )
-
-
-def kernel_roles(policy: DotPolicy, d_in: int, d_out: int, dtype: Any) -> dict[str, bool]:
-  """By product, whether a policy that names no implementation may give it to a kernel on a card that has them."""
-  wanted = _sparse_roles(policy)
-  if _unfit(policy, d_in, d_out, dtype) is not None:
-    return dict.fromkeys(wanted, False)
-  if isinstance(_read_packed(policy), Masked):
-    wanted['forward'] = False
-  return wanted
-
-
-def _unfit(policy: DotPolicy, d_in: int, d_out: int, dtype: Any) -> str | None:
-  """Why no kernel can serve, or None."""
-  if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
-    return f'activations are {jnp.dtype(dtype).name}, the kernels take bfloat16 and float16'
-  if policy.precision == 'fp8':
-    if not isinstance(_read_packed(policy), SoftThreshold):
-      return f'only the soft threshold is packed in FP8, found {policy.projection and policy.projection.name!r}'
-    if policy.weight_grad != 'mvue':
-      return f"FP8 kernels take weight_grad='mvue', found {policy.weight_grad!r}"
-  if d_in % 4 or d_out % 4:
-    return f'packing takes multiples of four, found a weight {d_in} x {d_out}'
-  return None
-
-
-ROLES: Mapping[str, Any] = {
-  # Sizes of the sparse operand's rows, of the dense operand's rows and of the sum; layout of the dense operand.
-  'forward': lambda tokens, d_in, d_out: (d_out, tokens, d_in, 'nk'),
-  'input_grad': lambda tokens, d_in, d_out: (d_in, tokens, d_out, 'nk'),
-  'weight_grad': lambda tokens, d_in, d_out: (d_out, d_in, tokens, 'kn'),
-}
-
-
-def _fastest(role: str, *, tokens: int, d_in: int, d_out: int, dtype: jnp.dtype, always: bool) -> str | None:
-  for share in _shares(tokens):
-    m, n, k, b_layout = ROLES[role](share, d_in, d_out)
-    first = api.candidates_for(m, n, k, dtype=dtype, out_dtype=dtype, b_layout=b_layout, out_layout='nm')[0]
-    if first != 'dense' and is_installed(first):
-      return first
-  return 'mosaic_gpu' if always and _device.current().has_sparse_wgmma else None
-
-
-def _loses_in_fp8(tokens: int, d_in: int, d_out: int) -> bool:
-  """Whether the records say of every share of the tokens that the dense product of a forward in FP8 is faster."""
-  keys = [fp8_key('forward', share, d_in, d_out) for share in _shares(tokens)]
-  choices = [_records.lookup(_device.current().slug, api.OP, key) for key in keys]
-  return all(choice is not None and choice.implementation == 'dense' for choice in choices)
-
-
-def fp8_key(role: str, tokens: int, d_in: int, d_out: int) -> dict[str, Any]:
-  """What records of a product in FP8 are looked up by; that of an input gradient, which is dense, by its sizes."""
-  m, n, k, _ = ROLES[role](tokens, d_in, d_out)
-  dtype = 'float8_e5m2' if role == 'weight_grad' else 'float8_e4m3fn'
-  return dict(m=m, n=n, k=k, dtype=dtype, out_dtype='bfloat16', b_layout='nk', out_layout='nm')
-
-
-def _shares(tokens: int) -> tuple[int, ...]:
-  """How many tokens a device may get, where it is not known while tracing: an equal share, or all."""
-  if _device.arrays_are_whole():
-    return (tokens,)
-  devices = jax.sharding.get_abstract_mesh().size or jax.device_count()
-  return (tokens,) if tokens % devices else (tokens // devices, tokens)
+from sparse24_jax.projection import Masked, SoftThreshold
 
 
 def multiply(
   role: str, a: SparseOperand, b: Array, *, backend: str, bias: Array | None = None, activation: str | None = None,
   keep_preactivation: bool = False,
 ) -> Any:  # fmt: skip
-  """`sparse_matmul` in a role of `ROLES`: D `[..., m]` from b `[..., k]`, for a weight gradient `[n, m]` from `[k, n]`.
+  """`sparse_matmul` in a role: D `[..., m]` from b `[..., k]`, for a weight gradient `[n, m]` from `[k, n]`.
 
   With `keep_preactivation` (D, Z), as there. The role names the call in profiles and compiled programs.
   """
@@ -274,7 +128,7 @@ def _activation_and_weight_grad(shard, dh, z, key, x, *, backend, activation, ga
 
 
 def forward(
-  p: Plan, policy: DotPolicy, x: Array, w: Any, operand: SparseOperand | None, bias: Array | None = None
+  p: Backends, policy: DotPolicy, x: Array, w: Any, operand: SparseOperand | None, bias: Array | None = None
 ) -> Array:
   """z = x W~ + bias, `[..., out]`, from x `[..., in]` and the operand of the plan, or the projected weight `w`."""
   if p.forward is not None:
@@ -289,7 +143,7 @@ def add_bias(z: Array, bias: Array | None) -> Array:
 
 
 def input_grad(
-  p: Plan, policy: DotPolicy, dz: Array, w: Any, operand: SparseOperand | None, like: Array
+  p: Backends, policy: DotPolicy, dz: Array, w: Any, operand: SparseOperand | None, like: Array
 ) -> Array:
   """dx = dz W~^T, `[..., in]`, from the operand of the plan, or the projected weight `w`."""
   if p.input_grad is not None:
@@ -298,7 +152,7 @@ def input_grad(
 
 
 def weight_grad(
-  p: Plan, policy: DotPolicy, x: Array, dz: Array, key: Array | None, like: Array | None, column: int = 0
+  p: Backends, policy: DotPolicy, x: Array, dz: Array, key: Array | None, like: Array | None, column: int = 0
 ) -> Array:
   """dw = x^T V(dz), `[in, out]`, from `[..., in]` and `[..., out]`; `column` is where dz stands in what is sampled."""
   x, dz = x.reshape(-1, x.shape[-1]), dz.reshape(-1, dz.shape[-1])
@@ -322,16 +176,16 @@ def matmul(a: Array, b: Array, precision: str, formats: tuple[Format, Format], l
 
 def may_pack(policy: DotPolicy, w: Array) -> bool:
   """Whether some plan for `w` would read it packed: what a caller asks who knows neither tokens nor dtype."""
-  form = _read_packed(policy)
+  form = packed_form(policy)
   if form is None or policy.implementation == 'reference':
     return False
-  fits = _unfit(policy, w.shape[-2], w.shape[-1], jnp.bfloat16) is None and not _partitioning.mixed(w)
+  fits = unfit(policy, w.shape[-2], w.shape[-1], jnp.bfloat16) is None and not _partitioning.mixed(w)
   chosen = not isinstance(form, Masked) and kernels_are_here(policy.precision)
   return fits and (policy.implementation is not None or chosen)
 
 
 def packed_weight(
-  p: Plan, policy: DotPolicy, w: Array, state: Any, dtype: Any
+  p: Backends, policy: DotPolicy, w: Array, state: Any, dtype: Any
 ) -> PackedWeight | PackedWeight8 | None:
   """The weight as the plan's products read it: what was handed over, or packed here; None if the plan packs nothing."""
   if not p.packs:
@@ -344,7 +198,7 @@ def packed_weight(
 
 def pack_weight(policy: DotPolicy, w: Array, state: Array, dtype: Any) -> PackedWeight | PackedWeight8:
   """`w` `[..., in, out]` packed under its state. Its cotangent is the straight-through one, so packing has none."""
-  form, w = _read_packed(policy), jax.lax.stop_gradient(w)
+  form, w = packed_form(policy), jax.lax.stop_gradient(w)
   if form is None:
     raise ValueError(f'{policy} has no packed form')
   if policy.precision == 'fp8' and isinstance(form, SoftThreshold):

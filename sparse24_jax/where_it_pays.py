@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 import dataclasses
-import functools
 import math
 from typing import Any
 
@@ -10,14 +9,12 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _device
-from pallas_kernels.pack import costs
-from sparse24_jax import fp8_times, products
-from sparse24_jax._kernels_here import has_hopper_kernel
-from sparse24_jax.fp8_times import total
+from sparse24_jax.availability import Target, target
+from sparse24_jax.plan import kernel_roles, LayerPlan, plan_layer, ROLES
 from sparse24_jax.policy import DotPolicy
-from sparse24_jax.projection import Projection
 from sparse24_jax.recipe import Recipe
 from sparse24_jax.rules import leaves_by_path, match_rules
+from sparse24_jax.steps import total
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,89 +152,44 @@ def where_it_pays(
   for name, number in (('tokens', tokens), ('micro_batches', micro_batches)):
     if number < 1:
       raise ValueError(f'{name}={number} must be positive')
-  slug = _device.current().slug if device is None else device
+  on = target(_device.current().slug if device is None else device)
   weights = match_rules(params, recipe)
   leaves = {path: leaf for path, leaf in leaves_by_path(params) if path in weights}
-  layers = [
-    _layer(path, leaves[path], rule.policy, rule.policy.projection, tokens, jnp.dtype(dtype), slug)
+  return [
+    _layer(path, leaves[path], rule.policy, tokens, micro_batches, dtype, on)
     for path, rule in weights.items() if rule.policy.projection is not None
   ]
-  packing = [None if layer.packing_ms is None else layer.packing_ms / micro_batches for layer in layers]
-  return [dataclasses.replace(layer, packing_ms=ms) for layer, ms in zip(layers, packing, strict=True)]
 
 
 def _layer(
-  path: str, leaf: Any, policy: DotPolicy, projection: Projection, tokens: int, dtype: jnp.dtype, device: str
+  path: str, leaf: Any, policy: DotPolicy, tokens: int, micro_batches: int, dtype: Any, on: Target
 ) -> LayerGain:
   *lead, d_in, d_out = leaf.shape
-  layers, wide = math.prod(lead), jnp.dtype(leaf.dtype).itemsize
-  sparse = products.kernel_roles(policy, d_in, d_out, dtype)
-  entries = d_in * d_out
-  state = jax.eval_shape(projection.init, jax.ShapeDtypeStruct((d_in, d_out), leaf.dtype))
-  state_bytes = layers * math.prod(state.shape) * state.dtype.itemsize
-  layer = functools.partial(LayerGain, path, (d_in, d_out), layers, state_bytes=state_bytes)
-  simulated = _why_simulated(policy, d_in, d_out, dtype, device) if policy.precision == 'fp8' else None
-  if simulated is not None:
-    roles = (_role(role, False, tokens, d_in, d_out, dtype, device) for role in products.ROLES)
-    roles = tuple(dataclasses.replace(role, chosen='simulated') for role in roles)
-    return layer(roles, packing_ms=0.0, packed_bytes=0, simulated=simulated)
-  if policy.precision == 'fp8':
-    roles = tuple(_role8(role, sparse[role], tokens, d_in, d_out, dtype, device) for role in products.ROLES)
-    # Operand, dense copy, factor.
-    packed = entries // 2 + entries // 8 + entries + 4
-    return layer(
-      roles, packing_ms=fp8_times.packing_ms(device, d_in, d_out, wide), packed_bytes=layers * packed,
-      saved_bytes=layers * tokens * d_in * (dtype.itemsize - 1),
-      dense_fp8_ms=fp8_times.dense_layer_ms(device, tokens, d_in, d_out, dtype.itemsize, wide),
-    )  # fmt: skip
-  roles = tuple(_role(role, sparse[role], tokens, d_in, d_out, dtype, device) for role in products.ROLES)
-  used = [role for role in roles if role.role != 'weight_grad' and role.chosen != 'dense']
-  # Half of the values, and two bits for each of them.
-  operand = entries * dtype.itemsize // 2 + entries // 8
-  op = 'masked_pack' if projection.transposable else 'soft_threshold_pack_axis-2'
-  # A mask, a byte an entry, is made 16 bits a 4x4 block by a pass of XLA's, about as fast, and these are read.
-  codes = entries + 2 * (entries // 8) if projection.transposable else 0
-  packing = costs.expected_ms(device, op, entries * wide + codes + len(used) * operand) if used else 0.0
-  return layer(roles, packing_ms=packing, packed_bytes=layers * len(used) * operand)
+  layers, wide, device = math.prod(lead), jnp.dtype(leaf.dtype).itemsize, on.device.slug
+  policy = dataclasses.replace(policy, implementation=None)
+  plan, sparse = plan_layer(policy, tokens, d_in, d_out, dtype, on=on), kernel_roles(policy, d_in, d_out, dtype)
+  assert policy.projection is not None
+  state = jax.eval_shape(policy.projection.init, jax.ShapeDtypeStruct((d_in, d_out), leaf.dtype))
+  packing, dense_fp8 = plan.packing(wide).expected_ms(device), None
+  if plan.backends.fp8:
+    dense_fp8 = total(step.expected_ms(device) for step in plan.dense_fp8_steps(wide))
+  return LayerGain(
+    path, (d_in, d_out), layers, tuple(_role(role, plan, sparse[role], device) for role in ROLES),
+    packing_ms=None if packing is None else packing / micro_batches, packed_bytes=layers * plan.packed_bytes,
+    state_bytes=layers * math.prod(state.shape) * state.dtype.itemsize, saved_bytes=layers * plan.saved_bytes,
+    dense_fp8_ms=dense_fp8, simulated=plan.simulated,
+  )  # fmt: skip
 
 
-def _why_simulated(policy: DotPolicy, d_in: int, d_out: int, dtype: jnp.dtype, device: str) -> str | None:
-  unfit = products._unfit(policy, d_in, d_out, dtype)
-  return f'{device} has no FP8 kernels, Hopper has' if unfit is None and not has_hopper_kernel(device) else unfit
-
-
-def _role8(
-  role: str, sparse: bool, tokens: int, d_in: int, d_out: int, dtype: jnp.dtype, device: str
-) -> RoleGain:
-  times = fp8_times.product_ms(device, role, tokens, d_in, d_out)
-  dense8, dense = times.pop('dense', None), fp8_times.dense_16_ms(device, role, tokens, d_in, d_out, dtype.name)
-  packing = fp8_times.role_packing_ms(device, role, tokens, d_in, d_out, dtype.itemsize)
-  if not sparse:
-    return RoleGain(role, dense, None, packing, 'dense_fp8', dense8)
-  # Gradients are sampled into an operand, which only a kernel reads.
-  loses = role == 'forward' and dense8 is not None and min(times.values(), default=dense8) >= dense8
-  return RoleGain(role, dense, times.get('mosaic_gpu'), packing, 'dense_fp8' if loses else 'mosaic_gpu', dense8)
-
-
-def _role(
-  role: str, sparse: bool, tokens: int, d_in: int, d_out: int, dtype: jnp.dtype, device: str
-) -> RoleGain:
-  times = fp8_times.product_16_ms(device, role, tokens, d_in, d_out, dtype.name)
-  dense = times.pop('dense', None)
-  sampled = sparse and role == 'weight_grad'
-  always = sampled and has_hopper_kernel(device)
-  fastest = min(times, key=times.__getitem__, default=None) if sparse else None
-  wins = fastest is not None and times[fastest] < dense
-  if not (always or wins):
-    return RoleGain(role, dense, times.get(fastest), None if sampled else 0.0, 'dense')
-  if not times:
-    return RoleGain(role, dense, None, 0.0, 'mosaic_gpu')
-  chosen, packing = fastest if wins else 'mosaic_gpu', 0.0
-  if sampled:
-    entries = tokens * d_out
-    size = entries * dtype.itemsize + entries * dtype.itemsize // 2 + entries // 8
-    packing = costs.expected_ms(device, 'mvue_pack_axis-2', size)
-  return RoleGain(role, dense, times.get(chosen), packing, chosen)
+def _role(role: str, plan: LayerPlan, sparse: bool, device: str) -> RoleGain:
+  matmul, fp8 = plan.matmul(role, role), plan.backends.fp8
+  dense8 = plan.dense_fp8(role, role).expected_ms(device) if fp8 else None
+  sparse_ms = matmul.expected_ms(device) if matmul.backend else None
+  if sparse and not (matmul.backend or plan.simulated):
+    sparse_ms = plan.fastest_kernel_ms(role, device)
+  chosen = 'simulated' if plan.simulated else matmul.backend or ('dense_fp8' if fp8 else 'dense')
+  packing = total(step.expected_ms(device) for step in plan.prepared(role))
+  return RoleGain(role, plan.dense(role, role).expected_ms(device), sparse_ms, packing, chosen, dense8)
 
 
 def table(layers: Sequence[LayerGain]) -> str:

@@ -18,6 +18,7 @@ from experiments.models import gpt2
 from pallas_kernels import _tuning
 import sparse24_jax as s24
 from sparse24_jax import products
+from sparse24_jax.plan import backend_of
 
 CHECKED = (4096, 1024, 4096)
 # Relative errors, ours: sums over devices are rounded to bfloat16 one by one. The last is a median, see `check_gpt2`.
@@ -51,7 +52,7 @@ def check_sample(mesh: Mesh, implementation: str, tiny: bool) -> dict[str, Any]:
   tokens, width = (512, 64) if tiny else (2048, 1024)
   dz = jax.random.normal(jax.random.key(0), (tokens, width), jnp.bfloat16)
   identity = jnp.eye(tokens, dtype=jnp.bfloat16)  # its product with the sample is the sample
-  backend = products.backend_of(implementation)
+  backend = backend_of(implementation)
   f = jax.jit(lambda dz, x: products.sampled_weight_grad(dz, jax.random.key(3), x, backend=backend))
   expected, found = f(dz, identity), f(*place(mesh, (dz, identity), TOKENS))
   found = dict(differ=_differ(found, expected), kept=float((np.asarray(expected, np.float32) != 0).mean()))

@@ -11,7 +11,8 @@ import pytest
 
 from pallas_kernels.pack import api as pack
 import sparse24_jax as s24
-from sparse24_jax import fp8, products
+from sparse24_jax import block_plan, fp8
+from sparse24_jax.plan import Backends, LayerPlan
 from tests import oracles
 from tests.oracles import assert_close
 from tests.sparse24_jax import fp8_oracles
@@ -49,13 +50,13 @@ class FfnTest(parameterized.TestCase):
   @parameterized.parameters(('gelu', False, 'up'), ('silu', True, 'down'))
   @pytest.mark.few
   def test_a_dense_forward_of_either_product_leaves_the_block_as_it_is(self, activation, gated, dense):
-    def plan(policy, tokens, d_in, d_out, *_):
+    def plan(policy, tokens, d_in, d_out, *_, **__):
       loses = (d_in, d_out) == SHAPES[dense]
-      return products.Plan(None if loses else 'dense', None, 'dense', fp8=True)
+      return LayerPlan(tokens, d_in, d_out, 'bfloat16', Backends(None if loses else 'dense', None, 'dense', fp8=True))
 
     given = problem(gated=gated, biased=True)
     with (
-      mock.patch.object(products, 'plan', plan),
+      mock.patch.object(block_plan, 'plan_layer', plan),
       mock.patch.object(fp8, '_dense_forward', side_effect=fp8._dense_forward) as products_by_xla,
     ):
       found = jit(lambda *args: ffn_and_gradients.__wrapped__(CHOOSES, activation, *args))(*given, KEY)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib
 import logging
 from unittest import mock
 
@@ -15,6 +16,7 @@ from pallas_kernels import _dispatch
 from pallas_kernels.pack import api as pack
 import sparse24_jax as s24
 from sparse24_jax import fp8, products
+from sparse24_jax.plan import Backends, LayerPlan
 from tests import oracles
 from tests.oracles import assert_close
 from tests.sparse24_jax import fp8_oracles
@@ -66,7 +68,11 @@ class DotTest(parameterized.TestCase):
   @parameterized.parameters(BF16, jnp.float16)
   def test_a_dense_forward_is_the_same_product(self, dtype):
     x, w, dz = (a.astype(dtype) for a in (self.x, self.w, self.dz))
-    with mock.patch.object(products, 'plan', lambda *args: products.Plan(None, None, 'dense', fp8=True)):
+
+    def dense_forward(policy, tokens, d_in, d_out, *_):
+      return LayerPlan(tokens, d_in, d_out, jnp.dtype(dtype).name, Backends(None, None, 'dense', fp8=True))
+
+    with mock.patch.object(importlib.import_module('sparse24_jax.dot'), 'plan_layer', dense_forward):
       found = jit(lambda *args: dot_and_gradients.__wrapped__(CHOOSES, *args))(x, w, self.state, dz, KEY)
     self.assertEqual({a.dtype for a in found}, {jnp.dtype(dtype)})
     assert_close(found, fp8_oracles.written_dot(x, w, self.state, dz, KEY), TOLERANCE)

@@ -15,7 +15,10 @@ from sparse24_jax.projections import projections_of
 from tests.oracles import assert_close
 
 pytestmark = [
-  pytest.mark.gpu, pytest.mark.skipif(_device.current().arch.kernel('vnm_matmul') is None, reason='needs compute capability 9.0')
+  pytest.mark.gpu,
+  pytest.mark.skipif(
+    _device.current().arch.sparse_instruction != 'wgmma', reason='needs compute capability 9.0'
+  ),
 ]
 
 TOKENS, D, HIDDEN = 8192, 2048, 8192

@@ -14,7 +14,7 @@ import pytest
 
 from pallas_kernels.vnm import api
 import sparse24_jax as s24
-from sparse24_jax import _activation_gain as gain
+from sparse24_jax import neuron_plan as gain
 from tests.sparse24_jax import on_hopper_test as hopper
 
 TOKENS, D, HIDDEN = 256, 128, 512

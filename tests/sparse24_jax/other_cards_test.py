@@ -18,7 +18,7 @@ from pallas_kernels.pack import costs
 from pallas_kernels.sparse_matmul import api, reference
 import sparse24_jax as s24
 from sparse24_jax import products
-from sparse24_jax.products import Plan
+from sparse24_jax.plan import Backends, plan_layer, ROLES
 from tests import oracles
 from tests.sparse24_jax.cards import card
 from tests.sparse24_jax.dot_test import normal, TOLERANCE, written_formulas
@@ -48,7 +48,7 @@ def vendor(*args, **kwargs):
 
 def entry(role, choice):
   """A record in which `choice` took 1 ms and all else twice as long."""
-  m, n, k, b_layout = products.ROLES[role](TOKENS, D_IN, D_OUT)
+  m, n, k, b_layout = ROLES[role](TOKENS, D_IN, D_OUT)
   key = dict(m=m, n=n, k=k, dtype='bfloat16', out_dtype='bfloat16', b_layout=b_layout, out_layout='nm')
   times = {name: 1.0 if name == choice else 2.0 for name in ('dense', 'mosaic_gpu_sm80', 'cusparselt')}
   baseline = dict(implementation='dense', config=None, samples_ms=[times.pop('dense')])
@@ -62,7 +62,7 @@ def recorded(choices=None, device=A100):
   with tempfile.TemporaryDirectory() as name:
     path = pathlib.Path(name) / device.slug / 'sparse_matmul.json'
     if choices is not None:
-      _records.save(path, {'op': api.OP}, [entry(*pair) for pair in zip(products.ROLES, choices, strict=True)])
+      _records.save(path, {'op': api.OP}, [entry(*pair) for pair in zip(ROLES, choices, strict=True)])
     ran.clear()
     _dispatch.log_once.cache_clear()
     with (
@@ -87,9 +87,10 @@ class ChoiceTest(parameterized.TestCase):
     w = {'w': {'kernel': jax.ShapeDtypeStruct((D_IN, D_OUT), 'float32')}}
     recipe = s24.Recipe('r', (s24.Rule('.*', FST),))
     with recorded(choices, device):
-      self.assertEqual(products.plan(FST, TOKENS, D_IN, D_OUT, jnp.dtype(dtype)), Plan(*map(backend, choices)))
+      found = plan_layer(FST, TOKENS, D_IN, D_OUT, jnp.dtype(dtype))
+      self.assertEqual(found.backends, Backends(*map(backend, choices)))
       self.assertTrue(products.may_pack(FST, jnp.zeros((D_IN, D_OUT))))
-      self.assertEqual(products.plan(FST, 16 * TOKENS, D_IN, D_OUT, jnp.dtype(dtype)), Plan())
+      self.assertEqual(plan_layer(FST, 16 * TOKENS, D_IN, D_OUT, jnp.dtype(dtype)).backends, Backends())
       (here,) = s24.where_it_pays(w, recipe, tokens=TOKENS, dtype=dtype)
     with recorded(choices, device), mock.patch.object(_device, 'current', lambda: _device.Device('cpu', 'cpu')):
       (elsewhere,) = s24.where_it_pays(w, recipe, tokens=TOKENS, dtype=dtype, device=device.slug)
@@ -105,7 +106,7 @@ class ChoiceTest(parameterized.TestCase):
   def test_dense_and_said_why_without_one_that_won(self, choices, reason):
     with recorded(choices), self.assertLogs('sparse24_jax', logging.INFO) as logs:
       for _ in range(2):
-        self.assertEqual(products.plan(FST, TOKENS, D_IN, D_OUT, jnp.bfloat16), Plan())
+        self.assertEqual(plan_layer(FST, TOKENS, D_IN, D_OUT, jnp.bfloat16).backends, Backends())
         self.assertFalse(products.may_pack(FST, jnp.zeros((D_IN, D_OUT))))
     self.assertLen(logs.output, 1)
     self.assertIn(f'no kernels on {A100.name}: ', logs.output[0])
@@ -114,7 +115,7 @@ class ChoiceTest(parameterized.TestCase):
   def test_fp8_is_simulated(self):
     w = {'w': {'kernel': jax.ShapeDtypeStruct((D_IN, D_OUT), 'float32')}}
     with recorded(CHOICES[0], L40S):
-      self.assertEqual(products.plan(FP8, TOKENS, D_IN, D_OUT, jnp.bfloat16), Plan())
+      self.assertEqual(plan_layer(FP8, TOKENS, D_IN, D_OUT, jnp.bfloat16).backends, Backends())
       self.assertFalse(products.may_pack(FP8, jnp.zeros((D_IN, D_OUT))))
       (layer,) = s24.where_it_pays(w, s24.Recipe('r', (s24.Rule('.*', FP8),)), tokens=TOKENS)
     self.assertEqual({role.chosen for role in layer.roles}, {'simulated'})

@@ -15,7 +15,7 @@ from pallas_kernels.ffi import cusparselt
 from pallas_kernels.sparse_matmul import api
 import sparse24_jax as s24
 from sparse24_jax import products
-from sparse24_jax.products import Plan
+from sparse24_jax.plan import Backends, plan_layer
 
 H100, A100 = _device.target_device('sm_90a'), _device.target_device('sm_80')
 BF16, FP16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
@@ -47,6 +47,10 @@ def named(policy: s24.DotPolicy, implementation: str | None) -> s24.DotPolicy:
   return s24.DotPolicy(policy.projection, policy.input_grad, policy.weight_grad, policy.precision, implementation)
 
 
+def backends(*args) -> Backends:
+  return plan_layer(*args).backends
+
+
 def packed_by_a_kernel(policy: s24.DotPolicy) -> bool:
   """Masks by magnitude are packed by XLA, a cost that no record has: their kernels are asked for by name."""
   return policy.projection is not None and policy.projection.name.startswith(('transposable', 'soft_threshold'))
@@ -74,35 +78,35 @@ class PlanTest(parameterized.TestCase):
   @parameterized.product(policy=list(POLICIES), implementation=list(BACKENDS), dtype=(BF16, FP16))
   def test_a_named_back_end_serves_what_the_policy_makes_sparse(self, policy, implementation, dtype):
     (policy, sparse), backend = POLICIES[policy], BACKENDS[implementation]
-    found = products.plan(named(policy, implementation), 32, 64, 128, dtype)
-    self.assertEqual(found, Plan(*(backend if s else None for s in sparse)))
+    found = backends(named(policy, implementation), 32, 64, 128, dtype)
+    self.assertEqual(found, Backends(*(backend if s else None for s in sparse)))
     self.assertEqual(found.packs, bool(sparse[0] or sparse[1]))
     expected = backend if all(sparse) else None  # the one back end of all three, or None
-    self.assertEqual(found.sole_backend, expected)
+    self.assertEqual(found.sole, expected)
 
   def test_sparse_is_the_kernel_of_the_gpu(self):
     for device, backend in ((H100, 'mosaic_gpu'), (A100, 'mosaic_gpu_sm80')):
       with card(device=device):
-        self.assertEqual(products.plan(named(FST, 'sparse'), 32, 64, 128, BF16), Plan(*(backend,) * 3))
+        self.assertEqual(backends(named(FST, 'sparse'), 32, 64, 128, BF16), Backends(*(backend,) * 3))
 
   @parameterized.product(policy=list(POLICIES), implementation=(None, 'reference'), dtype=(F32, BF16, FP16))
   def test_plain_on_this_machine(self, policy, implementation, dtype):
-    self.assertEqual(products.plan(named(POLICIES[policy][0], implementation), 32, 64, 128, dtype), Plan())
+    self.assertEqual(backends(named(POLICIES[policy][0], implementation), 32, 64, 128, dtype), Backends())
 
   @parameterized.parameters(*POLICIES)
   def test_an_h100_runs_what_the_policy_makes_sparse(self, policy):
     policy, sparse = POLICIES[policy]
     sparse = (sparse[0] and packed_by_a_kernel(policy), *sparse[1:])
     with card():
-      self.assertEqual(products.plan(policy, 32, 64, 128, BF16), Plan(*('mosaic_gpu' if s else None for s in sparse)))
-      self.assertEqual(products.plan(named(policy, 'reference'), 32, 64, 128, BF16), Plan())
+      self.assertEqual(backends(policy, 32, 64, 128, BF16), Backends(*('mosaic_gpu' if s else None for s in sparse)))
+      self.assertEqual(backends(named(policy, 'reference'), 32, 64, 128, BF16), Backends())
 
   def test_the_records_decide_but_for_a_sampled_gradient(self):
     with card(records=lambda m, n, k, **_: ('dense',)):
-      self.assertEqual(products.plan(FST, 32, 64, 128, BF16), Plan(None, None, 'mosaic_gpu'))
+      self.assertEqual(backends(FST, 32, 64, 128, BF16), Backends(None, None, 'mosaic_gpu'))
     # The input gradient alone, whose sparse operand has 64 rows.
     with card(records=lambda m, n, k, **_: ('cusparselt', 'dense') if m == 64 else ('dense',)):
-      self.assertEqual(products.plan(FST, 32, 64, 128, BF16), Plan(None, 'cusparselt', 'mosaic_gpu'))
+      self.assertEqual(backends(FST, 32, 64, 128, BF16), Backends(None, 'cusparselt', 'mosaic_gpu'))
 
   def test_a_library_that_a_record_chose_may_be_missing(self):
     _dispatch.log_once.cache_clear()
@@ -111,24 +115,25 @@ class PlanTest(parameterized.TestCase):
       card(records=lambda m, n, k, **_: ('cusparselt', 'dense'), library=absent),
       self.assertLogs('sparse24_jax', logging.INFO) as logs,
     ):
-      self.assertEqual(products.plan(FST, 32, 64, 128, BF16), Plan(None, None, 'mosaic_gpu'))
+      self.assertEqual(backends(FST, 32, 64, 128, BF16), Backends(None, None, 'mosaic_gpu'))
     self.assertEqual(logs.output, ['INFO:sparse24_jax:passing over cusparselt: cuSPARSELt was not found'])
 
   def test_on_an_h100_float16_takes_the_kernels_of_bfloat16(self):
     with card(records=api.candidates_for):
       for dtype in (BF16, FP16):
-        self.assertEqual(products.plan(FST, 16384, 4096, 16384, dtype), Plan(*('mosaic_gpu',) * 3))
+        self.assertEqual(backends(FST, 16384, 4096, 16384, dtype), Backends(*('mosaic_gpu',) * 3))
 
   def test_records_are_asked_for_the_products_that_run(self):
     """m, n, k and layouts of each question are those of a product in the step."""
     asked, ran = [], []
 
-    def candidates_for(m, n, k, *, dtype, out_dtype, b_layout, out_layout):
+    def candidates_for(m, n, k, *, dtype, out_dtype, b_layout, out_layout, device):
+      assert device == H100
       asked.append((m, n, k, jnp.dtype(dtype).name, jnp.dtype(out_dtype).name, b_layout, out_layout))
       return 'mosaic_gpu', 'dense'
 
     with card(records=candidates_for):
-      products.plan(FST, 32, 64, 128, BF16)
+      backends(FST, 32, 64, 128, BF16)
     plain = api.sparse_matmul
 
     def sparse_matmul(a, b, *, b_layout, out_layout, **kwargs):
@@ -157,8 +162,8 @@ class PlanTest(parameterized.TestCase):
       return ('dense',) if n == 256 else ('mosaic_gpu', 'dense')
 
     with card(whole=False, records=records):
-      self.assertEqual(products.plan(policy, 64, 128, 512, BF16).forward, 'mosaic_gpu')
-      self.assertEqual(products.plan(policy, 2048, 128, 512, BF16).forward, 'mosaic_gpu')
+      self.assertEqual(backends(policy, 64, 128, 512, BF16).forward, 'mosaic_gpu')
+      self.assertEqual(backends(policy, 2048, 128, 512, BF16).forward, 'mosaic_gpu')
     # Of eight devices; where sparse loses on a share, or nothing like it was measured, all of them.
     self.assertEqual(tokens, [8, 8, 256, 2048, 256, 2048])
 
@@ -166,7 +171,7 @@ class PlanTest(parameterized.TestCase):
     dtypes = []
     with card(records=lambda m, n, k, *, dtype, **_: dtypes.append(jnp.dtype(dtype).name) or ('dense',)):
       for dtype in (BF16, FP16):
-        products.plan(POLICIES['fst_without_mvue'][0], 32, 64, 128, dtype)
+        backends(POLICIES['fst_without_mvue'][0], 32, 64, 128, dtype)
     self.assertEqual(dtypes, ['bfloat16'] * 2 + ['float16'] * 2)  # forward and input gradient
 
   @parameterized.named_parameters(
@@ -176,7 +181,7 @@ class PlanTest(parameterized.TestCase):
   )
   def test_plain_where_kernels_cannot_run(self, circumstance):
     with card(**circumstance):
-      self.assertEqual(products.plan(FST, 32, 64, 128, BF16), Plan())
+      self.assertEqual(backends(FST, 32, 64, 128, BF16), Backends())
 
   @parameterized.named_parameters(
     ('float32', FST, 64, 128, F32, 'activations are float32, the kernels take bfloat16 and float16'),
@@ -190,25 +195,25 @@ class PlanTest(parameterized.TestCase):
   def test_what_kernels_do_not_serve(self, policy, d_in, d_out, dtype, reason):
     for backend in BACKENDS:
       with self.assertRaisesRegex(ValueError, f'implementation={backend!r} cannot serve this layer: .*{reason}'):
-        products.plan(named(policy, backend), 32, d_in, d_out, dtype)
-    self.assertEqual(products.plan(named(policy, 'reference'), 32, d_in, d_out, dtype), Plan())
+        backends(named(policy, backend), 32, d_in, d_out, dtype)
+    self.assertEqual(backends(named(policy, 'reference'), 32, d_in, d_out, dtype), Backends())
     _dispatch.log_once.cache_clear()
     with card(), self.assertLogs('sparse24_jax', logging.INFO) as logs:
       for _ in range(3):
-        self.assertEqual(products.plan(policy, 32, d_in, d_out, dtype), Plan())
+        self.assertEqual(backends(policy, 32, d_in, d_out, dtype), Backends())
     self.assertLen(logs.output, 1)
     self.assertRegex(logs.output[0], f'no kernels for a layer {d_in} x {d_out} on 32 tokens: .*{reason}')
 
   def test_fp8_runs_on_kernels_or_is_simulated(self):
     for name, backend in BACKENDS.items():
-      found = products.plan(named(S_STE_FP8, name), 32, 64, 128, BF16)
-      self.assertEqual(found, Plan(backend, None, backend, fp8=True))
+      found = backends(named(S_STE_FP8, name), 32, 64, 128, BF16)
+      self.assertEqual(found, Backends(backend, None, backend, fp8=True))
     with card(records=lambda m, n, k, **_: ('dense',)):  # of 16 bits; the products in 8 bits were not measured
-      self.assertEqual(products.plan(S_STE_FP8, 32, 64, 128, BF16), Plan('mosaic_gpu', None, 'mosaic_gpu', fp8=True))
+      self.assertEqual(backends(S_STE_FP8, 32, 64, 128, BF16), Backends('mosaic_gpu', None, 'mosaic_gpu', fp8=True))
     _dispatch.log_once.cache_clear()
     with self.assertLogs('sparse24_jax', logging.INFO) as logs:
       for _ in range(3):
-        self.assertEqual(products.plan(S_STE_FP8, 32, 64, 128, BF16), Plan())
+        self.assertEqual(backends(S_STE_FP8, 32, 64, 128, BF16), Backends())
     self.assertLen(logs.output, 1)
     self.assertIn('FP8 is simulated', logs.output[0])
 
@@ -221,9 +226,9 @@ class PlanTest(parameterized.TestCase):
       return choice and _records.Choice(choice, None, key, 0.0)
 
     with card(), mock.patch.object(_records, 'lookup', lookup):
-      found = products.plan(S_STE_FP8, 32, 64, 128, BF16)
-      self.assertEqual(products.plan(named(S_STE_FP8, 'cusparselt'), 32, 64, 128, BF16).forward, 'cusparselt')
-    self.assertEqual(found, Plan(forward, None, 'mosaic_gpu', fp8=True))
+      found = backends(S_STE_FP8, 32, 64, 128, BF16)
+      self.assertEqual(backends(named(S_STE_FP8, 'cusparselt'), 32, 64, 128, BF16).forward, 'cusparselt')
+    self.assertEqual(found, Backends(forward, None, 'mosaic_gpu', fp8=True))
     self.assertTrue(found.packs)
     ((device, op, key),) = asked
     self.assertEqual((device, op), (_device.target_device('sm_90a').slug, 'sparse_matmul'))
@@ -235,13 +240,13 @@ class PlanTest(parameterized.TestCase):
     _dispatch.log_once.cache_clear()
     with card(triton='no module'), self.assertLogs('sparse24_jax', logging.INFO) as logs:
       for _ in range(3):
-        products.plan(FST, 32, 64, 128, BF16)
+        backends(FST, 32, 64, 128, BF16)
     self.assertLen(logs.output, 1)
     self.assertRegex(logs.output[0], r'sparse24-jax\[cuda\]: no module')
 
   def test_nothing_is_logged_off_the_gpu(self):
     with self.assertNoLogs('sparse24_jax', logging.INFO):
-      products.plan(FST, 32, 64, 128, F32)
+      backends(FST, 32, 64, 128, F32)
 
   def test_an_unknown_back_end_is_refused_by_the_policy(self):
     with self.assertRaisesRegex(ValueError, r"implementation='fast': known are \[None, 'sparse', 'cusparselt'"):
@@ -278,7 +283,7 @@ class PackedWeightTest(parameterized.TestCase):
     self.w = jax.random.normal(KEY, (64, 128))
     self.mask = jnp.asarray(np.tile(np.eye(4, dtype=bool) | np.eye(4, dtype=bool)[::-1], (16, 32)))
     self.policy = named(FST, 'dense')
-    self.plan = Plan('dense', 'dense', 'dense')
+    self.plan = Backends('dense', 'dense', 'dense')
     self.pack = jax.jit(functools.partial(products.pack_weight, self.policy), static_argnames='dtype')
 
   def test_what_was_handed_over_is_used(self):
@@ -295,7 +300,7 @@ class PackedWeightTest(parameterized.TestCase):
 
   def test_nothing_where_the_plan_packs_nothing(self):
     packed = self.pack(self.w, self.mask, dtype=BF16)
-    for plan in (Plan(), Plan(weight_grad='dense')):
+    for plan in (Backends(), Backends(weight_grad='dense')):
       for state in (self.mask, packed, None):
         self.assertIsNone(products.packed_weight(plan, self.policy, self.w, state, BF16))
 

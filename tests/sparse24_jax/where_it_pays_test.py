@@ -13,8 +13,8 @@ from pallas_kernels.ffi import cusparselt
 from pallas_kernels.pack import costs
 from pallas_kernels.sparse_matmul import api
 import sparse24_jax as s24
-from sparse24_jax import products
 from sparse24_jax.packing import pack
+from sparse24_jax.plan import Backends, plan_layer
 from sparse24_jax.where_it_pays import RoleGain, table
 from tests.sparse24_jax.cards import card, H100
 
@@ -46,8 +46,14 @@ def records(*, packing=lambda op, size: 0.0, **times):
     (role,) = (r for r in ROLES if key == expected_key(r))
     return dict(times.get(role, {}))
 
+  def candidates_for(device, **key):
+    times_of = product(device.slug, 'sparse_matmul', key)
+    fastest = min(times_of, key=times_of.__getitem__, default='dense')
+    return ('dense',) if fastest == 'dense' else (fastest, 'dense')
+
   with (
     mock.patch.object(_records, 'expected_ms', product),
+    mock.patch.object(api, 'candidates_for', candidates_for),
     mock.patch.object(costs, 'expected_ms', lambda device, op, size: packing(op, size)),
   ):
     yield
@@ -81,7 +87,7 @@ class ChoiceTest(parameterized.TestCase):
     policy = recipe.rules[0].policy
     for shape in SHAPES:
       with card():
-        plan = products.plan(policy, tokens, *shape, jnp.dtype(dtype))
+        plan = plan_layer(policy, tokens, *shape, jnp.dtype(dtype)).backends
         (layer,) = s24.where_it_pays(struct(*shape), recipe, tokens=tokens, dtype=dtype)
       for role in layer.roles:
         dense = 'dense_fp8' if plan.fp8 else 'dense' if policy.precision == 'default' else 'simulated'
@@ -105,7 +111,8 @@ class ChoiceTest(parameterized.TestCase):
     order = ('dense',) if min(times, key=times.get, default='dense') == 'dense' else ('cusparselt', 'dense')
     records_say = mock.patch.object(api, 'candidates_for', lambda *a, **k: order)
     with card(), records_say, mock.patch.object(cusparselt, 'register'):
-      self.assertEqual(products.plan(RECIPES['s_ste'].rules[0].policy, 32, 64, 128, jnp.bfloat16).weight_grad, chosen)
+      found = plan_layer(RECIPES['s_ste'].rules[0].policy, 32, 64, 128, jnp.bfloat16)
+      self.assertEqual(found.backends.weight_grad, chosen)
 
   @parameterized.parameters(
     (4096, 16386, 'bfloat16', FP8_POLICY, 'packing takes multiples of four, found a weight 4096 x 16386'),
@@ -119,7 +126,7 @@ class ChoiceTest(parameterized.TestCase):
     recipe = s24.Recipe('r', (s24.Rule('.*', policy),))
     (layer,) = s24.where_it_pays(struct(d_in, d_out), recipe, tokens=16384, dtype=dtype, device=H100.slug)
     with card():
-      self.assertEqual(products.plan(policy, 16384, d_in, d_out, jnp.dtype(dtype)), products.Plan())
+      self.assertEqual(plan_layer(policy, 16384, d_in, d_out, jnp.dtype(dtype)).backends, Backends())
     self.assertEqual([role.chosen for role in layer.roles], ['simulated'] * 3)
     self.assertEqual((layer.expected_ms, layer.gain, layer.simulated), (None, None, reason))
     self.assertEqual(layer.dense_ms is None, dtype == 'float32')

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from pallas_kernels import _device, _dispatch, _records
 from pallas_kernels.pack import costs
 import sparse24_jax as s24
-from sparse24_jax import _activation_gain as gain
 from sparse24_jax import _activation_products as products
+from sparse24_jax import neuron_plan as gain
 from tests.sparse24_jax.cards import card, H100
 
 T, D, H = 512, 64, 1024

@@ -1,0 +1,98 @@
+"""Where kernels may run, when a policy names none: by the GPU, its records, the mesh, and what is installed."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import _device, _dispatch, _partitioning, _records, _triton
+from pallas_kernels.ffi import cusparselt
+from pallas_kernels.sparse_matmul import api
+
+log_once = functools.partial(_dispatch.log_once, logger='sparse24_jax')
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+  """What a plan is made for.
+
+  Attributes:
+    device: the GPU.
+    here: whether the plan will be run in this process, on its mesh and with what is installed. Otherwise all kernels of
+      the GPU are there, cuSPARSELt included, and arrays are whole.
+  """
+
+  device: _device.Device
+  here: bool
+
+  def has_kernels(self, precision: str) -> bool:
+    """Whether a policy of this precision may take some kernel."""
+    if not self.here:
+      return precision != 'fp8' or self.device.has_sparse_wgmma
+    return kernels_are_here(precision)
+
+  def has(self, backend: str) -> bool:
+    """Whether a back end that a record chose can be used: cuSPARSELt is a library of its own."""
+    if self.here and backend == 'cusparselt':
+      try:
+        cusparselt.register()
+      except NotImplementedError as e:
+        log_once(f'passing over cusparselt: {e}')
+        return False
+    return True
+
+  def shares(self, tokens: int) -> tuple[int, ...]:
+    """How many tokens a device may get, where it is not known while tracing: an equal share, or all."""
+    if not self.here or _device.arrays_are_whole():
+      return (tokens,)
+    devices = jax.sharding.get_abstract_mesh().size or jax.device_count()
+    return (tokens,) if tokens % devices else (tokens // devices, tokens)
+
+
+def target(slug: str | None = None) -> Target:
+  """The GPU with records of this name, or the one that is here, to run on it.
+
+  Of one that is not here the records tell whether it is a Hopper; without records it is taken for one.
+  """
+  here = _device.current()
+  if slug is None:
+    return Target(here, True)
+  if here.platform == 'gpu' and here.slug == slug:
+    return Target(here, False)
+  entries = _entries(slug)
+  hopper = not entries or any(r['implementation'] == 'mosaic_gpu' for e in entries for r in e['candidates'])
+  return Target(_device.Device(slug, 'gpu', (9, 0) if hopper else (8, 0)), False)
+
+
+def kernels_are_here(precision: str) -> bool:
+  """Whether a policy of this precision may take some kernel on this GPU and mesh."""
+  device = _device.current()
+  if not device.has_sparse_wgmma and (precision == 'fp8' or not _sparse_wins(device)):
+    return False
+  if not _partitioning.serves():
+    log_once('no kernels inside a jax.shard_map over some axes of the mesh only; they run outside and over all axes')
+    return False
+  reason = _triton.why_absent()
+  if reason is not None:
+    log_once(f'the kernels need jax-triton, from the extra sparse24-jax[cuda]: {reason}')
+  return reason is None
+
+
+def _entries(slug: str) -> tuple:
+  return _records.entries_of(_records.path_of(_records.TUNED, slug, api.OP))
+
+
+def _sparse_wins(device: _device.Device) -> bool:
+  """Whether some matmul of 16 bits measured faster sparse than dense on a GPU."""
+  if device.platform != 'gpu':
+    return False
+  entries = _entries(device.slug)
+  if any(e['choice']['implementation'] != 'dense' and jnp.dtype(e['key']['dtype']).itemsize == 2 for e in entries):
+    return True
+  if entries:
+    reason = 'no sparse product of 16 bits measured faster than the dense one'
+  else:
+    reason = 'nothing was measured there, `python -m pallas_kernels tune` does it'
+  log_once(f'no kernels on {device.name}: {reason}; a policy can name an implementation')
+  return False

@@ -1,0 +1,105 @@
+"""What a plan is made of, matmuls and passes over memory, and what each is expected to take by the records of a GPU."""
+
+from collections.abc import Iterable
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+from pallas_kernels import _records
+from pallas_kernels.pack import costs
+
+# Bytes an entry of what a packing pass of FP8 writes: operand and dense copy.
+PACKED8 = 0.5 + 0.125 + 1
+
+
+class Timing(NamedTuple):
+  """Where the records have the time of a matmul.
+
+  Attributes:
+    op: whose record.
+    key: of the problem, as pairs.
+    row: which of its times: a back end, 'dense', 'dense_bf16' of what was timed beside a problem in FP8, or 'fastest'.
+    times: how many of them.
+  """
+
+  op: str
+  key: tuple[tuple[str, Any], ...]
+  row: str
+  times: float = 1.0
+
+  def rows(self, device: str) -> dict[str, float]:
+    """Milliseconds of one by all that was measured; empty if nothing near was."""
+    return _records.expected_ms(device, self.op, dict(self.key))
+
+  def expected_ms(self, device: str) -> float | None:
+    """None if nothing near was measured."""
+    found = self.rows(device)
+    ms = min(found.values(), default=None) if self.row == 'fastest' else found.get(self.row)
+    return None if ms is None else self.times * ms
+
+
+@dataclasses.dataclass(frozen=True)
+class Matmul:
+  """One matmul.
+
+  Attributes:
+    name: what it makes.
+    backend: of the kernel that runs it, or 'fastest' for the one that the op takes by itself; None is XLA's dense one.
+    timings: where its time is found; the first that was measured counts.
+  """
+
+  name: str
+  backend: str | None
+  timings: tuple[Timing, ...]
+
+  def expected_ms(self, device: str) -> float | None:
+    """None if nothing near was measured."""
+    found = (timing.expected_ms(device) for timing in self.timings)
+    return next((ms for ms in found if ms is not None), None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pass:
+  """One or more passes over memory, between matmuls.
+
+  Attributes:
+    name: what they make.
+    moves: of each, the op whose bandwidth was measured and the bytes that it moves; None if XLA's way was not timed.
+  """
+
+  name: str
+  moves: tuple[tuple[str, float], ...] | None
+
+  def expected_ms(self, device: str) -> float | None:
+    """None if one of them was not measured."""
+    return None if self.moves is None else total(costs.expected_ms(device, op, round(size)) for op, size in self.moves)
+
+
+Step = Matmul | Pass
+
+
+def rounded(name: str, entries: int, wide: int) -> Pass:
+  """Rounding to FP8, both ways: read once for the largest magnitude, once more to be rounded."""
+  return Pass(name, (('amax', entries * wide), both_ways(entries, wide)))
+
+
+def both_ways(entries: int, wide: int) -> tuple[str, float]:
+  """Of rounding a tensor and its transpose, its scale known."""
+  return 'quantize_both', entries * (wide + 2)
+
+
+def sampled_in_fp8(name: str, entries: int, wide: int) -> Pass:
+  """Of an output gradient: its largest magnitude, then MVUE, rounding and packing in one pass."""
+  return Pass(name, (('amax', entries * wide), ('mvue_pack8', entries * (wide + PACKED8))))
+
+
+def sampled(name: str, entries: int, wide: int) -> Pass:
+  """Of an output gradient: MVUE and packing."""
+  return Pass(name, (('mvue_pack_axis-2', entries * wide + entries * wide // 2 + entries // 8),))
+
+
+def total(values: Iterable[float | None]) -> float | None:
+  """The sum; None if one is."""
+  values = list(values)
+  known = [value for value in values if value is not None]
+  return math.fsum(known) if len(known) == len(values) else None

@@ -1,0 +1,129 @@
+"""The steps of a plan are what the op runs, in its order, and what it packs and keeps."""
+
+import contextlib
+import functools
+from unittest import mock
+
+from absl.testing import absltest, parameterized
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import _device
+from pallas_kernels.gated_activation import api as activations
+from pallas_kernels.pack import api as pack
+from pallas_kernels.pack import costs
+from pallas_kernels.quantize import api as quantize
+from pallas_kernels.sparse_matmul import api as sparse_matmul
+import sparse24_jax as s24
+from sparse24_jax.availability import target
+from sparse24_jax.block_gain import explain
+from sparse24_jax.block_plan import plan_block
+from sparse24_jax.products import pack_weight
+from sparse24_jax.steps import Matmul
+
+TOKENS, D, HIDDEN = 64, 32, 128
+FST = s24.DotPolicy(s24.transposable(), input_grad='sparse', weight_grad='mvue', implementation='dense')
+FP8 = s24.DotPolicy(s24.soft_threshold_projection(), weight_grad='mvue', precision='fp8', implementation='dense')
+H100 = 'nvidia_h100_80gb_hbm3'
+# Functions that move memory -> how records call what they do, up to its end.
+PASSES = {
+  (quantize, 'amax'): 'amax', (quantize, 'quantize'): 'quantize_both', (pack, 'mvue_pack'): 'mvue_pack',
+  (pack, 'mvue_pack8'): 'mvue_pack8', (activations, 'gated_activation'): 'gated_silu',
+  (activations, 'activation_backward_amax'): 'backward_amax',
+  (activations, 'activation_backward_pack'): 'backward_pack',
+  (activations, 'activation_backward_pack8'): 'backward_pack8',
+}  # fmt: skip
+MATMULS = {(sparse_matmul, 'sparse_matmul'): 'kernel', (quantize, 'fp8_dot'): 'dense'}
+
+
+@contextlib.contextmanager
+def recorded(ran):
+  """Notes what runs, in order; on one device, since what a mesh may divide is traced more than once."""
+  with contextlib.ExitStack() as stack:
+    stack.enter_context(mock.patch.object(_device, 'arrays_are_whole', lambda: True))
+    depth = []
+    for (module, name), what in (PASSES | MATMULS).items():
+
+      def spy(plain, what, *args, **kwargs):
+        if not depth:  # not what one of them calls itself
+          ran.append(what)
+        depth.append(what)
+        try:
+          return plain(*args, **kwargs)
+        finally:
+          depth.pop()
+
+      counted = functools.partial(spy, getattr(module, name), what)
+      stack.enter_context(mock.patch.object(module, name, counted))
+    yield
+
+
+def planned(steps):
+  """What the steps of a plan are, in the words of `PASSES` and `MATMULS`; XLA's own passes are not seen."""
+  found = []
+  for step in steps:
+    if isinstance(step, Matmul):
+      found.append('dense' if step.backend is None else 'kernel')
+      continue
+    for op, _ in step.moves:
+      if op != costs.COPY:
+        name = op.removesuffix('_axis-1').removesuffix('_axis-2')
+        found.append(max(filter(name.endswith, PASSES.values()), key=len))
+  return found
+
+
+def sides(gated):
+  return {'up': (D, HIDDEN), 'down': (HIDDEN, D)} | ({'gate': (D, HIDDEN)} if gated else {})
+
+
+class StepsTest(parameterized.TestCase):
+
+  @parameterized.product(policy=(FST, FP8), gated=(False, True))
+  def test_are_what_runs(self, policy, gated):
+    plan = plan_block(policy, TOKENS, sides(gated), jnp.bfloat16)
+    self.assertTrue(plan.fused)
+    weights = {role: jax.ShapeDtypeStruct(side, jnp.bfloat16) for role, side in sides(gated).items()}
+    state = {role: jax.eval_shape(policy.projection.init, w) for role, w in weights.items()}
+    x = jax.ShapeDtypeStruct((TOKENS, D), jnp.bfloat16)
+
+    def step(x, weights, state, packed):
+      f = functools.partial(s24.ffn, policy=policy, activation='silu' if gated else 'gelu', key=jax.random.key(0))
+      y, vjp = jax.vjp(lambda x, w: f(x, w['up'], w['down'], packed, w_gate=w.get('gate')), x, weights)
+      return vjp(y)
+
+    packed = {
+      role: jax.eval_shape(functools.partial(pack_weight, policy, dtype=jnp.bfloat16), w, state[role])
+      for role, w in weights.items()
+    }
+    ran = []
+    with recorded(ran):
+      jax.eval_shape(step, x, weights, state, packed)
+    self.assertEqual(ran, planned(plan.steps))
+
+  def test_not_fused_they_are_those_of_the_layers(self):
+    policy = s24.DotPolicy(s24.soft_threshold_projection(), weight_grad='mvue', implementation='dense')
+    plan = plan_block(policy, TOKENS, sides(False), jnp.bfloat16)
+    self.assertFalse(plan.fused)
+    self.assertEqual(planned(plan.steps), ['kernel', 'dense', 'mvue_pack', 'kernel'] * 2)
+
+  def test_a_plan_for_another_gpu_is_a_value(self):
+    plan = plan_block(s24.DotPolicy(s24.transposable()), 16384, {'up': (4096, 16384), 'down': (16384, 4096)},
+                      jnp.bfloat16, on=target(H100))  # fmt: skip
+    again = plan_block(s24.DotPolicy(s24.transposable()), 16384, {'up': (4096, 16384), 'down': (16384, 4096)},
+                       jnp.bfloat16, on=target(H100))  # fmt: skip
+    self.assertEqual((plan, hash(plan)), (again, hash(again)))
+    self.assertEqual(plan.up.backends.forward, 'mosaic_gpu')
+
+  def test_explained(self):
+    recipe = s24.recipes.s_ste('.*', fp8=True)
+    lines = explain(s24.block_gain(4096, 16384, recipe, tokens=16384, device=H100)).split('\n')
+    plan = plan_block(recipe.rules[0].policy, 16384, {'up': (4096, 16384), 'down': (16384, 4096)}, jnp.bfloat16,
+                      on=target(H100))  # fmt: skip
+    chosen = lines[2 : 2 + len(plan.steps)]  # below the title and the packing of weights
+    for step, line in zip(plan.steps, chosen, strict=True):
+      self.assertStartsWith(line.strip(), step.name)
+      self.assertEqual('mosaic_gpu' in line, isinstance(step, Matmul) and step.backend == 'mosaic_gpu')
+
+
+if __name__ == '__main__':
+  absltest.main()
