@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import orbax.checkpoint as ocp
+import pytest
 
 import sparse24_jax as s24
 
@@ -113,6 +114,7 @@ class ReadmeTest(absltest.TestCase):
     nnx.update(dense, s24.sparse_variables(params, opt_state, recipe, phase='dense'))
     self.assertLess(float(names['loss_fn'](dense)), float(loss))
 
+  @pytest.mark.slow
   def test_nnx_example_where_weights_are_packed(self):
     """As on a card with kernels: a step is traced once, and leaves a model like the one before, with its new masks."""
 

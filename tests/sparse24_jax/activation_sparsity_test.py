@@ -114,7 +114,7 @@ class ExpertsTest(parameterized.TestCase):
         np.testing.assert_allclose(found[i], expected, rtol=1e-5, atol=1e-4)
 
   @parameterized.parameters('vnm', 'two_of_four_tokens')
-  @pytest.mark.few
+  @pytest.mark.slow
   def test_the_kernels_serve_experts_one_by_one_and_vmap_too(self, name):
     policy, inputs = POLICIES[name], draw(jnp.bfloat16, lead=(2,))
     state = state_of(policy, *inputs[1:3])

@@ -167,6 +167,7 @@ class TransformationTest(parameterized.TestCase):
   def assert_trees_close(self, found, expected):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, expected)
 
+  @pytest.mark.slow
   def test_jit_and_second_call(self):
     traces = []
 

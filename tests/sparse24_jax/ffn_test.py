@@ -104,7 +104,7 @@ class FormulaTest(parameterized.TestCase):
     case=(('gelu', False), ('silu', False), ('relu', False), ('squared_relu', False), ('gelu', True), ('silu', True)),
     policy=('kernels', 'reference'),
   )
-  @pytest.mark.few(3)
+  @pytest.mark.few(2)
   def test_sparse(self, case, policy):
     (activation, gated), policy = case, POLICIES[policy]
     # Composed of dots the activation rounds inside in bfloat16, so it is held to the formulas in float32.
@@ -125,7 +125,7 @@ class FormulaTest(parameterized.TestCase):
 
   @parameterized.parameters(('relu', False, True), ('relu', True, True), ('squared_relu', True, True),
                             ('squared_relu', False, False))  # fmt: skip
-  @pytest.mark.few
+  @pytest.mark.slow
   def test_both_paths_draw_the_same_samples(self, activation, gated, biased):
     """On numbers that both compute exactly, all that differs is the order of sums of samples."""
     given = problem(gated=gated, biased=biased, dtype=BF16, draw=integers)
@@ -134,6 +134,7 @@ class FormulaTest(parameterized.TestCase):
     assert_close(fused[2], composed[2], 3e-3)
     self.assertGreater(float(jnp.abs(fused[2]['up']).sum()), 0)
 
+  @pytest.mark.slow
   def test_samples_belong_to_the_key(self):
     given = problem(gated=False, biased=False, dtype=BF16)
     one, two = (jitted(POLICIES['kernels'], 'gelu', *given, jax.random.key(i)) for i in range(2))

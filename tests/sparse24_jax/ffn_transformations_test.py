@@ -144,7 +144,7 @@ class TransformationTest(parameterized.TestCase):
       assert_close(jax.tree.map(lambda a, i=i: a[i], found), single(weights, xs[i], states, keys[i]), 1e-2)
 
   @parameterized.parameters('packed', 'bare')
-  @pytest.mark.few
+  @pytest.mark.slow
   def test_shard_map_over_tokens(self, how):
     """Data parallel over eight devices, a key a shard; the gradient is the sum over the shards."""
     mesh = Mesh(np.array(jax.devices()), ('data',))

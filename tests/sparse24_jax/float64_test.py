@@ -110,7 +110,7 @@ class Float64Test(parameterized.TestCase):
       s24.verify24(w)
 
   @parameterized.product(dtype=('float32', 'bfloat16'), weight_grad=('mvue', 'dense'))
-  @pytest.mark.few(2)
+  @pytest.mark.few
   def test_the_rest_has_the_bits_that_it_has_without(self, dtype, weight_grad):
     policy = s24.DotPolicy(s24.transposable(), input_grad='sparse', weight_grad=weight_grad)
     x, w = (jax.random.normal(jax.random.key(i), (16, 16), dtype) for i in range(2))

@@ -88,6 +88,7 @@ class FfnTest(parameterized.TestCase):
     with mock.patch.object(pack, 'soft_threshold_pack8', side_effect=AssertionError('packed again')):
       assert_close(jit(run)(packed), expected, 0.0)
 
+  @pytest.mark.slow
   def test_jit_and_remat_inside_of_grad(self):
     """A gate is packed inside the layer, so a checkpoint around it holds the packed weight."""
     x, weights, biases, states, dy = problem(gated=True, biased=True)
@@ -128,6 +129,7 @@ class FfnTest(parameterized.TestCase):
     each = 1 if what == 'dot' else 2
     self.assertEqual((names.count('one_way'), names.count('both_ways')), (each, each))
 
+  @pytest.mark.slow
   def test_vmap(self):
     """Over experts, each with its own scales."""
     given = problem(gated=True, biased=True)

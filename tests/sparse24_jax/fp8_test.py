@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 from pallas_kernels import _dispatch
 from pallas_kernels.pack import api as pack
@@ -141,6 +142,7 @@ class DotTest(parameterized.TestCase):
     given = self.x, self.w, packed, self.dz, KEY
     assert_close(dot_and_gradients(KERNELS, *given), dot_and_gradients(KERNELS, *self.given), 0.0)
 
+  @pytest.mark.slow
   def test_vmap_and_stacked_layers(self):
     count = 3
     w = draw_weight(3, count, D, OUT) * (8.0 ** jnp.arange(count, dtype=BF16)).reshape(-1, 1, 1)
@@ -155,6 +157,7 @@ class DotTest(parameterized.TestCase):
       assert_close(jax.tree.map(lambda a, i=i: a[i], found), one, TOLERANCE)
 
   @parameterized.parameters('packed', 'bare')
+  @pytest.mark.slow
   def test_scan_and_remat(self, how):
     """A checkpoint keeps what was packed inside it, rounded to what JAX takes for e4m3: numbers must not be lost."""
     w = draw_weight(3, 2, D, D)

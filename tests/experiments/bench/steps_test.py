@@ -67,6 +67,7 @@ class RecordsTest(parameterized.TestCase):
       self.assertBetween(found / error['yardstick'][name], 0.7, 1.3)
     self.assertEqual(set(error['decompressed'].values()), {0.0})  # it is that very path
 
+  @pytest.mark.slow
   def test_block(self):
     (record,), _ = bench(block, '--select', 'fst-gpt2')
     self.assertEqual(record['shape'], {'batch': 2, 'length': 32, 'd': 64, 'hidden': 256})
@@ -146,6 +147,7 @@ class TwinsTest(parameterized.TestCase):
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
       np.testing.assert_allclose(a, b, atol=1e-4)
 
+  @pytest.mark.slow
   def test_both_twins_train_the_same_weights(self):
     with contextlib.redirect_stdout(io.StringIO()):
       pair = twins.Twins(twins.CASES['gpt2-124m'], _options(plain_mlp=True), measure.Clock())

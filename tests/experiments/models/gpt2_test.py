@@ -87,7 +87,7 @@ class TwinsTest(parameterized.TestCase):
 
 class EmbeddingTest(parameterized.TestCase):
   @parameterized.parameters((gpt2, gpt2.GPT2), (llama, llama.Llama))
-  @pytest.mark.few
+  @pytest.mark.slow
   def test_gradients_of_a_frequent_token_add_up_in_bfloat16(self, family, make):
     # Of 512 addends alike, a sum in bfloat16 would keep half.
     tokens, found = jnp.full((32, 16), 3), {}

@@ -8,6 +8,7 @@ import tempfile
 
 from absl.testing import absltest, parameterized
 from ml_collections import ConfigDict
+import pytest
 
 from experiments.bench import attention
 from experiments.runs import build, experiment, programs, train
@@ -50,6 +51,7 @@ class AttentionPhasesTest(parameterized.TestCase):
     self.assertEqual(summary['steps'], 8)
     self.assertTrue((pathlib.Path(folder) / 'summary.json').exists())
 
+  @pytest.mark.slow
   def test_a_pattern_a_layer_and_head_in_one_phase(self):
     made = config(attention=[None, [LOCAL, FIXED]], num_layers=2)
     made = ConfigDict(json.loads(json.dumps(made.to_dict())))  # as the folder of a run keeps it

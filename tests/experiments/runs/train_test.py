@@ -80,7 +80,7 @@ def _is_adam(node):
 
 class LearnsTest(parameterized.TestCase):
   @parameterized.parameters(*sorted(experiment.known_experiments(), key=lambda name: name not in ('llama_3b', 'nano')))
-  @pytest.mark.few(2)
+  @pytest.mark.few
   def test_tiny_twin_reduces_the_loss(self, name):
     config = experiment.load_config(name, tiny=True)
     folder = temp_folder(self)
@@ -295,6 +295,7 @@ class RefusedTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, 'checkpoint_every is -1'):
       run(tiny(checkpoint_every=-1), temp_folder(self))
 
+  @pytest.mark.slow
   def test_runs_that_share_programs_train_as_alone(self):
     shared, folder = [], temp_folder(self)
     alone = run(tiny('transposable_srste', RECIPES['transposable_srste'], seed=1), temp_folder(self))
@@ -305,6 +306,7 @@ class RefusedTest(parameterized.TestCase):
       self.assertEqual(made.call_count, 0 if seed else 2)  # a sparse and a dense phase
     self.assertEqual(found['validation_loss'], alone['validation_loss'])
 
+  @pytest.mark.slow
   def test_random_masks_follow_the_seed_of_the_run(self):
     shared, masks = [], []
     for seed in (0, 1):

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import sparse24_jax as s24
 
@@ -60,6 +61,7 @@ def gradient(model, recipe):
 
 class LinenCallsTest(absltest.TestCase):
 
+  @pytest.mark.slow
   def test_a_jitted_block_is_another_program_for_another_recipe(self):
     """The masks of both look alike, so that nothing but the recipe tells the programs apart."""
     for model in (Model(), JittedMethod()):

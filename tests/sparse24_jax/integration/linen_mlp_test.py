@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import sparse24_jax as s24
 from sparse24_jax.integration import linen_mlp
@@ -109,6 +110,7 @@ def spy():
 class DenseTest(parameterized.TestCase):
 
   @parameterized.product(activation=list(ACTIVATIONS), gated=(False, True), use_bias=(False, True))
+  @pytest.mark.few(4)
   def test_is_the_layers_that_it_replaces(self, activation, gated, use_bias):
     kwargs = dict(activation=activation, gated=gated, use_bias=use_bias)
     mlp, layers = s24.linen.Sparse24MLP(HIDDEN, **kwargs), Layers(**kwargs)
@@ -162,6 +164,7 @@ class SparseTest(parameterized.TestCase):
     dense = jax.jit(lambda p: jnp.sum(jnp.sin(mlp.apply({'params': p}, X))))(params)
     self.assertGreater(abs(float(found[0] - dense)), 1e-3)
 
+  @pytest.mark.slow
   def test_maps_of_different_rules_draw_differently(self):
     """Up and gate of equal weights have equal gradients, by relu(z) z: only the key of a role tells samples apart."""
     mlp = Inside(s24.linen.Sparse24MLP(HIDDEN, gated=True, activation='relu'))

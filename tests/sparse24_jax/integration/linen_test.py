@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
+import pytest
 
 from pallas_kernels import _dispatch
 import sparse24_jax as s24
@@ -179,6 +180,7 @@ class GradientTest(parameterized.TestCase):
       self.assertGreater(float(jnp.abs(jnp.where(mask, 0, g)).mean()), 1e-5)
 
   @parameterized.parameters(('loop', 'remat'), ('scan', 'scan_remat'))
+  @pytest.mark.few
   def test_remat_draws_the_same_samples(self, plain, remat):
     assert_trees_close(gradient(plain, 'fst'), gradient(remat, 'fst'))
 

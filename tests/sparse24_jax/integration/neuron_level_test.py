@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import sparse24_jax as s24
 from sparse24_jax.projections import projections_of
@@ -76,6 +77,7 @@ class Dense(linen.Module):
 class LinenTest(parameterized.TestCase):
 
   @parameterized.product(policy=(POLICY, PUBLISHED, TWO_OF_FOUR), use_bias=(False, True))
+  @pytest.mark.few(2)
   def test_is_the_block(self, policy, use_bias):
     mlp, recipe = linen_mlp(use_bias=use_bias), recipe_of(policy)
     params = random_biases(mlp.init(jax.random.key(1), X)['params'])
@@ -99,6 +101,7 @@ class LinenTest(parameterized.TestCase):
     state = s24.sparse_training(optax.sgd(0.1), recipe, phase='dense').init(params)
     self.assertEqual(s24.sparse_variables(params, state, recipe, phase='dense'), {})
 
+  @pytest.mark.slow
   def test_experts_under_vmap_are_blocks_of_their_own(self):
     axes = {'params': 0, 'sparse24': 0}
     experts = linen.vmap(s24.linen.Sparse24MLP, variable_axes=axes, split_rngs={'params': True}, in_axes=0)
@@ -141,6 +144,7 @@ class LinenTest(parameterized.TestCase):
 class NnxTest(parameterized.TestCase):
 
   @parameterized.product(policy=(POLICY, PUBLISHED, TWO_OF_FOUR), use_bias=(False, True))
+  @pytest.mark.few(2)
   def test_is_the_block(self, policy, use_bias):
     mlp, recipe = nnx_mlp(use_bias=use_bias), recipe_of(policy)
     sparse = s24.sparsify(mlp, recipe, phase='sparse')

@@ -5,6 +5,7 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import sparse24_jax as s24
 
@@ -19,6 +20,7 @@ class NnxMeshTest(parameterized.TestCase):
     ('column_parallel', jax.P(None, 'model'), jax.P('data', None, None)),
     ('row_parallel', jax.P('model', None), jax.P('data', None, 'model')),
   )
+  @pytest.mark.few
   def test_the_sharding_asked_of_a_layer_is_that_of_its_result(self, kernel_spec, x_spec):
     """Plain matmuls need it where the contracted axis is divided; values and gradients are those of one device."""
     x, out = jax.random.normal(jax.random.key(0), (4, 4, 16)), jax.P('data', None, None)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import sparse24_jax as s24
 from sparse24_jax.integration import nnx_mlp
@@ -127,6 +128,7 @@ class SparseTest(parameterized.TestCase):
     self.assertEqual(nnx.graphdef(back), nnx.graphdef(mlp))
     np.testing.assert_array_equal(back(X), mlp(X))
 
+  @pytest.mark.slow
   def test_packed_variables(self):
     """Brought into the model by `nnx.update`, read by the block; then bare states again."""
     mlp, _ = both(activation='squared_relu', dtype=jnp.bfloat16)
