@@ -18,9 +18,10 @@ import jax
 from jax.experimental import layout
 import jax.numpy as jnp
 
-from experiments.models.layers import attend, check_patterns, dense, fused_mlp, INIT_STD, run_blocks, unembed
+from experiments.models.layers import attend, check_patterns, dense, fused_mlp, INIT_STD, rotate, run_blocks, unembed
 
 LAYER_NORM_EPSILON = 1e-5
+_ROPE_THETA = 10_000.0
 _MLPS = ('gelu', 'relu2', 'geglu', 'swiglu')
 
 
@@ -42,6 +43,7 @@ class GPT2Config:
     param_dtype: dtype of the stored parameters.
     logits_dtype: of what the model returns; 'bfloat16' halves the largest arrays of a step, see `layers.cross_entropy`.
     residual_dtype: of the residual stream; None is `dtype`.
+    positions: 'learnt' has an embedding of each, 'rotary' turns queries and keys, see `layers.rotate`.
     tied: the output matrix is the token embedding; else one of its own, which starts at zero.
     scale_embeddings: multiply embeddings by sqrt(D) where they enter the residual stream. At their initial 0.02 what
       the first blocks add is several times as large in a wide model, and learning is unstable (Takase et al., Spike
@@ -72,6 +74,7 @@ class GPT2Config:
   param_dtype: str = 'float32'
   logits_dtype: str = 'float32'
   residual_dtype: str | None = None
+  positions: Literal['learnt', 'rotary'] = 'learnt'
   tied: bool = True
   scale_embeddings: bool = False
   qk_norm: bool = False
@@ -88,6 +91,8 @@ class GPT2Config:
       raise ValueError(f'embed_dim {self.embed_dim} is not divisible by num_heads {self.num_heads}')
     if self.mlp not in _MLPS:
       raise ValueError(f'mlp is {self.mlp!r}; known: {", ".join(_MLPS)}')
+    if self.positions not in ('learnt', 'rotary'):
+      raise ValueError(f"positions is {self.positions!r}; known: 'learnt', 'rotary'")
     if self.ffn_order not in ('sequence', 'position'):
       raise ValueError(f"ffn_order is {self.ffn_order!r}; known: 'sequence', 'position'")
     if not math.isclose(self.hidden_dim, 4 * self.embed_dim * self.ffn_width) or self.hidden_dim < 1:
@@ -174,6 +179,8 @@ class Attention(nn.Module):
     q_BxTxHxK, k_BxTxHxK, v_BxTxHxK = (part.reshape(heads) for part in jnp.split(qkv_BxTx3D, 3, axis=-1))
     if cfg.qk_norm:
       q_BxTxHxK, k_BxTxHxK = layer_norm(cfg, 'q_norm')(q_BxTxHxK), layer_norm(cfg, 'k_norm')(k_BxTxHxK)
+    if cfg.positions == 'rotary':
+      q_BxTxHxK, k_BxTxHxK = rotate(q_BxTxHxK, _ROPE_THETA), rotate(k_BxTxHxK, _ROPE_THETA)
     y_BxTxHxK = attend(cfg, self.pattern, q_BxTxHxK, k_BxTxHxK, v_BxTxHxK)
     return dense(cfg, dim, 'c_proj', residual=True)(y_BxTxHxK.reshape(batch, length, dim))
 
@@ -242,8 +249,9 @@ class GPT2(nn.Module):
       embedding_init=nn.initializers.normal(INIT_STD),
     )
     wte = nn.Embed(cfg.vocab_size, **embed, name='wte')
-    wpe = nn.Embed(cfg.seq_len, **embed, name='wpe')
-    x_BxTxD = wte(tokens_BxT) + wpe(jnp.arange(length))[None]
+    x_BxTxD = wte(tokens_BxT)
+    if cfg.positions == 'learnt':
+      x_BxTxD += nn.Embed(cfg.seq_len, **embed, name='wpe')(jnp.arange(length))[None]
     if cfg.scale_embeddings:
       x_BxTxD = math.sqrt(cfg.embed_dim) * x_BxTxD
     x_BxTxD = x_BxTxD.astype(cfg.residual_dtype or cfg.dtype)

@@ -92,6 +92,8 @@ class GPT2(nnx.Module):
   """A GPT-2 language model with a tied output matrix; see `gpt2.GPT2`."""
 
   def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs):
+    if config.positions != 'learnt':
+      raise ValueError(f'positions={config.positions!r} is for the linen model; the nnx twin learns positions')
     if not config.tied:
       raise ValueError('tied=False is for the linen model; the nnx twin has one matrix for input and output')
     linen_only = ('scan_layers', 'dropout', 'attention_pattern', 'qk_norm', 'scale_embeddings', 'fp8_linear')

@@ -19,7 +19,7 @@ from flax import linen as nn
 import jax
 import jax.numpy as jnp
 
-from experiments.models.layers import attend, check_patterns, dense, fused_mlp, INIT_STD, run_blocks, unembed
+from experiments.models.layers import attend, check_patterns, dense, fused_mlp, INIT_STD, rotate, run_blocks, unembed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,24 +110,6 @@ def rms_norm(config: LlamaConfig, name: str) -> nn.RMSNorm:
   return nn.RMSNorm(
     epsilon=config.norm_epsilon, dtype=config.dtype, param_dtype=jnp.dtype(config.param_dtype), name=name
   )
-
-
-def rotate(x_BxTxHxK: jax.Array, theta: float) -> jax.Array:
-  """Rotary positions: turns each pair (i, i + K/2) of a head by the angle t theta^(-2i/K) at position t.
-
-  Scores of queries and keys so turned depend on their distance alone. Angles are float32.
-
-  >>> import jax.numpy as jnp
-  >>> x = jnp.array([1.0, 0.0]).reshape(1, 1, 1, 2)
-  >>> rotate(jnp.tile(x, (1, 2, 1, 1)), 10_000.0)[0, 1, 0].round(4).tolist()  # cos 1, sin 1
-  [0.5403..., 0.8414...]
-  """
-  length, half = x_BxTxHxK.shape[1], x_BxTxHxK.shape[-1] // 2
-  frequency_K2 = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-  angle_TxK2 = jnp.arange(length, dtype=jnp.float32)[:, None] * frequency_K2[None]
-  cos, sin = jnp.cos(angle_TxK2)[None, :, None], jnp.sin(angle_TxK2)[None, :, None]
-  a, b = jnp.split(x_BxTxHxK.astype(jnp.float32), 2, axis=-1)
-  return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BxTxHxK.dtype)
 
 
 class Attention(nn.Module):

@@ -55,6 +55,8 @@ STYLES: Mapping[str, Mapping[str, Any]] = {
   'qk_norm': {'qk_norm': True},
   'untied': {'tied': False},
   'scaled': {'tied': False, 'scale_embeddings': True},
+  'rotary': {'positions': 'rotary'},
+  'rotary_qk_norm': {'positions': 'rotary', 'qk_norm': True},
   'scaled_qk_norm': {'tied': False, 'scale_embeddings': True, 'qk_norm': True},
 }
 
