@@ -1,6 +1,7 @@
 # These commands do everything, set-up included:
 #   make demo      trains dense, plain-STE and FST twins on embedded text and writes a report
 #   make test      lint, types and the fast tests: each promise of the project is held by at least one of them
+#   make pages     tables and picture of the docs, and pages about speed and quality, from the committed records
 #   make test-all  lint, types and all tests, those marked slow too; CI runs this
 #   make mutants   breaks one promise at a time and runs the fast tests that must notice
 # And `make docs` writes the reference to site/index.html.
@@ -12,10 +13,13 @@ KERNELS_VENV ?= .venv-kernels
 # A worker that has no tests left takes some from the other.
 PYTEST = -m pytest -n 2 --dist worksteal -q $(SELECT)
 
-.PHONY: demo test test-all types tests mutants docs clean
+.PHONY: demo pages test test-all types tests mutants docs clean
 
 demo: $(VENV)/ready
 	$(VENV)/bin/python -m experiments
+
+pages: $(VENV)/ready
+	JAX_PLATFORMS=cpu $(VENV)/bin/python -m experiments pages
 
 # Half of compiling is optimizing, which the fast tests do without; programs for GPUs are always optimized.
 test: export SELECT = -m 'not slow'

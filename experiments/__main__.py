@@ -99,6 +99,9 @@ def make_parser() -> argparse.ArgumentParser:
   report.add_argument('--out', default='report.html', help='the page (default: %(default)s)')
   report.add_argument('--title', default='Runs compared', help='heading of the page (default: %(default)s)')
 
+  pages = commands.add_parser('pages', help='tables and picture of the docs, and two pages, from records')
+  pages.add_argument('--folder', type=Path, default=Path('site'), help='for the pages (default: %(default)s)')
+
   compare = commands.add_parser('compare', help='every method with every seed at equal steps, records and report')
   _experiment_arguments(compare, 'nano')
   compare.add_argument('--folder', default='runs/compare', help='for runs and report (default: %(default)s)')
@@ -209,6 +212,13 @@ def _report(args: argparse.Namespace) -> None:
   print(f'report: {report.write_report(args.runs, args.out, title=args.title).resolve()}')
 
 
+def _pages(args: argparse.Namespace) -> None:
+  from experiments.reports import pages
+
+  for path in pages.write(args.folder):
+    print(path)
+
+
 def _compare(args: argparse.Namespace) -> None:
   from experiments.runs import compare
 
@@ -248,7 +258,7 @@ def _main_job(args: argparse.Namespace) -> None:
 
 _COMMANDS = {
   'train': _train, 'eval': _eval, 'inspect': _inspect, 'flops': _flops, 'tune-decay': _tune, 'report': _report,
-  'compare': _compare, 'main-job': _main_job, 'sweep': _sweep,
+  'pages': _pages, 'compare': _compare, 'main-job': _main_job, 'sweep': _sweep,
 }  # fmt: skip
 
 _RESUMABLE = ('train', 'main-job', 'compare', 'sweep')

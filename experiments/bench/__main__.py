@@ -25,7 +25,7 @@ import time
 from typing import Any
 
 from experiments.bench import ffn
-from experiments.reports.bench_report import identity, RESULTS
+from experiments.reports.speed import identity, RESULTS
 
 _FINISHED = 'finished.json'
 

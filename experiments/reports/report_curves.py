@@ -2,14 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 import dataclasses
-from html import escape
 import itertools
 import math
 import textwrap
 
 import numpy as np
 
-from experiments.reports import svg
+from experiments.reports import charts, page
 from experiments.runs import activations, flops
 from experiments.runs.progress import SPENT_ON
 from experiments.runs.records import Groups, RunRecord
@@ -20,7 +19,7 @@ def short(label: str) -> str:
   return textwrap.shorten(label, 32, placeholder=' …')
 
 
-def _line(label: str, colour: str, curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> svg.Line | None:
+def _line(label: str, colour: str, curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> charts.Line | None:
   """The mean of the seeds at the steps that all have, with their range."""
   curves = [(x, y) for x, y in curves if len(x)]
   if not curves:
@@ -30,7 +29,7 @@ def _line(label: str, colour: str, curves: Sequence[tuple[np.ndarray, np.ndarray
     return None
   values = np.stack([y[np.isin(x, steps)] for x, y in curves])
   several = len(curves) > 1
-  return svg.Line(
+  return charts.Line(
     label, colour, steps, values.mean(0), values.min(0) if several else None, values.max(0) if several else None
   )
 
@@ -55,7 +54,7 @@ def _curves(group: Sequence[RunRecord], kind: str) -> list[tuple[np.ndarray, np.
   ]
 
 
-def _late_range(lines: Sequence[svg.Line]) -> tuple[float, float]:
+def _late_range(lines: Sequence[charts.Line]) -> tuple[float, float]:
   """Of the losses after the first tenth: the first descent is steep and the same for all."""
   late = np.concatenate([line.y[line.x >= 0.1 * line.x.max()] for line in lines])
   low, high = float(late.min()), float(late.max())
@@ -64,19 +63,17 @@ def _late_range(lines: Sequence[svg.Line]) -> tuple[float, float]:
 
 
 def losses(groups: Groups, colours: Mapping[str, str]) -> str:
-  charts = []
+  drawn = []
   for kind, name in (('validation', 'Validation loss'), ('train', 'Training loss, mean of each logged window')):
     lines = [line for label, group in groups.items() if (line := _line(label, colours[label], _curves(group, kind)))]
     if not lines:
       continue
-    chart = svg.line_chart(
+    chart = charts.line_chart(
       lines, title=name, y_label='nats a token', y_range=_late_range(lines), marks=_marks(groups)
     )
-    charts.append(f'<figure><figcaption>{name}</figcaption>{chart}</figure>')
-  return (
-    '<h2>Loss</h2><p class="caption">Lines are means over seeds, bands their range; the first tenth of training may '
-    f'lie above the frame.</p><div class="charts">{"".join(charts)}</div>'
-  )
+    drawn.append(page.figure(chart, name))
+  lead = 'Lines are means over seeds, bands their range; the first tenth of training may lie above the frame.'
+  return page.heading('Loss', lead) + page.figures(drawn)
 
 
 def loss_against_seconds(groups: Groups, colours: Mapping[str, str]) -> str:
@@ -90,34 +87,27 @@ def loss_against_seconds(groups: Groups, colours: Mapping[str, str]) -> str:
   if any(run.side_by_side for run in found) or len({run.environment['device'] for run in found}) != 1:
     return ''
   spent = {label: [np.mean([run.spent[name] for run in group]) for name in SPENT_ON] for label, group in groups.items()}
-  columns: dict[str, list[str]] = {}
+  columns: dict[str, Sequence[str]] = {'method': list(groups)}
   if not found[0].on_cpu:
     seconds_per_step = {label: spent[label][0] / group[0].config['steps'] for label, group in groups.items()}
     # Of several dense runs the best, as in the comparison: groups come in order of loss.
     dense = {g[0].baseline: seconds_per_step[label] for label, g in [*groups.items()][::-1] if g[0].is_baseline}
     faster = [dense.get(g[0].baseline, math.nan) / seconds_per_step[label] for label, g in groups.items()]
-    columns['thousand tokens a second'] = [
-      f'{np.mean([run.tokens_per_s for run in group]) / 1e3:,.1f}' for group in groups.values()
-    ]
+    speeds = [np.mean([run.tokens_per_s for run in group]) / 1e3 for group in groups.values()]
+    columns['thousand tokens a second'] = [f'{speed:,.1f}' for speed in speeds]
     columns['times as fast as dense'] = ['' if math.isnan(ratio) else f'{ratio:.2f}' for ratio in faster]
   for i, name in enumerate(SPENT_ON):
     columns[f'{name}, s'] = [f'{spent[label][i]:,.1f}' for label in groups]
-  head = '<th>method</th>' + ''.join(f'<th class=n>{name}</th>' for name in columns)
-  body = ''
-  for label, *cells in zip(groups, *columns.values(), strict=True):
-    body += f'<tr><td>{escape(label)}</td>' + ''.join(f'<td class=n>{cell}</td>' for cell in cells) + '</tr>'
-  table = f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
   lead = (
     'Means over seeds, of which the first may compile for all, one run after the other on one device. Evaluation has '
     'its own compiling in it. A method that compiles more programs, one a phase, takes longer to compile, whatever the '
     'length of the run.'
   )
   if found[0].on_cpu:  # which multiplies zeros like other numbers
-    return f'<h2>What took time</h2><p class="caption">{lead} On a CPU no method is faster than another.</p>{table}'
-  return (
-    f'<h2>Loss against time</h2><p class="caption">Seconds of the steps alone; the table has what else took time. '
-    f'{lead}</p>{_against_seconds(groups, colours)}{table}'
-  )
+    lead = f'{lead} On a CPU no method is faster than another.'
+    return page.heading('What took time', lead) + page.columns(columns)
+  lead = f'Seconds of the steps alone; the table has what else took time. {lead}'
+  return page.heading('Loss against time', lead) + _against_seconds(groups, colours) + page.columns(columns)
 
 
 def _against_seconds(groups: Groups, colours: Mapping[str, str]) -> str:
@@ -128,7 +118,7 @@ def _against_seconds(groups: Groups, colours: Mapping[str, str]) -> str:
       lines.append(dataclasses.replace(line, x=np.mean(seconds, axis=0)))
   if not lines:
     return ''
-  chart = svg.line_chart(
+  chart = charts.line_chart(
     lines,
     title='Validation loss against seconds of training',
     y_label='nats a token',
@@ -137,7 +127,7 @@ def _against_seconds(groups: Groups, colours: Mapping[str, str]) -> str:
     width=1140,
     height=380,
   )
-  return f'<figure style="margin-bottom:26px">{chart}</figure>'
+  return page.figure(chart)
 
 
 def loss_against_flops(groups: Groups, colours: Mapping[str, str]) -> str:
@@ -148,15 +138,15 @@ def loss_against_flops(groups: Groups, colours: Mapping[str, str]) -> str:
     try:
       curve = flops.of_run(group[0].config, head=False)
     except ValueError as error:
-      uncounted += f'<div class="warn">Without {escape(label)}, whose FLOPs are not known: {escape(str(error))}.</div>'
+      uncounted += page.warning(f'Without {label}, whose FLOPs are not known: {error}.')
     else:
       if line and curve:
         lines.append(dataclasses.replace(line, x=curve.cumulative(head=False)[line.x.astype(int) - 1]))
   if not lines:
-    return uncounted and f'<h2>Loss against FLOPs</h2>{uncounted}'
+    return uncounted and page.heading('Loss against FLOPs') + uncounted
   power = 3 * int(np.log10(max(line.x.max() for line in lines)) // 3)
   lines = [dataclasses.replace(line, x=line.x / 10.0**power) for line in lines]
-  chart = svg.line_chart(
+  chart = charts.line_chart(
     lines,
     title='Validation loss against training FLOPs',
     y_label='nats a token',
@@ -165,11 +155,11 @@ def loss_against_flops(groups: Groups, colours: Mapping[str, str]) -> str:
     width=1140,
     height=380,
   )
-  return (
-    '<h2>Loss against FLOPs</h2><p class="caption">Counted from shapes, densities and phases: the matmuls of the '
-    'blocks, forward and backward, and causal attention; without the language-model head, and as if the hardware '
-    f'skipped every zero.</p>{uncounted}<figure>{chart}</figure>'
+  lead = (
+    'Counted from shapes, densities and phases: the matmuls of the blocks, forward and backward, and causal attention; '
+    'without the language-model head, and as if the hardware skipped every zero.'
   )
+  return page.heading('Loss against FLOPs', lead) + uncounted + page.figure(chart)
 
 
 _MEASURES = {
@@ -180,7 +170,7 @@ _MEASURES = {
 
 def activation_sparsity(groups: Groups) -> str:
   """Sparsity of squared ReLU over training, a chart a method and measure with a line a layer."""
-  found: list[tuple[str, str, Sequence[RunRecord], list[svg.Line]]] = []
+  found: list[tuple[str, str, Sequence[RunRecord], list[charts.Line]]] = []
   for label, group in groups.items():
     for measure, name in _MEASURES.items():
       # A pattern in an order that the sparse phase keeps cannot be measured in a dense one.
@@ -193,18 +183,18 @@ def activation_sparsity(groups: Groups) -> str:
   # One range for all, so that heights compare; above it the phases have their names.
   low = min(0.9, math.floor(10 * min(float(line.y.min()) for *_, lines in found for line in lines)) / 10)
   y_range = (low, 1 + 0.12 * (1 - low))
-  charts = []
+  drawn = []
   for label, name, group, lines in found:
     title, marks = f'{label}: {name}', _phase_marks(group[0])
-    chart = svg.line_chart(lines, title=title, y_label=name, y_range=y_range, marks=marks, width=380, height=230)
-    charts.append(f'<figure><figcaption>{escape(title)}</figcaption>{chart}</figure>')
-  return (
-    '<h2>Activations</h2><p class="caption">Squared ReLU on validation text, in the forward that the step trains with, '
+    chart = charts.line_chart(lines, title=title, y_label=name, y_range=y_range, marks=marks, width=380, height=230)
+    drawn.append(page.figure(chart, title))
+  lead = (
+    'Squared ReLU on validation text, in the forward that the step trains with, '
     'each layer by itself: its share of zeros before any pattern, and how much of its sum the pattern keeps (in dense '
     'phases: would keep). Vertical lines part phases; axes need not begin at zero. Validation losses are taken with '
-    'dense activations, since a pattern over a block of tokens sees later ones; training losses are not.</p>'
-    f'<div class="charts small">{"".join(charts)}</div>'
+    'dense activations, since a pattern over a block of tokens sees later ones; training losses are not.'
   )
+  return page.heading('Activations', lead) + page.figures(drawn, small=True)
 
 
 def _phase_marks(run: RunRecord) -> list[tuple[float, str]]:
@@ -214,9 +204,9 @@ def _phase_marks(run: RunRecord) -> list[tuple[float, str]]:
   return [(step, phase if step > 0.2 * run.train[-1]['step'] else '') for step, phase in ends]
 
 
-def _layer_lines(curves: Mapping[str, Sequence[tuple[np.ndarray, np.ndarray]]]) -> list[svg.Line]:
+def _layer_lines(curves: Mapping[str, Sequence[tuple[np.ndarray, np.ndarray]]]) -> list[charts.Line]:
   """A line a layer; with names unless there are more layers than colours."""
-  colours = svg.PALETTE[1:]
+  colours = charts.PALETTE[1:]
   lines = [
     _line(layer if len(curves) <= len(colours) else '', colours[i % len(colours)], seeds)
     for i, (layer, seeds) in enumerate(curves.items())
@@ -231,14 +221,14 @@ def flip_rates(groups: Groups, colours: Mapping[str, str]) -> str:
     if (line := _line(label, colours[label], [run.flip_curve() for run in group]))
   ]
   if not lines:
-    return '<h2>Flip rate</h2><p class="caption">No run watched its masks.</p>'
+    return page.heading('Flip rate', 'No run watched its masks.')
   modes = {run.config['recipe']['flip_rate'] for group in groups.values() for run in group}
   unit = (
     'Per optimizer step: what a search would choose before and after the step, whatever mask is in use.'
     if modes == {'step'}
     else 'Between two mask refreshes, whose distance differs between recipes: compare shapes, not heights, across them.'
   )
-  overall = svg.line_chart(
+  overall = charts.line_chart(
     lines,
     title='Flip rate',
     y_label='share of mask entries that flip, log scale',
@@ -257,7 +247,7 @@ def flip_rates(groups: Groups, colours: Mapping[str, str]) -> str:
         curve = np.array([r['step'] for r in records]), np.array([r['flip_rates'][name] for r in records])
         by_layer.setdefault(name.removesuffix('/kernel'), []).append(curve)
     if layers := _layer_lines(by_layer):
-      chart = svg.line_chart(
+      chart = charts.line_chart(
         layers,
         title=f'Flip rate of each layer, {label}',
         y_label='flip rate, log scale',
@@ -265,11 +255,13 @@ def flip_rates(groups: Groups, colours: Mapping[str, str]) -> str:
         width=380,
         height=230,
       )
-      small.append(f'<figure><figcaption>{escape(label)}</figcaption>{chart}</figure>')
-  return (
-    f'<h2>Flip rate</h2><p class="caption">The share of mask entries that change. {unit} A dense run that is '
-    f'watched has masks chosen and compared, and nothing made sparse. Rates of zero have no place on the log scale.'
-    f'</p><figure>{overall}</figure>'
-    '<h2>Flip rate of each layer</h2><p class="caption">Lines have names where a model has at most eight such layers.'
-    f'</p><div class="charts small">{"".join(small)}</div>'
+      small.append(page.figure(chart, label))
+  lead = (
+    f'The share of mask entries that change. {unit} A dense run that is watched has masks chosen and compared, and '
+    'nothing made sparse. Rates of zero have no place on the log scale.'
   )
+  layers = 'Lines have names where a model has at most eight such layers.'
+  return (
+    page.heading('Flip rate', lead) + page.figure(overall)
+    + page.heading('Flip rate of each layer', layers) + page.figures(small, small=True)
+  )  # fmt: skip

@@ -17,7 +17,7 @@ from absl.testing import absltest, parameterized
 import pytest
 
 from experiments.bench import __main__ as bench
-from experiments.reports import bench_report
+from experiments.reports import speed
 
 # Stands for a benchmark: appends its first argument as a record, prints the second, does the third.
 PROGRAM = """
@@ -167,10 +167,10 @@ class KeepTest(absltest.TestCase):
 
   def test_committed_records_are_known_again(self):
     """As the programs of today write them, which name what was not asked for."""
-    for path in bench_report.RESULTS.glob('*.jsonl'):
+    for path in speed.RESULTS.glob('*.jsonl'):
       for record in self.read(path):
         today = {'sharding': 'whole', 'xla_flags': ''} if record['bench'].startswith('mesh') else {}
-        self.assertEqual(bench_report.identity(today | record), bench_report.identity(record), path.name)
+        self.assertEqual(speed.identity(today | record), speed.identity(record), path.name)
 
   def test_a_record_takes_the_place_of_an_equal_one(self):
     folder = Path(self.enter_context(tempfile.TemporaryDirectory()))

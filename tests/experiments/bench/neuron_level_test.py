@@ -12,7 +12,7 @@ import jax
 import pytest
 
 from experiments.bench import neuron_level, trace
-from experiments.reports import bench_report
+from experiments.reports import speed
 from pallas_kernels import _records
 from pallas_kernels.vnm import api, mosaic_gpu
 from pallas_kernels.vnm.format import decompress_operand, verify
@@ -62,7 +62,7 @@ class NeuronLevelBenchTest(absltest.TestCase):
         written.append(file.read_text().count('\n'))
         jax.block_until_ready([call() for call in calls.values()])
         self.assertContainsSubset(calls, programs)
-        return {twin: {'trace': len(written)} for twin in calls}
+        return {twin: {'trace': len(written), 'busy_ms': 2.0, 'idle_ms': 0.5} for twin in calls}
 
       written = []
       with mock.patch.object(trace, 'explain', explain):
@@ -73,10 +73,10 @@ class NeuronLevelBenchTest(absltest.TestCase):
       records = [json.loads(line) for line in file.read_text().splitlines()]
     self.assertEqual(written, [2, 2])
     self.assertEqual([(r['dense_features'], r['token_pattern']) for r in records], [(0.05, None), (0.0, '2:4')])
-    patterns = [row.split(' | ')[1] for row in bench_report.markdown(records).splitlines()[4:]]
+    patterns = [row.split(' | ')[1] for row in speed.markdown(records).splitlines()[4:]]
     self.assertEqual(patterns, [f'neuron level, bfloat16, 64:2:8{x}' for x in ('', ', 2:4 along tokens')])
-    self.assertNotEqual(*map(bench_report.identity, records))  # neither takes the other's place
-    self.assertEqual([r['profile']['sparse'] for r in records], [{'trace': 1}, {'trace': 2}])
+    self.assertNotEqual(*map(speed.identity, records))  # neither takes the other's place
+    self.assertEqual([r['profile']['sparse']['trace'] for r in records], [1, 2])
 
   def test_settings_can_be_built(self):
     for v in (64, 128, 256):

@@ -22,7 +22,7 @@ from experiments.bench import (
   train_step,
   twins,
 )
-from experiments.reports import bench_report
+from experiments.reports import speed, speed_records
 import sparse24_jax as s24
 from tests.experiments.fakes import compile_quickly
 
@@ -51,7 +51,7 @@ class RecordsTest(parameterized.TestCase):
     self.assertEqual(set(record['baselines']), {'dense', 'dense_fp8'} if 'fp8' in case else {'dense'})
     self.assertLen(record['samples_ms'], 4)
     self.assertLen(record['median_ms_by_order'], 2)
-    self.assertIn('x', bench_report.title(record))
+    self.assertIn('x', speed_records.title(record))
     for name in ('y', 'dx'):
       self.assertLess(record['error']['exact'][name], 0.12 if 'fp8' in case else 1e-5)
     for ratio in record['error']['unbiased'].values():
@@ -107,7 +107,7 @@ class RecordsTest(parameterized.TestCase):
     self.assertEqual((record['sparse_share'], record['dense_features']), (0.7, dense_features))
     self.assertEqual((record['search_ms'], record['refresh_samples_ms']['search']), (0.0, []))
     self.assertEqual(record['amortised_ms'], record['median_ms'])
-    row = bench_report.markdown([record]).splitlines()[-1]
+    row = speed.markdown([record]).splitlines()[-1]
     self.assertIn(f'training step, gpt2-124m-relu2, 64 x 16 | neuron level, bfloat16, 64:2:8{what} |', row)
 
   def test_blocks_of_tokens_are_whole(self):
@@ -126,8 +126,8 @@ class RecordsTest(parameterized.TestCase):
     self.assertEqual([policy.dense_features for policy in policies], [0.05, 0.2])
     self.assertEqual([policy.tokens for policy in policies], [s24.VNM(128, 8)] * 2)
     known = {'bench': 'train_step', 'pattern': '128:2:8'}  # older records of steps say nothing of 5%
-    self.assertEqual(bench_report.identity(known), bench_report.identity(known | {'dense_features': 0.05}))
-    self.assertNotEqual(bench_report.identity(known), bench_report.identity(known | {'dense_features': 0.2}))
+    self.assertEqual(speed.identity(known), speed.identity(known | {'dense_features': 0.05}))
+    self.assertNotEqual(speed.identity(known), speed.identity(known | {'dense_features': 0.2}))
 
   def test_a_burst_must_not_reach_a_mask_search(self):
     with contextlib.redirect_stdout(io.StringIO()) as out, tempfile.TemporaryDirectory() as folder:

@@ -1,10 +1,11 @@
 """Sections of the page about benchmark records: a heading, bars and tables for each benchmark."""
 
 from collections.abc import Sequence
-from html import escape
 from typing import Any
 
-from experiments.reports.bench_figures import bars, milliseconds, ratios, Record, stacked, table, title
+from experiments.reports import page
+from experiments.reports.charts import bars, stacked
+from experiments.reports.speed_records import milliseconds, ratios, Record, title, traced
 
 _ROLES = ('forward', 'input_grad', 'weight_grad')
 
@@ -30,6 +31,8 @@ def _steps(bench: str, records: Sequence[Record]) -> str:
     if 'tokens_per_s' in record:
       speed = f'{record["tokens_per_s"]:,.0f} tokens/s'
     calls, ratio = record.get('sparse_calls') or {}, _ratio_text(record)
+    if of_trace := traced(record):
+      ratio += '; traced ' + ', '.join(f'{ratio:.3f}' for ratio in of_trace.values())
     if gains := record.get('run_speedup'):
       ratio += f'; of a whole run, {record["sparse_share"]:.0%} of it sparse, {gains["dense"]:.3f}'
     rows.append([
@@ -44,20 +47,22 @@ def _steps(bench: str, records: Sequence[Record]) -> str:
       ' is not the one that the matmul reads on this card. The times stand, the numbers do not.'
     )
   parts = [
-    f'<h2>{heading}</h2><p class="soft">{lead} Medians over interleaved bursts in both orders.</p>',
+    page.heading(heading, f'{lead} Medians over interleaved bursts in both orders; a trace is sustained.'),
     bars(charts, label=heading),
-    table(['case', 'ms', 'baselines, ms', 'times faster than', 'speed', 'sparse calls F / dX / dW'], rows),
+    page.table(['case', 'ms', 'baselines, ms', 'times faster than', 'speed', 'sparse calls F / dX / dW'], rows),
   ]  # fmt: skip
   for record in records:
     profile = {twin: summary for twin, summary in (record.get('profile') or {}).items() if summary}
     if profile:
-      parts.append(f'<h3>Where the time goes, in a few traced steps: {escape(title(record))}</h3>')
-      parts.append(stacked(profile, label=f'device time of {title(record)}'))
+      parts.append(page.figure(
+        stacked(profile, label=f'device time of {title(record)}'),
+        f'Where the time goes, in a few traced steps: {title(record)}',
+      ))  # fmt: skip
       kinds = list(next(iter(profile.values()))['by_kind_ms'])
       cells = [[k, *(f'{s["by_kind_ms"][k]:.3f}' for s in profile.values())] for k in kinds]
       cells += [[k.removesuffix('_ms'), *(f'{s[k]:.3f}' for s in profile.values())] for k in ('busy_ms', 'idle_ms')]
-      rows_of_kinds = table(['ms a step', *profile], [row for row in cells if any(float(c) for c in row[1:])])
-      parts.append(f'<details><summary>as a table</summary>{rows_of_kinds}</details>')
+      rows_of_kinds = page.table(['ms a step', *profile], [row for row in cells if any(float(c) for c in row[1:])])
+      parts.append(page.folded('as a table', rows_of_kinds))
   return '\n'.join(parts)
 
 
@@ -94,9 +99,9 @@ def _matmul(bench: str, records: Sequence[Record]) -> str:
   ]  # fmt: skip
   heading, lead = _PRODUCTS[bench]
   return '\n'.join([
-    f'<h2>{heading}</h2><p class="soft">{lead}</p>',
+    page.heading(heading, lead),
     bars(chart, label=heading),
-    table(['problem', 'ms', 'logical TFLOP/s', 'times faster than', 'the same, sustained', 'error'], rows),
+    page.table(['problem', 'ms', 'logical TFLOP/s', 'times faster than', 'the same, sustained', 'error'], rows),
   ])  # fmt: skip
 
 
@@ -111,19 +116,20 @@ def _checks(records: Sequence[Record]) -> str:
        f'{error["decompressed"][name]:.2e}' if 'decompressed' in error else '']
       for name, exact in error['exact'].items()
     ]  # fmt: skip
-  return (
-    '<h2>Gradients of a block</h2><p class="soft">Relative Frobenius errors against the float32 reference, on the '
+  lead = (
+    'Relative Frobenius errors against the float32 reference, on the '
     'card. MVUE picks by the values that it is given, so rounding now and then picks another entry: weight gradients '
     'are compared without sampling; with it, beside the plain op in the same dtype; and the mean of samples beside the '
     'unsampled gradient, over what their spread lets expect (about 1 if unbiased). Last: the kernels beside XLA, with '
-    'the same operands and samples.</p>'
-    + table(['block', 'tensor', 'without sampling', 'with', 'plain op, with', 'mean of samples', 'beside XLA'], rows)
+    'the same operands and samples.'
   )
+  heads = ['block', 'tensor', 'without sampling', 'with', 'plain op, with', 'mean of samples', 'beside XLA']
+  return page.heading('Gradients of a block', lead) + page.table(heads, rows)
 
 
 def _tracking(records: Sequence[Record]) -> str:
   """Section of training with the kernels beside training with the reference op."""
-  parts = []
+  parts = [page.heading('Training with the kernels and without')]
   for record in records:
     rows = [
       [recipe, ', '.join(f'{d:+.4f}' for d in found['difference']), f'{found["spread"]:.4f}',
@@ -131,13 +137,13 @@ def _tracking(records: Sequence[Record]) -> str:
       for recipe, found in record['comparisons'].items()
     ]  # fmt: skip
     shape = record['shape']
-    parts.append(
-      f'<p class="soft">{escape(record["model"])}, {shape["layers"]} layers, width {shape["width"]}, {record["steps"]} '
+    parts.append(page.paragraph(
+      f'{record["model"]}, {shape["layers"]} layers, width {shape["width"]}, {record["steps"]} '
       f'steps of {shape["batch"]} x {shape["length"]} bytes of text, {record["seeds"]} seeds. Validation loss with the '
-      'kernels minus that with the plain op, seed by seed, beside the spread of seeds.</p>'
-      + table(['recipe', 'difference, nats a byte', 'spread of seeds', 'within'], rows)
-    )
-  return '<h2>Training with the kernels and without</h2>' + ''.join(parts)
+      'kernels minus that with the plain op, seed by seed, beside the spread of seeds.'
+    ))  # fmt: skip
+    parts.append(page.table(['recipe', 'difference, nats a byte', 'spread of seeds', 'within'], rows))
+  return ''.join(parts)
 
 
 def _attention(records: Sequence[Record]) -> str:
@@ -156,7 +162,7 @@ def _attention(records: Sequence[Record]) -> str:
   what = 'ms of its kernels' if of_device else 'ms by the wall clock, which below 0.3 ms is that of the host'
   lead = f'Forward and backward, {what}, by back end; full is causal attention without a pattern, by cuDNN.'
   heads = ['case', *names, 'of all scores, computed', 'largest error']
-  return f'<h2>Sparse attention</h2><p class="soft">{lead}</p>{bars(times, label="attention")}{table(heads, rows)}'
+  return page.heading('Sparse attention', lead) + bars(times, label='attention') + page.table(heads, rows)
 
 
 def _mesh_checks(records: Sequence[Record]) -> str:
@@ -166,10 +172,11 @@ def _mesh_checks(records: Sequence[Record]) -> str:
     for record in records
     for *part, value in _leaves(record['error'])
   ]
-  return (
-    '<h2>Several GPUs beside one</h2><p class="soft">The same op on all devices and on one: relative errors, and of '
-    'sample the share of entries that were drawn otherwise.</p>' + table(['what', 'of', 'value'], rows)
+  lead = (
+    'The same op on all devices and on one: relative errors, and of sample the share of entries that were drawn '
+    'otherwise.'
   )
+  return page.heading('Several GPUs beside one', lead) + page.table(['what', 'of', 'value'], rows)
 
 
 def _leaves(tree: Any, path: tuple[str, ...] = ()) -> list[tuple[Any, ...]]:
@@ -188,11 +195,14 @@ def _memory_bound(records: Sequence[Record]) -> str:
     [name, r['implementation'], f'{r["median_ms"]:.4f}', f'{100 * r["copy_share"]:.0f}%', _ratio_text(r)]
     for name, r in zip(names, records, strict=True)
   ]
+  lead = (
+    'Bytes that must move over time, as a share of a plain copy: of words of four bytes, in records of an H100 of '
+    'bfloat16.'
+  )
   return '\n'.join([
-    '<h2>Memory-bound kernels</h2><p class="soft">Bytes that must move over time, as a share of '
-    'a plain copy: of words of four bytes, in records of an H100 of bfloat16.</p>',
+    page.heading('Memory-bound kernels', lead),
     bars(shares, label='share of copy bandwidth', unit='%'),
-    table(['kernel', 'written in', 'ms', 'of copy bandwidth', 'times faster than'], rows),
+    page.table(['kernel', 'written in', 'ms', 'of copy bandwidth', 'times faster than'], rows),
   ])  # fmt: skip
 
 

@@ -1,0 +1,153 @@
+"""Whether a record stands by itself, and which records the documents cite.
+
+A table of a document is preceded by a comment that says which records its figures are from:
+
+  <!-- records: train_step.jsonl ffn.jsonl?device=NVIDIA H200 -->
+  <!-- records: none, these are settings -->
+
+Files are those of `experiments/results/`, each with conditions on fields of its records after a question mark, or
+paths from the root of the project. A table whose records do not all stand by themselves bears a dagger.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+import dataclasses
+import functools
+import json
+from pathlib import Path
+import re
+import subprocess
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / 'experiments' / 'results'
+# What does not stand by itself today: file -> fault -> number of records. It grows shorter, never longer.
+TO_MEASURE_AGAIN = RESULTS / 'to_measure_again.json'
+DAGGER = '†'
+
+_COMMENT = re.compile(r'<!-- records: (.*?) -->\n', re.DOTALL)
+_COMMAND = re.compile(r'python -m (experiments|pallas_kernels|sparse24_jax)[.\w]*( |$)')
+
+
+@dataclasses.dataclass(frozen=True)
+class Cited:
+  """A table of a document.
+
+  Attributes:
+    document: its path.
+    line: of the table's head, from 1.
+    text: the table.
+    citations: what its comment lists; None without a comment, empty where there is nothing to cite.
+  """
+
+  document: Path
+  line: int
+  text: str
+  citations: tuple[str, ...] | None
+
+
+def faults(record: Mapping[str, Any]) -> tuple[str, ...]:
+  """Why a record does not stand by itself; empty if it does.
+
+  >>> faults({'commit': 'df15449+', 'command': 'a driver, not kept'})
+  ('uncommitted changes', 'no command that is kept')
+  """
+  commit = str(record.get('commit') or '')
+  found = []
+  if not commit:
+    found.append('no commit')
+  elif not re.fullmatch('[0-9a-f]{7,40}', commit):
+    found.append('uncommitted changes')
+  elif not _in_git(commit):
+    found.append('a commit that is not in git')
+  if not _COMMAND.match(str(record.get('command') or '')):
+    found.append('no command that is kept')
+  return tuple(found)
+
+
+@functools.cache
+def _in_git(commit: str) -> bool:
+  """Whether a commit is part of the history; True where there is none to look into."""
+
+  def git(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(['git', *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+
+  try:
+    if git('rev-parse', '--is-shallow-repository').stdout.strip() != 'false':
+      return True
+  except OSError:  # no git
+    return True
+  return git('cat-file', '-e', f'{commit}^{{commit}}').returncode == 0
+
+
+def read(citation: str) -> list[dict[str, Any]]:
+  """The records that a citation means.
+
+  Raises:
+    ValueError: no such file, or no record in it that the conditions hold for.
+  """
+  name, _, conditions = citation.partition('?')
+  path = RESULTS / name if '/' not in name else ROOT / name
+  if not path.is_file():
+    raise ValueError(f'{citation}: no file {path.relative_to(ROOT)}')
+  found = [json.loads(line) for line in path.read_text().splitlines()] if path.suffix == '.jsonl' else _tuned(path)
+  for condition in filter(None, conditions.split('&')):
+    key, _, value = condition.partition('=')
+    found = [record for record in found if str(record.get(key)) == value]
+  if not found:
+    raise ValueError(f'{citation}: no such record')
+  return found
+
+
+def _tuned(path: Path) -> list[dict[str, Any]]:
+  """What a tuner wrote: its head is the record of all entries, but for those that say otherwise."""
+  content = json.loads(path.read_text())
+  head = {key: value for key, value in content.items() if key != 'entries'}
+  return [head, *({**head, **entry['by']} for entry in content.get('entries', ()) if 'by' in entry)]
+
+
+def tables(document: Path) -> list[Cited]:
+  """The tables of a document that have figures, with what their comments cite."""
+  text = document.read_text()
+  found = []
+  for match in re.finditer(r'^\|.*\n\|[-| :]+\|\n(?:\|.*\n?)*', text, re.MULTILINE):
+    body = match.group().split('\n', 2)[2]
+    if not re.search(r'\d', body):
+      continue
+    before = text[: match.start()]
+    comments = [*_COMMENT.finditer(before)]
+    # One comment may serve several tables of a section.
+    near = comments and '\n#' not in before[comments[-1].end() :]
+    citations = None
+    if near:
+      listed = comments[-1].group(1)
+      citations = () if listed.startswith('none, ') else tuple(re.split(r'\s*;\s*', ' '.join(listed.split())))
+    found.append(Cited(document, before.count('\n') + 1, match.group(), citations))
+  return found
+
+
+def problems(cited: Cited) -> list[str]:
+  """What is wrong with how a table cites its records."""
+  where = f'{cited.document.name}, line {cited.line}'
+  if cited.citations is None:
+    return [f'{where}: a table of figures without <!-- records: ... -->']
+  try:
+    records = [record for citation in cited.citations for record in read(citation)]
+  except ValueError as error:
+    return [f'{where}: {error}']
+  faulty, marked = any(map(faults, records)), DAGGER in cited.text
+  if faulty and not marked:
+    return [f'{where}: some of its records do not stand by themselves, and it has no {DAGGER}']
+  if marked and not faulty:
+    return [f'{where}: all of its records stand by themselves, so {DAGGER} goes']
+  return []
+
+
+def to_measure_again(paths: Sequence[Path] | None = None) -> dict[str, dict[str, int]]:
+  """File -> fault -> number of records, of all committed records that do not stand by themselves."""
+  found = {}
+  for path in sorted(RESULTS.glob('*.jsonl') if paths is None else paths):
+    counts = Counter(fault for record in map(json.loads, path.read_text().splitlines()) for fault in faults(record))
+    if counts:
+      found[path.name] = dict(sorted(counts.items()))
+  return found

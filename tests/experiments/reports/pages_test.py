@@ -1,0 +1,106 @@
+"""Everything that is made of records and committed can be made again, and says which records it is of."""
+
+import itertools
+import json
+from pathlib import Path
+import re
+import xml.etree.ElementTree as ET
+
+from absl.testing import absltest, parameterized
+import numpy as np
+
+from experiments.reports import claims, pages, provenance, quality, speed
+from experiments.runs.records import group
+from tests.experiments.fakes import temp_folder
+
+DOCUMENTS = (provenance.ROOT / 'README.md', pages.DOCS / 'speed.md', pages.DOCS / 'quality.md')
+
+
+class PagesTest(absltest.TestCase):
+  def test_documents_have_the_tables_and_the_picture_of_the_committed_records(self):
+    self.assertEqual((pages.DOCS / 'speed.md').read_text(), pages.document(), 'python -m experiments pages')
+    shown = ET.parse(pages.PICTURE).find('{http://www.w3.org/2000/svg}desc')
+    rows = speed.figure_rows(speed.load(provenance.RESULTS.glob('*.jsonl')))
+    self.assertEqual(json.loads(shown.text), json.loads(json.dumps(rows)), 'python -m experiments pages')
+
+  def test_no_page_is_committed(self):
+    """Pages are large, and are made by one command of what is."""
+    self.assertEmpty([*provenance.RESULTS.glob('**/*.html'), *pages.DOCS.glob('**/*.html')])
+
+  def test_a_page_of_losses_from_records(self):
+    text = quality.write([provenance.RESULTS / 'compare_nano.jsonl'])
+    for wanted in ('compare_nano', 'dense, FFN half as wide', '1.3481 ± 0.0075', 'FST reaches the quality of dense'):
+      self.assertIn(wanted, text)
+    self.assertNotRegex(text, r'(?<![a-z])nan(?![a-z])')
+
+
+class RecordsTest(parameterized.TestCase):
+  @parameterized.parameters(
+    ({'commit': 'df15449', 'command': 'python -m experiments compare'}, ()),
+    ({'commit': 'df15449', 'command': 'python -m pallas_kernels.pack.bench --out x'}, ()),
+    ({'commit': 'df15449+', 'command': 'python -m pallas_kernels tune'}, ('uncommitted changes',)),
+    ({'commit': '6348563-dirt-dirty', 'command': 'python -m experiments x'}, ('uncommitted changes',)),
+    ({'command': 'python pack7.py'}, ('no commit', 'no command that is kept')),
+    ({'commit': '0000000', 'command': 'python -m experiments x'}, ('a commit that is not in git',)),
+  )  # fmt: skip
+  def test_faults(self, record, expected):
+    if '0000000' in str(record) and not (provenance.ROOT / '.git').exists():
+      self.skipTest('not a git checkout')
+    self.assertEqual(provenance.faults(record), expected)
+
+  def test_what_has_to_be_measured_again_is_listed(self):
+    """Records of a program with uncommitted changes, or of one that is not kept: none is added to those."""
+    listed = json.loads(provenance.TO_MEASURE_AGAIN.read_text())
+    self.assertEqual(provenance.to_measure_again(), listed, 'commit, then measure; what is mended leaves the list')
+
+  @parameterized.parameters(*DOCUMENTS)
+  def test_tables_cite_their_records(self, document):
+    found = provenance.tables(document)
+    self.assertEqual([problem for cited in found for problem in provenance.problems(cited)], [])
+
+  def test_a_table_that_does_not(self):
+    path = Path(temp_folder(self)) / 'page.md'
+    table = '| a | b |\n|---|---|\n| x | 1.5{} |\n'
+    clean, faulty = 'train_step.jsonl?commit=15c44b6', 'small_blocks.jsonl'
+    cases = (
+      ('', '', 'without <!-- records'), (f'<!-- records: {clean} -->\n', '', None),
+      (f'<!-- records: {clean} -->\n', ' †', '† goes'), (f'<!-- records: {clean};\n {faulty} -->\n', ' †', None),
+      (f'<!-- records: {faulty} -->\n', '', 'it has no †'), ('<!-- records: none, a setting -->\n', '', None),
+      ('<!-- records: gone.jsonl -->\n', '', 'no file .*gone.jsonl'), 
+      (f'<!-- records: {faulty} -->\n\n# B\n', '', 'without'),
+      ('<!-- records: small_blocks.jsonl?device=x -->\n', '', 'no such record'),
+    )  # fmt: skip
+    for comment, mark, problem in cases:
+      path.write_text(comment + '\n' + table.format(mark))
+      (cited,) = provenance.tables(path)
+      found = provenance.problems(cited)
+      self.assertLen(found, bool(problem), comment)
+      if problem:
+        self.assertRegex(found[0], problem)
+
+
+class FiguresTest(absltest.TestCase):
+  def test_losses_of_the_documents_are_those_of_the_records_that_they_cite(self):
+    """Means with their spreads, and differences seed by seed, each to the digits that are written."""
+    count = 0
+    for cited in provenance.tables(pages.DOCS / 'quality.md'):
+      groups, spreads = [], set()
+      for citation in cited.citations:
+        runs = [quality.run_of(record) for record in provenance.read(citation)]
+        groups += group(runs).values()
+      for runs in groups:
+        losses = [run.validation_loss for run in runs]
+        if len(losses) > 1:
+          spreads |= {f'{np.mean(losses):.3f} ± {np.std(losses, ddof=1):.{digits}f}' for digits in (3, 4)}
+      # A method may have been run later than its dense twin, into another file.
+      pairs = {', '.join(f'{d:+.3f}' for d in claims.paired(a, b)) for a, b in itertools.product(groups, groups)}
+      wrong = [text for text in re.findall(r'\d\.\d{3} ± \d\.\d+', cited.text) if text not in spreads]
+      differences = re.findall(r'[+-]\d\.\d{3}(?:, [+-]\d\.\d{3})+', cited.text)
+      wrong += [text for text in differences if text not in pairs]
+      self.assertEqual(wrong, [], f'docs/quality.md, line {cited.line}')
+      count += len(differences)
+    self.assertGreater(count, 20)
+
+
+if __name__ == '__main__':
+  absltest.main()
