@@ -4,6 +4,8 @@
 #   make pages     tables and picture of the docs, and pages about speed and quality, from the committed records
 #   make test-all  lint, types and all tests, those marked slow too; CI runs this
 #   make mutants   breaks one promise at a time and runs the fast tests that must notice
+#   make faults    injects faults into runs, and writes what became of them to docs/faults.md
+#   make soak      a run of 20,000 steps that is killed again and again
 # And `make docs` writes the reference to site/index.html.
 
 PYTHON ?= python3.12
@@ -13,7 +15,7 @@ KERNELS_VENV ?= .venv-kernels
 # A worker that has no tests left takes some from the other.
 PYTEST = -m pytest -n 2 --dist worksteal -q $(SELECT)
 
-.PHONY: demo pages test test-all types tests mutants docs clean
+.PHONY: demo pages test test-all types tests mutants faults soak docs clean
 
 demo: $(VENV)/ready
 	$(VENV)/bin/python -m experiments
@@ -38,6 +40,12 @@ tests: $(VENV)/ready $(KERNELS_VENV)/ready
 
 mutants: $(VENV)/ready
 	$(VENV)/bin/python -m tests.mutants
+
+faults: $(VENV)/ready
+	$(VENV)/bin/python -m tests.faults --out docs/faults.md
+
+soak: $(VENV)/ready
+	$(VENV)/bin/python -m tests.soak
 
 docs: $(VENV)/ready
 	JAX_PLATFORMS=cpu $(VENV)/bin/python docs/build.py

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import os
 from pathlib import Path
 import sys
+import traceback
 
 # Orbax and TFDS log through absl at INFO, and glog speaks up before Python can stop it.
 os.environ.setdefault('GLOG_minloglevel', '2')
@@ -74,6 +75,16 @@ def make_parser() -> argparse.ArgumentParser:
     help='resume although optimizer.* or recipe.kwargs.masked_decay are others than before; events.jsonl says so',
   )
 
+  train.add_argument(
+    '--distributed', action='store_true', help='one of several processes, as Slurm, Open MPI or Kubernetes start them'
+  )
+  train.add_argument('--coordinator', metavar='HOST:PORT', help='of the first process, where nothing else tells')
+  train.add_argument('--processes', type=int, help='how many there are, where nothing else tells')
+  train.add_argument('--process', type=int, help='which one this is, from 0, where nothing else tells')
+  train.add_argument(
+    '--heartbeat', type=int, default=100, help='seconds until a silent process is taken for lost (default: 100)'
+  )
+
   evaluate = commands.add_parser('eval', help='validation loss of a checkpoint')
   inspect = commands.add_parser('inspect', help='table of the sparse weights of a checkpoint')
   for command in (evaluate, inspect):
@@ -118,8 +129,10 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _train(args: argparse.Namespace) -> None:
-  from experiments.runs import experiment, methods, train
+  from experiments.runs import experiment, hosts, methods, train
 
+  if _is_one_of_several(args):
+    hosts.join(args.coordinator, args.processes, args.process, args.heartbeat)
   config = experiment.load_config(args.config, args.overrides, tiny=args.tiny)
   if args.method:
     experiment.refuse_overrides(args.overrides, {**methods.SET_BY_METHOD, 'data.seed': 'a method has one, --set seed'})
@@ -127,6 +140,8 @@ def _train(args: argparse.Namespace) -> None:
   folder = args.folder or f'runs/{config.name}-{config.method or config.recipe.name}-seed{config.seed}'
   before = 'finished before, ' if (Path(folder) / 'summary.json').exists() else ''
   summary = train.train(config, folder, from_step=args.from_step, accept_changes=args.accept_changes)
+  if not hosts.first():
+    return
   print(
     f'{folder}: {before}validation loss {summary["validation_loss"]:.4f} after {summary["steps"]} steps, '
     f'{summary["seconds"]:.0f} s'
@@ -269,7 +284,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
   Returns:
     The exit status: 0; 1 after an error; of a run that was told to stop and is saved, 75 after SIGTERM or a notice of
-    preemption and 130 after Ctrl-C.
+    preemption and 130 after Ctrl-C; 76 where another process of the run is lost.
   """
   parser = make_parser()
   argv = list(sys.argv[1:] if argv is None else argv)
@@ -277,9 +292,20 @@ def main(argv: Sequence[str] | None = None) -> int:
   if args.command is None:
     args = parser.parse_args([*argv, 'main-job'])
 
+  status = _status_of(args)
+  if status and _is_one_of_several(args):
+    # At its usual end a process waits for the others, which may be gone, or wait for this one in the middle of a step.
+    sys.stderr.flush()
+    os._exit(status)
+  return status
+
+
+def _status_of(args: argparse.Namespace) -> int:
+  """Runs the command of parsed arguments, and tells its errors."""
   from absl import logging
   from jax.errors import JaxRuntimeError
 
+  from experiments.runs import hosts
   from experiments.runs.checkpoint import CheckpointError
   from experiments.runs.stopping import StoppedError
   from experiments.runs.train import TrainingDivergedError
@@ -287,19 +313,32 @@ def main(argv: Sequence[str] | None = None) -> int:
   logging.set_verbosity(logging.ERROR)
   try:
     _COMMANDS[args.command](args)
-  except (ValueError, OSError, CheckpointError, TrainingDivergedError) as error:
-    if args.debug or isinstance(error, JaxRuntimeError):
-      raise
-    print(f'error: {error}', file=sys.stderr)
-    return 1
   except StoppedError as stopped:
-    print(stopped, file=sys.stderr)
+    if hosts.first():
+      print(stopped, file=sys.stderr)
     return stopped.status
   except KeyboardInterrupt:
     resumes = '; the same command resumes from the last checkpoint' if args.command in _RESUMABLE else ''
     print(f'\nstopped{resumes}', file=sys.stderr)
     return 130
+  except Exception as error:
+    several = _is_one_of_several(args)
+    if several and hosts.lost_another(error):
+      print(f'error: {hosts.tell_lost(error)}', file=sys.stderr)
+      return hosts.LOST
+    known = isinstance(error, (ValueError, OSError, CheckpointError, TrainingDivergedError))
+    if known and not args.debug and not isinstance(error, JaxRuntimeError):
+      print(f'error: {error}', file=sys.stderr)
+    elif several:
+      traceback.print_exc()
+    else:
+      raise
+    return 1
   return 0
+
+
+def _is_one_of_several(args: argparse.Namespace) -> bool:
+  return bool(getattr(args, 'distributed', False) or getattr(args, 'coordinator', None))
 
 
 if __name__ == '__main__':

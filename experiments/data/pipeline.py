@@ -43,8 +43,9 @@ class DataConfig:
       `sparse24_jax` in the user's cache folder.
     manual_dir: The user's own text, for the corpora that need it.
     max_tokens: Prepare only this many tokens of each split, for a trial on a large corpus; None prepares all.
-    process_index: Which share of each batch this process gets, `jax.process_index()`.
-    process_count: Number of processes that share a batch, `jax.process_count()`.
+    process_index: Which share of each batch this process gets.
+    process_count: Number of shares; processes whose devices split a tensor and not the batch have the same one.
+    micro_batches: How many equal parts, one after another, a batch is trained in: a share is the same rows of each.
   """
 
   corpus: str = 'aws_docs'
@@ -57,9 +58,11 @@ class DataConfig:
   max_tokens: int | None = None
   process_index: int = 0
   process_count: int = 1
+  micro_batches: int = 1
 
   def __post_init__(self):
     lowest = {'seq_len': 1, 'batch_size': 1, 'seed': 0, 'process_index': 0, 'process_count': 1, 'max_tokens': 2}
+    lowest['micro_batches'] = 1
     for name, low in lowest.items():
       value = getattr(self, name)
       if value is None and name == 'max_tokens':
@@ -70,8 +73,20 @@ class DataConfig:
       raise DataError(f'seed must be below 2**32, got {self.seed}')
     if self.process_index >= self.process_count:
       raise DataError(f'process_index is {self.process_index}, but process_count is {self.process_count}')
-    if self.batch_size % self.process_count:
-      raise DataError(f'batch_size {self.batch_size} does not divide among process_count {self.process_count}')
+    if self.batch_size % (self.process_count * self.micro_batches):
+      raise DataError(
+        f'batch_size {self.batch_size} does not divide among process_count {self.process_count} x micro_batches '
+        f'{self.micro_batches}'
+      )
+
+  @property
+  def rows(self) -> np.ndarray:
+    """The rows of each batch that this process gets, in order.
+
+    >>> DataConfig(batch_size=8, process_index=1, process_count=2, micro_batches=2).rows
+    array([2, 3, 6, 7])
+    """
+    return np.arange(self.batch_size).reshape(self.micro_batches, self.process_count, -1)[:, self.process_index].ravel()
 
 
 class TrainIterator(Iterator[Batch]):
@@ -154,7 +169,7 @@ class Data:
     dataset = grain.MapDataset.source(windows).shuffle(seed=config.seed).repeat()
     # There is no remainder, but without the flag grain computes the endless length in floats and overflows for batch 1.
     dataset = dataset.batch(config.batch_size, drop_remainder=True)
-    dataset = dataset.map(functools.partial(_to_batch, share=self._share()))
+    dataset = dataset.map(functools.partial(_to_batch, share=self.config.rows))
     # Zero threads: the file is mapped into memory, and threads would only compete with the training step.
     iterator = iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)))
     identity = {'data': self.fingerprint, 'split': 'train', 'batch_size': config.batch_size, 'seed': config.seed}
@@ -183,14 +198,12 @@ class Data:
       )
     count = wanted * size
     rows = [windows[i * len(windows) // count] for i in range(count)]
-    return [_to_batch(np.stack(rows[i : i + size]), self._share()) for i in range(0, count, size)]
-
-  def _share(self) -> slice:
-    size = self.config.batch_size // self.config.process_count
-    return slice(self.config.process_index * size, (self.config.process_index + 1) * size)
+    # Validated in one piece, whatever the micro-batches of training.
+    share = dataclasses.replace(self.config, micro_batches=1).rows
+    return [_to_batch(np.stack(rows[i : i + size]), share) for i in range(0, count, size)]
 
 
-def _to_batch(rows: np.ndarray, share: slice) -> Batch:
+def _to_batch(rows: np.ndarray, share: np.ndarray) -> Batch:
   """Cuts this process' share of [B, T + 1] windows into inputs and targets."""
   rows = rows[share].astype(np.int32)
   return {'inputs': rows[:, :-1], 'targets': rows[:, 1:]}
@@ -215,7 +228,7 @@ def load(
     batch_size: Sequences a batch over all processes.
     seed: Order of the training windows.
     data_dir: Existing folder for prepared data, or None.
-    **options: `manual_dir`, `max_tokens`, `process_index`, `process_count`.
+    **options: `manual_dir`, `max_tokens`, `process_index`, `process_count`, `micro_batches`.
 
   Returns:
     The prepared data.

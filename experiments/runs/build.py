@@ -15,7 +15,7 @@ import numpy as np
 import optax
 
 from experiments.models import gpt2, llama
-from experiments.runs import patterns
+from experiments.runs import hosts, patterns
 from experiments.runs.experiment import Config
 import sparse24_jax as s24
 from sparse24_jax.attention import Attention
@@ -169,7 +169,9 @@ def make_parts(config: Config, *, data: Any = None) -> Parts:
     from experiments.data import pipeline  # Not before: a bad recipe should not wait for data preparation.
 
     optional = {key: config.data[key] or None for key in ('data_dir', 'manual_dir', 'max_tokens')}
-    data = pipeline.load(**{**config.data.to_dict(), **optional})
+    index, count = rows_of_this_process(mesh)
+    share = {'process_index': index, 'process_count': count, 'micro_batches': config.accumulate}
+    data = pipeline.load(**{**config.data.to_dict(), **optional, **share})
   vocab = math.ceil(data.vocab_size / config.vocab_multiple) * config.vocab_multiple
   model = dict(config.model.to_dict())
   family = model.pop('family', 'gpt2')
@@ -293,9 +295,30 @@ def make_mesh(config: Config) -> Mesh | None:
   """
   sizes = (config.mesh.data, config.mesh.fsdp)
   wanted, devices = math.prod(sizes), jax.devices()
+  if hosts.several() and wanted != len(devices):
+    raise ValueError(
+      f'mesh {sizes[0]} x {sizes[1]} takes {wanted} devices, but {jax.process_count()} processes have {len(devices)} '
+      'together and all must be used; set mesh.data and mesh.fsdp'
+    )
   if wanted > len(devices):
     raise ValueError(f'mesh {sizes[0]} x {sizes[1]} needs {wanted} devices, there are {len(devices)}; set mesh.data')
   return None if wanted == 1 else Mesh(np.array(devices[:wanted]).reshape(sizes), ('data', 'fsdp'))
+
+
+def rows_of_this_process(mesh: Mesh | None) -> tuple[int, int]:
+  """Which share of each batch the devices of this process need, and how many shares there are.
+
+  Raises:
+    ValueError: they need rows that do not lie side by side, which a mesh in the order of `jax.devices()` never asks.
+  """
+  if mesh is None:
+    return 0, 1
+  shards = mesh.shape['data'] * mesh.shape['fsdp']
+  places = NamedSharding(mesh, PartitionSpec(('data', 'fsdp'))).addressable_devices_indices_map((shards,))
+  mine = sorted({place[0].indices(shards)[0] for place in places.values() if place is not None})
+  if mine != list(range(mine[0], mine[0] + len(mine))) or mine[0] % len(mine):
+    raise ValueError(f'the devices of process {jax.process_index()} need the parts {mine} of a batch in {shards}')
+  return mine[0] // len(mine), shards // len(mine)
 
 
 def state_sharding(mesh: Mesh, tree: Any) -> Any:
@@ -323,7 +346,7 @@ def validation_batches(parts: Parts, count: int) -> dict[str, Any]:
   if parts.mesh is None:
     return stacked
   sharding = NamedSharding(parts.mesh, PartitionSpec(None, ('data', 'fsdp')))
-  return {key: jax.device_put(x, sharding) for key, x in stacked.items()}
+  return {key: jax.make_array_from_process_local_data(sharding, x) for key, x in stacked.items()}
 
 
 def shard_batch(parts: Parts, batch: Mapping[str, np.ndarray]) -> dict[str, Any]:

@@ -165,7 +165,9 @@ class Programs:
     self.init = make_init(parts)
     shardings = None
     if parts.mesh:
-      shardings = (build.state_sharding(parts.mesh, jax.eval_shape(self.init, parts.config.seed)), None)
+      # Every process reads the metrics, so every one has them whole.
+      whole = jax.sharding.NamedSharding(parts.mesh, jax.sharding.PartitionSpec())
+      shardings = (build.state_sharding(parts.mesh, jax.eval_shape(self.init, parts.config.seed)), whole)
     self.step = functools.cache(lambda phase, attention: make_step(parts, phase, shardings, attention))
     count = parts.config.eval_batches
     self.evaluate = functools.cache(lambda phase, attention: make_eval(parts, phase, attention, num_batches=count))

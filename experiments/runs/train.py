@@ -126,7 +126,7 @@ class Run:
     if done == config.steps:  # Killed between the last checkpoint and the summary.
       return self._validate(done, self.programs.evaluate(*build.phase_of(self.parts, done - 1)))
     program = None
-    with Progress(config.name, done, config.steps, quiet=self.quiet) as progress:
+    with Progress(config.name, done, config.steps, quiet=self.quiet or not hosts.first()) as progress:
       jax.block_until_ready(self.state)
       self.watch = Stopwatch(self.watch.spent)  # from here on
       self._logged = self.watch.spent['training']
@@ -370,6 +370,8 @@ def train(
     return summary
   programs = [] if programs is None else programs
   parts = build.make_parts(config, data=data)
+  hosts.require_same('settings or data', json.dumps([config.to_dict(), build.identity(parts), str(folder), from_step]))
+  hosts.require_shared(Path(folder))
   with held(Path(folder)):
     # Random masks have the seed in their programs.
     shared = programs[0] if programs and programs[0].recipe == parts.recipe else None
@@ -387,24 +389,33 @@ def held(folder: Path) -> Iterator[None]:
   Raises:
     ValueError: another process holds it; names that.
   """
-  if jax.process_index():  # The first of several processes of one run holds it for all.
+  with contextlib.ExitStack() as stack:
+    refused = None
+    if hosts.first():  # for all processes of the run
+      try:
+        _lock(folder, stack)
+      except ValueError as error:
+        refused = error
+    if not hosts.all_of(refused is None):
+      raise refused or ValueError(f'process 0 does not train in {folder}')
     yield
-    return
+
+
+def _lock(folder: Path, stack: contextlib.ExitStack) -> None:
   folder.mkdir(parents=True, exist_ok=True)
-  with (folder / '.lock').open('a+') as lock:
-    try:
-      fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-      lock.seek(0)
-      holder = lock.read() or 'another process'
-      raise ValueError(f'{holder} trains in {folder}; wait for it, stop it, or name another folder') from None
-    except OSError as error:  # some file systems of clusters have no locks
-      message = f'{folder} cannot be locked ({error}): nothing keeps a second process from training in it'
-      warnings.warn(message, stacklevel=2)
-    lock.truncate(0)
-    lock.write(f'process {os.getpid()} on {socket.gethostname()}')
-    lock.flush()
-    yield
+  lock = stack.enter_context((folder / '.lock').open('a+'))
+  try:
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+  except BlockingIOError:
+    lock.seek(0)
+    holder = lock.read() or 'another process'
+    raise ValueError(f'{holder} trains in {folder}; wait for it, stop it, or name another folder') from None
+  except OSError as error:  # some file systems of clusters have no locks
+    message = f'{folder} cannot be locked ({error}): nothing keeps a second process from training in it'
+    warnings.warn(message, stacklevel=2)
+  lock.truncate(0)
+  lock.write(f'process {os.getpid()} on {socket.gethostname()}')
+  lock.flush()
 
 
 def _summary(folder: Path) -> dict[str, Any] | None:

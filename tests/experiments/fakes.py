@@ -39,18 +39,21 @@ class FakeData:
     seq_len: positions.
     batch_size: sequences a batch.
     seed: decides everything.
+    rows: of every batch, those that this process gets; None are all.
   """
 
   vocab_size = 32
   tokenizer = None
 
-  def __init__(self, *, seq_len=16, batch_size=16, seed=0, fingerprint='fake-1'):
+  def __init__(self, *, seq_len=16, batch_size=16, seed=0, fingerprint='fake-1', rows=None):
     self._shape, self._seed, self.fingerprint = (batch_size, seq_len + 1), seed, fingerprint
+    self._rows = slice(None) if rows is None else rows
 
   def batch(self, *key):
     rng = np.random.default_rng((self._seed, *key))
     steps = np.where(rng.random(self._shape) < 1 / 8, rng.integers(0, self.vocab_size, self._shape), 1)
     tokens = (np.cumsum(steps, axis=1) % self.vocab_size).astype(np.int32)
+    tokens = tokens[self._rows]
     return {'inputs': tokens[:, :-1], 'targets': tokens[:, 1:]}
 
   def train(self):

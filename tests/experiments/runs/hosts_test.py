@@ -1,0 +1,148 @@
+"""Several processes train as one does; a lost one ends all; a signal to one stops and saves all."""
+
+import json
+import os
+from pathlib import Path
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from unittest import mock
+
+from absl.testing import absltest, parameterized
+import jax
+import numpy as np
+import pytest
+
+from experiments.data import pipeline
+from experiments.runs import build, experiment, hosts, inspection
+from experiments.runs.checkpoint import Checkpoints
+import sparse24_jax as s24
+from tests.experiments.fakes import FakeData, temp_folder
+from tests.experiments.runs.train_test import ROOT
+
+SETTINGS = (
+  'model.num_layers=1', 'log_every=5', 'eval_every=10', 'checkpoint_every=10', 'eval_batches=2', 'recipe.name=ste',
+  'mesh.data=2', 'mesh.fsdp=2',
+)  # fmt: skip
+
+
+def start(folder, processes, *settings, devices=4, fault=None):
+  """Starts the processes of a run over 4 devices; `fault` is (process, signal, step). Returns them."""
+  with socket.socket() as free:
+    free.bind(('localhost', 0))
+    port = free.getsockname()[1]
+  overrides = [word for setting in (*SETTINGS, *settings) for word in ('--set', setting)]
+  started = []
+  for index in range(processes):
+    command = [sys.executable, '-m', 'tests.experiments.runs.several', str(devices // processes), 'train', '--config',
+               'nano', '--tiny', '--folder', str(folder), *overrides]  # fmt: skip
+    if processes > 1:
+      command += ['--coordinator', f'localhost:{port}', '--processes', str(processes), '--process', str(index),
+                  '--heartbeat', '15']  # fmt: skip
+    variables = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(ROOT)}
+    if fault and fault[0] == index:
+      variables |= {'KILL_BY': str(int(fault[1])), 'KILL_AT': str(fault[2])}
+    log = tempfile.TemporaryFile('w+')  # noqa: SIM115
+    child = subprocess.Popen(command, env=variables, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, text=True)
+    started.append((child, log))
+  return started
+
+
+def finish(started):
+  """Waits for processes; returns (status, output) of each."""
+  found = []
+  try:
+    for child, log in started:
+      child.wait(timeout=400)
+      log.seek(0)
+      found.append((child.returncode, log.read()))
+  finally:
+    for child, log in started:
+      child.kill()
+      child.wait()
+      log.close()
+  return found
+
+
+def records_of(folder):
+  return [json.loads(line) for line in Path(folder, 'metrics.jsonl').read_text().splitlines()]
+
+
+class RowsTest(parameterized.TestCase):
+  @parameterized.parameters((1, 1), (2, 1), (4, 1), (2, 2), (4, 3))
+  def test_shares_make_up_each_micro_batch(self, processes, parts):
+    size = 4 * processes * parts
+    shares = [
+      pipeline.DataConfig(batch_size=size, process_index=i, process_count=processes, micro_batches=parts).rows
+      for i in range(processes)
+    ]
+    whole = np.arange(size).reshape(parts, -1)
+    np.testing.assert_array_equal(np.concatenate([s.reshape(parts, -1) for s in shares], axis=1), whole)
+
+  def test_the_rows_of_this_process_are_those_of_its_devices(self):
+    mesh = build.make_mesh(experiment.load_config('nano', ['mesh.data=2', 'mesh.fsdp=4']))
+    self.assertEqual(build.rows_of_this_process(mesh), (0, 1))
+    self.assertEqual(build.rows_of_this_process(None), (0, 1))
+
+  def test_all_devices_of_several_processes_are_used(self):
+    with (
+      mock.patch.object(jax, 'process_count', return_value=2),
+      self.assertRaisesRegex(ValueError, 'mesh 2 x 1 takes 2 devices, but 2 processes have 8 together'),
+    ):
+      build.make_mesh(experiment.load_config('nano', ['mesh.data=2']))
+
+  def test_processes_that_cannot_be_found(self):
+    with self.assertRaisesRegex(ValueError, 'did not meet: .*srun, mpirun.*--coordinator'):
+      hosts.join(None, None, None, 10)
+
+
+@pytest.mark.slow
+class SeveralTest(parameterized.TestCase):
+  def test_two_processes_train_as_one(self):
+    one, two = temp_folder(self), temp_folder(self)
+    for folder, processes in ((one, 1), (two, 2)):
+      for status, output in finish(start(folder, processes, 'steps=10', 'accumulate=2')):
+        self.assertEqual(status, 0, output)
+    for found, expected in zip(records_of(two), records_of(one), strict=True):
+      # gloo adds in another order than one process does; masks do not differ, so neither do flips.
+      self.assertEqual(found.get('flip_rates'), expected.get('flip_rates'))
+      np.testing.assert_allclose(found['loss'], expected['loss'], rtol=1e-5)
+    loaded = [inspection.load(folder, data=FakeData()) for folder in (one, two)]
+    rows = [inspection.weight_table(each) for each in loaded]
+    self.assertEqual(*rows)
+    masks = [jax.tree.map(lambda w: np.asarray(w) != 0, _projected(each)) for each in loaded]
+    jax.tree.map(np.testing.assert_array_equal, *masks)
+
+  def test_a_lost_process_ends_all_and_a_restart_goes_on(self):
+    folder = temp_folder(self)
+    (status, output), (killed, _) = finish(start(folder, 2, 'steps=50', fault=(1, signal.SIGKILL, 35)))
+    self.assertEqual(killed, -signal.SIGKILL)
+    if status == -signal.SIGABRT:  # It was waiting for the other to commit a checkpoint, where JAX ends it.
+      self.assertIn('JAX distributed service detected fatal errors', output)
+    else:
+      self.assertEqual(status, hosts.LOST, output)
+      self.assertIn('process 0 of 2 cannot reach the others any more', output)
+      self.assertNotIn('Traceback', output)
+    with Checkpoints(Path(folder, 'checkpoints'), read_only=True) as checkpoints:
+      self.assertGreaterEqual(checkpoints.latest() or 0, 10)
+    # With four processes, which resume what two began.
+    for status, output in finish(start(folder, 4, 'steps=50')):
+      self.assertEqual(status, 0, output)
+    self.assertEqual(records_of(folder)[-1]['step'], 50)
+
+  def test_a_signal_to_one_stops_and_saves_all(self):
+    folder = temp_folder(self)
+    found = finish(start(folder, 2, 'steps=2000', 'eval_every=2000', fault=(1, signal.SIGTERM, 16)))
+    self.assertEqual([status for status, _ in found], [75, 75], found)
+    self.assertRegex(found[0][1], r'stopped by SIGTERM; step \d+ is saved')
+    self.assertNotIn('stopped by', found[1][1])
+
+
+def _projected(loaded):
+  return s24.project(loaded.state.params, loaded.state.opt_state, loaded.parts.recipe, phase=loaded.phase)
+
+
+if __name__ == '__main__':
+  absltest.main()

@@ -1,0 +1,39 @@
+"""A process of a run of several, on fake data: `python -m tests.experiments.runs.several DEVICES ARGUMENT ...`."""
+
+import os
+import sys
+
+
+def main():
+  devices, *arguments = sys.argv[1:]
+  os.environ['XLA_FLAGS'] = (
+    f'--xla_force_host_platform_device_count={devices} --xla_cpu_collective_call_terminate_timeout_seconds=600'
+  )
+  from unittest import mock
+
+  import jax
+
+  jax.config.update('jax_disable_most_optimizations', True)
+  from experiments import __main__ as cli
+  from experiments.data import pipeline
+  from tests.experiments import fakes
+
+  kill_at = os.environ.get('KILL_AT', '')
+  fetch = fakes._Iterator.__next__
+
+  def fetch_or(self):
+    if kill_at and self._position == int(kill_at):
+      os.kill(os.getpid(), int(os.environ['KILL_BY']))
+    return fetch(self)
+
+  def load(**options):
+    index, count, parts = (options[name] for name in ('process_index', 'process_count', 'micro_batches'))
+    config = pipeline.DataConfig(process_index=index, process_count=count, micro_batches=parts)
+    return fakes.FakeData(rows=config.rows)
+
+  with mock.patch.object(pipeline, 'load', load), mock.patch.object(fakes._Iterator, '__next__', fetch_or):
+    return cli.main(arguments)
+
+
+if __name__ == '__main__':
+  sys.exit(main())

@@ -1,0 +1,391 @@
+"""Injects faults into runs and writes what became of them: `make faults`.
+
+Each case trains a tiny model on made-up text, harms it, and looks whether it ends with the bits of a run that was not
+harmed (survived), whether it is refused with a message that names what is wrong (refused), or neither (lost).
+"""
+
+import argparse
+from collections.abc import Callable, Iterator
+import contextlib
+import dataclasses
+import io
+import json
+import os
+from pathlib import Path
+import random
+import re
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from unittest import mock
+
+if __name__ == '__main__':  # Before JAX is imported.
+  os.environ.setdefault('JAX_PLATFORMS', 'cpu')
+  os.environ['XLA_FLAGS'] = (
+    '--xla_force_host_platform_device_count=8 --xla_cpu_collective_call_terminate_timeout_seconds=600'
+  )
+
+from absl import logging
+import jax
+
+from experiments import __main__ as cli
+from experiments.data import pipeline
+from experiments.runs import checkpoint, stopping, train
+from tests.experiments import fakes
+from tests.experiments.reports import report_test
+from tests.experiments.runs import bad_numbers_test, hosts_test, train_test
+
+STEPS = 30
+
+
+@dataclasses.dataclass
+class Lab:
+  """Where faults are tried: a folder, chance, and programs that are compiled once."""
+
+  folder: Path
+  chance: random.Random
+  programs: dict[str, list] = dataclasses.field(default_factory=dict)
+  count: int = 0
+
+  def new(self) -> Path:
+    self.count += 1
+    return self.folder / f'run{self.count}'
+
+  def config(self, **changes):
+    kwargs = train_test.RECIPES['transposable_srste']
+    return train_test.tiny('transposable_srste', kwargs, steps=STEPS, **changes)
+
+  def train(self, folder: Path, data=None, key: str = '', **changes):
+    config = self.config(**changes)
+    shared = self.programs.setdefault(key or str(sorted(changes.items())), [])
+    quiet = contextlib.redirect_stderr(io.StringIO())
+    with quiet:
+      return train.train(config, folder, data=data or fakes.FakeData(), quiet=True, programs=shared)
+
+  def cut(self, step: int) -> Path:
+    """A run that was ended by a signal while it fetched the batch of a step."""
+    folder, fetch = self.new(), fakes._Iterator.__next__
+
+    def fetch_and_signal(it):
+      if it._position == step:
+        os.kill(os.getpid(), signal.SIGTERM)
+      return fetch(it)
+
+    with mock.patch.object(fakes._Iterator, '__next__', fetch_and_signal), contextlib.suppress(stopping.StoppedError):
+      self.train(folder)
+    return folder
+
+  def whole(self) -> Path:
+    """The run that nothing happened to."""
+    folder = self.folder / 'whole'
+    if not folder.exists():
+      self.train(folder)
+    return folder
+
+  def survives(self, folder: Path) -> str:
+    """Whether a run, started again, ends as the one that nothing happened to."""
+    self.train(folder)
+    same = (folder / 'metrics.jsonl').read_bytes() == (self.whole() / 'metrics.jsonl').read_bytes()
+    found, expected = (train_test.final_arrays(self.config(), f)[0] for f in (folder, self.whole()))
+    same = same and all(found[path].tobytes() == array.tobytes() for path, array in expected.items())
+    return 'survived' if same else 'lost'
+
+
+def command(*arguments: str) -> tuple[int, str]:
+  """Status and output of a command line, on made-up text."""
+  out = io.StringIO()
+  with (
+    contextlib.redirect_stdout(out),
+    contextlib.redirect_stderr(out),
+    mock.patch.object(pipeline, 'load', lambda **_: fakes.FakeData()),
+  ):
+    status = cli.main(arguments)
+  return status, out.getvalue()
+
+
+def refused(arguments: tuple[str, ...], message: str) -> str:
+  """'refused' if a command ends with a status of 1 and a message."""
+  status, output = command(*arguments)
+  told = status == 1 and re.search(message, output) and 'Traceback' not in output
+  return 'refused' if told else f'lost: {status} {output[-300:]}'
+
+
+def raises(kind: type[Exception], message: str, action: Callable[[], object]) -> str:
+  try:
+    action()
+  except kind as error:
+    return 'refused' if re.search(message, str(error)) else f'lost: {error}'
+  return 'lost: nothing was raised'
+
+
+def flip(file: Path, chance: random.Random) -> None:
+  """Changes one random bit."""
+  content = bytearray(file.read_bytes())
+  content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
+  file.write_bytes(content)
+
+
+def files_of(folder: Path, item: str) -> list[Path]:
+  found = sorted(p for p in (folder / item).rglob('*') if p.is_file() and p.stat().st_size)
+  return [p for p in found if p.name not in ('_CHECKPOINT_METADATA', '_sharding')]
+
+
+def newest(folder: Path) -> Path:
+  return max((p for p in (folder / 'checkpoints').iterdir() if p.name.isdigit()), key=lambda p: int(p.name))
+
+
+# Each case: what was done, what is expected, and a function from the lab to outcomes.
+type Outcomes = Iterator[str]
+
+
+def killed(lab: Lab) -> Outcomes:
+  for _ in range(3):
+    step, folder = lab.chance.randrange(3, STEPS - 1), lab.new()
+    if not (pid := os.fork()):
+      fetch = fakes._Iterator.__next__
+
+      def die(it, step=step, fetch=fetch):
+        if it._position == step:
+          os.kill(os.getpid(), signal.SIGKILL)
+        return fetch(it)
+
+      fakes._Iterator.__next__ = die
+      lab.train(folder)
+      os._exit(0)
+    os.waitpid(pid, 0)
+    yield lab.survives(folder)
+
+
+def told_to_stop(lab: Lab) -> Outcomes:
+  for _ in range(3):
+    yield lab.survives(lab.cut(lab.chance.randrange(3, STEPS - 1)))
+
+
+def bits(item: str) -> Callable[[Lab], Outcomes]:
+  def case(lab: Lab) -> Outcomes:
+    for _ in range(4):
+      folder = lab.cut(25)
+      flip(lab.chance.choice(files_of(newest(folder), item)), lab.chance)
+      yield lab.survives(folder)
+
+  return case
+
+
+def removed(lab: Lab) -> Outcomes:
+  for item in ('params', 'opt_state', 'meta'):
+    folder = lab.cut(25)
+    shutil.rmtree(newest(folder) / item)
+    yield lab.survives(folder)
+
+
+def cut_short(lab: Lab) -> Outcomes:
+  for item in ('params', 'meta'):
+    folder = lab.cut(25)
+    for file in files_of(newest(folder), item):
+      os.truncate(file, file.stat().st_size // 2)
+    yield lab.survives(folder)
+
+
+def all_bad(lab: Lab) -> Outcomes:
+  folder = lab.cut(25)
+  for meta in (folder / 'checkpoints').glob('*/meta/metadata'):
+    meta.write_text('')
+  yield raises(checkpoint.UnreadableError, 'cannot be read.*Nothing was changed', lambda: lab.train(folder))
+  yield refused(('eval', str(folder)), 'cannot be read.*Nothing was changed')
+
+
+def damaged_files(lab: Lab) -> Outcomes:
+  for name, content in (('summary.json', ''), ('config.json', ''), ('summary.json', '{"a'), ('config.json', '\0' * 9)):
+    folder = lab.new()
+    shutil.copytree(lab.whole(), folder)
+    (folder / name).write_text(content)
+    yield refused(('report', str(folder), '--out', str(lab.folder / 'r.html')), f'{name} is')
+    yield lab.survives(folder)
+
+
+def damaged_metrics(lab: Lab) -> Outcomes:
+  folder = lab.cut(25)
+  with (folder / 'metrics.jsonl').open('ab') as file:
+    file.write(b'\0' * 400)
+  yield lab.survives(folder)
+  lines = (folder / 'metrics.jsonl').read_bytes().splitlines(keepends=True)
+  lines.insert(2, b'\0' * 40 + b'\n')
+  (folder / 'metrics.jsonl').write_bytes(b''.join(lines))
+  yield refused(('report', str(folder), '--out', str(lab.folder / 'r.html')), r'metrics\.jsonl, line 3 is no record')
+
+
+def full_disk(lab: Lab) -> Outcomes:
+  folder = lab.cut(12)
+  limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+  resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+  try:
+    yield raises(Exception, 'could not save step|File too large', lambda: lab.train(folder))
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    signal.signal(signal.SIGXFSZ, handler)
+  yield lab.survives(folder)
+
+
+def held_twice(lab: Lab) -> Outcomes:
+  folder = lab.new()
+  with train.held(folder):
+    yield raises(ValueError, 'trains in', lambda: lab.train(folder))
+
+
+def moments(lab: Lab) -> Outcomes:
+  every = {'optimizer__b2': 1.0, 'log_every': 1, 'checkpoint_every': 1}
+  folder = lab.new()
+  yield raises(train.TrainingDivergedError, 'not finite at step 1', lambda: lab.train(folder, **every))
+
+
+def batches(lab: Lab) -> Outcomes:
+  bad = bad_numbers_test.BadBatch
+  yield raises(train.TrainingDivergedError, 'nan at step 17', lambda: lab.train(lab.new(), bad(17)))
+  for policy in ('skip', 'roll_back'):
+    summary = lab.train(lab.new(), bad(17), bad_numbers__policy=policy)
+    yield 'survived' if summary['validation_loss'] < 3 else 'lost'
+
+
+def rate(lab: Lab) -> Outcomes:
+  jump = {'optimizer__peak_lr': 30.0, 'optimizer__clip': 0.0, 'bad_numbers__spike': 2.0}
+  yield raises(train.TrainingDivergedError, 'another folder', lambda: lab.train(lab.new(), **jump))
+
+
+def meshes(lab: Lab) -> Outcomes:
+  for data, fsdp in ((1, 8), (2, 4), (8, 1), (1, 1)):
+    folder = lab.new()
+    summary = lab.train(folder, mesh__data=data, mesh__fsdp=fsdp)
+    for arguments in ('eval', 'inspect'):
+      status, output = command(arguments, str(folder))
+      right = arguments == 'inspect' or f'loss {summary["validation_loss"]:.3f}' in output
+      yield 'survived' if status == 0 and right else f'lost: {output[-300:]}'
+
+
+def other_mesh(lab: Lab) -> Outcomes:
+  for data, fsdp in ((2, 1), (1, 8), (2, 4)):
+    folder = lab.cut(15)
+    found = lab.train(folder, mesh__data=data, mesh__fsdp=fsdp)['validation_loss']
+    expected = lab.train(lab.whole())['validation_loss']
+    yield 'survived' if abs(found / expected - 1) < 0.02 else f'lost: {found}, {expected}'
+
+
+def processes(lab: Lab) -> Outcomes:
+  folders = []
+  for count in (1, 2, 4):
+    folders.append(lab.new())
+    for status, output in hosts_test.finish(hosts_test.start(folders[-1], count, 'steps=10')):
+      if status:
+        yield f'lost: {output[-500:]}'
+  one, *others = ([r['loss'] for r in hosts_test.records_of(f)] for f in folders)
+  for other in others:
+    yield 'survived' if all(abs(a / b - 1) < 1e-5 for a, b in zip(one, other, strict=True)) else 'lost'
+
+
+def lost_process(lab: Lab) -> Outcomes:
+  lost, stop, stopped = (76, -signal.SIGABRT), signal.SIGTERM, (75,)
+  for number, statuses, index in ((signal.SIGKILL, lost, 1), (stop, stopped, 1), (stop, stopped, 0)):
+    folder, settings = lab.new(), ('steps=400', 'eval_every=400')
+    found = hosts_test.finish(hosts_test.start(folder, 2, *settings, fault=(index, number, 35)))
+    if found[1 - index][0] not in statuses:
+      yield f'lost: {found}'
+      continue
+    again = hosts_test.finish(hosts_test.start(folder, 2, *settings))
+    yield 'survived' if [s for s, _ in again] == [0, 0] else f'lost: {again}'
+
+
+def hostile(lab: Lab) -> Outcomes:
+  nano = ('train', '--config', 'nano', '--tiny')
+  for name in ('../../evil', '/tmp/evil', '..'):
+    yield refused((*nano, '--set', f'name={name}'), 'it takes letters, digits')
+  for pattern in ('(a+)+$', '(.*a)*b', 'a?' * 40):
+    yield refused((*nano, '--set', 'recipe.name=ste', '--set', f'recipe.kwargs.path={pattern}'), 'take forever')
+
+
+def scripts(lab: Lab) -> Outcomes:
+  evil = '<script>alert(1)</script>'
+  for keys in (('seed',), ('label',), ('model', 'embed_dim'), ('data', 'tokenizer')):
+    folder = report_test.write_run(lab.new(), 'fst', 0, 1.4)
+    config = json.loads((folder / 'config.json').read_text())
+    (config[keys[0]] if len(keys) > 1 else config)[keys[-1]] = evil
+    (folder / 'config.json').write_text(json.dumps(config))
+    page = lab.folder / 'evil.html'
+    page.unlink(missing_ok=True)
+    status, _ = command('report', str(folder), '--out', str(page))
+    quoted = status == 0 and '<script' not in page.read_text()
+    yield 'survived' if quoted else ('refused' if status == 1 else 'lost')
+
+
+CASES: dict[str, tuple[str, Callable[[Lab], Outcomes]]] = {
+  'SIGKILL at a random step, then the same command': ('the bits of a run that was not killed', killed),
+  'SIGTERM at a random step, then the same command': ('the same bits; the step was saved', told_to_stop),
+  'one random bit of the newest checkpoint: parameters': ('from the one before, or a bit not used', bits('params')),
+  'one random bit of the newest checkpoint: optimizer state': ('as above', bits('opt_state')),
+  'one random bit of the newest checkpoint: metadata': ('as above', bits('meta')),
+  'a part of the newest checkpoint removed': ('as above', removed),
+  'files of the newest checkpoint cut in half': ('as above', cut_short),
+  'all checkpoints damaged': ('train and eval name them, nothing is changed', all_bad),
+  'summary.json, config.json empty, cut or NUL': ('report names the file; train writes it again', damaged_files),
+  'NUL in metrics.jsonl: at the end, in the middle': ('left out; file and line are named', damaged_metrics),
+  'disk full during a run': ('named; goes on once there is space, the same bits', full_disk),
+  'two runs in one folder': ('the second is refused', held_twice),
+  'b2 = 1: a good loss makes bad parameters': ('nothing is saved', moments),
+  'a batch whose loss is NaN: stop, skip, roll back': ('refused; the others go on', batches),
+  'a rate at which the loss jumps': ('stopped, with advice that works', rate),
+  'checkpoints of 1x8, 2x4, 8x1, 1x1 devices: eval and inspect on one': ('the loss of the run', meshes),
+  'one device to 2x1, 1x8 and 2x4 in the middle of a run': ('within 2% of the loss', other_mesh),
+  '2 and 4 processes instead of one, 4 devices': ('losses within 1e-5', processes),
+  'of 2 processes one killed, or told to stop; started again': ('statuses 76 or 134, and 75; goes on', lost_process),
+  'names that leave the folder, patterns that never end': ('refused', hostile),
+  'a script in the configuration of a run': ('quoted in the report', scripts),
+}  # fmt: skip
+
+
+def main() -> int:
+  parser = argparse.ArgumentParser(prog='python -m tests.faults', description=__doc__)
+  parser.add_argument('--out', type=Path, help='write the table to this Markdown file')
+  parser.add_argument('--seed', type=int, default=0, help='of what is left to chance (default: 0)')
+  parser.add_argument('--only', default='', help='a regular expression of the cases to try')
+  args = parser.parse_args()
+  logging.set_verbosity(logging.ERROR)  # of Orbax
+  jax.config.update('jax_disable_most_optimizations', True)
+  rows, began = [], time.monotonic()
+  with tempfile.TemporaryDirectory() as folder:
+    lab = Lab(Path(folder), random.Random(args.seed))
+    for name, (expected, case) in CASES.items():
+      if not re.search(args.only, name):
+        continue
+      try:
+        outcomes = list(case(lab))
+      except Exception as error:  # a fault that nothing caught is what is looked for
+        outcomes = [f'lost: {type(error).__name__}: {error}']
+      counts = [sum(o.startswith(kind) for o in outcomes) for kind in ('survived', 'refused', 'lost')]
+      rows.append((name, *counts, expected))
+      print(f'{time.monotonic() - began:6.0f} s  {name}: survived {counts[0]}, refused {counts[1]}, lost {counts[2]}',
+            flush=True)  # fmt: skip
+      for outcome in outcomes:
+        if outcome.startswith('lost'):
+          print(f'    {outcome}', flush=True)
+  totals = [sum(row[i] for row in rows) for i in (1, 2, 3)]
+  if args.out:
+    args.out.write_text(page(rows, totals, args.seed))
+  return 1 if totals[2] else 0
+
+
+def page(rows, totals, seed) -> str:
+  body = '\n'.join(f'| {name} | {a} | {b} | {c} | {expected} |' for name, a, b, c, expected in rows)
+  return (
+    '# Faults that were injected\n\n'
+    f'Written by `make faults` (seed {seed}; JAX {jax.__version__}, 8 simulated CPU devices, a tiny GPT-2 with\n'
+    'transposable masks, made-up text). *Survived*: started again, the run ends with the bits of one to which\n'
+    'nothing happened, unless the last column says otherwise. *Refused*: a status that is not 0, and a message that\n'
+    'names what is wrong. *Lost*: neither.\n\n'
+    '| fault | survived | refused | lost | what is expected |\n|---|---:|---:|---:|---|\n'
+    f'{body}\n| **all** | **{totals[0]}** | **{totals[1]}** | **{totals[2]}** | |\n'
+  )
+
+
+if __name__ == '__main__':
+  sys.exit(main())
