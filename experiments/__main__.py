@@ -235,7 +235,7 @@ def _pages(args: argparse.Namespace) -> None:
 
 
 def _compare(args: argparse.Namespace) -> None:
-  from experiments.runs import compare
+  from experiments.reports import compare
 
   compare.compare(
     args.folder,
@@ -266,7 +266,7 @@ def _sweep(args: argparse.Namespace) -> None:
 
 
 def _main_job(args: argparse.Namespace) -> None:
-  from experiments.runs import main_job
+  from experiments.reports import main_job
 
   main_job.run(args.folder, seed=args.seed, tiny=args.tiny, overrides=args.overrides)
 

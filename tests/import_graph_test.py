@@ -100,6 +100,18 @@ class ImportGraphTest(parameterized.TestCase):
       if not file.startswith('sparse24_jax/optim/'):
         self.assertFalse(name.startswith('sparse24_jax.optim'), f'{file} imports {name}')
 
+  @parameterized.parameters(
+    ('data', ()),
+    ('models', ('bench',)),  # for its dense product in FP8
+    ('runs', ('data', 'models', 'configs')),
+    ('reports', ('runs',)),
+  )
+  def test_rooms_of_the_experiments(self, room, others):
+    """What a room may know; a page is made of what runs leave behind, and nothing that trains knows a page."""
+    for file, name, _ in graph(f'experiments/{room}'):
+      if name.startswith('experiments.'):
+        self.assertIn(name.split('.')[1], (room, *others), f'{file} imports {name}')
+
   @parameterized.parameters(*OURS)
   def test_the_deprecated_triton_of_pallas_is_not_used(self, top):
     for file, name, _ in graph(top):

@@ -1,1 +1,1 @@
-"""Pages about runs and about benchmark records."""
+"""Pages about runs and about records, and the programs that end in one."""

@@ -23,7 +23,7 @@ svg { max-width: 100%; height: auto; display: block }
 .scroll { overflow-x: auto } table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums }
 th { text-align: left; font-size: 13px; color: var(--soft); font-weight: 600; border-bottom: 2px solid var(--rule) }
 th, td { padding: 8px 14px 8px 0; vertical-align: top } td { border-bottom: 1px solid var(--rule) }
-th.n, td.n { text-align: right; white-space: pre } th:first-child { min-width: 15em }
+th.n, td.n { text-align: right } td.n { white-space: pre } th:first-child { min-width: 15em }
 td small { color: var(--soft); display: block }
 .swatch { display: inline-block; width: 11px; height: 11px; border-radius: 3px; margin-right: 9px }
 .finding { display: grid; grid-template-columns: 104px 1fr; gap: 16px; padding: 13px 0 }

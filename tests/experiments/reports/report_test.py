@@ -10,8 +10,8 @@ import xml.etree.ElementTree as ET
 from absl.testing import absltest, parameterized
 import numpy as np
 
-from experiments.reports import charts, claims, report, report_curves
-from experiments.runs import build, compare, environment, method_table, methods, records
+from experiments.reports import charts, claims, compare, report, report_curves
+from experiments.runs import build, environment, method_table, methods, records
 from experiments.runs.experiment import load_config
 from tests.experiments.fakes import temp_folder
 

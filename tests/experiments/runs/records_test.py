@@ -6,7 +6,8 @@ from pathlib import Path
 from absl.testing import absltest, parameterized
 from flax import traverse_util
 
-from experiments.runs import compare, experiment, method_table, methods, records, train
+from experiments.reports import compare
+from experiments.runs import experiment, method_table, methods, records, train
 from tests.experiments.fakes import temp_folder
 from tests.experiments.reports.report_test import write_run
 

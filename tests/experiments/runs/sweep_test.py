@@ -12,7 +12,8 @@ from unittest import mock
 
 from absl.testing import absltest, parameterized
 
-from experiments.runs import compare, methods, sweep, train
+from experiments.reports import compare
+from experiments.runs import methods, sweep, train
 from pallas_kernels import _processes
 from tests.experiments.fakes import compile_quickly, temp_folder
 

@@ -12,8 +12,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from experiments.reports import report
-from experiments.runs import flops, main_job, method_table, methods, records
+from experiments.reports import main_job, report
+from experiments.runs import flops, method_table, methods, records
 from experiments.runs.environment import command, without_folders
 from experiments.runs.experiment import load_config
 
