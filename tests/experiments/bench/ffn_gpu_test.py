@@ -20,7 +20,8 @@ from tests.oracles import assert_close
 from tests.sparse24_jax.fp8_problems import FLIPS, NOISE
 
 pytestmark = [
-  pytest.mark.gpu, pytest.mark.skipif(_device.current().arch.sparse_instruction != 'wgmma', reason='needs compute capability 9.0')
+  pytest.mark.gpu,
+  pytest.mark.skipif(_device.current().arch.sparse_instruction != 'wgmma', reason='needs compute capability 9.0'),
 ]
 
 KERNELS = 'sparse'

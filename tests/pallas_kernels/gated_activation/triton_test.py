@@ -39,6 +39,7 @@ class TritonTest(parameterized.TestCase):
     self.assertEqual(made.stack_bytes, 0)
 
   @parameterized.parameters(('silu', True, 16), ('gelu', False, 8))
+  @pytest.mark.slow
   def test_float8_backward_compiles_without_spills(self, activation, gate, warps):
     from pallas_kernels import _triton
     from pallas_kernels.gated_activation import triton as gated
