@@ -3,6 +3,8 @@
 from sparse24_jax import linen, nnx, recipes
 from sparse24_jax.activation_sparsity import neuron_level_ffn
 from sparse24_jax.attention import AttentionPattern
+from sparse24_jax.binding.bound import bind, Bound, BoundWeight
+from sparse24_jax.binding.check import check, Checked, CheckedWeight
 from sparse24_jax.block_gain import block_gain, BlockGain
 from sparse24_jax.density import CosineDecay, DensitySchedule, Stage
 from sparse24_jax.dot import dot, dot_general
@@ -46,6 +48,10 @@ __all__ = [
   'ActivationPolicy',
   'AttentionPattern',
   'BlockGain',
+  'Bound',
+  'BoundWeight',
+  'Checked',
+  'CheckedWeight',
   'Clusters',
   'Compressed24',
   'CompressedVNM',
@@ -68,7 +74,9 @@ __all__ = [
   'TwoOfFour',
   'add_masked_decay',
   'attention_at',
+  'bind',
   'block_gain',
+  'check',
   'cluster_neurons',
   'compress',
   'compress_vnm',

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 from jax import Array
 
+from sparse24_jax.layout import Layout
+
 
 @dataclasses.dataclass(frozen=True)
 class Masked:
@@ -52,6 +54,8 @@ class Projection(NamedTuple):
     form: what `apply` does, where sparse matmuls can read the outcome: `Masked`, `TransposableMasked` or
       `SoftThreshold`. None leaves the weight to dense matmuls.
     clusters: how many clusters of neurons the state names beside what the weight needs, see `clusters.clustered`.
+    layout: how the weight is stored, if not as `[..., in, out]`; see `stored_as`, which makes such projections.
+    matrix: the projection of the matrix `[..., in, out]` then.
 
   >>> import jax.numpy as jnp, sparse24_jax as s24
   >>> half = s24.Projection(  # keeps the first two of four
@@ -72,6 +76,12 @@ class Projection(NamedTuple):
   update: Callable[..., Any] | None = None
   form: Form | None = None
   clusters: int = 0
+  layout: Layout | None = None
+  matrix: 'Projection | None' = None
+
+  def layout_of(self, w: Any) -> Layout:
+    """The roles of the axes of a weight under this projection."""
+    return self.layout or Layout.standard(w.ndim)
 
   def __reduce__(self) -> tuple[Callable[..., Any], tuple]:
     # The functions inside have no names that pickle could look up: the call is repeated, which finds the same object.
@@ -92,3 +102,46 @@ def remembered(make: Callable[..., Projection]) -> Callable[..., Projection]:
 
   remembering = functools.wraps(make)(cached)
   return remembering
+
+
+@remembered
+def stored_as(projection: Projection, layout: Layout) -> Projection:
+  """`projection` for weights that are stored in another layout than `[stacked..., in, out]`.
+
+  Its functions take and return arrays as they are stored. A state that is no mask, a scale a matrix say, stays as it
+  is.
+
+  >>> import jax, sparse24_jax as s24
+  >>> from sparse24_jax.layout import Layout
+  >>> w = jax.random.normal(jax.random.key(0), (6, 8))  # [out, in]
+  >>> transposed = stored_as(s24.magnitude(), Layout(stacked=(), contracted=(1,), outputs=(0,)))
+  >>> transposed.init(w).sum(axis=1).tolist()
+  [4, 4, 4, 4, 4, 4]
+  """
+  if layout.is_standard:
+    return projection
+
+  def store(value: Array, w: Array) -> Array:
+    return layout.stored(value, w.shape) if value.shape == layout.matrix_shape(w.shape) else value
+
+  def load(state: Array, w: Array) -> Array:
+    return layout.matrix(state) if state.shape == w.shape else state
+
+  def of_weight(f: Callable[..., Array]) -> Callable[..., Array]:
+    return lambda w, *state: store(f(layout.matrix(w), *(load(s, w) for s in state)), w)
+
+  def update(w: Array, gradient: Array | None, state: Array, context: Any) -> Any:
+    gradient = None if gradient is None else layout.matrix(gradient)
+    found = projection.update(layout.matrix(w), gradient, load(state, w), context)
+    return found._replace(state=store(found.state, w), reset=store(found.reset, w))
+
+  return projection._replace(
+    init=of_weight(projection.init),
+    apply=of_weight(projection.apply),
+    refresh=of_weight(projection.refresh),
+    mask=of_weight(projection.mask),
+    update=None if projection.update is None else update,
+    form=None,
+    layout=layout,
+    matrix=projection,
+  )

@@ -1,6 +1,6 @@
 """The description of a run: frozen data that says which weights are sparse, how, and when."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 import dataclasses
 import math
 import numbers
@@ -11,6 +11,7 @@ from jax import Array
 from jax.core import Tracer
 
 from sparse24_jax.attention import Attention, check_attention, describe_attention
+from sparse24_jax.layout import Layout
 from sparse24_jax.policy import ActivationPolicy, DotPolicy
 
 PHASES = ('dense', 'sparse')
@@ -51,6 +52,13 @@ class Rule:
       re.compile(self.path)
     except re.error as error:
       raise ValueError(f'rule path {self.path!r} is not a regular expression: {error}') from error
+
+
+  @property
+  def is_plain(self) -> bool:
+    """Whether it leaves its weights as a dense model has them."""
+    policy = dataclasses.replace(self.policy, implementation=None)
+    return self.activation is None and policy == DotPolicy()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,6 +205,11 @@ class Recipe:
       'flip_rate': self.flip_rate,
       'freezes_second_moment': self.freezes_second_moment,
     }
+
+  def layouts_of(self, weights: Mapping[str, Any]) -> Mapping[str, Layout]:
+    """How matched weights are stored, by path: nothing is known here; a recipe that `bind` made knows all of them."""
+    del weights
+    return {}
 
   def dense_twin(self) -> 'Recipe':
     """The same weights watched in a dense run: masks are chosen and flip rates counted, nothing is made sparse."""

@@ -3,6 +3,8 @@
 import collections
 from collections.abc import Callable, Iterator
 import contextlib
+import dataclasses
+import math
 import re
 from typing import Any
 
@@ -12,7 +14,8 @@ from jax.core import Tracer
 from pallas_kernels import _dispatch
 from pallas_kernels.formats import check_floating
 from sparse24_jax.dot import check_divisible
-from sparse24_jax.projection import Projection
+from sparse24_jax.layout import Layout
+from sparse24_jax.projection import Projection, stored_as
 from sparse24_jax.recipe import Recipe, Rule
 
 # Why a rule with an activation policy cannot be followed by a single linear layer.
@@ -78,17 +81,34 @@ def rule_for(path: str, recipe: Recipe) -> Rule | None:
   return next((rule for rule in recipe.rules if re.fullmatch(rule.path, path)), None)
 
 
+def matched_rules(params: Any, recipe: Recipe) -> dict[str, Rule]:
+  """As `match_rules`, for weights of any shape, with the rules as they are given."""
+  leaves = leaves_by_path(params)
+  if not leaves:  # a tree of placeholders, as optax.tree_map_params makes
+    return {}
+  weights = [path for path, leaf in leaves if is_weight(path, leaf)]
+  matched = {path: rule for path in weights if (rule := rule_for(path, recipe)) is not None}
+  for rule in recipe.rules:
+    if rule not in matched.values():
+      raise ValueError(
+        f'rule {rule.path!r} of recipe {recipe.name!r} decides for no weight; weights are {weights}: a rule takes'
+        ' those whose whole path it matches and no earlier rule does'
+      )
+  return matched
+
+
 def match_rules(params: Any, recipe: Recipe) -> dict[str, Rule]:
   """Path of each matched weight to its rule, in the order of the tree.
 
   Args:
     params: a pytree of arrays, or of anything with shape and dtype.
-    recipe: its rules are tried in order.
+    recipe: its rules are tried in order. Of one that `bind` made, the projections are those of the weights as they are
+      stored; by itself a recipe takes weights for `[..., in, out]`.
 
   Raises:
     ValueError: a rule matches no weight; a matched weight is not float32, bfloat16 or float16, does not hold whole
-      groups, or shares its path with another parameter; or, where the sharding is known, a shard does not hold whole
-      groups.
+      groups, shares its path with another parameter, or is not what the recipe was bound to; or, where the sharding is
+      known, a shard does not hold whole groups.
 
   >>> import jax.numpy as jnp
   >>> import sparse24_jax as s24
@@ -97,25 +117,29 @@ def match_rules(params: Any, recipe: Recipe) -> dict[str, Rule]:
   ['mlp/up/kernel']
   """
   leaves = leaves_by_path(params)
-  weights = {path: leaf for path, leaf in leaves if is_weight(path, leaf)}
-  matched = {path: rule for path in weights if (rule := rule_for(path, recipe)) is not None}
-  if not leaves:  # a tree of placeholders, as optax.tree_map_params makes
-    return {}
-  for rule in recipe.rules:
-    if rule not in matched.values():
-      raise ValueError(
-        f'rule {rule.path!r} of recipe {recipe.name!r} decides for no weight; weights are {list(weights)}: a rule takes'
-        ' those whose whole path it matches and no earlier rule does'
-      )
+  weights, matched = dict(leaves), matched_rules(params, recipe)
   count = collections.Counter(path for path, _ in leaves)
+  layouts = recipe.layouts_of({path: weights[path] for path in matched}) if matched else {}
   for path, rule in matched.items():
     if count[path] > 1:
       raise ValueError(f'{count[path]} parameters have the path {path!r}: a slash in a name is read as a folder')
-    if rule.policy.projection is not None:
-      check_floating(weights[path], path)
-      check_divisible(weights[path].shape, rule.policy.projection, path)
-      _check_shards(path, weights[path], rule.policy.projection)
+    projection, layout = rule.policy.projection, layouts.get(path) or Layout.standard(weights[path].ndim)
+    check_groups(path, weights[path], projection, layout)
+    if projection is not None and not layout.is_standard:
+      policy = dataclasses.replace(rule.policy, projection=stored_as(projection, layout))
+      matched[path] = dataclasses.replace(rule, policy=policy)
   return matched
+
+
+def check_groups(path: str, leaf: Any, projection: Projection | None, layout: Layout) -> None:
+  """ValueError unless a weight, and each of its shards where they are known, holds whole groups of its projection."""
+  if projection is None:
+    return
+  shape = tuple(leaf.shape)
+  name = path if layout.is_standard else f'{path} of shape {shape}, as [in, out]'
+  check_floating(leaf, path)
+  check_divisible(layout.matrix_shape(shape), projection, name)
+  _check_shards(path, leaf, projection, layout)
 
 
 def log_matches(params: Any, recipe: Recipe) -> None:
@@ -132,7 +156,7 @@ def log_matches(params: Any, recipe: Recipe) -> None:
   _dispatch.log_once('\n'.join([f'recipe {recipe.name!r} matches {len(rows)} weights:', *rows]), 'sparse24_jax')
 
 
-def _check_shards(path: str, leaf: Any, projection: Projection) -> None:
+def _check_shards(path: str, leaf: Any, projection: Projection, layout: Layout) -> None:
   """ValueError if a group of `leaf` straddles two shards; silent where the sharding is not known.
 
   Under jit it is known on meshes of explicit axes only: on others, check concrete arrays, as `init` outside jit does.
@@ -144,9 +168,13 @@ def _check_shards(path: str, leaf: Any, projection: Projection) -> None:
   elif (sharding := getattr(leaf, 'sharding', None)) is None:
     return
   shard = sharding.shard_shape(leaf.shape)
-  for axis, divisor in zip((-2, -1), projection.divisor, strict=True):
-    if shard[axis] % divisor:
+  for axes, divisor in zip((layout.contracted, layout.outputs), projection.divisor, strict=True):
+    # Axes are joined with the last one innermost: a shard holds neighbours if those behind a divided one are whole.
+    divided = [i for i, axis in enumerate(axes) if shard[axis] != leaf.shape[axis]]
+    run = math.prod(shard[axis] for axis in axes[divided[-1] :]) if divided else divisor
+    if run % divisor:
+      axis = axes[divided[-1]]
       raise ValueError(
-        f'{path} of shape {leaf.shape} is sharded to {shard}: a shard holds {shard[axis]} entries along axis {axis},'
-        f' and projection {projection.name!r} needs a multiple of {divisor} in each'
+        f'{path} of shape {leaf.shape} is sharded to {shard}: a shard holds {run} entries along axis'
+        f' {axis - leaf.ndim}, and projection {projection.name!r} needs a multiple of {divisor} in each'
       )

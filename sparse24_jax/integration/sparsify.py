@@ -3,17 +3,14 @@
 from typing import Any
 
 from flax import linen, nnx
-from jax import Array
-import jax.numpy as jnp
 
-from sparse24_jax.dot import DotPolicy
-from sparse24_jax.fp8 import PackedWeight8
+from sparse24_jax.binding.bound import Bound
+from sparse24_jax.binding.states import weight_states
+from sparse24_jax.binding.transform import sparse_function
 from sparse24_jax.integration import linen as linen_door
 from sparse24_jax.integration import nnx as nnx_door
 from sparse24_jax.integration.functional import projected_weights
 from sparse24_jax.integration.nnx import SparseVariable
-from sparse24_jax.packing import PackedWeight
-from sparse24_jax.products import may_pack, pack_weight
 from sparse24_jax.recipe import PhaseName, Recipe, resolve_phase
 
 __all__ = ['SparseVariable', 'sparse_variables', 'sparsify']
@@ -66,9 +63,10 @@ def sparsify(
     return plain if phase == 'dense' else linen_door.SparseModule(plain, recipe)
   if isinstance(model, nnx.Module):
     return nnx_door.sparsify(model, recipe, phase=phase, rngs=rngs)
+  if callable(model):
+    return sparse_function(model, recipe, phase=phase)
   raise ValueError(
-    f'model must be a flax.linen.Module or a flax.nnx.Module, found {type(model).__name__}; for a function of a pytree'
-    ' use project, or call dot'
+    f'model must be a function of parameters, a flax.linen.Module or a flax.nnx.Module, found {type(model).__name__}'
   )
 
 
@@ -117,8 +115,8 @@ def sparse_variables(
   sparse = projected_weights(params, opt_state, recipe)
   if phase == 'dense':
     sparse = {}
-  states = {path: _hand_over(policy, w, state, pack) for path, (policy, w, state) in sparse.items()}
-  if isinstance(params, nnx.State):
+  states = weight_states(recipe, sparse, pack)
+  if isinstance(params, nnx.State) and not isinstance(recipe, Bound):
     return nnx_door.sparse_state(states, params)
   nested: dict[str, Any] = {}
   for path, state in states.items():
@@ -129,9 +127,3 @@ def sparse_variables(
     node[name] = state
   return nested
 
-
-def _hand_over(policy: DotPolicy, w: Array, state: Array, pack: bool | None) -> Array | PackedWeight | PackedWeight8:
-  if pack is None:
-    pack = may_pack(policy, w)
-  # float32 parameters are packed for bfloat16 layers; a layer of another dtype packs again, from the state.
-  return pack_weight(policy, w, state, jnp.bfloat16 if w.dtype == jnp.float32 else w.dtype) if pack else state

@@ -162,10 +162,10 @@ def _changed(weight: _Weight, carried: _Carried) -> _Carried:
     state, reset = p.update(stepped, gradient, carried.state, context)
     moments = tuple(jnp.where(reset, jnp.zeros((), moment.dtype), moment) for moment in moments)
   flipped = p.mask(w, carried.state) != p.mask(stepped, state)
+  rate = jnp.mean(p.layout_of(w).matrix(flipped), axis=(-2, -1), dtype=jnp.float32)
   return _Carried(
-    _on_links(p, w, state, carried.update, elsewhere=minus), state,
-    jnp.mean(flipped, axis=(-2, -1), dtype=jnp.float32), jnp.sum(flipped, dtype=jnp.float32), moments,
-  )  # fmt: skip
+    _on_links(p, w, state, carried.update, elsewhere=minus), state, rate, jnp.sum(flipped, dtype=jnp.float32), moments
+  )
 
 
 def _all_finite(tree: Any) -> Array:
@@ -224,6 +224,5 @@ def _rates_of_step(
     return p.mask(w, s if p.update else p.refresh(w, s))
 
   new_weights = jax.lax.optimization_barrier(optax.apply_updates(params, updates))
-  return flip_rates(
-    map_sparse(search, projections, params, states), map_sparse(search, projections, new_weights, new_states)
-  )
+  old, new = map_sparse(search, projections, params, states), map_sparse(search, projections, new_weights, new_states)
+  return flip_rates(projections, old, new)

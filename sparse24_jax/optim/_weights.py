@@ -91,14 +91,23 @@ def wider(update: Array, w: Array) -> jnp.dtype:
 
 def contexts(projections: Any, params: Any, step: Array) -> Any:
   """Tree like `params`, a `Context` at each leaf."""
+
+  def of_matrix(p: Any) -> Any:  # one density is shared out among weights, however they are stored
+    return p.matrix or p if isinstance(p, Projection) else p
+
   shapes: dict[Any, dict[str, tuple[int, ...]]] = {}
-  for (path, projection), w in zip(leaves_by_path(projections, is_leaf=is_leaf), jax.tree.leaves(params), strict=True):
-    shapes.setdefault(projection, {})[path] = w.shape
-  return map_by_path(lambda path, p: Context(step, path, shapes[p]), projections, is_leaf=is_leaf)
+  for (path, p), w in zip(leaves_by_path(projections, is_leaf=is_leaf), jax.tree.leaves(params), strict=True):
+    shape = p.layout_of(w).matrix_shape(w.shape) if isinstance(p, Projection) else w.shape
+    shapes.setdefault(of_matrix(p), {})[path] = shape
+  return map_by_path(lambda path, p: Context(step, path, shapes[of_matrix(p)]), projections, is_leaf=is_leaf)
 
 
-def flip_rates(old: Any, new: Any) -> tuple[Array, Any]:
+def flip_rates(projections: Any, old: Any, new: Any) -> tuple[Array, Any]:
   """Share of entries in which two trees of masks differ: over all of them, and for each matrix."""
-  rates = jax.tree.map(lambda a, b: jnp.mean(a != b, axis=(-2, -1), dtype=jnp.float32), old, new)
+
+  def rate(p: Projection, a: Array, b: Array) -> Array:
+    return jnp.mean(p.layout_of(a).matrix(a != b), axis=(-2, -1), dtype=jnp.float32)
+
+  rates = map_sparse(rate, projections, old, new)
   overall = flip_rate(old, new) if jax.tree.leaves(new) else jnp.zeros((), jnp.float32)
   return overall, rates

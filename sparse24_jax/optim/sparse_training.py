@@ -27,7 +27,7 @@ class FlipRate(NamedTuple):
 
   Attributes:
     overall: float32 scalar, over all sparse weights together; 0 before the first comparison.
-    per_weight: float32, shape `w.shape[:-2]` for a weight `w`: a scalar, or a rate a scanned layer. From
+    per_weight: float32, of the shape of a weight's stacked axes: a scalar, or a rate a scanned layer. From
       `get_flip_rate` a dictionary by path; inside the optimizer state a tree like the parameters.
 
   >>> import jax.numpy as jnp, optax, sparse24_jax as s24
@@ -166,7 +166,7 @@ def sparse_training(
     log_matches(params, recipe)
     at_start = contexts(projections, params, jnp.zeros((), jnp.int32))
     states = map_sparse(_start, projections, params, at_start)
-    rates = map_sparse(lambda p, w: jnp.zeros(w.shape[:-2], jnp.float32), projections, params)
+    rates = map_sparse(_no_rate, projections, params)
     none_yet = FlipRate(jnp.zeros((), jnp.float32), rates)
     if recipe.freezes_second_moment and not states_of(inner_state, StepAdamState):
       message = (
@@ -290,7 +290,7 @@ def _refresh(
     new_states = map_sparse(lambda p, w, s: p.refresh(w, s), projections, new_weights, states)
     new = map_sparse(lambda p, w, s: p.mask(w, s), projections, new_weights, new_states)
     old = map_sparse(lambda p, s, m: s if isinstance(m, optax.MaskedNode) else m, projections, states, compared)
-    return new_states, FlipRate(*flip_rates(old, new))
+    return new_states, FlipRate(*flip_rates(projections, old, new))
 
   if recipe.refresh_every == 1:
     return search(state.projections)
@@ -305,6 +305,10 @@ def _map_weights(f: Callable[[Any], Any], state: SparseTrainingState) -> SparseT
   """The state with `f` of its trees like the parameters."""
   rates = state.flip_rate._replace(per_weight=f(state.flip_rate.per_weight))
   return state._replace(projections=f(state.projections), flip_rate=rates)
+
+
+def _no_rate(p: Projection, w: Array) -> Array:
+  return jnp.zeros(p.layout_of(w).matrix_shape(w.shape)[:-2], jnp.float32)
 
 
 def _start(projection: Projection, w: Array, context: Context) -> Array:

@@ -26,7 +26,7 @@ class BlockTest(parameterized.TestCase):
     from jax.experimental import topologies
 
     topology = topologies.get_topology_desc(
-      platform='cuda', target_config=_device._TARGET.format(**_device.TARGETS[hopper.TARGET]), topology='1x1x2'
+      platform='cuda', target_config=_device._description(hopper.TARGET), topology='1x1x2'
     )
     mesh = topologies.make_mesh(topology, (2,), ('d',))
 

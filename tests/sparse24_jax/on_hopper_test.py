@@ -49,7 +49,7 @@ def sharding():
   from jax.experimental import topologies
 
   topology = topologies.get_topology_desc(
-    platform='cuda', target_config=_device._TARGET.format(**_device.TARGETS[TARGET]), topology='1x1x1'
+    platform='cuda', target_config=_device._description(TARGET), topology='1x1x1'
   )
   return jax.sharding.NamedSharding(topologies.make_mesh(topology, (1,), ('x',)), jax.sharding.PartitionSpec())
 

@@ -22,7 +22,7 @@ def compiled_for_hopper(f, *structs):
   from jax.experimental import topologies
 
   # The float8 rewriter asks for the version of CUDA.
-  target = _device._TARGET.format(**_device.TARGETS['sm_90a']) + 'runtime_version { major: 13 }'
+  target = _device._description('sm_90a') + 'runtime_version { major: 13 }'
   topology = topologies.get_topology_desc(platform='cuda', target_config=target, topology='1x1x1')
   mesh = topologies.make_mesh(topology, (1,), ('x',))
   sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())

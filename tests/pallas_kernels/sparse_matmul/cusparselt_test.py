@@ -253,7 +253,7 @@ class CompileTest(parameterized.TestCase):
   def _hlo(self, f, *shapes):
     from jax.experimental import topologies
 
-    text = _device._TARGET.format(**_device.TARGETS['sm_90a'])
+    text = _device._description('sm_90a')
     topology = topologies.get_topology_desc(platform='cuda', target_config=text, topology='1x1x1')
     mesh = topologies.make_mesh(topology, (1,), ('x',))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())

@@ -134,11 +134,12 @@ class LinenTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, 'one rule setting for all maps'):
       s24.sparsify(mlp, recipe, phase='sparse').apply({'params': params, 'sparse24': variables(params, recipe)}, X)
 
-  def test_plain_layers_are_told_what_to_use(self):
+  def test_plain_layers_are_the_block(self):
     recipe = recipe_of()
-    params = Dense().init(jax.random.key(1), X)['params']
-    with self.assertRaisesRegex(ValueError, 'up/kernel: .*use Sparse24MLP or neuron_level_ffn'):
-      s24.sparsify(Dense(), recipe, phase='sparse').apply({'params': params, 'sparse24': variables(params, recipe)}, X)
+    params = random_biases(Dense().init(jax.random.key(1), X)['params'])
+    sparse, states = s24.sparsify(Dense(), recipe, phase='sparse'), variables(params, recipe)
+    found = value_and_grad(lambda p: sparse.apply({'params': p, 'sparse24': states}, X), params)
+    assert_trees_close(found, expected(POLICY, params, X))
 
 
 class NnxTest(parameterized.TestCase):

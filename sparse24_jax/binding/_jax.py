@@ -1,0 +1,74 @@
+"""The few things that the trace needs of JAX's own insides, and where versions differ."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax._src import source_info_util
+from jax.extend import core as jex
+
+
+def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
+  """The equations of a jaxpr, closed or not, and its constants."""
+  return (jaxpr.jaxpr, jaxpr.consts) if hasattr(jaxpr, 'jaxpr') and hasattr(jaxpr, 'consts') else (jaxpr, ())
+
+
+def is_literal(atom: Any) -> bool:
+  return isinstance(atom, jex.Literal)
+
+
+def is_drop(variable: Any) -> bool:
+  return isinstance(variable, jex.DropVar)
+
+
+def rebind(equation: Any, arrays: Sequence[Any]) -> list[Any]:
+  """Runs an equation on other arguments, under its own names and settings."""
+  params = equation.primitive.get_bind_params(equation.params)
+  with under(equation):
+    out = equation.primitive.bind(*arrays, **params)
+  return list(out) if equation.primitive.multiple_results else [out]
+
+
+def under(equation: Any) -> Any:
+  """A context in which operations are traced with the names, the source line and the settings of an equation."""
+  return _Under(equation)
+
+
+class _Under:
+
+  def __init__(self, equation: Any):
+    info = equation.source_info
+    names = source_info_util.current_name_stack() + info.name_stack
+    self._contexts = (source_info_util.user_context(info.traceback, name_stack=names), equation.ctx.manager)
+
+  def __enter__(self) -> None:
+    for context in self._contexts:
+      context.__enter__()
+
+  def __exit__(self, *error: Any) -> None:
+    for context in reversed(self._contexts):
+      context.__exit__(*error)
+
+
+def source_of(equation: Any) -> str:
+  """`file.py:12 (function)` of the line that made an equation, as JAX prints it."""
+  return source_info_util.summarize(equation.source_info)
+
+
+def scan_parts(params: Any, values: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+  """What goes into a scan: constants, what is carried, what is scanned over."""
+  constants, carried, scanned = params['ft_in'].update(values).unpack()
+  return list(constants), list(carried), list(scanned)
+
+
+def name_of(equation: Any) -> str:
+  """Of a primitive, one name for one thing over versions of JAX."""
+  name = equation.primitive.name
+  return {'pjit': 'jit', 'closed_call': 'jit', 'core_call': 'jit', 'remat2': 'checkpoint', 'remat': 'checkpoint'}.get(
+    name, name
+  )
+
+
+def abstract(value: Any) -> Any:
+  """Shape, dtype and type of a value: what tracing needs of it."""
+  return jax.typeof(value)

@@ -1,0 +1,276 @@
+"""`bind`: a recipe that knows the model, from one trace of it."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+import dataclasses
+from typing import Any
+
+import jax
+from jax import Array
+
+from sparse24_jax.binding import _jax
+from sparse24_jax.binding.interpreter import Keys, run
+from sparse24_jax.binding.reading import read, Reading, UnreadableError
+from sparse24_jax.binding.tracing import trace, Traced
+from sparse24_jax.binding.values import Altered, Matmul
+from sparse24_jax.binding.view import View
+from sparse24_jax.layout import Layout
+from sparse24_jax.recipe import Recipe, Rule
+from sparse24_jax.rules import leaves_by_path, match_rules, matched_rules
+
+
+@dataclasses.dataclass(frozen=True)
+class Use:
+  """One matmul of a model that reads a matched weight.
+
+  Attributes:
+    tokens: rows that it multiplies, of each stacked matrix; of a loop, those of one pass.
+    whole: whether it reads all of the matrix. A part, the queries of a fused projection say, is not packed.
+    kind: the primitive, 'dot_general' or 'ragged_dot_general'.
+    block: the activation of the feed-forward block in which it stands, or None.
+    role: 'up', 'gate' or 'down' of that block, or None.
+    source: the line of the model.
+  """
+
+  tokens: int
+  whole: bool
+  kind: str
+  block: str | None
+  role: str | None
+  source: str
+
+
+@dataclasses.dataclass(frozen=True)
+class BoundWeight:
+  """What the trace found of one matched weight.
+
+  Attributes:
+    path: in the parameters.
+    shape: as it is stored.
+    dtype: as it is stored.
+    rule: the first that matches.
+    layout: which of its axes are contracted, which are outputs, which are stacked.
+    uses: the matmuls that read it.
+  """
+
+  path: str
+  shape: tuple[int, ...]
+  dtype: Any
+  rule: Rule
+  layout: Layout
+  uses: tuple[Use, ...]
+
+  @property
+  def packs(self) -> bool:
+    """Whether a packed weight serves all of its matmuls."""
+    return all(use.whole and use.kind == 'dot_general' for use in self.uses)
+
+
+@dataclasses.dataclass(frozen=True)
+class Bound(Recipe):
+  """A recipe and what one trace of the model says of its weights. It takes the place of the recipe everywhere.
+
+  Attributes:
+    weights: those that a rule with a policy of its own matches, in the order of the tree.
+  """
+
+  weights: tuple[BoundWeight, ...] = ()
+
+  def __getitem__(self, path: str) -> BoundWeight:
+    """The weight of a path."""
+    for weight in self.weights:
+      if weight.path == path:
+        return weight
+    raise KeyError(path)
+
+  def layouts_of(self, weights: Mapping[str, Any]) -> Mapping[str, Layout]:
+    known = {weight.path: weight for weight in self.weights}
+    for path, weight in known.items():
+      if path not in weights:
+        raise ValueError(f'{path}: the recipe was bound to a model that has this weight, and these parameters do not')
+      shape = tuple(weights[path].shape)
+      if shape != weight.shape:
+        raise ValueError(
+          f'{path} has shape {shape}, and had {weight.shape} where the recipe was bound: bind it to this model'
+        )
+    return {path: weight.layout for path, weight in known.items()}
+
+  @classmethod
+  def of(cls, recipe: Recipe, weights: Iterable[BoundWeight]) -> 'Bound':
+    """The recipe with what is known of its weights."""
+    fields = {field.name: getattr(recipe, field.name) for field in dataclasses.fields(Recipe)}
+    return cls(**fields, weights=tuple(weights))
+
+  def unbound(self) -> Recipe:
+    """The recipe by itself."""
+    return Recipe(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Recipe)})
+
+  def describe(self) -> dict[str, Any]:
+    return {**super().describe(), 'layouts': {w.path: w.layout.describe() for w in self.weights}}
+
+
+def bind(recipe: Recipe, f: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> Bound:
+  """Finds what a model does with the weights that a recipe matches, by tracing it once.
+
+  Each matched weight is followed through casts, transposes, reshapes, slices, scans, checkpoints and calls to the
+  matmuls that contract it. Nothing is computed: shapes and dtypes are enough.
+
+  Args:
+    recipe: its rules say which weights, by path. A rule with a plain `DotPolicy()` names those that stay dense.
+    f: any JAX function of parameters and other arguments, a loss or `model.apply` say; what it returns does not matter.
+    params: its first argument: arrays, or `jax.ShapeDtypeStruct`.
+    *args: an example of its other arguments, likewise.
+    **kwargs: likewise; what is no array is passed on as it is.
+
+  Returns:
+    A recipe for `sparse_training`, `sparsify`, `sparse_variables`, `project` and all else, by which they know each
+    weight's axes.
+
+  Raises:
+    ValueError: a matched weight that no matmul contracts, that several contract along different axes, or that goes
+      where it cannot be followed: by path, with the line of the model and what to do.
+
+  >>> import jax, jax.numpy as jnp, sparse24_jax as s24
+  >>> params = {'query': jnp.ones((32, 4, 8)), 'head': jnp.ones((10, 32))}
+  >>> f = lambda p, x: jnp.einsum('bd,dhk->bhk', x, p['query']).reshape(-1, 32) @ p['head'].T
+  >>> bound = s24.bind(s24.recipes.ste('.*'), f, params, jnp.ones((2, 32)))
+  >>> {weight.path: weight.layout.describe() for weight in bound.weights}
+  {'head': 'in 1, out 0', 'query': 'in 0, out 1 2'}
+  """
+  if isinstance(recipe, Bound):
+    recipe = recipe.unbound()
+  if not isinstance(recipe, Recipe):
+    raise ValueError(f'recipe must be a Recipe, as the functions of sparse24_jax.recipes make, found {recipe!r}')
+  bound = bind_traced(recipe, params, trace(f, (params, *args), kwargs))
+  match_rules(params, bound)  # whole groups along the axes that were found
+  return bound
+
+
+def tracked(params: Any, recipe: Recipe) -> dict[str, Rule]:
+  """The matched weights whose matmuls are not plain ones."""
+  return {path: rule for path, rule in matched_rules(params, recipe).items() if not rule.is_plain}
+
+
+def harmless(by: str) -> bool:
+  """Whether a primitive may read a weight besides the matmuls that are sparse: a norm, say."""
+  return by.startswith(('reduce', 'arg'))
+
+
+class Notes:
+  """Reads matmuls by writing them down; see `binding.interpreter.Reader`."""
+
+  def __init__(self):
+    self.readings: dict[str, list[tuple[Matmul, Reading]]] = {}
+    self.blocks: dict[int, tuple[str, str]] = {}
+    self.problems: dict[str, list[str]] = {}
+
+  def matmul(self, found: Matmul) -> Array:
+    path, source = found.weight.view.path, _jax.source_of(found.equation)
+    known = self.readings.setdefault(path, [])
+    # A loop may trace its body more than once.
+    if not any(other.equation is found.equation for other, _ in known):
+      try:
+        known.append((found, read(found)))
+      except UnreadableError as problem:
+        self._problem(path, f'{found.equation.primitive.name} at {source}: {problem}')
+    (out,) = _jax.rebind(found.equation, [value.array for value in found.arguments])
+    return out
+
+  def ragged(self, found: Matmul) -> Array:
+    return self.matmul(found)
+
+  def block(self, activation: str, maps: Mapping[str, Matmul]) -> None:
+    for role, found in maps.items():
+      self.blocks[id(found.equation)] = (activation, role)
+
+  def lost(self, mark: View | Altered, by: str, source: str) -> None:
+    if isinstance(mark, Altered):
+      self._problem(mark.path, f'{mark.by} at {mark.source} changes it before a matmul reads it')
+    elif not harmless(by):
+      self._problem(mark.path, f'{by} at {source}')
+
+  def _problem(self, path: str, text: str) -> None:
+    known = self.problems.setdefault(path, [])
+    if text not in known:
+      known.append(text)
+
+
+def take_notes(traced: Traced, matched: Iterable[str]) -> Notes:
+  """What the matmuls of a function read of its matched parameters."""
+  notes, marks = Notes(), traced.marks(matched)
+
+  def interpreted(arrays: Sequence[Array]) -> list[Array]:
+    values = run(traced.jaxpr, traced.constants, traced.values(arrays, marks, {}), Keys(None), notes)
+    return [value.array for value in values]
+
+  jax.eval_shape(interpreted, traced.leaves)
+  return notes
+
+
+def bind_traced(recipe: Recipe, params: Any, traced: Traced, *, all_read: bool = True) -> Bound:
+  """`bind` of what is traced already; without `all_read`, weights that the function never looks at are left out."""
+  found = find_weights(recipe, params, traced, all_read=all_read)
+  problems = [problem for problem in found.values() if isinstance(problem, str)]
+  if problems:
+    raise ValueError('\n'.join(problems))
+  return Bound.of(recipe, [weight for weight in found.values() if not isinstance(weight, str)])
+
+
+def find_weights(
+  recipe: Recipe, params: Any, traced: Traced, *, all_read: bool = True
+) -> dict[str, BoundWeight | str]:
+  """What the trace says of each matched weight, by path, or what is wrong with it."""
+  rules = tracked(params, recipe)
+  notes, weights = take_notes(traced, rules), dict(leaves_by_path(params))
+  if not all_read:
+    rules = {path: rule for path, rule in rules.items() if path in notes.readings or path in notes.problems}
+  return {path: _bound(path, weights[path], rule, notes) for path, rule in rules.items()}
+
+
+def _bound(path: str, leaf: Any, rule: Rule, notes: Notes) -> BoundWeight | str:
+  """The weight, or what is wrong with it."""
+  readings, problems = notes.readings.get(path, []), notes.problems.get(path, [])
+  dense = "leave it dense by a rule in front, Rule(path, DotPolicy())"
+  if problems:
+    return f'{path} of shape {leaf.shape}: {"; ".join(problems)}. Nothing follows a weight there: {dense}'
+  if not readings:
+    return f'{path} of shape {leaf.shape}: a rule matches it, and no matmul of the function contracts it: {dense}'
+  layout = readings[0][1].layout
+  for found, reading in readings[1:]:
+    if reading.layout != layout:
+      places = [_jax.source_of(found.equation) for found, _ in (readings[0], (found, reading))]
+      return (
+        f'{path} of shape {leaf.shape}: its matmuls read it in different ways, {layout.describe()} at {places[0]} and'
+        f' {reading.layout.describe()} at {places[1]}; one mask serves one of them: {dense}'
+      )
+  for found, reading in readings:
+    problem = _straddles(found, reading, rule)
+    if problem:
+      return f'{path} of shape {leaf.shape}: {problem} at {_jax.source_of(found.equation)}: {dense}'
+  uses = tuple(_use(found, reading, notes) for found, reading in readings)
+  if rule.activation is not None and any(use.block is None for use in uses):
+    return (
+      f'{path}: the rule makes activations sparse, which takes one rule setting for all maps of a block, two matmuls'
+      f' with a squared ReLU between them; found the matmul at {uses[0].source} by itself'
+    )
+  return BoundWeight(path, tuple(leaf.shape), leaf.dtype, rule, layout, uses)
+
+
+def _use(found: Matmul, reading: Reading, notes: Notes) -> Use:
+  block, role = notes.blocks.get(id(found.equation), (None, None))
+  kind, source = found.equation.primitive.name, _jax.source_of(found.equation)
+  return Use(reading.tokens, reading.whole, kind, block, role, source)
+
+
+def _straddles(found: Matmul, reading: Reading, rule: Rule) -> str | None:
+  """What is wrong with a part of a weight whose ends cut groups."""
+  if reading.whole or rule.policy.projection is None:
+    return None
+  view = found.weight.view
+  roles = (reading.layout.contracted, reading.layout.outputs)
+  for axes, divisor in zip(roles, rule.policy.projection.divisor, strict=True):
+    axis = axes[-1]
+    size = next((run.size * run.stride for run in reading.runs if run.axis == axis), 1)
+    start = view.offsets[axis]
+    if size != view.shape[axis] and divisor > 1 and (not isinstance(start, int) or start % divisor or size % divisor):
+      return f'a part of axis {axis}, {size} entries from {start}, cuts groups of {divisor}'
+  return None

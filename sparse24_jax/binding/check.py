@@ -1,0 +1,166 @@
+"""`check`: what a recipe makes of a model, a line a weight, before anything is trained."""
+
+from collections.abc import Callable, Mapping
+import dataclasses
+from typing import Any
+
+import jax
+from jax import Array
+import jax.numpy as jnp
+import numpy as np
+
+from sparse24_jax.binding.bound import Bound, BoundWeight, find_weights
+from sparse24_jax.binding.states import weight_states
+from sparse24_jax.binding.tracing import trace
+from sparse24_jax.binding.transform import sparse_function
+from sparse24_jax.masks import verify24
+from sparse24_jax.recipe import Recipe
+from sparse24_jax.rules import check_groups, leaves_by_path, match_rules
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckedWeight:
+  """One matched weight.
+
+  Attributes:
+    path: in the parameters.
+    shape: as it is stored.
+    weight: what the trace found; None if it cannot be sparse.
+    problem: why not, and what to do; None if it can.
+    pruned: share of the projected weight that is zero; None where only shapes were given.
+    reached: share of the pruned entries whose gradient is not zero; likewise.
+  """
+
+  path: str
+  shape: tuple[int, ...]
+  weight: BoundWeight | None
+  problem: str | None
+  pruned: float | None = None
+  reached: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Checked:
+  """The outcome of `check`; as text a table.
+
+  Attributes:
+    weights: those that rules match, in the order of the tree.
+    dense: paths of the other arrays with two or more axes.
+  """
+
+  weights: tuple[CheckedWeight, ...]
+  dense: tuple[str, ...]
+
+  @property
+  def ok(self) -> bool:
+    """Whether every matched weight can be sparse, is, and is trained."""
+    return all(w.problem is None for w in self.weights)
+
+  def __str__(self) -> str:
+    head = ('weight', 'shape', 'axes', 'projection', 'matmuls', 'tokens', 'block', 'zeros', 'gradient')
+    rows = [head, *(_row(w) for w in self.weights if w.weight is not None)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+    lines = ['  '.join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines += [f'PROBLEM  {w.problem}' for w in self.weights if w.problem is not None]
+    lines += [f'dense: {", ".join(self.dense) or "no other weight"}']
+    return '\n'.join(lines)
+
+
+def check(recipe: Recipe, f: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> Checked:
+  """Says of each weight that a recipe matches what the model does with it.
+
+  With arrays it also makes the masks, and looks whether the projected weight has the zeros that it must have and
+  whether a gradient reaches what is pruned. With shapes it only traces.
+
+  Args:
+    recipe: as for `bind`.
+    f: a function of parameters and other arguments, a loss say.
+    params: arrays, or `jax.ShapeDtypeStruct`.
+    *args: an example of the other arguments, likewise.
+    **kwargs: likewise.
+
+  Returns:
+    A table as text, with `.ok`.
+
+  >>> import jax, jax.numpy as jnp, sparse24_jax as s24
+  >>> up, down, x = (jax.random.normal(jax.random.key(i), (16, 32)) for i in range(3))  # down is [out, in]
+  >>> f = lambda p, x: jax.nn.silu(x @ p['up']) @ p['down'].T
+  >>> checked = s24.check(s24.recipes.ste('.*'), f, {'up': up, 'down': down}, x.T)
+  >>> print(checked)
+  weight  shape    axes         projection     matmuls  tokens  block      zeros  gradient
+  down    16 x 32  in 1, out 0  magnitude 2:4  1        32      silu down  50%    100%
+  up      16 x 32  in 0, out 1  magnitude 2:4  1        32      silu up    50%    100%
+  dense: no other weight
+  >>> checked.ok
+  True
+  """
+  recipe = recipe.unbound() if isinstance(recipe, Bound) else recipe
+  traced = trace(f, (params, *args), kwargs)
+  found = find_weights(recipe, params, traced)
+  leaves = dict(leaves_by_path(params))
+  dense = tuple(path for path, leaf in leaves.items() if len(leaf.shape) > 1 and path not in found)
+  weights = {path: _checked(path, leaves[path], weight) for path, weight in found.items()}
+  concrete = all(isinstance(leaf, jax.Array | np.ndarray) for leaf in traced.leaves)
+  if concrete and all(weight.problem is None for weight in weights.values()):
+    weights = _measured(weights, Bound.of(recipe, [w.weight for w in weights.values()]), f, params, args, kwargs)
+  return Checked(tuple(weights.values()), dense)
+
+
+def _checked(path: str, leaf: Any, found: BoundWeight | str) -> CheckedWeight:
+  shape = tuple(leaf.shape)
+  if isinstance(found, str):
+    return CheckedWeight(path, shape, None, found)
+  try:
+    check_groups(path, leaf, found.rule.policy.projection, found.layout)
+  except ValueError as error:
+    return CheckedWeight(path, shape, found, str(error))
+  return CheckedWeight(path, shape, found, None)
+
+
+def _measured(
+  weights: Mapping[str, CheckedWeight], bound: Bound, f: Callable[..., Any], params: Any, args: tuple, kwargs: Any
+) -> dict[str, CheckedWeight]:
+  """With the share of zeros, and of pruned entries that a gradient reaches."""
+  rules, leaves = match_rules(params, bound), dict(leaves_by_path(params))
+  sparse = {
+    path: (rules[path].policy, leaves[path], rules[path].policy.projection.init(leaves[path]))
+    for path in weights if rules[path].policy.projection is not None
+  }
+  states = weight_states(bound, sparse, None)
+  function = sparse_function(f, bound, phase='sparse')
+
+  def loss(params: Any) -> Array:
+    out = function(params, states, jax.random.key(0), *args, **kwargs)
+    floats = [y for y in jax.tree.leaves(out) if jnp.issubdtype(jnp.result_type(y), jnp.floating)]
+    # Any direction will do; that of a sum is flat where the model ends with a softmax.
+    directions = (jax.random.normal(jax.random.key(i), jnp.shape(y)) for i, y in enumerate(floats))
+    return sum(jnp.sum(y.astype(jnp.float32) * d) for y, d in zip(floats, directions, strict=True))
+
+  grads = dict(leaves_by_path(jax.grad(loss)(params)))
+  found = dict(weights)
+  for path, (policy, w, state) in sparse.items():
+    projected = policy.projection.apply(w, state)
+    pruned = projected == 0
+    if weights[path].weight.rule.policy.projection.form is not None:
+      try:
+        verify24(weights[path].weight.layout.matrix(projected))
+      except ValueError as error:
+        found[path] = dataclasses.replace(found[path], problem=f'{path}: the projected weight is not 2:4: {error}')
+    reached = float(jnp.sum(pruned & (grads[path] != 0)) / jnp.maximum(pruned.sum(), 1))
+    problem = found[path].problem
+    if not reached and pruned.any():
+      problem = problem or f'{path}: no gradient reaches its pruned entries, which then never come back'
+    found[path] = dataclasses.replace(found[path], problem=problem, pruned=float(pruned.mean()), reached=reached)
+  return found
+
+
+def _row(checked: CheckedWeight) -> tuple[str, ...]:
+  weight = checked.weight
+  blocks = dict.fromkeys(f'{use.block} {use.role}' for use in weight.uses if use.block)
+  shares = ('-' if share is None else f'{share:.0%}' for share in (checked.pruned, checked.reached))
+  return (
+    weight.path, ' x '.join(map(str, weight.shape)), weight.layout.describe(),
+    weight.rule.policy.projection.name if weight.rule.policy.projection else 'none',
+    str(len(weight.uses)), ', '.join(dict.fromkeys(str(use.tokens) for use in weight.uses)),
+    ', '.join(blocks) or '-', *shares,
+  )  # fmt: skip

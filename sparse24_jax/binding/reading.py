@@ -1,0 +1,155 @@
+"""How one matmul reads a weight, and its operands as the library's op takes them."""
+
+from collections.abc import Sequence
+import dataclasses
+import math
+from typing import Any
+
+import jax
+from jax import Array
+import jax.numpy as jnp
+
+from sparse24_jax.binding.values import Matmul
+from sparse24_jax.binding.view import Run, View
+from sparse24_jax.layout import Layout
+
+
+class UnreadableError(ValueError):
+  """A matmul that reads a weight in a way that no layout says."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+  """The axes of one `dot_general`, by what they are of the weight.
+
+  Attributes:
+    layout: of the weight, as this matmul sees it.
+    batch: stacked axes of the weight that the matmul runs over at once, in its own order.
+    whole: whether the matmul reads all of `in` and `out`.
+    tokens: rows of the other operand, for each entry of `batch`.
+    runs: of the weight, [batch..., in..., out...].
+    axes: number of runs that are batch, in and out.
+  """
+
+  layout: Layout
+  batch: tuple[int, ...]
+  whole: bool
+  tokens: int
+  runs: tuple[Run, ...]
+  axes: tuple[int, int, int]
+
+
+def read(found: Matmul) -> Reading:
+  """How a matmul reads its weight; `UnreadableError` says what is in the way."""
+  view, side = found.weight.view, found.side
+  contract, batch = found.equation.params['dimension_numbers']
+  contracted, batched = contract[side], batch[side]
+  free = [i for i in range(len(view.axes)) if i not in contracted and i not in batched]
+  by_role: dict[str, list[Run]] = {
+    'stacked': [run for i in batched for run in view.axes[i]],
+    'contracted': [run for i in contracted for run in view.axes[i]],
+    'outputs': [run for i in free for run in view.axes[i]],
+  }
+  roles: dict[int, set[str]] = {axis: set() for axis in range(len(view.shape))}
+  for role, runs in by_role.items():
+    for run in runs:
+      roles[run.axis].add(role)
+  for axis, held in roles.items():
+    if len(held) > 1:
+      raise UnreadableError(f'axis {axis} of length {view.shape[axis]} is in part {" and in part ".join(sorted(held))}')
+  chosen = {axis: held.pop() if held else 'stacked' for axis, held in roles.items()}
+
+  def axes_of(role: str) -> tuple[int, ...]:
+    return tuple(axis for axis, name in chosen.items() if name == role)
+
+  if not by_role['contracted'] or not by_role['outputs']:
+    raise UnreadableError('it is contracted over all of its axes or none: a product with vectors')
+  sizes = {}
+  for axis, name in chosen.items():
+    mine = sorted((run for run in by_role[name] if run.axis == axis), key=lambda run: -run.stride)
+    stride = 1
+    for run in reversed(mine):
+      if run.stride != stride:
+        raise UnreadableError(f'of axis {axis} it takes entries that are not neighbours')
+      stride *= run.size
+    sizes[axis] = math.prod(run.size for run in mine)
+  inside = [axis for axis, name in chosen.items() if name != 'stacked']
+  other = found.equation.invars[1 - side].aval.shape
+  used = set(contract[1 - side]) | set(batch[1 - side])
+  return Reading(
+    layout=Layout(axes_of('stacked'), axes_of('contracted'), axes_of('outputs')),
+    batch=tuple(run.axis for run in by_role['stacked']),
+    whole=all(sizes[axis] == view.shape[axis] for axis in inside),
+    tokens=math.prod(size for i, size in enumerate(other) if i not in used),
+    runs=(*by_role['stacked'], *_in_order(by_role['contracted']), *_in_order(by_role['outputs'])),
+    axes=(len(by_role['stacked']), len(by_role['contracted']), len(by_role['outputs'])),
+  )
+
+
+def _in_order(runs: Sequence[Run]) -> list[Run]:
+  """As the axes of the weight are stored."""
+  return sorted(runs, key=lambda run: (run.axis, -run.stride))
+
+
+def weight_matrix(found: Matmul, reading: Reading) -> Array:
+  """The weight of a matmul as `[batch..., in, out]`."""
+  runs = [run for axis in found.weight.view.axes for run in axis]
+  batch, contracted, _ = reading.axes
+  w = found.weight.array.reshape([run.size for run in runs])
+  w = jnp.transpose(w, _order(runs, reading.runs))
+  return w.reshape(*w.shape[:batch], math.prod(w.shape[batch : batch + contracted]), -1)
+
+
+def rows(found: Matmul, reading: Reading) -> Array:
+  """The other operand as `[batch..., rows..., in]`."""
+  side, view = found.side, found.weight.view
+  contract, batch = found.equation.params['dimension_numbers']
+  x = found.other.array
+  free = [i for i in range(x.ndim) if i not in contract[1 - side] and i not in batch[1 - side]]
+  x = jnp.transpose(x, (*batch[1 - side], *free, *contract[1 - side]))
+  lead = x.shape[: len(batch[0]) + len(free)]
+  runs = [run for i in contract[side] for run in view.axes[i]]
+  if len(runs) != 1:
+    contracted = reading.runs[reading.axes[0] : reading.axes[0] + reading.axes[1]]
+    x = x.reshape(*lead, *(run.size for run in runs))
+    x = jnp.transpose(x, (*range(len(lead)), *(len(lead) + i for i in _order(runs, contracted))))
+  # Axes of length one among the batch are none of the weight's runs.
+  sizes = [run.size for run in reading.runs[: reading.axes[0]]]
+  return x.reshape(*sizes, *lead[len(batch[0]) :], -1)
+
+
+def as_result(y: Array, found: Matmul, reading: Reading) -> Array:
+  """`[batch..., rows..., out]` as the `dot_general` gives it."""
+  (out,) = (variable.aval for variable in found.equation.outvars)
+  side, view = found.side, found.weight.view
+  contract, batch = found.equation.params['dimension_numbers']
+  free = [i for i in range(len(view.axes)) if i not in contract[side] and i not in batch[side]]
+  runs = [run for i in free for run in view.axes[i]]
+  outputs = reading.runs[sum(reading.axes[:2]) :]
+  lead = y.shape[:-1]
+  if len(runs) != 1:
+    y = y.reshape(*lead, *(run.size for run in outputs))
+    y = jnp.transpose(y, (*range(len(lead)), *(len(lead) + i for i in _order(outputs, runs))))
+  if side == 0:  # the axes of the weight come first
+    b, last = reading.axes[0], y.ndim
+    y = jnp.transpose(y, (*range(b), *range(len(lead), last), *range(b, len(lead))))
+  return y.reshape(out.shape).astype(out.dtype)
+
+
+def _order(given: Sequence[Run], wanted: Sequence[Run]) -> tuple[int, ...]:
+  return tuple(list(given).index(run) for run in wanted)
+
+
+def part_of(state: Any, view: View, layout: Layout) -> Any:
+  """A mask `[batch..., in, out]` of the entries that a view holds; a state that is no mask stays as it is."""
+  inside = (*layout.contracted, *layout.outputs)
+  sizes = {axis: math.prod(run.size for runs in view.axes for run in runs if run.axis == axis) for axis in inside}
+  whole = tuple(math.prod(view.shape[axis] for axis in axes) for axes in (layout.contracted, layout.outputs))
+  if state.shape[-2:] != whole or state.ndim < 2:
+    return state
+  lead = state.shape[:-2]
+  state = state.reshape(*lead, *(view.shape[axis] for axis in inside))
+  for i, axis in enumerate(inside):
+    if sizes[axis] != view.shape[axis]:
+      state = jax.lax.dynamic_slice_in_dim(state, view.offsets[axis], sizes[axis], len(lead) + i)
+  return state.reshape(*lead, math.prod(sizes[axis] for axis in layout.contracted), -1)

@@ -1,0 +1,43 @@
+"""The state of a weight on its way to the matmul: a mask, a scale or packed operands, one for each stacked matrix."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from sparse24_jax.binding.view import View
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=['value'], meta_fields=['stacked'])
+@dataclasses.dataclass(frozen=True)
+class WeightState:
+  """What a projection keeps of a weight, by the axes of the weight that its arrays have in front.
+
+  Attributes:
+    value: the projection's state or a `PackedWeight`, of matrices `[stacked..., in, out]`.
+    stacked: axes of the stored weight, in the order of the leading axes of `value`.
+  """
+
+  value: Any
+  stacked: tuple[int, ...]
+
+  def to_front(self, axis: int) -> 'WeightState':
+    """With one stacked axis in front of all others, where a scan takes it off; no more among `stacked`."""
+    place = self.stacked.index(axis)
+    value = jax.tree.map(lambda leaf: jnp.moveaxis(leaf, place, 0), self.value)
+    return WeightState(value, tuple(a for a in self.stacked if a != axis))
+
+  def at(self, view: View, batch: tuple[int, ...]) -> Any:
+    """Of the matrices that a view holds: `batch` names its stacked axes in the order that a matmul has them."""
+    value, stacked = self.value, self.stacked
+    for axis in [a for a in stacked if a not in batch]:
+      place = stacked.index(axis)
+      entry = functools.partial(jax.lax.dynamic_index_in_dim, index=view.offsets[axis], axis=place, keepdims=False)
+      value = jax.tree.map(entry, value)
+      stacked = tuple(a for a in stacked if a != axis)
+    order = tuple(stacked.index(axis) for axis in batch)
+    if order == tuple(range(len(order))):
+      return value
+    return jax.tree.map(lambda leaf: jnp.transpose(leaf, (*order, *range(len(order), leaf.ndim))), value)

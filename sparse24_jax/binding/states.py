@@ -1,0 +1,34 @@
+"""What a sparse model reads besides its parameters: the state of each sparse weight, packed where kernels run."""
+
+import dataclasses
+from typing import Any
+
+from jax import Array
+import jax.numpy as jnp
+
+from sparse24_jax.binding.bound import Bound
+from sparse24_jax.policy import DotPolicy
+from sparse24_jax.products import may_pack, pack_weight
+from sparse24_jax.recipe import Recipe
+
+
+def weight_states(
+  recipe: Recipe, sparse: dict[str, tuple[DotPolicy, Array, Array]], pack: bool | None
+) -> dict[str, Any]:
+  """By path, the states of the matrices `[stacked..., in, out]`, from what `projected_weights` gives.
+
+  A weight that the model reads in parts is not packed.
+  """
+  in_parts = {weight.path for weight in recipe.weights if not weight.packs} if isinstance(recipe, Bound) else set()
+  return {path: _state(*found, pack=False if path in in_parts else pack) for path, found in sparse.items()}
+
+
+def _state(policy: DotPolicy, w: Array, state: Array, *, pack: bool | None) -> Any:
+  projection = policy.projection
+  if projection.matrix is not None:
+    state = projection.layout.matrix(state) if state.shape == w.shape else state
+    policy, w = dataclasses.replace(policy, projection=projection.matrix), projection.layout.matrix(w)
+  if pack is None:
+    pack = may_pack(policy, w)
+  # float32 parameters are packed for bfloat16 layers; a layer of another dtype packs again, from the state.
+  return pack_weight(policy, w, state, jnp.bfloat16 if w.dtype == jnp.float32 else w.dtype) if pack else state

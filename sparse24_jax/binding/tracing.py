@@ -1,0 +1,76 @@
+"""A function of parameters as a jaxpr whose arguments are known by their paths."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+import dataclasses
+from typing import Any
+
+import jax
+from jax import Array
+import numpy as np
+
+from sparse24_jax.binding import _jax
+from sparse24_jax.binding.values import Value
+from sparse24_jax.binding.view import View
+from sparse24_jax.rules import leaves_by_path
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+  """A jaxpr, and what its arguments and results are.
+
+  Attributes:
+    jaxpr: its equations.
+    constants: arrays that the function brings along.
+    leaves: the arrays among the arguments, those of the parameters first.
+    paths: of the parameters, in that order.
+    structure: of what the function returns.
+  """
+
+  jaxpr: Any
+  constants: Sequence[Any]
+  leaves: list[Any]
+  paths: list[str]
+  structure: Any
+
+  def marks(self, paths: Iterable[str]) -> dict[str, View]:
+    """Views of whole parameters."""
+    shapes = dict(zip(self.paths, self.leaves, strict=False))
+    return {path: View.whole(path, shapes[path].shape, shapes[path].dtype) for path in paths}
+
+  def values(self, arrays: Sequence[Array], marks: Mapping[str, View], states: Mapping[str, Any]) -> list[Value]:
+    """The arguments, with the parameters that are marked."""
+    values = [Value(array) for array in arrays]
+    for value, path in zip(values, self.paths, strict=False):
+      value.mark, value.state = marks.get(path), states.get(path)
+    return values
+
+
+def trace(f: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Traced:
+  """Traces `f(*args, **kwargs)`; the first argument is the parameters, and what is no array is passed on as it is."""
+  flat, structure = jax.tree.flatten((args, dict(kwargs)))
+  dynamic = [i for i, leaf in enumerate(flat) if is_array(leaf)]
+  paths = [path for path, _ in leaves_by_path(args[0])]
+  if [i for i in range(len(paths)) if i not in dynamic]:
+    odd = [path for path, leaf in leaves_by_path(args[0]) if not is_array(leaf)]
+    raise ValueError(f'parameters must be arrays or shapes with a dtype; found others at {odd}')
+  out_structure = []
+
+  def flat_f(leaves: Sequence[Any]) -> list[Any]:
+    filled = list(flat)
+    for i, leaf in zip(dynamic, leaves, strict=True):
+      filled[i] = leaf
+    args, kwargs = jax.tree.unflatten(structure, filled)
+    out, tree = jax.tree.flatten(f(*args, **kwargs))
+    out_structure.append(tree)
+    return out
+
+  leaves = [flat[i] for i in dynamic]
+  closed = jax.make_jaxpr(flat_f)(leaves)
+  jaxpr, constants = _jax.open_jaxpr(closed)
+  return Traced(jaxpr, constants, leaves, paths, out_structure[-1])
+
+
+def is_array(leaf: Any) -> bool:
+  return isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct) or (
+    hasattr(leaf, 'shape') and hasattr(leaf, 'dtype')
+  )

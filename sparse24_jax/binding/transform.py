@@ -1,0 +1,202 @@
+"""A function of parameters with its matched weights sparse: what `sparsify` makes of a plain function."""
+
+from collections.abc import Callable, Mapping
+import functools
+from typing import Any
+
+import jax
+from jax import Array
+import jax.numpy as jnp
+
+from sparse24_jax.activation_sparsity import neuron_level_ffn
+from sparse24_jax.binding import _jax
+from sparse24_jax.binding.bound import bind_traced, Bound, harmless
+from sparse24_jax.binding.interpreter import Keys, run
+from sparse24_jax.binding.reading import as_result, part_of, read, Reading, rows, weight_matrix
+from sparse24_jax.binding.state import WeightState
+from sparse24_jax.binding.tracing import trace, Traced
+from sparse24_jax.binding.values import Altered, Matmul
+from sparse24_jax.binding.view import View
+from sparse24_jax.clusters import with_neurons
+from sparse24_jax.dot import check_layer, dot_general
+from sparse24_jax.ffn import ffn
+from sparse24_jax.layout import Layout
+from sparse24_jax.packing import PackedWeight
+from sparse24_jax.packing8 import PackedWeight8
+from sparse24_jax.products import projection_state
+from sparse24_jax.recipe import PhaseName, Recipe
+from sparse24_jax.rules import errors_name, leaves_by_path, match_rules
+
+
+def sparse_function(f: Callable[..., Any], recipe: Recipe, *, phase: PhaseName) -> Callable[..., Any]:
+  """`f(params, *args)` as `g(params, variables, key, *args)`, whose matched weights are sparse.
+
+  `variables` are what `sparse_variables` makes; `key` is for MVUE, or None where no gradient is taken.
+  """
+
+  @functools.wraps(f)
+  def sparse(params: Any, variables: Mapping[str, Any], key: Array | None, *args: Any, **kwargs: Any) -> Any:
+    if phase == 'dense':
+      return f(params, *args, **kwargs)
+    return run_sparse(recipe, f, params, variables, key, *args, **kwargs)
+
+  return sparse
+
+
+def run_sparse(
+  recipe: Recipe, f: Callable[..., Any], params: Any, variables: Mapping[str, Any], key: Array | None,
+  *args: Any, **kwargs: Any,
+) -> Any:  # fmt: skip
+  """What `f(params, *args)` returns, with sparse matmuls; weights that it never looks at need no state."""
+  traced = trace(f, (params, *args), kwargs)
+  bound = _bound_to(recipe, params, traced)
+  states = {path: state for path, state in leaves_by_path(variables, is_leaf=is_state)}
+  known = {weight.path: weight for weight in bound.weights}
+  missing = [path for path, w in known.items() if w.rule.policy.projection is not None and path not in states]
+  if missing:
+    raise ValueError(
+      f'{", ".join(missing)}: no state; give what sparse_variables(params, opt_state, recipe, phase=phase) returns, to'
+      " linen models as collection 'sparse24'"
+    )
+  reader = _Sparse(known)
+  carried = {path: WeightState(states[path], known[path].layout.stacked) for path in known if path in states}
+  values = traced.values(traced.leaves, traced.marks(known), carried)
+  out = run(traced.jaxpr, traced.constants, values, Keys(key), reader)
+  return jax.tree.unflatten(traced.structure, [value.array for value in out])
+
+
+def is_state(node: Any) -> bool:
+  return isinstance(node, PackedWeight | PackedWeight8)
+
+
+def _bound_to(recipe: Recipe, params: Any, traced: Traced) -> Bound:
+  """The recipe as it is bound, or by what is run now; masks that were chosen before a model was seen are along -2."""
+  if isinstance(recipe, Bound):
+    match_rules(params, recipe)
+    return recipe
+  bound = bind_traced(recipe, params, traced, all_read=False)
+  for weight in bound.weights:
+    if not weight.layout.is_standard:
+      raise ValueError(
+        f'{weight.path} of shape {weight.shape}: the model reads it as {weight.layout.describe()}, and the recipe takes'
+        f' it for {Layout.standard(len(weight.shape)).describe()}. Give sparse_training, sparse_variables and sparsify'
+        ' sparse24_jax.bind(recipe, f, params, *example) in its place'
+      )
+  return bound
+
+
+class _Sparse:
+  """Reads matmuls by the library's op; see `binding.interpreter.Reader`."""
+
+  def __init__(self, weights: Mapping[str, Any]):
+    self.weights = weights
+
+  def matmul(self, found: Matmul) -> Array:
+    weight, reading = self._reading(found)
+    path, policy = weight.path, weight.rule.policy
+    if weight.rule.activation is not None:
+      raise ValueError(
+        f'{path}: the rule makes activations sparse, which takes one rule setting for all maps of a block, two matmuls'
+        f' with a squared ReLU between them; found the matmul at {_jax.source_of(found.equation)} by itself'
+      )
+    with errors_name(path):
+      x, w = rows(found, reading), weight_matrix(found, reading)
+      dtype = jnp.result_type(x, w)
+      batch = len(reading.batch)
+      numbers = (((x.ndim - 1,), (batch,)), (tuple(range(batch)),) * 2)
+      _check_precision(found, dtype)
+      y = dot_general(
+        x.astype(dtype), w.astype(dtype), numbers, self._state(found, reading), policy=policy, key=found.key
+      )
+      return as_result(y, found, reading)
+
+  def ragged(self, found: Matmul) -> Array:
+    raise NotImplementedError
+
+  def block(self, activation: str, maps: Mapping[str, Matmul]) -> Array | None:
+    read_by = {role: self._reading(found) for role, found in maps.items()}
+    policies = {weight.rule.policy for weight, _ in read_by.values()}
+    neurons = {weight.rule.activation for weight, _ in read_by.values()}
+    batches = {reading.batch for _, reading in read_by.values()}
+    biases = {f'b_{role}': found.bias for role, found in maps.items() if found.bias is not None}
+    if len(neurons) > 1 or len(batches) > 1 or (batches != {()} and biases):
+      return None
+    if neurons == {None} and len(policies) > 1:
+      return None
+    if not all(_is_plain_map(maps[role], reading) for role, (_, reading) in read_by.items()):
+      return None
+    weights = {f'w_{role}': weight_matrix(maps[role], reading) for role, (_, reading) in read_by.items()}
+    states = {role: self._state(maps[role], reading) for role, (_, reading) in read_by.items()}
+    x = rows(maps['up'], read_by['up'][1])
+    if neurons == {None}:
+      block = functools.partial(_ffn, policy=policies.pop(), activation=activation)
+    else:
+      block = functools.partial(_neuron_level, policy=neurons.pop(), activation=activation)
+    key = maps['down'].key
+    with errors_name(', '.join(weight.path for weight, _ in read_by.values())):
+      if batches == {()}:
+        y = block(x, weights, states, key, biases)
+      else:
+        y = _for_each(batches.pop(), block, x, weights, states, key)
+    return as_result(y, maps['down'], read_by['down'][1])
+
+  def lost(self, mark: View | Altered, by: str, source: str) -> None:
+    if isinstance(mark, Altered) or not harmless(by):
+      raise ValueError(
+        f'{mark.path}: {by} at {source} reads it, and no sparse matmul does; where the recipe was bound the model did'
+        ' not: bind it to what is run'
+      )
+
+  def _reading(self, found: Matmul) -> tuple[Any, Reading]:
+    weight, reading = self.weights[found.weight.view.path], read(found)
+    if reading.layout != weight.layout:
+      raise ValueError(
+        f'{weight.path}: {_jax.source_of(found.equation)} reads it as {reading.layout.describe()}, and where the recipe'
+        f' was bound the model read it as {weight.layout.describe()}: bind it to what is run'
+      )
+    return weight, reading
+
+  def _state(self, found: Matmul, reading: Reading) -> Any:
+    state, view = found.weight.state, found.weight.view
+    if state is None:
+      return None
+    state = state.at(view, reading.batch)
+    return state if reading.whole else part_of(projection_state(state), view, reading.layout)
+
+
+def _check_precision(found: Matmul, dtype: Any) -> None:
+  params = found.equation.params
+  check_layer(params['precision'], params['preferred_element_type'], dtype)
+
+
+def _is_plain_map(found: Matmul, reading: Reading) -> bool:
+  """Whether a matmul is x `[..., in]` times one whole matrix."""
+  (contract, _), (batch, _) = found.equation.params['dimension_numbers']
+  last = found.equation.invars[0].aval.ndim - 1
+  leading = tuple(batch) == tuple(range(len(reading.batch)))
+  one_run_each = reading.axes[1:] == (1, 1)
+  return found.side == 1 and leading and reading.whole and one_run_each and tuple(contract) == (last,)
+
+
+def _ffn(x: Array, weights: Any, states: Any, key: Array | None, biases: Any, *, policy: Any, activation: str) -> Array:
+  return ffn(x, **weights, **biases, state=states, policy=policy, activation=activation, key=key)
+
+
+def _neuron_level(
+  x: Array, weights: Any, states: Any, key: Array | None, biases: Any, *, policy: Any, activation: str
+) -> Array:
+  del key
+  if activation != 'squared_relu' or 'w_gate' in weights:
+    found = f'{activation!r}{" with a gate" if "w_gate" in weights else ""}'
+    raise ValueError(f"sparse activations take activation='squared_relu' without a gate, found {found}")
+  states = with_neurons({role: projection_state(state) for role, state in states.items()}, policy)
+  return neuron_level_ffn(x, weights['w_up'], weights['w_down'], states, policy=policy, **biases)
+
+
+def _for_each(batch: tuple[int, ...], block: Any, x: Array, weights: Any, states: Any, key: Array | None) -> Array:
+  """A block for each expert, with a key of its own."""
+  lead = x.shape[: len(batch)]
+  x, weights, states = jax.tree.map(lambda a: a.reshape(-1, *a.shape[len(batch) :]), (x, weights, states))
+  keys = None if key is None else jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(x.shape[0]))
+  y = jax.vmap(lambda x, w, s, k: block(x, w, s, k, {}))(x, weights, states, keys)
+  return y.reshape(*lead, *y.shape[1:])

@@ -1,0 +1,111 @@
+"""What the interpreter knows of the values that it computes with."""
+
+from collections.abc import Mapping, Sequence
+import dataclasses
+from typing import Any, NamedTuple
+
+from sparse24_jax.binding import _jax
+from sparse24_jax.binding.view import View
+
+
+class Altered(NamedTuple):
+  """A value made of a weight, entry by entry, that is no view of it any more: `w * scale`, say.
+
+  Attributes:
+    path: of the weight.
+    by: the primitive that made it.
+    source: the line of the model.
+  """
+
+  path: str
+  by: str
+  source: str
+
+
+@dataclasses.dataclass(eq=False)
+class Value:
+  """An array of the model, and what it is.
+
+  Attributes:
+    held: the array; None until something asks for it, if it was put off.
+    mark: what it is of a weight, if anything.
+    state: of that weight, less the axes that loops took.
+    row: a vector along the last axis that this repeats, as the bias of a layer does.
+    made_by: how to make it, of a value that was put off: a matmul that may be part of a block, or what follows it.
+  """
+
+  held: Any = None
+  mark: View | Altered | None = None
+  state: Any = None
+  row: Any = None
+  made_by: 'Matmul | Elementwise | None' = None
+
+  @property
+  def view(self) -> View | None:
+    return self.mark if isinstance(self.mark, View) else None
+
+  @property
+  def waits(self) -> bool:
+    return self.held is None and self.made_by is not None
+
+  @property
+  def array(self) -> Any:
+    if self.waits:
+      self.held = self.made_by.make()
+    return self.held
+
+
+@dataclasses.dataclass(eq=False)
+class Elementwise:
+  """One equation on entries, put off."""
+
+  equation: Any
+  arguments: Sequence[Value]
+
+  def make(self) -> Any:
+    (out,) = _jax.rebind(self.equation, [argument.array for argument in self.arguments])
+    return out
+
+
+@dataclasses.dataclass(eq=False)
+class Matmul:
+  """One `dot_general` that reads a weight.
+
+  Attributes:
+    equation: of the jaxpr.
+    side: of its operands the one that is the weight, 0 or 1.
+    arguments: both operands.
+    key: of its random sample; None where no gradient is sampled.
+    matmuls: what carries it out.
+    bias: `[out]`, that is added to it, or None.
+    added: the equation that adds the bias.
+    block: the activation and the maps of the feed-forward block that it ends, or None.
+  """
+
+  equation: Any
+  side: int
+  arguments: Sequence[Value]
+  key: Any
+  matmuls: Any
+  bias: Any = None
+  added: Elementwise | None = None
+  block: tuple[str, Mapping[str, 'Matmul']] | None = None
+
+  @property
+  def weight(self) -> Value:
+    return self.arguments[self.side]
+
+  @property
+  def other(self) -> Value:
+    return self.arguments[1 - self.side]
+
+  def make(self) -> Any:
+    with _jax.under(self.equation):
+      if self.block is not None:
+        activation, maps = self.block
+        out = self.matmuls.block(activation, {**maps, 'down': self})
+        if out is not None:
+          return out
+      if self.added is None:
+        return self.matmuls.matmul(self)
+    return self.added.make()

@@ -1,0 +1,217 @@
+"""What part of a stored weight a value is, followed through casts, transposes, reshapes and slices.
+
+A `View` says of each axis of a value over which axes of the weight it runs, with which stride, so that a split axis can
+be joined again and a joined one split. `follow` moves a view through one equation of a jaxpr.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+
+
+class Run(NamedTuple):
+  """A run over one axis of a weight: entries 0, stride, 2 stride, ... of it, `size` of them."""
+
+  axis: int
+  stride: int
+  size: int
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+  """A value that holds entries of one weight, each once.
+
+  Attributes:
+    path: of the weight.
+    shape: of the weight, as it is stored.
+    axes: for each axis of the value the runs over the weight that it is made of, outermost first; none for an axis of
+      length one.
+    offsets: for each axis of the weight where the runs over it start: a number, or a scalar that is traced.
+    taken: axes of the weight that a loop has taken an entry of, and the states of the weight with it.
+    dtype: of the weight as it is stored.
+  """
+
+  path: str
+  shape: tuple[int, ...]
+  axes: tuple[tuple[Run, ...], ...]
+  offsets: tuple[Any, ...]
+  taken: tuple[int, ...] = ()
+  dtype: Any = None
+
+  @classmethod
+  def whole(cls, path: str, shape: Sequence[int], dtype: Any = None) -> 'View':
+    axes = tuple((Run(axis, 1, size),) if size > 1 else () for axis, size in enumerate(shape))
+    return cls(path, tuple(shape), axes, (0,) * len(shape), (), dtype)
+
+  @property
+  def value_shape(self) -> tuple[int, ...]:
+    return tuple(math.prod(run.size for run in runs) for runs in self.axes)
+
+  def inside_loop(self) -> 'View | None':
+    """What an iteration of a scan over axis 0 sees; None if axis 0 is a part of an axis of the weight, or several."""
+    (*runs,) = self.axes[0]
+    if not runs:
+      return dataclasses.replace(self, axes=self.axes[1:])
+    if len(runs) > 1 or runs[0] != Run(runs[0].axis, 1, self.shape[runs[0].axis]):
+      return None
+    return dataclasses.replace(self, axes=self.axes[1:], taken=(*self.taken, runs[0].axis))
+
+
+def follow(equation: Any, values: Sequence[Any], views: Sequence[View | None]) -> list[View] | None:
+  """The views of an equation's results, given those of its arguments; None if it makes something else of the weight."""
+  rule = _RULES.get(equation.primitive.name)
+  if rule is None or views[0] is None or any(view is not None for view in views[1:]):
+    return None
+  found = rule(views[0], equation.params, values)
+  if found is None:
+    return None
+  return found if isinstance(found, list) else [found]
+
+
+def _same(view: View, params: Mapping[str, Any], values: Sequence[Any]) -> View:
+  del params, values
+  return view
+
+
+def _transpose(view: View, params: Mapping[str, Any], values: Sequence[Any]) -> View:
+  del values
+  return dataclasses.replace(view, axes=tuple(view.axes[i] for i in params['permutation']))
+
+
+def _squeeze(view: View, params: Mapping[str, Any], values: Sequence[Any]) -> View:
+  del values
+  dropped = {d % len(view.axes) for d in params['dimensions']}
+  return dataclasses.replace(view, axes=tuple(runs for i, runs in enumerate(view.axes) if i not in dropped))
+
+
+def _broadcast(view: View, params: Mapping[str, Any], values: Sequence[Any]) -> View | None:
+  """New axes of length one are fine; repeated entries are not a view."""
+  del values
+  shape, places = params['shape'], params['broadcast_dimensions']
+  axes: list[tuple[Run, ...]] = [()] * len(shape)
+  for place, runs in zip(places, view.axes, strict=True):
+    axes[place] = runs
+  found = dataclasses.replace(view, axes=tuple(axes))
+  return found if found.value_shape == tuple(shape) else None
+
+
+def _reshape(view: View, params: Mapping[str, Any], values: Sequence[Any]) -> View | None:
+  del values
+  if params.get('dimensions') is not None:
+    return None
+  runs = [run for axis in view.axes for run in axis]
+  axes = []
+  for size in params['new_sizes']:
+    mine: list[Run] = []
+    left = size
+    while left > 1:
+      run = runs.pop(0)
+      if left % run.size == 0:
+        mine.append(run)
+        left //= run.size
+      elif run.size % left == 0:
+        inner = run.size // left
+        mine.append(Run(run.axis, run.stride * inner, left))
+        runs.insert(0, Run(run.axis, run.stride, inner))
+        left = 1
+      else:
+        return None
+    axes.append(tuple(mine))
+  return dataclasses.replace(view, axes=tuple(axes))
+
+
+def _taken(view: View, place: int, start: Any, size: int) -> View | None:
+  """Entries `start` to `start + size` of one axis of the value."""
+  runs = view.axes[place]
+  if math.prod(run.size for run in runs) == size:
+    return view
+  if size == 1 and len(runs) > 1 and isinstance(start, int):  # an entry of joined axes is an entry of each
+    offsets = list(view.offsets)
+    for run in reversed(runs):
+      start, at = divmod(start, run.size)
+      offsets[run.axis] = offsets[run.axis] + at * run.stride
+    return _with(view, place, (), offsets)
+  if len(runs) != 1:
+    return None
+  (run,) = runs
+  offsets = list(view.offsets)
+  offsets[run.axis] = offsets[run.axis] + start * run.stride
+  return _with(view, place, (run._replace(size=size),) if size > 1 else (), offsets)
+
+
+def _with(view: View, place: int, runs: tuple[Run, ...], offsets: Sequence[Any]) -> View:
+  return dataclasses.replace(
+    view, axes=(*view.axes[:place], runs, *view.axes[place + 1 :]), offsets=tuple(offsets)
+  )
+
+
+def _slice(view: View, params: Mapping[str, Any], values: Sequence[Any]) -> View | None:
+  del values
+  if any(stride != 1 for stride in params['strides'] or ()):
+    return None
+  found: View | None = view
+  for place, (start, stop) in enumerate(zip(params['start_indices'], params['limit_indices'], strict=True)):
+    found = found and _taken(found, place, int(start), int(stop - start))
+  return found
+
+
+def _dynamic_slice(view: View, params: Mapping[str, Any], values: Sequence[Any]) -> View | None:
+  found: View | None = view
+  lengths = view.value_shape
+  for place, (start, size) in enumerate(zip(values[1:], params['slice_sizes'], strict=True)):
+    if size != lengths[place]:
+      found = found and _taken(found, place, _inside(start, lengths[place] - size), size)
+  return found
+
+
+def _inside(start: Any, last: int) -> Any:
+  """Where a slice begins: at an end of the axis not where it says."""
+  return start.clip(0, last) if isinstance(start, jax.core.Tracer) else min(max(int(start), 0), last)
+
+
+def _split(view: View, params: Mapping[str, Any], values: Sequence[Any]) -> list[View] | None:
+  del values
+  found, start = [], 0
+  for size in map(int, params['sizes']):
+    part = _taken(view, params['axis'], start, size)
+    if part is None:
+      return None
+    found.append(part)
+    start += size
+  return found
+
+
+def _gather(view: View, params: Mapping[str, Any], values: Sequence[Any]) -> View | None:
+  """`w[i]` with one traced number, along one axis; what looks up several rows is no view."""
+  numbers, sizes = params['dimension_numbers'], params['slice_sizes']
+  if len(numbers.start_index_map) != 1 or tuple(values[1].shape) != (1,) or numbers.operand_batching_dims:
+    return None
+  (place,) = numbers.start_index_map
+  if tuple(sizes) != (*view.value_shape[:place], 1, *view.value_shape[place + 1 :]):
+    return None
+  if sorted(numbers.offset_dims) != list(range(len(numbers.offset_dims))):
+    return None
+  found = _taken(view, place, values[1][0].clip(0, view.value_shape[place] - 1), 1)
+  return found and _squeeze(found, {'dimensions': numbers.collapsed_slice_dims}, ())
+
+
+_RULES: Mapping[str, Callable[[View, Mapping[str, Any], Sequence[Any]], View | list[View] | None]] = {
+  **dict.fromkeys(
+    (
+      'convert_element_type', 'copy', 'copy_p', 'device_put', 'mesh_cast', 'name', 'pvary', 'pcast', 'reshard',
+      'sharding_constraint', 'stop_gradient',
+    ),
+    _same,
+  ),
+  'broadcast_in_dim': _broadcast,
+  'dynamic_slice': _dynamic_slice,
+  'gather': _gather,
+  'reshape': _reshape,
+  'slice': _slice,
+  'split': _split,
+  'squeeze': _squeeze,
+  'transpose': _transpose,
+}  # fmt: skip

@@ -1,0 +1,145 @@
+"""What `bind` finds in a function, and what it refuses."""
+
+import functools
+
+from absl.testing import absltest, parameterized
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import sparse24_jax as s24
+from tests.sparse24_jax.binding.functions import arguments, CASES, relu_mlp
+
+STE = s24.recipes.ste('.*')
+OWN = jax.custom_vjp(lambda w, x: x @ w)
+OWN.defvjp(lambda w, x: (x @ w, (w, x)), lambda kept, dz: (kept[1].T @ dz, dz @ kept[0].T))
+
+
+def two_largest_of_four(matrix):
+  """`[in, out]` in float64 with the two largest of each four along the first axis, by sorting."""
+  groups = np.asarray(matrix, np.float64).reshape(-1, 4, matrix.shape[1])
+  kept = np.argsort(np.argsort(-np.abs(groups), axis=1, kind='stable'), axis=1) < 2
+  return (groups * kept).reshape(matrix.shape)
+
+
+class BindTest(parameterized.TestCase):
+
+  @parameterized.parameters(*CASES)
+  def test_layouts(self, name):
+    params, x = arguments(name)
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (params, x))
+    bound = s24.bind(STE, CASES[name].f, *shapes)
+    self.assertEqual({weight.path: weight.layout.describe() for weight in bound.weights}, CASES[name].layouts)
+    self.assertEqual(bound.describe()['layouts'], CASES[name].layouts)
+
+  @parameterized.parameters(*CASES)
+  def test_masks_lie_along_the_contracted_axes(self, name):
+    params, x = arguments(name)
+    bound = s24.bind(STE, CASES[name].f, params, x)
+    state = s24.sparse_training(optax.sgd(0.1), bound).init(params)
+    projected = s24.project(params, state, bound)
+    for weight in bound.weights:
+      layout, w = weight.layout, np.asarray(params[weight.path])
+      matrices = np.transpose(w, layout.order).reshape(-1, *layout.matrix_shape(w.shape)[-2:])
+      found = np.transpose(np.asarray(projected[weight.path]), layout.order).reshape(matrices.shape)
+      for matrix, kept in zip(matrices, found, strict=True):
+        np.testing.assert_allclose(kept, two_largest_of_four(matrix), rtol=1e-6)
+
+  def test_uses_of_a_weight(self):
+    params, x = arguments('parts_of_the_weight')
+    (weight,) = s24.bind(STE, CASES['parts_of_the_weight'].f, params, x).weights
+    self.assertEqual([(use.tokens, use.whole) for use in weight.uses], [(4, False)] * 3)
+    self.assertFalse(weight.packs)
+
+  @parameterized.named_parameters(
+    ('gelu', jax.nn.gelu, 'gelu'),
+    ('gelu_in_float32', lambda z: jax.nn.gelu(z.astype(jnp.float32)).astype(z.dtype), 'gelu'),
+    ('silu', jax.nn.silu, 'silu'),
+    ('silu_by_hand', lambda z: z * jax.nn.sigmoid(z), 'silu'),
+    ('relu', jax.nn.relu, 'relu'),
+    ('squared_relu', lambda z: jnp.square(jax.nn.relu(z)), 'squared_relu'),
+    ('squared_relu_by_power', lambda z: jax.nn.relu(z) ** 2, 'squared_relu'),
+    ('squared_relu_by_product', lambda z: jax.nn.relu(z) * jax.nn.relu(z), 'squared_relu'),
+    ('gelu_by_erf', functools.partial(jax.nn.gelu, approximate=False), None),
+    ('scaled', lambda z: 2 * jax.nn.relu(z), None),
+    ('tanh', jnp.tanh, None),
+  )
+  def test_blocks_are_found(self, activation, expected):
+    params, x = arguments('plain')
+    x, bias = x.astype(jnp.bfloat16), jnp.zeros(32, jnp.bfloat16)
+    low = functools.partial(jax.tree.map, lambda w: w.astype(jnp.bfloat16))
+
+    def f(p, x):
+      p = low(p)
+      return activation(x @ p['up'] + bias[None]) @ p['down']
+
+    def gated(p, x):
+      p = low(p)
+      return (activation(x @ p['gate']) * (x @ p['up'])) @ p['down']
+
+    self.assertEqual({(u.block, u.role) for w in s24.bind(STE, f, params, x).weights for u in w.uses},
+                     {(expected, 'up'), (expected, 'down')} if expected else {(None, None)})  # fmt: skip
+    found = s24.bind(STE, gated, {**params, 'gate': params['up']}, x).weights
+    self.assertEqual({(w.path, u.block, u.role) for w in found for u in w.uses},
+                     {(path, expected, path if expected else None) for path in ('up', 'down', 'gate')})  # fmt: skip
+
+  @parameterized.named_parameters(
+    ('embedding', lambda w, x: w[x.astype(int)[:, 0]], r'w of shape .*gather at '),
+    ('reparametrised', lambda w, x: x @ (2 * w), r'w of shape .*: mul at .* changes it before a matmul reads it'),
+    ('convolution', lambda w, x: jax.lax.conv(x[None, None], w[None, None], (1, 1), 'SAME'), 'conv_general_dilated'),
+    ('nothing_reads_it', lambda w, x: x, 'no matmul of the function contracts it'),
+    ('only_a_norm', lambda w, x: jnp.sum(w**2), 'no matmul of the function contracts it'),
+    ('both_ways', lambda w, x: (x @ w) @ w.T, 'in different ways, in [01], out [01] at .* and in [01], out [01] at'),
+    ('carried', lambda w, x: jax.lax.scan(lambda w, _: (w + 1, x @ w), w, None, length=2)[1], 'the carry of a scan'),
+    ('own_derivative', OWN, 'custom_vjp_call, whose derivative is its own'),
+    ('cut_groups', lambda w, x: x[:, :6] @ w[:6], 'a part of axis 0, 6 entries from 0, cuts groups of 4'),
+  )
+  def test_refuses(self, f, message):
+    with self.assertRaisesRegex(ValueError, message):
+      s24.bind(STE, lambda p, x: f(p['w'], x), {'w': jnp.ones((16, 16))}, jnp.ones((4, 16)))
+
+  def test_a_norm_beside_a_matmul_reads_the_weight_as_it_is(self):
+    params, x = {'w': jnp.ones((16, 8))}, jnp.ones((4, 16))
+    bound = s24.bind(STE, lambda p, x: jnp.mean(x @ p['w']) + jnp.sum(p['w'] ** 2), params, x)
+    self.assertLen(bound['w'].uses, 1)
+
+  def test_what_is_dense_by_a_rule_is_not_asked_for(self):
+    recipe = s24.Recipe('r', (s24.Rule('emb', s24.DotPolicy()), *STE.rules))
+    params = {'emb': jnp.ones((16, 16)), 'w': jnp.ones((16, 8))}
+    bound = s24.bind(recipe, lambda p, t: p['emb'][t] @ p['w'], params, jnp.zeros(4, int))
+    self.assertEqual([weight.path for weight in bound.weights], ['w'])
+
+  def test_another_model_than_the_bound_one(self):
+    params, x = arguments('plain')
+    bound = s24.bind(STE, relu_mlp, params, x)
+    tx = s24.sparse_training(optax.sgd(0.1), bound)
+    with self.assertRaisesRegex(ValueError, r'up has shape \(16, 64\), and had \(16, 32\)'):
+      tx.init({**params, 'up': jnp.ones((16, 64))})
+    with self.assertRaisesRegex(ValueError, 'down: the recipe was bound to a model that has this weight'):
+      tx.init({'up': params['up']})
+
+  def test_sizes_are_checked_along_the_axes_that_were_found(self):
+    message = r'w of shape \(8, 6\), as \[in, out\] of shape \(6, 8\) has length 6 along axis -2'
+    with self.assertRaisesRegex(ValueError, message):
+      s24.bind(STE, lambda p, x: x @ p['w'].T, {'w': jnp.ones((8, 6))}, jnp.ones((4, 6)))
+
+  def test_flax_modules(self):
+    class Model(nn.Module):
+      @nn.compact
+      def __call__(self, x):
+        return nn.MultiHeadDotProductAttention(num_heads=2, name='attention')(x)
+
+    x = jnp.ones((2, 4, 16))
+    params = jax.eval_shape(Model().init, jax.random.key(0), x)['params']
+    bound = s24.bind(s24.recipes.ste('.*/kernel'), lambda p, x: Model().apply({'params': p}, x), params, x)
+    self.assertEqual(
+      {weight.path: weight.layout.describe() for weight in bound.weights},
+      {f'attention/{name}/kernel': 'in 0, out 1 2' for name in ('query', 'key', 'value')}
+      | {'attention/out/kernel': 'in 0 1, out 2'},
+    )
+
+
+if __name__ == '__main__':
+  absltest.main()

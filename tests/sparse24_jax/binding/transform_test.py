@@ -1,0 +1,136 @@
+"""Functions made sparse by their trace, against the same functions on projected weights."""
+
+from absl.testing import absltest, parameterized
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import sparse24_jax as s24
+from tests.sparse24_jax.binding.functions import arguments, CASES
+
+MVUE = s24.Recipe('mvue', (s24.Rule('.*', s24.DotPolicy(s24.soft_threshold_projection(), weight_grad='mvue')),))
+RECIPES = {
+  'ste': s24.recipes.ste('.*'),
+  'transposable': s24.Recipe('t', (s24.Rule('.*', s24.DotPolicy(s24.transposable(), input_grad='sparse')),)),
+  'soft_threshold': s24.Recipe('s', (s24.Rule('.*', s24.DotPolicy(s24.soft_threshold_projection())),)),
+  # The path of kernels, packed operands included, on any device.
+  'packed': s24.Recipe(
+    'p', (s24.Rule('.*', s24.DotPolicy(s24.transposable(), input_grad='sparse', implementation='dense')),)
+  ),
+}
+
+
+def sparse_and_reference(recipe, name, dtype=jnp.float32):
+  """(value, gradients) of a case by the transform, and of the function itself at its projected weights."""
+  params, x = arguments(name)
+  f = CASES[name].f
+
+  def loss(params, x):
+    y = f(jax.tree.map(lambda w: w.astype(dtype), params), x.astype(dtype))
+    return jnp.sum(jnp.sin(y.astype(jnp.float32)))
+
+  bound = s24.bind(recipe, loss, params, x)
+  state = s24.sparse_training(optax.sgd(0.1), bound).init(params)
+  variables = s24.sparse_variables(params, state, bound)
+  sparse = s24.sparsify(loss, bound)
+  differentiate = jax.value_and_grad if name != 'while' else lambda f: (lambda *args: (f(*args), None))
+  found = jax.jit(differentiate(lambda p: sparse(p, variables, None, x)))(params)
+  projected = s24.project(params, state, bound)
+  return found, differentiate(loss)(projected, x), loss(params, x)
+
+
+class TransformTest(parameterized.TestCase):
+
+  @parameterized.parameters(*CASES)
+  def test_forward_and_straight_through_gradients(self, name):
+    for recipe in ('ste', 'soft_threshold'):
+      found, expected, dense = sparse_and_reference(RECIPES[recipe], name)
+      jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4), found, expected)
+      self.assertGreater(abs(float(found[0] - dense)), 1e-3, recipe)
+
+  @parameterized.parameters(*CASES)
+  def test_transposable_masks_and_packed_operands(self, name):
+    found, expected, _ = sparse_and_reference(RECIPES['transposable'], name)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4), found, expected)
+    found, expected, _ = sparse_and_reference(RECIPES['packed'], name, jnp.bfloat16)
+    scale = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(expected))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=0.05 * scale), found, expected)
+
+  def test_mean_of_sampled_gradients(self):
+    params, x = arguments('scan_over_axis_1')
+    f = CASES['scan_over_axis_1'].f
+    bound = s24.bind(MVUE, f, params, x)
+    state = s24.sparse_training(optax.sgd(0.1), bound).init(params)
+    variables, sparse = s24.sparse_variables(params, state, bound), s24.sparsify(f, bound)
+    keys = jax.random.split(jax.random.key(0), 2000)
+    grad = jax.grad(lambda p, key: jnp.sum(jnp.sin(sparse(p, variables, key, x))))
+    samples = jax.jit(jax.vmap(grad, (None, 0)))(params, keys)
+    expected = jax.grad(lambda p: jnp.sum(jnp.sin(f(p, x))))(s24.project(params, state, bound))
+    for drawn, exact in zip(jax.tree.leaves(samples), jax.tree.leaves(expected), strict=True):
+      found = np.asarray(drawn, np.float64)
+      error = np.linalg.norm(found.mean(0) - exact)
+      # The distance of a mean of n samples from what it estimates, by their own spread.
+      self.assertLess(error, 1.5 * np.sqrt(found.var(0).sum() / len(keys)) + 1e-5)
+      self.assertGreater(np.linalg.norm(found[0] - exact), 10 * error)
+
+  def test_a_layer_a_matmul_and_a_key_draw_their_own_samples(self):
+    recipe = s24.Recipe('m', (s24.Rule('.*', s24.DotPolicy(s24.magnitude(), weight_grad='mvue')),))
+    params = {'w': jnp.broadcast_to(jnp.arange(1.0, 17.0)[:, None], (2, 16, 8))}
+    x, dz = jnp.ones((8, 16)), jax.random.normal(jax.random.key(1), (8, 8))
+
+    def f(p, x):
+      return jax.lax.scan(lambda total, w: (total + x @ w, None), jnp.zeros((8, 8)), p['w'])[0]
+
+    bound = s24.bind(recipe, f, params, x)
+    variables = s24.sparse_variables(params, s24.sparse_training(optax.sgd(0.1), bound).init(params), bound)
+    sparse = s24.sparsify(f, bound)
+    one, again, other = (
+      jax.grad(lambda p, i=i: jnp.sum(dz * sparse(p, variables, jax.random.key(i), x)))(params)['w'] for i in (0, 0, 1)
+    )
+    np.testing.assert_array_equal(one, again)
+    self.assertTrue((one != other).any())
+    self.assertTrue((one[0] != one[1]).any())
+
+  def test_dense_phase_and_static_arguments(self):
+    params, x = arguments('plain')
+
+    def f(p, x, *, scale, train):
+      return CASES['plain'].f(p, x) * scale if train else x
+
+    bound = s24.bind(RECIPES['ste'], f, params, x, scale=2.0, train=True)
+    dense = s24.sparsify(f, bound, phase='dense')(params, {}, None, x, scale=2.0, train=True)
+    np.testing.assert_array_equal(dense, f(params, x, scale=2.0, train=True))
+    unread = s24.sparsify(f, bound)(params, dict.fromkeys(params, 1), None, x, scale=1.0, train=False)
+    np.testing.assert_array_equal(unread, x)
+
+  def test_without_states_and_with_states_of_another_layout(self):
+    params, x = arguments('out_in')
+    f, recipe = CASES['out_in'].f, RECIPES['ste']
+    with self.assertRaisesRegex(ValueError, 'w: no state; give what sparse_variables'):
+      s24.sparsify(f, s24.bind(recipe, f, params, x))(params, {}, None, x)
+    # Masks chosen before the model was seen lie along axis -2: here, along the outputs.
+    variables = s24.sparse_variables(params, s24.sparse_training(optax.sgd(0.1), recipe).init(params), recipe)
+    with self.assertRaisesRegex(ValueError, r'w of shape \(8, 16\): the model reads it as in 1, out 0.*_jax\.bind'):
+      s24.sparsify(f, recipe)(params, variables, None, x)
+
+  def test_something_else_is_run_than_was_bound(self):
+    params, x = arguments('plain')
+    bound = s24.bind(RECIPES['ste'], CASES['plain'].f, params, x)
+    variables = s24.sparse_variables(params, s24.sparse_training(optax.sgd(0.1), bound).init(params), bound)
+    with self.assertRaisesRegex(ValueError, 'up: mul at .* reads it, and no sparse matmul does|up: .* changes it|up: '):
+      s24.sparsify(lambda p, x: x @ (2 * p['up']), bound)(params, variables, None, x)
+
+  def test_from_outside_under_vmap_and_jit(self):
+    params, x = arguments('plain')
+    f = CASES['plain'].f
+    bound = s24.bind(RECIPES['ste'], f, params, x)
+    variables = s24.sparse_variables(params, s24.sparse_training(optax.sgd(0.1), bound).init(params), bound)
+    sparse = s24.sparsify(f, bound)
+    xs = jnp.stack([x, 2 * x])
+    found = jax.jit(jax.vmap(lambda x: sparse(params, variables, None, x)))(xs)
+    np.testing.assert_allclose(found[1], sparse(params, variables, None, xs[1]), rtol=1e-5, atol=1e-5)
+
+
+if __name__ == '__main__':
+  absltest.main()
