@@ -68,8 +68,8 @@ def loss(policy, w, x, state, key):
 
 
 class FormulaTest(parameterized.TestCase):
-  @parameterized.product(policy=list(POLICIES), dtype=oracles.DTYPES)
-  @pytest.mark.few(6)
+  @parameterized.product(dtype=oracles.DTYPES, policy=list(POLICIES))
+  @pytest.mark.few(len(POLICIES))
   def test_three_matmuls(self, policy, dtype):
     policy = POLICIES[policy]
     x, w = normal(2, 6, 16, seed=0, dtype=dtype), normal(16, 12, seed=1, dtype=dtype)
