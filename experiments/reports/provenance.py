@@ -24,6 +24,7 @@ RESULTS = ROOT / 'experiments' / 'results'
 # What does not stand by itself today: file -> fault -> number of records. It grows shorter, never longer.
 TO_MEASURE_AGAIN = RESULTS / 'to_measure_again.json'
 DAGGER = '†'
+NOT_IN_GIT = 'a commit that is not in git'
 
 _COMMENT = re.compile(r'<!-- records: (.*?) -->\n', re.DOTALL)
 _COMMAND = re.compile(r'python -m (experiments|pallas_kernels|sparse24_jax)[.\w]*( |$)')
@@ -59,25 +60,28 @@ def faults(record: Mapping[str, Any]) -> tuple[str, ...]:
   elif not re.fullmatch('[0-9a-f]{7,40}', commit):
     found.append('uncommitted changes')
   elif not _in_git(commit):
-    found.append('a commit that is not in git')
+    found.append(NOT_IN_GIT)
   if not _COMMAND.match(str(record.get('command') or '')):
     found.append('no command that is kept')
   return tuple(found)
 
 
+def _git(*arguments: str) -> subprocess.CompletedProcess[str]:
+  return subprocess.run(['git', *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+@functools.cache
+def has_history() -> bool:
+  """Whether this is a checkout with all commits, in which those of records can be looked for."""
+  try:
+    return _git('rev-parse', '--is-shallow-repository').stdout.strip() == 'false'
+  except OSError:  # no git
+    return False
+
+
 @functools.cache
 def _in_git(commit: str) -> bool:
-  """Whether a commit is part of the history; True where there is none to look into."""
-
-  def git(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(['git', *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
-
-  try:
-    if git('rev-parse', '--is-shallow-repository').stdout.strip() != 'false':
-      return True
-  except OSError:  # no git
-    return True
-  return git('cat-file', '-e', f'{commit}^{{commit}}').returncode == 0
+  return not has_history() or _git('cat-file', '-e', f'{commit}^{{commit}}').returncode == 0
 
 
 def read(citation: str) -> list[dict[str, Any]]:
@@ -138,7 +142,7 @@ def problems(cited: Cited) -> list[str]:
   faulty, marked = any(map(faults, records)), DAGGER in cited.text
   if faulty and not marked:
     return [f'{where}: some of its records do not stand by themselves, and it has no {DAGGER}']
-  if marked and not faulty:
+  if marked and not faulty and has_history():
     return [f'{where}: all of its records stand by themselves, so {DAGGER} goes']
   return []
 

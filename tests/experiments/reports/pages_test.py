@@ -44,13 +44,17 @@ class RecordsTest(parameterized.TestCase):
     ({'commit': '0000000', 'command': 'python -m experiments x'}, ('a commit that is not in git',)),
   )  # fmt: skip
   def test_faults(self, record, expected):
-    if '0000000' in str(record) and not (provenance.ROOT / '.git').exists():
-      self.skipTest('not a git checkout')
+    if provenance.NOT_IN_GIT in expected and not provenance.has_history():
+      self.skipTest('no history to look into')
     self.assertEqual(provenance.faults(record), expected)
 
   def test_what_has_to_be_measured_again_is_listed(self):
     """Records of a program with uncommitted changes, or of one that is not kept: none is added to those."""
     listed = json.loads(provenance.TO_MEASURE_AGAIN.read_text())
+    if not provenance.has_history():
+      for faults in listed.values():
+        faults.pop(provenance.NOT_IN_GIT, None)
+      listed = {file: faults for file, faults in listed.items() if faults}
     self.assertEqual(provenance.to_measure_again(), listed, 'commit, then measure; what is mended leaves the list')
 
   @parameterized.parameters(*DOCUMENTS)
@@ -72,6 +76,8 @@ class RecordsTest(parameterized.TestCase):
     )  # fmt: skip
     for comment, mark, problem in cases:
       path.write_text(comment + '\n' + table.format(mark))
+      if problem == '† goes' and not provenance.has_history():
+        continue
       (cited,) = provenance.tables(path)
       found = provenance.problems(cited)
       self.assertLen(found, bool(problem), comment)
