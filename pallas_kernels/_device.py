@@ -51,11 +51,6 @@ class Device:
     """Its generation."""
     return arch.of_capability(self.capability)
 
-  @property
-  def has_sparse_wgmma(self) -> bool:
-    """An older way to ask for `arch.sparse_instruction`."""
-    return self.arch.sparse_instruction == 'wgmma'
-
 
 def describe(device: Any) -> Device:
   """The `Device` of a JAX device."""

@@ -12,7 +12,7 @@ from pallas_kernels import _device, formats
 from pallas_kernels.pack.api import soft_threshold_pack
 from pallas_kernels.sparse_matmul.api import sparse_matmul
 from pallas_kernels.sparse_matmul.operand import to_operand
-from pallas_kernels.vnm.api import expand, take_columns, turn, turn_24, vnm_matmul, vnm_pack
+from pallas_kernels.vnm.api import expand, take_columns, transpose_pack, transpose_pack_24, vnm_matmul, vnm_pack
 from pallas_kernels.vnm.format import VNMOperand
 from sparse24_jax._activation_reference import Activations, dot, projected, Reference, TokenPattern, Weight
 from sparse24_jax.neurons import spread
@@ -24,7 +24,7 @@ _DENSE_TILE = 128
 
 def _kernel(policy: ActivationPolicy) -> str | None:
   """The kernels by name if the policy names them and there are any, so that they answer or fail; else None."""
-  return 'mosaic_gpu' if policy.implementation == 'sparse' and _device.current().has_sparse_wgmma else None
+  return 'mosaic_gpu' if policy.implementation == 'sparse' and _device.current().arch.kernel('vnm_matmul') else None
 
 
 def _sparse_weight(w: Array, projection: Projection | None, state: Array | None, axis: int) -> Weight:
@@ -142,10 +142,10 @@ class SparseVNM:
     return _vnm_matmul(self.policy, _operand(a), _dense_weight(w))
 
   def token_pattern(self, y: Activations, dense: Array) -> TokenPattern:
-    return TokenPattern(dense, None, turn(_operand(y), used=_not_dense(y, dense)))
+    return TokenPattern(dense, None, transpose_pack(_operand(y), used=_not_dense(y, dense)))
 
   def over_tokens(self, a: Activations, pattern: TokenPattern, is_y: bool, b: Array) -> Array:
-    operand = pattern.operand if is_y else turn(_operand(a), pattern=pattern.operand)
+    operand = pattern.operand if is_y else transpose_pack(_operand(a), pattern=pattern.operand)
     return _with_dense_columns(_vnm_matmul(self.policy, operand, b), a, pattern.dense, b)
 
 
@@ -167,10 +167,10 @@ class SparseVNMTwoOfFour(SparseVNM):
   """`SparseVNM` with two of four neighbouring tokens in the weight gradients, by `sparse_matmul`."""
 
   def token_pattern(self, y: Activations, dense: Array) -> TokenPattern:
-    return TokenPattern(dense, None, turn_24(_operand(y), used=_not_dense(y, dense)))
+    return TokenPattern(dense, None, transpose_pack_24(_operand(y), used=_not_dense(y, dense)))
 
   def over_tokens(self, a: Activations, pattern: TokenPattern, is_y: bool, b: Array) -> Array:
-    operand = pattern.operand if is_y else turn_24(_operand(a), pattern=pattern.operand)
+    operand = pattern.operand if is_y else transpose_pack_24(_operand(a), pattern=pattern.operand)
     # In the layouts of every weight gradient, for which settings were measured.
     d = _sparse_matmul(self.policy, operand, b, b_layout='kn', out_layout='nm').T
     return _with_dense_columns(d, a, pattern.dense, b)

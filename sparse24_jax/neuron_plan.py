@@ -146,7 +146,7 @@ def expected(
 def why_dense(policy: ActivationPolicy, tokens: int, d: int, hidden: int, dtype: DTypeLike) -> str | None:
   """Why a block whose policy names no implementation stays dense on this GPU, or None: then its kernels pay."""
   device = _device.current()
-  if not device.has_sparse_wgmma:
+  if device.arch.kernel('vnm_matmul') is None:
     return f'{device.name} has no sparse wgmma'
   mesh = jax.sharding.get_abstract_mesh()
   if not _device.arrays_are_whole() or not (mesh.empty or mesh.size == 1):

@@ -302,7 +302,7 @@ def _fastest(on: Target, role: str, tokens: int, d_in: int, d_out: int, dtype: A
     first = api.candidates_for(**key, device=on.device)[0]
     if first != 'dense' and on.has(first):
       return first
-  return 'mosaic_gpu' if role == 'weight_grad' and on.device.has_sparse_wgmma else None
+  return 'mosaic_gpu' if role == 'weight_grad' and on.device.arch.sparse_instruction == 'wgmma' else None
 
 
 def _loses_in_fp8(on: Target, tokens: int, d_in: int, d_out: int) -> bool:

@@ -57,11 +57,10 @@ def configs(v: int) -> list[mosaic_gpu.Config]:
     # Places by launch are not among them: a program repeated alone may keep a good launch, a training step does not.
     return [best, change(best, stages=2, delay=0), change(best, band=16), change(best, band=64)]
   if v % 256 == 0:
-    return [best, change(best, delay=0), change(best, pace=16)]
+    return [best, change(best, delay=0)]
   placed = [change(best, band=band, slots=slots) for band in (32, 64) for slots in (1, 2)]
   by_launch = [change(best, places='launch', band=32, slots=slots) for slots in (1, 2)]
-  paced = change(best, places='launch', pace=16)
-  return [*placed, *by_launch, paced, mosaic_gpu.Config(slots=2), mosaic_gpu.Config(places='gpc', slots=2)]
+  return [*placed, *by_launch, mosaic_gpu.Config(slots=2), mosaic_gpu.Config(places='gpc', slots=2)]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))

@@ -124,9 +124,9 @@ def _packer(case: Case) -> tuple[Callable[..., Any], Callable[[Array, Array], tu
       case 'turn' | 'turn_24':
         return a, used
       case 'turn_gradient':
-        return a, api.turn(a, used=used)
+        return a, api.transpose_pack(a, used=used)
       case _:
-        return a, api.turn_24(a, used=used)
+        return a, api.transpose_pack_24(a, used=used)
 
   match case.role:
     case 'forward' | 'residuals' | 'forward_masked' | 'tokens':
@@ -135,13 +135,13 @@ def _packer(case: Case) -> tuple[Callable[..., Any], Callable[[Array, Array], tu
     case 'pull_back':
       return given, kept
     case 'turn':
-      return lambda a, used: api.turn(a, used=used), turned
+      return lambda a, used: api.transpose_pack(a, used=used), turned
     case 'turn_gradient':
-      return lambda a, pattern: api.turn(a, pattern=pattern).compact.values, turned
+      return lambda a, pattern: api.transpose_pack(a, pattern=pattern).compact.values, turned
     case 'turn_24':
-      return lambda a, used: api.turn_24(a, used=used), turned
+      return lambda a, used: api.transpose_pack_24(a, used=used), turned
     case 'turn_24_gradient':
-      return lambda a, pattern: api.turn_24(a, pattern=pattern).values, turned
+      return lambda a, pattern: api.transpose_pack_24(a, pattern=pattern).values, turned
     case 'columns':
       return api.take_columns, turned
     case _:
@@ -163,8 +163,8 @@ def _read(case: Case, args: tuple[Any, ...]) -> int:
     return len(np.unique(groups // 8)) * 32 * rows + len(np.unique(groups // 16)) * 512 * (rows // 64)
   if case.role == 'turn_gradient':
     a, pattern = args
-    kept = (a.compact.values.nbytes + a.compact.words.nbytes) * 4 // case.m  # four rows of each M
-    return kept + a.rows.nbytes + pattern.compact.words.nbytes + pattern.rows.nbytes
+    kept = (a.compact.values.nbytes + a.compact.metadata.nbytes) * 4 // case.m  # four rows of each M
+    return kept + a.rows.nbytes + pattern.compact.metadata.nbytes + pattern.rows.nbytes
   arrays = sum(a.nbytes for a in jax.tree.leaves(args))
   if case.role == 'turn_24_gradient':
     return arrays - args[1].values.nbytes

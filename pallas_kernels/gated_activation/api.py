@@ -1,8 +1,8 @@
-"""Gated activations and activation backward passes, in either layout that the sparse matmul writes.
+"""Gated activations and activation backward passes of [tokens, features].
 
-`axis` is the axis of features: -1 for [tokens, features], -2 for the transpose. With a gate, z holds gate and up one
-after the other along it, as one matmul with concatenated weights writes them. Back ends: `reference` (plain jnp, fused
-by XLA) and `triton` (compute capability 8.0 and newer).
+With a gate, z holds gate and up side by side, as one matmul with concatenated weights writes them. What packs a sample
+of its result has two back ends, `reference` (plain jnp, fused by XLA) and `triton` (compute capability 8.0 and newer);
+the rest are element-wise passes, which XLA runs at copy bandwidth.
 """
 
 import functools
@@ -29,28 +29,22 @@ Array = jax.Array
 
 def _call(op: str, implementation: str | None, *args: Any, **kwargs: Any) -> Any:
   backends = {name: f'pallas_kernels.gated_activation.{name}:{op}' for name in ('reference', 'triton')}
-  # Without a pack these are plain element-wise passes, which XLA runs at copy bandwidth.
-  packers = {'activation_backward_pack': candidates, 'activation_backward_pack8': candidates8}
-  names = packers[op]() if op in packers else ['reference']
+  names = candidates8() if op.endswith('8') else candidates()
   return _dispatch.dispatch(op, backends, implementation, names, *args, **kwargs)
 
 
-def gated_activation(
-  z: Array, *, activation: str = 'silu', axis: int = -1, implementation: str | None = None
-) -> Array:
+def gated_activation(z: Array, *, activation: str = 'silu') -> Array:
   """h = activation(gate) * up: SwiGLU with 'silu', GEGLU (tanh form) with 'gelu'.
 
   Args:
-    z: [tokens, 2 features], or [2 features, tokens] with `axis=-2`.
+    z: [tokens, 2 features].
     activation: 'silu', 'gelu', 'relu' or 'squared_relu'.
-    axis: the axis of features.
-    implementation: 'reference', 'triton', or None to choose.
 
   Returns:
-    [tokens, features] or [features, tokens], dtype of `z`; float32 inside.
+    [tokens, features], dtype of `z`; float32 inside.
 
   Raises:
-    ValueError: shapes, dtype or activation do not fit, or the named implementation refuses.
+    ValueError: shapes, dtype or activation do not fit.
 
   Source: Shazeer, "GLU variants improve transformer", arXiv 2002.05202.
 
@@ -59,14 +53,11 @@ def gated_activation(
   >>> gated_activation(jnp.array([[0.0, 1.0, 2.0, 4.0]]), activation='relu').tolist()
   [[0.0, 4.0]]
   """
-  axis = _check(z, None, activation, True, axis)
-  return _call('gated_activation', implementation, z, activation=activation, axis=axis)
+  _check(z, None, activation, True)
+  return reference.gated_activation(z, activation=activation)
 
 
-def activation_backward(
-  dh: Array, z: Array, *, activation: str = 'silu', gated: bool = True, axis: int = -1,
-  implementation: str | None = None,
-) -> Array:  # fmt: skip
+def activation_backward(dh: Array, z: Array, *, activation: str = 'silu', gated: bool = True) -> Array:
   """The cotangent of z from that of h, for h = activation(z) or, if `gated`, activation(gate) * up.
 
   Args:
@@ -74,26 +65,24 @@ def activation_backward(
     z: what the activation was applied to, dtype of `dh`.
     activation: 'silu', 'gelu', 'relu' or 'squared_relu'.
     gated: whether `z` holds gate and up.
-    axis: the axis of features.
-    implementation: 'reference', 'triton', or None to choose.
 
   Returns:
     Shape and dtype of `z`.
 
   Raises:
-    ValueError: shapes, dtypes or activation do not fit, or the named implementation refuses.
+    ValueError: shapes, dtypes or activation do not fit.
 
   >>> import jax.numpy as jnp
   >>> from pallas_kernels.gated_activation.api import activation_backward
   >>> activation_backward(jnp.ones((1, 2)), jnp.array([[-1.0, 3.0]]), activation='squared_relu', gated=False).tolist()
   [[0.0, 6.0]]
   """
-  axis = _check(z, dh, activation, gated, axis)
-  return _call('activation_backward', implementation, dh, z, activation=activation, gated=gated, axis=axis)
+  _check(z, dh, activation, gated)
+  return reference.activation_backward(dh, z, activation=activation, gated=gated)
 
 
 def activation_backward_pack(
-  dh: Array, z: Array, key: Array, *, activation: str = 'silu', gated: bool = True, axis: int = -1,
+  dh: Array, z: Array, key: Array, *, activation: str = 'silu', gated: bool = True,
   origin: tuple[Array | int, Array | int, Array | int] = (0, 0, 0), implementation: str | None = None,
 ) -> tuple[Array, SparseOperand]:  # fmt: skip
   """`activation_backward`, and the MVUE operand of its result for the weight gradient, in one pass.
@@ -106,7 +95,6 @@ def activation_backward_pack(
     key: a JAX random key.
     activation: 'silu', 'gelu', 'relu' or 'squared_relu'.
     gated: whether `z` holds gate and up.
-    axis: the axis of features.
     origin: as in `mvue24`.
     implementation: 'reference', 'triton', or None to choose.
 
@@ -123,15 +111,15 @@ def activation_backward_pack(
   >>> dz.shape, operand.shape
   ((128, 128), (128, 128))
   """
-  axis = _check_pack(dh, z, activation, gated, axis)
+  _check_pack(dh, z, activation, gated)
   return _call(
     'activation_backward_pack', implementation, dh, z, key,
-    activation=activation, gated=gated, axis=axis, origin=origin,
+    activation=activation, gated=gated, origin=origin,
   )  # fmt: skip
 
 
 def activation_backward_pack8(
-  dh: Array, z: Array, key: Array, scale: Array, *, activation: str = 'silu', gated: bool = True, axis: int = -1,
+  dh: Array, z: Array, key: Array, scale: Array, *, activation: str = 'silu', gated: bool = True,
   origin: tuple[Array | int, Array | int, Array | int] = (0, 0, 0), dtype: Any = jnp.float8_e5m2,
   implementation: str | None = None,
 ) -> Packed8:  # fmt: skip
@@ -150,7 +138,6 @@ def activation_backward_pack8(
     scale: float32 scalar that brings dz to the range of `dtype`; the operand takes half of it.
     activation: 'silu', 'gelu', 'relu' or 'squared_relu'.
     gated: whether `z` holds gate and up.
-    axis: the axis of features.
     origin: as in `mvue24`.
     dtype: float8_e5m2 or float8_e4m3fn.
     implementation: 'reference', 'triton' (compute capability 8.9), or None to choose.
@@ -168,19 +155,19 @@ def activation_backward_pack8(
   >>> packed.dense.dtype.name, packed.operand.shape
   ('float8_e5m2', (128, 128))
   """
-  axis = _check_pack(dh, z, activation, gated, axis)
+  _check_pack(dh, z, activation, gated)
   if not is_float8(jnp.dtype(dtype)):
     raise ValueError(f'dtype must be float8_e4m3fn or float8_e5m2, found {jnp.dtype(dtype)}')
   if jnp.shape(scale):
     raise ValueError(f'scale must be a scalar, found shape {jnp.shape(scale)}')
   return _call(
     'activation_backward_pack8', implementation, dh, z, key, jnp.asarray(scale, jnp.float32),
-    activation=activation, gated=gated, axis=axis, origin=origin, dtype=jnp.dtype(dtype),
+    activation=activation, gated=gated, origin=origin, dtype=jnp.dtype(dtype),
   )  # fmt: skip
 
 
 def activation_backward_amax(
-  dh: Array, z: Array, *, activation: str = 'silu', gated: bool = True, axis: int = -1
+  dh: Array, z: Array, *, activation: str = 'silu', gated: bool = True
 ) -> Array:
   """The largest magnitude of `activation_backward`, a float32 scalar, without writing it: XLA fuses it into one read.
 
@@ -189,7 +176,6 @@ def activation_backward_amax(
     z: what the activation was applied to, dtype of `dh`.
     activation: 'silu', 'gelu', 'relu' or 'squared_relu'.
     gated: whether `z` holds gate and up.
-    axis: the axis of features.
 
   >>> import jax.numpy as jnp
   >>> from pallas_kernels.gated_activation.api import activation_backward_amax
@@ -197,32 +183,26 @@ def activation_backward_amax(
   >>> float(activation_backward_amax(dh, z, activation='squared_relu', gated=False))
   6.0
   """
-  axis = _check(z, dh, activation, gated, axis)
-  dz = reference.activation_backward_parts(dh, z, activation=activation, gated=gated, axis=axis)
+  _check(z, dh, activation, gated)
+  dz = reference.activation_backward_parts(dh, z, activation=activation, gated=gated)
   # The parts are not joined first: a concatenation would be written to memory.
   return functools.reduce(jnp.maximum, [jnp.max(jnp.abs(part)) for part in dz]).astype(jnp.float32)
 
 
-def _check_pack(dh: Array, z: Array, activation: str, gated: bool, axis: int) -> int:
-  axis = _check(z, dh, activation, gated, axis)
-  if z.shape[0] % 4 or z.shape[1] % 4 or dh.shape[axis] % 4:
+def _check_pack(dh: Array, z: Array, activation: str, gated: bool) -> None:
+  _check(z, dh, activation, gated)
+  if z.shape[0] % 4 or z.shape[1] % 4 or dh.shape[-1] % 4:
     raise ValueError(f'tokens and features must be multiples of four, found z {z.shape}, dh {dh.shape}')
-  return axis
 
 
-def _check(z: Array, dh: Array | None, activation: str, gated: bool, axis: int) -> int:
+def _check(z: Array, dh: Array | None, activation: str, gated: bool) -> None:
   if activation not in ACTIVATIONS:
     raise ValueError(f'activation={activation!r}: known are {sorted(ACTIVATIONS)}')
   check_floating(z, 'z')
   if z.ndim != 2:
     raise ValueError(f'z must be a matrix, found shape {z.shape}')
-  if axis not in (-1, -2, 0, 1):
-    raise ValueError(f'axis={axis} must be an axis of z, which has two')
-  axis = axis if axis < 0 else axis - 2
-  if gated and z.shape[axis] % 2:
-    raise ValueError(f'z of shape {z.shape} has an odd length along axis {axis}; gate and up need an even one')
-  expected = list(z.shape)
-  expected[axis] //= 2 if gated else 1
-  if dh is not None and (dh.shape != tuple(expected) or dh.dtype != z.dtype):
-    raise ValueError(f'dh must be {z.dtype} of shape {tuple(expected)}, found {dh.dtype} of shape {dh.shape}')
-  return axis
+  if gated and z.shape[1] % 2:
+    raise ValueError(f'z of shape {z.shape} has an odd length along axis -1; gate and up need an even one')
+  expected = (z.shape[0], z.shape[1] // (2 if gated else 1))
+  if dh is not None and (dh.shape != expected or dh.dtype != z.dtype):
+    raise ValueError(f'dh must be {z.dtype} of shape {expected}, found {dh.dtype} of shape {dh.shape}')

@@ -38,42 +38,41 @@ def _squared_relu(z: Array) -> tuple[Array, Array]:
 ACTIVATIONS = {'silu': _silu, 'gelu': _gelu, 'relu': _relu, 'squared_relu': _squared_relu}
 
 
-def gated_activation(z: Array, *, activation: str, axis: int) -> Array:
+def gated_activation(z: Array, *, activation: str) -> Array:
   """See `api.gated_activation`."""
-  gate, up = jnp.split(z.astype(jnp.float32), 2, axis=axis)
+  gate, up = jnp.split(z.astype(jnp.float32), 2, axis=-1)
   return (ACTIVATIONS[activation](gate)[0] * up).astype(z.dtype)
 
 
-def activation_backward(dh: Array, z: Array, *, activation: str, gated: bool, axis: int) -> Array:
+def activation_backward(dh: Array, z: Array, *, activation: str, gated: bool) -> Array:
   """See `api.activation_backward`."""
-  parts = activation_backward_parts(dh, z, activation=activation, gated=gated, axis=axis)
-  return jnp.concatenate(parts, axis=axis) if gated else parts[0]
+  parts = activation_backward_parts(dh, z, activation=activation, gated=gated)
+  return jnp.concatenate(parts, axis=-1) if gated else parts[0]
 
 
-def activation_backward_parts(dh: Array, z: Array, *, activation: str, gated: bool, axis: int) -> list[Array]:
+def activation_backward_parts(dh: Array, z: Array, *, activation: str, gated: bool) -> list[Array]:
   """[dz], or the cotangents of gate and up if `gated`, in the dtype of `z`."""
   dh, wide = dh.astype(jnp.float32), z.astype(jnp.float32)
   if not gated:
     return [(dh * ACTIVATIONS[activation](wide)[1]).astype(z.dtype)]
-  gate, up = jnp.split(wide, 2, axis=axis)
+  gate, up = jnp.split(wide, 2, axis=-1)
   value, slope = ACTIVATIONS[activation](gate)
   return [(dh * up * slope).astype(z.dtype), (dh * value).astype(z.dtype)]
 
 
 def activation_backward_pack(
-  dh: Array, z: Array, key: Array, *, activation: str, gated: bool, axis: int,
+  dh: Array, z: Array, key: Array, *, activation: str, gated: bool,
   origin: tuple[Array | int, Array | int, Array | int],
 ) -> tuple[Array, SparseOperand]:  # fmt: skip
   """See `api.activation_backward_pack`."""
-  dz = activation_backward(dh, z, activation=activation, gated=gated, axis=axis)
-  # Tokens are the axis that features are not on.
-  return dz, pack.mvue_pack(dz, key, axis=-3 - axis, origin=origin, dtype=dz.dtype)
+  dz = activation_backward(dh, z, activation=activation, gated=gated)
+  return dz, pack.mvue_pack(dz, key, axis=-2, origin=origin, dtype=dz.dtype)
 
 
 def activation_backward_pack8(
-  dh: Array, z: Array, key: Array, scale: Array, *, activation: str, gated: bool, axis: int,
+  dh: Array, z: Array, key: Array, scale: Array, *, activation: str, gated: bool,
   origin: tuple[Array | int, Array | int, Array | int], dtype: jnp.dtype,
 ) -> Packed8:  # fmt: skip
   """See `api.activation_backward_pack8`."""
-  dz = activation_backward(dh, z, activation=activation, gated=gated, axis=axis)
-  return pack.mvue_pack8(dz, key, scale, axis=-3 - axis, origin=origin, dtype=dtype, with_dense=True)
+  dz = activation_backward(dh, z, activation=activation, gated=gated)
+  return pack.mvue_pack8(dz, key, scale, axis=-2, origin=origin, dtype=dtype, with_dense=True)

@@ -15,11 +15,10 @@ from pallas_kernels.transposable_mask import triton as transposable
 
 @triton.jit
 def transposable_kernel(
-  w, previous, row_values, row_words, column_values, column_words, codes, flips, special,
+  w, row_values, row_words, column_values, column_words, codes, special,
   ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
-  COUNT: tl.constexpr,
 ):  # fmt: skip
-  """Best transposable pattern of each block, both operands under it, its code, flips against `previous`.
+  """Best transposable pattern of each block, both operands under it, and its code.
 
   For ordinary numbers only: where it meets a NaN, an infinity or a number whose sums could overflow it raises the flag
   `special`, and `repair_kernel` does the work again. Both ways in one kernel cost half as many registers again, and the
@@ -29,7 +28,7 @@ def transposable_kernel(
   source: tl.constexpr = w.dtype.element_ty
   batch = tl.program_id(1)
   words = _blocks.load_blocks(w + batch.to(tl.int64) * ROWS * COLUMNS, place, COLUMNS)
-  if source == tl.float32 or COUNT:
+  if source == tl.float32:
     tl.debug_barrier()  # keeps the compiler from loading half of them when the first half has come, and registers
   x = _blocks.entries(words)
   a = _magnitudes(x, source)
@@ -38,18 +37,17 @@ def transposable_kernel(
   code = transposable.best_codes(a)
   tl.store(special + tl.zeros_like(code), 1, mask=ordinary == 0)
   _finish(
-    _blocks.narrow_words(words, source, row_values.dtype.element_ty), code, previous, row_values, row_words,
-    column_values, column_words, codes, flips, place, batch, tl.program_id(0), tl.num_programs(0),
-    ROWS, COLUMNS, COUNT, source != tl.float32,
+    _blocks.narrow_words(words, source, row_values.dtype.element_ty), code, row_values, row_words,
+    column_values, column_words, codes, place, batch, ROWS, COLUMNS, source != tl.float32,
   )  # fmt: skip
 
 
 @triton.jit
 def repair_kernel(
-  w, previous, special, row_values_, row_words_, column_values_, column_words_, codes_, flips_,
-  row_values, row_words, column_values, column_words, codes, flips,
+  w, special, row_values_, row_words_, column_values_, column_words_, codes_,
+  row_values, row_words, column_values, column_words, codes,
   ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
-  COUNT: tl.constexpr, TILES: tl.constexpr,
+  TILES: tl.constexpr,
 ):  # fmt: skip
   """`transposable_kernel` for any numbers, in place, if the flag is up; a few programs walk over all tiles."""
   source: tl.constexpr = w.dtype.element_ty
@@ -65,25 +63,21 @@ def repair_kernel(
     # With fewer than two kept, a free position is stored: as zero.
     x = _blocks.zero_free(_blocks.narrow_words(words, source, row_values.dtype.element_ty), code)
     _finish(
-      x, code, previous, row_values, row_words, column_values, column_words, codes, flips, place, batch, n, TILES,
-      ROWS, COLUMNS, COUNT, source != tl.float32,
+      x, code, row_values, row_words, column_values, column_words, codes, place, batch, ROWS, COLUMNS,
+      source != tl.float32,
     )  # fmt: skip
     n += tl.num_programs(0)
 
 
 @triton.jit
 def _finish(
-  x, code, previous, row_values, row_words, column_values, column_words, codes, flips, place, batch, n, tiles,
-  ROWS: tl.constexpr, COLUMNS: tl.constexpr, COUNT: tl.constexpr, TOGETHER: tl.constexpr,
+  x, code, row_values, row_words, column_values, column_words, codes, place, batch,
+  ROWS: tl.constexpr, COLUMNS: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-  """Stores codes, flips and operands of tile `n`."""
+  """Stores codes and operands of a tile."""
   batch = batch.to(tl.int64)
   at = batch * (ROWS // 4) * (COLUMNS // 4) + place[0] * (COLUMNS // 4) + place[1]
   tl.store(codes + at, code.to(tl.uint16), mask=place[2])
-  if COUNT:
-    old = tl.load(previous + at, mask=place[2], other=0).to(tl.uint32)
-    changed = tl.where(place[2], _popcount(code ^ old), 0)
-    tl.store(flips + batch * tiles + n, tl.sum(tl.sum(changed, axis=1), axis=0).to(tl.int32))
   _store_both(
     x, code, row_values, row_words, column_values, column_words, place, batch, ROWS, COLUMNS, TOGETHER
   )
@@ -209,15 +203,6 @@ def _bounded_row(x):
 def _bounded(x, source: tl.constexpr):
   x = floats(x, source)
   return _bounded_row(x[0]), _bounded_row(x[1]), _bounded_row(x[2]), _bounded_row(x[3])
-
-
-@triton.jit
-def _popcount(x):
-  """Set bits of 16-bit numbers."""
-  x = x - ((x >> 1) & 0x5555)
-  x = (x & 0x3333) + ((x >> 2) & 0x3333)
-  x = (x + (x >> 4)) & 0x0F0F
-  return (x + (x >> 8)) & 0x1F
 
 
 @triton.jit

@@ -3,7 +3,6 @@
 Back ends: `reference` (plain jnp, everywhere) and `triton` (compute capability 8.0 and newer).
 """
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -47,26 +46,19 @@ def _call_on_parts(
   """The op on each device's part of a weight; texts say how the last axes of arguments and results are divided."""
   lead = [f'l{i}' for i in range(args[0].ndim - 2)]
   rule = _partitioning.Rule(
-    tuple(' '.join([*lead, t]) for t in texts), tuple(t if t == _SUM else ' '.join([*lead, t]) for t in results),
+    tuple(' '.join([*lead, t]) for t in texts), tuple(' '.join([*lead, t]) for t in results),
     (*_FACTORS, *lead),
   )  # fmt: skip
   names = tuple(candidates8() if op.endswith('8') else candidates())
   return _partitioning.partitioned(op, _on_a_part, rule, *args, name=op, asked=(implementation, names), **options)
 
 
-_SUM = ''  # a scalar, summed over the devices
-
-
 def _on_a_part(shard: _partitioning.Shard, *args: Any, name: str, asked: tuple[Any, Any], **options: Any) -> Any:
-  made = _dispatch.dispatch(name, _backends(name), *asked, *args, **options)
-  if isinstance(made, PackedPair) and made.flips is not None:
-    return dataclasses.replace(made, flips=shard.sum(made.flips, *shard.divided))
-  return made
+  del shard
+  return _dispatch.dispatch(name, _backends(name), *asked, *args, **options)
 
 
-def transposable_pack(
-  w: Array, previous: Array | None = None, *, dtype: Any = None, implementation: str | None = None
-) -> PackedPair:
+def transposable_pack(w: Array, *, dtype: Any = None, implementation: str | None = None) -> PackedPair:
   """The best transposable mask of `w` and both operands under it.
 
   The mask is that of `transposable_mask`, bit for bit: 2:4 along rows and along columns at once, so one mask serves
@@ -74,7 +66,6 @@ def transposable_pack(
 
   Args:
     w: [..., R, C], both multiples of four; bfloat16, float16 or float32.
-    previous: uint16 [..., R/4, C/4], the codes of an earlier call, to count flips against; or None.
     dtype: of the packed values; None is the dtype of `w`, bfloat16 for float32.
     implementation: 'reference', 'triton', or None to choose.
 
@@ -92,11 +83,8 @@ def transposable_pack(
   ((64, 128), (128, 64), (16, 32))
   """
   _check_blocks(w)
-  if previous is not None:
-    _check_codes(w, previous, 'previous')
   pair = (*_OPERANDS[-1], *_OPERANDS[-2], _CODES)
-  texts, results = ((_WEIGHT,), pair) if previous is None else ((_WEIGHT, _CODES), (*pair, _SUM))
-  return _call_on_parts('transposable_pack', texts, results, implementation, w, previous, dtype=_values_dtype(w, dtype))
+  return _call_on_parts('transposable_pack', (_WEIGHT,), pair, implementation, w, dtype=_values_dtype(w, dtype))
 
 
 def masked_pack(w: Array, codes: Array, *, dtype: Any = None, implementation: str | None = None) -> PackedPair:

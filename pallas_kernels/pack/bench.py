@@ -39,16 +39,16 @@ class Case:
     op: its name in the record.
     shape: of the main input.
     inputs: makes the arrays from a key.
-    triton: the kernel, as a function of the arrays and a config.
+    triton: the kernel, as a function of the arrays and a config; None where XLA's form is what the library runs.
     xla: the plain jnp form, or None.
-    configs: to try.
+    configs: to try of the kernel.
     moved: bytes that must be read and written.
   """
 
   op: str
   shape: tuple[int, ...]
   inputs: Callable[[jax.Array], tuple[Any, ...]]
-  triton: Callable[..., Any]
+  triton: Callable[..., Any] | None
   xla: Callable[..., Any] | None
   configs: tuple[Any, ...]
   moved: Callable[..., int]
@@ -77,16 +77,15 @@ def cases(tokens: int, hidden: int) -> list[Case]:
   halves, whole = _configs('16x16x8', '16x16x4', '16x32x16'), _configs('16x16x4', '16x16x8', '16x32x8')
 
   def codes(key: jax.Array) -> jax.Array:
-    return jax.jit(functools.partial(reference.transposable_pack, dtype=BF16))(normal(weight)(key), None).codes
+    return jax.jit(functools.partial(reference.transposable_pack, dtype=BF16))(normal(weight)(key)).codes
 
   def draw(shape: tuple[int, ...]) -> Callable[[jax.Array], tuple[Any, ...]]:
     return lambda key: (normal(shape)(key), jax.random.key(1))
 
-  def backward(down: bool, gate: bool) -> Callable[[jax.Array], tuple[Any, ...]]:
+  def backward(gate: bool) -> Callable[[jax.Array], tuple[Any, ...]]:
     def make(key: jax.Array) -> tuple[Any, ...]:
-      wide = hidden * (2 if gate else 1)
-      shapes = [(hidden, tokens), (wide, tokens)] if down else [(tokens, hidden), (tokens, wide)]
-      return normal(shapes[0])(key), normal(shapes[1])(jax.random.key(3)), jax.random.key(2)
+      z = normal((tokens, hidden * (2 if gate else 1)))(jax.random.key(3))
+      return normal((tokens, hidden))(key), z, jax.random.key(2)
     return make
 
   def moved(inputs: Any, outputs: Any) -> int:
@@ -96,15 +95,10 @@ def cases(tokens: int, hidden: int) -> list[Case]:
   for dtype in (BF16, jnp.float32):
     rows.append(Case(
       'transposable_pack', weight, lambda key, dtype=dtype: (normal(weight, dtype)(key),),
-      lambda w, config: pack.transposable_pack(w, None, dtype=BF16, config=config),
-      lambda w: reference.transposable_pack(w, None, dtype=BF16), tiles if dtype == BF16 else fewer_warps_first, moved,
+      lambda w, config: pack.transposable_pack(w, dtype=BF16, config=config),
+      lambda w: reference.transposable_pack(w, dtype=BF16), tiles if dtype == BF16 else fewer_warps_first, moved,
       jnp.dtype(dtype).name,
     ))  # fmt: skip
-  rows.append(Case(
-    'transposable_pack_count', weight, lambda key: (normal(weight)(key), codes(jax.random.key(9))),
-    lambda w, old, config: pack.transposable_pack(w, old, dtype=BF16, config=config),
-    lambda w, old: reference.transposable_pack(w, old, dtype=BF16), tiles, moved,
-  ))  # fmt: skip
   rows.append(Case(
     'masked_pack', weight, lambda key: (normal(weight)(key), codes(jax.random.key(9))),
     lambda w, old, config: pack.masked_pack(w, old, dtype=BF16, config=config),
@@ -126,27 +120,21 @@ def cases(tokens: int, hidden: int) -> list[Case]:
       _configs('16x16x2', '16x16x4', '16x32x4', '32x16x4'), moved,
     ))  # fmt: skip
   for activation in ('silu', 'gelu'):
-    for axis in (-1, -2) if activation == 'silu' else (-1,):
-      shape = (tokens, 2 * hidden) if axis == -1 else (2 * hidden, tokens)
-      rows.append(Case(
-        f'gated_{activation}_axis{axis}', shape, lambda key, shape=shape: (normal(shape)(key),),
-        lambda z, config, a=activation, axis=axis: gated.gated_activation(z, activation=a, axis=axis, config=config),
-        lambda z, a=activation, axis=axis: gated_reference.gated_activation(z, activation=a, axis=axis),
-        (gated.ForwardConfig(), gated.ForwardConfig(1024, 4)), moved,
-      ))  # fmt: skip
-  for activation, gate, axis in (('silu', True, -1), ('silu', True, -2), ('gelu', True, -1), ('gelu', False, -1),
-                                 ('squared_relu', False, -1)):  # fmt: skip
-    name = f'{"gated_" if gate else ""}{activation}_backward'
-    make, options = backward(axis == -2, gate), dict(activation=activation, gated=gate, axis=axis)
-    shape = (tokens, hidden) if axis == -1 else (hidden, tokens)
-    if axis == -1:
-      rows.append(Case(
-        name, shape, lambda key, make=make: make(key)[:2],
-        lambda d, z, config, o=options: gated.activation_backward(d, z, config=config, **o),
-        lambda d, z, o=options: gated_reference.activation_backward(d, z, **o), _configs('16x16x4', '16x32x8'), moved,
-      ))  # fmt: skip
+    shape = (tokens, 2 * hidden)
     rows.append(Case(
-      f'{name}_pack_axis{axis}', shape, make,
+      f'gated_{activation}_axis-1', shape, lambda key, shape=shape: (normal(shape)(key),), None,
+      lambda z, a=activation: gated_reference.gated_activation(z, activation=a), (), moved,
+    ))  # fmt: skip
+  for activation, gate in (('silu', True), ('gelu', True), ('gelu', False), ('squared_relu', False)):
+    name = f'{"gated_" if gate else ""}{activation}_backward'
+    make, options = backward(gate), dict(activation=activation, gated=gate)
+    shape = (tokens, hidden)
+    rows.append(Case(
+      name, shape, lambda key, make=make: make(key)[:2], None,
+      lambda d, z, o=options: gated_reference.activation_backward(d, z, **o), (), moved,
+    ))  # fmt: skip
+    rows.append(Case(
+      f'{name}_pack_axis-1', shape, make,
       lambda d, z, k, config, o=options: gated.activation_backward_pack(d, z, k, origin=(0, 0, 0), config=config, **o),
       lambda d, z, k, o=options: gated_reference.activation_backward_pack(d, z, k, origin=(0, 0, 0), **o),
       halves if gate else whole, moved,
@@ -203,11 +191,10 @@ def check() -> list[dict[str, Any]]:
     for value in (-0.0, np.inf, -np.inf, np.nan):
       w = np.where(rng.random(shape) < (special if value else 0.003), np.float32(value), w)
     w = jnp.asarray(w).astype(dtype)
-    previous = jax.random.bits(jax.random.key(3), (*shape[:-2], shape[-2] // 4, shape[-1] // 4), jnp.uint16)
     codes = reference.mask_codes(reference.transposable.transposable_mask(-w[..., ::-1]))
     scale, key = jnp.full(shape[:-2], 1.48, jnp.float32), jax.random.key(5)
     calls = {
-      'transposable_pack': (lambda m, w, p, o=out: m.transposable_pack(w, p, dtype=o), (w, previous)),
+      'transposable_pack': (lambda m, w, o=out: m.transposable_pack(w, dtype=o), (w,)),
       'masked_pack': (lambda m, w, p, o=out: m.masked_pack(w, p, dtype=o), (w, codes)),
     }
     # Special values matter to the first alone.
@@ -226,23 +213,19 @@ def check() -> list[dict[str, Any]]:
     counts = differing(found, jax.jit(functools.partial(call, reference))(*arrays))
     return dict(op=name, shape=shape, dtype=jnp.dtype(dtype).name, differing=counts)
 
-  def activation(job: tuple[str, bool, int]) -> dict[str, Any]:
-    name, gate, axis = job
+  def activation(job: tuple[str, bool]) -> dict[str, Any]:
+    name, gate = job
     features, tokens = 512, 260
-    wide = features * (2 if gate else 1)
-    dh = jax.random.normal(jax.random.key(0), (tokens, features) if axis == -1 else (features, tokens), BF16)
-    z = 2 * jax.random.normal(jax.random.key(1), (tokens, wide) if axis == -1 else (wide, tokens), BF16)
-    options, key = dict(activation=name, gated=gate, axis=axis), jax.random.key(2)
+    dh = jax.random.normal(jax.random.key(0), (tokens, features), BF16)
+    z = 2 * jax.random.normal(jax.random.key(1), (tokens, features * (2 if gate else 1)), BF16)
+    options, key = dict(activation=name, gated=gate), jax.random.key(2)
     dz, operand = gated.activation_backward_pack(dh, z, key, origin=(0, 0, 0), **options)
-    pick = functools.partial(reference.mvue_pack, axis=-3 - axis, origin=(0, 0, 0), dtype=BF16)
-    counts = differing(operand, jax.jit(pick)(dz, key)) + differing(dz, gated.activation_backward(dh, z, **options))
-    errors = [difference(dz, gated_reference.activation_backward(dh, z, **options))]
-    if gate:
-      forward = dict(activation=name, axis=axis)
-      errors.append(difference(gated.gated_activation(z, **forward), gated_reference.gated_activation(z, **forward)))
-    return dict(op='activation', **options, differing=counts, error=max(errors))
+    pick = functools.partial(reference.mvue_pack, axis=-2, origin=(0, 0, 0), dtype=BF16)
+    counts = differing(operand, jax.jit(pick)(dz, key))
+    error = difference(dz, gated_reference.activation_backward(dh, z, **options))
+    return dict(op='activation', **options, differing=counts, error=error)
 
-  kinds = [('silu', True, -1), ('silu', True, -2), ('gelu', True, -1), ('gelu', False, -2), ('squared_relu', False, -1)]
+  kinds = [('silu', True), ('gelu', True), ('gelu', False), ('squared_relu', False)]
   with concurrent.futures.ThreadPoolExecutor(8) as pool:
     return [*pool.map(compare, jobs), *pool.map(activation, kinds)]
 
@@ -292,9 +275,10 @@ def measure(
   """Times every config of a case and XLA's form, prints them, and gives the record of the best; None if none ran."""
   inputs = case.inputs(jax.random.key(0))
   jobs: dict[str, Any] = {
-    str(c): functools.partial(case.triton, config=c) for c in (case.configs[:1] if first_config else case.configs)
+    str(c): functools.partial(case.triton, config=c)
+    for c in (case.configs[:1] if first_config else case.configs) if case.triton is not None
   }
-  if case.xla is not None and with_xla:
+  if case.xla is not None and (with_xla or case.triton is None):
     jobs['xla'] = case.xla
   moved = case.moved(inputs, jax.eval_shape(next(iter(jobs.values())), *inputs))
   with concurrent.futures.ThreadPoolExecutor(8) as pool:
@@ -307,6 +291,12 @@ def measure(
     found[name] = _compat.device_times_ms(f, inputs, iterations if name != 'xla' else 5)
     ms = statistics.median(found[name])
     print(f'{case.op:32s} {case.dtype:9s} {name:60s} {ms:.4f} ms {moved / ms / bandwidth:.1%}', flush=True)
+  if case.triton is None and 'xla' in found:
+    ms = statistics.median(found['xla'])
+    return dict(
+      op=case.op, shape=case.shape, dtype=case.dtype, mode='forward', implementation='xla', bytes=moved,
+      copy_share=moved / ms / bandwidth, **samples(found['xla']),
+    )  # fmt: skip
   xla = found.pop('xla', None)
   if not found:
     return None

@@ -19,9 +19,7 @@ FLOAT8 = (jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2))
 MVUE_HEADROOM = 2.0
 
 
-@functools.partial(
-  jax.tree_util.register_dataclass, data_fields=['rows', 'columns', 'codes', 'flips'], meta_fields=[]
-)
+@functools.partial(jax.tree_util.register_dataclass, data_fields=['rows', 'columns', 'codes'], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class PackedPair:
   """A weight [..., R, C] under a transposable mask, packed for both of its matmuls.
@@ -30,14 +28,11 @@ class PackedPair:
     rows: operand of w, groups along its last axis: values [..., R, C/2].
     columns: operand of the transpose of w, groups along its last axis but one: values [..., C, R/2].
     codes: uint16 [..., R/4, C/4]; bit 4 i + j says that entry (i, j) of a 4x4 block is kept.
-    flips: int32 scalar, mask bits that differ from the previous codes, each summand and the whole exact below 2^31;
-      None if there were no previous codes.
   """
 
   rows: SparseOperand
   columns: SparseOperand
   codes: Array
-  flips: Array | None
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=['operand', 'dense'], meta_fields=[])
@@ -67,13 +62,9 @@ def code_mask(codes: Array) -> Array:
   return transposable.join_planes((jnp.expand_dims(codes, (-4, -3)) >> bit) & 1 == 1)
 
 
-def transposable_pack(w: Array, previous: Array | None, *, dtype: jnp.dtype) -> PackedPair:
+def transposable_pack(w: Array, *, dtype: jnp.dtype) -> PackedPair:
   """See `api.transposable_pack`."""
-  codes = mask_codes(transposable.transposable_mask(w))
-  flips = None
-  if previous is not None:
-    flips = jnp.sum(jax.lax.population_count(codes ^ previous).astype(jnp.int32))
-  return dataclasses.replace(masked_pack(w, codes, dtype=dtype), flips=flips)
+  return masked_pack(w, mask_codes(transposable.transposable_mask(w)), dtype=dtype)
 
 
 def masked_pack(w: Array, codes: Array, *, dtype: jnp.dtype) -> PackedPair:
@@ -82,7 +73,7 @@ def masked_pack(w: Array, codes: Array, *, dtype: jnp.dtype) -> PackedPair:
   values = w.astype(dtype)
   rows = to_operand(formats.compress(values, mask, axis=-1))
   columns = to_operand(formats.compress(values, mask, axis=-2))
-  return PackedPair(rows, columns, codes, None)
+  return PackedPair(rows, columns, codes)
 
 
 def soft_threshold_pack(w: Array, scale: Array, *, axis: int, dtype: jnp.dtype) -> SparseOperand:

@@ -19,7 +19,7 @@ from pallas_kernels.pack._kernels import (
 )
 from pallas_kernels.pack._kernels8 import mvue8_kernel, soft_threshold8_kernel
 from pallas_kernels.pack.reference import is_float8, Packed8, PackedPair
-from pallas_kernels.sparse_matmul.operand import SparseOperand, words_shape
+from pallas_kernels.sparse_matmul.operand import metadata_shape, SparseOperand
 
 Array = jax.Array
 
@@ -48,9 +48,7 @@ class Config:
     return dict(ROWS=rows, COLUMNS=columns, TILE_ROWS=self.tile_rows, TILE_COLUMNS=self.tile_columns)
 
 
-def transposable_pack(
-  w: Array, previous: Array | None, *, dtype: jnp.dtype, config: Config | None = None
-) -> PackedPair:
+def transposable_pack(w: Array, *, dtype: jnp.dtype, config: Config | None = None) -> PackedPair:
   """See `api.transposable_pack`."""
   batches, rows, columns = _shape(w, dtype)
   config = config or Config(num_warps=2)
@@ -58,19 +56,17 @@ def transposable_pack(
   structs = [
     *_pair_structs(w.shape[:-2], rows, columns, dtype),
     jax.ShapeDtypeStruct((*w.shape[:-2], rows // 4, columns // 4), jnp.uint16),
-    jax.ShapeDtypeStruct((math.prod(grid),), jnp.int32),
   ]
-  inputs = [w, jnp.zeros((1,), jnp.uint16) if previous is None else previous]
-  constants = dict(COUNT=previous is not None, **config.constants(rows, columns))
+  constants = config.constants(rows, columns)
   *made, special = _triton.call(
-    transposable_kernel, *inputs, out_shape=[*structs, jax.ShapeDtypeStruct((1,), jnp.int32)], grid=grid,
+    transposable_kernel, w, out_shape=[*structs, jax.ShapeDtypeStruct((1,), jnp.int32)], grid=grid,
     zeroed_outputs=(len(structs),), num_warps=config.num_warps, **constants,
   )  # fmt: skip
-  *operands, codes, flips = _triton.call(
-    repair_kernel, *inputs, special, *made, out_shape=structs, grid=(min(grid[0], REPAIRERS), batches),
-    num_warps=4, input_output_aliases={3 + i: i for i in range(len(structs))}, TILES=grid[0], **constants,
+  *operands, codes = _triton.call(
+    repair_kernel, w, special, *made, out_shape=structs, grid=(min(grid[0], REPAIRERS), batches),
+    num_warps=4, input_output_aliases={2 + i: i for i in range(len(structs))}, TILES=grid[0], **constants,
   )  # fmt: skip
-  return _pair(operands, codes, None if previous is None else jnp.sum(flips))
+  return _pair(operands, codes)
 
 
 def masked_pack(w: Array, codes: Array, *, dtype: jnp.dtype, config: Config | None = None) -> PackedPair:
@@ -82,7 +78,7 @@ def masked_pack(w: Array, codes: Array, *, dtype: jnp.dtype, config: Config | No
     out_shape=_pair_structs(w.shape[:-2], rows, columns, dtype),
     grid=config.grid(batches, rows, columns), num_warps=config.num_warps, **config.constants(rows, columns),
   )  # fmt: skip
-  return _pair(operands, codes, None)
+  return _pair(operands, codes)
 
 
 def soft_threshold_pack(
@@ -190,7 +186,7 @@ def _structs(
   m, k = (columns, rows) if axis == -2 else (rows, columns)
   return [
     jax.ShapeDtypeStruct((*lead, m, k // 2), dtype),
-    jax.ShapeDtypeStruct((*lead, *words_shape(m, k)), jnp.uint32),
+    jax.ShapeDtypeStruct((*lead, *metadata_shape(m, k)), jnp.uint32),
   ]
 
 
@@ -198,5 +194,5 @@ def _pair_structs(lead: tuple[int, ...], rows: int, columns: int, dtype: jnp.dty
   return _structs(lead, rows, columns, dtype, -1) + _structs(lead, rows, columns, dtype, -2)
 
 
-def _pair(operands: Sequence[Array], codes: Array, flips: Array | None) -> PackedPair:
-  return PackedPair(SparseOperand(*operands[:2]), SparseOperand(*operands[2:]), codes, flips)
+def _pair(operands: Sequence[Array], codes: Array) -> PackedPair:
+  return PackedPair(SparseOperand(*operands[:2]), SparseOperand(*operands[2:]), codes)

@@ -1,6 +1,5 @@
 """2:4-sparse times dense matrix product."""
 
-from pallas_kernels.sparse_matmul.api import prefers_sparse as prefers_sparse
 from pallas_kernels.sparse_matmul.api import sparse_matmul as sparse_matmul
 from pallas_kernels.sparse_matmul.operand import from_operand as from_operand
 from pallas_kernels.sparse_matmul.operand import SparseOperand as SparseOperand

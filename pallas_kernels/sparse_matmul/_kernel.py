@@ -103,7 +103,7 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
         item = work.item(cluster, turn)
         if not splits:
           item = dataclasses.replace(item, steps=work.k_steps)
-        mi, ni = plgpu.planar_snake(jnp.minimum(item.tile, work.tiles - 1), (m_tiles, n_tiles), c.minor, c.band)
+        mi, ni = plgpu.planar_snake(jnp.minimum(item.tile, work.tiles - 1), (m_tiles, n_tiles), 0, c.band)
         if c.along == 'm':
           return item, mi * c.cluster + rank, ni
         return item, mi, ni * c.cluster + rank

@@ -22,8 +22,7 @@ class Config:
     cluster: CTAs that share an operand.
     along: where the CTAs of a cluster lie: 'm' below each other, which share B, or 'n' side by side, which share A.
     delay: K steps whose wgmmas stay in flight, 0 or 1.
-    minor: the dimension walked fastest, 0 is M and 1 is N.
-    band: tiles of the other dimension walked before the fast one advances, for hits in L2.
+    band: tiles of N walked before M advances, for hits in L2.
     ctas: CTAs launched; None is one an SM. Fewer can make whole waves.
     split: at most so many pieces of a tile in the last wave; 1 leaves tiles whole.
     epilogue_n: columns stored at a time, a multiple of 8 dividing `bn`; where they lie side by side in D ('mn', and
@@ -37,7 +36,6 @@ class Config:
   stages: int = 4
   cluster: int = 2
   delay: int = 1
-  minor: int = 0
   band: int = 8
   ctas: int | None = None
   split: int = 1

@@ -201,20 +201,6 @@ def candidates_for(
   return ('dense',) if choice.implementation == 'dense' else (choice.implementation, 'dense')
 
 
-def prefers_sparse(
-  m: int, n: int, k: int, *, dtype: Any, out_dtype: Any = None, b_layout: str = 'nk', out_layout: str = 'mn',
-) -> bool:
-  """Whether `implementation=None` would take a sparse kernel, for callers that hold the dense matrix too.
-
-  >>> from pallas_kernels.sparse_matmul.api import prefers_sparse
-  >>> prefers_sparse(8192, 8192, 8192, dtype='bfloat16')  # on a CPU nothing is gained
-  False
-  """
-  out_dtype = _default_out_dtype(jnp.dtype(dtype)) if out_dtype is None else out_dtype
-  first = candidates_for(m, n, k, dtype=dtype, out_dtype=out_dtype, b_layout=b_layout, out_layout=out_layout)[0]
-  return first not in ('dense', 'reference')
-
-
 def _default_out_dtype(dtype: jnp.dtype) -> Any:
   return jnp.bfloat16 if jnp.dtype(dtype).itemsize == 1 else dtype
 

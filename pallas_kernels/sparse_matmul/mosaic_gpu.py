@@ -92,7 +92,7 @@ def sparse_matmul(
   config = config or for_outputs(p, _chosen_config(p, device))
   padded = _padded(p)
   values = operand.pad_to(a.values, (padded.m, padded.k // 2))
-  words = operand.pad_to(a.words, operand.words_shape(padded.m, padded.k))
+  words = operand.pad_to(a.metadata, operand.metadata_shape(padded.m, padded.k))
   b = operand.pad_to(b, (padded.n, padded.k) if b_layout == 'nk' else (padded.k, padded.n))
   vectors = _vectors(padded, config, bias, a_scale, b_scale)
   run = build(padded, config, num_sms=device.num_sms or 2, interpret=interpret)

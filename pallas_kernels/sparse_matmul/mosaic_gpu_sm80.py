@@ -176,7 +176,7 @@ def sparse_matmul(
   call = build(whole_m, whole_n, whole_k, a.dtype, inner, config)
   d = call(
     operand.pad_to(a.values, (whole_m, whole_k // 2)),
-    operand.pad_to(a.words, operand.words_shape(whole_m, whole_k)),
+    operand.pad_to(a.metadata, operand.metadata_shape(whole_m, whole_k)),
     operand.pad_to(b, (whole_n, whole_k)),
   )[:m, :n]
   return reference.results(

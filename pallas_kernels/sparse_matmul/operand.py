@@ -30,20 +30,25 @@ Array = jax.Array
 _LEGAL_BYTE = 0x44
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=['values', 'words'], meta_fields=['layout'])
+@functools.partial(jax.tree_util.register_dataclass, data_fields=['values', 'metadata'], meta_fields=['layout'])
 @dataclasses.dataclass(frozen=True)
 class SparseOperand:
   """A 2:4 matrix [M, K] in the order that the sparse matmul kernel reads.
 
   Attributes:
     values: [..., M, K/2], the kept values.
-    words: uint32 [..., ceil(M/64), ceil(K/64), 128], positions in register order.
-    layout: the order of `words`, as `arch.Arch.layout` calls it. Who reads them asks, see `check_layout`.
+    metadata: uint32 [..., ceil(M/64), ceil(K/64), 128], positions in register order.
+    layout: the order of `metadata`, as `arch.Arch.layout` calls it. Who reads them asks, see `check_layout`.
   """
 
   values: Array
-  words: Array
+  metadata: Array
   layout: str = REGISTER_ORDER
+
+  @property
+  def words(self) -> Array:
+    """The older name of `metadata`."""
+    return self.metadata
 
   @property
   def shape(self) -> tuple[int, ...]:
@@ -70,8 +75,8 @@ def check_layout(a: SparseOperand, name: str = 'a', layout: str = REGISTER_ORDER
     )
 
 
-def words_shape(m: int, k: int) -> tuple[int, int, int]:
-  """Shape of `SparseOperand.words` for an [M, K] matrix."""
+def metadata_shape(m: int, k: int) -> tuple[int, int, int]:
+  """Shape of `SparseOperand.metadata` for an [M, K] matrix."""
   return -(-m // 64), -(-k // 64), 128
 
 
@@ -87,7 +92,7 @@ def to_operand(c: formats.Compressed24) -> SparseOperand:
   """
   c = rows_first(c)
   *batch, m, k = c.shape
-  tiles_m, tiles_k, _ = words_shape(m, k)
+  tiles_m, tiles_k, _ = metadata_shape(m, k)
   metadata = c.metadata
   if k % 8:
     metadata = metadata.at[..., -1].set(metadata[..., -1] | jnp.uint8(_LEGAL_BYTE & 0xF0))
@@ -114,14 +119,14 @@ def to_operand(c: formats.Compressed24) -> SparseOperand:
 def from_operand(operand: SparseOperand) -> formats.Compressed24:
   """Inverse of `to_operand`, compressed along the last axis."""
   check_layout(operand, 'operand')
-  nibbles = _nibbles(operand.words, operand.shape, _width(operand.dtype))
+  nibbles = _nibbles(operand.metadata, operand.shape, _width(operand.dtype))
   return formats.Compressed24(operand.values, formats.pack_nibbles(nibbles.astype(jnp.uint8), -1), -1)
 
 
 def _nibbles(words: Any, shape: tuple[int, ...], width: int) -> Any:
   """A nibble a group of a matrix [..., M, K], from NumPy's words or JAX's."""
   *batch, m, k = shape
-  tiles_m, tiles_k, _ = words_shape(m, k)
+  tiles_m, tiles_k, _ = metadata_shape(m, k)
   b = len(batch)
   nibbles = unpack_words(words.reshape(-1, 128), width)  # [tiles, 64, 16]
   nibbles = nibbles.reshape(*batch, tiles_m, tiles_k, 64, 16)
@@ -139,15 +144,15 @@ def check_operand(a: SparseOperand, name: str = 'a') -> None:
   """
   check_layout(a, name)
   *batch, m, k = a.shape
-  expected = (*batch, *words_shape(m, k))
-  if a.words.shape != expected or a.words.dtype != jnp.uint32:
+  expected = (*batch, *metadata_shape(m, k))
+  if a.metadata.shape != expected or a.metadata.dtype != jnp.uint32:
     raise ValueError(
-      f'{name}.words must be uint32 of shape {expected}, as values of shape {a.values.shape} have it; found'
-      f' {a.words.dtype} of shape {a.words.shape}'
+      f'{name}.metadata must be uint32 of shape {expected}, as values of shape {a.values.shape} have it; found'
+      f' {a.metadata.dtype} of shape {a.metadata.shape}'
     )
   if k % 4:
     raise ValueError(f'{name}.values must hold whole groups of two, found shape {a.values.shape}')
-  if isinstance(a.words, jax.core.Tracer):
+  if isinstance(a.metadata, jax.core.Tracer):
     return
 
   def legal(words):
@@ -156,11 +161,11 @@ def check_operand(a: SparseOperand, name: str = 'a') -> None:
   def message(words, where):
     found = int(_nibbles(words, a.shape, _width(a.dtype))[where])
     return (
-      f'{name}.words names positions {found & 3} and {found >> 2} in group {where}; accepted are two of 0 to 3, the'
+      f'{name}.metadata names positions {found & 3} and {found >> 2} in group {where}; accepted are two of 0 to 3, the'
       ' lower one first'
     )
 
-  formats.refuse_unless(legal, a.words, message, '')
+  formats.refuse_unless(legal, a.metadata, message, '')
 
 
 def concatenate(first: SparseOperand, second: SparseOperand, *, axis: int) -> SparseOperand:
@@ -174,7 +179,7 @@ def concatenate(first: SparseOperand, second: SparseOperand, *, axis: int) -> Sp
     raise ValueError(f'the first operand, of shape {first.shape}, has no multiple of 64 along axis {axis}')
   return SparseOperand(
     jnp.concatenate([first.values, second.values], axis=axis),
-    jnp.concatenate([first.words, second.words], axis=axis - 1), first.layout,
+    jnp.concatenate([first.metadata, second.metadata], axis=axis - 1), first.layout,
   )
 
 

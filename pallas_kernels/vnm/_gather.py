@@ -24,7 +24,6 @@ from pallas_kernels.mosaic import wgmma_sp as wgmma
 
 _THREADS = 128
 _ROWS = 4  # of a stage and thread: one 16-byte load has their indices
-_LOOKS = 300  # at a semaphore, about 0.2 ms, as long as 250 steps
 _PATIENCE = 20  # looks for a word of SM 0, about 15 us
 _TICKS = 10_000_000  # a wait sleeps so long at most before it looks again
 
@@ -41,8 +40,6 @@ class Gather:
     load_rows: (index ref, block, step) -> the indices that the thread needs in this step.
     copy: (indices, index ref, block, step, b ref, first column, stage ref [parts, bk, bn], barrier) -> None; issues the
       copies, which arrive at the barrier when they land.
-    pace: (semaphore of this lap, semaphore of the lap before, CTAs) -> None; says that this CTA begins a lap, and waits
-      until so many have begun the one before. Nothing but time depends on it: it gives up, once a launch.
     wait: (barrier, phase 0 or 1) -> None; by consumers: the rows have landed and wgmma sees them.
   """
 
@@ -51,7 +48,6 @@ class Gather:
   find_first: Any
   load_rows: Any
   copy: Any
-  pace: Any
   wait: Any
 
 
@@ -102,21 +98,6 @@ def blocks(*, parts: int, bk: int, width: int, bn: int, depth: int, n: int, ragg
   def wait(ctx, barrier, phase):
     compat.nvvm.mbarrier_try_wait_parity(compat.utils.memref_ptr(barrier), phase.registers.item(), _c32(_TICKS))
     ptx.asm('fence.proxy.async.shared::cta;')
-
-  @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WG_SPLAT), return_type=())
-  def pace(ctx, mine, before, ctas):
-    # Relaxed: a release would wait for the copies under way. Bounded: if another kernel keeps CTAs out, the first who
-    # gives up says so in this lap's count, and whoever sees a count that is not the number of CTAs passes it on.
-    text = (
-      '{ .reg .pred one, again; .reg .u32 n, seen; and.b32 n, $3, 127; setp.eq.u32 one, n, 0;'
-      ' @one red.relaxed.gpu.global.add.u32 [$0], 1; mov.u32 n, 0;'
-      f' AGAIN: ld.relaxed.gpu.global.u32 seen, [$1]; add.u32 n, n, 1; setp.lt.u32 again, n, {_LOOKS};'
-      ' setp.lt.and.u32 again, seen, $2, again; @again bra AGAIN;'
-      ' setp.ne.and.u32 one, seen, $2, one; setp.ne.and.u32 one, $2, 0, one;'
-      ' @one red.relaxed.gpu.global.add.u32 [$0], $2; }'
-    )
-    operands = [ptx.address(mine), ptx.address(before), ctas.registers.item(), compat.utils.thread_idx()]
-    ptx.asm(text, operands, 'l,l,r,r')
 
   @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=rows_type)
   def load(ctx, ref):
@@ -176,7 +157,7 @@ def blocks(*, parts: int, bk: int, width: int, bn: int, depth: int, n: int, ragg
     # A barrier is 64 bits, a type that JAX has by a flag only.
     barriers=lambda stages: plgpu.SMEM((stages, 2), jnp.int32), start=start, find_first=find_first,
     load_rows=lambda index_ref, block, step: load_from(index_ref.at[block, pl.ds(step * bk, bk)]),
-    copy=copy, pace=pace, wait=wait,
+    copy=copy, wait=wait,
   )
 
 
@@ -196,7 +177,7 @@ def standins(*, parts: int, bk: int, width: int, bn: int, depth: int, n: int, **
 
   return Gather(
     barriers=lambda stages: plgpu.Barrier(num_arrivals=1, num_barriers=stages), start=lambda barriers: None,
-    find_first=lambda word, found: jnp.int32(10), load_rows=lambda *_: jnp.int32(0), copy=copy, pace=lambda *_: None,
+    find_first=lambda word, found: jnp.int32(10), load_rows=lambda *_: jnp.int32(0), copy=copy,
     wait=lambda barrier, phase: plgpu.barrier_wait(barrier),
   )
 

@@ -28,9 +28,7 @@ class Config:
     across: what the two consumers share out, the tile's columns 'n' or its rows 'm'.
     stages: in the ring.
     delay: K steps whose wgmmas stay in flight, 0 or 1.
-    minor: the dimension walked fastest, 0 is M and 1 is N.
-    band: tiles of that dimension walked before the other one advances.
-    pace: steps between soft barriers of all CTAs, which keep those that read the same rows of B together; 0 is none.
+    band: tiles of M walked before N advances.
     ctas: CTAs launched, if the card has so many SMs; None is one an SM.
     places: which tiles a CTA takes, by its index in the launch or by that and where the launch began, see `place_of`.
     epilogue_n: columns stored at a time, 8 to 64.
@@ -44,9 +42,7 @@ class Config:
   across: Literal['n', 'm'] = 'n'
   stages: int = 3
   delay: int = 0
-  minor: int = 0
   band: int = 32
-  pace: int = 0
   ctas: int | None = 128
   places: Literal['launch', 'gpc'] = 'launch'
   epilogue_n: int = 64
@@ -118,7 +114,6 @@ def check_config(p: Problem, c: Config) -> None:
      f'rows={c.rows} and bn={c.bn} need {c.rows * c.bn // 128} accumulators a thread, 192 fit'),
     (c.places in ('launch', 'gpc'), f"places={c.places!r} must be 'launch' or 'gpc'"),
     (c.epilogue_n in (8, 16, 32, 64), f'epilogue_n={c.epilogue_n} must be 8, 16, 32 or 64'),
-    (c.pace >= 0, f'pace={c.pace} must be 0 or more'),
     (c.slots >= 1, f'slots={c.slots} must be 1 or more'),
     (c.stages > c.delay, f'stages={c.stages} must exceed delay={c.delay}'),
     (c.shared_memory_bytes <= SM_90A.shared_memory,
@@ -132,11 +127,6 @@ def check_config(p: Problem, c: Config) -> None:
 def steps_of(k: int) -> int:
   """Steps that cover `k` compact columns."""
   return ceil(k, BK * UNROLL) * UNROLL
-
-
-def runners_of(lap: Any, pace: int, k_steps: int, tiles: int, ctas: int) -> Any:
-  """CTAs that begin a lap of `pace` steps: those that have a tile in the turn, of `k_steps` steps, where it begins."""
-  return jnp.minimum(ctas, tiles - lax.div(lap * pace, jnp.int32(k_steps)) * ctas)
 
 
 def place_of(cta: Any, first: Any, ctas: int) -> Any:

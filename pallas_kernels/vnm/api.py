@@ -22,13 +22,13 @@ PACKERS = {
   'reference': 'pallas_kernels.vnm.reference:vnm_pack',
   'triton': 'pallas_kernels.vnm.triton:vnm_pack',
 }
-TURNERS = {
-  'reference': 'pallas_kernels.vnm.reference:turn',
-  'triton': 'pallas_kernels.vnm.triton:turn',
+TRANSPOSERS = {
+  'reference': 'pallas_kernels.vnm.reference:transpose_pack',
+  'triton': 'pallas_kernels.vnm.triton:transpose_pack',
 }
-TURNERS_24 = {
-  'reference': 'pallas_kernels.vnm.reference:turn_24',
-  'triton': 'pallas_kernels.vnm.triton:turn_24',
+TRANSPOSERS_24 = {
+  'reference': 'pallas_kernels.vnm.reference:transpose_pack_24',
+  'triton': 'pallas_kernels.vnm.triton:transpose_pack_24',
 }
 TAKERS = {
   'reference': 'pallas_kernels.vnm.reference:take_columns',
@@ -229,7 +229,7 @@ def vnm_pack(
   ))
 
 
-def turn(
+def transpose_pack(
   a: VNMOperand, *, used: Array | None = None, pattern: VNMOperand | None = None, implementation: str | None = None
 ) -> VNMOperand:
   """The V:2:M operand of A's transpose, its own pattern on top of A's: `vnm_pack` with axis=-2, spread, from A packed.
@@ -244,9 +244,9 @@ def turn(
     [K, R]; where the sums of two rows agree to rounding, the order in which a back end adds decides.
 
   >>> import jax.numpy as jnp
-  >>> from pallas_kernels.vnm.api import turn, vnm_pack
+  >>> from pallas_kernels.vnm.api import transpose_pack, vnm_pack
   >>> x = jnp.array([[1, 2, 0, 0, 3, 0, 0, 1]] * 8, jnp.bfloat16)
-  >>> b = turn(vnm_pack(x, v=8, m=8, activation='squared_relu').operand)
+  >>> b = transpose_pack(vnm_pack(x, v=8, m=8, activation='squared_relu').operand)
   >>> b.shape, b.compact.values.tolist()[4]
   ((8, 8), [9.0, 9.0])
   """
@@ -264,10 +264,10 @@ def turn(
   _check_used(used, k)
   _say_what_a_mesh_costs()
   candidates = ('reference',) if _device.current().platform == 'cpu' else ('triton', 'reference')
-  return _dispatch.dispatch('turn', TURNERS, implementation, candidates, a, used=used, pattern=pattern)
+  return _dispatch.dispatch('transpose_pack', TRANSPOSERS, implementation, candidates, a, used=used, pattern=pattern)
 
 
-def turn_24(
+def transpose_pack_24(
   a: VNMOperand, *, used: Array | None = None, pattern: SparseOperand | None = None, implementation: str | None = None
 ) -> SparseOperand:
   """The 2:4 operand of A's transpose: of each column the two larger ones of four neighbouring entries.
@@ -284,9 +284,9 @@ def turn_24(
     [K, R]. Of equals the earlier rows stay.
 
   >>> import jax.numpy as jnp
-  >>> from pallas_kernels.vnm.api import turn_24, vnm_pack
+  >>> from pallas_kernels.vnm.api import transpose_pack_24, vnm_pack
   >>> x = jnp.array([[1, 2, 0, 0, 3, 0, 0, 1]] * 2 + [[4, 5, 0, 0, 0, 0, 0, 0]] * 2, jnp.bfloat16)
-  >>> b = turn_24(vnm_pack(x, v=4, m=8).operand)
+  >>> b = transpose_pack_24(vnm_pack(x, v=4, m=8).operand)
   >>> b.shape, b.values.tolist()[:2], b.values.tolist()[4]
   ((8, 4), [[4.0, 4.0], [5.0, 5.0]], [3.0, 3.0])
   """
@@ -302,7 +302,9 @@ def turn_24(
   _check_used(used, k)
   _say_what_a_mesh_costs()
   candidates = ('reference',) if _device.current().platform == 'cpu' else ('triton', 'reference')
-  return _dispatch.dispatch('turn_24', TURNERS_24, implementation, candidates, a, used=used, pattern=pattern)
+  return _dispatch.dispatch(
+    'transpose_pack_24', TRANSPOSERS_24, implementation, candidates, a, used=used, pattern=pattern
+  )
 
 
 def _check_used(used: Array | None, k: int) -> None:
@@ -335,18 +337,6 @@ def take_columns(a: VNMOperand, columns: Array, *, implementation: str | None = 
     raise ValueError(f'columns must be int32 [n], found {columns.dtype} of shape {columns.shape}')
   candidates = ('reference',) if _device.current().platform == 'cpu' else ('triton', 'reference')
   return _dispatch.dispatch('take_columns', TAKERS, implementation, candidates, a, columns)
-
-
-def squared_relu_vnm_pack(x: Array, *, v: int, m: int, implementation: str | None = None) -> VNMOperand:
-  """relu(x)^2, its V:2:M pattern along the last axis and its operand, in one pass: `vnm_pack` for the forward.
-
-  >>> import jax.numpy as jnp
-  >>> from pallas_kernels.vnm.api import squared_relu_vnm_pack
-  >>> a = squared_relu_vnm_pack(jnp.array([[-1, 2, 0, 0, 3, 0, 0, 1]], jnp.bfloat16), v=1, m=8)
-  >>> a.compact.values.tolist()
-  [[4.0, 9.0]]
-  """
-  return vnm_pack(x, v=v, m=m, activation='squared_relu', implementation=implementation).operand
 
 
 def expand(operand: SparseOperand | VNMOperand, *, implementation: str | None = None) -> Array:

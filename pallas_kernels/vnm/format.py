@@ -322,10 +322,3 @@ def decompress_operand(a: VNMOperand) -> Array:
   blocks = compact.reshape(r // a.v, a.v, compact.shape[-1])
   place = jax.vmap(lambda block, rows: jnp.zeros((a.v, k), a.dtype).at[:, rows].set(block, unique_indices=True))
   return place(blocks, a.rows).reshape(r, k)
-
-
-def from_vnm_operand(operand: VNMOperand) -> CompressedVNM:
-  """Inverse of `to_vnm_operand`; ValueError for groups that are spread, which the open format does not know."""
-  check_groups(operand, False, name='operand')
-  compact = from_operand(operand.compact)
-  return CompressedVNM(compact.values, compact.metadata, (operand.rows % operand.m).astype(jnp.uint8), operand.m)

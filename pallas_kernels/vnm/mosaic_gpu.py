@@ -8,9 +8,9 @@ What bounds it, on an H100: shared memory, which wgmma reads and the copies writ
 the clock falls to 1.5 to 1.7 GHz. Blocks differ in their rows of B, so B cannot be multicast, and every tile of V rows
 reads 4 K / M rows of B, 8 K N R / (M V) bytes in all, whatever the tile's width. L2 is faster where SMs of one GPC ask
 for the same rows at about the same time: so 32 or 64 tiles of rows by 4 or 2 of columns are multiplied side by side (a
-launch fills one GPC after the other), which tiles a CTA takes goes by where the launch began (`place_of`), and where
-the record has it CTAs keep pace with each other (`pace`). 128:2:16 is 4.0 to 4.6 times as fast as the dense product of
-the same matrix, 128:2:8 2.4 to 2.5 times, 64:2:8 1.6 times and 64:2:16 2.6 to 3.1 times. `LOG.md` has what was tried.
+launch fills one GPC after the other), and which tiles a CTA takes goes by where the launch began (`place_of`).
+128:2:16 is 4.0 to 4.6 times as fast as the dense product of the same matrix, 128:2:8 2.4 to 2.5 times, 64:2:8 1.6 times
+and 64:2:16 2.6 to 3.1 times. `LOG.md` has what was tried.
 """
 
 from collections.abc import Callable
@@ -35,7 +35,6 @@ from pallas_kernels.vnm._problem import (
   default_config,
   place_of,
   Problem,
-  runners_of,
   steps_of,
   UNROLL,
 )
@@ -108,18 +107,17 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
     scratch['first'] = plgpu.SMEM((1,), jnp.int32)
 
   def kernel(values, words, rows, b, out):
-    laps = ceil(ceil(tiles, ctas) * k_steps, c.pace) if c.pace else 0
-    counts: Any = pl.get_global(plgpu.SemaphoreType.REGULAR((laps + by_gpc,))) if laps or by_gpc else None
+    begun: Any = pl.get_global(plgpu.SemaphoreType.REGULAR((1,))) if by_gpc else None
 
     def scope(a_smem, b_smem, out_smem, words_smem, full, landed, empty, first=None):
       gather.start(landed)
       warpgroup, first_tile = lax.axis_index('warpgroup'), lax.axis_index('cta')
       if by_gpc:
-        first_tile = place_of(first_tile, gather.find_first(counts.at[laps], first), ctas)
+        first_tile = place_of(first_tile, gather.find_first(begun.at[0], first), ctas)
       turns = lax.div(jnp.int32(tiles + ctas - 1) - first_tile, ctas)
 
       def tile_of(turn):
-        return plgpu.planar_snake(first_tile + turn * ctas, (m_tiles, n_tiles), c.minor, c.band)
+        return plgpu.planar_snake(first_tile + turn * ctas, (m_tiles, n_tiles), 0, c.band)
 
       @pl.when(warpgroup == CONSUMERS)
       def _produce():
@@ -127,11 +125,6 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
 
         def block_of(turn):
           return lax.div(tile_of(turn)[0] * tile_m, jnp.int32(p.v))
-
-        def keep_pace(lap):
-          before = jnp.maximum(lap - 1, 0)
-          runners = jnp.where(lap > 0, runners_of(before, c.pace, k_steps, tiles, ctas), 0)
-          gather.pace(counts.at[lap], counts.at[before], runners)
 
         def fill(turn, carry):
           mi, ni = tile_of(turn)
@@ -142,9 +135,6 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
             # The next step's indices travel while this step waits for its slot.
             last = k + 1 == k_steps
             following = gather.load_rows(rows, jnp.where(last, next_block, block), jnp.where(last, 0, k + 1))
-
-            if c.pace:
-              pl.when(lax.rem(at, c.pace) == 0)(lambda: keep_pace(lax.div(at, c.pace)))
 
             @pl.when(at >= stages)
             def _():
@@ -319,7 +309,7 @@ def vnm_matmul(
   p = Problem(m, wide, deep, a.v, b.shape[0], a.dtype, jnp.dtype(out_dtype), out_layout)
   d = build(p, config, num_sms=device.num_sms or 2, interpret=interpret)(
     operand.pad_to(a.compact.values, (m, deep // 2)),
-    operand.pad_to(a.compact.words, operand.words_shape(m, deep)),
+    operand.pad_to(a.compact.metadata, operand.metadata_shape(m, deep)),
     # Beyond K values are zeros; any row of B will do.
     operand.pad_to(a.rows, (m // a.v, steps_of(deep) * BK)),
     operand.pad_to(b, (b.shape[0], wide)),

@@ -141,7 +141,7 @@ def vnm_pack(
 
 
 def _with_values(a: VNMOperand, values: Array) -> VNMOperand:
-  return dataclasses.replace(a, compact=SparseOperand(values, a.compact.words))
+  return dataclasses.replace(a, compact=SparseOperand(values, a.compact.metadata))
 
 
 def _pack_as(
@@ -166,8 +166,8 @@ def _kept_values(x: Array, pattern: SparseOperand) -> Array:
   return formats.compress(x, formats.expand(ones) != 0, axis=-1).values
 
 
-def turn(a: VNMOperand, *, used: Array | None, pattern: VNMOperand | None) -> VNMOperand:
-  """See `api.turn`."""
+def transpose_pack(a: VNMOperand, *, used: Array | None, pattern: VNMOperand | None) -> VNMOperand:
+  """See `api.transpose_pack`."""
   check_groups(a, False)
   x = decompress_operand(a)
   if pattern is not None:
@@ -175,12 +175,12 @@ def turn(a: VNMOperand, *, used: Array | None, pattern: VNMOperand | None) -> VN
   return vnm_pack(x, v=a.v, m=a.m, axis=-2, spread=True, used=used)[0]
 
 
-def turn_24(a: VNMOperand, *, used: Array | None, pattern: SparseOperand | None) -> SparseOperand:
-  """See `api.turn_24`."""
+def transpose_pack_24(a: VNMOperand, *, used: Array | None, pattern: SparseOperand | None) -> SparseOperand:
+  """See `api.transpose_pack_24`."""
   check_groups(a, False)
   x = decompress_operand(a).T
   if pattern is not None:
-    return SparseOperand(_kept_values(x, pattern), pattern.words)
+    return SparseOperand(_kept_values(x, pattern), pattern.metadata)
   x = x if used is None else jnp.where(used[:, None], x, jnp.zeros((), x.dtype))
   return to_operand(formats.compress(x, vnm_mask(x, v=1, m=4), axis=-1))
 

@@ -15,8 +15,8 @@ from jax import Array
 import jax.numpy as jnp
 
 from pallas_kernels import _triton
-from pallas_kernels.sparse_matmul.operand import check_layout, SparseOperand, words_shape
-from pallas_kernels.vnm import _columns, _dense, _kernels, _rows, _turn
+from pallas_kernels.sparse_matmul.operand import check_layout, metadata_shape, SparseOperand
+from pallas_kernels.vnm import _columns, _dense, _kernels, _rows, _transpose
 from pallas_kernels.vnm.format import check_groups, VNMOperand
 
 _GROUPS = 16  # a program's, 64 compact columns
@@ -93,7 +93,7 @@ def vnm_pack(
   compact = 4 * c // m
   shapes = dict(
     values=jax.ShapeDtypeStruct((r, compact // 2), x.dtype),
-    words=jax.ShapeDtypeStruct(words_shape(r, compact), jnp.uint32),
+    words=jax.ShapeDtypeStruct(metadata_shape(r, compact), jnp.uint32),
     rows=jax.ShapeDtypeStruct((r // v, compact), jnp.int32),
     masked=jax.ShapeDtypeStruct(x.shape if masked else (1,), x.dtype),
     inputs=jax.ShapeDtypeStruct((r, compact // 2) if residuals else (1,), x.dtype),
@@ -107,7 +107,7 @@ def vnm_pack(
     made = _triton.call(kernel, *inputs, out_shape=[shapes[name] for name in names_of], **options)
     return dict(zip(names_of, made, strict=True))
 
-  given = [] if pattern is None else [pattern.compact.words, pattern.rows]
+  given = [] if pattern is None else [pattern.compact.metadata, pattern.rows]
   if fast and axis == -1 and not spread and used is None:
     options = row_constants(c, v, m, activation=activation, masked=masked)
     options |= dict(grid=(along * _GROUPS // row_groups(v, m), down), num_warps=row_warps(v, m))
@@ -157,13 +157,13 @@ def _bits(used: Array) -> Array:
   return pairs[:, 0] | pairs[:, 1] << 16
 
 
-def turn_warps(v: int, m: int) -> int:
+def transpose_warps(v: int, m: int) -> int:
   """Four words of the operand a thread, as one load, or two if M is 16: measured, see LOG.md."""
   return max(1, v // (8 * min(m, 8)))
 
 
-def turn(a: VNMOperand, *, used: Array | None, pattern: VNMOperand | None) -> VNMOperand:
-  """See `api.turn`."""
+def transpose_pack(a: VNMOperand, *, used: Array | None, pattern: VNMOperand | None) -> VNMOperand:
+  """See `api.transpose_pack`."""
   check_groups(a, False)
   r, c, v, m = *a.shape, a.v, a.m
   if v not in (64, 128, 256) or m not in (4, 8, 16) or r % v or c % v or r % (_GROUPS * m) or c % (_GROUPS * m):
@@ -171,33 +171,35 @@ def turn(a: VNMOperand, *, used: Array | None, pattern: VNMOperand | None) -> VN
       f'V of 64, 128 or 256, M of 4, 8 or 16, and both axes in multiples of V and 16 M; found {v}:2:{m} of [{r}, {c}]'
     )
   _check_entries(a)
-  options: dict[str, Any] = dict(R=r, C=c, V=v, M=m, grid=(c // v, r // (_GROUPS * m)), num_warps=turn_warps(v, m))
+  options: dict[str, Any] = dict(R=r, C=c, V=v, M=m, grid=(c // v, r // (_GROUPS * m)), num_warps=transpose_warps(v, m))
   values = jax.ShapeDtypeStruct((c, 2 * r // m), a.dtype)
   tables = _tables(a, used, flags=used is not None)
   if pattern is not None:
     check_layout(pattern.compact, 'pattern')
-    words, rows = pattern.compact.words, pattern.rows
+    words, rows = pattern.compact.metadata, pattern.rows
     (made,) = _triton.call(
-      _turn.turn_as, a.compact.values, a.compact.words, tables, words, rows, out_shape=[values], **options
+      _transpose.transpose_pack_as, a.compact.values, a.compact.metadata, tables, words, rows, out_shape=[values],
+      **options,
     )
     return VNMOperand(SparseOperand(made, words), rows, m, spread=True)
   shapes = [
-    values, jax.ShapeDtypeStruct(words_shape(c, 4 * r // m), jnp.uint32),
+    values, jax.ShapeDtypeStruct(metadata_shape(c, 4 * r // m), jnp.uint32),
     jax.ShapeDtypeStruct((c // v, 4 * r // m), jnp.int32),
   ]  # fmt: skip
   made, words, rows = _triton.call(
-    _turn.turn, a.compact.values, a.compact.words, tables, out_shape=shapes, **options, SELECT=used is not None
+    _transpose.transpose_pack, a.compact.values, a.compact.metadata, tables, out_shape=shapes, **options,
+    SELECT=used is not None,
   )
   return VNMOperand(SparseOperand(made, words), rows, m, spread=True)
 
 
-def turn_24_warps(m: int) -> int:
+def transpose_24_warps(m: int) -> int:
   """A thread makes 128 dense entries and stores 64: measured for M of 8 and 16, see LOG.md."""
   return m // 4
 
 
-def turn_24(a: VNMOperand, *, used: Array | None, pattern: SparseOperand | None) -> SparseOperand:
-  """See `api.turn_24`."""
+def transpose_pack_24(a: VNMOperand, *, used: Array | None, pattern: SparseOperand | None) -> SparseOperand:
+  """See `api.transpose_pack_24`."""
   check_groups(a, False)
   r, c, v, m = *a.shape, a.v, a.m
   if v % 64 or m not in (4, 8, 16) or r % v or c % (_GROUPS * m):
@@ -206,19 +208,19 @@ def turn_24(a: VNMOperand, *, used: Array | None, pattern: SparseOperand | None)
     )
   _check_entries(a)
   grid = (c // (_GROUPS * m), r // (4 * _GROUPS))
-  options: dict[str, Any] = dict(R=r, C=c, V=v, M=m, grid=grid, num_warps=turn_24_warps(m))
+  options: dict[str, Any] = dict(R=r, C=c, V=v, M=m, grid=grid, num_warps=transpose_24_warps(m))
   values = jax.ShapeDtypeStruct((c, r // 2), a.dtype)
-  arrays = a.compact.values, a.compact.words, _tables(a, used, flags=False)
+  arrays = a.compact.values, a.compact.metadata, _tables(a, used, flags=False)
   if pattern is not None:
     check_layout(pattern, 'pattern')
-    (made,) = _triton.call(_turn.turn_24_as, *arrays, pattern.words, out_shape=[values], **options)
-    return SparseOperand(made, pattern.words)
-  shapes = [values, jax.ShapeDtypeStruct(words_shape(c, r), jnp.uint32)]
-  return SparseOperand(*_triton.call(_turn.turn_24, *arrays, out_shape=shapes, **options))
+    (made,) = _triton.call(_transpose.transpose_pack_24_as, *arrays, pattern.metadata, out_shape=[values], **options)
+    return SparseOperand(made, pattern.metadata)
+  shapes = [values, jax.ShapeDtypeStruct(metadata_shape(c, r), jnp.uint32)]
+  return SparseOperand(*_triton.call(_transpose.transpose_pack_24, *arrays, out_shape=shapes, **options))
 
 
 def _tables(a: VNMOperand, used: Array | None, *, flags: bool) -> Array:
-  """What the kernels of `_turn` read: uint32 [max(1, M / 8), R / V, K / M], one plane more with `flags`.
+  """What the kernels of `_transpose` read: uint32 [max(1, M / 8), R / V, K / M], one plane more with `flags`.
 
   Column by column, so that XLA makes one kernel of it; of sums over the four it makes three, a twelfth of the time.
   """
@@ -262,7 +264,7 @@ def take_columns(a: VNMOperand, columns: Array) -> Array:
   if r * ids.shape[0] >= 2**31:
     raise NotImplementedError(f'results of less than 2^31 entries only, found {count} columns of {r}')
   (out,) = _triton.call(
-    _dense.take_columns, a.compact.values, a.compact.words, a.rows, ids,
+    _dense.take_columns, a.compact.values, a.compact.metadata, a.rows, ids,
     out_shape=[jax.ShapeDtypeStruct((r, count), a.dtype)], grid=(ids.shape[0] // _WIDTH, r // _ROWS),
     num_warps=4, C=c, V=a.v, M=a.m, COUNT=count, ROWS=_ROWS, WIDTH=_WIDTH,
   )
@@ -279,7 +281,7 @@ def expand(operand: SparseOperand | VNMOperand) -> Array:
       raise NotImplementedError(f'V in multiples of 64 and whole tiles of words only, found {v}:2:{m} of [{r}, {k}]')
     _check_entries(operand)
     (dense,) = _triton.call(
-      _dense.scatter_rows, operand.compact.values, operand.compact.words, operand.rows,
+      _dense.scatter_rows, operand.compact.values, operand.compact.metadata, operand.rows,
       out_shape=[jax.ShapeDtypeStruct((r, k), operand.dtype)], zeroed_outputs=(0,), grid=(k // (_GROUPS * m), r // 64),
       num_warps=2, C=k, V=v, M=m, ROWS=64,
     )
@@ -287,7 +289,7 @@ def expand(operand: SparseOperand | VNMOperand) -> Array:
   if r % 64 or k % 64 or operand.dtype not in (jnp.bfloat16, jnp.float16) or r * k >= 2**31:
     raise NotImplementedError(f'whole tiles of 64 x 64 of 16 bits only, found {operand.dtype} of shape {operand.shape}')
   (dense,) = _triton.call(
-    _dense.expand_rows, operand.values, operand.words, out_shape=[jax.ShapeDtypeStruct((r, k), operand.dtype)],
+    _dense.expand_rows, operand.values, operand.metadata, out_shape=[jax.ShapeDtypeStruct((r, k), operand.dtype)],
     grid=(k // 64, r // 64), num_warps=2, K=k, ROWS=64,
   )
   return dense

@@ -41,7 +41,7 @@ class ArchTest(parameterized.TestCase):
   def test_sparse_is_the_kernel_of_the_card(self, target, kernel):
     with mock.patch.object(_device, 'current', lambda: _device.target_device(target)):
       self.assertEqual(_dispatch.backend_of('sparse_matmul', 'sparse', api.BACKENDS), kernel)
-      self.assertEqual(_dispatch.backend_of('turn', 'sparse', vnm_api.TURNERS), 'triton')
+      self.assertEqual(_dispatch.backend_of('transpose_pack', 'sparse', vnm_api.TRANSPOSERS), 'triton')
 
   def test_where_there_is_none_it_says_what_there_is(self):
     a = _operand()
@@ -93,7 +93,7 @@ class LayoutTest(parameterized.TestCase):
     x, columns = jnp.ones((128, 64), _BF16), jnp.zeros(3, jnp.int32)
     for implementation in ('reference', 'triton') if triton_interpreter.HAS_TRITON else ('reference',):
       named = dict(implementation=implementation)
-      for f in (vnm_api.turn, vnm_api.turn_24, vnm_api.expand):
+      for f in (vnm_api.transpose_pack, vnm_api.transpose_pack_24, vnm_api.expand):
         self.refused(f, self.blocks, **named)
       self.refused(vnm_api.take_columns, self.blocks, columns, **named)
       self.refused(vnm_api.vnm_pack, x, v=64, m=8, gradient=x, pattern=self.blocks, **named)

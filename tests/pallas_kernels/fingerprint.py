@@ -129,7 +129,7 @@ def triton_calls() -> Iterator[tuple[str, Callable[[], object]]]:
   w, w32, scale, key = S((N, N), BF16), S((N, N), F32), S((), F32), jax.random.key(0)
   for name, x in (('bfloat16', w), ('float32', w32)):
     codes = S((N // 4, N // 4), jnp.uint16)
-    yield f'transposable {name}', lambda x=x: jax.eval_shape(lambda a: pack.transposable_pack(a, None, dtype=BF16), x)
+    yield f'transposable {name}', lambda x=x: jax.eval_shape(lambda a: pack.transposable_pack(a, dtype=BF16), x)
     yield f'masked {name}', lambda x=x, c=codes: jax.eval_shape(lambda a, c: pack.masked_pack(a, c, dtype=BF16), x, c)
     for axis in (-1, -2):
       sample = dict(axis=axis, origin=(0, 0, 0))
@@ -149,7 +149,7 @@ def triton_calls() -> Iterator[tuple[str, Callable[[], object]]]:
   for activation in ('silu', 'gelu', 'relu', 'squared_relu'):
     for gated in (True, False):
       z = S((N, 2 * N if gated else N), BF16)
-      options = dict(activation=activation, gated=gated, origin=(0, 0, 0), **_FEATURES_LAST)
+      options = dict(activation=activation, gated=gated, origin=(0, 0, 0))
       f = functools.partial(activations.activation_backward_pack, **options)
       yield f'backward {activation} {gated}', lambda f=f, z=z: jax.eval_shape(lambda d, a: f(d, a, key), w, z)
       f8 = functools.partial(activations.activation_backward_pack8, dtype=E5M2, **options)
@@ -158,9 +158,6 @@ def triton_calls() -> Iterator[tuple[str, Callable[[], object]]]:
       )
   yield from _vnm_calls()
   yield from _attention_calls()
-
-
-_FEATURES_LAST = dict(axis=-1)
 
 
 def _vnm_calls() -> Iterator[tuple[str, Callable[[], object]]]:
@@ -190,13 +187,14 @@ def _vnm_calls() -> Iterator[tuple[str, Callable[[], object]]]:
     yield f'{name} columns used', of(lambda x, used, f=vnm.vnm_pack, o=columns: f(x, used=used, **o), x, used)
     yield f'{name} columns under', of(under, x, x, of_columns, **columns)
     yield f'{name} general', of(vnm.vnm_pack, x, v=v, m=m, spread=True)
-    turn, turn_24 = vnm.turn, vnm.turn_24
-    pattern_24 = jax.eval_shape(functools.partial(reference.turn_24, used=None, pattern=None), packed)
-    yield f'{name} transposed', of(lambda a, f=turn: f(a, used=None, pattern=None), packed)
-    yield f'{name} transposed used', of(lambda a, u, f=turn: f(a, used=u, pattern=None), packed, used)
-    yield f'{name} transposed under', of(lambda a, p, f=turn: f(a, used=None, pattern=p), packed, of_columns)
-    yield f'{name} transposed 2:4', of(lambda a, f=turn_24: f(a, used=None, pattern=None), packed)
-    yield f'{name} transposed 2:4 under', of(lambda a, p, f=turn_24: f(a, used=None, pattern=p), packed, pattern_24)
+    transpose_pack, transpose_pack_24 = vnm.transpose_pack, vnm.transpose_pack_24
+    pattern_24 = jax.eval_shape(functools.partial(reference.transpose_pack_24, used=None, pattern=None), packed)
+    yield f'{name} transposed', of(lambda a, f=transpose_pack: f(a, used=None, pattern=None), packed)
+    yield f'{name} transposed used', of(lambda a, u, f=transpose_pack: f(a, used=u, pattern=None), packed, used)
+    yield f'{name} transposed under', of(lambda a, p, f=transpose_pack: f(a, used=None, pattern=p), packed, of_columns)
+    yield f'{name} transposed 2:4', of(lambda a, f=transpose_pack_24: f(a, used=None, pattern=None), packed)
+    under_24 = lambda a, p, f=transpose_pack_24: f(a, used=None, pattern=p)  # noqa: E731
+    yield f'{name} transposed 2:4 under', of(under_24, packed, pattern_24)
     yield f'{name} expanded', of(vnm.expand, packed)
     yield f'{name} columns taken', of(vnm.take_columns, packed, S((256,), jnp.int32))
   yield '2:4 expanded', lambda: jax.eval_shape(vnm.expand, pattern_24)

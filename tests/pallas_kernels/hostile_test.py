@@ -79,21 +79,21 @@ class PositionsTest(parameterized.TestCase):
     b = jnp.ones((3, 20), dtype)
     sparse_matmul(good, b)
     # The nibble of group 0 of row 0; what is beyond M and K does not count.
-    word = good.words[0, 0, 0]
-    with self.assertRaisesRegex(ValueError, r'a.words names positions 0 and 0 in group \(0, 0\); accepted are two of'):
-      sparse_matmul(operand.SparseOperand(good.values, _put(good.words, (0, 0, 0), word & ~jnp.uint32(15))), b)
-    sparse_matmul(operand.SparseOperand(good.values, _put(good.words, (0, 0, 127), 0)), b)
-    with self.assertRaisesRegex(ValueError, r'a.words must be uint32 of shape \(1, 1, 128\).*found int32'):
-      sparse_matmul(operand.SparseOperand(good.values, good.words.astype(jnp.int32)), b)
+    word = good.metadata[0, 0, 0]
+    with self.assertRaisesRegex(ValueError, r'a.metadata names positions 0 and 0 in group \(0, 0\); accepted are'):
+      sparse_matmul(operand.SparseOperand(good.values, _put(good.metadata, (0, 0, 0), word & ~jnp.uint32(15))), b)
+    sparse_matmul(operand.SparseOperand(good.values, _put(good.metadata, (0, 0, 127), 0)), b)
+    with self.assertRaisesRegex(ValueError, r'a.metadata must be uint32 of shape \(1, 1, 128\).*found int32'):
+      sparse_matmul(operand.SparseOperand(good.values, good.metadata.astype(jnp.int32)), b)
 
   def test_an_array_is_looked_at_once(self):
     a, b = operand.to_operand(_compressed()), jnp.ones((3, 20), _BF16)
     sparse_matmul(a, b)
-    self.assertIs(formats._in_order.get(id(a.words)), a.words)
+    self.assertIs(formats._in_order.get(id(a.metadata)), a.metadata)
     # NumPy's may have changed since.
-    mine = operand.SparseOperand(np.asarray(a.values), np.array(a.words))
+    mine = operand.SparseOperand(np.asarray(a.values), np.array(a.metadata))
     sparse_matmul(mine, b)
-    mine.words[:] = 0
+    mine.metadata[:] = 0
     with self.assertRaisesRegex(ValueError, 'names positions 0 and 0'):
       sparse_matmul(mine, b)
 
@@ -151,8 +151,8 @@ class BlocksTest(parameterized.TestCase):
 
   def test_words_of_the_compact_columns(self):
     good = fmt.to_vnm_operand(_blocks())
-    compact = operand.SparseOperand(good.compact.values, jnp.zeros_like(good.compact.words))
-    with self.assertRaisesRegex(ValueError, 'a.compact.words names positions 0 and 0'):
+    compact = operand.SparseOperand(good.compact.values, jnp.zeros_like(good.compact.metadata))
+    with self.assertRaisesRegex(ValueError, 'a.compact.metadata names positions 0 and 0'):
       api.vnm_matmul(dataclasses.replace(good, compact=compact), jnp.ones((32, 2), _BF16))
 
 

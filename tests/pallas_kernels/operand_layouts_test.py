@@ -46,7 +46,7 @@ class LayoutsTest(parameterized.TestCase):
   )
   def test_every_operand_is_row_major(self, f):
     structs = (
-      _device.struct((64, 128), _BF16), _device.struct(operand.words_shape(128, 128), jnp.uint32),
+      _device.struct((64, 128), _BF16), _device.struct(operand.metadata_shape(128, 128), jnp.uint32),
       _device.struct((256, 256), _BF16),
     )
     with (

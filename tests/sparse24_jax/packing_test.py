@@ -93,8 +93,8 @@ class PackedWeightTest(parameterized.TestCase):
     pack = packer(TRANSPOSABLE, jnp.bfloat16)
     mask, first, _ = pack(w)
     _, second, _ = pack(later, mask)
-    np.testing.assert_array_equal(first.forward.words, second.forward.words)
-    np.testing.assert_array_equal(first.input_grad.words, second.input_grad.words)
+    np.testing.assert_array_equal(first.forward.metadata, second.forward.metadata)
+    np.testing.assert_array_equal(first.input_grad.metadata, second.input_grad.metadata)
     kept = jnp.where(mask, later, 0).astype(jnp.bfloat16)
     np.testing.assert_array_equal(unpacked(second.input_grad), oracles.wide(kept))
 
@@ -118,7 +118,7 @@ class PytreeTest(absltest.TestCase):
   def test_leaves(self):
     names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(self.packed)]
     self.assertEqual(
-      names, ['.state', '.forward.values', '.forward.words', '.input_grad.values', '.input_grad.words']
+      names, ['.state', '.forward.values', '.forward.metadata', '.input_grad.values', '.input_grad.metadata']
     )
     masked = packer(s24.magnitude(), jnp.float16)(self.w)[1]
     self.assertLen(jax.tree.leaves(masked), 3)

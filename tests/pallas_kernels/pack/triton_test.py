@@ -14,8 +14,8 @@ E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 PAIR = [BF16, U32, BF16, U32]
 # Kernel -> (dtypes of its arrays, its constants, warps).
 KERNELS = {
-  'transposable_kernel': ([BF16, U16, *PAIR, U16, I32, I32], dict(COUNT=True), 2),
-  'repair_kernel': ([BF16, U16, I32, *PAIR, U16, I32, *PAIR, U16, I32], dict(COUNT=True, TILES=4096), 4),
+  'transposable_kernel': ([BF16, *PAIR, U16, I32], {}, 2),
+  'repair_kernel': ([BF16, I32, *PAIR, U16, *PAIR, U16], dict(TILES=4096), 4),
   'masked_kernel': ([BF16, U16, *PAIR], {}, 4),
   'soft_threshold_kernel': ([BF16, jnp.float32, BF16, U32], dict(GROUPS_DOWN=True), 4),
   'mvue_kernel': ([BF16, U32, BF16, U32], dict(GROUPS_DOWN=True), 2),
@@ -60,7 +60,7 @@ class TritonTest(parameterized.TestCase):
 
     w, scale = jax.ShapeDtypeStruct((2**16, 2**16), BF16), jax.ShapeDtypeStruct((), F32)
     for f in (
-      lambda w, _: pack.transposable_pack(w, None, dtype=jnp.dtype(BF16)),
+      lambda w, _: pack.transposable_pack(w, dtype=jnp.dtype(BF16)),
       lambda w, scale: pack.soft_threshold_pack(w, scale, axis=-1, dtype=jnp.dtype(BF16)),
       lambda w, scale: pack.soft_threshold_pack8(w, scale, axis=-1, dtype=jnp.dtype(E4M3), with_dense=True),
     ):

@@ -269,7 +269,7 @@ class CompileTest(parameterized.TestCase):
       )
 
     hlo = self._hlo(
-      f, ((100, 34), jnp.bfloat16), (operand.words_shape(100, 68), jnp.uint32), ((130, 68), jnp.bfloat16),
+      f, ((100, 34), jnp.bfloat16), (operand.metadata_shape(100, 68), jnp.uint32), ((130, 68), jnp.bfloat16),
       ((100,), jnp.float32),
     )
     calls = [x for x in hlo.splitlines() if 'custom_call_target=' in x]

@@ -25,7 +25,7 @@ def _report(target, dtype):
       device=_device.target_device(target),
     )
 
-  args = s((m, k // 2), dtype), s(operand.words_shape(m, k), jnp.uint32), s((k, n), dtype)
+  args = s((m, k // 2), dtype), s(operand.metadata_shape(m, k), jnp.uint32), s((k, n), dtype)
   return _device.compile_report(f, *args, target=target)
 
 

@@ -228,7 +228,7 @@ def _report(shape, dtype, config, *, bias=False, scales=False, **kwargs):
   m, n, k = shape
   kwargs = dict(activation=None, out_dtype=_BF16, b_layout='nk', out_layout='mn') | kwargs
   s, f32 = _device.struct, jnp.float32
-  args = [s((m, k // 2), dtype), s(operand.words_shape(m, k), jnp.uint32)]
+  args = [s((m, k // 2), dtype), s(operand.metadata_shape(m, k), jnp.uint32)]
   args += [s((n, k) if kwargs['b_layout'] == 'nk' else (k, n), dtype)]
   args += [s((m,), f32)] if bias else []
   args += [s((m,), f32), s((n,), f32)] if scales else []

@@ -53,14 +53,14 @@ class OperandTest(parameterized.TestCase):
   def test_words_mean_the_matrix(self, shape, dtype):
     c = _random(*shape, dtype)
     found = _to_operand(c)
-    self.assertEqual(found.words.shape, operand.words_shape(*shape))
-    self.assertEqual(found.words.dtype, jnp.uint32)
-    dense = _dense_by_thread_map(np.asarray(found.values, np.float32), np.asarray(found.words), c.dtype.itemsize)
+    self.assertEqual(found.metadata.shape, operand.metadata_shape(*shape))
+    self.assertEqual(found.metadata.dtype, jnp.uint32)
+    dense = _dense_by_thread_map(np.asarray(found.values, np.float32), np.asarray(found.metadata), c.dtype.itemsize)
     np.testing.assert_array_equal(dense, np.asarray(_decompress(c), np.float32))
 
   @parameterized.parameters(jnp.bfloat16, jnp.float8_e4m3fn)
   def test_every_nibble_is_legal(self, dtype):
-    words = np.asarray(_to_operand(_random(65, 68, dtype)).words)
+    words = np.asarray(_to_operand(_random(65, 68, dtype)).metadata)
     nibbles = words[..., None] >> (4 * np.arange(8, dtype=np.uint32)) & 15
     self.assertTrue(np.all((nibbles & 3) < (nibbles >> 2)))
 
@@ -74,7 +74,7 @@ class OperandTest(parameterized.TestCase):
   def test_compressed_along_the_first_axis_stands_for_the_transpose(self):
     c = _random(64, 128, jnp.bfloat16)
     t = formats.Compressed24(c.values.T, c.metadata.T, -2)
-    np.testing.assert_array_equal(operand.to_operand(t).words, operand.to_operand(c).words)
+    np.testing.assert_array_equal(operand.to_operand(t).metadata, operand.to_operand(c).metadata)
 
   def test_layers_in_front(self):
     stack = jax.tree.map(lambda *x: jnp.stack(x), *[_random(70, 72, jnp.bfloat16, s) for s in range(3)])
@@ -82,7 +82,7 @@ class OperandTest(parameterized.TestCase):
     self.assertEqual(together.shape, (3, 70, 72))
     for i in range(3):
       one = operand.to_operand(_random(70, 72, jnp.bfloat16, i))
-      np.testing.assert_array_equal(together.words[i], one.words)
+      np.testing.assert_array_equal(together.metadata[i], one.metadata)
     np.testing.assert_array_equal(operand.from_operand(together).metadata, stack.metadata)
 
   def test_refuses_wide_values(self):

@@ -16,7 +16,7 @@ import numpy as np
 from pallas_kernels import _records, _tuning
 from pallas_kernels.sparse_matmul import _problem, mosaic_gpu, reference, verify
 
-_KIND = ('rows', 'bn', 'cluster', 'along', 'minor', 'delay', 'split')
+_KIND = ('rows', 'bn', 'cluster', 'along', 'delay', 'split')
 
 
 def _right(*args, config, **kwargs):

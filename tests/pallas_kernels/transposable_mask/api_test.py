@@ -38,7 +38,7 @@ class ApiTest(parameterized.TestCase):
     def transposable_pack(w):
       given.append(w.shape)
       dtype = jnp.dtype(jnp.bfloat16 if w.dtype == jnp.float32 else w.dtype)
-      return pack_reference.transposable_pack(w, None, dtype=dtype)
+      return pack_reference.transposable_pack(w, dtype=dtype)
 
     with (
       mock.patch.object(_device, 'current', lambda: _device.target_device(device)),

@@ -36,9 +36,9 @@ class MatmulTest(parameterized.TestCase):
     for _ in range(20):
       np.testing.assert_array_equal(found, f(a, b))
 
-  @parameterized.parameters(dict(pace=3), dict(places='gpc', ctas=16), dict(pace=3, places='gpc', ctas=16))
-  def test_pace_and_places_change_time_only(self, **change):
-    # Few CTAs, so that each has several laps and the last turn is not full.
+  @parameterized.parameters(dict(places='gpc', ctas=16), dict(places='gpc', ctas=48))
+  def test_places_change_time_only(self, **change):
+    # Few CTAs, so that each has several laps and the last transpose_pack is not full.
     x = jax.random.normal(jax.random.key(0), (2048, 1024), _BF16)
     b = jax.random.normal(jax.random.key(1), (1024, 448), _BF16)
     a = to_vnm_operand(vnm.compress(x, vnm.vnm_mask(x, v=128, m=8), v=128, m=8))
@@ -92,10 +92,10 @@ class PackTest(parameterized.TestCase):
       pack = functools.partial(api.vnm_pack, v=v, m=m, activation='squared_relu', implementation=implementation)
       y = pack(x, residuals=True)
       dh = pack(y.inputs, gradient=gradient, pattern=y.operand).operand
-      turned = api.turn(y.operand, used=used, implementation=implementation)
-      turned_dh = api.turn(dh, pattern=turned, implementation=implementation)
-      along_tokens = api.turn_24(y.operand, used=used, implementation=implementation)
-      dh_along_tokens = api.turn_24(dh, pattern=along_tokens, implementation=implementation)
+      turned = api.transpose_pack(y.operand, used=used, implementation=implementation)
+      turned_dh = api.transpose_pack(dh, pattern=turned, implementation=implementation)
+      along_tokens = api.transpose_pack_24(y.operand, used=used, implementation=implementation)
+      dh_along_tokens = api.transpose_pack_24(dh, pattern=along_tokens, implementation=implementation)
       columns = api.take_columns(dh, dense, implementation=implementation)
       dense_again = api.expand(turned, implementation=implementation)
       return y, dh, turned, turned_dh, along_tokens, dh_along_tokens, columns, dense_again

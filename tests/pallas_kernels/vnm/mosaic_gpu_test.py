@@ -102,19 +102,6 @@ class InterpretTest(parameterized.TestCase):
       self.assertLessEqual(_tuning.relative_error(d, expected), _tuning.TOLERANCE)
 
 
-class PaceTest(parameterized.TestCase):
-
-  @parameterized.parameters((5, 4, 7, 3), (16, 4, 13, 4), (3, 6, 12, 4), (1, 2, 3, 8))
-  def test_runners_are_those_that_begin_a_lap(self, pace, k_steps, tiles, ctas):
-    ctas = min(ctas, tiles)
-    begun = np.zeros(-(-(-(-tiles // ctas) * k_steps) // pace), int)
-    for cta in range(ctas):
-      steps = len(range(cta, tiles, ctas)) * k_steps
-      begun[: -(-steps // pace)] += 1
-    for lap, count in enumerate(begun):
-      self.assertEqual(mosaic_gpu.runners_of(jnp.int32(lap), pace, k_steps, tiles, ctas), count)
-
-
 # SMs of an H100 whose CTAs come first in a launch of 128, and of the GPCs, in whose order it goes on from any of them.
 _LEADING = range(124, 132)
 _GPCS = (
@@ -170,7 +157,7 @@ class RefusalTest(parameterized.TestCase):
   @parameterized.parameters(
     (dict(rows=32), 'rows=32'), (dict(across='k'), "across='k'"), (dict(across='m'), 'a tile of 256 rows'),
     (dict(a_from='L1'), "a_from='L1'"), (dict(a_from='registers'), 'rows=64 and delay=0, not 128 and 0'),
-    (dict(rows=64, bn=320, a_from='registers'), 'bn=320'), (dict(pace=-1), 'pace=-1'),
+    (dict(rows=64, bn=320, a_from='registers'), 'bn=320'),
     (dict(places='sm'), "places='sm'"),
     (dict(bn=96), 'bn=96'), (dict(bn=256), 'accumulators'), (dict(epilogue_n=80), 'epilogue_n=80'),
     (dict(stages=1, delay=1), 'stages=1 must exceed delay=1'),
@@ -200,7 +187,7 @@ class CompileTest(parameterized.TestCase):
   @parameterized.named_parameters(
     # The last are the columns of a consumer, in all tiles but the last and in the last.
     ('v128', 128, 8, mosaic_gpu.default_config(128), 'mn', 4096, (384, 256)),
-    ('v128_transposed_ragged_paced', 128, 16, mosaic_gpu.Config(delay=1, pace=16), 'nm', 4160, (192,)),
+    ('v128_transposed_ragged', 128, 16, mosaic_gpu.Config(delay=1), 'nm', 4160, (192,)),
     ('v64', 64, 8, mosaic_gpu.default_config(64), 'mn', 4096, (256,)),
     ('v256', 256, 8, mosaic_gpu.default_config(256), 'mn', 4096, (192, 64)),
   )
@@ -216,8 +203,8 @@ class CompileTest(parameterized.TestCase):
       )
 
     report = _device.compile_report(
-      f, s((r, compact // 2), _BF16), s(operand.words_shape(r, compact), jnp.uint32), s((r // v, compact), jnp.int32),
-      s((k, n), _BF16),
+      f, s((r, compact // 2), _BF16), s(operand.metadata_shape(r, compact), jnp.uint32),
+      s((r // v, compact), jnp.int32), s((k, n), _BF16),
     )
     self.assertEqual(report.architecture, 'sm_90a')
     self.assertEqual(report.spill_bytes, 0)
@@ -227,7 +214,6 @@ class CompileTest(parameterized.TestCase):
     instructions = sum(2 * 2 * config.rows // 64 * -(-width // 256) for width in widths)
     self.assertEqual(report.count('wgmma.mma_async.sp'), instructions)
     self.assertEqual(report.count('cp.async.cg.shared.global'), sum(2 * 4 * config.parts * bn // 64 for bn in widths))
-    self.assertEqual('red.relaxed.gpu' in report.ptx, config.pace > 0)
     self.assertEqual(report.count('%smid'), config.places == 'gpc')
     # Nobody waits for copies: they arrive at a barrier, behind which the consumers fence before they multiply.
     self.assertNotIn('cp.async.wait', report.ptx)

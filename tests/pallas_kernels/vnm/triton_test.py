@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import _triton
-from pallas_kernels.sparse_matmul.operand import SparseOperand, words_shape
+from pallas_kernels.sparse_matmul.operand import metadata_shape, SparseOperand
 from tests.pallas_kernels import triton_interpreter
 
 
@@ -59,25 +59,25 @@ class CompileTest(parameterized.TestCase):
       self.assertLess(_instructions(made), most * 128)
 
   @parameterized.parameters((64, 8, 90, False), (128, 8, 80, False), (128, 8, 86, False), (128, 16, 90, True))
-  def test_turn(self, v, m, capability, gradient):
-    from pallas_kernels.vnm import _turn
+  def test_transpose_pack(self, v, m, capability, gradient):
+    from pallas_kernels.vnm import _transpose
     from pallas_kernels.vnm import triton as packers
 
     constants = dict(R=4096, C=4096, V=v, M=m) | ({} if gradient else dict(SELECT=True))
-    kernel = _turn.turn_as if gradient else _turn.turn
+    kernel = _transpose.transpose_pack_as if gradient else _transpose.transpose_pack
     arrays = ['bfloat16', 'uint32', 'uint32']
     arrays += ['uint32', 'int32', 'bfloat16'] if gradient else ['bfloat16', 'uint32', 'int32']
-    warps = packers.turn_warps(v, m)
+    warps = packers.transpose_warps(v, m)
     made = self._compile(kernel, arrays, constants, capability, warps)
     self.assertLess(_instructions(made), (2 if gradient else 9) * v * 16 * m // (32 * warps))
 
   @parameterized.parameters((8, 90, False), (8, 80, True), (16, 86, False), (16, 90, True), (4, 90, False))
-  def test_turn_24(self, m, capability, gradient):
-    from pallas_kernels.vnm import _turn
+  def test_transpose_pack_24(self, m, capability, gradient):
+    from pallas_kernels.vnm import _transpose
     from pallas_kernels.vnm import triton as packers
 
-    warps = packers.turn_24_warps(m)
-    kernel = _turn.turn_24_as if gradient else _turn.turn_24
+    warps = packers.transpose_24_warps(m)
+    kernel = _transpose.transpose_pack_24_as if gradient else _transpose.transpose_pack_24
     arrays = ['bfloat16', 'uint32', 'uint32', *(('uint32', 'bfloat16') if gradient else ('bfloat16', 'uint32'))]
     made = self._compile(kernel, arrays, dict(R=4096, C=4096, V=128, M=m), capability, warps)
     # Of each dense entry, of which a program has 64 rows of 16 groups.
@@ -149,10 +149,10 @@ class RefusalTest(parameterized.TestCase):
 
     a, *_ = jax.eval_shape(functools.partial(reference.vnm_pack, v=64, m=8), jnp.zeros((64, 128), jnp.bfloat16))
     with self.assertRaisesRegex(NotImplementedError, r'multiples of V and 16 M; found 64:2:8 of \[64, 128\]'):
-      packers.turn(a, used=None, pattern=None)
+      packers.transpose_pack(a, used=None, pattern=None)
     a, *_ = jax.eval_shape(functools.partial(reference.vnm_pack, v=64, m=8), jnp.zeros((64, 192), jnp.bfloat16))
     with self.assertRaisesRegex(NotImplementedError, r'columns in multiples of 16 M; found 64:2:8 of \[64, 192\]'):
-      packers.turn_24(a, used=None, pattern=None)
+      packers.transpose_pack_24(a, used=None, pattern=None)
     a, *_ = jax.eval_shape(functools.partial(reference.vnm_pack, v=16, m=8), jnp.zeros((64, 128), jnp.bfloat16))
     with self.assertRaisesRegex(NotImplementedError, 'V in multiples of 32'):
       packers.take_columns(a, jnp.zeros(3, jnp.int32))
@@ -166,7 +166,7 @@ class RefusalTest(parameterized.TestCase):
   def test_expand(self, rows, columns, dtype):
     from pallas_kernels.vnm import triton as packers
 
-    words = jnp.zeros(words_shape(rows, columns), jnp.uint32)
+    words = jnp.zeros(metadata_shape(rows, columns), jnp.uint32)
     operand = SparseOperand(jnp.zeros((rows, columns // 2), dtype), words)
     with self.assertRaisesRegex(NotImplementedError, rf'whole tiles .* found {dtype} of shape \({rows}, {columns}\)'):
       packers.expand(operand)

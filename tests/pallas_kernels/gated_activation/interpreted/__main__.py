@@ -11,7 +11,7 @@ from pallas_kernels.gated_activation import reference
 from pallas_kernels.gated_activation import triton as gated
 from pallas_kernels.pack import reference as pack_reference
 from pallas_kernels.pack import triton as pack
-from pallas_kernels.sparse_matmul.operand import words_shape
+from pallas_kernels.sparse_matmul.operand import metadata_shape
 from tests.pallas_kernels import triton_interpreter
 
 TOLERANCE = {jnp.bfloat16: 4e-3, jnp.float16: 5e-4}  # half a unit in the last place, relative
@@ -24,64 +24,51 @@ def difference(found, expected):
 
 class InterpretedTest(parameterized.TestCase):
 
-  @parameterized.parameters(('silu', -1), ('gelu', -1), ('gelu', -2), ('relu', -2), ('squared_relu', -1))
-  def test_forward(self, activation, axis):
-    z = 2 * jax.random.normal(jax.random.key(0), (12, 40) if axis == -1 else (40, 12), jnp.bfloat16)
-    expected = reference.gated_activation(z, activation=activation, axis=axis)
-    rows, columns = expected.shape
-    lines, length = (1, rows * columns) if axis == -2 else (rows, columns)
-    size = 64
-    (found,) = triton_interpreter.run(
-      gated.forward_kernel, (lines * -(-length // size),), [z], [(expected.shape, jnp.bfloat16)],
-      dict(ROWS=lines, COLUMNS=length, DOWN=axis == -2, SIZE=size, ACTIVATION=activation),
-    )  # fmt: skip
-    self.assertLess(difference(found, expected), TOLERANCE[jnp.bfloat16])
-
   @parameterized.parameters(
-    ('silu', True, -1, jnp.bfloat16), ('silu', True, -2, jnp.bfloat16), ('gelu', False, -1, jnp.float16),
-    ('squared_relu', False, -2, jnp.bfloat16),
+    ('silu', True, jnp.bfloat16), ('gelu', False, jnp.float16), ('squared_relu', False, jnp.bfloat16),
+    ('relu', True, jnp.float16),
   )  # fmt: skip
-  def test_backward_pack(self, activation, gate, axis, dtype):
+  def test_backward_pack(self, activation, gate, dtype):
     features, tokens = 64, 20
     wide = features * (2 if gate else 1)
-    shapes = ((tokens, features), (tokens, wide)) if axis == -1 else ((features, tokens), (wide, tokens))
+    shapes = (tokens, features), (tokens, wide)
     dh = jax.random.normal(jax.random.key(0), shapes[0], dtype)
     z = 2 * jax.random.normal(jax.random.key(1), shapes[1], dtype)
     key, config = jax.random.key(2), pack.Config()
-    outputs = [(shapes[1], dtype), ((wide, tokens // 2), dtype), (words_shape(wide, tokens), jnp.uint32)]
+    outputs = [(shapes[1], dtype), ((wide, tokens // 2), dtype), (metadata_shape(wide, tokens), jnp.uint32)]
     dz, values, words = triton_interpreter.run(
       gated.backward_kernel, config.grid(1, *shapes[0]), [dh, z, pack.draw_parameters(key, (0, 0, 0))], outputs,
-      dict(ACTIVATION=activation, GATED=gate, DOWN=axis == -2, PACK=True, **config.constants(*shapes[0])),
+      dict(ACTIVATION=activation, GATED=gate, **config.constants(*shapes[0])),
     )  # fmt: skip
-    expected = reference.activation_backward(dh, z, activation=activation, gated=gate, axis=axis)
+    expected = reference.activation_backward(dh, z, activation=activation, gated=gate)
     self.assertLess(difference(dz, expected), TOLERANCE[dtype])
     # The exponential may round otherwise; the sample of what came out may not.
-    pick = functools.partial(pack_reference.mvue_pack, axis=-3 - axis, origin=(0, 0, 0), dtype=dtype)
+    pick = functools.partial(pack_reference.mvue_pack, axis=-2, origin=(0, 0, 0), dtype=dtype)
     operand = jax.jit(pick)(jnp.asarray(dz), key)
-    np.testing.assert_array_equal(words, np.asarray(operand.words))
+    np.testing.assert_array_equal(words, np.asarray(operand.metadata))
     np.testing.assert_array_equal(values.view(np.uint16), np.asarray(operand.values).view(np.uint16))
 
-  @parameterized.parameters(('silu', True, -1), ('gelu', False, -2))
-  def test_backward_pack_float8(self, activation, gate, axis):
+  @parameterized.parameters(('silu', True), ('gelu', False))
+  def test_backward_pack_float8(self, activation, gate):
     features, tokens, dtype, out = 64, 20, jnp.bfloat16, jnp.dtype(jnp.float8_e5m2)
     wide = features * (2 if gate else 1)
-    shapes = ((tokens, features), (tokens, wide)) if axis == -1 else ((features, tokens), (wide, tokens))
+    shapes = (tokens, features), (tokens, wide)
     dh, z = (jax.random.normal(jax.random.key(i), shape, dtype) for i, shape in enumerate(shapes))
     key, config, scale = jax.random.key(2), pack.Config(), jnp.float32(5000)
-    options = dict(ACTIVATION=activation, GATED=gate, DOWN=axis == -2, **config.constants(*shapes[0]))
-    parameters, words = pack.draw_parameters(key, (0, 0, 0)), (words_shape(wide, tokens), jnp.uint32)
+    options = dict(ACTIVATION=activation, GATED=gate, **config.constants(*shapes[0]))
+    parameters, words = pack.draw_parameters(key, (0, 0, 0)), (metadata_shape(wide, tokens), jnp.uint32)
     # The float8 kernel must make of its dz what the packer makes of the same dz in bfloat16.
     dz = triton_interpreter.run(
       gated.backward_kernel, config.grid(1, *shapes[0]), [dh, z, parameters],
-      [(shapes[1], dtype), ((wide, tokens // 2), dtype), words], dict(PACK=True, **options),
+      [(shapes[1], dtype), ((wide, tokens // 2), dtype), words], options,
     )[0]  # fmt: skip
     found = triton_interpreter.run(
       gated.backward8_kernel, config.grid(1, *shapes[0]), [dh, z, parameters, scale.reshape(1)],
       [(shapes[1], out), ((wide, tokens // 2), out), words], options,
     )  # fmt: skip
-    pick = functools.partial(pack_reference.mvue_pack8, axis=-3 - axis, origin=(0, 0, 0), dtype=out, with_dense=True)
+    pick = functools.partial(pack_reference.mvue_pack8, axis=-2, origin=(0, 0, 0), dtype=out, with_dense=True)
     expected = jax.jit(pick)(jnp.asarray(dz), key, scale)
-    np.testing.assert_array_equal(found[2], np.asarray(expected.operand.words))
+    np.testing.assert_array_equal(found[2], np.asarray(expected.operand.metadata))
     triton_interpreter.assert_equal_float8(found[1], expected.operand.values)
     triton_interpreter.assert_equal_float8(found[0], expected.dense)
 

@@ -128,29 +128,29 @@ class InterpretedTest(parameterized.TestCase):
     (64, 8, 'bfloat16', True, (512, 128)), (128, 16, 'float16', True, (512, 256)),
     (64, 4, 'bfloat16', False, (128, 64)), (64, 8, 'bfloat16', False, (512, 128)),
   )  # fmt: skip
-  def test_turn(self, v, m, dtype, select, shape):
+  def test_transpose_pack(self, v, m, dtype, select, shape):
     a, *_ = _reference(_whole(shape, dtype), v=v, m=m)
     used = jnp.arange(shape[1]) % 3 > 0 if select else None
-    found, _ = _interpreted(packers.turn, a, used=used, pattern=None)
-    expected = jax.jit(reference.turn)(a, used=used, pattern=None)
+    found, _ = _interpreted(packers.transpose_pack, a, used=used, pattern=None)
+    expected = jax.jit(reference.transpose_pack)(a, used=used, pattern=None)
     _assert_same_bits(found, expected)
     other, *_ = _reference(_finite(shape, 1).astype(dtype), v=v, m=m)
-    found, _ = _interpreted(packers.turn, other, used=None, pattern=expected)
-    _assert_same_bits(found, jax.jit(reference.turn)(other, used=None, pattern=expected))
+    found, _ = _interpreted(packers.transpose_pack, other, used=None, pattern=expected)
+    _assert_same_bits(found, jax.jit(reference.transpose_pack)(other, used=None, pattern=expected))
 
   @parameterized.parameters(
     (64, 8, 'bfloat16', True, (128, 512)), (128, 16, 'float16', True, (256, 256)),
     (64, 4, 'bfloat16', False, (128, 128)), (192, 8, 'float16', False, (192, 128)),
   )  # fmt: skip
-  def test_turn_24(self, v, m, dtype, select, shape):
+  def test_transpose_pack_24(self, v, m, dtype, select, shape):
     a, *_ = _reference(_whole(shape, dtype), v=v, m=m)
     used = jnp.arange(shape[1]) % 3 > 0 if select else None
-    found, _ = _interpreted(packers.turn_24, a, used=used, pattern=None)
-    expected = jax.jit(reference.turn_24)(a, used=used, pattern=None)
+    found, _ = _interpreted(packers.transpose_pack_24, a, used=used, pattern=None)
+    expected = jax.jit(reference.transpose_pack_24)(a, used=used, pattern=None)
     _assert_same_bits(found, expected)
     other, *_ = _reference(_finite(shape, 1).astype(dtype), v=v, m=m)
-    found, _ = _interpreted(packers.turn_24, other, used=None, pattern=expected)
-    _assert_same_bits(found, jax.jit(reference.turn_24)(other, used=None, pattern=expected))
+    found, _ = _interpreted(packers.transpose_pack_24, other, used=None, pattern=expected)
+    _assert_same_bits(found, jax.jit(reference.transpose_pack_24)(other, used=None, pattern=expected))
 
   @parameterized.parameters((64, 8, False), (128, 16, True))
   def test_dense_from_blocks(self, v, m, spread):
@@ -174,7 +174,7 @@ class InterpretedTest(parameterized.TestCase):
     check(packers.expand, *hostile(a, 127))
     of_columns, *_ = _reference(x, v=64, m=8, axis=-2, spread=True)
     pair = hostile(of_columns, 127)
-    check(lambda p: packers.turn(a, used=None, pattern=p), *pair)
+    check(lambda p: packers.transpose_pack(a, used=None, pattern=p), *pair)
     check(lambda p: packers.vnm_pack(x, v=64, m=8, axis=-2, spread=True, gradient=gradient, pattern=p)[0], *pair)
 
   @parameterized.parameters((64, 8), (128, 16))

@@ -1,10 +1,11 @@
 """Triton kernels that make the operand of the transpose from a V:N:M operand; `triton.py` launches them.
 
 An operand [R, C] holds two entries of each row and group of M columns, a word, and which: 0.28 times the dense array
-at M = 8. A program of `turn` has V columns by 16 groups of M rows, spread: rows j R / M + g are the members of group g.
+at M = 8. A program of `transpose_pack` has V columns by 16 groups of M rows, spread: rows j R / M + g are the members
+of group g.
 What ranks a group's rows are sums of what is stored, so a first look takes no entry to its place. Of the rows that
 stay a second look makes M entries each, pairs of columns to a word, and from there on it goes as in `_columns`. A
-program of `turn_24` has groups of four neighbouring rows, all of which stay.
+program of `transpose_pack_24` has groups of four neighbouring rows, all of which stay.
 """
 
 import triton
@@ -14,7 +15,7 @@ from pallas_kernels.vnm import _blocks as blocks
 
 
 @triton.jit
-def turn(
+def transpose_pack(
   values_in, words_in, tables, values, words, rows,
   R: tl.constexpr, C: tl.constexpr, V: tl.constexpr, M: tl.constexpr, SELECT: tl.constexpr,
 ):  # fmt: skip
@@ -51,7 +52,7 @@ def turn(
 
 
 @triton.jit
-def turn_as(
+def transpose_pack_as(
   values_in, words_in, tables, words, rows, values,
   R: tl.constexpr, C: tl.constexpr, V: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
@@ -69,7 +70,7 @@ def turn_as(
 
 
 @triton.jit
-def turn_24(
+def transpose_pack_24(
   values_in, words_in, tables, values, words, R: tl.constexpr, C: tl.constexpr, V: tl.constexpr, M: tl.constexpr
 ):
   """Two of four neighbours of the transpose: a program has 16 groups of M columns by 16 of four rows of a block."""
@@ -81,10 +82,10 @@ def turn_24(
 
 
 @triton.jit
-def turn_24_as(
+def transpose_pack_24_as(
   values_in, words_in, tables, words, values, R: tl.constexpr, C: tl.constexpr, V: tl.constexpr, M: tl.constexpr
 ):
-  """`turn_24` under a pattern that is given."""
+  """`transpose_pack_24` under a pattern that is given."""
   given = _given(words, R // 4, 16 * M, M)
   e0 = _neighbours(values_in, words_in, tables, 0, R, C, V, M)
   e1 = _neighbours(values_in, words_in, tables, 1, R, C, V, M)
