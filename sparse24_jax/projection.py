@@ -10,6 +10,7 @@ import dataclasses
 import functools
 from typing import Any, NamedTuple
 
+import jax
 from jax import Array
 
 from sparse24_jax.layout import Layout
@@ -86,6 +87,24 @@ class Projection(NamedTuple):
   def __reduce__(self) -> tuple[Callable[..., Any], tuple]:
     # The functions inside have no names that pickle could look up: the call is repeated, which finds the same object.
     return _CALLS.get(self) or (Projection, tuple(self))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def straight_through(projection: Projection, w: Array, state: Any) -> Array:
+  """`projection.apply`, whose cotangent is that of the dense weight as it stands."""
+  return projection.apply(w, state)
+
+
+def _straight_through_fwd(projection, w, state):
+  return projection.apply(w, state), None
+
+
+def _straight_through_bwd(projection, residuals, cotangent):
+  del projection, residuals
+  return cotangent, None
+
+
+straight_through.defvjp(_straight_through_fwd, _straight_through_bwd)
 
 
 _CALLS: dict[Projection, tuple[Callable[..., Any], tuple]] = {}

@@ -243,7 +243,7 @@ def _bound(path: str, leaf: Any, rule: Rule, notes: Notes) -> BoundWeight | str:
         f' {reading.layout.describe()} at {places[1]}; one mask serves one of them: {dense}'
       )
   for found, reading in readings:
-    problem = _straddles(found, reading, rule)
+    problem = _straddles(found, reading, rule) or _no_groups(found, rule)
     if problem:
       return f'{path} of shape {leaf.shape}: {problem} at {_jax.source_of(found.equation)}: {dense}'
   uses = tuple(_use(found, reading, notes) for found, reading in readings)
@@ -273,4 +273,16 @@ def _straddles(found: Matmul, reading: Reading, rule: Rule) -> str | None:
     start = view.offsets[axis]
     if size != view.shape[axis] and divisor > 1 and (not isinstance(start, int) or start % divisor or size % divisor):
       return f'a part of axis {axis}, {size} entries from {start}, cuts groups of {divisor}'
+  return None
+
+
+def _no_groups(found: Matmul, rule: Rule) -> str | None:
+  """What a rule asks for that a ragged matmul has not."""
+  policy = rule.policy
+  if found.equation.primitive.name != 'ragged_dot_general':
+    return None
+  if policy.precision != 'default':
+    return f'a ragged matmul, which has no precision={policy.precision!r},'
+  if policy.implementation in ('sparse', 'cusparselt'):
+    return f'a ragged matmul, which has no implementation={policy.implementation!r},'
   return None

@@ -20,13 +20,13 @@ class UnreadableError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-  """The axes of one `dot_general`, by what they are of the weight.
+  """The axes of one `dot_general` or `ragged_dot_general`, by what they are of the weight.
 
   Attributes:
     layout: of the weight, as this matmul sees it.
     batch: stacked axes of the weight that the matmul runs over at once, in its own order.
     whole: whether the matmul reads all of `in` and `out`.
-    tokens: rows of the other operand, for each entry of `batch`.
+    tokens: rows of the other operand, for each entry of `batch`; where groups share them, their mean.
     runs: of the weight, [batch..., in..., out...].
     axes: number of runs that are batch, in and out.
   """
@@ -42,8 +42,8 @@ class Reading:
 def read(found: Matmul) -> Reading:
   """How a matmul reads its weight; `UnreadableError` says what is in the way."""
   view, side = found.weight.view, found.side
-  contract, batch = found.equation.params['dimension_numbers']
-  contracted, batched = contract[side], batch[side]
+  contract, batch, groups = _dimensions(found)
+  contracted, batched = contract[side], (*batch[side], *groups)
   free = [i for i in range(len(view.axes)) if i not in contracted and i not in batched]
   by_role: dict[str, list[Run]] = {
     'stacked': [run for i in batched for run in view.axes[i]],
@@ -80,10 +80,24 @@ def read(found: Matmul) -> Reading:
     layout=Layout(axes_of('stacked'), axes_of('contracted'), axes_of('outputs')),
     batch=tuple(run.axis for run in by_role['stacked']),
     whole=all(sizes[axis] == view.shape[axis] for axis in inside),
-    tokens=math.prod(size for i, size in enumerate(other) if i not in used),
+    tokens=math.prod(size for i, size in enumerate(other) if i not in used)
+    // math.prod(view.value_shape[i] for i in groups),
     runs=(*by_role['stacked'], *_in_order(by_role['contracted']), *_in_order(by_role['outputs'])),
     axes=(len(by_role['stacked']), len(by_role['contracted']), len(by_role['outputs'])),
   )
+
+
+def _dimensions(found: Matmul) -> tuple[Any, Any, tuple[int, ...]]:
+  """Contracted and batch axes of both operands, and the axes of the weight that a ragged matmul has groups for."""
+  params = found.equation.params
+  if 'dimension_numbers' in params:
+    return *params['dimension_numbers'], ()
+  ragged = params['ragged_dot_dimension_numbers']
+  if found.side == 0:
+    raise UnreadableError('it is the ragged operand, whose rows are in groups; the second one is read')
+  if not ragged.rhs_group_dimensions:
+    raise UnreadableError('the ragged axis is contracted or a batch axis: it has no matrix for each group')
+  return *ragged.dot_dimension_numbers, tuple(ragged.rhs_group_dimensions)
 
 
 def _in_order(runs: Sequence[Run]) -> list[Run]:
@@ -98,6 +112,13 @@ def weight_matrix(found: Matmul, reading: Reading) -> Array:
   w = found.weight.array.reshape([run.size for run in runs])
   w = jnp.transpose(w, _order(runs, reading.runs))
   return w.reshape(*w.shape[:batch], math.prod(w.shape[batch : batch + contracted]), -1)
+
+
+def weight_as_read(w: Array, found: Matmul, reading: Reading) -> Array:
+  """The inverse of `weight_matrix`: the operand of the matmul as the model gives it."""
+  runs = [run for axis in found.weight.view.axes for run in axis]
+  w = jnp.transpose(w.reshape([run.size for run in reading.runs]), _order(reading.runs, runs))
+  return w.reshape(found.weight.view.value_shape)
 
 
 def rows(found: Matmul, reading: Reading) -> Array:

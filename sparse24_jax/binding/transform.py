@@ -2,17 +2,19 @@
 
 from collections.abc import Callable, Mapping
 import functools
+import logging
 from typing import Any
 
 import jax
 from jax import Array
 import jax.numpy as jnp
 
+from pallas_kernels import _dispatch
 from sparse24_jax.activation_sparsity import neuron_level_ffn
 from sparse24_jax.binding import _jax
 from sparse24_jax.binding.bound import bind_traced, Bound, harmless
 from sparse24_jax.binding.interpreter import Keys, run
-from sparse24_jax.binding.reading import as_result, part_of, read, Reading, rows, weight_matrix
+from sparse24_jax.binding.reading import as_result, part_of, read, Reading, rows, weight_as_read, weight_matrix
 from sparse24_jax.binding.state import WeightState
 from sparse24_jax.binding.tracing import trace, Traced
 from sparse24_jax.binding.values import Altered, Matmul
@@ -24,6 +26,7 @@ from sparse24_jax.layout import Layout
 from sparse24_jax.packing import PackedWeight
 from sparse24_jax.packing8 import PackedWeight8
 from sparse24_jax.products import projection_state
+from sparse24_jax.projection import straight_through
 from sparse24_jax.recipe import PhaseName, Recipe
 from sparse24_jax.rules import errors_name, leaves_by_path, match_rules
 
@@ -111,7 +114,19 @@ class _Sparse:
       return as_result(y, found, reading)
 
   def ragged(self, found: Matmul) -> Array:
-    raise NotImplementedError
+    """Projected, straight through, for the model's own matmul: no kernel has groups of rows."""
+    weight, reading = self._reading(found)
+    policy = weight.rule.policy
+    if policy.weight_grad != 'dense':
+      message = f'{weight.path}: a ragged matmul reads it, whose weight gradient is exact and not sampled'
+      _dispatch.log_once(message, 'sparse24_jax', logging.WARNING)
+    arrays = [value.array for value in found.arguments]
+    if policy.projection is not None:
+      w, state = weight_matrix(found, reading), projection_state(self._state(found, reading))
+      arrays[found.side] = weight_as_read(straight_through(policy.projection, w, state), found, reading)
+    with errors_name(weight.path):
+      (out,) = _jax.rebind(found.equation, arrays)
+    return out
 
   def block(self, activation: str, maps: Mapping[str, Matmul]) -> Array | None:
     read_by = {role: self._reading(found) for role, found in maps.items()}

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from sparse24_jax.dot import check_state, DotPolicy
 from sparse24_jax.optim import sparse_states
-from sparse24_jax.projection import Projection
+from sparse24_jax.projection import Projection, straight_through
 from sparse24_jax.recipe import PhaseName, Recipe, resolve_phase
 from sparse24_jax.rules import errors_name, leaves_by_path, map_by_path, match_rules
 
@@ -51,7 +51,7 @@ def project(params: Any, opt_state: Any, recipe: Recipe, *, phase: PhaseName | N
 
   def one(path: str, w: Array) -> Array:
     policy, _, state = sparse.get(path, (None, None, None))
-    return w if policy is None else _straight_through(policy.projection, w, state)
+    return w if policy is None else straight_through(policy.projection, w, state)
 
   return map_by_path(one, params)
 
@@ -80,20 +80,3 @@ def projected_weights(params: Any, opt_state: Any, recipe: Recipe) -> dict[str, 
 @functools.lru_cache(maxsize=1024)  # a search takes a while to trace, and a loop asks at every step
 def _abstract_state(projection: Projection, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
   return jax.eval_shape(projection.init, jax.ShapeDtypeStruct(shape, dtype))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _straight_through(projection: Projection, w: Array, state: Any) -> Array:
-  return projection.apply(w, state)
-
-
-def _straight_through_fwd(projection, w, state):
-  return projection.apply(w, state), None
-
-
-def _straight_through_bwd(projection, residuals, cotangent):
-  del projection, residuals
-  return cotangent, None
-
-
-_straight_through.defvjp(_straight_through_fwd, _straight_through_bwd)

@@ -94,11 +94,24 @@ class BindTest(parameterized.TestCase):
     ('both_ways', lambda w, x: (x @ w) @ w.T, 'in different ways, in [01], out [01] at .* and in [01], out [01] at'),
     ('carried', lambda w, x: jax.lax.scan(lambda w, _: (w + 1, x @ w), w, None, length=2)[1], 'the carry of a scan'),
     ('own_derivative', OWN, 'custom_vjp_call, whose derivative is its own'),
+    ('ragged_rows', lambda w, x: jax.lax.ragged_dot(w, x[:, :, None], jnp.array([8, 0, 8, 0])), 'the ragged operand'),
     ('cut_groups', lambda w, x: x[:, :6] @ w[:6], 'a part of axis 0, 6 entries from 0, cuts groups of 4'),
   )
   def test_refuses(self, f, message):
     with self.assertRaisesRegex(ValueError, message):
       s24.bind(STE, lambda p, x: f(p['w'], x), {'w': jnp.ones((16, 16))}, jnp.ones((4, 16)))
+
+  def test_what_a_ragged_matmul_has_not(self):
+    def f(p, x):
+      return jax.lax.ragged_dot(x, p['w'], jnp.array([4, 4]))
+
+    params, x = {'w': jnp.ones((2, 16, 8))}, jnp.ones((8, 16))
+    (use,) = s24.bind(STE, f, params, x)['w'].uses
+    self.assertEqual((use.kind, use.tokens), ('ragged_dot_general', 4))
+    for setting in ({'precision': 'fp8'}, {'implementation': 'sparse'}):
+      recipe = s24.Recipe('r', (s24.Rule('w', s24.DotPolicy(s24.magnitude(), **setting)),))
+      with self.assertRaisesRegex(ValueError, 'w of shape .*a ragged matmul, which has no '):
+        s24.bind(recipe, f, params, x)
 
   def test_a_norm_beside_a_matmul_reads_the_weight_as_it_is(self):
     params, x = {'w': jnp.ones((16, 8))}, jnp.ones((4, 16))

@@ -54,6 +54,17 @@ def _experts_behind(p, x):
   return jnp.einsum('etd,dfe->etf', x, p['w'])
 
 
+def _ragged(p, x):
+  sizes = jnp.array([3, 0, 5])
+  h = jax.nn.relu(jax.lax.ragged_dot(x, p['up'], sizes))
+  return jax.lax.ragged_dot(h, jnp.swapaxes(p['down'], 1, 2), sizes)
+
+
+def _ragged_in_layers(p, x):
+  sizes = jnp.array([4, 4])
+  return jax.lax.scan(lambda x, w: (x + jax.lax.ragged_dot(x, w.astype(x.dtype), sizes), None), x, p['w'])[0]
+
+
 def _attention(p, x):
   q = jnp.einsum('td,dhk->thk', x, p['query'])
   return jnp.einsum('thk,hkd->td', jax.nn.relu(q), p['out'])
@@ -114,6 +125,11 @@ CASES = {
   ),
   'experts': Case(_experts, {'w': (3, 16, 8)}, (3, 4, 16), {'w': 'stacked 0, in 1, out 2'}),
   'experts_behind': Case(_experts_behind, {'w': (16, 8, 3)}, (3, 4, 16), {'w': 'stacked 2, in 0, out 1'}),
+  'ragged': Case(
+    _ragged, {'up': (3, 16, 32), 'down': (3, 8, 32)}, (8, 16),
+    {'up': 'stacked 0, in 1, out 2', 'down': 'stacked 0, in 2, out 1'},
+  ),
+  'ragged_in_layers': Case(_ragged_in_layers, {'w': (3, 2, 16, 16)}, (8, 16), {'w': 'stacked 0 1, in 2, out 3'}),
   'attention': Case(
     _attention, {'query': (16, 2, 8), 'out': (2, 8, 16)}, (4, 16), {'query': 'in 0, out 1 2', 'out': 'in 0 1, out 2'}
   ),

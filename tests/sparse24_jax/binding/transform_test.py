@@ -92,6 +92,18 @@ class TransformTest(parameterized.TestCase):
     self.assertTrue((one != other).any())
     self.assertTrue((one[0] != one[1]).any())
 
+  def test_a_ragged_matmul_has_exact_weight_gradients_and_says_so(self):
+    params, x = arguments('ragged')
+    f = CASES['ragged'].f
+    bound = s24.bind(MVUE, f, params, x)
+    state = s24.sparse_training(optax.sgd(0.1), bound).init(params)
+    variables, sparse = s24.sparse_variables(params, state, bound), s24.sparsify(f, bound)
+    with self.assertLogs('sparse24_jax', 'WARNING') as logged:
+      found = jax.grad(lambda p: jnp.sum(jnp.sin(sparse(p, variables, jax.random.key(0), x))))(params)
+    self.assertIn('up: a ragged matmul reads it, whose weight gradient is exact', '\n'.join(logged.output))
+    expected = jax.grad(lambda p: jnp.sum(jnp.sin(f(p, x))))(s24.project(params, state, bound))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, expected)
+
   def test_dense_phase_and_static_arguments(self):
     params, x = arguments('plain')
 
