@@ -2,6 +2,7 @@ from absl.testing import absltest, parameterized
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from pallas_kernels.prune import reference
 from tests import oracles
@@ -15,6 +16,7 @@ class MagnitudeMaskTest(parameterized.TestCase):
   @parameterized.product(
     dtype=oracles.DTYPES, pattern=((2, 4), (1, 4), (4, 4), (1, 2), (2, 8), (5, 8)), axis=(-2, -1)
   )
+  @pytest.mark.few(12)
   def test_any_bits(self, dtype, pattern, axis):
     n, m = pattern
     w = oracles.bit_patterns(dtype, (3, 48, 32), seed=n + m)

@@ -48,7 +48,7 @@ def inputs(batch=2, length=16, heads=4, groups=2, size=8, dtype=jnp.float32):
 
 class SparseAttentionTest(parameterized.TestCase):
   @parameterized.product(kind=KINDS, window=(1, 3, 4, 40), length=(1, 13, 16))
-  @pytest.mark.few(12)
+  @pytest.mark.few(4)
   def test_blocks_and_reference_equal_the_loop(self, kind, window, length):
     q, k, v, _ = inputs(length=length)
     pattern = Pattern(kind, window)
@@ -60,7 +60,7 @@ class SparseAttentionTest(parameterized.TestCase):
   @parameterized.parameters(
     (MIXED, 4), (MIXED, 2), (MIXED, 1), ((Pattern('local', 2),) * 2 + (Pattern('fixed', 8),) * 2, 2)
   )
-  @pytest.mark.few
+  @pytest.mark.slow
   def test_a_pattern_a_head_with_shared_keys(self, patterns, groups):
     q, k, v, _ = inputs(groups=groups, length=17)
     expected = oracle(q, k, v, patterns, 0.3)

@@ -15,6 +15,7 @@ from absl.testing import absltest, parameterized
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from pallas_kernels import _device, _power, _processes, _records, _tuning
 from pallas_kernels.sparse_matmul import (
@@ -91,6 +92,7 @@ class TuneTest(parameterized.TestCase):
       mosaic_gpu.Config(**row['config'])
 
   @parameterized.parameters(('forward', 'float8_e4m3fn'), ('weight_grad', 'float8_e5m2'))
+  @pytest.mark.few
   def test_in_8_bits_the_dense_product_of_16_bits_is_timed_and_never_chosen(self, role, dtype):
     spec = arg_specs.Spec(64, 128, 192, role, jnp.dtype(dtype))
     p = _prepared.problem(spec)
@@ -209,6 +211,7 @@ class TuneTest(parameterized.TestCase):
   @parameterized.product(
     dtype=('bfloat16', 'float8_e4m3fn'), role=arg_specs.ROLES,
   )
+  @pytest.mark.few(2)
   def test_the_right_answer(self, dtype, role):
     spec = arg_specs.Spec(48, 64, 80, role, jnp.dtype(dtype))
     p = _prepared.problem(spec)

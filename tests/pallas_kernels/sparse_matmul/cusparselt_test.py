@@ -16,6 +16,7 @@ from absl.testing import absltest, parameterized
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from pallas_kernels import _device, _records, _tuning, formats
 from pallas_kernels.ffi import build
@@ -96,6 +97,7 @@ class MeaningTest(parameterized.TestCase):
     ((1, 1, 4), 'bfloat16', 'nk', 'mn'), ((33, 65, 68), 'bfloat16', 'nk', 'nm'), ((33, 65, 68), 'float16', 'kn', 'mn'),
     ((64, 96, 128), 'bfloat16', 'kn', 'nm'),
   )
+  @pytest.mark.few
   def test_ragged_sizes_are_padded_to_the_library_s_multiples(self, size, dtype, b_layout, out_layout):
     a, b = _problem(*size, dtype, b_layout)
     self._run(a, b, b_layout=b_layout, out_layout=out_layout)
@@ -106,6 +108,7 @@ class MeaningTest(parameterized.TestCase):
     self.assertEqual(result.dtype, jnp.dtype(dtype))
 
   @parameterized.parameters(*reference.ACTIVATIONS)
+  @pytest.mark.few(2)
   def test_epilogue(self, activation):
     a, b = _problem(40, 24, 64, 'bfloat16', 'nk')
     self._run(a, b, jnp.linspace(-1.0, 1.0, 40), activation=activation, out_layout='nm')
