@@ -4,11 +4,14 @@ import itertools
 import json
 from pathlib import Path
 import re
+from unittest import mock
 import xml.etree.ElementTree as ET
 
 from absl.testing import absltest, parameterized
 import numpy as np
+import pytest
 
+from experiments import __main__ as cli
 from experiments.reports import claims, pages, provenance, quality, speed
 from experiments.runs.records import group
 from tests.experiments.fakes import temp_folder
@@ -22,6 +25,17 @@ class PagesTest(absltest.TestCase):
     shown = ET.parse(pages.PICTURE).find('{http://www.w3.org/2000/svg}desc')
     rows = speed.figure_rows(speed.load(provenance.RESULTS.glob('*.jsonl')))
     self.assertEqual(json.loads(shown.text), json.loads(json.dumps(rows)), 'python -m experiments pages')
+
+  @pytest.mark.slow
+  def test_one_command_makes_all(self):
+    folder = Path(temp_folder(self))
+    (folder / 'speed.md').write_text(re.sub(r'\n\|.*', '', (pages.DOCS / 'speed.md').read_text()))  # without its tables
+    with mock.patch.multiple(pages, _TABLES=folder / 'speed.md', PICTURE=folder / 'speed.svg'):
+      self.assertEqual(cli.main(['pages', '--folder', str(folder / 'site')]), 0)
+    made = re.search(r'<!-- made: speed -->.*<!-- end -->', (pages.DOCS / 'speed.md').read_text(), re.DOTALL)
+    self.assertIn(made[0], (folder / 'speed.md').read_text())
+    for name in ('speed.svg', 'site/speed.html', 'site/quality.html'):
+      self.assertIn('<svg', (folder / name).read_text())
 
   def test_no_page_is_committed(self):
     """Pages are large, and are made by one command of what is."""
