@@ -30,7 +30,7 @@ from experiments.race import trials
 from experiments.race.contenders import CONTENDERS, make_model, SEARCH_EVERY, SIZES, STYLES
 from experiments.race.programs import Programs
 from experiments.race.search import Budget, next_trial, Trial
-from experiments.runs.environment import environment
+from experiments.runs.environment import environment, without_folders
 
 
 class Race:
@@ -43,7 +43,7 @@ class Race:
   def __init__(self, options: argparse.Namespace):
     self.options = options
     self.end = time.monotonic() + 60 * options.minutes
-    self.head = environment()
+    self.head = without_folders(environment())
     packed = packing.open_packed(options.text)
     train, validation = packed.splits['train'], packed.splits['validation']
     dtype = np.uint8 if max(train.max(initial=0), validation.max(initial=0)) < 256 else train.dtype
@@ -167,7 +167,7 @@ class Race:
     )
 
   def _who(self, name: str) -> dict[str, Any]:
-    return {'contender': name, 'label': CONTENDERS[name].label}
+    return {'contender': name, 'title': CONTENDERS[name].label}
 
   def _write(self, record: Mapping[str, Any]) -> None:
     with self.options.out.open('a') as file:

@@ -120,6 +120,16 @@ class StepOptionsTest(parameterized.TestCase):
     expected, found = (make('gpt2').apply({'params': p}, tokens()) for p in (params, larger))
     self.assertGreater(np.abs(found - expected).max(), 0.1)
 
+  def test_rotary_positions_tell_order_by_distance(self):
+    model = make('gpt2', positions='rotary')
+    params = jax.jit(model.init)(jax.random.key(0), tokens())['params']
+    self.assertNotIn('wpe', params)
+    found = model.apply({'params': params}, jnp.array([[1, 2, 3], [2, 1, 3], [1, 1, 1]]))
+    self.assertGreater(np.abs(found[0, 2] - found[1, 2]).max(), 1e-5)  # the same tokens in another order
+    np.testing.assert_allclose(found[2, 0], found[2, 2], atol=1e-6)  # nothing but distance is known
+    with self.assertRaisesRegex(ValueError, "positions is 'sine'"):
+      make('gpt2', positions='sine')
+
   def test_scaled_embeddings_and_an_output_matrix_that_starts_at_zero(self):
     model = make('gpt2', tied=False, scale_embeddings=True)
     params = jax.jit(model.init)(jax.random.key(0), tokens())['params']

@@ -14,10 +14,12 @@ import optax
 from experiments.data import packing
 from experiments.data.tokenizer import Bytes
 from experiments.race import __main__ as program
-from experiments.race import contenders, programs, trials
+from experiments.race import contenders, programs, table, trials
 from experiments.race.search import Budget, next_trial, Trial
 from tests.experiments.fakes import compile_quickly
 
+ROOT = Path(__file__).parents[3]
+RESULTS, DOCS = ROOT / 'experiments/results', ROOT / 'docs'
 TEXT = 'sparse weights, dense gradients; ' * 60
 
 
@@ -109,6 +111,25 @@ class ProgramsTest(absltest.TestCase):
     self.assertGreater(moved[~mask].mean(), 0.5)
     self.assertFalse(moved[mask].any())
     self.assertEqual([made.phase_at(i, 12) for i in (0, 9, 10, 11)], ['sparse', 'sparse', 'dense', 'dense'])
+
+
+class TableTest(absltest.TestCase):
+  def test_the_document_has_the_table_of_the_records(self):
+    races = table.read(RESULTS / 'race_h200.jsonl')
+    self.assertIn(table.markdown(races['wide2048', 'rotary_qk_norm', 55.0]), (DOCS / 'quality.md').read_text())
+
+  def test_losses_by_rate_and_seed_best_first(self):
+    shape = {'layers': 1, 'd': 8, 'hidden': 8, 'vocab': 8}
+    same = {'bench': 'race', 'shape': shape, 'batch': 1, 'length': 8, 'steps': 3, 'share': 1.0}
+    runs = [
+      {**same, 'contender': name, 'title': name, 'step_ms': ms, 'rate': rate, 'seed': seed, 'loss': loss}
+      for name, ms, rate, seed, loss in (
+        ('dense', 3.0, 1e-3, 0, 2.0), ('sparse', 2.0, 1e-3, 1, 1.75), ('sparse', 2.0, 1e-3, 0, 1.5),
+      )
+    ]  # fmt: skip
+    runs.append({**runs[0], 'share': 0.5, 'loss': 0.1})
+    found = [(row[0], row[2], row[5]) for row in table.rows(runs)]
+    self.assertEqual(found, [('sparse', '1.50', '0.001: 1.500, 1.750'), ('dense', '1.00', '0.001: 2.000')])
 
 
 class OrderTest(absltest.TestCase):

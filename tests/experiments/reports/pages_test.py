@@ -106,7 +106,8 @@ class FiguresTest(absltest.TestCase):
     for cited in provenance.tables(pages.DOCS / 'quality.md'):
       groups, spreads = [], set()
       for citation in cited.citations:
-        runs = [quality.run_of(record) for record in provenance.read(citation)]
+        # Records of races have a test of their own.
+        runs = [quality.run_of(record) for record in provenance.read(citation) if 'label' in record]
         groups += group(runs).values()
       for runs in groups:
         losses = [run.validation_loss for run in runs]
