@@ -4,12 +4,12 @@ from sparse24_jax import linen, nnx, recipes
 from sparse24_jax.activation_sparsity import neuron_level_ffn
 from sparse24_jax.attention import AttentionPattern
 from sparse24_jax.binding.bound import bind, Bound, BoundWeight
-from sparse24_jax.binding.check import check, Checked, CheckedWeight
 from sparse24_jax.block_gain import block_gain, BlockGain
 from sparse24_jax.density import CosineDecay, DensitySchedule, Stage
 from sparse24_jax.dot import dot, dot_general
 from sparse24_jax.ffn import ffn
 from sparse24_jax.glu import gated_linear_unit
+from sparse24_jax.integration.check import check, Checked, CheckedWeight
 from sparse24_jax.integration.functional import project
 from sparse24_jax.integration.sparsify import sparse_variables, SparseVariable, sparsify
 from sparse24_jax.masks import compress, Compressed24, decompress, magnitude_mask, transposable_mask, verify24

@@ -1,5 +1,6 @@
-"""Where sparse feed-forward layers pay, by the records of a card.
+"""What a recipe makes of a model, and where sparse feed-forward layers pay, by the records of a card.
 
+    python -m sparse24_jax check my_package.my_model:example --recipe transposable_srste --path '.*/mlp/.*'
     python -m sparse24_jax where-it-pays --tokens 16384 --d 4096 --hidden 16384
     python -m sparse24_jax where-it-pays --tokens 8192 --d 1024 --hidden 4096 --gated --device nvidia_h100_80gb_hbm3
     python -m sparse24_jax where-it-pays --tokens 16384 --d 4096 --hidden 16384 --recipe s_ste_fp8 --parts
@@ -8,14 +9,17 @@
 import argparse
 import dataclasses
 import functools
+import importlib
 import sys
 
 import jax
 
 from pallas_kernels import _device, _records
+import sparse24_jax
 from sparse24_jax import recipes
 from sparse24_jax.block_gain import block_gain, block_table, explain
-from sparse24_jax.recipe import Recipe
+from sparse24_jax.policy import DotPolicy
+from sparse24_jax.recipe import Recipe, Rule
 from sparse24_jax.where_it_pays import table, where_it_pays
 
 RECIPES = {
@@ -42,7 +46,18 @@ def main(argv: list[str] | None = None) -> int:
                     help='what is packed (default: %(default)s)')  # fmt: skip
   pays.add_argument('--parts', action='store_true', help='list what one block is made of')
   pays.add_argument('--device', help="folder of the card's records (default: the card at hand)")
+  checks = commands.add_parser(
+    'check', help='what a model does with the weights that a recipe matches, a line a weight',
+    description='Traces a model and says of each matched weight how it is read. Ends with 1 if one cannot be sparse.',
+  )
+  checks.add_argument('example', metavar='MODULE:FUNCTION',
+                      help='returns (f, params, *args): a function of parameters, and arrays or shapes')  # fmt: skip
+  checks.add_argument('--recipe', choices=sorted(RECIPES), default='transposable_srste', help='(default: %(default)s)')
+  checks.add_argument('--path', default='.*', help='pattern of the weights (default: %(default)s)')
+  checks.add_argument('--dense', action='append', default=[], metavar='PATTERN', help='weights that stay dense')
   args = parser.parse_args(argv)
+  if args.command == 'check':
+    return _check(parser, args)
   device = args.device or _device.current().slug
   known = sorted(path.name for path in _records.TUNED.iterdir() if path.is_dir())
   if (folder := _records.path_of(_records.TUNED, device, 'sparse_matmul').parent.name) in known and folder != device:
@@ -74,6 +89,24 @@ def main(argv: list[str] | None = None) -> int:
   elif gain is not None and gain < 1:
     print('slower than dense: leave these layers out of the recipe')
   return 0
+
+
+def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+  module, _, name = args.example.partition(':')
+  sys.path.insert(0, '')
+  try:
+    example = getattr(importlib.import_module(module), name)
+  except (ImportError, AttributeError, ValueError) as error:
+    parser.error(f'{args.example!r} is no MODULE:FUNCTION: {error}')
+  f, params, *rest = example()
+  (rule,) = RECIPES[args.recipe]().rules
+  rules = (*(Rule(path, DotPolicy()) for path in args.dense), dataclasses.replace(rule, path=args.path))
+  try:
+    checked = sparse24_jax.check(dataclasses.replace(RECIPES[args.recipe](), rules=rules), f, params, *rest)
+  except ValueError as error:
+    parser.error(str(error))
+  print(checked)
+  return 0 if checked.ok else 1
 
 
 def _with_exact_gradients(recipe: Recipe) -> Recipe:

@@ -1,15 +1,20 @@
 """The framework-free door: any function of a pytree of weights gets the recipe's numerics, at dense speed."""
 
+from collections.abc import Mapping
 import functools
+import logging
 from typing import Any
 
 import jax
 from jax import Array
 import jax.numpy as jnp
 
-from sparse24_jax.dot import check_state, DotPolicy
+from pallas_kernels._dispatch import log_once
+from sparse24_jax.binding.bound import Bound
+from sparse24_jax.dot import check_state
 from sparse24_jax.optim import sparse_states
-from sparse24_jax.projection import Projection, straight_through
+from sparse24_jax.policy import DotPolicy
+from sparse24_jax.projection import Projection, SoftThreshold, straight_through
 from sparse24_jax.recipe import PhaseName, Recipe, resolve_phase
 from sparse24_jax.rules import errors_name, leaves_by_path, map_by_path, match_rules
 
@@ -22,10 +27,11 @@ def project(params: Any, opt_state: Any, recipe: Recipe, *, phase: PhaseName | N
   evaluate or export a sparse model.
 
   Args:
-    params: any pytree of arrays. Sparse weights are `[..., in, out]`: groups lie along axis -2, whatever the function
-      contracts.
-    opt_state: optimizer state that holds a `sparse_training` state for `params`.
-    recipe: the recipe of that state.
+    params: any pytree of arrays.
+    opt_state: optimizer state that holds a `sparse_training` state for `params`. None chooses masks from `params` as
+      they are.
+    recipe: the recipe of that state. One that `bind` made knows the axes of each weight; by itself it takes weights for
+      `[stacked..., in, out]`, and logs which, unless they are kernels `[in, out]`.
     phase: `'dense'` returns `params` as they are; None is the recipe's first, which one that begins dense, to be sparse
       later, must say.
 
@@ -48,6 +54,7 @@ def project(params: Any, opt_state: Any, recipe: Recipe, *, phase: PhaseName | N
   if resolve_phase(recipe, phase) == 'dense':
     return params
   sparse = projected_weights(params, opt_state, recipe)
+  _log_assumed(sparse, recipe)
 
   def one(path: str, w: Array) -> Array:
     policy, _, state = sparse.get(path, (None, None, None))
@@ -63,18 +70,42 @@ def projected_weights(params: Any, opt_state: Any, recipe: Recipe) -> dict[str, 
   `recipe.describe()` can tell.
   """
   policies = {path: rule.policy for path, rule in match_rules(params, recipe).items() if rule.policy.projection}
+  weights = dict(leaves_by_path(params))
+  if opt_state is None:
+    return {path: (p, weights[path], _chosen_now(path, p, weights[path])) for path, p in policies.items()}
   states = sparse_states(opt_state)
   if set(states) != set(policies):
     raise ValueError(
       f'recipe {recipe.name!r} makes {sorted(policies)} sparse, the optimizer state holds states for'
       f' {sorted(states)}: it was made with another recipe, or for another part of the variables'
     )
-  weights = dict(leaves_by_path(params))
   for path, policy in policies.items():
     w, projection = weights[path], policy.projection
     with errors_name(path):
       check_state(states[path], _abstract_state(projection, w.shape, jnp.result_type(w)), projection)
   return {path: (policy, weights[path], states[path]) for path, policy in policies.items()}
+
+
+def _chosen_now(path: str, policy: DotPolicy, w: Array) -> Array:
+  """The mask that a search finds in the weight as it is."""
+  projection = policy.projection
+  if isinstance((projection.matrix or projection).form, SoftThreshold) or projection.update is not None:
+    raise ValueError(
+      f'{path}: projection {projection.name!r} keeps what the weights do not tell, a scale of the start or a topology:'
+      ' give the optimizer state in place of None'
+    )
+  return projection.init(jax.lax.stop_gradient(w))
+
+
+def _log_assumed(sparse: Mapping[str, tuple[DotPolicy, Array, Array]], recipe: Recipe) -> None:
+  """Warns once of weights whose axes nothing tells."""
+  if isinstance(recipe, Bound):
+    return
+  shapes = {path: tuple(w.shape) for path, (_, w, _) in sparse.items()}
+  assumed = [f'{path} {s}' for path, s in shapes.items() if len(s) > 2 or path.rpartition('/')[2] != 'kernel']
+  if assumed:
+    message = f'project takes {", ".join(assumed)} for [stacked..., in, out]; sparse24_jax.bind(recipe, f, params,'
+    log_once(f'{message} *example) finds out what the model contracts', 'sparse24_jax', logging.WARNING)
 
 
 @functools.lru_cache(maxsize=1024)  # a search takes a while to trace, and a loop asks at every step

@@ -90,7 +90,9 @@ def sparse_variables(
   Args:
     params: the parameters, a nested dictionary (linen) or an `nnx.State`. Where a forward of yours reads weights of an
       nnx module, experts in one array say, give `nnx.to_pure_dict(nnx.state(model, nnx.Param))`.
-    opt_state: an optimizer state that holds a `sparse_training` state for them.
+    opt_state: an optimizer state that holds a `sparse_training` state for them. None chooses masks from `params` as
+      they are: for a trainer whose loss sees parameters only, and whose optimizer is a plain one. They cannot be stale;
+      soft thresholds, which keep a scale of the start, and moving topologies need the state.
     recipe: the recipe of that state.
     phase: that of the model, see `sparsify`; in `'dense'` there is nothing to hand over, and an nnx model of that phase
       has no place for states of `'sparse'` ("assigned to static attribute 'dot_general'", says Flax). None is the

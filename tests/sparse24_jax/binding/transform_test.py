@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from pallas_kernels import _dispatch
 import sparse24_jax as s24
 from tests.sparse24_jax.binding.functions import arguments, CASES
 
@@ -132,6 +133,32 @@ class TransformTest(parameterized.TestCase):
     variables = s24.sparse_variables(params, s24.sparse_training(optax.sgd(0.1), bound).init(params), bound)
     with self.assertRaisesRegex(ValueError, 'up: mul at .* reads it, and no sparse matmul does|up: .* changes it|up: '):
       s24.sparsify(lambda p, x: x @ (2 * p['up']), bound)(params, variables, None, x)
+
+  def test_masks_of_the_weights_as_they_are(self):
+    """Without an optimizer state nothing can be stale: other weights have other masks."""
+    params, x = arguments('plain')
+    f, recipe = CASES['plain'].f, RECIPES['ste']
+    bound = s24.bind(recipe, f, params, x)
+    sparse = s24.sparsify(f, bound)
+    for p in (params, jax.tree.map(jnp.cos, params)):
+      fresh = s24.sparse_training(optax.sgd(0.1), bound).init(p)
+      expected = f(s24.project(p, fresh, bound), x)
+      found = sparse(p, s24.sparse_variables(p, None, bound), None, x)
+      np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    with self.assertRaisesRegex(ValueError, "down: projection 'soft_threshold' keeps what the weights do not tell"):
+      s24.sparse_variables(params, None, s24.bind(RECIPES['soft_threshold'], f, params, x))
+
+  def test_project_says_what_it_takes_for_granted(self):
+    params, x = arguments('attention')
+    recipe = s24.recipes.ste('out')
+    state = s24.sparse_training(optax.sgd(0.1), recipe).init(params)
+    _dispatch.log_once.cache_clear()
+    with self.assertLogs('sparse24_jax', 'WARNING') as logs:
+      s24.project(params, state, recipe)
+    self.assertRegex(logs.output[0], r'out \(2, 8, 16\) for \[stacked\.\.\., in, out\]; .*bind')
+    bound = s24.bind(recipe, CASES['attention'].f, params, x)
+    with self.assertNoLogs('sparse24_jax', 'WARNING'):
+      s24.project(params, s24.sparse_training(optax.sgd(0.1), bound).init(params), bound)
 
   def test_from_outside_under_vmap_and_jit(self):
     params, x = arguments('plain')

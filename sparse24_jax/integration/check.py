@@ -14,6 +14,7 @@ from sparse24_jax.binding.states import weight_states
 from sparse24_jax.binding.tracing import trace
 from sparse24_jax.binding.transform import sparse_function
 from sparse24_jax.masks import verify24
+from sparse24_jax.optim import sparse_states, SparseTrainingState
 from sparse24_jax.recipe import Recipe
 from sparse24_jax.rules import check_groups, leaves_by_path, match_rules
 
@@ -66,7 +67,9 @@ class Checked:
     return '\n'.join(lines)
 
 
-def check(recipe: Recipe, f: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> Checked:
+def check(
+  recipe: Recipe, f: Callable[..., Any], params: Any, *args: Any, optimizer: Any = None, **kwargs: Any
+) -> Checked:
   """Says of each weight that a recipe matches what the model does with it.
 
   With arrays it also makes the masks, and looks whether the projected weight has the zeros that it must have and
@@ -77,7 +80,9 @@ def check(recipe: Recipe, f: Callable[..., Any], params: Any, *args: Any, **kwar
     f: a function of parameters and other arguments, a loss say.
     params: arrays, or `jax.ShapeDtypeStruct`.
     *args: an example of the other arguments, likewise.
-    **kwargs: likewise.
+    optimizer: the whole chain, with `sparse_training` of this recipe in it, to see whether masks are chosen from the
+      weights that the chain leaves: what changes updates behind the wrapper is found. It takes arrays.
+    **kwargs: as `args`.
 
   Returns:
     A table as text, with `.ok`.
@@ -103,7 +108,39 @@ def check(recipe: Recipe, f: Callable[..., Any], params: Any, *args: Any, **kwar
   concrete = all(isinstance(leaf, jax.Array | np.ndarray) for leaf in traced.leaves)
   if concrete and all(weight.problem is None for weight in weights.values()):
     weights = _measured(weights, Bound.of(recipe, [w.weight for w in weights.values()]), f, params, args, kwargs)
+  if optimizer is not None:
+    weights = _with_masks_of(optimizer, recipe, weights, params)
   return Checked(tuple(weights.values()), dense)
+
+
+def _with_masks_of(
+  optimizer: Any, recipe: Recipe, weights: dict[str, CheckedWeight], params: Any
+) -> dict[str, CheckedWeight]:
+  """Does one step that refreshes masks, and compares them with those of the weights that it leaves."""
+  rules = match_rules(params, Bound.of(recipe, [w.weight for w in weights.values() if w.weight is not None]))
+
+  def due(node: Any) -> Any:
+    if not isinstance(node, SparseTrainingState):
+      return node
+    return node._replace(count=jnp.full_like(node.count, recipe.refresh_every - 1))
+
+  state = jax.tree.map(due, optimizer.init(params), is_leaf=lambda node: isinstance(node, SparseTrainingState))
+  updates, state = optimizer.update(jax.tree.map(jnp.sin, params), state, params)
+  after = dict(leaves_by_path(jax.tree.map(lambda w, u: (w + u).astype(w.dtype), params, updates)))
+  found = dict(weights)
+  for path, mask in sparse_states(state).items():
+    projection = rules[path].policy.projection
+    if mask.dtype != jnp.bool_ or projection.update is not None:
+      continue
+    wrong = float(jnp.mean(mask != projection.refresh(after[path], mask)))
+    # A sum that is rounded in another order may turn an entry.
+    if wrong > 1e-3:
+      problem = (
+        f'{path}: {wrong:.1%} of its new mask is not that of the weight after the step. Something behind'
+        ' sparse_training changes the updates, a learning rate say: put it inside, sparse_training(chain(...), recipe)'
+      )
+      found[path] = dataclasses.replace(found[path], problem=found[path].problem or problem)
+  return found
 
 
 def _checked(path: str, leaf: Any, found: BoundWeight | str) -> CheckedWeight:
