@@ -73,8 +73,9 @@ def make(name: str, *, size: str, tiny: bool, **fields: Any) -> Config:
       # method in place of a `density`, or of `steps`, the share of the steps, makes FLOPs equal to that method's. A
       # field that a `policy` does not name stays the method's.
       'methods': {},
-      # Devices on each axis of the mesh: batches are split over both, parameters over fsdp.
-      'mesh': {'data': 1, 'fsdp': 1},
+      # Devices on each axis of the mesh: batches are split over data and fsdp, parameters over fsdp, the neurons of
+      # feed-forward layers over model (tensor parallelism).
+      'mesh': {'data': 1, 'fsdp': 1, 'model': 1},
       # About numbers that are not finite, and losses that jump: see experiments.runs.bad_numbers.
       'bad_numbers': {'policy': 'stop', 'cap': 10, 'spike': 20.0},
       'log_every': 50,
@@ -111,7 +112,7 @@ def shrink(config: Config) -> None:
     }
   )
   config.optimizer.update({'peak_lr': 1e-2, 'warmup_steps': 6})
-  config.mesh.update({'data': 1, 'fsdp': 1})
+  config.mesh.update({'data': 1, 'fsdp': 1, 'model': 1})
   config.update({'log_every': 10, 'eval_every': 30, 'eval_batches': 4})
   config.checkpoint_every = min(config.checkpoint_every, 30)
   if 'refresh_every' in config.recipe.kwargs:

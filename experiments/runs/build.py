@@ -15,8 +15,9 @@ import numpy as np
 import optax
 
 from experiments.models import gpt2, llama
-from experiments.runs import hosts, patterns
+from experiments.runs import patterns
 from experiments.runs.experiment import Config
+from experiments.runs.meshes import BATCH, make_mesh, rows_of_this_process
 import sparse24_jax as s24
 from sparse24_jax.attention import Attention
 
@@ -287,65 +288,13 @@ def make_optimizer(config: Config, recipe: s24.Recipe, phase: str) -> optax.Grad
   return optax.chain(clip, s24.sparse_training(inner, recipe, phase=phase, learning_rate=rate))
 
 
-def make_mesh(config: Config) -> Mesh | None:
-  """A ('data', 'fsdp') mesh over the first devices, or None when one device is asked for.
-
-  Raises:
-    ValueError: more devices asked for than there are.
-  """
-  sizes = (config.mesh.data, config.mesh.fsdp)
-  wanted, devices = math.prod(sizes), jax.devices()
-  if hosts.several() and wanted != len(devices):
-    raise ValueError(
-      f'mesh {sizes[0]} x {sizes[1]} takes {wanted} devices, but {jax.process_count()} processes have {len(devices)} '
-      'together and all must be used; set mesh.data and mesh.fsdp'
-    )
-  if wanted > len(devices):
-    raise ValueError(f'mesh {sizes[0]} x {sizes[1]} needs {wanted} devices, there are {len(devices)}; set mesh.data')
-  return None if wanted == 1 else Mesh(np.array(devices[:wanted]).reshape(sizes), ('data', 'fsdp'))
-
-
-def rows_of_this_process(mesh: Mesh | None) -> tuple[int, int]:
-  """Which share of each batch the devices of this process need, and how many shares there are.
-
-  Raises:
-    ValueError: they need rows that do not lie side by side, which a mesh in the order of `jax.devices()` never asks.
-  """
-  if mesh is None:
-    return 0, 1
-  shards = mesh.shape['data'] * mesh.shape['fsdp']
-  places = NamedSharding(mesh, PartitionSpec(('data', 'fsdp'))).addressable_devices_indices_map((shards,))
-  mine = sorted({place[0].indices(shards)[0] for place in places.values() if place is not None})
-  if mine != list(range(mine[0], mine[0] + len(mine))) or mine[0] % len(mine):
-    raise ValueError(f'the devices of process {jax.process_index()} need the parts {mine} of a batch in {shards}')
-  return mine[0] // len(mine), shards // len(mine)
-
-
-def state_sharding(mesh: Mesh, tree: Any) -> Any:
-  """Shardings for parameters and optimizer state: each array split over 'fsdp' along its longest axis that can be.
-
-  The rule sees shapes only, so that a parameter, its moments and its mask are split alike; an axis is split only into
-  whole groups of four, which keeps the mask search free of communication.
-  """
-  size = mesh.shape['fsdp']
-
-  def spec(leaf: Any) -> NamedSharding:
-    axes = [axis for axis, length in enumerate(leaf.shape) if length % (4 * size) == 0]
-    if size == 1 or len(leaf.shape) < 2 or not axes:
-      return NamedSharding(mesh, PartitionSpec())
-    longest = max(axes, key=lambda axis: leaf.shape[axis])
-    return NamedSharding(mesh, PartitionSpec(*(['fsdp' if a == longest else None for a in range(len(leaf.shape))])))
-
-  return jax.tree.map(spec, tree)
-
-
 def validation_batches(parts: Parts, count: int) -> dict[str, Any]:
   """The first validation batches, stacked to [count, B, T] and split over the mesh."""
   batches = list(parts.data.validation(count))
   stacked = {key: np.stack([batch[key] for batch in batches]) for key in batches[0]}
   if parts.mesh is None:
     return stacked
-  sharding = NamedSharding(parts.mesh, PartitionSpec(None, ('data', 'fsdp')))
+  sharding = NamedSharding(parts.mesh, PartitionSpec(None, BATCH))
   return {key: jax.make_array_from_process_local_data(sharding, x) for key, x in stacked.items()}
 
 
@@ -354,5 +303,5 @@ def shard_batch(parts: Parts, batch: Mapping[str, np.ndarray]) -> dict[str, Any]
   batch = {key: x.reshape(parts.config.accumulate, -1, x.shape[-1]) for key, x in batch.items()}
   if parts.mesh is None:
     return batch
-  sharding = NamedSharding(parts.mesh, PartitionSpec(None, ('data', 'fsdp')))
+  sharding = NamedSharding(parts.mesh, PartitionSpec(None, BATCH))
   return {key: jax.make_array_from_process_local_data(sharding, x) for key, x in batch.items()}

@@ -55,7 +55,7 @@ def load(folder: str | Path, *, step: int | None = None, data: Any = None) -> Lo
     ValueError: not a run folder.
   """
   config: Config = ConfigDict(records.read_config(folder))
-  config.mesh.update({'data': 1, 'fsdp': 1})
+  config.mesh = ConfigDict({'data': 1, 'fsdp': 1, 'model': 1})
   config.accumulate = 1
   if config.model.get('attention') == 'cudnn' and jax.default_backend() != 'gpu':
     config.model.attention = 'xla'

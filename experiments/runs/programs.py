@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from experiments.models.layers import cross_entropy
-from experiments.runs import activations, bad_numbers, build, sums
+from experiments.runs import activations, bad_numbers, build, meshes, sums
 from experiments.runs.build import Parts
 import sparse24_jax as s24
 from sparse24_jax.attention import Attention
@@ -55,7 +55,7 @@ def make_init(parts: Parts) -> Callable[[int], TrainState]:
 
   if parts.mesh is None:
     return jax.jit(init)
-  return jax.jit(init, out_shardings=build.state_sharding(parts.mesh, jax.eval_shape(init, parts.config.seed)))
+  return jax.jit(init, out_shardings=meshes.state_sharding(parts.mesh, jax.eval_shape(init, parts.config.seed)))
 
 
 def loss_fn(model: Any, params: Any, sparse: Any, batch: dict[str, jax.Array], key: jax.Array) -> jax.Array:
@@ -167,7 +167,7 @@ class Programs:
     if parts.mesh:
       # Every process reads the metrics, so every one has them whole.
       whole = jax.sharding.NamedSharding(parts.mesh, jax.sharding.PartitionSpec())
-      shardings = (build.state_sharding(parts.mesh, jax.eval_shape(self.init, parts.config.seed)), whole)
+      shardings = (meshes.state_sharding(parts.mesh, jax.eval_shape(self.init, parts.config.seed)), whole)
     self.step = functools.cache(lambda phase, attention: make_step(parts, phase, shardings, attention))
     count = parts.config.eval_batches
     self.evaluate = functools.cache(lambda phase, attention: make_eval(parts, phase, attention, num_batches=count))

@@ -5,7 +5,7 @@ A run folder holds ``config.json``, ``environment.json``, ``metrics.jsonl``, ``t
 Starting the same command again resumes or does nothing; two runs at a time are refused, by a lock on ``.lock``.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import fcntl
 import json
@@ -19,8 +19,10 @@ import warnings
 import jax
 import jax.numpy as jnp
 import numpy as np
+from rich.console import Console
+from rich.table import Table
 
-from experiments.runs import activations, bad_numbers, build, durable, events, hosts, records, stopping
+from experiments.runs import activations, bad_numbers, build, durable, events, hosts, meshes, records, stopping
 from experiments.runs import metrics as metrics_lib
 from experiments.runs.build import Parts
 from experiments.runs.checkpoint import CheckpointError, Checkpoints, DifferentRunError, NotFiniteError
@@ -72,6 +74,8 @@ class Run:
     if parts.mesh is not None:  # Outside jit, where shards are known: refuses those that split groups of four.
       first = s24.phase_at(parts.recipe, 0, parts.config.steps)
       s24.sparse_variables(self.state.params, self.state.opt_state, parts.recipe, phase=first)
+      if not quiet:
+        _show_split(meshes.weight_rows(self.state.params, parts.recipe))
     self.names = flip_rate_names(self.state.opt_state)
     self.probes = activations.can_probe(parts)
 
@@ -328,6 +332,19 @@ class Run:
 
   def _note_unreadable(self, what: str) -> None:
     events.note(self.folder, int(self.state.step), 'checkpoint', what)
+
+
+def _show_split(rows: Sequence[meshes.WeightRow]) -> None:
+  """Prints how the sparse weights are split over the mesh."""
+  if not hosts.first() or not rows:
+    return
+  table = Table(box=None, padding=(0, 2), header_style='bold')
+  for head in ('weight', 'shape', 'split', 'a shard', 'groups of four'):
+    table.add_column(head)
+  for row in rows:
+    shape, shard = (' x '.join(map(str, sizes)) for sizes in (row.shape, row.shard))
+    table.add_row(row.path, shape, row.spec, shard, row.verdict)
+  Console(highlight=False).print(table)
 
 
 def _may_change(field: str) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments.runs import build, programs
+from experiments.runs import build, meshes, programs
 from experiments.runs.environment import environment
 from experiments.runs.experiment import Config
 import sparse24_jax as s24
@@ -49,7 +49,7 @@ def warmup_flip_rate(config: Config, decay: float | None, *, steps: int, last: i
     parts = parts._replace(recipe=parts.recipe.dense_twin())
   phase = s24.phase_at(parts.recipe, 0, config.steps)
   state = programs.init_state(parts)
-  shardings = (build.state_sharding(parts.mesh, state), None) if parts.mesh else None
+  shardings = (meshes.state_sharding(parts.mesh, state), None) if parts.mesh else None
   step = programs.make_step(parts, phase, shardings)
   batches, rates = parts.data.train(), []
   for _ in range(steps):

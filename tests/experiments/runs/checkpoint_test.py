@@ -6,7 +6,7 @@ from pathlib import Path
 import resource
 import shutil
 import signal
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from absl.testing import absltest, parameterized
 import jax
@@ -29,7 +29,7 @@ from tests.experiments.fakes import temp_folder
 
 class _State(NamedTuple):
   mask: jax.Array
-  inner: object
+  inner: Any
   key: jax.Array
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from experiments.data import pipeline
-from experiments.runs import build, experiment, hosts, inspection
+from experiments.runs import experiment, hosts, inspection, meshes
 from experiments.runs.checkpoint import Checkpoints
 import sparse24_jax as s24
 from tests.experiments.fakes import FakeData, temp_folder
@@ -82,16 +82,16 @@ class RowsTest(parameterized.TestCase):
     np.testing.assert_array_equal(np.concatenate([s.reshape(parts, -1) for s in shares], axis=1), whole)
 
   def test_the_rows_of_this_process_are_those_of_its_devices(self):
-    mesh = build.make_mesh(experiment.load_config('nano', ['mesh.data=2', 'mesh.fsdp=4']))
-    self.assertEqual(build.rows_of_this_process(mesh), (0, 1))
-    self.assertEqual(build.rows_of_this_process(None), (0, 1))
+    mesh = meshes.make_mesh(experiment.load_config('nano', ['mesh.data=2', 'mesh.fsdp=4']))
+    self.assertEqual(meshes.rows_of_this_process(mesh), (0, 1))
+    self.assertEqual(meshes.rows_of_this_process(None), (0, 1))
 
   def test_all_devices_of_several_processes_are_used(self):
     with (
       mock.patch.object(jax, 'process_count', return_value=2),
       self.assertRaisesRegex(ValueError, 'mesh 2 x 1 takes 2 devices, but 2 processes have 8 together'),
     ):
-      build.make_mesh(experiment.load_config('nano', ['mesh.data=2']))
+      meshes.make_mesh(experiment.load_config('nano', ['mesh.data=2']))
 
   def test_processes_that_cannot_be_found(self):
     with self.assertRaisesRegex(ValueError, 'did not meet: .*srun, mpirun.*--coordinator'):

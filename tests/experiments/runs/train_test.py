@@ -18,7 +18,7 @@ import numpy as np
 import optax
 import pytest
 
-from experiments.runs import bad_numbers, build, environment, experiment, metrics, programs, progress, train
+from experiments.runs import bad_numbers, build, environment, experiment, meshes, metrics, programs, progress, train
 from experiments.runs.checkpoint import CheckpointError, Checkpoints
 from sparse24_jax.optim import sparse_states
 from tests.experiments.fakes import compile_quickly, FakeData, temp_folder
@@ -145,6 +145,35 @@ class LearnsTest(parameterized.TestCase):
       found.append({layer: adam.mu['h_0']['mlp'][layer]['kernel'][mask] for layer, mask in masks.items()})
     for layer in masks:
       self.assertEqual(np.allclose(found[0][layer], found[1][layer], rtol=1e-5), same)
+
+  def test_neurons_over_the_axis_model_give_the_losses_of_one_device(self):
+    kwargs, logs, flips = {**RECIPES['transposable_srste'], 'dense_fraction': 0.0}, [], []
+    for axes in ({}, {'data': 2, 'fsdp': 2, 'model': 2}):
+      changes = {f'mesh__{name}': size for name, size in axes.items()}
+      config = tiny('transposable_srste', kwargs, steps=10, optimizer__peak_lr=1e-3, **changes)
+      folder = temp_folder(self)
+      parts = build.make_parts(config, data=FakeData())
+      found = train.Run(parts, folder, quiet=True)
+      if axes:
+        rows = meshes.weight_rows(found.state.params, parts.recipe)
+        self.assertEqual([row.spec for row in rows], ['fsdp, model', 'model, fsdp'])
+        self.assertEqual([row.shard for row in rows], [(16, 64), (64, 16)])
+        adam = found.state.opt_state[1].inner_state[0]
+        for tree in (adam.mu, adam.nu, found.state.opt_state[1].projections):
+          self.assertEqual(tree['h_0']['mlp']['c_proj']['kernel'].sharding.spec, jax.P('model', 'fsdp'))
+      found.train()
+      logs.append(losses(folder, 'train'))
+      records = map(json.loads, Path(folder, 'metrics.jsonl').read_text().splitlines())
+      flips.append([record['flip_rates'] for record in records if record['kind'] == 'train'])
+    np.testing.assert_allclose(logs[0], logs[1], rtol=1e-4)
+    self.assertEqual(*flips)
+
+  def test_neurons_that_do_not_split_into_groups(self):
+    with self.assertRaisesRegex(ValueError, r'c_fc/kernel has 12 neurons, which mesh.model 2 .* multiples of 8'):
+      meshes.state_sharding(
+        jax.make_mesh((1, 1, 2), ('data', 'fsdp', 'model'), devices=jax.devices()[:2]),
+        {'mlp': {'c_fc': {'kernel': np.zeros((8, 12))}}},
+      )
 
   def test_one_compilation_a_phase(self):
     config = tiny('transposable_srste', RECIPES['transposable_srste'])
