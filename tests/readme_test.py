@@ -16,8 +16,16 @@ import pytest
 
 import sparse24_jax as s24
 
-README = pathlib.Path(__file__).parents[1] / 'README.md'
-BLOCKS = re.findall(r'```python\n(.*?)```', README.read_text(), re.DOTALL)
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+def blocks(page):
+  return re.findall(r'```python\n(.*?)```', (ROOT / page).read_text(), re.DOTALL)
+
+
+# The linen example; those of nnx and of phases; any function.
+BLOCKS = (blocks('README.md')[0], *blocks('docs/guide.md'))
+FUNCTION = blocks('README.md')[1]
 
 
 class LinenMlp(nn.Module):
@@ -87,6 +95,18 @@ class ReadmeTest(absltest.TestCase):
     s24.verify24(projected['h_0']['mlp']['up']['kernel'])
     expected = self.model.apply({'params': projected}, self.tokens)
     self.assertTrue(jnp.allclose(self.names['logits'], expected, atol=1e-5))
+
+  def test_function_example(self):
+    names = {**self.names, 's24': s24, 'optax': optax, 'jax': jax, 'jnp': jnp}
+    exec(BLOCKS[0], names)
+    exec(FUNCTION, names)
+    projected = s24.project(self.params, names['opt_state'], names['recipe'])
+    expected = names['loss_fn'](projected, self.tokens)
+    self.assertAlmostEqual(float(names['loss']), float(expected), places=5)
+    self.assertTrue(s24.check(names['recipe'], names['loss_fn'], self.params, self.tokens).ok)
+
+  def test_length(self):
+    self.assertLessEqual(len((ROOT / 'README.md').read_text().splitlines()), 120)
 
   def test_nnx_example(self):
     x = jax.random.normal(jax.random.key(2), (4, 8))

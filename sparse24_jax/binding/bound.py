@@ -50,6 +50,11 @@ class BoundWeight:
     rule: the first that matches.
     layout: which of its axes are contracted, which are outputs, which are stacked.
     uses: the matmuls that read it.
+
+  >>> import jax.numpy as jnp, sparse24_jax as s24
+  >>> bound = s24.bind(s24.recipes.ste('w'), lambda p, x: x @ p['w'].T, {'w': jnp.ones((8, 16))}, jnp.ones((4, 16)))
+  >>> bound['w'].layout.describe(), bound['w'].uses[0].tokens, bound['w'].packs
+  ('in 1, out 0', 4, True)
   """
 
   path: str
@@ -71,6 +76,11 @@ class Bound(Recipe):
 
   Attributes:
     weights: those that a rule with a policy of its own matches, in the order of the tree.
+
+  >>> import jax.numpy as jnp, sparse24_jax as s24
+  >>> bound = s24.bind(s24.recipes.ste('w'), lambda p, x: x @ p['w'].T, {'w': jnp.ones((8, 16))}, jnp.ones((4, 16)))
+  >>> bound.name, bound.describe()['layouts']
+  ('ste', {'w': 'in 1, out 0'})
   """
 
   weights: tuple[BoundWeight, ...] = ()

@@ -30,6 +30,12 @@ class CheckedWeight:
     problem: why not, and what to do; None if it can.
     pruned: share of the projected weight that is zero; None where only shapes were given.
     reached: share of the pruned entries whose gradient is not zero; likewise.
+
+  >>> import jax, jax.numpy as jnp, sparse24_jax as s24
+  >>> params = {'w': jax.random.normal(jax.random.key(0), (16, 8))}
+  >>> (w,) = s24.check(s24.recipes.ste('w'), lambda p, x: x @ p['w'], params, jnp.ones((4, 16))).weights
+  >>> w.path, w.problem, w.pruned, w.reached
+  ('w', None, 0.5, 1.0)
   """
 
   path: str
@@ -47,6 +53,12 @@ class Checked:
   Attributes:
     weights: those that rules match, in the order of the tree.
     dense: paths of the other arrays with two or more axes.
+
+  >>> import jax.numpy as jnp, sparse24_jax as s24
+  >>> params = {'w': jnp.ones((16, 8)), 'table': jnp.ones((5, 16))}
+  >>> checked = s24.check(s24.recipes.ste('.*'), lambda p, i: p['table'][i] @ p['w'], params, jnp.zeros(4, int))
+  >>> checked.ok, [w.path for w in checked.weights if w.problem]
+  (False, ['table'])
   """
 
   weights: tuple[CheckedWeight, ...]
