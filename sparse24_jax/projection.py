@@ -78,7 +78,7 @@ class Projection(NamedTuple):
   form: Form | None = None
   clusters: int = 0
   layout: Layout | None = None
-  matrix: 'Projection | None' = None
+  matrix: Any = None  # a Projection; of itself a named tuple cannot say so in a way that pdoc reads
 
   def layout_of(self, w: Any) -> Layout:
     """The roles of the axes of a weight under this projection."""
