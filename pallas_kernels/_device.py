@@ -22,7 +22,7 @@ from typing import Any
 
 import jax
 
-from pallas_kernels import arch
+from pallas_kernels.arch import Arch, ARCHS, of_capability
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,9 +47,9 @@ class Device:
     return re.sub(r'[^a-z0-9]+', '_', self.name.lower()).strip('_')
 
   @property
-  def arch(self) -> arch.Arch:
+  def arch(self) -> Arch:
     """Its generation."""
-    return arch.of_capability(self.capability)
+    return of_capability(self.capability)
 
 
 def describe(device: Any) -> Device:
@@ -89,7 +89,7 @@ dnn_version_info {{ major: 9 minor: 10 }}
 device_description_str: "{name}"
 """
 # What is compiled for: sm_80, sm_86 and so on.
-TARGETS = {each.name: each for each in arch.ARCHS if each.example}
+TARGETS = {each.name: each for each in ARCHS if each.example}
 
 
 # The target that this process compiles for, once it has.

@@ -64,19 +64,22 @@ class Arch:
     return self.kernels.get(op)
 
 
-_WARP = dict(sparse_instruction='mma.sp', layout=REGISTER_ORDER, kernels={'sparse_matmul': 'mosaic_gpu_sm80'})
 
-SM_80 = Arch(
-  'sm_80', (8, 0), **_WARP, shared_memory=166912,
-  example=Example('NVIDIA A100-SXM4-40GB', 108, 167936, 2048, 41943040),
-)  # fmt: skip
-SM_86 = Arch(
-  'sm_86', (8, 6), **_WARP, shared_memory=101376, example=Example('NVIDIA GeForce RTX 3090', 82, 102400, 1536, 6291456)
+def _with_warp_products(
+  name: str, capability: tuple[int, int], shared_memory: int, example: Example, *, float8: bool = False
+) -> Arch:
+  """A generation whose sparse tensor cores a warp feeds from its registers."""
+  return Arch(
+    name, capability, sparse_instruction='mma.sp', layout=REGISTER_ORDER, kernels={'sparse_matmul': 'mosaic_gpu_sm80'},
+    float8=float8, shared_memory=shared_memory, example=example,
+  )  # fmt: skip
+
+
+SM_80 = _with_warp_products('sm_80', (8, 0), 166912, Example('NVIDIA A100-SXM4-40GB', 108, 167936, 2048, 41943040))
+SM_86 = _with_warp_products('sm_86', (8, 6), 101376, Example('NVIDIA GeForce RTX 3090', 82, 102400, 1536, 6291456))
+SM_89 = _with_warp_products(
+  'sm_89', (8, 9), 101376, Example('NVIDIA L40S', 142, 102400, 1536, 100663296), float8=True
 )
-SM_89 = Arch(
-  'sm_89', (8, 9), **_WARP, float8=True, shared_memory=101376,
-  example=Example('NVIDIA L40S', 142, 102400, 1536, 100663296),
-)  # fmt: skip
 # wgmma exists here alone; Blackwell replaced it.
 SM_90A = Arch(
   'sm_90a', (9, 0), sparse_instruction='wgmma', layout=REGISTER_ORDER,

@@ -68,8 +68,8 @@ class PositionsTest(parameterized.TestCase):
       self.assertRegex(str(checked(bad)[0].get()), 'metadata names no pair of positions')
       self.assertIsNone(checked(good)[0].get())
       jax.jit(f)(bad)
-    checked = jax.jit(formats.decompress).lower(good).compile().as_text()
-    bare = jax.jit(formats.expand).lower(good).compile().as_text()
+    checked = jax.jit(formats.decompress).lower(good).compile().as_text() or ''
+    bare = jax.jit(formats.expand).lower(good).compile().as_text() or ''
     self.assertEqual(checked.count('fusion('), bare.count('fusion('))
     self.assertNotIn('reduce', checked)
 
