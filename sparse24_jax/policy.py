@@ -126,6 +126,10 @@ class Clusters:
     number: of clusters, a divisor of the neurons.
     within: how many neighbouring tokens are routed among each other, a multiple of V; 0 is all of them. In a causal
       model: the sequences of a step, with their tokens of one position as neighbours. Ours.
+
+  >>> import sparse24_jax as s24
+  >>> s24.ActivationPolicy(s24.VNM(16, 8), s24.VNM(16, 8), clusters=s24.Clusters(4, within=64)).clusters
+  Clusters(number=4, within=64)
   """
 
   number: int
