@@ -136,8 +136,8 @@ def cross_entropy(logits_BxTxV: jax.Array, targets_BxT: jax.Array) -> jax.Array:
   Sums and exponentials are float32 whatever the dtype of the logits, and no float32 array of their size is kept: in
   bfloat16 they and their cotangent are the largest arrays of a step with a large vocabulary.
 
-  >>> cross_entropy(jnp.zeros((1, 2, 4)), jnp.zeros((1, 2), jnp.int32)).round(4).tolist()
-  [[1.3863, 1.3863]]
+  >>> round(float(cross_entropy(jnp.zeros((1, 1, 4)), jnp.zeros((1, 1), jnp.int32))[0, 0]), 4)
+  1.3863
   """
   return _cross_entropy_fwd(logits_BxTxV, targets_BxT)[0]
 

@@ -21,7 +21,7 @@ def teraflops(record: Mapping[str, Any]) -> float:
 
   >>> shape = {'layers': 2, 'd': 64, 'hidden': 256, 'vocab': 256}
   >>> round(teraflops({'shape': shape, 'batch': 1, 'length': 1000, 'step_ms': 1.0}), 3)
-  1.457
+  1.456
   """
   shape, tokens = record['shape'], record['batch'] * record['length']
   weights = shape['layers'] * (4 * shape['d'] ** 2 + 2 * shape['d'] * shape['hidden']) + shape['vocab'] * shape['d']
