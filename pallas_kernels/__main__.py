@@ -3,7 +3,7 @@
     python -m pallas_kernels tune --select headline          # writes pallas_kernels/tuned/<device>/<op>.json
     python -m pallas_kernels bench --select headline --out results.jsonl
     python -m pallas_kernels verify --count 200              # random problems against NumPy's product
-    python -m pallas_kernels where-it-pays                   # what was measured, as a table
+    python -m pallas_kernels records                         # what was measured, as a table
 """
 
 import argparse
@@ -43,10 +43,10 @@ def _parser() -> argparse.ArgumentParser:
   verify.add_argument('--seconds', type=float, default=math.inf, help='after which no problem is begun')
   verify.add_argument('--out', type=pathlib.Path, help='gets one record of the run')
   verify.add_argument('--implementation', choices=('mosaic_gpu', 'mosaic_gpu_sm80'), help="(default: the card's)")
-  pays = command('where-it-pays', 'print what was measured')
+  measured = command('records', 'print what was measured')
   for each in (tune, bench):
     each.add_argument('--select', nargs='+', default=['headline'], help=f'which problems: {_SELECTIONS}')
-  for each in (tune, bench, pays):
+  for each in (tune, bench, measured):
     each.add_argument('--tuned', type=pathlib.Path, default=_records.TUNED, help='folder of tuned records')
   return parser
 
@@ -59,8 +59,8 @@ def main(argv: list[str] | None = None) -> int:
   args = parser.parse_args(argv)
   if unknown := sorted(set(getattr(args, 'select', ())) - set(sparse_matmul.SELECTIONS)):
     parser.error(f'--select {" ".join(unknown)}: known are {", ".join(sparse_matmul.SELECTIONS)}')
-  if args.command == 'where-it-pays':
-    print('\n'.join(sparse_matmul.where_it_pays(args.tuned)))
+  if args.command == 'records':
+    print('\n'.join(sparse_matmul.table_of_records(args.tuned)))
     return 0
   # The processes that tune share the card with this one.
   with _processes.shared_card() if args.command == 'tune' else contextlib.nullcontext():

@@ -22,10 +22,10 @@ from pallas_kernels import _dispatch, _partitioning
 from pallas_kernels._varying import vary_over, varying_axes
 from pallas_kernels.formats import check_floating
 from sparse24_jax import products
-from sparse24_jax.fp8 import dot8
 from sparse24_jax.mvue import check_sampling
 from sparse24_jax.plan import Backends, plan_layer
 from sparse24_jax.policy import DotPolicy
+from sparse24_jax.precision import Rounded
 from sparse24_jax.projection import Projection
 
 
@@ -69,7 +69,7 @@ def dot_at(
   plain = policy.projection is None and policy.precision == 'default' and policy.weight_grad == 'dense'
   if plain or not x.size:  # an expert without tokens has zeros for gradients, too
     return jnp.dot(x, w, preferred_element_type=jnp.float32).astype(x.dtype)
-  plan = plan_layer(policy, int(np.prod(x.shape[:-1])), *w.shape, x.dtype, (x, w)).backends
+  plan = plan_layer(policy, int(np.prod(x.shape[:-1])), w.shape[0], w.shape[1], x.dtype, (x, w)).backends
   packed = products.packed_weight(plan, policy, w, state, x.dtype)
   state = products.projection_state(state)
   # A custom_vjp must return cotangents that vary over the mesh axes of its arguments and no others: under shard_map,
@@ -78,10 +78,10 @@ def dot_at(
   if plan.weight_grad is not None:
     # Where types say how arrays are divided: its gradient is made on every device, and JAX takes the part it wants.
     w = _partitioning.whole(w)
+  x, w = vary_over(x, axes), vary_over(w, axes)
   if plan.fp8:
-    rows, backends = vary_over(x, axes).reshape(-1, x.shape[-1]), (plan.forward, plan.weight_grad)
-    return dot8(backends, column, rows, vary_over(w, axes), packed, key).reshape(*x.shape[:-1], -1)
-  return _dot(policy, plan, column, vary_over(x, axes), vary_over(w, axes), state, packed, key)
+    return _dot_packed(plan, column, x.reshape(-1, x.shape[-1]), w, packed, key).reshape(*x.shape[:-1], -1)
+  return _dot(policy, plan, column, x, w, state, packed, key)
 
 
 def check_operands(x: Array, w: Array, state: Any, policy: DotPolicy) -> None:
@@ -149,14 +149,14 @@ def _dot(
 ) -> Array:
   del column, key
   projected = None if plan.forward else _project(policy, w, state)
-  return products.forward(plan, policy, x, projected, packed.forward if plan.forward else None)
+  return products.forward(plan, policy, x, projected, packed)
 
 
 def _dot_fwd(policy, plan, column, x, w, state, packed, key):
   del column
   check_sampling(x, policy.weight_grad, key)
   projected = None if plan.forward else _project(policy, w, state)
-  z = products.forward(plan, policy, x, projected, packed.forward if plan.forward else None)
+  z = products.forward(plan, policy, x, projected, packed)
   # For what runs plain in the backward: the projected weight if it is there, else what to project again.
   kept = (w, state) if plan.forward else projected
   if plan.input_grad and plan.weight_grad:
@@ -173,6 +173,39 @@ def _dot_bwd(policy, plan, column, residuals, dz):
 
 
 _dot.defvjp(_dot_fwd, _dot_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _dot_packed(plan: Backends, column: int, x: Array, w: Array, packed: Any, key: Array | None) -> Array:
+  """z `[tokens, out]` from x `[tokens, in]`, where all three matmuls read what is packed; `w` is for its cotangent."""
+  del column, w, key
+  return _packed_forward(plan, x, packed, keep=False)[0]
+
+
+def _packed_forward(plan: Backends, x: Array, packed: Any, *, keep: bool) -> tuple[Array, Rounded]:
+  precision = products.precision_of(plan)
+  rows = precision.rounded(x, keep=keep)
+  return precision.forward(packed, rows, backend=plan.forward, dtype=x.dtype), rows
+
+
+def _dot_packed_fwd(plan, column, x, w, packed, key):
+  del column, w
+  check_sampling(x, 'mvue', key)
+  z, rows = _packed_forward(plan, x, packed, keep=True)
+  packed = products.precision_of(plan).reads(packed, 'input_grad', plan.input_grad)
+  return z, (rows.for_backward, packed, key, _partitioning.division(x))
+
+
+def _dot_packed_bwd(plan, column, residuals, dz):
+  precision, (x, packed, key, divided) = products.precision_of(plan), residuals
+  dtype, backend = dz.dtype, plan.weight_grad
+  dz, dw = products.sampled_weight_grad(dz, key, x, backend=backend, precision=precision, column=column)
+  dx = precision.input_grad(packed, dz, backend=plan.input_grad, dtype=dtype)
+  return _partitioning.like(dx, divided), dw, None, None
+
+
+# Under `jax.checkpoint` a forward whose residuals are thrown away writes none: see `keep`.
+_dot_packed.defvjp(_dot_packed_fwd, _dot_packed_bwd, optimize_remat=True)
 
 
 def _project(policy: DotPolicy, w: Array, state: Array | None) -> Array:

@@ -17,8 +17,9 @@ All of them are row-major in tokens and features, so nothing is transposed in me
 """
 
 from collections.abc import Mapping
+import dataclasses
 import functools
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 from jax import Array
@@ -28,11 +29,14 @@ import numpy as np
 from pallas_kernels import _partitioning
 from pallas_kernels._varying import vary_over, varying_axes
 from pallas_kernels.gated_activation import api as activations
-from sparse24_jax import fp8, products
+from sparse24_jax import products
 from sparse24_jax.block_plan import plan_block
 from sparse24_jax.dot import check_operands, dot_at
+from sparse24_jax.matmuls import add_bias
 from sparse24_jax.mvue import check_sampling
+from sparse24_jax.plan import Backends
 from sparse24_jax.policy import DotPolicy
+from sparse24_jax.precision import Precision, Rounded
 
 ACTIVATIONS = {
   'gelu': jax.nn.gelu,
@@ -118,13 +122,8 @@ def ffn(
   x, weights, biases = jax.tree.map(lambda a: vary_over(a, axes), (x, weights, dict(up=biases['up'], down=b_down)))
   # Where types say how arrays are divided: the op gives gradients on every device, and JAX takes the parts it wants.
   weights, biases = jax.tree.map(_partitioning.whole, (weights, biases))
-  rows = x.reshape(-1, x.shape[-1])
-  up, down = plan.up.backends, plan.down.backends
-  if plan.fp8:
-    y = fp8.ffn8((up.forward, down.forward, up.weight_grad, activation), rows, weights, biases, packed, keys)
-  else:
-    y = _fused((policy, up.forward, activation), rows, weights, biases, packed, keys)
-  return y.reshape(*x.shape[:-1], -1)
+  static = _Static(plan.up.backends, plan.down.backends, activation, 'gate' in weights)
+  return _fused(static, x.reshape(-1, x.shape[-1]), weights, biases, packed, keys).reshape(*x.shape[:-1], -1)
 
 
 def _states(state: Mapping[str, Any] | None, weights: Mapping[str, Array], policy: DotPolicy) -> dict[str, Any]:
@@ -160,7 +159,7 @@ def _composed(x, weights, biases, states, keys, policy, activation) -> Array:
 
   def linear(name: str, x: Array, key: Array | None, column: int = 0) -> Array:
     z = dot_at(x, weights[name], states[name], policy=policy, key=key, column=column)
-    return products.add_bias(z, biases[name])
+    return add_bias(z, biases[name])
 
   act = ACTIVATIONS[activation]
   if 'gate' not in weights:
@@ -170,62 +169,74 @@ def _composed(x, weights, biases, states, keys, policy, activation) -> Array:
   return linear('down', h, keys['down'])
 
 
+class _Static(NamedTuple):
+  """What is fixed of a fused block: back ends of both projections, activation, whether there is a gate."""
+
+  up: Backends
+  down: Backends
+  activation: str
+  gated: bool
+
+  @property
+  def precision(self) -> Precision:
+    """Of all matmuls."""
+    return products.precision_of(self.up)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _fused(static: tuple, x: Array, weights: Any, biases: Any, packed: Any, keys: Any) -> Array:
-  del keys
-  return _fused_forward(static, x, biases, packed, gated='gate' in weights, keep=False)[0]
+def _fused(static: _Static, x: Array, weights: Any, biases: Any, packed: Any, keys: Any) -> Array:
+  del weights, keys
+  return _forward(static, x, biases, packed, keep=False)[0]
 
 
-def _fused_forward(static, x, biases, packed, *, gated: bool, keep: bool) -> tuple[Array, Array | None, Array]:
-  """(y, z, h); without a gate z is None unless kept."""
-  _, backend, activation = static
-  if gated:
+def _forward(static: _Static, x: Array, biases: Any, packed: Any, *, keep: bool) -> tuple[Array, Any, Any, Any]:
+  """(y, x, z, h), x and h rounded; without a gate z is None unless kept."""
+  precision, activation = static.precision, static.activation
+  up, down = (dict(backend=p.forward, dtype=x.dtype) for p in (static.up, static.down))
+  rows = precision.rounded(x, keep=keep)
+  if static.gated:
     bias = None if biases['up'] is None else biases['up'].reshape(2, -1)
-    pair = packed['gate'].forward, packed['up'].forward
-    z = products.multiply_pair('forward', *pair, x, backend=backend, bias=bias)
+    z = products.multiply_pair('forward', packed['gate'], packed['up'], rows, precision=precision, bias=bias, **up)
     z = _partitioning.whole(z, 1).reshape(x.shape[0], -1)
     h = jax.custom_batching.sequential_vmap(functools.partial(activations.gated_activation, activation=activation))(z)
   else:
-    found = products.multiply(
-      'forward', packed['up'].forward, x, backend=backend, bias=biases['up'], activation=activation,
-      keep_preactivation=keep,
-    )  # fmt: skip
+    found = precision.forward(
+      packed['up'], rows, bias=biases['up'], activation=activation, keep_preactivation=keep, **up
+    )
     h, z = found if keep else (found, None)
-  y = products.multiply('forward', packed['down'].forward, h, backend=backend, bias=biases['down'])
-  return y, z, h
+  h = precision.rounded(h, keep=keep)
+  return precision.forward(packed['down'], h, bias=biases['down'], **down), rows, z, h
 
 
 def _fused_fwd(static, x, weights, biases, packed, keys):
-  check_sampling(x, static[0].weight_grad, keys['down'])
-  y, z, h = _fused_forward(static, x, biases, packed, gated='gate' in weights, keep=True)
-  operands = {name: p.input_grad for name, p in packed.items()}
+  del weights
+  check_sampling(x, 'mvue', keys['down'])
+  y, rows, z, h = _forward(static, x, biases, packed, keep=True)
+  operands = {name: static.precision.reads(p, 'input_grad', static.up.input_grad) for name, p in packed.items()}
   there = {name: () for name, bias in biases.items() if bias is not None}
-  return y, (x, z, h, operands, there, keys)
+  return y, (rows.for_backward, z, h.for_backward, operands, there, keys, _partitioning.division(x))
 
 
 def _fused_bwd(static, residuals, dy):
-  _, backend, activation = static
-  x, z, h, operands, there, keys = residuals
-  gated = 'gate' in operands
-  dw_down = products.sampled_weight_grad(dy, keys['down'], h, backend=backend)
-  dh = products.multiply('input_grad', operands['down'], dy, backend=backend)
-  dz, *dw_hidden = products.activation_and_weight_grad(
-    dh, z, keys['hidden'], x, backend=backend, activation=activation, gated=gated
+  precision, (x, z, h, packed, there, keys, divided) = static.precision, residuals
+  sampling = dict(backend=static.up.weight_grad, precision=precision)
+  dense = dict(backend=static.up.input_grad, dtype=dy.dtype)
+  dy_rounded, dw_down = products.sampled_weight_grad(dy, keys['down'], h, **sampling)
+  dh = precision.input_grad(packed['down'], dy_rounded, **dense)
+  dz, dw_hidden = products.activation_and_weight_grad(
+    dh, z, keys['hidden'], x, activation=static.activation, gated=static.gated, **sampling
   )
-  if gated:
-    pair = operands['gate'], operands['up']
-    dx = products.multiply_pair('input_grad', *pair, dz.reshape(dz.shape[0], 2, -1), backend=backend)
+  if static.gated:
+    halves = dataclasses.replace(dz, values=dz.values.reshape(dz.values.shape[0], 2, -1))
+    dx = products.multiply_pair('input_grad', packed['gate'], packed['up'], halves, precision=precision, **dense)
   else:
-    dx = products.multiply('input_grad', operands['up'], dz, backend=backend)
-  dx = _partitioning.like(dx, x)
-  dw = dict(zip(('down', 'gate', 'up') if gated else ('down', 'up'), (dw_down, *dw_hidden), strict=True))
-  dw = jax.tree.map(_partitioning.whole, dw)
-  db = {
-    name: jnp.sum(g, axis=0, dtype=jnp.float32).astype(g.dtype) if name in there else None
-    for name, g in (('up', dz), ('down', dy))
-  }
+    dx = precision.input_grad(packed['up'], dz, **dense)
+  dx = _partitioning.like(dx, divided)
+  dw = dict(zip(('down', 'gate', 'up') if static.gated else ('down', 'up'), (dw_down, *dw_hidden), strict=True))
+  given = {'up': dz, 'down': Rounded(dy, None)}
+  db = {name: precision.bias_grad(g, dy.dtype) if name in there else None for name, g in given.items()}
   return dx, dw, db, None, None
 
 
-# Under `jax.checkpoint` a forward whose residuals are thrown away does not write z: see `keep`.
+# Under `jax.checkpoint` a forward whose residuals are thrown away writes none: see `keep`.
 _fused.defvjp(_fused_fwd, _fused_bwd, optimize_remat=True)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 from jax import Array
@@ -10,23 +11,31 @@ import jax.numpy as jnp
 from pallas_kernels import formats
 from pallas_kernels.pack import api
 from pallas_kernels.pack.reference import mask_codes
-from pallas_kernels.sparse_matmul.operand import SparseOperand, to_operand
+from pallas_kernels.quantize import api as quantize
+from pallas_kernels.sparse_matmul.operand import concatenate, SparseOperand, to_operand
 from sparse24_jax.projection import Form, Masked, SoftThreshold, TransposableMasked
+
+E4M3 = jnp.dtype('float8_e4m3fn')
 
 
 @functools.partial(
-  jax.tree_util.register_dataclass, data_fields=['state', 'forward', 'input_grad'], meta_fields=[]
+  jax.tree_util.register_dataclass, data_fields=['state', 'forward', 'input_grad', 'dense', 'factor'], meta_fields=[]
 )
 @dataclasses.dataclass(frozen=True)
 class PackedWeight:
-  """A weight `[..., in, out]` as the sparse tensor cores read it, with the projection state that it was packed under.
+  """A weight `[..., in, out]` as the matmuls read it, with the projection state that it was packed under.
 
   It holds the values that the weight had: whoever reads it sees no others, so pack again for other parameters.
 
+  In FP8 its values are held as bytes: what `jax.checkpoint` keeps it rounds with `reduce_precision`, and the format of
+  4 and 3 bits known there makes a NaN of every number above 240, which e4m3fn has up to 448.
+
   Attributes:
     state: the projection's state: what a role that runs dense needs.
-    forward: operand of the transposed weight, `[..., out, in]`, 2:4 along `in`.
+    forward: operand of the transposed weight, `[..., out, in]`, 2:4 along `in`; in FP8 its values as uint8.
     input_grad: operand of the weight, `[..., in, out]`, 2:4 along `out`; None unless the projection is transposable.
+    dense: in FP8 the projected weight, `[..., in, out]`, as uint8.
+    factor: in FP8 float32, `[...]`, a power of two: what a product is multiplied with to undo the scale.
 
   >>> import jax, jax.numpy as jnp, sparse24_jax as s24
   >>> from sparse24_jax.packing import pack
@@ -37,24 +46,101 @@ class PackedWeight:
   ((16, 8), (16, 4), (8, 16))
   """
 
-  state: Array
-  forward: SparseOperand
-  input_grad: SparseOperand | None
+  state: Any
+  forward: SparseOperand | None
+  input_grad: SparseOperand | None = None
+  dense: Array | None = None
+  factor: Array | None = None
 
   @property
   def dtype(self) -> jnp.dtype:
-    return self.forward.dtype
+    """Of its values."""
+    if self.factor is not None:
+      return E4M3
+    operand = self.forward if self.forward is not None else self.input_grad
+    assert operand is not None
+    return operand.dtype
+
+  @property
+  def operand(self) -> SparseOperand:
+    """`forward`, its values in their dtype."""
+    assert self.forward is not None
+    if self.factor is None:
+      return self.forward
+    return dataclasses.replace(self.forward, values=_as(E4M3, self.forward.values))
+
+  @property
+  def matrix(self) -> Array:
+    """`dense` in e4m3."""
+    assert self.dense is not None
+    return _as(E4M3, self.dense)
 
 
-def pack(form: Form, w: Array, state: Array, dtype: jnp.dtype) -> PackedWeight:
-  """`w` packed under the state of its projection, of this form: in one pass, but for other masks than transposable."""
+def _as(dtype: Any, x: Array) -> Array:
+  return jax.lax.bitcast_convert_type(x, dtype)
+
+
+def pack(form: Form, w: Array, state: Array, dtype: Any) -> PackedWeight:
+  """`w` packed under the state of its projection, of this form: in one pass, but for other masks than transposable.
+
+  In e4m3 only the soft threshold is packed.
+  """
   match form:
+    case SoftThreshold(-2) if dtype == E4M3:
+      return _soft_threshold_in_fp8(w, state)
+    case SoftThreshold(-2):
+      return PackedWeight(state, api.soft_threshold_pack(w, state, axis=-2, dtype=dtype))
     case TransposableMasked():
       pair = api.masked_pack(w, mask_codes(state), dtype=dtype)
       return PackedWeight(state, pair.columns, pair.rows)
-    case SoftThreshold(-2):
-      return PackedWeight(state, api.soft_threshold_pack(w, state, axis=-2, dtype=dtype), None)
     case Masked():
       kept = jnp.where(state, w, jnp.zeros((), w.dtype)).astype(dtype)
-      return PackedWeight(state, to_operand(formats.compress(kept, state, axis=-2)), None)
+      return PackedWeight(state, to_operand(formats.compress(kept, state, axis=-2)))
   raise ValueError(f'{form} is not 2:4 along the input, as the forward reads a packed weight')
+
+
+def _soft_threshold_in_fp8(w: Array, beta: Array) -> PackedWeight:
+  """beta S(w) in e4m3, packed and dense, in one pass over `w` after one for its largest magnitude.
+
+  The scale takes |S(w)| by its bound |w|, whose maximum needs no groups: one plain reduction reads the weight once. It
+  is a power of two, which is ours: a float loses no precision by a scale that is too small, only range at its lower
+  end, and two weights can be brought to one scale after they were rounded.
+  """
+  scale, factor = quantize.current_scale(_under_power_of_two(jnp.abs(beta) * quantize.amax(w)), E4M3)
+  p = api.soft_threshold_pack8(w, scale * beta, axis=-2)
+  operand = dataclasses.replace(p.operand, values=_as(jnp.uint8, p.operand.values))
+  return PackedWeight(beta, operand, dense=_as(jnp.uint8, p.dense), factor=factor)
+
+
+def _under_power_of_two(amax: Array) -> Array:
+  """The next larger number under which the scale of e4m3 is a power of two; what is not finite stays."""
+  largest = float(jnp.finfo(E4M3).max)
+  bits = _as(jnp.int32, amax / largest)
+  rounded_up = _as(jnp.float32, (bits + 0x7FFFFF) & 0x7F800000)
+  return jnp.where(jnp.isfinite(amax), largest * rounded_up, amax)
+
+
+def side_by_side(gate: PackedWeight, up: PackedWeight) -> PackedWeight:
+  """[W_gate | W_up] of what both hold; in FP8 under the larger of their scales' factors."""
+  factor = None
+  if gate.factor is not None and up.factor is not None:
+    factor = jnp.maximum(gate.factor, up.factor)
+    gate, up = _rescaled(gate, factor), _rescaled(up, factor)
+  return PackedWeight(
+    None,
+    None if gate.forward is None or up.forward is None else concatenate(gate.forward, up.forward, axis=-2),
+    None if gate.input_grad is None or up.input_grad is None else concatenate(gate.input_grad, up.input_grad, axis=-1),
+    None if gate.dense is None or up.dense is None else jnp.concatenate([gate.dense, up.dense], axis=-1),
+    factor,
+  )
+
+
+def _rescaled(p: PackedWeight, factor: Array) -> PackedWeight:
+  """Under another factor, of what `p` holds of `forward` and `dense`."""
+
+  def rescaled(values: Array) -> Array:
+    wide = _as(E4M3, values).astype(jnp.bfloat16)  # exact, as is the product but for what becomes subnormal
+    return _as(jnp.uint8, (wide * (p.factor / factor).astype(jnp.bfloat16)).astype(E4M3))
+
+  forward = None if p.forward is None else dataclasses.replace(p.forward, values=rescaled(p.forward.values))
+  return PackedWeight(None, forward, None, None if p.dense is None else rescaled(p.dense), factor)

@@ -28,7 +28,7 @@ from pallas_kernels.sparse_matmul import (
 )
 from pallas_kernels.sparse_matmul.verify import verify
 
-__all__ = ['bench', 'tune', 'verify', 'where_it_pays']
+__all__ = ['bench', 'table_of_records', 'tune', 'verify']
 
 Array = jax.Array
 OP = 'sparse_matmul'
@@ -246,7 +246,7 @@ def _record(
   )
 
 
-def where_it_pays(folder: pathlib.Path = _records.TUNED) -> Iterator[str]:
+def table_of_records(folder: pathlib.Path = _records.TUNED) -> Iterator[str]:
   """Lines of a table: measured problems, dense time, that of the fastest sparse back end with its set-up, choice."""
   yield f'{"m":>6} {"n":>6} {"k":>6}  {"dtype":14} {"B":2} {"D":2}  {"dense ms":>9} {"sparse ms":>9}  ratio  choice'
   path = folder / _device.current().slug / f'{OP}.json'

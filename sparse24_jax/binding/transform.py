@@ -24,7 +24,6 @@ from sparse24_jax.dot import check_layer, dot_general
 from sparse24_jax.ffn import ffn
 from sparse24_jax.layout import Layout
 from sparse24_jax.packing import PackedWeight
-from sparse24_jax.packing8 import PackedWeight8
 from sparse24_jax.products import projection_state
 from sparse24_jax.projection import straight_through
 from sparse24_jax.recipe import PhaseName, Recipe
@@ -69,7 +68,7 @@ def run_sparse(
 
 
 def is_state(node: Any) -> bool:
-  return isinstance(node, PackedWeight | PackedWeight8)
+  return isinstance(node, PackedWeight)
 
 
 def _bound_to(recipe: Recipe, params: Any, traced: Traced) -> Bound:

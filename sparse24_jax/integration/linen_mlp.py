@@ -7,7 +7,7 @@ from jax import Array
 import jax.numpy as jnp
 
 from sparse24_jax.ffn import ACTIVATIONS
-from sparse24_jax.products import add_bias
+from sparse24_jax.matmuls import add_bias
 
 
 class Sparse24MLP(nn.Module):

@@ -15,7 +15,7 @@ from pallas_kernels.sparse_matmul import bench
 class CommandTest(parameterized.TestCase):
   @parameterized.parameters(
     ('bench --select nosuch small', '--select nosuch: known are square, headline, small'),
-    ('where-it-pays --select small', 'unrecognized arguments: --select small'),
+    ('records --select small', 'unrecognized arguments: --select small'),
     ('verify --select small', 'unrecognized arguments: --select small'),
     ('bench --count 5', 'unrecognized arguments: --count 5'),
     ('tune --out results.jsonl', 'unrecognized arguments: --out results.jsonl'),

@@ -14,7 +14,7 @@ from pallas_kernels import _device, _records, _triton
 from pallas_kernels.pack import costs
 import sparse24_jax as s24
 from sparse24_jax.block_gain import block_gain, block_table
-from sparse24_jax.packing8 import pack8
+from sparse24_jax.packing import E4M3, pack
 from sparse24_jax.plan import plan_layer
 from sparse24_jax.where_it_pays import RoleGain, table
 
@@ -134,7 +134,7 @@ class Fp8LayerTest(parameterized.TestCase):
     assert projection is not None
     w = jax.ShapeDtypeStruct((D_IN, D_OUT), jnp.float32)
     state = jax.eval_shape(projection.init, w)
-    packed = jax.eval_shape(pack8, w, state)
+    packed = jax.eval_shape(lambda w, s: pack(projection.form, w, s, E4M3), w, state)
 
     def size(tree):
       return math.prod(lead) * sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(tree))

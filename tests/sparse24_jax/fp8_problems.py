@@ -10,7 +10,7 @@ import numpy as np
 from pallas_kernels import formats
 from pallas_kernels.sparse_matmul.operand import from_operand
 import sparse24_jax as s24
-from sparse24_jax import fp8, products
+from sparse24_jax import products
 from tests import oracles
 
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -76,6 +76,6 @@ def problem(*, gated: bool, biased: bool, tokens=TOKENS):
   return draw(20, *tokens, D), weights, biases, states, draw(21, *tokens, OUT)
 
 
-def unpacked(packed: fp8.PackedWeight8) -> np.ndarray:
+def unpacked(packed: s24.PackedWeight) -> np.ndarray:
   """What the forward reads, float64 `[in, out]`, not scaled back."""
   return oracles.wide(formats.decompress(from_operand(packed.operand))).T

@@ -129,7 +129,7 @@ class DotTest(parameterized.TestCase):
 
   def test_packed_here_or_there(self):
     packed = pack_weight(self.w, self.state)
-    self.assertIsInstance(packed, fp8.PackedWeight8)
+    self.assertIsInstance(packed, s24.PackedWeight)
     values, factor = fp8_oracles.f8_weights([self.w], [self.state])
     np.testing.assert_array_equal(unpacked(packed), values)
     np.testing.assert_array_equal(oracles.wide(packed.matrix), values)

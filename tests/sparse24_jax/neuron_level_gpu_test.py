@@ -17,7 +17,7 @@ from tests.oracles import assert_close
 pytestmark = [
   pytest.mark.gpu,
   pytest.mark.skipif(
-    _device.current().arch.sparse_instruction != 'wgmma', reason='needs compute capability 9.0'
+    _device.current().arch.kernel('vnm_matmul') is None, reason='needs compute capability 9.0'
   ),
 ]
 

@@ -287,7 +287,7 @@ class WithoutWgmmaTest(parameterized.TestCase):
     self.assertEqual(mosaic_gpu_sm80.Config(**kernel['config']), mosaic_gpu_sm80.Config())
     self.assertEqual(kernel['rejected'] is None, 'factor' not in circumstance)
     self.assertEqual(self._candidates(), candidates)
-    *_, last = bench.where_it_pays(self.folder)
+    *_, last = bench.table_of_records(self.folder)
     self.assertEndsWith(last, row)
 
   def test_bench_measures_the_kernel_of_the_card_and_passes_over_what_that_does_not_take(self):

@@ -1,0 +1,57 @@
+"""One matmul: with a packed operand on a kernel, or plain."""
+
+from typing import Any
+
+import jax
+from jax import Array
+import jax.numpy as jnp
+from jax.sharding import AxisType
+
+from pallas_kernels.sparse_matmul import api
+from pallas_kernels.sparse_matmul.operand import SparseOperand
+from sparse24_jax.numerics import Format, round_to_fp8
+
+
+def multiply(
+  role: str, a: SparseOperand, b: Array, *, backend: str | None, bias: Array | None = None,
+  activation: str | None = None, keep_preactivation: bool = False, scales: tuple[Any, Any] = (None, None),
+  b_layout: str | None = None, dtype: Any = None,
+) -> Any:  # fmt: skip
+  """`sparse_matmul` in a role: D `[..., m]` from b `[..., k]`, for a weight gradient `[n, m]` from `[k, n]`.
+
+  With `keep_preactivation` (D, Z), as there. The role names the call in profiles and compiled programs. In FP8 with the
+  `scales` of both, in `dtype`, and also for a weight gradient from `[n, k]`, as `b_layout` says.
+  """
+  b_layout = b_layout or ('kn' if role == 'weight_grad' else 'nk')
+
+  def one(a, b, bias, scales):
+    return api.sparse_matmul(
+      a, b, bias=bias, a_scale=scales[0], b_scale=scales[1], activation=activation, out_dtype=dtype, b_layout=b_layout,
+      out_layout='nm', keep_preactivation=keep_preactivation, implementation=backend,
+    )  # fmt: skip
+
+  lead = b.shape[:-1] if b_layout == 'nk' else b.shape[-1:]
+  # Neither kernel has a batching rule: under vmap they run one after the other.
+  with jax.named_scope(role):
+    d = jax.custom_batching.sequential_vmap(one)(a, b.reshape(-1, b.shape[-1]), bias, scales)
+    if role == 'forward':
+      # XLA joins a kernel with what writes its result into the residuals of a scan; where the result is read as well,
+      # the kernel then runs twice.
+      d = jax.lax.optimization_barrier(d)
+  return jax.tree.map(lambda x: x.reshape(*lead, -1), d)
+
+
+def matmul(a: Array, b: Array, precision: str, formats: tuple[Format, Format], like: Array | None = None) -> Array:
+  """a b over a's last and b's first axis, summed in float32, in the dtype of `a`; sharded as `like` if need be."""
+  if precision == 'fp8':
+    a, b = round_to_fp8(a, formats[0]), round_to_fp8(b, formats[1])
+  # On a mesh of explicit axes JAX does not choose how a product is sharded; a gradient is sharded as its variable.
+  sharding = None if like is None else jax.typeof(like).sharding
+  if sharding is not None and AxisType.Explicit not in sharding.mesh.axis_types:
+    sharding = None
+  return jnp.dot(a, b, preferred_element_type=jnp.float32, out_sharding=sharding).astype(a.dtype)
+
+
+def add_bias(z: Array, bias: Array | None) -> Array:
+  """z `[..., out]` plus a bias `[out]`, or None; ranks are made equal, as JAX can be told to ask."""
+  return z if bias is None else z + bias.astype(z.dtype).reshape((1,) * (z.ndim - 1) + (-1,))
