@@ -42,9 +42,7 @@ class BlockGain:
     dense_fp8: a dense block in FP8, all operands scaled by their own largest magnitude, weights anew in every
       micro-batch; empty where the policy is none of FP8.
     packed_bytes: of the operands of its weights.
-    saved_bytes: what x and h, which the backward keeps, take less in FP8. The peak of memory need not shrink so: a
-      block in FP8 of 16384 tokens, 4096 x 16384 and bfloat16 weights took 2.83 GB with GELU, dense in 16 bits 3.22, but
-      4.25 with SwiGLU, dense 3.49.
+    saved_bytes: what x and h, which the backward keeps, take less in FP8. The peak of memory need not shrink so.
 
   >>> from sparse24_jax.block_gain import BlockGain, Part
   >>> block = BlockGain((Part('packed weights', 0.5), Part('y of up', 1.5)), (Part('forward of up', 3.0),), (), 0, 0)
@@ -97,10 +95,7 @@ def block_gain(
   epilogue makes them, XLA's projection of weights whose product stays dense in 16 bits, and the lower clock of a card
   that is kept busy. Where FP8 would be simulated, nothing is expected.
 
-  Beside eight blocks on an H100, sustained steps take 6 to 19% longer, dense and sparse ones alike; gains are within
-  10% of what was measured. Three small GELU blocks, 2048 x 768 x 3072, 2048 x 1024 x 4096 and 4096 x 1024 x 4096,
-  measured 0.82, 1.00 and 1.12 where 0.84, 1.03 and 1.14 are expected. Packing is in these; with weights packed before,
-  as for all micro-batches of a step but the first, they measured 0.94, 1.14 and 1.20, expected 0.98, 1.23 and 1.26.
+  Gains are within 10% of what was measured (`docs/speed.md`).
 
   Args:
     d: width of the model.

@@ -101,11 +101,7 @@ class NeuronLevelPlan:
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-  """Milliseconds of a block, forward and backward.
-
-  Of 16384 x 4096 x 16384 with 128:2:8, 128:2:16, 64:2:8 and 64:2:16 the sparse block took 3 to 8% longer on an H100,
-  the dense one 17 to 24%: gains are 9 to 14% lower than measured. On an H200, with two of four tokens too, they are 11
-  to 18% lower, nearly all by the dense block (measured with the H100's settings of the V:N:M products).
+  """Milliseconds of a block, forward and backward. Gains are 9 to 18% lower than measured (`docs/speed.md`).
 
   Attributes:
     sparse_ms: with the kernels, packing of weights and activations included.

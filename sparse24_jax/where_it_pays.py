@@ -122,9 +122,8 @@ def where_it_pays(
   Of a recipe in FP8 the forward and the weight gradient are sparse, the input gradient is a dense product in FP8; what
   is dense in `LayerGain.dense_ms` and in its gain has 16 bits all the same, as it is without the recipe.
 
-  Records are made in short bursts, and a card that is kept busy runs at a lower clock. Beside eight feed-forward blocks
-  on an H100, see `block_gain`, sustained steps take 6 to 19% longer, dense and sparse ones alike; gains are within
-  10% of what was measured.
+  Records are made in short bursts, and a GPU that is kept busy runs at a lower clock: sustained steps take longer,
+  dense and sparse ones alike, and gains are within 10% of what was measured (`docs/speed.md`).
 
   Args:
     params: parameters, or their shapes (`jax.eval_shape` of the model's init).
