@@ -150,6 +150,7 @@ def stored_as(projection: Projection, layout: Layout) -> Projection:
     return lambda w, *state: store(f(layout.matrix(w), *(load(s, w) for s in state)), w)
 
   def update(w: Array, gradient: Array | None, state: Array, context: Any) -> Any:
+    assert projection.update is not None
     gradient = None if gradient is None else layout.matrix(gradient)
     found = projection.update(layout.matrix(w), gradient, load(state, w), context)
     return found._replace(state=store(found.state, w), reset=store(found.reset, w))

@@ -50,7 +50,7 @@ class Value:
 
   @property
   def array(self) -> Any:
-    if self.waits:
+    if self.held is None and self.made_by is not None:
       self.held = self.made_by.make()
     return self.held
 

@@ -71,7 +71,7 @@ class Checked:
 
   def __str__(self) -> str:
     head = ('weight', 'shape', 'axes', 'projection', 'matmuls', 'tokens', 'block', 'zeros', 'gradient')
-    rows = [head, *(_row(w) for w in self.weights if w.weight is not None)]
+    rows = [head, *(_row(w, w.weight) for w in self.weights if w.weight is not None)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
     lines = ['  '.join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     lines += [f'PROBLEM  {w.problem}' for w in self.weights if w.problem is not None]
@@ -119,7 +119,7 @@ def check(
   weights = {path: _checked(path, leaves[path], weight) for path, weight in found.items()}
   concrete = all(isinstance(leaf, jax.Array | np.ndarray) for leaf in traced.leaves)
   if concrete and all(weight.problem is None for weight in weights.values()):
-    weights = _measured(weights, Bound.of(recipe, [w.weight for w in weights.values()]), f, params, args, kwargs)
+    weights = _measured(weights, Bound.of(recipe, [w.weight for w in weights.values() if w.weight is not None]), f, params, args, kwargs)
   if optimizer is not None:
     weights = _with_masks_of(optimizer, recipe, weights, params)
   return Checked(tuple(weights.values()), dense)
@@ -142,6 +142,7 @@ def _with_masks_of(
   found = dict(weights)
   for path, mask in sparse_states(state).items():
     projection = rules[path].policy.projection
+    assert projection is not None  # it has a state
     if mask.dtype != jnp.bool_ or projection.update is not None:
       continue
     wrong = float(jnp.mean(mask != projection.refresh(after[path], mask)))
@@ -171,10 +172,10 @@ def _measured(
 ) -> dict[str, CheckedWeight]:
   """With the share of zeros, and of pruned entries that a gradient reaches."""
   rules, leaves = match_rules(params, bound), dict(leaves_by_path(params))
-  sparse = {
-    path: (rules[path].policy, leaves[path], rules[path].policy.projection.init(leaves[path]))
-    for path in weights if rules[path].policy.projection is not None
-  }
+  sparse = {}
+  for path in weights:
+    if (projection := rules[path].policy.projection) is not None:
+      sparse[path] = (rules[path].policy, leaves[path], projection.init(leaves[path]))
   states = weight_states(bound, sparse, None)
   function = sparse_function(f, bound, phase='sparse')
 
@@ -187,12 +188,16 @@ def _measured(
 
   grads = dict(leaves_by_path(jax.grad(loss)(params)))
   found = dict(weights)
-  for path, (policy, w, state) in sparse.items():
+  for weight in bound.weights:
+    path, form = weight.path, weight.rule.policy.projection and weight.rule.policy.projection.form
+    if path not in sparse:
+      continue
+    policy, w, state = sparse[path]
     projected = policy.projection.apply(w, state)
     pruned = projected == 0
-    if weights[path].weight.rule.policy.projection.form is not None:
+    if form is not None:
       try:
-        verify24(weights[path].weight.layout.matrix(projected))
+        verify24(weight.layout.matrix(projected))
       except ValueError as error:
         found[path] = dataclasses.replace(found[path], problem=f'{path}: the projected weight is not 2:4: {error}')
     reached = float(jnp.sum(pruned & (grads[path] != 0)) / jnp.maximum(pruned.sum(), 1))
@@ -203,8 +208,7 @@ def _measured(
   return found
 
 
-def _row(checked: CheckedWeight) -> tuple[str, ...]:
-  weight = checked.weight
+def _row(checked: CheckedWeight, weight: BoundWeight) -> tuple[str, ...]:
   blocks = dict.fromkeys(f'{use.block} {use.role}' for use in weight.uses if use.block)
   shares = ('-' if share is None else f'{share:.0%}' for share in (checked.pruned, checked.reached))
   return (

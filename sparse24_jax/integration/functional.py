@@ -89,6 +89,7 @@ def projected_weights(params: Any, opt_state: Any, recipe: Recipe) -> dict[str, 
 def _chosen_now(path: str, policy: DotPolicy, w: Array) -> Array:
   """The mask that a search finds in the weight as it is."""
   projection = policy.projection
+  assert projection is not None
   if isinstance((projection.matrix or projection).form, SoftThreshold) or projection.update is not None:
     raise ValueError(
       f'{path}: projection {projection.name!r} keeps what the weights do not tell, a scale of the start or a topology:'
