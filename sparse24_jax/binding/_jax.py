@@ -63,7 +63,7 @@ def scan_parts(params: Any, values: Sequence[Any]) -> tuple[list[Any], list[Any]
 
 def name_of(equation: Any) -> str:
   """Of a primitive, one name for one thing over versions of JAX."""
-  name = equation.primitive.name
+  name: str = equation.primitive.name
   return {'pjit': 'jit', 'closed_call': 'jit', 'core_call': 'jit', 'remat2': 'checkpoint', 'remat': 'checkpoint'}.get(
     name, name
   )

@@ -109,7 +109,7 @@ def _equation_text(equation: Any, arguments: Sequence[str]) -> str:
     name, params = 'integer_pow', {'y': 2}
   if name == 'convert_element_type':
     # Of a number, or to the same dtype, it changes nothing.
-    aval, dtype = equation.invars[0].aval, jnp.dtype(params['new_dtype'])
+    aval, dtype = equation.invars[0].aval, jnp.dtype(str(params['new_dtype']))
     return arguments[0] if aval.ndim == 0 or aval.dtype == dtype else f'{dtype.name}({arguments[0]})'
   if name == 'integer_pow':
     name = f'pow{params["y"]}'

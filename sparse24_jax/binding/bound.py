@@ -174,7 +174,7 @@ class Notes:
     self.problems: dict[str, list[str]] = {}
 
   def matmul(self, found: Matmul) -> Array:
-    path, source = found.weight.view.path, _jax.source_of(found.equation)
+    path, source = found.view.path, _jax.source_of(found.equation)
     known = self.readings.setdefault(path, [])
     # A loop may trace its body more than once.
     if not any(other.equation is found.equation for other, _ in known):
@@ -275,7 +275,7 @@ def _straddles(found: Matmul, reading: Reading, rule: Rule) -> str | None:
   """What is wrong with a part of a weight whose ends cut groups."""
   if reading.whole or rule.policy.projection is None:
     return None
-  view = found.weight.view
+  view = found.view
   roles = (reading.layout.contracted, reading.layout.outputs)
   for axes, divisor in zip(roles, rule.policy.projection.divisor, strict=True):
     axis = axes[-1]

@@ -41,7 +41,7 @@ class Reading:
 
 def read(found: Matmul) -> Reading:
   """How a matmul reads its weight; `UnreadableError` says what is in the way."""
-  view, side = found.weight.view, found.side
+  view, side = found.view, found.side
   contract, batch, groups = _dimensions(found)
   contracted, batched = contract[side], (*batch[side], *groups)
   free = [i for i in range(len(view.axes)) if i not in contracted and i not in batched]
@@ -107,7 +107,7 @@ def _in_order(runs: Sequence[Run]) -> list[Run]:
 
 def weight_matrix(found: Matmul, reading: Reading) -> Array:
   """The weight of a matmul as `[batch..., in, out]`."""
-  runs = [run for axis in found.weight.view.axes for run in axis]
+  runs = [run for axis in found.view.axes for run in axis]
   batch, contracted, _ = reading.axes
   w = found.weight.array.reshape([run.size for run in runs])
   w = jnp.transpose(w, _order(runs, reading.runs))
@@ -116,14 +116,14 @@ def weight_matrix(found: Matmul, reading: Reading) -> Array:
 
 def weight_as_read(w: Array, found: Matmul, reading: Reading) -> Array:
   """The inverse of `weight_matrix`: the operand of the matmul as the model gives it."""
-  runs = [run for axis in found.weight.view.axes for run in axis]
+  runs = [run for axis in found.view.axes for run in axis]
   w = jnp.transpose(w.reshape([run.size for run in reading.runs]), _order(reading.runs, runs))
-  return w.reshape(found.weight.view.value_shape)
+  return w.reshape(found.view.value_shape)
 
 
 def rows(found: Matmul, reading: Reading) -> Array:
   """The other operand as `[batch..., rows..., in]`."""
-  side, view = found.side, found.weight.view
+  side, view = found.side, found.view
   contract, batch = found.equation.params['dimension_numbers']
   x = found.other.array
   free = [i for i in range(x.ndim) if i not in contract[1 - side] and i not in batch[1 - side]]
@@ -142,7 +142,7 @@ def rows(found: Matmul, reading: Reading) -> Array:
 def as_result(y: Array, found: Matmul, reading: Reading) -> Array:
   """`[batch..., rows..., out]` as the `dot_general` gives it."""
   (out,) = (variable.aval for variable in found.equation.outvars)
-  side, view = found.side, found.weight.view
+  side, view = found.side, found.view
   contract, batch = found.equation.params['dimension_numbers']
   free = [i for i in range(len(view.axes)) if i not in contract[side] and i not in batch[side]]
   runs = [run for i in free for run in view.axes[i]]

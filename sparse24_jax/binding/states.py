@@ -25,9 +25,10 @@ def weight_states(
 
 def _state(policy: DotPolicy, w: Array, state: Array, *, pack: bool | None) -> Any:
   projection = policy.projection
-  if projection.matrix is not None:
-    state = projection.layout.matrix(state) if state.shape == w.shape else state
-    policy, w = dataclasses.replace(policy, projection=projection.matrix), projection.layout.matrix(w)
+  if projection is not None and projection.matrix is not None:
+    layout = projection.layout_of(w)
+    state = layout.matrix(state) if state.shape == w.shape else state
+    policy, w = dataclasses.replace(policy, projection=projection.matrix), layout.matrix(w)
   if pack is None:
     pack = may_pack(policy, w)
   # float32 parameters are packed for bfloat16 layers; a layer of another dtype packs again, from the state.

@@ -162,7 +162,7 @@ class _Sparse:
       )
 
   def _reading(self, found: Matmul) -> tuple[Any, Reading]:
-    weight, reading = self.weights[found.weight.view.path], read(found)
+    weight, reading = self.weights[found.view.path], read(found)
     if reading.layout != weight.layout:
       raise ValueError(
         f'{weight.path}: {_jax.source_of(found.equation)} reads it as {reading.layout.describe()}, and where the recipe'
@@ -171,7 +171,7 @@ class _Sparse:
     return weight, reading
 
   def _state(self, found: Matmul, reading: Reading) -> Any:
-    state, view = found.weight.state, found.weight.view
+    state, view = found.weight.state, found.view
     if state is None:
       return None
     state = state.at(view, reading.batch)

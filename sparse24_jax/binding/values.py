@@ -96,6 +96,12 @@ class Matmul:
     return self.arguments[self.side]
 
   @property
+  def view(self) -> View:
+    """What of its weight it reads."""
+    assert self.weight.view is not None
+    return self.weight.view
+
+  @property
   def other(self) -> Value:
     return self.arguments[1 - self.side]
 

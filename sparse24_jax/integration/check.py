@@ -119,7 +119,8 @@ def check(
   weights = {path: _checked(path, leaves[path], weight) for path, weight in found.items()}
   concrete = all(isinstance(leaf, jax.Array | np.ndarray) for leaf in traced.leaves)
   if concrete and all(weight.problem is None for weight in weights.values()):
-    weights = _measured(weights, Bound.of(recipe, [w.weight for w in weights.values() if w.weight is not None]), f, params, args, kwargs)
+    bound = Bound.of(recipe, [w.weight for w in weights.values() if w.weight is not None])
+    weights = _measured(weights, bound, f, params, args, kwargs)
   if optimizer is not None:
     weights = _with_masks_of(optimizer, recipe, weights, params)
   return Checked(tuple(weights.values()), dense)
@@ -184,7 +185,8 @@ def _measured(
     floats = [y for y in jax.tree.leaves(out) if jnp.issubdtype(jnp.result_type(y), jnp.floating)]
     # Any direction will do; that of a sum is flat where the model ends with a softmax.
     directions = (jax.random.normal(jax.random.key(i), jnp.shape(y)) for i, y in enumerate(floats))
-    return sum(jnp.sum(y.astype(jnp.float32) * d) for y, d in zip(floats, directions, strict=True))
+    sums = [jnp.sum(y.astype(jnp.float32) * d) for y, d in zip(floats, directions, strict=True)]
+    return jnp.sum(jnp.stack(sums))
 
   grads = dict(leaves_by_path(jax.grad(loss)(params)))
   found = dict(weights)

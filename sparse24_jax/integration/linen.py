@@ -55,6 +55,7 @@ class SparseModule(nn.Module):
     if self.is_initializing():
       return getattr(self.sparse24_model, method)(*args, **kwargs)
     scope = self.scope
+    assert scope is not None
     model = self.sparse24_model.clone(parent=None)
     collections = dict(self.variables)
     params, states = collections.pop('params', {}), collections.pop(COLLECTION, {})

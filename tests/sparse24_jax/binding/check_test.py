@@ -46,7 +46,7 @@ class CheckTest(absltest.TestCase):
     checked = s24.check(s24.recipes.ste('.*'), f, params, jnp.ones((4, 16)))
     self.assertFalse(checked.ok)
     self.assertEqual([w.problem is None for w in checked.weights], [True, False, False])
-    self.assertRegex(str(checked), r'(?s)PROBLEM  v of shape .* has length 6 along axis -2.*PROBLEM  w of shape.*mul at')
+    self.assertRegex(str(checked), r'(?s)PROBLEM  v of shape .* length 6 along axis -2.*PROBLEM  w of shape.*mul at')
 
   def test_masks_are_those_of_the_weights_that_the_chain_leaves(self):
     f, params, x = example()
