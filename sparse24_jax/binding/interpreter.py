@@ -85,6 +85,9 @@ class _Interpreter:
         out[0].row = row_of(equation, values[0]) if values else None
       return out
     if name in _INSIDE:
+      if name not in ('jit', 'custom_jvp_call'):  # what was put off outside is made outside
+        for value in values:
+          _ = value.array
       return _INSIDE[name](self, equation, values)
     if name in ('dot_general', 'ragged_dot_general'):
       return self._matmul(equation, values, name)

@@ -70,6 +70,12 @@ def _attention(p, x):
   return jnp.einsum('thk,hkd->td', jax.nn.relu(q), p['out'])
 
 
+def _read_inside_and_outside(p, x):
+  z = x @ p['w']
+  _, ys = jax.lax.scan(lambda carry, _: (carry + z, carry @ p['w']), z, None, length=2)
+  return jax.lax.cond(x.sum() > 0, lambda: z, lambda: 2 * z) + ys.sum(0)
+
+
 def _branches(p, x):
   return jax.lax.cond(x.sum() > 0, lambda w, x: x @ w, lambda w, x: -x @ w, p['w'], x)
 
@@ -133,6 +139,7 @@ CASES = {
   'attention': Case(
     _attention, {'query': (16, 2, 8), 'out': (2, 8, 16)}, (4, 16), {'query': 'in 0, out 1 2', 'out': 'in 0 1, out 2'}
   ),
+  'inside_and_outside': Case(_read_inside_and_outside, {'w': (16, 16)}, (4, 16), {'w': IN_OUT}),
   'branches': Case(_branches, {'w': (16, 8)}, (4, 16), {'w': IN_OUT}),
   'jit': Case(_jitted, {'w': (16, 8)}, (4, 16), {'w': IN_OUT}),
   'handed_on_by_a_scan': Case(_handed_on, {'w': (16, 16)}, (4, 16), {'w': IN_OUT}),
