@@ -8,6 +8,7 @@ import sys
 
 from absl.testing import absltest, parameterized
 import jax.numpy as jnp
+import pytest
 
 from pallas_kernels import _device
 from pallas_kernels.sparse_matmul import mosaic_gpu_sm80, operand
@@ -33,6 +34,7 @@ def _report(target, dtype):
 class CompileTest(parameterized.TestCase):
 
   @parameterized.parameters('sm_80', 'sm_86', 'sm_89', 'sm_90a')
+  @pytest.mark.few
   def test_compiles_without_spills(self, target):
     # A process a target: Mosaic keeps the settings of the first.
     root = pathlib.Path(_device.__file__).parents[1]

@@ -11,6 +11,7 @@ from absl.testing import absltest
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from pallas_kernels import _device, formats
 from pallas_kernels.ffi import cusparselt as library
@@ -121,6 +122,7 @@ class TokenCountsTest(absltest.TestCase):
           expected = wide(x[:tokens]) @ dense.T
           self.check(module, device, a, x[:tokens], expected, b_layout='nk', out_layout='nm')
 
+  @pytest.mark.slow
   def test_weight_gradient_of_whole_groups_of_tokens(self):
     for tokens in (4, 8, 12, 60, 64, 68, 124, 128, 132):
       dense, a = _sparse(self.rng, _OUT, tokens)

@@ -47,6 +47,7 @@ class MaskTest(parameterized.TestCase):
 
   # Sums of 128 rows are beyond the 256 up to which bfloat16 counts; both ways to rank columns.
   @parameterized.parameters(*_SIZES, (128, 10), (128, 32))
+  @pytest.mark.few(2)
   def test_against_loops(self, v, m):
     for dtype in ('float32', 'bfloat16', 'float16'):
       x = _random(v, m, dtype)
