@@ -3,6 +3,7 @@
 #   make test      lint, types and the fast tests: each promise of the project is held by at least one of them
 #   make pages     tables and picture of the docs, and pages about speed and quality, from the committed records
 #   make test-all  lint, types and all tests, those marked slow too; CI runs this
+#   make test-hf   a Hugging Face checkpoint there and back, against PyTorch and `transformers` in an environment of their own
 #   make mutants   breaks one promise at a time and runs the fast tests that must notice
 #   make faults    injects faults into runs, and writes what became of them to docs/faults.md
 #   make soak      a run of 20,000 steps that is killed again and again
@@ -12,10 +13,13 @@ PYTHON ?= python3.12
 VENV ?= .venv
 # Compiling the kernels needs CUDA plug-ins, which JAX would complain of everywhere else.
 KERNELS_VENV ?= .venv-kernels
+# PyTorch works in a process of its own, and may have another Python.
+TORCH_VENV ?= .venv-torch
+TORCH_VENV_PYTHON ?= python3.11
 # A worker that has no tests left takes some from the other.
 PYTEST = -m pytest -n 2 --dist worksteal -q $(SELECT)
 
-.PHONY: demo pages test test-all types tests mutants faults soak docs clean
+.PHONY: demo pages test test-all types tests test-hf mutants faults soak docs clean
 
 demo: $(VENV)/ready
 	$(VENV)/bin/python -m experiments
@@ -37,6 +41,9 @@ tests: $(VENV)/ready $(KERNELS_VENV)/ready
 	JAX_PLATFORMS=cpu $(COMPILING) $(VENV)/bin/python $(PYTEST) --ignore tests/pallas_kernels tests sparse24_jax experiments
 	JAX_PLATFORMS=cpu $(KERNELS_VENV)/bin/python $(PYTEST) tests/pallas_kernels pallas_kernels \
 	  $(wildcard tests/sparse24_jax/*on_hopper_test.py)
+
+test-hf: $(VENV)/ready $(TORCH_VENV)/ready
+	JAX_PLATFORMS=cpu TORCH_PYTHON=$(TORCH_VENV)/bin/python $(VENV)/bin/python -m pytest -q tests/examples/finetune_hf_test.py
 
 mutants: $(VENV)/ready
 	$(VENV)/bin/python -m tests.mutants
@@ -61,5 +68,10 @@ $(KERNELS_VENV)/ready: EXTRA = kernels-test
 	  || $*/bin/python -m pip install --quiet --editable '.[$(EXTRA)]'
 	touch $@
 
+$(TORCH_VENV)/ready:
+	$(TORCH_VENV_PYTHON) -m venv $(TORCH_VENV)
+	$(TORCH_VENV)/bin/python -m pip install --quiet torch==2.13.0 transformers==5.23.0
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(KERNELS_VENV) .jax_cache runs site
+	rm -rf $(VENV) $(KERNELS_VENV) $(TORCH_VENV) .jax_cache runs site
