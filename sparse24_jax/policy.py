@@ -64,7 +64,8 @@ class DotPolicy:
 class TwoOfFour:
   """2:4: of each four neighbours the two largest stay.
 
-  >>> str(TwoOfFour()), TwoOfFour().group, TwoOfFour().block
+  >>> import sparse24_jax as s24
+  >>> str(s24.TwoOfFour()), s24.TwoOfFour().group, s24.TwoOfFour().block
   ('2:4', 4, 1)
   """
 
@@ -90,7 +91,8 @@ class VNM:
     v: rows of a block; 64 and 128 are those of the format's authors.
     m: columns of a group.
 
-  >>> str(VNM(128, 8)), VNM(128, 8).group, VNM(128, 8).block
+  >>> import sparse24_jax as s24
+  >>> str(s24.VNM(128, 8)), s24.VNM(128, 8).group, s24.VNM(128, 8).block
   ('128:2:8', 8, 128)
   """
 
