@@ -108,6 +108,7 @@ FP8 = Fp8()
 
 
 def _both(packed: Packed8) -> tuple[Array, SparseOperand]:
+  assert packed.dense is not None  # asked for by default
   return packed.dense, packed.operand
 
 
