@@ -3,6 +3,7 @@
 import dataclasses
 import math
 
+import jax
 from jax import Array
 import jax.numpy as jnp
 
@@ -81,3 +82,27 @@ class Layout:
     """
     roles = (('stacked', self.stacked), ('in', self.contracted), ('out', self.outputs))
     return ', '.join(f'{name} {" ".join(map(str, axes))}' for name, axes in roles if axes)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Layouts:
+  """The layouts of the weights that are stored otherwise than as `[stacked..., in, out]`, with states made for them.
+
+  Masks of two layouts may have one shape, so what is made under a recipe says under which layouts.
+
+  Attributes:
+    of: (path, layout as text), in the order of the tree.
+  """
+
+  of: tuple[tuple[str, str], ...] = ()
+
+  def require(self, others: 'Layouts') -> None:
+    """ValueError unless a state that was made under these layouts serves a recipe with others."""
+    if self != others:
+      path, _ = sorted(set(self.of) ^ set(others.of))[0]
+      made, wanted = (dict(layouts.of).get(path, '[stacked..., in, out]') for layouts in (self, others))
+      raise ValueError(
+        f'{path}: its state was made for a weight stored as {made}, and the recipe takes it for {wanted}: give'
+        ' sparse_training, sparse_variables, sparsify and project one recipe, the one that bind returned'
+      )

@@ -1,6 +1,6 @@
 """The description of a run: frozen data that says which weights are sparse, how, and when."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 import dataclasses
 import math
 import numbers
@@ -11,7 +11,7 @@ from jax import Array
 from jax.core import Tracer
 
 from sparse24_jax.attention import Attention, check_attention, describe_attention
-from sparse24_jax.layout import Layout
+from sparse24_jax.layout import Layout, Layouts
 from sparse24_jax.policy import ActivationPolicy, DotPolicy
 
 PHASES = ('dense', 'sparse')
@@ -205,6 +205,16 @@ class Recipe:
       'flip_rate': self.flip_rate,
       'freezes_second_moment': self.freezes_second_moment,
     }
+
+  def without(self, paths: Collection[str], rules: tuple[Rule, ...]) -> 'Recipe':
+    """The recipe with other rules, under which the weights at `paths` are dense."""
+    del paths
+    return dataclasses.replace(self, rules=rules)
+
+  @property
+  def layouts(self) -> Layouts:
+    """Of weights that are stored otherwise than as `[stacked..., in, out]`; only `bind` finds these."""
+    return Layouts()
 
   def layouts_of(self, weights: Mapping[str, Any]) -> Mapping[str, Layout]:
     """How matched weights are stored, by path: nothing is known here; a recipe that `bind` made knows all of them."""

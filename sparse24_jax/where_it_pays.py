@@ -163,7 +163,10 @@ def where_it_pays(
 def _layer(
   path: str, leaf: Any, policy: DotPolicy, tokens: int, micro_batches: int, dtype: Any, on: Target
 ) -> LayerGain:
-  *lead, d_in, d_out = leaf.shape
+  projection = policy.projection
+  assert projection is not None
+  *lead, d_in, d_out = projection.layout_of(leaf).matrix_shape(leaf.shape)
+  policy = dataclasses.replace(policy, projection=projection.matrix or projection)
   layers, wide, device = math.prod(lead), jnp.dtype(leaf.dtype).itemsize, on.device.slug
   policy = dataclasses.replace(policy, implementation=None)
   plan, sparse = plan_layer(policy, tokens, d_in, d_out, dtype, on=on), kernel_roles(policy, d_in, d_out, dtype)

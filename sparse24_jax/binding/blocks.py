@@ -43,7 +43,7 @@ def find_block(down: Matmul) -> Block | None:
   alike = all(
     root.other.array is x.array and root.equation.outvars[0].aval.shape == z.shape == out.shape for root in roots
   )
-  if not alike or z.dtype != out.dtype or z.dtype != x.array.dtype:
+  if not alike or {z.dtype, out.dtype, down.equation.outvars[0].aval.dtype} != {x.array.dtype}:
     return None
   found = _activations(jnp.dtype(z.dtype).name).get(text)
   if found is None or len(found[1]) != len(roots):
@@ -52,11 +52,14 @@ def find_block(down: Matmul) -> Block | None:
   return Block(activation, dict(zip(roles, roots, strict=True)))
 
 
+_REPEATS = ('broadcast_in_dim', 'reshape')
+
+
 def row_of(equation: Any, value: Value) -> Any:
   """The vector along the last axis that the result of an equation repeats, if it is one."""
   (out,) = (v.aval for v in equation.outvars)
   shape = getattr(out, 'shape', ())
-  if len(shape) < 1 or value.held is None:
+  if len(shape) < 1 or not hasattr(value.held, 'ndim') or equation.primitive.name not in _REPEATS:
     return None
   row = value.held if value.held.ndim == 1 else value.row
   if row is None or row.shape != shape[-1:] or row.shape == (1,):
@@ -98,11 +101,13 @@ def _number(value: Any) -> str:
   return f'{float(value):.5g}'
 
 
-def _equation_text(equation: Any, arguments: Sequence[str]) -> str:
+def _equation_text(equation: Any, arguments: Sequence[str], *, derivatives: bool = True) -> str:
   name, params = _jax.name_of(equation), equation.params
   inner = params.get('call_jaxpr') or params.get('jaxpr')
   if inner is not None:
-    return _jaxpr_text(inner, arguments)
+    text = _jaxpr_text(inner, arguments, derivatives=derivatives)
+    # A derivative of its own is a part of what an activation is.
+    return f'{text}|{_derivative_text(equation)}|' if name == 'custom_jvp_call' and derivatives else text
   if name in ('copy', 'name'):
     return arguments[0]
   if name == 'square':
@@ -118,7 +123,19 @@ def _equation_text(equation: Any, arguments: Sequence[str]) -> str:
   return f'{name}({",".join(arguments)})'
 
 
-def _jaxpr_text(jaxpr: Any, arguments: Sequence[str]) -> str:
+def _derivative_text(equation: Any) -> str:
+  """What a function of entries with a derivative of its own does to a tangent."""
+
+  def function(*arrays: Any) -> Any:
+    return _jax.rebind(equation, arrays)[0]
+
+  values = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in equation.invars]
+  jaxpr = jax.make_jaxpr(lambda z, dz: jax.jvp(function, z, dz)[1])(values, values)
+  names = [f'd{i}' for i in range(2 * len(values))]
+  return _jaxpr_text(jaxpr, names, derivatives=False)
+
+
+def _jaxpr_text(jaxpr: Any, arguments: Sequence[str], *, derivatives: bool = True) -> str:
   opened, constants = _jax.open_jaxpr(jaxpr)
   known = dict(zip(opened.invars, arguments, strict=True))
   known.update((v, _number(c) if np.ndim(c) == 0 else '?') for v, c in zip(opened.constvars, constants, strict=True))
@@ -127,7 +144,9 @@ def _jaxpr_text(jaxpr: Any, arguments: Sequence[str]) -> str:
     return _number(atom.val) if _jax.is_literal(atom) else known[atom]
 
   for equation in opened.eqns:
-    text = '?' if len(equation.outvars) != 1 else _equation_text(equation, [read(atom) for atom in equation.invars])
+    given = [read(atom) for atom in equation.invars]
+    one = len(equation.outvars) == 1
+    text = _equation_text(equation, given, derivatives=derivatives) if one else '?'
     known.update(dict.fromkeys(equation.outvars, text))
   return read(opened.outvars[0])
 
@@ -145,8 +164,6 @@ _FORMS: Sequence[tuple[str, Callable[[Any], Any]]] = (
   ('silu', lambda z: z * jax.lax.logistic(z)),
   ('silu', lambda z: jax.lax.logistic(z) * z),
   ('relu', jax.nn.relu),
-  ('relu', lambda z: jnp.maximum(z, 0)),
-  ('relu', lambda z: jnp.maximum(0, z)),
   ('squared_relu', _squared_relu),
   ('squared_relu', lambda z: jnp.square(jnp.maximum(z, 0))),
 )

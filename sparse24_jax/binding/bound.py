@@ -1,7 +1,8 @@
 """`bind`: a recipe that knows the model, from one trace of it."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from sparse24_jax.binding.reading import read, Reading, UnreadableError
 from sparse24_jax.binding.tracing import trace, Traced
 from sparse24_jax.binding.values import Altered, Matmul
 from sparse24_jax.binding.view import View
-from sparse24_jax.layout import Layout
+from sparse24_jax.layout import Layout, Layouts
 from sparse24_jax.recipe import Recipe, Rule
 from sparse24_jax.rules import leaves_by_path, match_rules, matched_rules
 
@@ -92,6 +93,15 @@ class Bound(Recipe):
         return weight
     raise KeyError(path)
 
+  def without(self, paths: Collection[str], rules: tuple[Rule, ...]) -> 'Bound':
+    weights = tuple(weight for weight in self.weights if weight.path not in paths)
+    return dataclasses.replace(self, rules=rules, weights=weights)
+
+  @property
+  def layouts(self) -> Layouts:
+    odd = (weight for weight in self.weights if weight.rule.policy.projection and not weight.layout.is_standard)
+    return Layouts(tuple((weight.path, weight.layout.describe()) for weight in odd))
+
   def layouts_of(self, weights: Mapping[str, Any]) -> Mapping[str, Layout]:
     known = {weight.path: weight for weight in self.weights}
     for path, weight in known.items():
@@ -160,9 +170,13 @@ def tracked(params: Any, recipe: Recipe) -> dict[str, Rule]:
   return {path: rule for path, rule in matched_rules(params, recipe).items() if not rule.is_plain}
 
 
-def harmless(by: str) -> bool:
-  """Whether a primitive may read a weight besides the matmuls that are sparse: a norm, say."""
-  return by.startswith(('reduce', 'arg'))
+def how_lost(mark: View | Altered, by: str, source: str) -> str:
+  """Where nothing follows a weight any more."""
+  if not isinstance(mark, Altered):
+    return f'{by} at {source}'
+  if by.endswith('dot_general'):
+    return f'{mark.by} at {mark.source} changes it before a matmul reads it'
+  return f'{mark.by} at {mark.source}, then {by} at {source}'
 
 
 class Notes:
@@ -170,14 +184,14 @@ class Notes:
 
   def __init__(self):
     self.readings: dict[str, list[tuple[Matmul, Reading]]] = {}
-    self.blocks: dict[int, tuple[str, str]] = {}
+    self.blocks: dict[tuple[str, int], tuple[str, str]] = {}
     self.problems: dict[str, list[str]] = {}
 
   def matmul(self, found: Matmul) -> Array:
     path, source = found.view.path, _jax.source_of(found.equation)
     known = self.readings.setdefault(path, [])
-    # A loop may trace its body more than once.
-    if not any(other.equation is found.equation for other, _ in known):
+    # A loop may trace its body more than once, and two calls of one function share their equations.
+    if not any(_same_reading(other, found) for other, _ in known):
       try:
         known.append((found, read(found)))
       except UnreadableError as problem:
@@ -190,18 +204,20 @@ class Notes:
 
   def block(self, activation: str, maps: Mapping[str, Matmul]) -> None:
     for role, found in maps.items():
-      self.blocks[id(found.equation)] = (activation, role)
+      self.blocks[found.view.path, id(found.equation)] = (activation, role)
 
   def lost(self, mark: View | Altered, by: str, source: str) -> None:
-    if isinstance(mark, Altered):
-      self._problem(mark.path, f'{mark.by} at {mark.source} changes it before a matmul reads it')
-    elif not harmless(by):
-      self._problem(mark.path, f'{by} at {source}')
+    self._problem(mark.path, how_lost(mark, by, source))
 
   def _problem(self, path: str, text: str) -> None:
     known = self.problems.setdefault(path, [])
     if text not in known:
       known.append(text)
+
+
+def _same_reading(one: Matmul, other: Matmul) -> bool:
+  starts = [[start if isinstance(start, int) else None for start in found.view.offsets] for found in (one, other)]
+  return one.equation is other.equation and one.view.axes == other.view.axes and starts[0] == starts[1]
 
 
 def take_notes(traced: Traced, matched: Iterable[str]) -> Notes:
@@ -266,7 +282,7 @@ def _bound(path: str, leaf: Any, rule: Rule, notes: Notes) -> BoundWeight | str:
 
 
 def _use(found: Matmul, reading: Reading, notes: Notes) -> Use:
-  block, role = notes.blocks.get(id(found.equation), (None, None))
+  block, role = notes.blocks.get((found.view.path, id(found.equation)), (None, None))
   kind, source = found.equation.primitive.name, _jax.source_of(found.equation)
   return Use(reading.tokens, reading.whole, kind, block, role, source)
 
@@ -275,14 +291,19 @@ def _straddles(found: Matmul, reading: Reading, rule: Rule) -> str | None:
   """What is wrong with a part of a weight whose ends cut groups."""
   if reading.whole or rule.policy.projection is None:
     return None
-  view = found.view
-  roles = (reading.layout.contracted, reading.layout.outputs)
+  view, roles = found.view, (reading.layout.contracted, reading.layout.outputs)
   for axes, divisor in zip(roles, rule.policy.projection.divisor, strict=True):
-    axis = axes[-1]
-    size = next((run.size * run.stride for run in reading.runs if run.axis == axis), 1)
-    start = view.offsets[axis]
-    if size != view.shape[axis] and divisor > 1 and (not isinstance(start, int) or start % divisor or size % divisor):
-      return f'a part of axis {axis}, {size} entries from {start}, cuts groups of {divisor}'
+    for i, axis in enumerate(axes):
+      size = math.prod(run.size for run in reading.runs if run.axis == axis)
+      if divisor == 1 or size == view.shape[axis]:
+        continue
+      # Whole groups in front of it, in it and, of an inner axis, in each row of the axes around it.
+      inner, start = math.prod(view.shape[a] for a in axes[i + 1 :]), view.offsets[axis]
+      row = inner * view.shape[axis] if i else 0
+      if not isinstance(start, int):
+        return f'a part of axis {axis}, {size} entries from where only a run tells, may cut groups of {divisor}'
+      if any(n % divisor for n in (start * inner, size * inner, row)):
+        return f'a part of axis {axis}, {size} entries from {start}, cuts groups of {divisor}'
   return None
 
 

@@ -14,7 +14,7 @@ from jax import Array
 
 from sparse24_jax.binding import _jax
 from sparse24_jax.binding.blocks import ELEMENTWISE, find_block, row_of
-from sparse24_jax.binding.values import Altered, Elementwise, Matmul, Value
+from sparse24_jax.binding.values import Altered, Elementwise, ENTRY_BY_ENTRY, harmless, Matmul, Value
 from sparse24_jax.binding.view import follow, View
 
 
@@ -124,22 +124,25 @@ class _Interpreter:
       return [Value(value.held, view, values[0].state) for value, view in zip(out, views, strict=True)]
     mark = next(mark for mark in marks if mark is not None)
     source = _jax.source_of(equation)
-    size = max(value.array.size for value in values if value.mark is not None)
-    for value in out:
-      # A value of the size of the weight may be the weight in another form; a smaller one is a norm, or a row of it.
-      if getattr(value.held, 'size', 0) >= size:
-        value.mark = mark if isinstance(mark, Altered) else Altered(mark.path, name, source)
-    if not any(value.mark for value in out) and isinstance(mark, View):
+    mixed = any(value.mark is None and value.array.ndim for value in values)
+    if name in ENTRY_BY_ENTRY:
+      altered = mark if isinstance(mark, Altered) else Altered(mark.path, name, source)
+      for value in out:
+        value.mark = altered._replace(mixed=altered.mixed or mixed)
+    elif not harmless(name) or (isinstance(mark, Altered) and mark.mixed):
+      # A norm reads the weight alone. What reads it with something else may be a matmul by another name.
       self.reader.lost(mark, name, source)
     return out
 
   def _rebound(self, equation: Any, values: Sequence[Value]) -> list[Value]:
     return [Value(array) for array in _jax.rebind(equation, [value.array for value in values])]
 
-  def inside(self, jaxpr: Any, values: Sequence[Value], keys: Keys) -> list[Any]:
-    """The arrays that a jaxpr makes."""
+  def inside(self, jaxpr: Any, values: Sequence[Value], keys: Keys, equation: Any) -> list[Any]:
+    """The arrays that a jaxpr makes; a weight that it returns is followed no further."""
     opened, constants = _jax.open_jaxpr(jaxpr)
-    return [value.array for value in run(opened, constants, values, keys, self.reader)]
+    out = run(opened, constants, values, keys, self.reader)
+    self.lose(out, f'what a {_jax.name_of(equation)} returns', _jax.source_of(equation))
+    return [value.array for value in out]
 
   def lose(self, values: Sequence[Value], by: str, source: str) -> None:
     for value in values:
@@ -189,7 +192,7 @@ def _checkpoint(self: _Interpreter, equation: Any, values: list[Value]) -> list[
   # The keys are those that the same function has without a checkpoint, and so are the samples.
   def body(states: list[Any], key: Array | None, *arrays: Any) -> list[Any]:
     keys = self.keys.inside(key)
-    out = self.inside(params['jaxpr'], _marked(values, arrays, states), keys)
+    out = self.inside(params['jaxpr'], _marked(values, arrays, states), keys, equation)
     used.append(keys.count)
     return out
 
@@ -227,6 +230,8 @@ def _scan(self: _Interpreter, equation: Any, values: list[Value]) -> list[Value]
       for a, view, state, outer in zip(arrays, inner, states, scanned, strict=True)
     ]
     out = run(body, body_constants, [*constants, *kept, *slices], Keys(key), self.reader)
+    same = (*handed_on, *(False for _ in out[len(carry) :]))
+    self.lose([v for v, handed in zip(out, same, strict=True) if not handed], 'what a scan returns', source)
     out = [value.array for value in out]
     return out[: len(carry)], out[len(carry) :]
 
@@ -261,10 +266,10 @@ def _while(self: _Interpreter, equation: Any, values: list[Value]) -> list[Value
   key = self.keys.next()
 
   def test(carry: list[Any]) -> Any:
-    return self.inside(params['cond_jaxpr'], [*map(_unmarked, for_test), *map(Value, carry)], Keys(None))[0]
+    return self.inside(params['cond_jaxpr'], [*map(_unmarked, for_test), *map(Value, carry)], Keys(None), equation)[0]
 
   def body(carry: list[Any]) -> list[Any]:
-    return self.inside(params['body_jaxpr'], [*for_body, *map(Value, carry)], Keys(key))
+    return self.inside(params['body_jaxpr'], [*for_body, *map(Value, carry)], Keys(key), equation)
 
   with _jax.under(equation):
     return [Value(a) for a in jax.lax.while_loop(test, body, [value.array for value in carried])]
@@ -279,7 +284,7 @@ def _cond(self: _Interpreter, equation: Any, values: list[Value]) -> list[Value]
   key = self.keys.next()
 
   def branch(jaxpr: Any) -> Callable[..., list[Any]]:
-    return lambda states, key, arrays: self.inside(jaxpr, _marked(operands, arrays, states), Keys(key))
+    return lambda states, key, arrays: self.inside(jaxpr, _marked(operands, arrays, states), Keys(key), equation)
 
   with _jax.under(equation):
     branches = [branch(jaxpr) for jaxpr in equation.params['branches']]

@@ -73,6 +73,8 @@ def read(found: Matmul) -> Reading:
         raise UnreadableError(f'of axis {axis} it takes entries that are not neighbours')
       stride *= run.size
     sizes[axis] = math.prod(run.size for run in mine)
+    if mine and name == 'stacked' and sizes[axis] != view.shape[axis]:
+      raise UnreadableError(f'it takes {sizes[axis]} of {view.shape[axis]} entries of the stacked axis {axis} at once')
   inside = [axis for axis, name in chosen.items() if name != 'stacked']
   other = found.equation.invars[1 - side].aval.shape
   used = set(contract[1 - side]) | set(batch[1 - side])

@@ -7,6 +7,7 @@ from jax import Array
 import jax.numpy as jnp
 
 from sparse24_jax.binding.bound import Bound
+from sparse24_jax.binding.state import WeightState
 from sparse24_jax.policy import DotPolicy
 from sparse24_jax.products import may_pack, pack_weight
 from sparse24_jax.recipe import Recipe
@@ -17,7 +18,8 @@ def weight_states(
 ) -> dict[str, Any]:
   """By path, the states of the matrices `[stacked..., in, out]`, from what `projected_weights` gives.
 
-  A weight that the model reads in parts is not packed.
+  A weight that the model reads in parts is not packed. One that is stored otherwise than as `[stacked..., in, out]` has
+  its state in a `WeightState`: a mask along other axes may have its shape.
   """
   in_parts = {weight.path for weight in recipe.weights if not weight.packs} if isinstance(recipe, Bound) else set()
   return {path: _state(*found, pack=False if path in in_parts else pack) for path, found in sparse.items()}
@@ -25,11 +27,14 @@ def weight_states(
 
 def _state(policy: DotPolicy, w: Array, state: Array, *, pack: bool | None) -> Any:
   projection = policy.projection
-  if projection is not None and projection.matrix is not None:
-    layout = projection.layout_of(w)
+  assert projection is not None
+  layout, stored_otherwise = projection.layout_of(w), projection.matrix is not None
+  if stored_otherwise:
     state = layout.matrix(state) if state.shape == w.shape else state
     policy, w = dataclasses.replace(policy, projection=projection.matrix), layout.matrix(w)
   if pack is None:
     pack = may_pack(policy, w)
   # float32 parameters are packed for bfloat16 layers; a layer of another dtype packs again, from the state.
-  return pack_weight(policy, w, state, jnp.bfloat16 if w.dtype == jnp.float32 else w.dtype) if pack else state
+  if pack:
+    state = pack_weight(policy, w, state, jnp.bfloat16 if w.dtype == jnp.float32 else w.dtype)
+  return WeightState(state, layout.stacked) if stored_otherwise else state

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from pallas_kernels import _dispatch
 from sparse24_jax.activation_sparsity import neuron_level_ffn
 from sparse24_jax.binding import _jax
-from sparse24_jax.binding.bound import bind_traced, Bound, harmless
+from sparse24_jax.binding.bound import bind_traced, Bound, BoundWeight, how_lost
 from sparse24_jax.binding.interpreter import Keys, run
 from sparse24_jax.binding.reading import as_result, part_of, read, Reading, rows, weight_as_read, weight_matrix
 from sparse24_jax.binding.state import WeightState
@@ -61,14 +61,25 @@ def run_sparse(
       " linen models as collection 'sparse24'"
     )
   reader = _Sparse(known)
-  carried = {path: WeightState(states[path], known[path].layout.stacked) for path in known if path in states}
+  carried = {path: _carried(weight, states[path]) for path, weight in known.items() if path in states}
   values = traced.values(traced.leaves, traced.marks(known), carried)
   out = run(traced.jaxpr, traced.constants, values, Keys(key), reader)
   return jax.tree.unflatten(traced.structure, [value.array for value in out])
 
 
+def _carried(weight: BoundWeight, state: Any) -> WeightState:
+  if isinstance(state, WeightState):
+    return state
+  if not weight.layout.is_standard and weight.rule.policy.projection is not None:
+    raise ValueError(
+      f'{weight.path}: its state was made for a weight stored as [stacked..., in, out], and the model reads it as'
+      f' {weight.layout.describe()}: give sparse_training and sparse_variables the recipe that bind returned, too'
+    )
+  return WeightState(state, weight.layout.stacked)
+
+
 def is_state(node: Any) -> bool:
-  return isinstance(node, PackedWeight)
+  return isinstance(node, PackedWeight | WeightState)
 
 
 def _bound_to(recipe: Recipe, params: Any, traced: Traced) -> Bound:
@@ -129,6 +140,9 @@ class _Sparse:
 
   def block(self, activation: str, maps: Mapping[str, Matmul]) -> Array | None:
     read_by = {role: self._reading(found) for role, found in maps.items()}
+    for role, found in maps.items():
+      with errors_name(read_by[role][0].path):
+        _check_precision(found, jnp.result_type(*(value.array for value in found.arguments)))
     policies = {weight.rule.policy for weight, _ in read_by.values()}
     neurons = {weight.rule.activation for weight, _ in read_by.values()}
     batches = {reading.batch for _, reading in read_by.values()}
@@ -155,11 +169,10 @@ class _Sparse:
     return as_result(y, maps['down'], read_by['down'][1])
 
   def lost(self, mark: View | Altered, by: str, source: str) -> None:
-    if isinstance(mark, Altered) or not harmless(by):
-      raise ValueError(
-        f'{mark.path}: {by} at {source} reads it, and no sparse matmul does; where the recipe was bound the model did'
-        ' not: bind it to what is run'
-      )
+    raise ValueError(
+      f'{mark.path}: {how_lost(mark, by, source)}: no sparse matmul reads it there, and where the recipe was bound the'
+      ' model did not do so: bind it to what is run'
+    )
 
   def _reading(self, found: Matmul) -> tuple[Any, Reading]:
     weight, reading = self.weights[found.view.path], read(found)

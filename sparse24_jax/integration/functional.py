@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from pallas_kernels._dispatch import log_once
 from sparse24_jax.binding.bound import Bound
 from sparse24_jax.dot import check_state
-from sparse24_jax.optim import sparse_states
+from sparse24_jax.optim import made_for, sparse_states
 from sparse24_jax.policy import DotPolicy
 from sparse24_jax.projection import Projection, SoftThreshold, straight_through
 from sparse24_jax.recipe import PhaseName, Recipe, resolve_phase
@@ -73,6 +73,7 @@ def projected_weights(params: Any, opt_state: Any, recipe: Recipe) -> dict[str, 
   weights = dict(leaves_by_path(params))
   if opt_state is None:
     return {path: (p, weights[path], _chosen_now(path, p, weights[path])) for path, p in policies.items()}
+  made_for(opt_state).require(recipe.layouts)
   states = sparse_states(opt_state)
   if set(states) != set(policies):
     raise ValueError(

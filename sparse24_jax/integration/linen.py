@@ -8,6 +8,7 @@ import functools
 from typing import Any
 
 from flax import linen as nn
+import jax
 
 from sparse24_jax.binding.transform import is_state, run_sparse
 from sparse24_jax.recipe import Recipe
@@ -15,6 +16,7 @@ from sparse24_jax.rules import leaves_by_path, rule_for
 
 COLLECTION = 'sparse24'
 RNG = 'mvue'
+_CALLS = 'sparse24_calls'
 
 
 class SparseModule(nn.Module):
@@ -65,6 +67,11 @@ class SparseModule(nn.Module):
     if others:
       collections[COLLECTION] = others
     streams = {name: rng.as_jax_rng() for name, rng in scope.rngs.items()}
+    # The first call has the streams of the plain model; another one, in the same apply, others.
+    calls = scope.__dict__.setdefault(_CALLS, [0])
+    if calls[0]:
+      streams = {name: jax.random.fold_in(rng, calls[0]) for name, rng in streams.items()}
+    calls[0] += 1
     key = streams.get(RNG)
     stack = nn.module._context.capture_stack
     capture = stack[-1] if stack else False

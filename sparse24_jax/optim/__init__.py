@@ -6,6 +6,7 @@ from sparse24_jax.optim.regroup_neurons import regroup_neurons
 from sparse24_jax.optim.sparse_training import (
   FlipRate,
   get_flip_rate,
+  made_for,
   sparse_states,
   sparse_training,
   SparseTrainingState,
@@ -19,6 +20,7 @@ __all__ = [
   'StepAdamState',
   'add_masked_decay',
   'get_flip_rate',
+  'made_for',
   'mvue_gradients',
   'regroup_neurons',
   'scale_by_step_adam',

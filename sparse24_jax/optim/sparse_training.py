@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from pallas_kernels import _dispatch
+from sparse24_jax.layout import Layouts
 from sparse24_jax.optim._evolve import evolve, evolving, minus, on_links, zero
 from sparse24_jax.optim._state import find_state, states_of
 from sparse24_jax.optim._weights import boxed, contexts, flip_rates, is_leaf, map_sparse, projections_of, unboxed
@@ -52,6 +53,7 @@ class SparseTrainingState(NamedTuple):
       not in a box that says how its array is sharded.
     flip_rate: of the last comparison.
     inner_state: of the inner optimizer.
+    layouts: of the weights that are not stored as `[stacked..., in, out]`, as the recipe was bound; no array.
 
   Its trees like the parameters hold arrays of other shapes, too: scales, flip rates, and nothing where no rule matches.
   A function that gives each array the sharding of its parameter asks for the shape:
@@ -82,6 +84,7 @@ class SparseTrainingState(NamedTuple):
   projections: Any
   flip_rate: FlipRate
   inner_state: Any
+  layouts: Layouts = Layouts()
 
 
 def sparse_training(
@@ -173,12 +176,13 @@ def sparse_training(
         f'recipe {recipe.name!r} without step_adam inside: no second moment is held, which leaves a dense start and STE'
       )
       _dispatch.log_once(message, 'sparse24_jax', logging.WARNING)
-    state = SparseTrainingState(jnp.zeros((), jnp.int32), states, none_yet, inner_state)
+    state = SparseTrainingState(jnp.zeros((), jnp.int32), states, none_yet, inner_state, recipe.layouts)
     return _map_weights(functools.partial(boxed, given), state)
 
   def update(updates: Any, state: SparseTrainingState, params: Any = None, **extra: Any):
     if params is None:
       raise ValueError('sparse_training needs the parameters: call update(updates, state, params)')
+    state.layouts.require(recipe.layouts)
     # The inner optimizer is given what the caller has; here all arrays are as they are.
     given, boxes = params, jax.tree.structure(updates)
     params, updates = unboxed(params), unboxed(updates)
@@ -213,7 +217,7 @@ def sparse_training(
       updates, state = evolve(recipe, inner, projections, params, gradients, updates, state)
     else:
       states, rates = _refresh(recipe, projections, count, compared, params, updates, state)
-      state = SparseTrainingState(count, states, rates, inner_state)
+      state = SparseTrainingState(count, states, rates, inner_state, state.layouts)
     updates = jax.tree.unflatten(boxes, jax.tree.leaves(updates))
     return updates, _map_weights(functools.partial(boxed, given), state)
 
@@ -243,6 +247,11 @@ def sparse_states(opt_state: Any) -> dict[str, Array]:
   """The projection states in an optimizer state, by the path of their weight."""
   projections = find_state(opt_state, SparseTrainingState, 'sparse_training').projections
   return dict(leaves_by_path(projections))
+
+
+def made_for(opt_state: Any) -> Layouts:
+  """The layouts of the recipe that the state of `sparse_training` was made with."""
+  return find_state(opt_state, SparseTrainingState, 'sparse_training').layouts
 
 
 def _compared(recipe: Recipe, projections: Any, count: Array, params: Any, states: Any) -> Any:

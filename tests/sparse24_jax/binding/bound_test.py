@@ -13,6 +13,22 @@ import sparse24_jax as s24
 from tests.sparse24_jax.binding.functions import arguments, CASES, relu_mlp
 
 STE = s24.recipes.ste('.*')
+
+
+@jax.custom_jvp
+def _straight_relu(z):
+  return jnp.maximum(z, 0)
+
+
+_straight_relu.defjvp(lambda z, dz: (_straight_relu(z[0]), dz[0]))
+
+
+def _shared_parts(w, x):
+  """Two calls of one function, which share their equations."""
+  part = jax.jit(lambda w, x: x @ w)
+  return part(w[:8], x[:, :8]) + part(w[2:10], x[:, 2:10])
+
+
 OWN = jax.custom_vjp(lambda w, x: x @ w)
 OWN.defvjp(lambda w, x: (x @ w, (w, x)), lambda kept, dz: (kept[1].T @ dz, dz @ kept[0].T))
 
@@ -65,6 +81,8 @@ class BindTest(parameterized.TestCase):
     ('gelu_by_erf', functools.partial(jax.nn.gelu, approximate=False), None),
     ('scaled', lambda z: 2 * jax.nn.relu(z), None),
     ('tanh', jnp.tanh, None),
+    ('relu_by_maximum', lambda z: jnp.maximum(z, 0), None),  # its derivative at zero is another one
+    ('relu_with_a_derivative_of_its_own', _straight_relu, None),
   )
   def test_blocks_are_found(self, activation, expected):
     params, x = arguments('plain')
@@ -95,6 +113,12 @@ class BindTest(parameterized.TestCase):
     ('carried', lambda w, x: jax.lax.scan(lambda w, _: (w + 1, x @ w), w, None, length=2)[1], 'the carry of a scan'),
     ('own_derivative', OWN, 'custom_vjp_call, whose derivative is its own'),
     ('ragged_rows', lambda w, x: jax.lax.ragged_dot(w, x[:, :, None], jnp.array([8, 0, 8, 0])), 'the ragged operand'),
+    ('by_hand', lambda w, x: (x[:, :, None] * w[None]).sum(1), 'mul at .*, then reduce_sum at'),
+    ('returned_by_a_checkpoint', lambda w, x: x @ jax.checkpoint(lambda w: -w)(w), 'neg at .*, then what a checkpoint'),
+    ('returned_by_a_branch', lambda w, x: x @ jax.lax.cond(True, lambda w: -w, lambda w: w, w), 'what a cond returns'),
+    ('scanned_out', lambda w, x: x @ jax.lax.scan(lambda c, r: (c, -r), 0, w)[1], 'then what a scan returns'),
+    ('parts_by_one_function', _shared_parts, 'a part of axis 0, 8 entries from 2, cuts groups of 4'),
+    ('experts', lambda w, x: jnp.einsum('td,edf->etf', x[:, :4], w.reshape(4, 4, 16)[:2]), '2 of 4 entries|in part'),
     ('cut_groups', lambda w, x: x[:, :6] @ w[:6], 'a part of axis 0, 6 entries from 0, cuts groups of 4'),
   )
   def test_refuses(self, f, message):
@@ -117,6 +141,13 @@ class BindTest(parameterized.TestCase):
     params, x = {'w': jnp.ones((16, 8))}, jnp.ones((4, 16))
     bound = s24.bind(STE, lambda p, x: jnp.mean(x @ p['w']) + jnp.sum(p['w'] ** 2), params, x)
     self.assertLen(bound['w'].uses, 1)
+
+  def test_numbers_among_the_arguments_of_calls(self):
+    def f(p, x):
+      scale = jax.jit(lambda a, y: a * y)(2, x) + jnp.linspace(0, 1, 16)[None]
+      return jax.lax.scan(lambda carry, _: (carry, scale @ p['w']), 0.0, None, length=2)[1]
+
+    self.assertLen(s24.bind(STE, f, {'w': jnp.ones((16, 8))}, jnp.ones((4, 16)))['w'].uses, 1)
 
   def test_what_is_dense_by_a_rule_is_not_asked_for(self):
     recipe = s24.Recipe('r', (s24.Rule('emb', s24.DotPolicy()), *STE.rules))

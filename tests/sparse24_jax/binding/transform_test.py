@@ -127,6 +127,24 @@ class TransformTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, r'w of shape \(8, 16\): the model reads it as in 1, out 0.*_jax\.bind'):
       s24.sparsify(f, recipe)(params, variables, None, x)
 
+  def test_one_recipe_for_all_or_an_error(self):
+    """Masks of two layouts may have one shape: of a square weight, along inputs and along outputs."""
+    params, x, f, recipe = {'w': jnp.eye(16) + 1}, jnp.ones((4, 16)), lambda p, x: x @ p['w'].T, s24.recipes.ste('w')
+    bound = s24.bind(recipe, f, params, x)
+    of_bound, of_plain = (s24.sparse_training(optax.sgd(0.1), r) for r in (bound, recipe))
+    wrong = r'w: its state was made for a weight stored as \[stacked\.\.\., in, out\]'
+    with self.assertRaisesRegex(ValueError, wrong):
+      s24.sparse_variables(params, of_plain.init(params), bound)
+    with self.assertRaisesRegex(ValueError, wrong):
+      s24.project(params, of_plain.init(params), bound)
+    with self.assertRaisesRegex(ValueError, wrong):
+      of_bound.update(params, of_plain.init(params), params)
+    with self.assertRaisesRegex(ValueError, 'w: its state was made for a weight stored as in 1, out 0'):
+      s24.project(params, of_bound.init(params), recipe)
+    variables = s24.sparse_variables(params, of_plain.init(params), recipe)
+    with self.assertRaisesRegex(ValueError, wrong):
+      s24.sparsify(f, bound)(params, variables, None, x)
+
   def test_something_else_is_run_than_was_bound(self):
     params, x = arguments('plain')
     bound = s24.bind(RECIPES['ste'], CASES['plain'].f, params, x)
