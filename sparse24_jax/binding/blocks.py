@@ -97,6 +97,14 @@ def _new_text(value: Value, roots: list[Matmul], known: dict[int, str | None]) -
   return None if None in arguments else _equation_text(made.equation, arguments)
 
 
+def _is_number(text: str) -> bool:
+  try:
+    float(text)
+  except ValueError:
+    return False
+  return True
+
+
 def _number(value: Any) -> str:
   return f'{float(value):.5g}'
 
@@ -108,7 +116,7 @@ def _equation_text(equation: Any, arguments: Sequence[str], *, derivatives: bool
     text = _jaxpr_text(inner, arguments, derivatives=derivatives)
     # A derivative of its own is a part of what an activation is.
     return f'{text}|{_derivative_text(equation)}|' if name == 'custom_jvp_call' and derivatives else text
-  if name in ('copy', 'name'):
+  if name in ('copy', 'name') or (name == 'broadcast_in_dim' and _is_number(arguments[0])):
     return arguments[0]
   if name == 'square':
     name, params = 'integer_pow', {'y': 2}

@@ -142,7 +142,7 @@ class _Sparse:
     read_by = {role: self._reading(found) for role, found in maps.items()}
     for role, found in maps.items():
       with errors_name(read_by[role][0].path):
-        _check_precision(found, jnp.result_type(*(value.array for value in found.arguments)))
+        _check_precision(found, jnp.result_type(*(atom.aval.dtype for atom in found.equation.invars[:2])))
     policies = {weight.rule.policy for weight, _ in read_by.values()}
     neurons = {weight.rule.activation for weight, _ in read_by.values()}
     batches = {reading.batch for _, reading in read_by.values()}

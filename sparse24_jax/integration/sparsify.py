@@ -63,10 +63,11 @@ def sparsify(
     return plain if phase == 'dense' else linen_door.SparseModule(plain, recipe)
   if isinstance(model, nnx.Module):
     return nnx_door.sparsify(model, recipe, phase=phase, rngs=rngs)
-  if callable(model):
+  if callable(model) and not isinstance(model, type):
     return sparse_function(model, recipe, phase=phase)
   raise ValueError(
-    f'model must be a function of parameters, a flax.linen.Module or a flax.nnx.Module, found {type(model).__name__}'
+    f'model must be a function of parameters, a flax.linen.Module or a flax.nnx.Module, found {type(model).__name__}:'
+    ' of a class of modules make one first'
   )
 
 

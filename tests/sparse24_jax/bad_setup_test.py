@@ -137,7 +137,7 @@ OTHERS = (
 )  # fmt: skip
 
 SPARSIFY = (
-  ('function', lambda: s24.sparsify(lambda x: x, STE), r'flax\.linen\.Module or a flax\.nnx\.Module, found function'),
+  ('number', lambda: s24.sparsify(3, STE), r'flax\.linen\.Module or a flax\.nnx\.Module, found int'),
   ('class_instead_of_model', lambda: s24.sparsify(nn.Dense, STE), 'found type'),
   ('unknown_phase', lambda: s24.sparsify(nn.Dense(8), STE, phase='train'), r"phase='train': known are"),
   ('nnx_rule_without_match', lambda: s24.sparsify(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), STE), 'decides for no weight'),
@@ -148,12 +148,12 @@ SPARSIFY = (
    r"none named 'mvue': pass nnx\.Rngs\(mvue=seed\)"),
   ('linen_rule_without_match', lambda: linen_apply(nn.Dense(8), STE, {}), 'decides for no weight'),
   ('linen_collection_missing', lambda: linen_apply(nn.Dense(8), s24.recipes.ste('kernel'), {}),
-   r"kernel: no state in collection 'sparse24'.*sparse_variables\(params, opt_state, recipe, phase=phase\)"),
+   r"kernel: no state; give what sparse_variables\(params, opt_state, recipe, phase=phase\) .*collection 'sparse24'"),
   ('linen_state_of_another_recipe',
    lambda: linen_apply(nn.Dense(8), s24.recipes.ste('kernel'), {'sparse24': {'kernel': jnp.float32(1)}}),
    r"kernel: state of projection 'magnitude 2:4' must be bool of shape \(8, 8\), found float32"),
   ('linen_no_hook', lambda: linen_apply(nn.Conv(8, (4,)), s24.recipes.ste('kernel'), {'sparse24': {}}),
-   r"\['kernel'\] match rules.*no layer with a dot_general hook"),
+   r'kernel of shape \(4, 8, 8\): conv_general_dilated at'),
 )  # fmt: skip
 
 
