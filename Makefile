@@ -2,7 +2,7 @@
 #   make demo      trains dense, plain-STE and FST twins on embedded text and writes a report
 #   make test      lint, types and the fast tests: each promise of the project is held by at least one of them
 #   make pages     tables and picture of the docs, and pages about speed and quality, from the committed records
-#   make test-all  lint, types and all tests, those marked slow too; CI runs this
+#   make test-all  lint, types and all tests, those marked slow too
 #   make test-hf   a Hugging Face checkpoint there and back, against PyTorch and `transformers` in an environment of their own
 #   make mutants   breaks one promise at a time and runs the fast tests that must notice
 #   make faults    injects faults into runs, and writes what became of them to docs/faults.md

@@ -173,8 +173,8 @@ def run_blocks(block: Any, config: Any, deterministic: bool, x_BxTxD: jax.Array)
     return x_BxTxD
   scan = nn.scan(
     lambda layer, carry, _: (layer(carry), None),
-    # 'activations' is what `experiments.runs.activations` measures.
-    variable_axes={'params': 0, 'sparse24': 0, 'activations': 0},
+    # 'activations' is what `experiments.runs.activations` measures, and by what.
+    variable_axes={'params': 0, 'activations': 0, 'probe_params': 0, 'probe_states': 0},
     split_rngs={'params': True, 'mvue': True, 'dropout': True},
     length=config.num_layers,
   )

@@ -55,7 +55,9 @@ def make_probe(
     sparse = s24.sparse_variables(params, opt_state, parts.recipe, phase=phase)
 
     def measure(batch: Any) -> Any:
-      variables, rngs = {'params': params, 'sparse24': sparse}, {'mvue': jax.random.key(0)}
+      # Once more under other names: what is measured reads the weights beside the layers, not in their place.
+      variables = {'params': params, 'sparse24': sparse, 'probe_params': params, 'probe_states': sparse}
+      rngs = {'mvue': jax.random.key(0)}
       with nn.intercept_methods(_interceptor(parts.recipe)):
         return model.apply(variables, batch['inputs'], rngs=rngs, mutable=[_COLLECTION])[1].get(_COLLECTION, {})
 
@@ -114,7 +116,8 @@ def _interceptor(recipe: s24.Recipe) -> Callable:
 def _up(layer: s24.linen.Sparse24MLP) -> tuple[Mapping[str, jax.Array], Any]:
   """Parameters of the layer's first map, and the sparse state of its kernel: None in a dense phase."""
   name = layer.roles['up']
-  return layer.variables['params'][name], layer.variables.get('sparse24', {}).get(name, {}).get('kernel')
+  variables = layer.variables
+  return variables['probe_params'][name], variables.get('probe_states', {}).get(name, {}).get('kernel')
 
 
 def _squared_relu(layer: s24.linen.Sparse24MLP, x: jax.Array, rule: s24.Rule | None) -> jax.Array:

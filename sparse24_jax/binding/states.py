@@ -25,7 +25,7 @@ def weight_states(
   return {path: _state(*found, pack=False if path in in_parts else pack) for path, found in sparse.items()}
 
 
-def _state(policy: DotPolicy, w: Array, state: Array, *, pack: bool | None) -> Any:
+def _state(policy: DotPolicy, w: Array, state: Any, *, pack: bool | None) -> Any:
   projection = policy.projection
   assert projection is not None
   layout, stored_otherwise = projection.layout_of(w), projection.matrix is not None

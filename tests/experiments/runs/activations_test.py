@@ -264,12 +264,6 @@ class TrainingTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, "ffn_order is 'batch'"):
       parts_of(tiny(**{'model.ffn_order': 'batch'}))
 
-  def test_a_layer_that_is_not_fused_is_refused(self):
-    parts, (_, state) = parts_of(tiny(**{'model.fused_mlp': False})), at_start()
-    step = programs.make_step(parts, 'sparse', None)
-    with self.assertRaisesRegex(ValueError, 'h_0/mlp/c_fc/kernel.*takes the whole block'):
-      step(state, build.shard_batch(parts, parts.data.batch(0, 0)))
-
 
 class MethodsTest(parameterized.TestCase):
   def test_groups(self):
