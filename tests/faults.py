@@ -310,7 +310,7 @@ def lost_process(lab: Lab) -> Outcomes:
 
 def hostile(lab: Lab) -> Outcomes:
   nano = ('train', '--config', 'nano', '--tiny')
-  for name in ('../../evil', '/tmp/evil', '..'):
+  for name in ('../../evil', '/evil', '..'):
     yield refused((*nano, '--set', f'name={name}'), 'it takes letters, digits')
   for pattern in ('(a+)+$', '(.*a)*b', 'a?' * 40):
     yield refused((*nano, '--set', 'recipe.name=ste', '--set', f'recipe.kwargs.path={pattern}'), 'take forever')

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 from jax._src import source_info_util
 from jax.extend import core as jex
 
@@ -67,8 +66,3 @@ def name_of(equation: Any) -> str:
   return {'pjit': 'jit', 'closed_call': 'jit', 'core_call': 'jit', 'remat2': 'checkpoint', 'remat': 'checkpoint'}.get(
     name, name
   )
-
-
-def abstract(value: Any) -> Any:
-  """Shape, dtype and type of a value: what tracing needs of it."""
-  return jax.typeof(value)

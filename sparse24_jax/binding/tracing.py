@@ -35,7 +35,7 @@ class Traced:
   def marks(self, paths: Iterable[str]) -> dict[str, View]:
     """Views of whole parameters."""
     shapes = dict(zip(self.paths, self.leaves, strict=False))
-    return {path: View.whole(path, shapes[path].shape, shapes[path].dtype) for path in paths}
+    return {path: View.whole(path, shapes[path].shape) for path in paths}
 
   def values(self, arrays: Sequence[Array], marks: Mapping[str, View], states: Mapping[str, Any]) -> list[Value]:
     """The arguments, with the parameters that are marked."""

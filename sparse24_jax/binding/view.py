@@ -31,7 +31,6 @@ class View:
       length one.
     offsets: for each axis of the weight where the runs over it start: a number, or a scalar that is traced.
     taken: axes of the weight that a loop has taken an entry of, and the states of the weight with it.
-    dtype: of the weight as it is stored.
   """
 
   path: str
@@ -39,12 +38,11 @@ class View:
   axes: tuple[tuple[Run, ...], ...]
   offsets: tuple[Any, ...]
   taken: tuple[int, ...] = ()
-  dtype: Any = None
 
   @classmethod
-  def whole(cls, path: str, shape: Sequence[int], dtype: Any = None) -> 'View':
+  def whole(cls, path: str, shape: Sequence[int]) -> 'View':
     axes = tuple((Run(axis, 1, size),) if size > 1 else () for axis, size in enumerate(shape))
-    return cls(path, tuple(shape), axes, (0,) * len(shape), (), dtype)
+    return cls(path, tuple(shape), axes, (0,) * len(shape))
 
   @property
   def value_shape(self) -> tuple[int, ...]:
