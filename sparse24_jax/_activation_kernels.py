@@ -14,8 +14,7 @@ from pallas_kernels.sparse_matmul.api import sparse_matmul
 from pallas_kernels.sparse_matmul.operand import to_operand
 from pallas_kernels.vnm.api import expand, take_columns, transpose_pack, transpose_pack_24, vnm_matmul, vnm_pack
 from pallas_kernels.vnm.format import VNMOperand
-from sparse24_jax._activation_reference import Activations, dot, projected, Reference, TokenPattern, Weight
-from sparse24_jax.neurons import spread
+from sparse24_jax._activation_reference import Activations, dot, projected, TokenPattern, Weight
 from sparse24_jax.policy import ActivationPolicy, VNM
 from sparse24_jax.projection import Projection, SoftThreshold
 
@@ -64,41 +63,15 @@ def _padded(neurons: Array) -> Array:
   return jnp.pad(neurons, (0, -neurons.shape[0] % _DENSE_TILE))
 
 
-def _columns(entries: Array, neurons: Array) -> Array:
-  """`entries` of some neurons, [tokens, neurons], padded."""
-  # Entry by entry: XLA makes [neurons, tokens] of a gather of columns, whose neighbouring threads read different rows.
-  neurons = _padded(neurons)
-  token = jax.lax.broadcasted_iota(jnp.int32, (entries.shape[0], neurons.shape[0]), 0)
-  return jax.lax.optimization_barrier(entries.at[token, neurons[None, :]].get(mode='promise_in_bounds'))
-
-
-def _with_dense(d: Array, columns: Array, dense: Array, b: Array) -> Array:
-  """`d` [h, d] with the rows of the dense neurons from a product of their own, of their padded `columns`."""
+def _with_dense(d: Array, a: Activations, dense: Array, b: Array) -> Array:
+  """`d` [h, d] with the rows of the dense neurons from a matmul of their own."""
+  if not dense.shape[0]:
+    return d
+  columns = take_columns(_operand(a), _padded(dense))
   product = jax.lax.dot_general(columns, b, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
   product = product[: dense.shape[0]].astype(d.dtype)
   d = d.at[dense].set(product, unique_indices=True, mode='promise_in_bounds')
   return jax.lax.optimization_barrier(d)  # before the caller's transposition: rows again
-
-
-class Sparse24(Reference):
-  """2:4 in both directions by `sparse_matmul`; packed by XLA."""
-
-  def weight(self, w: Array, projection: Projection | None, state: Array | None, axis: int) -> Weight:
-    return _sparse_weight(w, projection, state, axis)
-
-  def by_weight(self, x: Array, w: Weight) -> Array:
-    return _sparse_by_weight(self.policy, x, w)
-
-  def over_neurons(self, a: Activations, w: Weight) -> Array:
-    packed = formats.compress(a.entries, a.mask, axis=-1)
-    return _sparse_matmul(self.policy, packed, _dense_weight(w), b_layout='kn')
-
-  def over_tokens(self, a: Activations, pattern: TokenPattern, is_y: bool, b: Array) -> Array:
-    del is_y
-    entries, mask = (spread(x, 4, 0) for x in (jnp.where(pattern.mask, a.entries, 0), pattern.mask))
-    packed = formats.compress(entries, mask, axis=-2)
-    d = _sparse_matmul(self.policy, packed, spread(b, 4, 0), b_layout='kn')
-    return _with_dense(d, _columns(a.entries, pattern.dense), pattern.dense, b) if pattern.dense.shape[0] else d
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,8 +92,7 @@ class SparseVNM:
     return _sparse_by_weight(self.policy, x, w)
 
   def _pack(self, x: Array, **kwargs: Any) -> Activations:
-    spread = bool(self.policy.clusters)
-    made = vnm_pack(x, v=self.features.v, m=self.features.m, activation='squared_relu', spread=spread, **kwargs)
+    made = vnm_pack(x, v=self.features.v, m=self.features.m, activation='squared_relu', **kwargs)
     return Activations(made.masked, None, made.operand, made.inputs, made.counts)
 
   def activate(self, h: Array, backward: bool) -> Activations:
@@ -146,11 +118,7 @@ class SparseVNM:
 
   def over_tokens(self, a: Activations, pattern: TokenPattern, is_y: bool, b: Array) -> Array:
     operand = pattern.operand if is_y else transpose_pack(_operand(a), pattern=pattern.operand)
-    return _with_dense_columns(_vnm_matmul(self.policy, operand, b), a, pattern.dense, b)
-
-
-def _with_dense_columns(d: Array, a: Activations, dense: Array, b: Array) -> Array:
-  return _with_dense(d, take_columns(_operand(a), _padded(dense)), dense, b) if dense.shape[0] else d
+    return _with_dense(_vnm_matmul(self.policy, operand, b), a, pattern.dense, b)
 
 
 def _not_dense(y: Activations, dense: Array) -> Array | None:
@@ -173,38 +141,4 @@ class SparseVNMTwoOfFour(SparseVNM):
     operand = pattern.operand if is_y else transpose_pack_24(_operand(a), pattern=pattern.operand)
     # In the layouts of every weight gradient, for which settings were measured.
     d = _sparse_matmul(self.policy, operand, b, b_layout='kn', out_layout='nm').T
-    return _with_dense_columns(d, a, pattern.dense, b)
-
-
-class SpreadVNM(SparseVNM):
-  """`SparseVNM` where a group's neurons lie apart: what is packed along tokens comes from dense copies."""
-
-  def activate(self, h: Array, backward: bool) -> Activations:
-    return self._pack(h)._replace(inputs=h)
-
-  def save(self, y: Activations) -> Activations:
-    return Activations(None, None, inputs=y.inputs)
-
-  def restore(self, saved: Activations) -> Activations:
-    return self._pack(saved.inputs, masked=True)._replace(inputs=saved.inputs)
-
-  def uses(self, y: Activations) -> Array:
-    return jnp.sum(y.entries != 0, axis=0, dtype=jnp.int32)
-
-  def pull_back(self, y: Activations, dy: Array, entries: bool) -> Activations:
-    return super().pull_back(y, dy, True)
-
-  def _along_tokens(self, x: Array, **kwargs: Any) -> VNMOperand:
-    # Without an activation the packer reads the gradient alone, where there is one.
-    return vnm_pack(x, v=self.features.v, m=self.features.m, axis=-2, spread=True, **kwargs).operand
-
-  def token_pattern(self, y: Activations, dense: Array) -> TokenPattern:
-    used = jnp.ones(y.entries.shape[1:], bool).at[dense].set(False)
-    return TokenPattern(dense, None, self._along_tokens(y.entries, used=used))
-
-  def over_tokens(self, a: Activations, pattern: TokenPattern, is_y: bool, b: Array) -> Array:
-    operand = pattern.operand
-    if not is_y:
-      operand = self._along_tokens(a.entries, gradient=a.entries, pattern=operand)
-    d = _vnm_matmul(self.policy, operand, b)
-    return _with_dense(d, _columns(a.entries, pattern.dense), pattern.dense, b) if pattern.dense.shape[0] else d
+    return _with_dense(d, a, pattern.dense, b)

@@ -6,7 +6,7 @@ from typing import Any
 from jax import Array
 
 from pallas_kernels import _device, _dispatch
-from sparse24_jax._activation_kernels import Sparse24, SparseVNM, SparseVNMTwoOfFour, SpreadVNM
+from sparse24_jax._activation_kernels import SparseVNM, SparseVNMTwoOfFour
 from sparse24_jax._activation_reference import Products, Reference
 from sparse24_jax.neuron_plan import why_dense
 from sparse24_jax.policy import ActivationPolicy, TwoOfFour
@@ -18,10 +18,6 @@ def make(
   """The functions for an `ActivationPolicy`, given what `takes_kernels` said and the masks that define its patterns."""
   if not kernels:
     ops: Any = Reference(policy, feature_mask, token_mask)
-  elif isinstance(policy.features, TwoOfFour):
-    ops = Sparse24(policy, feature_mask, token_mask)
-  elif policy.clusters:
-    ops = SpreadVNM(policy)
   else:
     ops = SparseVNMTwoOfFour(policy) if isinstance(policy.tokens, TwoOfFour) else SparseVNM(policy)
   return Products(*(getattr(ops, name) for name in Products._fields))

@@ -19,7 +19,7 @@ All of them are row-major in tokens and features, so nothing is transposed in me
 from collections.abc import Mapping
 import dataclasses
 import functools
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax import Array
@@ -28,6 +28,7 @@ import numpy as np
 
 from pallas_kernels import _partitioning
 from pallas_kernels._varying import vary_over, varying_axes
+from pallas_kernels.activations import activation_of, Name
 from pallas_kernels.gated_activation import api as activations
 from sparse24_jax import products
 from sparse24_jax.block_plan import plan_block
@@ -38,13 +39,6 @@ from sparse24_jax.plan import Backends
 from sparse24_jax.policy import DotPolicy
 from sparse24_jax.precision import Precision, Rounded
 
-ACTIVATIONS = {
-  'gelu': jax.nn.gelu,
-  'silu': jax.nn.silu,
-  'relu': jax.nn.relu,
-  'squared_relu': lambda z: jnp.square(jax.nn.relu(z)),
-}
-
 
 def ffn(
   x: Array,
@@ -53,7 +47,7 @@ def ffn(
   state: Mapping[str, Any] | None = None,
   *,
   policy: DotPolicy,
-  activation: Literal['gelu', 'silu', 'relu', 'squared_relu'] = 'gelu',
+  activation: Name = 'gelu',
   w_gate: Array | None = None,
   b_up: Array | None = None,
   b_gate: Array | None = None,
@@ -94,8 +88,7 @@ def ffn(
   >>> s24.ffn(x, up, down, state, policy=policy).shape
   (8, 16)
   """
-  if activation not in ACTIVATIONS:
-    raise ValueError(f'activation={activation!r}: known are {sorted(ACTIVATIONS)}')
+  act = activation_of(activation).function
   weights = {'up': w_up, 'down': w_down} | ({} if w_gate is None else {'gate': w_gate})
   x, weights = jax.tree.map(jnp.asarray, (x, weights))
   biases = {'up': b_up, 'down': b_down, 'gate': b_gate}
@@ -106,7 +99,7 @@ def ffn(
   sides = {name: w.shape for name, w in weights.items()}
   plan = plan_block(policy, int(np.prod(x.shape[:-1])), sides, x.dtype, (x, weights))
   if not plan.fused:
-    return _composed(x, weights, biases, states, keys, policy, activation)
+    return _composed(x, weights, biases, states, keys, policy, act)
   packed = {
     name: products.packed_weight(plan.layers[name].backends, policy, w, states[name], x.dtype)
     for name, w in weights.items()
@@ -154,14 +147,13 @@ def _check(
       raise ValueError(f'b_{name} must have shape {weights[name].shape[1:]}, found {bias.shape}')
 
 
-def _composed(x, weights, biases, states, keys, policy, activation) -> Array:
+def _composed(x, weights, biases, states, keys, policy, act) -> Array:
   """The block from `dot`s."""
 
   def linear(name: str, x: Array, key: Array | None, column: int = 0) -> Array:
     z = dot_at(x, weights[name], states[name], policy=policy, key=key, column=column)
     return add_bias(z, biases[name])
 
-  act = ACTIVATIONS[activation]
   if 'gate' not in weights:
     h = act(linear('up', x, keys['hidden']))
   else:

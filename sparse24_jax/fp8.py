@@ -19,19 +19,18 @@ from jax import Array
 import jax.numpy as jnp
 
 from pallas_kernels import _partitioning
+from pallas_kernels.activations import ACTIVATIONS
 from pallas_kernels.gated_activation import api as activations
 from pallas_kernels.pack import api as pack
 from pallas_kernels.pack.reference import MVUE_HEADROOM, Packed8
 from pallas_kernels.quantize import api as quantize
 from pallas_kernels.sparse_matmul.operand import SparseOperand
-from pallas_kernels.sparse_matmul.reference import ACTIVATIONS
+from pallas_kernels.sparse_matmul.reference import activate
 from sparse24_jax.matmuls import multiply
 from sparse24_jax.packing import E4M3, PackedWeight
 from sparse24_jax.precision import Precision, Rounded
 
 E5M2 = jnp.dtype('float8_e5m2')
-# Bounds of the derivatives, where there are any: dz then has a bound that needs dh alone.
-STEEPEST = {'gelu': 1.13, 'silu': 1.1, 'relu': 1.0}
 
 
 def rounded(x: Array, *, keep: bool) -> Rounded:
@@ -78,10 +77,12 @@ class Fp8(Precision):
     return quantize.current_scale(quantize.amax(dz), E5M2)
 
   def scale_of_activation(self, dh: Array, z: Array, *, activation: str, gated: bool) -> tuple[Any, Any]:
-    if gated or activation not in STEEPEST:
+    steepest = None if gated else ACTIVATIONS[activation].steepest
+    if steepest is None:
       largest = activations.activation_backward_amax(dh, z, activation=activation, gated=gated)
     else:
-      largest = STEEPEST[activation] * quantize.amax(dh)
+      # A bound of dz that needs dh alone.
+      largest = steepest * quantize.amax(dh)
     return quantize.current_scale(largest, E5M2)
 
   def sample(self, dz: Array, key: Array, scale: Any, origin: Any) -> tuple[Array | None, SparseOperand]:
@@ -122,7 +123,7 @@ def _dense_forward(
     z = z + bias.astype(dtype)[None]
   if activation is None:
     return z
-  h = ACTIVATIONS[activation](z.astype(jnp.float32)).astype(dtype)
+  h = activate(z.astype(jnp.float32), activation).astype(dtype)
   return (h, z) if keep_preactivation else h
 
 

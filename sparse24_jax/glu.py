@@ -1,14 +1,11 @@
 """Gated linear units over the sparse op."""
 
-from typing import Literal
-
 import jax
 from jax import Array
 
+from pallas_kernels.activations import activation_of, Name
 from sparse24_jax.dot import dot
 from sparse24_jax.policy import DotPolicy
-
-ACTIVATIONS = {'silu': jax.nn.silu, 'gelu': jax.nn.gelu}
 
 
 def gated_linear_unit(
@@ -18,7 +15,7 @@ def gated_linear_unit(
   state: tuple[Array, Array] | None = None,
   *,
   policy: DotPolicy,
-  activation: Literal['silu', 'gelu'] = 'silu',
+  activation: Name = 'silu',
   key: Array | None = None,
 ) -> Array:
   """activation(x W~_gate) * (x W~_up): SwiGLU with `'silu'`, GEGLU with `'gelu'` (tanh form).
@@ -47,8 +44,7 @@ def gated_linear_unit(
   >>> s24.gated_linear_unit(jnp.ones((1, 4)), w, w, (state, state), policy=policy).shape
   (1, 2)
   """
-  if activation not in ACTIVATIONS:
-    raise ValueError(f'activation={activation!r}: known are {sorted(ACTIVATIONS)}')
+  act = activation_of(activation).function
   if w_gate.shape != w_up.shape:
     raise ValueError(f'w_gate and w_up must have one shape, found {w_gate.shape} and {w_up.shape}')
   if state is not None and not (isinstance(state, tuple | list) and len(state) == 2):
@@ -56,4 +52,4 @@ def gated_linear_unit(
   gate_state, up_state = (None, None) if state is None else state
   gate_key, up_key = (None, None) if key is None else jax.random.split(key)
   gate = dot(x, w_gate, gate_state, policy=policy, key=gate_key)
-  return ACTIVATIONS[activation](gate) * dot(x, w_up, up_state, policy=policy, key=up_key)
+  return act(gate) * dot(x, w_up, up_state, policy=policy, key=up_key)

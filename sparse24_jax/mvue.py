@@ -1,7 +1,6 @@
 """Minimum-variance unbiased 2:4 estimates of gradients."""
 
 import math
-from typing import Literal
 
 from jax import Array
 import jax.numpy as jnp
@@ -15,16 +14,15 @@ def mvue24(
   key: Array,
   *,
   axis: int = -1,
-  method: Literal['exact', 'approximate'] = 'exact',
   origin: tuple[Array | int, Array | int, Array | int] = (0, 0, 0),
 ) -> Array:
   """A random array with at most two non-zeros in each group of four along `axis`, whose expectation is `x`.
 
-  With a_i = |x_i| and S their sum in a group, `exact` keeps entry i with probability pi_i = min(1, 2 a_i / S) and
-  value x_i / pi_i; where one entry exceeds the sum of the others it is kept as it is, and one of the others with
-  probability a_i / (sum of the others). This has the smallest summed variance of all unbiased 2:4 estimators:
-  S^2 / 2 - sum a^2, or R^2 - (a_1^2 + a_2^2 + a_3^2) with R = a_1 + a_2 + a_3 the sum of the others. `approximate`
-  is the sampler of the papers' code, two draws without replacement: unbiased too, about 6% more variance.
+  With a_i = |x_i| and S their sum in a group, entry i is kept with probability pi_i = min(1, 2 a_i / S) and value
+  x_i / pi_i; where one entry exceeds the sum of the others it is kept as it is, and one of the others with probability
+  a_i / (sum of the others). This has the smallest summed variance of all unbiased 2:4 estimators: S^2 / 2 - sum a^2, or
+  R^2 - (a_1^2 + a_2^2 + a_3^2) with R = a_1 + a_2 + a_3 the sum of the others. The papers' code draws twice without
+  replacement, which is unbiased too and has about 6% more variance.
 
   Zeros stay zero and cause no NaN. Values beyond the dtype are clipped to its largest; magnitudes below 2^-124 may
   count as zero. A NaN or an infinity makes the first two entries of its group NaN, and is an error under
@@ -36,7 +34,6 @@ def mvue24(
     key: a JAX random key. The uniforms are a function of the key and of a group's coordinates, so they do not
       depend on sharding, tiling or back end.
     axis: the grouped axis: the contracted one of the matmul that uses the result.
-    method: `'exact'` or `'approximate'`.
     origin: (batch, group, column) of the first group when `x` is a part of a larger array, inside `shard_map` say;
       `batch` counts the leading axes, `group` groups along `axis`, `column` the remaining last axis, in fours.
 
@@ -44,7 +41,7 @@ def mvue24(
     Shape and dtype of `x`.
 
   Raises:
-    ValueError: `x` cannot be grouped, or the method is unknown.
+    ValueError: `x` cannot be grouped.
 
   Source: Chmiel et al., arXiv 2203.10991 (the estimator and its optimality); Hu et al., arXiv 2404.01847, section 4.2
   (its use in the weight gradient).
@@ -57,7 +54,7 @@ def mvue24(
   (2, True)
   """
   check_finite(x, 'x')
-  return reference.mvue24(jnp.asarray(x), key, axis=axis, method=method, origin=origin)
+  return reference.mvue24(jnp.asarray(x), key, axis=axis, origin=origin)
 
 
 def check_sampling(x: Array, weight_grad: str, key: Array | None) -> None:

@@ -150,7 +150,7 @@ def why_dense(policy: ActivationPolicy, tokens: int, d: int, hidden: int, dtype:
   if (reason := _triton.why_absent()) is not None:
     return f'the kernels need jax-triton, from the extra sparse24-jax[cuda]: {reason}'
   if not isinstance(policy.features, VNM) or policy.clusters:
-    return f'with {policy.clusters or "2:4 activations"} it was not timed'
+    return f'{policy.clusters or "2:4 activations"} have no kernels'
   if not policy.sparse_weights:
     return 'with dense weights it was not timed'
   v, m = policy.features.v, policy.features.m

@@ -162,11 +162,12 @@ class ActivationPolicy:
       tokens and neurons in their order.
     sparse_weights: whether the weights are 2:4 too, by the soft threshold of S-STE: up along its input, down along its
       output.
-    implementation: `'sparse'` runs the matmuls on sparse tensor cores; `'reference'` is plain `jax.numpy`; None is the
-      former where they are known to pay, and logs once why not elsewhere. That takes `VNM` features without clusters
-      and sparse weights; one Hopper GPU, no mesh, with jax-triton; tokens and neurons in multiples of V and 16 M and a
-      width in multiples of 64; and records of that GPU, of matmuls with sizes within a factor of two, by which the
-      block gains 10% or more. Each expert is a block of its own; the kernels serve them one after another.
+    implementation: `'sparse'` runs the matmuls on sparse tensor cores, which takes `VNM` features without clusters;
+      `'reference'` is plain `jax.numpy`; None is the former where they are known to pay, and logs once why not
+      elsewhere. That takes sparse weights; one Hopper GPU, no mesh, with jax-triton; tokens and neurons in multiples
+      of V and 16 M and a width in multiples of 64; and records of that GPU, of matmuls with sizes within a factor of
+      two, by which the block gains 10% or more. Each expert is a block of its own; the kernels serve them one after
+      another.
 
   >>> import sparse24_jax as s24
   >>> policy = s24.ActivationPolicy(features=s24.VNM(128, 16))  # each token keeps 2 of 16 neurons, by 128 tokens
@@ -198,6 +199,13 @@ class ActivationPolicy:
       raise ValueError(
         f'clusters of {self.features} features with tokens={self.tokens}: they put tokens side by side that use the'
         f' same neurons, which takes VNM(v, m) for both, and within={self.clusters.within} in multiples of v'
+      )
+
+    if self.implementation == 'sparse' and (self.clusters or not isinstance(self.features, VNM)):
+      found = self.clusters or f'{self.features} features'
+      raise ValueError(
+        f"implementation='sparse' has no kernels for {found}; it takes VNM(v, m) features without clusters, and"
+        ' implementation=None runs these in plain jax.numpy'
       )
 
   def describe(self) -> dict[str, Any]:

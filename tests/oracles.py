@@ -141,26 +141,28 @@ def greedy_block(block) -> np.ndarray:
   return kept
 
 
-def mvue_inclusion(x, method: str) -> np.ndarray:
+def mvue_inclusion(x) -> np.ndarray:
   """float64 probabilities that each entry of groups `[..., 4]` is kept."""
   a = abs(wide(x))
   out = np.zeros_like(a)
   for where in np.ndindex(a.shape[:-1]):
     group, total = a[where], a[where].sum()
-    if total == 0:
-      continue
-    if method == 'approximate':
-      for i, j in itertools.permutations(range(4), 2):
-        left = total - group[i]
-        out[*where, i] += group[i] / total * (group[j] / left if left > 0 else 0) + (i == j)
-        out[*where, j] += group[i] / total * (group[j] / left if left > 0 else 0)
-      alone = (group > 0).sum() == 1
-      out[where] = np.where(group > 0, 1.0, 0.0) if alone else out[where]
-    elif group.max() > total - group.max():
+    if group.max() > total - group.max():
       rest = total - group.max()
       out[where] = np.where(group == group.max(), 1.0, group / rest if rest > 0 else 0.0)
-    else:
+    elif total:
       out[where] = 2 * group / total
+  return out
+
+
+def drawn_twice_inclusion(x) -> np.ndarray:
+  """The same where a first index is drawn with a / S and a second among the rest, of groups without zeros."""
+  a = abs(wide(x))
+  total, out = a.sum(-1), np.zeros_like(a)
+  for i, j in itertools.permutations(range(4), 2):
+    both = a[..., i] / total * a[..., j] / (total - a[..., i])
+    out[..., i] += both
+    out[..., j] += both
   return out
 
 

@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 
 from experiments.bench import hlo, measure, trace
-from experiments.bench.dense_fp8 import fp8_dot
 from experiments.bench.feed_forward import Case, dense_block, DENSE_FORMS, dense_step, inputs, sparse_step, TINY
 from experiments.bench.ffn_errors import check, CHECKED, gradient_errors
+from experiments.models.dense_fp8 import fp8_dot
 from pallas_kernels import _compat
 
 MODULE = 'experiments.bench.ffn'

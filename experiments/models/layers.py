@@ -8,6 +8,7 @@ from flax import linen as nn
 import jax
 import jax.numpy as jnp
 
+from experiments.models.dense_fp8 import fp8_dot
 from pallas_kernels.sparse_attention.api import sparse_attention
 import sparse24_jax as s24
 from sparse24_jax.attention import check_attention
@@ -84,8 +85,6 @@ def dense(config: Any, features: int, name: str, *, residual: bool = False) -> n
 
 def _fp8_dot_general(x: jax.Array, w: jax.Array, dimension_numbers: Any, **kwargs: Any) -> jax.Array:
   """The product of `nn.Dense` in FP8."""
-  from experiments.bench.dense_fp8 import fp8_dot
-
   del dimension_numbers, kwargs  # of nn.Dense: the last axis of x with the first of w, at default precision
   return fp8_dot(x.reshape(-1, x.shape[-1]), w).reshape(*x.shape[:-1], w.shape[-1])
 

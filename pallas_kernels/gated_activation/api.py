@@ -12,15 +12,15 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _dispatch
+from pallas_kernels.activations import activation_of
 from pallas_kernels.formats import check_floating
 from pallas_kernels.gated_activation import reference
-from pallas_kernels.gated_activation.reference import ACTIVATIONS
 from pallas_kernels.pack.api import candidates, candidates8
 from pallas_kernels.pack.reference import is_float8, Packed8
 from pallas_kernels.sparse_matmul.operand import SparseOperand
 
 __all__ = [
-  'ACTIVATIONS', 'activation_backward', 'activation_backward_amax', 'activation_backward_pack',
+  'activation_backward', 'activation_backward_amax', 'activation_backward_pack',
   'activation_backward_pack8', 'gated_activation',
 ]  # fmt: skip
 
@@ -196,8 +196,7 @@ def _check_pack(dh: Array, z: Array, activation: str, gated: bool) -> None:
 
 
 def _check(z: Array, dh: Array | None, activation: str, gated: bool) -> None:
-  if activation not in ACTIVATIONS:
-    raise ValueError(f'activation={activation!r}: known are {sorted(ACTIVATIONS)}')
+  activation_of(activation)
   check_floating(z, 'z')
   if z.ndim != 2:
     raise ValueError(f'z must be a matrix, found shape {z.shape}')

@@ -1,47 +1,19 @@
 """Gated activations and the backward of activations, in plain jnp: float32 inside, one rounding at the end."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.activations import ACTIVATIONS
 from pallas_kernels.pack import reference as pack
 from pallas_kernels.pack.reference import Packed8
 from pallas_kernels.sparse_matmul.operand import SparseOperand
 
 Array = jax.Array
 
-_GELU = math.sqrt(2 / math.pi)
-
-
-def _silu(z: Array) -> tuple[Array, Array]:
-  s = jax.nn.sigmoid(z)
-  return z * s, s * (1 + z * (1 - s))
-
-
-def _gelu(z: Array) -> tuple[Array, Array]:
-  # 0.5 (1 + tanh(y)) = sigmoid(2 y): one exponential, and the derivative needs nothing more.
-  s = jax.nn.sigmoid(2 * _GELU * (z + 0.044715 * z * z * z))
-  return z * s, s + z * s * (1 - s) * (2 * _GELU) * (1 + 3 * 0.044715 * z * z)
-
-
-def _relu(z: Array) -> tuple[Array, Array]:
-  return jnp.maximum(z, 0), (z > 0).astype(z.dtype)
-
-
-def _squared_relu(z: Array) -> tuple[Array, Array]:
-  r = jnp.maximum(z, 0)
-  return r * r, 2 * r
-
-
-# Name -> function of float32 that gives (activation, derivative).
-ACTIVATIONS = {'silu': _silu, 'gelu': _gelu, 'relu': _relu, 'squared_relu': _squared_relu}
-
-
 def gated_activation(z: Array, *, activation: str) -> Array:
   """See `api.gated_activation`."""
   gate, up = jnp.split(z.astype(jnp.float32), 2, axis=-1)
-  return (ACTIVATIONS[activation](gate)[0] * up).astype(z.dtype)
+  return (ACTIVATIONS[activation].value_and_slope(gate)[0] * up).astype(z.dtype)
 
 
 def activation_backward(dh: Array, z: Array, *, activation: str, gated: bool) -> Array:
@@ -54,9 +26,9 @@ def activation_backward_parts(dh: Array, z: Array, *, activation: str, gated: bo
   """[dz], or the cotangents of gate and up if `gated`, in the dtype of `z`."""
   dh, wide = dh.astype(jnp.float32), z.astype(jnp.float32)
   if not gated:
-    return [(dh * ACTIVATIONS[activation](wide)[1]).astype(z.dtype)]
+    return [(dh * ACTIVATIONS[activation].value_and_slope(wide)[1]).astype(z.dtype)]
   gate, up = jnp.split(wide, 2, axis=-1)
-  value, slope = ACTIVATIONS[activation](gate)
+  value, slope = ACTIVATIONS[activation].value_and_slope(gate)
   return [(dh * up * slope).astype(z.dtype), (dh * value).astype(z.dtype)]
 
 

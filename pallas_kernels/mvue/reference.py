@@ -1,4 +1,4 @@
-"""Minimum-variance unbiased 2:4 pruning (MVUE), exact and as the papers sample it."""
+"""Minimum-variance unbiased 2:4 pruning (MVUE)."""
 
 import math
 
@@ -17,7 +17,6 @@ def mvue24(
   key: Array,
   *,
   axis: int = -1,
-  method: str = 'exact',
   origin: tuple[Array | int, Array | int, Array | int] = (0, 0, 0),
 ) -> Array:
   """An unbiased 2:4 sample of `x` along `axis`; see `sparse24_jax.mvue24`."""
@@ -25,22 +24,18 @@ def mvue24(
   check_floating(x, 'x')
   if len(origin) != 3:
     raise ValueError(f'origin={origin} must be (batch, group, column)')
-  samplers = {'exact': _exact, 'approximate': _approximate}
-  if method not in samplers:
-    raise ValueError(f'method={method!r}: known are {sorted(samplers)}')
   # Coordinates: the grouped axis is the last but one, columns the last, everything before them one batch axis.
   if x.ndim == 1:
-    return mvue24(x[:, None], key, axis=-2, method=method, origin=origin)[:, 0]
+    return mvue24(x[:, None], key, axis=-2, origin=origin)[:, 0]
   moved = jnp.moveaxis(x, axis, -2)
   batched = moved.reshape(math.prod(moved.shape[:-2]), *moved.shape[-2:])
   entries = split_groups(batched.astype(jnp.float32), -2)
-  seed = seed_words(key)
-  uniforms = [group_uniforms(seed, entries[0].shape, stream=s, origin=origin) for s in range(1 + (method != 'exact'))]
-  values = samplers[method]([jnp.abs(e) * _DOWN for e in entries], *uniforms)
+  uniforms = group_uniforms(seed_words(key), entries[0].shape, origin=origin)
+  values = _sample([jnp.abs(e) * _DOWN for e in entries], uniforms)
   return jnp.moveaxis(_finish(values, entries, x.dtype).reshape(moved.shape), -2, axis)
 
 
-def _exact(a: list[Array], u: Array) -> list[Array]:
+def _sample(a: list[Array], u: Array) -> list[Array]:
   """Systematic sampling with inclusion probabilities min(1, 2 a / S).
 
   On a line of length S where entry i owns an interval of length a_i, two points half of S apart are dropped: each
@@ -64,37 +59,6 @@ def _exact(a: list[Array], u: Array) -> list[Array]:
     second = (start - half <= point) & (point < end - half) & jnp.logical_not(any_dominant)
     kept.append(jnp.where(certain, entry, jnp.where(first | second, value, 0.0)))
   return kept
-
-
-def _approximate(a: list[Array], u: Array, v: Array) -> list[Array]:
-  """The papers' sampler: a first index with a / S, a second among the rest with a / (S - a_first)."""
-  total = ((a[0] + a[1]) + a[2]) + a[3]
-  safe_total = jnp.where(total > 0, total, 1.0)
-  others = [sum(a[j] for j in range(4) if j != i) for i in range(4)]
-  # With one non-zero entry left out nothing is left to draw: that term counts for nothing.
-  share_of_others = [
-    jnp.where(other > 0, x / jnp.where(other > 0, other, 1.0), 0.0) for x, other in zip(a, others, strict=True)
-  ]
-  inclusion = []
-  for i in range(4):
-    second = sum(share for j, share in enumerate(share_of_others) if j != i)
-    inclusion.append(a[i] / safe_total * (1.0 + second))
-  first = _pick(a, u * total)
-  remaining = [jnp.where(f, 0.0, x) for f, x in zip(first, a, strict=True)]
-  second = _pick(remaining, v * (((remaining[0] + remaining[1]) + remaining[2]) + remaining[3]))
-  return [
-    jnp.where(f | s, x / jnp.where(p > 0, p, 1.0), 0.0)
-    for f, s, x, p in zip(first, second, a, inclusion, strict=True)
-  ]
-
-
-def _pick(a: list[Array], point: Array) -> list[Array]:
-  """Which interval of lengths `a` laid end to end holds `point`."""
-  picked, end = [], jnp.zeros_like(point)
-  for length in a:
-    start, end = end, end + length
-    picked.append((start <= point) & (point < end))
-  return picked
 
 
 def _finish(values: list[Array], entries: list[Array], dtype: jnp.dtype) -> Array:

@@ -215,7 +215,7 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
               piece = (i * (c.bn // c.epilogue_n) + j) * num_outs
               if p.keep_preactivation:
                 store_piece(chunk, outs[1], row, column, piece)
-              store_piece(reference.ACTIVATIONS[p.activation](chunk), outs[0], row, column, piece + num_outs - 1)
+              store_piece(reference.activate(chunk, p.activation), outs[0], row, column, piece + num_outs - 1)
 
         def store_piece(values, out, row, column, piece):
           rows, columns = pl.ds(row, 64), pl.ds(column, c.epilogue_n)

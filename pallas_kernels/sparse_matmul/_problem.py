@@ -71,7 +71,7 @@ class Problem:
     out_dtype: dtype of D.
     b_layout: 'nk' or 'kn'.
     out_layout: 'mn' or 'nm'.
-    activation: a key of `reference.ACTIVATIONS`.
+    activation: a key of `ACTIVATIONS`, or None.
     bias: whether there is one.
     row_scale: whether rows of the accumulator are scaled.
     column_scale: whether its columns are.

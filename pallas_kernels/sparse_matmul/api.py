@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _device, _dispatch, _partitioning, _records, formats
+from pallas_kernels.activations import ACTIVATIONS
 from pallas_kernels.sparse_matmul import operand, reference
 
 Array = jax.Array
@@ -215,7 +216,7 @@ def check_arguments(
   _dispatch.check_type('bias', bias, *_dispatch.ARRAYS, type(None))
   _one_of('b_layout', b_layout, reference.B_LAYOUTS)
   _one_of('out_layout', out_layout, reference.OUT_LAYOUTS)
-  _one_of('activation', activation, tuple(reference.ACTIVATIONS))
+  _one_of('activation', activation, (None, *ACTIVATIONS))
   if len(a.shape) != 2 or b.ndim != 2:
     raise ValueError(f'a and b must be matrices, found a of shape {a.shape} and b of shape {b.shape}')
   if isinstance(a, formats.Compressed24):

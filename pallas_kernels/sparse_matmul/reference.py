@@ -1,12 +1,12 @@
 """The meaning of `sparse_matmul`: D = activation(scale * (A . B) + bias), in plain jnp with float32 accumulation."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import formats
+from pallas_kernels.activations import ACTIVATIONS
 from pallas_kernels.sparse_matmul import operand
 
 Array = jax.Array
@@ -15,27 +15,9 @@ B_LAYOUTS = ('nk', 'kn')
 OUT_LAYOUTS = ('mn', 'nm')
 
 
-def _gelu(x: Array) -> Array:
-  return 0.5 * x * (1.0 + jnp.tanh(0.7978845608028654 * (x + 0.044715 * (x * x * x))))
-
-
-def _relu(x: Array) -> Array:
-  return jnp.where(x > 0, x, 0.0)
-
-
-def _squared_relu(x: Array) -> Array:
-  return _relu(x) * _relu(x)
-
-
-# Written out, not taken from jax.nn: kernels apply the same functions to their accumulators, and Mosaic GPU lowers no
-# function with a custom derivative.
-ACTIVATIONS: dict[str | None, Callable[[Array], Array]] = {
-  None: lambda x: x,
-  'gelu': _gelu,
-  'silu': lambda x: x * jax.lax.logistic(x),
-  'relu': _relu,
-  'squared_relu': _squared_relu,
-}
+def activate(x: Array, activation: str | None) -> Array:
+  """As kernels apply it to their float32 sums."""
+  return x if activation is None else ACTIVATIONS[activation].in_kernel(x)
 
 
 def sparse_matmul(
@@ -59,7 +41,7 @@ def sparse_matmul(
     bias: float32 [M] or None.
     a_scale: float32 scalar or [M], or None for 1.
     b_scale: float32 scalar or [N], or None for 1.
-    activation: a key of `ACTIVATIONS`.
+    activation: a key of `ACTIVATIONS`, or None.
     out_dtype: dtype of D.
     b_layout: 'nk' or 'kn'.
     out_layout: 'mn' or 'nm', the transpose.
@@ -91,7 +73,7 @@ def results(
     return x if out_layout == 'mn' else x.T
 
   z = finish(d, bias, a_scale, b_scale, None)
-  d = stored(ACTIVATIONS[activation](z))
+  d = stored(activate(z, activation))
   return (d, stored(z)) if keep_preactivation else d
 
 
@@ -105,4 +87,4 @@ def finish(
     d = d * jnp.broadcast_to(b_scale, d.shape[1:])[None, :]
   if bias is not None:
     d = d + bias[:, None]
-  return ACTIVATIONS[activation](d)
+  return activate(d, activation)

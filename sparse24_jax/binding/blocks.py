@@ -4,7 +4,7 @@ What follows a matmul entry by entry is put off (`binding.values`). When it reac
 text, primitives and numbers without names, is compared with what each known activation traces to.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 import functools
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.activations import ACTIVATIONS
 from sparse24_jax.binding import _jax
 from sparse24_jax.binding.values import Matmul, Value
 
@@ -159,30 +160,14 @@ def _jaxpr_text(jaxpr: Any, arguments: Sequence[str], *, derivatives: bool = Tru
   return read(opened.outvars[0])
 
 
-def _squared_relu(z: Any) -> Any:
-  return jnp.square(jax.nn.relu(z))
-
-
-# As the library computes them, and as models write them.
-_FORMS: Sequence[tuple[str, Callable[[Any], Any]]] = (
-  ('gelu', jax.nn.gelu),
-  ('gelu', lambda z: 0.5 * z * (1 + jnp.tanh(np.sqrt(2 / np.pi) * (z + 0.044715 * z**3)))),
-  ('gelu', lambda z: 0.5 * z * (1 + jnp.tanh(np.sqrt(2 / np.pi) * (z + 0.044715 * jnp.power(z, 3.0))))),
-  ('silu', jax.nn.silu),
-  ('silu', lambda z: z * jax.lax.logistic(z)),
-  ('silu', lambda z: jax.lax.logistic(z) * z),
-  ('relu', jax.nn.relu),
-  ('squared_relu', _squared_relu),
-  ('squared_relu', lambda z: jnp.square(jnp.maximum(z, 0))),
-)
-
-
 @functools.cache
 def _activations(dtype: str) -> Mapping[str, tuple[str, tuple[str, ...]]]:
   """Text to activation and the roles of the matmuls in the order in which the text names them."""
   found: dict[str, tuple[str, tuple[str, ...]]] = {}
   z = jax.ShapeDtypeStruct((8,), dtype)
-  for name, activation in _FORMS:
+  # As the library computes them, and as models write them.
+  forms = ((name, form) for name, known in ACTIVATIONS.items() for form in (known.function, *known.written))
+  for name, activation in forms:
     def widened(z, activation=activation):
       return activation(z.astype(jnp.float32)).astype(dtype)
 

@@ -1,12 +1,12 @@
 """The feed-forward layer for linen models: one module, dense by itself, one fused op under `sparsify`."""
 
-from typing import Any, Literal
+from typing import Any
 
 from flax import linen as nn
 from jax import Array
 import jax.numpy as jnp
 
-from sparse24_jax.ffn import ACTIVATIONS
+from pallas_kernels.activations import activation_of, Name
 from sparse24_jax.matmuls import add_bias
 
 
@@ -39,7 +39,7 @@ class Sparse24MLP(nn.Module):
 
   hidden: int
   features: int | None = None
-  activation: Literal['gelu', 'silu', 'relu', 'squared_relu'] = 'gelu'
+  activation: Name = 'gelu'
   gated: bool = False
   use_bias: bool = False
   dtype: Any = None
@@ -68,7 +68,7 @@ class Sparse24MLP(nn.Module):
     x, *rest = nn.dtypes.promote_dtype(*arrays, dtype=self.dtype)
     weights, biases = dict(zip(maps, rest[::2], strict=True)), dict(zip(maps, rest[1::2], strict=True))
     hidden = {role: add_bias(jnp.dot(x, weights[role]), biases[role]) for role in maps if role != 'down'}
-    act = ACTIVATIONS[self.activation]
+    act = activation_of(self.activation).function
     h = act(hidden['gate']) * hidden['up'] if self.gated else act(hidden['up'])
     return add_bias(jnp.dot(h, weights['down']), biases['down'])
 

@@ -1,14 +1,15 @@
 """The feed-forward layer for nnx models: three `nnx.Linear`, one fused op when their hooks agree."""
 
-from typing import Any, Literal
+from typing import Any
 
 from flax import nnx
 from jax import Array
 import jax.numpy as jnp
 
+from pallas_kernels.activations import activation_of, Name
 from sparse24_jax.activation_sparsity import neuron_level_ffn
 from sparse24_jax.clusters import with_neurons
-from sparse24_jax.ffn import ACTIVATIONS, ffn
+from sparse24_jax.ffn import ffn
 from sparse24_jax.integration.nnx import SparseDot
 from sparse24_jax.products import projection_state
 
@@ -40,7 +41,7 @@ class Sparse24MLP(nnx.Module):
     features: int,
     hidden: int,
     *,
-    activation: Literal['gelu', 'silu', 'relu', 'squared_relu'] = 'gelu',
+    activation: Name = 'gelu',
     gated: bool = False,
     use_bias: bool = False,
     dtype: Any = None,
@@ -63,7 +64,7 @@ class Sparse24MLP(nnx.Module):
     if activations - {None}:
       return self._neuron_level(x, maps, hooks, activations)
     if len(settings) != 1 or not whole:
-      act = ACTIVATIONS[self.activation]
+      act = activation_of(self.activation).function
       h = act(self.up(x)) if self.gate is None else act(self.gate(x)) * self.up(x)
       return self.down(h)
     x, arrays = self._arrays(x, maps)

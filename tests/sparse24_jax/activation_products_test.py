@@ -13,7 +13,7 @@ import sparse24_jax as s24
 from sparse24_jax import _activation_products as products
 from sparse24_jax import activation_sparsity as acts
 from sparse24_jax.neurons import spread
-from sparse24_jax.policy import ActivationPolicy, Clusters
+from sparse24_jax.policy import ActivationPolicy
 from sparse24_jax.projections import projections_of
 from sparse24_jax.vnm import verify_vnm
 from tests.sparse24_jax.activation_oracles import (
@@ -33,8 +33,7 @@ from tests.sparse24_jax.activation_oracles import (
 class ChoiceTest(parameterized.TestCase):
 
   @parameterized.parameters(
-    (VNM, True, 'SparseVNM'), (VNM, False, 'Reference'), (POLICIES['2:4'], True, 'Sparse24'),
-    (dataclasses.replace(VNM, clusters=Clusters(4)), True, 'SpreadVNM'),
+    (VNM, True, 'SparseVNM'), (VNM, False, 'Reference'), (POLICIES['2:4'], False, 'Reference'),
     (POLICIES['two_of_four_tokens'], True, 'SparseVNMTwoOfFour'),
   )
   def test_sides(self, policy, kernels, kind):

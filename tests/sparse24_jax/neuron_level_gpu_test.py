@@ -67,9 +67,8 @@ class DefaultTest(parameterized.TestCase):
 
 class NamedTest(parameterized.TestCase):
 
-  # Two of four tokens are beside each other, not of clusters.
   @parameterized.parameters(
-    s24.ActivationPolicy(s24.VNM(64, 8), s24.VNM(64, 8), 0.05, s24.Clusters(4)), POLICY, TWO_OF_FOUR_TOKENS,
+    POLICY, TWO_OF_FOUR_TOKENS,
     s24.ActivationPolicy(s24.VNM(64, 8)), s24.ActivationPolicy(s24.VNM(128, 8), dense_features=0.05),
   )
   def test_as_the_reference(self, policy):

@@ -53,18 +53,16 @@ class KernelsTest(parameterized.TestCase):
     for target, count in ((hopper.SPARSE, 6), (hopper.TRITON, 10)):
       self.assertEqual(text.count(f'custom_call @{target}('), times * count, target)
 
-  # Each weight is packed, and expanded for the product whose sparse operand is an activation. XLA packs 2:4
-  # activations; with clusters Y is packed forward and again backward, dH once, and both along tokens. With two of four
-  # tokens Y and dH are packed once and turned, as with blocks of tokens; dense neurons, if there are any, are taken.
+  # Each weight is packed, and expanded for the product whose sparse operand is an activation. Y and dH are packed once
+  # and transposed; dense neurons, if there are any, are taken.
   @parameterized.parameters(
-    (s24.ActivationPolicy(s24.VNM(64, 8), s24.VNM(64, 8), 0.05, s24.Clusters(4)), 9),
-    (s24.ActivationPolicy(s24.TwoOfFour(), dense_features=0.05), 4), (s24.ActivationPolicy(BLOCKS), 8),
-    (s24.ActivationPolicy(), 8), (s24.ActivationPolicy(BLOCKS, dense_features=0.05), 10),
+    (s24.ActivationPolicy(BLOCKS), 8), (s24.ActivationPolicy(), 8),
+    (s24.ActivationPolicy(BLOCKS, dense_features=0.05), 10),
   )
   def test_six_products_where_kernels_are_named(self, policy, passes):
     policy = dataclasses.replace(policy, implementation='sparse')
     scale = jax.ShapeDtypeStruct((), jnp.float32)
-    state = {'up': scale, 'down': scale, 'neurons': jax.ShapeDtypeStruct((HIDDEN,), jnp.int32)}
+    state = {'up': scale, 'down': scale}
     text = lowered(functools.partial(step, policy=policy), *(hopper.struct(*side) for side in SIDES), state)
     for target, count in ((hopper.SPARSE, 6), (hopper.TRITON, passes)):
       self.assertEqual(text.count(f'custom_call @{target}('), count, target)

@@ -157,8 +157,8 @@ class WhyDenseTest(parameterized.TestCase):
     self.assertRegex(found[0], 'divided by a mesh')
 
   @parameterized.parameters(
-    (dict(features=s24.TwoOfFour()), '2:4 activations it was not timed'),
-    (dict(tokens=BLOCKS, clusters=s24.Clusters(4)), r'Clusters\(number=4.* it was not timed'),
+    (dict(features=s24.TwoOfFour()), '2:4 activations have no kernels'),
+    (dict(tokens=BLOCKS, clusters=s24.Clusters(4)), r'Clusters\(number=4.* have no kernels'),
     (dict(sparse_weights=False), 'dense weights it was not timed'),
   )
   def test_policies(self, change, message):

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import _device, _records, _tuning, formats
+from pallas_kernels.activations import ACTIVATIONS
 from pallas_kernels.ffi import build
 from pallas_kernels.ffi import cusparselt as library
 from pallas_kernels.sparse_matmul import api, cusparselt, operand, reference
@@ -107,7 +108,7 @@ class MeaningTest(parameterized.TestCase):
     self.assertEqual(b_shape, (-(-n // 32) * 32, total) if b_layout == 'nk' else (total, -(-n // 32) * 32))
     self.assertEqual(result.dtype, jnp.dtype(dtype))
 
-  @parameterized.parameters(*reference.ACTIVATIONS)
+  @parameterized.parameters(None, *ACTIVATIONS)
   @pytest.mark.few(2)
   def test_epilogue(self, activation):
     a, b = _problem(40, 24, 64, 'bfloat16', 'nk')

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.bench import dense_fp8
+from experiments.models import dense_fp8
 from pallas_kernels import _tuning
 
 

@@ -1,0 +1,98 @@
+"""The activation functions that ops, kernels and blocks know, in one table; Triton's form is in `gated_activation`."""
+
+from collections.abc import Callable
+import dataclasses
+import math
+from typing import Literal
+
+import jax
+from jax import Array
+import jax.numpy as jnp
+import numpy as np
+
+Name = Literal['gelu', 'silu', 'relu', 'squared_relu']
+
+_GELU = math.sqrt(2 / math.pi)
+
+
+@dataclasses.dataclass(frozen=True)
+class Activation:
+  """One of them.
+
+  Attributes:
+    function: of any floating dtype, with JAX's derivative.
+    in_kernel: of float32, written out in what Mosaic GPU lowers: no function with a derivative of its own.
+    value_and_slope: float32 z -> (activation, derivative).
+    written: other ways in which models write it, by which a trace knows it.
+    steepest: a bound of the derivative, or None where there is none.
+  """
+
+  function: Callable[[Array], Array]
+  in_kernel: Callable[[Array], Array]
+  value_and_slope: Callable[[Array], tuple[Array, Array]]
+  written: tuple[Callable[[Array], Array], ...] = ()
+  steepest: float | None = None
+
+
+def _gelu(z: Array) -> Array:
+  return 0.5 * z * (1.0 + jnp.tanh(_GELU * (z + 0.044715 * (z * z * z))))
+
+
+def _gelu_and_slope(z: Array) -> tuple[Array, Array]:
+  # 0.5 (1 + tanh(y)) = sigmoid(2 y): one exponential, and the derivative needs nothing more.
+  s = jax.nn.sigmoid(2 * _GELU * (z + 0.044715 * z * z * z))
+  return z * s, s + z * s * (1 - s) * (2 * _GELU) * (1 + 3 * 0.044715 * z * z)
+
+
+def _silu(z: Array) -> Array:
+  return z * jax.lax.logistic(z)
+
+
+def _silu_and_slope(z: Array) -> tuple[Array, Array]:
+  s = jax.nn.sigmoid(z)
+  return z * s, s * (1 + z * (1 - s))
+
+
+def _relu(z: Array) -> Array:
+  return jnp.where(z > 0, z, 0.0)
+
+
+def _relu_and_slope(z: Array) -> tuple[Array, Array]:
+  return jnp.maximum(z, 0), (z > 0).astype(z.dtype)
+
+
+def _squared_relu_and_slope(z: Array) -> tuple[Array, Array]:
+  r = jnp.maximum(z, 0)
+  return r * r, 2 * r
+
+
+ACTIVATIONS: dict[str, Activation] = {
+  'gelu': Activation(
+    jax.nn.gelu, _gelu, _gelu_and_slope, steepest=1.13, written=(
+      lambda z: 0.5 * z * (1 + jnp.tanh(np.sqrt(2 / np.pi) * (z + 0.044715 * z**3))),
+      lambda z: 0.5 * z * (1 + jnp.tanh(np.sqrt(2 / np.pi) * (z + 0.044715 * jnp.power(z, 3.0)))),
+    ),
+  ),
+  'silu': Activation(
+    jax.nn.silu, _silu, _silu_and_slope, steepest=1.1, written=(_silu, lambda z: jax.lax.logistic(z) * z)
+  ),
+  'relu': Activation(jax.nn.relu, _relu, _relu_and_slope, steepest=1.0),
+  'squared_relu': Activation(
+    lambda z: jnp.square(jax.nn.relu(z)), lambda z: _relu(z) * _relu(z), _squared_relu_and_slope,
+    written=(lambda z: jnp.square(jnp.maximum(z, 0)),),
+  ),
+}  # fmt: skip
+
+
+def activation_of(name: str) -> Activation:
+  """The activation of a name.
+
+  Raises:
+    ValueError: unknown.
+
+  >>> activation_of('relu').steepest
+  1.0
+  """
+  if name not in ACTIVATIONS:
+    raise ValueError(f'activation={name!r}: known are {sorted(ACTIVATIONS)}')
+  return ACTIVATIONS[name]
