@@ -16,6 +16,7 @@ import dataclasses
 import json
 import math
 from pathlib import Path
+import queue
 import threading
 import time
 from typing import Any
@@ -60,9 +61,15 @@ class Race:
       'text': packed.digest, 'size': options.size, 'style': options.style, 'batch': options.batch,
       'length': self.length, 'seconds': options.seconds, 'held_out_tokens': count * self.length,
     }  # fmt: skip
+    # Where any of these differs, a record is of another race.
+    self.same = {key: self.head[key] for key in (
+      'device', 'text', 'size', 'style', 'batch', 'length', 'seconds', 'held_out_tokens',
+    )}  # fmt: skip
     self.names = list(dict.fromkeys([*options.contenders, *options.clock_only]))
     self.done: dict[str, dict[Trial, float]] = {name: {} for name in self.names}
     self.clocked: dict[str, Mapping[str, Any]] = {}
+    # The thread that compiles puts here what it made, None where that failed, and the seconds; all else is this one's.
+    self.made: queue.SimpleQueue[tuple[str, Programs | None, float]] = queue.SimpleQueue()
     self.programs: dict[str, Programs] = {}
     self.compile_s: dict[str, float] = {}
     self.failed: set[str] = set()
@@ -72,22 +79,19 @@ class Race:
 
   def run(self) -> int:
     """Trials until none is left or the time is over; returns the number of contenders that failed."""
-    compiler = threading.Thread(target=self._compile_all, daemon=True)
-    compiler.start()
+    threading.Thread(target=self._compile_all, daemon=True).start()
     while time.monotonic() < self.end:
-      for name in [name for name in self.programs if name not in self.clocked and name not in self.failed]:
-        self._guarded(name, self._clock)
-        self.quiet.release()
+      coming = set(self.names) - set(self.programs) - self.failed
       todo = [
         (len(self.done[name]), i, name, trial)
         for i, name in enumerate(self.names)
         if name in self.clocked and name not in self.failed and (trial := self._next(name)) and self._fits(trial)
       ]
-      if todo:
+      if coming and (not todo or not self.made.empty()):
+        self._take()
+      elif todo:
         *_, name, trial = min(todo, key=lambda found: found[:2])
         self._guarded(name, self._trial, trial)
-      elif compiler.is_alive() or set(self.programs) - set(self.clocked) - self.failed:
-        time.sleep(0.2)
       else:
         break
     return len(self.failed)
@@ -104,25 +108,38 @@ class Race:
   def _fits(self, trial: Trial) -> bool:
     return time.monotonic() + 1.08 * trial.share * self.options.seconds < self.end
 
+  def _take(self) -> None:
+    """Times what was compiled, if anything is within a second; then the next may be compiled."""
+    try:
+      name, programs, seconds = self.made.get(timeout=1)
+    except queue.Empty:
+      return
+    if programs is None:
+      self.failed.add(name)
+    else:
+      self.compile_s[name], self.programs[name] = round(seconds, 2), programs
+      self._say(f'{name}: compiled in {seconds:.0f} s')
+      self._guarded(name, self._clock)
+    self.quiet.release()
+
   def _compile_all(self) -> None:
     for name in self.names:
       self.quiet.acquire()
-      start = time.perf_counter()
+      start, programs = time.perf_counter(), None
+      try:
+        programs = self._compiled(name)
+      except Exception as error:  # whatever XLA raises
+        self._say_failed(name, error)
+      self.made.put((name, programs, time.perf_counter() - start))
 
-      def compiled(name: str, start: float = start) -> None:
-        model = make_model(
-          name, self.options.size, self.vocab, style=self.options.style, tiny=self.options.tiny, scan=self.options.scan
-        )
-        shape = jax.ShapeDtypeStruct(self.tokens.shape, self.tokens.dtype)
-        programs = Programs(model, CONTENDERS[name].recipe, self.options.batch, shape, self.held_out)
-        programs.compile()
-        self.compile_s[name] = round(time.perf_counter() - start, 2)
-        self._say(f'{name}: compiled in {self.compile_s[name]:.0f} s')
-        self.programs[name] = programs
-
-      self._guarded(name, compiled)
-      if name in self.failed:
-        self.quiet.release()
+  def _compiled(self, name: str) -> Programs:
+    model = make_model(
+      name, self.options.size, self.vocab, style=self.options.style, tiny=self.options.tiny, scan=self.options.scan
+    )
+    shape = jax.ShapeDtypeStruct(self.tokens.shape, self.tokens.dtype)
+    programs = Programs(model, CONTENDERS[name].recipe, self.options.batch, shape, self.held_out)
+    programs.compile()
+    return programs
 
   def _guarded(self, name: str, what: Any, *args: Any) -> None:
     """One contender that fails costs the others nothing."""
@@ -130,9 +147,14 @@ class Race:
       what(name, *args)
     except Exception as error:  # whatever XLA raises
       self.failed.add(name)
-      self._say(f'{name}: failed: {type(error).__name__}: {str(error)[:1500]}')
+      self._say_failed(name, error)
+
+  def _say_failed(self, name: str, error: Exception) -> None:
+    self._say(f'{name}: failed: {type(error).__name__}: {str(error)[:1500]}')
 
   def _clock(self, name: str) -> None:
+    while self.options.wait_for and not self.options.wait_for.exists() and time.monotonic() < self.end:
+      time.sleep(0.2)
     programs = self.programs[name]
     search_every = 4 if self.options.tiny else SEARCH_EVERY
     found = trials.clock(programs, self.tokens, search_every=search_every, bursts=self.options.bursts)
@@ -153,7 +175,8 @@ class Race:
     step_ms = self.clocked[name]['step_ms']
     steps = self.options.steps or max(1, int(trial.share * self.options.seconds * 1e3 / step_ms))
     found = trials.run(
-      self.programs[name], self.tokens, self.num_windows, trial, steps=steps, step_ms=step_ms, evaluations=4
+      self.programs[name], self.tokens, self.num_windows, trial, steps=steps, step_ms=step_ms,
+      evaluations=self.options.evaluations,
     )
     self.done[name][trial] = math.inf if found['loss'] is None else found['loss']
     clocked = {key: self.clocked[name][key] for key in ('parameters', 'shape', 'step_ms')}
@@ -177,19 +200,26 @@ class Race:
     if not self.options.out.exists():
       self.options.out.parent.mkdir(parents=True, exist_ok=True)
       return
+    others = 0
     for line in self.options.out.read_text().splitlines():
-      record = json.loads(line)
-      if record['bench'] == 'race' and record['contender'] in self.done and record['seconds'] == self.options.seconds:
+      record = {'style': 'gpt2', **json.loads(line)}
+      if record['bench'] != 'race':
+        continue
+      if not (self.same.items() <= record.items() and self.options.steps in (None, record['steps'])):
+        others += 1
+      elif record['contender'] in self.done:
         trial = Trial(**{field.name: record[field.name] for field in dataclasses.fields(Trial)})
         self.done[record['contender']][trial] = record['loss'] if record['loss'] is not None else math.inf
+    if others:
+      self._say(f'{self.options.out}: {others} trials of other races (another of {", ".join(self.same)}) do not count')
 
   def _say(self, what: str) -> None:
     left = self.end - time.monotonic()
     print(f'[{left:6.0f} s left] {what}', flush=True)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-  """Runs the command; returns the number of contenders that failed."""
+def parser() -> argparse.ArgumentParser:
+  """Of the command line."""
   parser = argparse.ArgumentParser(prog='python -m experiments.race', description=(__doc__ or '').partition('\n')[0])
   parser.add_argument('--out', type=Path, required=True, help='JSON-lines file of records')
   parser.add_argument('--text', type=Path, required=True, help='folder of prepared tokens')
@@ -208,9 +238,16 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument('--style', default='gpt2', choices=list(STYLES), help='of all models (default: %(default)s)')
   parser.add_argument('--bursts', type=int, default=3, help='of steps, for the clock (default: %(default)s)')
   parser.add_argument('--eval-batches', type=int, default=24, help='(default: %(default)s)')
+  parser.add_argument('--evaluations', type=int, default=8, help='of a trial, evenly spread (default: %(default)s)')
+  parser.add_argument('--wait-for', type=Path, help='a file: no step is timed before it exists; compiling may begin')
   parser.add_argument('--scan', action='store_true', help='a scan over layers, in place of each on its own')
   parser.add_argument('--tiny', action='store_true', help='small shapes, to see that it runs')
-  return Race(parser.parse_args(argv)).run()
+  return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """Runs the command; returns the number of contenders that failed."""
+  return Race(parser().parse_args(argv)).run()
 
 
 if __name__ == '__main__':

@@ -34,7 +34,7 @@ class Budget:
 
   rates: tuple[float, ...]
   most_rates: int = 4
-  repeats: tuple[tuple[int, float], ...] = ((1, 1.0), (0, 0.7), (2, 1.0))
+  repeats: tuple[tuple[int, float], ...] = ((1, 1.0), (2, 1.0), (0, 0.7))
 
 
 def next_trial(done: Mapping[Trial, float], decays: Sequence[float], budget: Budget) -> Trial | None:

@@ -21,6 +21,7 @@ from experiments.bench import (
   measure,
   train_step,
   twins,
+  untouched,
 )
 from experiments.reports import speed, speed_records
 import sparse24_jax as s24
@@ -43,6 +44,14 @@ def bench(module, *argv):
 
 
 class RecordsTest(parameterized.TestCase):
+  @pytest.mark.slow
+  def test_untouched(self):
+    (record,), _ = bench(untouched, '--layers', '1')
+    self.assertEqual(set(record['twins']), {'layer', 'untouched'})
+    self.assertEqual(record['untouched_over_layer'], round(
+      record['twins']['untouched']['median_ms'] / record['twins']['layer']['median_ms'], 4
+    ))  # fmt: skip
+
   @parameterized.parameters('fst-gelu-16384x4096x16384', 's_ste_fp8-swiglu-16384x4096x16384')
   @pytest.mark.slow
   def test_ffn(self, case):

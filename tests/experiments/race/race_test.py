@@ -4,6 +4,8 @@ import json
 import math
 from pathlib import Path
 import tempfile
+import threading
+from unittest import mock
 
 from absl.testing import absltest, parameterized
 import jax
@@ -156,7 +158,7 @@ class ProgramTest(absltest.TestCase):
     self.assertEqual([(r['rate'], r['seed'], r['share']) for r in runs][:2], [(0.02, 0, 1.0), (0.01, 0, 1.0)])
     best = min(runs[:2], key=lambda r: r['loss'])['rate']
     repeats = [(r['rate'], r['seed'], r['share']) for r in runs[2:]]
-    self.assertEqual(repeats, [(best, 1, 1.0), (best, 0, 0.7), (best, 2, 1.0)])
+    self.assertEqual(repeats, [(best, 1, 1.0), (best, 2, 1.0), (best, 0, 0.7)])
     for run in runs:
       self.assertLess(run['loss'], 4.0)  # a tenth of bits above nothing learnt is 5.5
       step, seconds, loss = run['validation'][-1]
@@ -165,6 +167,38 @@ class ProgramTest(absltest.TestCase):
       self.assertContainsSubset(('device', 'commit', 'command', 'text', 'parameters', 'wall_s', 'train'), run)
     program.main(argv)  # nothing is left but the clock
     self.assertLen(out.read_text().splitlines(), len(records) + 1)
+    options = program.parser().parse_args(argv)
+    self.assertLen(program.Race(options).done['dense'], 5)
+    for name, other in (('text', 'x'), ('size', '124m'), ('style', 'rotary'), ('batch', 5), ('length', 17),
+                        ('seconds', 0.002), ('held_out_tokens', 1), ('device', 'another'), ('steps', 26)):  # fmt: skip
+      out.write_text(''.join(json.dumps({**r, name: other}) + '\n' for r in records))
+      self.assertEmpty(program.Race(options).done['dense'], name)
+
+  def test_only_one_thread_touches_what_is_compiled(self):
+    folder = Path(self.enter_context(tempfile.TemporaryDirectory()))
+    packing.write(folder / 'tokens', {'train': [TEXT], 'validation': [TEXT]}, Bytes())
+    argv = f'--out {folder / "r"} --text {folder / "tokens"} --tiny --eval-batches 1 --contenders dense'.split()
+    race, threads = program.Race(program.parser().parse_args([*argv, '--clock-only', 'half_ffn', 'fst'])), []
+
+    class Watched(dict):
+      def __setitem__(self, *item):
+        threads.append(threading.current_thread())
+        super().__setitem__(*item)
+
+    race.programs = Watched()
+
+    def compiled(name):
+      if name == 'fst':
+        raise ValueError('does not compile')
+      return object()
+
+    def clocked(name):
+      race.clocked[name] = {}
+
+    with mock.patch.multiple(race, _compiled=compiled, _clock=clocked, _next=lambda name: None):
+      self.assertEqual(race.run(), 1)
+    self.assertEqual(race.failed, {'fst'})
+    self.assertEqual(threads, [threading.main_thread()] * 2)
 
   def test_a_contender_that_fails_is_counted(self):
     folder = Path(self.enter_context(tempfile.TemporaryDirectory()))
