@@ -326,7 +326,7 @@ def _status_of(args: argparse.Namespace) -> int:
     if several and hosts.lost_another(error):
       print(f'error: {hosts.tell_lost(error)}', file=sys.stderr)
       return hosts.LOST
-    known = isinstance(error, (ValueError, OSError, CheckpointError, TrainingDivergedError))
+    known = isinstance(error, ValueError | OSError | CheckpointError | TrainingDivergedError | hosts.OtherProcessError)
     if known and not args.debug and not isinstance(error, JaxRuntimeError):
       print(f'error: {error}', file=sys.stderr)
     elif several:

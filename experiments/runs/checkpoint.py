@@ -10,6 +10,7 @@ last good one as it was. A checkpoint of any mesh is read onto any other.
 from collections.abc import Callable, Collection, Mapping
 import json
 from pathlib import Path
+import re
 import shutil
 from typing import Any, NamedTuple
 import zlib
@@ -231,12 +232,14 @@ class Checkpoints:
   def set_aside(self, steps: Collection[int]) -> Path:
     """Moves checkpoints out of the way, to a folder beside this one, where nothing reads or removes them."""
     aside = self.directory.with_name(f'{self.directory.name}-set-aside')
-    if hosts.first():
+
+    def move() -> None:
       aside.mkdir(exist_ok=True)
       for step in steps:
         taken = len(list(aside.glob(f'{step}*')))
         (self.directory / str(step)).rename(aside / (f'{step}-{taken}' if taken else str(step)))
-    hosts.wait_for_all('checkpoints set aside')
+
+    hosts.by_first(f'move checkpoints to {aside}', move)
     self._manager.reload()
     return aside
 
@@ -248,10 +251,7 @@ class Checkpoints:
       CheckpointError: there is none.
     """
     step = self._step(step)
-    try:
-      meta = self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))['meta']
-    except Exception as error:
-      raise self._unreadable(step, _first_line(error)) from error
+    meta = self._read(step, ocp.args.Composite(meta=ocp.args.JsonRestore()))['meta']
     if not isinstance(meta, dict) or not {'identity', 'checksums', 'step', 'format'} <= set(meta):
       raise self._unreadable(step, 'its meta item was not written by this program')
     if meta['format'] != FORMAT:
@@ -280,11 +280,12 @@ class Checkpoints:
 
     Raises:
       UnreadableError: corrupted or foreign.
+      OSError, MemoryError, JaxRuntimeError: it may be good, but could not be read; so it is with a CheckpointError.
       DifferentRunError: of a run whose identity differs; names the fields.
       CheckpointError: none there.
     """
     step = self._step(step)
-    meta = self.read_meta(step)
+    meta = self._in_all(step, lambda: self.read_meta(step))
     changed = differing(meta['identity'], identity)
     if refused := [field for field in changed if not may_differ(field)]:
       raise DifferentRunError(
@@ -297,12 +298,11 @@ class Checkpoints:
     args = ocp.args.Composite(
       params=ocp.args.StandardRestore(abstract[0]), opt_state=ocp.args.StandardRestore(abstract[1])
     )
-    try:
-      items = self._manager.restore(step, args=args)
-    except Exception as error:
-      raise self._unreadable(step, _first_line(error)) from error
+    items = self._in_all(step, lambda: self._read(step, args))
     seen = sums.look({'params': items['params'], 'opt_state': items['opt_state']})
-    if wrong := [path for path, value in seen.sums.items() if meta['checksums'].get(path) != value]:
+    if other := sorted(seen.sums.keys() ^ meta['checksums'].keys()):
+      raise self._unreadable(step, f'arrays and checksums are not of the same names: {", ".join(other[:3])}')
+    if wrong := [path for path, value in seen.sums.items() if meta['checksums'][path] != value]:
       why = f'checksums differ at {", ".join(wrong[:3])} ({len(wrong)} of {len(seen.sums)} arrays)'
       raise self._unreadable(step, why)
     decoded = jax.tree.map(
@@ -315,7 +315,7 @@ class Checkpoints:
   def restore_newest(
     self, params: Any, opt_state: Any, *, tell: Callable[[str], None], **options: Any
   ) -> Restored:
-    """Like `restore`, of the newest checkpoint that can be read; newer ones are set aside.
+    """Like `restore`, of the newest checkpoint that can be read; newer ones, which are damaged, are set aside.
 
     Args:
       params: parameter tree to fill.
@@ -327,22 +327,19 @@ class Checkpoints:
       UnreadableError: none can be read; nothing was moved.
       CheckpointError: see `restore`.
     """
-    bad: dict[int, UnreadableError | None] = {}
+    bad: dict[int, UnreadableError] = {}
     for step in reversed(self.steps()):
-      found = None
       try:
         found = self.restore(params, opt_state, step=step, **options)
+        break
       except UnreadableError as error:
         bad[step] = error
-      if hosts.all_of(found is not None) and found is not None:
-        break
-      bad.setdefault(step, None)  # which another process cannot read
     else:
-      raise next((error for error in bad.values() if error), UnreadableError(f'{self.directory} has no checkpoint'))
+      raise next(iter(bad.values()), UnreadableError(f'{self.directory} has no checkpoint'))
     if bad:
       aside = self.set_aside(bad)
-      for other, error in bad.items():
-        tell(f'{error or f"checkpoint {other} cannot be read by another process"} It was moved to {aside}.')
+      for error in bad.values():
+        tell(f'{error} It was moved to {aside}.')
       tell(f'going on from the checkpoint of step {step}, the newest that can be read')
     return found
 
@@ -355,15 +352,75 @@ class Checkpoints:
       raise CheckpointError(f'{self.directory} has {what}')
     return step
 
+  def _read(self, step: int, args: ocp.args.Composite) -> Any:
+    try:
+      return self._manager.restore(step, args=args)
+    except Exception as error:
+      raise self._judged(step, error) from error
+
+  def _in_all[T](self, step: int, read: Callable[[], T]) -> T:
+    """What is read; if one process cannot read it, an error in all."""
+
+    def attempt() -> T | UnreadableError:
+      try:
+        return read()
+      except UnreadableError as error:
+        return error
+
+    found = hosts.together(f'read the checkpoint of step {step}', attempt)
+    everywhere = hosts.all_of(not isinstance(found, UnreadableError))
+    if isinstance(found, UnreadableError):
+      raise found
+    if not everywhere:
+      raise UnreadableError(f'checkpoint {self.directory / str(step)} cannot be read by another process.')
+    return found
+
+  def _judged(self, step: int, error: Exception) -> Exception:
+    """What to raise for an error of reading: that it is damaged only where the error proves it."""
+    if _is_damage(error) or self._was_removed(step):
+      return self._unreadable(step, _first_line(error))
+    if isinstance(error, OSError | MemoryError | jax.errors.JaxRuntimeError):
+      return error
+    return CheckpointError(
+      f'checkpoint {self.directory / str(step)} could not be read, which need not be its fault: {_first_line(error)}. '
+      'Nothing was changed; look after disk, memory and permissions, and start the same command again.'
+    )
+
+  def _was_removed(self, step: int) -> bool:
+    folder = self.directory / str(step)
+    return self._read_only and not (folder / 'meta').exists() and not folder.exists()
+
   def _unreadable(self, step: int, why: str) -> CheckpointError:
     folder = self.directory / str(step)
-    if self._read_only and not (folder / 'meta').exists() and not folder.exists():
+    if self._was_removed(step):
       return RemovedError(f'checkpoint {folder} was removed while it was read: its run goes on and keeps newer ones')
     others = [other for other in self.steps() if other != step]
     hint = f'there are also those of steps {others}: eval and inspect take --step' if others else 'there is no other'
     return UnreadableError(
       f'checkpoint {folder} cannot be read (corrupted, or not of this program): {why}. Nothing was changed; {hint}.'
     )
+
+
+# What a file that is cut, changed or not there makes Orbax and its parsers raise, and TensorStore say of it.
+_DAMAGE = (LookupError, TypeError, AttributeError, FileNotFoundError, IsADirectoryError, NotADirectoryError)
+_STATUS = re.compile(r'([A-Z]+(?:_[A-Z]+)*): ')
+_DAMAGED = ('DATA_LOSS', 'OUT_OF_RANGE', 'NOT_FOUND', 'INVALID_ARGUMENT', 'FAILED_PRECONDITION')
+
+
+def _is_damage(error: BaseException | None) -> bool:
+  """Whether an error of reading says that the content is bad, not that memory, permission or disk are missing.
+
+  >>> _is_damage(KeyError('shape')), _is_damage(ValueError('DATA_LOSS: CRC-32C checksum verification failed'))
+  (True, True)
+  >>> _is_damage(PermissionError()), _is_damage(ValueError('UNKNOWN: Error reading file [OS error 5: EIO]'))
+  (False, False)
+  """
+  while type(error) is Exception:  # Orbax', around an array that TensorStore cannot read
+    error = error.__cause__ or error.__context__
+  if isinstance(error, ValueError):  # those of JSON and Unicode, and TensorStore's without a status, are of content
+    status = _STATUS.match(str(error))
+    return status is None or status[1] in _DAMAGED
+  return isinstance(error, _DAMAGE)
 
 
 def _first_line(error: BaseException) -> str:

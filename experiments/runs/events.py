@@ -21,7 +21,7 @@ def tell(line: str) -> None:
 
 
 def note(folder: str | Path, step: int, event: str, what: str, **fields: Any) -> None:
-  """Writes down an event of a run and tells it.
+  """Writes down an event of a run and tells it; every process must call it.
 
   Args:
     folder: the run's folder.
@@ -31,6 +31,10 @@ def note(folder: str | Path, step: int, event: str, what: str, **fields: Any) ->
     **fields: JSON-able details.
   """
   tell(f'{folder}: {what}')
-  if hosts.first():
+  line = json.dumps({'step': step, 'event': event, 'what': what, **fields}) + '\n'
+
+  def append() -> None:
     with (Path(folder) / EVENTS).open('a') as file:
-      file.write(json.dumps({'step': step, 'event': event, 'what': what, **fields}) + '\n')
+      file.write(line)
+
+  hosts.by_first(f'write {EVENTS}', append)

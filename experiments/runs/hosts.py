@@ -5,8 +5,11 @@ batch; the first one writes the files of the run. If one is lost the others cann
 resumes from the newest checkpoint.
 """
 
+from collections.abc import Callable
 import os
 from pathlib import Path
+import re
+from typing import Any, cast
 import zlib
 
 import jax
@@ -15,6 +18,20 @@ import numpy as np
 
 # What a process ends with when another one is lost (EX_PROTOCOL), see docs/hosts.md.
 LOST = 76
+# What the others then see: collectives that fail, by Gloo on CPUs and NCCL on GPUs, and calls of JAX's coordination
+# service, which every one of its messages names. A status such as UNAVAILABLE alone says nothing: a remote file system
+# has it too.
+_LOST = re.compile(
+  r'Gloo [\w -]+ failed|remote process exited|ncclRemoteError|'
+  r'(UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|CANCELLED|INTERNAL|FAILED_PRECONDITION)\b[\s\S]*'
+  r'(CoordinationService|coordination_service)'
+)
+# Bytes of an error that the other processes are told.
+_TOLD = 500
+
+
+class OtherProcessError(RuntimeError):
+  """Another process of the run could not do its part; the message says which, what and why."""
 
 
 def join(coordinator: str | None, processes: int | None, process: int | None, heartbeat: int) -> None:
@@ -56,15 +73,45 @@ def first() -> bool:
   return jax.process_index() == 0
 
 
-def wait_for_all(what: str) -> None:
-  """Waits until every process is here."""
-  if several():
-    multihost_utils.sync_global_devices(what)
-
-
 def all_of(here: bool) -> bool:
   """Whether `here` is true in every process."""
   return bool(multihost_utils.process_allgather(np.array(here)).all()) if several() else here
+
+
+def together[T](what: str, action: Callable[[], T]) -> T:
+  """Does something in every process; if it fails in one, all raise, so that none waits for that one in vain.
+
+  Args:
+    what: the action as a verb, 'write config.json' say.
+    action: takes part in no collective, in which others would wait for a process that failed before it.
+
+  Returns:
+    What the action returned in this process.
+
+  Raises:
+    OtherProcessError: it failed in another process.
+    Exception: it failed in this one; the very error.
+  """
+  if not several():
+    return action()
+  told, found = b'', None
+  try:
+    found = action()
+  except Exception as caught:
+    found, told = caught, f'{type(caught).__name__}: {caught}'.encode()[:_TOLD]
+  heard = multihost_utils.process_allgather(np.frombuffer(told.ljust(_TOLD, b'\0'), np.uint8))
+  if told:
+    assert isinstance(found, Exception)
+    raise found
+  for index, line in enumerate(heard):
+    if text := line.tobytes().rstrip(b'\0').decode(errors='replace'):
+      raise OtherProcessError(f'process {index} of {len(heard)} could not {what}: {text}')
+  return cast(T, found)
+
+
+def by_first(what: str, action: Callable[[], Any]) -> None:
+  """Does something in the first process alone; see `together`."""
+  together(what, lambda: action() if first() else None)
 
 
 def require_same(what: str, text: str) -> None:
@@ -83,26 +130,27 @@ def require_shared(folder: Path) -> None:
   """Raises ValueError in every process unless all see the same folder, as checkpoints and resuming need."""
   if not several():
     return
-  token = folder / f'.seen-by-all-{os.getpid()}'
   # Only the first knows its process id.
   number = int(multihost_utils.broadcast_one_to_all(np.array(os.getpid(), np.int32)))
-  if first():
+  token = folder / f'.seen-by-all-{number}'
+
+  def make() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     token.write_text('')
-  wait_for_all('folder made')
-  seen = (folder / f'.seen-by-all-{number}').exists()
-  everywhere = all_of(seen)
-  if first():
-    token.unlink()
+
+  by_first(f'write to {folder}', make)
+  everywhere = all_of(token.exists())
+  by_first(f'remove {token}', token.unlink)
   if not everywhere:
     raise ValueError(f'{folder} is not the same folder for all processes; name one on a file system that they share')
 
 
 def lost_another(error: BaseException | None) -> bool:
   """Whether an error is what a process sees when another one of its run is gone."""
-  while error is not None:
-    if isinstance(error, jax.errors.JaxRuntimeError) and 'RESOURCE_EXHAUSTED' not in str(error):
-      return several()
+  while several() and error is not None:
+    # JAX raises some of these as ValueError, where a result is read.
+    if isinstance(error, jax.errors.JaxRuntimeError | ValueError) and _LOST.search(str(error)):
+      return True
     error = error.__cause__ or error.__context__
   return False
 

@@ -40,7 +40,7 @@ class Stop:
   def told_by(self, step: int) -> signal.Signals | None:
     """The signal that tells the run to stop after `step`, if there is one; every process must ask at every step."""
     if hosts.several() and multihost_utils.reached_preemption_sync_point(step):
-      return signal.SIGTERM
+      self._told_by = signal.SIGTERM  # JAX says so at one step only, and a run may be rolled back before it ends.
     return self._told_by
 
   def hear(self, number: int, _: Any) -> None:

@@ -98,13 +98,11 @@ class Run:
       done = int(self.state.step)
       if done == self.config.steps and (summary := _summary(self.folder)):
         return summary
-      if hosts.first():
-        durable.write_json(self.folder / 'config.json', self.config.to_dict())
-        durable.write_json(self.folder / 'environment.json', environment())
+      hosts.by_first('write config.json and environment.json', self._write_settings)
       validation = None
       while validation is None:
         try:
-          with metrics_lib.MetricsWriter(self.folder, step=int(self.state.step)) as writer:
+          with hosts.together('open the metrics', self._writer) as writer:
             validation = self._loop(int(self.state.step), checkpoints, writer, stop)
         except bad_numbers.BadNumbersError as error:
           self._roll_back(checkpoints, str(error))
@@ -118,9 +116,15 @@ class Run:
       'seconds': self.watch.total,
       'spent': self.watch.spent,
     }
-    if hosts.first():
-      durable.write_json(self.folder / 'summary.json', summary)
+    hosts.by_first('write summary.json', lambda: durable.write_json(self.folder / 'summary.json', summary))
     return summary
+
+  def _writer(self) -> metrics_lib.MetricsWriter:
+    return metrics_lib.MetricsWriter(self.folder, step=int(self.state.step))
+
+  def _write_settings(self) -> None:
+    durable.write_json(self.folder / 'config.json', self.config.to_dict())
+    durable.write_json(self.folder / 'environment.json', environment())
 
   def _loop(
     self, done: int, checkpoints: Checkpoints, writer: metrics_lib.MetricsWriter, stop: stopping.Stop
@@ -162,7 +166,8 @@ class Run:
             writer.write('validation', done, {'loss': validation, 'phase': phase, **probed})
             self.watch.lap('evaluation')
           if saves:
-            writer.sync()
+            self._require_good_window(done)
+            hosts.by_first('write the metrics', writer.sync)
             self._save(done, checkpoints)
             self.watch.lap('checkpoints')
         if told_by is not None and not last:
@@ -210,6 +215,7 @@ class Run:
       return
     losses, norms = zip(*taken, strict=True)
     flip_rate, flip_rates = self._flip_rates(window)
+    bad_numbers.require_finite(step, 'flip rate, and so a weight,', flip_rate)
     writer.write(
       'train',
       step,
@@ -225,6 +231,17 @@ class Run:
     progress.update(
       step, loss=float(losses[-1]), flip_rate=flip_rate if self.names else None, tokens_per_s=speed
     )
+
+  def _require_good_window(self, step: int) -> None:
+    """Looks at the steps since the last line of the metrics, before a checkpoint of `step` would keep what they did.
+
+    There are none, unless the run was told to stop. Their line is written when the run goes on.
+    """
+    losses = bad_numbers.Losses(self.policy.spike, self.losses.latest)
+    read = jax.device_get([(m.loss, m.grad_norm, m.good) for m in self.window])
+    for at, (loss, norm, good) in enumerate(read, step - len(read) + 1):
+      if good or self.policy.name != 'skip':
+        losses.take(at, loss, norm)
 
   def _flip_rates(self, window: list[StepMetrics]) -> tuple[float, list[float]]:
     """Of all weights, and of each: the mean over the steps of a window, or what the last refresh found.
@@ -407,14 +424,7 @@ def held(folder: Path) -> Iterator[None]:
     ValueError: another process holds it; names that.
   """
   with contextlib.ExitStack() as stack:
-    refused = None
-    if hosts.first():  # for all processes of the run
-      try:
-        _lock(folder, stack)
-      except ValueError as error:
-        refused = error
-    if not hosts.all_of(refused is None):
-      raise refused or ValueError(f'process 0 does not train in {folder}')
+    hosts.by_first(f'train in {folder}', lambda: _lock(folder, stack))  # for all processes of the run
     yield
 
 

@@ -2,6 +2,8 @@
 
 import json
 from pathlib import Path
+import signal
+from unittest import mock
 
 from absl.testing import absltest, parameterized
 import jax
@@ -13,7 +15,8 @@ from experiments.runs import bad_numbers, build, experiment, programs, train
 from experiments.runs.checkpoint import CheckpointError, Checkpoints
 import sparse24_jax as s24
 from tests.experiments.fakes import compile_quickly, FakeData, temp_folder
-from tests.experiments.runs.train_test import final_arrays, losses, RECIPES, run, tiny
+from tests.experiments.runs.stopping_test import run_and_signal
+from tests.experiments.runs.train_test import FFN, final_arrays, losses, RECIPES, run, tiny
 
 EVERY_STEP = {'log_every': 1, 'eval_every': 30, 'checkpoint_every': 1}
 
@@ -62,6 +65,25 @@ class StopTest(absltest.TestCase):
     with self.assertRaisesRegex(train.TrainingDivergedError, r'params/.* are not finite at step 1; training stopped'):
       run(tiny(optimizer__b2=1.0, **EVERY_STEP), folder)
     self.assertEqual(steps_of(folder), [])
+
+  def test_a_run_that_is_told_to_stop_does_not_save_a_jump(self):
+    """In the middle of a window of five: its losses are looked at first, or every resume would stop there."""
+    folder = temp_folder(self)
+
+    def limit(losses):  # the 23rd loss is a jump
+      return 0.0 if len(losses.latest) == 22 else np.inf
+
+    with (
+      mock.patch.object(bad_numbers.Losses, 'limit', limit),
+      self.assertRaisesRegex(train.TrainingDivergedError, 'jumped to .* at step 23.*go on in this one from step 20'),
+    ):
+      run_and_signal(tiny(eval_every=30), folder, signal.SIGTERM, 23)
+    self.assertEqual(steps_of(folder), [10, 20])
+
+  def test_a_weight_that_is_not_finite_shows_before_a_checkpoint(self):
+    """With b2 = 1 the loss of the first step is good, the weights after it are not, nor is their flip rate."""
+    with self.assertRaisesRegex(train.TrainingDivergedError, 'flip rate, and so a weight, is nan at step 1'):
+      run(tiny('ste', {'path': FFN}, optimizer__b2=1.0, **EVERY_STEP), temp_folder(self))
 
   def test_the_advice_works(self):
     """Lower the rate in the same folder, from the last good checkpoint."""

@@ -7,6 +7,7 @@ import resource
 import shutil
 import signal
 from typing import Any, NamedTuple
+from unittest import mock
 
 from absl.testing import absltest, parameterized
 import jax
@@ -16,6 +17,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 
+from experiments.runs import checkpoint
 from experiments.runs.checkpoint import (
   CheckpointError,
   Checkpoints,
@@ -178,6 +180,34 @@ class BadCheckpointTest(parameterized.TestCase):
     self.assertIn('going on from the checkpoint of step 10', told[1])
     self.assertTrue((folder.with_name(f'{folder.name}-set-aside') / '20' / 'params').is_dir())
     shutil.rmtree(folder.with_name(f'{folder.name}-set-aside'))
+
+  @parameterized.parameters(
+    (jax.errors.JaxRuntimeError('RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes.'), jax.errors.JaxRuntimeError),
+    (MemoryError(), MemoryError),
+    (PermissionError(13, 'Permission denied'), PermissionError),
+    (OSError(5, 'Input/output error'), OSError),
+    (ValueError('UNKNOWN: Error reading local file "d/7" [OS error 5: Input/output error EIO]'), CheckpointError),
+    (ValueError('PERMISSION_DENIED: Error opening local file'), CheckpointError),
+  )
+  def test_what_says_nothing_about_the_content_is_raised_and_nothing_moved(self, error, kind):
+    folder = self._two()
+    before = sorted(folder.rglob('*'))
+    with Checkpoints(folder) as checkpoints:
+      with (
+        mock.patch.object(checkpoints._manager, 'restore', side_effect=error),
+        self.assertRaises(kind) as caught,
+      ):
+        checkpoints.restore_newest(*_trees(), identity={'recipe': 'ste'}, tell=self.fail)
+      self.assertNotIsInstance(caught.exception, UnreadableError)
+    self.assertEqual(sorted(folder.rglob('*')), before)
+
+  def test_a_checksum_that_is_not_there(self):
+    folder = self._two()
+    file = folder / '20' / 'meta' / 'metadata'
+    meta = json.loads(file.read_text())
+    del meta['checksums']['params/h_0/mlp/kernel']
+    file.write_text(json.dumps(meta | {'checksum': checkpoint._checksum(meta)}))
+    self._refused(folder, 'not of the same names: params/h_0/mlp/kernel')
 
   def test_when_none_can_be_read_none_is_moved(self):
     folder = self._two()

@@ -12,12 +12,13 @@ from unittest import mock
 
 from absl.testing import absltest, parameterized
 import jax
+from jax.experimental import multihost_utils
 import numpy as np
 import pytest
 
 from experiments.data import pipeline
 from experiments.runs import experiment, hosts, inspection, meshes
-from experiments.runs.checkpoint import Checkpoints
+from experiments.runs.checkpoint import CheckpointError, Checkpoints
 import sparse24_jax as s24
 from tests.experiments.fakes import FakeData, temp_folder
 from tests.experiments.runs.train_test import ROOT
@@ -98,11 +99,62 @@ class RowsTest(parameterized.TestCase):
       hosts.join(None, None, None, 10)
 
 
+class AgreeTest(parameterized.TestCase):
+  """What two processes agree on, with the part of the other one made up."""
+
+  def _of_two(self, mine, other):
+    """Does something as process 0 of 2, where the other one tells an error."""
+    told = np.frombuffer(other.encode().ljust(hosts._TOLD, b'\0'), np.uint8)
+    with (
+      mock.patch.object(jax, 'process_count', return_value=2),
+      mock.patch.object(multihost_utils, 'process_allgather', lambda x: np.stack([x, told])),
+    ):
+      return hosts.together('write it', mine)
+
+  def test_what_fails_in_one_fails_in_all(self):
+    self.assertEqual(self._of_two(lambda: 5, ''), 5)
+    with self.assertRaisesRegex(hosts.OtherProcessError, 'process 1 of 2 could not write it: OSError: disk full'):
+      self._of_two(lambda: 5, 'OSError: disk full')
+
+  def test_the_others_are_told_before_an_error_is_raised(self):
+    told = []
+    with (
+      mock.patch.object(jax, 'process_count', return_value=2),
+      mock.patch.object(multihost_utils, 'process_allgather', lambda x: told.append(x.tobytes())),
+      mock.patch.object(Path, 'rename', side_effect=OSError('no space')),
+      self.assertRaisesRegex(OSError, 'no space'),
+    ):
+      Checkpoints.set_aside(mock.Mock(directory=Path(temp_folder(self), 'checkpoints')), [3])
+    self.assertRegex(told[0], b'OSError: no space')
+
+  @parameterized.parameters(
+    ('UNKNOWN: Gloo all-reduce failed: [gloo/transport/tcp/pair.cc:547] Connection closed by peer [::]:1', True),
+    ('INTERNAL: NCCL operation ncclGroupEnd() failed: remote process exited or there was a network error', True),
+    ('DEADLINE_EXCEEDED: Barrier timed out. Id: q::0.\n\nRPC: /xla.coordination.CoordinationService/Barrier', True),
+    ('INTERNAL: Barrier failed because: Task 1 heartbeat timeout. [tensorflow.CoordinationServiceError]', True),
+    ('UNAVAILABLE: failed to connect to all addresses; remote target coordination_service', True),
+    ('UNAVAILABLE: Error reading gs://bucket/params/manifest.ocdbt', False),
+    ('RESOURCE_EXHAUSTED: Out of memory allocating 140737488355328 bytes.', False),
+    ('INTERNAL: CpuCallback error calling callback: ValueError: my own', False),
+    ('INTERNAL: NCCL operation ncclCommInit failed: unhandled cuda error: out of memory', False),
+  )
+  def test_only_what_a_lost_process_looks_like_is_one(self, message, lost):
+    with mock.patch.object(jax, 'process_count', return_value=2):
+      for kind in (jax.errors.JaxRuntimeError, ValueError):  # of reading a result
+        self.assertEqual(hosts.lost_another(kind(message)), lost)
+      try:
+        raise CheckpointError('could not save') from ValueError(message)
+      except CheckpointError as error:
+        self.assertEqual(hosts.lost_another(error), lost)
+    self.assertFalse(hosts.lost_another(ValueError(message)))  # there is no other
+
+
 @pytest.mark.slow
 class SeveralTest(parameterized.TestCase):
-  def test_two_processes_train_as_one(self):
+  @parameterized.parameters(2, 4)
+  def test_several_processes_train_as_one(self, several):
     one, two = temp_folder(self), temp_folder(self)
-    for folder, processes in ((one, 1), (two, 2)):
+    for folder, processes in ((one, 1), (two, several)):
       for status, output in finish(start(folder, processes, 'steps=10', 'accumulate=2')):
         self.assertEqual(status, 0, output)
     for found, expected in zip(records_of(two), records_of(one), strict=True):
