@@ -9,7 +9,7 @@ from jax import Array
 import jax.numpy as jnp
 import optax
 
-from sparse24_jax.optim._weights import Absent, contexts, flip_rates, is_leaf, map_sparse, wider
+from sparse24_jax.optim._weights import Absent, contexts, flip_rates, flips, is_leaf, map_sparse, wider
 from sparse24_jax.projection import Projection
 from sparse24_jax.recipe import Recipe
 from sparse24_jax.rules import map_by_path
@@ -73,7 +73,7 @@ class _Carried(NamedTuple):
     update: for the weight.
     state: of its projection.
     rate: float32, share of entries whose mask changed, for each matrix.
-    flips: float32, number of them.
+    flips: float32, number of them; NaN if the weight is not finite.
     moments: those of the inner optimizer's arrays that are like the weight.
   """
 
@@ -114,7 +114,7 @@ def evolve(
   due = state.count % recipe.refresh_every == 0
   # An inner optimizer that skips a step whose gradients are not finite must not find its links moved.
   due = _when(due, recipe.refresh_every, lambda _: _all_finite(gradients), jnp.zeros((), jnp.bool_))
-  flips: list[Array] = []
+  counts: list[Array] = []
   for group in _groups([weights[i].w.size for i in sparse]):
     chosen = [sparse[i] for i in group]
     mine = [
@@ -132,10 +132,10 @@ def evolve(
     found = _when(due, recipe.refresh_every, functools.partial(_change, [weights[i] for i in chosen]), kept)
     for i, ats, new in zip(chosen, mine, found, strict=True):
       new_updates[i], states[i], rates[i] = new.update, new.state, new.rate
-      flips.append(new.flips)
+      counts.append(new.flips)
       for at, moment in zip(ats, new.moments, strict=True):
         inner_leaves[at] = moment
-  overall = jnp.sum(jnp.stack(flips)) / float(sum(weights[i].w.size for i in sparse))
+  overall = jnp.sum(jnp.stack(counts)) / float(sum(weights[i].w.size for i in sparse))
   updates, projection_states, per_weight = map(structure.unflatten, (new_updates, states, rates))
   overall = jnp.where(due, overall, state.flip_rate.overall)
   if recipe.flip_rate == 'step':
@@ -160,11 +160,14 @@ def _changed(weight: _Weight, carried: _Carried) -> _Carried:
     state = p.refresh(stepped, carried.state)
   else:
     state, reset = p.update(stepped, gradient, carried.state, context)
+    # Links are never dropped for being NaN: that would hide it as a zero.
+    finite = jnp.all(jnp.isfinite(stepped))
+    state, reset = jnp.where(finite, state, carried.state), reset & finite
     moments = tuple(jnp.where(reset, jnp.zeros((), moment.dtype), moment) for moment in moments)
-  flipped = p.mask(w, carried.state) != p.mask(stepped, state)
-  rate = jnp.mean(p.layout_of(w).matrix(flipped), axis=(-2, -1), dtype=jnp.float32)
+  flipped = flips(p.mask(w, carried.state), p.mask(stepped, state), stepped)
+  rate = jnp.mean(p.layout_of(w).matrix(flipped), axis=(-2, -1))
   return _Carried(
-    _on_links(p, w, state, carried.update, elsewhere=minus), state, rate, jnp.sum(flipped, dtype=jnp.float32), moments
+    _on_links(p, w, state, carried.update, elsewhere=minus), state, rate, jnp.sum(flipped), moments
   )
 
 
@@ -225,4 +228,4 @@ def _rates_of_step(
 
   new_weights = jax.lax.optimization_barrier(optax.apply_updates(params, updates))
   old, new = map_sparse(search, projections, params, states), map_sparse(search, projections, new_weights, new_states)
-  return flip_rates(projections, old, new)
+  return flip_rates(projections, old, new, new_weights)

@@ -102,12 +102,22 @@ def contexts(projections: Any, params: Any, step: Array) -> Any:
   return map_by_path(lambda path, p: Context(step, path, shapes[of_matrix(p)]), projections, is_leaf=is_leaf)
 
 
-def flip_rates(projections: Any, old: Any, new: Any) -> tuple[Array, Any]:
-  """Share of entries in which two trees of masks differ: over all of them, and for each matrix."""
+def flip_rates(projections: Any, old: Any, new: Any, weights: Any) -> tuple[Array, Any]:
+  """Share of entries in which two trees of masks differ: over all of them, and for each matrix.
 
-  def rate(p: Projection, a: Array, b: Array) -> Array:
-    return jnp.mean(p.layout_of(a).matrix(a != b), axis=(-2, -1), dtype=jnp.float32)
+  NaN where a weight that `new` was chosen from is NaN or infinite, so that whoever looks at flip rates sees it.
+  """
 
-  rates = map_sparse(rate, projections, old, new)
-  overall = flip_rate(old, new) if jax.tree.leaves(new) else jnp.zeros((), jnp.float32)
-  return overall, rates
+  def rate(p: Projection, a: Array, b: Array, w: Array) -> Array:
+    return jnp.mean(p.layout_of(a).matrix(flips(a, b, w)), axis=(-2, -1))
+
+  rates = map_sparse(rate, projections, old, new, weights)
+  if not jax.tree.leaves(new):
+    return jnp.zeros((), jnp.float32), rates
+  seen = sum(jnp.sum(each) for each in jax.tree.leaves(rates))
+  return jnp.where(jnp.isnan(seen), jnp.nan, flip_rate(old, new)), rates
+
+
+def flips(old: Array, new: Array, w: Array) -> Array:
+  """float32, 1 where two masks differ, 0 elsewhere, and NaN where the weight is not finite."""
+  return jnp.where(jnp.isfinite(w), (old != new).astype(jnp.float32), jnp.nan)

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 from jax import Array
+import jax.numpy as jnp
 
 from sparse24_jax.clusters import join_clusters
 from sparse24_jax.neurons import cluster_neurons
@@ -15,6 +16,8 @@ from sparse24_jax.rules import map_by_path, match_rules
 
 def regroup_neurons(params: Any, opt_state: Any, recipe: Recipe) -> Any:
   """Clusters the neurons anew, by the weights as they are: once, where the dense warm-up of a recipe ends.
+
+  A weight that is not finite keeps the clusters that it has.
 
   Args:
     params: any pytree of arrays.
@@ -44,7 +47,10 @@ def regroup_neurons(params: Any, opt_state: Any, recipe: Recipe) -> Any:
 
   def one(path: str, w: Array, state: Any) -> Any:
     clusters = found.get(path)
-    return state if clusters is None else join_clusters(cluster_neurons(w, clusters=clusters), state[..., -1])
+    if clusters is None:
+      return state
+    new = join_clusters(cluster_neurons(w, clusters=clusters), state[..., -1])
+    return jnp.where(jnp.isfinite(w).all(), new, state)
 
   def renew(node: Any) -> Any:
     if not isinstance(node, SparseTrainingState):

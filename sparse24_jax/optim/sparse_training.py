@@ -26,6 +26,9 @@ from sparse24_jax.topology import Context
 class FlipRate(NamedTuple):
   """Shares of weights whose mask changed at the last refresh (or step).
 
+  NaN where a weight holds a NaN or an infinity: no mask is chosen from a NaN. Where one is, the group of four (or the
+  4x4 block, or the weight, if its links come and go) keeps the mask that it has. So look at the rates, or log them.
+
   Attributes:
     overall: float32 scalar, over all sparse weights together; 0 before the first comparison.
     per_weight: float32, of the shape of a weight's stacked axes: a scalar, or a rate a scanned layer. From
@@ -299,7 +302,7 @@ def _refresh(
     new_states = map_sparse(lambda p, w, s: p.refresh(w, s), projections, new_weights, states)
     new = map_sparse(lambda p, w, s: p.mask(w, s), projections, new_weights, new_states)
     old = map_sparse(lambda p, s, m: s if isinstance(m, optax.MaskedNode) else m, projections, states, compared)
-    return new_states, FlipRate(*flip_rates(projections, old, new))
+    return new_states, FlipRate(*flip_rates(projections, old, new, new_weights))
 
   if recipe.refresh_every == 1:
     return search(state.projections)

@@ -73,6 +73,13 @@ class StateTest(parameterized.TestCase):
     self.assertFalse((neurons == old_neurons).all())
     np.testing.assert_array_equal(new.projections['down']['kernel'], opt_state.projections['down']['kernel'])
 
+  def test_a_weight_that_is_not_finite_keeps_its_clusters(self):
+    _, params, recipe, opt_state = setting()
+    later = jax.tree.map(lambda w: w + 2 * random(7, *w.shape), params)
+    later['up']['kernel'] = later['up']['kernel'].at[..., 0, 0].set(np.nan)
+    new = regroup_neurons(later, opt_state, recipe)
+    np.testing.assert_array_equal(new.projections['up']['kernel'], opt_state.projections['up']['kernel'])
+
   def test_without_clusters_the_state_is_left_alone(self):
     _, params, recipe, opt_state = setting(BLOCKS)
     self.assertIs(regroup_neurons(params, opt_state, recipe), opt_state)

@@ -168,6 +168,21 @@ class LinksTest(parameterized.TestCase):
         jax.tree.map(np.testing.assert_array_equal, stepped, params)
       params, state = stepped, new
 
+  def test_links_of_a_weight_that_is_not_finite_stay(self):
+    """A NaN counts as the smallest magnitude: its link would be dropped, and it be hidden as a zero."""
+    tx, params, grads = s24.sparse_training(optax.sgd(0.1), recipe_of(0.3, drop_fraction=0.5)), normal(0), normal(1)
+    state = jit(tx.init)(params)
+    mask = np.asarray(sparse_states(state)['attn/kernel'])
+    at = tuple(np.argwhere(mask)[0])
+    params['attn']['kernel'] = params['attn']['kernel'].at[at].set(np.nan)
+    for _ in range(2):
+      updates, state = jit_update(tx)(grads, state, params)
+    np.testing.assert_array_equal(sparse_states(state)['attn/kernel'], mask)
+    self.assertTrue(np.isnan(of(optax.apply_updates(params, updates), 'attn/kernel')[at]))
+    rates = s24.get_flip_rate(state)
+    self.assertTrue(np.isnan(rates.overall) and np.isnan(rates.per_weight['attn/kernel']))
+    self.assertGreater(rates.per_weight['mlp/kernel'].min(), 0)
+
   def test_moments_stay_when_told_to(self):
     recipes = (recipe_of(0.25, drop_fraction=0.4, reset_moments=reset) for reset in (True, False))
     reset, kept = (list(train(s24.sparse_training(optax.adam(1e-2), r), normal(0), 2)) for r in recipes)

@@ -325,6 +325,21 @@ class RefreshTest(parameterized.TestCase):
       self.assertEqual(rate.per_weight['mlp/down/kernel'].tolist(), [0.0] * 3)
       _, state = update(jax.tree.map(jnp.zeros_like, params), state, params)
 
+  @parameterized.product(value=(np.nan, np.inf), flip_rate=('refresh', 'step'))
+  def test_a_weight_that_is_not_finite_shows_in_the_flip_rates(self, value, flip_rate):
+    recipe = dataclasses.replace(s24.recipes.ste(RULE), flip_rate=flip_rate)
+    tx, params = s24.sparse_training(optax.sgd(0.1), recipe), normal(0)
+    state, grads = tx.init(params), normal(1)
+    _, good = tx.update(grads, state, params)
+    params['mlp']['up']['kernel'] = params['mlp']['up']['kernel'].at[5, 3].set(value)
+    _, bad = tx.update(grads, state, params)
+    found, expected = map(s24.get_flip_rate, (bad, good))
+    self.assertTrue(np.isnan(found.overall) and np.isnan(found.per_weight['mlp/up/kernel']))
+    np.testing.assert_array_equal(found.per_weight['mlp/down/kernel'], expected.per_weight['mlp/down/kernel'])
+    if np.isnan(value):  # its group keeps the old mask
+      masks = (each.projections['mlp']['up']['kernel'][4:8, 3] for each in (bad, state))
+      np.testing.assert_array_equal(*masks)
+
   def test_no_rate_is_reported_before_the_first_refresh(self):
     tx = s24.sparse_training(optax.sgd(1.0), FST)
     params = normal(0)
