@@ -6,7 +6,7 @@
 #   make test-hf   a Hugging Face checkpoint there and back, against PyTorch and `transformers` in an environment of their own
 #   make mutants   breaks one promise at a time and runs the fast tests that must notice
 #   make faults    injects faults into runs, and writes what became of them to docs/faults.md
-#   make soak      a run of 20,000 steps that is killed again and again
+#   make soak      a run of 20,000 steps that is killed again and again; the result goes there too
 # And `make docs` writes the reference to site/index.html.
 
 PYTHON ?= python3.12
@@ -49,10 +49,10 @@ mutants: $(VENV)/ready
 	$(VENV)/bin/python -m tests.mutants
 
 faults: $(VENV)/ready
-	$(VENV)/bin/python -m tests.faults --out docs/faults.md
+	$(VENV)/bin/python -m tests.faults --keep
 
 soak: $(VENV)/ready
-	$(VENV)/bin/python -m tests.soak
+	$(VENV)/bin/python -m tests.soak --keep
 
 docs: $(VENV)/ready
 	JAX_PLATFORMS=cpu $(VENV)/bin/python docs/build.py

@@ -1,4 +1,4 @@
-"""Injects faults into runs and writes what became of them: `make faults`.
+"""Injects faults into runs and writes what became of them: `make faults`. Started again, it goes on where it was.
 
 Each case trains a tiny model on made-up text, harms it, and looks whether it ends with the bits of a run that was not
 harmed (survived), whether it is refused with a message that names what is wrong (refused), or neither (lost).
@@ -25,16 +25,21 @@ from unittest import mock
 
 if __name__ == '__main__':  # Before JAX is imported.
   os.environ.setdefault('JAX_PLATFORMS', 'cpu')
+  # Of its own, since its key does not know how much was optimized. The processes that cases start read it too.
+  os.environ['JAX_COMPILATION_CACHE_DIR'] = '.jax_cache/faults'
+  os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0'
   os.environ['XLA_FLAGS'] = (
     '--xla_force_host_platform_device_count=8 --xla_cpu_collective_call_terminate_timeout_seconds=600'
   )
 
 from absl import logging
 import jax
+import orbax.checkpoint as ocp
 
 from experiments import __main__ as cli
 from experiments.data import pipeline
-from experiments.runs import checkpoint, stopping, train
+from experiments.runs import bad_numbers, checkpoint, stopping, train
+from tests import fault_records
 from tests.experiments import fakes
 from tests.experiments.reports import report_test
 from tests.experiments.runs import bad_numbers_test, hosts_test, train_test
@@ -66,9 +71,9 @@ class Lab:
     with quiet:
       return train.train(config, folder, data=data or fakes.FakeData(), quiet=True, programs=shared)
 
-  def cut(self, step: int) -> Path:
+  def cut(self, step: int, folder: Path | None = None) -> Path:
     """A run that was ended by a signal while it fetched the batch of a step."""
-    folder, fetch = self.new(), fakes._Iterator.__next__
+    folder, fetch = folder or self.new(), fakes._Iterator.__next__
 
     def fetch_and_signal(it):
       if it._position == step:
@@ -235,6 +240,33 @@ def full_disk(lab: Lab) -> Outcomes:
   yield lab.survives(folder)
 
 
+def not_now(lab: Lab) -> Outcomes:
+  """A disk, a permission or memory that fails while the newest checkpoint is read says nothing about it."""
+  folder, restore = lab.cut(25), ocp.CheckpointManager.restore
+  for error in (OSError(5, 'Input/output error'), PermissionError(13, 'denied'), MemoryError('no memory')):
+
+    def fail(manager, step, args, error=error):
+      if 'params' in args:
+        raise error
+      return restore(manager, step, args=args)
+
+    with mock.patch.object(ocp.CheckpointManager, 'restore', fail):
+      yield raises(type(error), str(error.args[-1]), lambda: lab.train(folder))
+  yield 'lost: set aside' if (folder / 'checkpoints-set-aside').exists() else lab.survives(folder)
+
+
+def jump_then_stop(lab: Lab) -> Outcomes:
+  """The signal comes in the step after a jump, before its window of losses is due."""
+  folder = lab.new()
+
+  def limit(losses):
+    return 0.0 if len(losses.latest) == 22 else float('inf')
+
+  with mock.patch.object(bad_numbers.Losses, 'limit', limit):
+    yield raises(train.TrainingDivergedError, 'jumped to .* at step 23', lambda: lab.train(lab.cut(23, folder)))
+  yield lab.survives(folder)
+
+
 def held_twice(lab: Lab) -> Outcomes:
   folder = lab.new()
   with train.held(folder):
@@ -342,6 +374,8 @@ CASES: dict[str, tuple[str, Callable[[Lab], Outcomes]]] = {
   'summary.json, config.json empty, cut or NUL': ('report names the file; train writes it again', damaged_files),
   'NUL in metrics.jsonl: at the end, in the middle': ('left out; file and line are named', damaged_metrics),
   'disk full during a run': ('named; goes on once there is space, the same bits', full_disk),
+  'no memory, no permission, a failing disk while it is read': ('named, not set aside; the same bits', not_now),
+  'told to stop right after a jump of the loss': ('the jump is not saved; the same bits', jump_then_stop),
   'two runs in one folder': ('the second is refused', held_twice),
   'b2 = 1: a good loss makes bad parameters': ('nothing is saved', moments),
   'a batch whose loss is NaN: stop, skip, roll back': ('refused; the others go on', batches),
@@ -357,46 +391,33 @@ CASES: dict[str, tuple[str, Callable[[Lab], Outcomes]]] = {
 
 def main() -> int:
   parser = argparse.ArgumentParser(prog='python -m tests.faults', description=__doc__)
-  parser.add_argument('--out', type=Path, help='write the table to this Markdown file')
+  parser.add_argument('--keep', action='store_true', help='write docs/faults.md, and leave out what it has')
   parser.add_argument('--seed', type=int, default=0, help='of what is left to chance (default: 0)')
   parser.add_argument('--only', default='', help='a regular expression of the cases to try')
   args = parser.parse_args()
   logging.set_verbosity(logging.ERROR)  # of Orbax
   jax.config.update('jax_disable_most_optimizations', True)
-  rows, began = [], time.monotonic()
+  began, lost = time.monotonic(), 0
+  left_out = fault_records.tried(args.seed) if args.keep else ()
   with tempfile.TemporaryDirectory() as folder:
-    lab = Lab(Path(folder), random.Random(args.seed))
+    lab = Lab(Path(folder), random.Random())
     for name, (expected, case) in CASES.items():
-      if not re.search(args.only, name):
+      if not re.search(args.only, name) or name in left_out:
         continue
+      lab.chance.seed(f'{args.seed} {name}')  # whatever was tried before
       try:
         outcomes = list(case(lab))
       except Exception as error:  # a fault that nothing caught is what is looked for
         outcomes = [f'lost: {type(error).__name__}: {error}']
-      counts = [sum(o.startswith(kind) for o in outcomes) for kind in ('survived', 'refused', 'lost')]
-      rows.append((name, *counts, expected))
-      if args.out:  # Also of a run that is ended early.
-        args.out.write_text(page(rows, args.seed))
-      print(f'{time.monotonic() - began:6.0f} s  {name}: survived {counts[0]}, refused {counts[1]}, lost {counts[2]}',
-            flush=True)  # fmt: skip
+      counts = {kind: sum(o.startswith(kind) for o in outcomes) for kind in fault_records.OUTCOMES}
+      if args.keep:
+        fault_records.keep({'name': name, **counts, 'expected': expected, 'seed': args.seed})
+      lost += counts['lost']
+      print(f'{time.monotonic() - began:6.0f} s  {name}: {counts}', flush=True)
       for outcome in outcomes:
         if outcome.startswith('lost'):
           print(f'    {outcome}', flush=True)
-  return 1 if any(row[3] for row in rows) else 0
-
-
-def page(rows, seed) -> str:
-  totals = [sum(row[i] for row in rows) for i in (1, 2, 3)]
-  body = '\n'.join(f'| {name} | {a} | {b} | {c} | {expected} |' for name, a, b, c, expected in rows)
-  return (
-    '# Faults that were injected\n\n'
-    f'Written by `make faults` (seed {seed}; JAX {jax.__version__}, 8 simulated CPU devices, a tiny GPT-2 with\n'
-    'transposable masks, made-up text). *Survived*: started again, the run ends with the bits of one to which\n'
-    'nothing happened, unless the last column says otherwise. *Refused*: a status that is not 0, and a message that\n'
-    'names what is wrong. *Lost*: neither.\n\n'
-    '| fault | survived | refused | lost | what is expected |\n|---|---:|---:|---:|---|\n'
-    f'{body}\n| **all** | **{totals[0]}** | **{totals[1]}** | **{totals[2]}** | |\n'
-  )
+  return 1 if lost else 0
 
 
 if __name__ == '__main__':

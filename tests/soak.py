@@ -16,6 +16,7 @@ import signal
 import sys
 import tempfile
 import time
+from typing import Any
 
 # Steps at the begin of a process, and after a change of phase, in which it may compile.
 _SETTLED = 450
@@ -28,9 +29,8 @@ def _config(steps: int):
   from tests.experiments.runs import train_test
 
   recipe = {'path': train_test.FFN, 'masked_decay': 2e-4, 'refresh_every': 4, 'dense_fraction': 0.2}
-  return train_test.tiny(
-    'transposable_srste', recipe, steps=steps, log_every=50, eval_every=1000, checkpoint_every=200
-  )  # fmt: skip
+  # An evaluation, which compiles, comes before a process is taken to have settled.
+  return train_test.tiny('transposable_srste', recipe, steps=steps, log_every=50, eval_every=400, checkpoint_every=200)
 
 
 def _child(steps: int, folder: str, log: str) -> None:
@@ -78,6 +78,7 @@ def main() -> int:
   parser.add_argument('--kills', type=int, default=20)
   parser.add_argument('--seconds', type=float, default=20.0, help='between two kills, on average')
   parser.add_argument('--seed', type=int, default=0)
+  parser.add_argument('--keep', action='store_true', help='write the record and docs/faults.md')
   args = parser.parse_args()
   chance, context = random.Random(args.seed), multiprocessing.get_context('spawn')
   with tempfile.TemporaryDirectory() as root:
@@ -98,35 +99,45 @@ def main() -> int:
           print(f'a process ended with {child.exitcode}')
           return 1
         print(f'{time.strftime("%H:%M:%S")} {name}: {sum(kills.values())} signals', flush=True)
-    bad = _judge(Path(root), args.steps, kills)
-  return 1 if bad else 0
+    found = _judge(Path(root), args.steps)
+  found |= {'steps': args.steps, 'sigkill': kills[signal.SIGKILL], 'sigterm': kills[signal.SIGTERM], 'seed': args.seed}
+  print(found)
+  if args.keep:
+    os.environ['JAX_PLATFORMS'] = 'cpu'
+    from tests import fault_records
+
+    fault_records.keep({'name': 'soak', **found})
+  return 1 if found['bad'] else 0
 
 
-def _judge(root: Path, steps: int, kills: dict[signal.Signals, int]) -> list[str]:
+def _judge(root: Path, steps: int) -> dict[str, Any]:
+  """What is bad, and how memory grew, from the logs of two runs."""
+  os.environ['JAX_PLATFORMS'] = 'cpu'
   from tests.experiments.runs import train_test
 
-  bad, growth = [], []
-  records = [json.loads(line) for name in ('disturbed', 'alone') for line in (root / f'{name}.jsonl').open()]
-  for pid in sorted({record['pid'] for record in records}):
-    own = [r for r in records if r['pid'] == pid and r['taken'] >= _SETTLED]
-    # The dense end is another program.
-    for part in ([r for r in own if r['step'] < 0.8 * steps], [r for r in own if r['step'] > 0.8 * steps + 1000]):
-      if len(part) > 1:
-        growth.append(part[-1]['mib'] - part[0]['mib'])
-        if late := part[-1]['compiled'] - part[0]['compiled']:
-          bad.append(f'process {pid} compiled {late} programs after it had settled')
-  if growth and max(growth) > _GROWTH_MIB:
-    bad.append(f'memory grew by {max(growth):.0f} MiB within a process')
-  if len({(root / name / 'metrics.jsonl').read_bytes() for name in ('disturbed', 'alone')}) > 1:
+  bad, growth = [], {'disturbed': [0.0], 'alone': [0.0]}
+  records = []
+  for name, grown in growth.items():
+    records = [json.loads(line) for line in (root / f'{name}.jsonl').open()]
+    for pid in sorted({record['pid'] for record in records}):
+      own = [r for r in records if r['pid'] == pid and r['taken'] >= _SETTLED]
+      # The dense end is another program.
+      for part in ([r for r in own if r['step'] < 0.8 * steps], [r for r in own if r['step'] > 0.8 * steps + _SETTLED]):
+        if len(part) > 1:
+          grown.append(part[-1]['mib'] - part[0]['mib'])
+          if late := part[-1]['compiled'] - part[0]['compiled']:
+            bad.append(f'process {pid} compiled {late} programs after it had settled')
+  if (most := max(map(max, growth.values()))) > _GROWTH_MIB:
+    bad.append(f'memory grew by {most:.0f} MiB within a process')
+  if len({(root / name / 'metrics.jsonl').read_bytes() for name in growth}) > 1:
     bad.append('metrics differ from those of the run that nobody disturbed')
-  found, expected = (train_test.final_arrays(_config(steps), root / n)[0] for n in ('disturbed', 'alone'))
+  found, expected = (train_test.final_arrays(_config(steps), root / n)[0] for n in growth)
   if different := [path for path, array in expected.items() if found[path].tobytes() != array.tobytes()]:
     bad.append(f'{len(different)} of {len(expected)} arrays differ')
-  print(
-    f'{steps} steps, {kills[signal.SIGKILL]} times SIGKILL and {kills[signal.SIGTERM]} times SIGTERM; memory within a '
-    f'process grew by {max(growth, default=0):.1f} MiB at most: ' + ('; '.join(bad) or 'as if nothing had happened')
-  )
-  return bad
+  return {
+    'bad': bad, 'growth_mib': most, 'alone_growth_mib': max(growth['alone']), 'mib': records[-1]['mib'],
+    'settled': _SETTLED,
+  }  # fmt: skip
 
 
 if __name__ == '__main__':

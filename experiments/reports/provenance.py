@@ -27,7 +27,7 @@ DAGGER = '†'
 NOT_IN_GIT = 'a commit that is not in git'
 
 _COMMENT = re.compile(r'<!-- records: (.*?) -->\n', re.DOTALL)
-_COMMAND = re.compile(r'python -m (experiments|pallas_kernels|sparse24_jax)[.\w]*( |$)')
+_COMMAND = re.compile(r'python -m (experiments|pallas_kernels|sparse24_jax|tests)[.\w]*( |$)')
 
 
 @dataclasses.dataclass(frozen=True)

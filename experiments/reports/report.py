@@ -1,8 +1,10 @@
 """One self-contained HTML page about any set of runs: no network, no script, pictures inline."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 import json
 from pathlib import Path
+import re
 
 import numpy as np
 
@@ -38,6 +40,7 @@ def write_report(folders: Sequence[str | Path], out: str | Path, *, title: str =
     report_curves.loss_against_flops(groups, colours),
     report_curves.activation_sparsity(groups),
     report_curves.flip_rates(groups, colours),
+    _events(found),
     _settings(found),
   ]
   out = Path(out)
@@ -165,6 +168,26 @@ def dots(groups: Groups, colours: Mapping[str, str]) -> str:
     x_label='final validation loss, nats a token; one dot a seed',
   )
   return page.figure(chart, 'Final validation loss')
+
+
+def _events(found: Sequence[RunRecord]) -> str:
+  """What happened to the runs on the way; '' if nothing did."""
+  disturbed = [run for run in found if run.events]
+  if not disturbed:
+    return ''
+  kinds = [*dict.fromkeys(event['event'] for run in disturbed for event in run.events)]
+  rows, blocks = [], []
+  for run in disturbed:
+    counts = Counter(event['event'] for event in run.events)
+    rows.append([run.folder.name, *(str(counts[kind] or '') for kind in kinds)])
+    # Of the folders of a machine, the last name is enough.
+    lines = [re.sub(r'(/[^\s/]+)+/', '', f'step {event["step"]}: {event.get("what", "")}') for event in run.events]
+    blocks.append(page.folded(f'{run.folder.name}: {len(lines)} events', page.preformatted('\n'.join(lines))))
+  lead = (
+    'Interruptions, and numbers that were bad: how often each run was resumed, skipped a step, was rolled back or had '
+    'its settings changed. A resumed run has the bits of one that was not; one of which anything else is told has not.'
+  )
+  return page.heading('What happened on the way', lead) + page.table(['run', *kinds], rows) + ''.join(blocks)
 
 
 def _settings(found: Sequence[RunRecord]) -> str:

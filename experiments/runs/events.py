@@ -1,4 +1,4 @@
-"""What happened to a run that its settings do not say: steps skipped, roll-backs, changed settings, bad checkpoints.
+"""What happened to a run that its settings do not say: resumed, steps skipped, rolled back, settings changed.
 
 Each is a line of ``events.jsonl`` and a line on the standard error. Unlike the metrics these lines are never taken
 back, so that they tell about every attempt.
@@ -9,7 +9,7 @@ from pathlib import Path
 import sys
 from typing import Any
 
-from experiments.runs import hosts
+from experiments.runs import hosts, metrics
 
 EVENTS = 'events.jsonl'
 
@@ -38,3 +38,12 @@ def note(folder: str | Path, step: int, event: str, what: str, **fields: Any) ->
       file.write(line)
 
   hosts.by_first(f'write {EVENTS}', append)
+
+
+def read(folder: str | Path) -> list[dict[str, Any]]:
+  """The events of a run, in order.
+
+  Raises:
+    ValueError: the file is damaged; names it and the line.
+  """
+  return list(metrics.read_records(Path(folder) / EVENTS, kind='event'))

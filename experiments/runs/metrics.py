@@ -18,8 +18,12 @@ METRICS = 'metrics.jsonl'
 TIMING = 'timing.jsonl'
 
 
-def read_records(path: str | Path) -> Iterator[dict[str, Any]]:
+def read_records(path: str | Path, *, kind: str = 'kind') -> Iterator[dict[str, Any]]:
   """Yields the records of a JSON-lines file; bad lines at its end, which a kill or a power cut leaves, are left out.
+
+  Args:
+    path: the file; one that is not there has no records.
+    kind: the field that each has beside 'step'.
 
   Raises:
     ValueError: a line before the last good one is no record; names file and line.
@@ -29,7 +33,7 @@ def read_records(path: str | Path) -> Iterator[dict[str, Any]]:
     return
   bad = None
   for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
-    record = _record(line)
+    record = _record(line, {'step', kind})
     if record is None:
       bad = bad or number
     elif bad:
@@ -41,12 +45,12 @@ def read_records(path: str | Path) -> Iterator[dict[str, Any]]:
       yield record
 
 
-def _record(line: bytes) -> dict[str, Any] | None:
+def _record(line: bytes, fields: set[str]) -> dict[str, Any] | None:
   try:
     record = json.loads(line) if line.endswith(b'\n') else None
   except ValueError:
     return None
-  return record if isinstance(record, dict) and {'step', 'kind'} <= set(record) else None
+  return record if isinstance(record, dict) and fields <= set(record) else None
 
 
 def _truncate(path: Path, step: int) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from ml_collections import ConfigDict
 import numpy as np
 
-from experiments.runs import activations, build, durable, metrics
+from experiments.runs import activations, build, durable, events, metrics
 from experiments.runs.method_table import METHODS
 import sparse24_jax as s24
 
@@ -26,6 +26,7 @@ class RunRecord:
     validation: records of kind 'validation'.
     timing: records of kind 'timing'.
     summary: None while the run is unfinished.
+    events: what happened on the way, see `experiments.runs.events`.
   """
 
   folder: Path
@@ -35,6 +36,7 @@ class RunRecord:
   validation: tuple[Mapping[str, Any], ...]
   timing: tuple[Mapping[str, Any], ...]
   summary: Mapping[str, Any] | None
+  events: tuple[Mapping[str, Any], ...] = ()
 
   @property
   def label(self) -> str:
@@ -199,6 +201,7 @@ def read_run(folder: str | Path) -> RunRecord:
     durable.read_json(folder / 'environment.json'),
     **{kind: tuple(records) for kind, records in kinds.items()},
     summary=durable.read_json(summary) if summary.exists() else None,
+    events=tuple(events.read(folder)),
   )
 
 

@@ -98,6 +98,8 @@ class Run:
       done = int(self.state.step)
       if done == self.config.steps and (summary := _summary(self.folder)):
         return summary
+      if done:
+        events.note(self.folder, done, 'resumed', f'going on from step {done}')
       hosts.by_first('write config.json and environment.json', self._write_settings)
       validation = None
       while validation is None:

@@ -138,6 +138,22 @@ class ReportTest(parameterized.TestCase):
     else:
       self.assertNotIn('script', read_page(path).tags)
 
+  def test_events_are_told(self):
+    folder = temp_folder(self)
+    one = write_run(folder, 'fst', 0, 1.4)
+    self.assertNotIn('on the way', report.write_report([one], Path(folder, 'r.html')).read_text())
+    skipped = {'step': 17, 'event': 'skipped', 'what': 'step 17 was skipped: its loss is <nan>'}
+    resumed = {'step': 20, 'event': 'resumed', 'what': 'checkpoint /home/me/runs/fst/30 cannot be read; from step 20'}
+    (one / 'events.jsonl').write_text(''.join(json.dumps(e) + '\n' for e in (skipped, skipped, resumed)) + '{"step"')
+    text = report.write_report([one], Path(folder, 'r.html')).read_text()
+    self.assertRegex(text, r'<th>run</th><th class=n>skipped</th><th class=n>resumed</th>')
+    self.assertRegex(text, r'<td>fst-seed0</td><td class=n>2</td><td class=n>1</td>')
+    self.assertIn('step 17: step 17 was skipped: its loss is &lt;nan&gt;', text)
+    self.assertIn('step 20: checkpoint 30 cannot be read', text)
+    (one / 'events.jsonl').write_text('\0\n' + json.dumps(resumed) + '\n')
+    with self.assertRaisesRegex(ValueError, r'events.jsonl, line 1 is no record'):
+      report.write_report([one], Path(folder, 'r.html'))
+
   def test_differing_settings_are_pointed_out(self):
     folder = temp_folder(self)
     write_run(folder, 'dense', 0, 1.2)

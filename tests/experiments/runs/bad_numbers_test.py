@@ -100,8 +100,9 @@ class StopTest(absltest.TestCase):
     self.assertEqual(steps_of(folder), [29, 30])
     self.assertEqual(final_arrays(lower, folder)[1]['identity']['optimizer']['peak_lr'], 1e-3)
     found = events_of(folder)
-    self.assertEqual([event['event'] for event in found], ['went back', 'settings changed', 'settings changed'])
-    self.assertEqual(found[2]['changed'], {'optimizer.peak_lr': [0.01, 1e-3]})
+    changed, resumed = 'settings changed', 'resumed'
+    self.assertEqual([event['event'] for event in found], ['went back', changed, resumed, changed, resumed])
+    self.assertEqual(found[3]['changed'], {'optimizer.peak_lr': [0.01, 1e-3]})
 
   def test_other_settings_never_change_within_a_run(self):
     folder = temp_folder(self)
