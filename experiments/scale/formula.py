@@ -1,0 +1,138 @@
+"""Memory, communication and time of a step on many GPUs, on paper.
+
+Compute is measured: the training step of Llama 3B on one H100 (`train_step.jsonl`), dense and with transposable masks,
+divided by parameters and tokens. Links have the rates that their makers state, which no program reaches. The formulas:
+
+- Dense compute is c P t for t tokens on a GPU and P parameters; sparse saves s F t, F those of feed-forward layers.
+  Tensor parallelism over M GPUs splits feed-forward layers alone; all other layers are computed M times.
+- To gather or to reduce and scatter S bytes over K machines of G = 8 GPUs takes
+  S (1 - 1/K) / (G network) + S (1 - 1/G) / nvlink, with 50 GB/s of network (one port of NDR InfiniBand) and 450 GB/s of
+  NVLink 4 a GPU, each way; an all-reduce is both, one after the other.
+- Data parallel: one all-reduce of the gradients, 4 P bytes. FSDP: for each micro-batch, weights are gathered forward
+  and, with what is computed again, backward: 2 times 2 bytes of a dense one; of a sparse one the packed matrix, 9/8
+  bytes, forward and again for gate and up, and the packed transpose backward: 2 2/3 times on average. Gradients are
+  reduced and scattered, 4 bytes. Tensor parallel: for each micro-batch and layer two all-reduces of the tokens'
+  activations, 2 t d bytes, within a machine.
+- A GPU holds 4 bytes of a parameter, 8 of its moments, 4 of its gradient, and 1 of the mask of a sparse one, divided
+  by the GPUs over which they are split; what it gathers of one layer; with recomputation the inputs of all layers of a
+  micro-batch, 2 t d bytes each, about 2 t (4 d + 3 h / M) of the layer that is computed again, and logits, 4 t V.
+"""
+
+from collections.abc import Mapping, Sequence
+import dataclasses
+from typing import Any, NamedTuple
+
+TOKENS, MICRO = 4 * 2**20, 8192  # a step of all GPUs; a micro-batch of one
+# Bytes of a feed-forward weight that are gathered in a step. A packed 2:4 matrix has half of the values and two bits
+# for each of them, 9/8 bytes a weight.
+_GATHERED = {'dense': 2 * 2, 'sparse': (2 + 2 / 3) * 9 / 8}
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+  """Sizes of a Llama: layers, width, hidden width, share of key-value heads among heads, vocabulary."""
+
+  name: str
+  layers: int
+  d: int
+  hidden: int
+  kv_share: float
+  vocab: int
+
+  @property
+  def ffn(self) -> int:
+    """Parameters of feed-forward layers."""
+    return 3 * self.layers * self.d * self.hidden
+
+  @property
+  def rest(self) -> int:
+    """All others: attention, embedding and output matrix."""
+    return round(self.layers * self.d * self.d * (2 + 2 * self.kv_share)) + 2 * self.d * self.vocab
+
+
+MODELS = (Model('8B', 32, 4096, 14336, 1 / 4, 128256), Model('70B', 80, 8192, 28672, 1 / 8, 128256))
+
+
+@dataclasses.dataclass(frozen=True)
+class Links:
+  """Bytes a second of one GPU, each way: an H100 with NVLink 4 and one port of NDR InfiniBand, 8 to a machine."""
+
+  gpus: int = 8
+  nvlink: float = 450e9
+  network: float = 50e9
+
+  def gather(self, size: float, over: int) -> float:
+    """Seconds to gather, or to reduce and scatter, so many bytes over so many GPUs."""
+    inside = min(over, self.gpus)
+    return size * (1 - inside / over) / (inside * self.network) + size * (1 - 1 / inside) / self.nvlink
+
+
+class Compute(NamedTuple):
+  """Measured seconds a token: `dense` of each parameter, `saved` of each in a sparse feed-forward layer."""
+
+  dense: float
+  saved: float
+
+
+class Row(NamedTuple):
+  """One layout: GB on a GPU, GB that it receives in a step, and seconds of a step."""
+
+  model: str
+  gpus: int
+  layout: str
+  memory: float
+  dense_traffic: float
+  sparse_traffic: float
+  communication: tuple[float, float]
+  compute: tuple[float, float]
+
+
+def measured(record: Mapping[str, Any]) -> Compute:
+  """From a record of a whole training step of a Llama.
+
+  >>> shape = {'batch': 1, 'length': 10, 'layers': 1, 'd': 10, 'hidden': 10}
+  >>> measured({'shape': shape, 'parameters': 1000, 'median_ms': 400.0, 'baselines': {'dense': {'median_ms': 1000.0}}})
+  Compute(dense=0.0001, saved=0.0002)
+  """
+  shape, dense = record['shape'], record['baselines']['dense']['median_ms'] / 1e3
+  tokens, ffn = shape['batch'] * shape['length'], 3 * shape['layers'] * shape['d'] * shape['hidden']
+  return Compute(dense / tokens / record['parameters'], (dense - record['median_ms'] / 1e3) / tokens / ffn)
+
+
+def rows(compute: Compute, links: Links = Links(), gpus: Sequence[int] = (64, 1024)) -> list[Row]:
+  """Every model on every number of GPUs, in every layout."""
+  return [_row(model, n, layout, compute, links) for model in MODELS for n in gpus for layout in _LAYOUTS]
+
+
+_LAYOUTS = {'data': (False, 1), 'fsdp': (True, 1), 'fsdp and model 8': (True, 8)}
+
+
+def _row(model: Model, gpus: int, layout: str, compute: Compute, links: Links) -> Row:
+  fsdp, tensor = _LAYOUTS[layout]
+  all_parameters, over = model.ffn + model.rest, gpus // tensor
+  tokens = TOKENS / gpus
+  micro = max(1, round(tokens / MICRO))
+  state = 16 * all_parameters + model.ffn
+  one_layer = 2 * all_parameters / model.layers if fsdp else 0
+  # A group of `tensor` GPUs has the tokens of all of its own, each layer's inputs on every one of them.
+  here = min(tokens, MICRO) * tensor
+  activations = 2 * here * (model.d * (model.layers + 4) + 3 * model.hidden / tensor) + 4 * here * model.vocab
+  memory = state / (gpus if fsdp else 1) + one_layer + activations
+  traffic, seconds = [], []
+  for gathered_bytes in _GATHERED.values():
+    if fsdp:
+      sizes = (gathered_bytes + 4) * model.ffn / tensor + (2 * 2 + 4) * model.rest
+      times, one = micro, links.gather(sizes, over)
+      if tensor > 1:
+        # Neighbours on NVLink split a layer, so that those of an `fsdp` group lie on different machines.
+        one = sizes * (1 - 1 / over) / links.network
+    else:
+      sizes, times = 2.0 * 4 * all_parameters, 1.0
+      one = links.gather(sizes, over)
+    # Two all-reduces a layer, each of which receives everything twice.
+    summed = micro * 4 * model.layers * 2 * here * model.d * (1 - 1 / tensor)
+    traffic.append((times * sizes * (1 - 1 / over) + summed) / 1e9)
+    seconds.append(times * one + summed / links.nvlink)
+  dense = compute.dense * (model.ffn + tensor * model.rest) * tokens
+  sparse = dense - compute.saved * model.ffn * tokens
+  return Row(model.name, gpus, layout, memory / 1e9, traffic[0], traffic[1], (seconds[0], seconds[1]), (dense, sparse))
