@@ -67,12 +67,7 @@ def page(record: Mapping[str, Any], simulated: Sequence[Mapping[str, Any]]) -> s
       f'{apart:.2f} |'
     )
   paper = '\n'.join(lines)
-  counted = '\n'.join(
-    f'| {r["devices"]} | {" x ".join(map(str, r["layout"]))} | {"yes" if r["remat"] else "no"} | '
-    f'{_kinds(r["dense"]["exchanges"])} | {_kinds(r["sparse"]["exchanges"])} | {r["dense"]["bytes"] / 2**20:.1f} | {r["sparse"]["bytes"] / 2**20:.1f} | '
-    f'{_kinds(r["mask refresh"])} | {_kinds(r["packing"])} |'
-    for r in simulated
-  )
+  counted = '\n'.join(map(_counted, simulated))
   return f"""# Many GPUs, on paper and by simulation
 
 Written by `python -m experiments.scale`. Nothing here was measured on more than one GPU.
@@ -82,7 +77,8 @@ Written by `python -m experiments.scale`. Nothing here was measured on more than
 {text.strip()}
 
 {formula.TOKENS:,} tokens a step, micro-batches of at most {formula.MICRO:,} a GPU, sequences of
-{record['shape']['length']:,}, recomputation; transposable masks in all feed-forward layers. Measured on one {record['device']}:
+{record['shape']['length']:,}, recomputation; transposable masks in all feed-forward layers. Measured on one
+{record['device']}:
 {compute.dense * 1e15:.1f} fs a parameter and token for a dense step, {compute.saved * 1e15:.1f} fs less for one in a
 sparse feed-forward layer. *GB* is what a GPU holds, of 80 GB; *received* what it receives in a step, dense and sparse;
 then seconds of computing and of communication. The last two columns are how many times faster the sparse step is:
@@ -114,6 +110,17 @@ gathers of a weight for 2, packed 3 bytes for 4; without it 2 gathers for 1, pac
 
 def _head(*names: str) -> str:
   return f'| {" | ".join(names)} |\n|{"---|" * len(names)}'
+
+
+def _counted(record: Mapping[str, Any]) -> str:
+  dense, sparse = record['dense'], record['sparse']
+  layout = ' x '.join(map(str, record['layout']))
+  cells = [
+    record['devices'], layout, 'yes' if record['remat'] else 'no', _kinds(dense['exchanges']),
+    _kinds(sparse['exchanges']), *(f'{twin["bytes"] / 2**20:.1f}' for twin in (dense, sparse)),
+    _kinds(record['mask refresh']), _kinds(record['packing']),
+  ]  # fmt: skip
+  return f'| {" | ".join(map(str, cells))} |'
 
 
 def _kinds(exchanges: Mapping[str, int]) -> str:
