@@ -6,7 +6,9 @@ another differs by 4% with order and heat, rounds with idle gaps by less than 1%
 """
 
 from collections.abc import Callable, Mapping, Sequence
+import concurrent.futures
 import dataclasses
+import functools
 import math
 import statistics
 import time
@@ -15,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _power
+from pallas_kernels import _compat, _power
 
 Array = jax.Array
 
@@ -25,6 +27,9 @@ REPEATS = 20
 # What needs so many times the best of its implementation in the first round gets no further one.
 _HOPELESS = 1.15
 _SUSTAINED_S = 1.1
+_COMPILERS = 12
+# Other profilers have no business in a benchmark's process.
+times_ms = functools.partial(_compat.device_times_ms, detach=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +50,19 @@ class Candidate:
   f: Callable[..., Array]
   args: Sequence[Array]
   setup_ms: float = 0.0
+
+
+def compile_all(jobs: Sequence[tuple[Any, ...]]) -> list[Any]:
+  """Compiled functions, or the exception that stands in a refused one's place, of (f, args[, compiler options])."""
+
+  def one(job: tuple[Any, ...]) -> Any:
+    try:
+      return jax.jit(job[0]).lower(*job[1]).compile(*job[2:])
+    except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as e:
+      return e
+
+  with concurrent.futures.ThreadPoolExecutor(_COMPILERS) as pool:
+    return list(pool.map(one, jobs))
 
 
 @jax.jit

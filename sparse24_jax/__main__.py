@@ -63,7 +63,8 @@ def main(argv: list[str] | None = None) -> int:
   if (folder := _records.path_of(_records.TUNED, device, 'sparse_matmul').parent.name) in known and folder != device:
     print(f'nothing was measured on {device!r}; these are the times of {folder!r}, which has the same chip')
   elif folder not in known:
-    print(f'nothing was measured on {device!r}; pass --device, one of {known}, or run: python -m pallas_kernels tune')
+    run = 'python -m pallas_kernels tune sparse_matmul'
+    print(f'nothing was measured on {device!r}; pass --device, one of {known}, or run: {run}')
     return 1
   sides = {'up': (args.d, args.hidden), 'down': (args.hidden, args.d)}
   if args.gated:

@@ -93,6 +93,6 @@ def _sparse_wins(device: _device.Device) -> bool:
   if entries:
     reason = 'no sparse product of 16 bits measured faster than the dense one'
   else:
-    reason = 'nothing was measured there, `python -m pallas_kernels tune` does it'
+    reason = 'nothing was measured there, `python -m pallas_kernels tune sparse_matmul` does it'
   log_once(f'no kernels on {device.name}: {reason}; a policy can name an implementation')
   return False

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 import dataclasses
 from typing import Any
 
-from pallas_kernels.pack import costs
+from pallas_kernels import costs
 from sparse24_jax.availability import Target
 from sparse24_jax.plan import LayerPlan, plan_layer, ROLES
 from sparse24_jax.policy import DotPolicy

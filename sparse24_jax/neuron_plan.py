@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels import _device, _records, _triton
-from pallas_kernels.pack import costs
+from pallas_kernels import _device, _records, _triton, costs
 from pallas_kernels.sparse_matmul.api import OP
 from pallas_kernels.vnm import api
 from sparse24_jax.plan import key_of

@@ -5,8 +5,7 @@ import dataclasses
 import math
 from typing import Any, NamedTuple
 
-from pallas_kernels import _records
-from pallas_kernels.pack import costs
+from pallas_kernels import _records, costs
 
 # Bytes an entry of what a packing pass of FP8 writes: operand and dense copy.
 PACKED8 = 0.5 + 0.125 + 1

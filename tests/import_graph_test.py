@@ -58,8 +58,8 @@ class ImportGraphTest(parameterized.TestCase):
     edges = graph('pallas_kernels') + graph('sparse24_jax')
     loads = {file for file, name, at_import in edges if at_import and third_party(name) in TRITON}
     for file in loads:
-      self.assertRegex(file, r'^pallas_kernels/(\w+/)*(triton|bench|_\w+)\.py$', f'{file} imports triton')
-    loads |= {file for file, _, _ in edges if file.endswith(('/triton.py', '/bench.py'))}
+      self.assertRegex(file, r'^pallas_kernels/(\w+/)*(triton|_\w+)\.py$', f'{file} imports triton')
+    loads |= {file for file, _, _ in edges if file.endswith('/triton.py')}
     modules = {file.removesuffix('.py').replace('/', '.') for file in loads}
     for file, name, at_import in edges:
       if at_import and any(name == module or name.startswith(f'{module}.') for module in modules):

@@ -111,14 +111,13 @@ MEASUREMENTS = {
   'gpt2-124m-mst-24': _steps(
     'gpt2-124m', 'mixed_sparsity_24', '--explain --implementation sparse --rounds 2 --steps 20 --refreshes 2'
   ),
-  'products': Measurement('pallas_kernels bench --select headline square', 240),
-  'fp8-products': Measurement('pallas_kernels.quantize.bench --parts products --iterations 12', 180),
+  'products': Measurement('pallas_kernels bench sparse_matmul --select headline square', 240),
+  'fp8-products': Measurement('pallas_kernels bench quantize --only matmuls --skip-check --iterations 12', 180),
   'vnm-products': _vnm('--select matmul', 120),
-  'packers': Measurement('pallas_kernels.pack.bench', 420),
+  'packers': Measurement('pallas_kernels bench pack', 420),
+  'activations': Measurement('pallas_kernels bench gated_activation', 240),
   'vnm-packers': _vnm('--select packs', 150),
-  'fp8-packers': Measurement(
-    'pallas_kernels.quantize.bench --parts check,passes --first-config --skip-xla --iterations 20', 150
-  ),
+  'quantize': Measurement('pallas_kernels bench quantize --only quantize amax --first-config --iterations 20', 120),
   'attention': Measurement('experiments.bench.attention --rounds 3 --steps 8 --select 4k 16k 1k', 240),
   'pytorch': Measurement('experiments.bench.pytorch_ffn', 150),
   'mesh-check': _mesh('--select check-sample check-ffn check-gpt2'),

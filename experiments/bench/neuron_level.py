@@ -1,10 +1,10 @@
 """`python -m experiments.bench.neuron_level --out FILE`: V:N:M matmul, packers and feed-forward block against dense.
 
-Three groups of cases. `matmul`: the product against the faster of XLA's two ways to write the dense one, with the
-settings of `tuned/<device>/vnm_matmul.json`, which `--tune FOLDER` writes first. `packs`: each packer's bytes over its
-time, as a share of the copy bandwidth of the same run. `block`: the block, forward and backward with all its packs,
-against dense squared ReLU. All are timed in turns by the sum of their kernels (by the wall clock on a CPU); records
-hold every sample.
+Three groups of cases. `matmul`: the matmul against the faster of XLA's two ways to write the dense one, with the
+settings of `tuned/<device>/vnm_matmul.json`, which `python -m pallas_kernels tune vnm_matmul` writes. `packs`: each
+packer's bytes over its time, as a share of the copy bandwidth of the same run. `block`: the block, forward and backward
+with all its packs, against dense squared ReLU. All are timed in turns by the sum of their kernels (by the wall clock on
+a CPU); records hold every sample.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,16 +21,14 @@ import jax.numpy as jnp
 
 from experiments.bench import measure, trace
 from experiments.bench.vnm_packs import Case, compile_all, pack, PACKS, Plan
-from pallas_kernels import _device, _records, _tuning, formats
-from pallas_kernels.sparse_matmul.operand import to_operand
+from pallas_kernels import _device, _records, _tuning
 from pallas_kernels.vnm import api, mosaic_gpu
+from pallas_kernels.vnm.arg_specs import dense_ways, operand, PATTERNS, SHAPES
 from pallas_kernels.vnm.format import decompress_operand, VNMOperand
 import sparse24_jax as s24
 from sparse24_jax.activation_sparsity import neuron_level_ffn
 
 MODULE = 'experiments.bench.neuron_level'
-PATTERNS = ((128, 8), (128, 16), (64, 8), (64, 16))
-SHAPES = ((16384, 4096, 16384), (16384, 16384, 4096))
 BLOCK = (16384, 4096, 16384)
 TINY = (128, 256, 128)
 
@@ -49,52 +47,14 @@ GROUPS = {
 }
 
 
-def configs(v: int) -> list[mosaic_gpu.Config]:
-  """The settings that are worth timing."""
-  best = mosaic_gpu.default_config(v)
-  change = dataclasses.replace
-  if v % 128:
-    # Places by launch are not among them: a program repeated alone may keep a good launch, a training step does not.
-    return [best, change(best, stages=2, delay=0), change(best, band=16), change(best, band=64)]
-  if v % 256 == 0:
-    return [best, change(best, delay=0)]
-  placed = [change(best, band=band, slots=slots) for band in (32, 64) for slots in (1, 2)]
-  by_launch = [change(best, places='launch', band=32, slots=slots) for slots in (1, 2)]
-  return [*placed, *by_launch, mosaic_gpu.Config(slots=2), mosaic_gpu.Config(places='gpc', slots=2)]
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def operand(r: int, k: int, v: int, m: int, key: Array) -> VNMOperand:
-  """A random V:2:M operand [r, k], made without a packer."""
-  values, pairs, order = jax.random.split(key, 3)
-  compact = 4 * k // m
-  legal = jnp.array([low | high << 2 for low, high in formats.PAIRS], jnp.uint8)
-  nibbles = legal[jax.random.randint(pairs, (r, compact // 4), 0, len(formats.PAIRS))]
-  order = jnp.argsort(jax.random.uniform(order, (r // v, k // m, m)), axis=-1)[..., :4]
-  rows = jnp.sort(order, axis=-1) + (jnp.arange(k // m) * m)[None, :, None]
-  entries = jax.random.normal(values, (r, compact // 2), jnp.float32).astype(jnp.bfloat16)
-  packed = to_operand(formats.Compressed24(entries, formats.pack_nibbles(nibbles, -1), -1))
-  return VNMOperand(packed, rows.reshape(r // v, compact).astype(jnp.int32), m)
-
-
 def _multiply(config: mosaic_gpu.Config | None, tiny: bool) -> Callable[..., Array]:
   if tiny:
     return functools.partial(api.vnm_matmul, implementation='reference')
   return functools.partial(mosaic_gpu.vnm_matmul, out_dtype=jnp.dtype('bfloat16'), out_layout='mn', config=config)
 
 
-def _dense_ways(wide: Any) -> dict[str, Callable[[Array, Array], Array]]:
-  def plain(a: Array, b: Array) -> Array:
-    return jnp.dot(a.astype(wide), b.astype(wide)).astype(a.dtype)
-
-  def swapped(a: Array, b: Array) -> Array:
-    return jax.lax.dot_general(b.astype(wide), a.astype(wide), (((0,), (1,)), ((), ()))).T.astype(a.dtype)
-
-  return {'dense plain': plain, 'dense swapped': swapped}
-
-
 def matmul(case: Case, options: Any) -> Plan:
-  """Measures a product; with `--tune` finds its settings first."""
+  """Measures a matmul with the settings that the records have of it."""
   r, k, n = TINY if options.tiny else case.shape
 
   def make(key: Array) -> tuple[VNMOperand, Array, Array, Array]:
@@ -109,45 +69,30 @@ def matmul(case: Case, options: Any) -> Plan:
   a, b, dense, _ = jax.eval_shape(make, key)
   problem, device = api.key(a, n, a.dtype, 'mn'), _device.current()
   # XLA's CPU multiplies bfloat16 slowly and not in all layouts.
-  ways = _dense_ways(jnp.float32 if options.tiny else a.dtype)
+  ways = dense_ways(jnp.float32 if options.tiny else a.dtype)
   choice = _records.lookup(device.slug, api.OP, problem, implementation='mosaic_gpu')
   known = mosaic_gpu.Config(**choice.config) if choice and choice.config else mosaic_gpu.default_config(case.v)
-  settings = list(dict.fromkeys([known, *configs(case.v)])) if options.tune and not options.tiny else [known]
   jobs: dict[str, Any] = {'make': (make, (key,))}
   jobs |= {name: (f, (dense, b)) for name, f in ways.items()}
   jobs['expected'] = (functools.partial(jnp.dot, preferred_element_type=jnp.float32), (dense, b))
   if options.tiny:
     jobs['expected'] = (lambda x, y: jnp.dot(x.astype(jnp.float32), y.astype(jnp.float32)), (dense, b))
-  jobs |= {f'sparse {i}': (_multiply(c, options.tiny), (a, b)) for i, c in enumerate(settings)}
+  jobs['sparse'] = _multiply(known, options.tiny), (a, b)
 
   def run(compiled: Mapping[str, Any]) -> dict[str, Any]:
     a, b, dense, full = compiled['make'](key)
     expected = compiled['expected'](dense, b)
     heat = {name: statistics.median(measure.timer(compiled[name], (dense, b), options.steps)) for name in ways}
     best = min(heat, key=heat.__getitem__)
-    candidates = [
-      _tuning.Candidate('mosaic_gpu', dataclasses.asdict(c), compiled[f'sparse {i}'], (a, b))
-      for i, c in enumerate(settings) if f'sparse {i}' in compiled
-    ]  # fmt: skip
-    if not candidates:
+    if 'sparse' not in compiled:
       raise ValueError(f'{case.name}: no compiled kernel')
-    if options.tune:
-      found = _tuning.tune(
-        problem, _tuning.Candidate('dense', {'way': best}, compiled[best], (dense, b)), candidates, expected,
-        measure.timer, finalists=2, quick=dict(rounds=2, iterations=options.steps, gap_s=0.05),
-        final=dict(rounds=options.rounds, iterations=options.steps, gap_s=0.1),
-      )
-      _records.save(options.tune / device.slug / f'{api.OP}.json', _device.environment() | {'op': api.OP}, [found])
-      row = _records.best_of(found, 'mosaic_gpu')
-      if row is None:
-        raise ValueError(f'{case.name}: {[c["rejected"] for c in found["candidates"]]}')
-      candidates = [c for c in candidates if c.config == row['config']]
-    error, reason = _tuning.verify(candidates[0], expected)
+    candidate = _tuning.Candidate('mosaic_gpu', dataclasses.asdict(known), compiled['sparse'], (a, b))
+    error, reason = _tuning.verify(candidate, expected)
     if reason:
       raise ValueError(f'{case.name}: {reason}')
     # Zeros take less power, so that the same kernel multiplies `dense`, whose zeros are the pattern's, faster.
     calls = {
-      'sparse': (candidates[0].f, (a, b)), best: (compiled[best], (dense, b)), 'full': (compiled[best], (full, b)),
+      'sparse': (candidate.f, (a, b)), best: (compiled[best], (dense, b)), 'full': (compiled[best], (full, b)),
     }  # fmt: skip
     rows = measure.timed(calls, options)
     if not options.tiny:
@@ -157,7 +102,7 @@ def matmul(case: Case, options: Any) -> Plan:
     return dict(
       bench='vnm_matmul', op='vnm_matmul', role='forward', pattern=f'{case.v}:2:{case.m}',
       shape=dict(tokens=r, d_in=k, d_out=n, m=r, n=n, k=k), layouts=dict(b='kn', out='mn'), mode='forward',
-      implementation='mosaic_gpu', config=candidates[0].config, **rows['sparse'],
+      implementation='mosaic_gpu', config=candidate.config, **rows['sparse'],
       baselines={
         name: rows[call] | {'config': {'way': best}}
         for name, call in (('dense', best), ('dense_without_zeros', 'full'))
@@ -240,9 +185,6 @@ def _amend(out: Path, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
   """Runs the selected cases; returns the number that failed."""
   parser = measure.parser(MODULE, __doc__, [*GROUPS, *CASES], list(GROUPS))
-  parser.add_argument(
-    '--tune', type=Path, metavar='FOLDER', help='choose settings of the products first and keep the records there'
-  )
   options = parser.parse_args(argv)
   measure.check_card(parser, options)
   head = measure.environment(MODULE, argv)

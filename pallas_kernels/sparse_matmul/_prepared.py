@@ -6,8 +6,7 @@ asks for), which are made in the same process since XLA's choice differs from on
 they give what the kernels must.
 """
 
-from collections.abc import Callable, Sequence
-import concurrent.futures
+from collections.abc import Callable, Iterable, Iterator, Sequence
 import dataclasses
 import functools
 import logging
@@ -17,17 +16,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _compat, _tuning, formats
+from pallas_kernels import _tuning, formats
+from pallas_kernels._tuning import compile_all, times_ms
 from pallas_kernels.sparse_matmul import arg_specs, mosaic_gpu, operand
 
 Array = jax.Array
-_COMPILERS = 12
 # The oracle need not be fast, and XLA's search for a fast one takes longer than all else.
 _UNTUNED = {'xla_gpu_autotune_level': 0, 'xla_gpu_enable_triton_gemm': False}
 # XLA tries Triton products of 8 bits for minutes; in the steps that were traced it took none.
 _VENDOR = {'xla_gpu_enable_triton_gemm': False}
-# Other profilers have no business in a benchmark's process.
-times_ms = functools.partial(_compat.device_times_ms, detach=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,19 +112,6 @@ def _dense_jobs(p: mosaic_gpu.Problem, args: Sequence[Any], *options: Any) -> li
   return [(f, args, *options) for f in _dense_ways(p).values()]
 
 
-def _compile(jobs: Sequence[tuple[Any, ...]]) -> list[Any]:
-  """Compiled functions, or the exception that stands in a refused one's place, of (f, args[, compiler options])."""
-
-  def one(job: tuple[Any, ...]) -> Any:
-    try:
-      return jax.jit(job[0]).lower(*job[1]).compile(*job[2:])
-    except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as e:
-      return e
-
-  with concurrent.futures.ThreadPoolExecutor(_COMPILERS) as pool:
-    return list(pool.map(one, jobs))
-
-
 def sparse(p: mosaic_gpu.Problem, config: mosaic_gpu.Config) -> Callable[..., Array]:
   return functools.partial(
     mosaic_gpu.sparse_matmul, activation=p.activation, out_dtype=p.out_dtype, b_layout=p.b_layout,
@@ -155,7 +139,7 @@ Compiled = list[tuple[mosaic_gpu.Config, Callable[..., Array]]]
 def compile_sparse(p: mosaic_gpu.Problem, choices: Sequence[mosaic_gpu.Config]) -> Compiled:
   """The settings that compile, compiled; the card itself is not used."""
   x = jax.eval_shape(functools.partial(inputs, p), jax.random.key(0))
-  compiled = _compile([(sparse(p, c), (x.a, x.b)) for c in choices])
+  compiled = compile_all([(sparse(p, c), (x.a, x.b)) for c in choices])
   for c, f in zip(choices, compiled, strict=True):
     if isinstance(f, Exception):
       logging.warning('%s does not compile: %s', c, f)
@@ -170,7 +154,7 @@ def prepare(p: mosaic_gpu.Problem, compiled: Compiled, seed: int, implementation
   args = (x.a_dense, x.b)
   # Together: XLA's own tuning of the dense ways leaves most cores idle.
   jobs = [(make, (key,)), (functools.partial(expected, p), args, _UNTUNED)]
-  made, right, *dense = _compile(jobs + _dense_jobs(p, args))
+  made, right, *dense = compile_all(jobs + _dense_jobs(p, args))
   for f in (made, right):
     if isinstance(f, Exception):
       raise f
@@ -202,7 +186,7 @@ def in_16_bits(p: mosaic_gpu.Problem, a_dense: Array, key: Array) -> _tuning.Can
 
 
 def _dense(p: mosaic_gpu.Problem, args: Sequence[Array], *options: Any) -> _tuning.Candidate:
-  right, *ways = _compile([(functools.partial(expected, p), args, _UNTUNED), *_dense_jobs(p, args, *options)])
+  right, *ways = compile_all([(functools.partial(expected, p), args, _UNTUNED), *_dense_jobs(p, args, *options)])
   if isinstance(right, Exception):
     raise right
   return _fastest_dense(p, args, ways, right(*args))
@@ -245,3 +229,17 @@ def gap_s(p: mosaic_gpu.Problem, iterations: int) -> float:
   """Idle time before a burst: eight times its length, so that heat and clock are those of a short burst."""
   burst_s = iterations * 2 * p.m * p.n * p.k / (2e15 if p.a_dtype.itemsize == 1 else 1e15)
   return min(0.2, max(0.02, 8 * burst_s))
+
+
+def unique(specs: Iterable[arg_specs.Spec]) -> Iterator[tuple[mosaic_gpu.Problem, list[arg_specs.Spec]]]:
+  """Problems with the specs that come down to them (one layer's forward is its neighbour's input gradient)."""
+  groups: dict[mosaic_gpu.Problem, list[arg_specs.Spec]] = {}
+  for spec in specs:
+    groups.setdefault(problem(spec), []).append(spec)
+  yield from groups.items()
+
+
+def difference(config: dict[str, Any]) -> dict[str, Any]:
+  """The settings that are not the default."""
+  default = plain(mosaic_gpu.Config())
+  return {k: v for k, v in config.items() if v != default.get(k)}

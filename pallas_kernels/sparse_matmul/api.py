@@ -195,7 +195,8 @@ def candidates_for(
   choice = _records.lookup(device.slug, OP, key)
   if choice is None:
     logging.info(
-      '%s: nothing like %s was measured on %s, which `python -m pallas_kernels tune` does; taking the dense product',
+      '%s: nothing like %s was measured on %s, which `python -m pallas_kernels tune sparse_matmul` does; taking the'
+      ' dense matmul',
       OP, key, device.name,
     )  # fmt: skip
     return ('dense',)

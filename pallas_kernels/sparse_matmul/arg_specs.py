@@ -1,5 +1,6 @@
 """The problems that are tuned, benchmarked and verified: layers of real models in the layouts that training uses."""
 
+import argparse
 import dataclasses
 from typing import Any
 
@@ -104,5 +105,19 @@ FP8 = [
   for spec in _fp8_layer(*sizes)
 ]
 ALL = [*SQUARE, *HEADLINE, *SMALL, *MODELS, *FP8]
+SELECTIONS = {
+  'square': SQUARE, 'headline': HEADLINE, 'small': SMALL,
+  'gpt2_124m': GPT2_124M, 'gpt2_774m': GPT2_774M, 'gpt2_1558m': GPT2_1558M,
+  'llama_3b': LLAMA_3B, 'block': BLOCK, 'models': MODELS, 'fp8': FP8,
+  'all': ALL,
+}
 # Sizes no tile divides, down to one group; (m, n, k).
 RAGGED = [(1, 1, 4), (64, 8, 4), (3, 5, 68), (100, 130, 140), (257, 193, 260), (520, 392, 196), (63, 65, 1000)]
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+  """Which problems a command takes."""
+  parser.add_argument(
+    '--select', nargs='+', default=['headline'], choices=SELECTIONS, metavar='NAME',
+    help=f'which problems (default: headline): {", ".join(SELECTIONS)}; models are the five before it, fp8 most in FP8',
+  )

@@ -1,23 +1,21 @@
-"""Tunes, benchmarks and verifies `sparse_matmul` on the card at hand; `python -m pallas_kernels` is the way in.
+"""Times `sparse_matmul` as the library runs it against dense and cuSPARSELt: `python -m pallas_kernels bench`.
 
 Every comparison is made in one process, on the same random data, with the same output layout (`_prepared`).
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-import contextlib
+import argparse
+from collections.abc import Iterator, Sequence
 import dataclasses
-import functools
 import json
 import logging
 import pathlib
 import statistics
-import time
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _device, _processes, _records, _tuning
+from pallas_kernels import _device, _records, _tuning
 from pallas_kernels.sparse_matmul import (
   _own_kernel,
   _prepared,
@@ -26,134 +24,21 @@ from pallas_kernels.sparse_matmul import (
   cusparselt_search,
   mosaic_gpu,
 )
-from pallas_kernels.sparse_matmul.verify import verify
-
-__all__ = ['bench', 'table_of_records', 'tune', 'verify']
+from pallas_kernels.sparse_matmul.api import OP
 
 Array = jax.Array
-OP = 'sparse_matmul'
-SELECTIONS = {
-  'square': arg_specs.SQUARE, 'headline': arg_specs.HEADLINE, 'small': arg_specs.SMALL,
-  'gpt2_124m': arg_specs.GPT2_124M, 'gpt2_774m': arg_specs.GPT2_774M, 'gpt2_1558m': arg_specs.GPT2_1558M,
-  'llama_3b': arg_specs.LLAMA_3B, 'block': arg_specs.BLOCK, 'models': arg_specs.MODELS, 'fp8': arg_specs.FP8,
-  'all': arg_specs.ALL,
-}
+def arguments(parser: argparse.ArgumentParser) -> None:
+  """What `bench sparse_matmul` takes."""
+  arg_specs.arguments(parser)
+  parser.add_argument('--tuned', type=pathlib.Path, default=_records.TUNED, help='folder of tuned records')
+  parser.add_argument('--out', type=pathlib.Path, default=pathlib.Path('results.jsonl'), help='gets a record a problem')
 
 
-def _unique(specs: Iterable[arg_specs.Spec]) -> Iterator[tuple[mosaic_gpu.Problem, list[arg_specs.Spec]]]:
-  """Problems with the specs that come down to them (one layer's forward is its neighbour's input gradient)."""
-  groups: dict[mosaic_gpu.Problem, list[arg_specs.Spec]] = {}
-  for spec in specs:
-    groups.setdefault(_prepared.problem(spec), []).append(spec)
-  yield from groups.items()
-
-
-def _cusparselt_search(p: mosaic_gpu.Problem, x: _prepared.Inputs) -> cusparselt_search.Found:
-  try:
-    return cusparselt_search.search(p, x.a_dense, x.b, sparse=x.a)
-  except NotImplementedError as e:
-    logging.warning('not tuned with cuSPARSELt: %s', e)
-    return cusparselt_search.Found([], [], [])
-
-
-def tune(
-  selection: str | Sequence[arg_specs.Spec],
-  folder: pathlib.Path = _records.TUNED,
-  backends: Sequence[str] = ('mosaic_gpu', 'cusparselt'),
-  alone: contextlib.AbstractContextManager[Any] | None = None,
-) -> None:
-  """Writes `tuned/<device>/sparse_matmul.json` for a selection of specs, each as soon as it is known.
-
-  Args:
-    selection: a key of `SELECTIONS`, or specs.
-    folder: of the records.
-    backends: whose settings are searched. Of 'mosaic_gpu', if it is left out, the best known setting takes part all
-      the same, and so does 'mosaic_gpu_sm80', which has one, where that kernel does not run; older rows of settings
-      that are not timed now stay in the record as they are.
-    alone: entered while the card or the record is used, not while the kernels are compiled, which takes a core longer:
-      a lock that processes which tune different problems share.
-  """
-  device = _device.current()
-  path = folder / device.slug / f'{OP}.json'
-  for p, _ in _unique(SELECTIONS[selection] if isinstance(selection, str) else selection):
-    laps = [time.monotonic()]
-    compiled = _own_kernel.compiled(p, device, _own_kernel.settings(p, device, folder, 'mosaic_gpu' in backends))
-    laps.append(time.monotonic())
-    with alone or contextlib.nullcontext():
-      laps.append(time.monotonic())
-      ready = _prepared.prepare(p, compiled, p.m + p.k, _own_kernel.name(device))
-      searches = 'cusparselt' in backends
-      found = _cusparselt_search(p, ready.x) if searches else cusparselt_search.Found([], [], [])
-      candidates = ready.sparse + found.candidates
-      laps.append(time.monotonic())
-      # Who may take 8 bits may leave them, too.
-      others = {}
-      if p.a_dtype.itemsize == 1:
-        others['dense_bf16'] = _prepared.in_16_bits(p, ready.x.a_dense, jax.random.key(p.n))
-      entry = _tuning.tune(
-        p.key, ready.dense, candidates, ready.expected, _prepared.times_ms, finalists=2,
-        others=others,
-        quick=dict(rounds=2, iterations=10, gap_s=_prepared.gap_s(p, 10)),
-        final=dict(rounds=4, iterations=20, gap_s=_prepared.gap_s(p, 20)),
-      )
-      entry['candidates'] = _records.merged(entry['candidates'] + found.others, _records.entry_of(path, p.key))
-      _records.save(path, _device.environment() | {'op': OP}, [entry])
-      laps.append(time.monotonic())
-    _print_tuned(p, entry, len(candidates), laps)
-    del ready, candidates, found, compiled
-
-
-def tune_in_processes(
-  selections: Sequence[str], folder: pathlib.Path, backends: Sequence[str], processes: int, seconds: float,
-  missing: bool = False,
-) -> int:  # fmt: skip
-  """`tune` in several processes; returns how many problems failed. In the order of the selections, while time lasts.
-
-  Problems that no time was left for are no failures; how many there are is printed. With `missing` only problems of
-  which this card has no record.
-  """
-  specs = [specs[0] for _, specs in _selected(selections)]
-  if missing:
-    path = folder / _device.current().slug / f'{OP}.json'
-    specs = [spec for spec in specs if _records.entry_of(path, _prepared.problem(spec).key) is None]
-  job = functools.partial(_tune_one, tuple(specs), folder, tuple(backends))
-  ended = _processes.run(job, len(specs), processes, seconds)
-  if ended.left:
-    print(f'{ended.left} problems not tuned: time ran out', flush=True)
-  return ended.failed
-
-
-def _selected(selections: Sequence[str]) -> list[tuple[mosaic_gpu.Problem, list[arg_specs.Spec]]]:
-  return list(_unique(spec for name in selections for spec in SELECTIONS[name]))
-
-
-def _tune_one(
-  specs: Sequence[arg_specs.Spec], folder: pathlib.Path, backends: Sequence[str], i: int, turn: _processes.Turn
-) -> None:
-  tune(specs[i : i + 1], folder, backends, turn)
-
-
-def _print_tuned(p: mosaic_gpu.Problem, entry: dict[str, Any], timed: int, laps: Sequence[float]) -> None:
-  """The four fastest of the first `timed` candidates, and where the time went."""
-  dense_ms = statistics.median(entry['baseline']['samples_ms'])
-  rows = entry['candidates'][:timed]
-  rejected = [r['rejected'] for r in rows if r['rejected']]
-  spent = ', '.join(
-    f'{name} {end - start:.1f} s'
-    for name, start, end in zip(('compile', 'wait', 'prepare', 'time'), laps, laps[1:], strict=False)
-  )
-  lines = [f'{p.key} dense {dense_ms:.4f} ms, {timed} candidates, rejected {rejected}; {spent}']
-  for row in sorted(rows, key=lambda r: statistics.median(r.get('samples_ms', [1e9])))[:4]:
-    ms = statistics.median(row.get('final_samples_ms', row.get('samples_ms', [float('nan')])))
-    setup = f' and {row["setup_ms"]:.4f} ms set-up' if 'setup_ms' in row else ''
-    lines += [f'   {ms:.4f} ms{setup} x{dense_ms / ms:.3f} {row["implementation"]} {_difference(row["config"])}']
-  # At once: processes that share a terminal do not mix their lines then.
-  print('\n'.join(lines), flush=True)
-
-
-def _difference(config: dict[str, Any]) -> dict[str, Any]:
-  default = _prepared.plain(mosaic_gpu.Config())
-  return {k: v for k, v in config.items() if v != default.get(k)}
+def run(args: argparse.Namespace) -> int:
+  """Exit status 0; a wrong result is an error."""
+  for name in args.select:
+    bench(name, args.out, args.tuned)
+  return 0
 
 
 def _cusparselt_baseline(
@@ -173,7 +58,7 @@ def _cusparselt_baseline(
 def bench(selection: str, out: pathlib.Path, folder: pathlib.Path = _records.TUNED) -> None:
   """Appends one record a spec to `out`: tuned sparse against dense, interleaved and sustained."""
   device, environment = _device.current(), _device.environment()
-  for p, specs in _unique(SELECTIONS[selection]):
+  for p, specs in _prepared.unique(arg_specs.SELECTIONS[selection]):
     settings = _own_kernel.library_settings(p, device, folder)
     compiled = _own_kernel.compiled(p, device, settings)
     if settings and not compiled:
@@ -215,7 +100,7 @@ def bench(selection: str, out: pathlib.Path, folder: pathlib.Path = _records.TUN
         f'{spec.tokens}x{spec.d_in}x{spec.d_out} {spec.role} {spec.dtype.name}: {record["tflops"]:.0f} TFLOP/s,'
         f' x{ratio:.3f}{_over_cusparselt(record)}; sustained {spec.flops / record["sustained_ms"] / 1e9:.0f},'
         f' x{hot:.3f}; over dense without zeros x{full_ratios[0]:.3f}, x{full_ratios[1]:.3f};'
-        f' {error:.1e} {runs[0].implementation} {_difference(runs[0].config)}', flush=True,
+        f' {error:.1e} {runs[0].implementation} {_prepared.difference(runs[0].config)}', flush=True,
       )
 
 

@@ -26,12 +26,12 @@ class WithoutTritonTest(parameterized.TestCase):
       [sys.executable, '-c', _RUN, *arguments], env=environment, cwd=_ROOT, capture_output=True, text=True, check=False
     )
 
-  @parameterized.parameters('pallas_kernels.pack.bench', 'pallas_kernels.quantize.bench')
-  def test_help_and_the_name_of_the_extra(self, module):
-    done = self._run(module, '--help')
+  @parameterized.parameters(('bench', 'pack'), ('tune', 'quantize'))
+  def test_help_and_the_name_of_the_extra(self, *command):
+    done = self._run('pallas_kernels', *command, '--help')
     self.assertEqual((done.returncode, done.stderr), (0, ''))
-    self.assertIn(f'usage: python -m {module}', done.stdout)
-    done = self._run(module, '--out', os.devnull)
+    self.assertIn(f'usage: python -m pallas_kernels {" ".join(command)}', done.stdout)
+    done = self._run('pallas_kernels', *command)
     self.assertEqual(done.returncode, 2)
     self.assertIn('pip install "sparse24-jax[cuda]"', done.stderr)
     self.assertNotIn('Traceback', done.stderr)

@@ -9,19 +9,22 @@ from absl.testing import absltest, parameterized
 
 from pallas_kernels import __main__ as command
 from pallas_kernels import _device
-from pallas_kernels.sparse_matmul import bench
+from pallas_kernels.sparse_matmul import verify
 
 
 class CommandTest(parameterized.TestCase):
   @parameterized.parameters(
-    ('bench --select nosuch small', '--select nosuch: known are square, headline, small'),
+    ('bench sparse_matmul --select nosuch small', "--select: invalid choice: 'nosuch' (choose from"),
+    ('tune attention', "invalid choice: 'attention' (choose from"),
+    ('tune vnm_matmul --select nosuch', "invalid choice: 'nosuch' (choose from"),
     ('records --select small', 'unrecognized arguments: --select small'),
     ('verify --select small', 'unrecognized arguments: --select small'),
-    ('bench --count 5', 'unrecognized arguments: --count 5'),
-    ('tune --out results.jsonl', 'unrecognized arguments: --out results.jsonl'),
+    ('bench sparse_matmul --count 5', 'unrecognized arguments: --count 5'),
+    ('tune sparse_matmul --out results.jsonl', 'unrecognized arguments: --out results.jsonl'),
     ('verify --implementation cusparselt', "invalid choice: 'cusparselt' (choose from"),
-    ('tune', "tune runs on a GPU, and JAX finds 'cpu' here"),
-    ('bench', "bench runs on a GPU, and JAX finds 'cpu' here"),
+    ('tune sparse_matmul', "tune runs on a GPU, and JAX finds 'cpu' here"),
+    ('tune vnm_matmul', "tune runs on a GPU, and JAX finds 'cpu' here"),
+    ('bench sparse_matmul', "bench runs on a GPU, and JAX finds 'cpu' here"),
     ('verify --count 3', "verify runs on a GPU, and JAX finds 'cpu' here"),
   )
   def test_says_so_at_once(self, arguments, message):
@@ -38,19 +41,19 @@ class CommandTest(parameterized.TestCase):
     given = 'verify --count 3 --seed 4 --seconds 5 --out run.jsonl --implementation mosaic_gpu_sm80'
     with (
       mock.patch.object(_device, 'current', lambda: _device.target_device('sm_80')),
-      mock.patch.object(bench, 'verify', return_value=2) as verify,
+      mock.patch.object(verify, 'verify', return_value=2) as called,
     ):
       self.assertEqual(command.main(given.split()), 1)
-    verify.assert_called_once_with(3, 4, 5.0, pathlib.Path('run.jsonl'), 'mosaic_gpu_sm80')
+    called.assert_called_once_with(3, 4, 5.0, pathlib.Path('run.jsonl'), 'mosaic_gpu_sm80')
 
   @parameterized.parameters(('sm_80', 'mosaic_gpu_sm80'), ('sm_90a', 'mosaic_gpu'))
   def test_verify_takes_the_kernel_of_the_card(self, target, kernel):
     with (
       mock.patch.object(_device, 'current', lambda: _device.target_device(target)),
-      mock.patch.object(bench, 'verify', return_value=0) as verify,
+      mock.patch.object(verify, 'verify', return_value=0) as called,
     ):
       self.assertEqual(command.main(['verify']), 0)
-    self.assertEqual(verify.call_args.args[-1], kernel)
+    self.assertEqual(called.call_args.args[-1], kernel)
 
 
 if __name__ == '__main__':

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import _device
-from pallas_kernels.pack.bench import differing
+from pallas_kernels._passes import differing
 
 # Batched, and tiles that are not full; and many whole tiles.
 RAGGED, LARGE = (2, 1028, 260), (4096, 4096)

@@ -10,8 +10,7 @@ import tempfile
 from absl.testing import absltest
 import numpy as np
 
-from pallas_kernels import _device, _dispatch, _records, _tuning
-from pallas_kernels.pack import costs
+from pallas_kernels import _device, _dispatch, _records, _tuning, costs
 
 H100 = 'nvidia_h100_80gb_hbm3'
 _KEY = dict(m=64, n=64, k=64, dtype='bfloat16')

@@ -10,8 +10,7 @@ from absl.testing import absltest, parameterized
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _device, _records, _triton
-from pallas_kernels.pack import costs
+from pallas_kernels import _device, _records, _triton, costs
 import sparse24_jax as s24
 from sparse24_jax.block_gain import block_gain, block_table
 from sparse24_jax.packing import E4M3, pack

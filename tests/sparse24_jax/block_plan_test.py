@@ -8,10 +8,9 @@ from absl.testing import absltest, parameterized
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _device
+from pallas_kernels import _device, costs
 from pallas_kernels.gated_activation import api as activations
 from pallas_kernels.pack import api as pack
-from pallas_kernels.pack import costs
 from pallas_kernels.quantize import api as quantize
 from pallas_kernels.sparse_matmul import api as sparse_matmul
 import sparse24_jax as s24

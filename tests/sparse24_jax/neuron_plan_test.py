@@ -8,8 +8,7 @@ from absl.testing import absltest, parameterized
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _device, _dispatch, _records
-from pallas_kernels.pack import costs
+from pallas_kernels import _device, _dispatch, _records, costs
 import sparse24_jax as s24
 from sparse24_jax import _activation_products as products
 from sparse24_jax import neuron_plan as gain

@@ -11,10 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import _device, _dispatch, _records
+from pallas_kernels import _device, _dispatch, _records, costs
 from pallas_kernels.ffi import cusparselt
 from pallas_kernels.pack import api as pack
-from pallas_kernels.pack import costs
 from pallas_kernels.sparse_matmul import api, reference
 import sparse24_jax as s24
 from sparse24_jax import products
@@ -101,7 +100,8 @@ class ChoiceTest(parameterized.TestCase):
       self.assertEqual(layer.gain is None, choices[2] == 'dense')
 
   @parameterized.parameters(
-    (None, '`python -m pallas_kernels tune`'), (('dense',) * 3, 'no sparse product of 16 bits measured faster')
+    (None, '`python -m pallas_kernels tune sparse_matmul`'),
+    (('dense',) * 3, 'no sparse product of 16 bits measured faster')
   )
   def test_dense_and_said_why_without_one_that_won(self, choices, reason):
     with recorded(choices), self.assertLogs('sparse24_jax', logging.INFO) as logs:

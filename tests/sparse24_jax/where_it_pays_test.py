@@ -8,9 +8,8 @@ from absl.testing import absltest, parameterized
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _records
+from pallas_kernels import _records, costs
 from pallas_kernels.ffi import cusparselt
-from pallas_kernels.pack import costs
 from pallas_kernels.sparse_matmul import api
 import sparse24_jax as s24
 from sparse24_jax.packing import pack

@@ -28,6 +28,7 @@ from pallas_kernels.sparse_matmul import (
   cusparselt_search,
   mosaic_gpu,
   mosaic_gpu_sm80,
+  tune,
 )
 
 _SPEC = arg_specs.Spec(64, 128, 192, 'forward')
@@ -81,7 +82,7 @@ class TuneTest(parameterized.TestCase):
       return _stand_in(lambda c: c.slots == 2)(p, config)
 
     with mock.patch.object(_prepared, 'sparse', sparse):
-      bench.tune([_SPEC, arg_specs.Spec(64, 192, 128, 'input_grad')], self.folder, ('mosaic_gpu',), Lock())
+      tune.tune([_SPEC, arg_specs.Spec(64, 192, 128, 'input_grad')], self.folder, ('mosaic_gpu',), Lock())
     self.assertEqual(held, [True, False])
     (entry,) = self._entries()
     self.assertEqual(entry['key'], _prepared.problem(_SPEC).key)
@@ -109,7 +110,7 @@ class TuneTest(parameterized.TestCase):
       mock.patch.object(_prepared, 'times_ms', times),
       mock.patch.object(_own_kernel, 'settings', lambda p, *_: _predict.candidates(p, 132, 2)),
     ):
-      bench.tune([spec], self.folder, ('mosaic_gpu',))
+      tune.tune([spec], self.folder, ('mosaic_gpu',))
     (entry,) = self._entries()
     self.assertEqual(entry['key'] | dict(dtype=dtype, b_layout='nk', out_dtype='bfloat16'), entry['key'])
     self.assertEqual(entry['choice']['implementation'], 'mosaic_gpu')
@@ -133,27 +134,27 @@ class TuneTest(parameterized.TestCase):
   def test_problems_without_time_are_told(self):
     out = self.enter_context(contextlib.redirect_stdout(io.StringIO()))
     with mock.patch.object(_processes, 'run', return_value=_processes.Ended(failed=1, left=3)) as run:
-      self.assertEqual(bench.tune_in_processes(('small', 'small'), self.folder, (), 2, 5.0), 1)
+      self.assertEqual(tune.tune_in_processes(('small', 'small'), self.folder, (), 2, 5.0), 1)
     self.assertEqual(out.getvalue(), '3 problems not tuned: time ran out\n')
     job, count, *rest = run.call_args.args
-    self.assertEqual((count, rest), (len(list(bench._unique(arg_specs.SMALL))), [2, 5.0]))
-    with mock.patch.object(bench, 'tune') as tune:
+    self.assertEqual((count, rest), (len(list(_prepared.unique(arg_specs.SMALL))), [2, 5.0]))
+    with mock.patch.object(tune, 'tune') as called:
       job(count - 1, None)
-    (((spec,), folder, backends, turn), _) = tune.call_args
+    (((spec,), folder, backends, turn), _) = called.call_args
     self.assertEqual((folder, backends, turn), (self.folder, (), None))
-    self.assertEqual(_prepared.problem(spec), list(bench._unique(arg_specs.SMALL))[-1][0])
+    self.assertEqual(_prepared.problem(spec), list(_prepared.unique(arg_specs.SMALL))[-1][0])
 
   def test_only_what_has_no_record_of_this_card(self):
-    *known, last = [_prepared.problem(specs[0]) for _, specs in bench._selected(['square', 'fp8'])]
+    *known, last = [_prepared.problem(specs[0]) for _, specs in tune._selected(['square', 'fp8'])]
     path = self.folder / _CARD.slug / 'sparse_matmul.json'
     _records.save(path, {'op': 'x'}, [dict(key=p.key, baseline={}, candidates=[], choice={}) for p in known])
     with mock.patch.object(_processes, 'run', return_value=_processes.Ended(0, 0)) as run:
-      bench.tune_in_processes(('square', 'fp8'), self.folder, ('mosaic_gpu',), 2, 5.0, missing=True)
+      tune.tune_in_processes(('square', 'fp8'), self.folder, ('mosaic_gpu',), 2, 5.0, missing=True)
     job, count, *_ = run.call_args.args
     self.assertEqual(count, 1)
-    with mock.patch.object(bench, 'tune') as tune:
+    with mock.patch.object(tune, 'tune') as called:
       pickle.loads(pickle.dumps(job)).func(*job.args, 0, None)
-    (((spec,), *_), _) = tune.call_args
+    (((spec,), *_), _) = called.call_args
     self.assertEqual(_prepared.problem(spec), last)
 
   @parameterized.parameters(('library', 1.0, False), ('library', 1.5, False), ('own', 1.0, True), ('own', 1.5, False))
@@ -167,7 +168,7 @@ class TuneTest(parameterized.TestCase):
     compiled = mock.Mock(side_effect=InterruptedError)
     with (
       mock.patch.object(mosaic_gpu, '_chosen_config', return_value=chosen) as choose,
-      mock.patch.object(bench, '_unique', lambda _: [(p, [])]),
+      mock.patch.object(_prepared, 'unique', lambda _: [(p, [])]),
       mock.patch.object(_prepared, 'compile_sparse', compiled),
       self.assertRaises(InterruptedError),
     ):
@@ -192,7 +193,7 @@ class TuneTest(parameterized.TestCase):
       mock.patch.object(_prepared, 'sparse', _stand_in(lambda c: False)),
       mock.patch.object(mosaic_gpu, '_chosen_config', lambda *_: mosaic_gpu.Config(rows=64, bn=64)),
       mock.patch.object(bench, '_cusparselt_baseline', lambda *_: None),
-      mock.patch.object(bench, '_unique', lambda _: [(_prepared.problem(_SPEC), [_SPEC])]),
+      mock.patch.object(_prepared, 'unique', lambda _: [(_prepared.problem(_SPEC), [_SPEC])]),
       mock.patch.object(_tuning, 'interleave', interleave),
       mock.patch.object(_tuning, 'sustained_ms', lambda *_, **__: next(loops)),
       mock.patch.object(_power, 'recorded', recorded),
@@ -280,7 +281,7 @@ class WithoutWgmmaTest(parameterized.TestCase):
   )
   def test_the_fastest_verified_back_end_is_recorded_chosen_and_printed(self, circumstance, candidates, row):
     self.assertEqual(self._candidates(), ('dense',))
-    self._run(bench.tune, [_SPEC], self.folder, **circumstance)
+    self._run(tune.tune, [_SPEC], self.folder, **circumstance)
     (entry,) = json.loads(self.path.read_text())['entries']
     kernel = entry['candidates'][0]
     self.assertEqual(kernel['implementation'], 'mosaic_gpu_sm80')
@@ -293,14 +294,15 @@ class WithoutWgmmaTest(parameterized.TestCase):
   def test_bench_measures_the_kernel_of_the_card_and_passes_over_what_that_does_not_take(self):
     eight_bits = dataclasses.replace(_SPEC, dtype=jnp.dtype('float8_e4m3fn'))
     out = self.folder / 'out.jsonl'
-    with mock.patch.dict(bench.SELECTIONS, small=[_SPEC]):
+    with mock.patch.dict(arg_specs.SELECTIONS, small=[_SPEC]):
       printed = self._run(bench.bench, 'small', out)
     (record,) = map(json.loads, out.read_text().splitlines())
     self.assertEqual((record['implementation'], record['median_ms']), ('mosaic_gpu_sm80', 0.5))
     self.assertEqual(record['config'], dataclasses.asdict(mosaic_gpu_sm80.Config()))
     self.assertEqual(record['baselines']['dense']['median_ms'], 1.0)
     self.assertIn('x2.000', printed)
-    with mock.patch.dict(bench.SELECTIONS, small=[eight_bits]), contextlib.redirect_stdout(io.StringIO()) as printed:
+    printed = self.enter_context(contextlib.redirect_stdout(io.StringIO()))
+    with mock.patch.dict(arg_specs.SELECTIONS, small=[eight_bits]):
       bench.bench('small', out)
     self.assertIn("'dtype': 'float8_e4m3fn'", printed.getvalue())
     self.assertIn(f'not measured, no kernel of this package takes it on {_A100.name}', printed.getvalue())

@@ -6,10 +6,9 @@ import tempfile
 
 from absl.testing import absltest, parameterized
 
-from pallas_kernels import _records
-from pallas_kernels.pack import costs
+from pallas_kernels import _records, costs
 
-HEAD = dict(device='Card', driver='1', versions={'jax': '0'}, when='today', copy_tb_s=3.0, pass_tb_s=2.0)
+HEAD = dict(device='Card', driver='1', versions={'jax': '0'}, when='2025-12', copy_tb_s=3.0, pass_tb_s=2.0)
 
 
 def record(op: str, tb_s: float, *, bench: str = 'memory_bound', implementation: str = 'triton', ms: float = 0.5):
@@ -40,6 +39,11 @@ class CostsTest(parameterized.TestCase):
       found = costs.expected_ms('card', op, 2_000_000_000, folder=self.folder)
       assert found is not None
       self.assertAlmostEqual(found, ms, places=12)
+
+  def test_the_newest_counts_of_what_several_files_have(self):
+    for when, name, tb_s in (('2026-02', 'pack', 4.0), ('2026-01', 'gated_activation', 8.0)):
+      costs.write([record('a', tb_s) | dict(when=when)], self.path.with_name(f'memory_bound_{name}.json'))
+    self.assertEqual(costs.expected_ms('card', 'a', 2_000_000_000, folder=self.folder), 0.505)
 
   def test_older_records_know_one_bandwidth(self):
     older = {name: value for name, value in HEAD.items() if name != 'pass_tb_s'}

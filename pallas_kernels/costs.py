@@ -16,7 +16,7 @@ _BESIDES_MS = 0.005
 
 
 def write(records: Iterable[Mapping[str, Any]], path: pathlib.Path) -> None:
-  """Keeps the bandwidth of each op, from the records of `pack.bench` or of `quantize.bench`.
+  """Keeps the bandwidth of each op, from records of `_passes`.
 
   Of several shapes the slowest; XLA's where there is no kernel, as of reductions.
   """
@@ -33,12 +33,13 @@ def write(records: Iterable[Mapping[str, Any]], path: pathlib.Path) -> None:
 
 @functools.cache
 def _measured(device: str, folder: pathlib.Path) -> Mapping[str, float]:
+  """Bandwidths by op. Each op's `tune` writes a file of its own; what several files have is the newest's."""
+  names = {path.stem for path in folder.glob('*/memory_bound*.json')}
+  paths = [path for path in (_records.path_of(folder, device, name) for name in names) if path.exists()]
+  kept = [(path.parent.name == device, json.loads(path.read_text())) for path in paths]
   found: dict[str, float] = {}
-  paths = (_records.path_of(folder, device, name) for name in ('memory_bound', 'memory_bound_fp8'))
-  for path in (path for path in paths if path.exists()):
-    kept = json.loads(path.read_text())
-    found |= kept['tb_s']
-    found.setdefault(COPY, kept.get('pass_tb_s', kept['copy_tb_s']))  # which were one in older records
+  for _, record in sorted(kept, key=lambda pair: (pair[0], pair[1]['when'])):
+    found |= {COPY: record.get('pass_tb_s', record['copy_tb_s'])} | record['tb_s']  # which were one in older records
   return found
 
 

@@ -1,0 +1,141 @@
+"""Times settings of `sparse_matmul` on the card at hand and keeps what was measured: `python -m pallas_kernels tune`.
+
+Every comparison is made in one process, on the same random data, with the same output layout (`_prepared`).
+"""
+
+import argparse
+from collections.abc import Sequence
+import contextlib
+import functools
+import logging
+import pathlib
+import statistics
+import time
+from typing import Any
+
+import jax
+
+from pallas_kernels import _device, _processes, _records, _tuning
+from pallas_kernels.sparse_matmul import _own_kernel, _prepared, arg_specs, cusparselt_search, mosaic_gpu
+from pallas_kernels.sparse_matmul.api import OP
+from pallas_kernels.sparse_matmul.arg_specs import SELECTIONS
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+  """What `tune sparse_matmul` takes."""
+  arg_specs.arguments(parser)
+  parser.add_argument('--tuned', type=pathlib.Path, default=_records.TUNED, help='folder of tuned records')
+  parser.add_argument('--backends', nargs='+', default=['mosaic_gpu', 'cusparselt'], help='whose settings are searched')
+  parser.add_argument('--processes', type=int, default=4, help='that compile (default: %(default)s)')
+  parser.add_argument('--seconds', type=float, default=3600.0, help='after which no problem is begun')
+  parser.add_argument('--missing', action='store_true', help='only what this card has no record of')
+
+
+def run(args: argparse.Namespace) -> int:
+  """Exit status 1 if a problem failed."""
+  given = args.select, args.tuned, args.backends, args.processes, args.seconds, args.missing
+  return min(tune_in_processes(*given), 1)
+
+
+def tune(
+  selection: str | Sequence[arg_specs.Spec],
+  folder: pathlib.Path = _records.TUNED,
+  backends: Sequence[str] = ('mosaic_gpu', 'cusparselt'),
+  alone: contextlib.AbstractContextManager[Any] | None = None,
+) -> None:
+  """Writes `tuned/<device>/sparse_matmul.json` for a selection of specs, each as soon as it is known.
+
+  Args:
+    selection: a key of `SELECTIONS`, or specs.
+    folder: of the records.
+    backends: whose settings are searched. Of 'mosaic_gpu', if it is left out, the best known setting takes part all
+      the same, and so does 'mosaic_gpu_sm80', which has one, where that kernel does not run; older rows of settings
+      that are not timed now stay in the record as they are.
+    alone: entered while the card or the record is used, not while the kernels are compiled, which takes a core longer:
+      a lock that processes which tune different problems share.
+  """
+  device = _device.current()
+  path = folder / device.slug / f'{OP}.json'
+  for p, _ in _prepared.unique(SELECTIONS[selection] if isinstance(selection, str) else selection):
+    laps = [time.monotonic()]
+    compiled = _own_kernel.compiled(p, device, _own_kernel.settings(p, device, folder, 'mosaic_gpu' in backends))
+    laps.append(time.monotonic())
+    with alone or contextlib.nullcontext():
+      laps.append(time.monotonic())
+      ready = _prepared.prepare(p, compiled, p.m + p.k, _own_kernel.name(device))
+      searches = 'cusparselt' in backends
+      found = _cusparselt_search(p, ready.x) if searches else cusparselt_search.Found([], [], [])
+      candidates = ready.sparse + found.candidates
+      laps.append(time.monotonic())
+      # Who may take 8 bits may leave them, too.
+      others = {}
+      if p.a_dtype.itemsize == 1:
+        others['dense_bf16'] = _prepared.in_16_bits(p, ready.x.a_dense, jax.random.key(p.n))
+      entry = _tuning.tune(
+        p.key, ready.dense, candidates, ready.expected, _prepared.times_ms, finalists=2,
+        others=others,
+        quick=dict(rounds=2, iterations=10, gap_s=_prepared.gap_s(p, 10)),
+        final=dict(rounds=4, iterations=20, gap_s=_prepared.gap_s(p, 20)),
+      )
+      entry['candidates'] = _records.merged(entry['candidates'] + found.others, _records.entry_of(path, p.key))
+      _records.save(path, _device.environment() | {'op': OP}, [entry])
+      laps.append(time.monotonic())
+    _print_tuned(p, entry, len(candidates), laps)
+    del ready, candidates, found, compiled
+
+
+def tune_in_processes(
+  selections: Sequence[str], folder: pathlib.Path, backends: Sequence[str], processes: int, seconds: float,
+  missing: bool = False,
+) -> int:  # fmt: skip
+  """`tune` in several processes; returns how many problems failed. In the order of the selections, while time lasts.
+
+  Problems that no time was left for are no failures; how many there are is printed. With `missing` only problems of
+  which this card has no record.
+  """
+  specs = [specs[0] for _, specs in _selected(selections)]
+  if missing:
+    path = folder / _device.current().slug / f'{OP}.json'
+    specs = [spec for spec in specs if _records.entry_of(path, _prepared.problem(spec).key) is None]
+  job = functools.partial(_tune_one, tuple(specs), folder, tuple(backends))
+  ended = _processes.run(job, len(specs), processes, seconds)
+  if ended.left:
+    print(f'{ended.left} problems not tuned: time ran out', flush=True)
+  return ended.failed
+
+
+def _selected(selections: Sequence[str]) -> list[tuple[mosaic_gpu.Problem, list[arg_specs.Spec]]]:
+  return list(_prepared.unique(spec for name in selections for spec in SELECTIONS[name]))
+
+
+def _tune_one(
+  specs: Sequence[arg_specs.Spec], folder: pathlib.Path, backends: Sequence[str], i: int, turn: _processes.Turn
+) -> None:
+  tune(specs[i : i + 1], folder, backends, turn)
+
+
+def _print_tuned(p: mosaic_gpu.Problem, entry: dict[str, Any], timed: int, laps: Sequence[float]) -> None:
+  """The four fastest of the first `timed` candidates, and where the time went."""
+  dense_ms = statistics.median(entry['baseline']['samples_ms'])
+  rows = entry['candidates'][:timed]
+  rejected = [r['rejected'] for r in rows if r['rejected']]
+  spent = ', '.join(
+    f'{name} {end - start:.1f} s'
+    for name, start, end in zip(('compile', 'wait', 'prepare', 'time'), laps, laps[1:], strict=False)
+  )
+  lines = [f'{p.key} dense {dense_ms:.4f} ms, {timed} candidates, rejected {rejected}; {spent}']
+  for row in sorted(rows, key=lambda r: statistics.median(r.get('samples_ms', [1e9])))[:4]:
+    ms = statistics.median(row.get('final_samples_ms', row.get('samples_ms', [float('nan')])))
+    setup = f' and {row["setup_ms"]:.4f} ms set-up' if 'setup_ms' in row else ''
+    settings = _prepared.difference(row['config'])
+    lines += [f'   {ms:.4f} ms{setup} x{dense_ms / ms:.3f} {row["implementation"]} {settings}']
+  # At once: processes that share a terminal do not mix their lines then.
+  print('\n'.join(lines), flush=True)
+
+
+def _cusparselt_search(p: mosaic_gpu.Problem, x: _prepared.Inputs) -> cusparselt_search.Found:
+  try:
+    return cusparselt_search.search(p, x.a_dense, x.b, sparse=x.a)
+  except NotImplementedError as e:
+    logging.warning('not tuned with cuSPARSELt: %s', e)
+    return cusparselt_search.Found([], [], [])
