@@ -7,7 +7,7 @@
 #   make mutants   breaks one promise at a time and runs the fast tests that must notice
 #   make faults    injects faults into runs, and writes what became of them to docs/faults.md
 #   make soak      a run of 20,000 steps that is killed again and again; the result goes there too
-# And `make docs` writes the reference to site/index.html.
+# And `make docs` writes the site, documents and reference with a search, to site/index.html.
 
 PYTHON ?= python3.12
 VENV ?= .venv

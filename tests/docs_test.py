@@ -109,13 +109,22 @@ class DocsTest(parameterized.TestCase):
     example = 'Text.\n\n>>> import a.b as c, d\n>>> for i in range(3):\n...   c(i, lambda j: d(j, e))\n>>> f = g\n'
     self.assertEqual(undefined(example), {'e', 'g'})
 
-  def test_every_link_of_the_index_is_a_page(self):
-    index = (self.folder / 'index.html').read_text()
-    links = set(re.findall(r'href="([\w/]+\.html)"', index))
-    self.assertContainsSubset({f'{module.replace(".", "/")}.html' for module in MODULES}, links)
-    self.assertIn('pallas_kernels/sparse_matmul/api.html', links)
-    for link in links:
-      self.assertTrue((self.folder / link).is_file(), link)
+  def test_every_link_of_the_site_leads_somewhere(self):
+    pages = {path: path.read_text() for path in self.folder.rglob('*.html')}
+    for path, text in pages.items():
+      for name, anchor in re.findall(r'<a[^>]* href="(?!https?://|\$)([^"#]*)#?([^"]*)"', text):
+        target = (path.parent / name).resolve() if name else path
+        self.assertIn(target, pages, f'{path.name} links to {name}')
+        self.assertTrue(not anchor or f'id="{anchor}"' in pages[target], f'{path.name}: {name}#{anchor}')
+
+  def test_each_page_lists_all_and_the_search_knows_them(self):
+    search = (self.folder / 'search.js').read_text()
+    for page in ('index.html', 'pallas_kernels/sparse_matmul/api.html'):
+      links = re.findall(r'<li><a href="(?:\.\./)*([\w/]+)\.html"', (self.folder / page).read_text())
+      expected = ('guide', 'kernels', 'speed', 'quality', *(module.replace('.', '/') for module in MODULES))
+      self.assertContainsSubset(expected, links)
+    for document in ('guide', 'kernels', 'speed', 'quality'):
+      self.assertIn(f'"fullname": "{document}"', search)
 
 
 if __name__ == '__main__':

@@ -16,7 +16,7 @@ from experiments.reports import claims, pages, provenance, quality, speed
 from experiments.runs.records import group
 from tests.experiments.fakes import temp_folder
 
-DOCUMENTS = (provenance.ROOT / 'README.md', pages.DOCS / 'speed.md', pages.DOCS / 'quality.md')
+DOCUMENTS = (provenance.ROOT / 'README.md', *(pages.DOCS / f'{name}.md' for name in ('guide', 'speed', 'quality')))
 
 
 class PagesTest(absltest.TestCase):
