@@ -37,7 +37,7 @@ def nbytes(tree: Any) -> int:
   return sum(x.size * x.dtype.itemsize for x in leaves if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
 
 
-def moved(inputs: Any, outputs: Any) -> int:
+def all_bytes(inputs: Any, outputs: Any) -> int:
   """Bytes of all that is read and written."""
   return nbytes(inputs) + nbytes(outputs)
 
@@ -67,7 +67,7 @@ class Case:
   configs: tuple[Any, ...]
   moved: Callable[..., int]
   dtype: str = 'bfloat16'
-  moved: Callable[[Any, Any], int] = moved
+  moved: Callable[[Any, Any], int] = all_bytes
   dtype: str = 'bfloat16'
   mode: str = 'forward'
   baselines: Mapping[str, Callable[[], list[float]]] = dataclasses.field(default_factory=dict)
