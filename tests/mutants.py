@@ -153,10 +153,16 @@ MUTANTS = _of(
   ('a checkpoint of another recipe is refused', 'runs/checkpoint.py',
    'for field in changed if not may_differ(field)]:', "for field in changed if field == '']:",
    'runs/checkpoint_test.py', 'differing_fields'),
-  ('a changed value in a checkpoint is found', 'runs/checkpoint.py', "if meta['checksums'].get(path) != value]",
+  ('a changed value in a checkpoint is found', 'runs/checkpoint.py', "if meta['checksums'][path] != value]",
    "if path not in meta['checksums']]", 'runs/checkpoint_test.py', 'a_changed_value'),
   ('a run resumes bit for bit', 'runs/train.py', "self.iterator.set_state(meta['data_state'])", 'pass',
    'runs/resume_test.py', 'ResumeTest'),
+  ('no memory or a failing disk is no damage', 'runs/checkpoint.py', 'if _is_damage(error) or', 'if True or',
+   'runs/checkpoint_test.py', 'says_nothing_about_the_content'),
+  ('a jump of the loss is not saved', 'runs/train.py', 'self._require_good_window(done)', 'pass',
+   'runs/bad_numbers_test.py', 'told_to_stop'),
+  ('only what a lost process looks like is one', 'runs/hosts.py', ' and _LOST.search(str(error))', '',
+   'runs/hosts_test.py', 'lost_process_looks_like'),
 )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 from experiments.runs import bad_numbers, build, experiment, programs, train
 from experiments.runs.checkpoint import CheckpointError, Checkpoints
@@ -18,6 +19,8 @@ from tests.experiments.fakes import compile_quickly, FakeData, temp_folder
 from tests.experiments.runs.stopping_test import run_and_signal
 from tests.experiments.runs.train_test import FFN, final_arrays, losses, RECIPES, run, tiny
 
+# What 'ste' compiles to, for all tests that take it as it is.
+SHARED: list[programs.Programs] = []
 EVERY_STEP = {'log_every': 1, 'eval_every': 30, 'checkpoint_every': 1}
 
 
@@ -77,9 +80,10 @@ class StopTest(absltest.TestCase):
       mock.patch.object(bad_numbers.Losses, 'limit', limit),
       self.assertRaisesRegex(train.TrainingDivergedError, 'jumped to .* at step 23.*go on in this one from step 20'),
     ):
-      run_and_signal(tiny(eval_every=30), folder, signal.SIGTERM, 23)
+      run_and_signal(tiny('ste'), folder, signal.SIGTERM, 23, SHARED)
     self.assertEqual(steps_of(folder), [10, 20])
 
+  @pytest.mark.slow
   def test_a_weight_that_is_not_finite_shows_before_a_checkpoint(self):
     """With b2 = 1 the loss of the first step is good, the weights after it are not, nor is their flip rate."""
     with self.assertRaisesRegex(train.TrainingDivergedError, 'flip rate, and so a weight, is nan at step 1'):
@@ -152,7 +156,7 @@ class GoOnTest(absltest.TestCase):
 
   def test_rolled_back_to_the_last_checkpoint_and_on_with_other_batches(self):
     folder = temp_folder(self)
-    run(tiny('ste', bad_numbers__policy='roll_back'), folder, BadBatch(17))
+    run(tiny('ste', bad_numbers__policy='roll_back'), folder, BadBatch(17), SHARED)
     (event,) = events_of(folder)
     self.assertEqual((event['step'], event['event']), (10, 'rolled back'))
     self.assertRegex(event['what'], r'the loss is nan at step 17; rolled back to step 10')

@@ -18,7 +18,7 @@ def setUpModule():
   compile_quickly()
 
 
-def run_and_signal(config, folder, number, step):
+def run_and_signal(config, folder, number, step, programs=None):
   """Sends this process a signal while it fetches the batch of a step."""
   fetch = fakes._Iterator.__next__
 
@@ -28,7 +28,7 @@ def run_and_signal(config, folder, number, step):
     return fetch(self)
 
   with mock.patch.object(fakes._Iterator, '__next__', fetch_and_signal):
-    return run(config, folder)
+    return run(config, folder, programs=programs)
 
 
 class StoppingTest(parameterized.TestCase):
