@@ -94,13 +94,14 @@ number of GPUs is not in the formula.
 
 ## By simulation
 
-A Llama of two layers (width 512, hidden 2,048), its whole training step compiled for that many simulated CPU
-devices: exchanges in the program, and the MiB that they leave on a device. The last columns are the search for all
-masks, and packing all sparse weights along both axes, each compiled alone: they exchange nothing. Masks are exchanged
-by no step. XLA for CPUs has no reduce-scatter, and gathers weights as they are, 4 bytes each, not packed; that packed
-weights are gathered is held, for two GPUs, by `tests/sparse24_jax/mesh_on_hopper_test.py`. What a sparse step receives
-more here are the transposes of its feed-forward weights, which it gathers for themselves: with recomputation 2 2/3
-gathers of a weight for 2, packed 3 bytes for 4; without it 2 gathers for 1, packed 2 1/4 bytes for 2.
+A Llama of two layers (width 512, hidden 2,048), its whole training step of 4,096 tokens compiled for that many
+simulated CPU devices: exchanges in the program, and the MiB that they leave on a device. The last columns are the
+search for all masks, and packing all sparse weights along both axes, each compiled alone: they exchange nothing.
+Masks are exchanged by no step. XLA for CPUs has no reduce-scatter, and gathers weights as they are, 4 bytes each,
+not packed; that packed weights are gathered is held, for two GPUs, by `tests/sparse24_jax/mesh_on_hopper_test.py`.
+What a sparse step receives more here are the transposes of its feed-forward weights, which it gathers for
+themselves: with recomputation 2 2/3 gathers of a weight for 2, packed 3 bytes for 4; without it 2 gathers for 1,
+packed 2 1/4 bytes for 2.
 
 <!-- records: scale.jsonl -->
 {_head(*_SIMULATED)}

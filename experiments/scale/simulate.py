@@ -18,6 +18,8 @@ import sparse24_jax as s24
 # Whole groups of four, and whole bytes of metadata, on each of 64 devices.
 _MODEL = {'num_layers': 2, 'num_heads': 4, 'num_kv_heads': 2, 'embed_dim': 512, 'hidden_dim': 2048}
 RECIPES = {'dense': ('dense', {}), 'sparse': ('transposable_srste', {'masked_decay': 2e-4, 'refresh_every': 4})}
+# More tokens than neurons, as in training: of fewer XLA moves the tokens and not the weights.
+_ROWS = 64
 # Devices -> (data, fsdp, model)
 LAYOUTS = {8: ((8, 1, 1), (1, 8, 1), (1, 2, 4)), 64: ((64, 1, 1), (1, 64, 1), (1, 8, 8))}
 _BYTES = {'pred': 1, 's8': 1, 'u8': 1, 'bf16': 2, 'f16': 2, 's32': 4, 'u32': 4, 'f32': 4}
@@ -37,7 +39,7 @@ def config_of(layout: tuple[int, int, int], twin: str, model: Mapping[str, Any] 
   """A Llama of `model` on a mesh of (data, fsdp, model)."""
   data, fsdp, tensor = layout
   size = [f'model.{key}={value}' for key, value in {'family': 'llama', 'size': 'nano', **model}.items()]
-  mesh = [f'mesh.data={data}', f'mesh.fsdp={fsdp}', f'mesh.model={tensor}', f'data.batch_size={data * fsdp}']
+  mesh = [f'mesh.data={data}', f'mesh.fsdp={fsdp}', f'mesh.model={tensor}', f'data.batch_size={_ROWS}']
   config = experiment.load_config('nano', [*size, *mesh, 'recipe.flip_rate=refresh'])
   name, kwargs = RECIPES[twin]
   with config.unlocked():
