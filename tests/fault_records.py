@@ -7,8 +7,10 @@ is started again at the same commit goes on with the cases that are not there ye
 from collections.abc import Collection, Iterable, Mapping
 import json
 from pathlib import Path
+import shlex
 import subprocess
 import sys
+import textwrap
 from typing import Any
 
 from experiments.runs import durable
@@ -28,7 +30,7 @@ def read(path: Path = RECORDS) -> list[dict[str, Any]]:
 
 def keep(record: Record, path: Path = RECORDS, page: Path = PAGE) -> None:
   """Puts a record in the place of that of the same name, and writes the page anew."""
-  command = f'python -m {_module()} {" ".join(sys.argv[1:])}'.strip()
+  command = shlex.join(['python', '-m', _module(), *sys.argv[1:]])
   new = {**record, **environment(), 'commit': commit(), 'command': command}
   records = {each['name']: each for each in read(path)} | {record['name']: new}
   durable.write_text(path, ''.join(json.dumps(each) + '\n' for each in records.values()))
@@ -77,11 +79,14 @@ def _cases(cases: list[Record]) -> str:
     f'| {r["name"]} | {" | ".join(str(r[kind]) for kind in OUTCOMES)} | {r["expected"]} |' for r in cases
   )
   totals = ' | '.join(f'**{sum(r[kind] for r in cases)}**' for kind in OUTCOMES)
+  lead = (
+    f'Written by `make faults` (JAX {", ".join(sorted(versions))}, 8 simulated CPU devices, a tiny GPT-2 with '
+    f'transposable masks, made-up text; commit {", ".join(sorted(commits))}). *Survived*: started again, the run ends '
+    'with the bits of one to which nothing happened, unless the last column says otherwise. *Refused*: a status that '
+    'is not 0, and a message that names what is wrong. *Lost*: neither.'
+  )
   return (
-    f'Written by `make faults` (JAX {", ".join(sorted(versions))}, 8 simulated CPU devices, a tiny GPT-2 with\n'
-    f'transposable masks, made-up text; commit {", ".join(sorted(commits))}). *Survived*: started again, the run ends\n'
-    'with the bits of one to which nothing happened, unless the last column says otherwise. *Refused*: a status that\n'
-    'is not 0, and a message that names what is wrong. *Lost*: neither.\n\n<!-- records: faults.jsonl -->\n'
+    textwrap.fill(lead, 118) + '\n\n<!-- records: faults.jsonl -->\n'
     '| fault | survived | refused | lost | what is expected |\n|---|---:|---:|---:|---|\n'
     f'{rows}\n| **all** | {totals} | |\n'
   )
@@ -92,10 +97,11 @@ def _soak(record: Record) -> str:
     'metrics and the last checkpoint have the bits of a run that nobody disturbed, and no process compiled anything '
     'after it had settled'
   )
-  return (
+  text = (
     f'`{record["command"]}` (commit {record["commit"][:8]}): {record["steps"]:,} steps with masks refreshed every '
     f'fourth step, two phases and a checkpoint every 200 steps, {record["sigkill"]} times SIGKILL and '
     f'{record["sigterm"]} times SIGTERM at random. {found[0].upper() + found[1:]}. Memory within a process grew by '
     f'{record["growth_mib"]:.1f} MiB at most, of {record["mib"]:.0f} MiB; in the undisturbed run, from step '
-    f'{record["settled"]:,} to the end of its first phase, by {record["alone_growth_mib"]:.1f} MiB.\n'
+    f'{record["settled"]:,} to the end of its first phase, by {record["alone_growth_mib"]:.1f} MiB.'
   )
+  return textwrap.fill(text, 118, break_on_hyphens=False) + '\n'
