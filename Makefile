@@ -13,6 +13,8 @@ PYTHON ?= python3.12
 VENV ?= .venv
 # Compiling the kernels needs CUDA plug-ins, which JAX would complain of everywhere else.
 KERNELS_VENV ?= .venv-kernels
+# What the records were measured with. For another: make test KERNELS_VENV=.venv-jax12 KERNELS_JAX=0.12.0.1
+KERNELS_JAX ?= 0.11.2
 # PyTorch works in a process of its own, and may have another Python.
 TORCH_VENV ?= .venv-torch
 TORCH_VENV_PYTHON ?= python3.11
@@ -59,13 +61,14 @@ docs: $(VENV)/ready
 
 $(VENV)/ready: EXTRA = dev
 $(KERNELS_VENV)/ready: EXTRA = kernels-test
+$(KERNELS_VENV)/ready: PINNED = $(patsubst %,'%==$(KERNELS_JAX)',jax jax-cuda13-pjrt jax-cuda13-plugin)
 
 # In a quarter of pip's time; pip where uv does not find what pip is told of an index.
 %/ready: pyproject.toml
 	$(PYTHON) -m venv $*
 	$*/bin/python -m pip install --quiet uv
-	$*/bin/uv pip install --quiet --python $*/bin/python --editable '.[$(EXTRA)]' \
-	  || $*/bin/python -m pip install --quiet --editable '.[$(EXTRA)]'
+	$*/bin/uv pip install --quiet --python $*/bin/python --editable '.[$(EXTRA)]' $(PINNED) \
+	  || $*/bin/python -m pip install --quiet --editable '.[$(EXTRA)]' $(PINNED)
 	touch $@
 
 $(TORCH_VENV)/ready:
