@@ -12,6 +12,8 @@ from sparse24_jax.optim._state import find_state
 from sparse24_jax.recipe import check_phase, PhaseName
 from sparse24_jax.rules import leaves_by_path
 
+_NONE_YET = jnp.finfo(jnp.float32).max
+
 
 class StepAdamState(NamedTuple):
   """Adam's state and the recent changes of its second moment.
@@ -21,7 +23,7 @@ class StepAdamState(NamedTuple):
     mu: first moments, a tree like the parameters.
     nu: second moments; held in the sparse phase.
     changes: float32 [window], mean |nu_t - nu_{t-1}| over the watched parameters in the last 1 / (1 - b2) dense steps;
-      infinity where there was none yet.
+      the largest float32 where there was none yet: a checkpoint of infinities would be taken for a diverged run.
   """
 
   count: Array
@@ -62,7 +64,7 @@ def scale_by_step_adam(
 
   def init(params: Any) -> StepAdamState:
     mu, nu = (jax.tree.map(jnp.zeros_like, params) for _ in range(2))
-    return StepAdamState(jnp.zeros((), jnp.int32), mu, nu, jnp.full((window,), jnp.inf, jnp.float32))
+    return StepAdamState(jnp.zeros((), jnp.int32), mu, nu, jnp.full((window,), _NONE_YET, jnp.float32))
 
   def update(updates: Any, state: StepAdamState, params: Any = None):
     del params
