@@ -19,9 +19,9 @@ KERNELS_JAX ?= 0.11.2
 TORCH_VENV ?= .venv-torch
 TORCH_VENV_PYTHON ?= python3.11
 # A worker that has no tests left takes some from the other.
-PYTEST = -m pytest -n 2 --dist worksteal -q $(SELECT)
+PYTEST = -m pytest -n 2 --dist worksteal -q -m '$(SELECT)'
 
-.PHONY: demo pages test test-all types tests test-hf mutants faults soak docs clean
+.PHONY: demo pages test test-all types fast slow test-hf mutants faults soak docs clean
 
 demo: $(VENV)/ready
 	$(VENV)/bin/python -m experiments
@@ -29,18 +29,23 @@ demo: $(VENV)/ready
 pages: $(VENV)/ready
 	JAX_PLATFORMS=cpu $(VENV)/bin/python -m experiments pages
 
-# Half of compiling is optimizing, which the fast tests do without; programs for GPUs are always optimized.
-test: export SELECT = -m 'not slow'
-test: export COMPILING = JAX_DISABLE_MOST_OPTIMIZATIONS=1
-test test-all: $(VENV)/ready $(KERNELS_VENV)/ready
+test:
+	$(MAKE) --jobs 2 $(VENV)/ready $(KERNELS_VENV)/ready
 	$(VENV)/bin/ruff check .
-	$(MAKE) --jobs 2 types tests
+	$(MAKE) --jobs 2 types fast
+
+test-all: test
+	$(MAKE) slow
 
 types: $(VENV)/ready
 	$(VENV)/bin/pyright
 
-tests: $(VENV)/ready $(KERNELS_VENV)/ready
-	JAX_PLATFORMS=cpu $(COMPILING) $(VENV)/bin/python $(PYTEST) --ignore tests/pallas_kernels tests sparse24_jax experiments
+# Half of compiling is optimizing, which the fast tests do without; the slow ones compile as a user does.
+fast: export JAX_DISABLE_MOST_OPTIMIZATIONS = 1
+fast: SELECT = not slow
+slow: SELECT = slow
+fast slow: $(VENV)/ready $(KERNELS_VENV)/ready
+	JAX_PLATFORMS=cpu $(VENV)/bin/python $(PYTEST) --ignore tests/pallas_kernels tests sparse24_jax experiments
 	JAX_PLATFORMS=cpu $(KERNELS_VENV)/bin/python $(PYTEST) tests/pallas_kernels pallas_kernels \
 	  $(wildcard tests/sparse24_jax/*on_hopper_test.py)
 

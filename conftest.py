@@ -1,6 +1,7 @@
 """Settings for every test: eight simulated devices, no silent rank promotion; warnings are errors (pyproject.toml)."""
 
 import collections
+import gc
 import os
 from pathlib import Path
 import sys
@@ -40,11 +41,29 @@ def pytest_collection_modifyitems(items):
         item.add_marker('slow')
 
 
+def pytest_collection_finish():
+  """What is imported stays: without it, and less often, garbage is looked for, which tracing makes little of."""
+  gc.freeze()
+  gc.set_threshold(50_000, 20, 100)
+
+
 @pytest.fixture(autouse=True, scope='module')
 def module_cleanups():
   """pytest calls setUpModule, but not what it gave to `unittest.addModuleCleanup`."""
   yield
   unittest.doModuleCleanups()
+
+
+@pytest.fixture(autouse=True, scope='module')
+def optimized_for_gpus(request):
+  """What is asserted of programs for GPUs is asserted of those that users get, however the others are compiled."""
+  if not request.node.name.endswith('on_hopper_test.py'):
+    yield
+    return
+  old = jax.config.read('jax_disable_most_optimizations')
+  jax.config.update('jax_disable_most_optimizations', False)
+  yield
+  jax.config.update('jax_disable_most_optimizations', old)
 
 
 @pytest.fixture(autouse=True)

@@ -395,6 +395,7 @@ class EightDevicesTest(parameterized.TestCase):
     np.testing.assert_array_equal(mask, projection.mask(w, projection.init(w)))
 
   @parameterized.parameters(('transposable_srste', 'fsdp'), ('s_ste', 'tensor'))
+  @pytest.mark.few
   def test_trains_on_an_explicit_mesh(self, case, layout):
     """`jax.make_mesh` makes such meshes: what JAX does not decide there, we must."""
     self.check_explicit_mesh(case, layout)

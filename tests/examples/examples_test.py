@@ -36,6 +36,7 @@ class ExamplesTest(absltest.TestCase):
     self.assertEqual(again, loss)
     jax.tree.map(np.testing.assert_array_equal, found, params)
 
+  @pytest.mark.slow
   def test_nnx_fsdp_divides_weights_moments_and_masks(self):
     losses, model, optimizer = example('nnx_fsdp').main(steps=30)
     self.assertLess(losses[-1], 0.6 * losses[0])

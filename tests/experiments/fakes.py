@@ -14,14 +14,14 @@ def compile_quickly():
   Returns:
     Environment variables that give a child process the same settings.
   """
-  old = getattr(jax.config, 'jax_disable_most_optimizations', False)
-  jax.config.update('jax_disable_most_optimizations', True)
+  if not jax.config.read('jax_disable_most_optimizations'):  # as fast tests set it for all
+    jax.config.update('jax_disable_most_optimizations', True)
 
-  def restore():
-    jax.config.update('jax_disable_most_optimizations', old)
-    jax.clear_caches()  # their key does not know how much was optimized
+    def restore():
+      jax.config.update('jax_disable_most_optimizations', False)
+      jax.clear_caches()  # their key does not know how much was optimized
 
-  unittest.addModuleCleanup(restore)
+    unittest.addModuleCleanup(restore)
   return {'JAX_DISABLE_MOST_OPTIMIZATIONS': 'True'}
 
 

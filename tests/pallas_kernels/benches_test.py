@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 from absl.testing import absltest, parameterized
+import pytest
 
 _ROOT = pathlib.Path(__file__).parents[2]
 # As if Triton were not installed.
@@ -27,6 +28,7 @@ class WithoutTritonTest(parameterized.TestCase):
     )
 
   @parameterized.parameters(('bench', 'pack'), ('tune', 'quantize'))
+  @pytest.mark.few
   def test_help_and_the_name_of_the_extra(self, *command):
     done = self._run('pallas_kernels', *command, '--help')
     self.assertEqual((done.returncode, done.stderr), (0, ''))

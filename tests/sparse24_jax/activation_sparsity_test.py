@@ -101,7 +101,7 @@ class NumericsTest(parameterized.TestCase):
 class ExpertsTest(parameterized.TestCase):
 
   @parameterized.parameters('vnm', 'two_of_four_tokens', '2:4')
-  @pytest.mark.few
+  @pytest.mark.slow
   def test_experts_are_blocks_of_their_own(self, name):
     policy = dataclasses.replace(POLICIES[name], clusters=Clusters(4) if name == 'vnm' else None)
     x, w_up, w_down, dz = draw(lead=(2,))

@@ -102,6 +102,7 @@ class LayersTest(parameterized.TestCase):
     # The clusters matter: without them other neurons are kept.
     self.assertGreater(np.abs(found - self.expected(params, opt_state, x, BLOCKS)).max(), 1e-2)
 
+  @pytest.mark.slow
   def test_nnx(self):
     _, params, recipe, opt_state = setting()
     model = s24.nnx.Sparse24MLP(D, HIDDEN, activation='squared_relu', rngs=nnx.Rngs(0))

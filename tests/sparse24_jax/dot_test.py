@@ -239,6 +239,7 @@ class TransformationTest(parameterized.TestCase):
     self.assert_trees_close(dw, sum(g[0] for _, g in parts))
     self.assert_trees_close(dx, jnp.concatenate([g[1] for _, g in parts]))
 
+  @pytest.mark.slow
   def test_shard_map_over_columns_and_rows_of_the_weight(self):
     """Tensor parallel: whole 4x4 blocks a shard, so local masks are parts of the global mask."""
     mesh = Mesh(np.array(jax.devices()[:4]), ('model',))

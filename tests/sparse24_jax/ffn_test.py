@@ -144,7 +144,7 @@ class FormulaTest(parameterized.TestCase):
       self.assertTrue((one[2][role] != two[2][role]).mean() > 0.5)
 
   @parameterized.parameters('kernels', 'reference')
-  @pytest.mark.few
+  @pytest.mark.slow
   def test_weight_gradients_are_unbiased(self, policy):
     dtype = BF16 if policy == 'kernels' else F32
     x, weights, _, states, dy = problem(gated=True, biased=False, dtype=dtype, tokens=(4,))

@@ -100,7 +100,7 @@ class TransformationTest(parameterized.TestCase):
     assert_close(one, other, 1e-3)
 
   @parameterized.parameters('packed', 'bare')
-  @pytest.mark.few
+  @pytest.mark.slow
   def test_micro_batches_share_what_was_packed(self, how):
     """Packed ahead of the loop over micro-batches, no packing stands in it; with bare states it stands inside."""
     weights, states, _ = self.one()

@@ -49,7 +49,7 @@ class FfnTest(parameterized.TestCase):
     assert_close(found, fp8_oracles.written_ffn(activation, *given, KEY), FLIPS)
 
   @parameterized.parameters(('gelu', False, 'up'), ('silu', True, 'down'))
-  @pytest.mark.few
+  @pytest.mark.slow
   def test_a_dense_forward_of_either_product_leaves_the_block_as_it_is(self, activation, gated, dense):
     def plan(policy, tokens, d_in, d_out, *_, **__):
       loses = (d_in, d_out) == SHAPES[dense]

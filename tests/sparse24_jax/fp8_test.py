@@ -67,6 +67,7 @@ class DotTest(parameterized.TestCase):
     self.assertGreater(np.linalg.norm(fp8_oracles.wide(found[0]) - exact) / np.linalg.norm(exact), 0.01)
 
   @parameterized.parameters(BF16, jnp.float16)
+  @pytest.mark.few
   def test_a_dense_forward_is_the_same_product(self, dtype):
     x, w, dz = (a.astype(dtype) for a in (self.x, self.w, self.dz))
 

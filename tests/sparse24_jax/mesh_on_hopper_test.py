@@ -22,6 +22,7 @@ class BlockTest(parameterized.TestCase):
   @parameterized.named_parameters(
     ('whole_weights', (), False), ('weights_divided', ('d',), False), ('gate_divided', (None, 'd'), True),
   )  # fmt: skip
+  @pytest.mark.slow
   def test_kernels_on_local_tokens(self, spec, gated):
     from jax.experimental import topologies
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import numpy as np
+import pytest
 
 from pallas_kernels import _dispatch
 import sparse24_jax as s24
@@ -68,9 +69,10 @@ class SampleTest(parameterized.TestCase):
   """The sample itself, bit for bit: a weight gradient with the identity for tokens."""
 
   @parameterized.parameters(
-    ('Auto', (('d', 't'), None)), ('Auto', ('d', 't')), ('Auto', ('t', None)), ('Auto', (None, 'd')),
-    ('Explicit', (('d', 't'), None)), ('Explicit', ('d', 't')),
+    ('Auto', (('d', 't'), None)), ('Explicit', ('d', 't')), ('Auto', ('d', 't')), ('Auto', ('t', None)),
+    ('Auto', (None, 'd')), ('Explicit', (('d', 't'), None)),
   )  # fmt: skip
+  @pytest.mark.few(2)
   def test_is_that_of_one_device(self, kind, spec):
     dz, x, on = normal(0, TOKENS, D), jnp.eye(TOKENS, dtype=BF16), mesh(kind)
     found = np.asarray(_sampled(put(dz, on, *spec), put(x, on, spec[0], None)))
@@ -78,6 +80,7 @@ class SampleTest(parameterized.TestCase):
     expected = _mvue24(jnp.pad(dz, ((0, 0), (8, 0))), KEY)
     np.testing.assert_array_equal(found, np.asarray(expected)[:, 8:])
 
+  @pytest.mark.slow
   def test_groups_that_would_be_cut_are_gathered_and_said(self):
     """Of 24 tokens on 4 devices each has 6, a group and a half."""
     dz, x, on = normal(0, 24, D), jnp.eye(24, dtype=BF16), mesh()
@@ -105,6 +108,7 @@ class BlockTest(parameterized.TestCase):
   @parameterized.named_parameters(
     ('gelu', FST, False, 'Auto'), ('swiglu_explicit', FST, True, 'Explicit'), ('fp8', FP8, False, 'Auto'),
   )  # fmt: skip
+  @pytest.mark.few
   def test_data_parallel(self, policy, gated, kind):
     weights = {'up': normal(1, D, HIDDEN), 'down': normal(2, HIDDEN, D)}
     if gated:
@@ -135,6 +139,7 @@ class BlockTest(parameterized.TestCase):
     (FST, 'Explicit', 't', (2, 2)),  # along another: what is gathered is the input of the activation
     (FP8, 'Auto', 'd', (2, 1)), (FP8, 'Explicit', 't', (2, 2)),
   )
+  @pytest.mark.few
   def test_a_gate_of_divided_weights(self, policy, kind, axis, shape):
     weights = {'up': normal(1, D, HIDDEN), 'gate': normal(3, D, HIDDEN), 'down': normal(2, HIDDEN, D)}
     weights['gate'] = weights['gate'] * 5  # in FP8 of another scale
@@ -153,6 +158,7 @@ class BlockTest(parameterized.TestCase):
       self.assertLess(error(found, wanted), 0.05 if policy.precision == 'fp8' else 5e-3)
     self.assertEqual(set(exchanged(compiled.as_text())), {'all-gather', 'all-reduce'})
 
+  @pytest.mark.slow
   def test_layers_in_a_scan_recomputed_over_micro_batches(self):
     weights = {'up': normal(1, 2, D, HIDDEN), 'down': normal(2, 2, HIDDEN, D)}
     states, on = states_of(FST, weights), mesh()
@@ -187,6 +193,7 @@ class TypesTest(parameterized.TestCase):
   """What JAX says of programs from their types alone."""
 
   @parameterized.product(policy=('FST', 'FP8'), shape=((2, 2), (4, 1)), layer=('dot', 'ffn'))
+  @pytest.mark.few(4)
   def test_the_gradient_of_divided_features_is_divided_as_they_are(self, policy, shape, layer):
     policy, on = globals()[policy], mesh('Explicit', shape)
     weights = {'up': normal(1, D, HIDDEN), 'down': normal(2, HIDDEN, D)}

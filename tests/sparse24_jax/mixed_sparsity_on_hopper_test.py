@@ -49,6 +49,7 @@ def compiled_step(gradient, params, *args):
 
 @hopper.needs_plugins
 class CompiledTest(absltest.TestCase):
+  @pytest.mark.slow
   def test_products_of_a_step(self):
     model, x, recipe = Block(), hopper.struct(TOKENS, D), recipe_of()
     params = jax.eval_shape(model.init, jax.random.key(0), x)['params']
@@ -72,6 +73,7 @@ class CompiledTest(absltest.TestCase):
     # Three weights packed once, both ways; the sample of dy, and that of dz in the pass that makes it.
     self.assertLen(hopper.calls(hlo.splitlines(), hopper.TRITON), 5)
 
+  @pytest.mark.slow
   def test_a_step_that_moves_no_link_copies_no_weight(self):
     tx = s24.sparse_training(optax.adam(1e-3), recipe_of(), phase='sparse')
     params = {name: hopper.struct(D, HIDDEN, dtype=jnp.float32) for name in ('attn', 'mlp')}

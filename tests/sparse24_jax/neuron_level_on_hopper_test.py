@@ -59,6 +59,7 @@ class KernelsTest(parameterized.TestCase):
     (s24.ActivationPolicy(BLOCKS), 8), (s24.ActivationPolicy(), 8),
     (s24.ActivationPolicy(BLOCKS, dense_features=0.05), 10),
   )
+  @pytest.mark.slow
   def test_six_products_where_kernels_are_named(self, policy, passes):
     policy = dataclasses.replace(policy, implementation='sparse')
     scale = jax.ShapeDtypeStruct((), jnp.float32)

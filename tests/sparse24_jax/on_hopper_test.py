@@ -279,6 +279,7 @@ class TrainingStepTest(parameterized.TestCase):
     self.assertLen(calls(inside, TRITON), 2)
 
   @parameterized.named_parameters(('gelu', False, False), ('swiglu_fp8', True, True))
+  @pytest.mark.slow
   def test_no_product_runs_twice_where_residuals_are_stacked(self, gated, fp8):
     class Layer(nn.Module):
       @nn.compact

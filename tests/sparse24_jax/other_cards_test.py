@@ -10,6 +10,7 @@ from absl.testing import absltest, parameterized
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from pallas_kernels import _device, _dispatch, _records, costs
 from pallas_kernels.ffi import cusparselt
@@ -125,6 +126,7 @@ class ChoiceTest(parameterized.TestCase):
 class ProductTest(parameterized.TestCase):
 
   @parameterized.parameters((CHOICES[0], jnp.float16), (CHOICES[1], jnp.bfloat16))
+  @pytest.mark.few
   def test_three_products(self, choices, dtype):
     x, w, dz = (normal(*shape, seed=i, dtype=dtype) for i, shape in enumerate(
       ((TOKENS, D_IN), (D_IN, D_OUT), (TOKENS, D_OUT))

@@ -6,6 +6,7 @@ from absl.testing import absltest, parameterized
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from pallas_kernels import formats
 from pallas_kernels.sparse_matmul.operand import from_operand
@@ -66,6 +67,7 @@ class PackedWeightTest(parameterized.TestCase):
       (jnp.float16, jnp.float16, (3, 12, 64)),  # a leading axis of layers
     ),
   )
+  @pytest.mark.few(9)
   def test_decompresses_to_the_projected_weight(self, name, case):
     projection, (dtype, packed_dtype, shape) = PROJECTIONS[name], case
     state, packed, expected = packer(projection, packed_dtype)(weight(*shape, dtype=dtype))

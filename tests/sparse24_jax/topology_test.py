@@ -6,6 +6,7 @@ from absl.testing import absltest, parameterized
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import sparse24_jax as s24
 from sparse24_jax.topology import _links_at, Context, draw, keep_largest
@@ -118,6 +119,7 @@ class LinksTest(parameterized.TestCase):
 
 class UpdateTest(parameterized.TestCase):
   @parameterized.product(density=(0.05, 0.25, 0.5), start=('random', 'magnitude'), structure=(None, '2:4'))
+  @pytest.mark.few(6)
   def test_start(self, density, start, structure):
     topology = s24.Topology(density, start=start, structure=structure)
     w = normal(0)
@@ -137,6 +139,7 @@ class UpdateTest(parameterized.TestCase):
 
   # Of 96 links, 0.3 are 28.8.
   @parameterized.parameters((0.25, 0.25), (0.5, 0.5), (0.5, 0.2), (0.2, 0.5), (0.3, 1.0), (1.0, 0.1))
+  @pytest.mark.few(3)
   def test_gradient_growth_against_a_sort(self, before, after):
     """RigL's update with a target that may move: what MST's formula says, by sorting."""
     zeta = 0.3
@@ -181,6 +184,7 @@ class UpdateTest(parameterized.TestCase):
       s24.verify24(jnp.where(mask, 1.0, 0.0))
 
   @parameterized.product(density=(0.1, 0.5), random_share=(0.0, 0.25, 1.0))
+  @pytest.mark.few
   def test_2_of_4_holds_for_many_updates(self, density, random_share):
     topology = s24.Topology(density, drop_fraction=0.3, random_share=random_share, structure='2:4')
     mask = start_of(topology)

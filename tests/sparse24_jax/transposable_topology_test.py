@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import sparse24_jax as s24
 from sparse24_jax.optim import sparse_states
@@ -61,6 +62,7 @@ class PatternsTest(parameterized.TestCase):
     self.assertLen(PATTERNS, 90)
 
   @parameterized.product(density=(0.1, 0.35, 0.5), start=('random', 'magnitude'))
+  @pytest.mark.few(3)
   def test_start(self, density, start):
     topology = topology_of(density, start=start)
     mask = start_of(topology)
@@ -74,6 +76,7 @@ class PatternsTest(parameterized.TestCase):
         np.testing.assert_array_equal(mask[i], kept[i] >= least)
 
   @parameterized.product(density=(0.1, 0.5), random_share=(0.0, 0.25))
+  @pytest.mark.few(2)
   def test_many_updates(self, density, random_share):
     """Every mask is a part of a pattern, 2:4 both ways, of the density; no more links change than the share says."""
     topology = topology_of(density, random_share=random_share)

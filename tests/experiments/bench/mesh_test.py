@@ -51,6 +51,7 @@ class ShardingsTest(parameterized.TestCase):
 
 class MeshTest(absltest.TestCase):
 
+  @pytest.mark.slow
   def test_sample(self):
     failed, (record,), _ = run('check-sample')
     self.assertEqual((failed, record['bench'], record['mesh']), (0, 'mesh_check', {'data': 2}))

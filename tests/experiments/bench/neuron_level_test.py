@@ -47,6 +47,7 @@ class NeuronLevelBenchTest(absltest.TestCase):
     # 13 of 256 columns written, [128, 13]; they are in groups of 8, so at most all 4 sectors of a row's 32 groups.
     self.assertBetween(columns['bytes'], 2 * 128 * 13 + 32 * 128, 2 * 128 * 13 + 4 * 32 * 128 + 2 * 512 * 2)
 
+  @pytest.mark.slow
   def test_traces_come_last_and_find_every_record_written(self):
     names = [f'ffn-{pattern}-16384x4096x16384' for pattern in ('64x2x8', '64x2x8-two_of_four_tokens')]
     with tempfile.TemporaryDirectory() as name, contextlib.redirect_stdout(io.StringIO()) as out:

@@ -82,6 +82,7 @@ class RecordsTest(parameterized.TestCase):
     self.assertEqual(record['shape'], {'batch': 2, 'length': 32, 'd': 64, 'hidden': 256})
     self.assertGreater(record['speedup']['dense'], 0)
 
+  @pytest.mark.slow
   def test_train_step(self):
     (record,), _ = bench(train_step, '--select', 'llama-3b', '--refreshes', '1', '--explain')
     self.assertEqual(record['model'], 'llama-3b')

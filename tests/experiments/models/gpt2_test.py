@@ -30,6 +30,7 @@ class SizesTest(parameterized.TestCase):
   @parameterized.parameters(
     ('124m', 124_439_808), ('350m', 354_823_168), ('774m', 774_030_080), ('1558m', 1_557_611_200)
   )
+  @pytest.mark.few
   def test_counts_of_the_released_models(self, size, count):
     config = gpt2.make_config(size, vocab_size=50257, bias=True)
     shapes = jax.eval_shape(gpt2.GPT2(config).init, jax.random.key(0), jnp.zeros((1, 8), jnp.int32))['params']
@@ -69,6 +70,7 @@ class TwinsTest(parameterized.TestCase):
     dict(remat=True),
     dict(dtype='bfloat16'),
   )
+  @pytest.mark.few(4)
   def test_same_parameters_same_logits(self, **overrides):
     config = _tiny(**overrides)
     params, tokens = _init(config)
@@ -118,6 +120,7 @@ class OptionsTest(parameterized.TestCase):
       scanned.apply({'params': stacked}, tokens), gpt2.GPT2(config).apply({'params': params}, tokens), atol=1e-6
     )
 
+  @pytest.mark.slow
   def test_initial_scales(self):
     params, _ = _init(_tiny(embed_dim=128, num_layers=2))
     self.assertAlmostEqual(float(params['h_0']['mlp']['c_fc']['kernel'].std()), 0.02, delta=5e-4)

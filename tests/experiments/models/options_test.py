@@ -66,6 +66,7 @@ class FusedMlpTest(parameterized.TestCase):
     )
 
   @parameterized.parameters('gpt2', 'llama')
+  @pytest.mark.few
   def test_sparsify_reaches_it(self, family):
     recipe = s24.recipes.ste('.*/mlp/.*')
     params = params_of(family)
@@ -95,6 +96,7 @@ class StepOptionsTest(parameterized.TestCase):
     np.testing.assert_allclose(found[1], expected[1], atol=9 * tolerance)
     self.assertEqual((found[0].dtype, found[1].dtype), (jnp.float32, dtype))
 
+  @pytest.mark.slow
   def test_dots_are_kept_and_the_gradient_is_the_same(self):
     def gradient(remat):
       model = make('gpt2', remat=remat)

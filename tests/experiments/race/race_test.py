@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 from experiments.data import packing
 from experiments.data.tokenizer import Bytes
@@ -75,6 +76,7 @@ class ProgramsTest(absltest.TestCase):
     )
     return made, jnp.asarray(text)
 
+  @pytest.mark.slow
   def test_a_dense_step_is_that_of_optax(self):
     made, text = self.made('dense')
     state, starts = jax.jit(made._init)(0), jnp.array([0, 7, 90, 200])
@@ -97,6 +99,7 @@ class ProgramsTest(absltest.TestCase):
       lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), after.params, optax.apply_updates(state.params, updates)
     )
 
+  @pytest.mark.slow
   def test_all_linear_layers_are_sparse_and_the_decay_is_an_argument(self):
     made, text = self.made('fst_all')
     state, step = jax.jit(made._init)(0), jax.jit(made._step, static_argnums=0)

@@ -9,6 +9,7 @@ import xml.etree.ElementTree as ET
 
 from absl.testing import absltest, parameterized
 import numpy as np
+import pytest
 
 from experiments.reports import charts, claims, compare, report, report_curves
 from experiments.runs import build, environment, method_table, methods, records
@@ -124,6 +125,7 @@ class ReportTest(parameterized.TestCase):
     ('seed',), ('label',), ('name',), ('model', 'embed_dim'), ('model', 'size'), ('model', 'family'),
     ('data', 'corpus'), ('data', 'tokenizer'), ('recipe', 'kwargs'),
   )  # fmt: skip
+  @pytest.mark.few(3)
   def test_a_folder_from_elsewhere_brings_no_script(self, *keys):
     folder, evil = temp_folder(self), '<script>alert(1)</script>'
     file = write_run(folder, 'fst', 0, 1.4) / 'config.json'
@@ -165,6 +167,7 @@ class ReportTest(parameterized.TestCase):
     ({'embed_dim': 96}, 'GPT-2 nano, width 96, on'), ({'num_layers': 3}, 'GPT-2 nano, 3 layers, on'),
     ({'embed_dim': '<b>'}, 'GPT-2 nano, width <b>, on'), ({}, 'GPT-2 nano, on'),
   )  # fmt: skip
+  @pytest.mark.few(2)
   def test_sizes_that_were_given(self, model, text):
     folder = write_run(temp_folder(self), 'dense', 0, 1.2)
     config = json.loads((folder / 'config.json').read_text())

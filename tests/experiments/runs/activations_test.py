@@ -82,6 +82,7 @@ class MeasureTest(parameterized.TestCase):
                      {activations.ZEROS: 1.0, activations.KEPT: 1.0, activations.KEPT_SUM: 1.0})  # fmt: skip
 
   @parameterized.parameters('dense', 'sparse')
+  @pytest.mark.few
   def test_probe_sees_what_the_first_layer_computes(self, phase):
     parts, state = at_start()
     found = probed(phase)
@@ -100,6 +101,7 @@ class MeasureTest(parameterized.TestCase):
     for name in expected[0]:
       np.testing.assert_allclose(found[name]['h_0/mlp'], np.mean([e[name] for e in expected]), atol=2e-3)
 
+  @pytest.mark.slow
   def test_layers_below_a_pattern_see_its_output(self):
     dense, sparse = probed('dense'), probed('sparse')
     self.assertNotEqual(dense[activations.ZEROS]['h_1/mlp'], sparse[activations.ZEROS]['h_1/mlp'])
@@ -115,6 +117,7 @@ class MeasureTest(parameterized.TestCase):
     self.assertEqual(bool(activations.make_probe(parts, 'dense')(programs.init_state(parts))), expected)
 
 
+  @pytest.mark.slow
   def test_scanned_layers_are_measured_one_by_one(self):
     looped, scanned = (parts_of(tiny('dense', {}, **{'model.scan_layers': scan})) for scan in (False, True))
     state = programs.init_state(looped)
@@ -129,6 +132,7 @@ class MeasureTest(parameterized.TestCase):
 
 class EvaluationTest(parameterized.TestCase):
   @parameterized.parameters('sequence', 'position')
+  @pytest.mark.few
   def test_blocks_along_a_sequence_see_later_tokens(self, order):
     parts = parts_of(tiny(**{'model.ffn_order': order}))
     state = programs.init_state(parts)

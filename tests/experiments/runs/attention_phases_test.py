@@ -45,6 +45,7 @@ class AttentionPhasesTest(parameterized.TestCase):
     full, near = (float(programs.make_eval(parts, 'sparse', a, num_batches=2)(state)) for a in (None, local))
     self.assertGreater(abs(full - near), 1e-4)
 
+  @pytest.mark.slow
   def test_trains_through_all_phases(self):
     folder = temp_folder(self)
     summary = train.train(config(), folder, data=FakeData(), quiet=True)
@@ -80,6 +81,7 @@ class AttentionPhasesTest(parameterized.TestCase):
 
 class BenchTest(parameterized.TestCase):
   @parameterized.parameters('combined-1k', 'local-4k', 'fixed-16k')
+  @pytest.mark.few
   def test_record(self, case):
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()) as out:
       path = pathlib.Path(folder) / 'x.jsonl'

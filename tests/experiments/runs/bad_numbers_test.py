@@ -89,6 +89,7 @@ class StopTest(absltest.TestCase):
     with self.assertRaisesRegex(train.TrainingDivergedError, 'flip rate, and so a weight, is nan at step 1'):
       run(tiny('ste', {'path': FFN}, optimizer__b2=1.0, **EVERY_STEP), temp_folder(self))
 
+  @pytest.mark.slow
   def test_the_advice_works(self):
     """Lower the rate in the same folder, from the last good checkpoint."""
     folder, clip = temp_folder(self), {'optimizer__clip': 0.0, **EVERY_STEP, 'eval_every': 10}
@@ -144,6 +145,7 @@ class GoOnTest(absltest.TestCase):
       jax.tree.map(np.testing.assert_array_equal, state[1:], before[1:])
     self.assertEqual((int(state.step), step._cache_size()), (3, 1))
 
+  @pytest.mark.slow
   def test_skipped_steps_are_counted_and_capped(self):
     folder, policy = temp_folder(self), {'bad_numbers__policy': 'skip', 'bad_numbers__cap': 2}
     data = BadBatch(4, 12, 13)

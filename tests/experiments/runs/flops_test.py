@@ -115,7 +115,7 @@ class CountTest(parameterized.TestCase):
     (s24.VNM(4, 8), s24.VNM(4, 8), 0.25), (s24.VNM(4, 16), s24.VNM(4, 16), 0.2), (s24.VNM(4, 8),),
     (s24.VNM(4, 8), s24.TwoOfFour(), 0.25), (s24.TwoOfFour(), s24.TwoOfFour(), 0.05),
   )
-  @pytest.mark.few(2)
+  @pytest.mark.few
   def test_shares_of_activations_are_those_of_their_patterns(self, *fields):
     policy = s24.ActivationPolicy(*fields, sparse_weights=False)
     y = jax.random.uniform(jax.random.key(0), (32, 80)) + 1  # nothing is zero by itself
@@ -196,6 +196,7 @@ class CountTest(parameterized.TestCase):
 
 
 class StatedFiguresTest(parameterized.TestCase):
+  @pytest.mark.slow
   def test_mixed_sparsity_of_gpt2_takes_a_quarter(self):
     """4.0x fewer: all matmuls of the blocks, forward and backward, causal attention, LM head not counted."""
     config = load_config('gpt2_124m_mst')
@@ -233,6 +234,7 @@ class StatedFiguresTest(parameterized.TestCase):
 
 
 class ReportTest(parameterized.TestCase):
+  @pytest.mark.slow
   def test_the_plot_has_every_run_or_says_which_not(self):
     folder = temp_folder(self)
     for name, changes in {

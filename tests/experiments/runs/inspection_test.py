@@ -8,6 +8,7 @@ from unittest import mock
 from absl.testing import absltest
 import jax
 import numpy as np
+import pytest
 
 from experiments.runs import checkpoint, inspection
 from tests.experiments.fakes import compile_quickly, FakeData
@@ -26,6 +27,7 @@ class InspectionTest(absltest.TestCase):
     cls.addClassCleanup(shutil.rmtree, cls.folder)
     cls.summary = run(tiny('ste', steps=20, mesh__fsdp=8), cls.folder)
 
+  @pytest.mark.slow
   def test_a_checkpoint_of_a_mesh_on_one_device(self):
     loaded = inspection.load(self.folder, data=FakeData())
     self.assertEqual({leaf.sharding for leaf in jax.tree.leaves(loaded.state[1:])},

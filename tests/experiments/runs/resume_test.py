@@ -43,7 +43,7 @@ KILLED = {name: (name, kwargs, {}) for name, kwargs in RECIPES.items()} | {
   ),
 }  # fmt: skip
 
-FAST = ('transposable_srste', 'neuron_level')  # masks that are refreshed; neurons that are regrouped, and two phases
+FAST = ('transposable_srste',)  # masks that are refreshed
 
 
 def killed(name):
@@ -116,7 +116,7 @@ class Resumed(parameterized.TestCase):
 class ResumeTest(Resumed):
   names = FAST
 
-  @parameterized.parameters(*FAST)
+  @parameterized.product(name=FAST)
   def test_a_killed_run_resumes_bit_for_bit(self, name):
     self.check(name)
 

@@ -6,6 +6,7 @@ import signal
 from unittest import mock
 
 from absl.testing import absltest, parameterized
+import pytest
 
 from experiments.runs import stopping
 from experiments.runs.checkpoint import Checkpoints
@@ -33,6 +34,7 @@ def run_and_signal(config, folder, number, step, programs=None):
 
 class StoppingTest(parameterized.TestCase):
   @parameterized.parameters((signal.SIGTERM, 75), (signal.SIGINT, 130))
+  @pytest.mark.few
   def test_the_step_is_saved_and_the_rest_is_bit_for_bit(self, number, status):
     config = tiny('transposable_srste', {**RECIPES['transposable_srste']}, recipe__flip_rate='step')
     folder, whole, handlers = temp_folder(self), temp_folder(self), [signal.getsignal(n) for n in stopping.STATUS]

@@ -11,6 +11,7 @@ import time
 from unittest import mock
 
 from absl.testing import absltest, parameterized
+import pytest
 
 from experiments.reports import compare
 from experiments.runs import methods, sweep, train
@@ -59,6 +60,7 @@ def deaf(experiment, method, seeds, folder, tiny, overrides):
 
 
 class SweepTest(parameterized.TestCase):
+  @pytest.mark.slow
   def test_runs_finish_and_are_packed(self):
     folder = Path(temp_folder(self))
     root = data_folder(self)

@@ -257,7 +257,7 @@ class CompileTest(parameterized.TestCase):
     self.assertEqual(report.warnings, ())
 
   @parameterized.parameters(('gelu', 'nm'), ('silu', 'mn'))
-  @pytest.mark.few
+  @pytest.mark.slow
   def test_keeps_the_preactivation_without_spills(self, activation, out_layout):
     # No config: the one that the card's record and `for_outputs` give.
     report = _report(

@@ -90,6 +90,7 @@ class MaskTest(parameterized.TestCase):
 class FormatTest(parameterized.TestCase):
 
   @parameterized.parameters(*_SIZES)
+  @pytest.mark.few
   def test_round_trip(self, v, m):
     x = _random(v, m)
     mask = jnp.asarray(_expected_mask(x, v, m))
@@ -110,6 +111,7 @@ class FormatTest(parameterized.TestCase):
     # 2 of 8 values, two bits each, and 4 of 8 column numbers a block of 64 rows.
     self.assertEqual(c.nbytes, x.nbytes // 4 + x.size // 4 // 4 + x.size // 2 // 64)
 
+  @pytest.mark.slow
   def test_stacked(self):
     x = jnp.stack([_random(4, 8, seed=i) for i in range(2)])
     mask = reference.vnm_mask(x, v=4, m=8)

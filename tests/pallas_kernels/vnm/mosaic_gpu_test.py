@@ -43,6 +43,7 @@ class InterpretTest(parameterized.TestCase):
   def test_patterns(self, m, out_layout):
     self._check(*_inputs(128, 128, 16 * m, 64, m), _SMALL, out_layout)
 
+  @pytest.mark.slow
   def test_blocks_of_two_tiles(self):
     self._check(*_inputs(128, 128, 256, 128, 8), _SMALL)
 
@@ -61,9 +62,11 @@ class InterpretTest(parameterized.TestCase):
     a, b = _inputs(128, 200, 8 * 37, 64, 8, jnp.dtype('float16'))
     self._check(a, b, dataclasses.replace(_SMALL, ctas=1, stages=4))
 
+  @pytest.mark.slow
   def test_a_step_stays_in_flight(self):
     self._check(*_inputs(128, 128, 384, 64, 8), dataclasses.replace(_SMALL, delay=1, stages=2))
 
+  @pytest.mark.slow
   def test_a_from_registers(self):
     # The last tile has 64 columns: one instruction, not two.
     config = dataclasses.replace(_SMALL, bn=384, across='m', a_from='registers', ctas=1)

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 from pallas_kernels import _dispatch
 import sparse24_jax as s24
@@ -20,6 +21,8 @@ RECIPES = {
     'p', (s24.Rule('.*', s24.DotPolicy(s24.transposable(), input_grad='sparse', implementation='dense')),)
   ),
 }
+
+LAYOUTS = ('scan', 'gate_and_up_in_one', 'attention')  # one of each kind
 
 
 def sparse_and_reference(recipe, name, dtype=jnp.float32):
@@ -50,7 +53,8 @@ class TransformTest(parameterized.TestCase):
       jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4), found, expected)
       self.assertGreater(abs(float(found[0] - dense)), 1e-3, recipe)
 
-  @parameterized.parameters(*CASES)
+  @parameterized.parameters(*LAYOUTS, *(name for name in CASES if name not in LAYOUTS))
+  @pytest.mark.few(len(LAYOUTS))
   def test_transposable_masks_and_packed_operands(self, name):
     found, expected, _ = sparse_and_reference(RECIPES['transposable'], name)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4), found, expected)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import sparse24_jax as s24
 
@@ -43,6 +44,7 @@ def by_hand(name, w):
 class ProjectTest(parameterized.TestCase):
 
   @parameterized.parameters(*RECIPES)
+  @pytest.mark.few(2)
   def test_formula_on_lists_tuples_and_named_tuples(self, name):
     found = jax.jit(lambda p, s: s24.project(p, s, RECIPES[name]))(TREE, opt_state(RECIPES[name]))
     self.assertEqual(jax.tree.structure(found), jax.tree.structure(TREE))

@@ -198,6 +198,7 @@ class SparseTest(parameterized.TestCase):
     mlp, recipe = s24.linen.Sparse24MLP(HIDDEN), recipe_of(STE)
     self.assertEqual(s24.sparsify(s24.sparsify(mlp, recipe), recipe, phase='dense'), mlp)
 
+  @pytest.mark.slow
   def test_packed_variables(self):
     """Packed once by `sparse_variables`, read by the block: the same as packing in the layer."""
     mlp = Inside(s24.linen.Sparse24MLP(HIDDEN, activation='squared_relu', dtype=jnp.bfloat16))

@@ -7,6 +7,7 @@ from flax import linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import sparse24_jax as s24
 from tests.sparse24_jax.integration.linen_models import (
@@ -45,6 +46,7 @@ class RefusalTest(parameterized.TestCase):
       jax.eval_shape(jax.grad(lambda p: sparse.apply({**v, 'params': p}, X[:7], rngs={'mvue': KEY}).sum()), params)
 
   @parameterized.parameters((('params',), ('params', 'mvue')), (('params', 'sparse24'), ('params',)))
+  @pytest.mark.few
   def test_a_scan_need_not_know_of_states_and_randomness(self, axes, rngs):
     """The library's collection and its random stream go around the model, not through it."""
     model = Scan(axes=axes, rngs=rngs)

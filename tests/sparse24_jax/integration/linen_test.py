@@ -176,11 +176,12 @@ class GradientTest(parameterized.TestCase):
       self.assertGreater(float(jnp.abs(jnp.where(mask, 0, g)).mean()), 1e-5)
 
   @parameterized.parameters(('loop', 'remat'), ('scan', 'scan_remat'))
-  @pytest.mark.few
+  @pytest.mark.slow
   def test_remat_draws_the_same_samples(self, plain, remat):
     assert_trees_close(gradient(plain, 'fst'), gradient(remat, 'fst'))
 
   @parameterized.parameters('loop', 'scan')
+  @pytest.mark.few
   def test_samples_belong_to_the_key(self, name):
     first, other, dense = gradient(name, 'fst'), gradient(name, 'fst', seed=9), gradient(name, 'fst_without_mvue')
     *_, params, v, _ = prepared(name, 'fst')

@@ -77,7 +77,7 @@ class Dense(linen.Module):
 class LinenTest(parameterized.TestCase):
 
   @parameterized.product(policy=(POLICY, PUBLISHED, TWO_OF_FOUR), use_bias=(False, True))
-  @pytest.mark.few(2)
+  @pytest.mark.few
   def test_is_the_block(self, policy, use_bias):
     mlp, recipe = linen_mlp(use_bias=use_bias), recipe_of(policy)
     params = random_biases(mlp.init(jax.random.key(1), X)['params'])

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
+import pytest
 
 from pallas_kernels import _dispatch
 import sparse24_jax as s24
@@ -100,6 +101,7 @@ class SameModelTest(parameterized.TestCase):
     self.assertEqual(nnx.graphdef(model), before)
 
   @parameterized.product(name=list(MODELS), recipe=(STE, FST, s24.recipes.s_ste(RULE)))
+  @pytest.mark.few(3)
   def test_output_is_that_of_the_projected_parameters(self, name, recipe):
     model = plain(name)
     found = nnx.jit(lambda m: m(X))(s24.sparsify(model, recipe))  # no rngs: evaluation needs none
@@ -276,6 +278,7 @@ class GradientTest(parameterized.TestCase):
 class TrainingTest(parameterized.TestCase):
 
   @parameterized.named_parameters(('fst', FST), ('s_ste', s24.recipes.s_ste(RULE)))
+  @pytest.mark.few
   def test_optimizer_loop_through_the_phases(self, recipe):
     tx = {phase: s24.sparse_training(optax.adam(0.05), recipe, phase=phase) for phase in ('dense', 'sparse')}
     sparse = s24.sparsify(plain('loop'), recipe, rngs=nnx.Rngs(mvue=1))
@@ -308,6 +311,7 @@ class TrainingTest(parameterized.TestCase):
     self.assertEqual(int(optimizer.opt_state.count[...]) + 1, int(follow.opt_state.count[...]))
 
   @parameterized.parameters(*MODELS)
+  @pytest.mark.slow
   def test_functional_loop(self, name):
     tx = s24.sparse_training(optax.adam(0.05), FST)
     graph, params, rest = nnx.split(s24.sparsify(plain(name), FST, rngs=nnx.Rngs(mvue=1)), nnx.Param, ...)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import sparse24_jax as s24
 
@@ -37,6 +38,7 @@ def trees(boxed):
 class LinenTest(parameterized.TestCase):
 
   @parameterized.parameters(*RECIPES)
+  @pytest.mark.few
   def test_steps_are_those_without_boxes(self, name):
     found = {}
     for boxed in (True, False):
@@ -54,6 +56,7 @@ class LinenTest(parameterized.TestCase):
       np.testing.assert_array_equal(a, b)
 
   @parameterized.parameters(*RECIPES)
+  @pytest.mark.few
   def test_the_state_is_made_under_the_shardings_that_flax_reads_from_it(self, name):
     mesh = jax.make_mesh((2, 2), ('embed', 'mlp'), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     params, grads = trees(boxed=True)
@@ -103,6 +106,7 @@ class NnxTest(parameterized.TestCase):
       self.assertEqual([path for path, _ in nnx.to_flat_state(nnx.state(held))], places)
 
   @parameterized.parameters(*RECIPES)
+  @pytest.mark.slow
   def test_an_optimizer_made_on_a_mesh(self, name):
     recipe = RECIPES[name]
     mesh = jax.make_mesh((2, 2), ('embed', 'mlp'), axis_types=(jax.sharding.AxisType.Auto,) * 2)

@@ -5,6 +5,7 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import numpy as np
 import optax
+import pytest
 
 import sparse24_jax as s24
 
@@ -47,6 +48,7 @@ class ComparedMasksTest(parameterized.TestCase):
     self.assertEqual(found, [[2], [7, 2]])
 
   @parameterized.product(axis_type=(AxisType.Auto, AxisType.Explicit), jit=(False, True))
+  @pytest.mark.few
   def test_rates_do_not_depend_on_sharding(self, axis_type, jit):
     """Of masks that are held in the state and of those that are not; a loop begins with masks divided as its last."""
     rules = (

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import sparse24_jax as s24
 
@@ -108,6 +109,7 @@ class CompositionTest(parameterized.TestCase):
     (lambda tx: optax.conditionally_mask(tx, lambda step: step >= 0),),
     (lambda tx: optax.conditionally_transform(tx, lambda step: step >= 0),),
   )
+  @pytest.mark.few
   def test_conditional_wrappers_want_gradients_in_the_dtype_of_the_parameters(self, wrap):
     """A decay that is not lost beside bfloat16 is wider than that, as are the updates of Adam by itself."""
     params, few_bits = normal(0), jax.tree.map(lambda g: g.astype(jnp.bfloat16), normal(1))

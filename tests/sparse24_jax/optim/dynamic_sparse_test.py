@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import numpy as np
 import optax
+import pytest
 
 import sparse24_jax as s24
 from sparse24_jax.optim import _evolve, sparse_states
@@ -72,6 +73,7 @@ def moments(inner_state, path):
 
 class LinksTest(parameterized.TestCase):
   @parameterized.parameters(*INNERS)
+  @pytest.mark.few(4)
   def test_pruned_weights_and_their_moments_are_zero(self, inner):
     recipe = recipe_of(0.25, drop_fraction=0.4, random_share=0.25)
     changes = 0
@@ -149,6 +151,7 @@ class LinksTest(parameterized.TestCase):
     return next(train(tx, params, 1))[0]
 
   @parameterized.product(refresh_every=(1, 2), value=(np.nan, np.inf))
+  @pytest.mark.few(3)
   def test_an_inner_optimizer_that_skips_a_step_finds_its_links_unmoved(self, refresh_every, value):
     inner = optax.apply_if_finite(optax.adam(1e-2), max_consecutive_errors=9)
     recipe = recipe_of(0.3, drop_fraction=0.5, refresh_every=refresh_every)
@@ -309,6 +312,7 @@ def masks_after_two_updates(structure, place=lambda tree: tree):
 class EverywhereTest(parameterized.TestCase):
 
   @parameterized.product(structure=(None, '2:4', 'transposable'), axis_type=(AxisType.Auto, AxisType.Explicit))
+  @pytest.mark.few(3)
   def test_the_first_mask_is_divided_as_its_weight_is(self, structure, axis_type):
     """It is random, and would otherwise be whole on one device until the second step, which is then compiled anew."""
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ('a', 'b'), axis_types=(axis_type,) * 2)
@@ -319,7 +323,11 @@ class EverywhereTest(parameterized.TestCase):
       state = jit(s24.sparse_training(optax.sgd(0.1), recipe).init)(params)
     self.assertEqual(state.projections['mlp']['kernel'].sharding, sharding)
 
-  @parameterized.product(structure=(None, '2:4', 'transposable'), axis_type=(AxisType.Auto, AxisType.Explicit))
+  @parameterized.parameters(
+    ('2:4', AxisType.Explicit), (None, AxisType.Auto), (None, AxisType.Explicit), ('2:4', AxisType.Auto),
+    ('transposable', AxisType.Auto), ('transposable', AxisType.Explicit),
+  )  # fmt: skip
+  @pytest.mark.few(2)
   def test_masks_do_not_depend_on_sharding(self, structure, axis_type):
     """Eight devices, each weight cut along another axis: the masks of one device, bit for bit."""
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ('a', 'b'), axis_types=(axis_type,) * 2)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 from pallas_kernels import _dispatch
 import sparse24_jax as s24
@@ -296,6 +297,7 @@ class LogTest(absltest.TestCase):
 class RefreshTest(parameterized.TestCase):
 
   @parameterized.product(refresh_every=(1, 2, 3), flip_rate=('refresh', 'step'))
+  @pytest.mark.few(3)
   def test_masks_change_when_due_and_come_from_the_updated_weights(self, refresh_every, flip_rate):
     recipe = dataclasses.replace(FST, refresh_every=refresh_every, flip_rate=flip_rate)
     projection = recipe.rules[0].policy.projection

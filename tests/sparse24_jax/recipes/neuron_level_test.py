@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import sparse24_jax as s24
 from sparse24_jax.activation_sparsity import neuron_level_ffn
@@ -66,6 +67,7 @@ class ScheduleTest(parameterized.TestCase):
 class TrainingTest(parameterized.TestCase):
 
   @parameterized.parameters(SMALL, PUBLISHED)
+  @pytest.mark.few
   def test_trains_experts_through_the_three_phases(self, policy):
     lead = (2,)
     recipe = neuron_level(UP, DOWN, policy=policy, warmup_fraction=0.25, dense_fraction=0.25)
