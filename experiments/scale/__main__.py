@@ -11,6 +11,7 @@ import os
 from pathlib import Path
 import subprocess
 import sys
+import textwrap
 from typing import Any
 
 from experiments.runs import durable
@@ -68,6 +69,17 @@ def page(record: Mapping[str, Any], simulated: Sequence[Mapping[str, Any]]) -> s
     )
   paper = '\n'.join(lines)
   counted = '\n'.join(map(_counted, simulated))
+  basis = (
+    f'{formula.TOKENS:,} tokens a step, micro-batches of at most {formula.MICRO:,} a GPU, sequences of '
+    f'{record["shape"]["length"]:,}, recomputation; transposable masks in all feed-forward layers. Measured on one '
+    f'{record["device"]}: {compute.dense * 1e15:.1f} fs a parameter and token for a dense step, '
+    f'{compute.saved * 1e15:.1f} fs less for one in a sparse feed-forward layer. *GB* is what a GPU holds: where that '
+    'is above 80 the layout does not fit. *Received* is what it receives in a step, dense and sparse; then seconds of '
+    'computing and of communication. The last two columns are how many times faster the sparse step is: if '
+    'communication hides behind computing, or computing behind it, and if nothing does. Dense and sparse differ in '
+    'traffic under FSDP alone, where packed weights are gathered. Packing is in the measured step; how it changes with '
+    'the number of GPUs is not in the formula.'
+  )
   return f"""# Many GPUs, on paper and by simulation
 
 Written by `python -m experiments.scale`. Nothing here was measured on more than one GPU.
@@ -76,15 +88,7 @@ Written by `python -m experiments.scale`. Nothing here was measured on more than
 
 {text.strip()}
 
-{formula.TOKENS:,} tokens a step, micro-batches of at most {formula.MICRO:,} a GPU, sequences of
-{record['shape']['length']:,}, recomputation; transposable masks in all feed-forward layers. Measured on one
-{record['device']}:
-{compute.dense * 1e15:.1f} fs a parameter and token for a dense step, {compute.saved * 1e15:.1f} fs less for one in a
-sparse feed-forward layer. *GB* is what a GPU holds, of 80 GB; *received* what it receives in a step, dense and sparse;
-then seconds of computing and of communication. The last two columns are how many times faster the sparse step is:
-if communication hides behind computing, or computing behind it, and if nothing does. Dense and sparse differ in
-traffic under FSDP alone, where packed weights are gathered. Packing is in the measured step; how it changes with the
-number of GPUs is not in the formula.
+{textwrap.fill(basis, 118)}
 
 <!-- records: train_step.jsonl?model=llama-3b -->
 {_head(*_PAPER)}
@@ -97,11 +101,11 @@ number of GPUs is not in the formula.
 A Llama of two layers (width 512, hidden 2,048), its whole training step of 4,096 tokens compiled for that many
 simulated CPU devices: exchanges in the program, and the MiB that they leave on a device. The last columns are the
 search for all masks, and packing all sparse weights along both axes, each compiled alone: they exchange nothing.
-Masks are exchanged by no step. XLA for CPUs has no reduce-scatter, and gathers weights as they are, 4 bytes each,
-not packed; that packed weights are gathered is held, for two GPUs, by `tests/sparse24_jax/mesh_on_hopper_test.py`.
-What a sparse step receives more here are the transposes of its feed-forward weights, which it gathers for
-themselves: with recomputation 2 2/3 gathers of a weight for 2, packed 3 bytes for 4; without it 2 gathers for 1,
-packed 2 1/4 bytes for 2.
+Masks are exchanged by no step; the one all-reduce more under FSDP is that of flip rates. XLA for CPUs has no
+reduce-scatter, and gathers weights as they are, 4 bytes each, not packed; that packed weights are gathered is held,
+for two GPUs, by `tests/sparse24_jax/mesh_on_hopper_test.py`. What a sparse step receives more here are the
+transposes of its feed-forward weights, which it gathers apart: with recomputation 2 2/3 gathers of a weight for 2,
+packed 3 bytes for 4; without it 2 gathers for 1, packed 2 1/4 bytes for 2.
 
 <!-- records: scale.jsonl -->
 {_head(*_SIMULATED)}

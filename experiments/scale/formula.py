@@ -91,8 +91,8 @@ def measured(record: Mapping[str, Any]) -> Compute:
   """From a record of a whole training step of a Llama.
 
   >>> shape = {'batch': 1, 'length': 10, 'layers': 1, 'd': 10, 'hidden': 10}
-  >>> measured({'shape': shape, 'parameters': 1000, 'median_ms': 400.0, 'baselines': {'dense': {'median_ms': 1000.0}}})
-  Compute(dense=0.0001, saved=0.0002)
+  >>> measured({'shape': shape, 'parameters': 1000, 'median_ms': 1000.0, 'baselines': {'dense': {'median_ms': 4000.0}}})
+  Compute(dense=0.0004, saved=0.001)
   """
   shape, dense = record['shape'], record['baselines']['dense']['median_ms'] / 1e3
   tokens, ffn = shape['batch'] * shape['length'], 3 * shape['layers'] * shape['d'] * shape['hidden']

@@ -1,0 +1,69 @@
+"""Figures on paper by hand; and that searching for masks and packing exchange nothing, on eight simulated devices."""
+
+from absl.testing import absltest, parameterized
+import jax
+import numpy as np
+import pytest
+
+from experiments.scale import __main__ as program
+from experiments.scale import formula, simulate
+
+_NANO = {'num_layers': 1, 'num_heads': 4, 'num_kv_heads': 2, 'embed_dim': 64, 'hidden_dim': 256}
+
+
+class FormulaTest(absltest.TestCase):
+  def test_sizes_of_llama_3(self):
+    found = {model.name: round((model.ffn + model.rest) / 1e9, 2) for model in formula.MODELS}
+    self.assertEqual(found, {'8B': 8.03, '70B': 70.55})
+
+  def test_rings(self):
+    links = formula.Links(gpus=4, nvlink=100.0, network=10.0)
+    self.assertEqual(links.gather(400, 4), 3.0)  # each receives three quarters by NVLink
+    self.assertEqual(links.gather(400, 8), 200 / 40 + 3.0)  # half comes from the other machine, by four ports
+
+  def test_a_row_by_hand(self):
+    one, *_ = [r for r in formula.rows(formula.Compute(1e-14, 4e-15), gpus=[64]) if r.layout == 'fsdp']
+    parameters, ffn, tokens = 8_030_000_000, 5_637_144_576, 65536
+    self.assertAlmostEqual(one.compute[0], 1e-14 * parameters * tokens, delta=0.01)
+    self.assertAlmostEqual(one.compute[0] - one.compute[1], 4e-15 * ffn * tokens, places=6)
+    # Eight micro-batches, each of which gathers weights twice and reduces gradients; 3 bytes are gathered for 4.
+    self.assertAlmostEqual(one.dense_traffic, 8 * 63 / 64 * 8 * parameters / 1e9, delta=0.1)
+    self.assertAlmostEqual(one.dense_traffic - one.sparse_traffic, 8 * 63 / 64 * ffn / 1e9, places=3)
+
+  def test_the_page_is_of_the_records(self):
+    record, records = program.measured_step(), program.simulated()
+    self.assertEqual(program.PAGE.read_text(), program.page(record, records))
+    self.assertLen(records, 12)
+    for each in records:
+      self.assertEqual((each['mask refresh'], each['packing']), ({}, {}))
+
+
+class SimulatedTest(parameterized.TestCase):
+  @parameterized.parameters(((1, 8, 1),), ((1, 2, 4),))
+  def test_search_and_packing_exchange_nothing(self, layout):
+    found = simulate.search_and_pack(layout, _NANO)
+    self.assertEqual(found, {'mask refresh': {}, 'packing': {}})
+
+  def test_groups_that_straddle_devices_are_seen(self):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:8]), ('x',))
+    split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec('x'))
+    x = jax.ShapeDtypeStruct((16, 4), 'float32', sharding=split)
+    text = jax.jit(simulate.s24.magnitude_mask).lower(x).compile().as_text()
+    self.assertTrue(simulate.communication(text or ''))
+
+  @pytest.mark.slow
+  @parameterized.parameters((True, 2), (False, 3))
+  def test_a_sparse_step_gathers_transposes_and_no_masks(self, remat, more):
+    dense, sparse = (simulate.step((1, 8, 1), twin, {**_NANO, 'remat': remat}) for twin in simulate.RECIPES)
+    self.assertGreater(dense['bytes'], 0)
+    # Of gate and up, and without recomputation of the matrix after them, too.
+    self.assertEqual(sparse['bytes'] - dense['bytes'], more * 4 * 64 * 256)
+
+  @pytest.mark.slow
+  def test_a_sparse_step_that_divides_tokens_exchanges_what_a_dense_one_does(self):
+    dense, sparse = (simulate.step((8, 1, 1), twin, _NANO) for twin in simulate.RECIPES)
+    self.assertEqual(sparse, dense)
+
+
+if __name__ == '__main__':
+  absltest.main()
