@@ -65,8 +65,6 @@ class Case:
   triton: Callable[..., Any] | None
   xla: Callable[..., Any] | None
   configs: tuple[Any, ...]
-  moved: Callable[..., int]
-  dtype: str = 'bfloat16'
   moved: Callable[[Any, Any], int] = all_bytes
   dtype: str = 'bfloat16'
   mode: str = 'forward'

@@ -1,5 +1,6 @@
 """The plan of the squared-ReLU block: what runs on sparse tensor cores, and whether the records say that it pays."""
 
+from collections.abc import Sequence
 import dataclasses
 import math
 
@@ -39,37 +40,44 @@ class NeuronLevelPlan:
 
   @property
   def steps(self) -> tuple[Step, ...]:
-    """Everything that runs, packing of weights and activations included."""
-    weight, wide = self.d * self.hidden, jnp.dtype(self.dtype).itemsize
+    """Everything that runs, in order, packing of weights and activations included."""
+    weight, activations, wide = self.d * self.hidden, self.tokens * self.hidden, jnp.dtype(self.dtype).itemsize
     operand = weight * (wide / 2 + 1 / 8)
-    packed = (weight * wide + operand,)
-    by_weight, by_neurons, by_tokens = self._timings
-    share = 2 * self.policy.dense_features
-    whole = (Matmul('dW of dense neurons', None, (by_tokens._replace(row='dense', times=share),)),) if share else ()
-    return (
-      Pass('packed w_up', (('soft_threshold_pack_axis-2', *packed),)),
-      Pass('packed w_down', (('soft_threshold_pack_axis-1', *packed),)),
-      *(Matmul(name, 'fastest', (by_weight._replace(row='fastest'),)) for name in ('h', 'dy')),
-      *(Matmul(name, 'mosaic_gpu', (by_neurons._replace(row='mosaic_gpu'),)) for name in ('z', 'dx')),
-      *(Matmul(name, 'mosaic_gpu', (by_tokens._replace(row='mosaic_gpu'),)) for name in ('dW of up', 'dW of down')),
-      *whole,
-      Pass('activations packed and transposed, weights expanded', ((costs.COPY, self._moved(operand, wide)),)),
-    )  # fmt: skip
-
-  def _moved(self, operand: float, wide: int) -> float:
-    """Bytes that passes at the speed of a copy move."""
-    weight, activations = self.d * self.hidden, self.tokens * self.hidden
     kept = 2 / self.policy.features.group * activations * wide  # values of a V:2:M operand
-    transposed = activations * (wide / 2 + 1 / 8) if isinstance(self.policy.tokens, TwoOfFour) else kept
-    share = self.policy.dense_features
-    return sum((
-      2 * (operand + weight * wide),  # both weights once more as dense matrices
-      activations * wide + 2 * kept,  # h, and what is packed and kept of it
-      activations * wide + 2 * kept,  # dy, and dh with what was kept
-      2 * (kept + transposed),  # transposes of Y and dH
-      2 * (kept + share * activations * wide) if share else 0,  # columns of the dense neurons
-      2 * weight * wide,  # dW1 the other way round
-    ))  # fmt: skip
+    two_of_four = isinstance(self.policy.tokens, TwoOfFour)
+    transposed = activations * (wide / 2 + 1 / 8) if two_of_four else kept
+    by_weight, by_neurons, by_tokens = self._timings
+    transpose, share = 'transpose_pack_24' if two_of_four else 'transpose_pack', self.policy.dense_features
+
+    def moved(name: str, size: float, *kernels: str) -> Pass:
+      return Pass(name, ((costs.COPY, size),), kernels)
+
+    def columns(name: str) -> tuple[Step, ...]:
+      """Of the dense neurons: taken out of an operand for a matmul of their own."""
+      if not share:
+        return ()
+      dense = Matmul(f'{name} of dense neurons', None, (by_tokens._replace(row='dense', times=share),))
+      return moved(f'columns for {name}', kept + share * activations * wide, 'take_columns'), dense
+
+    return (
+      Pass('w_up packed', (('soft_threshold_pack_axis-2', weight * wide + operand),), ('soft_threshold_kernel',)),
+      Pass('w_down packed', (('soft_threshold_pack_axis-1', weight * wide + operand),), ('soft_threshold_kernel',)),
+      Matmul('h', 'fastest', (by_weight._replace(row='fastest'),)),
+      moved('y packed', activations * wide + 2 * kept, 'pack_rows'),
+      moved('w_down expanded', operand + weight * wide, 'expand_rows'),
+      Matmul('z', 'mosaic_gpu', (by_neurons._replace(row='mosaic_gpu'),)),
+      Matmul('dy', 'fastest', (by_weight._replace(row='fastest'),)),
+      moved('dh packed', activations * wide + 2 * kept, 'pack_rows_as'),
+      moved('y transposed', kept + transposed, transpose),
+      Matmul('dW of down', 'mosaic_gpu', (by_tokens._replace(row='mosaic_gpu'),)),
+      *columns('dW of down'),
+      moved('w_up expanded', operand + weight * wide, 'expand_rows'),
+      Matmul('dx', 'mosaic_gpu', (by_neurons._replace(row='mosaic_gpu'),)),
+      moved('dh transposed', kept + transposed, f'{transpose}_as'),
+      Matmul('dW of up', 'mosaic_gpu', (by_tokens._replace(row='mosaic_gpu'),)),
+      *columns('dW of up'),
+      moved('dW of up the other way round', 2 * weight * wide),
+    )  # fmt: skip
 
   @property
   def dense_steps(self) -> tuple[Step, ...]:
@@ -116,6 +124,13 @@ class Expected:
     return self.dense_ms / self.sparse_ms
 
 
+def _together(steps: Sequence[Step]) -> list[Step]:
+  """With the passes at the speed of a copy as one, at the end: what each takes beside its bytes was not timed."""
+  copies = [step for step in steps if isinstance(step, Pass) and step.moves and step.moves[0][0] == costs.COPY]
+  size = math.fsum(size for step in copies for _, size in step.moves or ())
+  return [*(step for step in steps if step not in copies), Pass('copies', ((costs.COPY, size),))]
+
+
 def expected(
   policy: ActivationPolicy, tokens: int, d: int, hidden: int, dtype: DTypeLike, device: str
 ) -> Expected | None:
@@ -134,7 +149,8 @@ def expected(
     times = _records.expected_ms(device, timing.op, dict(timing.key))
     if times.get('mosaic_gpu', math.inf) >= times.get('dense', 0.0):
       return None
-  sparse, dense = (total(step.expected_ms(device) for step in steps) for steps in (plan.steps, plan.dense_steps))
+  sides = (_together(steps) for steps in (plan.steps, plan.dense_steps))
+  sparse, dense = (total(step.expected_ms(device) for step in steps) for steps in sides)
   return None if sparse is None or dense is None else Expected(sparse, dense)
 
 

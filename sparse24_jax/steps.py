@@ -64,10 +64,12 @@ class Pass:
   Attributes:
     name: what they make.
     moves: of each, the op whose bandwidth was measured and the bytes that it moves; None if XLA's way was not timed.
+    kernels: names of those that a block with sparse activations launches for it; of none what XLA makes.
   """
 
   name: str
   moves: tuple[tuple[str, float], ...] | None
+  kernels: tuple[str, ...] = ()
 
   def expected_ms(self, device: str) -> float | None:
     """None if one of them was not measured."""

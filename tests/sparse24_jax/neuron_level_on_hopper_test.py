@@ -5,7 +5,9 @@ Runs where the CUDA plug-in wheels are, in the kernels' environment.
 
 import dataclasses
 import functools
+import re
 from unittest import mock
+import zlib
 
 from absl.testing import absltest, parameterized
 import jax
@@ -15,6 +17,7 @@ import pytest
 from pallas_kernels.vnm import api
 import sparse24_jax as s24
 from sparse24_jax import neuron_plan as gain
+from sparse24_jax.steps import Pass
 from tests.sparse24_jax import on_hopper_test as hopper
 
 TOKENS, D, HIDDEN = 256, 128, 512
@@ -35,6 +38,17 @@ def lowered(f, *args) -> str:
     return jax.jit(f).lower(*args).as_text()
 
 
+def kernels(text: str) -> list[str]:
+  """Custom calls in order: names of Triton kernels, which their configuration begins with, and `hopper.SPARSE`."""
+  found = []
+  pattern = rf'custom_call @({hopper.TRITON}|{hopper.SPARSE})\(.*?backend_config = "((?:[^"\\]|\\.)*)"'
+  for target, config in re.findall(pattern, text):
+    escaped = re.compile(rb'\\([0-9A-F]{2}|.)')
+    packed = escaped.sub(lambda m: bytes.fromhex(m[1].decode()) if len(m[1]) == 2 else m[1], config.encode('latin1'))
+    found.append(re.search(rb'[a-z]\w{5,}', zlib.decompress(packed))[0].decode() if packed else target)
+  return found
+
+
 @hopper.needs_plugins
 @pytest.mark.few
 class KernelsTest(parameterized.TestCase):
@@ -53,20 +67,18 @@ class KernelsTest(parameterized.TestCase):
     for target, count in ((hopper.SPARSE, 6), (hopper.TRITON, 10)):
       self.assertEqual(text.count(f'custom_call @{target}('), times * count, target)
 
-  # Each weight is packed, and expanded for the product whose sparse operand is an activation. Y and dH are packed once
-  # and transposed; dense neurons, if there are any, are taken.
-  @parameterized.parameters(
-    (s24.ActivationPolicy(BLOCKS), 8), (s24.ActivationPolicy(), 8),
-    (s24.ActivationPolicy(BLOCKS, dense_features=0.05), 10),
-  )
+  @parameterized.parameters(POLICY, s24.ActivationPolicy(BLOCKS, dense_features=0.05), s24.ActivationPolicy())
   @pytest.mark.slow
-  def test_six_products_where_kernels_are_named(self, policy, passes):
+  def test_the_plan_names_the_kernels_in_their_order(self, policy):
     policy = dataclasses.replace(policy, implementation='sparse')
     scale = jax.ShapeDtypeStruct((), jnp.float32)
-    state = {'up': scale, 'down': scale}
-    text = lowered(functools.partial(step, policy=policy), *(hopper.struct(*side) for side in SIDES), state)
-    for target, count in ((hopper.SPARSE, 6), (hopper.TRITON, passes)):
-      self.assertEqual(text.count(f'custom_call @{target}('), count, target)
+    args = *(hopper.struct(*side) for side in SIDES), {'up': scale, 'down': scale}
+    steps = gain.NeuronLevelPlan(policy, TOKENS, D, HIDDEN, 'bfloat16').steps
+    planned = []
+    for each in steps:
+      planned += each.kernels if isinstance(each, Pass) else [hopper.SPARSE] * bool(each.backend)
+    self.assertEqual(kernels(lowered(functools.partial(step, policy=policy), *args)), planned)
+    self.assertEqual(planned.count(hopper.SPARSE), 6)
 
 
 if __name__ == '__main__':
