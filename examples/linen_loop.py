@@ -45,7 +45,7 @@ def make_step(phase):
 
   @functools.partial(jax.jit, donate_argnums=(0, 1))
   def step(params, opt_state, batch, key):
-    # Once a step, for all micro-batches: on a card with kernels this packs the weights.
+    # Once a step, for all micro-batches: on a GPU with kernels this packs the weights.
     sparse24 = s24.sparse_variables(params, opt_state, RECIPE, phase=phase)
 
     def loss_fn(params, x, y, key):

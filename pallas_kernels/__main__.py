@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _triton.check_program(parser)
   # The processes that tune `sparse_matmul` share the GPU with this one.
   shared = args.command == 'tune' and op == 'sparse_matmul'
-  with _processes.shared_card() if shared else contextlib.nullcontext():
+  with _processes.shared_gpu() if shared else contextlib.nullcontext():
     device = _device.current()
   if device.platform != 'gpu':
     parser.error(f'{args.command} runs on a GPU, and JAX finds {device.name!r} here')

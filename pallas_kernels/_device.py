@@ -1,7 +1,7 @@
-"""What card this is, and compilation for a card that is not there.
+"""What GPU this is, and compilation for a GPU that is not there.
 
 `current()` describes the device that JAX would run on; `compile_report` turns a function into machine code for a named
-card on a machine without one (it needs the CUDA plugin wheels, no driver) and reads back registers, spills and
+GPU on a machine without one (it needs the CUDA plugin wheels, no driver) and reads back registers, spills and
 instruction counts. CI asserts on those.
 """
 
@@ -27,7 +27,7 @@ from pallas_kernels.arch import Arch, ARCHS, of_capability
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-  """A card as the dispatcher sees it.
+  """A GPU as the dispatcher sees it.
 
   Attributes:
     name: as the driver spells it, 'NVIDIA H100 80GB HBM3'; 'cpu' without a GPU.
@@ -75,7 +75,7 @@ def arrays_are_whole() -> bool:
   return jax.device_count() == 1 or jax.sharding.get_abstract_mesh().are_all_axes_manual
 
 
-# Enough of each card's description for XLA and ptxas. Bandwidths and clocks do not reach the kernels' code.
+# Enough of each GPU's description for XLA and ptxas. Bandwidths and clocks do not reach the kernels' code.
 _TARGET = """
 gpu_device_info {{ threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
   shared_memory_per_core: {smem_core} threads_per_core_limit: {threads} core_count: {sms} fpus_per_core: 128
@@ -109,7 +109,7 @@ def target_device(target: str) -> Device:
 
 
 def _description(target: str) -> str:
-  """The card as XLA's compiler reads it."""
+  """The GPU as XLA's compiler reads it."""
   generation, example = TARGETS[target], TARGETS[target].example
   assert example is not None
   major, minor = generation.capability

@@ -77,7 +77,7 @@ def _kind(value: Any) -> str:
 
 
 def check_out_dtype(dtype: Any) -> None:
-  """ValueError unless products are written in this dtype."""
+  """ValueError unless matmuls are written in this dtype."""
   if jnp.dtype(dtype).name not in _OUT_DTYPES:
     raise ValueError(f'out_dtype must be one of {_OUT_DTYPES}, found {jnp.dtype(dtype).name}')
 

@@ -1,4 +1,4 @@
-"""Clock and power of the card while a block of code keeps it busy, and what holds the clock back.
+"""Clock and power of the GPU while a block of code keeps it busy, and what holds the clock back.
 
 A kernel that needs fewer cycles and one that gets more of them a second, for less energy, look the same to a timer.
 The figures are NVML's, by the package `nvidia-ml-py` where that is installed, otherwise by `nvidia-smi`.
@@ -21,7 +21,7 @@ import jax
 from pallas_kernels import _device
 
 # NVML's bits for what lowers the clock by itself; not for idleness nor for limits that a user set.
-REASONS = {0x4: 'power', 0x8: 'hardware', 0x10: 'other_cards', 0x20: 'heat', 0x40: 'hardware_heat', 0x80: 'power_brake'}
+REASONS = {0x4: 'power', 0x8: 'hardware', 0x10: 'other_gpus', 0x20: 'heat', 0x40: 'hardware_heat', 0x80: 'power_brake'}
 _COLUMNS = 'clocks.sm,power.draw.instant,clocks_event_reasons.active'
 _PATIENCE_S = 3.0  # for the first sample, and for the last
 
@@ -57,13 +57,13 @@ class Reading:
 
 
 @contextlib.contextmanager
-def recorded(card: str | None = None, *, every_s: float = 0.02) -> Iterator[Callable[[], Reading]]:
-  """Samples a card (index or UUID by NVML's count, None: JAX's first) beside a block; call what it gives afterwards."""
+def recorded(gpu: str | None = None, *, every_s: float = 0.02) -> Iterator[Callable[[], Reading]]:
+  """Samples a GPU (index or UUID by NVML's count, None: JAX's first) beside a block; call what it gives afterwards."""
   samples, begun, ended = list[Sample](), threading.Event(), threading.Event()
-  card = card or _current_card()
+  gpu = gpu or _current_gpu()
 
   def look() -> None:
-    for sample in _samples(card, every_s) if card else ():
+    for sample in _samples(gpu, every_s) if gpu else ():
       if ended.is_set():
         break
       samples.append(sample)
@@ -80,31 +80,31 @@ def recorded(card: str | None = None, *, every_s: float = 0.02) -> Iterator[Call
     thread.join(_PATIENCE_S)
 
 
-def _current_card() -> str | None:
+def _current_gpu() -> str | None:
   if _device.current().platform != 'gpu':
     return None
   ordinal, listed = jax.devices()[0].local_hardware_id, os.environ.get('CUDA_VISIBLE_DEVICES')
-  return listed.split(',')[ordinal] if listed else str(ordinal)  # JAX counts the listed cards
+  return listed.split(',')[ordinal] if listed else str(ordinal)  # JAX counts the listed GPUs
 
 
-def _samples(card: str, every_s: float) -> Iterator[Sample]:
+def _samples(gpu: str, every_s: float) -> Iterator[Sample]:
   try:
     nvml = importlib.import_module('pynvml')
     nvml.nvmlInit()
-    handle = nvml.nvmlDeviceGetHandleByIndex(int(card)) if card.isdigit() else nvml.nvmlDeviceGetHandleByUUID(card)
+    handle = nvml.nvmlDeviceGetHandleByIndex(int(gpu)) if gpu.isdigit() else nvml.nvmlDeviceGetHandleByUUID(gpu)
     while True:
       (power,) = nvml.nvmlDeviceGetFieldValues(handle, [nvml.NVML_FI_DEV_POWER_INSTANT])
       if power.nvmlReturn:
-        raise NotImplementedError('this card does not tell its power at a moment')
+        raise NotImplementedError('this GPU does not tell its power at a moment')
       clock = nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)
       yield _sample(clock, power.value.uiVal / 1e3, nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
       time.sleep(every_s)
   except Exception:  # the package's own class of errors has no name where it is not installed
-    yield from _by_smi(card, every_s)
+    yield from _by_smi(gpu, every_s)
 
 
-def _by_smi(card: str, every_s: float) -> Iterator[Sample]:
-  options = f'--id={card}', f'--query-gpu={_COLUMNS}', '--format=csv,noheader,nounits', f'--loop-ms={every_s * 1e3:.0f}'
+def _by_smi(gpu: str, every_s: float) -> Iterator[Sample]:
+  options = f'--id={gpu}', f'--query-gpu={_COLUMNS}', '--format=csv,noheader,nounits', f'--loop-ms={every_s * 1e3:.0f}'
   with contextlib.suppress(OSError), subprocess.Popen(['nvidia-smi', *options], stdout=subprocess.PIPE, text=True) as p:
     try:
       for line in p.stdout or ():

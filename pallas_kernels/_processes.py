@@ -1,4 +1,4 @@
-"""Tuning in several processes: each compiles its own problems, and they take the card in turns.
+"""Tuning in several processes: each compiles its own problems, and they take the GPU in turns.
 
 Compiling a kernel takes Python a third of a second that no thread shares, and a problem has ten; measuring them takes
 about as long, and no two measurements may overlap. So one process measures while the others compile.
@@ -73,7 +73,7 @@ def run(job: Callable[[int, Turn], object], count: int, processes: int, seconds:
     args = (job, count, turn, taken, failed, late, list(sys.argv))
     workers = [context.Process(target=_work, args=args) for _ in range(processes)]
     try:
-      with shared_card():
+      with shared_gpu():
         for worker in workers:
           worker.start()
       for worker in workers:
@@ -89,8 +89,8 @@ def run(job: Callable[[int, Turn], object], count: int, processes: int, seconds:
 
 
 @contextlib.contextmanager
-def shared_card() -> Iterator[None]:
-  """In it, processes start that do not reserve most of the card's memory each; the caller's environment comes back."""
+def shared_gpu() -> Iterator[None]:
+  """In it, processes start that do not reserve most of the GPU's memory each; the caller's environment comes back."""
   name = 'XLA_PYTHON_CLIENT_PREALLOCATE'
   if name in os.environ:
     yield

@@ -1,4 +1,4 @@
-"""What was measured on a card: kept in `tuned/<device>/<op>.json`, and looked up by what is near.
+"""What was measured on a GPU: kept in `tuned/<device>/<op>.json`, and looked up by what is near.
 
 An entry is a problem (`key`) with every sample of it, losers and rejects included, so that a choice can be questioned
 later; `_tuning.tune` makes them.
@@ -16,7 +16,7 @@ from typing import Any
 from pallas_kernels._dispatch import log_once
 
 TUNED = pathlib.Path(__file__).parent / 'tuned'
-# As many multiprocessors, other memory: products take as long, passes over memory less.
+# As many multiprocessors, other memory: matmuls take as long, passes over memory less.
 _SAME_CHIP = {'nvidia_h200': 'nvidia_h100_80gb_hbm3'}
 # As many bytes, the same instructions: until one is measured itself, its problems take the other's records.
 _SAME_WORK = {'float16': 'bfloat16'}
@@ -40,7 +40,7 @@ class Choice:
 
 
 def path_of(folder: pathlib.Path, device: str, name: str) -> pathlib.Path:
-  """A record of a card: its own, or until it has one that of a card with the same chip.
+  """A record of a GPU: its own, or until it has one that of a GPU with the same chip.
 
   >>> path_of(TUNED, 'nvidia_h200', 'sparse_matmul').parent.name
   'nvidia_h100_80gb_hbm3'
@@ -78,7 +78,7 @@ def lookup(
   Returns:
     None if nothing near was measured.
 
-  >>> lookup('no_such_card', 'sparse_matmul', {'m': 64}) is None
+  >>> lookup('no_such_gpu', 'sparse_matmul', {'m': 64}) is None
   True
   """
   entries = entries_of(path_of(folder, device, op))
@@ -113,7 +113,7 @@ def expected_ms(
   Set-up costs count. What was timed beside (`others` of `_tuning.tune`) is there, too. Near is what `lookup` finds, so
   that times of float16 may be those of bfloat16. Empty if nothing near was measured.
 
-  >>> expected_ms('no_such_card', 'sparse_matmul', {'m': 64})
+  >>> expected_ms('no_such_gpu', 'sparse_matmul', {'m': 64})
   {}
   """
   near = lookup(device, op, key, folder=folder)

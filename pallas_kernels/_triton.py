@@ -1,4 +1,4 @@
-"""Calling Triton kernels from JAX, and compiling them for a card that is not there.
+"""Calling Triton kernels from JAX, and compiling them for a GPU that is not there.
 
 The one place that knows jax-triton. It is imported on the first call, since it raises on machines without the CUDA
 plugin. Kernels are `@triton.jit` functions whose arrays come first, inputs before outputs, all other parameters being
@@ -91,7 +91,7 @@ def call(
     out_shape: its outputs.
     grid: number of programs along up to three axes.
     num_warps: warps a program.
-    compute_capability: 80, 86, 90, to lower for a card that is not there; None asks the driver.
+    compute_capability: 80, 86, 90, to lower for a GPU that is not there; None asks the driver.
     zeroed_outputs: outputs, by number, that the kernel finds holding zeros.
     input_output_aliases: input number -> number of the output that takes its place in memory; the kernel is given both.
     **constants: its compile-time constants.

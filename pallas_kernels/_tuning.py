@@ -85,7 +85,7 @@ def verify(candidate: Candidate, expected: Array, *, repeats: int = REPEATS) -> 
     return math.inf, f'fails: {e}'
   if not error <= TOLERANCE:  # also for nan
     return error, f'relative error {error:.2e} exceeds {TOLERANCE:.0e}'
-  # One is queued before the last is looked at, so that the card goes from run to run; more might not fit its memory.
+  # One is queued before the last is looked at, so that the GPU goes from run to run; more might not fit its memory.
   differing, last = 0, True
   for _ in range(repeats):
     same = same_bits(first, candidate.f(*candidate.args))
@@ -141,7 +141,7 @@ def interleave(
 def sustained_ms(f: Callable[..., Any], args: Sequence[Array], *, seconds: float) -> float:
   """Wall-clock time of a call in a loop of at least `seconds`: the clock and temperature that training sees.
 
-  20 to 40 calls are queued at any time. A card that waits for the host now and then rests meanwhile: its clock
+  20 to 40 calls are queued at any time. A GPU that waits for the host now and then rests meanwhile: its clock
   rises, and calls seem longer all the same (half a millisecond by 6%, one by 2%).
   """
   batch = 20

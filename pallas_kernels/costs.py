@@ -1,4 +1,4 @@
-"""What a memory-bound pass costs on a measured card: bytes over the bandwidth of its kernel there, and 5 us."""
+"""What a memory-bound pass costs on a measured GPU: bytes over the bandwidth of its kernel there, and 5 us."""
 
 from collections.abc import Iterable, Mapping
 import functools
@@ -44,9 +44,9 @@ def _measured(device: str, folder: pathlib.Path) -> Mapping[str, float]:
 
 
 def expected_ms(device: str, op: str, size: int, *, folder: pathlib.Path = _records.TUNED) -> float | None:
-  """Milliseconds of a pass of `op` that moves `size` bytes; None if the card or the op was not measured.
+  """Milliseconds of a pass of `op` that moves `size` bytes; None if the GPU or the op was not measured.
 
-  >>> expected_ms('no_such_card', 'masked_pack', 1 << 30) is None
+  >>> expected_ms('no_such_gpu', 'masked_pack', 1 << 30) is None
   True
   """
   tb_s = _measured(device, folder).get(op)

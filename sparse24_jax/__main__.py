@@ -1,4 +1,4 @@
-"""What a recipe makes of a model, and where sparse feed-forward layers pay, by the records of a card.
+"""What a recipe makes of a model, and where sparse feed-forward layers pay, by the records of a GPU.
 
     python -m sparse24_jax check my_package.my_model:example --recipe transposable_srste --path '.*/mlp/.*'
     python -m sparse24_jax where-it-pays --tokens 16384 --d 4096 --hidden 16384
@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
   pays.add_argument('--weights', choices=('bfloat16', 'float32'), default='bfloat16',
                     help='what is packed (default: %(default)s)')  # fmt: skip
   pays.add_argument('--parts', action='store_true', help='list what one block is made of')
-  pays.add_argument('--device', help="folder of the card's records (default: the card at hand)")
+  pays.add_argument('--device', help="folder of the GPU's records (default: the GPU at hand)")
   checks = commands.add_parser(
     'check', help='what a model does with the weights that a recipe matches, a line a weight',
     description='Traces a model and says of each matched weight how it is read. Ends with 1 if one cannot be sparse.',

@@ -59,7 +59,7 @@ def _sparse_by_weight(policy: ActivationPolicy, x: Array, w: Weight) -> Array:
 
 
 def _padded(neurons: Array) -> Array:
-  """Any neurons fill the width up to what dense products do well."""
+  """Any neurons fill the width up to what dense matmuls do well."""
   return jnp.pad(neurons, (0, -neurons.shape[0] % _DENSE_TILE))
 
 

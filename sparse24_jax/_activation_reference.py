@@ -41,7 +41,7 @@ class Weight(NamedTuple):
 
   Attributes:
     dense: the array, or None where `operand` has it.
-    operand: what sparse products read, or None.
+    operand: what sparse matmuls read, or None.
   """
 
   dense: Any
@@ -67,8 +67,8 @@ class TokenPattern(NamedTuple):
   operand: VNMOperand | SparseOperand | None = None
 
 
-class Products(NamedTuple):
-  """Matrix products have float32 sums and results in the dtype of the first argument.
+class Matmuls(NamedTuple):
+  """Matmuls have float32 sums and results in the dtype of the first argument.
 
   Attributes:
     weight: (weight before its projection, projection, state, axis that goes with d) -> Weight.
@@ -78,7 +78,7 @@ class Products(NamedTuple):
     restore: what was saved -> Y.
     uses: Y -> int32, how many tokens use each neuron.
     pull_back: (Y, dY, whether its entries are asked for) -> dH = 2 dY relu(H) under Y's pattern.
-    over_neurons: (Y or dH, Weight) -> their product, [T, d].
+    over_neurons: (Y or dH, Weight) -> their matmul, [T, d].
     token_pattern: (Y, dense neurons) -> TokenPattern.
     over_tokens: (Y or dH, token pattern, whether it is Y, b [T, d]) -> [h, d], of its transpose with b.
   """

@@ -1,9 +1,9 @@
 """The squared-ReLU feed-forward block in which all six matmuls have a sparse operand.
 
-With H = X W1, Y = relu(H)^2, Z = Y W2 and cotangents d., every product takes its sparse side from a weight in the
+With H = X W1, Y = relu(H)^2, Z = Y W2 and cotangents d., every matmul takes its sparse side from a weight in the
 direction in which the projection makes it 2:4, or from the activations, whose zeros are data:
 
-    product           sparse operand    2:4 (2:M) along
+    matmul            sparse operand    2:4 (2:M) along
     H  = X W1         W1                its input
     Z  = Y W2         Y                 features
     dY = dZ W2^T      W2                its output
@@ -25,7 +25,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.prune.reference import magnitude_mask
 from pallas_kernels.vnm.reference import vnm_mask
-from sparse24_jax import _activation_products as products
+from sparse24_jax import _activation_matmuls as matmuls
 from sparse24_jax.dot import check_divisible, check_state
 from sparse24_jax.neurons import invert, route_tokens, spread, unspread
 from sparse24_jax.policy import ActivationPolicy, TwoOfFour, VNM
@@ -103,7 +103,7 @@ def neuron_level_ffn(
     ValueError: shapes, dtypes or states do not fit.
 
   Source: arXiv 2602.06183 (soft-thresholded weights, V:N:M activations, clustered neurons, routed tokens) and
-  arXiv 2503.16672 (2:4 activations, dense features). Which operand is sparse in which product, the rule for the columns
+  arXiv 2503.16672 (2:4 activations, dense features). Which operand is sparse in which matmul, the rule for the columns
   and the pattern along tokens are ours where the papers' abstracts do not say; two of four tokens beside V:N:M are ours
   throughout.
 
@@ -126,13 +126,13 @@ def neuron_level_ffn(
     if x.ndim < 2 or not x.shape[0] == w_up.shape[0] == w_down.shape[0]:
       raise ValueError(f'x of shape {x.shape}, w_up {w_up.shape} and w_down {w_down.shape} differ in their experts')
     batched = (x, w_up, w_down, state, b_up, b_down)
-    if products.takes_kernels(policy, math.prod(x.shape[1:-1]), w_up.shape[1:], x.dtype):  # they know no batch axis
+    if matmuls.takes_kernels(policy, math.prod(x.shape[1:-1]), w_up.shape[1:], x.dtype):  # they know no batch axis
       experts = [expert(*jax.tree.map(lambda a, i=i: a[i], batched)) for i in range(x.shape[0])]
       return jnp.stack(experts)
     return jax.vmap(expert)(*batched)
   _check(x, w_up, w_down, state, policy)
   tokens = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-  how = policy, products.takes_kernels(policy, tokens.shape[0], w_up.shape, x.dtype)
+  how = policy, matmuls.takes_kernels(policy, tokens.shape[0], w_up.shape, x.dtype)
   if not tokens.size:
     z = jnp.dot(jnp.square(jax.nn.relu(jnp.dot(tokens, w_up))), w_down)
   elif not policy.clusters:
@@ -214,7 +214,7 @@ def _ffn_fwd(how, x, w_up, w_down, b_up, state, *, backward=True):
   policy, kernels = how
   if backward:
     _check_backward(x.shape[0], w_up.shape[1], policy)
-  ops = products.make(policy, kernels, feature_mask, token_mask)
+  ops = matmuls.make(policy, kernels, feature_mask, token_mask)
   projections = projections_of(policy)
   up = ops.weight(w_up, projections['up'], state['up'], -2)
   down = ops.weight(w_down, projections['down'], state['down'], -1)
@@ -227,7 +227,7 @@ def _ffn_fwd(how, x, w_up, w_down, b_up, state, *, backward=True):
 def _ffn_bwd(how, residuals, dz):
   policy, kernels = how
   x, saved, up, down, b_up = residuals
-  ops = products.make(policy, kernels, feature_mask, token_mask)
+  ops = matmuls.make(policy, kernels, feature_mask, token_mask)
   y = ops.restore(saved)
   dh = ops.pull_back(y, ops.by_weight(dz, down), b_up is not None)
   pattern = ops.token_pattern(y, densest(ops.uses(y), policy))

@@ -91,7 +91,7 @@ def _sparse_wins(device: _device.Device) -> bool:
   if any(e['choice']['implementation'] != 'dense' and jnp.dtype(e['key']['dtype']).itemsize == 2 for e in entries):
     return True
   if entries:
-    reason = 'no sparse product of 16 bits measured faster than the dense one'
+    reason = 'no sparse matmul of 16 bits measured faster than the dense one'
   else:
     reason = 'nothing was measured there, `python -m pallas_kernels tune sparse_matmul` does it'
   log_once(f'no kernels on {device.name}: {reason}; a policy can name an implementation')

@@ -19,12 +19,12 @@ from sparse24_jax.where_it_pays import where_it_pays
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-  """A product, or a pass over memory, of a block.
+  """A matmul, or a pass over memory, of a block.
 
   Attributes:
     name: what it makes.
     ms: expected time; None if nothing near was measured.
-    by: what runs a product: a back end, or 'dense'.
+    by: what runs a matmul: a back end, or 'dense'.
   """
 
   name: str
@@ -87,12 +87,12 @@ def block_gain(
   d: int, hidden: int, recipe: Recipe, *, tokens: int, micro_batches: int = 1, gated: bool = False,
   dtype: Any = jnp.bfloat16, weight_dtype: Any = jnp.bfloat16, device: str | None = None,
 ) -> BlockGain:  # fmt: skip
-  """Expected times of `ffn` on a card under a recipe that fits all of its weights.
+  """Expected times of `ffn` on a GPU under a recipe that fits all of its weights.
 
-  Products are those of `where_it_pays`; what stands between them are passes over memory, at the bandwidth that was
+  Matmuls are those of `where_it_pays`; what stands between them are passes over memory, at the bandwidth that was
   measured of each, and of XLA's own at that of a copy. The block runs fused where `ffn` fuses it; gate and
-  up-projection are then one product. Not modelled: what an activation and its second result add to a product whose
-  epilogue makes them, XLA's projection of weights whose product stays dense in 16 bits, and the lower clock of a card
+  up-projection are then one matmul. Not modelled: what an activation and its second result add to a matmul whose
+  epilogue makes them, XLA's projection of weights whose matmul stays dense in 16 bits, and the lower clock of a GPU
   that is kept busy. Where FP8 would be simulated, nothing is expected.
 
   Gains are within 10% of what was measured (`docs/speed.md`).

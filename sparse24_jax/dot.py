@@ -21,7 +21,7 @@ import numpy as np
 from pallas_kernels import _dispatch, _partitioning
 from pallas_kernels._varying import vary_over, varying_axes
 from pallas_kernels.formats import check_floating
-from sparse24_jax import products
+from sparse24_jax import linear_layer
 from sparse24_jax.mvue import check_sampling
 from sparse24_jax.plan import Backends, plan_layer
 from sparse24_jax.policy import DotPolicy
@@ -70,8 +70,8 @@ def dot_at(
   if plain or not x.size:  # an expert without tokens has zeros for gradients, too
     return jnp.dot(x, w, preferred_element_type=jnp.float32).astype(x.dtype)
   plan = plan_layer(policy, int(np.prod(x.shape[:-1])), w.shape[0], w.shape[1], x.dtype, (x, w)).backends
-  packed = products.packed_weight(plan, policy, w, state, x.dtype)
-  state = products.projection_state(state)
+  packed = linear_layer.packed_weight(plan, policy, w, state, x.dtype)
+  state = linear_layer.projection_state(state)
   # A custom_vjp must return cotangents that vary over the mesh axes of its arguments and no others: under shard_map,
   # say so here that a replicated weight meets tokens that are not, and let JAX sum its gradient.
   axes = frozenset().union(*map(varying_axes, jax.tree.leaves((x, w, state, key))))
@@ -100,7 +100,7 @@ def check_operands(x: Array, w: Array, state: Any, policy: DotPolicy) -> None:
 
 def check_state(state: Any, expected: jax.ShapeDtypeStruct, projection: Projection) -> None:
   """ValueError unless `state`, or the one inside a `PackedWeight`, is what the projection keeps for the weight."""
-  state = products.projection_state(state)
+  state = linear_layer.projection_state(state)
   found = (getattr(state, 'shape', None), getattr(state, 'dtype', type(state).__name__))
   if found != (expected.shape, expected.dtype):
     raise ValueError(
@@ -149,14 +149,14 @@ def _dot(
 ) -> Array:
   del column, key
   projected = None if plan.forward else _project(policy, w, state)
-  return products.forward(plan, policy, x, projected, packed)
+  return linear_layer.forward(plan, policy, x, projected, packed)
 
 
 def _dot_fwd(policy, plan, column, x, w, state, packed, key):
   del column
   check_sampling(x, policy.weight_grad, key)
   projected = None if plan.forward else _project(policy, w, state)
-  z = products.forward(plan, policy, x, projected, packed)
+  z = linear_layer.forward(plan, policy, x, projected, packed)
   # For what runs plain in the backward: the projected weight if it is there, else what to project again.
   kept = (w, state) if plan.forward else projected
   if plan.input_grad and plan.weight_grad:
@@ -167,8 +167,8 @@ def _dot_fwd(policy, plan, column, x, w, state, packed, key):
 def _dot_bwd(policy, plan, column, residuals, dz):
   x, kept, operand, key = residuals
   projected = _project(policy, *kept) if isinstance(kept, tuple) else kept
-  dx = products.input_grad(plan, policy, dz, projected, operand, like=x)
-  dw = products.weight_grad(plan, policy, x, dz, key, like=projected, column=column)
+  dx = linear_layer.input_grad(plan, policy, dz, projected, operand, like=x)
+  dw = linear_layer.weight_grad(plan, policy, x, dz, key, like=projected, column=column)
   return dx, dw, None, None, None
 
 
@@ -183,7 +183,7 @@ def _dot_packed(plan: Backends, column: int, x: Array, w: Array, packed: Any, ke
 
 
 def _packed_forward(plan: Backends, x: Array, packed: Any, *, keep: bool) -> tuple[Array, Rounded]:
-  precision = products.precision_of(plan)
+  precision = linear_layer.precision_of(plan)
   rows = precision.rounded(x, keep=keep)
   return precision.forward(packed, rows, backend=plan.forward, dtype=x.dtype), rows
 
@@ -192,14 +192,14 @@ def _dot_packed_fwd(plan, column, x, w, packed, key):
   del column, w
   check_sampling(x, 'mvue', key)
   z, rows = _packed_forward(plan, x, packed, keep=True)
-  packed = products.precision_of(plan).reads(packed, 'input_grad', plan.input_grad)
+  packed = linear_layer.precision_of(plan).reads(packed, 'input_grad', plan.input_grad)
   return z, (rows.for_backward, packed, key, _partitioning.division(x))
 
 
 def _dot_packed_bwd(plan, column, residuals, dz):
-  precision, (x, packed, key, divided) = products.precision_of(plan), residuals
+  precision, (x, packed, key, divided) = linear_layer.precision_of(plan), residuals
   dtype, backend = dz.dtype, plan.weight_grad
-  dz, dw = products.sampled_weight_grad(dz, key, x, backend=backend, precision=precision, column=column)
+  dz, dw = linear_layer.sampled_weight_grad(dz, key, x, backend=backend, precision=precision, column=column)
   dx = precision.input_grad(packed, dz, backend=plan.input_grad, dtype=dtype)
   return _partitioning.like(dx, divided), dw, None, None
 

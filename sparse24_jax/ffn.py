@@ -1,6 +1,6 @@
-"""The feed-forward block as one op: up-projection, activation, down-projection, six sparse products.
+"""The feed-forward block as one op: up-projection, activation, down-projection, six sparse matmuls.
 
-On kernels nothing stands between the products but what has to: the first product writes z and its activation (with a
+On kernels nothing stands between the matmuls but what has to: the first matmul writes z and its activation (with a
 gate, a pass of its own makes h); the backward reads them and dh once, and the pass that makes dz also draws the MVUE
 sample of dz and packs it.
 
@@ -13,7 +13,7 @@ sample of dz and packs it.
     dx = dz W_up^T    W_up along h          dz = dh act'(z)  dx [tokens, d]
 
 All of them are row-major in tokens and features, so nothing is transposed in memory. With a gate, W_up stands for
-[W_gate | W_up] and z for the two side by side: one product each.
+[W_gate | W_up] and z for the two side by side: one matmul each.
 """
 
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ from pallas_kernels import _partitioning
 from pallas_kernels._varying import vary_over, varying_axes
 from pallas_kernels.activations import activation_of, Name
 from pallas_kernels.gated_activation import api as activations
-from sparse24_jax import products
+from sparse24_jax import linear_layer
 from sparse24_jax.block_plan import plan_block
 from sparse24_jax.dot import check_operands, dot_at
 from sparse24_jax.matmuls import add_bias
@@ -56,7 +56,7 @@ def ffn(
 ) -> Array:
   """act(x W~_up + b_up) W~_down + b_down, or with a gate (act(x W~_gate + b_gate) * (x W~_up + b_up)) W~_down + b_down.
 
-  The gradients are those of `dot` for each weight. Where the policy's plan puts all six products on one kernel, the
+  The gradients are those of `dot` for each weight. Where the policy's plan puts all six matmuls on one kernel, the
   block runs fused; elsewhere it is made of `dot`s, with the same MVUE samples.
 
   Args:
@@ -64,7 +64,7 @@ def ffn(
     w_up: `[d, h]`, dtype of `x`.
     w_down: `[h, d_out]`.
     state: projection states or `PackedWeight`s of the weights, under 'up', 'down' and, with a gate, 'gate'.
-    policy: how the products are done, the same for all weights.
+    policy: how the matmuls are done, the same for all weights.
     activation: 'gelu' (tanh form), 'silu', 'relu' or 'squared_relu'.
     w_gate: `[d, h]`, or None. With it 'silu' makes SwiGLU and 'gelu' GEGLU.
     b_up: `[h]`, or None.
@@ -101,7 +101,7 @@ def ffn(
   if not plan.fused:
     return _composed(x, weights, biases, states, keys, policy, act)
   packed = {
-    name: products.packed_weight(plan.layers[name].backends, policy, w, states[name], x.dtype)
+    name: linear_layer.packed_weight(plan.layers[name].backends, policy, w, states[name], x.dtype)
     for name, w in weights.items()
   }
   # Rounded as a `dot`'s bias is, and outside the op, so that their gradients have the dtype that they came in.
@@ -172,7 +172,7 @@ class _Static(NamedTuple):
   @property
   def precision(self) -> Precision:
     """Of all matmuls."""
-    return products.precision_of(self.up)
+    return linear_layer.precision_of(self.up)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -188,7 +188,7 @@ def _forward(static: _Static, x: Array, biases: Any, packed: Any, *, keep: bool)
   rows = precision.rounded(x, keep=keep)
   if static.gated:
     bias = None if biases['up'] is None else biases['up'].reshape(2, -1)
-    z = products.multiply_pair('forward', packed['gate'], packed['up'], rows, precision=precision, bias=bias, **up)
+    z = linear_layer.multiply_pair('forward', packed['gate'], packed['up'], rows, precision=precision, bias=bias, **up)
     z = _partitioning.whole(z, 1).reshape(x.shape[0], -1)
     h = jax.custom_batching.sequential_vmap(functools.partial(activations.gated_activation, activation=activation))(z)
   else:
@@ -213,14 +213,14 @@ def _fused_bwd(static, residuals, dy):
   precision, (x, z, h, packed, there, keys, divided) = static.precision, residuals
   sampling = dict(backend=static.up.weight_grad, precision=precision)
   dense = dict(backend=static.up.input_grad, dtype=dy.dtype)
-  dy_rounded, dw_down = products.sampled_weight_grad(dy, keys['down'], h, **sampling)
+  dy_rounded, dw_down = linear_layer.sampled_weight_grad(dy, keys['down'], h, **sampling)
   dh = precision.input_grad(packed['down'], dy_rounded, **dense)
-  dz, dw_hidden = products.activation_and_weight_grad(
+  dz, dw_hidden = linear_layer.activation_and_weight_grad(
     dh, z, keys['hidden'], x, activation=static.activation, gated=static.gated, **sampling
   )
   if static.gated:
     halves = dataclasses.replace(dz, values=dz.values.reshape(dz.values.shape[0], 2, -1))
-    dx = products.multiply_pair('input_grad', packed['gate'], packed['up'], halves, precision=precision, **dense)
+    dx = linear_layer.multiply_pair('input_grad', packed['gate'], packed['up'], halves, precision=precision, **dense)
   else:
     dx = precision.input_grad(packed['up'], dz, **dense)
   dx = _partitioning.like(dx, divided)

@@ -1,10 +1,10 @@
-"""S-STE in real FP8: sparse products in the forward and the weight gradient, a dense one in the input gradient.
+"""S-STE in real FP8: sparse matmuls in the forward and the weight gradient, a dense one in the input gradient.
 
     z  = x W~       sparse e4m3: W~^T packed along in         x [tokens, in]    (dense where that measured faster)
     dx = dz W~^T    dense: dz in e5m2                         W~ [in, out] in e4m3
     dw = x^T V(dz)  sparse e5m2: V(dz)^T packed along tokens  x^T [in, tokens] in e4m3
 
-Scales are per tensor and current, those of weights powers of two. FP8 products read both operands with the contracted
+Scales are per tensor and current, those of weights powers of two. FP8 matmuls read both operands with the contracted
 axis contiguous, so a tensor that is contracted along either axis is written both ways, by the one pass that also rounds
 it: x and its transpose; W~ packed and dense; dz dense and its sample packed. The backward keeps x^T alone, at a byte an
 entry.

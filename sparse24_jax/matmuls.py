@@ -45,7 +45,7 @@ def matmul(a: Array, b: Array, precision: str, formats: tuple[Format, Format], l
   """a b over a's last and b's first axis, summed in float32, in the dtype of `a`; sharded as `like` if need be."""
   if precision == 'fp8':
     a, b = round_to_fp8(a, formats[0]), round_to_fp8(b, formats[1])
-  # On a mesh of explicit axes JAX does not choose how a product is sharded; a gradient is sharded as its variable.
+  # On a mesh of explicit axes JAX does not choose how a matmul is sharded; a gradient is sharded as its variable.
   sharding = None if like is None else jax.typeof(like).sharding
   if sharding is not None and AxisType.Explicit not in sharding.mesh.axis_types:
     sharding = None

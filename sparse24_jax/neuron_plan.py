@@ -177,7 +177,7 @@ def why_dense(policy: ActivationPolicy, tokens: int, d: int, hidden: int, dtype:
     return f'a width of {d} is no multiple of 64, or {tokens} x {hidden} activations are 2^31 or more'
   found = expected(policy, tokens, d, hidden, dtype, device.slug)
   if found is None:
-    return f'no products of {jnp.dtype(dtype).name} near these were measured on this card, or they lose there'
+    return f'no matmuls of {jnp.dtype(dtype).name} near these were measured on this GPU, or they lose there'
   if found.gain < LEAST_GAIN:
-    return f'{found.sparse_ms:.3f} ms are expected of the kernels and {found.dense_ms:.3f} of dense products'
+    return f'{found.sparse_ms:.3f} ms are expected of the kernels and {found.dense_ms:.3f} of dense matmuls'
   return None

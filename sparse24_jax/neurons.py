@@ -79,7 +79,7 @@ def route_tokens(x: Array, w_up: Array, neurons: Array, *, clusters: int, within
   """The order in which tokens that excite the same cluster of neurons are neighbours.
 
   A token goes to the cluster whose mean direction has the largest inner product with it; tokens of one cluster keep
-  their order. This costs a product with `clusters` columns. The router is ours: the paper has one and does not describe
+  their order. This costs a matmul with `clusters` columns. The router is ours: the paper has one and does not describe
   it.
 
   Args:

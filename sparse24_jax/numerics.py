@@ -1,4 +1,4 @@
-"""Checks of values, and FP8 in simulation: rounded to an 8-bit format and back, products in float32."""
+"""Checks of values, and FP8 in simulation: rounded to an 8-bit format and back, matmuls in float32."""
 
 from typing import Literal
 

@@ -1,4 +1,4 @@
-"""A recipe without the layers that a card is expected to run slower sparse than dense."""
+"""A recipe without the layers that a GPU is expected to run slower sparse than dense."""
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -21,10 +21,10 @@ def only_where_it_pays(
   """`recipe` with a rule in front that keeps dense what would be slower sparse.
 
   A recipe says what is trained, and so runs as it is, also where that is slower: nothing exchanges its sampled
-  gradients for exact ones in silence. This leaves layers out once, before training, by the records of a card. Which
+  gradients for exact ones in silence. This leaves layers out once, before training, by the records of a GPU. Which
   ones is then a part of the recipe and of its description, and stays the same wherever the run goes on.
 
-  Where no time can be expected nothing is left out: of a layer, or a whole block, of which a single product or pass has
+  Where no time can be expected nothing is left out: of a layer, or a whole block, of which a single matmul or pass has
   no record near it, as it is with small blocks in FP8 on an H100. Nor are blocks with sparse activations, which choose
   for themselves.
 

@@ -35,7 +35,7 @@ class PackedWeight:
     forward: operand of the transposed weight, `[..., out, in]`, 2:4 along `in`; in FP8 its values as uint8.
     input_grad: operand of the weight, `[..., in, out]`, 2:4 along `out`; None unless the projection is transposable.
     dense: in FP8 the projected weight, `[..., in, out]`, as uint8.
-    factor: in FP8 float32, `[...]`, a power of two: what a product is multiplied with to undo the scale.
+    factor: in FP8 float32, `[...]`, a power of two: what a result is multiplied with to undo the scale.
 
   >>> import jax, jax.numpy as jnp, sparse24_jax as s24
   >>> from sparse24_jax.packing import pack

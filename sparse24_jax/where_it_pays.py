@@ -1,4 +1,4 @@
-"""Which layers of a model gain from sparse products on a card, by what was measured there."""
+"""Which layers of a model gain from sparse matmuls on a GPU, by what was measured there."""
 
 from collections.abc import Sequence
 import dataclasses
@@ -19,15 +19,15 @@ from sparse24_jax.steps import total
 
 @dataclasses.dataclass(frozen=True)
 class RoleGain:
-  """One product of a layer.
+  """One matmul of a layer.
 
   Attributes:
     role: 'forward', 'input_grad' or 'weight_grad'.
-    dense_ms: expected time of the dense product in 16 bits; None if nothing near was measured.
-    sparse_ms: of the fastest sparse kernel, likewise; None also if the policy leaves the product dense.
-    packing_ms: of the passes that only this product needs: the MVUE sample of the output gradient; in FP8 the rounding
+    dense_ms: expected time of the dense matmul in 16 bits; None if nothing near was measured.
+    sparse_ms: of the fastest sparse kernel, likewise; None also if the policy leaves the matmul dense.
+    packing_ms: of the passes that only this matmul needs: the MVUE sample of the output gradient; in FP8 the rounding
       of what the forward reads, and of the gradient. None where a pass was not measured, as sampling by XLA was not.
-    chosen: what `implementation=None` runs, with cuSPARSELt installed, and of a card without records as if it were a
+    chosen: what `implementation=None` runs, with cuSPARSELt installed, and of a GPU without records as if it were a
       Hopper: a back end, 'dense', 'dense_fp8', or 'simulated', see `LayerGain`.
     dense_fp8_ms: as `dense_ms`, in FP8; None also where the policy is none of FP8.
   """
@@ -41,7 +41,7 @@ class RoleGain:
 
   @property
   def product_ms(self) -> float | None:
-    """Of the product that is chosen."""
+    """Of the matmul that is chosen."""
     return {'dense': self.dense_ms, 'dense_fp8': self.dense_fp8_ms}.get(self.chosen, self.sparse_ms)
 
   @property
@@ -58,15 +58,15 @@ class LayerGain:
     path: of the kernel.
     shape: `(in, out)`.
     layers: how many such weights are stacked.
-    roles: the three products of one of them.
+    roles: the three matmuls of one of them.
     packing_ms: of the operands of one weight, which are packed once per optimizer step: the share of a micro-batch.
       None where a pass was not measured.
     packed_bytes: what the operands of all of them take.
     state_bytes: what their masks or scales take in the optimizer state.
     saved_bytes: what the x that the backward of all of them keeps takes less in FP8, at a byte an entry.
-    dense_fp8_ms: of one weight's three dense products in FP8, with the passes that round all operands both ways; None
+    dense_fp8_ms: of one weight's three dense matmuls in FP8, with the passes that round all operands both ways; None
       where the policy is none of FP8.
-    simulated: why no kernel serves a policy of FP8. Its products are then simulated in wider ones, slower than dense
+    simulated: why no kernel serves a policy of FP8. Its matmuls are then simulated in wider ones, slower than dense
       ones by a time that nobody measured: `expected_ms` is None.
 
   >>> from sparse24_jax.where_it_pays import LayerGain, RoleGain
@@ -89,12 +89,12 @@ class LayerGain:
 
   @property
   def dense_ms(self) -> float | None:
-    """Of the three dense products of one weight."""
+    """Of the three dense matmuls of one weight."""
     return total(role.dense_ms for role in self.roles)
 
   @property
   def expected_ms(self) -> float | None:
-    """Of the three products as chosen, all packing included."""
+    """Of the three matmuls as chosen, all packing included."""
     return total((self.packing_ms, *(role.expected_ms for role in self.roles)))
 
   @property
@@ -107,9 +107,9 @@ def where_it_pays(
   params: Any, recipe: Recipe, *, tokens: int, micro_batches: int = 1, dtype: Any = jnp.bfloat16,
   device: str | None = None,
 ) -> list[LayerGain]:  # fmt: skip
-  """Expected times of the layers that a recipe makes sparse, from the records of a card.
+  """Expected times of the layers that a recipe makes sparse, from the records of a GPU.
 
-  Products are those of the nearest measured problem within a factor of two in each size, scaled; passes over memory are
+  Matmuls are those of the nearest measured problem within a factor of two in each size, scaled; passes over memory are
   bytes over the measured bandwidth of their kernel, and 5 us each. Times of float16 are those of bfloat16 where none
   near was measured. `implementation=None` makes the same choices: kernels where they measured faster, and on Hopper for
   a sampled weight gradient always.
@@ -119,7 +119,7 @@ def where_it_pays(
   fuses less, pays more. What does not pay is left out of a recipe by a rule in front of the others,
   `Rule(path, DotPolicy())`: the first that matches decides. `only_where_it_pays` writes that rule.
 
-  Of a recipe in FP8 the forward and the weight gradient are sparse, the input gradient is a dense product in FP8; what
+  Of a recipe in FP8 the forward and the weight gradient are sparse, the input gradient is a dense matmul in FP8; what
   is dense in `LayerGain.dense_ms` and in its gain has 16 bits all the same, as it is without the recipe.
 
   Records are made in short bursts, and a GPU that is kept busy runs at a lower clock: sustained steps take longer,
@@ -133,7 +133,7 @@ def where_it_pays(
       outside of their loop.
     dtype: of activations.
     device: folder of the records under `pallas_kernels/tuned`, such as 'nvidia_h100_80gb_hbm3'; None is this machine's
-      card.
+      GPU.
 
   Returns:
     One entry a matched weight, in the order of the tree.
@@ -200,7 +200,7 @@ def table(layers: Sequence[LayerGain]) -> str:
   head = f'{"weight":36} {"in x out":>14} {"layers":>6}  {"dense ms":>8} {"as chosen":>9}  {"gain":>5}  {"packed":>8}'
   if in_fp8:
     head += f'  {"dense FP8":>9} {"over it":>7}  {"x saved":>8}'
-  lines = [f'{head}  products: ms as chosen (dense)']
+  lines = [f'{head}  matmuls: ms as chosen (dense)']
   for layer in layers:
     chosen = ', '.join(
       f'{r.role} {r.chosen} {_ms(r.expected_ms).strip()} ({_ms(r.dense_ms).strip()})' for r in layer.roles

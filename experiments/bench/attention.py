@@ -161,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument('--more', action='store_true', help='the block form in every case, and strided heads by cuDNN')
   parser.add_argument('--seconds', type=float, default=0.0, help='begin no case that would end later (0: no limit)')
   options = parser.parse_args(argv)
-  measure.check_card(parser, options)
+  measure.check_gpu(parser, options)
   head = measure.environment(MODULE, argv)
   failed, clock = 0, measure.Clock()
   full: dict[str, Future] = {}

@@ -114,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument('--implementation', default='auto', help="of the policy (default: the records' choice)")
   parser.add_argument('--attention', default='cudnn', choices=('cudnn', 'xla'))
   options = parser.parse_args(argv)
-  measure.check_card(parser, options)
+  measure.check_gpu(parser, options)
   head = measure.environment(MODULE, argv)
 
   def summary(record: Mapping[str, Any]) -> str:

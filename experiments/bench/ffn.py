@@ -129,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   checks.add_argument('--skip-check', action='store_true', help='no comparison of gradients with the reference')
   checks.add_argument('--check-only', action='store_true', help='only that comparison; nothing is timed')
   options = parser.parse_args(argv)
-  measure.check_card(parser, options)
+  measure.check_gpu(parser, options)
   head = measure.environment(MODULE, argv)
   names = measure.selected(options, GROUPS)
   if options.check_only:  # of one shape, whatever the shape that is timed

@@ -286,7 +286,7 @@ def selected(options: argparse.Namespace, groups: Mapping[str, Sequence[str]]) -
   return list(dict.fromkeys(case for name in options.select for case in groups.get(name, [name])))
 
 
-def check_card(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+def check_gpu(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
   """Ends the program where there is no GPU and `--tiny` is not given, before anything is compiled for hours."""
   if not options.tiny and jax.default_backend() != 'gpu':
     parser.error(f'this is timed on a GPU, JAX has {jax.default_backend()!r} here; --tiny only shows that it runs')

@@ -126,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument('--layers', type=int, help="blocks (default: the model's)")
   parser.set_defaults(recipe='transposable_srste', sparse_only=False, unroll=False, plain_mlp=False, attention='cudnn')
   options = parser.parse_args(argv)
-  measure.check_card(parser, options)
+  measure.check_gpu(parser, options)
   if (options.devices or 1) > jax.device_count():
     parser.error(f'--devices {options.devices}: there are {jax.device_count()} here')
   head = measure.environment(MODULE, argv) | {'xla_flags': os.environ.get('XLA_FLAGS', '')}

@@ -17,7 +17,7 @@ from experiments.bench.meshes import communication, keep_tokens_divided, place, 
 from experiments.models import gpt2
 from pallas_kernels import _tuning
 import sparse24_jax as s24
-from sparse24_jax import products
+from sparse24_jax import linear_layer
 from sparse24_jax.plan import backend_of
 from sparse24_jax.precision import Rounded
 
@@ -57,7 +57,7 @@ def check_sample(mesh: Mesh, implementation: str, tiny: bool) -> dict[str, Any]:
 
   @jax.jit
   def f(dz: jax.Array, x: jax.Array) -> jax.Array:
-    return products.sampled_weight_grad(dz, jax.random.key(3), Rounded(None, x), backend=backend)[1]
+    return linear_layer.sampled_weight_grad(dz, jax.random.key(3), Rounded(None, x), backend=backend)[1]
 
   expected, found = f(dz, identity), f(*place(mesh, (dz, identity), TOKENS))
   found = dict(differ=_differ(found, expected), kept=float((np.asarray(expected, np.float32) != 0).mean()))

@@ -186,7 +186,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   """Runs the selected cases; returns the number that failed."""
   parser = measure.parser(MODULE, __doc__, [*GROUPS, *CASES], list(GROUPS))
   options = parser.parse_args(argv)
-  measure.check_card(parser, options)
+  measure.check_gpu(parser, options)
   head = measure.environment(MODULE, argv)
   plans: dict[str, Callable[[Case, Any], Plan]] = {'matmul': matmul, 'pack': pack, 'ffn': block}
   chosen = {name: plans[CASES[name].kind](CASES[name], options) for name in measure.selected(options, GROUPS)}

@@ -82,7 +82,7 @@ def run(options: Any, head: Mapping[str, Any], clock: measure.Clock) -> dict[str
 
 
 class StoppedError(Exception):
-  """SIGTERM came: of `timeout`, where a card is lent for minutes."""
+  """SIGTERM came: of `timeout`, where a GPU is lent for minutes."""
 
 
 @contextlib.contextmanager
@@ -189,7 +189,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   if options.prepare:
     prepare(options.tokens)
     return 0
-  measure.check_card(parser, options)
+  measure.check_gpu(parser, options)
   if options.steps < STRIDE or options.steps % STRIDE:
     parser.error(f'--steps {options.steps} must be a positive multiple of {STRIDE}')
   head = measure.environment(MODULE, argv)

@@ -109,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument('--sparse-only', action='store_true', help='no dense twin')
   parser.add_argument('--refreshes', type=int, default=4, help='mask searches to time (default: %(default)s)')
   options = parser.parse_args(argv)
-  measure.check_card(parser, options)
+  measure.check_gpu(parser, options)
   head = measure.environment(MODULE, argv)
 
   def summary(record: Mapping[str, Any]) -> str:

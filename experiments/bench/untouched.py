@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument('--attention', default='cudnn', choices=('cudnn', 'xla'))
   parser.add_argument('--scan', action='store_true', help='a scan over layers, in place of each on its own')
   options = parser.parse_args(argv)
-  measure.check_card(parser, options)
+  measure.check_gpu(parser, options)
   head = measure.environment(MODULE, argv)
 
   def summary(record: Mapping[str, Any]) -> str:

@@ -86,7 +86,7 @@ def traced(record: Record) -> dict[str, float]:
 
 
 def lower(record: Record) -> dict[str, float]:
-  """`ratios`, or those of a trace where these are lower: a burst is over before a card is warm.
+  """`ratios`, or those of a trace where these are lower: a burst is over before a GPU is warm.
 
   >>> row = {'median_ms': 2.0, 'baselines': {'dense': {'median_ms': 4.0}}}
   >>> profile = {'sparse': {'busy_ms': 2.0, 'idle_ms': 0.0}, 'dense': {'busy_ms': 3.5, 'idle_ms': 0.1}}

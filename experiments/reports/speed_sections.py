@@ -44,7 +44,7 @@ def _steps(bench: str, records: Sequence[Record]) -> str:
   if bench == 'ffn_pytorch' and (wrong := [r['error'] for r in records if (r.get('error') or 0) > 1e-2]):
     lead += (
       f' The relative error of its products is {min(wrong):.2f} to {max(wrong):.2f}: the layout that the packer writes'
-      ' is not the one that the matmul reads on this card. The times stand, the numbers do not.'
+      ' is not the one that the matmul reads on this GPU. The times stand, the numbers do not.'
     )
   parts = [
     page.heading(heading, f'{lead} Medians over interleaved bursts in both orders; a trace is sustained.'),
@@ -118,7 +118,7 @@ def _checks(records: Sequence[Record]) -> str:
     ]  # fmt: skip
   lead = (
     'Relative Frobenius errors against the float32 reference, on the '
-    'card. MVUE picks by the values that it is given, so rounding now and then picks another entry: weight gradients '
+    'GPU. MVUE picks by the values that it is given, so rounding now and then picks another entry: weight gradients '
     'are compared without sampling; with it, beside the plain op in the same dtype; and the mean of samples beside the '
     'unsampled gradient, over what their spread lets expect (about 1 if unbiased). Last: the kernels beside XLA, with '
     'the same operands and samples.'

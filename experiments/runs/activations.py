@@ -14,8 +14,8 @@ import sparse24_jax as s24
 from sparse24_jax.activation_sparsity import feature_mask
 from sparse24_jax.attention import Attention
 from sparse24_jax.clusters import split_clusters
+from sparse24_jax.linear_layer import projection_state
 from sparse24_jax.neurons import route_tokens
-from sparse24_jax.products import projection_state
 from sparse24_jax.rules import rule_for
 
 # The measures, as the records of a run call them, by layer each.

@@ -106,7 +106,7 @@ METHODS: Mapping[str, Method] = {
     {'path': LINEAR, 'density': 0.2313},
     {'attention_pattern': {'kind': 'combined', 'window': 8}},
   ),
-  # Samples where the fused block takes them, as on a card; what they save, 5% of nano's FLOPs, buys no links. The
+  # Samples where the fused block takes them, as on a GPU; what they save, 5% of nano's FLOPs, buys no links. The
   # second has the time of the first there; its links fill the places that the kernels multiply anyway.
   'mixed_sparsity_transposable': Method(
     'MST, transposable 2:4 masks',

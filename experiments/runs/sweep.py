@@ -67,7 +67,7 @@ def sweep(
   told: set[Path] = set()
   packed = start
   try:
-    with _processes.shared_card():
+    with _processes.shared_gpu():
       for method in method_table.expand(names):
         args = (experiment, method, list(seeds), str(folder), tiny, list(overrides))
         process = context.Process(target=_train, args=args, name=method)

@@ -42,7 +42,7 @@ class _Problem(ctypes.Structure):
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-  """Which of cuSPARSELt's kernels multiplies. Ids mean something else in every version and on every card.
+  """Which of cuSPARSELt's kernels multiplies. Ids mean something else in every version and on every GPU.
 
   Attributes:
     algorithm: id, from 0; -1 leaves the choice to the library.

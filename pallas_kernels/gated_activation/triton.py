@@ -52,7 +52,7 @@ def activate(z, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def backward_kernel(
-  dh, z, parameters, dz, values, words,
+  dh, z, parameters, dz, values, metadata,
   ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
   ACTIVATION: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
@@ -64,13 +64,13 @@ def backward_kernel(
   columns: tl.constexpr = 2 * COLUMNS if GATED else COLUMNS
   r, r_up, above = _gradients(dh, z, place, dz.dtype.element_ty, COLUMNS, ACTIVATION, GATED)
   if GATED:
-    _finish(r_up, parameters, dz, values, words, above, ROWS, columns)
-  _finish(r, parameters, dz, values, words, place, ROWS, columns)
+    _finish(r_up, parameters, dz, values, metadata, above, ROWS, columns)
+  _finish(r, parameters, dz, values, metadata, place, ROWS, columns)
 
 
 @triton.jit
 def backward8_kernel(
-  dh, z, parameters, scale, dz, values, words,
+  dh, z, parameters, scale, dz, values, metadata,
   ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
   ACTIVATION: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
@@ -82,10 +82,10 @@ def backward8_kernel(
   factor = tl.load(scale)
   if GATED:
     _kernels8.sample_and_store8(
-      r_up, source, parameters, factor, values, words, dz, above, tl.program_id(1), ROWS, columns, True, True
+      r_up, source, parameters, factor, values, metadata, dz, above, tl.program_id(1), ROWS, columns, True, True
     )
   _kernels8.sample_and_store8(
-    r, source, parameters, factor, values, words, dz, place, tl.program_id(1), ROWS, columns, True, True
+    r, source, parameters, factor, values, metadata, dz, place, tl.program_id(1), ROWS, columns, True, True
   )
 
 
@@ -117,12 +117,12 @@ def _gradients(
 
 
 @triton.jit
-def _finish(r, parameters, dz, values, words, place, rows: tl.constexpr, columns: tl.constexpr):
+def _finish(r, parameters, dz, values, metadata, place, rows: tl.constexpr, columns: tl.constexpr):
   """Stores the blocks `r` of dz and packs a sample of them."""
   for i in tl.static_range(4):
     _blocks.store_row(dz, 4 * place[0] + i, place[1], columns, place[2], r[i])
   _kernels.sample_and_store(
-    r, dz.dtype.element_ty, parameters, values, words, place, tl.program_id(1), rows, columns, True
+    r, dz.dtype.element_ty, parameters, values, metadata, place, tl.program_id(1), rows, columns, True
   )
 
 
@@ -166,8 +166,8 @@ def activation_backward_pack(
 ) -> tuple[Array, SparseOperand]:  # fmt: skip
   """See `api.activation_backward_pack`."""
   config = config or _default_config(gated)
-  dz, values, words = _backward(dh, z, key, origin, activation, gated, config)
-  return dz, SparseOperand(values, words)
+  dz, values, metadata = _backward(dh, z, key, origin, activation, gated, config)
+  return dz, SparseOperand(values, metadata)
 
 
 def activation_backward_pack8(
@@ -177,8 +177,8 @@ def activation_backward_pack8(
   """See `api.activation_backward_pack8`."""
   pack.check_float8()
   config = config or pack.Config(tile_columns=32, num_warps=16 if gated else 8)
-  dz, values, words = _backward(dh, z, key, origin, activation, gated, config, scale, dtype)
-  return Packed8(SparseOperand(values, words), dz)
+  dz, values, metadata = _backward(dh, z, key, origin, activation, gated, config, scale, dtype)
+  return Packed8(SparseOperand(values, metadata), dz)
 
 
 def _default_config(gated: bool) -> pack.Config:

@@ -102,7 +102,7 @@ def masked_kernel(
 
 @triton.jit
 def soft_threshold_kernel(
-  w, scale, values, words,
+  w, scale, values, metadata,
   ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
   GROUPS_DOWN: tl.constexpr,
 ):  # fmt: skip
@@ -125,12 +125,12 @@ def soft_threshold_kernel(
   rows = _blocks.word_rows(g)
   code = _blocks.nonzero_code(rows)
   pairs = _blocks.choose_all(rows, _blocks.nibbles(code))
-  store_one(pairs, code, values, words, place, batch, ROWS, COLUMNS, GROUPS_DOWN)
+  store_one(pairs, code, values, metadata, place, batch, ROWS, COLUMNS, GROUPS_DOWN)
 
 
 @triton.jit
 def mvue_kernel(
-  x, parameters, values, words,
+  x, parameters, values, metadata,
   ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
   GROUPS_DOWN: tl.constexpr,
 ):  # fmt: skip
@@ -139,14 +139,14 @@ def mvue_kernel(
   batch = tl.program_id(1)
   blocks = _blocks.load_blocks(x + batch.to(tl.int64) * ROWS * COLUMNS, place, COLUMNS)
   sample_and_store(
-    _blocks.entries(blocks), x.dtype.element_ty, parameters, values, words, place, batch,
+    _blocks.entries(blocks), x.dtype.element_ty, parameters, values, metadata, place, batch,
     ROWS, COLUMNS, GROUPS_DOWN,
   )  # fmt: skip
 
 
 @triton.jit
 def sample_and_store(
-  e, source: tl.constexpr, parameters, values, words, place, batch,
+  e, source: tl.constexpr, parameters, values, metadata, place, batch,
   ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUPS_DOWN: tl.constexpr,
 ):  # fmt: skip
   """MVUE of the blocks `e` (bits) and their operand."""
@@ -157,7 +157,7 @@ def sample_and_store(
   else:
     u = mvue.block_uniforms(parameters, place, batch, False)
   pairs, nibbles = _sample.sample_block(floats(e, source), u, source == dtype, dtype)
-  store_chosen(pairs, nibbles, values, words, place, batch.to(tl.int64), ROWS, COLUMNS, GROUPS_DOWN)
+  store_chosen(pairs, nibbles, values, metadata, place, batch.to(tl.int64), ROWS, COLUMNS, GROUPS_DOWN)
 
 
 @triton.jit
@@ -269,16 +269,16 @@ def _store_both(
 
 @triton.jit
 def store_one(
-  pairs, code, values, words, place, batch,
+  pairs, code, values, metadata, place, batch,
   ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUPS_DOWN: tl.constexpr,
 ):  # fmt: skip
   """One operand from the stored pairs of a block's groups; bit 4 g + p of `code` keeps position p of group g."""
-  store_chosen(pairs, _blocks.nibbles(code), values, words, place, batch, ROWS, COLUMNS, GROUPS_DOWN)
+  store_chosen(pairs, _blocks.nibbles(code), values, metadata, place, batch, ROWS, COLUMNS, GROUPS_DOWN)
 
 
 @triton.jit
 def store_chosen(
-  pairs, nibbles, values, words, place, batch,
+  pairs, nibbles, values, metadata, place, batch,
   ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUPS_DOWN: tl.constexpr,
 ):  # fmt: skip
   """`store_one` with the metadata in place of the code."""
@@ -286,4 +286,4 @@ def store_chosen(
   size: tl.constexpr = ((ROWS + 63) // 64) * ((COLUMNS + 63) // 64) * 128
   _blocks.store_values(values + batch * half, pairs, place, ROWS, COLUMNS, GROUPS_DOWN)
   bits: tl.constexpr = values.dtype.element_ty.primitive_bitwidth
-  _blocks.store_words(words + batch * size, nibbles, place, ROWS, COLUMNS, GROUPS_DOWN, bits)
+  _blocks.store_words(metadata + batch * size, nibbles, place, ROWS, COLUMNS, GROUPS_DOWN, bits)

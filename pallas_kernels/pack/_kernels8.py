@@ -10,7 +10,7 @@ from pallas_kernels.pack import _blocks, _blocks8, _kernels
 
 @triton.jit
 def soft_threshold8_kernel(
-  w, scale, values, words, dense,
+  w, scale, values, metadata, dense,
   ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
   GROUPS_DOWN: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
@@ -34,7 +34,7 @@ def soft_threshold8_kernel(
       rows = _blocks8.transpose8(g)
     _blocks8.store_dense8(dense + batch * ROWS * COLUMNS, rows, place, ROWS, COLUMNS, False)
   pairs = _blocks8.choose_all8(g, _blocks.nibbles(code))
-  _kernels.store_one(pairs, code, values, words, place, batch, ROWS, COLUMNS, GROUPS_DOWN)
+  _kernels.store_one(pairs, code, values, metadata, place, batch, ROWS, COLUMNS, GROUPS_DOWN)
 
 
 @triton.jit
@@ -45,7 +45,7 @@ def _shrunk8(x, beta, source: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def mvue8_kernel(
-  x, parameters, scale, values, words, dense,
+  x, parameters, scale, values, metadata, dense,
   ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
   GROUPS_DOWN: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
@@ -54,14 +54,14 @@ def mvue8_kernel(
   batch = tl.program_id(1)
   blocks = _blocks.load_blocks(x + batch.to(tl.int64) * ROWS * COLUMNS, place, COLUMNS)
   sample_and_store8(
-    _blocks.entries(blocks), x.dtype.element_ty, parameters, tl.load(scale + batch), values, words, dense, place, batch,
-    ROWS, COLUMNS, GROUPS_DOWN, DENSE,
+    _blocks.entries(blocks), x.dtype.element_ty, parameters, tl.load(scale + batch), values, metadata, dense, place,
+    batch, ROWS, COLUMNS, GROUPS_DOWN, DENSE,
   )  # fmt: skip
 
 
 @triton.jit
 def sample_and_store8(
-  e, source: tl.constexpr, parameters, scale, values, words, dense, place, batch,
+  e, source: tl.constexpr, parameters, scale, values, metadata, dense, place, batch,
   ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUPS_DOWN: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
   """MVUE of the blocks `e` (bits) and their operand; the blocks themselves in their own layout if DENSE."""
@@ -78,4 +78,4 @@ def sample_and_store8(
   # Sampled values go up to half the sum of their group, twice the largest entry.
   half = scale * 0.5
   pairs, nibbles = _sample.sample_block8(_kernels.floats(e, source), u, half, dtype)
-  _kernels.store_chosen(pairs, nibbles, values, words, place, far, ROWS, COLUMNS, GROUPS_DOWN)
+  _kernels.store_chosen(pairs, nibbles, values, metadata, place, far, ROWS, COLUMNS, GROUPS_DOWN)

@@ -186,7 +186,7 @@ def soft_threshold_pack8(
 ) -> Packed8:  # fmt: skip
   """scale S(w) in float8, packed, and as it stands for the dense input gradient, in one pass over `w`.
 
-  The frozen scale of S-STE belongs to the product's `a_scale`; `scale` is what brings S(w) to the range of the type,
+  The frozen scale of S-STE belongs to the matmul's `a_scale`; `scale` is what brings S(w) to the range of the type,
   `current_scale(quantize.amax(w), dtype)[0]`, since |w| bounds |S(w)|. Rounded once, to nearest even; what exceeds the
   largest value becomes it, NaN stays NaN. What rounds to zero is 0.0 in both results.
 

@@ -38,7 +38,7 @@ class PackedPair:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=['operand', 'dense'], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class Packed8:
-  """A matrix in float8, for its sparse product and for its dense one.
+  """A matrix in float8, for its sparse matmul and for its dense one.
 
   Attributes:
     operand: the sparse operand.

@@ -1,4 +1,4 @@
-"""Packers in Triton: portable to every card from sm_80 on, each one pass over its input."""
+"""Packers in Triton: portable to every GPU from sm_80 on, each one pass over its input."""
 
 from collections.abc import Sequence
 import dataclasses
@@ -23,7 +23,7 @@ from pallas_kernels.sparse_matmul.operand import metadata_shape, SparseOperand
 
 Array = jax.Array
 
-# Programs of the repair kernel, which as a rule have nothing to do: two a multiprocessor of the largest cards.
+# Programs of the repair kernel, which as a rule have nothing to do: two a multiprocessor of the largest GPUs.
 REPAIRERS = 288
 
 
@@ -130,13 +130,13 @@ def _pack8(
   kernel: Any, x: Array, more: list[Array], scale: Array, axis: int, dtype: jnp.dtype, with_dense: bool, config: Config
 ) -> Packed8:
   batches, rows, columns = _shape(x, dtype)
-  values, words, dense = _triton.call(
+  values, metadata, dense = _triton.call(
     kernel, x, *more, scale.astype(jnp.float32).reshape(batches),
     out_shape=structs8(x.shape, dtype, axis, with_dense),
     grid=config.grid(batches, rows, columns), num_warps=config.num_warps,
     GROUPS_DOWN=axis == -2, DENSE=with_dense, **config.constants(rows, columns),
   )  # fmt: skip
-  return Packed8(SparseOperand(values, words), dense if with_dense else None)
+  return Packed8(SparseOperand(values, metadata), dense if with_dense else None)
 
 
 def structs8(shape: tuple[int, ...], dtype: jnp.dtype, axis: int, with_dense: bool) -> list[jax.ShapeDtypeStruct]:
@@ -146,7 +146,7 @@ def structs8(shape: tuple[int, ...], dtype: jnp.dtype, axis: int, with_dense: bo
 
 
 def check_float8() -> None:
-  """NotImplementedError on a card without the conversion to float8."""
+  """NotImplementedError on a GPU without the conversion to float8."""
   device = _device.current()
   if device.platform == 'gpu' and not device.arch.float8:
     raise NotImplementedError(f'float8 needs compute capability 8.9, {device.name} has {device.capability}')

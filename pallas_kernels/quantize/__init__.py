@@ -1,1 +1,1 @@
-"""Rounding to float8 with per-tensor scales, and the dense float8 product."""
+"""Rounding to float8 with per-tensor scales, and the dense float8 matmul."""

@@ -1,4 +1,4 @@
-"""Rounding to float8 with a scale a tensor, and the dense product of such tensors.
+"""Rounding to float8 with a scale a tensor, and the dense matmul of such tensors.
 
 `current_scale` has the rule of arXiv 2409.09099, section 5 (per-tensor, current, no margin), with the guards that the
 rule lacks. Back ends of `quantize`: `reference` (plain jnp, everywhere) and `triton` (compute capability 8.9 on).
@@ -37,11 +37,11 @@ def amax(x: Array) -> Array:
 
 
 def current_scale(amax: Array, dtype: Any) -> tuple[Array, Array]:
-  """(scale, factor): what to multiply a tensor with before rounding it to `dtype`, and the product with after.
+  """(scale, factor): what to multiply a tensor with before rounding it to `dtype`, and the result with after.
 
   scale = largest / amax and factor = amax / largest, largest being that of `dtype`. Guards, which are ours: an amax of
   zero, or so small that the scale would leave float32's range, gives the largest scale, 2^126; one that is NaN or
-  infinite gives scale 1 and factor NaN, so that an overflow upstream shows in the product and does not pass for a
+  infinite gives scale 1 and factor NaN, so that an overflow upstream shows in the result and does not pass for a
   clipped number.
 
   Args:
@@ -69,8 +69,8 @@ def quantize(
 ) -> Array | tuple[Array, Array]:
   """x times `scale` in float8, and its transpose, from one read of `x`.
 
-  float8 products want both operands with the contracted axis contiguous, so a tensor that is contracted along either
-  axis (activations: along features forward, along tokens in the weight gradient) is needed both ways. The product is
+  float8 matmuls want both operands with the contracted axis contiguous, so a tensor that is contracted along either
+  axis (activations: along features forward, along tokens in the weight gradient) is needed both ways. The matmul is
   taken in float32 and rounded to nearest even; what exceeds the largest value, infinities included, becomes it; NaN
   stays NaN.
 
@@ -114,10 +114,10 @@ def _on_a_part(shard: _partitioning.Shard, *args: Array, asked: tuple[Any, Any],
 
 
 def fp8_dot(a: Array, b: Array, a_scale: Array, b_scale: Array, *, out_dtype: Any = jnp.bfloat16) -> Array:
-  """a_scale b_scale a . b^T with float32 sums: the dense float8 product, both operands with K contiguous.
+  """a_scale b_scale a . b^T with float32 sums: the dense float8 matmul, both operands with K contiguous.
 
   For the input gradient dx[T, I] = dz[T, O] W~[I, O]^T. Written so that XLA on compute capability 8.9 and newer makes
-  it one cuBLASLt float8 matmul that takes the scales (`__cublas$lt$matmul$f8`): the float8 operands go into the product
+  it one cuBLASLt float8 matmul that takes the scales (`__cublas$lt$matmul$f8`): the float8 operands go into the matmul
   as they are, which keeps every other lowering exact too, the result is asked for in the 16-bit type, and the scales
   multiply it.
 

@@ -165,7 +165,7 @@ def last_keys_kernel(
 ):  # fmt: skip
   """dk and dv of `last`, float32 [B, SPLITS, (LENGTH - 1) div WINDOW, GROUPS, SIZE]: one for each share of the queries.
 
-  There are few such keys, and all later queries attend to them: split, they keep the card busy.
+  There are few such keys, and all later queries attend to them: split, they keep the GPU busy.
   """
   batch, group, tile, split = place(GROUPS, SPLITS)
   row: tl.constexpr = HEADS * SIZE

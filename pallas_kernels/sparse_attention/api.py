@@ -42,7 +42,7 @@ def sparse_attention(
       do.
     scale: of the scores; 1 / sqrt(K) if None.
     implementation: 'reference', 'blocks', 'triton', 'cudnn', or None: for each pattern by itself the first that takes
-      it, on NVIDIA cards cuDNN for full heads and Triton for others, elsewhere blocks.
+      it, on NVIDIA GPUs cuDNN for full heads and Triton for others, elsewhere blocks.
 
   Returns:
     [B, T, H, K], dtype of `q`; scores and softmax are float32. Forward mode (`jax.jvp`, `jax.jacfwd`) needs

@@ -1,6 +1,6 @@
 """Sparse attention that skips what its pattern leaves out, from plain XLA operations: runs, and saves, on any device.
 
-Positions are laid out as a grid [u, r], i = u c + r. Then each pattern is one or two dense products:
+Positions are laid out as a grid [u, r], i = u c + r. Then each pattern is one or two dense matmuls:
 
     own      queries [u, r] and keys [u, s]        the block that a query is in
     near     queries [u, r] and keys [u-1 | u, s]  that block and the one before, which hold the last c positions
@@ -26,7 +26,7 @@ from pallas_kernels.sparse_attention.patterns import Pattern
 
 
 class _Part(NamedTuple):
-  """One dense product of a pattern; its scores are [B, G, M, u, r, keys].
+  """One dense matmul of a pattern; its scores are [B, G, M, u, r, keys].
 
   Attributes:
     keys: picks keys or values from [B, u, r, G, K].

@@ -1,7 +1,7 @@
 """Sparse attention by cuDNN's flash kernels, for the patterns that they can serve.
 
 `local` is a sliding window. `strided` is causal attention within each of the c residues of the position, which become
-part of the batch. The other two join two products under one softmax, which these kernels cannot.
+part of the batch. The other two join two matmuls under one softmax, which these kernels cannot.
 """
 
 import functools

@@ -55,12 +55,12 @@ def tiles(kernel: str, count: int, size: int) -> Tiles:
   """
   side = min(64, max(16, 1 << (count - 1).bit_length()))
   warps = max(1, side // 16)
-  # With large heads a third stage would not fit into the 99 KiB of smaller cards.
+  # With large heads a third stage would not fit into the 99 KiB of smaller GPUs.
   stages = 3 if side == 64 and size <= 64 else 2
   if kernel == 'last_keys':
     return Tiles(side, 16, warps, stages)
   if kernel == 'keys':
-    # Two results in the registers: with both sides 64, or large heads in two warps, those of an Ampere card spill.
+    # Two results in the registers: with both sides 64, or large heads in two warps, those of an Ampere GPU spill.
     return Tiles(min(side, 32), side, min(4, 2 * warps) if size == 128 else warps, stages)
   return Tiles(side, side, warps, stages)
 
@@ -82,7 +82,7 @@ def sparse_attention(q: Array, k: Array, v: Array, *, patterns: tuple[Pattern, .
 
 
 def check(q: Array, k: Array, scale: Any) -> None:
-  """NotImplementedError for what the kernels do not take on any card."""
+  """NotImplementedError for what the kernels do not take on any GPU."""
   batch, length, heads, size = q.shape
   if q.dtype not in (jnp.bfloat16, jnp.float16):
     raise NotImplementedError(f'the Triton kernels take bfloat16 and float16, found {q.dtype}')

@@ -33,7 +33,7 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
   Args:
     p: the problem; row lengths in bytes must be multiples of 16 (`sparse_matmul` pads).
     c: settings.
-    num_sms: of the card; clusters are launched once and must all be resident.
+    num_sms: of the GPU; clusters are launched once and must all be resident.
     interpret: run on the CPU with race detection.
 
   Returns:
@@ -85,7 +85,7 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
   producer_registers = 24 if shape.tiles * shape.words * (1 + c.delay) > 4 else 40
   consumer_registers = min(240, (3 * 168 - producer_registers) // CONSUMERS // 8 * 8)
 
-  def kernel(values, words, b, *rest):
+  def kernel(values, metadata, b, *rest):
     vectors = list(rest[: p.row_scale + p.bias + p.column_scale])
     # D, then Z if it is kept.
     outs, partial = rest[len(vectors) :][:num_outs], rest[len(vectors) + num_outs :]
@@ -127,7 +127,7 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
             copy = functools.partial(plgpu.copy_gmem_to_smem, barrier=full.at[slot])
             copy_a = functools.partial(copy, collective_axes=shared_a)
             copy_a(values.at[pl.ds(mi * tile_m, tile_m), pl.ds(k * (c.bk // 2), c.bk // 2)], a_smem.at[slot])
-            copy_a(words.at[row_tiles, pl.ds(k * tile_words[1], tile_words[1])], words_smem.at[slot])
+            copy_a(metadata.at[row_tiles, pl.ds(k * tile_words[1], tile_words[1])], words_smem.at[slot])
             columns, ks = pl.ds(ni * c.bn, c.bn), pl.ds(k * c.bk, c.bk)
             copy(
               b.at[columns, ks] if p.b_layout == 'nk' else b.at[ks, columns], b_smem.at[slot],

@@ -1,4 +1,4 @@
-"""This package's kernel on a card, as `bench` times it: `mosaic_gpu` on Hopper, elsewhere `mosaic_gpu_sm80`.
+"""This package's kernel on a GPU, as `bench` times it: `mosaic_gpu` on Hopper, elsewhere `mosaic_gpu_sm80`.
 
 The one has settings to choose from, the other runs with a single one.
 """
@@ -46,7 +46,7 @@ def _known(p: mosaic_gpu.Problem, device: _device.Device, folder: pathlib.Path) 
 
 
 def compiled(p: mosaic_gpu.Problem, device: _device.Device, choices: Sequence[mosaic_gpu.Config]) -> Compiled:
-  """The kernel of the card, as far as it takes the problem and compiles: on Hopper, where it has any, by `choices`."""
+  """The kernel of the GPU, as far as it takes the problem and compiles: on Hopper, where it has any, by `choices`."""
   if name(device) == 'mosaic_gpu':
     return [*_prepared.compile_sparse(p, choices)]
   x = jax.eval_shape(functools.partial(_prepared.inputs, p), jax.random.key(0))

@@ -11,14 +11,14 @@ from pallas_kernels.mosaic.sizes import ceil
 from pallas_kernels.sparse_matmul._problem import Config, fits, Problem, schedule
 
 H100_SMS = 132
-# Nanoseconds of a K step of 64 16-bit or 128 8-bit entries by (rows, columns) of a consumer, on a full card. Ours.
+# Nanoseconds of a K step of 64 16-bit or 128 8-bit entries by (rows, columns) of a consumer, on a full GPU. Ours.
 _STEP_NS = {(128, 192): 630.0, (64, 256): 442.0, (64, 192): 345.0, (64, 128): 262.0}
 # What sharing A, the smaller operand, or nothing adds: every step then brings more bytes from L2.
 _SHARING_A = {128: 1.01, 64: 1.06}
 _SHARING_NOTHING = {192: 1.3, 256: 1.3, 128: 1.0}
 _EPILOGUE_NS = 3e-2  # an entry of a CTA's tile
 _LAUNCH_US = 4.0
-# An almost empty card clocks higher.
+# An almost empty GPU clocks higher.
 _IDLE_GAIN = 0.15
 # Splitting sends partial sums through memory, and fills SMs whose rest would have raised the clock. Its pieces are at
 # different parts of K, so that some of what their tiles share comes from memory: an eighth of it at 2.8 TB/s. Ours.
@@ -26,7 +26,7 @@ _SPLIT_US, _SPLIT_FACTOR, _SPLIT_BYTES_US = 15.0, 1.03, 22.5e6
 
 
 def predicted_us(p: Problem, c: Config, num_sms: int = H100_SMS) -> float:
-  """Time of a product in microseconds, as an H100 would take it.
+  """Time of a matmul in microseconds, as an H100 would take it.
 
   >>> import jax.numpy as jnp
   >>> bf16 = jnp.dtype('bfloat16')
@@ -87,7 +87,7 @@ def candidates(p: Problem, num_sms: int, count: int = 10) -> list[Config]:
 
   Args:
     p: the problem.
-    num_sms: of the card.
+    num_sms: of the GPU.
     count: at most so many.
   """
   ranked = sorted(_ways(p, num_sms), key=lambda c: predicted_us(p, c, num_sms))
@@ -98,7 +98,7 @@ def candidates(p: Problem, num_sms: int, count: int = 10) -> list[Config]:
     if c.split == 1 and (fewer := balanced(p, c, num_sms)) < num_sms // c.cluster * c.cluster:
       found += [change(c, ctas=max(fewer, min(128, num_sms)))]
     found += [change(c, slots=2, band=4)]
-  # A long product may prefer what its last wave does not let expect.
+  # A long matmul may prefer what its last wave does not let expect.
   found += ranked[count // 2 :]
   return [c for c in dict.fromkeys(found) if fits(p, c)][:count]
 

@@ -1,7 +1,7 @@
-"""A product on the card at hand: random data, the right answer, and compiled ways to it, sparse and dense.
+"""A matmul on the GPU at hand: random data, the right answer, and compiled ways to it, sparse and dense.
 
 Data are random because power, hence the clock, depends on them: on zeros the same kernel runs 13% faster. The dense
-baseline is the faster of XLA's two ways to write the product (A.B, or B^T.A^T with the transposition that the layout
+baseline is the faster of XLA's two ways to write the matmul (A.B, or B^T.A^T with the transposition that the layout
 asks for), which are made in the same process since XLA's choice differs from one to the next, and which count only if
 they give what the kernels must.
 """
@@ -23,7 +23,7 @@ from pallas_kernels.sparse_matmul import arg_specs, mosaic_gpu, operand
 Array = jax.Array
 # The oracle need not be fast, and XLA's search for a fast one takes longer than all else.
 _UNTUNED = {'xla_gpu_autotune_level': 0, 'xla_gpu_enable_triton_gemm': False}
-# XLA tries Triton products of 8 bits for minutes; in the steps that were traced it took none.
+# XLA tries Triton matmuls of 8 bits for minutes; in the steps that were traced it took none.
 _VENDOR = {'xla_gpu_enable_triton_gemm': False}
 
 
@@ -87,7 +87,7 @@ def _scaled(x: Array) -> Array:
 
 
 def _dense_ways(p: mosaic_gpu.Problem) -> dict[str, Callable[[Array, Array], Array]]:
-  """XLA's dense product written both ways round, for float8 also as the pattern that XLA maps to 8-bit GEMMs."""
+  """XLA's dense matmul written both ways round, for float8 also as the pattern that XLA maps to 8-bit GEMMs."""
   along_k = 1 if p.b_layout == 'nk' else 0
 
   def way(swapped: bool, cast: Callable[[Array], Array]) -> Callable[[Array, Array], Array]:
@@ -125,7 +125,7 @@ def plain(c: mosaic_gpu.Config) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-  """A problem on the card: its data, the right answer, and compiled ways to it; `dense` is the fastest dense one."""
+  """A problem on the GPU: its data, the right answer, and compiled ways to it; `dense` is the fastest dense one."""
 
   x: Inputs
   expected: Array
@@ -137,7 +137,7 @@ Compiled = list[tuple[mosaic_gpu.Config, Callable[..., Array]]]
 
 
 def compile_sparse(p: mosaic_gpu.Problem, choices: Sequence[mosaic_gpu.Config]) -> Compiled:
-  """The settings that compile, compiled; the card itself is not used."""
+  """The settings that compile, compiled; the GPU itself is not used."""
   x = jax.eval_shape(functools.partial(inputs, p), jax.random.key(0))
   compiled = compile_all([(sparse(p, c), (x.a, x.b)) for c in choices])
   for c, f in zip(choices, compiled, strict=True):
@@ -170,7 +170,7 @@ def dense_candidate(p: mosaic_gpu.Problem, x: Inputs) -> _tuning.Candidate:
 
 
 def in_16_bits(p: mosaic_gpu.Problem, a_dense: Array, key: Array) -> _tuning.Candidate:
-  """The dense product of a problem in 8 bits in bfloat16, with other numbers in the places of A's."""
+  """The dense matmul of a problem in 8 bits in bfloat16, with other numbers in the places of A's."""
   bf16 = jnp.dtype('bfloat16')
   wide = dataclasses.replace(p, a_dtype=bf16, b_dtype=bf16)
 

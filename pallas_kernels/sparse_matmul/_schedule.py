@@ -1,7 +1,7 @@
 """Which tile, and which part of K, a cluster works on: plain integer arithmetic, traced in the kernel, run in tests.
 
 `tiles` tiles on `clusters` clusters make `tiles // clusters` full waves and a remainder. Left alone, the remainder
-costs a whole wave in which most of the card idles: 688 tiles on 66 clusters take 11 waves for the work of 10.4. Split,
+costs a whole wave in which most of the GPU idles: 688 tiles on 66 clusters take 11 waves for the work of 10.4. Split,
 the remainder's K steps are laid end to end and cut into equal pieces, one a cluster (after stream-K, arXiv 2301.03598,
 in its hybrid form: data-parallel full waves first).
 

@@ -40,10 +40,10 @@ def sparse_matmul(
 ) -> Any:
   """D = activation(A . B + bias) with A 2:4-sparse along the sum, accumulated in float32.
 
-  Only A can be sparse on the hardware, and D has A's rows. The three products of a layer y[T, O] = x[T, I] W[I, O] are
+  Only A can be sparse on the hardware, and D has A's rows. The three matmuls of a layer y[T, O] = x[T, I] W[I, O] are
 
   ============  =============================  ===========  =================
-  product       A                              B            D
+  matmul        A                              B            D
   ============  =============================  ===========  =================
   forward       W^T, compressed along I        x 'nk'       y 'nm'
   input grad    W, compressed along O          dy 'nk'      dx 'nm'
@@ -68,7 +68,7 @@ def sparse_matmul(
       on its way to D. Needs an activation.
     implementation: 'sparse' (this package's kernel for the GPU at hand: `mosaic_gpu` on Hopper, `mosaic_gpu_sm80` on
       Ampere and Ada, which have these names as well), 'cusparselt', 'dense' (decompress and multiply), 'reference', or
-      None: the fastest by the records of this card under `pallas_kernels/tuned`, dense where sparse loses or nothing
+      None: the fastest by the records of this GPU under `pallas_kernels/tuned`, dense where sparse loses or nothing
       near was measured.
 
   Returns:

@@ -13,7 +13,7 @@ ROLES = ('forward', 'input_grad', 'weight_grad')
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-  """One product of a layer y[tokens, d_out] = x[tokens, d_in] W[d_in, d_out], or a plain square product.
+  """One matmul of a layer y[tokens, d_out] = x[tokens, d_in] W[d_in, d_out], or a plain square matmul.
 
   Attributes:
     tokens: rows of x.
@@ -33,7 +33,7 @@ class Spec:
 
   @property
   def mnk(self) -> tuple[int, int, int]:
-    """Sizes of the sparse product; the sparse operand's rows come first."""
+    """Sizes of the sparse matmul; the sparse operand's rows come first."""
     return {
       'plain': (self.d_out, self.tokens, self.d_in),
       'forward': (self.d_out, self.tokens, self.d_in),
@@ -85,7 +85,7 @@ SMALL = [
 GPT2_124M = [*_layer(32768, 768, 3072), *_layer(32768, 3072, 768)]
 GPT2_774M = [*_layer(16384, 1280, 5120), *_layer(16384, 5120, 1280)]
 GPT2_1558M = [*_layer(24576, 1600, 6400), *_layer(24576, 6400, 1600)]
-# Gate and up-projection are one product.
+# Gate and up-projection are one matmul.
 LLAMA_3B = [*_layer(12288, 3072, 2 * 8192), *_layer(12288, 8192, 3072)]
 # The blocks of width 4096 of `experiments.bench.block`, with GELU and with a gate.
 BLOCK = [

@@ -89,7 +89,7 @@ def bench(selection: str, out: pathlib.Path, folder: pathlib.Path = _records.TUN
     for spec in specs:
       record = _record(spec, p, environment, runs, names, samples, sustained, error)
       if vendor is not None:
-        # Apart from the product: who keeps A over many products pays it once.
+        # Apart from the matmul: who keeps A over many matmuls pays it once.
         record['baselines']['cusparselt']['compress_samples_ms'] = vendor[1]
       with out.open('a') as f:
         f.write(json.dumps(record) + '\n')

@@ -1,12 +1,12 @@
 """`sparse_matmul` by NVIDIA's cuSPARSELt, through XLA's foreign function interface.
 
-The fall-back on every card from sm_80 on, and the baseline that the kernels of this package are held against. The
+The fall-back on every GPU from sm_80 on, and the baseline that the kernels of this package are held against. The
 library keeps its operand in an undocumented blob, so there are two custom calls: `compress` makes the blob from the
 dense matrix, `matmul` multiplies it. `sparse_matmul` makes the blob in each call, which costs about as much as the
-product that follows it; a caller that keeps A over many products calls `prepare` once.
+matmul that follows it; a caller that keeps A over many matmuls calls `prepare` once.
 
 cuSPARSELt adds in float32 and rounds to the dtype of D. Scales, bias and activation are applied by XLA to what it
-wrote: for float8 to a float32 product, for 16-bit values to the rounded one, so that these round twice.
+wrote: for float8 to a float32 result, for 16-bit values to the rounded one, so that these round twice.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ _ROWS, _SUM = 32, 64
 @functools.partial(jax.tree_util.register_dataclass, data_fields=['blob'], meta_fields=['m', 'k', 'dtype'])
 @dataclasses.dataclass(frozen=True)
 class CusparseltOperand:
-  """A 2:4 matrix [m, k] as cuSPARSELt stores it: of use on the kind of card and version that made it alone.
+  """A 2:4 matrix [m, k] as cuSPARSELt stores it: of use on the kind of GPU and version that made it alone.
 
   Attributes:
     blob: uint8, values and metadata in the library's own order, with room to spare.
@@ -65,10 +65,10 @@ def prepare(
   Args:
     a: a sparse operand, or the dense matrix [M, K] with at most two non-zeros in each group of four of a row; -0.0 is
       zero.
-    device: the card to build for; None is the current one.
+    device: the GPU to build for; None is the current one.
 
   Raises:
-    NotImplementedError: the card, the dtype or the library does not do.
+    NotImplementedError: the GPU, the dtype or the library does not do.
   """
   if isinstance(a, formats.Compressed24 | operand.SparseOperand):
     a = formats.expand(operand.from_operand(a) if isinstance(a, operand.SparseOperand) else operand.rows_first(a))
@@ -84,7 +84,7 @@ def prepare(
 
 
 def blob_bound(m: int, k: int, dtype: Any) -> int:
-  """Bytes that hold a compressed A [m, k] on every card; how many are used, the library says only at run time.
+  """Bytes that hold a compressed A [m, k] on every GPU; how many are used, the library says only at run time.
 
   Kept values take half of A and positions two bits each; both are rounded up to whole tiles, of 256 x 256 here.
   """
@@ -111,13 +111,13 @@ def sparse_matmul(
 
   Args:
     a: also a `CusparseltOperand`, which saves compressing it.
-    config: the algorithm; None takes the fastest verified one of this very problem in the card's records (see
+    config: the algorithm; None takes the fastest verified one of this very problem in the GPU's records (see
       `tuned_config`). A problem without one runs the library's own choice, on an H100 up to 2.5 times slower than its
       best; `python -m pallas_kernels tune sparse_matmul --backends cusparselt` adds to the records.
-    device: the card to build for; None is the current one.
+    device: the GPU to build for; None is the current one.
 
   Raises:
-    NotImplementedError: no NVIDIA card from sm_80 on (sm_89 for float8), no cuSPARSELt 0.8.0 to 0.10, no compiler on
+    NotImplementedError: no NVIDIA GPU from sm_80 on (sm_89 for float8), no cuSPARSELt 0.8.0 to 0.10, no compiler on
       first use, or dtypes or layouts that the library does not take.
   """
   device, out_dtype = device or _device.current(), jnp.dtype(out_dtype)
@@ -160,7 +160,7 @@ def tuned_config(
   m: int, n: int, k: int, dtype: Any, out_dtype: Any, b_layout: str, out_layout: str, device: _device.Device,
   folder: pathlib.Path = _records.TUNED,
 ) -> Config | None:
-  """The fastest algorithm that was verified for this very problem, on this card and version; None if none was."""
+  """The fastest algorithm that was verified for this very problem, on this GPU and version; None if none was."""
   key = dict(m=m, n=n, k=k, dtype=jnp.dtype(dtype).name, out_dtype=jnp.dtype(out_dtype).name, b_layout=b_layout,
              out_layout=out_layout)
   entry = _records.entry_of(folder / device.slug / f'{OP}.json', key)
@@ -183,7 +183,7 @@ def _check_device(device: _device.Device, dtype: Any) -> None:
   needed = SM_89.capability if jnp.dtype(dtype).itemsize == 1 else SM_80.capability
   if device.platform != 'gpu' or device.capability < needed:
     raise NotImplementedError(
-      f'cuSPARSELt multiplies {jnp.dtype(dtype)} on NVIDIA cards of compute capability {needed[0]}.{needed[1]} and'
+      f'cuSPARSELt multiplies {jnp.dtype(dtype)} on NVIDIA GPUs of compute capability {needed[0]}.{needed[1]} and'
       f' later, this is {device.name} with {device.capability[0]}.{device.capability[1]}'
     )
   if jnp.dtype(dtype).name not in (*_WIDE, *_NARROW):

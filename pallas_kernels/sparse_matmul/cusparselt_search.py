@@ -137,7 +137,7 @@ def _screen(
 def _compile(
   p: mosaic_gpu.Problem, configs: Sequence[Config], a: cusparselt.CusparseltOperand, b: Array
 ) -> list[Any]:
-  """Compiled products, or what refused the setting; plans are asked for first, since they cost less."""
+  """Compiled matmuls, or what refused the setting; plans are asked for first, since they cost less."""
 
   def one(config: Config) -> Any:
     f = functools.partial(

@@ -1,4 +1,4 @@
-"""The dense choice: decompress, then XLA's matrix product. Taken where the sparse kernel was measured to lose."""
+"""The dense choice: decompress, then XLA's matmul. Taken where the sparse kernel was measured to lose."""
 
 from typing import Any
 

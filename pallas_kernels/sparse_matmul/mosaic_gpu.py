@@ -56,7 +56,7 @@ def sparse_matmul(
     out_layout: ...
     keep_preactivation: ...
     config: settings; None takes the tuned ones of the nearest measured problem.
-    device: the card to build for; None is the current one.
+    device: the GPU to build for; None is the current one.
     interpret: run on the CPU with race detection.
 
   Raises:
@@ -92,11 +92,11 @@ def sparse_matmul(
   config = config or for_outputs(p, _chosen_config(p, device))
   padded = _padded(p)
   values = operand.pad_to(a.values, (padded.m, padded.k // 2))
-  words = operand.pad_to(a.metadata, operand.metadata_shape(padded.m, padded.k))
+  metadata = operand.pad_to(a.metadata, operand.metadata_shape(padded.m, padded.k))
   b = operand.pad_to(b, (padded.n, padded.k) if b_layout == 'nk' else (padded.k, padded.n))
   vectors = _vectors(padded, config, bias, a_scale, b_scale)
   run = build(padded, config, num_sms=device.num_sms or 2, interpret=interpret)
-  d, *z = (x[:m, :n] if out_layout == 'mn' else x[:n, :m] for x in run(values, words, b, *vectors))
+  d, *z = (x[:m, :n] if out_layout == 'mn' else x[:n, :m] for x in run(values, metadata, b, *vectors))
   return (d, *z) if keep_preactivation else d
 
 

@@ -1,12 +1,12 @@
-"""Sparse matmul by warp-level `mma.sp`, which every NVIDIA card from compute capability 8.0 on has.
+"""Sparse matmul by warp-level `mma.sp`, which every NVIDIA GPU from compute capability 8.0 on has.
 
 One warpgroup a CTA computes 128 x 64 entries; Pallas' pipeline brings the tiles to shared memory, by cp.async on 8.x
 and by TMA on 9.0. The instruction (m16n8k32) takes the compressed A as a dense m16n8k16 takes its A, B as those of two
-such products, and the positions in the word order of `operand.py`: a warp's rows are the wgmma's. So one operand serves
+such matmuls, and the positions in the word order of `operand.py`: a warp's rows are the wgmma's. So one operand serves
 both kernels.
 
 Kept simple: sizes are padded to whole tiles and N-major B is transposed beforehand, both with a copy; scales, bias,
-activation and the transposed layout are left to XLA after a float32 result. No speed is claimed for any card.
+activation and the transposed layout are left to XLA after a float32 result. No speed is claimed for any GPU.
 """
 
 from collections.abc import Callable
@@ -59,15 +59,15 @@ def build(m: int, n: int, k: int, dtype: jnp.dtype, out_dtype: jnp.dtype, c: Con
   inline: Any = plgpu.inline_mgpu
 
   @inline(arg_types=(sums, lhs, plgpu.RefType(), rhs), return_type=result)
-  def multiply(ctx, accumulator, a, words, b):
-    return _multiply(c, dtype, accumulator, a, words, b)
+  def multiply(ctx, accumulator, a, metadata, b):
+    return _multiply(c, dtype, accumulator, a, metadata, b)
 
   @inline(arg_types=(sums, plgpu.RefType()), return_type=None)
   def store(ctx, accumulator, out):
     element = compat.utils.dtype_to_ir_type(out_dtype)
     accumulator.astype(element).store_untiled(out, optimized=False)
 
-  def kernel(values, words, b, out):
+  def kernel(values, metadata, b, out):
     row, column = lax.axis_index('row'), lax.axis_index('column')
 
     def body(_, a_smem, words_smem, b_smem, accumulator):
@@ -87,7 +87,7 @@ def build(m: int, n: int, k: int, dtype: jnp.dtype, out_dtype: jnp.dtype, c: Con
         spec((c.bm // 64, 1, 128), lambda i: (row, i, 0)),
         spec((c.bn, _BK), lambda i: (column, i), wgmma_sp.transforms(128, 2)),
       ],
-    )(values, words, b)
+    )(values, metadata, b)
     store(total, out.at[pl.ds(row * c.bm, c.bm), pl.ds(column * c.bn, c.bn)])
 
   return plgpu.kernel(
@@ -121,7 +121,7 @@ def _multiply(c: Config, dtype: jnp.dtype, accumulator: Any, a: Any, words: Any,
 
 
 def _mma(kind: str, a: list[Any], b: list[Any], total: list[Any], word: Any, selector: int) -> list[Any]:
-  """`ordered_metadata` promises positions in rising order, which the format has, and is the fast form on new cards."""
+  """`ordered_metadata` promises positions in rising order, which the format has, and is the fast form on new GPUs."""
   f32 = compat.ir.F32Type.get()
   text = (
     f'mma.sp::ordered_metadata.sync.aligned.m16n8k32.row.col.f32.{kind}.{kind}.f32 '
@@ -159,7 +159,7 @@ def sparse_matmul(
   """The back end: `reference.sparse_matmul` by the kernel; `config` and `device` as in `mosaic_gpu`.
 
   Raises:
-    NotImplementedError: no card of compute capability 8.0 to 9.0, or types other than bfloat16 and float16.
+    NotImplementedError: no GPU of compute capability 8.0 to 9.0, or types other than bfloat16 and float16.
   """
   device, config = device or _device.current(), config or Config()
   if device.arch.sparse_instruction is None:

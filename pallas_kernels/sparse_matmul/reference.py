@@ -68,7 +68,7 @@ def results(
   """What a back end returns whose float32 sums are `d` [M, N]: D, or (D, Z), rounded and in `out_layout`."""
 
   def stored(x: Array) -> Array:
-    # Rounded, then transposed: the other way round XLA makes a 16-bit product that it cannot run on a CPU.
+    # Rounded, then transposed: the other way round XLA makes a 16-bit matmul that it cannot run on a CPU.
     x = x.astype(out_dtype)
     return x if out_layout == 'mn' else x.T
 

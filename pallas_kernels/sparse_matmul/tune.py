@@ -1,4 +1,4 @@
-"""Times settings of `sparse_matmul` on the card at hand and keeps what was measured: `python -m pallas_kernels tune`.
+"""Times settings of `sparse_matmul` on the GPU at hand and keeps what was measured: `python -m pallas_kernels tune`.
 
 Every comparison is made in one process, on the same random data, with the same output layout (`_prepared`).
 """
@@ -28,7 +28,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
   parser.add_argument('--backends', nargs='+', default=['mosaic_gpu', 'cusparselt'], help='whose settings are searched')
   parser.add_argument('--processes', type=int, default=4, help='that compile (default: %(default)s)')
   parser.add_argument('--seconds', type=float, default=3600.0, help='after which no problem is begun')
-  parser.add_argument('--missing', action='store_true', help='only what this card has no record of')
+  parser.add_argument('--missing', action='store_true', help='only what this GPU has no record of')
 
 
 def run(args: argparse.Namespace) -> int:
@@ -51,7 +51,7 @@ def tune(
     backends: whose settings are searched. Of 'mosaic_gpu', if it is left out, the best known setting takes part all
       the same, and so does 'mosaic_gpu_sm80', which has one, where that kernel does not run; older rows of settings
       that are not timed now stay in the record as they are.
-    alone: entered while the card or the record is used, not while the kernels are compiled, which takes a core longer:
+    alone: entered while the GPU or the record is used, not while the kernels are compiled, which takes a core longer:
       a lock that processes which tune different problems share.
   """
   device = _device.current()
@@ -91,7 +91,7 @@ def tune_in_processes(
   """`tune` in several processes; returns how many problems failed. In the order of the selections, while time lasts.
 
   Problems that no time was left for are no failures; how many there are is printed. With `missing` only problems of
-  which this card has no record.
+  which this GPU has no record.
   """
   specs = [specs[0] for _, specs in _selected(selections)]
   if missing:

@@ -55,14 +55,14 @@ def _setting(rng: np.random.Generator, case: dict[str, Any]) -> dict[str, Any] |
   source = rng.random()
   if source < 0.15:
     return None
-  # One card's, so that a seed draws the same on all.
+  # One GPU's, so that a seed draws the same on all.
   found = _predict.candidates(p, _predict.H100_SMS) if source < 0.3 else list(kinds.values())[rng.integers(len(kinds))]
   return dataclasses.asdict(found[rng.integers(len(found))])
 
 
 @functools.cache
 def _measured(itemsize: int) -> Sequence[mosaic_gpu.Config]:
-  """The fastest setting of each recorded product of values of so many bytes, which the library runs there."""
+  """The fastest setting of each recorded matmul of values of so many bytes, which the library runs there."""
   rows = [
     _records.best_of(entry, 'mosaic_gpu')
     for path in sorted(_records.TUNED.glob('*/sparse_matmul.json')) for entry in _records.entries_of(path)

@@ -14,7 +14,7 @@ from pallas_kernels.vnm import _blocks as blocks
 
 @triton.jit
 def pack_columns(
-  x, used, values, words, rows,
+  x, used, values, metadata, rows,
   R: tl.constexpr, C: tl.constexpr, V: tl.constexpr, M: tl.constexpr, SPREAD: tl.constexpr, PARTS: tl.constexpr,
   SQUARED_RELU: tl.constexpr, SELECT: tl.constexpr,
 ):  # fmt: skip
@@ -56,13 +56,13 @@ def pack_columns(
   here = tl.program_id(0) * (V // 64)
   across: tl.constexpr = C // M // 16
   place = ((here + octet // 8) * across + tl.program_id(1)) * 128 + octet % 8 * 16
-  tl.store(words + place + tl.arange(0, 16)[:, None, None], eight)
-  blocks.exchange(words, here, across, V)
+  tl.store(metadata + place + tl.arange(0, 16)[:, None, None], eight)
+  blocks.exchange(metadata, here, across, V)
 
 
 @triton.jit
 def pack_columns_as(
-  x, gradient, words, rows, values,
+  x, gradient, metadata, rows, values,
   R: tl.constexpr, C: tl.constexpr, V: tl.constexpr, M: tl.constexpr, PARTS: tl.constexpr, SQUARED_RELU: tl.constexpr,
 ):  # fmt: skip
   """The gradient, or 2 gradient relu(x), under a pattern that is given: only what it keeps is read."""
@@ -78,7 +78,7 @@ def pack_columns_as(
   row = 2 * (pair - tl.program_id(0) * (V // 2))
   tile = (tl.program_id(0) * (V // 64) + row // 64) * (C // M // 16) + tl.program_id(1)
   g = tl.arange(0, 16)[:, None, None]
-  place = words + tile * 128 + row % 64 // 16 * 32 + row % 8 * 4 + g // 4
+  place = metadata + tile * 128 + row % 64 // 16 * 32 + row % 8 * 4 + g // 4
   shift = (row // 8 % 2 * 16 + g % 4 * 4).to(tl.uint32)
   nibbles = ((tl.load(place) >> shift) & 15) | ((tl.load(place + 4) >> shift) & 15) << 16
 

@@ -7,14 +7,14 @@ from pallas_kernels.vnm import _blocks as blocks
 
 
 @triton.jit
-def expand_rows(values, words, dense, K: tl.constexpr, ROWS: tl.constexpr):
-  """A program writes `ROWS` rows of 64 columns. Dense arrays are what products read that have another sparse side."""
+def expand_rows(values, metadata, dense, K: tl.constexpr, ROWS: tl.constexpr):
+  """A program writes `ROWS` rows of 64 columns. Dense arrays are what matmuls read that have another sparse side."""
   n = tl.arange(0, ROWS // 2)
   row = (n // 8 * 16 + n % 8)[None, :, None] + 8 * tl.arange(0, 2)[None, None, :] + tl.program_id(1) * ROWS
   g = tl.arange(0, 16)
   group = tl.program_id(0) * 16 + g[:, None, None]
   tile = (tl.program_id(1) * (ROWS // 64) + n[None, :] // 32) * (K // 64) + tl.program_id(0)
-  word = tl.load(words + tile * 128 + n[None, :] % 32 * 4 + g[:, None] // 4) >> (4 * (g[:, None] % 4)).to(tl.uint32)
+  word = tl.load(metadata + tile * 128 + n[None, :] % 32 * 4 + g[:, None] // 4) >> (4 * (g[:, None] % 4)).to(tl.uint32)
   nibble = (word[:, :, None] >> (16 * tl.arange(0, 2))[None, None, :].to(tl.uint32)) & 15
   pair = tl.load(values.to(tl.pointer_type(tl.uint32)) + row * (K // 4) + group)
   quads = dense.to(tl.pointer_type(tl.uint64)) + row * (K // 4) + group
@@ -23,7 +23,7 @@ def expand_rows(values, words, dense, K: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def scatter_rows(
-  values, words, rows, dense, C: tl.constexpr, V: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr
+  values, metadata, rows, dense, C: tl.constexpr, V: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr
 ):
   """A program puts what `ROWS` rows of 16 groups store where the index says, into zeros."""
   n = tl.arange(0, ROWS // 2)
@@ -31,7 +31,7 @@ def scatter_rows(
   g = tl.arange(0, 16)
   group = tl.program_id(0) * 16 + g[:, None, None]
   tile = (tl.program_id(1) * (ROWS // 64) + n[None, :] // 32) * (C // M // 16) + tl.program_id(0)
-  word = tl.load(words + tile * 128 + n[None, :] % 32 * 4 + g[:, None] // 4) >> (4 * (g[:, None] % 4)).to(tl.uint32)
+  word = tl.load(metadata + tile * 128 + n[None, :] % 32 * 4 + g[:, None] // 4) >> (4 * (g[:, None] % 4)).to(tl.uint32)
   nibble = ((word[:, :, None] >> (16 * tl.arange(0, 2))[None, None, :].to(tl.uint32)) & 15).to(tl.int32)
   pair = tl.load(values.to(tl.pointer_type(tl.uint32)) + row * (C // M) + group)
   index = rows + tl.program_id(1) * ROWS // V * (C // M * 4) + group * 4
@@ -42,7 +42,7 @@ def scatter_rows(
 
 @triton.jit
 def take_columns(
-  values, words, rows, ids, out,
+  values, metadata, rows, ids, out,
   C: tl.constexpr, V: tl.constexpr, M: tl.constexpr, COUNT: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
   """Columns `ids` of the dense matrix: `ROWS` rows by `WIDTH` of the `COUNT` columns a program."""
@@ -58,7 +58,7 @@ def take_columns(
   n = tl.arange(0, ROWS // 2)[None, :]
   row = tl.program_id(1) * ROWS + n // 8 * 16 + n % 8
   tile = row // 64 * (C // M // 16) + group[:, None] // 16
-  word = tl.load(words + tile * 128 + row % 64 // 16 * 32 + row % 8 * 4 + group[:, None] % 16 // 4)
+  word = tl.load(metadata + tile * 128 + row % 64 // 16 * 32 + row % 8 * 4 + group[:, None] % 16 // 4)
   word = word >> (group % 4 * 4)[:, None].to(tl.uint32)
   nibble = (word[:, :, None] >> (16 * tl.arange(0, 2))[None, None, :].to(tl.uint32)) & 15
   row = row[:, :, None] + 8 * tl.arange(0, 2)[None, None, :]

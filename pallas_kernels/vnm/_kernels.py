@@ -9,7 +9,7 @@ import triton.language as tl
 
 @triton.jit
 def pack_kernel(
-  x, gradient, given_words, given_rows, values, words, rows, masked,
+  x, gradient, given_metadata, given_rows, values, metadata, rows, masked,
   R: tl.constexpr, C: tl.constexpr, ROW_STRIDE: tl.constexpr, COLUMN_STRIDE: tl.constexpr, V: tl.constexpr,
   M: tl.constexpr, SPREAD: tl.constexpr, SQUARED_RELU: tl.constexpr, GRADIENT: tl.constexpr,
   MASKED: tl.constexpr,
@@ -34,7 +34,7 @@ def pack_kernel(
 
   for i in range(V // 64):
     _pack_rows(
-      x, gradient, given_words, values, words, masked, i, column, place, C, ROW_STRIDE, COLUMN_STRIDE, V, M,
+      x, gradient, given_metadata, values, metadata, masked, i, column, place, C, ROW_STRIDE, COLUMN_STRIDE, V, M,
       SQUARED_RELU, GRADIENT, MASKED,
     )  # fmt: skip
   if not GRADIENT:
@@ -89,7 +89,7 @@ def _activate(e, SQUARED_RELU: tl.constexpr):
 
 @triton.jit
 def _pack_rows(
-  x, gradient, given_words, values, words, masked, i, column, place,
+  x, gradient, given_metadata, values, metadata, masked, i, column, place,
   C: tl.constexpr, ROW_STRIDE: tl.constexpr, COLUMN_STRIDE: tl.constexpr, V: tl.constexpr, M: tl.constexpr,
   SQUARED_RELU: tl.constexpr, GRADIENT: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -114,7 +114,7 @@ def _pack_rows(
   tile = (tl.program_id(1) * (V // 64) + i) * (C // M // 16) + tl.program_id(0)
   if GRADIENT:
     row, quarter = tl.arange(0, 64)[:, None], tl.arange(0, 16)[None, :]
-    word = tl.load(given_words + tile * 128 + row // 16 * 32 + row % 8 * 4 + quarter // 4)
+    word = tl.load(given_metadata + tile * 128 + row // 16 * 32 + row % 8 * 4 + quarter // 4)
     nibble = (word >> (row // 8 % 2 * 16 + quarter % 4 * 4).to(tl.uint32)).to(tl.int32) & 15
     low = nibble & 3
     high = nibble >> 2
@@ -135,7 +135,7 @@ def _pack_rows(
     quarter = tl.sum(tl.reshape((low | high << 2) << shift[None, :], (64, 4, 4)), axis=2)
     halves = tl.reshape(quarter, (4, 2, 8, 4)) << (16 * tl.arange(0, 2))[None, :, None, None]
     word = tl.reshape(tl.sum(halves, axis=1), (128,))
-    tl.store(words + tile * 128 + tl.arange(0, 128), word.to(tl.uint32, bitcast=True))
+    tl.store(metadata + tile * 128 + tl.arange(0, 128), word.to(tl.uint32, bitcast=True))
 
 
 @triton.jit

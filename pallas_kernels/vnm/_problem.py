@@ -29,7 +29,7 @@ class Config:
     stages: in the ring.
     delay: K steps whose wgmmas stay in flight, 0 or 1.
     band: tiles of M walked before N advances.
-    ctas: CTAs launched, if the card has so many SMs; None is one an SM.
+    ctas: CTAs launched, if the GPU has so many SMs; None is one an SM.
     places: which tiles a CTA takes, by its index in the launch or by that and where the launch began, see `place_of`.
     epilogue_n: columns stored at a time, 8 to 64.
     slots: buffers of 64 x `epilogue_n` of a consumer that wait for TMA to store them.
@@ -134,7 +134,7 @@ def place_of(cta: Any, first: Any, ctas: int) -> Any:
 
   A launch fills one GPC after the other, always in the same order, but begins with another one each time. Neighbouring
   places read the same columns of B, which L2 serves best to SMs of one GPC: on an H100, whose GPCs have 16 of 128 CTAs
-  each, columns end where GPCs do by place in every launch, by index in few. If a card differs it costs time, no more.
+  each, columns end where GPCs do by place in every launch, by index in few. If a GPU differs it costs time, no more.
 
   Args:
     cta: its index in the launch.

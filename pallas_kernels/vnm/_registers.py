@@ -35,9 +35,9 @@ def blocks(s: wgmma.Shape) -> wgmma.Blocks:
   @plgpu.inline_mgpu(
     arg_types=(compat.ACCUMULATOR, plgpu.RefType(), a_ref, *[b_ref] * panels), return_type=accumulator_type
   )
-  def step(ctx, accumulator, words, a, *b):
+  def step(ctx, accumulator, metadata, a, *b):
     registers = [ptx.extract(r) for r in accumulator.registers.flat]
-    word_at = ptx.add(ptx.address(words), ptx.scaled_thread(4))
+    word_at = ptx.add(ptx.address(metadata), ptx.scaled_thread(4))
     word = compat.llvm.inline_asm(ptx.i32(), [word_at], 'ld.shared.b32 $0, [$1];', '=r,l', has_side_effects=True)
     lane = _lane_offset(s.a_swizzle)
     values = [_load_fragment(ptx.address(a), lane, 32 * i) for i in range(s.instructions)]

@@ -13,7 +13,7 @@ from pallas_kernels.vnm import _blocks as blocks
 
 @triton.jit
 def pack_rows(
-  x, values, words, rows, masked, inputs, counts,
+  x, values, metadata, rows, masked, inputs, counts,
   C: tl.constexpr, V: tl.constexpr, M: tl.constexpr, SQUARED_RELU: tl.constexpr, MASKED: tl.constexpr,
   RESIDUALS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
@@ -46,7 +46,7 @@ def pack_rows(
   both = tl.sum(nibble << (16 * tl.arange(0, 2))[None, None, :].to(tl.uint32), axis=2)  # [GROUPS, V / 2]
   both = tl.reshape(both, (GROUPS // 4, 4, V // 2)) << (4 * tl.arange(0, 4))[None, :, None].to(tl.uint32)
   four = tl.program_id(0) * (GROUPS // 4) + tl.arange(0, GROUPS // 4)[:, None]
-  tl.store(words + _word(four, C, V, M), tl.sum(both, axis=1))
+  tl.store(metadata + _word(four, C, V, M), tl.sum(both, axis=1))
 
   member = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
   first_column = member * M
@@ -67,7 +67,7 @@ def pack_rows(
 
 @triton.jit
 def pack_rows_as(
-  x, gradient, words, rows, values, masked,
+  x, gradient, metadata, rows, values, masked,
   C: tl.constexpr, V: tl.constexpr, M: tl.constexpr, SQUARED_RELU: tl.constexpr, MASKED: tl.constexpr,
   COMPACT: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
@@ -84,7 +84,7 @@ def pack_rows_as(
   columns = (_rows_of(first), _rows_of(second))
 
   g = member[:, None]
-  word = tl.load(words + _word(g // 4, C, V, M)) >> (4 * (g % 4)).to(tl.uint32)
+  word = tl.load(metadata + _word(g // 4, C, V, M)) >> (4 * (g % 4)).to(tl.uint32)
   nibble = (word[:, :, None] >> (16 * tl.arange(0, 2))[None, None, :].to(tl.uint32)) & 15
 
   low, high = blocks.pick(_load(gradient, row, group, C, M), columns, M)

@@ -16,7 +16,7 @@ from pallas_kernels.vnm import _blocks as blocks
 
 @triton.jit
 def transpose_pack(
-  values_in, words_in, tables, values, words, rows,
+  values_in, words_in, tables, values, metadata, rows,
   R: tl.constexpr, C: tl.constexpr, V: tl.constexpr, M: tl.constexpr, SELECT: tl.constexpr,
 ):  # fmt: skip
   """The transpose's pattern and operand.
@@ -48,19 +48,19 @@ def transpose_pack(
   e1 = _entries(source, words_in, tables, first + (kept >> 4 & 15) * (R // M), group, R, C, V, M)
   e2 = _entries(source, words_in, tables, first + (kept >> 8 & 15) * (R // M), group, R, C, V, M)
   e3 = _entries(source, words_in, tables, first + (kept >> 12 & 15) * (R // M), group, R, C, V, M)
-  _keep(values, words, e0, e1, e2, e3, R // M, V, M)
+  _keep(values, metadata, e0, e1, e2, e3, R // M, V, M)
 
 
 @triton.jit
 def transpose_pack_as(
-  values_in, words_in, tables, words, rows, values,
+  values_in, words_in, tables, metadata, rows, values,
   R: tl.constexpr, C: tl.constexpr, V: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
   """The transpose's values under a pattern that is given."""
   source = values_in.to(tl.pointer_type(tl.uint32))
   group = (tl.program_id(0) * (V // M) + tl.arange(0, V // M))[None, :]
   member = (tl.program_id(1) * 16 + tl.arange(0, 16))[:, None]
-  given = _given(words, R // M, V, M)
+  given = _given(metadata, R // M, V, M)
   at = rows + tl.program_id(0) * (R // M * 4) + member * 4
   e0 = _entries(source, words_in, tables, blocks.load_index(at, R), group, R, C, V, M)
   e1 = _entries(source, words_in, tables, blocks.load_index(at + 1, R), group, R, C, V, M)
@@ -71,22 +71,22 @@ def transpose_pack_as(
 
 @triton.jit
 def transpose_pack_24(
-  values_in, words_in, tables, values, words, R: tl.constexpr, C: tl.constexpr, V: tl.constexpr, M: tl.constexpr
+  values_in, words_in, tables, values, metadata, R: tl.constexpr, C: tl.constexpr, V: tl.constexpr, M: tl.constexpr
 ):
   """Two of four neighbours of the transpose: a program has 16 groups of M columns by 16 of four rows of a block."""
   e0 = _neighbours(values_in, words_in, tables, 0, R, C, V, M)
   e1 = _neighbours(values_in, words_in, tables, 1, R, C, V, M)
   e2 = _neighbours(values_in, words_in, tables, 2, R, C, V, M)
   e3 = _neighbours(values_in, words_in, tables, 3, R, C, V, M)
-  _keep(values, words, e0, e1, e2, e3, R // 4, 16 * M, M)
+  _keep(values, metadata, e0, e1, e2, e3, R // 4, 16 * M, M)
 
 
 @triton.jit
 def transpose_pack_24_as(
-  values_in, words_in, tables, words, values, R: tl.constexpr, C: tl.constexpr, V: tl.constexpr, M: tl.constexpr
+  values_in, words_in, tables, metadata, values, R: tl.constexpr, C: tl.constexpr, V: tl.constexpr, M: tl.constexpr
 ):
   """`transpose_pack_24` under a pattern that is given."""
-  given = _given(words, R // 4, 16 * M, M)
+  given = _given(metadata, R // 4, 16 * M, M)
   e0 = _neighbours(values_in, words_in, tables, 0, R, C, V, M)
   e1 = _neighbours(values_in, words_in, tables, 1, R, C, V, M)
   e2 = _neighbours(values_in, words_in, tables, 2, R, C, V, M)
@@ -96,7 +96,7 @@ def transpose_pack_24_as(
 
 @triton.jit
 def _neighbours(
-  values, words, tables, j: tl.constexpr, R: tl.constexpr, C: tl.constexpr, V: tl.constexpr, M: tl.constexpr
+  values, metadata, tables, j: tl.constexpr, R: tl.constexpr, C: tl.constexpr, V: tl.constexpr, M: tl.constexpr
 ):
   """The entries of the j-th rows of 16 groups of four, whose metadata is one tile."""
   row = 4 * tl.arange(0, 16)[:, None] + j
@@ -105,13 +105,13 @@ def _neighbours(
   places = tile * 512 + row // 16 * 128 + row % 8 * 16 + row // 8 % 2 * 2 + two // 2 * 4 + two % 2
   group = tl.program_id(0) * 16 + tl.arange(0, 16)[None, :]
   return _entries_at(
-    values.to(tl.pointer_type(tl.uint32)), words.to(tl.pointer_type(tl.uint8)) + places, tables,
+    values.to(tl.pointer_type(tl.uint32)), metadata.to(tl.pointer_type(tl.uint8)) + places, tables,
     tl.program_id(1) * 64 + row, group, R, C, V, M, 16 * M,
   )  # fmt: skip
 
 
 @triton.jit
-def _keep(values, words, e0, e1, e2, e3, GROUPS: tl.constexpr, COLUMNS: tl.constexpr, M: tl.constexpr):
+def _keep(values, metadata, e0, e1, e2, e3, GROUPS: tl.constexpr, COLUMNS: tl.constexpr, M: tl.constexpr):
   """Stores the best two of four rows: values and metadata of 16 of a column's `GROUPS` groups."""
   if M == 4:
     even, odd, nibbles = _four_columns(e0, e1, e2, e3, 0)
@@ -125,7 +125,7 @@ def _keep(values, words, e0, e1, e2, e3, GROUPS: tl.constexpr, COLUMNS: tl.const
   else:
     low = _eight_columns(values, e0, e1, e2, e3, 0, GROUPS, COLUMNS, M)
     high = _eight_columns(values, e0, e1, e2, e3, 8, GROUPS, COLUMNS, M)
-  _store_words(words, low, high, GROUPS, COLUMNS)
+  _store_words(metadata, low, high, GROUPS, COLUMNS)
 
 
 @triton.jit

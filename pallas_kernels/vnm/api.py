@@ -57,7 +57,7 @@ def vnm_matmul(
   """D = A . B with A V:2:M-sparse along the sum, accumulated in float32.
 
   Each block of V rows of A reads only the rows of B that its kept columns name, 4 of each M, and sparse tensor cores
-  halve the sum once more. The kernel has no derivative: it is for products within a rule of one's own. 'dense' and
+  halve the sum once more. The kernel has no derivative: it is for matmuls within a rule of one's own. 'dense' and
   'reference' are differentiable in the values of A and in B.
 
   Args:
@@ -66,7 +66,7 @@ def vnm_matmul(
     out_dtype: float32, bfloat16 or float16; None is A's dtype.
     out_layout: 'mn' for D [R, N], 'nm' for D [N, R].
     implementation: 'sparse' (the kernel, `mosaic_gpu`, on Hopper), 'dense' (decompress and multiply), 'reference', or
-      None: the fastest by the records of this card, dense where sparse loses or nothing near was measured.
+      None: the fastest by the records of this GPU, dense where sparse loses or nothing near was measured.
 
   Returns:
     D.
@@ -129,7 +129,7 @@ def _candidates(a: CompressedVNM | VNMOperand, n: int, out_dtype: Any, out_layou
     return ('dense',)
   choice = _records.lookup(device.slug, OP, key(a, n, out_dtype, out_layout))
   if choice is None:
-    logging.info('%s: nothing like %s was measured on %s; taking the dense product', OP, a.shape, device.name)
+    logging.info('%s: nothing like %s was measured on %s; taking the dense matmul', OP, a.shape, device.name)
     return ('dense',)
   return ('dense',) if choice.implementation == 'dense' else (choice.implementation, 'dense')
 
@@ -340,7 +340,7 @@ def take_columns(a: VNMOperand, columns: Array, *, implementation: str | None = 
 
 
 def expand(operand: SparseOperand | VNMOperand, *, implementation: str | None = None) -> Array:
-  """The dense matrix of an operand, 2:4 or V:N:M, for a product in which it is the side that is not sparse.
+  """The dense matrix of an operand, 2:4 or V:N:M, for a matmul in which it is the side that is not sparse.
 
   A pass over operand and result; making the dense matrix again from what was packed takes XLA several.
 

@@ -9,7 +9,7 @@ the clock falls to 1.5 to 1.7 GHz. Blocks differ in their rows of B, so B cannot
 reads 4 K / M rows of B, 8 K N R / (M V) bytes in all, whatever the tile's width. L2 is faster where SMs of one GPC ask
 for the same rows at about the same time: so 32 or 64 tiles of rows by 4 or 2 of columns are multiplied side by side (a
 launch fills one GPC after the other), and which tiles a CTA takes goes by where the launch began (`place_of`).
-128:2:16 is 4.0 to 4.6 times as fast as the dense product of the same matrix, 128:2:8 2.4 to 2.5 times, 64:2:8 1.6 times
+128:2:16 is 4.0 to 4.6 times as fast as the dense matmul of the same matrix, 128:2:8 2.4 to 2.5 times, 64:2:8 1.6 times
 and 64:2:16 2.6 to 3.1 times. `LOG.md` has what was tried.
 """
 
@@ -50,7 +50,7 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
   Args:
     p: the problem; n and k are multiples of 64, two of them at least.
     c: settings.
-    num_sms: of the card.
+    num_sms: of the GPU.
     interpret: run on the CPU with race detection.
   """
   check_config(p, c)
@@ -106,7 +106,7 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
   if by_gpc:
     scratch['first'] = plgpu.SMEM((1,), jnp.int32)
 
-  def kernel(values, words, rows, b, out):
+  def kernel(values, metadata, rows, b, out):
     begun: Any = pl.get_global(plgpu.SemaphoreType.REGULAR((1,))) if by_gpc else None
 
     def scope(a_smem, b_smem, out_smem, words_smem, full, landed, empty, first=None):
@@ -145,7 +145,7 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
               barrier=full.at[slot],
             )
             plgpu.copy_gmem_to_smem(
-              words.at[pl.ds(mi * tile_words, tile_words), pl.ds(k, 1)], words_smem.at[slot], barrier=full.at[slot]
+              metadata.at[pl.ds(mi * tile_words, tile_words), pl.ds(k, 1)], words_smem.at[slot], barrier=full.at[slot]
             )
             by_width(ni, lambda bn, ops, gather: gather.copy(
               index, rows, block, k, b, ni * c.tile_n, b_smem.at[slot], landed.at[slot]
@@ -283,7 +283,7 @@ def vnm_matmul(
     out_dtype: ...
     out_layout: as in the reference.
     config: settings; None takes the tuned ones of the nearest measured problem.
-    device: the card to build for; None is the current one.
+    device: the GPU to build for; None is the current one.
     interpret: run on the CPU with race detection.
 
   Raises:

@@ -93,7 +93,7 @@ def vnm_pack(
   compact = 4 * c // m
   shapes = dict(
     values=jax.ShapeDtypeStruct((r, compact // 2), x.dtype),
-    words=jax.ShapeDtypeStruct(metadata_shape(r, compact), jnp.uint32),
+    metadata=jax.ShapeDtypeStruct(metadata_shape(r, compact), jnp.uint32),
     rows=jax.ShapeDtypeStruct((r // v, compact), jnp.int32),
     masked=jax.ShapeDtypeStruct(x.shape if masked else (1,), x.dtype),
     inputs=jax.ShapeDtypeStruct((r, compact // 2) if residuals else (1,), x.dtype),
@@ -114,7 +114,7 @@ def vnm_pack(
     if gradient is None:
       zeroed = dict(zeroed_outputs=(5,)) if residuals else {}
       out = call(
-        _rows.pack_rows, (x,), 'values words rows masked inputs counts', **options, **zeroed, RESIDUALS=residuals
+        _rows.pack_rows, (x,), 'values metadata rows masked inputs counts', **options, **zeroed, RESIDUALS=residuals
       )
     else:
       out = call(_rows.pack_rows_as, (kept, gradient, *given), 'values masked', **options, COMPACT=compact_x)
@@ -125,7 +125,7 @@ def vnm_pack(
     if gradient is None:
       bits = jnp.zeros((1,), jnp.uint32) if used is None else _bits(used)
       out = call(
-        _columns.pack_columns, (x, bits), 'values words rows', **options, SPREAD=spread, SELECT=used is not None
+        _columns.pack_columns, (x, bits), 'values metadata rows', **options, SPREAD=spread, SELECT=used is not None
       )
     else:
       out = call(_columns.pack_columns_as, (x, gradient, *given), 'values', **options)
@@ -139,13 +139,13 @@ def vnm_pack(
     options |= dict(grid=(along, down), num_warps=warps(m))
     if gradient is None:
       nothing = (jnp.zeros((1,), x.dtype), jnp.zeros((1,), jnp.uint32), jnp.zeros((1,), jnp.int32))
-      out = call(_kernels.pack_kernel, (x, *nothing), 'values words rows masked', **options)
+      out = call(_kernels.pack_kernel, (x, *nothing), 'values metadata rows masked', **options)
     else:
-      shapes |= dict(words=jax.ShapeDtypeStruct((1,), jnp.uint32), rows=jax.ShapeDtypeStruct((1,), jnp.int32))
-      out = call(_kernels.pack_kernel, (x, gradient, *given), 'values words rows masked', **options)
+      shapes |= dict(metadata=jax.ShapeDtypeStruct((1,), jnp.uint32), rows=jax.ShapeDtypeStruct((1,), jnp.int32))
+      out = call(_kernels.pack_kernel, (x, gradient, *given), 'values metadata rows masked', **options)
   if pattern is not None:
-    out |= dict(words=given[0], rows=given[1])
-  a = VNMOperand(SparseOperand(out['values'], out['words']), out['rows'], m, spread)
+    out |= dict(metadata=given[0], rows=given[1])
+  a = VNMOperand(SparseOperand(out['values'], out['metadata']), out['rows'], m, spread)
   return (
     a, out['masked'] if masked else None, out['inputs'] if residuals else None, out['counts'] if residuals else None
   )
@@ -176,21 +176,21 @@ def transpose_pack(a: VNMOperand, *, used: Array | None, pattern: VNMOperand | N
   tables = _tables(a, used, flags=used is not None)
   if pattern is not None:
     check_layout(pattern.compact, 'pattern')
-    words, rows = pattern.compact.metadata, pattern.rows
+    metadata, rows = pattern.compact.metadata, pattern.rows
     (made,) = _triton.call(
-      _transpose.transpose_pack_as, a.compact.values, a.compact.metadata, tables, words, rows, out_shape=[values],
+      _transpose.transpose_pack_as, a.compact.values, a.compact.metadata, tables, metadata, rows, out_shape=[values],
       **options,
     )
-    return VNMOperand(SparseOperand(made, words), rows, m, spread=True)
+    return VNMOperand(SparseOperand(made, metadata), rows, m, spread=True)
   shapes = [
     values, jax.ShapeDtypeStruct(metadata_shape(c, 4 * r // m), jnp.uint32),
     jax.ShapeDtypeStruct((c // v, 4 * r // m), jnp.int32),
   ]  # fmt: skip
-  made, words, rows = _triton.call(
+  made, metadata, rows = _triton.call(
     _transpose.transpose_pack, a.compact.values, a.compact.metadata, tables, out_shape=shapes, **options,
     SELECT=used is not None,
   )
-  return VNMOperand(SparseOperand(made, words), rows, m, spread=True)
+  return VNMOperand(SparseOperand(made, metadata), rows, m, spread=True)
 
 
 def transpose_24_warps(m: int) -> int:

@@ -23,8 +23,8 @@ from sparse24_jax.clusters import with_neurons
 from sparse24_jax.dot import check_layer, dot_general
 from sparse24_jax.ffn import ffn
 from sparse24_jax.layout import Layout
+from sparse24_jax.linear_layer import projection_state
 from sparse24_jax.packing import PackedWeight
-from sparse24_jax.products import projection_state
 from sparse24_jax.projection import straight_through
 from sparse24_jax.recipe import PhaseName, Recipe
 from sparse24_jax.rules import errors_name, leaves_by_path, match_rules

@@ -12,7 +12,7 @@ from jax import Array
 
 from sparse24_jax.activation_sparsity import ActivationPolicy
 from sparse24_jax.dot import check_layer, dot_general, DotPolicy, note_replaced
-from sparse24_jax.products import projection_state
+from sparse24_jax.linear_layer import projection_state
 from sparse24_jax.recipe import PhaseName, Recipe, Rule
 from sparse24_jax.rules import errors_name, match_rules, NEEDS_BLOCK
 
@@ -78,7 +78,7 @@ class SparseDot(nnx.Module):
       if self.activation is not None:
         raise ValueError(NEEDS_BLOCK)
       check_layer(precision, preferred_element_type, lhs.dtype)
-      # The compiler divides the three products and their packing by itself, so that types need not say how.
+      # The compiler divides the three matmuls and their packing by itself, so that types need not say how.
       divided: Any = run if out_sharding is None else jax.sharding.auto_axes(run, out_sharding=out_sharding)
       return divided(lhs, rhs, state, key)
 

@@ -11,14 +11,14 @@ from sparse24_jax.activation_sparsity import neuron_level_ffn
 from sparse24_jax.clusters import with_neurons
 from sparse24_jax.ffn import ffn
 from sparse24_jax.integration.nnx import SparseDot
-from sparse24_jax.products import projection_state
+from sparse24_jax.linear_layer import projection_state
 
 
 class Sparse24MLP(nnx.Module):
   """act(x W_up) W_down, or with a gate (act(x W_gate) * (x W_up)) W_down.
 
   Its maps `up`, `down` and `gate` are `nnx.Linear`, which `sparsify` finds like any other. Where one policy serves all
-  of them the layer is `sparse24_jax.ffn`, otherwise one product after the other.
+  of them the layer is `sparse24_jax.ffn`, otherwise one matmul after the other.
 
   Args:
     features: of input and output.

@@ -81,7 +81,7 @@ def sparse_variables(
   only arranges what the optimizer state holds.
 
   It packs the values of `params`: apply the model to those parameters only, and call this again for others (an average,
-  loaded weights). Packed weights are read in place of the parameters, so that others go unseen on a card with kernels,
+  loaded weights). Packed weights are read in place of the parameters, so that others go unseen on a GPU with kernels,
   and are seen elsewhere.
 
   An nnx model keeps what `nnx.update` brought. At the end of a step, after `optimizer.update`, bring in
@@ -98,7 +98,7 @@ def sparse_variables(
     phase: that of the model, see `sparsify`; in `'dense'` there is nothing to hand over, and an nnx model of that phase
       has no place for states of `'sparse'` ("assigned to static attribute 'dot_general'", says Flax). None is the
       recipe's first, which one that begins dense, to be sparse later, must say.
-    pack: whether to pack; None does if the policy names a kernel, or if this card has them and they may be chosen.
+    pack: whether to pack; None does if the policy names a kernel, or if this GPU has them and they may be chosen.
 
   Returns:
     linen: the collection `'sparse24'`, a nested dictionary. nnx: an `nnx.State` for `nnx.update`, of the weights named

@@ -134,7 +134,7 @@ class CommandTest(parameterized.TestCase):
     self.assertEqual(status, 0)
     self.assertRegex(out, r'total, head not counted +1\.670e\+18 +4\.\d+e\+17 +3\.90')
     self.assertRegex(call('flops', '--config', 'nano', '--recipe', 'static')[1], r'linear .* 5\.00')
-    # Counting takes no card.
+    # Counting takes no GPU.
     self.assertRegex(call('flops', '--config', 'gpt2_124m_bytes')[1], r'head +3\.092e\+13 .* 1\.00')
     self.assertIn("recipe.name is 'magic'", call('flops', '--config', 'nano', '--recipe', 'magic')[2])
 

@@ -38,7 +38,7 @@ class ArchTest(parameterized.TestCase):
       self.assertIn(generation.kernel(op), {*backends, None})
 
   @parameterized.parameters(('sm_80', 'mosaic_gpu_sm80'), ('sm_89', 'mosaic_gpu_sm80'), ('sm_90a', 'mosaic_gpu'))
-  def test_sparse_is_the_kernel_of_the_card(self, target, kernel):
+  def test_sparse_is_the_kernel_of_the_gpu(self, target, kernel):
     with mock.patch.object(_device, 'current', lambda: _device.target_device(target)):
       self.assertEqual(_dispatch.backend_of('sparse_matmul', 'sparse', api.BACKENDS), kernel)
       self.assertEqual(_dispatch.backend_of('transpose_pack', 'sparse', vnm_api.TRANSPOSERS), 'triton')
@@ -88,8 +88,8 @@ class LayoutTest(parameterized.TestCase):
     b = jnp.ones((64, 8), _BF16)
     for implementation in (None, 'dense', 'reference'):
       self.refused(vnm_api.vnm_matmul, self.blocks, b, implementation=implementation)
-    card = _device.target_device('sm_90a')
-    self.refused(vnm_mosaic_gpu.vnm_matmul, self.blocks, b, out_dtype=_BF16, out_layout='mn', device=card)
+    gpu = _device.target_device('sm_90a')
+    self.refused(vnm_mosaic_gpu.vnm_matmul, self.blocks, b, out_dtype=_BF16, out_layout='mn', device=gpu)
     x, columns = jnp.ones((128, 64), _BF16), jnp.zeros(3, jnp.int32)
     for implementation in ('reference', 'triton') if triton_interpreter.HAS_TRITON else ('reference',):
       named = dict(implementation=implementation)

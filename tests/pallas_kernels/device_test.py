@@ -9,11 +9,11 @@ from pallas_kernels import _device
 
 class DeviceTest(parameterized.TestCase):
 
-  def test_describes_an_nvidia_card(self):
-    card = types.SimpleNamespace(
+  def test_describes_an_nvidia_gpu(self):
+    gpu = types.SimpleNamespace(
       platform='gpu', device_kind='NVIDIA H100 80GB HBM3', compute_capability='9.0', core_count=132
     )
-    found = _device.describe(card)
+    found = _device.describe(gpu)
     self.assertEqual(found, _device.target_device('sm_90a'))
     self.assertEqual(found.slug, 'nvidia_h100_80gb_hbm3')
     self.assertEqual((found.arch.name, found.arch.sparse_instruction), ('sm_90a', 'wgmma'))

@@ -1,4 +1,4 @@
-"""Times that records of a card foretell, here of one in a temporary folder."""
+"""Times that records of a GPU foretell, here of one in a temporary folder."""
 
 import pathlib
 import tempfile
@@ -36,9 +36,9 @@ class ExpectedMsTest(parameterized.TestCase):
     )
     other = self.entry | dict(key=KEY | dict(m=512), baseline=dict(samples_ms=[100.0]), candidates=[])
     other['choice'] = dict(implementation='dense', config=None)
-    _records.save(self.folder / 'card' / 'op.json', {'op': 'op'}, [self.entry, other])
+    _records.save(self.folder / 'gpu' / 'op.json', {'op': 'op'}, [self.entry, other])
 
-  def ask(self, device='card', op='op', **change):
+  def ask(self, device='gpu', op='op', **change):
     return _records.expected_ms(device, op, KEY | change, folder=self.folder)
 
   def test_medians_of_verified_candidates_and_setup(self):
@@ -58,7 +58,7 @@ class ExpectedMsTest(parameterized.TestCase):
     self.assertEqual(self.ask(op='other'), {})
 
   def test_the_entry_of_exactly_this_problem(self):
-    path = self.folder / 'card' / 'op.json'
+    path = self.folder / 'gpu' / 'op.json'
     self.assertEqual(_records.entry_of(path, KEY), self.entry)
     self.assertIsNone(_records.entry_of(path, KEY | dict(m=65)))
     self.assertIsNone(_records.entry_of(self.folder / 'no.json', KEY))

@@ -47,7 +47,7 @@ class CommandTest(parameterized.TestCase):
     called.assert_called_once_with(3, 4, 5.0, pathlib.Path('run.jsonl'), 'mosaic_gpu_sm80')
 
   @parameterized.parameters(('sm_80', 'mosaic_gpu_sm80'), ('sm_90a', 'mosaic_gpu'))
-  def test_verify_takes_the_kernel_of_the_card(self, target, kernel):
+  def test_verify_takes_the_kernel_of_the_gpu(self, target, kernel):
     with (
       mock.patch.object(_device, 'current', lambda: _device.target_device(target)),
       mock.patch.object(verify, 'verify', return_value=0) as called,

@@ -18,7 +18,7 @@ from pallas_kernels import _compat, _device, _passes, costs
 from pallas_kernels.__main__ import TUNERS
 from tests.pallas_kernels import triton_interpreter
 
-_HEAD = dict(bench='memory_bound', device='card', driver='1', versions={}, when='2026-01-01')
+_HEAD = dict(bench='memory_bound', device='gpu', driver='1', versions={}, when='2026-01-01')
 _ROW = _passes.Case('negated', (8, 8), lambda key: (jnp.ones((8, 8), jnp.bfloat16),), None, jnp.negative, ())
 
 

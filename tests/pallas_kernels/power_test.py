@@ -89,14 +89,14 @@ class PowerTest(parameterized.TestCase):
       os.kill(int((self.folder / 'pid').read_text()), 0)
 
   @parameterized.parameters(('', '1'), ('3,5', '5'), ('GPU-a,GPU-b', 'GPU-b'))
-  def test_the_card_that_jax_computes_on(self, visible, expected):
-    self.assertIsNone(_power._current_card())
+  def test_the_gpu_that_jax_computes_on(self, visible, expected):
+    self.assertIsNone(_power._current_gpu())
     with (
       mock.patch.object(_device, 'current', lambda: _device.target_device('sm_90a')),
       mock.patch.object(jax, 'devices', lambda: [mock.Mock(local_hardware_id=1)]),
       mock.patch.dict(os.environ, {'CUDA_VISIBLE_DEVICES': visible}),
     ):
-      self.assertEqual(_power._current_card(), expected)
+      self.assertEqual(_power._current_gpu(), expected)
 
   @parameterized.parameters((0, 0, [612.0]), (3, 0, [690.5]), (0, 999, [690.5]))
   def test_nvml_goes_first_and_nvidia_smi_answers_for_what_it_refuses(self, refused, raised, expected):
@@ -112,10 +112,10 @@ class PowerTest(parameterized.TestCase):
 
     power = types.SimpleNamespace(nvmlReturn=refused, value=types.SimpleNamespace(uiVal=612_000))
     nvml = mock.Mock(
-      nvmlInit=start, nvmlDeviceGetHandleByIndex=lambda i: f'card {i}', NVML_FI_DEV_POWER_INSTANT=186, NVML_CLOCK_SM=1,
-      nvmlDeviceGetFieldValues=lambda card, ids: [power] if (card, ids) == ('card 2', [186]) else [],
-      nvmlDeviceGetClockInfo=lambda card, kind: {('card 2', 1): 1245}[card, kind],
-      nvmlDeviceGetCurrentClocksThrottleReasons=lambda card: 0x4 if card == 'card 2' else 0x1,
+      nvmlInit=start, nvmlDeviceGetHandleByIndex=lambda i: f'GPU {i}', NVML_FI_DEV_POWER_INSTANT=186, NVML_CLOCK_SM=1,
+      nvmlDeviceGetFieldValues=lambda gpu, ids: [power] if (gpu, ids) == ('GPU 2', [186]) else [],
+      nvmlDeviceGetClockInfo=lambda gpu, kind: {('GPU 2', 1): 1245}[gpu, kind],
+      nvmlDeviceGetCurrentClocksThrottleReasons=lambda gpu: 0x4 if gpu == 'GPU 2' else 0x1,
     )  # fmt: skip
     with mock.patch.dict(sys.modules, {'pynvml': nvml}), _power.recorded('2', every_s=0.01) as reading:
       time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""Records of a card: what is found near a problem, what a new run replaces, and what is shipped."""
+"""Records of a GPU: what is found near a problem, what a new run replaces, and what is shipped."""
 
 import functools
 import json
@@ -22,7 +22,7 @@ class RecordsTest(absltest.TestCase):
     temporary = tempfile.TemporaryDirectory()
     self.addCleanup(temporary.cleanup)
     folder = pathlib.Path(temporary.name)
-    _records.save(folder / 'card' / 'op.json', {'op': 'op'}, entries)
+    _records.save(folder / 'gpu' / 'op.json', {'op': 'op'}, entries)
     return folder
 
   def _entry(self, key, choice):
@@ -33,10 +33,10 @@ class RecordsTest(absltest.TestCase):
   def test_nearest_problem_wins_and_strings_must_match(self):
     big = _KEY | {'m': 256}
     folder = self._save(self._entry(_KEY, 'dense'), self._entry(big, 'mosaic_gpu'))
-    found = _records.lookup('card', 'op', _KEY | {'m': 200}, folder=folder)
+    found = _records.lookup('gpu', 'op', _KEY | {'m': 200}, folder=folder)
     self.assertEqual((found.implementation, found.key), ('mosaic_gpu', big))
-    self.assertIsNone(_records.lookup('card', 'op', _KEY | {'m': 1024}, folder=folder))
-    self.assertIsNone(_records.lookup('card', 'op', _KEY | {'dtype': 'float32'}, folder=folder))
+    self.assertIsNone(_records.lookup('gpu', 'op', _KEY | {'m': 1024}, folder=folder))
+    self.assertIsNone(_records.lookup('gpu', 'op', _KEY | {'dtype': 'float32'}, folder=folder))
     self.assertIsNone(_records.lookup('other', 'op', _KEY, folder=folder))
 
   def test_float16_takes_what_was_measured_in_bfloat16(self):
@@ -46,23 +46,23 @@ class RecordsTest(absltest.TestCase):
       for a, b in (('bfloat16', 'bfloat16'), ('float16', 'float16'), ('float16', 'float32'))
     )
     folder = self._save(self._entry(bf16, 'mosaic_gpu'))
-    lookup = functools.partial(_records.lookup, 'card', 'op', folder=folder)
+    lookup = functools.partial(_records.lookup, 'gpu', 'op', folder=folder)
     with self.assertLogs('pallas_kernels', logging.INFO) as logs:
       for key in (fp16, fp16 | {'m': 90}):
         self.assertEqual(lookup(key).key, bf16)
         self.assertEqual(lookup(key, implementation='mosaic_gpu').config, {'stages': 4})
     self.assertLen(logs.output, 1)
-    self.assertRegex(logs.output[0], 'op: on card nothing .* was measured in float16; records of bfloat16 serve')
+    self.assertRegex(logs.output[0], 'op: on gpu nothing .* was measured in float16; records of bfloat16 serve')
     self.assertIsNone(lookup(fp16 | {'m': 1024}))
     self.assertIsNone(lookup(wide))
     self.assertIsNone(lookup(bf16 | {'dtype': 'float32', 'out_dtype': 'float32'}))
-    self.assertIsNone(_records.entry_of(folder / 'card' / 'op.json', fp16))
+    self.assertIsNone(_records.entry_of(folder / 'gpu' / 'op.json', fp16))
 
   def test_a_record_of_float16_wins_where_there_is_one(self):
     bf16, own = (_KEY | {'dtype': name, 'out_dtype': name} for name in ('bfloat16', 'float16'))
     own |= {'m': 96}
     folder = self._save(self._entry(bf16, 'mosaic_gpu'), self._entry(own, 'dense'))
-    lookup = functools.partial(_records.lookup, 'card', 'op', folder=folder)
+    lookup = functools.partial(_records.lookup, 'gpu', 'op', folder=folder)
     with self.assertNoLogs('pallas_kernels', logging.INFO):
       for m in (64, 96):  # at 64 bfloat16 is nearer
         self.assertEqual(lookup(own | {'m': m}).key, own)
@@ -70,23 +70,23 @@ class RecordsTest(absltest.TestCase):
     self.assertEqual(lookup(bf16 | {'m': 96}).key, bf16)
 
   def test_on_an_h100_float16_runs_as_bfloat16_does(self):
-    card = _device.target_device('sm_90a')
+    gpu = _device.target_device('sm_90a')
     for op in ('sparse_matmul', 'vnm_matmul'):
-      for entry in _records.entries_of(_records.path_of(_records.TUNED, card.slug, op)):
+      for entry in _records.entries_of(_records.path_of(_records.TUNED, gpu.slug, op)):
         if entry['key']['dtype'] == 'bfloat16':
           fp16 = {name: 'float16' if value == 'bfloat16' else value for name, value in entry['key'].items()}
-          self.assertEqual(*(_records.lookup(card.slug, op, key) for key in (fp16, entry['key'])))
-          self.assertEqual(*(_records.expected_ms(card.slug, op, key) for key in (fp16, entry['key'])))
-          self.assertIn('dense', _records.expected_ms(card.slug, op, fp16))
+          self.assertEqual(*(_records.lookup(gpu.slug, op, key) for key in (fp16, entry['key'])))
+          self.assertEqual(*(_records.expected_ms(gpu.slug, op, key) for key in (fp16, entry['key'])))
+          self.assertIn('dense', _records.expected_ms(gpu.slug, op, fp16))
 
   def test_of_equally_near_problems_the_one_that_is_near_in_all_sizes(self):
     """Twice or half as many tokens are as far; then the layer's own width decides, and not the order of the file."""
     own, other = _KEY | {'n': 128}, _KEY | {'n': 128, 'm': 48, 'k': 48}
     for entries in ((own, other), (other, own)):
       folder = self._save(*(self._entry(key, 'dense') for key in entries))
-      self.assertEqual(_records.lookup('card', 'op', _KEY, folder=folder).key, own)
+      self.assertEqual(_records.lookup('gpu', 'op', _KEY, folder=folder).key, own)
 
-  def test_a_card_without_records_takes_those_of_its_chip_until_it_is_tuned(self):
+  def test_a_gpu_without_records_takes_those_of_its_chip_until_it_is_tuned(self):
     key = next(e['key'] for e in json.loads((_records.TUNED / H100 / 'sparse_matmul.json').read_text())['entries'])
     self.assertIsNone(_records.lookup('nvidia_a100_sxm4_80gb', 'sparse_matmul', key))
     found = _records.lookup('nvidia_h200', 'sparse_matmul', key)
@@ -94,23 +94,23 @@ class RecordsTest(absltest.TestCase):
     self.assertGreater(costs.expected_ms('nvidia_h200', 'transposable_pack', 2**26), 0)
     with tempfile.TemporaryDirectory() as name:
       folder = pathlib.Path(name)
-      for card, m in ((H100, 64), ('nvidia_h200', 128)):
+      for gpu, m in ((H100, 64), ('nvidia_h200', 128)):
         entry = self._entry(_KEY | {'m': m}, 'dense')
-        _records.save(folder / card / 'sparse_matmul.json', {'op': 'sparse_matmul'}, [entry])
+        _records.save(folder / gpu / 'sparse_matmul.json', {'op': 'sparse_matmul'}, [entry])
       _records.save(folder / H100 / 'vnm_matmul.json', {'op': 'vnm_matmul'}, [self._entry(_KEY, 'dense')])
       self.assertEqual(_records.lookup('nvidia_h200', 'sparse_matmul', _KEY, folder=folder).key['m'], 128)
       self.assertEqual(_records.lookup('nvidia_h200', 'vnm_matmul', _KEY, folder=folder).key['m'], 64)
 
   def test_best_settings_of_a_back_end_that_lost(self):
     folder = self._save(self._entry(_KEY, 'dense'))
-    found = _records.lookup('card', 'op', _KEY, implementation='mosaic_gpu', folder=folder)
+    found = _records.lookup('gpu', 'op', _KEY, implementation='mosaic_gpu', folder=folder)
     self.assertEqual(found.config, {'stages': 4})
 
   def test_saving_replaces_the_same_problem(self):
     folder = self._save(self._entry(_KEY, 'dense'))
-    _records.save(folder / 'card' / 'op.json', {'op': 'op'}, [self._entry(_KEY, 'mosaic_gpu')])
-    self.assertLen(json.loads((folder / 'card' / 'op.json').read_text())['entries'], 1)
-    self.assertEqual(_records.lookup('card', 'op', _KEY, folder=folder).implementation, 'mosaic_gpu')
+    _records.save(folder / 'gpu' / 'op.json', {'op': 'op'}, [self._entry(_KEY, 'mosaic_gpu')])
+    self.assertLen(json.loads((folder / 'gpu' / 'op.json').read_text())['entries'], 1)
+    self.assertEqual(_records.lookup('gpu', 'op', _KEY, folder=folder).implementation, 'mosaic_gpu')
 
   def test_entries_say_which_run_made_them(self):
     first, second = (
@@ -118,7 +118,7 @@ class RecordsTest(absltest.TestCase):
     )
     keys = [_KEY | {'m': m} for m in (8, 64, 512)]
     folder = self._save(self._entry(keys[0], 'dense'))  # as before there was such a note
-    path = folder / 'card' / 'op.json'
+    path = folder / 'gpu' / 'op.json'
     _records.save(path, first, [self._entry(key, 'dense') for key in keys[1:]])
     _records.save(path, second, [self._entry(keys[1], 'mosaic_gpu')])
     found = json.loads(path.read_text())
@@ -126,7 +126,7 @@ class RecordsTest(absltest.TestCase):
     by = {entry['key']['m']: entry.get('by', {}) for entry in found['entries']}
     self.assertEqual({m: each.get('command') for m, each in by.items()}, {8: None, 64: 'run b', 512: 'run a'})
     self.assertEqual(by[512], {'command': 'run a', 'commit': 'a', 'when': 'now'})
-    self.assertEqual(_records.lookup('card', 'op', keys[1], folder=folder).implementation, 'mosaic_gpu')
+    self.assertEqual(_records.lookup('gpu', 'op', keys[1], folder=folder).implementation, 'mosaic_gpu')
 
   def test_older_rows_stay_when_only_some_settings_are_timed_again(self):
     old = self._entry(_KEY, 'dense')

@@ -78,7 +78,7 @@ class VerifyTest(parameterized.TestCase):
     np.testing.assert_allclose(_tuning.relative_error(*args), error, rtol=1e-6)
 
   @parameterized.parameters(1, 4)
-  def test_no_more_than_two_repeats_are_on_the_card(self, repeats):
+  def test_no_more_than_two_repeats_are_on_the_gpu(self, repeats):
     waiting, most = 0, 0
 
     def queue(x):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import sparse24_jax as s24
-from sparse24_jax import _activation_products as products
+from sparse24_jax import _activation_matmuls as matmuls
 from sparse24_jax import activation_sparsity as acts
 from sparse24_jax.activation_sparsity import neuron_level_ffn
 from sparse24_jax.policy import ActivationPolicy, Clusters, TwoOfFour
@@ -117,8 +117,8 @@ class ExpertsTest(parameterized.TestCase):
     policy, inputs = POLICIES[name], draw(jnp.bfloat16, lead=(2,))
     state = state_of(policy, *inputs[1:3])
     block = functools.partial(eager, policy)
-    with mock.patch.object(products, 'takes_kernels', return_value=True) as choice:
-      with mock.patch.object(products, 'make', wraps=products.make) as make:
+    with mock.patch.object(matmuls, 'takes_kernels', return_value=True) as choice:
+      with mock.patch.object(matmuls, 'make', wraps=matmuls.make) as make:
         jax.eval_shape(block, *inputs, state)
       found = jit(jax.vmap(block))(*inputs, state)
     choice.assert_called_with(policy, TOKENS, (D, HIDDEN), jnp.bfloat16)  # of one expert

@@ -55,12 +55,12 @@ def recorded(product):
 
 @contextlib.contextmanager
 def records(times8=None, *, wide=None, costs_of=None):
-  """Times in FP8 by role, of dense products in 16 bits, and of passes."""
+  """Times in FP8 by role, of dense matmuls in 16 bits, and of passes."""
   times8 = TIMES8 if times8 is None else times8
   costs_of = COSTS if costs_of is None else costs_of
 
   def product(device, op, key):
-    assert (device, op) == ('card', 'sparse_matmul')
+    assert (device, op) == ('gpu', 'sparse_matmul')
     if key['dtype'] == 'bfloat16':
       return dict(dense=wide) if wide else {}
     return next((dict(times8.get(role, {})) for role in KEYS8 if KEYS8[role] == key), {})
@@ -74,7 +74,7 @@ def records(times8=None, *, wide=None, costs_of=None):
 
 def gain_of(*lead: int, dtype='float32'):
   params = {'up': jax.ShapeDtypeStruct((*lead, D_IN, D_OUT), dtype)}
-  (layer,) = s24.where_it_pays(params, FP8, tokens=TOKENS, device='card')
+  (layer,) = s24.where_it_pays(params, FP8, tokens=TOKENS, device='gpu')
   return layer
 
 
@@ -156,7 +156,7 @@ class Fp8LayerTest(parameterized.TestCase):
 class BlockTest(parameterized.TestCase):
 
   @parameterized.product(gated=(False, True), recipe=('fst', 's_ste_fp8', 's_ste', 'sr_ste'))
-  def test_parts_add_up_and_none_is_missing_on_the_card_that_was_measured(self, gated, recipe):
+  def test_parts_add_up_and_none_is_missing_on_the_gpu_that_was_measured(self, gated, recipe):
     recipe = {'fst': FST, 's_ste_fp8': FP8, 's_ste': s24.recipes.s_ste('.*'),
               'sr_ste': s24.recipes.sr_ste('.*', masked_decay=0.0)}[recipe]  # fmt: skip
     block = block_gain(4096, 16384, recipe, tokens=16384, gated=gated, device=H100)
@@ -177,7 +177,7 @@ class BlockTest(parameterized.TestCase):
       return {faster: 4.0, slower: 1.0} if joined else {faster: 1.0, slower: 2.0}
 
     with recorded(product), mock.patch.object(costs, 'expected_ms', lambda *_: 0.0):
-      block = block_gain(64, 128, FP8, tokens=32, gated=True, device='card')
+      block = block_gain(64, 128, FP8, tokens=32, gated=True, device='gpu')
     times = {part.name: part.ms for part in block.chosen}
     self.assertEqual(times['y of up'], 4.0)
     self.assertEqual((times['y of down'], times['dW of up']), (1.0, ms))
@@ -191,7 +191,7 @@ class BlockTest(parameterized.TestCase):
       return {} if 2 * 128 in (key['m'], key['n'], key['k']) else dict(single)
 
     with recorded(product), mock.patch.object(costs, 'expected_ms', lambda *_: 0.0):
-      block = block_gain(64, 128, recipe, tokens=32, gated=True, device='card')
+      block = block_gain(64, 128, recipe, tokens=32, gated=True, device='gpu')
     times = {part.name: part.ms for part in block.chosen}
     self.assertEqual((times['y of up'], times['dW of up']), (ms, ms))
 
@@ -224,8 +224,8 @@ class BlockTest(parameterized.TestCase):
     block = block_gain(4096, 16384, s24.recipes.sr_ste('.*', masked_decay=0.0), tokens=16384, device=H100)
     self.assertAlmostEqual(block.gain or 0.0, 1.0, places=6)
 
-  def test_a_card_without_records(self):
-    block = block_gain(64, 128, FP8, tokens=32, device='no_such_card')
+  def test_a_gpu_without_records(self):
+    block = block_gain(64, 128, FP8, tokens=32, device='no_such_gpu')
     self.assertIsNone(block.gain)
     self.assertIn('one block: - as chosen, - dense, -; - dense in FP8, -', block_table(block))
 
@@ -238,7 +238,7 @@ class BlockTest(parameterized.TestCase):
       recorded(lambda device, op, key: dict(zero)),
       mock.patch.object(costs, 'expected_ms', lambda device, op, size: float(size) if op in ops else None),
     ):
-      block = block_gain(d, h, FP8, tokens=t, gated=True, device='card')
+      block = block_gain(d, h, FP8, tokens=t, gated=True, device='gpu')
     weight = wide + wide + 1 + 0.625
     expected = (
       3 * d * h * weight + t * d * (wide + wide + 2) + 4 * d * h * (1.625 + wide) + 3 * t * h * wide
@@ -251,9 +251,9 @@ class BlockTest(parameterized.TestCase):
     self.assertEqual(block.saved_bytes, t * (d + h))
 
   def test_expectations_beside_measurements(self):
-    """Gains within a tenth of those that whole blocks showed; times of a step that keeps the card busy are longer.
+    """Gains within a tenth of those that whole blocks showed; times of a step that keeps the GPU busy are longer.
 
-    Of the card whose records they are made from.
+    Of the GPU whose records they are made from.
     """
     seen = 0
     for record in map(json.loads, RESULTS.read_text().splitlines()):

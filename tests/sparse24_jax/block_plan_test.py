@@ -17,7 +17,7 @@ import sparse24_jax as s24
 from sparse24_jax.availability import target
 from sparse24_jax.block_gain import explain
 from sparse24_jax.block_plan import plan_block
-from sparse24_jax.products import pack_weight
+from sparse24_jax.linear_layer import pack_weight
 from sparse24_jax.steps import Matmul
 
 TOKENS, D, HIDDEN = 64, 32, 128

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import sparse24_jax as s24
-from sparse24_jax import products
+from sparse24_jax import linear_layer
 from tests import oracles
 from tests.oracles import activation_and_slope, assert_close
 
@@ -205,7 +205,8 @@ class PathTest(parameterized.TestCase):
     x, weights, _, states, dy = problem(gated=kwargs.get('gated', False), biased=False, dtype=BF16)
     if policy == 's_ste_kernels':
       states = dict.fromkeys(states, jnp.float32(1))
-    with mock.patch.object(products, 'activation_and_weight_grad', wraps=products.activation_and_weight_grad) as spy:
+    wraps = linear_layer.activation_and_weight_grad
+    with mock.patch.object(linear_layer, 'activation_and_weight_grad', wraps=wraps) as spy:
       jax.eval_shape(
         functools.partial(value_and_cotangents, POLICIES[policy], 'gelu'), x, weights, {}, states, dy, KEY
       )
@@ -219,7 +220,8 @@ class PathTest(parameterized.TestCase):
       return {role: a[:32] if role == 'down' and a.ndim == 2 else a[..., :32] if role != 'down' else a
                             for role, a in tree.items()}  # fmt: skip
     weights, biases, states = cut(weights), cut(biases), cut(states)
-    with mock.patch.object(products, 'activation_and_weight_grad', wraps=products.activation_and_weight_grad) as spy:
+    wraps = linear_layer.activation_and_weight_grad
+    with mock.patch.object(linear_layer, 'activation_and_weight_grad', wraps=wraps) as spy:
       found, expected = (
         jitted(POLICIES[p], 'relu', x, weights, biases, states, dy, KEY) for p in ('kernels', 'reference')
       )

@@ -12,7 +12,7 @@ import pytest
 
 from pallas_kernels.pack import api as pack
 import sparse24_jax as s24
-from sparse24_jax import products
+from sparse24_jax import linear_layer
 from tests import oracles
 from tests.oracles import assert_close
 
@@ -54,7 +54,7 @@ class TransformationTest(parameterized.TestCase):
     self.keys = jax.random.split(KEY, self.LAYERS)
 
   def pack(self, weights, states):
-    return {role: products.pack_weight(POLICY, w, states[role], BF16) for role, w in weights.items()}
+    return {role: linear_layer.pack_weight(POLICY, w, states[role], BF16) for role, w in weights.items()}
 
   def layer(self, x, given):
     weights, states, key = given

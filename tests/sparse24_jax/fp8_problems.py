@@ -10,7 +10,7 @@ import numpy as np
 from pallas_kernels import formats
 from pallas_kernels.sparse_matmul.operand import from_operand
 import sparse24_jax as s24
-from sparse24_jax import products
+from sparse24_jax import linear_layer
 from tests import oracles
 
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -64,7 +64,7 @@ def dot_and_gradients(policy, x, w, state, dz, key):
 
 
 init = jax.jit(PROJECTION.init)
-pack_weight = jit(functools.partial(products.pack_weight, KERNELS, dtype=BF16))
+pack_weight = jit(functools.partial(linear_layer.pack_weight, KERNELS, dtype=BF16))
 
 
 def problem(*, gated: bool, biased: bool, tokens=TOKENS):

@@ -16,7 +16,7 @@ import pytest
 from pallas_kernels import _dispatch
 from pallas_kernels.pack import api as pack
 import sparse24_jax as s24
-from sparse24_jax import fp8, products
+from sparse24_jax import fp8, linear_layer
 from sparse24_jax.plan import Backends, LayerPlan
 from tests import oracles
 from tests.oracles import assert_close
@@ -170,7 +170,7 @@ class DotTest(parameterized.TestCase):
 
     @jit
     def scanned(x, w):
-      states = products.pack_weight(KERNELS, w, state, BF16) if how == 'packed' else state
+      states = linear_layer.pack_weight(KERNELS, w, state, BF16) if how == 'packed' else state
       z, vjp = jax.vjp(lambda x, w: jax.lax.scan(jax.checkpoint(layer), x, (w, states, keys))[0], x, w)
       return z, vjp(dz)
 

@@ -27,7 +27,7 @@ def run(*args: str) -> tuple[int, list[str]]:
 
 class CommandTest(parameterized.TestCase):
 
-  def test_without_a_card_says_what_to_do(self):
+  def test_without_a_gpu_says_what_to_do(self):
     code, (line,) = run(*ARGS)
     self.assertEqual(code, 1)
     self.assertIn("nothing was measured on 'cpu'", line)
@@ -41,7 +41,7 @@ class CommandTest(parameterized.TestCase):
     self.assertEqual(end.exception.code, 2)
     self.assertIn(message, err.getvalue())
 
-  def test_is_the_card_at_hand_unless_one_is_named(self):
+  def test_is_the_gpu_at_hand_unless_one_is_named(self):
     with mock.patch.object(_device, 'current', lambda: _device.target_device('sm_90a')):
       here = run(*ARGS)
     self.assertEqual(here, run(*ARGS, '--device', DEVICE))
@@ -115,7 +115,7 @@ class CommandTest(parameterized.TestCase):
     self.assertEqual(lines[4:], [] if expected is None else [expected])
 
   @parameterized.parameters((768, 3072, True), (1024, 4096, False))
-  def test_advice_on_the_card_that_was_measured(self, d, hidden, loses):
+  def test_advice_on_the_gpu_that_was_measured(self, d, hidden, loses):
     _, lines = run('where-it-pays', '--tokens', '2048', '--d', str(d), '--hidden', str(hidden), '--device', DEVICE)
     self.assertEqual(lines[4:], ['slower than dense: leave these layers out of the recipe'] if loses else [])
 

@@ -14,7 +14,7 @@ import pytest
 
 from pallas_kernels import _dispatch
 import sparse24_jax as s24
-from sparse24_jax import products
+from sparse24_jax import linear_layer
 from sparse24_jax.precision import Rounded
 from tests.quick import jit
 
@@ -55,7 +55,7 @@ def error(found, expected) -> float:
 
 @jax.jit
 def _sampled(dz, x):
-  return products.sampled_weight_grad(dz, KEY, Rounded(None, x), backend='dense', column=8)[1]
+  return linear_layer.sampled_weight_grad(dz, KEY, Rounded(None, x), backend='dense', column=8)[1]
 
 
 _mvue24 = jax.jit(functools.partial(s24.mvue24, axis=-2))
@@ -84,7 +84,7 @@ class SampleTest(parameterized.TestCase):
   def test_groups_that_would_be_cut_are_gathered_and_said(self):
     """Of 24 tokens on 4 devices each has 6, a group and a half."""
     dz, x, on = normal(0, 24, D), jnp.eye(24, dtype=BF16), mesh()
-    f = jax.jit(lambda dz, x: products.sampled_weight_grad(dz, KEY, Rounded(None, x), backend='dense')[1])
+    f = jax.jit(lambda dz, x: linear_layer.sampled_weight_grad(dz, KEY, Rounded(None, x), backend='dense')[1])
     _dispatch.log_once.cache_clear()
     with self.assertLogs('pallas_kernels', logging.INFO) as logs:
       found = f(put(dz, on, 'd'), put(x, on, 'd'))

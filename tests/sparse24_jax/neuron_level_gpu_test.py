@@ -1,4 +1,4 @@
-"""The squared-ReLU block on a card: by `implementation=None`, where records expect it to pay, and with clusters."""
+"""The squared-ReLU block on a GPU: by `implementation=None`, where records expect it to pay, and with clusters."""
 
 import dataclasses
 import functools

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 
 from pallas_kernels import _device, _dispatch, _records, costs
 import sparse24_jax as s24
-from sparse24_jax import _activation_products as products
+from sparse24_jax import _activation_matmuls as matmuls
 from sparse24_jax import neuron_plan as gain
-from tests.sparse24_jax.cards import card, H100
+from tests.sparse24_jax.gpus import gpu, H100
 
 T, D, H = 512, 64, 1024
 BLOCKS = s24.VNM(128, 8)
@@ -128,9 +128,9 @@ class ExpectedTest(parameterized.TestCase):
 class WhyDenseTest(parameterized.TestCase):
 
   def test_kernels_where_they_pay(self):
-    with card(), records():
+    with gpu(), records():
       self.assertIsNone(why_dense())
-    with card():
+    with gpu():
       for policy in (POLICY, TWO_OF_FOUR, s24.ActivationPolicy()):
         self.assertIsNone(gain.why_dense(policy, *HEADLINE, jnp.bfloat16))
 
@@ -140,7 +140,7 @@ class WhyDenseTest(parameterized.TestCase):
     (dict(triton='no such module'), r'sparse24-jax\[cuda\]: no such module'),
   )
   def test_machines(self, machine, message):
-    with card(**machine), records():
+    with gpu(**machine), records():
       self.assertRegex(why_dense(), message)
 
   def test_inside_a_shard_map_arrays_are_whole_and_there_is_a_mesh(self):
@@ -151,7 +151,7 @@ class WhyDenseTest(parameterized.TestCase):
       found.append(why_dense())
       return jnp.zeros(())
 
-    with card(), records():
+    with gpu(), records():
       jax.eval_shape(f)
     self.assertRegex(found[0], 'divided by a mesh')
 
@@ -161,7 +161,7 @@ class WhyDenseTest(parameterized.TestCase):
     (dict(sparse_weights=False), 'dense weights it was not timed'),
   )
   def test_policies(self, change, message):
-    with card(), records():
+    with gpu(), records():
       self.assertRegex(why_dense(dataclasses.replace(TWO_OF_FOUR, **change)), message)
 
   @parameterized.parameters(
@@ -171,18 +171,18 @@ class WhyDenseTest(parameterized.TestCase):
     (dict(d=D + 32), 'width of 96'), (dict(tokens=2**21), 'are 2.31 or more'),
   )
   def test_sizes(self, change, message):
-    with card(), records():
+    with gpu(), records():
       self.assertRegex(why_dense(**change), message)
 
   def test_what_was_not_measured(self):
-    with card(), records(NOTHING):
-      self.assertRegex(why_dense(), 'no products of bfloat16 near these')
-    with card():
-      self.assertRegex(why_dense(tokens=256, hidden=256), 'no products of bfloat16 near these')
-      self.assertRegex(gain.why_dense(POLICY, *HEADLINE, jnp.float32), 'no products of float32')
+    with gpu(), records(NOTHING):
+      self.assertRegex(why_dense(), 'no matmuls of bfloat16 near these')
+    with gpu():
+      self.assertRegex(why_dense(tokens=256, hidden=256), 'no matmuls of bfloat16 near these')
+      self.assertRegex(gain.why_dense(POLICY, *HEADLINE, jnp.float32), 'no matmuls of float32')
 
   def test_passes_take_what_products_gain(self):
-    with card():
+    with gpu():
       # 30 ms dense and 12.6 with the kernels, and what takes a pass of the rest.
       for ms, message in ((4.0, None), (5.0, r'27\.600 ms are expected of the kernels and 30\.000 of dense')):
         with records(pass_ms=lambda op, size, ms=ms: 0.0 if size == 10 * T * H else ms):
@@ -193,28 +193,28 @@ class WhyDenseTest(parameterized.TestCase):
 class TakesKernelsTest(absltest.TestCase):
 
   def _takes(self, policy=POLICY, tokens=T):
-    return products.takes_kernels(policy, tokens, (D, H), jnp.bfloat16)
+    return matmuls.takes_kernels(policy, tokens, (D, H), jnp.bfloat16)
 
   def test_follows_the_records_and_says_so_once(self):
     _dispatch.log_once.cache_clear()
-    with card(), self.assertLogs('sparse24_jax', 'INFO') as logs:
+    with gpu(), self.assertLogs('sparse24_jax', 'INFO') as logs:
       for times, taken in ((WINS, True), (NOTHING, False)):
         with records(times):
           self.assertEqual([self._takes(), self._takes()], [taken] * 2)
     self.assertLen(logs.output, 2)
-    self.assertIn('512 tokens, 64 x 1024, takes sparse products', logs.output[0])
-    self.assertIn('takes dense products: no products of bfloat16 near these', logs.output[1])
+    self.assertIn('512 tokens, 64 x 1024, takes sparse matmuls', logs.output[0])
+    self.assertIn('takes dense matmuls: no matmuls of bfloat16 near these', logs.output[1])
 
   def test_a_name_is_followed(self):
-    with card(), records():
+    with gpu(), records():
       self.assertFalse(self._takes(dataclasses.replace(POLICY, implementation='reference')))
-    with card(), records(NOTHING):
+    with gpu(), records(NOTHING):
       self.assertTrue(self._takes(dataclasses.replace(POLICY, implementation='sparse')))
 
   def test_not_without_a_gpu_nor_without_tokens(self):
     with records():
       self.assertFalse(self._takes())
-      with card():
+      with gpu():
         self.assertFalse(self._takes(tokens=0))
 
 

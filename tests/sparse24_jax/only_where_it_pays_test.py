@@ -121,7 +121,7 @@ class OnlyWhereItPaysTest(parameterized.TestCase):
 
   def test_what_was_not_measured_stays(self):
     self.assertIs(s24.only_where_it_pays(model_of(64), FST, tokens=16, device=H100), FST)
-    self.assertIs(s24.only_where_it_pays(model_of(768), FST, tokens=2048, device='another card'), FST)
+    self.assertIs(s24.only_where_it_pays(model_of(768), FST, tokens=2048, device='another GPU'), FST)
 
   def test_a_block_of_which_a_part_was_not_measured_stays(self):
     """A small one in FP8, say: also where its layers by themselves are expected to lose."""
@@ -139,7 +139,7 @@ class OnlyWhereItPaysTest(parameterized.TestCase):
 
   @parameterized.parameters(('first',), ('first', 'second'))
   def test_the_rest_trains(self, *slow):
-    """With the choice of the card's records replaced, since they hold nothing so small."""
+    """With the choice of the GPU's records replaced, since they hold nothing so small."""
     x = jax.random.normal(jax.random.key(0), (8, 32))
     params = Blocks().init(jax.random.key(1), x)['params']
     recipe = s24.recipes.transposable_srste('.*', masked_decay=0.1)

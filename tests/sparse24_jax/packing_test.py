@@ -11,7 +11,7 @@ import pytest
 from pallas_kernels import formats
 from pallas_kernels.sparse_matmul.operand import from_operand
 import sparse24_jax as s24
-from sparse24_jax import products
+from sparse24_jax import linear_layer
 from sparse24_jax.packing import pack
 from tests import oracles
 
@@ -85,9 +85,9 @@ class PackedWeightTest(parameterized.TestCase):
   @parameterized.parameters(*NOT_PACKED)
   def test_a_projection_that_is_not_2_4_along_the_input_has_no_packed_form(self, name):
     policy = s24.DotPolicy(NOT_PACKED[name], implementation='dense')
-    self.assertFalse(products.may_pack(policy, weight(64, 128)))
+    self.assertFalse(linear_layer.may_pack(policy, weight(64, 128)))
     with self.assertRaisesRegex(ValueError, 'has no packed form'):
-      products.pack_weight(policy, weight(64, 128), None, jnp.bfloat16)
+      linear_layer.pack_weight(policy, weight(64, 128), None, jnp.bfloat16)
 
   def test_an_old_mask_keeps_its_positions(self):
     """Between refreshes values move and positions stay."""

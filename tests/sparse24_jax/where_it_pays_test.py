@@ -1,4 +1,4 @@
-"""The advice on layers, against what `implementation=None` does on that card and against sums by hand."""
+"""The advice on layers, against what `implementation=None` does on that GPU and against sums by hand."""
 
 import contextlib
 import dataclasses
@@ -15,7 +15,7 @@ import sparse24_jax as s24
 from sparse24_jax.packing import pack
 from sparse24_jax.plan import Backends, plan_layer
 from sparse24_jax.where_it_pays import RoleGain, table
-from tests.sparse24_jax.cards import card, H100
+from tests.sparse24_jax.gpus import gpu, H100
 
 RECIPES = {
   'fst': s24.recipes.transposable_srste('.*', masked_decay=0.0),
@@ -41,7 +41,7 @@ def records(*, packing=lambda op, size: 0.0, **times):
   """Times of each product, by role, and of packing passes."""
 
   def product(device, op, key):
-    assert (device, op) == ('card', 'sparse_matmul')
+    assert (device, op) == ('gpu', 'sparse_matmul')
     (role,) = (r for r in ROLES if key == expected_key(r))
     return dict(times.get(role, {}))
 
@@ -67,7 +67,7 @@ def expected_key(role: str):
 
 
 def gain_of(recipe, *, lead=(), dtype='float32'):
-  (layer,) = s24.where_it_pays(struct(*lead, 64, 128, dtype=dtype), recipe, tokens=32, device='card')
+  (layer,) = s24.where_it_pays(struct(*lead, 64, 128, dtype=dtype), recipe, tokens=32, device='gpu')
   return layer
 
 
@@ -85,7 +85,7 @@ class ChoiceTest(parameterized.TestCase):
     recipe = RECIPES[recipe]
     policy = recipe.rules[0].policy
     for shape in SHAPES:
-      with card():
+      with gpu():
         plan = plan_layer(policy, tokens, *shape, jnp.dtype(dtype)).backends
         (layer,) = s24.where_it_pays(struct(*shape), recipe, tokens=tokens, dtype=dtype)
       for role in layer.roles:
@@ -93,7 +93,7 @@ class ChoiceTest(parameterized.TestCase):
         self.assertEqual(role.chosen, getattr(plan, role.role) or dense, f'{shape} {role}')
 
   def test_sides_that_do_not_pack_are_dense(self):
-    with card():
+    with gpu():
       (layer,) = s24.where_it_pays(struct(8, 6), RECIPES['s_ste'], tokens=32)
     self.assertEqual([role.chosen for role in layer.roles], ['dense'] * 3)
 
@@ -109,7 +109,7 @@ class ChoiceTest(parameterized.TestCase):
     self.assertEqual((role.chosen, role.sparse_ms, role.dense_ms), (chosen, ms, times.get('dense')))
     order = ('dense',) if min(times, key=times.get, default='dense') == 'dense' else ('cusparselt', 'dense')
     records_say = mock.patch.object(api, 'candidates_for', lambda *a, **k: order)
-    with card(), records_say, mock.patch.object(cusparselt, 'register'):
+    with gpu(), records_say, mock.patch.object(cusparselt, 'register'):
       found = plan_layer(RECIPES['s_ste'].rules[0].policy, 32, 64, 128, jnp.bfloat16)
       self.assertEqual(found.backends.weight_grad, chosen)
 
@@ -124,7 +124,7 @@ class ChoiceTest(parameterized.TestCase):
   def test_fp8_that_no_kernel_serves_is_no_dense_layer(self, d_in, d_out, dtype, policy, reason):
     recipe = s24.Recipe('r', (s24.Rule('.*', policy),))
     (layer,) = s24.where_it_pays(struct(d_in, d_out), recipe, tokens=16384, dtype=dtype, device=H100.slug)
-    with card():
+    with gpu():
       self.assertEqual(plan_layer(policy, 16384, d_in, d_out, jnp.dtype(dtype)).backends, Backends())
     self.assertEqual([role.chosen for role in layer.roles], ['simulated'] * 3)
     self.assertEqual((layer.expected_ms, layer.gain, layer.simulated), (None, None, reason))
@@ -135,9 +135,9 @@ class ChoiceTest(parameterized.TestCase):
 
   def test_tokens_must_be_positive(self):
     with self.assertRaisesRegex(ValueError, 'tokens=0 must be positive'):
-      s24.where_it_pays(struct(64, 128), RECIPES['fst'], tokens=0, device='card')
+      s24.where_it_pays(struct(64, 128), RECIPES['fst'], tokens=0, device='gpu')
     with self.assertRaisesRegex(ValueError, 'decides for no weight'):
-      s24.where_it_pays(struct(64, 128), s24.recipes.ste('other'), tokens=4, device='card')
+      s24.where_it_pays(struct(64, 128), s24.recipes.ste('other'), tokens=4, device='gpu')
 
 
 class Float16Test(absltest.TestCase):
@@ -195,8 +195,8 @@ class SumTest(parameterized.TestCase):
     self.assertEqual((layer.dense_ms, layer.expected_ms, layer.gain), (15.0, None, None))
     self.assertIn(' 15.000         -      - ', table([layer]))
 
-  def test_a_card_without_records(self):
-    layer, = s24.where_it_pays(struct(64, 128), RECIPES['fst'], tokens=32, device='no_such_card')
+  def test_a_gpu_without_records(self):
+    layer, = s24.where_it_pays(struct(64, 128), RECIPES['fst'], tokens=32, device='no_such_gpu')
     self.assertEqual([role.chosen for role in layer.roles], ['dense', 'dense', 'mosaic_gpu'])
     self.assertIsNone(layer.gain)
 

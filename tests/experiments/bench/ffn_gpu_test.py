@@ -1,4 +1,4 @@
-"""`s24.dot` and `s24.ffn` on a Hopper card, forward and gradients: `pytest -m gpu`.
+"""`s24.dot` and `s24.ffn` on a Hopper GPU, forward and gradients: `pytest -m gpu`.
 
 Exact results are held to the plain op in float32. MVUE chooses by the values that it is given, so where it samples what
 a rounding has touched, the same operands and samples multiplied by XLA, implementation='dense', are the measure.
@@ -84,7 +84,7 @@ class FfnTest(parameterized.TestCase):
   @parameterized.parameters(*CASES)
   def test_default_is_the_kernels(self, method, activation):
     if not _records.path_of(_records.TUNED, _device.current().slug, 'sparse_matmul').exists():
-      self.skipTest('the default follows the records of a card, and this one has none')
+      self.skipTest('the default follows the records of a GPU, and this one has none')
     case, *args, states = block((method, activation), SIZES[1])
     named, default = (
       jax.jit(sparse_step(case, case.policy(name))).lower(*args, states, KEY).compile() for name in (KERNELS, None)

@@ -66,12 +66,12 @@ class RunTest(parameterized.TestCase):
   def test_one_that_fails_or_takes_too_long_costs_the_others_nothing(self):
     missing, printed = self.run_with({
       'slow': measured({'a': 1}, then='time.sleep(60)', seconds=10),
-      'broken': measured({'a': 2}, text='no such card', then='sys.exit(3)'),
+      'broken': measured({'a': 2}, text='no such GPU', then='sys.exit(3)'),
       'good': measured({'a': 3}),
     })
     self.assertEqual(missing, 2)
     self.assertRegex(printed, r'(?m)^slow: stopped, \d+ s\. 0\.5 ms$')
-    self.assertRegex(printed, r'(?m)^broken: failed, exit status 3, \d+ s\. no such card$')
+    self.assertRegex(printed, r'(?m)^broken: failed, exit status 3, \d+ s\. no such GPU$')
     self.assertRegex(printed, r'(?m)^good: finished, \d+ s\. 0\.5 ms$')
     self.assertEqual((self.folder / 'good.jsonl').read_text(), '{"a": 3}\n')
 
@@ -125,7 +125,7 @@ bench.run(['sleeper'], pathlib.Path({str(self.folder)!r}), 100)
 
   @parameterized.parameters(*bench.MEASUREMENTS)
   def test_programs_take_their_arguments(self, name):
-    """Without a card each program says so, once it has understood what it was asked."""
+    """Without a GPU each program says so, once it has understood what it was asked."""
     _, _, module, *argv = bench.MEASUREMENTS[name].arguments(self.folder / 'x.jsonl')
     package = importlib.util.find_spec(module).submodule_search_locations is not None
     main = importlib.import_module(f'{module}.__main__' if package else module).main

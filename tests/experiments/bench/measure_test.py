@@ -57,7 +57,7 @@ class MeasureTest(parameterized.TestCase):
     device.assert_called_with(jnp.sin, (), 4, detach=True)
 
   @parameterized.parameters(attention, block, ffn, mesh, neuron_level, tracking, train_step)
-  def test_refused_at_once_without_a_card(self, module):
+  def test_refused_at_once_without_a_gpu(self, module):
     out, tokens = io.StringIO(), ['--tokens', 'none.npy'] if module is tracking else []
     # Nothing else may come first.
     with (

@@ -1,4 +1,4 @@
-"""Gated activations on a card: `pytest -m gpu`.
+"""Gated activations on a GPU: `pytest -m gpu`.
 
 Exponentials round otherwise than XLA's, so values are held to a rounding; what is picked from them is exact.
 """
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from pallas_kernels import _device, _tuning
 from pallas_kernels.gated_activation import api
 from pallas_kernels.pack import api as pack
-from tests.pallas_kernels.on_a_card import assert_same_bits, check_default, compiled, marks, REPEATS
+from tests.pallas_kernels.on_a_gpu import assert_same_bits, check_default, compiled, marks, REPEATS
 
 pytestmark = marks(8, 0)
 

@@ -1,4 +1,4 @@
-"""The packers on a card, bit for bit: `pytest -m gpu`."""
+"""The packers on a GPU, bit for bit: `pytest -m gpu`."""
 
 from absl.testing import absltest, parameterized
 import jax
@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import _device
 from pallas_kernels.pack import api
-from tests.pallas_kernels.on_a_card import check, check_default, draw, LARGE, marks, RAGGED, REPEATS
+from tests.pallas_kernels.on_a_gpu import check, check_default, draw, LARGE, marks, RAGGED, REPEATS
 
 pytestmark = marks(8, 0)
 

@@ -18,7 +18,7 @@ LARGEST = {E4M3: 448.0, E5M2: 57344.0}
 
 
 def compiled_for_hopper(f, *structs):
-  """Optimised HLO of `f` for an H100, without autotuning, which needs the card."""
+  """Optimised HLO of `f` for an H100, without autotuning, which needs the GPU."""
   from jax.experimental import topologies
 
   # The float8 rewriter asks for the version of CUDA.

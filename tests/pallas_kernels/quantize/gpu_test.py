@@ -1,4 +1,4 @@
-"""Rounding to float8 and the dense float8 product on a card: `pytest -m gpu`."""
+"""Rounding to float8 and the dense float8 product on a GPU: `pytest -m gpu`."""
 
 from absl.testing import absltest, parameterized
 import jax
@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import _tuning
 from pallas_kernels.quantize import api
-from tests.pallas_kernels.on_a_card import check, check_default, draw, LARGE, marks, RAGGED, REPEATS
+from tests.pallas_kernels.on_a_gpu import check, check_default, draw, LARGE, marks, RAGGED, REPEATS
 
 pytestmark = marks(8, 9)
 

@@ -105,11 +105,11 @@ class SparseAttentionTest(parameterized.TestCase):
     np.testing.assert_allclose(found, oracle(q, k, v, (Pattern(kind, 4),) * 4, 0.3), atol=2e-6)
 
   def test_another_implementation_serves_what_cudnn_refuses(self):
-    """On a card of the right generation whose cuDNN cannot be had, or will not take these shapes."""
+    """On a GPU of the right generation whose cuDNN cannot be had, or will not take these shapes."""
     q, k, v, _ = inputs(length=64, dtype=jnp.bfloat16)
     calls = functools.partial(sparse_attention, q, k, v, patterns=Pattern('local', 16))
     expected = calls(implementation='blocks')
-    with mock.patch.object(_device, 'current', lambda: _device.Device('card', 'gpu', (9, 0), 132)):
+    with mock.patch.object(_device, 'current', lambda: _device.Device('gpu', 'gpu', (9, 0), 132)):
       with self.assertRaisesRegex(ValueError, r"cuDNN refuses Pattern\(kind='local', window=16\): \w+"):
         calls(implementation='cudnn')
       found = jax.jit(calls)()

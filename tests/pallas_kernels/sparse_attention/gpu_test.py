@@ -1,4 +1,4 @@
-"""Sparse attention on a card: `pytest -m gpu`."""
+"""Sparse attention on a GPU: `pytest -m gpu`."""
 
 from absl.testing import absltest, parameterized
 import jax

@@ -22,7 +22,7 @@ ARRAYS = {
   'keys': [BF16] * 4 + [F32] * 2 + [BF16] * 5, 'last_keys': [BF16] * 4 + [F32] * 4,
 }  # fmt: skip
 ALONE, FAR, WITH_LAST = dict(JOINED=False, LAST=False), dict(JOINED='', WITH_DQ=True), dict(JOINED=False, LAST=True)
-CARD = mock.patch.object(_device, 'current', lambda: _device.Device('card', 'gpu', (9, 0), 132))
+CARD = mock.patch.object(_device, 'current', lambda: _device.Device('gpu', 'gpu', (9, 0), 132))
 
 
 def step(**options):
@@ -52,12 +52,12 @@ class TritonTest(parameterized.TestCase):
       ('forward', 'strided', 'column', ALONE), ('keys', 'strided', 'column', FAR),
       ('queries', 'combined', 'near', dict(JOINED=True, LAST=False)), ('last_keys', 'fixed', 'last', {}),
     ),
-    card=((64, 80), (64, 90), (128, 80), (128, 86), (128, 90)),
+    gpu=((64, 80), (64, 90), (128, 80), (128, 86), (128, 90)),
   )  # fmt: skip
-  def test_compiles_without_spills(self, kernel, card):
+  def test_compiles_without_spills(self, kernel, gpu):
     from pallas_kernels.sparse_attention import _gradients, _kernels, triton
 
-    (name, kind, part, constants), (size, capability) = kernel, card
+    (name, kind, part, constants), (size, capability) = kernel, gpu
     pattern, shape = Pattern(kind, 128), (4, 4096, 12, size)
     launch = triton.last_keys_launch(pattern, 0.125, shape, 12) if name == 'last_keys' else (
       triton.Part(part, pattern, 0.125, shape, 12).launch(name, **constants)
@@ -175,7 +175,7 @@ class MeshTest(parameterized.TestCase):
 
 
 class NoCardTest(absltest.TestCase):
-  def test_refusal_names_the_card(self):
+  def test_refusal_names_the_gpu(self):
     x = jnp.ones((1, 32, 2, 64), BF16)
     with self.assertRaisesRegex(ValueError, 'compute capability 8.0|cannot be imported'):
       sparse_attention(x, x, x, patterns=Pattern('local', 8), implementation='triton')

@@ -188,7 +188,7 @@ class ChoiceTest(absltest.TestCase):
   def test_reference_on_a_cpu(self):
     self.assertEqual(tuple(self._candidates(64, 64, 64, _device.current())), ('reference',))
 
-  def test_measured_winner_on_its_card(self):
+  def test_measured_winner_on_its_gpu(self):
     self.assertEqual(self._candidates(16384, 16384, 4096)[0], 'mosaic_gpu')
     self.assertEqual(self._candidates(14336, 16384, 4096)[0], 'mosaic_gpu')
 

@@ -32,7 +32,7 @@ from pallas_kernels.sparse_matmul import (
 )
 
 _SPEC = arg_specs.Spec(64, 128, 192, 'forward')
-_CARD = _device.target_device('sm_90a')
+_GPU = _device.target_device('sm_90a')
 _A100 = _device.target_device('sm_80')
 
 
@@ -60,13 +60,13 @@ class TuneTest(parameterized.TestCase):
     self.folder = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
     self.enter_context(mock.patch.object(_prepared, 'times_ms', _times))
     self.enter_context(mock.patch.object(_prepared, 'gap_s', lambda p, iterations: 0.0))
-    self.enter_context(mock.patch.object(_device, 'current', lambda: _CARD))
+    self.enter_context(mock.patch.object(_device, 'current', lambda: _GPU))
     self.enter_context(mock.patch.object(_device, 'environment', dict))
 
   def _entries(self):
-    return json.loads((self.folder / _CARD.slug / 'sparse_matmul.json').read_text())['entries']
+    return json.loads((self.folder / _GPU.slug / 'sparse_matmul.json').read_text())['entries']
 
-  def test_a_problem_of_two_roles_is_tuned_once_with_the_lock_held_where_the_card_is_used(self):
+  def test_a_problem_of_two_roles_is_tuned_once_with_the_lock_held_where_the_gpu_is_used(self):
     held = []
 
     class Lock(contextlib.AbstractContextManager):
@@ -118,18 +118,18 @@ class TuneTest(parameterized.TestCase):
     self.assertEqual(list(entry['others']), ['dense_bf16'])
     self.assertEqual(entry['others']['dense_bf16']['samples_ms'], [0.5] * 4)
     self.assertEqual(set(seen), {'float8_e4m3fn', 'bfloat16'})
-    found = _records.expected_ms(_CARD.slug, 'sparse_matmul', p.key, folder=self.folder)
+    found = _records.expected_ms(_GPU.slug, 'sparse_matmul', p.key, folder=self.folder)
     self.assertEqual(found, {'dense': 1.0, 'mosaic_gpu': 0.75, 'dense_bf16': 0.5})
 
   def test_what_is_known_takes_part_again(self):
     known = mosaic_gpu.Config(rows=64, bn=64, stages=3)
     p = _prepared.problem(_SPEC)
     row = dict(implementation='mosaic_gpu', config=_prepared.plain(known), error=0.0, rejected=None, samples_ms=[1.0])
-    path = self.folder / _CARD.slug / 'sparse_matmul.json'
+    path = self.folder / _GPU.slug / 'sparse_matmul.json'
     _records.save(path, {'op': 'x'}, [dict(key=p.key, baseline={}, candidates=[row], choice=row)])
-    self.assertEqual(_own_kernel.settings(p, _CARD, self.folder, False), [known])
-    self.assertIn(known, _own_kernel.settings(p, _CARD, self.folder, True))
-    self.assertLen(_own_kernel.settings(p, _CARD, self.folder, True), 11)
+    self.assertEqual(_own_kernel.settings(p, _GPU, self.folder, False), [known])
+    self.assertIn(known, _own_kernel.settings(p, _GPU, self.folder, True))
+    self.assertLen(_own_kernel.settings(p, _GPU, self.folder, True), 11)
 
   def test_problems_without_time_are_told(self):
     out = self.enter_context(contextlib.redirect_stdout(io.StringIO()))
@@ -144,9 +144,9 @@ class TuneTest(parameterized.TestCase):
     self.assertEqual((folder, backends, turn), (self.folder, (), None))
     self.assertEqual(_prepared.problem(spec), list(_prepared.unique(arg_specs.SMALL))[-1][0])
 
-  def test_only_what_has_no_record_of_this_card(self):
+  def test_only_what_has_no_record_of_this_gpu(self):
     *known, last = [_prepared.problem(specs[0]) for _, specs in tune._selected(['square', 'fp8'])]
-    path = self.folder / _CARD.slug / 'sparse_matmul.json'
+    path = self.folder / _GPU.slug / 'sparse_matmul.json'
     _records.save(path, {'op': 'x'}, [dict(key=p.key, baseline={}, candidates=[], choice={}) for p in known])
     with mock.patch.object(_processes, 'run', return_value=_processes.Ended(0, 0)) as run:
       tune.tune_in_processes(('square', 'fp8'), self.folder, ('mosaic_gpu',), 2, 5.0, missing=True)
@@ -162,7 +162,7 @@ class TuneTest(parameterized.TestCase):
     measured = _prepared.problem(_SPEC)
     own, chosen = mosaic_gpu.Config(rows=64, bn=64), mosaic_gpu.Config(rows=64, bn=64, stages=3)
     row = dict(implementation='mosaic_gpu', config=_prepared.plain(own), error=0.0, rejected=None, samples_ms=[1.0])
-    path = self.folder / _CARD.slug / 'sparse_matmul.json'
+    path = self.folder / _GPU.slug / 'sparse_matmul.json'
     _records.save(path, {'op': 'x'}, [dict(key=measured.key, baseline={}, candidates=[row], choice=row)])
     p = dataclasses.replace(measured, m=int(measured.m * factor))
     compiled = mock.Mock(side_effect=InterruptedError)
@@ -174,7 +174,7 @@ class TuneTest(parameterized.TestCase):
     ):
       bench.bench('small', self.folder / 'out.jsonl', _records.TUNED if folder == 'library' else self.folder)
     self.assertEqual(compiled.call_args.args, (p, [own if takes_own else chosen]))
-    self.assertEqual(choose.call_args_list, [] if takes_own else [mock.call(p, _CARD)])
+    self.assertEqual(choose.call_args_list, [] if takes_own else [mock.call(p, _GPU)])
 
   def test_a_record_has_clock_power_and_energy_of_the_loops_of_each(self):
     watts, timed = iter((600.0, 500.0, 505.0, 640.0, 520.0, 525.0)), []
@@ -237,7 +237,7 @@ class WithoutWgmmaTest(parameterized.TestCase):
     self.enter_context(mock.patch.object(time, 'sleep'))
 
   def _run(self, f, *args, factor=1.0, kernel_ms=0.5, vendor_ms=None, setup_ms=0.0):
-    """`f`, the results of mma.sp being `factor` times what they should; dense products take 1 ms. What is printed."""
+    """`f`, the results of mma.sp being `factor` times what they should; dense matmuls take 1 ms. What is printed."""
 
     def sparse_matmul(a, b, *, device, **meaning):
       self.assertEqual(device, _A100)
@@ -245,7 +245,7 @@ class WithoutWgmmaTest(parameterized.TestCase):
 
     def times(f, args, iterations):
       jax.block_until_ready(f(*args))
-      # Of dense products and of what stands for cuSPARSELt's, A is a matrix.
+      # Of dense matmuls and of what stands for cuSPARSELt's, A is a matrix.
       mine = not isinstance(args[0], jax.Array)
       return [kernel_ms if mine else vendor_ms if f in vendors else 1.0] * iterations
 
@@ -291,7 +291,7 @@ class WithoutWgmmaTest(parameterized.TestCase):
     *_, last = bench.table_of_records(self.folder)
     self.assertEndsWith(last, row)
 
-  def test_bench_measures_the_kernel_of_the_card_and_passes_over_what_that_does_not_take(self):
+  def test_bench_measures_the_kernel_of_the_gpu_and_passes_over_what_that_does_not_take(self):
     eight_bits = dataclasses.replace(_SPEC, dtype=jnp.dtype('float8_e4m3fn'))
     out = self.folder / 'out.jsonl'
     with mock.patch.dict(arg_specs.SELECTIONS, small=[_SPEC]):

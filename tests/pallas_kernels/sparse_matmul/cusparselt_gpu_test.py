@@ -1,4 +1,4 @@
-"""The contract of `sparse_matmul` by cuSPARSELt on a card: run by hand with `pytest -m gpu`."""
+"""The contract of `sparse_matmul` by cuSPARSELt on a GPU: run by hand with `pytest -m gpu`."""
 
 import concurrent.futures
 import functools
@@ -18,7 +18,7 @@ from tests.pallas_kernels.sparse_matmul.cusparselt_test import zeros_of_both_sig
 def _absent() -> str | None:
   """Why cuSPARSELt cannot be used here."""
   if _device.current().capability < (8, 0):
-    return 'needs an NVIDIA card from sm_80 on'
+    return 'needs an NVIDIA GPU from sm_80 on'
   try:
     library.library()
   except NotImplementedError as e:

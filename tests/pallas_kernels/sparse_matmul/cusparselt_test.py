@@ -1,6 +1,6 @@
 """The cuSPARSELt back end without a GPU: what it refuses, what it pads, and the calls in the compiled program.
 
-Multiplying needs a card: `cusparselt_gpu_test.py`. Here the custom calls are stood in for by what they mean.
+Multiplying needs a GPU: `cusparselt_gpu_test.py`. Here the custom calls are stood in for by what they mean.
 """
 
 import contextlib
@@ -207,7 +207,7 @@ class RefusalTest(parameterized.TestCase):
 
   def test_the_user_is_told_by_a_value_error(self):
     a, b = _problem(32, 32, 64, 'bfloat16', 'nk')
-    with self.assertRaisesRegex(ValueError, 'cusparselt: cuSPARSELt multiplies bfloat16 on NVIDIA cards'):
+    with self.assertRaisesRegex(ValueError, 'cusparselt: cuSPARSELt multiplies bfloat16 on NVIDIA GPUs'):
       api.sparse_matmul(a, b, implementation='cusparselt')
 
   def test_without_a_compiler_the_user_is_told_so(self):

@@ -1,4 +1,4 @@
-"""The contract of `sparse_matmul` on a card: run by hand with `pytest -m gpu`, its log kept as a record."""
+"""The contract of `sparse_matmul` on a GPU: run by hand with `pytest -m gpu`, its log kept as a record."""
 
 import dataclasses
 

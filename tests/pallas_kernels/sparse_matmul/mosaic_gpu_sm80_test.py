@@ -1,4 +1,4 @@
-"""The mma.sp kernel, compiled for cards that are not there; its numbers are checked on a card by `gpu_test`."""
+"""The mma.sp kernel, compiled for GPUs that are not there; its numbers are checked on a GPU by `gpu_test`."""
 
 import json
 import os

@@ -259,7 +259,7 @@ class CompileTest(parameterized.TestCase):
   @parameterized.parameters(('gelu', 'nm'), ('silu', 'mn'))
   @pytest.mark.slow
   def test_keeps_the_preactivation_without_spills(self, activation, out_layout):
-    # No config: the one that the card's record and `for_outputs` give.
+    # No config: the one that the GPU's record and `for_outputs` give.
     report = _report(
       (16384, 16384, 4096), _BF16, None, bias=True, activation=activation, out_layout=out_layout,
       keep_preactivation=True,

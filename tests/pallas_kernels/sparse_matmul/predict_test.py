@@ -54,7 +54,7 @@ class PredictTest(parameterized.TestCase):
     self.assertTrue(all(fits(p, c) for c in found))
     self.assertEqual(found[0], _predict.default_config(p))
 
-  def test_a_last_wave_is_split_where_this_card_has_one(self):
+  def test_a_last_wave_is_split_where_this_gpu_has_one(self):
     # 64 tiles of 512 x 192: a whole wave of 64 clusters, on 66 of them less than one.
     p = Problem(4096, 1536, 4096, _BF16, _BF16, _BF16)
     whole, rest = (

@@ -45,7 +45,7 @@ class ApiTest(parameterized.TestCase):
       mock.patch.object(_device, 'arrays_are_whole', lambda: True),
       mock.patch.object(pack, 'transposable_pack', transposable_pack),
     ):
-      # Under a name of its own: jit keeps what it traced for another card.
+      # Under a name of its own: jit keeps what it traced for another GPU.
       found = jax.jit(functools.partial(api.transposable_mask))(w)
     self.assertEqual(given, [case[0]])
     self.assertEqual(found.dtype, jnp.bool_)

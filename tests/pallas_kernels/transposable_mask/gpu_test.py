@@ -1,11 +1,11 @@
-"""The transposable mask on a card, where the packer finds it: `pytest -m gpu`."""
+"""The transposable mask on a GPU, where the packer finds it: `pytest -m gpu`."""
 
 from absl.testing import absltest, parameterized
 import jax
 import numpy as np
 
 from pallas_kernels.transposable_mask import api, reference
-from tests.pallas_kernels.on_a_card import draw, LARGE, marks, RAGGED, REPEATS
+from tests.pallas_kernels.on_a_gpu import draw, LARGE, marks, RAGGED, REPEATS
 
 pytestmark = marks(8, 0)
 

@@ -1,4 +1,4 @@
-"""The V:N:M ops on a card: `pytest -m gpu`."""
+"""The V:N:M ops on a GPU: `pytest -m gpu`."""
 
 import dataclasses
 import functools

@@ -76,7 +76,7 @@ class InterpretTest(parameterized.TestCase):
   def test_places_by_gpc(self):
     # The eleventh of 12 CTAs is said to be on SM 0.
     a, b = _inputs(256, 512, 256, 64, 8)
-    device = _device.Device('a card', 'gpu', (9, 0), 12)
+    device = _device.Device('a GPU', 'gpu', (9, 0), 12)
     self._check(a, b, dataclasses.replace(_SMALL, places='gpc', ctas=12), device=device)
 
   @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The Triton V:N:M packer without a GPU: interpreted, and compiled for three cards."""
+"""The Triton V:N:M packer without a GPU: interpreted, and compiled for three GPUs."""
 
 import functools
 import re

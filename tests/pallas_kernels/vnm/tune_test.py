@@ -24,7 +24,7 @@ class TuneTest(absltest.TestCase):
 
   def test_the_fastest_that_is_right_is_kept(self):
     folder = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
-    card = _device.target_device('sm_90a')
+    gpu = _device.target_device('sm_90a')
     right = functools.partial(api.vnm_matmul, implementation='reference')
 
     def multiply(config):
@@ -40,12 +40,12 @@ class TuneTest(absltest.TestCase):
 
     for module, name, value in (
       (tune, '_multiply', multiply), (tune, 'dense_ways', dense), (_tuning, 'times_ms', times),
-      (_tuning.time, 'sleep', lambda s: None), (_device, 'current', lambda: card), (_device, 'environment', dict),
+      (_tuning.time, 'sleep', lambda s: None), (_device, 'current', lambda: gpu), (_device, 'environment', dict),
     ):
       self.enter_context(mock.patch.object(module, name, value))
     with mock.patch.dict(arg_specs.SPECS, small=_SPEC), contextlib.redirect_stdout(io.StringIO()) as out:
       self.assertEqual(tune.run(argparse.Namespace(select=['small'], tuned=folder)), 0)
-    (entry,) = json.loads((folder / card.slug / f'{api.OP}.json').read_text())['entries']
+    (entry,) = json.loads((folder / gpu.slug / f'{api.OP}.json').read_text())['entries']
     self.assertEqual(entry['key']['pattern'], '64:2:8')
     self.assertEqual(entry['choice']['implementation'], 'mosaic_gpu')
     wrong = [row for row in entry['candidates'] if row['rejected']]

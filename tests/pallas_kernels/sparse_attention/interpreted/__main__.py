@@ -85,7 +85,7 @@ class InterpretedTest(parameterized.TestCase):
     self.check(Pattern(kind, window), (1, 50, 2, 16), 1, jnp.float16)
 
   @parameterized.parameters('combined', 'fixed')
-  def test_tiles_of_cards(self, kind):
+  def test_tiles_of_gpus(self, kind):
     self.check(Pattern(kind, 24), (2, 70, 1, 32), 1, jnp.bfloat16, triton.tiles)
 
   @settings(max_examples=4, deadline=None, derandomize=True, database=None)

@@ -34,7 +34,7 @@ _reference = jax.jit(
 
 
 def _interpreted(f, *args, **options):
-  """`f` of the launcher, with its own choice of kernels and constants, and the interpreter in place of the card."""
+  """`f` of the launcher, with its own choice of kernels and constants, and the interpreter in place of the GPU."""
 
   def call(kernel, *inputs, out_shape, grid, num_warps, zeroed_outputs=(), **constants):
     del num_warps

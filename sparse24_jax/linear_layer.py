@@ -1,6 +1,6 @@
-"""The three products of a linear layer, each on a kernel or as a plain matmul: how a `plan` is carried out.
+"""The three matmuls of a linear layer, each on a kernel or as a plain matmul: how a `plan` is carried out.
 
-A product that runs on a kernel takes a `PackedWeight` or an MVUE operand; one that does not takes the projected weight.
+A matmul that runs on a kernel takes a `PackedWeight` or an MVUE operand; one that does not takes the projected weight.
 """
 
 import functools
@@ -169,7 +169,7 @@ def may_pack(policy: DotPolicy, w: Array) -> bool:
 
 
 def packed_weight(p: Backends, policy: DotPolicy, w: Array, state: Any, dtype: Any) -> PackedWeight | None:
-  """The weight as the plan's products read it: what was handed over, or packed here; None if the plan packs nothing."""
+  """The weight as the plan's matmuls read it: what was handed over, or packed here; None if the plan packs nothing."""
   if not p.packs:
     return None
   if isinstance(state, PackedWeight) and state.dtype == (E4M3 if p.fp8 else dtype):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import sparse24_jax as s24
-from sparse24_jax import _activation_products as products
+from sparse24_jax import _activation_matmuls as matmuls
 from sparse24_jax import activation_sparsity as acts
 from sparse24_jax.neurons import spread
 from sparse24_jax.policy import ActivationPolicy
@@ -37,15 +37,15 @@ class ChoiceTest(parameterized.TestCase):
     (POLICIES['two_of_four_tokens'], True, 'SparseVNMTwoOfFour'),
   )
   def test_sides(self, policy, kernels, kind):
-    ops = products.make(policy, kernels, acts.feature_mask, acts.token_mask)
+    ops = matmuls.make(policy, kernels, acts.feature_mask, acts.token_mask)
     self.assertEqual(type(ops.activate.__self__).__name__, kind)
 
   @parameterized.parameters(True, False)
   def test_one_choice_for_forward_and_backward(self, kernels):
     inputs = draw(jnp.bfloat16)
     with (
-      mock.patch.object(products, 'takes_kernels', return_value=kernels) as choice,
-      mock.patch.object(products, 'make', wraps=products.make) as make,
+      mock.patch.object(matmuls, 'takes_kernels', return_value=kernels) as choice,
+      mock.patch.object(matmuls, 'make', wraps=matmuls.make) as make,
     ):
       jax.eval_shape(functools.partial(eager, VNM), *inputs, state_of(VNM, *inputs[1:3]))
     choice.assert_called_once_with(VNM, TOKENS, (D, HIDDEN), jnp.bfloat16)
@@ -55,7 +55,7 @@ class ChoiceTest(parameterized.TestCase):
     # The kernels' path by the ops' own choice of back ends, which on a CPU are the references.
     inputs = draw(jnp.bfloat16)
     expected = forward_and_grads(VNM, *inputs)
-    with mock.patch.object(products, 'takes_kernels', lambda *_: True):
+    with mock.patch.object(matmuls, 'takes_kernels', lambda *_: True):
       # Another share, the same three neurons: not the program compiled before.
       found = forward_and_grads(dataclasses.replace(VNM, dense_features=0.051), *inputs)
     for a, b in zip(found, expected, strict=True):
@@ -68,7 +68,7 @@ class SixProductsTest(parameterized.TestCase):
   def _operands(self, policy):
     """(kind, sparse operand with the contracted axis last) of each product, recorded in eager mode."""
     seen = []
-    make = products.make
+    make = matmuls.make
 
     def recording(*args):
       ops = make(*args)
@@ -91,7 +91,7 @@ class SixProductsTest(parameterized.TestCase):
 
       return ops._replace(by_weight=by_weight, over_neurons=over_neurons, over_tokens=over_tokens)
 
-    with mock.patch.object(products, 'make', recording):
+    with mock.patch.object(matmuls, 'make', recording):
       inputs = draw()
       eager(policy, *inputs, state_of(policy, *inputs[1:3]))
     return seen

@@ -1,4 +1,4 @@
-"""What tests of memory-bound kernels on a card share (`pytest -m gpu`): inputs with everything in them, equal bits."""
+"""What tests of memory-bound kernels on a GPU share (`pytest -m gpu`): inputs with everything in them, equal bits."""
 
 import functools
 

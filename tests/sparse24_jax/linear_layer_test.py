@@ -14,7 +14,7 @@ from pallas_kernels import _device, _dispatch, _partitioning, _records, _triton
 from pallas_kernels.ffi import cusparselt
 from pallas_kernels.sparse_matmul import api
 import sparse24_jax as s24
-from sparse24_jax import products
+from sparse24_jax import linear_layer
 from sparse24_jax.plan import Backends, plan_layer
 
 H100, A100 = _device.target_device('sm_90a'), _device.target_device('sm_80')
@@ -57,11 +57,11 @@ def packed_by_a_kernel(policy: s24.DotPolicy) -> bool:
 
 
 @contextlib.contextmanager
-def card(
+def gpu(
   device=H100, *, served=True, whole=True, triton=None, records=lambda m, n, k, **_: ('mosaic_gpu', 'dense'),
   library=None,
 ):  # fmt: skip
-  """A machine with this card, mesh, jax-triton, these records of measurements, and cuSPARSELt, or what it says."""
+  """A machine with this GPU, mesh, jax-triton, these records of measurements, and cuSPARSELt, or what it says."""
   with (
     mock.patch.object(cusparselt, 'register', side_effect=library),
     mock.patch.object(_device, 'current', lambda: device),
@@ -86,7 +86,7 @@ class PlanTest(parameterized.TestCase):
 
   def test_sparse_is_the_kernel_of_the_gpu(self):
     for device, backend in ((H100, 'mosaic_gpu'), (A100, 'mosaic_gpu_sm80')):
-      with card(device=device):
+      with gpu(device=device):
         self.assertEqual(backends(named(FST, 'sparse'), 32, 64, 128, BF16), Backends(*(backend,) * 3))
 
   @parameterized.product(policy=list(POLICIES), implementation=(None, 'reference'), dtype=(F32, BF16, FP16))
@@ -97,29 +97,29 @@ class PlanTest(parameterized.TestCase):
   def test_an_h100_runs_what_the_policy_makes_sparse(self, policy):
     policy, sparse = POLICIES[policy]
     sparse = (sparse[0] and packed_by_a_kernel(policy), *sparse[1:])
-    with card():
+    with gpu():
       self.assertEqual(backends(policy, 32, 64, 128, BF16), Backends(*('mosaic_gpu' if s else None for s in sparse)))
       self.assertEqual(backends(named(policy, 'reference'), 32, 64, 128, BF16), Backends())
 
   def test_the_records_decide_but_for_a_sampled_gradient(self):
-    with card(records=lambda m, n, k, **_: ('dense',)):
+    with gpu(records=lambda m, n, k, **_: ('dense',)):
       self.assertEqual(backends(FST, 32, 64, 128, BF16), Backends(None, None, 'mosaic_gpu'))
     # The input gradient alone, whose sparse operand has 64 rows.
-    with card(records=lambda m, n, k, **_: ('cusparselt', 'dense') if m == 64 else ('dense',)):
+    with gpu(records=lambda m, n, k, **_: ('cusparselt', 'dense') if m == 64 else ('dense',)):
       self.assertEqual(backends(FST, 32, 64, 128, BF16), Backends(None, 'cusparselt', 'mosaic_gpu'))
 
   def test_a_library_that_a_record_chose_may_be_missing(self):
     _dispatch.log_once.cache_clear()
     absent = NotImplementedError('cuSPARSELt was not found')
     with (
-      card(records=lambda m, n, k, **_: ('cusparselt', 'dense'), library=absent),
+      gpu(records=lambda m, n, k, **_: ('cusparselt', 'dense'), library=absent),
       self.assertLogs('sparse24_jax', logging.INFO) as logs,
     ):
       self.assertEqual(backends(FST, 32, 64, 128, BF16), Backends(None, None, 'mosaic_gpu'))
     self.assertEqual(logs.output, ['INFO:sparse24_jax:passing over cusparselt: cuSPARSELt was not found'])
 
   def test_on_an_h100_float16_takes_the_kernels_of_bfloat16(self):
-    with card(records=api.candidates_for):
+    with gpu(records=api.candidates_for):
       for dtype in (BF16, FP16):
         self.assertEqual(backends(FST, 16384, 4096, 16384, dtype), Backends(*('mosaic_gpu',) * 3))
 
@@ -132,7 +132,7 @@ class PlanTest(parameterized.TestCase):
       asked.append((m, n, k, jnp.dtype(dtype).name, jnp.dtype(out_dtype).name, b_layout, out_layout))
       return 'mosaic_gpu', 'dense'
 
-    with card(records=candidates_for):
+    with gpu(records=candidates_for):
       backends(FST, 32, 64, 128, BF16)
     plain = api.sparse_matmul
 
@@ -161,7 +161,7 @@ class PlanTest(parameterized.TestCase):
       tokens.append(n)
       return ('dense',) if n == 256 else ('mosaic_gpu', 'dense')
 
-    with card(whole=False, records=records):
+    with gpu(whole=False, records=records):
       self.assertEqual(backends(policy, 64, 128, 512, BF16).forward, 'mosaic_gpu')
       self.assertEqual(backends(policy, 2048, 128, 512, BF16).forward, 'mosaic_gpu')
     # Of eight devices; where sparse loses on a share, or nothing like it was measured, all of them.
@@ -169,18 +169,18 @@ class PlanTest(parameterized.TestCase):
 
   def test_the_dtype_is_asked_for(self):
     dtypes = []
-    with card(records=lambda m, n, k, *, dtype, **_: dtypes.append(jnp.dtype(dtype).name) or ('dense',)):
+    with gpu(records=lambda m, n, k, *, dtype, **_: dtypes.append(jnp.dtype(dtype).name) or ('dense',)):
       for dtype in (BF16, FP16):
         backends(POLICIES['fst_without_mvue'][0], 32, 64, 128, dtype)
     self.assertEqual(dtypes, ['bfloat16'] * 2 + ['float16'] * 2)  # forward and input gradient
 
   @parameterized.named_parameters(
-    ('another_card', dict(device=A100)),
+    ('another_gpu', dict(device=A100)),
     ('manual_over_some_axes', dict(served=False)),
     ('no_jax_triton', dict(triton='jax-triton cannot be used here')),
   )
   def test_plain_where_kernels_cannot_run(self, circumstance):
-    with card(**circumstance):
+    with gpu(**circumstance):
       self.assertEqual(backends(FST, 32, 64, 128, BF16), Backends())
 
   @parameterized.named_parameters(
@@ -198,7 +198,7 @@ class PlanTest(parameterized.TestCase):
         backends(named(policy, backend), 32, d_in, d_out, dtype)
     self.assertEqual(backends(named(policy, 'reference'), 32, d_in, d_out, dtype), Backends())
     _dispatch.log_once.cache_clear()
-    with card(), self.assertLogs('sparse24_jax', logging.INFO) as logs:
+    with gpu(), self.assertLogs('sparse24_jax', logging.INFO) as logs:
       for _ in range(3):
         self.assertEqual(backends(policy, 32, d_in, d_out, dtype), Backends())
     self.assertLen(logs.output, 1)
@@ -208,7 +208,7 @@ class PlanTest(parameterized.TestCase):
     for name, backend in BACKENDS.items():
       found = backends(named(S_STE_FP8, name), 32, 64, 128, BF16)
       self.assertEqual(found, Backends(backend, None, backend, fp8=True))
-    with card(records=lambda m, n, k, **_: ('dense',)):  # of 16 bits; the products in 8 bits were not measured
+    with gpu(records=lambda m, n, k, **_: ('dense',)):  # of 16 bits; the products in 8 bits were not measured
       self.assertEqual(backends(S_STE_FP8, 32, 64, 128, BF16), Backends('mosaic_gpu', None, 'mosaic_gpu', fp8=True))
     _dispatch.log_once.cache_clear()
     with self.assertLogs('sparse24_jax', logging.INFO) as logs:
@@ -225,7 +225,7 @@ class PlanTest(parameterized.TestCase):
       asked.append((device, op, key))
       return choice and _records.Choice(choice, None, key, 0.0)
 
-    with card(), mock.patch.object(_records, 'lookup', lookup):
+    with gpu(), mock.patch.object(_records, 'lookup', lookup):
       found = backends(S_STE_FP8, 32, 64, 128, BF16)
       self.assertEqual(backends(named(S_STE_FP8, 'cusparselt'), 32, 64, 128, BF16).forward, 'cusparselt')
     self.assertEqual(found, Backends(forward, None, 'mosaic_gpu', fp8=True))
@@ -238,7 +238,7 @@ class PlanTest(parameterized.TestCase):
 
   def test_absent_triton_is_said_once(self):
     _dispatch.log_once.cache_clear()
-    with card(triton='no module'), self.assertLogs('sparse24_jax', logging.INFO) as logs:
+    with gpu(triton='no module'), self.assertLogs('sparse24_jax', logging.INFO) as logs:
       for _ in range(3):
         backends(FST, 32, 64, 128, BF16)
     self.assertLen(logs.output, 1)
@@ -259,21 +259,21 @@ class MayPackTest(parameterized.TestCase):
   def test_whether_some_plan_reads_the_weight_packed(self, policy):
     policy, sparse = POLICIES[policy]
     w, packs = jnp.zeros((64, 128)), bool(sparse[0] or sparse[1])
-    self.assertFalse(products.may_pack(policy, w))  # no such card here
-    self.assertFalse(products.may_pack(named(policy, 'reference'), w))
-    self.assertEqual(products.may_pack(named(policy, 'dense'), w), packs)
+    self.assertFalse(linear_layer.may_pack(policy, w))  # no such GPU here
+    self.assertFalse(linear_layer.may_pack(named(policy, 'reference'), w))
+    self.assertEqual(linear_layer.may_pack(named(policy, 'dense'), w), packs)
     packs = packs and packed_by_a_kernel(policy)
-    with card():
-      self.assertEqual(products.may_pack(policy, w), packs)
-      self.assertEqual(products.may_pack(policy, jnp.zeros((3, 64, 128))), packs)
-      self.assertFalse(products.may_pack(named(policy, 'reference'), w))
-      self.assertFalse(products.may_pack(policy, jnp.zeros((64, 6))))
-      self.assertFalse(products.may_pack(policy, jnp.zeros((6, 64))))
-      self.assertFalse(products.may_pack(FP8_MASKED, w))
-      self.assertTrue(products.may_pack(S_STE_FP8, w))
+    with gpu():
+      self.assertEqual(linear_layer.may_pack(policy, w), packs)
+      self.assertEqual(linear_layer.may_pack(policy, jnp.zeros((3, 64, 128))), packs)
+      self.assertFalse(linear_layer.may_pack(named(policy, 'reference'), w))
+      self.assertFalse(linear_layer.may_pack(policy, jnp.zeros((64, 6))))
+      self.assertFalse(linear_layer.may_pack(policy, jnp.zeros((6, 64))))
+      self.assertFalse(linear_layer.may_pack(FP8_MASKED, w))
+      self.assertTrue(linear_layer.may_pack(S_STE_FP8, w))
     for elsewhere in (dict(device=A100), dict(served=False), dict(triton='absent')):
-      with card(**elsewhere):
-        self.assertFalse(products.may_pack(policy, w))
+      with gpu(**elsewhere):
+        self.assertFalse(linear_layer.may_pack(policy, w))
 
 
 class PackedWeightTest(parameterized.TestCase):
@@ -284,17 +284,17 @@ class PackedWeightTest(parameterized.TestCase):
     self.mask = jnp.asarray(np.tile(np.eye(4, dtype=bool) | np.eye(4, dtype=bool)[::-1], (16, 32)))
     self.policy = named(FST, 'dense')
     self.plan = Backends('dense', 'dense', 'dense')
-    self.pack = jax.jit(functools.partial(products.pack_weight, self.policy), static_argnames='dtype')
+    self.pack = jax.jit(functools.partial(linear_layer.pack_weight, self.policy), static_argnames='dtype')
 
   def test_what_was_handed_over_is_used(self):
     packed = self.pack(self.w, self.mask, dtype=BF16)
-    self.assertIs(products.packed_weight(self.plan, self.policy, self.w, packed, BF16), packed)
+    self.assertIs(linear_layer.packed_weight(self.plan, self.policy, self.w, packed, BF16), packed)
 
   @parameterized.parameters('state', 'of_another_dtype')
   def test_packs_what_was_not(self, given):
     w = self.w.astype(FP16)
     state = self.mask if given == 'state' else self.pack(self.w, self.mask, dtype=BF16)
-    found = jax.jit(lambda w, s: products.packed_weight(self.plan, self.policy, w, s, FP16))(w, state)
+    found = jax.jit(lambda w, s: linear_layer.packed_weight(self.plan, self.policy, w, s, FP16))(w, state)
     self.assertEqual(found.dtype, FP16)
     jax.tree.map(np.testing.assert_array_equal, found, self.pack(w, self.mask, dtype=FP16))
 
@@ -302,23 +302,23 @@ class PackedWeightTest(parameterized.TestCase):
     packed = self.pack(self.w, self.mask, dtype=BF16)
     for plan in (Backends(), Backends(weight_grad='dense')):
       for state in (self.mask, packed, None):
-        self.assertIsNone(products.packed_weight(plan, self.policy, self.w, state, BF16))
+        self.assertIsNone(linear_layer.packed_weight(plan, self.policy, self.w, state, BF16))
 
   def test_state(self):
     packed = self.pack(self.w, self.mask, dtype=BF16)
-    self.assertIs(products.projection_state(packed), packed.state)
+    self.assertIs(linear_layer.projection_state(packed), packed.state)
     np.testing.assert_array_equal(packed.state, self.mask)
-    self.assertIs(products.projection_state(self.mask), self.mask)
-    self.assertIsNone(products.projection_state(None))
+    self.assertIs(linear_layer.projection_state(self.mask), self.mask)
+    self.assertIsNone(linear_layer.projection_state(None))
 
   def test_packing_has_no_cotangent(self):
     def total(w):
-      return products.pack_weight(self.policy, w, self.mask, BF16).forward.values.astype(F32).sum()
+      return linear_layer.pack_weight(self.policy, w, self.mask, BF16).forward.values.astype(F32).sum()
 
     self.assertEqual(float(jnp.abs(jax.jit(jax.grad(total))(self.w)).max()), 0)
 
   def test_a_plain_product_takes_a_packed_weight_too(self):
-    """As in a float32 layer on a card with kernels, where `sparse_variables` packed for bfloat16."""
+    """As in a float32 layer on a GPU with kernels, where `sparse_variables` packed for bfloat16."""
     x = jax.random.normal(KEY, (32, 64))
     packed = self.pack(self.w, self.mask, dtype=BF16)
     found, expected = (jax.jit(functools.partial(s24.dot, policy=FST))(x, self.w, s) for s in (packed, self.mask))

@@ -1,4 +1,4 @@
-"""Cards that are not there."""
+"""GPUs that are not there."""
 
 import contextlib
 from unittest import mock
@@ -9,8 +9,8 @@ H100 = _device.target_device('sm_90a')
 
 
 @contextlib.contextmanager
-def card(device=H100, *, whole=True, triton=None):
-  """A machine with this card and jax-triton; the simulated devices of the tests do not count."""
+def gpu(device=H100, *, whole=True, triton=None):
+  """A machine with this GPU and jax-triton; the simulated devices of the tests do not count."""
   with (
     mock.patch.object(_device, 'current', lambda: device),
     mock.patch.object(_device, 'arrays_are_whole', lambda: whole),

@@ -1,4 +1,4 @@
-"""A card without sparse wgmma: its own records choose, and what they choose multiplies right."""
+"""A GPU without sparse wgmma: its own records choose, and what they choose multiplies right."""
 
 import contextlib
 import logging
@@ -17,11 +17,11 @@ from pallas_kernels.ffi import cusparselt
 from pallas_kernels.pack import api as pack
 from pallas_kernels.sparse_matmul import api, reference
 import sparse24_jax as s24
-from sparse24_jax import products
+from sparse24_jax import linear_layer
 from sparse24_jax.plan import Backends, plan_layer, ROLES
 from tests import oracles
-from tests.sparse24_jax.cards import card
 from tests.sparse24_jax.dot_test import normal, TOLERANCE, written_formulas
+from tests.sparse24_jax.gpus import gpu
 
 A100, L40S = _device.target_device('sm_80'), _device.target_device('sm_89')
 FST = s24.DotPolicy(s24.transposable(), input_grad='sparse', weight_grad='mvue')
@@ -58,7 +58,7 @@ def entry(role, choice):
 
 @contextlib.contextmanager
 def recorded(choices=None, device=A100):
-  """A machine with this card and records of the three products, with XLA for what only a card runs."""
+  """A machine with this GPU and records of the three products, with XLA for what only a GPU runs."""
   with tempfile.TemporaryDirectory() as name:
     path = pathlib.Path(name) / device.slug / 'sparse_matmul.json'
     if choices is not None:
@@ -66,7 +66,7 @@ def recorded(choices=None, device=A100):
     ran.clear()
     _dispatch.log_once.cache_clear()
     with (
-      card(device),
+      gpu(device),
       mock.patch.object(_records, 'path_of', lambda *_: path),
       mock.patch.object(costs, 'expected_ms', lambda *_: 0.5),
       mock.patch.object(cusparselt, 'register'),
@@ -83,13 +83,13 @@ def backend(choice):
 class ChoiceTest(parameterized.TestCase):
 
   @parameterized.product(choices=CHOICES, dtype=('bfloat16', 'float16'), device=(A100, L40S))
-  def test_products_follow_the_records_of_the_card(self, choices, dtype, device):
+  def test_products_follow_the_records_of_the_gpu(self, choices, dtype, device):
     w = {'w': {'kernel': jax.ShapeDtypeStruct((D_IN, D_OUT), 'float32')}}
     recipe = s24.Recipe('r', (s24.Rule('.*', FST),))
     with recorded(choices, device):
       found = plan_layer(FST, TOKENS, D_IN, D_OUT, jnp.dtype(dtype))
       self.assertEqual(found.backends, Backends(*map(backend, choices)))
-      self.assertTrue(products.may_pack(FST, jnp.zeros((D_IN, D_OUT))))
+      self.assertTrue(linear_layer.may_pack(FST, jnp.zeros((D_IN, D_OUT))))
       self.assertEqual(plan_layer(FST, 16 * TOKENS, D_IN, D_OUT, jnp.dtype(dtype)).backends, Backends())
       (here,) = s24.where_it_pays(w, recipe, tokens=TOKENS, dtype=dtype)
     with recorded(choices, device), mock.patch.object(_device, 'current', lambda: _device.Device('cpu', 'cpu')):
@@ -102,13 +102,13 @@ class ChoiceTest(parameterized.TestCase):
 
   @parameterized.parameters(
     (None, '`python -m pallas_kernels tune sparse_matmul`'),
-    (('dense',) * 3, 'no sparse product of 16 bits measured faster')
+    (('dense',) * 3, 'no sparse matmul of 16 bits measured faster')
   )
   def test_dense_and_said_why_without_one_that_won(self, choices, reason):
     with recorded(choices), self.assertLogs('sparse24_jax', logging.INFO) as logs:
       for _ in range(2):
         self.assertEqual(plan_layer(FST, TOKENS, D_IN, D_OUT, jnp.bfloat16).backends, Backends())
-        self.assertFalse(products.may_pack(FST, jnp.zeros((D_IN, D_OUT))))
+        self.assertFalse(linear_layer.may_pack(FST, jnp.zeros((D_IN, D_OUT))))
     self.assertLen(logs.output, 1)
     self.assertIn(f'no kernels on {A100.name}: ', logs.output[0])
     self.assertIn(reason, logs.output[0])
@@ -117,7 +117,7 @@ class ChoiceTest(parameterized.TestCase):
     w = {'w': {'kernel': jax.ShapeDtypeStruct((D_IN, D_OUT), 'float32')}}
     with recorded(CHOICES[0], L40S):
       self.assertEqual(plan_layer(FP8, TOKENS, D_IN, D_OUT, jnp.bfloat16).backends, Backends())
-      self.assertFalse(products.may_pack(FP8, jnp.zeros((D_IN, D_OUT))))
+      self.assertFalse(linear_layer.may_pack(FP8, jnp.zeros((D_IN, D_OUT))))
       (layer,) = s24.where_it_pays(w, s24.Recipe('r', (s24.Rule('.*', FP8),)), tokens=TOKENS)
     self.assertEqual({role.chosen for role in layer.roles}, {'simulated'})
     self.assertEqual(layer.simulated, f'{L40S.slug} has no FP8 kernels, Hopper has')
