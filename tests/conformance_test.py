@@ -234,6 +234,7 @@ class OneDeviceTest(parameterized.TestCase):
         s24.verify24(leaf['kernel'], axis=-2 if projection_of(case, name).divisor[0] == 4 else -1)
 
   @parameterized.parameters(*KINDS)
+  @pytest.mark.few(3)
   def test_accumulated_micro_batches_are_one_step(self, case):
     """Two halves of a gradient under MultiSteps give the state and the update of the whole."""
     self.check_accumulation(case)
@@ -281,6 +282,7 @@ class OneDeviceTest(parameterized.TestCase):
       self.assertEqual((a.dtype, a.shape), (b.dtype, b.shape), path)
       self.assertEqual(np.asarray(a).tobytes(), np.asarray(b).tobytes(), path)
 
+  @pytest.mark.slow
   def test_checkpoint_of_a_sharded_run_keeps_values_and_shardings(self):
     record = run('transposable_srste', 'fsdp')
     saved = {'params': record.params, 'state': record.states[-1]}

@@ -108,6 +108,7 @@ class ReadmeTest(absltest.TestCase):
   def test_length(self):
     self.assertLessEqual(len((ROOT / 'README.md').read_text().splitlines()), 120)
 
+  @pytest.mark.slow
   def test_nnx_example(self):
     x = jax.random.normal(jax.random.key(2), (4, 8))
     exec(BLOCKS[0], self.names)  # its recipe is the one meant

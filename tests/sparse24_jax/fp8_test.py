@@ -205,6 +205,7 @@ class DotTest(parameterized.TestCase):
 
 class FlaxTest(absltest.TestCase):
 
+  @pytest.mark.slow
   def test_float32_parameters_of_a_bfloat16_layer(self):
     """Packed from float32 by `sparse_variables`; the layer's gradients are float32."""
     recipe = s24.Recipe('fp8', (s24.Rule('.*kernel', KERNELS),))

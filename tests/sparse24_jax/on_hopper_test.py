@@ -318,6 +318,7 @@ class TrainingStepTest(parameterized.TestCase):
   @parameterized.parameters(
     s24.recipes.transposable_srste('.*', masked_decay=1e-4, refresh_every=40), s24.recipes.s_ste('.*')
   )
+  @pytest.mark.slow
   def test_a_step_without_a_search_neither_copies_nor_keeps_weights(self, recipe):
     tx = s24.sparse_training(optax.adam(1e-3), recipe)
     w = struct(D, HIDDEN, dtype=jnp.float32)

@@ -55,7 +55,7 @@ class FusedMlpTest(parameterized.TestCase):
     )
 
   @parameterized.parameters('gelu', 'relu2', 'geglu', 'swiglu')
-  @pytest.mark.few
+  @pytest.mark.slow
   def test_every_kind_is_the_plain_one(self, mlp):
     plain, fused = (make('gpt2', mlp=mlp, bias=True, fused_mlp=f) for f in (False, True))
     params = jax.jit(plain.init)(jax.random.key(0), tokens())['params']

@@ -96,6 +96,7 @@ class LearnsTest(parameterized.TestCase):
     self.assertEqual(run(config, folder), first)
     self.assertEqual((Path(folder) / 'metrics.jsonl').read_bytes(), log)
 
+  @pytest.mark.slow
   def test_accumulation_equals_the_large_batch(self):
     folders = [temp_folder(self) for _ in range(2)]
     for accumulate, folder in zip((1, 4), folders, strict=True):

@@ -46,12 +46,12 @@ def sparse_and_reference(recipe, name, dtype=jnp.float32):
 
 class TransformTest(parameterized.TestCase):
 
-  @parameterized.parameters(*CASES)
-  def test_forward_and_straight_through_gradients(self, name):
-    for recipe in ('ste', 'soft_threshold'):
-      found, expected, dense = sparse_and_reference(RECIPES[recipe], name)
-      jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4), found, expected)
-      self.assertGreater(abs(float(found[0] - dense)), 1e-3, recipe)
+  @parameterized.product(recipe=('soft_threshold', 'ste'), name=tuple(CASES))
+  @pytest.mark.few(len(CASES))
+  def test_forward_and_straight_through_gradients(self, recipe, name):
+    found, expected, dense = sparse_and_reference(RECIPES[recipe], name)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4), found, expected)
+    self.assertGreater(abs(float(found[0] - dense)), 1e-3)
 
   @parameterized.parameters(*LAYOUTS, *(name for name in CASES if name not in LAYOUTS))
   @pytest.mark.few(len(LAYOUTS))

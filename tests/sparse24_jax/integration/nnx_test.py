@@ -262,6 +262,7 @@ class GradientTest(parameterized.TestCase):
       self.assertTrue((kernels[i] != kernels[i - 1]).any())
 
 
+  @pytest.mark.slow
   def test_experts_as_batch_axis(self):
     model = nnx.LinearGeneral(16, 8, batch_axis={0: 3}, rngs=nnx.Rngs(0))
     recipe = s24.Recipe('r', (s24.Rule('kernel', SAMPLED.rules[0].policy),))

@@ -56,7 +56,7 @@ class LinenTest(parameterized.TestCase):
       np.testing.assert_array_equal(a, b)
 
   @parameterized.parameters(*RECIPES)
-  @pytest.mark.few
+  @pytest.mark.slow
   def test_the_state_is_made_under_the_shardings_that_flax_reads_from_it(self, name):
     mesh = jax.make_mesh((2, 2), ('embed', 'mlp'), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     params, grads = trees(boxed=True)

@@ -256,6 +256,7 @@ class LinksTest(parameterized.TestCase):
 
 class DensityTest(parameterized.TestCase):
   @parameterized.parameters(None, '2:4')
+  @pytest.mark.few
   def test_schedule_and_distribution_are_followed_in_one_compilation(self, structure):
     schedule = s24.DensitySchedule((s24.Stage(0.5, 0.2, 'linear'), s24.Stage(0.5, 0.4)), 8, start=0.5)
     recipe = recipe_of(
