@@ -29,8 +29,17 @@ SETTINGS = (
 )  # fmt: skip
 
 
-def start(folder, processes, *settings, devices=4, fault=None):
-  """Starts the processes of a run over 4 devices; `fault` is (process, signal, step). Returns them."""
+def start(folder, processes, *settings, devices=4, fault=None, full_disk=None):
+  """Starts the processes of a run over 4 devices; returns them.
+
+  Args:
+    folder: of the run.
+    processes: how many.
+    *settings: of `--set`.
+    devices: of all together.
+    fault: (process, signal, step).
+    full_disk: the process that cannot write.
+  """
   with socket.socket() as free:
     free.bind(('localhost', 0))
     port = free.getsockname()[1]
@@ -45,6 +54,8 @@ def start(folder, processes, *settings, devices=4, fault=None):
     variables = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(ROOT)}
     if fault and fault[0] == index:
       variables |= {'KILL_BY': str(int(fault[1])), 'KILL_AT': str(fault[2])}
+    if full_disk == index:
+      variables['FULL_DISK'] = 'yes'
     log = tempfile.TemporaryFile('w+')  # noqa: SIM115
     child = subprocess.Popen(command, env=variables, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, text=True)
     started.append((child, log))
@@ -183,6 +194,12 @@ class SeveralTest(parameterized.TestCase):
     for status, output in finish(start(folder, 4, 'steps=50')):
       self.assertEqual(status, 0, output)
     self.assertEqual(records_of(folder)[-1]['step'], 50)
+
+  def test_what_the_first_cannot_write_ends_all_with_the_same_error(self):
+    found = finish(start(temp_folder(self), 2, 'steps=10', full_disk=0))
+    self.assertEqual([status for status, _ in found], [1, 1], found)
+    self.assertRegex(found[0][1], r'error: \[Errno 28\] No space left on device: .*config.json')
+    self.assertRegex(found[1][1], r'error: process 0 of 2 could not write config.json.*: OSError: .* No space left')
 
   def test_a_signal_to_one_stops_and_saves_all(self):
     folder = temp_folder(self)

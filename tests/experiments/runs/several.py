@@ -1,5 +1,6 @@
 """A process of a run of several, on fake data: `python -m tests.experiments.runs.several DEVICES ARGUMENT ...`."""
 
+import contextlib
 import os
 import sys
 
@@ -16,6 +17,7 @@ def main():
   jax.config.update('jax_disable_most_optimizations', True)
   from experiments import __main__ as cli
   from experiments.data import pipeline
+  from experiments.runs import durable
   from tests.experiments import fakes
 
   kill_at = os.environ.get('KILL_AT', '')
@@ -31,7 +33,14 @@ def main():
     config = pipeline.DataConfig(process_index=index, process_count=count, micro_batches=parts)
     return fakes.FakeData(rows=config.rows)
 
-  with mock.patch.object(pipeline, 'load', load), mock.patch.object(fakes._Iterator, '__next__', fetch_or):
+  def fail(path, value):
+    raise OSError(28, 'No space left on device', str(path))
+
+  with contextlib.ExitStack() as stack:
+    if os.environ.get('FULL_DISK'):
+      stack.enter_context(mock.patch.object(durable, 'write_json', fail))
+    stack.enter_context(mock.patch.object(pipeline, 'load', load))
+    stack.enter_context(mock.patch.object(fakes._Iterator, '__next__', fetch_or))
     return cli.main(arguments)
 
 
