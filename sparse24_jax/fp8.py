@@ -27,6 +27,7 @@ from pallas_kernels.quantize import api as quantize
 from pallas_kernels.sparse_matmul.operand import SparseOperand
 from pallas_kernels.sparse_matmul.reference import activate
 from sparse24_jax.matmuls import multiply
+from sparse24_jax.numerics import Format, round_to_fp8
 from sparse24_jax.packing import E4M3, PackedWeight
 from sparse24_jax.precision import Precision, Rounded
 
@@ -72,6 +73,9 @@ class Fp8(Precision):
         return _dense_product(dz.values, dz.factor, _partitioning.whole(matrix), factor, dtype)
 
     return jax.custom_batching.sequential_vmap(run)(dz, w.matrix, w.factor)
+
+  def simulated(self, a: Array, b: Array, formats: tuple[Format, Format]) -> tuple[Array, Array]:
+    return round_to_fp8(a, formats[0]), round_to_fp8(b, formats[1])
 
   def scale_of(self, dz: Array) -> tuple[Any, Any]:
     return quantize.current_scale(quantize.amax(dz), E5M2)

@@ -16,11 +16,14 @@ from pallas_kernels.sparse_matmul.operand import SparseOperand
 from sparse24_jax.availability import kernels_are_here
 from sparse24_jax.fp8 import FP8
 from sparse24_jax.matmuls import add_bias, matmul, multiply
+from sparse24_jax.numerics import Format
 from sparse24_jax.packing import E4M3, pack, PackedWeight, side_by_side
 from sparse24_jax.plan import Backends, packed_form, unfit
 from sparse24_jax.policy import DotPolicy
 from sparse24_jax.precision import NATIVE, Precision, Rounded
 from sparse24_jax.projection import Masked, SoftThreshold
+
+PRECISIONS: dict[str, Precision] = {'default': NATIVE, 'fp8': FP8}
 
 
 def precision_of(p: Backends) -> Precision:
@@ -134,7 +137,7 @@ def forward(p: Backends, policy: DotPolicy, x: Array, w: Any, packed: PackedWeig
   """z = x W~, `[..., out]`, from x `[..., in]` and the packed weight of the plan, or the projected weight `w`."""
   if p.forward is not None and packed is not None:
     return multiply('forward', packed.forward, x, backend=p.forward)
-  return matmul(x, w, policy.precision, ('e4m3', 'e4m3'))
+  return _plain(policy, x, w, ('e4m3', 'e4m3'))
 
 
 def input_grad(
@@ -143,7 +146,7 @@ def input_grad(
   """dx = dz W~^T, `[..., in]`, from the operand of the plan, or the projected weight `w`."""
   if p.input_grad is not None and operand is not None:
     return _partitioning.like(multiply('input_grad', operand, dz, backend=p.input_grad), like)
-  return matmul(dz, w.T, policy.precision, ('e5m2', 'e4m3'), like=like)
+  return _plain(policy, dz, w.T, ('e5m2', 'e4m3'), like=like)
 
 
 def weight_grad(
@@ -155,7 +158,14 @@ def weight_grad(
     return sampled_weight_grad(dz, key, Rounded(None, x), backend=p.weight_grad, column=column)[1]
   if policy.weight_grad == 'mvue':
     dz = mvue24(dz, key, axis=-2, origin=(0, 0, column))
-  return matmul(x.T, dz, policy.precision, ('e4m3', 'e5m2'), like=like)
+  return _plain(policy, x.T, dz, ('e4m3', 'e5m2'), like=like)
+
+
+def _plain(
+  policy: DotPolicy, a: Array, b: Array, formats: tuple[Format, Format], like: Array | None = None
+) -> Array:
+  """a b without a kernel, in the policy's precision."""
+  return matmul(*PRECISIONS[policy.precision].simulated(a, b, formats), like=like)
 
 
 def may_pack(policy: DotPolicy, w: Array) -> bool:

@@ -9,7 +9,6 @@ from jax.sharding import AxisType
 
 from pallas_kernels.sparse_matmul import api
 from pallas_kernels.sparse_matmul.operand import SparseOperand
-from sparse24_jax.numerics import Format, round_to_fp8
 
 
 def multiply(
@@ -41,10 +40,8 @@ def multiply(
   return jax.tree.map(lambda x: x.reshape(*lead, -1), d)
 
 
-def matmul(a: Array, b: Array, precision: str, formats: tuple[Format, Format], like: Array | None = None) -> Array:
+def matmul(a: Array, b: Array, like: Array | None = None) -> Array:
   """a b over a's last and b's first axis, summed in float32, in the dtype of `a`; sharded as `like` if need be."""
-  if precision == 'fp8':
-    a, b = round_to_fp8(a, formats[0]), round_to_fp8(b, formats[1])
   # On a mesh of explicit axes JAX does not choose how a matmul is sharded; a gradient is sharded as its variable.
   sharding = None if like is None else jax.typeof(like).sharding
   if sharding is not None and AxisType.Explicit not in sharding.mesh.axis_types:

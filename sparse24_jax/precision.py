@@ -14,6 +14,7 @@ from pallas_kernels.gated_activation import api as activations
 from pallas_kernels.pack import api as pack
 from pallas_kernels.sparse_matmul.operand import SparseOperand
 from sparse24_jax.matmuls import multiply
+from sparse24_jax.numerics import Format
 from sparse24_jax.packing import PackedWeight
 
 
@@ -71,6 +72,11 @@ class Precision:
     """dx `[tokens, in]`."""
     del dtype
     return multiply('input_grad', w.input_grad, dz.values, backend=backend)
+
+  def simulated(self, a: Array, b: Array, formats: tuple[Format, Format]) -> tuple[Array, Array]:
+    """What a plain matmul multiplies in place of a and b; in FP8 they are rounded to these formats."""
+    del formats
+    return a, b
 
   def scale_of(self, dz: Array) -> tuple[Any, Any]:
     """Of a gradient."""

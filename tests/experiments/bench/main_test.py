@@ -168,7 +168,7 @@ class KeepTest(absltest.TestCase):
   def test_committed_records_are_known_again(self):
     """As the programs of today write them, which name what was not asked for."""
     for path in speed.RESULTS.glob('*.jsonl'):
-      for record in self.read(path):
+      for record in (record for record in self.read(path) if 'bench' in record):
         today = {'sharding': 'whole', 'xla_flags': ''} if record['bench'].startswith('mesh') else {}
         self.assertEqual(speed.identity(today | record), speed.identity(record), path.name)
 
