@@ -78,7 +78,8 @@ def projected_weights(params: Any, opt_state: Any, recipe: Recipe) -> dict[str, 
   if set(states) != set(policies):
     raise ValueError(
       f'recipe {recipe.name!r} makes {sorted(policies)} sparse, the optimizer state holds states for'
-      f' {sorted(states)}: it was made with another recipe, or for another part of the variables'
+      f' {sorted(states)}: it was made with another recipe, or for another part of the variables, as by optax.masked or'
+      ' multi_transform around sparse_training, which go inside'
     )
   for path, policy in policies.items():
     w, projection = weights[path], policy.projection

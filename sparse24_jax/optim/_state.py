@@ -15,5 +15,6 @@ def find_state[T](opt_state: Any, kind: type[T], maker: str) -> T:
   """The one of `states_of`; ValueError if there is not one."""
   found = states_of(opt_state, kind)
   if len(found) != 1:
-    raise ValueError(f'the optimizer state holds {len(found)} states of {maker}, expected one')
+    several = f': {maker} goes around optax.multi_transform, partition or masked, not inside' if found else ''
+    raise ValueError(f'the optimizer state holds {len(found)} states of {maker}, expected one{several}')
   return found[0]

@@ -1,6 +1,7 @@
 """`sparse_training`: one wrapper around an optimizer that owns everything sparse about a run."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+import contextlib
 import functools
 import logging
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ import optax
 
 from pallas_kernels import _dispatch
 from sparse24_jax.layout import Layouts
+from sparse24_jax.optim import _left
 from sparse24_jax.optim._evolve import evolve, evolving, minus, on_links, zero
 from sparse24_jax.optim._state import find_state, states_of
 from sparse24_jax.optim._weights import boxed, contexts, flip_rates, is_leaf, map_sparse, projections_of, unboxed
@@ -57,6 +59,8 @@ class SparseTrainingState(NamedTuple):
     flip_rate: of the last comparison.
     inner_state: of the inner optimizer.
     layouts: of the weights that are not stored as `[stacked..., in, out]`, as the recipe was bound; no array.
+    left: of a few weights, by which it is seen that the next step is given what the last one left. None, in a state
+      of an older version say, does without.
 
   Its trees like the parameters hold arrays of other shapes, too: scales, flip rates, and nothing where no rule matches.
   A function that gives each array the sharding of its parameter asks for the shape:
@@ -88,6 +92,7 @@ class SparseTrainingState(NamedTuple):
   flip_rate: FlipRate
   inner_state: Any
   layouts: Layouts = Layouts()
+  left: _left.Left | None = None
 
 
 def sparse_training(
@@ -108,10 +113,15 @@ def sparse_training(
   *before* this wrapper, so that the decay is not clipped: `optax.chain(optax.clip_by_global_norm(1.0),
   sparse_training(optax.adamw(lr), recipe))`. Nothing that changes updates may come after it, since the masks are
   chosen from the weights as this wrapper leaves them; nor an optimizer around it that keeps weights of its own or
-  blends states, as `optax.contrib.schedule_free`, `optax.lookahead` and `optax.contrib.sam` do. It counts calls of its
-  own update, so `optax.MultiSteps` around it counts optimizer steps; inside it, micro-batches. Inside `jax.shard_map`
-  parameters have to be whole on every device. Decay on weights acts on all sparse weights, and links come and go in
-  all, those that `inner` leaves as they are included: freeze them around this wrapper.
+  blends states, as `optax.contrib.schedule_free`, `optax.lookahead` and `optax.contrib.sam` do. Where that happens all
+  the same an error follows: a state keeps a sum of some entries of up to eight weights as it left them, and if steps
+  are given others, two in a row, `get_flip_rate` raises it, as `sparse_variables` and `project` do outside of jit.
+
+  It counts calls of its own update: `optax.MultiSteps` goes around it, so that it counts optimizer steps, and is
+  refused inside. `optax.multi_transform`, `partition` and `masked` by which weights have different optimizers go
+  inside, as it has to see all sparse weights. Inside `jax.shard_map` parameters have to be whole on every device. Decay
+  on weights acts on all sparse weights, and links come and go in all, those that `inner` leaves as they are included:
+  freeze them around this wrapper.
 
   To go on from a dense run with its moments: `state._replace(inner_state=...)` of a fresh state.
 
@@ -140,7 +150,7 @@ def sparse_training(
 
   Raises:
     ValueError: unknown phase, none in a recipe that begins dense, decay on weights without a learning rate, or no
-      optimizer.
+      optimizer; of `init`, `optax.MultiSteps` inside.
 
   Source: Hu et al., arXiv 2404.01847, equation 10 and section 4.
 
@@ -167,8 +177,14 @@ def sparse_training(
     inner_state, given = inner.init(params), params
     if states_of(inner_state, SparseTrainingState):
       raise ValueError('inner holds sparse_training already; one recipe takes several rules')
+    if states_of(inner_state, optax.MultiStepsState):
+      raise ValueError(
+        'inner holds optax.MultiSteps, by which each micro-batch would count as a step, with decay, refreshes and'
+        ' phases of its own: put it outside, optax.MultiSteps(sparse_training(optimizer, recipe), every_k_schedule)'
+      )
     params = unboxed(params)
-    projections = projections_of(params, recipe)
+    with _parts_are_named(params):
+      projections = projections_of(params, recipe)
     log_matches(params, recipe)
     at_start = contexts(projections, params, jnp.zeros((), jnp.int32))
     states = map_sparse(_start, projections, params, at_start)
@@ -179,7 +195,8 @@ def sparse_training(
         f'recipe {recipe.name!r} without step_adam inside: no second moment is held, which leaves a dense start and STE'
       )
       _dispatch.log_once(message, 'sparse24_jax', logging.WARNING)
-    state = SparseTrainingState(jnp.zeros((), jnp.int32), states, none_yet, inner_state, recipe.layouts)
+    left = _left.at_start(_left.samples(projections, params))
+    state = SparseTrainingState(jnp.zeros((), jnp.int32), states, none_yet, inner_state, recipe.layouts, left)
     return _map_weights(functools.partial(boxed, given), state)
 
   def update(updates: Any, state: SparseTrainingState, params: Any = None, **extra: Any):
@@ -190,7 +207,9 @@ def sparse_training(
     given, boxes = params, jax.tree.structure(updates)
     params, updates = unboxed(params), unboxed(updates)
     state = _map_weights(unboxed, state)
-    projections = projections_of(params, recipe)
+    with _parts_are_named(params):
+      projections = projections_of(params, recipe)
+    left = state.left and _left.given(state.left, _left.samples(projections, params))
     decays = has_decay and phase == 'sparse'
     if decays:
       decay = recipe.masked_decay(state.count) if callable(recipe.masked_decay) else recipe.masked_decay
@@ -202,6 +221,8 @@ def sparse_training(
       gradients, updates = updates, on_links(projections, params, state.projections, updates, zero)
     count = optax.safe_increment(state.count)
     inner_state = state.inner_state
+    if left and left.sums.size:  # read before the inner optimizer overwrites the weights, or XLA copies them
+      left, inner_state = jax.lax.optimization_barrier((left, inner_state))
     if not evolves:
       compared = _compared(recipe, projections, count, params, state.projections)
       if jax.tree.leaves(compared):
@@ -218,9 +239,13 @@ def sparse_training(
       updates = on_links(projections, params, state.projections, updates, minus)
       state = state._replace(count=count, inner_state=inner_state)
       updates, state = evolve(recipe, inner, projections, params, gradients, updates, state)
+      expected = left and left.sums + _left.sums(_left.samples(projections, updates))
     else:
-      states, rates = _refresh(recipe, projections, count, compared, params, updates, state)
-      state = SparseTrainingState(count, states, rates, inner_state, state.layouts)
+      new_weights = _rounded_once(params, updates)
+      states, rates = _refresh(recipe, projections, count, compared, new_weights, state)
+      state = state._replace(count=count, projections=states, flip_rate=rates, inner_state=inner_state)
+      expected = left and _left.sums(_left.samples(projections, new_weights))
+    state = state._replace(left=left and left._replace(sums=expected))
     updates = jax.tree.unflatten(boxes, jax.tree.leaves(updates))
     return updates, _map_weights(functools.partial(boxed, given), state)
 
@@ -231,7 +256,8 @@ def get_flip_rate(opt_state: Any) -> FlipRate:
   """The flip rates in an optimizer state, however deep it is wrapped; `per_weight` by path. Works inside jit.
 
   Raises:
-    ValueError: the state holds no `SparseTrainingState`, or several.
+    ValueError: the state holds no `SparseTrainingState`, or several; or, outside of jit, it shows that the masks are
+      those of other weights than the ones that are trained (see `sparse_training`).
 
   Source: Hu et al., arXiv 2404.01847, definition 4.1.
 
@@ -242,14 +268,17 @@ def get_flip_rate(opt_state: Any) -> FlipRate:
   >>> s24.get_flip_rate(state).per_weight
   {'mlp/kernel': Array(0., dtype=float32)}
   """
-  rate = find_state(opt_state, SparseTrainingState, 'sparse_training').flip_rate
+  state = find_state(opt_state, SparseTrainingState, 'sparse_training')
+  _left.check_left(state)
+  rate = state.flip_rate
   return FlipRate(rate.overall, dict(leaves_by_path(rate.per_weight)))
 
 
 def sparse_states(opt_state: Any) -> dict[str, Array]:
-  """The projection states in an optimizer state, by the path of their weight."""
-  projections = find_state(opt_state, SparseTrainingState, 'sparse_training').projections
-  return dict(leaves_by_path(projections))
+  """The projection states in an optimizer state, by the path of their weight; ValueError as for `get_flip_rate`."""
+  state = find_state(opt_state, SparseTrainingState, 'sparse_training')
+  _left.check_left(state, wait=False)  # a training loop asks here, which is not to wait for its last step
+  return dict(leaves_by_path(state.projections))
 
 
 def made_for(opt_state: Any) -> Layouts:
@@ -288,15 +317,19 @@ def _when_due(recipe: Recipe, count: Array, change: Callable[[Any], Any], kept: 
   return jax.lax.fori_loop(0, due.astype(jnp.int32), lambda _, carried: change(carried), kept)
 
 
-def _refresh(
-  recipe: Recipe, projections: Any, count: Array, compared: Any, params: Any, updates: Any, state: SparseTrainingState
-) -> tuple[Any, FlipRate]:
-  """Projection states and flip rates after the step that made `count`."""
+def _rounded_once(params: Any, updates: Any) -> Any:
+  """The weights after a step."""
   # The barrier makes their rounding one: XLA may compute a sum in two places, in one as a fused multiply-add, and an
-  # entry then differs from the threshold that it is itself. Outside of the loop, this is the sum that
+  # entry then differs from the threshold that it is itself. Outside of the loop of a search, this is the sum that
   # `optax.apply_updates` makes in the caller's step. Inside, it would have XLA keep the updates and a copy of the old
   # weights for a search that is seldom made.
-  new_weights = jax.lax.optimization_barrier(optax.apply_updates(params, updates))
+  return jax.lax.optimization_barrier(optax.apply_updates(params, updates))
+
+
+def _refresh(
+  recipe: Recipe, projections: Any, count: Array, compared: Any, new_weights: Any, state: SparseTrainingState
+) -> tuple[Any, FlipRate]:
+  """Projection states and flip rates after the step that made `count`."""
 
   def search(states: Any) -> tuple[Any, FlipRate]:
     new_states = map_sparse(lambda p, w, s: p.refresh(w, s), projections, new_weights, states)
@@ -317,6 +350,22 @@ def _map_weights(f: Callable[[Any], Any], state: SparseTrainingState) -> SparseT
   """The state with `f` of its trees like the parameters."""
   rates = state.flip_rate._replace(per_weight=f(state.flip_rate.per_weight))
   return state._replace(projections=f(state.projections), flip_rate=rates)
+
+
+@contextlib.contextmanager
+def _parts_are_named(params: Any) -> Iterator[None]:
+  """Says so where parameters that do not fit are a part of those of a model."""
+  try:
+    yield
+  except ValueError as error:
+    nodes = jax.tree.leaves(params, is_leaf=lambda node: isinstance(node, optax.MaskedNode))
+    if absent := sum(isinstance(node, optax.MaskedNode) for node in nodes):
+      raise ValueError(
+        f'{error}. Of these parameters {absent} of {len(nodes)} entries are left out, as optax.multi_transform,'
+        ' partition and masked around sparse_training do; it takes all of them, with those inside:'
+        ' sparse_training(optax.multi_transform(...), recipe)'
+      ) from error
+    raise
 
 
 def _no_rate(p: Projection, w: Array) -> Array:

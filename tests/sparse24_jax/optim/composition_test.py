@@ -30,6 +30,10 @@ def assert_trees_equal(found, expected):
   jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
+def kinds(params):
+  return jax.tree.map(lambda w: 'w' if w.ndim > 1 else 'b', params)
+
+
 class Counted:
   """A jitted step of an optimizer that counts its traces."""
 
@@ -91,6 +95,22 @@ class CompositionTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, 'holds 2 states of sparse_training, expected one'):
       s24.get_flip_rate(state)
     self.assertEqual(list(s24.get_flip_rate(state.inner_states['b']).per_weight), ['head/kernel'])
+
+  @parameterized.named_parameters(
+    ('both_groups', lambda: optax.multi_transform({'w': adam(), 'b': adam()}, kinds),
+     'decides for no weight; .* 2 of 3'),
+    ('two_states', lambda: optax.partition({'a': adam(), 'b': adam(s24.recipes.ste('head/.*'))},
+                                           {'mlp': 'a', 'head': 'b'}),
+     'holds 2 states of sparse_training, expected one: sparse_training goes around'),
+    ('masked', lambda: optax.masked(adam(s24.recipes.ste('.*')), {'mlp': True, 'head': False}),
+     r"makes \['head/kernel', 'mlp/kernel'\] sparse, .* which go inside"),
+    ('micro_batches', lambda: s24.sparse_training(optax.MultiSteps(optax.adam(RATE), 2), FST),
+     r'inner holds optax.MultiSteps, .*: put it outside, optax.MultiSteps\(sparse_training'),
+  )  # fmt: skip
+  def test_what_stands_on_the_wrong_side_is_told_where_to_go(self, make, message):
+    params = normal(0)
+    with self.assertRaisesRegex(ValueError, message):
+      s24.project(params, make().init(params), s24.recipes.ste('.*'))
 
   def test_nan_gradients_leave_state_and_masks(self):
     tx = optax.apply_if_finite(adam(s24.recipes.ste(RULE)), max_consecutive_errors=5)

@@ -1,0 +1,110 @@
+"""Whether a step is given the weights that the step before it left.
+
+Masks are chosen from the weights as `sparse_training` leaves them. What changes its updates behind it, or the
+parameters between two steps, makes them masks of other weights, without an error. So a state keeps for a few weights
+the sum of some entries as it expects them next, and for how many steps in a row it was another. A step reads a thousand
+entries of each, and nothing waits for the outcome: whoever reads the state outside of it finds it.
+"""
+
+from collections.abc import Sequence
+import math
+from typing import Any, NamedTuple
+import zlib
+
+import jax
+from jax import Array
+import jax.numpy as jnp
+import numpy as np
+
+from sparse24_jax.optim._weights import is_leaf
+from sparse24_jax.projection import Projection
+from sparse24_jax.rules import leaves_by_path
+
+# Ours: how many weights, and how many entries along the last axes of each.
+_WEIGHTS, _ALONG = 8, 32
+# What is loaded or set differs once, and its masks are chosen anew; what differs again is changed in every step.
+_STEPS = 2
+
+
+class Left(NamedTuple):
+  """What the next step is to be given.
+
+  Attributes:
+    sums: float32, of some entries, for each of a few weights.
+    missed: float32, for how many steps in a row each was another.
+  """
+
+  sums: Array
+  missed: Array
+
+
+def watched(paths: Sequence[str]) -> list[str]:
+  """The weights that are looked at: a few, of all kinds and depths."""
+  return sorted(paths, key=lambda path: zlib.crc32(path.encode()))[:_WEIGHTS]
+
+
+def samples(projections: Any, params: Any) -> list[Array]:
+  """Some entries of each watched weight in a tree of parameters, or of their updates."""
+  leaves = jax.tree.structure(projections, is_leaf=is_leaf).flatten_up_to(params)
+  paired = zip(leaves_by_path(projections, is_leaf=is_leaf), leaves, strict=True)
+  sparse = {path: w for (path, p), w in paired if isinstance(p, Projection)}
+  return [_sample(sparse[path]) for path in watched(list(sparse))]
+
+
+def sums(sampled: Sequence[Array]) -> Array:
+  """One number for each weight."""
+  return jnp.stack([jnp.sum(w, dtype=jnp.float32) for w in sampled]) if sampled else jnp.zeros(0, jnp.float32)
+
+
+def at_start(sampled: Sequence[Array]) -> Left:
+  """Of a state that nothing has been given to."""
+  return Left(sums(sampled), jnp.zeros(len(sampled), jnp.float32))
+
+
+def given(left: Left, sampled: Sequence[Array]) -> Left:
+  """The sums of what a step is given, and for how many steps in a row they were not those that were left."""
+  found, sizes = sums(sampled), sums([jnp.abs(w) for w in sampled])
+  far = jnp.abs(found - left.sums) > sizes * np.array([_rounding(w) for w in sampled], np.float32)
+  return Left(found, jnp.where(far, jnp.minimum(left.missed + 1, 1000.0), 0.0))
+
+
+def check_left(state: Any, *, wait: bool = True) -> None:
+  """ValueError if step after step was given other weights than the one before had left.
+
+  Args:
+    state: of `sparse_training`; nothing is known of what is traced.
+    wait: for a step that is still running; if not, nothing is said of it.
+  """
+  if state.left is None:
+    return
+  missed = state.left.missed
+  if not isinstance(missed, jax.Array) or isinstance(missed, jax.core.Tracer) or not (wait or missed.is_ready()):
+    return
+  steps = np.asarray(missed.addressable_data(0))
+  if not steps.size or steps.max() < _STEPS:
+    return
+  path = watched([path for path, _ in leaves_by_path(state.projections)])[int(steps.argmax())]
+  raise ValueError(
+    f'{path}: {int(steps.max())} steps in a row, update was given other weights than the update before had left. Masks'
+    ' are chosen from those that sparse_training leaves: they belong to weights that are not trained. Something behind'
+    ' it changes the updates, a learning rate say, or something changes the parameters between steps: put it inside,'
+    ' sparse_training(optax.chain(optimizer, what_changes_updates), recipe)'
+  )
+
+
+def _rounding(w: Array) -> float:
+  """By which share of the entries' size two sums may differ, where XLA rounds what it adds in two ways."""
+  eps = 0.0 if w.dtype.itemsize > 2 else float(jnp.finfo(w.dtype).eps)
+  return 1.6 * eps / math.sqrt(w.size) + 8 * float(jnp.finfo(jnp.float32).eps)
+
+
+def _sample(w: Array) -> Array:
+  """Entries equally far apart: shards slice their own, while looking entries up would gather the weight."""
+  sharding = jax.typeof(w).sharding
+  known = sharding.mesh.shape and sharding.mesh.are_all_axes_explicit
+  shards = [n // m for n, m in zip(w.shape, sharding.shard_shape(w.shape), strict=True)] if known else [1] * w.ndim
+  strides = [
+    n // max(k for k in range(s, max(_ALONG, s) + 1) if n % k == 0 and k % s == 0)
+    for n, s in zip(w.shape, shards, strict=True)
+  ]
+  return jax.lax.slice(w, (0,) * w.ndim, w.shape, strides)

@@ -1,0 +1,146 @@
+"""That a step is given the weights that the step before it left: who changes them is told, and nobody else."""
+
+import re
+
+from absl.testing import absltest, parameterized
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import sparse24_jax as s24
+
+RULE = 'mlp/.*'
+STE = s24.recipes.ste(RULE)
+
+
+def wrapped(recipe=STE, inner=None):
+  return s24.sparse_training(optax.adam(1e-3) if inner is None else inner, recipe, learning_rate=1e-3)
+
+
+def params_of(dtype=jnp.float32, shape=(64, 48)):
+  rng = np.random.default_rng(0)
+  mlp = {'up': rng.normal(size=shape), 'down': rng.normal(size=shape[::-1])}
+  params = {'mlp': mlp, 'head': rng.normal(size=(8, 4))}
+  return jax.tree.map(lambda w: jnp.asarray(0.02 * w, dtype), params)
+
+
+def grads_of(params, i):
+  rng = np.random.default_rng(i)
+  return jax.tree.map(lambda w: jnp.asarray(rng.normal(size=w.shape), w.dtype), params)
+
+
+def trained(tx, params, *, steps=4, between=lambda params, i: params):
+  """The state after some jitted steps; `between` is what a trainer does to the weights besides."""
+  state = tx.init(params)
+
+  @jax.jit
+  def step(params, state, grads):
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+  for i in range(steps):
+    params, state = step(params, state, grads_of(params, i))
+    params = between(params, i)
+  return params, state
+
+
+class LeftTest(parameterized.TestCase):
+
+  @parameterized.named_parameters(
+    ('scaled', lambda: optax.chain(wrapped(inner=optax.scale_by_adam()), optax.scale(-1e-3))),
+    ('rate_a_layer', lambda: optax.chain(wrapped(), optax.masked(optax.scale(0.5), {'mlp': True, 'head': False}))),
+    ('decayed', lambda: optax.chain(wrapped(), optax.add_decayed_weights(-0.1))),
+    ('frozen_behind', lambda: optax.chain(wrapped(), optax.set_to_zero())),
+    ('averaged_around', lambda: optax.contrib.schedule_free(wrapped(), learning_rate=1e-3, b1=0.9)),
+  )  # fmt: skip
+  def test_updates_that_are_changed_behind_the_wrapper(self, make):
+    params, state = trained(make(), params_of())
+    for ask in (
+      lambda: s24.get_flip_rate(state), lambda: s24.project(params, jax.block_until_ready(state), STE),
+      lambda: s24.sparse_variables(params, state, STE),
+    ):  # fmt: skip
+      with self.assertRaisesRegex(ValueError, r'mlp/\w+: [234] steps in a row, .*put it inside'):
+        ask()
+
+  def test_other_weights_between_steps(self):
+    def normed(params, i):
+      del i
+      return jax.tree.map(lambda w: w / jnp.linalg.norm(w, axis=0, keepdims=True), params)
+
+    _, state = trained(wrapped(), params_of(), between=normed)
+    with self.assertRaisesRegex(ValueError, 'changes the parameters between steps'):
+      s24.get_flip_rate(state)
+
+  @pytest.mark.few(3)
+  @parameterized.parameters(
+    ('multi_steps', jnp.float32), ('plain', jnp.bfloat16), ('rigl', jnp.float32), ('rigl', jnp.bfloat16),
+    ('plain', jnp.float32), ('multi_steps', jnp.bfloat16), ('chain', jnp.float32), ('chain', jnp.bfloat16),
+    ('decay_on_weights', jnp.float32), ('decay_on_weights', jnp.bfloat16), ('s_ste', jnp.float32),
+    ('s_ste', jnp.bfloat16), ('finite', jnp.float32),
+  )  # fmt: skip
+  def test_no_false_alarm(self, case, dtype):
+    """Not for rounding, and not for wrappers that hold a step back."""
+    tx = {
+      'plain': wrapped,
+      'multi_steps': lambda: optax.MultiSteps(wrapped(), 2).gradient_transformation(),
+      'chain': lambda: optax.chain(optax.clip_by_global_norm(1.0), wrapped(inner=optax.adamw(0.3))),
+      'rigl': lambda: wrapped(s24.recipes.rigl(RULE, density=0.3, total_steps=100, refresh_every=2)),
+      'decay_on_weights': lambda: wrapped(s24.recipes.sr_ste(RULE, masked_decay=0.1)),
+      's_ste': lambda: wrapped(s24.recipes.s_ste(RULE, refresh_every=3)),
+      'finite': lambda: optax.apply_if_finite(wrapped(), max_consecutive_errors=3),
+    }[case]()
+    params, state = trained(tx, params_of(dtype))
+    s24.get_flip_rate(state)
+    # An average beside the weights is read with the same masks.
+    average = jax.tree.map(lambda w: (w * 0.9).astype(w.dtype), params)
+    if case == 'plain':
+      s24.sparse_variables(average, state, STE)
+
+  def test_weights_that_are_set_once(self):
+    """A checkpoint's, or those of `project` for a dense end: masks are chosen anew after the next step."""
+    _, state = trained(wrapped(), params_of(), between=lambda p, i: jax.tree.map(lambda w: w * (1 + (i == 2)), p))
+    s24.get_flip_rate(state)
+    np.testing.assert_array_equal(state.left.missed, [1, 1])
+
+  def test_a_state_of_an_older_version_goes_on_without(self):
+    params, tx = params_of(), wrapped()
+    state = tx.init(params)._replace(left=None)
+    updates, after = jax.jit(tx.update)(grads_of(params, 0), state, params)
+    expected, _ = jax.jit(tx.update)(grads_of(params, 0), tx.init(params), params)
+    jax.tree.map(np.testing.assert_array_equal, updates, expected)
+    self.assertIsNone(after.left)
+
+  @parameterized.product(kind=('Auto', 'Explicit'), spec=(('data',), (None, 'data')))
+  @pytest.mark.few(1)
+  def test_on_a_mesh(self, kind, spec):
+    mesh = jax.make_mesh((8,), ('data',), axis_types=(jax.sharding.AxisType[kind],))
+    with jax.set_mesh(mesh):
+      params = params_of(shape=(96, 320))['mlp']
+      params = jax.tree.map(lambda w: jax.device_put(w, jax.NamedSharding(mesh, jax.P(*spec))), params)
+      tx = wrapped(s24.recipes.transposable_srste('.*', masked_decay=0.0, refresh_every=100))
+      state = tx.init(params)
+      grads = jax.tree.map(lambda w: jax.device_put(jnp.ones_like(w), w.sharding), params)
+      step = jax.jit(lambda params, state: tx.update(grads, state, params)).lower(params, state).compile()
+      entry = step.as_text().partition('ENTRY')[2].partition('\n}')[0]
+      # Sums of a number a weight; no weight is sent.
+      self.assertEqual(set(re.findall(r'((?:all|collective)-[\w-]+)\(', entry)), {'all-reduce'})
+      for _ in range(3):
+        updates, state = step(params, state)
+        params = optax.apply_updates(params, updates)
+      s24.get_flip_rate(state)
+      for _ in range(3):
+        _, state = step(params, state)  # and the trainer does something else
+        params = jax.tree.map(lambda w: 1.5 * w, params)
+      with self.assertRaisesRegex(ValueError, '2 steps in a row'):
+        s24.get_flip_rate(state)
+
+  def test_a_few_of_many_weights(self):
+    params = {f'h_{i}': {'mlp': jnp.ones((40, 100))} for i in range(20)}
+    left = s24.sparse_training(optax.sgd(0.1), s24.recipes.ste('.*')).init(params).left
+    np.testing.assert_array_equal(left.sums, [20 * 25] * 8)
+
+
+if __name__ == '__main__':
+  absltest.main()
