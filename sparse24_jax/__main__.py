@@ -7,6 +7,7 @@
 """
 
 import argparse
+from collections.abc import Callable
 import dataclasses
 import functools
 import importlib
@@ -18,8 +19,8 @@ from pallas_kernels import _device, _records
 import sparse24_jax
 from sparse24_jax import recipes
 from sparse24_jax.block_gain import block_gain, block_table, explain
-from sparse24_jax.policy import DotPolicy
-from sparse24_jax.recipe import Recipe, Rule
+from sparse24_jax.projections import magnitude
+from sparse24_jax.recipe import Recipe
 from sparse24_jax.where_it_pays import table, where_it_pays
 
 RECIPES = {
@@ -27,6 +28,21 @@ RECIPES = {
   's_ste': lambda: recipes.s_ste('.*'),
   's_ste_fp8': lambda: recipes.s_ste('.*', fp8=True),
   'sr_ste': lambda: recipes.sr_ste('.*', masked_decay=0.0),
+}
+# What a recipe needs besides a path says nothing of a model's weights.
+_CHECKED: dict[str, Callable[[str], Recipe]] = {
+  'dense': lambda path: recipes.dense(path, watch=magnitude()),
+  'mixed_sparsity': lambda path: recipes.mixed_sparsity(path, total_steps=10_000),
+  'mixed_sparsity_24': lambda path: recipes.mixed_sparsity(path, total_steps=10_000, structure='2:4'),
+  'rigl': lambda path: recipes.rigl(path, density=0.5, total_steps=10_000),
+  's_ste': recipes.s_ste,
+  's_ste_fp8': lambda path: recipes.s_ste(path, fp8=True),
+  'set_': lambda path: recipes.set_(path, density=0.5),
+  'sr_ste': lambda path: recipes.sr_ste(path, masked_decay=0.0),
+  'static': lambda path: recipes.static(path, density=0.5),
+  'ste': recipes.ste,
+  'step': recipes.step,
+  'transposable_srste': lambda path: recipes.transposable_srste(path, masked_decay=0.0),
 }
 
 
@@ -52,8 +68,11 @@ def main(argv: list[str] | None = None) -> int:
   )
   checks.add_argument('example', metavar='MODULE:FUNCTION',
                       help='returns (f, params, *args): a function of parameters, and arrays or shapes')  # fmt: skip
-  checks.add_argument('--recipe', choices=sorted(RECIPES), default='transposable_srste', help='(default: %(default)s)')
-  checks.add_argument('--path', default='.*', help='pattern of the weights (default: %(default)s)')
+  checks.add_argument('--recipe', choices=sorted([*_CHECKED, 'neuron_level']), default='transposable_srste',
+                      help='(default: %(default)s)')  # fmt: skip
+  checks.add_argument('--path', default='.*', help='pattern of the weights, of neuron_level the up-projections'
+                      ' (default: %(default)s)')  # fmt: skip
+  checks.add_argument('--down', help='of neuron_level, pattern of the down-projections')
   checks.add_argument('--dense', action='append', default=[], metavar='PATTERN', help='weights that stay dense')
   args = parser.parse_args(argv)
   if args.command == 'check':
@@ -97,14 +116,20 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
   sys.path.insert(0, '')
   try:
     example = getattr(importlib.import_module(module), name)
-  except (ImportError, AttributeError, ValueError) as error:
-    parser.error(f'{args.example!r} is no MODULE:FUNCTION: {error}')
-  f, params, *rest = example()
-  (rule,) = RECIPES[args.recipe]().rules
-  rules = (*(Rule(path, DotPolicy()) for path in args.dense), dataclasses.replace(rule, path=args.path))
+  except Exception as error:  # of the user's module, whatever it does when it is imported
+    parser.error(f'{args.example!r} is no MODULE:FUNCTION: {type(error).__name__}: {error}')
   try:
-    checked = sparse24_jax.check(dataclasses.replace(RECIPES[args.recipe](), rules=rules), f, params, *rest)
-  except ValueError as error:
+    found = example()
+  except Exception as error:
+    parser.error(f'{args.example}() raised {type(error).__name__}: {error}')
+  if not isinstance(found, tuple | list) or len(found) < 2:
+    parser.error(f'{args.example}() must return (f, params, *args), found {type(found).__name__}')
+  if (args.recipe == 'neuron_level') != (args.down is not None):
+    parser.error('--down is for neuron_level, which takes --path of the up-projections and --down')
+  try:
+    recipe = recipes.neuron_level(args.path, args.down) if args.down else _CHECKED[args.recipe](args.path)
+    checked = sparse24_jax.check(recipe.with_dense(*args.dense), *found)
+  except (TypeError, ValueError) as error:  # a TypeError where the arguments are not those of the function
     parser.error(str(error))
   print(checked)
   return 0 if checked.ok else 1

@@ -2,7 +2,6 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-import re
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,7 +9,7 @@ import jax.numpy as jnp
 from sparse24_jax.block_gain import block_gain
 from sparse24_jax.policy import DotPolicy
 from sparse24_jax.recipe import Recipe, Rule
-from sparse24_jax.rules import leaves_by_path, match_rules, matched_rules
+from sparse24_jax.rules import keep_dense, leaves_by_path, match_rules
 from sparse24_jax.where_it_pays import LayerGain, where_it_pays
 
 
@@ -80,12 +79,7 @@ def only_where_it_pays(
       expected = gain(group, policy)
       if expected is not None and expected < 1:
         slow += [layer.path for layer in group]
-  if not slow:
-    return recipe
-  # A rule that decides for nothing any more would be refused.
-  given = matched_rules(params, recipe)
-  left = [rule for rule in recipe.rules if any(found is rule for path, found in given.items() if path not in slow)]
-  return recipe.without(slow, (Rule('|'.join(map(re.escape, slow)), DotPolicy()), *left))
+  return keep_dense(params, recipe, slow)
 
 
 def _is_block(layers: Sequence[LayerGain]) -> bool:

@@ -206,6 +206,22 @@ class Recipe:
       'freezes_second_moment': self.freezes_second_moment,
     }
 
+  def with_dense(self, *paths: str) -> 'Recipe':
+    """The recipe with some of the weights that its rules match left as a dense model has them.
+
+    Args:
+      *paths: regular expressions that match the whole path of those weights.
+
+    >>> import jax.numpy as jnp, sparse24_jax as s24
+    >>> params = {'table': jnp.ones((8, 8)), 'up': jnp.ones((8, 8))}
+    >>> recipe = s24.recipes.ste('.*').with_dense('table')
+    >>> [rule.path for rule in recipe.rules], recipe.rules[0].is_plain
+    (['table', '.*'], True)
+    """
+    if not paths:
+      return self
+    return dataclasses.replace(self, rules=(*(Rule(path, DotPolicy()) for path in paths), *self.rules))
+
   def without(self, paths: Collection[str], rules: tuple[Rule, ...]) -> 'Recipe':
     """The recipe with other rules, under which the weights at `paths` are dense."""
     del paths

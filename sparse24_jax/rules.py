@@ -1,7 +1,7 @@
 """Which weights a recipe takes: paths, matching, and the checks that belong to a match."""
 
 import collections
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 import contextlib
 import dataclasses
 import math
@@ -15,6 +15,7 @@ from pallas_kernels import _dispatch
 from pallas_kernels.formats import check_floating
 from sparse24_jax.dot import check_divisible
 from sparse24_jax.layout import Layout
+from sparse24_jax.policy import DotPolicy
 from sparse24_jax.projection import Projection, stored_as
 from sparse24_jax.recipe import Recipe, Rule
 
@@ -95,6 +96,14 @@ def matched_rules(params: Any, recipe: Recipe) -> dict[str, Rule]:
         ' those whose whole path it matches and no earlier rule does'
       )
   return matched
+
+
+def keep_dense(params: Any, recipe: Recipe, paths: Collection[str]) -> Recipe:
+  """`recipe` with some of the weights that it matches dense; a rule that decides for none any more, which would be
+  refused, is left out."""
+  given = matched_rules(params, recipe)
+  left = [rule for rule in recipe.rules if any(found is rule for path, found in given.items() if path not in paths)]
+  return recipe.without(paths, (Rule('|'.join(map(re.escape, paths)), DotPolicy()), *left)) if paths else recipe
 
 
 def match_rules(params: Any, recipe: Recipe) -> dict[str, Rule]:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 import dataclasses
 import math
+import re
 from typing import Any
 
 import jax
@@ -92,6 +93,11 @@ class Bound(Recipe):
       if weight.path == path:
         return weight
     raise KeyError(path)
+
+  def with_dense(self, *paths: str) -> 'Bound':
+    dense = super().with_dense(*paths)
+    kept = (weight for weight in self.weights if not any(re.fullmatch(path, weight.path) for path in paths))
+    return dataclasses.replace(self, rules=dense.rules, weights=tuple(kept))
 
   def without(self, paths: Collection[str], rules: tuple[Rule, ...]) -> 'Bound':
     weights = tuple(weight for weight in self.weights if weight.path not in paths)
@@ -255,7 +261,7 @@ def find_weights(
 def _bound(path: str, leaf: Any, rule: Rule, notes: Notes) -> BoundWeight | str:
   """The weight, or what is wrong with it."""
   readings, problems = notes.readings.get(path, []), notes.problems.get(path, [])
-  dense = "leave it dense by a rule in front, Rule(path, DotPolicy())"
+  dense = f"leave it dense, recipe.with_dense('{path}')"
   if problems:
     return f'{path} of shape {leaf.shape}: {"; ".join(problems)}. Nothing follows a weight there: {dense}'
   if not readings:

@@ -1,9 +1,12 @@
 """`check`: what a recipe makes of a model, a line a weight, before anything is trained."""
 
-from collections.abc import Callable, Mapping
+import collections
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
+import re
 from typing import Any
 
+from flax import linen, nnx
 import jax
 from jax import Array
 import jax.numpy as jnp
@@ -13,10 +16,17 @@ from sparse24_jax.binding.bound import Bound, BoundWeight, find_weights
 from sparse24_jax.binding.states import weight_states
 from sparse24_jax.binding.tracing import trace
 from sparse24_jax.binding.transform import sparse_function
+from sparse24_jax.integration.linen import SparseModule
 from sparse24_jax.masks import verify24
 from sparse24_jax.optim import sparse_states, SparseTrainingState
 from sparse24_jax.recipe import Recipe
-from sparse24_jax.rules import check_groups, leaves_by_path, match_rules
+from sparse24_jax.rules import check_groups, keep_dense, leaves_by_path, match_rules
+
+# `binding.blocks.find_block` in words.
+_BLOCKS = (
+  'block -: a layer by itself. One fused op are two matmuls, with or without bias, and between them nothing but gelu'
+  ' (tanh form), silu, relu or squared relu, with or without a gate; one dtype, one policy for all of them'
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +62,7 @@ class Checked:
 
   Attributes:
     weights: those that rules match, in the order of the tree.
-    dense: paths of the other arrays with two or more axes.
+    dense: paths of the other arrays with two or more axes: no rule matches them, or one that leaves them dense.
 
   >>> import jax.numpy as jnp, sparse24_jax as s24
   >>> params = {'w': jnp.ones((16, 8)), 'table': jnp.ones((5, 16))}
@@ -75,7 +85,9 @@ class Checked:
     widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
     lines = ['  '.join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     lines += [f'PROBLEM  {w.problem}' for w in self.weights if w.problem is not None]
-    lines += [f'dense: {", ".join(self.dense) or "no other weight"}']
+    if any(w.weight and w.weight.uses and not all(use.block for use in w.weight.uses) for w in self.weights):
+      lines.append(_BLOCKS)
+    lines.append(f'stay dense: {_listed(self.dense) or "no other weight"}')
     return '\n'.join(lines)
 
 
@@ -89,7 +101,7 @@ def check(
 
   Args:
     recipe: as for `bind`.
-    f: a function of parameters and other arguments, a loss say.
+    f: a function of parameters and other arguments, a loss say, or a linen module, for its `apply`.
     params: arrays, or `jax.ShapeDtypeStruct`.
     *args: an example of the other arguments, likewise.
     optimizer: the whole chain, with `sparse_training` of this recipe in it, to see whether masks are chosen from the
@@ -107,23 +119,46 @@ def check(
   weight  shape    axes         projection     matmuls  tokens  block      zeros  gradient
   down    16 x 32  in 1, out 0  magnitude 2:4  1        32      silu down  50%    100%
   up      16 x 32  in 0, out 1  magnitude 2:4  1        32      silu up    50%    100%
-  dense: no other weight
+  stay dense: no other weight
   >>> checked.ok
   True
   """
-  recipe = recipe.unbound() if isinstance(recipe, Bound) else recipe
+  recipe, f = recipe.unbound() if isinstance(recipe, Bound) else recipe, _function(f)
   traced = trace(f, (params, *args), kwargs)
   found = find_weights(recipe, params, traced)
   leaves = dict(leaves_by_path(params))
   dense = tuple(path for path, leaf in leaves.items() if len(leaf.shape) > 1 and path not in found)
   weights = {path: _checked(path, leaves[path], weight) for path, weight in found.items()}
   concrete = all(isinstance(leaf, jax.Array | np.ndarray) for leaf in traced.leaves)
-  if concrete and all(weight.problem is None for weight in weights.values()):
-    bound = Bound.of(recipe, [w.weight for w in weights.values() if w.weight is not None])
-    weights = _measured(weights, bound, f, params, args, kwargs)
+  fine = [w.weight for w in weights.values() if w.weight is not None and w.problem is None]
+  if concrete and fine:
+    others = keep_dense(params, recipe, [path for path, w in weights.items() if w.problem is not None])
+    weights = _measured(weights, Bound.of(others, fine), f, params, args, kwargs)
   if optimizer is not None:
     weights = _with_masks_of(optimizer, recipe, weights, params)
   return Checked(tuple(weights.values()), dense)
+
+
+def _function(f: Any) -> Callable[..., Any]:
+  """A function of parameters, of what was given for one."""
+  if isinstance(f, linen.Module):
+    model = f.sparse24_model if isinstance(f, SparseModule) else f
+    return lambda params, *args, **kwargs: model.apply({'params': params}, *args, **kwargs)
+  if isinstance(f, nnx.Module):
+    raise ValueError(
+      'f is an nnx module: graphdef, params, rest = nnx.split(model, nnx.Param, ...), and check lambda params, x:'
+      ' nnx.merge(graphdef, params, rest)(x)'
+    )
+  if not callable(f):
+    raise ValueError(f'f must be a function of parameters or a linen module, found {type(f).__name__}')
+  return f
+
+
+def _listed(paths: Sequence[str]) -> str:
+  """Paths, those that differ in numbers as one."""
+  alike = collections.Counter(re.sub(r'\d+', '*', path) for path in paths)
+  first = {re.sub(r'\d+', '*', path): path for path in reversed(paths)}
+  return ', '.join(first[path] if count == 1 else f'{count} of {path}' for path, count in alike.items())
 
 
 def _with_masks_of(
@@ -174,7 +209,7 @@ def _measured(
   """With the share of zeros, and of pruned entries that a gradient reaches."""
   rules, leaves = match_rules(params, bound), dict(leaves_by_path(params))
   sparse = {}
-  for path in weights:
+  for path in (weight.path for weight in bound.weights):
     if (projection := rules[path].policy.projection) is not None:
       sparse[path] = (rules[path].policy, leaves[path], projection.init(leaves[path]))
   states = weight_states(bound, sparse, None)

@@ -52,17 +52,20 @@ def samples(projections: Any, params: Any) -> list[Array]:
 
 
 def sums(sampled: Sequence[Array]) -> Array:
-  """One number for each weight."""
-  return jnp.stack([jnp.sum(w, dtype=jnp.float32) for w in sampled]) if sampled else jnp.zeros(0, jnp.float32)
+  """One number for each weight; one in all if there is none, as Orbax saves no empty array."""
+  return jnp.stack([jnp.sum(w, dtype=jnp.float32) for w in sampled]) if sampled else jnp.zeros(1, jnp.float32)
 
 
 def at_start(sampled: Sequence[Array]) -> Left:
   """Of a state that nothing has been given to."""
-  return Left(sums(sampled), jnp.zeros(len(sampled), jnp.float32))
+  found = sums(sampled)
+  return Left(found, jnp.zeros_like(found))
 
 
 def given(left: Left, sampled: Sequence[Array]) -> Left:
   """The sums of what a step is given, and for how many steps in a row they were not those that were left."""
+  if not sampled:
+    return left
   found, sizes = sums(sampled), sums([jnp.abs(w) for w in sampled])
   far = jnp.abs(found - left.sums) > sizes * np.array([_rounding(w) for w in sampled], np.float32)
   return Left(found, jnp.where(far, jnp.minimum(left.missed + 1, 1000.0), 0.0))
@@ -81,7 +84,7 @@ def check_left(state: Any, *, wait: bool = True) -> None:
   if not isinstance(missed, jax.Array) or isinstance(missed, jax.core.Tracer) or not (wait or missed.is_ready()):
     return
   steps = np.asarray(missed.addressable_data(0))
-  if not steps.size or steps.max() < _STEPS:
+  if steps.max() < _STEPS:
     return
   path = watched([path for path, _ in leaves_by_path(state.projections)])[int(steps.argmax())]
   raise ValueError(

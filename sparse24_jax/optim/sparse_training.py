@@ -221,7 +221,7 @@ def sparse_training(
       gradients, updates = updates, on_links(projections, params, state.projections, updates, zero)
     count = optax.safe_increment(state.count)
     inner_state = state.inner_state
-    if left and left.sums.size:  # read before the inner optimizer overwrites the weights, or XLA copies them
+    if left:  # read before the inner optimizer overwrites the weights, or XLA copies them
       left, inner_state = jax.lax.optimization_barrier((left, inner_state))
     if not evolves:
       compared = _compared(recipe, projections, count, params, state.projections)

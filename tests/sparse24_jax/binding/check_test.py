@@ -3,13 +3,15 @@
 import contextlib
 import io
 
-from absl.testing import absltest
+from absl.testing import absltest, parameterized
+from flax import linen as nn
+from flax import nnx
 import jax
 import jax.numpy as jnp
 import optax
 
 import sparse24_jax as s24
-from sparse24_jax.__main__ import main
+from sparse24_jax.__main__ import _CHECKED, main
 from tests.sparse24_jax.binding.functions import arguments, CASES
 
 
@@ -21,7 +23,7 @@ def unreadable():
   return lambda p, x: x @ (2 * p['w']), {'w': jnp.ones((16, 8))}, jnp.ones((4, 16))
 
 
-class CheckTest(absltest.TestCase):
+class CheckTest(parameterized.TestCase):
 
   def test_the_zeros_and_the_gradient_are_measured(self):
     f, params, x = example()
@@ -48,6 +50,34 @@ class CheckTest(absltest.TestCase):
     self.assertEqual([w.problem is None for w in checked.weights], [True, False, False])
     self.assertRegex(str(checked), r'(?s)PROBLEM  v of shape .* length 6 along axis -2.*PROBLEM  w of shape.*mul at')
 
+  def test_a_problem_of_one_weight_hides_nothing_of_the_others(self):
+    params = {'w': jax.random.normal(jax.random.key(0), (16, 8)), 'v': jnp.ones((16, 8))}
+    f = lambda p, x: x @ p['w'] + x @ (2 * p['v'])  # noqa: E731
+    checked = s24.check(s24.recipes.ste('.*'), f, params, jnp.ones((4, 16)))
+    found = [(w.path, w.pruned, w.problem is None) for w in checked.weights]
+    self.assertEqual(found, [('v', None, False), ('w', 0.5, True)])
+    # The message says what to write, and that is taken.
+    self.assertIn("recipe.with_dense('v')", str(checked))
+    mended = s24.check(s24.recipes.ste('.*').with_dense('v'), f, params, jnp.ones((4, 16)))
+    self.assertEqual((mended.ok, mended.dense), (True, ('v',)))
+    self.assertRegex(str(mended), '(?s)block -: a layer by itself.*stay dense: v')
+
+  def test_modules_in_place_of_a_function(self):
+    x = jnp.ones((4, 16))
+    params = nn.Dense(8).init(jax.random.key(0), x)['params']
+    self.assertEqual(s24.check(s24.recipes.ste('kernel'), nn.Dense(8), params, x).weights[0].pruned, 0.5)
+    with self.assertRaisesRegex(ValueError, r'nnx.split\(model, nnx.Param'):
+      s24.check(s24.recipes.ste('.*'), nnx.Linear(16, 8, rngs=nnx.Rngs(0)), params, x)
+    with self.assertRaisesRegex(ValueError, 'f must be a function of parameters or a linen module, found dict'):
+      s24.check(s24.recipes.ste('.*'), params, params, x)
+
+  def test_dense_weights_of_a_bound_recipe(self):
+    f, params, x = example()
+    bound = s24.bind(s24.recipes.ste('.*'), f, params, x).with_dense('out')
+    self.assertEqual([weight.path for weight in bound.weights], ['query'])
+    state = s24.sparse_training(optax.sgd(0.1), bound).init(params)
+    self.assertEqual(list(s24.sparse_variables(params, state, bound)), ['query'])
+
   def test_masks_are_those_of_the_weights_that_the_chain_leaves(self):
     f, params, x = example()
     recipe = s24.recipes.ste('.*')
@@ -65,9 +95,25 @@ class CheckTest(absltest.TestCase):
       self.assertEqual(main(['check', f'{__name__}:example', '--dense', 'out', '--recipe', 's_ste']), 0)
       self.assertEqual(main(['check', f'{__name__}:unreadable']), 1)
     self.assertRegex(out.getvalue(), r'(?s)query +16 x 2 x 8 +in 0, out 1 2 .*dense: out.*PROBLEM  w of shape')
-    with self.assertRaises(SystemExit), contextlib.redirect_stderr(out):
-      main(['check', 'no_such_module:example'])
-    self.assertIn("'no_such_module:example' is no MODULE:FUNCTION", out.getvalue())
+
+  @parameterized.parameters(
+    ('no_such_module:example', (), "'no_such_module:example' is no MODULE:FUNCTION: ModuleNotFoundError"),
+    (f'{__name__}:no_such_function', (), 'is no MODULE:FUNCTION: AttributeError'),
+    (f'{__name__}:arguments', (), r'arguments\(\) raised TypeError: '),
+    (f'{__name__}:absltest.main', (), 'is no MODULE:FUNCTION'),
+    ('builtins:dict', (), r'dict\(\) must return \(f, params, \*args\), found dict'),
+    (f'{__name__}:example', ('--down', '.*'), '--down is for neuron_level'),
+  )
+  def test_what_the_command_cannot_use_is_a_line(self, name, options, message):
+    err = io.StringIO()
+    with self.assertRaises(SystemExit) as end, contextlib.redirect_stderr(err):
+      main(['check', name, *options])
+    self.assertEqual(end.exception.code, 2)
+    self.assertRegex(err.getvalue(), message)
+
+  def test_every_recipe_has_a_name(self):
+    made = {_CHECKED[name]('.*').name for name in _CHECKED} | {'neuron_level'}
+    self.assertEmpty(set(s24.recipes.__all__) - made)
 
 
 if __name__ == '__main__':
