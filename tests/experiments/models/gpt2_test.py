@@ -16,7 +16,7 @@ def _tiny(**overrides):
 
 def _init(config, seed=0):
   tokens = jax.random.randint(jax.random.key(1), (2, 16), 0, config.vocab_size)
-  return gpt2.GPT2(config).init(jax.random.key(seed), tokens)['params'], tokens
+  return jax.jit(gpt2.GPT2(config).init)(jax.random.key(seed), tokens)['params'], tokens
 
 
 def _paths(tree):

@@ -15,6 +15,13 @@ from pallas_kernels.vnm import api, reference
 from pallas_kernels.vnm import format as fmt
 from tests.pallas_kernels import triton_interpreter
 
+# One program each: operation by operation each of them is compiled by itself.
+_mask = jax.jit(reference.vnm_mask, static_argnames=('v', 'm'))
+_compress = jax.jit(vnm.compress, static_argnames=('v', 'm'))
+_decompress, _dense = jax.jit(vnm.decompress), jax.jit(fmt.decompress_operand)
+_pack = jax.jit(
+  api.vnm_pack, static_argnames=('v', 'm', 'axis', 'spread', 'activation', 'masked', 'residuals', 'implementation')
+)
 _SIZES = ((1, 8), (4, 8), (8, 16), (2, 4), (16, 5))
 
 
@@ -51,22 +58,22 @@ class MaskTest(parameterized.TestCase):
   def test_against_loops(self, v, m):
     for dtype in ('float32', 'bfloat16', 'float16'):
       x = _random(v, m, dtype)
-      np.testing.assert_array_equal(reference.vnm_mask(x, v=v, m=m), _expected_mask(x, v, m))
+      np.testing.assert_array_equal(_mask(x, v=v, m=m), _expected_mask(x, v, m))
 
   def test_leading_axes(self):
     x = jnp.stack([_random(4, 8, seed=i) for i in range(3)])
-    found = reference.vnm_mask(x, v=4, m=8)
+    found = _mask(x, v=4, m=8)
     np.testing.assert_array_equal(found, np.stack([_expected_mask(y, 4, 8) for y in x]))
 
   def test_m_of_four_is_two_of_four_of_each_row(self):
     x = _random(8, 4)
-    np.testing.assert_array_equal(reference.vnm_mask(x, v=8, m=4), reference.vnm_mask(x, v=1, m=4))
+    np.testing.assert_array_equal(reference.vnm_mask(x, v=8, m=4), _mask(x, v=1, m=4))
 
   def test_not_far_from_the_best_columns(self):
     # All 70 quadruples, the search of the format's authors: the sums keep 98.9% of what it keeps on Gaussian data.
     v, m = 16, 8
     x = np.abs(np.random.default_rng(0).standard_normal((8 * v, 4 * m)))
-    kept = (x * np.asarray(reference.vnm_mask(jnp.asarray(x, jnp.float32), v=v, m=m))).sum()
+    kept = (x * np.asarray(_mask(jnp.asarray(x, jnp.float32), v=v, m=m))).sum()
     best = 0.0
     for block in x.reshape(8, v, 4, m).transpose(0, 2, 1, 3).reshape(-1, v, m):
       best += max(np.sort(block[:, q])[:, 2:].sum() for q in map(list, itertools.combinations(range(m), 4)))
@@ -74,7 +81,7 @@ class MaskTest(parameterized.TestCase):
 
   def test_nan_is_kept(self):
     x = jnp.ones((4, 16)).at[2, 13].set(jnp.nan)
-    self.assertTrue(reference.vnm_mask(x, v=4, m=16)[2, 13])
+    self.assertTrue(_mask(x, v=4, m=16)[2, 13])
 
   @parameterized.parameters(
     (dict(v=3, m=8), (4, 8), 'length 4 along axis -2'), (dict(v=4, m=6), (4, 8), 'length 8 along axis -1'),
@@ -94,37 +101,37 @@ class FormatTest(parameterized.TestCase):
   def test_round_trip(self, v, m):
     x = _random(v, m)
     mask = jnp.asarray(_expected_mask(x, v, m))
-    c = vnm.compress(x, mask, v=v, m=m)
+    c = _compress(x, mask, v=v, m=m)
     self.assertEqual((c.v, c.m, c.shape, c.dtype), (v, m, x.shape, x.dtype))
     self.assertEqual(c.columns.shape, (3, 16))
-    np.testing.assert_array_equal(vnm.decompress(c), jnp.where(mask, x, 0))
-    np.testing.assert_array_equal(fmt.decompress_operand(fmt.to_vnm_operand(c)), jnp.where(mask, x, 0))
+    np.testing.assert_array_equal(_decompress(c), jnp.where(mask, x, 0))
+    np.testing.assert_array_equal(_dense(fmt.to_vnm_operand(c)), jnp.where(mask, x, 0))
 
   def test_fewer_than_the_format_holds(self):
     x = _random(4, 8)
     mask = jnp.asarray(_expected_mask(x, 4, 8)) & (x > 0)
-    np.testing.assert_array_equal(vnm.decompress(vnm.compress(x, mask, v=4, m=8)), jnp.where(mask, x, 0))
+    np.testing.assert_array_equal(_decompress(_compress(x, mask, v=4, m=8)), jnp.where(mask, x, 0))
 
   def test_bytes(self):
     x = _random(64, 8)
-    c = vnm.compress(x, jnp.asarray(_expected_mask(x, 64, 8)), v=64, m=8)
+    c = _compress(x, jnp.asarray(_expected_mask(x, 64, 8)), v=64, m=8)
     # 2 of 8 values, two bits each, and 4 of 8 column numbers a block of 64 rows.
     self.assertEqual(c.nbytes, x.nbytes // 4 + x.size // 4 // 4 + x.size // 2 // 64)
 
   @pytest.mark.slow
   def test_stacked(self):
     x = jnp.stack([_random(4, 8, seed=i) for i in range(2)])
-    mask = reference.vnm_mask(x, v=4, m=8)
-    c = vnm.compress(x, mask, v=4, m=8)
-    np.testing.assert_array_equal(vnm.decompress(c), jnp.where(mask, x, 0))
-    np.testing.assert_array_equal(jax.vmap(vnm.decompress)(c), jnp.where(mask, x, 0))
+    mask = _mask(x, v=4, m=8)
+    c = _compress(x, mask, v=4, m=8)
+    np.testing.assert_array_equal(_decompress(c), jnp.where(mask, x, 0))
+    np.testing.assert_array_equal(jax.vmap(_decompress)(c), jnp.where(mask, x, 0))
 
 
 class VerifyTest(parameterized.TestCase):
 
   def test_accepts_what_the_mask_keeps(self):
     x = _random(4, 8)
-    vnm.verify(jnp.where(reference.vnm_mask(x, v=4, m=8), x, -0.0), v=4, m=8)
+    vnm.verify(jnp.where(_mask(x, v=4, m=8), x, -0.0), v=4, m=8)
 
   def test_names_the_wide_block(self):
     x = jnp.zeros((8, 16)).at[4:, 8:].set(jnp.eye(8)[:4]).at[7, 15].set(1.0)
@@ -148,8 +155,8 @@ class ApiTest(parameterized.TestCase):
 
   def _operand(self, v=4, m=8):
     x = _random(v, m)
-    mask = reference.vnm_mask(x, v=v, m=m)
-    return vnm.compress(x, mask, v=v, m=m), np.where(mask, np.asarray(x, np.float64), 0)
+    mask = _mask(x, v=v, m=m)
+    return _compress(x, mask, v=v, m=m), np.where(mask, np.asarray(x, np.float64), 0)
 
   @parameterized.product(implementation=(None, 'reference', 'dense'), out_layout=('mn', 'nm'), operand=(False, True))
   def test_matmul(self, implementation, out_layout, operand):
@@ -163,26 +170,26 @@ class ApiTest(parameterized.TestCase):
   def test_pack(self):
     x = _random(4, 8)
     y = jnp.square(jnp.maximum(x, 0))
-    a = api.vnm_pack(x, v=4, m=8, activation='squared_relu').operand
-    np.testing.assert_array_equal(fmt.decompress_operand(a), np.where(_expected_mask(y, 4, 8), y, 0))
+    a = _pack(x, v=4, m=8, activation='squared_relu').operand
+    np.testing.assert_array_equal(_dense(a), np.where(_expected_mask(y, 4, 8), y, 0))
 
   def test_residuals(self):
     x = _matrix(8, 32)
-    made = api.vnm_pack(x, v=4, m=8, activation='squared_relu', residuals=True)
+    made = _pack(x, v=4, m=8, activation='squared_relu', residuals=True)
     kept = np.maximum(np.asarray(made.inputs, np.float64), 0) ** 2
     np.testing.assert_allclose(kept, np.asarray(made.operand.compact.values, np.float64), rtol=4e-3)
-    dense = np.asarray(fmt.decompress_operand(made.operand), np.float64)
+    dense = np.asarray(_dense(made.operand), np.float64)
     np.testing.assert_array_equal(made.counts, (dense != 0).sum(0))
     self.assertGreater(made.counts.max(), made.counts.min())
     gradient = _matrix(8, 32, seed=1)
     options = dict(v=4, m=8, activation='squared_relu', gradient=gradient, pattern=made.operand)
-    found, expected = api.vnm_pack(made.inputs, **options), api.vnm_pack(x, **options)
+    found, expected = _pack(made.inputs, **options), _pack(x, **options)
     np.testing.assert_array_equal(found.operand.compact.values, expected.operand.compact.values)
 
   @parameterized.parameters(False, True)
   def test_transpose_pack(self, select):
-    a = api.vnm_pack(_matrix(16, 32), v=4, m=8, activation='squared_relu').operand
-    dense = np.asarray(fmt.decompress_operand(a), np.float64)
+    a = _pack(_matrix(16, 32), v=4, m=8, activation='squared_relu').operand
+    dense = np.asarray(_dense(a), np.float64)
     used = jnp.arange(32) % 3 > 0 if select else None
     rest = np.where(used, dense, 0) if select else dense
     # Group g of tokens is g, g + 2, ..., g + 14.
@@ -191,14 +198,14 @@ class ApiTest(parameterized.TestCase):
     mask[:, order] = _expected_mask(jnp.asarray(rest.T[:, order]), 4, 8)
     turned = api.transpose_pack(a, used=used)
     self.assertEqual(turned.shape, (32, 16))
-    np.testing.assert_array_equal(fmt.decompress_operand(turned), np.where(mask, rest.T, 0))
+    np.testing.assert_array_equal(_dense(turned), np.where(mask, rest.T, 0))
     again = api.transpose_pack(a, pattern=turned)  # of all columns
-    np.testing.assert_array_equal(fmt.decompress_operand(again), np.where(mask, dense.T, 0))
+    np.testing.assert_array_equal(_dense(again), np.where(mask, dense.T, 0))
 
   @parameterized.parameters(False, True)
   def test_transpose_pack_24(self, select):
-    a = api.vnm_pack(_matrix(16, 32), v=4, m=8, activation='squared_relu').operand
-    dense = np.asarray(fmt.decompress_operand(a), np.float64)
+    a = _pack(_matrix(16, 32), v=4, m=8, activation='squared_relu').operand
+    dense = np.asarray(_dense(a), np.float64)
     used = jnp.arange(32) % 3 > 0 if select else None
     rest = np.where(used, dense, 0).T if select else dense.T
     mask = np.asarray(magnitude_mask(jnp.asarray(rest), axis=-1))
@@ -209,10 +216,10 @@ class ApiTest(parameterized.TestCase):
     np.testing.assert_array_equal(api.expand(again), np.where(mask, dense.T, 0))
 
   def test_columns(self):
-    a = api.vnm_pack(_matrix(16, 32), v=4, m=8, activation='squared_relu').operand
+    a = _pack(_matrix(16, 32), v=4, m=8, activation='squared_relu').operand
     columns = np.random.default_rng(4).permutation(32)[:9].astype(np.int32)
     found = api.take_columns(a, jnp.asarray(columns))
-    np.testing.assert_array_equal(found, np.asarray(fmt.decompress_operand(a))[:, columns])
+    np.testing.assert_array_equal(found, np.asarray(_dense(a))[:, columns])
 
   @parameterized.named_parameters(
     ('rows', (20, 32), {}, 'has length 20 along axis -2, no multiple of 4 and 8'),
@@ -221,7 +228,7 @@ class ApiTest(parameterized.TestCase):
     ('pattern', (16, 32), dict(pattern=True), r'pattern must be 4:2:8 of \(32, 16\) .* found 4:2:8 of \(16, 32\)'),
   )
   def test_transpose_pack_refusals(self, shape, options, message):
-    a = api.vnm_pack(_matrix(*shape), v=4, m=8, activation='squared_relu').operand
+    a = _pack(_matrix(*shape), v=4, m=8, activation='squared_relu').operand
     options = dict(pattern=a) if 'pattern' in options else options
     with self.assertRaisesRegex(ValueError, message):
       api.transpose_pack(a, **options)
@@ -233,7 +240,7 @@ class ApiTest(parameterized.TestCase):
     ('both', (8, 32), dict(pattern=_zeros(32, 8), used=jnp.ones(32, bool)), 'pattern and used do not go'),
   )
   def test_transpose_pack_24_refusals(self, shape, options, message):
-    a = api.vnm_pack(_matrix(*shape), v=2, m=8, activation='squared_relu').operand
+    a = _pack(_matrix(*shape), v=2, m=8, activation='squared_relu').operand
     with self.assertRaisesRegex(ValueError, message):
       api.transpose_pack_24(a, **options)
 
@@ -241,9 +248,9 @@ class ApiTest(parameterized.TestCase):
   def test_groups_that_are_spread_are_refused(self, implementation):
     if implementation == 'triton' and not triton_interpreter.HAS_TRITON:
       self.skipTest('triton is not installed')
-    spread = api.vnm_pack(_matrix(16, 32), v=4, m=8, spread=True).operand
+    spread = _pack(_matrix(16, 32), v=4, m=8, spread=True).operand
     self.assertTrue(spread.spread)
-    beside = api.vnm_pack(_matrix(16, 32), v=4, m=8, activation='squared_relu').operand
+    beside = _pack(_matrix(16, 32), v=4, m=8, activation='squared_relu').operand
     self.assertTrue(api.transpose_pack(beside).spread)
     calls = dict(implementation=implementation)
     for call in (
@@ -253,10 +260,10 @@ class ApiTest(parameterized.TestCase):
       with self.assertRaisesRegex(ValueError, r'of shape \(16, 32\) has its groups spread; accepted .* side by side'):
         call()
     with self.assertRaisesRegex(ValueError, 'pattern of shape .* has its groups spread'):
-      api.vnm_pack(_matrix(16, 32), v=4, m=8, gradient=_matrix(16, 32), pattern=spread, **calls)
+      _pack(_matrix(16, 32), v=4, m=8, gradient=_matrix(16, 32), pattern=spread, **calls)
 
   def test_columns_refusal(self):
-    a = api.vnm_pack(_matrix(16, 32), v=4, m=8, activation='squared_relu').operand
+    a = _pack(_matrix(16, 32), v=4, m=8, activation='squared_relu').operand
     with self.assertRaisesRegex(ValueError, r'columns must be int32 \[n\], found float32 of shape \(3,\)'):
       api.take_columns(a, jnp.ones(3))
 
@@ -293,11 +300,11 @@ class ApiTest(parameterized.TestCase):
     )
     given = {name: make[name](*value) if isinstance(value, tuple) else value for name, value in given.items()}
     with self.assertRaisesRegex(ValueError, message):
-      api.vnm_pack(jnp.ones((8, 32), jnp.bfloat16), v=4, m=8, **given)
+      _pack(jnp.ones((8, 32), jnp.bfloat16), v=4, m=8, **given)
 
   def test_used_must_be_bool(self):
     with self.assertRaisesRegex(ValueError, 'used must be bool .* found int32'):
-      api.vnm_pack(jnp.ones((8, 32), jnp.bfloat16), v=4, m=8, used=jnp.ones(8, jnp.int32))
+      _pack(jnp.ones((8, 32), jnp.bfloat16), v=4, m=8, used=jnp.ones(8, jnp.int32))
 
   def test_expand_refuses_a_stack(self):
     stack = jax.tree.map(lambda a: a[None], _zeros(64, 64))

@@ -41,7 +41,7 @@ def sparse_and_reference(recipe, name, dtype=jnp.float32):
   differentiate = jax.value_and_grad if name != 'while' else lambda f: (lambda *args: (f(*args), None))
   found = jax.jit(differentiate(lambda p: sparse(p, variables, None, x)))(params)
   projected = s24.project(params, state, bound)
-  return found, differentiate(loss)(projected, x), loss(params, x)
+  return found, jax.jit(differentiate(loss))(projected, x), jax.jit(loss)(params, x)
 
 
 class TransformTest(parameterized.TestCase):
