@@ -35,12 +35,16 @@ def sparse_and_reference(recipe, name, dtype=jnp.float32):
     return jnp.sum(jnp.sin(y.astype(jnp.float32)))
 
   bound = s24.bind(recipe, loss, params, x)
-  state = s24.sparse_training(optax.sgd(0.1), bound).init(params)
-  variables = s24.sparse_variables(params, state, bound)
+
+  @jax.jit
+  def prepare(params):
+    state = s24.sparse_training(optax.sgd(0.1), bound).init(params)
+    return s24.sparse_variables(params, state, bound), s24.project(params, state, bound)
+
+  variables, projected = prepare(params)
   sparse = s24.sparsify(loss, bound)
   differentiate = jax.value_and_grad if name != 'while' else lambda f: (lambda *args: (f(*args), None))
   found = jax.jit(differentiate(lambda p: sparse(p, variables, None, x)))(params)
-  projected = s24.project(params, state, bound)
   return found, jax.jit(differentiate(loss))(projected, x), jax.jit(loss)(params, x)
 
 
