@@ -30,7 +30,7 @@ def random_like(tree: Any, seed: int = 0) -> Any:
 
 
 def check_training(
-  bound: s24.Bound, loss: Any, params: Any, *args: Any, expected: dict[str, str], sparse: Any = None, steps: int = 5
+  bound: s24.Bound, loss: Any, params: Any, *args: Any, expected: dict[str, str], sparse: Any = None, steps: int = 20
 ) -> None:
   """Trains twice and compares every loss and, at the end, every weight.
 
