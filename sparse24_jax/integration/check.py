@@ -62,7 +62,8 @@ class Checked:
 
   Attributes:
     weights: those that rules match, in the order of the tree.
-    dense: paths of the other arrays with two or more axes: no rule matches them, or one that leaves them dense.
+    dense: paths of the other arrays with two or more axes but biases and scales: no rule matches them, or one that
+      leaves them dense.
 
   >>> import jax.numpy as jnp, sparse24_jax as s24
   >>> params = {'w': jnp.ones((16, 8)), 'table': jnp.ones((5, 16))}
@@ -127,7 +128,8 @@ def check(
   traced = trace(f, (params, *args), kwargs)
   found = find_weights(recipe, params, traced)
   leaves = dict(leaves_by_path(params))
-  dense = tuple(path for path, leaf in leaves.items() if len(leaf.shape) > 1 and path not in found)
+  others = (path for path, leaf in leaves.items() if len(leaf.shape) > 1 and path not in found)
+  dense = tuple(path for path in others if path.rpartition('/')[2] not in ('bias', 'scale'))
   weights = {path: _checked(path, leaves[path], weight) for path, weight in found.items()}
   concrete = all(isinstance(leaf, jax.Array | np.ndarray) for leaf in traced.leaves)
   fine = [w.weight for w in weights.values() if w.weight is not None and w.problem is None]
