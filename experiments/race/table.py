@@ -2,9 +2,14 @@
 
 import argparse
 from collections.abc import Iterable, Mapping, Sequence
+import dataclasses
 import json
+import math
 from pathlib import Path
+import statistics
 from typing import Any
+
+from experiments.reports.claims import half_width
 
 
 def read(path: Path) -> dict[tuple[str, str, float], list[dict[str, Any]]]:
@@ -30,38 +35,167 @@ def teraflops(record: Mapping[str, Any]) -> float:
 
 
 def rows(records: Iterable[Mapping[str, Any]]) -> list[list[str]]:
-  """A row a contender, by loss: label, milliseconds, times faster, TFLOP/s, steps, losses a rate, seed by seed."""
-  records = list(records)
-  runs = [r for r in records if r['bench'] == 'race' and r['share'] == 1.0]
-  # Of a contender that was timed on both devices, the one that it trained on.
-  dense = next((r['step_ms'] for r in runs if r['contender'] == 'dense'), None)
+  """A row a contender, by loss: label, milliseconds, times faster, TFLOP/s, steps, losses a rate, seed by seed.
+
+  Of a contender that trained on several devices, milliseconds and steps are the least and the most.
+  """
+  runs = _whole(records)
+  dense = [r['step_ms'] for r in runs if r['contender'] == 'dense']
   found = []
   for name in dict.fromkeys(r['contender'] for r in runs):
     own = [r for r in runs if r['contender'] == name]
-    losses: dict[float, list[float]] = {}
+    losses: dict[float, list[float | None]] = {}
     for r in sorted(own, key=lambda r: (r['rate'], r['seed'])):
       losses.setdefault(r['rate'], []).append(r['loss'])
-    said = '; '.join(f'{rate:g}: ' + ', '.join(f'{loss:.3f}' for loss in each) for rate, each in losses.items())
-    best = min(sum(each) / len(each) for each in losses.values())
-    faster = '' if dense is None else f'{dense / own[0]["step_ms"]:.2f}'
-    row = [own[0]['title'], f'{own[0]["step_ms"]:.1f}', faster, f'{teraflops(own[0]):.0f}', str(own[0]['steps']), said]
+    said = '; '.join(f'{rate:g}: ' + ', '.join(map(_loss, each)) for rate, each in losses.items())
+    best = min(sum(map(_worst, each)) / len(each) for each in losses.values())
+    ms = [r['step_ms'] for r in own]
+    faster = f'{statistics.fmean(set(dense)) / statistics.fmean(set(ms)):.2f}' if dense else ''
+    speed = teraflops({**own[0], 'step_ms': statistics.fmean(set(ms))})
+    row = [own[0]['title'], _range(ms, '.1f'), faster, f'{speed:.0f}', _range([r['steps'] for r in own], 'd'), said]
     found.append((best, row))
   return [row for _, row in sorted(found, key=lambda pair: pair[0])]
+
+
+@dataclasses.dataclass(frozen=True)
+class Seeds:
+  """What a contender ended with at the rate that its search chose, seed by seed.
+
+  Attributes:
+    title: its label.
+    rate: of the lowest loss of the first seed.
+    losses: seed -> final loss; infinite where it diverged.
+    curves: seed -> (seconds, loss) of each evaluation.
+    shorter: (seconds, final loss) of runs with fewer seconds, each with a schedule of its own.
+  """
+
+  title: str
+  rate: float
+  losses: Mapping[int, float]
+  curves: Mapping[int, Sequence[tuple[float, float]]]
+  shorter: Sequence[tuple[float, float]]
+
+  @property
+  def mean(self) -> float:
+    """Final loss over all seeds."""
+    return statistics.fmean(self.losses.values())
+
+
+def by_seed(records: Iterable[Mapping[str, Any]]) -> dict[str, Seeds]:
+  """Contenders by their mean loss, each at the rate (and decay) that was best for its first seed."""
+  records = [r for r in records if r['bench'] == 'race']
+  found = {}
+  for name in dict.fromkeys(r['contender'] for r in _whole(records)):
+    own = [r for r in records if r['contender'] == name]
+    searched = [r for r in _whole(own) if r['seed'] == 0]
+    best = min(searched, key=lambda r: _worst(r['loss']))
+    same = [r for r in own if (r['rate'], r['decay']) == (best['rate'], best['decay'])]
+    found[name] = Seeds(
+      best['title'], best['rate'],
+      {r['seed']: _worst(r['loss']) for r in _whole(same)},
+      {r['seed']: [(seconds, _worst(loss)) for _, seconds, loss in r['validation']] for r in _whole(same)},
+      [(r['share'] * r['seconds'], _worst(r['loss'])) for r in same if r['share'] < 1],
+    )  # fmt: skip
+  return dict(sorted(found.items(), key=lambda item: item[1].mean))
+
+
+def seconds_to(curve: Sequence[tuple[float, float]], loss: float) -> float | None:
+  """Seconds after which a curve is first at or below a loss, linear between evaluations; None if it never is.
+
+  >>> seconds_to([(10.0, 3.0), (20.0, 2.0), (30.0, 1.0)], 1.5)
+  25.0
+  """
+  before = None
+  for seconds, now in curve:
+    if now <= loss:
+      if before is None:
+        return seconds
+      return before[0] + (seconds - before[0]) * (before[1] - loss) / (before[1] - now)
+    before = seconds, now
+  return None
+
+
+def seeds_rows(found: Mapping[str, Seeds], against: str) -> list[list[str]]:
+  """A row a contender: label, rate, seeds, mean loss, `against` minus it, seconds to dense's loss, shorter runs.
+
+  Intervals are of 95%, of the mean over seeds; differences are of the same seed.
+  """
+  rows = []
+  for name, own in found.items():
+    losses = list(own.losses.values())
+    pairs = [found[against].losses[seed] - loss for seed, loss in own.losses.items() if seed in found[against].losses]
+    times = []
+    if 'dense' in found and name != 'dense':
+      times = [seconds_to(curve, found['dense'].mean) for curve in own.curves.values()]
+    shorter = '; '.join(f'{loss:.3f} after {seconds:g} s' for seconds, loss in own.shorter)
+    rows.append([
+      own.title, f'{own.rate:g}', str(len(losses)), _interval(losses, ''),
+      '' if name == against else _interval(pairs, '+'),
+      '' if not times else 'never' if None in times else _range([t for t in times if t is not None], '.1f'), shorter,
+    ])  # fmt: skip
+  return rows
+
+
+def _whole(records: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+  return [r for r in records if r['bench'] == 'race' and r['share'] == 1.0]
+
+
+def _worst(loss: float | None) -> float:
+  return math.inf if loss is None else loss
+
+
+def _loss(loss: float | None) -> str:
+  return 'diverged' if loss is None else f'{loss:.3f}'
+
+
+def _range(values: Sequence[float], digits: str) -> str:
+  least, most = (format(value, digits) for value in (min(values), max(values)))
+  return least if least == most else f'{least} to {most}'
+
+
+def _interval(values: Sequence[float], sign: str) -> str:
+  if not values:
+    return ''
+  if not all(map(math.isfinite, values)):
+    return 'diverged'
+  if len(values) == 1:
+    return f'{values[0]:{sign}.3f}, one seed'
+  return f'{statistics.fmean(values):{sign}.4f} ± {half_width(values):.4f}'
+
+
+def _lines(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+  return '\n'.join('| ' + ' | '.join(line) + ' |' for line in [head, ['---'] * len(head), *rows])
 
 
 def markdown(records: Iterable[Mapping[str, Any]]) -> str:
   """The table of one race."""
   head = ['contender', 'ms a step', 'times faster', 'TFLOP/s', 'steps', 'validation loss at each rate, seed by seed']
-  lines = [head, ['---'] * len(head), *rows(records)]
-  return '\n'.join('| ' + ' | '.join(line) + ' |' for line in lines)
+  return _lines(head, rows(records))
+
+
+def seeds_markdown(records: Iterable[Mapping[str, Any]], against: str | None = None) -> str:
+  """The table over seeds of one race, against the contender of the lowest mean of those with the most seeds."""
+  found = by_seed(records)
+  if against not in found:
+    most = max(len(own.losses) for own in found.values())
+    against = next(name for name, own in found.items() if len(own.losses) == most)
+  head = [
+    'contender', 'rate', 'seeds', 'validation loss, 95% interval', f'{found[against].title} minus it',
+    "seconds to dense's final loss", 'shorter runs',
+  ]  # fmt: skip
+  return _lines(head, seeds_rows(found, against))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
   """Prints every race of the files."""
   parser = argparse.ArgumentParser(prog='python -m experiments.race.table', description=(__doc__ or '').split('\n')[0])
   parser.add_argument('file', type=Path)
-  for (size, style, seconds), records in read(parser.parse_args(argv).file).items():
-    print(f'{size}, {style}, {seconds:g} s\n\n{markdown(records)}\n')
+  parser.add_argument('--against', help='contender of which differences are taken (default: the best)')
+  options = parser.parse_args(argv)
+  for (size, style, seconds), records in read(options.file).items():
+    print(f'{size}, {style}, {seconds:g} s\n')
+    if _whole(records):
+      print(f'{markdown(records)}\n\n{seeds_markdown(records, options.against)}\n')
   return 0
 
 

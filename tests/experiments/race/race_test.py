@@ -123,6 +123,33 @@ class TableTest(absltest.TestCase):
     races = table.read(RESULTS / 'race_h200.jsonl')
     self.assertIn(table.markdown(races['wide2048', 'rotary_qk_norm', 55.0]), (DOCS / 'quality.md').read_text())
 
+  def test_the_document_has_the_intervals_of_the_records(self):
+    (records,) = table.read(RESULTS / 'race_h200_seeds.jsonl').values()
+    document = (DOCS / 'quality.md').read_text()
+    self.assertIn(table.markdown(records), document)
+    self.assertIn(table.seeds_markdown(records, 's_ste_fp8_all'), document)
+
+  def test_seeds_are_paired_and_a_trial_that_diverged_is_said(self):
+    runs = []
+    for name, rate, losses in (
+      ('dense', 1e-3, {0: 2.0, 1: 2.2, 2: 2.1}), ('dense', 2e-3, {0: None}), ('sparse', 1e-3, {0: 1.9, 1: 2.0, 2: 2.0}),
+    ):  # fmt: skip
+      runs += [
+        {'bench': 'race', 'contender': name, 'title': name, 'rate': rate, 'decay': 0.0, 'seed': seed, 'share': 1.0,
+         'seconds': 40.0, 'step_ms': 2.0, 'steps': 3, 'shape': {'layers': 1, 'd': 8, 'hidden': 8, 'vocab': 8},
+         'batch': 1, 'length': 8, 'loss': loss, 'validation': [[1, 20.0, 2.3], [2, 40.0, loss]]}
+        for seed, loss in losses.items()
+      ]  # fmt: skip
+    self.assertEqual(table.rows(runs)[-1][5], '0.001: 2.000, 2.200, 2.100; 0.002: diverged')
+    found = table.by_seed(runs)
+    self.assertEqual(list(found), ['sparse', 'dense'])
+    sparse, dense = table.seeds_rows(found, 'sparse')
+    # Differences -0.1, -0.2, -0.1: mean -0.1333, deviation 0.0577, times 4.303 over the root of 3.
+    self.assertEqual(dense[:5], ['dense', '0.001', '3', '2.1000 ± 0.2484', '-0.1333 ± 0.1434'])
+    self.assertEqual(sparse[5], '30.0 to 33.3')  # dense's 2.1 on the way from 2.3 to 1.9 and to 2.0
+    diverged = [{**r, 'loss': None} if r['contender'] == 'sparse' else r for r in runs]
+    self.assertEqual(table.seeds_rows(table.by_seed(diverged), 'dense')[-1][3], 'diverged')
+
   def test_losses_by_rate_and_seed_best_first(self):
     shape = {'layers': 1, 'd': 8, 'hidden': 8, 'vocab': 8}
     same = {'bench': 'race', 'shape': shape, 'batch': 1, 'length': 8, 'steps': 3, 'share': 1.0}
