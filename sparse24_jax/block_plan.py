@@ -5,6 +5,7 @@ import dataclasses
 from typing import Any
 
 from pallas_kernels import costs
+from sparse24_jax.asked import Asked, PLAIN
 from sparse24_jax.availability import Target
 from sparse24_jax.plan import LayerPlan, plan_layer, ROLES
 from sparse24_jax.policy import DotPolicy
@@ -145,9 +146,9 @@ class BlockPlan:
 
 def plan_block(
   policy: DotPolicy, tokens: int, sides: Mapping[str, tuple[int, int]], dtype: Any, arrays: Any = (), *,
-  on: Target | None = None,
+  on: Target | None = None, asked: Asked = PLAIN,
 ) -> BlockPlan:  # fmt: skip
   """The plan of a block with weights of these `sides`, [in, out], by role, under one policy."""
   return BlockPlan(**{
-    role: plan_layer(policy, tokens, *side, dtype, arrays, on=on) for role, side in sides.items()
+    role: plan_layer(policy, tokens, *side, dtype, arrays, on=on, asked=asked) for role, side in sides.items()
   })  # fmt: skip

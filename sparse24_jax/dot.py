@@ -22,6 +22,7 @@ from pallas_kernels import _dispatch, _partitioning
 from pallas_kernels._varying import vary_over, varying_axes
 from pallas_kernels.formats import check_floating
 from sparse24_jax import linear_layer
+from sparse24_jax.asked import Asked, PLAIN
 from sparse24_jax.mvue import check_sampling
 from sparse24_jax.plan import Backends, plan_layer
 from sparse24_jax.policy import DotPolicy
@@ -29,7 +30,10 @@ from sparse24_jax.precision import Rounded
 from sparse24_jax.projection import Projection
 
 
-def dot(x: Array, w: Array, state: Any = None, *, policy: DotPolicy, key: Array | None = None) -> Array:
+def dot(
+  x: Array, w: Array, state: Any = None, *, policy: DotPolicy, key: Array | None = None, precision: Any = None,
+  preferred_element_type: Any = None,
+) -> Array:  # fmt: skip
   """x W~, with the gradients that `policy` names.
 
   Args:
@@ -40,9 +44,12 @@ def dot(x: Array, w: Array, state: Any = None, *, policy: DotPolicy, key: Array 
     policy: how the matmuls are done.
     key: random key for MVUE, needed where a gradient is taken; the same key gives the same sample. Fold in a step and
       a layer, and under `shard_map` the index of the shard.
+    precision: as in `jax.lax.dot_general`, of all three matmuls.
+    preferred_element_type: dtype of the result; None is that of `x`. Where it is another one, so is that of the output
+      gradient, and all three matmuls are plain ones.
 
   Returns:
-    `[..., out]`, dtype of `x`; sums in float32.
+    `[..., out]`, dtype of `x` or `preferred_element_type`; sums in float32.
 
   Raises:
     ValueError: shapes, dtypes, state or key do not fit the policy.
@@ -57,19 +64,22 @@ def dot(x: Array, w: Array, state: Any = None, *, policy: DotPolicy, key: Array 
   >>> jax.grad(loss)(w).shape, bool((jax.grad(loss)(w) != 0).all())
   ((16, 4), True)
   """
-  return dot_at(x, w, state, policy=policy, key=key)
+  asked = Asked.of(precision, preferred_element_type, jnp.result_type(x))
+  return dot_at(x, w, state, policy=policy, key=key, asked=asked)
 
 
 def dot_at(
-  x: Array, w: Array, state: Any, *, policy: DotPolicy, key: Array | None, column: int = 0
+  x: Array, w: Array, state: Any, *, policy: DotPolicy, key: Array | None, column: int = 0, asked: Asked = PLAIN
 ) -> Array:
   """`dot` whose output gradient is columns `column` and following of what is sampled with `key`."""
   x, w = jnp.asarray(x), jnp.asarray(w)
   check_operands(x, w, state, policy)
   plain = policy.projection is None and policy.precision == 'default' and policy.weight_grad == 'dense'
   if plain or not x.size:  # an expert without tokens has zeros for gradients, too
-    return jnp.dot(x, w, preferred_element_type=jnp.float32).astype(x.dtype)
-  plan = plan_layer(policy, int(np.prod(x.shape[:-1])), w.shape[0], w.shape[1], x.dtype, (x, w)).backends
+    z = jnp.dot(x, w, precision=asked.precision, preferred_element_type=asked.sums())
+    return z.astype(asked.result(x.dtype))
+  tokens = int(np.prod(x.shape[:-1]))
+  plan = plan_layer(policy, tokens, w.shape[0], w.shape[1], x.dtype, (x, w), asked=asked).backends
   packed = linear_layer.packed_weight(plan, policy, w, state, x.dtype)
   state = linear_layer.projection_state(state)
   # A custom_vjp must return cotangents that vary over the mesh axes of its arguments and no others: under shard_map,
@@ -81,7 +91,7 @@ def dot_at(
   x, w = vary_over(x, axes), vary_over(w, axes)
   if plan.fp8:
     return _dot_packed(plan, column, x.reshape(-1, x.shape[-1]), w, packed, key).reshape(*x.shape[:-1], -1)
-  return _dot(policy, plan, column, x, w, state, packed, key)
+  return _dot(policy, plan, column, asked, x, w, state, packed, key)
 
 
 def check_operands(x: Array, w: Array, state: Any, policy: DotPolicy) -> None:
@@ -143,20 +153,21 @@ def check_divisible(shape: tuple[int, ...], projection: Projection, name: str) -
       )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
 def _dot(
-  policy: DotPolicy, plan: Backends, column: int, x: Array, w: Array, state: Any, packed: Any, key: Array | None
-) -> Array:
+  policy: DotPolicy, plan: Backends, column: int, asked: Asked, x: Array, w: Array, state: Any, packed: Any,
+  key: Array | None,
+) -> Array:  # fmt: skip
   del column, key
   projected = None if plan.forward else _project(policy, w, state)
-  return linear_layer.forward(plan, policy, x, projected, packed)
+  return linear_layer.forward(plan, policy, x, projected, packed, asked)
 
 
-def _dot_fwd(policy, plan, column, x, w, state, packed, key):
+def _dot_fwd(policy, plan, column, asked, x, w, state, packed, key):
   del column
   check_sampling(x, policy.weight_grad, key)
   projected = None if plan.forward else _project(policy, w, state)
-  z = linear_layer.forward(plan, policy, x, projected, packed)
+  z = linear_layer.forward(plan, policy, x, projected, packed, asked)
   # For what runs plain in the backward: the projected weight if it is there, else what to project again.
   kept = (w, state) if plan.forward else projected
   if plan.input_grad and plan.weight_grad:
@@ -164,11 +175,11 @@ def _dot_fwd(policy, plan, column, x, w, state, packed, key):
   return z, (x, kept, packed.input_grad if plan.input_grad else None, key)
 
 
-def _dot_bwd(policy, plan, column, residuals, dz):
+def _dot_bwd(policy, plan, column, asked, residuals, dz):
   x, kept, operand, key = residuals
   projected = _project(policy, *kept) if isinstance(kept, tuple) else kept
-  dx = linear_layer.input_grad(plan, policy, dz, projected, operand, like=x)
-  dw = linear_layer.weight_grad(plan, policy, x, dz, key, like=projected, column=column)
+  dx = linear_layer.input_grad(plan, policy, dz, projected, operand, like=x, asked=asked)
+  dw = linear_layer.weight_grad(plan, policy, x, dz, key, like=projected, column=column, asked=asked)
   return dx, dw, None, None, None
 
 
@@ -220,6 +231,8 @@ def dot_general(
   *,
   policy: DotPolicy,
   key: Array | None = None,
+  precision: Any = None,
+  preferred_element_type: Any = None,
 ) -> Array:
   """`dot` with the arguments of `jax.lax.dot_general`, for layers that take one.
 
@@ -231,6 +244,8 @@ def dot_general(
     state: as for `dot`, with the batch axes of `rhs` in front.
     policy: as for `dot`.
     key: as for `dot`; each batch entry folds its index in.
+    precision: as for `dot`.
+    preferred_element_type: as for `dot`.
 
   Returns:
     As `lax.dot_general`: batch axes, the free axes of `lhs`, then `out`.
@@ -263,12 +278,13 @@ def dot_general(
       f' leading batch axes; found dimension_numbers {dimension_numbers} for shapes {lhs.shape} and {rhs.shape}'
     )
   lhs = jnp.moveaxis(lhs, lhs_contract[0], -1)
+  asked = dict(precision=precision, preferred_element_type=preferred_element_type)
   if not batch:
-    return dot(lhs, rhs, state, policy=policy, key=key)
+    return dot(lhs, rhs, state, policy=policy, key=key, **asked)
   lead = rhs.shape[: len(batch)]
   if policy.projection is not None:
     check_state(state, jax.eval_shape(policy.projection.init, rhs), policy.projection)
   x, w, states = jax.tree.map(lambda a: a.reshape(-1, *a.shape[len(batch) :]), (lhs, rhs, state))
   keys = None if key is None else jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(w.shape[0]))
-  out = jax.vmap(lambda x, w, s, k: dot(x, w, s, policy=policy, key=k))(x, w, states, keys)
+  out = jax.vmap(lambda x, w, s, k: dot(x, w, s, policy=policy, key=k, **asked))(x, w, states, keys)
   return out.reshape(*lead, *out.shape[1:])

@@ -31,6 +31,7 @@ from pallas_kernels._varying import vary_over, varying_axes
 from pallas_kernels.activations import activation_of, Name
 from pallas_kernels.gated_activation import api as activations
 from sparse24_jax import linear_layer
+from sparse24_jax.asked import Asked
 from sparse24_jax.block_plan import plan_block
 from sparse24_jax.dot import check_operands, dot_at
 from sparse24_jax.matmuls import add_bias
@@ -53,6 +54,7 @@ def ffn(
   b_gate: Array | None = None,
   b_down: Array | None = None,
   key: Array | None = None,
+  precision: Any = None,
 ) -> Array:
   """act(x W~_up + b_up) W~_down + b_down, or with a gate (act(x W~_gate + b_gate) * (x W~_up + b_up)) W~_down + b_down.
 
@@ -71,6 +73,7 @@ def ffn(
     b_gate: `[h]`, or None; only with a gate.
     b_down: `[d_out]`, or None.
     key: random key for MVUE, needed where a gradient is taken.
+    precision: of all matmuls, as `jax.lax.dot_general` takes it.
 
   Returns:
     `[..., d_out]`, dtype of `x`.
@@ -97,9 +100,10 @@ def ffn(
   hidden_key, down_key = (None, None) if key is None else jax.random.split(key)
   keys = {'hidden': hidden_key, 'down': down_key}
   sides = {name: w.shape for name, w in weights.items()}
-  plan = plan_block(policy, int(np.prod(x.shape[:-1])), sides, x.dtype, (x, weights))
+  asked = Asked.of(precision, None, x.dtype)
+  plan = plan_block(policy, int(np.prod(x.shape[:-1])), sides, x.dtype, (x, weights), asked=asked)
   if not plan.fused:
-    return _composed(x, weights, biases, states, keys, policy, act)
+    return _composed(x, weights, biases, states, keys, policy, act, asked)
   packed = {
     name: linear_layer.packed_weight(plan.layers[name].backends, policy, w, states[name], x.dtype)
     for name, w in weights.items()
@@ -147,11 +151,11 @@ def _check(
       raise ValueError(f'b_{name} must have shape {weights[name].shape[1:]}, found {bias.shape}')
 
 
-def _composed(x, weights, biases, states, keys, policy, act) -> Array:
+def _composed(x, weights, biases, states, keys, policy, act, asked) -> Array:
   """The block from `dot`s."""
 
   def linear(name: str, x: Array, key: Array | None, column: int = 0) -> Array:
-    z = dot_at(x, weights[name], states[name], policy=policy, key=key, column=column)
+    z = dot_at(x, weights[name], states[name], policy=policy, key=key, column=column, asked=asked)
     return add_bias(z, biases[name])
 
   if 'gate' not in weights:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from pallas_kernels import _partitioning
 from pallas_kernels.mvue.reference import mvue24
 from pallas_kernels.sparse_matmul.operand import SparseOperand
+from sparse24_jax.asked import Asked, PLAIN
 from sparse24_jax.availability import kernels_are_here
 from sparse24_jax.fp8 import FP8
 from sparse24_jax.matmuls import add_bias, matmul, multiply
@@ -133,39 +134,43 @@ def _rule(gradients: tuple[str, ...], key: Array, precision: Precision, results:
   return _partitioning.Rule(arguments, results, order=('k', 'n', 'm'), sums=('k',))
 
 
-def forward(p: Backends, policy: DotPolicy, x: Array, w: Any, packed: PackedWeight | None) -> Array:
+def forward(
+  p: Backends, policy: DotPolicy, x: Array, w: Any, packed: PackedWeight | None, asked: Asked = PLAIN
+) -> Array:
   """z = x W~, `[..., out]`, from x `[..., in]` and the packed weight of the plan, or the projected weight `w`."""
   if p.forward is not None and packed is not None:
     return multiply('forward', packed.forward, x, backend=p.forward)
-  return _plain(policy, x, w, ('e4m3', 'e4m3'))
+  return _plain(policy, x, w, ('e4m3', 'e4m3'), asked=asked, dtype=asked.result(x.dtype))
 
 
 def input_grad(
-  p: Backends, policy: DotPolicy, dz: Array, w: Any, operand: SparseOperand | None, like: Array
+  p: Backends, policy: DotPolicy, dz: Array, w: Any, operand: SparseOperand | None, like: Array, asked: Asked = PLAIN
 ) -> Array:
   """dx = dz W~^T, `[..., in]`, from the operand of the plan, or the projected weight `w`."""
   if p.input_grad is not None and operand is not None:
     return _partitioning.like(multiply('input_grad', operand, dz, backend=p.input_grad), like)
-  return _plain(policy, dz, w.T, ('e5m2', 'e4m3'), like=like)
+  return _plain(policy, dz, w.T, ('e5m2', 'e4m3'), like=like, asked=asked, dtype=like.dtype)
 
 
 def weight_grad(
-  p: Backends, policy: DotPolicy, x: Array, dz: Array, key: Array | None, like: Array | None, column: int = 0
-) -> Array:
+  p: Backends, policy: DotPolicy, x: Array, dz: Array, key: Array | None, like: Array | None, column: int = 0,
+  asked: Asked = PLAIN,
+) -> Array:  # fmt: skip
   """dw = x^T V(dz), `[in, out]`, from `[..., in]` and `[..., out]`; `column` is where dz stands in what is sampled."""
   x, dz = x.reshape(-1, x.shape[-1]), dz.reshape(-1, dz.shape[-1])
   if p.weight_grad is not None:
     return sampled_weight_grad(dz, key, Rounded(None, x), backend=p.weight_grad, column=column)[1]
   if policy.weight_grad == 'mvue':
     dz = mvue24(dz, key, axis=-2, origin=(0, 0, column))
-  return _plain(policy, x.T, dz, ('e4m3', 'e5m2'), like=like)
+  return _plain(policy, x.T, dz, ('e4m3', 'e5m2'), like=like, asked=asked)
 
 
 def _plain(
-  policy: DotPolicy, a: Array, b: Array, formats: tuple[Format, Format], like: Array | None = None
-) -> Array:
+  policy: DotPolicy, a: Array, b: Array, formats: tuple[Format, Format], like: Array | None = None, *, asked: Asked,
+  dtype: Any = None,
+) -> Array:  # fmt: skip
   """a b without a kernel, in the policy's precision."""
-  return matmul(*PRECISIONS[policy.precision].simulated(a, b, formats), like=like)
+  return matmul(*PRECISIONS[policy.precision].simulated(a, b, formats), like=like, asked=asked, dtype=dtype)
 
 
 def may_pack(policy: DotPolicy, w: Array) -> bool:

@@ -9,6 +9,7 @@ from jax.sharding import AxisType
 
 from pallas_kernels.sparse_matmul import api
 from pallas_kernels.sparse_matmul.operand import SparseOperand
+from sparse24_jax.asked import Asked, PLAIN
 
 
 def multiply(
@@ -40,13 +41,14 @@ def multiply(
   return jax.tree.map(lambda x: x.reshape(*lead, -1), d)
 
 
-def matmul(a: Array, b: Array, like: Array | None = None) -> Array:
-  """a b over a's last and b's first axis, summed in float32, in the dtype of `a`; sharded as `like` if need be."""
+def matmul(a: Array, b: Array, like: Array | None = None, *, asked: Asked = PLAIN, dtype: Any = None) -> Array:
+  """a b over a's last and b's first axis, in `dtype`, which is that of `a`; sharded as `like` if need be."""
   # On a mesh of explicit axes JAX does not choose how a matmul is sharded; a gradient is sharded as its variable.
   sharding = None if like is None else jax.typeof(like).sharding
   if sharding is not None and AxisType.Explicit not in sharding.mesh.axis_types:
     sharding = None
-  return jnp.dot(a, b, preferred_element_type=jnp.float32, out_sharding=sharding).astype(a.dtype)
+  d = jnp.dot(a, b, precision=asked.precision, preferred_element_type=asked.sums(), out_sharding=sharding)
+  return d.astype(a.dtype if dtype is None else dtype)
 
 
 def add_bias(z: Array, bias: Array | None) -> Array:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import _partitioning, _records
 from pallas_kernels.sparse_matmul import api
+from sparse24_jax.asked import Asked, PLAIN
 from sparse24_jax.availability import log_once, Target, target
 from sparse24_jax.policy import DotPolicy
 from sparse24_jax.projection import Form, Masked, SoftThreshold, TransposableMasked
@@ -59,6 +60,7 @@ class LayerPlan:
     sampled: whether the weight gradient is taken of a sample that a kernel could draw.
     form: of the packed weight, or None.
     simulated: why no kernel serves a policy of FP8, or None.
+    plain: why no kernel serves the layer at all, or None.
 
   >>> import sparse24_jax as s24
   >>> from sparse24_jax.availability import target
@@ -76,6 +78,7 @@ class LayerPlan:
   sampled: bool = False
   form: Form | None = None
   simulated: str | None = None
+  plain: str | None = None
 
   @property
   def wide(self) -> int:
@@ -196,8 +199,9 @@ def fp8_key(role: str, tokens: int, d_in: int, d_out: int) -> dict[str, Any]:
 
 
 def plan_layer(
-  policy: DotPolicy, tokens: int, d_in: int, d_out: int, dtype: Any, arrays: Any = (), *, on: Target | None = None
-) -> LayerPlan:
+  policy: DotPolicy, tokens: int, d_in: int, d_out: int, dtype: Any, arrays: Any = (), *, on: Target | None = None,
+  asked: Asked = PLAIN,
+) -> LayerPlan:  # fmt: skip
   """Where the three matmuls of x `[tokens, d_in]` and w `[d_in, d_out]` run.
 
   A named implementation takes every matmul that the policy makes sparse. None asks the GPU's records: a matmul goes to
@@ -205,7 +209,7 @@ def plan_layer(
   sample costs XLA more than the matmul. FP8 has kernels on Hopper alone; there the forward leaves the kernel only where
   that measured slower than the dense FP8 matmul, since the pass that rounds the weight packs it in any case. A weight
   that no kernel packs (masks by magnitude) stays with XLA. Without kernels or records of this GPU, for this dtype or
-  sharding, all are plain.
+  sharding, all are plain; so they are where the layer asks for what kernels do not give, see `Asked`.
 
   Args:
     policy: of the layer.
@@ -215,16 +219,22 @@ def plan_layer(
     dtype: of activations.
     arrays: their types say on which mesh they are, if none is set.
     on: the GPU; None is the one that is here.
+    asked: what the layer asks of its matmul.
+
+  Raises:
+    ValueError: a named implementation does not serve the layer, or FP8 is not the precision that it asks for.
   """
   on = target() if on is None else on
+  if policy.precision == 'fp8' and (wrong := asked.unfit_for_fp8()):
+    raise ValueError(wrong)
   layer = functools.partial(
     LayerPlan, tokens, d_in, d_out, jnp.dtype(dtype).name, form=packed_form(policy),
-    sampled=kernel_roles(policy, d_in, d_out, dtype)['weight_grad'],
+    sampled=kernel_roles(policy, d_in, d_out, dtype, asked)['weight_grad'],
   )  # fmt: skip
   if not tokens:
     return layer()
   named, fp8 = backend_of(policy.implementation, on), policy.precision == 'fp8'
-  reason = unfit(policy, d_in, d_out, dtype)
+  reason = unfit(policy, d_in, d_out, dtype, asked)
   if reason is None and on.here and _partitioning.mixed(arrays):
     reason = 'kernels run on a mesh whose axes are all automatic or all explicit, this one has both'
   if named == 'reference' or (named is None and not on.has_kernels(policy.precision)):
@@ -237,7 +247,7 @@ def plan_layer(
       raise ValueError(f'implementation={policy.implementation!r} cannot serve this layer: {reason}')
     if on.here:
       log_once(f'no kernels for a layer {d_in} x {d_out} on {tokens} tokens: {reason}')
-    return layer(simulated=reason if fp8 else None)
+    return layer(simulated=reason if fp8 else None, plain=reason)
   if fp8:
     loses = named is None and _loses_in_fp8(on, tokens, d_in, d_out)
     return layer(Backends(None if loses else named or 'mosaic_gpu', None, named or 'mosaic_gpu', fp8=True))
@@ -245,7 +255,7 @@ def plan_layer(
     return layer(Backends(**{role: named if sparse else None for role, sparse in sparse_roles(policy).items()}))
   found = {
     role: _fastest(on, role, tokens, d_in, d_out, dtype)
-    for role, sparse in kernel_roles(policy, d_in, d_out, dtype).items() if sparse
+    for role, sparse in kernel_roles(policy, d_in, d_out, dtype, asked).items() if sparse
   }
   return layer(Backends(**found))
 
@@ -272,17 +282,19 @@ def sparse_roles(policy: DotPolicy) -> dict[str, bool]:
   )
 
 
-def kernel_roles(policy: DotPolicy, d_in: int, d_out: int, dtype: Any) -> dict[str, bool]:
+def kernel_roles(
+  policy: DotPolicy, d_in: int, d_out: int, dtype: Any, asked: Asked = PLAIN
+) -> dict[str, bool]:
   """By role, whether a policy that names no implementation may give the matmul to a kernel on a GPU that has them."""
   wanted = sparse_roles(policy)
-  if unfit(policy, d_in, d_out, dtype) is not None:
+  if unfit(policy, d_in, d_out, dtype, asked) is not None:
     return dict.fromkeys(wanted, False)
   if isinstance(packed_form(policy), Masked):
     wanted['forward'] = False
   return wanted
 
 
-def unfit(policy: DotPolicy, d_in: int, d_out: int, dtype: Any) -> str | None:
+def unfit(policy: DotPolicy, d_in: int, d_out: int, dtype: Any, asked: Asked = PLAIN) -> str | None:
   """Why no kernel can serve, or None."""
   if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
     return f'activations are {jnp.dtype(dtype).name}, the kernels take bfloat16 and float16'
@@ -293,7 +305,7 @@ def unfit(policy: DotPolicy, d_in: int, d_out: int, dtype: Any) -> str | None:
       return f"FP8 kernels take weight_grad='mvue', found {policy.weight_grad!r}"
   if d_in % 4 or d_out % 4:
     return f'packing takes multiples of four, found a weight {d_in} x {d_out}'
-  return None
+  return asked.unfit(dtype)
 
 
 def _fastest(on: Target, role: str, tokens: int, d_in: int, d_out: int, dtype: Any) -> str | None:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from jax import Array
 from jax.core import Tracer
 
+from sparse24_jax.asked import Asked, PLAIN
 from sparse24_jax.attention import Attention, check_attention, describe_attention
 from sparse24_jax.layout import Layout, Layouts
 from sparse24_jax.policy import ActivationPolicy, DotPolicy
@@ -236,6 +237,11 @@ class Recipe:
     """How matched weights are stored, by path: nothing is known here; a recipe that `bind` made knows all of them."""
     del weights
     return {}
+
+  def asked_of(self, path: str) -> Asked:
+    """Precision and dtype of the result of a weight's matmul: the plain ones; one that `bind` made knows better."""
+    del path
+    return PLAIN
 
   def dense_twin(self) -> 'Recipe':
     """The same weights watched in a dense run: masks are chosen and flip rates counted, nothing is made sparse."""

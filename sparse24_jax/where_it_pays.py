@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _device
+from sparse24_jax.asked import Asked
 from sparse24_jax.availability import Target, target
 from sparse24_jax.plan import kernel_roles, LayerPlan, plan_layer, ROLES
 from sparse24_jax.policy import DotPolicy
@@ -68,6 +69,8 @@ class LayerGain:
       where the policy is none of FP8.
     simulated: why no kernel serves a policy of FP8. Its matmuls are then simulated in wider ones, slower than dense
       ones by a time that nobody measured: `expected_ms` is None.
+    plain: what the model asks of the weight's matmul and no kernel gives, so that all three run dense; a recipe that
+      `bind` made knows.
 
   >>> from sparse24_jax.where_it_pays import LayerGain, RoleGain
   >>> roles = (RoleGain('forward', 2.0, 1.0, 0.0, 'mosaic_gpu'), RoleGain('input_grad', 2.0, None, 0.0, 'dense'))
@@ -86,6 +89,7 @@ class LayerGain:
   saved_bytes: int = 0
   dense_fp8_ms: float | None = None
   simulated: str | None = None
+  plain: str | None = None
 
   @property
   def dense_ms(self) -> float | None:
@@ -155,13 +159,13 @@ def where_it_pays(
   weights = match_rules(params, recipe)
   leaves = {path: leaf for path, leaf in leaves_by_path(params) if path in weights}
   return [
-    _layer(path, leaves[path], rule.policy, tokens, micro_batches, dtype, on)
+    _layer(path, leaves[path], rule.policy, tokens, micro_batches, dtype, on, recipe.asked_of(path))
     for path, rule in weights.items() if rule.policy.projection is not None
   ]
 
 
 def _layer(
-  path: str, leaf: Any, policy: DotPolicy, tokens: int, micro_batches: int, dtype: Any, on: Target
+  path: str, leaf: Any, policy: DotPolicy, tokens: int, micro_batches: int, dtype: Any, on: Target, asked: Asked
 ) -> LayerGain:
   projection = policy.projection
   assert projection is not None
@@ -169,7 +173,8 @@ def _layer(
   policy = dataclasses.replace(policy, projection=projection.matrix or projection)
   layers, wide, device = math.prod(lead), jnp.dtype(leaf.dtype).itemsize, on.device.slug
   policy = dataclasses.replace(policy, implementation=None)
-  plan, sparse = plan_layer(policy, tokens, d_in, d_out, dtype, on=on), kernel_roles(policy, d_in, d_out, dtype)
+  plan = plan_layer(policy, tokens, d_in, d_out, dtype, on=on, asked=asked)
+  sparse = kernel_roles(policy, d_in, d_out, dtype, asked)
   assert policy.projection is not None
   state = jax.eval_shape(policy.projection.init, jax.ShapeDtypeStruct((d_in, d_out), leaf.dtype))
   packing, dense_fp8 = plan.packing(wide).expected_ms(device), None
@@ -179,7 +184,7 @@ def _layer(
     path, (d_in, d_out), layers, tuple(_role(role, plan, sparse[role], device) for role in ROLES),
     packing_ms=None if packing is None else packing / micro_batches, packed_bytes=layers * plan.packed_bytes,
     state_bytes=layers * math.prod(state.shape) * state.dtype.itemsize, saved_bytes=layers * plan.saved_bytes,
-    dense_fp8_ms=dense_fp8, simulated=plan.simulated,
+    dense_fp8_ms=dense_fp8, simulated=plan.simulated, plain=asked.unfit(dtype),
   )  # fmt: skip
 
 
@@ -227,6 +232,8 @@ def _ratio(dense: float | None, expected: float | None) -> str:
 def _notes(layer: LayerGain) -> list[str]:
   if layer.simulated is not None:
     return [f'{layer.path}: FP8 would be simulated: {layer.simulated}']
+  if layer.plain is not None:
+    return [f'{layer.path}: no kernel: {layer.plain}']
   unknown = ', '.join(f'{r.role} {r.chosen}' for r in layer.roles if r.product_ms is None)
   why = 'nothing within a factor of two in each size was measured, so chosen blindly'
   return [f'{layer.path}: {why}: {unknown}'] if unknown else []

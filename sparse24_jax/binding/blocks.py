@@ -44,9 +44,11 @@ def find_block(down: Matmul) -> Block | None:
   alike = all(
     root.other.array is x.array and root.equation.outvars[0].aval.shape == z.shape == out.shape for root in roots
   )
-  if not alike or {z.dtype, out.dtype, down.equation.outvars[0].aval.dtype} != {x.array.dtype}:
+  if any(found.view.factors for found in (*roots, down)):
     return None
-  found = _activations(jnp.dtype(z.dtype).name).get(text)
+  if not alike or {out.dtype, down.dtype, *(root.dtype for root in roots)} != {x.array.dtype}:
+    return None
+  found = _activations(jnp.dtype(out.dtype).name).get(text)
   if found is None or len(found[1]) != len(roots):
     return None
   activation, roles = found

@@ -8,7 +8,9 @@ from typing import Any
 
 import jax
 from jax import Array
+import jax.numpy as jnp
 
+from sparse24_jax.asked import Asked, PLAIN
 from sparse24_jax.binding import _jax
 from sparse24_jax.binding.interpreter import Keys, run
 from sparse24_jax.binding.reading import read, Reading, UnreadableError
@@ -31,6 +33,8 @@ class Use:
     block: the activation of the feed-forward block in which it stands, or None.
     role: 'up', 'gate' or 'down' of that block, or None.
     source: the line of the model.
+    dtype: of its operands.
+    asked: precision and dtype of the result, where they are not the plain ones.
   """
 
   tokens: int
@@ -39,6 +43,13 @@ class Use:
   block: str | None
   role: str | None
   source: str
+  dtype: str = 'float32'
+  asked: Asked = PLAIN
+
+  @property
+  def packs(self) -> bool:
+    """Whether it could read a packed weight."""
+    return self.whole and self.kind == 'dot_general' and self.asked.unfit(self.dtype) is None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +80,7 @@ class BoundWeight:
   @property
   def packs(self) -> bool:
     """Whether a packed weight serves all of its matmuls."""
-    return all(use.whole and use.kind == 'dot_general' for use in self.uses)
+    return all(use.packs for use in self.uses)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,6 +130,10 @@ class Bound(Recipe):
           f'{path} has shape {shape}, and had {weight.shape} where the recipe was bound: bind it to this model'
         )
     return {path: weight.layout for path, weight in known.items()}
+
+  def asked_of(self, path: str) -> Asked:
+    asked = [use.asked for weight in self.weights if weight.path == path for use in weight.uses]
+    return next((one for one in asked if one != PLAIN), PLAIN)
 
   @classmethod
   def of(cls, recipe: Recipe, weights: Iterable[BoundWeight]) -> 'Bound':
@@ -203,7 +218,7 @@ class Notes:
       except UnreadableError as problem:
         self._problem(path, f'{found.equation.primitive.name} at {source}: {problem}')
     (out,) = _jax.rebind(found.equation, [value.array for value in found.arguments])
-    return out
+    return out.astype(found.dtype) if found.rounded else out
 
   def ragged(self, found: Matmul) -> Array:
     return self.matmul(found)
@@ -275,7 +290,7 @@ def _bound(path: str, leaf: Any, rule: Rule, notes: Notes) -> BoundWeight | str:
         f' {reading.layout.describe()} at {places[1]}; one mask serves one of them: {dense}'
       )
   for found, reading in readings:
-    problem = _straddles(found, reading, rule) or _no_groups(found, rule)
+    problem = _straddles(found, reading, rule) or _no_groups(found, rule) or _not_asked(found, rule)
     if problem:
       return f'{path} of shape {leaf.shape}: {problem} at {_jax.source_of(found.equation)}: {dense}'
   uses = tuple(_use(found, reading, notes) for found, reading in readings)
@@ -290,7 +305,8 @@ def _bound(path: str, leaf: Any, rule: Rule, notes: Notes) -> BoundWeight | str:
 def _use(found: Matmul, reading: Reading, notes: Notes) -> Use:
   block, role = notes.blocks.get((found.view.path, id(found.equation)), (None, None))
   kind, source = found.equation.primitive.name, _jax.source_of(found.equation)
-  return Use(reading.tokens, reading.whole, kind, block, role, source)
+  dtype = jnp.dtype(found.operands).name
+  return Use(reading.tokens, reading.whole, kind, block, role, source, dtype, found.asked)
 
 
 def _straddles(found: Matmul, reading: Reading, rule: Rule) -> str | None:
@@ -311,6 +327,11 @@ def _straddles(found: Matmul, reading: Reading, rule: Rule) -> str | None:
       if any(n % divisor for n in (start * inner, size * inner, row)):
         return f'a part of axis {axis}, {size} entries from {start}, cuts groups of {divisor}'
   return None
+
+
+def _not_asked(found: Matmul, rule: Rule) -> str | None:
+  """What the model asks of a matmul, and its rule does not give."""
+  return found.asked.unfit_for_fp8() if rule.policy.precision == 'fp8' else None
 
 
 def _no_groups(found: Matmul, rule: Rule) -> str | None:

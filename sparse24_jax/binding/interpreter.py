@@ -11,11 +11,12 @@ from typing import Any, Protocol
 
 import jax
 from jax import Array
+import jax.numpy as jnp
 
 from sparse24_jax.binding import _jax
 from sparse24_jax.binding.blocks import ELEMENTWISE, find_block, row_of
 from sparse24_jax.binding.values import Altered, Elementwise, ENTRY_BY_ENTRY, harmless, Matmul, Value
-from sparse24_jax.binding.view import follow, View
+from sparse24_jax.binding.view import factor_along, follow, View
 
 
 class Reader(Protocol):
@@ -81,14 +82,18 @@ class _Interpreter:
     concerned = any(value.mark is not None or value.waits for value in values)
     if not concerned:
       out = [Value(array) for array in _jax.rebind(equation, [value.array for value in values])]
-      if len(out) == 1:
-        out[0].row = row_of(equation, values[0]) if values else None
-      return out
+      if len(out) == 1 and values:
+        out[0].row = row_of(equation, values[0])
+        if name == 'broadcast_in_dim':
+          out[0].repeated = values[0].array, equation.params['broadcast_dimensions']
+      return _with_norms(out, values)
     if name in _INSIDE:
-      if name not in ('jit', 'custom_jvp_call'):  # what was put off outside is made outside
-        for value in values:
-          _ = value.array
-      return _INSIDE[name](self, equation, values)
+      if name in ('jit', 'custom_jvp_call'):
+        return _INSIDE[name](self, equation, values)
+      for value in values:
+        _ = value.array  # what was put off outside is made outside
+      read = frozenset(value.mark.path for value in values if value.mark is not None)
+      return _with_norms(_INSIDE[name](self, equation, values), values, read)
     if name in ('dot_general', 'ragged_dot_general'):
       return self._matmul(equation, values, name)
     if name in ELEMENTWISE and any(value.waits for value in values) and not any(value.mark for value in values):
@@ -109,8 +114,7 @@ class _Interpreter:
     found = Matmul(equation, marked[0], values, self.keys.next(), self.reader)
     if name == 'ragged_dot_general':
       return [Value(self.reader.ragged(found))]
-    found.block = find_block(found)
-    return [Value(made_by=found)]
+    return [Value(made_by=_with_block(found))]
 
   def _plain(self, equation: Any, values: list[Value], name: str) -> list[Value]:
     """An equation that runs as it is; what it makes of a weight may still be a view of it."""
@@ -118,10 +122,18 @@ class _Interpreter:
     out = [Value(array) for array in _jax.rebind(equation, arrays)]
     marks = [value.mark for value in values]
     if not any(marks):
-      return out
+      return _with_norms(out, values)
     views = follow(equation, arrays, [mark if isinstance(mark, View) else None for mark in marks])
     if views is not None:
-      return [Value(value.held, view, values[0].state) for value, view in zip(out, views, strict=True)]
+      for value, view in zip(out, views, strict=True):
+        value.mark, value.state = view, values[0].state
+      if values[0].unscaled is not None:
+        for value, array in zip(out, _jax.rebind(equation, [values[0].unscaled, *arrays[1:]]), strict=True):
+          value.unscaled = array
+      return out
+    if (weight := _scaled(equation, name, values)) is not None:
+      out[0].mark, out[0].state, out[0].unscaled = weight.mark, weight.state, weight.unscaled
+      return out
     mark = next(mark for mark in marks if mark is not None)
     source = _jax.source_of(equation)
     mixed = any(value.mark is None and value.array.ndim for value in values)
@@ -132,10 +144,10 @@ class _Interpreter:
     elif not harmless(name) or (isinstance(mark, Altered) and mark.mixed):
       # A norm reads the weight alone. What reads it with something else may be a matmul by another name.
       self.reader.lost(mark, name, source)
-    return out
+    return _with_norms(out, values, frozenset((mark.path,)))
 
   def _rebound(self, equation: Any, values: Sequence[Value]) -> list[Value]:
-    return [Value(array) for array in _jax.rebind(equation, [value.array for value in values])]
+    return _with_norms([Value(array) for array in _jax.rebind(equation, [v.array for v in values])], values)
 
   def inside(self, jaxpr: Any, values: Sequence[Value], keys: Keys, equation: Any) -> list[Any]:
     """The arrays that a jaxpr makes; a weight that it returns is followed no further."""
@@ -150,9 +162,54 @@ class _Interpreter:
         self.reader.lost(value.mark, by, source)
 
 
+def _with_norms(out: list[Value], values: Sequence[Value], read: frozenset[str] = frozenset()) -> list[Value]:
+  """The results of an equation, with the weights that went into its arguments by norms, and those that it `read`."""
+  norms = read.union(*(value.norms for value in values if value.norms))
+  if norms:
+    for value in out:
+      value.norms |= norms
+  return out
+
+
+def _scaled(equation: Any, name: str, values: Sequence[Value]) -> Value | None:
+  """The weight with a factor, where an equation multiplies it by a number or an array along some of its axes."""
+  side = next(i for i, value in enumerate(values) if value.mark is not None)
+  weight, view = values[side], values[side].view
+  if view is None or name not in ('mul', 'div', 'neg') or (name == 'div' and side):
+    return None
+  if equation.outvars[0].aval.shape != view.value_shape:
+    return None  # the weight is repeated
+  if name == 'neg':
+    factor = factor_along(view, jnp.float32(-1), ())
+  else:
+    other = values[1 - side]
+    # What the weight itself tells would be told by the sparse one: weight normalisation, say.
+    if other.mark is not None or view.path in other.norms:
+      return None
+    array, places = other.repeated or (other.array, tuple(range(jnp.ndim(other.array))))
+    kept = [i for i, size in enumerate(jnp.shape(array)) if size > 1]
+    if len(kept) == len(view.axes) > 0:
+      return None  # a number for each entry
+    array = jnp.reshape(array, [array.shape[i] for i in kept] if kept else ())
+    if name == 'div':
+      array = 1 / array.astype(jnp.promote_types(array.dtype, jnp.float32))
+    factor = factor_along(view, array, [places[i] for i in kept])
+  if factor is None:
+    return None
+  unscaled = jnp.asarray(weight.stored, equation.outvars[0].aval.dtype)
+  return Value(None, dataclasses.replace(view, factors=(*view.factors, factor)), weight.state, unscaled)
+
+
+def _with_block(found: Matmul) -> Matmul:
+  found.block = find_block(found)
+  return found
+
+
 def _put_off(equation: Any, values: list[Value]) -> Value:
   """An elementwise equation on what waits for its block; the bias of a matmul is kept with it."""
   made = Elementwise(equation, values)
+  if equation.primitive.name == 'convert_element_type' and _rounds(equation, values[0]):
+    return Value(made_by=_with_block(dataclasses.replace(values[0].made_by, rounded=True)))
   if equation.primitive.name == 'add' and len(values) == 2:
     for value, other in (values, reversed(values)):
       found = value.made_by
@@ -161,13 +218,25 @@ def _put_off(equation: Any, values: list[Value]) -> Value:
   return Value(made_by=made)
 
 
-def _states(values: Sequence[Value]) -> list[Any]:
-  return [value.state if value.view is not None else None for value in values]
+def _rounds(equation: Any, value: Value) -> bool:
+  """Whether a cast makes of a product in float32 what an op of 16 bits gives, whose sums are float32 in any case."""
+  found, dtype = value.made_by, equation.outvars[0].aval.dtype
+  if not value.waits or not isinstance(found, Matmul) or found.bias is not None or found.dtype == dtype:
+    return False
+  return found.operands == dtype and jnp.promote_types(found.dtype, dtype) == found.dtype
 
 
-def _marked(values: Sequence[Value], arrays: Sequence[Any], states: Sequence[Any]) -> list[Value]:
+def _carried(values: Sequence[Value]) -> list[Any]:
+  """What of views goes into a call beside their arrays."""
+  return [(value.state, value.unscaled) if value.view is not None else (None, None) for value in values]
+
+
+def _marked(values: Sequence[Value], arrays: Sequence[Any], carried: Sequence[Any]) -> list[Value]:
   """The values on the other side of a call: the same marks, other arrays."""
-  return [Value(a, v.mark, s) for v, a, s in zip(values, arrays, states, strict=True)]
+  return [
+    Value(a, v.mark, state, unscaled, norms=v.norms)
+    for v, a, (state, unscaled) in zip(values, arrays, carried, strict=True)
+  ]
 
 
 def _jit(self: _Interpreter, equation: Any, values: list[Value]) -> list[Value]:
@@ -183,22 +252,25 @@ def _jit(self: _Interpreter, equation: Any, values: list[Value]) -> list[Value]:
 def _constrained(value: Value, sharding: Any) -> Value:
   if not isinstance(sharding, jax.sharding.Sharding):
     return value
-  return Value(jax.lax.with_sharding_constraint(value.array, sharding), value.mark, value.state)
+  array, unscaled = (
+    None if a is None else jax.lax.with_sharding_constraint(a, sharding) for a in (value.array, value.unscaled)
+  )
+  return Value(array, value.mark, value.state, unscaled, norms=value.norms)
 
 
 def _checkpoint(self: _Interpreter, equation: Any, values: list[Value]) -> list[Value]:
   params, used = equation.params, []
 
   # The keys are those that the same function has without a checkpoint, and so are the samples.
-  def body(states: list[Any], key: Array | None, *arrays: Any) -> list[Any]:
+  def body(carried: list[Any], key: Array | None, *arrays: Any) -> list[Any]:
     keys = self.keys.inside(key)
-    out = self.inside(params['jaxpr'], _marked(values, arrays, states), keys, equation)
+    out = self.inside(params['jaxpr'], _marked(values, arrays, carried), keys, equation)
     used.append(keys.count)
     return out
 
   with _jax.under(equation):
     body = jax.checkpoint(body, prevent_cse=params['prevent_cse'], policy=params['policy'])
-    out = body(_states(values), self.keys.key, *(value.array for value in values))
+    out = body(_carried(values), self.keys.key, *(value.array for value in values))
   self.keys.count = used[-1]
   return [Value(a) for a in out]
 
@@ -220,15 +292,18 @@ def _scan(self: _Interpreter, equation: Any, values: list[Value]) -> list[Value]
     states.append(None if view is None else _along(value, view))
 
   def step(carry: list[Any], x: tuple) -> tuple[list[Any], list[Any]]:
-    key, arrays, states = x
+    key, arrays, unscaled, states = x
     kept = [
-      Value(a, v.mark if same else None, v.state if same else None)
+      Value(a, v.mark, v.state, v.unscaled, norms=v.norms) if same else Value(a, norms=v.norms)
       for a, v, same in zip(carry, carried, handed_on, strict=True)
     ]
     slices = [
-      Value(a, view, outer.state if view is not None and view.taken == outer.mark.taken else state)
-      for a, view, state, outer in zip(arrays, inner, states, scanned, strict=True)
-    ]
+      Value(
+        a, view, outer.state if view is not None and view.taken == outer.mark.taken else state,
+        None if view is None else u, norms=outer.norms,
+      )
+      for a, view, state, u, outer in zip(arrays, inner, states, unscaled, scanned, strict=True)
+    ]  # fmt: skip
     out = run(body, body_constants, [*constants, *kept, *slices], Keys(key), self.reader)
     same = (*handed_on, *(False for _ in out[len(carry) :]))
     self.lose([v for v, handed in zip(out, same, strict=True) if not handed], 'what a scan returns', source)
@@ -239,13 +314,14 @@ def _scan(self: _Interpreter, equation: Any, values: list[Value]) -> list[Value]
   keys = None if key is None else jax.random.split(key, params['length'])
   with _jax.under(equation):
     carry, ys = jax.lax.scan(
-      step, [value.array for value in carried], (keys, [value.array for value in scanned], states),
+      step, [value.array for value in carried],
+      (keys, [value.array for value in scanned], [value.unscaled for value in scanned], states),
       length=params['length'], reverse=params['reverse'], unroll=params['unroll'],
     )  # fmt: skip
   out = [Value(a) for a in (*carry, *ys)]
   for i, same in enumerate(handed_on):
     if same:
-      out[i].mark, out[i].state = carried[i].mark, carried[i].state
+      out[i].mark, out[i].state, out[i].unscaled = carried[i].mark, carried[i].state, carried[i].unscaled
   return out
 
 
@@ -284,11 +360,11 @@ def _cond(self: _Interpreter, equation: Any, values: list[Value]) -> list[Value]
   key = self.keys.next()
 
   def branch(jaxpr: Any) -> Callable[..., list[Any]]:
-    return lambda states, key, arrays: self.inside(jaxpr, _marked(operands, arrays, states), Keys(key), equation)
+    return lambda carried, key, arrays: self.inside(jaxpr, _marked(operands, arrays, carried), Keys(key), equation)
 
   with _jax.under(equation):
     branches = [branch(jaxpr) for jaxpr in equation.params['branches']]
-    out = jax.lax.switch(index.array, branches, _states(operands), key, [value.array for value in operands])
+    out = jax.lax.switch(index.array, branches, _carried(operands), key, [value.array for value in operands])
   return [Value(a) for a in out]
 
 

@@ -1,6 +1,6 @@
 """How one matmul reads a weight, and its operands as the library's op takes them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 import math
 from typing import Any
@@ -75,6 +75,7 @@ def read(found: Matmul) -> Reading:
     sizes[axis] = math.prod(run.size for run in mine)
     if mine and name == 'stacked' and sizes[axis] != view.shape[axis]:
       raise UnreadableError(f'it takes {sizes[axis]} of {view.shape[axis]} entries of the stacked axis {axis} at once')
+  _check_factors(view, chosen, sizes, by_role['stacked'])
   inside = [axis for axis, name in chosen.items() if name != 'stacked']
   other = found.equation.invars[1 - side].aval.shape
   used = set(contract[1 - side]) | set(batch[1 - side])
@@ -87,6 +88,37 @@ def read(found: Matmul) -> Reading:
     runs=(*by_role['stacked'], *_in_order(by_role['contracted']), *_in_order(by_role['outputs'])),
     axes=(len(by_role['stacked']), len(by_role['contracted']), len(by_role['outputs'])),
   )
+
+
+def _check_factors(view: View, chosen: Mapping[int, str], sizes: Mapping[int, int], batch: Sequence[Run]) -> None:
+  """`UnreadableError` unless each factor can be one of the activations or of the result."""
+  for factor in view.factors:
+    for axis in factor.axes:
+      taken = chosen[axis] == 'stacked' and axis not in (run.axis for run in batch)
+      if taken or sizes[axis] != view.shape[axis]:
+        raise UnreadableError(f'it was multiplied by an array along axis {axis}, of which it takes a part')
+    if {'contracted', 'outputs'} <= {chosen[axis] for axis in factor.axes}:
+      raise UnreadableError('it was multiplied by an array along its inputs and its outputs at once')
+
+
+def scaled(array: Array, found: Matmul, reading: Reading, *, inputs: bool) -> Array:
+  """Activations `[batch..., rows..., in]`, or results `[..., out]`, times the factors of the weight along these axes.
+
+  Factors along its outputs, and numbers, belong to the result: the mask and what is packed are of the weight without.
+  """
+  layout = reading.layout
+  inside = layout.contracted if inputs else layout.outputs
+  for factor in found.view.factors:
+    if inputs != any(axis in layout.contracted for axis in factor.axes):
+      continue
+    axes = (*reading.batch, *inside)
+    order = [factor.axes.index(axis) for axis in axes if axis in factor.axes]
+    shape = [found.view.shape[axis] for axis in axes]
+    f = factor.array.transpose(order).reshape([n if a in factor.axes else 1 for a, n in zip(axes, shape, strict=True)])
+    lead, rest = f.shape[: len(reading.batch)], shape[len(reading.batch) :]
+    f = jnp.broadcast_to(f, (*lead, *rest)).reshape(*lead, *(1,) * (array.ndim - len(lead) - 1), -1)
+    array = (array.astype(jnp.float32) * f.astype(jnp.float32)).astype(array.dtype)
+  return array
 
 
 def _dimensions(found: Matmul) -> tuple[Any, Any, tuple[int, ...]]:
@@ -108,10 +140,10 @@ def _in_order(runs: Sequence[Run]) -> list[Run]:
 
 
 def weight_matrix(found: Matmul, reading: Reading) -> Array:
-  """The weight of a matmul as `[batch..., in, out]`."""
+  """The weight of a matmul as `[batch..., in, out]`, without its factors."""
   runs = [run for axis in found.view.axes for run in axis]
   batch, contracted, _ = reading.axes
-  w = found.weight.array.reshape([run.size for run in runs])
+  w = found.weight.stored.reshape([run.size for run in runs])
   w = jnp.transpose(w, _order(runs, reading.runs))
   return w.reshape(*w.shape[:batch], math.prod(w.shape[batch : batch + contracted]), -1)
 
@@ -156,7 +188,7 @@ def as_result(y: Array, found: Matmul, reading: Reading) -> Array:
   if side == 0:  # the axes of the weight come first
     b, last = reading.axes[0], y.ndim
     y = jnp.transpose(y, (*range(b), *range(len(lead), last), *range(b, len(lead))))
-  return y.reshape(out.shape).astype(out.dtype)
+  return y.reshape(out.shape).astype(found.dtype)
 
 
 def _order(given: Sequence[Run], wanted: Sequence[Run]) -> tuple[int, ...]:

@@ -11,16 +11,17 @@ import jax.numpy as jnp
 
 from pallas_kernels import _dispatch
 from sparse24_jax.activation_sparsity import neuron_level_ffn
+from sparse24_jax.asked import Asked, PLAIN
 from sparse24_jax.binding import _jax
 from sparse24_jax.binding.bound import bind_traced, Bound, BoundWeight, how_lost
 from sparse24_jax.binding.interpreter import Keys, run
-from sparse24_jax.binding.reading import as_result, part_of, read, Reading, rows, weight_as_read, weight_matrix
+from sparse24_jax.binding.reading import as_result, part_of, read, Reading, rows, scaled, weight_as_read, weight_matrix
 from sparse24_jax.binding.state import WeightState
 from sparse24_jax.binding.tracing import trace, Traced
 from sparse24_jax.binding.values import Altered, Matmul
 from sparse24_jax.binding.view import View
 from sparse24_jax.clusters import with_neurons
-from sparse24_jax.dot import check_layer, dot_general
+from sparse24_jax.dot import dot_general
 from sparse24_jax.ffn import ffn
 from sparse24_jax.layout import Layout
 from sparse24_jax.linear_layer import projection_state
@@ -113,20 +114,22 @@ class _Sparse:
         f' with a squared ReLU between them; found the matmul at {_jax.source_of(found.equation)} by itself'
       )
     with errors_name(path):
-      x, w = rows(found, reading), weight_matrix(found, reading)
-      dtype = jnp.result_type(x, w)
+      x, w = scaled(rows(found, reading), found, reading, inputs=True), weight_matrix(found, reading)
+      dtype, asked = found.operands, found.asked
       batch = len(reading.batch)
       numbers = (((x.ndim - 1,), (batch,)), (tuple(range(batch)),) * 2)
-      _check_precision(found, dtype)
       y = dot_general(
-        x.astype(dtype), w.astype(dtype), numbers, self._state(found, reading), policy=policy, key=found.key
-      )
-      return as_result(y, found, reading)
+        x.astype(dtype), w.astype(dtype), numbers, self._state(found, reading), policy=policy, key=found.key,
+        precision=asked.precision, preferred_element_type=asked.dtype,
+      )  # fmt: skip
+      return as_result(scaled(y, found, reading, inputs=False), found, reading)
 
   def ragged(self, found: Matmul) -> Array:
     """Projected, straight through, for the model's own matmul: no kernel has groups of rows."""
     weight, reading = self._reading(found)
     policy = weight.rule.policy
+    if found.view.factors:
+      raise ValueError(f'{weight.path}: a ragged matmul reads it after it was multiplied: multiply the result instead')
     if policy.weight_grad != 'dense':
       message = f'{weight.path}: a ragged matmul reads it, whose weight gradient is exact and not sampled'
       _dispatch.log_once(message, 'sparse24_jax', logging.WARNING)
@@ -140,16 +143,14 @@ class _Sparse:
 
   def block(self, activation: str, maps: Mapping[str, Matmul]) -> Array | None:
     read_by = {role: self._reading(found) for role, found in maps.items()}
-    for role, found in maps.items():
-      with errors_name(read_by[role][0].path):
-        _check_precision(found, jnp.result_type(*(atom.aval.dtype for atom in found.equation.invars[:2])))
     policies = {weight.rule.policy for weight, _ in read_by.values()}
     neurons = {weight.rule.activation for weight, _ in read_by.values()}
     batches = {reading.batch for _, reading in read_by.values()}
     biases = {f'b_{role}': found.bias for role, found in maps.items() if found.bias is not None}
     if len(neurons) > 1 or len(batches) > 1 or (batches != {()} and biases):
       return None
-    if neurons == {None} and len(policies) > 1:
+    asked = {found.asked for found in maps.values()}
+    if neurons == {None} and (len(policies) > 1 or len(asked) > 1):
       return None
     if not all(_is_plain_map(maps[role], reading) for role, (_, reading) in read_by.items()):
       return None
@@ -157,8 +158,10 @@ class _Sparse:
     states = {role: self._state(maps[role], reading) for role, (_, reading) in read_by.items()}
     x = rows(maps['up'], read_by['up'][1])
     if neurons == {None}:
-      block = functools.partial(_ffn, policy=policies.pop(), activation=activation)
+      precision = asked.pop().precision
+      block = functools.partial(_ffn, policy=policies.pop(), activation=activation, precision=precision)
     else:
+      _check_precision(maps['down'], asked)
       block = functools.partial(_neuron_level, policy=neurons.pop(), activation=activation)
     key = maps['down'].key
     with errors_name(', '.join(weight.path for weight, _ in read_by.values())):
@@ -191,9 +194,11 @@ class _Sparse:
     return state if reading.whole else part_of(projection_state(state), view, reading.layout)
 
 
-def _check_precision(found: Matmul, dtype: Any) -> None:
-  params = found.equation.params
-  check_layer(params['precision'], params['preferred_element_type'], dtype)
+def _check_precision(found: Matmul, asked: set[Asked]) -> None:
+  """ValueError unless a block with sparse activations, which multiplies as kernels do, gives what is asked."""
+  for ask in asked - {PLAIN}:
+    if reason := ask.unfit(found.operands) or (found.operands == jnp.float32 and ask.describe()):
+      raise ValueError(f'{found.view.path}: {reason}: a block with sparse activations has the default precision only')
 
 
 def _is_plain_map(found: Matmul, reading: Reading) -> bool:
@@ -205,8 +210,10 @@ def _is_plain_map(found: Matmul, reading: Reading) -> bool:
   return found.side == 1 and leading and reading.whole and one_run_each and tuple(contract) == (last,)
 
 
-def _ffn(x: Array, weights: Any, states: Any, key: Array | None, biases: Any, *, policy: Any, activation: str) -> Array:
-  return ffn(x, **weights, **biases, state=states, policy=policy, activation=activation, key=key)
+def _ffn(
+  x: Array, weights: Any, states: Any, key: Array | None, biases: Any, **options: Any
+) -> Array:
+  return ffn(x, **weights, **biases, state=states, key=key, **options)
 
 
 def _neuron_level(

@@ -4,6 +4,9 @@ from collections.abc import Mapping, Sequence
 import dataclasses
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+
+from sparse24_jax.asked import Asked
 from sparse24_jax.binding import _jax
 from sparse24_jax.binding.view import View
 
@@ -46,19 +49,30 @@ class Value:
     held: the array; None until something asks for it, if it was put off.
     mark: what it is of a weight, if anything.
     state: of that weight, less the axes that loops took.
+    unscaled: of a view with factors the entries of the weight without them.
     row: a vector along the last axis that this repeats, as the bias of a layer does.
+    repeated: the array that a broadcast made it of, and the axes of this that are those of the array.
+    norms: paths of the weights that it was summed up from, a norm say, by whatever came between.
     made_by: how to make it, of a value that was put off: a matmul that may be part of a block, or what follows it.
   """
 
   held: Any = None
   mark: View | Altered | None = None
   state: Any = None
+  unscaled: Any = None
   row: Any = None
+  repeated: tuple[Any, tuple[int, ...]] | None = None
+  norms: frozenset[str] = frozenset()
   made_by: 'Matmul | Elementwise | None' = None
 
   @property
   def view(self) -> View | None:
     return self.mark if isinstance(self.mark, View) else None
+
+  @property
+  def stored(self) -> Any:
+    """The entries of the weight, of a view."""
+    return self.array if self.unscaled is None else self.unscaled
 
   @property
   def waits(self) -> bool:
@@ -95,6 +109,7 @@ class Matmul:
     matmuls: what carries it out.
     bias: `[out]`, that is added to it, or None.
     added: the equation that adds the bias.
+    rounded: whether its result, wider than the operands, is rounded to their dtype by what follows it.
     block: the activation and the maps of the feed-forward block that it ends, or None.
   """
 
@@ -105,6 +120,7 @@ class Matmul:
   matmuls: Any
   bias: Any = None
   added: Elementwise | None = None
+  rounded: bool = False
   block: tuple[str, Mapping[str, 'Matmul']] | None = None
 
   @property
@@ -120,6 +136,24 @@ class Matmul:
   @property
   def other(self) -> Value:
     return self.arguments[1 - self.side]
+
+  @property
+  def operands(self) -> Any:
+    """The dtype of the operands."""
+    return jnp.result_type(*(atom.aval.dtype for atom in self.equation.invars[:2]))
+
+  @property
+  def asked(self) -> Asked:
+    """Precision and dtype of the result."""
+    precision = self.equation.params['precision']
+    if self.side == 0 and isinstance(precision, tuple):
+      precision = precision[::-1]
+    return Asked.of(precision, None if self.rounded else self.equation.outvars[0].aval.dtype, self.operands)
+
+  @property
+  def dtype(self) -> Any:
+    """Of the result."""
+    return self.operands if self.rounded else self.equation.outvars[0].aval.dtype
 
   def make(self) -> Any:
     with _jax.under(self.equation):

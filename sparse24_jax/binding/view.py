@@ -20,6 +20,18 @@ class Run(NamedTuple):
   size: int
 
 
+class Factor(NamedTuple):
+  """What a weight was multiplied by, entry by entry.
+
+  Attributes:
+    array: one axis for each of `axes`.
+    axes: of the weight as it is stored, along which it is not the same everywhere; none of a number.
+  """
+
+  array: Any
+  axes: tuple[int, ...]
+
+
 @dataclasses.dataclass(frozen=True)
 class View:
   """A value that holds entries of one weight, each once.
@@ -31,6 +43,7 @@ class View:
       length one.
     offsets: for each axis of the weight where the runs over it start: a number, or a scalar that is traced.
     taken: axes of the weight that a loop has taken an entry of, and the states of the weight with it.
+    factors: what its entries were multiplied by.
   """
 
   path: str
@@ -38,6 +51,7 @@ class View:
   axes: tuple[tuple[Run, ...], ...]
   offsets: tuple[Any, ...]
   taken: tuple[int, ...] = ()
+  factors: tuple[Factor, ...] = ()
 
   @classmethod
   def whole(cls, path: str, shape: Sequence[int]) -> 'View':
@@ -56,6 +70,20 @@ class View:
     if len(runs) > 1 or runs[0] != Run(runs[0].axis, 1, self.shape[runs[0].axis]):
       return None
     return dataclasses.replace(self, axes=self.axes[1:], taken=(*self.taken, runs[0].axis))
+
+
+def factor_along(view: View, array: Any, places: Sequence[int]) -> Factor | None:
+  """A factor of a value from an array with an axis for each of some `places` among its axes.
+
+  None if an axis is one for a part of an axis of the weight.
+  """
+  runs = [run for place in places for run in view.axes[place]]
+  order = sorted(range(len(runs)), key=lambda i: (runs[i].axis, -runs[i].stride))
+  axes = tuple(sorted({run.axis for run in runs}))
+  if any(math.prod(run.size for run in runs if run.axis == axis) != view.shape[axis] for axis in axes):
+    return None
+  array = array.reshape([run.size for run in runs]).transpose(order)
+  return Factor(array.reshape([view.shape[axis] for axis in axes]), axes)
 
 
 def follow(equation: Any, values: Sequence[Any], views: Sequence[View | None]) -> list[View] | None:

@@ -20,7 +20,7 @@ def example():
 
 
 def unreadable():
-  return lambda p, x: x @ (2 * p['w']), {'w': jnp.ones((16, 8))}, jnp.ones((4, 16))
+  return lambda p, x: x @ jnp.sin(p['w']), {'w': jnp.ones((16, 8))}, jnp.ones((4, 16))
 
 
 class CheckTest(parameterized.TestCase):
@@ -44,11 +44,11 @@ class CheckTest(parameterized.TestCase):
 
   def test_every_problem_is_listed(self):
     params = {'w': jnp.ones((16, 8)), 'v': jnp.ones((6, 8)), 'fine': jnp.ones((8, 8))}
-    f = lambda p, x: (x @ (2 * p['w']) + x[:, :6] @ p['v']) @ p['fine']  # noqa: E731
+    f = lambda p, x: (x @ jnp.sin(p['w']) + x[:, :6] @ p['v']) @ p['fine']  # noqa: E731
     checked = s24.check(s24.recipes.ste('.*'), f, params, jnp.ones((4, 16)))
     self.assertFalse(checked.ok)
     self.assertEqual([w.problem is None for w in checked.weights], [True, False, False])
-    self.assertRegex(str(checked), r'(?s)PROBLEM  v of shape .* length 6 along axis -2.*PROBLEM  w of shape.*mul at')
+    self.assertRegex(str(checked), r'(?s)PROBLEM  v of shape .* length 6 along axis -2.*PROBLEM  w of shape.*sin at')
 
   def test_a_problem_of_one_weight_hides_nothing_of_the_others(self):
     params = {'w': jax.random.normal(jax.random.key(0), (16, 8)), 'v': jnp.ones((16, 8))}

@@ -109,6 +109,21 @@ def _remat(p, x):
   return jax.checkpoint(relu_mlp, policy=jax.checkpoint_policies.dots_saveable)(p, x)
 
 
+def _scaled(p, x):
+  """Weights times a number, along outputs, along inputs, and along one of two axes of outputs."""
+  h = x @ (p['number'] / 3) + x @ (-p['outputs'] * x[0]) + x @ (x[1] * p['inputs']).T
+  heads = jnp.einsum('td,dhk->thk', h, p['heads'] * x[2, :2, None])
+  return h + heads.reshape(h.shape)
+
+
+def _scaled_experts(p, x):
+  return jnp.einsum('etd,edf->etf', x, p['w'] * x[:, :1, :1])
+
+
+def _scaled_before_a_scan(p, x):
+  return jax.checkpoint(_scan_over(0))(jax.tree.map(lambda w: 0.7 * w, p), x)
+
+
 MLP, STACKED = {'up': (16, 32), 'down': (32, 16)}, {'up': (3, 16, 32), 'down': (3, 32, 16)}
 IN_OUT = 'in 0, out 1'
 CASES = {
@@ -145,6 +160,14 @@ CASES = {
   'handed_on_by_a_scan': Case(_handed_on, {'w': (16, 16)}, (4, 16), {'w': IN_OUT}),
   'while': Case(_until, {'w': (16, 16)}, (4, 16), {'w': IN_OUT}),
   'reshaped': Case(_reshaped, {'w': (16, 8)}, (4, 16), {'w': IN_OUT}),
+  'scaled': Case(
+    _scaled, {'number': (16, 16), 'outputs': (16, 16), 'inputs': (16, 16), 'heads': (16, 2, 8)}, (4, 16),
+    {'number': IN_OUT, 'outputs': IN_OUT, 'inputs': 'in 1, out 0', 'heads': 'in 0, out 1 2'},
+  ),
+  'scaled_experts': Case(_scaled_experts, {'w': (3, 16, 8)}, (3, 4, 16), {'w': 'stacked 0, in 1, out 2'}),
+  'scaled_before_a_scan': Case(
+    _scaled_before_a_scan, STACKED, (8, 16), dict.fromkeys(MLP, 'stacked 0, in 1, out 2')
+  ),
   'twice': Case(_twice, {'w': (16, 16)}, (4, 16), {'w': IN_OUT}),
   'vmap_inside': Case(
     lambda p, x: jax.vmap(lambda w, x: x @ w, in_axes=(2, 0))(p['w'], x), {'w': (16, 8, 3)}, (3, 4, 16),

@@ -158,8 +158,8 @@ class SparsifyTest(parameterized.TestCase):
     params = layer.init(jax.random.key(0), X)['params']
     opt_state = s24.sparse_training(optax.sgd(0.1), recipe).init(params)
     variables = {'params': params, 'sparse24': s24.sparse_variables(params, opt_state, recipe)}
-    with self.assertRaisesRegex(ValueError, 'kernel: precision'):
-      s24.sparsify(layer, recipe).apply(variables, X)
+    jaxpr = jax.make_jaxpr(lambda v: s24.sparsify(layer, recipe).apply(v, X))(variables)
+    self.assertIn('precision=(Precision.HIGHEST, Precision.HIGHEST)', str(jaxpr))
 
 
 if __name__ == '__main__':
