@@ -1,6 +1,6 @@
 """A function of parameters with its matched weights sparse: what `sparsify` makes of a plain function."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 import functools
 import logging
 from typing import Any
@@ -122,7 +122,7 @@ class _Sparse:
         x.astype(dtype), w.astype(dtype), numbers, self._state(found, reading), policy=policy, key=found.key,
         precision=asked.precision, preferred_element_type=asked.dtype,
       )  # fmt: skip
-      return as_result(scaled(y, found, reading, inputs=False), found, reading)
+      return _filled(as_result(scaled(y, found, reading, inputs=False), found, reading), (found,))
 
   def ragged(self, found: Matmul) -> Array:
     """Projected, straight through, for the model's own matmul: no kernel has groups of rows."""
@@ -139,7 +139,7 @@ class _Sparse:
       arrays[found.side] = weight_as_read(straight_through(policy.projection, w, state), found, reading)
     with errors_name(weight.path):
       (out,) = _jax.rebind(found.equation, arrays)
-    return out
+    return _filled(out, (found,))
 
   def block(self, activation: str, maps: Mapping[str, Matmul]) -> Array | None:
     read_by = {role: self._reading(found) for role, found in maps.items()}
@@ -169,7 +169,7 @@ class _Sparse:
         y = block(x, weights, states, key, biases)
       else:
         y = _for_each(batches.pop(), block, x, weights, states, key)
-    return as_result(y, maps['down'], read_by['down'][1])
+    return _filled(as_result(y, maps['down'], read_by['down'][1]), maps.values())
 
   def lost(self, mark: View | Altered, by: str, source: str) -> None:
     raise ValueError(
@@ -192,6 +192,13 @@ class _Sparse:
       return None
     state = state.at(view, reading.batch)
     return state if reading.whole else part_of(projection_state(state), view, reading.layout)
+
+
+def _filled(y: Array, maps: Iterable[Matmul]) -> Array:
+  """A result, less what was looked up at places where a weight has no entries: there all of it is what fills them."""
+  for fill in {id(found.view.fill): found.view.fill for found in maps if found.view.fill is not None}.values():
+    y = y * fill.astype(y.dtype)
+  return y
 
 
 def _check_precision(found: Matmul, asked: set[Asked]) -> None:

@@ -10,6 +10,7 @@ import math
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 
 class Run(NamedTuple):
@@ -44,6 +45,7 @@ class View:
     offsets: for each axis of the weight where the runs over it start: a number, or a scalar that is traced.
     taken: axes of the weight that a loop has taken an entry of, and the states of the weight with it.
     factors: what its entries were multiplied by.
+    fill: a number, traced, that is one unless it was looked up at a place where there is no entry: NaN then, or zero.
   """
 
   path: str
@@ -52,6 +54,7 @@ class View:
   offsets: tuple[Any, ...]
   taken: tuple[int, ...] = ()
   factors: tuple[Factor, ...] = ()
+  fill: Any = None
 
   @classmethod
   def whole(cls, path: str, shape: Sequence[int]) -> 'View':
@@ -220,7 +223,14 @@ def _gather(view: View, params: Mapping[str, Any], values: Sequence[Any]) -> Vie
     return None
   if sorted(numbers.offset_dims) != list(range(len(numbers.offset_dims))):
     return None
-  found = _taken(view, place, values[1][0].clip(0, view.value_shape[place] - 1), 1)
+  start, last = values[1][0], view.value_shape[place] - 1
+  found = _taken(view, place, start.clip(0, last), 1)
+  if params['mode'] == jax.lax.GatherScatterMode.FILL_OR_DROP and found is not None:
+    fill = params['fill_value']
+    if not (fill is None or fill == 0 or math.isnan(fill)):
+      return None
+    factor = jnp.where((start >= 0) & (start <= last), 1.0, jnp.nan if fill is None else fill).astype(jnp.float32)
+    found = dataclasses.replace(found, fill=factor if found.fill is None else factor * found.fill)
   return found and _squeeze(found, {'dimensions': numbers.collapsed_slice_dims}, ())
 
 

@@ -127,6 +127,25 @@ class TransformTest(parameterized.TestCase):
     expected = jax.grad(f)(s24.project(params, state, bound), x)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), found, expected)
 
+  def test_a_layer_that_is_not_there(self):
+    """`jnp.take` fills with NaN behind the last entry, whatever mask or packed operand is there."""
+    params, x = jax.tree.map(lambda a: a.astype(jnp.bfloat16), arguments('scan'))
+
+    def f(p, x, i):
+      return CASES['plain'].f(jax.tree.map(lambda w: jnp.take(w, i, axis=0), p), x)
+
+    for recipe in ('packed', 'soft_threshold'):
+      bound = s24.bind(RECIPES[recipe], f, params, x, jnp.int32(0))
+      self.assertEqual({use.block for weight in bound.weights for use in weight.uses}, {'relu'})
+      state = s24.sparse_training(optax.sgd(0.1), bound).init(params)
+      variables, sparse = s24.sparse_variables(params, state, bound), s24.sparsify(f, bound)
+      projected = s24.project(params, state, bound)
+      run = jax.jit(lambda i, s=sparse, v=variables: s(params, v, None, x, i))
+      for i in (2, 3, -1, -4):
+        expected = f(projected, x, i)
+        self.assertEqual(bool(jnp.isnan(expected).all()), i in (3, -4))
+        np.testing.assert_allclose(*(a.astype(jnp.float32) for a in (run(i), expected)), rtol=0.05, atol=0.05)
+
   def test_dense_phase_and_static_arguments(self):
     params, x = arguments('plain')
 
