@@ -1,6 +1,7 @@
 """Functions of parameters that read a weight in every way that a model may, for the tests of the trace."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import numpy as np
 class Case(NamedTuple):
   """A function f(params, x), the shapes of its parameters and of x, and the layout of each weight as text."""
 
-  f: object
+  f: Callable[..., Any]
   shapes: dict
   x: tuple
   layouts: dict
@@ -111,8 +112,8 @@ def _remat(p, x):
 
 def _scaled(p, x):
   """Weights times a number, along outputs, along inputs, and along one of two axes of outputs."""
-  h = x @ (p['number'] / 3) + x @ (-p['outputs'] * x[0]) + x @ (x[1] * p['inputs']).T
-  heads = jnp.einsum('td,dhk->thk', h, p['heads'] * x[2, :2, None])
+  h = x @ (p['number'] / 3) + x @ (-p['outputs'] * x[:1]) + x @ (x[1:2] * p['inputs']).T
+  heads = jnp.einsum('td,dhk->thk', h, p['heads'] * x[2:3, :2, None])
   return h + heads.reshape(h.shape)
 
 

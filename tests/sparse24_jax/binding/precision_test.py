@@ -88,8 +88,7 @@ class PrecisionTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, r"w of shape \(16, 8\): precision=HIGHEST of the layer: its rule has"):
       s24.bind(recipe, lambda p, x: jnp.dot(x, p['w'], precision='highest'), {'w': w}, x)
     with self.assertRaisesRegex(ValueError, "its rule has precision='fp8'"):
-      policy = recipe.rules[0].policy
-      s24.dot(x, w, policy.projection.init(w), policy=policy, precision='highest')
+      s24.dot(x, w, s24.soft_threshold_projection().init(w), policy=recipe.rules[0].policy, precision='highest')
 
 
 class WiderResultTest(parameterized.TestCase):
@@ -170,8 +169,9 @@ class PlanTest(absltest.TestCase):
     policy = s24.DotPolicy(s24.transposable(), input_grad='sparse', weight_grad='mvue')
     h100 = target('nvidia_h100_80gb_hbm3')
 
-    def plan(*asked):
-      return plan_layer(policy, 16384, 4096, 16384, 'bfloat16', on=h100, asked=Asked.of(*asked, 'bfloat16'))
+    def plan(precision, result):
+      asked = Asked.of(precision, result, 'bfloat16')
+      return plan_layer(policy, 16384, 4096, 16384, 'bfloat16', on=h100, asked=asked)
 
     self.assertEqual(plan(None, None).backends.sole, 'mosaic_gpu')
     # Products of 16 bits are exact in float32, in which kernels add.
