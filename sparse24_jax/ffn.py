@@ -67,7 +67,7 @@ def ffn(
     w_down: `[h, d_out]`.
     state: projection states or `PackedWeight`s of the weights, under 'up', 'down' and, with a gate, 'gate'.
     policy: how the matmuls are done, the same for all weights.
-    activation: 'gelu' (tanh form), 'silu', 'relu' or 'squared_relu'.
+    activation: 'gelu' (tanh form), 'gelu_exact' (by erf), 'silu', 'relu' or 'squared_relu'.
     w_gate: `[d, h]`, or None. With it 'silu' makes SwiGLU and 'gelu' GEGLU.
     b_up: `[h]`, or None.
     b_gate: `[h]`, or None; only with a gate.

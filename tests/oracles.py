@@ -92,6 +92,9 @@ def activation_and_slope(name: str, a: np.ndarray) -> tuple[np.ndarray, np.ndarr
   if name == 'silu':
     sigmoid = 1 / (1 + np.exp(-a))
     return a * sigmoid, sigmoid * (1 + a * (1 - sigmoid))
+  if name == 'gelu_exact':
+    share = np.vectorize(math.erfc)(-a / np.sqrt(2)) / 2
+    return a * share, share + a * np.exp(-a * a / 2) / np.sqrt(2 * np.pi)
   tanh = np.tanh(np.sqrt(2 / np.pi) * (a + 0.044715 * a**3))
   inner_slope = np.sqrt(2 / np.pi) * (1 + 3 * 0.044715 * a**2)
   return a * (1 + tanh) / 2, (1 + tanh) / 2 + a * inner_slope * (1 - tanh**2) / 2

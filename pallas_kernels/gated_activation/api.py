@@ -38,7 +38,7 @@ def gated_activation(z: Array, *, activation: str = 'silu') -> Array:
 
   Args:
     z: [tokens, 2 features].
-    activation: 'silu', 'gelu', 'relu' or 'squared_relu'.
+    activation: 'silu', 'gelu', 'gelu_exact', 'relu' or 'squared_relu'.
 
   Returns:
     [tokens, features], dtype of `z`; float32 inside.
@@ -63,7 +63,7 @@ def activation_backward(dh: Array, z: Array, *, activation: str = 'silu', gated:
   Args:
     dh: shape of h.
     z: what the activation was applied to, dtype of `dh`.
-    activation: 'silu', 'gelu', 'relu' or 'squared_relu'.
+    activation: 'silu', 'gelu', 'gelu_exact', 'relu' or 'squared_relu'.
     gated: whether `z` holds gate and up.
 
   Returns:
@@ -93,7 +93,7 @@ def activation_backward_pack(
     dh: shape of h.
     z: what the activation was applied to, dtype of `dh`.
     key: a JAX random key.
-    activation: 'silu', 'gelu', 'relu' or 'squared_relu'.
+    activation: 'silu', 'gelu', 'gelu_exact', 'relu' or 'squared_relu'.
     gated: whether `z` holds gate and up.
     origin: as in `mvue24`.
     implementation: 'reference', 'triton', or None to choose.
@@ -136,7 +136,7 @@ def activation_backward_pack8(
     z: what the activation was applied to, dtype of `dh`.
     key: a JAX random key.
     scale: float32 scalar that brings dz to the range of `dtype`; the operand takes half of it.
-    activation: 'silu', 'gelu', 'relu' or 'squared_relu'.
+    activation: 'silu', 'gelu', 'gelu_exact', 'relu' or 'squared_relu'.
     gated: whether `z` holds gate and up.
     origin: as in `mvue24`.
     dtype: float8_e5m2 or float8_e4m3fn.
@@ -174,7 +174,7 @@ def activation_backward_amax(
   Args:
     dh: shape of h.
     z: what the activation was applied to, dtype of `dh`.
-    activation: 'silu', 'gelu', 'relu' or 'squared_relu'.
+    activation: 'silu', 'gelu', 'gelu_exact', 'relu' or 'squared_relu'.
     gated: whether `z` holds gate and up.
 
   >>> import jax.numpy as jnp

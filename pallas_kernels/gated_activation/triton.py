@@ -43,6 +43,18 @@ def activate(z, ACTIVATION: tl.constexpr):
     s = _sigmoid2(z * (GELU * LOG2_E + (GELU * LOG2_E * 0.044715) * square))
     value = z * s
     return value, s + value * (1.0 - s) * (GELU + (GELU * 0.134145) * square)
+  elif ACTIVATION == 'gelu_exact':
+    # `activations._normal`.
+    t = tl.abs(z) * 0.7071067811865476
+    k = _ptx.reciprocal(1.0 + 0.3275911 * t)
+    bell = _ptx.exp2(-(t * t) * LOG2_E)
+    series = 1.061405429 * k
+    series = (series - 1.453152027) * k
+    series = (series + 1.421413741) * k
+    series = (series - 0.284496736) * k
+    tail = 0.5 * ((series + 0.254829592) * k) * bell
+    share = tl.where(z < 0, tail, 1.0 - tail)
+    return z * share, share + z * (bell * 0.3989422804014327)
   elif ACTIVATION == 'relu':
     return tl.maximum(z, 0.0), tl.where(z > 0, 1.0, 0.0)
   else:

@@ -58,7 +58,7 @@ def sparse_matmul(
       (e4m3fn, e5m2); float32 where no kernel has to run. K is a multiple of four.
     b: B, [N, K] for 'nk' or [K, N] for 'kn'; same dtype as A, or any float8 if A is float8.
     bias: [M], one entry a row of A (an output feature), or None.
-    activation: None, 'gelu' (tanh form), 'silu', 'relu' or 'squared_relu'.
+    activation: None, 'gelu' (tanh form), 'gelu_exact' (by erf), 'silu', 'relu' or 'squared_relu'.
     a_scale: scalar or [M] factor of A's rows (float8 de-quantisation), or None.
     b_scale: scalar or [N] factor of B's columns, or None.
     out_dtype: float32, bfloat16 or float16; None is A's dtype, or bfloat16 if A is float8.

@@ -101,7 +101,8 @@ def written_formulas(policy, activation, x, weights, biases, states, dy, key):
 class FormulaTest(parameterized.TestCase):
 
   @parameterized.product(
-    case=(('gelu', False), ('silu', False), ('relu', False), ('squared_relu', False), ('gelu', True), ('silu', True)),
+    case=(('gelu', False), ('silu', False), ('relu', False), ('squared_relu', False), ('gelu', True), ('silu', True),
+          ('gelu_exact', False), ('gelu_exact', True)),
     policy=('kernels', 'reference'),
   )
   @pytest.mark.few(2)
@@ -116,7 +117,7 @@ class FormulaTest(parameterized.TestCase):
     self.assertEqual({a.dtype for a in jax.tree.leaves(found)}, {jnp.dtype(dtype)})
     assert_close(found, written_formulas(policy, activation, x, weights, biases, states, dy, KEY), tolerance)
 
-  @parameterized.parameters(('relu', True), ('gelu', False))
+  @parameterized.parameters(('relu', True), ('gelu_exact', False))
   def test_dense(self, activation, gated):
     x, weights, biases, _, dy = problem(gated=gated, biased=True, dtype=F32)
     found = jitted(POLICIES['dense'], activation, x, weights, biases, None, dy, None)
@@ -238,7 +239,7 @@ class RefusalTest(parameterized.TestCase):
     ('a_tuple', dict(state=(0, 0)), 'found tuple'),
     ('gate_without_state', dict(w_gate=jnp.zeros((D, HIDDEN), BF16)), r"keys \['down', 'gate', 'up'\]"),
     ('bias_of_no_gate', dict(b_gate=jnp.zeros(HIDDEN, BF16)), 'b_gate is given and w_gate is not'),
-    ('activation', dict(activation='tanh'), r"activation='tanh': known are \['gelu', 'relu', 'silu', 'squared_relu'\]"),
+    ('activation', dict(activation='tanh'), r"activation='tanh': known are .'gelu', 'gelu_exact', .*'squared_relu'."),
     ('weights', dict(w_down=jnp.zeros((HIDDEN + 4, OUT), BF16)), r'must be \[d, h\] and \[h, d_out\].*\(68, 24\)'),
     ('matrix', dict(w_up=jnp.zeros((1, D, HIDDEN), BF16)), r'must be \[d, h\] and \[h, d_out\], found \(1, 16, 64\)'),
     ('tokens', dict(x=jnp.zeros((8, D + 4), BF16)), r'x of shape \(8, 20\) does not fit w of shape \(16, 64\)'),

@@ -15,6 +15,7 @@ from pallas_kernels.quantize import api as quantize
 PLAIN = {
   'silu': jax.nn.silu,
   'gelu': lambda z: jax.nn.gelu(z, approximate=True),
+  'gelu_exact': lambda z: jax.nn.gelu(z, approximate=False),
   'relu': jax.nn.relu,
   'squared_relu': lambda z: jnp.square(jax.nn.relu(z)),
 }

@@ -256,7 +256,7 @@ class CompileTest(parameterized.TestCase):
     # C75xx: ptxas serialised the wgmmas.
     self.assertEqual(report.warnings, ())
 
-  @parameterized.parameters(('gelu', 'nm'), ('silu', 'mn'))
+  @parameterized.parameters(('gelu', 'nm'), ('silu', 'mn'), ('gelu_exact', 'nm'))
   @pytest.mark.slow
   def test_keeps_the_preactivation_without_spills(self, activation, out_layout):
     # No config: the one that the GPU's record and `for_outputs` give.

@@ -1,6 +1,7 @@
 """What `bind` finds in a function, and what it refuses."""
 
 import functools
+import math
 
 from absl.testing import absltest, parameterized
 from flax import linen as nn
@@ -78,7 +79,8 @@ class BindTest(parameterized.TestCase):
     ('squared_relu', lambda z: jnp.square(jax.nn.relu(z)), 'squared_relu'),
     ('squared_relu_by_power', lambda z: jax.nn.relu(z) ** 2, 'squared_relu'),
     ('squared_relu_by_product', lambda z: jax.nn.relu(z) * jax.nn.relu(z), 'squared_relu'),
-    ('gelu_by_erf', functools.partial(jax.nn.gelu, approximate=False), None),
+    ('gelu_exact', functools.partial(jax.nn.gelu, approximate=False), 'gelu_exact'),
+    ('gelu_by_erf', lambda z: 0.5 * z * (1 + jax.lax.erf(z / math.sqrt(2))), 'gelu_exact'),
     ('scaled', lambda z: 2 * jax.nn.relu(z), None),
     ('tanh', jnp.tanh, None),
     ('relu_by_maximum', lambda z: jnp.maximum(z, 0), None),  # its derivative at zero is another one

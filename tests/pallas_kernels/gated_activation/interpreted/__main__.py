@@ -26,7 +26,7 @@ class InterpretedTest(parameterized.TestCase):
 
   @parameterized.parameters(
     ('silu', True, jnp.bfloat16), ('gelu', False, jnp.float16), ('squared_relu', False, jnp.bfloat16),
-    ('relu', True, jnp.float16),
+    ('relu', True, jnp.float16), ('gelu_exact', True, jnp.bfloat16),
   )  # fmt: skip
   def test_backward_pack(self, activation, gate, dtype):
     features, tokens = 64, 20
