@@ -71,7 +71,7 @@ class DotTest(parameterized.TestCase):
   def test_a_dense_forward_is_the_same_product(self, dtype):
     x, w, dz = (a.astype(dtype) for a in (self.x, self.w, self.dz))
 
-    def dense_forward(policy, tokens, d_in, d_out, *_):
+    def dense_forward(policy, tokens, d_in, d_out, *_, **__):
       return LayerPlan(tokens, d_in, d_out, jnp.dtype(dtype).name, Backends(None, None, 'dense', fp8=True))
 
     with mock.patch.object(importlib.import_module('sparse24_jax.dot'), 'plan_layer', dense_forward):
