@@ -10,7 +10,6 @@ pruned weights alike.
 """
 
 import functools
-import logging
 from typing import Any
 
 import jax
@@ -18,7 +17,7 @@ from jax import Array
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import _dispatch, _partitioning
+from pallas_kernels import _partitioning
 from pallas_kernels._varying import vary_over, varying_axes
 from pallas_kernels.formats import check_floating
 from sparse24_jax import linear_layer
@@ -117,28 +116,6 @@ def check_state(state: Any, expected: jax.ShapeDtypeStruct, projection: Projecti
       f'state of projection {projection.name!r} must be {expected.dtype} of shape {expected.shape}, found {found[1]} of'
       f' shape {found[0]}; pass what sparse_variables or projection.init gives'
     )
-
-
-def check_layer(precision: Any, preferred_element_type: Any, dtype: Any) -> None:
-  """ValueError for what a layer of activations in `dtype` asks of its matmul, and a sparse one does not give.
-
-  Sums are float32 and the result has the dtype of the activations.
-  """
-  if preferred_element_type is not None and jnp.dtype(preferred_element_type) != dtype:
-    raise ValueError(
-      f'preferred_element_type={jnp.dtype(preferred_element_type)} of the layer: a sparse matmul of {dtype} has results'
-      f' in {dtype}'
-    )
-  plain = (None, 'default', jax.lax.Precision.DEFAULT)
-  if precision not in plain and tuple(precision if isinstance(precision, tuple | list) else ()) != plain[2:] * 2:
-    raise ValueError(f'precision={precision} of the layer: a sparse matmul has the default precision only')
-
-
-def note_replaced(path: str, plain: Any, plain_class: Any) -> None:
-  """Warns in the log of a layer whose own `dot_general` the rule's takes the place of."""
-  if plain_class is not None or plain not in (None, jax.lax.dot_general):
-    message = f"{path}: the rule takes the place of the layer's own dot_general"
-    _dispatch.log_once(message, 'sparse24_jax', logging.WARNING)
 
 
 def check_divisible(shape: tuple[int, ...], projection: Projection, name: str) -> None:

@@ -19,8 +19,6 @@ from sparse24_jax.policy import DotPolicy
 from sparse24_jax.projection import Projection, stored_as
 from sparse24_jax.recipe import Recipe, Rule
 
-# Why a rule with an activation policy cannot be followed by a single linear layer.
-NEEDS_BLOCK = 'the rule makes activations sparse, which takes the whole block: use Sparse24MLP or neuron_level_ffn'
 # Arrays that a layer-wide pattern such as '.*/mlp/.*' must not take, also where scanned layers give them two axes.
 NOT_WEIGHTS = ('bias', 'scale', 'embedding')
 
@@ -147,7 +145,13 @@ def check_groups(path: str, leaf: Any, projection: Projection | None, layout: La
   shape = tuple(leaf.shape)
   name = path if layout.is_standard else f'{path} of shape {shape}, as [in, out]'
   check_floating(leaf, path)
-  check_divisible(layout.matrix_shape(shape), projection, name)
+  try:
+    check_divisible(layout.matrix_shape(shape), projection, name)
+  except ValueError as error:
+    if not layout.is_standard or len(shape) == 2:
+      raise
+    found = 'what the model contracts, sparse24_jax.bind(recipe, f, params, *example) finds out'
+    raise ValueError(f'{error}: by itself a recipe takes a weight for [stacked..., in, out]; {found}') from error
   _check_shards(path, leaf, projection, layout)
 
 

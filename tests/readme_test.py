@@ -135,6 +135,16 @@ class ReadmeTest(absltest.TestCase):
     nnx.update(dense, s24.sparse_variables(params, opt_state, recipe, phase='dense'))
     self.assertLess(float(names['loss_fn'](dense)), float(loss))
 
+  def test_nnx_function_example(self):
+    exec(BLOCKS[0], self.names)
+    scope = dict(jax=jax, nnx=nnx, optax=optax, s24=s24, loss_fn=lambda model, x: jnp.mean(model(x) ** 2))
+    names = {**self.names, **scope, 'model': NnxModel(nnx.Rngs(0)), 'x': jax.random.normal(jax.random.key(2), (4, 8))}
+    exec(BLOCKS[2], names)
+    step = [names[name] for name in ('model', 'optimizer')]
+    for i in range(20):
+      loss = names['train_step'](*step, jax.random.key(i), names['x'])
+    self.assertLess(float(loss), float(names['loss']))
+
   @pytest.mark.slow
   def test_nnx_example_where_weights_are_packed(self):
     """As on a GPU with kernels: a step is traced once, and leaves a model like the one before, with its new masks."""
@@ -143,7 +153,7 @@ class ReadmeTest(absltest.TestCase):
       return s24.sparsify(NnxModel(nnx.Rngs(0), jnp.bfloat16), recipe, rngs=nnx.Rngs(mvue=0))
 
     def loss_fn(model):
-      traces.append(model.h[0].mlp.up.dot_general.projection_state())
+      traces.append(model.sparse24.read()['h/0/mlp/up/kernel'])
       return jnp.mean(model(x) ** 2)
 
     x, traces = jax.random.normal(jax.random.key(2), (16, 8), jnp.bfloat16), []
@@ -159,10 +169,9 @@ class ReadmeTest(absltest.TestCase):
     self.assertLen(traces, 1)
     self.assertIsInstance(traces[0], s24.PackedWeight)
     model, fresh = names['model'], build()
-    mlp, untrained = model.h[1].mlp, fresh.h[1].mlp
-    expected = s24.transposable_mask(mlp.down.kernel[...])
-    self.assertTrue((expected != untrained.down.dot_general.state[...]).any())
-    self.assertTrue((expected == mlp.down.dot_general.state[...]).all())
+    expected = s24.transposable_mask(model.h[1].mlp.down.kernel[...])
+    self.assertTrue((expected != fresh.sparse24.read()['h/1/mlp/down/kernel']).any())
+    self.assertTrue((expected == model.sparse24.read()['h/1/mlp/down/kernel']).all())
     # A checkpoint of the model goes into a fresh one.
     with tempfile.TemporaryDirectory() as folder, ocp.StandardCheckpointer() as checkpointer:
       saved, wanted = (nnx.to_pure_dict(nnx.state(m, nnx.Not(nnx.RngState))) for m in (model, fresh))
@@ -176,7 +185,7 @@ class ReadmeTest(absltest.TestCase):
   def test_phase_example(self):
     exec(BLOCKS[0], self.names)
     for step, phase in ((0, 'sparse'), (9, 'dense')):
-      exec(BLOCKS[2], self.names | {'step': step, 'total_steps': 10} | (names := {}), names)
+      exec(BLOCKS[3], self.names | {'step': step, 'total_steps': 10} | (names := {}), names)
       self.assertEqual(names['phase'], phase)
       self.assertEqual(names['sparse'] is self.model, phase == 'dense')
 

@@ -14,7 +14,7 @@ from sparse24_jax.asked import Asked, PLAIN
 from sparse24_jax.binding import _jax
 from sparse24_jax.binding.interpreter import Keys, run
 from sparse24_jax.binding.reading import read, Reading, UnreadableError
-from sparse24_jax.binding.tracing import trace, Traced
+from sparse24_jax.binding.tracing import functional, trace, Traced
 from sparse24_jax.binding.values import Altered, Matmul
 from sparse24_jax.binding.view import View
 from sparse24_jax.layout import Layout, Layouts
@@ -158,7 +158,7 @@ def bind(recipe: Recipe, f: Callable[..., Any], params: Any, *args: Any, **kwarg
   Args:
     recipe: its rules say which weights, by path. A rule with a plain `DotPolicy()` names those that stay dense.
     f: any JAX function of parameters and other arguments, a loss or `model.apply` say; what it returns does not matter.
-    params: its first argument: arrays, or `jax.ShapeDtypeStruct`.
+    params: its first argument: arrays, or `jax.ShapeDtypeStruct`, or an nnx model, whose parameters are meant.
     *args: an example of its other arguments, likewise.
     **kwargs: likewise; what is no array is passed on as it is.
 
@@ -181,7 +181,9 @@ def bind(recipe: Recipe, f: Callable[..., Any], params: Any, *args: Any, **kwarg
     recipe = recipe.unbound()
   if not isinstance(recipe, Recipe):
     raise ValueError(f'recipe must be a Recipe, as the functions of sparse24_jax.recipes make, found {recipe!r}')
-  bound = bind_traced(recipe, params, trace(f, (params, *args), kwargs))
+  model = functional(params, f, args, kwargs)
+  params = model.params
+  bound = bind_traced(recipe, params, trace(model.function, (params, *model.rest, *args), kwargs))
   match_rules(params, bound)  # whole groups along the axes that were found
   return bound
 

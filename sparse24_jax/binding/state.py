@@ -9,6 +9,8 @@ import jax.numpy as jnp
 
 from sparse24_jax.binding.view import View
 
+NNX_STATES = 'sparse24/states/'  # where a sparsified nnx model keeps the states of its weights, by their paths
+
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=['value'], meta_fields=['stacked'])
 @dataclasses.dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -12,6 +13,30 @@ from sparse24_jax.binding import _jax
 from sparse24_jax.binding.values import Value
 from sparse24_jax.binding.view import View
 from sparse24_jax.rules import leaves_by_path
+
+
+@dataclasses.dataclass(frozen=True)
+class Functional:
+  """A call `f(model, *args)` as a pure function of parameters.
+
+  Attributes:
+    function: `(params, *rest, *args)`, whose result `finish` takes.
+    params: a tree of arrays.
+    rest: what else the model holds.
+    finish: puts back what the call changed of the model; returns what `f` does.
+  """
+
+  function: Callable[..., Any]
+  params: Any
+  rest: tuple[Any, ...] = ()
+  finish: Callable[[Any], Any] = lambda out: out
+
+
+@functools.singledispatch
+def functional(model: Any, f: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Functional:
+  """A tree of arrays is its own parameters; a library whose models hold their state registers what they are."""
+  del args, kwargs
+  return Functional(f, model)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,8 +16,8 @@ from sparse24_jax.binding import _jax
 from sparse24_jax.binding.bound import bind_traced, Bound, BoundWeight, how_lost
 from sparse24_jax.binding.interpreter import Keys, run
 from sparse24_jax.binding.reading import as_result, part_of, read, Reading, rows, scaled, weight_as_read, weight_matrix
-from sparse24_jax.binding.state import WeightState
-from sparse24_jax.binding.tracing import trace, Traced
+from sparse24_jax.binding.state import NNX_STATES, WeightState
+from sparse24_jax.binding.tracing import functional, trace, Traced
 from sparse24_jax.binding.values import Altered, Matmul
 from sparse24_jax.binding.view import View
 from sparse24_jax.clusters import with_neurons
@@ -34,15 +34,19 @@ from sparse24_jax.rules import errors_name, leaves_by_path, match_rules
 def sparse_function(f: Callable[..., Any], recipe: Recipe, *, phase: PhaseName) -> Callable[..., Any]:
   """`f(params, *args)` as `g(params, variables, key, *args)`, whose matched weights are sparse.
 
-  `variables` are what `sparse_variables` makes; `key` is for MVUE, or None where no gradient is taken.
+  `variables` are what `sparse_variables` makes; `key` is for MVUE, or None where no gradient is taken. `params` may be
+  an nnx model, whose variables change as by a call of `f`.
   """
 
   @functools.wraps(f)
   def sparse(params: Any, variables: Mapping[str, Any], key: Array | None, *args: Any, **kwargs: Any) -> Any:
     if phase == 'dense':
       return f(params, *args, **kwargs)
-    return run_sparse(recipe, f, params, variables, key, *args, **kwargs)
+    model = functional(params, f, args, kwargs)
+    return model.finish(run_sparse(recipe, model.function, model.params, variables, key, *model.rest, *args, **kwargs))
 
+  # The arguments are others than those of `f`, for whoever reads a signature, as the transforms of nnx do.
+  vars(sparse).pop('__wrapped__')
   return sparse
 
 
@@ -53,13 +57,13 @@ def run_sparse(
   """What `f(params, *args)` returns, with sparse matmuls; weights that it never looks at need no state."""
   traced = trace(f, (params, *args), kwargs)
   bound = _bound_to(recipe, params, traced)
-  states = {path: state for path, state in leaves_by_path(variables, is_leaf=is_state)}
+  states = {path.removeprefix(NNX_STATES): state for path, state in leaves_by_path(variables, is_leaf=is_state)}
   known = {weight.path: weight for weight in bound.weights}
   missing = [path for path, w in known.items() if w.rule.policy.projection is not None and path not in states]
   if missing:
     raise ValueError(
       f'{", ".join(missing)}: no state; give what sparse_variables(params, opt_state, recipe, phase=phase) returns, to'
-      " linen models as collection 'sparse24'"
+      " linen models as collection 'sparse24', and for a function of an nnx model make it with the recipe of bind"
     )
   reader = _Sparse(known)
   carried = {path: _carried(weight, states[path]) for path, weight in known.items() if path in states}
@@ -118,11 +122,18 @@ class _Sparse:
       dtype, asked = found.operands, found.asked
       batch = len(reading.batch)
       numbers = (((x.ndim - 1,), (batch,)), (tuple(range(batch)),) * 2)
-      y = dot_general(
-        x.astype(dtype), w.astype(dtype), numbers, self._state(found, reading), policy=policy, key=found.key,
-        precision=asked.precision, preferred_element_type=asked.dtype,
-      )  # fmt: skip
-      return _filled(as_result(scaled(y, found, reading, inputs=False), found, reading), (found,))
+
+      def run(x: Array, w: Array, state: Any, key: Array | None) -> Array:
+        y = dot_general(
+          x.astype(dtype), w.astype(dtype), numbers, state, policy=policy, key=key, precision=asked.precision,
+          preferred_element_type=asked.dtype,
+        )  # fmt: skip
+        return as_result(scaled(y, found, reading, inputs=False), found, reading)
+
+      # A layer that says how its result is divided: the compiler divides the three matmuls and their packing by itself.
+      out_sharding = found.equation.params.get('out_sharding')
+      divided: Any = run if out_sharding is None else jax.sharding.auto_axes(run, out_sharding=out_sharding)
+      return _filled(divided(x, w, self._state(found, reading), found.key), (found,))
 
   def ragged(self, found: Matmul) -> Array:
     """Projected, straight through, for the model's own matmul: no kernel has groups of rows."""
@@ -148,6 +159,8 @@ class _Sparse:
     batches = {reading.batch for _, reading in read_by.values()}
     biases = {f'b_{role}': found.bias for role, found in maps.items() if found.bias is not None}
     if len(neurons) > 1 or len(batches) > 1 or (batches != {()} and biases):
+      return None
+    if any(found.equation.params.get('out_sharding') is not None for found in maps.values()):
       return None
     asked = {found.asked for found in maps.values()}
     if neurons == {None} and (len(policies) > 1 or len(asked) > 1):

@@ -14,7 +14,7 @@ import numpy as np
 
 from sparse24_jax.binding.bound import Bound, BoundWeight, find_weights
 from sparse24_jax.binding.states import weight_states
-from sparse24_jax.binding.tracing import trace
+from sparse24_jax.binding.tracing import functional, trace
 from sparse24_jax.binding.transform import sparse_function
 from sparse24_jax.integration.linen import SparseModule
 from sparse24_jax.masks import verify24
@@ -103,7 +103,7 @@ def check(
   Args:
     recipe: as for `bind`.
     f: a function of parameters and other arguments, a loss say, or a linen module, for its `apply`.
-    params: arrays, or `jax.ShapeDtypeStruct`.
+    params: arrays, or `jax.ShapeDtypeStruct`, or an nnx model.
     *args: an example of the other arguments, likewise.
     optimizer: the whole chain, with `sparse_training` of this recipe in it, to see whether masks are chosen from the
       weights that the chain leaves: what changes updates behind the wrapper is found. It takes arrays.
@@ -125,6 +125,8 @@ def check(
   True
   """
   recipe, f = recipe.unbound() if isinstance(recipe, Bound) else recipe, _function(f)
+  model = functional(params, f, args, kwargs)
+  f, params, args = model.function, model.params, (*model.rest, *args)
   traced = trace(f, (params, *args), kwargs)
   found = find_weights(recipe, params, traced)
   leaves = dict(leaves_by_path(params))

@@ -1,27 +1,31 @@
-"""Flax nnx: hooks as data in the layers' own `dot_general` attribute."""
+"""Flax nnx: a model with its matched weights sparse, by the trace of what its methods compute.
 
-from collections.abc import Callable
+The copy that `sparsify` makes has the tree of the plain model and, in one attribute, the states of its sparse weights.
+A call runs the plain model as a pure function of its parameters, and puts back what it changed.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+import dataclasses
+import functools
 import inspect
-import types
 from typing import Any
-import zlib
 
 from flax import nnx
 import jax
 from jax import Array
 
-from sparse24_jax.activation_sparsity import ActivationPolicy
-from sparse24_jax.dot import check_layer, dot_general, DotPolicy, note_replaced
+from sparse24_jax.binding.state import NNX_STATES, WeightState
+from sparse24_jax.binding.states import weight_states
+from sparse24_jax.binding.tracing import is_array
+from sparse24_jax.binding.transform import run_sparse
+from sparse24_jax.integration.nnx_functions import as_function
 from sparse24_jax.linear_layer import projection_state
-from sparse24_jax.recipe import PhaseName, Recipe, Rule
-from sparse24_jax.rules import errors_name, match_rules, NEEDS_BLOCK
+from sparse24_jax.recipe import PhaseName, Recipe
+from sparse24_jax.rules import leaves_by_path, match_rules, rule_for
 
 RNG = 'mvue'
-HOOK = 'dot_general'
-HOOK_CLASS = 'dot_general_cls'  # of nnx.LinearGeneral
-STATE = 'state'
-# What a method names that gets to a layer's matmul: the hook, or the layer that has it.
-_REACH = {HOOK, 'super', '__call__'}
+ATTRIBUTE = NNX_STATES.partition('/')[0]
+_PLAIN = 'sparse24_plain'  # of a class made here: the one in whose place it stands
 
 
 class SparseVariable(nnx.Variable):
@@ -36,155 +40,161 @@ class SparseVariable(nnx.Variable):
   """
 
 
-class SparseDot(nnx.Module):
-  """The `dot_general` of one layer.
+class Sparse(nnx.Module):
+  """What a sparsified model has beside its own attributes.
 
   Attributes:
-    policy: how its matmuls are done.
-    activation: how the activations of its block are made sparse, or None.
-    state: `SparseVariable`, or None for a policy without projection.
+    recipe: whose rules its matmuls follow.
+    states: `SparseVariable` of each weight that is projected, by its path.
     rngs: streams with one named `'mvue'`, or None.
   """
 
-  def __init__(
-    self,
-    policy: DotPolicy,
-    path: str,
-    state: Array | None,
-    rngs: nnx.Rngs | None,
-    plain: Callable,
-    plain_class: Callable | None = None,
-    activation: ActivationPolicy | None = None,
-  ):
-    self.policy = policy
-    self.activation = activation
-    self.path = path
-    self.plain, self.plain_class = plain, plain_class  # what stood in its place
-    self.state = None if state is None else SparseVariable(state)
+  def __init__(self, recipe: Recipe, states: Mapping[str, Any], rngs: nnx.Rngs | None):
+    # The optimizer alone reads the decay, which may be an array: no part of a graph that is hashed.
+    self.recipe = dataclasses.replace(recipe, masked_decay=0.0)
+    self.states = nnx.Dict({path: SparseVariable(state) for path, state in states.items()})
     self.rngs = rngs
-    # Streams that were given one seed still draw differently in each layer.
-    self.fold = zlib.crc32(path.encode())
 
-  def __call__(
-    self, lhs, rhs, dimension_numbers, precision=None, preferred_element_type=None, *, out_sharding=None, **kwargs
-  ):
-    del kwargs
-    state, key = self.projection_state(), self.draw()
-
-    def run(lhs, rhs, state, key):
-      return dot_general(lhs, rhs, dimension_numbers, state, policy=self.policy, key=key)
-
-    with errors_name(self.path):
-      if self.activation is not None:
-        raise ValueError(NEEDS_BLOCK)
-      check_layer(precision, preferred_element_type, lhs.dtype)
-      # The compiler divides the three matmuls and their packing by itself, so that types need not say how.
-      divided: Any = run if out_sharding is None else jax.sharding.auto_axes(run, out_sharding=out_sharding)
-      return divided(lhs, rhs, state, key)
-
-  def projection_state(self) -> Any:
-    """The state that the layer's weight is projected or packed under; None without projection."""
-    return None if self.state is None else self.state.get_value()
+  def read(self) -> dict[str, Any]:
+    """The states, by path."""
+    return {path: self.states[path].get_value() for path in self.states}
 
   def draw(self) -> Array | None:
-    """A key for MVUE, which advances the layer's stream; None where none is needed or none is there."""
-    if self.policy.weight_grad == 'dense' or self.rngs is None:
+    """A key for MVUE, which advances the stream; None where none is needed or none is there."""
+    if self.rngs is None or all(rule.policy.weight_grad == 'dense' for rule in self.recipe.rules):
       return None
-    return jax.random.fold_in(self.rngs[RNG](), self.fold)
+    return self.rngs[RNG]()
 
 
 def sparsify(model: nnx.Module, recipe: Recipe, *, phase: PhaseName, rngs: nnx.Rngs | None) -> nnx.Module:
-  """A copy of `model`, hooks in the layers that the recipe matches, or hooks taken out for a dense phase."""
+  """A copy of `model` whose calls are sparse, or the plain model for a dense phase."""
   model = nnx.clone(model)
-  states = {}  # of hooks that are there already: a scale is frozen, a mask waits for its refresh
-  for _, module in nnx.iter_modules(model):
-    if isinstance(hook := getattr(module, HOOK, None), SparseDot):
-      # Not a packed weight, which is that of one step.
-      states[hook.path] = projection_state(hook.projection_state())
-      setattr(module, HOOK, nnx.static(hook.plain))
-      if hook.plain_class is not None:
-        setattr(module, HOOK_CLASS, nnx.static(hook.plain_class))
-  rules = match_rules(nnx.state(model, nnx.Param), recipe)
+  known = _states_for(recipe, getattr(model, ATTRIBUTE)) if hasattr(model, ATTRIBUTE) else {}
+  _restore(model)
+  params = nnx.state(model, nnx.Param)
+  rules, weights = match_rules(params, recipe), dict(leaves_by_path(params))
   if phase == 'dense':
     return model
-  layers = {
-    '/'.join(map(str, (*module_path, 'kernel'))): module
-    for module_path, module in nnx.iter_modules(model)
-    if hasattr(module, 'kernel')
-  }
-  # Layers that share a kernel have one path among the parameters, and so one hook.
-  names = {id(module.kernel): path for path, module in layers.items() if path in rules}
-  hooks: dict[str, SparseDot] = {}
-  missed = [path for path in rules if path not in layers]
-  for path, module in layers.items():
-    name = names.get(id(module.kernel))
-    if name is None:
-      continue
-    if not _calls_hook(module):
-      missed.append(path)
-      continue
-    if name not in hooks:
-      hooks[name] = _hook(name, rules[name], module, states.get(name), rngs)
-    setattr(module, HOOK, nnx.data(hooks[name]))
-    if getattr(module, HOOK_CLASS, None) is not None:
-      setattr(module, HOOK_CLASS, None)  # Flax would prefer it to the hook
-  if missed:
-    raise ValueError(
-      f'{sorted(missed)} match rules of recipe {recipe.name!r}, but their layers have no dot_general attribute'
-      ' (nnx.Linear and nnx.LinearGeneral do), or a __call__ of their own and no method that calls it or a parent;'
-      ' narrow the rule, or call sparse24_jax.dot in the layer and leave its rule out of the recipe given to sparsify'
-    )
+  abstract = [path for path in rules if isinstance(weights[path], jax.ShapeDtypeStruct)]
+  if abstract:
+    raise ValueError(f'{abstract[0]}: the model is abstract; sparsify it inside nnx.eval_shape')
+  states, new = {}, {}
+  for path, rule in rules.items():
+    if path in known:
+      states[path] = known[path]
+    elif (projection := rule.policy.projection) is not None:
+      new[path] = (rule.policy, weights[path], projection.init(weights[path]))
+  states |= weight_states(recipe, new, pack=False)
+  for module in _owners(model, rules):
+    object.__setattr__(module, '__class__', _part(type(module)))
+  setattr(model, ATTRIBUTE, Sparse(recipe, {path: states[path] for path in rules if path in states}, _streams(rngs)))
+  object.__setattr__(model, '__class__', _whole(getattr(type(model), _PLAIN, type(model))))
   return model
 
 
-def _calls_hook(layer: nnx.Module) -> bool:
-  """Whether a forward can get to the hook: False if no method beside Flax's own names `dot_general` or its parent's."""
-  own = [c for c in type(layer).__mro__ if not c.__module__.startswith('flax.')]
-  if not any('__call__' in vars(c) for c in own):
-    return hasattr(layer, HOOK)
-  methods = [inspect.unwrap(f) for c in own for f in vars(c).values() if callable(f)]
-  return hasattr(layer, HOOK) and any(_names(f.__code__) & _REACH for f in methods if hasattr(f, '__code__'))
+def sparse_state(states: Mapping[str, Any]) -> nnx.State:
+  """What `nnx.update(model, ...)` takes to bring the states into a sparsified model."""
+  folder = tuple(NNX_STATES.strip('/').split('/'))
+  return nnx.from_flat_state({(*folder, path): SparseVariable(state) for path, state in states.items()})
 
 
-def _names(code: types.CodeType) -> set[str]:
-  """What code, and the functions in it, name."""
-  inner = (c for c in code.co_consts if isinstance(c, types.CodeType))
-  return set(code.co_names).union(*map(_names, inner))
+def _run(model: nnx.Module, method: str, args: tuple, kwargs: dict) -> Any:
+  """A method of the plain model, with sparse matmuls."""
+
+  def function(plain: nnx.Module, *args: Any, **kwargs: Any) -> Any:
+    return getattr(plain, method)(*args, **kwargs)
+
+  sparse = getattr(model, ATTRIBUTE)
+  key, states = sparse.draw(), sparse.read()
+  call = as_function(model, function, args, kwargs, prepare=_restore)
+  return call.finish(
+    run_sparse(sparse.recipe, call.function, call.params, states, key, *call.rest, *args, **kwargs)
+  )
 
 
-def _hook(path: str, rule: Rule, layer: nnx.Module, state: Array | None, rngs: nnx.Rngs | None) -> SparseDot:
-  kernel = layer.kernel.get_value()
-  if isinstance(kernel, jax.ShapeDtypeStruct):
-    raise ValueError(f'{path}: the model is abstract; sparsify it inside nnx.eval_shape')
-  if rule.policy.projection is not None and state is None:
-    state = rule.policy.projection.init(kernel)
-  plain, plain_class = getattr(layer, HOOK), getattr(layer, HOOK_CLASS, None)
-  note_replaced(path, plain, plain_class)
-  # Axes in front of the layer's own are stacked layers; batch axes of nnx.LinearGeneral are run at once.
-  stacked = kernel.shape[: -2 - len(getattr(layer, 'batch_axis', ()))]
-  return SparseDot(rule.policy, path, state, _streams(rngs, stacked), plain, plain_class, rule.activation)
+def _states_for(recipe: Recipe, sparse: Sparse) -> dict[str, Any]:
+  """What a model has already of the states of a recipe: a scale is frozen, a mask waits for its refresh."""
+
+  def projection(recipe: Recipe, path: str) -> Any:
+    rule = rule_for(path, recipe)
+    return rule and rule.policy.projection
+
+  def unpacked(state: Any) -> Any:  # a packed weight is that of one step
+    if isinstance(state, WeightState):
+      return dataclasses.replace(state, value=projection_state(state.value))
+    return projection_state(state)
+
+  same = {path: s for path, s in sparse.read().items() if projection(recipe, path) == projection(sparse.recipe, path)}
+  return {path: unpacked(state) for path, state in same.items()}
 
 
-def _streams(rngs: nnx.Rngs | None, layers: tuple[int, ...]) -> nnx.Rngs | None:
-  """Independent streams for one layer, or for a stack of layers that nnx.scan runs."""
+def _owners(model: nnx.Module, paths: Mapping[str, Any]) -> Iterator[nnx.Module]:
+  """The modules that hold a matched weight."""
+  for path, module in nnx.iter_modules(model):
+    if any('/'.join(map(str, (*path, name))) in paths for name in vars(module)):
+      yield module
+
+
+def _restore(model: nnx.Module) -> None:
+  """Takes out all that `sparsify` put in."""
+  for _, module in nnx.iter_modules(model):
+    if plain := getattr(type(module), _PLAIN, None):
+      object.__setattr__(module, '__class__', plain)
+  if hasattr(model, ATTRIBUTE):
+    delattr(model, ATTRIBUTE)
+
+
+@functools.cache
+def _whole(plain: type) -> type:
+  """The class of a sparsified model: its calls, and its methods that are given arrays, run sparse."""
+
+  def through(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def run(self, *args, **kwargs):
+      return _run(self, name, args, kwargs) if _computes(name, args, kwargs) else method(self, *args, **kwargs)
+
+    return run
+
+  return _subclass(plain, through)
+
+
+@functools.cache
+def _part(plain: type) -> type:
+  """The class of a layer in a sparsified model: called by itself it would be dense, and says so."""
+
+  def refused(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def run(self, *args, **kwargs):
+      if not _computes(name, args, kwargs):
+        return method(self, *args, **kwargs)
+      raise ValueError(
+        f'{plain.__name__}.{name} of a sparsified model was called from outside the model, where its weights would be'
+        ' dense: call the model, or a method of it that calls this layer; or sparsify the layer by itself'
+      )
+
+    return run
+
+  return _subclass(plain, refused)
+
+
+def _computes(name: str, args: tuple, kwargs: dict) -> bool:
+  return name == '__call__' or any(map(is_array, jax.tree.leaves((args, kwargs))))
+
+
+def _subclass(plain: type, wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> type:
+  own = [c for c in plain.__mro__ if c not in nnx.Module.__mro__]
+  names = {name for c in own for name in vars(c) if name == '__call__' or not name.startswith('_')}
+  methods = {name: f for name in sorted(names) if inspect.isfunction(f := inspect.getattr_static(plain, name))}
+  wrapped = {name: wrap(name, method) for name, method in methods.items()}
+  return type(plain)(plain.__name__, (plain,), {**wrapped, _PLAIN: plain, '__module__': plain.__module__})
+
+
+def _streams(rngs: nnx.Rngs | None) -> nnx.Rngs | None:
+  """Streams of the model's own."""
   if rngs is None:
     return None
   if not isinstance(rngs, nnx.Rngs):
     raise ValueError(f'rngs must be streams, nnx.Rngs({RNG}=seed), found {type(rngs).__name__}')
   if RNG not in rngs:
     raise ValueError(f'rngs has streams {list(rngs)}, none named {RNG!r}: pass nnx.Rngs({RNG}=seed)')
-  return rngs.split(layers) if layers else rngs.fork()
-
-
-def sparse_state(states: dict[str, Array], params: nnx.State) -> nnx.State:
-  """What `nnx.update(model, ...)` takes to bring the states into the model's hooks."""
-  hooked = {path: state for path, state in states.items() if path.rpartition('/')[-1] == 'kernel'}
-  if states and not hooked:
-    raise ValueError(
-      f'{sorted(states)} are no kernels of layers, which alone have hooks; for weights that a forward of yours reads,'
-      ' call sparse_variables with nnx.to_pure_dict(nnx.state(model, nnx.Param)), which gives a tree of their states'
-    )
-  modules = {'/'.join(map(str, path)): path[:-1] for path, _ in nnx.to_flat_state(params)}
-  return nnx.from_flat_state(
-    {(*modules[path], HOOK, STATE): SparseVariable(state) for path, state in hooked.items()}
-  )
+  return rngs.fork()

@@ -4,7 +4,6 @@ from typing import Any
 
 from flax import linen, nnx
 
-from sparse24_jax.binding.bound import Bound
 from sparse24_jax.binding.states import weight_states
 from sparse24_jax.binding.transform import sparse_function
 from sparse24_jax.integration import linen as linen_door
@@ -23,30 +22,33 @@ def sparsify(
 
   A linen model comes back wrapped: same parameter tree, applied with `{'params': params, 'sparse24':
   sparse_variables(...)}` and `rngs={'mvue': key}`; another method than `__call__` is `apply(variables, 'encode', x,
-  method='run')`. An nnx model comes back as a copy with hooks in place; before each forward bring the states in with
-  `nnx.update(model, sparse_variables(...))`. As with dropout, the count of its `'mvue'` stream is in the model: a
-  forward advances it, and an exact resume restores it. Layers that can be matched are those with Flax's `dot_general`
-  attribute and a kernel `[in, out]`: `Dense`, `DenseGeneral`, `nnx.Linear`, `nnx.LinearGeneral`, and subclasses that
-  call it or their parent. A `dot_general` that the user gave such a layer is left out, with a warning in the log. A
-  weight that the forward reads itself, experts in one array say, needs no hook: give `sparsify` the recipe without its
-  rule, `sparse_training` and `sparse_variables` the whole recipe. In linen a matched layer cannot stand inside what
-  changes its variables (`nn.WeightNorm`, `nn.SpectralNorm`, an `nn.map_variables` that transposes). A parent that reads
-  the kernel of a matched layer itself, and never calls the layer, goes on reading dense weights, which nothing can see
-  from outside. To export a model, or to serve it without masks, give the plain model the weights of `project`.
+  method='run')`. A function of parameters, or of an nnx model, comes back as `g(params or model, variables, key,
+  *args)`. An nnx model by itself comes back as a copy; its calls, and its methods that are given arrays, are sparse.
+  Before each forward bring the states in with `nnx.update(model, sparse_variables(...))`: without it the model goes on
+  with the masks that it began with. As with dropout, the count of its `'mvue'` stream is in the model: a forward
+  advances it, and an exact resume restores it.
+
+  What is run is traced, so any layer will do whose weights meet matmuls: weights `[in, out]` by the recipe itself,
+  others by the one that `bind` returns. A matched weight that goes elsewhere is an error by its path. A weight that
+  your code gives to `sparse24_jax.dot` itself needs no rule here: give `sparsify` the recipe without its rule,
+  `sparse_training` and `sparse_variables` the whole recipe. In linen a matched layer cannot stand inside what changes
+  its variables (`nn.WeightNorm`, `nn.SpectralNorm`, an `nn.map_variables` that transposes). To export a model, or to
+  serve it without masks, give the plain model the weights of `project`.
 
   The phase is that of the step (`phase_at`), the same one here, in `sparse_training`, `sparse_variables` and `project`:
   where they differ, a part of the recipe goes on or stops without a word.
 
   Args:
-    model: a `flax.linen.Module` or a `flax.nnx.Module`; one that `sparsify` made is fine too.
+    model: a `flax.linen.Module`, a `flax.nnx.Module`, or a function whose first argument is a tree of parameters or a
+      `flax.nnx.Module`; a module that `sparsify` made is fine too.
     recipe: its rules select layers by the path of their kernel in `model`, also where that is a part of a larger model.
-    phase: `'dense'` gives the model without hooks; None is the recipe's first, which one that begins dense, to be
+    phase: `'dense'` gives the plain model; None is the recipe's first, which one that begins dense, to be
       sparse later, must say.
     rngs: nnx only: streams with one named `'mvue'`, for recipes that use it.
 
   Raises:
-    ValueError: not a Flax module, unknown phase, none in a recipe that begins dense, a rule that decides for nothing or
-      for a layer without hook (linen finds that out when the model is applied).
+    ValueError: neither a function nor a Flax module, unknown phase, none in a recipe that begins dense, a rule that
+      decides for nothing. Weights that no matmul contracts are found when the model is called.
 
   >>> from flax import linen as nn
   >>> import jax, jax.numpy as jnp, optax, sparse24_jax as s24
@@ -96,17 +98,16 @@ def sparse_variables(
       soft thresholds, which keep a scale of the start, and moving topologies need the state.
     recipe: the recipe of that state.
     phase: that of the model, see `sparsify`; in `'dense'` there is nothing to hand over, and an nnx model of that phase
-      has no place for states of `'sparse'` ("assigned to static attribute 'dot_general'", says Flax). None is the
-      recipe's first, which one that begins dense, to be sparse later, must say.
+      has no place for states of `'sparse'` ("assigned to static attribute 'sparse24'", says Flax). None is the recipe's
+      first, which one that begins dense, to be sparse later, must say.
     pack: whether to pack; None does if the policy names a kernel, or if this GPU has them and they may be chosen.
 
   Returns:
-    linen: the collection `'sparse24'`, a nested dictionary. nnx: an `nnx.State` for `nnx.update`, of the weights named
-    `kernel`, which are those that have hooks.
+    linen: the collection `'sparse24'`, a nested dictionary. nnx: an `nnx.State` for `nnx.update`, or for a function.
 
   Raises:
-    ValueError: the recipe, the state and the parameters do not fit, no weight in an `nnx.State` is a layer's kernel,
-      unknown phase, or none in a recipe that begins dense.
+    ValueError: the recipe, the state and the parameters do not fit, unknown phase, or none in a recipe that begins
+      dense.
 
   >>> import jax.numpy as jnp, optax, sparse24_jax as s24
   >>> params, recipe = {'mlp': {'up': {'kernel': jnp.eye(4)}}}, s24.recipes.ste('mlp/.*')
@@ -115,12 +116,14 @@ def sparse_variables(
   (4, 4)
   """
   phase = resolve_phase(recipe, phase)
+  if isinstance(params, nnx.Module):
+    raise ValueError('params is an nnx module: give its parameters, nnx.state(model, nnx.Param)')
   sparse = projected_weights(params, opt_state, recipe)
   if phase == 'dense':
     sparse = {}
   states = weight_states(recipe, sparse, pack)
-  if isinstance(params, nnx.State) and not isinstance(recipe, Bound):
-    return nnx_door.sparse_state(states, params)
+  if isinstance(params, nnx.State):
+    return nnx_door.sparse_state(states)
   nested: dict[str, Any] = {}
   for path, state in states.items():
     *folders, name = path.split('/')

@@ -64,7 +64,7 @@ class FlaxTest(parameterized.TestCase):
     x, y = jax.random.normal(jax.random.key(1), (2, 2, 8, 16))
 
     def loss(params, x, y):
-      return jnp.mean((nnx.merge(graph, params, rest)(x) - y) ** 2)
+      return jnp.mean((nnx.merge(graph, params, rest, copy=True)(x) - y) ** 2)
 
     bound = s24.bind(s24.recipes.ste('.*/kernel'), loss, params, x, y)
     expected = {f'attention/{name}/kernel': 'in 0, out 1 2' for name in ('query', 'key', 'value')}

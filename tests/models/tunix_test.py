@@ -41,7 +41,7 @@ class TunixTest(parameterized.TestCase):
     positions, mask = jnp.broadcast_to(jnp.arange(8), (2, 8)), jnp.broadcast_to(jnp.tri(8, dtype=bool), (2, 8, 8))
 
     def loss(params, tokens):
-      logits, _ = nnx.merge(graph, params, rest)(tokens, positions, None, mask)
+      logits, _ = nnx.merge(graph, params, rest, copy=True)(tokens, positions, None, mask)
       return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits[:, :-1]), tokens[:, 1:, None], -1))
 
     bound = s24.bind(s24.recipes.ste(r'layers/.*_proj/(w|kernel)'), loss, params, tokens)

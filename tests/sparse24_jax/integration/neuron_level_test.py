@@ -163,7 +163,7 @@ class NnxTest(parameterized.TestCase):
     self.assertFalse((s24.sparsify(mlp, recipe, phase='sparse')(X) == mlp(X)).all())
 
   @parameterized.parameters(
-    (dict(gated=True), "activation='squared_relu' without a gate, found 'squared_relu' with a gate"),
+    (dict(gated=True), 'two matmuls with a squared ReLU between them; found the matmul at .* by itself'),
     (dict(activation='gelu'), "activation='squared_relu' without a gate, found 'gelu'"),
   )
   def test_refuses_another_activation_and_a_gate(self, kwargs, message):
@@ -176,9 +176,9 @@ class NnxTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, 'one rule setting for all maps'):
       s24.sparsify(nnx_mlp(), recipe, phase='sparse')(X)
 
-  def test_plain_layers_are_told_what_to_use(self):
+  def test_a_layer_by_itself_is_refused(self):
     sparse = s24.sparsify(nnx_mlp(), recipe_of(), phase='sparse')
-    with self.assertRaisesRegex(ValueError, 'up/kernel: .*use Sparse24MLP or neuron_level_ffn'):
+    with self.assertRaisesRegex(ValueError, 'Linear.__call__ of a sparsified model was called from outside'):
       sparse.up(X)
 
 

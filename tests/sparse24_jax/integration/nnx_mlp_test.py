@@ -1,4 +1,4 @@
-"""`s24.nnx.Sparse24MLP`: three `nnx.Linear`, and one op where their hooks agree."""
+"""`s24.nnx.Sparse24MLP`: three `nnx.Linear`, and one op where one policy serves them."""
 
 import functools
 from unittest import mock
@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import sparse24_jax as s24
-from sparse24_jax.integration import nnx_mlp
+from sparse24_jax.binding import transform
 
 D, HIDDEN = 16, 64
 X = jax.random.normal(jax.random.key(0), (2, 8, D))
@@ -72,7 +72,7 @@ def assert_trees_close(found, expected, tolerance=1e-5):
 
 
 def spy():
-  return mock.patch.object(nnx_mlp, 'ffn', wraps=nnx_mlp.ffn)
+  return mock.patch.object(transform, 'ffn', wraps=transform.ffn)
 
 
 class DenseTest(parameterized.TestCase):
@@ -122,7 +122,7 @@ class SparseTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, 'needs a random key'):
       gradient(s24.sparsify(both()[0], recipe_of(MVUE)))
 
-  def test_dense_phase_takes_the_hooks_out(self):
+  def test_dense_phase_is_the_plain_model(self):
     mlp, _ = both()
     back = s24.sparsify(s24.sparsify(mlp, recipe_of(STE)), recipe_of(STE), phase='dense')
     self.assertEqual(nnx.graphdef(back), nnx.graphdef(mlp))
@@ -138,14 +138,14 @@ class SparseTest(parameterized.TestCase):
     for pack in (True, False):
       sparse = s24.sparsify(mlp, recipe, rngs=nnx.Rngs(mvue=3))
       nnx.update(sparse, s24.sparse_variables(nnx.state(sparse, nnx.Param), opt_state, recipe, pack=pack))
-      held = sparse.up.dot_general.projection_state()
+      held = sparse.sparse24.read()['up/kernel']
       self.assertIsInstance(held, s24.PackedWeight if pack else jax.Array)
       with spy() as ffn:
         grads.append(gradient(sparse, X.astype(jnp.bfloat16)))
       self.assertTrue(ffn.called)
     assert_trees_close(grads[0], grads[1], 1e-2)
     nnx.update(sparse, s24.sparse_variables(params, opt_state, recipe, pack=True))
-    self.assertIsInstance(sparse.down.dot_general.projection_state(), s24.PackedWeight)
+    self.assertIsInstance(sparse.sparse24.read()['down/kernel'], s24.PackedWeight)
 
 
 if __name__ == '__main__':

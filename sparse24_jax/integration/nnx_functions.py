@@ -1,0 +1,81 @@
+"""A function of an nnx model as a pure function of its parameters: what `bind`, `check` and `sparsify` trace."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from flax import nnx
+import jax
+
+from sparse24_jax.binding.tracing import Functional, functional
+
+
+@functional.register(nnx.Module)
+def as_function(
+  model: nnx.Module,
+  f: Callable[..., Any],
+  args: tuple[Any, ...],
+  kwargs: Mapping[str, Any],
+  *,
+  prepare: Callable[[nnx.Module], None] = lambda copy: None,
+) -> Functional:
+  """A call `f(model, *args)`, made with a copy of the model; `finish` puts back what it changed of the variables.
+
+  Args:
+    model: holds parameters and whatever else.
+    f: called with the copy.
+    args: its other arguments.
+    kwargs: likewise.
+    prepare: changes the copy before the call.
+
+  Raises:
+    ValueError: an argument beside the model holds variables.
+  """
+  _check_arguments(args, kwargs)
+  graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+
+  def function(params: Any, rest: Any, *args: Any, **kwargs: Any) -> Any:
+    # With the arrays' own variables a change would reach the caller's, from inside the trace.
+    copy = nnx.merge(graphdef, params, rest, copy=True)
+    prepare(copy)
+    before, graph = _arrays(copy), nnx.graphdef(copy)
+    out = f(copy, *args, **kwargs)
+    return out, _changes(copy, before, graph)
+
+  def finish(result: Any) -> Any:
+    out, changed = result
+    nnx.update(model, changed)
+    return out
+
+  return Functional(function, params, (rest,), finish)
+
+
+def _arrays(model: nnx.Module) -> dict[Any, Any]:
+  return {path: variable.get_raw_value() for path, variable in nnx.to_flat_state(nnx.state(model))}
+
+
+def _changes(model: nnx.Module, before: Mapping[Any, Any], graphdef: nnx.GraphDef) -> nnx.State:
+  """Variables with other arrays than before, and new ones; ValueError if anything else of the model is new."""
+  after = dict(nnx.to_flat_state(nnx.state(model)))
+  changed = {path: v for path, v in after.items() if path not in before or v.get_raw_value() is not before[path]}
+  if any(path not in before for path in after):
+    nnx.pop(model, lambda path, _: tuple(path) not in before)
+  if nnx.graphdef(model) != graphdef:
+    raise ValueError(
+      'the function changes more of the model than the values of its variables, an attribute or a layer: do that'
+      ' before (model.train(), model.eval(), nnx.pop, say), outside of what bind and sparsify take'
+    )
+  return nnx.from_flat_state(changed)
+
+
+def _check_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+  """ValueError for what holds state beside the model, whose changes would be lost."""
+
+  def stops(node: Any) -> bool:
+    return isinstance(node, nnx.Pytree | nnx.Variable | nnx.State)
+
+  for node in jax.tree.leaves((args, dict(kwargs)), is_leaf=stops):
+    if isinstance(node, nnx.Pytree | nnx.Variable):
+      raise ValueError(
+        f'{type(node).__name__} as an argument beside the model: what the function changes of it would be lost. Keep it'
+        ' in the model (nnx.Dropout(..., rngs=rngs)), or pass arrays and keys'
+      )

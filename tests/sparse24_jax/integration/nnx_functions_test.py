@@ -1,0 +1,150 @@
+"""Functions of an nnx model: any layers, against the weights of `project`, and what the call changes of the model."""
+
+from absl.testing import absltest, parameterized
+from flax import linen as nn
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import sparse24_jax as s24
+
+X, Y = jax.random.normal(jax.random.key(0), (2, 2, 4, 16))
+STE = s24.recipes.ste('.*kernel')
+SAMPLED = s24.Recipe('sampled', (s24.Rule('.*kernel', s24.DotPolicy(s24.magnitude(), weight_grad='mvue')),))
+
+
+class Layer(nnx.Module):
+  def __init__(self, rngs):
+    self.up = nnx.LinearGeneral(16, (2, 8), rngs=rngs)
+    self.mix = nnx.Einsum('bthk,hkd->btd', (2, 8, 16), rngs=rngs)
+
+  def __call__(self, x):
+    return x + self.mix(self.up(x))
+
+
+class Stacked(nnx.Module):
+  def __init__(self, rngs):
+    self.h = nnx.split_rngs(splits=2)(nnx.vmap(Layer))(rngs)
+
+  def __call__(self, x):
+    return nnx.scan(lambda layer, x: layer(x), in_axes=(0, nnx.Carry), out_axes=nnx.Carry)(self.h, x)
+
+
+class Stateful(nnx.Module):
+  def __init__(self, rngs):
+    self.linear = nnx.Linear(16, 16, rngs=rngs)
+    self.norm, self.drop = nnx.BatchNorm(16, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+
+  def __call__(self, x):
+    return self.drop(self.norm(self.linear(x)))
+
+
+def bridged(rngs):
+  return nnx.bridge.lazy_init(nnx.bridge.ToNNX(nn.Dense(16), rngs=rngs), X)
+
+
+def attention(rngs):
+  return nnx.MultiHeadAttention(num_heads=2, in_features=16, decode=False, rngs=rngs)
+
+
+def loss(model, x, y):
+  return jnp.mean((model(x) - y) ** 2)
+
+
+def variables_of(model, recipe, weights=None):
+  params = nnx.state(model, nnx.Param) if weights is None else weights
+  return s24.sparse_variables(params, s24.sparse_training(optax.sgd(0.1), recipe).init(params), recipe)
+
+
+LAYOUTS = {
+  'linear': (lambda rngs: nnx.Linear(16, 16, rngs=rngs), {'kernel': 'in 0, out 1'}),
+  'layer': (Layer, {'mix/kernel': 'in 0 1, out 2', 'up/kernel': 'in 0, out 1 2'}),
+  'stacked': (Stacked, {'h/mix/kernel': 'stacked 0, in 1 2, out 3', 'h/up/kernel': 'stacked 0, in 1, out 2 3'}),
+  'bridged': (bridged, {'kernel': 'in 0, out 1'}),
+  'attention': (
+    attention, {'out/kernel': 'in 0 1, out 2'} | {f'{n}/kernel': 'in 0, out 1 2' for n in ('key', 'query', 'value')},
+  ),
+}  # fmt: skip
+
+
+class AnyLayerTest(parameterized.TestCase):
+
+  @parameterized.parameters(*LAYOUTS)
+  def test_values_and_gradients_are_those_of_projected_weights(self, name):
+    make, layouts = LAYOUTS[name]
+    model = make(nnx.Rngs(0))
+    bound = s24.bind(STE, loss, model, X, Y)
+    self.assertEqual({w.path: w.layout.describe() for w in bound.weights}, layouts)
+    found = nnx.jit(nnx.value_and_grad(s24.sparsify(loss, bound)))(model, variables_of(model, bound), None, X, Y)
+    projected, params = nnx.clone(model), nnx.state(model, nnx.Param)
+    nnx.update(projected, s24.project(params, s24.sparse_training(optax.sgd(0.1), bound).init(params), bound))
+    expected = nnx.jit(nnx.value_and_grad(loss))(projected, X, Y)
+    self.assertGreater(abs(float(found[0] - loss(model, X, Y))), 1e-4)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+      np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+  def test_samples_belong_to_the_key(self):
+    model = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
+    bound = s24.bind(SAMPLED, loss, model, X, Y)
+    grad, variables = nnx.jit(nnx.grad(s24.sparsify(loss, bound))), variables_of(model, bound)
+    one, again, other = (grad(model, variables, jax.random.key(i), X, Y)['kernel'][...] for i in (0, 0, 1))
+    np.testing.assert_array_equal(one, again)
+    self.assertTrue((one != other).any())
+
+
+class StateTest(parameterized.TestCase):
+
+  def test_the_model_changes_as_by_a_call_of_the_function(self):
+    model = Stateful(nnx.Rngs(0))
+    bound = s24.bind(STE, loss, model, X, Y)
+    self.assertEqual(int(model.drop.rngs.count[...]), 0)  # binding computes nothing
+    # The same dense model, with projected weights.
+    params = nnx.state(model, nnx.Param)
+    expected = nnx.clone(model)
+    nnx.update(expected, s24.project(params, s24.sparse_training(optax.sgd(0.1), bound).init(params), bound))
+    sparse, variables = s24.sparsify(loss, bound), variables_of(model, bound)
+    for _ in range(2):
+      np.testing.assert_allclose(sparse(model, variables, None, X, Y), loss(expected, X, Y), rtol=1e-5)
+    self.assertEqual(int(model.drop.rngs.count[...]), 2)
+    np.testing.assert_allclose(model.norm.mean[...], expected.norm.mean[...], rtol=1e-5, atol=1e-7)
+    self.assertTrue((model.norm.mean[...] != 0).all())
+
+  def test_masks_are_those_of_the_optimizer(self):
+    """Of weights that have changed, the function takes the masks that it is given, and holds none of its own."""
+    model = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
+    bound = s24.bind(STE, lambda m, x: m(x), model, X)
+    old = variables_of(model, bound)
+    sparse = s24.sparsify(lambda m, x: m(x), bound)
+    model.kernel[...] = jnp.roll(model.kernel[...], 1, axis=0)
+    w = np.asarray(model.kernel[...])
+    kept = np.where(s24.magnitude_mask(w), w, 0)
+    np.testing.assert_allclose(sparse(model, variables_of(model, bound), None, X), X @ kept, rtol=1e-4, atol=1e-5)
+    stale = np.where(s24.magnitude_mask(np.roll(w, -1, axis=0)), w, 0)
+    np.testing.assert_allclose(sparse(model, old, None, X), X @ stale, rtol=1e-4, atol=1e-5)
+
+
+class RefusalTest(parameterized.TestCase):
+
+  def test_state_beside_the_model(self):
+    with self.assertRaisesRegex(ValueError, 'Rngs as an argument beside the model.*Keep it in the model'):
+      s24.bind(STE, lambda m, x, rngs: m(x), nnx.Linear(16, 16, rngs=nnx.Rngs(0)), X, nnx.Rngs(0))
+
+  def test_a_function_that_changes_attributes(self):
+    model = Stateful(nnx.Rngs(0))
+
+    def evaluate(model, x):
+      model.eval()
+      return model(x)
+
+    with self.assertRaisesRegex(ValueError, 'changes more of the model.*model.eval'):
+      s24.bind(STE, evaluate, model, X)
+
+  def test_a_recipe_by_itself_for_several_axes(self):
+    with self.assertRaisesRegex(ValueError, r'up/kernel of shape \(16, 2, 8\) has length 2 .*24_jax.bind\(recipe'):
+      s24.sparsify(Layer(nnx.Rngs(0)), s24.recipes.ste('up/kernel'))
+
+
+if __name__ == '__main__':
+  absltest.main()
