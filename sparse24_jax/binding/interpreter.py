@@ -260,19 +260,24 @@ def _constrained(value: Value, sharding: Any) -> Value:
 
 def _checkpoint(self: _Interpreter, equation: Any, values: list[Value]) -> list[Value]:
   params, used = equation.params, []
+  opened, constants = _jax.open_jaxpr(params['jaxpr'])
+  # What it hands back as it came is what it was: nnx.remat returns the variables of a module with the result.
+  handed_back = [next((v for a, v in zip(opened.invars, values, strict=True) if a is o), None) for o in opened.outvars]
 
   # The keys are those that the same function has without a checkpoint, and so are the samples.
   def body(carried: list[Any], key: Array | None, *arrays: Any) -> list[Any]:
     keys = self.keys.inside(key)
-    out = self.inside(params['jaxpr'], _marked(values, arrays, carried), keys, equation)
+    out = run(opened, constants, _marked(values, arrays, carried), keys, self.reader)
+    changed = [value for value, same in zip(out, handed_back, strict=True) if same is None]
+    self.lose(changed, 'what a checkpoint returns', _jax.source_of(equation))
     used.append(keys.count)
-    return out
+    return [value.array for value in out]
 
   with _jax.under(equation):
     body = jax.checkpoint(body, prevent_cse=params['prevent_cse'], policy=params['policy'])
     out = body(_carried(values), self.keys.key, *(value.array for value in values))
   self.keys.count = used[-1]
-  return [Value(a) for a in out]
+  return [Value(a) if same is None else dataclasses.replace(same) for same, a in zip(handed_back, out, strict=True)]
 
 
 def _scan(self: _Interpreter, equation: Any, values: list[Value]) -> list[Value]:

@@ -184,9 +184,14 @@ def _computes(name: str, args: tuple, kwargs: dict) -> bool:
 def _subclass(plain: type, wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> type:
   own = [c for c in plain.__mro__ if c not in nnx.Module.__mro__]
   names = {name for c in own for name in vars(c) if name == '__call__' or not name.startswith('_')}
-  methods = {name: f for name in sorted(names) if inspect.isfunction(f := inspect.getattr_static(plain, name))}
+  methods = {name: f for name in sorted(names) if _is_method(f := inspect.getattr_static(plain, name))}
   wrapped = {name: wrap(name, method) for name, method in methods.items()}
   return type(plain)(plain.__name__, (plain,), {**wrapped, _PLAIN: plain, '__module__': plain.__module__})
+
+
+def _is_method(found: Any) -> bool:
+  """A function, or what a decorator such as `nnx.jit` makes of one."""
+  return callable(found) and hasattr(type(found), '__get__') and not isinstance(found, staticmethod | classmethod)
 
 
 def _streams(rngs: nnx.Rngs | None) -> nnx.Rngs | None:

@@ -189,6 +189,31 @@ class SameModelTest(parameterized.TestCase):
       model, recipe = kind(16, 8, rngs=nnx.Rngs(0)), s24.recipes.ste('kernel')
       np.testing.assert_allclose(s24.sparsify(model, recipe)(X), projected(model, recipe)(X), rtol=1e-5, atol=1e-6)
 
+  @parameterized.parameters(nnx.jit, nnx.remat)
+  def test_a_decorated_method(self, decorator):
+    class Own(nnx.Module):
+      def __init__(self):
+        self.kernel = nnx.Param(jax.random.normal(jax.random.key(2), (16, 16)))
+
+      @decorator
+      def __call__(self, x):
+        return x @ self.kernel[...]
+
+    class Parent(nnx.Module):
+      def __init__(self):
+        self.own = Own()
+
+      def __call__(self, x):
+        return self.own(x) + self.own(-2 * x)  # remat hands the weight back, which is then read again
+
+    model, recipe = Parent(), s24.recipes.ste('.*kernel')
+    w = np.asarray(model.own.kernel[...])
+    expected = -X @ np.where(s24.magnitude_mask(w), w, 0)
+    np.testing.assert_allclose(s24.sparsify(model, recipe)(X), expected, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(s24.sparsify(Own(), recipe)(X), -expected, rtol=1e-4, atol=1e-4)
+    with self.assertRaisesRegex(ValueError, 'Own.__call__ of a sparsified model was called from outside'):
+      s24.sparsify(model, recipe).own(X)
+
   def test_checkpoint_of_a_sparse_run_loads_into_the_plain_model(self):
     sparse = s24.sparsify(plain('loop'), FST, rngs=nnx.Rngs(mvue=1))
     saved = nnx.to_pure_dict(params_of(sparse))
