@@ -4,7 +4,7 @@ The copy that `sparsify` makes has the tree of the plain model and, in one attri
 A call runs the plain model as a pure function of its parameters, and puts back what it changed.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 import dataclasses
 import functools
 import inspect
@@ -68,6 +68,12 @@ class Sparse(nnx.Module):
 
 def sparsify(model: nnx.Module, recipe: Recipe, *, phase: PhaseName, rngs: nnx.Rngs | None) -> nnx.Module:
   """A copy of `model` whose calls are sparse, or the plain model for a dense phase."""
+  inner = ['/'.join(map(str, path)) for path, module in nnx.iter_modules(model) if path and hasattr(module, ATTRIBUTE)]
+  if inner:
+    raise ValueError(
+      f'{inner} of the model are sparsified by themselves, and would be dense in it: sparsify the model alone, with the'
+      ' rules of all parts in one recipe'
+    )
   model = nnx.clone(model)
   known = _states_for(recipe, getattr(model, ATTRIBUTE)) if hasattr(model, ATTRIBUTE) else {}
   _restore(model)
@@ -85,7 +91,7 @@ def sparsify(model: nnx.Module, recipe: Recipe, *, phase: PhaseName, rngs: nnx.R
     elif (projection := rule.policy.projection) is not None:
       new[path] = (rule.policy, weights[path], projection.init(weights[path]))
   states |= weight_states(recipe, new, pack=False)
-  for module in _owners(model, rules):
+  for module in _parts(model, rules):
     object.__setattr__(module, '__class__', _part(type(module)))
   setattr(model, ATTRIBUTE, Sparse(recipe, {path: states[path] for path in rules if path in states}, _streams(rngs)))
   object.__setattr__(model, '__class__', _whole(getattr(type(model), _PLAIN, type(model))))
@@ -128,11 +134,20 @@ def _states_for(recipe: Recipe, sparse: Sparse) -> dict[str, Any]:
   return {path: unpacked(state) for path, state in same.items()}
 
 
-def _owners(model: nnx.Module, paths: Mapping[str, Any]) -> Iterator[nnx.Module]:
-  """The modules that hold a matched weight."""
-  for path, module in nnx.iter_modules(model):
-    if any('/'.join(map(str, (*path, name))) in paths for name in vars(module)):
-      yield module
+def _parts(model: nnx.Module, paths: Mapping[str, Any]) -> list[nnx.Module]:
+  """The modules below the model that hold a matched weight, or have one that does below them; no containers."""
+
+  def variables(module: nnx.Module) -> set[int]:
+    return {id(leaf) for leaf in jax.tree.leaves(module, is_leaf=_is_variable) if _is_variable(leaf)}
+
+  flat = {'/'.join(map(str, path)): variable for path, variable in nnx.iter_graph(model) if _is_variable(variable)}
+  matched = {id(flat[path]) for path in paths}
+  below = [module for _, module in nnx.iter_modules(model) if module is not model]
+  return [m for m in below if not isinstance(m, nnx.List | nnx.Dict) and variables(m) & matched]
+
+
+def _is_variable(node: Any) -> bool:
+  return isinstance(node, nnx.Variable)
 
 
 def _restore(model: nnx.Module) -> None:
@@ -155,12 +170,12 @@ def _whole(plain: type) -> type:
 
     return run
 
-  return _subclass(plain, through)
+  return _subclass(plain, through, _whole)
 
 
 @functools.cache
 def _part(plain: type) -> type:
-  """The class of a layer in a sparsified model: called by itself it would be dense, and says so."""
+  """The class of a part of a sparsified model: called by itself it would be dense, and says so."""
 
   def refused(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
@@ -169,24 +184,42 @@ def _part(plain: type) -> type:
         return method(self, *args, **kwargs)
       raise ValueError(
         f'{plain.__name__}.{name} of a sparsified model was called from outside the model, where its weights would be'
-        ' dense: call the model, or a method of it that calls this layer; or sparsify the layer by itself'
+        ' dense: call the model, or a method of it that calls this part; or sparsify the part by itself'
       )
 
     return run
 
-  return _subclass(plain, refused)
+  return _subclass(plain, refused, _part)
 
 
 def _computes(name: str, args: tuple, kwargs: dict) -> bool:
-  return name == '__call__' or any(map(is_array, jax.tree.leaves((args, kwargs))))
+  """Whether a method is given something to compute with: an array, or numbers in a list."""
+  given = [*args, *kwargs.values()]
+  numbers = any(isinstance(arg, list | tuple) and jax.tree.leaves(arg) for arg in given)
+  return name == '__call__' or numbers or any(map(is_array, jax.tree.leaves(given)))
 
 
-def _subclass(plain: type, wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> type:
+def _subclass(plain: type, wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]], make: Any) -> type:
+  """A class with the name of the plain one and its methods wrapped; what it constructs is plain."""
   own = [c for c in plain.__mro__ if c not in nnx.Module.__mro__]
-  names = {name for c in own for name in vars(c) if name == '__call__' or not name.startswith('_')}
-  methods = {name: f for name in sorted(names) if _is_method(f := inspect.getattr_static(plain, name))}
-  wrapped = {name: wrap(name, method) for name, method in methods.items()}
-  return type(plain)(plain.__name__, (plain,), {**wrapped, _PLAIN: plain, '__module__': plain.__module__})
+  names = sorted({name for c in own for name in vars(c) if name == '__call__' or not name.startswith('__')})
+  found = {name: inspect.getattr_static(plain, name) for name in names}
+  wrapped = {name: wrap(name, method) for name, method in found.items() if _is_method(method)}
+  makers = {name: staticmethod(getattr(plain, name)) for name, f in found.items() if isinstance(f, classmethod)}
+
+  def reduce(self: nnx.Module, protocol: Any) -> tuple:
+    _, (_, *args), *rest = super(sparse, self).__reduce_ex__(protocol)  # pickle finds the plain class by its name
+    return _empty, (make, plain, *args), *rest
+
+  more = {_PLAIN: plain, '__module__': plain.__module__, '__reduce_ex__': reduce}
+  sparse = type(plain)(plain.__name__, (plain,), {**wrapped, **makers, **more})
+  return sparse
+
+
+def _empty(make: Callable[[type], type], plain: type, *args: Any) -> nnx.Module:
+  """A module to be filled, of the class that `make` makes of the plain one."""
+  sparse = make(plain)
+  return sparse.__new__(sparse, *args)
 
 
 def _is_method(found: Any) -> bool:

@@ -66,7 +66,7 @@ class CommittedTest(absltest.TestCase):
     compared = set()
     for path in sorted(compare.RESULTS.glob('*.jsonl')):
       for record in map(json.loads, path.read_text().splitlines()):
-        if record['bench'] != 'quality' or 'label' not in record:
+        if record.get('bench') != 'quality' or 'label' not in record:
           continue
         label, *changes = record['label'].split('; ')
         self.assertEqual(method_table.METHODS[record['method']].label, label, path.name)

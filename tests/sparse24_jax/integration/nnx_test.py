@@ -1,6 +1,8 @@
 """Sparsified nnx models: states brought in after each step, streams, stacked layers, what a call changes, refusals."""
 
+import copy
 import functools
+import pickle
 import tempfile
 
 from absl.testing import absltest, parameterized
@@ -246,7 +248,42 @@ class Stateful(nnx.Module):
     return self.dropout(h), h
 
 
+class Reader(nnx.Module):
+  def __init__(self, rngs):
+    self.inner = nnx.Linear(16, 16, rngs=rngs)
+
+  def __call__(self, x):
+    return x @ self.inner.kernel[...]
+
+  @classmethod
+  def make(cls):
+    return cls(nnx.Rngs(0))
+
+
+class Parts(nnx.Module):
+  """A part that reads a weight of its child, parts in a list, and a kernel that two layers share."""
+
+  def __init__(self, rngs):
+    self.reader = Reader(rngs)
+    self.layers = nnx.List([nnx.Linear(16, 16, rngs=rngs)])
+    self.tied = nnx.Linear(16, 16, rngs=rngs)
+    self.tied.kernel = self.layers[0].kernel
+
+  def __call__(self, x):
+    return self.tied(self.layers[0](self.reader(x)))
+
+  def _private(self, x):
+    return self(x)
+
+
 class ChangesTest(absltest.TestCase):
+
+  def test_copies(self):
+    recipe = s24.recipes.ste('.*kernel')
+    sparse = s24.sparsify(Parts(nnx.Rngs(0)), recipe)
+    for copied in (pickle.loads(pickle.dumps(sparse)), copy.deepcopy(sparse), nnx.merge(*nnx.split(sparse))):
+      self.assertIs(type(copied), type(sparse))
+      np.testing.assert_array_equal(copied(X), sparse(X))
 
   def test_what_a_call_changes_is_that_of_the_plain_model(self):
     """Twice, since a second call starts from what the first one left."""
@@ -468,10 +505,25 @@ class RefusalTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, r'conv/kernel of shape \(4, 16, 16\): conv_general_dilated at'):
       s24.sparsify(Model(nnx.Rngs(0)), s24.recipes.ste('.*'))(X)
 
+  def test_a_part_called_from_outside(self):
+    """One that reads a weight of its child, one with a weight of another, one in a list."""
+    sparse = s24.sparsify(Parts(nnx.Rngs(0)), s24.recipes.ste('.*kernel'))
+    for part in (sparse.reader, sparse.tied, sparse.layers[0]):
+      with self.assertRaisesRegex(ValueError, 'of a sparsified model was called from outside'):
+        part(X)
+    np.testing.assert_array_equal(sparse._private(X), sparse(X))
+    self.assertEqual(type(type(sparse.reader).make()), Reader)
+
+  def test_a_part_that_is_sparse_by_itself(self):
+    model, recipe = Parts(nnx.Rngs(0)), s24.recipes.ste('.*kernel')
+    model.reader = s24.sparsify(model.reader, recipe)
+    with self.assertRaisesRegex(ValueError, r"\['reader'\] of the model are sparsified by themselves"):
+      s24.sparsify(model, recipe)
+
   def test_a_layer_called_from_outside(self):
     sparse = s24.sparsify(plain('loop'), STE)
     for call in (lambda: sparse.h[0].up(X), lambda: sparse.h[0](X)):
-      with self.assertRaisesRegex(ValueError, 'Linear.__call__ of a sparsified model was called from outside'):
+      with self.assertRaisesRegex(ValueError, '(Linear|MLP).__call__ of a sparsified model was called from'):
         call()
     self.assertEqual(sparse.head(X).shape, (8, 4))  # no rule matches it
 
