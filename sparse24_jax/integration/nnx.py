@@ -216,7 +216,7 @@ def _subclass(plain: type, wrap: Callable[[str, Callable[..., Any]], Callable[..
   return sparse
 
 
-def _empty(make: Callable[[type], type], plain: type, *args: Any) -> nnx.Module:
+def _empty(make: Callable[[type], Any], plain: type, *args: Any) -> nnx.Module:
   """A module to be filled, of the class that `make` makes of the plain one."""
   sparse = make(plain)
   return sparse.__new__(sparse, *args)
