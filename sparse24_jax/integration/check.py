@@ -25,7 +25,7 @@ from sparse24_jax.rules import check_groups, keep_dense, leaves_by_path, match_r
 # `binding.blocks.find_block` in words.
 _BLOCKS = (
   'block -: a layer by itself. One fused op are two matmuls x @ w, with or without bias, and between them nothing but'
-  ' gelu (tanh form), silu, relu or squared relu, with or without a gate; one dtype, one policy for all of them'
+  ' gelu, silu, relu or squared relu, with or without a gate; one dtype, one policy for all of them'
 )
 
 
