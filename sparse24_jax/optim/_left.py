@@ -2,8 +2,11 @@
 
 Masks are chosen from the weights as `sparse_training` leaves them. What changes its updates behind it, or the
 parameters between two steps, makes them masks of other weights, without an error. So a state keeps for a few weights
-the sum of some entries as it expects them next, and for how many steps in a row it was another. A step reads a thousand
-entries of each, and nothing waits for the outcome: whoever reads the state outside of it finds it.
+the sum of some entries as it expects them next, and for how many steps in a row it was another. A step reads at most
+about a thousand entries of each, and nothing waits for the outcome: whoever reads the state outside of it finds it.
+
+Not all is seen. Of many weights eight are looked at. A change below the tolerance for rounding is none: with bfloat16
+parameters most updates are below a weight's own rounding, and so is what a small factor behind makes of them.
 """
 
 from collections.abc import Sequence
@@ -20,8 +23,8 @@ from sparse24_jax.optim._weights import is_leaf
 from sparse24_jax.projection import Projection
 from sparse24_jax.rules import leaves_by_path
 
-# Ours: how many weights, and how many entries along the last axes of each.
-_WEIGHTS, _ALONG = 8, 32
+# Ours: how many weights, at most how many entries of each, and how few are too few.
+_WEIGHTS, _ENTRIES, _FEW = 8, 1024, 256
 # What is loaded or set differs once, and its masks are chosen anew; what differs again is changed in every step.
 _STEPS = 2
 
@@ -84,6 +87,7 @@ def check_left(state: Any, *, wait: bool = True) -> None:
   if not isinstance(missed, jax.Array) or isinstance(missed, jax.core.Tracer) or not (wait or missed.is_ready()):
     return
   steps = np.asarray(missed.addressable_data(0))
+  steps = steps.reshape(-1, steps.shape[-1]).max(0)  # of all states that are vmapped
   if steps.max() < _STEPS:
     return
   path = watched([path for path, _ in leaves_by_path(state.projections)])[int(steps.argmax())]
@@ -106,8 +110,33 @@ def _sample(w: Array) -> Array:
   sharding = jax.typeof(w).sharding
   known = sharding.mesh.shape and sharding.mesh.are_all_axes_explicit
   shards = [n // m for n, m in zip(w.shape, sharding.shard_shape(w.shape), strict=True)] if known else [1] * w.ndim
-  strides = [
-    n // max(k for k in range(s, max(_ALONG, s) + 1) if n % k == 0 and k % s == 0)
-    for n, s in zip(w.shape, shards, strict=True)
-  ]
-  return jax.lax.slice(w, (0,) * w.ndim, w.shape, strides)
+  counts = _counts(w.shape, shards)
+  strides = [n // k for n, k in zip(w.shape, counts, strict=True)]
+  # As far as the weight goes, where that gives as many.
+  ends = [n if n % k == 0 else s * k for n, k, s in zip(w.shape, counts, strides, strict=True)]
+  return jax.lax.slice(w, (0,) * w.ndim, ends, strides)
+
+
+def _counts(shape: Sequence[int], shards: Sequence[int]) -> list[int]:
+  """How many entries to read along each axis: as many of each of its shards.
+
+  Powers of two that divide an axis, since by those a mesh splits it that is not known here. Where these give too few,
+  powers of two that leave its last entries out.
+
+  >>> _counts((4096, 11008), (1, 1)), _counts((32, 32, 64, 64), (1, 1, 1, 1)), _counts((4099, 4099), (1, 1))
+  ([32, 32], [4, 4, 8, 8], [32, 32])
+  """
+  if math.prod(shape) <= _ENTRIES:
+    return list(shape)
+  counts = list(shards)
+  for even in (True, False):
+    enough = _ENTRIES if even or math.prod(counts) < _FEW else 0
+    while 2 * math.prod(counts) <= enough:
+      free = [
+        i for i, (n, k, s) in enumerate(zip(shape, counts, shards, strict=True))
+        if n % (2 * k) == 0 or (not even and s == 1 and 2 * k <= n)
+      ]
+      if not free:
+        break
+      counts[min(free, key=lambda i: (counts[i], -i))] *= 2
+  return counts

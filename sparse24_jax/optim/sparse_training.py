@@ -114,14 +114,17 @@ def sparse_training(
   sparse_training(optax.adamw(lr), recipe))`. Nothing that changes updates may come after it, since the masks are
   chosen from the weights as this wrapper leaves them; nor an optimizer around it that keeps weights of its own or
   blends states, as `optax.contrib.schedule_free`, `optax.lookahead` and `optax.contrib.sam` do. Where that happens all
-  the same an error follows: a state keeps a sum of some entries of up to eight weights as it left them, and if steps
-  are given others, two in a row, `get_flip_rate` raises it, as `sparse_variables` and `project` do outside of jit.
+  the same an error usually follows: a state keeps a sum of some entries of up to eight weights as it left them, and if
+  steps are given others, two in a row, `get_flip_rate` raises it, as `sparse_variables` and `project` do outside of
+  jit. Changes of other weights are not seen, nor those below the rounding of bfloat16 parameters.
 
   It counts calls of its own update: `optax.MultiSteps` goes around it, so that it counts optimizer steps, and is
   refused inside. `optax.multi_transform`, `partition` and `masked` by which weights have different optimizers go
   inside, as it has to see all sparse weights. Inside `jax.shard_map` parameters have to be whole on every device. Decay
-  on weights acts on all sparse weights, and links come and go in all, those that `inner` leaves as they are included:
-  freeze them around this wrapper.
+  on weights acts on all sparse weights, and links come and go in all, those that `inner` leaves as they are included.
+  To freeze a weight there, leave it dense (`recipe.with_dense`) and have `inner` set its updates to zero, by
+  `optax.multi_transform` or `masked` with `optax.set_to_zero`; elsewhere that alone freezes a sparse one. Frozen around
+  this wrapper a sparse weight is an error, as above.
 
   To go on from a dense run with its moments: `state._replace(inner_state=...)` of a fresh state.
 
@@ -209,7 +212,8 @@ def sparse_training(
     state = _map_weights(unboxed, state)
     with _parts_are_named(params):
       projections = projections_of(params, recipe)
-    left = state.left and _left.given(state.left, _left.samples(projections, params))
+    sampled = _left.samples(projections, params)
+    left = state.left and _left.given(state.left, sampled)
     decays = has_decay and phase == 'sparse'
     if decays:
       decay = recipe.masked_decay(state.count) if callable(recipe.masked_decay) else recipe.masked_decay
@@ -222,7 +226,7 @@ def sparse_training(
     count = optax.safe_increment(state.count)
     inner_state = state.inner_state
     if left:  # read before the inner optimizer overwrites the weights, or XLA copies them
-      left, inner_state = jax.lax.optimization_barrier((left, inner_state))
+      left, sampled, inner_state = jax.lax.optimization_barrier((left, sampled, inner_state))
     if not evolves:
       compared = _compared(recipe, projections, count, params, state.projections)
       if jax.tree.leaves(compared):
@@ -239,13 +243,13 @@ def sparse_training(
       updates = on_links(projections, params, state.projections, updates, minus)
       state = state._replace(count=count, inner_state=inner_state)
       updates, state = evolve(recipe, inner, projections, params, gradients, updates, state)
-      expected = left and left.sums + _left.sums(_left.samples(projections, updates))
+      sampled = _rounded_once(sampled, _left.samples(projections, updates))
     else:
       new_weights = _rounded_once(params, updates)
       states, rates = _refresh(recipe, projections, count, compared, new_weights, state)
       state = state._replace(count=count, projections=states, flip_rate=rates, inner_state=inner_state)
-      expected = left and _left.sums(_left.samples(projections, new_weights))
-    state = state._replace(left=left and left._replace(sums=expected))
+      sampled = _left.samples(projections, new_weights)
+    state = state._replace(left=left and left._replace(sums=_left.sums(sampled)))
     updates = jax.tree.unflatten(boxes, jax.tree.leaves(updates))
     return updates, _map_weights(functools.partial(boxed, given), state)
 

@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import sparse24_jax as s24
+from sparse24_jax.optim import _left
 
 RULE = 'mlp/.*'
 STE = s24.recipes.ste(RULE)
@@ -31,7 +32,7 @@ def grads_of(params, i):
   return jax.tree.map(lambda w: jnp.asarray(rng.normal(size=w.shape), w.dtype), params)
 
 
-def trained(tx, params, *, steps=4, between=lambda params, i: params):
+def trained(tx, params, *, steps=4, between=lambda params, i: params, grads_of=grads_of):
   """The state after some jitted steps; `between` is what a trainer does to the weights besides."""
   state = tx.init(params)
 
@@ -98,6 +99,24 @@ class LeftTest(parameterized.TestCase):
     if case == 'plain':
       s24.sparse_variables(average, state, STE)
 
+  def test_updates_of_one_sign_below_the_rounding(self):
+    """They leave most weights as they are, where links move, too."""
+    recipe = s24.recipes.rigl(RULE, density=0.5, total_steps=1000, refresh_every=50)
+    tx = s24.sparse_training(optax.adam(2e-5), recipe)
+    params = {'mlp': {'up': params_of(jnp.bfloat16)['mlp']['up']}}
+    _, state = trained(tx, params, grads_of=lambda params, i: jax.tree.map(jnp.ones_like, params))
+    s24.get_flip_rate(state)
+    np.testing.assert_array_equal(state.left.missed, 0)
+
+  def test_states_that_are_vmapped(self):
+    params = {'mlp': {'a': jnp.ones((3, 8, 8)), 'b': jnp.ones((3, 8, 8))}}
+    tx = wrapped(inner=optax.sgd(0.1))
+    state = jax.vmap(tx.init)(params)
+    changed = {path: i for i, path in enumerate(_left.watched(['mlp/a', 'mlp/b']))}['mlp/b']
+    state = state._replace(left=state.left._replace(missed=jnp.zeros((3, 2)).at[2, changed].set(2.0)))
+    with self.assertRaisesRegex(ValueError, 'mlp/b: 2 steps'):
+      s24.get_flip_rate(state)
+
   def test_weights_that_are_set_once(self):
     """A checkpoint's, or those of `project` for a dense end: masks are chosen anew after the next step."""
     _, state = trained(wrapped(), params_of(), between=lambda p, i: jax.tree.map(lambda w: w * (1 + (i == 2)), p))
@@ -139,7 +158,15 @@ class LeftTest(parameterized.TestCase):
   def test_a_few_of_many_weights(self):
     params = {f'h_{i}': {'mlp': jnp.ones((40, 100))} for i in range(20)}
     left = s24.sparse_training(optax.sgd(0.1), s24.recipes.ste('.*')).init(params).left
-    np.testing.assert_array_equal(left.sums, [20 * 25] * 8)
+    np.testing.assert_array_equal(left.sums, [32 * 32] * 8)
+
+  @parameterized.parameters(
+    ((4096, 11008), 1024), ((32, 32, 64, 64), 1024), ((4099, 4099), 1024), ((12, 4099), 1024), ((8, 6), 48),
+    ((8 * 4099, 64), 512), ((96, 320), 1024), ((2, 2, 4100, 4), 1024), ((1 << 20, 4), 1024),
+  )  # fmt: skip
+  def test_a_few_entries_of_any_shape(self, shape, entries):
+    sampled = jax.eval_shape(_left._sample, jax.ShapeDtypeStruct(shape, jnp.bfloat16))
+    self.assertEqual(sampled.size, entries)
 
 
 if __name__ == '__main__':
