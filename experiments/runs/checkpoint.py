@@ -12,6 +12,7 @@ import json
 from pathlib import Path
 import re
 import shutil
+import sys
 from typing import Any, NamedTuple
 import zlib
 
@@ -21,7 +22,8 @@ import orbax.checkpoint as ocp
 
 from experiments.runs import hosts, sums
 
-FORMAT = 2
+# Raised with every change of what a state holds: an older checkpoint is refused, never taken for damage.
+FORMAT = 3
 _ITEMS = ('params', 'opt_state', 'meta')
 
 
@@ -119,6 +121,21 @@ def differences(found: Any, wanted: Any) -> list[str]:
   return [f'{name}: {old!r} in the checkpoint, {new!r} in this run' for name, (old, new) in fields]
 
 
+def _reader_of_one(directory: Path) -> ocp.CheckpointManager:
+  """A manager that reads in this process alone.
+
+  That of all ends a read at a barrier, in which the others would wait for a process that could not read.
+  """
+  me = jax.process_index()
+  alone = ocp.options.MultiprocessingOptions(
+    primary_host=me, active_processes={me}, barrier_sync_key_prefix=f'reader_{me}'
+  )
+  options = ocp.CheckpointManagerOptions(
+    create=False, read_only=True, enable_async_checkpointing=False, multiprocessing_options=alone
+  )
+  return ocp.CheckpointManager(directory, options=options, item_names=_ITEMS)
+
+
 class Checkpoints:
   """The checkpoints of one run.
 
@@ -142,6 +159,7 @@ class Checkpoints:
       enable_async_checkpointing=asynchronous,
     )
     self._manager = ocp.CheckpointManager(self.directory, options=options, item_names=_ITEMS)
+    self._reader = _reader_of_one(self.directory) if hosts.several() else self._manager
     self._read_only, self._asynchronous = read_only, asynchronous
     self._writing: int | None = None
 
@@ -248,16 +266,19 @@ class Checkpoints:
 
     Raises:
       UnreadableError: it is corrupted or not one of ours.
-      CheckpointError: there is none.
+      CheckpointError: there is none, or it has another format.
     """
     step = self._step(step)
     meta = self._read(step, ocp.args.Composite(meta=ocp.args.JsonRestore()))['meta']
     if not isinstance(meta, dict) or not {'identity', 'checksums', 'step', 'format'} <= set(meta):
       raise self._unreadable(step, 'its meta item was not written by this program')
-    if meta['format'] != FORMAT:
-      raise self._unreadable(step, f'its format is {meta["format"]!r}, this program reads {FORMAT}')
     if meta.get('checksum') != _checksum(meta) or meta['step'] != step:
       raise self._unreadable(step, 'the checksum of its meta item differs')
+    if meta['format'] != FORMAT:
+      raise CheckpointError(
+        f'checkpoint {self.directory / str(step)} has format {meta["format"]!r}, this program reads {FORMAT}. It is '
+        'not damaged, and nothing was changed; go on with the version that wrote it, or train in another folder.'
+      )
     return meta
 
   def restore(
@@ -354,8 +375,11 @@ class Checkpoints:
 
   def _read(self, step: int, args: ocp.args.Composite) -> Any:
     try:
-      return self._manager.restore(step, args=args)
+      return self._reader.restore(step, args=args)
     except Exception as error:
+      if hosts.several():  # Before any other process is met: should that fail, the cause is known.
+        where = f'process {jax.process_index()} of {jax.process_count()}'
+        print(f'{where} could not read {self.directory / str(step)}: {_first_line(error)}', file=sys.stderr, flush=True)
       raise self._judged(step, error) from error
 
   def _in_all[T](self, step: int, read: Callable[[], T]) -> T:
@@ -406,6 +430,9 @@ _DAMAGE = (LookupError, TypeError, AttributeError, FileNotFoundError, IsADirecto
 _STATUS = re.compile(r'([A-Z]+(?:_[A-Z]+)*): ')
 _DAMAGED = ('DATA_LOSS', 'OUT_OF_RANGE', 'NOT_FOUND', 'INVALID_ARGUMENT', 'FAILED_PRECONDITION')
 
+# What Orbax says of a checkpoint with other fields than this program's state.
+_OTHER_TREE = 'structures do not match'
+
 
 def _is_damage(error: BaseException | None) -> bool:
   """Whether an error of reading says that the content is bad, not that memory, permission or disk are missing.
@@ -418,6 +445,8 @@ def _is_damage(error: BaseException | None) -> bool:
   while type(error) is Exception:  # Orbax', around an array that TensorStore cannot read
     error = error.__cause__ or error.__context__
   if isinstance(error, ValueError):  # those of JSON and Unicode, and TensorStore's without a status, are of content
+    if _OTHER_TREE in str(error):  # It may be of another version of this program.
+      return False
     status = _STATUS.match(str(error))
     return status is None or status[1] in _DAMAGED
   return isinstance(error, _DAMAGE)

@@ -1,6 +1,8 @@
 """Checkpoints: everything back bit for bit, and a clear error with the last good one intact for whatever goes wrong."""
 
+import contextlib
 import gc
+import io
 import json
 from pathlib import Path
 import resource
@@ -11,6 +13,7 @@ from unittest import mock
 
 from absl.testing import absltest, parameterized
 import jax
+from jax.experimental import multihost_utils
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -200,6 +203,40 @@ class BadCheckpointTest(parameterized.TestCase):
         checkpoints.restore_newest(*_trees(), identity={'recipe': 'ste'}, tell=self.fail)
       self.assertNotIsInstance(caught.exception, UnreadableError)
     self.assertEqual(sorted(folder.rglob('*')), before)
+
+  def test_an_older_format_is_refused_and_not_moved(self):
+    folder = self._two()
+    file = folder / '20' / 'meta' / 'metadata'
+    meta = json.loads(file.read_text()) | {'format': 2}  # before states had `left`
+    file.write_text(json.dumps(meta | {'checksum': checkpoint._checksum(meta)}))
+    before = sorted(folder.rglob('*'))
+    with Checkpoints(folder) as checkpoints, self.assertRaisesRegex(CheckpointError, 'format 2, .*reads 3') as caught:
+      checkpoints.restore_newest(*_trees(), identity={'recipe': 'ste'}, tell=self.fail)
+    self.assertNotIsInstance(caught.exception, UnreadableError)
+    self.assertEqual(sorted(folder.rglob('*')), before)
+
+  def test_a_tree_of_other_fields_is_no_damage(self):
+    folder, (params, opt_state) = self._two(), _trees()
+    with Checkpoints(folder) as checkpoints, self.assertRaisesRegex(CheckpointError, 'do not match') as caught:
+      more = {'state': opt_state, 'left': params}
+      checkpoints.restore_newest(params, more, identity={'recipe': 'ste'}, tell=self.fail)
+    self.assertNotIsInstance(caught.exception, UnreadableError)
+
+  def test_one_of_several_processes_reads_alone_and_says_what_failed(self):
+    folder, told = self._two(), io.StringIO()
+    with (
+      mock.patch.object(jax, 'process_count', return_value=2),
+      mock.patch.object(multihost_utils, 'process_allgather', side_effect=AssertionError('a collective')),
+    ):
+      reader = checkpoint._reader_of_one(folder)
+      meta = reader.restore(20, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))['meta']
+      self.assertEqual(meta['step'], 20)
+      checkpoints = mock.Mock(directory=folder, _reader=mock.Mock())
+      checkpoints._reader.restore.side_effect = PermissionError(13, 'no permission here')
+      checkpoints._judged = lambda step, error: error
+      with contextlib.redirect_stderr(told), self.assertRaises(PermissionError):
+        Checkpoints._read(checkpoints, 20, None)
+    self.assertRegex(told.getvalue(), 'process 0 of 2 could not read .*/20: PermissionError: .*no permission here')
 
   def test_a_checksum_that_is_not_there(self):
     folder = self._two()
