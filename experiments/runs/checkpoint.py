@@ -380,7 +380,10 @@ class Checkpoints:
       if hosts.several():  # Before any other process is met: should that fail, the cause is known.
         where = f'process {jax.process_index()} of {jax.process_count()}'
         print(f'{where} could not read {self.directory / str(step)}: {_first_line(error)}', file=sys.stderr, flush=True)
-      raise self._judged(step, error) from error
+      judged = self._judged(step, error)
+      if judged is error:  # An error that is its own cause would send who follows the causes round for ever.
+        raise
+      raise judged from error
 
   def _in_all[T](self, step: int, read: Callable[[], T]) -> T:
     """What is read; if one process cannot read it, an error in all."""

@@ -234,8 +234,9 @@ class BadCheckpointTest(parameterized.TestCase):
       checkpoints = mock.Mock(directory=folder, _reader=mock.Mock())
       checkpoints._reader.restore.side_effect = PermissionError(13, 'no permission here')
       checkpoints._judged = lambda step, error: error
-      with contextlib.redirect_stderr(told), self.assertRaises(PermissionError):
+      with contextlib.redirect_stderr(told), self.assertRaises(PermissionError) as caught:
         Checkpoints._read(checkpoints, 20, None)
+    self.assertIsNone(caught.exception.__cause__)
     self.assertRegex(told.getvalue(), 'process 0 of 2 could not read .*/20: PermissionError: .*no permission here')
 
   def test_a_checksum_that_is_not_there(self):
