@@ -1,9 +1,10 @@
-"""`python -m experiments.race --out FILE --text FOLDER`: same seconds for all, each contender tuned alike.
+"""`python -m experiments.race --out FILE --text FOLDER`: same seconds or steps for all, each contender tuned alike.
 
 Every contender gets the same seconds of training on the same GPU, with as many steps as fit and a schedule for these
-steps; learning rates (and decays) are searched with the same budget, then the best trial is repeated with other seeds
-and with fewer seconds. Seconds are steps times the milliseconds of a step, which are measured first, with nothing else
-on the GPU; compiling and evaluating do not count. While one contender trains, the next is compiled.
+steps; learning rates (and decays) are searched with as many trials for all, then the best trial is repeated with other
+seeds and with fewer seconds. Seconds are steps times the milliseconds of a step, which are measured first, with nothing
+else on the GPU; compiling and evaluating do not count. While one contender trains, the next is compiled. With --steps
+every contender gets as many steps, so as many tokens, in place of seconds.
 
 The text is what `python -m experiments.data` prepares: FOLDER holds train.bin, validation.bin and meta.json. Records go
 to FILE, one a line, as trials end; the same command given again goes on after those that are there. For several GPUs
@@ -59,11 +60,12 @@ class Race:
     self.tokens = jax.device_put(together)
     self.head |= {
       'text': packed.digest, 'size': options.size, 'style': options.style, 'batch': options.batch,
-      'length': self.length, 'seconds': options.seconds, 'held_out_tokens': count * self.length,
+      'length': self.length, 'seconds': None if options.steps else options.seconds, 'equal_steps': options.steps,
+      'held_out_tokens': count * self.length,
     }  # fmt: skip
     # Where any of these differs, a record is of another race.
     self.same = {key: self.head[key] for key in (
-      'device', 'text', 'size', 'style', 'batch', 'length', 'seconds', 'held_out_tokens',
+      'device', 'text', 'size', 'style', 'batch', 'length', 'seconds', 'equal_steps', 'held_out_tokens',
     )}  # fmt: skip
     self.names = list(dict.fromkeys([*options.contenders, *options.clock_only]))
     self.done: dict[str, dict[Trial, float]] = {name: {} for name in self.names}
@@ -85,7 +87,7 @@ class Race:
       todo = [
         (len(self.done[name]), i, name, trial)
         for i, name in enumerate(self.names)
-        if name in self.clocked and name not in self.failed and (trial := self._next(name)) and self._fits(trial)
+        if name in self.clocked and name not in self.failed and (trial := self._next(name)) and self._fits(name, trial)
       ]
       if coming and (not todo or not self.made.empty()):
         self._take()
@@ -100,13 +102,20 @@ class Race:
     contender, options = CONTENDERS[name], self.options
     if name not in options.contenders:
       return None
-    budget = Budget(contender.rates or tuple(options.rates), 1 if contender.rates else options.most_rates)
-    if contender.rates:
-      budget = dataclasses.replace(budget, repeats=())
-    return next_trial(self.done[name], contender.decays, budget)
+    if contender.rate:
+      return next_trial(self.done[name], Trial(contender.rate, contender.decay), Budget(trials=1))
+    repeats = tuple((seed, 1.0) for seed in options.seeds)
+    if not options.steps:
+      repeats += ((0, 0.7),)
+    return next_trial(self.done[name], Trial(options.rate, contender.decay), Budget(options.trials, repeats))
 
-  def _fits(self, trial: Trial) -> bool:
-    return time.monotonic() + 1.08 * trial.share * self.options.seconds < self.end
+  def _steps(self, name: str, trial: Trial) -> int:
+    seconds = trial.share * self.options.seconds
+    return self.options.steps or max(1, int(seconds * 1e3 / self.clocked[name]['step_ms']))
+
+  def _fits(self, name: str, trial: Trial) -> bool:
+    seconds = self._steps(name, trial) * self.clocked[name]['step_ms'] / 1e3
+    return time.monotonic() + 1.08 * seconds < self.end
 
   def _take(self) -> None:
     """Times what was compiled, if anything is within a second; then the next may be compiled."""
@@ -173,7 +182,7 @@ class Race:
 
   def _trial(self, name: str, trial: Trial) -> None:
     step_ms = self.clocked[name]['step_ms']
-    steps = self.options.steps or max(1, int(trial.share * self.options.seconds * 1e3 / step_ms))
+    steps = self._steps(name, trial)
     found = trials.run(
       self.programs[name], self.tokens, self.num_windows, trial, steps=steps, step_ms=step_ms,
       evaluations=self.options.evaluations,
@@ -202,10 +211,10 @@ class Race:
       return
     others = 0
     for line in self.options.out.read_text().splitlines():
-      record = {'style': 'gpt2', **json.loads(line)}
+      record = {'style': 'gpt2', 'equal_steps': None, **json.loads(line)}
       if record['bench'] != 'race':
         continue
-      if not (self.same.items() <= record.items() and self.options.steps in (None, record['steps'])):
+      if not self.same.items() <= record.items():
         others += 1
       elif record['contender'] in self.done:
         trial = Trial(**{field.name: record[field.name] for field in dataclasses.fields(Trial)})
@@ -231,10 +240,12 @@ def parser() -> argparse.ArgumentParser:
   parser.add_argument('--size', default='wide2048', choices=[*SIZES, *gpt2.SIZES], help='(default: %(default)s)')
   parser.add_argument('--batch', type=int, default=32, help='sequences a step (default: %(default)s)')
   parser.add_argument('--seconds', type=float, default=75, help='of training a trial (default: %(default)s)')
-  parser.add_argument('--steps', type=int, help='steps a trial in place of seconds')
+  parser.add_argument('--steps', type=int, help='of a trial, the same for all, in place of seconds')
   parser.add_argument('--minutes', type=float, default=25, help='until no trial begins that would not end in time')
-  parser.add_argument('--rates', type=float, nargs='+', default=[5e-4, 1e-3], help='ascending (default: %(default)s)')
-  parser.add_argument('--most-rates', type=int, default=4, help='trials of the search for one (default: %(default)s)')
+  parser.add_argument('--rate', type=float, default=1e-3, help='with which searches begin (default: %(default)s)')
+  parser.add_argument('--trials', type=int, default=5, help='of the search of each contender (default: %(default)s)')
+  parser.add_argument('--seeds', type=int, nargs='*', default=[1, 2],
+                      help='of the best trial, after the search, which is with seed 0 (default: 1 2)')  # fmt: skip
   parser.add_argument('--style', default='gpt2', choices=list(STYLES), help='of all models (default: %(default)s)')
   parser.add_argument('--bursts', type=int, default=3, help='of steps, for the clock (default: %(default)s)')
   parser.add_argument('--eval-batches', type=int, default=24, help='(default: %(default)s)')

@@ -21,17 +21,17 @@ class Contender:
     label: what tables say.
     model: changes to the model of the race.
     recipe: masked decay -> recipe; None trains dense. The decay is an array while tracing.
-    decays: factors to search.
+    decay: with which its search begins; 0 searches none.
     size: a size of its own in place of that of the race.
-    rates: learning rates of its own in place of those of the race.
+    rate: the only learning rate, in place of a search.
   """
 
   label: str
   model: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   recipe: Callable[[Any], s24.Recipe] | None = None
-  decays: tuple[float, ...] = (0.0,)
+  decay: float = 0.0
   size: str | None = None
-  rates: tuple[float, ...] = ()
+  rate: float | None = None
 
 
 def fst(path: str) -> Callable[[Any], s24.Recipe]:
@@ -61,22 +61,22 @@ STYLES: Mapping[str, Mapping[str, Any]] = {
 }
 
 _APART = {'fused_mlp': False}
-_DECAYS = (2e-4, 6e-4, 2e-3)
+_DECAY = 6e-4
 CONTENDERS: Mapping[str, Contender] = {
   'dense': Contender(label='dense', model=_APART),
   'half_ffn': Contender(label='dense, FFN half as wide', model={**_APART, 'ffn_width': 0.5}),
   'dense_fp8': Contender(label='dense, all linear layers in FP8', model={**_APART, 'fp8_linear': True}),
-  'fst': Contender(label='FST', recipe=fst(FFN), decays=_DECAYS),
+  'fst': Contender(label='FST', recipe=fst(FFN), decay=_DECAY),
   's_ste_fp8': Contender(label='S-STE, FP8', recipe=s_ste_fp8(FFN)),
-  'fst_all': Contender(label='FST, all linear layers', recipe=fst(LINEAR), decays=_DECAYS),
+  'fst_all': Contender(label='FST, all linear layers', recipe=fst(LINEAR), decay=_DECAY),
   's_ste_fp8_all': Contender(label='S-STE, FP8, all linear layers', recipe=s_ste_fp8(LINEAR)),
   # A smaller model is another rival for the same seconds.
   'dense_124m': Contender(label='dense, 124M (86M on bytes)', model=_APART, size='124m'),
   # GPT-2 124M at a rate at which it loses its footing as it was published.
-  'steep_124m': Contender(label='dense, 124M at a rate of 2e-3', model=_APART, size='124m', rates=(2e-3,)),
+  'steep_124m': Contender(label='dense, 124M at a rate of 2e-3', model=_APART, size='124m', rate=2e-3),
   # Which style is stable at a rate that is steep for a wide model.
   **{
-    f'style_{name}': Contender(label=f'dense, {name}', model={**_APART, **style}, rates=(1e-3,))
+    f'style_{name}': Contender(label=f'dense, {name}', model={**_APART, **style}, rate=1e-3)
     for name, style in STYLES.items()
   },
 }

@@ -1,8 +1,15 @@
-"""Which trial a contender makes next: learning rates, then decays, then the winner again with other seeds."""
+"""Which trial comes next: a search of rate and decay with as many trials for all, then the winner with other seeds."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 import dataclasses
 import math
+
+# A whole step of the search multiplies a rate, and a decay, by these; the last steps are a quarter of it.
+_FACTORS = (2.0, 3.0)
+_PARTS = 4
+
+# How many of the finest steps a trial is away from the first: of the rate and, if there is one, of the decay.
+type _Place = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,44 +31,74 @@ class Trial:
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-  """How much every contender may search.
+  """How much every method may search.
 
   Attributes:
-    rates: to begin with, in ascending order.
-    most_rates: while the best is the lowest or highest, rates are added by a factor of two, up to so many.
+    trials: of the search, which is with one seed.
     repeats: of the best trial, after the search: (seed, share of the seconds) each.
   """
 
-  rates: tuple[float, ...]
-  most_rates: int = 4
-  repeats: tuple[tuple[int, float], ...] = ((1, 1.0), (2, 1.0), (0, 0.7))
+  trials: int
+  repeats: tuple[tuple[int, float], ...] = ()
 
 
-def next_trial(done: Mapping[Trial, float], decays: Sequence[float], budget: Budget) -> Trial | None:
+def next_trial(done: Mapping[Trial, float], first: Trial, budget: Budget) -> Trial | None:
   """The trial after those that are done, with their final losses (not finite: diverged); None if there is none.
 
-  >>> budget = Budget((1e-3, 2e-3), most_rates=3, repeats=((1, 1.0),))
-  >>> next_trial({Trial(1e-3, 0.0): 1.2, Trial(2e-3, 0.0): 1.0}, [0.0], budget)
+  The search begins at `first` and goes on at neighbours of the best so far: half and twice its rate, then a third and
+  three times its decay, if it has one; when no neighbour is left, at smaller steps. A method without a decay so spends
+  on rates what others spend on decays.
+
+  >>> done = {Trial(1e-3, 0.0): 1.2, Trial(5e-4, 0.0): 1.3, Trial(2e-3, 0.0): 1.0}
+  >>> next_trial(done, Trial(1e-3, 0.0), Budget(trials=4))
   Trial(rate=0.004, decay=0.0, seed=0, share=1.0)
   """
-  first_decay = sorted(decays)[len(decays) // 2]
-  # The middle rate first: of a race that ends early it is the one to have.
-  for rate in sorted(budget.rates, key=lambda r: abs(math.log(r / budget.rates[len(budget.rates) // 2]))):
-    if Trial(rate, first_decay) not in done:
-      return Trial(rate, first_decay)
-  rates = {trial.rate: loss for trial, loss in done.items() if trial == Trial(trial.rate, first_decay)}
-  rate = _best(rates)
-  if len(rates) < budget.most_rates and (rate in (min(rates), max(rates))):
-    return Trial(rate / 2 if rate == min(rates) else rate * 2, first_decay)
-  for decay in decays:
-    if Trial(rate, decay) not in done:
-      return Trial(rate, decay)
-  decay = _best({trial.decay: loss for trial, loss in done.items() if trial == Trial(rate, trial.decay)})
+  found = {place: loss for trial, loss in done.items() if (place := _place(trial, first)) is not None}
+  if not found:
+    return first
+  best = _best(found)
+  if len(found) < budget.trials and (place := _neighbour(found, best)):
+    return _trial(place, first)
   for seed, share in budget.repeats:
-    if Trial(rate, decay, seed, share) not in done:
-      return Trial(rate, decay, seed, share)
+    again = dataclasses.replace(_trial(best, first), seed=seed, share=share)
+    if again not in done:
+      return again
   return None
 
 
-def _best(losses: Mapping[float, float]) -> float:
-  return min(losses, key=lambda key: losses[key] if math.isfinite(losses[key]) else math.inf)
+def _neighbour(found: Mapping[_Place, float], best: _Place) -> _Place | None:
+  """The first place around the best that was not tried, at the largest steps that leave one."""
+  for step in (_PARTS, _PARTS // 2, 1):
+    for axis in range(len(best)):
+      for move in (-step, step):
+        place = (*best[:axis], best[axis] + move, *best[axis + 1 :])
+        if place not in found:
+          return place
+  return None
+
+
+def _best(found: Mapping[_Place, float]) -> _Place:
+  """The lowest loss; of trials that diverged, the one of the lowest rate."""
+  return min(found, key=lambda place: (found[place] if math.isfinite(found[place]) else math.inf, place))
+
+
+def _axes(first: Trial) -> tuple[float, ...]:
+  return (first.rate, first.decay) if first.decay else (first.rate,)
+
+
+def _trial(place: _Place, first: Trial) -> Trial:
+  rate, *decay = (
+    float(f'{start * factor ** (steps / _PARTS):.4g}')
+    for start, factor, steps in zip(_axes(first), _FACTORS, place, strict=False)
+  )
+  return dataclasses.replace(first, rate=rate, decay=decay[0] if decay else 0.0)
+
+
+def _place(trial: Trial, first: Trial) -> _Place | None:
+  """None for a trial that this search does not make."""
+  axes = _axes(trial)
+  if len(axes) != len(_axes(first)):
+    return None
+  steps = zip(axes, _axes(first), _FACTORS, strict=False)
+  place = tuple(round(_PARTS * math.log(value / start, factor)) for value, start, factor in steps)
+  return place if trial == _trial(place, first) else None

@@ -12,12 +12,25 @@ from typing import Any
 from experiments.reports.claims import half_width
 
 
-def read(path: Path) -> dict[tuple[str, str, float], list[dict[str, Any]]]:
-  """Records of each race: those of one size, style and number of seconds."""
-  races: dict[tuple[str, str, float], list[dict[str, Any]]] = {}
+def title(record: Mapping[str, Any]) -> str:
+  """The race, or tuned comparison, that a record is of.
+
+  >>> title({'size': '124m', 'equal_steps': 1200}), title({'size': 'wide2048', 'style': 'rotary', 'seconds': 55.0})
+  ('124m, gpt2, 1,200 steps each', 'wide2048, rotary, 55 s each')
+  """
+  steps = record.get('equal_steps')
+  each = f'{steps:,} steps each' if steps else f'{record["seconds"]:g} s each'
+  if 'experiment' in record:
+    return f'{record["experiment"]}, {each}'
+  return f'{record["size"]}, {record.get("style", "gpt2")}, {each}'
+
+
+def read(path: Path) -> dict[str, list[dict[str, Any]]]:
+  """Records of each race of a file, by its title."""
+  races: dict[str, list[dict[str, Any]]] = {}
   for line in path.read_text().splitlines():
     record = json.loads(line)
-    races.setdefault((record['size'], record.get('style', 'gpt2'), record['seconds']), []).append(record)
+    races.setdefault(title(record), []).append(record)
   return races
 
 
@@ -64,6 +77,9 @@ class Seeds:
   Attributes:
     title: its label.
     rate: of the lowest loss of the first seed.
+    decay: likewise; 0 where there is none.
+    searched: how many trials the search had.
+    edge: whether no lower, or no higher, rate or decay was tried, so that the best may lie beyond.
     losses: seed -> final loss; infinite where it diverged.
     curves: seed -> (seconds, loss) of each evaluation.
     shorter: (seconds, final loss) of runs with fewer seconds, each with a schedule of its own.
@@ -71,6 +87,9 @@ class Seeds:
 
   title: str
   rate: float
+  decay: float
+  searched: int
+  edge: bool
   losses: Mapping[int, float]
   curves: Mapping[int, Sequence[tuple[float, float]]]
   shorter: Sequence[tuple[float, float]]
@@ -83,15 +102,19 @@ class Seeds:
 
 def by_seed(records: Iterable[Mapping[str, Any]]) -> dict[str, Seeds]:
   """Contenders by their mean loss, each at the rate (and decay) that was best for its first seed."""
-  records = [r for r in records if r['bench'] == 'race']
+  records = [r for r in records if 'loss' in r]
   found = {}
   for name in dict.fromkeys(r['contender'] for r in _whole(records)):
     own = [r for r in records if r['contender'] == name]
     searched = [r for r in _whole(own) if r['seed'] == 0]
     best = min(searched, key=lambda r: _worst(r['loss']))
     same = [r for r in own if (r['rate'], r['decay']) == (best['rate'], best['decay'])]
+    axes = [[r['rate'] for r in searched if r['decay'] == best['decay']]]
+    if best['decay']:
+      axes.append([r['decay'] for r in searched if r['rate'] == best['rate']])
     found[name] = Seeds(
-      best['title'], best['rate'],
+      best['title'], best['rate'], best['decay'], len(searched),
+      any(value in (min(axis), max(axis)) for value, axis in zip((best['rate'], best['decay']), axes, strict=False)),
       {r['seed']: _worst(r['loss']) for r in _whole(same)},
       {r['seed']: [(seconds, _worst(loss)) for _, seconds, loss in r['validation']] for r in _whole(same)},
       [(r['share'] * r['seconds'], _worst(r['loss'])) for r in same if r['share'] < 1],
@@ -115,29 +138,66 @@ def seconds_to(curve: Sequence[tuple[float, float]], loss: float) -> float | Non
   return None
 
 
+def shares_of_time(own: Seeds, dense: Seeds) -> list[float]:
+  """Seed by seed, the share of dense's seconds after which a contender is at dense's final loss; infinite: never.
+
+  Losses between two evaluations are taken from the line through them, above a curve that bends down as these do: the
+  share is rather too large.
+  """
+  shares = []
+  for seed in own.curves.keys() & dense.curves.keys():
+    reached = seconds_to(own.curves[seed], dense.losses[seed])
+    shares.append(math.inf if reached is None else reached / dense.curves[seed][-1][0])
+  return shares
+
+
 def seeds_rows(found: Mapping[str, Seeds], against: str) -> list[list[str]]:
-  """A row a contender: label, rate, seeds, mean loss, `against` minus it, seconds to dense's loss, shorter runs.
+  """A row a contender: label, rate, seeds, mean loss, `against` minus it, time to dense's final loss, shorter runs.
+
+  Intervals are of 95%, of the mean over seeds; differences and shares are of the same seed.
+  """
+  rows = []
+  for name, own in found.items():
+    losses = list(own.losses.values())
+    pairs = _pairs(found[against], own)
+    times, shares = [], []
+    if 'dense' in found and name != 'dense':
+      times = [seconds_to(curve, found['dense'].mean) for curve in own.curves.values()]
+      shares = shares_of_time(own, found['dense'])
+    shorter = '; '.join(f'{loss:.3f} after {seconds:g} s' for seconds, loss in own.shorter)
+    rows.append([
+      own.title, f'{own.rate:g}', str(len(losses)), _interval(losses, ''),
+      '' if name == against else _interval(pairs, '+'),
+      '' if not times else 'never' if None in times else _range([t for t in times if t is not None], '.1f'),
+      '' if not shares else 'never' if math.inf in shares else _interval(shares, '', 2), shorter,
+    ])  # fmt: skip
+  return rows
+
+
+def steps_rows(found: Mapping[str, Seeds], against: str) -> list[list[str]]:
+  """A row a contender of as many steps: label, its best rate and decay, trials, seeds, loss, minus `against`, percent.
 
   Intervals are of 95%, of the mean over seeds; differences are of the same seed.
   """
   rows = []
   for name, own in found.items():
-    losses = list(own.losses.values())
-    pairs = [found[against].losses[seed] - loss for seed, loss in own.losses.items() if seed in found[against].losses]
-    times = []
-    if 'dense' in found and name != 'dense':
-      times = [seconds_to(curve, found['dense'].mean) for curve in own.curves.values()]
-    shorter = '; '.join(f'{loss:.3f} after {seconds:g} s' for seconds, loss in own.shorter)
+    pairs = [-difference for difference in _pairs(found[against], own)]
+    percent = [100 * difference / found[against].mean for difference in pairs]
     rows.append([
-      own.title, f'{own.rate:g}', str(len(losses)), _interval(losses, ''),
-      '' if name == against else _interval(pairs, '+'),
-      '' if not times else 'never' if None in times else _range([t for t in times if t is not None], '.1f'), shorter,
+      own.title, f'{own.rate:g}' + (f', {own.decay:g}' if own.decay else '') + (', at an edge' if own.edge else ''),
+      str(own.searched), str(len(own.losses)), _interval(list(own.losses.values()), ''),
+      '' if name == against else _interval(pairs, '+'), '' if name == against else _interval(percent, '+', 2),
     ])  # fmt: skip
   return rows
 
 
+def _pairs(a: Seeds, b: Seeds) -> list[float]:
+  """Final losses of `a` minus those of `b`, for the seeds that both have."""
+  return [a.losses[seed] - loss for seed, loss in b.losses.items() if seed in a.losses]
+
+
 def _whole(records: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-  return [r for r in records if r['bench'] == 'race' and r['share'] == 1.0]
+  return [r for r in records if 'loss' in r and r['share'] == 1.0]
 
 
 def _worst(loss: float | None) -> float:
@@ -153,14 +213,14 @@ def _range(values: Sequence[float], digits: str) -> str:
   return least if least == most else f'{least} to {most}'
 
 
-def _interval(values: Sequence[float], sign: str) -> str:
+def _interval(values: Sequence[float], sign: str, digits: int = 4) -> str:
   if not values:
     return ''
   if not all(map(math.isfinite, values)):
     return 'diverged'
   if len(values) == 1:
-    return f'{values[0]:{sign}.3f}, one seed'
-  return f'{statistics.fmean(values):{sign}.4f} ± {half_width(values):.4f}'
+    return f'{values[0]:{sign}.{min(digits, 3)}f}, one seed'
+  return f'{statistics.fmean(values):{sign}.{digits}f} ± {half_width(values):.{digits}f}'
 
 
 def _lines(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -181,21 +241,37 @@ def seeds_markdown(records: Iterable[Mapping[str, Any]], against: str | None = N
     against = next(name for name, own in found.items() if len(own.losses) == most)
   head = [
     'contender', 'rate', 'seeds', 'validation loss, 95% interval', f'{found[against].title} minus it',
-    "seconds to dense's final loss", 'shorter runs',
+    "seconds to dense's final loss", "share of dense's time", 'shorter runs',
   ]  # fmt: skip
   return _lines(head, seeds_rows(found, against))
+
+
+def steps_markdown(records: Iterable[Mapping[str, Any]], against: str | None = None) -> str:
+  """The table of methods with as many steps, against dense or, where it is not there, the best."""
+  found = by_seed(records)
+  if against not in found:
+    against = 'dense' if 'dense' in found else next(iter(found))
+  head = [
+    'method', 'rate, decay', 'trials', 'seeds', 'validation loss, 95% interval', f'minus {found[against].title}',
+    'percent of it',
+  ]  # fmt: skip
+  return _lines(head, steps_rows(found, against))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
   """Prints every race of the files."""
   parser = argparse.ArgumentParser(prog='python -m experiments.race.table', description=(__doc__ or '').split('\n')[0])
   parser.add_argument('file', type=Path)
-  parser.add_argument('--against', help='contender of which differences are taken (default: the best)')
+  parser.add_argument('--against', help='contender of differences (default: the best; dense at equal steps)')
   options = parser.parse_args(argv)
-  for (size, style, seconds), records in read(options.file).items():
-    print(f'{size}, {style}, {seconds:g} s\n')
-    if _whole(records):
-      print(f'{markdown(records)}\n\n{seeds_markdown(records, options.against)}\n')
+  for name, records in read(options.file).items():
+    print(f'{name}\n')
+    if not _whole(records):
+      continue
+    if all('shape' in r for r in records):
+      print(f'{markdown(records)}\n')
+    seeds = steps_markdown if records[0].get('equal_steps') else seeds_markdown
+    print(f'{seeds(records, options.against)}\n')
   return 0
 
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 import dataclasses
 from html import escape
 import io
+import json
 import re
 from typing import Any
 
@@ -58,6 +59,7 @@ def line_chart(
   marks: Sequence[tuple[float, str]] = (),
   width: int = 560,
   height: int = 330,
+  opaque: bool = False,
 ) -> Html:
   """Draws curves.
 
@@ -71,6 +73,7 @@ def line_chart(
     marks: (x, text) vertical lines.
     width: in CSS pixels.
     height: of the plot without its legend.
+    opaque: on white, for a file of its own.
   """
   named = [line for line in lines if line.label]
   per_row = max(1, width // (60 + 7 * max((len(line.label) for line in named), default=1)))
@@ -97,7 +100,7 @@ def line_chart(
       axes.annotate(text, (x, 1), xycoords=('data', 'axes fraction'), **place)
     if named:
       chart.legend(loc='outside upper left', ncols=min(per_row, len(named)))
-    return _svg(chart, title)
+    return _svg(chart, title, opaque=opaque)
 
 
 def dot_plot(
@@ -180,6 +183,12 @@ def speedups(groups: Mapping[str, Sequence[tuple[str, float]]], *, label: str) -
     axes.set_ylim(at, 0.6)
     axes.margins(x=0.08)
     return _svg(chart, label, opaque=True)
+
+
+def described(drawn: Html, rows: Any) -> str:
+  """A file of a picture, whose `<desc>` says as JSON what it shows."""
+  start = drawn.index('>') + 1
+  return f'{drawn[:start]}\n <desc>{escape(json.dumps(rows), quote=False)}</desc>{drawn[start:]}\n'
 
 
 def _figure(width: int, height: int) -> tuple[Figure, Any]:

@@ -1,14 +1,14 @@
-"""What is made of the committed records: tables and picture of the documents, and two pages that are not committed."""
+"""What is made of the committed records: tables and pictures of the documents, and two pages that are not committed."""
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 import re
+from typing import Any
 
+from experiments.race import picture, table
 from experiments.reports import provenance, quality, speed
 
 DOCS = provenance.ROOT / 'docs'
-PICTURE = DOCS / 'speed.svg'
-_TABLES = DOCS / 'speed.md'
-_BETWEEN = re.compile(r'(<!-- made: speed -->\n).*?(\n<!-- end -->)', re.DOTALL)
 
 
 def quality_files() -> list[Path]:
@@ -16,26 +16,51 @@ def quality_files() -> list[Path]:
   return [path for path in sorted(provenance.RESULTS.glob('*.jsonl')) if quality.load(path)]
 
 
-def document() -> str:
-  """`docs/speed.md` with the tables that the records make."""
-  text, count = _BETWEEN.subn(lambda found: f'{found[1]}\n{_markdown()}\n{found[2]}', _TABLES.read_text())
-  if count != 1:
-    raise ValueError(f'{_TABLES} has {count} places between <!-- made: speed --> and <!-- end -->; it needs one')
+def document(name: str) -> str:
+  """A document with the tables that the records make, between `<!-- made: TABLE -->` and `<!-- end -->`.
+
+  Raises:
+    ValueError: not each of its tables has one such place.
+  """
+  text = (DOCS / name).read_text()
+  for made, make in TABLES[name].items():
+    between = re.compile(rf'(<!-- made: {made} -->\n).*?(\n<!-- end -->)', re.DOTALL)
+    content = make()
+    text, count = between.subn(lambda found, content=content: f'{found[1]}\n{content}\n{found[2]}', text)
+    if count != 1:
+      raise ValueError(f'{name} has {count} places between <!-- made: {made} --> and <!-- end -->; it needs one')
   return text
 
 
 def write(folder: Path) -> list[Path]:
-  """Writes documents and picture in place, and speed.html and quality.html into `folder`; returns what was written."""
-  records = speed.load(provenance.RESULTS.glob('*.jsonl'))
+  """Writes documents and pictures in place, and speed.html and quality.html into `folder`; returns what was written."""
   folder.mkdir(parents=True, exist_ok=True)
-  content = {
-    _TABLES: document(), PICTURE: speed.figure(records),
-    folder / 'speed.html': speed.page(records), folder / 'quality.html': quality.write(quality_files()),
-  }  # fmt: skip
+  content = {DOCS / name: document(name) for name in TABLES}
+  content |= {DOCS / name: make() for name, make in PICTURES.items()}
+  content |= {folder / 'speed.html': speed.page(_speed()), folder / 'quality.html': quality.write(quality_files())}
   for path, text in content.items():
     path.write_text(text)
   return list(content)
 
 
-def _markdown() -> str:
-  return speed.markdown(speed.load(provenance.RESULTS.glob('*.jsonl')))
+def _speed() -> list[Any]:
+  return speed.load(provenance.RESULTS.glob('*.jsonl'))
+
+
+def _race() -> list[dict[str, Any]]:
+  (records,) = table.read(provenance.RESULTS / 'race_h200_seeds.jsonl').values()
+  return records
+
+
+# Document -> table -> what makes it.
+TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
+  'speed.md': {'speed': lambda: speed.markdown(_speed())},
+  'quality.md': {
+    'race': lambda: table.markdown(_race()),
+    'race by seed': lambda: table.seeds_markdown(_race(), 's_ste_fp8_all'),
+  },
+}
+PICTURES: Mapping[str, Callable[[], str]] = {
+  'speed.svg': lambda: speed.figure(_speed()),
+  'race.svg': lambda: picture.draw(table.by_seed(_race())),
+}

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from experiments import __main__ as cli
+from experiments.race import picture, table
 from experiments.reports import claims, pages, provenance, quality, speed
 from experiments.runs.records import group
 from tests.experiments.fakes import temp_folder
@@ -20,21 +21,25 @@ DOCUMENTS = (provenance.ROOT / 'README.md', *(pages.DOCS / f'{name}.md' for name
 
 
 class PagesTest(absltest.TestCase):
-  def test_documents_have_the_tables_and_the_picture_of_the_committed_records(self):
-    self.assertEqual((pages.DOCS / 'speed.md').read_text(), pages.document(), 'python -m experiments pages')
-    shown = ET.parse(pages.PICTURE).find('{http://www.w3.org/2000/svg}desc')
-    rows = speed.figure_rows(speed.load(provenance.RESULTS.glob('*.jsonl')))
-    self.assertEqual(json.loads(shown.text), json.loads(json.dumps(rows)), 'python -m experiments pages')
+  def test_documents_have_the_tables_and_the_pictures_of_the_committed_records(self):
+    for name in pages.TABLES:
+      self.assertEqual((pages.DOCS / name).read_text(), pages.document(name), 'python -m experiments pages')
+    shown = {name: ET.parse(pages.DOCS / name).find('{http://www.w3.org/2000/svg}desc') for name in pages.PICTURES}
+    records = speed.load(provenance.RESULTS.glob('*.jsonl'))
+    rows = {'speed.svg': speed.figure_rows(records), 'race.svg': picture.curves(table.by_seed(pages._race()))}
+    for name, made in rows.items():
+      self.assertEqual(json.loads(shown[name].text), json.loads(json.dumps(made)), 'python -m experiments pages')
 
   @pytest.mark.slow
   def test_one_command_makes_all(self):
     folder = Path(temp_folder(self))
-    (folder / 'speed.md').write_text(re.sub(r'\n\|.*', '', (pages.DOCS / 'speed.md').read_text()))  # without its tables
-    with mock.patch.multiple(pages, _TABLES=folder / 'speed.md', PICTURE=folder / 'speed.svg'):
+    committed = {name: (pages.DOCS / name).read_text() for name in pages.TABLES}
+    for name, text in committed.items():  # without the tables that it makes
+      (folder / name).write_text(re.sub(r'(?s)(<!-- made: .*? -->\n).*?(\n<!-- end -->)', r'\1\2', text))
+    with mock.patch.object(pages, 'DOCS', folder):
       self.assertEqual(cli.main(['pages', '--folder', str(folder / 'site')]), 0)
-    made = re.search(r'<!-- made: speed -->.*<!-- end -->', (pages.DOCS / 'speed.md').read_text(), re.DOTALL)
-    self.assertIn(made[0], (folder / 'speed.md').read_text())
-    for name in ('speed.svg', 'site/speed.html', 'site/quality.html'):
+    self.assertEqual({name: (folder / name).read_text() for name in pages.TABLES}, committed)
+    for name in (*pages.PICTURES, 'site/speed.html', 'site/quality.html'):
       self.assertIn('<svg', (folder / name).read_text())
 
   def test_no_page_is_committed(self):
