@@ -14,11 +14,8 @@ from experiments.bench import measure
 from pallas_kernels.vnm import api
 from pallas_kernels.vnm.format import VNMOperand
 
-# What the block calls, then what it calls with clusters, through dense copies.
-PACKS = (
-  'forward', 'residuals', 'pull_back', 'turn', 'turn_gradient', 'turn_24', 'turn_24_gradient', 'columns',
-  'forward_masked', 'tokens', 'gradient', 'tokens_gradient',
-)  # fmt: skip
+# What the block calls.
+PACKS = ('forward', 'residuals', 'pull_back', 'turn', 'turn_gradient', 'turn_24', 'turn_24_gradient', 'columns')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +70,6 @@ def pack(case: Case, options: Any) -> Plan:
   if options.tiny:
     shape = (2 * case.v, 32 * case.m)
     shape = (32 * case.m, max(2 * case.v, 16 * case.m)) if case.role.startswith('turn') else shape
-    shape = shape[::-1] if case.role.startswith('tokens') else shape
   f, arguments = _packer(case)
 
   def make(key: Array) -> tuple[Array, tuple[Any, ...]]:
@@ -103,12 +99,10 @@ def pack(case: Case, options: Any) -> Plan:
 
 def _packer(case: Case) -> tuple[Callable[..., Any], Callable[[Array, Array], tuple[Any, ...]]]:
   """What is timed, and what makes its arguments from activations and a gradient."""
-  along = dict(axis=-2, spread=True) if case.role.startswith('tokens') else dict(activation='squared_relu')
-  vnm_pack = functools.partial(api.vnm_pack, v=case.v, m=case.m, **along)
+  vnm_pack = functools.partial(api.vnm_pack, v=case.v, m=case.m, activation='squared_relu')
 
-  def given(x: Array, gradient: Array, pattern: VNMOperand) -> tuple[Array, Array | None]:
-    made = vnm_pack(x, gradient=gradient, pattern=pattern, masked=case.role == 'gradient')
-    return made.operand.compact.values, made.masked
+  def given(x: Array, gradient: Array, pattern: VNMOperand) -> Array:
+    return vnm_pack(x, gradient=gradient, pattern=pattern).operand.compact.values
 
   def kept(x: Array, gradient: Array) -> tuple[Any, ...]:
     made = vnm_pack(x, residuals=True)
@@ -129,9 +123,8 @@ def _packer(case: Case) -> tuple[Callable[..., Any], Callable[[Array, Array], tu
         return a, api.transpose_pack_24(a, used=used)
 
   match case.role:
-    case 'forward' | 'residuals' | 'forward_masked' | 'tokens':
-      asked = dict(masked=case.role == 'forward_masked', residuals=case.role == 'residuals')
-      return functools.partial(vnm_pack, **asked), lambda x, _: (x,)
+    case 'forward' | 'residuals':
+      return functools.partial(vnm_pack, residuals=case.role == 'residuals'), lambda x, _: (x,)
     case 'pull_back':
       return given, kept
     case 'turn':
@@ -142,10 +135,8 @@ def _packer(case: Case) -> tuple[Callable[..., Any], Callable[[Array, Array], tu
       return lambda a, used: api.transpose_pack_24(a, used=used), turned
     case 'turn_24_gradient':
       return lambda a, pattern: api.transpose_pack_24(a, pattern=pattern).values, turned
-    case 'columns':
-      return api.take_columns, turned
     case _:
-      return given, lambda x, gradient: (x, gradient, vnm_pack(x).operand)
+      return api.take_columns, turned
 
 
 def _dense_neurons(neurons: int) -> Array:
@@ -168,8 +159,6 @@ def _read(case: Case, args: tuple[Any, ...]) -> int:
   arrays = sum(a.nbytes for a in jax.tree.leaves(args))
   if case.role == 'turn_24_gradient':
     return arrays - args[1].values.nbytes
-  if case.role in ('pull_back', 'gradient', 'tokens_gradient'):
+  if case.role == 'pull_back':
     arrays -= args[2].compact.values.nbytes  # of the pattern, the positions alone
-  if case.role == 'tokens_gradient':
-    arrays -= args[0].nbytes + args[1].nbytes * (case.m - 4) // case.m  # what is kept of the gradient, nothing of x
   return arrays

@@ -1,4 +1,4 @@
-"""Triton kernels that pack A along its rows where these are contiguous; `triton.py` launches them.
+"""Triton kernels that pack A along its rows; `triton.py` launches them.
 
 A program has a block of V rows by 16 groups of M columns, 64 compact columns, so whole tiles of words, or by 8, half
 tiles. A thread has whole groups of a few rows in its registers, so that the block is read once, and with every row its
@@ -13,11 +13,11 @@ from pallas_kernels.vnm import _blocks as blocks
 
 @triton.jit
 def pack_rows(
-  x, values, metadata, rows, masked, inputs, counts,
-  C: tl.constexpr, V: tl.constexpr, M: tl.constexpr, SQUARED_RELU: tl.constexpr, MASKED: tl.constexpr,
-  RESIDUALS: tl.constexpr, GROUPS: tl.constexpr,
+  x, values, metadata, rows, inputs, counts,
+  C: tl.constexpr, V: tl.constexpr, M: tl.constexpr, SQUARED_RELU: tl.constexpr, RESIDUALS: tl.constexpr,
+  GROUPS: tl.constexpr,
 ):  # fmt: skip
-  """The pattern of x, or of relu(x)^2, and what it keeps of that; as a dense array too if `MASKED`.
+  """The pattern of x, or of relu(x)^2, and what it keeps of that.
 
   With `RESIDUALS` also what it keeps of x itself, and how often each column is used, added to `counts`.
   """
@@ -40,8 +40,6 @@ def pack_rows(
   nibble = blocks.best_two(low, high, not SQUARED_RELU)
   pair = blocks.chosen(low, high, nibble)
   tl.store(values.to(tl.pointer_type(tl.uint32)) + row * (C // M) + group, pair)
-  if MASKED:
-    _store_masked(masked, row, group, (c0, c1, c2, c3), nibble, pair, C, M)
 
   both = tl.sum(nibble << (16 * tl.arange(0, 2))[None, None, :].to(tl.uint32), axis=2)  # [GROUPS, V / 2]
   both = tl.reshape(both, (GROUPS // 4, 4, V // 2)) << (4 * tl.arange(0, 4))[None, :, None].to(tl.uint32)
@@ -69,9 +67,9 @@ def pack_rows(
 def pack_rows_as(
   x, gradient, metadata, rows, values, masked,
   C: tl.constexpr, V: tl.constexpr, M: tl.constexpr, SQUARED_RELU: tl.constexpr, MASKED: tl.constexpr,
-  COMPACT: tl.constexpr, GROUPS: tl.constexpr,
+  GROUPS: tl.constexpr,
 ):  # fmt: skip
-  """The gradient, or 2 gradient relu(x), under a pattern that is given; of x only what it keeps if `COMPACT`."""
+  """The gradient, or 2 gradient relu(x), under a pattern that is given; x is what the pattern keeps of it."""
   dtype: tl.constexpr = gradient.dtype.element_ty
   row, group = _places(V, GROUPS)
   member = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
@@ -90,11 +88,7 @@ def pack_rows_as(
   low, high = blocks.pick(_load(gradient, row, group, C, M), columns, M)
   pair = blocks.chosen(low, high, nibble)
   if SQUARED_RELU:
-    if COMPACT:
-      kept = tl.load(x.to(tl.pointer_type(tl.uint32)) + row * (C // M) + group)
-    else:
-      low, high = blocks.pick(_load(x, row, group, C, M), columns, M)
-      kept = blocks.chosen(low, high, nibble)
+    kept = tl.load(x.to(tl.pointer_type(tl.uint32)) + row * (C // M) + group)
     pair = blocks.pull_back(kept, pair, dtype)
   tl.store(values.to(tl.pointer_type(tl.uint32)) + row * (C // M) + group, pair)
   if MASKED:

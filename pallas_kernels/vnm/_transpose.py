@@ -4,8 +4,9 @@ An operand [R, C] holds two entries of each row and group of M columns, a word, 
 at M = 8. A program of `transpose_pack` has V columns by 16 groups of M rows, spread: rows j R / M + g are the members
 of group g.
 What ranks a group's rows are sums of what is stored, so a first look takes no entry to its place. Of the rows that
-stay a second look makes M entries each, pairs of columns to a word, and from there on it goes as in `_columns`. A
-program of `transpose_pack_24` has groups of four neighbouring rows, all of which stay.
+stay a second look makes M entries each, pairs of columns to a word: two rows of the transpose. Its rows are written in
+runs of 16 groups, which the compiler stages through shared memory. A program of `transpose_pack_24` has groups of four
+neighbouring rows, all of which stay.
 """
 
 import triton

@@ -139,9 +139,9 @@ class Packed(NamedTuple):
 
   Attributes:
     operand: for `vnm_matmul`.
-    masked: the same entries as a dense array, zero outside the pattern, shape of `x`; None if not asked for.
+    masked: the same entries as a dense array, zero outside the pattern; None if not asked for.
     inputs: what `x` itself holds where the operand has its values, the shape of these; with `residuals`.
-    counts: int32, how many rows of each column of A store an entry that is not zero; with `residuals`.
+    counts: int32, how many rows of each column store an entry that is not zero; with `residuals`.
   """
 
   operand: VNMOperand
@@ -155,31 +155,26 @@ def vnm_pack(
   *,
   v: int,
   m: int,
-  axis: int = -1,
-  spread: bool = False,
   activation: str | None = None,
   gradient: Array | None = None,
   pattern: VNMOperand | None = None,
   masked: bool = False,
-  used: Array | None = None,
   residuals: bool = False,
   implementation: str | None = None,
 ) -> Packed:
-  """The V:2:M operand of `activation(x)` along `axis`, pattern included, in one pass over `x` on a GPU.
+  """The V:2:M operand of `activation(x)`, pattern included, in one pass over `x` on a GPU; or that of a gradient.
 
   Args:
-    x: a matrix of whole blocks; bfloat16 or float16. Of NaN with different bits a kernel may prefer the larger.
-    v: rows (of A) of a block.
+    x: [R, K], whole blocks; bfloat16 or float16. Of NaN with different bits a kernel may prefer the larger. With a
+      gradient `Packed.inputs` of the call that made the pattern.
+    v: rows of a block.
     m: columns of a block.
-    axis: -1 packs A = x [R, K]; -2 packs its transpose, A [K, R] for x [R, K], read in place.
-    spread: a group's `m` columns of A lie `K / m` apart, not side by side; the operand's index says where.
     activation: None or 'squared_relu'.
-    gradient: matrix of the dtype of `x`: packed in place of x under `pattern`, or, with 'squared_relu', its pull-back
-      `2 gradient relu(x)`. Without 'squared_relu' x is not read; in place of x the call also takes `Packed.inputs`.
-    pattern: with `gradient`, the operand that was packed from `x` alone, whose positions are used again.
-    masked: also return what is packed as a dense array.
-    used: bool, one for each row of A: the others count as zeros. Not with `gradient`.
-    residuals: also return what a backward pass needs of `x`; with axis=-1, not spread, and without a gradient.
+    gradient: [R, K] in the dtype of `x`: packed under `pattern`, or, with 'squared_relu', its pull-back
+      `2 gradient relu(x)`. Without 'squared_relu' x is not read.
+    pattern: with `gradient`, the operand whose positions are used again.
+    masked: with `gradient`, also return what is packed as a dense array.
+    residuals: without, also return what a backward pass needs of `x`.
     implementation: 'triton', 'reference', or None: Triton on a GPU where it takes the call.
 
   Returns:
@@ -195,8 +190,6 @@ def vnm_pack(
   >>> a.compact.values.tolist(), a.rows.tolist()
   ([[4.0, 9.0]], [[0, 1, 4, 7]])
   """
-  if axis not in (-1, -2):
-    raise ValueError(f'axis={axis} must be -1 or -2')
   if activation not in ACTIVATIONS:
     raise ValueError(f'activation={activation!r} is unknown; accepted are {ACTIVATIONS}')
   _dispatch.check_type('x', x, *_dispatch.ARRAYS)
@@ -204,35 +197,40 @@ def vnm_pack(
   _dispatch.check_type('pattern', pattern, VNMOperand, type(None))
   if x.ndim != 2:
     raise ValueError(f'x must be a matrix, found shape {x.shape}')
-  if (gradient is None) != (pattern is None):
+  if gradient is not None and pattern is not None:
+    _check_gradient(x, gradient, pattern, v, m, residuals)
+  elif gradient is not None or pattern is not None:
     raise ValueError('gradient and pattern belong together, found one of them')
-  whole = x
-  if gradient is not None and pattern is not None and axis == -1 and x.shape == pattern.compact.values.shape:
-    whole = gradient  # x are the inputs that an earlier call kept
-  check_blocks(whole if axis == -1 else whole.T, v, 2, m)
-  if gradient is not None and (gradient.shape, gradient.dtype) != (whole.shape, x.dtype):
-    raise ValueError(f'gradient must be {x.dtype} of shape {x.shape}, found {gradient.dtype} of shape {gradient.shape}')
-  if residuals and (gradient is not None or axis == -2 or spread or used is not None):
-    raise ValueError('residuals=True takes axis=-1, no spread, no gradient and all rows')
-  sizes = whole.shape if axis == -1 else whole.shape[::-1]
-  if pattern is not None and (pattern.v, pattern.m, pattern.shape) != (v, m, sizes):
-    raise ValueError(f'pattern must be {v}:2:{m} of {sizes}, found {pattern.v}:2:{pattern.m} of {pattern.shape}')
-  if used is not None and (gradient is not None or used.shape != sizes[:1] or used.dtype != jnp.bool_):
-    raise ValueError(
-      f'used must be bool of shape {sizes[:1]} and come without a gradient, found {used.dtype} of shape {used.shape}'
-    )
+  elif masked:
+    raise ValueError('masked=True takes a gradient')
+  else:
+    check_blocks(x, v, 2, m)
   _say_what_a_mesh_costs()
   candidates = ('reference',) if _device.current().platform == 'cpu' else ('triton', 'reference')
   return Packed(*_dispatch.dispatch(
-    'vnm_pack', PACKERS, implementation, candidates, x, v=v, m=m, axis=axis, spread=spread, activation=activation,
-    gradient=gradient, pattern=pattern, masked=masked, used=used, residuals=residuals,
+    'vnm_pack', PACKERS, implementation, candidates, x, v=v, m=m, activation=activation, gradient=gradient,
+    pattern=pattern, masked=masked, residuals=residuals,
   ))
+
+
+def _check_gradient(x: Array, gradient: Array, pattern: VNMOperand, v: int, m: int, residuals: bool) -> None:
+  if residuals:
+    raise ValueError('residuals=True takes no gradient')
+  if (pattern.v, pattern.m) != (v, m) or gradient.shape != pattern.shape or gradient.dtype != x.dtype:
+    raise ValueError(
+      f'pattern must be {v}:2:{m} of {gradient.shape} and the gradient {x.dtype}, as x; found {pattern.v}:2:{pattern.m}'
+      f' of {pattern.shape} and {gradient.dtype}'
+    )
+  if x.shape != pattern.compact.values.shape:
+    raise ValueError(f'x must be the inputs that were kept, {pattern.compact.values.shape}, found shape {x.shape}')
 
 
 def transpose_pack(
   a: VNMOperand, *, used: Array | None = None, pattern: VNMOperand | None = None, implementation: str | None = None
 ) -> VNMOperand:
-  """The V:2:M operand of A's transpose, its own pattern on top of A's: `vnm_pack` with axis=-2, spread, from A packed.
+  """The V:2:M operand of A's transpose, its own pattern on top of A's.
+
+  The groups of the result are spread: its columns, rows of A, are taken `R / m` apart, and its index says which.
 
   Args:
     a: A, [R, K]. Its groups lie side by side, not spread; R and K are multiples of V and of M.

@@ -112,51 +112,39 @@ def _relu(x: Array) -> Array:
 
 
 def vnm_pack(
-  x: Array, *, v: int, m: int, axis: int = -1, spread: bool = False, activation: str | None = None,
-  gradient: Array | None = None, pattern: VNMOperand | None = None, masked: bool = False, used: Array | None = None,
-  residuals: bool = False,
+  x: Array, *, v: int, m: int, activation: str | None = None, gradient: Array | None = None,
+  pattern: VNMOperand | None = None, masked: bool = False, residuals: bool = False,
 ) -> tuple[VNMOperand, Array | None, Array | None, Array | None]:
   """See `api.vnm_pack`."""
   if gradient is not None and pattern is not None:
-    check_groups(pattern, spread, name='pattern')
-    if x.shape != gradient.shape:
-      x = decompress_operand(_with_values(pattern, x))
-    return *_pack_as(x, gradient, pattern, axis=axis, activation=activation, masked=masked), None, None
-  y = squared_relu(x) if activation == 'squared_relu' else x
-  order = jnp.arange(x.shape[axis], dtype=jnp.int32)
-  y = y.T if axis == -2 else y
-  y = y if used is None else jnp.where(used[:, None], y, jnp.zeros((), y.dtype))
-  if spread:
-    order = order.reshape(m, -1).T.reshape(-1)
-    y = y[:, order]
-  ids = best_columns(y, v=v, m=m)
-  a = to_vnm_operand(compress_columns(y, _entries(y, ids, v=v, n=2, m=m), ids, v=v, m=m))
-  a = VNMOperand(a.compact, order[a.rows], m, spread)
-  dense = _dense_of(a, axis) if masked else None
+    check_groups(pattern, False, name='pattern')
+    if activation == 'squared_relu':
+      kept = _relu(decompress_operand(_with_values(pattern, x)))
+      gradient = (2 * gradient.astype(jnp.float32) * kept).astype(x.dtype)
+    a = _pack_as(gradient, pattern)
+    return a, decompress_operand(a) if masked else None, None, None
+  a = _pack(squared_relu(x) if activation == 'squared_relu' else x, v=v, m=m)
   if not residuals:
-    return a, dense, None, None
-  inputs, _ = _pack_as(x, x, a, axis=axis, activation=None, masked=False)
+    return a, None, None, None
   counts = jnp.sum(decompress_operand(a) != 0, axis=0, dtype=jnp.int32)
-  return a, dense, inputs.compact.values, counts
+  return a, None, _pack_as(x, a).compact.values, counts
+
+
+def _pack(x: Array, *, v: int, m: int) -> VNMOperand:
+  ids = best_columns(x, v=v, m=m)
+  return to_vnm_operand(compress_columns(x, _entries(x, ids, v=v, n=2, m=m), ids, v=v, m=m))
 
 
 def _with_values(a: VNMOperand, values: Array) -> VNMOperand:
   return dataclasses.replace(a, compact=SparseOperand(values, a.compact.metadata))
 
 
-def _pack_as(
-  x: Array, gradient: Array, pattern: VNMOperand, *, axis: int, activation: str | None, masked: bool
-) -> tuple[VNMOperand, Array | None]:
-  """What a given pattern keeps of the gradient, or of its pull-back through relu(x)^2."""
-  packed = gradient
-  if activation == 'squared_relu':
-    packed = (2 * gradient.astype(jnp.float32) * _relu(x)).astype(x.dtype)
-  packed = packed.T if axis == -2 else packed
-  r, k = packed.shape
-  blocks = packed.reshape(r // pattern.v, pattern.v, k)
+def _pack_as(x: Array, pattern: VNMOperand) -> VNMOperand:
+  """What a given pattern keeps of `x`."""
+  r, k = x.shape
+  blocks = x.reshape(r // pattern.v, pattern.v, k)
   kept = jnp.take_along_axis(blocks, pattern.rows[:, None, :], axis=-1).reshape(r, -1)
-  a = _with_values(pattern, _kept_values(kept, pattern.compact))
-  return a, _dense_of(a, axis) if masked else None
+  return _with_values(pattern, _kept_values(kept, pattern.compact))
 
 
 def _kept_values(x: Array, pattern: SparseOperand) -> Array:
@@ -169,10 +157,13 @@ def _kept_values(x: Array, pattern: SparseOperand) -> Array:
 def transpose_pack(a: VNMOperand, *, used: Array | None, pattern: VNMOperand | None) -> VNMOperand:
   """See `api.transpose_pack`."""
   check_groups(a, False)
-  x = decompress_operand(a)
+  x = decompress_operand(a).T
   if pattern is not None:
-    return _pack_as(x, x, pattern, axis=-2, activation=None, masked=False)[0]
-  return vnm_pack(x, v=a.v, m=a.m, axis=-2, spread=True, used=used)[0]
+    return _pack_as(x, pattern)
+  x = x if used is None else jnp.where(used[:, None], x, jnp.zeros((), x.dtype))
+  order = jnp.arange(x.shape[1], dtype=jnp.int32).reshape(a.m, -1).T.reshape(-1)  # members of a group beside each other
+  b = _pack(x[:, order], v=a.v, m=a.m)
+  return VNMOperand(b.compact, order[b.rows], a.m, spread=True)
 
 
 def transpose_pack_24(a: VNMOperand, *, used: Array | None, pattern: SparseOperand | None) -> SparseOperand:
@@ -189,11 +180,6 @@ def take_columns(a: VNMOperand, columns: Array) -> Array:
   """See `api.take_columns`."""
   check_groups(a, False)
   return decompress_operand(a)[:, columns]
-
-
-def _dense_of(a: VNMOperand, axis: int) -> Array:
-  dense = decompress_operand(a)
-  return dense.T if axis == -2 else dense
 
 
 def expand(operand: SparseOperand | VNMOperand) -> Array:

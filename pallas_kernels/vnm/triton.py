@@ -1,8 +1,7 @@
 """V:N:M packers in Triton: one pass over the activations.
 
-Four kernels read pairs of entries: A along its rows or along its columns (`_rows`, `_columns`), finding a pattern or
-under a given one. What these leave, neurons spread along contiguous rows, a dense copy of columns and large or odd V,
-goes through a general one (`_kernels`), a few times slower.
+Entries are read in pairs along the rows of A (`_rows`), to find a pattern or under a given one. All else is made from
+what was packed: the operand of the transpose (`_transpose`), some columns and the dense matrix (`_dense`).
 
 They agree with the reference bit for bit where sums of columns are exact or differ by more than rounding. bfloat16
 squares below 2^-126 are the exception on a CPU, whose XLA makes them zero; the kernels round them like all others.
@@ -16,44 +15,15 @@ import jax.numpy as jnp
 
 from pallas_kernels import _triton
 from pallas_kernels.sparse_matmul.operand import check_layout, metadata_shape, SparseOperand
-from pallas_kernels.vnm import _columns, _dense, _kernels, _rows, _transpose
+from pallas_kernels.vnm import _dense, _rows, _transpose
 from pallas_kernels.vnm.format import check_groups, VNMOperand
 
 _GROUPS = 16  # a program's, 64 compact columns
-_PARTS = 2  # of a block's rows, both in a thread
 
 
-def constants(
-  r: int, c: int, v: int, m: int, *, transposed: bool, spread: bool, activation: str | None, gradient: bool,
-  masked: bool = False,
-) -> dict[str, Any]:
-  """Compile-time constants of the general kernel for A [r, c], stored transposed or not."""
-  return dict(
-    R=r, C=c, ROW_STRIDE=1 if transposed else c, COLUMN_STRIDE=r if transposed else 1, V=v, M=m, SPREAD=spread,
-    SQUARED_RELU=activation == 'squared_relu', GRADIENT=gradient, MASKED=masked,
-  )
-
-
-def row_constants(
-  c: int, v: int, m: int, *, activation: str | None, masked: bool = False, **more: bool
-) -> dict[str, Any]:
-  """Compile-time constants of the kernels for A [r, c] whose rows are contiguous; `more` is one kernel's own."""
-  return dict(C=c, V=v, M=m, SQUARED_RELU=activation == 'squared_relu', MASKED=masked, GROUPS=row_groups(v, m), **more)
-
-
-def column_constants(r: int, c: int, v: int, m: int, *, activation: str | None, **more: bool) -> dict[str, Any]:
-  """Compile-time constants of the kernels for A [r, c] whose columns are contiguous; `more` for finding a pattern."""
-  return dict(R=r, C=c, V=v, M=m, PARTS=_PARTS, SQUARED_RELU=activation == 'squared_relu', **more)
-
-
-def grid(r: int, c: int, v: int, m: int) -> tuple[int, int]:
-  """Programs along groups and along blocks."""
-  return c // (_GROUPS * m), r // v
-
-
-def warps(m: int) -> int:
-  """Of the general kernel: thirty-two entries a thread, of 64 rows at a time."""
-  return m
+def row_constants(c: int, v: int, m: int, *, activation: str | None, **more: bool) -> dict[str, Any]:
+  """Compile-time constants of the kernels that read along rows; `more` is one kernel's own."""
+  return dict(C=c, V=v, M=m, SQUARED_RELU=activation == 'squared_relu', GROUPS=row_groups(v, m), **more)
 
 
 def row_groups(v: int, m: int) -> int:
@@ -66,95 +36,47 @@ def row_warps(v: int, m: int) -> int:
   return max(2, v * m * row_groups(v, m) // (_GROUPS * 256))
 
 
-def column_warps(v: int) -> int:
-  return v // 32
-
-
 def vnm_pack(
-  x: Array, *, v: int, m: int, axis: int = -1, spread: bool = False, activation: str | None = None,
-  gradient: Array | None = None, pattern: VNMOperand | None = None, masked: bool = False, used: Array | None = None,
-  residuals: bool = False,
+  x: Array, *, v: int, m: int, activation: str | None = None, gradient: Array | None = None,
+  pattern: VNMOperand | None = None, masked: bool = False, residuals: bool = False,
 ) -> tuple[VNMOperand, Array | None, Array | None, Array | None]:
   """See `api.vnm_pack`."""
   if pattern is not None:
-    check_groups(pattern, spread, name='pattern')
-  compact_x = pattern is not None and gradient is not None and x.shape != gradient.shape
-  x, kept = (gradient, x) if compact_x and gradient is not None else (x, x)
-  r, c = x.shape if axis == -1 else x.shape[::-1]
+    check_groups(pattern, False, name='pattern')
+  whole = x if gradient is None else gradient
+  r, c = whole.shape
   if x.dtype not in (jnp.bfloat16, jnp.float16):
     raise NotImplementedError(f'the Triton packer takes bfloat16 and float16, found {x.dtype}')
-  if v % 64 or m not in (4, 8, 16) or r % v or c % (_GROUPS * m):
+  if v not in (64, 128, 256) or m not in (4, 8, 16) or r % v or c % (_GROUPS * m):
     raise NotImplementedError(
-      f'the Triton packer takes V in multiples of 64, M of 4, 8 or 16 and columns in multiples of 16 M; found'
-      f' {v}:2:{m} of [{r}, {c}]'
+      f'the Triton packer takes V of 64, 128 or 256, M of 4, 8 or 16 and columns in multiples of 16 M; found {v}:2:{m}'
+      f' of [{r}, {c}]'
     )
-  if x.size >= 2**31:
-    raise NotImplementedError(f'the Triton packer counts entries in 31 bits, found {x.shape}')
-  compact = 4 * c // m
-  shapes = dict(
-    values=jax.ShapeDtypeStruct((r, compact // 2), x.dtype),
-    metadata=jax.ShapeDtypeStruct(metadata_shape(r, compact), jnp.uint32),
-    rows=jax.ShapeDtypeStruct((r // v, compact), jnp.int32),
-    masked=jax.ShapeDtypeStruct(x.shape if masked else (1,), x.dtype),
-    inputs=jax.ShapeDtypeStruct((r, compact // 2) if residuals else (1,), x.dtype),
-    counts=jax.ShapeDtypeStruct((c,) if residuals else (1,), jnp.int32),
-  )
-  along, down = grid(r, c, v, m)
-  fast = v in (64, 128, 256)
-
-  def call(kernel: Any, inputs: Any, names: str, **options: Any) -> dict[str, Array]:
-    names_of = names.split()
-    made = _triton.call(kernel, *inputs, out_shape=[shapes[name] for name in names_of], **options)
-    return dict(zip(names_of, made, strict=True))
-
-  given = [] if pattern is None else [pattern.compact.metadata, pattern.rows]
-  if fast and axis == -1 and not spread and used is None:
-    options = row_constants(c, v, m, activation=activation, masked=masked)
-    options |= dict(grid=(along * _GROUPS // row_groups(v, m), down), num_warps=row_warps(v, m))
-    if gradient is None:
-      zeroed = dict(zeroed_outputs=(5,)) if residuals else {}
-      out = call(
-        _rows.pack_rows, (x,), 'values metadata rows masked inputs counts', **options, **zeroed, RESIDUALS=residuals
-      )
-    else:
-      out = call(_rows.pack_rows_as, (kept, gradient, *given), 'values masked', **options, COMPACT=compact_x)
-  elif residuals or compact_x:
-    raise NotImplementedError(f'with residuals V of 64, 128 or 256 along contiguous rows; found {v}, axis {axis}')
-  elif fast and axis == -2 and not masked:
-    options = column_constants(r, c, v, m, activation=activation) | dict(grid=(down, along), num_warps=column_warps(v))
-    if gradient is None:
-      bits = jnp.zeros((1,), jnp.uint32) if used is None else _bits(used)
-      out = call(
-        _columns.pack_columns, (x, bits), 'values metadata rows', **options, SPREAD=spread, SELECT=used is not None
-      )
-    else:
-      out = call(_columns.pack_columns_as, (x, gradient, *given), 'values', **options)
-  else:
-    if used is not None:
-      raise NotImplementedError('the general Triton packer uses all rows')
-    options = constants(
-      r, c, v, m, transposed=axis == -2, spread=spread, activation=activation, gradient=gradient is not None,
-      masked=masked,
+  if whole.size >= 2**31:
+    raise NotImplementedError(f'the Triton packer counts entries in 31 bits, found {whole.shape}')
+  values = jax.ShapeDtypeStruct((r, 2 * c // m), x.dtype)
+  options: dict[str, Any] = dict(grid=(c // (row_groups(v, m) * m), r // v), num_warps=row_warps(v, m))
+  options |= row_constants(c, v, m, activation=activation)
+  if gradient is not None and pattern is not None:
+    metadata, rows = pattern.compact.metadata, pattern.rows
+    dense = jax.ShapeDtypeStruct(whole.shape if masked else (1,), x.dtype)
+    made, dense = _triton.call(
+      _rows.pack_rows_as, x, gradient, metadata, rows, out_shape=[values, dense], **options, MASKED=masked
     )
-    options |= dict(grid=(along, down), num_warps=warps(m))
-    if gradient is None:
-      nothing = (jnp.zeros((1,), x.dtype), jnp.zeros((1,), jnp.uint32), jnp.zeros((1,), jnp.int32))
-      out = call(_kernels.pack_kernel, (x, *nothing), 'values metadata rows masked', **options)
-    else:
-      shapes |= dict(metadata=jax.ShapeDtypeStruct((1,), jnp.uint32), rows=jax.ShapeDtypeStruct((1,), jnp.int32))
-      out = call(_kernels.pack_kernel, (x, gradient, *given), 'values metadata rows masked', **options)
-  if pattern is not None:
-    out |= dict(metadata=given[0], rows=given[1])
-  a = VNMOperand(SparseOperand(out['values'], out['metadata']), out['rows'], m, spread)
-  return (
-    a, out['masked'] if masked else None, out['inputs'] if residuals else None, out['counts'] if residuals else None
+    return VNMOperand(SparseOperand(made, metadata), rows, m), dense if masked else None, None, None
+  shapes = [
+    values,
+    jax.ShapeDtypeStruct(metadata_shape(r, 4 * c // m), jnp.uint32),
+    jax.ShapeDtypeStruct((r // v, 4 * c // m), jnp.int32),
+    jax.ShapeDtypeStruct(values.shape if residuals else (1,), x.dtype),
+    jax.ShapeDtypeStruct((c,) if residuals else (1,), jnp.int32),
+  ]
+  zeroed = dict(zeroed_outputs=(4,)) if residuals else {}
+  made, metadata, rows, inputs, counts = _triton.call(
+    _rows.pack_rows, x, out_shape=shapes, **options, **zeroed, RESIDUALS=residuals
   )
-
-
-def _bits(used: Array) -> Array:
-  """A uint32 a pair of rows, ones where a row is used."""
-  pairs = used.reshape(-1, 2).astype(jnp.uint32) * jnp.uint32(0xFFFF)
-  return pairs[:, 0] | pairs[:, 1] << 16
+  a = VNMOperand(SparseOperand(made, metadata), rows, m)
+  return a, None, inputs if residuals else None, counts if residuals else None
 
 
 def transpose_warps(v: int, m: int) -> int:

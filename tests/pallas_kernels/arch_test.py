@@ -96,7 +96,9 @@ class LayoutTest(parameterized.TestCase):
       for f in (vnm_api.transpose_pack, vnm_api.transpose_pack_24, vnm_api.expand):
         self.refused(f, self.blocks, **named)
       self.refused(vnm_api.take_columns, self.blocks, columns, **named)
-      self.refused(vnm_api.vnm_pack, x, v=64, m=8, gradient=x, pattern=self.blocks, **named)
+      self.refused(
+        vnm_api.vnm_pack, self.blocks.compact.values, v=64, m=8, gradient=x, pattern=self.blocks, **named
+      )
 
 
 if __name__ == '__main__':

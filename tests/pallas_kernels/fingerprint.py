@@ -166,9 +166,8 @@ def _vnm_calls() -> Iterator[tuple[str, Callable[[], object]]]:
 
   x = S((N, N), BF16)
   for v, m in ((64, 8), (128, 8), (128, 16), (256, 8)):
-    packed = functools.partial(jax.eval_shape, functools.partial(reference.vnm_pack, v=v, m=m), x)
-    packed = packed()[0]
-    of_columns = jax.eval_shape(functools.partial(reference.vnm_pack, v=v, m=m, axis=-2, spread=True), x)[0]
+    packed = jax.eval_shape(functools.partial(reference.vnm_pack, v=v, m=m), x)[0]
+    turned = jax.eval_shape(functools.partial(reference.transpose_pack, used=None, pattern=None), packed)
     used, squared, name = S((N,), jnp.bool_), dict(v=v, m=m, activation='squared_relu'), f'vnm {v}:{m}'
 
     def of(f, *args, **options):
@@ -179,19 +178,13 @@ def _vnm_calls() -> Iterator[tuple[str, Callable[[], object]]]:
 
     kept = S((N, 2 * N // m), BF16)
     yield f'{name} rows', of(vnm.vnm_pack, x, **squared, residuals=True)
-    yield f'{name} rows masked', of(vnm.vnm_pack, x, **squared, masked=True)
-    yield f'{name} rows under', of(under, x, x, packed, **squared)
     yield f'{name} rows under, kept', of(under, kept, x, packed, **squared)
-    columns = dict(v=v, m=m, axis=-2, spread=True)
-    yield f'{name} columns', of(vnm.vnm_pack, x, **columns)
-    yield f'{name} columns used', of(lambda x, used, f=vnm.vnm_pack, o=columns: f(x, used=used, **o), x, used)
-    yield f'{name} columns under', of(under, x, x, of_columns, **columns)
-    yield f'{name} general', of(vnm.vnm_pack, x, v=v, m=m, spread=True)
+    yield f'{name} rows under, kept, masked', of(under, kept, x, packed, **squared, masked=True)
     transpose_pack, transpose_pack_24 = vnm.transpose_pack, vnm.transpose_pack_24
     pattern_24 = jax.eval_shape(functools.partial(reference.transpose_pack_24, used=None, pattern=None), packed)
     yield f'{name} transposed', of(lambda a, f=transpose_pack: f(a, used=None, pattern=None), packed)
     yield f'{name} transposed used', of(lambda a, u, f=transpose_pack: f(a, used=u, pattern=None), packed, used)
-    yield f'{name} transposed under', of(lambda a, p, f=transpose_pack: f(a, used=None, pattern=p), packed, of_columns)
+    yield f'{name} transposed under', of(lambda a, p, f=transpose_pack: f(a, used=None, pattern=p), packed, turned)
     yield f'{name} transposed 2:4', of(lambda a, f=transpose_pack_24: f(a, used=None, pattern=None), packed)
     under_24 = lambda a, p, f=transpose_pack_24: f(a, used=None, pattern=p)  # noqa: E731
     yield f'{name} transposed 2:4 under', of(under_24, packed, pattern_24)

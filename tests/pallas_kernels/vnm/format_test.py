@@ -19,9 +19,7 @@ from tests.pallas_kernels import triton_interpreter
 _mask = jax.jit(reference.vnm_mask, static_argnames=('v', 'm'))
 _compress = jax.jit(vnm.compress, static_argnames=('v', 'm'))
 _decompress, _dense = jax.jit(vnm.decompress), jax.jit(fmt.decompress_operand)
-_pack = jax.jit(
-  api.vnm_pack, static_argnames=('v', 'm', 'axis', 'spread', 'activation', 'masked', 'residuals', 'implementation')
-)
+_pack = jax.jit(api.vnm_pack, static_argnames=('v', 'm', 'activation', 'masked', 'residuals', 'implementation'))
 _SIZES = ((1, 8), (4, 8), (8, 16), (2, 4), (16, 5))
 
 
@@ -182,9 +180,11 @@ class ApiTest(parameterized.TestCase):
     np.testing.assert_array_equal(made.counts, (dense != 0).sum(0))
     self.assertGreater(made.counts.max(), made.counts.min())
     gradient = _matrix(8, 32, seed=1)
-    options = dict(v=4, m=8, activation='squared_relu', gradient=gradient, pattern=made.operand)
-    found, expected = _pack(made.inputs, **options), _pack(x, **options)
-    np.testing.assert_array_equal(found.operand.compact.values, expected.operand.compact.values)
+    options = dict(v=4, m=8, activation='squared_relu', gradient=gradient, pattern=made.operand, masked=True)
+    found = _pack(made.inputs, **options)
+    expected = np.where(dense != 0, 2.0 * gradient * np.maximum(x, 0), 0)
+    np.testing.assert_array_equal(found.masked, expected.astype(jnp.bfloat16))
+    np.testing.assert_array_equal(_dense(found.operand), found.masked)
 
   @parameterized.parameters(False, True)
   def test_transpose_pack(self, select):
@@ -248,10 +248,8 @@ class ApiTest(parameterized.TestCase):
   def test_groups_that_are_spread_are_refused(self, implementation):
     if implementation == 'triton' and not triton_interpreter.HAS_TRITON:
       self.skipTest('triton is not installed')
-    spread = _pack(_matrix(16, 32), v=4, m=8, spread=True).operand
+    spread = api.transpose_pack(_pack(_matrix(32, 16), v=4, m=8, activation='squared_relu').operand)
     self.assertTrue(spread.spread)
-    beside = _pack(_matrix(16, 32), v=4, m=8, activation='squared_relu').operand
-    self.assertTrue(api.transpose_pack(beside).spread)
     calls = dict(implementation=implementation)
     for call in (
       lambda: api.transpose_pack(spread, **calls), lambda: api.transpose_pack_24(spread, **calls),
@@ -260,7 +258,7 @@ class ApiTest(parameterized.TestCase):
       with self.assertRaisesRegex(ValueError, r'of shape \(16, 32\) has its groups spread; accepted .* side by side'):
         call()
     with self.assertRaisesRegex(ValueError, 'pattern of shape .* has its groups spread'):
-      _pack(_matrix(16, 32), v=4, m=8, gradient=_matrix(16, 32), pattern=spread, **calls)
+      _pack(spread.compact.values, v=4, m=8, gradient=_matrix(16, 32), pattern=spread, **calls)
 
   def test_columns_refusal(self):
     a = _pack(_matrix(16, 32), v=4, m=8, activation='squared_relu').operand
@@ -279,32 +277,26 @@ class ApiTest(parameterized.TestCase):
         api.vnm_matmul(a, b, **kwargs)
 
   @parameterized.named_parameters(
-    ('axis', dict(axis=0), 'axis=0 must be -1 or -2'),
     ('activation', dict(activation='gelu'), "activation='gelu' is unknown"),
     ('gradient_alone', dict(gradient=(8, 32)), 'gradient and pattern belong together'),
     ('pattern_alone', dict(pattern=(8, 4, 8)), 'gradient and pattern belong together'),
-    ('gradient_shape', dict(gradient=(8, 64), pattern=(8, 4, 8)), r'gradient must be bfloat16 of shape \(8, 32\)'),
-    ('pattern_blocks', dict(gradient=(8, 32), pattern=(8, 8, 8)), r'pattern must be 4:2:8 of \(8, 32\), found 8:2:8'),
+    ('gradient_shape', dict(gradient=(8, 64), pattern=(8, 4, 8)), r'4:2:8 of \(8, 64\) .* of \(8, 32\)'),
+    ('pattern_blocks', dict(gradient=(8, 32), pattern=(8, 8, 8)), r'4:2:8 of \(8, 32\) .* found 8:2:8'),
     ('pattern_shape', dict(gradient=(8, 32), pattern=(16, 4, 8)), r'found 4:2:8 of \(16, 32\)'),
-    ('pattern_transposed', dict(axis=-2, gradient=(8, 32), pattern=(8, 4, 8)), r'pattern must be 4:2:8 of \(32, 8\)'),
-    ('used_of_columns', dict(used=(32,)), r'used must be bool of shape \(8,\).* found bool of shape \(32,\)'),
-    ('used_with_gradient', dict(used=(8,), gradient=(8, 32), pattern=(8, 4, 8)), 'come without a gradient'),
-    ('residuals', dict(axis=-2, residuals=True), 'residuals=True takes axis=-1'),
+    ('inputs', dict(gradient=(8, 32), pattern=(8, 4, 8)), r'x must be the inputs .*, \(8, 8\), found shape \(8, 32\)'),
+    ('residuals', dict(gradient=(8, 32), pattern=(8, 4, 8), residuals=True), 'residuals=True takes no gradient'),
+    ('masked', dict(masked=True), 'masked=True takes a gradient'),
     ('implementation', dict(implementation='mosaic_gpu'), "implementation='mosaic_gpu'"),
   )
   def test_pack_refusals(self, given, message):
     """`given` has the sizes of arrays, of `pattern` also V and M."""
     make = dict(
-      gradient=lambda *shape: jnp.ones(shape, jnp.bfloat16), used=lambda *shape: jnp.ones(shape, bool),
+      gradient=lambda *shape: jnp.ones(shape, jnp.bfloat16),
       pattern=lambda rows, v, m: fmt.VNMOperand(_zeros(rows, 128 // m), jnp.zeros((rows // v, 128 // m), jnp.int32), m),
     )
     given = {name: make[name](*value) if isinstance(value, tuple) else value for name, value in given.items()}
     with self.assertRaisesRegex(ValueError, message):
       _pack(jnp.ones((8, 32), jnp.bfloat16), v=4, m=8, **given)
-
-  def test_used_must_be_bool(self):
-    with self.assertRaisesRegex(ValueError, 'used must be bool .* found int32'):
-      _pack(jnp.ones((8, 32), jnp.bfloat16), v=4, m=8, used=jnp.ones(8, jnp.int32))
 
   def test_expand_refuses_a_stack(self):
     stack = jax.tree.map(lambda a: a[None], _zeros(64, 64))

@@ -17,7 +17,7 @@ from tests.pallas_kernels import triton_interpreter
 class InterpretedTest(absltest.TestCase):
 
   def test_bit_for_bit(self):
-    some = '*test_rows0 *test_columns0 *test_transpose_pack0'
+    some = '*test_rows0 *test_residuals0 *test_transpose_pack0'
     self.assertIn('Ran 3 tests', triton_interpreter.run_interpreted('tests.pallas_kernels.vnm.interpreted', some))
 
   @pytest.mark.slow
@@ -49,12 +49,12 @@ class CompileTest(parameterized.TestCase):
 
     kernel = _rows.pack_rows_as if gradient else _rows.pack_rows
     arrays = ['bfloat16', 'bfloat16', 'uint32', 'int32'] if gradient else ['bfloat16']
-    arrays += ['bfloat16', 'bfloat16'] if gradient else ['bfloat16', 'uint32', 'int32', 'bfloat16', 'bfloat16', 'int32']
-    # Instructions an entry, of which a thread has 128: the general kernel takes sixty. First what the block calls.
-    forms = ((True, False, 7 if gradient else 13), (False, True, 20))
-    for small, masked, most in forms if (v, m) == (128, 16) else forms[:1]:
-      more = dict(COMPACT=small) if gradient else dict(RESIDUALS=small)
-      constants = packers.row_constants(4096, v, m, activation='squared_relu', masked=masked, **more)
+    arrays += ['bfloat16', 'bfloat16'] if gradient else ['bfloat16', 'uint32', 'int32', 'bfloat16', 'int32']
+    # Instructions an entry, of which a thread has 128. First what the block calls.
+    forms = ((False, 7), (True, 20)) if gradient else ((True, 13), (False, 20))
+    for flag, most in forms if (v, m) == (128, 16) else forms[:1]:
+      more = dict(MASKED=flag) if gradient else dict(RESIDUALS=flag)
+      constants = packers.row_constants(4096, v, m, activation='squared_relu', **more)
       made = self._compile(kernel, arrays, constants, capability, packers.row_warps(v, m))
       self.assertLess(_instructions(made), most * 128)
 
@@ -91,20 +91,6 @@ class CompileTest(parameterized.TestCase):
     made = _triton.compile_for(_dense.take_columns, arrays, constants, compute_capability=80, num_warps=4)
     self.assertEqual(made.stack_bytes, 0)
 
-  @parameterized.product(case=_CASES, gradient=(False, True))
-  def test_columns(self, case, gradient):
-    (v, m), capability = case
-    from pallas_kernels.vnm import _columns
-    from pallas_kernels.vnm import triton as packers
-
-    more = {} if gradient else dict(SPREAD=True, SELECT=True)
-    constants = packers.column_constants(4096, 4096, v, m, activation=None, **more)
-    kernel = _columns.pack_columns_as if gradient else _columns.pack_columns
-    arrays = ['bfloat16', 'bfloat16', 'uint32', 'int32'] if gradient else ['bfloat16', 'uint32']
-    arrays += ['bfloat16'] if gradient else ['bfloat16', 'uint32', 'int32']
-    made = self._compile(kernel, arrays, constants, capability, packers.column_warps(v))
-    self.assertLess(_instructions(made), 15 * 16 * m)
-
   def test_expand(self):
     from pallas_kernels.vnm import _dense
 
@@ -115,31 +101,16 @@ class CompileTest(parameterized.TestCase):
     )  # fmt: skip
     self.assertEqual(made.stack_bytes, 0)
 
-  @parameterized.parameters(False, True)
-  def test_general(self, gradient):
-    from pallas_kernels.vnm import triton as packers
-    from pallas_kernels.vnm._kernels import pack_kernel
-
-    constants = packers.constants(
-      4096, 4096, 128, 8, transposed=False, spread=True, activation='squared_relu', gradient=gradient, masked=gradient
-    )
-    arrays = ['bfloat16', 'bfloat16', 'uint32', 'int32', 'bfloat16', 'uint32', 'int32', 'bfloat16']
-    made = _triton.compile_for(pack_kernel, arrays, constants, compute_capability=80, num_warps=packers.warps(8))
-    self.assertLessEqual(made.stack_bytes, 8)  # one 64-bit value that ptxas cannot keep in registers
-
 
 @absltest.skipUnless(triton_interpreter.HAS_TRITON, 'needs triton')
 class RefusalTest(parameterized.TestCase):
 
   @parameterized.named_parameters(
-    ('v', dict(v=32, m=8), 'multiples of 64'), ('m', dict(v=64, m=32), 'M of 4, 8 or 16'),
-    ('used', dict(v=64, m=8, used=True), 'the general Triton packer uses all rows'),
-    ('residuals', dict(v=192, m=8, residuals=True), 'with residuals V of 64, 128 or 256'),
+    ('v', dict(v=192, m=8), 'V of 64, 128 or 256'), ('m', dict(v=64, m=32), 'M of 4, 8 or 16'),
   )
   def test_packs(self, options, message):
     from pallas_kernels.vnm import triton as packers
 
-    options |= dict(used=jnp.ones(192, bool)) if 'used' in options else {}
     with self.assertRaisesRegex(NotImplementedError, message):
       packers.vnm_pack(jnp.ones((192, 512), jnp.bfloat16), **options)
 

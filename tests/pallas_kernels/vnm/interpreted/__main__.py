@@ -28,9 +28,7 @@ def _whole(shape, dtype, seed=0):
 
 
 # One program: operation by operation XLA would take longer than the interpreter.
-_reference = jax.jit(
-  reference.vnm_pack, static_argnames=('v', 'm', 'axis', 'spread', 'activation', 'masked', 'residuals')
-)
+_reference = jax.jit(reference.vnm_pack, static_argnames=('v', 'm', 'activation', 'masked', 'residuals'))
 
 
 def _interpreted(f, *args, **options):
@@ -58,46 +56,29 @@ def _assert_same_bits(found, expected):
 
 class InterpretedTest(parameterized.TestCase):
 
-  def _check(
-    self, x, v, m, *, axis=-1, spread=False, activation=None, gradient=None, masked=False, used=None, general=False
-  ):
-    pattern_of = dict(v=v, m=m, axis=axis, spread=spread, activation=activation)
-    pattern = None
-    if gradient is not None:
-      pattern, *_ = _reference(x, **pattern_of)
-
-    options = pattern_of | dict(gradient=gradient, pattern=pattern, masked=masked, used=used)
-    found, kernels = _interpreted(packers.vnm_pack, x, **options)
-    self.assertEqual(general, kernels == ['pack_kernel'])
-    expected = _reference(x, gradient=gradient, pattern=pattern, used=used, masked=masked, **pattern_of)
-    _assert_same_bits(found, expected)
-
-  @parameterized.parameters(
-    (64, 8, 'bfloat16', False), (128, 16, 'bfloat16', True), (64, 4, 'float16', True)
-  )
-  def test_rows(self, v, m, dtype, masked):
-    self._check(_whole((2 * v, 32 * m), dtype), v, m, activation='squared_relu', masked=masked)
-    self._check(_whole((v, 16 * m), dtype), v, m, masked=masked)
-
   @parameterized.parameters((64, 8, 'bfloat16'), (128, 16, 'bfloat16'), (64, 4, 'float16'))
-  def test_columns(self, v, m, dtype):
-    self._check(_whole((32 * m, 2 * v), dtype), v, m, axis=-2, spread=True)
-    used = jnp.arange(v) % 3 > 0
-    self._check(_whole((16 * m, v), dtype), v, m, axis=-2, activation='squared_relu', used=used)
+  def test_rows(self, v, m, dtype):
+    for shape, activation in (((2 * v, 32 * m), 'squared_relu'), ((v, 16 * m), None)):
+      x, options = _whole(shape, dtype), dict(v=v, m=m, activation=activation)
+      found, kernels = _interpreted(packers.vnm_pack, x, **options)
+      self.assertEqual(kernels, ['pack_rows'])
+      _assert_same_bits(found, _reference(x, **options))
 
-  @parameterized.parameters(
-    (-1, None, 64, 8), (-1, 'squared_relu', 128, 16), (-2, None, 128, 16), (-2, 'squared_relu', 64, 8)
-  )
-  def test_under_a_pattern(self, axis, activation, v, m):
-    shape = (2 * v, 16 * m) if axis == -1 else (16 * m, 2 * v)
-    x, gradient = _finite(shape), _finite(shape, 1)
-    self._check(x, v, m, axis=axis, spread=axis == -2, activation=activation, gradient=gradient, masked=axis == -1)
+  @parameterized.product(activation=(None, 'squared_relu'), block=((64, 8), (128, 16)))
+  def test_under_a_pattern(self, activation, block):
+    v, m = block
+    x, gradient = _finite((2 * v, 16 * m)), _finite((2 * v, 16 * m), 1)
+    pattern, _, inputs, _ = _reference(x, v=v, m=m, activation=activation, residuals=True)
+    options = dict(v=v, m=m, activation=activation, gradient=gradient, pattern=pattern, masked=True)
+    found, kernels = _interpreted(packers.vnm_pack, inputs, **options)
+    self.assertEqual(kernels, ['pack_rows_as'])
+    _assert_same_bits(found, _reference(inputs, **options))
 
   def test_the_pattern_given_is_used(self):
     # Of other numbers than x: nothing is found again.
     x, gradient = _finite((64, 128)), _finite((64, 128), 1)
     pattern, *_ = _reference(x[::-1], v=64, m=8)
-    expected, *_ = _reference(x, v=64, m=8, gradient=gradient, pattern=pattern)
+    expected, *_ = _reference(pattern.compact.values, v=64, m=8, gradient=gradient, pattern=pattern)
     np.testing.assert_array_equal(expected.rows, pattern.rows)
     dense = np.asarray(jax.jit(decompress_operand)(expected), np.float32)
     kept = np.asarray(jax.jit(functools.partial(reference.vnm_mask, v=64, m=8))(x[::-1]))
@@ -115,12 +96,6 @@ class InterpretedTest(parameterized.TestCase):
     found, _ = _interpreted(packers.vnm_pack, x, residuals=True, **options)
     expected = _reference(x, residuals=True, **options)
     _assert_same_bits(found, expected)
-    # What was kept of x serves the gradient as well as x.
-    x, gradient = _finite(x.shape).astype(dtype), _finite(x.shape, 1).astype(dtype)
-    pattern, _, inputs, _ = _reference(x, residuals=True, **options)
-    found, _ = _interpreted(packers.vnm_pack, inputs, gradient=gradient, pattern=pattern, **options)
-    _assert_same_bits(found, _reference(x, gradient=gradient, pattern=pattern, **options))
-    _assert_same_bits(found, _reference(inputs, gradient=gradient, pattern=pattern, **options))
 
   @parameterized.parameters(
     # Twice the smallest rows at least: blocks beside each other, and members of a group in different blocks; in the
@@ -154,13 +129,14 @@ class InterpretedTest(parameterized.TestCase):
 
   @parameterized.parameters((64, 8, False), (128, 16, True))
   def test_dense_from_blocks(self, v, m, spread):
-    a, *_ = _reference(_whole((2 * v, 32 * m), 'bfloat16'), v=v, m=m, spread=spread)
+    a, *_ = _reference(_whole((2 * v, 32 * m) if not spread else (16 * m, 2 * v), 'bfloat16'), v=v, m=m)
+    a = jax.jit(reference.transpose_pack)(a, used=None, pattern=None) if spread else a
     found, _ = _interpreted(packers.expand, a)
     _assert_same_bits(found, jax.jit(decompress_operand)(a))
 
   def test_an_index_that_is_out_of_range_is_taken_for_the_last(self):
     """Nothing beside the arrays is read or written, where the interpreter would end or go on with other numbers."""
-    x, gradient = _finite((128, 128)), _finite((128, 128), 1)
+    x = _finite((128, 128))
 
     def hostile(a, last):
       bad, clamped = a.rows.at[0, 1].set(-5).at[0, 6].set(10**9), a.rows.at[0, 1].set(last).at[0, 6].set(last)
@@ -172,10 +148,8 @@ class InterpretedTest(parameterized.TestCase):
 
     a, *_ = _reference(x, v=64, m=8)
     check(packers.expand, *hostile(a, 127))
-    of_columns, *_ = _reference(x, v=64, m=8, axis=-2, spread=True)
-    pair = hostile(of_columns, 127)
-    check(lambda p: packers.transpose_pack(a, used=None, pattern=p), *pair)
-    check(lambda p: packers.vnm_pack(x, v=64, m=8, axis=-2, spread=True, gradient=gradient, pattern=p)[0], *pair)
+    turned = jax.jit(reference.transpose_pack)(a, used=None, pattern=None)
+    check(lambda p: packers.transpose_pack(a, used=None, pattern=p), *hostile(turned, 127))
 
   @parameterized.parameters((64, 8), (128, 16))
   def test_take_columns(self, v, m):
@@ -186,14 +160,6 @@ class InterpretedTest(parameterized.TestCase):
     _assert_same_bits(found, jax.jit(reference.take_columns)(a, columns))
     found, kernels = _interpreted(packers.take_columns, a, columns[:0])
     self.assertEqual((found.shape, found.dtype, kernels), ((2 * v, 0), jnp.bfloat16, []))
-
-  @parameterized.parameters((-1, 64, None), (-2, 64, 'squared_relu'), (-1, 192, None))
-  def test_general(self, axis, v, activation):
-    shape = (v, 128) if axis == -1 else (128, v)
-    x, gradient = _finite(shape), _finite(shape, 1)
-    options = dict(axis=axis, spread=v == 64, activation=activation, masked=True, general=True)
-    self._check(x, v, 8, **options)
-    self._check(x, v, 8, gradient=gradient, **options)
 
 
 def _finite(shape, seed=0):
