@@ -5,7 +5,7 @@
     python -m pallas_kernels verify --count 200              # random problems of sparse_matmul against NumPy's
     python -m pallas_kernels records                         # what was measured of sparse_matmul, as a table
 
-Of an op's folder `tune.py` and `bench.py` say what options they take (`arguments`) and do it (`run`).
+`ops.py` says what measures each op.
 """
 
 import argparse
@@ -18,14 +18,7 @@ import sys
 from typing import Any
 
 from pallas_kernels import _device, _processes, _records, _triton
-
-# Op -> folder. `experiments.bench.neuron_level` times `vnm_matmul`, with the packers and the block.
-TUNERS = {
-  'sparse_matmul': 'sparse_matmul', 'vnm_matmul': 'vnm', 'pack': 'pack', 'gated_activation': 'gated_activation',
-  'quantize': 'quantize',
-}  # fmt: skip
-BENCHES = {op: folder for op, folder in TUNERS.items() if op != 'vnm_matmul'}
-_IN_TRITON = ('pack', 'gated_activation', 'quantize')
+from pallas_kernels.ops import Op, OPS
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -37,14 +30,17 @@ def _parser() -> argparse.ArgumentParser:
   def command(name: str, text: str) -> argparse.ArgumentParser:
     return commands.add_parser(name, help=text, description=text)
 
-  for name, text, folders in (
-    ('tune', 'time settings and keep what was measured', TUNERS),
-    ('bench', 'time what the library runs against the best of the others', BENCHES),
+  for name, text in (
+    ('tune', 'time settings and keep what was measured'),
+    ('bench', 'time what the library runs against the best of the others'),
   ):
     ops = command(name, text).add_subparsers(dest='op', required=True, metavar='op')
-    for op, folder in folders.items():
-      _module(name, folder).arguments(ops.add_parser(op))
-  verify = command('verify', 'random problems of sparse_matmul against a product by NumPy')
+    for op, how in OPS.items():
+      reason = _not_here(name, how)
+      parser_of_op = ops.add_parser(op, help=reason, description=reason)
+      if reason is None:
+        _module(name, how).arguments(parser_of_op)
+  verify = command('verify', 'random problems of sparse_matmul against a matmul by NumPy')
   verify.add_argument('--count', type=int, default=200, help='of problems (default: %(default)s)')
   verify.add_argument('--seed', type=int, default=0)
   verify.add_argument('--seconds', type=float, default=math.inf, help='after which no problem is begun')
@@ -55,8 +51,15 @@ def _parser() -> argparse.ArgumentParser:
   return parser
 
 
-def _module(command: str, folder: str) -> Any:
-  return importlib.import_module(f'pallas_kernels.{folder}.{command}')
+def _module(command: str, op: Op) -> Any:
+  return importlib.import_module(f'pallas_kernels.{op.folder}.{command}')
+
+
+def _not_here(command: str, op: Op) -> str | None:
+  """Why an op does not have the command, or None."""
+  if command == 'tune':
+    return op.untuned and f'nothing to tune: {op.untuned}'
+  return op.benched and f'run `python -m {op.benched}`'
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -71,7 +74,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     print('\n'.join(table_of_records(args.tuned)))
     return 0
   op = getattr(args, 'op', 'sparse_matmul')
-  if op in _IN_TRITON:
+  if args.command != 'verify' and (reason := _not_here(args.command, OPS[op])):
+    parser.error(f'{args.command} {op}: {reason}')
+  if OPS[op].in_triton:
     _triton.check_program(parser)
   # The processes that tune `sparse_matmul` share the GPU with this one.
   shared = args.command == 'tune' and op == 'sparse_matmul'
@@ -82,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   if args.command == 'verify':
     kernel = args.implementation or _own_kernel.name(device)
     return min(verify(args.count, args.seed, args.seconds, args.out, kernel), 1)
-  return _module(args.command, TUNERS[op]).run(args)
+  return _module(args.command, OPS[op]).run(args)
 
 
 if __name__ == '__main__':

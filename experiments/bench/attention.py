@@ -1,7 +1,7 @@
 """`python -m experiments.bench.attention --out FILE`: attention under a pattern, forward and backward.
 
 `triton`, `cudnn` and `blocks` are back ends of the pattern; `blocks` is compiled for one case only unless asked for, as
-XLA tunes its many products for longer than all else takes. `full` is full causal attention by the fastest library
+XLA tunes its many matmuls for longer than all else takes. `full` is full causal attention by the fastest library
 kernel, which is what a model would run otherwise. Errors are those of output and gradients of the first head of the
 first sequence against the masked form in float32 on the host, for the longest sequences against the block form.
 

@@ -37,13 +37,13 @@ def run(case: Case, options: Any, head: Mapping[str, Any], clock: measure.Clock)
   """Measures one case and returns its record."""
   shape = TINY if options.tiny else case.shape
   implementation = None if options.tiny or options.implementation == 'auto' else options.implementation
-  dtype = jnp.float32 if options.tiny else jnp.bfloat16  # XLA's CPU lacks some products of bfloat16
+  dtype = jnp.float32 if options.tiny else jnp.bfloat16  # XLA's CPU lacks some matmuls of bfloat16
   jobs = _jobs(case, shape, implementation, dtype, jnp.float32 if options.weights == 'float32' else dtype)
   compiled = measure.compile_all(jobs, needed=('sparse',))
   clock.lap(f'compile {len(jobs)} steps')
   calls = {name: functools.partial(f, *jobs[name][1]) for name, f in compiled.items()}
   counts = hlo.sparse_calls(compiled['sparse'].as_text(), tokens=shape[0])
-  # Gate and up-projection are one product.
+  # Gate and up-projection are one matmul.
   if not options.tiny and implementation and sum(counts.values()) < 2 * len(_ROLES[case.method]):
     raise ValueError(f'the compiled step lacks sparse matmuls in {_ROLES[case.method]}; it has {counts}')
 

@@ -3,7 +3,7 @@
 The work of `experiments.bench.ffn` with what PyTorch offers for 2:4 training: its tile packer, which prunes and packs a
 matrix both ways, and cuSPARSELt's matmul with the best algorithm that its search finds. `weights` makes the forward and
 the input gradient sparse, as its training modules do; `all` prunes the output gradient as well. `error` in the record
-is how far the forward's product is from the dense one with the pruned weight: where the packer's layout is not the one
+is how far the forward's matmul is from the dense one with the pruned weight: where the packer's layout is not the one
 that the matmul reads, the times stand and the numbers do not. It runs in a process of its own, since two frameworks
 would share neither memory nor streams.
 """
@@ -71,7 +71,7 @@ class Block:
       return {'alg_id': 0}
 
   def error(self) -> float:
-    """Relative error of the up-projection of 256 tokens against the dense product with the pruned weight."""
+    """Relative error of the up-projection of 256 tokens against the dense matmul with the pruned weight."""
     torch, w, x = self.torch, self.into[0], self.x[:256]
     *_, threads = torch._sparse_semi_structured_tile(w, algorithm='', use_cutlass=False)
     kept = torch._sparse_semi_structured_apply_dense(w, threads)

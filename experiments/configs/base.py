@@ -65,7 +65,7 @@ def make(name: str, *, size: str, tiny: bool, **fields: Any) -> Config:
       # refreshes; 'step' searches anew at every step, which makes recipes with different intervals comparable.
       # What a dense phase after a sparse one starts from: the 'weights', or the 'projected' ones that the sparse phase
       # computed with. Masked decay leaves little between the two; without it the former are far from what was trained.
-      # implementation: of the sparse products, see `s24.DotPolicy`; 'auto' leaves the choice to the library.
+      # implementation: of the sparse matmuls, see `s24.DotPolicy`; 'auto' leaves the choice to the library.
       'recipe': {
         'name': 'dense', 'kwargs': {}, 'flip_rate': 'refresh', 'dense_from': 'weights', 'implementation': 'auto',
       },

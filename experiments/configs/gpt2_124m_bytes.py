@@ -24,7 +24,7 @@ from experiments.runs.experiment import Config
 
 _DECAY = {'masked_decay': 6e-4}
 _DENSE = {'path': None, 'watch': None}
-# By name: no GPU's records have V:N:M products near this size, so that the library would stay dense.
+# By name: no GPU's records have V:N:M matmuls near this size, so that the library would stay dense.
 _KERNELS = {'policy': {'implementation': 'sparse'}}
 
 

@@ -2,7 +2,7 @@
 
 Operands are scaled to the range of their format by their own largest magnitude, just in time: e4m3 for activations and
 weights, e5m2 for output gradients (Micikevicius et al., arXiv 2209.05433). 8-bit matmuls want both operands contiguous
-along the axis that is summed, so what two products read is quantised both ways round, in one pass where there is a
+along the axis that is summed, so what two matmuls read is quantised both ways round, in one pass where there is a
 kernel for it.
 """
 

@@ -69,7 +69,7 @@ def rotate(x_BxTxHxK: jax.Array, theta: float) -> jax.Array:
 def dense(config: Any, features: int, name: str, *, residual: bool = False) -> nn.Dense:
   """A linear layer, biased if the model is; those that write to the residual stream start smaller by sqrt(2 L).
 
-  With `config.fp8_linear` its three products are in FP8 with current scaling, what a dense model can have of FP8.
+  With `config.fp8_linear` its three matmuls are in FP8 with current scaling, what a dense model can have of FP8.
   """
   std = INIT_STD / math.sqrt(2 * config.num_layers) if residual else INIT_STD
   return nn.Dense(
@@ -84,7 +84,7 @@ def dense(config: Any, features: int, name: str, *, residual: bool = False) -> n
 
 
 def _fp8_dot_general(x: jax.Array, w: jax.Array, dimension_numbers: Any, **kwargs: Any) -> jax.Array:
-  """The product of `nn.Dense` in FP8."""
+  """The matmul of `nn.Dense` in FP8."""
   del dimension_numbers, kwargs  # of nn.Dense: the last axis of x with the first of w, at default precision
   return fp8_dot(x.reshape(-1, x.shape[-1]), w).reshape(*x.shape[:-1], w.shape[-1])
 
@@ -107,7 +107,7 @@ def fused_mlp(config: Any, hidden: int, mlp: str) -> nn.Module:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def unembed(x_BxTxD: jax.Array, table_VxD: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
-  """Logits [B, T, V]; the cotangent is rounded to the dtype of `x`, or its products would run in float32."""
+  """Logits [B, T, V]; the cotangent is rounded to the dtype of `x`, or its matmuls would run in float32."""
   return jnp.einsum('btd,vd->btv', x_BxTxD, table_VxD, preferred_element_type=jnp.float32).astype(dtype)
 
 
@@ -163,7 +163,7 @@ def run_blocks(block: Any, config: Any, deterministic: bool, x_BxTxD: jax.Array)
   """The layers of a model, `block(config, deterministic, pattern)` each: h_0, h_1, ... in turn, or h scanned."""
   # Inside a scan the loop already keeps XLA from undoing the recomputation.
   if config.remat:
-    # 'dots' keeps what matrix products made, so that only what is cheap is computed again.
+    # 'dots' keeps what matmuls made, so that only what is cheap is computed again.
     policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if config.remat == 'dots' else None
     block = nn.remat(block, prevent_cse=not config.scan_layers, policy=policy)
   if not config.scan_layers:

@@ -43,7 +43,7 @@ def _steps(bench: str, records: Sequence[Record]) -> str:
   heading, lead = heads[bench]
   if bench == 'ffn_pytorch' and (wrong := [r['error'] for r in records if (r.get('error') or 0) > 1e-2]):
     lead += (
-      f' The relative error of its products is {min(wrong):.2f} to {max(wrong):.2f}: the layout that the packer writes'
+      f' The relative error of its matmuls is {min(wrong):.2f} to {max(wrong):.2f}: the layout that the packer writes'
       ' is not the one that the matmul reads on this GPU. The times stand, the numbers do not.'
     )
   parts = [
@@ -69,7 +69,7 @@ def _steps(bench: str, records: Sequence[Record]) -> str:
 _ZEROS = '"dense" has the same matrix, whose zeros save power; "dense without zeros", where measured, random numbers.'
 _PRODUCTS = {
   'sparse_matmul': ('Sparse matmul', f'One kernel against the best dense XLA matmul of the same layout. {_ZEROS}'),
-  'float8_products': ('The products of an FP8 layer', 'Two of the three are sparse; the input gradient is dense FP8.'),
+  'float8_products': ('The matmuls of an FP8 layer', 'Two of the three are sparse; the input gradient is dense FP8.'),
   'cusparselt': (
     'Beside cuSPARSELt', "Its fastest algorithm that is right and repeats, and the one that it takes by itself."
   ),
@@ -78,7 +78,7 @@ _PRODUCTS = {
     'An up-projection that writes GELU(z) and z; the same without z, without GELU, in two passes.',
   ),
   'vnm_matmul': (
-    'V:N:M matmul', f'Rows of the other operand gathered for each block, against the dense product. {_ZEROS}'
+    'V:N:M matmul', f'Rows of the other operand gathered for each block, against the dense matmul. {_ZEROS}'
   ),
 }
 

@@ -4,7 +4,7 @@ The count, in floating-point operations (a multiply and an add are two) of all t
 
 - Forward of a linear layer with a weight [in, out] and density d: 2 d in out a token. Its two gradients cost the same
   each. A step on which links grow by gradient takes the weight gradient of all entries; a sampled one, MVUE, takes half
-  of the tokens. Sparse activations take part in four of the six products of a feed-forward block, with two of M
+  of the tokens. Sparse activations take part in four of the six matmuls of a feed-forward block, with two of M
   entries; weight gradients have a dense share of neurons.
 - Scores and weighted sum of attention: 4 D a pair of query and attended key, three times for forward and backward; a
   token attends to the causal triangle (or the pattern's share of it), in as many query heads as there are.

@@ -67,7 +67,7 @@ def matmuls(options: Any, write: Callable[[dict[str, Any]], None]) -> None:
     return matmul(a, b, b_layout='nk').astype(BF16)
 
   def wanted(a: Any, b: Any, s: Any, t: Any) -> jax.Array:
-    # A few rows of the product of what the operands hold, on the dense bfloat16 tensor cores: float8 fits bfloat16.
+    # A few rows of the matmul of what the operands hold, on the dense bfloat16 tensor cores: float8 fits bfloat16.
     return jax.lax.dot_general(
       a.astype(BF16), b.astype(BF16), (((1,), (1,)), ((), ())), preferred_element_type=F32
     ) * (s * t)  # fmt: skip

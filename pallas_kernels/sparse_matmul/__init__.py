@@ -1,4 +1,4 @@
-"""2:4-sparse times dense matrix product."""
+"""Matmul of a 2:4-sparse and a dense matrix."""
 
 from pallas_kernels.sparse_matmul.api import sparse_matmul as sparse_matmul
 from pallas_kernels.sparse_matmul.operand import from_operand as from_operand

@@ -1,4 +1,4 @@
-"""`sparse_matmul`: the product of a 2:4-sparse and a dense matrix, on whatever does it best here."""
+"""`sparse_matmul`: the matmul of a 2:4-sparse and a dense matrix, on whatever does it best here."""
 
 from collections.abc import Sequence
 import functools

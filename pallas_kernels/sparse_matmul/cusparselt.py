@@ -195,9 +195,9 @@ def _check_types(a: jnp.dtype, b: jnp.dtype, out: jnp.dtype, b_layout: str) -> N
   if a != b:
     raise NotImplementedError(f'cuSPARSELt multiplies matrices of one dtype, not {a} x {b}')
   if a.name in _WIDE and out != a:
-    raise NotImplementedError(f'cuSPARSELt writes the product of {a} matrices as {a}, not {out}')
+    raise NotImplementedError(f'cuSPARSELt writes the matmul of {a} matrices as {a}, not {out}')
   if a.name in _NARROW and out.name not in (*_WIDE, 'float32'):
-    raise NotImplementedError(f'the product of float8 matrices is written as bfloat16, float16 or float32, not {out}')
+    raise NotImplementedError(f'the matmul of float8 matrices is written as bfloat16, float16 or float32, not {out}')
   if a.name in _NARROW and b_layout != 'nk':
     raise NotImplementedError("cuSPARSELt reads K-major float8 operands only: B must be [N, K], b_layout='nk'")
 

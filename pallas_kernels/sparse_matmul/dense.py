@@ -41,7 +41,7 @@ def matmul(a: Array, b: Array, *, b_layout: str) -> Array:
   def product(a: Array, b: Array) -> Array:
     return jax.lax.dot_general(a, b, (((1,), (contract,)), ((), ())), preferred_element_type=jnp.float32)
 
-  # XLA lacks 16-bit products in some layouts on a CPU, and its sums are float32 of exact products anyhow.
+  # XLA lacks 16-bit matmuls in some layouts on a CPU, and its sums are float32 of exact products anyhow.
   def wide(a: Array, b: Array) -> Array:
     return product(a.astype(jnp.float32), b.astype(jnp.float32))
 

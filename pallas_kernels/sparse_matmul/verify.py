@@ -1,4 +1,4 @@
-"""Random problems, drawn over all that the op takes and all that its kernel ships, against NumPy's product."""
+"""Random problems, drawn over all that the op takes and all that its kernel ships, against NumPy's matmul."""
 
 from collections.abc import Sequence
 import dataclasses
@@ -72,7 +72,7 @@ def _measured(itemsize: int) -> Sequence[mosaic_gpu.Config]:
 
 
 def check(case: dict[str, Any], implementation: str = 'mosaic_gpu') -> tuple[float, str | None]:
-  """Error of a kernel on a `random_problem` against a NumPy product, and what is wrong, or None."""
+  """Error of a kernel on a `random_problem` against a NumPy matmul, and what is wrong, or None."""
   rng = np.random.default_rng(case['seed'])
   m, n, k = case['m'], case['n'], case['k']
   values = rng.standard_normal((m, k // 2)).astype(np.float32).astype(jnp.dtype(case['a_dtype']))

@@ -1,6 +1,7 @@
 """`python -m pallas_kernels` where it cannot run."""
 
 import contextlib
+import importlib.util
 import io
 import pathlib
 from unittest import mock
@@ -9,6 +10,7 @@ from absl.testing import absltest, parameterized
 
 from pallas_kernels import __main__ as command
 from pallas_kernels import _device
+from pallas_kernels.ops import OPS
 from pallas_kernels.sparse_matmul import verify
 
 
@@ -23,6 +25,9 @@ class CommandTest(parameterized.TestCase):
     ('tune sparse_matmul --out results.jsonl', 'unrecognized arguments: --out results.jsonl'),
     ('verify --implementation cusparselt', "invalid choice: 'cusparselt' (choose from"),
     ('tune sparse_matmul', "tune runs on a GPU, and JAX finds 'cpu' here"),
+    ('tune sparse_attention', 'tune sparse_attention: nothing to tune: its tiles follow'),
+    ('tune transposable_mask', 'tune `pack`'),
+    ('bench vnm_matmul', 'bench vnm_matmul: run `python -m experiments.bench.neuron_level`'),
     ('tune vnm_matmul', "tune runs on a GPU, and JAX finds 'cpu' here"),
     ('bench sparse_matmul', "bench runs on a GPU, and JAX finds 'cpu' here"),
     ('verify --count 3', "verify runs on a GPU, and JAX finds 'cpu' here"),
@@ -36,6 +41,17 @@ class CommandTest(parameterized.TestCase):
       command.main(arguments.split())
     self.assertEqual(end.exception.code, 2)
     self.assertIn(message, err.getvalue())
+
+  def test_every_op_has_its_files_or_says_why_not(self):
+    package = pathlib.Path(command.__file__).parent
+    self.assertEqual({op.folder for op in OPS.values()}, {path.parent.name for path in package.glob('*/api.py')})
+    for name, op in OPS.items():
+      there = {path.stem for path in (package / op.folder).glob('*.py')}
+      self.assertContainsSubset({'api', 'reference'}, there)
+      self.assertEqual(('tune' in there, 'bench' in there), (op.untuned is None, op.benched is None), name)
+      self.assertEqual('arg_specs' in there, op.untuned is None, name)
+      if op.benched is not None:
+        self.assertIsNotNone(importlib.util.find_spec(op.benched))
 
   def test_verify_hands_on_what_it_is_given(self):
     given = 'verify --count 3 --seed 4 --seconds 5 --out run.jsonl --implementation mosaic_gpu_sm80'

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _compat, _device, _passes, costs
-from pallas_kernels.__main__ import TUNERS
+from pallas_kernels.ops import OPS
 from tests.pallas_kernels import triton_interpreter
 
 _HEAD = dict(bench='memory_bound', device='gpu', driver='1', versions={}, when='2026-01-01')
@@ -76,7 +76,7 @@ class OpsTest(parameterized.TestCase):
 
   @parameterized.parameters('pack', 'gated_activation', 'quantize')
   def test_every_row_has_arrays_and_settings_or_a_form_of_xla(self, name):
-    for case in importlib.import_module(f'pallas_kernels.{TUNERS[name]}.arg_specs').cases():
+    for case in importlib.import_module(f'pallas_kernels.{OPS[name].folder}.arg_specs').cases():
       arrays = jax.eval_shape(case.inputs, jax.random.key(0))
       self.assertEqual(arrays[0].shape, case.shape)
       self.assertEqual(bool(case.configs), case.triton is not None)
