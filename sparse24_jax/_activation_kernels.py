@@ -8,22 +8,18 @@ import jax
 from jax import Array
 import jax.numpy as jnp
 
-from pallas_kernels import _device, formats
+from pallas_kernels import formats
 from pallas_kernels.pack.api import soft_threshold_pack
 from pallas_kernels.sparse_matmul.api import sparse_matmul
 from pallas_kernels.sparse_matmul.operand import to_operand
 from pallas_kernels.vnm.api import expand, take_columns, transpose_pack, transpose_pack_24, vnm_matmul, vnm_pack
 from pallas_kernels.vnm.format import VNMOperand
 from sparse24_jax._activation_reference import Activations, dot, projected, TokenPattern, Weight
-from sparse24_jax.policy import ActivationPolicy, VNM
+from sparse24_jax.neuron_plan import NeuronLevelPlan
+from sparse24_jax.policy import VNM
 from sparse24_jax.projection import Projection, SoftThreshold
 
 _DENSE_TILE = 128
-
-
-def _kernel(policy: ActivationPolicy) -> str | None:
-  """The kernels by name if the policy names them and there are any, so that they answer or fail; else None."""
-  return 'mosaic_gpu' if policy.implementation == 'sparse' and _device.current().arch.kernel('vnm_matmul') else None
 
 
 def _sparse_weight(w: Array, projection: Projection | None, state: Array | None, axis: int) -> Weight:
@@ -38,24 +34,16 @@ def _sparse_weight(w: Array, projection: Projection | None, state: Array | None,
 # Neither kernel has a batching rule: under vmap they run one after the other.
 
 
-def _sparse_matmul(policy: ActivationPolicy, a: Any, b: Array, **layouts: str) -> Array:
-  multiply = functools.partial(sparse_matmul, implementation=_kernel(policy), **layouts)
-  return jax.custom_batching.sequential_vmap(multiply)(a, b)
+def _sparse_matmul(a: Any, b: Array, **options: str | None) -> Array:
+  return jax.custom_batching.sequential_vmap(functools.partial(sparse_matmul, **options))(a, b)
 
 
-def _vnm_matmul(policy: ActivationPolicy, a: VNMOperand, b: Array) -> Array:
-  multiply = functools.partial(vnm_matmul, implementation=_kernel(policy))
-  return jax.custom_batching.sequential_vmap(multiply)(a, b)
+def _vnm_matmul(a: VNMOperand, b: Array, implementation: str | None) -> Array:
+  return jax.custom_batching.sequential_vmap(functools.partial(vnm_matmul, implementation=implementation))(a, b)
 
 
 def _dense_weight(w: Weight) -> Array:
   return expand(w.operand) if w.dense is None else w.dense
-
-
-def _sparse_by_weight(policy: ActivationPolicy, x: Array, w: Weight) -> Array:
-  if w.operand is None:
-    return dot(x, w.dense.T)
-  return _sparse_matmul(policy, w.operand, x, b_layout='nk', out_layout='nm')
 
 
 def _padded(neurons: Array) -> Array:
@@ -78,18 +66,20 @@ def _with_dense(d: Array, a: Activations, dense: Array, b: Array) -> Array:
 class SparseVNM:
   """V:N:M in both directions by `vnm_matmul`. Y and dH are packed once, along neurons; all else is read from there."""
 
-  policy: ActivationPolicy
+  plan: NeuronLevelPlan
 
   @property
   def features(self) -> VNM:
-    assert isinstance(self.policy.features, VNM)
-    return self.policy.features
+    assert isinstance(self.plan.policy.features, VNM)
+    return self.plan.policy.features
 
   def weight(self, w: Array, projection: Projection | None, state: Array | None, axis: int) -> Weight:
     return _sparse_weight(w, projection, state, axis)
 
   def by_weight(self, x: Array, w: Weight) -> Array:
-    return _sparse_by_weight(self.policy, x, w)
+    if w.operand is None:
+      return dot(x, w.dense.T)
+    return _sparse_matmul(w.operand, x, b_layout='nk', out_layout='nm', implementation=self.plan.by_weight)
 
   def _pack(self, x: Array, **kwargs: Any) -> Activations:
     made = vnm_pack(x, v=self.features.v, m=self.features.m, activation='squared_relu', **kwargs)
@@ -111,14 +101,14 @@ class SparseVNM:
     return self._pack(y.inputs, gradient=dy, pattern=y.operand, masked=entries)
 
   def over_neurons(self, a: Activations, w: Weight) -> Array:
-    return _vnm_matmul(self.policy, _operand(a), _dense_weight(w))
+    return _vnm_matmul(_operand(a), _dense_weight(w), self.plan.by_activations)
 
   def token_pattern(self, y: Activations, dense: Array) -> TokenPattern:
     return TokenPattern(dense, None, transpose_pack(_operand(y), used=_not_dense(y, dense)))
 
   def over_tokens(self, a: Activations, pattern: TokenPattern, is_y: bool, b: Array) -> Array:
     operand = pattern.operand if is_y else transpose_pack(_operand(a), pattern=pattern.operand)
-    return _with_dense(_vnm_matmul(self.policy, operand, b), a, pattern.dense, b)
+    return _with_dense(_vnm_matmul(operand, b, self.plan.by_activations), a, pattern.dense, b)
 
 
 def _not_dense(y: Activations, dense: Array) -> Array | None:
@@ -140,5 +130,5 @@ class SparseVNMTwoOfFour(SparseVNM):
   def over_tokens(self, a: Activations, pattern: TokenPattern, is_y: bool, b: Array) -> Array:
     operand = pattern.operand if is_y else transpose_pack_24(_operand(a), pattern=pattern.operand)
     # In the layouts of every weight gradient, for which settings were measured.
-    d = _sparse_matmul(self.policy, operand, b, b_layout='kn', out_layout='nm').T
+    d = _sparse_matmul(operand, b, b_layout='kn', out_layout='nm', implementation=self.plan.by_activations).T
     return _with_dense(d, a, pattern.dense, b)

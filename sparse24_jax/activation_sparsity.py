@@ -27,6 +27,7 @@ from pallas_kernels.prune.reference import magnitude_mask
 from pallas_kernels.vnm.reference import vnm_mask
 from sparse24_jax import _activation_matmuls as matmuls
 from sparse24_jax.dot import check_divisible, check_state
+from sparse24_jax.neuron_plan import plan_neurons
 from sparse24_jax.neurons import invert, route_tokens, spread, unspread
 from sparse24_jax.policy import ActivationPolicy, TwoOfFour, VNM
 from sparse24_jax.projections import projections_of
@@ -126,13 +127,14 @@ def neuron_level_ffn(
     if x.ndim < 2 or not x.shape[0] == w_up.shape[0] == w_down.shape[0]:
       raise ValueError(f'x of shape {x.shape}, w_up {w_up.shape} and w_down {w_down.shape} differ in their experts')
     batched = (x, w_up, w_down, state, b_up, b_down)
-    if matmuls.takes_kernels(policy, math.prod(x.shape[1:-1]), w_up.shape[1:], x.dtype):  # they know no batch axis
+    if plan_neurons(policy, math.prod(x.shape[1:-1]), *w_up.shape[1:], x.dtype) is not None:
+      # The kernels know no batch axis.
       experts = [expert(*jax.tree.map(lambda a, i=i: a[i], batched)) for i in range(x.shape[0])]
       return jnp.stack(experts)
     return jax.vmap(expert)(*batched)
   _check(x, w_up, w_down, state, policy)
   tokens = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-  how = policy, matmuls.takes_kernels(policy, tokens.shape[0], w_up.shape, x.dtype)
+  how = policy, plan_neurons(policy, tokens.shape[0], *w_up.shape, x.dtype)
   if not tokens.size:
     z = jnp.dot(jnp.square(jax.nn.relu(jnp.dot(tokens, w_up))), w_down)
   elif not policy.clusters:
@@ -206,15 +208,15 @@ def _check_backward(tokens: int, neurons: int, policy: ActivationPolicy) -> None
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _ffn(how: tuple, x: Array, w_up: Array, w_down: Array, b_up: Array | None, state: Any) -> Array:
-  # `how` is the policy, and whether the kernels serve it.
+  # `how` is the policy, and the plan of the kernels that serve it, or None.
   return _ffn_fwd(how, x, w_up, w_down, b_up, state, backward=False)[0]
 
 
 def _ffn_fwd(how, x, w_up, w_down, b_up, state, *, backward=True):
-  policy, kernels = how
+  policy, plan = how
   if backward:
     _check_backward(x.shape[0], w_up.shape[1], policy)
-  ops = matmuls.make(policy, kernels, feature_mask, token_mask)
+  ops = matmuls.make(policy, plan, feature_mask, token_mask)
   projections = projections_of(policy)
   up = ops.weight(w_up, projections['up'], state['up'], -2)
   down = ops.weight(w_down, projections['down'], state['down'], -1)
@@ -225,9 +227,9 @@ def _ffn_fwd(how, x, w_up, w_down, b_up, state, *, backward=True):
 
 
 def _ffn_bwd(how, residuals, dz):
-  policy, kernels = how
+  policy, plan = how
   x, saved, up, down, b_up = residuals
-  ops = matmuls.make(policy, kernels, feature_mask, token_mask)
+  ops = matmuls.make(policy, plan, feature_mask, token_mask)
   y = ops.restore(saved)
   dh = ops.pull_back(y, ops.by_weight(dz, down), b_up is not None)
   pattern = ops.token_pattern(y, densest(ops.uses(y), policy))

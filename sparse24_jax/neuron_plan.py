@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels import _device, _records, _triton, costs
+from pallas_kernels import _device, _dispatch, _records, _triton, costs
 from pallas_kernels.sparse_matmul.api import OP
 from pallas_kernels.vnm import api
 from sparse24_jax.plan import key_of
@@ -30,6 +30,8 @@ class NeuronLevelPlan:
     d: width of the model.
     hidden: neurons.
     dtype: of activations and weights.
+    by_weight: back end of the matmuls by a weight; None is the one that the records call fastest.
+    by_activations: of those by Y, dH and their transposes.
   """
 
   policy: ActivationPolicy
@@ -37,6 +39,8 @@ class NeuronLevelPlan:
   d: int
   hidden: int
   dtype: str
+  by_weight: str | None = None
+  by_activations: str | None = 'mosaic_gpu'
 
   @property
   def steps(self) -> tuple[Step, ...]:
@@ -48,6 +52,9 @@ class NeuronLevelPlan:
     transposed = activations * (wide / 2 + 1 / 8) if two_of_four else kept
     by_weight, by_neurons, by_tokens = self._timings
     transpose, share = 'transpose_pack_24' if two_of_four else 'transpose_pack', self.policy.dense_features
+
+    def matmul(name: str, backend: str | None, timing: Timing) -> Matmul:
+      return Matmul(name, backend or 'fastest', (timing._replace(row=backend or 'fastest'),))
 
     def moved(name: str, size: float, *kernels: str) -> Pass:
       return Pass(name, ((costs.COPY, size),), kernels)
@@ -62,19 +69,19 @@ class NeuronLevelPlan:
     return (
       Pass('w_up packed', (('soft_threshold_pack_axis-2', weight * wide + operand),), ('soft_threshold_kernel',)),
       Pass('w_down packed', (('soft_threshold_pack_axis-1', weight * wide + operand),), ('soft_threshold_kernel',)),
-      Matmul('h', 'fastest', (by_weight._replace(row='fastest'),)),
+      matmul('h', self.by_weight, by_weight),
       moved('y packed', activations * wide + 2 * kept, 'pack_rows'),
       moved('w_down expanded', operand + weight * wide, 'expand_rows'),
-      Matmul('z', 'mosaic_gpu', (by_neurons._replace(row='mosaic_gpu'),)),
-      Matmul('dy', 'fastest', (by_weight._replace(row='fastest'),)),
+      matmul('z', self.by_activations, by_neurons),
+      matmul('dy', self.by_weight, by_weight),
       moved('dh packed', activations * wide + 2 * kept, 'pack_rows_as'),
       moved('y transposed', kept + transposed, transpose),
-      Matmul('dW of down', 'mosaic_gpu', (by_tokens._replace(row='mosaic_gpu'),)),
+      matmul('dW of down', self.by_activations, by_tokens),
       *columns('dW of down'),
       moved('w_up expanded', operand + weight * wide, 'expand_rows'),
-      Matmul('dx', 'mosaic_gpu', (by_neurons._replace(row='mosaic_gpu'),)),
+      matmul('dx', self.by_activations, by_neurons),
       moved('dh transposed', kept + transposed, f'{transpose}_as'),
-      Matmul('dW of up', 'mosaic_gpu', (by_tokens._replace(row='mosaic_gpu'),)),
+      matmul('dW of up', self.by_activations, by_tokens),
       *columns('dW of up'),
       moved('dW of up the other way round', 2 * weight * wide),
     )  # fmt: skip
@@ -152,6 +159,24 @@ def expected(
   sides = (_together(steps) for steps in (plan.steps, plan.dense_steps))
   sparse, dense = (total(step.expected_ms(device) for step in steps) for steps in sides)
   return None if sparse is None or dense is None else Expected(sparse, dense)
+
+
+def plan_neurons(
+  policy: ActivationPolicy, tokens: int, d: int, hidden: int, dtype: DTypeLike
+) -> NeuronLevelPlan | None:
+  """The plan of a block that takes the kernels, or None: where its policy names them, or names nothing and they pay.
+
+  The choice of a policy that names nothing is logged once.
+  """
+  plan = NeuronLevelPlan(policy, tokens, d, hidden, jnp.dtype(dtype).name)
+  if policy.implementation is not None or not tokens or _device.current().platform == 'cpu':
+    kernel = _device.current().arch.kernel('vnm_matmul') and 'mosaic_gpu'  # None: the ops take what there is
+    named = policy.implementation == 'sparse'
+    return dataclasses.replace(plan, by_weight=kernel, by_activations=kernel) if named else None
+  reason = why_dense(policy, tokens, d, hidden, dtype)
+  how = 'sparse matmuls, which pay here' if reason is None else f'dense matmuls: {reason}'
+  _dispatch.log_once(f'neuron_level_ffn of {tokens} tokens, {d} x {hidden}, takes {how}', 'sparse24_jax')
+  return plan if reason is None else None
 
 
 def why_dense(policy: ActivationPolicy, tokens: int, d: int, hidden: int, dtype: DTypeLike) -> str | None:

@@ -12,6 +12,7 @@ import numpy as np
 import sparse24_jax as s24
 from sparse24_jax import _activation_matmuls as matmuls
 from sparse24_jax import activation_sparsity as acts
+from sparse24_jax.neuron_plan import NeuronLevelPlan
 from sparse24_jax.neurons import spread
 from sparse24_jax.policy import ActivationPolicy
 from sparse24_jax.projections import projections_of
@@ -37,27 +38,27 @@ class ChoiceTest(parameterized.TestCase):
     (POLICIES['two_of_four_tokens'], True, 'SparseVNMTwoOfFour'),
   )
   def test_sides(self, policy, kernels, kind):
-    ops = matmuls.make(policy, kernels, acts.feature_mask, acts.token_mask)
+    plan = NeuronLevelPlan(policy, TOKENS, D, HIDDEN, 'bfloat16') if kernels else None
+    ops = matmuls.make(policy, plan, acts.feature_mask, acts.token_mask)
     self.assertEqual(type(ops.activate.__self__).__name__, kind)
 
   @parameterized.parameters(True, False)
   def test_one_choice_for_forward_and_backward(self, kernels):
     inputs = draw(jnp.bfloat16)
+    plan = NeuronLevelPlan(VNM, TOKENS, D, HIDDEN, 'bfloat16', None, None) if kernels else None
     with (
-      mock.patch.object(matmuls, 'takes_kernels', return_value=kernels) as choice,
+      mock.patch.object(acts, 'plan_neurons', return_value=plan) as choice,
       mock.patch.object(matmuls, 'make', wraps=matmuls.make) as make,
     ):
       jax.eval_shape(functools.partial(eager, VNM), *inputs, state_of(VNM, *inputs[1:3]))
-    choice.assert_called_once_with(VNM, TOKENS, (D, HIDDEN), jnp.bfloat16)
-    self.assertEqual([call.args[1] for call in make.call_args_list], [kernels] * 2)
+    choice.assert_called_once_with(VNM, TOKENS, D, HIDDEN, jnp.bfloat16)
+    self.assertEqual([call.args[1] for call in make.call_args_list], [plan] * 2)
 
   def test_the_kernels_side_computes_the_same(self):
     # The kernels' path by the ops' own choice of back ends, which on a CPU are the references.
     inputs = draw(jnp.bfloat16)
     expected = forward_and_grads(VNM, *inputs)
-    with mock.patch.object(matmuls, 'takes_kernels', lambda *_: True):
-      # Another share, the same three neurons: not the program compiled before.
-      found = forward_and_grads(dataclasses.replace(VNM, dense_features=0.051), *inputs)
+    found = forward_and_grads(dataclasses.replace(VNM, implementation='sparse'), *inputs)
     for a, b in zip(found, expected, strict=True):
       self.assertLess(relative_error(a, b), 4e-3)
 

@@ -116,13 +116,12 @@ class ExpertsTest(parameterized.TestCase):
   def test_the_kernels_serve_experts_one_by_one_and_vmap_too(self, name):
     policy, inputs = POLICIES[name], draw(jnp.bfloat16, lead=(2,))
     state = state_of(policy, *inputs[1:3])
-    block = functools.partial(eager, policy)
-    with mock.patch.object(matmuls, 'takes_kernels', return_value=True) as choice:
-      with mock.patch.object(matmuls, 'make', wraps=matmuls.make) as make:
-        jax.eval_shape(block, *inputs, state)
-      found = jit(jax.vmap(block))(*inputs, state)
-    choice.assert_called_with(policy, TOKENS, (D, HIDDEN), jnp.bfloat16)  # of one expert
-    self.assertEqual(make.call_count, 2 * 2)  # forward and backward of each
+    block = functools.partial(eager, dataclasses.replace(policy, implementation='sparse'))
+    with mock.patch.object(matmuls, 'make', wraps=matmuls.make) as make:
+      jax.eval_shape(block, *inputs, state)
+    self.assertEqual(make.call_count, 2 * 2)  # forward and backward of each expert
+    self.assertEqual({call.args[1].tokens for call in make.call_args_list}, {TOKENS})
+    found = jit(jax.vmap(block))(*inputs, state)
     for a, b in zip(found, forward_and_grads(policy, *inputs, state), strict=True):
       self.assertLess(relative_error(a, b), 4e-3)
 

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 
 from pallas_kernels import _device, _dispatch, _records, costs
 import sparse24_jax as s24
-from sparse24_jax import _activation_matmuls as matmuls
 from sparse24_jax import neuron_plan as gain
+from sparse24_jax import steps
 from tests.sparse24_jax.gpus import gpu, H100
 
 T, D, H = 512, 64, 1024
@@ -190,10 +190,10 @@ class WhyDenseTest(parameterized.TestCase):
         self.assertRegex(found, message) if message else self.assertIsNone(found)
 
 
-class TakesKernelsTest(absltest.TestCase):
+class PlanTest(absltest.TestCase):
 
   def _takes(self, policy=POLICY, tokens=T):
-    return matmuls.takes_kernels(policy, tokens, (D, H), jnp.bfloat16)
+    return gain.plan_neurons(policy, tokens, D, H, jnp.bfloat16) is not None
 
   def test_follows_the_records_and_says_so_once(self):
     _dispatch.log_once.cache_clear()
@@ -208,8 +208,11 @@ class TakesKernelsTest(absltest.TestCase):
   def test_a_name_is_followed(self):
     with gpu(), records():
       self.assertFalse(self._takes(dataclasses.replace(POLICY, implementation='reference')))
+    named = dataclasses.replace(POLICY, implementation='sparse')
     with gpu(), records(NOTHING):
-      self.assertTrue(self._takes(dataclasses.replace(POLICY, implementation='sparse')))
+      plan = gain.plan_neurons(named, T, D, H, jnp.bfloat16)
+    self.assertEqual({step.backend for step in plan.steps if isinstance(step, steps.Matmul)}, {'mosaic_gpu', None})
+    self.assertIsNone(gain.plan_neurons(named, T, D, H, jnp.bfloat16).by_activations)  # a CPU has the references
 
   def test_not_without_a_gpu_nor_without_tokens(self):
     with records():
