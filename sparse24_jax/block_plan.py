@@ -7,7 +7,8 @@ from typing import Any
 from pallas_kernels import costs
 from sparse24_jax.asked import Asked, PLAIN
 from sparse24_jax.availability import Target
-from sparse24_jax.plan import LayerPlan, plan_layer, ROLES
+from sparse24_jax.layer_plan import LayerPlan, ROLES
+from sparse24_jax.plan import plan_layer
 from sparse24_jax.policy import DotPolicy
 from sparse24_jax.steps import both_ways, Matmul, PACKED8, Pass, rounded, sampled, sampled_in_fp8, Step
 

@@ -22,8 +22,9 @@ from pallas_kernels._varying import vary_over, varying_axes
 from pallas_kernels.formats import check_floating
 from sparse24_jax import linear_layer
 from sparse24_jax.asked import Asked, PLAIN
+from sparse24_jax.layer_plan import Backends
 from sparse24_jax.mvue import check_sampling
-from sparse24_jax.plan import Backends, plan_layer
+from sparse24_jax.plan import plan_layer
 from sparse24_jax.policy import DotPolicy
 from sparse24_jax.precision import Rounded
 from sparse24_jax.projection import Projection

@@ -34,9 +34,9 @@ from sparse24_jax import linear_layer
 from sparse24_jax.asked import Asked
 from sparse24_jax.block_plan import plan_block
 from sparse24_jax.dot import check_operands, dot_at
+from sparse24_jax.layer_plan import Backends
 from sparse24_jax.matmuls import add_bias
 from sparse24_jax.mvue import check_sampling
-from sparse24_jax.plan import Backends
 from sparse24_jax.policy import DotPolicy
 from sparse24_jax.precision import Precision, Rounded
 

@@ -16,10 +16,11 @@ from pallas_kernels.sparse_matmul.operand import SparseOperand
 from sparse24_jax.asked import Asked, PLAIN
 from sparse24_jax.availability import kernels_are_here
 from sparse24_jax.fp8 import FP8
+from sparse24_jax.layer_plan import Backends
 from sparse24_jax.matmuls import add_bias, matmul, multiply
 from sparse24_jax.numerics import Format
 from sparse24_jax.packing import E4M3, pack, PackedWeight, side_by_side
-from sparse24_jax.plan import Backends, packed_form, unfit
+from sparse24_jax.plan import packed_form, unfit
 from sparse24_jax.policy import DotPolicy
 from sparse24_jax.precision import NATIVE, Precision, Rounded
 from sparse24_jax.projection import Masked, SoftThreshold

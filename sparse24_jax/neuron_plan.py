@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from pallas_kernels import _device, _dispatch, _records, _triton, costs
 from pallas_kernels.sparse_matmul.api import OP
 from pallas_kernels.vnm import api
-from sparse24_jax.plan import key_of
+from sparse24_jax.layer_plan import key_of
 from sparse24_jax.policy import ActivationPolicy, TwoOfFour, VNM
 from sparse24_jax.steps import Matmul, Pass, Step, Timing, total
 

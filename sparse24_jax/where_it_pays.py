@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from pallas_kernels import _device
 from sparse24_jax.asked import Asked
 from sparse24_jax.availability import Target, target
-from sparse24_jax.plan import kernel_roles, LayerPlan, plan_layer, ROLES
+from sparse24_jax.layer_plan import LayerPlan, ROLES
+from sparse24_jax.plan import kernel_roles, plan_layer
 from sparse24_jax.policy import DotPolicy
 from sparse24_jax.recipe import Recipe
 from sparse24_jax.rules import leaves_by_path, match_rules

@@ -13,7 +13,7 @@ from pallas_kernels.activations import ACTIVATIONS
 from pallas_kernels.pack import api as pack
 import sparse24_jax as s24
 from sparse24_jax import block_plan, fp8
-from sparse24_jax.plan import Backends, LayerPlan
+from sparse24_jax.layer_plan import Backends, LayerPlan
 from tests import oracles
 from tests.oracles import assert_close
 from tests.sparse24_jax import fp8_oracles

@@ -17,7 +17,7 @@ from pallas_kernels import _dispatch
 from pallas_kernels.pack import api as pack
 import sparse24_jax as s24
 from sparse24_jax import fp8, linear_layer
-from sparse24_jax.plan import Backends, LayerPlan
+from sparse24_jax.layer_plan import Backends, LayerPlan
 from tests import oracles
 from tests.oracles import assert_close
 from tests.sparse24_jax import fp8_oracles

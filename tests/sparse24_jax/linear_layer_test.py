@@ -15,7 +15,8 @@ from pallas_kernels.ffi import cusparselt
 from pallas_kernels.sparse_matmul import api
 import sparse24_jax as s24
 from sparse24_jax import linear_layer
-from sparse24_jax.plan import Backends, plan_layer
+from sparse24_jax.layer_plan import Backends
+from sparse24_jax.plan import plan_layer
 
 H100, A100 = _device.target_device('sm_90a'), _device.target_device('sm_80')
 BF16, FP16, F32 = jnp.bfloat16, jnp.float16, jnp.float32

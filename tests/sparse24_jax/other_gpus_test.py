@@ -18,7 +18,8 @@ from pallas_kernels.pack import api as pack
 from pallas_kernels.sparse_matmul import api, reference
 import sparse24_jax as s24
 from sparse24_jax import linear_layer
-from sparse24_jax.plan import Backends, plan_layer, ROLES
+from sparse24_jax.layer_plan import Backends, ROLES
+from sparse24_jax.plan import plan_layer
 from tests import oracles
 from tests.sparse24_jax.dot_test import normal, TOLERANCE, written_formulas
 from tests.sparse24_jax.gpus import gpu

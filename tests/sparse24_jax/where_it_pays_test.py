@@ -12,8 +12,9 @@ from pallas_kernels import _records, costs
 from pallas_kernels.ffi import cusparselt
 from pallas_kernels.sparse_matmul import api
 import sparse24_jax as s24
+from sparse24_jax.layer_plan import Backends
 from sparse24_jax.packing import pack
-from sparse24_jax.plan import Backends, plan_layer
+from sparse24_jax.plan import plan_layer
 from sparse24_jax.where_it_pays import RoleGain, table
 from tests.sparse24_jax.gpus import gpu, H100
 
