@@ -25,9 +25,10 @@ import jax.numpy as jnp
 
 from pallas_kernels.prune.reference import magnitude_mask
 from pallas_kernels.vnm.reference import vnm_mask
-from sparse24_jax import _activation_matmuls as matmuls
+from sparse24_jax._activation_kernels import SparseVNM, SparseVNMTwoOfFour
+from sparse24_jax._activation_reference import Matmuls, Reference
 from sparse24_jax.dot import check_divisible, check_state
-from sparse24_jax.neuron_plan import plan_neurons
+from sparse24_jax.neuron_plan import NeuronLevelPlan, plan_neurons
 from sparse24_jax.neurons import invert, route_tokens, spread, unspread
 from sparse24_jax.policy import ActivationPolicy, TwoOfFour, VNM
 from sparse24_jax.projections import projections_of
@@ -206,6 +207,15 @@ def _check_backward(tokens: int, neurons: int, policy: ActivationPolicy) -> None
     )
 
 
+def matmuls_of(policy: ActivationPolicy, plan: NeuronLevelPlan | None) -> Matmuls:
+  """The functions that carry out a plan; without one plain jnp, with the masks that define the policy's patterns."""
+  if plan is None:
+    ops = Reference(policy, feature_mask, token_mask)
+  else:
+    ops = SparseVNMTwoOfFour(plan) if isinstance(policy.tokens, TwoOfFour) else SparseVNM(plan)
+  return Matmuls(*(getattr(ops, name) for name in Matmuls._fields))
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _ffn(how: tuple, x: Array, w_up: Array, w_down: Array, b_up: Array | None, state: Any) -> Array:
   # `how` is the policy, and the plan of the kernels that serve it, or None.
@@ -216,7 +226,7 @@ def _ffn_fwd(how, x, w_up, w_down, b_up, state, *, backward=True):
   policy, plan = how
   if backward:
     _check_backward(x.shape[0], w_up.shape[1], policy)
-  ops = matmuls.make(policy, plan, feature_mask, token_mask)
+  ops = matmuls_of(policy, plan)
   projections = projections_of(policy)
   up = ops.weight(w_up, projections['up'], state['up'], -2)
   down = ops.weight(w_down, projections['down'], state['down'], -1)
@@ -229,7 +239,7 @@ def _ffn_fwd(how, x, w_up, w_down, b_up, state, *, backward=True):
 def _ffn_bwd(how, residuals, dz):
   policy, plan = how
   x, saved, up, down, b_up = residuals
-  ops = matmuls.make(policy, plan, feature_mask, token_mask)
+  ops = matmuls_of(policy, plan)
   y = ops.restore(saved)
   dh = ops.pull_back(y, ops.by_weight(dz, down), b_up is not None)
   pattern = ops.token_pattern(y, densest(ops.uses(y), policy))

@@ -170,7 +170,7 @@ def plan_neurons(
   """
   plan = NeuronLevelPlan(policy, tokens, d, hidden, jnp.dtype(dtype).name)
   if policy.implementation is not None or not tokens or _device.current().platform == 'cpu':
-    kernel = _device.current().arch.kernel('vnm_matmul') and 'mosaic_gpu'  # None: the ops take what there is
+    kernel = _device.current().arch.kernel('vnm_matmul')  # of none the ops take what there is
     named = policy.implementation == 'sparse'
     return dataclasses.replace(plan, by_weight=kernel, by_activations=kernel) if named else None
   reason = why_dense(policy, tokens, d, hidden, dtype)

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import sparse24_jax as s24
-from sparse24_jax import _activation_matmuls as matmuls
 from sparse24_jax import activation_sparsity as acts
 from sparse24_jax.neuron_plan import NeuronLevelPlan
 from sparse24_jax.neurons import spread
@@ -39,7 +38,7 @@ class ChoiceTest(parameterized.TestCase):
   )
   def test_sides(self, policy, kernels, kind):
     plan = NeuronLevelPlan(policy, TOKENS, D, HIDDEN, 'bfloat16') if kernels else None
-    ops = matmuls.make(policy, plan, acts.feature_mask, acts.token_mask)
+    ops = acts.matmuls_of(policy, plan)
     self.assertEqual(type(ops.activate.__self__).__name__, kind)
 
   @parameterized.parameters(True, False)
@@ -48,7 +47,7 @@ class ChoiceTest(parameterized.TestCase):
     plan = NeuronLevelPlan(VNM, TOKENS, D, HIDDEN, 'bfloat16', None, None) if kernels else None
     with (
       mock.patch.object(acts, 'plan_neurons', return_value=plan) as choice,
-      mock.patch.object(matmuls, 'make', wraps=matmuls.make) as make,
+      mock.patch.object(acts, 'matmuls_of', wraps=acts.matmuls_of) as make,
     ):
       jax.eval_shape(functools.partial(eager, VNM), *inputs, state_of(VNM, *inputs[1:3]))
     choice.assert_called_once_with(VNM, TOKENS, D, HIDDEN, jnp.bfloat16)
@@ -69,7 +68,7 @@ class SixProductsTest(parameterized.TestCase):
   def _operands(self, policy):
     """(kind, sparse operand with the contracted axis last) of each product, recorded in eager mode."""
     seen = []
-    make = matmuls.make
+    make = acts.matmuls_of
 
     def recording(*args):
       ops = make(*args)
@@ -92,7 +91,7 @@ class SixProductsTest(parameterized.TestCase):
 
       return ops._replace(by_weight=by_weight, over_neurons=over_neurons, over_tokens=over_tokens)
 
-    with mock.patch.object(matmuls, 'make', recording):
+    with mock.patch.object(acts, 'matmuls_of', recording):
       inputs = draw()
       eager(policy, *inputs, state_of(policy, *inputs[1:3]))
     return seen

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 import sparse24_jax as s24
-from sparse24_jax import _activation_matmuls as matmuls
 from sparse24_jax import activation_sparsity as acts
 from sparse24_jax.activation_sparsity import neuron_level_ffn
 from sparse24_jax.policy import ActivationPolicy, Clusters, TwoOfFour
@@ -117,7 +116,7 @@ class ExpertsTest(parameterized.TestCase):
     policy, inputs = POLICIES[name], draw(jnp.bfloat16, lead=(2,))
     state = state_of(policy, *inputs[1:3])
     block = functools.partial(eager, dataclasses.replace(policy, implementation='sparse'))
-    with mock.patch.object(matmuls, 'make', wraps=matmuls.make) as make:
+    with mock.patch.object(acts, 'matmuls_of', wraps=acts.matmuls_of) as make:
       jax.eval_shape(block, *inputs, state)
     self.assertEqual(make.call_count, 2 * 2)  # forward and backward of each expert
     self.assertEqual({call.args[1].tokens for call in make.call_args_list}, {TOKENS})

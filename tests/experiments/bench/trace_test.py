@@ -22,7 +22,6 @@ class TraceTest(parameterized.TestCase):
     ('input_reduce_fusion_3', 'jit(step)/jvp(loss)/reduce_max', 'loss'),
     ('MemcpyD2D', '', 'copy'),
     ('loop_add_fusion', '', 'other'),
-    ('turn_as', 'jit(step)/h/mlp/triton_kernel_call', 'pack'),  # in older traces
     ('transpose_pack_as', 'jit(step)/h/mlp/triton_kernel_call', 'pack'),
   )
   def test_kinds(self, kernel, scopes, kind):
