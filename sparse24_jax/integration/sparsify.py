@@ -9,7 +9,7 @@ from sparse24_jax.binding.transform import sparse_function
 from sparse24_jax.integration import linen as linen_door
 from sparse24_jax.integration import nnx as nnx_door
 from sparse24_jax.integration.functional import projected_weights
-from sparse24_jax.integration.nnx import SparseVariable
+from sparse24_jax.integration.nnx_states import fingerprints, sparse_state, SparseVariable
 from sparse24_jax.recipe import PhaseName, Recipe, resolve_phase
 
 __all__ = ['SparseVariable', 'sparse_variables', 'sparsify']
@@ -24,9 +24,10 @@ def sparsify(
   sparse_variables(...)}` and `rngs={'mvue': key}`; another method than `__call__` is `apply(variables, 'encode', x,
   method='run')`. A function of parameters, or of an nnx model, comes back as `g(params or model, variables, key,
   *args)`. An nnx model by itself comes back as a copy; its calls, and its methods that are given arrays, are sparse.
-  Before each forward bring the states in with `nnx.update(model, sparse_variables(...))`: without it the model goes on
-  with the masks that it began with. As with dropout, the count of its `'mvue'` stream is in the model: a forward
-  advances it, and an exact resume restores it.
+  Before each forward bring the states in with `nnx.update(model, sparse_variables(...))`. Where a trainer owns the step
+  and nobody does, a forward whose weights have changed chooses masks from them, outside of jit with a warning: each
+  time, not every `refresh_every` steps, and on a GPU without what is packed once a step. As with dropout, the count of
+  its `'mvue'` stream is in the model: a forward advances it, and an exact resume restores it.
 
   What is run is traced, so any layer will do whose weights meet matmuls: weights `[in, out]` by the recipe itself,
   others by the one that `bind` returns. A matched weight that goes elsewhere is an error by its path. A weight that
@@ -123,7 +124,7 @@ def sparse_variables(
     sparse = {}
   states = weight_states(recipe, sparse, pack)
   if isinstance(params, nnx.State):
-    return nnx_door.sparse_state(states)
+    return sparse_state(states, fingerprints({path: (policy.projection, w) for path, (policy, w, _) in sparse.items()}))
   nested: dict[str, Any] = {}
   for path, state in states.items():
     *folders, name = path.split('/')

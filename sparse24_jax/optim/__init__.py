@@ -1,5 +1,6 @@
 """The Optax side: where masks live and change."""
 
+from sparse24_jax.optim._left import fingerprint, was_changed
 from sparse24_jax.optim.masked_decay import add_masked_decay
 from sparse24_jax.optim.mvue_gradients import mvue_gradients, MvueGradientsState
 from sparse24_jax.optim.regroup_neurons import regroup_neurons
@@ -19,6 +20,7 @@ __all__ = [
   'SparseTrainingState',
   'StepAdamState',
   'add_masked_decay',
+  'fingerprint',
   'get_flip_rate',
   'made_for',
   'mvue_gradients',
@@ -28,4 +30,5 @@ __all__ = [
   'sparse_training',
   'step_adam',
   'step_has_settled',
+  'was_changed',
 ]

@@ -74,6 +74,18 @@ def given(left: Left, sampled: Sequence[Array]) -> Left:
   return Left(found, jnp.where(far, jnp.minimum(left.missed + 1, 1000.0), 0.0))
 
 
+def fingerprint(w: Array) -> Array:
+  """The sum of some entries of a weight, float32: by it `was_changed` knows the weight again."""
+  return jnp.sum(_sample(w), dtype=jnp.float32)
+
+
+def was_changed(w: Array, known: Array) -> Array:
+  """Whether a weight is another than the one whose fingerprint is known; less than rounding makes is no change."""
+  sampled = _sample(w)
+  size = jnp.sum(jnp.abs(sampled), dtype=jnp.float32)
+  return jnp.abs(jnp.sum(sampled, dtype=jnp.float32) - known) > size * _rounding(sampled)
+
+
 def check_left(state: Any, *, wait: bool = True) -> None:
   """ValueError if step after step was given other weights than the one before had left.
 

@@ -1,0 +1,157 @@
+"""What a sparsified nnx model holds beside the plain one: states of its weights, and of which weights they are.
+
+Whoever trains the model is to bring the states of the optimizer in. Where nobody does, in a trainer that owns its step,
+masks must not stay those of the first weights. So each state that depends on a weight has a fingerprint of it beside
+it, and a forward with other weights chooses the mask anew, from what it is given. A packed weight is one of the step
+in which it was packed, and is read as it is: a step that packs computes nothing of this.
+"""
+
+from collections.abc import Mapping
+import dataclasses
+import functools
+import logging
+from typing import Any
+
+from flax import nnx
+import jax
+from jax import Array
+import jax.numpy as jnp
+
+from pallas_kernels._dispatch import log_once
+from sparse24_jax.binding.state import NNX_STATES, WeightState
+from sparse24_jax.optim import fingerprint, was_changed
+from sparse24_jax.packing import PackedWeight
+from sparse24_jax.projection import Projection
+from sparse24_jax.recipe import Recipe
+from sparse24_jax.rules import leaves_by_path, match_rules
+
+RNG = 'mvue'
+ATTRIBUTE = NNX_STATES.partition('/')[0]
+
+
+class SparseVariable(nnx.Variable):
+  """Holds the projection state of one weight, or the weight's fingerprint: brought in by `nnx.update` after a step.
+
+  >>> from flax import nnx
+  >>> import jax, sparse24_jax as s24
+  >>> model = nnx.Sequential(nnx.Linear(8, 16, rngs=nnx.Rngs(0)))
+  >>> model = s24.sparsify(model, s24.recipes.ste('.*/kernel'))
+  >>> {path: state.shape for path, state in model.sparse24.states.items()}
+  {'layers/0/kernel': (8, 16)}
+  """
+
+
+class Sparse(nnx.Module):
+  """What a sparsified model has beside its own attributes.
+
+  Attributes:
+    recipe: whose rules its matmuls follow.
+    states: `SparseVariable` of each weight that is projected, by its path.
+    made_of: of each weight whose state depends on it, by its path, the fingerprint that it had.
+    rngs: streams with one named `'mvue'`, or None.
+  """
+
+  def __init__(
+    self, recipe: Recipe, states: Mapping[str, Any], made_of: Mapping[str, Array], rngs: nnx.Rngs | None
+  ):
+    # The optimizer alone reads the decay, which may be an array: no part of a graph that is hashed.
+    self.recipe = dataclasses.replace(recipe, masked_decay=0.0)
+    self.states = nnx.Dict({path: SparseVariable(state) for path, state in states.items()})
+    self.made_of = nnx.Dict({path: SparseVariable(known) for path, known in made_of.items()})
+    self.rngs = rngs
+
+  def read(self) -> dict[str, Any]:
+    """The states, by path."""
+    return {path: self.states[path].get_value() for path in self.states}
+
+  def read_fingerprints(self) -> dict[str, Array]:
+    """Of the weights that the states were made of, by path."""
+    return {path: self.made_of[path].get_value() for path in self.made_of}
+
+  def states_of(self, params: Any) -> dict[str, Any]:
+    """The states as the forward of these parameters reads them: masks of other weights are chosen anew.
+
+    ValueError names states that were brought in of weights that the model has not.
+    """
+    weights, states, known = dict(leaves_by_path(params)), self.read(), self.read_fingerprints()
+    if foreign := [path for path in states if path not in weights]:
+      raise ValueError(
+        f'{", ".join(foreign)}: nnx.update brought in states of weights that the model does not have; it has'
+        f' {", ".join(path for path in self.made_of if path in weights) or "none"} that are sparse. Give'
+        ' sparse_variables the parameters of this model, nnx.state(model, nnx.Param)'
+      )
+    rules = match_rules(params, self.recipe)
+    mine = [path for path in known if path in rules and not isinstance(_value(states[path]), PackedWeight)]
+    if not mine:
+      return states
+    given = {path: jax.lax.stop_gradient(weights[path]) for path in mine}
+    changed = _changed(given, {path: known[path] for path in mine})
+    stale = functools.reduce(jnp.logical_or, changed.values())
+
+    def anew(kept: dict[str, Any]) -> dict[str, Any]:
+      found = {path: _refreshed(rules[path].policy.projection, given[path], kept[path]) for path in mine}
+      return {path: jax.tree.map(functools.partial(jnp.where, changed[path]), found[path], kept[path]) for path in mine}
+
+    kept = {path: states[path] for path in mine}
+    if isinstance(stale, jax.core.Tracer):
+      return states | jax.lax.cond(stale, anew, lambda kept: kept, kept)
+    if not stale:
+      return states
+    log_once(
+      f'{", ".join(path for path in mine if changed[path])}: the masks that the model holds are those of other weights,'
+      ' so they are chosen from the weights as they are: bring in those of the optimizer, nnx.update(model,'
+      ' sparse_variables(nnx.state(model, nnx.Param), opt_state, recipe))', 'sparse24_jax', logging.WARNING,
+    )
+    return states | anew(kept)
+
+  def draw(self) -> Array | None:
+    """A key for MVUE, which advances the stream; None where none is needed or none is there."""
+    if self.rngs is None or all(rule.policy.weight_grad == 'dense' for rule in self.recipe.rules):
+      return None
+    return self.rngs[RNG]()
+
+
+def fingerprints(sparse: Mapping[str, tuple[Projection, Array]]) -> dict[str, Array]:
+  """Of the weights whose states depend on them, by path; a frozen scale does not."""
+  return _fingerprints({path: w for path, (projection, w) in sparse.items() if _reads_weight(projection, w)})
+
+
+def sparse_state(states: Mapping[str, Any], made_of: Mapping[str, Array]) -> nnx.State:
+  """What `nnx.update(model, ...)` takes to bring the states into a sparsified model."""
+  folder = tuple(NNX_STATES.strip('/').split('/'))
+  flat = {(*folder, path): SparseVariable(state) for path, state in states.items()}
+  return nnx.from_flat_state(flat | {(ATTRIBUTE, 'made_of', path): SparseVariable(of) for path, of in made_of.items()})
+
+
+@functools.partial(jax.jit, inline=True)
+def _fingerprints(weights: dict[str, Array]) -> dict[str, Array]:
+  return jax.tree.map(fingerprint, weights)
+
+
+@functools.partial(jax.jit, inline=True)
+def _changed(weights: dict[str, Array], known: dict[str, Array]) -> dict[str, Array]:
+  return jax.tree.map(was_changed, weights, known)
+
+
+def _value(state: Any) -> Any:
+  return state.value if isinstance(state, WeightState) else state
+
+
+def _refreshed(projection: Projection, w: Array, state: Any) -> Any:
+  """The state that a refresh finds in a weight; `w` as it is stored, the state by its matrices."""
+  matrix, layout = projection.matrix or projection, projection.layout_of(w)
+  value = matrix.refresh(layout.matrix(w), _value(state))
+  return dataclasses.replace(state, value=value) if isinstance(state, WeightState) else value
+
+
+def _reads_weight(projection: Projection, w: Any) -> bool:
+  matrix = projection.matrix or projection
+  return _refresh_reads(matrix, projection.layout_of(w).matrix_shape(w.shape), jnp.result_type(w))
+
+
+@functools.lru_cache(maxsize=1024)  # a search takes a while to trace
+def _refresh_reads(projection: Projection, shape: tuple[int, ...], dtype: Any) -> bool:
+  """Whether a refresh looks at the weight at all."""
+  w = jax.ShapeDtypeStruct(shape, dtype)
+  jaxpr = jax.make_jaxpr(projection.refresh)(w, jax.eval_shape(projection.init, w)).jaxpr
+  return any(atom is jaxpr.invars[0] for equation in jaxpr.eqns for atom in equation.invars)

@@ -1,0 +1,122 @@
+"""States of sparsified nnx models that nobody brings in, that are of other weights, or of another model."""
+
+from absl.testing import absltest, parameterized
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from pallas_kernels import _dispatch
+import sparse24_jax as s24
+
+X, Y = (np.asarray(jax.random.normal(jax.random.key(i), (8, n)), np.float64) for i, n in enumerate((16, 8)))
+STE = s24.recipes.ste('kernel')
+
+
+class Transposed(nnx.Module):
+  """A kernel [out, in]."""
+
+  def __init__(self, rngs):
+    self.kernel = nnx.Param(jax.random.normal(rngs.params(), (8, 16)))
+
+  def __call__(self, x):
+    return x @ self.kernel[...].T
+
+
+def linear(rngs):
+  return nnx.Linear(16, 8, use_bias=False, rngs=rngs)
+
+
+def kept(w):
+  """The larger two of each four along the first axis, in NumPy."""
+  groups = np.asarray(w, np.float64).reshape(4, 4, -1)
+  return (groups * (np.argsort(np.argsort(-np.abs(groups), axis=1), axis=1) < 2)).reshape(w.shape)
+
+
+def pruned(w):
+  return kept(w) == 0
+
+
+def loss_fn(model):
+  return ((model(X.astype(np.float32)) - Y.astype(np.float32)) ** 2).mean()
+
+
+def conditionals(model):
+  """How many conditionals its forward holds, but for those by which a matmul differs between platforms."""
+  graph, state = nnx.split(model)
+  x = jnp.asarray(X, jnp.bfloat16)
+  text = str(jax.make_jaxpr(lambda state: nnx.merge(graph, state)(x))(state))
+  return text.count('cond[') - text.count('platform_index[')
+
+
+class StatesTest(parameterized.TestCase):
+
+  @parameterized.parameters(linear, Transposed)
+  def test_a_trainer_that_owns_its_step_and_brings_nothing_in(self, make):
+    """The row 'nnx without nnx.update': it trained on its first masks, without a word."""
+    model = make(nnx.Rngs(0))
+    recipe = s24.bind(STE, loss_fn, model)
+    model = s24.sparsify(model, recipe)
+    optimizer = nnx.Optimizer(model, s24.sparse_training(optax.sgd(1.0), recipe), wrt=nnx.Param)
+    w = np.asarray(model.kernel[...], np.float64)
+    w = first = w if make is linear else w.T
+
+    @nnx.jit
+    def step(model, optimizer):
+      loss, grads = nnx.value_and_grad(loss_fn)(model)
+      optimizer.update(model, grads)
+      return loss
+
+    for _ in range(4):
+      expected = ((X @ kept(w) - Y) ** 2).mean()
+      np.testing.assert_allclose(step(model, optimizer), expected, rtol=1e-4)
+      w = w - 2 * X.T @ (X @ kept(w) - Y) / Y.size  # straight through
+    found = model.kernel[...] if make is linear else model.kernel[...].T
+    np.testing.assert_allclose(found, w, rtol=1e-3, atol=1e-4)
+    self.assertTrue((pruned(w) != pruned(first)).any())
+
+  def test_other_weights_than_those_of_the_masks(self):
+    """As of a checkpoint that is loaded into a sparsified model."""
+    model = s24.sparsify(linear(nnx.Rngs(0)), STE)
+    other = linear(nnx.Rngs(1)).kernel[...]
+    model.kernel[...] = other
+    _dispatch.log_once.cache_clear()
+    with self.assertLogs('sparse24_jax', 'WARNING') as logged:
+      np.testing.assert_allclose(model(X.astype(np.float32)), X @ kept(other), rtol=1e-4, atol=1e-5)
+    self.assertRegex(logged.output[0], r'kernel: the masks that the model holds are those of other weights.*nnx.update')
+
+  def test_states_that_are_brought_in_are_used_as_they_are(self):
+    """A mask waits for its refresh."""
+    model = s24.sparsify(linear(nnx.Rngs(0)), STE)
+    model.kernel[...] = linear(nnx.Rngs(1)).kernel[...]
+    params = nnx.state(model, nnx.Param)
+    state = s24.sparse_training(optax.sgd(0.1), STE).init(params)
+    state = state._replace(projections=jax.tree.map(jnp.logical_not, state.projections))
+    nnx.update(model, s24.sparse_variables(params, state, STE))
+    w = np.asarray(model.kernel[...])
+    with self.assertNoLogs('sparse24_jax', 'WARNING'):
+      np.testing.assert_allclose(model(X.astype(np.float32)), X @ (w - kept(w)), rtol=1e-4, atol=1e-5)
+
+  def test_states_of_weights_that_the_model_does_not_have(self):
+    model, other = s24.sparsify(linear(nnx.Rngs(0)), STE), nnx.Sequential(linear(nnx.Rngs(0)))
+    recipe = s24.recipes.ste('.*kernel')
+    nnx.update(model, s24.sparse_variables(nnx.state(other, nnx.Param), None, recipe))
+    with self.assertRaisesRegex(ValueError, 'layers/0/kernel: nnx.update brought in states .* has kernel'):
+      model(X)
+
+  def test_where_nothing_can_be_stale_nothing_is_computed(self):
+    """A frozen scale, and weights that the step packs, as on a GPU with kernels."""
+    plain = nnx.Linear(16, 8, use_bias=False, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    self.assertEqual(conditionals(s24.sparsify(plain, STE)), 1)
+    self.assertEqual(conditionals(s24.sparsify(plain, s24.recipes.s_ste('kernel'))), 0)
+    policy = s24.DotPolicy(s24.transposable(), input_grad='sparse', implementation='dense')
+    recipe = s24.Recipe('packed', (s24.Rule('kernel', policy),))
+    model = s24.sparsify(plain, recipe)
+    params = nnx.state(model, nnx.Param)
+    nnx.update(model, s24.sparse_variables(params, s24.sparse_training(optax.sgd(0.1), recipe).init(params), recipe))
+    self.assertEqual(conditionals(model), 0)
+
+
+if __name__ == '__main__':
+  absltest.main()
