@@ -85,7 +85,21 @@ def trace(f: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any
     for i, leaf in zip(dynamic, leaves, strict=True):
       filled[i] = leaf
     args, kwargs = jax.tree.unflatten(structure, filled)
-    out, tree = jax.tree.flatten(f(*args, **kwargs))
+    try:
+      out = f(*args, **kwargs)
+    except jax.errors.JAXTypeError as error:
+      error.add_note(
+        'sparse24_jax traces what it makes sparse, as jax.jit does: Python\'s if, int and float on values of arrays'
+        ' belong around the call, or into jnp.where and jax.lax.cond'
+      )
+      raise
+    for path, leaf in jax.tree_util.tree_leaves_with_path(out):
+      if not (is_array(leaf) or isinstance(leaf, int | float | complex)):
+        raise ValueError(
+          f'the result holds a {type(leaf).__name__} at {jax.tree_util.keystr(path) or "its root"}: what is made sparse'
+          ' is traced, as by jax.jit, and returns arrays; make that around the call'
+        )
+    out, tree = jax.tree.flatten(out)
     out_structure.append(tree)
     return out
 

@@ -31,8 +31,9 @@ def subclass(plain: type, wrap: Callable[[str, Callable[..., Any]], Callable[...
     return _empty, (make, plain, *args), *rest
 
   more = {_PLAIN: plain, '__module__': plain.__module__, '__reduce_ex__': reduce}
+  settings = {} if getattr(plain, '_pytree__is_pytree', True) else {'pytree': False}  # not handed down by Flax
   try:
-    sparse = type(plain)(plain.__name__, (plain,), {**wrapped, **makers, **more})
+    sparse = type(plain)(plain.__name__, (plain,), {**wrapped, **makers, **more}, **settings)
   except TypeError as error:
     raise ValueError(
       f'{plain.__name__}: its __init_subclass__ or metaclass refuses a subclass made without arguments ({error}), which'

@@ -177,6 +177,35 @@ class RefusalTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, r"\['reader'\] of the model are sparsified by themselves"):
       s24.sparsify(model, recipe)
 
+  def test_a_class_that_takes_arguments_from_its_subclasses(self):
+    class Base(nnx.Linear):
+      def __init_subclass__(cls, *, kind, **kwargs):
+        super().__init_subclass__(**kwargs)
+
+    class Own(Base, kind='own'):
+      pass
+
+    with self.assertRaisesRegex(ValueError, r"Own: its __init_subclass__ .*'kind'.* function of the model"):
+      s24.sparsify(Own(16, 8, rngs=nnx.Rngs(0)), s24.recipes.ste('kernel'))
+
+  def test_methods_that_cannot_be_traced(self):
+    class Decides(nnx.Linear):
+      def __call__(self, x):
+        return super().__call__(x) if x.sum() > 0 else x
+
+    class Names(nnx.Linear):
+      def __call__(self, x):
+        return {'y': super().__call__(x), 'name': 'linear'}
+
+    def call(kind):
+      return s24.sparsify(kind(16, 8, rngs=nnx.Rngs(0)), s24.recipes.ste('kernel'))(X)
+
+    with self.assertRaises(jax.errors.TracerBoolConversionError) as raised:
+      call(Decides)
+    self.assertIn('sparse24_jax traces what it makes sparse', '\n'.join(raised.exception.__notes__))
+    with self.assertRaisesRegex(ValueError, r"the result holds a str at .*'name'.*around the call"):
+      call(Names)
+
   def test_a_layer_called_from_outside(self):
     sparse = s24.sparsify(plain('loop'), STE)
     for call in (lambda: sparse.h[0].up(X), lambda: sparse.h[0](X)):
