@@ -118,6 +118,10 @@ def make_parser() -> argparse.ArgumentParser:
   compare.add_argument('--folder', default='runs/compare', help='for runs and report (default: %(default)s)')
   _methods_arguments(compare, 'equal-steps')
   compare.add_argument('--results', help='JSON-lines file for one record a run (default: none)')
+  compare.add_argument(
+    '--tune', type=int, nargs='?', const=6, metavar='TRIALS',
+    help='search learning rate and decay of every method first, with the first seed and so many trials (default: 6)',
+  )  # fmt: skip
 
   sweep = commands.add_parser('sweep', help='train methods side by side on one device; compare then reports')
   _experiment_arguments(sweep, 'small')
@@ -235,8 +239,22 @@ def _pages(args: argparse.Namespace) -> None:
 
 
 def _compare(args: argparse.Namespace) -> None:
+  from experiments.race import tuned
   from experiments.reports import compare
 
+  if args.tune:
+    comparison = tuned.Comparison(
+      args.folder,
+      Path(args.results or f'{args.folder}/trials.jsonl'),
+      experiment=args.config,
+      names=args.methods,
+      seeds=args.seeds,
+      trials=args.tune,
+      tiny=args.tiny,
+      overrides=args.overrides,
+    )
+    print(f'records: {comparison.results}; report: {comparison.run().resolve()}')
+    return
   compare.compare(
     args.folder,
     experiment=args.config,

@@ -1,0 +1,133 @@
+"""Comparisons of methods that are tuned alike: the trials, their records, and what is made of them."""
+
+import json
+import math
+from pathlib import Path
+from unittest import mock
+
+from absl.testing import absltest
+import pytest
+
+from experiments import __main__ as cli
+from experiments.race import table, tuned
+from experiments.race.search import Trial
+from experiments.runs import build, metrics, train
+from tests.experiments.fakes import compile_quickly, FakeData, temp_folder
+
+
+def setUpModule():
+  compile_quickly()
+
+
+def pretend(config, folder, *, data, programs):
+  """In place of training: the loss is lowest at a rate of 2e-2 and a decay of 18e-3; a rate of 4e-2 diverges."""
+  rate, decay = config.optimizer.peak_lr, config.recipe.kwargs.get('masked_decay', 0.0)
+  folder.mkdir(parents=True)
+  programs[:] = [*programs, f'{config.method} {rate:g} {decay:g}']
+  loss = 1.0 + 0.1 * abs(math.log(rate / 2e-2)) + 0.01 * config.seed
+  loss += 0.05 * abs(math.log(decay / 18e-3)) if decay else 0.0
+  content = {'config.json': config.to_dict(), 'environment.json': {'device': 'x'}}
+  if rate < 3e-2:
+    content['summary.json'] = {'seconds': 1.0, 'validation_loss': loss}
+  for name, fields in content.items():
+    (folder / name).write_text(json.dumps(fields))
+  common = {'step': config.steps, 'loss': loss}
+  lines = [{'kind': 'train', 'flip_rate': 0.0, 'phase': 'sparse', **common}, {'kind': 'validation', **common}]
+  (folder / metrics.METRICS).write_text(''.join(json.dumps(line) + '\n' for line in lines))
+  if rate > 3e-2:
+    raise train.TrainingDivergedError('step 1: the loss is nan')
+
+
+class ComparisonTest(absltest.TestCase):
+  def compare(self, root, **changes):
+    settings = dict(experiment='nano', names=['dense', 'fst'], seeds=(3, 0), trials=5, tiny=True) | changes
+    with mock.patch.object(train, 'train', side_effect=pretend) as trained, mock.patch('builtins.print') as said, \
+         mock.patch.object(tuned.report, 'write_report') as reported:  # fmt: skip
+      tuned.Comparison(root / 'runs', root / 'records.jsonl', **settings).run()
+    return trained, said, reported
+
+  def test_as_many_trials_for_all_then_other_seeds_of_the_best(self):
+    root = Path(temp_folder(self))
+    trained, said, reported = self.compare(root)
+    records = [json.loads(line) for line in (root / 'records.jsonl').read_text().splitlines()]
+    trials = {
+      name: [tuned._trial(r) for r in records if r['contender'] == name] for name in ('dense', 'fst')
+    }  # fmt: skip
+    # The tiny twin begins at 1e-2 and FST at 6e-3.
+    self.assertEqual([(t.rate, t.seed) for t in trials['dense']], [
+      (1e-2, 3), (5e-3, 3), (2e-2, 3), (4e-2, 3), (1.414e-2, 3), (2e-2, 0),
+    ])  # fmt: skip
+    self.assertEqual(trials['fst'], [
+      Trial(1e-2, 6e-3, 3), Trial(5e-3, 6e-3, 3), Trial(2e-2, 6e-3, 3), Trial(4e-2, 6e-3, 3), Trial(2e-2, 2e-3, 3),
+      Trial(2e-2, 6e-3, 0),
+    ])  # fmt: skip
+    diverged = [tuned._trial(r) for r in records if r['loss'] is None]
+    self.assertEqual(diverged, [Trial(4e-2, 0.0, 3), Trial(4e-2, 6e-3, 3)])
+    for call, record in zip(trained.call_args_list, records, strict=True):
+      config = call.args[0]
+      self.assertEqual(tuned.describe(config), {key: record[key] for key in tuned.describe(config)})
+      self.assertEqual((config.seed, config.data.seed), (record['seed'],) * 2)
+      self.assertEqual(config.optimizer.peak_lr, record['rate'])
+      self.assertEqual(config.recipe.kwargs.get('masked_decay', 0.0), record['decay'])
+      self.assertContainsSubset(('device', 'commit', 'command', 'validation'), record)
+    folders = [folder.name for folder in reported.call_args.args[0]]
+    self.assertCountEqual(folders, [
+      'dense-rate0.02-seed3', 'dense-rate0.02-seed0', 'fst-rate0.02-decay0.006-seed3', 'fst-rate0.02-decay0.006-seed0',
+    ])  # fmt: skip
+    shown = said.call_args_list[-1].args[0]
+    # FST is 0.05 log 3 above dense with each seed.
+    self.assertIn('| FST | 0.02, 0.006, at an edge | 5 | 2 | 1.0699 ± 0.1906 | +0.0549 ± 0.0000 |', shown)
+    # Trials that differ in seeds share their programs, no others do.
+    shared = {id(call.kwargs['programs']): call.kwargs['programs'] for call in trained.call_args_list}
+    self.assertTrue(all(len(set(programs)) == 1 for programs in shared.values()), shared)
+
+  def test_goes_on_and_counts_only_trials_of_its_own(self):
+    root = Path(temp_folder(self))
+    out = root / 'records.jsonl'
+    self.compare(root)
+    whole = out.read_text().splitlines()
+    out.write_text('\n'.join(whole[:7]) + '\n')
+    (root / 'runs').rename(root / 'before')  # pretending to train makes its folders
+    trained, _, _ = self.compare(root)
+    self.assertLen(trained.call_args_list, len(whole) - 7)
+    again, before = ([json.loads(line)['loss'] for line in lines] for lines in (out.read_text().splitlines(), whole))
+    self.assertEqual(again, before)
+    (root / 'runs').rename(root / 'after')
+    trained, said, _ = self.compare(root, overrides=['steps=50'])
+    self.assertLen(trained.call_args_list, len(whole))
+    self.assertIn('12 records of other methods, settings or devices', said.call_args_list[0].args[0])
+
+  def test_the_final_rate_keeps_its_share_and_the_table_has_a_title(self):
+    config = tuned.methods.configure(tuned.methods.load_checked('small', ['fst']), 'fst', 0)
+    changed = tuned.configure(config, Trial(1e-3, 2e-3, 1))
+    self.assertAlmostEqual(changed.optimizer.end_lr, 1e-4)
+    self.assertEqual(config.optimizer.peak_lr, 2e-3)
+    title = table.title({'experiment': 'small', 'equal_steps': 2000, 'seconds': None})
+    self.assertEqual(title, 'small, 2,000 steps each')
+
+  @pytest.mark.slow
+  def test_trains(self):
+    root = Path(temp_folder(self))
+    make = build.make_parts
+
+    def with_fake_data(config, data=None):
+      return make(config, data=FakeData(seed=config.data.seed))
+
+    with mock.patch.object(build, 'make_parts', with_fake_data):
+      argv = f'compare --tiny --tune 2 --methods ste --seeds 0 1 --folder {root} --set steps=20'.split()
+      self.assertEqual(cli.main(argv + ['--set', 'log_every=5', '--set', 'eval_every=10']), 0)
+    records = [json.loads(line) for line in (root / 'trials.jsonl').read_text().splitlines()]
+    self.assertLen(records, 3)
+    for record in records:
+      (folder,) = root.glob(f'{record["contender"]}-rate{record["rate"]:g}-seed{record["seed"]}')
+      lines = (folder / metrics.METRICS).read_text().splitlines()
+      rates = [json.loads(line).get('learning_rate', 0.0) for line in lines]
+      self.assertBetween(max(rates), 0.7 * record['rate'], record['rate'])
+      self.assertLess(record['loss'], math.log(FakeData.vocab_size))
+      self.assertLen(record['validation'], 2)
+    self.assertLen({record['loss'] for record in records}, 3)
+    self.assertIn('plain STE', (root / 'report.html').read_text())
+
+
+if __name__ == '__main__':
+  absltest.main()
