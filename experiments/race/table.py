@@ -58,10 +58,11 @@ def rows(records: Iterable[Mapping[str, Any]]) -> list[list[str]]:
   found = []
   for name in dict.fromkeys(r['contender'] for r in runs):
     own = [r for r in runs if r['contender'] == name]
-    losses: dict[float, list[float | None]] = {}
-    for r in sorted(own, key=lambda r: (r['rate'], r['seed'])):
-      losses.setdefault(r['rate'], []).append(r['loss'])
-    said = '; '.join(f'{rate:g}: ' + ', '.join(map(_loss, each)) for rate, each in losses.items())
+    losses: dict[str, list[float | None]] = {}
+    for r in sorted(own, key=lambda r: (r['rate'], r['decay'], r['seed'])):
+      settings = f'{r["rate"]:g}' + (f', decay {r["decay"]:g}' if r['decay'] else '')
+      losses.setdefault(settings, []).append(r['loss'])
+    said = '; '.join(f'{settings}: ' + ', '.join(map(_loss, each)) for settings, each in losses.items())
     best = min(sum(map(_worst, each)) / len(each) for each in losses.values())
     ms = [r['step_ms'] for r in own]
     faster = f'{statistics.fmean(set(dense)) / statistics.fmean(set(ms)):.2f}' if dense else ''
