@@ -45,9 +45,9 @@ class Budget:
 def next_trial(done: Mapping[Trial, float], first: Trial, budget: Budget) -> Trial | None:
   """The trial after those that are done, with their final losses (not finite: diverged); None if there is none.
 
-  The search begins at `first` and goes on at neighbours of the best so far: half and twice its rate, then a third and
-  three times its decay, if it has one; when no neighbour is left, at smaller steps. A method without a decay so spends
-  on rates what others spend on decays.
+  The search begins at `first` and goes on at neighbours of the best so far: half and twice its rate, a third and three
+  times its decay, if it has one; when no neighbour is left, at smaller steps. A method without a decay so spends on
+  rates what others spend on decays.
 
   >>> done = {Trial(1e-3, 0.0): 1.2, Trial(5e-4, 0.0): 1.3, Trial(2e-3, 0.0): 1.0}
   >>> next_trial(done, Trial(1e-3, 0.0), Budget(trials=4))
@@ -67,9 +67,13 @@ def next_trial(done: Mapping[Trial, float], first: Trial, budget: Budget) -> Tri
 
 
 def _neighbour(found: Mapping[_Place, float], best: _Place) -> _Place | None:
-  """The first place around the best that was not tried, at the largest steps that leave one."""
+  """The first place around the best that was not tried, at the largest steps that leave one.
+
+  Of rate and decay the one that was varied less comes first, or a rate that can still rise would use up all trials.
+  """
+  axes = sorted(range(len(best)), key=lambda axis: len({place[axis] for place in found}))
   for step in (_PARTS, _PARTS // 2, 1):
-    for axis in range(len(best)):
+    for axis in axes:
       for move in (-step, step):
         place = (*best[:axis], best[axis] + move, *best[axis + 1 :])
         if place not in found:

@@ -55,7 +55,7 @@ class SearchTest(parameterized.TestCase):
     budget = Budget(6, ((1, 1.0), (0, 0.5)))
     found = searched(loss, Trial(1e-3, 6e-4), budget)
     self.assertEqual(found, [
-      Trial(1e-3, 6e-4), Trial(5e-4, 6e-4), Trial(2.5e-4, 6e-4), Trial(5e-4, 2e-4), Trial(5e-4, 1.8e-3),
+      Trial(1e-3, 6e-4), Trial(5e-4, 6e-4), Trial(5e-4, 2e-4), Trial(2.5e-4, 6e-4), Trial(5e-4, 1.8e-3),
       Trial(2.5e-4, 1.8e-3), Trial(5e-4, 1.8e-3, 1), Trial(5e-4, 1.8e-3, 0, 0.5),
     ])  # fmt: skip
 

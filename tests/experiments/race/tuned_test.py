@@ -58,11 +58,11 @@ class ComparisonTest(absltest.TestCase):
       (1e-2, 3), (5e-3, 3), (2e-2, 3), (4e-2, 3), (1.414e-2, 3), (2e-2, 0),
     ])  # fmt: skip
     self.assertEqual(trials['fst'], [
-      Trial(1e-2, 6e-3, 3), Trial(5e-3, 6e-3, 3), Trial(2e-2, 6e-3, 3), Trial(4e-2, 6e-3, 3), Trial(2e-2, 2e-3, 3),
+      Trial(1e-2, 6e-3, 3), Trial(5e-3, 6e-3, 3), Trial(1e-2, 2e-3, 3), Trial(2e-2, 6e-3, 3), Trial(2e-2, 2e-3, 3),
       Trial(2e-2, 6e-3, 0),
     ])  # fmt: skip
     diverged = [tuned._trial(r) for r in records if r['loss'] is None]
-    self.assertEqual(diverged, [Trial(4e-2, 0.0, 3), Trial(4e-2, 6e-3, 3)])
+    self.assertEqual(diverged, [Trial(4e-2, 0.0, 3)])
     for call, record in zip(trained.call_args_list, records, strict=True):
       config = call.args[0]
       self.assertEqual(tuned.describe(config), {key: record[key] for key in tuned.describe(config)})
