@@ -324,7 +324,7 @@ def _status_of(args: argparse.Namespace) -> int:
   from jax.errors import JaxRuntimeError
 
   from experiments.runs import hosts
-  from experiments.runs.checkpoint import CheckpointError
+  from experiments.runs.checkpoint_errors import CheckpointError
   from experiments.runs.stopping import StoppedError
   from experiments.runs.train import TrainingDivergedError
 

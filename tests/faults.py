@@ -38,7 +38,7 @@ import orbax.checkpoint as ocp
 
 from experiments import __main__ as cli
 from experiments.data import pipeline
-from experiments.runs import bad_numbers, checkpoint, stopping, train
+from experiments.runs import bad_numbers, checkpoint, run_folder, stopping, train
 from tests import fault_records
 from tests.experiments import fakes
 from tests.experiments.reports import report_test
@@ -269,7 +269,7 @@ def jump_then_stop(lab: Lab) -> Outcomes:
 
 def held_twice(lab: Lab) -> Outcomes:
   folder = lab.new()
-  with train.held(folder):
+  with run_folder.held(folder):
     yield raises(ValueError, 'trains in', lambda: lab.train(folder))
 
 

@@ -160,7 +160,7 @@ MUTANTS = _of(
    "if path not in meta['checksums']]", 'runs/checkpoint_test.py', 'a_changed_value'),
   ('a run resumes bit for bit', 'runs/train.py', "self.iterator.set_state(meta['data_state'])", 'pass',
    'runs/resume_test.py', 'ResumeTest'),
-  ('no memory or a failing disk is no damage', 'runs/checkpoint.py', 'if _is_damage(error) or', 'if True or',
+  ('no memory or a failing disk is no damage', 'runs/checkpoint.py', 'if is_damage(error) or', 'if True or',
    'runs/checkpoint_test.py', 'says_nothing_about_the_content'),
   ('a jump of the loss is not saved', 'runs/train.py', 'self._require_good_window(done)', 'pass',
    'runs/bad_numbers_test.py', 'told_to_stop'),

@@ -274,8 +274,8 @@ def make_optimizer(config: Config, recipe: s24.Recipe, phase: str) -> optax.Grad
     return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in ('kernel', 'embedding'), params)
 
   rate = learning_rate(config)
-  # AdamW, spelt out because STEP holds the second moment in its sparse phase and so brings its own.
-  if recipe.name == 'step':
+  # AdamW, spelt out because a recipe may hold the second moment in its sparse phase: STEP does.
+  if recipe.freezes_second_moment:
     moments = s24.scale_by_step_adam(opt.b1, opt.b2, opt.eps, phase=phase)
   else:
     moments = optax.scale_by_adam(opt.b1, opt.b2, opt.eps)

@@ -10,7 +10,6 @@ last good one as it was. A checkpoint of any mesh is read onto any other.
 from collections.abc import Callable, Collection, Mapping
 import json
 from pathlib import Path
-import re
 import shutil
 import sys
 from typing import Any, NamedTuple
@@ -21,38 +20,21 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from experiments.runs import hosts, sums
+from experiments.runs.checkpoint_errors import (
+  CheckpointError,
+  differences,
+  DifferentRunError,
+  differing,
+  first_line,
+  is_damage,
+  NotFiniteError,
+  RemovedError,
+  UnreadableError,
+)
 
 # Raised with every change of what a state holds: an older checkpoint is refused, never taken for damage.
 FORMAT = 3
 _ITEMS = ('params', 'opt_state', 'meta')
-
-
-class CheckpointError(RuntimeError):
-  """A checkpoint cannot be written, read, or used by this run; the message says what to do."""
-
-
-class UnreadableError(CheckpointError):
-  """One checkpoint cannot be read; another may be."""
-
-
-class NotFiniteError(CheckpointError):
-  """What should be saved holds NaN or infinities; nothing was written."""
-
-
-class DifferentRunError(CheckpointError):
-  """A checkpoint belongs to a run with other settings.
-
-  Attributes:
-    fields: names of those that may not differ.
-  """
-
-  def __init__(self, message: str, fields: Collection[str]):
-    super().__init__(message)
-    self.fields = fields
-
-
-class RemovedError(CheckpointError):
-  """A checkpoint went away while it was read, because the run that owns it has newer ones."""
 
 
 class Restored(NamedTuple):
@@ -92,33 +74,6 @@ def _checksum(meta: Mapping[str, Any]) -> int:
   """CRC-32 of JSON-able data, whatever the order of its keys."""
   rest = {key: value for key, value in meta.items() if key != 'checksum'}
   return zlib.crc32(json.dumps(rest, sort_keys=True).encode())
-
-
-def differing(found: Any, wanted: Any, prefix: str = '') -> dict[str, tuple[Any, Any]]:
-  """The fields in which two JSON-like values differ, with both values.
-
-  >>> differing({'recipe': {'name': 'ste'}}, {'recipe': {'name': 'dense'}})
-  {'recipe.name': ('ste', 'dense')}
-  """
-  lists = [v for v in (found, wanted) if isinstance(v, list) and all(isinstance(entry, Mapping) for entry in v)]
-  if len(lists) == 2 and len(found) == len(wanted):  # such as rules
-    found, wanted = (dict(enumerate(entries)) for entries in lists)
-  if isinstance(found, Mapping) and isinstance(wanted, Mapping):
-    fields = {}
-    for key in sorted({*found, *wanted}):
-      fields |= differing(found.get(key), wanted.get(key), f'{prefix}.{key}' if prefix else str(key))
-    return fields
-  return {} if found == wanted else {prefix: (found, wanted)}
-
-
-def differences(found: Any, wanted: Any) -> list[str]:
-  """Describes each field in which two JSON-like values differ, one line a field.
-
-  >>> differences({'recipe': {'name': 'ste'}}, {'recipe': {'name': 'dense'}})
-  ["recipe.name: 'ste' in the checkpoint, 'dense' in this run"]
-  """
-  fields = differing(found, wanted).items()
-  return [f'{name}: {old!r} in the checkpoint, {new!r} in this run' for name, (old, new) in fields]
 
 
 def _reader_of_one(directory: Path) -> ocp.CheckpointManager:
@@ -243,7 +198,7 @@ class Checkpoints:
     kept = f'the checkpoint of step {max(good)} is intact' if good else 'there is no earlier checkpoint'
     free = shutil.disk_usage(self.directory).free / 2**20
     return CheckpointError(
-      f'could not save step {step} to {self.directory} ({free:.0f} MiB free there): {_first_line(error)}; {kept}. '
+      f'could not save step {step} to {self.directory} ({free:.0f} MiB free there): {first_line(error)}; {kept}. '
       'Free some space or fix the folder and start the same command again to resume.'
     )
 
@@ -379,7 +334,7 @@ class Checkpoints:
     except Exception as error:
       if hosts.several():  # Before any other process is met: should that fail, the cause is known.
         where = f'process {jax.process_index()} of {jax.process_count()}'
-        print(f'{where} could not read {self.directory / str(step)}: {_first_line(error)}', file=sys.stderr, flush=True)
+        print(f'{where} could not read {self.directory / str(step)}: {first_line(error)}', file=sys.stderr, flush=True)
       judged = self._judged(step, error)
       if judged is error:  # An error that is its own cause would send who follows the causes round for ever.
         raise
@@ -404,12 +359,12 @@ class Checkpoints:
 
   def _judged(self, step: int, error: Exception) -> Exception:
     """What to raise for an error of reading: that it is damaged only where the error proves it."""
-    if _is_damage(error) or self._was_removed(step):
-      return self._unreadable(step, _first_line(error))
+    if is_damage(error) or self._was_removed(step):
+      return self._unreadable(step, first_line(error))
     if isinstance(error, OSError | MemoryError | jax.errors.JaxRuntimeError):
       return error
     return CheckpointError(
-      f'checkpoint {self.directory / str(step)} could not be read, which need not be its fault: {_first_line(error)}. '
+      f'checkpoint {self.directory / str(step)} could not be read, which need not be its fault: {first_line(error)}. '
       'Nothing was changed; look after disk, memory and permissions, and start the same command again.'
     )
 
@@ -426,35 +381,3 @@ class Checkpoints:
     return UnreadableError(
       f'checkpoint {folder} cannot be read (corrupted, or not of this program): {why}. Nothing was changed; {hint}.'
     )
-
-
-# What a file that is cut, changed or not there makes Orbax and its parsers raise, and TensorStore say of it.
-_DAMAGE = (LookupError, TypeError, AttributeError, FileNotFoundError, IsADirectoryError, NotADirectoryError)
-_STATUS = re.compile(r'([A-Z]+(?:_[A-Z]+)*): ')
-_DAMAGED = ('DATA_LOSS', 'OUT_OF_RANGE', 'NOT_FOUND', 'INVALID_ARGUMENT', 'FAILED_PRECONDITION')
-
-# What Orbax says of a checkpoint with other fields than this program's state.
-_OTHER_TREE = 'structures do not match'
-
-
-def _is_damage(error: BaseException | None) -> bool:
-  """Whether an error of reading says that the content is bad, not that memory, permission or disk are missing.
-
-  >>> _is_damage(KeyError('shape')), _is_damage(ValueError('DATA_LOSS: CRC-32C checksum verification failed'))
-  (True, True)
-  >>> _is_damage(PermissionError()), _is_damage(ValueError('UNKNOWN: Error reading file [OS error 5: EIO]'))
-  (False, False)
-  """
-  while type(error) is Exception:  # Orbax', around an array that TensorStore cannot read
-    error = error.__cause__ or error.__context__
-  if isinstance(error, ValueError):  # those of JSON and Unicode, and TensorStore's without a status, are of content
-    if _OTHER_TREE in str(error):  # It may be of another version of this program.
-      return False
-    status = _STATUS.match(str(error))
-    return status is None or status[1] in _DAMAGED
-  return isinstance(error, _DAMAGE)
-
-
-def _first_line(error: BaseException) -> str:
-  text = str(error).strip().splitlines()
-  return f'{type(error).__name__}: {text[0][:300] if text else ""}'

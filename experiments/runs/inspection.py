@@ -10,7 +10,8 @@ from ml_collections import ConfigDict
 import numpy as np
 
 from experiments.runs import build, programs, records
-from experiments.runs.checkpoint import Checkpoints, RemovedError, Restored
+from experiments.runs.checkpoint import Checkpoints, Restored
+from experiments.runs.checkpoint_errors import RemovedError
 from experiments.runs.experiment import Config
 import sparse24_jax as s24
 

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
+from rich.console import Console
+from rich.table import Table
 
 from experiments.runs import hosts
 from experiments.runs.experiment import Config
@@ -121,3 +123,16 @@ def weight_rows(params: Any, recipe: s24.Recipe) -> list[WeightRow]:
 
 def _text(spec: Sequence[Any]) -> str:
   return ', '.join('-' if axis is None else str(axis) for axis in spec) or 'copied to all'
+
+
+def show(rows: Sequence[WeightRow]) -> None:
+  """Prints how the sparse weights are split over the mesh."""
+  if not hosts.first() or not rows:
+    return
+  table = Table(box=None, padding=(0, 2), header_style='bold')
+  for head in ('weight', 'shape', 'split', 'a shard', 'groups of four'):
+    table.add_column(head)
+  for row in rows:
+    shape, shard = (' x '.join(map(str, sizes)) for sizes in (row.shape, row.shard))
+    table.add_row(row.path, shape, row.spec, shard, row.verdict)
+  Console(highlight=False).print(table)

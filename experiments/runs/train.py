@@ -5,27 +5,21 @@ A run folder holds ``config.json``, ``environment.json``, ``metrics.jsonl``, ``t
 Starting the same command again resumes or does nothing; two runs at a time are refused, by a lock on ``.lock``.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-import contextlib
-import fcntl
+from collections.abc import Callable, Mapping
 import json
 import math
-import os
 from pathlib import Path
-import socket
 from typing import Any
-import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
-from experiments.runs import activations, bad_numbers, build, durable, events, hosts, meshes, records, stopping
+from experiments.runs import activations, bad_numbers, build, durable, events, hosts, meshes, run_folder, stopping
 from experiments.runs import metrics as metrics_lib
 from experiments.runs.build import Parts
-from experiments.runs.checkpoint import CheckpointError, Checkpoints, DifferentRunError, NotFiniteError
+from experiments.runs.checkpoint import Checkpoints
+from experiments.runs.checkpoint_errors import CheckpointError, DifferentRunError, NotFiniteError
 from experiments.runs.environment import environment
 from experiments.runs.experiment import Config
 from experiments.runs.programs import flip_rate_names, Programs, StepMetrics, TrainState
@@ -75,7 +69,7 @@ class Run:
       first = s24.phase_at(parts.recipe, 0, parts.config.steps)
       s24.sparse_variables(self.state.params, self.state.opt_state, parts.recipe, phase=first)
       if not quiet:
-        _show_split(meshes.weight_rows(self.state.params, parts.recipe))
+        meshes.show(meshes.weight_rows(self.state.params, parts.recipe))
     self.names = flip_rate_names(self.state.opt_state)
     self.probes = activations.can_probe(parts)
 
@@ -96,7 +90,7 @@ class Run:
       if self.from_step is not None or checkpoints.latest() is not None:
         self._resume(checkpoints)
       done = int(self.state.step)
-      if done == self.config.steps and (summary := _summary(self.folder)):
+      if done == self.config.steps and (summary := run_folder.summary(self.folder)):
         return summary
       if done:
         events.note(self.folder, done, 'resumed', f'going on from step {done}')
@@ -353,19 +347,6 @@ class Run:
     events.note(self.folder, int(self.state.step), 'checkpoint', what)
 
 
-def _show_split(rows: Sequence[meshes.WeightRow]) -> None:
-  """Prints how the sparse weights are split over the mesh."""
-  if not hosts.first() or not rows:
-    return
-  table = Table(box=None, padding=(0, 2), header_style='bold')
-  for head in ('weight', 'shape', 'split', 'a shard', 'groups of four'):
-    table.add_column(head)
-  for row in rows:
-    shape, shard = (' x '.join(map(str, sizes)) for sizes in (row.shape, row.shard))
-    table.add_row(row.path, shape, row.spec, shard, row.verdict)
-  Console(highlight=False).print(table)
-
-
 def _may_change(field: str) -> bool:
   """Whether a run may go on with another value of a field of its identity: the learning rate, the decay."""
   return field.startswith('optimizer.') or field == 'recipe.masked_decay'
@@ -402,13 +383,13 @@ def train(
     ValueError: another process trains in the folder, or a setting does not fit.
     TrainingDivergedError, StoppedError, CheckpointError: see `Run.train`.
   """
-  if not config.checkpoint_every and (summary := _finished(config, Path(folder))):
+  if not config.checkpoint_every and (summary := run_folder.finished(config, Path(folder))):
     return summary
   programs = [] if programs is None else programs
   parts = build.make_parts(config, data=data)
   hosts.require_same('settings or data', json.dumps([config.to_dict(), build.identity(parts), str(folder), from_step]))
   hosts.require_shared(Path(folder))
-  with held(Path(folder)):
+  with run_folder.held(Path(folder)):
     # Random masks have the seed in their programs.
     shared = programs[0] if programs and programs[0].recipe == parts.recipe else None
     run = Run(
@@ -416,55 +397,3 @@ def train(
     )
     programs[:] = [run.programs]
     return run.train()
-
-
-@contextlib.contextmanager
-def held(folder: Path) -> Iterator[None]:
-  """Keeps other processes from training in `folder`; the operating system lets go of it however this one ends.
-
-  Raises:
-    ValueError: another process holds it; names that.
-  """
-  with contextlib.ExitStack() as stack:
-    hosts.by_first(f'train in {folder}', lambda: _lock(folder, stack))  # for all processes of the run
-    yield
-
-
-def _lock(folder: Path, stack: contextlib.ExitStack) -> None:
-  folder.mkdir(parents=True, exist_ok=True)
-  lock = stack.enter_context((folder / '.lock').open('a+'))
-  try:
-    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-  except BlockingIOError:
-    lock.seek(0)
-    holder = lock.read() or 'another process'
-    raise ValueError(f'{holder} trains in {folder}; wait for it, stop it, or name another folder') from None
-  except OSError as error:  # some file systems of clusters have no locks
-    message = f'{folder} cannot be locked ({error}): nothing keeps a second process from training in it'
-    warnings.warn(message, stacklevel=2)
-  lock.truncate(0)
-  lock.write(f'process {os.getpid()} on {socket.gethostname()}')
-  lock.flush()
-
-
-def _summary(folder: Path) -> dict[str, Any] | None:
-  """The summary of a finished run, or None; one that cannot be read is made again."""
-  file = folder / 'summary.json'
-  if not file.exists():
-    return None
-  try:
-    return durable.read_json(file)
-  except ValueError as error:
-    events.tell(f'{error}. It is made again.')
-    return None
-
-
-def _finished(config: Config, folder: Path) -> dict[str, Any] | None:
-  """The summary of a finished run of this very configuration."""
-  if (summary := _summary(folder)) is None:
-    return None
-  # JSON makes lists of tuples.
-  wanted = json.loads(json.dumps(config.to_dict()))
-  if {**records.read_config(folder), 'bad_numbers': None} != {**wanted, 'bad_numbers': None}:
-    raise ValueError(f'{folder} holds a run with other settings; name another folder, or remove it')
-  return summary

@@ -12,7 +12,7 @@ import pytest
 from experiments import __main__ as cli
 from experiments.runs import tune_decay
 from tests.experiments.fakes import compile_quickly, FakeData, temp_folder
-from tests.experiments.reports.report_test import read_page
+from tests.experiments.reports.run_folders import read_page
 
 FAST = (
   '--set',

@@ -1,6 +1,5 @@
 """The report renders from run folders alone, and its verdicts follow the figures."""
 
-from html.parser import HTMLParser
 import json
 from pathlib import Path
 import re
@@ -11,75 +10,10 @@ from absl.testing import absltest, parameterized
 import numpy as np
 import pytest
 
-from experiments.reports import charts, claims, compare, report, report_curves
-from experiments.runs import build, environment, method_table, methods, records
-from experiments.runs.experiment import load_config
+from experiments.reports import charts, compare, report, report_curves
+from experiments.runs import environment, records
 from tests.experiments.fakes import temp_folder
-
-NAMES = ('h_0/mlp/c_fc/kernel', 'h_0/mlp/c_proj/kernel')
-
-
-def write_run(
-  folder, method, seed, final, *, tail=1e-3, finished=True, second_per_step=0.0, device='1 x H100', **overrides
-):
-  """A run folder of a given final loss, whose flip rate rises to 0.05 and falls to `tail`; older without a time."""
-  config = methods.configure(load_config('nano'), method, seed)
-  config.update(overrides)
-  folder = Path(folder) / f'{method}-seed{seed}'
-  folder.mkdir(parents=True)
-  sparse_until = 3000 if method.startswith('fst') else (0 if 'dense' in config.recipe.name else 4000)
-  lines, timing, spent = [], [], {}
-  for step in range(100, 4001, 100):
-    rate = 0.05 * np.exp(-(((step - 600) / 300) ** 2)) + (tail if step > 600 else 0.01)
-    loss = final + 2 * np.exp(-step / 500)
-    phase = 'sparse' if step <= sparse_until else 'dense'
-    lines.append(
-      {
-        'step': step,
-        'kind': 'train',
-        'loss': loss,
-        'grad_norm': 1.0,
-        'learning_rate': 1e-3,
-        'phase': phase,
-        'flip_rate': rate,
-        'flip_rates': dict.fromkeys(NAMES, rate),
-      }
-    )
-    if second_per_step:
-      spent = {'spent': {'training': step * second_per_step, 'compiling': 31.0, 'evaluation': 7.0, 'checkpoints': 3.0}}
-    timing.append({'step': step, 'kind': 'timing', 'seconds': step / 100, **spent, 'tokens_per_s': 9e4})
-    if step % 500 == 0:
-      lines.append({'step': step, 'kind': 'validation', 'loss': final if step == 4000 else loss, 'phase': phase})
-  (folder / 'metrics.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in lines))
-  (folder / 'timing.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in timing))
-  (folder / 'config.json').write_text(json.dumps(config.to_dict()))
-  (folder / 'environment.json').write_text(
-    json.dumps({'device': device, 'python': '3.12.1', 'versions': {'jax': '0.11.2'}})
-  )
-  if finished:
-    (folder / 'summary.json').write_text(json.dumps({'seconds': 40.0, 'validation_loss': final, **spent}))
-  return folder
-
-
-class _Page(HTMLParser):
-  """Collects what a page would load or run, and its visible text."""
-
-  def __init__(self):
-    super().__init__()
-    self.tags, self.links, self.text = [], [], []
-
-  def handle_starttag(self, tag, attrs):
-    self.tags.append(tag)
-    self.links += [value for name, value in attrs if name in ('src', 'href', 'xlink:href')]
-
-  def handle_data(self, data):
-    self.text.append(data)
-
-
-def read_page(path):
-  page = _Page()
-  page.feed(Path(path).read_text())
-  return page
+from tests.experiments.reports.run_folders import read_page, write_run
 
 
 class ReportTest(parameterized.TestCase):
@@ -281,108 +215,6 @@ class ReportTest(parameterized.TestCase):
     for method in ('fst', 'fst_no_decay')[:count]:
       write_run(folder, method, 0, 1.25)
     self.assertIn(text, ' '.join(read_page(report.write_report([folder], Path(folder) / 'r.html')).text))
-
-
-class VerdictTest(parameterized.TestCase):
-  def _verdicts(self, **finals):
-    folder = temp_folder(self)
-    tails = {'dense': 5e-3}
-    for method, losses in finals.items():
-      for seed, loss in enumerate(losses):
-        write_run(folder, method, seed, loss, tail=tails.get(method, 1e-3))
-    return {finding.claim: finding for finding in claims.findings(records.find_runs([folder]))}
-
-  @parameterized.parameters(
-    ((1.26, 1.27, 1.28), 'disagrees', r'\+0\.060'),
-    ((1.19, 1.20, 1.21), 'agrees', 'below dense'),
-    ((1.201, 1.209, 1.221), 'agrees', 'less than 1% of the loss'),
-    # Surely higher, and surely by less than one percent.
-    ((1.203, 1.213, 1.2231), 'agrees', 'less than 1% of the loss'),
-    ((1.21, 1.19, 1.24), 'open', 'too wide to tell'),
-    ((1.26,), 'open', 'one seed'),
-  )
-  def test_fst_against_dense(self, fst, verdict, evidence):
-    finding = self._verdicts(dense=(1.20, 1.21, 1.22), fst=fst)['FST reaches the quality of dense training.']
-    self.assertEqual(finding.verdict, verdict)
-    self.assertRegex(finding.evidence, evidence)
-
-  def test_a_strict_claim_stays_open_within_the_spread(self):
-    found = self._verdicts(fst=(1.21, 1.19, 1.24), ste=(1.20, 1.21, 1.22))
-    self.assertEqual(found['FST beats plain straight-through training.'].verdict, 'open')
-
-  def test_no_setting_of_a_method_is_picked(self):
-    folder = Path(temp_folder(self))
-    for method, decays in (('fst', (6e-3, 6e-5)), ('sr_ste', (3.0,)), ('sr_ste_published', (2e-4,))):
-      for decay in decays:
-        for seed in range(3):
-          final = {6e-3: 1.20, 6e-5: 1.25, 3.0: 1.19, 2e-4: 1.30}[decay] + 0.01 * seed
-          path = write_run(folder / str(decay), method, seed, final)
-          config = json.loads((path / 'config.json').read_text())
-          config['label'] += f'; masked_decay={decay}'
-          (path / 'config.json').write_text(json.dumps(config))
-    found = [f for f in claims.findings(records.find_runs([folder])) if f.claim.startswith('With Adam')]
-    self.assertEqual([f.verdict for f in found], ['disagrees', 'disagrees', 'agrees', 'agrees'])
-    for finding, (ours, theirs) in zip(
-      found, (('0.006', '3.0'), ('6e-05', '3.0'), ('0.006', '0.0002'), ('6e-05', '0.0002')), strict=True
-    ):
-      self.assertRegex(finding.evidence, f'FST; masked_decay={ours} ends .* SR-STE, .*masked_decay={theirs}')
-
-  def test_a_changed_pattern_is_no_verdict_on_the_paper(self):
-    folder = Path(temp_folder(self))
-    write_run(folder, 'dense_relu2', 0, 1.2)
-    path = write_run(folder, 'neuron_level', 0, 1.2)
-    config = json.loads((path / 'config.json').read_text())
-    for change, count in (({}, 1), ({'dense_features': 0.5}, 0), ({'tokens': '2:4'}, 0)):
-      changed = config | {'recipe': config['recipe'] | {'kwargs': {'policy': {
-        **config['recipe']['kwargs']['policy'], **change,
-      }}}}  # fmt: skip
-      (path / 'config.json').write_text(json.dumps(changed))
-      self.assertLen(claims.findings(records.find_runs([folder])), count)
-
-  def test_our_own_pattern_is_no_verdict_on_the_paper(self):
-    found = self._verdicts(
-      dense_relu2=(1.20, 1.21, 1.22), neuron_level=(1.30, 1.31, 1.32),
-      neuron_level_two_of_four_tokens=(1.201, 1.211, 1.22),
-    )  # fmt: skip
-    verdicts = {(f.source == claims.NEURON_LEVEL, f.verdict) for f in found.values()}
-    self.assertEqual(verdicts, {(True, 'disagrees'), (False, 'agrees')})
-
-  def test_attention_is_full_in_both_or_sparse_in_both(self):
-    found = self._verdicts(
-      mixed_sparsity=(1.98, 1.99, 2.0), static=(1.88, 1.89, 1.9), static_attention=(1.76, 1.77, 1.78),
-    )  # fmt: skip
-    (finding,) = found.values()
-    self.assertIn('MST ends 0.100 nats above static mask (', finding.evidence)
-
-  @parameterized.parameters((4, 3.182), (12, 2.201), (41, 2.021))
-  def test_intervals_are_students(self, n, quantile):
-    """Quantiles of a printed table, 0.975 at n - 1 degrees of freedom."""
-    values = np.linspace(0, 1, n)
-    expected = quantile * values.std(ddof=1) / n**0.5
-    np.testing.assert_allclose(claims.half_width(values.tolist()), expected, rtol=1e-3)
-
-  def test_flip_rates(self):
-    found = self._verdicts(dense=(1.2,), fst=(1.2,), fst_no_decay=(1.2,))
-    settle = next(f for claim, f in found.items() if claim.startswith('With masked decay'))
-    stay = next(f for claim, f in found.items() if claim.startswith('Without decay'))
-    self.assertEqual((settle.verdict, stay.verdict), ('agrees', 'disagrees'))
-    self.assertIn('peak 6.', settle.evidence)
-
-  @parameterized.parameters(
-    ({'masked_decay': 6e-3}, {'refresh_every': 40}, 1),
-    ({'masked_decay': 6e-3}, {}, 0),
-    ({'masked_decay': 6e-3, 'refresh_every': 1}, {}, 1),
-  )
-  def test_flip_rates_compare_at_equal_intervals(self, fst, dense, pairs):
-    folder = temp_folder(self)
-    for method, kwargs in (('fst', fst), ('dense', {'path': build.FFN, 'watch': 'transposable', **dense})):
-      name = method_table.METHODS[method].recipe
-      path = write_run(folder, method, 0, 1.2)
-      config = json.loads((path / 'config.json').read_text())
-      config['recipe'] = {'name': name, 'kwargs': kwargs, 'flip_rate': 'refresh'}
-      (path / 'config.json').write_text(json.dumps(config))
-    groups = {run.method: [run] for run in records.find_runs([folder])}
-    self.assertLen(claims.comparable_flips(groups['fst'], groups['dense']), pairs)
 
 
 class ChartsTest(parameterized.TestCase):

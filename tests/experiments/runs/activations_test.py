@@ -12,7 +12,8 @@ import pytest
 
 from experiments.reports import claims, report
 from experiments.runs import activations, build, experiment, flops, method_table, methods, programs, records, train
-from experiments.runs.checkpoint import CheckpointError, Checkpoints
+from experiments.runs.checkpoint import Checkpoints
+from experiments.runs.checkpoint_errors import CheckpointError
 import sparse24_jax as s24
 from tests.experiments.fakes import compile_quickly, FakeData, temp_folder
 

@@ -13,7 +13,8 @@ import optax
 import pytest
 
 from experiments.runs import bad_numbers, build, experiment, programs, train
-from experiments.runs.checkpoint import CheckpointError, Checkpoints
+from experiments.runs.checkpoint import Checkpoints
+from experiments.runs.checkpoint_errors import CheckpointError
 import sparse24_jax as s24
 from tests.experiments.fakes import compile_quickly, FakeData, temp_folder
 from tests.experiments.runs.stopping_test import run_and_signal

@@ -21,9 +21,9 @@ import orbax.checkpoint as ocp
 import pytest
 
 from experiments.runs import checkpoint
-from experiments.runs.checkpoint import (
+from experiments.runs.checkpoint import Checkpoints
+from experiments.runs.checkpoint_errors import (
   CheckpointError,
-  Checkpoints,
   differences,
   NotFiniteError,
   RemovedError,

@@ -18,7 +18,7 @@ import sparse24_jax as s24
 from sparse24_jax import activation_sparsity
 from sparse24_jax.optim import sparse_states
 from tests.experiments.fakes import temp_folder
-from tests.experiments.reports.report_test import read_page, write_run
+from tests.experiments.reports.run_folders import read_page, write_run
 from tests.quick import jit
 
 NANO = gpt2.make_config('nano', vocab_size=256)

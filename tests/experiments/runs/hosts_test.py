@@ -18,7 +18,8 @@ import pytest
 
 from experiments.data import pipeline
 from experiments.runs import experiment, hosts, inspection, meshes
-from experiments.runs.checkpoint import CheckpointError, Checkpoints
+from experiments.runs.checkpoint import Checkpoints
+from experiments.runs.checkpoint_errors import CheckpointError
 import sparse24_jax as s24
 from tests.experiments.fakes import FakeData, temp_folder
 from tests.experiments.runs.train_test import ROOT

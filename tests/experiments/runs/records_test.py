@@ -9,7 +9,7 @@ from flax import traverse_util
 from experiments.reports import compare
 from experiments.runs import experiment, method_table, methods, records, train
 from tests.experiments.fakes import temp_folder
-from tests.experiments.reports.report_test import write_run
+from tests.experiments.reports.run_folders import write_run
 
 
 class ConfigTest(parameterized.TestCase):

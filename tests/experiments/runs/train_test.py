@@ -1,14 +1,9 @@
 """The loop: every twin learns, a mesh changes nothing, bad input is named."""
 
-import errno
 import json
-import os
 from pathlib import Path
 import shutil
-import subprocess
-import sys
 import tempfile
-import textwrap
 import types
 from unittest import mock
 
@@ -18,8 +13,9 @@ import numpy as np
 import optax
 import pytest
 
-from experiments.runs import bad_numbers, build, environment, experiment, meshes, metrics, programs, progress, train
-from experiments.runs.checkpoint import CheckpointError, Checkpoints
+from experiments.runs import bad_numbers, build, experiment, meshes, metrics, programs, progress, train
+from experiments.runs.checkpoint import Checkpoints
+from experiments.runs.checkpoint_errors import CheckpointError
 from sparse24_jax.optim import sparse_states
 from tests.experiments.fakes import compile_quickly, FakeData, temp_folder
 
@@ -253,36 +249,6 @@ class RefusedTest(parameterized.TestCase):
     with self.assertRaisesRegex(CheckpointError, message):
       run(tiny(name, kwargs, **overrides), self.folder, data)
 
-  def test_a_folder_belongs_to_one_process_until_that_ends(self):
-    folder = Path(temp_folder(self), 'new')
-    program = '''
-      import pathlib, sys, time
-      from experiments.runs import train
-      with train.held(pathlib.Path(sys.argv[1])):
-        print('held', flush=True)
-        time.sleep(300)
-    '''
-    command = [sys.executable, '-c', textwrap.dedent(program), folder]
-    variables = {**os.environ, 'PYTHONPATH': str(ROOT)}
-    with subprocess.Popen(command, env=variables, cwd=ROOT, stdout=subprocess.PIPE, text=True) as child:
-      self.addCleanup(child.kill)
-      self.assertEqual(child.stdout.readline(), 'held\n')
-      with self.assertRaisesRegex(ValueError, rf'process {child.pid} on .* trains in {folder}; .*another folder'):
-        run(tiny(), folder)
-      with mock.patch.object(jax, 'process_index', return_value=1), train.held(folder):
-        pass  # of the run that process 0 holds the folder for
-      child.kill()
-    with train.held(folder), self.assertRaisesRegex(ValueError, f'process {os.getpid()} on'), train.held(folder):
-      pass
-    with train.held(folder):
-      pass
-
-  def test_a_file_system_without_locks_trains_with_a_warning(self):
-    refused = mock.patch.object(train.fcntl, 'flock', side_effect=OSError(errno.ENOSYS, 'Function not implemented'))
-    warned = self.assertWarnsRegex(UserWarning, 'cannot be locked .*not implemented.*second process')
-    with refused, warned, train.held(Path(temp_folder(self))):
-      pass
-
   def test_a_loss_that_is_not_finite_stops_the_run(self):
     folder = temp_folder(self)
     with self.assertRaisesRegex(train.TrainingDivergedError, r'the loss is nan at step \d+; .*peak_lr'):
@@ -307,25 +273,6 @@ class RefusedTest(parameterized.TestCase):
   def test_metrics_hold_numbers_only(self):
     with metrics.MetricsWriter(temp_folder(self)) as writer, self.assertRaisesRegex(ValueError, 'JSON'):
       writer.write('train', 1, {'loss': float('nan')})
-
-  @parameterized.parameters('steps', 'accumulate', 'log_every', 'eval_every', 'eval_batches')
-  def test_counts_are_one_or_more(self, key):
-    with self.assertRaisesRegex(ValueError, f'{key} is 0; it must be 1 or more'):
-      run(tiny(**{key: 0}), temp_folder(self))
-
-  def test_a_run_without_checkpoints_is_finished_or_starts_again(self):
-    folder = Path(temp_folder(self))
-    summary = run(tiny(checkpoint_every=0), folder)
-    self.assertEmpty(list(folder.glob('checkpoints/*')))
-    before = (folder / 'metrics.jsonl').stat().st_mtime_ns
-    self.assertEqual(run(tiny(checkpoint_every=0), folder), summary)
-    self.assertEqual((folder / 'metrics.jsonl').stat().st_mtime_ns, before)
-    with self.assertRaisesRegex(ValueError, 'holds a run with other settings'):
-      run(tiny(checkpoint_every=0, seed=3), folder)
-    (folder / 'summary.json').unlink()
-    self.assertEqual(run(tiny(checkpoint_every=0), folder)['validation_loss'], summary['validation_loss'])
-    with self.assertRaisesRegex(ValueError, 'checkpoint_every is -1'):
-      run(tiny(checkpoint_every=-1), temp_folder(self))
 
   @pytest.mark.slow
   def test_runs_that_share_programs_train_as_alone(self):
@@ -352,63 +299,6 @@ class RefusedTest(parameterized.TestCase):
       self.assertFalse(np.array_equal(mask, masks[1][path]), path)
     kept = build.make_recipe(tiny('static', {'density': 0.5, 'seed': 0}, seed=1))
     self.assertEqual(kept, build.make_recipe(tiny('static', {'density': 0.5})))
-
-  @parameterized.parameters('ste', 'step', 's_ste')
-  def test_a_recipe_takes_the_feed_forward_layers_unless_told(self, name):
-    self.assertEqual(build.make_recipe(tiny(name)), build.make_recipe(tiny(name, {'path': FFN})))
-
-  def test_dense_watches_nothing_unless_told(self):
-    self.assertEqual(build.make_recipe(tiny()).rules, ())
-
-  def test_a_run_keeps_where_it_came_from(self):
-    folder = temp_folder(self)
-    with (
-      mock.patch.object(environment.subprocess, 'run') as git,
-      mock.patch.object(sys, 'argv', ['/x/experiments/__main__.py', 'train', '--set', 'steps=10']),
-    ):
-      git.return_value.stdout = 'abc-dirty\n'
-      run(tiny(steps=10), folder)
-    found = json.loads(Path(folder, 'environment.json').read_text())
-    self.assertEqual(found['commit'], 'abc-dirty')
-    self.assertEqual(found['command'], 'python -m experiments train --set steps=10')
-
-  def test_the_commit_is_that_of_git(self):
-    with mock.patch.object(environment.subprocess, 'run', side_effect=OSError):
-      self.assertIsNone(environment.commit())
-    if (ROOT / '.git').exists():
-      self.assertRegex(environment.commit() or '', r'^[0-9a-f]{40}(-dirty)?$')
-
-  @parameterized.parameters(
-    ('recipe.name=magic', "recipe.name is 'magic'; known: dense"),
-    ("recipe.kwargs={'paht': '.*'}", 'recipe.kwargs of ste.*path'),
-    ("recipe.kwargs={'path': 'nothing'}", "'nothing'.*decides for no weight"),
-    ('checkpoint_every=7', 'checkpoint_every 7 is not a multiple of log_every'),
-    ('accumulate=3', 'data.batch_size 16 is not divisible by accumulate 3'),
-    ('mesh.data=16', 'needs 16 devices, there are 8'),
-    ('model.width=3', 'model section: .*width'),
-    ('model.dtype=bf16', 'model section: .*bf16'),
-    ('model.attention=cudnn', 'cudnn.* needs an NVIDIA GPU; set model.attention=xla'),
-    ('optimizer.warmup_steps=1000', r'optimizer\.warmup_steps is 1000; it must be less than steps, \d+'),
-    ('model.seq_len=8', 'data.seq_len 16 is longer than the model takes, 8'),
-  )
-  def test_bad_settings(self, override, message):
-    config = experiment.load_config('nano', ['recipe.name=ste', f"recipe.kwargs={{'path': '{FFN}'}}"], tiny=True)
-    experiment.apply_override(config, override)
-    with self.assertRaisesRegex(ValueError, message):
-      run(config, temp_folder(self))
-
-  @parameterized.parameters(
-    ('steps', 'not of the form key=value'),
-    ('stepz=3', "no field 'stepz'; known: accumulate"),
-    ('optimizer.beta=3', "no field 'beta'; known: b1"),
-    ('optimiser.b1=3', "no section 'optimiser'"),
-    ('steps=many', 'steps=many: it takes int, found str'),
-    ('optimizer=3', 'optimizer=3: it takes a section, found int'),
-    ('recipe.kwargsx=1', "no field 'kwargsx'; known: dense_from, flip_rate"),
-  )
-  def test_bad_overrides(self, override, message):
-    with self.assertRaisesRegex(ValueError, message):
-      experiment.load_config('nano', [override])
 
 
 if __name__ == '__main__':

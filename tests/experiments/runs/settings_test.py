@@ -1,0 +1,84 @@
+"""Settings that do not fit are named, and a run keeps its own and where it came from."""
+
+import json
+from pathlib import Path
+import sys
+from unittest import mock
+
+from absl.testing import absltest, parameterized
+
+from experiments.runs import build, environment, experiment
+from tests.experiments.fakes import compile_quickly, temp_folder
+from tests.experiments.runs.train_test import FFN, ROOT, run, tiny
+
+
+def setUpModule():
+  compile_quickly()
+
+
+class SettingsTest(parameterized.TestCase):
+  @parameterized.parameters('steps', 'accumulate', 'log_every', 'eval_every', 'eval_batches')
+  def test_counts_are_one_or_more(self, key):
+    with self.assertRaisesRegex(ValueError, f'{key} is 0; it must be 1 or more'):
+      run(tiny(**{key: 0}), temp_folder(self))
+
+  @parameterized.parameters(
+    ('recipe.name=magic', "recipe.name is 'magic'; known: dense"),
+    ("recipe.kwargs={'paht': '.*'}", 'recipe.kwargs of ste.*path'),
+    ("recipe.kwargs={'path': 'nothing'}", "'nothing'.*decides for no weight"),
+    ('checkpoint_every=7', 'checkpoint_every 7 is not a multiple of log_every'),
+    ('accumulate=3', 'data.batch_size 16 is not divisible by accumulate 3'),
+    ('mesh.data=16', 'needs 16 devices, there are 8'),
+    ('model.width=3', 'model section: .*width'),
+    ('model.dtype=bf16', 'model section: .*bf16'),
+    ('model.attention=cudnn', 'cudnn.* needs an NVIDIA GPU; set model.attention=xla'),
+    ('optimizer.warmup_steps=1000', r'optimizer\.warmup_steps is 1000; it must be less than steps, \d+'),
+    ('model.seq_len=8', 'data.seq_len 16 is longer than the model takes, 8'),
+  )
+  def test_bad_settings(self, override, message):
+    config = experiment.load_config('nano', ['recipe.name=ste', f"recipe.kwargs={{'path': '{FFN}'}}"], tiny=True)
+    experiment.apply_override(config, override)
+    with self.assertRaisesRegex(ValueError, message):
+      run(config, temp_folder(self))
+
+  @parameterized.parameters(
+    ('steps', 'not of the form key=value'),
+    ('stepz=3', "no field 'stepz'; known: accumulate"),
+    ('optimizer.beta=3', "no field 'beta'; known: b1"),
+    ('optimiser.b1=3', "no section 'optimiser'"),
+    ('steps=many', 'steps=many: it takes int, found str'),
+    ('optimizer=3', 'optimizer=3: it takes a section, found int'),
+    ('recipe.kwargsx=1', "no field 'kwargsx'; known: dense_from, flip_rate"),
+  )
+  def test_bad_overrides(self, override, message):
+    with self.assertRaisesRegex(ValueError, message):
+      experiment.load_config('nano', [override])
+
+  @parameterized.parameters('ste', 'step', 's_ste')
+  def test_a_recipe_takes_the_feed_forward_layers_unless_told(self, name):
+    self.assertEqual(build.make_recipe(tiny(name)), build.make_recipe(tiny(name, {'path': FFN})))
+
+  def test_dense_watches_nothing_unless_told(self):
+    self.assertEqual(build.make_recipe(tiny()).rules, ())
+
+  def test_a_run_keeps_where_it_came_from(self):
+    folder = temp_folder(self)
+    with (
+      mock.patch.object(environment.subprocess, 'run') as git,
+      mock.patch.object(sys, 'argv', ['/x/experiments/__main__.py', 'train', '--set', 'steps=10']),
+    ):
+      git.return_value.stdout = 'abc-dirty\n'
+      run(tiny(steps=10), folder)
+    found = json.loads(Path(folder, 'environment.json').read_text())
+    self.assertEqual(found['commit'], 'abc-dirty')
+    self.assertEqual(found['command'], 'python -m experiments train --set steps=10')
+
+  def test_the_commit_is_that_of_git(self):
+    with mock.patch.object(environment.subprocess, 'run', side_effect=OSError):
+      self.assertIsNone(environment.commit())
+    if (ROOT / '.git').exists():
+      self.assertRegex(environment.commit() or '', r'^[0-9a-f]{40}(-dirty)?$')
+
+
+if __name__ == '__main__':
+  absltest.main()
