@@ -22,7 +22,7 @@ from pallas_kernels import _partitioning
 from pallas_kernels.activations import ACTIVATIONS
 from pallas_kernels.gated_activation import api as activations
 from pallas_kernels.pack import api as pack
-from pallas_kernels.pack.reference import MVUE_HEADROOM, Packed8
+from pallas_kernels.pack.reference import MVUE_HEADROOM
 from pallas_kernels.quantize import api as quantize
 from pallas_kernels.sparse_matmul.operand import SparseOperand
 from pallas_kernels.sparse_matmul.reference import activate
@@ -90,14 +90,14 @@ class Fp8(Precision):
     return quantize.current_scale(largest, E5M2)
 
   def sample(self, dz: Array, key: Array, scale: Any, origin: Any) -> tuple[Array | None, SparseOperand]:
-    return _both(pack.mvue_pack8(dz, key, scale, axis=-2, origin=origin, dtype=E5M2))
+    packed = pack.mvue_pack8(dz, key, scale, axis=-2, origin=origin, dtype=E5M2)
+    return packed.dense, packed.operand
 
   def activation_and_sample(
     self, dh: Array, z: Array, key: Array, scale: Any, origin: Any, *, activation: str, gated: bool
   ) -> tuple[Array, SparseOperand]:
-    return _both(
-      activations.activation_backward_pack8(dh, z, key, scale, activation=activation, gated=gated, origin=origin)
-    )
+    packed = activations.activation_backward_pack8(dh, z, key, scale, activation=activation, gated=gated, origin=origin)
+    return packed.dense, packed.operand
 
   def weight_grad(self, sample: SparseOperand, x: Array, factors: tuple, *, backend: str, dtype: Any) -> Array:
     factor, x_factor = factors
@@ -110,11 +110,6 @@ class Fp8(Precision):
 
 
 FP8 = Fp8()
-
-
-def _both(packed: Packed8) -> tuple[Array, SparseOperand]:
-  assert packed.dense is not None  # asked for by default
-  return packed.dense, packed.operand
 
 
 def _dense_forward(

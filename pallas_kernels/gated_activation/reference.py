@@ -47,4 +47,4 @@ def activation_backward_pack8(
 ) -> Packed8:  # fmt: skip
   """See `api.activation_backward_pack8`."""
   dz = activation_backward(dh, z, activation=activation, gated=gated)
-  return pack.mvue_pack8(dz, key, scale, axis=-2, origin=origin, dtype=dtype, with_dense=True)
+  return pack.mvue_pack8(dz, key, scale, axis=-2, origin=origin, dtype=dtype)

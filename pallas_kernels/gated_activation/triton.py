@@ -94,10 +94,10 @@ def backward8_kernel(
   factor = tl.load(scale)
   if GATED:
     _kernels8.sample_and_store8(
-      r_up, source, parameters, factor, values, metadata, dz, above, tl.program_id(1), ROWS, columns, True, True
+      r_up, source, parameters, factor, values, metadata, dz, above, tl.program_id(1), ROWS, columns, True
     )
   _kernels8.sample_and_store8(
-    r, source, parameters, factor, values, metadata, dz, place, tl.program_id(1), ROWS, columns, True, True
+    r, source, parameters, factor, values, metadata, dz, place, tl.program_id(1), ROWS, columns, True
   )
 
 

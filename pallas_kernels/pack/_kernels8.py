@@ -12,9 +12,9 @@ from pallas_kernels.pack import _blocks, _blocks8, _kernels
 def soft_threshold8_kernel(
   w, scale, values, metadata, dense,
   ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
-  GROUPS_DOWN: tl.constexpr, DENSE: tl.constexpr,
+  GROUPS_DOWN: tl.constexpr,
 ):  # fmt: skip
-  """scale S(w) packed along one axis, and in the layout of w if DENSE."""
+  """scale S(w) packed along one axis, and in the layout of w."""
   place = _blocks.tile(ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS)
   batch = tl.program_id(1).to(tl.int64)
   x = _blocks.entries(_blocks.load_blocks(w + batch * ROWS * COLUMNS, place, COLUMNS))
@@ -28,11 +28,10 @@ def soft_threshold8_kernel(
     _shrunk8(x[2], beta, source, dtype), _shrunk8(x[3], beta, source, dtype),
   )  # fmt: skip
   code = _blocks8.keep8(g[0]) | _blocks8.keep8(g[1]) << 4 | _blocks8.keep8(g[2]) << 8 | _blocks8.keep8(g[3]) << 12
-  if DENSE:
-    rows = g
-    if GROUPS_DOWN:
-      rows = _blocks8.transpose8(g)
-    _blocks8.store_dense8(dense + batch * ROWS * COLUMNS, rows, place, ROWS, COLUMNS, False)
+  rows = g
+  if GROUPS_DOWN:
+    rows = _blocks8.transpose8(g)
+  _blocks8.store_dense8(dense + batch * ROWS * COLUMNS, rows, place, ROWS, COLUMNS, False)
   pairs = _blocks8.choose_all8(g, _blocks.nibbles(code))
   _kernels.store_one(pairs, code, values, metadata, place, batch, ROWS, COLUMNS, GROUPS_DOWN)
 
@@ -47,29 +46,28 @@ def _shrunk8(x, beta, source: tl.constexpr, dtype: tl.constexpr):
 def mvue8_kernel(
   x, parameters, scale, values, metadata, dense,
   ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
-  GROUPS_DOWN: tl.constexpr, DENSE: tl.constexpr,
+  GROUPS_DOWN: tl.constexpr,
 ):  # fmt: skip
-  """An MVUE sample of x, times half of `scale`, packed along one axis; and all of x, times `scale`, if DENSE."""
+  """An MVUE sample of x, times half of `scale`, packed along one axis; and all of x, times `scale`."""
   place = _blocks.tile(ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS)
   batch = tl.program_id(1)
   blocks = _blocks.load_blocks(x + batch.to(tl.int64) * ROWS * COLUMNS, place, COLUMNS)
   sample_and_store8(
     _blocks.entries(blocks), x.dtype.element_ty, parameters, tl.load(scale + batch), values, metadata, dense, place,
-    batch, ROWS, COLUMNS, GROUPS_DOWN, DENSE,
+    batch, ROWS, COLUMNS, GROUPS_DOWN,
   )  # fmt: skip
 
 
 @triton.jit
 def sample_and_store8(
   e, source: tl.constexpr, parameters, scale, values, metadata, dense, place, batch,
-  ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUPS_DOWN: tl.constexpr, DENSE: tl.constexpr,
+  ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUPS_DOWN: tl.constexpr,
 ):  # fmt: skip
-  """MVUE of the blocks `e` (bits) and their operand; the blocks themselves in their own layout if DENSE."""
+  """MVUE of the blocks `e` (bits) and their operand; and the blocks themselves, in their own layout."""
   dtype: tl.constexpr = values.dtype.element_ty
   far = batch.to(tl.int64)
-  if DENSE:
-    quads = _blocks8.scaled8(e, scale, source, dtype)
-    _blocks8.store_dense8(dense + far * ROWS * COLUMNS, quads, place, ROWS, COLUMNS, False)
+  quads = _blocks8.scaled8(e, scale, source, dtype)
+  _blocks8.store_dense8(dense + far * ROWS * COLUMNS, quads, place, ROWS, COLUMNS, False)
   if GROUPS_DOWN:
     e = _blocks.transpose(e)
     u = mvue.block_uniforms(parameters, place, batch, True)

@@ -27,10 +27,6 @@ def candidates() -> list[str]:
   return ['triton', 'reference'] if _device.current().capability >= SM_80.capability else ['reference']
 
 
-def _call(op: str, implementation: str | None, *args: Any, **kwargs: Any) -> Any:
-  return _dispatch.dispatch(op, _backends(op), implementation, candidates(), *args, **kwargs)
-
-
 def _backends(op: str) -> dict[str, str]:
   return {name: f'pallas_kernels.pack.{name}:{op}' for name in ('reference', 'triton')}
 
@@ -177,13 +173,15 @@ def mvue_pack(
   _check_blocks(x, 'x')
   _check_origin(origin)
   dtype = _values_dtype(x, dtype, 'x')
-  return _call('mvue_pack', implementation, x, key, axis=_axis(x, axis), origin=origin, dtype=dtype)
+  axis = _axis(x, axis)
+  return _dispatch.dispatch(
+    'mvue_pack', _backends('mvue_pack'), implementation, candidates(), x, key, axis=axis, origin=origin, dtype=dtype
+  )
 
 
 def soft_threshold_pack8(
-  w: Array, scale: Array, *, axis: int = -2, dtype: Any = jnp.float8_e4m3fn, with_dense: bool = True,
-  implementation: str | None = None,
-) -> Packed8:  # fmt: skip
+  w: Array, scale: Array, *, axis: int = -2, dtype: Any = jnp.float8_e4m3fn, implementation: str | None = None
+) -> Packed8:
   """scale S(w) in float8, packed, and as it stands for the dense input gradient, in one pass over `w`.
 
   The frozen scale of S-STE belongs to the matmul's `a_scale`; `scale` is what brings S(w) to the range of the type,
@@ -195,7 +193,6 @@ def soft_threshold_pack8(
     scale: float32, shape `w.shape[:-2]`.
     axis: the grouped axis. -1: the operand of w, [R, C]; -2: that of its transpose, [C, R].
     dtype: float8_e4m3fn or float8_e5m2.
-    with_dense: whether to give the dense array, too.
     implementation: 'reference', 'triton' (compute capability 8.9), or None to choose.
 
   Raises:
@@ -211,15 +208,16 @@ def soft_threshold_pack8(
   _check_blocks(w)
   dtype, scale = _float8(w, dtype, 'w'), _matrix_scale(scale, w, 'w')
   axis = _axis(w, axis)
-  results = (*_OPERANDS[axis], _WEIGHT) if with_dense else _OPERANDS[axis]
-  return _call_on_parts('soft_threshold_pack8', (_WEIGHT, ''), results, implementation, w, scale, axis=axis,
-                        dtype=dtype, with_dense=with_dense)  # fmt: skip
+  results = (*_OPERANDS[axis], _WEIGHT)
+  return _call_on_parts(
+    'soft_threshold_pack8', (_WEIGHT, ''), results, implementation, w, scale, axis=axis, dtype=dtype
+  )
 
 
 def mvue_pack8(
   x: Array, key: Array, scale: Array, *, axis: int = -2,
   origin: tuple[Array | int, Array | int, Array | int] = (0, 0, 0), dtype: Any = jnp.float8_e5m2,
-  with_dense: bool = True, implementation: str | None = None,
+  implementation: str | None = None,
 ) -> Packed8:  # fmt: skip
   """`mvue_pack` in float8, and `x` itself in float8 for the dense input gradient, in one pass over `x`.
 
@@ -237,7 +235,6 @@ def mvue_pack8(
     axis: the grouped axis. -2: the operand of the transpose of x, [C, R]; -1: that of x.
     origin: as in `mvue24`.
     dtype: float8_e5m2 or float8_e4m3fn.
-    with_dense: whether to give the dense array, too.
     implementation: 'reference', 'triton' (compute capability 8.9), or None to choose.
 
   Returns:
@@ -256,17 +253,16 @@ def mvue_pack8(
   _check_blocks(x, 'x')
   _check_origin(origin)
   dtype, scale = _float8(x, dtype, 'x'), _matrix_scale(scale, x, 'x')
-  return _call8('mvue_pack8', implementation, x, key, scale, axis=_axis(x, axis), origin=origin, dtype=dtype,
-                with_dense=with_dense)  # fmt: skip
+  axis = _axis(x, axis)
+  return _dispatch.dispatch(
+    'mvue_pack8', _backends('mvue_pack8'), implementation, candidates8(), x, key, scale, axis=axis, origin=origin,
+    dtype=dtype,
+  )
 
 
 def candidates8() -> list[str]:
   """Back ends of the float8 ops for the present device, best first."""
   return ['triton', 'reference'] if _device.current().arch.float8 else ['reference']
-
-
-def _call8(op: str, implementation: str | None, *args: Any, **kwargs: Any) -> Any:
-  return _dispatch.dispatch(op, _backends(op), implementation, candidates8(), *args, **kwargs)
 
 
 def _check_blocks(w: Array, name: str = 'w') -> None:

@@ -61,16 +61,16 @@ def cases() -> list[Case]:
     small = shape[1] == 4096
     rows.append(Case(
       'mvue_pack8', shape, lambda key, s=shape: (normal(s)(key), jax.random.key(1), F32(1e4)),
-      lambda x, k, s, config: pack.mvue_pack8(x, k, s, axis=-2, dtype=E5M2, with_dense=True, config=config, **ORIGIN),
-      (lambda x, k, s: reference.mvue_pack8(x, k, s, axis=-2, dtype=E5M2, with_dense=True, **ORIGIN))
+      lambda x, k, s, config: pack.mvue_pack8(x, k, s, axis=-2, dtype=E5M2, config=config, **ORIGIN),
+      (lambda x, k, s: reference.mvue_pack8(x, k, s, axis=-2, dtype=E5M2, **ORIGIN))
       if small else None,
       tiles('16x32x4', '16x16x2', '16x16x4', '16x16x8', '32x16x4', '16x32x2', '32x16x8', '16x32x8', '64x16x8'),
     ))  # fmt: skip
   for dtype in (BF16, F32):
     rows.append(Case(
       'soft_threshold_pack8', (4096, 16384), lambda key, d=dtype: (normal((4096, 16384), d)(key), F32(100)),
-      lambda w, s, config: pack.soft_threshold_pack8(w, s, axis=-2, dtype=E4M3, with_dense=True, config=config),
-      (lambda w, s: reference.soft_threshold_pack8(w, s, axis=-2, dtype=E4M3, with_dense=True))
+      lambda w, s, config: pack.soft_threshold_pack8(w, s, axis=-2, dtype=E4M3, config=config),
+      (lambda w, s: reference.soft_threshold_pack8(w, s, axis=-2, dtype=E4M3))
       if dtype == BF16 else None,
       tiles('16x16x4', '16x16x2', '32x16x4', '16x32x4', '32x32x8'), dtype=jnp.dtype(dtype).name,
     ))  # fmt: skip

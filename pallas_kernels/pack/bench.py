@@ -64,7 +64,7 @@ def check8() -> list[dict[str, Any]]:
   for shape, source, dtype, top, x in float8_inputs():
     scale = jnp.full(shape[:-2], float(jnp.finfo(dtype).max) / top, F32)
     for axis in (-1, -2):
-      more = dict(axis=axis, with_dense=True)
+      more = dict(axis=axis)
       jobs.append((source, dtype, top, 'soft_threshold_pack8', (x, scale), more))
       jobs.append((source, dtype, top, 'mvue_pack8', (x, jax.random.key(5), scale), more | dict(origin=(1, 2, 4))))
 

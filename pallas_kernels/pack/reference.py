@@ -42,11 +42,11 @@ class Packed8:
 
   Attributes:
     operand: the sparse operand.
-    dense: float8, shape of the input, or None if it was not asked for.
+    dense: float8, shape of the input.
   """
 
   operand: SparseOperand
-  dense: Array | None
+  dense: Array
 
 
 def mask_codes(mask: Array) -> Array:
@@ -92,23 +92,23 @@ def mvue_pack(
   return _pack_nonzeros(jnp.clip(sample, -largest, largest).astype(dtype), axis)
 
 
-def soft_threshold_pack8(w: Array, scale: Array, *, axis: int, dtype: jnp.dtype, with_dense: bool) -> Packed8:
+def soft_threshold_pack8(w: Array, scale: Array, *, axis: int, dtype: jnp.dtype) -> Packed8:
   """See `api.soft_threshold_pack8`."""
   soft = prune.soft_threshold(w, axis=axis).astype(jnp.float32)
   projected = cast_float8(soft * scale[..., None, None], dtype)
   projected = jnp.where(_nonzero(projected), projected, jnp.zeros((), dtype))
-  return Packed8(_pack_nonzeros(projected, axis), projected if with_dense else None)
+  return Packed8(_pack_nonzeros(projected, axis), projected)
 
 
 def mvue_pack8(
   x: Array, key: Array, scale: Array, *, axis: int, origin: tuple[Array | int, Array | int, Array | int],
-  dtype: jnp.dtype, with_dense: bool,
+  dtype: jnp.dtype,
 ) -> Packed8:  # fmt: skip
   """See `api.mvue_pack8`."""
   wide, scale = x.astype(jnp.float32), scale[..., None, None]
   sample = mvue.mvue24(wide, key, axis=axis, origin=origin)
   operand = _pack_nonzeros(cast_float8(sample * (scale * jnp.float32(1 / MVUE_HEADROOM)), dtype), axis)
-  return Packed8(operand, cast_float8(wide * scale, dtype) if with_dense else None)
+  return Packed8(operand, cast_float8(wide * scale, dtype))
 
 
 def is_float8(dtype: jnp.dtype) -> bool:

@@ -111,38 +111,37 @@ def mvue_pack(
 
 
 def soft_threshold_pack8(
-  w: Array, scale: Array, *, axis: int, dtype: jnp.dtype, with_dense: bool, config: Config | None = None
+  w: Array, scale: Array, *, axis: int, dtype: jnp.dtype, config: Config | None = None
 ) -> Packed8:
   """See `api.soft_threshold_pack8`."""
-  return _pack8(soft_threshold8_kernel, w, [], scale, axis, dtype, with_dense, config or Config())
+  return _pack8(soft_threshold8_kernel, w, [], scale, axis, dtype, config or Config())
 
 
 def mvue_pack8(
-  x: Array, key: Array, scale: Array, *, axis: int, origin: tuple[Any, Any, Any], dtype: jnp.dtype, with_dense: bool,
+  x: Array, key: Array, scale: Array, *, axis: int, origin: tuple[Any, Any, Any], dtype: jnp.dtype,
   config: Config | None = None,
 ) -> Packed8:  # fmt: skip
   """See `api.mvue_pack8`."""
   parameters = draw_parameters(key, origin)
-  return _pack8(mvue8_kernel, x, [parameters], scale, axis, dtype, with_dense, config or Config(tile_columns=32))
+  return _pack8(mvue8_kernel, x, [parameters], scale, axis, dtype, config or Config(tile_columns=32))
 
 
 def _pack8(
-  kernel: Any, x: Array, more: list[Array], scale: Array, axis: int, dtype: jnp.dtype, with_dense: bool, config: Config
+  kernel: Any, x: Array, more: list[Array], scale: Array, axis: int, dtype: jnp.dtype, config: Config
 ) -> Packed8:
   batches, rows, columns = _shape(x, dtype)
   values, metadata, dense = _triton.call(
     kernel, x, *more, scale.astype(jnp.float32).reshape(batches),
-    out_shape=structs8(x.shape, dtype, axis, with_dense),
+    out_shape=structs8(x.shape, dtype, axis),
     grid=config.grid(batches, rows, columns), num_warps=config.num_warps,
-    GROUPS_DOWN=axis == -2, DENSE=with_dense, **config.constants(rows, columns),
+    GROUPS_DOWN=axis == -2, **config.constants(rows, columns),
   )  # fmt: skip
-  return Packed8(SparseOperand(values, metadata), dense if with_dense else None)
+  return Packed8(SparseOperand(values, metadata), dense)
 
 
-def structs8(shape: tuple[int, ...], dtype: jnp.dtype, axis: int, with_dense: bool) -> list[jax.ShapeDtypeStruct]:
-  """Values, words and dense array of the float8 kernels; an array of one entry stands for one not wanted."""
-  structs = _structs(shape[:-2], shape[-2], shape[-1], dtype, axis)
-  return [*structs, jax.ShapeDtypeStruct(shape if with_dense else (1,), dtype)]
+def structs8(shape: tuple[int, ...], dtype: jnp.dtype, axis: int) -> list[jax.ShapeDtypeStruct]:
+  """Values, words and dense array of the float8 kernels."""
+  return [*_structs(shape[:-2], shape[-2], shape[-1], dtype, axis), jax.ShapeDtypeStruct(shape, dtype)]
 
 
 def check_float8() -> None:

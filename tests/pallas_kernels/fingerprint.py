@@ -137,11 +137,10 @@ def triton_calls() -> Iterator[tuple[str, Callable[[], object]]]:
       yield f'soft threshold {name} {axis}', lambda x=x, f=soft: jax.eval_shape(f, x, scale)
       draw = functools.partial(pack.mvue_pack, key=key, dtype=BF16, **sample)
       yield f'mvue {name} {axis}', lambda x=x, f=draw: jax.eval_shape(f, x)
-      for dense in (True, False):
-        soft8 = functools.partial(pack.soft_threshold_pack8, axis=axis, dtype=E4M3, with_dense=dense)
-        yield f'soft threshold8 {name} {axis} {dense}', lambda x=x, f=soft8: jax.eval_shape(f, x, scale)
-        draw8 = functools.partial(pack.mvue_pack8, dtype=E5M2, with_dense=dense, **sample)
-        yield f'mvue8 {name} {axis} {dense}', lambda x=x, f=draw8: jax.eval_shape(lambda a, s: f(a, key, s), x, scale)
+      soft8 = functools.partial(pack.soft_threshold_pack8, axis=axis, dtype=E4M3)
+      yield f'soft threshold8 {name} {axis} True', lambda x=x, f=soft8: jax.eval_shape(f, x, scale)
+      draw8 = functools.partial(pack.mvue_pack8, dtype=E5M2, **sample)
+      yield f'mvue8 {name} {axis} True', lambda x=x, f=draw8: jax.eval_shape(lambda a, s: f(a, key, s), x, scale)
   for transpose in ('both', 'only'):
     for dtype in (E4M3, E5M2):
       f = functools.partial(quantize.quantize, dtype=dtype, transpose=transpose)

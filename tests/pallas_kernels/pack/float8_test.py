@@ -26,8 +26,8 @@ def normal(shape, dtype=jnp.bfloat16, seed=0):
 
 
 # Compiled: one by one, the operations would take ten times as long.
-soft_threshold_pack8 = jax.jit(api.soft_threshold_pack8, static_argnames=('axis', 'dtype', 'with_dense'))
-mvue_pack8 = jax.jit(api.mvue_pack8, static_argnames=('axis', 'origin', 'dtype', 'with_dense'))
+soft_threshold_pack8 = jax.jit(api.soft_threshold_pack8, static_argnames=('axis', 'dtype'))
+mvue_pack8 = jax.jit(api.mvue_pack8, static_argnames=('axis', 'origin', 'dtype'))
 decompress = jax.jit(lambda operand: formats.decompress(from_operand(operand)))
 
 
@@ -122,8 +122,7 @@ class MvueTest(parameterized.TestCase):
     x = x.at[0, 1].set(20.0).at[2, 2].set(0.0)
     scale, _ = current_scale(amax(x), E5M2)
     many = jnp.broadcast_to(x, (draws, 8, 4))
-    packed = mvue_pack8(many, jax.random.key(3), jnp.full((draws,), scale), with_dense=False)
-    self.assertIsNone(packed.dense)
+    packed = mvue_pack8(many, jax.random.key(3), jnp.full((draws,), scale))
     kept = dense(packed.operand)
     kept = kept.swapaxes(1, 2).astype(np.float64) / (float(scale) / 2)
     x = np.asarray(x)

@@ -66,7 +66,7 @@ class InterpretedTest(parameterized.TestCase):
       gated.backward8_kernel, config.grid(1, *shapes[0]), [dh, z, parameters, scale.reshape(1)],
       [(shapes[1], out), ((wide, tokens // 2), out), words], options,
     )  # fmt: skip
-    pick = functools.partial(pack_reference.mvue_pack8, axis=-2, origin=(0, 0, 0), dtype=out, with_dense=True)
+    pick = functools.partial(pack_reference.mvue_pack8, axis=-2, origin=(0, 0, 0), dtype=out)
     expected = jax.jit(pick)(jnp.asarray(dz), key, scale)
     np.testing.assert_array_equal(found[2], np.asarray(expected.operand.metadata))
     triton_interpreter.assert_equal_float8(found[1], expected.operand.values)

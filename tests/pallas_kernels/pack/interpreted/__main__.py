@@ -127,10 +127,10 @@ class InterpretedTest(parameterized.TestCase):
     shape, dtype = case
     w, out = weights(shape, dtype), jnp.dtype(jnp.float8_e4m3fn)
     scale = jnp.linspace(0.01, 300, int(np.prod(shape[:-2])), dtype=jnp.float32).reshape(shape[:-2])
-    expected = functools.partial(reference.soft_threshold_pack8, axis=axis, dtype=out, with_dense=True)
+    expected = functools.partial(reference.soft_threshold_pack8, axis=axis, dtype=out)
     found = run(
-      pack.soft_threshold8_kernel, pack.structs8(shape, out, axis, True), [w, scale.reshape(-1)], shape,
-      GROUPS_DOWN=axis == -2, DENSE=True,
+      pack.soft_threshold8_kernel, pack.structs8(shape, out, axis), [w, scale.reshape(-1)], shape,
+      GROUPS_DOWN=axis == -2,
     )  # fmt: skip
     self.assert_packed8(found, jax.jit(expected)(w, scale))
 
@@ -143,11 +143,11 @@ class InterpretedTest(parameterized.TestCase):
     x, out = weights(shape, dtype), jnp.dtype(jnp.float8_e5m2 if last == 2e4 else jnp.float8_e4m3fn)
     key, origin = jax.random.key(7), (3, 5, 8)
     scale = jnp.linspace(first, last, int(np.prod(shape[:-2])), dtype=jnp.float32).reshape(shape[:-2])
-    expected = functools.partial(reference.mvue_pack8, axis=axis, origin=origin, dtype=out, with_dense=True)
+    expected = functools.partial(reference.mvue_pack8, axis=axis, origin=origin, dtype=out)
     inputs = [x, pack.draw_parameters(key, origin), scale.reshape(-1)]
     found = run(
-      pack.mvue8_kernel, pack.structs8(shape, out, axis, True), inputs, shape, config=pack.Config(tile_columns=32),
-      GROUPS_DOWN=axis == -2, DENSE=True,
+      pack.mvue8_kernel, pack.structs8(shape, out, axis), inputs, shape, config=pack.Config(tile_columns=32),
+      GROUPS_DOWN=axis == -2,
     )  # fmt: skip
     self.assert_packed8(found, jax.jit(expected)(x, key, scale))
 
