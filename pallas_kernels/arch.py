@@ -40,6 +40,8 @@ class Arch:
     sparse_instruction: of its sparse tensor cores that the kernels here use, 'wgmma' or 'mma.sp'; None where none does.
     layout: how its kernels read positions, see `SparseOperand.layout`; None without a kernel.
     kernels: op -> this package's back end of it, which `implementation='sparse'` names.
+    by_default: whether training takes these kernels, those of FP8 among them, without records of the GPU; elsewhere its
+      own records have to say that sparse wins.
     float8: whether it converts and multiplies float8.
     shared_memory: bytes that a block may have.
     example: to compile for; None where no kernel is compiled.
@@ -50,6 +52,7 @@ class Arch:
   sparse_instruction: str | None = None
   layout: str | None = None
   kernels: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  by_default: bool = False
   float8: bool = False
   shared_memory: int = 49152
   example: Example | None = None
@@ -62,7 +65,6 @@ class Arch:
     ('mosaic_gpu', None)
     """
     return self.kernels.get(op)
-
 
 
 def _with_warp_products(
@@ -83,8 +85,8 @@ SM_89 = _with_warp_products(
 # wgmma exists here alone; Blackwell replaced it.
 SM_90A = Arch(
   'sm_90a', (9, 0), sparse_instruction='wgmma', layout=REGISTER_ORDER,
-  kernels={'sparse_matmul': 'mosaic_gpu', 'vnm_matmul': 'mosaic_gpu'}, float8=True, shared_memory=232448,
-  example=Example('NVIDIA H100 80GB HBM3', 132, 233472, 2048, 52428800),
+  kernels={'sparse_matmul': 'mosaic_gpu', 'vnm_matmul': 'mosaic_gpu'}, by_default=True, float8=True,
+  shared_memory=232448, example=Example('NVIDIA H100 80GB HBM3', 132, 233472, 2048, 52428800),
 )  # fmt: skip
 ARCHS = (SM_80, SM_86, SM_89, SM_90A)
 

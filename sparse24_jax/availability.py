@@ -29,7 +29,7 @@ class Target:
   def has_kernels(self, precision: str) -> bool:
     """Whether a policy of this precision may take some kernel."""
     if not self.here:
-      return precision != 'fp8' or self.device.arch.sparse_instruction == 'wgmma'
+      return precision != 'fp8' or self.device.arch.by_default
     return kernels_are_here(precision)
 
   def has(self, backend: str) -> bool:
@@ -68,7 +68,7 @@ def target(slug: str | None = None) -> Target:
 def kernels_are_here(precision: str) -> bool:
   """Whether a policy of this precision may take some kernel on this GPU and mesh."""
   device = _device.current()
-  if device.arch.sparse_instruction != 'wgmma' and (precision == 'fp8' or not _sparse_wins(device)):
+  if not device.arch.by_default and (precision == 'fp8' or not _sparse_wins(device)):
     return False
   if not _partitioning.serves():
     log_once('no kernels inside a jax.shard_map over some axes of the mesh only; they run outside and over all axes')

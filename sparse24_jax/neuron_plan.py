@@ -183,7 +183,7 @@ def why_dense(policy: ActivationPolicy, tokens: int, d: int, hidden: int, dtype:
   """Why a block whose policy names no implementation stays dense on this GPU, or None: then its kernels pay."""
   device = _device.current()
   if device.arch.kernel('vnm_matmul') is None:
-    return f'{device.name} has no sparse wgmma'
+    return f'{device.name} has no kernel for V:N:M'
   mesh = jax.sharding.get_abstract_mesh()
   if not _device.arrays_are_whole() or not (mesh.empty or mesh.size == 1):
     return 'V:N:M kernels cannot be divided by a mesh'

@@ -73,7 +73,8 @@ def plan_layer(
     return layer(simulated=reason if fp8 else None, plain=reason)
   if fp8:
     loses = named is None and _loses_in_fp8(on, tokens, d_in, d_out)
-    return layer(Backends(None if loses else named or 'mosaic_gpu', None, named or 'mosaic_gpu', fp8=True))
+    kernel = named or backend_of('sparse', on)
+    return layer(Backends(None if loses else kernel, None, kernel, fp8=True))
   if named is not None:
     return layer(Backends(**{role: named if sparse else None for role, sparse in sparse_roles(policy).items()}))
   found = {
@@ -137,7 +138,7 @@ def _fastest(on: Target, role: str, tokens: int, d_in: int, d_out: int, dtype: A
     first = api.candidates_for(**key, device=on.device)[0]
     if first != 'dense' and on.has(first):
       return first
-  return 'mosaic_gpu' if role == 'weight_grad' and on.device.arch.sparse_instruction == 'wgmma' else None
+  return backend_of('sparse', on) if role == 'weight_grad' and on.device.arch.by_default else None
 
 
 def _loses_in_fp8(on: Target, tokens: int, d_in: int, d_out: int) -> bool:

@@ -13,10 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import _device, _records, _tuning, formats
-from pallas_kernels.sparse_matmul import _predict, arg_specs, mosaic_gpu, mosaic_gpu_sm80, reference
-
-KERNELS = {'mosaic_gpu': mosaic_gpu.sparse_matmul, 'mosaic_gpu_sm80': mosaic_gpu_sm80.sparse_matmul}
+from pallas_kernels import _device, _dispatch, _records, _tuning, formats
+from pallas_kernels.sparse_matmul import _predict, arg_specs, mosaic_gpu, reference
+from pallas_kernels.sparse_matmul.api import BACKENDS
 
 
 def random_problem(rng: np.random.Generator, implementation: str = 'mosaic_gpu') -> dict[str, Any]:
@@ -94,7 +93,7 @@ def check(case: dict[str, Any], implementation: str = 'mosaic_gpu') -> tuple[flo
 
   @jax.jit
   def f(*args: Any) -> jax.Array:
-    return _one_array(KERNELS[implementation](
+    return _one_array(_dispatch.load(BACKENDS[implementation])(
       *args, **static, out_dtype=jnp.dtype(case['out_dtype']), b_layout=case['b_layout'], config=config
     ))
 

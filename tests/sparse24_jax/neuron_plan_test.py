@@ -135,7 +135,7 @@ class WhyDenseTest(parameterized.TestCase):
         self.assertIsNone(gain.why_dense(policy, *HEADLINE, jnp.bfloat16))
 
   @parameterized.parameters(
-    (dict(device=_device.target_device('sm_80')), 'no sparse wgmma'),
+    (dict(device=_device.target_device('sm_80')), 'no kernel for V:N:M'),
     (dict(whole=False), 'divided by a mesh'),
     (dict(triton='no such module'), r'sparse24-jax\[cuda\]: no such module'),
   )

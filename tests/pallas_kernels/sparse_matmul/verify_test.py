@@ -13,8 +13,9 @@ from absl.testing import absltest, parameterized
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import _records, _tuning
+from pallas_kernels import _dispatch, _records, _tuning
 from pallas_kernels.sparse_matmul import _problem, mosaic_gpu, reference, verify
+from pallas_kernels.sparse_matmul.api import BACKENDS
 
 _KIND = ('rows', 'bn', 'cluster', 'along', 'delay', 'split')
 
@@ -46,7 +47,7 @@ class VerifyTest(parameterized.TestCase):
     self.enter_context(mock.patch.object(verify.arg_specs, 'RAGGED', ((1, 1, 4),)))
 
   def _run(self, kernel, *args, implementation='mosaic_gpu', **kwargs):
-    with mock.patch.dict(verify.KERNELS, {implementation: kernel}):
+    with mock.patch.object(_dispatch, 'load', {BACKENDS[implementation]: kernel}.__getitem__):
       return verify.verify(*args, implementation=implementation, **kwargs)
 
   @parameterized.parameters('mosaic_gpu', 'mosaic_gpu_sm80')
