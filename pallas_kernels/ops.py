@@ -11,7 +11,7 @@ class Op:
   Attributes:
     folder: where it is; `tune.py` and `bench.py` there say what options they take (`arguments`), and do it (`run`).
     untuned: why it has no `tune.py`, or None.
-    benched: the program that benchmarks it in place of a `bench.py`, with what a model runs beside it, or None.
+    benched: what benchmarks it in place of a `bench.py`, after `python -m`, or None.
     in_triton: whether what is measured needs Triton.
   """
 
@@ -33,6 +33,6 @@ OPS: Mapping[str, Op] = {
   ),
   'transposable_mask': Op(
     'transposable_mask', untuned='on a GPU it is the packer of transposable weights: tune `pack`',
-    benched='experiments.bench.transposable_mask',
+    benched='pallas_kernels bench pack',
   ),
 }  # fmt: skip

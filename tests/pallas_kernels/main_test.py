@@ -51,7 +51,7 @@ class CommandTest(parameterized.TestCase):
       self.assertEqual(('tune' in there, 'bench' in there), (op.untuned is None, op.benched is None), name)
       self.assertEqual('arg_specs' in there, op.untuned is None, name)
       if op.benched is not None:
-        self.assertIsNotNone(importlib.util.find_spec(op.benched))
+        self.assertIsNotNone(importlib.util.find_spec(op.benched.split()[0]))
 
   def test_verify_hands_on_what_it_is_given(self):
     given = 'verify --count 3 --seed 4 --seconds 5 --out run.jsonl --implementation mosaic_gpu_sm80'
