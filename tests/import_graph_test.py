@@ -104,7 +104,7 @@ class ImportGraphTest(parameterized.TestCase):
     ('data', ()),
     ('models', ('bench',)),  # for its dense product in FP8
     ('runs', ('data', 'models', 'configs')),
-    ('reports', ('runs',)),
+    ('reports', ('runs', 'race')),  # a page has the race's table and picture
   )
   def test_rooms_of_the_experiments(self, room, others):
     """What a room may know; a page is made of what runs leave behind, and nothing that trains knows a page."""
