@@ -1,7 +1,7 @@
 """Dynamic sparse training: which links a weight drops, and which it grows, from magnitudes and dense gradients.
 
 Everything here is a pure function of global arrays, a step and a path, so every replica and every sharding of the same
-arrays gets the same mask. Links are chosen by counting, never by sorting: a sharded weight moves a few scalars.
+arrays gets the same mask.
 """
 
 from collections.abc import Callable, Mapping
@@ -9,9 +9,7 @@ import dataclasses
 import functools
 import math
 from typing import Literal, NamedTuple
-import zlib
 
-import jax
 from jax import Array
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +17,7 @@ import numpy as np
 from pallas_kernels.formats import join_groups, split_groups
 from pallas_kernels.transposable_mask.api import transposable_mask
 from sparse24_jax.density import check_share, schedule_name
+from sparse24_jax.selection import above_zero, count_kept, draw, keep_largest
 
 type Schedule = Callable[[Array], Array]
 
@@ -46,85 +45,6 @@ class Evolved(NamedTuple):
 
   state: Array
   reset: Array
-
-
-def keep_largest(score: Array, count: Array | int, among: Array) -> Array:
-  """The `count` largest scores of each matrix, among those allowed; ties go to the lower index (row by row).
-
-  By a search on the bits of the score, two at a time, which takes sums over the matrix and nothing else.
-
-  Args:
-    score: `[..., rows, columns]`; uint32, or floats of which the magnitude counts and a NaN is zero.
-    count: int32, a scalar or `[..., 1, 1]`; below zero is zero.
-    among: bool, shape of `score`. If it holds fewer than `count`, all of it is kept.
-
-  Returns:
-    bool, shape of `score`.
-
-  >>> import jax.numpy as jnp
-  >>> keep_largest(jnp.array([[3.0, 1.0, 3.0, 2.0]]), 2, jnp.array([[True, True, False, True]])).tolist()
-  [[True, False, False, True]]
-  """
-  bits = _above_zero(score, among)
-  least = _largest_threshold(bits, count, 32)
-  sure = bits > least
-  tied = (bits == least) & among
-  missing = count - _count(sure)
-  rows, columns = score.shape[-2:]
-  order = jnp.uint32(rows * columns) - _positions(rows, columns)
-  first = jnp.where(tied, order.reshape((1,) * (score.ndim - 2) + order.shape), jnp.uint32(0))
-  # Ties that all fit, or that nobody has, need no order; that is the rule, so the second search is seldom made.
-  contested = jnp.any(missing < _count(tied))
-  return sure | (tied & (first >= _largest_threshold(first, missing, (rows * columns).bit_length(), contested)))
-
-
-def _largest_threshold(bits: Array, count: Array | int, width: int, wanted: Array | bool = True) -> Array:
-  """The largest t, uint32 `[..., 1, 1]`, with at least `count` entries of `bits` at t or above; 0 if not wanted.
-
-  Of numbers of `width` bits. A pass over memory counts for the three values of two bits at once, and so finds both.
-  """
-  passes = (width + 1) // 2
-
-  def narrow(i: Array, t: Array) -> Array:
-    shift = jnp.uint32(2) * (jnp.uint32(passes - 1) - jnp.asarray(i, jnp.uint32))
-    enough = [_count(bits >= (t | (jnp.uint32(value) << shift))) >= count for value in (1, 2, 3)]
-    return t | (functools.reduce(jnp.add, [e.astype(jnp.uint32) for e in enough]) << shift)
-
-  made = jnp.where(wanted, passes, 0).astype(jnp.int32)
-  return jax.lax.fori_loop(0, made, narrow, jnp.zeros((*bits.shape[:-2], 1, 1), jnp.uint32))
-
-
-def draw(seed: int, step: Array, path: str, shape: tuple[int, ...]) -> Array:
-  """Uniform uint32 of shape `[..., rows, columns]` from seed, step, path and position; the same for every sharding.
-
-  A counter-based hash, each word mixed in with full avalanche: it only has to shuffle links, and compiles in a
-  hundredth of the time of a cryptographic generator, which counts with one draw a weight.
-  """
-  # The barrier: at the start of a run the step is a constant, and XLA would fold whole masks while it compiles.
-  step = jax.lax.optimization_barrier(jnp.asarray(step)).astype(jnp.uint32)
-  key = _mix(jnp.uint32(seed % 2**32))
-  for word in (step, jnp.uint32(zlib.crc32(path.encode()))):
-    key = _mix(key ^ (word + jnp.uint32(0x9E3779B9)))
-  layers = math.prod(shape[:-2])
-  key = _mix(key ^ jax.lax.iota(jnp.uint32, layers)).reshape(*shape[:-2], 1, 1)
-  position = _positions(*shape[-2:])
-  return _mix(_mix(position.reshape((1,) * (len(shape) - 2) + position.shape) ^ key) + key)
-
-
-def _mix(x: Array) -> Array:
-  """A bijection of uint32 in which each bit of the input flips each of the output's about half of the time.
-
-  Shifts and multipliers are those of `lowbias32`, which C. Wellons found by search and gave to the public domain.
-  """
-  x = (x ^ (x >> jnp.uint32(16))) * jnp.uint32(0x7FEB352D)
-  x = (x ^ (x >> jnp.uint32(15))) * jnp.uint32(0x846CA68B)
-  return x ^ (x >> jnp.uint32(16))
-
-
-def _positions(rows: int, columns: int) -> Array:
-  """Index of each entry, row by row, uint32 [rows, columns]."""
-  row, column = (jax.lax.broadcasted_iota(jnp.uint32, (rows, columns), axis) for axis in range(2))
-  return row * jnp.uint32(columns) + column
 
 
 def layer_densities(
@@ -243,15 +163,15 @@ class Topology:
       new = keep_largest(score, target, self._room(none, score)) & ~jnp.isnan(w)
       return Evolved(new, none)
     zeta = self.drop_fraction(context.step) if callable(self.drop_fraction) else self.drop_fraction
-    active = _count(mask)
+    active = count_kept(mask)
     dropped = jnp.round(jnp.float32(zeta) * active.astype(jnp.float32)).astype(jnp.int32)
     new = keep_largest(w, jnp.minimum(active - dropped, target), mask)
     if self.random_share < 1:
-      by_gradient = target - _count(new)
+      by_gradient = target - count_kept(new)
       by_gradient -= jnp.round(jnp.float32(self.random_share) * by_gradient.astype(jnp.float32)).astype(jnp.int32)
       new |= keep_largest(grad, by_gradient, self._room(new, grad))
     if self.random_share > 0:
-      new |= keep_largest(drawn, target - _count(new), self._room(new, drawn))
+      new |= keep_largest(drawn, target - count_kept(new), self._room(new, drawn))
     return Evolved(new, new != mask if self.reset_moments else jnp.zeros_like(mask))
 
   def _room(self, links: Array, score: Array) -> Array:
@@ -263,7 +183,7 @@ class Topology:
       return free & _best_pattern(links, score)
     fours = (*links.shape[:-2], links.shape[-2] // 4, 4, links.shape[-1])
     free, taken = free.reshape(fours), jnp.sum(links.reshape(fours), axis=-2, keepdims=True, dtype=jnp.int32)
-    best = _above_zero(score.reshape(fours), free)
+    best = above_zero(score.reshape(fours), free)
     ahead = []
     for i in range(4):
       mine = best[..., i : i + 1, :]
@@ -294,16 +214,3 @@ def _best_pattern(links: Array, score: Array) -> Array:
   for axis in (-2, -1):
     largest = join_groups([functools.reduce(jnp.maximum, split_groups(largest, axis))] * 4, axis)
   return transposable_mask(jnp.where(links, 16 * jnp.maximum(largest, jnp.float32(2.0**-100)), value))
-
-
-def _count(mask: Array) -> Array:
-  """Links of each matrix, int32 `[..., 1, 1]`."""
-  return jnp.sum(mask, axis=(-2, -1), keepdims=True, dtype=jnp.int32)
-
-
-def _above_zero(score: Array, among: Array) -> Array:
-  """uint32 of 1 or more in the order of the scores where allowed, 0 elsewhere."""
-  if score.dtype != jnp.uint32:  # floats of zero or more are in the order of their bits
-    magnitude = jnp.where(jnp.isnan(score), 0.0, jnp.abs(score.astype(jnp.float32)))
-    score = jax.lax.bitcast_convert_type(magnitude, jnp.uint32)
-  return jnp.where(among, jnp.minimum(score, jnp.uint32(2**32 - 2)) + jnp.uint32(1), jnp.uint32(0))

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import sparse24_jax as s24
-from sparse24_jax.topology import _links_at, Context, draw, keep_largest
+from sparse24_jax.selection import draw, keep_largest
+from sparse24_jax.topology import _links_at, Context
 
 SHAPE = (2, 16, 12)
 SIZE = 16 * 12
