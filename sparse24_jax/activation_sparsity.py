@@ -128,14 +128,14 @@ def neuron_level_ffn(
     if x.ndim < 2 or not x.shape[0] == w_up.shape[0] == w_down.shape[0]:
       raise ValueError(f'x of shape {x.shape}, w_up {w_up.shape} and w_down {w_down.shape} differ in their experts')
     batched = (x, w_up, w_down, state, b_up, b_down)
-    if plan_neurons(policy, math.prod(x.shape[1:-1]), *w_up.shape[1:], x.dtype) is not None:
+    if plan_neurons(policy, math.prod(x.shape[1:-1]), w_up.shape[1], w_up.shape[2], x.dtype) is not None:
       # The kernels know no batch axis.
       experts = [expert(*jax.tree.map(lambda a, i=i: a[i], batched)) for i in range(x.shape[0])]
       return jnp.stack(experts)
     return jax.vmap(expert)(*batched)
   _check(x, w_up, w_down, state, policy)
   tokens = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-  how = policy, plan_neurons(policy, tokens.shape[0], *w_up.shape, x.dtype)
+  how = policy, plan_neurons(policy, tokens.shape[0], w_up.shape[0], w_up.shape[1], x.dtype)
   if not tokens.size:
     z = jnp.dot(jnp.square(jax.nn.relu(jnp.dot(tokens, w_up))), w_down)
   elif not policy.clusters:
