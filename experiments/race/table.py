@@ -10,6 +10,7 @@ from pathlib import Path
 import statistics
 from typing import Any
 
+from experiments.reports import reached
 from experiments.reports.claims import half_width
 
 
@@ -126,33 +127,10 @@ def by_seed(records: Iterable[Mapping[str, Any]]) -> dict[str, Seeds]:
   return dict(sorted(found.items(), key=lambda item: item[1].mean))
 
 
-def seconds_to(curve: Sequence[tuple[float, float]], loss: float) -> float | None:
-  """Seconds after which a curve is first at or below a loss, linear between evaluations; None if it never is.
-
-  >>> seconds_to([(10.0, 3.0), (20.0, 2.0), (30.0, 1.0)], 1.5)
-  25.0
-  """
-  before = None
-  for seconds, now in curve:
-    if now <= loss:
-      if before is None:
-        return seconds
-      return before[0] + (seconds - before[0]) * (before[1] - loss) / (before[1] - now)
-    before = seconds, now
-  return None
-
-
 def shares_of_time(own: Seeds, dense: Seeds) -> list[float]:
-  """Seed by seed, the share of dense's seconds after which a contender is at dense's final loss; infinite: never.
-
-  Losses between two evaluations are taken from the line through them, above a curve that bends down as these do: the
-  share is rather too large.
-  """
-  shares = []
-  for seed in own.curves.keys() & dense.curves.keys():
-    reached = seconds_to(own.curves[seed], dense.losses[seed])
-    shares.append(math.inf if reached is None else reached / dense.curves[seed][-1][0])
-  return shares
+  """Seed by seed, the share of dense's seconds after which a contender is at dense's final loss; infinite: never."""
+  both = own.curves.keys() & dense.curves.keys()
+  return [reached.share_of_time(own.curves[seed], dense.curves[seed]) for seed in sorted(both)]
 
 
 def seeds_rows(found: Mapping[str, Seeds], against: str) -> list[list[str]]:
@@ -166,7 +144,7 @@ def seeds_rows(found: Mapping[str, Seeds], against: str) -> list[list[str]]:
     pairs = _pairs(found[against], own)
     times, shares = [], []
     if 'dense' in found and name != 'dense':
-      times = [seconds_to(curve, found['dense'].mean) for curve in own.curves.values()]
+      times = [reached.seconds_to(curve, found['dense'].mean) for curve in own.curves.values()]
       shares = shares_of_time(own, found['dense'])
     shorter = '; '.join(f'{loss:.3f} after {seconds:g} s' for seconds, loss in own.shorter)
     rows.append([

@@ -98,6 +98,7 @@ def _head(title: str, found: Sequence[RunRecord], groups: Groups) -> str:
     tokens += run.config['data']['batch_size'] * run.config['data']['seq_len'] * run.train[-1]['step']
   unfinished = [run.folder.name for run in found if run.summary is None]
   cards = [
+    *report_curves.time_to_dense(groups),
     (f'{len(found)}', f'runs of {len(groups)} methods', False),
     (f'{max(run.train[-1]["step"] for run in found):,}', 'optimizer steps each at most', False),
     (f'{tokens / 1e6:,.1f} M', 'tokens seen in all', False),

@@ -8,7 +8,7 @@ import textwrap
 
 import numpy as np
 
-from experiments.reports import charts, page
+from experiments.reports import charts, claims, page, reached
 from experiments.runs import activations, flops
 from experiments.runs.progress import SPENT_ON
 from experiments.runs.records import Groups, RunRecord
@@ -76,16 +76,62 @@ def losses(groups: Groups, colours: Mapping[str, str]) -> str:
   return page.heading('Loss', lead) + page.figures(drawn)
 
 
+def _comparable_in_time(groups: Groups) -> dict[str, list[RunRecord]]:
+  """Finished runs all of whose time was told apart; none unless each had one same device for itself."""
+  groups = {label: [run for run in group if run.was_timed] for label, group in groups.items()}
+  found = [*itertools.chain.from_iterable(groups.values())]
+  if any(run.side_by_side for run in found) or len({run.environment['device'] for run in found}) != 1:
+    return {}
+  return {label: group for label, group in groups.items() if group}
+
+
+def time_to_dense(groups: Groups) -> list[tuple[str, str, bool]]:
+  """A card a method: after what share of dense's seconds of training it is at dense's final loss; none on a CPU.
+
+  Where a run never is, how much higher it ends, and after what share of dense's seconds.
+  """
+  groups = _comparable_in_time(groups)
+  # Of several dense runs the best: groups come in order of loss.
+  baselines = {g[0].baseline: g for g in [*groups.values()][::-1] if g[0].is_baseline}
+  cards = []
+  for label, group in groups.items():
+    dense = {run.seed: _seconds_and_losses(run) for run in baselines.get(group[0].baseline, ())}
+    pairs = [(_seconds_and_losses(run), dense[run.seed]) for run in group if run.seed in dense]
+    if group[0].is_baseline or group[0].on_cpu or not pairs:
+      continue
+    shares = [reached.share_of_time(own, theirs) for own, theirs in pairs]
+    if math.inf not in shares:
+      text = f"of dense's seconds of training until {label} is at dense's final loss"
+      cards.append((_mean(shares, '.2f'), text, float(np.mean(shares)) > 1))
+    else:
+      behind = [own[-1][1] - theirs[-1][1] for own, theirs in pairs]
+      ended = np.mean([own[-1][0] / theirs[-1][0] for own, theirs in pairs])
+      text = f'nats: {label} minus dense at their ends, after {ended:.2f} of its time'
+      cards.append((_mean(behind, '+.3f'), text, True))
+  return cards
+
+
+def _seconds_and_losses(run: RunRecord) -> list[tuple[float, float]]:
+  """Of each evaluation; the seconds are those of training alone."""
+  seconds = np.interp([r['step'] for r in run.validation], *run.training_seconds())
+  return [*zip(seconds.tolist(), (r['loss'] for r in run.validation), strict=True)]
+
+
+def _mean(values: Sequence[float], digits: str) -> str:
+  """With its 95% interval where there are several."""
+  mean = format(float(np.mean(values)), digits)
+  return f'{mean} ± {format(claims.half_width(values), digits.lstrip("+"))}' if len(values) > 1 else mean
+
+
 def loss_against_seconds(groups: Groups, colours: Mapping[str, str]) -> str:
   """What took time and, on an accelerator, validation loss against seconds; '' unless each run had one same device.
 
   Of finished runs alone, all of whose time was told apart.
   """
-  groups = {label: [run for run in group if run.was_timed] for label, group in groups.items()}
-  groups = {label: group for label, group in groups.items() if group}
-  found = [*itertools.chain.from_iterable(groups.values())]
-  if any(run.side_by_side for run in found) or len({run.environment['device'] for run in found}) != 1:
+  groups = _comparable_in_time(groups)
+  if not groups:
     return ''
+  found = [*itertools.chain.from_iterable(groups.values())]
   spent = {label: [np.mean([run.spent[name] for run in group]) for name in SPENT_ON] for label, group in groups.items()}
   columns: dict[str, Sequence[str]] = {'method': list(groups)}
   if not found[0].on_cpu:

@@ -175,10 +175,27 @@ class ReportTest(parameterized.TestCase):
     ends = {line.label: line.x[-1] for line in drawn.call_args.args[0]}
     self.assertEqual(ends, {'dense': 1000.0, 'FST': 750.0})  # of FST's two runs one took 500, the other 1,000
     self.assertIn('<td>FST</td><td class=n>90.0</td><td class=n>1.33</td><td class=n>750.0</td>', section)
-    self.assertIn('Loss against time', report.write_report([folder], folder / 'r.html').read_text())
+    page = report.write_report([folder], folder / 'r.html').read_text()
+    self.assertIn('Loss against time', page)
+    # FST's two runs are at dense's final loss at their ends, after 0.5 and 1 of its time: 0.75, deviation 0.3536.
+    self.assertIn("<b>0.75 ± 3.18</b><span>of dense&#x27;s seconds of training until FST is at", page)
     compare.write_records(records.find_runs([folder]), folder / 'results.jsonl', experiment='mine')
     record = json.loads((folder / 'results.jsonl').read_text().splitlines()[0])
     self.assertEqual(record['spent']['compiling'], 31.0)
+
+  def test_a_method_that_never_reaches_the_loss_of_dense_is_behind(self):
+    folder = Path(temp_folder(self))
+    write_run(folder, 'dense', 0, 1.2, second_per_step=0.25)
+    write_run(folder, 'fst', 0, 1.25, second_per_step=0.2)
+    write_run(folder, 'half_ffn', 0, 1.19, second_per_step=0.2)
+    found = report_curves.time_to_dense(records.group(records.find_runs([folder])))
+    behind = ('+0.050', 'nats: FST minus dense at their ends, after 0.80 of its time', True)
+    # Half width is at 1.2035 after 2,500 steps, at 1.1950 after 3,000: at 1.2 after 541 of 1,000 seconds.
+    ahead = ('0.54', "of dense's seconds of training until dense, FFN half as wide is at dense's final loss", False)
+    self.assertCountEqual(found, [behind, ahead])
+    for file in folder.glob('*/environment.json'):
+      file.write_text(file.read_text().replace('1 x H100', '2 CPU cores'))
+    self.assertEqual(report_curves.time_to_dense(records.group(records.find_runs([folder]))), [])
 
   def test_times_are_of_finished_runs_that_were_timed_throughout(self):
     """An unfinished run has fewer seconds for its steps; of one begun by an older program not all are known."""
