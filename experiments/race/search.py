@@ -67,17 +67,17 @@ def next_trial(done: Mapping[Trial, float], first: Trial, budget: Budget) -> Tri
 
 
 def _neighbour(found: Mapping[_Place, float], best: _Place) -> _Place | None:
-  """The first place around the best that was not tried, at the largest steps that leave one.
+  """The first place around the best that was not tried, nor lies behind one that was, at the largest steps.
 
   Of rate and decay the one that was varied less comes first, or a rate that can still rise would use up all trials.
   """
   axes = sorted(range(len(best)), key=lambda axis: len({place[axis] for place in found}))
   for step in (_PARTS, _PARTS // 2, 1):
     for axis in axes:
-      for move in (-step, step):
-        place = (*best[:axis], best[axis] + move, *best[axis + 1 :])
-        if place not in found:
-          return place
+      for sign in (-1, 1):
+        way = [(*best[:axis], best[axis] + sign * part, *best[axis + 1 :]) for part in range(1, step + 1)]
+        if found.keys().isdisjoint(way):
+          return way[-1]
   return None
 
 
