@@ -17,6 +17,8 @@ from jax.experimental import checkify
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels._program import one_program
+
 # The two-bit positions (low, high) of the pairs that a group can keep, by rank; `low | high << 2` is the nibble.
 PAIRS = ((0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3))
 
@@ -107,6 +109,7 @@ def join_groups(parts: list[Array], axis: int) -> Array:
   return joined.reshape(shape[:axis] + (shape[axis] * shape[axis + 1],) + shape[axis + 2 :])
 
 
+@one_program('axis')
 def compress(w: Array, mask: Array, *, axis: int = -2) -> Compressed24:
   """Stores the entries of `w` that `mask` keeps.
 
@@ -181,6 +184,7 @@ def decompress(c: Compressed24) -> Array:
   return expand(c)
 
 
+@one_program()
 def expand(c: Compressed24) -> Array:
   """`decompress` of what was made here, which needs no check."""
   nibbles = unpack_nibbles(c.metadata, c.axis, c.values.shape[c.axis] // 2)

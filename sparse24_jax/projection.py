@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 from jax import Array
 
+from pallas_kernels._program import one_program
 from sparse24_jax.layout import Layout
 
 
@@ -147,7 +148,7 @@ def stored_as(projection: Projection, layout: Layout) -> Projection:
     return layout.matrix(state) if state.shape == w.shape else state
 
   def of_weight(f: Callable[..., Array]) -> Callable[..., Array]:
-    return lambda w, *state: store(f(layout.matrix(w), *(load(s, w) for s in state)), w)
+    return one_program()(lambda w, *state: store(f(layout.matrix(w), *(load(s, w) for s in state)), w))
 
   def update(w: Array, gradient: Array | None, state: Array, context: Any) -> Any:
     assert projection.update is not None

@@ -7,6 +7,7 @@ from typing import Literal
 from jax import Array
 import jax.numpy as jnp
 
+from pallas_kernels._program import one_program
 from pallas_kernels.formats import join_groups, split_groups
 from pallas_kernels.prune.reference import magnitude_mask, soft_threshold, soft_threshold_scale
 from pallas_kernels.transposable_mask.api import transposable_mask
@@ -69,11 +70,11 @@ def _masked(
 ) -> Projection:
   return Projection(
     name=name,
-    init=lambda w: search(jnp.asarray(w)),
+    init=one_program()(search),
     # A NaN is pruned from every mask, and would be hidden as a zero: it passes.
-    apply=lambda w, mask: jnp.where(mask | jnp.isnan(w), w, jnp.zeros((), w.dtype)),
+    apply=one_program()(lambda w, mask: jnp.where(mask | jnp.isnan(w), w, jnp.zeros((), w.dtype))),
     # Nor may a new mask hide it: where a NaN is, the old one stays, in which it is kept if it ever reached the forward.
-    refresh=lambda w, mask: jnp.where(_holds_nan(w, divisor), mask, search(w)),
+    refresh=one_program()(lambda w, mask: jnp.where(_holds_nan(w, divisor), mask, search(w))),
     mask=lambda w, mask: mask,
     transposable=divisor == (4, 4),
     divisor=divisor,
@@ -109,6 +110,7 @@ def soft_threshold_projection(*, axis: Literal[-2, -1] = -2) -> Projection:
   if axis not in (-2, -1):
     raise ValueError(f'axis={axis}: a weight [in, out] is 2:4 along -2 or -1')
 
+  @one_program()
   def apply(w: Array, scale: Array) -> Array:
     soft = soft_threshold(w, axis=axis).astype(jnp.float32)
     return (soft * jnp.expand_dims(scale, (-2, -1))).astype(w.dtype)
@@ -118,7 +120,7 @@ def soft_threshold_projection(*, axis: Literal[-2, -1] = -2) -> Projection:
     init=lambda w: soft_threshold_scale(w, axis=axis),
     apply=apply,
     refresh=lambda w, scale: scale,
-    mask=lambda w, scale: soft_threshold(w, axis=axis) != 0,
+    mask=one_program()(lambda w, scale: soft_threshold(w, axis=axis) != 0),
     divisor=(4, 1) if axis == -2 else (1, 4),
     form=SoftThreshold(axis),
   )

@@ -11,7 +11,10 @@ import jax
 from jax import Array
 import jax.numpy as jnp
 
+from pallas_kernels._program import one_program
 
+
+@one_program()
 def keep_largest(score: Array, count: Array | int, among: Array) -> Array:
   """The `count` largest scores of each matrix, among those allowed; ties go to the lower index (row by row).
 
@@ -58,6 +61,7 @@ def _largest_threshold(bits: Array, count: Array | int, width: int, wanted: Arra
   return jax.lax.fori_loop(0, made, narrow, jnp.zeros((*bits.shape[:-2], 1, 1), jnp.uint32))
 
 
+@one_program('seed', 'path', 'shape')
 def draw(seed: int, step: Array, path: str, shape: tuple[int, ...]) -> Array:
   """Uniform uint32 of shape `[..., rows, columns]` from seed, step, path and position; the same for every sharding.
 

@@ -14,6 +14,7 @@ from jax import Array
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels._program import one_program
 from pallas_kernels.formats import join_groups, split_groups
 from pallas_kernels.transposable_mask.api import transposable_mask
 from sparse24_jax.density import check_share, schedule_name
@@ -198,6 +199,7 @@ def _links_at(share: Array, size: int) -> Array:
   return jnp.where(share >= 1, size, jnp.round(share * size).astype(jnp.int32))
 
 
+@one_program()
 def _best_pattern(links: Array, score: Array) -> Array:
   """The transposable mask that holds the links, and beside them the largest sum of scores; bool, shape of `links`.
 

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels._program import one_program
 from pallas_kernels.activations import ACTIVATIONS
 from pallas_kernels.pack import reference as pack
 from pallas_kernels.pack.reference import Packed8
@@ -10,12 +11,14 @@ from pallas_kernels.sparse_matmul.operand import SparseOperand
 
 Array = jax.Array
 
+@one_program('activation')
 def gated_activation(z: Array, *, activation: str) -> Array:
   """See `api.gated_activation`."""
   gate, up = jnp.split(z.astype(jnp.float32), 2, axis=-1)
   return (ACTIVATIONS[activation].value_and_slope(gate)[0] * up).astype(z.dtype)
 
 
+@one_program('activation', 'gated')
 def activation_backward(dh: Array, z: Array, *, activation: str, gated: bool) -> Array:
   """See `api.activation_backward`."""
   parts = activation_backward_parts(dh, z, activation=activation, gated=gated)
@@ -32,6 +35,7 @@ def activation_backward_parts(dh: Array, z: Array, *, activation: str, gated: bo
   return [(dh * up * slope).astype(z.dtype), (dh * value).astype(z.dtype)]
 
 
+@one_program('activation', 'gated')
 def activation_backward_pack(
   dh: Array, z: Array, key: Array, *, activation: str, gated: bool,
   origin: tuple[Array | int, Array | int, Array | int],
@@ -41,6 +45,7 @@ def activation_backward_pack(
   return dz, pack.mvue_pack(dz, key, axis=-2, origin=origin, dtype=dz.dtype)
 
 
+@one_program('activation', 'gated', 'dtype')
 def activation_backward_pack8(
   dh: Array, z: Array, key: Array, scale: Array, *, activation: str, gated: bool,
   origin: tuple[Array | int, Array | int, Array | int], dtype: jnp.dtype,

@@ -5,6 +5,7 @@ import math
 from jax import Array
 import jax.numpy as jnp
 
+from pallas_kernels._program import one_program
 from pallas_kernels.formats import check_floating, check_groups, join_groups, split_groups
 from pallas_kernels.mvue.philox import group_uniforms, seed_words
 
@@ -12,6 +13,7 @@ from pallas_kernels.mvue.philox import group_uniforms, seed_words
 _DOWN, _UP = 0.25, 4.0
 
 
+@one_program('axis')
 def mvue24(
   x: Array,
   key: Array,

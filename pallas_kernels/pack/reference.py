@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import formats
+from pallas_kernels._program import one_program
 from pallas_kernels.mvue import reference as mvue
 from pallas_kernels.prune import reference as prune
 from pallas_kernels.sparse_matmul.operand import SparseOperand, to_operand
@@ -49,6 +50,7 @@ class Packed8:
   dense: Array
 
 
+@one_program()
 def mask_codes(mask: Array) -> Array:
   """uint16 [..., R/4, C/4] from a bool mask [..., R, C]."""
   planes = transposable.block_planes(mask).astype(jnp.uint16)
@@ -56,17 +58,20 @@ def mask_codes(mask: Array) -> Array:
   return jnp.sum(planes << bit, axis=(-4, -3), dtype=jnp.uint16)
 
 
+@one_program()
 def code_mask(codes: Array) -> Array:
   """Inverse of `mask_codes`."""
   bit = jnp.arange(16, dtype=jnp.uint16).reshape((1,) * (codes.ndim - 2) + (4, 4, 1, 1))
   return transposable.join_planes((jnp.expand_dims(codes, (-4, -3)) >> bit) & 1 == 1)
 
 
+@one_program('dtype')
 def transposable_pack(w: Array, *, dtype: jnp.dtype) -> PackedPair:
   """See `api.transposable_pack`."""
   return masked_pack(w, mask_codes(transposable.transposable_mask(w)), dtype=dtype)
 
 
+@one_program('dtype')
 def masked_pack(w: Array, codes: Array, *, dtype: jnp.dtype) -> PackedPair:
   """See `api.masked_pack`."""
   mask = code_mask(codes)
@@ -76,12 +81,14 @@ def masked_pack(w: Array, codes: Array, *, dtype: jnp.dtype) -> PackedPair:
   return PackedPair(rows, columns, codes)
 
 
+@one_program('axis', 'dtype')
 def soft_threshold_pack(w: Array, scale: Array, *, axis: int, dtype: jnp.dtype) -> SparseOperand:
   """See `api.soft_threshold_pack`."""
   soft = prune.soft_threshold(w, axis=axis).astype(jnp.float32)
   return _pack_nonzeros((soft * scale[..., None, None]).astype(dtype), axis)
 
 
+@one_program('axis', 'dtype')
 def mvue_pack(
   x: Array, key: Array, *, axis: int, origin: tuple[Array | int, Array | int, Array | int], dtype: jnp.dtype
 ) -> SparseOperand:
@@ -92,6 +99,7 @@ def mvue_pack(
   return _pack_nonzeros(jnp.clip(sample, -largest, largest).astype(dtype), axis)
 
 
+@one_program('axis', 'dtype')
 def soft_threshold_pack8(w: Array, scale: Array, *, axis: int, dtype: jnp.dtype) -> Packed8:
   """See `api.soft_threshold_pack8`."""
   soft = prune.soft_threshold(w, axis=axis).astype(jnp.float32)
@@ -100,6 +108,7 @@ def soft_threshold_pack8(w: Array, scale: Array, *, axis: int, dtype: jnp.dtype)
   return Packed8(_pack_nonzeros(projected, axis), projected)
 
 
+@one_program('axis', 'dtype')
 def mvue_pack8(
   x: Array, key: Array, scale: Array, *, axis: int, origin: tuple[Array | int, Array | int, Array | int],
   dtype: jnp.dtype,
@@ -116,6 +125,7 @@ def is_float8(dtype: jnp.dtype) -> bool:
   return dtype in FLOAT8
 
 
+@one_program('dtype')
 def cast_float8(x: Array, dtype: jnp.dtype) -> Array:
   """float32 to float8: to nearest even; values beyond the largest, infinities included, become it; NaN stays NaN."""
   largest = jnp.float32(jnp.finfo(dtype).max)

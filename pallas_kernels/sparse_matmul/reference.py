@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import formats
+from pallas_kernels._program import one_program
 from pallas_kernels.activations import ACTIVATIONS
 from pallas_kernels.sparse_matmul import operand
 
@@ -20,6 +21,7 @@ def activate(x: Array, activation: str | None) -> Array:
   return x if activation is None else ACTIVATIONS[activation].in_kernel(x)
 
 
+@one_program('activation', 'out_dtype', 'b_layout', 'out_layout', 'keep_preactivation')
 def sparse_matmul(
   a: formats.Compressed24 | operand.SparseOperand,
   b: Array,

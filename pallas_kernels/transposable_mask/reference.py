@@ -7,6 +7,7 @@ from jax import Array
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels._program import one_program
 from pallas_kernels.formats import check_floating, check_groups, PAIRS
 from pallas_kernels.prune.reference import magnitudes
 
@@ -73,6 +74,7 @@ def _check(w: Array) -> None:
   check_floating(w, 'w')
 
 
+@one_program()
 def transposable_mask(w: Array) -> Array:
   """The best of the 90 patterns in each 4x4 block; see `sparse24_jax.transposable_mask`.
 
@@ -125,6 +127,7 @@ def _first_best(candidates: list[tuple[Array, Array]]) -> tuple[Array, Array]:
   return best, code | jnp.zeros_like(best, jnp.uint16)  # not broadcast_to, which would drop an explicit sharding
 
 
+@one_program()
 def two_approximation_mask(w: Array) -> Array:
   """Greedy: entries by falling magnitude, kept while row and column have room; see `sparse24_jax.transposable_mask`."""
   _check(w)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import formats
+from pallas_kernels._program import one_program
 from pallas_kernels.sparse_matmul.operand import check_layout, from_operand, SparseOperand, to_operand
 from pallas_kernels.sparse_matmul.operand import check_operand as check_operand_24
 
@@ -128,6 +129,7 @@ def check_blocks(x: Array, v: int, n: int, m: int, *, name: str = 'x') -> None:
       )
 
 
+@one_program('v', 'n', 'm')
 def compress(x: Array, mask: Array, *, v: int, n: int = 2, m: int) -> CompressedVNM:
   """Stores the entries of `x` that `mask` keeps.
 
@@ -184,6 +186,7 @@ def decompress(c: CompressedVNM) -> Array:
   return expand(c)
 
 
+@one_program()
 def expand(c: CompressedVNM) -> Array:
   """`decompress` of what was made here, which needs no check."""
   *lead, rows, columns = c.shape
@@ -309,12 +312,14 @@ def verify(x: Array | CompressedVNM | VNMOperand, *, v: int | None = None, n: in
     raise ValueError(f'not {v}:{n}:{m}: row {row} of block {(*block, group)} holds more than {n} entries')
 
 
+@one_program()
 def to_vnm_operand(c: CompressedVNM) -> VNMOperand:
   """The kernel's operand from the open format."""
   column = jax.lax.broadcasted_iota(jnp.int32, c.columns.shape, c.columns.ndim - 1)
   return VNMOperand(to_operand(c.compact), c.columns.astype(jnp.int32) + column // KEPT * c.m, c.m)
 
 
+@one_program()
 def decompress_operand(a: VNMOperand) -> Array:
   """The dense matrix [R, K] of an operand, whatever rows of B its index names."""
   compact = formats.expand(from_operand(a.compact))

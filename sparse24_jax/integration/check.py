@@ -177,7 +177,7 @@ def _with_masks_of(
     return node._replace(count=jnp.full_like(node.count, recipe.refresh_every - 1))
 
   state = jax.tree.map(due, optimizer.init(params), is_leaf=lambda node: isinstance(node, SparseTrainingState))
-  updates, state = optimizer.update(jax.tree.map(jnp.sin, params), state, params)
+  updates, state = jax.jit(optimizer.update)(jax.tree.map(jnp.sin, params), state, params)
   after = dict(leaves_by_path(jax.tree.map(lambda w, u: (w + u).astype(w.dtype), params, updates)))
   found = dict(weights)
   for path, mask in sparse_states(state).items():
@@ -227,7 +227,7 @@ def _measured(
     sums = [jnp.sum(y.astype(jnp.float32) * d) for y, d in zip(floats, directions, strict=True)]
     return jnp.sum(jnp.stack(sums))
 
-  grads = dict(leaves_by_path(jax.grad(loss)(params)))
+  grads = dict(leaves_by_path(jax.jit(jax.grad(loss))(params)))
   found = dict(weights)
   for weight in bound.weights:
     path, form = weight.path, weight.rule.policy.projection and weight.rule.policy.projection.form

@@ -19,6 +19,7 @@ from jax import Array
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels._program import one_program
 from sparse24_jax.optim._weights import is_leaf
 from sparse24_jax.projection import Projection
 from sparse24_jax.rules import leaves_by_path
@@ -54,6 +55,7 @@ def samples(projections: Any, params: Any) -> list[Array]:
   return [_sample(sparse[path]) for path in watched(list(sparse))]
 
 
+@one_program()
 def sums(sampled: Sequence[Array]) -> Array:
   """One number for each weight; one in all if there is none, as Orbax saves no empty array."""
   return jnp.stack([jnp.sum(w, dtype=jnp.float32) for w in sampled]) if sampled else jnp.zeros(1, jnp.float32)
@@ -65,6 +67,7 @@ def at_start(sampled: Sequence[Array]) -> Left:
   return Left(found, jnp.zeros_like(found))
 
 
+@one_program()
 def given(left: Left, sampled: Sequence[Array]) -> Left:
   """The sums of what a step is given, and for how many steps in a row they were not those that were left."""
   if not sampled:

@@ -1,0 +1,34 @@
+"""What is called outside of a trace, compiled as one program."""
+
+from collections.abc import Callable
+import functools
+
+import jax
+
+
+def one_program[**P, R](*static: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+  """Compiles calls with concrete arrays as a whole, once a shape; in a trace the function is called as it is.
+
+  By itself JAX compiles each operation of such a call, 20 ms apiece on a CPU: a mask takes 0.4 s in place of 0.06.
+
+  Args:
+    *static: names of the arguments that are not arrays.
+
+  >>> @one_program('n')
+  ... def times(x: jax.Array, n: int) -> jax.Array:
+  ...   return x * n
+  >>> times(jax.numpy.ones(2), 3).tolist()
+  [3.0, 3.0]
+  """
+
+  def decorate(f: Callable[P, R]) -> Callable[P, R]:
+    program = jax.jit(f, static_argnames=static, inline=True)
+
+    @functools.wraps(f)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+      traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((args, kwargs)))
+      return f(*args, **kwargs) if traced else program(*args, **kwargs)
+
+    return call
+
+  return decorate
