@@ -5,9 +5,8 @@ harmed (survived), whether it is refused with a message that names what is wrong
 """
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 import contextlib
-import dataclasses
 import io
 import json
 import multiprocessing
@@ -36,115 +35,13 @@ from absl import logging
 import jax
 import orbax.checkpoint as ocp
 
-from experiments import __main__ as cli
-from experiments.data import pipeline
-from experiments.runs import bad_numbers, checkpoint, run_folder, stopping, train
+from experiments.runs import bad_numbers, checkpoint, run_folder, train
 from tests import fault_records
 from tests.experiments import fakes
 from tests.experiments.reports import report_test
-from tests.experiments.runs import bad_numbers_test, hosts_test, train_test
-
-STEPS = 30
-
-
-@dataclasses.dataclass
-class Lab:
-  """Where faults are tried: a folder, chance, and programs that are compiled once."""
-
-  folder: Path
-  chance: random.Random
-  programs: dict[str, list] = dataclasses.field(default_factory=dict)
-  count: int = 0
-
-  def new(self) -> Path:
-    self.count += 1
-    return self.folder / f'run{self.count}'
-
-  def config(self, **changes):
-    kwargs = train_test.RECIPES['transposable_srste']
-    return train_test.tiny('transposable_srste', kwargs, steps=STEPS, **changes)
-
-  def train(self, folder: Path, data=None, key: str = '', **changes):
-    config = self.config(**changes)
-    shared = self.programs.setdefault(key or str(sorted(changes.items())), [])
-    quiet = contextlib.redirect_stderr(io.StringIO())
-    with quiet:
-      return train.train(config, folder, data=data or fakes.FakeData(), quiet=True, programs=shared)
-
-  def cut(self, step: int, folder: Path | None = None) -> Path:
-    """A run that was ended by a signal while it fetched the batch of a step."""
-    folder, fetch = folder or self.new(), fakes._Iterator.__next__
-
-    def fetch_and_signal(it):
-      if it._position == step:
-        os.kill(os.getpid(), signal.SIGTERM)
-      return fetch(it)
-
-    with mock.patch.object(fakes._Iterator, '__next__', fetch_and_signal), contextlib.suppress(stopping.StoppedError):
-      self.train(folder)
-    return folder
-
-  def whole(self) -> Path:
-    """The run that nothing happened to."""
-    folder = self.folder / 'whole'
-    if not folder.exists():
-      self.train(folder)
-    return folder
-
-  def survives(self, folder: Path) -> str:
-    """Whether a run, started again, ends as the one that nothing happened to."""
-    self.train(folder)
-    same = (folder / 'metrics.jsonl').read_bytes() == (self.whole() / 'metrics.jsonl').read_bytes()
-    found, expected = (train_test.final_arrays(self.config(), f)[0] for f in (folder, self.whole()))
-    same = same and all(found[path].tobytes() == array.tobytes() for path, array in expected.items())
-    return 'survived' if same else 'lost'
-
-
-def command(*arguments: str) -> tuple[int, str]:
-  """Status and output of a command line, on made-up text."""
-  out = io.StringIO()
-  with (
-    contextlib.redirect_stdout(out),
-    contextlib.redirect_stderr(out),
-    mock.patch.object(pipeline, 'load', lambda **_: fakes.FakeData()),
-  ):
-    status = cli.main(arguments)
-  return status, out.getvalue()
-
-
-def refused(arguments: tuple[str, ...], message: str) -> str:
-  """'refused' if a command ends with a status of 1 and a message."""
-  status, output = command(*arguments)
-  told = status == 1 and re.search(message, output) and 'Traceback' not in output
-  return 'refused' if told else f'lost: {status} {output[-300:]}'
-
-
-def raises(kind: type[Exception], message: str, action: Callable[[], object]) -> str:
-  try:
-    action()
-  except kind as error:
-    return 'refused' if re.search(message, str(error)) else f'lost: {error}'
-  return 'lost: nothing was raised'
-
-
-def flip(file: Path, chance: random.Random) -> None:
-  """Changes one random bit."""
-  content = bytearray(file.read_bytes())
-  content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
-  file.write_bytes(content)
-
-
-def files_of(folder: Path, item: str) -> list[Path]:
-  found = sorted(p for p in (folder / item).rglob('*') if p.is_file() and p.stat().st_size)
-  return [p for p in found if p.name not in ('_CHECKPOINT_METADATA', '_sharding')]
-
-
-def newest(folder: Path) -> Path:
-  return max((p for p in (folder / 'checkpoints').iterdir() if p.name.isdigit()), key=lambda p: int(p.name))
-
-
-# Each case: what was done, what is expected, and a function from the lab to outcomes.
-type Outcomes = Iterator[str]
+from tests.experiments.runs import bad_numbers_test
+from tests.fault_lab import command, files_of, flip, Lab, newest, Outcomes, raises, refused, STEPS
+from tests.fault_processes import bad_batch_of_two, damaged_for_two, full_disk_of_one, lost_process, processes
 
 
 def train_and_die(folder: str, step: int) -> None:
@@ -316,30 +213,6 @@ def other_mesh(lab: Lab) -> Outcomes:
     yield 'survived' if abs(found / expected - 1) < 0.02 else f'lost: {found}, {expected}'
 
 
-def processes(lab: Lab) -> Outcomes:
-  folders = []
-  for count in (1, 2, 4):
-    folders.append(lab.new())
-    for status, output in hosts_test.finish(hosts_test.start(folders[-1], count, 'steps=10')):
-      if status:
-        yield f'lost: {output[-500:]}'
-  one, *others = ([r['loss'] for r in hosts_test.records_of(f)] for f in folders)
-  for other in others:
-    yield 'survived' if all(abs(a / b - 1) < 1e-5 for a, b in zip(one, other, strict=True)) else 'lost'
-
-
-def lost_process(lab: Lab) -> Outcomes:
-  lost, stop, stopped = (76, -signal.SIGABRT), signal.SIGTERM, (75,)
-  for number, statuses, index in ((signal.SIGKILL, lost, 1), (stop, stopped, 1), (stop, stopped, 0)):
-    folder, settings = lab.new(), ('steps=400', 'eval_every=400')
-    found = hosts_test.finish(hosts_test.start(folder, 2, *settings, fault=(index, number, 35)))
-    if found[1 - index][0] not in statuses:
-      yield f'lost: {found}'
-      continue
-    again = hosts_test.finish(hosts_test.start(folder, 2, *settings))
-    yield 'survived' if [s for s, _ in again] == [0, 0] else f'lost: {again}'
-
-
 def hostile(lab: Lab) -> Outcomes:
   nano = ('train', '--config', 'nano', '--tiny')
   for name in ('../../evil', '/evil', '..'):
@@ -384,6 +257,9 @@ CASES: dict[str, tuple[str, Callable[[Lab], Outcomes]]] = {
   'one device to 2x1, 1x8 and 2x4 in the middle of a run': ('within 2% of the loss', other_mesh),
   '2 and 4 processes instead of one, 4 devices': ('losses within 1e-5', processes),
   'of 2 processes one killed, or told to stop; started again': ('statuses 76 or 134, and 75; goes on', lost_process),
+  'the disk of one of 2 processes full: metrics, arrays; started again': ('named; the same losses', full_disk_of_one),
+  'arrays cut in half for 2 processes; then --from-step': ('set aside; the same losses', damaged_for_two),
+  'the same in one of 2 processes': ('refused; the others go on', bad_batch_of_two),
   'names that leave the folder, patterns that never end': ('refused', hostile),
   'a script in the configuration of a run': ('quoted in the report', scripts),
 }  # fmt: skip

@@ -5,6 +5,7 @@ an uninterrupted one byte for byte; ``timing.jsonl`` holds what the clock determ
 """
 
 from collections.abc import Iterator, Mapping
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -59,6 +60,15 @@ def _truncate(path: Path, step: int) -> None:
   durable.write_text(path, ''.join(json.dumps(record) + '\n' for record in kept))
 
 
+@contextlib.contextmanager
+def _naming(file: TextIO) -> Iterator[None]:
+  """An error of writing names the file."""
+  try:
+    yield
+  except OSError as error:
+    raise OSError(error.errno, error.strerror, file.name) from error
+
+
 class MetricsWriter:
   """Writes the measurements of one run; of several processes only the first writes.
 
@@ -81,16 +91,19 @@ class MetricsWriter:
   def __enter__(self) -> 'MetricsWriter':
     return self
 
-  def __exit__(self, *_: Any) -> None:
+  def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
     for file in self._files.values():
-      file.close()
+      # What could not be written is tried again, and would hide the error that tells of it.
+      with _naming(file) if kind is None else contextlib.suppress(OSError):
+        file.close()
     if self._files:
       self._board.close()
 
   def sync(self) -> None:
     """Brings what was written to the disk, so that a checkpoint never knows more than these files."""
     for file in self._files.values():
-      os.fsync(file.fileno())
+      with _naming(file):
+        os.fsync(file.fileno())
 
   def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
     """Writes one record; numbers, also those one level down, become TensorBoard scalars `kind/name`.
@@ -105,9 +118,11 @@ class MetricsWriter:
     """
     if not self._files:
       return
+    line = json.dumps({'step': step, 'kind': kind, **values}, allow_nan=False)
     file = self._files[TIMING if kind == 'timing' else METRICS]
-    file.write(json.dumps({'step': step, 'kind': kind, **values}, allow_nan=False) + '\n')
-    file.flush()
+    with _naming(file):
+      file.write(line + '\n')
+      file.flush()
     for name, value in values.items():
       for key, number in value.items() if isinstance(value, Mapping) else [('', value)]:
         if isinstance(number, (int, float)):

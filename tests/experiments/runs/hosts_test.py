@@ -30,7 +30,7 @@ SETTINGS = (
 )  # fmt: skip
 
 
-def start(folder, processes, *settings, devices=4, fault=None, full_disk=None):
+def start(folder, processes, *settings, devices=4, fault=None, full_disk=None, bad_batch=None, options=()):
   """Starts the processes of a run over 4 devices; returns them.
 
   Args:
@@ -39,7 +39,9 @@ def start(folder, processes, *settings, devices=4, fault=None, full_disk=None):
     *settings: of `--set`.
     devices: of all together.
     fault: (process, signal, step).
-    full_disk: the process that cannot write.
+    full_disk: (process, what it cannot write: see `several`).
+    bad_batch: (process, step) at which its rows are no tokens.
+    options: of the command, beside settings.
   """
   with socket.socket() as free:
     free.bind(('localhost', 0))
@@ -48,15 +50,17 @@ def start(folder, processes, *settings, devices=4, fault=None, full_disk=None):
   started = []
   for index in range(processes):
     command = [sys.executable, '-m', 'tests.experiments.runs.several', str(devices // processes), 'train', '--config',
-               'nano', '--tiny', '--folder', str(folder), *overrides]  # fmt: skip
+               'nano', '--tiny', '--folder', str(folder), *overrides, *options]  # fmt: skip
     if processes > 1:
       command += ['--coordinator', f'localhost:{port}', '--processes', str(processes), '--process', str(index),
                   '--heartbeat', '15']  # fmt: skip
     variables = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(ROOT)}
     if fault and fault[0] == index:
       variables |= {'KILL_BY': str(int(fault[1])), 'KILL_AT': str(fault[2])}
-    if full_disk == index:
-      variables['FULL_DISK'] = 'yes'
+    if full_disk and full_disk[0] == index:
+      variables['FULL_DISK'] = full_disk[1]
+    if bad_batch and bad_batch[0] == index:
+      variables['BAD_BATCH'] = str(bad_batch[1])
     log = tempfile.TemporaryFile('w+')  # noqa: SIM115
     child = subprocess.Popen(command, env=variables, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, text=True)
     started.append((child, log))
@@ -197,7 +201,7 @@ class SeveralTest(parameterized.TestCase):
     self.assertEqual(records_of(folder)[-1]['step'], 50)
 
   def test_what_the_first_cannot_write_ends_all_with_the_same_error(self):
-    found = finish(start(temp_folder(self), 2, 'steps=10', full_disk=0))
+    found = finish(start(temp_folder(self), 2, 'steps=10', full_disk=(0, 'settings')))
     self.assertEqual([status for status, _ in found], [1, 1], found)
     self.assertRegex(found[0][1], r'error: \[Errno 28\] No space left on device: .*config.json')
     self.assertRegex(found[1][1], r'error: process 0 of 2 could not write config.json.*: OSError: .* No space left')

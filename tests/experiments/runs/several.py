@@ -13,11 +13,12 @@ def main():
   from unittest import mock
 
   import jax
+  from orbax.checkpoint import type_handlers
 
   jax.config.update('jax_disable_most_optimizations', True)
   from experiments import __main__ as cli
   from experiments.data import pipeline
-  from experiments.runs import durable
+  from experiments.runs import durable, metrics
   from tests.experiments import fakes
 
   kill_at = os.environ.get('KILL_AT', '')
@@ -26,19 +27,34 @@ def main():
   def fetch_or(self):
     if kill_at and self._position == int(kill_at):
       os.kill(os.getpid(), int(os.environ['KILL_BY']))
-    return fetch(self)
+    batch = fetch(self)
+    bad = self._position == int(os.environ.get('BAD_BATCH', '0'))
+    return {name: x * 0 - 10**6 for name, x in batch.items()} if bad else batch
 
   def load(**options):
     index, count, parts = (options[name] for name in ('process_index', 'process_count', 'micro_batches'))
     config = pipeline.DataConfig(process_index=index, process_count=count, micro_batches=parts)
     return fakes.FakeData(rows=config.rows)
 
-  def fail(path, value):
-    raise OSError(28, 'No space left on device', str(path))
+  def full(*_, **__):
+    raise OSError(28, 'No space left on device')
 
+  init = metrics.MetricsWriter.__init__
+
+  def open_full(self, *arguments, **options):
+    init(self, *arguments, **options)
+    self._files[metrics.METRICS] = open('/dev/full', 'a')  # noqa: SIM115
+
+  # What cannot be written any more once the disk is full.
+  places = {
+    'settings': (durable, 'write_json'),
+    'arrays': (type_handlers.ArrayHandler, 'serialize'),
+  }
   with contextlib.ExitStack() as stack:
-    if os.environ.get('FULL_DISK'):
-      stack.enter_context(mock.patch.object(durable, 'write_json', fail))
+    if (place := os.environ.get('FULL_DISK')) == 'metrics':
+      stack.enter_context(mock.patch.object(metrics.MetricsWriter, '__init__', open_full))
+    elif place:
+      stack.enter_context(mock.patch.object(*places[place], full))
     stack.enter_context(mock.patch.object(pipeline, 'load', load))
     stack.enter_context(mock.patch.object(fakes._Iterator, '__next__', fetch_or))
     return cli.main(arguments)
