@@ -1,0 +1,180 @@
+"""Every kernel under NVIDIA's compute-sanitizer, with good and with hostile operands: on a GPU, by hand.
+
+  python -m tests.pallas_kernels.sanitize --out sanitize.json                     # memcheck and racecheck
+  python -m tests.pallas_kernels.sanitize --tools memcheck --cases vnm
+
+Each tool starts a process of its own, which calls the cases one after another; what the tool writes is kept beside
+`--out`. Arrays are allocations of their own there, so that a read beside one is seen. A case must also give what the
+reference gives, a hostile one what the nearest lawful operand gives.
+"""
+
+import argparse
+from collections.abc import Callable, Mapping
+import dataclasses
+import functools
+import json
+import os
+from pathlib import Path
+import re
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.runs.environment import environment
+from pallas_kernels import formats, vnm
+from pallas_kernels.gated_activation import api as gated_activation
+from pallas_kernels.pack import api as pack
+from pallas_kernels.quantize import api as quantize
+from pallas_kernels.sparse_attention.api import Pattern, sparse_attention
+from pallas_kernels.sparse_matmul import to_operand, verify
+from pallas_kernels.sparse_matmul.mosaic_gpu import sparse_matmul
+from pallas_kernels.transposable_mask import api as transposable_mask
+from pallas_kernels.transposable_mask import reference as reference_mask
+from pallas_kernels.vnm import api as vnm_api
+from pallas_kernels.vnm import mosaic_gpu as vnm_kernel
+from pallas_kernels.vnm.format import to_vnm_operand
+from tests.pallas_kernels.on_a_gpu import assert_same_bits, check, draw
+
+TOOLS = ('memcheck', 'racecheck')
+KEY = jax.random.key(5)
+# Tiles that are not full; with infinities and NaN.
+RAGGED = (516, 260)
+
+
+def packers() -> None:
+  w = draw(RAGGED)
+  check(pack.transposable_pack, w)
+  check(pack.masked_pack, w, jax.jit(pack.transposable_pack)(draw(RAGGED, seed=1)).codes)
+  check(pack.masked_pack, w, jax.random.bits(KEY, (RAGGED[0] // 4, RAGGED[1] // 4), jnp.uint16))  # no codes at all
+  for axis in (-1, -2):
+    check(pack.soft_threshold_pack, w, jnp.float32(1.48), axis=axis)
+    check(pack.mvue_pack, w, KEY, axis=axis)
+  mask = jax.jit(transposable_mask.transposable_mask)(w)
+  np.testing.assert_array_equal(mask, jax.jit(reference_mask.transposable_mask)(w))
+
+
+def float8() -> None:
+  check(quantize.quantize, draw(RAGGED), jnp.float32(80), dtype=jnp.float8_e4m3fn, transpose='both')
+
+
+def activations() -> None:
+  dh, z = (jax.random.normal(KEY, (RAGGED[1], width), jnp.bfloat16) for width in (576, 1152))
+  call = functools.partial(gated_activation.activation_backward_pack, activation='silu', gated=True)
+  dz, packed = jax.jit(functools.partial(call, implementation='triton'))(dh, z, KEY)
+  assert_same_bits(packed, jax.jit(functools.partial(pack.mvue_pack, axis=-2, implementation='reference'))(dz, KEY))
+
+
+def matmuls() -> None:
+  rng = np.random.default_rng(0)
+  for implementation in ('mosaic_gpu', 'mosaic_gpu', 'mosaic_gpu', 'mosaic_gpu_sm80'):
+    problem = verify.random_problem(rng, implementation)
+    problem |= {name: min(problem[name], 396) for name in 'mnk'} | dict(config=None)  # small: the tools are slow
+    error, wrong = verify.check(problem, implementation)
+    assert wrong is None, (problem, error, wrong)
+
+
+def hostile_metadata() -> None:
+  """Positions that no packer makes: the numbers are of no use, but nothing beside the arrays is read."""
+  x, b = (jax.random.normal(key, (256, 256), jnp.bfloat16) for key in jax.random.split(KEY))
+  a = to_operand(formats.compress(x, jnp.tile(jnp.array([True, False, True, False]), (256, 64)), axis=-1))
+  f = jax.jit(functools.partial(
+    sparse_matmul, activation=None, out_dtype=jnp.bfloat16, b_layout='nk', out_layout='mn'
+  ))  # fmt: skip
+  for word in (0, 2**32 - 1, 0x1B1B1B1B):
+    jax.block_until_ready(f(dataclasses.replace(a, metadata=jnp.full_like(a.metadata, word)), b))
+
+
+def vnm_ops() -> None:
+  """Rows of -5 and 10^9 are taken for the nearest that there are."""
+  for v, m in ((64, 8), (128, 16)):
+    x = jax.random.randint(KEY, (256, 512), -9, 10).astype(jnp.bfloat16)
+    b = jax.random.normal(KEY, (512, 200), jnp.bfloat16)
+    good = to_vnm_operand(vnm.compress(x, vnm.vnm_mask(x, v=v, m=m), v=v, m=m))
+    bad = dataclasses.replace(good, rows=good.rows.at[0, 1].set(-5).at[-1, 6].set(10**9))
+    last = dataclasses.replace(good, rows=good.rows.at[0, 1].set(511).at[-1, 6].set(511))
+    matmul = jax.jit(functools.partial(vnm_kernel.vnm_matmul, out_dtype=jnp.bfloat16, out_layout='mn'))
+    for op in (
+      functools.partial(matmul, b=b),
+      jax.jit(functools.partial(vnm_api.expand, implementation='triton')),
+      jax.jit(functools.partial(vnm_api.take_columns, columns=jnp.asarray([0, -1, 511, 512, 2**30]),
+                                implementation='triton')),
+      jax.jit(functools.partial(vnm_api.transpose_pack, implementation='triton')),
+    ):  # fmt: skip
+      jax.block_until_ready(op(good))
+      found, nearest = (jax.tree.leaves(op(a)) for a in (bad, last))
+      assert_same_bits(found, nearest)
+    jax.block_until_ready(jax.jit(functools.partial(vnm_api.vnm_pack, v=v, m=m, implementation='triton'))(x))
+
+
+def attention() -> None:
+  q = jax.random.normal(KEY, (1, 200, 2, 64), jnp.bfloat16)
+  for kind in ('local', 'fixed'):
+
+    @jax.jit
+    def step(q, kind=kind):
+      attend = functools.partial(sparse_attention, patterns=Pattern(kind, 33), implementation='triton')
+      y, vjp = jax.vjp(attend, q, q, q)
+      return y, vjp(y)
+
+    jax.block_until_ready(step(q))
+
+
+CASES: Mapping[str, Callable[[], None]] = {
+  f.__name__: f for f in (packers, float8, activations, matmuls, hostile_metadata, vnm_ops, attention)
+}
+
+
+def call(names: list[str]) -> int:
+  """Calls the cases in this process; the number of those that failed."""
+  failed = 0
+  for name in names:
+    start = time.monotonic()
+    try:
+      CASES[name]()
+      said = 'passed'
+    except Exception as error:  # of any case, and the next is tried
+      failed, said = failed + 1, f'FAILED {type(error).__name__}: {str(error)[:300]}'
+    print(f'{name}: {said}, {time.monotonic() - start:.0f} s', flush=True)
+  return failed
+
+
+def main() -> int:
+  parser = argparse.ArgumentParser(prog='python -m tests.pallas_kernels.sanitize', description=__doc__)
+  parser.add_argument('--tools', nargs='*', choices=TOOLS, default=TOOLS, help='none: call the cases by themselves')
+  parser.add_argument('--cases', default='', help='a regular expression')
+  parser.add_argument('--seconds', type=int, default=600, help='that a tool may take (default: 600)')
+  parser.add_argument('--out', type=Path, default=Path('sanitize.json'), help='where the record goes')
+  args = parser.parse_args()
+  names = [name for name in CASES if re.search(args.cases, name)]
+  if not args.tools:
+    return call(names)
+  record = {**environment(), 'cases': names, 'tools': {}}
+  for tool in args.tools:
+    log, said = args.out.with_suffix(f'.{tool}.log'), args.out.with_suffix(f'.{tool}.out')
+    command = ['compute-sanitizer', '--tool', tool, '--log-file', str(log), '--error-exitcode', '9', sys.executable,
+               '-m', 'tests.pallas_kernels.sanitize', '--cases', args.cases, '--tools']  # fmt: skip
+    variables = {**os.environ, 'XLA_PYTHON_CLIENT_ALLOCATOR': 'platform', 'XLA_FLAGS': '--xla_gpu_autotune_level=0'}
+    with said.open('w') as file:
+      try:
+        status = subprocess.run(command, env=variables, stdout=file, stderr=file, timeout=args.seconds, check=False)
+        status = status.returncode
+      except subprocess.TimeoutExpired:
+        status = None  # and what was found until then stands in the log
+    lines = log.read_text(errors='replace').splitlines() if log.exists() else []
+    told = [line for line in said.read_text(errors='replace').splitlines() if re.match(r'\w+: (passed|FAILED)', line)]
+    record['tools'][tool] = {
+      'status': status, 'summary': [line for line in lines if 'SUMMARY' in line],
+      'found': [line for line in lines if re.search('Invalid|hazard|Error:', line)][:20],
+      'cases': told,
+    }  # fmt: skip
+    args.out.write_text(json.dumps(record, indent=2) + '\n')
+    print(json.dumps({tool: record['tools'][tool]}, indent=2), flush=True)
+  return sum(tool['status'] != 0 for tool in record['tools'].values())
+
+
+if __name__ == '__main__':
+  sys.exit(main())
