@@ -259,7 +259,7 @@ CASES: dict[str, tuple[str, Callable[[Lab], Outcomes]]] = {
   'of 2 processes one killed, or told to stop; started again': ('statuses 76 or 134, and 75; goes on', lost_process),
   'the disk of one of 2 processes full: metrics, arrays; started again': ('named; the same losses', full_disk_of_one),
   'arrays cut in half for 2 processes; then --from-step': ('set aside; the same losses', damaged_for_two),
-  'the same in one of 2 processes': ('refused; the others go on', bad_batch_of_two),
+  'a NaN batch in one of 2 processes: stop, skip, roll back': ('refused; the others go on', bad_batch_of_two),
   'names that leave the folder, patterns that never end': ('refused', hostile),
   'a script in the configuration of a run': ('quoted in the report', scripts),
 }  # fmt: skip
