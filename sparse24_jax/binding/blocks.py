@@ -4,7 +4,7 @@ What follows a matmul entry by entry is put off (`binding.values`). When it reac
 text, primitives and numbers without names, is compared with what each known activation traces to.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 import functools
 from typing import Any, NamedTuple
 
@@ -14,7 +14,9 @@ import numpy as np
 
 from pallas_kernels.activations import ACTIVATIONS
 from sparse24_jax.binding import _jax
+from sparse24_jax.binding.reading import Reading
 from sparse24_jax.binding.values import Matmul, Value
+from sparse24_jax.recipe import Rule
 
 ELEMENTWISE = frozenset((
   'add', 'sub', 'mul', 'div', 'neg', 'max', 'min', 'tanh', 'logistic', 'erf', 'erfc', 'exp', 'pow', 'integer_pow',
@@ -29,30 +31,90 @@ class Block(NamedTuple):
   maps: Mapping[str, Matmul]
 
 
-def find_block(down: Matmul) -> Block | None:
-  """The block that ends with a matmul, or None."""
+class Apart(NamedTuple):
+  """Matmuls that look like a block, but are none: each is an op by itself.
+
+  Attributes:
+    maps: the matmuls.
+    reason: what is in the way.
+  """
+
+  maps: Sequence[Matmul]
+  reason: str
+
+
+def find_block(down: Matmul) -> Block | Apart | None:
+  """The block that ends with a matmul, or why the matmuls in front of it are none with it; None if there is none."""
   h = down.other
-  if not h.waits or isinstance(h.made_by, Matmul):
+  if not h.waits:
     return None
   roots: list[Matmul] = []
   text = _text_of(h, roots, {})
-  if text is None or not 1 <= len(roots) <= 2:
+  maps = (*roots, down)
+  if not roots:
     return None
+  if text is None or not 1 <= len(roots) <= 2:
+    return Apart(maps, 'more than an activation stands between the matmuls, another array or a third matmul')
   z = roots[0].equation.outvars[0].aval
   out = down.equation.invars[1 - down.side].aval
   x = roots[0].other
-  alike = all(
-    root.other.array is x.array and root.equation.outvars[0].aval.shape == z.shape == out.shape for root in roots
-  )
-  if any(found.view.factors for found in (*roots, down)):
-    return None
-  if not alike or {out.dtype, down.dtype, *(root.dtype for root in roots)} != {x.array.dtype}:
-    return None
-  found = _activations(jnp.dtype(out.dtype).name).get(text)
+  if any(found.view.factors for found in maps):
+    return Apart(maps, 'a weight of it is multiplied before its matmul')
+  if any(root.other.array is not x.array for root in roots):
+    return Apart(maps, 'gate and up read different arrays')
+  if any(root.equation.outvars[0].aval.shape != z.shape for root in roots) or z.shape != out.shape:
+    return Apart(maps, f'hidden layers of shapes {z.shape} and {out.shape}')
+  dtypes = [jnp.dtype(dtype).name for dtype in (x.array.dtype, *(m.dtype for m in roots), out.dtype, down.dtype)]
+  if len(set(dtypes)) > 1:
+    return Apart(maps, f'it is in several dtypes: {", ".join(dict.fromkeys(dtypes))}')
+  found = _activations(dtypes[0]).get(text)
   if found is None or len(found[1]) != len(roots):
-    return None
+    return Apart(maps, 'what stands between the matmuls is not gelu, silu, relu or squared relu, gated or not')
   activation, roles = found
   return Block(activation, dict(zip(roles, roots, strict=True)))
+
+
+def roots_of(values: Sequence[Value]) -> list[Matmul]:
+  """The matmuls that some values wait for."""
+  roots, known, left = [], set(), list(values)
+  while left:
+    value = left.pop()
+    if id(value) in known or not value.waits or value.made_by is None:
+      continue
+    known.add(id(value))
+    if isinstance(value.made_by, Matmul):
+      roots.append(value.made_by)
+    else:
+      left += value.made_by.arguments
+  return roots
+
+
+def why_apart(maps: Mapping[str, tuple[Matmul, Reading]], rules: Collection[Rule]) -> str | None:
+  """Why a block that was found cannot be one op, by how its matmuls read their weights and by their rules, or None."""
+  found, readings = [m for m, _ in maps.values()], [reading for _, reading in maps.values()]
+  neurons, batches = {rule.activation for rule in rules}, {reading.batch for reading in readings}
+  if any(m.side == 0 for m in found):
+    return 'it multiplies w @ x, with the weight on the left; as x @ w it would be one op'
+  if not all(map(_is_plain_map, found, readings)):
+    return 'a matmul of it is not x @ w with a whole matrix [in, out]: a part of a weight, or several axes in or out'
+  if len(batches) > 1 or (batches != {()} and any(m.bias is not None for m in found)):
+    return 'its experts have biases, or only some of its weights are stacked'
+  if any(m.equation.params.get('out_sharding') is not None for m in found):
+    return 'a matmul of it asks for a sharding of its result'
+  if len(neurons) > 1 or (neurons == {None} and len({rule.policy for rule in rules}) > 1):
+    return 'its weights have different policies'
+  if neurons == {None} and len({m.asked for m in found}) > 1:
+    return 'its matmuls ask for different precisions or dtypes of the result'
+  return None
+
+
+def _is_plain_map(found: Matmul, reading: Reading) -> bool:
+  """Whether a matmul is x `[..., in]` times one whole matrix."""
+  (contract, _), (batch, _) = found.equation.params['dimension_numbers']
+  last = found.equation.invars[0].aval.ndim - 1
+  leading = tuple(batch) == tuple(range(len(reading.batch)))
+  one_run_each = reading.axes[1:] == (1, 1)
+  return found.side == 1 and leading and reading.whole and one_run_each and tuple(contract) == (last,)
 
 
 _REPEATS = ('broadcast_in_dim', 'reshape')

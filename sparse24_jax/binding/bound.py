@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from sparse24_jax.asked import Asked, PLAIN
 from sparse24_jax.binding import _jax
+from sparse24_jax.binding.blocks import why_apart
 from sparse24_jax.binding.interpreter import Keys, run
 from sparse24_jax.binding.reading import read, Reading, UnreadableError
 from sparse24_jax.binding.tracing import functional, trace, Traced
@@ -35,6 +36,7 @@ class Use:
     source: the line of the model.
     dtype: of its operands.
     asked: precision and dtype of the result, where they are not the plain ones.
+    apart: why it stands in no block; None if it stands in one, or if its result is what the function returns.
   """
 
   tokens: int
@@ -45,6 +47,7 @@ class Use:
   source: str
   dtype: str = 'float32'
   asked: Asked = PLAIN
+  apart: str | None = None
 
   @property
   def packs(self) -> bool:
@@ -205,9 +208,11 @@ def how_lost(mark: View | Altered, by: str, source: str) -> str:
 class Notes:
   """Reads matmuls by writing them down; see `binding.interpreter.Reader`."""
 
-  def __init__(self):
+  def __init__(self, rules: Mapping[str, Rule]):
+    self.rules = rules
     self.readings: dict[str, list[tuple[Matmul, Reading]]] = {}
     self.blocks: dict[tuple[str, int], tuple[str, str]] = {}
+    self.reasons: dict[tuple[str, int], str] = {}
     self.problems: dict[str, list[str]] = {}
 
   def matmul(self, found: Matmul) -> Array:
@@ -226,8 +231,19 @@ class Notes:
     return self.matmul(found)
 
   def block(self, activation: str, maps: Mapping[str, Matmul]) -> None:
-    for role, found in maps.items():
-      self.blocks[found.view.path, id(found.equation)] = (activation, role)
+    try:
+      read_by = {role: (found, read(found)) for role, found in maps.items()}
+    except UnreadableError:  # `matmul` says so
+      return
+    reason = why_apart(read_by, [self.rules[found.view.path] for found in maps.values()])
+    if reason is not None:
+      self.apart(list(maps.values()), reason)
+    else:
+      self.blocks |= {(found.view.path, id(found.equation)): (activation, role) for role, found in maps.items()}
+
+  def apart(self, maps: Sequence[Matmul], reason: str) -> None:
+    for found in maps:
+      self.reasons.setdefault((found.view.path, id(found.equation)), reason)
 
   def lost(self, mark: View | Altered, by: str, source: str) -> None:
     self._problem(mark.path, how_lost(mark, by, source))
@@ -243,9 +259,9 @@ def _same_reading(one: Matmul, other: Matmul) -> bool:
   return one.equation is other.equation and one.view.axes == other.view.axes and starts[0] == starts[1]
 
 
-def take_notes(traced: Traced, matched: Iterable[str]) -> Notes:
+def take_notes(traced: Traced, rules: Mapping[str, Rule]) -> Notes:
   """What the matmuls of a function read of its matched parameters."""
-  notes, marks = Notes(), traced.marks(matched)
+  notes, marks = Notes(rules), traced.marks(rules)
 
   def interpreted(arrays: Sequence[Array]) -> list[Array]:
     values = run(traced.jaxpr, traced.constants, traced.values(arrays, marks, {}), Keys(None), notes)
@@ -308,7 +324,8 @@ def _use(found: Matmul, reading: Reading, notes: Notes) -> Use:
   block, role = notes.blocks.get((found.view.path, id(found.equation)), (None, None))
   kind, source = found.equation.primitive.name, _jax.source_of(found.equation)
   dtype = jnp.dtype(found.operands).name
-  return Use(reading.tokens, reading.whole, kind, block, role, source, dtype, found.asked)
+  apart = None if block else notes.reasons.get((found.view.path, id(found.equation)))
+  return Use(reading.tokens, reading.whole, kind, block, role, source, dtype, found.asked, apart)
 
 
 def _straddles(found: Matmul, reading: Reading, rule: Rule) -> str | None:

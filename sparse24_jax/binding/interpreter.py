@@ -14,7 +14,7 @@ from jax import Array
 import jax.numpy as jnp
 
 from sparse24_jax.binding import _jax
-from sparse24_jax.binding.blocks import ELEMENTWISE, find_block, row_of
+from sparse24_jax.binding.blocks import Apart, ELEMENTWISE, find_block, roots_of, row_of
 from sparse24_jax.binding.values import Altered, Elementwise, ENTRY_BY_ENTRY, harmless, Matmul, Value
 from sparse24_jax.binding.view import factor_along, follow, View
 
@@ -32,6 +32,10 @@ class Reader(Protocol):
 
   def block(self, activation: str, maps: Mapping[str, Matmul]) -> Array | None:
     """The result of a block of the maps 'up', 'down' and perhaps 'gate'; None leaves them by themselves."""
+    ...
+
+  def apart(self, maps: Sequence[Matmul], reason: str) -> None:
+    """Why matmuls are in no block."""
     ...
 
   def lost(self, mark: View | Altered, by: str, source: str) -> None:
@@ -90,6 +94,8 @@ class _Interpreter:
     if name in _INSIDE:
       if name in ('jit', 'custom_jvp_call'):
         return _INSIDE[name](self, equation, values)
+      if ended := roots_of(values):
+        self.reader.apart(ended, f'{name} at {_jax.source_of(equation)} reads its result')
       for value in values:
         _ = value.array  # what was put off outside is made outside
       read = frozenset(value.mark.path for value in values if value.mark is not None)
@@ -98,6 +104,8 @@ class _Interpreter:
       return self._matmul(equation, values, name)
     if name in ELEMENTWISE and any(value.waits for value in values) and not any(value.mark for value in values):
       return [_put_off(equation, values)]
+    if ended := roots_of(values):
+      self.reader.apart(ended, f'{name} at {_jax.source_of(equation)} reads its result')
     return self._plain(equation, values, name)
 
   def _matmul(self, equation: Any, values: list[Value], name: str) -> list[Value]:
@@ -201,7 +209,11 @@ def _scaled(equation: Any, name: str, values: Sequence[Value]) -> Value | None:
 
 
 def _with_block(found: Matmul) -> Matmul:
-  found.block = find_block(found)
+  block = find_block(found)
+  if isinstance(block, Apart):
+    found.matmuls.apart(block.maps, block.reason)
+  else:
+    found.block = block
   return found
 
 
@@ -384,7 +396,8 @@ def _custom(self: _Interpreter, equation: Any, values: list[Value]) -> list[Valu
 
 
 def _shard_map(self: _Interpreter, equation: Any, values: list[Value]) -> list[Value]:
-  self.lose(values, 'shard_map: call sparse24_jax.dot inside of it', _jax.source_of(equation))
+  what = 'a shard_map, in which sparse24_jax.dot makes it sparse (then give sparsify the recipe without its rule)'
+  self.lose(values, what, _jax.source_of(equation))
   return self._rebound(equation, values)
 
 

@@ -13,6 +13,7 @@ from pallas_kernels import _dispatch
 from sparse24_jax.activation_sparsity import neuron_level_ffn
 from sparse24_jax.asked import Asked, PLAIN
 from sparse24_jax.binding import _jax
+from sparse24_jax.binding.blocks import why_apart
 from sparse24_jax.binding.bound import bind_traced, Bound, BoundWeight, how_lost
 from sparse24_jax.binding.interpreter import Keys, run
 from sparse24_jax.binding.reading import as_result, part_of, read, Reading, rows, scaled, weight_as_read, weight_matrix
@@ -154,35 +155,27 @@ class _Sparse:
 
   def block(self, activation: str, maps: Mapping[str, Matmul]) -> Array | None:
     read_by = {role: self._reading(found) for role, found in maps.items()}
-    policies = {weight.rule.policy for weight, _ in read_by.values()}
-    neurons = {weight.rule.activation for weight, _ in read_by.values()}
-    batches = {reading.batch for _, reading in read_by.values()}
+    rules = [weight.rule for weight, _ in read_by.values()]
+    if why_apart({role: (maps[role], reading) for role, (_, reading) in read_by.items()}, rules) is not None:
+      return None
+    policy, neurons, asked = rules[0].policy, rules[0].activation, {found.asked for found in maps.values()}
+    batch = read_by['up'][1].batch
     biases = {f'b_{role}': found.bias for role, found in maps.items() if found.bias is not None}
-    if len(neurons) > 1 or len(batches) > 1 or (batches != {()} and biases):
-      return None
-    if any(found.equation.params.get('out_sharding') is not None for found in maps.values()):
-      return None
-    asked = {found.asked for found in maps.values()}
-    if neurons == {None} and (len(policies) > 1 or len(asked) > 1):
-      return None
-    if not all(_is_plain_map(maps[role], reading) for role, (_, reading) in read_by.items()):
-      return None
     weights = {f'w_{role}': weight_matrix(maps[role], reading) for role, (_, reading) in read_by.items()}
     states = {role: self._state(maps[role], reading) for role, (_, reading) in read_by.items()}
     x = rows(maps['up'], read_by['up'][1])
-    if neurons == {None}:
-      precision = asked.pop().precision
-      block = functools.partial(_ffn, policy=policies.pop(), activation=activation, precision=precision)
+    if neurons is None:
+      block = functools.partial(_ffn, policy=policy, activation=activation, precision=asked.pop().precision)
     else:
       _check_precision(maps['down'], asked)
-      block = functools.partial(_neuron_level, policy=neurons.pop(), activation=activation)
+      block = functools.partial(_neuron_level, policy=neurons, activation=activation)
     key = maps['down'].key
     with errors_name(', '.join(weight.path for weight, _ in read_by.values())):
-      if batches == {()}:
-        y = block(x, weights, states, key, biases)
-      else:
-        y = _for_each(batches.pop(), block, x, weights, states, key)
+      y = _for_each(batch, block, x, weights, states, key) if batch else block(x, weights, states, key, biases)
     return _filled(as_result(y, maps['down'], read_by['down'][1]), maps.values())
+
+  def apart(self, maps: Iterable[Matmul], reason: str) -> None:
+    """Each is an op by itself."""
 
   def lost(self, mark: View | Altered, by: str, source: str) -> None:
     raise ValueError(
@@ -219,15 +212,6 @@ def _check_precision(found: Matmul, asked: set[Asked]) -> None:
   for ask in asked - {PLAIN}:
     if reason := ask.unfit(found.operands) or (found.operands == jnp.float32 and ask.describe()):
       raise ValueError(f'{found.view.path}: {reason}: a block with sparse activations has the default precision only')
-
-
-def _is_plain_map(found: Matmul, reading: Reading) -> bool:
-  """Whether a matmul is x `[..., in]` times one whole matrix."""
-  (contract, _), (batch, _) = found.equation.params['dimension_numbers']
-  last = found.equation.invars[0].aval.ndim - 1
-  leading = tuple(batch) == tuple(range(len(reading.batch)))
-  one_run_each = reading.axes[1:] == (1, 1)
-  return found.side == 1 and leading and reading.whole and one_run_each and tuple(contract) == (last,)
 
 
 def _ffn(

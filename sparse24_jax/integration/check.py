@@ -25,8 +25,11 @@ from sparse24_jax.rules import check_groups, keep_dense, leaves_by_path, match_r
 # `binding.blocks.find_block` in words.
 _BLOCKS = (
   'block -: a layer by itself. One fused op are two matmuls x @ w, with or without bias, and between them nothing but'
-  ' gelu, silu, relu or squared relu, with or without a gate; one dtype, one policy for all of them'
+  ' gelu, silu, relu or squared relu, with or without a gate; one dtype, one policy for all of them. Here:'
 )
+
+
+_ENDS = 'no other matched weight reads its result'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,8 +89,8 @@ class Checked:
     widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
     lines = ['  '.join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     lines += [f'PROBLEM  {w.problem}' for w in self.weights if w.problem is not None]
-    if any(w.weight and w.weight.uses and not all(use.block for use in w.weight.uses) for w in self.weights):
-      lines.append(_BLOCKS)
+    if apart := _apart(self.weights):
+      lines += [_BLOCKS, *(f'  {_listed(paths)}: {reason}' for reason, paths in apart.items())]
     lines.append(f'stay dense: {_listed(self.dense) or "no other weight"}')
     return '\n'.join(lines)
 
@@ -246,6 +249,15 @@ def _measured(
     if not reached and pruned.any():
       problem = problem or f'{path}: no gradient reaches its pruned entries, which then never come back'
     found[path] = dataclasses.replace(found[path], problem=problem, pruned=float(pruned.mean()), reached=reached)
+  return found
+
+
+def _apart(weights: Sequence[CheckedWeight]) -> dict[str, list[str]]:
+  """Why weights stand in no block, and which."""
+  found: dict[str, list[str]] = {}
+  for weight in [w.weight for w in weights if w.weight is not None]:
+    for reason in dict.fromkeys(use.apart or _ENDS for use in weight.uses if not use.block):
+      found.setdefault(reason, []).append(weight.path)
   return found
 
 

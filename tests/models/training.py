@@ -29,10 +29,52 @@ def random_like(tree: Any, seed: int = 0) -> Any:
   )
 
 
+def check_recipes(recipe: s24.Recipe, loss: Any, params: Any, *args: Any, steps: int = 20) -> None:
+  """Trains by FST and by S-STE as they ship, and compares every loss with that of the weights of `project`.
+
+  Their weight gradients are samples, so each run is compared with the dense function on its own way.
+
+  Args:
+    recipe: of one rule, whose weights are meant.
+    loss: of params and args, the model's own, dense.
+    params: where both begin.
+    *args: the batch.
+    steps: of the optimizer.
+  """
+  path = recipe.rules[0].path
+  fst = s24.recipes.transposable_srste(path, masked_decay=1e-3, refresh_every=5, dense_fraction=0)
+  for chosen in (fst, s24.recipes.s_ste(path)):
+    bound = s24.bind(chosen, loss, params, *args)
+    sparse, tx = s24.sparsify(loss, bound), s24.sparse_training(optax.sgd(0.02), bound)
+
+    @jax.jit
+    def step(params, state, key, bound=bound, sparse=sparse, tx=tx):
+      variables = s24.sparse_variables(params, state, bound)
+      value, grads = jax.value_and_grad(sparse)(params, variables, key, *args)
+      wanted = loss(s24.project(params, state, bound), *args)
+      updates, state = tx.update(grads, state, params)
+      return optax.apply_updates(params, updates), state, (value, wanted)
+
+    trained, state, losses = params, tx.init(params), []
+    first = dict(leaves_by_path(state.projections))
+    for i in range(steps):
+      trained, state, values = step(trained, state, jax.random.key(i))
+      losses.append(values)
+    found, wanted = np.asarray(losses).T
+    assert np.isfinite(found).all(), (chosen.name, found)
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5, err_msg=chosen.name)
+    before, after = dict(leaves_by_path(params)), dict(leaves_by_path(trained))
+    for weight in bound.weights:
+      assert (np.asarray(before[weight.path]) != np.asarray(after[weight.path])).mean() > 0.5, weight.path
+    if chosen is fst:
+      masks = dict(leaves_by_path(state.projections))
+      assert any((np.asarray(masks[name]) != np.asarray(first[name])).any() for name in masks), 'no mask moved'
+
+
 def check_training(
   bound: s24.Bound, loss: Any, params: Any, *args: Any, expected: dict[str, str], sparse: Any = None, steps: int = 20
 ) -> None:
-  """Trains twice and compares every loss and, at the end, every weight.
+  """Trains twice by a recipe, and compares every loss and, at the end, every weight; then by FST and S-STE.
 
   Args:
     bound: a recipe that is bound to the model, with masks chosen anew at every step.
@@ -44,6 +86,8 @@ def check_training(
     steps: of the optimizer.
   """
   assert {weight.path: weight.layout.describe() for weight in bound.weights} == expected
+  if sparse is None:
+    check_recipes(bound.unbound(), loss, params, *args, steps=steps)
   sparse = sparse or s24.sparsify(loss, bound)
   tx = s24.sparse_training(optax.sgd(0.02, momentum=0.9), bound)
 

@@ -41,6 +41,11 @@ def two_largest_of_four(matrix):
   return (groups * kept).reshape(matrix.shape)
 
 
+def _split_gate(p, x):
+  gate, up = jnp.split(x @ p['up'], 2, axis=-1)
+  return (jax.nn.silu(gate) * up) @ p['down'][:16]
+
+
 class BindTest(parameterized.TestCase):
 
   @parameterized.parameters(*CASES)
@@ -104,6 +109,28 @@ class BindTest(parameterized.TestCase):
     found = s24.bind(STE, gated, {**params, 'gate': params['up']}, x).weights
     self.assertEqual({(w.path, u.block, u.role) for w in found for u in w.uses},
                      {(path, expected, path if expected else None) for path in ('up', 'down', 'gate')})  # fmt: skip
+
+  @parameterized.named_parameters(
+    ('on_the_left', lambda p, x: p['down'].T @ jax.nn.silu(p['up'].T @ x.T), 'w @ x, with the weight on the left'),
+    ('split', _split_gate, r'split at .*bound_test.py.* reads its result'),
+    ('another_array', lambda p, x: (jax.nn.silu(x @ p['up']) * x[:, :1]) @ p['down'], 'more than an activation'),
+    ('another_activation', lambda p, x: jnp.tanh(x @ p['up']) @ p['down'], 'not gelu, silu, relu or squared relu'),
+    ('dtypes', lambda p, x: jax.nn.silu(x @ p['up']).astype(jnp.bfloat16) @ p['down'].astype(jnp.bfloat16),
+     'in several dtypes: float32, bfloat16'),
+    ('scaled', lambda p, x: jax.nn.silu(x @ (p['up'] * 3)) @ p['down'], 'multiplied before its matmul'),
+    ('norm', lambda p, x: jax.nn.softmax(x @ p['up']) @ p['down'], 'reduce_max at .* reads its result'),
+  )  # fmt: skip
+  def test_why_matmuls_are_no_block(self, f, reason):
+    params, x = arguments('plain')
+    up = s24.bind(STE, f, params, x)['up']
+    self.assertEqual([use.block for use in up.uses], [None])
+    self.assertRegex(up.uses[0].apart, reason)
+
+  def test_weights_of_two_policies_are_no_block(self):
+    params, x = arguments('plain')
+    rules = (s24.Rule('up', s24.DotPolicy(s24.transposable())), *STE.rules)
+    bound = s24.bind(s24.Recipe('two', rules), CASES['plain'].f, params, x)
+    self.assertEqual({use.apart for w in bound.weights for use in w.uses}, {'its weights have different policies'})
 
   @parameterized.named_parameters(
     ('embedding', lambda w, x: w[x.astype(int)[:, 0]], r'w of shape .*gather at '),
