@@ -236,14 +236,16 @@ class Notes:
     except UnreadableError:  # `matmul` says so
       return
     reason = why_apart(read_by, [self.rules[found.view.path] for found in maps.values()])
-    if reason is not None:
+    if (maps['down'].view.path, id(maps['down'].origin)) in self.blocks:
+      self.apart(list(maps.values()), 'the matmul that reads its result begins another block')
+    elif reason is not None:
       self.apart(list(maps.values()), reason)
     else:
-      self.blocks |= {(found.view.path, id(found.equation)): (activation, role) for role, found in maps.items()}
+      self.blocks |= {(found.view.path, id(found.origin)): (activation, role) for role, found in maps.items()}
 
   def apart(self, maps: Sequence[Matmul], reason: str) -> None:
     for found in maps:
-      self.reasons.setdefault((found.view.path, id(found.equation)), reason)
+      self.reasons.setdefault((found.view.path, id(found.origin)), reason)
 
   def lost(self, mark: View | Altered, by: str, source: str) -> None:
     self._problem(mark.path, how_lost(mark, by, source))
@@ -256,7 +258,7 @@ class Notes:
 
 def _same_reading(one: Matmul, other: Matmul) -> bool:
   starts = [[start if isinstance(start, int) else None for start in found.view.offsets] for found in (one, other)]
-  return one.equation is other.equation and one.view.axes == other.view.axes and starts[0] == starts[1]
+  return one.origin is other.origin and one.view.axes == other.view.axes and starts[0] == starts[1]
 
 
 def take_notes(traced: Traced, rules: Mapping[str, Rule]) -> Notes:
@@ -321,10 +323,10 @@ def _bound(path: str, leaf: Any, rule: Rule, notes: Notes) -> BoundWeight | str:
 
 
 def _use(found: Matmul, reading: Reading, notes: Notes) -> Use:
-  block, role = notes.blocks.get((found.view.path, id(found.equation)), (None, None))
+  block, role = notes.blocks.get((found.view.path, id(found.origin)), (None, None))
   kind, source = found.equation.primitive.name, _jax.source_of(found.equation)
   dtype = jnp.dtype(found.operands).name
-  apart = None if block else notes.reasons.get((found.view.path, id(found.equation)))
+  apart = None if block else notes.reasons.get((found.view.path, id(found.origin)))
   return Use(reading.tokens, reading.whole, kind, block, role, source, dtype, found.asked, apart)
 
 

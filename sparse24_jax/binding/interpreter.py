@@ -104,6 +104,10 @@ class _Interpreter:
       return self._matmul(equation, values, name)
     if name in ELEMENTWISE and any(value.waits for value in values) and not any(value.mark for value in values):
       return [_put_off(equation, values)]
+    if name == 'transpose' and values[0].waits and isinstance(values[0].made_by, Matmul):
+      turned = values[0].made_by.turned(equation)
+      if turned is not None:
+        return [Value(made_by=_with_block(turned))]
     if ended := roots_of(values):
       self.reader.apart(ended, f'{name} at {_jax.source_of(equation)} reads its result')
     return self._plain(equation, values, name)

@@ -111,6 +111,7 @@ class Matmul:
     added: the equation that adds the bias.
     rounded: whether its result, wider than the operands, is rounded to their dtype by what follows it.
     block: the activation and the maps of the feed-forward block that it ends, or None.
+    origin: the equation that it is known by, of one that was turned around.
   """
 
   equation: Any
@@ -122,6 +123,29 @@ class Matmul:
   added: Elementwise | None = None
   rounded: bool = False
   block: tuple[str, Mapping[str, 'Matmul']] | None = None
+  origin: Any = None
+
+  def __post_init__(self):
+    self.origin = self.origin or self.equation
+
+  def turned(self, transpose: Any) -> 'Matmul | None':
+    """`(w @ x).T` as `x.T @ w.T`, the weight on the right: what Equinox' layers are under `vmap`; None of others."""
+    contract, batch = self.equation.params['dimension_numbers']
+    b = len(batch[0])
+    w, x = (atom.aval.ndim - len(contract[0]) for atom in self.equation.invars[:2])
+    if self.side or self.bias is not None or self.rounded or self.equation.params.get('out_sharding') is not None:
+      return None
+    if tuple(transpose.params['permutation']) != (*range(b), *range(w, w + x - b), *range(b, w)):
+      return None
+    precision = self.equation.params['precision']
+    equation = self.equation.replace(
+      invars=self.equation.invars[::-1], outvars=transpose.outvars,
+      params=self.equation.params | {
+        'dimension_numbers': (contract[::-1], batch[::-1]),
+        'precision': precision[::-1] if isinstance(precision, tuple) else precision,
+      },
+    )  # fmt: skip
+    return Matmul(equation, 1, self.arguments[::-1], self.key, self.matmuls, origin=self.origin)
 
   @property
   def weight(self) -> Value:

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from unittest import mock
 
 from absl.testing import absltest, parameterized
 from flax import linen as nn
@@ -11,6 +12,7 @@ import numpy as np
 import optax
 
 import sparse24_jax as s24
+from sparse24_jax.binding import transform
 from tests.sparse24_jax.binding.functions import arguments, CASES, relu_mlp
 
 STE = s24.recipes.ste('.*')
@@ -125,6 +127,24 @@ class BindTest(parameterized.TestCase):
     up = s24.bind(STE, f, params, x)['up']
     self.assertEqual([use.block for use in up.uses], [None])
     self.assertRegex(up.uses[0].apart, reason)
+
+  def test_layers_for_one_token_under_vmap_are_a_block(self):
+    params, x = arguments('each_token')
+    bound = s24.bind(STE, CASES['each_token'].f, params, x)
+    self.assertEqual({w.path: [use.block for use in w.uses] for w in bound.weights}, {'up': ['relu'], 'down': ['relu']})
+    with mock.patch.object(transform, 'ffn', side_effect=transform.ffn) as fused:
+      s24.sparsify(CASES['each_token'].f, bound)(params, s24.sparse_variables(params, None, bound), None, x)
+    fused.assert_called_once()
+
+  def test_of_three_matmuls_in_a_row_the_last_two_are_the_block(self):
+    params, x = arguments('plain')
+
+    def f(p, x):
+      return jax.nn.relu(jax.nn.relu(x @ p['up']) @ p['down']) @ p['up']
+
+    first, last = s24.bind(STE, f, params, x)['up'].uses
+    self.assertEqual((first.block, last.role), (None, 'down'))
+    self.assertEqual(first.apart, 'the matmul that reads its result begins another block')
 
   def test_weights_of_two_policies_are_no_block(self):
     params, x = arguments('plain')

@@ -110,6 +110,14 @@ def _remat(p, x):
   return jax.checkpoint(relu_mlp, policy=jax.checkpoint_policies.dots_saveable)(p, x)
 
 
+def _each_token(p, x):
+  """Layers for one token, `w @ x`, under vmap, as Equinox has them."""
+  def layer(w, x):
+    return w @ x + jnp.arange(w.shape[0]) / 10
+
+  return jax.vmap(lambda x: layer(p['down'], jax.nn.relu(layer(p['up'], x))))(x)
+
+
 def _scaled(p, x):
   """Weights times a number, along outputs, along inputs, and along one of two axes of outputs."""
   h = x @ (p['number'] / 3) + x @ (-p['outputs'] * x[:1]) + x @ (x[1:2] * p['inputs']).T
@@ -144,6 +152,9 @@ CASES = {
   'parts_of_the_weight': Case(_parts_of_the_weight, {'qkv': (16, 24)}, (4, 16), {'qkv': IN_OUT}),
   'gate_and_up_in_one': Case(
     _gate_and_up, {'wi': (16, 2, 32), 'wo': (32, 16)}, (8, 16), {'wi': 'stacked 1, in 0, out 2', 'wo': IN_OUT}
+  ),
+  'each_token': Case(
+    _each_token, {'up': (32, 16), 'down': (16, 32)}, (8, 16), {'up': 'in 1, out 0', 'down': 'in 1, out 0'}
   ),
   'experts': Case(_experts, {'w': (3, 16, 8)}, (3, 4, 16), {'w': 'stacked 0, in 1, out 2'}),
   'experts_behind': Case(_experts_behind, {'w': (16, 8, 3)}, (3, 4, 16), {'w': 'stacked 2, in 0, out 1'}),
