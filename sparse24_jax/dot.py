@@ -22,7 +22,7 @@ from pallas_kernels._varying import vary_over, varying_axes
 from pallas_kernels.formats import check_floating
 from sparse24_jax import linear_layer
 from sparse24_jax.asked import Asked, PLAIN
-from sparse24_jax.layer_plan import Backends
+from sparse24_jax.layer_plan import Backends, LayerPlan
 from sparse24_jax.mvue import check_sampling
 from sparse24_jax.plan import plan_layer
 from sparse24_jax.policy import DotPolicy
@@ -69,29 +69,35 @@ def dot(
 
 
 def dot_at(
-  x: Array, w: Array, state: Any, *, policy: DotPolicy, key: Array | None, column: int = 0, asked: Asked = PLAIN
-) -> Array:
-  """`dot` whose output gradient is columns `column` and following of what is sampled with `key`."""
+  x: Array, w: Array, state: Any, *, policy: DotPolicy, key: Array | None, column: int = 0, asked: Asked = PLAIN,
+  plan: LayerPlan | None = None,
+) -> Array:  # fmt: skip
+  """`dot` by a plan that was made before, if there is one.
+
+  Its output gradient is columns `column` and following of what is sampled with `key`.
+  """
   x, w = jnp.asarray(x), jnp.asarray(w)
   check_operands(x, w, state, policy)
   plain = policy.projection is None and policy.precision == 'default' and policy.weight_grad == 'dense'
   if plain or not x.size:  # an expert without tokens has zeros for gradients, too
     z = jnp.dot(x, w, precision=asked.precision, preferred_element_type=asked.sums())
     return z.astype(asked.result(x.dtype))
-  tokens = int(np.prod(x.shape[:-1]))
-  plan = plan_layer(policy, tokens, w.shape[0], w.shape[1], x.dtype, (x, w), asked=asked).backends
-  packed = linear_layer.packed_weight(plan, policy, w, state, x.dtype)
+  if plan is None:
+    tokens = int(np.prod(x.shape[:-1]))
+    plan = plan_layer(policy, tokens, w.shape[0], w.shape[1], x.dtype, (x, w), asked=asked)
+  backends = plan.backends
+  packed = linear_layer.packed_weight(backends, policy, w, state, x.dtype)
   state = linear_layer.projection_state(state)
   # A custom_vjp must return cotangents that vary over the mesh axes of its arguments and no others: under shard_map,
   # say so here that a replicated weight meets tokens that are not, and let JAX sum its gradient.
   axes = frozenset().union(*map(varying_axes, jax.tree.leaves((x, w, state, key))))
-  if plan.weight_grad is not None:
+  if backends.weight_grad is not None:
     # Where types say how arrays are divided: its gradient is made on every device, and JAX takes the part it wants.
     w = _partitioning.whole(w)
   x, w = vary_over(x, axes), vary_over(w, axes)
-  if plan.fp8:
-    return _dot_packed(plan, column, x.reshape(-1, x.shape[-1]), w, packed, key).reshape(*x.shape[:-1], -1)
-  return _dot(policy, plan, column, asked, x, w, state, packed, key)
+  if backends.fp8:
+    return _dot_packed(backends, column, x.reshape(-1, x.shape[-1]), w, packed, key).reshape(*x.shape[:-1], -1)
+  return _dot(policy, backends, column, asked, x, w, state, packed, key)
 
 
 def check_operands(x: Array, w: Array, state: Any, policy: DotPolicy) -> None:

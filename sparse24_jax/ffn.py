@@ -32,7 +32,7 @@ from pallas_kernels.activations import activation_of, Name
 from pallas_kernels.gated_activation import api as activations
 from sparse24_jax import linear_layer
 from sparse24_jax.asked import Asked
-from sparse24_jax.block_plan import plan_block
+from sparse24_jax.block_plan import BlockPlan, plan_block
 from sparse24_jax.dot import check_operands, dot_at
 from sparse24_jax.layer_plan import Backends
 from sparse24_jax.matmuls import add_bias
@@ -103,7 +103,7 @@ def ffn(
   asked = Asked.of(precision, None, x.dtype)
   plan = plan_block(policy, int(np.prod(x.shape[:-1])), sides, x.dtype, (x, weights), asked=asked)
   if not plan.fused:
-    return _composed(x, weights, biases, states, keys, policy, act, asked)
+    return _composed(plan, x, weights, biases, states, keys, policy, act, asked)
   packed = {
     name: linear_layer.packed_weight(plan.layers[name].backends, policy, w, states[name], x.dtype)
     for name, w in weights.items()
@@ -151,11 +151,13 @@ def _check(
       raise ValueError(f'b_{name} must have shape {weights[name].shape[1:]}, found {bias.shape}')
 
 
-def _composed(x, weights, biases, states, keys, policy, act, asked) -> Array:
-  """The block from `dot`s."""
+def _composed(plan: BlockPlan, x, weights, biases, states, keys, policy, act, asked) -> Array:
+  """The block from `dot`s, each by its part of the plan."""
 
   def linear(name: str, x: Array, key: Array | None, column: int = 0) -> Array:
-    z = dot_at(x, weights[name], states[name], policy=policy, key=key, column=column, asked=asked)
+    z = dot_at(
+      x, weights[name], states[name], policy=policy, key=key, column=column, asked=asked, plan=plan.layers[name]
+    )
     return add_bias(z, biases[name])
 
   if 'gate' not in weights:
