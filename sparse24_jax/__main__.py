@@ -23,14 +23,8 @@ from sparse24_jax.projections import magnitude
 from sparse24_jax.recipe import Recipe
 from sparse24_jax.where_it_pays import table, where_it_pays
 
-RECIPES = {
-  'transposable_srste': lambda: recipes.transposable_srste('.*', masked_decay=0.0),
-  's_ste': lambda: recipes.s_ste('.*'),
-  's_ste_fp8': lambda: recipes.s_ste('.*', fp8=True),
-  'sr_ste': lambda: recipes.sr_ste('.*', masked_decay=0.0),
-}
-# What a recipe needs besides a path says nothing of a model's weights.
-_CHECKED: dict[str, Callable[[str], Recipe]] = {
+# What a recipe needs besides a path says nothing of a model's weights, nor of their time.
+RECIPES: dict[str, Callable[[str], Recipe]] = {
   'dense': lambda path: recipes.dense(path, watch=magnitude()),
   'mixed_sparsity': lambda path: recipes.mixed_sparsity(path, total_steps=10_000),
   'mixed_sparsity_24': lambda path: recipes.mixed_sparsity(path, total_steps=10_000, structure='2:4'),
@@ -44,6 +38,8 @@ _CHECKED: dict[str, Callable[[str], Recipe]] = {
   'step': recipes.step,
   'transposable_srste': lambda path: recipes.transposable_srste(path, masked_decay=0.0),
 }
+# Those of which records tell something.
+PRICED = ('s_ste', 's_ste_fp8', 'sr_ste', 'transposable_srste')
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -57,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
   pays.add_argument('--hidden', type=int, required=True, help='width of the hidden layer')
   pays.add_argument('--layers', type=int, default=1, help='layers of that kind (default: %(default)s)')
   pays.add_argument('--gated', action='store_true', help='a gate besides the up-projection')
-  pays.add_argument('--recipe', choices=sorted(RECIPES), default='transposable_srste', help='(default: %(default)s)')
+  pays.add_argument('--recipe', choices=PRICED, default='transposable_srste', help='(default: %(default)s)')
   pays.add_argument('--weights', choices=('bfloat16', 'float32'), default='bfloat16',
                     help='what is packed (default: %(default)s)')  # fmt: skip
   pays.add_argument('--parts', action='store_true', help='list what one block is made of')
@@ -68,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
   )
   checks.add_argument('example', metavar='MODULE:FUNCTION',
                       help='returns (f, params, *args): a function of parameters, and arrays or shapes')  # fmt: skip
-  checks.add_argument('--recipe', choices=sorted([*_CHECKED, 'neuron_level']), default='transposable_srste',
+  checks.add_argument('--recipe', choices=sorted([*RECIPES, 'neuron_level']), default='transposable_srste',
                       help='(default: %(default)s)')  # fmt: skip
   checks.add_argument('--path', default='.*', help='pattern of the weights, of neuron_level the up-projections'
                       ' (default: %(default)s)')  # fmt: skip
@@ -89,7 +85,7 @@ def main(argv: list[str] | None = None) -> int:
   if args.gated:
     sides['gate'] = sides['up']
   params = {name: {'kernel': jax.ShapeDtypeStruct((args.layers, *side), args.weights)} for name, side in sides.items()}
-  recipe = RECIPES[args.recipe]()
+  recipe = RECIPES[args.recipe]('.*')
   block_of = functools.partial(
     block_gain, args.d, args.hidden, tokens=args.tokens, micro_batches=args.micro_batches, gated=args.gated,
     weight_dtype=args.weights, device=device,
@@ -127,7 +123,7 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
   if (args.recipe == 'neuron_level') != (args.down is not None):
     parser.error('--down is for neuron_level, which takes --path of the up-projections and --down')
   try:
-    recipe = recipes.neuron_level(args.path, args.down) if args.down else _CHECKED[args.recipe](args.path)
+    recipe = recipes.neuron_level(args.path, args.down) if args.down else RECIPES[args.recipe](args.path)
     checked = sparse24_jax.check(recipe.with_dense(*args.dense), *found)
   except (TypeError, ValueError) as error:  # a TypeError where the arguments are not those of the function
     parser.error(str(error))

@@ -58,7 +58,7 @@ class CommandTest(parameterized.TestCase):
     self.assertEqual({line[4] for line in lines}, {'3' if options else '1'})
     self.assertEqual(lines[0][1:4], ['16384', 'x', '4096'])
 
-  @parameterized.parameters(*command.RECIPES)
+  @parameterized.parameters(*command.PRICED)
   def test_recipes(self, recipe):
     code, lines = run(*ARGS, '--device', DEVICE, '--recipe', recipe)
     self.assertEqual(code, 0)
@@ -73,7 +73,7 @@ class CommandTest(parameterized.TestCase):
     options = ('--micro-batches', str(micro_batches)) if micro_batches > 1 else ()
     _, lines = run(*ARGS, '--device', DEVICE, '--weights', weights, *options)
     step = dict(tokens=16384, micro_batches=micro_batches)
-    recipe = command.RECIPES['transposable_srste']()
+    recipe = command.RECIPES['transposable_srste']('.*')
     sides = {'down': (16384, 4096), 'up': (4096, 16384)}
     params = {name: {'kernel': jax.ShapeDtypeStruct((1, *side), weights)} for name, side in sides.items()}
     self.assertEqual(lines[:3], table(where_it_pays(params, recipe, **step, device=DEVICE)).split('\n'))
