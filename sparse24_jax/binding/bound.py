@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from sparse24_jax.asked import Asked, PLAIN
 from sparse24_jax.binding import _jax
 from sparse24_jax.binding.blocks import why_apart
-from sparse24_jax.binding.interpreter import Keys, run
+from sparse24_jax.binding.interpreter import run
 from sparse24_jax.binding.reading import read, Reading, UnreadableError
 from sparse24_jax.binding.tracing import functional, trace, Traced
-from sparse24_jax.binding.values import Altered, Matmul
+from sparse24_jax.binding.values import Altered, Keys, Matmul
 from sparse24_jax.binding.view import View
 from sparse24_jax.layout import Layout, Layouts
 from sparse24_jax.recipe import Recipe, Rule
@@ -206,7 +206,7 @@ def how_lost(mark: View | Altered, by: str, source: str) -> str:
 
 
 class Notes:
-  """Reads matmuls by writing them down; see `binding.interpreter.Reader`."""
+  """Reads matmuls by writing them down; see `binding.values.Reader`."""
 
   def __init__(self, rules: Mapping[str, Rule]):
     self.rules = rules

@@ -15,11 +15,11 @@ from sparse24_jax.asked import Asked, PLAIN
 from sparse24_jax.binding import _jax
 from sparse24_jax.binding.blocks import why_apart
 from sparse24_jax.binding.bound import bind_traced, Bound, BoundWeight, how_lost
-from sparse24_jax.binding.interpreter import Keys, run
+from sparse24_jax.binding.interpreter import run
 from sparse24_jax.binding.reading import as_result, part_of, read, Reading, rows, scaled, weight_as_read, weight_matrix
 from sparse24_jax.binding.state import NNX_STATES, WeightState
 from sparse24_jax.binding.tracing import functional, trace, Traced
-from sparse24_jax.binding.values import Altered, Matmul
+from sparse24_jax.binding.values import Altered, Keys, Matmul
 from sparse24_jax.binding.view import View
 from sparse24_jax.clusters import with_neurons
 from sparse24_jax.dot import dot_general
@@ -105,7 +105,7 @@ def _bound_to(recipe: Recipe, params: Any, traced: Traced) -> Bound:
 
 
 class _Sparse:
-  """Reads matmuls by the library's op; see `binding.interpreter.Reader`."""
+  """Reads matmuls by the library's op; see `binding.values.Reader`."""
 
   def __init__(self, weights: Mapping[str, Any]):
     self.weights = weights

@@ -1,9 +1,11 @@
-"""What the interpreter knows of the values that it computes with."""
+"""What the interpreter knows of the values that it computes with, and who carries out the matmuls that it finds."""
 
 from collections.abc import Mapping, Sequence
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
+import jax
+from jax import Array
 import jax.numpy as jnp
 
 from sparse24_jax.asked import Asked
@@ -189,3 +191,43 @@ class Matmul:
       if self.added is None:
         return self.matmuls.matmul(self)
     return self.added.make()
+
+
+class Reader(Protocol):
+  """Who carries out the matmuls of matched weights: one that takes notes, or one that makes them sparse."""
+
+  def matmul(self, found: Matmul) -> Array:
+    """The result of one matmul."""
+    ...
+
+  def ragged(self, found: Matmul) -> Array:
+    """The result of one `ragged_dot_general`."""
+    ...
+
+  def block(self, activation: str, maps: Mapping[str, Matmul]) -> Array | None:
+    """The result of a block of the maps 'up', 'down' and perhaps 'gate'; None leaves them by themselves."""
+    ...
+
+  def apart(self, maps: Sequence[Matmul], reason: str) -> None:
+    """Why matmuls are in no block."""
+    ...
+
+  def lost(self, mark: View | Altered, by: str, source: str) -> None:
+    """A weight went where nothing follows it."""
+    ...
+
+
+@dataclasses.dataclass
+class Keys:
+  """One random key a matmul: the same one each time that the same function is traced."""
+
+  key: Array | None
+  count: int = 0
+
+  def next(self) -> Array | None:
+    self.count += 1
+    return None if self.key is None else jax.random.fold_in(self.key, self.count)
+
+  def inside(self, key: Array | None) -> 'Keys':
+    """For a part of the function that is given the key as an argument."""
+    return Keys(key, self.count)
