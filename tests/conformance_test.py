@@ -194,7 +194,10 @@ def assert_trees_equal(found, expected):
 
 class OneDeviceTest(parameterized.TestCase):
 
-  @parameterized.product(case=list(CASES), dtype=('float32', 'bfloat16'))
+  @parameterized.parameters(
+    *((case, 'bfloat16') for case in CASES), *((case, 'float32') for case in (*KINDS, *OTHER_CASES))
+  )
+  @pytest.mark.few(len(CASES) + len(KINDS))
   def test_dtypes_shapes_and_structure_stay(self, case, dtype):
     """Abstractly, for parameters of both dtypes, through init and a step of either phase."""
     recipe = CASES[case]

@@ -33,10 +33,10 @@ def run_interpreted(module: str, only: str = '') -> str:
   """
   done = subprocess.run(
     [sys.executable, '-m', module], cwd=pathlib.Path(__file__).parents[2], capture_output=True, text=True, check=False,
-    # The launchers' own arithmetic as under conftest.
+    # The launchers' own arithmetic as under conftest. References run once, and XLA would optimize them for longer.
     env=os.environ | {
       'TRITON_INTERPRET': '1', 'JAX_PLATFORMS': 'cpu', 'JAX_NUMPY_RANK_PROMOTION': 'raise',
-      'JAX_NUMPY_DTYPE_PROMOTION': 'strict', 'TESTBRIDGE_TEST_ONLY': only,
+      'JAX_NUMPY_DTYPE_PROMOTION': 'strict', 'TESTBRIDGE_TEST_ONLY': only, 'JAX_DISABLE_MOST_OPTIMIZATIONS': '1',
     },
   )  # fmt: skip
   assert done.returncode == 0, done.stdout + done.stderr
