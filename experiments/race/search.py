@@ -69,21 +69,35 @@ def next_trial(done: Mapping[Trial, float], first: Trial, budget: Budget) -> Tri
 def _neighbour(found: Mapping[_Place, float], best: _Place) -> _Place | None:
   """The first place around the best that was not tried, nor lies behind one that was, at the largest steps.
 
-  Of rate and decay the one that was varied less comes first, or a rate that can still rise would use up all trials.
+  Of rate and decay the one that was varied less comes first, or a rate that can still rise would use up all trials; of
+  two sides, the one where the nearest trial ended lower.
   """
+
+  def nearest(axis: int, sign: int) -> float:
+    others = [p for p in found if (p[axis] - best[axis]) * sign > 0 and _but(p, axis) == _but(best, axis)]
+    return _finite(found[min(others, key=lambda p: abs(p[axis] - best[axis]))]) if others else math.inf
+
   axes = sorted(range(len(best)), key=lambda axis: len({place[axis] for place in found}))
   for step in (_PARTS, _PARTS // 2, 1):
     for axis in axes:
-      for sign in (-1, 1):
+      for sign in sorted((-1, 1), key=lambda sign: nearest(axis, sign)):
         way = [(*best[:axis], best[axis] + sign * part, *best[axis + 1 :]) for part in range(1, step + 1)]
         if found.keys().isdisjoint(way):
           return way[-1]
   return None
 
 
+def _but(place: _Place, axis: int) -> _Place:
+  return place[:axis] + place[axis + 1 :]
+
+
 def _best(found: Mapping[_Place, float]) -> _Place:
   """The lowest loss; of trials that diverged, the one of the lowest rate."""
-  return min(found, key=lambda place: (found[place] if math.isfinite(found[place]) else math.inf, place))
+  return min(found, key=lambda place: (_finite(found[place]), place))
+
+
+def _finite(loss: float) -> float:
+  return loss if math.isfinite(loss) else math.inf
 
 
 def _axes(first: Trial) -> tuple[float, ...]:

@@ -57,6 +57,7 @@ def _race(
 TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
   'speed.md': {'speed': lambda: speed.markdown(_speed())},
   'quality.md': {
+    'tuned nano': lambda: table.steps_markdown(_race('compare_tuned_nano.jsonl', 'nano, 1,500 steps each')),
     'race': lambda: table.markdown(_race()),
     'race by seed': lambda: table.seeds_markdown(_race(), 's_ste_fp8_all'),
     'race of all': lambda: table.markdown(_race('race_h200.jsonl', 'wide2048, rotary_qk_norm, 55 s each')),

@@ -41,7 +41,7 @@ class SearchTest(parameterized.TestCase):
     (1e-3, [1e-3, 5e-4, 2e-3, 7.071e-4, 1.414e-3]),  # surrounded, then closer
     (4e-3, [1e-3, 5e-4, 2e-3, 4e-3, 8e-3]),
     (1e-4, [1e-3, 5e-4, 2.5e-4, 1.25e-4, 6.25e-5]),
-    (1.3e-3, [1e-3, 5e-4, 2e-3, 7.071e-4, 1.414e-3, 1.189e-3]),  # never behind one that was worse
+    (1.3e-3, [1e-3, 5e-4, 2e-3, 1.414e-3, 1.189e-3, 1.682e-3]),  # the better side first, never behind a worse one
   )
   def test_rates_surround_the_best(self, best, rates):
     found = searched(lambda t: abs(math.log(t.rate / best)), Trial(1e-3, 0.0), Budget(len(rates)))
