@@ -10,7 +10,7 @@ from sparse24_jax.dot import dot, dot_general
 from sparse24_jax.ffn import ffn
 from sparse24_jax.glu import gated_linear_unit
 from sparse24_jax.integration.check import check, Checked, CheckedWeight
-from sparse24_jax.integration.functional import project
+from sparse24_jax.integration.functional import project, verify_weights
 from sparse24_jax.integration.sparsify import sparse_variables, SparseVariable, sparsify
 from sparse24_jax.masks import compress, Compressed24, decompress, magnitude_mask, transposable_mask, verify24
 from sparse24_jax.metrics import flip_rate
@@ -116,6 +116,7 @@ __all__ = [
   'tune_masked_decay',
   'verify24',
   'verify_vnm',
+  'verify_weights',
   'vnm_mask',
   'where_it_pays',
 ]

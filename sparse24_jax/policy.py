@@ -20,6 +20,16 @@ def _check_whole(name: str, value: Any, least: int) -> None:
     raise ValueError(f'{name}={value!r} must be a whole number, {least} or more')
 
 
+def repr_of(value: Any, **shown: str) -> str:
+  """Of a dataclass, its fields that are not as by default; `shown` takes the place of some."""
+  def is_default(field: dataclasses.Field, found: Any) -> bool:
+    return type(found) is type(field.default) and found == field.default  # not of arrays, which may be traced
+
+  changed = [f for f in dataclasses.fields(value) if not is_default(f, getattr(value, f.name))]
+  texts = (f'{f.name}={shown.get(f.name) or repr(getattr(value, f.name))}' for f in changed)
+  return f'{type(value).__name__}({", ".join(texts)})'
+
+
 @dataclasses.dataclass(frozen=True)
 class DotPolicy:
   """How the three matmuls of a linear layer are done.
@@ -47,6 +57,9 @@ class DotPolicy:
   weight_grad: Literal['mvue', 'dense'] = 'dense'
   precision: Literal['default', 'fp8'] = 'default'
   implementation: Implementation | None = None
+
+  def __repr__(self) -> str:
+    return repr_of(self)
 
   def __post_init__(self):
     if not isinstance(self.projection, Projection | None):

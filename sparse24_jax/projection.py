@@ -81,6 +81,9 @@ class Projection(NamedTuple):
   layout: Layout | None = None
   matrix: Any = None  # a Projection; of itself a named tuple cannot say so in a way that pdoc reads
 
+  def __repr__(self) -> str:
+    return f'<{self.name}{"" if self.layout is None else f", {self.layout.describe()}"}>'
+
   def layout_of(self, w: Any) -> Layout:
     """The roles of the axes of a weight under this projection."""
     return self.layout or Layout.standard(w.ndim)

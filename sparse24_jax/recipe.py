@@ -13,7 +13,7 @@ from jax.core import Tracer
 from sparse24_jax.asked import Asked, PLAIN
 from sparse24_jax.attention import Attention, check_attention, describe_attention
 from sparse24_jax.layout import Layout, Layouts
-from sparse24_jax.policy import ActivationPolicy, DotPolicy
+from sparse24_jax.policy import ActivationPolicy, DotPolicy, repr_of
 
 PHASES = ('dense', 'sparse')
 PhaseName = Literal['dense', 'sparse']
@@ -41,6 +41,9 @@ class Rule:
   path: str
   policy: DotPolicy
   activation: ActivationPolicy | None = None
+
+  def __repr__(self) -> str:
+    return repr_of(self)
 
   def __post_init__(self):
     if not isinstance(self.path, str):
@@ -84,6 +87,9 @@ class Phase:
   name: PhaseName
   fraction: float
   attention: Attention = None
+
+  def __repr__(self) -> str:
+    return repr_of(self)
 
   def __post_init__(self):
     check_phase(self.name)
@@ -157,6 +163,9 @@ class Recipe:
   phases: tuple[Phase, ...] = (Phase('sparse', 1.0),)
   flip_rate: Literal['refresh', 'step'] = 'refresh'
   freezes_second_moment: bool = False
+
+  def __repr__(self) -> str:
+    return repr_of(self)
 
   def __post_init__(self):
     for name, values, kind in (('rules', self.rules, Rule), ('phases', self.phases, Phase)):

@@ -85,6 +85,8 @@ class ReadmeTest(absltest.TestCase):
       'params': self.params,
       'tokens': self.tokens,
       'key': jax.random.key(1),
+      'step': 0,
+      'total_steps': 10,
     }
 
   def test_linen_example(self):

@@ -19,6 +19,7 @@ from sparse24_jax.binding.tracing import functional, trace, Traced
 from sparse24_jax.binding.values import Altered, Keys, Matmul
 from sparse24_jax.binding.view import View
 from sparse24_jax.layout import Layout, Layouts
+from sparse24_jax.policy import repr_of
 from sparse24_jax.recipe import Recipe, Rule
 from sparse24_jax.rules import leaves_by_path, match_rules, matched_rules
 
@@ -100,6 +101,9 @@ class Bound(Recipe):
   """
 
   weights: tuple[BoundWeight, ...] = ()
+
+  def __repr__(self) -> str:
+    return repr_of(self, weights=f'({len(self.weights)} weights, see check)')
 
   def __getitem__(self, path: str) -> BoundWeight:
     """The weight of a path."""

@@ -66,11 +66,22 @@ def run_sparse(
       f'{", ".join(missing)}: no state; give what sparse_variables(params, opt_state, recipe, phase=phase) returns, to'
       " linen models as collection 'sparse24', and for a function of an nnx model make it with the recipe of bind"
     )
+  deleted = [path for path in known if path in states and _is_deleted(states[path])]
+  if deleted:
+    raise ValueError(
+      f'{", ".join(deleted)}: its state was deleted: it shares arrays with an optimizer state that a step was given to'
+      ' keep (donate_argnums). Call sparse_variables again, with what that step returned'
+    )
   reader = _Sparse(known)
   carried = {path: _carried(weight, states[path]) for path, weight in known.items() if path in states}
   values = traced.values(traced.leaves, traced.marks(known), carried)
   out = run(traced.jaxpr, traced.constants, values, Keys(key), reader)
   return jax.tree.unflatten(traced.structure, [value.array for value in out])
+
+
+def _is_deleted(state: Any) -> bool:
+  arrays = (leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array))
+  return any(not isinstance(a, jax.core.Tracer) and a.is_deleted() for a in arrays)
 
 
 def _carried(weight: BoundWeight, state: Any) -> WeightState:

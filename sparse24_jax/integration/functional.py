@@ -12,9 +12,10 @@ import jax.numpy as jnp
 from pallas_kernels._dispatch import log_once
 from sparse24_jax.binding.bound import Bound
 from sparse24_jax.dot import check_state
+from sparse24_jax.masks import verify24
 from sparse24_jax.optim import made_for, sparse_states
 from sparse24_jax.policy import DotPolicy
-from sparse24_jax.projection import Projection, SoftThreshold, straight_through
+from sparse24_jax.projection import Masked, Projection, SoftThreshold, straight_through, TransposableMasked
 from sparse24_jax.recipe import PhaseName, Recipe, resolve_phase
 from sparse24_jax.rules import errors_name, leaves_by_path, map_by_path, match_rules
 
@@ -61,6 +62,45 @@ def project(params: Any, opt_state: Any, recipe: Recipe, *, phase: PhaseName | N
     return w if policy is None else straight_through(policy.projection, w, state)
 
   return map_by_path(one, params)
+
+
+def verify_weights(params: Any, recipe: Recipe) -> dict[str, float]:
+  """Checks on the host that the weights of a recipe hold the zeros that it promises, as stored: what `project` returns.
+
+  Args:
+    params: parameters that are projected: those of `project`, or of an exported checkpoint.
+    recipe: of the run. One that `bind` made knows along which axes; see `project`.
+
+  Returns:
+    Path of each sparse weight to the share of its entries that are zero. Of a recipe without a pattern of 2:4, such as
+    `rigl`, the shares are all there is to check.
+
+  Raises:
+    ValueError: names the first weight that is not 2:4 along what its matmul contracts (of a transposable projection
+      along both), with the group that is not.
+
+  >>> import jax, optax, sparse24_jax as s24
+  >>> params = {'up': {'kernel': jax.random.normal(jax.random.key(0), (8, 4))}}
+  >>> recipe = s24.recipes.ste('up/.*')
+  >>> opt_state = s24.sparse_training(optax.sgd(0.1), recipe).init(params)
+  >>> s24.verify_weights(s24.project(params, opt_state, recipe), recipe)
+  {'up/kernel': 0.5}
+  >>> s24.verify_weights(params, recipe)
+  Traceback (most recent call last):
+  ValueError: up/kernel: not 2:4 along axis -2: group (0, 0) holds [...]
+  """
+  weights, shares = dict(leaves_by_path(params)), {}
+  for path, rule in match_rules(params, recipe).items():
+    projection = rule.policy.projection
+    if projection is None:
+      continue
+    form, w = (projection.matrix or projection).form, projection.layout_of(weights[path]).matrix(weights[path])
+    axes = {TransposableMasked: (-2, -1), Masked: (-2,)}.get(type(form), ())
+    with errors_name(path):
+      for axis in (form.axis,) if isinstance(form, SoftThreshold) else axes:
+        verify24(w, axis=axis)
+    shares[path] = float(jnp.mean(w == 0))
+  return shares
 
 
 def projected_weights(params: Any, opt_state: Any, recipe: Recipe) -> dict[str, tuple[DotPolicy, Array, Array]]:

@@ -1,5 +1,6 @@
 """Ready-made recipes, one file a paper."""
 
+from sparse24_jax.recipes._arguments import named
 from sparse24_jax.recipes.dense import dense
 from sparse24_jax.recipes.dynamic_sparse_training import rigl, set_, static
 from sparse24_jax.recipes.mixed_sparsity import mixed_sparsity
@@ -9,6 +10,18 @@ from sparse24_jax.recipes.sr_ste import sr_ste
 from sparse24_jax.recipes.ste import ste
 from sparse24_jax.recipes.step import step
 from sparse24_jax.recipes.transposable_srste import transposable_srste
+
+dense = named(dense)
+rigl = named(rigl)
+set_ = named(set_)
+static = named(static)
+mixed_sparsity = named(mixed_sparsity)
+neuron_level = named(neuron_level)
+s_ste = named(s_ste)
+sr_ste = named(sr_ste)
+ste = named(ste)
+step = named(step)
+transposable_srste = named(transposable_srste)
 
 __all__ = [
   'dense',

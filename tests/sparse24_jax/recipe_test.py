@@ -4,6 +4,8 @@ import json
 import pickle
 
 from absl.testing import absltest, parameterized
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 import sparse24_jax as s24
@@ -174,6 +176,25 @@ class DescribeTest(parameterized.TestCase):
 
     self.assertEqual(described(1e-5), described(1e-5))
     self.assertNotEqual(described(1e-5), described(2e-5))
+
+
+class ReadableTest(absltest.TestCase):
+  def test_a_recipe_is_a_line_of_what_is_not_as_by_default(self):
+    self.assertEqual(
+      repr(s24.recipes.s_ste('a|b', fp8=True)),
+      "Recipe(name='s_ste_fp8', rules=(Rule(path='a|b', policy=DotPolicy(projection=<soft_threshold>,"
+      " weight_grad='mvue', precision='fp8')),), refresh_every=40)",
+    )
+    bound = s24.bind(s24.recipes.ste('w'), lambda p, x: x @ p['w'].T, {'w': jnp.ones((8, 16))}, jnp.ones((4, 16)))
+    self.assertEndsWith(repr(bound), 'weights=(1 weights, see check))')
+    jax.jit(lambda decay: repr(s24.recipes.transposable_srste('w', masked_decay=decay)) and decay)(0.0)
+
+  def test_an_unknown_argument_names_the_one_that_was_meant(self):
+    with self.assertRaisesRegex(TypeError, r"transposable_srste\(\) has no argument 'mask_decay'; .*'masked_decay'\?"):
+      s24.recipes.transposable_srste('.*', mask_decay=1e-4)
+    with self.assertRaisesRegex(TypeError, r"ste\(\) has no argument 'x'. It takes path"):
+      s24.recipes.ste('.*', x=1)
+    self.assertIs(pickle.loads(pickle.dumps(s24.recipes.ste)), s24.recipes.ste)
 
 
 class PickleTest(absltest.TestCase):

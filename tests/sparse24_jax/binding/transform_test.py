@@ -168,6 +168,15 @@ class TransformTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, r'w of shape \(8, 16\): the model reads it as in 1, out 0.*_jax\.bind'):
       s24.sparsify(f, recipe)(params, variables, None, x)
 
+  def test_states_that_a_step_has_deleted(self):
+    params, x = arguments('out_in')
+    bound = s24.bind(RECIPES['ste'], CASES['out_in'].f, params, x)
+    state = s24.sparse_training(optax.sgd(0.1), bound).init(params)
+    variables = s24.sparse_variables(params, state, bound)
+    jax.tree.map(lambda leaf: leaf.delete(), variables)  # as a step does that donates them
+    with self.assertRaisesRegex(ValueError, 'w: its state was deleted: .* Call sparse_variables again'):
+      s24.sparsify(CASES['out_in'].f, bound)(params, variables, None, x)
+
   def test_one_recipe_for_all_or_an_error(self):
     """Masks of two layouts may have one shape: of a square weight, along inputs and along outputs."""
     params, x, f, recipe = {'w': jnp.eye(16) + 1}, jnp.ones((4, 16)), lambda p, x: x @ p['w'].T, s24.recipes.ste('w')

@@ -55,6 +55,29 @@ class ProjectTest(parameterized.TestCase):
     np.testing.assert_array_equal(found['head'].kernel, TREE['head'].kernel)
 
   @parameterized.parameters(*RECIPES)
+  @pytest.mark.few
+  def test_the_zeros_of_projected_weights_are_verified(self, name):
+    recipe = RECIPES[name]
+    found = s24.project(TREE, opt_state(recipe), recipe)
+    shares = {'blocks/0/kernel': 0.5, 'blocks/1/kernel': 0.5, 'stack/0/kernel': 0.5}
+    self.assertEqual(s24.verify_weights(found, recipe), shares)
+    found['blocks'][1] = TREE['blocks'][1]
+    with self.assertRaisesRegex(ValueError, 'blocks/1/kernel: not 2:4 along axis -2: group'):
+      s24.verify_weights(found, recipe)
+
+  def test_zeros_are_verified_along_the_axes_that_a_model_contracts(self):
+    """A square weight [out, in] with its zeros along out, and one 2:4 along in but not along out."""
+    w = jax.random.normal(jax.random.key(0), (8, 8))
+    f, transposed = lambda p, x: x @ p['w'].T, s24.Rule('w', s24.DotPolicy(s24.transposable()))
+    bound = s24.bind(s24.recipes.ste('w'), f, {'w': w}, jnp.ones((4, 8)))
+    along_in, along_out = ({'w': jnp.where(s24.magnitude_mask(w, axis=axis), w, 0)} for axis in (-1, -2))
+    self.assertEqual(s24.verify_weights(along_in, bound), {'w': 0.5})
+    with self.assertRaisesRegex(ValueError, 'w: not 2:4'):
+      s24.verify_weights(along_out, bound)
+    with self.assertRaisesRegex(ValueError, 'w: not 2:4 along axis -1'):
+      s24.verify_weights(along_out, s24.Recipe('both', (transposed,)))
+
+  @parameterized.parameters(*RECIPES)
   def test_gradient_passes_straight_through(self, name):
     recipe, state = RECIPES[name], opt_state(RECIPES[name])
     cotangent = jax.tree.map(lambda w: jax.random.normal(jax.random.key(5), w.shape), TREE)
