@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.models import gpt2, gpt2_nnx, layers, llama
+from experiments.models import gpt2, layers, llama
+from tests.experiments.models import gpt2_nnx
 
 
 def _tiny(**overrides):

@@ -1,7 +1,6 @@
-"""The nnx twin of `gpt2`: the same parameter tree and the same logits.
+"""The oracle of `gpt2`, written in nnx: the same parameter tree and the same logits.
 
 Layers are attributes named ``h_0``, ``h_1``, ... so that a recipe's path patterns mean the same in both.
-The programs train the linen model; this one is there for users of nnx, and for tests that hold the two together.
 """
 
 import math
