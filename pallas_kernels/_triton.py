@@ -105,13 +105,27 @@ def call(
     )
   if compute_capability is None and _lowering_for is not None:
     compute_capability = _lowering_for
-  launch = functools.partial(
-    _jax_triton().triton_call, kernel=kernel, out_shape=list(out_shape), grid=grid, num_warps=num_warps,
-    compute_capability=compute_capability, zeroed_outputs=zeroed_outputs,
-    input_output_aliases=dict(input_output_aliases or {}), **constants,
+  options = dict(
+    num_warps=num_warps, compute_capability=compute_capability, zeroed_outputs=zeroed_outputs,
+    input_output_aliases=tuple((input_output_aliases or {}).items()), **constants,
   )  # fmt: skip
+  shapes = tuple(jax.ShapeDtypeStruct(s.shape, s.dtype) for s in out_shape)
+  return _launcher(kernel, shapes, grid, tuple(options.items()))(*args)
+
+
+@functools.cache
+def _launcher(kernel: Any, out_shape: tuple[Any, ...], grid: tuple[int, ...], options: tuple[tuple[str, Any], ...]):
+  """One function for calls alike, so that JAX traces and lowers it once however many layers of a model call it."""
+  given = dict(options)
+  aliases = dict(given.pop('input_output_aliases'))
+
+  def triton_kernel(*args: jax.Array) -> tuple[jax.Array, ...]:
+    return _jax_triton().triton_call(
+      *args, kernel=kernel, out_shape=list(out_shape), grid=grid, input_output_aliases=aliases, **given
+    )
+
   # jax-triton has no batching rule: under vmap one launch after another.
-  return jax.custom_batching.sequential_vmap(launch)(*args)
+  return jax.jit(jax.custom_batching.sequential_vmap(triton_kernel))
 
 
 _lowering_for: int | None = None

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import _compat as compat
 from pallas_kernels.mosaic import wgmma_sp
+from pallas_kernels.mosaic.once import once
 from pallas_kernels.mosaic.sizes import ceil, CONSUMERS
 from pallas_kernels.sparse_matmul import reference
 from pallas_kernels.sparse_matmul._problem import check_config, Config, Problem, schedule
@@ -27,6 +28,7 @@ from pallas_kernels.sparse_matmul._problem import check_config, Config, Problem,
 Array = jax.Array
 
 
+@functools.cache
 def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False) -> Callable[..., tuple[Array, ...]]:
   """The kernel for one problem.
 
@@ -251,12 +253,11 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
     **({'interpret': compat.interpret_params()} if interpret else {}),
   )
 
-  # Under vmap one launch after another: batching the grid would share the ring's barriers and the flags.
-  @jax.custom_batching.sequential_vmap
   def run(*args: Array) -> tuple[Array, ...]:
     return tuple(call(*args)[:num_outs])
 
-  return run
+  # Under vmap one launch after another: batching the grid would share the ring's barriers and the flags.
+  return jax.custom_batching.sequential_vmap(run) if interpret else once(run, (out_type,) * num_outs)
 
 
 def _when(condition: Any, body: Callable[[], None]) -> None:

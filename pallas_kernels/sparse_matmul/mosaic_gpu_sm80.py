@@ -11,6 +11,7 @@ activation and the transposed layout are left to XLA after a float32 result. No 
 
 from collections.abc import Callable
 import dataclasses
+import functools
 import itertools
 from typing import Any
 
@@ -49,6 +50,7 @@ class Config:
 _BK = 64  # one metadata word a thread and 64 rows
 
 
+@functools.cache
 def build(m: int, n: int, k: int, dtype: jnp.dtype, out_dtype: jnp.dtype, c: Config) -> Callable[..., Array]:
   """(values [M, K/2], words, b [N, K]) -> D [M, N] for sizes of whole tiles."""
   if m % c.bm or n % c.bn or k % _BK:
@@ -90,9 +92,9 @@ def build(m: int, n: int, k: int, dtype: jnp.dtype, out_dtype: jnp.dtype, c: Con
     )(values, metadata, b)
     store(total, out.at[pl.ds(row * c.bm, c.bm), pl.ds(column * c.bn, c.bn)])
 
-  return plgpu.kernel(
+  return jax.jit(plgpu.kernel(
     kernel, out_type=jax.ShapeDtypeStruct((m, n), out_dtype), grid=(m // c.bm, n // c.bn), grid_names=('row', 'column')
-  )
+  ))
 
 
 def _multiply(c: Config, dtype: jnp.dtype, accumulator: Any, a: Any, words: Any, b: Any) -> Any:

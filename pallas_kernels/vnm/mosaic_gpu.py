@@ -14,6 +14,7 @@ and 64:2:16 2.6 to 3.1 times. `LOG.md` has what was tried.
 """
 
 from collections.abc import Callable
+import functools
 from typing import Any
 
 import jax
@@ -25,6 +26,7 @@ import jax.numpy as jnp
 from pallas_kernels import _compat as compat
 from pallas_kernels import _device, _records
 from pallas_kernels.mosaic import wgmma_sp
+from pallas_kernels.mosaic.once import once
 from pallas_kernels.mosaic.sizes import ceil, CONSUMERS
 from pallas_kernels.sparse_matmul import operand
 from pallas_kernels.vnm import _gather, _registers
@@ -44,8 +46,9 @@ from pallas_kernels.vnm.format import CompressedVNM, to_vnm_operand, VNMOperand
 Array = jax.Array
 
 
-def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False) -> Callable[..., Array]:
-  """The kernel for one problem: a function (values [m, k/2], words, rows int32 [m/v, k], b [depth, n]) -> D.
+@functools.cache
+def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False) -> Callable[..., tuple[Array, ...]]:
+  """The kernel for one problem: a function (values [m, k/2], words, rows int32 [m/v, k], b [depth, n]) -> (D,).
 
   Args:
     p: the problem; n and k are multiples of 64, two of them at least.
@@ -246,9 +249,10 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
     pl.run_scoped(scope, **scratch, collective_axes='warpgroup')
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
+  out_type = jax.ShapeDtypeStruct((p.m, p.n) if p.out_layout == 'mn' else (p.n, p.m), p.out_dtype)
   call = plgpu.kernel(
     kernel,
-    out_type=jax.ShapeDtypeStruct((p.m, p.n) if p.out_layout == 'mn' else (p.n, p.m), p.out_dtype),
+    out_type=(out_type,),
     grid=(ctas,), grid_names=('cta',),
     num_threads=CONSUMERS + 1, thread_name='warpgroup',
     compiler_params=plgpu.CompilerParams(
@@ -256,13 +260,8 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
     ),
     **({'interpret': compat.interpret_params()} if interpret else {}),
   )
-
   # Under vmap one launch after another: batching the grid would share the ring's barriers.
-  @jax.custom_batching.sequential_vmap
-  def run(*args: Array) -> Array:
-    return call(*args)
-
-  return run
+  return jax.custom_batching.sequential_vmap(call) if interpret else once(call, (out_type,))
 
 
 def vnm_matmul(
@@ -307,7 +306,7 @@ def vnm_matmul(
   # Whole boxes of TMA, two at least, as in sparse_matmul; no copy for multiples of 64.
   wide, deep = max(ceil(n, 64), 2) * 64, max(ceil(k, BK), 2) * BK
   p = Problem(m, wide, deep, a.v, b.shape[0], a.dtype, jnp.dtype(out_dtype), out_layout)
-  d = build(p, config, num_sms=device.num_sms or 2, interpret=interpret)(
+  (d,) = build(p, config, num_sms=device.num_sms or 2, interpret=interpret)(
     operand.pad_to(a.compact.values, (m, deep // 2)),
     operand.pad_to(a.compact.metadata, operand.metadata_shape(m, deep)),
     # Beyond K values are zeros; any row of B will do.

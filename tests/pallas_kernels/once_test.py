@@ -1,0 +1,73 @@
+"""A kernel is lowered once a program, and is the same in every program: `mosaic.once` and the launcher of Triton."""
+
+import functools
+import re
+import tempfile
+from unittest import mock
+
+from absl.testing import absltest, parameterized
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import _device, _triton
+from pallas_kernels.pack import triton as pack
+from pallas_kernels.sparse_matmul import mosaic_gpu, operand
+from pallas_kernels.vnm import mosaic_gpu as vnm_mosaic_gpu
+from pallas_kernels.vnm.format import VNMOperand
+from tests.pallas_kernels import triton_interpreter
+
+_BF16 = jnp.dtype('bfloat16')
+_CALL = re.compile(r'custom_call @(?:mosaic_gpu_v2|triton_kernel_call)\(.*\{(.*?)operand_layouts')
+_WEIGHT = _device.struct((128, 64), _BF16), _device.struct(operand.metadata_shape(128, 128), jnp.uint32)
+
+
+def _matmul(values, words, x):
+  return mosaic_gpu.sparse_matmul(
+    operand.SparseOperand(values, words), x, activation=None, out_dtype=_BF16, b_layout='nk', out_layout='nm'
+  )
+
+
+def _vnm(values, words, x):
+  a = VNMOperand(operand.SparseOperand(values, words), jnp.zeros((2, 128), jnp.int32), 8, False)
+  return vnm_mosaic_gpu.vnm_matmul(a, x, out_dtype=_BF16, out_layout='mn')
+
+
+def _pack(values, words, x):
+  del values, words
+  return jnp.concatenate([pack.soft_threshold_pack(x, jnp.float32(1), axis=-1, dtype=_BF16).values] * 2, 1)
+
+
+def _layers(op, number, values, words, x):
+  for _ in range(number):
+    x = jnp.tanh(op(values, words, x))
+  return x
+
+
+def _lowered(f) -> str:
+  x = _device.struct((128, 128), _BF16)
+  with (
+    mock.patch.object(_device, 'current', lambda: _device.target_device('sm_90a')), _triton.lowering_for(90),
+  ):
+    return jax.jit(f).trace(*_WEIGHT, x).lower(lowering_platforms=('cuda',)).as_text()
+
+
+class OnceTest(parameterized.TestCase):
+
+  @parameterized.parameters(_matmul, _vnm, _pack)
+  def test_layers_share_a_kernel_and_so_do_programs(self, op):
+    if op is _pack and not triton_interpreter.HAS_TRITON:
+      self.skipTest('needs Triton')
+    three = _CALL.findall(text := _lowered(functools.partial(_layers, op, 3)))
+    self.assertLen(three, 1)
+    self.assertLen(re.findall(r' call @(?:mosaic|triton)_kernel', text), 3)
+    # By another function, after others were lowered.
+    self.assertEqual(_CALL.findall(_lowered(op)), three)
+
+  def test_kernels_that_are_written_to_files_keep_their_names(self):
+    with tempfile.TemporaryDirectory() as folder, mock.patch.dict('os.environ', MOSAIC_GPU_DUMP_TO=folder):
+      text = _lowered(functools.partial(_layers, _matmul, 1))
+    self.assertIn('dump_basename', text)
+
+
+if __name__ == '__main__':
+  absltest.main()
