@@ -129,7 +129,7 @@ class LearnsTest(parameterized.TestCase):
     config = tiny(recipe, kwargs)
     parts = build.make_parts(config, data=FakeData())
     state = programs.init_state(parts)
-    tx = build.make_optimizer(config, parts.recipe, 'sparse')
+    update = jax.jit(build.make_optimizer(config, parts.recipe, 'sparse').update)
     dense = jax.tree.map(lambda w: np.full(w.shape, 3.0, np.float32), state.params)
     links = jax.tree.map(np.copy, dense)
     masks = {}
@@ -139,7 +139,7 @@ class LearnsTest(parameterized.TestCase):
       links['h_0']['mlp'][layer]['kernel'] *= masks[layer]
     found = []
     for gradients in (dense, links):
-      _, opt_state = tx.update(gradients, state.opt_state, state.params)
+      _, opt_state = update(gradients, state.opt_state, state.params)
       (adam,) = [s for s in jax.tree.leaves(opt_state, is_leaf=_is_adam) if _is_adam(s)]
       found.append({layer: adam.mu['h_0']['mlp'][layer]['kernel'][mask] for layer, mask in masks.items()})
     for layer in masks:
