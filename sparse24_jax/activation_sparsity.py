@@ -31,6 +31,7 @@ from sparse24_jax.dot import check_divisible, check_state
 from sparse24_jax.neuron_plan import NeuronLevelPlan, plan_neurons
 from sparse24_jax.neurons import invert, route_tokens, spread, unspread
 from sparse24_jax.policy import ActivationPolicy, TwoOfFour, VNM
+from sparse24_jax.projection import abstract_state
 from sparse24_jax.projections import projections_of
 
 
@@ -178,7 +179,7 @@ def _check(x: Array, w_up: Array, w_down: Array, state: dict[str, Array], policy
   for name, w in (('up', w_up), ('down', w_down)):
     if (projection := projections[name]) is not None:
       check_divisible(w.shape, projection, f'w_{name}')
-      check_state(state.get(name), jax.eval_shape(projection.init, w), projection)
+      check_state(state.get(name), abstract_state(projection, w.shape, w.dtype), projection)
   neurons = state.get('neurons')
   if policy.clusters and (neurons is None or neurons.shape != w_up.shape[1:]):
     found = None if neurons is None else neurons.shape

@@ -27,7 +27,7 @@ from sparse24_jax.mvue import check_sampling
 from sparse24_jax.plan import plan_layer
 from sparse24_jax.policy import DotPolicy
 from sparse24_jax.precision import Rounded
-from sparse24_jax.projection import Projection
+from sparse24_jax.projection import abstract_state, Projection
 
 
 def dot(
@@ -111,7 +111,7 @@ def check_operands(x: Array, w: Array, state: Any, policy: DotPolicy) -> None:
   check_floating(x, 'x and w')
   if policy.projection is not None:
     check_divisible(w.shape, policy.projection, 'w')
-    check_state(state, jax.eval_shape(policy.projection.init, w), policy.projection)
+    check_state(state, abstract_state(policy.projection, w.shape, w.dtype), policy.projection)
 
 
 def check_state(state: Any, expected: jax.ShapeDtypeStruct, projection: Projection) -> None:
@@ -267,7 +267,7 @@ def dot_general(
     return dot(lhs, rhs, state, policy=policy, key=key, **asked)
   lead = rhs.shape[: len(batch)]
   if policy.projection is not None:
-    check_state(state, jax.eval_shape(policy.projection.init, rhs), policy.projection)
+    check_state(state, abstract_state(policy.projection, rhs.shape, rhs.dtype), policy.projection)
   x, w, states = jax.tree.map(lambda a: a.reshape(-1, *a.shape[len(batch) :]), (lhs, rhs, state))
   keys = None if key is None else jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(w.shape[0]))
   out = jax.vmap(lambda x, w, s, k: dot(x, w, s, policy=policy, key=k, **asked))(x, w, states, keys)

@@ -93,6 +93,14 @@ class Projection(NamedTuple):
     return _CALLS.get(self) or (Projection, tuple(self))
 
 
+@functools.lru_cache(maxsize=1024)  # a search takes a while to trace, and a loop asks at every step
+def abstract_state(projection: Projection, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+  """Shape and dtype of the state of such a weight, without a search where it is a mask."""
+  if isinstance((projection.matrix or projection).form, Masked | TransposableMasked):
+    return jax.ShapeDtypeStruct(shape, bool)
+  return jax.eval_shape(projection.init, jax.ShapeDtypeStruct(shape, dtype))
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def straight_through(projection: Projection, w: Array, state: Any) -> Array:
   """`projection.apply`, whose cotangent is that of the dense weight as it stands."""

@@ -1,7 +1,6 @@
 """The framework-free door: any function of a pytree of weights gets the recipe's numerics, at dense speed."""
 
 from collections.abc import Mapping
-import functools
 import logging
 from typing import Any
 
@@ -15,7 +14,7 @@ from sparse24_jax.dot import check_state
 from sparse24_jax.masks import verify24
 from sparse24_jax.optim import made_for, sparse_states
 from sparse24_jax.policy import DotPolicy
-from sparse24_jax.projection import Masked, Projection, SoftThreshold, straight_through, TransposableMasked
+from sparse24_jax.projection import abstract_state, Masked, SoftThreshold, straight_through, TransposableMasked
 from sparse24_jax.recipe import PhaseName, Recipe, resolve_phase
 from sparse24_jax.rules import errors_name, leaves_by_path, map_by_path, match_rules
 
@@ -124,7 +123,7 @@ def projected_weights(params: Any, opt_state: Any, recipe: Recipe) -> dict[str, 
   for path, policy in policies.items():
     w, projection = weights[path], policy.projection
     with errors_name(path):
-      check_state(states[path], _abstract_state(projection, w.shape, jnp.result_type(w)), projection)
+      check_state(states[path], abstract_state(projection, w.shape, jnp.result_type(w)), projection)
   return {path: (policy, weights[path], states[path]) for path, policy in policies.items()}
 
 
@@ -149,8 +148,3 @@ def _log_assumed(sparse: Mapping[str, tuple[DotPolicy, Array, Array]], recipe: R
   if assumed:
     message = f'project takes {", ".join(assumed)} for [stacked..., in, out]; sparse24_jax.bind(recipe, f, params,'
     log_once(f'{message} *example) finds out what the model contracts', 'sparse24_jax', logging.WARNING)
-
-
-@functools.lru_cache(maxsize=1024)  # a search takes a while to trace, and a loop asks at every step
-def _abstract_state(projection: Projection, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-  return jax.eval_shape(projection.init, jax.ShapeDtypeStruct(shape, dtype))

@@ -113,6 +113,16 @@ class RowsTest(parameterized.TestCase):
     np.testing.assert_allclose(grads['own'], h.T @ np.ones(y.shape), rtol=1e-3, atol=1e-4)
     self.assertFalse(grads['base'].any())
 
+  def test_experts_that_are_gathered_are_refused_by_name(self):
+    """Each token's own matrix, looked up: no array of whole matrices meets a matmul once each."""
+    params, chosen = {'experts': jnp.ones((4, 16, 8))}, jnp.array([0, 3, 3, 1, 2, 0])
+
+    def f(p, x, chosen):
+      return jnp.einsum('td,tdf->tf', x, p['experts'][chosen])
+
+    with self.assertRaisesRegex(ValueError, r'experts of shape \(4, 16, 8\): gather at .*rows_test.*with_dense'):
+      s24.bind(s24.recipes.ste('experts'), f, params, X, chosen)
+
   def test_shard_map_is_refused_by_name(self):
     mesh = jax.make_mesh((1,), ('data',), axis_types=(jax.sharding.AxisType.Auto,))
     params = {'w': jax.random.normal(jax.random.key(1), (16, 16))}
