@@ -35,7 +35,6 @@ def activation_backward_parts(dh: Array, z: Array, *, activation: str, gated: bo
   return [(dh * up * slope).astype(z.dtype), (dh * value).astype(z.dtype)]
 
 
-@one_program('activation', 'gated')
 def activation_backward_pack(
   dh: Array, z: Array, key: Array, *, activation: str, gated: bool,
   origin: tuple[Array | int, Array | int, Array | int],
@@ -45,7 +44,6 @@ def activation_backward_pack(
   return dz, pack.mvue_pack(dz, key, axis=-2, origin=origin, dtype=dz.dtype)
 
 
-@one_program('activation', 'gated', 'dtype')
 def activation_backward_pack8(
   dh: Array, z: Array, key: Array, scale: Array, *, activation: str, gated: bool,
   origin: tuple[Array | int, Array | int, Array | int], dtype: jnp.dtype,

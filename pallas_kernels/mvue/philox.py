@@ -48,6 +48,14 @@ def seed_words(key: Array) -> tuple[Array, Array]:
   return words[0], words[1]
 
 
+def check_origin(origin: tuple[Array | int, Array | int, Array | int]) -> None:
+  """ValueError unless it is (batch, group, column), and the column, if it is known, a multiple of four."""
+  if len(origin) != 3:
+    raise ValueError(f'origin={origin} must be (batch, group, column)')
+  if not isinstance(origin[2], jax.core.Tracer) and int(origin[2]) % 4:
+    raise ValueError(f'origin column {origin[2]} is not a multiple of four')
+
+
 def group_uniforms(
   seed: tuple[Array, Array],
   shape: tuple[int, int, int],
@@ -67,9 +75,8 @@ def group_uniforms(
     origin: (batch, group, column) of the first group, for a part of a larger array; the column a multiple of four.
   """
   batches, groups, columns = shape
+  check_origin(origin)
   batch0, group0, column0 = origin
-  if not isinstance(column0, jax.core.Tracer) and int(column0) % 4:
-    raise ValueError(f'origin column {column0} is not a multiple of four')
   quads = (batches, groups, -(-columns // 4))
   batch, group, quad = (
     jax.lax.broadcasted_iota(jnp.uint32, quads, d) + o

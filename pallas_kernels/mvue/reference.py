@@ -7,13 +7,12 @@ import jax.numpy as jnp
 
 from pallas_kernels._program import one_program
 from pallas_kernels.formats import check_floating, check_groups, join_groups, split_groups
-from pallas_kernels.mvue.philox import group_uniforms, seed_words
+from pallas_kernels.mvue.philox import check_origin, group_uniforms, seed_words
 
 # Sums of four stay finite in float32 when the magnitudes are scaled by a quarter; a power of two rounds nothing.
 _DOWN, _UP = 0.25, 4.0
 
 
-@one_program('axis')
 def mvue24(
   x: Array,
   key: Array,
@@ -24,11 +23,15 @@ def mvue24(
   """An unbiased 2:4 sample of `x` along `axis`; see `sparse24_jax.mvue24`."""
   axis = check_groups(x, axis, name='x')
   check_floating(x, 'x')
-  if len(origin) != 3:
-    raise ValueError(f'origin={origin} must be (batch, group, column)')
+  check_origin(origin)
+  return _mvue24(x, key, axis, tuple(origin))
+
+
+@one_program('axis')
+def _mvue24(x: Array, key: Array, axis: int, origin: tuple[Array | int, Array | int, Array | int]) -> Array:
   # Coordinates: the grouped axis is the last but one, columns the last, everything before them one batch axis.
   if x.ndim == 1:
-    return mvue24(x[:, None], key, axis=-2, origin=origin)[:, 0]
+    return _mvue24(x[:, None], key, -2, origin)[:, 0]
   moved = jnp.moveaxis(x, axis, -2)
   batched = moved.reshape(math.prod(moved.shape[:-2]), *moved.shape[-2:])
   entries = split_groups(batched.astype(jnp.float32), -2)

@@ -88,7 +88,6 @@ def soft_threshold_pack(w: Array, scale: Array, *, axis: int, dtype: jnp.dtype) 
   return _pack_nonzeros((soft * scale[..., None, None]).astype(dtype), axis)
 
 
-@one_program('axis', 'dtype')
 def mvue_pack(
   x: Array, key: Array, *, axis: int, origin: tuple[Array | int, Array | int, Array | int], dtype: jnp.dtype
 ) -> SparseOperand:
@@ -108,7 +107,6 @@ def soft_threshold_pack8(w: Array, scale: Array, *, axis: int, dtype: jnp.dtype)
   return Packed8(_pack_nonzeros(projected, axis), projected)
 
 
-@one_program('axis', 'dtype')
 def mvue_pack8(
   x: Array, key: Array, scale: Array, *, axis: int, origin: tuple[Array | int, Array | int, Array | int],
   dtype: jnp.dtype,
