@@ -111,6 +111,9 @@ MEASUREMENTS = {
   'gpt2-124m-mst-24': _steps(
     'gpt2-124m', 'mixed_sparsity_24', '--explain --implementation sparse --rounds 2 --steps 20 --refreshes 2'
   ),
+  'compile-time': Measurement(
+    'experiments.bench.compile_time --select dense fst s_ste_fp8_all --layouts unrolled', 900
+  ),
   'products': Measurement('pallas_kernels bench sparse_matmul --select headline square', 240),
   'fp8-products': Measurement('pallas_kernels bench quantize --only matmuls --skip-check --iterations 12', 180),
   'vnm-products': _vnm('--select matmul', 120),

@@ -87,17 +87,22 @@ class Programs:
 
   def compile(self) -> None:
     """Compiles the initial state, and a step and an evaluation of each phase."""
-    scalar = jax.ShapeDtypeStruct((), jnp.float32)
     seed = jax.ShapeDtypeStruct((), jnp.int32)
-    starts = jax.ShapeDtypeStruct((self.batch,), jnp.int32)
     held_out = jax.ShapeDtypeStruct(self.held_out.shape, self.held_out.dtype)
     self.init = jax.jit(self._init).lower(seed).compile()
     self.steps, self.evaluations = {}, {}
     for phase in dict(self.phases):
-      step = jax.jit(functools.partial(self._step, phase), donate_argnums=0)
-      self.steps[phase] = step.lower(self.shapes, self.tokens, starts, Numbers(scalar, scalar, seed)).compile()
+      step, arguments = self.step_of(phase)
+      self.steps[phase] = step.lower(*arguments).compile()
       evaluate = jax.jit(functools.partial(self._evaluate, phase))
       self.evaluations[phase] = evaluate.lower(self.shapes, self.tokens, held_out).compile()
+
+  def step_of(self, phase: str) -> tuple[Any, tuple[Any, ...]]:
+    """The jitted step of a phase and the shapes of its arguments."""
+    scalar = jax.ShapeDtypeStruct((), jnp.float32)
+    starts = jax.ShapeDtypeStruct((self.batch,), jnp.int32)
+    numbers = Numbers(scalar, scalar, jax.ShapeDtypeStruct((), jnp.int32))
+    return jax.jit(functools.partial(self._step, phase), donate_argnums=0), (self.shapes, self.tokens, starts, numbers)
 
   def phase_at(self, step: int, steps: int) -> str:
     """The phase of a step in a run of so many."""

@@ -1,0 +1,103 @@
+"""`python -m experiments.bench.compile_time --out FILE`: seconds until a step of each twin is compiled.
+
+Each contender of `experiments.race` is traced, lowered and compiled in a process of its own, since what XLA timed for
+one would serve the next: with its layers unrolled and in a scan, and then again with the compiled programs that the
+first process kept on disk. One record a contender and layout; dense is one of them.
+"""
+
+import argparse
+from collections.abc import Mapping, Sequence
+import itertools
+import json
+import os
+from pathlib import Path
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from experiments.bench import measure
+from experiments.race.contenders import CONTENDERS, make_model, SIZES
+from experiments.race.programs import Programs
+
+MODULE = 'experiments.bench.compile_time'
+CASES = ('dense', 'dense_fp8', 'fst', 's_ste_fp8', 'fst_all', 's_ste_fp8_all')
+LAYOUTS = ('unrolled', 'scan')
+_MEMORY = 'XLA_PYTHON_CLIENT_PREALLOCATE'
+
+
+def stages(name: str, layout: str, options: Any) -> dict[str, float]:
+  """Seconds of each stage of the first phase's step, in this process."""
+  vocab, batch = (256, 2) if options.tiny else (50304, options.batch)
+  model = make_model(name, options.size, vocab, tiny=options.tiny, scan=layout == 'scan')
+  text = jax.ShapeDtypeStruct((1_000_000,), jnp.int32)
+  programs = Programs(model, CONTENDERS[name].recipe, batch, text, jnp.zeros((1, batch), jnp.int32))
+  step, arguments = programs.step_of(programs.phases[0][0])
+  stamps = [time.perf_counter()]
+
+  def done(made: Any) -> Any:
+    stamps.append(time.perf_counter())
+    return made
+
+  done(done(done(step.trace(*arguments)).lower()).compile())
+  trace, lower, compiled = (round(b - a, 2) for a, b in itertools.pairwise(stamps))
+  return dict(trace_s=trace, lower_s=lower, compile_s=compiled, total_s=round(stamps[-1] - stamps[0], 2))
+
+
+def run(name: str, layout: str, options: Any, head: Mapping[str, Any]) -> dict[str, Any]:
+  """The record of one contender, from two processes that share a folder of compiled programs."""
+  with tempfile.TemporaryDirectory() as folder:
+    first, again = (_in_a_process(name, layout, options, folder) for _ in range(2))
+  return dict(
+    bench='compile_time', **head, op='compile', model=f'gpt2-{options.size}', recipe=name, layouts=layout,
+    shape={'batch': options.batch}, first=first, again=again, headline=not options.tiny,
+  )  # fmt: skip
+
+
+def _in_a_process(name: str, layout: str, options: Any, folder: str) -> dict[str, float]:
+  command = [sys.executable, '-m', MODULE, '--one', name, layout, '--cache', folder, '--size', options.size]
+  command += ['--batch', str(options.batch), '--out', str(options.out), *(['--tiny'] if options.tiny else [])]
+  env = {key: value for key, value in os.environ.items() if key != _MEMORY}
+  done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+  if done.returncode:
+    raise RuntimeError(f'exit status {done.returncode}: {done.stderr[-1000:]}')
+  return json.loads(done.stdout.splitlines()[-1])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """Measures the selected contenders; returns the number that failed."""
+  parser = argparse.ArgumentParser(prog=f'python -m {MODULE}', description=(__doc__ or '').partition('\n')[0])
+  parser.add_argument('--out', type=Path, required=True, help='JSON-lines file to append records to')
+  parser.add_argument('--select', nargs='+', default=CASES, choices=tuple(CONTENDERS), metavar='CONTENDER')
+  parser.add_argument('--layouts', nargs='+', default=LAYOUTS, choices=LAYOUTS)
+  parser.add_argument('--size', default='124m', help=f'of GPT-2, or one of {", ".join(SIZES)} (default: %(default)s)')
+  parser.add_argument('--batch', type=int, default=32, help='sequences a step (default: %(default)s)')
+  parser.add_argument('--tiny', action='store_true', help='a small model and plain jax.numpy, to see that it runs')
+  parser.add_argument('--one', nargs=2, help=argparse.SUPPRESS)
+  parser.add_argument('--cache', help=argparse.SUPPRESS)
+  options = parser.parse_args(argv)
+  if options.one:
+    jax.config.update('jax_compilation_cache_dir', options.cache)
+    jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0)
+    name, layout = options.one
+    print(json.dumps(stages(name, layout, options)))
+    return 0
+  os.environ[_MEMORY] = 'false'  # this process only asks for the GPU's name
+  measure.check_gpu(parser, options)
+  head = measure.environment(MODULE, argv)
+  cases = {f'{name}-{layout}': (name, layout) for name in options.select for layout in options.layouts}
+
+  def summary(record: Mapping[str, Any]) -> str:
+    first, again = record['first'], record['again']
+    stages = ', '.join(f'{key.removesuffix("_s")} {seconds:.1f}' for key, seconds in first.items())
+    return f'{stages} s; from disk {again["total_s"]:.1f} s'
+
+  return measure.run_each(cases, lambda case: run(*cases[case], options, head), options.out, summary)
+
+
+if __name__ == '__main__':
+  raise SystemExit(main())

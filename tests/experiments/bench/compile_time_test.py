@@ -1,0 +1,50 @@
+"""Seconds of compiling: a process a contender and layout, run twice over one folder of compiled programs."""
+
+import contextlib
+import io
+import json
+from pathlib import Path
+import tempfile
+from unittest import mock
+
+from absl.testing import absltest
+import pytest
+
+from experiments.bench import compile_time
+
+
+class CompileTimeTest(absltest.TestCase):
+
+  def run_main(self, *arguments: str) -> tuple[int, list[dict], str]:
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()) as printed:
+      out = Path(folder, 'new.jsonl')
+      failed = compile_time.main(['--tiny', '--out', str(out), *arguments])
+      return failed, [json.loads(line) for line in out.read_text().splitlines()], printed.getvalue()
+
+  def test_a_record_a_contender_and_layout_and_a_failure_costs_the_others_nothing(self):
+    folders = []
+
+    def process(name, layout, options, folder):
+      if name == 'fst':
+        raise RuntimeError('exit status 1: out of memory')
+      folders.append(folder)
+      return dict(trace_s=1.0, lower_s=2.0, compile_s=3.0 / len(folders), total_s=3.0 + 3.0 / len(folders))
+
+    with mock.patch.object(compile_time, '_in_a_process', process):
+      failed, (record,), printed = self.run_main('--select', 'dense', 'fst', '--layouts', 'scan')
+    self.assertEqual(failed, 1)
+    self.assertRegex(printed, 'fst-scan: failed: .*out of memory')
+    self.assertRegex(printed, 'dense-scan: trace 1.0, lower 2.0, compile 3.0, total 6.0 s; from disk 4.5 s')
+    self.assertEqual((record['device'], record['recipe'], record['layouts']), ('cpu', 'dense', 'scan'))
+    self.assertEqual((record['first']['compile_s'], record['again']['compile_s']), (3.0, 1.5))
+    self.assertEqual(folders[0], folders[1])
+
+  @pytest.mark.slow
+  def test_the_second_process_finds_the_program_on_disk(self):
+    failed, (record,), _ = self.run_main('--select', 'dense', '--layouts', 'unrolled')
+    self.assertEqual(failed, 0)
+    self.assertLess(record['again']['compile_s'], record['first']['compile_s'] / 2)
+
+
+if __name__ == '__main__':
+  absltest.main()
