@@ -77,11 +77,11 @@ class Sparse(nnx.Module):
     if foreign := [path for path in states if path not in weights]:
       raise ValueError(
         f'{", ".join(foreign)}: nnx.update brought in states of weights that the model does not have; it has'
-        f' {", ".join(path for path in self.made_of if path in weights) or "none"} that are sparse. Give'
+        f' {", ".join(path for path in states if path in weights) or "none"} that are sparse. Give'
         ' sparse_variables the parameters of this model, nnx.state(model, nnx.Param)'
       )
-    rules = match_rules(params, self.recipe)
-    mine = [path for path in known if path in rules and not isinstance(_value(states[path]), PackedWeight)]
+    projections = {path: rule.policy.projection for path, rule in match_rules(params, self.recipe).items()}
+    mine = [path for path in known if projections.get(path) and not isinstance(_value(states[path]), PackedWeight)]
     if not mine:
       return states
     given = {path: jax.lax.stop_gradient(weights[path]) for path in mine}
@@ -89,7 +89,7 @@ class Sparse(nnx.Module):
     stale = functools.reduce(jnp.logical_or, changed.values())
 
     def anew(kept: dict[str, Any]) -> dict[str, Any]:
-      found = {path: _refreshed(rules[path].policy.projection, given[path], kept[path]) for path in mine}
+      found = {path: _refreshed(projections[path], given[path], kept[path]) for path in mine}
       return {path: jax.tree.map(functools.partial(jnp.where, changed[path]), found[path], kept[path]) for path in mine}
 
     kept = {path: states[path] for path in mine}
