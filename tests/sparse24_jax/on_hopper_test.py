@@ -12,6 +12,7 @@ from unittest import mock
 from absl.testing import absltest, parameterized
 from flax import linen as nn
 import jax
+import jax.extend
 import jax.numpy as jnp
 import optax
 import pytest
@@ -110,6 +111,18 @@ def result_bytes(line: str) -> int:
   return math.prod(shape) * sizes.get(kind, 4)
 
 
+def kernels_of(jaxpr) -> list:
+  """The inner jaxpr of each call of a kernel; two are one object where JAX lowers them once."""
+  found = []
+  for equation in jaxpr.eqns:
+    if equation.params.get('name') in ('mosaic_kernel', 'triton_kernel'):
+      found.append(equation.params['jaxpr'])
+      continue
+    for inner in jax.extend.core.jaxprs_in_params(equation.params):
+      found += kernels_of(inner)
+  return found
+
+
 def moves(lines: list[str]) -> list[str]:
   """Copies and transposes of anything large, fused ones by the name that XLA gives to their fusion."""
   pattern = r'= \(?\w+\[[\d,]*\]\S* (transpose|copy|copy-start)\(|%[\w.]*(transpose|copy)[\w.]*fusion[\w.]* ='
@@ -181,6 +194,29 @@ class BlockTest(parameterized.TestCase):
     self.assertEmpty(moves(entry))
     self.assertNotRegex(hlo, r'__cublas|dot\(')
 
+
+  def test_layers_call_the_same_kernels(self):
+    """However many layers, recomputed or not, a program has each kernel once to lower and to compile."""
+    def step(layers, x, weights, states):
+      block = jax.checkpoint(lambda x: s24.ffn(x, *weights, states, policy=POLICY, key=jax.random.key(0)))
+
+      def loss(x):
+        for _ in range(layers):
+          x = block(x)
+        return jnp.sum(x.astype(jnp.float32))
+
+      return jax.grad(loss)(x)
+
+    weights = struct(D, HIDDEN), struct(HIDDEN, D)
+    states = {role: struct(*w.shape, dtype=jnp.bool_) for role, w in zip(('up', 'down'), weights, strict=True)}
+    with hopper():
+      one, three = (
+        kernels_of(jax.make_jaxpr(functools.partial(step, layers))(struct(TOKENS, D), weights, states).jaxpr)
+        for layers in (1, 3)
+      )
+    self.assertGreaterEqual(len(one), 10)
+    self.assertLen(three, 3 * len(one))
+    self.assertEqual(set(map(id, three)), set(map(id, one)))
 
   def test_traces_inside_shard_map(self):
     """Kernels do not say that their results vary over the mesh; a gradient must."""
