@@ -35,7 +35,17 @@ def step(x, w_up, w_down, dz, state, policy=POLICY):
 def lowered(f, *args) -> str:
   args = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=hopper.sharding()), args)
   with hopper.hopper():
-    return jax.jit(f).lower(*args).as_text()
+    return inlined(jax.jit(f).lower(*args).as_text())
+
+
+def inlined(text: str) -> str:
+  """A program with its functions in place of their calls: a kernel is lowered once, and called as often as it runs."""
+  bodies = dict(re.findall(r'^  func\.func \w+ @([\w.]+)\(.*?\n(.*?)^  }$', text, re.M | re.S))
+
+  def body(name: str) -> str:
+    return re.sub(r'^.*\bcall @([\w.]+)\(.*$', lambda call: body(call[1]), bodies[name], flags=re.M)
+
+  return body('main')
 
 
 def kernels(text: str) -> list[str]:
