@@ -17,7 +17,7 @@ from pallas_kernels.vnm.format import VNMOperand
 from tests.pallas_kernels import triton_interpreter
 
 _BF16 = jnp.dtype('bfloat16')
-_CALL = re.compile(r'custom_call @(?:mosaic_gpu_v2|triton_kernel_call)\(.*\{(.*?)operand_layouts')
+_CALL = re.compile(r'custom_call @(?:mosaic_gpu_v2|triton_kernel_call)\(.*?\) \{(.*), operand_layouts')
 _WEIGHT = _device.struct((128, 64), _BF16), _device.struct(operand.metadata_shape(128, 128), jnp.uint32)
 
 
