@@ -106,7 +106,7 @@ def _axes(first: Trial) -> tuple[float, ...]:
 
 def _trial(place: _Place, first: Trial) -> Trial:
   rate, *decay = (
-    float(f'{start * factor ** (steps / _PARTS):.4g}')
+    float(f'{start * factor ** (steps / _PARTS):.4g}') if steps else start  # the first trial is told as it is
     for start, factor, steps in zip(_axes(first), _FACTORS, place, strict=False)
   )
   return dataclasses.replace(first, rate=rate, decay=decay[0] if decay else 0.0)

@@ -59,6 +59,15 @@ class SearchTest(parameterized.TestCase):
       Trial(2.5e-4, 1.8e-3), Trial(5e-4, 1.8e-3, 1), Trial(5e-4, 1.8e-3, 0, 0.5),
     ])  # fmt: skip
 
+  def test_a_search_that_begins_at_numbers_of_many_digits_ends(self):
+    first, done = Trial(0.00123456, 0.000123456), {}
+    for _ in range(5):
+      trial = next_trial(done, first, Budget(trials=3, repeats=((1, 1.0),)))
+      if trial is not None:
+        done[trial] = trial.rate
+    self.assertLen(done, 4)
+    self.assertIn(first, done)
+
   def test_a_run_that_diverged_does_not_win_and_lower_rates_are_tried(self):
     found = searched(lambda t: math.nan if t.rate > 4e-4 else 1.0, Trial(1e-3, 0.0), Budget(3, ((1, 1.0),)))
     self.assertEqual(found, [Trial(1e-3, 0.0), Trial(5e-4, 0.0), Trial(2.5e-4, 0.0), Trial(2.5e-4, 0.0, 1)])
