@@ -7,11 +7,13 @@ A call runs the plain model as a pure function of its parameters, and puts back 
 from collections.abc import Callable, Mapping
 import dataclasses
 import functools
+import logging
 from typing import Any
 
 from flax import nnx
 import jax
 
+from pallas_kernels._dispatch import log_once
 from sparse24_jax.binding.state import WeightState
 from sparse24_jax.binding.states import weight_states
 from sparse24_jax.binding.transform import run_sparse
@@ -48,6 +50,12 @@ def sparsify(model: nnx.Module, recipe: Recipe, *, phase: PhaseName, rngs: nnx.R
       states[path] = known[path]
     elif (projection := rule.policy.projection) is not None:
       new[path] = (rule.policy, weights[path], projection.init(weights[path]))
+  if moving := [path for path, (policy, _, _) in new.items() if policy.projection.update is not None]:
+    log_once(
+      f'{", ".join(moving)}: which links they have is known to sparse_training alone. Until nnx.update(model,'
+      ' sparse_variables(nnx.state(model, nnx.Param), opt_state, recipe)) brings them in, all entries count: with'
+      ' another optimizer these weights train dense', 'sparse24_jax', logging.WARNING,
+    )  # fmt: skip
   states |= weight_states(recipe, new, pack=False)
   for module in _parts(model, rules):
     object.__setattr__(module, '__class__', _part(type(module)))

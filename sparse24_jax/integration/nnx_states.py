@@ -17,6 +17,7 @@ import jax
 from jax import Array
 import jax.numpy as jnp
 
+from pallas_kernels import _partitioning
 from pallas_kernels._dispatch import log_once
 from sparse24_jax.binding.state import NNX_STATES, WeightState
 from sparse24_jax.optim import fingerprint, was_changed
@@ -92,7 +93,7 @@ class Sparse(nnx.Module):
       found = {path: _refreshed(projections[path], given[path], kept[path]) for path in mine}
       return {path: jax.tree.map(functools.partial(jnp.where, changed[path]), found[path], kept[path]) for path in mine}
 
-    kept = {path: states[path] for path in mine}
+    kept = {path: _divided(projections[path], given[path], states[path]) for path in mine}
     if isinstance(stale, jax.core.Tracer):
       return states | jax.lax.cond(stale, anew, lambda kept: kept, kept)
     if not stale:
@@ -141,6 +142,13 @@ def _refreshed(projection: Projection, w: Array, state: Any) -> Any:
   """The state that a refresh finds in a weight; `w` as it is stored, the state by its matrices."""
   matrix, layout = projection.matrix or projection, projection.layout_of(w)
   value = matrix.refresh(layout.matrix(w), _value(state))
+  return dataclasses.replace(state, value=value) if isinstance(state, WeightState) else value
+
+
+def _divided(projection: Projection, w: Array, state: Any) -> Any:
+  """A state divided as its weight is, which may have been divided after the mask was chosen."""
+  value, matrix = _value(state), projection.layout_of(w).matrix(w)
+  value = _partitioning.like(value, matrix) if value.shape == matrix.shape else value
   return dataclasses.replace(state, value=value) if isinstance(state, WeightState) else value
 
 

@@ -78,15 +78,30 @@ def given(left: Left, sampled: Sequence[Array]) -> Left:
 
 
 def fingerprint(w: Array) -> Array:
-  """The sum of some entries of a weight, float32: by it `was_changed` knows the weight again."""
-  return jnp.sum(_sample(w), dtype=jnp.float32)
+  """A weighted sum of some entries of a weight, float32: by it `was_changed` knows the weight again.
+
+  A plain sum would not do: what a softmax or a layer norm hands back sums to zero over its features, and so does each
+  step of SGD on the weight in front of it.
+  """
+  return jnp.sum(_weighted(_sample(w)))
 
 
 def was_changed(w: Array, known: Array) -> Array:
-  """Whether a weight is another than the one whose fingerprint is known; less than rounding makes is no change."""
-  sampled = _sample(w)
-  size = jnp.sum(jnp.abs(sampled), dtype=jnp.float32)
-  return jnp.abs(jnp.sum(sampled, dtype=jnp.float32) - known) > size * _rounding(sampled)
+  """Whether a weight is another than the one whose fingerprint is known; less than bfloat16 tells apart is no change.
+
+  So a layer may cast its weights; and entries of 16 bits have one fingerprint whether XLA keeps more of them or not.
+  """
+  weighted = _weighted(_sample(w))
+  return jnp.abs(jnp.sum(weighted) - known) > jnp.sum(jnp.abs(weighted)) * 8 * float(jnp.finfo(jnp.float32).eps)
+
+
+def _weighted(sampled: Array) -> Array:
+  """The entries as bfloat16 has them, float32, each times another number."""
+  factors = np.random.default_rng(0).uniform(0.5, 1.5, sampled.shape).astype(np.float32)
+  stored = sampled.astype(jnp.float32)
+  for dtype in (sampled.dtype, jnp.bfloat16):
+    stored = jax.lax.reduce_precision(stored, jnp.finfo(dtype).nexp, jnp.finfo(dtype).nmant)
+  return stored * factors
 
 
 def check_left(state: Any, *, wait: bool = True) -> None:

@@ -9,6 +9,7 @@ import optax
 
 from pallas_kernels import _dispatch
 import sparse24_jax as s24
+from sparse24_jax.optim import fingerprint, was_changed
 
 X, Y = (np.asarray(jax.random.normal(jax.random.key(i), (8, n)), np.float64) for i, n in enumerate((16, 8)))
 STE = s24.recipes.ste('kernel')
@@ -86,6 +87,33 @@ class StatesTest(parameterized.TestCase):
       np.testing.assert_allclose(model(X.astype(np.float32)), X @ kept(other), rtol=1e-4, atol=1e-5)
     self.assertRegex(logged.output[0], r'kernel: the masks that the model holds are those of other weights.*nnx.update')
 
+  def test_a_change_that_sums_to_zero(self):
+    """As the steps of SGD do on a layer in front of a softmax or a layer norm, row by row."""
+    model = s24.sparsify(linear(nnx.Rngs(0)), STE)
+    change = np.asarray(linear(nnx.Rngs(1)).kernel[...])
+    other = np.asarray(model.kernel[...]) + change - change.mean(axis=1, keepdims=True)
+    model.kernel[...] = jnp.asarray(other)
+    np.testing.assert_allclose(model(X.astype(np.float32)), X @ kept(other), rtol=1e-4, atol=1e-5)
+
+  def test_weights_of_16_bits(self):
+    """One entry of a thousand tells, and a cast does not."""
+    w = jax.random.normal(jax.random.key(0), (32, 32))
+    changed, stored = jax.jit(was_changed), (w, w.astype(jnp.bfloat16))
+    for known in map(fingerprint, stored):
+      for a in stored:
+        self.assertFalse(changed(a, known))
+        self.assertTrue(changed(a.at[3, 5].multiply(1.125), known))
+
+  def test_weights_that_are_divided_after_their_masks_were_chosen(self):
+    mesh = jax.make_mesh((1,), ('d',), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+      model = s24.sparsify(linear(nnx.Rngs(0)), STE)
+      other = linear(nnx.Rngs(1)).kernel[...]
+      model.kernel.set_value(jax.device_put(other, jax.NamedSharding(mesh, jax.P(None, 'd'))))
+      for forward in (lambda model, x: model(x), nnx.jit(lambda model, x: model(x))):
+        y = forward(model, X.astype(np.float32))
+        np.testing.assert_allclose(y, X @ kept(other), rtol=1e-4, atol=1e-5)
+
   def test_states_that_are_brought_in_are_used_as_they_are(self):
     """A mask waits for its refresh."""
     model = s24.sparsify(linear(nnx.Rngs(0)), STE)
@@ -97,6 +125,13 @@ class StatesTest(parameterized.TestCase):
     w = np.asarray(model.kernel[...])
     with self.assertNoLogs('sparse24_jax', 'WARNING'):
       np.testing.assert_allclose(model(X.astype(np.float32)), X @ (w - kept(w)), rtol=1e-4, atol=1e-5)
+
+  def test_links_that_only_the_optimizer_knows(self):
+    """Of a topology that moves the weights tell nothing: with another optimizer the model would be dense, unsaid."""
+    _dispatch.log_once.cache_clear()
+    with self.assertLogs('sparse24_jax', 'WARNING') as logged:
+      s24.sparsify(linear(nnx.Rngs(0)), s24.recipes.rigl('kernel', density=0.3, total_steps=1000))
+    self.assertRegex(logged.output[0], r'kernel: .* Until nnx.update.*all entries count: .* train dense')
 
   def test_states_of_weights_that_the_model_does_not_have(self):
     model, other = s24.sparsify(linear(nnx.Rngs(0)), STE), nnx.Sequential(linear(nnx.Rngs(0)))
