@@ -242,7 +242,7 @@ def _compare(args: argparse.Namespace) -> None:
   from experiments.race import tuned
   from experiments.reports import compare
 
-  if args.tune:
+  if args.tune is not None:
     comparison = tuned.Comparison(
       args.folder,
       Path(args.results or f'{args.folder}/trials.jsonl'),

@@ -41,6 +41,10 @@ class Budget:
   trials: int
   repeats: tuple[tuple[int, float], ...] = ()
 
+  def __post_init__(self):
+    if self.trials < 1:
+      raise ValueError(f'trials={self.trials}: a search has one at least')
+
 
 def next_trial(done: Mapping[Trial, float], first: Trial, budget: Budget) -> Trial | None:
   """The trial after those that are done, with their final losses (not finite: diverged); None if there is none.

@@ -46,6 +46,11 @@ class ComparisonTest(absltest.TestCase):
       tuned.Comparison(root / 'runs', root / 'records.jsonl', **settings).run()
     return trained, said, reported
 
+  def test_a_search_of_no_trials(self):
+    """Was a comparison without any search, unsaid."""
+    with self.assertRaisesRegex(ValueError, 'trials=0: a search has one at least'):
+      cli._compare(cli.make_parser().parse_args(['compare', '--tune', '0', '--tiny', '--folder', temp_folder(self)]))
+
   def test_as_many_trials_for_all_then_other_seeds_of_the_best(self):
     root = Path(temp_folder(self))
     trained, said, reported = self.compare(root)
