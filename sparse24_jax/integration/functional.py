@@ -54,7 +54,7 @@ def project(params: Any, opt_state: Any, recipe: Recipe, *, phase: PhaseName | N
   if resolve_phase(recipe, phase) == 'dense':
     return params
   sparse = projected_weights(params, opt_state, recipe)
-  _log_assumed(sparse, recipe)
+  _log_assumed('project', {path: w for path, (_, w, _) in sparse.items()}, recipe)
 
   def one(path: str, w: Array) -> Array:
     policy, _, state = sparse.get(path, (None, None, None))
@@ -68,7 +68,8 @@ def verify_weights(params: Any, recipe: Recipe) -> dict[str, float]:
 
   Args:
     params: parameters that are projected: those of `project`, or of an exported checkpoint.
-    recipe: of the run. One that `bind` made knows along which axes; see `project`.
+    recipe: of the run. One that `bind` made knows along which axes; one by itself takes weights for
+      `[stacked..., in, out]`, logs which, unless they are kernels `[in, out]`, and proves nothing of other layouts.
 
   Returns:
     Path of each sparse weight to the share of its entries that are zero. Of a recipe without a pattern of 2:4, such as
@@ -86,18 +87,24 @@ def verify_weights(params: Any, recipe: Recipe) -> dict[str, float]:
   {'up/kernel': 0.5}
   >>> s24.verify_weights(params, recipe)
   Traceback (most recent call last):
-  ValueError: up/kernel: not 2:4 along axis -2: group (0, 0) holds [...]
+  ValueError: up/kernel: not 2:4 along axis -2: group (0, 0) holds [...]...
   """
   weights, shares = dict(leaves_by_path(params)), {}
-  for path, rule in match_rules(params, recipe).items():
-    projection = rule.policy.projection
-    if projection is None:
-      continue
+  rules = match_rules(params, recipe)
+  sparse = {path: p for path, rule in rules.items() if (p := rule.policy.projection) is not None}
+  _log_assumed('verify_weights', {path: weights[path] for path in sparse}, recipe)
+  for path, projection in sparse.items():
     form, w = (projection.matrix or projection).form, projection.layout_of(weights[path]).matrix(weights[path])
     axes = {TransposableMasked: (-2, -1), Masked: (-2,)}.get(type(form), ())
     with errors_name(path):
-      for axis in (form.axis,) if isinstance(form, SoftThreshold) else axes:
-        verify24(w, axis=axis)
+      try:
+        for axis in (form.axis,) if isinstance(form, SoftThreshold) else axes:
+          verify24(w, axis=axis)
+      except ValueError as error:
+        if isinstance(recipe, Bound):
+          raise
+        hint = 'this recipe takes weights for [stacked..., in, out]; for other layouts give the recipe of bind'
+        raise ValueError(f'{error}; {hint}') from error
     shares[path] = float(jnp.mean(w == 0))
   return shares
 
@@ -139,12 +146,12 @@ def _chosen_now(path: str, policy: DotPolicy, w: Array) -> Array:
   return projection.init(jax.lax.stop_gradient(w))
 
 
-def _log_assumed(sparse: Mapping[str, tuple[DotPolicy, Array, Array]], recipe: Recipe) -> None:
+def _log_assumed(caller: str, weights: Mapping[str, Array], recipe: Recipe) -> None:
   """Warns once of weights whose axes nothing tells."""
   if isinstance(recipe, Bound):
     return
-  shapes = {path: tuple(w.shape) for path, (_, w, _) in sparse.items()}
+  shapes = {path: tuple(w.shape) for path, w in weights.items()}
   assumed = [f'{path} {s}' for path, s in shapes.items() if len(s) > 2 or path.rpartition('/')[2] != 'kernel']
   if assumed:
-    message = f'project takes {", ".join(assumed)} for [stacked..., in, out]; sparse24_jax.bind(recipe, f, params,'
+    message = f'{caller} takes {", ".join(assumed)} for [stacked..., in, out]; sparse24_jax.bind(recipe, f, params,'
     log_once(f'{message} *example) finds out what the model contracts', 'sparse24_jax', logging.WARNING)
