@@ -129,8 +129,8 @@ class ReadmeTest(absltest.TestCase):
     self.assertLess(float(loss), first)
     # On into the dense phase, with the same optimizer.
     recipe = names['recipe']
-    names['model'] = dense = s24.sparsify(names['model'], recipe, phase='dense')
-    names['optimizer'].tx = s24.sparse_training(optax.adamw(3e-4), recipe, phase='dense')
+    exec(BLOCKS[4], names)
+    dense = names['model']
     loss, grads = nnx.value_and_grad(names['loss_fn'])(dense)
     names['optimizer'].update(dense, grads)
     params, opt_state = nnx.state(dense, nnx.Param), names['optimizer'].opt_state

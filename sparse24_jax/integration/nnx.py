@@ -19,7 +19,7 @@ from sparse24_jax.binding.states import weight_states
 from sparse24_jax.binding.transform import run_sparse
 from sparse24_jax.integration.nnx_classes import computes, plain_class, subclass
 from sparse24_jax.integration.nnx_functions import as_function
-from sparse24_jax.integration.nnx_states import ATTRIBUTE, fingerprints, RNG, Sparse
+from sparse24_jax.integration.nnx_states import ATTRIBUTE, DensePhase, fingerprints, RNG, Sparse
 from sparse24_jax.linear_layer import projection_state
 from sparse24_jax.recipe import PhaseName, Recipe
 from sparse24_jax.rules import leaves_by_path, match_rules, rule_for
@@ -27,19 +27,20 @@ from sparse24_jax.rules import leaves_by_path, match_rules, rule_for
 
 def sparsify(model: nnx.Module, recipe: Recipe, *, phase: PhaseName, rngs: nnx.Rngs | None) -> nnx.Module:
   """A copy of `model` whose calls are sparse, or the plain model for a dense phase."""
-  inner = ['/'.join(map(str, path)) for path, module in nnx.iter_modules(model) if path and hasattr(module, ATTRIBUTE)]
+  inner = ['/'.join(map(str, path)) for path, module in nnx.iter_modules(model) if path and _states_in(module)]
   if inner:
     raise ValueError(
       f'{inner} of the model are sparsified by themselves, and would be dense in it: sparsify the model alone, with the'
       ' rules of all parts in one recipe'
     )
   model = nnx.clone(model)
-  held = getattr(model, ATTRIBUTE, None)
+  held = _states_in(model)
   known, made_of = (_states_for(recipe, held), held.read_fingerprints()) if held else ({}, {})
   _restore(model)
   params = nnx.state(model, nnx.Param)
   rules, weights = match_rules(params, recipe), dict(leaves_by_path(params))
   if phase == 'dense':
+    setattr(model, ATTRIBUTE, DensePhase())
     return model
   abstract = [path for path in rules if isinstance(weights[path], jax.ShapeDtypeStruct)]
   if abstract:
@@ -77,6 +78,12 @@ def _run(model: nnx.Module, method: str, args: tuple, kwargs: dict) -> Any:
   key, call = sparse.draw(), as_function(model, function, args, kwargs, prepare=_restore)
   states = sparse.states_of(call.params)
   return call.finish(run_sparse(sparse.recipe, call.function, call.params, states, key, *call.rest, *args, **kwargs))
+
+
+def _states_in(model: nnx.Module) -> Sparse | None:
+  """What a model has beside its own attributes if it is sparsified by itself."""
+  held = getattr(model, ATTRIBUTE, None)
+  return held if isinstance(held, Sparse) else None
 
 
 def _states_for(recipe: Recipe, sparse: Sparse) -> dict[str, Any]:

@@ -42,6 +42,32 @@ class SparseVariable(nnx.Variable):
   """
 
 
+class DensePhase(nnx.Module):
+  """What the plain model of a dense phase has in the place of `Sparse`, and what `sparse_variables` gives for it.
+
+  `nnx.update` sets an item of this where it is brought in: here it is there already, and `Sparse` refuses it. So both
+  kinds of model see, as they are traced, that they are given what belongs to the other phase.
+  """
+
+  MARK = 'phase'
+
+  def __init__(self):
+    self.phase = 'dense'
+
+  def items(self) -> tuple[tuple[str, str], ...]:
+    """As those of an `nnx.State`."""
+    return ((self.MARK, self.phase),)
+
+  def __setattr__(self, name: str, value: Any) -> None:
+    if name in ('states', 'made_of'):
+      raise ValueError(
+        "phase: nnx.update brought sparse states, sparse_variables(..., phase='sparse'), into a model that is not"
+        " sparsified in this phase, 'dense', and would stay dense: give sparse_variables the phase of the model, or"
+        " make the model of the sparse phase, model = sparsify(model, recipe, phase='sparse', rngs=...)"
+      )
+    super().__setattr__(name, value)
+
+
 class Sparse(nnx.Module):
   """What a sparsified model has beside its own attributes.
 
@@ -60,6 +86,15 @@ class Sparse(nnx.Module):
     self.states = nnx.Dict({path: SparseVariable(state) for path, state in states.items()})
     self.made_of = nnx.Dict({path: SparseVariable(known) for path, known in made_of.items()})
     self.rngs = rngs
+
+  def __setattr__(self, name: str, value: Any) -> None:
+    if name == DensePhase.MARK:
+      raise ValueError(
+        f'phase: nnx.update brought the variables of a dense phase, sparse_variables(..., phase={value!r}), into a'
+        " model that is sparsified for phase 'sparse', and would stay sparse: make the model of that phase,"
+        f' model = sparsify(model, recipe, phase={value!r}), and train that one'
+      )
+    super().__setattr__(name, value)
 
   def read(self) -> dict[str, Any]:
     """The states, by path."""
@@ -115,6 +150,11 @@ class Sparse(nnx.Module):
 def fingerprints(sparse: Mapping[str, tuple[Projection, Array]]) -> dict[str, Array]:
   """Of the weights whose states depend on them, by path; a frozen scale does not."""
   return _fingerprints({path: w for path, (projection, w) in sparse.items() if _reads_weight(projection, w)})
+
+
+def dense_state() -> nnx.State:
+  """What `nnx.update(model, ...)` takes in a dense phase, in which there are no states."""
+  return nnx.State({ATTRIBUTE: DensePhase()})
 
 
 def sparse_state(states: Mapping[str, Any], made_of: Mapping[str, Array]) -> nnx.State:

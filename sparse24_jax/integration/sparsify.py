@@ -9,7 +9,7 @@ from sparse24_jax.binding.transform import sparse_function
 from sparse24_jax.integration import linen as linen_door
 from sparse24_jax.integration import nnx as nnx_door
 from sparse24_jax.integration.functional import projected_weights
-from sparse24_jax.integration.nnx_states import fingerprints, sparse_state, SparseVariable
+from sparse24_jax.integration.nnx_states import dense_state, fingerprints, sparse_state, SparseVariable
 from sparse24_jax.recipe import PhaseName, Recipe, resolve_phase
 
 __all__ = ['SparseVariable', 'sparse_variables', 'sparsify']
@@ -37,14 +37,15 @@ def sparsify(
   serve it without masks, give the plain model the weights of `project`.
 
   The phase is that of the step (`phase_at`), the same one here, in `sparse_training`, `sparse_variables` and `project`:
-  where they differ, a part of the recipe goes on or stops without a word.
+  where they differ, a part of the recipe goes on or stops. An nnx model, a sparse linen model and a function refuse the
+  variables of the other phase; the linen model of a dense phase is the plain one, and passes over what it is given.
 
   Args:
     model: a `flax.linen.Module`, a `flax.nnx.Module`, or a function whose first argument is a tree of parameters or a
       `flax.nnx.Module`; a module that `sparsify` made is fine too.
     recipe: its rules select layers by the path of their kernel in `model`, also where that is a part of a larger model.
-    phase: `'dense'` gives the plain model; None is the recipe's first, which one that begins dense, to be
-      sparse later, must say.
+    phase: `'dense'` gives the plain model, of nnx a copy with a mark, and no variables, in its attribute `sparse24`;
+      None is the recipe's first, which one that begins dense, to be sparse later, must say.
     rngs: nnx only: streams with one named `'mvue'`, for recipes that use it.
 
   Raises:
@@ -98,9 +99,10 @@ def sparse_variables(
       they are: for a trainer whose loss sees parameters only, and whose optimizer is a plain one. They cannot be stale;
       soft thresholds, which keep a scale of the start, and moving topologies need the state.
     recipe: the recipe of that state.
-    phase: that of the model, see `sparsify`; in `'dense'` there is nothing to hand over, and an nnx model of that phase
-      has no place for states of `'sparse'` ("assigned to static attribute 'sparse24'", says Flax). None is the recipe's
-      first, which one that begins dense, to be sparse later, must say.
+    phase: that of the model, see `sparsify`; in `'dense'` there is nothing to hand over but, for nnx, which phase it
+      is: a model that was made for the other one is an error in `nnx.update`. Of an nnx model that `sparsify` did not
+      make Flax says "Found data ... assigned to static attribute 'sparse24'". None is the recipe's first, which one
+      that begins dense, to be sparse later, must say.
     pack: whether to pack; None does if the policy names a kernel, or if this GPU has them and they may be chosen.
 
   Returns:
@@ -124,6 +126,8 @@ def sparse_variables(
     sparse = {}
   states = weight_states(recipe, sparse, pack)
   if isinstance(params, nnx.State):
+    if phase == 'dense':
+      return dense_state()
     return sparse_state(states, fingerprints({path: (policy.projection, w) for path, (policy, w, _) in sparse.items()}))
   nested: dict[str, Any] = {}
   for path, state in states.items():

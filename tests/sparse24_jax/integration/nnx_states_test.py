@@ -140,6 +140,33 @@ class StatesTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, 'layers/0/kernel: nnx.update brought in states .* has kernel'):
       model(X)
 
+  @parameterized.parameters(
+    ('sparse', 'dense', r"^phase: .* of a dense phase, .* and would stay sparse: .*phase='dense'\), and train"),
+    ('dense', 'sparse', r"^phase: .* not sparsified in this phase, 'dense', .* phase of the model"),
+    ('sparse', 'sparse', None),
+    ('dense', 'dense', None),
+    (None, 'dense', None),
+  )
+  def test_variables_of_another_phase(self, of_model, brought, message):
+    """A loop that goes on to the dense phase with the model of the sparse one trained on sparse, without a word."""
+    model = linear(nnx.Rngs(0))
+    w = np.asarray(model.kernel[...])
+    model = model if of_model is None else s24.sparsify(model, STE, phase=of_model)
+
+    @nnx.jit
+    def forward(model):
+      nnx.update(model, s24.sparse_variables(nnx.state(model, nnx.Param), None, STE, phase=brought))
+      return model(X.astype(np.float32))
+
+    if message is not None:
+      with self.assertRaisesRegex(ValueError, message):
+        forward(model)
+      return
+    expected = X @ (w if brought == 'dense' else kept(w))
+    for _ in range(2):
+      np.testing.assert_allclose(forward(model), expected, rtol=1e-4, atol=1e-5)
+    self.assertLen(jax.tree.leaves(nnx.state(model)), 1 if brought == 'dense' else 3)
+
   def test_where_nothing_can_be_stale_nothing_is_computed(self):
     """A frozen scale, and weights that the step packs, as on a GPU with kernels."""
     plain = nnx.Linear(16, 8, use_bias=False, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
