@@ -1,5 +1,6 @@
 """The Optax side: where masks live and change."""
 
+from sparse24_jax.optim._chain import changed_behind
 from sparse24_jax.optim._left import fingerprint, was_changed
 from sparse24_jax.optim.masked_decay import add_masked_decay
 from sparse24_jax.optim.mvue_gradients import mvue_gradients, MvueGradientsState
@@ -20,6 +21,7 @@ __all__ = [
   'SparseTrainingState',
   'StepAdamState',
   'add_masked_decay',
+  'changed_behind',
   'fingerprint',
   'get_flip_rate',
   'made_for',

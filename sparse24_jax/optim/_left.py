@@ -9,8 +9,11 @@ Not all is seen. Of many weights eight are looked at. A change below the toleran
 parameters most updates are below a weight's own rounding, and so is what a small factor behind makes of them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+import contextlib
+import contextvars
 import math
+import sys
 from typing import Any, NamedTuple
 import zlib
 
@@ -28,6 +31,7 @@ from sparse24_jax.rules import leaves_by_path
 _WEIGHTS, _ENTRIES, _FEW = 8, 1024, 256
 # What is loaded or set differs once, and its masks are chosen anew; what differs again is changed in every step.
 _STEPS = 2
+_most = contextvars.ContextVar('most', default=_WEIGHTS)
 
 
 class Left(NamedTuple):
@@ -44,7 +48,17 @@ class Left(NamedTuple):
 
 def watched(paths: Sequence[str]) -> list[str]:
   """The weights that are looked at: a few, of all kinds and depths."""
-  return sorted(paths, key=lambda path: zlib.crc32(path.encode()))[:_WEIGHTS]
+  return sorted(paths, key=lambda path: zlib.crc32(path.encode()))[: _most.get()]
+
+
+@contextlib.contextmanager
+def watching_all() -> Iterator[None]:
+  """All weights are looked at, in states that are made and steps that are traced here."""
+  before = _most.set(sys.maxsize)
+  try:
+    yield
+  finally:
+    _most.reset(before)
 
 
 def samples(projections: Any, params: Any) -> list[Array]:
@@ -127,6 +141,13 @@ def check_left(state: Any, *, wait: bool = True) -> None:
     ' it changes the updates, a learning rate say, or something changes the parameters between steps: put it inside,'
     ' sparse_training(optax.chain(optimizer, what_changes_updates), recipe)'
   )
+
+
+def changed(state: Any, params: Any) -> list[str]:
+  """Of the watched weights those that are not as the last step left them, for a state that has just made one."""
+  leaves, paths = dict(leaves_by_path(params)), watched([path for path, _ in leaves_by_path(state.projections)])
+  left = given(state.left._replace(missed=jnp.zeros_like(state.left.missed)), [_sample(leaves[path]) for path in paths])
+  return [path for path, missed in zip(paths, np.asarray(left.missed), strict=False) if missed]
 
 
 def _rounding(w: Array) -> float:

@@ -1,0 +1,69 @@
+"""Whether a whole chain leaves the weights that `sparse_training` in it chooses masks from."""
+
+from typing import Any
+
+import jax
+from jax import Array
+import jax.numpy as jnp
+import optax
+
+from sparse24_jax.optim import _left
+from sparse24_jax.optim._state import find_state
+from sparse24_jax.optim._weights import unboxed
+from sparse24_jax.optim.sparse_training import SparseTrainingState
+
+# Ours: the steps that are tried. A schedule may begin at a rate of zero, or as if it were not there.
+_COUNTS = (0, 10, 100, 1000, 10_000)
+# Ours: the most micro-batches of `optax.MultiSteps`.
+_CALLS = 256
+
+
+def changed_behind(optimizer: optax.GradientTransformation, params: Any) -> dict[str, int]:
+  """The sparse weights that the updates of a chain make others than `sparse_training` in it expects, and in which step.
+
+  It does a few steps and compares as a run does, but looks at all weights. Of the parameters only shapes, dtypes and
+  shardings matter, so that neither their size nor what gradients they have hides a change.
+  """
+  # The updates that the wrapper adds are then those that it hands on, also in 16 bits.
+  step = jax.jit(lambda g, s, p: _step(optimizer, g, s, p), compiler_options={'xla_allow_excess_precision': False})
+  # Numbers of one sign would show more, but their sums differ by rounding, too. Gradients are mostly of one, as steps
+  # of all signs nearly cancel in a sum.
+  params, grads = _drawn(params, 0, 0.02, 0.25), _drawn(params, 1, 1.0, 1.0)
+  found: dict[str, int] = {}
+  with _left.watching_all():
+    state = optimizer.init(params)
+    for count in _COUNTS:
+      state = jax.tree_util.tree_map_with_path(lambda path, leaf, n=count: _at(n, path, leaf), state)
+      for _ in range(_CALLS):
+        params, state = step(grads, state, params)
+        ours = find_state(state, SparseTrainingState, 'sparse_training')
+        if int(ours.count) > count:
+          break
+      else:
+        raise ValueError(f'optimizer did no step in {_CALLS} updates: check it without optax.MultiSteps around it')
+      found = dict.fromkeys(_left.changed(ours, unboxed(params)), count) | found
+  return found
+
+
+def _step(optimizer: optax.GradientTransformation, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+  updates, state = optimizer.update(grads, state, params)
+  return optax.apply_updates(params, updates), state
+
+
+def _at(count: int, path: Any, leaf: Any) -> Any:
+  """A leaf of an optimizer state; at another step where it counts them, as all of Optax do by this name."""
+  return jnp.full_like(leaf, count) if path and getattr(path[-1], 'name', None) == 'count' else leaf
+
+
+def _drawn(params: Any, seed: int, scale: float, mean: float) -> Any:
+  """Numbers of the shapes, dtypes and shardings of parameters."""
+  leaves, structure = jax.tree.flatten(params)
+
+  def one(i: int, leaf: Array) -> Array:
+    leaf = jnp.asarray(leaf)
+    if not jnp.issubdtype(leaf.dtype, jnp.floating):
+      return jnp.zeros_like(leaf) if seed else leaf
+    drawn = scale * (jax.random.normal(jax.random.fold_in(jax.random.key(seed), i), leaf.shape) + mean)
+    return jax.device_put(drawn.astype(leaf.dtype), leaf.sharding)
+
+  return jax.tree.unflatten(structure, [one(i, leaf) for i, leaf in enumerate(leaves)])

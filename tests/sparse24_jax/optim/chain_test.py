@@ -1,0 +1,103 @@
+"""What changes updates behind `sparse_training` is found before a run, at any rate; right chains are not told."""
+
+from unittest import mock
+
+from absl.testing import absltest, parameterized
+import jax.numpy as jnp
+import optax
+import pytest
+
+import sparse24_jax as s24
+from sparse24_jax.optim import _chain, _left, changed_behind
+
+STE = s24.recipes.ste('mlp/.*')
+UP = 'mlp/up'
+RECIPES = {
+  's_ste': s24.recipes.s_ste('mlp/.*', refresh_every=40),
+  'transposable': s24.recipes.transposable_srste('mlp/.*', masked_decay=1e-4, refresh_every=40),
+  'sr_ste': s24.recipes.sr_ste('mlp/.*', masked_decay=1e-2),
+  'rigl': s24.recipes.rigl('mlp/.*', density=0.5, total_steps=2000, refresh_every=100),
+}
+
+
+def params_of(dtype=jnp.float32):
+  """All zero: nothing is to depend on them."""
+  return {'mlp': {'up': jnp.zeros((32, 48), dtype)}, 'head': jnp.zeros(8, dtype)}
+
+
+def wrapped(inner, recipe=STE):
+  return s24.sparse_training(inner, recipe, learning_rate=3e-4)
+
+
+def warm(rate, steps=2000):
+  return optax.linear_schedule(0.0, rate, steps)
+
+
+class ChangedBehindTest(parameterized.TestCase):
+
+  @parameterized.named_parameters(
+    ('rate', lambda: (wrapped(optax.scale_by_adam()), optax.scale(-3e-4))),
+    ('factor', lambda: (wrapped(optax.adamw(3e-4)), optax.scale(0.5))),
+    ('warm_up', lambda: (wrapped(optax.adamw(3e-4)), optax.scale_by_schedule(warm(1.0)))),
+    ('decay', lambda: (wrapped(optax.adam(3e-4)), optax.add_decayed_weights(-0.1 * 3e-4))),
+    ('clip', lambda: (wrapped(optax.adam(3e-4)), optax.clip_by_global_norm(1e-3))),
+  )  # fmt: skip
+  def test_what_comes_behind_is_found(self, make):
+    self.assertEqual(changed_behind(optax.chain(*make()), params_of()), {UP: 0})
+
+  @parameterized.named_parameters(
+    ('behind_a_warm_up', lambda: (wrapped(optax.adam(warm(3e-4))), optax.scale(0.5)), {10, 100}),
+    ('cosine_behind', lambda: (wrapped(optax.adamw(3e-4)),
+     optax.scale_by_schedule(optax.cosine_decay_schedule(1.0, 10_000))), {100, 1000}),
+  )  # fmt: skip
+  def test_what_shows_later_is_found_later(self, make, steps):
+    found = changed_behind(optax.chain(*make()), params_of())
+    self.assertIn(found[UP], steps)
+
+  @pytest.mark.few(1)
+  @parameterized.parameters(*RECIPES)
+  def test_every_recipe(self, name):
+    right = wrapped(optax.adamw(3e-4), RECIPES[name])
+    self.assertEqual(changed_behind(right, params_of()), {})
+    self.assertEqual(set(changed_behind(optax.chain(right, optax.scale(0.5)), params_of())), {UP})
+
+  def test_bfloat16(self):
+    wrong = optax.chain(wrapped(optax.adamw(3e-4)), optax.scale(0.5))
+    self.assertEqual(set(changed_behind(wrong, params_of(jnp.bfloat16))), {UP})
+
+  def test_one_weight_of_many(self):
+    params = {f'h_{i}': jnp.ones((4, 4)) for i in range(9)}
+    (unwatched,) = set(params) - set(_left.watched(list(params)))
+    one = optax.masked(optax.scale(0.5), {path: path == unwatched for path in params})
+    wrong = optax.chain(wrapped(optax.sgd(3e-4), s24.recipes.ste('.*')), one)
+    self.assertEqual(changed_behind(wrong, params), {unwatched: 0})
+
+  @pytest.mark.few(4)
+  @parameterized.product(
+    dtype=(jnp.float32, jnp.bfloat16),
+    case=('clipped', 'micro_batches', 'groups', 'frozen', 'warm_up', 'large', 'sgd', 'finite'),
+  )  # fmt: skip
+  def test_no_false_alarm(self, case, dtype):
+    groups = {'adam': optax.adamw(3e-4), 'frozen': optax.set_to_zero()}
+    tx = {
+      'clipped': lambda: optax.chain(optax.clip_by_global_norm(1.0), wrapped(optax.adamw(3e-4))),
+      'micro_batches': lambda: optax.MultiSteps(wrapped(optax.adamw(3e-4)), 3).gradient_transformation(),
+      'groups': lambda: wrapped(optax.multi_transform(groups, {'mlp': 'adam', 'head': 'frozen'})),
+      'frozen': lambda: wrapped(optax.multi_transform(groups, {'mlp': 'frozen', 'head': 'adam'})),
+      'warm_up': lambda: wrapped(optax.chain(optax.scale_by_adam(), optax.scale_by_schedule(warm(-3e-4)))),
+      'large': lambda: wrapped(optax.adamw(0.3)),
+      'sgd': lambda: wrapped(optax.sgd(1e-3, momentum=0.9)),
+      'finite': lambda: optax.apply_if_finite(wrapped(optax.adamw(3e-4)), 3),
+    }[case]()
+    self.assertEqual(changed_behind(tx, params_of(dtype)), {})
+
+  def test_micro_batches_around_a_wrong_chain(self):
+    tx = optax.MultiSteps(optax.chain(wrapped(optax.identity()), optax.scale(-3e-4)), 4)
+    self.assertEqual(changed_behind(tx, params_of()), {UP: 0})
+    message = 'no step in 3 updates: check it without optax.MultiSteps'
+    with mock.patch.object(_chain, '_CALLS', 3), self.assertRaisesRegex(ValueError, message):
+      changed_behind(tx, params_of())
+
+
+if __name__ == '__main__':
+  absltest.main()
