@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 import functools
+import inspect
 import logging
 from typing import Any
 
@@ -39,16 +40,59 @@ def sparse_function(f: Callable[..., Any], recipe: Recipe, *, phase: PhaseName) 
   an nnx model, whose variables change as by a call of `f`.
   """
 
-  @functools.wraps(f)
-  def sparse(params: Any, variables: Mapping[str, Any], key: Array | None, *args: Any, **kwargs: Any) -> Any:
+  def run(params: Any, variables: Any, key: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     if phase == 'dense':
+      if jax.tree.leaves(variables):
+        raise ValueError(
+          "phase: the function was made for phase 'dense', and is given sparse states: give sparse_variables the same"
+          ' phase'
+        )
       return f(params, *args, **kwargs)
     model = functional(params, f, args, kwargs)
     return model.finish(run_sparse(recipe, model.function, model.params, variables, key, *model.rest, *args, **kwargs))
 
+  @functools.wraps(f)
+  def sparse(params: Any, variables: Any = _Absent, key: Any = _Absent, *args: Any, **kwargs: Any) -> Any:
+    absent = [name for name, given in {'variables': variables, 'key': key}.items() if given is _Absent]
+    if absent:
+      raise _called_as_before(f, f'{" and ".join(absent)} {"is" if len(absent) == 1 else "are"} not given')
+    if not (variables is None or isinstance(variables, Mapping)):
+      raise _called_as_before(f, f'variables is a {type(variables).__name__}')
+    try:
+      return run(params, variables, key, args, kwargs)
+    except TypeError as error:
+      if misfit := _misfit(f, (params, *args), kwargs):
+        raise _called_as_before(f, f'what follows the key does not fit it ({misfit})') from error
+      raise
+
   # The arguments are others than those of `f`, for whoever reads a signature, as the transforms of nnx do.
   vars(sparse).pop('__wrapped__')
   return sparse
+
+
+class _Absent:
+  """In the place of an argument that is not given."""
+
+
+def _called_as_before(f: Callable[..., Any], problem: str) -> ValueError:
+  return ValueError(
+    f'{getattr(f, "__name__", type(f).__name__)} was made sparse, and {problem}: call it as f(params, variables, key,'
+    ' ...) with what sparse_variables returns, a key or None, and then the other arguments of the function; of a module'
+    ' that holds its weights make a function of them first (Equinox: eqx.partition)'
+  )
+
+
+def _misfit(f: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
+  """Why a function cannot have these arguments, as far as its signature tells."""
+  try:
+    signature = inspect.signature(f)
+  except ValueError:  # one without a signature
+    return None
+  try:
+    signature.bind(*args, **kwargs)
+  except TypeError as error:
+    return str(error)
+  return None
 
 
 def run_sparse(

@@ -1,5 +1,8 @@
 """Functions made sparse by their trace, against the same functions on projected weights."""
 
+import dataclasses
+import functools
+
 from absl.testing import absltest, parameterized
 import jax
 import jax.numpy as jnp
@@ -157,6 +160,43 @@ class TransformTest(parameterized.TestCase):
     np.testing.assert_array_equal(dense, f(params, x, scale=2.0, train=True))
     unread = s24.sparsify(f, bound)(params, dict.fromkeys(params, 1), None, x, scale=1.0, train=False)
     np.testing.assert_array_equal(unread, x)
+
+  def test_calls_of_the_function_as_it_was(self):
+    """Python names what the function lacks, or a function that nobody wrote."""
+    params, x = {'w': jnp.ones((8, 4))}, jnp.ones((4, 8))
+    call = r'call it as f\(params, variables, key, \.\.\.\)'
+    loss = s24.sparsify(lambda p, x, y: jnp.sum((x @ p['w'] - y) ** 2), RECIPES['ste'])
+    for args, problem in (
+      ((x, x), 'variables is a ArrayImpl'),
+      ((), 'variables and key are not given'),
+      (({},), 'key is not given'),
+      (({}, None, x), r"what follows the key does not fit it \(missing a required argument: 'y'\)"),
+    ):
+      with self.assertRaisesRegex(ValueError, rf'<lambda> was made sparse, and {problem}: {call}'):
+        loss(params, *args)
+
+    @functools.wraps(lambda p, x, y: None)
+    def with_x(p):  # a decorator that gives an argument
+      return jnp.sum(x @ p['w'])
+
+    states = {'w': s24.magnitude().init(params['w'])}
+    self.assertEqual(s24.sparsify(with_x, RECIPES['ste'])(params, states, None), 4 * 4 * 4)
+
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass
+    class Module:  # as those of Equinox: a callable that holds its weights
+      w: jax.Array
+
+      def __call__(self, x):
+        return x @ self.w
+
+    with self.assertRaisesRegex(ValueError, f'Module was made sparse, and variables and key are.*{call}.*partition'):
+      s24.sparsify(Module(params['w']), RECIPES['ste'])(x)
+
+  def test_sparse_states_in_a_dense_phase(self):
+    dense = s24.sparsify(lambda p: p['w'], RECIPES['ste'], phase='dense')
+    with self.assertRaisesRegex(ValueError, "^phase: .* phase 'dense', and is given sparse states"):
+      dense({'w': jnp.ones((8, 4))}, {'w': jnp.ones((8, 4), bool)}, None)
 
   def test_without_states_and_with_states_of_another_layout(self):
     params, x = arguments('out_in')
