@@ -74,7 +74,7 @@ class ProjectTest(parameterized.TestCase):
     self.assertEqual(s24.verify_weights(along_in, bound), {'w': 0.5})
     with self.assertRaisesRegex(ValueError, 'w: not 2:4'):
       s24.verify_weights(along_out, bound)
-    with self.assertLogs('sparse24_jax', 'WARNING') as logs, self.assertRaisesRegex(ValueError, 'give the recipe of bind'):
+    with self.assertLogs('sparse24_jax', 'WARNING') as logs, self.assertRaisesRegex(ValueError, 'the recipe of bind'):
       s24.verify_weights(along_in, s24.recipes.ste('w'))
     self.assertIn('verify_weights takes w (8, 8) for [stacked..., in, out]', logs.output[0])
     with self.assertRaisesRegex(ValueError, 'w: not 2:4 along axis -1'):
