@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 import sparse24_jax as s24
-from sparse24_jax.__main__ import _CHECKED, main
+from sparse24_jax.__main__ import main, RECIPES
 from tests.sparse24_jax.binding.functions import arguments, CASES
 
 
@@ -114,7 +114,7 @@ class CheckTest(parameterized.TestCase):
     self.assertRegex(err.getvalue(), message)
 
   def test_every_recipe_has_a_name(self):
-    made = {_CHECKED[name]('.*').name for name in _CHECKED} | {'neuron_level'}
+    made = {RECIPES[name]('.*').name for name in RECIPES} | {'neuron_level'}
     self.assertEmpty(set(s24.recipes.__all__) - made)
 
 
