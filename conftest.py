@@ -21,10 +21,19 @@ os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0')
 os.environ['FORCE_COLOR'] = ''
 os.environ['TTY_COMPATIBLE'] = ''
 
+from _pytest.doctest import DoctestModule
 import jax
 import pytest
 
 jax.config.update('jax_numpy_rank_promotion', 'raise')
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file(file_path):
+  """Files of tests have no doctests, and one that cannot be imported would be skipped as if it were of doctests."""
+  found = yield
+  tests = file_path.name.endswith('_test.py')
+  return [each for each in found if not (tests and isinstance(each, DoctestModule))]
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marks

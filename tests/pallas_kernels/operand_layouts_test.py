@@ -7,6 +7,9 @@ from unittest import mock
 from absl.testing import absltest, parameterized
 import jax
 import jax.numpy as jnp
+import pytest
+
+pytest.importorskip('triton')
 
 from pallas_kernels import _device, _triton
 from pallas_kernels.ffi import cusparselt as library
