@@ -54,8 +54,8 @@ class ChangedBehindTest(parameterized.TestCase):
     found = changed_behind(optax.chain(*make()), params_of())
     self.assertIn(found[UP], steps)
 
-  @pytest.mark.few(1)
   @parameterized.parameters(*RECIPES)
+  @pytest.mark.few(1)
   def test_every_recipe(self, name):
     right = wrapped(optax.adamw(3e-4), RECIPES[name])
     self.assertEqual(changed_behind(right, params_of()), {})
@@ -72,11 +72,11 @@ class ChangedBehindTest(parameterized.TestCase):
     wrong = optax.chain(wrapped(optax.sgd(3e-4), s24.recipes.ste('.*')), one)
     self.assertEqual(changed_behind(wrong, params), {unwatched: 0})
 
-  @pytest.mark.few(4)
   @parameterized.product(
     dtype=(jnp.float32, jnp.bfloat16),
     case=('clipped', 'micro_batches', 'groups', 'frozen', 'warm_up', 'large', 'sgd', 'finite'),
   )  # fmt: skip
+  @pytest.mark.few(4)
   def test_no_false_alarm(self, case, dtype):
     groups = {'adam': optax.adamw(3e-4), 'frozen': optax.set_to_zero()}
     tx = {
