@@ -51,8 +51,8 @@ class SimulatedTest(parameterized.TestCase):
     text = jax.jit(simulate.s24.magnitude_mask).lower(x).compile().as_text()
     self.assertTrue(simulate.communication(text or ''))
 
-  @pytest.mark.slow
   @parameterized.parameters((True, 2), (False, 3))
+  @pytest.mark.slow
   def test_a_sparse_step_gathers_transposes_and_no_masks(self, remat, more):
     dense, sparse = (simulate.step((1, 8, 1), twin, {**_NANO, 'remat': remat}) for twin in simulate.RECIPES)
     self.assertGreater(dense['bytes'], 0)

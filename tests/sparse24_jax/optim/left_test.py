@@ -74,13 +74,13 @@ class LeftTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, 'changes the parameters between steps'):
       s24.get_flip_rate(state)
 
-  @pytest.mark.few(3)
   @parameterized.parameters(
     ('multi_steps', jnp.float32), ('plain', jnp.bfloat16), ('rigl', jnp.float32), ('rigl', jnp.bfloat16),
     ('plain', jnp.float32), ('multi_steps', jnp.bfloat16), ('chain', jnp.float32), ('chain', jnp.bfloat16),
     ('decay_on_weights', jnp.float32), ('decay_on_weights', jnp.bfloat16), ('s_ste', jnp.float32),
     ('s_ste', jnp.bfloat16), ('finite', jnp.float32),
   )  # fmt: skip
+  @pytest.mark.few(3)
   def test_no_false_alarm(self, case, dtype):
     """Not for rounding, and not for wrappers that hold a step back."""
     tx = {
