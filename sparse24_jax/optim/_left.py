@@ -72,7 +72,9 @@ def samples(projections: Any, params: Any) -> list[Array]:
 @one_program()
 def sums(sampled: Sequence[Array]) -> Array:
   """One number for each weight; one in all if there is none, as Orbax saves no empty array."""
-  return jnp.stack([jnp.sum(w, dtype=jnp.float32) for w in sampled]) if sampled else jnp.zeros(1, jnp.float32)
+  if not sampled:
+    return jnp.zeros(1, jnp.float32)
+  return jnp.stack([jnp.sum(w.astype(jnp.float32) * _factors(w.shape)) for w in sampled])
 
 
 def at_start(sampled: Sequence[Array]) -> Left:
@@ -92,11 +94,7 @@ def given(left: Left, sampled: Sequence[Array]) -> Left:
 
 
 def fingerprint(w: Array) -> Array:
-  """A weighted sum of some entries of a weight, float32: by it `was_changed` knows the weight again.
-
-  A plain sum would not do: what a softmax or a layer norm hands back sums to zero over its features, and so does each
-  step of SGD on the weight in front of it.
-  """
+  """A weighted sum of some entries of a weight, float32: by it `was_changed` knows the weight again."""
   return jnp.sum(_weighted(_sample(w)))
 
 
@@ -111,11 +109,19 @@ def was_changed(w: Array, known: Array) -> Array:
 
 def _weighted(sampled: Array) -> Array:
   """The entries as bfloat16 has them, float32, each times another number."""
-  factors = np.random.default_rng(0).uniform(0.5, 1.5, sampled.shape).astype(np.float32)
   stored = sampled.astype(jnp.float32)
   for dtype in (sampled.dtype, jnp.bfloat16):
     stored = jax.lax.reduce_precision(stored, jnp.finfo(dtype).nexp, jnp.finfo(dtype).nmant)
-  return stored * factors
+  return stored * _factors(sampled.shape)
+
+
+def _factors(shape: tuple[int, ...]) -> np.ndarray:
+  """What entries are multiplied by before they are added.
+
+  A plain sum would not do: what a softmax or a layer norm hands back sums to zero over its features, and so does each
+  step of SGD on the weight in front of it.
+  """
+  return np.random.default_rng(0).uniform(0.5, 1.5, shape).astype(np.float32)
 
 
 def check_left(state: Any, *, wait: bool = True) -> None:

@@ -65,6 +65,17 @@ class LeftTest(parameterized.TestCase):
       with self.assertRaisesRegex(ValueError, r'mlp/\w+: [234] steps in a row, .*put it inside'):
         ask()
 
+  def test_updates_that_sum_to_zero(self):
+    """As those of SGD in front of a softmax do, over its features."""
+
+    def centred(params, i):
+      return jax.tree.map(lambda g: g - g.mean(-1, keepdims=True), grads_of(params, i))
+
+    tx = optax.chain(wrapped(inner=optax.sgd(0.01)), optax.scale(0.5))
+    _, state = trained(tx, params_of(shape=(32, 16)), grads_of=centred)
+    with self.assertRaisesRegex(ValueError, 'put it inside'):
+      s24.get_flip_rate(state)
+
   def test_other_weights_between_steps(self):
     def normed(params, i):
       del i
@@ -158,7 +169,7 @@ class LeftTest(parameterized.TestCase):
   def test_a_few_of_many_weights(self):
     params = {f'h_{i}': {'mlp': jnp.ones((40, 100))} for i in range(20)}
     left = s24.sparse_training(optax.sgd(0.1), s24.recipes.ste('.*')).init(params).left
-    np.testing.assert_array_equal(left.sums, [32 * 32] * 8)
+    np.testing.assert_allclose(left.sums, [32 * 32] * 8, rtol=0.02)  # of factors about 1
 
   @parameterized.parameters(
     ((4096, 11008), 1024), ((32, 32, 64, 64), 1024), ((4099, 4099), 1024), ((12, 4099), 1024), ((8, 6), 48),
