@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+from pathlib import Path
 import sys
 
 
@@ -36,8 +37,8 @@ def main():
     config = pipeline.DataConfig(process_index=index, process_count=count, micro_batches=parts)
     return fakes.FakeData(rows=config.rows)
 
-  def full(*_, **__):
-    raise OSError(28, 'No space left on device')
+  def full(*given, **_):
+    raise OSError(28, 'No space left on device', *(str(path) for path in given if isinstance(path, Path)))
 
   init = metrics.MetricsWriter.__init__
 

@@ -187,7 +187,7 @@ class RefusalTest(parameterized.TestCase):
   @parameterized.parameters(
     (_device.current(), 'bfloat16', {}, 'compute capability 8.0 and later, this is cpu'),
     (_A100, 'float8_e4m3fn', dict(out_dtype=jnp.dtype('bfloat16')), 'compute capability 8.9'),
-    (_H100, 'bfloat16', dict(out_dtype=jnp.dtype('float32')), 'writes the product of bfloat16 matrices as bfloat16'),
+    (_H100, 'bfloat16', dict(out_dtype=jnp.dtype('float32')), 'writes the matmul of bfloat16 matrices as bfloat16'),
     (_H100, 'float8_e4m3fn', dict(out_dtype=jnp.dtype('float8_e4m3fn')), 'is written as bfloat16, float16 or float32'),
     (_H100, 'float8_e4m3fn', dict(out_dtype=jnp.dtype('bfloat16'), b_layout='kn'), "b_layout='nk'"),
   )

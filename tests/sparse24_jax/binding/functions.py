@@ -113,7 +113,7 @@ def _remat(p, x):
 def _each_token(p, x):
   """Layers for one token, `w @ x`, under vmap, as Equinox has them."""
   def layer(w, x):
-    return w @ x + jnp.arange(w.shape[0]) / 10
+    return w @ x + (jnp.arange(w.shape[0]) / 10).astype(w.dtype)
 
   return jax.vmap(lambda x: layer(p['down'], jax.nn.relu(layer(p['up'], x))))(x)
 
