@@ -4,6 +4,7 @@ The backward is memory-bound and its result is read three times if the pack is a
 input-gradient matmul, read by the packer); fused, the packer's read goes away.
 """
 
+import dataclasses
 import math
 from typing import Any
 
@@ -198,6 +199,14 @@ def _default_config(gated: bool) -> pack.Config:
   return pack.Config(num_warps=8 if gated else 4)
 
 
+def _within_a_half(config: pack.Config, columns: int) -> pack.Config:
+  """`config`, or tiles of 64 columns where wider ones reach past the gate's half: they would write metadata of up."""
+  if columns % (4 * config.tile_columns) == 0:
+    return config
+  warps = max(1, config.num_warps * 16 // config.tile_columns)
+  return dataclasses.replace(config, tile_columns=16, num_warps=warps)
+
+
 def _backward(
   dh: Array, z: Array, key: Array, origin: tuple[Any, Any, Any], activation: str, gated: bool,
   config: pack.Config, scale: Array | None = None, dtype: jnp.dtype | None = None,
@@ -217,6 +226,7 @@ def _backward(
     jax.ShapeDtypeStruct(metadata_shape(features, tokens), jnp.uint32),
   ]
   parameters = pack.draw_parameters(key, origin)
+  config = _within_a_half(config, columns) if gated else config
   options = dict(
     out_shape=structs, grid=config.grid(1, rows, columns), num_warps=config.num_warps,
     ACTIVATION=activation, GATED=gated, **config.constants(rows, columns),

@@ -50,6 +50,15 @@ class TritonTest(parameterized.TestCase):
     )  # fmt: skip
     self.assertEqual(made.stack_bytes, 0)
 
+  @parameterized.parameters((576, 16, 8), (640, 32, 16))
+  def test_tiles_end_with_the_half_of_the_gate(self, features, tile_columns, warps):
+    from pallas_kernels.gated_activation import triton as gated
+    from pallas_kernels.pack.triton import Config
+
+    found = gated._within_a_half(Config(tile_columns=32, num_warps=16), features)
+    self.assertEqual((found.tile_columns, found.num_warps), (tile_columns, warps))
+    self.assertEqual(features % (4 * found.tile_columns), 0)
+
 
 if __name__ == '__main__':
   absltest.main()
