@@ -37,9 +37,11 @@ class LlamaConfig:
     rope_theta: base of the rotary wavelengths.
     norm_epsilon: of RMSNorm.
     dropout: probability on both residual branches; the published models have none.
-    dtype: compute dtype; logits are always float32.
+    dtype: compute dtype.
+    logits_dtype: of what the model returns, see `gpt2.GPT2Config`.
+    fp8_linear: dense matmuls of the linear layers in FP8; takes `fused_mlp=False`.
     param_dtype: dtype of the stored parameters.
-    remat: recompute each block in the backward pass.
+    remat: recompute each block in the backward pass; 'dots' all but its matmuls.
     scan_layers: one `lax.scan` over stacked layers instead of a Python loop.
     attention: `implementation` of `jax.nn.dot_product_attention`: 'xla', 'cudnn' or None.
     attention_pattern: None is full causal attention; else what is attended to in all heads and layers, a
@@ -59,7 +61,9 @@ class LlamaConfig:
   dropout: float = 0.0
   dtype: str = 'float32'
   param_dtype: str = 'float32'
-  remat: bool = False
+  logits_dtype: str = 'float32'
+  fp8_linear: bool = False
+  remat: bool | Literal['dots'] = False
   scan_layers: bool = False
   attention: Literal['xla', 'cudnn'] | None = 'xla'
   fused_mlp: bool = False
@@ -70,6 +74,8 @@ class LlamaConfig:
       raise ValueError(f'embed_dim {self.embed_dim} over num_heads {self.num_heads} is not a whole even head size')
     if self.num_heads % self.num_kv_heads:
       raise ValueError(f'num_heads {self.num_heads} is not divisible by num_kv_heads {self.num_kv_heads}')
+    if self.fp8_linear and self.fused_mlp:
+      raise ValueError('fp8_linear is for layers of their own: set fused_mlp=False')
     check_patterns(self)
 
   @property
@@ -163,7 +169,7 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-  """The output matrix; logits are summed and left in float32."""
+  """The output matrix."""
 
   config: LlamaConfig
 
@@ -172,7 +178,7 @@ class Head(nn.Module):
     cfg = self.config
     shape = (cfg.embed_dim, cfg.vocab_size)
     kernel_DxV = self.param('kernel', nn.initializers.normal(INIT_STD), shape, jnp.dtype(cfg.param_dtype))
-    return unembed(x_BxTxD, kernel_DxV.astype(cfg.dtype).T)
+    return unembed(x_BxTxD, kernel_DxV.astype(cfg.dtype).T, jnp.dtype(cfg.logits_dtype))
 
 
 class Llama(nn.Module):
@@ -188,7 +194,7 @@ class Llama(nn.Module):
 
   @nn.compact
   def __call__(self, tokens_BxT: jax.Array) -> jax.Array:
-    """Returns float32 logits [B, T, V] for int32 tokens [B, T]; position t predicts token t + 1."""
+    """Returns logits [B, T, V] for int32 tokens [B, T]; position t predicts token t + 1."""
     cfg = self.config
     length = tokens_BxT.shape[-1]
     if length > cfg.seq_len:

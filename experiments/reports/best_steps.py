@@ -1,0 +1,80 @@
+"""The table of steps at their best: each method in its fastest layout beside dense and dense FP8 in theirs."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+import dataclasses
+import json
+from pathlib import Path
+import statistics
+from typing import Any
+
+from experiments.reports import provenance
+
+FILE = 'best_steps.jsonl'
+
+
+@dataclasses.dataclass(frozen=True)
+class Best:
+  """One method at its best on one model and GPU.
+
+  Attributes:
+    ms: median over processes of a step with its share of the mask searches.
+    layout: what was fastest.
+    others: layout -> ms of those that were not.
+    record: one of its records.
+    processes: that timed it.
+  """
+
+  ms: float
+  layout: str
+  others: Mapping[str, float]
+  record: Mapping[str, Any]
+  processes: int
+
+
+def load(path: Path = provenance.RESULTS / FILE) -> dict[tuple[str, str], dict[str, Best]]:
+  """(device, model) -> method -> it at its best; methods and models in the order of the records."""
+  found: dict[tuple[str, str], dict[str, dict[str, list[Any]]]] = defaultdict(lambda: defaultdict(dict))
+  for record in map(json.loads, path.read_text().splitlines()):
+    if record['headline']:
+      found[record['device'], record['model']][record['recipe']].setdefault(record['layout'], []).append(record)
+  return {
+    key: {method: _best(layouts) for method, layouts in methods.items()} for key, methods in found.items()
+  }
+
+
+def _best(layouts: Mapping[str, Sequence[Mapping[str, Any]]]) -> Best:
+  ms = {name: statistics.median(record['amortised_ms'] for record in rows) for name, rows in layouts.items()}
+  layout = min(ms, key=lambda name: (-len(layouts[name]), ms[name]))  # what was timed again had won
+  others = {name: value for name, value in ms.items() if name != layout}
+  return Best(ms[layout], layout, others, layouts[layout][-1], len(layouts[layout]))
+
+
+def speedups(methods: Mapping[str, Best], over: str = 'dense') -> dict[str, float]:
+  """Method -> how many times faster than `over`; {} without it."""
+  if over not in methods:
+    return {}
+  return {method: methods[over].ms / best.ms for method, best in methods.items() if method != over}
+
+
+def markdown(found: Mapping[tuple[str, str], Mapping[str, Best]]) -> str:
+  """The table of `docs/speed.md`: a line a model and method."""
+  lines = [
+    '| model | method | step, ms | times faster than dense | than dense FP8 | MFU | layout | GB |',
+    '|---|---|---|---|---|---|---|---|',
+  ]
+  for (device, model), methods in found.items():
+    over, over_fp8 = speedups(methods), speedups(methods, 'dense_fp8')
+    shape = next(iter(methods.values())).record['shape']
+    name = f'{model}, {shape["batch"]} x {shape["length"]}, {device.removeprefix("NVIDIA ")}'
+    for method, best in methods.items():
+      times = f'**{over[method]:.2f}**' if method in over else ''
+      fp8 = f'{over_fp8[method]:.2f}' if method in over_fp8 and 'fp8' in method else ''
+      share = best.record['mfu'] * best.record['amortised_ms'] / best.ms
+      memory = best.record['memory_gb']['total'] if best.record.get('memory_gb') else 0.0
+      lines.append(
+        f'| {name} | {best.record["label"]} | {best.ms:.1f} | {times} | {fp8} | {share:.2f} | {best.layout} |'
+        f' {memory:.0f} |'
+      )
+      name = ''
+  return '\n'.join(lines)
