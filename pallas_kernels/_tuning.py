@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels import _compat, _power
 
@@ -66,10 +67,14 @@ def compile_all(jobs: Sequence[tuple[Any, ...]]) -> list[Any]:
 
 
 @jax.jit
-def same_bits(x: Array, y: Array) -> Array:
-  """Whether two arrays of one dtype agree in every bit: 0.0 and -0.0 do not, equal NaNs do."""
-  bits = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
-  return jnp.all(jax.lax.bitcast_convert_type(x, bits) == jax.lax.bitcast_convert_type(y, bits))
+def same_bits(x: Any, y: Any) -> Array:
+  """Whether arrays, or trees of them, agree in every bit: 0.0 and -0.0 do not, equal NaNs do."""
+
+  def same(x: Array, y: Array) -> Array:
+    bits = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
+    return jnp.all(jax.lax.bitcast_convert_type(x, bits) == jax.lax.bitcast_convert_type(y, bits))
+
+  return jnp.all(jnp.stack(jax.tree.leaves(jax.tree.map(same, x, y))))
 
 
 def verify(candidate: Candidate, expected: Array, *, repeats: int = REPEATS) -> tuple[float, str | None]:
@@ -80,7 +85,8 @@ def verify(candidate: Candidate, expected: Array, *, repeats: int = REPEATS) -> 
   """
   try:
     first = candidate.f(*candidate.args)
-    error = relative_error(first, expected)
+    # One result, or several that are to be the same.
+    error = float(np.max([relative_error(x, expected) for x in jax.tree.leaves(first)]))
   except jax.errors.JaxRuntimeError as e:
     return math.inf, f'fails: {e}'
   if not error <= TOLERANCE:  # also for nan
@@ -156,16 +162,19 @@ def sustained_ms(f: Callable[..., Any], args: Sequence[Array], *, seconds: float
   return (time.perf_counter() - start) / calls * 1e3
 
 
-def sustained(calls: Sequence[tuple[Callable[..., Any], Sequence[Array]]]) -> list[dict[str, Any]]:
+def sustained(
+  calls: Sequence[tuple[Callable[..., Any], Sequence[Array]]], *, matmuls: int = 1
+) -> list[dict[str, Any]]:
   """What a record says of each call (function, arguments) in loops of a second: times, clock, power.
 
+  Times are those of one of its `matmuls`.
   Two loops each, in turns: the second starts as hot as the first ended.
   """
   loops: list[list[tuple[float, _power.Reading]]] = [[] for _ in calls]
   for _ in range(2):
     for found, (f, args) in zip(loops, calls, strict=True):
       with _power.recorded() as reading:
-        ms = sustained_ms(f, args, seconds=_SUSTAINED_S)
+        ms = sustained_ms(f, args, seconds=_SUSTAINED_S) / matmuls
       found.append((ms, reading()))
   fields = []
   for found in loops:

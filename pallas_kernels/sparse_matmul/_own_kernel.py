@@ -55,7 +55,7 @@ def compiled(p: mosaic_gpu.Problem, device: _device.Device, choices: Sequence[mo
     out_layout=p.out_layout, device=device,
   )
   try:
-    return [(mosaic_gpu_sm80.Config(), jax.jit(f).lower(x.a, x.b).compile())]
+    return [(mosaic_gpu_sm80.Config(), jax.jit(_prepared.in_turn(p, f)).lower(_prepared.many(p, x.a), x.b).compile())]
   except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as e:
     logging.warning('%s: mosaic_gpu_sm80 is left out: %s', p.key, e)
     return []

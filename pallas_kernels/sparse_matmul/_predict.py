@@ -9,6 +9,7 @@ import dataclasses
 
 from pallas_kernels.mosaic.sizes import ceil
 from pallas_kernels.sparse_matmul._problem import Config, fits, Problem, schedule
+from pallas_kernels.sparse_matmul._schedule import Schedule
 
 H100_SMS = 132
 # Nanoseconds of a K step of 64 16-bit or 128 8-bit entries by (rows, columns) of a consumer, on a full GPU. Ours.
@@ -23,6 +24,15 @@ _IDLE_GAIN = 0.15
 # Splitting sends partial sums through memory, and fills SMs whose rest would have raised the clock. Its pieces are at
 # different parts of K, so that some of what their tiles share comes from memory: an eighth of it at 2.8 TB/s. Ours.
 _SPLIT_US, _SPLIT_FACTOR, _SPLIT_BYTES_US = 15.0, 1.03, 22.5e6
+# Up to so many columns reading A takes the time, and partial sums are small. Bytes a microsecond that one CTA reads,
+# and that all do; what a split of the sum adds. Ours, by the sizes alone.
+FEW_COLUMNS = 64
+_CTA_BYTES_US, _ALL_BYTES_US, _SUM_US = 60e3, 3e6, 1.5
+
+
+def reads_only(p: Problem) -> bool:
+  """Whether a problem has so few columns that its time is that of reading A: the matmuls of generation."""
+  return p.n <= FEW_COLUMNS
 
 
 def predicted_us(p: Problem, c: Config, num_sms: int = H100_SMS) -> float:
@@ -34,6 +44,8 @@ def predicted_us(p: Problem, c: Config, num_sms: int = H100_SMS) -> float:
   900
   """
   work = schedule(p, c, num_sms)
+  if reads_only(p):
+    return _reading_us(p, c, work)
   most = max(1, num_sms // c.cluster)
   if work.remainder:
     waves, fill = work.tiles / work.clusters, 1.0
@@ -49,6 +61,18 @@ def predicted_us(p: Problem, c: Config, num_sms: int = H100_SMS) -> float:
   return us * _SPLIT_FACTOR + _SPLIT_US + _split_bytes(p, c, work.remainder) / _SPLIT_BYTES_US if work.remainder else us
 
 
+def _reading_us(p: Problem, c: Config, work: Schedule) -> float:
+  """Time of a matmul that waits for A: the busiest CTA's share of it, or all of it."""
+  rows, _ = c.cluster_tile
+  step = rows * c.bk * (p.a_dtype.itemsize / 2 + 1 / 8) + c.bn * c.bk * p.b_dtype.itemsize
+  if work.remainder:
+    busy = work.pieces(work.remainder) if work.remainder == work.tiles else work.clusters
+    steps, added = work.tiles * work.k_steps / busy, _SUM_US
+  else:
+    busy, steps, added = min(work.tiles, work.clusters), ceil(work.tiles, work.clusters) * work.k_steps, 0.0
+  return _LAUNCH_US + added + steps * step / min(_CTA_BYTES_US, _ALL_BYTES_US / busy)
+
+
 def _split_bytes(p: Problem, c: Config, tiles: int) -> float:
   """What so many tiles of a cluster read if they share nothing: kept values, positions and B."""
   rows, columns = c.cluster_tile
@@ -57,6 +81,8 @@ def _split_bytes(p: Problem, c: Config, tiles: int) -> float:
 
 def shapes(p: Problem) -> list[Config]:
   """Tiles and clusters of every kind that fits a problem."""
+  if reads_only(p):
+    return [c for c in _few_columns(p) if fits(p, c)]
   eight_bit = p.a_dtype.itemsize == 1
   wide = Config(bk=128) if eight_bit else Config()
   narrow = dataclasses.replace(wide, rows=64, bn=256, stages=4 if eight_bit else 5)
@@ -64,6 +90,20 @@ def shapes(p: Problem) -> list[Config]:
   found = [wide, narrow, middle, small]
   found += [dataclasses.replace(c, along='n') for c in (wide, narrow)] + [dataclasses.replace(small, cluster=1)]
   return [c for c in found if fits(p, c)]
+
+
+def _few_columns(p: Problem) -> list[Config]:
+  """Small tiles in a ring as deep as shared memory allows, which keeps as many bytes of A on their way as it may."""
+  bn = next(bn for bn in (8, 16, 32, 64) if p.n <= bn)
+  found = []
+  for bk in (128,) if p.a_dtype.itemsize == 1 else (128, 64):
+    c = Config(rows=64, bn=bn, bk=bk, stages=2, cluster=1, epilogue_n=bn)
+    if p.out_layout == 'mn' and not fits(p, c):  # TMA stores no narrower piece
+      c = dataclasses.replace(c, bn=64, epilogue_n=64)
+    while fits(p, deeper := dataclasses.replace(c, stages=c.stages + 1)):
+      c = deeper
+    found += [c, dataclasses.replace(c, delay=0)]
+  return found
 
 
 def default_config(p: Problem, num_sms: int = H100_SMS) -> Config:
@@ -74,7 +114,15 @@ def default_config(p: Problem, num_sms: int = H100_SMS) -> Config:
 def _ways(p: Problem, num_sms: int) -> list[Config]:
   """Every shape with its last wave whole or split."""
   found = shapes(p)
-  split = (dataclasses.replace(c, split=4) for c in found)
+
+  def pieces(c: Config) -> list[int]:
+    if not reads_only(p):
+      return [4]
+    # Every SM is to read: equal pieces for nearly all, and unequal ones for all.
+    equal = num_sms // schedule(p, c, num_sms).tiles
+    return sorted({max(2, equal), max(2, equal + 1)})
+
+  split = (dataclasses.replace(c, split=n) for c in found for n in pieces(c))
   # A sum that is not split is no shorter for having been allowed to.
   return found + [c for c in split if schedule(p, c, num_sms).remainder]
 
@@ -91,6 +139,9 @@ def candidates(p: Problem, num_sms: int, count: int = 10) -> list[Config]:
     count: at most so many.
   """
   ranked = sorted(_ways(p, num_sms), key=lambda c: predicted_us(p, c, num_sms))
+  if reads_only(p):
+    # A shallower ring starts sooner.
+    return [*ranked, *(dataclasses.replace(c, stages=max(2, c.stages // 2)) for c in ranked[:2])][:count]
   found = ranked[: count // 2]
   change = dataclasses.replace
   for c in ranked[:2]:

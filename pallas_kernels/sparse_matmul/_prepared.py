@@ -18,13 +18,17 @@ import jax.numpy as jnp
 
 from pallas_kernels import _tuning, formats
 from pallas_kernels._tuning import compile_all, times_ms
+from pallas_kernels.mosaic.sizes import ceil
 from pallas_kernels.sparse_matmul import arg_specs, mosaic_gpu, operand
+from pallas_kernels.sparse_matmul._predict import reads_only
 
 Array = jax.Array
 # The oracle need not be fast, and XLA's search for a fast one takes longer than all else.
 _UNTUNED = {'xla_gpu_autotune_level': 0, 'xla_gpu_enable_triton_gemm': False}
 # XLA tries Triton matmuls of 8 bits for minutes; in the steps that were traced it took none.
 _VENDOR = {'xla_gpu_enable_triton_gemm': False}
+# Packed in 8 bits they take three times what an H200's second-level cache holds.
+_UNCACHED_ENTRIES = 240_000_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +113,7 @@ def _dense_ways(p: mosaic_gpu.Problem) -> dict[str, Callable[[Array, Array], Arr
 
 def _dense_jobs(p: mosaic_gpu.Problem, args: Sequence[Any], *options: Any) -> list[tuple[Any, ...]]:
   options = options or ((_VENDOR,) if p.a_dtype.itemsize == 1 else ())
-  return [(f, args, *options) for f in _dense_ways(p).values()]
+  return [(in_turn(p, f), args, *options) for f in _dense_ways(p).values()]
 
 
 def sparse(p: mosaic_gpu.Problem, config: mosaic_gpu.Config) -> Callable[..., Array]:
@@ -121,6 +125,45 @@ def sparse(p: mosaic_gpu.Problem, config: mosaic_gpu.Config) -> Callable[..., Ar
 
 def plain(c: mosaic_gpu.Config) -> dict[str, Any]:
   return dataclasses.asdict(c)
+
+
+def weights(p: mosaic_gpu.Problem) -> int:
+  """How many weights of its size a call of a candidate multiplies with, one after another.
+
+  One, but where reading it takes the time: then so many, whatever their dtype, that the second-level cache cannot hold
+  what it does not hold in a model either.
+  """
+  return ceil(_UNCACHED_ENTRIES, p.m * p.k) if reads_only(p) else 1
+
+
+def in_turn(p: mosaic_gpu.Problem, f: Callable[..., Array]) -> Callable[..., Any]:
+  """`f` of each of `many` A and of one B: a list of results, of one A the result itself."""
+  if weights(p) == 1:
+    return f
+
+  def g(many: Sequence[Any], b: Array) -> list[Array]:
+    found = []
+    for a in many:
+      # Each waits for the one before, as the layers of a model do.
+      d, b = jax.lax.optimization_barrier((f(a, b), b))
+      found.append(d)
+    return found
+
+  return g
+
+
+def many(p: mosaic_gpu.Problem, a: Any) -> Any:
+  """`weights(p)` copies of an A in memory, or of its shape."""
+  count = weights(p)
+  if count == 1:
+    return a
+  concrete = all(isinstance(x, jax.Array) for x in jax.tree.leaves(a))
+  return tuple(jax.tree.map(jnp.copy, a) if concrete else a for _ in range(count))
+
+
+def timer(p: mosaic_gpu.Problem) -> Callable[..., list[float]]:
+  """`times_ms` of one matmul."""
+  return lambda f, args, iterations: [ms / weights(p) for ms in times_ms(f, args, iterations)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +182,7 @@ Compiled = list[tuple[mosaic_gpu.Config, Callable[..., Array]]]
 def compile_sparse(p: mosaic_gpu.Problem, choices: Sequence[mosaic_gpu.Config]) -> Compiled:
   """The settings that compile, compiled; the GPU itself is not used."""
   x = jax.eval_shape(functools.partial(inputs, p), jax.random.key(0))
-  compiled = compile_all([(sparse(p, c), (x.a, x.b)) for c in choices])
+  compiled = compile_all([(in_turn(p, sparse(p, c)), (many(p, x.a), x.b)) for c in choices])
   for c, f in zip(choices, compiled, strict=True):
     if isinstance(f, Exception):
       logging.warning('%s does not compile: %s', c, f)
@@ -151,17 +194,17 @@ def prepare(p: mosaic_gpu.Problem, compiled: Compiled, seed: int, implementation
   key = jax.random.key(seed)
   make = functools.partial(inputs, p)
   x = jax.eval_shape(make, key)
-  args = (x.a_dense, x.b)
   # Together: XLA's own tuning of the dense ways leaves most cores idle.
-  jobs = [(make, (key,)), (functools.partial(expected, p), args, _UNTUNED)]
-  made, right, *dense = compile_all(jobs + _dense_jobs(p, args))
+  jobs = [(make, (key,)), (functools.partial(expected, p), (x.a_dense, x.b), _UNTUNED)]
+  made, right, *dense = compile_all(jobs + _dense_jobs(p, (many(p, x.a_dense), x.b)))
   for f in (made, right):
     if isinstance(f, Exception):
       raise f
   x = made(key)
-  candidates = [_tuning.Candidate(implementation, plain(c), f, (x.a, x.b)) for c, f in compiled]
-  args = (x.a_dense, x.b)
-  result = right(*args)
+  packed = many(p, x.a)
+  candidates = [_tuning.Candidate(implementation, plain(c), f, (packed, x.b)) for c, f in compiled]
+  args = (many(p, x.a_dense), x.b)
+  result = right(x.a_dense, x.b)
   return Prepared(x, result, _fastest_dense(p, args, dense, result), candidates)
 
 
@@ -186,10 +229,12 @@ def in_16_bits(p: mosaic_gpu.Problem, a_dense: Array, key: Array) -> _tuning.Can
 
 
 def _dense(p: mosaic_gpu.Problem, args: Sequence[Array], *options: Any) -> _tuning.Candidate:
-  right, *ways = compile_all([(functools.partial(expected, p), args, _UNTUNED), *_dense_jobs(p, args, *options)])
+  right, *ways = compile_all([
+    (functools.partial(expected, p), args, _UNTUNED), *_dense_jobs(p, (many(p, args[0]), args[1]), *options),
+  ])  # fmt: skip
   if isinstance(right, Exception):
     raise right
-  return _fastest_dense(p, args, ways, right(*args))
+  return _fastest_dense(p, (many(p, args[0]), args[1]), ways, right(*args))
 
 
 def _fastest_dense(
@@ -207,7 +252,7 @@ def _fastest_dense(
       logging.warning('%s: a dense way is left out: %s', p.key, reasons[-1])
   if not candidates:
     raise ValueError(f'{p.key}: no dense way is right: {"; ".join(reasons)}')
-  times = _tuning.interleave(candidates, times_ms, rounds=2, iterations=10, gap_s=gap_s(p, 10))
+  times = _tuning.interleave(candidates, timer(p), rounds=2, iterations=10, gap_s=gap_s(p, 10))
   return min(zip(candidates, times, strict=True), key=lambda pair: statistics.median(pair[1]))[0]
 
 
@@ -216,7 +261,7 @@ def _refusal(p: mosaic_gpu.Problem, dense: _tuning.Candidate, expected: Array) -
   # 8-bit GEMMs sum with fewer bits, dense ones twice as many terms as sparse ones.
   tolerance = _tuning.TOLERANCE * (2 if p.a_dtype.itemsize == 1 else 1)
   try:
-    found = dense.f(*dense.args)
+    found = jax.tree.leaves(dense.f(*dense.args))[0]
     if (found.shape, found.dtype) != (expected.shape, p.out_dtype):
       return f'gives {found.dtype} {found.shape}, not {p.out_dtype} {expected.shape}'
     error = _tuning.relative_error(found, expected)

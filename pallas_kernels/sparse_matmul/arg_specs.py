@@ -104,12 +104,16 @@ FP8 = [
   )
   for spec in _fp8_layer(*sizes)
 ]
-ALL = [*SQUARE, *HEADLINE, *SMALL, *MODELS, *FP8]
+# Generation: few tokens, a sequence each, by layers of width 4096, and the same in FP8.
+_DECODED = [(tokens, *layer) for layer in ((4096, 4096), (4096, 14336), (14336, 4096)) for tokens in (1, 4, 16, 64)]
+DECODE = [Spec(*sizes, 'forward') for sizes in _DECODED]
+DECODE_FP8 = [Spec(*sizes, 'forward', _FP8) for sizes in _DECODED if sizes[0] in (1, 16)]
+ALL = [*SQUARE, *HEADLINE, *SMALL, *MODELS, *FP8, *DECODE, *DECODE_FP8]
 SELECTIONS = {
   'square': SQUARE, 'headline': HEADLINE, 'small': SMALL,
   'gpt2_124m': GPT2_124M, 'gpt2_774m': GPT2_774M, 'gpt2_1558m': GPT2_1558M,
   'llama_3b': LLAMA_3B, 'block': BLOCK, 'models': MODELS, 'fp8': FP8,
-  'all': ALL,
+  'decode': DECODE, 'decode_fp8': DECODE_FP8, 'all': ALL,
 }
 # Sizes no tile divides, down to one group; (m, n, k).
 RAGGED = [(1, 1, 4), (64, 8, 4), (3, 5, 68), (100, 130, 140), (257, 193, 260), (520, 392, 196), (63, 65, 1000)]

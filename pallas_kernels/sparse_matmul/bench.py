@@ -71,7 +71,7 @@ def bench(selection: str, out: pathlib.Path, folder: pathlib.Path = _records.TUN
     dense = 'dense' if p.a_dtype.itemsize == 2 else 'dense_fp8'
     # Half of the entries of `ready.dense` are zeros, which take less power; those of a dense weight are not.
     full = _prepared.full(p, jax.random.key(p.m + p.n + 2))
-    runs.append(dataclasses.replace(ready.dense, args=(full, x.b)))
+    runs.append(dataclasses.replace(ready.dense, args=(_prepared.many(p, full), x.b)))
     names = [dense, f'{dense}_without_zeros']
     if p.a_dtype.itemsize == 1:
       wide = dataclasses.replace(p, a_dtype=jnp.dtype('bfloat16'), b_dtype=jnp.dtype('bfloat16'))
@@ -80,12 +80,13 @@ def bench(selection: str, out: pathlib.Path, folder: pathlib.Path = _records.TUN
     error, reason = _tuning.verify(runs[0], ready.expected)
     if reason:
       raise ValueError(f'{p.key}: {reason}')
-    vendor = _cusparselt_baseline(p, x, ready.expected, device, folder)
+    count = _prepared.weights(p)
+    vendor = _cusparselt_baseline(p, x, ready.expected, device, folder) if count == 1 else None
     if vendor is not None:
       runs.append(vendor[0])
       names.append('cusparselt')
-    samples = _tuning.interleave(runs, _prepared.times_ms, rounds=6, iterations=20)
-    sustained = _tuning.sustained([(run.f, run.args) for run in runs])
+    samples = _tuning.interleave(runs, _prepared.timer(p), rounds=6, iterations=20)
+    sustained = _tuning.sustained([(run.f, run.args) for run in runs], matmuls=count)
     for spec in specs:
       record = _record(spec, p, environment, runs, names, samples, sustained, error)
       if vendor is not None:

@@ -63,7 +63,8 @@ def tune(
     with alone or contextlib.nullcontext():
       laps.append(time.monotonic())
       ready = _prepared.prepare(p, compiled, p.m + p.k, _own_kernel.name(device))
-      searches = 'cusparselt' in backends
+      # Its candidates multiply with one weight.
+      searches = 'cusparselt' in backends and _prepared.weights(p) == 1
       found = _cusparselt_search(p, ready.x) if searches else cusparselt_search.Found([], [], [])
       candidates = ready.sparse + found.candidates
       laps.append(time.monotonic())
@@ -72,7 +73,7 @@ def tune(
       if p.a_dtype.itemsize == 1:
         others['dense_bf16'] = _prepared.in_16_bits(p, ready.x.a_dense, jax.random.key(p.n))
       entry = _tuning.tune(
-        p.key, ready.dense, candidates, ready.expected, _prepared.times_ms, finalists=2,
+        p.key, ready.dense, candidates, ready.expected, _prepared.timer(p), finalists=2,
         others=others,
         quick=dict(rounds=2, iterations=10, gap_s=_prepared.gap_s(p, 10)),
         final=dict(rounds=4, iterations=20, gap_s=_prepared.gap_s(p, 20)),

@@ -68,6 +68,12 @@ class InterpretTest(parameterized.TestCase):
     config = mosaic_gpu.Config(rows=64, bn=bn, stages=2, cluster=cluster, along='n', epilogue_n=epilogue_n)
     self._check(a, b, config, out_dtype=jnp.dtype(out_dtype), out_layout=out_layout)
 
+  def test_few_columns_share_out_the_sum(self):
+    # Two tiles of 128 rows and four stages of 128 along K, in eight pieces.
+    a, b = _inputs(200, 3, 1024, _BF16, _BF16, 'nk')
+    config = mosaic_gpu.Config(rows=64, bn=8, bk=128, stages=3, cluster=1, split=4, epilogue_n=8, ctas=8)
+    self._check(a, b, config, out_layout='nm')
+
   @parameterized.parameters((256, 256, 192, 'nk'), (200, 136, 64, 'kn'))
   def test_clusters_side_by_side(self, m, n, k, b_layout):
     # The second size leaves the right CTA of the last cluster without columns.
@@ -212,6 +218,15 @@ _PROGRAMS = {
   'odd_columns': (
     (4096, 4096, 4096), _BF16, mosaic_gpu.Config(rows=64, bn=24, cluster=1, epilogue_n=8),
     dict(out_dtype=jnp.dtype('float32')), 8,
+  ),
+  'few_columns': (
+    (4096, 1, 4096), _BF16,
+    mosaic_gpu.Config(rows=64, bn=8, bk=128, stages=11, cluster=1, split=5, epilogue_n=8), dict(out_layout='nm'), 8,
+  ),
+  'few_columns_float8': (
+    (4096, 16, 4096), _E4M3,
+    mosaic_gpu.Config(rows=64, bn=16, bk=128, stages=16, cluster=1, split=4, epilogue_n=16),
+    dict(scales=True, out_layout='nm'), 4,
   ),
   'odd_steps': ((6400, 24576, 1600), _BF16, mosaic_gpu.Config(), dict(bias=True, out_layout='nm'), 12),
 }

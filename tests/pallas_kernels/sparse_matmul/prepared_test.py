@@ -39,6 +39,21 @@ class DenseTest(parameterized.TestCase):
       self.assertEqual(each.dtype, _BF16)
       np.testing.assert_array_equal(np.asarray(each, np.float32), d if out_layout == 'mn' else d.T)
 
+  def test_of_few_tokens_a_call_multiplies_with_weights_of_their_own(self):
+    p = _problem(8, 3, 16, out_layout='nm')
+    x = _prepared.inputs(p, jax.random.key(0))
+    with mock.patch.object(_prepared, '_UNCACHED_ENTRIES', 3 * 8 * 16):
+      weights = _prepared.many(p, x.a_dense)
+      self.assertLen({w.unsafe_buffer_pointer() for w in (*weights, x.a_dense)}, 4)
+      found = jax.jit(_prepared.in_turn(p, _prepared._dense_ways(p)['swapped']))(weights, x.b)
+      times = _prepared.timer(p)
+      with mock.patch.object(_prepared, 'times_ms', lambda f, args, iterations: [6.0] * iterations):
+        self.assertEqual(times(None, (), 2), [2.0, 2.0])
+    expected = np.asarray(x.b, np.float64) @ np.asarray(x.a_dense, np.float64).T
+    self.assertLen(found, 3)
+    for each in found:
+      np.testing.assert_allclose(np.asarray(each, np.float64), expected, rtol=1e-2, atol=1e-2)
+
   def _fastest(self, p, wrong):
     """The baseline where the way called 'swapped' is `wrong` of its result and ten times as fast."""
     ways = _prepared._dense_ways(p)
