@@ -122,20 +122,20 @@ CASES = {
     family='gpt2', size='774m', batch=24, steps=14, layouts=('unrolled', 'unrolled-dots', 'scan-block')
   ),
   'gpt2-1558m': Case(
-    family='gpt2', size='1558m', batch=24, steps=10, layouts=('unrolled', 'unrolled-dots', 'scan-block')
+    family='gpt2', size='1558m', batch=24, steps=8, layouts=('unrolled', 'scan-block')
   ),
   # The width of 8B models; as many layers as fit with float32 weights and moments and nothing recomputed.
   'gpt2-8x4096': Case(
-    family='gpt2', size='wide', batch=8, steps=16, layouts=('unrolled', 'scan', 'unrolled+cublas'),
+    family='gpt2', size='wide', batch=8, steps=12, layouts=('unrolled', 'unrolled+cublas'),
     fields=dict(num_layers=8, seq_len=2048),
   ),
   'llama-3b': Case(
-    family='llama', size='3b', batch=6, steps=10, layouts=('unrolled', 'unrolled-dots', 'scan-block'),
+    family='llama', size='3b', batch=6, steps=8, layouts=('unrolled', 'scan-block'),
     fields=dict(vocab_size=32000), moment='bfloat16',
   ),
   # Many short sequences: V tokens of one position are a block.
   'gpt2-1300m-relu2': Case(
-    family='gpt2', size='1300m', batch=128, steps=10, layouts=('unrolled', 'scan-block'),
+    family='gpt2', size='1300m', batch=128, steps=8, layouts=('unrolled', 'scan-block'),
     fields=dict(mlp='relu2', seq_len=256), methods=('dense', 'neuron_level_64', 'neuron_level_128'),
   ),
 }  # fmt: skip
@@ -420,7 +420,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument('--methods', nargs='+', choices=tuple(METHODS), metavar='METHOD', help="(default: the case's)")
   parser.add_argument('--layouts', nargs='+', metavar='LAYOUT', help="(default: the case's)")
   parser.add_argument('--processes', type=int, default=3, help='that time the best layout (default: %(default)s)')
-  parser.add_argument('--bursts', type=int, default=2, help='in each process (default: %(default)s)')
+  parser.add_argument('--bursts', type=int, default=1, help='in each process (default: %(default)s)')
   parser.add_argument('--parallel', type=int, default=12, help='programs compiled at once (default: %(default)s)')
   parser.add_argument('--seconds', type=float, default=math.inf, help='nothing is timed after so many')
   parser.add_argument('--cache', type=Path, help='folder of compiled programs (default: one that is removed)')
