@@ -83,6 +83,12 @@ class Layout:
     roles = (('stacked', self.stacked), ('in', self.contracted), ('out', self.outputs))
     return ', '.join(f'{name} {" ".join(map(str, axes))}' for name, axes in roles if axes)
 
+  @classmethod
+  def described(cls, text: str) -> 'Layout':
+    """The layout that `describe` says in words."""
+    roles = {role: tuple(map(int, axes)) for role, *axes in (part.split() for part in text.split(', '))}
+    return cls(roles.get('stacked', ()), roles['in'], roles['out'])
+
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +102,15 @@ class Layouts:
   """
 
   of: tuple[tuple[str, str], ...] = ()
+
+  def layout_of(self, path: str, ndim: int) -> Layout:
+    """The layout of a weight by its path.
+
+    >>> Layouts((('query', 'in 0, out 1 2'),)).layout_of('query', 3)
+    Layout(stacked=(), contracted=(0,), outputs=(1, 2))
+    """
+    text = dict(self.of).get(path)
+    return Layout.standard(ndim) if text is None else Layout.described(text)
 
   def require(self, others: 'Layouts') -> None:
     """ValueError unless a state that was made under these layouts serves a recipe with others."""

@@ -19,7 +19,7 @@ from sparse24_jax.binding.states import weight_states
 from sparse24_jax.binding.transform import run_sparse
 from sparse24_jax.integration.nnx_classes import computes, plain_class, subclass
 from sparse24_jax.integration.nnx_functions import as_function
-from sparse24_jax.integration.nnx_states import ATTRIBUTE, DensePhase, fingerprints, RNG, Sparse
+from sparse24_jax.integration.nnx_states import ATTRIBUTE, DensePhase, fingerprints, RNG, Sparse, spoiled
 from sparse24_jax.linear_layer import projection_state
 from sparse24_jax.recipe import PhaseName, Recipe
 from sparse24_jax.rules import leaves_by_path, match_rules, rule_for
@@ -36,6 +36,7 @@ def sparsify(model: nnx.Module, recipe: Recipe, *, phase: PhaseName, rngs: nnx.R
   model = nnx.clone(model)
   held = _states_in(model)
   known, made_of = (_states_for(recipe, held), held.read_fingerprints()) if held else ({}, {})
+  brought_in = held.brought_in.get_value() if held and known else False
   _restore(model)
   params = nnx.state(model, nnx.Param)
   rules, weights = match_rules(params, recipe), dict(leaves_by_path(params))
@@ -63,7 +64,7 @@ def sparsify(model: nnx.Module, recipe: Recipe, *, phase: PhaseName, rngs: nnx.R
   states = {path: states[path] for path in rules if path in states}
   made_of = {path: of for path, of in made_of.items() if path in known}
   made_of |= fingerprints({path: (policy.projection, w) for path, (policy, w, _) in new.items()})
-  setattr(model, ATTRIBUTE, Sparse(recipe, states, made_of, _streams(rngs)))
+  setattr(model, ATTRIBUTE, Sparse(recipe, states, made_of, brought_in, _streams(rngs)))
   object.__setattr__(model, '__class__', _whole(plain_class(type(model)) or type(model)))
   return model
 
@@ -76,8 +77,9 @@ def _run(model: nnx.Module, method: str, args: tuple, kwargs: dict) -> Any:
 
   sparse = getattr(model, ATTRIBUTE)
   key, call = sparse.draw(), as_function(model, function, args, kwargs, prepare=_restore)
-  states = sparse.states_of(call.params)
-  return call.finish(run_sparse(sparse.recipe, call.function, call.params, states, key, *call.rest, *args, **kwargs))
+  states, fine = sparse.states_of(call.params)
+  out = call.finish(run_sparse(sparse.recipe, call.function, call.params, states, key, *call.rest, *args, **kwargs))
+  return out if fine is None else spoiled(out, fine)
 
 
 def _states_in(model: nnx.Module) -> Sparse | None:

@@ -1,16 +1,21 @@
 """What a sparsified nnx model holds beside the plain one: states of its weights, and of which weights they are.
 
 Whoever trains the model is to bring the states of the optimizer in. Where nobody does, in a trainer that owns its step,
-masks must not stay those of the first weights. So each state that depends on a weight has a fingerprint of it beside
-it, and a forward with other weights chooses the mask anew, from what it is given. A packed weight is one of the step
-in which it was packed, and is read as it is: a step that packs computes nothing of this.
+masks must not stay those of the first weights. So beside the state of a weight stands its fingerprint, and a forward
+with other weights chooses the mask anew, from what it is given.
+
+What was brought in once is to be brought in again. A packed weight is one of the step in which it was packed, and masks
+that wait for their refresh, or links that move, the optimizer alone knows: with other weights a forward raises an
+error, and under `jit`, which cannot, its result is NaN. A forward in the step that brings the states in is given the
+very arrays that the fingerprints are of, which is seen as it is traced: it computes nothing of this.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 import dataclasses
 import functools
 import logging
 from typing import Any
+import weakref
 
 from flax import nnx
 import jax
@@ -28,6 +33,9 @@ from sparse24_jax.rules import leaves_by_path, match_rules
 
 RNG = 'mvue'
 ATTRIBUTE = NNX_STATES.partition('/')[0]
+# By the identity of a fingerprint, that one and the weight that it is of, as long as they are there.
+_WEIGHT_OF: dict[int, tuple[Callable[[], Any], Callable[[], Any]]] = {}
+_BRING_IN = 'nnx.update(model, sparse_variables(nnx.state(model, nnx.Param), opt_state, recipe))'
 
 
 class SparseVariable(nnx.Variable):
@@ -74,17 +82,20 @@ class Sparse(nnx.Module):
   Attributes:
     recipe: whose rules its matmuls follow.
     states: `SparseVariable` of each weight that is projected, by its path.
-    made_of: of each weight whose state depends on it, by its path, the fingerprint that it had.
+    made_of: fingerprints of the weights that these are the states of, by path.
+    brought_in: whether they are those of an optimizer, a bool.
     rngs: streams with one named `'mvue'`, or None.
   """
 
   def __init__(
-    self, recipe: Recipe, states: Mapping[str, Any], made_of: Mapping[str, Array], rngs: nnx.Rngs | None
-  ):
+    self, recipe: Recipe, states: Mapping[str, Any], made_of: Mapping[str, Array], brought_in: Any,
+    rngs: nnx.Rngs | None,
+  ):  # fmt: skip
     # The optimizer alone reads the decay, which may be an array: no part of a graph that is hashed.
     self.recipe = dataclasses.replace(recipe, masked_decay=0.0)
     self.states = nnx.Dict({path: SparseVariable(state) for path, state in states.items()})
     self.made_of = nnx.Dict({path: SparseVariable(known) for path, known in made_of.items()})
+    self.brought_in = SparseVariable(jnp.asarray(brought_in))
     self.rngs = rngs
 
   def __setattr__(self, name: str, value: Any) -> None:
@@ -104,10 +115,11 @@ class Sparse(nnx.Module):
     """Of the weights that the states were made of, by path."""
     return {path: self.made_of[path].get_value() for path in self.made_of}
 
-  def states_of(self, params: Any) -> dict[str, Any]:
-    """The states as the forward of these parameters reads them: masks of other weights are chosen anew.
+  def states_of(self, params: Any) -> tuple[dict[str, Any], Array | None]:
+    """The states as the forward of these parameters reads them, and where that is not known yet, whether it may.
 
-    ValueError names states that were brought in of weights that the model has not.
+    Raises:
+      ValueError: states were brought in of weights that the model does not have, or had.
     """
     weights, states, known = dict(leaves_by_path(params)), self.read(), self.read_fingerprints()
     if foreign := [path for path in states if path not in weights]:
@@ -116,29 +128,43 @@ class Sparse(nnx.Module):
         f' {", ".join(path for path in states if path in weights) or "none"} that are sparse. Give'
         ' sparse_variables the parameters of this model, nnx.state(model, nnx.Param)'
       )
-    projections = {path: rule.policy.projection for path, rule in match_rules(params, self.recipe).items()}
-    mine = [path for path in known if projections.get(path) and not isinstance(_value(states[path]), PackedWeight)]
-    if not mine:
-      return states
-    given = {path: jax.lax.stop_gradient(weights[path]) for path in mine}
-    changed = _changed(given, {path: known[path] for path in mine})
-    stale = functools.reduce(jnp.logical_or, changed.values())
+    rules = match_rules(params, self.recipe)
+    mine = [path for path, of in known.items() if path in rules and not _is_of(of, weights[path])]
+    projections = {path: p for path in mine if (p := rules[path].policy.projection)}
+    packed = {path for path in projections if isinstance(_value(states[path]), PackedWeight)}
+    chosen = [path for path, p in projections.items() if path not in packed and _reads_weight(p, weights[path])]
+    moving = {path for path, p in projections.items() if p.update is not None} - packed
+    waiting = set(chosen) if self.recipe.refresh_every > 1 else set()
+    if not (packed or moving or chosen):
+      return states, None
+    given = {path: jax.lax.stop_gradient(weights[path]) for path in (*packed, *moving, *chosen)}
+    changed = _changed(given, {path: known[path] for path in given}, _stacked(projections, given))
+    brought = self.brought_in.get_value()
+    refused = {path: changed[path] & (path in packed or brought) for path in packed | moving | waiting}
+    wrong = _any(refused.values())
+    stale = _any(jnp.logical_and(changed[path], jnp.logical_not(refused.get(path, False))) for path in chosen)
 
     def anew(kept: dict[str, Any]) -> dict[str, Any]:
-      found = {path: _refreshed(projections[path], given[path], kept[path]) for path in mine}
-      return {path: jax.tree.map(functools.partial(jnp.where, changed[path]), found[path], kept[path]) for path in mine}
+      found = {path: _refreshed(projections[path], given[path], kept[path]) for path in chosen}
+      return {path: jax.tree.map(functools.partial(jnp.where, changed[path]), found[path], kept[path]) for path in kept}
 
-    kept = {path: _divided(projections[path], given[path], states[path]) for path in mine}
-    if isinstance(stale, jax.core.Tracer):
-      return states | jax.lax.cond(stale, anew, lambda kept: kept, kept)
+    kept = {path: _divided(projections[path], given[path], states[path]) for path in chosen}
+    if isinstance(wrong, jax.core.Tracer) or isinstance(stale, jax.core.Tracer):
+      states |= jax.lax.cond(stale, anew, lambda kept: kept, kept) if kept else {}
+      return states, jnp.logical_not(wrong) if refused else None
+    if wrong:
+      raise ValueError(
+        f'{", ".join(path for path, found in refused.items() if found)}: the states that nnx.update brought in are of'
+        f' other weights, those of a step before say, and only the optimizer knows the present ones: {_BRING_IN}'
+      )
     if not stale:
-      return states
+      return states, None
     log_once(
-      f'{", ".join(path for path in mine if changed[path])}: the masks that the model holds are those of other weights,'
-      ' so they are chosen from the weights as they are: bring in those of the optimizer, nnx.update(model,'
-      ' sparse_variables(nnx.state(model, nnx.Param), opt_state, recipe))', 'sparse24_jax', logging.WARNING,
-    )
-    return states | anew(kept)
+      f'{", ".join(path for path in chosen if changed[path])}: the masks that the model holds are those of other'
+      f' weights, so they are chosen from the weights as they are: bring in those of the optimizer, {_BRING_IN}',
+      'sparse24_jax', logging.WARNING,
+    )  # fmt: skip
+    return states | anew(kept), None
 
   def draw(self) -> Array | None:
     """A key for MVUE, which advances the stream; None where none is needed or none is there."""
@@ -148,8 +174,34 @@ class Sparse(nnx.Module):
 
 
 def fingerprints(sparse: Mapping[str, tuple[Projection, Array]]) -> dict[str, Array]:
-  """Of the weights whose states depend on them, by path; a frozen scale does not."""
-  return _fingerprints({path: w for path, (projection, w) in sparse.items() if _reads_weight(projection, w)})
+  """Of weights, by path."""
+  weights = {path: w for path, (_, w) in sparse.items()}
+  made = _fingerprints(weights, _stacked({path: projection for path, (projection, _) in sparse.items()}, weights))
+  for path, of in made.items():
+    key = id(of)
+    _WEIGHT_OF[key] = weakref.ref(of, lambda _, key=key: _WEIGHT_OF.pop(key, None)), weakref.ref(_origin(weights[path]))
+  return made
+
+
+def _is_of(fingerprint: Any, w: Any) -> bool:
+  """Whether it is known to be of this very array; False where only a comparison tells."""
+  found, of = _WEIGHT_OF.get(id(fingerprint), (lambda: None,) * 2)
+  return found() is fingerprint and of() is _origin(w)
+
+
+def _origin(w: Any) -> Any:
+  """The array that a transform for derivatives wraps."""
+  return _origin(w.primal) if hasattr(w, 'primal') else w
+
+
+def spoiled(out: Any, fine: Array) -> Any:
+  """A result, its floating-point numbers NaN, and their gradients, unless it is fine."""
+  factor = jnp.where(fine, 1.0, jnp.nan)
+
+  def one(y: Any) -> Any:
+    return y * factor.astype(y.dtype) if jnp.issubdtype(jnp.result_type(y), jnp.inexact) else y
+
+  return jax.tree.map(one, out)
 
 
 def dense_state() -> nnx.State:
@@ -157,21 +209,34 @@ def dense_state() -> nnx.State:
   return nnx.State({ATTRIBUTE: DensePhase()})
 
 
-def sparse_state(states: Mapping[str, Any], made_of: Mapping[str, Array]) -> nnx.State:
+def sparse_state(states: Mapping[str, Any], made_of: Mapping[str, Array], brought_in: bool) -> nnx.State:
   """What `nnx.update(model, ...)` takes to bring the states into a sparsified model."""
   folder = tuple(NNX_STATES.strip('/').split('/'))
-  flat = {(*folder, path): SparseVariable(state) for path, state in states.items()}
-  return nnx.from_flat_state(flat | {(ATTRIBUTE, 'made_of', path): SparseVariable(of) for path, of in made_of.items()})
+  flat: dict[tuple[str, ...], Any] = {(*folder, path): SparseVariable(state) for path, state in states.items()}
+  flat |= {(ATTRIBUTE, 'made_of', path): SparseVariable(of) for path, of in made_of.items()}
+  flat[ATTRIBUTE, 'brought_in'] = SparseVariable(jnp.asarray(brought_in))
+  return nnx.from_flat_state(flat)
 
 
-@functools.partial(jax.jit, inline=True)
-def _fingerprints(weights: dict[str, Array]) -> dict[str, Array]:
-  return jax.tree.map(fingerprint, weights)
+@functools.partial(jax.jit, static_argnums=1, inline=True)
+def _fingerprints(weights: dict[str, Array], stacked: tuple[tuple[str, tuple[int, ...]], ...]) -> dict[str, Array]:
+  return {path: fingerprint(weights[path], axes) for path, axes in stacked}
 
 
-@functools.partial(jax.jit, inline=True)
-def _changed(weights: dict[str, Array], known: dict[str, Array]) -> dict[str, Array]:
-  return jax.tree.map(was_changed, weights, known)
+@functools.partial(jax.jit, static_argnums=2, inline=True)
+def _changed(
+  weights: dict[str, Array], known: dict[str, Array], stacked: tuple[tuple[str, tuple[int, ...]], ...]
+) -> dict[str, Array]:
+  return {path: was_changed(weights[path], axes, known[path]) for path, axes in stacked}
+
+
+def _stacked(projections: Mapping[str, Projection], weights: Mapping[str, Array]) -> Any:
+  """Path and stacked axes of weights, by which a jitted function is found again."""
+  return tuple((path, projections[path].layout_of(w).stacked) for path, w in weights.items())
+
+
+def _any(flags: Iterable[Any]) -> Any:
+  return functools.reduce(jnp.logical_or, flags, jnp.zeros((), bool))
 
 
 def _value(state: Any) -> Any:

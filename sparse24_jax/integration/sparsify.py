@@ -25,8 +25,11 @@ def sparsify(
   method='run')`. A function of parameters, or of an nnx model, comes back as `g(params or model, variables, key,
   *args)`. An nnx model by itself comes back as a copy; its calls, and its methods that are given arrays, are sparse.
   Before each forward bring the states in with `nnx.update(model, sparse_variables(...))`. Where a trainer owns the step
-  and nobody does, a forward whose weights have changed chooses masks from them, outside of jit with a warning: each
-  time, not every `refresh_every` steps, and on a GPU without what is packed once a step. As with dropout, the count of
+  and nobody ever does, a forward whose weights have changed chooses masks from them, outside of jit with a warning:
+  each time, not every `refresh_every` steps, and on a GPU without what is packed once a step. Once they were brought
+  in, other weights than those are an error wherever the weights do not tell their masks: where these wait for a refresh
+  (`refresh_every` above 1), where links move, and where weights were packed. Under jit, which raises no error, what the
+  call returns is NaN, as are its gradients. As with dropout, the count of
   its `'mvue'` stream is in the model: a forward advances it, and an exact resume restores it.
 
   What is run is traced, so any layer will do whose weights meet matmuls: weights `[in, out]` by the recipe itself,
@@ -85,12 +88,13 @@ def sparse_variables(
   only arranges what the optimizer state holds.
 
   It packs the values of `params`: apply the model to those parameters only, and call this again for others (an average,
-  loaded weights). Packed weights are read in place of the parameters, so that others go unseen on a GPU with kernels,
-  and are seen elsewhere.
+  loaded weights). Packed weights are read in place of the parameters, so that of a linen model or a function others go
+  unseen on a GPU with kernels, and are seen elsewhere.
 
-  An nnx model keeps what `nnx.update` brought. At the end of a step, after `optimizer.update`, bring in
-  `sparse_variables(..., pack=False)`: the masks of the new weights, in arrays as `sparsify` made them. The model is
-  then one to evaluate and to save, and the next step finds what it was traced for.
+  An nnx model keeps what `nnx.update` brought, and refuses it for other parameters, see `sparsify`. At the end of a
+  step, after `optimizer.update`, bring in `sparse_variables(..., pack=False)`: the masks of the new weights, in arrays
+  as `sparsify` made them. The model is then one to evaluate and to save, and the next step finds what it was traced
+  for.
 
   Args:
     params: the parameters, a nested dictionary (linen) or an `nnx.State`. Where a forward of yours reads weights of an
@@ -128,7 +132,8 @@ def sparse_variables(
   if isinstance(params, nnx.State):
     if phase == 'dense':
       return dense_state()
-    return sparse_state(states, fingerprints({path: (policy.projection, w) for path, (policy, w, _) in sparse.items()}))
+    made_of = fingerprints({path: (policy.projection, w) for path, (policy, w, _) in sparse.items()})
+    return sparse_state(states, made_of, brought_in=opt_state is not None)
   nested: dict[str, Any] = {}
   for path, state in states.items():
     *folders, name = path.split('/')

@@ -2,8 +2,9 @@
 
 Masks are chosen from the weights as `sparse_training` leaves them. What changes its updates behind it, or the
 parameters between two steps, makes them masks of other weights, without an error. So a state keeps for a few weights
-the sum of some entries as it expects them next, and for how many steps in a row it was another. A step reads at most
-about a thousand entries of each, and nothing waits for the outcome: whoever reads the state outside of it finds it.
+the sum of some entries as it expects them next, and for how many steps in a row it was another. A step reads about
+a thousand entries of each, some of every stacked matrix, and nothing waits for the outcome: whoever reads the state
+outside of it finds it.
 
 Not all is seen. Of many weights eight are looked at. A change below the tolerance for rounding is none: with bfloat16
 parameters most updates are below a weight's own rounding, and so is what a small factor behind makes of them.
@@ -27,8 +28,8 @@ from sparse24_jax.optim._weights import is_leaf
 from sparse24_jax.projection import Projection
 from sparse24_jax.rules import leaves_by_path
 
-# Ours: how many weights, at most how many entries of each, and how few are too few.
-_WEIGHTS, _ENTRIES, _FEW = 8, 1024, 256
+# Ours: how many weights, at most how many entries of each, how few are too few, and how few of a stacked matrix.
+_WEIGHTS, _ENTRIES, _FEW, _OF_EACH = 8, 1024, 256, 4
 # What is loaded or set differs once, and its masks are chosen anew; what differs again is changed in every step.
 _STEPS = 2
 _most = contextvars.ContextVar('most', default=_WEIGHTS)
@@ -65,8 +66,8 @@ def samples(projections: Any, params: Any) -> list[Array]:
   """Some entries of each watched weight in a tree of parameters, or of their updates."""
   leaves = jax.tree.structure(projections, is_leaf=is_leaf).flatten_up_to(params)
   paired = zip(leaves_by_path(projections, is_leaf=is_leaf), leaves, strict=True)
-  sparse = {path: w for (path, p), w in paired if isinstance(p, Projection)}
-  return [_sample(sparse[path]) for path in watched(list(sparse))]
+  sparse = {path: (p, w) for (path, p), w in paired if isinstance(p, Projection)}
+  return [sample(w, p.layout_of(w).stacked) for p, w in (sparse[path] for path in watched(list(sparse)))]
 
 
 @one_program()
@@ -93,26 +94,33 @@ def given(left: Left, sampled: Sequence[Array]) -> Left:
   return Left(found, jnp.where(far, jnp.minimum(left.missed + 1, 1000.0), 0.0))
 
 
-def fingerprint(w: Array) -> Array:
-  """A weighted sum of some entries of a weight, float32: by it `was_changed` knows the weight again."""
-  return jnp.sum(_weighted(_sample(w)))
+def fingerprint(w: Array, stacked: Sequence[int]) -> Array:
+  """Two weighted sums of some entries of a weight, float32 `[2]`: by them `was_changed` knows the weight again."""
+  weighted = _weighted(sample(w, stacked))
+  return jnp.sum(weighted, axis=range(1, weighted.ndim))
 
 
-def was_changed(w: Array, known: Array) -> Array:
-  """Whether a weight is another than the one whose fingerprint is known; less than bfloat16 tells apart is no change.
+def was_changed(w: Array, stacked: Sequence[int], known: Array) -> Array:
+  """Whether a weight is another than the one whose fingerprint is known.
 
-  So a layer may cast its weights; and entries of 16 bits have one fingerprint whether XLA keeps more of them or not.
+  A cast to bfloat16 is no change, so that a layer may cast its weights: one sum is of entries as bfloat16 has them. Nor
+  is a last bit, of which XLA may make another one in each place that computes a weight: one sum is of entries as they
+  are. Both have to differ by more than sums are rounded.
   """
-  weighted = _weighted(_sample(w))
-  return jnp.abs(jnp.sum(weighted) - known) > jnp.sum(jnp.abs(weighted)) * 8 * float(jnp.finfo(jnp.float32).eps)
+  weighted = _weighted(sample(w, stacked))
+  axes = range(1, weighted.ndim)
+  found, sizes = jnp.sum(weighted, axis=axes), jnp.sum(jnp.abs(weighted), axis=axes)
+  return jnp.all(jnp.abs(found - known) > sizes * 8 * float(jnp.finfo(jnp.float32).eps))
 
 
 def _weighted(sampled: Array) -> Array:
-  """The entries as bfloat16 has them, float32, each times another number."""
-  stored = sampled.astype(jnp.float32)
-  for dtype in (sampled.dtype, jnp.bfloat16):
-    stored = jax.lax.reduce_precision(stored, jnp.finfo(dtype).nexp, jnp.finfo(dtype).nmant)
-  return stored * _factors(sampled.shape)
+  """The entries as bfloat16 has them and as they are, float32 `[2, ...]`, each times another number."""
+  own, bfloat16 = jnp.finfo(sampled.dtype), jnp.finfo(jnp.bfloat16)
+  stored = jax.lax.reduce_precision(sampled.astype(jnp.float32), own.nexp, own.nmant)
+  rounded = jax.lax.reduce_precision(stored, bfloat16.nexp, bfloat16.nmant)
+  # Of either sign: a sum of positive weights is large, and so is what it is rounded by.
+  factors = _factors(sampled.shape) * np.random.default_rng(1).choice(np.float32([-1, 1]), sampled.shape)
+  return jnp.stack([rounded * factors, stored * factors])
 
 
 def _factors(shape: tuple[int, ...]) -> np.ndarray:
@@ -152,7 +160,8 @@ def check_left(state: Any, *, wait: bool = True) -> None:
 def changed(state: Any, params: Any) -> list[str]:
   """Of the watched weights those that are not as the last step left them, for a state that has just made one."""
   leaves, paths = dict(leaves_by_path(params)), watched([path for path, _ in leaves_by_path(state.projections)])
-  left = given(state.left._replace(missed=jnp.zeros_like(state.left.missed)), [_sample(leaves[path]) for path in paths])
+  sampled = [sample(leaves[path], state.layouts.layout_of(path, leaves[path].ndim).stacked) for path in paths]
+  left = given(state.left._replace(missed=jnp.zeros_like(state.left.missed)), sampled)
   return [path for path, missed in zip(paths, np.asarray(left.missed), strict=False) if missed]
 
 
@@ -162,32 +171,37 @@ def _rounding(w: Array) -> float:
   return 1.6 * eps / math.sqrt(w.size) + 8 * float(jnp.finfo(jnp.float32).eps)
 
 
-def _sample(w: Array) -> Array:
-  """Entries equally far apart: shards slice their own, while looking entries up would gather the weight."""
+def sample(w: Array, stacked: Sequence[int]) -> Array:
+  """Entries equally far apart: shards slice their own, while looking entries up would gather the weight.
+
+  Of the stacked axes none is left out: an expert or a layer by itself may be what changes.
+  """
   sharding = jax.typeof(w).sharding
   known = sharding.mesh.shape and sharding.mesh.are_all_axes_explicit
   shards = [n // m for n, m in zip(w.shape, sharding.shard_shape(w.shape), strict=True)] if known else [1] * w.ndim
-  counts = _counts(w.shape, shards)
+  counts = _counts(w.shape, shards, stacked)
   strides = [n // k for n, k in zip(w.shape, counts, strict=True)]
   # As far as the weight goes, where that gives as many.
   ends = [n if n % k == 0 else s * k for n, k, s in zip(w.shape, counts, strides, strict=True)]
   return jax.lax.slice(w, (0,) * w.ndim, ends, strides)
 
 
-def _counts(shape: Sequence[int], shards: Sequence[int]) -> list[int]:
-  """How many entries to read along each axis: as many of each of its shards.
+def _counts(shape: Sequence[int], shards: Sequence[int], stacked: Sequence[int]) -> list[int]:
+  """How many entries to read along each axis: as many of each of its shards, and all along one that is stacked.
 
   Powers of two that divide an axis, since by those a mesh splits it that is not known here. Where these give too few,
   powers of two that leave its last entries out.
 
-  >>> _counts((4096, 11008), (1, 1)), _counts((32, 32, 64, 64), (1, 1, 1, 1)), _counts((4099, 4099), (1, 1))
-  ([32, 32], [4, 4, 8, 8], [32, 32])
+  >>> _counts((4096, 11008), (1, 1), ()), _counts((6, 64, 64), (1, 1, 1), (0,)), _counts((4099, 4099), (1, 1), ())
+  ([32, 32], [6, 8, 16], [32, 32])
   """
   if math.prod(shape) <= _ENTRIES:
     return list(shape)
-  counts = list(shards)
+  counts = [n if axis in stacked else shards[axis] for axis, n in enumerate(shape)]
+  entries = max(_ENTRIES, _OF_EACH * math.prod(shape[axis] for axis in stacked))
+  few = max(_FEW, entries // _OF_EACH + 1)
   for even in (True, False):
-    enough = _ENTRIES if even or math.prod(counts) < _FEW else 0
+    enough = entries if even or math.prod(counts) < few else 0
     while 2 * math.prod(counts) <= enough:
       free = [
         i for i, (n, k, s) in enumerate(zip(shape, counts, shards, strict=True))

@@ -1,5 +1,7 @@
 """States of sparsified nnx models that nobody brings in, that are of other weights, or of another model."""
 
+import dataclasses
+
 from absl.testing import absltest, parameterized
 from flax import nnx
 import jax
@@ -13,6 +15,9 @@ from sparse24_jax.optim import fingerprint, was_changed
 
 X, Y = (np.asarray(jax.random.normal(jax.random.key(i), (8, n)), np.float64) for i, n in enumerate((16, 8)))
 STE = s24.recipes.ste('kernel')
+WAITING = dataclasses.replace(STE, refresh_every=2)
+PACKED = s24.Recipe('packed', (s24.Rule('kernel', s24.DotPolicy(
+  s24.transposable(), input_grad='sparse', implementation='dense')),))  # fmt: skip
 
 
 class Transposed(nnx.Module):
@@ -25,8 +30,8 @@ class Transposed(nnx.Module):
     return x @ self.kernel[...].T
 
 
-def linear(rngs):
-  return nnx.Linear(16, 8, use_bias=False, rngs=rngs)
+def linear(rngs, dtype=jnp.float32):
+  return nnx.Linear(16, 8, use_bias=False, param_dtype=dtype, rngs=rngs)
 
 
 def kept(w):
@@ -40,7 +45,8 @@ def pruned(w):
 
 
 def loss_fn(model):
-  return ((model(X.astype(np.float32)) - Y.astype(np.float32)) ** 2).mean()
+  dtype = jnp.bfloat16 if model.kernel[...].dtype == jnp.bfloat16 else jnp.float32
+  return ((model(jnp.asarray(X, dtype)) - jnp.asarray(Y, dtype)) ** 2).mean()
 
 
 def conditionals(model):
@@ -98,8 +104,8 @@ class StatesTest(parameterized.TestCase):
   def test_weights_of_16_bits(self):
     """One entry of a thousand tells, and a cast does not."""
     w = jax.random.normal(jax.random.key(0), (32, 32))
-    changed, stored = jax.jit(was_changed), (w, w.astype(jnp.bfloat16))
-    for known in map(fingerprint, stored):
+    changed, stored = jax.jit(lambda w, known: was_changed(w, (), known)), (w, w.astype(jnp.bfloat16))
+    for known in (fingerprint(a, ()) for a in stored):
       for a in stored:
         self.assertFalse(changed(a, known))
         self.assertTrue(changed(a.at[3, 5].multiply(1.125), known))
@@ -125,6 +131,43 @@ class StatesTest(parameterized.TestCase):
     w = np.asarray(model.kernel[...])
     with self.assertNoLogs('sparse24_jax', 'WARNING'):
       np.testing.assert_allclose(model(X.astype(np.float32)), X @ (w - kept(w)), rtol=1e-4, atol=1e-5)
+
+  @parameterized.parameters(
+    (PACKED, None, None), (PACKED, True, None), (WAITING, True, False),
+    (s24.recipes.rigl('kernel', density=0.5, total_steps=1000), True, False),
+  )  # fmt: skip
+  def test_states_that_are_brought_in_once_and_never_again(self, recipe, of_optimizer, pack):
+    """A GPU went on with the packed weights of that step; masks that wait for a refresh were others than trained."""
+    model = s24.sparsify(linear(nnx.Rngs(0), jnp.bfloat16), recipe)
+    params = nnx.state(model, nnx.Param)
+    state = s24.sparse_training(optax.sgd(0.1), recipe).init(params) if of_optimizer else None
+    nnx.update(model, s24.sparse_variables(params, state, recipe, pack=pack))
+    step = nnx.jit(lambda model: (nnx.value_and_grad(loss_fn)(model), model(jnp.asarray(X, jnp.bfloat16))))
+    results = jax.tree.leaves(step(model))
+    self.assertTrue(all(np.isfinite(result).all() for result in results))
+    model.kernel[...] += 0.01
+    for result in jax.tree.leaves(step(model)):
+      self.assertTrue(np.isnan(result).all())
+    with self.assertRaisesRegex(ValueError, '^kernel: the states that nnx.update .* other weights.*nnx.update'):
+      model(jnp.asarray(X, jnp.bfloat16))
+    nnx.update(model, s24.sparse_variables(nnx.state(model, nnx.Param), state, recipe, pack=pack))
+    self.assertTrue(all(np.isfinite(result).all() for result in jax.tree.leaves(step(model))))
+
+  @parameterized.parameters(PACKED, WAITING)
+  def test_a_step_that_brings_states_in_computes_nothing_of_this(self, recipe):
+    """It is traced with the very arrays that the fingerprints are of."""
+    model = s24.sparsify(linear(nnx.Rngs(0), jnp.bfloat16), recipe)
+
+    def step(state, bring_in):
+      model = nnx.merge(graph, state)
+      if bring_in:
+        nnx.update(model, s24.sparse_variables(nnx.state(model, nnx.Param), None, recipe, pack=recipe is PACKED))
+      return nnx.value_and_grad(loss_fn)(model)
+
+    graph, state = nnx.split(model)
+    texts = [str(jax.make_jaxpr(lambda state, b=b: step(state, b))(state)) for b in (False, True)]
+    self.assertNotIn(' nan', texts[1])
+    self.assertEqual([text.count('cond[') - text.count('platform_index[') for text in texts], [1, 0])
 
   def test_links_that_only_the_optimizer_knows(self):
     """Of a topology that moves the weights tell nothing: with another optimizer the model would be dense, unsaid."""
@@ -165,18 +208,15 @@ class StatesTest(parameterized.TestCase):
     expected = X @ (w if brought == 'dense' else kept(w))
     for _ in range(2):
       np.testing.assert_allclose(forward(model), expected, rtol=1e-4, atol=1e-5)
-    self.assertLen(jax.tree.leaves(nnx.state(model)), 1 if brought == 'dense' else 3)
+    self.assertLen(jax.tree.leaves(nnx.state(model)), 1 if brought == 'dense' else 4)
 
   def test_where_nothing_can_be_stale_nothing_is_computed(self):
     """A frozen scale, and weights that the step packs, as on a GPU with kernels."""
     plain = nnx.Linear(16, 8, use_bias=False, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     self.assertEqual(conditionals(s24.sparsify(plain, STE)), 1)
     self.assertEqual(conditionals(s24.sparsify(plain, s24.recipes.s_ste('kernel'))), 0)
-    policy = s24.DotPolicy(s24.transposable(), input_grad='sparse', implementation='dense')
-    recipe = s24.Recipe('packed', (s24.Rule('kernel', policy),))
-    model = s24.sparsify(plain, recipe)
-    params = nnx.state(model, nnx.Param)
-    nnx.update(model, s24.sparse_variables(params, s24.sparse_training(optax.sgd(0.1), recipe).init(params), recipe))
+    model = s24.sparsify(plain, PACKED)
+    nnx.update(model, s24.sparse_variables(nnx.state(model, nnx.Param), None, PACKED))
     self.assertEqual(conditionals(model), 0)
 
 

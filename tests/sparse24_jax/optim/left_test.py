@@ -1,5 +1,6 @@
 """That a step is given the weights that the step before it left: who changes them is told, and nobody else."""
 
+import math
 import re
 
 from absl.testing import absltest, parameterized
@@ -176,8 +177,29 @@ class LeftTest(parameterized.TestCase):
     ((8 * 4099, 64), 512), ((96, 320), 1024), ((2, 2, 4100, 4), 1024), ((1 << 20, 4), 1024),
   )  # fmt: skip
   def test_a_few_entries_of_any_shape(self, shape, entries):
-    sampled = jax.eval_shape(_left._sample, jax.ShapeDtypeStruct(shape, jnp.bfloat16))
+    sampled = jax.eval_shape(lambda w: _left.sample(w, ()), jax.ShapeDtypeStruct(shape, jnp.bfloat16))
     self.assertEqual(sampled.size, entries)
+
+  @parameterized.parameters(((6, 64, 64), (0,)), ((64, 6, 64), (1,)), ((3, 7, 67, 64), (0, 1)), ((600, 64, 4), (0,)))
+  def test_every_slice_of_a_stacked_axis_is_looked_at(self, shape, stacked):
+    """Of six experts, the first and the fourth were."""
+    w = np.zeros(shape, np.float32)
+    for axis in stacked:
+      for i in range(shape[axis]):
+        np.moveaxis(w, axis, 0)[i] += i + 1000.0 ** axis
+    sampled = np.asarray(_left.sample(jnp.asarray(w), stacked))
+    self.assertEqual(set(sampled.ravel()), set(w.ravel()))
+    self.assertLessEqual(sampled.size, max(1024, 4 * math.prod(shape[axis] for axis in stacked)))
+
+  def test_one_expert_of_six_that_is_changed_between_steps(self):
+    def of_one(params, i):
+      del i
+      return jax.tree.map(lambda w: w.at[1].multiply(1.5) if w.ndim == 3 else w, params)
+
+    params = {'mlp': {'up': jnp.asarray(np.random.default_rng(0).normal(size=(6, 64, 16)), jnp.float32)}}
+    _, state = trained(wrapped(), params, between=of_one)
+    with self.assertRaisesRegex(ValueError, 'mlp/up: [23] steps in a row'):
+      s24.get_flip_rate(state)
 
 
 if __name__ == '__main__':
