@@ -34,7 +34,7 @@ from sparse24_jax.policy import ActivationPolicy, Clusters, DotPolicy, TwoOfFour
 from sparse24_jax.projection import Projection
 from sparse24_jax.projections import dynamic_sparse, magnitude, soft_threshold_projection, transposable
 from sparse24_jax.recipe import Phase, Recipe, Rule
-from sparse24_jax.schedules import attention_at, phase_at
+from sparse24_jax.schedules import attention_at, phase_at, refresh_at
 from sparse24_jax.soft_threshold import soft_threshold, soft_threshold_scale
 from sparse24_jax.topology import layer_densities, Topology
 from sparse24_jax.tuning import DecayChoice, DecayTrial, tune_masked_decay
@@ -101,6 +101,7 @@ __all__ = [
   'phase_at',
   'project',
   'recipes',
+  'refresh_at',
   'regroup_neurons',
   'scale_by_step_adam',
   'soft_threshold',

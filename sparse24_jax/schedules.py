@@ -1,4 +1,4 @@
-"""Which phase a step belongs to."""
+"""Which phase a step belongs to, and whether it chooses masks."""
 
 from jax.core import Tracer
 
@@ -30,6 +30,25 @@ def phase_at(recipe: Recipe, step: int, total_steps: int) -> PhaseName:
   return _phase(recipe, step, total_steps).name
 
 
+def refresh_at(recipe: Recipe, step: int) -> bool:
+  """Whether an optimizer step chooses masks anew, so that others may be told `refresh=False`.
+
+  Args:
+    recipe: every how many steps it does.
+    step: counted from zero.
+
+  Raises:
+    ValueError: `step` is traced.
+
+  >>> import sparse24_jax as s24
+  >>> recipe = s24.recipes.transposable_srste('.*/mlp/.*', masked_decay=6e-5)
+  >>> [step for step in range(100) if s24.refresh_at(recipe, step)]
+  [39, 79]
+  """
+  _require_python_value(step)
+  return (step + 1) % recipe.refresh_every == 0
+
+
 def attention_at(recipe: Recipe, step: int, total_steps: int) -> Attention:
   """The attention of an optimizer step: that of its phase, see `Phase`; None is what the model does by itself.
 
@@ -50,9 +69,13 @@ def attention_at(recipe: Recipe, step: int, total_steps: int) -> Attention:
   return _phase(recipe, step, total_steps).attention
 
 
-def _phase(recipe: Recipe, step: int, total_steps: int) -> Phase:
+def _require_python_value(step: int) -> None:
   if isinstance(step, Tracer):
     raise ValueError('step is traced: a phase is a Python value, found outside of the jitted step, one step a phase')
+
+
+def _phase(recipe: Recipe, step: int, total_steps: int) -> Phase:
+  _require_python_value(step)
   if not 0 <= step < total_steps:
     raise ValueError(f'step {step} is not in [0, {total_steps})')
   done = 0.0

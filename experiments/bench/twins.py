@@ -144,8 +144,13 @@ def _grows(recipe: s24.Recipe) -> bool:
   return any(rule.policy.projection and rule.policy.projection.update for rule in recipe.rules)
 
 
-def make_step(model: Any, recipe: s24.Recipe | None, moment: str = 'float32') -> Callable[..., Any]:
-  """(state, tokens [B, T + 1], key) -> (state, loss); dense without a recipe, else of the recipe's sparse phases."""
+def make_step(
+  model: Any, recipe: s24.Recipe | None, moment: str = 'float32', refresh: bool | None = None
+) -> Callable[..., Any]:
+  """(state, tokens [B, T + 1], key) -> (state, loss); dense without a recipe, else of the recipe's sparse phases.
+
+  With `refresh` False, of steps that choose no masks.
+  """
   tx = make_optimizer(recipe, moment)
   net = model if recipe is None else s24.sparsify(model, recipe, phase='sparse')
 
@@ -162,7 +167,7 @@ def make_step(model: Any, recipe: s24.Recipe | None, moment: str = 'float32') ->
         states = s24.sparse_variables(state.params, state.opt_state, recipe, phase='sparse')
     loss, grads = jax.value_and_grad(loss_fn)(state.params, states, tokens, key)
     with jax.named_scope('optimizer'):
-      updates, opt_state = tx.update(grads, state.opt_state, state.params)
+      updates, opt_state = tx.update(grads, state.opt_state, state.params, refresh=refresh)
       return State(optax.apply_updates(state.params, updates), opt_state), loss
 
   return step
@@ -239,33 +244,39 @@ class Twins:
     shapes = jax.eval_shape(init)
     held = shardings(shapes) if shardings else jax.tree.map(lambda _: whole, shapes)
     abstract = jax.tree.map(lambda a, sharding: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), shapes, held)
-    twins = {'sparse': (sparse_model, self.recipe, abstract)}
+    # Masks are chosen by a program of its own, as `experiments.runs` has it on a GPU.
+    every = self.recipe.refresh_every
+    twins = {'sparse': (sparse_model, self.recipe, abstract, False if every > 1 else None)}
     if not options.sparse_only:
-      twins['dense'] = (self.model, None, dense_part(abstract))
+      twins['dense'] = (self.model, None, dense_part(abstract), None)
+    if every > 1 and getattr(options, 'refreshes', 0):
+      twins['search'] = (sparse_model, self.recipe, abstract, True)
     jobs = {
       twin: (
         jax.jit(
-          wrap(make_step(model, recipe, case.moment)), donate_argnums=0,
+          wrap(make_step(model, recipe, case.moment, refresh)), donate_argnums=0,
           out_shardings=(jax.tree.map(lambda a: a.sharding, state), whole),
         ),
         (state, self.tokens, self.key),
       )
-      for twin, (model, recipe, state) in twins.items()
+      for twin, (model, recipe, state, refresh) in twins.items()
     }
     # Before there is a state: autotuning needs memory too.
     self.compiled = measure.compile_all(jobs, needed=jobs)
     clock.lap('compile ' + ' and '.join(jobs))
+    self._search, self._searches = self.compiled.pop('search', None), False
     for name, compiled in self.compiled.items():
       again = hlo.recomputed(compiled.as_text())
       warning = f'; SHORT OF MEMORY: XLA computes {again} instructions again' if again else ''
       print(f'  memory of {name}: {measure.memory(compiled)} GB{warning}', flush=True)
-    self.calls = {twin: getattr(self, twin) for twin in jobs}
+    self.calls = {twin: getattr(self, twin) for twin in self.compiled}
     self.state = jax.block_until_ready(jax.jit(init, out_shardings=held)())
     clock.lap('initialise')
 
   def sparse(self) -> Array:
     """One sparse step; returns its loss."""
-    self.state, loss = self.compiled['sparse'](self.state, self.tokens, self.key)
+    program = self._search if self._searches and self._search else self.compiled['sparse']
+    self.state, loss = program(self.state, self.tokens, self.key)
     return loss
 
   def dense(self) -> Array:
@@ -277,3 +288,4 @@ class Twins:
   def at(self, count: int) -> None:
     """Sets the number of steps done, which decides when masks are searched next."""
     self.state = at_step(self.state, count)
+    self._searches = s24.refresh_at(self.recipe, count)

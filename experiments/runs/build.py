@@ -202,6 +202,17 @@ def phase_of(parts: Parts, step: int) -> tuple[str, Attention]:
   return s24.phase_at(parts.recipe, step, steps), s24.attention_at(parts.recipe, step, steps)
 
 
+def refresh_of(parts: Parts, step: int) -> bool | None:
+  """Whether an optimizer step chooses masks, where a program of its own for those that do not is faster; else None.
+
+  On a GPU the host would wait in every step to hear it. A step that is skipped is not counted, so that the host does
+  not know there.
+  """
+  if jax.default_backend() != 'gpu' or parts.recipe.refresh_every == 1 or parts.config.bad_numbers.policy == 'skip':
+    return None
+  return s24.refresh_at(parts.recipe, step)
+
+
 def enter_phase(parts: Parts, step: int, params: Any, opt_state: Any) -> Any:
   """The parameters that an optimizer step starts from: projected ones, if that is how its dense phase begins."""
   if parts.config.recipe.get('dense_from', 'weights') == 'weights' or step == 0:

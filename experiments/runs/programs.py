@@ -67,9 +67,11 @@ def loss_fn(model: Any, params: Any, sparse: Any, batch: dict[str, jax.Array], k
 
 
 def make_step(
-  parts: Parts, phase: str, shardings: Any, attention: Attention = None
+  parts: Parts, phase: str, shardings: Any, attention: Attention = None, refresh: bool | None = None
 ) -> Callable[..., tuple[TrainState, StepMetrics]]:
   """Compiles to one program a phase: (state, micro-batches [accumulate, B, T], seed, limit) -> (state, metrics).
+
+  With `refresh` False it is one of steps that choose no masks, see `build.refresh_of`.
 
   The seed, for sampling, is that of the configuration unless given: runs that differ in it share the program. A loss
   above `limit` is a bad one, for the policy 'skip'.
@@ -103,7 +105,7 @@ def make_step(
       zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, state.params))
       total, _ = jax.lax.scan(micro_step, zero, (jnp.arange(config.accumulate), batches))
       loss, grads = jax.tree.map(lambda x: x / config.accumulate, total)
-    updates, opt_state = tx.update(grads, state.opt_state, state.params)
+    updates, opt_state = tx.update(grads, state.opt_state, state.params, refresh=refresh)
     params = optax.apply_updates(state.params, updates)
     norm, learning_rate = optax.tree.norm(grads), build.learning_rate(config)(state.step)
     good = jnp.isfinite(loss) & jnp.isfinite(norm)
@@ -155,7 +157,7 @@ class Programs:
   Attributes:
     recipe: that of the runs.
     init: see `make_init`.
-    step: phase, attention -> see `make_step`.
+    step: phase, attention, refresh -> see `make_step`.
     evaluate: phase, attention -> see `make_eval`.
     probe: phase, attention -> see `activations.make_probe`.
   """
@@ -168,7 +170,7 @@ class Programs:
       # Every process reads the metrics, so every one has them whole.
       whole = jax.sharding.NamedSharding(parts.mesh, jax.sharding.PartitionSpec())
       shardings = (meshes.state_sharding(parts.mesh, jax.eval_shape(self.init, parts.config.seed)), whole)
-    self.step = functools.cache(lambda phase, attention: make_step(parts, phase, shardings, attention))
+    self.step = functools.cache(lambda phase, *how: make_step(parts, phase, shardings, *how))
     count = parts.config.eval_batches
     self.evaluate = functools.cache(lambda phase, attention: make_eval(parts, phase, attention, num_batches=count))
     self.probe = functools.cache(functools.partial(activations.make_probe, parts))

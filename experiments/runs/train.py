@@ -129,19 +129,21 @@ class Run:
     validation = math.nan
     if done == config.steps:  # Killed between the last checkpoint and the summary.
       return self._validate(done, self.programs.evaluate(*build.phase_of(self.parts, done - 1)))
-    program = None
+    compiled: set[Any] = set()
     with Progress(config.name, done, config.steps, quiet=self.quiet or not hosts.first()) as progress:
       jax.block_until_ready(self.state)
       self.watch = Stopwatch(self.watch.spent)  # from here on
       self._logged = self.watch.spent['training']
       while done < config.steps:
         phase, attention = build.phase_of(self.parts, done)
-        compiles, program = program != (phase, attention), (phase, attention)
+        program = phase, attention, build.refresh_of(self.parts, done)
+        compiles = program not in compiled
+        compiled.add(program)
         if compiles:
           # Or the device would go on with the steps it has while the host compiles, and neither's time be known.
           jax.block_until_ready(self.state)
           self.watch.lap('training')
-        step_metrics = self._step(done, phase, attention)
+        step_metrics = self._step(done, *program)
         if compiles:
           self.watch.lap('compiling')
         done += 1
@@ -176,14 +178,14 @@ class Run:
       return f'{self.folder}: stopped by {told_by}; step {done} is saved, and the same command goes on from there'
     return f'{self.folder}: stopped by {told_by} after step {done}; checkpoint_every is 0, so it will start again'
 
-  def _step(self, done: int, phase: str, attention: Attention) -> StepMetrics:
+  def _step(self, done: int, phase: str, attention: Attention, refresh: bool | None) -> StepMetrics:
     """Dispatches the optimizer step after `done` of them."""
     batches = build.shard_batch(self.parts, next(self.iterator))
     params = build.enter_phase(self.parts, done, self.state.params, self.state.opt_state)
     opt_state = build.regroup(self.parts, done, self.state.params, self.state.opt_state)
     # No other reference may keep the old weights alive.
     self.state = self.state._replace(params=params, opt_state=opt_state)
-    step = self.programs.step(phase, attention)
+    step = self.programs.step(phase, attention, refresh)
     self.state, step_metrics = step(self.state, batches, self.config.seed, self.losses.limit())
     return step_metrics
 

@@ -86,7 +86,7 @@ class _Carried(NamedTuple):
 
 def evolve(
   recipe: Recipe, inner: optax.GradientTransformation, projections: Any, params: Any, gradients: Any, updates: Any,
-  state: Any,
+  state: Any, *, rests: bool = False,
 ) -> tuple[Any, Any]:  # fmt: skip
   """Updates and state of a step, where some projection changes by dense `gradients`.
 
@@ -101,7 +101,13 @@ def evolve(
     gradients: dense; if one of them is not finite anywhere, no link changes.
     updates: of the inner optimizer for existing links, and what makes the weight zero elsewhere.
     state: `SparseTrainingState` with the number of this step, the inner optimizer's new state, and all else as it was.
+    rests: whether it is known that no link changes in this step.
   """
+  if rests:
+    if recipe.flip_rate == 'step':
+      overall, per_weight = _rates_of_step(projections, params, updates, state.projections, state.projections)
+      state = state._replace(flip_rate=state.flip_rate._replace(overall=overall, per_weight=per_weight))
+    return updates, state
   kinds, structure = jax.tree.flatten(projections, is_leaf=is_leaf)
   spread = (params, gradients, contexts(projections, params, state.count))
   weights = [_Weight(*each) for each in zip(kinds, *map(structure.flatten_up_to, spread), strict=True)]

@@ -32,6 +32,8 @@ from sparse24_jax.rules import leaves_by_path
 _WEIGHTS, _ENTRIES, _FEW, _OF_EACH = 8, 1024, 256, 4
 # What is loaded or set differs once, and its masks are chosen anew; what differs again is changed in every step.
 _STEPS = 2
+# What `missed` is, for ever, after a step that was to choose masks and was told not to.
+_WITHOUT_MASKS, _MOST_MISSED = 1e6, 1000.0
 _most = contextvars.ContextVar('most', default=_WEIGHTS)
 
 
@@ -91,7 +93,13 @@ def given(left: Left, sampled: Sequence[Array]) -> Left:
     return left
   found, sizes = sums(sampled), sums([jnp.abs(w) for w in sampled])
   far = jnp.abs(found - left.sums) > sizes * np.array([_rounding(w) for w in sampled], np.float32)
-  return Left(found, jnp.where(far, jnp.minimum(left.missed + 1, 1000.0), 0.0))
+  missed = jnp.where(far, jnp.minimum(left.missed + 1, _MOST_MISSED), 0.0)
+  return Left(found, jnp.where(left.missed > _MOST_MISSED, left.missed, missed))
+
+
+def without_masks(left: Left, due: Array) -> Left:
+  """After a step that chose no masks, though it was `due` to."""
+  return left._replace(missed=jnp.where(due, jnp.float32(_WITHOUT_MASKS), left.missed))
 
 
 def fingerprint(w: Array, stacked: Sequence[int]) -> Array:
@@ -148,6 +156,11 @@ def check_left(state: Any, *, wait: bool = True) -> None:
   steps = steps.reshape(-1, steps.shape[-1]).max(0)  # of all states that are vmapped
   if steps.max() < _STEPS:
     return
+  if steps.max() > _MOST_MISSED:
+    raise ValueError(
+      'a step that was to choose masks was told refresh=False, so that they are those of older weights: call update'
+      ' with refresh=refresh_at(recipe, step), where step counts optimizer steps from zero, or without refresh'
+    )
   path = watched([path for path, _ in leaves_by_path(state.projections)])[int(steps.argmax())]
   raise ValueError(
     f'{path}: {int(steps.max())} steps in a row, update was given other weights than the update before had left. Masks'

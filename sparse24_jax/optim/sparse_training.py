@@ -30,6 +30,7 @@ class FlipRate(NamedTuple):
 
   NaN where a weight holds a NaN or an infinity: no mask is chosen from a NaN. Where one is, the group of four (or the
   4x4 block, or the weight, if its links come and go) keeps the mask that it has. So look at the rates, or log them.
+  NaN over all also when a step that was to choose masks was told not to (`refresh=False` of `sparse_training`).
 
   Attributes:
     overall: float32 scalar, over all sparse weights together; 0 before the first comparison.
@@ -129,8 +130,12 @@ def sparse_training(
   To go on from a dense run with its moments: `state._replace(inner_state=...)` of a fresh state.
 
   A search is a loop of one pass or none, so that a step without one copies nothing: `update` has no reverse-mode
-  derivative unless `refresh_every` is 1. Flip rates compare with masks from before the step: where the state is not
-  the mask (soft thresholds, and `flip_rate='step'`), these are held while `inner` updates, a byte an entry.
+  derivative unless `refresh_every` is 1. Before that loop the host waits for the GPU, in every step. A host that counts
+  optimizer steps can spare all others this: `update(..., refresh=False)`, a Python value and an argument of each chain
+  as well, makes a program without a search, for steps of which `refresh_at` says so. A step that is to search and is
+  told this is an error as below, and its flip rate is NaN. Flip rates compare with masks from before the step: where
+  the state is not the mask (soft thresholds, and `flip_rate='step'`), these are held while `inner` updates, a byte an
+  entry.
 
   A decayed update has the wider dtype of gradient and parameter, and so has that of a weight whose links come and go.
   `optax.apply_if_finite`, `optax.conditionally_mask` and `optax.conditionally_transform` around this wrapper want the
@@ -202,9 +207,14 @@ def sparse_training(
     state = SparseTrainingState(jnp.zeros((), jnp.int32), states, none_yet, inner_state, recipe.layouts, left)
     return _map_weights(functools.partial(boxed, given), state)
 
-  def update(updates: Any, state: SparseTrainingState, params: Any = None, **extra: Any):
+  def update(
+    updates: Any, state: SparseTrainingState, params: Any = None, *, refresh: bool | None = None, **extra: Any
+  ):
     if params is None:
       raise ValueError('sparse_training needs the parameters: call update(updates, state, params)')
+    if not isinstance(refresh, bool | None):
+      raise ValueError(f'refresh must be True, False or None, a Python value (see refresh_at), found {refresh!r}')
+    rests = refresh is False and recipe.refresh_every > 1
     state.layouts.require(recipe.layouts)
     # The inner optimizer is given what the caller has; here all arrays are as they are.
     given, boxes = params, jax.tree.structure(updates)
@@ -227,7 +237,7 @@ def sparse_training(
     inner_state = state.inner_state
     if left:  # read before the inner optimizer overwrites the weights, or XLA copies them
       left, sampled, inner_state = jax.lax.optimization_barrier((left, sampled, inner_state))
-    if not evolves:
+    if not evolves and not (rests and recipe.flip_rate == 'refresh'):
       compared = _compared(recipe, projections, count, params, state.projections)
       if jax.tree.leaves(compared):
         # The inner optimizer waits for them: else XLA keeps a copy of the weights from which to search them later.
@@ -242,7 +252,10 @@ def sparse_training(
     if evolves:
       updates = on_links(projections, params, state.projections, updates, minus)
       state = state._replace(count=count, inner_state=inner_state)
-      updates, state = evolve(recipe, inner, projections, params, gradients, updates, state)
+      updates, state = evolve(recipe, inner, projections, params, gradients, updates, state, rests=rests)
+      sampled = _rounded_once(sampled, _left.samples(projections, updates))
+    elif rests and recipe.flip_rate == 'refresh':
+      state = state._replace(count=count, inner_state=inner_state)
       sampled = _rounded_once(sampled, _left.samples(projections, updates))
     else:
       new_weights = _rounded_once(params, updates)
@@ -250,6 +263,8 @@ def sparse_training(
       state = state._replace(count=count, projections=states, flip_rate=rates, inner_state=inner_state)
       sampled = _left.samples(projections, new_weights)
     state = state._replace(left=left and left._replace(sums=_left.sums(sampled)))
+    if rests:
+      state = _told_to_rest(state, count % recipe.refresh_every == 0)
     updates = jax.tree.unflatten(boxes, jax.tree.leaves(updates))
     return updates, _map_weights(functools.partial(boxed, given), state)
 
@@ -288,6 +303,13 @@ def sparse_states(opt_state: Any) -> dict[str, Array]:
 def made_for(opt_state: Any) -> Layouts:
   """The layouts of the recipe that the state of `sparse_training` was made with."""
   return find_state(opt_state, SparseTrainingState, 'sparse_training').layouts
+
+
+def _told_to_rest(state: SparseTrainingState, due: Array) -> SparseTrainingState:
+  """The state after a step that was told to choose no masks, though it may have been due to."""
+  overall = jnp.where(due, jnp.float32(jnp.nan), state.flip_rate.overall)
+  left = state.left and _left.without_masks(state.left, due)
+  return state._replace(flip_rate=state.flip_rate._replace(overall=overall), left=left)
 
 
 def _compared(recipe: Recipe, projections: Any, count: Array, params: Any, states: Any) -> Any:

@@ -1,0 +1,97 @@
+"""Steps that are told to choose no masks: the same run to the last bit, without a loop; an error if one was to."""
+
+import math
+
+from absl.testing import absltest, parameterized
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import sparse24_jax as s24
+from tests import quick
+
+RULE = 'mlp/.*'
+RECIPES = {
+  'transposable_srste': s24.recipes.transposable_srste(RULE, masked_decay=1e-3, refresh_every=3),
+  's_ste': s24.recipes.s_ste(RULE, refresh_every=3),
+  'rigl': s24.recipes.rigl(RULE, density=0.5, refresh_every=3, total_steps=100),
+}
+
+
+def _params():
+  rng = np.random.default_rng(0)
+  return {'mlp': {'up': jnp.asarray(rng.normal(size=(8, 12)), jnp.float32)}, 'head': jnp.ones((4, 4))}
+
+
+def _grads(i):
+  return jax.tree.map(lambda w: jnp.asarray(np.random.default_rng(i).normal(size=w.shape), w.dtype), _params())
+
+
+def _stepper(recipe, phase='sparse'):
+  tx = optax.chain(optax.clip_by_global_norm(1.0), s24.sparse_training(optax.adam(0.1), recipe, phase=phase))
+
+  def step(refresh, params, state, grads):
+    updates, state = tx.update(grads, state, params, refresh=refresh)
+    return optax.apply_updates(params, updates), state
+
+  return tx, step
+
+
+class RefreshTest(parameterized.TestCase):
+
+  @parameterized.product(name=tuple(RECIPES), phase=('sparse', 'dense'))
+  @pytest.mark.few
+  def test_two_programs_make_the_run_of_one(self, name, phase):
+    recipe = RECIPES[name]
+    tx, step = _stepper(recipe, phase)
+    programs = {refresh: quick.jit(step, static_argnums=0) for refresh in (None, False)}
+    ends = []
+    for told in (False, True):
+      params = _params()
+      state = tx.init(params)
+      for i in range(7):
+        refresh = False if told and not s24.refresh_at(recipe, i) else None
+        params, state = programs[refresh](refresh, params, state, _grads(i))
+      s24.get_flip_rate(state)
+      ends.append((params, state))
+    jax.tree.map(np.testing.assert_array_equal, *ends)
+    masks = jax.tree.leaves(tx.init(_params())[1].projections)
+    changed = any((a != b).any() for a, b in zip(masks, jax.tree.leaves(ends[0][1][1].projections), strict=True))
+    self.assertEqual(changed, name != 's_ste')  # whose state is a scale, and frozen
+
+  @parameterized.product(name=tuple(RECIPES), phase=('sparse', 'dense'))
+  def test_such_a_step_has_no_loop(self, name, phase):
+    tx, step = _stepper(RECIPES[name], phase)
+    params = _params()
+    state = jax.eval_shape(tx.init, params)
+    loops = [
+      'while' in str(jax.make_jaxpr(step, static_argnums=0)(told, params, state, params)) for told in (None, False)
+    ]
+    self.assertEqual(loops, [True, False])
+
+  def test_a_step_that_was_to_choose_masks_is_an_error(self):
+    recipe = RECIPES['transposable_srste']
+    tx, step = _stepper(recipe)
+    params = _params()
+    state = tx.init(params)
+    step = quick.jit(step, static_argnums=0)
+    for i in range(5):
+      if i == 2:
+        s24.get_flip_rate(state)
+      params, state = step(False, params, state, _grads(i))
+      self.assertEqual(math.isnan(state[1].flip_rate.overall), i >= 2)
+    for ask in (lambda: s24.get_flip_rate(state), lambda: s24.project(params, jax.block_until_ready(state), recipe)):
+      with self.assertRaisesRegex(ValueError, 'was told refresh=False'):
+        ask()
+
+  @parameterized.parameters(1, 'no', np.True_)
+  def test_what_is_no_python_value(self, refresh):
+    tx, step = _stepper(RECIPES['s_ste'])
+    with self.assertRaisesRegex(ValueError, 'must be True, False or None'):
+      step(refresh, _params(), jax.eval_shape(tx.init, _params()), _params())
+
+
+if __name__ == '__main__':
+  absltest.main()
