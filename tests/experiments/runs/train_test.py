@@ -185,6 +185,31 @@ class LearnsTest(parameterized.TestCase):
       self.assertEqual(step._cache_size(), 1)
 
 
+  @pytest.mark.slow
+  def test_on_a_gpu_steps_without_a_search_are_a_program_of_their_own(self):
+    config, ends, made = tiny('transposable_srste', RECIPES['transposable_srste']), [], []
+    for backend in ('cpu', 'gpu'):
+      folder = temp_folder(self)
+      with (
+        mock.patch.object(build.jax, 'default_backend', lambda backend=backend: backend),
+        mock.patch.object(programs, 'make_step', side_effect=programs.make_step) as make,
+      ):
+        run(config, folder)
+      ends.append(final_arrays(config, folder)[0])
+      made.append([(call.args[1], *call.args[4:]) for call in make.mock_calls])
+    jax.tree.map(np.testing.assert_array_equal, *ends)
+    self.assertEqual(made[0], [('sparse', None), ('dense', None)])
+    self.assertEqual(made[1], [('sparse', False), ('sparse', True), ('dense', False), ('dense', True)])
+
+  def test_who_says_which_steps_choose_masks(self):
+    fst, kwargs = 'transposable_srste', RECIPES['transposable_srste']
+    configs = [tiny(fst, kwargs), tiny('dense'), tiny(fst, kwargs, bad_numbers__policy='skip')]
+    for backend, found in (('gpu', [[False, True], [None, None], [None, None]]), ('cpu', [[None, None]] * 3)):
+      made = [build.make_parts(config, data=FakeData()) for config in configs]
+      with mock.patch.object(build.jax, 'default_backend', lambda backend=backend: backend):
+        self.assertEqual([[build.refresh_of(parts, step) for step in (2, 3)] for parts in made], found)
+
+
 class TimesTest(absltest.TestCase):
   @pytest.mark.slow
   def test_seconds_go_to_what_they_were_spent_on_over_all_attempts(self):
