@@ -135,12 +135,12 @@ def make_parser() -> argparse.ArgumentParser:
 def _train(args: argparse.Namespace) -> None:
   from experiments.runs import experiment, hosts, methods, train
 
-  if _is_one_of_several(args):
-    hosts.join(args.coordinator, args.processes, args.process, args.heartbeat)
   config = experiment.load_config(args.config, args.overrides, tiny=args.tiny)
   if args.method:
     experiment.refuse_overrides(args.overrides, {**methods.SET_BY_METHOD, 'data.seed': 'a method has one, --set seed'})
     config = methods.configure(config, args.method, config.seed)
+  if _is_one_of_several(args):
+    hosts.join(args.coordinator, args.processes, args.process, args.heartbeat)
   folder = args.folder or f'runs/{config.name}-{config.method or config.recipe.name}-seed{config.seed}'
   before = 'finished before, ' if (Path(folder) / 'summary.json').exists() else ''
   summary = train.train(config, folder, from_step=args.from_step, accept_changes=args.accept_changes)
@@ -312,6 +312,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
   status = _status_of(args)
   if status and _is_one_of_several(args):
+    from experiments.runs import hosts
+
+    if status != hosts.LOST:
+      hosts.end_together()
     # At its usual end a process waits for the others, which may be gone, or wait for this one in the middle of a step.
     sys.stderr.flush()
     os._exit(status)

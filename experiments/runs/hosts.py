@@ -9,12 +9,14 @@ from collections.abc import Callable
 import os
 from pathlib import Path
 import re
+import time
 from typing import Any, cast
 import zlib
 
 import jax
 from jax.experimental import multihost_utils
 import numpy as np
+import orbax.checkpoint as ocp
 
 # What a process ends with when another one is lost (EX_PROTOCOL), see docs/hosts.md.
 LOST = 76
@@ -28,6 +30,8 @@ _LOST = re.compile(
 )
 # Bytes of an error that the other processes are told.
 _TOLD = 500
+# How long a process that ends with an error waits for the others to end as well.
+_END_SECONDS = 20
 
 
 class OtherProcessError(RuntimeError):
@@ -143,6 +147,21 @@ def require_shared(folder: Path) -> None:
   by_first(f'remove {token}', token.unlink)
   if not everywhere:
     raise ValueError(f'{folder} is not the same folder for all processes; name one on a file system that they share')
+
+
+def end_together() -> None:
+  """Waits until all processes are about to end, for some seconds, or not at all if they never met.
+
+  The first process holds what keeps them together. If it were gone before another one had told its error, JAX would end
+  that one with a status of its own, and a scheduler would start again what can only fail again.
+  """
+  if jax.distributed.is_initialized() and several():
+    try:
+      ocp.multihost.get_barrier_sync_fn()(key='sparse24_jax.end', timeout_ms=_END_SECONDS * 1000)
+    except jax.errors.JaxRuntimeError:
+      return  # The others are not ending: they are in a step, which this one leaves.
+    if first():
+      time.sleep(1)  # They are told by this process that all are there.
 
 
 def lost_another(error: BaseException | None) -> bool:

@@ -30,7 +30,7 @@ SETTINGS = (
 )  # fmt: skip
 
 
-def start(folder, processes, *settings, devices=4, fault=None, full_disk=None, bad_batch=None, options=()):
+def start(folder, processes, *settings, devices=4, fault=None, full_disk=None, bad_batch=None, late=None, options=()):
   """Starts the processes of a run over 4 devices; returns them.
 
   Args:
@@ -41,6 +41,7 @@ def start(folder, processes, *settings, devices=4, fault=None, full_disk=None, b
     fault: (process, signal, step).
     full_disk: (process, what it cannot write: see `several`).
     bad_batch: (process, step) at which its rows are no tokens.
+    late: a process that waits eight seconds before it builds the run.
     options: of the command, beside settings.
   """
   with socket.socket() as free:
@@ -61,6 +62,8 @@ def start(folder, processes, *settings, devices=4, fault=None, full_disk=None, b
       variables['FULL_DISK'] = full_disk[1]
     if bad_batch and bad_batch[0] == index:
       variables['BAD_BATCH'] = str(bad_batch[1])
+    if late == index:
+      variables['LATE'] = '8'
     log = tempfile.TemporaryFile('w+')  # noqa: SIM115
     child = subprocess.Popen(command, env=variables, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, text=True)
     started.append((child, log))
@@ -205,6 +208,13 @@ class SeveralTest(parameterized.TestCase):
     self.assertEqual([status for status, _ in found], [1, 1], found)
     self.assertRegex(found[0][1], r'error: \[Errno 28\] No space left on device: .*config.json')
     self.assertRegex(found[1][1], r'error: process 0 of 2 could not write config.json.*: OSError: .* No space left')
+
+  def test_an_error_that_all_have_is_told_by_all(self):
+    # A scheduler must not take this for a lost process and start the same again.
+    found = finish(start(temp_folder(self), 2, 'eval_every=7', late=1))
+    for status, output in found:
+      self.assertEqual(status, 1, output)
+      self.assertIn('error: eval_every 7 is not a multiple of log_every 5', output)
 
   def test_a_signal_to_one_stops_and_saves_all(self):
     folder = temp_folder(self)

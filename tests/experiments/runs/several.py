@@ -4,6 +4,7 @@ import contextlib
 import os
 from pathlib import Path
 import sys
+import time
 
 
 def main():
@@ -19,7 +20,7 @@ def main():
   jax.config.update('jax_disable_most_optimizations', True)
   from experiments import __main__ as cli
   from experiments.data import pipeline
-  from experiments.runs import durable, metrics
+  from experiments.runs import build, durable, metrics
   from tests.experiments import fakes
 
   kill_at = os.environ.get('KILL_AT', '')
@@ -40,6 +41,12 @@ def main():
   def full(*given, **_):
     raise OSError(28, 'No space left on device', *(str(path) for path in given if isinstance(path, Path)))
 
+  make_parts = build.make_parts
+
+  def make_late(*given, **options):
+    time.sleep(float(os.environ.get('LATE', '0')))
+    return make_parts(*given, **options)
+
   init = metrics.MetricsWriter.__init__
 
   def open_full(self, *arguments, **options):
@@ -56,6 +63,7 @@ def main():
       stack.enter_context(mock.patch.object(metrics.MetricsWriter, '__init__', open_full))
     elif place:
       stack.enter_context(mock.patch.object(*places[place], full))
+    stack.enter_context(mock.patch.object(build, 'make_parts', make_late))
     stack.enter_context(mock.patch.object(pipeline, 'load', load))
     stack.enter_context(mock.patch.object(fakes._Iterator, '__next__', fetch_or))
     return cli.main(arguments)
