@@ -16,7 +16,6 @@ from typing import Any
 
 from experiments.race import table
 from experiments.race.search import Budget, next_trial, Trial
-from experiments.reports import report
 from experiments.runs import method_table, methods, records, train
 from experiments.runs.environment import environment, without_folders
 from experiments.runs.experiment import Config
@@ -47,6 +46,28 @@ def describe(config: Config) -> dict[str, Any]:
   fields = json.loads(json.dumps(config.to_dict()))  # lists of tuples
   fields['data'] = {key: value for key, value in fields['data'].items() if key not in ('data_dir', 'manual_dir')}
   return {name: fields[name] for name in ('model', 'data', 'optimizer', 'recipe', 'accumulate', 'steps')}
+
+
+def train_trial(
+  config: Config, trial: Trial, folder: Path, *, head: Mapping[str, Any], data: Any = None, programs: list[Programs]
+) -> dict[str, Any]:
+  """Trains one trial, or finds it trained, and returns its record: losses, flip rates, settings; `head` is its end."""
+  try:
+    train.train(config, folder, data=data, programs=programs)
+  except train.TrainingDivergedError as error:
+    print(f'{config.name}: {error}')
+  run = records.read_run(folder)
+  loss = run.validation_loss if run.summary is not None else None
+  steps, seconds = run.training_seconds()
+  at = dict(zip(steps, seconds, strict=True))
+  return {
+    'title': config.label, 'rate': trial.rate, 'decay': trial.decay, 'seed': trial.seed, 'share': trial.share,
+    'loss': loss, 'equal_steps': config.steps, 'seconds': None,
+    'validation': [[r['step'], at.get(r['step']), r['loss']] for r in run.validation],
+    'validation_columns': ['step', 'seconds', 'loss'], 'flip_rate': run.flip_summary(),
+    'sparse_steps': run.sparse_steps,
+    **describe(config), **head,
+  }  # fmt: skip
 
 
 class Comparison:
@@ -102,6 +123,8 @@ class Comparison:
     while todo := [(len(self._done(name)), i, name) for i, name in enumerate(self.configs) if self._next(name)]:
       self._run(min(todo)[-1])
     print(table.steps_markdown(self.records))
+    from experiments.reports import report  # not before: trials need no Matplotlib
+
     best = table.by_seed(self.records)
     runs = [
       configure(self.configs[name], Trial(own.rate, own.decay, seed)).name
@@ -125,23 +148,11 @@ class Comparison:
     key = (trial.rate, trial.decay)
     if self.programs.get(name, (None,))[0] != key:
       self.programs[name] = (key, [])
-    folder = self.folder / config.name
-    try:
-      train.train(config, folder, data=self.data, programs=self.programs[name][1])
-    except train.TrainingDivergedError as error:
-      print(f'{config.name}: {error}')
-    run = records.read_run(folder)
-    loss = run.validation_loss if run.summary is not None else None
-    steps, seconds = run.training_seconds()
-    at = dict(zip(steps, seconds, strict=True))
+    programs = self.programs[name][1]
     record = {
-      'bench': 'tuned', 'experiment': self.experiment, 'contender': name, 'title': config.label,
-      'rate': trial.rate, 'decay': trial.decay, 'seed': trial.seed, 'share': trial.share,
-      'loss': loss, 'equal_steps': self.steps, 'seconds': None,
-      'validation': [[r['step'], at.get(r['step']), r['loss']] for r in run.validation],
-      'validation_columns': ['step', 'seconds', 'loss'], 'flip_rate': run.flip_summary(),
-      'sparse_steps': run.sparse_steps,
-      **describe(config), **self.head,
+      'bench': 'tuned', 'experiment': self.experiment, 'contender': name, **train_trial(
+        config, trial, self.folder / config.name, data=self.data, programs=programs, head=self.head
+      ),
     }  # fmt: skip
     with self.results.open('a') as file:
       file.write(json.dumps(record) + '\n')

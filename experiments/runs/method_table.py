@@ -16,6 +16,7 @@ class Method:
     recipe: name in `sparse24_jax.recipes`.
     kwargs: arguments of the recipe; a `refresh_every` below 1 is a share of the optimizer steps.
     model: changes to the model.
+    width: of the model, and number of its heads, as a multiple of the experiment's.
     steps: share of the experiment's optimizer steps.
     dense_from: what a dense phase after a sparse one starts from, see `configs.base`.
   """
@@ -24,6 +25,7 @@ class Method:
   recipe: str
   kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   model: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  width: float = 1.0
   steps: float = 1.0
   dense_from: str = 'weights'
 
@@ -130,6 +132,14 @@ METHODS: Mapping[str, Method] = {
   'rigl': Method('RigL', 'rigl', {**_DYNAMIC, 'density': 0.1672}),
   'set_': Method('SET', 'set_', {**_DYNAMIC, 'density': 0.1754}),
   'static': Method('static mask', 'static', {'path': LINEAR, 'density': 0.1754}),
+  # More of the steps dense again at the end, fewer links before.
+  'mixed_sparsity_restored': Method(
+    'MST, a tenth of the steps restored', 'mixed_sparsity', {**_DYNAMIC, 'restoration': 0.1, 'density': 0.0376}
+  ),
+  # What the FLOPs buy without any sparsity: half the width, and 89% of the steps.
+  'dense_small': Method(
+    'dense, half as wide, as many FLOPs', 'dense', width=0.5, steps=0.89
+  ),
   'dense_short': Method('dense, as many FLOPs', 'dense', steps=0.24),
   # Sparse activations, in squared-ReLU blocks. A batch of nano is 16 sequences, so the tokens of one position are a
   # block of 16; blocks along a sequence tell a token what follows it, and are here to show what that does. The dense
@@ -183,7 +193,7 @@ AT_EQUAL_STEPS = (
 )  # fmt: skip
 AT_EQUAL_FLOPS = (
   'dense', 'mixed_sparsity', 'mixed_sparsity_keep_moments', 'mixed_sparsity_attention', 'mixed_sparsity_24',
-  'mixed_sparsity_transposable', 'rigl', 'set_', 'static', 'static_attention', 'dense_short',
+  'mixed_sparsity_transposable', 'rigl', 'set_', 'static', 'static_attention', 'dense_small', 'dense_short',
 )  # fmt: skip
 # The methods with sparse activations, at equal steps with their dense twin.
 WITH_ACTIVATIONS = (

@@ -8,6 +8,7 @@ from flax import traverse_util
 import jax
 from ml_collections import ConfigDict
 
+from experiments.models.gpt2 import SIZES
 from experiments.runs import flops, train
 from experiments.runs.build import make_recipe
 from experiments.runs.experiment import Config, load_config, refuse_overrides
@@ -45,7 +46,8 @@ def configure(config: Config, method: str, seed: int) -> Config:
   share = own.pop('steps', chosen.steps)
   own = _with_policy(chosen.kwargs, own)
   if isinstance(share, str):
-    share = _flops(configure(config, share, seed)) / _flops(configure(config, 'dense', seed))
+    whole = configure(_with_own(config, method, steps=1.0), method, seed)
+    share = _flops(configure(config, share, seed)) / _flops(whole)
   kwargs = {**chosen.kwargs, **own}
   if isinstance(kwargs.get('density'), str):
     kwargs['density'] = _density_with_flops_of(config, method, kwargs['density'])
@@ -61,16 +63,32 @@ def configure(config: Config, method: str, seed: int) -> Config:
   })  # fmt: skip
   with config.unlocked():
     config.recipe = recipe
-    config.model.update(chosen.model)
+    config.model.update({**chosen.model, **_narrowed(config, chosen.width)})
   config.method, config.label, config.steps = method, chosen.label, steps
   config.seed = config.data.seed = seed
   return config
+
+
+def _narrowed(config: Config, width: float) -> dict[str, int]:
+  """Width and heads of a model `width` times as wide."""
+  if width == 1:
+    return {}
+  usual = {**SIZES[config.model.size], **config.model}
+  return {name: round(width * usual[name]) for name in ('embed_dim', 'num_heads')}
 
 
 def _own(config: Config, method: str) -> dict[str, Any]:
   """What an experiment sets for a method."""
   own = config.methods.get(method, {})
   return own.to_dict() if isinstance(own, ConfigDict) else dict(own)
+
+
+def _with_own(config: Config, method: str, **changes: Any) -> Config:
+  """A copy of an experiment that sets something else for a method."""
+  config = config.copy_and_resolve_references()
+  with config.unlocked():
+    config.methods[method] = {**_own(config, method), **changes}
+  return config
 
 
 def check(config: Config, methods: Sequence[str]) -> None:
@@ -118,9 +136,7 @@ def _density_with_flops_of(config: Config, method: str, other: str) -> float:
   wanted = _flops(configure(config, other, 0))
 
   def excess(density: float) -> float:
-    fixed = config.copy_and_resolve_references()
-    with fixed.unlocked():
-      fixed.methods[method] = {**dict(config.methods.get(method, {})), 'density': density}
+    fixed = _with_own(config, method, density=density)
     return _flops(configure(fixed, method, 0)) - wanted
 
   points = [(density, excess(density)) for density in _FIRST_DENSITIES]

@@ -86,6 +86,8 @@ class CommandTest(parameterized.TestCase):
     self.assertRegex(call(*train)[1], r'run: finished before, validation loss \d\.\d+ after 20 steps')
     status, out, _ = call(
       'tune-decay',
+      '--by',
+      'flips',
       '--tiny',
       '--folder',
       str(folder),
@@ -163,7 +165,9 @@ class CommandTest(parameterized.TestCase):
       tune_decay, 'warmup_flip_rate', lambda _, decay, **__: {None: 0.1, 0.0: 0.09, 1e-3: 0.07}[decay]
     )
     with rates:
-      status, out, _ = call('tune-decay', '--tiny', '--folder', folder, '--candidates', '0', '1e-3', '--steps', '4')
+      status, out, _ = call(
+        'tune-decay', '--by', 'flips', '--tiny', '--folder', folder, '--candidates', '0', '1e-3', '--steps', '4'
+      )
     self.assertEqual(status, 0)
     for text in (out.splitlines()[-1], json.loads(Path(folder, 'tune_decay.json').read_text())['reason']):
       self.assertIn('the largest tried', text)

@@ -11,6 +11,7 @@ import pytest
 from experiments import __main__ as cli
 from experiments.race import table, tuned
 from experiments.race.search import Trial
+from experiments.reports import report
 from experiments.runs import build, metrics, train
 from tests.experiments.fakes import compile_quickly, FakeData, temp_folder
 
@@ -42,7 +43,7 @@ class ComparisonTest(absltest.TestCase):
   def compare(self, root, **changes):
     settings = dict(experiment='nano', names=['dense', 'fst'], seeds=(3, 0), trials=5, tiny=True) | changes
     with mock.patch.object(train, 'train', side_effect=pretend) as trained, mock.patch('builtins.print') as said, \
-         mock.patch.object(tuned.report, 'write_report') as reported:  # fmt: skip
+         mock.patch.object(report, 'write_report') as reported:  # fmt: skip
       tuned.Comparison(root / 'runs', root / 'records.jsonl', **settings).run()
     return trained, said, reported
 

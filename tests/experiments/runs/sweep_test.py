@@ -178,7 +178,9 @@ class RefusalsTest(parameterized.TestCase):
 
 
 class EqualFlopsTest(parameterized.TestCase):
-  @parameterized.parameters('rigl', 'static', 'mixed_sparsity_24', 'mixed_sparsity_transposable', 'dense_short')
+  @parameterized.parameters(
+    'rigl', 'static', 'mixed_sparsity_24', 'mixed_sparsity_transposable', 'dense_small', 'dense_short'
+  )
   def test_small_takes_as_many_flops_with_each(self, method):
     base = methods.load_config('small', ['steps=1500'])
     wanted = methods._flops(methods.configure(base, 'mixed_sparsity', 0))
