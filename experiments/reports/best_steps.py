@@ -60,8 +60,8 @@ def speedups(methods: Mapping[str, Best], over: str = 'dense') -> dict[str, floa
 def markdown(found: Mapping[tuple[str, str], Mapping[str, Best]]) -> str:
   """The table of `docs/speed.md`: a line a model and method."""
   lines = [
-    '| model | method | step, ms | times faster than dense | than dense FP8 | MFU | layout | GB |',
-    '|---|---|---|---|---|---|---|---|',
+    '| model | method | step, ms | times faster than dense | than dense FP8 | MFU | layout | GB | processes |',
+    '|---|---|---|---|---|---|---|---|---|',
   ]
   for (device, model), methods in found.items():
     over, over_fp8 = speedups(methods), speedups(methods, 'dense_fp8')
@@ -70,11 +70,20 @@ def markdown(found: Mapping[tuple[str, str], Mapping[str, Best]]) -> str:
     for method, best in methods.items():
       times = f'**{over[method]:.2f}**' if method in over else ''
       fp8 = f'{over_fp8[method]:.2f}' if method in over_fp8 and 'fp8' in method else ''
-      share = best.record['mfu'] * best.record['amortised_ms'] / best.ms
-      memory = best.record['memory_gb']['total'] if best.record.get('memory_gb') else 0.0
+      mfu = best.record['mfu'] * best.record['amortised_ms'] / best.ms
       lines.append(
-        f'| {name} | {best.record["label"]} | {best.ms:.1f} | {times} | {fp8} | {share:.2f} | {best.layout} |'
-        f' {memory:.0f} |'
+        f'| {name} | {best.record["label"]} | {best.ms:.1f} | {times} | {fp8} | {mfu:.2f} | {best.layout} |'
+        f' {best.record["memory_gb"]["total"]:.0f} | {best.processes} |'
       )
       name = ''
   return '\n'.join(lines)
+
+
+def figure_rows(found: Mapping[tuple[str, str], Mapping[str, Best]]) -> list[tuple[str, float]]:
+  """Sparse methods that were timed in three processes: what, and times faster than dense at its best."""
+  return [
+    (f'{model}, {methods[method].record["label"]}', times)
+    for (_, model), methods in found.items()
+    for method, times in speedups(methods).items()
+    if min(methods[method].processes, methods['dense'].processes) >= 3
+  ]

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from experiments.race import picture, table
-from experiments.reports import provenance, quality, speed
+from experiments.reports import best_steps, provenance, quality, speed
 
 DOCS = provenance.ROOT / 'docs'
 
@@ -55,7 +55,10 @@ def _race(
 
 # Document -> table -> what makes it.
 TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
-  'speed.md': {'speed': lambda: speed.markdown(_speed())},
+  'speed.md': {
+    'best steps': lambda: best_steps.markdown(best_steps.load()),
+    'speed': lambda: speed.markdown(_speed()),
+  },
   'quality.md': {
     'tuned nano': lambda: table.steps_markdown(_race('compare_tuned_nano.jsonl', 'nano, 1,500 steps each')),
     'race': lambda: table.markdown(_race()),
@@ -64,6 +67,6 @@ TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
   },
 }
 PICTURES: Mapping[str, Callable[[], str]] = {
-  'speed.svg': lambda: speed.figure(_speed()),
+  'speed.svg': lambda: speed.figure(_speed(), best_steps.figure_rows(best_steps.load())),
   'race.svg': lambda: picture.draw(table.by_seed(_race())),
 }

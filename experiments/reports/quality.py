@@ -14,7 +14,8 @@ from experiments.runs.records import group, RunRecord
 
 def load(path: Path) -> list[RunRecord]:
   """The runs of a file of records, without their curves, which are not recorded."""
-  return [run_of(record) for record in map(json.loads, path.read_text().splitlines()) if 'label' in record]
+  records = map(json.loads, path.read_text().splitlines())
+  return [run_of(record) for record in records if {'label', 'experiment'} <= record.keys()]
 
 
 def run_of(record: Mapping[str, Any]) -> RunRecord:

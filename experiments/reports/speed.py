@@ -123,15 +123,24 @@ def _devices(records: Sequence[Record]) -> list[Any]:
   return [device for device, _ in Counter(r.get('device') for r in records if r['bench'] in _PROGRAMS).most_common()]
 
 
-def figure_rows(records: Sequence[Record]) -> dict[str, list[tuple[str, float]]]:
+def figure_rows(
+  records: Sequence[Record], at_best: Sequence[tuple[str, float]] = ()
+) -> dict[str, list[tuple[str, float]]]:
   """Blocks of 16,384 tokens and whole steps, of the device with most of these records: what, and times faster.
 
-  The lower figure of bursts and trace; a block that was measured in bursts alone is left out.
+  The lower figure of bursts and trace; a block that was measured in bursts alone is left out, and so is, if any record
+  stands by itself, one that does not.
+
+  Args:
+    records: of the benchmarks.
+    at_best: steps over a dense model at its best; if there are any, they stand in place of those of `records`, whose
+      dense models are laid out as the sparse ones.
 
   Raises:
     ValueError: no such record.
   """
   shape = dict(tokens=16384, d=4096, hidden=16384)
+  records = [record for record in records if not provenance.faults(record)] or records
   records = [record for record in records if record.get('device') in _devices(records)[:1]]
   blocks = [r for r in records if r['bench'] == 'ffn' and r['shape'] == shape and traced(r)]
   steps = [r for r in records if r['bench'] == 'train_step']
@@ -145,14 +154,16 @@ def figure_rows(records: Sequence[Record]) -> dict[str, list[tuple[str, float]]]
     'Feed-forward block, 16384 x 4096 x 16384, forward and backward': [
       (f'{short(r)}, {r["activation"].replace("_", " ")}', lower(r)['dense']) for r in blocks
     ],
-    'Training step, optimizer included': [(f'{r["model"]}, {short(r)}', lower(r)['dense']) for r in steps],
+    'Training step, optimizer included': at_best or [
+      (f'{r["model"]}, {short(r)}', lower(r)['dense']) for r in steps
+    ],
   }
   return {name: [(what, round(times, 2)) for what, times in rows] for name, rows in groups.items() if rows}
 
 
-def figure(records: Sequence[Record]) -> str:
-  """The picture of the README, an SVG file that says in its `<desc>` what it shows."""
-  rows = figure_rows(records)
+def figure(records: Sequence[Record], at_best: Sequence[tuple[str, float]] = ()) -> str:
+  """The picture of the README, an SVG file that says in its `<desc>` what it shows; see `figure_rows`."""
+  rows = figure_rows(records, at_best)
   return charts.described(charts.speedups(rows, label='times faster than dense bfloat16'), rows)
 
 

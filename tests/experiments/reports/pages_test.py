@@ -13,7 +13,7 @@ import pytest
 
 from experiments import __main__ as cli
 from experiments.race import picture, table
-from experiments.reports import claims, pages, provenance, quality, speed
+from experiments.reports import best_steps, claims, pages, provenance, quality, speed
 from experiments.runs.records import group
 from tests.experiments.fakes import temp_folder
 
@@ -26,7 +26,10 @@ class PagesTest(absltest.TestCase):
       self.assertEqual((pages.DOCS / name).read_text(), pages.document(name), 'python -m experiments pages')
     shown = {name: ET.parse(pages.DOCS / name).findtext('{http://www.w3.org/2000/svg}desc') for name in pages.PICTURES}
     records = speed.load(provenance.RESULTS.glob('*.jsonl'))
-    rows = {'speed.svg': speed.figure_rows(records), 'race.svg': picture.curves(table.by_seed(pages._race()))}
+    steps = best_steps.figure_rows(best_steps.load())
+    rows = {
+      'speed.svg': speed.figure_rows(records, steps), 'race.svg': picture.curves(table.by_seed(pages._race()))
+    }  # fmt: skip
     for name, made in rows.items():
       self.assertEqual(json.loads(shown[name] or ''), json.loads(json.dumps(made)), 'python -m experiments pages')
 
