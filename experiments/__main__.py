@@ -92,6 +92,24 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument('--step', type=int, help='which checkpoint (default: the newest)')
   evaluate.add_argument('--batches', type=int, help="validation batches (default: the experiment's)")
 
+  generate = commands.add_parser('generate', help='text that a trained language model goes on with')
+  generate.add_argument('run', help='a run folder')
+  generate.add_argument('--prompt', default='', help='text to begin with (default: the beginning of a document)')
+  generate.add_argument('--tokens', type=int, default=200, help='how many to add (default: %(default)s)')
+  generate.add_argument('--temperature', type=float, default=0.0, help='0 takes the likeliest (default: %(default)s)')
+  generate.add_argument('--top-k', type=int, default=0, help='draw among so many of the likeliest (default: all)')
+  generate.add_argument('--seed', type=int, default=0, help='of the draws (default: %(default)s)')
+  generate.add_argument('--step', type=int, help='which checkpoint (default: the newest)')
+
+  cloze = commands.add_parser('cloze', help='questions to a trained language model: which text goes on here?')
+  cloze.add_argument('run', help='a run folder')
+  cloze.add_argument(
+    '--file', help='JSON lines with context, choices and answer, the number of the right one from 0 (default: made of '
+    'held-out text, four choices each)',
+  )  # fmt: skip
+  cloze.add_argument('--questions', type=int, default=200, help='made of held-out text (default: %(default)s)')
+  cloze.add_argument('--step', type=int, help='which checkpoint (default: the newest)')
+
   flops = commands.add_parser('flops', help='training FLOPs of an experiment against dense, counted from its shapes')
   _experiment_arguments(flops, None, '--set recipe.kwargs.density=0.1')
   flops.add_argument('--recipe', help="a recipe's name, with its default arguments (default: the experiment's recipe)")
@@ -168,6 +186,33 @@ def _eval(args: argparse.Namespace) -> None:
   print(
     f'step {int(loaded.state.step)}, {loaded.phase} phase: '
     + ', '.join(f'{name} {value:.4f}' for name, value in values.items())
+  )
+
+
+def _generate(args: argparse.Namespace) -> None:
+  from experiments.runs import inspection, language
+
+  loaded = inspection.load(args.run, step=args.step)
+  print(
+    language.generate(
+      loaded, args.prompt, tokens=args.tokens, temperature=args.temperature, top_k=args.top_k, seed=args.seed
+    )
+  )
+
+
+def _cloze(args: argparse.Namespace) -> None:
+  from experiments.runs import inspection, language
+
+  loaded = inspection.load(args.run, step=args.step)
+  data = loaded.parts.data
+  if args.file:
+    items = language.read_items(args.file, data.tokenizer)
+  else:
+    items = list(language.held_out_items(data, args.questions))
+  values = language.cloze(loaded, items)
+  print(
+    f'step {int(loaded.state.step)}, {loaded.phase} phase: {values["accuracy"]:.3f} of {values["questions"]:.0f} '
+    f'questions right, {values["accuracy_by_mean"]:.3f} by the mean of a token; chance is {values["chance"]:.3f}'
   )
 
 
@@ -307,7 +352,8 @@ def _main_job(args: argparse.Namespace) -> None:
 
 
 _COMMANDS = {
-  'train': _train, 'eval': _eval, 'inspect': _inspect, 'flops': _flops, 'tune-decay': _tune, 'report': _report,
+  'train': _train, 'eval': _eval, 'inspect': _inspect, 'generate': _generate,
+  'cloze': _cloze, 'flops': _flops, 'tune-decay': _tune, 'report': _report,
   'pages': _pages, 'compare': _compare, 'main-job': _main_job, 'sweep': _sweep,
 }  # fmt: skip
 

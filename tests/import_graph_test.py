@@ -103,7 +103,8 @@ class ImportGraphTest(parameterized.TestCase):
   @parameterized.parameters(
     ('data', ()),
     ('models', ('bench',)),  # for its dense product in FP8
-    ('runs', ('data', 'models', 'configs')),
+    ('tasks', ('data', 'models')),
+    ('runs', ('data', 'models', 'configs', 'tasks')),
     ('reports', ('runs', 'race')),  # a page has the race's table and picture
   )
   def test_rooms_of_the_experiments(self, room, others):

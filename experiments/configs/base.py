@@ -9,6 +9,21 @@ from experiments.runs.experiment import Config
 TINY_MODEL = {'num_layers': 2, 'num_heads': 2, 'embed_dim': 32, 'seq_len': 16}
 
 
+# The data of each task that a package holds.
+_EMBEDDED = {
+  'language_model': 'aws_docs',
+  'masked_lm': 'aws_docs',
+  'image_classification': 'digits',
+  'text_classification': 'aws_services',
+  'translation': 'jupyterlab_de',
+}
+# The digits have 8 x 8 pixels; few messages have less than 32 bytes.
+_TINY_TASK = {
+  'image_classification': {'seq_len': 17, 'patch': 2, 'pool': 'token'},
+  'translation': {'seq_len': 64},
+}
+
+
 def make(name: str, *, size: str, tiny: bool, **fields: Any) -> Config:
   """Returns a full configuration.
 
@@ -30,6 +45,10 @@ def make(name: str, *, size: str, tiny: bool, **fields: Any) -> Config:
       'method': '',
       # What reports call the run; empty means the name of its recipe.
       'label': '',
+      # What is learnt: a name of experiments/tasks/task.py.
+      'task': 'language_model',
+      # The folder of a run whose newest checkpoint gives the parameters that this model has too; the others are new.
+      'init_from': '',
       # Decides initial parameters, dropout, MVUE sampling and random masks; the order of the data has data.seed.
       'seed': 0,
       # Optimizer steps.
@@ -93,7 +112,7 @@ def make(name: str, *, size: str, tiny: bool, **fields: Any) -> Config:
 
 
 def shrink(config: Config) -> None:
-  """Turns an experiment into its tiny twin, in place: same recipe, optimizer and dtype, a learnable size."""
+  """Turns an experiment into its tiny twin, in place: same task, recipe, optimizer and dtype, a learnable size."""
   config.name += '-tiny'
   config.steps = 60
   config.accumulate = min(config.accumulate, 2)
@@ -103,17 +122,18 @@ def shrink(config: Config) -> None:
     config.model.update({'dtype': 'float32', 'remat': False, 'attention': 'xla'})
     if config.model.get('family') == 'llama':
       config.model.update({'num_kv_heads': 1, 'hidden_dim': 96})
+    config.model.update(_TINY_TASK.get(config.task, {}))
   config.data.update(
     {
-      'corpus': 'aws_docs',
+      'corpus': _EMBEDDED[config.task],
       'tokenizer': 'bytes',
-      'seq_len': TINY_MODEL['seq_len'],
+      'seq_len': config.model.seq_len,
       'batch_size': 16,
     }
   )
   config.optimizer.update({'peak_lr': 1e-2, 'warmup_steps': 6})
   config.mesh.update({'data': 1, 'fsdp': 1, 'model': 1})
-  config.update({'log_every': 10, 'eval_every': 30, 'eval_batches': 4})
+  config.update({'log_every': 10, 'eval_every': 30, 'eval_batches': 2 if config.task == 'translation' else 4})
   config.checkpoint_every = min(config.checkpoint_every, 30)
   if 'refresh_every' in config.recipe.kwargs:
     config.recipe.kwargs.refresh_every = 5

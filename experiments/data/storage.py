@@ -73,6 +73,11 @@ def _console() -> Console:
   return Console(stderr=True, highlight=False)
 
 
+def tell(line: str) -> None:
+  """Says something about the data that a person should know."""
+  _console().print(line, soft_wrap=True, markup=False)
+
+
 class Progress:
   """Counts items on a bar where there is a terminal, and in a log line every ten seconds elsewhere.
 

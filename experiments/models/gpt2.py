@@ -59,6 +59,7 @@ class GPT2Config:
     ffn_order: what neighbours are to the feed-forward layer, which matters to patterns of sparse activations only:
       'sequence' is tokens that follow each other, 'position' is tokens of different sequences at the same position. A
       block of tokens then knows nothing of what follows them, if the sequences of a step are whole blocks.
+    causal: whether a token attends to itself and those before it, or to all: an encoder, such as BERT is.
   """
 
   vocab_size: int
@@ -85,6 +86,7 @@ class GPT2Config:
   fused_mlp: bool = False
   ffn_order: Literal['sequence', 'position'] = 'sequence'
   attention_pattern: Any = None
+  causal: bool = True
 
   def __post_init__(self):
     if self.embed_dim % self.num_heads:
@@ -164,13 +166,13 @@ def activate(mlp: str, up: jax.Array, gate: jax.Array | None) -> jax.Array:
 
 
 class Attention(nn.Module):
-  """Causal self-attention with one matrix for query, key and value; see `pattern_of` for the pattern."""
+  """Self-attention with one matrix for query, key and value; see `pattern_of` for the pattern."""
 
   config: GPT2Config
   pattern: Any = None
 
   @nn.compact
-  def __call__(self, x_BxTxD: jax.Array) -> jax.Array:
+  def __call__(self, x_BxTxD: jax.Array, lengths_B: jax.Array | None = None) -> jax.Array:
     cfg = self.config
     batch, length, dim = x_BxTxD.shape
     qkv_BxTx3D = dense(cfg, 3 * dim, 'c_attn')(x_BxTxD)
@@ -181,7 +183,7 @@ class Attention(nn.Module):
       q_BxTxHxK, k_BxTxHxK = layer_norm(cfg, 'q_norm')(q_BxTxHxK), layer_norm(cfg, 'k_norm')(k_BxTxHxK)
     if cfg.positions == 'rotary':
       q_BxTxHxK, k_BxTxHxK = rotate(q_BxTxHxK, _ROPE_THETA), rotate(k_BxTxHxK, _ROPE_THETA)
-    y_BxTxHxK = attend(cfg, self.pattern, q_BxTxHxK, k_BxTxHxK, v_BxTxHxK)
+    y_BxTxHxK = attend(cfg, self.pattern, q_BxTxHxK, k_BxTxHxK, v_BxTxHxK, lengths_B)
     return dense(cfg, dim, 'c_proj', residual=True)(y_BxTxHxK.reshape(batch, length, dim))
 
 
@@ -208,13 +210,13 @@ class Block(nn.Module):
   pattern: Any = None
 
   @nn.compact
-  def __call__(self, x_BxTxD: jax.Array) -> jax.Array:
+  def __call__(self, x_BxTxD: jax.Array, lengths_B: jax.Array | None = None) -> jax.Array:
     cfg = self.config
     if cfg.ffn_order == 'position':
       # Or XLA would hold the stream in that order, too, and transpose it for all else that reads it.
       x_BxTxD = layout.with_layout_constraint(x_BxTxD, layout.Layout(major_to_minor=(0, 1, 2)))
     drop = nn.Dropout(cfg.dropout, deterministic=self.deterministic)
-    x_BxTxD = x_BxTxD + drop(Attention(cfg, self.pattern, name='attn')(layer_norm(cfg, 'ln_1')(x_BxTxD)))
+    x_BxTxD = x_BxTxD + drop(Attention(cfg, self.pattern, name='attn')(layer_norm(cfg, 'ln_1')(x_BxTxD), lengths_B))
     mlp = fused_mlp(cfg, cfg.hidden_dim, cfg.mlp) if cfg.fused_mlp else MLP(cfg, name='mlp')
     h_BxTxD = layer_norm(cfg, 'ln_2')(x_BxTxD)
     if cfg.ffn_order == 'sequence':
@@ -222,8 +224,38 @@ class Block(nn.Module):
     return x_BxTxD + drop(jnp.swapaxes(mlp(jnp.swapaxes(h_BxTxD, 0, 1)), 0, 1))
 
 
+def embedding(config: GPT2Config, rows: int, name: str, *, std: float = INIT_STD) -> nn.Embed:
+  """An embedding that is looked up, and its gradients summed, in the dtype of the parameters.
+
+  In bfloat16 the sum would leave out what is small against it, and a GPU adds to the rows of frequent tokens one at a
+  time.
+  """
+  init = nn.initializers.normal(std) if std else nn.initializers.zeros
+  dtype = jnp.dtype(config.param_dtype)
+  return nn.Embed(rows, config.embed_dim, dtype=dtype, param_dtype=dtype, embedding_init=init, name=name)
+
+
+def enter_stream(config: GPT2Config, deterministic: bool, x_BxTxD: jax.Array, name: str = 'wpe') -> jax.Array:
+  """The residual stream: embedded positions are added, if they are learnt, and dropout and dtype are the model's."""
+  length = x_BxTxD.shape[1]
+  if length > config.seq_len:
+    raise ValueError(f'tokens have {length} positions on axis -1; the model takes at most {config.seq_len}')
+  if config.positions == 'learnt':
+    x_BxTxD += embedding(config, config.seq_len, name)(jnp.arange(length))[None]
+  if config.scale_embeddings:
+    x_BxTxD = math.sqrt(config.embed_dim) * x_BxTxD
+  x_BxTxD = x_BxTxD.astype(config.residual_dtype or config.dtype)
+  return nn.Dropout(config.dropout, deterministic=deterministic)(x_BxTxD)
+
+
+def embed_tokens(config: GPT2Config, deterministic: bool, tokens_BxT: jax.Array) -> tuple[jax.Array, nn.Embed]:
+  """The residual stream of tokens, and the embedding that they have."""
+  wte = embedding(config, config.vocab_size, 'wte')
+  return enter_stream(config, deterministic, wte(tokens_BxT)), wte
+
+
 class GPT2(nn.Module):
-  """A GPT-2 language model with a tied output matrix.
+  """A GPT-2 language model with a tied output matrix; with `causal=False` an encoder that fills gaps, as BERT does.
 
   Attributes:
     config: sizes and arithmetic.
@@ -237,29 +269,9 @@ class GPT2(nn.Module):
   def __call__(self, tokens_BxT: jax.Array) -> jax.Array:
     """Returns logits [B, T, V] for int32 tokens [B, T]; position t predicts token t + 1."""
     cfg = self.config
-    length = tokens_BxT.shape[-1]
-    if length > cfg.seq_len:
-      raise ValueError(f'tokens have {length} positions on axis -1; the model takes at most {cfg.seq_len}')
-    # Looked up, and the gradients of a token's many occurrences summed, in the dtype of the parameters: in bfloat16 the
-    # sum would leave out what is small against it, and a GPU adds to the rows of frequent tokens one at a time.
-    embed = dict(
-      features=cfg.embed_dim,
-      dtype=jnp.dtype(cfg.param_dtype),
-      param_dtype=jnp.dtype(cfg.param_dtype),
-      embedding_init=nn.initializers.normal(INIT_STD),
-    )
-    wte = nn.Embed(cfg.vocab_size, **embed, name='wte')
-    x_BxTxD = wte(tokens_BxT)
-    if cfg.positions == 'learnt':
-      x_BxTxD += nn.Embed(cfg.seq_len, **embed, name='wpe')(jnp.arange(length))[None]
-    if cfg.scale_embeddings:
-      x_BxTxD = math.sqrt(cfg.embed_dim) * x_BxTxD
-    x_BxTxD = x_BxTxD.astype(cfg.residual_dtype or cfg.dtype)
-    x_BxTxD = nn.Dropout(cfg.dropout, deterministic=self.deterministic)(x_BxTxD)
+    x_BxTxD, wte = embed_tokens(cfg, self.deterministic, tokens_BxT)
     x_BxTxD = run_blocks(Block, cfg, self.deterministic, x_BxTxD)
     x_BxTxD = layer_norm(cfg, 'ln_f')(x_BxTxD)
-    head = wte
-    if not cfg.tied:
-      head = nn.Embed(cfg.vocab_size, **{**embed, 'embedding_init': nn.initializers.zeros}, name='head')
+    head = wte if cfg.tied else embedding(cfg, cfg.vocab_size, 'head', std=0.0)
     table_VxD = head.embedding.astype(cfg.dtype)
     return unembed(x_BxTxD, table_VxD, jnp.dtype(cfg.logits_dtype))

@@ -20,6 +20,8 @@ def check_patterns(config: Any) -> None:
   """ValueError unless there is an entry a layer and a pattern a head, and one for all where the layers are scanned."""
   patterns = config.attention_pattern
   check_attention('attention_pattern', patterns)
+  if patterns is not None and not getattr(config, 'causal', True):
+    raise ValueError('attention_pattern is of causal attention; with causal=False there is none')
   if isinstance(patterns, tuple):
     if len(patterns) != config.num_layers:
       raise ValueError(f'attention_pattern has {len(patterns)} entries; accepted is one a layer, {config.num_layers}')
@@ -38,14 +40,29 @@ def pattern_of(config: Any, layer: int) -> Any:
   return patterns[layer] if isinstance(patterns, tuple) else patterns
 
 
-def attend(config: Any, pattern: Any, q_BxTxHxK: jax.Array, k_BxTxGxK: jax.Array, v_BxTxGxK: jax.Array) -> jax.Array:
-  """Causal attention [B, T, H, K], under a pattern if there is one."""
+def attend(
+  config: Any,
+  pattern: Any,
+  q_BxTxHxK: jax.Array,
+  k_BxSxGxK: jax.Array,
+  v_BxSxGxK: jax.Array,
+  lengths_B: jax.Array | None = None,
+) -> jax.Array:
+  """Attention [B, T, H, K], causal unless `config.causal` is False, under a pattern if there is one.
+
+  The first `lengths` keys of each sequence are attended to, or all.
+  """
   if pattern is None:
     return jax.nn.dot_product_attention(
-      q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, is_causal=True, implementation=config.attention
+      q_BxTxHxK,
+      k_BxSxGxK,
+      v_BxSxGxK,
+      key_value_seq_lengths=lengths_B,
+      is_causal=getattr(config, 'causal', True),
+      implementation=config.attention,
     )
   implementation = None if config.attention == 'cudnn' else 'blocks'
-  return sparse_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, patterns=pattern, implementation=implementation)
+  return sparse_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, patterns=pattern, implementation=implementation)
 
 
 def rotate(x_BxTxHxK: jax.Array, theta: float) -> jax.Array:
@@ -159,8 +176,11 @@ def _cross_entropy_bwd(residuals, cotangent_BxT):
 cross_entropy.defvjp(_cross_entropy_fwd, _cross_entropy_bwd)
 
 
-def run_blocks(block: Any, config: Any, deterministic: bool, x_BxTxD: jax.Array) -> jax.Array:
-  """The layers of a model, `block(config, deterministic, pattern)` each: h_0, h_1, ... in turn, or h scanned."""
+def run_blocks(block: Any, config: Any, deterministic: bool, x_BxTxD: jax.Array, *others: Any) -> jax.Array:
+  """The layers of a model, `block(config, deterministic, pattern)` each: h_0, h_1, ... in turn, or h scanned.
+
+  Each is called with the stream and the same `others`.
+  """
   # Inside a scan the loop already keeps XLA from undoing the recomputation.
   if config.remat:
     # 'dots' keeps what matmuls made, so that only what is cheap is computed again.
@@ -168,10 +188,10 @@ def run_blocks(block: Any, config: Any, deterministic: bool, x_BxTxD: jax.Array)
     block = nn.remat(block, prevent_cse=not config.scan_layers, policy=policy)
   if not config.scan_layers:
     for i in range(config.num_layers):
-      x_BxTxD = block(config, deterministic, pattern_of(config, i), name=f'h_{i}')(x_BxTxD)
+      x_BxTxD = block(config, deterministic, pattern_of(config, i), name=f'h_{i}')(x_BxTxD, *others)
     return x_BxTxD
   scan = nn.scan(
-    lambda layer, carry, _: (layer(carry), None),
+    lambda layer, carry, _: (layer(carry, *others), None),
     # 'activations' is what `experiments.runs.activations` measures, and by what.
     variable_axes={'params': 0, 'activations': 0, 'probe_params': 0, 'probe_states': 0},
     split_rngs={'params': True, 'mvue': True, 'dropout': True},

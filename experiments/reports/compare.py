@@ -86,6 +86,8 @@ def write_records(found: Iterable[records.RunRecord], path: Path, *, experiment:
       'sparse_steps': run.sparse_steps,
       'dense_from': run.config['recipe'].get('dense_from', 'weights'),
       'validation_loss': run.validation_loss,
+      # What the task measures beside: accuracy, BLEU.
+      'measures': (run.summary or {}).get('measures', {}),
       'flip_rate': run.flip_summary(),
       # Per layer, of squared-ReLU blocks: at the first evaluation, the last one of the sparse phase, and the last.
       'activations': run.activation_summary(),

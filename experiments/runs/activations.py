@@ -59,7 +59,8 @@ def make_probe(
       variables = {'params': params, 'sparse24': sparse, 'probe_params': params, 'probe_states': sparse}
       rngs = {'mvue': jax.random.key(0)}
       with nn.intercept_methods(_interceptor(parts.recipe)):
-        return model.apply(variables, batch['inputs'], rngs=rngs, mutable=[_COLLECTION])[1].get(_COLLECTION, {})
+        inputs = [batch[name] for name in parts.task.inputs]
+        return model.apply(variables, *inputs, rngs=rngs, mutable=[_COLLECTION])[1].get(_COLLECTION, {})
 
     return jax.tree.map(lambda x: jnp.mean(x, axis=0), jax.lax.map(measure, batches))
 

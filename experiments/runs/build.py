@@ -14,10 +14,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
 import optax
 
-from experiments.models import gpt2, llama
+from experiments.models import classifiers, gpt2, llama, translator
 from experiments.runs import patterns
 from experiments.runs.experiment import Config
 from experiments.runs.meshes import BATCH, make_mesh, rows_of_this_process
+from experiments.tasks import task as tasks
 import sparse24_jax as s24
 from sparse24_jax.attention import Attention
 
@@ -31,6 +32,7 @@ class Parts(NamedTuple):
     recipe: the library's description of what is sparse and when.
     data: training and validation batches; see `experiments.data.pipeline`.
     mesh: device mesh, or None for one device.
+    task: what is learnt.
   """
 
   config: Config
@@ -38,12 +40,39 @@ class Parts(NamedTuple):
   recipe: s24.Recipe
   data: Any
   mesh: Mesh | None
+  task: tasks.Task
 
 
-# What `model.family` names: how to make a model's configuration, and the model.
-FAMILIES: Mapping[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-  'gpt2': (gpt2.make_config, gpt2.GPT2),
-  'llama': (llama.make_config, llama.Llama),
+class Family(NamedTuple):
+  """What `model.family` names: how to make a model's configuration, the model, and one example of its inputs."""
+
+  make_config: Callable[..., Any]
+  model: Callable[..., Any]
+  example: Callable[[Any], tuple[jax.Array, ...]]
+
+
+def _tokens(config: Any) -> jax.Array:
+  return jnp.zeros((1, config.seq_len), jnp.int32)
+
+
+def _length(config: Any) -> jax.Array:
+  return jnp.full(1, config.seq_len, jnp.int32)
+
+
+def _image(config: Any) -> jax.Array:
+  return jnp.zeros((1, config.image_size, config.image_size, config.channels))
+
+
+FAMILIES: Mapping[str, Family] = {
+  'gpt2': Family(gpt2.make_config, gpt2.GPT2, lambda c: (_tokens(c),)),
+  'llama': Family(llama.make_config, llama.Llama, lambda c: (_tokens(c),)),
+  'vit': Family(classifiers.make_vit_config, classifiers.ViT, lambda c: (_image(c),)),
+  'text_classifier': Family(
+    classifiers.make_text_config, classifiers.TextClassifier, lambda c: (_tokens(c), _length(c))
+  ),
+  'translator': Family(
+    translator.make_config, translator.Translator, lambda c: (_tokens(c), _length(c), _tokens(c))
+  ),
 }
 
 # The feed-forward matrices, which every paper here makes sparse.
@@ -137,6 +166,36 @@ def attention_of(stored: Any) -> Any:
   return tuple(map(attention_of, stored)) if isinstance(stored, Sequence) and not isinstance(stored, str) else stored
 
 
+def task_of(config: Config) -> tasks.Task:
+  """What the configuration learns; ValueError for a task that is not known, or a model that cannot learn it."""
+  task = tasks.get(config.get('task', 'language_model'))
+  family = config.model.get('family', task.families[0])
+  if family not in task.families:
+    raise ValueError(f'model.family is {family!r}; task {config.task!r} takes {", ".join(task.families)}')
+  return task
+
+
+def family_of(config: Config) -> Family:
+  """The kind of model of a configuration: what it names, or the usual one of its task."""
+  return FAMILIES[config.model.get('family', task_of(config).families[0])]
+
+
+def model_config(config: Config, sizes: Mapping[str, Any]) -> Any:
+  """The model's configuration, with what the data decides.
+
+  Raises:
+    TypeError: the model section has a field that the model does not.
+    ValueError: sizes that do not fit together.
+  """
+  fields = {key: value for key, value in config.model.to_dict().items() if key not in ('family', 'size')}
+  if 'vocab_size' in sizes:
+    vocab = math.ceil(sizes['vocab_size'] / config.vocab_multiple) * config.vocab_multiple
+    sizes = {**sizes, 'vocab_size': vocab}
+  if 'attention_pattern' in fields:
+    fields['attention_pattern'] = attention_of(fields['attention_pattern'])
+  return family_of(config).make_config(config.model.size, **{**fields, **sizes})
+
+
 def make_parts(config: Config, *, data: Any = None) -> Parts:
   """Builds the parts of a run.
 
@@ -166,22 +225,15 @@ def make_parts(config: Config, *, data: Any = None) -> Parts:
   if (start := config.recipe.get('dense_from', 'weights')) not in ('weights', 'projected'):
     raise ValueError(f"recipe.dense_from is {start!r}; known: 'weights', 'projected'")
   mesh = make_mesh(config)
-  if data is None:
-    from experiments.data import pipeline  # Not before: a bad recipe should not wait for data preparation.
-
+  task = task_of(config)
+  if data is None:  # Not before: a bad recipe should not wait for data preparation.
     optional = {key: config.data[key] or None for key in ('data_dir', 'manual_dir', 'max_tokens')}
     index, count = rows_of_this_process(mesh)
     share = {'process_index': index, 'process_count': count, 'micro_batches': config.accumulate}
-    data = pipeline.load(**{**config.data.to_dict(), **optional, **share})
-  vocab = math.ceil(data.vocab_size / config.vocab_multiple) * config.vocab_multiple
-  model = dict(config.model.to_dict())
-  family = model.pop('family', 'gpt2')
-  if family not in FAMILIES:
-    raise ValueError(f'model.family is {family!r}; known: {", ".join(FAMILIES)}')
-  make_config, make_model = FAMILIES[family]
+    data = task.load(**{**config.data.to_dict(), **optional, **share})
+  make_model = family_of(config).model
   try:
-    model['attention_pattern'] = attention_of(model.get('attention_pattern'))
-    model = make_config(model.pop('size'), vocab_size=vocab, **model)
+    model = model_config(config, task.sizes(data))
     for dtype in (model.dtype, model.param_dtype):
       jnp.dtype(dtype)
   except TypeError as error:
@@ -190,7 +242,7 @@ def make_parts(config: Config, *, data: Any = None) -> Parts:
     raise ValueError("model.attention is 'cudnn', which needs an NVIDIA GPU; set model.attention=xla, or use --tiny")
   if config.data.seq_len > model.seq_len:
     raise ValueError(f'data.seq_len {config.data.seq_len} is longer than the model takes, {model.seq_len}')
-  parts = Parts(config, make_model(model), recipe, data, mesh)
+  parts = Parts(config, make_model(model), recipe, data, mesh, task)
   for phase in recipe.phases:
     model_for(parts, phase.attention)  # refuses what does not fit its layers and heads
   return parts
@@ -253,11 +305,19 @@ def model_for(parts: Parts, attention: Attention, *, blocks: bool = True, **chan
 
 
 def identity(parts: Parts) -> dict[str, Any]:
-  """What two runs must share for one to go on from the other's checkpoint, as JSON-able data."""
+  """What two runs must share for one to go on from the other's checkpoint, as JSON-able data.
+
+  A field that is not in the identities of older runs is there only where it is not as it was for them.
+  """
   config = parts.config.to_dict()
+  usual = {'task': 'language_model', 'init_from': ''}
+  model = dataclasses.asdict(parts.model.config)
+  if model.get('causal'):
+    del model['causal']
   return {
     **{key: config[key] for key in ('seed', 'steps', 'accumulate', 'optimizer')},
-    'model': dataclasses.asdict(parts.model.config),
+    **{key: config[key] for key, value in usual.items() if config.get(key, value) != value},
+    'model': model,
     'recipe': parts.recipe.describe()
     | ({'dense_from': 'projected'} if config['recipe'].get('dense_from') == 'projected' else {}),
     'data': {key: value for key, value in config['data'].items() if not key.endswith('_dir')}
@@ -300,7 +360,7 @@ def make_optimizer(config: Config, recipe: s24.Recipe, phase: str) -> optax.Grad
 
 
 def validation_batches(parts: Parts, count: int) -> dict[str, Any]:
-  """The first validation batches, stacked to [count, B, T] and split over the mesh."""
+  """The first validation batches, stacked to [count, B, ...] and split over the mesh."""
   batches = list(parts.data.validation(count))
   stacked = {key: np.stack([batch[key] for batch in batches]) for key in batches[0]}
   if parts.mesh is None:
@@ -310,8 +370,8 @@ def validation_batches(parts: Parts, count: int) -> dict[str, Any]:
 
 
 def shard_batch(parts: Parts, batch: Mapping[str, np.ndarray]) -> dict[str, Any]:
-  """Splits a batch [B, T] into micro-batches [accumulate, B / accumulate, T] and over the mesh."""
-  batch = {key: x.reshape(parts.config.accumulate, -1, x.shape[-1]) for key, x in batch.items()}
+  """Splits a batch [B, ...] into micro-batches [accumulate, B / accumulate, ...] and over the mesh."""
+  batch = {key: x.reshape(parts.config.accumulate, -1, *x.shape[1:]) for key, x in batch.items()}
   if parts.mesh is None:
     return batch
   sharding = NamedSharding(parts.mesh, PartitionSpec(None, BATCH))

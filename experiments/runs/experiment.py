@@ -21,6 +21,8 @@ from ml_collections import ConfigDict
 from experiments import configs
 
 _SHARED = ('base', 'gpt2')
+# Fields that the config.json of an older run may lack.
+_LATER = ('bad_numbers', 'task', 'init_from')
 _NAME = re.compile(r'[A-Za-z0-9][A-Za-z0-9_+.-]*')
 
 # A `ConfigDict`, whose fields have no static types.
@@ -73,7 +75,7 @@ def _from_data(path: Path, tiny: bool) -> Config:
     raise ValueError(f'{path} holds no object of fields but {type(fields).__name__}')
   whole = 'base' not in fields  # the config.json of a run
   config = load_config(fields.pop('base', 'nano'), tiny=tiny)
-  if whole and (missing := [key for key in config if key not in fields and key != 'bad_numbers']):
+  if whole and (missing := [key for key in config if key not in fields and key not in _LATER]):
     raise ValueError(f'{path} names no base, and lacks {", ".join(missing)}; add base, the name of an experiment')
   for key, value in fields.items():
     if key in ('model', 'methods') and isinstance(value, dict):

@@ -27,7 +27,9 @@ from ml_collections import ConfigDict
 import numpy as np
 
 from experiments.models import gpt2, llama
-from experiments.runs.build import attention_of, FAMILIES, LINEAR, make_recipe
+from experiments.runs import build
+from experiments.runs.build import LINEAR, make_recipe, model_config
+from experiments.tasks import task as tasks
 import sparse24_jax as s24
 from sparse24_jax.attention import attended_share
 from sparse24_jax.rules import is_weight, leaves_by_path, match_rules
@@ -153,7 +155,8 @@ def count(
     steps: optimizer steps.
     batch: sequences an optimizer step.
     length: tokens a sequence.
-    triangle: count only the attended pairs; False counts the whole square, as dense attention computes it.
+    triangle: count only the attended pairs; False counts the whole square, as dense attention computes it, and as it
+      is for a model that is not causal.
   """
   params = _abstract_params(config)
   kept = densities(recipe, params, steps)
@@ -164,7 +167,7 @@ def count(
     if is_weight(path, leaf) and path != _HEAD:
       dense = 2.0 * math.prod(leaf.shape) * tokens
       linear += dense * _products(recipe, rules.get(path), kept.get(path, np.ones(steps)))
-  pairs = length * (length + 1) / 2 if triangle else float(length) ** 2
+  pairs = length * (length + 1) / 2 if triangle and getattr(config, 'causal', True) else float(length) ** 2
   attended = _per_step(
     recipe, steps, lambda phase: attended_share(phase.attention or config.attention_pattern, length)
   )
@@ -205,16 +208,18 @@ def _weight_gradient(recipe: s24.Recipe, rule: s24.Rule, kept: np.ndarray) -> np
   return entries * np.where(_is_sparse(recipe, steps) & (policy.weight_grad != 'dense'), 0.5, 1.0)
 
 
+def is_counted(config: Any) -> bool:
+  """Whether FLOPs are counted for the task of a configuration: those of language models, masked ones included."""
+  return build.task_of(config) in (tasks.get('language_model'), tasks.get('masked_lm'))
+
+
 def of_experiment(config: Any, recipe: s24.Recipe, *, vocab_size: int) -> Curve:
   """`count` for a configuration of `experiments.runs.experiment`; ValueError for a model that is not known."""
-  model = config.model.to_dict()
-  if (family := model.pop('family', 'gpt2')) not in FAMILIES:
-    raise ValueError(f'model.family is {family!r}; known: {", ".join(FAMILIES)}')
-  make_config, size = FAMILIES[family][0], model.pop('size')
-  model['attention_pattern'] = attention_of(model.get('attention_pattern'))
-  vocab = math.ceil(vocab_size / config.vocab_multiple) * config.vocab_multiple
+  if not is_counted(config):
+    raise ValueError(f'training FLOPs are counted for language models; task {config.task!r} is none')
+  sizes = {'causal': False} if config.get('task', '') == 'masked_lm' else {}
   try:
-    made = make_config(size, vocab_size=vocab, **model)
+    made = model_config(config, {'vocab_size': vocab_size, **sizes})
   except TypeError as error:  # a field of another version
     raise ValueError(f'model section: {error}') from error
   return count(made, recipe, steps=config.steps, batch=config.data.batch_size, length=config.data.seq_len)
@@ -228,14 +233,14 @@ def of_run(stored: Mapping[str, Any], *, head: bool = True) -> Curve | None:
     head: whether the head is asked for, which takes the vocabulary; else it is zero.
 
   Returns:
-    None where a vocabulary that it takes is not known.
+    None where a vocabulary that it takes is not known, and for tasks that are not counted.
 
   Raises:
     ValueError: a model or recipe that is not known, or not with these arguments: one of another version.
   """
   config: Any = ConfigDict(stored)
   vocab = VOCABULARIES.get(config.data.tokenizer)
-  if vocab is None and head:
+  if (vocab is None and head) or not is_counted(config):
     return None
   curve = of_experiment(config, make_recipe(config), vocab_size=vocab or 1)
   return curve if head else dataclasses.replace(curve, head=np.zeros_like(curve.head))

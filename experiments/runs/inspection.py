@@ -81,13 +81,19 @@ def _restore(directory: Path, target: programs.TrainState, step: int | None) -> 
 
 
 def evaluate(loaded: Loaded, *, num_batches: int | None = None) -> dict[str, float]:
-  """Validation loss in nats a token, perplexity, and bits a token, in the phase of the checkpoint."""
+  """Validation loss and what the task measures, in the phase of the checkpoint; for language perplexity and bits."""
   count = loaded.parts.config.eval_batches if num_batches is None else num_batches
   if count < 1:
     raise ValueError(f'validation takes 1 batch or more, found {count}')
   _, attention = build.phase_of(loaded.parts, int(loaded.state.step) - 1)
-  loss = float(programs.make_eval(loaded.parts, loaded.phase, attention, num_batches=count)(loaded.state))
-  return {'loss': loss, 'perplexity': float(np.exp(loss)), 'bits_per_token': float(loss / np.log(2))}
+  parts, state = loaded.parts, loaded.state
+  found = programs.make_eval(parts, loaded.phase, attention, num_batches=count)(state)
+  values = {name: float(value) for name, value in found.items()}
+  if 'vocab_size' in parts.task.sizes(parts.data) and 'classes' not in parts.task.sizes(parts.data):
+    values |= {'perplexity': float(np.exp(values['loss'])), 'bits_per_token': float(values['loss'] / np.log(2))}
+  if parts.task.score is not None:
+    values |= parts.task.score(programs.make_predict(parts, loaded.phase, attention, state), parts.data, count)
+  return values
 
 
 def weight_table(loaded: Loaded) -> list[WeightRow]:

@@ -1,6 +1,6 @@
 """What a configuration compiles to: initial state, training step, evaluation."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import functools
 import math
 from typing import Any, NamedTuple
@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from experiments.models.layers import cross_entropy
 from experiments.runs import activations, bad_numbers, build, meshes, sums
 from experiments.runs.build import Parts
 import sparse24_jax as s24
@@ -46,11 +45,11 @@ def init_state(parts: Parts) -> TrainState:
 
 def make_init(parts: Parts) -> Callable[[int], TrainState]:
   """Compiles to one program: seed -> initial state, already in its shards."""
-  tokens = jnp.zeros((1, parts.config.data.seq_len), jnp.int32)
+  example = build.family_of(parts.config).example(parts.model.config)
   tx = build.make_optimizer(parts.config, parts.recipe, s24.phase_at(parts.recipe, 0, parts.config.steps))
 
   def init(seed: int) -> TrainState:
-    params = parts.model.init(jax.random.key(seed), tokens)['params']
+    params = parts.model.init(jax.random.key(seed), *example)['params']
     return TrainState(jnp.zeros((), jnp.int32), params, tx.init(params))
 
   if parts.mesh is None:
@@ -58,25 +57,30 @@ def make_init(parts: Parts) -> Callable[[int], TrainState]:
   return jax.jit(init, out_shardings=meshes.state_sharding(parts.mesh, jax.eval_shape(init, parts.config.seed)))
 
 
-def loss_fn(model: Any, params: Any, sparse: Any, batch: dict[str, jax.Array], key: jax.Array) -> jax.Array:
-  """Mean next-token cross-entropy in nats, float32 scalar, of tokens [B, T]."""
+def make_restart(parts: Parts, sharding: Any) -> Callable[[Any], TrainState]:
+  """Compiles to one program: parameters -> the state of a run that begins with them."""
+  tx = build.make_optimizer(parts.config, parts.recipe, s24.phase_at(parts.recipe, 0, parts.config.steps))
+  return jax.jit(lambda p: TrainState(jnp.zeros((), jnp.int32), p, tx.init(p)), out_shardings=sharding)
+
+
+def outputs_of(model: Any, params: Any, sparse: Any, inputs: Sequence[jax.Array], key: jax.Array) -> jax.Array:
+  """What the model makes of its inputs."""
   key_mvue, key_dropout = jax.random.split(key)
   rngs = {'mvue': key_mvue, 'dropout': key_dropout}
-  logits_BxTxV = model.apply({'params': params, 'sparse24': sparse}, batch['inputs'], rngs=rngs)
-  return cross_entropy(logits_BxTxV, batch['targets']).mean()
+  return model.apply({'params': params, 'sparse24': sparse}, *inputs, rngs=rngs)
 
 
 def make_step(
   parts: Parts, phase: str, shardings: Any, attention: Attention = None, refresh: bool | None = None
 ) -> Callable[..., tuple[TrainState, StepMetrics]]:
-  """Compiles to one program a phase: (state, micro-batches [accumulate, B, T], seed, limit) -> (state, metrics).
+  """Compiles to one program a phase: (state, micro-batches [accumulate, B, ...], seed, limit) -> (state, metrics).
 
   With `refresh` False it is one of steps that choose no masks, see `build.refresh_of`.
 
   The seed, for sampling, is that of the configuration unless given: runs that differ in it share the program. A loss
   above `limit` is a bad one, for the policy 'skip'.
   """
-  config, recipe = parts.config, parts.recipe
+  config, recipe, task = parts.config, parts.recipe, parts.task
   skips = bad_numbers.policy_of(config).name == 'skip'
   tx = build.make_optimizer(config, recipe, phase)
   deterministic = not parts.model.config.dropout
@@ -92,7 +96,11 @@ def make_step(
     key = jax.random.fold_in(jax.random.key(seed + 1), state.step)
     # Masks of this optimizer step, for all micro-batches: read from the optimizer state, searched by its update.
     sparse = s24.sparse_variables(state.params, state.opt_state, recipe, phase=phase)
-    value_and_grad = jax.value_and_grad(functools.partial(loss_fn, model))
+
+    def loss_fn(params: Any, sparse: Any, batch: dict[str, jax.Array], key: jax.Array) -> jax.Array:
+      return task.loss(outputs_of(model, params, sparse, [batch[name] for name in task.inputs], key), batch)
+
+    value_and_grad = jax.value_and_grad(loss_fn)
 
     def micro_step(total: Any, indexed: Any) -> tuple[Any, None]:
       index, batch = indexed
@@ -121,23 +129,41 @@ def make_step(
   return step
 
 
+def evaluated_model(parts: Parts, phase: str, attention: Attention = None) -> Any:
+  """The model that is evaluated: activations are dense, whatever the recipe, see `build.eval_recipe`."""
+  model = build.model_for(parts, attention, blocks=False)
+  return s24.sparsify(model, build.eval_recipe(parts.recipe), phase=phase)
+
+
 def make_eval(
   parts: Parts, phase: str, attention: Attention = None, *, num_batches: int
-) -> Callable[[TrainState], jax.Array]:
-  """Compiles to one program: state -> mean validation loss, over the same batches every time.
-
-  Activations are dense, whatever the recipe, see `build.eval_recipe`.
-  """
-  model = build.model_for(parts, attention, blocks=False)
-  model = s24.sparsify(model, build.eval_recipe(parts.recipe), phase=phase)
+) -> Callable[[TrainState], dict[str, jax.Array]]:
+  """Compiles to one program: state -> mean loss and measures, over the same validation batches every time."""
+  model, task = evaluated_model(parts, phase, attention), parts.task
   stacked = build.validation_batches(parts, num_batches)
 
   @jax.jit
-  def evaluate(params: Any, opt_state: Any, batches: dict[str, jax.Array]) -> jax.Array:
+  def evaluate(params: Any, opt_state: Any, batches: dict[str, jax.Array]) -> dict[str, jax.Array]:
     sparse = s24.sparse_variables(params, opt_state, parts.recipe, phase=phase)
-    return jax.lax.map(lambda batch: loss_fn(model, params, sparse, batch, jax.random.key(0)), batches).mean()
+
+    def of(batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
+      outputs = outputs_of(model, params, sparse, [batch[name] for name in task.inputs], jax.random.key(0))
+      return {'loss': task.loss(outputs, batch), **task.measures(outputs, batch)}
+
+    return jax.tree.map(jnp.mean, jax.lax.map(of, batches))
 
   return lambda state: evaluate(state.params, state.opt_state, stacked)
+
+
+def make_predict(
+  parts: Parts, phase: str, attention: Attention, state: TrainState
+) -> Callable[..., jax.Array]:
+  """The model of a state as a function of its inputs alone, one program a shape."""
+  model = evaluated_model(parts, phase, attention)
+  prepare = jax.jit(lambda params, opt_state: s24.sparse_variables(params, opt_state, parts.recipe, phase=phase))
+  sparse = prepare(state.params, state.opt_state)
+  predict = jax.jit(lambda params, sparse, *inputs: outputs_of(model, params, sparse, inputs, jax.random.key(0)))
+  return functools.partial(predict, state.params, sparse)
 
 
 def flip_rate_names(opt_state: Any) -> list[str]:
@@ -157,6 +183,7 @@ class Programs:
   Attributes:
     recipe: that of the runs.
     init: see `make_init`.
+    restart: see `make_restart`.
     step: phase, attention, refresh -> see `make_step`.
     evaluate: phase, attention -> see `make_eval`.
     probe: phase, attention -> see `activations.make_probe`.
@@ -170,6 +197,7 @@ class Programs:
       # Every process reads the metrics, so every one has them whole.
       whole = jax.sharding.NamedSharding(parts.mesh, jax.sharding.PartitionSpec())
       shardings = (meshes.state_sharding(parts.mesh, jax.eval_shape(self.init, parts.config.seed)), whole)
+    self.restart = make_restart(parts, shardings and shardings[0])
     self.step = functools.cache(lambda phase, *how: make_step(parts, phase, shardings, *how))
     count = parts.config.eval_batches
     self.evaluate = functools.cache(lambda phase, attention: make_eval(parts, phase, attention, num_batches=count))

@@ -7,7 +7,6 @@ Starting the same command again resumes or does nothing; two runs at a time are 
 
 from collections.abc import Callable, Mapping
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.runs import activations, bad_numbers, build, durable, events, hosts, meshes, run_folder, stopping
+from experiments.runs import (
+  activations,
+  bad_numbers,
+  build,
+  durable,
+  events,
+  hosts,
+  meshes,
+  run_folder,
+  stopping,
+  warm_start,
+)
 from experiments.runs import metrics as metrics_lib
 from experiments.runs.build import Parts
 from experiments.runs.checkpoint import Checkpoints
 from experiments.runs.checkpoint_errors import CheckpointError, DifferentRunError, NotFiniteError
 from experiments.runs.environment import environment
 from experiments.runs.experiment import Config
-from experiments.runs.programs import flip_rate_names, Programs, StepMetrics, TrainState
+from experiments.runs.programs import flip_rate_names, make_predict, Programs, StepMetrics, TrainState
 from experiments.runs.progress import Progress, Stopwatch
 import sparse24_jax as s24
 from sparse24_jax.attention import Attention
@@ -89,26 +99,31 @@ class Run:
     ):
       if self.from_step is not None or checkpoints.latest() is not None:
         self._resume(checkpoints)
+      elif self.config.get('init_from'):
+        self._warm_start(self.config.init_from)
       done = int(self.state.step)
       if done == self.config.steps and (summary := run_folder.summary(self.folder)):
         return summary
       if done:
         events.note(self.folder, done, 'resumed', f'going on from step {done}')
       hosts.by_first('write config.json and environment.json', self._write_settings)
-      validation = None
-      while validation is None:
+      validation: dict[str, float] = {}
+      while not validation:
         try:
           with hosts.together('open the metrics', self._writer) as writer:
             validation = self._loop(int(self.state.step), checkpoints, writer, stop)
         except bad_numbers.BadNumbersError as error:
           self._roll_back(checkpoints, str(error))
       checkpoints.wait()
+    loss = validation.pop('loss')
+    measures = {**validation, **self._score()}
     summary = {
       'name': self.config.name,
       'recipe': self.config.recipe.name,
       'seed': self.config.seed,
       'steps': self.config.steps,
-      'validation_loss': validation,
+      'validation_loss': loss,
+      **({'measures': measures} if measures else {}),
       'seconds': self.watch.total,
       'spent': self.watch.spent,
     }
@@ -122,11 +137,20 @@ class Run:
     durable.write_json(self.folder / 'config.json', self.config.to_dict())
     durable.write_json(self.folder / 'environment.json', environment())
 
+  def _warm_start(self, folder: str) -> None:
+    """Takes the parameters of another run, and notes which those are not."""
+    first = s24.phase_at(self.parts.recipe, 0, self.config.steps)
+    found, step = warm_start.read(folder, into_phase=first)
+    params, new = warm_start.merge(self.state.params, found)
+    self.state = self.programs.restart(params)
+    what = f'parameters are those of {folder} after step {step}; new are {", ".join(new) or "none"}'
+    events.note(self.folder, 0, 'started from', what)
+
   def _loop(
     self, done: int, checkpoints: Checkpoints, writer: metrics_lib.MetricsWriter, stop: stopping.Stop
-  ) -> float:
+  ) -> dict[str, float]:
     config, due = self.config, None
-    validation = math.nan
+    validation: dict[str, float] = {}
     if done == config.steps:  # Killed between the last checkpoint and the summary.
       return self._validate(done, self.programs.evaluate(*build.phase_of(self.parts, done - 1)))
     compiled: set[Any] = set()
@@ -161,7 +185,7 @@ class Run:
           if evaluates:
             validation = self._validate(done, self.programs.evaluate(phase, attention))
             probed = self.programs.probe(phase, attention)(self.state) if self.probes else {}
-            writer.write('validation', done, {'loss': validation, 'phase': phase, **probed})
+            writer.write('validation', done, {**validation, 'phase': phase, **probed})
             self.watch.lap('evaluation')
           if saves:
             self._require_good_window(done)
@@ -257,10 +281,21 @@ class Run:
       raise bad_numbers.BadNumbersError(f'{what}; bad_numbers.cap allows {self.policy.cap} in a row')
     events.note(self.folder, step, 'skipped', what)
 
-  def _validate(self, step: int, evaluate: Callable[[TrainState], jax.Array]) -> float:
-    loss = float(evaluate(self.state))
-    bad_numbers.require_finite(step, 'validation loss', loss)
-    return loss
+  def _validate(self, step: int, evaluate: Callable[[TrainState], Mapping[str, jax.Array]]) -> dict[str, float]:
+    """The loss, and what the task measures beside."""
+    found = {name: float(value) for name, value in jax.device_get(evaluate(self.state)).items()}
+    bad_numbers.require_finite(step, 'validation loss', found['loss'])
+    return found
+
+  def _score(self) -> dict[str, float]:
+    """What the task asks of the finished model."""
+    if self.parts.task.score is None:
+      return {}
+    if hosts.several():
+      events.tell(f'{self.folder}: not scored, as several processes train; `eval` scores it')
+      return {}
+    predict = make_predict(self.parts, *build.phase_of(self.parts, self.config.steps - 1), self.state)
+    return self.parts.task.score(predict, self.parts.data, self.config.eval_batches)
 
   def _roll_back(self, checkpoints: Checkpoints, why: str) -> None:
     """Goes back to the last checkpoint, and on with the batches that follow; or ends the run."""
@@ -379,7 +414,8 @@ def train(
     accept_changes: go on though settings of the optimizer differ from the checkpoint's; `events.jsonl` says so.
 
   Returns:
-    The summary: name, recipe, seed, steps, validation_loss (nats a token), seconds, and what they were `spent` on.
+    The summary: name, recipe, seed, steps, validation_loss (nats a token, or a class), the `measures` of the task if it
+    has some, seconds, and what they were `spent` on.
 
   Raises:
     ValueError: another process trains in the folder, or a setting does not fit.

@@ -105,7 +105,7 @@ class CommandTest(parameterized.TestCase):
     self.assertIn('<svg', (folder / 'tune_decay.svg').read_text())
 
   @parameterized.parameters(
-    (('train', '--config', 'nope'), 'no experiment .nope.; known: gpt2_124m'),
+    (('train', '--config', 'nope'), 'no experiment .nope.; known: bert, bert_nano'),
     (('train', '--config', 'nano', '--set', 'stepz=1'), "no field 'stepz'"),
     (('train', '--config', 'nano', '--method', 'magic'), "method is 'magic'; known: dense"),
     (('train', '--config', 'nano', '--method', 'fst', '--set', 'recipe.name=ste'), 'train without --method'),

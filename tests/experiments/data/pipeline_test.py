@@ -289,7 +289,7 @@ class ErrorTest(PipelineTestCase):
   @parameterized.parameters(0, -1, 1000)
   def test_bad_number_of_validation_batches(self, count):
     with self.assertRaisesRegex(
-      corpora.DataError, f'num_batches={count}.*holds [0-9]+ batches of 8 x 16 tokens; ask for'
+      corpora.DataError, f'num_batches={count}.*holds [0-9]+ batches of 8 windows of 16 tokens; ask for'
     ):
       self.load().validation(count)
 

@@ -188,7 +188,7 @@ class EvaluationTest(parameterized.TestCase):
       logits = np.asarray(parts.model.apply({'params': params}, batch['inputs']), np.float64)
       logits -= np.log(np.exp(logits).sum(-1, keepdims=True))
       by_hand.append(-np.take_along_axis(logits, batch['targets'][..., None], -1).mean())
-    found = float(programs.make_eval(parts, phase, num_batches=2)(state))
+    found = float(programs.make_eval(parts, phase, num_batches=2)(state)['loss'])
     np.testing.assert_allclose(found, np.mean(by_hand), rtol=1e-5)
 
   def test_other_recipes_are_evaluated_as_they_are(self):

@@ -42,7 +42,7 @@ class AttentionPhasesTest(parameterized.TestCase):
     self.assertIsNone(build.model_for(parts, None).config.attention_pattern)
     self.assertEqual(build.model_for(parts, local).config.attention_pattern, local)
     state = programs.init_state(parts)
-    full, near = (float(programs.make_eval(parts, 'sparse', a, num_batches=2)(state)) for a in (None, local))
+    full, near = (float(programs.make_eval(parts, 'sparse', a, num_batches=2)(state)['loss']) for a in (None, local))
     self.assertGreater(abs(full - near), 1e-4)
 
   @pytest.mark.slow
@@ -62,7 +62,7 @@ class AttentionPhasesTest(parameterized.TestCase):
     self.assertEqual(build.phase_of(parts, 5)[1], wanted)
     state = programs.init_state(parts)
     each, split, same = (
-      float(programs.make_eval(parts, 'sparse', attention, num_batches=2)(state))
+      float(programs.make_eval(parts, 'sparse', attention, num_batches=2)(state)['loss'])
       for attention in (wanted, (None, (near, near)), (None, near))
     )
     self.assertGreater(abs(each - same), 1e-5)
