@@ -124,7 +124,7 @@ class TranslationTest(absltest.TestCase):
     data.tokenizer.decode = lambda tokens: ' '.join(chr(65 + t) for t in tokens)
 
     def copies(source, lengths, target):
-      here = jnp.arange(target.shape[1]) < lengths[:, None]
+      here = jnp.arange(target.shape[1])[None] < lengths[:, None]
       right = jnp.where(here, source[:, : target.shape[1]], data.tokenizer.separator)
       return jax.nn.one_hot(right, data.vocab_size + 2)
 
