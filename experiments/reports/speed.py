@@ -54,6 +54,7 @@ def load(paths: Iterable[Path]) -> list[dict[str, Any]]:
 def identity(record: Record) -> list[Any]:
   """What was measured; of two records that agree in it the later counts."""
   keys = 'bench device op role model recipe activation pattern dtype weights shape layouts mode remat mesh'
+  keys += ' layout process'  # of `best_steps`
   # Of meshes, older records do not say what was not asked for.
   mesh = record.get('sharding', 'whole'), record.get('xla_flags') or ''
   return [*(record.get(key) for key in keys.split()), *mesh, dense_features(record), record.get('token_pattern')]

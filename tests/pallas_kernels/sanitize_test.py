@@ -1,0 +1,48 @@
+"""The program that runs kernels under compute-sanitizer, with the tool faked: there is none without a GPU."""
+
+import contextlib
+import io
+import json
+from pathlib import Path
+import subprocess
+import tempfile
+from unittest import mock
+
+from absl.testing import absltest
+
+from tests.pallas_kernels import sanitize
+
+
+class SanitizeTest(absltest.TestCase):
+  def test_a_tool_that_dies_is_tried_again_and_what_it_found_fails(self):
+    statuses, seen = {'packers': [-11, 0], 'vnm_ops': [9]}, []
+
+    def run(command, *, stdout=None, **options):
+      name = command[command.index('--cases') + 1].strip('^$')
+      tool = 'compute-sanitizer' in command and command[command.index('--tool') + 1]
+      seen.append((name, tool))
+      if not tool:
+        return subprocess.CompletedProcess(command, 0)
+      status = statuses[name].pop(0)
+      found = '========= Invalid __global__ read\n' if status == 9 else ''
+      Path(command[command.index('--log-file') + 1]).write_text(found + '========= ERROR SUMMARY: 1 error\n')
+      stdout.write(f'noise\n{name}: passed, 3 s\n')
+      return subprocess.CompletedProcess(command, status)
+
+    out = Path(self.enter_context(tempfile.TemporaryDirectory()), 'found.json')
+    with (
+      mock.patch.object(subprocess, 'run', run), mock.patch.object(sanitize, 'environment', dict),
+      contextlib.redirect_stdout(io.StringIO()),
+    ):  # fmt: skip
+      argv = ['--tools', 'memcheck', '--cases', 'packers|vnm', '--out', str(out)]
+      failed = sanitize.main(argv)
+    again = ('packers', 'memcheck')
+    self.assertEqual(seen, [('packers', False), again, again, ('vnm_ops', False), ('vnm_ops', 'memcheck')])
+    found = json.loads(out.read_text())['tools']['memcheck']
+    self.assertEqual((failed, found['packers']['status'], found['vnm_ops']['status']), (1, 0, 9))
+    self.assertEqual(found['packers']['said'], ['packers: passed, 3 s'])
+    self.assertEqual(found['vnm_ops']['found'], ['========= Invalid __global__ read'])
+
+
+if __name__ == '__main__':
+  absltest.main()
