@@ -139,6 +139,14 @@ def make_parser() -> argparse.ArgumentParser:
   pages = commands.add_parser('pages', help='tables and picture of the docs, and two pages, from records')
   pages.add_argument('--folder', type=Path, default=Path('site'), help='for the pages (default: %(default)s)')
 
+  guide = commands.add_parser('guide', help='which recipe for a GPU, a size and a goal, from records')
+  guide.add_argument('--tokens', type=int, required=True, help='tokens of a micro-batch on one device')
+  guide.add_argument('--d', type=int, required=True, help='width of the model')
+  guide.add_argument('--hidden', type=int, required=True, help='width of the hidden layer')
+  guide.add_argument('--gated', action='store_true', help='a gate besides the up-projection')
+  guide.add_argument('--device', help="folder of the GPU's records (default: the GPU at hand)")
+  guide.add_argument('--goal', choices=('sooner', 'quality', 'sparse'), default='sooner', help='(default: %(default)s)')
+
   compare = commands.add_parser('compare', help='every method with every seed at equal steps, records and report')
   _experiment_arguments(compare, 'nano')
   compare.add_argument('--folder', default='runs/compare', help='for runs and report (default: %(default)s)')
@@ -299,6 +307,13 @@ def _pages(args: argparse.Namespace) -> None:
     print(path)
 
 
+def _guide(args: argparse.Namespace) -> None:
+  from experiments.reports import guide
+
+  options = {name: getattr(args, name) for name in ('tokens', 'd', 'hidden', 'gated', 'device', 'goal')}
+  print(guide.guide(**options))
+
+
 def _compare(args: argparse.Namespace) -> None:
   from experiments.race import tuned
 
@@ -353,7 +368,7 @@ def _main_job(args: argparse.Namespace) -> None:
 
 _COMMANDS = {
   'train': _train, 'eval': _eval, 'inspect': _inspect, 'generate': _generate,
-  'cloze': _cloze, 'flops': _flops, 'tune-decay': _tune, 'report': _report,
+  'cloze': _cloze, 'flops': _flops, 'tune-decay': _tune, 'report': _report, 'guide': _guide,
   'pages': _pages, 'compare': _compare, 'main-job': _main_job, 'sweep': _sweep,
 }  # fmt: skip
 
