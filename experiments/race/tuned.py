@@ -153,6 +153,7 @@ class Comparison:
       'bench': 'tuned', 'experiment': self.experiment, 'contender': name, **train_trial(
         config, trial, self.folder / config.name, data=self.data, programs=programs, head=self.head
       ),
+      'equal_steps': self.steps,  # of the comparison, of which a method may have a share
     }  # fmt: skip
     with self.results.open('a') as file:
       file.write(json.dumps(record) + '\n')

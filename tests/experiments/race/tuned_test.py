@@ -52,6 +52,13 @@ class ComparisonTest(absltest.TestCase):
     with self.assertRaisesRegex(ValueError, 'trials=0: a search has one at least'):
       cli._compare(cli.make_parser().parse_args(['compare', '--tune', '0', '--tiny', '--folder', temp_folder(self)]))
 
+  def test_a_method_with_a_share_of_the_steps_is_of_the_same_comparison(self):
+    root = Path(temp_folder(self))
+    self.compare(root, names=['dense', 'dense_small'], seeds=(0,), trials=1)
+    (records,) = table.read(root / 'records.jsonl').values()
+    self.assertEqual([(r['contender'], r['equal_steps'], r['steps']) for r in records],
+                     [('dense', 60, 60), ('dense_small', 60, 53)])  # fmt: skip
+
   def test_as_many_trials_for_all_then_other_seeds_of_the_best(self):
     root = Path(temp_folder(self))
     trained, said, reported = self.compare(root)
