@@ -9,7 +9,11 @@ Array = jax.Array
 
 def varying_axes(x: Any) -> frozenset:
   """The mesh axes over which `x` differs inside `jax.shard_map`; none outside."""
-  kind = jax.typeof(x)
+  return varying_of(jax.typeof(x))
+
+
+def varying_of(kind: Any) -> frozenset:
+  """The mesh axes over which a value of this type differs."""
   manual = getattr(kind, 'manual_axis_type', None)
   return manual.varying if manual is not None else getattr(kind, 'vma', frozenset())
 

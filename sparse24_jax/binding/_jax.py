@@ -1,7 +1,7 @@
 """The few things that the trace needs of JAX's own insides, and where versions differ."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax._src import source_info_util
 from jax.extend import core as jex
@@ -58,6 +58,24 @@ def scan_parts(params: Any, values: Sequence[Any]) -> tuple[list[Any], list[Any]
   """What goes into a scan: constants, what is carried, what is scanned over."""
   constants, carried, scanned = params['ft_in'].update(values).unpack()
   return list(constants), list(carried), list(scanned)
+
+
+class ShardMap(NamedTuple):
+  """What a `shard_map` was called with, and its jaxpr."""
+
+  jaxpr: Any
+  mesh: Any
+  in_specs: Sequence[Any]
+  out_specs: Sequence[Any]
+  axis_names: frozenset[str]
+  check_vma: bool
+
+
+def shard_map_parts(params: Any) -> ShardMap:
+  names = frozenset(params['newly_manual_axes'] if 'newly_manual_axes' in params else params['manual_axes'])
+  return ShardMap(
+    params['jaxpr'], params['mesh'], params['in_specs'], params['out_specs'], names, params['check_vma']
+  )
 
 
 def name_of(equation: Any) -> str:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels._varying import vary_over, varying_of
 from pallas_kernels.activations import ACTIVATIONS
 from sparse24_jax.binding import _jax
 from sparse24_jax.binding.reading import Reading
@@ -21,6 +22,7 @@ from sparse24_jax.recipe import Rule
 ELEMENTWISE = frozenset((
   'add', 'sub', 'mul', 'div', 'neg', 'max', 'min', 'tanh', 'logistic', 'erf', 'erfc', 'exp', 'pow', 'integer_pow',
   'square', 'convert_element_type', 'copy', 'name', 'custom_jvp_call', 'select_n', 'gt', 'ge', 'lt', 'le',
+  'pvary', 'pcast',
 ))  # fmt: skip
 
 
@@ -151,7 +153,7 @@ def _new_text(value: Value, roots: list[Matmul], known: dict[int, str | None]) -
   made = value.made_by
   if not value.waits or made is None:
     # A number is a literal of the jaxpr; an array is nothing that an activation has.
-    array = value.held
+    array = value.held if value.repeated is None else value.repeated[0]
     return _number(array) if isinstance(array, np.ndarray | np.generic | int | float) and np.ndim(array) == 0 else None
   if isinstance(made, Matmul):
     # A bias makes another object of the same matmul.
@@ -181,7 +183,7 @@ def _equation_text(equation: Any, arguments: Sequence[str], *, derivatives: bool
     text = _jaxpr_text(inner, arguments, derivatives=derivatives)
     # A derivative of its own is a part of what an activation is.
     return f'{text}|{_derivative_text(equation)}|' if name == 'custom_jvp_call' and derivatives else text
-  if name in ('copy', 'name') or (name == 'broadcast_in_dim' and _is_number(arguments[0])):
+  if name in ('copy', 'name', 'pvary', 'pcast') or (name == 'broadcast_in_dim' and _is_number(arguments[0])):
     return arguments[0]
   if name == 'square':
     name, params = 'integer_pow', {'y': 2}
@@ -202,8 +204,12 @@ def _derivative_text(equation: Any) -> str:
   def function(*arrays: Any) -> Any:
     return _jax.rebind(equation, arrays)[0]
 
+  def tangent(*given: Any) -> Any:
+    axes = [varying_of(v.aval) for v in equation.invars]
+    return jax.jvp(function, *(list(map(vary_over, arrays, axes)) for arrays in given))[1]
+
   values = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in equation.invars]
-  jaxpr = jax.make_jaxpr(lambda z, dz: jax.jvp(function, z, dz)[1])(values, values)
+  jaxpr = jax.make_jaxpr(tangent)(values, values)
   names = [f'd{i}' for i in range(2 * len(values))]
   return _jaxpr_text(jaxpr, names, derivatives=False)
 

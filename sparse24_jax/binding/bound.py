@@ -15,6 +15,7 @@ from sparse24_jax.binding import _jax
 from sparse24_jax.binding.blocks import why_apart
 from sparse24_jax.binding.interpreter import run
 from sparse24_jax.binding.reading import read, Reading, UnreadableError
+from sparse24_jax.binding.shards import cut_by_shards
 from sparse24_jax.binding.tracing import functional, trace, Traced
 from sparse24_jax.binding.values import Altered, Keys, Matmul
 from sparse24_jax.binding.view import View
@@ -38,6 +39,7 @@ class Use:
     dtype: of its operands.
     asked: precision and dtype of the result, where they are not the plain ones.
     apart: why it stands in no block; None if it stands in one, or if its result is what the function returns.
+    divided: whether it reads a shard, inside a `shard_map` that divides the weight. Tokens are those of a shard.
   """
 
   tokens: int
@@ -49,11 +51,12 @@ class Use:
   dtype: str = 'float32'
   asked: Asked = PLAIN
   apart: str | None = None
+  divided: bool = False
 
   @property
   def packs(self) -> bool:
     """Whether it could read a packed weight."""
-    return self.whole and self.kind == 'dot_general' and self.asked.unfit(self.dtype) is None
+    return self.whole and not self.divided and self.kind == 'dot_general' and self.asked.unfit(self.dtype) is None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,6 +237,9 @@ class Notes:
   def ragged(self, found: Matmul) -> Array:
     return self.matmul(found)
 
+  def layout_of(self, path: str) -> Layout:
+    raise AssertionError(f'{path} has no state while notes are taken')
+
   def block(self, activation: str, maps: Mapping[str, Matmul]) -> None:
     try:
       read_by = {role: (found, read(found)) for role, found in maps.items()}
@@ -314,7 +320,8 @@ def _bound(path: str, leaf: Any, rule: Rule, notes: Notes) -> BoundWeight | str:
         f' {reading.layout.describe()} at {places[1]}; one mask serves one of them: {dense}'
       )
   for found, reading in readings:
-    problem = _straddles(found, reading, rule) or _no_groups(found, rule) or _not_asked(found, rule)
+    problem = cut_by_shards(found.view, reading, rule) or _straddles(found, reading, rule)
+    problem = problem or _no_groups(found, rule) or _not_asked(found, rule)
     if problem:
       return f'{path} of shape {leaf.shape}: {problem} at {_jax.source_of(found.equation)}: {dense}'
   uses = tuple(_use(found, reading, notes) for found, reading in readings)
@@ -331,7 +338,8 @@ def _use(found: Matmul, reading: Reading, notes: Notes) -> Use:
   kind, source = found.equation.primitive.name, _jax.source_of(found.equation)
   dtype = jnp.dtype(found.operands).name
   apart = None if block else notes.reasons.get((found.view.path, id(found.origin)))
-  return Use(reading.tokens, reading.whole, kind, block, role, source, dtype, found.asked, apart)
+  divided = bool(found.view.divided)
+  return Use(reading.tokens, reading.whole, kind, block, role, source, dtype, found.asked, apart, divided)
 
 
 def _straddles(found: Matmul, reading: Reading, rule: Rule) -> str | None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from sparse24_jax.binding import _jax, calls
+from sparse24_jax.binding import _jax, calls, shards
 from sparse24_jax.binding.blocks import Apart, ELEMENTWISE, find_block, roots_of, row_of
 from sparse24_jax.binding.values import Altered, Elementwise, ENTRY_BY_ENTRY, harmless, Keys, Matmul, Reader, Value
 from sparse24_jax.binding.view import factor_along, follow, View
@@ -48,6 +48,8 @@ class _Interpreter:
         out[0].row = row_of(equation, values[0])
         if name == 'broadcast_in_dim':
           out[0].repeated = values[0].array, equation.params['broadcast_dimensions']
+        elif name in ('pvary', 'pcast') and not jnp.ndim(values[0].array):
+          out[0].repeated = values[0].array, ()
       return _with_norms(out, values)
     if name in _INSIDE:
       if name in ('jit', 'custom_jvp_call'):
@@ -97,6 +99,8 @@ class _Interpreter:
     if views is not None:
       for value, view in zip(out, views, strict=True):
         value.mark, value.state = view, values[0].state
+        if value.state is not None and view.divided != values[0].mark.divided:
+          value.state = shards.gathered_state(equation, values[0], view, self.reader.layout_of(view.path))
       if values[0].unscaled is not None:
         for value, array in zip(out, _jax.rebind(equation, [values[0].unscaled, *arrays[1:]]), strict=True):
           value.unscaled = array
@@ -213,12 +217,6 @@ def _custom(self: _Interpreter, equation: Any, values: list[Value]) -> list[Valu
   return self._rebound(equation, values)
 
 
-def _shard_map(self: _Interpreter, equation: Any, values: list[Value]) -> list[Value]:
-  what = 'a shard_map, in which sparse24_jax.dot makes it sparse (then give sparsify the recipe without its rule)'
-  self.lose(values, what, _jax.source_of(equation))
-  return self._rebound(equation, values)
-
-
 _INSIDE: Mapping[str, Callable[[_Interpreter, Any, list[Value]], list[Value]]] = {
   'jit': calls.inlined,
   'checkpoint': calls.checkpoint,
@@ -227,5 +225,5 @@ _INSIDE: Mapping[str, Callable[[_Interpreter, Any, list[Value]], list[Value]]] =
   'cond': calls.cond,
   'custom_jvp_call': _custom,
   'custom_vjp_call': _custom,
-  'shard_map': _shard_map,
+  'shard_map': shards.shard_map,
 }

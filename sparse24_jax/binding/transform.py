@@ -11,6 +11,7 @@ from jax import Array
 import jax.numpy as jnp
 
 from pallas_kernels import _dispatch
+from pallas_kernels._varying import varying_axes
 from sparse24_jax.activation_sparsity import neuron_level_ffn
 from sparse24_jax.asked import Asked, PLAIN
 from sparse24_jax.binding import _jax
@@ -189,7 +190,7 @@ class _Sparse:
       # A layer that says how its result is divided: the compiler divides the three matmuls and their packing by itself.
       out_sharding = found.equation.params.get('out_sharding')
       divided: Any = run if out_sharding is None else jax.sharding.auto_axes(run, out_sharding=out_sharding)
-      return _filled(divided(x, w, self._state(found, reading), found.key), (found,))
+      return _filled(divided(x, w, self._state(found, reading), _key(found, x, w)), (found,))
 
   def ragged(self, found: Matmul) -> Array:
     """Projected, straight through, for the model's own matmul: no kernel has groups of rows."""
@@ -224,10 +225,13 @@ class _Sparse:
     else:
       _check_precision(maps['down'], asked)
       block = functools.partial(_neuron_level, policy=neurons, activation=activation)
-    key = maps['down'].key
+    key = _key(maps['down'], x, weights)
     with errors_name(', '.join(weight.path for weight, _ in read_by.values())):
       y = _for_each(batch, block, x, weights, states, key) if batch else block(x, weights, states, key, biases)
     return _filled(as_result(y, maps['down'], read_by['down'][1]), maps.values())
+
+  def layout_of(self, path: str) -> Layout:
+    return self.weights[path].layout
 
   def apart(self, maps: Iterable[Matmul], reason: str) -> None:
     """Each is an op by itself."""
@@ -260,6 +264,16 @@ def _filled(y: Array, maps: Iterable[Matmul]) -> Array:
   for fill in {id(found.view.fill): found.view.fill for found in maps if found.view.fill is not None}.values():
     y = y * fill.astype(y.dtype)
   return y
+
+
+def _key(found: Matmul, *arrays: Any) -> Array | None:
+  """Of a sample: inside a `shard_map` another one on each shard, where shards have operands of their own."""
+  key, varying = found.key, frozenset().union(*map(varying_axes, jax.tree.leaves(arrays)))
+  for name in found.view.manual if key is not None else ():
+    index = jax.lax.axis_index(name)
+    if name in varying or not varying_axes(index):  # with check_vma=False types do not say what varies
+      key = jax.random.fold_in(key, index)
+  return key
 
 
 def _check_precision(found: Matmul, asked: set[Asked]) -> None:

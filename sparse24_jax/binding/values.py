@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from sparse24_jax.asked import Asked
 from sparse24_jax.binding import _jax
 from sparse24_jax.binding.view import View
+from sparse24_jax.layout import Layout
 
 
 class Altered(NamedTuple):
@@ -206,6 +207,10 @@ class Reader(Protocol):
 
   def block(self, activation: str, maps: Mapping[str, Matmul]) -> Array | None:
     """The result of a block of the maps 'up', 'down' and perhaps 'gate'; None leaves them by themselves."""
+    ...
+
+  def layout_of(self, path: str) -> Layout:
+    """How the matmuls read a weight that has a state."""
     ...
 
   def apart(self, maps: Sequence[Matmul], reason: str) -> None:

@@ -41,11 +41,13 @@ class View:
     path: of the weight.
     shape: of the weight, as it is stored.
     axes: for each axis of the value the runs over the weight that it is made of, outermost first; none for an axis of
-      length one.
+      length one, unless it is a shard.
     offsets: for each axis of the weight where the runs over it start: a number, or a scalar that is traced.
     taken: axes of the weight that a loop has taken an entry of, and the states of the weight with it.
     factors: what its entries were multiplied by.
     fill: a number, traced, that is one unless it was looked up at a place where there is no entry: NaN then, or zero.
+    divided: of the axes of the weight that a `shard_map` divides the mesh axes, outermost first; `shape` is a shard's.
+    manual: the mesh axes of the `shard_map`s that it stands in.
   """
 
   path: str
@@ -55,6 +57,8 @@ class View:
   taken: tuple[int, ...] = ()
   factors: tuple[Factor, ...] = ()
   fill: Any = None
+  divided: tuple[tuple[int, tuple[str, ...]], ...] = ()
+  manual: tuple[str, ...] = ()
 
   @classmethod
   def whole(cls, path: str, shape: Sequence[int]) -> 'View':
@@ -149,6 +153,8 @@ def _reshape(view: View, params: Mapping[str, Any], values: Sequence[Any]) -> Vi
       else:
         return None
     axes.append(tuple(mine))
+  if runs and all(run.size == 1 for run in runs):  # of a shard
+    axes[-1] = (*axes[-1], *runs)
   return dataclasses.replace(view, axes=tuple(axes))
 
 
@@ -234,6 +240,30 @@ def _gather(view: View, params: Mapping[str, Any], values: Sequence[Any]) -> Vie
   return found and _squeeze(found, {'dimensions': numbers.collapsed_slice_dims}, ())
 
 
+def _all_gather(view: View, params: Mapping[str, Any], values: Sequence[Any]) -> View | None:
+  """The shards of one axis of the weight, side by side or along a new axis."""
+  del values
+  name, n, place = params['axis_name'], params['axis_size'], params['all_gather_dimension']
+  names = (name,) if isinstance(name, str) else tuple(name)
+  gathered = [axis for axis, held in view.divided if held[-len(names) :] == names]
+  if params['axis_index_groups'] is not None or len(gathered) != 1:
+    return None  # of a weight that every shard has, each entry several times
+  (axis,) = gathered
+  size, axes = view.shape[axis], list(view.axes)
+  places = [i for i, runs in enumerate(axes) if runs[:1] == (Run(axis, 1, size),)]
+  if len(places) != 1 or view.offsets[axis] != 0:
+    return None
+  if params['tiled']:
+    if places != [place]:
+      return None
+    axes[place] = (Run(axis, 1, size * n), *axes[place][1:])
+  else:
+    axes.insert(place, (Run(axis, size, n),))
+  divided = ((a, held[: -len(names)] if a == axis else held) for a, held in view.divided)
+  shape = (*view.shape[:axis], size * n, *view.shape[axis + 1 :])
+  return dataclasses.replace(view, axes=tuple(axes), shape=shape, divided=tuple((a, h) for a, h in divided if h))
+
+
 _RULES: Mapping[str, Callable[[View, Mapping[str, Any], Sequence[Any]], View | list[View] | None]] = {
   **dict.fromkeys(
     (
@@ -242,6 +272,8 @@ _RULES: Mapping[str, Callable[[View, Mapping[str, Any], Sequence[Any]], View | l
     ),
     _same,
   ),
+  'all_gather': _all_gather,
+  'all_gather_invariant': _all_gather,
   'broadcast_in_dim': _broadcast,
   'dynamic_slice': _dynamic_slice,
   'gather': _gather,

@@ -123,17 +123,6 @@ class RowsTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, r'experts of shape \(4, 16, 8\): gather at .*rows_test.*with_dense'):
       s24.bind(s24.recipes.ste('experts'), f, params, X, chosen)
 
-  def test_shard_map_is_refused_by_name(self):
-    mesh = jax.make_mesh((1,), ('data',), axis_types=(jax.sharding.AxisType.Auto,))
-    params = {'w': jax.random.normal(jax.random.key(1), (16, 16))}
-
-    def f(p, x):
-      over = jax.P('data')
-      return jax.shard_map(lambda w, x: x @ w, mesh=mesh, in_specs=(jax.P(), over), out_specs=over)(p['w'], x)
-
-    with self.assertRaisesRegex(ValueError, r'w of shape .16, 16.: a shard_map, .*24_jax.dot .*rows_test.*with_dense'):
-      s24.bind(s24.recipes.ste('w'), f, params, X)
-
 
 if __name__ == '__main__':
   absltest.main()
