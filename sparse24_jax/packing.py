@@ -1,5 +1,6 @@
 """Weights packed for the sparse matmul, once per optimizer step, for every micro-batch, forward and backward."""
 
+from collections.abc import Sequence
 import dataclasses
 import functools
 from typing import Any
@@ -12,7 +13,7 @@ from pallas_kernels import formats
 from pallas_kernels.pack import api
 from pallas_kernels.pack.reference import mask_codes
 from pallas_kernels.quantize import api as quantize
-from pallas_kernels.sparse_matmul.operand import concatenate, SparseOperand, to_operand
+from pallas_kernels.sparse_matmul.operand import concatenate, SparseOperand, split, to_operand
 from sparse24_jax.projection import Form, Masked, SoftThreshold, TransposableMasked
 
 E4M3 = jnp.dtype('float8_e4m3fn')
@@ -133,6 +134,23 @@ def side_by_side(gate: PackedWeight, up: PackedWeight) -> PackedWeight:
     None if gate.dense is None or up.dense is None else jnp.concatenate([gate.dense, up.dense], axis=-1),
     factor,
   )
+
+
+def halves(p: Any, ndim: int) -> Sequence[Any]:
+  """The two halves of columns of what is packed or, with `ndim` axes, an array: the inverse of `side_by_side`.
+
+  An array with fewer axes, a scale, is that of both; None has halves that are None.
+  """
+  if p is None or (not isinstance(p, PackedWeight) and p.ndim != ndim):
+    return p, p
+  if not isinstance(p, PackedWeight):
+    return jnp.split(p, 2, axis=-1)
+  of_both = halves(p.state, ndim), _split(p.forward, -2), _split(p.input_grad, -1), halves(p.dense, ndim)
+  return [PackedWeight(*each, p.factor) for each in zip(*of_both, strict=True)]
+
+
+def _split(operand: SparseOperand | None, axis: int) -> Sequence[SparseOperand | None]:
+  return (None, None) if operand is None else split(operand, axis=axis)
 
 
 def _rescaled(p: PackedWeight, factor: Array) -> PackedWeight:

@@ -186,6 +186,19 @@ def concatenate(first: SparseOperand, second: SparseOperand, *, axis: int) -> Sp
   )
 
 
+def split(operand: SparseOperand, *, axis: int) -> tuple[SparseOperand, SparseOperand]:
+  """The inverse of `concatenate` of two operands of one shape.
+
+  Raises:
+    ValueError: half the length along `axis` is no multiple of 64.
+  """
+  if operand.shape[axis] % 128:
+    raise ValueError(f'an operand of shape {operand.shape} has no halves of a multiple of 64 along axis {axis}')
+  values, metadata = jnp.split(operand.values, 2, axis=axis), jnp.split(operand.metadata, 2, axis=axis - 1)
+  first, second = (SparseOperand(*each, operand.layout) for each in zip(values, metadata, strict=True))
+  return first, second
+
+
 def unpack_words(words: Any, width: int) -> Any:
   """uint32 [tiles, 128] words of 64 x 64 tiles to nibbles uint32 [tiles, 64, 16]; `width` is the values' bytes.
 

@@ -6,6 +6,7 @@ text, primitives and numbers without names, is compared with what each known act
 
 from collections.abc import Collection, Mapping, Sequence
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +17,7 @@ from pallas_kernels._varying import vary_over, varying_of
 from pallas_kernels.activations import ACTIVATIONS
 from sparse24_jax.binding import _jax
 from sparse24_jax.binding.reading import Reading
-from sparse24_jax.binding.values import Matmul, Value
+from sparse24_jax.binding.values import Elementwise, Matmul, Part, Value
 from sparse24_jax.recipe import Rule
 
 ELEMENTWISE = frozenset((
@@ -26,8 +27,15 @@ ELEMENTWISE = frozenset((
 ))  # fmt: skip
 
 
+# One matmul gives both, the columns of the first in front.
+PAIRS = ('gate_up', 'up_gate')
+
+
 class Block(NamedTuple):
-  """The maps into the hidden layer, 'up' and perhaps 'gate', and the activation between them and the map out of it."""
+  """The maps into the hidden layer and the activation between them and the map out of it.
+
+  The maps are 'up' and perhaps 'gate', or one of `PAIRS`.
+  """
 
   activation: str
   maps: Mapping[str, Matmul]
@@ -50,30 +58,47 @@ def find_block(down: Matmul) -> Block | Apart | None:
   h = down.other
   if not h.waits:
     return None
-  roots: list[Matmul] = []
-  text = _text_of(h, roots, {})
+  read: list[_Root] = []
+  text = _text_of(h, read, {})
+  roots = list(dict.fromkeys(root.found for root in read))
   maps = (*roots, down)
   if not roots:
     return None
-  if text is None or not 1 <= len(roots) <= 2:
+  if text is None or not 1 <= len(read) <= 2:
     return Apart(maps, 'more than an activation stands between the matmuls, another array or a third matmul')
-  z = roots[0].equation.outvars[0].aval
   out = down.equation.invars[1 - down.side].aval
   x = roots[0].other
+  if any(root.columns for root in read):
+    size = roots[0].equation.outvars[0].aval.size // math.prod(out.shape[:-1])
+    halves = {(0, size // 2), (size // 2, size // 2)}
+    if len(roots) > 1 or {root.columns for root in read} != halves or {root.shape for root in read} != {out.shape}:
+      return Apart(maps, 'of a matmul it takes some columns, and not one half as gate and the other as up')
+  z = jax.ShapeDtypeStruct(read[0].shape, roots[0].equation.outvars[0].aval.dtype)
   if any(found.view.factors for found in maps):
     return Apart(maps, 'a weight of it is multiplied before its matmul')
   if any(root.other.array is not x.array for root in roots):
     return Apart(maps, 'gate and up read different arrays')
-  if any(root.equation.outvars[0].aval.shape != z.shape for root in roots) or z.shape != out.shape:
+  if any(root.shape != z.shape for root in read) or z.shape != out.shape:
     return Apart(maps, f'hidden layers of shapes {z.shape} and {out.shape}')
   dtypes = [jnp.dtype(dtype).name for dtype in (x.array.dtype, *(m.dtype for m in roots), out.dtype, down.dtype)]
   if len(set(dtypes)) > 1:
     return Apart(maps, f'it is in several dtypes: {", ".join(dict.fromkeys(dtypes))}')
   found = _activations(dtypes[0]).get(text)
-  if found is None or len(found[1]) != len(roots):
+  if found is None or len(found[1]) != len(read):
     return Apart(maps, 'what stands between the matmuls is not gelu, silu, relu or squared relu, gated or not')
   activation, roles = found
+  if len(roots) < len(read):
+    in_order = sorted(zip(read, roles, strict=True), key=lambda each: each[0].columns)
+    return Block(activation, {'_'.join(role for _, role in in_order): roots[0]})
   return Block(activation, dict(zip(roles, roots, strict=True)))
+
+
+class _Root(NamedTuple):
+  """A matmul that a hidden layer is made of, or some of its columns, and the shape of what it gives."""
+
+  found: Matmul
+  columns: tuple[int, int] | None
+  shape: tuple[int, ...]
 
 
 def roots_of(values: Sequence[Value]) -> list[Matmul]:
@@ -84,10 +109,13 @@ def roots_of(values: Sequence[Value]) -> list[Matmul]:
     if id(value) in known or not value.waits or value.made_by is None:
       continue
     known.add(id(value))
-    if isinstance(value.made_by, Matmul):
-      roots.append(value.made_by)
-    else:
-      left += value.made_by.arguments
+    match value.made_by:
+      case Matmul() as found:
+        roots.append(found)
+      case Part() as part:
+        left.append(part.argument)
+      case Elementwise() as made:
+        left += made.arguments
   return roots
 
 
@@ -95,10 +123,21 @@ def why_apart(maps: Mapping[str, tuple[Matmul, Reading]], rules: Collection[Rule
   """Why a block that was found cannot be one op, by how its matmuls read their weights and by their rules, or None."""
   found, readings = [m for m, _ in maps.values()], [reading for _, reading in maps.values()]
   neurons, batches = {rule.activation for rule in rules}, {reading.batch for reading in readings}
-  if any(m.side == 0 for m in found):
-    return 'it multiplies w @ x, with the weight on the left; as x @ w it would be one op'
-  if not all(map(_is_plain_map, found, readings)):
-    return 'a matmul of it is not x @ w with a whole matrix [in, out]: a part of a weight, or several axes in or out'
+  into = [m for role, (m, _) in maps.items() if role != 'down']
+  if len({m.side for m in into}) > 1:
+    return 'of gate and up one multiplies w @ x, the other x @ w'
+  if any(m.side == 0 and m.bias is not None for m in found):
+    return 'it multiplies w @ x, with the weight on the left, and adds an array along its tokens'
+  if not all(_is_plain_map(role, *each) for role, each in maps.items()):
+    return 'a matmul of it has several axes in or out'
+  down, reading = maps['down']
+  hidden = len(reading.batch) if into[0].side == 0 else down.equation.invars[1 - down.side].aval.ndim - 1
+  if tuple(down.equation.params['dimension_numbers'][0][1 - down.side]) != (hidden,):
+    return 'the matmul that ends it contracts another axis than that of the hidden layer'
+  if neurons != {None} and set(maps) & set(PAIRS):
+    return 'sparse activations are made by blocks without a gate'
+  if any(m.bias is not None and m.bias.shape != (reading.columns,) for m, reading in maps.values()):
+    return 'its bias is none for each column'
   if len(batches) > 1 or (batches != {()} and any(m.bias is not None for m in found)):
     return 'its experts have biases, or only some of its weights are stacked'
   if any(m.equation.params.get('out_sharding') is not None for m in found):
@@ -110,13 +149,13 @@ def why_apart(maps: Mapping[str, tuple[Matmul, Reading]], rules: Collection[Rule
   return None
 
 
-def _is_plain_map(found: Matmul, reading: Reading) -> bool:
-  """Whether a matmul is x `[..., in]` times one whole matrix."""
-  (contract, _), (batch, _) = found.equation.params['dimension_numbers']
-  last = found.equation.invars[0].aval.ndim - 1
-  leading = tuple(batch) == tuple(range(len(reading.batch)))
-  one_run_each = reading.axes[1:] == (1, 1)
-  return found.side == 1 and leading and reading.whole and one_run_each and tuple(contract) == (last,)
+def _is_plain_map(role: str, found: Matmul, reading: Reading) -> bool:
+  """Whether a matmul is x times one matrix; a pair may have an axis of two."""
+  batch = found.equation.params['dimension_numbers'][1][1 - found.side]
+  _, inputs, outputs = reading.axes
+  if tuple(batch) != tuple(range(len(reading.batch))) or inputs != 1:
+    return False
+  return outputs == 1 or (role in PAIRS and reading.in_order)
 
 
 _REPEATS = ('broadcast_in_dim', 'reshape')
@@ -141,7 +180,7 @@ def row_of(equation: Any, value: Value) -> Any:
 _LONGEST = 1000
 
 
-def _text_of(value: Value, roots: list[Matmul], known: dict[int, str | None]) -> str | None:
+def _text_of(value: Value, roots: list[_Root], known: dict[int, str | None]) -> str | None:
   """What makes a value of the matmuls at its root, in one form for all names; None if something else goes in."""
   if id(value) not in known:
     text = _new_text(value, roots, known)
@@ -149,7 +188,7 @@ def _text_of(value: Value, roots: list[Matmul], known: dict[int, str | None]) ->
   return known[id(value)]
 
 
-def _new_text(value: Value, roots: list[Matmul], known: dict[int, str | None]) -> str | None:
+def _new_text(value: Value, roots: list[_Root], known: dict[int, str | None]) -> str | None:
   made = value.made_by
   if not value.waits or made is None:
     # A number is a literal of the jaxpr; an array is nothing that an activation has.
@@ -157,11 +196,18 @@ def _new_text(value: Value, roots: list[Matmul], known: dict[int, str | None]) -
     return _number(array) if isinstance(array, np.ndarray | np.generic | int | float) and np.ndim(array) == 0 else None
   if isinstance(made, Matmul):
     # A bias makes another object of the same matmul.
-    if made not in roots:
-      roots.append(made)
-    return f'z{roots.index(made)}'
+    return _root_text(_Root(made, None, made.equation.outvars[0].aval.shape), roots)
+  if isinstance(made, Part):
+    columns = made.columns
+    return None if columns is None else _root_text(_Root(made.whole, columns, made.view.value_shape), roots)
   arguments = [_text_of(argument, roots, known) for argument in made.arguments]
   return None if None in arguments else _equation_text(made.equation, arguments)
+
+
+def _root_text(root: _Root, roots: list[_Root]) -> str:
+  if root not in roots:
+    roots.append(root)
+  return f'z{roots.index(root)}'
 
 
 def _is_number(text: str) -> bool:

@@ -34,7 +34,7 @@ class Use:
     whole: whether it reads all of the matrix. A part, the queries of a fused projection say, is not packed.
     kind: the primitive, 'dot_general' or 'ragged_dot_general'.
     block: the activation of the feed-forward block in which it stands, or None.
-    role: 'up', 'gate' or 'down' of that block, or None.
+    role: 'up', 'gate' or 'down' of that block, 'gate_up' or 'up_gate' of a weight that holds both, or None.
     source: the line of the model.
     dtype: of its operands.
     asked: precision and dtype of the result, where they are not the plain ones.

@@ -13,7 +13,17 @@ import jax.numpy as jnp
 
 from sparse24_jax.binding import _jax, calls, shards
 from sparse24_jax.binding.blocks import Apart, ELEMENTWISE, find_block, roots_of, row_of
-from sparse24_jax.binding.values import Altered, Elementwise, ENTRY_BY_ENTRY, harmless, Keys, Matmul, Reader, Value
+from sparse24_jax.binding.values import (
+  Altered,
+  Elementwise,
+  ENTRY_BY_ENTRY,
+  harmless,
+  Keys,
+  Matmul,
+  Part,
+  Reader,
+  Value,
+)
 from sparse24_jax.binding.view import factor_along, follow, View
 
 
@@ -68,6 +78,8 @@ class _Interpreter:
       turned = values[0].made_by.turned(equation)
       if turned is not None:
         return [Value(made_by=_with_block(turned))]
+    if values[0].waits and (parts := Part.of(equation, values[0])):
+      return [Value(made_by=part) for part in parts]
     if ended := roots_of(values):
       self.reader.apart(ended, f'{name} at {_jax.source_of(equation)} reads its result')
     return self._plain(equation, values, name)

@@ -29,6 +29,7 @@ class Reading:
     tokens: rows of the other operand, for each entry of `batch`; where groups share them, their mean.
     runs: of the weight, [batch..., in..., out...].
     axes: number of runs that are batch, in and out.
+    in_order: whether the outputs of the matmul are in the order in which the weight stores them.
   """
 
   layout: Layout
@@ -37,6 +38,12 @@ class Reading:
   tokens: int
   runs: tuple[Run, ...]
   axes: tuple[int, int, int]
+  in_order: bool
+
+  @property
+  def columns(self) -> int:
+    """Of the matrix."""
+    return math.prod(run.size for run in self.runs[sum(self.axes[:2]) :])
 
 
 def read(found: Matmul) -> Reading:
@@ -87,6 +94,7 @@ def read(found: Matmul) -> Reading:
     // math.prod(view.value_shape[i] for i in groups),
     runs=(*by_role['stacked'], *_in_order(by_role['contracted']), *_in_order(by_role['outputs'])),
     axes=(len(by_role['stacked']), len(by_role['contracted']), len(by_role['outputs'])),
+    in_order=_in_order(by_role['outputs']) == by_role['outputs'],
   )
 
 

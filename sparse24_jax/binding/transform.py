@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 import functools
 import inspect
 import logging
+import math
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from pallas_kernels._varying import varying_axes
 from sparse24_jax.activation_sparsity import neuron_level_ffn
 from sparse24_jax.asked import Asked, PLAIN
 from sparse24_jax.binding import _jax
-from sparse24_jax.binding.blocks import why_apart
+from sparse24_jax.binding.blocks import PAIRS, why_apart
 from sparse24_jax.binding.bound import bind_traced, Bound, BoundWeight, how_lost
 from sparse24_jax.binding.interpreter import run
 from sparse24_jax.binding.reading import as_result, part_of, read, Reading, rows, scaled, weight_as_read, weight_matrix
@@ -23,12 +24,13 @@ from sparse24_jax.binding.state import NNX_STATES, WeightState
 from sparse24_jax.binding.tracing import functional, trace, Traced
 from sparse24_jax.binding.values import Altered, Keys, Matmul
 from sparse24_jax.binding.view import View
+from sparse24_jax.block_plan import plan_block
 from sparse24_jax.clusters import with_neurons
 from sparse24_jax.dot import dot_general
 from sparse24_jax.ffn import ffn
 from sparse24_jax.layout import Layout
 from sparse24_jax.linear_layer import projection_state
-from sparse24_jax.packing import PackedWeight
+from sparse24_jax.packing import halves, PackedWeight
 from sparse24_jax.projection import straight_through
 from sparse24_jax.recipe import PhaseName, Recipe
 from sparse24_jax.rules import errors_name, leaves_by_path, match_rules
@@ -215,11 +217,19 @@ class _Sparse:
     if why_apart({role: (maps[role], reading) for role, (_, reading) in read_by.items()}, rules) is not None:
       return None
     policy, neurons, asked = rules[0].policy, rules[0].activation, {found.asked for found in maps.values()}
-    batch = read_by['up'][1].batch
-    biases = {f'b_{role}': found.bias for role, found in maps.items() if found.bias is not None}
-    weights = {f'w_{role}': weight_matrix(maps[role], reading) for role, (_, reading) in read_by.items()}
+    first = next(role for role in maps if role != 'down')
+    batch, x = read_by[first][1].batch, rows(maps[first], read_by[first][1])
+    biases = {role: found.bias for role, found in maps.items()}
+    weights = {role: weight_matrix(maps[role], reading) for role, (_, reading) in read_by.items()}
     states = {role: self._state(maps[role], reading) for role, (_, reading) in read_by.items()}
-    x = rows(maps['up'], read_by['up'][1])
+    if first in PAIRS:
+      weights |= zip(first.split('_'), halves(weights.pop(first), len(batch) + 2), strict=True)
+      tokens, sides = math.prod(x.shape[len(batch) : -1]), {role: w.shape[-2:] for role, w in weights.items()}
+      if not plan_block(policy, tokens, sides, x.dtype, (x, weights), asked=next(iter(asked))).fused:
+        return None  # one matmul is faster than two
+      states |= zip(first.split('_'), halves(states.pop(first), len(batch) + 2), strict=True)
+      biases |= zip(first.split('_'), halves(biases.pop(first, None), 1), strict=True)
+    biases, weights = ({f'{k}_{role}': a for role, a in held.items()} for k, held in (('b', biases), ('w', weights)))
     if neurons is None:
       block = functools.partial(_ffn, policy=policy, activation=activation, precision=asked.pop().precision)
     else:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 import dataclasses
+import math
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 
 from sparse24_jax.asked import Asked
 from sparse24_jax.binding import _jax
-from sparse24_jax.binding.view import View
+from sparse24_jax.binding.view import follow, View
 from sparse24_jax.layout import Layout
 
 
@@ -66,7 +67,7 @@ class Value:
   row: Any = None
   repeated: tuple[Any, tuple[int, ...]] | None = None
   norms: frozenset[str] = frozenset()
-  made_by: 'Matmul | Elementwise | None' = None
+  made_by: 'Matmul | Part | Elementwise | None' = None
 
   @property
   def view(self) -> View | None:
@@ -101,6 +102,59 @@ class Elementwise:
 
 
 @dataclasses.dataclass(eq=False)
+class Part:
+  """Some columns of what a matmul gives, put off: gate or up, where one weight holds both.
+
+  Attributes:
+    equation: that takes them.
+    argument: of which it takes them, the whole or a larger part.
+    index: of the results of the equation the one that is meant.
+    whole: the matmul.
+    view: which entries of its result they are.
+  """
+
+  equation: Any
+  argument: Value
+  index: int
+  whole: 'Matmul'
+  view: View
+
+  @classmethod
+  def of(cls, equation: Any, value: Value) -> 'list[Part] | None':
+    """What an equation takes of a matmul or of a part of one; None if it mixes tokens, or takes none."""
+    made = value.made_by
+    if not isinstance(made, Matmul | Part) or equation.primitive.name not in ('reshape', 'slice', 'split', 'squeeze'):
+      return None
+    whole, view = (made.whole, made.view) if isinstance(made, Part) else (made, None)
+    shape = whole.equation.outvars[0].aval.shape
+    views = follow(equation, [None], [view or View.whole('', shape)])
+    tokens = View.whole('', shape).axes[: whole.lead]
+    if whole.side == 0 or views is None or any(found.axes[: whole.lead] != tokens for found in views):
+      return None
+    return [cls(equation, value, index, whole, found) for index, found in enumerate(views)]
+
+  @property
+  def columns(self) -> tuple[int, int] | None:
+    """Where they start and how many they are, of the columns of the matmul side by side; None if they are apart."""
+    lead, start, size = self.whole.lead, 0, 1
+    if len(self.view.axes) != lead + 1:
+      return None
+    strides = {axis: math.prod(self.view.shape[axis + 1 :]) for axis in range(lead, len(self.view.shape))}
+    for run in reversed(self.view.axes[-1]):
+      if run.axis not in strides or run.stride * strides[run.axis] != size:
+        return None
+      size *= run.size
+    for axis, offset in enumerate(self.view.offsets):
+      if axis not in strides and not (isinstance(offset, int) and offset == 0):
+        return None
+      start += offset * strides.get(axis, 0)
+    return start, size
+
+  def make(self) -> Any:
+    return _jax.rebind(self.equation, [self.argument.array])[self.index]
+
+
+@dataclasses.dataclass(eq=False)
 class Matmul:
   """One `dot_general` that reads a weight.
 
@@ -113,7 +167,7 @@ class Matmul:
     bias: `[out]`, that is added to it, or None.
     added: the equation that adds the bias.
     rounded: whether its result, wider than the operands, is rounded to their dtype by what follows it.
-    block: the activation and the maps of the feed-forward block that it ends, or None.
+    block: the activation and the other maps of the feed-forward block that it ends, or None.
     origin: the equation that it is known by, of one that was turned around.
   """
 
@@ -163,6 +217,12 @@ class Matmul:
   @property
   def other(self) -> Value:
     return self.arguments[1 - self.side]
+
+  @property
+  def lead(self) -> int:
+    """How many axes of its result are stacked ones or tokens; with the weight on the right they come first."""
+    (contract, _), _ = self.equation.params['dimension_numbers']
+    return self.equation.invars[0].aval.ndim - len(contract)
 
   @property
   def operands(self) -> Any:

@@ -263,6 +263,14 @@ class Model(nn.Module):
     return nn.scan(nn.remat(Block), axes, split_rngs=rngs, length=2)(self.one, name='h')(x, None)[0]
 
 
+def both(z):
+  return z[..., 0, :], z[..., 1, :]
+
+
+def swiglu(gate, up, down):
+  return (jax.nn.silu(gate) * up) @ down
+
+
 @needs_plugins
 @pytest.mark.few
 class TrainingStepTest(parameterized.TestCase):
@@ -313,6 +321,48 @@ class TrainingStepTest(parameterized.TestCase):
       self.assertLen(z_and_h, 1)
     # Samples of both gradients and no packing of weights.
     self.assertLen(calls(inside, TRITON), 2)
+
+  @parameterized.named_parameters(
+    ('split', lambda p, x: swiglu(*jnp.split(x @ p['wi'], 2, axis=-1), p['wo']), {'wi': (D, 2 * HIDDEN)}),
+    ('gating_einsum', lambda p, x: swiglu(*both(jnp.einsum('td,nhd->tnh', x, p['wi'])), p['wo']),
+     {'wi': (2, HIDDEN, D)}),
+    ('each_token', lambda p, x: jax.vmap(lambda x: p['wo'].T @ (jax.nn.silu(p['gate'] @ x) * (p['up'] @ x)))(x),
+     {'gate': (HIDDEN, D), 'up': (HIDDEN, D)}),
+  )  # fmt: skip
+  def test_gate_and_up_as_models_write_them_are_the_fused_op(self, f, shapes):
+    """The same kernels on the same sizes as `ffn` itself. Gate and up in one weight are never put together or apart."""
+    shapes = {name: struct(*shape) for name, shape in {**shapes, 'wo': (HIDDEN, D)}.items()}
+
+    def loss(params, x):
+      return jnp.sum(jnp.square(f(params, x).astype(jnp.float32)))
+
+    bound = s24.bind(s24.Recipe('r', (s24.Rule('.*', POLICY),)), loss, shapes, struct(TOKENS, D))
+    sparse = s24.sparsify(loss, bound)
+
+    def by_trace(params, masks, x, key):
+      state = s24.sparse_training(optax.sgd(0.1), bound).init(params)._replace(projections=masks)
+      return jax.grad(sparse)(params, s24.sparse_variables(params, state, bound), jax.random.wrap_key_data(key), x)
+
+    def by_op(params, masks, x, key):
+      def loss(params):
+        y = s24.ffn(
+          x, params['up'], params['down'], masks, policy=POLICY, activation='silu', w_gate=params['gate'],
+          key=jax.random.wrap_key_data(key),
+        )  # fmt: skip
+        return jnp.sum(jnp.square(y.astype(jnp.float32)))
+
+      return jax.grad(loss)(params)
+
+    kernels = []
+    weights = {'gate': struct(D, HIDDEN), 'up': struct(D, HIDDEN), 'down': struct(HIDDEN, D)}
+    for step, params in ((by_trace, shapes), (by_op, weights)):
+      masks = jax.tree.map(lambda w: struct(*w.shape, dtype=bool), params)
+      hlo = compiled(step, params, masks, struct(TOKENS, D), struct(2, dtype=jnp.uint32))
+      kernels.append(sorted(result(line) for line in calls(hlo.splitlines(), SPARSE)))
+      if 'wi' in params:
+        self.assertEmpty(re.findall(r'%wrapped_(?:slice|concatenate)\S* =', hlo))
+    self.assertEqual(*kernels)
+    self.assertLen(kernels[0], 5)  # no gradient of x
 
   @parameterized.named_parameters(('gelu', False, False), ('swiglu_fp8', True, True))
   @pytest.mark.slow

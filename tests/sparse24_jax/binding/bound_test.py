@@ -43,9 +43,9 @@ def two_largest_of_four(matrix):
   return (groups * kept).reshape(matrix.shape)
 
 
-def _split_gate(p, x):
-  gate, up = jnp.split(x @ p['up'], 2, axis=-1)
-  return (jax.nn.silu(gate) * up) @ p['down'][:16]
+def _of_three(p, x):
+  gate, up, _ = jnp.split((x @ p['up'])[:, :24], 3, axis=-1)
+  return (jax.nn.silu(gate) * up) @ p['down'][:8]
 
 
 class BindTest(parameterized.TestCase):
@@ -113,8 +113,8 @@ class BindTest(parameterized.TestCase):
                      {(path, expected, path if expected else None) for path in ('up', 'down', 'gate')})  # fmt: skip
 
   @parameterized.named_parameters(
-    ('on_the_left', lambda p, x: p['down'].T @ jax.nn.silu(p['up'].T @ x.T), 'w @ x, with the weight on the left'),
-    ('split', _split_gate, r'split at .*bound_test.py.* reads its result'),
+    ('thirds', _of_three, 'some columns, and not one half as gate and the other as up'),
+    ('softmax_of_a_half', lambda p, x: jax.nn.softmax((x @ p['up'])[:, :8]) @ p['down'][:8], 'reduce_max at .* reads'),
     ('another_array', lambda p, x: (jax.nn.silu(x @ p['up']) * x[:, :1]) @ p['down'], 'more than an activation'),
     ('another_activation', lambda p, x: jnp.tanh(x @ p['up']) @ p['down'], 'not gelu, silu, relu or squared relu'),
     ('dtypes', lambda p, x: jax.nn.silu(x @ p['up']).astype(jnp.bfloat16) @ p['down'].astype(jnp.bfloat16),
