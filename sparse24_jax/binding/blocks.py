@@ -88,7 +88,7 @@ def find_block(down: Matmul) -> Block | Apart | None:
     return Apart(maps, 'what stands between the matmuls is not gelu, silu, relu or squared relu, gated or not')
   activation, roles = found
   if len(roots) < len(read):
-    in_order = sorted(zip(read, roles, strict=True), key=lambda each: each[0].columns)
+    in_order = sorted(zip(read, roles, strict=True), key=lambda each: each[0].columns or (0, 0))
     return Block(activation, {'_'.join(role for _, role in in_order): roots[0]})
   return Block(activation, dict(zip(roles, roots, strict=True)))
 

@@ -111,7 +111,7 @@ class _Interpreter:
     if views is not None:
       for value, view in zip(out, views, strict=True):
         value.mark, value.state = view, values[0].state
-        if value.state is not None and view.divided != values[0].mark.divided:
+        if value.state is not None and values[0].view is not None and view.divided != values[0].view.divided:
           value.state = shards.gathered_state(equation, values[0], view, self.reader.layout_of(view.path))
       if values[0].unscaled is not None:
         for value, array in zip(out, _jax.rebind(equation, [values[0].unscaled, *arrays[1:]]), strict=True):
