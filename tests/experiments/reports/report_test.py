@@ -10,10 +10,16 @@ from absl.testing import absltest, parameterized
 import numpy as np
 import pytest
 
-from experiments.reports import charts, compare, report, report_curves
+from experiments.reports import charts, compare, page, report, report_curves
 from experiments.runs import environment, records
 from tests.experiments.fakes import temp_folder
 from tests.experiments.reports.run_folders import read_page, write_run
+
+
+# Drawing is most of the time of a page; for tests of its words and figures alone.
+without_pictures = mock.patch.multiple(
+  charts, line_chart=mock.Mock(return_value=page.Html('<svg/>')), dot_plot=mock.Mock(return_value=page.Html('<svg/>'))
+)
 
 
 class ReportTest(parameterized.TestCase):
@@ -49,6 +55,7 @@ class ReportTest(parameterized.TestCase):
     self.assertNotRegex(path.read_text(), r'(?<![a-z])nan(?![a-z])')
 
   @parameterized.parameters(False, True)
+  @without_pictures
   def test_one_run_is_enough(self, finished):
     folder = write_run(temp_folder(self), 'dense', 0, 1.2, finished=finished)
     text = ' '.join(read_page(report.write_report([folder], folder / 'r.html')).text)
@@ -74,6 +81,7 @@ class ReportTest(parameterized.TestCase):
     else:
       self.assertNotIn('script', read_page(path).tags)
 
+  @without_pictures
   def test_events_are_told(self):
     folder = temp_folder(self)
     one = write_run(folder, 'fst', 0, 1.4)
@@ -90,6 +98,7 @@ class ReportTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, r'events.jsonl, line 1 is no record'):
       report.write_report([one], Path(folder, 'r.html'))
 
+  @without_pictures
   def test_differing_settings_are_pointed_out(self):
     folder = temp_folder(self)
     write_run(folder, 'dense', 0, 1.2)
@@ -102,6 +111,7 @@ class ReportTest(parameterized.TestCase):
     ({'embed_dim': '<b>'}, 'GPT-2 nano, width <b>, on'), ({}, 'GPT-2 nano, on'),
   )  # fmt: skip
   @pytest.mark.few(2)
+  @without_pictures
   def test_sizes_that_were_given(self, model, text):
     folder = write_run(temp_folder(self), 'dense', 0, 1.2)
     config = json.loads((folder / 'config.json').read_text())
@@ -151,6 +161,7 @@ class ReportTest(parameterized.TestCase):
     for record in written:
       self.assertEqual(record, record | origin | {'experiment': 'mine'})
 
+  @without_pictures
   def test_folders_of_a_machine_stay_there(self):
     folder = Path(temp_folder(self))
     path = write_run(folder, 'fst', 0, 1.25)
@@ -215,6 +226,7 @@ class ReportTest(parameterized.TestCase):
     self.assertIn('<td>dense</td><td class=n>90.0</td><td class=n>1.00</td><td class=n>1,000.0</td>', section)
     self.assertNotIn('FST', section)
 
+  @without_pictures
   def test_times_of_different_devices_are_not_compared(self):
     folder = Path(temp_folder(self))
     path = write_run(folder, 'dense', 0, 1.2, second_per_step=0.25)

@@ -1,6 +1,7 @@
 """Checkpoints: everything back bit for bit, and a clear error with the last good one intact for whatever goes wrong."""
 
 import contextlib
+import functools
 import gc
 import io
 import json
@@ -8,6 +9,7 @@ from pathlib import Path
 import resource
 import shutil
 import signal
+import tempfile
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -38,6 +40,7 @@ class _State(NamedTuple):
   key: jax.Array
 
 
+@functools.cache
 def _trees(seed=0, size=64):
   params = {'h_0': {'mlp': {'kernel': jax.random.normal(jax.random.key(seed), (size, size))}}}
   inner = optax.adamw(1e-3).init(params)
@@ -116,16 +119,21 @@ class AsynchronousTest(absltest.TestCase):
 # Orbax leaves coroutines of the reads that failed to the garbage collector, which complains about their exceptions.
 @pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning')
 class BadCheckpointTest(parameterized.TestCase):
+  @classmethod
+  def setUpClass(cls):
+    super().setUpClass()
+    cls.saved = cls.enterClassContext(tempfile.TemporaryDirectory())
+    with Checkpoints(cls.saved) as checkpoints:
+      for step in (10, 20):
+        checkpoints.save(step, *_trees(step), _meta(recipe='ste'))
+
   def setUp(self):
     super().setUp()
     self.addCleanup(gc.collect)
 
   def _two(self):
-    folder = Path(temp_folder(self))
-    with Checkpoints(folder) as checkpoints:
-      for step in (10, 20):
-        checkpoints.save(step, *_trees(step), _meta(recipe='ste'))
-    return folder
+    """A folder of its own with the checkpoints that were saved once."""
+    return Path(shutil.copytree(self.saved, temp_folder(self), dirs_exist_ok=True))
 
   def _refused(self, folder, message, step=None, **identity):
     before = sorted(str(path) for path in folder.rglob('*'))
