@@ -18,6 +18,9 @@ KERNELS_JAX ?= 0.11.2
 # PyTorch works in a process of its own, and may have another Python.
 TORCH_VENV ?= .venv-torch
 TORCH_VENV_PYTHON ?= python3.11
+# Dozens of processes import JAX, the project and its tests: compiled once to bytecode, whatever the shell says, they take a
+# third of the time.
+export PYTHONDONTWRITEBYTECODE =
 # A worker that has no tests left takes some from the other.
 PYTEST = -m pytest -n 2 --dist worksteal -q -m '$(SELECT)'
 
