@@ -15,7 +15,6 @@ from experiments.runs import environment, records
 from tests.experiments.fakes import temp_folder
 from tests.experiments.reports.run_folders import read_page, write_run
 
-
 # Drawing is most of the time of a page; for tests of its words and figures alone.
 without_pictures = mock.patch.multiple(
   charts, line_chart=mock.Mock(return_value=page.Html('<svg/>')), dot_plot=mock.Mock(return_value=page.Html('<svg/>'))

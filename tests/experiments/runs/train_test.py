@@ -101,19 +101,6 @@ class LearnsTest(parameterized.TestCase):
     np.testing.assert_allclose(losses(folders[0], 'train'), losses(folders[1], 'train'), rtol=1e-5)
 
   @pytest.mark.slow
-  def test_a_mesh_gives_the_losses_of_one_device(self):
-    kwargs, logs = {**RECIPES['transposable_srste'], 'dense_fraction': 0.0}, []
-    for data, fsdp in ((1, 1), (2, 2)):
-      config = tiny('transposable_srste', kwargs, steps=10, mesh__data=data, mesh__fsdp=fsdp, optimizer__peak_lr=1e-3)
-      parts = build.make_parts(config, data=FakeData())
-      kernel = programs.init_state(parts).params['h_0']['mlp']['c_fc']['kernel']
-      self.assertEqual(kernel.sharding.shard_shape(kernel.shape), (32, 128 // fsdp))
-      folder = temp_folder(self)
-      run(config, folder)
-      logs.append(losses(folder, 'train'))
-    np.testing.assert_allclose(logs[0], logs[1], rtol=1e-4)
-
-  @pytest.mark.slow
   def test_rates_of_links_that_move_are_means_over_the_steps_of_a_window(self):
     """Links move at steps 4 and 8: neither ends a window of five, and each is one step of its window."""
     kwargs, found = {'path': FFN, 'density': 0.3, 'refresh_every': 4, 'stop': 1.0}, {}
