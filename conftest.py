@@ -17,6 +17,7 @@ os.environ['XLA_FLAGS'] = ' '.join((
 # Compiling is most of the time of most tests: what was compiled once is kept, for child processes and the next run too.
 os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(Path(__file__).parent / '.jax_cache'))
 os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0')
+os.environ.setdefault('SPARSE24_JAX_KERNEL_CACHE', str(Path(__file__).parent / '.jax_cache' / 'kernels'))
 # Set from outside, these make rich take captured output for a terminal.
 os.environ['FORCE_COLOR'] = ''
 os.environ['TTY_COMPATIBLE'] = ''

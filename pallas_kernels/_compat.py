@@ -21,9 +21,9 @@ from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 from jaxlib.mlir.passmanager import PassManager
 
 __all__ = [
-  'ACCUMULATOR', 'FRAGMENTED_ACCUMULATOR', 'FRAGMENTED_WGMMA', 'arith', 'assumed_capability', 'device_times_ms',
-  'fragmented_array', 'interpret_params', 'ir', 'llvm', 'make_anonymous', 'memref_transpose', 'mma_utils', 'nvvm',
-  'races_found', 'utils', 'vector',
+  'ACCUMULATOR', 'FRAGMENTED_ACCUMULATOR', 'FRAGMENTED_WGMMA', 'arith', 'assumed_capability', 'configuration',
+  'device_times_ms', 'fragmented_array', 'interpret_params', 'ir', 'is_same_call', 'llvm', 'make_anonymous',
+  'memref_transpose', 'mma_utils', 'nvvm', 'races_found', 'utils', 'vector',
 ]
 
 # Accumulators in one register an element. The public layout pairs them, and LLVM then splits and rejoins every pair
@@ -66,6 +66,23 @@ def make_anonymous(call: Any) -> None:
     kept = {named.name: named.attr for named in config if named.name not in changed}
     config = kept | {name: ir.StringAttr.get(value) for name, value in changed.items()}
     call.attributes['mhlo.backend_config'] = ir.DictAttr.get(config)
+
+
+def configuration(results: Sequence[Any]) -> bytes | None:
+  """What a custom call is told, from its results in a module; None if they are of something else."""
+  call = results[0].owner
+  if call.name != 'stablehlo.custom_call' or 'backend_config' not in call.attributes:
+    return None
+  return ir.StringAttr(call.attributes['backend_config']).value_bytes
+
+
+def is_same_call(results: Sequence[Any], others: Sequence[Any]) -> bool:
+  """Whether two custom calls in a module are alike; the second, which nobody uses yet, is taken out."""
+  one, other = results[0].owner, others[0].owner
+  found = [{name: call.attributes[name] for name in call.attributes} for call in (one, other)]
+  alike = one.name == other.name and found[0] == found[1]
+  other.erase()
+  return alike
 
 
 def interpret_params(*, detect_races: bool = True) -> Any:

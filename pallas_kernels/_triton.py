@@ -6,10 +6,11 @@ compile-time constants by keyword.
 """
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import functools
 import importlib
+import importlib.metadata
 import os
 import pathlib
 import re
@@ -18,9 +19,11 @@ import tempfile
 from typing import Any
 
 import jax
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 import jax.numpy as jnp
 
-from pallas_kernels import _device
+from pallas_kernels import _compat, _device, _kept
 
 _POINTERS = {
   'bfloat16': '*bf16', 'float16': '*fp16', 'float32': '*fp32', 'uint16': '*u16', 'uint32': '*u32', 'int32': '*i32',
@@ -28,6 +31,8 @@ _POINTERS = {
 }  # fmt: skip
 
 
+_TARGET = 'triton_kernel_call'
+_PLAIN = (int, float, str, tuple, type(None))
 _MOST_PROGRAMS = 65535  # of CUDA, along any axis of a grid but the first
 
 
@@ -119,13 +124,76 @@ def _launcher(kernel: Any, out_shape: tuple[Any, ...], grid: tuple[int, ...], op
   given = dict(options)
   aliases = dict(given.pop('input_output_aliases'))
 
-  def triton_kernel(*args: jax.Array) -> tuple[jax.Array, ...]:
+  def call(*args: jax.Array) -> tuple[jax.Array, ...]:
     return _jax_triton().triton_call(
       *args, kernel=kernel, out_shape=list(out_shape), grid=grid, input_output_aliases=aliases, **given
     )
 
+  def triton_kernel(*args: jax.Array) -> tuple[jax.Array, ...]:
+    _jax_triton()
+    return tuple(_kernel_p.bind(*args, call=call, kernel=kernel, out_types=out_shape, grid=grid, options=options))
+
   # jax-triton has no batching rule: under vmap one launch after another.
   return jax.jit(jax.custom_batching.sequential_vmap(triton_kernel))
+
+
+_kernel_p = Primitive('triton_kernel')
+_kernel_p.multiple_results = True
+
+
+@_kernel_p.def_abstract_eval
+def _types(*_: Any, out_types: Sequence[Any], **__: Any) -> list[Any]:
+  return [jax.core.ShapedArray(out.shape, out.dtype) for out in out_types]
+
+
+def _lower_by_jax_triton(context: Any, *args: Any, call: Callable[..., Any], **_: Any) -> Any:
+  return mlir.lower_fun(call, multiple_results=True)(context, *args)
+
+
+def _lower(context: Any, *args: Any, call: Callable[..., Any], kernel: Any, options: Any, **what: Any) -> Any:
+  """The call as jax-triton makes it, or made it before: Triton's front end takes up to a second a kernel."""
+  types = [[(a.shape, a.dtype.name) for a in avals] for avals in (context.avals_in, context.avals_out)]
+  key = _identity(kernel, (types, what['grid'], options))
+  aliases = dict(dict(options)['input_output_aliases'])
+
+  def custom_call(config: bytes) -> Any:
+    rule = jax.ffi.ffi_lowering(_TARGET, api_version=2, backend_config=config, operand_output_aliases=aliases)
+    return rule(context, *args)
+
+  if key and (config := _kept.read(key)):
+    return custom_call(config)
+  results = _lower_by_jax_triton(context, *args, call=call)
+  config = _compat.configuration(results) if key else None
+  # What another version of jax-triton writes in another way is not kept.
+  if key and config and _compat.is_same_call(results, custom_call(config)):
+    _kept.write(key, config)
+  return results
+
+
+mlir.register_lowering(_kernel_p, _lower_by_jax_triton)
+mlir.register_lowering(_kernel_p, _lower, platform='cuda')
+
+
+def _identity(kernel: Any, what: Any) -> str | None:
+  """Text that differs wherever what Triton makes of a call may differ, or None if there is no such text."""
+  types, grid, options = what
+  given = dict(options)
+  capability = given.pop('compute_capability') or 10 * _device.current().capability[0] + _device.current().capability[1]
+  if not capability or not all(isinstance(value, _PLAIN) for value in given.values()):
+    return None
+  return repr([_compilers(), kernel.cache_key, types, grid, sorted(given.items()), capability])
+
+
+@functools.cache
+def _compilers() -> Any:
+  """Versions of what makes machine code of a kernel, and what the environment tells them."""
+  from triton._C import libtriton
+
+  names = ('jax', 'jaxlib', 'jax-triton', 'triton')
+  library = os.stat(libtriton.__file__)
+  settings = libtriton.get_cache_invalidating_env_vars()
+  versions = [importlib.metadata.version(name) for name in names]
+  return versions, library.st_size, library.st_mtime_ns, sorted(settings.items())
 
 
 _lowering_for: int | None = None

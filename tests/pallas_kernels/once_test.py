@@ -1,7 +1,10 @@
 """A kernel is lowered once a program, and is the same in every program: `mosaic.once` and the launcher of Triton."""
 
 import functools
+import importlib
+import pathlib
 import re
+import sys
 import tempfile
 from unittest import mock
 
@@ -22,6 +25,25 @@ from tests.pallas_kernels import triton_interpreter
 _BF16 = jnp.dtype('bfloat16')
 _CALL = re.compile(r'custom_call @(?:mosaic_gpu_v2|triton_kernel_call)\(.*?\) \{(.*), operand_layouts')
 _WEIGHT = _device.struct((128, 64), _BF16), _device.struct(operand.metadata_shape(128, 128), jnp.uint32)
+
+
+_HELPER = """
+import triton
+
+@triton.jit
+def times(x):
+  return {} * x
+"""
+_CALLS_IT = """
+import _helper
+import triton
+import triton.language as tl
+
+@triton.jit
+def kernel(x, y, N: tl.constexpr):
+  i = tl.arange(0, N)
+  tl.store(y + i, _helper.times(tl.load(x + i)))
+"""
 
 
 def _matmul(values, words, x):
@@ -65,6 +87,35 @@ class OnceTest(parameterized.TestCase):
     self.assertLen(re.findall(r' call @(?:mosaic|triton)_kernel', text), 3)
     # By another function, after others were lowered.
     self.assertEqual(_CALL.findall(_lowered(op)), three)
+
+  @absltest.skipUnless(triton_interpreter.HAS_TRITON, 'needs Triton')
+  def test_the_next_process_finds_what_triton_made(self):
+    with tempfile.TemporaryDirectory() as folder, mock.patch.dict('os.environ', SPARSE24_JAX_KERNEL_CACHE=folder):
+      made = _lowered(functools.partial(_pack))
+      (kept,) = pathlib.Path(folder).iterdir()
+      with mock.patch.object(_triton, '_lower_by_jax_triton', side_effect=AssertionError('lowered again')):
+        self.assertEqual(_lowered(functools.partial(_pack)), made)
+        with self.assertRaisesRegex(AssertionError, 'lowered again'):
+          _lowered(lambda values, words, x: _pack(values, words, x[:64]))
+        kept.write_bytes(b'')
+        with self.assertRaisesRegex(AssertionError, 'lowered again'):
+          _lowered(functools.partial(_pack))
+
+  @absltest.skipUnless(triton_interpreter.HAS_TRITON, 'needs Triton')
+  def test_a_kernel_is_another_if_a_function_that_it_calls_is(self):
+    found = set()
+    for factor in (2, 3):
+      with tempfile.TemporaryDirectory() as folder:
+        for name, text in (('_helper', _HELPER.format(factor)), ('_calls_it', _CALLS_IT)):
+          pathlib.Path(folder, f'{name}.py').write_text(text)
+        with mock.patch.object(sys, 'path', [folder, *sys.path]):
+          kernel = importlib.import_module('_calls_it').kernel
+        for module in ('_helper', '_calls_it'):
+          del sys.modules[module]
+      for options in (dict(N=16), dict(N=32)):
+        what = [], (1,), tuple({'num_warps': 4, 'compute_capability': 90, **options}.items())
+        found.add(_triton._identity(kernel, what))
+    self.assertLen(found, 4)
 
   def test_kernels_that_are_written_to_files_keep_their_names(self):
     with tempfile.TemporaryDirectory() as folder, mock.patch.dict('os.environ', MOSAIC_GPU_DUMP_TO=folder):

@@ -184,7 +184,7 @@ class VmapTest(parameterized.TestCase):
     fake = mock.Mock()
     fake.triton_call = lambda x, **_: [largest(x)]
     with mock.patch.object(_triton, '_jax_triton', lambda: fake):
-      (found,) = jax.vmap(lambda x: _triton.call(None, x, out_shape=[x], grid=(1,), num_warps=1))(x)
+      (found,) = jax.vmap(lambda x: _triton.call(None, x, out_shape=[x[0]], grid=(1,), num_warps=1))(x)
     self.assertEqual(found.tolist(), [3.0, 2.0])
 
 

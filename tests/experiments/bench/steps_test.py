@@ -100,9 +100,9 @@ class RecordsTest(parameterized.TestCase):
   def test_train_step_with_sparse_activations(self, setting, dense_features, packed, what):
     orders, make_step = [], twins.make_step
 
-    def note(model, recipe, moment):
+    def note(model, recipe, moment, *refresh):
       orders.append((model.config.ffn_order, model.config.mlp, recipe and recipe.name))
-      return make_step(model, recipe, moment)
+      return make_step(model, recipe, moment, *refresh)
 
     with (
       mock.patch.object(twins, 'make_step', note),

@@ -1,0 +1,103 @@
+"""What kernels were compiled to, kept on disk for the next process.
+
+A file is code that a GPU will run. So the folder belongs to the user, nobody else may write there, and what is found
+otherwise is left alone, with one warning. `SPARSE24_JAX_KERNEL_CACHE` names another folder, or is `off`.
+"""
+
+from collections.abc import Callable, Iterator
+import contextlib
+import hashlib
+import logging
+import os
+from pathlib import Path
+import stat
+import tempfile
+
+from pallas_kernels._dispatch import log_once
+
+VARIABLE = 'SPARSE24_JAX_KERNEL_CACHE'
+# Ours: a program has some ten kernels, of 10 to 100 KB.
+_MOST_FILES = 2000
+_MAGIC = b'sparse24 kernel 1\n'
+
+
+def folder() -> Path | None:
+  """Where compiled kernels are kept, made if need be; None if nowhere."""
+  named = os.environ.get(VARIABLE)
+  if named == 'off':
+    return None
+  try:
+    path = Path(named) if named else Path(os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache') / 'sparse24_jax'
+    path = path if named else path / 'kernels'
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path = path.resolve()
+    # Who may write to a folder above may put another one in its place; in /tmp and its like only the owner may.
+    above = next((p for p in path.parents if p.stat().st_mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH), None)
+    reason = _untrusted(path.stat(), stat.S_ISDIR) or (above and f'everybody may write to {above}')
+  except (OSError, RuntimeError) as e:
+    reason, path = str(e), None
+  if reason:
+    log_once(
+      f'compiled kernels are not kept on disk, in {path or named or "the cache folder"}: {reason}; {VARIABLE} names'
+      ' another folder, or is off', level=logging.WARNING,
+    )  # fmt: skip
+    return None
+  return path
+
+
+def read(key: str) -> bytes | None:
+  """What was kept under a key, or None; what does not belong to the user or is damaged was not."""
+  if (where := folder()) is None:
+    return None
+  with _unless_it_fails():
+    file = os.open(_path(where, key), os.O_RDONLY | os.O_NOFOLLOW)
+    with os.fdopen(file, 'rb') as f:
+      if reason := _untrusted(os.fstat(file), stat.S_ISREG):
+        log_once(f'{_path(where, key)} is not read: {reason}', level=logging.WARNING)
+        return None
+      found = f.read()
+    head, kept = found[: len(_MAGIC) + 32], found[len(_MAGIC) + 32 :]
+    return kept if head == _MAGIC + hashlib.sha256(kept).digest() else None
+  return None
+
+
+def write(key: str, kept: bytes) -> None:
+  """Keeps bytes under a key; a reader sees all of them or none."""
+  if (where := folder()) is None:
+    return
+  with _unless_it_fails():
+    files = sorted(where.glob('*.kernel'), key=lambda p: p.stat().st_mtime)
+    for old in files[: len(files) - _MOST_FILES + 1] if len(files) >= _MOST_FILES else ():
+      old.unlink(missing_ok=True)
+    file, name = tempfile.mkstemp(dir=where)  # which others may neither read nor write
+    try:
+      with os.fdopen(file, 'wb') as f:
+        f.write(_MAGIC + hashlib.sha256(kept).digest() + kept)
+      os.replace(name, _path(where, key))
+    except OSError:
+      Path(name).unlink(missing_ok=True)
+      raise
+
+
+def _path(where: Path, key: str) -> Path:
+  return where / f'{hashlib.sha256(key.encode()).hexdigest()}.kernel'
+
+
+def _untrusted(status: os.stat_result, kind: Callable[[int], bool]) -> str | None:
+  """Why what is found there may be somebody else's, or None."""
+  if not kind(status.st_mode):
+    return 'it is of another kind'
+  if status.st_uid != os.geteuid():
+    return f'it belongs to user {status.st_uid}'
+  return 'others may write to it' if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) else None
+
+
+@contextlib.contextmanager
+def _unless_it_fails() -> Iterator[None]:
+  """A disk that is full, say, costs time and nothing else."""
+  try:
+    yield
+  except FileNotFoundError:
+    pass
+  except OSError as e:
+    log_once(f'compiled kernels are not kept on disk: {e}', level=logging.WARNING)

@@ -1,0 +1,88 @@
+"""Kernels on disk: they come back whole, and nothing is read that somebody else may have written."""
+
+import os
+from pathlib import Path
+import tempfile
+from unittest import mock
+
+from absl.testing import absltest, parameterized
+
+from pallas_kernels import _dispatch, _kept
+
+
+class KeptTest(parameterized.TestCase):
+
+  def setUp(self):
+    super().setUp()
+    above = tempfile.TemporaryDirectory()
+    self.addCleanup(above.cleanup)
+    self.above, self.folder = Path(above.name), Path(above.name) / 'kernels'
+    self.enter_context(mock.patch.dict(os.environ, {_kept.VARIABLE: str(self.folder)}))
+    _dispatch.log_once.cache_clear()
+
+  def test_what_is_kept_is_found_under_its_key_alone(self):
+    self.assertIsNone(_kept.read('one'))
+    _kept.write('one', b'code')
+    self.assertEqual((_kept.read('one'), _kept.read('two')), (b'code', None))
+    self.assertEqual([p.stat().st_mode & 0o777 for p in (self.folder, *self.folder.iterdir())], [0o700, 0o600])
+
+  @parameterized.parameters(b'', b'sparse24 kernel 1\n', None)
+  def test_damage(self, text):
+    _kept.write('one', b'code')
+    (path,) = self.folder.iterdir()
+    path.write_bytes(path.read_bytes()[:-1] if text is None else text)
+    self.assertIsNone(_kept.read('one'))
+
+  def _refused(self, because):
+    with self.assertLogs('pallas_kernels', 'WARNING') as logs:
+      self.assertIsNone(_kept.read('one'))
+    self.assertIn(because, logs.output[0])
+
+  def test_a_file_that_others_may_write(self):
+    _kept.write('one', b'code')
+    (path,) = self.folder.iterdir()
+    path.chmod(0o620)
+    self._refused('others may write to it')
+
+  def test_a_link(self):
+    _kept.write('one', b'code')
+    (path,) = self.folder.iterdir()
+    path.symlink_to(path.rename(self.above / 'elsewhere'))
+    self._refused('not kept on disk')
+
+  @parameterized.parameters(0o770, 0o707)
+  def test_a_folder_that_others_may_write(self, mode):
+    _kept.write('one', b'code')
+    self.folder.chmod(mode)
+    self._refused('others may write to it')
+    _kept.write('two', b'code')
+    self.assertLen(list(self.folder.iterdir()), 1)
+
+  def test_a_folder_in_one_that_everybody_may_write(self):
+    _kept.write('one', b'code')
+    self.above.chmod(0o777)
+    self._refused('everybody may write to')
+    self.above.chmod(0o1777)  # where only who owns a name may change it
+    self.assertEqual(_kept.read('one'), b'code')
+
+  def test_a_folder_of_somebody_else(self):
+    _kept.write('one', b'code')
+    with mock.patch.object(os, 'geteuid', lambda: os.getuid() + 1):
+      self._refused('it belongs to user')
+
+  def test_off(self):
+    with mock.patch.dict(os.environ, {_kept.VARIABLE: 'off'}):
+      _kept.write('one', b'code')
+      self.assertIsNone(_kept.read('one'))
+    self.assertFalse(self.folder.exists())
+
+  def test_the_oldest_go(self):
+    with mock.patch.object(_kept, '_MOST_FILES', 3):
+      for i, key in enumerate('abcde'):
+        _kept.write(key, b'code')
+        os.utime(_kept._path(self.folder, key), (i, i))
+    self.assertEqual([bool(_kept.read(key)) for key in 'abcde'], [False, False, True, True, True])
+
+
+if __name__ == '__main__':
+  absltest.main()
