@@ -27,8 +27,7 @@ def folder() -> Path | None:
   if named == 'off':
     return None
   try:
-    path = Path(named) if named else Path(os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache') / 'sparse24_jax'
-    path = path if named else path / 'kernels'
+    path = Path(named) if named else _of_the_user()
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = path.resolve()
     # Who may write to a folder above may put another one in its place; in /tmp and its like only the owner may.
@@ -77,6 +76,10 @@ def write(key: str, kept: bytes) -> None:
     except OSError:
       Path(name).unlink(missing_ok=True)
       raise
+
+
+def _of_the_user() -> Path:
+  return Path(os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache') / 'sparse24_jax/kernels'
 
 
 def _path(where: Path, key: str) -> Path:
