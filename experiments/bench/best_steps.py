@@ -30,6 +30,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from experiments.bench import hlo, measure, twins
 from experiments.models import gpt2, llama
@@ -41,7 +42,7 @@ PEAK_FLOPS = 989.4e12
 FLAGS = {'': '', 'cublas': '--xla_gpu_enable_triton_gemm=false'}
 _MEMORY = {'XLA_PYTHON_CLIENT_PREALLOCATE': 'false', 'XLA_PYTHON_CLIENT_MEM_FRACTION': '0.93'}
 _AHEAD = 4  # processes that are traced while another is timed
-_AROUND = 6  # steps timed around a mask search
+_UPDATES = 3  # of the optimizer alone, with a mask search and without
 
 METHODS: Mapping[str, Contender] = {
   **{name: CONTENDERS[name] for name in ('dense', 'dense_fp8', 'fst', 's_ste_fp8', 'fst_all', 's_ste_fp8_all')},
@@ -177,6 +178,11 @@ class Step:
     return twins.State(params, jax.eval_shape(self.optimizer.init, params))
 
   @property
+  def searches(self) -> bool:
+    """Whether some steps search masks and others do not; the former are a program of their own then."""
+    return self.recipe is not None and self.recipe.refresh_every > 1
+
+  @property
   def tokens(self) -> int:
     """Tokens a step."""
     return self.batch * self.config.seq_len
@@ -192,13 +198,19 @@ class Step:
     return (6.0 * weights + attention) * self.tokens
 
   def compile(self) -> dict[str, Any]:
-    """Compiles the step; returns seconds and what the program is."""
-    make = twins.make_step(self.model, self.recipe, self.moment)
+    """Compiles the step and what a mask search adds to it; returns seconds and what the program of the step is."""
+    make = twins.make_step(self.model, self.recipe, self.moment, False if self.searches else None)
     step = jax.jit(lambda state, tokens, key: make(state, tokens, jax.random.wrap_key_data(key)), donate_argnums=0)
     start = time.perf_counter()
-    lowered = step.lower(self.shapes, *self.inputs)
-    lowering = time.perf_counter() - start
-    self.compiled = lowered.compile()
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+      made = {
+        refresh: pool.submit(self._update(refresh).lower(self.shapes, self.shapes.params).compile)
+        for refresh in ((False, True) if self.searches else ())
+      }
+      lowered = step.lower(self.shapes, *self.inputs)
+      lowering = time.perf_counter() - start
+      self.compiled = lowered.compile()
+      self.updates = {refresh: update.result() for refresh, update in made.items()}
     text = self.compiled.as_text()
     return dict(
       compile=dict(lower_s=round(lowering, 1), total_s=round(time.perf_counter() - start, 1)),
@@ -210,7 +222,7 @@ class Step:
     )  # fmt: skip
 
   def time(self, steps: int, bursts: int) -> dict[str, Any]:
-    """Milliseconds of a step: of bursts without a mask search, and with a search's share."""
+    """Milliseconds of a step: of bursts without a mask search, and with a search's share, from the optimizer alone."""
     inputs = jax.device_put(self.inputs)
     self.state = self._state()
 
@@ -223,24 +235,35 @@ class Step:
       raise RuntimeError(f'losses of the first steps: {losses}')
     found = []
     for _ in range(bursts):
-      self._at(0)
       found.append(measure.stream_ms(call, steps, depth=2))
     row, search = measure.timing(found), 0.0
-    period = self.recipe.refresh_every if self.recipe else 1
-    if period > _AROUND:
-      self._at(period - 4)
-      around = measure.stream_ms(call, _AROUND, depth=2)
-      search = sum(around) - _AROUND * row['median_ms']
-      row |= dict(samples_around_a_search_ms=[round(ms, 4) for ms in around], search_ms=round(search, 4))
-    amortised = row['median_ms'] + max(search, 0.0) / period
+    if self.searches:
+      samples = {refresh: self._updates_ms(update) for refresh, update in self.updates.items()}
+      search = statistics.median(samples[True]) - statistics.median(samples[False])
+      row |= dict(updates_ms=samples[False], updates_with_a_search_ms=samples[True], search_ms=round(search, 4))
+    amortised = row['median_ms'] + search / (self.recipe.refresh_every if self.recipe else 1)
     return row | dict(
       amortised_ms=round(amortised, 4), tokens_per_s=round(self.tokens / amortised * 1e3, 1),
       mfu=round(self.flops / (amortised * 1e-3) / PEAK_FLOPS, 4), losses=losses,
     )  # fmt: skip
 
-  def _at(self, count: int) -> None:
-    if self.recipe:
-      self.state = twins.at_step(self.state, count)
+  def _update(self, refresh: bool) -> Any:
+    """The optimizer alone, jitted: (state, gradients) -> both."""
+
+    def update(state: twins.State, grads: Any) -> tuple[twins.State, Any]:
+      updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params, refresh=refresh)
+      return twins.State(optax.apply_updates(state.params, updates), opt_state), grads
+
+    return jax.jit(update, donate_argnums=(0, 1))
+
+  def _updates_ms(self, update: Any) -> list[float]:
+    """Milliseconds of each of a few updates, after one that is not timed."""
+    grads, found = jax.tree.map(jnp.zeros_like, self.state.params), []
+    for _ in range(_UPDATES + 1):
+      start = time.perf_counter()
+      self.state, grads = jax.block_until_ready(update(self.state, grads))
+      found.append(round(1e3 * (time.perf_counter() - start), 4))
+    return found[1:]
 
   def _state(self) -> twins.State:
     """Random weights, ones where there is one axis; the optimizer's own state."""

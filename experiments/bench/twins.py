@@ -130,7 +130,7 @@ def adamw(moment: str) -> optax.GradientTransformation:
   return optax.adamw(1e-6, b1=0.9, b2=0.95, weight_decay=0.1, mask=is_matrix, mu_dtype=moment)
 
 
-def make_optimizer(recipe: s24.Recipe | None, moment: str) -> optax.GradientTransformation:
+def make_optimizer(recipe: s24.Recipe | None, moment: str) -> optax.GradientTransformationExtraArgs:
   """Clipping, then AdamW; the recipe's wrapper, if there is one, around AdamW, or around both where links grow."""
   clip = optax.clip_by_global_norm(1.0)
   if recipe is None:
