@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Page -> Markdown file.
 DOCUMENTS = {
   'index': 'README.md', 'guide': 'docs/guide.md', 'kernels': 'pallas_kernels/README.md', 'speed': 'docs/speed.md',
-  'quality': 'docs/quality.md', 'hosts': 'docs/hosts.md', 'faults': 'docs/faults.md',
+  'quality': 'docs/quality.md', 'hosts': 'docs/hosts.md', 'faults': 'docs/faults.md', 'tasks': 'docs/tasks.md',
   'contributing': 'CONTRIBUTING.md', 'changelog': 'CHANGELOG.md', 'log_pack': 'pallas_kernels/pack/LOG.md',
   'log_vnm': 'pallas_kernels/vnm/LOG.md',
 }  # fmt: skip
@@ -36,7 +36,7 @@ REFERENCE = (
 # What the side of each page lists, above the reference.
 SITE = {
   'index': 'Start', 'guide': 'Guide', 'sparse24_jax.recipes': 'Recipes', 'kernels': 'Kernels', 'speed': 'Speed',
-  'quality': 'Quality', 'hosts': 'Many hosts', 'faults': 'Faults', 'contributing': 'Contributing',
+  'quality': 'Quality', 'tasks': 'Tasks', 'hosts': 'Many hosts', 'faults': 'Faults', 'contributing': 'Contributing',
   'changelog': 'Changes',
 }  # fmt: skip
 _LINK = re.compile(r'(!?)\[([^\]]*)\]\(([^)\s]+)\)')

@@ -21,7 +21,6 @@ def get_config(tiny: bool = False) -> Config:
     model={'mlp': 'geglu', 'ffn_width': 0.75},
     data={'seq_len': 64, 'batch_size': 16},
     optimizer={'peak_lr': 3e-3, 'warmup_steps': 300},
-    recipe={'flip_rate': 'step'},
     eval_every=1000,
     checkpoint_every=1000,
   )

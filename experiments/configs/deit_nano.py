@@ -21,7 +21,6 @@ def get_config(tiny: bool = False) -> Config:
     steps=3000,
     data={'corpus': 'mnist5k', 'seq_len': 50, 'batch_size': 32},
     optimizer={'peak_lr': 2e-3, 'warmup_steps': 150, 'weight_decay': 0.05},
-    recipe={'flip_rate': 'step'},
     eval_every=500,
     eval_batches=31,
     checkpoint_every=500,

@@ -26,7 +26,6 @@ def get_config(tiny: bool = False) -> Config:
     model={'mlp': 'geglu', 'ffn_width': 0.75},
     data={'corpus': 'aws_services', 'seq_len': 64, 'batch_size': 32},
     optimizer={'peak_lr': 1e-3, 'warmup_steps': 100, 'weight_decay': 0.01},
-    recipe={'flip_rate': 'step'},
     eval_every=500,
     eval_batches=49,
     checkpoint_every=500,

@@ -18,7 +18,6 @@ def get_config(tiny: bool = False) -> Config:
     model={'family': 'llama'},
     data={'seq_len': 64, 'batch_size': 16},
     optimizer={'peak_lr': 3e-3, 'warmup_steps': 200},
-    recipe={'flip_rate': 'step'},
     eval_every=1000,
     checkpoint_every=1000,
   )

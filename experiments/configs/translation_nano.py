@@ -21,7 +21,6 @@ def get_config(tiny: bool = False) -> Config:
     steps=6000,
     data={'corpus': 'jupyterlab_de', 'seq_len': 64, 'batch_size': 32},
     optimizer={'peak_lr': 3e-3, 'warmup_steps': 300, 'weight_decay': 0.01},
-    recipe={'flip_rate': 'step'},
     eval_every=1000,
     eval_batches=1,
     checkpoint_every=1000,

@@ -165,7 +165,7 @@ def _of_tfds(name: str, root: pathlib.Path) -> Images:
     import tensorflow_datasets as tfds
 
     from experiments.data import sparse24_lm
-  builder = tfds.builder_from_directory(sparse24_lm.find_online_set(name, root))
+  builder: Any = tfds.builder_from_directory(sparse24_lm.find_online_set(name, root))  # TFDS' decorators defeat types
   features = builder.info.features
   if not features or not {'image', 'label'} <= set(features):
     raise DataError(f'{name} has no images with labels, but {", ".join(features or ("nothing",))}')

@@ -55,7 +55,7 @@ class Labelled:
     fingerprint: differs whenever the tokens do.
   """
 
-  splits: Mapping[str, list[dict[str, np.ndarray]]]
+  splits: Mapping[str, list[dict[str, Any]]]
   classes: Sequence[str]
   vocab_size: int
   fingerprint: str
@@ -92,7 +92,7 @@ def load(config: DataConfig) -> Labelled:
   return Labelled(made, classes, tokenizer.vocab_size, fingerprint)
 
 
-def _element(example: Example, tokenizer: Any, classes: Sequence[str], length: int) -> dict[str, np.ndarray]:
+def _element(example: Example, tokenizer: Any, classes: Sequence[str], length: int) -> dict[str, Any]:
   first, second, label = example
   tokens = tokenizer.encode(first).astype(np.int32)
   if second:
@@ -142,7 +142,7 @@ def _of_tfds(name: str, root: pathlib.Path) -> dict[str, list[Example]]:
     import tensorflow_datasets as tfds
 
     from experiments.data import sparse24_lm
-  builder = tfds.builder_from_directory(sparse24_lm.find_online_set(name, root))
+  builder: Any = tfds.builder_from_directory(sparse24_lm.find_online_set(name, root))
   held_out = 'validation_matched' if name == 'glue/mnli' else 'validation'
 
   def examples(split: str) -> Iterator[Example]:

@@ -48,7 +48,7 @@ class Pairs:
     left_out: pairs of each split of which a side is longer than the sequences.
   """
 
-  splits: Mapping[str, list[dict[str, np.ndarray]]]
+  splits: Mapping[str, list[dict[str, Any]]]
   tokenizer: tokenizer_lib.Tokenizer
   fingerprint: str
   left_out: Mapping[str, int]
@@ -85,7 +85,7 @@ def load(config: DataConfig) -> Pairs:
   return Pairs(made, tokenizer, fingerprint, left_out)
 
 
-def _element(source: np.ndarray, target: np.ndarray, tokenizer: Any, length: int) -> dict[str, np.ndarray]:
+def _element(source: np.ndarray, target: np.ndarray, tokenizer: Any, length: int) -> dict[str, Any]:
   def filled(tokens: np.ndarray) -> np.ndarray:
     row = np.full(length, tokenizer.vocab_size, np.int32)
     row[: len(tokens)] = tokens
@@ -176,7 +176,7 @@ def _of_tfds(name: str, root: pathlib.Path) -> Iterator[Pair]:
     import tensorflow_datasets as tfds
 
     from experiments.data import sparse24_lm
-  builder = tfds.builder_from_directory(sparse24_lm.find_online_set(name, root))
+  builder: Any = tfds.builder_from_directory(sparse24_lm.find_online_set(name, root))
   if not builder.info.features or not {'en', 'de'} <= set(builder.info.features):
     raise DataError(f'{name} is not of English and German')
   source = builder.as_data_source('train')

@@ -1,0 +1,68 @@
+"""A table of the papers' tasks from their records: losses, differences to dense, and what each task measures beside."""
+
+from collections.abc import Mapping, Sequence
+import json
+from typing import Any
+
+import numpy as np
+
+from experiments.reports import provenance
+from experiments.reports.claims import half_width
+
+# What a row says of the file that it is of.
+FILES: Mapping[str, str] = {
+  'compare_bert_nano.jsonl': 'masked LM, GEGLU',
+  'compare_deit_nano.jsonl': 'digits, ViT',
+  'compare_translation_nano.jsonl': 'translation',
+  'compare_finetune_from_dense.jsonl': 'fine-tuned from dense',
+  'compare_finetune_from_fst.jsonl': 'fine-tuned from FST',
+  'compare_finetune_from_nothing.jsonl': 'the same, not pre-trained',
+}
+_NAMES = {'accuracy': 'accuracy', 'bleu': 'BLEU', 'exact': 'exact'}
+
+
+def markdown() -> str:
+  """The table of all files that there are."""
+  lines = [
+    '| task | method | steps | seeds | validation loss, 95% interval | minus dense | measure |',
+    '| --- | --- | --- | --- | --- | --- | --- |',
+  ]
+  for file, title in FILES.items():
+    if (path := provenance.RESULTS / file).exists():
+      lines += [f'| {" | ".join(row)} |' for row in rows(title, list(map(json.loads, path.read_text().splitlines())))]
+  return '\n'.join(lines)
+
+
+def rows(title: str, records: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+  """A row a method, dense first; differences are of the seeds that both have.
+
+  >>> record = {'label': 'dense', 'steps': 9, 'seed': 0, 'validation_loss': 1.0, 'measures': {'accuracy': 0.5}}
+  >>> other = {**record, 'label': 'FST', 'validation_loss': 1.25}
+  >>> rows('x', [other, record])
+  [['x', 'dense', '9', '1', '1.000', '', 'accuracy 0.500'], ['x', 'FST', '9', '1', '1.250', '+0.250', 'accuracy 0.500']]
+  """
+  by_label: dict[str, dict[int, Mapping[str, Any]]] = {}
+  for record in sorted(records, key=lambda r: (r['label'] != 'dense', r['label'], r['seed'])):
+    by_label.setdefault(record['label'], {})[record['seed']] = record
+  dense, made = by_label.get('dense', {}), []
+  for label, found in by_label.items():
+    losses = {seed: record['validation_loss'] for seed, record in found.items()}
+    minus = [loss - dense[seed]['validation_loss'] for seed, loss in losses.items() if seed in dense]
+    first = next(iter(found.values()))
+    measures = [
+      f'{shown} {_interval([record["measures"][name] for record in found.values()])}'
+      for name, shown in _NAMES.items() if name in first['measures']
+    ]  # fmt: skip
+    made.append([
+      title, label, f'{first["steps"]:,}', str(len(found)), _interval(list(losses.values())),
+      _interval(minus, '+') if found is not dense else '', ', '.join(measures),
+    ])  # fmt: skip
+  return made
+
+
+def _interval(values: Sequence[float], sign: str = '') -> str:
+  """The mean and half its 95% interval; of one value no interval."""
+  if not values:
+    return ''
+  half = f' ± {half_width(values):.3f}' if len(values) > 1 else ''
+  return f'{np.mean(values):{sign}.3f}{half}'
