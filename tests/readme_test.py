@@ -189,7 +189,7 @@ class ReadmeTest(absltest.TestCase):
     for step, phase in ((0, 'sparse'), (9, 'dense')):
       exec(BLOCKS[3], self.names | {'step': step, 'total_steps': 10} | (names := {}), names)
       self.assertEqual(names['phase'], phase)
-      self.assertEqual(names['sparse'] is self.model, phase == 'dense')
+      self.assertEqual(names['sparse'] == self.model, phase == 'dense')
 
 
 if __name__ == '__main__':

@@ -16,7 +16,7 @@ from sparse24_jax.binding.blocks import why_apart
 from sparse24_jax.binding.interpreter import run
 from sparse24_jax.binding.reading import read, Reading, UnreadableError
 from sparse24_jax.binding.shards import cut_by_shards
-from sparse24_jax.binding.tracing import functional, trace, Traced
+from sparse24_jax.binding.tracing import as_callable, functional, trace, Traced
 from sparse24_jax.binding.values import Altered, Keys, Matmul
 from sparse24_jax.binding.view import View
 from sparse24_jax.layout import Layout, Layouts
@@ -167,7 +167,8 @@ def bind(recipe: Recipe, f: Callable[..., Any], params: Any, *args: Any, **kwarg
 
   Args:
     recipe: its rules say which weights, by path. A rule with a plain `DotPolicy()` names those that stay dense.
-    f: any JAX function of parameters and other arguments, a loss or `model.apply` say; what it returns does not matter.
+    f: any JAX function of parameters and other arguments, a loss say; what it returns does not matter. Or a linen
+      module, for its `apply`.
     params: its first argument: arrays, or `jax.ShapeDtypeStruct`, or an nnx model, whose parameters are meant.
     *args: an example of its other arguments, likewise.
     **kwargs: likewise; what is no array is passed on as it is.
@@ -191,7 +192,7 @@ def bind(recipe: Recipe, f: Callable[..., Any], params: Any, *args: Any, **kwarg
     recipe = recipe.unbound()
   if not isinstance(recipe, Recipe):
     raise ValueError(f'recipe must be a Recipe, as the functions of sparse24_jax.recipes make, found {recipe!r}')
-  model = functional(params, f, args, kwargs)
+  model = functional(params, as_callable(f), args, kwargs)
   params = model.params
   bound = bind_traced(recipe, params, trace(model.function, (params, *model.rest, *args), kwargs))
   match_rules(params, bound)  # whole groups along the axes that were found

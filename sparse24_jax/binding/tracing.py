@@ -33,6 +33,14 @@ class Functional:
 
 
 @functools.singledispatch
+def as_callable(f: Any) -> Callable[..., Any]:
+  """A function of parameters, of what was given for one; a library with models to be applied registers how."""
+  if not callable(f):
+    raise ValueError(f'f must be a function of parameters or a linen module, found {type(f).__name__}')
+  return f
+
+
+@functools.singledispatch
 def functional(model: Any, f: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Functional:
   """A tree of arrays is its own parameters; a library whose models hold their state registers what they are."""
   del args, kwargs

@@ -176,6 +176,7 @@ class _Sparse:
         f'{path}: the rule makes activations sparse, which takes one rule setting for all maps of a block, two matmuls'
         f' with a squared ReLU between them; found the matmul at {_jax.source_of(found.equation)} by itself'
       )
+    found.force()  # what other weights make, whose errors name them
     with errors_name(path):
       x, w = scaled(rows(found, reading), found, reading, inputs=True), weight_matrix(found, reading)
       dtype, asked = found.operands, found.asked

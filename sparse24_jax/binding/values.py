@@ -242,6 +242,11 @@ class Matmul:
     """Of the result."""
     return self.operands if self.rounded else self.equation.outvars[0].aval.dtype
 
+  def force(self) -> None:
+    """Makes the operands that wait."""
+    for argument in self.arguments:
+      _ = argument.array
+
   def make(self) -> Any:
     with _jax.under(self.equation):
       if self.block is not None:

@@ -6,7 +6,6 @@ import dataclasses
 import re
 from typing import Any
 
-from flax import linen, nnx
 import jax
 from jax import Array
 import jax.numpy as jnp
@@ -14,9 +13,8 @@ import numpy as np
 
 from sparse24_jax.binding.bound import Bound, BoundWeight, find_weights
 from sparse24_jax.binding.states import weight_states
-from sparse24_jax.binding.tracing import functional, trace
+from sparse24_jax.binding.tracing import as_callable, functional, trace
 from sparse24_jax.binding.transform import sparse_function
-from sparse24_jax.integration.linen import SparseModule
 from sparse24_jax.masks import verify24
 from sparse24_jax.optim import changed_behind
 from sparse24_jax.recipe import Recipe
@@ -129,7 +127,7 @@ def check(
   >>> checked.ok
   True
   """
-  recipe, f = recipe.unbound() if isinstance(recipe, Bound) else recipe, _function(f)
+  recipe, f = recipe.unbound() if isinstance(recipe, Bound) else recipe, as_callable(f)
   model = functional(params, f, args, kwargs)
   f, params, args = model.function, model.params, (*model.rest, *args)
   traced = trace(f, (params, *args), kwargs)
@@ -146,21 +144,6 @@ def check(
   if optimizer is not None:
     weights = _behind(optimizer, weights, params)
   return Checked(tuple(weights.values()), dense)
-
-
-def _function(f: Any) -> Callable[..., Any]:
-  """A function of parameters, of what was given for one."""
-  if isinstance(f, linen.Module):
-    model = f.sparse24_model if isinstance(f, SparseModule) else f
-    return lambda params, *args, **kwargs: model.apply({'params': params}, *args, **kwargs)
-  if isinstance(f, nnx.Module):
-    raise ValueError(
-      'f is an nnx module: graphdef, params, rest = nnx.split(model, nnx.Param, ...), and check lambda params, x:'
-      ' nnx.merge(graphdef, params, rest)(x)'
-    )
-  if not callable(f):
-    raise ValueError(f'f must be a function of parameters or a linen module, found {type(f).__name__}')
-  return f
 
 
 def _listed(paths: Sequence[str]) -> str:

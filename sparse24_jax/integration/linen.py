@@ -4,19 +4,23 @@ The wrapper shares its scope with the model, so the parameter tree is the model'
 function of its variables, and puts back what it changed.
 """
 
+from collections.abc import Callable, Mapping
+import dataclasses
 import functools
 from typing import Any
 
 from flax import linen as nn
 import jax
 
+from sparse24_jax.binding.tracing import as_callable
 from sparse24_jax.binding.transform import is_state, run_sparse
-from sparse24_jax.recipe import Recipe
+from sparse24_jax.recipe import Recipe, Rule
 from sparse24_jax.rules import leaves_by_path, rule_for
 
 COLLECTION = 'sparse24'
 RNG = 'mvue'
 _CALLS = 'sparse24_calls'
+_PLAIN = 'sparse24_plain'  # of a class of a dense phase: the one in whose place it stands
 
 
 class SparseModule(nn.Module):
@@ -88,6 +92,67 @@ class SparseModule(nn.Module):
       for entry, value in values.items():
         scope.put_variable(name, entry, value)
     return out
+
+
+@as_callable.register(nn.Module)
+def _applied(model: nn.Module) -> Callable[..., Any]:
+  model = plain_of(model)
+  return lambda params, *args, **kwargs: model.apply({'params': params}, *args, **kwargs)
+
+
+def plain_of(model: nn.Module) -> nn.Module:
+  """The model by itself, of one that was sparsified."""
+  if isinstance(model, SparseModule):
+    return model.sparse24_model
+  return getattr(type(model), _PLAIN)(**_fields(model)) if hasattr(type(model), _PLAIN) else model
+
+
+def of_dense_phase(model: nn.Module, recipe: Recipe) -> nn.Module:
+  """The plain model, which refuses the states of a sparse phase: it would pass over them, and stay dense."""
+  if model.parent is not None:  # a part of a model, which is not applied
+    return model
+  return _dense(type(model), tuple(rule for rule in recipe.rules if not rule.is_plain))(**_fields(model))
+
+
+@functools.cache
+def _dense(plain: type[nn.Module], rules: tuple[Rule, ...]) -> type[nn.Module]:
+  """The class of `of_dense_phase`: of the same name, and its models are equal to the plain ones."""
+
+  def refuse(variables: Any) -> None:
+    states = variables.get(COLLECTION, {}) if isinstance(variables, Mapping) else {}
+    found = leaves_by_path(states, is_leaf=is_state)
+    if given := [path for path, _ in found if rule_for(path, Recipe('sparse', rules))]:
+      raise ValueError(
+        f"{', '.join(given)}: the model was made for phase 'dense', and is given sparse states, over which it would"
+        " pass: give sparse_variables the phase of the model, phase='dense', or make the model of the sparse phase,"
+        " sparsify(model, recipe, phase='sparse')"
+      )
+
+  def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
+    refuse(variables)
+    return plain.apply(self, variables, *args, **kwargs)
+
+  def bind(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
+    refuse(variables)
+    return plain.bind(self, variables, *args, **kwargs)
+
+  own = {
+    'apply': apply, 'bind': bind, _PLAIN: plain, '__module__': plain.__module__, '__doc__': plain.__doc__,
+    '__eq__': lambda self, other: isinstance(other, nn.Module) and plain_of(self) == plain_of(other),
+    '__hash__': lambda self: hash(plain_of(self)),
+    '__reduce__': lambda self: (_again, (plain_of(self), rules)),
+  }  # fmt: skip
+  make: Any = type(plain)
+  return make(plain.__name__, (plain,), own)
+
+
+def _again(model: nn.Module, rules: tuple[Rule, ...]) -> nn.Module:
+  """For pickle, which does not find a class that is made here."""
+  return of_dense_phase(model, Recipe('dense', rules))
+
+
+def _fields(model: nn.Module) -> dict[str, Any]:
+  return {field.name: getattr(model, field.name) for field in dataclasses.fields(model) if field.init}
 
 
 def _without(states: Any, paths: Any) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any
 from flax import nnx
 import jax
 
-from sparse24_jax.binding.tracing import Functional, functional
+from sparse24_jax.binding.tracing import as_callable, Functional, functional
 
 
 @functional.register(nnx.Module)
@@ -47,6 +47,14 @@ def as_function(
     return out
 
   return Functional(function, params, (rest,), finish)
+
+
+@as_callable.register(nnx.Module)
+def _no_function(model: nnx.Module) -> Callable[..., Any]:
+  raise ValueError(
+    f'f is an nnx module, {type(model).__name__}, which holds its parameters: give a function of it and the module in'
+    ' the place of the parameters, lambda model, x: model(x), model, x'
+  )
 
 
 def _arrays(model: nnx.Module) -> dict[Any, Any]:

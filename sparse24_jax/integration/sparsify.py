@@ -40,15 +40,16 @@ def sparsify(
   serve it without masks, give the plain model the weights of `project`.
 
   The phase is that of the step (`phase_at`), the same one here, in `sparse_training`, `sparse_variables` and `project`:
-  where they differ, a part of the recipe goes on or stops. An nnx model, a sparse linen model and a function refuse the
-  variables of the other phase; the linen model of a dense phase is the plain one, and passes over what it is given.
+  where they differ, a part of the recipe goes on or stops. A model and a function refuse the variables of the other
+  phase.
 
   Args:
     model: a `flax.linen.Module`, a `flax.nnx.Module`, or a function whose first argument is a tree of parameters or a
       `flax.nnx.Module`; a module that `sparsify` made is fine too.
     recipe: its rules select layers by the path of their kernel in `model`, also where that is a part of a larger model.
-    phase: `'dense'` gives the plain model, of nnx a copy with a mark, and no variables, in its attribute `sparse24`;
-      None is the recipe's first, which one that begins dense, to be sparse later, must say.
+    phase: `'dense'` gives the plain model, of linen one whose `apply` and `bind` refuse sparse states, of nnx a copy
+      with a mark, and no variables, in its attribute `sparse24`; None is the recipe's first, which one that begins
+      dense, to be sparse later, must say.
     rngs: nnx only: streams with one named `'mvue'`, for recipes that use it.
 
   Raises:
@@ -66,8 +67,8 @@ def sparsify(
   """
   phase = resolve_phase(recipe, phase)
   if isinstance(model, linen.Module):
-    plain = model.sparse24_model if isinstance(model, linen_door.SparseModule) else model
-    return plain if phase == 'dense' else linen_door.SparseModule(plain, recipe)
+    plain = linen_door.plain_of(model)
+    return linen_door.of_dense_phase(plain, recipe) if phase == 'dense' else linen_door.SparseModule(plain, recipe)
   if isinstance(model, nnx.Module):
     return nnx_door.sparsify(model, recipe, phase=phase, rngs=rngs)
   if callable(model) and not isinstance(model, type):

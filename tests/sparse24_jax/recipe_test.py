@@ -192,6 +192,8 @@ class ReadableTest(absltest.TestCase):
   def test_an_unknown_argument_names_the_one_that_was_meant(self):
     with self.assertRaisesRegex(TypeError, r"transposable_srste\(\) has no argument 'mask_decay'; .*'masked_decay'\?"):
       s24.recipes.transposable_srste('.*', mask_decay=1e-4)
+    with self.assertRaisesRegex(AttributeError, "no recipe 'fst': did you mean 'transposable_srste'"):
+      _ = s24.recipes.fst
     with self.assertRaisesRegex(TypeError, r"ste\(\) has no argument 'x'. It takes path"):
       s24.recipes.ste('.*', x=1)
     self.assertIs(pickle.loads(pickle.dumps(s24.recipes.ste)), s24.recipes.ste)

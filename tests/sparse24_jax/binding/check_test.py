@@ -66,10 +66,13 @@ class CheckTest(parameterized.TestCase):
     x = jnp.ones((4, 16))
     params = nn.Dense(8).init(jax.random.key(0), x)['params']
     self.assertEqual(s24.check(s24.recipes.ste('kernel'), nn.Dense(8), params, x).weights[0].pruned, 0.5)
-    with self.assertRaisesRegex(ValueError, r'nnx.split\(model, nnx.Param'):
-      s24.check(s24.recipes.ste('.*'), nnx.Linear(16, 8, rngs=nnx.Rngs(0)), params, x)
-    with self.assertRaisesRegex(ValueError, 'f must be a function of parameters or a linen module, found dict'):
-      s24.check(s24.recipes.ste('.*'), params, params, x)
+    for model in (nn.Dense(8), s24.sparsify(nn.Dense(8), s24.recipes.ste('kernel'))):
+      self.assertEqual(s24.bind(s24.recipes.ste('kernel'), model, params, x)['kernel'].uses[0].tokens, 4)
+    for take in (s24.check, s24.bind):
+      with self.assertRaisesRegex(ValueError, r'f is an nnx module, Linear, .* lambda model, x: model\(x\), model, x'):
+        take(s24.recipes.ste('.*'), nnx.Linear(16, 8, rngs=nnx.Rngs(0)), params, x)
+      with self.assertRaisesRegex(ValueError, 'f must be a function of parameters or a linen module, found dict'):
+        take(s24.recipes.ste('.*'), params, params, x)
 
   def test_dense_weights_of_a_bound_recipe(self):
     f, params, x = example()

@@ -1,6 +1,7 @@
 """What sparsified linen models refuse, and how they say it."""
 
 import copy
+import pickle
 
 from absl.testing import absltest, parameterized
 from flax import linen as nn
@@ -21,6 +22,8 @@ from tests.sparse24_jax.integration.linen_models import (
   variables,
   X,
 )  # fmt: skip
+
+FST_ALL = s24.recipes.transposable_srste('.*/kernel', masked_decay=0.0)
 
 
 class PastItsHook(nn.Dense):
@@ -58,6 +61,28 @@ class RefusalTest(parameterized.TestCase):
       return jax.jit(jax.grad(lambda p: sparse.apply({**v, 'params': p}, X, rngs={'mvue': KEY}).sum()))
 
     jax.tree.map(np.testing.assert_array_equal, grad(model)(params), grad(Scan())(params))
+
+  def test_an_error_of_the_layer_before(self):
+    """It is met where the next layer asks for its input, and named that one as well."""
+    model, x = nn.Sequential((nn.Dense(16), nn.Dense(8))), jnp.ones((8, 16))
+    params = init(model, x.shape)
+    sparse, v = s24.sparsify(model, FST_ALL), variables(params, FST_ALL)
+    with self.assertRaisesRegex(ValueError, r"^layers_0/kernel: weight_grad='mvue' needs a random key"):
+      jax.eval_shape(jax.grad(lambda p: sparse.apply({**v, 'params': p}, x).sum()), params)
+
+  def test_sparse_states_in_a_dense_phase(self):
+    """The plain model passed over them: a run whose variables say sparse was dense."""
+    dense, params = s24.sparsify(Loop(), FST, phase='dense'), init(Loop())
+    v = variables(params, FST)
+    again = pickle.loads(pickle.dumps(dense))
+    for run in (dense.apply, dense.bind, dense.clone().apply, again.apply):
+      with self.assertRaisesRegex(ValueError, r"^h_0/\w+/kernel, .* phase 'dense', .*sparse_variables the phase"):
+        run(v, X)
+    of_dense = s24.sparse_variables(params, opt_state(params, FST), FST, phase='dense')
+    own = {'head': {'kernel': jnp.ones((16, 4))}}  # of a layer that calls `dot` itself, under no rule
+    for states in ({}, of_dense, own):
+      found = again.apply({'params': params, 'sparse24': states}, X, method=Loop.__call__)
+      np.testing.assert_array_equal(found, Loop().apply({'params': params}, X))
 
   def test_apply_without_the_collection(self):
     params = init(Loop())
