@@ -3,6 +3,8 @@
 #   make test      lint, types and the fast tests: each promise of the project is held by at least one of them
 #   make pages     tables and picture of the docs, and pages about speed and quality, from the committed records
 #   make test-all  lint, types and all tests, those marked slow too
+#   make test-models  other people's models, from PyPI, in an environment of their own
+#   make test-oldest  the oldest versions that are promised: bind, the doors to Flax and the optimizer
 #   make test-hf   a Hugging Face checkpoint there and back, against PyTorch and `transformers` in an environment of their own
 #   make mutants   breaks one promise at a time and runs the fast tests that must notice
 #   make faults    injects faults into runs, and writes what became of them to docs/faults.md
@@ -21,10 +23,14 @@ TORCH_VENV_PYTHON ?= python3.11
 # Dozens of processes import JAX, the project and its tests: compiled once to bytecode, whatever the shell says, they take a
 # third of the time.
 export PYTHONDONTWRITEBYTECODE =
+MODELS_VENV ?= .venv-models
+# The oldest that pyproject.toml allows.
+OLDEST_VENV ?= .venv-oldest
+OLDEST = jax==0.11.2 jaxlib==0.11.2 flax==0.12.10 optax==0.2.6
 # A worker that has no tests left takes some from the other.
 PYTEST = -m pytest -n 2 --dist worksteal -q -m '$(SELECT)'
 
-.PHONY: demo pages test test-all types fast slow test-hf mutants faults soak docs clean
+.PHONY: demo pages test test-all types fast slow test-models test-oldest test-hf mutants faults soak docs clean
 
 demo: $(VENV)/ready
 	$(VENV)/bin/python -m experiments
@@ -39,6 +45,7 @@ test:
 
 test-all: test
 	$(MAKE) slow
+	$(MAKE) test-models
 
 types: $(VENV)/ready
 	$(VENV)/bin/pyright
@@ -48,9 +55,17 @@ fast: export JAX_DISABLE_MOST_OPTIMIZATIONS = 1
 fast: SELECT = not slow
 slow: SELECT = slow
 fast slow: $(VENV)/ready $(KERNELS_VENV)/ready
-	JAX_PLATFORMS=cpu $(VENV)/bin/python $(PYTEST) --ignore tests/pallas_kernels tests sparse24_jax experiments
+	JAX_PLATFORMS=cpu $(VENV)/bin/python $(PYTEST) --ignore tests/pallas_kernels --ignore tests/models \
+	  tests sparse24_jax experiments
 	JAX_PLATFORMS=cpu $(KERNELS_VENV)/bin/python $(PYTEST) tests/pallas_kernels pallas_kernels \
 	  $(wildcard tests/sparse24_jax/*on_hopper_test.py)
+
+test-models: $(MODELS_VENV)/ready
+	JAX_PLATFORMS=cpu $(MODELS_VENV)/bin/python -m pytest -n 2 --dist worksteal -q tests/models
+
+test-oldest: $(OLDEST_VENV)/ready
+	JAX_PLATFORMS=cpu JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(OLDEST_VENV)/bin/python -m pytest -n 2 --dist worksteal -q \
+	  -m 'not slow' $(addprefix tests/sparse24_jax/,binding integration optim)
 
 test-hf: $(VENV)/ready $(TORCH_VENV)/ready
 	JAX_PLATFORMS=cpu TORCH_PYTHON=$(TORCH_VENV)/bin/python $(VENV)/bin/python -m pytest -q tests/examples/finetune_hf_test.py
@@ -68,6 +83,9 @@ docs: $(VENV)/ready
 	JAX_PLATFORMS=cpu $(VENV)/bin/python docs/build.py
 
 $(VENV)/ready: EXTRA = dev
+$(MODELS_VENV)/ready: EXTRA = models
+$(OLDEST_VENV)/ready: EXTRA = test
+$(OLDEST_VENV)/ready: PINNED = $(patsubst %,'%',$(OLDEST))
 $(KERNELS_VENV)/ready: EXTRA = kernels-test
 $(KERNELS_VENV)/ready: PINNED = $(patsubst %,'%==$(KERNELS_JAX)',jax jax-cuda13-pjrt jax-cuda13-plugin)
 
@@ -85,4 +103,4 @@ $(TORCH_VENV)/ready:
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(KERNELS_VENV) $(TORCH_VENV) .jax_cache runs site
+	rm -rf $(VENV) $(KERNELS_VENV) $(MODELS_VENV) $(OLDEST_VENV) $(TORCH_VENV) .jax_cache runs site

@@ -1,6 +1,6 @@
 """Linen modules of Gemma's shape: einsum with weights of four axes, gate and up in one array of either order.
 
-Written here, because gemma's package brings TensorFlow along.
+Written here; gemma's own package, which brings TensorFlow along, has `google_gemma_test`.
 """
 
 from absl.testing import absltest, parameterized

@@ -190,7 +190,7 @@ class ShardMapTest(parameterized.TestCase):
       self.assertEqual(weight.layout.describe(), layouts[weight.path])
     assert_near(found(), expected())
 
-  @parameterized.parameters('tensor_parallel', 'fsdp', 'layers_around', 'experts')
+  @parameterized.parameters('tensor_parallel', 'replicated', 'fsdp', 'layers_around', 'experts')
   @pytest.mark.few
   def test_packed_inside(self, name):
     """The path of kernels: each shard is packed by itself."""
