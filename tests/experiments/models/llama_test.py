@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.models import layers, llama
-from tests.experiments.fakes import compile_quickly
+from tests.experiments.fakes import apply, compile_quickly
 
 
 def _tiny(**overrides):
@@ -96,7 +96,7 @@ class OptionsTest(parameterized.TestCase):
     shapes = jax.eval_shape(scanned.init, jax.random.key(0), tokens)['params']
     self.assertEqual(jax.tree.structure(shapes), jax.tree.structure(stacked))
     np.testing.assert_allclose(
-      scanned.apply({'params': stacked}, tokens), llama.Llama(_tiny()).apply({'params': params}, tokens), atol=1e-6
+      apply(scanned, {'params': stacked}, tokens), apply(llama.Llama(_tiny()), {'params': params}, tokens), atol=1e-6
     )
 
   def test_shared_heads_equal_copied_ones(self):
@@ -107,8 +107,8 @@ class OptionsTest(parameterized.TestCase):
         kernel = params[block]['attn'][name]['kernel'].reshape(32, 2, 8)
         full[block]['attn'][name] = {'kernel': jnp.repeat(kernel, 2, axis=1).reshape(32, 32)}
     np.testing.assert_allclose(
-      llama.Llama(_tiny(num_kv_heads=2)).apply({'params': params}, tokens),
-      llama.Llama(_tiny(num_kv_heads=4)).apply({'params': full}, tokens),
+      apply(llama.Llama(_tiny(num_kv_heads=2)), {'params': params}, tokens),
+      apply(llama.Llama(_tiny(num_kv_heads=4)), {'params': full}, tokens),
       atol=1e-6,
     )
 
@@ -121,12 +121,12 @@ class OptionsTest(parameterized.TestCase):
     config = _tiny(dtype='bfloat16')
     params, tokens = _init(config)
     changed = tokens.at[:, 9].set((tokens[:, 9] + 1) % 32)
-    before, after = (llama.Llama(config).apply({'params': params}, t) for t in (tokens, changed))
+    before, after = (apply(llama.Llama(config), {'params': params}, t) for t in (tokens, changed))
     self.assertEqual(before.dtype, jnp.float32)
     np.testing.assert_array_equal(before[:, :9], after[:, :9])
     self.assertGreater(float(jnp.abs(before - after)[:, 9:].max()), 0)
     # Tokens 0 and 1 swapped: without positions the last logits would not notice.
-    swapped = llama.Llama(config).apply({'params': params}, tokens[:, jnp.array([1, 0, *range(2, 16)])])
+    swapped = apply(llama.Llama(config), {'params': params}, tokens[:, jnp.array([1, 0, *range(2, 16)])])
     self.assertGreater(float(jnp.abs(before - swapped)[:, -1].max()), 0)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from experiments.models import gpt2, layers, llama
 import sparse24_jax as s24
-from tests.experiments.fakes import compile_quickly
+from tests.experiments.fakes import apply, compile_quickly
 
 NANO = dict(vocab_size=32, embed_dim=32, seq_len=16)
 LOCAL, FIXED = s24.AttentionPattern('local', 4), s24.AttentionPattern('fixed', 4)
@@ -51,7 +51,7 @@ class FusedMlpTest(parameterized.TestCase):
     shapes = jax.eval_shape(fused.init, jax.random.key(0), tokens())['params']
     self.assertEqual(jax.tree.map(jnp.shape, shapes), jax.tree.map(jnp.shape, params))
     np.testing.assert_allclose(
-      fused.apply({'params': params}, tokens()), plain.apply({'params': params}, tokens()), atol=1e-6
+      apply(fused, {'params': params}, tokens()), apply(plain, {'params': params}, tokens()), atol=1e-6
     )
 
   @parameterized.parameters('gelu', 'relu2', 'geglu', 'swiglu')
@@ -62,7 +62,7 @@ class FusedMlpTest(parameterized.TestCase):
     # Biases start at zero, where a wrong one would not show.
     params = jax.tree.map(lambda p: p + 0.1 * jax.random.normal(jax.random.key(p.size), p.shape), params)
     np.testing.assert_allclose(
-      fused.apply({'params': params}, tokens()), plain.apply({'params': params}, tokens()), atol=1e-4
+      apply(fused, {'params': params}, tokens()), apply(plain, {'params': params}, tokens()), atol=1e-4
     )
 
   @parameterized.parameters('gpt2', 'llama')
@@ -72,10 +72,10 @@ class FusedMlpTest(parameterized.TestCase):
     params = params_of(family)
     state = s24.sparse_training(optax.sgd(0.1), recipe).init(params)
     variables = {'params': params, 'sparse24': s24.sparse_variables(params, state, recipe)}
-    found = s24.sparsify(make(family, fused_mlp=True), recipe).apply(variables, tokens())
-    expected = s24.sparsify(make(family), recipe).apply(variables, tokens())
+    found = apply(s24.sparsify(make(family, fused_mlp=True), recipe), variables, tokens())
+    expected = apply(s24.sparsify(make(family), recipe), variables, tokens())
     np.testing.assert_allclose(found, expected, atol=1e-5)
-    self.assertGreater(np.abs(found - make(family).apply({'params': params}, tokens())).max(), 1e-3)
+    self.assertGreater(np.abs(found - apply(make(family), {'params': params}, tokens())).max(), 1e-3)
 
 
 class StepOptionsTest(parameterized.TestCase):
@@ -100,7 +100,7 @@ class StepOptionsTest(parameterized.TestCase):
   def test_dots_are_kept_and_the_gradient_is_the_same(self):
     def gradient(remat):
       model = make('gpt2', remat=remat)
-      return jax.grad(lambda p: model.apply({'params': p}, tokens()).var())
+      return jax.grad(lambda p: apply(model, {'params': p}, tokens()).var())
 
     params = params_of('gpt2')
     expected, found = gradient(False)(params), gradient('dots')(params)
@@ -117,16 +117,16 @@ class StepOptionsTest(parameterized.TestCase):
     larger = jax.tree_util.tree_map_with_path(
       lambda path, p: p.at[:, :64].multiply(100.0) if path[-2].key == 'c_attn' else p, params
     )
-    expected, found = (model.apply({'params': p}, tokens()) for p in (params, larger))
+    expected, found = (apply(model, {'params': p}, tokens()) for p in (params, larger))
     np.testing.assert_allclose(found, expected, atol=2e-2)
-    expected, found = (make('gpt2').apply({'params': p}, tokens()) for p in (params, larger))
+    expected, found = (apply(make('gpt2'), {'params': p}, tokens()) for p in (params, larger))
     self.assertGreater(np.abs(found - expected).max(), 0.1)
 
   def test_rotary_positions_tell_order_by_distance(self):
     model = make('gpt2', positions='rotary')
     params = jax.jit(model.init)(jax.random.key(0), tokens())['params']
     self.assertNotIn('wpe', params)
-    found = model.apply({'params': params}, jnp.array([[1, 2, 3], [2, 1, 3], [1, 1, 1]]))
+    found = apply(model, {'params': params}, jnp.array([[1, 2, 3], [2, 1, 3], [1, 1, 1]]))
     self.assertGreater(np.abs(found[0, 2] - found[1, 2]).max(), 1e-5)  # the same tokens in another order
     np.testing.assert_allclose(found[2, 0], found[2, 2], atol=1e-6)  # nothing but distance is known
     with self.assertRaisesRegex(ValueError, "positions is 'sine'"):
@@ -135,17 +135,17 @@ class StepOptionsTest(parameterized.TestCase):
   def test_scaled_embeddings_and_an_output_matrix_that_starts_at_zero(self):
     model = make('gpt2', tied=False, scale_embeddings=True)
     params = jax.jit(model.init)(jax.random.key(0), tokens())['params']
-    self.assertEqual(float(jnp.abs(model.apply({'params': params}, tokens())).max()), 0.0)
+    self.assertEqual(float(jnp.abs(apply(model, {'params': params}, tokens())).max()), 0.0)
     # With the head of a tied model it is one whose embeddings are that much larger.
     params['head'] = params['wte']
     larger = params | {name: jax.tree.map(lambda x: 32**0.5 * x, params[name]) for name in ('wte', 'wpe')}
-    expected = make('gpt2', tied=False).apply({'params': larger}, tokens())
-    np.testing.assert_allclose(model.apply({'params': params}, tokens()), expected, atol=1e-5)
+    expected = apply(make('gpt2', tied=False), {'params': larger}, tokens())
+    np.testing.assert_allclose(apply(model, {'params': params}, tokens()), expected, atol=1e-5)
 
   def test_fp8_products_and_logits_in_bfloat16_stay_near(self):
-    expected = make('gpt2').apply({'params': params_of('gpt2')}, tokens())
+    expected = apply(make('gpt2'), {'params': params_of('gpt2')}, tokens())
     for options in (dict(fp8_linear=True), dict(logits_dtype='bfloat16')):
-      found = make('gpt2', **options).apply({'params': params_of('gpt2')}, tokens())
+      found = apply(make('gpt2', **options), {'params': params_of('gpt2')}, tokens())
       error = np.linalg.norm(found.astype(jnp.float32) - expected) / np.linalg.norm(expected)
       self.assertBetween(error, 1e-5, 0.1)
     with self.assertRaisesRegex(ValueError, 'fused_mlp=False'):
@@ -156,7 +156,7 @@ class AttentionPatternTest(parameterized.TestCase):
   @parameterized.parameters('gpt2', 'llama')
   def test_tokens_outside_the_pattern_do_not_matter(self, family):
     model = make(family, attention_pattern=LOCAL)
-    logits = functools.partial(model.apply, {'params': params_of(family)})
+    logits = functools.partial(apply, model, {'params': params_of(family)})
     # Two layers of the last four positions: position 15 sees 9 and later.
     changed = {i: tokens().at[:, i].set((tokens()[:, i] + 1) % 32) for i in (8, 9)}
     difference = {i: np.abs(logits(tokens()) - logits(t))[:, -1].max() for i, t in changed.items()}
@@ -166,25 +166,25 @@ class AttentionPatternTest(parameterized.TestCase):
   @parameterized.parameters('gpt2', 'llama')
   def test_a_window_over_everything_is_full_attention(self, family):
     variables = {'params': params_of(family)}
-    found = make(family, attention_pattern=s24.AttentionPattern('local', 16)).apply(variables, tokens())
-    np.testing.assert_allclose(found, make(family).apply(variables, tokens()), atol=1e-5)
+    found = apply(make(family, attention_pattern=s24.AttentionPattern('local', 16)), variables, tokens())
+    np.testing.assert_allclose(found, apply(make(family), variables, tokens()), atol=1e-5)
 
   def test_a_pattern_a_layer_and_head(self):
     mixed = make('gpt2', attention_pattern=(None, (LOCAL, LOCAL, FIXED, LOCAL)))
     variables = {'params': params_of('gpt2')}
     same = make('gpt2', attention_pattern=(None, (LOCAL,) * 4))
-    self.assertGreater(np.abs(mixed.apply(variables, tokens()) - same.apply(variables, tokens())).max(), 1e-5)
+    self.assertGreater(np.abs(apply(mixed, variables, tokens()) - apply(same, variables, tokens())).max(), 1e-5)
     np.testing.assert_allclose(
-      make('gpt2', attention_pattern=((LOCAL,) * 4,) * 2).apply(variables, tokens()),
-      make('gpt2', attention_pattern=LOCAL).apply(variables, tokens()),
+      apply(make('gpt2', attention_pattern=((LOCAL,) * 4,) * 2), variables, tokens()),
+      apply(make('gpt2', attention_pattern=LOCAL), variables, tokens()),
       atol=1e-6,
     )
 
   def test_scan_takes_one_for_all(self):
     params = params_of('gpt2')
     np.testing.assert_allclose(
-      make('gpt2', attention_pattern=FIXED, scan_layers=True).apply({'params': stacked(params)}, tokens()),
-      make('gpt2', attention_pattern=FIXED).apply({'params': params}, tokens()),
+      apply(make('gpt2', attention_pattern=FIXED, scan_layers=True), {'params': stacked(params)}, tokens()),
+      apply(make('gpt2', attention_pattern=FIXED), {'params': params}, tokens()),
       atol=1e-6,
     )
 
