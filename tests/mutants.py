@@ -126,7 +126,7 @@ MUTANTS = _of(
   ('a projected tree passes gradients straight through', 'projection.py', 'return cotangent, None',
    'return cotangent / 2, None', 'integration/functional_test.py', 'straight_through'),
   ('an nnx model does not train on the masks of other weights', 'integration/nnx_states.py',
-   'return states | jax.lax.cond(stale, anew, lambda kept: kept, kept)', 'return states',
+   'states |= jax.lax.cond(stale, anew, lambda kept: kept, kept) if kept else {}', 'states |= kept',
    'integration/nnx_states_test.py', 'owns_its_step'),
   ('zeros are verified along what a matmul contracts', 'integration/functional.py',
    'projection.layout_of(weights[path]).matrix(weights[path])', 'weights[path]', 'integration/functional_test.py',
