@@ -215,6 +215,7 @@ def sparse_training(
     if not isinstance(refresh, bool | None):
       raise ValueError(f'refresh must be True, False or None, a Python value (see refresh_at), found {refresh!r}')
     rests = refresh is False and recipe.refresh_every > 1
+    searches = not rests or recipe.flip_rate == 'step'
     state.layouts.require(recipe.layouts)
     # The inner optimizer is given what the caller has; here all arrays are as they are.
     given, boxes = params, jax.tree.structure(updates)
@@ -237,7 +238,7 @@ def sparse_training(
     inner_state = state.inner_state
     if left:  # read before the inner optimizer overwrites the weights, or XLA copies them
       left, sampled, inner_state = jax.lax.optimization_barrier((left, sampled, inner_state))
-    if not evolves and not (rests and recipe.flip_rate == 'refresh'):
+    if searches and not evolves:
       compared = _compared(recipe, projections, count, params, state.projections)
       if jax.tree.leaves(compared):
         # The inner optimizer waits for them: else XLA keeps a copy of the weights from which to search them later.
@@ -254,13 +255,13 @@ def sparse_training(
       state = state._replace(count=count, inner_state=inner_state)
       updates, state = evolve(recipe, inner, projections, params, gradients, updates, state, rests=rests)
       sampled = _rounded_once(sampled, _left.samples(projections, updates))
-    elif rests and recipe.flip_rate == 'refresh':
-      state = state._replace(count=count, inner_state=inner_state)
-      sampled = _rounded_once(sampled, _left.samples(projections, updates))
     else:
       new_weights = _rounded_once(params, updates)
-      states, rates = _refresh(recipe, projections, count, compared, new_weights, state)
+      states, rates = state.projections, state.flip_rate
+      if searches:
+        states, rates = _refresh(recipe, projections, count, compared, new_weights, state)
       state = state._replace(count=count, projections=states, flip_rate=rates, inner_state=inner_state)
+      # Of the sum, not of updates: those XLA makes again, from a copy of the weights before the step.
       sampled = _left.samples(projections, new_weights)
     state = state._replace(left=left and left._replace(sums=_left.sums(sampled)))
     if rests:
