@@ -111,6 +111,7 @@ class Part:
     index: of the results of the equation the one that is meant.
     whole: the matmul.
     view: which entries of its result they are.
+    results: of the equation, once it has run; all of its parts share them, as one split has one transpose.
   """
 
   equation: Any
@@ -118,6 +119,7 @@ class Part:
   index: int
   whole: 'Matmul'
   view: View
+  results: list[Any]
 
   @classmethod
   def of(cls, equation: Any, value: Value) -> 'list[Part] | None':
@@ -131,7 +133,8 @@ class Part:
     tokens = View.whole('', shape).axes[: whole.lead]
     if whole.side == 0 or views is None or any(found.axes[: whole.lead] != tokens for found in views):
       return None
-    return [cls(equation, value, index, whole, found) for index, found in enumerate(views)]
+    results: list[Any] = []
+    return [cls(equation, value, index, whole, found, results) for index, found in enumerate(views)]
 
   @property
   def columns(self) -> tuple[int, int] | None:
@@ -151,7 +154,9 @@ class Part:
     return start, size
 
   def make(self) -> Any:
-    return _jax.rebind(self.equation, [self.argument.array])[self.index]
+    if not self.results:
+      self.results.extend(_jax.rebind(self.equation, [self.argument.array]))
+    return self.results[self.index]
 
 
 @dataclasses.dataclass(eq=False)

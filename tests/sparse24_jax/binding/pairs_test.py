@@ -113,6 +113,19 @@ class PairsTest(parameterized.TestCase):
       error = np.linalg.norm(np.asarray(a, np.float32) - np.asarray(b, np.float32))
       self.assertLess(error, 0.02 * np.linalg.norm(np.asarray(b, np.float32)) + 1e-6)
 
+  def test_a_split_that_is_no_block_stays_one(self):
+    """Queries, keys and values: three splits would have three transposes."""
+    params, x = arguments({'qkv': (D, 3 * H)}, jnp.float32)
+
+    def f(p, x):
+      q, k, v = jnp.split(x @ p['qkv'], 3, axis=-1)
+      return jax.nn.softmax(q @ k.T) @ v
+
+    bound = s24.bind(s24.recipes.ste('.*'), f, params, x)
+    sparse = s24.sparsify(f, bound)
+    jaxpr = jax.make_jaxpr(lambda p, v: sparse(p, v, None, x))(params, s24.sparse_variables(params, None, bound))
+    self.assertEqual(str(jaxpr).count('split['), 1)
+
   def test_where_no_kernel_runs_it_stays_one_matmul(self):
     f, shapes, _ = CASES['gating_einsum']
     params, x = arguments(shapes, jnp.float32)
