@@ -53,6 +53,10 @@ def _race(
   return table.read(provenance.RESULTS / name)[title]
 
 
+def _tuned(name: str) -> str:
+  return table.steps_markdown(_race(name, 'nano, 1,500 steps each'))
+
+
 # Document -> table -> what makes it.
 TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
   'speed.md': {
@@ -60,7 +64,8 @@ TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
     'speed': lambda: speed.markdown(_speed()),
   },
   'quality.md': {
-    'tuned nano': lambda: table.steps_markdown(_race('compare_tuned_nano.jsonl', 'nano, 1,500 steps each')),
+    'tuned nano': lambda: _tuned('compare_tuned_nano.jsonl'),
+    'tuned nano learnt': lambda: _tuned('compare_tuned_nano_learnt.jsonl'),
     'race': lambda: table.markdown(_race()),
     'race by seed': lambda: table.seeds_markdown(_race(), 's_ste_fp8_all'),
     'race of all': lambda: table.markdown(_race('race_h200.jsonl', 'wide2048, rotary_qk_norm, 55 s each')),

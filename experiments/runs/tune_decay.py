@@ -14,8 +14,9 @@ from experiments.runs.environment import environment
 from experiments.runs.experiment import Config
 import sparse24_jax as s24
 
-# The grid of the values that occur in the released scripts.
-CANDIDATES = (0.0, 1e-6, 2e-6, 6e-6, 2e-5, 6e-5, 2e-4, 6e-4, 2e-3, 6e-3)
+# Values like those of the released scripts, which are for 300,000 steps, and on to where short runs flip too little:
+# the largest feasible one is chosen, so a grid that ends before chooses its own end.
+CANDIDATES = (0.0, 6e-6, 6e-5, 2e-4, 6e-4, 2e-3, 6e-3, 2e-2, 6e-2, 2e-1)
 
 # Fields that the search sets itself, and what to use instead; the second lot where a dense experiment is tuned.
 SET_BY_TUNING = {
