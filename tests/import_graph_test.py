@@ -1,6 +1,7 @@
 """Which package may import what, read from the sources: pallas_kernels <- sparse24_jax <- experiments."""
 
 import ast
+import functools
 import pathlib
 import sys
 
@@ -30,6 +31,7 @@ def imports(source: str, package: str) -> list[tuple[str, bool]]:
   return found
 
 
+@functools.cache
 def graph(top: str) -> list[tuple[str, str, bool]]:
   """(file, imported name, at import time) over all files of a package."""
   files = sorted((ROOT / top).rglob('*.py'))
