@@ -192,6 +192,12 @@ MUTANTS = _of(
    'runs/bad_numbers_test.py', 'told_to_stop'),
   ('only what a lost process looks like is one', 'runs/hosts.py', ' and _LOST.search(str(error))', '',
    'runs/hosts_test.py', 'lost_process_looks_like'),
+  ('a row has as many masked tokens as all', 'tasks/language.py', 'masked, how = rank < count,',
+   'masked, how = rank <= count,', 'tasks/tasks_test.py', 'what_is_masked'),
+  ('a target is given one token late', 'tasks/translation.py', 'np.concatenate([begin, target[:, :-1]], axis=1)',
+   'target', 'tasks/tasks_test.py', 'one_token_late'),
+  ('the first token of a choice counts', 'runs/language.py', '(at >= len(item.context))', '(at > len(item.context))',
+   'runs/language_test.py', 'by_sum_and_by_mean'),
 )  # fmt: skip
 
 

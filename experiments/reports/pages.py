@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from experiments.race import picture, table
-from experiments.reports import best_steps, provenance, quality, speed
+from experiments.reports import best_steps, provenance, quality, speed, tasks
 
 DOCS = provenance.ROOT / 'docs'
 
@@ -63,6 +63,7 @@ TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
     'best steps': lambda: best_steps.markdown(best_steps.load()),
     'speed': lambda: speed.markdown(_speed()),
   },
+  'tasks.md': {'tasks': tasks.markdown},
   'quality.md': {
     'tuned nano': lambda: _tuned('compare_tuned_nano.jsonl'),
     'tuned nano learnt': lambda: _tuned('compare_tuned_nano_learnt.jsonl'),
