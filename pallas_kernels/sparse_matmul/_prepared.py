@@ -29,6 +29,7 @@ _UNTUNED = {'xla_gpu_autotune_level': 0, 'xla_gpu_enable_triton_gemm': False}
 _VENDOR = {'xla_gpu_enable_triton_gemm': False}
 # Packed in 8 bits they take three times what an H200's second-level cache holds.
 _UNCACHED_ENTRIES = 240_000_000
+_MOST_WEIGHTS = 60  # smaller ones are timed as all else is
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +134,8 @@ def weights(p: mosaic_gpu.Problem) -> int:
   One, but where reading it takes the time: then so many, whatever their dtype, that the second-level cache cannot hold
   what it does not hold in a model either.
   """
-  return ceil(_UNCACHED_ENTRIES, p.m * p.k) if reads_only(p) else 1
+  large = p.m * p.k >= _UNCACHED_ENTRIES // _MOST_WEIGHTS
+  return ceil(_UNCACHED_ENTRIES, p.m * p.k) if reads_only(p) and large else 1
 
 
 def in_turn(p: mosaic_gpu.Problem, f: Callable[..., Array]) -> Callable[..., Any]:
