@@ -124,8 +124,8 @@ def make_parser() -> argparse.ArgumentParser:
   tune.add_argument('--results', help='JSON-lines file of records (default: decays.jsonl in the folder)')
   tune.add_argument(
     '--by', choices=('loss', 'flips'), default='loss',
-    help="flips: the FST paper's ratio of flip rates to a dense twin's at the end of the warm-up, which does not find"
-    ' the best (see docs/quality.md)',
+    help="flips: the FST paper's ratio of flip rates to a dense twin's at the end of the warm-up, which needs candidates"
+    ' that are large enough',
   )  # fmt: skip
   tune.add_argument(
     '--steps', type=int, default=0, help='of a run by flips (default: the warm-up, or ten mask refreshes)'
