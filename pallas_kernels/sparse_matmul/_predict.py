@@ -26,13 +26,13 @@ _IDLE_GAIN = 0.15
 _SPLIT_US, _SPLIT_FACTOR, _SPLIT_BYTES_US = 15.0, 1.03, 22.5e6
 # Up to so many columns reading A takes the time, and partial sums are small. Bytes a microsecond that one CTA reads,
 # and that all do; what a split of the sum adds. Ours, by the sizes alone.
-FEW_COLUMNS = 64
+FEW_COLUMNS, _MUCH_TO_READ = 64, 2**20
 _CTA_BYTES_US, _ALL_BYTES_US, _SUM_US = 60e3, 3e6, 1.5
 
 
 def reads_only(p: Problem) -> bool:
-  """Whether a problem has so few columns that its time is that of reading A: the matmuls of generation."""
-  return p.n <= FEW_COLUMNS
+  """Whether a problem has so few columns, and so large an A, that its time is that of reading A: as in generation."""
+  return p.n <= FEW_COLUMNS and p.m * p.k >= _MUCH_TO_READ
 
 
 def predicted_us(p: Problem, c: Config, num_sms: int = H100_SMS) -> float:

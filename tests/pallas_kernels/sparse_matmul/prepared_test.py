@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import _tuning
-from pallas_kernels.sparse_matmul import _prepared, mosaic_gpu
+from pallas_kernels.sparse_matmul import _predict, _prepared, mosaic_gpu
 
 _BF16, _E4M3 = jnp.dtype('bfloat16'), jnp.dtype('float8_e4m3fn')
 
@@ -42,7 +42,9 @@ class DenseTest(parameterized.TestCase):
   def test_of_few_tokens_a_call_multiplies_with_weights_of_their_own(self):
     p = _problem(8, 3, 16, out_layout='nm')
     x = _prepared.inputs(p, jax.random.key(0))
-    with mock.patch.object(_prepared, '_UNCACHED_ENTRIES', 3 * 8 * 16):
+    with (
+      mock.patch.object(_prepared, '_UNCACHED_ENTRIES', 3 * 8 * 16), mock.patch.object(_predict, '_MUCH_TO_READ', 1),
+    ):
       weights = _prepared.many(p, x.a_dense)
       self.assertLen({w.unsafe_buffer_pointer() for w in (*weights, x.a_dense)}, 4)
       found = jax.jit(_prepared.in_turn(p, _prepared._dense_ways(p)['swapped']))(weights, x.b)
