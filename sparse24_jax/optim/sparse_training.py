@@ -117,7 +117,9 @@ def sparse_training(
   blends states, as `optax.contrib.schedule_free`, `optax.lookahead` and `optax.contrib.sam` do. Where that happens all
   the same an error usually follows: a state keeps a sum of some entries of up to eight weights as it left them, and if
   steps are given others, two in a row, `get_flip_rate` raises it, as `sparse_variables` and `project` do outside of
-  jit. Changes of other weights are not seen, nor those below the rounding of bfloat16 parameters.
+  jit. Changes of other weights are not seen, nor those below the rounding of bfloat16 parameters. Weights that are set
+  once, by a loader after `init` say, have the masks of others in the next step, after which masks are chosen anew
+  (links that come and go stay): better, call `init` with the weights that are trained.
 
   It counts calls of its own update: `optax.MultiSteps` goes around it, so that it counts optimizer steps, and is
   refused inside. `optax.multi_transform`, `partition` and `masked` by which weights have different optimizers go
@@ -235,11 +237,14 @@ def sparse_training(
     if evolves:
       gradients, updates = updates, on_links(projections, params, state.projections, updates, zero)
     count = optax.safe_increment(state.count)
+    due = count % recipe.refresh_every == 0
+    if left:  # weights that were loaded or set have the masks of others, which are not to stay until a refresh
+      due |= jnp.any(left.missed > 0)
     inner_state = state.inner_state
     if left:  # read before the inner optimizer overwrites the weights, or XLA copies them
       left, sampled, inner_state = jax.lax.optimization_barrier((left, sampled, inner_state))
     if searches and not evolves:
-      compared = _compared(recipe, projections, count, params, state.projections)
+      compared = _compared(recipe, projections, due, params, state.projections)
       if jax.tree.leaves(compared):
         # The inner optimizer waits for them: else XLA keeps a copy of the weights from which to search them later.
         compared, inner_state = jax.lax.optimization_barrier((compared, inner_state))
@@ -259,7 +264,7 @@ def sparse_training(
       new_weights = _rounded_once(params, updates)
       states, rates = state.projections, state.flip_rate
       if searches:
-        states, rates = _refresh(recipe, projections, count, compared, new_weights, state)
+        states, rates = _refresh(recipe, projections, due, compared, new_weights, state)
       state = state._replace(count=count, projections=states, flip_rate=rates, inner_state=inner_state)
       # Of the sum, not of updates: those XLA makes again, from a copy of the weights before the step.
       sampled = _left.samples(projections, new_weights)
@@ -313,8 +318,8 @@ def _told_to_rest(state: SparseTrainingState, due: Array) -> SparseTrainingState
   return state._replace(flip_rate=state.flip_rate._replace(overall=overall), left=left)
 
 
-def _compared(recipe: Recipe, projections: Any, count: Array, params: Any, states: Any) -> Any:
-  """Masks before the step that makes `count`, to compare with those after it; `MaskedNode` where the state is one."""
+def _compared(recipe: Recipe, projections: Any, due: Array, params: Any, states: Any) -> Any:
+  """Masks before a step, to compare with those after it; `MaskedNode` where the state is one."""
 
   def of(p: Projection, w: Array, s: Array) -> Any:
     if recipe.flip_rate == 'step':  # what a search would choose, whatever the mask in use
@@ -328,7 +333,7 @@ def _compared(recipe: Recipe, projections: Any, count: Array, params: Any, state
   if recipe.flip_rate == 'step' or recipe.refresh_every == 1:
     return search()
   none_yet = map_sparse(_none_yet, projections, params, jax.eval_shape(search))
-  return _when_due(recipe, count, lambda _: search(), none_yet) if jax.tree.leaves(none_yet) else none_yet
+  return _when_due(due, lambda _: search(), none_yet) if jax.tree.leaves(none_yet) else none_yet
 
 
 def _none_yet(p: Projection, w: Array, mask: Any) -> Any:
@@ -337,10 +342,9 @@ def _none_yet(p: Projection, w: Array, mask: Any) -> Any:
   return mask if isinstance(mask, optax.MaskedNode) else jnp.zeros_like(w, dtype=mask.dtype)
 
 
-def _when_due(recipe: Recipe, count: Array, change: Callable[[Any], Any], kept: Any) -> Any:
+def _when_due(due: Array, change: Callable[[Any], Any], kept: Any) -> Any:
   """`change(kept)` in steps that refresh masks, else what is kept."""
   # One pass or none: what a loop carries is changed in place, while `lax.cond` copies what it leaves as it is.
-  due = count % recipe.refresh_every == 0
   return jax.lax.fori_loop(0, due.astype(jnp.int32), lambda _, carried: change(carried), kept)
 
 
@@ -354,9 +358,9 @@ def _rounded_once(params: Any, updates: Any) -> Any:
 
 
 def _refresh(
-  recipe: Recipe, projections: Any, count: Array, compared: Any, new_weights: Any, state: SparseTrainingState
+  recipe: Recipe, projections: Any, due: Array, compared: Any, new_weights: Any, state: SparseTrainingState
 ) -> tuple[Any, FlipRate]:
-  """Projection states and flip rates after the step that made `count`."""
+  """Projection states and flip rates after a step."""
 
   def search(states: Any) -> tuple[Any, FlipRate]:
     new_states = map_sparse(lambda p, w, s: p.refresh(w, s), projections, new_weights, states)
@@ -367,9 +371,8 @@ def _refresh(
   if recipe.refresh_every == 1:
     return search(state.projections)
   if recipe.flip_rate == 'refresh':
-    return _when_due(recipe, count, lambda kept: search(kept[0]), (state.projections, state.flip_rate))
+    return _when_due(due, lambda kept: search(kept[0]), (state.projections, state.flip_rate))
   states, rates = search(state.projections)
-  due = count % recipe.refresh_every == 0
   return jax.tree.map(lambda a, b: jnp.where(due, a, b), states, state.projections), rates
 
 

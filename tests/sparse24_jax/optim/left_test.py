@@ -1,5 +1,6 @@
 """That a step is given the weights that the step before it left: who changes them is told, and nobody else."""
 
+import dataclasses
 import math
 import re
 
@@ -134,6 +135,23 @@ class LeftTest(parameterized.TestCase):
     _, state = trained(wrapped(), params_of(), between=lambda p, i: jax.tree.map(lambda w: w * (1 + (i == 2)), p))
     s24.get_flip_rate(state)
     np.testing.assert_array_equal(state.left.missed, [1, 1])
+
+  @parameterized.parameters(1, 3)
+  def test_weights_that_are_loaded_after_the_start_do_not_wait_for_a_refresh(self, steps):
+    """A pre-trained model was trained under the masks of random weights, 39 steps with FST."""
+    recipe = dataclasses.replace(STE, refresh_every=100)
+    tx, before, loaded = wrapped(recipe), params_of(), jax.tree.map(lambda w: jnp.roll(w, 1, axis=0), params_of())
+    state, params = tx.init(before), loaded
+    found = []
+    for i in range(steps):
+      updates, state = jax.jit(tx.update)(grads_of(params, i), state, params)
+      params = optax.apply_updates(params, updates)
+      found.append((params, state.projections))
+    (after, masks), (_, last) = found[0], found[-1]
+    chosen = tx.init(after).projections
+    jax.tree.map(np.testing.assert_array_equal, masks, chosen)
+    jax.tree.map(np.testing.assert_array_equal, last, chosen)  # and then they wait
+    self.assertGreater(s24.get_flip_rate(state).overall, 0.3)
 
   def test_a_state_of_an_older_version_goes_on_without(self):
     params, tx = params_of(), wrapped()
