@@ -33,14 +33,23 @@ class Best:
 
 
 def load(path: Path = provenance.RESULTS / FILE) -> dict[tuple[str, str], dict[str, Best]]:
-  """(device, model) -> method -> it at its best; methods and models in the order of the records."""
+  """(device, model) -> method -> it at its best; methods and models in the order of the records.
+
+  Of a method that was measured at several commits, the layouts of the newest count: two programs have no median.
+  """
   found: dict[tuple[str, str], dict[str, dict[str, list[Any]]]] = defaultdict(lambda: defaultdict(dict))
-  for record in map(json.loads, path.read_text().splitlines()):
-    if record['headline']:
+  records = [record for record in map(json.loads, path.read_text().splitlines()) if record['headline']]
+  newest = {_method(record): record['commit'] for record in sorted(records, key=lambda record: record['when'])}
+  for record in records:
+    if record['commit'] == newest[_method(record)]:
       found[record['device'], record['model']][record['recipe']].setdefault(record['layout'], []).append(record)
   return {
     key: {method: _best(layouts) for method, layouts in methods.items()} for key, methods in found.items()
   }
+
+
+def _method(record: Mapping[str, Any]) -> tuple[str, str, str]:
+  return record['device'], record['model'], record['recipe']
 
 
 def _best(layouts: Mapping[str, Sequence[Mapping[str, Any]]]) -> Best:

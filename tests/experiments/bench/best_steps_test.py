@@ -54,6 +54,18 @@ class BestStepsTest(parameterized.TestCase):
     self.assertEqual([record['process'] for record in records], [0] * 4 + [1, 1, 2, 2])
     self.assertIn('fst at its best, unrolled: 1.50 ms, 0.667 of dense', said.getvalue())
 
+  def test_a_search_that_seems_to_cost_less_than_nothing(self):
+    step = best_steps.Step(CASES['gpt2-124m'], 'fst', Layout.named('scan'), tiny=True)
+    step.compiled, step.updates = lambda state, *inputs: (state, 1.0), {False: [3.0, 5.0, 4.0], True: [4.0, 2.0, 1.0]}
+    with (
+      mock.patch.multiple(step, _state=lambda: None, _updates_ms=lambda samples: samples),
+      mock.patch.object(best_steps.Step, 'flops', 1.0),
+      mock.patch.object(best_steps.measure, 'stream_ms', lambda *_, **__: [2.0]),
+    ):
+      row = step.time(1, 1)
+    self.assertEqual((row['search_ms'], row['amortised_ms']), (0.0, 2.0))
+    self.assertEqual((row['updates_ms'], row['updates_with_a_search_ms']), ([3.0, 5.0, 4.0], [4.0, 2.0, 1.0]))
+
   @pytest.mark.slow
   def test_in_processes(self):
     out = Path(temp_folder(self), 'new.jsonl')

@@ -1,0 +1,35 @@
+"""The table of steps at their best, from records of several commits."""
+
+import json
+from pathlib import Path
+
+from absl.testing import absltest
+
+from experiments.reports import best_steps
+from tests.experiments.fakes import temp_folder
+
+
+def record(commit, when, ms, layout='scan', recipe='fst'):
+  return dict(
+    device='a GPU', model='gpt2', recipe=recipe, layout=layout, commit=commit, when=when, amortised_ms=ms, headline=True
+  )
+
+
+class LoadTest(absltest.TestCase):
+  def test_of_two_commits_the_newer_counts(self):
+    """The median of six processes of two programs is the time of neither."""
+    new = [record('b', '2026-02-01', ms) for ms in (4.0, 5.0, 6.0)]
+    old = [record('a', '2026-01-01', ms, layout) for ms in (1.0, 2.0, 3.0) for layout in ('scan', 'unrolled')]
+    path = Path(temp_folder(self), 'steps.jsonl')
+    # The order of lines tells nothing, and a method that was not measured again keeps its records.
+    lines = [*new, *old, record('a', '2026-01-01', 8.0, recipe='dense')]
+    path.write_text('\n'.join(map(json.dumps, lines)))
+    found = best_steps.load(path)['a GPU', 'gpt2']
+    fst = found['fst']
+    self.assertEqual((fst.ms, fst.layout, fst.others, fst.processes), (5.0, 'scan', {}, 3))
+    self.assertEqual(fst.record['commit'], 'b')
+    self.assertEqual((found['dense'].ms, found['dense'].processes), (8.0, 1))
+
+
+if __name__ == '__main__':
+  absltest.main()
