@@ -11,7 +11,12 @@ import traceback
 os.environ.setdefault('GLOG_minloglevel', '2')
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
 
-from experiments.runs.experiment import known_experiments
+try:
+  from experiments.runs.experiment import known_experiments
+except ModuleNotFoundError as missing:
+  if (missing.name or 'experiments').startswith(('experiments', 'sparse24_jax', 'pallas_kernels')):
+    raise
+  sys.exit(f"error: the programs need {missing.name}: pip install -e '.[experiments,tasks]'")
 
 
 def _experiment_arguments(
@@ -124,7 +129,7 @@ def make_parser() -> argparse.ArgumentParser:
   tune.add_argument('--results', help='JSON-lines file of records (default: decays.jsonl in the folder)')
   tune.add_argument(
     '--by', choices=('loss', 'flips'), default='loss',
-    help="flips: the FST paper's ratio of flip rates to a dense twin's at the end of the warm-up, which needs candidates"
+    help="flips: the FST paper's ratio of flip rates to a dense twin's at the end of the warm-up; it needs candidates"
     ' that are large enough',
   )  # fmt: skip
   tune.add_argument(

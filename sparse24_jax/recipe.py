@@ -99,6 +99,8 @@ class Phase:
 
 
 def check_phase(name: str) -> None:
+  if isinstance(name, Phase):
+    raise ValueError(f'phase is a Phase object; give its name, {name.name!r}')
   if name not in PHASES:
     raise ValueError(f'phase={name!r}: known are {list(PHASES)}')
 

@@ -94,17 +94,21 @@ def verify_weights(params: Any, recipe: Recipe) -> dict[str, float]:
   sparse = {path: p for path, rule in rules.items() if (p := rule.policy.projection) is not None}
   _log_assumed('verify_weights', {path: weights[path] for path in sparse}, recipe)
   for path, projection in sparse.items():
-    form, w = (projection.matrix or projection).form, projection.layout_of(weights[path]).matrix(weights[path])
+    layout = projection.layout_of(weights[path])
+    form, w = (projection.matrix or projection).form, layout.matrix(weights[path])
     axes = {TransposableMasked: (-2, -1), Masked: (-2,)}.get(type(form), ())
     with errors_name(path):
-      try:
-        for axis in (form.axis,) if isinstance(form, SoftThreshold) else axes:
+      for axis in (form.axis,) if isinstance(form, SoftThreshold) else axes:
+        try:
           verify24(w, axis=axis)
-      except ValueError as error:
-        if isinstance(recipe, Bound):
-          raise
-        hint = 'this recipe takes weights for [stacked..., in, out]; for other layouts give the recipe of bind'
-        raise ValueError(f'{error}; {hint}') from error
+        except ValueError as error:
+          message = str(error)
+          if not layout.is_standard:
+            name, stored = ('inputs', layout.contracted) if axis == -2 else ('outputs', layout.outputs)
+            message += f' of the weight as [in, out]; its {name} are axis {", ".join(map(str, stored))} as stored'
+          if not isinstance(recipe, Bound):
+            message += '; this recipe takes weights for [stacked..., in, out]; give the recipe of bind for others'
+          raise ValueError(f'{message}; parameters as trained are dense, those of project have the zeros') from error
     shares[path] = float(jnp.mean(w == 0))
   return shares
 
