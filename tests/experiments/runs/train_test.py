@@ -133,9 +133,14 @@ class LearnsTest(parameterized.TestCase):
     for layer in masks:
       self.assertEqual(np.allclose(found[0][layer], found[1][layer], rtol=1e-5), same)
 
-  def test_neurons_over_the_axis_model_give_the_losses_of_one_device(self):
+  @parameterized.parameters(
+    ({'data': 2, 'fsdp': 2, 'model': 2}, ('fsdp', 'model'), (16, 64)),
+    ({'data': 2, 'fsdp': 2}, (None, 'fsdp'), (32, 64)),
+  )
+  @pytest.mark.few
+  def test_neurons_over_the_axis_model_give_the_losses_of_one_device(self, mesh, of_up, shard):
     kwargs, logs, flips = {**RECIPES['transposable_srste'], 'dense_fraction': 0.0}, [], []
-    for axes in ({}, {'data': 2, 'fsdp': 2, 'model': 2}):
+    for axes in ({}, mesh):
       changes = {f'mesh__{name}': size for name, size in axes.items()}
       config = tiny('transposable_srste', kwargs, steps=10, optimizer__peak_lr=1e-3, **changes)
       folder = temp_folder(self)
@@ -143,11 +148,12 @@ class LearnsTest(parameterized.TestCase):
       found = train.Run(parts, folder, quiet=True)
       if axes:
         rows = meshes.weight_rows(found.state.params, parts.recipe)
-        self.assertEqual([row.spec for row in rows], ['fsdp, model', 'model, fsdp'])
-        self.assertEqual([row.shard for row in rows], [(16, 64), (64, 16)])
+        specs = [', '.join(axis or '-' for axis in spec) for spec in (of_up, of_up[::-1])]
+        self.assertEqual([row.spec for row in rows], specs)
+        self.assertEqual([row.shard for row in rows], [shard, shard[::-1]])
         adam = found.state.opt_state[1].inner_state[0]
         for tree in (adam.mu, adam.nu, found.state.opt_state[1].projections):
-          self.assertEqual(tree['h_0']['mlp']['c_proj']['kernel'].sharding.spec, jax.P('model', 'fsdp'))
+          self.assertEqual(tree['h_0']['mlp']['c_proj']['kernel'].sharding.spec, jax.P(*of_up[::-1]))
       found.train()
       logs.append(losses(folder, 'train'))
       records = map(json.loads, Path(folder, 'metrics.jsonl').read_text().splitlines())

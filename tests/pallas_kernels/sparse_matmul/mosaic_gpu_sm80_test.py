@@ -33,8 +33,8 @@ def _report(target, dtype):
 @absltest.skipUnless(_device.can_compile_for_gpu(), 'needs the CUDA plugin wheels')
 class CompileTest(parameterized.TestCase):
 
-  # The oldest and the newest that take it; what lies between has the same instructions.
-  @parameterized.parameters('sm_80', 'sm_90a')
+  # The oldest, the newest, and a consumer GPU, which has less shared memory.
+  @parameterized.parameters('sm_80', 'sm_90a', 'sm_86')
   @pytest.mark.few
   def test_compiles_without_spills(self, target):
     # A process a target: Mosaic keeps the settings of the first.
