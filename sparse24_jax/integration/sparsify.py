@@ -10,6 +10,7 @@ from sparse24_jax.integration import linen as linen_door
 from sparse24_jax.integration import nnx as nnx_door
 from sparse24_jax.integration.functional import projected_weights
 from sparse24_jax.integration.nnx_states import dense_state, fingerprints, sparse_state, SparseVariable
+from sparse24_jax.optim import warn_of_other_weights
 from sparse24_jax.recipe import PhaseName, Recipe, resolve_phase
 
 __all__ = ['SparseVariable', 'sparse_variables', 'sparsify']
@@ -100,7 +101,9 @@ def sparse_variables(
   Args:
     params: the parameters, a nested dictionary (linen) or an `nnx.State`. Where a forward of yours reads weights of an
       nnx module, experts in one array say, give `nnx.to_pure_dict(nnx.state(model, nnx.Param))`.
-    opt_state: an optimizer state that holds a `sparse_training` state for them. None chooses masks from `params` as
+    opt_state: an optimizer state that holds a `sparse_training` state for them, of the same step: its masks are those
+      of the weights that step left. With others a call outside of jit warns once, as far as `sparse_training` tells
+      them apart; for an average of weights that is as it should be. None chooses masks from `params` as
       they are: for a trainer whose loss sees parameters only, and whose optimizer is a plain one. They cannot be stale;
       soft thresholds, which keep a scale of the start, and moving topologies need the state.
     recipe: the recipe of that state.
@@ -129,6 +132,8 @@ def sparse_variables(
   sparse = projected_weights(params, opt_state, recipe)
   if phase == 'dense':
     sparse = {}
+  elif opt_state is not None:
+    warn_of_other_weights(params, opt_state)
   states = weight_states(recipe, sparse, pack)
   if isinstance(params, nnx.State):
     if phase == 'dense':

@@ -12,6 +12,7 @@ from sparse24_jax.optim.sparse_training import (
   sparse_states,
   sparse_training,
   SparseTrainingState,
+  warn_of_other_weights,
 )
 from sparse24_jax.optim.step_adam import scale_by_step_adam, step_adam, step_has_settled, StepAdamState
 
@@ -32,5 +33,6 @@ __all__ = [
   'sparse_training',
   'step_adam',
   'step_has_settled',
+  'warn_of_other_weights',
   'was_changed',
 ]

@@ -41,6 +41,7 @@ def changed_behind(optimizer: optax.GradientTransformation, params: Any) -> dict
           break
       else:
         raise ValueError(f'optimizer did no step in {_CALLS} updates: check it without optax.MultiSteps around it')
+      jax.block_until_ready((params, ours))
       found = dict.fromkeys(_left.changed(ours, unboxed(params)), count) | found
   return found
 

@@ -171,11 +171,32 @@ def check_left(state: Any, *, wait: bool = True) -> None:
 
 
 def changed(state: Any, params: Any) -> list[str]:
-  """Of the watched weights those that are not as the last step left them, for a state that has just made one."""
+  """Of the watched weights those that are not as the last step left them, for a state that has just made one.
+
+  Nothing is said of what is traced, nor of what is still computed: a loop that asks is not to wait for its last step.
+  """
   leaves, paths = dict(leaves_by_path(params)), watched([path for path, _ in leaves_by_path(state.projections)])
-  sampled = [sample(leaves[path], state.layouts.layout_of(path, leaves[path].ndim).stacked) for path in paths]
-  left = given(state.left._replace(missed=jnp.zeros_like(state.left.missed)), sampled)
-  return [path for path, missed in zip(paths, np.asarray(left.missed), strict=False) if missed]
+  weights = [leaves[path] for path in paths]
+  if state.left is None or not all(map(_is_there, (*state.left, *weights))) or state.left.sums.ndim != 1:
+    return []
+  stacked = tuple(state.layouts.layout_of(path, w.ndim).stacked for path, w in zip(paths, weights, strict=True))
+  missed = _missed(jax.tree.map(np.asarray, state.left), weights, stacked)  # the state may lie on another device
+  if isinstance(missed, jax.core.Tracer):
+    return []
+  return [path for path, other in zip(paths, np.asarray(missed), strict=False) if other]
+
+
+def _is_there(x: Any) -> bool:
+  """Whether an array can be read at once, by this process alone."""
+  if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
+    return isinstance(x, np.ndarray)
+  return x.is_fully_addressable and not x.is_deleted() and x.is_ready()
+
+
+@one_program('stacked')
+def _missed(left: Left, weights: Sequence[Array], stacked: Sequence[Sequence[int]]) -> Array:
+  sampled = [sample(w, axes) for w, axes in zip(weights, stacked, strict=True)]
+  return given(left._replace(missed=jnp.zeros_like(left.missed)), sampled).missed
 
 
 def _rounding(w: Array) -> float:

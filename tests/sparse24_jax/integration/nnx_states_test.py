@@ -132,6 +132,24 @@ class StatesTest(parameterized.TestCase):
     with self.assertNoLogs('sparse24_jax', 'WARNING'):
       np.testing.assert_allclose(model(X.astype(np.float32)), X @ (w - kept(w)), rtol=1e-4, atol=1e-5)
 
+  @parameterized.parameters(dict, nnx.State)
+  def test_masks_of_other_weights_than_those_they_are_brought_in_with(self, kind):
+    """Fingerprints of the loaded weights vouched for the masks of those before."""
+    first, other = (jnp.asarray(linear(nnx.Rngs(seed)).kernel[...]) for seed in (0, 1))
+    params, loaded = (kind({'kernel': nnx.Param(w) if kind is nnx.State else w}) for w in (first, other))
+    state = jax.block_until_ready(s24.sparse_training(optax.sgd(0.1), STE).init(params))
+    _dispatch.log_once.cache_clear()
+    with self.assertNoLogs('sparse24_jax', 'WARNING'):
+      s24.sparse_variables(params, state, STE)
+      jax.jit(lambda params: s24.sparse_variables(params, state, STE))(loaded)
+      s24.sparse_variables(loaded, None, STE)
+      s24.sparse_variables(loaded, state, STE, phase='dense')
+    with self.assertLogs('sparse24_jax', 'WARNING') as logged:
+      for _ in range(2):
+        s24.sparse_variables(loaded, state, STE)
+    self.assertLen(logged.output, 1)
+    self.assertRegex(logged.output[0], r'kernel: the masks of opt_state are those of other weights .* of the same step')
+
   @parameterized.parameters(
     (PACKED, None, None), (PACKED, True, None), (WAITING, True, False),
     (s24.recipes.rigl('kernel', density=0.5, total_steps=1000), True, False),
