@@ -19,6 +19,8 @@ class Best:
 
   Attributes:
     ms: median over processes of a step with its share of the mask searches.
+    least: the lowest of them.
+    most: the highest.
     layout: what was fastest.
     others: layout -> ms of those that were not.
     record: one of its records.
@@ -26,6 +28,8 @@ class Best:
   """
 
   ms: float
+  least: float
+  most: float
   layout: str
   others: Mapping[str, float]
   record: Mapping[str, Any]
@@ -56,7 +60,8 @@ def _best(layouts: Mapping[str, Sequence[Mapping[str, Any]]]) -> Best:
   ms = {name: statistics.median(record['amortised_ms'] for record in rows) for name, rows in layouts.items()}
   layout = min(ms, key=lambda name: (-len(layouts[name]), ms[name]))  # what was timed again had won
   others = {name: value for name, value in ms.items() if name != layout}
-  return Best(ms[layout], layout, others, layouts[layout][-1], len(layouts[layout]))
+  own = [record['amortised_ms'] for record in layouts[layout]]
+  return Best(ms[layout], min(own), max(own), layout, others, layouts[layout][-1], len(own))
 
 
 def speedups(methods: Mapping[str, Best], over: str = 'dense') -> dict[str, float]:
@@ -67,9 +72,10 @@ def speedups(methods: Mapping[str, Best], over: str = 'dense') -> dict[str, floa
 
 
 def markdown(found: Mapping[tuple[str, str], Mapping[str, Best]]) -> str:
-  """The table of `docs/speed.md`: a line a model and method."""
+  """The table of `docs/speed.md`: a line a model and method, bold if three processes timed it."""
   lines = [
-    '| model | method | step, ms | times faster than dense | than dense FP8 | MFU | layout | GB | processes |',
+    '| model | method | step, ms (lowest to highest) | times faster than dense | than dense FP8 | MFU | layout | GB |'
+    ' processes |',
     '|---|---|---|---|---|---|---|---|---|',
   ]
   for (device, model), methods in found.items():
@@ -77,11 +83,13 @@ def markdown(found: Mapping[tuple[str, str], Mapping[str, Best]]) -> str:
     shape = next(iter(methods.values())).record['shape']
     name = f'{model}, {shape["batch"]} x {shape["length"]}, {device.removeprefix("NVIDIA ")}'
     for method, best in methods.items():
-      times = f'**{over[method]:.2f}**' if method in over else ''
+      times = f'{over[method]:.2f}' if method in over else ''
+      if times and _settled(methods, method):
+        times = f'**{times}**'
       fp8 = f'{over_fp8[method]:.2f}' if method in over_fp8 and 'fp8' in method else ''
       mfu = best.record['mfu'] * best.record['amortised_ms'] / best.ms
       lines.append(
-        f'| {name} | {best.record["label"]} | {best.ms:.1f} | {times} | {fp8} | {mfu:.2f} | {best.layout} |'
+        f'| {name} | {best.record["label"]} | {_steps(best)} | {times} | {fp8} | {mfu:.2f} | {best.layout} |'
         f' {best.record["memory_gb"]["total"]:.0f} | {best.processes} |'
       )
       name = ''
@@ -94,5 +102,14 @@ def figure_rows(found: Mapping[tuple[str, str], Mapping[str, Best]]) -> list[tup
     (f'{model}, {methods[method].record["label"]}', times)
     for (_, model), methods in found.items()
     for method, times in speedups(methods).items()
-    if min(methods[method].processes, methods['dense'].processes) >= 3
+    if _settled(methods, method)
   ]
+
+
+def _settled(methods: Mapping[str, Best], method: str) -> bool:
+  """Whether a method and dense were timed in three processes each."""
+  return min(methods[method].processes, methods['dense'].processes) >= 3
+
+
+def _steps(best: Best) -> str:
+  return f'{best.ms:.1f}' + (f' ({best.least:.1f} to {best.most:.1f})' if best.processes > 1 else '')

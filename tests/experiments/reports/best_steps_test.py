@@ -30,6 +30,16 @@ class LoadTest(absltest.TestCase):
     self.assertEqual(fst.record['commit'], 'b')
     self.assertEqual((found['dense'].ms, found['dense'].processes), (8.0, 1))
 
+  def test_the_table_has_the_spread_and_marks_what_three_processes_timed(self):
+    rest = dict(label='FST', mfu=0.4, memory_gb={'total': 9.0}, shape={'batch': 2, 'length': 8})
+    path = Path(temp_folder(self), 'steps.jsonl')
+    for processes, times in ((3, '6.0 (5.0 to 6.5) | **2.00** |'), (1, '5.0 | 2.40 |')):
+      ms = (5.0, 6.5, 6.0)[:processes]
+      lines = [record('a', '1', each, recipe='fst') | rest for each in ms]
+      lines += [record('a', '1', 12.0, recipe='dense') | rest for _ in range(3)]
+      path.write_text('\n'.join(map(json.dumps, lines)))
+      self.assertIn(f' | FST | {times}', best_steps.markdown(best_steps.load(path)))
+
 
 if __name__ == '__main__':
   absltest.main()
