@@ -19,7 +19,15 @@ from sparse24_jax.binding.states import weight_states
 from sparse24_jax.binding.transform import run_sparse
 from sparse24_jax.integration.nnx_classes import computes, plain_class, subclass
 from sparse24_jax.integration.nnx_functions import as_function
-from sparse24_jax.integration.nnx_states import ATTRIBUTE, DensePhase, fingerprints, RNG, Sparse, spoiled
+from sparse24_jax.integration.nnx_states import (
+  ATTRIBUTE,
+  DensePhase,
+  fingerprints,
+  RNG,
+  Sparse,
+  spoiled,
+  spoiled_changes,
+)
 from sparse24_jax.linear_layer import projection_state
 from sparse24_jax.recipe import PhaseName, Recipe
 from sparse24_jax.rules import leaves_by_path, match_rules, rule_for
@@ -78,8 +86,10 @@ def _run(model: nnx.Module, method: str, args: tuple, kwargs: dict) -> Any:
   sparse = getattr(model, ATTRIBUTE)
   key, call = sparse.draw(), as_function(model, function, args, kwargs, prepare=_restore)
   states, fine = sparse.states_of(call.params)
-  out = call.finish(run_sparse(sparse.recipe, call.function, call.params, states, key, *call.rest, *args, **kwargs))
-  return out if fine is None else spoiled(out, fine)
+  out, changed = run_sparse(sparse.recipe, call.function, call.params, states, key, *call.rest, *args, **kwargs)
+  if fine is not None:
+    out, changed = spoiled(out, fine), spoiled_changes(changed, fine)
+  return call.finish((out, changed))
 
 
 def _states_in(model: nnx.Module) -> Sparse | None:

@@ -6,7 +6,8 @@ with other weights chooses the mask anew, from what it is given.
 
 What was brought in once is to be brought in again. A packed weight is one of the step in which it was packed, and masks
 that wait for their refresh, or links that move, the optimizer alone knows: with other weights a forward raises an
-error, and under `jit`, which cannot, its result is NaN. A forward in the step that brings the states in is given the
+error, and under `jit`, which cannot, its result is NaN, as are floating-point numbers that it writes into the model,
+a cache say; integers are the least of their dtype. A forward in the step that brings the states in is given the
 very arrays that the fingerprints are of, which is seen as it is traced: it computes nothing of this.
 """
 
@@ -195,13 +196,29 @@ def _origin(w: Any) -> Any:
 
 
 def spoiled(out: Any, fine: Array) -> Any:
-  """A result, its floating-point numbers NaN, and their gradients, unless it is fine."""
+  """A result that nobody takes for one, unless it is fine; booleans stay, and so do random keys.
+
+  Its floating-point numbers are NaN, and their gradients. Integers, tokens say, are the least of their dtype, or where
+  that is 0 the largest.
+  """
   factor = jnp.where(fine, 1.0, jnp.nan)
 
   def one(y: Any) -> Any:
-    return y * factor.astype(y.dtype) if jnp.issubdtype(jnp.result_type(y), jnp.inexact) else y
+    dtype = jnp.result_type(y)
+    if jnp.issubdtype(dtype, jnp.integer):
+      return jnp.where(fine, y, jnp.asarray(jnp.iinfo(dtype).min or jnp.iinfo(dtype).max, dtype))
+    return y * factor.astype(dtype) if jnp.issubdtype(dtype, jnp.inexact) else y
 
   return jax.tree.map(one, out)
+
+
+def spoiled_changes(changed: nnx.State, fine: Array) -> nnx.State:
+  """What a forward writes into its model, a cache say, NaN unless it is fine; counters go on."""
+
+  def one(y: Any) -> Any:
+    return spoiled(y, fine) if jnp.issubdtype(jnp.result_type(y), jnp.inexact) else y
+
+  return jax.tree.map(one, changed)
 
 
 def dense_state() -> nnx.State:

@@ -30,8 +30,10 @@ def sparsify(
   each time, not every `refresh_every` steps, and on a GPU without what is packed once a step. Once they were brought
   in, other weights than those are an error wherever the weights do not tell their masks: where these wait for a refresh
   (`refresh_every` above 1), where links move, and where weights were packed. Under jit, which raises no error, what the
-  call returns is NaN, as are its gradients. As with dropout, the count of
-  its `'mvue'` stream is in the model: a forward advances it, and an exact resume restores it.
+  call returns is NaN, as are its gradients and the floating-point numbers that it writes into the model, caches and
+  batch statistics; integers that it returns, tokens say, are the least of their dtype (unsigned ones the largest), and
+  booleans are as they come. As with dropout, the count of its `'mvue'` stream is in the model: a forward advances it,
+  and an exact resume restores it.
 
   What is run is traced, so any layer will do whose weights meet matmuls: weights `[in, out]` by the recipe itself,
   others by the one that `bind` returns. A matched weight that goes elsewhere is an error by its path. A weight that

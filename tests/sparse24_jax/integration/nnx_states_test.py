@@ -57,6 +57,19 @@ def conditionals(model):
   return text.count('cond[') - text.count('platform_index[')
 
 
+class Sampler(nnx.Module):
+  """Tokens by argmax, and a cache of what they were chosen from."""
+
+  def __init__(self, rngs):
+    self.up = linear(rngs)
+    self.cache, self.calls = nnx.Variable(jnp.zeros((8, 8))), nnx.Variable(jnp.int32(0))
+
+  def sample(self, x):
+    self.cache[...] = y = self.up(x)
+    self.calls[...] += 1
+    return y.argmax(1), y.argmax(1).astype(jnp.uint32), y > 0
+
+
 class StatesTest(parameterized.TestCase):
 
   @parameterized.parameters(linear, Transposed)
@@ -170,6 +183,24 @@ class StatesTest(parameterized.TestCase):
       model(jnp.asarray(X, jnp.bfloat16))
     nnx.update(model, s24.sparse_variables(nnx.state(model, nnx.Param), state, recipe, pack=pack))
     self.assertTrue(all(np.isfinite(result).all() for result in jax.tree.leaves(step(model))))
+
+  def test_tokens_and_caches_of_stale_states(self):
+    """NaN does not reach an argmax: tokens stayed plausible, and so did what was cached for the next ones."""
+    recipe = dataclasses.replace(s24.recipes.ste('up/kernel'), refresh_every=2)
+    model = s24.sparsify(Sampler(nnx.Rngs(0)), recipe)
+    nnx.update(model, s24.sparse_variables(nnx.state(model, nnx.Param), None, recipe))
+    model.sparse24.brought_in[...] = jnp.asarray(True)
+    sample, x = nnx.jit(lambda model, x: model.sample(x)), X.astype(np.float32)
+    expected = (X @ kept(model.up.kernel[...])).argmax(1)
+    for found in sample(model, x)[:2]:
+      np.testing.assert_array_equal(found, expected)
+    model.up.kernel[...] += 0.01
+    tokens, unsigned, positive = sample(model, x)
+    self.assertTrue((tokens == np.iinfo(np.int32).min).all())
+    self.assertTrue((np.asarray(unsigned) == 2**32 - 1).all())
+    self.assertEqual(positive.dtype, bool)
+    self.assertTrue(np.isnan(model.cache[...]).all())
+    self.assertEqual(int(model.calls[...]), 2)
 
   @parameterized.parameters(PACKED, WAITING)
   def test_a_step_that_brings_states_in_computes_nothing_of_this(self, recipe):
