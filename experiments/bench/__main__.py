@@ -24,7 +24,7 @@ import sys
 import time
 from typing import Any
 
-from experiments.bench import best_steps, ffn
+from experiments.bench import ffn, step_cases
 from experiments.reports.speed import identity, RESULTS
 
 _FINISHED = 'finished.json'
@@ -90,7 +90,7 @@ MEASUREMENTS = {
   'transformer-block': Measurement('experiments.bench.block --select fst-gpt2 --explain --steps 40', 120),
   **{
     f'best-steps-{model.removeprefix("gpt2-")}': Measurement(f'experiments.bench.best_steps --select {model}', 900)
-    for model in best_steps.CASES
+    for model in step_cases.CASES
   },
   'gpt2-124m': _steps('gpt2-124m', 'transposable_srste', '--explain --rounds 4 --steps 30'),
   'gpt2-1558m': _steps('gpt2-1558m', 'transposable_srste', '--explain --rounds 2 --steps 10 --refreshes 2'),

@@ -11,7 +11,9 @@ from absl.testing import absltest, parameterized
 import pytest
 
 from experiments.bench import best_steps
-from experiments.bench.best_steps import CASES, Job, Layout
+from experiments.bench.best_steps import Job
+from experiments.bench.step_cases import CASES, Layout
+from experiments.bench.timed_step import Step
 from tests.experiments.fakes import temp_folder
 
 
@@ -28,7 +30,7 @@ class BestStepsTest(parameterized.TestCase):
         Layout.named(layout)
 
   def test_operations_of_a_step(self):
-    step = best_steps.Step(CASES['gpt2-124m'], 'dense', Layout.named('scan'), tiny=False)
+    step = Step(CASES['gpt2-124m'], 'dense', Layout.named('scan'), tiny=False)
     weights, tokens = 12 * 12 * 768**2 + 50304 * 768, 32 * 1024
     # Two products of 2 d operations a pair of positions, of which there are half; three times that with gradients.
     attention = 12 * 3 * 2 * 2 * 768 * 1024 / 2
@@ -55,7 +57,7 @@ class BestStepsTest(parameterized.TestCase):
     self.assertIn('fst at its best, unrolled: 1.50 ms, 0.667 of dense', said.getvalue())
 
   def test_a_search_that_seems_to_cost_less_than_nothing(self):
-    step = best_steps.Step(CASES['gpt2-124m'], 'fst', Layout.named('scan'), tiny=True)
+    step = Step(CASES['gpt2-124m'], 'fst', Layout.named('scan'), tiny=True)
     step.compiled, step.updates = lambda state, *inputs: (state, 1.0), {False: [3.0, 5.0, 4.0], True: [4.0, 2.0, 1.0]}
     with (
       mock.patch.multiple(step, _state=lambda: None, _updates_ms=lambda samples: samples),
