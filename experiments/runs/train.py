@@ -138,13 +138,13 @@ class Run:
     durable.write_json(self.folder / 'environment.json', environment())
 
   def _warm_start(self, folder: str) -> None:
-    """Takes the parameters of another run, and notes which those are not."""
+    """Takes the parameters of another run, and notes which are not of it, and which are left out."""
     first = s24.phase_at(self.parts.recipe, 0, self.config.steps)
-    found, step = warm_start.read(folder, into_phase=first)
-    params, new = warm_start.merge(self.state.params, found)
+    source = warm_start.read(folder, into_phase=first)
+    params, new, left_out = warm_start.merge(self.state.params, source, warm_start.settings_of(self.parts))
     self.state = self.programs.restart(params)
-    what = f'parameters are those of {folder} after step {step}; new are {", ".join(new) or "none"}'
-    events.note(self.folder, 0, 'started from', what)
+    what = f'parameters are those of {folder} after step {source.step}; new are {", ".join(new) or "none"}'
+    events.note(self.folder, 0, 'started from', f'{what}; left out are {", ".join(left_out) or "none"}')
 
   def _loop(
     self, done: int, checkpoints: Checkpoints, writer: metrics_lib.MetricsWriter, stop: stopping.Stop

@@ -215,17 +215,38 @@ class WarmStartTest(absltest.TestCase):
     shapes = jax.eval_shape(lambda: parts.model.init(jax.random.key(0), *example)['params'])
     params = jax.tree.map(lambda leaf: np.zeros(leaf.shape), shapes)
     found = {path: np.full(leaf.shape, 7.0) for path, leaf in leaves_by_path(params) if 'classifier' not in path}
-    found['wte/embedding'] = np.full((60, 32), 7.0)  # a token more, for a mask
-    found['lm_head/kernel'] = np.zeros((32, 60))
-    merged, new = warm_start.merge(params, found)
+    found['wte/embedding'] = np.full((33, 32), 7.0)  # a token more, for a mask
+    found['lm_head/kernel'] = np.zeros((32, 33))
+    settings = warm_start.settings_of(parts)
+
+    def merge(found, theirs=settings, **fields):
+      return warm_start.merge(params, warm_start.Source(found, 1, theirs, **fields), settings)
+
+    merged, new, left_out = merge(found)
     self.assertCountEqual(new, ['classifier/bias', 'classifier/kernel'])
+    self.assertEqual(left_out, ['lm_head/kernel'])
     for path, leaf in leaves_by_path(merged):
       if path not in new:
         self.assertTrue(np.all(leaf == 7), path)
     with self.assertRaisesRegex(ValueError, r'h_0/mlp/c_fc/kernel has shape \(2, 2\) in the run of init_from'):
-      warm_start.merge(params, {'h_0/mlp/c_fc/kernel': np.zeros((2, 2))})
+      merge({'h_0/mlp/c_fc/kernel': np.zeros((2, 2))})
     with self.assertRaisesRegex(ValueError, r"no parameter of this model .*'other'"):
-      warm_start.merge(params, {'other': np.zeros(1)})
+      merge({'other': np.zeros(1)})
+    with self.assertRaisesRegex(ValueError, 'wte/embedding has 70 rows .* and 32 in .* another vocabulary'):
+      merge({**found, 'wte/embedding': np.zeros((70, 32))})
+    merge({**found, 'wte/embedding': np.zeros((64, 32))}, spare_rows=64)  # filled up to a multiple
+    merge({**found, 'wpe/embedding': np.zeros((99, 32))})
+    with self.assertRaisesRegex(ValueError, 'h_1/mlp/c_fc/kernel is in .* not in this model, .* model.num_layers'):
+      merge({**found, 'h_1/mlp/c_fc/kernel': np.zeros((32, 96))})
+    self.assertEqual(settings, {
+      'data.tokenizer': 'bytes', 'model.num_heads': 2, 'model.mlp': 'geglu', 'model.positions': 'learnt',
+      'model.scale_embeddings': False,
+    })  # fmt: skip
+    others = {'data.tokenizer': 'gpt2', 'model.num_heads': 4, 'model.mlp': 'swiglu', 'model.positions': 'rotary'}
+    for name, other in others.items():
+      with self.assertRaisesRegex(ValueError, rf'^{name} is {other!r} in the run of init_from, and {settings[name]!r}'):
+        merge(found, {**settings, name: other})
+    merge(found, {'data.tokenizer': 'bytes', 'model.rope_theta': 1e4})  # what one of them does not have
 
 
 class RegistryTest(absltest.TestCase):
