@@ -2,13 +2,14 @@
 
 Times are those that a GPU's records of kernels expect of one feed-forward block; losses are those of comparisons in
 which every method searched its learning rate alike, with 95% intervals over seeds. None of them is of your model: a
-line says of what model it is.
+line says of what model and device it is. Methods of a race are parted by their losses, seed by seed.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 import dataclasses
 import math
 from pathlib import Path
+import re
 import statistics
 
 from experiments.race import table
@@ -61,23 +62,35 @@ class Evidence:
   """What a comparison says of one contender, seed by seed.
 
   Attributes:
-    where: model and length of the comparison, and the contender.
+    who: the contender, with the layers that were sparse.
+    where: model and length of the comparison.
+    device: that trained.
+    losses: seed -> final loss.
     percent: final loss above dense's.
     shares: of dense's seconds until dense's final loss; empty where seconds were not compared.
     equal: what both had as much of, 'steps' or 'seconds'.
   """
 
+  who: str
   where: str
+  device: str
+  losses: Mapping[int, float]
   percent: Sequence[float]
   shares: Sequence[float]
   equal: str
 
-  def said(self) -> str:
-    """As a sentence, with its interval or that it is of one seed."""
+  def place(self, asked: str) -> str:
+    """Model, length and device; and that it is another one than the GPU asked about, where seconds were compared."""
+    text = f'{self.where}, on {self.device}'
+    another = asked and self.equal == 'seconds' and _device.Device(self.device, 'gpu').slug != asked
+    return f'{text}, another GPU than {asked}' if another else text
+
+  def said(self, asked: str = '') -> str:
+    """As a sentence, with its interval or that it is of one seed; `asked` as in `place`."""
     text = f'loss {_interval(self.percent, "+.1f", "%")} against dense at equal {self.equal}'
     if self.shares:
       text += f", dense's final loss in {_interval(self.shares, '.2f', '')} of its time"
-    return f'{text} ({self.where})'
+    return f'{text} ({self.who}: {self.place(asked)})'
 
 
 def evidence(results: Path = RESULTS) -> Mapping[str, Sequence[Evidence]]:
@@ -95,7 +108,8 @@ def evidence(results: Path = RESULTS) -> Mapping[str, Sequence[Evidence]]:
           percent = [100 * (own.losses[seed] / dense.losses[seed] - 1) for seed in sorted(both)]
           shares = [] if equal == 'steps' else table.shares_of_time(own, dense)
           if percent and all(map(math.isfinite, [*percent, *shares])):
-            found[option.title].append(Evidence(f'{own.title}: {where}', percent, shares, equal))
+            device = re.sub(r'^1 x ', '', records[0]['device'])
+            found[option.title].append(Evidence(own.title, where, device, own.losses, percent, shares, equal))
   return found
 
 
@@ -107,38 +121,71 @@ def gains(*, tokens: int, d: int, hidden: int, gated: bool, device: str) -> Mapp
   }  # fmt: skip
 
 
-def advise(goal: str, faster: Mapping[str, float | None], found: Mapping[str, Sequence[Evidence]]) -> str:
-  """What to take, in a sentence or two.
+def advise(
+  goal: str, faster: Mapping[str, float | None], found: Mapping[str, Sequence[Evidence]], device: str = ''
+) -> str:
+  """What to take, in a few sentences; `device` is the GPU that is asked about.
 
-  >>> seconds = Evidence('a race', [-7.0, -8.0], [0.66, 0.68], 'seconds')
-  >>> advise('sooner', {'FST': 1.1, 'S-STE, FP8': 1.4}, {'S-STE, FP8': [seconds]})
-  "S-STE, FP8: dense's final loss in 0.67 ± 0.13 of its time (a race). Race it against a smaller dense model first."
+  >>> sparse = Evidence('S-STE, FP8', 'a race', 'a GPU', {0: 0.90, 1: 0.91}, [-7.0, -8.0], [0.66, 0.68], 'seconds')
+  >>> print(advise('sooner', {'FST': 1.1, 'S-STE, FP8': 1.4}, {'S-STE, FP8': [sparse]}, 'a_gpu'))  # doctest: +ELLIPSIS
+  S-STE, FP8: dense's final loss in 0.67 ± 0.13 of its time (a race, on a GPU). Race it against a smaller dense model...
   >>> advise('sooner', {'FST': 0.9}, {})
   'dense: nothing that is faster here was shown to reach its loss sooner.'
   """
   pays = {title for title, gain in faster.items() if gain is not None and gain > 1}
   if goal == 'sooner':
-    known = [(e, title) for title, each in found.items() if title in pays for e in each if e.shares]
-    if not known:
-      return 'dense: nothing that is faster here was shown to reach its loss sooner.'
-    best, title = min(known, key=lambda pair: statistics.fmean(pair[0].shares))
-    share = _interval(best.shares, '.2f', '')
-    return (
-      f"{title}: dense's final loss in {share} of its time ({best.where})."
-      ' Race it against a smaller dense model first.'
-    )
+    return _soonest(pays | {option.title for option in OPTIONS if option.recipe is None}, found, device)
   if goal == 'sparse':
     sparse = {option.title for option in OPTIONS if option.ends_sparse}
-    fast = sorted(pays & sparse, key=lambda title: -(faster[title] or 0))
-    return f'{fast[0] if fast else "S-STE"}' + ('.' if fast else ', though its steps are not faster than dense here.')
+    title = max(pays & sparse, key=lambda title: faster[title] or 0, default='S-STE')
+    gain = faster.get(title)
+    time = 'times not known here' if gain is None else f'feed-forward block {gain:.2f} times as fast as dense here'
+    losses = [each.said(device) for each in found.get(title, ())] or ['its loss is not known: not in a tuned comparison']
+    return f'{title}: {time}; {"; ".join(losses)}.'
   known = [(e, title) for title, each in found.items() for e in each if e.equal == 'steps']
-  below = [(e, title) for e, title in known if len(e.percent) > 1]
-  surely = [title for e, title in below if statistics.fmean(e.percent) + half_width(e.percent) < 0]
+  surely = [title for e, title in known if _below(e)]
   said = f'{", ".join(surely)}: below dense by more than its interval.' if surely else (
     'dense: no recipe was shown to end below it.'
   )
   price = [f'{title} {_interval(e.percent, "+.1f", "%")}' for e, title in known if title in pays]
   return said + (f' The price of those that are faster: {", ".join(price)}.' if price else '')
+
+
+def _soonest(candidates: Set[str], found: Mapping[str, Sequence[Evidence]], device: str) -> str:
+  """Of each race the lowest loss, and what its seeds do not part from it."""
+  races: dict[tuple[str, str], list[Evidence]] = {}
+  for e in (e for title, each in found.items() if title in candidates for e in each):
+    if e.shares and _below(e):
+      races.setdefault((e.where, e.device), []).append(e)
+  said = []
+  for each in races.values():
+    first, *others = sorted(each, key=lambda e: statistics.fmean(e.percent))
+    behind = {e.who: [e.losses[seed] - first.losses[seed] for seed in e.losses.keys() & first.losses] for e in others}
+    near = [e for e in others if not statistics.fmean(behind[e.who]) > half_width(behind[e.who])]
+    text = ' or '.join(e.who for e in (first, *near)) + f": dense's final loss in {_share(first)} of its time"
+    text += ''.join(f', {_share(e)} ({e.who})' for e in near)
+    text += f' ({first.place(device)}).'
+    if near:
+      text += ' Their losses after as many seconds are not parted by the seeds.'
+    parted = [
+      f'{_interval(behind[e.who], ".4f", "")} below {e.who} (share of time {_share(e)})'
+      for e in others if e not in near
+    ]
+    said.append(text + (f' Seed by seed {first.who} ends {", ".join(parted)} after as many seconds.' if parted else ''))
+  if not said:
+    return 'dense: nothing that is faster here was shown to reach its loss sooner.'
+  if any('all linear layers' in text for text in said):
+    said.append('The gain of a block above is of feed-forward layers alone.')
+  return ' '.join([*said, 'Race it against a smaller dense model first.'])
+
+
+def _below(e: Evidence) -> bool:
+  """Whether it ends below dense by more than its interval."""
+  return statistics.fmean(e.percent) + half_width(e.percent) < 0
+
+
+def _share(e: Evidence) -> str:
+  return _interval(e.shares, '.2f', '')
 
 
 def guide(*, tokens: int, d: int, hidden: int, gated: bool, device: str | None, goal: str) -> str:
@@ -154,11 +201,15 @@ def guide(*, tokens: int, d: int, hidden: int, gated: bool, device: str | None, 
   faster, found = gains(tokens=tokens, d=d, hidden=hidden, gated=gated, device=device), evidence()
   lines = [f'A block of {tokens} x {d} x {hidden} on {device}; the goal: {GOALS[goal]}', '']
   for option in OPTIONS:
-    gain = faster.get(option.title)
-    time = '' if option.recipe is None else ' block: not known' if gain is None else f' block {gain:.2f} times as fast'
+    time = ''
+    if option.recipe is not None:
+      gain = faster[option.title]
+      time = ' feed-forward block: not known'
+      if gain is not None:
+        time = f' feed-forward block {gain:.2f} times as fast as dense'
     lines.append(f'{option.title}:{time}')
-    lines += [f'  {each.said()}' for each in found[option.title]] or ['  loss: no tuned comparison']
-  return '\n'.join([*lines, '', f'Take {advise(goal, faster, found)}'])
+    lines += [f'  {each.said(device)}' for each in found[option.title]] or ['  loss: no tuned comparison']
+  return '\n'.join([*lines, '', f'Take {advise(goal, faster, found, device)}'])
 
 
 def _interval(values: Sequence[float], form: str, unit: str) -> str:
