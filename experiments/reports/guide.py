@@ -140,7 +140,7 @@ def advise(
     title = max(pays & sparse, key=lambda title: faster[title] or 0, default='S-STE')
     gain = faster.get(title)
     time = 'times not known here' if gain is None else f'feed-forward block {gain:.2f} times as fast as dense here'
-    losses = [each.said(device) for each in found.get(title, ())] or ['its loss is not known: not in a tuned comparison']
+    losses = [each.said(device) for each in found.get(title, ())] or ['its loss is not known: no tuned comparison']
     return f'{title}: {time}; {"; ".join(losses)}.'
   known = [(e, title) for title, each in found.items() for e in each if e.equal == 'steps']
   surely = [title for e, title in known if _below(e)]
