@@ -38,9 +38,9 @@ class _Tokens:
 def config_of(layout: tuple[int, int, int], twin: str, model: Mapping[str, Any] = _MODEL) -> Config:
   """A Llama of `model` on a mesh of (data, fsdp, model)."""
   data, fsdp, tensor = layout
-  size = [f'model.{key}={value}' for key, value in {'family': 'llama', 'size': 'nano', **model}.items()]
+  size = [f'model.{key}={value}' for key, value in model.items()]
   mesh = [f'mesh.data={data}', f'mesh.fsdp={fsdp}', f'mesh.model={tensor}', f'data.batch_size={_ROWS}']
-  config = experiment.load_config('nano', [*size, *mesh, 'recipe.flip_rate=refresh'])
+  config = experiment.load_config('llama_nano', [*size, *mesh, 'recipe.flip_rate=refresh'])
   name, kwargs = RECIPES[twin]
   with config.unlocked():
     config.recipe.update({'name': name, 'kwargs': kwargs})

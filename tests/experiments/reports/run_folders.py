@@ -13,10 +13,11 @@ NAMES = ('h_0/mlp/c_fc/kernel', 'h_0/mlp/c_proj/kernel')
 
 
 def write_run(
-  folder, method, seed, final, *, tail=1e-3, finished=True, second_per_step=0.0, device='1 x H100', **overrides
-):
+  folder, method, seed, final, *, base='nano', tail=1e-3, finished=True, second_per_step=0.0, device='1 x H100',
+  **overrides,
+):  # fmt: skip
   """A run folder of a given final loss, whose flip rate rises to 0.05 and falls to `tail`; older without a time."""
-  config = methods.configure(load_config('nano'), method, seed)
+  config = methods.configure(load_config(base), method, seed)
   config.update(overrides)
   folder = Path(folder) / f'{method}-seed{seed}'
   folder.mkdir(parents=True)

@@ -137,13 +137,13 @@ class EvaluationTest(parameterized.TestCase):
   def test_blocks_along_a_sequence_see_later_tokens(self, order):
     parts = parts_of(tiny(**{'model.ffn_order': order}))
     state = programs.init_state(parts)
-    sparse = s24.sparse_variables(state.params, state.opt_state, parts.recipe, phase='sparse')
     tokens = np.array(parts.data.batch(0, 0)['inputs'])
     changed = np.where(np.arange(16) == 15, (tokens + 7) % 32, tokens)
 
     def reach(recipe, phase='sparse'):
       """How much the last tokens change what is predicted before them."""
       model = s24.sparsify(parts.model, recipe, phase=phase)
+      sparse = s24.sparse_variables(state.params, state.opt_state, parts.recipe, phase=phase)
       a, b = (model.apply({'params': state.params, 'sparse24': sparse}, t)[:, :15] for t in (tokens, changed))
       return float(np.abs(np.asarray(a) - np.asarray(b)).max())
 
@@ -157,9 +157,9 @@ class EvaluationTest(parameterized.TestCase):
   def test_orders_differ_under_a_pattern_only(self):
     models = [parts_of(tiny(**{'model.ffn_order': order})) for order in ('sequence', 'position')]
     state = programs.init_state(models[0])
-    sparse = s24.sparse_variables(state.params, state.opt_state, models[0].recipe, phase='sparse')
     tokens = np.array(models[0].data.batch(0, 0)['inputs'])
     for phase, same in (('dense', True), ('sparse', False)):
+      sparse = s24.sparse_variables(state.params, state.opt_state, models[0].recipe, phase=phase)
       a, b = (
         np.asarray(s24.sparsify(parts.model, parts.recipe, phase=phase).apply(
           {'params': state.params, 'sparse24': sparse}, tokens

@@ -239,7 +239,7 @@ class ReportTest(parameterized.TestCase):
     folder = temp_folder(self)
     for name, changes in {
       'dense': {'data': {'tokenizer': 'bpe:512'}},  # the plot is without the head, so without the vocabulary
-      'fst': {'model': {'family': 'llama'}},
+      'fst': {'base': 'llama_nano'},
       'ste': {'recipe': {'kwargs': {'epsilon': 0.1}}},  # of another version
     }.items():
       write_run(folder, name, 0, 1.2, **changes)
