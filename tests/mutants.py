@@ -129,7 +129,7 @@ MUTANTS = _of(
    'states |= jax.lax.cond(stale, anew, lambda kept: kept, kept) if kept else {}', 'states |= kept',
    'integration/nnx_states_test.py', 'owns_its_step'),
   ('zeros are verified along what a matmul contracts', 'integration/functional.py',
-   'projection.layout_of(weights[path]).matrix(weights[path])', 'weights[path]', 'integration/functional_test.py',
+   'layout.matrix(weights[path])', 'weights[path]', 'integration/functional_test.py',
    'along_the_axes'),
   ('layers for one token are a block', 'binding/values.py', '(*range(b), *range(w, w + x - b), *range(b, w))', '()',
    'binding/bound_test.py', 'one_token'),
