@@ -79,10 +79,12 @@ class LearnsTest(parameterized.TestCase):
   @pytest.mark.few
   def test_tiny_twin_reduces_the_loss(self, name):
     config = experiment.load_config(name, tiny=True)
+    if config.task == 'masked_lm':  # a sixth of the tokens teach it
+      config.steps *= 2
     folder = temp_folder(self)
     summary = run(config, folder, fake_data(config))
     found = losses(folder, 'train')
-    share = 0.9 if config.task == 'masked_lm' else 0.6  # a sixth of the tokens teach it
+    share = 0.8 if config.task == 'masked_lm' else 0.6
     self.assertLess(found[-1], share * found[0])
     self.assertLess(summary['validation_loss'], share * found[0])
 
