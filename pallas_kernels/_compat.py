@@ -9,10 +9,12 @@ import contextlib
 import dataclasses
 import hashlib
 import io
+import json
 import statistics
 from typing import Any
 
 import jax
+from jax._src import distributed
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from jax.experimental.mosaic.gpu import core, fragmented_array, memref_transpose, mma_utils, profiler, utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -23,7 +25,7 @@ from jaxlib.mlir.passmanager import PassManager
 __all__ = [
   'ACCUMULATOR', 'FRAGMENTED_ACCUMULATOR', 'FRAGMENTED_WGMMA', 'arith', 'assumed_capability', 'configuration',
   'device_times_ms', 'fragmented_array', 'interpret_params', 'ir', 'is_same_call', 'llvm', 'make_anonymous',
-  'memref_transpose', 'mma_utils', 'nvvm', 'races_found', 'utils', 'vector',
+  'memref_transpose', 'mma_utils', 'nvvm', 'races_found', 'told_by_process_0', 'utils', 'vector',
 ]
 
 # Accumulators in one register an element. The public layout pairs them, and LLVM then splits and rejoins every pair
@@ -114,3 +116,29 @@ def device_times_ms(
 def median_ms(f: Callable[..., Any], args: Sequence[jax.Array], iterations: int = 20) -> float:
   """Median of `device_times_ms`."""
   return statistics.median(device_times_ms(f, args, iterations))
+
+
+def told_by_process_0(name: str, make: Callable[[], Any], wait_s: int) -> Any:
+  """What `make` returns in process 0, as JSON can hold it, in every process that asks for `name`.
+
+  By the store of `jax.distributed`: no device takes part, so that it serves while a program is traced.
+
+  Raises:
+    RuntimeError: process 0 has not said it within so many seconds.
+  """
+  if jax.process_count() == 1:
+    return make()
+  client, name = distributed.global_state.client, f'sparse24/{hashlib.sha256(name.encode()).hexdigest()}'
+  if client is None:  # as in simulations of several processes
+    return None
+  if jax.process_index() == 0:
+    found = make()
+    client.key_value_set(name, json.dumps(found))
+    return found
+  try:
+    return json.loads(client.blocking_key_value_get(name, wait_s * 1000))
+  except jax.errors.JaxRuntimeError as e:
+    raise RuntimeError(
+      f'process {jax.process_index()} waited {wait_s} s for what process 0 was to find of a kernel. Processes must'
+      ' trace the same programs; where this one traces by itself, set SPARSE24_JAX_CHECKS=off in all of them'
+    ) from e

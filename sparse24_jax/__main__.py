@@ -15,7 +15,7 @@ import sys
 
 import jax
 
-from pallas_kernels import _device, _records
+from pallas_kernels import _checks, _device, _records
 import sparse24_jax
 from sparse24_jax import recipes
 from sparse24_jax.block_gain import block_gain, block_table, explain
@@ -73,11 +73,12 @@ def main(argv: list[str] | None = None) -> int:
   args = parser.parse_args(argv)
   if args.command == 'check':
     return _check(parser, args)
-  device = args.device or _device.current().slug
+  here = _device.current()
+  device = args.device or here.slug
   known = sorted(path.name for path in _records.TUNED.iterdir() if path.is_dir())
   if (folder := _records.path_of(_records.TUNED, device, 'sparse_matmul').parent.name) in known and folder != device:
     print(f'nothing was measured on {device!r}; these are the times of {folder!r}, which has the same chip')
-  elif folder not in known:
+  elif folder not in known and not (device == here.slug and _checks.possible(here, 'sparse_matmul')):
     run = 'python -m pallas_kernels tune sparse_matmul'
     print(f'nothing was measured on {device!r}; pass --device, one of {known}, or run: {run}')
     return 1

@@ -6,7 +6,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _device, _dispatch, _partitioning, _records, _triton
+from pallas_kernels import _checks, _device, _dispatch, _partitioning, _passes_check, _records, _triton
 from pallas_kernels.ffi import cusparselt
 from pallas_kernels.sparse_matmul import api
 
@@ -68,7 +68,8 @@ def target(slug: str | None = None) -> Target:
 def kernels_are_here(precision: str) -> bool:
   """Whether a policy of this precision may take some kernel on this GPU and mesh."""
   device = _device.current()
-  if not device.arch.by_default and (precision == 'fp8' or not _sparse_wins(device)):
+  checked = not device.arch.by_default and precision != 'fp8' and _checks.possible(device, api.OP)
+  if not (device.arch.by_default or checked) and (precision == 'fp8' or not _sparse_wins(device)):
     return False
   if not _partitioning.serves():
     log_once('no kernels inside a jax.shard_map over some axes of the mesh only; they run outside and over all axes')
@@ -76,7 +77,7 @@ def kernels_are_here(precision: str) -> bool:
   reason = _triton.why_absent()
   if reason is not None:
     log_once(f'the kernels need jax-triton, from the extra sparse24-jax[cuda]: {reason}')
-  return reason is None
+  return reason is None and (not checked or _passes_check.right(device))
 
 
 def _entries(slug: str) -> tuple:

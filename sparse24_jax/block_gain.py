@@ -25,11 +25,13 @@ class Part:
     name: what it makes.
     ms: expected time; None if nothing near was measured.
     by: what runs a matmul: a back end, or 'dense'.
+    checked: how many times as fast as dense its kernel was when it was checked on this GPU; None where a record says.
   """
 
   name: str
   ms: float | None
   by: str = ''
+  checked: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +136,7 @@ def block_gain(
   })  # fmt: skip
 
   def priced(steps: Sequence[Step]) -> tuple[Part, ...]:
-    return tuple(Part(step.name, step.expected_ms(on.device.slug), _runs(step)) for step in steps)
+    return tuple(_part(step, on.device.slug) for step in steps)
 
   packing = Part('packed weights', total(layer.packing_ms for layer in found))
   dense_fp8 = priced(block.dense_fp8_steps(jnp.dtype(weight_dtype).itemsize)) if block.fp8 else ()
@@ -142,8 +144,11 @@ def block_gain(
   return BlockGain(chosen, dense, dense_fp8, block.packed_bytes, block.saved_bytes)
 
 
-def _runs(step: Step) -> str:
-  return (step.backend or 'dense') if isinstance(step, Matmul) else ''
+def _part(step: Step, device: str) -> Part:
+  ms = step.expected_ms(device)
+  if not isinstance(step, Matmul):
+    return Part(step.name, ms)
+  return Part(step.name, ms, step.backend or 'dense', step.checked(device) if step.backend else None)
 
 
 def block_table(block: BlockGain) -> str:
@@ -176,5 +181,9 @@ def explain(block: BlockGain) -> str:
   lines = []
   for title, parts in chains.items():
     lines += [f' {title}, ms:'] if parts else []
-    lines += [f'  {p.name:28} {p.by:12} {"-" if p.ms is None else f"{p.ms:.3f}":>8}' for p in parts]
+    lines += [f'  {p.name:28} {p.by:12} {"-" if p.ms is None else f"{p.ms:.3f}":>8}{_source(p)}' for p in parts]
   return '\n'.join(lines)
+
+
+def _source(part: Part) -> str:
+  return '' if part.checked is None else f'  checked here: {part.checked:.2f} times dense'

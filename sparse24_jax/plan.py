@@ -5,7 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from pallas_kernels import _partitioning, _records
+from pallas_kernels import _partitioning
 from pallas_kernels.sparse_matmul import api
 from sparse24_jax.asked import Asked, PLAIN
 from sparse24_jax.availability import log_once, Target, target
@@ -20,12 +20,13 @@ def plan_layer(
 ) -> LayerPlan:  # fmt: skip
   """Where the three matmuls of x `[tokens, d_in]` and w `[d_in, d_out]` run.
 
-  A named implementation takes every matmul that the policy makes sparse. None asks the GPU's records: a matmul goes to
-  the back end that measured fastest. On Hopper a sampled weight gradient takes a kernel in any case, since drawing the
-  sample costs XLA more than the matmul. FP8 has kernels on Hopper alone; there the forward leaves the kernel only where
-  that measured slower than the dense FP8 matmul, since the pass that rounds the weight packs it in any case. A weight
-  that no kernel packs (masks by magnitude) stays with XLA. Without kernels or records of this GPU, for this dtype or
-  sharding, all are plain; so they are where the layer asks for what kernels do not give, see `Asked`.
+  A named implementation takes every matmul that the policy makes sparse. None asks the GPU's records, and where they
+  have nothing near a check on the GPU itself: a matmul goes to the back end that measured fastest. On Hopper a sampled
+  weight gradient takes a kernel in any case, since drawing the sample costs XLA more than the matmul. FP8 has kernels
+  on Hopper alone; there the forward leaves the kernel only where that measured slower than the dense FP8 matmul, since
+  the pass that rounds the weight packs it in any case. A weight that no kernel packs (masks by magnitude) stays with
+  XLA. Without kernels or measurements of this GPU, for this dtype or sharding, all are plain; so they are where the
+  layer asks for what kernels do not give, see `Asked`.
 
   Args:
     policy: of the layer.
@@ -142,7 +143,6 @@ def _fastest(on: Target, role: str, tokens: int, d_in: int, d_out: int, dtype: A
 
 
 def _loses_in_fp8(on: Target, tokens: int, d_in: int, d_out: int) -> bool:
-  """Whether the records say of every share of the tokens that the dense matmul of a forward in FP8 is faster."""
+  """Whether of every share of the tokens the dense matmul of a forward in FP8 was measured to be faster."""
   keys = [fp8_key('forward', share, d_in, d_out) for share in on.shares(tokens)]
-  choices = [_records.lookup(on.device.slug, api.OP, key) for key in keys]
-  return all(choice is not None and choice.implementation == 'dense' for choice in choices)
+  return all(api.chosen(key, on.device) == 'dense' for key in keys)

@@ -36,6 +36,10 @@ class Timing(NamedTuple):
     ms = min(found.values(), default=None) if self.row == 'fastest' else found.get(self.row)
     return None if ms is None else self.times * ms
 
+  def checked(self, device: str) -> float | None:
+    """How many times as fast as dense the kernel was, where the time is of a check on the GPU and of no record."""
+    return _records.checked_gain(device, self.op, dict(self.key))
+
 
 @dataclasses.dataclass(frozen=True)
 class Matmul:
@@ -55,6 +59,11 @@ class Matmul:
     """None if nothing near was measured."""
     found = (timing.expected_ms(device) for timing in self.timings)
     return next((ms for ms in found if ms is not None), None)
+
+  def checked(self, device: str) -> float | None:
+    """See `Timing`; None also of a matmul that no timing is known of."""
+    found = (timing for timing in self.timings if timing.expected_ms(device) is not None)
+    return next((timing.checked(device) for timing in found), None)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,6 +32,8 @@ class RoleGain:
     chosen: what `implementation=None` runs, with cuSPARSELt installed, and of a GPU without records as if it were a
       Hopper: a back end, 'dense', 'dense_fp8', or 'simulated', see `LayerGain`.
     dense_fp8_ms: as `dense_ms`, in FP8; None also where the policy is none of FP8.
+    checked: how many times as fast as dense the kernel was when it was checked on this very GPU; None where the times
+      are of a record.
   """
 
   role: str
@@ -40,6 +42,7 @@ class RoleGain:
   packing_ms: float | None
   chosen: str
   dense_fp8_ms: float | None = None
+  checked: float | None = None
 
   @property
   def product_ms(self) -> float | None:
@@ -116,8 +119,9 @@ def where_it_pays(
 
   Matmuls are those of the nearest measured problem within a factor of two in each size, scaled; passes over memory are
   bytes over the measured bandwidth of their kernel, and 5 us each. Times of float16 are those of bfloat16 where none
-  near was measured. `implementation=None` makes the same choices: kernels where they measured faster, and on Hopper for
-  a sampled weight gradient always.
+  near was measured. Where this machine's GPU has no record near a matmul, a kernel is checked there now, as
+  `implementation=None` does at first use. It makes the same choices: kernels where they measured faster, and on Hopper
+  for a sampled weight gradient always.
 
   Each layer is counted by itself. A feed-forward block that runs fused shares passes among its layers: `block_gain`,
   not the gains of its layers, says whether it pays, and whether the exact gradient of `weight_grad='dense'`, which
@@ -197,7 +201,8 @@ def _role(role: str, plan: LayerPlan, sparse: bool, device: str) -> RoleGain:
     sparse_ms = plan.fastest_kernel_ms(role, device)
   chosen = 'simulated' if plan.simulated else matmul.backend or ('dense_fp8' if fp8 else 'dense')
   packing = total(step.expected_ms(device) for step in plan.prepared(role))
-  return RoleGain(role, plan.dense(role, role).expected_ms(device), sparse_ms, packing, chosen, dense8)
+  checked = matmul.checked(device) if sparse else None
+  return RoleGain(role, plan.dense(role, role).expected_ms(device), sparse_ms, packing, chosen, dense8, checked)
 
 
 def table(layers: Sequence[LayerGain]) -> str:
@@ -235,6 +240,8 @@ def _notes(layer: LayerGain) -> list[str]:
     return [f'{layer.path}: FP8 would be simulated: {layer.simulated}']
   if layer.plain is not None:
     return [f'{layer.path}: no kernel: {layer.plain}']
+  checked = ', '.join(f'{r.role} {r.checked:.2f} times dense' for r in layer.roles if r.checked is not None)
+  notes = [f'{layer.path}: no record, checked here: {checked}'] if checked else []
   unknown = ', '.join(f'{r.role} {r.chosen}' for r in layer.roles if r.product_ms is None)
   why = 'nothing within a factor of two in each size was measured, so chosen blindly'
-  return [f'{layer.path}: {why}: {unknown}'] if unknown else []
+  return [*notes, f'{layer.path}: {why}: {unknown}'] if unknown else notes

@@ -1,6 +1,6 @@
 """`sparse_matmul`: the matmul of a 2:4-sparse and a dense matrix, on whatever does it best here."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import functools
 import logging
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _device, _dispatch, _partitioning, _records, formats
+from pallas_kernels import _checks, _device, _dispatch, _partitioning, _records, formats
 from pallas_kernels.activations import ACTIVATIONS
 from pallas_kernels.sparse_matmul import operand, reference
 
@@ -68,8 +68,8 @@ def sparse_matmul(
       on its way to D. Needs an activation.
     implementation: 'sparse' (this package's kernel for the GPU at hand: `mosaic_gpu` on Hopper, `mosaic_gpu_sm80` on
       Ampere and Ada, which have these names as well), 'cusparselt', 'dense' (decompress and multiply), 'reference', or
-      None: the fastest by the records of this GPU under `pallas_kernels/tuned`, dense where sparse loses or nothing
-      near was measured.
+      None: the fastest by the records of this GPU under `pallas_kernels/tuned`; where nothing near was measured, by a
+      check of this package's kernel against dense at first use (`_checks`).
 
   Returns:
     D, or (D, Z) with `keep_preactivation`, of one shape and dtype. Both are rounded from float32 once: D is not the
@@ -97,7 +97,8 @@ def sparse_matmul(
   if isinstance(a, formats.Compressed24):
     a = operand.rows_first(a)
   candidates = (implementation,) if implementation else candidates_for(
-    m, n, k, dtype=a.dtype, out_dtype=out_dtype, b_layout=b_layout, out_layout=out_layout
+    m, n, k, dtype=a.dtype, out_dtype=out_dtype, b_layout=b_layout, out_layout=out_layout,
+    check=_device.arrays_are_whole(),
   )
   static = _Static(implementation, candidates, activation, out_dtype.name, b_layout, out_layout, keep_preactivation)
   return _call(static, a, b, _float32(bias), _float32(a_scale), _float32(b_scale))
@@ -142,7 +143,7 @@ def _on_a_part(shard, b, a, bias, a_scale, b_scale, *, implementation, candidate
   if implementation is None and shard.divided:
     (m, k), n = a.shape, b.shape[0] if meaning[2] == 'nk' else b.shape[1]
     candidates = candidates_for(
-      m, n, k, dtype=a.dtype, out_dtype=meaning[1], b_layout=meaning[2], out_layout=meaning[3]
+      m, n, k, dtype=a.dtype, out_dtype=meaning[1], b_layout=meaning[2], out_layout=meaning[3], check=False
     )
   call = functools.partial(_dispatch.dispatch, OP, BACKENDS, implementation, candidates, a, b)
   if not shard.sums('k'):
@@ -184,23 +185,42 @@ _call.defvjp(_call_fwd, _call_bwd)
 
 def candidates_for(
   m: int, n: int, k: int, *, dtype: Any, out_dtype: Any, b_layout: str, out_layout: str,
-  device: _device.Device | None = None,
+  device: _device.Device | None = None, check: bool = True,
 ) -> Sequence[str]:
-  """Back ends in the order in which `implementation=None` asks them."""
+  """Back ends in the order in which `implementation=None` asks them; for the rest see `chosen`."""
   device = device or _device.current()
   if device.platform == 'cpu':
     return ('reference',)
   key = dict(m=m, n=n, k=k, dtype=jnp.dtype(dtype).name, out_dtype=jnp.dtype(out_dtype).name,
              b_layout=b_layout, out_layout=out_layout)
-  choice = _records.lookup(device.slug, OP, key)
-  if choice is None:
+  found = chosen(key, device, check=check)
+  if found is None:
     logging.info(
       '%s: nothing like %s was measured on %s, which `python -m pallas_kernels tune sparse_matmul` does; taking the'
       ' dense matmul',
       OP, key, device.name,
     )  # fmt: skip
-    return ('dense',)
-  return ('dense',) if choice.implementation == 'dense' else (choice.implementation, 'dense')
+  return (found, 'dense') if found not in (None, 'dense') else ('dense',)
+
+
+def chosen(key: Mapping[str, Any], device: _device.Device, *, check: bool = True) -> str | None:
+  """The fastest back end for a problem by the records of a GPU; where they have nothing near, by a check on it.
+
+  Args:
+    key: of the problem, as records have it.
+    device: the GPU.
+    check: whether a check may be made now. While XLA compiles only what was found before counts.
+
+  Returns:
+    A back end, 'dense', or None if neither knows.
+  """
+  choice = _records.lookup(device.slug, OP, key)
+  if choice is not None:
+    return choice.implementation
+  entry = _checks.made(device.slug, OP, key)
+  if entry is None and check and _checks.possible(device, OP):
+    entry = _dispatch.load('pallas_kernels.sparse_matmul.check:outcome')(device, key)
+  return None if entry is None else entry['choice']['implementation']
 
 
 def _default_out_dtype(dtype: jnp.dtype) -> Any:

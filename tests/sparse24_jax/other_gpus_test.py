@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import os
 import pathlib
 import tempfile
 from unittest import mock
@@ -12,14 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import _device, _dispatch, _records, costs
+from pallas_kernels import _checks, _device, _dispatch, _kept, _passes_check, _records, costs
 from pallas_kernels.ffi import cusparselt
 from pallas_kernels.pack import api as pack
-from pallas_kernels.sparse_matmul import api, reference
+from pallas_kernels.sparse_matmul import api, check, reference
 import sparse24_jax as s24
 from sparse24_jax import linear_layer
+from sparse24_jax.block_gain import explain
 from sparse24_jax.layer_plan import Backends, ROLES
 from sparse24_jax.plan import plan_layer
+from sparse24_jax.where_it_pays import table
 from tests import oracles
 from tests.sparse24_jax.dot_test import normal, TOLERANCE, written_formulas
 from tests.sparse24_jax.gpus import gpu
@@ -122,6 +125,45 @@ class ChoiceTest(parameterized.TestCase):
       (layer,) = s24.where_it_pays(w, s24.Recipe('r', (s24.Rule('.*', FP8),)), tokens=TOKENS)
     self.assertEqual({role.chosen for role in layer.roles}, {'simulated'})
     self.assertEqual(layer.simulated, f'{L40S.slug} has no FP8 kernels, Hopper has')
+
+
+class CheckedTest(absltest.TestCase):
+  """An Ampere GPU without records: each matmul goes where a check of it says."""
+
+  def test_plan_prices_and_sources(self):
+    ms = dict(zip(((D_OUT, TOKENS), (D_IN, TOKENS), (D_OUT, D_IN)), (0.5, 0.8, 1.25), strict=True))
+
+    def checked(p, device, settings):
+      row = dict(implementation='mosaic_gpu_sm80', config=None, rejected=None, final_samples_ms=[ms[p.m, p.n]])
+      row['samples_ms'] = row['final_samples_ms']
+      won = ms[p.m, p.n] < 1
+      choice = dict(implementation='mosaic_gpu_sm80' if won else 'dense', config=None)
+      return dict(key=p.key, baseline=dict(samples_ms=[1.0]), candidates=[row], choice=choice)
+
+    packers = True
+    with (
+      recorded(),
+      mock.patch.object(_checks, '_is_here', lambda device: device == A100),
+      mock.patch.dict(_checks._made, clear=True),
+      mock.patch.dict(os.environ, {_kept.VARIABLE: 'off'}),
+      mock.patch.object(check, 'LEAST_PRODUCTS', 1),
+      mock.patch.object(check, '_entry', checked),
+      mock.patch.object(_passes_check, 'right', lambda device: packers),
+    ):
+      self.assertTrue(linear_layer.may_pack(FST, jnp.zeros((D_IN, D_OUT))))
+      found = plan_layer(FST, TOKENS, D_IN, D_OUT, jnp.bfloat16)
+      self.assertEqual(found.backends, Backends('mosaic_gpu_sm80', 'mosaic_gpu_sm80', None))
+      self.assertEqual(plan_layer(FP8, TOKENS, D_IN, D_OUT, jnp.bfloat16).backends, Backends())
+      recipe = s24.Recipe('r', (s24.Rule('.*', FST),))
+      layers = s24.where_it_pays({'w': jax.ShapeDtypeStruct((D_IN, D_OUT), 'float32')}, recipe, tokens=TOKENS)
+      block = s24.block_gain(D_IN, D_OUT, recipe, tokens=TOKENS)
+      packers = False
+      self.assertEqual(plan_layer(FST, TOKENS, D_IN, D_OUT, jnp.bfloat16).backends, Backends())
+    self.assertEqual([role.checked for role in layers[0].roles], [2.0, 1.25, 0.8])
+    self.assertEqual([role.product_ms for role in layers[0].roles], [0.5, 0.8, 1.0])
+    note = 'w: no record, checked here: forward 2.00 times dense, input_grad 1.25 times dense, weight_grad 0.80 times'
+    self.assertIn(note, table(layers))
+    self.assertIn('checked here: 2.00 times dense', explain(block))
 
 
 class ProductTest(parameterized.TestCase):

@@ -1,0 +1,110 @@
+"""A kernel against the dense way, once, where no record of a GPU says which is faster.
+
+At the first use of a problem that nothing near was measured of, the setting that is predicted for it is compared with
+the reference and timed in turns with the dense way, which takes the time of a few calls and of compiling both. The
+outcome is an entry as records have it. It is followed, logged, and kept on disk (`_kept`) for the next process, under
+the GPU, the problem, the setting and the versions. `SPARSE24_JAX_CHECKS=off` leaves such problems to the dense way.
+
+Tracing may happen inside of other traces and meshes, which are a thread's own: the check has a thread for itself. Of
+several processes, which must compile the same program, process 0 checks and the others follow. A machine without the
+GPU, which compiles for it ahead of time, checks nothing.
+"""
+
+from collections.abc import Callable, Mapping
+import concurrent.futures
+import importlib.metadata
+import json
+import logging
+import os
+import statistics
+from typing import Any
+
+import jax
+
+from pallas_kernels import _compat, _kept
+from pallas_kernels._device import describe, Device
+from pallas_kernels._dispatch import log_once
+
+VARIABLE = 'SPARSE24_JAX_CHECKS'
+# Process 0 may be minutes behind the others when it traces: it reads data or restores a checkpoint.
+_WAIT_S = 1800
+Entry = Mapping[str, Any]
+
+# By GPU, op and problem; None where the check itself failed.
+_made: dict[tuple[str, str, str], Entry | None] = {}
+
+
+def possible(device: Device, op: str) -> bool:
+  """Whether a problem of an op can be checked: the GPU is in this machine, and the package has a kernel for it."""
+  return device.arch.kernel(op) is not None and os.environ.get(VARIABLE) != 'off' and _is_here(device)
+
+
+def made(slug: str, op: str, key: Mapping[str, Any]) -> Entry | None:
+  """The outcome of exactly this problem, if this process has it."""
+  return _made.get((slug, op, _text(key)))
+
+
+def gain(entry: Entry) -> float | None:
+  """How many times as fast as the dense way the kernel was; None if it was not timed: wrong, say."""
+  rows = [row for row in entry['candidates'] if row['rejected'] is None and 'final_samples_ms' in row]
+  times = [statistics.median(row['final_samples_ms']) for row in rows]
+  return statistics.median(entry['baseline']['samples_ms']) / min(times) if times else None
+
+
+def outcome(
+  device: Device, op: str, key: Mapping[str, Any], setting: Any, check: Callable[[], Entry]
+) -> Entry | None:
+  """What the check of a problem found, now or before; None if it failed.
+
+  Args:
+    device: the GPU, for which a check is `possible`.
+    op: name of the op.
+    key: of the problem, as its records have it.
+    setting: of the kernel: another one is another check.
+    check: makes the entry.
+  """
+  at = device.slug, op, _text(key)
+  if at not in _made:
+    versions = [importlib.metadata.version(name) for name in ('jax', 'jaxlib', 'sparse24-jax')]
+    name = repr(['check', device.name, device.num_sms, op, _text(key), repr(setting), versions])
+    _made[at] = _compat.told_by_process_0(name, lambda: _kept_or_made(name, check), _WAIT_S)
+    _say(device, op, key, _made[at])
+  return _made[at]
+
+
+def _kept_or_made(name: str, check: Callable[[], Entry]) -> Entry | None:
+  kept = _kept.read(name)
+  if kept is not None:
+    return json.loads(kept)
+  try:
+    with concurrent.futures.ThreadPoolExecutor(1) as alone:
+      entry = json.dumps(alone.submit(check).result())
+  except Exception as e:  # no memory left, a profiler that is in use: training goes on without
+    log_once(f'a kernel could not be checked: {type(e).__name__}: {e}', level=logging.WARNING)
+    return None
+  _kept.write(name, entry.encode())
+  return json.loads(entry)
+
+
+def _say(device: Device, op: str, key: Mapping[str, Any], entry: Entry | None) -> None:
+  what = f'{op} {_text(key)} on {device.name}'
+  if entry is None:
+    log_once(f'{what}: dense, since the check failed; {VARIABLE}=off checks nothing', level=logging.WARNING)
+    return
+  rejected = [f'{row["implementation"]}: {row["rejected"]}' for row in entry['candidates'] if row['rejected']]
+  if rejected:
+    log_once(f'{what}: dense, since the kernel is wrong here: {"; ".join(rejected)}', level=logging.WARNING)
+  elif not entry['candidates']:
+    log_once(f'{what}: dense, since the kernel does not compile for it')
+  elif (found := gain(entry)) is None:
+    log_once(f'{what}: checked here, the kernels are right')
+  else:
+    log_once(f'{what}: {entry["choice"]["implementation"]}; checked here: the kernel is {found:.2f} times as fast')
+
+
+def _is_here(device: Device) -> bool:
+  return device.platform == 'gpu' and describe(jax.devices()[0]) == device
+
+
+def _text(key: Mapping[str, Any]) -> str:
+  return ' '.join(f'{name}={value}' for name, value in sorted(key.items()))
