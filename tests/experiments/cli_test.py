@@ -154,7 +154,7 @@ class CommandTest(parameterized.TestCase):
   @parameterized.parameters(('train', True), ('main-job', True), ('compare', True), ('tune-decay', False))
   def test_only_what_resumes_promises_to(self, command, resumes):
     arguments = [command, *(('--config', 'nano') if command == 'train' else ())]
-    with mock.patch.dict(cli._COMMANDS, {command: mock.Mock(side_effect=KeyboardInterrupt)}):
+    with mock.patch.dict(cli.COMMANDS, {command: mock.Mock(side_effect=KeyboardInterrupt)}):
       status, _, err = call(*arguments)
     self.assertEqual(status, 130)
     self.assertEqual('the same command resumes' in err, resumes)
@@ -174,7 +174,7 @@ class CommandTest(parameterized.TestCase):
       self.assertIn('no decay is feasible too', text)
 
   def test_no_command_is_the_main_job(self):
-    with mock.patch.dict(cli._COMMANDS, {'main-job': mock.Mock()}) as commands:
+    with mock.patch.dict(cli.COMMANDS, {'main-job': mock.Mock()}) as commands:
       self.assertEqual(cli.main([]), 0)
       commands['main-job'].assert_called_once()
 

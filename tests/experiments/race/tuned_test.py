@@ -50,7 +50,8 @@ class ComparisonTest(absltest.TestCase):
   def test_a_search_of_no_trials(self):
     """Was a comparison without any search, unsaid."""
     with self.assertRaisesRegex(ValueError, 'trials=0: a search has one at least'):
-      cli._compare(cli.make_parser().parse_args(['compare', '--tune', '0', '--tiny', '--folder', temp_folder(self)]))
+      args = ['compare', '--tune', '0', '--tiny', '--folder', temp_folder(self)]
+      cli.COMMANDS['compare'](cli.make_parser().parse_args(args))
 
   def test_a_method_with_a_share_of_the_steps_is_of_the_same_comparison(self):
     root = Path(temp_folder(self))

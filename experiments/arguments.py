@@ -1,0 +1,159 @@
+"""What each command of `python -m experiments` takes, and its help."""
+
+import argparse
+from pathlib import Path
+
+from experiments.runs.experiment import known_experiments
+
+
+def _experiment_arguments(
+  parser: argparse.ArgumentParser, default: str | None, example: str = '--set steps=500'
+) -> None:
+  parser.add_argument(
+    '--config',
+    default=default,
+    required=default is None,
+    metavar='NAME',
+    help=f'an experiment: {", ".join(known_experiments())}; or a path to a .py file like those in '
+    'experiments/configs, which is run, or to a .json or .toml file, which is only read'
+    + (f' (default: {default})' if default else ''),
+  )
+  parser.add_argument(
+    '--set',
+    action='append',
+    default=[],
+    metavar='KEY=VALUE',
+    dest='overrides',
+    help=f'change one field, e.g. {example}; may be given often',
+  )
+  parser.add_argument('--tiny', action='store_true', help="the experiment's tiny twin, which takes seconds")
+
+
+def _methods_arguments(parser: argparse.ArgumentParser, default: str) -> None:
+  parser.add_argument(
+    '--methods',
+    nargs='+',
+    default=[default],
+    metavar='METHOD',
+    help='keys of METHODS or GROUPS in experiments/runs/method_table.py, e.g. dense fst (default: %(default)s)',
+  )
+  parser.add_argument('--seeds', type=int, nargs='+', default=[0, 1, 2], help='a run each (default: 0 1 2)')
+
+
+def make_parser() -> argparse.ArgumentParser:
+  """The command line, with the help of every command."""
+  about = 'Train, look at, tune and compare 2:4-sparse models. No command runs the main job.'
+  parser = argparse.ArgumentParser(prog='python -m experiments', description=about)
+  parser.add_argument('--debug', action='store_true', help='show tracebacks of errors that have a message')
+  commands = parser.add_subparsers(dest='command', metavar='COMMAND')
+
+  main_job = commands.add_parser(
+    'main-job', help='dense, plain-STE and FST twins on embedded text, and a report (the default; 3-4 minutes)'
+  )
+  main_job.add_argument('--folder', default='runs/main', help='for runs and report (default: %(default)s)')
+  main_job.add_argument('--seed', type=int, default=0, help='of all three (default: %(default)s)')
+  main_job.add_argument(
+    '--set', action='append', default=[], metavar='KEY=VALUE', dest='overrides', help='as for train'
+  )
+  main_job.add_argument('--tiny', action='store_true', help='a tiny model for a few seconds, to see that it works')
+
+  train = commands.add_parser('train', help='train one experiment, or resume it from its newest checkpoint')
+  _experiment_arguments(train, None, '--set recipe.name=ste --set steps=500')
+  train.add_argument('--method', help='a key of METHODS in experiments/runs/method_table.py to put in (default: none)')
+  train.add_argument('--folder', help='the run folder (default: runs/<experiment>-<method or recipe>-seed<seed>)')
+  train.add_argument('--from-step', type=int, help='resume from the checkpoint of this step, not from the newest')
+  train.add_argument(
+    '--accept-changes',
+    action='store_true',
+    help='resume although optimizer.* or recipe.kwargs.masked_decay are others than before; events.jsonl says so',
+  )
+
+  train.add_argument(
+    '--distributed', action='store_true', help='one of several processes, as Slurm, Open MPI or Kubernetes start them'
+  )
+  train.add_argument('--coordinator', metavar='HOST:PORT', help='of the first process, where nothing else tells')
+  train.add_argument('--processes', type=int, help='how many there are, where nothing else tells')
+  train.add_argument('--process', type=int, help='which one this is, from 0, where nothing else tells')
+  train.add_argument(
+    '--heartbeat', type=int, default=100, help='seconds until a silent process is taken for lost (default: 100)'
+  )
+
+  evaluate = commands.add_parser('eval', help='validation loss of a checkpoint')
+  inspect = commands.add_parser('inspect', help='table of the sparse weights of a checkpoint')
+  for command in (evaluate, inspect):
+    command.add_argument('run', help='a run folder')
+    command.add_argument('--step', type=int, help='which checkpoint (default: the newest)')
+  evaluate.add_argument('--batches', type=int, help="validation batches (default: the experiment's)")
+
+  generate = commands.add_parser('generate', help='text that a trained language model goes on with')
+  generate.add_argument('run', help='a run folder')
+  generate.add_argument('--prompt', default='', help='text to begin with (default: the beginning of a document)')
+  generate.add_argument('--tokens', type=int, default=200, help='how many to add (default: %(default)s)')
+  generate.add_argument('--temperature', type=float, default=0.0, help='0 takes the likeliest (default: %(default)s)')
+  generate.add_argument('--top-k', type=int, default=0, help='draw among so many of the likeliest (default: all)')
+  generate.add_argument('--seed', type=int, default=0, help='of the draws (default: %(default)s)')
+  generate.add_argument('--step', type=int, help='which checkpoint (default: the newest)')
+
+  cloze = commands.add_parser('cloze', help='questions to a trained language model: which text goes on here?')
+  cloze.add_argument('run', help='a run folder')
+  cloze.add_argument(
+    '--file', help='JSON lines with context, choices and answer, the number of the right one from 0 (default: made of '
+    'held-out text, four choices each)',
+  )  # fmt: skip
+  cloze.add_argument('--questions', type=int, default=200, help='made of held-out text (default: %(default)s)')
+  cloze.add_argument('--step', type=int, help='which checkpoint (default: the newest)')
+
+  flops = commands.add_parser('flops', help='training FLOPs of an experiment against dense, counted from its shapes')
+  _experiment_arguments(flops, None, '--set recipe.kwargs.density=0.1')
+  flops.add_argument('--recipe', help="a recipe's name, with its default arguments (default: the experiment's recipe)")
+  flops.add_argument('--vocab', type=int, default=0, help='tokens of the tokenizer (default: what its name implies)')
+
+  tune = commands.add_parser('tune-decay', help='choose the masked-decay factor, by the loss of short runs')
+  _experiment_arguments(tune, 'nano')
+  tune.add_argument('--folder', default='runs/tune-decay', help='for runs and records (default: %(default)s)')
+  tune.add_argument('--candidates', type=float, nargs='+', help='decay factors (default: a grid from 0 to 0.2)')
+  tune.add_argument('--share', type=float, default=0.25, help='steps of a run, as a share (default: %(default)s)')
+  tune.add_argument('--seeds', type=int, nargs='+', default=[0], help='a run each (default: 0)')
+  tune.add_argument('--results', help='JSON-lines file of records (default: decays.jsonl in the folder)')
+  tune.add_argument(
+    '--by', choices=('loss', 'flips'), default='loss',
+    help="flips: the FST paper's ratio of flip rates to a dense twin's at the end of the warm-up; it needs candidates"
+    ' that are large enough',
+  )  # fmt: skip
+  tune.add_argument(
+    '--steps', type=int, default=0, help='of a run by flips (default: the warm-up, or ten mask refreshes)'
+  )
+
+  report = commands.add_parser('report', help='write one HTML page about any set of runs')
+  report.add_argument('runs', nargs='+', help='run folders, or folders that hold some')
+  report.add_argument('--out', default='report.html', help='the page (default: %(default)s)')
+  report.add_argument('--title', default='Runs compared', help='heading of the page (default: %(default)s)')
+
+  pages = commands.add_parser('pages', help='tables and picture of the docs, and two pages, from records')
+  pages.add_argument('--folder', type=Path, default=Path('site'), help='for the pages (default: %(default)s)')
+
+  guide = commands.add_parser('guide', help='which recipe for a GPU, a size and a goal, from records')
+  guide.add_argument('--tokens', type=int, required=True, help='tokens of a micro-batch on one device')
+  guide.add_argument('--d', type=int, required=True, help='width of the model')
+  guide.add_argument('--hidden', type=int, required=True, help='width of the hidden layer')
+  guide.add_argument('--gated', action='store_true', help='a gate besides the up-projection')
+  guide.add_argument('--device', help="folder of the GPU's records (default: the GPU at hand)")
+  guide.add_argument('--goal', choices=('sooner', 'quality', 'sparse'), default='sooner', help='(default: %(default)s)')
+
+  compare = commands.add_parser('compare', help='every method with every seed at equal steps, records and report')
+  _experiment_arguments(compare, 'nano')
+  compare.add_argument('--folder', default='runs/compare', help='for runs and report (default: %(default)s)')
+  _methods_arguments(compare, 'equal-steps')
+  compare.add_argument('--results', help='JSON-lines file for one record a run (default: none)')
+  compare.add_argument(
+    '--tune', type=int, nargs='?', const=6, metavar='TRIALS',
+    help='search learning rate and decay of every method first, with the first seed and so many trials (default: 6)',
+  )  # fmt: skip
+
+  sweep = commands.add_parser('sweep', help='train methods side by side on one device; compare then reports')
+  _experiment_arguments(sweep, 'small')
+  sweep.add_argument('--folder', default='runs/sweep', help='for runs and logs (default: %(default)s)')
+  _methods_arguments(sweep, 'equal-flops')
+  sweep.add_argument('--minutes', type=float, default=0.0, help='stop after these (default: wait for all)')
+  sweep.add_argument('--pack', type=Path, help='renew this .tar.gz of measurements as runs finish')
+  return parser

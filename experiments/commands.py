@@ -1,0 +1,219 @@
+"""What each command of `python -m experiments` does with its arguments: it calls the program and prints what it found.
+
+A command imports what it needs when it runs, so that none waits for the libraries of another.
+"""
+
+import argparse
+from pathlib import Path
+
+
+def is_one_of_several(args: argparse.Namespace) -> bool:
+  """Whether this process trains one run together with others."""
+  return bool(getattr(args, 'distributed', False) or getattr(args, 'coordinator', None))
+
+
+def _train(args: argparse.Namespace) -> None:
+  from experiments.runs import experiment, hosts, methods, train
+
+  config = experiment.load_config(args.config, args.overrides, tiny=args.tiny)
+  if args.method:
+    experiment.refuse_overrides(args.overrides, {**methods.SET_BY_METHOD, 'data.seed': 'a method has one, --set seed'})
+    config = methods.configure(config, args.method, config.seed)
+  if is_one_of_several(args):
+    hosts.join(args.coordinator, args.processes, args.process, args.heartbeat)
+  folder = args.folder or f'runs/{config.name}-{config.method or config.recipe.name}-seed{config.seed}'
+  before = 'finished before, ' if (Path(folder) / 'summary.json').exists() else ''
+  summary = train.train(config, folder, from_step=args.from_step, accept_changes=args.accept_changes)
+  if not hosts.first():
+    return
+  print(
+    f'{folder}: {before}validation loss {summary["validation_loss"]:.4f} after {summary["steps"]} steps, '
+    f'{summary["seconds"]:.0f} s'
+  )
+
+
+def _eval(args: argparse.Namespace) -> None:
+  from experiments.runs import inspection
+
+  loaded = inspection.load(args.run, step=args.step)
+  values = inspection.evaluate(loaded, num_batches=args.batches)
+  print(
+    f'step {int(loaded.state.step)}, {loaded.phase} phase: '
+    + ', '.join(f'{name} {value:.4f}' for name, value in values.items())
+  )
+
+
+def _generate(args: argparse.Namespace) -> None:
+  from experiments.runs import inspection, language
+
+  loaded = inspection.load(args.run, step=args.step)
+  print(
+    language.generate(
+      loaded, args.prompt, tokens=args.tokens, temperature=args.temperature, top_k=args.top_k, seed=args.seed
+    )
+  )
+
+
+def _cloze(args: argparse.Namespace) -> None:
+  from experiments.runs import inspection, language
+
+  loaded = inspection.load(args.run, step=args.step)
+  data = loaded.parts.data
+  if args.file:
+    items = language.read_items(args.file, data.tokenizer)
+  else:
+    items = list(language.held_out_items(data, args.questions))
+  values = language.cloze(loaded, items)
+  print(
+    f'step {int(loaded.state.step)}, {loaded.phase} phase: {values["accuracy"]:.3f} of {values["questions"]:.0f} '
+    f'questions right, {values["accuracy_by_mean"]:.3f} by the mean of a token; chance is {values["chance"]:.3f}'
+  )
+
+
+def _inspect(args: argparse.Namespace) -> None:
+  from rich.console import Console
+  from rich.table import Table
+
+  from experiments.runs import inspection
+
+  loaded = inspection.load(args.run, step=args.step)
+  table = Table(box=None, padding=(0, 2), header_style='bold')
+  for head in ('weight', 'shape', 'density', 'flip rate', '2:4'):
+    table.add_column(head, justify='right' if head in ('density', 'flip rate') else 'left')
+  for row in inspection.weight_table(loaded):
+    shape = ' x '.join(map(str, row.shape))
+    table.add_row(row.path, shape, f'{row.density:.4f}', f'{row.flip_rate:.2e}', 'yes' if row.is_24 else 'no')
+  console = Console(highlight=False)
+  what = f'{args.run}: step {int(loaded.state.step)}, {loaded.phase} phase, recipe {loaded.parts.recipe.name}'
+  console.print(what, soft_wrap=True)  # a long path is no reason to break the line
+  console.print(table if table.row_count else 'The recipe makes no weight sparse and watches none.')
+
+
+def _flops(args: argparse.Namespace) -> None:
+  from rich.console import Console
+  from rich.table import Table
+
+  from experiments.runs import build, experiment, flops
+  import sparse24_jax as s24
+
+  config = experiment.load_config(args.config, args.overrides, tiny=args.tiny)
+  if args.recipe:
+    with config.unlocked():
+      config.recipe = flops.named_recipe(args.recipe)
+  recipe = build.make_recipe(config)
+  vocab = args.vocab or flops.VOCABULARIES.get(config.data.tokenizer)
+  if vocab is None:
+    raise ValueError(f'the vocabulary of tokenizer {config.data.tokenizer!r} is not known here: give --vocab')
+  counts = [flops.of_experiment(config, r, vocab_size=vocab) for r in (recipe, s24.recipes.dense())]
+  table = Table(box=None, padding=(0, 2), header_style='bold')
+  for head in ('part', 'dense', recipe.name, 'times fewer'):
+    table.add_column(head, justify='left' if head == 'part' else 'right')
+  for part, dense, ours, ratio in flops.table(*counts):
+    table.add_row(part, f'{dense:.3e}', f'{ours:.3e}', f'{ratio:.2f}')
+  console = Console(highlight=False)
+  console.print(
+    f'{config.name}: {config.steps:,} steps of {config.data.batch_size} x {config.data.seq_len} tokens; forward and '
+    'backward, causal attention; multiply and add are two operations'
+  )
+  console.print(table)
+
+
+def _tune(args: argparse.Namespace) -> None:
+  from experiments.race import decays
+  from experiments.runs import experiment, methods, tune_decay
+
+  config = experiment.load_config(args.config, args.overrides, tiny=args.tiny)
+  experiment.refuse_overrides(args.overrides, tune_decay.SET_BY_TUNING)
+  if config.recipe.name == 'dense':
+    experiment.refuse_overrides(args.overrides, tune_decay.SET_FOR_DENSE)
+    config = methods.configure(config, 'fst', config.seed)
+  if args.by == 'loss':
+    results = Path(args.results or f'{args.folder}/decays.jsonl')
+    chosen = decays.search(
+      config, args.folder, results, candidates=args.candidates or decays.CANDIDATES, share=args.share, seeds=args.seeds
+    )
+    print(f'choice: {chosen.decay:g} ({chosen.reason}); records: {results}')
+    return
+  choice = tune_decay.tune(config, args.folder, candidates=args.candidates or tune_decay.CANDIDATES, steps=args.steps)
+  for trial in choice.trials:
+    print(f'  lambda {trial.decay:<8g} mu {trial.ratio:.3f}{"  feasible" if trial.feasible else ""}')
+  print(f'choice: {choice.decay} ({choice.reason}); record and plot in {args.folder}')
+
+
+def _report(args: argparse.Namespace) -> None:
+  from experiments.reports import report
+
+  print(f'report: {report.write_report(args.runs, args.out, title=args.title).resolve()}')
+
+
+def _pages(args: argparse.Namespace) -> None:
+  from experiments.reports import pages
+
+  for path in pages.write(args.folder):
+    print(path)
+
+
+def _guide(args: argparse.Namespace) -> None:
+  from experiments.reports import guide
+
+  options = {name: getattr(args, name) for name in ('tokens', 'd', 'hidden', 'gated', 'device', 'goal')}
+  print(guide.guide(**options))
+
+
+def _compare(args: argparse.Namespace) -> None:
+  from experiments.race import tuned
+
+  if args.tune is not None:
+    comparison = tuned.Comparison(
+      args.folder,
+      Path(args.results or f'{args.folder}/trials.jsonl'),
+      experiment=args.config,
+      names=args.methods,
+      seeds=args.seeds,
+      trials=args.tune,
+      tiny=args.tiny,
+      overrides=args.overrides,
+    )
+    print(f'records: {comparison.results}; report: {comparison.run().resolve()}')
+    return
+  from experiments.reports import compare
+
+  compare.compare(
+    args.folder,
+    experiment=args.config,
+    names=args.methods,
+    seeds=args.seeds,
+    tiny=args.tiny,
+    overrides=args.overrides,
+    results=Path(args.results) if args.results else None,
+  )
+
+
+def _sweep(args: argparse.Namespace) -> None:
+  from experiments.runs import sweep
+
+  unfinished = sweep.sweep(
+    args.folder,
+    experiment=args.config,
+    names=args.methods,
+    seeds=args.seeds,
+    minutes=args.minutes,
+    tiny=args.tiny,
+    overrides=args.overrides,
+    pack=args.pack,
+  )
+  if unfinished:
+    raise ValueError(f'{unfinished} methods are not finished; the same command goes on with them')
+
+
+def _main_job(args: argparse.Namespace) -> None:
+  from experiments.reports import main_job
+
+  main_job.run(args.folder, seed=args.seed, tiny=args.tiny, overrides=args.overrides)
+
+
+COMMANDS = {
+  'train': _train, 'eval': _eval, 'inspect': _inspect, 'generate': _generate,
+  'cloze': _cloze, 'flops': _flops, 'tune-decay': _tune, 'report': _report, 'guide': _guide,
+  'pages': _pages, 'compare': _compare, 'main-job': _main_job, 'sweep': _sweep,
+}  # fmt: skip
