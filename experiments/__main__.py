@@ -18,7 +18,7 @@ except ModuleNotFoundError as missing:
     raise
   sys.exit(f"error: the programs need {missing.name}: pip install -e '.[experiments,tasks]'")
 
-_RESUMABLE = ('train', 'main-job', 'compare', 'sweep')
+_RESUMABLE = ('train', 'main-job', 'compare', 'sweep', 'grid')
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,6 +1,7 @@
 """What each command of `python -m experiments` takes, and its help."""
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 from experiments.runs.experiment import known_experiments
@@ -29,7 +30,9 @@ def _experiment_arguments(
   parser.add_argument('--tiny', action='store_true', help="the experiment's tiny twin, which takes seconds")
 
 
-def _methods_arguments(parser: argparse.ArgumentParser, default: str) -> None:
+def _methods_arguments(
+  parser: argparse.ArgumentParser, default: str, *, seeds: Sequence[int] = (0, 1, 2), what: str = 'a run each'
+) -> None:
   parser.add_argument(
     '--methods',
     nargs='+',
@@ -37,7 +40,8 @@ def _methods_arguments(parser: argparse.ArgumentParser, default: str) -> None:
     metavar='METHOD',
     help='keys of METHODS or GROUPS in experiments/runs/method_table.py, e.g. dense fst (default: %(default)s)',
   )
-  parser.add_argument('--seeds', type=int, nargs='+', default=[0, 1, 2], help='a run each (default: 0 1 2)')
+  usual = ' '.join(map(str, seeds))
+  parser.add_argument('--seeds', type=int, nargs='+', default=list(seeds), help=f'{what} (default: {usual})')
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -149,6 +153,20 @@ def make_parser() -> argparse.ArgumentParser:
     '--tune', type=int, nargs='?', const=6, metavar='TRIALS',
     help='search learning rate and decay of every method first, with the first seed and so many trials (default: 6)',
   )  # fmt: skip
+
+  grid = commands.add_parser('grid', help='every method at the best of a grid, its runs side by side in one program')
+  _experiment_arguments(grid, 'nano')
+  _methods_arguments(grid, 'equal-steps', seeds=(2, 3, 4, 5, 6), what='of the best, which is reported')
+  grid.add_argument('--grid-alone', action='store_true', help='no other seeds: the losses of the search and no more')
+  grid.add_argument('--results', required=True, help='JSON-lines file of records')
+  grid.add_argument('--rates', type=float, nargs='+', required=True, help='peak learning rates')
+  grid.add_argument(
+    '--factors', type=float, nargs='+', default=[1.0],
+    help='of the masked decay that a method has; a method without one has as many trials, of more rates (default: 1)',
+  )  # fmt: skip
+  grid.add_argument('--search', type=int, nargs='+', default=[0, 1], help='seeds that choose (default: 0 1)')
+  grid.add_argument('--together', type=int, default=32, help='runs side by side (default: %(default)s)')
+  grid.add_argument('--share', type=float, default=1.0, help='of the steps, for a short search (default: 1)')
 
   sweep = commands.add_parser('sweep', help='train methods side by side on one device; compare then reports')
   _experiment_arguments(sweep, 'small')

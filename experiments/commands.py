@@ -189,6 +189,18 @@ def _compare(args: argparse.Namespace) -> None:
   )
 
 
+def _grid(args: argparse.Namespace) -> None:
+  from experiments.race import grid
+
+  options = ('rates', 'factors', 'search', 'together', 'share', 'tiny', 'overrides')
+  made = grid.Grid(
+    Path(args.results), experiment=args.config, names=args.methods, seeds=() if args.grid_alone else args.seeds,
+    **{name: getattr(args, name) for name in options},
+  )  # fmt: skip
+  made.run()
+  print(f'records: {made.results}')
+
+
 def _sweep(args: argparse.Namespace) -> None:
   from experiments.runs import sweep
 
@@ -215,5 +227,5 @@ def _main_job(args: argparse.Namespace) -> None:
 COMMANDS = {
   'train': _train, 'eval': _eval, 'inspect': _inspect, 'generate': _generate,
   'cloze': _cloze, 'flops': _flops, 'tune-decay': _tune, 'report': _report, 'guide': _guide,
-  'pages': _pages, 'compare': _compare, 'main-job': _main_job, 'sweep': _sweep,
+  'pages': _pages, 'compare': _compare, 'main-job': _main_job, 'sweep': _sweep, 'grid': _grid,
 }  # fmt: skip

@@ -104,22 +104,31 @@ class Seeds:
 
 
 def by_seed(records: Iterable[Mapping[str, Any]]) -> dict[str, Seeds]:
-  """Contenders by their mean loss, each at the rate (and decay) that was best for its first seed."""
+  """Contenders by their mean loss, each at the rate (and decay) that was best for the seeds that searched.
+
+  Records of a grid name these seeds, and the losses are those of other seeds. Without a name it is the seed of most
+  trials, which counts among the losses.
+  """
   records = [r for r in records if 'loss' in r]
   found = {}
   for name in dict.fromkeys(r['contender'] for r in _whole(records)):
     own = [r for r in records if r['contender'] == name]
-    # That of most trials; of as many the first.
-    (seed, _), *_ = Counter(r['seed'] for r in _whole(own)).most_common()
-    searched = [r for r in _whole(own) if r['seed'] == seed]
-    best = min(searched, key=lambda r: _worst(r['loss']))
-    same = [r for r in own if (r['rate'], r['decay']) == (best['rate'], best['decay'])]
-    axes = [[r['rate'] for r in searched if r['decay'] == best['decay']]]
-    if best['decay']:
-      axes.append([r['decay'] for r in searched if r['rate'] == best['rate']])
+    named = own[0].get('searched_with')
+    # Of seeds with as many trials the first.
+    search = named or [seed for seed, _ in Counter(r['seed'] for r in _whole(own)).most_common(1)]
+    trials: dict[tuple[float, float], list[float]] = {}
+    for r in _whole(own):
+      if r['seed'] in search:
+        trials.setdefault((r['rate'], r['decay']), []).append(_worst(r['loss']))
+    rate, decay = best = min(trials, key=lambda setting: statistics.fmean(trials[setting]))
+    alike = [r for r in own if (r['rate'], r['decay']) == best]
+    same = [r for r in alike if not named or r['seed'] not in named] or alike  # a grid alone has no other seeds
+    axes = [[other for other, its in trials if its == decay]]
+    if decay:
+      axes.append([its for other, its in trials if other == rate])
     found[name] = Seeds(
-      best['title'], best['rate'], best['decay'], len(searched),
-      any(value in (min(axis), max(axis)) for value, axis in zip((best['rate'], best['decay']), axes, strict=False)),
+      own[0]['title'], rate, decay, len(trials),
+      any(value in (min(axis), max(axis)) for value, axis in zip(best, axes, strict=False)),
       {r['seed']: _worst(r['loss']) for r in _whole(same)},
       {r['seed']: [(seconds, _worst(loss)) for _, seconds, loss in r['validation']] for r in _whole(same)},
       [(r['share'] * r['seconds'], _worst(r['loss'])) for r in same if r['share'] < 1],

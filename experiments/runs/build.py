@@ -325,26 +325,34 @@ def identity(parts: Parts) -> dict[str, Any]:
   }
 
 
-def learning_rate(config: Config) -> optax.Schedule:
-  """Linear warm-up, then half a cosine down to `end_lr`; ValueError if the warm-up takes all steps."""
+def learning_rate(config: Config, times: Any = 1) -> optax.Schedule:
+  """Linear warm-up, then half a cosine down to `end_lr`, all of it `times` as high; an array may say how much.
+
+  Raises:
+    ValueError: the warm-up takes all steps.
+  """
   opt = config.optimizer
   if opt.warmup_steps >= config.steps:
     raise ValueError(f'optimizer.warmup_steps is {opt.warmup_steps}; it must be less than steps, {config.steps}')
-  return optax.warmup_cosine_decay_schedule(0.0, opt.peak_lr, opt.warmup_steps, config.steps, opt.end_lr)
+  usual = optax.warmup_cosine_decay_schedule(0.0, opt.peak_lr, opt.warmup_steps, config.steps, opt.end_lr)
+  return usual if isinstance(times, int) and times == 1 else lambda count: times * usual(count)
 
 
-def make_optimizer(config: Config, recipe: s24.Recipe, phase: str) -> optax.GradientTransformationExtraArgs:
+def make_optimizer(
+  config: Config, recipe: s24.Recipe, phase: str, times: Any = 1
+) -> optax.GradientTransformationExtraArgs:
   """AdamW inside the recipe's wrapper; weight decay on matrices only.
 
   Gradients are clipped before the wrapper, so that masked decay is not, or inside it where links come and go, so that
-  the norm is that of the links' gradients (as in the released code of mixed sparsity training).
+  the norm is that of the links' gradients (as in the released code of mixed sparsity training). Learning rates are
+  `times` those of the configuration.
   """
   opt = config.optimizer
 
   def is_matrix(params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in ('kernel', 'embedding'), params)
 
-  rate = learning_rate(config)
+  rate = learning_rate(config, times)
   # AdamW, spelt out because a recipe may hold the second moment in its sparse phase: STEP does.
   if recipe.freezes_second_moment:
     moments = s24.scale_by_step_adam(opt.b1, opt.b2, opt.eps, phase=phase)

@@ -1,6 +1,7 @@
 """What a configuration compiles to: initial state, training step, evaluation."""
 
 from collections.abc import Callable, Sequence
+import dataclasses
 import functools
 import math
 from typing import Any, NamedTuple
@@ -70,28 +71,49 @@ def outputs_of(model: Any, params: Any, sparse: Any, inputs: Sequence[jax.Array]
   return model.apply({'params': params, 'sparse24': sparse}, *inputs, rngs=rngs)
 
 
+class Told(NamedTuple):
+  """What a step may be told that its configuration says too, so that runs which differ in it share a program.
+
+  Attributes:
+    times: learning rates, as a multiple of those of the configuration.
+    decay: the recipe's masked decay; None is its own.
+  """
+
+  times: Any = 1
+  decay: Any = None
+
+
 def make_step(
   parts: Parts, phase: str, shardings: Any, attention: Attention = None, refresh: bool | None = None
 ) -> Callable[..., tuple[TrainState, StepMetrics]]:
-  """Compiles to one program a phase: (state, micro-batches [accumulate, B, ...], seed, limit) -> (state, metrics).
+  """Compiles to one program a phase: see `step_of` for what it takes; the state is given away."""
+  return jax.jit(step_of(parts, phase, attention, refresh), donate_argnums=0, out_shardings=shardings)
+
+
+def step_of(
+  parts: Parts, phase: str, attention: Attention = None, refresh: bool | None = None
+) -> Callable[..., tuple[TrainState, StepMetrics]]:
+  """(state, micro-batches [accumulate, B, ...], seed, limit, told) -> (state, metrics), to be compiled.
 
   With `refresh` False it is one of steps that choose no masks, see `build.refresh_of`.
 
   The seed, for sampling, is that of the configuration unless given: runs that differ in it share the program. A loss
   above `limit` is a bad one, for the policy 'skip'.
   """
-  config, recipe, task = parts.config, parts.recipe, parts.task
+  config, task = parts.config, parts.task
   skips = bad_numbers.policy_of(config).name == 'skip'
-  tx = build.make_optimizer(config, recipe, phase)
   deterministic = not parts.model.config.dropout
-  blocks = phase == 'sparse' and any(rule.activation for rule in recipe.rules)
+  blocks = phase == 'sparse' and any(rule.activation for rule in parts.recipe.rules)
   model = build.model_for(parts, attention, blocks=blocks, deterministic=deterministic)
-  model = s24.sparsify(model, recipe, phase=phase)
+  model = s24.sparsify(model, parts.recipe, phase=phase)
 
-  @functools.partial(jax.jit, donate_argnums=0, out_shardings=shardings)
   def step(
-    state: TrainState, batches: dict[str, jax.Array], seed: int = config.seed, limit: float = math.inf
-  ) -> tuple[TrainState, StepMetrics]:
+    state: TrainState, batches: dict[str, jax.Array], seed: int = config.seed, limit: float = math.inf,
+    told: Told | None = None,
+  ) -> tuple[TrainState, StepMetrics]:  # fmt: skip
+    told = told or Told()
+    recipe = parts.recipe if told.decay is None else dataclasses.replace(parts.recipe, masked_decay=told.decay)
+    tx = build.make_optimizer(config, recipe, phase, told.times)
     # Every step's key comes from its number, so a resumed run draws what the interrupted one would have drawn.
     key = jax.random.fold_in(jax.random.key(seed + 1), state.step)
     # Masks of this optimizer step, for all micro-batches: read from the optimizer state, searched by its update.
@@ -115,7 +137,7 @@ def make_step(
       loss, grads = jax.tree.map(lambda x: x / config.accumulate, total)
     updates, opt_state = tx.update(grads, state.opt_state, state.params, refresh=refresh)
     params = optax.apply_updates(state.params, updates)
-    norm, learning_rate = optax.tree.norm(grads), build.learning_rate(config)(state.step)
+    norm, learning_rate = optax.tree.norm(grads), build.learning_rate(config, told.times)(state.step)
     good = jnp.isfinite(loss) & jnp.isfinite(norm)
     if skips:
       good &= (loss <= limit) & sums.all_finite((params, opt_state))
