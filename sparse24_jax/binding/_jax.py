@@ -1,6 +1,7 @@
 """The few things that the trace needs of JAX's own insides, and where versions differ."""
 
 from collections.abc import Sequence
+import contextvars
 from typing import Any, NamedTuple
 
 from jax._src import source_info_util
@@ -33,25 +34,34 @@ def under(equation: Any) -> Any:
   return _Under(equation)
 
 
+_enclosing: contextvars.ContextVar[tuple[Any, ...]] = contextvars.ContextVar('enclosing', default=())
+
+
 class _Under:
 
   def __init__(self, equation: Any):
-    info = equation.source_info
+    self._equation, info = equation, equation.source_info
     names = source_info_util.current_name_stack() + info.name_stack
     self._contexts = (source_info_util.user_context(info.traceback, name_stack=names), equation.ctx.manager)
 
   def __enter__(self) -> None:
+    self._token = _enclosing.set((*_enclosing.get(), self._equation))
     for context in self._contexts:
       context.__enter__()
 
   def __exit__(self, *error: Any) -> None:
+    _enclosing.reset(self._token)
     for context in reversed(self._contexts):
       context.__exit__(*error)
 
 
 def source_of(equation: Any) -> str:
-  """`file.py:12 (function)` of the line that made an equation, as JAX prints it."""
-  return source_info_util.summarize(equation.source_info)
+  """`file.py:12 (function)` of the line that made an equation, as JAX prints it.
+
+  JAX's own functions may keep none of what they are made of: then of the call.
+  """
+  of_calls = (source_info_util.summarize(call.source_info) for call in (equation, *reversed(_enclosing.get())))
+  return next(filter(None, of_calls), 'an unknown line')
 
 
 def scan_parts(params: Any, values: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:

@@ -56,7 +56,18 @@ class Use:
   @property
   def packs(self) -> bool:
     """Whether it could read a packed weight."""
-    return self.whole and not self.divided and self.kind == 'dot_general' and self.asked.unfit(self.dtype) is None
+    return self.unpacked is None
+
+  @property
+  def unpacked(self) -> str | None:
+    """Why it cannot, or None."""
+    if self.kind != 'dot_general':
+      return 'a ragged matmul reads it, for which there is no kernel'
+    if unfit := self.asked.unfit(self.dtype):
+      return f'no kernel gives what its matmul asks for, {unfit}'
+    if self.divided:
+      return 'a shard_map divides it: each call packs its shards'
+    return None if self.whole else 'its matmuls read parts of it, which each call packs'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,10 +215,18 @@ def tracked(params: Any, recipe: Recipe) -> dict[str, Rule]:
   return {path: rule for path, rule in matched_rules(params, recipe).items() if not rule.is_plain}
 
 
+_INSTEAD = {
+  'concatenate': ' joins it with other arrays (multiply by each, or store them as one parameter)',
+  'stack': ' joins it with other arrays (multiply by each, or store them as one parameter)',
+  'conv_general_dilated': ' is a convolution, and no matmul',
+  'gather': ' looks rows up',
+}
+
+
 def how_lost(mark: View | Altered, by: str, source: str) -> str:
   """Where nothing follows a weight any more."""
   if not isinstance(mark, Altered):
-    return f'{by} at {source}'
+    return f'{by} at {source}{_INSTEAD.get(by, "")}'
   if by.endswith('dot_general'):
     return f'{mark.by} at {mark.source} changes it before a matmul reads it'
   return f'{mark.by} at {mark.source}, then {by} at {source}'
@@ -248,15 +267,19 @@ class Notes:
       return
     reason = why_apart(read_by, [self.rules[found.view.path] for found in maps.values()])
     if (maps['down'].view.path, id(maps['down'].origin)) in self.blocks:
-      self.apart(list(maps.values()), 'the matmul that reads its result begins another block')
+      self._no_block(list(maps.values()), 'the matmul that reads its result begins another block')
     elif reason is not None:
-      self.apart(list(maps.values()), reason)
+      self._no_block(list(maps.values()), reason)
     else:
       self.blocks |= {(found.view.path, id(found.origin)): (activation, role) for role, found in maps.items()}
 
   def apart(self, maps: Sequence[Matmul], reason: str) -> None:
     for found in maps:
       self.reasons.setdefault((found.view.path, id(found.origin)), reason)
+
+  def _no_block(self, maps: Sequence[Matmul], reason: str) -> None:
+    """Of matmuls that would be one, where the last may have been told by now what reads its result."""
+    self.reasons |= {(found.view.path, id(found.origin)): reason for found in maps}
 
   def lost(self, mark: View | Altered, by: str, source: str) -> None:
     self._problem(mark.path, how_lost(mark, by, source))
@@ -308,6 +331,8 @@ def _bound(path: str, leaf: Any, rule: Rule, notes: Notes) -> BoundWeight | str:
   """The weight, or what is wrong with it."""
   readings, problems = notes.readings.get(path, []), notes.problems.get(path, [])
   dense = f"leave it dense, recipe.with_dense('{path}')"
+  if not jnp.issubdtype(leaf.dtype, jnp.floating):
+    return f'{path} of shape {leaf.shape}: it is {leaf.dtype}, and no floating-point numbers that train: {dense}'
   if problems:
     return f'{path} of shape {leaf.shape}: {"; ".join(problems)}. Nothing follows a weight there: {dense}'
   if not readings:
@@ -339,6 +364,8 @@ def _use(found: Matmul, reading: Reading, notes: Notes) -> Use:
   kind, source = found.equation.primitive.name, _jax.source_of(found.equation)
   dtype = jnp.dtype(found.operands).name
   apart = None if block else notes.reasons.get((found.view.path, id(found.origin)))
+  if kind == 'ragged_dot_general':
+    apart = 'a ragged matmul multiplies the projected weight as it does the dense one: no kernel has groups of rows'
   divided = bool(found.view.divided)
   return Use(reading.tokens, reading.whole, kind, block, role, source, dtype, found.asked, apart, divided)
 

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import jax
 from jax import Array
+import jax.numpy as jnp
 
 from sparse24_jax.binding import _jax
 from sparse24_jax.binding.values import Keys, Reader, Value
@@ -102,24 +103,27 @@ def scan(self: Interpreter, equation: Any, values: list[Value]) -> list[Value]:
   self.lose([v for v, same in zip(carried, handed_on, strict=True) if not same], 'the carry of a scan', source)
   inner, states = [], []
   for value in scanned:
-    view = None if value.view is None else value.view.inside_loop()
-    if value.mark is not None and view is None:
-      self.reader.lost(value.mark, 'a scan over a part of an axis', source)
-    inner.append(view)
-    states.append(None if view is None else _along(value, view))
+    if value.mark is not None and value.view is None:
+      self.reader.lost(value.mark, 'a scan', source)
+    inner.append(None if value.view is None else value.view.inside_loop())
+    states.append(None if inner[-1] is None else _along(value, inner[-1]))
+  # Some layers of a stack, or groups of them, are looked up by their numbers, as their states are.
+  counted = any(value.view is not None and view is None for value, view in zip(scanned, inner, strict=True))
 
   def step(carry: list[Any], x: tuple) -> tuple[list[Any], list[Any]]:
-    key, arrays, unscaled, states = x
+    key, arrays, unscaled, states, i = x
     kept = [
       Value(a, v.mark, v.state, v.unscaled, norms=v.norms) if same else Value(a, norms=v.norms)
       for a, v, same in zip(carry, carried, handed_on, strict=True)
     ]
+    views = [outer.view.entry(i) if view is None and outer.view else view
+             for view, outer in zip(inner, scanned, strict=True)]  # fmt: skip
     slices = [
       Value(
         a, view, outer.state if view is not None and view.taken == outer.mark.taken else state,
         None if view is None else u, norms=outer.norms,
       )
-      for a, view, state, u, outer in zip(arrays, inner, states, unscaled, scanned, strict=True)
+      for a, view, state, u, outer in zip(arrays, views, states, unscaled, scanned, strict=True)
     ]  # fmt: skip
     out = self.run(body, body_constants, [*constants, *kept, *slices], Keys(key))
     same = (*handed_on, *(False for _ in out[len(carry) :]))
@@ -132,7 +136,10 @@ def scan(self: Interpreter, equation: Any, values: list[Value]) -> list[Value]:
   with _jax.under(equation):
     carry, ys = jax.lax.scan(
       step, [value.array for value in carried],
-      (keys, [value.array for value in scanned], [value.unscaled for value in scanned], states),
+      (
+        keys, [value.array for value in scanned], [value.unscaled for value in scanned], states,
+        jnp.arange(params['length']) if counted else None,
+      ),
       length=params['length'], reverse=params['reverse'], unroll=params['unroll'],
     )  # fmt: skip
   out = [Value(a) for a in (*carry, *ys)]

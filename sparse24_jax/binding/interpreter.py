@@ -129,8 +129,9 @@ class _Interpreter:
         value.mark = altered._replace(mixed=altered.mixed or mixed)
     elif not harmless(name) or (isinstance(mark, Altered) and mark.mixed):
       # A norm reads the weight alone. What reads it with something else may be a matmul by another name.
-      self.reader.lost(mark, name, source)
-    return _with_norms(out, values, frozenset((mark.path,)))
+      for each in {mark.path: mark for mark in marks if mark is not None}.values():
+        self.reader.lost(each, name, source)
+    return _with_norms(out, values, frozenset(mark.path for mark in marks if mark is not None))
 
   def _rebound(self, equation: Any, values: Sequence[Value]) -> list[Value]:
     return _with_norms([Value(array) for array in _jax.rebind(equation, [v.array for v in values])], values)

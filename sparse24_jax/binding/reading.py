@@ -76,12 +76,10 @@ def read(found: Matmul) -> Reading:
     mine = sorted((run for run in by_role[name] if run.axis == axis), key=lambda run: -run.stride)
     stride = 1
     for run in reversed(mine):
-      if run.stride != stride:
+      if run.stride != stride and name != 'stacked':
         raise UnreadableError(f'of axis {axis} it takes entries that are not neighbours')
       stride *= run.size
     sizes[axis] = math.prod(run.size for run in mine)
-    if mine and name == 'stacked' and sizes[axis] != view.shape[axis]:
-      raise UnreadableError(f'it takes {sizes[axis]} of {view.shape[axis]} entries of the stacked axis {axis} at once')
   _check_factors(view, chosen, sizes, by_role['stacked'])
   inside = [axis for axis, name in chosen.items() if name != 'stacked']
   other = found.equation.invars[1 - side].aval.shape
@@ -102,7 +100,7 @@ def _check_factors(view: View, chosen: Mapping[int, str], sizes: Mapping[int, in
   """`UnreadableError` unless each factor can be one of the activations or of the result."""
   for factor in view.factors:
     for axis in factor.axes:
-      taken = chosen[axis] == 'stacked' and axis not in (run.axis for run in batch)
+      taken = chosen[axis] == 'stacked' and [run.axis for run in batch].count(axis) != 1
       if taken or sizes[axis] != view.shape[axis]:
         raise UnreadableError(f'it was multiplied by an array along axis {axis}, of which it takes a part')
     if {'contracted', 'outputs'} <= {chosen[axis] for axis in factor.axes}:

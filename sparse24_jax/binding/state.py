@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from sparse24_jax.binding.view import View
+from sparse24_jax.binding.view import Run, View
 
 NNX_STATES = 'sparse24/states/'  # where a sparsified nnx model keeps the states of its weights, by their paths
 
@@ -31,15 +31,27 @@ class WeightState:
     value = jax.tree.map(lambda leaf: jnp.moveaxis(leaf, place, 0), self.value)
     return WeightState(value, tuple(a for a in self.stacked if a != axis))
 
-  def at(self, view: View, batch: tuple[int, ...]) -> Any:
-    """Of the matrices that a view holds: `batch` names its stacked axes in the order that a matmul has them."""
+  def at(self, view: View, batch: tuple[Run, ...]) -> Any:
+    """Of the matrices that a view holds: `batch` are its runs over stacked axes in the order that a matmul has them."""
+    axes = tuple(run.axis for run in batch)
+    if len(set(axes)) < len(axes) or any(run != Run(run.axis, 1, view.shape[run.axis]) for run in batch):
+      return self._looked_up(view, batch)
     value, stacked = self.value, self.stacked
-    for axis in [a for a in stacked if a not in batch]:
+    for axis in [a for a in stacked if a not in axes]:
       place = stacked.index(axis)
       entry = functools.partial(jax.lax.dynamic_index_in_dim, index=view.offsets[axis], axis=place, keepdims=False)
       value = jax.tree.map(entry, value)
       stacked = tuple(a for a in stacked if a != axis)
-    order = tuple(stacked.index(axis) for axis in batch)
+    order = tuple(stacked.index(axis) for axis in axes)
     if order == tuple(range(len(order))):
       return value
     return jax.tree.map(lambda leaf: jnp.transpose(leaf, (*order, *range(len(order), leaf.ndim))), value)
+
+  def _looked_up(self, view: View, batch: tuple[Run, ...]) -> Any:
+    """Where a matmul runs over some entries of a stacked axis, or over the axis as several."""
+    places = {axis: view.offsets[axis] for axis in self.stacked}
+    for i, run in enumerate(batch):
+      steps = run.stride * jax.lax.broadcasted_iota(jnp.int32, tuple(run.size for run in batch), i)
+      places[run.axis] = places[run.axis] + steps
+    index = tuple(jnp.broadcast_to(at, tuple(run.size for run in batch)) for at in places.values())
+    return jax.tree.map(lambda leaf: leaf.at[index].get(mode='promise_in_bounds'), self.value)

@@ -266,7 +266,7 @@ class _Sparse:
     state, view = found.weight.state, found.view
     if state is None:
       return None
-    state = state.at(view, reading.batch)
+    state = state.at(view, reading.runs[: reading.axes[0]])
     return state if reading.whole else part_of(projection_state(state), view, reading.layout)
 
 

@@ -78,6 +78,11 @@ class View:
       return None
     return dataclasses.replace(self, axes=self.axes[1:], taken=(*self.taken, runs[0].axis))
 
+  def entry(self, index: Any) -> 'View | None':
+    """What one entry along axis 0 of the value is; of the weight's states all are still there."""
+    found = _taken(self, 0, index, 1)
+    return found and _squeeze(found, {'dimensions': (0,)}, ())
+
 
 def factor_along(view: View, array: Any, places: Sequence[int]) -> Factor | None:
   """A factor of a value from an array with an axis for each of some `places` among its axes.
@@ -107,6 +112,13 @@ def follow(equation: Any, values: Sequence[Any], views: Sequence[View | None]) -
 def _same(view: View, params: Mapping[str, Any], values: Sequence[Any]) -> View:
   del params, values
   return view
+
+
+def _cast(view: View, params: Mapping[str, Any], values: Sequence[Any]) -> View | None:
+  """In 8 bits or as integers it is quantised: what is packed of the weight would not be."""
+  del values
+  dtype = jnp.dtype(params['new_dtype'])
+  return view if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1 else None
 
 
 def _transpose(view: View, params: Mapping[str, Any], values: Sequence[Any]) -> View:
@@ -158,12 +170,12 @@ def _reshape(view: View, params: Mapping[str, Any], values: Sequence[Any]) -> Vi
   return dataclasses.replace(view, axes=tuple(axes))
 
 
-def _taken(view: View, place: int, start: Any, size: int) -> View | None:
-  """Entries `start` to `start + size` of one axis of the value."""
+def _taken(view: View, place: int, start: Any, size: int, stride: int = 1) -> View | None:
+  """Entries `start`, `start + stride`, ... of one axis of the value, `size` of them."""
   runs = view.axes[place]
   if math.prod(run.size for run in runs) == size:
     return view
-  if size == 1 and len(runs) > 1 and isinstance(start, int):  # an entry of joined axes is an entry of each
+  if size == 1 and len(runs) > 1:  # an entry of joined axes is an entry of each
     offsets = list(view.offsets)
     for run in reversed(runs):
       start, at = divmod(start, run.size)
@@ -174,7 +186,7 @@ def _taken(view: View, place: int, start: Any, size: int) -> View | None:
   (run,) = runs
   offsets = list(view.offsets)
   offsets[run.axis] = offsets[run.axis] + start * run.stride
-  return _with(view, place, (run._replace(size=size),) if size > 1 else (), offsets)
+  return _with(view, place, (Run(run.axis, run.stride * stride, size),) if size > 1 else (), offsets)
 
 
 def _with(view: View, place: int, runs: tuple[Run, ...], offsets: Sequence[Any]) -> View:
@@ -185,11 +197,12 @@ def _with(view: View, place: int, runs: tuple[Run, ...], offsets: Sequence[Any])
 
 def _slice(view: View, params: Mapping[str, Any], values: Sequence[Any]) -> View | None:
   del values
-  if any(stride != 1 for stride in params['strides'] or ()):
-    return None
+  strides = params['strides'] or (1,) * len(view.axes)
   found: View | None = view
-  for place, (start, stop) in enumerate(zip(params['start_indices'], params['limit_indices'], strict=True)):
-    found = found and _taken(found, place, int(start), int(stop - start))
+  for place, (start, stop, stride) in enumerate(
+    zip(params['start_indices'], params['limit_indices'], strides, strict=True)
+  ):
+    found = found and _taken(found, place, int(start), len(range(start, stop, stride)), int(stride))
   return found
 
 
@@ -217,6 +230,13 @@ def _split(view: View, params: Mapping[str, Any], values: Sequence[Any]) -> list
     found.append(part)
     start += size
   return found
+
+
+def _unstack(view: View, params: Mapping[str, Any], values: Sequence[Any]) -> list[View] | None:
+  del values
+  place = params['axis']
+  found = [_taken(view, place, i, 1) for i in range(view.value_shape[place])]
+  return [_squeeze(part, {'dimensions': (place,)}, ()) for part in found if part] if all(found) else None
 
 
 def _gather(view: View, params: Mapping[str, Any], values: Sequence[Any]) -> View | None:
@@ -267,7 +287,7 @@ def _all_gather(view: View, params: Mapping[str, Any], values: Sequence[Any]) ->
 _RULES: Mapping[str, Callable[[View, Mapping[str, Any], Sequence[Any]], View | list[View] | None]] = {
   **dict.fromkeys(
     (
-      'convert_element_type', 'copy', 'copy_p', 'device_put', 'mesh_cast', 'name', 'pvary', 'pcast', 'reshard',
+      'copy', 'copy_p', 'device_put', 'mesh_cast', 'name', 'pvary', 'pcast', 'reshard',
       'sharding_constraint', 'stop_gradient',
     ),
     _same,
@@ -275,6 +295,7 @@ _RULES: Mapping[str, Callable[[View, Mapping[str, Any], Sequence[Any]], View | l
   'all_gather': _all_gather,
   'all_gather_invariant': _all_gather,
   'broadcast_in_dim': _broadcast,
+  'convert_element_type': _cast,
   'dynamic_slice': _dynamic_slice,
   'gather': _gather,
   'reshape': _reshape,
@@ -282,4 +303,5 @@ _RULES: Mapping[str, Callable[[View, Mapping[str, Any], Sequence[Any]], View | l
   'split': _split,
   'squeeze': _squeeze,
   'transpose': _transpose,
+  'unstack': _unstack,
 }  # fmt: skip

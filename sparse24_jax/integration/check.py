@@ -27,6 +27,7 @@ _BLOCKS = (
 )
 
 
+_UNPACKED = 'not packed once in an optimizer step for all micro-batches, where kernels run. Here:'
 _ENDS = 'no other matched weight reads its result'
 
 
@@ -89,6 +90,8 @@ class Checked:
     lines += [f'PROBLEM  {w.problem}' for w in self.weights if w.problem is not None]
     if apart := _apart(self.weights):
       lines += [_BLOCKS, *(f'  {_listed(paths)}: {reason}' for reason, paths in apart.items())]
+    if unpacked := _unpacked(self.weights):
+      lines += [_UNPACKED, *(f'  {_listed(paths)}: {reason}' for reason, paths in unpacked.items())]
     lines.append(f'stay dense: {_listed(self.dense) or "no other weight"}')
     return '\n'.join(lines)
 
@@ -215,7 +218,12 @@ def _measured(
     reached = float(jnp.sum(pruned & (grads[path] != 0)) / jnp.maximum(pruned.sum(), 1))
     problem = found[path].problem
     if not reached and pruned.any():
-      problem = problem or f'{path}: no gradient reaches its pruned entries, which then never come back'
+      problem = problem or (
+        f'{path}: no gradient reaches its pruned entries, which then never come back'
+        if (grads[path] != 0).any()
+        else f'{path}: no gradient reaches it at all: it is frozen (stop_gradient), and its zeros stay where they are,'
+        ' or what the function returns does not depend on it'
+      )
     found[path] = dataclasses.replace(found[path], problem=problem, pruned=float(pruned.mean()), reached=reached)
   return found
 
@@ -226,6 +234,17 @@ def _apart(weights: Sequence[CheckedWeight]) -> dict[str, list[str]]:
   for weight in [w.weight for w in weights if w.weight is not None]:
     for reason in dict.fromkeys(use.apart or _ENDS for use in weight.uses if not use.block):
       found.setdefault(reason, []).append(weight.path)
+  return found
+
+
+def _unpacked(weights: Sequence[CheckedWeight]) -> dict[str, list[str]]:
+  """Why weights are not packed in front of the step, and which."""
+  found: dict[str, list[str]] = {}
+  for weight in [w.weight for w in weights if w.weight is not None]:
+    projection = weight.rule.policy.projection
+    if projection is not None and projection.form is not None:
+      for reason in dict.fromkeys(filter(None, (use.unpacked for use in weight.uses))):
+        found.setdefault(reason, []).append(weight.path)
   return found
 
 
