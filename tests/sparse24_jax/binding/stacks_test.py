@@ -110,7 +110,7 @@ class MessagesTest(parameterized.TestCase):
 
   @parameterized.named_parameters(
     ('joined', lambda p, x: x @ jnp.concatenate([p['a'], p['b']], 1), 'b of shape .*concatenate at .*joins it with'),
-    ('stacked', lambda p, x: x @ jnp.stack([p['a'], p['b']])[0], 'b of shape .*stack.* at .*'),
+    ('stacked', lambda p, x: x @ jnp.stack([p['a'], p['b']])[0], 'b of shape .*(stack|concatenate) at .*joins it'),
     ('padded', lambda p, x: x @ jnp.pad(p['a'], ((0, 0), (0, 8))) @ jnp.tile(p['b'], 2).T,
      r'a of shape .*pad at .*stacks_test'),
     ('in_8_bits', lambda p, x: x @ p['a'].astype(jnp.float8_e4m3fn).astype(x.dtype) @ p['b'],
