@@ -10,6 +10,7 @@ from sparse24_jax.dot import dot, dot_general
 from sparse24_jax.ffn import ffn
 from sparse24_jax.glu import gated_linear_unit
 from sparse24_jax.integration.check import check, Checked, CheckedWeight
+from sparse24_jax.integration.check_step import check_step, CheckedStep
 from sparse24_jax.integration.functional import project, verify_weights
 from sparse24_jax.integration.sparsify import sparse_variables, SparseVariable, sparsify
 from sparse24_jax.masks import compress, Compressed24, decompress, magnitude_mask, transposable_mask, verify24
@@ -51,6 +52,7 @@ __all__ = [
   'Bound',
   'BoundWeight',
   'Checked',
+  'CheckedStep',
   'CheckedWeight',
   'Clusters',
   'Compressed24',
@@ -77,6 +79,7 @@ __all__ = [
   'bind',
   'block_gain',
   'check',
+  'check_step',
   'cluster_neurons',
   'compress',
   'compress_vnm',

@@ -125,6 +125,8 @@ MUTANTS = _of(
    '  return dx, dw * (projected != 0), None, None, None', 'dot_test.py', 'three_matmuls'),
   ('a projected tree passes gradients straight through', 'projection.py', 'return cotangent, None',
    'return cotangent / 2, None', 'integration/functional_test.py', 'straight_through'),
+  ('a step that reads a masked weight dense is found', 'binding/flow.py', 'operand.sparse - operand.dense',
+   'operand.sparse | operand.dense', 'integration/check_step_test.py', 'an_average'),
   ('an nnx model does not train on the masks of other weights', 'integration/nnx_states.py',
    'states |= jax.lax.cond(stale, anew, lambda kept: kept, kept) if kept else {}', 'states |= kept',
    'integration/nnx_states_test.py', 'owns_its_step'),

@@ -442,5 +442,34 @@ class TrainingStepTest(parameterized.TestCase):
     self.assertIn('round-nearest-even', hlo)
 
 
+class CheckStepOnHopperTest(parameterized.TestCase):
+
+  @parameterized.parameters(False, True)
+  def test_kernels_in_a_step_are_sparse_matmuls(self, fp8):
+    """Packed once a step, read by the fused block of a scanned layer, forward and backward."""
+    recipe = s24.recipes.s_ste('.*', fp8=True) if fp8 else s24.recipes.transposable_srste('.*', masked_decay=1e-4)
+    tx = s24.sparse_training(optax.sgd(0.1), recipe)
+
+    def loss(params, x):
+      layer = jax.checkpoint(lambda x, w: (x + jax.nn.gelu(x @ w['up']) @ w['down'], None))
+      return jax.lax.scan(layer, x, params)[0].astype(jnp.float32).sum()
+
+    def step(params, state, x, sparse):
+      if sparse:
+        variables = s24.sparse_variables(params, state, recipe)
+        self.assertIsInstance(variables['up'], s24.PackedWeight)
+        grads = jax.grad(s24.sparsify(loss, recipe))(params, variables, jax.random.key(0), x)
+      else:
+        grads = jax.grad(loss)(params, x)
+      return tx.update(grads, state, params)
+
+    with hopper():
+      params = {'up': struct(2, D, HIDDEN), 'down': struct(2, HIDDEN, D)}
+      given = params, jax.eval_shape(tx.init, params), struct(TOKENS, D)
+      self.assertEqual(set(s24.check_step(step, *given, sparse=True).weights), {'up', 'down'})
+      with self.assertRaisesRegex(ValueError, 'down: the step reads it dense at'):
+        s24.check_step(step, *given, sparse=False)
+
+
 if __name__ == '__main__':
   absltest.main()

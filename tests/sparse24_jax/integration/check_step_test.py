@@ -1,0 +1,172 @@
+"""`check_step`: a step that trains dense while its optimizer prunes is an error, by weight and line; others pass."""
+
+import functools
+import inspect
+
+from absl.testing import absltest, parameterized
+from flax import linen as nn
+from flax import nnx
+from flax.training.train_state import TrainState
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import sparse24_jax as s24
+
+RECIPES = {
+  'ste': s24.recipes.ste('.*'),
+  'fst': s24.recipes.transposable_srste('.*', masked_decay=1e-3),
+  's_ste': s24.recipes.s_ste('.*'),
+  's_ste_fp8': s24.recipes.s_ste('.*', fp8=True),
+  'rigl': s24.recipes.rigl('.*', density=0.5, total_steps=1000),
+  'packed': s24.Recipe('own', (s24.Rule('.*', s24.DotPolicy(s24.transposable(), 'sparse', implementation='dense')),)),
+}
+X = np.ones((8, 16), np.float32)
+
+
+def params_of(layers=3):
+  rng = np.random.default_rng(0)
+  return {name: np.float32(rng.normal(size=(layers, 16, 16))) for name in ('up', 'down')}
+
+
+def loss(params, x):
+  """Layers in a scan, with a remat: a block and what is around it."""
+
+  @jax.checkpoint
+  def layer(x, w):
+    return x + jax.nn.gelu(x @ w['up']) @ w['down'], None
+
+  return (jax.lax.scan(layer, x, params)[0] ** 2).mean()
+
+
+def step_of(recipe, how, loss=loss):
+  """(step, optimizer) that applies the sparse loss, `project`, the plain one, or one that forgets a weight's mask."""
+  tx = optax.chain(optax.clip_by_global_norm(1.0), s24.sparse_training(optax.adamw(1e-3), recipe))
+  sparse = s24.sparsify(loss, recipe)
+
+  def of(params, state, x):
+    match how:
+      case 'sparsify':
+        return sparse(params, s24.sparse_variables(params, state, recipe), jax.random.key(0), x)
+      case 'project':
+        return loss(s24.project(params, state, recipe), x)
+      case 'plain':
+        return loss(params, x)
+      case 'half':
+        return loss(s24.project(params, state, recipe) | {'up': params['up']}, x)
+      case 'elsewhere':
+        return loss({'up': jnp.ones_like(params['up']), 'down': jnp.sin(params['down'])}, x)
+
+  def step(params, state, x):
+    grads = jax.grad(of)(params, state, x)
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+  return step, tx
+
+
+def checked(recipe, how, wrap=lambda step: step):
+  step, tx = step_of(recipe, how)
+  given = jax.tree.map(lambda a: a.astype(jnp.bfloat16), (params_of(), X))  # kernels take 16 bits
+  params, x = jax.eval_shape(lambda: given)
+  return s24.check_step(wrap(step), params, jax.eval_shape(tx.init, params), x)
+
+
+def steps_in_a_scan(step):
+  def steps(params, state, x):
+    return jax.lax.scan(lambda carry, x: (step(*carry, x), None), (params, state), jnp.stack([x] * 4))[0]
+
+  return jax.jit(steps, donate_argnums=(0, 1))
+
+
+class CheckStepTest(parameterized.TestCase):
+
+  @parameterized.parameters(*RECIPES)
+  def test_sparse_steps_pass_and_plain_ones_do_not(self, name):
+    ways = ('sparsify', 'project') if name in ('fst', 's_ste') else ('sparsify',)
+    for how in ways:
+      self.assertEqual(set(checked(RECIPES[name], how).weights), {'up', 'down'})
+    with self.assertRaises(ValueError) as error:
+      checked(RECIPES[name], 'plain')
+    lines, start = str(error.exception).splitlines(), inspect.getsourcelines(loss)[1]
+    self.assertEqual([line.partition(':')[0] for line in lines], ['down', 'up'])
+    self.assertRegex(lines[0], rf'the step reads it dense at \S*check_step_test.py:{start + 5}\b.*sparsify')
+
+  @parameterized.parameters(jax.jit, steps_in_a_scan)
+  def test_what_the_loop_calls_is_looked_into(self, wrap):
+    checked(RECIPES['fst'], 'sparsify', wrap)
+    with self.assertRaisesRegex(ValueError, '^down: the step reads it dense'):
+      checked(RECIPES['fst'], 'plain', wrap)
+
+  def test_one_weight_of_two(self):
+    with self.assertRaises(ValueError) as error:
+      checked(RECIPES['fst'], 'half')
+    self.assertRegex(str(error.exception), '^up: the step reads it dense at')
+    self.assertNotIn('down', str(error.exception).partition(' at ')[0])
+    with self.assertRaisesRegex(ValueError, '(?s)down: the step reads it dense.*up: no matmul of the step'):
+      checked(RECIPES['fst'], 'elsewhere')
+
+  def test_a_masks_argument_that_was_made_before(self):
+    recipe = RECIPES['ste']
+    params, tx = params_of(), s24.sparse_training(optax.sgd(0.1), recipe)
+    sparse = s24.sparsify(loss, recipe)
+
+    def step(params, state, variables, x):
+      updates, state = tx.update(jax.grad(sparse)(params, variables, None, x), state, params)
+      return optax.apply_updates(params, updates), state
+
+    state = jax.eval_shape(tx.init, params)
+    variables = jax.eval_shape(functools.partial(s24.sparse_variables, recipe=recipe), params, state)
+    s24.check_step(step, params, state, variables, X)
+
+  def test_a_train_state_with_an_average_and_gradients_that_are_added_up(self):
+    recipe, model = s24.recipes.ste('kernel'), nn.Dense(4)
+    sparse = s24.sparsify(model, recipe)
+    params = model.init(jax.random.key(0), X)['params']
+    tx = optax.MultiSteps(s24.sparse_training(optax.adam(0.1), recipe), 2)
+    state = TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+
+    def step(state, average, x, model):
+      def loss(params):
+        given = {'params': params}
+        if model is sparse:
+          given['sparse24'] = s24.sparse_variables(params, state.opt_state, recipe)
+        teacher = state.apply_fn({'params': average}, x)
+        return ((model.apply(given, x) - teacher) ** 2).mean()
+
+      state = state.apply_gradients(grads=jax.grad(loss)(state.params))
+      return state, optax.incremental_update(state.params, average, 0.1)
+
+    self.assertEqual(list(s24.check_step(step, state, params, X, model=sparse).weights), ['kernel'])
+    with self.assertRaisesRegex(ValueError, 'kernel: the step reads it dense at'):
+      s24.check_step(step, state, params, X, model=model)
+
+  def test_nnx(self):
+    recipe = s24.recipes.ste('kernel')
+    plain = nnx.Linear(16, 4, rngs=nnx.Rngs(0))
+
+    @nnx.jit
+    def step(model, optimizer, x):
+      if hasattr(model, 'sparse24'):
+        nnx.update(model, s24.sparse_variables(nnx.state(model, nnx.Param), optimizer.opt_state, recipe))
+      optimizer.update(model, nnx.grad(lambda model: (model(x) ** 2).mean())(model))
+
+    for model in (s24.sparsify(plain, recipe), plain):
+      optimizer = nnx.Optimizer(model, s24.sparse_training(optax.sgd(0.1), recipe), wrt=nnx.Param)
+      if model is plain:
+        with self.assertRaisesRegex(ValueError, 'kernel: the step reads it dense at'):
+          s24.check_step(step, model, optimizer, X)
+      else:
+        s24.check_step(step, model, optimizer, X)
+
+  def test_what_cannot_be_checked(self):
+    step, tx = step_of(RECIPES['ste'], 'plain')
+    with self.assertRaisesRegex(ValueError, 'holds 0 states of sparse_training'):
+      s24.check_step(step, params_of(), optax.sgd(0.1).init(params_of()), X)
+    with self.assertRaisesRegex(ValueError, 'state of sparse_training for down, up, and no parameters'):
+      s24.check_step(lambda state, x: x, jax.eval_shape(tx.init, params_of()), X)
+
+
+if __name__ == '__main__':
+  absltest.main()
