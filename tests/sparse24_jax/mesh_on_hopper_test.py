@@ -10,7 +10,8 @@ import pytest
 
 from pallas_kernels import _device
 import sparse24_jax as s24
-from tests.sparse24_jax import on_hopper_test as hopper
+from tests.sparse24_jax import hopper
+from tests.sparse24_jax.hlo import calls, result, SPARSE, TRITON
 
 TOKENS, D, HIDDEN = 640, 128, 256
 
@@ -54,10 +55,10 @@ class BlockTest(parameterized.TestCase):
       hlo = jax.jit(step).lower(x, weights, states, x, struct(2, dtype=jnp.uint32)).compile().as_text() or ''
     lines = hlo.splitlines()
     here = TOKENS // 2
-    found = [hopper.result(line)[1] for line in hopper.calls(lines, hopper.SPARSE)]
+    found = [result(line)[1] for line in calls(lines, SPARSE)]
     first = (1 + gated) * HIDDEN  # gate and up are one product
     self.assertCountEqual(found, [(here, first), (here, HIDDEN), *[(here, D)] * 2, (D, first), (HIDDEN, D)])
-    self.assertLen(hopper.calls(lines, hopper.TRITON), 4 + gated)
+    self.assertLen(calls(lines, TRITON), 4 + gated)
     self.assertNotRegex(hlo, r'__cublas|dot\(')
     kinds = re.findall(r' (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(', hlo)
     # All gradients are joined in one sum, of which each device gets its part where the weights lie in parts; these

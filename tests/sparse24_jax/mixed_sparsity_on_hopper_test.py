@@ -12,7 +12,8 @@ import optax
 import pytest
 
 import sparse24_jax as s24
-from tests.sparse24_jax import on_hopper_test as hopper
+from tests.sparse24_jax import hopper
+from tests.sparse24_jax.hlo import calls, computations, moves, reached, result, SPARSE, TRITON
 
 TOKENS, D, HIDDEN, BF16 = hopper.TOKENS, hopper.D, hopper.HIDDEN, hopper.BF16
 
@@ -67,11 +68,11 @@ class CompiledTest(absltest.TestCase):
       return jax.grad(loss, argnums=(0, 1))(params, x)
 
     hlo = hopper.compiled(gradient, params, opt_state, x, hopper.struct(2, dtype=jnp.uint32))
-    shapes = [hopper.result(line)[1] for line in hopper.calls(hlo.splitlines(), hopper.SPARSE)]
+    shapes = [result(line)[1] for line in calls(hlo.splitlines(), SPARSE)]
     fused = [(TOKENS, HIDDEN), (TOKENS, D), (TOKENS, HIDDEN), (TOKENS, D), (D, HIDDEN), (HIDDEN, D)]
     self.assertCountEqual(shapes, [*fused, (TOKENS, D), (TOKENS, D)])
     # Three weights packed once, both ways; the sample of dy, and that of dz in the pass that makes it.
-    self.assertLen(hopper.calls(hlo.splitlines(), hopper.TRITON), 5)
+    self.assertLen(calls(hlo.splitlines(), TRITON), 5)
 
   @pytest.mark.slow
   def test_a_step_that_moves_no_link_copies_no_weight(self):
@@ -85,13 +86,13 @@ class CompiledTest(absltest.TestCase):
 
     with mock.patch.object(jax, 'jit', functools.partial(jax.jit, donate_argnums=(0, 1))):
       hlo = hopper.compiled(step, params, jax.eval_shape(tx.init, params), params)
-    entry = hopper.computations(hlo)['ENTRY']
-    self.assertEmpty(hopper.moves(entry))
+    entry = computations(hlo)['ENTRY']
+    self.assertEmpty(moves(entry))
     # The patterns are searched inside loops of one pass or none; another asks whether gradients are finite.
-    self.assertEmpty(hopper.calls(entry, hopper.TRITON))
+    self.assertEmpty(calls(entry, TRITON))
     bodies = {name for line in entry for name in re.findall(r'body=%([\w.\-]+)', line)}
     self.assertLen(bodies, 3)
-    self.assertLen([body for body in bodies if hopper.calls(hopper.reached(hlo, body), hopper.TRITON)], 2)
+    self.assertLen([body for body in bodies if calls(reached(hlo, body), TRITON)], 2)
 
   @pytest.mark.slow
   def test_a_search_holds_a_few_weights_at_a_time(self):
@@ -109,7 +110,7 @@ class CompiledTest(absltest.TestCase):
 
     stack = {'w': hopper.struct(16, D, D, dtype=jnp.float32)}
     hlo = compiled_step(gradient, stack, hopper.struct(8, D, dtype=jnp.float32)).as_text()
-    entry = '\n'.join(hopper.computations(hlo)['ENTRY'])
+    entry = '\n'.join(computations(hlo)['ENTRY'])
     made = re.findall(r'%[\w.]*broadcast[\w.]* = (.*?) fusion\(', entry)
     self.assertEqual(sum(types.count(f'f32[16,{D},{D}]') for types in made), 1)
 

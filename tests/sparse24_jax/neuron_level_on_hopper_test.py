@@ -18,7 +18,8 @@ from pallas_kernels.vnm import api
 import sparse24_jax as s24
 from sparse24_jax import neuron_plan as gain
 from sparse24_jax.steps import Pass
-from tests.sparse24_jax import on_hopper_test as hopper
+from tests.sparse24_jax import hopper
+from tests.sparse24_jax.hlo import SPARSE, TRITON
 
 TOKENS, D, HIDDEN = 256, 128, 512
 BLOCKS = s24.VNM(128, 8)
@@ -49,9 +50,9 @@ def inlined(text: str) -> str:
 
 
 def kernels(text: str) -> list[str]:
-  """Custom calls in order: names of Triton kernels, which their configuration begins with, and `hopper.SPARSE`."""
+  """Custom calls in order: names of Triton kernels, which their configuration begins with, and `SPARSE`."""
   found = []
-  pattern = rf'custom_call @({hopper.TRITON}|{hopper.SPARSE})\(.*?backend_config = "((?:[^"\\]|\\.)*)"'
+  pattern = rf'custom_call @({TRITON}|{SPARSE})\(.*?backend_config = "((?:[^"\\]|\\.)*)"'
   for target, config in re.findall(pattern, text):
     escaped = re.compile(rb'\\([0-9A-F]{2}|.)')
     packed = escaped.sub(lambda m: bytes.fromhex(m[1].decode()) if len(m[1]) == 2 else m[1], config.encode('latin1'))
@@ -74,7 +75,7 @@ class KernelsTest(parameterized.TestCase):
       mock.patch.object(api, '_candidates', lambda *_: ('mosaic_gpu', 'dense')),
     ):
       text = lowered(jax.vmap(step) if kind == 'vmap' else step, *args)
-    for target, count in ((hopper.SPARSE, 6), (hopper.TRITON, 10)):
+    for target, count in ((SPARSE, 6), (TRITON, 10)):
       self.assertEqual(text.count(f'custom_call @{target}('), times * count, target)
 
   @parameterized.parameters(POLICY, s24.ActivationPolicy(BLOCKS, dense_features=0.05), s24.ActivationPolicy())
@@ -86,9 +87,9 @@ class KernelsTest(parameterized.TestCase):
     steps = gain.NeuronLevelPlan(policy, TOKENS, D, HIDDEN, 'bfloat16').steps
     planned = []
     for each in steps:
-      planned += each.kernels if isinstance(each, Pass) else [hopper.SPARSE] * bool(each.backend)
+      planned += each.kernels if isinstance(each, Pass) else [SPARSE] * bool(each.backend)
     self.assertEqual(kernels(lowered(functools.partial(step, policy=policy), *args)), planned)
-    self.assertEqual(planned.count(hopper.SPARSE), 6)
+    self.assertEqual(planned.count(SPARSE), 6)
 
 
 if __name__ == '__main__':
