@@ -2,18 +2,18 @@
 
 from sparse24_jax.optim._chain import changed_behind
 from sparse24_jax.optim._left import fingerprint, was_changed
-from sparse24_jax.optim.masked_decay import add_masked_decay
-from sparse24_jax.optim.mvue_gradients import mvue_gradients, MvueGradientsState
-from sparse24_jax.optim.regroup_neurons import regroup_neurons
-from sparse24_jax.optim.sparse_training import (
+from sparse24_jax.optim._training_state import (
   FlipRate,
   get_flip_rate,
   made_for,
   sparse_states,
-  sparse_training,
   SparseTrainingState,
   warn_of_other_weights,
 )
+from sparse24_jax.optim.masked_decay import add_masked_decay
+from sparse24_jax.optim.mvue_gradients import mvue_gradients, MvueGradientsState
+from sparse24_jax.optim.regroup_neurons import regroup_neurons
+from sparse24_jax.optim.sparse_training import sparse_training
 from sparse24_jax.optim.step_adam import scale_by_step_adam, step_adam, step_has_settled, StepAdamState
 
 __all__ = [

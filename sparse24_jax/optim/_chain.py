@@ -9,8 +9,8 @@ import optax
 
 from sparse24_jax.optim import _left
 from sparse24_jax.optim._state import find_state
+from sparse24_jax.optim._training_state import SparseTrainingState
 from sparse24_jax.optim._weights import unboxed
-from sparse24_jax.optim.sparse_training import SparseTrainingState
 
 # Ours: the steps that are tried. A schedule may begin at a rate of zero, or as if it were not there.
 _COUNTS = (0, 10, 100, 1000, 10_000)

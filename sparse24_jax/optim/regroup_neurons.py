@@ -8,8 +8,8 @@ import jax.numpy as jnp
 
 from sparse24_jax.clusters import join_clusters
 from sparse24_jax.neurons import cluster_neurons
+from sparse24_jax.optim._training_state import SparseTrainingState
 from sparse24_jax.optim._weights import boxed, unboxed
-from sparse24_jax.optim.sparse_training import SparseTrainingState
 from sparse24_jax.recipe import Recipe
 from sparse24_jax.rules import map_by_path, match_rules
 

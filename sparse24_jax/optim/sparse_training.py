@@ -1,10 +1,10 @@
 """`sparse_training`: one wrapper around an optimizer that owns everything sparse about a run."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 import contextlib
 import functools
 import logging
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax import Array
@@ -12,88 +12,18 @@ import jax.numpy as jnp
 import optax
 
 from pallas_kernels import _dispatch
-from sparse24_jax.layout import Layouts
 from sparse24_jax.optim import _left
 from sparse24_jax.optim._evolve import evolve, evolving, minus, on_links, zero
-from sparse24_jax.optim._state import find_state, states_of
-from sparse24_jax.optim._weights import boxed, contexts, flip_rates, is_leaf, map_sparse, projections_of, unboxed
+from sparse24_jax.optim._search import compared_before, refreshed, rounded_once
+from sparse24_jax.optim._state import states_of
+from sparse24_jax.optim._training_state import FlipRate, map_weights, SparseTrainingState, told_to_rest
+from sparse24_jax.optim._weights import boxed, contexts, is_leaf, map_sparse, projections_of, unboxed
 from sparse24_jax.optim.masked_decay import add_decay
 from sparse24_jax.optim.step_adam import StepAdamState
 from sparse24_jax.projection import Projection
 from sparse24_jax.recipe import PhaseName, Recipe, resolve_phase
-from sparse24_jax.rules import leaves_by_path, log_matches
+from sparse24_jax.rules import log_matches
 from sparse24_jax.topology import Context
-
-
-class FlipRate(NamedTuple):
-  """Shares of weights whose mask changed at the last refresh (or step).
-
-  NaN where a weight holds a NaN or an infinity: no mask is chosen from a NaN. Where one is, the group of four (or the
-  4x4 block, or the weight, if its links come and go) keeps the mask that it has. So look at the rates, or log them.
-  NaN over all also when a step that was to choose masks was told not to (`refresh=False` of `sparse_training`).
-
-  Attributes:
-    overall: float32 scalar, over all sparse weights together; 0 before the first comparison.
-    per_weight: float32, of the shape of a weight's stacked axes: a scalar, or a rate a scanned layer. From
-      `get_flip_rate` a dictionary by path; inside the optimizer state a tree like the parameters.
-
-  >>> import jax.numpy as jnp, optax, sparse24_jax as s24
-  >>> w = {'kernel': jnp.array([[1.0], [-3.0], [2.0], [0.5]])}
-  >>> tx = s24.sparse_training(optax.sgd(1.0), s24.recipes.ste('kernel'))
-  >>> _, state = tx.update({'kernel': jnp.array([[-4.0], [0.0], [0.0], [0.0]])}, tx.init(w), w)  # 1 becomes 5
-  >>> s24.get_flip_rate(state).overall.item()  # it is kept now, and 2 is not
-  0.5
-  """
-
-  overall: Array
-  per_weight: Any
-
-
-class SparseTrainingState(NamedTuple):
-  """State of `sparse_training`.
-
-  Attributes:
-    count: int32 scalar, optimizer steps done.
-    projections: tree like the parameters, the projection's state at each sparse weight, `optax.MaskedNode()`
-      elsewhere. A mask is in the box that Flax puts around its weight, if any, and so sharded alike; a scale is
-      not in a box that says how its array is sharded.
-    flip_rate: of the last comparison.
-    inner_state: of the inner optimizer.
-    layouts: of the weights that are not stored as `[stacked..., in, out]`, as the recipe was bound; no array.
-    left: of a few weights, by which it is seen that the next step is given what the last one left. None, in a state
-      of an older version say, does without.
-
-  Its trees like the parameters hold arrays of other shapes, too: scales, flip rates, and nothing where no rule matches.
-  A function that gives each array the sharding of its parameter asks for the shape:
-
-  >>> import jax, optax, sparse24_jax as s24
-  >>> from jax.sharding import PartitionSpec
-  >>> params = {'mlp': {'kernel': jax.numpy.ones((8, 8))}, 'head': {'kernel': jax.numpy.ones((8, 4))}}
-  >>> specs = {'mlp': {'kernel': PartitionSpec(None, 'data')}, 'head': {'kernel': PartitionSpec('data')}}
-  >>> def spec_of(leaf, w, spec):
-  ...   if isinstance(leaf, optax.MaskedNode):
-  ...     return leaf
-  ...   return spec if leaf.shape == w.shape else PartitionSpec()
-  >>> tx = s24.sparse_training(optax.adam(1e-3), s24.recipes.s_ste('mlp/.*'))
-  >>> found = optax.tree_map_params(
-  ...   tx, spec_of, tx.init(params), params, specs, transform_non_params=lambda leaf: PartitionSpec(),
-  ...   is_leaf=lambda node: isinstance(node, optax.MaskedNode))
-  >>> tuple(found.projections['mlp']['kernel']), tuple(found.inner_state[0].mu['mlp']['kernel'])
-  ((), (None, 'data'))
-
-  >>> import jax.numpy as jnp, optax, sparse24_jax as s24
-  >>> w = {'kernel': jnp.array([[1.0], [-3.0], [2.0], [0.5]])}
-  >>> state = s24.sparse_training(optax.sgd(1.0), s24.recipes.ste('kernel')).init(w)
-  >>> int(state.count), state.projections['kernel'][:, 0].tolist()
-  (0, [False, True, True, False])
-  """
-
-  count: Array
-  projections: Any
-  flip_rate: FlipRate
-  inner_state: Any
-  layouts: Layouts = Layouts()
-  left: _left.Left | None = None
 
 
 def sparse_training(
@@ -207,7 +137,7 @@ def sparse_training(
       _dispatch.log_once(message, 'sparse24_jax', logging.WARNING)
     left = _left.at_start(_left.samples(projections, params))
     state = SparseTrainingState(jnp.zeros((), jnp.int32), states, none_yet, inner_state, recipe.layouts, left)
-    return _map_weights(functools.partial(boxed, given), state)
+    return map_weights(functools.partial(boxed, given), state)
 
   def update(
     updates: Any, state: SparseTrainingState, params: Any = None, *, refresh: bool | None = None, **extra: Any
@@ -222,7 +152,7 @@ def sparse_training(
     # The inner optimizer is given what the caller has; here all arrays are as they are.
     given, boxes = params, jax.tree.structure(updates)
     params, updates = unboxed(params), unboxed(updates)
-    state = _map_weights(unboxed, state)
+    state = map_weights(unboxed, state)
     with _parts_are_named(params):
       projections = projections_of(params, recipe)
     sampled = _left.samples(projections, params)
@@ -244,7 +174,7 @@ def sparse_training(
     if left:  # read before the inner optimizer overwrites the weights, or XLA copies them
       left, sampled, inner_state = jax.lax.optimization_barrier((left, sampled, inner_state))
     if searches and not evolves:
-      compared = _compared(recipe, projections, due, params, state.projections)
+      compared = compared_before(recipe, projections, due, params, state.projections)
       if jax.tree.leaves(compared):
         # The inner optimizer waits for them: else XLA keeps a copy of the weights from which to search them later.
         compared, inner_state = jax.lax.optimization_barrier((compared, inner_state))
@@ -259,138 +189,22 @@ def sparse_training(
       updates = on_links(projections, params, state.projections, updates, minus)
       state = state._replace(count=count, inner_state=inner_state)
       updates, state = evolve(recipe, inner, projections, params, gradients, updates, state, rests=rests)
-      sampled = _rounded_once(sampled, _left.samples(projections, updates))
+      sampled = rounded_once(sampled, _left.samples(projections, updates))
     else:
-      new_weights = _rounded_once(params, updates)
+      new_weights = rounded_once(params, updates)
       states, rates = state.projections, state.flip_rate
       if searches:
-        states, rates = _refresh(recipe, projections, due, compared, new_weights, state)
+        states, rates = refreshed(recipe, projections, due, compared, new_weights, state)
       state = state._replace(count=count, projections=states, flip_rate=rates, inner_state=inner_state)
       # Of the sum, not of updates: those XLA makes again, from a copy of the weights before the step.
       sampled = _left.samples(projections, new_weights)
     state = state._replace(left=left and left._replace(sums=_left.sums(sampled)))
     if rests:
-      state = _told_to_rest(state, count % recipe.refresh_every == 0)
+      state = told_to_rest(state, count % recipe.refresh_every == 0)
     updates = jax.tree.unflatten(boxes, jax.tree.leaves(updates))
-    return updates, _map_weights(functools.partial(boxed, given), state)
+    return updates, map_weights(functools.partial(boxed, given), state)
 
   return optax.GradientTransformationExtraArgs(init, update)
-
-
-def get_flip_rate(opt_state: Any) -> FlipRate:
-  """The flip rates in an optimizer state, however deep it is wrapped; `per_weight` by path. Works inside jit.
-
-  Raises:
-    ValueError: the state holds no `SparseTrainingState`, or several; or, outside of jit, it shows that the masks are
-      those of other weights than the ones that are trained (see `sparse_training`).
-
-  Source: Hu et al., arXiv 2404.01847, definition 4.1.
-
-  >>> import jax, optax, sparse24_jax as s24
-  >>> params = {'mlp': {'kernel': jax.random.normal(jax.random.key(0), (8, 8))}}
-  >>> tx = s24.sparse_training(optax.sgd(0.5), s24.recipes.ste('mlp/.*'))
-  >>> _, state = tx.update(params, tx.init(params), params)
-  >>> s24.get_flip_rate(state).per_weight
-  {'mlp/kernel': Array(0., dtype=float32)}
-  """
-  state = find_state(opt_state, SparseTrainingState, 'sparse_training')
-  _left.check_left(state)
-  rate = state.flip_rate
-  return FlipRate(rate.overall, dict(leaves_by_path(rate.per_weight)))
-
-
-def sparse_states(opt_state: Any) -> dict[str, Array]:
-  """The projection states in an optimizer state, by the path of their weight; ValueError as for `get_flip_rate`."""
-  state = find_state(opt_state, SparseTrainingState, 'sparse_training')
-  _left.check_left(state, wait=False)  # a training loop asks here, which is not to wait for its last step
-  return dict(leaves_by_path(state.projections))
-
-
-def warn_of_other_weights(params: Any, opt_state: Any) -> None:
-  """Warns once, outside of jit, if these are not the parameters that the last step of the optimizer left."""
-  if found := _left.changed(find_state(opt_state, SparseTrainingState, 'sparse_training'), unboxed(params)):
-    _dispatch.log_once(
-      f'{", ".join(found)}: the masks of opt_state are those of other weights than params. sparse_variables takes both'
-      ' of the same step; for weights that were loaded or set, make the state of them, tx.init(params), or give'
-      ' opt_state=None, which chooses masks from them. An average of weights may have the masks of the last step',
-      'sparse24_jax', logging.WARNING,
-    )  # fmt: skip
-
-
-def made_for(opt_state: Any) -> Layouts:
-  """The layouts of the recipe that the state of `sparse_training` was made with."""
-  return find_state(opt_state, SparseTrainingState, 'sparse_training').layouts
-
-
-def _told_to_rest(state: SparseTrainingState, due: Array) -> SparseTrainingState:
-  """The state after a step that was told to choose no masks, though it may have been due to."""
-  overall = jnp.where(due, jnp.float32(jnp.nan), state.flip_rate.overall)
-  left = state.left and _left.without_masks(state.left, due)
-  return state._replace(flip_rate=state.flip_rate._replace(overall=overall), left=left)
-
-
-def _compared(recipe: Recipe, projections: Any, due: Array, params: Any, states: Any) -> Any:
-  """Masks before a step, to compare with those after it; `MaskedNode` where the state is one."""
-
-  def of(p: Projection, w: Array, s: Array) -> Any:
-    if recipe.flip_rate == 'step':  # what a search would choose, whatever the mask in use
-      return p.mask(w, p.refresh(w, s))
-    mask = p.mask(w, s)
-    return optax.MaskedNode() if mask is s else mask
-
-  def search() -> Any:
-    return map_sparse(of, projections, params, states)
-
-  if recipe.flip_rate == 'step' or recipe.refresh_every == 1:
-    return search()
-  none_yet = map_sparse(_none_yet, projections, params, jax.eval_shape(search))
-  return _when_due(due, lambda _: search(), none_yet) if jax.tree.leaves(none_yet) else none_yet
-
-
-def _none_yet(p: Projection, w: Array, mask: Any) -> Any:
-  """A mask to begin with, sharded as its weight; nothing where none is to come."""
-  del p
-  return mask if isinstance(mask, optax.MaskedNode) else jnp.zeros_like(w, dtype=mask.dtype)
-
-
-def _when_due(due: Array, change: Callable[[Any], Any], kept: Any) -> Any:
-  """`change(kept)` in steps that refresh masks, else what is kept."""
-  # One pass or none: what a loop carries is changed in place, while `lax.cond` copies what it leaves as it is.
-  return jax.lax.fori_loop(0, due.astype(jnp.int32), lambda _, carried: change(carried), kept)
-
-
-def _rounded_once(params: Any, updates: Any) -> Any:
-  """The weights after a step."""
-  # The barrier makes their rounding one: XLA may compute a sum in two places, in one as a fused multiply-add, and an
-  # entry then differs from the threshold that it is itself. Outside of the loop of a search, this is the sum that
-  # `optax.apply_updates` makes in the caller's step. Inside, it would have XLA keep the updates and a copy of the old
-  # weights for a search that is seldom made.
-  return jax.lax.optimization_barrier(optax.apply_updates(params, updates))
-
-
-def _refresh(
-  recipe: Recipe, projections: Any, due: Array, compared: Any, new_weights: Any, state: SparseTrainingState
-) -> tuple[Any, FlipRate]:
-  """Projection states and flip rates after a step."""
-
-  def search(states: Any) -> tuple[Any, FlipRate]:
-    new_states = map_sparse(lambda p, w, s: p.refresh(w, s), projections, new_weights, states)
-    new = map_sparse(lambda p, w, s: p.mask(w, s), projections, new_weights, new_states)
-    old = map_sparse(lambda p, s, m: s if isinstance(m, optax.MaskedNode) else m, projections, states, compared)
-    return new_states, FlipRate(*flip_rates(projections, old, new, new_weights))
-
-  if recipe.refresh_every == 1:
-    return search(state.projections)
-  if recipe.flip_rate == 'refresh':
-    return _when_due(due, lambda kept: search(kept[0]), (state.projections, state.flip_rate))
-  states, rates = search(state.projections)
-  return jax.tree.map(lambda a, b: jnp.where(due, a, b), states, state.projections), rates
-
-
-def _map_weights(f: Callable[[Any], Any], state: SparseTrainingState) -> SparseTrainingState:
-  """The state with `f` of its trees like the parameters."""
-  rates = state.flip_rate._replace(per_weight=f(state.flip_rate.per_weight))
-  return state._replace(projections=f(state.projections), flip_rate=rates)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,144 @@
+"""The state of `sparse_training`, and what is read from it wherever it lies in an optimizer state."""
+
+from collections.abc import Callable
+import logging
+from typing import Any, NamedTuple
+
+from jax import Array
+import jax.numpy as jnp
+
+from pallas_kernels import _dispatch
+from sparse24_jax.layout import Layouts
+from sparse24_jax.optim import _left
+from sparse24_jax.optim._state import find_state
+from sparse24_jax.optim._weights import unboxed
+from sparse24_jax.rules import leaves_by_path
+
+
+class FlipRate(NamedTuple):
+  """Shares of weights whose mask changed at the last refresh (or step).
+
+  NaN where a weight holds a NaN or an infinity: no mask is chosen from a NaN. Where one is, the group of four (or the
+  4x4 block, or the weight, if its links come and go) keeps the mask that it has. So look at the rates, or log them.
+  NaN over all also when a step that was to choose masks was told not to (`refresh=False` of `sparse_training`).
+
+  Attributes:
+    overall: float32 scalar, over all sparse weights together; 0 before the first comparison.
+    per_weight: float32, of the shape of a weight's stacked axes: a scalar, or a rate a scanned layer. From
+      `get_flip_rate` a dictionary by path; inside the optimizer state a tree like the parameters.
+
+  >>> import jax.numpy as jnp, optax, sparse24_jax as s24
+  >>> w = {'kernel': jnp.array([[1.0], [-3.0], [2.0], [0.5]])}
+  >>> tx = s24.sparse_training(optax.sgd(1.0), s24.recipes.ste('kernel'))
+  >>> _, state = tx.update({'kernel': jnp.array([[-4.0], [0.0], [0.0], [0.0]])}, tx.init(w), w)  # 1 becomes 5
+  >>> s24.get_flip_rate(state).overall.item()  # it is kept now, and 2 is not
+  0.5
+  """
+
+  overall: Array
+  per_weight: Any
+
+
+class SparseTrainingState(NamedTuple):
+  """State of `sparse_training`.
+
+  Attributes:
+    count: int32 scalar, optimizer steps done.
+    projections: tree like the parameters, the projection's state at each sparse weight, `optax.MaskedNode()`
+      elsewhere. A mask is in the box that Flax puts around its weight, if any, and so sharded alike; a scale is
+      not in a box that says how its array is sharded.
+    flip_rate: of the last comparison.
+    inner_state: of the inner optimizer.
+    layouts: of the weights that are not stored as `[stacked..., in, out]`, as the recipe was bound; no array.
+    left: of a few weights, by which it is seen that the next step is given what the last one left. None, in a state
+      of an older version say, does without.
+
+  Its trees like the parameters hold arrays of other shapes, too: scales, flip rates, and nothing where no rule matches.
+  A function that gives each array the sharding of its parameter asks for the shape:
+
+  >>> import jax, optax, sparse24_jax as s24
+  >>> from jax.sharding import PartitionSpec
+  >>> params = {'mlp': {'kernel': jax.numpy.ones((8, 8))}, 'head': {'kernel': jax.numpy.ones((8, 4))}}
+  >>> specs = {'mlp': {'kernel': PartitionSpec(None, 'data')}, 'head': {'kernel': PartitionSpec('data')}}
+  >>> def spec_of(leaf, w, spec):
+  ...   if isinstance(leaf, optax.MaskedNode):
+  ...     return leaf
+  ...   return spec if leaf.shape == w.shape else PartitionSpec()
+  >>> tx = s24.sparse_training(optax.adam(1e-3), s24.recipes.s_ste('mlp/.*'))
+  >>> found = optax.tree_map_params(
+  ...   tx, spec_of, tx.init(params), params, specs, transform_non_params=lambda leaf: PartitionSpec(),
+  ...   is_leaf=lambda node: isinstance(node, optax.MaskedNode))
+  >>> tuple(found.projections['mlp']['kernel']), tuple(found.inner_state[0].mu['mlp']['kernel'])
+  ((), (None, 'data'))
+
+  >>> import jax.numpy as jnp, optax, sparse24_jax as s24
+  >>> w = {'kernel': jnp.array([[1.0], [-3.0], [2.0], [0.5]])}
+  >>> state = s24.sparse_training(optax.sgd(1.0), s24.recipes.ste('kernel')).init(w)
+  >>> int(state.count), state.projections['kernel'][:, 0].tolist()
+  (0, [False, True, True, False])
+  """
+
+  count: Array
+  projections: Any
+  flip_rate: FlipRate
+  inner_state: Any
+  layouts: Layouts = Layouts()
+  left: _left.Left | None = None
+
+
+def get_flip_rate(opt_state: Any) -> FlipRate:
+  """The flip rates in an optimizer state, however deep it is wrapped; `per_weight` by path. Works inside jit.
+
+  Raises:
+    ValueError: the state holds no `SparseTrainingState`, or several; or, outside of jit, it shows that the masks are
+      those of other weights than the ones that are trained (see `sparse_training`).
+
+  Source: Hu et al., arXiv 2404.01847, definition 4.1.
+
+  >>> import jax, optax, sparse24_jax as s24
+  >>> params = {'mlp': {'kernel': jax.random.normal(jax.random.key(0), (8, 8))}}
+  >>> tx = s24.sparse_training(optax.sgd(0.5), s24.recipes.ste('mlp/.*'))
+  >>> _, state = tx.update(params, tx.init(params), params)
+  >>> s24.get_flip_rate(state).per_weight
+  {'mlp/kernel': Array(0., dtype=float32)}
+  """
+  state = find_state(opt_state, SparseTrainingState, 'sparse_training')
+  _left.check_left(state)
+  rate = state.flip_rate
+  return FlipRate(rate.overall, dict(leaves_by_path(rate.per_weight)))
+
+
+def sparse_states(opt_state: Any) -> dict[str, Array]:
+  """The projection states in an optimizer state, by the path of their weight; ValueError as for `get_flip_rate`."""
+  state = find_state(opt_state, SparseTrainingState, 'sparse_training')
+  _left.check_left(state, wait=False)  # a training loop asks here, which is not to wait for its last step
+  return dict(leaves_by_path(state.projections))
+
+
+def warn_of_other_weights(params: Any, opt_state: Any) -> None:
+  """Warns once, outside of jit, if these are not the parameters that the last step of the optimizer left."""
+  if found := _left.changed(find_state(opt_state, SparseTrainingState, 'sparse_training'), unboxed(params)):
+    _dispatch.log_once(
+      f'{", ".join(found)}: the masks of opt_state are those of other weights than params. sparse_variables takes both'
+      ' of the same step; for weights that were loaded or set, make the state of them, tx.init(params), or give'
+      ' opt_state=None, which chooses masks from them. An average of weights may have the masks of the last step',
+      'sparse24_jax', logging.WARNING,
+    )  # fmt: skip
+
+
+def made_for(opt_state: Any) -> Layouts:
+  """The layouts of the recipe that the state of `sparse_training` was made with."""
+  return find_state(opt_state, SparseTrainingState, 'sparse_training').layouts
+
+
+def map_weights(f: Callable[[Any], Any], state: SparseTrainingState) -> SparseTrainingState:
+  """The state with `f` of its trees like the parameters."""
+  rates = state.flip_rate._replace(per_weight=f(state.flip_rate.per_weight))
+  return state._replace(projections=f(state.projections), flip_rate=rates)
+
+
+def told_to_rest(state: SparseTrainingState, due: Array) -> SparseTrainingState:
+  """The state after a step that was told to choose no masks, though it may have been due to."""
+  overall = jnp.where(due, jnp.float32(jnp.nan), state.flip_rate.overall)
+  left = state.left and _left.without_masks(state.left, due)
+  return state._replace(flip_rate=state.flip_rate._replace(overall=overall), left=left)
