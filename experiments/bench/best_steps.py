@@ -43,7 +43,7 @@ def work(options: Any) -> int:
   print(json.dumps(step.compile()), flush=True)
   if sys.stdin.readline().strip() == 'time':
     steps = 2 if options.tiny else CASES[case].steps
-    print(json.dumps(step.time(steps, options.bursts)), flush=True)
+    print(json.dumps(step.time(steps, options.bursts, profile=options.profile)), flush=True)
   return 0
 
 
@@ -72,6 +72,7 @@ class Worker:
   def __init__(self, job: Job, options: Any):
     command = [sys.executable, '-m', MODULE, '--one', job.case, job.method, job.layout, '--out', str(options.out)]
     command += ['--bursts', str(options.bursts), *(['--tiny'] if options.tiny else [])]
+    command += ['--profile'] if options.profile else []
     flags = f'{os.environ.get("XLA_FLAGS", "")} {FLAGS[Layout.named(job.layout).flags]}'.strip()
     env = os.environ | _MEMORY | dict(
       XLA_FLAGS=flags, JAX_COMPILATION_CACHE_DIR=str(options.cache), JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS='0',
@@ -209,6 +210,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument('--parallel', type=int, default=12, help='programs compiled at once (default: %(default)s)')
   parser.add_argument('--seconds', type=float, default=math.inf, help='nothing is timed after so many')
   parser.add_argument('--cache', type=Path, help='folder of compiled programs (default: one that is removed)')
+  parser.add_argument('--profile', action='store_true', help='also says where the time of a step goes')
   parser.add_argument('--tiny', action='store_true', help='small shapes, to see that it runs')
   parser.add_argument('--one', nargs=3, help=argparse.SUPPRESS)
   options = parser.parse_args(argv)

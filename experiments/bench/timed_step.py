@@ -13,12 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from experiments.bench import hlo, measure, twins
+from experiments.bench import hlo, measure, trace, twins
 from experiments.bench.step_cases import Case, Layout, METHODS
 from experiments.models import gpt2, llama
 
 # Of Hopper GPUs, of dense bfloat16: what shares of the peak are told of, whatever the method computes in.
 PEAK_FLOPS = 989.4e12
+_PROFILED = 3  # steps
 _UPDATES = 3  # of the optimizer alone, with a mask search and without
 _TINY = dict(num_layers=2, num_heads=2, embed_dim=32, seq_len=16, vocab_size=64, attention='xla')
 
@@ -98,8 +99,14 @@ class Step:
                  hidden=self.config.hidden_dim, vocab=self.config.vocab_size),
     )  # fmt: skip
 
-  def time(self, steps: int, bursts: int) -> dict[str, Any]:
-    """Milliseconds of a step: of bursts without a mask search, and with a search's share, from the optimizer alone."""
+  def time(self, steps: int, bursts: int, *, profile: bool = False) -> dict[str, Any]:
+    """Milliseconds of a step: of bursts without a mask search, and with a search's share, from the optimizer alone.
+
+    Args:
+      steps: of a burst.
+      bursts: how many.
+      profile: also where the time goes, of a few steps under the profiler (`trace.summarize`).
+    """
     inputs = jax.device_put(self.inputs)
     self.state = self._state()
 
@@ -114,6 +121,9 @@ class Step:
     for _ in range(bursts):
       found.append(measure.stream_ms(call, steps, depth=2))
     row, search = measure.timing(found), 0.0
+    if profile:
+      kernels = trace.capture(call, _PROFILED, hlo.op_names(self.compiled.as_text()))
+      row |= dict(profile=trace.summarize(kernels, _PROFILED, top=30))
     if self.searches:
       samples = {refresh: self._updates_ms(update) for refresh, update in self.updates.items()}
       # A difference of two noisy times: no step is faster for the searches of others.
