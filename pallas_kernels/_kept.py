@@ -10,8 +10,10 @@ import hashlib
 import logging
 import os
 from pathlib import Path
+import shutil
 import stat
 import tempfile
+import time
 
 from pallas_kernels._dispatch import log_once
 
@@ -19,6 +21,9 @@ VARIABLE = 'SPARSE24_JAX_KERNEL_CACHE'
 # Ours: a program has some ten kernels, of 10 to 100 KB.
 _MOST_FILES = 2000
 _MAGIC = b'sparse24 kernel 1\n'
+# What is being written begins so; a process that is killed leaves it, and after an hour it is nobody's.
+NEW = 'new-'
+_ABANDONED_S = 3600
 
 
 def folder() -> Path | None:
@@ -32,7 +37,7 @@ def folder() -> Path | None:
     path = path.resolve()
     # Who may write to a folder above may put another one in its place; in /tmp and its like only the owner may.
     above = next((p for p in path.parents if p.stat().st_mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH), None)
-    reason = _untrusted(path.stat(), stat.S_ISDIR) or (above and f'everybody may write to {above}')
+    reason = untrusted(path.stat(), stat.S_ISDIR) or (above and f'everybody may write to {above}')
   except (OSError, RuntimeError) as e:
     reason, path = str(e), None
   if reason:
@@ -51,10 +56,12 @@ def read(key: str) -> bytes | None:
   with _unless_it_fails():
     file = os.open(_path(where, key), os.O_RDONLY | os.O_NOFOLLOW)
     with os.fdopen(file, 'rb') as f:
-      if reason := _untrusted(os.fstat(file), stat.S_ISREG):
+      if reason := untrusted(os.fstat(file), stat.S_ISREG):
         log_once(f'{_path(where, key)} is not read: {reason}', level=logging.WARNING)
         return None
       found = f.read()
+      with contextlib.suppress(OSError):  # a folder may be read-only
+        os.utime(file)  # `write` removes what was not used for longest
     head, kept = found[: len(_MAGIC) + 32], found[len(_MAGIC) + 32 :]
     return kept if head == _MAGIC + hashlib.sha256(kept).digest() else None
   return None
@@ -65,10 +72,11 @@ def write(key: str, kept: bytes) -> None:
   if (where := folder()) is None:
     return
   with _unless_it_fails():
-    files = sorted(where.glob('*.kernel'), key=lambda p: p.stat().st_mtime)
-    for old in files[: len(files) - _MOST_FILES + 1] if len(files) >= _MOST_FILES else ():
+    sweep(where)
+    files = sorted(where.glob('*.kernel'), key=_time_of)
+    for old in files[: max(0, len(files) - _MOST_FILES + 1)]:
       old.unlink(missing_ok=True)
-    file, name = tempfile.mkstemp(dir=where)  # which others may neither read nor write
+    file, name = tempfile.mkstemp(prefix=NEW, dir=where)  # which others may neither read nor write
     try:
       with os.fdopen(file, 'wb') as f:
         f.write(_MAGIC + hashlib.sha256(kept).digest() + kept)
@@ -76,6 +84,24 @@ def write(key: str, kept: bytes) -> None:
     except OSError:
       Path(name).unlink(missing_ok=True)
       raise
+
+
+def sweep(where: Path) -> None:
+  """Removes what processes that were killed left half written in a folder."""
+  for path in where.glob(f'{NEW}*'):
+    if 0 < _time_of(path) < time.time() - _ABANDONED_S:
+      if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+      else:
+        path.unlink(missing_ok=True)
+
+
+def _time_of(path: Path) -> float:
+  """When it was last written or used; 0 if another process has removed it."""
+  try:
+    return path.lstat().st_mtime
+  except FileNotFoundError:
+    return 0.0
 
 
 def _of_the_user() -> Path:
@@ -86,7 +112,7 @@ def _path(where: Path, key: str) -> Path:
   return where / f'{hashlib.sha256(key.encode()).hexdigest()}.kernel'
 
 
-def _untrusted(status: os.stat_result, kind: Callable[[int], bool]) -> str | None:
+def untrusted(status: os.stat_result, kind: Callable[[int], bool]) -> str | None:
   """Why what is found there may be somebody else's, or None."""
   if not kind(status.st_mode):
     return 'it is of another kind'

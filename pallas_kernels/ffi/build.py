@@ -21,6 +21,8 @@ import tempfile
 import jax
 import jaxlib.version
 
+from pallas_kernels import _kept
+
 SOURCE = pathlib.Path(__file__).parent / 'cusparselt.cc'
 PREBUILT = 'SPARSE24_JAX_FFI_LIBRARY'
 CACHE = 'SPARSE24_JAX_CACHE'
@@ -68,7 +70,8 @@ def library_path() -> pathlib.Path:
     if path.stem == f'{name}-{_hash(path)}':
       return path
     path.unlink(missing_ok=True)
-  with tempfile.TemporaryDirectory(dir=folder) as temporary:
+  _kept.sweep(folder)
+  with tempfile.TemporaryDirectory(prefix=_kept.NEW, dir=folder) as temporary:
     built = pathlib.Path(temporary, 'built.so')
     compile_source(SOURCE, built, include=(jax.ffi.include_dir(),))
     path = folder / f'{name}-{_hash(built)}.so'
@@ -123,7 +126,7 @@ def cache_folder() -> pathlib.Path:
   named = os.environ.get(CACHE)
   base = pathlib.Path(os.environ.get('XDG_CACHE_HOME') or pathlib.Path.home() / '.cache') / 'sparse24_jax/ffi'
   folder = pathlib.Path(named) if named else base
-  for mine in (folder, folder / f'of_user_{os.getuid()}'):
+  for mine in (folder, folder / f'of_user_{os.geteuid()}'):
     try:
       mine.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError:
@@ -131,7 +134,7 @@ def cache_folder() -> pathlib.Path:
     status = mine.lstat() if mine != folder else mine.stat()
     if not stat.S_ISDIR(status.st_mode) or not os.access(mine, os.W_OK):
       break
-    if status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    if not _kept.untrusted(status, stat.S_ISDIR):
       return mine
   logging.getLogger('pallas_kernels').warning(
     'the cuSPARSELt call is built again in each process: %s is read-only, or others may put a library there; name a'

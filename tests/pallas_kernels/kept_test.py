@@ -76,12 +76,25 @@ class KeptTest(parameterized.TestCase):
       self.assertIsNone(_kept.read('one'))
     self.assertFalse(self.folder.exists())
 
-  def test_the_oldest_go(self):
+  def test_what_was_not_used_for_longest_goes(self):
     with mock.patch.object(_kept, '_MOST_FILES', 3):
-      for i, key in enumerate('abcde'):
+      for i, key in enumerate('abcd'):
         _kept.write(key, b'code')
-        os.utime(_kept._path(self.folder, key), (i, i))
-    self.assertEqual([bool(_kept.read(key)) for key in 'abcde'], [False, False, True, True, True])
+        os.utime(_kept._path(self.folder, key), (i + 1, i + 1))
+      self.assertEqual(_kept.read('b'), b'code')  # used now, though written before c and d
+      _kept.write('e', b'code')
+    self.assertEqual([bool(_kept.read(key)) for key in 'abcde'], [False, True, False, True, True])
+
+  def test_what_killed_processes_left_goes(self):
+    _kept.write('one', b'code')
+    with mock.patch.object(os, 'replace', side_effect=SystemExit), self.assertRaises(SystemExit):  # as a kill would
+      _kept.write('two', b'code')
+    (left,) = self.folder.glob(f'{_kept.NEW}*')
+    _kept.write('three', b'code')
+    self.assertTrue(left.exists())  # perhaps somebody writes it now
+    os.utime(left, (1, 1))
+    _kept.write('four', b'code')
+    self.assertCountEqual(self.folder.iterdir(), [_kept._path(self.folder, k) for k in ('one', 'three', 'four')])
 
 
 if __name__ == '__main__':

@@ -9,6 +9,7 @@ from unittest import mock
 
 from absl.testing import absltest, parameterized
 
+from pallas_kernels import _kept
 from pallas_kernels.ffi import build
 
 _NO_COMPILER = 'needs a C++ compiler'
@@ -89,6 +90,15 @@ class BuildTest(parameterized.TestCase):
     self.assertEqual(build.library_path().read_text(), 'whole')
     self.assertEqual((build.library_path(), self._runs()), (path, 2))
 
+  def test_what_a_killed_build_left_goes(self):
+    self._build_constant('whole')
+    left = self.folder / 'cache' / f'{_kept.NEW}left'
+    left.mkdir(parents=True, mode=0o700)
+    (left / 'built.so').write_text('half')
+    os.utime(left, (1, 1))
+    path = build.library_path()
+    self.assertEqual(list(path.parent.iterdir()), [path])
+
   @parameterized.parameters(0o777, 0o1777, 0o775)
   def test_nothing_is_loaded_from_where_others_may_write(self, mode):
     self._build_constant('mine')
@@ -109,7 +119,7 @@ class BuildTest(parameterized.TestCase):
     shared = self.folder / 'shared'
     shared.mkdir()
     os.environ[build.CACHE] = str(shared)
-    with mock.patch.object(os, 'getuid', lambda: 12345), self.assertLogs('pallas_kernels', 'WARNING') as logs:
+    with mock.patch.object(os, 'geteuid', lambda: 12345), self.assertLogs('pallas_kernels', 'WARNING') as logs:
       folder = build.cache_folder()
     self.assertNotIn(str(self.folder), str(folder))
     self.assertIn('others may put a library there', logs.output[0])
