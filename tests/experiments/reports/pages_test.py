@@ -109,26 +109,31 @@ class RecordsTest(parameterized.TestCase):
 
 class FiguresTest(absltest.TestCase):
   def test_losses_of_the_documents_are_those_of_the_records_that_they_cite(self):
-    """Means with their spreads, and differences seed by seed, each to the digits that are written."""
+    """Means with their spreads, and differences with their intervals, each to the digits that are written."""
     count = 0
     for cited in provenance.tables(pages.DOCS / 'quality.md'):
-      groups, spreads = [], set()
+      groups, known = [], set()
       for citation in cited.citations:
-        # Records of races have a test of their own.
+        # Records of races and of grids have tests of their own.
         runs = [quality.run_of(record) for record in provenance.read(citation) if 'label' in record]
         groups += group(runs).values()
       for runs in groups:
         losses = [run.validation_loss for run in runs]
         if len(losses) > 1:
-          spreads |= {f'{np.mean(losses):.3f} ± {np.std(losses, ddof=1):.{digits}f}' for digits in (3, 4)}
+          known |= {f'{np.mean(losses):.3f} ± {np.std(losses, ddof=1):.{digits}f}' for digits in (3, 4)}
       # A method may have been run later than its dense twin, into another file.
-      pairs = {', '.join(f'{d:+.3f}' for d in claims.paired(a, b)) for a, b in itertools.product(groups, groups)}
-      wrong = [text for text in re.findall(r'\d\.\d{3} ± \d\.\d+', cited.text) if text not in spreads]
-      differences = re.findall(r'[+-]\d\.\d{3}(?:, [+-]\d\.\d{3})+', cited.text)
-      wrong += [text for text in differences if text not in pairs]
-      self.assertEqual(wrong, [], f'docs/quality.md, line {cited.line}')
-      count += len(differences)
-    self.assertGreater(count, 20)
+      for a, b in itertools.product(groups, groups):
+        if len(pairs := claims.paired(a, b)) > 1:
+          known.add(f'{np.mean(pairs):+.3f} ± {claims.half_width(pairs):.3f}')
+          other = {run.seed: run.validation_loss for run in b}
+          percent = [100 * (run.validation_loss / other[run.seed] - 1) for run in a if run.seed in other]
+          known.add(f'{np.mean(percent):.1f}% ± {claims.half_width(percent):.1f}%')
+          known.add(f'{np.mean(percent):.1f}')
+      written = re.findall(r'[+-]?\d\.\d{3} ± \d\.\d+|-?\d\.\d% ± \d\.\d%', cited.text) if groups else []
+      written += re.findall(r'\| (-?\d+\.\d) \|', cited.text) if groups else []
+      self.assertEqual([text for text in written if text not in known], [], f'docs/quality.md, line {cited.line}')
+      count += len(written)
+    self.assertGreater(count, 60)
 
 
 if __name__ == '__main__':
