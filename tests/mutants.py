@@ -190,7 +190,7 @@ MUTANTS = _of(
    'runs/resume_test.py', 'ResumeTest'),
   ('no memory or a failing disk is no damage', 'runs/checkpoint.py', 'if is_damage(error) or', 'if True or',
    'runs/checkpoint_test.py', 'says_nothing_about_the_content'),
-  ('a jump of the loss is not saved', 'runs/train.py', 'self._require_good_window(done)', 'pass',
+  ('a jump of the loss is not saved', 'runs/train.py', 'self.windows.require_good(done)', 'pass',
    'runs/bad_numbers_test.py', 'told_to_stop'),
   ('only what a lost process looks like is one', 'runs/hosts.py', ' and _LOST.search(str(error))', '',
    'runs/hosts_test.py', 'lost_process_looks_like'),

@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from experiments.runs import (
   activations,
@@ -34,6 +33,7 @@ from experiments.runs.environment import environment
 from experiments.runs.experiment import Config
 from experiments.runs.programs import flip_rate_names, make_predict, Programs, StepMetrics, TrainState
 from experiments.runs.progress import Progress, Stopwatch
+from experiments.runs.windows import Windows
 import sparse24_jax as s24
 from sparse24_jax.attention import Attention
 
@@ -68,11 +68,8 @@ class Run:
     self.config: Config = parts.config
     self.from_step, self.accept_changes = from_step, accept_changes
     self.iterator = parts.data.train()
-    self.watch, self._logged = Stopwatch(), 0.0
-    self.policy = bad_numbers.policy_of(parts.config)
-    self.losses = bad_numbers.Losses(self.policy.spike)
-    self.skipped_in_a_row = self.rolled_back = 0
-    self.window: list[StepMetrics] = []
+    self.watch = Stopwatch()
+    self.rolled_back = 0
     self.programs = programs or Programs(parts)
     self.state = self.programs.init(parts.config.seed)
     if parts.mesh is not None:  # Outside jit, where shards are known: refuses those that split groups of four.
@@ -80,7 +77,7 @@ class Run:
       s24.sparse_variables(self.state.params, self.state.opt_state, parts.recipe, phase=first)
       if not quiet:
         meshes.show(meshes.weight_rows(self.state.params, parts.recipe))
-    self.names = flip_rate_names(self.state.opt_state)
+    self.windows = Windows(parts, self.folder, flip_rate_names(self.state.opt_state))
     self.probes = activations.can_probe(parts)
 
   def train(self) -> dict[str, Any]:
@@ -157,7 +154,7 @@ class Run:
     with Progress(config.name, done, config.steps, quiet=self.quiet or not hosts.first()) as progress:
       jax.block_until_ready(self.state)
       self.watch = Stopwatch(self.watch.spent)  # from here on
-      self._logged = self.watch.spent['training']
+      self.windows.begin(self.watch)
       while done < config.steps:
         phase, attention = build.phase_of(self.parts, done)
         program = phase, attention, build.refresh_of(self.parts, done)
@@ -172,23 +169,23 @@ class Run:
           self.watch.lap('compiling')
         done += 1
         if due:  # Read the last window while the device is busy with the step just dispatched.
-          due = self._log(*due, writer, progress)
-        self.window.append(step_metrics)
+          due = self.windows.write(*due, self.watch, writer, progress)
+        self.windows.steps.append(step_metrics)
         last = done == config.steps
         if last or done % config.log_every == 0:
-          due, self.window = (done, phase, self.window), []
+          due = done, phase, self.windows.close()
         told_by = stop.told_by(done)
         evaluates = last or done % config.eval_every == 0
         saves = config.checkpoint_every and (last or done % config.checkpoint_every == 0 or told_by is not None)
         if evaluates or saves:
-          due = due and self._log(*due, writer, progress)
+          due = due and self.windows.write(*due, self.watch, writer, progress)
           if evaluates:
             validation = self._validate(done, self.programs.evaluate(phase, attention))
             probed = self.programs.probe(phase, attention)(self.state) if self.probes else {}
             writer.write('validation', done, {**validation, 'phase': phase, **probed})
             self.watch.lap('evaluation')
           if saves:
-            self._require_good_window(done)
+            self.windows.require_good(done)
             hosts.by_first('write the metrics', writer.sync)
             self._save(done, checkpoints)
             self.watch.lap('checkpoints')
@@ -210,76 +207,8 @@ class Run:
     # No other reference may keep the old weights alive.
     self.state = self.state._replace(params=params, opt_state=opt_state)
     step = self.programs.step(phase, attention, refresh)
-    self.state, step_metrics = step(self.state, batches, self.config.seed, self.losses.limit())
+    self.state, step_metrics = step(self.state, batches, self.config.seed, self.windows.losses.limit())
     return step_metrics
-
-  def _log(self, step: int, phase: str, window: list[StepMetrics], writer: Any, progress: Progress) -> None:
-    """Writes one line about the window of steps that ends at `step`."""
-    *read, learning_rate = jax.device_get(
-      ([m.loss for m in window], [m.grad_norm for m in window], [m.good for m in window], window[-1].learning_rate)
-    )
-    self.watch.lap('training')
-    taken = []
-    for at, (loss, norm, good) in enumerate(zip(*read, strict=True), step - len(window) + 1):
-      if self.policy.name == 'skip' and not good:
-        self._skipped(at, loss, norm)
-        continue
-      self.skipped_in_a_row = 0
-      self.losses.take(at, loss, norm)
-      taken.append((loss, norm))
-    # Steps are dispatched ahead, so that a window is read one step late, or on time if an evaluation waits for it.
-    spent = self.watch.spent
-    tokens = sum(isinstance(m.loss, jax.Array) for m in window)  # and not read from a checkpoint
-    tokens *= self.config.data.batch_size * self.config.data.seq_len
-    speed, self._logged = tokens / max(spent['training'] - self._logged, 1e-9), spent['training']
-    writer.write('timing', step, {'seconds': self.watch.total, 'spent': spent, 'tokens_per_s': speed})
-    if not taken:
-      return
-    losses, norms = zip(*taken, strict=True)
-    flip_rate, flip_rates = self._flip_rates(window)
-    bad_numbers.require_finite(step, 'flip rate, and so a weight,', flip_rate)
-    writer.write(
-      'train',
-      step,
-      {
-        'loss': float(np.mean(losses, dtype=np.float64)),
-        'grad_norm': float(np.mean(norms, dtype=np.float64)),
-        'learning_rate': float(learning_rate),
-        'phase': phase,
-        'flip_rate': flip_rate,
-        'flip_rates': dict(zip(self.names, flip_rates, strict=True)),
-      },
-    )
-    progress.update(
-      step, loss=float(losses[-1]), flip_rate=flip_rate if self.names else None, tokens_per_s=speed
-    )
-
-  def _require_good_window(self, step: int) -> None:
-    """Looks at the steps since the last line of the metrics, before a checkpoint of `step` would keep what they did.
-
-    There are none, unless the run was told to stop. Their line is written when the run goes on.
-    """
-    losses = bad_numbers.Losses(self.policy.spike, self.losses.latest)
-    read = jax.device_get([(m.loss, m.grad_norm, m.good) for m in self.window])
-    for at, (loss, norm, good) in enumerate(read, step - len(read) + 1):
-      if good or self.policy.name != 'skip':
-        losses.take(at, loss, norm)
-
-  def _flip_rates(self, window: list[StepMetrics]) -> tuple[float, list[float]]:
-    """Of all weights, and of each: the mean over the steps of a window, or what the last refresh found.
-
-    Links that move every so many steps flip in those steps alone: a rate a step is a mean, not that of one step.
-    """
-    steps = window if self.parts.recipe.flip_rate == 'step' else window[-1:]
-    overall, each = jax.device_get(([m.flip_rate for m in steps], [m.flip_rates for m in steps]))
-    return float(np.mean(overall, dtype=np.float64)), np.mean(each, axis=0, dtype=np.float64).tolist()
-
-  def _skipped(self, step: int, loss: float, norm: float) -> None:
-    self.skipped_in_a_row += 1
-    what = f'step {step} was skipped: its loss is {loss:.4g}, the norm of its gradient {norm:.4g}'
-    if self.skipped_in_a_row > self.policy.cap:
-      raise bad_numbers.BadNumbersError(f'{what}; bad_numbers.cap allows {self.policy.cap} in a row')
-    events.note(self.folder, step, 'skipped', what)
 
   def _validate(self, step: int, evaluate: Callable[[TrainState], Mapping[str, jax.Array]]) -> dict[str, float]:
     """The loss, and what the task measures beside."""
@@ -300,8 +229,9 @@ class Run:
   def _roll_back(self, checkpoints: Checkpoints, why: str) -> None:
     """Goes back to the last checkpoint, and on with the batches that follow; or ends the run."""
     checkpoints.wait()
-    if self.policy.name != 'roll_back' or self.rolled_back >= self.policy.cap or not checkpoints.steps():
-      if self.policy.name == 'roll_back':
+    policy = self.windows.policy
+    if policy.name != 'roll_back' or self.rolled_back >= policy.cap or not checkpoints.steps():
+      if policy.name == 'roll_back':
         why += f'; it was rolled back {self.rolled_back} times' if self.rolled_back else '; there is no checkpoint'
       raise self._diverged(why, checkpoints.steps())
     position, rolled_back = self.iterator.get_state(), self.rolled_back + 1
@@ -328,10 +258,7 @@ class Run:
       'spent': self.watch.spent,
       'config': self.config.to_dict(),
       'phase': s24.phase_at(self.parts.recipe, step - 1, self.config.steps),
-      # Steps since the last line of the metrics: none, unless the run was told to stop.
-      'window': [[x.tolist() for x in map(np.asarray, step)] for step in jax.device_get(self.window)],
-      'latest_losses': list(self.losses.latest),
-      'skipped_in_a_row': self.skipped_in_a_row,
+      **self.windows.to_meta(),
       'rolled_back': self.rolled_back,
     }
     try:
@@ -375,9 +302,8 @@ class Run:
     self.state = TrainState(step_array, found.params, found.opt_state)
     self.iterator.set_state(meta['data_state'])
     self.watch = Stopwatch(meta['spent'])
-    self.losses = bad_numbers.Losses(self.policy.spike, meta['latest_losses'])
-    self.skipped_in_a_row, self.rolled_back = meta['skipped_in_a_row'], meta['rolled_back']
-    self.window = [StepMetrics(*step) for step in meta['window']]
+    self.windows.restore(meta)
+    self.rolled_back = meta['rolled_back']
     return found.changed
 
   def _note_unreadable(self, what: str) -> None:

@@ -289,7 +289,7 @@ class RefusedTest(parameterized.TestCase):
     found = train.Run(build.make_parts(tiny(), data=FakeData()), temp_folder(self), quiet=True)
     window = [programs.StepMetrics(*map(np.float32, (1.0, norm, 0.1, 0.0, 0.0))) for norm in (2.0, np.inf, np.nan)]
     with self.assertRaisesRegex(bad_numbers.BadNumbersError, 'the norm of the gradient is inf at step 9'):
-      found._log(10, 'dense', window, None, None)
+      found.windows.write(10, 'dense', window, found.watch, None, None)
 
   def test_metrics_hold_numbers_only(self):
     with metrics.MetricsWriter(temp_folder(self)) as writer, self.assertRaisesRegex(ValueError, 'JSON'):
