@@ -7,29 +7,17 @@ compile-time constants by keyword.
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
-import dataclasses
 import functools
 import importlib
 import importlib.metadata
 import os
-import pathlib
-import re
-import subprocess
-import tempfile
 from typing import Any
 
 import jax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
-import jax.numpy as jnp
 
 from pallas_kernels import _compat, _device, _kept
-
-_POINTERS = {
-  'bfloat16': '*bf16', 'float16': '*fp16', 'float32': '*fp32', 'uint16': '*u16', 'uint32': '*u32', 'int32': '*i32',
-  'float8_e4m3fn': '*fp8e4nv', 'float8_e5m2': '*fp8e5',
-}  # fmt: skip
-
 
 _TARGET = 'triton_kernel_call'
 _PLAIN = (int, float, str, tuple, type(None))
@@ -212,64 +200,3 @@ class lowering_for:  # noqa: N801
   def __exit__(self, *_: Any) -> None:
     global _lowering_for  # noqa: PLW0603
     _lowering_for = self._saved
-
-
-@dataclasses.dataclass(frozen=True)
-class Compiled:
-  """What ptxas made of a kernel.
-
-  Attributes:
-    registers: a thread.
-    stack_bytes: of local memory a thread; spilled registers live there.
-    shared_bytes: of shared memory a program.
-    ptx: its PTX.
-    sass: its disassembly.
-  """
-
-  registers: int
-  stack_bytes: int
-  shared_bytes: int
-  ptx: str
-  sass: str
-
-  def count(self, instruction: str) -> int:
-    """SASS instructions whose name starts with `instruction`."""
-    return len(re.findall(rf'^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?{re.escape(instruction)}', self.sass, re.MULTILINE))
-
-
-def compile_for(
-  kernel: Any, arrays: Sequence[Any], constants: Mapping[str, Any], *, compute_capability: int, num_warps: int
-) -> Compiled:
-  """Compiles `kernel` to machine code without a GPU.
-
-  Args:
-    kernel: a `@triton.jit` function.
-    arrays: dtypes of its arrays, in order.
-    constants: its compile-time constants.
-    compute_capability: 80, 86, 90.
-    num_warps: warps a program.
-  """
-  import triton
-  from triton.backends.compiler import GPUTarget
-  from triton.compiler import ASTSource
-
-  names = kernel.arg_names
-  signature = {n: _POINTERS[jnp.dtype(d).name] for n, d in zip(names, arrays, strict=False)}
-  aligned = {(i,): [['tt.divisibility', 16]] for i in range(len(arrays))}
-  source = ASTSource(
-    kernel, signature=signature | dict.fromkeys(constants, 'constexpr'), constexprs=dict(constants), attrs=aligned
-  )
-  made = triton.compile(
-    source, target=GPUTarget('cuda', compute_capability, 32), options={'num_warps': num_warps}
-  )
-  tools = pathlib.Path(triton.__file__).parent / 'backends/nvidia/bin'
-  with tempfile.NamedTemporaryFile(suffix='.cubin') as f:
-    f.write(made.asm['cubin'])
-    f.flush()
-    usage = subprocess.run([tools / 'cuobjdump', '-res-usage', f.name], capture_output=True, text=True, check=True)
-    sass = subprocess.run([tools / 'cuobjdump', '-sass', f.name], capture_output=True, text=True, check=True).stdout
-  report = usage.stdout + usage.stderr
-  found = {k: int(v) for k, v in re.findall(r'(REG|STACK|LOCAL):(\d+)', report)}
-  return Compiled(
-    found['REG'], found['STACK'] + found['LOCAL'], made.metadata.shared, made.asm['ptx'], sass
-  )

@@ -5,6 +5,7 @@ from absl.testing import absltest, parameterized
 import jax.numpy as jnp
 
 from pallas_kernels import _device
+from tests.pallas_kernels import compiling
 
 
 class DeviceTest(parameterized.TestCase):
@@ -24,7 +25,7 @@ class DeviceTest(parameterized.TestCase):
     self.assertEqual(_device.Device('NVIDIA B200', 'gpu', (10, 0), 148).arch.kernels, {})
 
   def test_reads_what_ptxas_says(self):
-    report = _device._read_report(
+    report = compiling._read_report(
       "ptxas warning : (C7510) Potential Performance Loss\nptxas info : 8 bytes spill stores, 4 bytes spill loads\n"
       'ptxas info : Used 168 registers', 'wgmma.mma_async.sp.x a;\nwgmma.mma_async.sp.y b;\n wgmma.mma_async.z c;'
     )
@@ -44,12 +45,12 @@ class DeviceTest(parameterized.TestCase):
   def test_the_command_names_no_folder_of_the_machine(self, argv, command):
     self.assertEqual(_device._command(argv), command)
 
-  @absltest.skipUnless(_device.can_compile_for_gpu(), 'needs the CUDA plugin wheels')
+  @absltest.skipUnless(compiling.can_compile_for_gpu(), 'needs the CUDA plugin wheels')
   def test_one_target_a_process(self):
     args = lambda x: x + 1, _device.struct((64,), jnp.float32)
-    self.assertEqual(_device.compile_report(*args, target='sm_90a').spill_bytes, 0)
+    self.assertEqual(compiling.compile_report(*args, target='sm_90a').spill_bytes, 0)
     with self.assertRaisesRegex(ValueError, 'this process compiles for sm_90a'):
-      _device.compile_report(*args, target='sm_80')
+      compiling.compile_report(*args, target='sm_80')
 
 
 if __name__ == '__main__':

@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _device, _records, _triton
+from tests.pallas_kernels import compiling
 
 BF16, F32, E4M3, E5M2 = (jnp.dtype(name) for name in ('bfloat16', 'float32', 'float8_e4m3fn', 'float8_e5m2'))
 S = _device.struct
@@ -73,7 +74,7 @@ def _sparse_ptx(key, config, *, activation=None, keep_preactivation=False, bias=
 
   b = S((n, k) if key['b_layout'] == 'nk' else (k, n), dtype)
   args = S((m, k // 2), dtype), S((-(-m // 64), -(-k // 64), 128), jnp.uint32), b, *([S((m,), F32)] if bias else [])
-  return _device.compile_report(f, *args).ptx
+  return compiling.compile_report(f, *args).ptx
 
 
 def _vnm_ptx(key, config) -> str:
@@ -94,7 +95,7 @@ def _vnm_ptx(key, config) -> str:
 
   metadata = S((-(-r // 64), -(-compact // 64), 128), jnp.uint32)
   args = S((r, compact // 2), dtype), metadata, S((r // v, compact), jnp.int32), S((k, n), dtype)
-  return _device.compile_report(f, *args).ptx
+  return compiling.compile_report(f, *args).ptx
 
 
 def warp_cases(target: str) -> Cases:
@@ -112,7 +113,7 @@ def warp_cases(target: str) -> Cases:
       )
 
     b = S((n, k) if plain else (k, n), dtype)
-    return _device.compile_report(f, S((m, k // 2), dtype), S((8, 5, 128), jnp.uint32), b, target=target).ptx
+    return compiling.compile_report(f, S((m, k // 2), dtype), S((8, 5, 128), jnp.uint32), b, target=target).ptx
 
   return {
     f'mma.sp {dtype} {plain}': functools.partial(ptx, jnp.dtype(dtype), plain)

@@ -1,4 +1,4 @@
-"""Compiling for an H100 without one, as dispatch would choose kernels there; see `_device.compile_report`."""
+"""Compiling for an H100 without one, as dispatch would choose kernels there; see `compiling.compile_report`."""
 
 import contextlib
 import functools
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from pallas_kernels import _compat, _device, _triton
 from pallas_kernels.sparse_matmul import api
 import sparse24_jax as s24
-from tests.pallas_kernels import triton_interpreter
+from tests.pallas_kernels import compiling, triton_interpreter
 
 TARGET = 'sm_90a'
 TOKENS, D, HIDDEN = 256, 128, 512
@@ -37,7 +37,7 @@ def sharding():
   from jax.experimental import topologies
 
   topology = topologies.get_topology_desc(
-    platform='cuda', target_config=_device._description(TARGET), topology='1x1x1'
+    platform='cuda', target_config=compiling.description(TARGET), topology='1x1x1'
   )
   return jax.sharding.NamedSharding(topologies.make_mesh(topology, (1,), ('x',)), jax.sharding.PartitionSpec())
 
@@ -54,5 +54,5 @@ def struct(*shape: int, dtype=BF16) -> jax.ShapeDtypeStruct:
 
 
 needs_plugins = absltest.skipUnless(
-  _device.can_compile_for_gpu() and triton_interpreter.HAS_TRITON, 'needs the CUDA plugin wheels'
+  compiling.can_compile_for_gpu() and triton_interpreter.HAS_TRITON, 'needs the CUDA plugin wheels'
 )

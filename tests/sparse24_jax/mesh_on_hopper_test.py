@@ -10,6 +10,7 @@ import pytest
 
 from pallas_kernels import _device
 import sparse24_jax as s24
+from tests.pallas_kernels import compiling
 from tests.sparse24_jax import hopper
 from tests.sparse24_jax.hlo import calls, result, SPARSE, TRITON
 
@@ -28,7 +29,7 @@ class BlockTest(parameterized.TestCase):
     from jax.experimental import topologies
 
     topology = topologies.get_topology_desc(
-      platform='cuda', target_config=_device._description(hopper.TARGET), topology='1x1x2'
+      platform='cuda', target_config=compiling.description(hopper.TARGET), topology='1x1x2'
     )
     mesh = topologies.make_mesh(topology, (2,), ('d',))
 

@@ -6,7 +6,7 @@ from absl.testing import absltest, parameterized
 import jax.numpy as jnp
 import pytest
 
-from tests.pallas_kernels import triton_interpreter
+from tests.pallas_kernels import compiling, triton_interpreter
 
 BF16, U32, E5M2 = jnp.bfloat16, jnp.uint32, jnp.float8_e5m2
 BACKWARD = [BF16, BF16, U32, BF16, BF16, U32]
@@ -26,12 +26,11 @@ class TritonTest(parameterized.TestCase):
 
   @parameterized.product(kind=(('silu', True), ('gelu', False)), capability=(80, 86, 90))
   def test_backward_compiles_without_spills(self, kind, capability):
-    from pallas_kernels import _triton
     from pallas_kernels.gated_activation import triton as gated
 
     activation, gate = kind
     constants = dict(ACTIVATION=activation, GATED=gate)
-    made = _triton.compile_for(
+    made = compiling.compile_for(
       gated.backward_kernel, BACKWARD, constants | dict(ROWS=4096, COLUMNS=4096, TILE_ROWS=16, TILE_COLUMNS=16),
       compute_capability=capability, num_warps=8 if gate else 4,
     )  # fmt: skip
@@ -40,10 +39,9 @@ class TritonTest(parameterized.TestCase):
   @parameterized.parameters(('silu', True, 16), ('gelu', False, 8))
   @pytest.mark.slow
   def test_float8_backward_compiles_without_spills(self, activation, gate, warps):
-    from pallas_kernels import _triton
     from pallas_kernels.gated_activation import triton as gated
 
-    made = _triton.compile_for(
+    made = compiling.compile_for(
       gated.backward8_kernel, [BF16, BF16, U32, jnp.float32, E5M2, E5M2, U32],
       dict(ACTIVATION=activation, GATED=gate, ROWS=4096, COLUMNS=4096, TILE_ROWS=16, TILE_COLUMNS=32),
       compute_capability=90, num_warps=warps,

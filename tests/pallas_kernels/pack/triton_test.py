@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tests.pallas_kernels import triton_interpreter
+from tests.pallas_kernels import compiling, triton_interpreter
 
 BF16, U16, U32, I32, F32 = jnp.bfloat16, jnp.uint16, jnp.uint32, jnp.int32, jnp.float32
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -44,12 +44,11 @@ class TritonTest(parameterized.TestCase):
   )
   @pytest.mark.few(5)
   def test_compiles_without_spills(self, kernel, capability):
-    from pallas_kernels import _triton
     from pallas_kernels.pack import triton as pack
 
     arrays, constants, warps = (KERNELS | FLOAT8_KERNELS)[kernel]
     constants = constants | dict(ROWS=4096, COLUMNS=4096, TILE_ROWS=16, TILE_COLUMNS=16)
-    made = _triton.compile_for(
+    made = compiling.compile_for(
       getattr(pack, kernel), arrays, constants, compute_capability=capability, num_warps=warps
     )
     self.assertEqual(made.stack_bytes, 0)

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from pallas_kernels import _device
 from pallas_kernels.quantize import api
+from tests.pallas_kernels import compiling
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
@@ -22,7 +22,7 @@ def compiled_for_hopper(f, *structs):
   from jax.experimental import topologies
 
   # The float8 rewriter asks for the version of CUDA.
-  target = _device._description('sm_90a') + 'runtime_version { major: 13 }'
+  target = compiling.description('sm_90a') + 'runtime_version { major: 13 }'
   topology = topologies.get_topology_desc(platform='cuda', target_config=target, topology='1x1x1')
   mesh = topologies.make_mesh(topology, (1,), ('x',))
   sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
@@ -114,7 +114,7 @@ class Fp8DotTest(parameterized.TestCase):
     expected = 0.3 * 7.0 * (np.asarray(a).astype(np.float64) @ np.asarray(b).astype(np.float64).T)
     self.assertLess(np.linalg.norm(found.astype(np.float64) - expected), tolerance * np.linalg.norm(expected))
 
-  @unittest.skipUnless(_device.can_compile_for_gpu(), 'the CUDA plug-in is not installed')
+  @unittest.skipUnless(compiling.can_compile_for_gpu(), 'the CUDA plug-in is not installed')
   @parameterized.parameters((E5M2, E4M3), (E4M3, E4M3))
   def test_is_one_float8_matmul_on_hopper(self, a_dtype, b_dtype):
     scalar = ((), jnp.float32)

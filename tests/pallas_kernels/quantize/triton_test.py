@@ -6,7 +6,7 @@ from absl.testing import absltest, parameterized
 import jax.numpy as jnp
 import pytest
 
-from tests.pallas_kernels import triton_interpreter
+from tests.pallas_kernels import compiling, triton_interpreter
 
 
 @unittest.skipUnless(triton_interpreter.HAS_TRITON, 'triton is not installed')
@@ -18,11 +18,10 @@ class TritonTest(parameterized.TestCase):
 
   @parameterized.product(dtype=(jnp.float8_e4m3fn, jnp.float8_e5m2), plain=(True, False))
   def test_compiles_without_spills(self, dtype, plain):
-    from pallas_kernels import _triton
     from pallas_kernels.quantize import triton
 
     config = triton.DEFAULT
-    made = _triton.compile_for(
+    made = compiling.compile_for(
       triton.quantize_kernel, [jnp.bfloat16, jnp.float32, dtype, dtype],
       dict(PLAIN=plain, TRANSPOSED=True, **config.constants(4096, 4096)), compute_capability=90,
       num_warps=config.num_warps,

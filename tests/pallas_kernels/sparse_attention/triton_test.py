@@ -14,7 +14,7 @@ import pytest
 from pallas_kernels import _device, _triton
 from pallas_kernels.sparse_attention.api import sparse_attention
 from pallas_kernels.sparse_attention.patterns import Pattern
-from tests.pallas_kernels import triton_interpreter
+from tests.pallas_kernels import compiling, triton_interpreter
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 ARRAYS = {
@@ -66,7 +66,7 @@ class TritonTest(parameterized.TestCase):
       triton.Part(part, pattern, 0.125, shape, 12).launch(name, **constants)
     )
     del launch['grid']
-    made = _triton.compile_for(
+    made = compiling.compile_for(
       getattr(_kernels if name == 'forward' else _gradients, f'{name}_kernel'), ARRAYS[name], launch,
       compute_capability=capability, num_warps=launch.pop('num_warps'),
     )  # fmt: skip

@@ -23,6 +23,7 @@ from pallas_kernels.activations import ACTIVATIONS
 from pallas_kernels.ffi import build
 from pallas_kernels.ffi import cusparselt as library
 from pallas_kernels.sparse_matmul import api, cusparselt, operand, reference
+from tests.pallas_kernels import compiling
 
 _H100 = _device.target_device('sm_90a')
 _A100 = _device.target_device('sm_80')
@@ -236,7 +237,7 @@ def _has_compiler() -> bool:
     return False
 
 
-@absltest.skipUnless(_device.can_compile_for_gpu(), 'needs the CUDA plugin wheels')
+@absltest.skipUnless(compiling.can_compile_for_gpu(), 'needs the CUDA plugin wheels')
 @absltest.skipUnless(_has_compiler(), 'needs a C++ compiler')
 class CompileTest(parameterized.TestCase):
   """The handlers are the real ones; the library behind them is a stand-in, since nothing is run."""
@@ -257,7 +258,7 @@ class CompileTest(parameterized.TestCase):
   def _hlo(self, f, *shapes):
     from jax.experimental import topologies
 
-    text = _device._description('sm_90a')
+    text = compiling.description('sm_90a')
     topology = topologies.get_topology_desc(platform='cuda', target_config=text, topology='1x1x1')
     mesh = topologies.make_mesh(topology, (1,), ('x',))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())

@@ -12,6 +12,7 @@ import pytest
 
 from pallas_kernels import _device
 from pallas_kernels.sparse_matmul import mosaic_gpu_sm80, operand
+from tests.pallas_kernels import compiling
 
 _BF16 = jnp.dtype('bfloat16')
 
@@ -27,10 +28,10 @@ def _report(target, dtype):
     )
 
   args = s((m, k // 2), dtype), s(operand.metadata_shape(m, k), jnp.uint32), s((k, n), dtype)
-  return _device.compile_report(f, *args, target=target)
+  return compiling.compile_report(f, *args, target=target)
 
 
-@absltest.skipUnless(_device.can_compile_for_gpu(), 'needs the CUDA plugin wheels')
+@absltest.skipUnless(compiling.can_compile_for_gpu(), 'needs the CUDA plugin wheels')
 class CompileTest(parameterized.TestCase):
 
   # The oldest, the newest, and a consumer GPU, which has less shared memory.

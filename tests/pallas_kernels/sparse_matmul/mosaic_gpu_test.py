@@ -12,6 +12,7 @@ import pytest
 
 from pallas_kernels import _compat, _device, _tuning, formats
 from pallas_kernels.sparse_matmul import mosaic_gpu, operand, reference
+from tests.pallas_kernels import compiling
 
 _BF16 = jnp.dtype('bfloat16')
 _E4M3 = jnp.dtype('float8_e4m3fn')
@@ -256,10 +257,10 @@ def _report(shape, dtype, config, *, bias=False, scales=False, **kwargs):
       device=_device.target_device('sm_90a'),
     )
 
-  return _device.compile_report(f, *args)
+  return compiling.compile_report(f, *args)
 
 
-@absltest.skipUnless(_device.can_compile_for_gpu(), 'needs the CUDA plugin wheels')
+@absltest.skipUnless(compiling.can_compile_for_gpu(), 'needs the CUDA plugin wheels')
 @pytest.mark.few(2)
 class CompileTest(parameterized.TestCase):
 
@@ -288,7 +289,7 @@ class CompileTest(parameterized.TestCase):
   def test_no_group_loads_the_metadata_register_of_the_group_in_flight(self, name, words):
     (_, _, k), _, config, *_ = _PROGRAMS[name]
     try:
-      sass = _device.disassemble(_program(name).ptx)
+      sass = compiling.disassemble(_program(name).ptx)
     except NotImplementedError as e:
       self.skipTest(str(e))
     instruction = re.compile(r'[HQ]GMMA\.SP\.\S+ R\d+, gdesc\[UR\d+\], R\d+, (R\d+)')

@@ -15,6 +15,7 @@ from pallas_kernels.sparse_matmul import operand
 from pallas_kernels.sparse_matmul.operand import SparseOperand
 from pallas_kernels.vnm import mosaic_gpu, reference
 from pallas_kernels.vnm.format import to_vnm_operand, VNMOperand
+from tests.pallas_kernels import compiling
 
 _BF16 = jnp.dtype('bfloat16')
 _SMALL = mosaic_gpu.Config(rows=64, bn=64, stages=3)
@@ -183,7 +184,7 @@ class RefusalTest(parameterized.TestCase):
       mosaic_gpu.vnm_matmul(a, b, out_dtype=dtype, out_layout='mn', device=device)
 
 
-@absltest.skipUnless(_device.can_compile_for_gpu(), 'needs the CUDA plugin wheels')
+@absltest.skipUnless(compiling.can_compile_for_gpu(), 'needs the CUDA plugin wheels')
 @pytest.mark.few
 class CompileTest(parameterized.TestCase):
 
@@ -205,7 +206,7 @@ class CompileTest(parameterized.TestCase):
         a, b, out_dtype=_BF16, out_layout=out_layout, config=config, device=_device.target_device('sm_90a')
       )
 
-    report = _device.compile_report(
+    report = compiling.compile_report(
       f, s((r, compact // 2), _BF16), s(operand.metadata_shape(r, compact), jnp.uint32),
       s((r // v, compact), jnp.int32), s((k, n), _BF16),
     )
@@ -234,7 +235,7 @@ class CompileTest(parameterized.TestCase):
   def _check_registers(self, report, instructions):
     # To ptxas a register is free when the wgmma that reads it is issued.
     try:
-      sass = _device.disassemble(report.ptx)
+      sass = compiling.disassemble(report.ptx)
     except NotImplementedError as e:
       self.skipTest(str(e))
     self.assertEqual(_read_in_flight(sass), (instructions, []))

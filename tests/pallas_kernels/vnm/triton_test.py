@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import _triton
 from pallas_kernels.sparse_matmul.operand import metadata_shape, SparseOperand
-from tests.pallas_kernels import triton_interpreter
+from tests.pallas_kernels import compiling, triton_interpreter
 
 
 @absltest.skipUnless(triton_interpreter.HAS_TRITON, 'needs triton')
@@ -36,7 +35,7 @@ class CompileTest(parameterized.TestCase):
   _CASES = (((64, 8), 90), ((128, 8), 80), ((128, 8), 86), ((128, 16), 90), ((256, 8), 90))
 
   def _compile(self, kernel, arrays, constants, capability, warps):
-    made = _triton.compile_for(kernel, arrays, constants, compute_capability=capability, num_warps=warps)
+    made = compiling.compile_for(kernel, arrays, constants, compute_capability=capability, num_warps=warps)
     self.assertEqual(made.stack_bytes, 0)
     self.assertGreater(made.count('LDG.E.128') + made.count('LDG.E.64'), 0)
     return made
@@ -88,14 +87,14 @@ class CompileTest(parameterized.TestCase):
 
     constants = dict(C=4096, V=128, M=8, COUNT=256, ROWS=32, WIDTH=128)
     arrays = ['bfloat16', 'uint32', 'int32', 'int32', 'bfloat16']
-    made = _triton.compile_for(_dense.take_columns, arrays, constants, compute_capability=80, num_warps=4)
+    made = compiling.compile_for(_dense.take_columns, arrays, constants, compute_capability=80, num_warps=4)
     self.assertEqual(made.stack_bytes, 0)
 
   def test_expand(self):
     from pallas_kernels.vnm import _dense
 
     self._compile(_dense.expand_rows, ['bfloat16', 'uint32', 'bfloat16'], dict(K=4096, ROWS=64), 80, 2)
-    made = _triton.compile_for(
+    made = compiling.compile_for(
       _dense.scatter_rows, ['bfloat16', 'uint32', 'int32', 'bfloat16'], dict(C=4096, V=128, M=8, ROWS=64),
       compute_capability=80, num_warps=2,
     )  # fmt: skip
