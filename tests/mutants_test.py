@@ -2,6 +2,7 @@
 
 import ast
 from pathlib import Path
+import tempfile
 
 from absl.testing import absltest, parameterized
 
@@ -18,13 +19,9 @@ class MutantsTest(parameterized.TestCase):
 
   @parameterized.parameters(*((mutant,) for mutant in mutants.MUTANTS))
   def test_the_line_is_there_once_and_the_tests_are_fast(self, mutant):
-    text = (ROOT / mutant.file).read_text()
-    if text.count(mutant.old) != 1:
-      elsewhere = [str(path.relative_to(ROOT)) for path in (ROOT / mutant.file.split('/')[0]).rglob('*.py')
-                   if mutant.old in path.read_text()]  # fmt: skip
-      self.fail(f'{mutant.old!r} is not once in {mutant.file}; it is in {elsewhere}: change tests/mutants.py')
-    self.assertNotEqual(mutant.old, mutant.new)
-    ast.parse(text.replace(mutant.old, mutant.new))
+    file, changed = mutants.mutated(mutant, ROOT)
+    self.assertNotEqual(file.read_text(), changed)
+    ast.parse(changed)
     tests = ast.parse((ROOT / mutant.tests).read_text())
     fast = [
       f'{node.name} {test.name}'
@@ -32,6 +29,27 @@ class MutantsTest(parameterized.TestCase):
       for test in node.body if isinstance(test, ast.FunctionDef) and test.name.startswith('test') and not _slow(test)
     ]  # fmt: skip
     self.assertTrue(any(mutant.only in name for name in fast), f'no fast test with {mutant.only!r} in {mutant.tests}')
+
+  def test_a_line_is_found_by_what_it_says(self):
+    mutant = mutants.Mutant('sums', 'package/first.py', 'a + b, c', 'a - b, c', '', '')
+    for name, text, changed in (
+      ('first.py', 'x = f(a + b, c)', 'x = f(a - b, c)'),  # where it was
+      ('first.py', 'x = f(\n  a +\n  b, c)', 'x = f(\n  a - b, c)'),  # wrapped
+      ('second.py', 'x = f(a + b, c)', 'x = f(a - b, c)'),  # in another file
+    ):
+      with self.subTest(f'{name}: {text}'):
+        root = Path(self.enterContext(tempfile.TemporaryDirectory()))
+        (root / 'package').mkdir()
+        (root / 'package/first.py').write_text('')
+        (root / 'package' / name).write_text(text)
+        self.assertEqual(mutants.mutated(mutant, root), (root / 'package' / name, changed))
+    (root / 'package/third.py').write_text('x = f(a + b, c)')
+    with self.assertRaisesRegex(LookupError, r'second.py.*third.py.*change tests/mutants.py'):
+      mutants.mutated(mutant, root)
+    (root / 'package/second.py').write_text('x = f(b + a, c)')
+    (root / 'package/third.py').unlink()
+    with self.assertRaisesRegex(LookupError, r'it is in \[\]'):
+      mutants.mutated(mutant, root)
 
 
 def _slow(node: ast.ClassDef | ast.FunctionDef) -> bool:
