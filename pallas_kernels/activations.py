@@ -111,7 +111,7 @@ ACTIVATIONS: dict[str, Activation] = {
   'silu': Activation(
     jax.nn.silu, _silu, _silu_and_slope, steepest=1.1, written=(_silu, lambda z: jax.lax.logistic(z) * z)
   ),
-  'relu': Activation(jax.nn.relu, _relu, _relu_and_slope, steepest=1.0),
+  'relu': Activation(jax.nn.relu, _relu, _relu_and_slope, steepest=1.0, written=(_relu,)),
   'squared_relu': Activation(
     lambda z: jnp.square(jax.nn.relu(z)), lambda z: _relu(z) * _relu(z), _squared_relu_and_slope,
     written=(lambda z: jnp.square(jnp.maximum(z, 0)),),

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 import contextvars
 from typing import Any, NamedTuple
 
+import jax
 from jax._src import source_info_util
 from jax.extend import core as jex
 
@@ -15,6 +16,11 @@ def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
 
 def is_literal(atom: Any) -> bool:
   return isinstance(atom, jex.Literal)
+
+
+def variable(shape: Sequence[int], dtype: Any) -> Any:
+  """The result of an equation that is written here."""
+  return jex.Var(jax.core.ShapedArray(tuple(shape), dtype))
 
 
 def is_drop(variable: Any) -> bool:

@@ -6,7 +6,6 @@ text, primitives and numbers without names, is compared with what each known act
 
 from collections.abc import Collection, Mapping, Sequence
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -17,15 +16,18 @@ from pallas_kernels._varying import vary_over, varying_of
 from pallas_kernels.activations import ACTIVATIONS
 from sparse24_jax.binding import _jax
 from sparse24_jax.binding.reading import Reading
-from sparse24_jax.binding.values import Elementwise, Matmul, Part, Value
+from sparse24_jax.binding.values import Columns, Elementwise, Matmul, Part, Value
+from sparse24_jax.binding.view import View
 from sparse24_jax.recipe import Rule
 
 ELEMENTWISE = frozenset((
   'add', 'sub', 'mul', 'div', 'neg', 'max', 'min', 'tanh', 'logistic', 'erf', 'erfc', 'exp', 'pow', 'integer_pow',
   'square', 'convert_element_type', 'copy', 'name', 'custom_jvp_call', 'select_n', 'gt', 'ge', 'lt', 'le',
-  'pvary', 'pcast',
+  'pvary', 'pcast', 'sharding_constraint',
 ))  # fmt: skip
 
+
+_SAME = ('copy', 'name', 'pvary', 'pcast', 'sharding_constraint')
 
 # One matmul gives both, the columns of the first in front.
 PAIRS = ('gate_up', 'up_gate')
@@ -34,11 +36,13 @@ PAIRS = ('gate_up', 'up_gate')
 class Block(NamedTuple):
   """The maps into the hidden layer and the activation between them and the map out of it.
 
-  The maps are 'up' and perhaps 'gate', or one of `PAIRS`.
+  The maps are 'up' and perhaps 'gate', or one of `PAIRS`. In front of the columns their results have axes of experts
+  and tokens, which the map out has in this order; those of length one are left out.
   """
 
   activation: str
   maps: Mapping[str, Matmul]
+  order: tuple[int, ...]
 
 
 class Apart(NamedTuple):
@@ -68,15 +72,20 @@ def find_block(down: Matmul) -> Block | Apart | None:
     return Apart(maps, 'more than an activation stands between the matmuls, another array or a third matmul')
   out = down.equation.invars[1 - down.side].aval
   x = roots[0].other
-  if any(root.columns for root in read):
-    size = roots[0].equation.outvars[0].aval.size // math.prod(out.shape[:-1])
-    halves = {(0, size // 2), (size // 2, size // 2)}
-    if len(roots) > 1 or {root.columns for root in read} != halves or {root.shape for root in read} != {out.shape}:
+  if not all(root.whole for root in read):
+    size, columns = roots[0].size, {root.columns for root in read}
+    if columns == {Columns(0, size // 2, 2), Columns(1, size // 2, 2)}:
+      return Apart(
+        maps, 'gate and up are every second column of one weight, and groups of four neighbours hold both: store them'
+        ' as halves of the columns, or as [in, 2, hidden]'
+      )  # fmt: skip
+    halves = {Columns(0, size // 2, 1), Columns(size // 2, size // 2, 1)}
+    if len(roots) > 1 or columns != halves or {root.shape for root in read} != {out.shape}:
       return Apart(maps, 'of a matmul it takes some columns, and not one half as gate and the other as up')
   z = jax.ShapeDtypeStruct(read[0].shape, roots[0].equation.outvars[0].aval.dtype)
   if any(found.view.factors for found in maps):
     return Apart(maps, 'a weight of it is multiplied before its matmul')
-  if any(root.other.array is not x.array for root in roots):
+  if any(root.other.array is not x.array or _of_other(root) != _of_other(roots[0]) for root in roots):
     return Apart(maps, 'gate and up read different arrays')
   if any(root.shape != z.shape for root in read) or z.shape != out.shape:
     return Apart(maps, f'hidden layers of shapes {z.shape} and {out.shape}')
@@ -86,19 +95,70 @@ def find_block(down: Matmul) -> Block | Apart | None:
   found = _activations(dtypes[0]).get(text)
   if found is None or len(found[1]) != len(read):
     return Apart(maps, 'what stands between the matmuls is not gelu, silu, relu or squared relu, gated or not')
+  order = _order(read, down)
+  if order is None:
+    return Apart(maps, 'gate, up and the matmul that ends it have their tokens in different orders, or contract others')
   activation, roles = found
   if len(roots) < len(read):
     in_order = sorted(zip(read, roles, strict=True), key=lambda each: each[0].columns or (0, 0))
-    return Block(activation, {'_'.join(role for _, role in in_order): roots[0]})
-  return Block(activation, dict(zip(roles, roots, strict=True)))
+    return Block(activation, {'_'.join(role for _, role in in_order): roots[0]}, order)
+  return Block(activation, dict(zip(roles, roots, strict=True)), order)
 
 
 class _Root(NamedTuple):
-  """A matmul that a hidden layer is made of, or some of its columns, and the shape of what it gives."""
+  """A matmul that a hidden layer is made of, or a part of what it gives."""
 
   found: Matmul
-  columns: tuple[int, int] | None
-  shape: tuple[int, ...]
+  part: Part | None = None
+
+  @property
+  def view(self) -> View:
+    return self.part.view if self.part else self.found.result
+
+  @property
+  def columns(self) -> Columns | None:
+    return self.part.columns if self.part else None
+
+  @property
+  def whole(self) -> bool:
+    """Whether it has all columns."""
+    return self.part is None or self.part.order is not None or self.columns == Columns(0, self.found.size, 1)
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    return self.view.value_shape
+
+
+def _of_other(found: Matmul) -> tuple[Any, Any]:
+  """Contracted and batch axes of the activations."""
+  contract, batch = found.equation.params['dimension_numbers']
+  return contract[1 - found.side], batch[1 - found.side]
+
+
+def _order(read: Sequence[_Root], down: Matmul) -> tuple[int, ...] | None:
+  """Where the axes in front of the hidden layer are those of the matmul that ends the block.
+
+  None if it contracts other axes than columns, or if they are not in one order.
+  """
+  lead = read[0].found.lead
+  arranged = {root.view.arranged(root.found.lead) for root in read}
+  contract, batch = _of_other(down)
+  (axes,) = arranged if len(arranged) == 1 else (None,)
+  if axes is None or any(axes[place] for place in contract) or any(root.found.side == 0 for root in read):
+    return None
+  places = (*batch, *(i for i in range(len(axes)) if i not in batch and i not in contract))
+  runs = [run for place in places for run in axes[place]]
+  shape, joined = read[0].found.result.shape, []
+  while runs:
+    run, size = runs[0], 1
+    # An axis in several pieces, the outer ones first.
+    while runs and runs[0].axis == run.axis and runs[0].stride * runs[0].size * size == shape[run.axis]:
+      size *= runs.pop(0).size
+    if size != shape[run.axis]:
+      return None
+    joined.append(run.axis)
+  kept = [axis for axis in range(lead) if shape[axis] > 1]
+  return tuple(kept.index(axis) for axis in joined)
 
 
 def roots_of(values: Sequence[Value]) -> list[Matmul]:
@@ -119,21 +179,16 @@ def roots_of(values: Sequence[Value]) -> list[Matmul]:
   return roots
 
 
-def why_apart(maps: Mapping[str, tuple[Matmul, Reading]], rules: Collection[Rule]) -> str | None:
+def why_apart(
+  maps: Mapping[str, tuple[Matmul, Reading]], order: Sequence[int], rules: Collection[Rule]
+) -> str | None:
   """Why a block that was found cannot be one op, by how its matmuls read their weights and by their rules, or None."""
   found, readings = [m for m, _ in maps.values()], [reading for _, reading in maps.values()]
   neurons, batches = {rule.activation for rule in rules}, {reading.batch for reading in readings}
-  into = [m for role, (m, _) in maps.items() if role != 'down']
-  if len({m.side for m in into}) > 1:
-    return 'of gate and up one multiplies w @ x, the other x @ w'
-  if any(m.side == 0 and m.bias is not None for m in found):
-    return 'it multiplies w @ x, with the weight on the left, and adds an array along its tokens'
   if not all(_is_plain_map(role, *each) for role, each in maps.items()):
     return 'a matmul of it has several axes in or out'
-  down, reading = maps['down']
-  hidden = len(reading.batch) if into[0].side == 0 else down.equation.invars[1 - down.side].aval.ndim - 1
-  if tuple(down.equation.params['dimension_numbers'][0][1 - down.side]) != (hidden,):
-    return 'the matmul that ends it contracts another axis than that of the hidden layer'
+  if tuple(order[: len(maps['down'][1].batch)]) != tuple(range(len(maps['down'][1].batch))):
+    return 'its experts are other ones in the matmul that ends it'
   if neurons != {None} and set(maps) & set(PAIRS):
     return 'sparse activations are made by blocks without a gate'
   if any(m.bias is not None and m.bias.shape != (reading.columns,) for m, reading in maps.values()):
@@ -151,11 +206,33 @@ def why_apart(maps: Mapping[str, tuple[Matmul, Reading]], rules: Collection[Rule
 
 def _is_plain_map(role: str, found: Matmul, reading: Reading) -> bool:
   """Whether a matmul is x times one matrix; a pair may have an axis of two."""
-  batch = found.equation.params['dimension_numbers'][1][1 - found.side]
   _, inputs, outputs = reading.axes
-  if tuple(batch) != tuple(range(len(reading.batch))) or inputs != 1:
+  if inputs != 1:
     return False
   return outputs == 1 or (role in PAIRS and reading.in_order)
+
+
+# What gives the same number in NumPy as in XLA.
+_EXACT = {'sqrt': np.sqrt, 'add': np.add, 'sub': np.subtract, 'mul': np.multiply, 'div': np.divide, 'neg': np.negative}
+
+
+def number_in(value: Value) -> Any:
+  """The number that is known of a value while it is traced: of a scalar, or of an array that repeats one; or None."""
+  array = value.held if value.repeated is None else value.repeated[0]
+  return array if isinstance(array, np.ndarray | np.generic | int | float) and np.ndim(array) == 0 else None
+
+
+def number_of(equation: Any, values: Sequence[Value]) -> Any:
+  """The number that an equation makes of numbers, `jnp.sqrt(2)` say, or None."""
+  numbers, (out,) = [number_in(value) for value in values], (v.aval for v in equation.outvars)
+  if getattr(out, 'shape', None) != () or any(number is None for number in numbers):
+    return None
+  if not jnp.issubdtype(out.dtype, jnp.floating):
+    return None
+  name, numbers = equation.primitive.name, [np.asarray(number, out.dtype) for number in numbers]
+  if name == 'convert_element_type':
+    return numbers[0]
+  return _EXACT[name](*numbers) if name in _EXACT else None
 
 
 _REPEATS = ('broadcast_in_dim', 'reshape')
@@ -192,22 +269,22 @@ def _new_text(value: Value, roots: list[_Root], known: dict[int, str | None]) ->
   made = value.made_by
   if not value.waits or made is None:
     # A number is a literal of the jaxpr; an array is nothing that an activation has.
-    array = value.held if value.repeated is None else value.repeated[0]
-    return _number(array) if isinstance(array, np.ndarray | np.generic | int | float) and np.ndim(array) == 0 else None
+    number = number_in(value)
+    return None if number is None else _number(number)
   if isinstance(made, Matmul):
     # A bias makes another object of the same matmul.
-    return _root_text(_Root(made, None, made.equation.outvars[0].aval.shape), roots)
+    return _root_text(_Root(made), roots)
   if isinstance(made, Part):
-    columns = made.columns
-    return None if columns is None else _root_text(_Root(made.whole, columns, made.view.value_shape), roots)
+    return _root_text(_Root(made.whole, made), roots)
   arguments = [_text_of(argument, roots, known) for argument in made.arguments]
   return None if None in arguments else _equation_text(made.equation, arguments)
 
 
 def _root_text(root: _Root, roots: list[_Root]) -> str:
-  if root not in roots:
+  same = next((i for i, known in enumerate(roots) if known.found is root.found and known.view == root.view), None)
+  if same is None:
     roots.append(root)
-  return f'z{roots.index(root)}'
+  return f'z{len(roots) - 1 if same is None else same}'
 
 
 def _is_number(text: str) -> bool:
@@ -229,7 +306,7 @@ def _equation_text(equation: Any, arguments: Sequence[str], *, derivatives: bool
     text = _jaxpr_text(inner, arguments, derivatives=derivatives)
     # A derivative of its own is a part of what an activation is.
     return f'{text}|{_derivative_text(equation)}|' if name == 'custom_jvp_call' and derivatives else text
-  if name in ('copy', 'name', 'pvary', 'pcast') or (name == 'broadcast_in_dim' and _is_number(arguments[0])):
+  if name in _SAME or (name == 'broadcast_in_dim' and _is_number(arguments[0])):
     return arguments[0]
   if name == 'square':
     name, params = 'integer_pow', {'y': 2}

@@ -260,12 +260,12 @@ class Notes:
   def layout_of(self, path: str) -> Layout:
     raise AssertionError(f'{path} has no state while notes are taken')
 
-  def block(self, activation: str, maps: Mapping[str, Matmul]) -> None:
+  def block(self, activation: str, maps: Mapping[str, Matmul], order: tuple[int, ...]) -> None:
     try:
       read_by = {role: (found, read(found)) for role, found in maps.items()}
     except UnreadableError:  # `matmul` says so
       return
-    reason = why_apart(read_by, [self.rules[found.view.path] for found in maps.values()])
+    reason = why_apart(read_by, order, [self.rules[found.view.path] for found in maps.values()])
     if (maps['down'].view.path, id(maps['down'].origin)) in self.blocks:
       self._no_block(list(maps.values()), 'the matmul that reads its result begins another block')
     elif reason is not None:

@@ -12,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from sparse24_jax.binding import _jax, calls, shards
-from sparse24_jax.binding.blocks import Apart, ELEMENTWISE, find_block, roots_of, row_of
+from sparse24_jax.binding.blocks import Apart, ELEMENTWISE, find_block, number_in, number_of, roots_of, row_of
 from sparse24_jax.binding.values import (
   Altered,
   Elementwise,
@@ -56,8 +56,11 @@ class _Interpreter:
       out = [Value(array) for array in _jax.rebind(equation, [value.array for value in values])]
       if len(out) == 1 and values:
         out[0].row = row_of(equation, values[0])
-        if name == 'broadcast_in_dim':
-          out[0].repeated = values[0].array, equation.params['broadcast_dimensions']
+        if (number := number_of(equation, values)) is not None:
+          out[0].repeated = number, ()
+        elif name == 'broadcast_in_dim':
+          number = number_in(values[0])
+          out[0].repeated = values[0].array if number is None else number, equation.params['broadcast_dimensions']
         elif name in ('pvary', 'pcast') and not jnp.ndim(values[0].array):
           out[0].repeated = values[0].array, ()
       return _with_norms(out, values)
@@ -72,14 +75,10 @@ class _Interpreter:
       return _with_norms(_INSIDE[name](self, equation, values), values, read)
     if name in ('dot_general', 'ragged_dot_general'):
       return self._matmul(equation, values, name)
+    if values[0].waits and (parts := Part.of(equation, values[0])):
+      return parts
     if name in ELEMENTWISE and any(value.waits for value in values) and not any(value.mark for value in values):
       return [_put_off(equation, values)]
-    if name == 'transpose' and values[0].waits and isinstance(values[0].made_by, Matmul):
-      turned = values[0].made_by.turned(equation)
-      if turned is not None:
-        return [Value(made_by=_with_block(turned))]
-    if values[0].waits and (parts := Part.of(equation, values[0])):
-      return [Value(made_by=part) for part in parts]
     if ended := roots_of(values):
       self.reader.apart(ended, f'{name} at {_jax.source_of(equation)} reads its result')
     return self._plain(equation, values, name)
@@ -98,7 +97,7 @@ class _Interpreter:
     found = Matmul(equation, marked[0], values, self.keys.next(), self.reader)
     if name == 'ragged_dot_general':
       return [Value(self.reader.ragged(found))]
-    return [Value(made_by=_with_block(found))]
+    return [_with_block(found.as_value())]
 
   def _plain(self, equation: Any, values: list[Value], name: str) -> list[Value]:
     """An equation that runs as it is; what it makes of a weight may still be a view of it."""
@@ -190,20 +189,24 @@ def _scaled(equation: Any, name: str, values: Sequence[Value]) -> Value | None:
   return Value(None, dataclasses.replace(view, factors=(*view.factors, factor)), weight.state, unscaled)
 
 
-def _with_block(found: Matmul) -> Matmul:
+def _with_block(value: Value) -> Value:
+  """The result of a matmul, perhaps in another order, that knows the block that it ends."""
+  found = value.made_by.whole if isinstance(value.made_by, Part) else value.made_by
+  assert isinstance(found, Matmul)
   block = find_block(found)
   if isinstance(block, Apart):
     found.matmuls.apart(block.maps, block.reason)
   else:
     found.block = block
-  return found
+  return value
 
 
 def _put_off(equation: Any, values: list[Value]) -> Value:
   """An elementwise equation on what waits for its block; the bias of a matmul is kept with it."""
   made = Elementwise(equation, values)
-  if equation.primitive.name == 'convert_element_type' and _rounds(equation, values[0]):
-    return Value(made_by=_with_block(dataclasses.replace(values[0].made_by, rounded=True)))
+  if equation.primitive.name == 'convert_element_type' and (order := _rounds(equation, values[0])) is not None:
+    found = values[0].made_by.whole if isinstance(values[0].made_by, Part) else values[0].made_by
+    return Part.in_order(_with_block(Value(made_by=dataclasses.replace(found, rounded=True))), order)
   if equation.primitive.name == 'add' and len(values) == 2:
     for value, other in (values, reversed(values)):
       found = value.made_by
@@ -212,12 +215,17 @@ def _put_off(equation: Any, values: list[Value]) -> Value:
   return Value(made_by=made)
 
 
-def _rounds(equation: Any, value: Value) -> bool:
-  """Whether a cast makes of a product in float32 what an op of 16 bits gives, whose sums are float32 in any case."""
-  found, dtype = value.made_by, equation.outvars[0].aval.dtype
+def _rounds(equation: Any, value: Value) -> tuple[int, ...] | None:
+  """The order of the axes of a matmul if a cast makes of it what an op of 16 bits gives, whose sums are float32."""
+  made, dtype = value.made_by, equation.outvars[0].aval.dtype
+  found = made.whole if isinstance(made, Part) else made
   if not value.waits or not isinstance(found, Matmul) or found.bias is not None or found.dtype == dtype:
-    return False
-  return found.operands == dtype and jnp.promote_types(found.dtype, dtype) == found.dtype
+    return None
+  if found.operands != dtype or jnp.promote_types(found.dtype, dtype) != found.dtype:
+    return None
+  if isinstance(made, Part):
+    return None if made.told else made.order
+  return tuple(range(equation.outvars[0].aval.ndim))
 
 
 def _custom(self: _Interpreter, equation: Any, values: list[Value]) -> list[Value]:

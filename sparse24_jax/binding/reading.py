@@ -179,6 +179,17 @@ def rows(found: Matmul, reading: Reading) -> Array:
   return x.reshape(*sizes, *lead[len(batch[0]) :], -1)
 
 
+def as_rows(y: Array, found: Matmul, order: Sequence[int], down: Matmul, reading: Reading) -> Array:
+  """What a block gives for the rows of its first matmul, as `[batch..., rows..., out]` of its last one."""
+  contract, batch = (numbers[1 - down.side] for numbers in down.equation.params['dimension_numbers'])
+  other = down.equation.invars[1 - down.side].aval.shape
+  free = (size for i, size in enumerate(other) if i not in contract and i not in batch)
+  if tuple(order) != tuple(range(len(order))):
+    lead = (size for size in found.result.shape[: found.lead] if size > 1)
+    y = jnp.transpose(y.reshape(*lead, y.shape[-1]), (*order, len(order)))
+  return y.reshape(*(run.size for run in reading.runs[: reading.axes[0]]), *free, y.shape[-1])
+
+
 def as_result(y: Array, found: Matmul, reading: Reading) -> Array:
   """`[batch..., rows..., out]` as the `dot_general` gives it."""
   (out,) = (variable.aval for variable in found.equation.outvars)

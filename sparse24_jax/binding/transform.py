@@ -19,7 +19,17 @@ from sparse24_jax.binding import _jax
 from sparse24_jax.binding.blocks import PAIRS, why_apart
 from sparse24_jax.binding.bound import bind_traced, Bound, BoundWeight, how_lost
 from sparse24_jax.binding.interpreter import run
-from sparse24_jax.binding.reading import as_result, part_of, read, Reading, rows, scaled, weight_as_read, weight_matrix
+from sparse24_jax.binding.reading import (
+  as_result,
+  as_rows,
+  part_of,
+  read,
+  Reading,
+  rows,
+  scaled,
+  weight_as_read,
+  weight_matrix,
+)
 from sparse24_jax.binding.state import NNX_STATES, WeightState
 from sparse24_jax.binding.tracing import functional, trace, Traced
 from sparse24_jax.binding.values import Altered, Keys, Matmul
@@ -212,10 +222,10 @@ class _Sparse:
       (out,) = _jax.rebind(found.equation, arrays)
     return _filled(out, (found,))
 
-  def block(self, activation: str, maps: Mapping[str, Matmul]) -> Array | None:
+  def block(self, activation: str, maps: Mapping[str, Matmul], order: tuple[int, ...]) -> Array | None:
     read_by = {role: self._reading(found) for role, found in maps.items()}
     rules = [weight.rule for weight, _ in read_by.values()]
-    if why_apart({role: (maps[role], reading) for role, (_, reading) in read_by.items()}, rules) is not None:
+    if why_apart({role: (maps[role], reading) for role, (_, reading) in read_by.items()}, order, rules) is not None:
       return None
     policy, neurons, asked = rules[0].policy, rules[0].activation, {found.asked for found in maps.values()}
     first = next(role for role in maps if role != 'down')
@@ -239,6 +249,7 @@ class _Sparse:
     key = _key(maps['down'], x, weights)
     with errors_name(', '.join(weight.path for weight, _ in read_by.values())):
       y = _for_each(batch, block, x, weights, states, key) if batch else block(x, weights, states, key, biases)
+    y = as_rows(y, maps[first], order, maps['down'], read_by['down'][1])
     return _filled(as_result(y, maps['down'], read_by['down'][1]), maps.values())
 
   def layout_of(self, path: str) -> Layout:

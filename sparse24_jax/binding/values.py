@@ -1,7 +1,8 @@
 """What the interpreter knows of the values that it computes with, and who carries out the matmuls that it finds."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
+import functools
 import math
 from typing import Any, NamedTuple, Protocol
 
@@ -101,62 +102,118 @@ class Elementwise:
     return out
 
 
+class Columns(NamedTuple):
+  """Columns of a matmul, side by side: where they start, how many they are and how far apart."""
+
+  start: int
+  size: int
+  stride: int
+
+
 @dataclasses.dataclass(eq=False)
 class Part:
-  """Some columns of what a matmul gives, put off: gate or up, where one weight holds both.
+  """What a matmul gives in another order, or some columns of it, put off: gate or up, where one weight holds both.
 
   Attributes:
-    equation: that takes them.
-    argument: of which it takes them, the whole or a larger part.
-    index: of the results of the equation the one that is meant.
-    whole: the matmul.
-    view: which entries of its result they are.
-    results: of the equation, once it has run; all of its parts share them, as one split has one transpose.
+    run: makes it and its likes, of one equation, of `argument`.
+    argument: of which they are made, the whole or a larger part.
+    index: of what `run` makes the one that is meant.
+    root: the whole, what a matmul gives.
+    view: which entries of the whole these are.
+    results: of `run`, once it has run; all of its parts share them, as one split has one transpose.
+    told: whether it also says something of them, a name for `jax.checkpoint` or how they are divided.
   """
 
-  equation: Any
+  run: Callable[[Any], Sequence[Any]]
   argument: Value
   index: int
-  whole: 'Matmul'
+  root: Value
   view: View
   results: list[Any]
+  told: bool = False
 
   @classmethod
-  def of(cls, equation: Any, value: Value) -> 'list[Part] | None':
-    """What an equation takes of a matmul or of a part of one; None if it mixes tokens, or takes none."""
+  def of(cls, equation: Any, value: Value) -> list[Value] | None:
+    """What an equation makes of a matmul or of a part of one; None if it takes some of the tokens."""
     made = value.made_by
-    if not isinstance(made, Matmul | Part) or equation.primitive.name not in ('reshape', 'slice', 'split', 'squeeze'):
+    if not isinstance(made, Matmul | Part) or equation.primitive.name not in (*_ORDERS, *_TOLD):
       return None
-    whole, view = (made.whole, made.view) if isinstance(made, Part) else (made, None)
-    shape = whole.equation.outvars[0].aval.shape
-    views = follow(equation, [None], [view or View.whole('', shape)])
-    tokens = View.whole('', shape).axes[: whole.lead]
-    if whole.side == 0 or views is None or any(found.axes[: whole.lead] != tokens for found in views):
+    root, view = (made.root, made.view) if isinstance(made, Part) else (value, None)
+    whole = root.made_by
+    assert isinstance(whole, Matmul)
+    if whole.side == 0:
+      return None
+    views = follow(equation, [None], [view or whole.result])
+    if views is None or any(found.arranged(whole.lead) is None for found in views):
       return None
     results: list[Any] = []
-    return [cls(equation, value, index, whole, found, results) for index, found in enumerate(views)]
+    run, told = functools.partial(_run, equation), equation.primitive.name in _TOLD or getattr(made, 'told', False)
+    return [
+      root if found == whole.result and not told else Value(made_by=cls(run, value, index, root, found, results, told))
+      for index, found in enumerate(views)
+    ]
+
+  @classmethod
+  def in_order(cls, root: Value, order: tuple[int, ...]) -> Value:
+    """The result of a matmul with its axes in another order."""
+    whole = root.made_by
+    assert isinstance(whole, Matmul)
+    if order == tuple(range(len(order))):
+      return root
+    view = dataclasses.replace(whole.result, axes=tuple(whole.result.axes[i] for i in order))
+
+    def run(array: Any) -> list[Any]:
+      with _jax.under(whole.origin):
+        return [jnp.transpose(array, order)]
+
+    return Value(made_by=cls(run, root, 0, root, view, []))
 
   @property
-  def columns(self) -> tuple[int, int] | None:
-    """Where they start and how many they are, of the columns of the matmul side by side; None if they are apart."""
-    lead, start, size = self.whole.lead, 0, 1
-    if len(self.view.axes) != lead + 1:
-      return None
+  def whole(self) -> 'Matmul':
+    assert isinstance(self.root.made_by, Matmul)
+    return self.root.made_by
+
+  @property
+  def order(self) -> tuple[int, ...] | None:
+    """Of the axes of the whole, if these are all of it."""
+    left, order = dict(enumerate(self.whole.result.axes)), []
+    for runs in self.view.axes:
+      place = next((place for place, each in left.items() if each == runs), None)
+      if place is None:
+        return None
+      order.append(place)
+      del left[place]
+    return None if left else tuple(order)
+
+  @property
+  def columns(self) -> Columns | None:
+    """Which columns of the matmul these are; None if they are apart, or lie along several axes."""
+    lead, start, size, stride = self.whole.lead, 0, 1, 0
     strides = {axis: math.prod(self.view.shape[axis + 1 :]) for axis in range(lead, len(self.view.shape))}
-    for run in reversed(self.view.axes[-1]):
-      if run.axis not in strides or run.stride * strides[run.axis] != size:
+    axes = [runs for runs in self.view.axes if runs and runs[0].axis >= lead]
+    if len(axes) != 1:
+      return None
+    for run in reversed(axes[0]):
+      stride = stride or run.stride * strides[run.axis]
+      if run.stride * strides[run.axis] != size * stride:
         return None
       size *= run.size
-    for axis, offset in enumerate(self.view.offsets):
-      if axis not in strides and not (isinstance(offset, int) and offset == 0):
-        return None
-      start += offset * strides.get(axis, 0)
-    return start, size
+    for axis, factor in strides.items():
+      start += self.view.offsets[axis] * factor
+    return Columns(start, size, stride)
 
   def make(self) -> Any:
     if not self.results:
-      self.results.extend(_jax.rebind(self.equation, [self.argument.array]))
+      self.results.extend(self.run(self.argument.array))
     return self.results[self.index]
+
+
+_TOLD = ('name', 'sharding_constraint')
+_ORDERS = ('reshape', 'slice', 'split', 'squeeze', 'transpose', 'unstack')
+
+
+def _run(equation: Any, array: Any) -> Sequence[Any]:
+  return _jax.rebind(equation, [array])
 
 
 @dataclasses.dataclass(eq=False)
@@ -172,7 +229,8 @@ class Matmul:
     bias: `[out]`, that is added to it, or None.
     added: the equation that adds the bias.
     rounded: whether its result, wider than the operands, is rounded to their dtype by what follows it.
-    block: the activation and the other maps of the feed-forward block that it ends, or None.
+    block: the feed-forward block that it ends: activation, the other maps and the order in which it has the axes of
+      theirs, or None.
     origin: the equation that it is known by, of one that was turned around.
   """
 
@@ -184,30 +242,40 @@ class Matmul:
   bias: Any = None
   added: Elementwise | None = None
   rounded: bool = False
-  block: tuple[str, Mapping[str, 'Matmul']] | None = None
+  block: tuple[str, Mapping[str, 'Matmul'], tuple[int, ...]] | None = None
   origin: Any = None
 
   def __post_init__(self):
     self.origin = self.origin or self.equation
 
-  def turned(self, transpose: Any) -> 'Matmul | None':
-    """`(w @ x).T` as `x.T @ w.T`, the weight on the right: what Equinox' layers are under `vmap`; None of others."""
+  @property
+  def result(self) -> View:
+    """All of its result."""
+    return View.whole('', self.equation.outvars[0].aval.shape)
+
+  @property
+  def size(self) -> int:
+    """How many columns it has."""
+    return math.prod(self.equation.outvars[0].aval.shape[self.lead :])
+
+  def as_value(self) -> Value:
+    """Its result. `w @ x` is `(x.T @ w.T).T`, the weight on the right, so that there is one form of each."""
     contract, batch = self.equation.params['dimension_numbers']
-    b = len(batch[0])
+    b, precision = len(batch[0]), self.equation.params['precision']
+    if self.side or self.equation.params.get('out_sharding') is not None:
+      return Value(made_by=self)
     w, x = (atom.aval.ndim - len(contract[0]) for atom in self.equation.invars[:2])
-    if self.side or self.bias is not None or self.rounded or self.equation.params.get('out_sharding') is not None:
-      return None
-    if tuple(transpose.params['permutation']) != (*range(b), *range(w, w + x - b), *range(b, w)):
-      return None
-    precision = self.equation.params['precision']
+    shape, dtype = self.equation.outvars[0].aval.shape, self.equation.outvars[0].aval.dtype
     equation = self.equation.replace(
-      invars=self.equation.invars[::-1], outvars=transpose.outvars,
+      invars=self.equation.invars[::-1],
+      outvars=[_jax.variable((*shape[:b], *shape[w:], *shape[b:w]), dtype)],
       params=self.equation.params | {
         'dimension_numbers': (contract[::-1], batch[::-1]),
         'precision': precision[::-1] if isinstance(precision, tuple) else precision,
       },
     )  # fmt: skip
-    return Matmul(equation, 1, self.arguments[::-1], self.key, self.matmuls, origin=self.origin)
+    turned = Matmul(equation, 1, self.arguments[::-1], self.key, self.matmuls, origin=self.origin)
+    return Part.in_order(Value(made_by=turned), (*range(b), *range(x, x + w - b), *range(b, x)))
 
   @property
   def weight(self) -> Value:
@@ -255,8 +323,8 @@ class Matmul:
   def make(self) -> Any:
     with _jax.under(self.equation):
       if self.block is not None:
-        activation, maps = self.block
-        out = self.matmuls.block(activation, {**maps, 'down': self})
+        activation, maps, order = self.block
+        out = self.matmuls.block(activation, {**maps, 'down': self}, order)
         if out is not None:
           return out
       if self.added is None:
@@ -275,8 +343,11 @@ class Reader(Protocol):
     """The result of one `ragged_dot_general`."""
     ...
 
-  def block(self, activation: str, maps: Mapping[str, Matmul]) -> Array | None:
-    """The result of a block of the maps 'up', 'down' and perhaps 'gate'; None leaves them by themselves."""
+  def block(self, activation: str, maps: Mapping[str, Matmul], order: tuple[int, ...]) -> Array | None:
+    """The result of a block of the maps 'up', 'down' and perhaps 'gate'; None leaves them by themselves.
+
+    `order` says which of the leading axes of the others, those of length one left out, are which of `down`.
+    """
     ...
 
   def layout_of(self, path: str) -> Layout:

@@ -69,6 +69,22 @@ class View:
   def value_shape(self) -> tuple[int, ...]:
     return tuple(math.prod(run.size for run in runs) for runs in self.axes)
 
+  def arranged(self, lead: int) -> tuple[tuple[Run, ...], ...] | None:
+    """For each axis the runs over the first `lead` axes; empty for those over others.
+
+    None unless all of these are there, and none of them in one axis with others.
+    """
+    sizes = dict.fromkeys(range(lead), 1)
+    for runs in self.axes:
+      for run in runs:
+        if (run.axis < lead) != (runs[0].axis < lead):
+          return None
+        if run.axis < lead:
+          sizes[run.axis] *= run.size
+    if sizes != dict(enumerate(self.shape[:lead])):
+      return None
+    return tuple(runs if runs and runs[0].axis < lead else () for runs in self.axes)
+
   def inside_loop(self) -> 'View | None':
     """What an iteration of a scan over axis 0 sees; None if axis 0 is a part of an axis of the weight, or several."""
     (*runs,) = self.axes[0]

@@ -43,6 +43,15 @@ def two_largest_of_four(matrix):
   return (groups * kept).reshape(matrix.shape)
 
 
+def _gated(z):
+  return jax.nn.silu(z[..., 0]) * z[..., 1]
+
+
+def _constrained(z):
+  mesh = jax.make_mesh((1,), ('x',), axis_types=(jax.sharding.AxisType.Auto,))
+  return jax.lax.with_sharding_constraint(z, jax.NamedSharding(mesh, jax.P(None, 'x')))
+
+
 def _of_three(p, x):
   gate, up, _ = jnp.split((x @ p['up'])[:, :24], 3, axis=-1)
   return (jax.nn.silu(gate) * up) @ p['down'][:8]
@@ -88,6 +97,9 @@ class BindTest(parameterized.TestCase):
     ('squared_relu_by_product', lambda z: jax.nn.relu(z) * jax.nn.relu(z), 'squared_relu'),
     ('gelu_exact', functools.partial(jax.nn.gelu, approximate=False), 'gelu_exact'),
     ('gelu_by_erf', lambda z: 0.5 * z * (1 + jax.lax.erf(z / math.sqrt(2))), 'gelu_exact'),
+    ('gelu_by_a_number_of_an_array', lambda z: z * 0.5 * (1 + jax.lax.erf(z / jnp.sqrt(2.0))), 'gelu_exact'),
+    ('relu_by_where', lambda z: jnp.where(z > 0, z, 0), 'relu'),
+    ('constrained', lambda z: _constrained(jax.nn.relu(_constrained(z))), 'relu'),
     ('scaled', lambda z: 2 * jax.nn.relu(z), None),
     ('tanh', jnp.tanh, None),
     ('relu_by_maximum', lambda z: jnp.maximum(z, 0), None),  # its derivative at zero is another one
@@ -114,6 +126,7 @@ class BindTest(parameterized.TestCase):
 
   @parameterized.named_parameters(
     ('thirds', _of_three, 'some columns, and not one half as gate and the other as up'),
+    ('every_second', lambda p, x: _gated((x @ p['up']).reshape(8, 16, 2)) @ p['down'][:16], 'every second column'),
     ('softmax_of_a_half', lambda p, x: jax.nn.softmax((x @ p['up'])[:, :8]) @ p['down'][:8], 'reduce_max at .* reads'),
     ('another_array', lambda p, x: (jax.nn.silu(x @ p['up']) * x[:, :1]) @ p['down'], 'more than an activation'),
     ('another_activation', lambda p, x: jnp.tanh(x @ p['up']) @ p['down'], 'not gelu, silu, relu or squared relu'),
@@ -127,6 +140,15 @@ class BindTest(parameterized.TestCase):
     up = s24.bind(STE, f, params, x)['up']
     self.assertEqual([use.block for use in up.uses], [None])
     self.assertRegex(up.uses[0].apart, reason)
+
+  def test_gate_and_up_that_contract_other_axes_of_one_array_are_no_block(self):
+    def f(p, x):
+      across = jax.lax.dot_general(x, p['up'], (((0,), (0,)), ((), ())))
+      return (jax.nn.silu(x @ p['gate']) * across) @ p['down']
+
+    params = {'gate': jnp.ones((8, 16)), 'up': jnp.ones((8, 16)), 'down': jnp.ones((16, 8))}
+    (use,) = s24.bind(STE, f, params, jnp.ones((8, 8)))['up'].uses
+    self.assertEqual((use.block, use.apart), (None, 'gate and up read different arrays'))
 
   def test_layers_for_one_token_under_vmap_are_a_block(self):
     params, x = arguments('each_token')

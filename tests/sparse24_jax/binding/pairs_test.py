@@ -4,6 +4,7 @@ from unittest import mock
 
 from absl.testing import absltest, parameterized
 import jax
+from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -55,18 +56,51 @@ def each_token(p, x):
   return jax.vmap(jax.vmap(mlp))(x.reshape(2, -1, D)).reshape(-1, D)
 
 
+def gemma_experts(p, x):
+  """gemma 4's: experts and tokens change places, and the pair is in front."""
+  x = jnp.repeat(x[None, None], 2, axis=1)
+  gate, up = jnp.einsum('gecd,ekfd->kgecf', x, p['wi'])
+  return jnp.einsum('gecf,efd->gecd', jax.nn.gelu(gate) * up, p['wo'])[0].sum(0)
+
+
+def experts_behind_the_batch(p, x):
+  """MaxText's of a fixed capacity."""
+  x = jnp.broadcast_to(x.reshape(4, 1, -1, D), (4, 2, x.shape[0] // 4, D))
+  gate, up = (jnp.einsum('becd,edf->becf', x, p[name]) for name in ('gate', 'up'))
+  return jnp.einsum('becf,efd->becd', jax.nn.silu(gate) * up, p['wo']).sum(1).reshape(-1, D)
+
+
+def named(p, x):
+  """MaxText's fused kernel under a policy of `jax.checkpoint`; tokens are divided and joined again."""
+  z = checkpoint_name(jax.lax.dot_general(x.reshape(2, -1, D), p['wi'], (((2,), (0,)), ((), ()))), 'mlpwi')
+  z = z.reshape(-1, 2, H)
+  return (jax.nn.silu(z[:, 0]) * checkpoint_name(z[:, 1], 'up')) @ p['wo']
+
+
+def tokens_turned(p, x):
+  """The matmul that ends the block has batch and time in the other order."""
+  h = jax.nn.gelu((x.reshape(2, -1, D) @ p['up']).swapaxes(0, 1))
+  return (h @ p['wo']).swapaxes(0, 1).reshape(-1, D)
+
+
 def on_the_left(p, x):
   return (p['wo'].T @ jax.nn.silu(p['up'].T @ x.T)).T
 
 
 PAIR = {'wi': (D, 2 * H), 'wo': (H, D)}
 CASES = {
+  'tokens_turned': (tokens_turned, {'up': (D, H), 'wo': (H, D)}, ('gelu', 'up')),
   'gating_einsum': (gating_einsum, {'wi': (2, H, D), 'wo': (H, D)}, ('gelu', 'gate_up')),
   'each_token': (each_token, {'gate': (H, D), 'up': (H, D), 'wo': (D, H)}, ('silu', 'up')),
   'split': (split, {**PAIR, 'bias': (2 * H,)}, ('silu', 'gate_up')),
   'columns': (columns, PAIR, ('gelu', 'up_gate')),
   'scanned': (scanned, {'wi': (D, 2, 2, H), 'wo': (H, 2, D)}, ('silu', 'gate_up')),
   'experts': (experts, {'wi': (2, D, 2 * H), 'wo': (2, H, D)}, ('silu', 'gate_up')),
+  'gemma_experts': (gemma_experts, {'wi': (2, 2, H, D), 'wo': (2, H, D)}, ('gelu', 'gate_up')),
+  'behind_the_batch': (
+    experts_behind_the_batch, {'gate': (2, D, H), 'up': (2, D, H), 'wo': (2, H, D)}, ('silu', 'up'),
+  ),
+  'named': (named, {'wi': (D, 2, H), 'wo': (H, D)}, ('silu', 'gate_up')),
   'on_the_left': (on_the_left, {'up': (D, H), 'wo': (H, D)}, ('silu', 'up')),
 }
 RECIPE = s24.Recipe(
@@ -91,7 +125,7 @@ class PairsTest(parameterized.TestCase):
     self.assertEqual((first.block, first.role, bound['wo'].uses[0].role), (activation, role, 'down'))
 
   @parameterized.parameters(*CASES)
-  @pytest.mark.few(2)
+  @pytest.mark.few(3)
   def test_is_one_op_with_the_numbers_of_the_projected_weights(self, name):
     """Packed once, and halved. Where two of four tokens have a gradient samples are exact."""
     f, shapes, _ = CASES[name]
