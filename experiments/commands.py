@@ -93,14 +93,14 @@ def _flops(args: argparse.Namespace) -> None:
   from rich.console import Console
   from rich.table import Table
 
-  from experiments.runs import build, experiment, flops
+  from experiments.runs import experiment, flops, recipes
   import sparse24_jax as s24
 
   config = experiment.load_config(args.config, args.overrides, tiny=args.tiny)
   if args.recipe:
     with config.unlocked():
       config.recipe = flops.named_recipe(args.recipe)
-  recipe = build.make_recipe(config)
+  recipe = recipes.make_recipe(config)
   vocab = args.vocab or flops.VOCABULARIES.get(config.data.tokenizer)
   if vocab is None:
     raise ValueError(f'the vocabulary of tokenizer {config.data.tokenizer!r} is not known here: give --vocab')

@@ -19,8 +19,8 @@ python -m experiments compare --config gpt2_124m_bytes --methods dense_relu2 neu
 """
 
 from experiments.configs import base
-from experiments.runs.build import FFN
 from experiments.runs.experiment import Config
+from experiments.runs.recipes import FFN
 
 _DECAY = {'masked_decay': 6e-4}
 _DENSE = {'path': None, 'watch': None}

@@ -11,8 +11,8 @@ Command: python -m experiments train --config gpt2_124m_mst --set data.manual_di
 """
 
 from experiments.configs import base
-from experiments.runs.build import LINEAR
 from experiments.runs.experiment import Config
+from experiments.runs.recipes import LINEAR
 
 
 def get_config(tiny: bool = False) -> Config:

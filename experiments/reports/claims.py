@@ -11,7 +11,7 @@ from ml_collections import ConfigDict
 import numpy as np
 import scipy.stats
 
-from experiments.runs import build
+from experiments.runs import recipes
 from experiments.runs.records import group, RunRecord
 
 Verdict = Literal['agrees', 'disagrees', 'open']
@@ -111,7 +111,7 @@ def comparable_flips(a: Runs, b: Runs) -> list[tuple[RunRecord, RunRecord]]:
   def scale(run: RunRecord) -> int | None:
     # The built recipe knows the interval also where the configuration leaves it to the recipe's default.
     try:
-      recipe = build.make_recipe(ConfigDict({'recipe': run.config['recipe'], 'steps': run.config['steps']}))
+      recipe = recipes.make_recipe(ConfigDict({'recipe': run.config['recipe'], 'steps': run.config['steps']}))
     except ValueError:  # a run of another version
       return None
     return 1 if recipe.flip_rate == 'step' else recipe.refresh_every

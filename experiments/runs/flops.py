@@ -28,7 +28,8 @@ import numpy as np
 
 from experiments.models import gpt2, llama
 from experiments.runs import build
-from experiments.runs.build import LINEAR, make_recipe, model_config
+from experiments.runs.build import model_config
+from experiments.runs.recipes import LINEAR, make_recipe
 from experiments.tasks import task as tasks
 import sparse24_jax as s24
 from sparse24_jax.attention import attended_share

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 import dataclasses
 from typing import Any
 
-from experiments.runs.build import FFN, LINEAR
+from experiments.runs.recipes import FFN, LINEAR
 
 
 @dataclasses.dataclass(frozen=True)

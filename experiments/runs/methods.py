@@ -10,10 +10,10 @@ from ml_collections import ConfigDict
 
 from experiments.models.gpt2 import SIZES
 from experiments.runs import flops, train
-from experiments.runs.build import make_recipe
 from experiments.runs.experiment import Config, load_config, refuse_overrides
 from experiments.runs.method_table import expand, GROUPS, METHODS
 from experiments.runs.programs import Programs
+from experiments.runs.recipes import make_recipe
 
 # Intervals that fit in a run of 60 steps, whose mixed sparsity has stages of one or two.
 _TINY_REFRESH = {'dense': 5, 'transposable_srste': 5, 'mixed_sparsity': 1, 'rigl': 5, 'set_': 5}

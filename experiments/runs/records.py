@@ -9,7 +9,7 @@ from typing import Any
 from ml_collections import ConfigDict
 import numpy as np
 
-from experiments.runs import activations, build, durable, events, metrics
+from experiments.runs import activations, durable, events, metrics, recipes
 from experiments.runs.method_table import METHODS
 import sparse24_jax as s24
 
@@ -79,7 +79,7 @@ class RunRecord:
   @property
   def sparse_steps(self) -> int:
     """Optimizer steps of the whole run that are in sparse phases."""
-    recipe = build.make_recipe(ConfigDict({'recipe': self.config['recipe'], 'steps': self.config['steps']}))
+    recipe = recipes.make_recipe(ConfigDict({'recipe': self.config['recipe'], 'steps': self.config['steps']}))
     return sum(s24.phase_at(recipe, step, self.config['steps']) == 'sparse' for step in range(self.config['steps']))
 
   @property

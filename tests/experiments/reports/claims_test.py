@@ -7,7 +7,7 @@ from absl.testing import absltest, parameterized
 import numpy as np
 
 from experiments.reports import claims
-from experiments.runs import build, method_table, records
+from experiments.runs import method_table, recipes, records
 from tests.experiments.fakes import temp_folder
 from tests.experiments.reports.run_folders import write_run
 
@@ -104,7 +104,7 @@ class VerdictTest(parameterized.TestCase):
   )
   def test_flip_rates_compare_at_equal_intervals(self, fst, dense, pairs):
     folder = temp_folder(self)
-    for method, kwargs in (('fst', fst), ('dense', {'path': build.FFN, 'watch': 'transposable', **dense})):
+    for method, kwargs in (('fst', fst), ('dense', {'path': recipes.FFN, 'watch': 'transposable', **dense})):
       name = method_table.METHODS[method].recipe
       path = write_run(folder, method, 0, 1.2)
       config = json.loads((path / 'config.json').read_text())

@@ -11,7 +11,18 @@ import numpy as np
 import pytest
 
 from experiments.reports import claims, report
-from experiments.runs import activations, build, experiment, flops, method_table, methods, programs, records, train
+from experiments.runs import (
+  activations,
+  build,
+  experiment,
+  flops,
+  method_table,
+  methods,
+  programs,
+  recipes,
+  records,
+  train,
+)
 from experiments.runs.checkpoint import Checkpoints
 from experiments.runs.checkpoint_errors import CheckpointError
 import sparse24_jax as s24
@@ -261,7 +272,7 @@ class TrainingTest(parameterized.TestCase):
   )  # fmt: skip
   def test_bad_arguments_are_named(self, kwargs, message):
     with self.assertRaisesRegex(ValueError, message):
-      build.make_recipe(tiny(kwargs=kwargs))
+      recipes.make_recipe(tiny(kwargs=kwargs))
 
   def test_bad_settings_are_named(self):
     with self.assertRaisesRegex(ValueError, "recipe.dense_from is 'masks'"):
@@ -283,7 +294,7 @@ class MethodsTest(parameterized.TestCase):
     """One product with the weight, one with the activations, and one with these and 5% of the neurons whole."""
     config = methods.configure(experiment.load_config('nano'), method, 0)
     config.recipe.kwargs.update({'warmup_fraction': 0.25, 'dense_fraction': 0.25})
-    curve = flops.of_experiment(config, build.make_recipe(config), vocab_size=256)
+    curve = flops.of_experiment(config, recipes.make_recipe(config), vocab_size=256)
     tokens, ffn, attn = 16 * 64, 2 * 2 * 64 * 256, 2 * 4 * 64 * 64
     dense = 3 * 2 * tokens * (ffn + attn)
     sparse = 2 * tokens * (ffn * (by_weight + by_activations + 0.05 + 0.95 * by_activations) + 3 * attn)

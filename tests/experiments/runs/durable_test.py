@@ -8,7 +8,7 @@ import tempfile
 from absl.testing import absltest, parameterized
 
 from experiments.runs import durable, experiment, metrics, patterns, records
-from experiments.runs.build import make_recipe
+from experiments.runs.recipes import make_recipe
 from tests.experiments.fakes import compile_quickly, temp_folder
 from tests.experiments.runs.train_test import run, tiny
 

@@ -12,7 +12,7 @@ import pytest
 
 from experiments.models import gpt2, llama
 from experiments.reports import report
-from experiments.runs import build, flops, method_table, methods
+from experiments.runs import flops, method_table, methods, recipes
 from experiments.runs.experiment import load_config
 import sparse24_jax as s24
 from sparse24_jax import activation_sparsity
@@ -71,14 +71,14 @@ class AgainstXlaTest(parameterized.TestCase):
 def _neuron_level(*patterns, **fields):
   policy = s24.ActivationPolicy(*patterns, **fields)
   return s24.recipes.neuron_level(
-    build.FFN_UP, build.FFN_DOWN, policy=policy, warmup_fraction=0.0, dense_fraction=0.0
+    recipes.FFN_UP, recipes.FFN_DOWN, policy=policy, warmup_fraction=0.0, dense_fraction=0.0
   )
 
 
 def _transposable(mvue_path):
   """Dense for 500 steps, then moving masks that keep a half for 10 and a fifth for 490."""
   return s24.recipes.mixed_sparsity(
-    build.FFN, total_steps=1000, density=0.2, warm_up=0.5, restoration=0.0, refresh_every=10, distribution='uniform',
+    recipes.FFN, total_steps=1000, density=0.2, warm_up=0.5, restoration=0.0, refresh_every=10, distribution='uniform',
     structure='transposable', mvue_path=mvue_path,
   )  # fmt: skip
 
@@ -100,12 +100,12 @@ class CountTest(parameterized.TestCase):
     np.testing.assert_allclose(curve.linear, 3 * 2 * tokens * layers * (2 * d * d + 2 * d * d // 3 + 3 * d * f))
     np.testing.assert_allclose(curve.attention, 3 * layers * 4 * d * 3 * 2048 * 2049 / 2)
     np.testing.assert_allclose(curve.head, 3 * 2 * tokens * d * 128_256)
-    sparse = flops.count(config, s24.recipes.ste(build.FFN), steps=1, batch=3, length=2048)
+    sparse = flops.count(config, s24.recipes.ste(recipes.FFN), steps=1, batch=3, length=2048)
     np.testing.assert_allclose(curve.linear - sparse.linear, 0.5 * 2 * tokens * layers * 3 * d * f)
 
   def test_an_experiment_of_a_llama(self):
     config = load_config('llama_3b', ['steps=600'])
-    curve = flops.of_experiment(config, build.make_recipe(config), vocab_size=50257)
+    curve = flops.of_experiment(config, recipes.make_recipe(config), vocab_size=50257)
     self.assertLen(curve.linear, 600)
     np.testing.assert_allclose(curve.head[0], 3 * 2 * 512 * 2048 * 3072 * 50304)  # to a multiple of 64
     ffn = 3 * 3072 * 8192 / (2 * 3072**2 + 2 * 3072**2 / 3 + 3 * 3072 * 8192)  # of a block's weights
@@ -123,7 +123,7 @@ class CountTest(parameterized.TestCase):
     whole = jnp.zeros(80, bool).at[activation_sparsity.densest(jnp.arange(80), policy)].set(True)
     over_tokens = activation_sparsity.token_mask(jnp.where(whole[None], 0, y), policy) | whole[None]
     recipe = s24.recipes.neuron_level(
-      build.FFN_UP, build.FFN_DOWN, policy=policy, warmup_fraction=0.5, dense_fraction=0.0
+      recipes.FFN_UP, recipes.FFN_DOWN, policy=policy, warmup_fraction=0.5, dense_fraction=0.0
     )
     dense, sparse = flops.count(NANO, recipe, steps=2, batch=1, length=64).linear
     ffn = 2 * 64 * NANO.num_layers * 8 * 64**2
@@ -131,13 +131,13 @@ class CountTest(parameterized.TestCase):
     np.testing.assert_allclose((dense - sparse) / ffn, expected, rtol=1e-6)
 
   @parameterized.parameters(
-    (s24.recipes.ste(build.FFN), (0.5 + 1 + 1) / 3),
-    (s24.recipes.s_ste(build.FFN), (0.5 + 1 + 0.5) / 3),
-    (s24.recipes.transposable_srste(build.FFN, masked_decay=1e-4, dense_fraction=0), 0.5),
-    (s24.recipes.transposable_srste(build.FFN, masked_decay=1e-4, dense_fraction=0.25), 0.75 * 0.5 + 0.25),
-    (s24.recipes.static(build.FFN, density=0.2, distribution='uniform'), 0.2),
-    (s24.recipes.set_(build.FFN, density=0.2, distribution='uniform'), 0.2),
-    (s24.recipes.rigl(build.FFN, density=0.2, total_steps=1000, distribution='uniform', stop=1.0, refresh_every=10),
+    (s24.recipes.ste(recipes.FFN), (0.5 + 1 + 1) / 3),
+    (s24.recipes.s_ste(recipes.FFN), (0.5 + 1 + 0.5) / 3),
+    (s24.recipes.transposable_srste(recipes.FFN, masked_decay=1e-4, dense_fraction=0), 0.5),
+    (s24.recipes.transposable_srste(recipes.FFN, masked_decay=1e-4, dense_fraction=0.25), 0.75 * 0.5 + 0.25),
+    (s24.recipes.static(recipes.FFN, density=0.2, distribution='uniform'), 0.2),
+    (s24.recipes.set_(recipes.FFN, density=0.2, distribution='uniform'), 0.2),
+    (s24.recipes.rigl(recipes.FFN, density=0.2, total_steps=1000, distribution='uniform', stop=1.0, refresh_every=10),
      0.2 + 0.8 / 3 * 0.099),  # a dense weight gradient every tenth step but the last, at which nothing moves any more
     # By weight, by activations, and by these with 5% or 20% of the neurons whole.
     (_neuron_level(s24.VNM(16, 8), s24.VNM(16, 8), dense_features=0.05), (0.5 + 0.25 + 0.2875) / 3),
@@ -148,8 +148,8 @@ class CountTest(parameterized.TestCase):
     # In the sparse half masks keep 0.206; weight gradients are those of links, in one step of ten of all entries, and
     # samples have half of the tokens.
     (_transposable(mvue_path=None), 0.5 + 0.5 * (2 * 0.206 + 0.9 * 0.206 + 0.1) / 3),
-    (_transposable(mvue_path=build.FFN), 0.5 + 0.5 * (2 * 0.206 + 0.5 * (0.9 * 0.206 + 0.1)) / 3),
-    (_transposable(mvue_path=build.FFN_UP), 0.5 + 0.5 * (2 * 0.206 + 0.75 * (0.9 * 0.206 + 0.1)) / 3),
+    (_transposable(mvue_path=recipes.FFN), 0.5 + 0.5 * (2 * 0.206 + 0.5 * (0.9 * 0.206 + 0.1)) / 3),
+    (_transposable(mvue_path=recipes.FFN_UP), 0.5 + 0.5 * (2 * 0.206 + 0.75 * (0.9 * 0.206 + 0.1)) / 3),
   )  # fmt: skip
   def test_share_of_the_sparse_layers(self, recipe, share):
     dense, sparse = (
@@ -177,7 +177,7 @@ class CountTest(parameterized.TestCase):
   def test_densities_are_those_of_the_masks(self, structure):
     steps, config = 20, gpt2.GPT2Config(vocab_size=32, seq_len=8, num_layers=1, num_heads=1, embed_dim=16)
     recipe = s24.recipes.mixed_sparsity(
-      build.LINEAR, total_steps=steps, density=0.2, warm_up=0.3, restoration=0.2, refresh_every=2, structure=structure
+      recipes.LINEAR, total_steps=steps, density=0.2, warm_up=0.3, restoration=0.2, refresh_every=2, structure=structure
     )
     shapes = jax.eval_shape(gpt2.GPT2(config).init, jax.random.key(0), jnp.zeros((1, 8), jnp.int32))['params']
     params = jax.tree.map(lambda w: np.random.default_rng(w.size).standard_normal(w.shape, np.float32), shapes)
@@ -200,7 +200,7 @@ class StatedFiguresTest(parameterized.TestCase):
   def test_mixed_sparsity_of_gpt2_takes_a_quarter(self):
     """4.0x fewer: all matmuls of the blocks, forward and backward, causal attention, LM head not counted."""
     config = load_config('gpt2_124m_mst')
-    recipe = build.make_recipe(config)
+    recipe = recipes.make_recipe(config)
     sparse = flops.of_experiment(config, recipe, vocab_size=50257).sum()
     dense = flops.of_experiment(config, s24.recipes.dense(), vocab_size=50257).sum()
     self.assertAlmostEqual(dense.total(head=False) / sparse.total(head=False), 4.0, delta=0.05)
@@ -213,7 +213,7 @@ class StatedFiguresTest(parameterized.TestCase):
     found = {}
     for method in method_table.AT_EQUAL_FLOPS:
       config = methods.configure(base, method, 0)
-      found[method] = flops.of_experiment(config, build.make_recipe(config), vocab_size=256).sum().total(head=False)
+      found[method] = flops.of_experiment(config, recipes.make_recipe(config), vocab_size=256).sum().total(head=False)
     dense = found.pop('dense')
     # Sampled weight gradients need half; what that saves is not put into links.
     shares = {'mixed_sparsity_transposable': 0.95}
@@ -224,7 +224,7 @@ class StatedFiguresTest(parameterized.TestCase):
   def test_table(self):
     curves = [
       flops.count(NANO, r, steps=10, batch=1, length=64)
-      for r in (s24.recipes.static(build.LINEAR, density=0.25, distribution='uniform'), s24.recipes.dense())
+      for r in (s24.recipes.static(recipes.LINEAR, density=0.25, distribution='uniform'), s24.recipes.dense())
     ]
     rows = {part: ratio for part, _, _, ratio in flops.table(*curves)}
     self.assertAlmostEqual(rows['linear'], 4.0, places=5)

@@ -13,7 +13,7 @@ import textwrap
 from absl.testing import absltest, parameterized
 import pytest
 
-from experiments.runs import build
+from experiments.runs import recipes
 from experiments.runs.checkpoint import Checkpoints
 from tests.experiments.fakes import compile_quickly, temp_folder
 from tests.experiments.runs.train_test import FFN, final_arrays, RECIPES, ROOT, run, tiny
@@ -31,9 +31,9 @@ def setUpModule():
 _STAGES = {'density': 0.3, 'warm_up': 0.2, 'restoration': 0.2, 'refresh_every': 3}
 KILLED = {name: (name, kwargs, {}) for name, kwargs in RECIPES.items()} | {
   'rigl': ('rigl', {'path': FFN, 'density': 0.3, 'refresh_every': 3}, {}),
-  'mixed_sparsity': ('mixed_sparsity', {'path': build.LINEAR, **_STAGES}, {}),
+  'mixed_sparsity': ('mixed_sparsity', {'path': recipes.LINEAR, **_STAGES}, {}),
   'mixed_sparsity_transposable': (
-    'mixed_sparsity', {'path': FFN, 'mvue_path': build.FFN_UP, 'structure': 'transposable', **_STAGES}, {}
+    'mixed_sparsity', {'path': FFN, 'mvue_path': recipes.FFN_UP, 'structure': 'transposable', **_STAGES}, {}
   ),
   'neuron_level': (
     'neuron_level',

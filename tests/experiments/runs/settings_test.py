@@ -7,7 +7,7 @@ from unittest import mock
 
 from absl.testing import absltest, parameterized
 
-from experiments.runs import build, environment, experiment
+from experiments.runs import environment, experiment, recipes
 from tests.experiments.fakes import compile_quickly, temp_folder
 from tests.experiments.runs.train_test import FFN, ROOT, run, tiny
 
@@ -56,10 +56,10 @@ class SettingsTest(parameterized.TestCase):
 
   @parameterized.parameters('ste', 'step', 's_ste')
   def test_a_recipe_takes_the_feed_forward_layers_unless_told(self, name):
-    self.assertEqual(build.make_recipe(tiny(name)), build.make_recipe(tiny(name, {'path': FFN})))
+    self.assertEqual(recipes.make_recipe(tiny(name)), recipes.make_recipe(tiny(name, {'path': FFN})))
 
   def test_dense_watches_nothing_unless_told(self):
-    self.assertEqual(build.make_recipe(tiny()).rules, ())
+    self.assertEqual(recipes.make_recipe(tiny()).rules, ())
 
   def test_a_run_keeps_where_it_came_from(self):
     folder = temp_folder(self)

@@ -13,14 +13,14 @@ import numpy as np
 import optax
 import pytest
 
-from experiments.runs import bad_numbers, build, experiment, meshes, metrics, programs, progress, train
+from experiments.runs import bad_numbers, build, experiment, meshes, metrics, programs, progress, recipes, train
 from experiments.runs.checkpoint import Checkpoints
 from experiments.runs.checkpoint_errors import CheckpointError
 from sparse24_jax.optim import sparse_states
 from tests.experiments.fakes import compile_quickly, fake_data, FakeData, temp_folder
 
 ROOT = Path(__file__).parents[3]
-FFN = build.FFN
+FFN = recipes.FFN
 
 
 def setUpModule():
@@ -318,8 +318,8 @@ class RefusedTest(parameterized.TestCase):
     self.assertNotEmpty(masks[0])
     for path, mask in masks[0].items():
       self.assertFalse(np.array_equal(mask, masks[1][path]), path)
-    kept = build.make_recipe(tiny('static', {'density': 0.5, 'seed': 0}, seed=1))
-    self.assertEqual(kept, build.make_recipe(tiny('static', {'density': 0.5})))
+    kept = recipes.make_recipe(tiny('static', {'density': 0.5, 'seed': 0}, seed=1))
+    self.assertEqual(kept, recipes.make_recipe(tiny('static', {'density': 0.5})))
 
 
 if __name__ == '__main__':

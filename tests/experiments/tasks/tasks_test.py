@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from experiments.data.batches import Batches, DataConfig
-from experiments.runs import build, experiment, flops, warm_start
+from experiments.runs import build, experiment, flops, recipes, warm_start
 from experiments.tasks import decoding, images, language, task, translation
 import sparse24_jax as s24
 from sparse24_jax.rules import leaves_by_path
@@ -149,7 +149,7 @@ class ModelTest(parameterized.TestCase):
     family, config = build.family_of(parts.config), parts.model.config
     params = jax.eval_shape(lambda: parts.model.init(jax.random.key(0), *family.example(config)))['params']
     blocks = {path for path, _ in leaves_by_path(params) if path.endswith('kernel') and 'h_' in path}
-    for pattern, expected in ((build.FFN, {p for p in blocks if '/mlp/' in p}), (build.LINEAR, blocks)):
+    for pattern, expected in ((recipes.FFN, {p for p in blocks if '/mlp/' in p}), (recipes.LINEAR, blocks)):
       bound = s24.bind(s24.recipes.ste(pattern), lambda p, *x: parts.model.apply({'params': p}, *x), params,
                        *family.example(config))  # fmt: skip
       self.assertEqual({entry.path for entry in bound.weights}, expected)
