@@ -8,7 +8,12 @@ import numpy as np
 import pytest
 
 from experiments.models import gpt2, layers, llama
+from tests.experiments.fakes import compile_quickly
 from tests.experiments.models import gpt2_nnx
+
+
+def setUpModule():
+  compile_quickly()
 
 
 def _tiny(**overrides):
@@ -96,12 +101,12 @@ class EmbeddingTest(parameterized.TestCase):
     tokens, found = jnp.full((32, 16), 3), {}
     for dtype in ('float32', 'bfloat16'):
       model = make(family.make_config('nano', vocab_size=32, num_layers=1, dtype=dtype))
-      params = model.init(jax.random.key(0), tokens)['params']
+      params = jax.jit(model.init)(jax.random.key(0), tokens)['params']
 
       def first_logit(table, model=model, params=params):
         return model.apply({'params': {**params, 'wte': {'embedding': table}}}, tokens)[..., 0].sum()
 
-      found[dtype] = jax.grad(first_logit)(params['wte']['embedding'])[3]
+      found[dtype] = jax.jit(jax.grad(first_logit))(params['wte']['embedding'])[3]
     np.testing.assert_allclose(
       found['bfloat16'], found['float32'], atol=0.05 * float(jnp.abs(found['float32']).max())
     )

@@ -37,14 +37,15 @@ class StoppingTest(parameterized.TestCase):
   @pytest.mark.few
   def test_the_step_is_saved_and_the_rest_is_bit_for_bit(self, number, status):
     config = tiny('transposable_srste', {**RECIPES['transposable_srste']}, recipe__flip_rate='step')
-    folder, whole, handlers = temp_folder(self), temp_folder(self), [signal.getsignal(n) for n in stopping.STATUS]
+    folder, whole, shared = temp_folder(self), temp_folder(self), []
+    handlers = [signal.getsignal(n) for n in stopping.STATUS]
     with self.assertRaisesRegex(stopping.StoppedError, f'{number.name}; step 18 is saved') as caught:
-      run_and_signal(config, folder, number, 17)
+      run_and_signal(config, folder, number, 17, shared)
     self.assertEqual(caught.exception.status, status)
     self.assertEqual([signal.getsignal(n) for n in stopping.STATUS], handlers)
     with Checkpoints(Path(folder, 'checkpoints'), read_only=True) as checkpoints:
       self.assertEqual(checkpoints.latest(), 18)
-    validation = [run(config, f)['validation_loss'] for f in (folder, whole)]
+    validation = [run(config, f, programs=shared)['validation_loss'] for f in (folder, whole)]
     self.assertEqual(*validation)
     self.assertEqual(*(Path(f, 'metrics.jsonl').read_bytes() for f in (folder, whole)))
     (found, _), (expected, _) = (final_arrays(config, f) for f in (folder, whole))
