@@ -1,5 +1,6 @@
 """A model of somebody else's, trained by its trace and, beside it, on the weights of `project`."""
 
+import os
 from typing import Any
 import warnings
 
@@ -11,6 +12,9 @@ import pytest
 
 import sparse24_jax as s24
 from sparse24_jax.rules import leaves_by_path
+from tests.quick import jit
+
+os.environ['KERAS_BACKEND'] = 'jax'  # whoever imports Keras first, as packages beside it do
 
 
 def package(name: str) -> Any:
@@ -47,7 +51,7 @@ def check_recipes(recipe: s24.Recipe, loss: Any, params: Any, *args: Any, steps:
     bound = s24.bind(chosen, loss, params, *args)
     sparse, tx = s24.sparsify(loss, bound), s24.sparse_training(optax.sgd(0.02), bound)
 
-    @jax.jit
+    @jit
     def step(params, state, key, bound=bound, sparse=sparse, tx=tx):
       variables = s24.sparse_variables(params, state, bound)
       value, grads = jax.value_and_grad(sparse)(params, variables, key, *args)
@@ -99,7 +103,7 @@ def check_training(
     return jax.value_and_grad(lambda p: loss(s24.project(p, state, bound), *args))(params)
 
   def train(value_and_grad):
-    @jax.jit
+    @jit
     def step(params, state):
       value, grads = value_and_grad(params, state)
       updates, state = tx.update(grads, state, params)
