@@ -132,6 +132,8 @@ MUTANTS = _of(
    'return cotangent / 2, None', 'integration/functional_test.py', 'straight_through'),
   ('a step that reads a masked weight dense is found', 'binding/flow.py', 'operand.sparse - operand.dense',
    'operand.sparse | operand.dense', 'integration/check_step_test.py', 'an_average'),
+  ('a forward refuses states of other weights', 'binding/transform.py', 'if stale is None else', 'if True else',
+   'integration/stale_variables_test.py', 'used_for_ever'),
   ('an nnx model does not train on the masks of other weights', 'integration/nnx_states.py',
    'states |= jax.lax.cond(stale, anew, lambda kept: kept, kept) if kept else {}', 'states |= kept',
    'integration/nnx_states_test.py', 'owns_its_step'),

@@ -19,6 +19,7 @@ from sparse24_jax.binding import _jax
 from sparse24_jax.binding.blocks import PAIRS, why_apart
 from sparse24_jax.binding.bound import bind_traced, Bound, BoundWeight, how_lost
 from sparse24_jax.binding.interpreter import run
+from sparse24_jax.binding.origin import MadeOf, others, spoiled
 from sparse24_jax.binding.reading import (
   as_result,
   as_rows,
@@ -116,7 +117,7 @@ def run_sparse(
   traced = trace(f, (params, *args), kwargs)
   bound = _bound_to(recipe, params, traced)
   states = {path.removeprefix(NNX_STATES): state for path, state in leaves_by_path(variables, is_leaf=is_state)}
-  known = {weight.path: weight for weight in bound.weights}
+  known, weights = {weight.path: weight for weight in bound.weights}, dict(leaves_by_path(params))
   missing = [path for path, w in known.items() if w.rule.policy.projection is not None and path not in states]
   if missing:
     raise ValueError(
@@ -132,8 +133,23 @@ def run_sparse(
   reader = _Sparse(known)
   carried = {path: _carried(weight, states[path]) for path, weight in known.items() if path in states}
   values = traced.values(traced.leaves, traced.marks(known), carried)
-  out = run(traced.jaxpr, traced.constants, values, Keys(key), reader)
-  return jax.tree.unflatten(traced.structure, [value.array for value in out])
+  stale = _stale(states, {path: (weights[path], w.layout.stacked) for path, w in known.items()})
+  out = [value.array for value in run(traced.jaxpr, traced.constants, values, Keys(key), reader)]
+  return jax.tree.unflatten(traced.structure, out if stale is None else spoiled(out, jnp.logical_not(stale)))
+
+
+def _stale(states: Mapping[str, Any], weights: Mapping[str, tuple[Array, tuple[int, ...]]]) -> Array | None:
+  """Whether states are of other weights than these, where only a run tells; ValueError where it is known now."""
+  found = others(states, weights)
+  if not found or any(isinstance(other, jax.core.Tracer) for other in found.values()):
+    return functools.reduce(jnp.logical_or, found.values()) if found else None
+  if wrong := [path for path, other in found.items() if other.any()]:
+    raise ValueError(
+      f'{", ".join(wrong)}: variables were made of other weights than params, those of a step before say. Masks belong'
+      ' to the weights of one step, and packed weights are read in place of params: call sparse_variables(params,'
+      ' opt_state, recipe) in every step, of the parameters that the model is given'
+    )
+  return None
 
 
 def _is_deleted(state: Any) -> bool:
@@ -153,7 +169,7 @@ def _carried(weight: BoundWeight, state: Any) -> WeightState:
 
 
 def is_state(node: Any) -> bool:
-  return isinstance(node, PackedWeight | WeightState)
+  return isinstance(node, PackedWeight | WeightState | MadeOf)
 
 
 def _bound_to(recipe: Recipe, params: Any, traced: Traced) -> Bound:

@@ -12,6 +12,7 @@ from typing import Any
 from flax import linen as nn
 import jax
 
+from sparse24_jax.binding.origin import MADE_OF
 from sparse24_jax.binding.tracing import as_callable
 from sparse24_jax.binding.transform import is_state, run_sparse
 from sparse24_jax.recipe import Recipe, Rule
@@ -65,7 +66,8 @@ class SparseModule(nn.Module):
     model = self.sparse24_model.clone(parent=None)
     collections = dict(self.variables)
     params, states = collections.pop('params', {}), collections.pop(COLLECTION, {})
-    own = {path: state for path, state in leaves_by_path(states, is_leaf=is_state) if rule_for(path, self.recipe)}
+    found = dict(leaves_by_path(states, is_leaf=is_state))
+    own = {path: state for path, state in found.items() if path == MADE_OF or rule_for(path, self.recipe)}
     # A part that is sparse by itself, or that calls `sparse24_jax.dot`, finds what is its own.
     others = _without(states, own)
     if others:
@@ -121,7 +123,7 @@ def _dense(plain: type[nn.Module], rules: tuple[Rule, ...]) -> type[nn.Module]:
   def refuse(variables: Any) -> None:
     states = variables.get(COLLECTION, {}) if isinstance(variables, Mapping) else {}
     found = leaves_by_path(states, is_leaf=is_state)
-    if given := [path for path, _ in found if rule_for(path, Recipe('sparse', rules))]:
+    if given := [path for path, _ in found if path != MADE_OF and rule_for(path, Recipe('sparse', rules))]:
       raise ValueError(
         f"{', '.join(given)}: the model was made for phase 'dense', and is given sparse states, over which it would"
         " pass: give sparse_variables the phase of the model, phase='dense', or make the model of the sparse phase,"

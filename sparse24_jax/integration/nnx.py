@@ -14,6 +14,7 @@ from flax import nnx
 import jax
 
 from pallas_kernels._dispatch import log_once
+from sparse24_jax.binding.origin import spoiled
 from sparse24_jax.binding.state import WeightState
 from sparse24_jax.binding.states import weight_states
 from sparse24_jax.binding.transform import run_sparse
@@ -25,7 +26,6 @@ from sparse24_jax.integration.nnx_states import (
   fingerprints,
   RNG,
   Sparse,
-  spoiled,
   spoiled_changes,
 )
 from sparse24_jax.linear_layer import projection_state

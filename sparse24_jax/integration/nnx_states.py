@@ -11,12 +11,11 @@ a cache say; integers are the least of their dtype. A forward in the step that b
 very arrays that the fingerprints are of, which is seen as it is traced: it computes nothing of this.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 import dataclasses
 import functools
 import logging
 from typing import Any
-import weakref
 
 from flax import nnx
 import jax
@@ -25,8 +24,8 @@ import jax.numpy as jnp
 
 from pallas_kernels import _partitioning
 from pallas_kernels._dispatch import log_once
+from sparse24_jax.binding import origin
 from sparse24_jax.binding.state import NNX_STATES, WeightState
-from sparse24_jax.optim import fingerprint, was_changed
 from sparse24_jax.packing import PackedWeight
 from sparse24_jax.projection import Projection
 from sparse24_jax.recipe import Recipe
@@ -34,8 +33,6 @@ from sparse24_jax.rules import leaves_by_path, match_rules
 
 RNG = 'mvue'
 ATTRIBUTE = NNX_STATES.partition('/')[0]
-# By the identity of a fingerprint, that one and the weight that it is of, as long as they are there.
-_WEIGHT_OF: dict[int, tuple[Callable[[], Any], Callable[[], Any]]] = {}
 _BRING_IN = 'nnx.update(model, sparse_variables(nnx.state(model, nnx.Param), opt_state, recipe))'
 
 
@@ -130,7 +127,7 @@ class Sparse(nnx.Module):
         ' sparse_variables the parameters of this model, nnx.state(model, nnx.Param)'
       )
     rules = match_rules(params, self.recipe)
-    mine = [path for path, of in known.items() if path in rules and not _is_of(of, weights[path])]
+    mine = [path for path, of in known.items() if path in rules and not origin.is_of(of, weights[path])]
     projections = {path: p for path in mine if (p := rules[path].policy.projection)}
     packed = {path for path in projections if isinstance(_value(states[path]), PackedWeight)}
     chosen = [path for path, p in projections.items() if path not in packed and _reads_weight(p, weights[path])]
@@ -139,7 +136,7 @@ class Sparse(nnx.Module):
     if not (packed or moving or chosen):
       return states, None
     given = {path: jax.lax.stop_gradient(weights[path]) for path in (*packed, *moving, *chosen)}
-    changed = _changed(given, {path: known[path] for path in given}, _stacked(projections, given))
+    changed = origin.changed(given, {path: known[path] for path in given}, _stacked(projections, given))
     brought = self.brought_in.get_value()
     refused = {path: changed[path] & (path in packed or brought) for path in packed | moving | waiting}
     wrong = _any(refused.values())
@@ -177,46 +174,15 @@ class Sparse(nnx.Module):
 def fingerprints(sparse: Mapping[str, tuple[Projection, Array]]) -> dict[str, Array]:
   """Of weights, by path."""
   weights = {path: w for path, (_, w) in sparse.items()}
-  made = _fingerprints(weights, _stacked({path: projection for path, (projection, _) in sparse.items()}, weights))
-  for path, of in made.items():
-    key = id(of)
-    _WEIGHT_OF[key] = weakref.ref(of, lambda _, key=key: _WEIGHT_OF.pop(key, None)), weakref.ref(_origin(weights[path]))
-  return made
-
-
-def _is_of(fingerprint: Any, w: Any) -> bool:
-  """Whether it is known to be of this very array; False where only a comparison tells."""
-  found, of = _WEIGHT_OF.get(id(fingerprint), (lambda: None,) * 2)
-  return found() is fingerprint and of() is _origin(w)
-
-
-def _origin(w: Any) -> Any:
-  """The array that a transform for derivatives wraps."""
-  return _origin(w.primal) if hasattr(w, 'primal') else w
-
-
-def spoiled(out: Any, fine: Array) -> Any:
-  """A result that nobody takes for one, unless it is fine; booleans stay, and so do random keys.
-
-  Its floating-point numbers are NaN, and their gradients. Integers, tokens say, are the least of their dtype, or where
-  that is 0 the largest.
-  """
-  factor = jnp.where(fine, 1.0, jnp.nan)
-
-  def one(y: Any) -> Any:
-    dtype = jnp.result_type(y)
-    if jnp.issubdtype(dtype, jnp.integer):
-      return jnp.where(fine, y, jnp.asarray(jnp.iinfo(dtype).min or jnp.iinfo(dtype).max, dtype))
-    return y * factor.astype(dtype) if jnp.issubdtype(dtype, jnp.inexact) else y
-
-  return jax.tree.map(one, out)
+  projections = {path: projection for path, (projection, _) in sparse.items()}
+  return origin.fingerprints(weights, _stacked(projections, weights))
 
 
 def spoiled_changes(changed: nnx.State, fine: Array) -> nnx.State:
   """What a forward writes into its model, a cache say, NaN unless it is fine; counters go on."""
 
   def one(y: Any) -> Any:
-    return spoiled(y, fine) if jnp.issubdtype(jnp.result_type(y), jnp.inexact) else y
+    return origin.spoiled(y, fine) if jnp.issubdtype(jnp.result_type(y), jnp.inexact) else y
 
   return jax.tree.map(one, changed)
 
@@ -233,18 +199,6 @@ def sparse_state(states: Mapping[str, Any], made_of: Mapping[str, Array], brough
   flat |= {(ATTRIBUTE, 'made_of', path): SparseVariable(of) for path, of in made_of.items()}
   flat[ATTRIBUTE, 'brought_in'] = SparseVariable(jnp.asarray(brought_in))
   return nnx.from_flat_state(flat)
-
-
-@functools.partial(jax.jit, static_argnums=1, inline=True)
-def _fingerprints(weights: dict[str, Array], stacked: tuple[tuple[str, tuple[int, ...]], ...]) -> dict[str, Array]:
-  return {path: fingerprint(weights[path], axes) for path, axes in stacked}
-
-
-@functools.partial(jax.jit, static_argnums=2, inline=True)
-def _changed(
-  weights: dict[str, Array], known: dict[str, Array], stacked: tuple[tuple[str, tuple[int, ...]], ...]
-) -> dict[str, Array]:
-  return {path: was_changed(weights[path], axes, known[path]) for path, axes in stacked}
 
 
 def _stacked(projections: Mapping[str, Projection], weights: Mapping[str, Array]) -> Any:

@@ -4,6 +4,7 @@ from typing import Any
 
 from flax import linen, nnx
 
+from sparse24_jax.binding.origin import MADE_OF, of_weights
 from sparse24_jax.binding.states import weight_states
 from sparse24_jax.binding.transform import sparse_function
 from sparse24_jax.integration import linen as linen_door
@@ -92,8 +93,10 @@ def sparse_variables(
   only arranges what the optimizer state holds.
 
   It packs the values of `params`: apply the model to those parameters only, and call this again for others (an average,
-  loaded weights). Packed weights are read in place of the parameters, so that of a linen model or a function others go
-  unseen on a GPU with kernels, and are seen elsewhere.
+  loaded weights). With others, of a later step say, a linen model or a function raises an error, and under jit returns
+  NaN (integers as for nnx, see `sparsify`): the fingerprints of a few weights are beside the states, and a forward in
+  the trace that made them compares nothing. A cast to fewer bits is no change; those of less than some millionths of a
+  weight's size, and weights that are not looked at, go unseen.
 
   An nnx model keeps what `nnx.update` brought, and refuses it for other parameters, see `sparsify`. At the end of a
   step, after `optimizer.update`, bring in `sparse_variables(..., pack=False)`: the masks of the new weights, in arrays
@@ -116,7 +119,8 @@ def sparse_variables(
     pack: whether to pack; None does if the policy names a kernel, or if this GPU has them and they may be chosen.
 
   Returns:
-    linen: the collection `'sparse24'`, a nested dictionary. nnx: an `nnx.State` for `nnx.update`, or for a function.
+    linen: the collection `'sparse24'`, a nested dictionary with an entry more, `'made of'`. nnx: an `nnx.State` for
+      `nnx.update`, or for a function.
 
   Raises:
     ValueError: the recipe, the state and the parameters do not fit, unknown phase, or none in a recipe that begins
@@ -143,6 +147,11 @@ def sparse_variables(
     made_of = fingerprints({path: (policy.projection, w) for path, (policy, w, _) in sparse.items()})
     return sparse_state(states, made_of, brought_in=opt_state is not None)
   nested: dict[str, Any] = {}
+  if sparse:
+    found = sparse.items()
+    nested[MADE_OF] = of_weights(
+      {path: (w, p.layout_of(w).stacked) for path, (policy, w, _) in found if (p := policy.projection)}
+    )
   for path, state in states.items():
     *folders, name = path.split('/')
     node = nested

@@ -1,7 +1,6 @@
 """The Optax side: where masks live and change."""
 
 from sparse24_jax.optim._chain import changed_behind
-from sparse24_jax.optim._left import fingerprint, was_changed
 from sparse24_jax.optim._training_state import (
   FlipRate,
   get_flip_rate,
@@ -23,7 +22,6 @@ __all__ = [
   'StepAdamState',
   'add_masked_decay',
   'changed_behind',
-  'fingerprint',
   'get_flip_rate',
   'made_for',
   'mvue_gradients',
@@ -34,5 +32,4 @@ __all__ = [
   'step_adam',
   'step_has_settled',
   'warn_of_other_weights',
-  'was_changed',
 ]

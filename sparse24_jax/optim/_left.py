@@ -16,7 +16,6 @@ import contextvars
 import math
 import sys
 from typing import Any, NamedTuple
-import zlib
 
 import jax
 from jax import Array
@@ -24,12 +23,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels._program import one_program
+from sparse24_jax.fingerprint import factors, first_of_all_kinds, sample
 from sparse24_jax.optim._weights import is_leaf
 from sparse24_jax.projection import Projection
 from sparse24_jax.rules import leaves_by_path
 
-# Ours: how many weights, at most how many entries of each, how few are too few, and how few of a stacked matrix.
-_WEIGHTS, _ENTRIES, _FEW, _OF_EACH = 8, 1024, 256, 4
+# Ours: how many weights.
+_WEIGHTS = 8
 # What is loaded or set differs once, and its masks are chosen anew; what differs again is changed in every step.
 _STEPS = 2
 # What `missed` is, for ever, after a step that was to choose masks and was told not to.
@@ -51,7 +51,7 @@ class Left(NamedTuple):
 
 def watched(paths: Sequence[str]) -> list[str]:
   """The weights that are looked at: a few, of all kinds and depths."""
-  return sorted(paths, key=lambda path: zlib.crc32(path.encode()))[: _most.get()]
+  return first_of_all_kinds(paths, _most.get())
 
 
 @contextlib.contextmanager
@@ -77,7 +77,7 @@ def sums(sampled: Sequence[Array]) -> Array:
   """One number for each weight; one in all if there is none, as Orbax saves no empty array."""
   if not sampled:
     return jnp.zeros(1, jnp.float32)
-  return jnp.stack([jnp.sum(w.astype(jnp.float32) * _factors(w.shape)) for w in sampled])
+  return jnp.stack([jnp.sum(w.astype(jnp.float32) * factors(w.shape)) for w in sampled])
 
 
 def at_start(sampled: Sequence[Array]) -> Left:
@@ -100,44 +100,6 @@ def given(left: Left, sampled: Sequence[Array]) -> Left:
 def without_masks(left: Left, due: Array) -> Left:
   """After a step that chose no masks, though it was `due` to."""
   return left._replace(missed=jnp.where(due, jnp.float32(_WITHOUT_MASKS), left.missed))
-
-
-def fingerprint(w: Array, stacked: Sequence[int]) -> Array:
-  """Two weighted sums of some entries of a weight, float32 `[2]`: by them `was_changed` knows the weight again."""
-  weighted = _weighted(sample(w, stacked))
-  return jnp.sum(weighted, axis=range(1, weighted.ndim))
-
-
-def was_changed(w: Array, stacked: Sequence[int], known: Array) -> Array:
-  """Whether a weight is another than the one whose fingerprint is known.
-
-  A cast to bfloat16 is no change, so that a layer may cast its weights: one sum is of entries as bfloat16 has them. Nor
-  is a last bit, of which XLA may make another one in each place that computes a weight: one sum is of entries as they
-  are. Both have to differ by more than sums are rounded.
-  """
-  weighted = _weighted(sample(w, stacked))
-  axes = range(1, weighted.ndim)
-  found, sizes = jnp.sum(weighted, axis=axes), jnp.sum(jnp.abs(weighted), axis=axes)
-  return jnp.all(jnp.abs(found - known) > sizes * 8 * float(jnp.finfo(jnp.float32).eps))
-
-
-def _weighted(sampled: Array) -> Array:
-  """The entries as bfloat16 has them and as they are, float32 `[2, ...]`, each times another number."""
-  own, bfloat16 = jnp.finfo(sampled.dtype), jnp.finfo(jnp.bfloat16)
-  stored = jax.lax.reduce_precision(sampled.astype(jnp.float32), own.nexp, own.nmant)
-  rounded = jax.lax.reduce_precision(stored, bfloat16.nexp, bfloat16.nmant)
-  # Of either sign: a sum of positive weights is large, and so is what it is rounded by.
-  factors = _factors(sampled.shape) * np.random.default_rng(1).choice(np.float32([-1, 1]), sampled.shape)
-  return jnp.stack([rounded * factors, stored * factors])
-
-
-def _factors(shape: tuple[int, ...]) -> np.ndarray:
-  """What entries are multiplied by before they are added.
-
-  A plain sum would not do: what a softmax or a layer norm hands back sums to zero over its features, and so does each
-  step of SGD on the weight in front of it.
-  """
-  return np.random.default_rng(0).uniform(0.5, 1.5, shape).astype(np.float32)
 
 
 def check_left(state: Any, *, wait: bool = True) -> None:
@@ -203,45 +165,3 @@ def _rounding(w: Array) -> float:
   """By which share of the entries' size two sums may differ, where XLA rounds what it adds in two ways."""
   eps = 0.0 if w.dtype.itemsize > 2 else float(jnp.finfo(w.dtype).eps)
   return 1.6 * eps / math.sqrt(w.size) + 8 * float(jnp.finfo(jnp.float32).eps)
-
-
-def sample(w: Array, stacked: Sequence[int]) -> Array:
-  """Entries equally far apart: shards slice their own, while looking entries up would gather the weight.
-
-  Of the stacked axes none is left out: an expert or a layer by itself may be what changes.
-  """
-  sharding = jax.typeof(w).sharding
-  known = sharding.mesh.shape and sharding.mesh.are_all_axes_explicit
-  shards = [n // m for n, m in zip(w.shape, sharding.shard_shape(w.shape), strict=True)] if known else [1] * w.ndim
-  counts = _counts(w.shape, shards, stacked)
-  strides = [n // k for n, k in zip(w.shape, counts, strict=True)]
-  # As far as the weight goes, where that gives as many.
-  ends = [n if n % k == 0 else s * k for n, k, s in zip(w.shape, counts, strides, strict=True)]
-  return jax.lax.slice(w, (0,) * w.ndim, ends, strides)
-
-
-def _counts(shape: Sequence[int], shards: Sequence[int], stacked: Sequence[int]) -> list[int]:
-  """How many entries to read along each axis: as many of each of its shards, and all along one that is stacked.
-
-  Powers of two that divide an axis, since by those a mesh splits it that is not known here. Where these give too few,
-  powers of two that leave its last entries out.
-
-  >>> _counts((4096, 11008), (1, 1), ()), _counts((6, 64, 64), (1, 1, 1), (0,)), _counts((4099, 4099), (1, 1), ())
-  ([32, 32], [6, 8, 16], [32, 32])
-  """
-  if math.prod(shape) <= _ENTRIES:
-    return list(shape)
-  counts = [n if axis in stacked else shards[axis] for axis, n in enumerate(shape)]
-  entries = max(_ENTRIES, _OF_EACH * math.prod(shape[axis] for axis in stacked))
-  few = max(_FEW, entries // _OF_EACH + 1)
-  for even in (True, False):
-    enough = entries if even or math.prod(counts) < few else 0
-    while 2 * math.prod(counts) <= enough:
-      free = [
-        i for i, (n, k, s) in enumerate(zip(shape, counts, shards, strict=True))
-        if n % (2 * k) == 0 or (not even and s == 1 and 2 * k <= n)
-      ]
-      if not free:
-        break
-      counts[min(free, key=lambda i: (counts[i], -i))] *= 2
-  return counts

@@ -11,7 +11,7 @@ import optax
 
 from pallas_kernels import _dispatch
 import sparse24_jax as s24
-from sparse24_jax.optim import fingerprint, was_changed
+from sparse24_jax.fingerprint import fingerprint, was_changed
 
 X, Y = (np.asarray(jax.random.normal(jax.random.key(i), (8, n)), np.float64) for i, n in enumerate((16, 8)))
 STE = s24.recipes.ste('kernel')

@@ -1,0 +1,98 @@
+"""By which a weight is known again: sums of some of its entries, for a state, or for what was packed of it."""
+
+from collections.abc import Iterable, Sequence
+import math
+import zlib
+
+import jax
+from jax import Array
+import jax.numpy as jnp
+import numpy as np
+
+# Ours: at most how many entries of a weight are read, how few are too few, and how few of a stacked matrix.
+_ENTRIES, _FEW, _OF_EACH = 1024, 256, 4
+
+
+def first_of_all_kinds(paths: Iterable[str], most: int) -> list[str]:
+  """Some weights, of all kinds and depths."""
+  return sorted(paths, key=lambda path: zlib.crc32(path.encode()))[:most]
+
+
+def fingerprint(w: Array, stacked: Sequence[int]) -> Array:
+  """Two weighted sums of some entries of a weight, float32 `[2]`: by them `was_changed` knows the weight again."""
+  weighted = _weighted(sample(w, stacked))
+  return jnp.sum(weighted, axis=range(1, weighted.ndim))
+
+
+def was_changed(w: Array, stacked: Sequence[int], known: Array) -> Array:
+  """Whether a weight is another than the one whose fingerprint is known.
+
+  A cast to bfloat16 is no change, so that a layer may cast its weights: one sum is of entries as bfloat16 has them. Nor
+  is a last bit, of which XLA may make another one in each place that computes a weight: one sum is of entries as they
+  are. Both have to differ by more than sums are rounded.
+  """
+  weighted = _weighted(sample(w, stacked))
+  axes = range(1, weighted.ndim)
+  found, sizes = jnp.sum(weighted, axis=axes), jnp.sum(jnp.abs(weighted), axis=axes)
+  return jnp.all(jnp.abs(found - known) > sizes * 8 * float(jnp.finfo(jnp.float32).eps))
+
+
+def _weighted(sampled: Array) -> Array:
+  """The entries as bfloat16 has them and as they are, float32 `[2, ...]`, each times another number."""
+  own, bfloat16 = jnp.finfo(sampled.dtype), jnp.finfo(jnp.bfloat16)
+  stored = jax.lax.reduce_precision(sampled.astype(jnp.float32), own.nexp, own.nmant)
+  rounded = jax.lax.reduce_precision(stored, bfloat16.nexp, bfloat16.nmant)
+  # Of either sign: a sum of positive weights is large, and so is what it is rounded by.
+  by = factors(sampled.shape) * np.random.default_rng(1).choice(np.float32([-1, 1]), sampled.shape)
+  return jnp.stack([rounded * by, stored * by])
+
+
+def factors(shape: tuple[int, ...]) -> np.ndarray:
+  """What entries are multiplied by before they are added.
+
+  A plain sum would not do: what a softmax or a layer norm hands back sums to zero over its features, and so does each
+  step of SGD on the weight in front of it.
+  """
+  return np.random.default_rng(0).uniform(0.5, 1.5, shape).astype(np.float32)
+
+
+def sample(w: Array, stacked: Sequence[int]) -> Array:
+  """Entries equally far apart: shards slice their own, while looking entries up would gather the weight.
+
+  Of the stacked axes none is left out: an expert or a layer by itself may be what changes.
+  """
+  sharding = jax.typeof(w).sharding
+  known = sharding.mesh.shape and sharding.mesh.are_all_axes_explicit
+  shards = [n // m for n, m in zip(w.shape, sharding.shard_shape(w.shape), strict=True)] if known else [1] * w.ndim
+  counts = _counts(w.shape, shards, stacked)
+  strides = [n // k for n, k in zip(w.shape, counts, strict=True)]
+  # As far as the weight goes, where that gives as many.
+  ends = [n if n % k == 0 else s * k for n, k, s in zip(w.shape, counts, strides, strict=True)]
+  return jax.lax.slice(w, (0,) * w.ndim, ends, strides)
+
+
+def _counts(shape: Sequence[int], shards: Sequence[int], stacked: Sequence[int]) -> list[int]:
+  """How many entries to read along each axis: as many of each of its shards, and all along one that is stacked.
+
+  Powers of two that divide an axis, since by those a mesh splits it that is not known here. Where these give too few,
+  powers of two that leave its last entries out.
+
+  >>> _counts((4096, 11008), (1, 1), ()), _counts((6, 64, 64), (1, 1, 1), (0,)), _counts((4099, 4099), (1, 1), ())
+  ([32, 32], [6, 8, 16], [32, 32])
+  """
+  if math.prod(shape) <= _ENTRIES:
+    return list(shape)
+  counts = [n if axis in stacked else shards[axis] for axis, n in enumerate(shape)]
+  entries = max(_ENTRIES, _OF_EACH * math.prod(shape[axis] for axis in stacked))
+  few = max(_FEW, entries // _OF_EACH + 1)
+  for even in (True, False):
+    enough = entries if even or math.prod(counts) < few else 0
+    while 2 * math.prod(counts) <= enough:
+      free = [
+        i for i, (n, k, s) in enumerate(zip(shape, counts, shards, strict=True))
+        if n % (2 * k) == 0 or (not even and s == 1 and 2 * k <= n)
+      ]
+      if not free:
+        break
+      counts[min(free, key=lambda i: (counts[i], -i))] *= 2
+  return counts

@@ -1,0 +1,128 @@
+"""`sparse_variables` of other weights than a forward is given: an error, or NaN under jit. Its own cost nothing."""
+
+import functools
+
+from absl.testing import absltest, parameterized
+from flax import linen as nn
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import sparse24_jax as s24
+
+STE = s24.recipes.ste('.*kernel')
+PACKED = s24.Recipe('own', (s24.Rule('.*kernel', s24.DotPolicy(s24.transposable(), 'sparse', implementation='dense')),))
+X = np.random.default_rng(1).normal(size=(8, 64)).astype(np.float32)
+ANOTHER = 'kernel: variables were made of other weights than params, .* call sparse_variables'
+
+
+def loss(params, x):
+  return (x.astype(params['a_kernel'].dtype) @ params['a_kernel'] @ params['b_kernel']).astype(jnp.float32).sum()
+
+
+@functools.cache
+def trained(recipe, dtype=jnp.float32):
+  """Parameters and optimizer state before and after a step."""
+  rng = np.random.default_rng(0)
+  params = {name: jnp.asarray(rng.normal(size=(64, 64)), dtype) for name in ('a_kernel', 'b_kernel')}
+  tx = s24.sparse_training(optax.adam(0.01), recipe)
+  state = tx.init(params)
+  grads = jax.grad(loss)(s24.project(params, state, recipe), X)
+  updates, after = jax.jit(tx.update)(grads, state, params)
+  return (params, state), (optax.apply_updates(params, updates), after)
+
+
+class StaleVariablesTest(parameterized.TestCase):
+
+  @parameterized.parameters((STE, jnp.float32), (PACKED, jnp.bfloat16))
+  def test_variables_made_once_and_used_for_ever(self, recipe, dtype):
+    """Packed, the values of the first step hide those of the second."""
+    (params, state), (newer, after) = trained(recipe, dtype)
+    sparse = s24.sparsify(loss, recipe)
+    v, w = (s24.sparse_variables(p, s, recipe) for p, s in ((params, state), (newer, after)))
+    with self.assertRaisesRegex(ValueError, ANOTHER):
+      sparse(newer, v, None, X)
+    with self.assertRaisesRegex(ValueError, ANOTHER):
+      jax.grad(sparse)(newer, v, None, X)
+    step = jax.jit(jax.value_and_grad(sparse) if recipe is STE else lambda *args: (sparse(*args), ()))
+    for given, variables, fine in ((params, v, True), (newer, w, True), (newer, v, False)):
+      value, grads = step(given, variables, None, X)
+      self.assertEqual({bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves((value, grads))}, {fine})
+      if fine:
+        expected = loss(s24.project(given, state if given is params else after, recipe), X)
+        np.testing.assert_allclose(value, expected, rtol=1e-5 if dtype == jnp.float32 else 2e-2)
+
+  @parameterized.parameters((STE, jnp.float32), (PACKED, jnp.bfloat16))
+  def test_a_step_that_makes_its_own_computes_nothing_of_this(self, recipe, dtype):
+    (params, state), _ = trained(recipe, dtype)
+    sparse = s24.sparsify(loss, recipe)
+
+    def step(params, state):
+      variables = s24.sparse_variables(params, state, recipe)
+      return jax.value_and_grad(sparse)(params, variables, None, X)
+
+    self.assertNotIn(' nan', str(jax.make_jaxpr(step)(params, state)))
+    given = params, s24.sparse_variables(params, state, recipe), None, X
+    self.assertIn(' nan', str(jax.make_jaxpr(sparse)(*given)))
+
+  def test_an_average_has_masks_and_values_of_its_own(self):
+    """Its masks are those of the last step; those that go with the parameters are refused."""
+    (params, _), (newer, after) = trained(STE)
+    average = jax.tree.map(lambda a, b: (a + b) / 2, params, newer)
+    sparse = s24.sparsify(loss, STE)
+    found = sparse(average, s24.sparse_variables(average, after, STE), None, X)
+    masked = jax.tree.map(lambda w, mask: jnp.where(mask, w, 0), average, after.projections)
+    np.testing.assert_allclose(found, loss(masked, X), rtol=1e-5)
+    with self.assertRaisesRegex(ValueError, ANOTHER):
+      sparse(average, s24.sparse_variables(newer, after, STE), None, X)
+
+  @parameterized.parameters(jnp.bfloat16, jnp.float16)
+  def test_a_cast_is_no_other_weight(self, dtype):
+    (params, state), (newer, _) = trained(STE)
+    sparse, v = jax.jit(s24.sparsify(loss, STE)), s24.sparse_variables(params, state, STE)
+    cast, other = (jax.tree.map(lambda w: w.astype(dtype), p) for p in (params, newer))
+    expected = loss(jax.tree.map(lambda w: w.astype(dtype), s24.project(params, state, STE)), X)
+    np.testing.assert_allclose(sparse(cast, v, None, X), expected, rtol=2e-2)
+    self.assertEqual(bool(jnp.isnan(sparse(other, v, None, X))), dtype == jnp.bfloat16)
+
+  def test_an_ensemble_and_micro_batches_in_a_scan(self):
+    (params, state), (newer, after) = trained(STE)
+    both = jax.tree.map(lambda *leaves: jnp.stack(leaves), (params, state), (newer, after))
+    sparse = s24.sparsify(loss, STE)
+    make = functools.partial(s24.sparse_variables, recipe=STE)
+
+    def of_micro_batches(params, state):
+      variables = make(params, state)
+      return jax.lax.scan(lambda sum, x: (sum + sparse(params, variables, None, x), None), 0.0, X.reshape(2, 4, 64))[0]
+
+    expected = [loss(s24.project(p, s, STE), X) for p, s in trained(STE)]
+    np.testing.assert_allclose(jax.jit(jax.vmap(of_micro_batches))(*both), expected, rtol=1e-5)
+    # One of the two with the masks of the other step.
+    mixed = jax.tree.map(lambda *leaves: jnp.stack(leaves), params, params)
+    values = jax.jit(jax.vmap(lambda p, v: sparse(p, v, None, X)))(mixed, jax.vmap(make)(*both))
+    self.assertEqual(jnp.isnan(values).tolist(), [False, True])
+
+  def test_linen_and_a_function_of_an_nnx_model(self):
+    model = s24.sparsify(nn.Dense(64), STE)
+    params = nn.Dense(64).init(jax.random.key(0), X)['params']
+    tx = s24.sparse_training(optax.sgd(1.0), STE)
+    v = s24.sparse_variables(params, tx.init(params), STE)
+    other = jax.tree.map(lambda w: w * 1.1, params)
+    self.assertTrue(jnp.isfinite(jax.jit(model.apply)({'params': params, 'sparse24': v}, X)).all())
+    with self.assertRaisesRegex(ValueError, ANOTHER):
+      model.apply({'params': other, 'sparse24': v}, X)
+    self.assertTrue(jnp.isnan(jax.jit(model.apply)({'params': other, 'sparse24': v}, X)).all())
+
+    module = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
+    sparse = s24.sparsify(lambda model, x: model(x).sum(), STE)
+    v = s24.sparse_variables(nnx.state(module, nnx.Param), None, STE)
+    self.assertTrue(jnp.isfinite(sparse(module, v, None, X)))
+    module.kernel[...] *= 1.1
+    with self.assertRaisesRegex(ValueError, ANOTHER):
+      sparse(module, v, None, X)
+
+
+if __name__ == '__main__':
+  absltest.main()
