@@ -95,9 +95,8 @@ def dot_at(
     # Where types say how arrays are divided: its gradient is made on every device, and JAX takes the part it wants.
     w = _partitioning.whole(w)
   x, w = vary_over(x, axes), vary_over(w, axes)
-  if backends.fp8:
-    return _dot_packed(backends, column, x.reshape(-1, x.shape[-1]), w, packed, key).reshape(*x.shape[:-1], -1)
-  return _dot(policy, backends, column, asked, x, w, state, packed, key)
+  rows = x.reshape(-1, x.shape[-1]) if backends.fp8 else x  # FP8 writes them both ways
+  return _dot(policy, backends, column, asked, rows, w, state, packed, key).reshape(*x.shape[:-1], -1)
 
 
 def check_operands(x: Array, w: Array, state: Any, policy: DotPolicy) -> None:
@@ -142,65 +141,47 @@ def _dot(
   policy: DotPolicy, plan: Backends, column: int, asked: Asked, x: Array, w: Array, state: Any, packed: Any,
   key: Array | None,
 ) -> Array:  # fmt: skip
+  """z `[..., out]` from x `[..., in]`; where all three matmuls read what is packed, `w` is for its cotangent."""
   del column, key
-  projected = None if plan.forward else _project(policy, w, state)
-  return linear_layer.forward(plan, policy, x, projected, packed, asked)
+  return _forward(policy, plan, asked, x, w, state, packed, keep=False)[0]
+
+
+def _forward(
+  policy: DotPolicy, plan: Backends, asked: Asked, x: Array, w: Array, state: Any, packed: Any, *, keep: bool
+) -> tuple[Array, Rounded, Array | None]:
+  """(z, x rounded, the projected weight if that was multiplied)."""
+  rows = linear_layer.precision_of(plan).rounded(x, keep=keep)
+  projected = None if plan.served('forward') else _project(policy, w, state)
+  return linear_layer.forward(plan, policy, rows, projected, packed, asked, dtype=x.dtype), rows, projected
 
 
 def _dot_fwd(policy, plan, column, asked, x, w, state, packed, key):
   del column
   check_sampling(x, policy.weight_grad, key)
-  projected = None if plan.forward else _project(policy, w, state)
-  z = linear_layer.forward(plan, policy, x, projected, packed, asked)
+  z, rows, projected = _forward(policy, plan, asked, x, w, state, packed, keep=True)
   # For what runs plain in the backward: the projected weight if it is there, else what to project again.
-  kept = (w, state) if plan.forward else projected
-  if plan.input_grad and plan.weight_grad:
+  kept = (w, state) if plan.served('forward') else projected
+  if plan.served('input_grad') and plan.served('weight_grad'):
     kept = None
-  return z, (x, kept, packed.input_grad if plan.input_grad else None, key)
+  reads = linear_layer.precision_of(plan).reads
+  packed = reads(packed, 'input_grad', plan.input_grad) if plan.served('input_grad') else None
+  return z, (rows.for_backward, kept, packed, key, _partitioning.division(x))
 
 
 def _dot_bwd(policy, plan, column, asked, residuals, dz):
-  x, kept, operand, key = residuals
+  x, kept, packed, key, divided = residuals
   projected = _project(policy, *kept) if isinstance(kept, tuple) else kept
-  dx = linear_layer.input_grad(plan, policy, dz, projected, operand, like=x, asked=asked)
-  dw = linear_layer.weight_grad(plan, policy, x, dz, key, like=projected, column=column, asked=asked)
+  given, dw = linear_layer.weight_grad(plan, policy, x, dz, key, like=projected, column=column, asked=asked)
+  if plan.served('input_grad'):
+    dx = linear_layer.precision_of(plan).input_grad(packed, given, backend=plan.input_grad, dtype=dz.dtype)
+    dx = _partitioning.like(dx, divided)
+  else:
+    dx = linear_layer.plain_input_grad(policy, dz, projected, like=x.kept, asked=asked)
   return dx, dw, None, None, None
 
 
-_dot.defvjp(_dot_fwd, _dot_bwd)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _dot_packed(plan: Backends, column: int, x: Array, w: Array, packed: Any, key: Array | None) -> Array:
-  """z `[tokens, out]` from x `[tokens, in]`, where all three matmuls read what is packed; `w` is for its cotangent."""
-  del column, w, key
-  return _packed_forward(plan, x, packed, keep=False)[0]
-
-
-def _packed_forward(plan: Backends, x: Array, packed: Any, *, keep: bool) -> tuple[Array, Rounded]:
-  precision = linear_layer.precision_of(plan)
-  rows = precision.rounded(x, keep=keep)
-  return precision.forward(packed, rows, backend=plan.forward, dtype=x.dtype), rows
-
-
-def _dot_packed_fwd(plan, column, x, w, packed, key):
-  del column, w
-  check_sampling(x, 'mvue', key)
-  z, rows = _packed_forward(plan, x, packed, keep=True)
-  packed = linear_layer.precision_of(plan).reads(packed, 'input_grad', plan.input_grad)
-  return z, (rows.for_backward, packed, key, _partitioning.division(x))
-
-
-def _dot_packed_bwd(plan, column, residuals, dz):
-  precision, (x, packed, key, divided) = linear_layer.precision_of(plan), residuals
-  dtype, backend = dz.dtype, plan.weight_grad
-  dz, dw = linear_layer.sampled_weight_grad(dz, key, x, backend=backend, precision=precision, column=column)
-  dx = precision.input_grad(packed, dz, backend=plan.input_grad, dtype=dtype)
-  return _partitioning.like(dx, divided), dw, None, None
-
-
 # Under `jax.checkpoint` a forward whose residuals are thrown away writes none: see `keep`.
-_dot_packed.defvjp(_dot_packed_fwd, _dot_packed_bwd, optimize_remat=True)
+_dot.defvjp(_dot_fwd, _dot_bwd, optimize_remat=True)
 
 
 def _project(policy: DotPolicy, w: Array, state: Array | None) -> Array:

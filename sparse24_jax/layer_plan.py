@@ -34,7 +34,11 @@ class Backends:
   @property
   def packs(self) -> bool:
     """Whether some matmul reads the packed weight."""
-    return self.fp8 or self.forward is not None or self.input_grad is not None
+    return self.served('forward') or self.served('input_grad')
+
+  def served(self, role: str) -> bool:
+    """Whether one of the three reads what was packed, or sampled by a kernel."""
+    return self.fp8 or getattr(self, role) is not None
 
   @property
   def sole(self) -> str | None:

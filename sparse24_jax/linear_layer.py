@@ -3,6 +3,7 @@
 A matmul that runs on a kernel takes a `PackedWeight` or an MVUE operand; one that does not takes the projected weight.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -12,12 +13,11 @@ import jax.numpy as jnp
 
 from pallas_kernels import _partitioning
 from pallas_kernels.mvue.reference import mvue24
-from pallas_kernels.sparse_matmul.operand import SparseOperand
 from sparse24_jax.asked import Asked, PLAIN
 from sparse24_jax.availability import kernels_are_here
 from sparse24_jax.fp8 import FP8
 from sparse24_jax.layer_plan import Backends
-from sparse24_jax.matmuls import add_bias, matmul, multiply
+from sparse24_jax.matmuls import add_bias, matmul
 from sparse24_jax.numerics import Format
 from sparse24_jax.packing import E4M3, pack, PackedWeight, side_by_side
 from sparse24_jax.plan import packed_form, unfit
@@ -136,34 +136,36 @@ def _rule(gradients: tuple[str, ...], key: Array, precision: Precision, results:
 
 
 def forward(
-  p: Backends, policy: DotPolicy, x: Array, w: Any, packed: PackedWeight | None, asked: Asked = PLAIN
+  p: Backends, policy: DotPolicy, x: Rounded, w: Any, packed: PackedWeight | None, asked: Asked = PLAIN, *, dtype: Any
 ) -> Array:
   """z = x W~, `[..., out]`, from x `[..., in]` and the packed weight of the plan, or the projected weight `w`."""
-  if p.forward is not None and packed is not None:
-    return multiply('forward', packed.forward, x, backend=p.forward)
-  return _plain(policy, x, w, ('e4m3', 'e4m3'), asked=asked, dtype=asked.result(x.dtype))
+  if p.served('forward') and packed is not None:
+    return precision_of(p).forward(packed, x, backend=p.forward, dtype=dtype)
+  return _plain(policy, x.values, w, ('e4m3', 'e4m3'), asked=asked, dtype=asked.result(dtype))
 
 
-def input_grad(
-  p: Backends, policy: DotPolicy, dz: Array, w: Any, operand: SparseOperand | None, like: Array, asked: Asked = PLAIN
-) -> Array:
-  """dx = dz W~^T, `[..., in]`, from the operand of the plan, or the projected weight `w`."""
-  if p.input_grad is not None and operand is not None:
-    return _partitioning.like(multiply('input_grad', operand, dz, backend=p.input_grad), like)
+def plain_input_grad(policy: DotPolicy, dz: Array, w: Array, *, like: Array, asked: Asked) -> Array:
+  """dx = dz W~^T, `[..., in]`, from the projected weight, as no kernel serves it; of the dtype and division of x."""
   return _plain(policy, dz, w.T, ('e5m2', 'e4m3'), like=like, asked=asked, dtype=like.dtype)
 
 
 def weight_grad(
-  p: Backends, policy: DotPolicy, x: Array, dz: Array, key: Array | None, like: Array | None, column: int = 0,
+  p: Backends, policy: DotPolicy, x: Rounded, dz: Array, key: Array | None, like: Array | None, column: int = 0,
   asked: Asked = PLAIN,
-) -> Array:  # fmt: skip
-  """dw = x^T V(dz), `[in, out]`, from `[..., in]` and `[..., out]`; `column` is where dz stands in what is sampled."""
-  x, dz = x.reshape(-1, x.shape[-1]), dz.reshape(-1, dz.shape[-1])
-  if p.weight_grad is not None:
-    return sampled_weight_grad(dz, key, Rounded(None, x), backend=p.weight_grad, column=column)[1]
+) -> tuple[Rounded, Array]:  # fmt: skip
+  """(dz as the input gradient reads it, dw = x^T V(dz) `[in, out]`) from dz `[..., out]` and what was kept of x.
+
+  `column` is where dz stands in what is sampled.
+  """
+  x = dataclasses.replace(x, kept=x.kept.reshape(-1, x.kept.shape[-1]))
+  rows, given = dz.reshape(-1, dz.shape[-1]), Rounded(dz, None)
+  if p.served('weight_grad'):
+    precision = precision_of(p)
+    rounded, dw = sampled_weight_grad(rows, key, x, backend=p.weight_grad, precision=precision, column=column)
+    return rounded if precision.scales else given, dw
   if policy.weight_grad == 'mvue':
-    dz = mvue24(dz, key, axis=-2, origin=(0, 0, column))
-  return _plain(policy, x.T, dz, ('e4m3', 'e5m2'), like=like, asked=asked)
+    rows = mvue24(rows, key, axis=-2, origin=(0, 0, column))
+  return given, _plain(policy, x.kept.T, rows, ('e4m3', 'e5m2'), like=like, asked=asked)
 
 
 def _plain(
