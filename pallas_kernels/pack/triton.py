@@ -86,13 +86,7 @@ def soft_threshold_pack(
 ) -> SparseOperand:
   """See `api.soft_threshold_pack`."""
   config = config or Config(num_warps=2 if axis == -2 else 4)
-  batches, rows, columns = _shape(w, dtype)
-  return SparseOperand(*_triton.call(
-    soft_threshold_kernel, w, scale.astype(jnp.float32).reshape(batches),
-    out_shape=_structs(w.shape[:-2], rows, columns, dtype, axis),
-    grid=config.grid(batches, rows, columns), num_warps=config.num_warps,
-    GROUPS_DOWN=axis == -2, **config.constants(rows, columns),
-  ))  # fmt: skip
+  return SparseOperand(*_packed(soft_threshold_kernel, w, [_scales(scale)], axis, dtype, config))
 
 
 def mvue_pack(
@@ -100,21 +94,16 @@ def mvue_pack(
   config: Config | None = None,
 ) -> SparseOperand:  # fmt: skip
   """See `api.mvue_pack`."""
-  config = config or Config(num_warps=2)
-  batches, rows, columns = _shape(x, dtype)
-  return SparseOperand(*_triton.call(
-    mvue_kernel, x, draw_parameters(key, origin),
-    out_shape=_structs(x.shape[:-2], rows, columns, dtype, axis),
-    grid=config.grid(batches, rows, columns), num_warps=config.num_warps,
-    GROUPS_DOWN=axis == -2, **config.constants(rows, columns),
-  ))  # fmt: skip
+  drawn = [draw_parameters(key, origin)]
+  return SparseOperand(*_packed(mvue_kernel, x, drawn, axis, dtype, config or Config(num_warps=2)))
 
 
 def soft_threshold_pack8(
   w: Array, scale: Array, *, axis: int, dtype: jnp.dtype, config: Config | None = None
 ) -> Packed8:
   """See `api.soft_threshold_pack8`."""
-  return _pack8(soft_threshold8_kernel, w, [], scale, axis, dtype, config or Config())
+  *operand, dense = _packed(soft_threshold8_kernel, w, [_scales(scale)], axis, dtype, config or Config())
+  return Packed8(SparseOperand(*operand), dense)
 
 
 def mvue_pack8(
@@ -122,21 +111,26 @@ def mvue_pack8(
   config: Config | None = None,
 ) -> Packed8:  # fmt: skip
   """See `api.mvue_pack8`."""
-  parameters = draw_parameters(key, origin)
-  return _pack8(mvue8_kernel, x, [parameters], scale, axis, dtype, config or Config(tile_columns=32))
+  drawn = [draw_parameters(key, origin), _scales(scale)]
+  *operand, dense = _packed(mvue8_kernel, x, drawn, axis, dtype, config or Config(tile_columns=32))
+  return Packed8(SparseOperand(*operand), dense)
 
 
-def _pack8(
-  kernel: Any, x: Array, more: list[Array], scale: Array, axis: int, dtype: jnp.dtype, config: Config
-) -> Packed8:
+def _packed(
+  kernel: Any, x: Array, more: Sequence[Array], axis: int, dtype: jnp.dtype, config: Config
+) -> tuple[Array, ...]:
+  """Values and words of one operand of x, and in float8 x itself."""
   batches, rows, columns = _shape(x, dtype)
-  values, metadata, dense = _triton.call(
-    kernel, x, *more, scale.astype(jnp.float32).reshape(batches),
-    out_shape=structs8(x.shape, dtype, axis),
+  structs = structs8(x.shape, dtype, axis) if is_float8(dtype) else _structs(x.shape[:-2], rows, columns, dtype, axis)
+  return _triton.call(
+    kernel, x, *more, out_shape=structs,
     grid=config.grid(batches, rows, columns), num_warps=config.num_warps,
     GROUPS_DOWN=axis == -2, **config.constants(rows, columns),
   )  # fmt: skip
-  return Packed8(SparseOperand(values, metadata), dense)
+
+
+def _scales(scale: Array) -> Array:
+  return scale.astype(jnp.float32).reshape(-1)
 
 
 def structs8(shape: tuple[int, ...], dtype: jnp.dtype, axis: int) -> list[jax.ShapeDtypeStruct]:

@@ -35,7 +35,7 @@ device_description_str: "{name}"
 """
 # The target that this process compiles for, once it has.
 _targets: dict[str, str] = {}
-_POINTERS = {
+POINTERS = {
   'bfloat16': '*bf16', 'float16': '*fp16', 'float32': '*fp32', 'uint16': '*u16', 'uint32': '*u32', 'int32': '*i32',
   'float8_e4m3fn': '*fp8e4nv', 'float8_e5m2': '*fp8e5',
 }  # fmt: skip
@@ -191,7 +191,7 @@ def compile_for(
   from triton.compiler import ASTSource
 
   names = kernel.arg_names
-  signature = {n: _POINTERS[jnp.dtype(d).name] for n, d in zip(names, arrays, strict=False)}
+  signature = {n: POINTERS[jnp.dtype(d).name] for n, d in zip(names, arrays, strict=False)}
   aligned = {(i,): [['tt.divisibility', 16]] for i in range(len(arrays))}
   source = ASTSource(
     kernel, signature=signature | dict.fromkeys(constants, 'constexpr'), constexprs=dict(constants), attrs=aligned

@@ -238,7 +238,7 @@ def _triton_ptx(kernel, dtypes, options, capability) -> str:
   from triton.compiler import compile as triton_compile
 
   constants = {name: value for name, value in options.items() if name not in _NOT_CONSTANTS}
-  pointers = {n: _triton._POINTERS[jnp.dtype(d).name] for n, d in zip(kernel.arg_names, dtypes, strict=False)}
+  pointers = {n: compiling.POINTERS[jnp.dtype(d).name] for n, d in zip(kernel.arg_names, dtypes, strict=False)}
   aligned = {(i,): [['tt.divisibility', 16]] for i in range(len(dtypes))}
   source = ASTSource(
     kernel, signature=pointers | dict.fromkeys(constants, 'constexpr'), constexprs=constants, attrs=aligned
