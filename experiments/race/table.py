@@ -83,6 +83,7 @@ class Seeds:
     decay: likewise; 0 where there is none.
     searched: how many trials the search had.
     edge: whether no lower, or no higher, rate or decay was tried, so that the best may lie beyond.
+    of_search: whether the losses are of the very seeds that chose, because no others were run after a grid.
     losses: seed -> final loss; infinite where it diverged.
     curves: seed -> (seconds, loss) of each evaluation.
     shorter: (seconds, final loss) of runs with fewer seconds, each with a schedule of its own.
@@ -93,6 +94,7 @@ class Seeds:
   decay: float
   searched: int
   edge: bool
+  of_search: bool
   losses: Mapping[int, float]
   curves: Mapping[int, Sequence[tuple[float, float]]]
   shorter: Sequence[tuple[float, float]]
@@ -122,13 +124,15 @@ def by_seed(records: Iterable[Mapping[str, Any]]) -> dict[str, Seeds]:
         trials.setdefault((r['rate'], r['decay']), []).append(_worst(r['loss']))
     rate, decay = best = min(trials, key=lambda setting: statistics.fmean(trials[setting]))
     alike = [r for r in own if (r['rate'], r['decay']) == best]
-    same = [r for r in alike if not named or r['seed'] not in named] or alike  # a grid alone has no other seeds
+    others = [r for r in alike if not named or r['seed'] not in named]
+    same = others or alike
     axes = [[other for other, its in trials if its == decay]]
     if decay:
       axes.append([its for other, its in trials if other == rate])
     found[name] = Seeds(
       own[0]['title'], rate, decay, len(trials),
       any(value in (min(axis), max(axis)) for value, axis in zip(best, axes, strict=False)),
+      not others,
       {r['seed']: _worst(r['loss']) for r in _whole(same)},
       {r['seed']: [(seconds, _worst(loss)) for _, seconds, loss in r['validation']] for r in _whole(same)},
       [(r['share'] * r['seconds'], _worst(r['loss'])) for r in same if r['share'] < 1],
@@ -176,7 +180,8 @@ def steps_rows(found: Mapping[str, Seeds], against: str) -> list[list[str]]:
     percent = [100 * difference / found[against].mean for difference in pairs]
     rows.append([
       own.title, f'{own.rate:g}' + (f', {own.decay:g}' if own.decay else '') + (', at an edge' if own.edge else ''),
-      str(own.searched), str(len(own.losses)), _interval(list(own.losses.values()), ''),
+      str(own.searched), str(len(own.losses)) + (', which chose' if own.of_search else ''),
+      _interval(list(own.losses.values()), ''),
       '' if name == against else _interval(pairs, '+'), '' if name == against else _interval(percent, '+', 2),
     ])  # fmt: skip
   return rows

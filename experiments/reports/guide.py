@@ -21,7 +21,7 @@ from sparse24_jax.recipe import Recipe
 
 RESULTS = Path(__file__).parents[1] / 'results'
 # Comparisons in which every method was tuned, with seeds.
-COMPARISONS = ('compare_tuned_nano.jsonl', 'race_h200_seeds.jsonl')
+COMPARISONS = ('grid_nano.jsonl', 'grid_small.jsonl', 'race_h200_seeds.jsonl')
 GOALS = {
   'sooner': 'a loss after the fewest seconds',
   'quality': 'the lowest loss after as many steps',

@@ -53,8 +53,8 @@ def _race(
   return table.read(provenance.RESULTS / name)[title]
 
 
-def _tuned(name: str) -> str:
-  return table.steps_markdown(_race(name, 'nano, 1,500 steps each'))
+def _tuned(name: str, title: str = 'nano, 1,500 steps each', against: str | None = None) -> str:
+  return table.steps_markdown(_race(name, title), against)
 
 
 # Document -> table -> what makes it.
@@ -65,6 +65,9 @@ TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
   },
   'tasks.md': {'tasks': tasks.markdown},
   'quality.md': {
+    'grid nano': lambda: _tuned('grid_nano.jsonl', 'nano, 4,000 steps each'),
+    'grid small': lambda: _tuned('grid_small.jsonl', 'small, 900 steps each'),
+    'grid flops': lambda: _tuned('grid_flops_nano.jsonl', 'nano, 2,000 steps each', 'dense_small'),
     'tuned nano': lambda: _tuned('compare_tuned_nano.jsonl'),
     'tuned nano learnt': lambda: _tuned('compare_tuned_nano_learnt.jsonl'),
     'race': lambda: table.markdown(_race()),
