@@ -165,7 +165,9 @@ def run(case, layout=None):
 
 
 def projection_of(case, name):
-  return rule_for(f'{name}/kernel', CASES[case]).policy.projection
+  rule = rule_for(f'{name}/kernel', CASES[case])
+  assert rule is not None
+  return rule.policy.projection
 
 
 def assert_trees_equal(found, expected):
