@@ -68,6 +68,7 @@ TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
     'grid nano': lambda: _tuned('grid_nano.jsonl', 'nano, 4,000 steps each'),
     'grid small': lambda: _tuned('grid_small.jsonl', 'small, 900 steps each'),
     'grid flops': lambda: _tuned('grid_flops_nano.jsonl', 'nano, 2,000 steps each', 'dense_small'),
+    'grid flops cpu': lambda: _tuned('grid_flops_nano_cpu.jsonl', 'nano, 2,000 steps each', 'dense_small'),
     'tuned nano': lambda: _tuned('compare_tuned_nano.jsonl'),
     'tuned nano learnt': lambda: _tuned('compare_tuned_nano_learnt.jsonl'),
     'race': lambda: table.markdown(_race()),
