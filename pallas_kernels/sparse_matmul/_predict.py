@@ -98,7 +98,7 @@ def _few_columns(p: Problem) -> list[Config]:
   found = []
   for bk in (128,) if p.a_dtype.itemsize == 1 else (128, 64):
     c = Config(rows=64, bn=bn, bk=bk, stages=2, cluster=1, epilogue_n=bn)
-    if p.out_layout == 'mn' and not fits(p, c):  # TMA stores no narrower piece
+    if (p.out_layout == 'mn' or p.b_layout == 'kn') and not fits(p, c):  # TMA copies no narrower piece along rows
       c = dataclasses.replace(c, bn=64, epilogue_n=64)
     while fits(p, deeper := dataclasses.replace(c, stages=c.stages + 1)):
       c = deeper

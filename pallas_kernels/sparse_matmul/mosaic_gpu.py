@@ -120,9 +120,9 @@ def _padded(p: Problem) -> Problem:
   """
   along_out, along_b = 128 // p.out_dtype.itemsize, 128 // p.b_dtype.itemsize
   m = _boxes(p.m, along_out, 2) if p.out_layout == 'nm' else _boxes(p.m, 8)
-  # Where N is the outer dimension of both B and D, as in a forward pass, copies stop at its end by themselves: a few
-  # tokens cost no pass of padding and none of cutting.
-  n = p.n
+  # Where N is the outer dimension of B and D, as in a forward pass, a copy of less than one box stops at its end: a few
+  # tokens cost no pass of padding and none of cutting. Mosaic refuses sizes above a box that are not whole boxes.
+  n = p.n if p.n < 8 and (p.b_layout, p.out_layout) == ('nk', 'nm') else _boxes(p.n, 8)
   if p.out_layout == 'mn':
     n = _boxes(n, along_out, 2)
   if p.b_layout == 'kn':

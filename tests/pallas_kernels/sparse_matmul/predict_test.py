@@ -54,6 +54,11 @@ class PredictTest(parameterized.TestCase):
     self.assertTrue(all(fits(p, c) for c in found))
     self.assertEqual(found[0], _predict.default_config(p))
 
+  @parameterized.product(n=(1, 8, 24, 64), b_layout=('nk', 'kn'), out_layout=('nm', 'mn'))
+  def test_few_tokens_have_a_setting_in_every_layout(self, n, b_layout, out_layout):
+    p = Problem(4096, n, 4096, _BF16, _BF16, _BF16, b_layout, out_layout)
+    self.assertTrue(fits(p, _predict.default_config(p)))
+
   def test_a_last_wave_is_split_where_this_gpu_has_one(self):
     # 64 tiles of 512 x 192: a whole wave of 64 clusters, on 66 of them less than one.
     p = Problem(4096, 1536, 4096, _BF16, _BF16, _BF16)
