@@ -18,25 +18,24 @@ import numpy as np
 HAS_TRITON = importlib.util.find_spec('triton') is not None
 
 
-# Of each parameterized test the first case, and tests of one case.
-FIRST_CASES = '*0 *[a-z]'
-
-
-def run_interpreted(module: str, only: str = '') -> str:
-  """Runs a package of tests (its `__main__`, which pytest leaves alone) with the interpreter on.
+def run_interpreted(*ops: str, only: Sequence[str] = ()) -> str:
+  """Runs the interpreted tests of ops (`interpreted/__main__.py`, which pytest leaves alone) with the interpreter on.
 
   Args:
-    module: the package.
-    only: patterns of names of tests, all if empty.
+    ops: names of folders; one process runs all.
+    only: patterns of names of tests, such as 'vnm.*test_rows0', all if empty.
 
   Returns its output, or raises AssertionError with it.
   """
+  modules = [f'tests.pallas_kernels.{op}.interpreted.__main__' for op in ops]
+  chosen = [argument for pattern in only for argument in ('-k', f'*{pattern}')]
   done = subprocess.run(
-    [sys.executable, '-m', module], cwd=pathlib.Path(__file__).parents[2], capture_output=True, text=True, check=False,
+    [sys.executable, '-m', 'unittest', *chosen, *modules],
+    cwd=pathlib.Path(__file__).parents[2], capture_output=True, text=True, check=False,
     # The launchers' own arithmetic as under conftest. References run once, and XLA would optimize them for longer.
     env=os.environ | {
       'TRITON_INTERPRET': '1', 'JAX_PLATFORMS': 'cpu', 'JAX_NUMPY_RANK_PROMOTION': 'raise',
-      'JAX_NUMPY_DTYPE_PROMOTION': 'strict', 'TESTBRIDGE_TEST_ONLY': only, 'JAX_DISABLE_MOST_OPTIMIZATIONS': '1',
+      'JAX_NUMPY_DTYPE_PROMOTION': 'strict', 'JAX_DISABLE_MOST_OPTIMIZATIONS': '1',
     },
   )  # fmt: skip
   assert done.returncode == 0, done.stdout + done.stderr

@@ -30,13 +30,9 @@ FLOAT8_KERNELS = {
 @unittest.skipUnless(triton_interpreter.HAS_TRITON, 'triton is not installed')
 class TritonTest(parameterized.TestCase):
 
-  def test_interpreted(self):
-    first = triton_interpreter.FIRST_CASES
-    self.assertIn('OK', triton_interpreter.run_interpreted('tests.pallas_kernels.pack.interpreted', first))
-
   @pytest.mark.slow
   def test_interpreted_in_all_cases(self):
-    self.assertIn('OK', triton_interpreter.run_interpreted('tests.pallas_kernels.pack.interpreted'))
+    self.assertIn('OK', triton_interpreter.run_interpreted('pack'))
 
   @parameterized.parameters(
     *((kernel, capability) for capability in (90, 80, 86) for kernel in KERNELS),

@@ -44,13 +44,9 @@ def step(**options):
 @unittest.skipUnless(triton_interpreter.HAS_TRITON, 'triton is not installed')
 @pytest.mark.few
 class TritonTest(parameterized.TestCase):
-  def test_interpreted(self):
-    first = triton_interpreter.FIRST_CASES
-    self.assertIn('OK', triton_interpreter.run_interpreted('tests.pallas_kernels.sparse_attention.interpreted', first))
-
   @pytest.mark.slow
   def test_interpreted_in_all_cases(self):
-    self.assertIn('OK', triton_interpreter.run_interpreted('tests.pallas_kernels.sparse_attention.interpreted'))
+    self.assertIn('OK', triton_interpreter.run_interpreted('sparse_attention'))
 
   # Each kernel at the size of most registers, with the least and the most shared memory; the first two everywhere.
   @parameterized.parameters(

@@ -22,7 +22,11 @@ def weights(shape, dtype, seed=0, special=0.02):
   w = np.where(rng.random(shape) < 0.02, np.float32(-0.0), w)
   for value in (np.inf, -np.inf, np.nan):
     w = np.where(rng.random(shape) < special, np.float32(value), w)
-  return jnp.asarray(w).astype(dtype)
+  return jnp.asarray(w.astype(dtype))
+
+
+masked_pack = jax.jit(reference.masked_pack, static_argnames='dtype')
+soft_threshold_pack = jax.jit(reference.soft_threshold_pack, static_argnames=('axis', 'dtype'))
 
 
 @jax.jit
@@ -87,7 +91,7 @@ class InterpretedTest(parameterized.TestCase):
     w = weights(shape, dtype)
     out = jnp.float16 if dtype == jnp.float16 else jnp.bfloat16
     codes = codes_of(weights(shape, dtype, 1))
-    expected = reference.masked_pack(w, codes, dtype=out)
+    expected = masked_pack(w, codes, dtype=out)
     found = run(pack.masked_kernel, pack._pair_structs(shape[:-2], *shape[-2:], out), [w, codes], shape)
     self.assert_operand(found[:2], expected.rows)
     self.assert_operand(found[2:], expected.columns)
@@ -96,8 +100,8 @@ class InterpretedTest(parameterized.TestCase):
   def test_soft_threshold(self, shape, dtype, axis):
     w = weights(shape, dtype)
     out = jnp.float16 if dtype == jnp.float16 else jnp.bfloat16
-    scale = jnp.linspace(1.4, 1.5, int(np.prod(shape[:-2])), dtype=jnp.float32).reshape(shape[:-2])
-    expected = reference.soft_threshold_pack(w, scale, axis=axis, dtype=out)
+    scale = np.linspace(1.4, 1.5, int(np.prod(shape[:-2])), dtype=np.float32).reshape(shape[:-2])
+    expected = soft_threshold_pack(w, scale, axis=axis, dtype=out)
     found = run(
       pack.soft_threshold_kernel, pack._structs(shape[:-2], *shape[-2:], out, axis), [w, scale.reshape(-1)], shape,
       GROUPS_DOWN=axis == -2,
@@ -126,7 +130,7 @@ class InterpretedTest(parameterized.TestCase):
   def test_soft_threshold8(self, case, axis):
     shape, dtype = case
     w, out = weights(shape, dtype), jnp.dtype(jnp.float8_e4m3fn)
-    scale = jnp.linspace(0.01, 300, int(np.prod(shape[:-2])), dtype=jnp.float32).reshape(shape[:-2])
+    scale = np.linspace(0.01, 300, int(np.prod(shape[:-2])), dtype=np.float32).reshape(shape[:-2])
     expected = functools.partial(reference.soft_threshold_pack8, axis=axis, dtype=out)
     found = run(
       pack.soft_threshold8_kernel, pack.structs8(shape, out, axis), [w, scale.reshape(-1)], shape,
@@ -142,7 +146,7 @@ class InterpretedTest(parameterized.TestCase):
     shape, dtype = case
     x, out = weights(shape, dtype), jnp.dtype(jnp.float8_e5m2 if last == 2e4 else jnp.float8_e4m3fn)
     key, origin = jax.random.key(7), (3, 5, 8)
-    scale = jnp.linspace(first, last, int(np.prod(shape[:-2])), dtype=jnp.float32).reshape(shape[:-2])
+    scale = np.linspace(first, last, int(np.prod(shape[:-2])), dtype=np.float32).reshape(shape[:-2])
     expected = functools.partial(reference.mvue_pack8, axis=axis, origin=origin, dtype=out)
     inputs = [x, pack.draw_parameters(key, origin), scale.reshape(-1)]
     found = run(

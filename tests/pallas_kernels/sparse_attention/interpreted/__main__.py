@@ -61,6 +61,11 @@ def small_tiles(kernel, count, size):
   return triton.Tiles(16, 16 if kernel == 'last_keys' else 32, 1, 2)
 
 
+def setUpModule():
+  numbers_from_tensors()
+  products_of_bfloat16()
+
+
 class InterpretedTest(parameterized.TestCase):
   def check(self, pattern, shape, groups, dtype, tiles=small_tiles):
     draw = np.random.default_rng(shape[1])
@@ -98,6 +103,4 @@ class InterpretedTest(parameterized.TestCase):
 
 
 if __name__ == '__main__':
-  numbers_from_tensors()
-  products_of_bfloat16()
   absltest.main()

@@ -24,10 +24,11 @@ def _whole(shape, dtype, seed=0):
   x = np.where(rng.random(shape) < 0.05, np.float32(-0.0), x)
   for value in (np.inf, -np.inf, np.nan):
     x = np.where(rng.random(shape) < 1e-3, np.float32(value), x)
-  return jnp.asarray(x).astype(dtype)
+  return jnp.asarray(x.astype(dtype))
 
 
 # One program: operation by operation XLA would take longer than the interpreter.
+_transpose_pack = jax.jit(reference.transpose_pack)
 _reference = jax.jit(reference.vnm_pack, static_argnames=('v', 'm', 'activation', 'masked', 'residuals'))
 
 
@@ -105,13 +106,13 @@ class InterpretedTest(parameterized.TestCase):
   )  # fmt: skip
   def test_transpose_pack(self, v, m, dtype, select, shape):
     a, *_ = _reference(_whole(shape, dtype), v=v, m=m)
-    used = jnp.arange(shape[1]) % 3 > 0 if select else None
+    used = np.arange(shape[1]) % 3 > 0 if select else None
     found, _ = _interpreted(packers.transpose_pack, a, used=used, pattern=None)
-    expected = jax.jit(reference.transpose_pack)(a, used=used, pattern=None)
+    expected = _transpose_pack(a, used=used, pattern=None)
     _assert_same_bits(found, expected)
-    other, *_ = _reference(_finite(shape, 1).astype(dtype), v=v, m=m)
+    other, *_ = _reference(jnp.asarray(np.asarray(_finite(shape, 1)).astype(dtype)), v=v, m=m)
     found, _ = _interpreted(packers.transpose_pack, other, used=None, pattern=expected)
-    _assert_same_bits(found, jax.jit(reference.transpose_pack)(other, used=None, pattern=expected))
+    _assert_same_bits(found, _transpose_pack(other, used=None, pattern=expected))
 
   @parameterized.parameters(
     (64, 8, 'bfloat16', True, (128, 512)), (128, 16, 'float16', True, (256, 256)),
@@ -119,11 +120,11 @@ class InterpretedTest(parameterized.TestCase):
   )  # fmt: skip
   def test_transpose_pack_24(self, v, m, dtype, select, shape):
     a, *_ = _reference(_whole(shape, dtype), v=v, m=m)
-    used = jnp.arange(shape[1]) % 3 > 0 if select else None
+    used = np.arange(shape[1]) % 3 > 0 if select else None
     found, _ = _interpreted(packers.transpose_pack_24, a, used=used, pattern=None)
     expected = jax.jit(reference.transpose_pack_24)(a, used=used, pattern=None)
     _assert_same_bits(found, expected)
-    other, *_ = _reference(_finite(shape, 1).astype(dtype), v=v, m=m)
+    other, *_ = _reference(jnp.asarray(np.asarray(_finite(shape, 1)).astype(dtype)), v=v, m=m)
     found, _ = _interpreted(packers.transpose_pack_24, other, used=None, pattern=expected)
     _assert_same_bits(found, jax.jit(reference.transpose_pack_24)(other, used=None, pattern=expected))
 
@@ -164,7 +165,8 @@ class InterpretedTest(parameterized.TestCase):
 
 def _finite(shape, seed=0):
   x = _whole(shape, 'bfloat16', seed)
-  return jnp.where(jnp.isfinite(x), x, 1)
+  x = np.asarray(x)
+  return jnp.asarray(np.where(np.isfinite(x), x, x.dtype.type(1)))
 
 
 if __name__ == '__main__':
