@@ -23,7 +23,7 @@ from pallas_kernels.formats import check_floating
 from sparse24_jax import linear_layer
 from sparse24_jax.asked import Asked, PLAIN
 from sparse24_jax.layer_plan import Backends, LayerPlan
-from sparse24_jax.mvue import check_sampling
+from sparse24_jax.mvue import check_sampling, what_is_sampled
 from sparse24_jax.plan import plan_layer
 from sparse24_jax.policy import DotPolicy
 from sparse24_jax.precision import Rounded
@@ -94,9 +94,9 @@ def dot_at(
   if backends.weight_grad is not None:
     # Where types say how arrays are divided: its gradient is made on every device, and JAX takes the part it wants.
     w = _partitioning.whole(w)
-  x, w = vary_over(x, axes), vary_over(w, axes)
+  x, w, where = vary_over(x, axes), vary_over(w, axes), what_is_sampled()
   rows = x.reshape(-1, x.shape[-1]) if backends.fp8 else x  # FP8 writes them both ways
-  return _dot(policy, backends, column, asked, rows, w, state, packed, key).reshape(*x.shape[:-1], -1)
+  return _dot(policy, backends, column, asked, where, rows, w, state, packed, key).reshape(*x.shape[:-1], -1)
 
 
 def check_operands(x: Array, w: Array, state: Any, policy: DotPolicy) -> None:
@@ -136,13 +136,13 @@ def check_divisible(shape: tuple[int, ...], projection: Projection, name: str) -
       )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4))
 def _dot(
-  policy: DotPolicy, plan: Backends, column: int, asked: Asked, x: Array, w: Array, state: Any, packed: Any,
-  key: Array | None,
+  policy: DotPolicy, plan: Backends, column: int, asked: Asked, where: str, x: Array, w: Array, state: Any,
+  packed: Any, key: Array | None,
 ) -> Array:  # fmt: skip
   """z `[..., out]` from x `[..., in]`; where all three matmuls read what is packed, `w` is for its cotangent."""
-  del column, key
+  del column, where, key
   return _forward(policy, plan, asked, x, w, state, packed, keep=False)[0]
 
 
@@ -155,9 +155,9 @@ def _forward(
   return linear_layer.forward(plan, policy, rows, projected, packed, asked, dtype=x.dtype), rows, projected
 
 
-def _dot_fwd(policy, plan, column, asked, x, w, state, packed, key):
+def _dot_fwd(policy, plan, column, asked, where, x, w, state, packed, key):
   del column
-  check_sampling(x, policy.weight_grad, key)
+  check_sampling(x, policy.weight_grad, key, where)
   z, rows, projected = _forward(policy, plan, asked, x, w, state, packed, keep=True)
   # For what runs plain in the backward: the projected weight if it is there, else what to project again.
   kept = (w, state) if plan.served('forward') else projected
@@ -168,7 +168,8 @@ def _dot_fwd(policy, plan, column, asked, x, w, state, packed, key):
   return z, (rows.for_backward, kept, packed, key, _partitioning.division(x))
 
 
-def _dot_bwd(policy, plan, column, asked, residuals, dz):
+def _dot_bwd(policy, plan, column, asked, where, residuals, dz):
+  del where
   x, kept, packed, key, divided = residuals
   projected = _project(policy, *kept) if isinstance(kept, tuple) else kept
   given, dw = linear_layer.weight_grad(plan, policy, x, dz, key, like=projected, column=column, asked=asked)

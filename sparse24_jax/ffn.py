@@ -36,7 +36,7 @@ from sparse24_jax.block_plan import BlockPlan, plan_block
 from sparse24_jax.dot import check_operands, dot_at
 from sparse24_jax.layer_plan import Backends
 from sparse24_jax.matmuls import add_bias
-from sparse24_jax.mvue import check_sampling
+from sparse24_jax.mvue import check_sampling, what_is_sampled
 from sparse24_jax.policy import DotPolicy
 from sparse24_jax.precision import Precision, Rounded
 
@@ -119,7 +119,7 @@ def ffn(
   x, weights, biases = jax.tree.map(lambda a: vary_over(a, axes), (x, weights, dict(up=biases['up'], down=b_down)))
   # Where types say how arrays are divided: the op gives gradients on every device, and JAX takes the parts it wants.
   weights, biases = jax.tree.map(_partitioning.whole, (weights, biases))
-  static = _Static(plan.up.backends, plan.down.backends, activation, 'gate' in weights)
+  static = _Static(plan.up.backends, plan.down.backends, activation, 'gate' in weights, what_is_sampled())
   return _fused(static, x.reshape(-1, x.shape[-1]), weights, biases, packed, keys).reshape(*x.shape[:-1], -1)
 
 
@@ -168,12 +168,13 @@ def _composed(plan: BlockPlan, x, weights, biases, states, keys, policy, act, as
 
 
 class _Static(NamedTuple):
-  """What is fixed of a fused block: back ends of both projections, activation, whether there is a gate."""
+  """What is fixed of a fused block: back ends of both projections, activation, a gate or not, names for errors."""
 
   up: Backends
   down: Backends
   activation: str
   gated: bool
+  where: str
 
   @property
   def precision(self) -> Precision:
@@ -208,7 +209,7 @@ def _forward(static: _Static, x: Array, biases: Any, packed: Any, *, keep: bool)
 
 def _fused_fwd(static, x, weights, biases, packed, keys):
   del weights
-  check_sampling(x, 'mvue', keys['down'])
+  check_sampling(x, 'mvue', keys['down'], static.where)
   y, rows, z, h = _forward(static, x, biases, packed, keep=True)
   operands = {name: static.precision.reads(p, 'input_grad', static.up.input_grad) for name, p in packed.items()}
   there = {name: () for name, bias in biases.items() if bias is not None}

@@ -1,7 +1,11 @@
 """Minimum-variance unbiased 2:4 estimates of gradients."""
 
+from collections.abc import Iterator
+import contextlib
+import contextvars
 import math
 
+import jax
 from jax import Array
 import jax.numpy as jnp
 
@@ -57,16 +61,37 @@ def mvue24(
   return reference.mvue24(jnp.asarray(x), key, axis=axis, origin=origin)
 
 
-def check_sampling(x: Array, weight_grad: str, key: Array | None) -> None:
+_named = contextvars.ContextVar('named', default='')
+
+
+@contextlib.contextmanager
+def sampled_for(path: str) -> Iterator[None]:
+  """Ops that are traced here are of this weight, for errors that come later, where a loop or a remat is transformed."""
+  before = _named.set(path)
+  try:
+    yield
+  finally:
+    _named.reset(before)
+
+
+def what_is_sampled() -> str:
+  """The weight of `sampled_for`, and of which shard the tokens are; empty if nothing is known."""
+  axes = ', '.join(map(repr, sorted(jax.sharding.get_abstract_mesh().manual_axes)))
+  return _named.get() + (f' on one shard of a shard_map over {axes}' if axes else '')
+
+
+def check_sampling(x: Array, weight_grad: str, key: Array | None, where: str = '') -> None:
   """What MVUE needs; asked only where a gradient is taken, so that evaluation needs no key and takes any length."""
+  of = f'{where}: ' if where else ''
   if weight_grad != 'dense':
     if key is None:
       raise ValueError(
-        f"weight_grad={weight_grad!r} needs a random key: dot(..., key=...), or rngs={{'mvue': key}} in Flax"
+        f"{of}weight_grad={weight_grad!r} needs a random key: dot(..., key=...), or rngs={{'mvue': key}} in Flax"
         f" (under nn.scan let it through with split_rngs={{..., 'mvue': True}})"
       )
     tokens = math.prod(x.shape[:-1])
     if tokens % 4:
       raise ValueError(
-        f'weight_grad={weight_grad!r} groups tokens in fours: x of shape {x.shape} has {tokens} tokens'
+        f'{of}weight_grad={weight_grad!r} groups tokens in fours: x of shape {x.shape} has {tokens} tokens. Make batch'
+        " times sequence a multiple of four on each shard, or give the rule weight_grad='dense'"
       )

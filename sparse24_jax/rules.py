@@ -68,6 +68,8 @@ def errors_name(path: str) -> Iterator[None]:
   try:
     yield
   except ValueError as error:
+    if str(error).startswith((f'{path}: ', f'{path} on ')):
+      raise
     raise ValueError(f'{path}: {error}') from error
 
 

@@ -41,6 +41,7 @@ from sparse24_jax.dot import dot_general
 from sparse24_jax.ffn import ffn
 from sparse24_jax.layout import Layout
 from sparse24_jax.linear_layer import projection_state
+from sparse24_jax.mvue import sampled_for
 from sparse24_jax.packing import halves, PackedWeight
 from sparse24_jax.projection import straight_through
 from sparse24_jax.recipe import PhaseName, Recipe
@@ -203,7 +204,7 @@ class _Sparse:
         f' with a squared ReLU between them; found the matmul at {_jax.source_of(found.equation)} by itself'
       )
     found.force()  # what other weights make, whose errors name them
-    with errors_name(path):
+    with errors_name(path), sampled_for(path):
       x, w = scaled(rows(found, reading), found, reading, inputs=True), weight_matrix(found, reading)
       dtype, asked = found.operands, found.asked
       batch = len(reading.batch)
@@ -263,7 +264,8 @@ class _Sparse:
       _check_precision(maps['down'], asked)
       block = functools.partial(_neuron_level, policy=neurons, activation=activation)
     key = _key(maps['down'], x, weights)
-    with errors_name(', '.join(weight.path for weight, _ in read_by.values())):
+    paths = ', '.join(weight.path for weight, _ in read_by.values())
+    with errors_name(paths), sampled_for(paths):
       y = _for_each(batch, block, x, weights, states, key) if batch else block(x, weights, states, key, biases)
     y = as_rows(y, maps[first], order, maps['down'], read_by['down'][1])
     return _filled(as_result(y, maps['down'], read_by['down'][1]), maps.values())

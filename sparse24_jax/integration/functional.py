@@ -12,7 +12,7 @@ from pallas_kernels._dispatch import log_once
 from sparse24_jax.binding.bound import Bound
 from sparse24_jax.dot import check_state
 from sparse24_jax.masks import verify24
-from sparse24_jax.optim import made_for, sparse_states
+from sparse24_jax.optim import require_made_for, sparse_states
 from sparse24_jax.policy import DotPolicy
 from sparse24_jax.projection import abstract_state, Masked, SoftThreshold, straight_through, TransposableMasked
 from sparse24_jax.recipe import PhaseName, Recipe, resolve_phase
@@ -116,14 +116,14 @@ def verify_weights(params: Any, recipe: Recipe) -> dict[str, float]:
 def projected_weights(params: Any, opt_state: Any, recipe: Recipe) -> dict[str, tuple[DotPolicy, Array, Array]]:
   """Policy, weight and state of each sparse weight, by path; ValueError if the state does not fit the recipe.
 
-  Masks of two searches look alike: that a state was made by *this* recipe, only a checkpoint that keeps
-  `recipe.describe()` can tell.
+  Masks of two searches look alike. A state says by which projections it was made; one that was restored is taken for
+  what the tree says that it was read into: that, only a checkpoint that keeps `recipe.describe()` can tell.
   """
   policies = {path: rule.policy for path, rule in match_rules(params, recipe).items() if rule.policy.projection}
   weights = dict(leaves_by_path(params))
   if opt_state is None:
     return {path: (p, weights[path], _chosen_now(path, p, weights[path])) for path, p in policies.items()}
-  made_for(opt_state).require(recipe.layouts)
+  require_made_for(recipe, opt_state)
   states = sparse_states(opt_state)
   if set(states) != set(policies):
     raise ValueError(

@@ -12,6 +12,7 @@ from sparse24_jax.layout import Layouts
 from sparse24_jax.optim import _left
 from sparse24_jax.optim._state import find_state
 from sparse24_jax.optim._weights import unboxed
+from sparse24_jax.recipe import MadeBy, Recipe
 from sparse24_jax.rules import leaves_by_path
 
 
@@ -52,6 +53,8 @@ class SparseTrainingState(NamedTuple):
     layouts: of the weights that are not stored as `[stacked..., in, out]`, as the recipe was bound; no array.
     left: of a few weights, by which it is seen that the next step is given what the last one left. None, in a state
       of an older version say, does without.
+    made_by: the projections of the recipe; no array. A state that is restored has those of the recipe that made the
+      tree it was restored into. None does without.
 
   Its trees like the parameters hold arrays of other shapes, too: scales, flip rates, and nothing where no rule matches.
   A function that gives each array the sharding of its parameter asks for the shape:
@@ -84,6 +87,7 @@ class SparseTrainingState(NamedTuple):
   inner_state: Any
   layouts: Layouts = Layouts()
   left: _left.Left | None = None
+  made_by: MadeBy | None = None
 
 
 def get_flip_rate(opt_state: Any) -> FlipRate:
@@ -126,9 +130,12 @@ def warn_of_other_weights(params: Any, opt_state: Any) -> None:
     )  # fmt: skip
 
 
-def made_for(opt_state: Any) -> Layouts:
-  """The layouts of the recipe that the state of `sparse_training` was made with."""
-  return find_state(opt_state, SparseTrainingState, 'sparse_training').layouts
+def require_made_for(recipe: Recipe, opt_state: Any) -> None:
+  """ValueError if the state of `sparse_training` was made with a recipe of other layouts or projections."""
+  state = find_state(opt_state, SparseTrainingState, 'sparse_training')
+  state.layouts.require(recipe.layouts)
+  if state.made_by is not None:
+    state.made_by.require(recipe.made, [path for path, _ in leaves_by_path(state.projections)])
 
 
 def map_weights(f: Callable[[Any], Any], state: SparseTrainingState) -> SparseTrainingState:

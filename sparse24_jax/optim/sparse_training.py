@@ -16,7 +16,13 @@ from sparse24_jax.optim import _left
 from sparse24_jax.optim._evolve import evolve, evolving, minus, on_links, zero
 from sparse24_jax.optim._search import compared_before, refreshed, rounded_once
 from sparse24_jax.optim._state import states_of
-from sparse24_jax.optim._training_state import FlipRate, map_weights, SparseTrainingState, told_to_rest
+from sparse24_jax.optim._training_state import (
+  FlipRate,
+  map_weights,
+  require_made_for,
+  SparseTrainingState,
+  told_to_rest,
+)
 from sparse24_jax.optim._weights import boxed, contexts, is_leaf, map_sparse, projections_of, unboxed
 from sparse24_jax.optim.masked_decay import add_decay
 from sparse24_jax.optim.step_adam import StepAdamState
@@ -136,7 +142,8 @@ def sparse_training(
       )
       _dispatch.log_once(message, 'sparse24_jax', logging.WARNING)
     left = _left.at_start(_left.samples(projections, params))
-    state = SparseTrainingState(jnp.zeros((), jnp.int32), states, none_yet, inner_state, recipe.layouts, left)
+    known = recipe.layouts, left, recipe.made
+    state = SparseTrainingState(jnp.zeros((), jnp.int32), states, none_yet, inner_state, *known)
     return map_weights(functools.partial(boxed, given), state)
 
   def update(
@@ -148,7 +155,7 @@ def sparse_training(
       raise ValueError(f'refresh must be True, False or None, a Python value (see refresh_at), found {refresh!r}')
     rests = refresh is False and recipe.refresh_every > 1
     searches = not rests or recipe.flip_rate == 'step'
-    state.layouts.require(recipe.layouts)
+    require_made_for(recipe, state)
     # The inner optimizer is given what the caller has; here all arrays are as they are.
     given, boxes = params, jax.tree.structure(updates)
     params, updates = unboxed(params), unboxed(updates)

@@ -1,0 +1,77 @@
+"""Mistakes of whole runs that must be errors which name the weight: another recipe mid run, tokens not in fours."""
+
+from absl.testing import absltest, parameterized
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import sparse24_jax as s24
+
+FST = s24.recipes.transposable_srste('.*', masked_decay=0.0)
+STE = s24.recipes.ste('.*')
+MVUE = s24.Recipe('own', (s24.Rule('.*', s24.DotPolicy(s24.magnitude(), weight_grad='mvue')),))
+
+
+def params_of(*shape):
+  return {'w': jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32)}
+
+
+def on_shards(p, x):
+  f = jax.shard_map(lambda p, x: x @ p['w'], in_specs=(jax.P(), jax.P('d')), out_specs=jax.P('d'))
+  return f(p, x)
+
+
+class AnotherRecipeTest(parameterized.TestCase):
+
+  def test_masks_of_one_shape_by_another_search(self):
+    params = params_of(8, 8)
+    tx, other = (s24.sparse_training(optax.adam(0.1), recipe) for recipe in (FST, STE))
+    state = tx.init(params)
+    calls = (
+      lambda: jax.jit(other.update)(params, state, params), lambda: s24.project(params, state, STE),
+      lambda: s24.sparse_variables(params, state, STE),
+    )  # fmt: skip
+    for call in calls:
+      with self.assertRaisesRegex(ValueError, "w: its state was made by projection 'transposable exact', .*'magnitude"):
+        call()
+    # What the message says to do.
+    going_on = other.init(params)._replace(inner_state=state.inner_state)
+    other.update(params, going_on, params)
+    s24.project(params, going_on, STE)
+
+  def test_a_scale_in_place_of_a_mask(self):
+    params, other = params_of(8, 8), s24.sparse_training(optax.sgd(0.1), s24.recipes.s_ste('.*'))
+    state = s24.sparse_training(optax.sgd(0.1), FST).init(params)
+    with self.assertRaisesRegex(ValueError, "'transposable exact', and the recipe has 'soft_threshold'"):
+      other.update(params, state, params)
+
+  def test_what_may_change_does(self):
+    """Patterns of the same weights, schedules of moving links; a state of an older version goes on."""
+    params = params_of(8, 8)
+    state = s24.sparse_training(optax.sgd(0.1), STE).init(params)
+    s24.project(params, state, s24.recipes.ste('w'))
+    s24.project(params, state._replace(made_by=None), MVUE)
+    recipes = [s24.recipes.rigl('.*', density=0.5, total_steps=steps) for steps in (1000, 2000)]
+    s24.project(params, s24.sparse_training(optax.sgd(0.1), recipes[0]).init(params), recipes[1])
+
+
+class TokensInFoursTest(parameterized.TestCase):
+
+  @parameterized.named_parameters(
+    ('remat', jax.checkpoint(lambda p, x: x @ p['w']), r'^w: '),
+    ('scan', lambda p, x: jax.lax.scan(lambda c, _: (c @ p['w'], None), x, None, length=2)[0], r'^w: '),
+    ('shard', on_shards, r"^w on one shard of a shard_map over 'd': "),
+  )  # fmt: skip
+  def test_the_error_names_the_weight_and_the_shard(self, f, start):
+    params, x = params_of(8, 8), jnp.ones((12, 8) if 'shard' in start else (6, 8))
+    sparse = s24.sparsify(lambda p, x: f(p, x).sum(), MVUE)
+    variables = s24.sparse_variables(params, None, MVUE)
+    mesh = jax.make_mesh((2,), ('d',), axis_types=(jax.sharding.AxisType.Auto,))
+    found = start + r"weight_grad='mvue' groups tokens in fours: .* 6 tokens\. Make"
+    with jax.set_mesh(mesh), self.assertRaisesRegex(ValueError, found):
+      jax.eval_shape(jax.grad(sparse), params, variables, jax.random.key(0), x)
+
+
+if __name__ == '__main__':
+  absltest.main()
