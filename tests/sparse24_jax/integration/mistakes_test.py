@@ -1,4 +1,4 @@
-"""Mistakes of whole runs that must be errors which name the weight: another recipe mid run, tokens not in fours."""
+"""Whole runs: mistakes that must be errors which name the weight, and what must be right, against steps by hand."""
 
 from absl.testing import absltest, parameterized
 import jax
@@ -71,6 +71,37 @@ class TokensInFoursTest(parameterized.TestCase):
     found = start + r"weight_grad='mvue' groups tokens in fours: .* 6 tokens\. Make"
     with jax.set_mesh(mesh), self.assertRaisesRegex(ValueError, found):
       jax.eval_shape(jax.grad(sparse), params, variables, jax.random.key(0), x)
+
+
+class StepsTest(parameterized.TestCase):
+
+  @parameterized.parameters(False, True)
+  def test_steps_in_one_scan_and_a_frozen_weight(self, donated):
+    """Against `project` and the optimizer by hand, a step at a time."""
+    x = np.float32(np.random.default_rng(1).normal(size=(8, 8)))
+    params = {'a': params_of(8, 8)['w'], 'b': params_of(8, 8)['w'].T}
+    frozen = optax.multi_transform({'a': optax.adam(0.1), 'b': optax.set_to_zero()}, {'a': 'a', 'b': 'b'})
+    tx = s24.sparse_training(frozen, STE)
+    f = lambda p, x: jnp.tanh(jnp.tanh(x @ p['a']) @ p['b']).sum()  # noqa: E731
+    sparse = s24.sparsify(f, STE)
+
+    def step(carry, _):
+      params, state = carry
+      grads = jax.grad(sparse)(params, s24.sparse_variables(params, state, STE), None, x)
+      updates, state = tx.update(grads, state, params)
+      return (optax.apply_updates(params, updates), state), None
+
+    by_hand, plain = params, optax.adam(0.1)
+    moments = plain.init(params['a'])
+    for _ in range(3):
+      grads = jax.grad(f)(jax.tree.map(lambda w: jnp.where(s24.magnitude_mask(w), w, 0), by_hand), x)
+      update, moments = plain.update(grads['a'], moments)
+      by_hand = by_hand | {'a': by_hand['a'] + update}
+    donate = (0, 1) if donated else ()
+    steps = jax.jit(lambda *carry: jax.lax.scan(step, carry, None, length=3)[0], donate_argnums=donate)
+    given = jax.tree.map(jnp.copy, params)
+    found, _ = steps(given, tx.init(params))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, by_hand)
 
 
 if __name__ == '__main__':
