@@ -16,6 +16,7 @@ from experiments.race import picture, table
 from experiments.reports import best_steps, claims, pages, provenance, quality, speed
 from experiments.runs.records import group
 from tests.experiments.fakes import temp_folder
+from tests.experiments.reports.speed_test import Balanced
 
 DOCUMENTS = (provenance.ROOT / 'README.md', *(pages.DOCS / f'{name}.md' for name in ('guide', 'speed', 'quality')))
 
@@ -44,6 +45,9 @@ class PagesTest(absltest.TestCase):
     self.assertEqual({name: (folder / name).read_text() for name in pages.TABLES}, committed)
     for name in (*pages.PICTURES, 'site/speed.html', 'site/quality.html'):
       self.assertIn('<svg', (folder / name).read_text())
+    parser = Balanced()
+    parser.feed((folder / 'site/speed.html').read_text())
+    self.assertEqual(parser.open, [])
 
   def test_no_page_is_committed(self):
     """Pages are large, and are made by one command of what is."""

@@ -93,17 +93,17 @@ class StopTest(absltest.TestCase):
   @pytest.mark.slow
   def test_the_advice_works(self):
     """Lower the rate in the same folder, from the last good checkpoint."""
-    folder, clip = temp_folder(self), {'optimizer__clip': 0.0, **EVERY_STEP, 'eval_every': 10}
-    run(tiny(steps=30, **clip), folder)
+    folder, clip = temp_folder(self), {'optimizer__clip': 0.0, **EVERY_STEP, 'eval_every': 5}
+    run(tiny(steps=10, **clip), folder)
     with self.assertRaisesRegex(CheckpointError, r'peak_lr: 0.01 in the checkpoint, 1e\+30[\s\S]*--accept-changes'):
-      run(tiny(steps=30, optimizer__peak_lr=1e30, **clip), folder)
-    changed = tiny(steps=30, optimizer__peak_lr=1e30, **clip)
-    with self.assertRaisesRegex(train.TrainingDivergedError, r'another folder.*from step 29 .*--accept-change'):
-      train.train(changed, folder, data=FakeData(), quiet=True, from_step=29, accept_changes=True)
-    self.assertEqual(steps_of(folder), [29])
-    lower = tiny(steps=30, optimizer__peak_lr=1e-3, **clip)
+      run(tiny(steps=10, optimizer__peak_lr=1e30, **clip), folder)
+    changed = tiny(steps=10, optimizer__peak_lr=1e30, **clip)
+    with self.assertRaisesRegex(train.TrainingDivergedError, r'another folder.*from step 9 .*--accept-change'):
+      train.train(changed, folder, data=FakeData(), quiet=True, from_step=9, accept_changes=True)
+    self.assertEqual(steps_of(folder), [9])
+    lower = tiny(steps=10, optimizer__peak_lr=1e-3, **clip)
     train.train(lower, folder, data=FakeData(), quiet=True, accept_changes=True)
-    self.assertEqual(steps_of(folder), [29, 30])
+    self.assertEqual(steps_of(folder), [9, 10])
     self.assertEqual(final_arrays(lower, folder)[1]['identity']['optimizer']['peak_lr'], 1e-3)
     found = events_of(folder)
     changed, resumed = 'settings changed', 'resumed'
