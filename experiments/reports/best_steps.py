@@ -96,14 +96,23 @@ def markdown(found: Mapping[tuple[str, str], Mapping[str, Best]]) -> str:
   return '\n'.join(lines)
 
 
-def figure_rows(found: Mapping[tuple[str, str], Mapping[str, Best]]) -> list[tuple[str, float]]:
-  """Sparse methods that were timed in three processes: what, and times faster than dense at its best."""
-  return [
-    (f'{model}, {methods[method].record["label"]}', times)
-    for (_, model), methods in found.items()
-    for method, times in speedups(methods).items()
-    if _settled(methods, method)
-  ]
+def figure_rows(found: Mapping[tuple[str, str], Mapping[str, Best]]) -> dict[str, list[tuple[str, float]]]:
+  """Model -> methods that were timed in three processes: what, and times faster than dense at its best.
+
+  Narrow models first.
+  """
+
+  def width(methods: Mapping[str, Best]) -> int:
+    return next(iter(methods.values())).record['shape']['d']
+
+  rows = {
+    f'Training step, {model}, width {width(methods):,}, optimizer included': [
+      (methods[method].record['label'], round(times, 2))
+      for method, times in speedups(methods).items() if _settled(methods, method)
+    ]
+    for (_, model), methods in sorted(found.items(), key=lambda item: width(item[1]))
+  }  # fmt: skip
+  return {model: methods for model, methods in rows.items() if methods}
 
 
 def _settled(methods: Mapping[str, Best], method: str) -> bool:

@@ -171,7 +171,8 @@ def speedups(groups: Mapping[str, Sequence[tuple[str, float]]], *, label: str) -
       )
       at -= 1.1
       for what, value in group:
-        axes.barh(at, value, height=0.7, color=COLOURS['sparse' if value >= 1 else 'cusparselt'])
+        kind = 'dense' if what.startswith('dense,') else 'sparse' if value >= 1 else 'cusparselt'
+        axes.barh(at, value, height=0.7, color=COLOURS[kind])
         _note(axes, f'{value:.2f}', (value, at))
         ticks.append(at)
         names.append(what)

@@ -5,7 +5,7 @@ Every figure comes from a record; the latest of equal records counts. Records of
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 import json
 from pathlib import Path
 from typing import Any
@@ -125,7 +125,7 @@ def _devices(records: Sequence[Record]) -> list[Any]:
 
 
 def figure_rows(
-  records: Sequence[Record], at_best: Sequence[tuple[str, float]] = ()
+  records: Sequence[Record], at_best: Mapping[str, list[tuple[str, float]]] | None = None
 ) -> dict[str, list[tuple[str, float]]]:
   """Blocks of 16,384 tokens and whole steps, of the device with most of these records: what, and times faster.
 
@@ -134,8 +134,8 @@ def figure_rows(
 
   Args:
     records: of the benchmarks.
-    at_best: steps over a dense model at its best; if there are any, they stand in place of those of `records`, whose
-      dense models are laid out as the sparse ones.
+    at_best: heading -> steps over a dense model at its best; if there are any, they stand in place of those of
+      `records`, whose dense models are laid out as the sparse ones.
 
   Raises:
     ValueError: no such record.
@@ -155,14 +155,13 @@ def figure_rows(
     'Feed-forward block, 16384 x 4096 x 16384, forward and backward': [
       (f'{short(r)}, {r["activation"].replace("_", " ")}', lower(r)['dense']) for r in blocks
     ],
-    'Training step, optimizer included': at_best or [
-      (f'{r["model"]}, {short(r)}', lower(r)['dense']) for r in steps
-    ],
-  }
+  } | (at_best or {
+    'Training step, optimizer included': [(f'{r["model"]}, {short(r)}', lower(r)['dense']) for r in steps],
+  })  # fmt: skip
   return {name: [(what, round(times, 2)) for what, times in rows] for name, rows in groups.items() if rows}
 
 
-def figure(records: Sequence[Record], at_best: Sequence[tuple[str, float]] = ()) -> str:
+def figure(records: Sequence[Record], at_best: Mapping[str, list[tuple[str, float]]] | None = None) -> str:
   """The picture of the README, an SVG file that says in its `<desc>` what it shows; see `figure_rows`."""
   rows = figure_rows(records, at_best)
   return charts.described(charts.speedups(rows, label='times faster than dense bfloat16'), rows)
