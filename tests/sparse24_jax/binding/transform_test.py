@@ -28,6 +28,16 @@ RECIPES = {
 LAYOUTS = ('scan', 'gate_and_up_in_one', 'attention')  # one of each kind
 
 
+def prepare(bound, params):
+  """(what the sparse function reads, projected weights) at the start of a run, by one program."""
+  @jax.jit
+  def at_start(params):
+    state = s24.sparse_training(optax.sgd(0.1), bound).init(params)
+    return s24.sparse_variables(params, state, bound), s24.project(params, state, bound)
+
+  return at_start(params)
+
+
 def sparse_and_reference(recipe, name, dtype=jnp.float32):
   """(value, gradients) of a case by the transform, and of the function itself at its projected weights."""
   params, x = arguments(name)
@@ -38,17 +48,12 @@ def sparse_and_reference(recipe, name, dtype=jnp.float32):
     return jnp.sum(jnp.sin(y.astype(jnp.float32)))
 
   bound = s24.bind(recipe, loss, params, x)
-
-  @jax.jit
-  def prepare(params):
-    state = s24.sparse_training(optax.sgd(0.1), bound).init(params)
-    return s24.sparse_variables(params, state, bound), s24.project(params, state, bound)
-
-  variables, projected = prepare(params)
+  variables, projected = prepare(bound, params)
   sparse = s24.sparsify(loss, bound)
   differentiate = jax.value_and_grad if name != 'while' else lambda f: (lambda *args: (f(*args), None))
   found = jax.jit(differentiate(lambda p: sparse(p, variables, None, x)))(params)
-  return found, jax.jit(differentiate(loss))(projected, x), jax.jit(loss)(params, x)
+  reference = jax.jit(differentiate(loss))
+  return found, reference(projected, x), reference(params, x)[0]
 
 
 class TransformTest(parameterized.TestCase):
@@ -73,12 +78,11 @@ class TransformTest(parameterized.TestCase):
     params, x = arguments('scan_over_axis_1')
     f = CASES['scan_over_axis_1'].f
     bound = s24.bind(MVUE, f, params, x)
-    state = s24.sparse_training(optax.sgd(0.1), bound).init(params)
-    variables, sparse = s24.sparse_variables(params, state, bound), s24.sparsify(f, bound)
+    (variables, projected), sparse = prepare(bound, params), s24.sparsify(f, bound)
     keys = jax.random.split(jax.random.key(0), 2000)
     grad = jax.grad(lambda p, key: jnp.sum(jnp.sin(sparse(p, variables, key, x))))
     samples = jax.jit(jax.vmap(grad, (None, 0)))(params, keys)
-    expected = jax.grad(lambda p: jnp.sum(jnp.sin(f(p, x))))(s24.project(params, state, bound))
+    expected = jax.jit(jax.grad(lambda p: jnp.sum(jnp.sin(f(p, x)))))(projected)
     for drawn, exact in zip(jax.tree.leaves(samples), jax.tree.leaves(expected), strict=True):
       found = np.asarray(drawn, np.float64)
       error = np.linalg.norm(found.mean(0) - exact)
@@ -88,18 +92,16 @@ class TransformTest(parameterized.TestCase):
 
   def test_a_layer_a_matmul_and_a_key_draw_their_own_samples(self):
     recipe = s24.Recipe('m', (s24.Rule('.*', s24.DotPolicy(s24.magnitude(), weight_grad='mvue')),))
-    params = {'w': jnp.broadcast_to(jnp.arange(1.0, 17.0)[:, None], (2, 16, 8))}
-    x, dz = jnp.ones((8, 16)), jax.random.normal(jax.random.key(1), (8, 8))
+    params = {'w': np.broadcast_to(np.arange(1, 17, dtype=np.float32)[:, None], (2, 16, 8))}
+    x, dz = np.ones((8, 16), np.float32), np.random.default_rng(1).standard_normal((8, 8), np.float32)
 
     def f(p, x):
       return jax.lax.scan(lambda total, w: (total + x @ w, None), jnp.zeros((8, 8)), p['w'])[0]
 
     bound = s24.bind(recipe, f, params, x)
-    variables = s24.sparse_variables(params, s24.sparse_training(optax.sgd(0.1), bound).init(params), bound)
-    sparse = s24.sparsify(f, bound)
-    one, again, other = (
-      jax.grad(lambda p, i=i: jnp.sum(dz * sparse(p, variables, jax.random.key(i), x)))(params)['w'] for i in (0, 0, 1)
-    )
+    (variables, _), sparse = prepare(bound, params), s24.sparsify(f, bound)
+    gradient = jax.jit(jax.grad(lambda p, i: jnp.sum(dz * sparse(p, variables, jax.random.key(i), x))))
+    one, again, other = (np.asarray(gradient(params, i)['w']) for i in (0, 0, 1))
     np.testing.assert_array_equal(one, again)
     self.assertTrue((one != other).any())
     self.assertTrue((one[0] != one[1]).any())
@@ -108,31 +110,30 @@ class TransformTest(parameterized.TestCase):
     params, x = arguments('ragged')
     f = CASES['ragged'].f
     bound = s24.bind(MVUE, f, params, x)
-    state = s24.sparse_training(optax.sgd(0.1), bound).init(params)
-    variables, sparse = s24.sparse_variables(params, state, bound), s24.sparsify(f, bound)
+    (variables, projected), sparse = prepare(bound, params), s24.sparsify(f, bound)
     with self.assertLogs('sparse24_jax', 'WARNING') as logged:
-      found = jax.grad(lambda p: jnp.sum(jnp.sin(sparse(p, variables, jax.random.key(0), x))))(params)
+      found = jax.jit(jax.grad(lambda p: jnp.sum(jnp.sin(sparse(p, variables, jax.random.key(0), x)))))(params)
     self.assertIn('up: a ragged matmul reads it, whose weight gradient is exact', '\n'.join(logged.output))
-    expected = jax.grad(lambda p: jnp.sum(jnp.sin(f(p, x))))(s24.project(params, state, bound))
+    expected = jax.jit(jax.grad(lambda p: jnp.sum(jnp.sin(f(p, x)))))(projected)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, expected)
 
   def test_a_learnt_factor_has_the_gradient_that_it_has_on_the_sparse_weight(self):
     (params, x), recipe = arguments('plain'), s24.Recipe('w', (s24.Rule('up', RECIPES['ste'].rules[0].policy),))
-    params = {'up': params['up'], 'gain': jnp.linspace(0.5, 2, 32)[None], 'scale': jnp.linspace(1, 3, 16)[:, None]}
+    params = {'up': params['up'], 'gain': np.linspace(0.5, 2, 32, dtype=np.float32)[None]}
+    params['scale'] = np.linspace(1, 3, 16, dtype=np.float32)[:, None]
 
     def f(p, x):
       return jnp.sum(jnp.sin(x @ (p['up'] * p['gain'] * p['scale'] / jnp.sum(p['gain']))))
 
     bound = s24.bind(recipe, f, params, x)
-    state = s24.sparse_training(optax.sgd(0.1), bound).init(params)
-    sparse = s24.sparsify(f, bound)
-    found = jax.jit(jax.grad(lambda p: sparse(p, s24.sparse_variables(params, state, bound), None, x)))(params)
-    expected = jax.grad(f)(s24.project(params, state, bound), x)
+    (variables, projected), sparse = prepare(bound, params), s24.sparsify(f, bound)
+    found = jax.jit(jax.grad(lambda p: sparse(p, variables, None, x)))(params)
+    expected = jax.jit(jax.grad(f))(projected, x)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), found, expected)
 
   def test_a_layer_that_is_not_there(self):
     """`jnp.take` fills with NaN behind the last entry, whatever mask or packed operand is there."""
-    params, x = jax.tree.map(lambda a: a.astype(jnp.bfloat16), arguments('scan'))
+    params, x = jax.tree.map(lambda a: np.asarray(a).astype(jnp.bfloat16), arguments('scan'))
 
     def f(p, x, i):
       return CASES['plain'].f(jax.tree.map(lambda w: jnp.take(w, i, axis=0), p), x)
@@ -140,14 +141,13 @@ class TransformTest(parameterized.TestCase):
     for recipe in ('packed', 'soft_threshold'):
       bound = s24.bind(RECIPES[recipe], f, params, x, jnp.int32(0))
       self.assertEqual({use.block for weight in bound.weights for use in weight.uses}, {'relu'})
-      state = s24.sparse_training(optax.sgd(0.1), bound).init(params)
-      variables, sparse = s24.sparse_variables(params, state, bound), s24.sparsify(f, bound)
-      projected = s24.project(params, state, bound)
+      (variables, projected), sparse = prepare(bound, params), s24.sparsify(f, bound)
       run = jax.jit(lambda i, s=sparse, v=variables: s(params, v, None, x, i))
+      reference = jax.jit(f)
       for i in (2, 3, -1, -4):
-        expected = f(projected, x, i)
-        self.assertEqual(bool(jnp.isnan(expected).all()), i in (3, -4))
-        np.testing.assert_allclose(*(a.astype(jnp.float32) for a in (run(i), expected)), rtol=0.05, atol=0.05)
+        found, expected = (np.asarray(a, np.float32) for a in (run(i), reference(projected, x, i)))
+        self.assertEqual(bool(np.isnan(expected).all()), i in (3, -4))
+        np.testing.assert_allclose(found, expected, rtol=0.05, atol=0.05)
 
   def test_dense_phase_and_static_arguments(self):
     params, x = arguments('plain')

@@ -5,6 +5,7 @@ import functools
 from flax import linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 import sparse24_jax as s24
@@ -54,8 +55,7 @@ MODELS = {
   'scan_remat': Scan(remat=True),
 }
 RULE = r'h.*/(up|down)/kernel'
-X = jax.random.normal(jax.random.key(0), (8, 16))
-Y = jax.random.normal(jax.random.key(1), (8, 4))
+X, Y = (jnp.asarray(np.random.default_rng(size).standard_normal((8, size), np.float32)) for size in (16, 4))
 KEY = jax.random.key(2)
 FST = s24.recipes.transposable_srste(RULE, masked_decay=1e-3)
 RECIPES = {
@@ -76,8 +76,33 @@ def opt_state(params, recipe):
   return jax.jit(s24.sparse_training(optax.sgd(0.1), recipe).init)(params)
 
 
+@functools.cache
+def _at_start(recipe):
+  def both(params):
+    state = s24.sparse_training(optax.sgd(0.1), recipe).init(params)
+    return s24.sparse_variables(params, state, recipe), s24.project(params, state, recipe)
+
+  return jax.jit(both)
+
+
+def at_start(params, recipe):
+  """(variables, projected parameters) at the start of a run, by one program."""
+  states, projected = _at_start(recipe)(params)
+  return {'params': params, 'sparse24': states}, projected
+
+
 def variables(params, recipe):
-  return {'params': params, 'sparse24': s24.sparse_variables(params, opt_state(params, recipe), recipe)}
+  return at_start(params, recipe)[0]
+
+
+@functools.cache
+def _program(model):
+  return jax.jit(model.apply)
+
+
+def apply(model, v, x=X):
+  """`model.apply` as one program."""
+  return _program(model)(v, x)
 
 
 @functools.cache
@@ -88,6 +113,4 @@ def prepared(name, recipe_name):
     _, _, *rest = prepared('scan' if 'scan' in name else 'loop', recipe_name)
     return MODELS[name], recipe, *rest
   params = init(plain)
-  state = opt_state(params, recipe)
-  v = {'params': params, 'sparse24': s24.sparse_variables(params, state, recipe)}
-  return plain, recipe, params, v, s24.project(params, state, recipe)
+  return plain, recipe, params, *at_start(params, recipe)
