@@ -26,7 +26,7 @@ from experiments.runs import (
 from experiments.runs.checkpoint import Checkpoints
 from experiments.runs.checkpoint_errors import CheckpointError
 import sparse24_jax as s24
-from tests.experiments.fakes import compile_quickly, FakeData, temp_folder
+from tests.experiments.fakes import apply, compile_quickly, FakeData, temp_folder
 
 POLICY = {'features': '16:2:8'}
 SQUARED_RELU = {'model.mlp': 'relu2', 'model.fused_mlp': True}
@@ -102,11 +102,11 @@ class MeasureTest(parameterized.TestCase):
     w = s24.project(state.params, state.opt_state, parts.recipe, phase=phase)['h_0']['mlp']['c_fc']['kernel']
     if phase == 'sparse':
       s24.verify24(w)
+    see = functools.partial(parts.model.apply, capture_intermediates=lambda m, _: m.name == 'ln_2')
+    look = jax.jit(lambda params, tokens: see({'params': params}, tokens))
     expected = []
     for batch in parts.data.validation(2):
-      _, kept = parts.model.apply(
-        {'params': state.params}, batch['inputs'], capture_intermediates=lambda m, _: m.name == 'ln_2'
-      )
+      _, kept = look(state.params, batch['inputs'])
       x = np.asarray(kept['intermediates']['h_0']['ln_2']['__call__'][0], np.float64).reshape(-1, 32)
       y = np.square(np.maximum(x @ np.asarray(w, np.float64), 0))
       expected.append(oracle(y, np.asarray(s24.vnm_mask(y.astype(np.float32), v=16, m=8))))
@@ -155,8 +155,8 @@ class EvaluationTest(parameterized.TestCase):
       """How much the last tokens change what is predicted before them."""
       model = s24.sparsify(parts.model, recipe, phase=phase)
       sparse = s24.sparse_variables(state.params, state.opt_state, parts.recipe, phase=phase)
-      a, b = (model.apply({'params': state.params, 'sparse24': sparse}, t)[:, :15] for t in (tokens, changed))
-      return float(np.abs(np.asarray(a) - np.asarray(b)).max())
+      a, b = (apply(model, {'params': state.params, 'sparse24': sparse}, t) for t in (tokens, changed))
+      return float(np.abs(np.asarray(a) - np.asarray(b))[:, :15].max())
 
     if order == 'sequence':
       self.assertGreater(reach(parts.recipe), 1e-5)
@@ -172,8 +172,8 @@ class EvaluationTest(parameterized.TestCase):
     for phase, same in (('dense', True), ('sparse', False)):
       sparse = s24.sparse_variables(state.params, state.opt_state, models[0].recipe, phase=phase)
       a, b = (
-        np.asarray(s24.sparsify(parts.model, parts.recipe, phase=phase).apply(
-          {'params': state.params, 'sparse24': sparse}, tokens
+        np.asarray(apply(
+          s24.sparsify(parts.model, parts.recipe, phase=phase), {'params': state.params, 'sparse24': sparse}, tokens
         ))
         for parts in models
       )  # fmt: skip
@@ -196,7 +196,7 @@ class EvaluationTest(parameterized.TestCase):
     parts, state = at_start()
     params, by_hand = s24.project(state.params, state.opt_state, parts.recipe, phase=phase), []
     for batch in parts.data.validation(2):
-      logits = np.asarray(parts.model.apply({'params': params}, batch['inputs']), np.float64)
+      logits = np.asarray(apply(parts.model, {'params': params}, batch['inputs']), np.float64)
       logits -= np.log(np.exp(logits).sum(-1, keepdims=True))
       by_hand.append(-np.take_along_axis(logits, batch['targets'][..., None], -1).mean())
     found = float(programs.make_eval(parts, phase, num_batches=2)(state)['loss'])

@@ -50,7 +50,15 @@ def tiny(recipe='dense', kwargs=None, **overrides):
   return config
 
 
+# What configurations were compiled to: a run traces nothing that another of this process has traced.
+_COMPILED: dict[str, list[programs.Programs]] = {}
+_NOT_IN_PROGRAMS = ('seed', 'log_every', 'eval_every', 'checkpoint_every')
+
+
 def run(config, folder, data=None, programs=None):
+  if programs is None:
+    fields = {name: value for name, value in config.to_dict().items() if name not in _NOT_IN_PROGRAMS}
+    programs = _COMPILED.setdefault(json.dumps(fields, sort_keys=True), [])
   return train.train(config, folder, data=data or FakeData(), quiet=True, programs=programs)
 
 
@@ -59,10 +67,16 @@ def losses(folder, kind):
   return [record['loss'] for record in records if record['kind'] == kind]
 
 
+_STATES: dict[str, programs.TrainState] = {}
+
+
 def final_arrays(config, folder):
   """Every array of the newest checkpoint, by path."""
-  parts = build.make_parts(config, data=FakeData())
-  target = jax.eval_shape(lambda: programs.init_state(parts))
+  key = json.dumps(config.to_dict(), sort_keys=True)
+  if key not in _STATES:
+    parts = build.make_parts(config, data=FakeData())
+    _STATES[key] = jax.eval_shape(lambda: programs.init_state(parts))
+  target = _STATES[key]
   with Checkpoints(Path(folder) / 'checkpoints', read_only=True) as checkpoints:
     meta = checkpoints.read_meta()
     found = checkpoints.restore(target.params, target.opt_state, identity=meta['identity'])
@@ -155,7 +169,9 @@ class LearnsTest(parameterized.TestCase):
     kwargs, logs, flips = {**RECIPES['transposable_srste'], 'dense_fraction': 0.0}, [], []
     for axes in ({}, mesh):
       changes = {f'mesh__{name}': size for name, size in axes.items()}
-      config = tiny('transposable_srste', kwargs, steps=10, optimizer__peak_lr=1e-3, **changes)
+      config = tiny(
+        'transposable_srste', kwargs, steps=10, checkpoint_every=0, optimizer__peak_lr=1e-3, **changes
+      )
       folder = temp_folder(self)
       parts = build.make_parts(config, data=FakeData())
       found = train.Run(parts, folder, quiet=True)
@@ -201,7 +217,7 @@ class LearnsTest(parameterized.TestCase):
         mock.patch.object(build.jax, 'default_backend', lambda backend=backend: backend),
         mock.patch.object(programs, 'make_step', side_effect=programs.make_step) as make,
       ):
-        run(config, folder)
+        run(config, folder, programs=[])
       ends.append(final_arrays(config, folder)[0])
       made.append([(call.args[1], *call.args[4:]) for call in make.mock_calls])
     jax.tree.map(np.testing.assert_array_equal, *ends)
@@ -243,7 +259,7 @@ class TimesTest(absltest.TestCase):
         mock.patch.object(train.Run, '_validate', taking(5, train.Run._validate)),
         mock.patch.object(train.Run, '_save', taking(3, train.Run._save)),
       ):
-        return run(tiny('transposable_srste', RECIPES['transposable_srste']), folder)
+        return run(tiny('transposable_srste', RECIPES['transposable_srste']), folder, programs=[])
 
     folder = temp_folder(self)
     with self.assertRaises(KeyboardInterrupt):
@@ -309,7 +325,7 @@ class RefusedTest(parameterized.TestCase):
   @pytest.mark.slow
   def test_runs_that_share_programs_train_as_alone(self):
     shared, folder = [], temp_folder(self)
-    alone = run(tiny('transposable_srste', RECIPES['transposable_srste'], seed=1), temp_folder(self))
+    alone = run(tiny('transposable_srste', RECIPES['transposable_srste'], seed=1), temp_folder(self), programs=[])
     for seed in (0, 1):
       config = tiny('transposable_srste', RECIPES['transposable_srste'], seed=seed)
       with mock.patch.object(programs, 'make_step', side_effect=programs.make_step) as made:
