@@ -3,20 +3,26 @@
 At the first use of a problem that nothing near was measured of, the setting that is predicted for it is compared with
 the reference and timed in turns with the dense way, which takes the time of a few calls and of compiling both. The
 outcome is an entry as records have it. It is followed, logged, and kept on disk (`_kept`) for the next process, under
-the GPU, the problem, the setting and the versions. `SPARSE24_JAX_CHECKS=off` leaves such problems to the dense way.
+the GPU, the problem, the setting, the sources of this package and the versions of what compiles them.
+`SPARSE24_JAX_CHECKS=off` leaves such problems to the dense way.
 
 Tracing may happen inside of other traces and meshes, which are a thread's own: the check has a thread for itself. Of
-several processes, which must compile the same program, process 0 checks and the others follow. A machine without the
-GPU, which compiles for it ahead of time, checks nothing.
+several processes, which must compile the same program, process 0 checks and the others follow. So an outcome counts
+where it is asked for, and nobody looks up what this process happens to have checked before. A machine without the GPU,
+which compiles for it ahead of time, checks nothing.
 """
 
 from collections.abc import Callable, Mapping
 import concurrent.futures
+import functools
+import hashlib
 import importlib.metadata
 import json
 import logging
 import os
+import pathlib
 import statistics
+import threading
 from typing import Any
 
 import jax
@@ -30,18 +36,23 @@ VARIABLE = 'SPARSE24_JAX_CHECKS'
 _WAIT_S = 1800
 Entry = Mapping[str, Any]
 
-# By GPU, op and problem; None where the check itself failed.
-_made: dict[tuple[str, str, str], Entry | None] = {}
+_SOURCES = pathlib.Path(__file__).parent
+# What compiles kernels, and the dense matmul that they are timed against; what is not installed counts as that.
+_COMPILERS = (
+  'jax', 'jaxlib', 'jax-cuda12-plugin', 'jax-cuda12-pjrt', 'jax-cuda13-plugin', 'jax-cuda13-pjrt', 'jax-triton',
+  'triton', 'nvidia-cuda-nvcc-cu12', 'nvidia-cuda-nvcc',
+)  # fmt: skip
+
+# By GPU, op, problem and setting; None where the check itself failed.
+_made: dict[str, Entry | None] = {}
+# Threads that trace one problem wait for one check of it; checks of several problems would disturb each other's times.
+_asked: dict[str, threading.Lock] = {}
+_checking = threading.Lock()
 
 
 def possible(device: Device, op: str) -> bool:
   """Whether a problem of an op can be checked: the GPU is in this machine, and the package has a kernel for it."""
   return device.arch.kernel(op) is not None and os.environ.get(VARIABLE) != 'off' and _is_here(device)
-
-
-def made(slug: str, op: str, key: Mapping[str, Any]) -> Entry | None:
-  """The outcome of exactly this problem, if this process has it."""
-  return _made.get((slug, op, _text(key)))
 
 
 def gain(entry: Entry) -> float | None:
@@ -63,27 +74,45 @@ def outcome(
     setting: of the kernel: another one is another check.
     check: makes the entry.
   """
-  at = device.slug, op, _text(key)
-  if at not in _made:
-    versions = [importlib.metadata.version(name) for name in ('jax', 'jaxlib', 'sparse24-jax')]
-    name = repr(['check', device.name, device.num_sms, op, _text(key), repr(setting), versions])
-    _made[at] = _compat.told_by_process_0(name, lambda: _kept_or_made(name, check), _WAIT_S)
-    _say(device, op, key, _made[at])
-  return _made[at]
+  problem = repr([device.name, device.num_sms, op, _text(key), repr(setting)])
+  with _asked.setdefault(problem, threading.Lock()):
+    if problem not in _made:
+      _made[problem] = _compat.told_by_process_0(problem, lambda: _kept_or_made(problem, check), _WAIT_S)
+      _say(device, op, key, _made[problem])
+    return _made[problem]
 
 
-def _kept_or_made(name: str, check: Callable[[], Entry]) -> Entry | None:
+def _kept_or_made(problem: str, check: Callable[[], Entry]) -> Entry | None:
+  name = f'check {problem} {_compiled_from()}'
   kept = _kept.read(name)
   if kept is not None:
     return json.loads(kept)
   try:
-    with concurrent.futures.ThreadPoolExecutor(1) as alone:
+    with _checking, concurrent.futures.ThreadPoolExecutor(1) as alone:
       entry = json.dumps(alone.submit(check).result())
   except Exception as e:  # no memory left, a profiler that is in use: training goes on without
     log_once(f'a kernel could not be checked: {type(e).__name__}: {e}', level=logging.WARNING)
     return None
   _kept.write(name, entry.encode())
   return json.loads(entry)
+
+
+@functools.cache
+def _compiled_from() -> str:
+  """A digest of this package's sources and of the versions of what compiles them: with another one, check again."""
+  digest = hashlib.sha256(repr([_version(name) for name in _COMPILERS]).encode())
+  for path in sorted(_SOURCES.rglob('*.py')):
+    source = path.read_bytes()
+    digest.update(f'\n{path.relative_to(_SOURCES)} {len(source)}\n'.encode())
+    digest.update(source)
+  return digest.hexdigest()
+
+
+def _version(name: str) -> str | None:
+  try:
+    return importlib.metadata.version(name)
+  except importlib.metadata.PackageNotFoundError:  # or used from its source tree
+    return None
 
 
 def _say(device: Device, op: str, key: Mapping[str, Any], entry: Entry | None) -> None:

@@ -133,7 +133,7 @@ def told_by_process_0(name: str, make: Callable[[], Any], wait_s: int) -> Any:
     return None
   if jax.process_index() == 0:
     found = make()
-    client.key_value_set(name, json.dumps(found))
+    client.key_value_set(name, json.dumps(found), allow_overwrite=True)
     return found
   try:
     return json.loads(client.blocking_key_value_get(name, wait_s * 1000))

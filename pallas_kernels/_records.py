@@ -13,7 +13,6 @@ import pathlib
 import statistics
 from typing import Any
 
-from pallas_kernels import _checks
 from pallas_kernels._dispatch import log_once
 
 TUNED = pathlib.Path(__file__).parent / 'tuned'
@@ -112,31 +111,23 @@ def expected_ms(
   """Milliseconds by implementation, 'dense' included, of a problem: the nearest measured one's, scaled by their sizes.
 
   Set-up costs count. What was timed beside (`others` of `_tuning.tune`) is there, too. Near is what `lookup` finds, so
-  that times of float16 may be those of bfloat16. Where nothing near was measured, what a check of this very problem
-  found in this process; else empty.
+  that times of float16 may be those of bfloat16. Empty where nothing near was measured.
 
   >>> expected_ms('no_such_gpu', 'sparse_matmul', {'m': 64})
   {}
   """
   near = lookup(device, op, key, folder=folder)
   if near is None:
-    entry, scale = _checks.made(device, op, key), 1.0
-    if entry is None:
-      return {}
-  else:
-    entry = next(e for e in entries_of(path_of(folder, device, op)) if e['key'] == near.key)
-    scale = math.prod(size / near.key[name] for name, size in key.items() if isinstance(size, int))
-  found = {'dense': statistics.median(entry['baseline']['samples_ms'])}
-  found |= sparse_ms(entry)
-  for name, row in entry.get('others', {}).items():
-    found[name] = statistics.median(row['samples_ms'])
-  return {name: ms * scale for name, ms in found.items()}
+    return {}
+  entry = next(e for e in entries_of(path_of(folder, device, op)) if e['key'] == near.key)
+  scale = math.prod(size / near.key[name] for name, size in key.items() if isinstance(size, int))
+  return {name: ms * scale for name, ms in times_ms(entry).items()}
 
 
-def checked_gain(device: str, op: str, key: Mapping[str, Any]) -> float | None:
-  """How many times as fast as dense a kernel was where `expected_ms` is of a check, not of a record; else None."""
-  entry = _checks.made(device, op, key)
-  return None if entry is None or lookup(device, op, key) else _checks.gain(entry)
+def times_ms(entry: Mapping[str, Any]) -> dict[str, float]:
+  """Milliseconds by implementation of an entry, 'dense' and what was timed beside included."""
+  others = {name: statistics.median(row['samples_ms']) for name, row in entry.get('others', {}).items()}
+  return {'dense': statistics.median(entry['baseline']['samples_ms'])} | sparse_ms(entry) | others
 
 
 def sparse_ms(entry: Mapping[str, Any]) -> dict[str, float]:

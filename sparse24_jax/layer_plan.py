@@ -6,6 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from pallas_kernels import _checks
 from pallas_kernels.sparse_matmul import api
 from sparse24_jax.projection import Form, TransposableMasked
 from sparse24_jax.steps import Matmul, PACKED8, Pass, rounded, sampled, sampled_in_fp8, Step, Timing
@@ -60,6 +61,7 @@ class LayerPlan:
     form: of the packed weight, or None.
     simulated: why no kernel serves a policy of FP8, or None.
     plain: why no kernel serves the layer at all, or None.
+    checks: of a plan that is made to be priced, what the checks that it asked for found, by the items of the problem.
   """
 
   tokens: int
@@ -71,6 +73,7 @@ class LayerPlan:
   form: Form | None = None
   simulated: str | None = None
   plain: str | None = None
+  checks: Mapping[tuple, _checks.Entry] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
   @property
   def wide(self) -> int:
@@ -82,7 +85,7 @@ class LayerPlan:
     if self.simulated:
       return Matmul(name, None, ())
     backend, key = getattr(self.backends, role), fp8_key if self.backends.fp8 else self._key
-    return Matmul(name, backend, (_timing(key(role, self.tokens, self.d_in, self.d_out), backend or 'dense'),))
+    return Matmul(name, backend, (self._timing(key(role, self.tokens, self.d_in, self.d_out), backend or 'dense'),))
 
   def joined(self, role: str, name: str) -> Matmul:
     """One of the three for two such weights side by side; if nothing near was measured, it takes twice as long.
@@ -95,14 +98,14 @@ class LayerPlan:
 
   def dense(self, role: str, name: str) -> Matmul:
     """One of the three in a dense layer of 16 bits; in FP8 also by what was timed beside that."""
-    timings = (_timing(self._key(role, self.tokens, self.d_in, self.d_out), 'dense'),)
+    timings = (self._timing(self._key(role, self.tokens, self.d_in, self.d_out), 'dense'),)
     if self.backends.fp8:
-      timings += (_timing(fp8_key(role, self.tokens, self.d_in, self.d_out), 'dense_bf16'),)
+      timings += (self._timing(fp8_key(role, self.tokens, self.d_in, self.d_out), 'dense_bf16'),)
     return Matmul(name, None, timings)
 
   def dense_fp8(self, role: str, name: str) -> Matmul:
     """One of the three in a dense layer of FP8."""
-    return Matmul(name, None, (_timing(fp8_key(role, self.tokens, self.d_in, self.d_out), 'dense'),))
+    return Matmul(name, None, (self._timing(fp8_key(role, self.tokens, self.d_in, self.d_out), 'dense'),))
 
   def dense_fp8_steps(self, weight_wide: int) -> tuple[Step, ...]:
     """Of a dense layer in FP8: activations, weight (so many bytes an entry) and output gradient rounded both ways."""
@@ -119,6 +122,10 @@ class LayerPlan:
 
   def _key(self, role: str, tokens: int, d_in: int, d_out: int) -> dict[str, Any]:
     return key_of(role, tokens, d_in, d_out, self.dtype)
+
+  def _timing(self, key: Mapping[str, Any], row: str) -> Timing:
+    items = tuple(key.items())
+    return Timing(api.OP, items, row, check=self.checks.get(items))
 
   def prepared(self, role: str) -> tuple[Pass, ...]:
     """The passes that one of the three waits for, in a layer by itself."""
@@ -170,10 +177,6 @@ class LayerPlan:
     # Half of the values, and two bits for each of them.
     entries = self.d_in * self.d_out
     return entries * self.wide // 2 + entries // 8
-
-
-def _timing(key: Mapping[str, Any], row: str) -> Timing:
-  return Timing(api.OP, tuple(key.items()), row)
 
 
 def key_of(role: str, tokens: int, d_in: int, d_out: int, dtype: Any) -> dict[str, Any]:

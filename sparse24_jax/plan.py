@@ -1,11 +1,12 @@
 """Which matmul of a layer runs where; the one place that decides. `dot` executes a plan, `where_it_pays` prices it."""
 
+from collections.abc import Mapping
 import functools
 from typing import Any
 
 import jax.numpy as jnp
 
-from pallas_kernels import _partitioning
+from pallas_kernels import _checks, _partitioning
 from pallas_kernels.sparse_matmul import api
 from sparse24_jax.asked import Asked, PLAIN
 from sparse24_jax.availability import log_once, Target, target
@@ -75,14 +76,13 @@ def plan_layer(
   if fp8:
     loses = named is None and _loses_in_fp8(on, tokens, d_in, d_out)
     kernel = named or backend_of('sparse', on)
-    return layer(Backends(None if loses else kernel, None, kernel, fp8=True))
+    checks = {} if named else _checks_of(on, fp8_key('forward', tokens, d_in, d_out))
+    return layer(Backends(None if loses else kernel, None, kernel, fp8=True), checks=checks)
   if named is not None:
     return layer(Backends(**{role: named if sparse else None for role, sparse in sparse_roles(policy).items()}))
-  found = {
-    role: _fastest(on, role, tokens, d_in, d_out, dtype)
-    for role, sparse in kernel_roles(policy, d_in, d_out, dtype, asked).items() if sparse
-  }
-  return layer(Backends(**found))
+  roles = [role for role, sparse in kernel_roles(policy, d_in, d_out, dtype, asked).items() if sparse]
+  found = {role: _fastest(on, role, tokens, d_in, d_out, dtype) for role in roles}
+  return layer(Backends(**found), checks=_checks_of(on, *(key_of(role, tokens, d_in, d_out, dtype) for role in roles)))
 
 
 def backend_of(implementation: str | None, on: Target | None = None) -> str | None:
@@ -140,6 +140,12 @@ def _fastest(on: Target, role: str, tokens: int, d_in: int, d_out: int, dtype: A
     if first != 'dense' and on.has(first):
       return first
   return backend_of('sparse', on) if role == 'weight_grad' and on.device.arch.by_default else None
+
+
+def _checks_of(on: Target, *keys: Mapping[str, Any]) -> dict[tuple, _checks.Entry]:
+  """What the checks of these problems found, which `chosen` has asked for; what is run is not priced."""
+  found = {} if on.here else {tuple(key.items()): api.checked(key, on.device) for key in keys}
+  return {key: entry for key, entry in found.items() if entry is not None}
 
 
 def _loses_in_fp8(on: Target, tokens: int, d_in: int, d_out: int) -> bool:

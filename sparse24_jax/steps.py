@@ -5,7 +5,7 @@ import dataclasses
 import math
 from typing import Any, NamedTuple
 
-from pallas_kernels import _records, costs
+from pallas_kernels import _checks, _records, costs
 
 # Bytes an entry of what a packing pass of FP8 writes: operand and dense copy.
 PACKED8 = 0.5 + 0.125 + 1
@@ -19,15 +19,19 @@ class Timing(NamedTuple):
     key: of the problem, as pairs.
     row: which of its times: a back end, 'dense', 'dense_bf16' of what was timed beside a problem in FP8, or 'fastest'.
     times: how many of them.
+    check: what a check on the GPU found of the problem, where the records have nothing near.
   """
 
   op: str
   key: tuple[tuple[str, Any], ...]
   row: str
   times: float = 1.0
+  check: _checks.Entry | None = None
 
   def rows(self, device: str) -> dict[str, float]:
     """Milliseconds of one by all that was measured; empty if nothing near was."""
+    if self.check is not None:
+      return _records.times_ms(self.check)
     return _records.expected_ms(device, self.op, dict(self.key))
 
   def expected_ms(self, device: str) -> float | None:
@@ -36,9 +40,10 @@ class Timing(NamedTuple):
     ms = min(found.values(), default=None) if self.row == 'fastest' else found.get(self.row)
     return None if ms is None else self.times * ms
 
-  def checked(self, device: str) -> float | None:
+  @property
+  def checked(self) -> float | None:
     """How many times as fast as dense the kernel was, where the time is of a check on the GPU and of no record."""
-    return _records.checked_gain(device, self.op, dict(self.key))
+    return None if self.check is None else _checks.gain(self.check)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +68,7 @@ class Matmul:
   def checked(self, device: str) -> float | None:
     """See `Timing`; None also of a matmul that no timing is known of."""
     found = (timing for timing in self.timings if timing.expected_ms(device) is not None)
-    return next((timing.checked(device) for timing in found), None)
+    return next((timing.checked for timing in found), None)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -209,7 +209,8 @@ def chosen(key: Mapping[str, Any], device: _device.Device, *, check: bool = True
   Args:
     key: of the problem, as records have it.
     device: the GPU.
-    check: whether a check may be made now. While XLA compiles only what was found before counts.
+    check: whether a check may be made now. Otherwise records alone count: while XLA compiles, processes do not meet,
+      and what one of them has checked before the others may not know.
 
   Returns:
     A back end, 'dense', or None if neither knows.
@@ -217,10 +218,15 @@ def chosen(key: Mapping[str, Any], device: _device.Device, *, check: bool = True
   choice = _records.lookup(device.slug, OP, key)
   if choice is not None:
     return choice.implementation
-  entry = _checks.made(device.slug, OP, key)
-  if entry is None and check and _checks.possible(device, OP):
-    entry = _dispatch.load('pallas_kernels.sparse_matmul.check:outcome')(device, key)
+  entry = checked(key, device) if check else None
   return None if entry is None else entry['choice']['implementation']
+
+
+def checked(key: Mapping[str, Any], device: _device.Device) -> _checks.Entry | None:
+  """What a check finds of a problem; None where records have something near, or where none can be made."""
+  if _records.lookup(device.slug, OP, key) is not None or not _checks.possible(device, OP):
+    return None
+  return _dispatch.load('pallas_kernels.sparse_matmul.check:outcome')(device, key)
 
 
 def _default_out_dtype(dtype: jnp.dtype) -> Any:

@@ -1,10 +1,13 @@
 """The check of packers, with references in place of the kernels of a GPU that is not there."""
 
+import functools
 import os
 from unittest import mock
 
 from absl.testing import absltest
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels import _checks, _device, _dispatch, _kept, _passes_check
 
@@ -21,14 +24,9 @@ class PassesCheckTest(absltest.TestCase):
     _dispatch.log_once.cache_clear()
 
   def test_one_wrong_entry_is_enough(self):
-    run, kept = _passes_check._run, {}
-
     def stand_in(implementation, op, *args):
       name = getattr(op, '__name__', 'mvue_pack of a gradient')
-      if name not in kept:  # of the same arguments the same
-        kept[name] = run('reference', op, *args)
-      flip = implementation == 'triton' and name == wrong
-      return jax.tree.map(lambda x: x.ravel().at[3].add(1).reshape(x.shape), kept[name]) if flip else kept[name]
+      return jax.tree.map(lambda x: _ones(x, off=implementation == 'triton' and name == wrong), _shapes(op, *args))
 
     self.enter_context(mock.patch.object(_passes_check, '_run', stand_in))
     for wrong in (None, 'masked_pack', 'activation_backward_pack'):
@@ -39,9 +37,26 @@ class PassesCheckTest(absltest.TestCase):
       self.assertIn(f'the kernel is wrong here: {wrong}: ' if wrong else 'the kernels are right', logs.output[0])
 
   def test_kernels_that_do_not_run_are_not_right(self):
+    run = _passes_check._run
+
+    def stand_in(implementation, op, *args):
+      return run('triton', op, *args) if implementation == 'triton' else jax.tree.map(_ones, _shapes(op, *args))
+
+    self.enter_context(mock.patch.object(_passes_check, '_run', stand_in))
     with self.assertLogs('pallas_kernels', 'WARNING') as logs:
       self.assertFalse(_passes_check.right(A100))
     self.assertIn('a kernel could not be checked: ValueError', logs.output[0])
+
+
+def _shapes(op, *args):
+  """Of what the reference makes, not compiled."""
+  return jax.eval_shape(functools.partial(op, implementation='reference'), *args)
+
+
+def _ones(x, off=False):
+  x = np.ones(x.shape, x.dtype)
+  x.flat[3] += off
+  return jnp.asarray(x)
 
 
 if __name__ == '__main__':

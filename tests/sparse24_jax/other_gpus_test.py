@@ -1,6 +1,7 @@
 """A GPU without sparse wgmma: its own records choose, and what they choose multiplies right."""
 
 import contextlib
+import dataclasses
 import logging
 import os
 import pathlib
@@ -150,12 +151,16 @@ class CheckedTest(absltest.TestCase):
       mock.patch.object(check, '_entry', checked),
       mock.patch.object(_passes_check, 'right', lambda device: packers),
     ):
+      w = {'w': jax.ShapeDtypeStruct((D_IN, D_OUT), 'float32')}
+      exact = s24.Recipe('r', (s24.Rule('.*', dataclasses.replace(FST, weight_grad='dense')),))
+      first = s24.where_it_pays(w, exact, tokens=TOKENS)
       self.assertTrue(linear_layer.may_pack(FST, jnp.zeros((D_IN, D_OUT))))
       found = plan_layer(FST, TOKENS, D_IN, D_OUT, jnp.bfloat16)
       self.assertEqual(found.backends, Backends('mosaic_gpu_sm80', 'mosaic_gpu_sm80', None))
       self.assertEqual(plan_layer(FP8, TOKENS, D_IN, D_OUT, jnp.bfloat16).backends, Backends())
       recipe = s24.Recipe('r', (s24.Rule('.*', FST),))
-      layers = s24.where_it_pays({'w': jax.ShapeDtypeStruct((D_IN, D_OUT), 'float32')}, recipe, tokens=TOKENS)
+      layers = s24.where_it_pays(w, recipe, tokens=TOKENS)
+      self.assertEqual(s24.where_it_pays(w, exact, tokens=TOKENS), first)  # not by what was checked meanwhile
       block = s24.block_gain(D_IN, D_OUT, recipe, tokens=TOKENS)
       packers = False
       self.assertEqual(plan_layer(FST, TOKENS, D_IN, D_OUT, jnp.bfloat16).backends, Backends())

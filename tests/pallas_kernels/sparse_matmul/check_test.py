@@ -1,5 +1,7 @@
 """Checks at first use on a CPU that stands for a GPU: XLA in place of the kernel, a clock of our own."""
 
+import concurrent.futures
+import importlib.metadata
 import os
 import pathlib
 import tempfile
@@ -75,11 +77,10 @@ class CheckTest(parameterized.TestCase):
         self.assertEqual(self._candidates(device), expected)
     self.assertEqual((machine.checks, len(logs.output)), (1, 1))
     self.assertIn(f'checked here: the kernel is {1 / kernel_ms:.2f} times as fast', logs.output[0])
-    times = _records.expected_ms(device.slug, api.OP, KEY)
-    self.assertEqual(times, {'dense': 1.0, found or 'mosaic_gpu_sm80': kernel_ms})
-    self.assertAlmostEqual(_records.checked_gain(device.slug, api.OP, KEY), 1 / kernel_ms)
+    entry = api.checked(KEY, device)
+    self.assertEqual(_records.times_ms(entry), {'dense': 1.0, found or 'mosaic_gpu_sm80': kernel_ms})
+    self.assertAlmostEqual(_checks.gain(entry), 1 / kernel_ms)
     _checks._made.clear()
-    self.assertEqual(_records.expected_ms(device.slug, api.OP, KEY), {})
     self.assertEqual(self._candidates(device), expected)
     self.assertEqual(machine.checks, 1)
     # Of another GPU of that generation nothing is known.
@@ -124,6 +125,52 @@ class CheckTest(parameterized.TestCase):
     self.assertIsNone(api.chosen(KEY, A100, check=False))
     self.assertEqual(machine.checks, 0)
 
+  def test_what_was_traced_before_does_not_decide(self):
+    # Of two processes one has met the problem before, by itself; then XLA compiles the program of both.
+    self._on(Machine(0.5))
+    for _ in range(2):
+      self.assertEqual(api.candidates_for(**KEY, device=A100, check=False), ('dense',))
+      self.assertEqual(_records.expected_ms(A100.slug, api.OP, KEY), {})  # by which V:N:M blocks are chosen
+      self.assertEqual(self._candidates()[0], 'mosaic_gpu_sm80')
+
+  def test_threads_that_trace_one_problem_check_it_once(self):
+    machine = Machine(0.5)
+    self._on(machine)
+    with mock.patch.object(jax, 'process_count', lambda: 2), mock.patch.object(
+      _compat.distributed.global_state, 'client', Store()
+    ), concurrent.futures.ThreadPoolExecutor(4) as pool:
+      found = list(pool.map(lambda _: self._candidates(), range(4)))
+    self.assertEqual(found, [('mosaic_gpu_sm80', 'dense')] * 4)
+    self.assertEqual(machine.checks, 1)
+
+  def test_other_sources_and_compilers_are_checked_again(self):
+    made = []
+    sources = self.kept.parent / 'sources'
+    sources.mkdir()
+    versions = {}
+
+    def version(name):  # as where source trees are used that are not installed
+      if name not in versions:
+        raise importlib.metadata.PackageNotFoundError(name)
+      return versions[name]
+
+    self.enter_context(mock.patch.object(_checks, '_SOURCES', sources))
+    self.enter_context(mock.patch.object(importlib.metadata, 'version', version))
+
+    def checks():
+      _checks._made.clear()
+      _checks._compiled_from.cache_clear()
+      _checks.outcome(A100, api.OP, KEY, [], lambda: made.append('one') or dict(candidates=[]))
+      return len(made)
+
+    self.addCleanup(_checks._compiled_from.cache_clear)
+    (sources / 'kernel.py').write_text('a = 1')
+    self.assertEqual([checks(), checks()], [1, 1])
+    (sources / 'kernel.py').write_text('a = 2')
+    self.assertEqual([checks(), checks()], [2, 2])
+    versions['jax-cuda13-plugin'] = '0.12.1'
+    self.assertEqual([checks(), checks()], [3, 3])
+
   def test_inside_a_trace(self):
     machine = Machine(0.5)
     self._on(machine)
@@ -143,8 +190,9 @@ class CheckTest(parameterized.TestCase):
 class Store(dict):
   """The store of `jax.distributed` that processes share."""
 
-  def key_value_set(self, name, value):
-    assert name not in self, f'{name} was told twice'
+  def key_value_set(self, name, value, allow_overwrite=False):
+    if name in self and not allow_overwrite:
+      raise jax.errors.JaxRuntimeError(f'ALREADY_EXISTS: {name}')
     self[name] = value
 
   def blocking_key_value_get(self, name, wait_ms):
@@ -166,6 +214,10 @@ class ProcessesTest(absltest.TestCase):
     store = Store()
     self.assertEqual(self._as(0, store, lambda: {'choice': 'dense'}), {'choice': 'dense'})
     self.assertEqual(self._as(1, store, lambda: self.fail('a second check')), {'choice': 'dense'})
+
+  def test_process_0_may_say_it_again(self):
+    store = Store()
+    self.assertEqual([self._as(0, store, lambda: 'dense') for _ in range(2)], ['dense', 'dense'])
 
   def test_an_error_where_process_0_does_not_trace_the_same(self):
     with self.assertRaisesRegex(RuntimeError, 'process 1 waited 1 s .* SPARSE24_JAX_CHECKS=off'):
