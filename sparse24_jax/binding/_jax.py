@@ -100,3 +100,11 @@ def name_of(equation: Any) -> str:
   return {'pjit': 'jit', 'closed_call': 'jit', 'core_call': 'jit', 'remat2': 'checkpoint', 'remat': 'checkpoint'}.get(
     name, name
   )
+
+
+def checkpoint_name_of(equation: Any) -> str | None:
+  """What `jax.ad_checkpoint.checkpoint_name` calls a value, if the equation is its; `jax_remat3` has it otherwise."""
+  if equation.primitive.name == 'name':
+    return equation.params['name']
+  inner = equation.params.get('_prim')
+  return inner.name if type(inner).__name__ == 'CheckpointName' else None

@@ -1,10 +1,12 @@
-"""Which matmuls of a whole step read a weight as it is, and which read what a mask was laid over.
+"""Which matmuls of a whole step read a weight as it is, which read what a mask was laid over, and what is made of both.
 
 `bind` follows a model's weights to its matmuls before anything is sparse. Here a step is looked at as it is run, with
 its backward pass and its optimizer: from the arrays that go in, weights and their states, along every equation.
 """
 
 from collections.abc import Sequence
+import functools
+import operator
 from typing import Any, NamedTuple
 
 from sparse24_jax.binding import _jax
@@ -17,23 +19,49 @@ class Marks(NamedTuple):
     dense: weights, as they are stored or with their entries arranged, cast or scaled.
     states: masks, scales or packed operands.
     sparse: weights over which a state of theirs was laid.
+    reads: the matmuls of weights that it was made by, a bit each. Sets would be too slow in a long program.
+    touched: the weights that it was computed from, by matmuls or otherwise, a bit each.
   """
 
   dense: frozenset[Any] = frozenset()
   states: frozenset[Any] = frozenset()
   sparse: frozenset[Any] = frozenset()
+  reads: int = 0
+  touched: int = 0
+
+
+class Read(NamedTuple):
+  """A line of the program with a matmul that reads a weight, projected or as it is."""
+
+  key: Any
+  sparse: bool
+  line: str
+
+
+class Named(NamedTuple):
+  """What is in the values of one name (`checkpoint_name`).
+
+  Attributes:
+    weights: those that they are, as stored.
+    reads: the matmuls that they were made by.
+    touched: the weights that they were made of.
+  """
+
+  weights: frozenset[Any] = frozenset()
+  reads: Sequence[Read] = ()
+  touched: frozenset[Any] = frozenset()
 
 
 class Found(NamedTuple):
-  """Where matmuls read the weights, as lines of the program.
+  """What a program does with the weights.
 
   Attributes:
-    dense: by key, those that read a weight as it is.
-    sparse: by key, those that read a projected weight.
+    reads: all matmuls that read them.
+    named: by name what is in the values.
   """
 
-  dense: dict[Any, list[str]]
-  sparse: dict[Any, list[str]]
+  reads: list[Read]
+  named: dict[str, Named]
 
 
 _NONE = Marks()
@@ -51,14 +79,27 @@ _CALLS = frozenset((
 
 
 def follow_weights(jaxpr: Any, marks: Sequence[Marks]) -> Found:
-  """What the matmuls of a jaxpr read, whose arguments are marked."""
-  flow = _Flow(Found({}, {}))
-  flow.through(jaxpr, marks)
-  return flow.found
+  """What becomes of the weights of a jaxpr, whose arguments are marked."""
+  keys = list(dict.fromkeys(key for mark in marks for key in mark.dense))
+  flow = _Flow({}, {})
+  flow.through(jaxpr, [mark._replace(touched=sum(1 << keys.index(key) for key in mark.dense)) for mark in marks])
+  reads = list(flow.reads)
+  return Found(
+    reads,
+    {
+      name: Named(mark.dense, _of_bits(mark.reads, reads), frozenset(_of_bits(mark.touched, keys)))
+      for name, mark in flow.named.items()
+    },
+  )
+
+
+def _of_bits[T](bits: int, each: Sequence[T]) -> list[T]:
+  return [one for i, one in enumerate(each) if bits >> i & 1]
 
 
 class _Flow(NamedTuple):
-  found: Found
+  reads: dict[Read, int]  # to its bit
+  named: dict[str, Marks]
 
   def through(self, jaxpr: Any, marks: Sequence[Marks]) -> list[Marks]:
     opened, _ = _jax.open_jaxpr(jaxpr)
@@ -89,12 +130,15 @@ class _Flow(NamedTuple):
       return [_union(marks) for marks in zip(*branches, strict=True)]
     if name in _CALLS and inner is not None:
       return self.through(inner, given)
+    if name == 'optimization_barrier':
+      return list(given)
+    if (called := _jax.checkpoint_name_of(equation)) is not None:
+      self.named[called] = _union((self.named.get(called, _NONE), *given))
+      return list(given)
     if name in _MATMULS:
-      self._note(equation, given[:2])
-      return [_NONE] * outs
+      return [self._matmul(equation, given, given[:2])] * outs
     if _is_kernel(name) and any(mark.sparse for mark in given):
-      self._note(equation, [mark._replace(dense=frozenset()) for mark in given])
-      return [_NONE] * outs
+      return [self._matmul(equation, given, [mark._replace(dense=frozenset()) for mark in given])] * outs
     return [_made(name, given)] * outs
 
   def _loop(self, body: Any, given: Sequence[Marks], carried: Sequence[Marks], outs: int) -> list[Marks]:
@@ -102,14 +146,15 @@ class _Flow(NamedTuple):
     out = self.through(body, given)
     return [_union(pair) for pair in zip(out, [*carried, *[_NONE] * (outs - len(carried))], strict=True)]
 
-  def _note(self, equation: Any, operands: Sequence[Marks]) -> None:
-    source = _jax.source_of(equation)
+  def _matmul(self, equation: Any, given: Sequence[Marks], operands: Sequence[Marks]) -> Marks:
+    """What is in the result of a matmul, whose reads are noted."""
+    source, made = _jax.source_of(equation), _union(given)
+    reads = made.reads
     for operand in operands:
-      for known, keys in ((self.found.dense, operand.dense), (self.found.sparse, operand.sparse - operand.dense)):
+      for sparse, keys in ((False, operand.dense), (True, operand.sparse - operand.dense)):
         for key in keys:
-          lines = known.setdefault(key, [])
-          if source not in lines:
-            lines.append(source)
+          reads |= 1 << self.reads.setdefault(Read(key, sparse, source), len(self.reads))
+    return Marks(reads=reads, touched=made.touched)
 
 
 def _made(name: str, given: Sequence[Marks]) -> Marks:
@@ -118,18 +163,18 @@ def _made(name: str, given: Sequence[Marks]) -> Marks:
   if name.startswith(('reduce_', 'arg')) and name != 'reduce_precision':
     return found._replace(dense=frozenset())
   if name in _TESTS:
-    return Marks(states=found.states | found.sparse)
+    return Marks(states=found.states | found.sparse, reads=found.reads)  # not made of entries
   if name in _SUMS:
-    return Marks(
-      frozenset.intersection(*(mark.dense for mark in given)), found.states,
-      frozenset.intersection(*(mark.dense | mark.sparse for mark in given)) & found.sparse,
-    )  # fmt: skip
+    return found._replace(
+      dense=frozenset.intersection(*(mark.dense for mark in given)),
+      sparse=frozenset.intersection(*(mark.dense | mark.sparse for mark in given)) & found.sparse,
+    )
   if name in _LAID_OVER or _is_kernel(name):  # one that is given a weight and its state packs it
     laid = frozenset(
       key for i, mark in enumerate(given) for key in mark.dense
       if any(key in other.states | other.sparse for j, other in enumerate(given) if j != i)
     )  # fmt: skip
-    return Marks(found.dense - laid, found.states - laid, found.sparse | laid)
+    return found._replace(dense=found.dense - laid, states=found.states - laid, sparse=found.sparse | laid)
   return found
 
 
@@ -138,4 +183,6 @@ def _is_kernel(name: str) -> bool:
 
 
 def _union(marks: Sequence[Marks]) -> Marks:
-  return Marks(*(frozenset().union(*each) for each in zip(*marks, strict=True))) if marks else _NONE
+  reads, touched = (functools.reduce(operator.or_, (mark[i] for mark in marks), 0) for i in (3, 4))
+  dense, states, sparse = (frozenset().union(*(mark[i] for mark in marks)) for i in (0, 1, 2))
+  return Marks(dense, states, sparse, reads, touched)

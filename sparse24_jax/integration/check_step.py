@@ -1,14 +1,14 @@
 """`check_step`: whether a whole step, as it will run, makes the weights sparse whose masks its optimizer keeps."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
 
-from sparse24_jax.binding.flow import follow_weights, Found, Marks
+from sparse24_jax.binding.flow import follow_weights, Found, Marks, Named, Read
 from sparse24_jax.binding.tracing import is_array, trace
-from sparse24_jax.optim import sparse_states
+from sparse24_jax.optim import GRADIENTS, sparse_states, WEIGHTS
 from sparse24_jax.rules import leaves_by_path
 
 
@@ -17,7 +17,8 @@ class CheckedStep:
   """The outcome of `check_step`; as text a line a weight.
 
   Attributes:
-    weights: path of each weight that has a mask (or a scale) to the lines of the program whose matmuls read it, sparse.
+    weights: path of each weight that has a mask (or a scale) to the lines of the program whose matmuls read it, sparse,
+      on the way to its gradient.
 
   >>> import sparse24_jax as s24
   >>> print(s24.CheckedStep({'mlp/up': ('model.py:12 (mlp)',)}))
@@ -34,9 +35,10 @@ def check_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckedSt
   """Raises an error unless a training step makes sparse what its optimizer keeps masks for. One line before a loop.
 
   A step that applies the plain model, without `sparsify` or `project`, trains dense while the optimizer goes on
-  pruning: nothing in the run shows it. So the whole step is traced, backward pass and optimizer included, and every
-  weight of the optimizer's `sparse_training` state is followed to the matmuls that read it. Nothing is computed or
-  donated; shapes are enough.
+  pruning: nothing in the run shows it. So the whole step is traced, backward pass and optimizer included. Every weight
+  that the update of `sparse_training` is given is followed to the matmuls that read it, and these to the gradients of
+  that update. What does not reach them does not count: a metric, an evaluation of an average of the weights. Nothing is
+  computed or donated; shapes are enough.
 
   Args:
     step: what the loop calls in a sparse phase, with `jax.jit` or without. It computes a loss, its gradient and the
@@ -49,8 +51,9 @@ def check_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckedSt
     For each weight the lines whose matmuls read it.
 
   Raises:
-    ValueError: a weight is read as it is by some matmul, with the line, or by none; or there is no state of
-      `sparse_training` among the arguments, or no parameters for it.
+    ValueError: the gradient comes through a matmul that reads a weight as it is, with the line (that of a penalty on
+      the product of a weight, too), or through none that reads it sparse; or the step makes no update; or there is no
+      state of `sparse_training` among the arguments, or no parameters for it.
 
   >>> import jax, jax.numpy as jnp, optax, sparse24_jax as s24
   >>> params, recipe, x = {'w': jnp.ones((8, 4))}, s24.recipes.ste('w'), jnp.ones((2, 8))
@@ -78,32 +81,52 @@ def check_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckedSt
       ' check_step what the loop gives the step'
     )
   found = follow_weights(traced.jaxpr, [_marks(place, folders) for place in places])
-  problems = {folder: _problems(folder, masks, found) for folder in folders}
-  # Averages have the paths of the parameters, too, and are read by no matmul or by a dense teacher.
-  best = min(folders, key=lambda folder: (len(problems[folder]), -sum(key[0] == folder for key in found.dense)))
-  if problems[best]:
-    raise ValueError('\n'.join(problems[best]))
-  return CheckedStep({path: tuple(found.sparse[best, path]) for path in masks})
+  if WEIGHTS not in found.named:
+    raise ValueError(
+      'the step makes no update of sparse_training, so that nothing shows which weights it trains: give check_step the'
+      ' whole step, with its gradient and tx.update(gradients, opt_state, params)'
+    )
+  trained = {path: {key for key in found.named[WEIGHTS].weights if key[1] == path} for path in masks}
+  reads = {path: _reads(keys, found) for path, keys in trained.items()}
+  problems = [_problem(path, keys, reads[path]) for path, keys in trained.items()]
+  if any(problems):
+    raise ValueError('\n'.join(filter(None, problems)))
+  return CheckedStep({path: tuple(read.line for read in reads[path]) for path in masks})
 
 
-def _problems(folder: str, masks: Iterable[str], found: Found) -> list[str]:
-  each = (_problem(path, found.dense.get((folder, path)), found.sparse.get((folder, path))) for path in masks)
-  return [text for text in each if text]
+def _reads(trained: Set[Any], found: Found) -> list[Read]:
+  """The matmuls of a weight on the way to the gradients."""
+  gradients = found.named.get(GRADIENTS, Named())
+  reads = [read for read in gradients.reads if read.key in trained]
+  if reads or trained & gradients.touched:
+    return reads
+  # Of one matmul and a linear loss, the gradient does not depend on the weight.
+  return [read for read in found.reads if read.key in trained]
 
 
-def _problem(path: str, dense: list[str] | None, sparse: list[str] | None) -> str | None:
+def _problem(path: str, trained: Set[Any], reads: Iterable[Read]) -> str | None:
   ways = (
     'apply what sparsify returned, with the sparse_variables of this step, or the weights of project. A step of a dense'
     ' phase is not to be checked'
   )
+  if not trained:
+    return (
+      f'{path}: the update of sparse_training is given a weight that is no argument of the step, or a sum of one with'
+      ' something else: give it the parameters as the step has them'
+    )
+  dense, sparse = (', '.join(read.line for read in reads if read.sparse is kind) for kind in (False, True))
+  if dense and sparse:
+    return (
+      f'{path}: the step reads it dense at {dense}, and sparse at {sparse}, and the gradient comes through both, while'
+      ' its optimizer keeps a mask for it. Is the first a layer: '
+      f'{ways}. Is it meant, as a penalty on a product of the weight may be: check the step without it'
+    )
   if dense:
-    also = f', and sparse at {", ".join(sparse)}' if sparse else ''
-    where = f'{", ".join(dense)}{also}'
-    return f'{path}: the step reads it dense at {where}, while its optimizer keeps a mask for it: {ways}'
+    return f'{path}: the step reads it dense at {dense}, while its optimizer keeps a mask for it: {ways}'
   if not sparse:
     return (
-      f'{path}: no matmul of the step reads it under its mask: the loss does not look at it, changes it first, or takes'
-      f' a mask that is no argument of the step: {ways}'
+      f'{path}: no matmul of the step reads it under its mask on the way to the gradient: the loss does not look at it,'
+      f' changes it first, or takes a mask that is no argument of the step: {ways}'
     )
   return None
 

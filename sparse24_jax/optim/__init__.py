@@ -1,6 +1,7 @@
 """The Optax side: where masks live and change."""
 
 from sparse24_jax.optim._chain import changed_behind
+from sparse24_jax.optim._named import GRADIENTS, WEIGHTS
 from sparse24_jax.optim._training_state import (
   FlipRate,
   get_flip_rate,
@@ -16,6 +17,8 @@ from sparse24_jax.optim.sparse_training import sparse_training
 from sparse24_jax.optim.step_adam import scale_by_step_adam, step_adam, step_has_settled, StepAdamState
 
 __all__ = [
+  'GRADIENTS',
+  'WEIGHTS',
   'FlipRate',
   'MvueGradientsState',
   'SparseTrainingState',

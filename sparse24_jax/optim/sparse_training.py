@@ -14,6 +14,7 @@ import optax
 from pallas_kernels import _dispatch
 from sparse24_jax.optim import _left
 from sparse24_jax.optim._evolve import evolve, evolving, minus, on_links, zero
+from sparse24_jax.optim._named import GRADIENTS, named, WEIGHTS
 from sparse24_jax.optim._search import compared_before, refreshed, rounded_once
 from sparse24_jax.optim._state import states_of
 from sparse24_jax.optim._training_state import (
@@ -162,6 +163,7 @@ def sparse_training(
     state = map_weights(unboxed, state)
     with _parts_are_named(params):
       projections = projections_of(params, recipe)
+    params, updates = named(projections, params, WEIGHTS), named(projections, updates, GRADIENTS)
     sampled = _left.samples(projections, params)
     left = state.left and _left.given(state.left, sampled)
     decays = has_decay and phase == 'sparse'

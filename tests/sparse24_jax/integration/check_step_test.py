@@ -81,6 +81,31 @@ def steps_in_a_scan(step):
   return jax.jit(steps, donate_argnums=(0, 1))
 
 
+def square(params, x):
+  return ((x @ params['w']) ** 2).mean()
+
+
+def check_of(made, *, optimizer=None, before=lambda params: params, update=True):
+  """`check_step` of one weight and its average, whose step has the loss and the metric that `made(sparse)` returns.
+
+  Both are `f(params, average)`, of functions of parameters; `before` makes of the parameters those of the update.
+  """
+  recipe = s24.recipes.ste('w')
+  tx = s24.sparse_training(optimizer or optax.sgd(0.1), recipe)
+  params = {'w': np.asarray(params_of()['up'])[0]}
+
+  def step(params, average, state, x):
+    def sparse(params, f=square):
+      return s24.sparsify(f, recipe)(params, s24.sparse_variables(params, state, recipe), None, x)
+
+    loss, metric = made(sparse)
+    grads = jax.grad(loss)(params, average)
+    updates = tx.update(grads, state, before(params))[0] if update else grads
+    return optax.apply_updates(params, updates), metric(params, average)
+
+  return s24.check_step(step, params, params, jax.eval_shape(tx.init, params), X)
+
+
 class CheckStepTest(parameterized.TestCase):
 
   @parameterized.parameters('fst', 's_ste_fp8', 'packed', 'ste', 's_ste', 'rigl')
@@ -161,6 +186,65 @@ class CheckStepTest(parameterized.TestCase):
           s24.check_step(step, model, optimizer, X)
       else:
         s24.check_step(step, model, optimizer, X)
+
+  @parameterized.parameters('average', 'the same weights')
+  def test_what_is_evaluated_beside_a_dense_loss_does_not_count(self, of):
+    def metric(sparse):
+      return lambda params, average: sparse(average if of == 'average' else params)
+
+    with self.assertRaisesRegex(ValueError, '^w: the step reads it dense at [^ ]* [(]square[)], while'):
+      check_of(lambda sparse: (lambda params, _: square(params, X), metric(sparse)))
+    # Nor where no matmul shows it: an elementwise product, and a low rank added.
+    for dense in (lambda w: X[..., None] * w[None], lambda w: X @ (w + X.T @ X)):
+      with self.assertRaisesRegex(ValueError, '^w: no matmul of the step reads it under its mask on the way to'):
+        check_of(lambda sparse, dense=dense: (lambda params, _: (dense(params['w']) ** 2).sum(), metric(sparse)))
+
+  def test_a_dense_metric_beside_a_sparse_loss_does_not_count(self):
+    def made(sparse):
+      return lambda params, average: sparse(params) - square(average, X), lambda params, _: square(params, X)
+
+    (line,) = check_of(made).weights['w']
+    self.assertRegex(line, r'[(]square[)]')
+
+  def test_a_linear_loss_whose_gradient_does_not_depend_on_the_weight(self):
+    def linear(params, x):
+      return (x @ params['w']).sum()
+
+    check_of(lambda sparse: (lambda params, _: sparse(params, linear), lambda *_: 0))
+    with self.assertRaisesRegex(ValueError, '^w: the step reads it dense at'):
+      check_of(lambda sparse: (lambda params, _: linear(params, X), lambda *_: 0))
+
+  def test_muon_and_barriers(self):
+    def made(sparse):
+      def loss(params, _):
+        x, params = jax.lax.optimization_barrier((X, params))
+        return sparse(params) * (x @ x.T).sum()  # which is of x alone
+
+      return loss, lambda *_: 0
+
+    check_of(made)
+    check_of(made, optimizer=optax.contrib.muon(0.1))
+
+  def test_a_penalty_that_multiplies_the_weight_is_named(self):
+    def made(sparse):
+      def penalty(params):
+        return jnp.linalg.norm(params['w'] @ np.ones(16, np.float32))
+
+      return lambda params, _: sparse(params) + penalty(params), lambda *_: 0
+
+    with self.assertRaisesRegex(
+      ValueError, r'^w: the step reads it dense at \S* \(.*penalty\), and sparse at \S* \(square\), .*a penalty'
+    ):
+      check_of(made)
+
+  def test_a_step_that_does_not_show_what_it_trains(self):
+    def made(sparse):
+      return lambda params, _: sparse(params), lambda *_: 0
+
+    with self.assertRaisesRegex(ValueError, 'the step makes no update of sparse_training'):
+      check_of(made, update=False)
+    with self.assertRaisesRegex(ValueError, '^w: the update of sparse_training is given a weight that is no argument'):
+      check_of(made, before=lambda params: {'w': params['w'] + X.sum()})
 
   def test_what_cannot_be_checked(self):
     step, tx = step_of(RECIPES['ste'], 'plain')
