@@ -1,7 +1,9 @@
 """Which axes of a stored weight are which to the matmul that reads it."""
 
+from collections.abc import Iterable
 import dataclasses
 import math
+import re
 
 import jax
 from jax import Array
@@ -90,18 +92,62 @@ class Layout:
     return cls(roles.get('stacked', ()), roles['in'], roles['out'])
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class MadeBy:
+  """The projections that states were made by: masks of two searches may have one shape.
+
+  Equal if the kinds are. It is part of a state's tree structure, and there patterns are not to count: `jax.tree.map`,
+  the carry of a scan and the branches of a `cond` take states of two recipes that differ in words alone. A program
+  that was compiled for states of one kind does not take those of another.
+
+  Attributes:
+    of: (pattern, kind of projection or None), in the order of the rules. Empty for a state of an earlier version.
+  """
+
+  of: tuple[tuple[str, str | None], ...] = ()
+
+  @property
+  def kinds(self) -> frozenset[str]:
+    return frozenset(kind for _, kind in self.of if kind is not None)
+
+  def __eq__(self, other: object) -> bool:
+    return self.kinds == other.kinds if isinstance(other, MadeBy) else NotImplemented
+
+  def __hash__(self) -> int:
+    return hash(self.kinds)
+
+  def kind_of(self, path: str) -> str | None:
+    """What the first rule says that takes the weight."""
+    return next((kind for pattern, kind in self.of if re.fullmatch(pattern, path)), None)
+
+  def require(self, others: 'MadeBy', paths: Iterable[str]) -> None:
+    """ValueError unless a state that was made under these rules serves others."""
+    for path in paths:
+      made, wanted = self.kind_of(path), others.kind_of(path)
+      if made is not None and wanted is not None and made != wanted:
+        raise ValueError(
+          f'{path}: its state was made by projection {made!r}, and the recipe has {wanted!r}. To go on with another'
+          ' recipe make a state of the weights as they are, new = tx.init(params), and keep the moments of the state of'
+          ' sparse_training: new._replace(inner_state=old.inner_state)'
+        )
+
+
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Layouts:
   """The layouts of the weights that are stored otherwise than as `[stacked..., in, out]`, with states made for them.
 
-  Masks of two layouts may have one shape, so what is made under a recipe says under which layouts.
+  Masks of two layouts may have one shape, so what is made under a recipe says under which layouts. It says here by
+  which projections, too: a field more of the state is one more entry in a checkpoint, and those of earlier versions
+  have none.
 
   Attributes:
     of: (path, layout as text), in the order of the tree.
+    made_by: the projections of the recipe.
   """
 
   of: tuple[tuple[str, str], ...] = ()
+  made_by: MadeBy = MadeBy()
 
   def layout_of(self, path: str, ndim: int) -> Layout:
     """The layout of a weight by its path.
@@ -112,12 +158,13 @@ class Layouts:
     text = dict(self.of).get(path)
     return Layout.standard(ndim) if text is None else Layout.described(text)
 
-  def require(self, others: 'Layouts') -> None:
-    """ValueError unless a state that was made under these layouts serves a recipe with others."""
-    if self != others:
+  def require(self, others: 'Layouts', paths: Iterable[str]) -> None:
+    """ValueError unless states of the weights at `paths` that were made under these serve a recipe with others."""
+    if self.of != others.of:
       path, _ = sorted(set(self.of) ^ set(others.of))[0]
       made, wanted = (dict(layouts.of).get(path, '[stacked..., in, out]') for layouts in (self, others))
       raise ValueError(
         f'{path}: its state was made for a weight stored as {made}, and the recipe takes it for {wanted}: give'
         ' sparse_training, sparse_variables, sparsify and project one recipe, the one that bind returned'
       )
+    self.made_by.require(others.made_by, paths)

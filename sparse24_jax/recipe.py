@@ -1,19 +1,18 @@
 """The description of a run: frozen data that says which weights are sparse, how, and when."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 import dataclasses
 import math
 import numbers
 import re
 from typing import Any, Literal
 
-import jax
 from jax import Array
 from jax.core import Tracer
 
 from sparse24_jax.asked import Asked, PLAIN
 from sparse24_jax.attention import Attention, check_attention, describe_attention
-from sparse24_jax.layout import Layout, Layouts
+from sparse24_jax.layout import Layout, Layouts, MadeBy
 from sparse24_jax.policy import ActivationPolicy, DotPolicy, repr_of
 from sparse24_jax.projection import Projection
 
@@ -124,33 +123,6 @@ def resolve_phase(recipe: 'Recipe', phase: PhaseName | None) -> PhaseName:
   if phase == 'sparse' and 'sparse' not in names:
     raise ValueError(f"phase='sparse', but recipe {recipe.name!r} has the phases {names}")
   return phase
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class MadeBy:
-  """The projections that states were made by: masks of two searches may have one shape.
-
-  Attributes:
-    of: (pattern, kind of projection or None), in the order of the rules.
-  """
-
-  of: tuple[tuple[str, str | None], ...]
-
-  def kind_of(self, path: str) -> str | None:
-    """What the first rule says that takes the weight."""
-    return next((kind for pattern, kind in self.of if re.fullmatch(pattern, path)), None)
-
-  def require(self, others: 'MadeBy', paths: Iterable[str]) -> None:
-    """ValueError unless a state that was made under these rules serves others."""
-    for path in paths:
-      made, wanted = self.kind_of(path), others.kind_of(path)
-      if made is not None and wanted is not None and made != wanted:
-        raise ValueError(
-          f'{path}: its state was made by projection {made!r}, and the recipe has {wanted!r}. To go on with another'
-          ' recipe make a state of the weights as they are, new = tx.init(params), and keep the moments of the state of'
-          ' sparse_training: new._replace(inner_state=old.inner_state)'
-        )
 
 
 def _kind(projection: Projection | None) -> str | None:
@@ -277,13 +249,9 @@ class Recipe:
 
   @property
   def layouts(self) -> Layouts:
-    """Of weights that are stored otherwise than as `[stacked..., in, out]`; only `bind` finds these."""
-    return Layouts()
-
-  @property
-  def made(self) -> 'MadeBy':
-    """Which projection each rule has, for what is made under this recipe."""
-    return MadeBy(tuple((rule.path, _kind(rule.policy.projection)) for rule in self.rules))
+    """Of weights that are stored otherwise than as `[stacked..., in, out]`, which only `bind` finds; and which
+    projection each rule has, for what is made under this recipe."""
+    return Layouts(made_by=MadeBy(tuple((rule.path, _kind(rule.policy.projection)) for rule in self.rules)))
 
   def layouts_of(self, weights: Mapping[str, Any]) -> Mapping[str, Layout]:
     """How matched weights are stored, by path: nothing is known here; a recipe that `bind` made knows all of them."""

@@ -138,7 +138,8 @@ class Bound(Recipe):
   @property
   def layouts(self) -> Layouts:
     odd = (weight for weight in self.weights if weight.rule.policy.projection and not weight.layout.is_standard)
-    return Layouts(tuple((weight.path, weight.layout.describe()) for weight in odd))
+    of = tuple((weight.path, weight.layout.describe()) for weight in odd)
+    return dataclasses.replace(super().layouts, of=of)
 
   def layouts_of(self, weights: Mapping[str, Any]) -> Mapping[str, Layout]:
     known = {weight.path: weight for weight in self.weights}

@@ -12,7 +12,7 @@ from sparse24_jax.layout import Layouts
 from sparse24_jax.optim import _left
 from sparse24_jax.optim._state import find_state
 from sparse24_jax.optim._weights import unboxed
-from sparse24_jax.recipe import MadeBy, Recipe
+from sparse24_jax.recipe import Recipe
 from sparse24_jax.rules import leaves_by_path
 
 
@@ -50,11 +50,10 @@ class SparseTrainingState(NamedTuple):
       not in a box that says how its array is sharded.
     flip_rate: of the last comparison.
     inner_state: of the inner optimizer.
-    layouts: of the weights that are not stored as `[stacked..., in, out]`, as the recipe was bound; no array.
+    layouts: of the weights that are not stored as `[stacked..., in, out]`, as the recipe was bound, and the projections
+      that made the states; no array. A state that is restored has those of the tree it was restored into.
     left: of a few weights, by which it is seen that the next step is given what the last one left. None, in a state
       of an older version say, does without.
-    made_by: the projections of the recipe; no array. A state that is restored has those of the recipe that made the
-      tree it was restored into. None does without.
 
   Its trees like the parameters hold arrays of other shapes, too: scales, flip rates, and nothing where no rule matches.
   A function that gives each array the sharding of its parameter asks for the shape:
@@ -87,7 +86,6 @@ class SparseTrainingState(NamedTuple):
   inner_state: Any
   layouts: Layouts = Layouts()
   left: _left.Left | None = None
-  made_by: MadeBy | None = None
 
 
 def get_flip_rate(opt_state: Any) -> FlipRate:
@@ -133,9 +131,7 @@ def warn_of_other_weights(params: Any, opt_state: Any) -> None:
 def require_made_for(recipe: Recipe, opt_state: Any) -> None:
   """ValueError if the state of `sparse_training` was made with a recipe of other layouts or projections."""
   state = find_state(opt_state, SparseTrainingState, 'sparse_training')
-  state.layouts.require(recipe.layouts)
-  if state.made_by is not None:
-    state.made_by.require(recipe.made, [path for path, _ in leaves_by_path(state.projections)])
+  state.layouts.require(recipe.layouts, [path for path, _ in leaves_by_path(state.projections)])
 
 
 def map_weights(f: Callable[[Any], Any], state: SparseTrainingState) -> SparseTrainingState:

@@ -143,8 +143,7 @@ def sparse_training(
       )
       _dispatch.log_once(message, 'sparse24_jax', logging.WARNING)
     left = _left.at_start(_left.samples(projections, params))
-    known = recipe.layouts, left, recipe.made
-    state = SparseTrainingState(jnp.zeros((), jnp.int32), states, none_yet, inner_state, *known)
+    state = SparseTrainingState(jnp.zeros((), jnp.int32), states, none_yet, inner_state, recipe.layouts, left)
     return map_weights(functools.partial(boxed, given), state)
 
   def update(

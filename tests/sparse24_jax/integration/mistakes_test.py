@@ -1,12 +1,16 @@
 """Whole runs: mistakes that must be errors which name the weight, and what must be right, against steps by hand."""
 
+import tempfile
+
 from absl.testing import absltest, parameterized
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 
 import sparse24_jax as s24
+from sparse24_jax.layout import Layouts
 
 FST = s24.recipes.transposable_srste('.*', masked_decay=0.0)
 STE = s24.recipes.ste('.*')
@@ -51,9 +55,36 @@ class AnotherRecipeTest(parameterized.TestCase):
     params = params_of(8, 8)
     state = s24.sparse_training(optax.sgd(0.1), STE).init(params)
     s24.project(params, state, s24.recipes.ste('w'))
-    s24.project(params, state._replace(made_by=None), MVUE)
+    s24.project(params, s24.sparse_training(optax.sgd(0.1), FST).init(params)._replace(layouts=Layouts()), MVUE)
     recipes = [s24.recipes.rigl('.*', density=0.5, total_steps=steps) for steps in (1000, 2000)]
     s24.project(params, s24.sparse_training(optax.sgd(0.1), recipes[0]).init(params), recipes[1])
+
+  def test_patterns_are_no_part_of_the_tree_structure_and_kinds_are(self):
+    params = params_of(8, 8)
+    state, same, other = (
+      s24.sparse_training(optax.sgd(0.1), recipe).init(params) for recipe in (STE, s24.recipes.ste('w$|none'), FST)
+    )
+    equal = jax.tree.map(lambda a, b: bool((a == b).all()), state, same)
+    self.assertEqual(set(jax.tree.leaves(equal)), {True})
+    self.assertEqual(hash(jax.tree.structure(state)), hash(jax.tree.structure(same)))
+    # Or a program that was compiled for the masks of one search would take those of another, unseen.
+    project = jax.jit(lambda params, state: s24.project(params, state, STE))
+    project.trace(params, same)
+    with self.assertRaisesRegex(ValueError, "w: its state was made by projection 'transposable exact'"):
+      project.trace(params, other)
+
+  def test_a_checkpoint_of_before_states_said_by_what_they_were_made(self):
+    """What Orbax wrote for a state then: these names, and no array at `layouts`."""
+    tx, params = s24.sparse_training(optax.sgd(0.1, momentum=0.9), STE), params_of(8, 8)
+    state = tx.init(params)
+    names = ('count', 'projections', 'flip_rate', 'inner_state', 'left')
+    earlier = {name: getattr(state, name) for name in names} | {'layouts': None}
+    with tempfile.TemporaryDirectory() as folder, ocp.StandardCheckpointer() as checkpointer:
+      checkpointer.save(f'{folder}/state', earlier)
+      checkpointer.wait_until_finished()
+      found = checkpointer.restore(f'{folder}/state', jax.tree.map(jnp.zeros_like, state))
+    self.assertEqual(jax.tree.structure(found), jax.tree.structure(state))
+    jax.tree.map(np.testing.assert_array_equal, found, state)
 
 
 class TokensInFoursTest(parameterized.TestCase):
