@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 import math
+from typing import Any
 import zlib
 
 import jax
@@ -18,20 +19,20 @@ def first_of_all_kinds(paths: Iterable[str], most: int) -> list[str]:
   return sorted(paths, key=lambda path: zlib.crc32(path.encode()))[:most]
 
 
-def fingerprint(w: Array, stacked: Sequence[int]) -> Array:
+def fingerprint(w: Array, counts: Sequence[int]) -> Array:
   """Two weighted sums of some entries of a weight, float32 `[2]`: by them `was_changed` knows the weight again."""
-  weighted = _weighted(sample(w, stacked))
+  weighted = _weighted(entries(w, counts))
   return jnp.sum(weighted, axis=range(1, weighted.ndim))
 
 
-def was_changed(w: Array, stacked: Sequence[int], known: Array) -> Array:
-  """Whether a weight is another than the one whose fingerprint is known.
+def was_changed(w: Array, counts: Sequence[int], known: Array) -> Array:
+  """Whether a weight is another than the one whose fingerprint is known, of as many entries along each axis.
 
   A cast to bfloat16 is no change, so that a layer may cast its weights: one sum is of entries as bfloat16 has them. Nor
   is a last bit, of which XLA may make another one in each place that computes a weight: one sum is of entries as they
   are. Both have to differ by more than sums are rounded.
   """
-  weighted = _weighted(sample(w, stacked))
+  weighted = _weighted(entries(w, counts))
   axes = range(1, weighted.ndim)
   found, sizes = jnp.sum(weighted, axis=axes), jnp.sum(jnp.abs(weighted), axis=axes)
   return jnp.all(jnp.abs(found - known) > sizes * 8 * float(jnp.finfo(jnp.float32).eps))
@@ -61,14 +62,36 @@ def sample(w: Array, stacked: Sequence[int]) -> Array:
 
   Of the stacked axes none is left out: an expert or a layer by itself may be what changes.
   """
-  sharding = jax.typeof(w).sharding
-  known = sharding.mesh.shape and sharding.mesh.are_all_axes_explicit
-  shards = [n // m for n, m in zip(w.shape, sharding.shard_shape(w.shape), strict=True)] if known else [1] * w.ndim
-  counts = _counts(w.shape, shards, stacked)
+  return entries(w, counts_of(w, stacked))
+
+
+def counts_of(w: Array, stacked: Sequence[int]) -> tuple[int, ...]:
+  """How many entries `sample` reads along each axis of a weight that is divided as this one."""
+  return tuple(_counts(w.shape, _shards(w), stacked))
+
+
+def entries(w: Array, counts: Sequence[int]) -> Array:
+  """As many entries along each axis, equally far apart."""
   strides = [n // k for n, k in zip(w.shape, counts, strict=True)]
   # As far as the weight goes, where that gives as many.
   ends = [n if n % k == 0 else s * k for n, k, s in zip(w.shape, counts, strides, strict=True)]
-  return jax.lax.slice(w, (0,) * w.ndim, ends, strides)
+
+  def some(w: Array) -> Array:
+    return jax.lax.slice(w, (0,) * w.ndim, ends, strides)
+
+  if all(k % shards == 0 for k, shards in zip(counts, _shards(w), strict=True)):
+    return some(w)
+  # Counts of a weight that was divided otherwise: the compiler finds out who has which entry.
+  of_all: Any = jax.sharding.auto_axes(some, out_sharding=jax.NamedSharding(jax.typeof(w).sharding.mesh, jax.P()))
+  return of_all(w)
+
+
+def _shards(w: Array) -> list[int]:
+  """Into how many parts types say that each axis is divided."""
+  sharding = jax.typeof(w).sharding
+  if not (sharding.mesh.shape and sharding.mesh.are_all_axes_explicit):
+    return [1] * w.ndim
+  return [n // m for n, m in zip(w.shape, sharding.shard_shape(w.shape), strict=True)]
 
 
 def _counts(shape: Sequence[int], shards: Sequence[int], stacked: Sequence[int]) -> list[int]:

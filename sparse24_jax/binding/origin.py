@@ -5,79 +5,101 @@ the trace that made the states is given the very arrays that the fingerprints ar
 """
 
 from collections.abc import Callable, Mapping
-import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 import weakref
 
 import jax
 from jax import Array
 import jax.numpy as jnp
 
-from sparse24_jax.fingerprint import fingerprint, first_of_all_kinds, was_changed
+from sparse24_jax.fingerprint import counts_of, fingerprint, first_of_all_kinds, was_changed
 
 # Beside the states of a function's or a linen model's weights. No module and no parameter has this name.
 MADE_OF = 'made of'
 NNX_MADE_OF = 'sparse24/made_of/'
 # Ours: how many weights are looked at. Others than those of the step are so in all of its weights.
 _WEIGHTS = 4
-_Stacked = tuple[tuple[str, tuple[int, ...]], ...]
 # By the identity of a fingerprint, that one and the weight that it is of, as long as they are there.
 _WEIGHT_OF: dict[int, tuple[Callable[[], Any], Callable[[], Any]]] = {}
 
+Weights = Mapping[str, tuple[Array, tuple[int, ...]]]
+# What is static of it, as text, and the sums: a dictionary of an array, for whoever saves, maps or casts variables.
+Fingerprint = dict[str, Array]
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=['fingerprints'], meta_fields=['shapes'])
-@dataclasses.dataclass(frozen=True)
-class MadeOf:
-  """The weights that states are of.
+
+class Known(NamedTuple):
+  """A fingerprint and what it is of.
 
   Attributes:
-    fingerprints: of a few, float32 `[2]`, by path.
-    shapes: (path, shape, dtype) of these.
+    sums: float32 `[2]`.
+    shape: of the weight, which a shard has not.
+    dtype: its name.
+    counts: how many entries were read along each axis, which follow how the weight was divided.
   """
 
-  fingerprints: dict[str, Array]
-  shapes: tuple[tuple[str, tuple[int, ...], Any], ...]
+  sums: Array
+  shape: tuple[int, ...]
+  dtype: str
+  counts: tuple[int, ...]
+
+  def is_of(self, w: Any) -> bool:
+    return self.shape == tuple(w.shape)
 
 
-def of_weights(weights: Mapping[str, tuple[Array, tuple[int, ...]]]) -> MadeOf:
-  """Of weights and their stacked axes, by path."""
-  paths = first_of_all_kinds(weights, _WEIGHTS)
-  arrays = {path: weights[path][0] for path in paths}
-  shapes = tuple((path, tuple(w.shape), jnp.result_type(w)) for path, w in arrays.items())
-  return MadeOf(fingerprints(arrays, tuple((path, weights[path][1]) for path in paths)), shapes)
+def of_weights(weights: Weights) -> dict[str, Fingerprint]:
+  """Fingerprints of a few weights, given with their stacked axes, by path."""
+  return fingerprints({path: weights[path] for path in first_of_all_kinds(weights, _WEIGHTS)})
 
 
-def others(states: Mapping[str, Any], weights: Mapping[str, tuple[Array, tuple[int, ...]]]) -> dict[str, Array]:
+def fingerprints(weights: Weights) -> dict[str, Fingerprint]:
+  """Of weights, given with their stacked axes, by path, each known to be of this very array."""
+  counts = {path: counts_of(w, stacked) for path, (w, stacked) in weights.items()}
+  made = _made({path: w for path, (w, _) in weights.items()}, tuple(counts.items()))
+  for path, of in made.items():
+    key, origin = id(of), _origin(weights[path][0])
+    _WEIGHT_OF[key] = weakref.ref(of, lambda _, key=key: _WEIGHT_OF.pop(key, None)), weakref.ref(origin)
+  return {path: {_text(weights[path][0], counts[path]): of} for path, of in made.items()}
+
+
+def _text(w: Array, counts: tuple[int, ...]) -> str:
+  return f'{jnp.result_type(w).name} {"x".join(map(str, w.shape))} of {"x".join(map(str, counts))}'
+
+
+def known_of(fingerprint: Fingerprint) -> Known:
+  """As `fingerprints` made it."""
+  ((text, sums),) = fingerprint.items()
+  dtype, shape, _, counts = text.split()
+  return Known(sums, _numbers(shape), dtype, _numbers(counts))
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+  return tuple(map(int, text.split('x')))
+
+
+def others(states: Mapping[str, Any], weights: Weights) -> dict[str, Array]:
   """Of weights and their stacked axes, by path, which are others than those that states were made of.
 
   Args:
     states: by path, as `sparse_variables` gives them.
     weights: that a forward is given; those that nothing is known of, or of which it is a shard, are left out.
   """
-  beside = states.get(MADE_OF)
-  if isinstance(beside, MadeOf):
-    # A cast to bfloat16 is seen through, one to float16 is not.
-    fit = {path for path, *shape in beside.shapes if path in weights and shape[0] == tuple(weights[path][0].shape)
-           and (shape[1] == weights[path][0].dtype or weights[path][0].dtype != jnp.float16)}  # fmt: skip
-    known = {path: of for path, of in beside.fingerprints.items() if path in fit}
-  else:
-    of_nnx = {path.removeprefix(NNX_MADE_OF): of for path, of in states.items() if path.startswith(NNX_MADE_OF)}
-    known = {path: of_nnx[path] for path in first_of_all_kinds(of_nnx, _WEIGHTS) if path in weights}
-  mine = [path for path, of in known.items() if not is_of(of, weights[path][0])]
-  if not mine:
-    return {}
-  given = {path: jax.lax.stop_gradient(weights[path][0]) for path in mine}
-  return changed(given, {path: known[path] for path in mine}, tuple((path, weights[path][1]) for path in mine))
-
-
-def fingerprints(weights: dict[str, Array], stacked: _Stacked) -> dict[str, Array]:
-  """Of weights, by path, each known to be of this very array."""
-  made = _made(weights, stacked)
-  for path, of in made.items():
-    key = id(of)
-    _WEIGHT_OF[key] = weakref.ref(of, lambda _, key=key: _WEIGHT_OF.pop(key, None)), weakref.ref(_origin(weights[path]))
-  return made
+  known: dict[str, Known] = {}
+  for whole, sums in states.items():
+    for prefix in (f'{MADE_OF}/', NNX_MADE_OF):
+      path, _, text = whole.removeprefix(prefix).rpartition('/')
+      path = path if path in weights else path.removesuffix('/value')  # of an nnx variable
+      if whole.startswith(prefix) and path in weights:
+        known[path] = known_of({text: sums})
+  mine = {}
+  for path in first_of_all_kinds(known, _WEIGHTS):
+    w, of = weights[path][0], known[path]
+    # A cast to bfloat16 is seen through, one to or from float16 is not.
+    dtypes = {of.dtype, w.dtype.name}
+    seen = len(dtypes) == 1 or 'float16' not in dtypes
+    if of.is_of(w) and seen and not is_of(of.sums, w):
+      mine[path] = of
+  return changed({path: jax.lax.stop_gradient(weights[path][0]) for path in mine}, mine) if mine else {}
 
 
 def is_of(fingerprint: Any, w: Any) -> bool:
@@ -108,13 +130,20 @@ def spoiled(out: Any, fine: Array) -> Any:
   return jax.tree.map(one, out)
 
 
+def changed(weights: Mapping[str, Array], known: Mapping[str, Known]) -> dict[str, Array]:
+  """Whether weights are others than those of the fingerprints, by path."""
+  sums, counts = ({path: getattr(of, name) for path, of in known.items()} for name in ('sums', 'counts'))
+  return _changed(dict(weights), sums, tuple(counts.items()))
+
+
+_Counts = tuple[tuple[str, tuple[int, ...]], ...]
+
+
 @functools.partial(jax.jit, static_argnums=1, inline=True)
-def _made(weights: dict[str, Array], stacked: tuple[tuple[str, tuple[int, ...]], ...]) -> dict[str, Array]:
-  return {path: fingerprint(weights[path], axes) for path, axes in stacked}
+def _made(weights: dict[str, Array], counts: _Counts) -> dict[str, Array]:
+  return {path: fingerprint(weights[path], each) for path, each in counts}
 
 
 @functools.partial(jax.jit, static_argnums=2, inline=True)
-def changed(
-  weights: dict[str, Array], known: dict[str, Array], stacked: tuple[tuple[str, tuple[int, ...]], ...]
-) -> dict[str, Array]:
-  return {path: was_changed(weights[path], axes, known[path]) for path, axes in stacked}
+def _changed(weights: dict[str, Array], known: dict[str, Array], counts: _Counts) -> dict[str, Array]:
+  return {path: was_changed(weights[path], each, known[path]) for path, each in counts}

@@ -19,7 +19,7 @@ from sparse24_jax.binding import _jax
 from sparse24_jax.binding.blocks import PAIRS, why_apart
 from sparse24_jax.binding.bound import bind_traced, Bound, BoundWeight, how_lost
 from sparse24_jax.binding.interpreter import run
-from sparse24_jax.binding.origin import MadeOf, others, spoiled
+from sparse24_jax.binding.origin import others, spoiled
 from sparse24_jax.binding.reading import (
   as_result,
   as_rows,
@@ -148,7 +148,8 @@ def _stale(states: Mapping[str, Any], weights: Mapping[str, tuple[Array, tuple[i
     raise ValueError(
       f'{", ".join(wrong)}: variables were made of other weights than params, those of a step before say. Masks belong'
       ' to the weights of one step, and packed weights are read in place of params: call sparse_variables(params,'
-      ' opt_state, recipe) in every step, of the parameters that the model is given'
+      ' opt_state, recipe) in every step, of the parameters that the model is given. For weights that are perturbed or'
+      ' averaged call it again, sparse_variables(perturbed, opt_state, recipe): the masks are those of opt_state'
     )
   return None
 
@@ -170,7 +171,7 @@ def _carried(weight: BoundWeight, state: Any) -> WeightState:
 
 
 def is_state(node: Any) -> bool:
-  return isinstance(node, PackedWeight | WeightState | MadeOf)
+  return isinstance(node, PackedWeight | WeightState)
 
 
 def _bound_to(recipe: Recipe, params: Any, traced: Traced) -> Bound:

@@ -67,7 +67,7 @@ class SparseModule(nn.Module):
     collections = dict(self.variables)
     params, states = collections.pop('params', {}), collections.pop(COLLECTION, {})
     found = dict(leaves_by_path(states, is_leaf=is_state))
-    own = {path: state for path, state in found.items() if path == MADE_OF or rule_for(path, self.recipe)}
+    own = {path: state for path, state in found.items() if _of_fingerprint(path) or rule_for(path, self.recipe)}
     # A part that is sparse by itself, or that calls `sparse24_jax.dot`, finds what is its own.
     others = _without(states, own)
     if others:
@@ -123,7 +123,8 @@ def _dense(plain: type[nn.Module], rules: tuple[Rule, ...]) -> type[nn.Module]:
   def refuse(variables: Any) -> None:
     states = variables.get(COLLECTION, {}) if isinstance(variables, Mapping) else {}
     found = leaves_by_path(states, is_leaf=is_state)
-    if given := [path for path, _ in found if path != MADE_OF and rule_for(path, Recipe('sparse', rules))]:
+    sparse = Recipe('sparse', rules)
+    if given := [path for path, _ in found if not _of_fingerprint(path) and rule_for(path, sparse)]:
       raise ValueError(
         f"{', '.join(given)}: the model was made for phase 'dense', and is given sparse states, over which it would"
         " pass: give sparse_variables the phase of the model, phase='dense', or make the model of the sparse phase,"
@@ -155,6 +156,10 @@ def _again(model: nn.Module, rules: tuple[Rule, ...]) -> nn.Module:
 
 def _fields(model: nn.Module) -> dict[str, Any]:
   return {field.name: getattr(model, field.name) for field in dataclasses.fields(model) if field.init}
+
+
+def _of_fingerprint(path: str) -> bool:
+  return path.startswith(f'{MADE_OF}/')
 
 
 def _without(states: Any, paths: Any) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from pallas_kernels import _partitioning
 from pallas_kernels._dispatch import log_once
 from sparse24_jax.binding import origin
 from sparse24_jax.binding.state import NNX_STATES, WeightState
+from sparse24_jax.fingerprint import counts_of
 from sparse24_jax.packing import PackedWeight
 from sparse24_jax.projection import Projection
 from sparse24_jax.recipe import Recipe
@@ -80,19 +81,19 @@ class Sparse(nnx.Module):
   Attributes:
     recipe: whose rules its matmuls follow.
     states: `SparseVariable` of each weight that is projected, by its path.
-    made_of: fingerprints of the weights that these are the states of, by path.
+    made_of: fingerprints of the weights that these are the states of, by path, each with what it is of.
     brought_in: whether they are those of an optimizer, a bool.
     rngs: streams with one named `'mvue'`, or None.
   """
 
   def __init__(
-    self, recipe: Recipe, states: Mapping[str, Any], made_of: Mapping[str, Array], brought_in: Any,
+    self, recipe: Recipe, states: Mapping[str, Any], made_of: Mapping[str, origin.Fingerprint], brought_in: Any,
     rngs: nnx.Rngs | None,
   ):  # fmt: skip
     # The optimizer alone reads the decay, which may be an array: no part of a graph that is hashed.
     self.recipe = dataclasses.replace(recipe, masked_decay=0.0)
     self.states = nnx.Dict({path: SparseVariable(state) for path, state in states.items()})
-    self.made_of = nnx.Dict({path: SparseVariable(known) for path, known in made_of.items()})
+    self.made_of = nnx.Dict({path: SparseVariable(of) for path, of in made_of.items()})
     self.brought_in = SparseVariable(jnp.asarray(brought_in))
     self.rngs = rngs
 
@@ -109,7 +110,7 @@ class Sparse(nnx.Module):
     """The states, by path."""
     return {path: self.states[path].get_value() for path in self.states}
 
-  def read_fingerprints(self) -> dict[str, Array]:
+  def read_fingerprints(self) -> dict[str, origin.Fingerprint]:
     """Of the weights that the states were made of, by path."""
     return {path: self.made_of[path].get_value() for path in self.made_of}
 
@@ -119,7 +120,8 @@ class Sparse(nnx.Module):
     Raises:
       ValueError: states were brought in of weights that the model does not have, or had.
     """
-    weights, states, known = dict(leaves_by_path(params)), self.read(), self.read_fingerprints()
+    weights, states = dict(leaves_by_path(params)), self.read()
+    known = {path: origin.known_of(of) for path, of in self.read_fingerprints().items()}
     if foreign := [path for path in states if path not in weights]:
       raise ValueError(
         f'{", ".join(foreign)}: nnx.update brought in states of weights that the model does not have; it has'
@@ -127,16 +129,22 @@ class Sparse(nnx.Module):
         ' sparse_variables the parameters of this model, nnx.state(model, nnx.Param)'
       )
     rules = match_rules(params, self.recipe)
-    mine = [path for path, of in known.items() if path in rules and not origin.is_of(of, weights[path])]
+    mine = [path for path, of in known.items() if path in rules and not origin.is_of(of.sums, weights[path])]
     projections = {path: p for path in mine if (p := rules[path].policy.projection)}
     packed = {path for path in projections if isinstance(_value(states[path]), PackedWeight)}
     chosen = [path for path, p in projections.items() if path not in packed and _reads_weight(p, weights[path])]
     moving = {path for path, p in projections.items() if p.update is not None} - packed
     waiting = set(chosen) if self.recipe.refresh_every > 1 else set()
+    # Of a shard nothing is known: what only the optimizer knows is used as it is, and other masks are chosen anew.
+    shards = {path for path in projections if not known[path].is_of(weights[path])}
+    chosen = [path for path in chosen if path not in shards & (waiting | moving)]
+    packed, moving, waiting = packed - shards, moving - shards, waiting - shards
     if not (packed or moving or chosen):
       return states, None
     given = {path: jax.lax.stop_gradient(weights[path]) for path in (*packed, *moving, *chosen)}
-    changed = origin.changed(given, {path: known[path] for path in given}, _stacked(projections, given))
+    own = {path: counts_of(weights[path], projections[path].layout_of(weights[path]).stacked) for path in shards}
+    known |= {path: known[path]._replace(counts=counts) for path, counts in own.items()}
+    changed = origin.changed(given, {path: known[path] for path in given})
     brought = self.brought_in.get_value()
     refused = {path: changed[path] & (path in packed or brought) for path in packed | moving | waiting}
     wrong = _any(refused.values())
@@ -171,11 +179,9 @@ class Sparse(nnx.Module):
     return self.rngs[RNG]()
 
 
-def fingerprints(sparse: Mapping[str, tuple[Projection, Array]]) -> dict[str, Array]:
+def fingerprints(sparse: Mapping[str, tuple[Projection, Array]]) -> dict[str, origin.Fingerprint]:
   """Of weights, by path."""
-  weights = {path: w for path, (_, w) in sparse.items()}
-  projections = {path: projection for path, (projection, _) in sparse.items()}
-  return origin.fingerprints(weights, _stacked(projections, weights))
+  return origin.fingerprints({path: (w, p.layout_of(w).stacked) for path, (p, w) in sparse.items()})
 
 
 def spoiled_changes(changed: nnx.State, fine: Array) -> nnx.State:
@@ -192,18 +198,13 @@ def dense_state() -> nnx.State:
   return nnx.State({ATTRIBUTE: DensePhase()})
 
 
-def sparse_state(states: Mapping[str, Any], made_of: Mapping[str, Array], brought_in: bool) -> nnx.State:
+def sparse_state(states: Mapping[str, Any], made_of: Mapping[str, origin.Fingerprint], brought_in: bool) -> nnx.State:
   """What `nnx.update(model, ...)` takes to bring the states into a sparsified model."""
   folder = tuple(NNX_STATES.strip('/').split('/'))
   flat: dict[tuple[str, ...], Any] = {(*folder, path): SparseVariable(state) for path, state in states.items()}
   flat |= {(ATTRIBUTE, 'made_of', path): SparseVariable(of) for path, of in made_of.items()}
   flat[ATTRIBUTE, 'brought_in'] = SparseVariable(jnp.asarray(brought_in))
   return nnx.from_flat_state(flat)
-
-
-def _stacked(projections: Mapping[str, Projection], weights: Mapping[str, Array]) -> Any:
-  """Path and stacked axes of weights, by which a jitted function is found again."""
-  return tuple((path, projections[path].layout_of(w).stacked) for path, w in weights.items())
 
 
 def _any(flags: Iterable[Any]) -> Any:

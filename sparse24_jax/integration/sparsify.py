@@ -92,11 +92,12 @@ def sparse_variables(
   run, it packs the weights for all of them, forward and backward. What no kernel then reads, XLA drops. Elsewhere it
   only arranges what the optimizer state holds.
 
-  It packs the values of `params`: apply the model to those parameters only, and call this again for others (an average,
-  loaded weights). With others, of a later step say, a linen model or a function raises an error, and under jit returns
-  NaN (integers as for nnx, see `sparsify`): the fingerprints of a few weights are beside the states, and a forward in
-  the trace that made them compares nothing. A cast to fewer bits is no change; those of less than some millionths of a
-  weight's size, and weights that are not looked at, go unseen.
+  It packs the values of `params`: apply the model to those parameters only, and call this again for others: an average,
+  loaded weights, those that SAM or noise perturbed. The masks are those of `opt_state` each time. With others than
+  `params`, of a later step say, a linen model or a function raises an error, and under jit returns NaN (integers as for
+  nnx, see `sparsify`): the fingerprints of a few weights are beside the states, and a forward in the trace that made
+  them compares nothing. A cast to fewer bits is no change; those of less than some millionths of a weight's size, and
+  weights that are not looked at, go unseen.
 
   An nnx model keeps what `nnx.update` brought, and refuses it for other parameters, see `sparsify`. At the end of a
   step, after `optimizer.update`, bring in `sparse_variables(..., pack=False)`: the masks of the new weights, in arrays
@@ -119,8 +120,9 @@ def sparse_variables(
     pack: whether to pack; None does if the policy names a kernel, or if this GPU has them and they may be chosen.
 
   Returns:
-    linen: the collection `'sparse24'`, a nested dictionary with an entry more, `'made of'`. nnx: an `nnx.State` for
-      `nnx.update`, or for a function.
+    linen: the collection `'sparse24'`, a nested dictionary with an entry more, `'made of'`, of the fingerprints. It may
+      be taken out, for a `jax.tree.map` with `params` say: no forward then sees that it is given others. nnx: an
+      `nnx.State` for `nnx.update`, or for a function.
 
   Raises:
     ValueError: the recipe, the state and the parameters do not fit, unknown phase, or none in a recipe that begins

@@ -1,12 +1,14 @@
 """`sparse_variables` of other weights than a forward is given: an error, or NaN under jit. Its own cost nothing."""
 
+import dataclasses
 import functools
 
 from absl.testing import absltest, parameterized
+from flax import core, nnx, serialization, traverse_util
 from flax import linen as nn
-from flax import nnx
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
 import numpy as np
 import optax
 
@@ -15,7 +17,7 @@ import sparse24_jax as s24
 STE = s24.recipes.ste('.*kernel')
 PACKED = s24.Recipe('own', (s24.Rule('.*kernel', s24.DotPolicy(s24.transposable(), 'sparse', implementation='dense')),))
 X = np.random.default_rng(1).normal(size=(8, 64)).astype(np.float32)
-ANOTHER = 'kernel: variables were made of other weights than params, .* call sparse_variables'
+ANOTHER = 'kernel: variables were made of other weights than params, .* call sparse_variables.*perturbed'
 
 
 def loss(params, x):
@@ -78,6 +80,86 @@ class StaleVariablesTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, ANOTHER):
       sparse(average, s24.sparse_variables(newer, after, STE), None, X)
 
+  def test_perturbed_weights_as_sam_has_them(self):
+    """Refused with the variables of the step; with their own they are right, by the masks of the step."""
+    (params, state), _ = trained(STE)
+    sparse = s24.sparsify(loss, STE)
+
+    @jax.jit
+    def step(params, state):
+      variables = s24.sparse_variables(params, state, STE)
+      grads = jax.grad(sparse)(params, variables, None, X)
+      perturbed = jax.tree.map(lambda w, g: w + 0.3 * g / optax.tree.norm(grads), params, grads)
+      own = s24.sparse_variables(perturbed, state, STE)
+      found = jax.value_and_grad(sparse)(perturbed, own, None, X)
+      return perturbed, found, sparse(perturbed, variables, None, X)
+
+    perturbed, found, refused = step(params, state)
+    masked = jax.tree.map(lambda w, mask: jnp.where(mask, w, 0), perturbed, state.projections)
+    value, grads = jax.value_and_grad(loss)(masked, X)
+    np.testing.assert_allclose(found[0], value, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-3), found[1], grads)
+    self.assertTrue(jnp.isnan(refused))
+
+  @parameterized.parameters(((None, None), ('d', None)), (('d', None), (None, None)))
+  def test_weights_that_are_divided_otherwise(self, made, given):
+    """Into six: other entries are read of 96, all of them by the first count."""
+    mesh = jax.make_mesh((6,), ('d',), axis_types=(AxisType.Explicit,), devices=jax.devices()[:6])
+    sparse = s24.sparsify(lambda params, x: (x @ params['kernel']).sum(), STE)
+    w = np.random.default_rng(0).normal(size=(96, 96)).astype(np.float32)
+    x = np.ones((1, 96), np.float32)
+
+    @jax.jit
+    def forward(params, scale, x):
+      variables = s24.sparse_variables(params, None, STE)
+      params = jax.tree.map(lambda w: jax.sharding.reshard(w * scale, jax.P(*given)), params)
+      return sparse(params, variables, None, x)
+
+    with jax.set_mesh(mesh):
+      params = {'kernel': jax.device_put(w, jax.P(*made))}
+      found = [forward(params, scale, x) for scale in (1.0, 1.01)]
+    np.testing.assert_allclose(found[0], (x @ np.where(s24.magnitude_mask(w), w, 0)).sum(), rtol=1e-4)
+    self.assertTrue(np.isnan(found[1]))
+
+  @parameterized.parameters(False, True)
+  def test_shards_of_an_nnx_model(self, is_model):
+    """Of a shard the fingerprint of the whole weight says nothing."""
+    recipe = dataclasses.replace(STE, refresh_every=2) if is_model else STE
+    model = nnx.Linear(64, 64, use_bias=False, rngs=nnx.Rngs(0))
+    params = nnx.state(model, nnx.Param)
+    variables = s24.sparse_variables(params, s24.sparse_training(optax.sgd(0.1), recipe).init(params), recipe)
+    if is_model:
+      model = s24.sparsify(model, recipe)
+      nnx.update(model, variables)
+    graph = nnx.graphdef(model)
+    given = (nnx.state(model),) if is_model else (params, variables)
+    sparse = s24.sparsify(lambda params, x: nnx.merge(graph, params)(x), recipe)
+
+    def forward(params, *rest):
+      return nnx.merge(graph, params)(*rest) if is_model else sparse(params, rest[0], None, rest[1])
+
+    mesh = jax.make_mesh((2,), ('d',), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    specs = jax.tree.map(lambda a: jax.P(None, 'd') if a.shape == (64, 64) else jax.P(), given)
+    divided = jax.shard_map(forward, mesh=mesh, in_specs=(*specs, jax.P()), out_specs=jax.P(None, 'd'))
+    w = np.asarray(params['kernel'][...])
+    expected = X @ np.where(s24.magnitude_mask(w), w, 0)
+    np.testing.assert_allclose(jax.jit(divided)(*given, X), expected, rtol=1e-4, atol=1e-5)
+
+  def test_variables_are_arrays_for_other_code(self):
+    """To save them, to look at each, to map them with parameters."""
+    (params, state), (newer, _) = trained(STE)
+    sparse, v = s24.sparsify(loss, STE), s24.sparse_variables(params, state, STE)
+    self.assertTrue(all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(v)))
+    saved = serialization.from_bytes(v, serialization.to_bytes(v))
+    flat = traverse_util.flatten_dict(v, sep='/')
+    for found in (saved, traverse_util.unflatten_dict(flat, sep='/'), core.freeze(v)):
+      np.testing.assert_allclose(sparse(params, found, None, X), sparse(params, v, None, X))
+      with self.assertRaisesRegex(ValueError, ANOTHER):
+        sparse(newer, found, None, X)
+    del v['made of']
+    jax.tree.map(lambda mask, w: self.assertEqual(mask.shape, w.shape), v, params)
+    self.assertTrue(jnp.isfinite(sparse(newer, v, None, X)))
+
   @parameterized.parameters(jnp.bfloat16, jnp.float16)
   def test_a_cast_is_no_other_weight(self, dtype):
     (params, state), (newer, _) = trained(STE)
@@ -86,6 +168,7 @@ class StaleVariablesTest(parameterized.TestCase):
     expected = loss(jax.tree.map(lambda w: w.astype(dtype), s24.project(params, state, STE)), X)
     np.testing.assert_allclose(sparse(cast, v, None, X), expected, rtol=2e-2)
     self.assertEqual(bool(jnp.isnan(sparse(other, v, None, X))), dtype == jnp.bfloat16)
+    self.assertTrue(jnp.isfinite(sparse(params, s24.sparse_variables(cast, state, STE), None, X)))
 
   def test_an_ensemble_and_micro_batches_in_a_scan(self):
     (params, state), (newer, after) = trained(STE)
