@@ -1,6 +1,9 @@
 """The examples of the README run as they stand there, on small models."""
 
+import ast
+import contextlib
 import dataclasses
+import io
 import pathlib
 import re
 import tempfile
@@ -23,8 +26,9 @@ def blocks(page):
   return re.findall(r'```python\n(.*?)```', (ROOT / page).read_text(), re.DOTALL)
 
 
-# The linen example; those of nnx and of phases; any function.
-BLOCKS = (blocks('README.md')[0], *blocks('docs/guide.md'))
+# A whole loop; the linen example; those of nnx and of phases; any function.
+LOOP, *GUIDE = blocks('docs/guide.md')
+BLOCKS = (blocks('README.md')[0], *GUIDE)
 FUNCTION = blocks('README.md')[1]
 
 
@@ -183,6 +187,20 @@ class ReadmeTest(absltest.TestCase):
       nnx.replace_by_pure_dict(restored, checkpointer.restore(f'{folder}/model', wanted))
     nnx.update(fresh, restored)
     self.assertTrue((fresh(x) == model(x)).all())
+
+  def test_whole_loop(self):
+    out, names = io.StringIO(), {}
+    with contextlib.redirect_stdout(out):
+      exec(LOOP, names)
+    sparse, dense, shares = out.getvalue().splitlines()
+    self.assertRegex(sparse, r'^6 sparse \d')
+    self.assertRegex(dense, r'^12 dense \d')
+    self.assertEqual(ast.literal_eval(shares), {'layers_1/kernel': 0.5, 'layers_3/kernel': 0.5})
+    # What was evaluated before it was saved is the plain model on what was exported after it was restored.
+    tokens = names['batch_of'](12)
+    logits = names['model'].apply({'params': names['exported']}, tokens[:, :-1])
+    expected = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+    self.assertAlmostEqual(float(sparse.split()[3]), float(expected), places=5)
 
   def test_phase_example(self):
     exec(BLOCKS[0], self.names)

@@ -85,7 +85,10 @@ def trace(f: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any
   paths = [path for path, _ in leaves_by_path(args[0])]
   if [i for i in range(len(paths)) if i not in dynamic]:
     odd = [path for path, leaf in leaves_by_path(args[0]) if not is_array(leaf)]
-    raise ValueError(f'parameters must be arrays or shapes with a dtype; found others at {odd}')
+    raise ValueError(
+      f'parameters must be arrays or shapes with a dtype; found others at {odd}. Equinox: params, static ='
+      ' eqx.partition(model, eqx.is_inexact_array), and a function of params that calls eqx.combine(params, static)'
+    )
   out_structure = []
 
   def flat_f(leaves: Sequence[Any]) -> list[Any]:

@@ -16,14 +16,14 @@ from sparse24_jax.binding.states import weight_states
 from sparse24_jax.binding.tracing import as_callable, functional, trace
 from sparse24_jax.binding.transform import sparse_function
 from sparse24_jax.masks import verify24
-from sparse24_jax.optim import changed_behind
+from sparse24_jax.optim import try_chain
 from sparse24_jax.recipe import Recipe
 from sparse24_jax.rules import check_groups, keep_dense, leaves_by_path, match_rules
 
 # `binding.blocks.find_block` in words.
 _BLOCKS = (
-  'block -: a layer by itself. One fused op are two matmuls x @ w, with or without bias, and between them nothing but'
-  ' gelu, silu, relu or squared relu, with or without a gate; one dtype, one policy for all of them. Here:'
+  'block -: a layer by itself. Two matmuls form one fused op if they are x @ w, with or without bias, nothing but gelu,'
+  ' silu, relu or squared relu is between them, with or without a gate, and they share a dtype and a policy. Here:'
 )
 
 
@@ -110,7 +110,8 @@ def check(
     params: arrays, or `jax.ShapeDtypeStruct`, or an nnx model.
     *args: an example of the other arguments, likewise.
     optimizer: the whole chain, with `sparse_training` of this recipe in it, to see whether masks are chosen from the
-      weights that the chain leaves: what changes updates behind the wrapper is found. It takes arrays, in place of
+      weights that the chain leaves: what changes updates behind the wrapper is found, and a weight that is never
+      updated (`optax.set_to_zero`) but pruned. It takes arrays, in place of
       which it updates random numbers: steps 0, 10, 100, 1000 and 10000, for what a schedule changes late. Not seen is
       what changes a weight by less than about a millionth, or bfloat16 ones by less than their rounding.
     **kwargs: as `args`.
@@ -157,17 +158,24 @@ def _listed(paths: Sequence[str]) -> str:
 
 
 def _behind(optimizer: Any, weights: Mapping[str, CheckedWeight], params: Any) -> dict[str, CheckedWeight]:
-  """With a problem where the chain leaves other weights than `sparse_training` in it chooses masks from."""
+  """With a problem where the chain leaves a weight as it is, or another than that of which masks are chosen."""
   found = dict(weights)
-  for path, step in changed_behind(optimizer, params).items():
+  tried = try_chain(optimizer, params)
+  problems = {path: f'{path}: not trained by the optimizer, and pruned: {_leave_dense(path)}' for path in tried.still}
+  for path, step in tried.changed.items():
+    problems[path] = (
+      f'{path}: the weights after step {step} differ from those the masks were chosen from: a transformation after'
+      ' sparse_training changed the update, a learning rate say: put it inside, sparse_training(chain(...), recipe)'
+    )
+  for path, problem in problems.items():
     if path not in found:
       raise ValueError(f'{path}: optimizer makes it sparse, recipe does not: give both the same recipe')
-    problem = (
-      f'{path}: optimizer leaves other weights in step {step} than those its masks are chosen from. Something behind'
-      ' sparse_training changes the updates, a learning rate say: put it inside, sparse_training(chain(...), recipe)'
-    )
     found[path] = dataclasses.replace(found[path], problem=found[path].problem or problem)
   return found
+
+
+def _leave_dense(path: str) -> str:
+  return f'leave it dense with recipe.with_dense({re.escape(path)!r}), in sparse_training too'
 
 
 def _checked(path: str, leaf: Any, found: BoundWeight | str) -> CheckedWeight:

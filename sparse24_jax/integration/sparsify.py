@@ -13,6 +13,7 @@ from sparse24_jax.integration.functional import projected_weights
 from sparse24_jax.integration.nnx_states import dense_state, fingerprints, sparse_state, SparseVariable
 from sparse24_jax.optim import warn_of_other_weights
 from sparse24_jax.recipe import PhaseName, Recipe, resolve_phase
+from sparse24_jax.rules import is_weight, leaves_by_path, rule_for
 
 __all__ = ['SparseVariable', 'sparse_variables', 'sparsify']
 
@@ -57,8 +58,9 @@ def sparsify(
     rngs: nnx only: streams with one named `'mvue'`, for recipes that use it.
 
   Raises:
-    ValueError: neither a function nor a Flax module, unknown phase, none in a recipe that begins dense, a rule that
-      decides for nothing. Weights that no matmul contracts are found when the model is called.
+    ValueError: neither a function nor a Flax module, a module that holds matched weights itself (Equinox), unknown
+      phase, none in a recipe that begins dense, a rule that decides for nothing. Weights that no matmul contracts are
+      found when the model is called.
 
   >>> from flax import linen as nn
   >>> import jax, jax.numpy as jnp, optax, sparse24_jax as s24
@@ -76,11 +78,23 @@ def sparsify(
   if isinstance(model, nnx.Module):
     return nnx_door.sparsify(model, recipe, phase=phase, rngs=rngs)
   if callable(model) and not isinstance(model, type):
+    _refuse_a_module(model, recipe)
     return sparse_function(model, recipe, phase=phase)
   raise ValueError(
     f'model must be a function of parameters, a flax.linen.Module or a flax.nnx.Module, found {type(model).__name__}:'
     ' of a class of modules make one first'
   )
+
+
+def _refuse_a_module(f: Any, recipe: Recipe) -> None:
+  """ValueError if a callable is a tree with the recipe's weights in it; a partial function may hold any arguments."""
+  held = [] if hasattr(f, 'keywords') else leaves_by_path(f)
+  if weights := [path for path, leaf in held if is_weight(path, leaf) and rule_for(path, recipe)]:
+    raise ValueError(
+      f'model is a {type(f).__name__} that holds the weights {weights} itself: make a function of its parameters.'
+      ' Equinox: params, static = eqx.partition(model, eqx.is_inexact_array), and sparsify a function of params that'
+      ' calls eqx.combine(params, static)'
+    )
 
 
 def sparse_variables(

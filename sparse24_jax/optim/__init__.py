@@ -1,6 +1,6 @@
 """The Optax side: where masks live and change."""
 
-from sparse24_jax.optim._chain import changed_behind
+from sparse24_jax.optim._chain import try_chain
 from sparse24_jax.optim._named import GRADIENTS, WEIGHTS
 from sparse24_jax.optim._training_state import (
   FlipRate,
@@ -24,7 +24,6 @@ __all__ = [
   'SparseTrainingState',
   'StepAdamState',
   'add_masked_decay',
-  'changed_behind',
   'get_flip_rate',
   'mvue_gradients',
   'regroup_neurons',
@@ -34,5 +33,6 @@ __all__ = [
   'sparse_training',
   'step_adam',
   'step_has_settled',
+  'try_chain',
   'warn_of_other_weights',
 ]

@@ -1,6 +1,6 @@
-"""Whether a whole chain leaves the weights that `sparse_training` in it chooses masks from."""
+"""What a whole chain does with sparse weights: whether it trains them, and leaves those of which masks are chosen."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax import Array
@@ -11,6 +11,7 @@ from sparse24_jax.optim import _left
 from sparse24_jax.optim._state import find_state
 from sparse24_jax.optim._training_state import SparseTrainingState
 from sparse24_jax.optim._weights import unboxed
+from sparse24_jax.rules import leaves_by_path
 
 # Ours: the steps that are tried. A schedule may begin at a rate of zero, or as if it were not there.
 _COUNTS = (0, 10, 100, 1000, 10_000)
@@ -18,8 +19,20 @@ _COUNTS = (0, 10, 100, 1000, 10_000)
 _CALLS = 256
 
 
-def changed_behind(optimizer: optax.GradientTransformation, params: Any) -> dict[str, int]:
-  """The sparse weights that the updates of a chain make others than `sparse_training` in it expects, and in which step.
+class Tried(NamedTuple):
+  """The sparse weights that a chain does not train as it should.
+
+  Attributes:
+    changed: those that its updates make others than `sparse_training` in it expects, and in which step.
+    still: those that no step changes, while it changes other parameters.
+  """
+
+  changed: dict[str, int]
+  still: list[str]
+
+
+def try_chain(optimizer: optax.GradientTransformation, params: Any) -> Tried:
+  """What the updates of a chain do to sparse weights.
 
   It does a few steps and compares as a run does, but looks at all weights. Of the parameters only shapes, dtypes and
   shardings matter, so that neither their size nor what gradients they have hides a change.
@@ -30,12 +43,14 @@ def changed_behind(optimizer: optax.GradientTransformation, params: Any) -> dict
   # of all signs nearly cancel in a sum.
   params, grads = _drawn(params, 0, 0.02, 0.25), _drawn(params, 1, 1.0, 1.0)
   found: dict[str, int] = {}
+  updated: set[str] = set()
   with _left.watching_all():
     state = optimizer.init(params)
     for count in _COUNTS:
       state = jax.tree_util.tree_map_with_path(lambda path, leaf, n=count: _at(n, path, leaf), state)
       for _ in range(_CALLS):
-        params, state = step(grads, state, params)
+        params, state, nonzero = step(grads, state, params)
+        updated |= {path for path, some in leaves_by_path(nonzero) if some}
         ours = find_state(state, SparseTrainingState, 'sparse_training')
         if int(ours.count) > count:
           break
@@ -43,12 +58,16 @@ def changed_behind(optimizer: optax.GradientTransformation, params: Any) -> dict
         raise ValueError(f'optimizer did no step in {_CALLS} updates: check it without optax.MultiSteps around it')
       jax.block_until_ready((params, ours))
       found = dict.fromkeys(_left.changed(ours, unboxed(params)), count) | found
-  return found
+  # Where nothing was updated at all, a schedule is zero in the steps that were tried, and nothing is known.
+  sparse = [path for path, _ in leaves_by_path(ours.projections)]
+  return Tried(found, [path for path in sparse if path not in updated] if updated else [])
 
 
-def _step(optimizer: optax.GradientTransformation, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+def _step(optimizer: optax.GradientTransformation, grads: Any, state: Any, params: Any) -> tuple[Any, Any, Any]:
+  """Parameters and state, and which parameters have an update that is not zero."""
   updates, state = optimizer.update(grads, state, params)
-  return optax.apply_updates(params, updates), state
+  nonzero = jax.tree.map(lambda u: jnp.any(u != 0), unboxed(updates))
+  return optax.apply_updates(params, updates), state, nonzero
 
 
 def _at(count: int, path: Any, leaf: Any) -> Any:

@@ -18,6 +18,21 @@ SGD = optax.sgd(0.1)
 STATE = s24.sparse_training(SGD, STE).init(PARAMS)
 
 
+@jax.tree_util.register_pytree_with_keys_class
+class Held(dict):
+  """A module as those of Equinox are: a tree that can be called."""
+
+  def tree_flatten_with_keys(self):
+    return [(jax.tree_util.DictKey(name), value) for name, value in self.items()], tuple(self)
+
+  @classmethod
+  def tree_unflatten(cls, names, values):
+    return cls(zip(names, values, strict=True))
+
+  def __call__(self, x):
+    return x @ self['mlp']['up']['kernel']
+
+
 def shaped(*shape):
   return {'mlp': {'up': {'kernel': jnp.ones(shape)}}}
 
@@ -138,6 +153,8 @@ OTHERS = (
 
 SPARSIFY = (
   ('number', lambda: s24.sparsify(3, STE), r'flax\.linen\.Module or a flax\.nnx\.Module, found int'),
+  ('module_that_holds_its_weights', lambda: s24.sparsify(Held(PARAMS), STE),
+   r"model is a Held that holds the weights \['mlp/up/kernel'\] itself: .*Equinox: .* = eqx.partition\(model"),
   ('class_instead_of_model', lambda: s24.sparsify(nn.Dense, STE), 'found type'),
   ('unknown_phase', lambda: s24.sparsify(nn.Dense(8), STE, phase='train'), r"phase='train': known are"),
   ('nnx_rule_without_match', lambda: s24.sparsify(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), STE), 'decides for no weight'),

@@ -69,6 +69,9 @@ class CheckTest(parameterized.TestCase):
     for model in (nn.Dense(8), s24.sparsify(nn.Dense(8), s24.recipes.ste('kernel'))):
       self.assertEqual(s24.bind(s24.recipes.ste('kernel'), model, params, x)['kernel'].uses[0].tokens, 4)
     for take in (s24.check, s24.bind):
+      # An Equinox model holds functions beside its arrays.
+      with self.assertRaisesRegex(ValueError, r"found others at \['activation'\]. Equinox: .* eqx.partition\(model"):
+        take(s24.recipes.ste('w'), lambda p, x: x @ p['w'], {'w': jnp.ones((16, 8)), 'activation': jax.nn.relu}, x)
       with self.assertRaisesRegex(ValueError, r'f is an nnx module, Linear, .* lambda model, x: model\(x\), model, x'):
         take(s24.recipes.ste('.*'), nnx.Linear(16, 8, rngs=nnx.Rngs(0)), params, x)
       with self.assertRaisesRegex(ValueError, 'f must be a function of parameters or a linen module, found dict'):
@@ -90,9 +93,22 @@ class CheckTest(parameterized.TestCase):
     self.assertTrue(s24.check(recipe, f, params, x, optimizer=right).ok)
     wrong = s24.check(recipe, f, params, x, optimizer=scaled_after)
     self.assertEqual([w.problem is None for w in wrong.weights], [False, False])
-    self.assertRegex(str(wrong), 'query: optimizer leaves other weights in step 0 than those its masks are chosen from')
+    self.assertRegex(str(wrong), 'query: the weights after step 0 differ from those the masks were chosen from: ')
     with self.assertRaisesRegex(ValueError, 'out: optimizer makes it sparse, recipe does not'):
       s24.check(s24.recipes.ste('query'), f, params, x, optimizer=scaled_after)
+
+  def test_a_weight_that_the_optimizer_never_updates(self):
+    f, params, x = example()
+    recipe = s24.bind(s24.recipes.ste('.*'), f, params, x)
+    labels = {'query': 'frozen', 'out': 'train'}
+    # The rate is zero in the first step that is tried.
+    train = optax.sgd(optax.linear_schedule(0.0, 1e-2, 50))
+    frozen = optax.multi_transform({'train': train, 'frozen': optax.set_to_zero()}, labels)
+    checked = s24.check(recipe, f, params, x, optimizer=s24.sparse_training(frozen, recipe))
+    problems = {w.path: w.problem for w in checked.weights}
+    self.assertIsNone(problems['out'])
+    self.assertStartsWith(problems['query'], 'query: not trained by the optimizer, and pruned: leave it dense with')
+    self.assertIn("recipe.with_dense('query')", problems['query'])
 
   def test_command(self):
     out = io.StringIO()

@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import sparse24_jax as s24
-from sparse24_jax.optim import _chain, _left, changed_behind
+from sparse24_jax.optim import _chain, _left, try_chain
 
 STE = s24.recipes.ste('mlp/.*')
 UP = 'mlp/up'
@@ -27,6 +27,10 @@ def params_of(dtype=jnp.float32):
 
 def wrapped(inner, recipe=STE):
   return s24.sparse_training(inner, recipe, learning_rate=3e-4)
+
+
+def changed_behind(optimizer, params):
+  return try_chain(optimizer, params).changed
 
 
 def warm(rate, steps=2000):
