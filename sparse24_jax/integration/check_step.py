@@ -72,7 +72,8 @@ def check_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckedSt
   masks = sparse_states((args, kwargs))
   traced = trace(lambda _, args, kwargs: step(*args, **kwargs), ({}, args, kwargs), {})
   arrays = [(path, leaf) for path, leaf in leaves_by_path((args, kwargs)) if is_array(leaf)]
-  places = [_place(path, leaf, masks) for path, leaf in arrays]
+  moments = _folders_of_moments([path for path, _ in arrays], masks)
+  places = [None if f'/{path}'.startswith(moments) else _place(path, leaf, masks) for path, leaf in arrays]
   held = {place for place in places if place and place[0] is not None}
   folders = [folder for folder in dict.fromkeys(f for f, _ in held) if all((folder, path) in held for path in masks)]
   if not folders:
@@ -87,21 +88,24 @@ def check_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckedSt
       ' whole step, with its gradient and tx.update(gradients, opt_state, params)'
     )
   trained = {path: {key for key in found.named[WEIGHTS].weights if key[1] == path} for path in masks}
-  reads = {path: _reads(keys, found) for path, keys in trained.items()}
+  reads = {path: _reads(path, keys, found) for path, keys in trained.items()}
   problems = [_problem(path, keys, reads[path]) for path, keys in trained.items()]
   if any(problems):
     raise ValueError('\n'.join(filter(None, problems)))
   return CheckedStep({path: tuple(read.line for read in reads[path]) for path in masks})
 
 
-def _reads(trained: Set[Any], found: Found) -> list[Read]:
+def _reads(path: str, trained: Set[Any], found: Found) -> list[Read]:
   """The matmuls of a weight on the way to the gradients."""
   gradients = found.named.get(GRADIENTS, Named())
   reads = [read for read in gradients.reads if read.key in trained]
   if reads or trained & gradients.touched:
     return reads
   # Of one matmul and a linear loss, the gradient does not depend on the weight.
-  return [read for read in found.reads if read.key in trained]
+  if reads := [read for read in found.reads if read.key in trained]:
+    return reads
+  # A weight that nothing is computed from has a copy that is, in fewer bits say.
+  return [read for read in gradients.reads if read.key[1] == path]
 
 
 def _problem(path: str, trained: Set[Any], reads: Iterable[Read]) -> str | None:
@@ -131,10 +135,15 @@ def _problem(path: str, trained: Set[Any], reads: Iterable[Read]) -> str | None:
   return None
 
 
+def _folders_of_moments(paths: Iterable[str], masks: Iterable[str]) -> tuple[str, ...]:
+  """Of the optimizer inside; wrappers around `sparse_training` may call what they hold `inner_state`, too."""
+  ends = tuple(f'/projections/{name}' for name in masks)
+  states = {f'/{path}'.removesuffix(end) for path in paths for end in ends if f'/{path}'.endswith(end)}
+  return tuple(f'{state}/inner_state/' for state in states)
+
+
 def _place(path: str, leaf: Any, masks: Mapping[str, Any]) -> tuple[str | None, str] | None:
   """(folder, path) of an array that may be a weight, (None, path) of what may be a state of one; None of others."""
-  if '/inner_state/' in f'/{path}':  # moments
-    return None
   for name, state in masks.items():
     folder, found, rest = f'/{path}/'.rpartition(f'/{name}/')
     if not found:

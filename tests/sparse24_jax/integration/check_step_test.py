@@ -85,13 +85,13 @@ def square(params, x):
   return ((x @ params['w']) ** 2).mean()
 
 
-def check_of(made, *, optimizer=None, before=lambda params: params, update=True):
+def check_of(made, *, optimizer=None, around=lambda tx: tx, before=lambda params: params, update=True, wrt=0):
   """`check_step` of one weight and its average, whose step has the loss and the metric that `made(sparse)` returns.
 
   Both are `f(params, average)`, of functions of parameters; `before` makes of the parameters those of the update.
   """
   recipe = s24.recipes.ste('w')
-  tx = s24.sparse_training(optimizer or optax.sgd(0.1), recipe)
+  tx = around(s24.sparse_training(optimizer or optax.sgd(0.1), recipe))
   params = {'w': np.asarray(params_of()['up'])[0]}
 
   def step(params, average, state, x):
@@ -99,7 +99,7 @@ def check_of(made, *, optimizer=None, before=lambda params: params, update=True)
       return s24.sparsify(f, recipe)(params, s24.sparse_variables(params, state, recipe), None, x)
 
     loss, metric = made(sparse)
-    grads = jax.grad(loss)(params, average)
+    grads = jax.grad(loss, wrt)(params, average)
     updates = tx.update(grads, state, before(params))[0] if update else grads
     return optax.apply_updates(params, updates), metric(params, average)
 
@@ -224,6 +224,20 @@ class CheckStepTest(parameterized.TestCase):
 
     check_of(made)
     check_of(made, optimizer=optax.contrib.muon(0.1))
+
+  def test_wrappers_with_an_inner_state_of_their_own(self):
+    def made(sparse):
+      return lambda params, _: sparse(params), lambda *_: 0
+
+    check_of(made, optimizer=optax.adam(0.1), around=lambda tx: optax.apply_if_finite(tx, 3))
+
+  def test_weights_that_are_updated_while_a_copy_is_trained(self):
+    def dense(params):
+      return square(params, X)
+
+    check_of(lambda sparse: (lambda _, copy: sparse(copy), lambda *_: 0), wrt=1)
+    with self.assertRaisesRegex(ValueError, '^w: the step reads it dense at'):
+      check_of(lambda sparse: (lambda _, copy: dense(copy), lambda *_: 0), wrt=1)
 
   def test_a_penalty_that_multiplies_the_weight_is_named(self):
     def made(sparse):
