@@ -85,14 +85,17 @@ def others(states: Mapping[str, Any], weights: Weights) -> dict[str, Array]:
     weights: that a forward is given; those that nothing is known of, or of which it is a shard, are left out.
   """
   known: dict[str, Known] = {}
-  for whole, sums in states.items():
-    for prefix in (f'{MADE_OF}/', NNX_MADE_OF):
-      path, _, text = whole.removeprefix(prefix).rpartition('/')
-      path = path if path in weights else path.removesuffix('/value')  # of an nnx variable
-      if whole.startswith(prefix) and path in weights:
-        known[path] = known_of({text: sums})
+  for whole, state in states.items():
+    if whole.startswith(f'{MADE_OF}/'):
+      path, _, text = whole.removeprefix(f'{MADE_OF}/').rpartition('/')
+      known[path] = known_of({text: state})
+    elif whole.startswith(NNX_MADE_OF) and (path := whole.removeprefix(NNX_MADE_OF)) in weights:
+      w, stacked = weights[path]
+      # An array alone, of a pure dictionary, says nothing but the sums.
+      of_w = Known(state, tuple(w.shape), w.dtype.name, counts_of(w, stacked))
+      known[path] = known_of(state.fingerprint()) if is_fingerprint(state) else of_w
   mine = {}
-  for path in first_of_all_kinds(known, _WEIGHTS):
+  for path in first_of_all_kinds((path for path in known if path in weights), _WEIGHTS):
     w, of = weights[path][0], known[path]
     # A cast to bfloat16 is seen through, one to or from float16 is not.
     dtypes = {of.dtype, w.dtype.name}
@@ -100,6 +103,11 @@ def others(states: Mapping[str, Any], weights: Weights) -> dict[str, Array]:
     if of.is_of(w) and seen and not is_of(of.sums, w):
       mine[path] = of
   return changed({path: jax.lax.stop_gradient(weights[path][0]) for path in mine}, mine) if mine else {}
+
+
+def is_fingerprint(node: Any) -> bool:
+  """Whether it is the variable of an nnx model that holds one."""
+  return hasattr(type(node), 'fingerprint')
 
 
 def is_of(fingerprint: Any, w: Any) -> bool:

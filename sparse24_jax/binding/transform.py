@@ -19,7 +19,7 @@ from sparse24_jax.binding import _jax
 from sparse24_jax.binding.blocks import PAIRS, why_apart
 from sparse24_jax.binding.bound import bind_traced, Bound, BoundWeight, how_lost
 from sparse24_jax.binding.interpreter import run
-from sparse24_jax.binding.origin import others, spoiled
+from sparse24_jax.binding.origin import is_fingerprint, others, spoiled
 from sparse24_jax.binding.reading import (
   as_result,
   as_rows,
@@ -171,7 +171,7 @@ def _carried(weight: BoundWeight, state: Any) -> WeightState:
 
 
 def is_state(node: Any) -> bool:
-  return isinstance(node, PackedWeight | WeightState)
+  return isinstance(node, PackedWeight | WeightState) or is_fingerprint(node)
 
 
 def _bound_to(recipe: Recipe, params: Any, traced: Traced) -> Bound:

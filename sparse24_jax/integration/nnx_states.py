@@ -49,6 +49,18 @@ class SparseVariable(nnx.Variable):
   """
 
 
+class FingerprintVariable(SparseVariable):
+  """Holds the sums of a fingerprint, an array as others are, and as metadata what they are of."""
+
+  def __init__(self, value: Any, **metadata: Any):
+    if isinstance(value, dict):
+      ((metadata['made_of'], value),) = value.items()
+    super().__init__(value, **metadata)
+
+  def fingerprint(self) -> origin.Fingerprint:
+    return {self.get_metadata('made_of'): self.get_value()}
+
+
 class DensePhase(nnx.Module):
   """What the plain model of a dense phase has in the place of `Sparse`, and what `sparse_variables` gives for it.
 
@@ -93,7 +105,7 @@ class Sparse(nnx.Module):
     # The optimizer alone reads the decay, which may be an array: no part of a graph that is hashed.
     self.recipe = dataclasses.replace(recipe, masked_decay=0.0)
     self.states = nnx.Dict({path: SparseVariable(state) for path, state in states.items()})
-    self.made_of = nnx.Dict({path: SparseVariable(of) for path, of in made_of.items()})
+    self.made_of = nnx.Dict({path: FingerprintVariable(of) for path, of in made_of.items()})
     self.brought_in = SparseVariable(jnp.asarray(brought_in))
     self.rngs = rngs
 
@@ -112,7 +124,7 @@ class Sparse(nnx.Module):
 
   def read_fingerprints(self) -> dict[str, origin.Fingerprint]:
     """Of the weights that the states were made of, by path."""
-    return {path: self.made_of[path].get_value() for path in self.made_of}
+    return {path: self.made_of[path].fingerprint() for path in self.made_of}
 
   def states_of(self, params: Any) -> tuple[dict[str, Any], Array | None]:
     """The states as the forward of these parameters reads them, and where that is not known yet, whether it may.
@@ -202,7 +214,7 @@ def sparse_state(states: Mapping[str, Any], made_of: Mapping[str, origin.Fingerp
   """What `nnx.update(model, ...)` takes to bring the states into a sparsified model."""
   folder = tuple(NNX_STATES.strip('/').split('/'))
   flat: dict[tuple[str, ...], Any] = {(*folder, path): SparseVariable(state) for path, state in states.items()}
-  flat |= {(ATTRIBUTE, 'made_of', path): SparseVariable(of) for path, of in made_of.items()}
+  flat |= {(ATTRIBUTE, 'made_of', path): FingerprintVariable(of) for path, of in made_of.items()}
   flat[ATTRIBUTE, 'brought_in'] = SparseVariable(jnp.asarray(brought_in))
   return nnx.from_flat_state(flat)
 

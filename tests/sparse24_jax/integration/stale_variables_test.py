@@ -156,6 +156,11 @@ class StaleVariablesTest(parameterized.TestCase):
       np.testing.assert_allclose(sparse(params, found, None, X), sparse(params, v, None, X))
       with self.assertRaisesRegex(ValueError, ANOTHER):
         sparse(newer, found, None, X)
+    model = s24.sparsify(nnx.Linear(64, 64, rngs=nnx.Rngs(0)), STE)
+    held = nnx.state(model)
+    pure = nnx.to_pure_dict(held)
+    nnx.replace_by_pure_dict(held, serialization.from_bytes(pure, serialization.to_bytes(pure)))
+    nnx.update(model, held)
     del v['made of']
     jax.tree.map(lambda mask, w: self.assertEqual(mask.shape, w.shape), v, params)
     self.assertTrue(jnp.isfinite(sparse(newer, v, None, X)))
