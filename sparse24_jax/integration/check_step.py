@@ -4,12 +4,20 @@ from collections.abc import Callable, Iterable, Mapping, Set
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from sparse24_jax.binding.flow import follow_weights, Found, Marks, Named, Read
 from sparse24_jax.binding.tracing import is_array, trace
-from sparse24_jax.optim import GRADIENTS, sparse_states, WEIGHTS
+from sparse24_jax.optim import GRADIENTS, sparse_states, SparseTrainingState, WEIGHTS
+from sparse24_jax.optim._state import states_of
 from sparse24_jax.rules import leaves_by_path
+
+_ADVICE = (
+  'A step of a dense phase is not to be checked. In a sparse one apply what sparsify returned, with'
+  ' sparse_variables(params, opt_state, recipe) of this step, or the weights of project. If the step does so, its mask'
+  ' is not computed from the optimizer state of this step (sparse_variables was called outside the step, or without it)'
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +52,7 @@ def check_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckedSt
     step: what the loop calls in a sparse phase, with `jax.jit` or without. It computes a loss, its gradient and the
       update.
     *args: its arguments, arrays or `jax.ShapeDtypeStruct`: among them, at any depth, the parameters and the state of
-      the optimizer, in a `TrainState` say.
+      the optimizer, in a `TrainState` say. What is no array, a function in an Equinox module say, is passed on.
     **kwargs: likewise.
 
   Returns:
@@ -69,8 +77,18 @@ def check_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckedSt
   Traceback (most recent call last):
   ValueError: w: the step reads it dense at ...
   """
+  if not states_of((args, kwargs), SparseTrainingState):
+    raise ValueError(
+      'the arguments hold 0 states of sparse_training, expected one: wrap the optimizer,'
+      ' tx = sparse_training(optax.adamw(...), recipe), and give its state, tx.init(params), among the arguments of the'
+      ' step: check_step sees no state that the step takes from elsewhere'
+    )
   masks = sparse_states((args, kwargs))
-  traced = trace(lambda _, args, kwargs: step(*args, **kwargs), ({}, args, kwargs), {})
+
+  def arrays_of(_: Any, args: Any, kwargs: Any) -> list[Any]:
+    return [leaf for leaf in jax.tree.leaves(step(*args, **kwargs)) if is_array(leaf)]
+
+  traced = trace(arrays_of, ({}, args, kwargs), {})
   arrays = [(path, leaf) for path, leaf in leaves_by_path((args, kwargs)) if is_array(leaf)]
   moments = _folders_of_moments([path for path, _ in arrays], masks)
   places = [None if f'/{path}'.startswith(moments) else _place(path, leaf, masks) for path, leaf in arrays]
@@ -89,9 +107,13 @@ def check_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckedSt
     )
   trained = {path: {key for key in found.named[WEIGHTS].weights if key[1] == path} for path in masks}
   reads = {path: _reads(path, keys, found) for path, keys in trained.items()}
-  problems = [_problem(path, keys, reads[path]) for path, keys in trained.items()]
-  if any(problems):
-    raise ValueError('\n'.join(filter(None, problems)))
+  problems: dict[str, list[str]] = {}
+  for path, keys in trained.items():
+    if problem := _problem(keys, reads[path]):
+      problems.setdefault(problem, []).append(path)
+  if problems:
+    advice = [_ADVICE] if any(trained[path] for paths in problems.values() for path in paths) else []
+    raise ValueError('\n'.join([*(f'{", ".join(paths)}: {text}' for text, paths in problems.items()), *advice]))
   return CheckedStep({path: tuple(read.line for read in reads[path]) for path in masks})
 
 
@@ -108,29 +130,26 @@ def _reads(path: str, trained: Set[Any], found: Found) -> list[Read]:
   return [read for read in gradients.reads if read.key[1] == path]
 
 
-def _problem(path: str, trained: Set[Any], reads: Iterable[Read]) -> str | None:
-  ways = (
-    'apply what sparsify returned, with the sparse_variables of this step, or the weights of project. A step of a dense'
-    ' phase is not to be checked'
-  )
+def _problem(trained: Set[Any], reads: Iterable[Read]) -> str | None:
+  """What is wrong with a weight, in words that others share whose matmuls are in the same lines."""
   if not trained:
     return (
-      f'{path}: the update of sparse_training is given a weight that is no argument of the step, or a sum of one with'
-      ' something else: give it the parameters as the step has them'
+      'the update of sparse_training is given a weight that is no argument of the step, or a sum of one with something'
+      ' else: give it the parameters as the step has them'
     )
   dense, sparse = (', '.join(read.line for read in reads if read.sparse is kind) for kind in (False, True))
   if dense and sparse:
     return (
-      f'{path}: the step reads it dense at {dense}, and sparse at {sparse}, and the gradient comes through both, while'
-      ' its optimizer keeps a mask for it. Is the first a layer: '
-      f'{ways}. Is it meant, as a penalty on a product of the weight may be: check the step without it'
+      f'the step reads it dense at {dense}, and sparse at {sparse}, and the gradient comes through both, while its'
+      ' optimizer keeps a mask for it. If the first is meant, as a penalty on a product of the weight may be, check the'
+      ' step without it'
     )
   if dense:
-    return f'{path}: the step reads it dense at {dense}, while its optimizer keeps a mask for it: {ways}'
+    return f'the step reads it dense at {dense}, while its optimizer keeps a mask for it'
   if not sparse:
     return (
-      f'{path}: no matmul of the step reads it under its mask on the way to the gradient: the loss does not look at it,'
-      f' changes it first, or takes a mask that is no argument of the step: {ways}'
+      'no matmul of the step reads it under its mask on the way to the gradient: the loss does not look at it, changes'
+      ' it first, or takes a mask that is not computed from the arguments of this step'
     )
   return None
 

@@ -117,8 +117,10 @@ class CheckStepTest(parameterized.TestCase):
     with self.assertRaises(ValueError) as error:
       checked(RECIPES[name], 'plain')
     lines, start = str(error.exception).splitlines(), inspect.getsourcelines(loss)[1]
-    self.assertEqual([line.partition(':')[0] for line in lines], ['down', 'up'])
-    self.assertRegex(lines[0], rf'the step reads it dense at \S*check_step_test.py:{start + 5}\b.*sparsify')
+    self.assertEqual([line.partition(':')[0] for line in lines[:2]], ['down', 'up'])
+    self.assertRegex(lines[0], rf'the step reads it dense at \S*check_step_test.py:{start + 5}\b')
+    self.assertRegex(lines[2], '^A step of a dense phase is not to be checked.*sparsify')  # once
+    self.assertLen(lines, 3)
 
   @parameterized.parameters(jax.jit, steps_in_a_scan)
   def test_what_the_loop_calls_is_looked_into(self, wrap):
@@ -146,6 +148,19 @@ class CheckStepTest(parameterized.TestCase):
     state = jax.eval_shape(tx.init, params)
     variables = jax.eval_shape(functools.partial(s24.sparse_variables, recipe=recipe), params, state)
     s24.check_step(step, params, state, variables, X)
+
+  def test_masks_that_are_not_those_of_the_optimizer(self):
+    recipe, params = RECIPES['ste'], params_of()
+    tx, sparse = s24.sparse_training(optax.sgd(0.1), recipe), s24.sparsify(loss, RECIPES['ste'])
+    state = jax.eval_shape(tx.init, params)
+    before = s24.sparse_variables(params, None, recipe)
+    for made in (lambda params: s24.sparse_variables(params, None, recipe), lambda params: before):
+
+      def step(params, state, x, made=made):
+        return tx.update(jax.grad(sparse)(params, made(params), None, x), state, params)
+
+      with self.assertRaisesRegex(ValueError, 'its mask is not computed from the optimizer state of this step'):
+        s24.check_step(step, params, state, X)
 
   def test_a_train_state_with_an_average_and_gradients_that_are_added_up(self):
     recipe, model = s24.recipes.ste('kernel'), nn.Dense(4)
@@ -186,6 +201,33 @@ class CheckStepTest(parameterized.TestCase):
           s24.check_step(step, model, optimizer, X)
       else:
         s24.check_step(step, model, optimizer, X)
+
+  def test_an_equinox_model_goes_in_and_comes_out(self):
+    eqx = pytest.importorskip('equinox')
+    model = eqx.nn.MLP(16, 16, 16, 1, key=jax.random.key(0))  # holds its activation, which is no array
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+
+    def loss(params, x):
+      return (jax.vmap(eqx.combine(params, static))(x) ** 2).mean()
+
+    recipe = s24.bind(s24.recipes.ste('layers/.*/weight'), loss, params, X)
+    tx, sparse = s24.sparse_training(optax.sgd(0.1), recipe), s24.sparsify(loss, recipe)
+
+    @eqx.filter_jit
+    def step(model, state, x, dense=False):
+      params = eqx.filter(model, eqx.is_inexact_array)
+      if dense:
+        found, grads = eqx.filter_value_and_grad(lambda model: (jax.vmap(model)(x) ** 2).mean())(model)
+      else:
+        variables = s24.sparse_variables(params, state, recipe)
+        found, grads = jax.value_and_grad(sparse)(params, variables, None, x)
+      updates, state = tx.update(grads, state, params)
+      return eqx.apply_updates(model, updates), state, found, 'done'
+
+    state = tx.init(params)
+    self.assertLen(s24.check_step(step, model, state, X).weights, 2)
+    with self.assertRaisesRegex(ValueError, '^layers/0/weight, layers/1/weight: the step reads it dense at'):
+      s24.check_step(step, model, state, X, dense=True)
 
   @parameterized.parameters('average', 'the same weights')
   def test_what_is_evaluated_beside_a_dense_loss_does_not_count(self, of):
@@ -262,7 +304,7 @@ class CheckStepTest(parameterized.TestCase):
 
   def test_what_cannot_be_checked(self):
     step, tx = step_of(RECIPES['ste'], 'plain')
-    with self.assertRaisesRegex(ValueError, 'holds 0 states of sparse_training'):
+    with self.assertRaisesRegex(ValueError, r'hold 0 states of sparse_training.*sparse_training\(optax.adamw'):
       s24.check_step(step, params_of(), optax.sgd(0.1).init(params_of()), X)
     with self.assertRaisesRegex(ValueError, 'state of sparse_training for down, up, and no parameters'):
       s24.check_step(lambda state, x: x, jax.eval_shape(tx.init, params_of()), X)
