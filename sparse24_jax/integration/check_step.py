@@ -1,13 +1,17 @@
 """`check_step`: whether a whole step, as it will run, makes the weights sparse whose masks its optimizer keeps."""
 
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 import dataclasses
+import logging
+import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels._dispatch import log_once
 from sparse24_jax.binding.flow import follow_weights, Found, Marks, Named, Read
+from sparse24_jax.binding.state import NNX_STATES
 from sparse24_jax.binding.tracing import is_array, trace
 from sparse24_jax.optim import GRADIENTS, sparse_states, SparseTrainingState, WEIGHTS
 from sparse24_jax.optim._state import states_of
@@ -19,6 +23,9 @@ _ADVICE = (
   ' is not computed from the optimizer state of this step (sparse_variables was called outside the step, or without it)'
 )
 
+_OF_OPTIMIZER = re.compile(r'(^|/)(projections|flip_rate/per_weight|left)/')  # in the state of sparse_training
+_FINGERPRINT = re.compile(r'(^|/)made[ _]of/')  # of the weights that variables were made of
+
 
 @dataclasses.dataclass(frozen=True)
 class CheckedStep:
@@ -27,6 +34,8 @@ class CheckedStep:
   Attributes:
     weights: path of each weight that has a mask (or a scale) to the lines of the program whose matmuls read it, sparse,
       on the way to its gradient.
+    brought: path of each weight whose mask the step does not take from the state of its optimizer, to the argument that
+      brings it. Right where the loop makes it anew for every step, as variables or in an nnx model; else it gets stale.
 
   >>> import sparse24_jax as s24
   >>> print(s24.CheckedStep({'mlp/up': ('model.py:12 (mlp)',)}))
@@ -34,9 +43,11 @@ class CheckedStep:
   """
 
   weights: Mapping[str, tuple[str, ...]]
+  brought: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
   def __str__(self) -> str:
-    return '\n'.join(f'{path}: sparse at {", ".join(lines)}' for path, lines in self.weights.items())
+    lines = [f'{path}: sparse at {", ".join(lines)}' for path, lines in self.weights.items()]
+    return '\n'.join([*lines, *_notes(self.brought)])
 
 
 def check_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckedStep:
@@ -114,7 +125,44 @@ def check_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckedSt
   if problems:
     advice = [_ADVICE] if any(trained[path] for paths in problems.values() for path in paths) else []
     raise ValueError('\n'.join([*(f'{", ".join(paths)}: {text}' for text, paths in problems.items()), *advice]))
-  return CheckedStep({path: tuple(read.line for read in reads[path]) for path in masks})
+  brought = _brought(traced.jaxpr, arrays, places, folders, trained)
+  for note in _notes(brought):
+    log_once(note, 'sparse24_jax', logging.WARNING)
+  return CheckedStep({path: tuple(read.line for read in reads[path]) for path in masks}, brought)
+
+
+def _brought(
+  jaxpr: Any, arrays: Sequence[tuple[str, Any]], places: Sequence[Any], folders: Iterable[str],
+  trained: Mapping[str, Set[Any]],
+) -> dict[str, str]:
+  """Of weights that are not sparse by what the optimizer keeps alone, the argument that has a state of theirs."""
+  others: dict[str, str] = {}
+  own = list(places)
+  for i, ((path, _), place) in enumerate(zip(arrays, places, strict=True)):
+    if place and place[0] is None and not _OF_OPTIMIZER.search(path):
+      own[i] = None
+      if not _FINGERPRINT.search(path):
+        others.setdefault(place[1], path)
+  if not others:
+    return {}
+  found = follow_weights(jaxpr, [_marks(place, folders) for place in own])
+  stale = [path for path, keys in trained.items() if path in others and _problem(keys, _reads(path, keys, found))]
+  return {path: others[path] for path in stale}
+
+
+def _notes(brought: Mapping[str, str]) -> list[str]:
+  """What to look at where masks are brought, once for models of nnx and once for variables."""
+  nnx = {path for path, argument in brought.items() if NNX_STATES in f'{argument}/'}
+  ways = {
+    'call nnx.update(model, sparse_variables(nnx.state(model, nnx.Param), optimizer.opt_state, recipe)) in the step,'
+    ' before the model': nnx,
+    'call sparse_variables(params, opt_state, recipe) in the step': brought.keys() - nnx,
+  }
+  return [
+    f'{", ".join(sorted(paths))}: the mask comes with the argument {brought[min(paths)]}, not from the optimizer state'
+    f' that this step is given, so that it is stale unless the loop makes it anew for every step: {way}'
+    for way, paths in ways.items() if paths
+  ]  # fmt: skip
 
 
 def _reads(path: str, trained: Set[Any], found: Found) -> list[Read]:

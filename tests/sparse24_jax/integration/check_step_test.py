@@ -147,7 +147,9 @@ class CheckStepTest(parameterized.TestCase):
 
     state = jax.eval_shape(tx.init, params)
     variables = jax.eval_shape(functools.partial(s24.sparse_variables, recipe=recipe), params, state)
-    s24.check_step(step, params, state, variables, X)
+    checked = s24.check_step(step, params, state, variables, X)
+    self.assertEqual(checked.brought, {'down': '0/2/down', 'up': '0/2/up'})
+    self.assertRegex(str(checked), r'down, up: the mask comes with the argument 0/2/down.*call sparse_variables')
 
   def test_masks_that_are_not_those_of_the_optimizer(self):
     recipe, params = RECIPES['ste'], params_of()
@@ -200,7 +202,18 @@ class CheckStepTest(parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, 'kernel: the step reads it dense at'):
           s24.check_step(step, model, optimizer, X)
       else:
-        s24.check_step(step, model, optimizer, X)
+        self.assertEmpty(s24.check_step(step, model, optimizer, X).brought)
+
+  def test_an_nnx_step_that_brings_no_states_in(self):
+    recipe = s24.recipes.ste('kernel')
+    model = s24.sparsify(nnx.Linear(16, 4, rngs=nnx.Rngs(0)), recipe)
+    optimizer = nnx.Optimizer(model, s24.sparse_training(optax.sgd(0.1), recipe), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer, x):
+      optimizer.update(model, nnx.grad(lambda model: (model(x) ** 2).mean())(model))
+
+    self.assertRegex(str(s24.check_step(step, model, optimizer, X)), r'kernel: the mask comes with .*call nnx.update\(')
 
   def test_an_equinox_model_goes_in_and_comes_out(self):
     eqx = pytest.importorskip('equinox')
