@@ -222,6 +222,7 @@ class TrainingStepTest(parameterized.TestCase):
     self.assertIn('round-nearest-even', hlo)
 
 
+@needs_plugins
 class CheckStepOnHopperTest(parameterized.TestCase):
 
   @parameterized.parameters(False, True)
