@@ -23,11 +23,11 @@ from sparse24_jax.recipe import Rule
 ELEMENTWISE = frozenset((
   'add', 'sub', 'mul', 'div', 'neg', 'max', 'min', 'tanh', 'logistic', 'erf', 'erfc', 'exp', 'pow', 'integer_pow',
   'square', 'convert_element_type', 'copy', 'name', 'custom_jvp_call', 'select_n', 'gt', 'ge', 'lt', 'le',
-  'pvary', 'pcast', 'sharding_constraint',
+  'pvary', 'pcast',
 ))  # fmt: skip
 
 
-_SAME = ('copy', 'name', 'pvary', 'pcast', 'sharding_constraint')
+_SAME = ('copy', 'name', 'pvary', 'pcast')
 
 # One matmul gives both, the columns of the first in front.
 PAIRS = ('gate_up', 'up_gate')

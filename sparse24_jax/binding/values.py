@@ -208,7 +208,7 @@ class Part:
     return self.results[self.index]
 
 
-_TOLD = ('name', 'sharding_constraint')
+_TOLD = ('name',)
 _ORDERS = ('reshape', 'slice', 'split', 'squeeze', 'transpose', 'unstack')
 
 
