@@ -45,7 +45,8 @@ class PassesCheckTest(absltest.TestCase):
     self.enter_context(mock.patch.object(_passes_check, '_run', stand_in))
     with self.assertLogs('pallas_kernels', 'WARNING') as logs:
       self.assertFalse(_passes_check.right(A100))
-    self.assertIn('a kernel could not be checked: ValueError', logs.output[0])
+    # Of an environment without Triton one error, with it another.
+    self.assertRegex(logs.output[0], 'a kernel could not be checked: (ValueError|NotImplementedError)')
 
 
 def _shapes(op, *args):
