@@ -5,6 +5,7 @@ A command imports what it needs when it runs, so that none waits for the librari
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 
 def is_one_of_several(args: argparse.Namespace) -> bool:
@@ -160,43 +161,32 @@ def _guide(args: argparse.Namespace) -> None:
   print(guide.guide(**options))
 
 
+def _of_methods(args: argparse.Namespace) -> dict[str, Any]:
+  """What all commands take that train several methods."""
+  names = {'experiment': 'config', 'names': 'methods'}
+  return {name: getattr(args, names.get(name, name)) for name in ('experiment', 'names', 'seeds', 'tiny', 'overrides')}
+
+
 def _compare(args: argparse.Namespace) -> None:
   from experiments.race import tuned
 
   if args.tune is not None:
     comparison = tuned.Comparison(
-      args.folder,
-      Path(args.results or f'{args.folder}/trials.jsonl'),
-      experiment=args.config,
-      names=args.methods,
-      seeds=args.seeds,
-      trials=args.tune,
-      tiny=args.tiny,
-      overrides=args.overrides,
+      args.folder, Path(args.results or f'{args.folder}/trials.jsonl'), trials=args.tune, **_of_methods(args)
     )
     print(f'records: {comparison.results}; report: {comparison.run().resolve()}')
     return
   from experiments.reports import compare
 
-  compare.compare(
-    args.folder,
-    experiment=args.config,
-    names=args.methods,
-    seeds=args.seeds,
-    tiny=args.tiny,
-    overrides=args.overrides,
-    results=Path(args.results) if args.results else None,
-  )
+  compare.compare(args.folder, results=Path(args.results) if args.results else None, **_of_methods(args))
 
 
 def _grid(args: argparse.Namespace) -> None:
   from experiments.race import grid
 
-  options = ('rates', 'factors', 'search', 'together', 'share', 'tiny', 'overrides')
-  made = grid.Grid(
-    Path(args.results), experiment=args.config, names=args.methods, seeds=() if args.grid_alone else args.seeds,
-    **{name: getattr(args, name) for name in options},
-  )  # fmt: skip
+  searched = {name: getattr(args, name) for name in ('rates', 'factors', 'search', 'together', 'share')}
+  reported = {'seeds': ()} if args.grid_alone else {}
+  made = grid.Grid(Path(args.results), **searched, **(_of_methods(args) | reported))
   made.run()
   print(f'records: {made.results}')
 
@@ -204,16 +194,7 @@ def _grid(args: argparse.Namespace) -> None:
 def _sweep(args: argparse.Namespace) -> None:
   from experiments.runs import sweep
 
-  unfinished = sweep.sweep(
-    args.folder,
-    experiment=args.config,
-    names=args.methods,
-    seeds=args.seeds,
-    minutes=args.minutes,
-    tiny=args.tiny,
-    overrides=args.overrides,
-    pack=args.pack,
-  )
+  unfinished = sweep.sweep(args.folder, minutes=args.minutes, pack=args.pack, **_of_methods(args))
   if unfinished:
     raise ValueError(f'{unfinished} methods are not finished; the same command goes on with them')
 
