@@ -17,8 +17,9 @@ from sparse24_jax.activation_sparsity import neuron_level_ffn
 from sparse24_jax.asked import Asked, PLAIN
 from sparse24_jax.binding import _jax
 from sparse24_jax.binding.blocks import PAIRS, why_apart
-from sparse24_jax.binding.bound import bind_traced, Bound, BoundWeight, how_lost
+from sparse24_jax.binding.bound import bind_traced, Bound, BoundWeight
 from sparse24_jax.binding.interpreter import run
+from sparse24_jax.binding.notes import how_lost
 from sparse24_jax.binding.origin import is_fingerprint, others, spoiled
 from sparse24_jax.binding.reading import (
   as_result,

@@ -1,0 +1,107 @@
+"""What the matmuls of a traced function read of its weights, written down: `bind` makes its value of it."""
+
+from collections.abc import Mapping, Sequence
+
+import jax
+from jax import Array
+
+from sparse24_jax.binding import _jax
+from sparse24_jax.binding.blocks import why_apart
+from sparse24_jax.binding.interpreter import run
+from sparse24_jax.binding.reading import read, Reading, UnreadableError
+from sparse24_jax.binding.tracing import Traced
+from sparse24_jax.binding.values import Altered, Keys, Matmul
+from sparse24_jax.binding.view import View
+from sparse24_jax.layout import Layout
+from sparse24_jax.recipe import Rule
+
+_INSTEAD = {
+  'concatenate': ' joins it with other arrays (multiply by each, or store them as one parameter)',
+  'stack': ' joins it with other arrays (multiply by each, or store them as one parameter)',
+  'conv_general_dilated': ' is a convolution, and no matmul',
+  'gather': ' looks rows up',
+}
+
+
+def how_lost(mark: View | Altered, by: str, source: str) -> str:
+  """Where nothing follows a weight any more."""
+  if not isinstance(mark, Altered):
+    return f'{by} at {source}{_INSTEAD.get(by, "")}'
+  if by.endswith('dot_general'):
+    return f'{mark.by} at {mark.source} changes it before a matmul reads it'
+  return f'{mark.by} at {mark.source}, then {by} at {source}'
+
+
+class Notes:
+  """Reads matmuls by writing them down; see `binding.values.Reader`."""
+
+  def __init__(self, rules: Mapping[str, Rule]):
+    self.rules = rules
+    self.readings: dict[str, list[tuple[Matmul, Reading]]] = {}
+    self.blocks: dict[tuple[str, int], tuple[str, str]] = {}
+    self.reasons: dict[tuple[str, int], str] = {}
+    self.problems: dict[str, list[str]] = {}
+
+  def matmul(self, found: Matmul) -> Array:
+    path, source = found.view.path, _jax.source_of(found.equation)
+    known = self.readings.setdefault(path, [])
+    # A loop may trace its body more than once, and two calls of one function share their equations.
+    if not any(_same_reading(other, found) for other, _ in known):
+      try:
+        known.append((found, read(found)))
+      except UnreadableError as problem:
+        self._problem(path, f'{found.equation.primitive.name} at {source}: {problem}')
+    (out,) = _jax.rebind(found.equation, [value.array for value in found.arguments])
+    return out.astype(found.dtype) if found.rounded else out
+
+  def ragged(self, found: Matmul) -> Array:
+    return self.matmul(found)
+
+  def layout_of(self, path: str) -> Layout:
+    raise AssertionError(f'{path} has no state while notes are taken')
+
+  def block(self, activation: str, maps: Mapping[str, Matmul], order: tuple[int, ...]) -> None:
+    try:
+      read_by = {role: (found, read(found)) for role, found in maps.items()}
+    except UnreadableError:  # `matmul` says so
+      return
+    reason = why_apart(read_by, order, [self.rules[found.view.path] for found in maps.values()])
+    if (maps['down'].view.path, id(maps['down'].origin)) in self.blocks:
+      self._no_block(list(maps.values()), 'the matmul that reads its result begins another block')
+    elif reason is not None:
+      self._no_block(list(maps.values()), reason)
+    else:
+      self.blocks |= {(found.view.path, id(found.origin)): (activation, role) for role, found in maps.items()}
+
+  def apart(self, maps: Sequence[Matmul], reason: str) -> None:
+    for found in maps:
+      self.reasons.setdefault((found.view.path, id(found.origin)), reason)
+
+  def _no_block(self, maps: Sequence[Matmul], reason: str) -> None:
+    """Of matmuls that would be one, where the last may have been told by now what reads its result."""
+    self.reasons |= {(found.view.path, id(found.origin)): reason for found in maps}
+
+  def lost(self, mark: View | Altered, by: str, source: str) -> None:
+    self._problem(mark.path, how_lost(mark, by, source))
+
+  def _problem(self, path: str, text: str) -> None:
+    known = self.problems.setdefault(path, [])
+    if text not in known:
+      known.append(text)
+
+
+def _same_reading(one: Matmul, other: Matmul) -> bool:
+  starts = [[start if isinstance(start, int) else None for start in found.view.offsets] for found in (one, other)]
+  return one.origin is other.origin and one.view.axes == other.view.axes and starts[0] == starts[1]
+
+
+def take_notes(traced: Traced, rules: Mapping[str, Rule]) -> Notes:
+  """What the matmuls of a function read of its matched parameters."""
+  notes, marks = Notes(rules), traced.marks(rules)
+
+  def interpreted(arrays: Sequence[Array]) -> list[Array]:
+    values = run(traced.jaxpr, traced.constants, traced.values(arrays, marks, {}), Keys(None), notes)
+    return [value.array for value in values]
+
+  jax.eval_shape(interpreted, traced.leaves)
+  return notes
