@@ -1,5 +1,6 @@
 """The feed-forward layer for linen models: one module, dense by itself, one fused op under `sparsify`."""
 
+import functools
 from typing import Any
 
 from flax import linen as nn
@@ -7,16 +8,14 @@ from jax import Array
 import jax.numpy as jnp
 
 from pallas_kernels.activations import activation_of, Name
-from sparse24_jax.matmuls import add_bias
 
 
 class Sparse24MLP(nn.Module):
   """act(x W_up) W_down, or with a gate (act(x W_gate) * (x W_up)) W_down.
 
-  Parameters are those of two or three `nn.Dense` under the names given, so it takes the place of such a layer, its
-  checkpoints and the rules of a recipe included. By itself it is dense. `sparsify` finds the block in it, as it finds
-  that of two or three Dense layers: under one policy for all of its kernels it is `sparse24_jax.ffn`, and with rules
-  for sparse activations `sparse24_jax.neuron_level_ffn`.
+  It is two or three `nn.Dense` under the names given, and takes the place of such layers, their checkpoints and rules
+  included. By itself it is dense. `sparsify` finds the block in it, as it does in layers of yours: under one policy for
+  all of its kernels it is `sparse24_jax.ffn`, and with rules for sparse activations `sparse24_jax.neuron_level_ffn`.
 
   Attributes:
     hidden: features of the hidden layer.
@@ -48,41 +47,13 @@ class Sparse24MLP(nn.Module):
   out_kernel_init: nn.initializers.Initializer | None = None
   names: tuple[str, ...] = ('up', 'down', 'gate')
 
-  @property
-  def roles(self) -> dict[str, str]:
-    """The name of each map by its role."""
-    roles = ('up', 'down', 'gate') if self.gated else ('up', 'down')
-    if len(self.names) < len(roles):
-      raise ValueError(f'names={self.names} must name {roles}')
-    return dict(zip(roles, self.names, strict=False))
-
   @nn.compact
   def __call__(self, x: Array) -> Array:
+    if len(self.names) < (3 if self.gated else 2):
+      raise ValueError(f'names={self.names} must name up, down{" and gate" if self.gated else ""}')
+    dense = functools.partial(nn.Dense, use_bias=self.use_bias, dtype=self.dtype, param_dtype=self.param_dtype)
+    into = functools.partial(dense, self.hidden, kernel_init=self.kernel_init)
     features = x.shape[-1] if self.features is None else self.features
-    shapes = {'up': (x.shape[-1], self.hidden), 'down': (self.hidden, features), 'gate': (x.shape[-1], self.hidden)}
-    maps = {}
-    for role, name in self.roles.items():
-      init = self.out_kernel_init if role == 'down' and self.out_kernel_init else self.kernel_init
-      maps[role] = _Map(shapes[role], self.use_bias, self.param_dtype, init, name=name)()
-    arrays = [x, *(array for pair in maps.values() for array in pair)]
-    x, *rest = nn.dtypes.promote_dtype(*arrays, dtype=self.dtype)
-    weights, biases = dict(zip(maps, rest[::2], strict=True)), dict(zip(maps, rest[1::2], strict=True))
-    hidden = {role: add_bias(jnp.dot(x, weights[role]), biases[role]) for role in maps if role != 'down'}
-    act = activation_of(self.activation).function
-    h = act(hidden['gate']) * hidden['up'] if self.gated else act(hidden['up'])
-    return add_bias(jnp.dot(h, weights['down']), biases['down'])
-
-
-class _Map(nn.Module):
-  """Holds the parameters of a linear map, `[in, out]` and `[out]`."""
-
-  shape: tuple[int, int]
-  use_bias: bool
-  param_dtype: Any
-  kernel_init: nn.initializers.Initializer
-
-  @nn.compact
-  def __call__(self) -> tuple[Array, Array | None]:
-    kernel = self.param('kernel', self.kernel_init, self.shape, self.param_dtype)
-    bias = self.param('bias', nn.initializers.zeros_init(), self.shape[1:], self.param_dtype) if self.use_bias else None
-    return kernel, bias
+    down = dense(features, kernel_init=self.out_kernel_init or self.kernel_init, name=self.names[1])
+    act, up = activation_of(self.activation).function, into(name=self.names[0])(x)
+    return down(act(into(name=self.names[2])(x)) * up if self.gated else act(up))

@@ -129,20 +129,6 @@ class SameModelTest(parameterized.TestCase):
     twice = sparse.apply(variables(params, recipe), 'encode', X, scale=2.0, method='run')
     np.testing.assert_array_equal(twice, 2 * np.asarray(plain))
 
-  def test_a_layer_with_its_own_dot_general_class(self):
-    """What a layer calls does not matter: its matmul is found."""
-
-    class Own(nn.Module):
-      @nn.compact
-      def __call__(self, x):
-        return nn.Dense(4, name='up', dot_general_cls=lambda: jax.lax.dot_general)(x)
-
-    recipe = s24.recipes.ste('up/kernel')
-    params = init(Own())
-    v, projected = at_start(params, recipe)
-    found = apply(s24.sparsify(Own(), recipe), v)
-    np.testing.assert_allclose(found, apply(Own(), {'params': projected}), rtol=1e-5, atol=1e-6)
-
   def test_dense_general(self):
     class General(nn.Module):
       @nn.compact

@@ -1,7 +1,6 @@
 """Sparsified nnx models: same tree, values and gradients of projected weights, states brought in after each step."""
 
 import functools
-import tempfile
 
 from absl.testing import absltest, parameterized
 from flax import nnx
@@ -9,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 
 import sparse24_jax as s24
@@ -138,17 +136,6 @@ class SameModelTest(parameterized.TestCase):
     model, recipe = nnx.Linear(16, 8, dot_general=own, rngs=nnx.Rngs(0)), s24.recipes.ste('kernel')
     np.testing.assert_allclose(s24.sparsify(model, recipe)(X), projected(model, recipe)(X), rtol=1e-5, atol=1e-6)
 
-  def test_a_layer_with_its_own_dot_general_class(self):
-    """Flax prefers `dot_general_cls` to `dot_general`; the rule decides all the same."""
-    def own():
-      return jax.lax.dot_general
-
-    recipe = s24.recipes.ste('kernel')
-    model = nnx.LinearGeneral(16, 8, dot_general_cls=own, rngs=nnx.Rngs(0))
-    sparse = s24.sparsify(model, recipe)
-    np.testing.assert_allclose(sparse(X), projected(model, recipe)(X), rtol=1e-5, atol=1e-6)
-    self.assertIs(s24.sparsify(sparse, recipe, phase='dense').dot_general_cls, own)
-
   def test_layers_that_share_a_kernel(self):
     class Tied(nnx.Module):
       def __init__(self):
@@ -215,20 +202,6 @@ class SameModelTest(parameterized.TestCase):
     np.testing.assert_allclose(s24.sparsify(Own(), recipe)(X), -expected, rtol=1e-4, atol=1e-4)
     with self.assertRaisesRegex(ValueError, 'Own.__call__ of a sparsified model was called from outside'):
       s24.sparsify(model, recipe).own(X)
-
-  def test_checkpoint_of_a_sparse_run_loads_into_the_plain_model(self):
-    sparse = s24.sparsify(plain('loop'), FST, rngs=nnx.Rngs(mvue=1))
-    saved = nnx.to_pure_dict(params_of(sparse))
-    with tempfile.TemporaryDirectory() as folder, ocp.StandardCheckpointer() as checkpointer:
-      checkpointer.save(f'{folder}/checkpoint', saved)
-      checkpointer.wait_until_finished()
-      model = Loop(nnx.Rngs(5))
-      abstract = jax.eval_shape(lambda: nnx.to_pure_dict(params_of(Loop(nnx.Rngs(0)))))
-      loaded = checkpointer.restore(f'{folder}/checkpoint', abstract)
-    state = params_of(model)
-    nnx.replace_by_pure_dict(state, loaded)
-    nnx.update(model, state)
-    np.testing.assert_array_equal(model(X), plain('loop')(X))
 
 
 class GradientTest(parameterized.TestCase):
