@@ -144,10 +144,22 @@ class Shard:
     """Whether one of these factors is divided, so that a sum over it is one over devices."""
     return any(self.divided.get(factor) for factor in factors)
 
+  def count(self, factor: str) -> int:
+    """How many devices have parts of a factor."""
+    return jax.lax.axis_size(self.divided[factor]) if factor in self.divided else 1
+
   def sum(self, x: Any, *factors: str) -> Any:
     """`x` summed over the devices that have parts of these factors."""
-    names = tuple(name for factor in factors for name in self.divided.get(factor, ()))
+    names = self._names(factors)
     return jax.lax.psum(x, names) if names else x
+
+  def max(self, x: Any, *factors: str) -> Any:
+    """The largest `x` of the devices that have parts of these factors."""
+    names = self._names(factors)
+    return jax.lax.pmax(x, names) if names else x
+
+  def _names(self, factors: Sequence[str]) -> tuple[str, ...]:
+    return tuple(name for factor in factors for name in self.divided.get(factor, ()))
 
 
 WHOLE = Shard()

@@ -17,7 +17,6 @@ All of them are row-major in tokens and features, so nothing is transposed in me
 """
 
 from collections.abc import Mapping
-import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -29,7 +28,6 @@ import numpy as np
 from pallas_kernels import _partitioning
 from pallas_kernels._varying import vary_over, varying_axes
 from pallas_kernels.activations import activation_of, Name
-from pallas_kernels.gated_activation import api as activations
 from sparse24_jax import linear_layer
 from sparse24_jax.asked import Asked
 from sparse24_jax.block_plan import BlockPlan, plan_block
@@ -55,6 +53,7 @@ def ffn(
   b_down: Array | None = None,
   key: Array | None = None,
   precision: Any = None,
+  hidden_sharding: jax.NamedSharding | None = None,
 ) -> Array:
   """act(x W~_up + b_up) W~_down + b_down, or with a gate (act(x W~_gate + b_gate) * (x W~_up + b_up)) W~_down + b_down.
 
@@ -74,6 +73,8 @@ def ffn(
     b_down: `[d_out]`, or None.
     key: random key for MVUE, needed where a gradient is taken.
     precision: of all matmuls, as `jax.lax.dot_general` takes it.
+    hidden_sharding: how a mesh divides the hidden layer `[..., h]` and its gradient, as
+      `jax.lax.with_sharding_constraint` takes it. None leaves it to the compiler.
 
   Returns:
     `[..., d_out]`, dtype of `x`.
@@ -101,9 +102,10 @@ def ffn(
   keys = {'hidden': hidden_key, 'down': down_key}
   sides = {name: w.shape for name, w in weights.items()}
   asked = Asked.of(precision, None, x.dtype)
+  hidden = _Hidden(x.shape[:-1], hidden_sharding)
   plan = plan_block(policy, int(np.prod(x.shape[:-1])), sides, x.dtype, (x, weights), asked=asked)
   if not plan.fused:
-    return _composed(plan, x, weights, biases, states, keys, policy, act, asked)
+    return _composed(plan, x, weights, biases, states, keys, policy, act, asked, hidden)
   packed = {
     name: linear_layer.packed_weight(plan.layers[name].backends, policy, w, states[name], x.dtype)
     for name, w in weights.items()
@@ -119,7 +121,7 @@ def ffn(
   x, weights, biases = jax.tree.map(lambda a: vary_over(a, axes), (x, weights, dict(up=biases['up'], down=b_down)))
   # Where types say how arrays are divided: the op gives gradients on every device, and JAX takes the parts it wants.
   weights, biases = jax.tree.map(_partitioning.whole, (weights, biases))
-  static = _Static(plan.up.backends, plan.down.backends, activation, 'gate' in weights, what_is_sampled())
+  static = _Static(plan.up.backends, plan.down.backends, activation, 'gate' in weights, what_is_sampled(), hidden)
   return _fused(static, x.reshape(-1, x.shape[-1]), weights, biases, packed, keys).reshape(*x.shape[:-1], -1)
 
 
@@ -151,7 +153,7 @@ def _check(
       raise ValueError(f'b_{name} must have shape {weights[name].shape[1:]}, found {bias.shape}')
 
 
-def _composed(plan: BlockPlan, x, weights, biases, states, keys, policy, act, asked) -> Array:
+def _composed(plan: BlockPlan, x, weights, biases, states, keys, policy, act, asked, hidden) -> Array:
   """The block from `dot`s, each by its part of the plan."""
 
   def linear(name: str, x: Array, key: Array | None, column: int = 0) -> Array:
@@ -164,17 +166,37 @@ def _composed(plan: BlockPlan, x, weights, biases, states, keys, policy, act, as
     h = act(linear('up', x, keys['hidden']))
   else:
     h = act(linear('gate', x, keys['hidden'])) * linear('up', x, keys['hidden'], weights['up'].shape[1])
-  return linear('down', h, keys['down'])
+  return linear('down', hidden.constrained(h), keys['down'])
+
+
+class _Hidden(NamedTuple):
+  """How the hidden layer is divided: its axes of tokens, and the sharding of it with these."""
+
+  tokens: tuple[int, ...]
+  sharding: jax.NamedSharding | None
+
+  def constrained(self, h: Array, *stacked: int) -> Array:
+    """`h` `[..., stacked..., h]`, or a gradient of it, divided so; its tokens may be one axis."""
+    if self.sharding is None:
+      return h
+    spec = (*self.sharding.spec, *(None,) * (len(self.tokens) + 1 - len(self.sharding.spec)))
+    sharding = jax.NamedSharding(self.sharding.mesh, jax.P(*spec[:-1], *(None,) * len(stacked), spec[-1]))
+    whole = h.reshape(*self.tokens, *stacked, h.shape[-1])
+    return jax.lax.with_sharding_constraint(whole, sharding).reshape(h.shape)
 
 
 class _Static(NamedTuple):
-  """What is fixed of a fused block: back ends of both projections, activation, a gate or not, names for errors."""
+  """What is fixed of a fused block.
+
+  Back ends of both projections, activation, a gate or not, names for errors, how its hidden layer is divided.
+  """
 
   up: Backends
   down: Backends
   activation: str
   gated: bool
   where: str
+  hidden: _Hidden
 
   @property
   def precision(self) -> Precision:
@@ -189,21 +211,22 @@ def _fused(static: _Static, x: Array, weights: Any, biases: Any, packed: Any, ke
 
 
 def _forward(static: _Static, x: Array, biases: Any, packed: Any, *, keep: bool) -> tuple[Array, Any, Any, Any]:
-  """(y, x, z, h), x and h rounded; without a gate z is None unless kept."""
+  """(y, x, z, h), x and h rounded; without a gate z is None unless kept, with one `[tokens, 2, h]`."""
   precision, activation = static.precision, static.activation
   up, down = (dict(backend=p.forward, dtype=x.dtype) for p in (static.up, static.down))
   rows = precision.rounded(x, keep=keep)
   if static.gated:
     bias = None if biases['up'] is None else biases['up'].reshape(2, -1)
     z = linear_layer.multiply_pair('forward', packed['gate'], packed['up'], rows, precision=precision, bias=bias, **up)
-    z = _partitioning.whole(z, 1).reshape(x.shape[0], -1)
-    h = jax.custom_batching.sequential_vmap(functools.partial(activations.gated_activation, activation=activation))(z)
+    z = static.hidden.constrained(z, 2)
+    h = jax.custom_batching.sequential_vmap(functools.partial(linear_layer.gate, activation=activation))(z)
   else:
     found = precision.forward(
       packed['up'], rows, bias=biases['up'], activation=activation, keep_preactivation=keep, **up
     )
     h, z = found if keep else (found, None)
-  h = precision.rounded(h, keep=keep)
+    z = z if z is None else static.hidden.constrained(z)
+  h = precision.rounded(static.hidden.constrained(h), keep=keep)
   return precision.forward(packed['down'], h, bias=biases['down'], **down), rows, z, h
 
 
@@ -221,19 +244,18 @@ def _fused_bwd(static, residuals, dy):
   sampling = dict(backend=static.up.weight_grad, precision=precision)
   dense = dict(backend=static.up.input_grad, dtype=dy.dtype)
   dy_rounded, dw_down = linear_layer.sampled_weight_grad(dy, keys['down'], h, **sampling)
-  dh = precision.input_grad(packed['down'], dy_rounded, **dense)
+  dh = static.hidden.constrained(precision.input_grad(packed['down'], dy_rounded, **dense))
   dz, dw_hidden = linear_layer.activation_and_weight_grad(
     dh, z, keys['hidden'], x, activation=static.activation, gated=static.gated, **sampling
   )
   if static.gated:
-    halves = dataclasses.replace(dz, values=dz.values.reshape(dz.values.shape[0], 2, -1))
-    dx = linear_layer.multiply_pair('input_grad', packed['gate'], packed['up'], halves, precision=precision, **dense)
+    dx = linear_layer.multiply_pair('input_grad', packed['gate'], packed['up'], dz, precision=precision, **dense)
   else:
     dx = precision.input_grad(packed['up'], dz, **dense)
   dx = _partitioning.like(dx, divided)
   dw = dict(zip(('down', 'gate', 'up') if static.gated else ('down', 'up'), (dw_down, *dw_hidden), strict=True))
   given = {'up': dz, 'down': Rounded(dy, None)}
-  db = {name: precision.bias_grad(g, dy.dtype) if name in there else None for name, g in given.items()}
+  db = {name: precision.bias_grad(g, dy.dtype).reshape(-1) if name in there else None for name, g in given.items()}
   return dx, dw, db, None, None
 
 

@@ -83,7 +83,10 @@ class Fp8(Precision):
   def scale_of_activation(self, dh: Array, z: Array, *, activation: str, gated: bool) -> tuple[Any, Any]:
     steepest = None if gated else ACTIVATIONS[activation].steepest
     if steepest is None:
-      largest = activations.activation_backward_amax(dh, z, activation=activation, gated=gated)
+      rule = _partitioning.Rule(('n m', 'n . m' if gated else 'n m'), ('',), order=('n', 'm'), sums=('n', 'm'))
+      largest = _partitioning.partitioned(
+        'activation_backward_amax', _largest, rule, dh, z, activation=activation, gated=gated
+      )
     else:
       # A bound of dz that needs dh alone.
       largest = steepest * quantize.amax(dh)
@@ -110,6 +113,12 @@ class Fp8(Precision):
 
 
 FP8 = Fp8()
+
+
+def _largest(shard: _partitioning.Shard, dh: Array, z: Array, *, activation: str, gated: bool) -> Array:
+  """Of the dz that follows from these."""
+  z = z.reshape(z.shape[0], -1)
+  return shard.max(activations.activation_backward_amax(dh, z, activation=activation, gated=gated), 'n', 'm')
 
 
 def _dense_forward(

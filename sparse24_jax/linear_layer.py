@@ -12,6 +12,7 @@ from jax import Array
 import jax.numpy as jnp
 
 from pallas_kernels import _partitioning
+from pallas_kernels.gated_activation import api as activations
 from pallas_kernels.mvue.reference import mvue24
 from sparse24_jax.asked import Asked, PLAIN
 from sparse24_jax.availability import kernels_are_here
@@ -66,6 +67,17 @@ def _multiply_pair(shard, b, factor, gate, up, bias, *, role, backend, dtype, pr
   return z.reshape(b.shape[0], 2, -1)
 
 
+def gate(z: Array, *, activation: str) -> Array:
+  """h `[tokens, h]` from gate and up, z `[tokens, 2, h]`."""
+  rule = _partitioning.Rule(('n . m',), ('n m',), order=('n', 'm'))
+  return _partitioning.partitioned('gated_activation', _gate, rule, z, activation=activation)
+
+
+def _gate(shard, z, *, activation):
+  del shard
+  return activations.gated_activation(z.reshape(z.shape[0], -1), activation=activation)
+
+
 def sampled_weight_grad(
   dz: Array, key: Array, x: Rounded, *, backend: str, precision: Precision = NATIVE, column: int = 0
 ) -> tuple[Rounded, Array]:
@@ -100,11 +112,12 @@ def _sampled_weight_grad(shard, dz, key, x, scale, factor, x_factor, *, backend,
 def activation_and_weight_grad(
   dh: Array, z: Array, key: Array, x: Rounded, *, backend: str, activation: str, gated: bool, precision: Precision
 ) -> tuple[Rounded, list[Array]]:
-  """(dz from dh, dw = x^T V(dz)), with a gate that of gate and that of up; the pass that makes dz also samples it."""
-  # z holds gate and up side by side, so that a part of its columns is none of either.
-  features = '.' if gated else 'm*4'
-  dz = f'k*4 {features}'
-  rule = _rule((dz, dz), key, precision, (dz, *(f'n {features}',) * (2 if gated else 1)))
+  """(dz from dh, dw = x^T V(dz)); the pass that makes dz also samples it.
+
+  With a gate z and dz are `[tokens, 2, h]`, and dw that of gate and that of up.
+  """
+  dz = 'k*4 . m*4' if gated else 'k*4 m*4'
+  rule = _rule(('k*4 m*4', dz), key, precision, (dz, *('n m*4',) * (2 if gated else 1)))
 
   def one(dh, z, key, x):
     scale, factor = precision.scale_of_activation(dh, z, activation=activation, gated=gated)
@@ -122,10 +135,26 @@ def activation_and_weight_grad(
 def _activation_and_weight_grad(
   shard, dh, z, key, x, scale, factor, x_factor, *, backend, activation, gated, precision
 ):  # fmt: skip
-  origin = (0, shard.offset('k'), shard.offset('m', 4))
-  dz, operand = precision.activation_and_sample(dh, z, key, scale, origin, activation=activation, gated=gated)
-  dw = precision.weight_grad(operand, x, (factor, x_factor), backend=backend, dtype=dh.dtype)
-  return dz, *(shard.sum(part, 'k') for part in (jnp.split(dw, 2, axis=1) if gated else [dw]))
+  def weight_grad(operand):
+    return precision.weight_grad(operand, x, (factor, x_factor), backend=backend, dtype=dh.dtype)
+
+  row, column, rows = shard.offset('k'), shard.offset('m', 4), dh.shape[0]
+  if gated and shard.divided.get('m'):
+    # Of the columns that are sampled as one, those of up follow all of the gate's: on a device two parts with a gap.
+    dz = activations.activation_backward(dh, z.reshape(rows, -1), activation=activation).reshape(z.shape)
+    gap = dh.shape[1] * shard.count('m')
+    made, operands = zip(
+      *(precision.sample(dz[:, i], key, scale, (0, row, column + i * gap)) for i in range(2)), strict=True
+    )
+    dz = dz if made[0] is None else jnp.stack(made, 1)
+    dw = map(weight_grad, operands)
+  else:
+    dz, operand = precision.activation_and_sample(
+      dh, z.reshape(rows, -1), key, scale, (0, row, column), activation=activation, gated=gated
+    )
+    dz, dw = dz.reshape(z.shape), weight_grad(operand)
+    dw = jnp.split(dw, 2, axis=1) if gated else [dw]
+  return dz, *(shard.sum(part, 'k') for part in dw)
 
 
 def _rule(gradients: tuple[str, ...], key: Array, precision: Precision, results: tuple[str, ...]) -> Any:

@@ -16,14 +16,14 @@ from pallas_kernels._varying import vary_over, varying_of
 from pallas_kernels.activations import ACTIVATIONS
 from sparse24_jax.binding import _jax
 from sparse24_jax.binding.reading import Reading
-from sparse24_jax.binding.values import Columns, Elementwise, Matmul, Part, Value
+from sparse24_jax.binding.values import Block, Columns, Elementwise, Matmul, Part, Value
 from sparse24_jax.binding.view import View
 from sparse24_jax.recipe import Rule
 
 ELEMENTWISE = frozenset((
   'add', 'sub', 'mul', 'div', 'neg', 'max', 'min', 'tanh', 'logistic', 'erf', 'erfc', 'exp', 'pow', 'integer_pow',
   'square', 'convert_element_type', 'copy', 'name', 'custom_jvp_call', 'select_n', 'gt', 'ge', 'lt', 'le',
-  'pvary', 'pcast',
+  'pvary', 'pcast', 'sharding_constraint',
 ))  # fmt: skip
 
 
@@ -31,18 +31,6 @@ _SAME = ('copy', 'name', 'pvary', 'pcast')
 
 # One matmul gives both, the columns of the first in front.
 PAIRS = ('gate_up', 'up_gate')
-
-
-class Block(NamedTuple):
-  """The maps into the hidden layer and the activation between them and the map out of it.
-
-  The maps are 'up' and perhaps 'gate', or one of `PAIRS`. In front of the columns their results have axes of experts
-  and tokens, which the map out has in this order; those of length one are left out.
-  """
-
-  activation: str
-  maps: Mapping[str, Matmul]
-  order: tuple[int, ...]
 
 
 class Apart(NamedTuple):
@@ -98,11 +86,14 @@ def find_block(down: Matmul) -> Block | Apart | None:
   order = _order(read, down)
   if order is None:
     return Apart(maps, 'gate, up and the matmul that ends it have their tokens in different orders, or contract others')
+  sharding, problem = _sharding(h, read, down)
+  if problem is not None:
+    return Apart(maps, problem)
   activation, roles = found
   if len(roots) < len(read):
     in_order = sorted(zip(read, roles, strict=True), key=lambda each: each[0].columns or (0, 0))
-    return Block(activation, {'_'.join(role for _, role in in_order): roots[0]}, order)
-  return Block(activation, dict(zip(roles, roots, strict=True)), order)
+    return Block(activation, {'_'.join(role for _, role in in_order): roots[0]}, order, sharding)
+  return Block(activation, dict(zip(roles, roots, strict=True)), order, sharding)
 
 
 class _Root(NamedTuple):
@@ -161,34 +152,63 @@ def _order(read: Sequence[_Root], down: Matmul) -> tuple[int, ...] | None:
   return tuple(kept.index(axis) for axis in joined)
 
 
-def roots_of(values: Sequence[Value]) -> list[Matmul]:
-  """The matmuls that some values wait for."""
-  roots, known, left = [], set(), list(values)
+def _sharding(h: Value, read: Sequence[_Root], down: Matmul) -> tuple[Any, str | None]:
+  """How the model says that a hidden layer is divided, or None; and what keeps a block from saying so."""
+  made = [each for each in _waited_for([h]) if isinstance(each, Elementwise)]
+  constraints = [each.equation.params for each in made if each.equation.primitive.name == 'sharding_constraint']
+  shardings = {params['sharding'] for params in constraints}
+  if not shardings:
+    return None, None
+  contract, batch = _of_other(down)
+  lead, result = read[0].found.lead, down.equation.invars[1 - down.side].aval
+  axes = read[0].view.arranged(lead)
+  in_order = axes is not None and len(axes) == lead + 1 and contract == (lead,)
+  if axes is None or not in_order or any(run.axis != i for i, runs in enumerate(axes) for run in runs):
+    return None, 'a sharding constraint on its hidden layer, whose axes are not those of its tokens and one of columns'
+  if batch:
+    return None, 'a sharding constraint on the hidden layer of several experts'
+  if len(shardings) > 1:
+    return None, f'several sharding constraints on its hidden layer {result.shape}: {", ".join(map(str, shardings))}'
+  (sharding,) = shardings
+  if not isinstance(sharding, jax.NamedSharding) or any(params.get('layout') for params in constraints):
+    return None, f'a sharding constraint on its hidden layer that is no NamedSharding, {sharding}'
+  return sharding, None
+
+
+def _waited_for(values: Sequence[Value]) -> list[Matmul | Part | Elementwise]:
+  """What was put off, and some values wait for."""
+  found, known, left = [], set(), list(values)
   while left:
     value = left.pop()
     if id(value) in known or not value.waits or value.made_by is None:
       continue
     known.add(id(value))
+    found.append(value.made_by)
     match value.made_by:
-      case Matmul() as found:
-        roots.append(found)
       case Part() as part:
         left.append(part.argument)
       case Elementwise() as made:
         left += made.arguments
-  return roots
+  return found
+
+
+def roots_of(values: Sequence[Value]) -> list[Matmul]:
+  """The matmuls that some values wait for."""
+  return [made for made in _waited_for(values) if isinstance(made, Matmul)]
 
 
 def why_apart(
-  maps: Mapping[str, tuple[Matmul, Reading]], order: Sequence[int], rules: Collection[Rule]
+  maps: Mapping[str, tuple[Matmul, Reading]], block: Block, rules: Collection[Rule]
 ) -> str | None:
   """Why a block that was found cannot be one op, by how its matmuls read their weights and by their rules, or None."""
   found, readings = [m for m, _ in maps.values()], [reading for _, reading in maps.values()]
   neurons, batches = {rule.activation for rule in rules}, {reading.batch for reading in readings}
   if not all(_is_plain_map(role, *each) for role, each in maps.items()):
     return 'a matmul of it has several axes in or out'
-  if tuple(order[: len(maps['down'][1].batch)]) != tuple(range(len(maps['down'][1].batch))):
+  if tuple(block.order[: len(maps['down'][1].batch)]) != tuple(range(len(maps['down'][1].batch))):
     return 'its experts are other ones in the matmul that ends it'
+  if neurons != {None} and block.sharding is not None:
+    return 'sparse activations have no sharding constraint of their own: take it off the hidden layer'
   if neurons != {None} and set(maps) & set(PAIRS):
     return 'sparse activations are made by blocks without a gate'
   if any(m.bias is not None and m.bias.shape != (reading.columns,) for m, reading in maps.values()):
@@ -277,6 +297,8 @@ def _new_text(value: Value, roots: list[_Root], known: dict[int, str | None]) ->
   if isinstance(made, Part):
     return _root_text(_Root(made.whole, made), roots)
   arguments = [_text_of(argument, roots, known) for argument in made.arguments]
+  if made.equation.primitive.name == 'sharding_constraint':
+    return arguments[0]  # `_sharding` looks at it; one inside of another equation is no part of an activation
   return None if None in arguments else _equation_text(made.equation, arguments)
 
 

@@ -257,9 +257,11 @@ def _bound(path: str, leaf: Any, rule: Rule, notes: Notes) -> BoundWeight | str:
       return f'{path} of shape {leaf.shape}: {problem} at {_jax.source_of(found.equation)}: {dense}'
   uses = tuple(_use(found, reading, notes) for found, reading in readings)
   if rule.activation is not None and any(use.block is None for use in uses):
+    reasons = dict.fromkeys(use.apart for use in uses if use.apart)
     return (
       f'{path}: the rule makes activations sparse, which takes one rule setting for all maps of a block, two matmuls'
       f' with a squared ReLU between them; found the matmul at {uses[0].source} by itself'
+      f'{"".join(f": {reason}" for reason in reasons)}'
     )
   return BoundWeight(path, tuple(leaf.shape), leaf.dtype, rule, layout, uses)
 

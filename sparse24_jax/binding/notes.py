@@ -10,7 +10,7 @@ from sparse24_jax.binding.blocks import why_apart
 from sparse24_jax.binding.interpreter import run
 from sparse24_jax.binding.reading import read, Reading, UnreadableError
 from sparse24_jax.binding.tracing import Traced
-from sparse24_jax.binding.values import Altered, Keys, Matmul
+from sparse24_jax.binding.values import Altered, Block, Keys, Matmul
 from sparse24_jax.binding.view import View
 from sparse24_jax.layout import Layout
 from sparse24_jax.recipe import Rule
@@ -60,18 +60,19 @@ class Notes:
   def layout_of(self, path: str) -> Layout:
     raise AssertionError(f'{path} has no state while notes are taken')
 
-  def block(self, activation: str, maps: Mapping[str, Matmul], order: tuple[int, ...]) -> None:
+  def block(self, block: Block) -> None:
+    maps = block.maps
     try:
       read_by = {role: (found, read(found)) for role, found in maps.items()}
     except UnreadableError:  # `matmul` says so
       return
-    reason = why_apart(read_by, order, [self.rules[found.view.path] for found in maps.values()])
+    reason = why_apart(read_by, block, [self.rules[found.view.path] for found in maps.values()])
     if (maps['down'].view.path, id(maps['down'].origin)) in self.blocks:
       self._no_block(list(maps.values()), 'the matmul that reads its result begins another block')
     elif reason is not None:
       self._no_block(list(maps.values()), reason)
     else:
-      self.blocks |= {(found.view.path, id(found.origin)): (activation, role) for role, found in maps.items()}
+      self.blocks |= {(found.view.path, id(found.origin)): (block.activation, role) for role, found in maps.items()}
 
   def apart(self, maps: Sequence[Matmul], reason: str) -> None:
     for found in maps:

@@ -34,7 +34,7 @@ from sparse24_jax.binding.reading import (
 )
 from sparse24_jax.binding.state import NNX_STATES, WeightState
 from sparse24_jax.binding.tracing import functional, trace, Traced
-from sparse24_jax.binding.values import Altered, Keys, Matmul
+from sparse24_jax.binding.values import Altered, Block, Keys, Matmul
 from sparse24_jax.binding.view import View
 from sparse24_jax.block_plan import plan_block
 from sparse24_jax.clusters import with_neurons
@@ -241,10 +241,11 @@ class _Sparse:
       (out,) = _jax.rebind(found.equation, arrays)
     return _filled(out, (found,))
 
-  def block(self, activation: str, maps: Mapping[str, Matmul], order: tuple[int, ...]) -> Array | None:
+  def block(self, block: Block) -> Array | None:
+    maps, order = block.maps, block.order
     read_by = {role: self._reading(found) for role, found in maps.items()}
     rules = [weight.rule for weight, _ in read_by.values()]
-    if why_apart({role: (maps[role], reading) for role, (_, reading) in read_by.items()}, order, rules) is not None:
+    if why_apart({role: (maps[role], reading) for role, (_, reading) in read_by.items()}, block, rules) is not None:
       return None
     policy, neurons, asked = rules[0].policy, rules[0].activation, {found.asked for found in maps.values()}
     first = next(role for role in maps if role != 'down')
@@ -261,14 +262,17 @@ class _Sparse:
       biases |= zip(first.split('_'), halves(biases.pop(first, None), 1), strict=True)
     biases, weights = ({f'{k}_{role}': a for role, a in held.items()} for k, held in (('b', biases), ('w', weights)))
     if neurons is None:
-      block = functools.partial(_ffn, policy=policy, activation=activation, precision=asked.pop().precision)
+      run = functools.partial(
+        _ffn, policy=policy, activation=block.activation, precision=asked.pop().precision,
+        hidden_sharding=block.sharding,
+      )  # fmt: skip
     else:
       _check_precision(maps['down'], asked)
-      block = functools.partial(_neuron_level, policy=neurons, activation=activation)
+      run = functools.partial(_neuron_level, policy=neurons, activation=block.activation)
     key = _key(maps['down'], x, weights)
     paths = ', '.join(weight.path for weight, _ in read_by.values())
     with errors_name(paths), sampled_for(paths):
-      y = _for_each(batch, block, x, weights, states, key) if batch else block(x, weights, states, key, biases)
+      y = _for_each(batch, run, x, weights, states, key) if batch else run(x, weights, states, key, biases)
     y = as_rows(y, maps[first], order, maps['down'], read_by['down'][1])
     return _filled(as_result(y, maps['down'], read_by['down'][1]), maps.values())
 

@@ -90,6 +90,23 @@ class Value:
     return self.held
 
 
+class Block(NamedTuple):
+  """The maps into the hidden layer, the activation between them and the map out of it.
+
+  Attributes:
+    activation: its name.
+    maps: 'up' and perhaps 'gate', or one weight that holds both, 'gate_up' or 'up_gate'; and 'down', once that runs.
+    order: in front of the columns their results have axes of experts and tokens, which the map out has in this order;
+      those of length one are left out.
+    sharding: of the hidden layer, `[tokens..., hidden]`, where the model says how it is divided.
+  """
+
+  activation: str
+  maps: Mapping[str, 'Matmul']
+  order: tuple[int, ...]
+  sharding: Any = None
+
+
 @dataclasses.dataclass(eq=False)
 class Elementwise:
   """One equation on entries, put off."""
@@ -229,8 +246,7 @@ class Matmul:
     bias: `[out]`, that is added to it, or None.
     added: the equation that adds the bias.
     rounded: whether its result, wider than the operands, is rounded to their dtype by what follows it.
-    block: the feed-forward block that it ends: activation, the other maps and the order in which it has the axes of
-      theirs, or None.
+    block: the feed-forward block that it ends, or None.
     origin: the equation that it is known by, of one that was turned around.
   """
 
@@ -242,7 +258,7 @@ class Matmul:
   bias: Any = None
   added: Elementwise | None = None
   rounded: bool = False
-  block: tuple[str, Mapping[str, 'Matmul'], tuple[int, ...]] | None = None
+  block: Block | None = None
   origin: Any = None
 
   def __post_init__(self):
@@ -323,8 +339,7 @@ class Matmul:
   def make(self) -> Any:
     with _jax.under(self.equation):
       if self.block is not None:
-        activation, maps, order = self.block
-        out = self.matmuls.block(activation, {**maps, 'down': self}, order)
+        out = self.matmuls.block(self.block._replace(maps={**self.block.maps, 'down': self}))
         if out is not None:
           return out
       if self.added is None:
@@ -343,11 +358,8 @@ class Reader(Protocol):
     """The result of one `ragged_dot_general`."""
     ...
 
-  def block(self, activation: str, maps: Mapping[str, Matmul], order: tuple[int, ...]) -> Array | None:
-    """The result of a block of the maps 'up', 'down' and perhaps 'gate'; None leaves them by themselves.
-
-    `order` says which of the leading axes of the others, those of length one left out, are which of `down`.
-    """
+  def block(self, block: Block) -> Array | None:
+    """The result of a block; None leaves its maps by themselves."""
     ...
 
   def layout_of(self, path: str) -> Layout:

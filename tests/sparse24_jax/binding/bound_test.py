@@ -47,9 +47,9 @@ def _gated(z):
   return jax.nn.silu(z[..., 0]) * z[..., 1]
 
 
-def _constrained(z):
+def _constrained(z, *spec):
   mesh = jax.make_mesh((1,), ('x',), axis_types=(jax.sharding.AxisType.Auto,))
-  return jax.lax.with_sharding_constraint(z, jax.NamedSharding(mesh, jax.P(None, 'x')))
+  return jax.lax.with_sharding_constraint(z, jax.NamedSharding(mesh, jax.P(*spec or (None, 'x'))))
 
 
 def _of_three(p, x):
@@ -99,7 +99,7 @@ class BindTest(parameterized.TestCase):
     ('gelu_by_erf', lambda z: 0.5 * z * (1 + jax.lax.erf(z / math.sqrt(2))), 'gelu_exact'),
     ('gelu_by_a_number_of_an_array', lambda z: z * 0.5 * (1 + jax.lax.erf(z / jnp.sqrt(2.0))), 'gelu_exact'),
     ('relu_by_where', lambda z: jnp.where(z > 0, z, 0), 'relu'),
-    ('constrained', lambda z: jax.nn.relu(_constrained(z)), None),  # a fused op has no hidden layer to divide so
+    ('constrained', lambda z: _constrained(jax.nn.relu(_constrained(z))), 'relu'),
     ('scaled', lambda z: 2 * jax.nn.relu(z), None),
     ('tanh', jnp.tanh, None),
     ('relu_by_maximum', lambda z: jnp.maximum(z, 0), None),  # its derivative at zero is another one
@@ -134,6 +134,11 @@ class BindTest(parameterized.TestCase):
      'in several dtypes: float32, bfloat16'),
     ('scaled', lambda p, x: jax.nn.silu(x @ (p['up'] * 3)) @ p['down'], 'multiplied before its matmul'),
     ('norm', lambda p, x: jax.nn.softmax(x @ p['up']) @ p['down'], 'reduce_max at .* reads its result'),
+    ('divided_twice', lambda p, x: _constrained(jax.nn.relu(_constrained(x @ p['up'], 'x'))) @ p['down'],
+     r'several sharding constraints on its hidden layer \(8, 32\): '),
+    ('divided_in_parts', lambda p, x: _gated(_constrained(x @ p['up']).reshape(8, 16, 2)) @ p['down'][:16],
+     'reshape at .* reads its result'),
+    ('divided_tokens', lambda p, x: _constrained(jax.nn.relu(x @ p['up']).T).T @ p['down'], 'transpose at .* reads'),
   )  # fmt: skip
   def test_why_matmuls_are_no_block(self, f, reason):
     params, x = arguments('plain')

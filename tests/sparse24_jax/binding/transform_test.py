@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 from absl.testing import absltest, parameterized
 import jax
@@ -130,6 +131,25 @@ class TransformTest(parameterized.TestCase):
     found = jax.jit(jax.grad(lambda p: sparse(p, variables, None, x)))(params)
     expected = jax.jit(jax.grad(f))(projected, x)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), found, expected)
+
+  def test_a_hidden_layer_keeps_its_sharding_constraint(self):
+    params, x = arguments('plain')
+    params, x = jax.tree.map(lambda a: a.astype(jnp.bfloat16), (params, x))
+    mesh = jax.make_mesh((1,), ('d',), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def f(p, x):
+      h = jax.lax.with_sharding_constraint(jax.nn.relu(x @ p['up']), jax.NamedSharding(mesh, jax.P('d')))
+      return (h @ p['down']).astype(jnp.float32).sum()
+
+    # Composed of dots the hidden layer and its gradient are divided so; fused what the activation is of, too.
+    fused = s24.DotPolicy(s24.transposable(), 'sparse', 'mvue', implementation='dense')
+    for recipe, expected in ((RECIPES['packed'], 2), (s24.Recipe('fused', (s24.Rule('.*', fused),)), 3)):
+      bound = s24.bind(recipe, f, params, x)
+      self.assertEqual([use.role for use in bound['down'].uses], ['down'])
+      variables, sparse = s24.sparse_variables(params, None, bound), s24.sparsify(f, bound)
+      key = jax.random.key(0)
+      text = str(jax.make_jaxpr(jax.grad(sparse))(params, variables, key, x))
+      self.assertLen(re.findall(r"sharding_constraint\[[^]]*NamedSharding[^]]*spec=P\('d'", text), expected)
 
   def test_a_layer_that_is_not_there(self):
     """`jnp.take` fills with NaN behind the last entry, whatever mask or packed operand is there."""
