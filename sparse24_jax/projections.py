@@ -100,6 +100,9 @@ def soft_threshold_projection(*, axis: Literal[-2, -1] = -2) -> Projection:
   Args:
     axis: -2 makes it 2:4 along the input, for the forward; -1 along the output, for the input gradient.
 
+  Raises:
+    ValueError: another axis.
+
   >>> import jax, sparse24_jax as s24
   >>> w = jax.random.normal(jax.random.key(0), (64, 64))
   >>> projection = s24.soft_threshold_projection()

@@ -106,14 +106,19 @@ def check_phase(name: str) -> None:
     raise ValueError(f'phase={name!r}: known are {list(PHASES)}')
 
 
+def require_recipe(recipe: Any) -> None:
+  """ValueError unless it is one."""
+  if not isinstance(recipe, Recipe):
+    raise ValueError(f'recipe must be a Recipe, as the functions of sparse24_jax.recipes make, found {recipe!r}')
+
+
 def resolve_phase(recipe: 'Recipe', phase: PhaseName | None) -> PhaseName:
   """`phase`, or if None the recipe's first one.
 
   ValueError for `'sparse'` in a recipe that is never sparse, and for None in one that begins dense and is sparse later:
   a run that takes it for the phase of all steps would be dense to the end, without a word.
   """
-  if not isinstance(recipe, Recipe):
-    raise ValueError(f'recipe must be a Recipe, as the functions of sparse24_jax.recipes make, found {recipe!r}')
+  require_recipe(recipe)
   names: list[PhaseName] = [p.name for p in recipe.phases]
   if phase is None:
     if names[0] == 'dense' and 'sparse' in names:

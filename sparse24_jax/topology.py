@@ -66,6 +66,9 @@ def layer_densities(
   Returns:
     float32 scalars by path.
 
+  Raises:
+    ValueError: another `distribution`.
+
   Source: Mocanu et al., arXiv 1707.04780 (SET); Evci et al., arXiv 1911.11134, section 3 (RigL).
 
   >>> import sparse24_jax as s24
@@ -75,6 +78,8 @@ def layer_densities(
   >>> {path: round(d.item(), 4) for path, d in s24.layer_densities(0.25, shapes, 'erdos_renyi').items()}
   {'a': 0.3571, 'b': 0.2232}
   """
+  if distribution not in DISTRIBUTIONS:
+    raise ValueError(f'distribution={distribution!r}: known are {list(DISTRIBUTIONS)}')
   density = jnp.asarray(density, jnp.float32)
   if distribution == 'uniform':
     return dict.fromkeys(shapes, density)

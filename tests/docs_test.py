@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[1]
 MODULES = ('sparse24_jax', 'sparse24_jax.linen', 'sparse24_jax.nnx', 'sparse24_jax.recipes')
 APIS = tuple(f'pallas_kernels.{path.parent.name}.api' for path in sorted((ROOT / 'pallas_kernels').glob('*/api.py')))
 APIS += ('pallas_kernels.formats',)
+REFUSES_NOTHING = ('amax',)  # of quantize: any floats
 
 
 def public_names() -> list[tuple[str, str]]:
@@ -79,6 +80,20 @@ class LinksTest(parameterized.TestCase):
     for page in documents():
       for name in re.findall(r'experiments/results/\w+\.\w+', page.read_text()):
         self.assertTrue((ROOT / name).is_file(), f'{page.name}: {name}')
+
+
+class DocstringsTest(parameterized.TestCase):
+
+  @parameterized.parameters(*public_names(), *kernel_functions())
+  def test_arguments_and_errors_are_told(self, module, name):
+    """Of functions that users call: those of dispatch, which have no example, are for the library."""
+    public = inspect.unwrap(getattr(importlib.import_module(module), name))
+    text = inspect.getdoc(public) or ''
+    if not inspect.isfunction(public) or '>>>' not in text or name in REFUSES_NOTHING:
+      return
+    self.assertIn('Raises:', text)
+    for argument in inspect.signature(public).parameters:
+      self.assertRegex(text, rf'\n +\*{{0,2}}{argument}: |`{argument}`', f'{module}.{name}({argument})')
 
 
 class DocsTest(parameterized.TestCase):

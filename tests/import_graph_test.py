@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import graphlib
 import pathlib
 import sys
 
@@ -114,6 +115,19 @@ class ImportGraphTest(parameterized.TestCase):
     for file, name, _ in graph(f'experiments/{room}'):
       if name.startswith('experiments.'):
         self.assertIn(name.split('.')[1], (room, *others), f'{file} imports {name}')
+
+  def test_no_circles(self):
+    """Of imports inside functions, too."""
+    files = {file for top in OURS for file, _, _ in graph(top)}
+    modules = {file.removesuffix('.py').removesuffix('/__init__').replace('/', '.') for file in files}
+    edges: dict[str, set[str]] = {}
+    for file, name, _ in (edge for top in OURS for edge in graph(top)):
+      module = file.removesuffix('.py').removesuffix('/__init__').replace('/', '.')
+      edges.setdefault(module, set()).add(name if name in modules else name.rpartition('.')[0])
+    try:
+      graphlib.TopologicalSorter({module: found - {module} for module, found in edges.items()}).prepare()
+    except graphlib.CycleError as error:
+      self.fail(f'imports in a circle: {error.args[1]}')
 
   @parameterized.parameters(*OURS)
   def test_the_deprecated_triton_of_pallas_is_not_used(self, top):

@@ -31,9 +31,9 @@ def make_block(name: str, *, tiny: bool, attention: str) -> Any:
   common = dict(vocab_size=64, num_layers=1, dtype='bfloat16', attention='xla' if tiny else attention)
   common |= dict(seq_len=TINY[1], embed_dim=64, num_heads=4) if tiny else dict(seq_len=SHAPE[1], embed_dim=4096)
   if name == 'gpt2':
-    return gpt2.Block(gpt2.GPT2Config(**{'num_heads': 32, 'fused_mlp': True, **common}))
+    return gpt2.Block(gpt2.GPT2Config(**{'num_heads': 32, **common}))
   hidden = 192 if tiny else 14336
-  sizes = {'num_heads': 32, 'num_kv_heads': 4 if tiny else 8, 'hidden_dim': hidden, 'fused_mlp': True}
+  sizes = {'num_heads': 32, 'num_kv_heads': 4 if tiny else 8, 'hidden_dim': hidden}
   return llama.Block(llama.LlamaConfig(**{**sizes, **common}))
 
 

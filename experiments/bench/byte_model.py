@@ -76,7 +76,7 @@ class Method:
     self.plain = None if found is None else measure.with_implementation(found, 'reference')
     self.model = gpt2.GPT2(gpt2.GPT2Config(
       vocab_size=256, seq_len=scale.length, num_layers=scale.layers, num_heads=max(scale.width // 64, 2),
-      embed_dim=scale.width, dtype='bfloat16', scan_layers=True, attention=scale.attention, fused_mlp=True,
+      embed_dim=scale.width, dtype='bfloat16', scan_layers=True, attention=scale.attention,
     ))  # fmt: skip
     rate = optax.warmup_cosine_decay_schedule(0.0, 1e-3, max(steps // 10, 1), steps, 1e-4)
     inner = optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=0.1)

@@ -157,7 +157,7 @@ def _two_blocks(tiny: bool) -> tuple[Any, Any, Array]:
   fields = twins.TINY | dict(embed_dim=64, seq_len=64) if tiny else dict(num_layers=2, seq_len=512)
   config = gpt2.make_config(
     'nano' if tiny else '124m', vocab_size=512, dtype='bfloat16', scan_layers=True, remat=True,
-    attention='xla' if tiny else 'cudnn', fused_mlp=True, **fields,
+    attention='xla' if tiny else 'cudnn', **fields,
   )  # fmt: skip
   model = gpt2.GPT2(config)
   tokens = jnp.asarray(np.random.default_rng(0).integers(0, 512, (8, config.seq_len + 1), dtype=np.int32))

@@ -30,7 +30,7 @@ class Step:
   def __init__(self, case: Case, method: str, layout: Layout, *, tiny: bool):
     family = gpt2 if case.family == 'gpt2' else llama
     fields: dict[str, Any] = dict(
-      vocab_size=50304, dtype='bfloat16', logits_dtype='bfloat16', attention='cudnn', fused_mlp=True,
+      vocab_size=50304, dtype='bfloat16', logits_dtype='bfloat16', attention='cudnn',
       scan_layers=layout.scan, remat=layout.remat,
     ) | dict(case.fields) | dict(METHODS[method].model)  # fmt: skip
     if tiny:

@@ -82,7 +82,7 @@ def _record(
     parameters=layers.param_count(twins.state.params), dtype='float8' if 'fp8' in twins.recipe.name else 'bfloat16',
     shape=dict(batch=len(twins.tokens), length=twins.tokens.shape[1] - 1, layers=config.num_layers,
                d=config.embed_dim, hidden=config.hidden_dim, vocab=config.vocab_size),
-    remat=config.remat, scan_layers=config.scan_layers, attention=config.attention, fused_mlp=config.fused_mlp,
+    remat=config.remat, scan_layers=config.scan_layers, attention=config.attention,
     moment=case.moment,
     mode='step', implementation=options.implementation, **sparse,
     refresh_samples_ms=refresh, search_ms=round(search_ms, 4), refresh_every=twins.recipe.refresh_every,
@@ -105,7 +105,6 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument('--remat', default='auto', choices=('auto', 'none', 'block'), help='recompute blocks or not')
   parser.add_argument('--attention', default='cudnn', choices=('cudnn', 'xla'))
   parser.add_argument('--unroll', action='store_true', help='a Python loop over layers in place of a scan')
-  parser.add_argument('--plain-mlp', action='store_true', help='Dense layers in place of the fused feed-forward layer')
   parser.add_argument('--sparse-only', action='store_true', help='no dense twin')
   parser.add_argument('--refreshes', type=int, default=4, help='mask searches to time (default: %(default)s)')
   options = parser.parse_args(argv)

@@ -93,7 +93,6 @@ def make_model(case: Case, options: Any) -> Any:
   depth = {'num_layers': options.layers} if options.layers else {}
   fields: dict[str, Any] = depth | dict(
     dtype='bfloat16', scan_layers=not options.unroll, remat=case.remat, attention=options.attention,
-    fused_mlp=not options.plain_mlp,
   )  # fmt: skip
   if case.model == 'gpt2':
     fields['mlp'] = case.mlp

@@ -18,7 +18,7 @@ import jax
 from jax.experimental import layout
 import jax.numpy as jnp
 
-from experiments.models.layers import attend, check_patterns, dense, fused_mlp, INIT_STD, rotate, run_blocks, unembed
+from experiments.models.layers import attend, check_patterns, dense, INIT_STD, rotate, run_blocks, unembed
 
 LAYER_NORM_EPSILON = 1e-5
 _ROPE_THETA = 10_000.0
@@ -49,13 +49,12 @@ class GPT2Config:
       the first blocks add is several times as large in a wide model, and learning is unstable (Takase et al., Spike
       No More, arXiv 2312.16903).
     qk_norm: normalise queries and keys, by head and each with one scale for all heads, before they are compared.
-    fp8_linear: dense matmuls of the linear layers in FP8; takes `fused_mlp=False`.
+    fp8_linear: dense matmuls of the linear layers in FP8.
     remat: recompute each block in the backward pass; 'dots' all but its matmuls.
     scan_layers: one `lax.scan` over stacked layers instead of a Python loop.
     attention: `implementation` of `jax.nn.dot_product_attention`: 'xla', 'cudnn' or None.
     attention_pattern: None is full causal attention; else what is attended to in all heads and layers, a
       `s24.AttentionPattern` say. A tuple has one entry a layer: None, a pattern, or a tuple of one a head.
-    fused_mlp: the feed-forward layer is the library's fused one; the same parameters and, while dense, the same values.
     ffn_order: what neighbours are to the feed-forward layer, which matters to patterns of sparse activations only:
       'sequence' is tokens that follow each other, 'position' is tokens of different sequences at the same position. A
       block of tokens then knows nothing of what follows them, if the sequences of a step are whole blocks.
@@ -83,7 +82,6 @@ class GPT2Config:
   remat: bool | Literal['dots'] = False
   scan_layers: bool = False
   attention: Literal['xla', 'cudnn'] | None = 'xla'
-  fused_mlp: bool = False
   ffn_order: Literal['sequence', 'position'] = 'sequence'
   attention_pattern: Any = None
   causal: bool = True
@@ -99,8 +97,6 @@ class GPT2Config:
       raise ValueError(f"ffn_order is {self.ffn_order!r}; known: 'sequence', 'position'")
     if not math.isclose(self.hidden_dim, 4 * self.embed_dim * self.ffn_width) or self.hidden_dim < 1:
       raise ValueError(f'ffn_width {self.ffn_width} times 4 x embed_dim {self.embed_dim} is not a whole hidden size')
-    if self.fp8_linear and self.fused_mlp:
-      raise ValueError('fp8_linear is for layers of their own: set fused_mlp=False')
     check_patterns(self)
 
   @property
@@ -217,8 +213,7 @@ class Block(nn.Module):
       x_BxTxD = layout.with_layout_constraint(x_BxTxD, layout.Layout(major_to_minor=(0, 1, 2)))
     drop = nn.Dropout(cfg.dropout, deterministic=self.deterministic)
     x_BxTxD = x_BxTxD + drop(Attention(cfg, self.pattern, name='attn')(layer_norm(cfg, 'ln_1')(x_BxTxD), lengths_B))
-    mlp = fused_mlp(cfg, cfg.hidden_dim, cfg.mlp) if cfg.fused_mlp else MLP(cfg, name='mlp')
-    h_BxTxD = layer_norm(cfg, 'ln_2')(x_BxTxD)
+    mlp, h_BxTxD = MLP(cfg, name='mlp'), layer_norm(cfg, 'ln_2')(x_BxTxD)
     if cfg.ffn_order == 'sequence':
       return x_BxTxD + drop(mlp(h_BxTxD))
     return x_BxTxD + drop(jnp.swapaxes(mlp(jnp.swapaxes(h_BxTxD, 0, 1)), 0, 1))

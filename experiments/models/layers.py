@@ -10,7 +10,6 @@ import jax.numpy as jnp
 
 from experiments.models.dense_fp8 import fp8_dot
 from pallas_kernels.sparse_attention.api import sparse_attention
-import sparse24_jax as s24
 from sparse24_jax.attention import check_attention
 
 INIT_STD = 0.02
@@ -104,22 +103,6 @@ def _fp8_dot_general(x: jax.Array, w: jax.Array, dimension_numbers: Any, **kwarg
   """The matmul of `nn.Dense` in FP8."""
   del dimension_numbers, kwargs  # of nn.Dense: the last axis of x with the first of w, at default precision
   return fp8_dot(x.reshape(-1, x.shape[-1]), w).reshape(*x.shape[:-1], w.shape[-1])
-
-
-def fused_mlp(config: Any, hidden: int, mlp: str) -> nn.Module:
-  """The library's feed-forward layer, with the parameters of the model's own."""
-  return s24.linen.Sparse24MLP(
-    hidden,
-    activation={'relu2': 'squared_relu', 'geglu': 'gelu', 'swiglu': 'silu'}.get(mlp, mlp),
-    gated=mlp in ('geglu', 'swiglu'),
-    use_bias=getattr(config, 'bias', False),
-    dtype=config.dtype,
-    param_dtype=jnp.dtype(config.param_dtype),
-    kernel_init=nn.initializers.normal(INIT_STD),
-    out_kernel_init=nn.initializers.normal(INIT_STD / math.sqrt(2 * config.num_layers)),
-    names=('c_fc', 'c_proj', 'c_gate'),
-    name='mlp',
-  )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))

@@ -19,7 +19,7 @@ from flax import linen as nn
 import jax
 import jax.numpy as jnp
 
-from experiments.models.layers import attend, check_patterns, dense, fused_mlp, INIT_STD, rotate, run_blocks, unembed
+from experiments.models.layers import attend, check_patterns, dense, INIT_STD, rotate, run_blocks, unembed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,14 +39,13 @@ class LlamaConfig:
     dropout: probability on both residual branches; the published models have none.
     dtype: compute dtype.
     logits_dtype: of what the model returns, see `gpt2.GPT2Config`.
-    fp8_linear: dense matmuls of the linear layers in FP8; takes `fused_mlp=False`.
+    fp8_linear: dense matmuls of the linear layers in FP8.
     param_dtype: dtype of the stored parameters.
     remat: recompute each block in the backward pass; 'dots' all but its matmuls.
     scan_layers: one `lax.scan` over stacked layers instead of a Python loop.
     attention: `implementation` of `jax.nn.dot_product_attention`: 'xla', 'cudnn' or None.
     attention_pattern: None is full causal attention; else what is attended to in all heads and layers, a
       `s24.AttentionPattern` say. A tuple has one entry a layer: None, a pattern, or a tuple of one a head.
-    fused_mlp: the feed-forward layer is the library's fused one; the same parameters and, while dense, the same values.
   """
 
   vocab_size: int
@@ -66,7 +65,6 @@ class LlamaConfig:
   remat: bool | Literal['dots'] = False
   scan_layers: bool = False
   attention: Literal['xla', 'cudnn'] | None = 'xla'
-  fused_mlp: bool = False
   attention_pattern: Any = None
 
   def __post_init__(self):
@@ -74,8 +72,6 @@ class LlamaConfig:
       raise ValueError(f'embed_dim {self.embed_dim} over num_heads {self.num_heads} is not a whole even head size')
     if self.num_heads % self.num_kv_heads:
       raise ValueError(f'num_heads {self.num_heads} is not divisible by num_kv_heads {self.num_kv_heads}')
-    if self.fp8_linear and self.fused_mlp:
-      raise ValueError('fp8_linear is for layers of their own: set fused_mlp=False')
     check_patterns(self)
 
   @property
@@ -164,8 +160,7 @@ class Block(nn.Module):
     cfg = self.config
     drop = nn.Dropout(cfg.dropout, deterministic=self.deterministic)
     x_BxTxD = x_BxTxD + drop(Attention(cfg, self.pattern, name='attn')(rms_norm(cfg, 'ln_1')(x_BxTxD)))
-    mlp = fused_mlp(cfg, cfg.hidden_dim, 'swiglu') if cfg.fused_mlp else MLP(cfg, name='mlp')
-    return x_BxTxD + drop(mlp(rms_norm(cfg, 'ln_2')(x_BxTxD)))
+    return x_BxTxD + drop(MLP(cfg, name='mlp')(rms_norm(cfg, 'ln_2')(x_BxTxD)))
 
 
 class Head(nn.Module):

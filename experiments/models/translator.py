@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from experiments.models.gpt2 import Attention, Block, embedding, enter_stream, GPT2Config, layer_norm, MLP
-from experiments.models.layers import attend, dense, fused_mlp, run_blocks, unembed
+from experiments.models.layers import attend, dense, run_blocks, unembed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,8 +96,7 @@ class DecoderBlock(nn.Module):
     drop = nn.Dropout(cfg.dropout, deterministic=self.deterministic)
     x_BxTxD = x_BxTxD + drop(Attention(cfg, name='attn')(layer_norm(cfg, 'ln_1')(x_BxTxD)))
     x_BxTxD = x_BxTxD + drop(Cross(cfg, name='cross')(x_BxTxD, memory_BxSxD, lengths_B))
-    mlp = fused_mlp(cfg, cfg.hidden_dim, cfg.mlp) if cfg.fused_mlp else MLP(cfg, name='mlp')
-    return x_BxTxD + drop(mlp(layer_norm(cfg, 'ln_2')(x_BxTxD)))
+    return x_BxTxD + drop(MLP(cfg, name='mlp')(layer_norm(cfg, 'ln_2')(x_BxTxD)))
 
 
 class Stack(nn.Module):

@@ -60,7 +60,7 @@ STYLES: Mapping[str, Mapping[str, Any]] = {
   'scaled_qk_norm': {'tied': False, 'scale_embeddings': True, 'qk_norm': True},
 }
 
-_APART = {'fused_mlp': False}
+_APART: Mapping[str, Any] = {}
 _DECAY = 6e-4
 CONTENDERS: Mapping[str, Contender] = {
   'dense': Contender(label='dense', model=_APART),
@@ -96,7 +96,6 @@ def make_model(
   size = contender.size or size
   fields: dict[str, Any] = dict(
     vocab_size=-(-vocab // 64) * 64, dtype='bfloat16', logits_dtype='bfloat16', scan_layers=scan, attention='cudnn',
-    fused_mlp=True,
   ) | dict(SIZES.get(size, {})) | dict(STYLES[style]) | dict(contender.model)  # fmt: skip
   if tiny:
     fields |= dict(

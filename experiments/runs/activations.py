@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments.models.gpt2 import MLP
 from experiments.runs import build
 from experiments.runs.build import Parts
 import sparse24_jax as s24
@@ -24,6 +25,7 @@ KEPT = 'activation_kept'
 KEPT_SUM = 'activation_kept_sum'
 
 _COLLECTION = 'activations'
+_UP = 'c_fc'  # the first map of a layer
 # A share of thousands of tokens times hundreds of neurons is known well enough from few batches.
 _BATCHES = 8
 
@@ -70,7 +72,7 @@ def make_probe(
 def can_probe(parts: Parts) -> bool:
   """Whether the model has layers that `make_probe` measures."""
   config = parts.model.config
-  return getattr(config, 'mlp', '') == 'relu2' and config.fused_mlp
+  return getattr(config, 'mlp', '') == 'relu2'
 
 
 def measures(y: jax.Array, policy: s24.ActivationPolicy | None) -> dict[str, jax.Array]:
@@ -95,17 +97,15 @@ def _share(part: jax.Array, whole: jax.Array) -> jax.Array:
 
 
 def _interceptor(recipe: s24.Recipe) -> Callable:
-  """Stores the measures of every fused squared-ReLU layer that runs in the layer's own scope."""
+  """Stores the measures of every squared-ReLU layer that runs in the layer's own scope."""
 
   def intercept(call: Callable, args: tuple, kwargs: dict, context: nn.module.InterceptorContext):
     out, layer = call(*args, **kwargs), context.module
-    if not isinstance(layer, s24.linen.Sparse24MLP) or context.method_name != '__call__':
-      return out
-    if layer.activation != 'squared_relu' or layer.gated:
+    if not isinstance(layer, MLP) or layer.config.mlp != 'relu2' or context.method_name != '__call__':
       return out
     if not layer.is_mutable_collection(_COLLECTION):  # under a scan that does not let it through
       return out
-    rule = rule_for('/'.join((*layer.path, layer.roles['up'], 'kernel')), recipe)
+    rule = rule_for('/'.join((*layer.path, _UP, 'kernel')), recipe)
     y, policy = _routed(layer, args[0], _squared_relu(layer, args[0], rule), rule and rule.activation)
     for name, value in measures(y, policy).items():
       layer.put_variable(_COLLECTION, name, value)
@@ -114,17 +114,16 @@ def _interceptor(recipe: s24.Recipe) -> Callable:
   return intercept
 
 
-def _up(layer: s24.linen.Sparse24MLP) -> tuple[Mapping[str, jax.Array], Any]:
+def _up(layer: MLP) -> tuple[Mapping[str, jax.Array], Any]:
   """Parameters of the layer's first map, and the sparse state of its kernel: None in a dense phase."""
-  name = layer.roles['up']
   variables = layer.variables
-  return variables['probe_params'][name], variables.get('probe_states', {}).get(name, {}).get('kernel')
+  return variables['probe_params'][_UP], variables.get('probe_states', {}).get(_UP, {}).get('kernel')
 
 
-def _squared_relu(layer: s24.linen.Sparse24MLP, x: jax.Array, rule: s24.Rule | None) -> jax.Array:
+def _squared_relu(layer: MLP, x: jax.Array, rule: s24.Rule | None) -> jax.Array:
   """What the layer made of its input inside: [tokens, neurons]."""
   up, state = _up(layer)
-  x, w, bias = nn.dtypes.promote_dtype(x, up['kernel'], up.get('bias'), dtype=layer.dtype)
+  x, w, bias = nn.dtypes.promote_dtype(x, up['kernel'], up.get('bias'), dtype=layer.config.dtype)
   if rule and rule.policy.projection and state is not None:
     w = rule.policy.projection.apply(w, projection_state(state))
   h = jnp.dot(x.reshape(-1, x.shape[-1]), w)
@@ -132,7 +131,7 @@ def _squared_relu(layer: s24.linen.Sparse24MLP, x: jax.Array, rule: s24.Rule | N
 
 
 def _routed(
-  layer: s24.linen.Sparse24MLP, x: jax.Array, y: jax.Array, policy: s24.ActivationPolicy | None
+  layer: MLP, x: jax.Array, y: jax.Array, policy: s24.ActivationPolicy | None
 ) -> tuple[jax.Array, s24.ActivationPolicy | None]:
   """`y` with tokens and neurons in the order of the pattern; no policy in a dense phase, which knows no clusters."""
   if policy is None or not policy.clusters:
@@ -141,7 +140,7 @@ def _routed(
   if state is None:
     return y, None
   _, neurons = split_clusters(projection_state(state))
-  x, w = nn.dtypes.promote_dtype(x, up['kernel'], dtype=layer.dtype)
+  x, w = nn.dtypes.promote_dtype(x, up['kernel'], dtype=layer.config.dtype)
   x = x.reshape(-1, x.shape[-1])
   order = route_tokens(x, w, neurons, clusters=policy.clusters.number, within=policy.clusters.within)
   return jnp.take(jnp.take(y, order, axis=0), jnp.argsort(neurons, stable=True), axis=1), policy

@@ -16,7 +16,8 @@ from experiments.models import classifiers, gpt2, llama, translator
 from experiments.runs.experiment import Config
 from experiments.runs.meshes import BATCH, make_mesh, rows_of_this_process
 from experiments.runs.recipes import attention_of, make_recipe
-from experiments.tasks import task as tasks
+from experiments.tasks import known
+from experiments.tasks.task import Task
 import sparse24_jax as s24
 from sparse24_jax.attention import Attention
 
@@ -38,7 +39,7 @@ class Parts(NamedTuple):
   recipe: s24.Recipe
   data: Any
   mesh: Mesh | None
-  task: tasks.Task
+  task: Task
 
 
 class Family(NamedTuple):
@@ -74,9 +75,9 @@ FAMILIES: Mapping[str, Family] = {
 }
 
 
-def task_of(config: Config) -> tasks.Task:
+def task_of(config: Config) -> Task:
   """What the configuration learns; ValueError for a task that is not known, or a model that cannot learn it."""
-  task = tasks.get(config.get('task', 'language_model'))
+  task = known.get(config.get('task', 'language_model'))
   family = config.model.get('family', task.families[0])
   if family not in task.families:
     raise ValueError(f'model.family is {family!r}; task {config.task!r} takes {", ".join(task.families)}')

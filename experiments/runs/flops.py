@@ -30,7 +30,7 @@ from experiments.models import gpt2, llama
 from experiments.runs import build
 from experiments.runs.build import model_config
 from experiments.runs.recipes import LINEAR, make_recipe
-from experiments.tasks import task as tasks
+from experiments.tasks import language
 import sparse24_jax as s24
 from sparse24_jax.attention import attended_share
 from sparse24_jax.rules import is_weight, leaves_by_path, match_rules
@@ -211,7 +211,7 @@ def _weight_gradient(recipe: s24.Recipe, rule: s24.Rule, kept: np.ndarray) -> np
 
 def is_counted(config: Any) -> bool:
   """Whether FLOPs are counted for the task of a configuration: those of language models, masked ones included."""
-  return build.task_of(config) in (tasks.get('language_model'), tasks.get('masked_lm'))
+  return build.task_of(config) in (language.NEXT_TOKEN, language.MASKED)
 
 
 def of_experiment(config: Any, recipe: s24.Recipe, *, vocab_size: int) -> Curve:

@@ -12,7 +12,8 @@ import numpy as np
 from experiments.models.layers import cross_entropy
 from experiments.runs import build, programs
 from experiments.runs.inspection import Loaded
-from experiments.tasks import decoding, task
+from experiments.tasks import decoding
+from experiments.tasks.language import NEXT_TOKEN
 
 # Of the questions made of held-out text: tokens of context and of each continuation, as shares of the sequence.
 _CONTEXT = 0.5
@@ -29,7 +30,7 @@ class Item(NamedTuple):
 
 def _model_of(loaded: Loaded) -> Callable[[jax.Array], jax.Array]:
   parts = loaded.parts
-  if parts.task is not task.get('language_model'):
+  if parts.task is not NEXT_TOKEN:
     raise ValueError(f'the run learnt {parts.config.task!r}; this takes a run of a language model')
   _, attention = build.phase_of(parts, int(loaded.state.step) - 1)
   return programs.make_predict(parts, loaded.phase, attention, loaded.state)

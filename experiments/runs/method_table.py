@@ -40,7 +40,7 @@ _WATCHED = {'path': FFN, 'watch': 'transposable', 'refresh_every': 40}
 # Topology changes every 25 steps of so short a run.
 _DYNAMIC = {'path': LINEAR, 'refresh_every': 25}
 # Sparse activations take the whole feed-forward block.
-_SQUARED_RELU = {'mlp': 'relu2', 'fused_mlp': True}
+_SQUARED_RELU = {'mlp': 'relu2'}
 _TWO_OF_FOUR = {'tokens': '2:4', 'dense_features': 0.0}
 _OF_EACH_TOKEN = {'features': '2:4', 'dense_features': 0.05}
 _BY_POSITION = {**_SQUARED_RELU, 'ffn_order': 'position'}

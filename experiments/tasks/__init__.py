@@ -1,1 +1,1 @@
-"""What a run learns, as a value: see `task.Task`, and `task.get` for those that there are."""
+"""What a run learns, as a value: see `task.Task`; `known.TASKS` are those that there are."""

@@ -50,19 +50,3 @@ class Task:
 def weighted_mean(values: jax.Array, weights: jax.Array) -> jax.Array:
   """Mean of values with float32 weights, float32 scalar; 0 where all weights are."""
   return (values * weights).sum() / jnp.maximum(weights.sum(), 1.0)
-
-
-def get(name: str) -> Task:
-  """Returns a task by its name; ValueError with all names otherwise."""
-  from experiments.tasks import classification, images, language, translation
-
-  tasks = {
-    'language_model': language.NEXT_TOKEN,
-    'masked_lm': language.MASKED,
-    'image_classification': images.CLASSIFICATION,
-    'text_classification': classification.CLASSIFICATION,
-    'translation': translation.TRANSLATION,
-  }
-  if name not in tasks:
-    raise ValueError(f'task is {name!r}; known: {", ".join(tasks)}')
-  return tasks[name]

@@ -177,6 +177,9 @@ def activation_backward_amax(
     activation: 'silu', 'gelu', 'gelu_exact', 'relu' or 'squared_relu'.
     gated: whether `z` holds gate and up.
 
+  Raises:
+    ValueError: shapes, dtypes or the activation do not fit.
+
   >>> import jax.numpy as jnp
   >>> from pallas_kernels.gated_activation.api import activation_backward_amax
   >>> dh, z = jnp.ones((1, 2)), jnp.array([[-1.0, 3.0]])

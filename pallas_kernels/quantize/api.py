@@ -28,6 +28,9 @@ def amax(x: Array) -> Array:
   An XLA reduction, a pass of its own over `x` (two bytes an entry in bfloat16): the scale must be known before the
   first entry is rounded.
 
+  Args:
+    x: floats, `[..., R, C]`.
+
   >>> import jax.numpy as jnp
   >>> from pallas_kernels.quantize.api import amax
   >>> float(amax(jnp.array([[1.0, -3.0], [2.0, 0.5]])))

@@ -15,6 +15,12 @@ def transposable_mask(w: Array) -> Array:
   On a GPU the packer searches it and its operands are dropped: both together take a twelfth of the time that XLA needs
   (0.12 against 1.42 ms for 16384 x 4096 on an H100). Of an array that a mesh divides each device searches its own part.
 
+  Args:
+    w: float32, bfloat16 or float16, whole blocks of 4 x 4.
+
+  Raises:
+    ValueError: another dtype, or axes that are no multiples of four.
+
   >>> import jax
   >>> from pallas_kernels.transposable_mask.api import transposable_mask
   >>> w = jax.random.normal(jax.random.key(0), (4, 4))

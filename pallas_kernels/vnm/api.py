@@ -241,6 +241,9 @@ def transpose_pack(
   Returns:
     [K, R]; where the sums of two rows agree to rounding, the order in which a back end adds decides.
 
+  Raises:
+    ValueError: arguments do not fit, or the named implementation cannot serve the call.
+
   >>> import jax.numpy as jnp
   >>> from pallas_kernels.vnm.api import transpose_pack, vnm_pack
   >>> x = jnp.array([[1, 2, 0, 0, 3, 0, 0, 1]] * 8, jnp.bfloat16)
@@ -280,6 +283,9 @@ def transpose_pack_24(
 
   Returns:
     [K, R]. Of equals the earlier rows stay.
+
+  Raises:
+    ValueError: arguments do not fit, or the named implementation cannot serve the call.
 
   >>> import jax.numpy as jnp
   >>> from pallas_kernels.vnm.api import transpose_pack_24, vnm_pack
@@ -322,6 +328,9 @@ def take_columns(a: VNMOperand, columns: Array, *, implementation: str | None = 
   Returns:
     [R, n].
 
+  Raises:
+    ValueError: arguments do not fit, or the named implementation cannot serve the call.
+
   >>> import jax.numpy as jnp
   >>> from pallas_kernels.vnm.api import take_columns, vnm_pack
   >>> x = jnp.array([[1, 2, 0, 0, 3, 0, 0, 1]], jnp.bfloat16)
@@ -345,6 +354,12 @@ def expand(operand: SparseOperand | VNMOperand, *, implementation: str | None = 
   Args:
     operand: a matrix of 16 bits.
     implementation: 'triton', 'reference', or None: Triton on a GPU where it takes the call.
+
+  Returns:
+    A matrix in the dtype of the operand.
+
+  Raises:
+    ValueError: arguments do not fit, or the named implementation cannot serve the call.
 
   >>> import jax.numpy as jnp
   >>> from pallas_kernels.pack.api import soft_threshold_pack

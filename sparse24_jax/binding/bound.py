@@ -17,7 +17,7 @@ from sparse24_jax.binding.tracing import as_callable, functional, trace, Traced
 from sparse24_jax.binding.values import Matmul
 from sparse24_jax.layout import Layout, Layouts
 from sparse24_jax.policy import repr_of
-from sparse24_jax.recipe import Recipe, Rule
+from sparse24_jax.recipe import Recipe, require_recipe, Rule
 from sparse24_jax.rules import leaves_by_path, match_rules, matched_rules
 
 
@@ -198,8 +198,7 @@ def bind(recipe: Recipe, f: Callable[..., Any], params: Any, *args: Any, **kwarg
   """
   if isinstance(recipe, Bound):
     recipe = recipe.unbound()
-  if not isinstance(recipe, Recipe):
-    raise ValueError(f'recipe must be a Recipe, as the functions of sparse24_jax.recipes make, found {recipe!r}')
+  require_recipe(recipe)
   model = functional(params, as_callable(f), args, kwargs)
   params = model.params
   bound = bind_traced(recipe, params, trace(model.function, (params, *model.rest, *args), kwargs))

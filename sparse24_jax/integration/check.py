@@ -17,7 +17,7 @@ from sparse24_jax.binding.tracing import as_callable, functional, trace
 from sparse24_jax.binding.transform import sparse_function
 from sparse24_jax.masks import verify24
 from sparse24_jax.optim import try_chain
-from sparse24_jax.recipe import Recipe
+from sparse24_jax.recipe import Recipe, require_recipe
 from sparse24_jax.rules import check_groups, keep_dense, leaves_by_path, match_rules
 
 # `binding.blocks.find_block` in words.
@@ -119,6 +119,10 @@ def check(
   Returns:
     A table as text, with `.ok`.
 
+  Raises:
+    ValueError: the recipe is none, a rule matches nothing, or the optimizer has another recipe. What is wrong with a
+      weight is in the table.
+
   >>> import jax, jax.numpy as jnp, sparse24_jax as s24
   >>> up, down, x = (jax.random.normal(jax.random.key(i), (16, 32)) for i in range(3))  # down is [out, in]
   >>> f = lambda p, x: jax.nn.silu(x @ p['up']) @ p['down'].T
@@ -132,6 +136,7 @@ def check(
   True
   """
   recipe, f = recipe.unbound() if isinstance(recipe, Bound) else recipe, as_callable(f)
+  require_recipe(recipe)
   model = functional(params, f, args, kwargs)
   f, params, args = model.function, model.params, (*model.rest, *args)
   traced = trace(f, (params, *args), kwargs)

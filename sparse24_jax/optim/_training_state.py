@@ -89,7 +89,7 @@ class SparseTrainingState(NamedTuple):
 
 
 def get_flip_rate(opt_state: Any) -> FlipRate:
-  """The flip rates in an optimizer state, however deep it is wrapped; `per_weight` by path. Works inside jit.
+  """The flip rates in `opt_state`, however deep their state is wrapped; `per_weight` by path. Works inside jit.
 
   Raises:
     ValueError: the state holds no `SparseTrainingState`, or several; or, outside of jit, it shows that the masks are

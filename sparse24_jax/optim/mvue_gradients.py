@@ -31,6 +31,9 @@ def mvue_gradients(key: Array, *, axis: int = -1) -> optax.GradientTransformatio
   Returns:
     A gradient transformation.
 
+  Raises:
+    ValueError: of `update`, a gradient that is not float32, bfloat16 or float16.
+
   Source: Chmiel et al., arXiv 2203.10991.
 
   >>> import jax, jax.numpy as jnp, sparse24_jax as s24

@@ -27,6 +27,9 @@ def regroup_neurons(params: Any, opt_state: Any, recipe: Recipe) -> Any:
   Returns:
     The optimizer state with new clusters; the same object if the recipe has none.
 
+  Raises:
+    ValueError: `opt_state` holds no state of `sparse_training`, or several.
+
   Source: arXiv 2602.06183 clusters neurons offline, after a dense warm-up.
 
   >>> import jax, optax, sparse24_jax as s24

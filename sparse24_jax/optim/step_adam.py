@@ -47,6 +47,9 @@ def scale_by_step_adam(
     phase: `'dense'` or `'sparse'`; one state serves both.
     path: regular expression of the parameters whose second moments are watched; the paper takes those to be pruned.
 
+  Raises:
+    ValueError: `b2` is not in [0, 1), `phase` is unknown, or `path` matches no parameter.
+
   Source: Lu et al., arXiv 2302.01172, algorithm 1.
 
   >>> import jax.numpy as jnp, sparse24_jax as s24
@@ -104,6 +107,14 @@ def step_adam(
 ) -> optax.GradientTransformation:
   """`scale_by_step_adam` with decoupled weight decay and a learning rate: the inner optimizer of `recipes.step`.
 
+  Args:
+    learning_rate: a number, or a schedule.
+    b1: see `scale_by_step_adam`, as for `b2`, `eps`, `phase` and `path`.
+    weight_decay: of every parameter, times the learning rate.
+
+  Raises:
+    ValueError: see `scale_by_step_adam`.
+
   >>> import jax.numpy as jnp, optax, sparse24_jax as s24
   >>> params = {'mlp': {'kernel': jnp.eye(4)}}
   >>> recipe = s24.recipes.step('mlp/.*')
@@ -125,6 +136,10 @@ def step_adam(
 
 def step_has_settled(opt_state: Any, *, eps: float = 1e-8) -> Array:
   """Whether the second moment changed by less than `eps` a step, on average over the window: when STEP switches.
+
+  Args:
+    opt_state: of `step_adam`, bare or inside of others.
+    eps: the `eps` of the optimizer.
 
   Returns:
     bool scalar; False until the window is full.

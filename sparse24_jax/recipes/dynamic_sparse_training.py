@@ -73,6 +73,9 @@ def set_(
     refresh_every: optimizer steps between changes of topology; the paper does it once an epoch, 100 is RigL's.
     seed: for random choices.
 
+  Raises:
+    ValueError: a share is not in [0, 1], or `distribution` is unknown.
+
   Source: Mocanu et al., arXiv 1707.04780.
 
   >>> import sparse24_jax as s24
@@ -95,6 +98,9 @@ def static(
     density: kept share of all the weights together.
     distribution: of the density over weights.
     seed: for the mask.
+
+  Raises:
+    ValueError: a share is not in [0, 1], or `distribution` is unknown.
 
   Source: the baseline of Evci et al., arXiv 1911.11134, and Liu et al., arXiv 2408.11746.
 

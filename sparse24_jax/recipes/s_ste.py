@@ -16,6 +16,9 @@ def s_ste(path: str, *, fp8: bool = False, refresh_every: int = 40) -> Recipe:
       happens then: the scale is frozen, and the pattern follows the weights in every step. 1 costs two passes over the
       weights in every step; 40, the interval of FST, is ours.
 
+  Raises:
+    ValueError: `path` is no regular expression, or `refresh_every` is below 1.
+
   Source: Hu et al., arXiv 2409.09099, sections 4 and 5.
 
   >>> import sparse24_jax as s24

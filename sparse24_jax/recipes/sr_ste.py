@@ -19,6 +19,9 @@ def sr_ste(
     decay_on: `'weights'`: W <- W - lr (step + lambda (1 - M) W), which `sparse_training` does given the learning
       rate. `'gradients'` lets the moments of Adam see it. The two are one under SGD, where the paper has it.
 
+  Raises:
+    ValueError: `path` is no regular expression, or `masked_decay` or `decay_on` is not as above.
+
   Source: Zhou et al., arXiv 2102.04010, equation 9.
 
   >>> import sparse24_jax as s24

@@ -11,6 +11,9 @@ def ste(path: str) -> Recipe:
   Args:
     path: regular expression of the weights to make sparse.
 
+  Raises:
+    ValueError: `path` is no regular expression.
+
   Source: Bengio et al., arXiv 1308.3432 (the estimator); Zhou et al., arXiv 2102.04010, section 3.1 (for N:M).
 
   >>> import sparse24_jax as s24

@@ -77,6 +77,9 @@ SPARSE_TRAINING = (
   ('moments_in_one_vector', lambda: evolved(optax.flatten(optax.adam(0.1))),
    'moments, but those of the inner optimizer are in no tree'),
   ('name_in_place_of_a_recipe', lambda: s24.sparse_training(SGD, 'ste'), "recipe must be a Recipe.*found 'ste'"),
+  ('name_in_place_of_a_recipe_to_check', lambda: s24.check('ste', lambda p: p, PARAMS),
+   "recipe must be a Recipe.*found 'ste'"),
+  ('unknown_distribution', lambda: s24.layer_densities(0.5, {'w': (8, 8)}, 'even'), "distribution='even': known are"),
   ('other_params_than_at_init', lambda: s24.sparse_training(SGD, STE).update(shaped(8, 8), STATE, shaped(8, 8)),
    'Dict key mismatch|key'),
 )  # fmt: skip

@@ -21,7 +21,6 @@ from experiments.bench import (
   measure,
   train_step,
   twins,
-  untouched,
 )
 from experiments.reports import speed, speed_records
 import sparse24_jax as s24
@@ -44,13 +43,6 @@ def bench(module, *argv):
 
 
 class RecordsTest(parameterized.TestCase):
-  @pytest.mark.slow
-  def test_untouched(self):
-    (record,), _ = bench(untouched, '--layers', '1')
-    self.assertEqual(set(record['twins']), {'layer', 'untouched'})
-    self.assertEqual(record['untouched_over_layer'], round(
-      record['twins']['untouched']['median_ms'] / record['twins']['layer']['median_ms'], 4
-    ))  # fmt: skip
 
   @parameterized.parameters('fst-gelu-16384x4096x16384', 's_ste_fp8-swiglu-16384x4096x16384')
   @pytest.mark.slow
@@ -141,7 +133,7 @@ class RecordsTest(parameterized.TestCase):
 
   def test_a_burst_must_not_reach_a_mask_search(self):
     with contextlib.redirect_stdout(io.StringIO()) as out, tempfile.TemporaryDirectory() as folder:
-      argv = ['--out', f'{folder}/x', '--tiny', '--steps', '39', '--plain-mlp']
+      argv = ['--out', f'{folder}/x', '--tiny', '--steps', '39']
       self.assertEqual(train_step.main(argv), 1)
     self.assertIn('shorter than the period of 40', out.getvalue())
 
@@ -160,7 +152,7 @@ class TwinsTest(parameterized.TestCase):
   @pytest.mark.slow
   def test_both_twins_train_the_same_weights(self):
     with contextlib.redirect_stdout(io.StringIO()):
-      pair = twins.Twins(twins.CASES['gpt2-124m'], _options(plain_mlp=True), measure.Clock())
+      pair = twins.Twins(twins.CASES['gpt2-124m'], _options(), measure.Clock())
     kernel = lambda: np.array(pair.state.params['h']['mlp']['c_fc']['kernel'])  # noqa: E731
     counts = lambda: [int(c) for c in (pair.state.opt_state[1].count, _adam_count(pair.state))]  # noqa: E731
     first = kernel()
@@ -196,7 +188,7 @@ class TwinsTest(parameterized.TestCase):
 
 def _options(**changes):
   fields = dict(
-    recipe='transposable_srste', attention='xla', unroll=False, plain_mlp=False, sparse_only=False, batch=None,
+    recipe='transposable_srste', attention='xla', unroll=False, sparse_only=False, batch=None,
     implementation='auto', layers=None, tiny=True,
   )  # fmt: skip
   return argparse.Namespace(**fields | changes)

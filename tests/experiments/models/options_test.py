@@ -42,42 +42,6 @@ def stacked(params):
   return rest | {'h': jax.tree.map(lambda *leaves: jnp.stack(leaves), *blocks)}
 
 
-class FusedMlpTest(parameterized.TestCase):
-  @parameterized.product(family=('gpt2', 'llama'), scan=(False, True))
-  @pytest.mark.few(2)
-  def test_same_parameters_same_logits(self, family, scan):
-    params = stacked(params_of(family)) if scan else params_of(family)
-    plain, fused = (make(family, scan_layers=scan, fused_mlp=f) for f in (False, True))
-    shapes = jax.eval_shape(fused.init, jax.random.key(0), tokens())['params']
-    self.assertEqual(jax.tree.map(jnp.shape, shapes), jax.tree.map(jnp.shape, params))
-    np.testing.assert_allclose(
-      apply(fused, {'params': params}, tokens()), apply(plain, {'params': params}, tokens()), atol=1e-6
-    )
-
-  @parameterized.parameters('gelu', 'relu2', 'geglu', 'swiglu')
-  @pytest.mark.slow
-  def test_every_kind_is_the_plain_one(self, mlp):
-    plain, fused = (make('gpt2', mlp=mlp, bias=True, fused_mlp=f) for f in (False, True))
-    params = jax.jit(plain.init)(jax.random.key(0), tokens())['params']
-    # Biases start at zero, where a wrong one would not show.
-    params = jax.tree.map(lambda p: p + 0.1 * jax.random.normal(jax.random.key(p.size), p.shape), params)
-    np.testing.assert_allclose(
-      apply(fused, {'params': params}, tokens()), apply(plain, {'params': params}, tokens()), atol=1e-4
-    )
-
-  @parameterized.parameters('gpt2', 'llama')
-  @pytest.mark.few
-  def test_sparsify_reaches_it(self, family):
-    recipe = s24.recipes.ste('.*/mlp/.*')
-    params = params_of(family)
-    state = s24.sparse_training(optax.sgd(0.1), recipe).init(params)
-    variables = {'params': params, 'sparse24': s24.sparse_variables(params, state, recipe)}
-    found = apply(s24.sparsify(make(family, fused_mlp=True), recipe), variables, tokens())
-    expected = apply(s24.sparsify(make(family), recipe), variables, tokens())
-    np.testing.assert_allclose(found, expected, atol=1e-5)
-    self.assertGreater(np.abs(found - apply(make(family), {'params': params}, tokens())).max(), 1e-3)
-
-
 class StepOptionsTest(parameterized.TestCase):
   """What may be chosen for speed or stability."""
 
@@ -149,8 +113,6 @@ class StepOptionsTest(parameterized.TestCase):
       found = apply(make('gpt2', **options), {'params': params_of('gpt2')}, tokens())
       error = np.linalg.norm(found.astype(jnp.float32) - expected) / np.linalg.norm(expected)
       self.assertBetween(error, 1e-5, 0.1)
-    with self.assertRaisesRegex(ValueError, 'fused_mlp=False'):
-      make('gpt2', fp8_linear=True, fused_mlp=True)
 
 
 class AttentionPatternTest(parameterized.TestCase):

@@ -29,7 +29,7 @@ import sparse24_jax as s24
 from tests.experiments.fakes import apply, compile_quickly, FakeData, temp_folder
 
 POLICY = {'features': '16:2:8'}
-SQUARED_RELU = {'model.mlp': 'relu2', 'model.fused_mlp': True}
+SQUARED_RELU = {'model.mlp': 'relu2'}
 
 
 def setUpModule():
@@ -120,8 +120,7 @@ class MeasureTest(parameterized.TestCase):
     self.assertBetween(dense[activations.ZEROS]['h_1/mlp'], 0.3, 0.7)  # about half at the start
 
   @parameterized.parameters(
-    ({}, True), ({'model.fused_mlp': False}, False), ({'model.scan_layers': True}, True),
-    ({'model.mlp': 'gelu'}, False),
+    ({}, True), ({'model.scan_layers': True}, True), ({'model.mlp': 'gelu'}, False),
   )  # fmt: skip
   def test_which_models_have_measures(self, changes, expected):
     parts = parts_of(tiny('dense', {}, **changes))

@@ -10,7 +10,7 @@ import pytest
 
 from experiments.data.tokenizer import Bytes
 from experiments.runs import build, experiment, inspection, language, methods, records, train
-from experiments.tasks import task
+from experiments.tasks.language import NEXT_TOKEN
 import sparse24_jax as s24
 from tests.experiments.cli_test import call
 from tests.experiments.fakes import compile_quickly, fake_data, temp_folder
@@ -27,7 +27,7 @@ class _Data:
 
 
 class _Parts:  # with sequences of 16 tokens
-  data, task = _Data(), task.get('language_model')
+  data, task = _Data(), NEXT_TOKEN
   config = experiment.load_config('nano', tiny=True)
 
 

@@ -39,7 +39,7 @@ KILLED = {name: (name, kwargs, {}) for name, kwargs in RECIPES.items()} | {
     'neuron_level',
     {'policy': {'features': '16:2:8', 'tokens': '16:2:8', 'clusters': {'number': 4}}, 'warmup_fraction': 1 / 3,
      'dense_fraction': 0.2},
-    {'model__mlp': 'relu2', 'model__fused_mlp': True, 'recipe__dense_from': 'projected'},
+    {'model__mlp': 'relu2', 'recipe__dense_from': 'projected'},
   ),
 }  # fmt: skip
 

@@ -10,7 +10,7 @@ import pytest
 
 from experiments.data.batches import Batches, DataConfig
 from experiments.runs import build, experiment, flops, recipes, warm_start
-from experiments.tasks import decoding, images, language, task, translation
+from experiments.tasks import decoding, images, known, language, translation
 import sparse24_jax as s24
 from sparse24_jax.rules import leaves_by_path
 from tests.experiments.fakes import fake_data
@@ -251,12 +251,12 @@ class WarmStartTest(absltest.TestCase):
 
 class RegistryTest(absltest.TestCase):
   def test_every_family_of_a_task_is_there(self):
-    for name in ('language_model', 'masked_lm', 'image_classification', 'text_classification', 'translation'):
-      self.assertContainsSubset(task.get(name).families, build.FAMILIES)
+    for task in known.TASKS.values():
+      self.assertContainsSubset(task.families, build.FAMILIES)
 
   def test_the_language_model_asks_the_pipeline(self):
     with mock.patch('experiments.data.pipeline.load') as load:
-      task.get('language_model').load(corpus='stdlib')
+      language.NEXT_TOKEN.load(corpus='stdlib')
     load.assert_called_once_with(corpus='stdlib')
 
 
