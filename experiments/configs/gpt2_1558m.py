@@ -1,8 +1,6 @@
 """GPT-2 1558M on OpenWebText with FST: transposable 2:4 masks, masked decay, MVUE, dense fine-tuning in the last sixth.
 
-Claim: the final loss is that of dense training (compare with --set recipe.name=dense --set recipe.kwargs={}).
-Source of every value: the released training scripts of 'Accelerating Transformer Pre-training with 2:4 Sparsity'
-(arXiv 2404.01847), with bfloat16 in place of float16 and a loss scale.
+Claim and source of the settings: see `experiments.configs.gpt2`.
 Masked decay 6e-5 as in the script's folder, run name and commented-out line; the README of the same release says
 2e-4.
 Cost: 300,000 steps of 512 x 1,024 tokens, 157 billion tokens; about 1.5e21 floating-point operations (6 x parameters x

@@ -1,8 +1,6 @@
 """GPT-2 350M on OpenWebText with FST: transposable 2:4 masks, masked decay, MVUE, dense fine-tuning in the last sixth.
 
-Claim: the final loss is that of dense training (compare with --set recipe.name=dense --set recipe.kwargs={}).
-Source of every value: the released training scripts of 'Accelerating Transformer Pre-training with 2:4 Sparsity'
-(arXiv 2404.01847), with bfloat16 in place of float16 and a loss scale.
+Claim and source of the settings: see `experiments.configs.gpt2`.
 Masked decay 2e-4 in both the script and the README.
 Cost: 300,000 steps of 512 x 1,024 tokens, 157 billion tokens; about 3.3e20 floating-point operations (6 x parameters x
 tokens).

@@ -27,7 +27,7 @@ def get_config(tiny: bool = False) -> Config:
       'name': 'transposable_srste',
       'kwargs': {'path': r'.*/mlp/.*', 'masked_decay': 6e-5, 'refresh_every': 40, 'dense_fraction': 1 / 6},
     },
-    mesh={'data': 1, 'fsdp': 8},
+    mesh={'fsdp': 8},
     eval_every=1000,
     eval_batches=100,
     checkpoint_every=1000,
