@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 import dataclasses
 import json
 import math
+import os
 from pathlib import Path
 import queue
 import threading
@@ -61,11 +62,11 @@ class Race:
     self.head |= {
       'text': packed.digest, 'size': options.size, 'style': options.style, 'batch': options.batch,
       'length': self.length, 'seconds': None if options.steps else options.seconds, 'equal_steps': options.steps,
-      'held_out_tokens': count * self.length,
+      'held_out_tokens': count * self.length, 'xla_flags': os.environ.get('XLA_FLAGS', ''),
     }  # fmt: skip
     # Where any of these differs, a record is of another race.
     self.same = {key: self.head[key] for key in (
-      'device', 'text', 'size', 'style', 'batch', 'length', 'seconds', 'equal_steps', 'held_out_tokens',
+      'device', 'text', 'size', 'style', 'batch', 'length', 'seconds', 'equal_steps', 'held_out_tokens', 'xla_flags',
     )}  # fmt: skip
     self.names = list(dict.fromkeys([*options.contenders, *options.clock_only]))
     self.done: dict[str, dict[Trial, float]] = {name: {} for name in self.names}
@@ -169,10 +170,7 @@ class Race:
     found = trials.clock(programs, self.tokens, search_every=search_every, bursts=self.options.bursts)
     config = programs.model.config
     shape = dict(layers=config.num_layers, d=config.embed_dim, hidden=config.hidden_dim, vocab=config.vocab_size)
-    memory = {
-      phase: round(m.temp_size_in_bytes / 1e9, 2) for phase, step in programs.steps.items()
-      if (m := step.memory_analysis()) is not None
-    }  # fmt: skip
+    memory = {phase: programs.memory_gb(phase) for phase, _ in programs.phases}
     self.clocked[name] = {
       'parameters': param_count(programs.shapes.params), 'shape': shape, 'scan_layers': config.scan_layers,
       'remat': config.remat, 'compile_s': self.compile_s[name], 'temporaries_gb': memory, **found,
@@ -211,7 +209,7 @@ class Race:
       return
     others = 0
     for line in self.options.out.read_text().splitlines():
-      record = {'style': 'gpt2', 'equal_steps': None, **json.loads(line)}
+      record = {'style': 'gpt2', 'equal_steps': None, 'xla_flags': '', **json.loads(line)}
       if record['bench'] != 'race':
         continue
       if not self.same.items() <= record.items():

@@ -66,12 +66,18 @@ CONTENDERS: Mapping[str, Contender] = {
   'dense': Contender(label='dense', model=_APART),
   'half_ffn': Contender(label='dense, FFN half as wide', model={**_APART, 'ffn_width': 0.5}),
   'dense_fp8': Contender(label='dense, all linear layers in FP8', model={**_APART, 'fp8_linear': True}),
+  'half_ffn_fp8': Contender(
+    label='dense, FFN half as wide, in FP8', model={**_APART, 'ffn_width': 0.5, 'fp8_linear': True}
+  ),
   'fst': Contender(label='FST', recipe=fst(FFN), decay=_DECAY),
   's_ste_fp8': Contender(label='S-STE, FP8', recipe=s_ste_fp8(FFN)),
   'fst_all': Contender(label='FST, all linear layers', recipe=fst(LINEAR), decay=_DECAY),
   's_ste_fp8_all': Contender(label='S-STE, FP8, all linear layers', recipe=s_ste_fp8(LINEAR)),
   # A smaller model is another rival for the same seconds.
   'dense_124m': Contender(label='dense, 124M (86M on bytes)', model=_APART, size='124m'),
+  'dense_124m_fp8': Contender(
+    label='dense, 124M (86M on bytes), in FP8', model={**_APART, 'fp8_linear': True}, size='124m', rate=1e-3
+  ),
   # GPT-2 124M at a rate at which it loses its footing as it was published.
   'steep_124m': Contender(label='dense, 124M at a rate of 2e-3', model=_APART, size='124m', rate=2e-3),
   # Which style is stable at a rate that is steep for a wide model.
@@ -83,6 +89,7 @@ CONTENDERS: Mapping[str, Contender] = {
 
 # Sizes beside those of GPT-2: few wide layers, of which a step on a GPU is made of large products.
 SIZES: Mapping[str, Mapping[str, int]] = {
+  'wide2048_3': dict(num_layers=3, num_heads=16, embed_dim=2048, seq_len=1024),
   'wide2048': dict(num_layers=6, num_heads=16, embed_dim=2048, seq_len=1024),
   'wide4096': dict(num_layers=4, num_heads=32, embed_dim=4096, seq_len=1024),
 }

@@ -1,6 +1,7 @@
 """The programs of one contender: learning rate, decay and seed are arguments, so that all its trials share them."""
 
 from collections.abc import Callable
+import concurrent.futures
 import functools
 from typing import Any, NamedTuple
 
@@ -76,9 +77,9 @@ class Programs:
   ):
     self.model, self.recipe, self.batch, self.tokens, self.held_out = model, recipe, batch, tokens, held_out
     self.length = model.config.seq_len
-    described = recipe(0.0) if recipe else None
+    self.described = recipe(0.0) if recipe else None
     # Shares of the steps, in the order of the phases.
-    self.phases = [(phase.name, phase.fraction) for phase in described.phases] if described else [('dense', 1.0)]
+    self.phases = [(p.name, p.fraction) for p in self.described.phases] if self.described else [('dense', 1.0)]
 
   @functools.cached_property
   def shapes(self) -> State:
@@ -86,23 +87,44 @@ class Programs:
     return jax.eval_shape(self._init, jnp.int32(0))
 
   def compile(self) -> None:
-    """Compiles the initial state, and a step and an evaluation of each phase."""
+    """Compiles the initial state, and the steps and an evaluation of each phase, side by side."""
     seed = jax.ShapeDtypeStruct((), jnp.int32)
     held_out = jax.ShapeDtypeStruct(self.held_out.shape, self.held_out.dtype)
-    self.init = jax.jit(self._init).lower(seed).compile()
-    self.steps, self.evaluations = {}, {}
+    jobs = {'init': (jax.jit(self._init), (seed,))}
     for phase in dict(self.phases):
-      step, arguments = self.step_of(phase)
-      self.steps[phase] = step.lower(*arguments).compile()
+      jobs |= {(phase, refresh): self.step_of(phase, refresh) for refresh in self._refreshes}
       evaluate = jax.jit(functools.partial(self._evaluate, phase))
-      self.evaluations[phase] = evaluate.lower(self.shapes, self.tokens, held_out).compile()
+      jobs[phase] = evaluate, (self.shapes, self.tokens, held_out)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+      made = {name: pool.submit(f.lower(*arguments).compile) for name, (f, arguments) in jobs.items()}
+    self._made = {name: compiled.result() for name, compiled in made.items()}
+    self.init = self._made['init']
 
-  def step_of(self, phase: str) -> tuple[Any, tuple[Any, ...]]:
+  @property
+  def _refreshes(self) -> tuple[bool | None, ...]:
+    """What steps are told of the search of masks: without a program of its own every step would wait for its loop."""
+    return (False, True) if self.described and self.described.refresh_every > 1 else (None,)
+
+  def step(self, phase: str, step: int) -> Any:
+    """The compiled step of a phase, for a step with or without a mask search."""
+    return self._made[phase, self._refreshes[-1] and s24.refresh_at(self.described, step)]
+
+  def evaluate(self, phase: str) -> Any:
+    """The compiled evaluation of a phase."""
+    return self._made[phase]
+
+  def memory_gb(self, phase: str) -> float | None:
+    """Temporaries of most steps of a phase; None where XLA does not tell."""
+    found = self._made[phase, self._refreshes[0]].memory_analysis()
+    return None if found is None else round(found.temp_size_in_bytes / 1e9, 2)
+
+  def step_of(self, phase: str, refresh: bool | None = None) -> tuple[Any, tuple[Any, ...]]:
     """The jitted step of a phase and the shapes of its arguments."""
     scalar = jax.ShapeDtypeStruct((), jnp.float32)
     starts = jax.ShapeDtypeStruct((self.batch,), jnp.int32)
     numbers = Numbers(scalar, scalar, jax.ShapeDtypeStruct((), jnp.int32))
-    return jax.jit(functools.partial(self._step, phase), donate_argnums=0), (self.shapes, self.tokens, starts, numbers)
+    step = jax.jit(functools.partial(self._step, phase, refresh), donate_argnums=0)
+    return step, (self.shapes, self.tokens, starts, numbers)
 
   def phase_at(self, step: int, steps: int) -> str:
     """The phase of a step in a run of so many."""
@@ -133,7 +155,7 @@ class Programs:
     return loss
 
   def _step(
-    self, phase: str, state: State, tokens: Array, starts: Array, numbers: Numbers
+    self, phase: str, refresh: bool | None, state: State, tokens: Array, starts: Array, numbers: Numbers
   ) -> tuple[State, tuple[Array, Array]]:
     """One step; returns the loss and the norm of the gradient before it is clipped."""
     recipe = self.recipe(numbers.decay) if self.recipe else None
@@ -141,7 +163,10 @@ class Programs:
     inputs, targets = windows(tokens, starts, self.length)
     loss_of = self._loss(phase, state.params, state.opt_state, recipe)
     loss, grads = jax.value_and_grad(loss_of)(state.params, inputs, targets, key)
-    updates, opt_state = optimizer(recipe, phase).update(grads, state.opt_state, state.params, rate=numbers.rate)
+    told = {} if recipe is None else {'refresh': refresh}
+    updates, opt_state = optimizer(recipe, phase).update(
+      grads, state.opt_state, state.params, rate=numbers.rate, **told
+    )
     params = optax.apply_updates(state.params, updates)
     return State(params, opt_state, state.step + 1), (loss, optax.tree.norm(grads))
 

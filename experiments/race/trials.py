@@ -1,5 +1,6 @@
 """Steps timed by the clock, and one run."""
 
+import itertools
 import math
 import statistics
 import time
@@ -13,6 +14,7 @@ from experiments.race.search import Trial
 
 WARM_UP, LAST_RATE = 0.1, 0.1  # shares: of the steps, of the peak rate
 _LOG_EVERY = 20
+_WARM_STEPS = 3
 
 
 def rate_at(step: int, steps: int, peak: float) -> float:
@@ -40,21 +42,18 @@ def clock(programs: Programs, tokens: Any, *, search_every: int, bursts: int = 3
 
   A burst of a phase is as many steps as the period of a mask search, so that each has one.
   """
-  state, samples = programs.init(np.int32(0)), {}
+  state, samples, count = programs.init(np.int32(0)), {}, itertools.count()
   numbers = Numbers(np.float32(1e-5), np.float32(0.0), np.int32(0))
   starts = order(0, programs.batch, 1000, programs.length)
-  for phase in programs.steps:
-    step = programs.steps[phase]
-    for _ in range(3):
-      state, out = step(state, tokens, starts, numbers)
-    jax.block_until_ready(out)
+  for phase, _ in programs.phases:
     samples[phase] = []
-    for _ in range(bursts):
+    for steps in (_WARM_STEPS, *[search_every] * bursts):
       start = time.perf_counter()
-      for _ in range(search_every):
-        state, out = step(state, tokens, starts, numbers)
+      for step in itertools.islice(count, steps):
+        state, out = programs.step(phase, step)(state, tokens, starts, numbers)
       jax.block_until_ready((state, out))
-      samples[phase].append(round(1e3 * (time.perf_counter() - start) / search_every, 3))
+      samples[phase].append(round(1e3 * (time.perf_counter() - start) / steps, 3))
+    del samples[phase][0]
   medians = {phase: statistics.median(found) for phase, found in samples.items()}
   mean = sum(share * medians[phase] for phase, share in programs.phases)
   return {'bursts_ms': samples, 'steps_a_burst': search_every, 'phases_ms': medians, 'step_ms': round(mean, 3)}
@@ -87,7 +86,7 @@ def run(
       np.float32(rate_at(step, steps, trial.rate)), np.float32(trial.decay), np.int32(trial.seed)
     )
     phase = programs.phase_at(step, steps)
-    state, out = programs.steps[phase](state, tokens, starts[step], numbers)
+    state, out = programs.step(phase, step)(state, tokens, starts[step], numbers)
     pending.append(out)
     evaluates = step + 1 in due
     if evaluates or len(pending) == 2 * _LOG_EVERY:
@@ -101,7 +100,7 @@ def run(
     if evaluates:
       now = time.perf_counter()
       wall += now - last
-      loss = float(programs.evaluations[phase](state, tokens, held_out))
+      loss = float(programs.evaluate(phase)(state, tokens, held_out))
       validation.append([step + 1, round((step + 1) * step_ms / 1e3, 3), round(loss, 5)])
       last = time.perf_counter()
   return {

@@ -82,7 +82,7 @@ class ProgramsTest(absltest.TestCase):
     model = contenders.make_model(name, 'wide2048', 256, tiny=True)
     text = np.frombuffer(TEXT.encode(), np.uint8)
     made = programs.Programs(
-      model, contenders.CONTENDERS[name].recipe, 4, jax.ShapeDtypeStruct(text.shape, text.dtype), np.zeros((2, 4), int)
+      model, contenders.CONTENDERS[name].recipe, 4, jax.ShapeDtypeStruct(text.shape, text.dtype), np.zeros((2, 4), np.int32)
     )
     return made, jnp.asarray(text)
 
@@ -109,27 +109,47 @@ class ProgramsTest(absltest.TestCase):
 
     value, wanted = expected(state.params)
     numbers = programs.Numbers(jnp.float32(3e-3), jnp.float32(0.0), jnp.int32(0))
-    after, (found, _) = jax.jit(made._step, static_argnums=0)('dense', state, text, starts, numbers)
+    after, (found, _) = jax.jit(made._step, static_argnums=(0, 1))('dense', None, state, text, starts, numbers)
     np.testing.assert_allclose(found, value, rtol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), after.params, wanted)
 
   @pytest.mark.slow
   def test_all_linear_layers_are_sparse_and_the_decay_is_an_argument(self):
     made, text = self.made('fst_all')
-    state, step = jax.jit(made._init)(0), jax.jit(made._step, static_argnums=0)
+    state, step = jax.jit(made._init)(0), jax.jit(made._step, static_argnums=(0, 1))
     kernels = [path for path, _ in jax.tree_util.tree_leaves_with_path(state.params) if path[-1].key == 'kernel']
     masks = jax.tree.leaves(state.opt_state[1].projections)
     self.assertLen(masks, len(kernels))
     ends = []
     for decay in (0.0, 10.0):
       numbers = programs.Numbers(jnp.float32(1e-2), jnp.float32(decay), jnp.int32(0))
-      after, _ = step('sparse', state, text, jnp.arange(4), numbers)
+      after, _ = step('sparse', None, state, text, jnp.arange(4), numbers)
       ends.append(after.params['h_0']['attn']['c_attn']['kernel'])
     # Decay moves what the mask leaves out; what it keeps takes the same step.
     moved, mask = np.abs(ends[0] - ends[1]) > 1e-7, state.opt_state[1].projections['h_0']['attn']['c_attn']['kernel']
     self.assertGreater(moved[~mask].mean(), 0.5)
     self.assertFalse(moved[mask].any())
     self.assertEqual([made.phase_at(i, 12) for i in (0, 9, 10, 11)], ['sparse', 'sparse', 'dense', 'dense'])
+
+
+  @pytest.mark.slow
+  def test_two_programs_train_what_one_does(self):
+    made, text = self.made('fst')
+    made.compile()
+    alone = jax.jit(made._step, static_argnums=(0, 1))
+    numbers = programs.Numbers(jnp.float32(1e-2), jnp.float32(6e-4), jnp.int32(0))
+    first = made.init(np.int32(0))
+    searched, ends = [jax.tree.leaves(jax.device_get(first.opt_state[1].projections))], []
+    for step_at in (lambda i: made.step('sparse', i), lambda i: lambda *x: alone('sparse', None, *x)):
+      state = made.init(np.int32(0))
+      for i in range(contenders.SEARCH_EVERY + 1):
+        state, _ = step_at(i)(state, text, np.arange(4, dtype=np.int32) + 7 * i, numbers)
+      ends.append(jax.device_get(state))
+      searched.append(jax.tree.leaves(ends[-1].opt_state[1].projections))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5), ends[0].params, ends[1].params)
+    before, *after = ([m.tobytes() for m in masks] for masks in searched)
+    self.assertEqual(*after)
+    self.assertNotEqual(before, after[0])  # the step of the search has chosen others
 
 
 class TableTest(absltest.TestCase):
@@ -215,7 +235,7 @@ class ProgramTest(absltest.TestCase):
     self.assertLen(program.Race(options).done['dense'], 3)
     for name, other in (('text', 'x'), ('size', '124m'), ('style', 'rotary'), ('batch', 5), ('length', 17),
                         ('seconds', 0.002), ('held_out_tokens', 1), ('device', 'another'),
-                        ('equal_steps', 26)):  # fmt: skip
+                        ('equal_steps', 26), ('xla_flags', '--none')):  # fmt: skip
       out.write_text(''.join(json.dumps({**r, name: other}) + '\n' for r in records))
       self.assertEmpty(program.Race(options).done['dense'], name)
 
