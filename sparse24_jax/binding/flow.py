@@ -4,7 +4,7 @@
 its backward pass and its optimizer: from the arrays that go in, weights and their states, along every equation.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import functools
 import operator
 from typing import Any, NamedTuple
@@ -12,8 +12,20 @@ from typing import Any, NamedTuple
 from sparse24_jax.binding import _jax
 
 
+class Weight(NamedTuple):
+  """One of the weights that are followed.
+
+  Attributes:
+    folder: of the tree that it lies in, as there may be averages and copies.
+    path: in that tree.
+  """
+
+  folder: str
+  path: str
+
+
 class Marks(NamedTuple):
-  """What of sparse weights is in a value, by keys that the caller chose.
+  """What of sparse weights is in a value.
 
   Attributes:
     dense: weights, as they are stored or with their entries arranged, cast or scaled.
@@ -21,35 +33,37 @@ class Marks(NamedTuple):
     sparse: weights over which a state of theirs was laid.
     reads: the matmuls of weights that it was made by, a bit each. Sets would be too slow in a long program.
     touched: the weights that it was computed from, by matmuls or otherwise, a bit each.
+    updates: of weights, which with these are the weights of the next step.
   """
 
-  dense: frozenset[Any] = frozenset()
-  states: frozenset[Any] = frozenset()
-  sparse: frozenset[Any] = frozenset()
+  dense: frozenset[Weight] = frozenset()
+  states: frozenset[Weight] = frozenset()
+  sparse: frozenset[Weight] = frozenset()
   reads: int = 0
   touched: int = 0
+  updates: frozenset[Weight] = frozenset()
 
 
 class Read(NamedTuple):
   """A line of the program with a matmul that reads a weight, projected or as it is."""
 
-  key: Any
+  weight: Weight
   sparse: bool
   line: str
 
 
 class Named(NamedTuple):
-  """What is in the values of one name (`checkpoint_name`).
+  """What is in one value that has a name (`checkpoint_name`).
 
   Attributes:
-    weights: those that they are, as stored.
-    reads: the matmuls that they were made by.
-    touched: the weights that they were made of.
+    weights: those that it is, as stored.
+    reads: the matmuls that it was made by.
+    touched: the weights that it was made of.
   """
 
-  weights: frozenset[Any] = frozenset()
+  weights: frozenset[Weight] = frozenset()
   reads: Sequence[Read] = ()
-  touched: frozenset[Any] = frozenset()
+  touched: frozenset[Weight] = frozenset()
 
 
 class Found(NamedTuple):
@@ -57,11 +71,11 @@ class Found(NamedTuple):
 
   Attributes:
     reads: all matmuls that read them.
-    named: by name what is in the values.
+    named: by name what is in its values, in the order of the program. What a loop does stands once.
   """
 
   reads: list[Read]
-  named: dict[str, Named]
+  named: dict[str, list[Named]]
 
 
 _NONE = Marks()
@@ -78,17 +92,17 @@ _CALLS = frozenset((
 ))  # fmt: skip
 
 
-def follow_weights(jaxpr: Any, marks: Sequence[Marks]) -> Found:
-  """What becomes of the weights of a jaxpr, whose arguments are marked."""
+def follow_weights(jaxpr: Any, marks: Sequence[Marks], made: Mapping[str, Marks]) -> Found:
+  """What becomes of the weights of a jaxpr, whose arguments are marked; `made` says what has a name, by that name."""
   keys = list(dict.fromkeys(key for mark in marks for key in mark.dense))
-  flow = _Flow({}, {})
+  flow = _Flow({}, {}, made)
   flow.through(jaxpr, [mark._replace(touched=sum(1 << keys.index(key) for key in mark.dense)) for mark in marks])
   reads = list(flow.reads)
   return Found(
     reads,
     {
-      name: Named(mark.dense, _of_bits(mark.reads, reads), frozenset(_of_bits(mark.touched, keys)))
-      for name, mark in flow.named.items()
+      name: [Named(mark.dense, _of_bits(mark.reads, reads), frozenset(_of_bits(mark.touched, keys))) for mark in marks]
+      for name, marks in flow.named.items()
     },
   )
 
@@ -99,7 +113,8 @@ def _of_bits[T](bits: int, each: Sequence[T]) -> list[T]:
 
 class _Flow(NamedTuple):
   reads: dict[Read, int]  # to its bit
-  named: dict[str, Marks]
+  named: dict[str, list[Marks]]
+  made: Mapping[str, Marks]
 
   def through(self, jaxpr: Any, marks: Sequence[Marks]) -> list[Marks]:
     opened, _ = _jax.open_jaxpr(jaxpr)
@@ -133,8 +148,8 @@ class _Flow(NamedTuple):
     if name == 'optimization_barrier':
       return list(given)
     if (called := _jax.checkpoint_name_of(equation)) is not None:
-      self.named[called] = _union((self.named.get(called, _NONE), *given))
-      return list(given)
+      self.named.setdefault(called, []).extend(given)
+      return [self.made[called]] if called in self.made else list(given)
     if name in _MATMULS:
       return [self._matmul(equation, given, given[:2])] * outs
     if _is_kernel(name) and any(mark.sparse for mark in given):
@@ -161,10 +176,14 @@ def _made(name: str, given: Sequence[Marks]) -> Marks:
   """What is in the result of an equation."""
   found = _union(given)
   if name.startswith(('reduce_', 'arg')) and name != 'reduce_precision':
-    return found._replace(dense=frozenset())
+    return found._replace(dense=frozenset(), updates=frozenset())
   if name in _TESTS:
     return Marks(states=found.states | found.sparse, reads=found.reads)  # not made of entries
   if name in _SUMS:
+    for mark in given:
+      if mark.dense & found.updates:  # the weights of the next step
+        return Marks(mark.dense & found.updates, touched=mark.touched)
+    found = found._replace(updates=frozenset())
     return found._replace(
       dense=frozenset.intersection(*(mark.dense for mark in given)),
       sparse=frozenset.intersection(*(mark.dense | mark.sparse for mark in given)) & found.sparse,
@@ -184,5 +203,5 @@ def _is_kernel(name: str) -> bool:
 
 def _union(marks: Sequence[Marks]) -> Marks:
   reads, touched = (functools.reduce(operator.or_, (mark[i] for mark in marks), 0) for i in (3, 4))
-  dense, states, sparse = (frozenset().union(*(mark[i] for mark in marks)) for i in (0, 1, 2))
-  return Marks(dense, states, sparse, reads, touched)
+  dense, states, sparse, updates = (frozenset().union(*(mark[i] for mark in marks)) for i in (0, 1, 2, 5))
+  return Marks(dense, states, sparse, reads, touched, updates)

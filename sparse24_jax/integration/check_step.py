@@ -1,31 +1,24 @@
 """`check_step`: whether a whole step, as it will run, makes the weights sparse whose masks its optimizer keeps."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 import dataclasses
 import logging
-import re
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels._dispatch import log_once
-from sparse24_jax.binding.flow import follow_weights, Found, Marks, Named, Read
+from sparse24_jax.binding.flow import Read, Weight
 from sparse24_jax.binding.state import NNX_STATES
 from sparse24_jax.binding.tracing import is_array, trace
-from sparse24_jax.optim import GRADIENTS, sparse_states, SparseTrainingState, WEIGHTS
-from sparse24_jax.optim._state import states_of
-from sparse24_jax.rules import leaves_by_path
+from sparse24_jax.integration.step_weights import Argument, arguments_of, follow_updates, is_ours, ReadBy
+from sparse24_jax.optim import sparse_states
 
 _ADVICE = (
   'A step of a dense phase is not to be checked. In a sparse one apply what sparsify returned, with'
   ' sparse_variables(params, opt_state, recipe) of this step, or the weights of project. If the step does so, its mask'
   ' is not computed from the optimizer state of this step (sparse_variables was called outside the step, or without it)'
 )
-
-_OF_OPTIMIZER = re.compile(r'(^|/)(projections|flip_rate/per_weight|left)/')  # in the state of sparse_training
-_FINGERPRINT = re.compile(r'(^|/)made[ _]of/')  # of the weights that variables were made of
-
 
 @dataclasses.dataclass(frozen=True)
 class CheckedStep:
@@ -56,8 +49,8 @@ def check_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckedSt
   A step that applies the plain model, without `sparsify` or `project`, trains dense while the optimizer goes on
   pruning: nothing in the run shows it. So the whole step is traced, backward pass and optimizer included. Every weight
   that the update of `sparse_training` is given is followed to the matmuls that read it, and these to the gradients of
-  that update. What does not reach them does not count: a metric, an evaluation of an average of the weights. Nothing is
-  computed or donated; shapes are enough.
+  that update; of several steps in one program, a loop of Python say, every update. What does not reach them does not
+  count: a metric, an evaluation of an average of the weights. Nothing is computed or donated; shapes are enough.
 
   Args:
     step: what the loop calls in a sparse phase, with `jax.jit` or without. It computes a loss, its gradient and the
@@ -88,7 +81,7 @@ def check_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckedSt
   Traceback (most recent call last):
   ValueError: w: the step reads it dense at ...
   """
-  if not states_of((args, kwargs), SparseTrainingState):
+  if not any(map(is_ours, jax.tree.leaves((args, kwargs), is_leaf=is_ours))):
     raise ValueError(
       'the arguments hold 0 states of sparse_training, expected one: wrap the optimizer,'
       ' tx = sparse_training(optax.adamw(...), recipe), and give its state, tx.init(params), among the arguments of the'
@@ -100,54 +93,44 @@ def check_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckedSt
     return [leaf for leaf in jax.tree.leaves(step(*args, **kwargs)) if is_array(leaf)]
 
   traced = trace(arrays_of, ({}, args, kwargs), {})
-  arrays = [(path, leaf) for path, leaf in leaves_by_path((args, kwargs)) if is_array(leaf)]
-  moments = _folders_of_moments([path for path, _ in arrays], masks)
-  places = [None if f'/{path}'.startswith(moments) else _place(path, leaf, masks) for path, leaf in arrays]
-  held = {place for place in places if place and place[0] is not None}
-  folders = [folder for folder in dict.fromkeys(f for f, _ in held) if all((folder, path) in held for path in masks)]
+  given = arguments_of((args, kwargs), masks)
+  held = [argument.weight for argument in given if argument.weight]
+  folders = [f for f in dict.fromkeys(w.folder for w in held) if all(Weight(f, path) in held for path in masks)]
   if not folders:
     raise ValueError(
       f'the arguments hold a state of sparse_training for {", ".join(masks)}, and no parameters with these paths: give'
       ' check_step what the loop gives the step'
     )
-  found = follow_weights(traced.jaxpr, [_marks(place, folders) for place in places])
-  if WEIGHTS not in found.named:
+  updates = follow_updates(traced.jaxpr, given, folders)
+  if not updates:
     raise ValueError(
       'the step makes no update of sparse_training, so that nothing shows which weights it trains: give check_step the'
       ' whole step, with its gradient and tx.update(gradients, opt_state, params)'
     )
-  trained = {path: {key for key in found.named[WEIGHTS].weights if key[1] == path} for path in masks}
-  reads = {path: _reads(path, keys, found) for path, keys in trained.items()}
   problems: dict[str, list[str]] = {}
-  for path, keys in trained.items():
-    if problem := _problem(keys, reads[path]):
+  for path in masks:
+    if problem := _first_problem(updates, path):
       problems.setdefault(problem, []).append(path)
   if problems:
-    advice = [_ADVICE] if any(trained[path] for paths in problems.values() for path in paths) else []
+    advice = [_ADVICE] if any(u[path].trained for u in updates for paths in problems.values() for path in paths) else []
     raise ValueError('\n'.join([*(f'{", ".join(paths)}: {text}' for text, paths in problems.items()), *advice]))
-  brought = _brought(traced.jaxpr, arrays, places, folders, trained)
+  brought = _brought(traced.jaxpr, given, folders)
   for note in _notes(brought):
     log_once(note, 'sparse24_jax', logging.WARNING)
-  return CheckedStep({path: tuple(read.line for read in reads[path]) for path in masks}, brought)
+  lines = {path: dict.fromkeys(r.line for update in updates for r in update[path].reads) for path in masks}
+  return CheckedStep({path: tuple(each) for path, each in lines.items()}, brought)
 
 
-def _brought(
-  jaxpr: Any, arrays: Sequence[tuple[str, Any]], places: Sequence[Any], folders: Iterable[str],
-  trained: Mapping[str, Set[Any]],
-) -> dict[str, str]:
+def _brought(jaxpr: Any, given: Sequence[Argument], folders: Sequence[str]) -> dict[str, str]:
   """Of weights that are not sparse by what the optimizer keeps alone, the argument that has a state of theirs."""
   others: dict[str, str] = {}
-  own = list(places)
-  for i, ((path, _), place) in enumerate(zip(arrays, places, strict=True)):
-    if place and place[0] is None and not _OF_OPTIMIZER.search(path):
-      own[i] = None
-      if not _FINGERPRINT.search(path):
-        others.setdefault(place[1], path)
+  for argument in given:
+    if argument.state_of and not argument.ours:
+      others.setdefault(argument.state_of, argument.path)
   if not others:
     return {}
-  found = follow_weights(jaxpr, [_marks(place, folders) for place in own])
-  stale = [path for path, keys in trained.items() if path in others and _problem(keys, _reads(path, keys, found))]
-  return {path: others[path] for path in stale}
+  updates = follow_updates(jaxpr, [a if a.ours or a.weight else Argument(a.path) for a in given], folders)
+  return {path: others[path] for path in others if _first_problem(updates, path)}
 
 
 def _notes(brought: Mapping[str, str]) -> list[str]:
@@ -165,20 +148,15 @@ def _notes(brought: Mapping[str, str]) -> list[str]:
   ]  # fmt: skip
 
 
-def _reads(path: str, trained: Set[Any], found: Found) -> list[Read]:
-  """The matmuls of a weight on the way to the gradients."""
-  gradients = found.named.get(GRADIENTS, Named())
-  reads = [read for read in gradients.reads if read.key in trained]
-  if reads or trained & gradients.touched:
-    return reads
-  # Of one matmul and a linear loss, the gradient does not depend on the weight.
-  if reads := [read for read in found.reads if read.key in trained]:
-    return reads
-  # A weight that nothing is computed from has a copy that is, in fewer bits say.
-  return [read for read in gradients.reads if read.key[1] == path]
+def _first_problem(updates: Sequence[Mapping[str, ReadBy]], path: str) -> str | None:
+  """What is wrong with a weight in the first update in which something is."""
+  for i, update in enumerate(updates):
+    if problem := _problem(*update[path]):
+      return problem if len(updates) == 1 else f'in update {i + 1} of {len(updates)}, {problem}'
+  return None
 
 
-def _problem(trained: Set[Any], reads: Iterable[Read]) -> str | None:
+def _problem(trained: Set[Weight], reads: Sequence[Read]) -> str | None:
   """What is wrong with a weight, in words that others share whose matmuls are in the same lines."""
   if not trained:
     return (
@@ -200,31 +178,3 @@ def _problem(trained: Set[Any], reads: Iterable[Read]) -> str | None:
       ' it first, or takes a mask that is not computed from the arguments of this step'
     )
   return None
-
-
-def _folders_of_moments(paths: Iterable[str], masks: Iterable[str]) -> tuple[str, ...]:
-  """Of the optimizer inside; wrappers around `sparse_training` may call what they hold `inner_state`, too."""
-  ends = tuple(f'/projections/{name}' for name in masks)
-  states = {f'/{path}'.removesuffix(end) for path in paths for end in ends if f'/{path}'.endswith(end)}
-  return tuple(f'{state}/inner_state/' for state in states)
-
-
-def _place(path: str, leaf: Any, masks: Mapping[str, Any]) -> tuple[str | None, str] | None:
-  """(folder, path) of an array that may be a weight, (None, path) of what may be a state of one; None of others."""
-  for name, state in masks.items():
-    folder, found, rest = f'/{path}/'.rpartition(f'/{name}/')
-    if not found:
-      continue
-    masked = jnp.issubdtype(state.dtype, jnp.bool_)
-    fits = leaf.shape == state.shape if masked else leaf.ndim >= state.ndim + 2
-    return (folder, name) if fits and not rest and jnp.issubdtype(leaf.dtype, jnp.floating) else (None, name)
-  return None
-
-
-def _marks(place: tuple[str | None, str] | None, folders: Iterable[str]) -> Marks:
-  if place is None:
-    return Marks()
-  folder, path = place
-  if folder is None:
-    return Marks(states=frozenset((each, path) for each in folders))
-  return Marks(dense=frozenset((place,) if folder in folders else ()))

@@ -1,7 +1,7 @@
 """The Optax side: where masks live and change."""
 
 from sparse24_jax.optim._chain import try_chain
-from sparse24_jax.optim._named import GRADIENTS, WEIGHTS
+from sparse24_jax.optim._named import name_of
 from sparse24_jax.optim._training_state import (
   FlipRate,
   get_flip_rate,
@@ -17,8 +17,6 @@ from sparse24_jax.optim.sparse_training import sparse_training
 from sparse24_jax.optim.step_adam import scale_by_step_adam, step_adam, step_has_settled, StepAdamState
 
 __all__ = [
-  'GRADIENTS',
-  'WEIGHTS',
   'FlipRate',
   'MvueGradientsState',
   'SparseTrainingState',
@@ -26,6 +24,7 @@ __all__ = [
   'add_masked_decay',
   'get_flip_rate',
   'mvue_gradients',
+  'name_of',
   'regroup_neurons',
   'require_made_for',
   'scale_by_step_adam',

@@ -1,22 +1,29 @@
-"""What the program of a step says of `sparse_training`: which weights an update is given, and which gradients."""
+"""What the program of a step says of `sparse_training`: what an update is given of each weight, and what it makes."""
 
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from sparse24_jax.optim._weights import Absent, is_leaf
+from sparse24_jax.rules import map_by_path
 
-WEIGHTS, GRADIENTS = 'sparse24 weights', 'sparse24 gradients'
+Kind = Literal['weights', 'gradients', 'updates', 'states']
 
 
-def named(projections: Any, tree: Any, name: str) -> Any:
-  """The tree, whose entries at sparse weights have a name in a traced program, by which `check_step` finds them.
+def name_of(kind: Kind, path: str) -> str:
+  """In a traced program, of what an update is given or makes of a sparse weight."""
+  return f'sparse24 {kind} {path}'
+
+
+def named(kind: Kind, projections: Any, tree: Any) -> Any:
+  """The tree, whose entries at sparse weights have names in a traced program, by which `check_step` finds them.
 
   A compiled program knows nothing of it.
   """
 
-  def one(p: Any, x: Any) -> Any:
-    return checkpoint_name(x, name) if isinstance(x, jax.core.Tracer) and not isinstance(p, Absent) else x
+  def one(path: str, p: Any, x: Any) -> Any:
+    sparse = not isinstance(p, Absent) and isinstance(x, jax.core.Tracer)
+    return checkpoint_name(x, name_of(kind, path)) if sparse else x
 
-  return jax.tree.map(one, projections, tree, is_leaf=is_leaf)
+  return map_by_path(one, projections, tree, is_leaf=is_leaf)

@@ -14,7 +14,7 @@ import optax
 from pallas_kernels import _dispatch
 from sparse24_jax.optim import _left
 from sparse24_jax.optim._evolve import evolve, evolving, minus, on_links, zero
-from sparse24_jax.optim._named import GRADIENTS, named, WEIGHTS
+from sparse24_jax.optim._named import named
 from sparse24_jax.optim._search import compared_before, refreshed, rounded_once
 from sparse24_jax.optim._state import states_of
 from sparse24_jax.optim._training_state import (
@@ -162,7 +162,7 @@ def sparse_training(
     state = map_weights(unboxed, state)
     with _parts_are_named(params):
       projections = projections_of(params, recipe)
-    params, updates = named(projections, params, WEIGHTS), named(projections, updates, GRADIENTS)
+    params, updates = named('weights', projections, params), named('gradients', projections, updates)
     sampled = _left.samples(projections, params)
     left = state.left and _left.given(state.left, sampled)
     decays = has_decay and phase == 'sparse'
@@ -209,7 +209,8 @@ def sparse_training(
     state = state._replace(left=left and left._replace(sums=_left.sums(sampled)))
     if rests:
       state = told_to_rest(state, count % recipe.refresh_every == 0)
-    updates = jax.tree.unflatten(boxes, jax.tree.leaves(updates))
+    state = state._replace(projections=named('states', projections, state.projections))
+    updates = jax.tree.unflatten(boxes, jax.tree.leaves(named('updates', projections, updates)))
     return updates, map_weights(functools.partial(boxed, given), state)
 
   return optax.GradientTransformationExtraArgs(init, update)

@@ -128,6 +128,22 @@ class CheckStepTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, '^down: the step reads it dense'):
       checked(RECIPES['fst'], 'plain', wrap)
 
+  def test_each_step_of_a_python_loop(self):
+    recipe = RECIPES['ste']
+    (sparse, tx), (plain, _) = step_of(recipe, 'sparsify'), step_of(recipe, 'plain')
+    params = jax.eval_shape(params_of)
+
+    def steps(params, state, x, *, each):
+      for step in each:
+        params, state = step(params, state, x)
+      return params, state
+
+    state = jax.eval_shape(tx.init, params)
+    twice = s24.check_step(functools.partial(steps, each=(sparse,) * 2), params, state, X)
+    self.assertEqual(twice, s24.check_step(sparse, params, state, X))
+    with self.assertRaisesRegex(ValueError, '^down: in update 2 of 2, the step reads it dense at .*\nup: in update 2'):
+      s24.check_step(jax.jit(functools.partial(steps, each=(sparse, plain))), params, state, X)
+
   def test_one_weight_of_two(self):
     with self.assertRaises(ValueError) as error:
       checked(RECIPES['fst'], 'half')
