@@ -1,7 +1,7 @@
 # These commands do everything, set-up included:
 #   make demo      trains dense, plain-STE and FST twins on embedded text and writes a report
 #   make test      lint, types and the fast tests: each promise of the project is held by at least one of them
-#   make pages     tables and picture of the docs, and pages about speed and quality, from the committed records
+#   make pages     tables and pictures of the docs, from the committed records
 #   make test-all  lint, types and all tests, those marked slow too
 #   make test-models  other people's models, from PyPI, in an environment of their own
 #   make test-oldest  the oldest versions that are promised: bind, the doors to Flax and the optimizer

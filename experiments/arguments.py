@@ -133,8 +133,7 @@ def make_parser() -> argparse.ArgumentParser:
   report.add_argument('--out', default='report.html', help='the page (default: %(default)s)')
   report.add_argument('--title', default='Runs compared', help='heading of the page (default: %(default)s)')
 
-  pages = commands.add_parser('pages', help='tables and picture of the docs, and two pages, from records')
-  pages.add_argument('--folder', type=Path, default=Path('site'), help='for the pages (default: %(default)s)')
+  commands.add_parser('pages', help='tables and pictures of the docs, from the committed records')
 
   guide = commands.add_parser('guide', help='which recipe for a GPU, a size and a goal, from records')
   guide.add_argument('--tokens', type=int, required=True, help='tokens of a micro-batch on one device')

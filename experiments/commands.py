@@ -147,10 +147,10 @@ def _report(args: argparse.Namespace) -> None:
   print(f'report: {report.write_report(args.runs, args.out, title=args.title).resolve()}')
 
 
-def _pages(args: argparse.Namespace) -> None:
+def _pages(_: argparse.Namespace) -> None:
   from experiments.reports import pages
 
-  for path in pages.write(args.folder):
+  for path in pages.write():
     print(path)
 
 

@@ -298,11 +298,6 @@ class Clock:
   def __init__(self):
     self._start = self._last = time.perf_counter()
 
-  @property
-  def passed(self) -> float:
-    """Seconds since it was made."""
-    return time.perf_counter() - self._start
-
   def lap(self, what: str) -> None:
     """Prints the seconds since the last lap."""
     now = time.perf_counter()

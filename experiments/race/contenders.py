@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 import dataclasses
 from typing import Any
 
+from experiments.bench.measure import with_implementation
 from experiments.models import gpt2
 import sparse24_jax as s24
 
@@ -49,6 +50,11 @@ def s_ste_fp8(path: str) -> Callable[[Any], s24.Recipe]:
   return lambda decay: s24.recipes.s_ste(path, fp8=True, refresh_every=SEARCH_EVERY)
 
 
+def plain(recipe: Callable[[Any], s24.Recipe]) -> Callable[[Any], s24.Recipe]:
+  """The recipe by plain jax.numpy, whatever the GPU."""
+  return lambda decay: with_implementation(recipe(decay), 'reference')
+
+
 # What all contenders of a race have of GPT-2 and of later models, for stability.
 STYLES: Mapping[str, Mapping[str, Any]] = {
   'gpt2': {},
@@ -85,6 +91,9 @@ CONTENDERS: Mapping[str, Contender] = {
     f'style_{name}': Contender(label=f'dense, {name}', model={**_APART, **style}, rate=1e-3)
     for name, style in STYLES.items()
   },
+  # Beside `fst` and `s_ste_fp8`, with --steps: whether the kernels train the model that the plain op does.
+  'fst_plain': Contender(label='FST, plain op', recipe=plain(fst(FFN)), decay=_DECAY),
+  's_ste_fp8_plain': Contender(label='S-STE, FP8, plain op', recipe=plain(s_ste_fp8(FFN))),
 }
 
 # Sizes beside those of GPT-2: few wide layers, of which a step on a GPU is made of large products.

@@ -17,8 +17,8 @@ from experiments.reports.page import Html
 
 # Colours that people with any colour vision can tell apart (Okabe and Ito), darkened where white needs it.
 PALETTE = ('#1b1f24', '#0072b2', '#d55e00', '#009e73', '#b2629a', '#b38600', '#6a3d9a', '#8c564b', '#7f7f7f')
-COLOURS = {'sparse': '#0072b2', 'dense': '#7f7f7f', 'dense_fp8': '#b38600', 'cusparselt': '#d55e00', 'xla': '#7f7f7f'}
-_OTHER, _INK, _SOFT, _GRID = '#b2629a', '#1b1f24', '#59636e', '#e9ecef'
+COLOURS = {'faster': '#0072b2', 'slower': '#d55e00', 'dense': '#7f7f7f'}
+_INK, _SOFT, _GRID = '#1b1f24', '#59636e', '#e9ecef'
 _STYLE = {
   'svg.fonttype': 'none', 'svg.hashsalt': 'sparse24', 'font.family': 'DejaVu Sans', 'font.size': 10,
   'axes.edgecolor': '#8c959f', 'axes.labelcolor': _SOFT, 'xtick.color': _SOFT, 'ytick.color': _SOFT,
@@ -124,41 +124,6 @@ def dot_plot(
     return _svg(chart, title)
 
 
-def bars(rows: Sequence[tuple[str, Mapping[str, float]]], *, label: str, unit: str = 'ms') -> Html:
-  """Horizontal bars: for each row, (what, name -> value), one bar a name, all on one scale."""
-  with matplotlib.rc_context(_STYLE):
-    chart, axes = _figure(1140, 34 + sum(15 * len(values) + 10 for _, values in rows))
-    at, ticks = 0.0, []
-    for _, values in rows:
-      ticks.append(at - 0.5 * (len(values) - 1))
-      for name, value in values.items():
-        axes.barh(at, value, height=0.8, color=COLOURS.get(name, _OTHER))
-        _note(axes, f'{value:.3g} {unit} {name.replace("_", " ")}', (value, at))
-        at -= 1
-      at -= 0.7
-    _as_table(axes, ticks, [what for what, _ in rows])
-    axes.margins(x=0.16, y=0.01)
-    return _svg(chart, label)
-
-
-def stacked(profile: Mapping[str, Mapping[str, Any]], *, label: str) -> Html:
-  """Device time of a step by kind of kernel, one bar a twin."""
-  kinds = [k for k in next(iter(profile.values()))['by_kind_ms'] if any(s['by_kind_ms'][k] for s in profile.values())]
-  colours = dict(zip(kinds, (*PALETTE[1:], PALETTE[0], '#bbbbbb', '#dddddd'), strict=False))
-  with matplotlib.rc_context(_STYLE):
-    chart, axes = _figure(1140, 34 * len(profile) + 70)
-    for row, summary in enumerate(profile.values()):
-      left = 0.0
-      for kind in kinds:
-        axes.barh(-row, summary['by_kind_ms'][kind], left=left, color=colours[kind], label=None if row else kind)
-        left += summary['by_kind_ms'][kind]
-      _note(axes, f'{left + summary["idle_ms"]:.2f} ms', (left, -row))
-    _as_table(axes, [-row for row in range(len(profile))], [twin.replace('_', ' ') for twin in profile])
-    axes.margins(x=0.09)
-    chart.legend(loc='outside lower left', ncols=6)
-    return _svg(chart, label)
-
-
 def speedups(groups: Mapping[str, Sequence[tuple[str, float]]], *, label: str) -> Html:
   """Bars of how many times faster than dense, heading -> (what, times), with a line at 1; for a white page."""
   with matplotlib.rc_context(_STYLE):
@@ -171,7 +136,7 @@ def speedups(groups: Mapping[str, Sequence[tuple[str, float]]], *, label: str) -
       )
       at -= 1.1
       for what, value in group:
-        kind = 'dense' if what.startswith('dense,') else 'sparse' if value >= 1 else 'cusparselt'
+        kind = 'dense' if what.startswith('dense,') else 'faster' if value >= 1 else 'slower'
         axes.barh(at, value, height=0.7, color=COLOURS[kind])
         _note(axes, f'{value:.2f}', (value, at))
         ticks.append(at)

@@ -1,4 +1,4 @@
-"""One self-contained HTML page: no network, no script, pictures inline. Every page of this project is made of these."""
+"""One self-contained HTML page: no network, no script, pictures inline."""
 
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -8,10 +8,10 @@ _STYLE = """
 * { box-sizing: border-box }
 body { margin: 0; background: #fff; color: var(--ink); font: 15px/1.55 system-ui, 'Inter', 'DejaVu Sans', sans-serif }
 main { max-width: 1240px; margin: 0 auto; padding: 40px 32px 72px }
-h1 { font-size: 30px; line-height: 1.2; margin: 0 0 6px; letter-spacing: -.01em } h1.part { margin-top: 64px }
+h1 { font-size: 30px; line-height: 1.2; margin: 0 0 6px; letter-spacing: -.01em }
 h2 { font-size: 19px; margin: 44px 0 6px } h3 { font-size: 15px; margin: 26px 0 6px }
-p, li { max-width: 92ch } li code { overflow-wrap: anywhere }
-.soft { color: var(--soft); margin: 0 0 14px } .note { color: var(--soft); font-size: 13px; margin: 10px 0 }
+p, li { max-width: 92ch }
+.soft { color: var(--soft); margin: 0 0 14px }
 .cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(190px, 1fr)); gap: 14px; margin: 22px 0 8px }
 .card { background: var(--panel); border-radius: 10px; padding: 14px 16px; overflow-wrap: anywhere }
 .card b { display: block; font-size: 24px; font-variant-numeric: tabular-nums; line-height: 1.25 }
@@ -62,20 +62,14 @@ def page(name: str, parts: Sequence[str]) -> str:
   )
 
 
-def title(text: str, lead: str = '', *, part: bool = False) -> Html:
-  """The head of the page, or of a large part of it."""
-  below = f'<p class="soft">{html(lead)}</p>' if lead else ''
-  return Html(f'<h1{" class=part" if part else ""}>{html(text)}</h1>{below}')
+def title(text: str, lead: str) -> Html:
+  """The head of the page."""
+  return Html(f'<h1>{html(text)}</h1><p class="soft">{html(lead)}</p>')
 
 
 def heading(text: str, lead: str = '') -> Html:
   """A section's head, with what has to be known to read it."""
   return Html(f'<h2>{html(text)}</h2>' + (f'<p class="soft">{html(lead)}</p>' if lead else ''))
-
-
-def paragraph(text: str, *, note: bool = False) -> Html:
-  """A paragraph in the colour of leads, or in small print."""
-  return Html(f'<p class="{"note" if note else "soft"}">{html(text)}</p>')
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Html:
@@ -138,11 +132,6 @@ def swatch(colour: str, label: str, small: str = '') -> Html:
     f'<span class="swatch" style="background:{html(colour)}"></span>{html(label)}'
     + (f'<small>{html(small)}</small>' if small else '')
   )
-
-
-def listing(items: Sequence[str]) -> Html:
-  """Commands or the like, a line each."""
-  return Html('<ul>' + ''.join(f'<li><code>{html(item)}</code></li>' for item in items) + '</ul>')
 
 
 def columns(named: Mapping[str, Sequence[str]]) -> Html:

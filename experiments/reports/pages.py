@@ -1,4 +1,4 @@
-"""What is made of the committed records: tables and pictures of the documents, and two pages that are not committed."""
+"""What is made of the committed records: tables and pictures of the documents."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -6,14 +6,9 @@ import re
 from typing import Any
 
 from experiments.race import picture, table
-from experiments.reports import best_steps, provenance, quality, speed, tasks
+from experiments.reports import best_steps, provenance, speed, tasks
 
 DOCS = provenance.ROOT / 'docs'
-
-
-def quality_files() -> list[Path]:
-  """Files that hold losses of runs."""
-  return [path for path in sorted(provenance.RESULTS.glob('*.jsonl')) if quality.load(path)]
 
 
 def document(name: str) -> str:
@@ -32,12 +27,9 @@ def document(name: str) -> str:
   return text
 
 
-def write(folder: Path) -> list[Path]:
-  """Writes documents and pictures in place, and speed.html and quality.html into `folder`; returns what was written."""
-  folder.mkdir(parents=True, exist_ok=True)
-  content = {DOCS / name: document(name) for name in TABLES}
-  content |= {DOCS / name: make() for name, make in PICTURES.items()}
-  content |= {folder / 'speed.html': speed.page(_speed()), folder / 'quality.html': quality.write(quality_files())}
+def write() -> list[Path]:
+  """Writes documents and pictures in place; returns what was written."""
+  content = {DOCS / name: document(name) for name in TABLES} | {DOCS / name: make() for name, make in PICTURES.items()}
   for path, text in content.items():
     path.write_text(text)
   return list(content)

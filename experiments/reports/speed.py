@@ -1,4 +1,4 @@
-"""What the benchmark records say: a page, the tables of `docs/speed.md`, the picture of the README.
+"""What the benchmark records say: the tables of `docs/speed.md`, the picture of the README.
 
 Every figure comes from a record; the latest of equal records counts. Records of small shapes made to test a benchmark
 (`--tiny`) are left out.
@@ -11,24 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from experiments.reports import charts, provenance
-from experiments.reports import page as page_lib
-from experiments.reports.speed_records import (
-  dense_features,
-  lower,
-  milliseconds,
-  pattern,
-  ratios,
-  Record,
-  title,
-  traced,
-)
-from experiments.reports.speed_sections import section
+
+type Record = Mapping[str, Any]
 
 RESULTS = Path(__file__).parents[1] / 'results'
-BENCHES = (
-  'ffn', 'ffn_check', 'tracking', 'ffn_pytorch', 'block', 'train_step', 'mesh', 'mesh_check', 'sparse_matmul',
-  'float8_products', 'cusparselt', 'epilogue', 'vnm_matmul', 'attention', 'memory_bound',
-)  # fmt: skip
+BENCHES = ('ffn', 'block', 'train_step')
+# Of neurons, in weight gradients.
+_PUBLISHED_DENSE_SHARE = 0.05
 
 
 def load(paths: Iterable[Path]) -> list[dict[str, Any]]:
@@ -58,6 +47,55 @@ def identity(record: Record) -> list[Any]:
   # Of meshes, older records do not say what was not asked for.
   mesh = record.get('sharding', 'whole'), record.get('xla_flags') or ''
   return [*(record.get(key) for key in keys.split()), *mesh, dense_features(record), record.get('token_pattern')]
+
+
+def pattern(record: Record) -> str:
+  """The pattern of a record's activations, with that along tokens or the share of dense neurons where it is not usual.
+
+  >>> pattern({'pattern': '128:2:8', 'dense_features': 0.2})
+  '128:2:8 with 20% dense neurons'
+  """
+  if record.get('token_pattern'):
+    return f'{record["pattern"]}, {record["token_pattern"]} along tokens'
+  share = dense_features(record)
+  return record['pattern'] + ('' if share == _PUBLISHED_DENSE_SHARE else f' with {share:.0%} dense neurons')
+
+
+def dense_features(record: Record) -> float:
+  """The share of neurons that are dense in the weight gradients; older records of steps leave out the usual one."""
+  return record.get('dense_features', _PUBLISHED_DENSE_SHARE)
+
+
+def milliseconds(record: Record) -> float:
+  """The time that counts: with mask searches spread over their period where there are any."""
+  return record.get('amortised_ms') or record['median_ms']
+
+
+def ratios(record: Record) -> dict[str, float]:
+  """Baseline -> how many times longer it takes."""
+  return {name: row['median_ms'] / milliseconds(record) for name, row in record.get('baselines', {}).items()}
+
+
+def traced(record: Record) -> dict[str, float]:
+  """Baseline -> how many times longer its steps take in a trace; {} where these were not traced."""
+  times = {
+    twin: summary['busy_ms'] + summary['idle_ms'] for twin, summary in (record.get('profile') or {}).items() if summary
+  }
+  if 'sparse' not in times:
+    return {}
+  return {name: ms / times['sparse'] for name, ms in times.items() if name != 'sparse'}
+
+
+def lower(record: Record) -> dict[str, float]:
+  """`ratios`, or those of a trace where these are lower: a burst is over before a GPU is warm.
+
+  >>> row = {'median_ms': 2.0, 'baselines': {'dense': {'median_ms': 4.0}}}
+  >>> profile = {'sparse': {'busy_ms': 2.0, 'idle_ms': 0.0}, 'dense': {'busy_ms': 3.5, 'idle_ms': 0.1}}
+  >>> lower(row), lower(row | {'profile': profile})
+  ({'dense': 2.0}, {'dense': 1.8})
+  """
+  found = traced(record)
+  return {name: min(ratio, found.get(name, ratio)) for name, ratio in ratios(record).items()}
 
 
 _METHODS = {
@@ -165,37 +203,3 @@ def figure(records: Sequence[Record], at_best: Mapping[str, list[tuple[str, floa
   """The picture of the README, an SVG file that says in its `<desc>` what it shows; see `figure_rows`."""
   rows = figure_rows(records, at_best)
   return charts.described(charts.speedups(rows, label='times faster than dense bfloat16'), rows)
-
-
-def _cards(records: Sequence[Record]) -> str:
-  cards = []
-  for record in sorted(records, key=lambda record: BENCHES.index(record['bench'])):
-    if record['bench'] in ('ffn', 'block', 'train_step') and record.get('headline'):
-      name, ratio = max(lower(record).items(), default=('', 0.0), key=lambda pair: pair[0] == 'dense')
-      cards.append((f'{ratio:.2f}x', f'{title(record)}, over {name.replace("_", " ")}', ratio < 1))
-  return page_lib.cards(cards)
-
-
-def _of_device(records: Sequence[Record]) -> list[str]:
-  """Cards, then a section a kind of record."""
-  parts = [_cards(records)]
-  for bench in BENCHES:
-    chosen = [record for record in records if record['bench'] == bench]
-    if chosen:
-      parts.append(section(bench, chosen))
-      for note in dict.fromkeys(r['note'] for r in chosen if 'note' in r):
-        about = '; '.join(title(r) for r in chosen if r.get('note') == note)
-        parts.append(page_lib.paragraph(f'{about}: {note}.', note=True))
-  return parts
-
-
-def page(records: Sequence[Record]) -> str:
-  """The HTML of the page; of several devices one after the other."""
-  devices = sorted({record['device'] for record in records})
-  versions = sorted({', '.join(f'{k} {v}' for k, v in record['versions'].items()) for record in records})
-  parts = [page_lib.title('Measured speed', f'{"; ".join(devices)}. {"; ".join(versions)}. {len(records)} records.')]
-  for device in sorted(devices, key=lambda device: -sum(record['device'] == device for record in records)):
-    parts += [page_lib.title(device, part=True)] if len(devices) > 1 else []
-    parts += _of_device([record for record in records if record['device'] == device])
-  commands = sorted({str(record.get('command')) for record in records})
-  return page_lib.page('Measured speed', [*parts, page_lib.heading('Commands'), page_lib.listing(commands)])

@@ -9,7 +9,7 @@ from absl.testing import absltest, parameterized
 import jax
 import jax.numpy as jnp
 
-from experiments.bench import attention, block, ffn, measure, mesh, neuron_level, tracking, train_step
+from experiments.bench import attention, block, ffn, measure, mesh, neuron_level, train_step
 from pallas_kernels import _compat
 
 
@@ -56,16 +56,16 @@ class MeasureTest(parameterized.TestCase):
     self.assertEqual(device.call_count, 6 if tries == 3 else 1)
     device.assert_called_with(jnp.sin, (), 4, detach=True)
 
-  @parameterized.parameters(attention, block, ffn, mesh, neuron_level, tracking, train_step)
+  @parameterized.parameters(attention, block, ffn, mesh, neuron_level, train_step)
   def test_refused_at_once_without_a_gpu(self, module):
-    out, tokens = io.StringIO(), ['--tokens', 'none.npy'] if module is tracking else []
+    out = io.StringIO()
     # Nothing else may come first.
     with (
       mock.patch.object(measure, 'environment', side_effect=AssertionError),
       contextlib.redirect_stderr(out),
       self.assertRaises(SystemExit),
     ):
-      module.main(['--out', 'none.jsonl', *tokens])
+      module.main(['--out', 'none.jsonl'])
     self.assertIn("timed on a GPU, JAX has 'cpu' here; --tiny", out.getvalue())
 
   def test_commands_hold_no_folders(self):
