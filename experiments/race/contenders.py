@@ -66,29 +66,28 @@ STYLES: Mapping[str, Mapping[str, Any]] = {
   'scaled_qk_norm': {'tied': False, 'scale_embeddings': True, 'qk_norm': True},
 }
 
-_APART: Mapping[str, Any] = {}
 _DECAY = 6e-4
 CONTENDERS: Mapping[str, Contender] = {
-  'dense': Contender(label='dense', model=_APART),
-  'half_ffn': Contender(label='dense, FFN half as wide', model={**_APART, 'ffn_width': 0.5}),
-  'dense_fp8': Contender(label='dense, all linear layers in FP8', model={**_APART, 'fp8_linear': True}),
+  'dense': Contender(label='dense'),
+  'half_ffn': Contender(label='dense, FFN half as wide', model={'ffn_width': 0.5}),
+  'dense_fp8': Contender(label='dense, all linear layers in FP8', model={'fp8_linear': True}),
   'half_ffn_fp8': Contender(
-    label='dense, FFN half as wide, in FP8', model={**_APART, 'ffn_width': 0.5, 'fp8_linear': True}
+    label='dense, FFN half as wide, in FP8', model={'ffn_width': 0.5, 'fp8_linear': True}
   ),
   'fst': Contender(label='FST', recipe=fst(FFN), decay=_DECAY),
   's_ste_fp8': Contender(label='S-STE, FP8', recipe=s_ste_fp8(FFN)),
   'fst_all': Contender(label='FST, all linear layers', recipe=fst(LINEAR), decay=_DECAY),
   's_ste_fp8_all': Contender(label='S-STE, FP8, all linear layers', recipe=s_ste_fp8(LINEAR)),
   # A smaller model is another rival for the same seconds.
-  'dense_124m': Contender(label='dense, 124M (86M on bytes)', model=_APART, size='124m'),
+  'dense_124m': Contender(label='dense, 124M (86M on bytes)', size='124m'),
   'dense_124m_fp8': Contender(
-    label='dense, 124M (86M on bytes), in FP8', model={**_APART, 'fp8_linear': True}, size='124m', rate=1e-3
+    label='dense, 124M (86M on bytes), in FP8', model={'fp8_linear': True}, size='124m', rate=1e-3
   ),
   # GPT-2 124M at a rate at which it loses its footing as it was published.
-  'steep_124m': Contender(label='dense, 124M at a rate of 2e-3', model=_APART, size='124m', rate=2e-3),
+  'steep_124m': Contender(label='dense, 124M at a rate of 2e-3', size='124m', rate=2e-3),
   # Which style is stable at a rate that is steep for a wide model.
   **{
-    f'style_{name}': Contender(label=f'dense, {name}', model={**_APART, **style}, rate=1e-3)
+    f'style_{name}': Contender(label=f'dense, {name}', model=style, rate=1e-3)
     for name, style in STYLES.items()
   },
   # Beside `fst` and `s_ste_fp8`, with --steps: whether the kernels train the model that the plain op does.

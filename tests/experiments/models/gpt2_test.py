@@ -1,15 +1,14 @@
-"""GPT-2 in linen and nnx: sizes, twins, initialisation, options, bad input."""
+"""GPT-2: sizes, the forward pass, initialisation, options, bad input."""
 
 from absl.testing import absltest, parameterized
-from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from experiments.models import gpt2, layers, llama
+from tests import oracles
 from tests.experiments.fakes import apply, compile_quickly
-from tests.experiments.models import gpt2_nnx
 
 
 def setUpModule():
@@ -41,8 +40,6 @@ class SizesTest(parameterized.TestCase):
     config = gpt2.make_config(size, vocab_size=50257, bias=True)
     shapes = jax.eval_shape(gpt2.GPT2(config).init, jax.random.key(0), jnp.zeros((1, 8), jnp.int32))['params']
     self.assertEqual(layers.param_count(shapes), count)
-    twin = nnx.eval_shape(lambda: gpt2_nnx.GPT2(config, rngs=nnx.Rngs(0)))
-    self.assertEqual(layers.param_count(nnx.to_pure_dict(nnx.state(twin, nnx.Param))), count)
 
   def test_paths_are_what_the_recipes_match(self):
     params, _ = _init(_tiny())
@@ -66,31 +63,50 @@ class SizesTest(parameterized.TestCase):
       gpt2.GPT2(config).init(jax.random.key(0), jnp.zeros((1, 17), jnp.int32))
 
 
-class TwinsTest(parameterized.TestCase):
+def _written(config, params, tokens):
+  """Logits in float64, from the definitions."""
+  p = jax.tree.map(lambda a: np.asarray(a, np.float64), params)
+
+  def linear(name, x):
+    return x @ name['kernel'] + name.get('bias', 0.0)
+
+  def norm(name, x):
+    x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5)
+    return x * name['scale'] + name.get('bias', 0.0)
+
+  length, width = tokens.shape[1], config.embed_dim // config.num_heads
+  x = p['wte']['embedding'][tokens] + p['wpe']['embedding'][:length]
+  for i in range(config.num_layers):
+    block = p[f'h_{i}']
+    qkv = linear(block['attn']['c_attn'], norm(block['ln_1'], x)).reshape(len(x), length, 3, config.num_heads, width)
+    scores = np.einsum('bqhk,bshk->bhqs', qkv[:, :, 0], qkv[:, :, 1]) / np.sqrt(width)
+    weights = np.exp(scores - scores.max(-1, keepdims=True)) * np.tril(np.ones((length, length)))
+    y = np.einsum('bhqs,bshk->bqhk', weights / weights.sum(-1, keepdims=True), qkv[:, :, 2])
+    x = x + linear(block['attn']['c_proj'], y.reshape(x.shape))
+    mlp, h = block['mlp'], norm(block['ln_2'], x)
+    name = {'relu2': 'squared_relu', 'geglu': 'gelu', 'swiglu': 'silu'}.get(config.mlp, config.mlp)
+    up = linear(mlp['c_fc'], h)
+    gate = linear(mlp['c_gate'], h) if 'c_gate' in mlp else up
+    value, _ = oracles.activation_and_slope(name, gate)
+    x = x + linear(mlp['c_proj'], value * up if 'c_gate' in mlp else value)
+  return norm(p['ln_f'], x) @ p['wte']['embedding'].T
+
+
+class ForwardTest(parameterized.TestCase):
   @parameterized.parameters(
-    dict(),
-    dict(bias=True),
-    dict(mlp='swiglu', ffn_width=0.5),
-    dict(mlp='geglu'),
-    dict(mlp='relu2'),
-    dict(remat=True),
-    dict(dtype='bfloat16'),
-  )
-  @pytest.mark.few(4)
-  def test_same_parameters_same_logits(self, **overrides):
+    (dict(bias=True), 1e-5), (dict(mlp='swiglu', ffn_width=0.5), 1e-5), (dict(mlp='relu2'), 1e-5),
+    (dict(mlp='geglu'), 1e-5), (dict(remat=True), 1e-5), (dict(dtype='bfloat16'), 2e-2),
+  )  # fmt: skip
+  @pytest.mark.few(3)
+  def test_against_numpy(self, overrides, tolerance):
     config = _tiny(**overrides)
     params, tokens = _init(config)
-    twin = gpt2_nnx.GPT2(config, rngs=nnx.Rngs(3))
-    self.assertEqual(_paths(nnx.to_pure_dict(nnx.state(twin, nnx.Param))), _paths(params))
-    nnx.update(twin, params)
+    # Biases start at zero, and embeddings so small that a block hardly counts.
+    params = jax.tree.map(lambda a: a + 0.1 * jax.random.normal(jax.random.key(a.size), a.shape), params)
     logits = apply(gpt2.GPT2(config), {'params': params}, tokens)
     self.assertEqual(logits.dtype, jnp.float32)
-    np.testing.assert_array_equal(logits, nnx.jit(lambda model, tokens: model(tokens))(twin, tokens))
-
-  @parameterized.parameters(dict(scan_layers=1), dict(dropout=1), dict(attention_pattern=1), dict(ffn_order='position'))
-  def test_what_the_twin_lacks_is_said(self, **options):
-    with self.assertRaisesRegex(ValueError, *options):
-      gpt2_nnx.GPT2(_tiny(**options), rngs=nnx.Rngs(0))
+    expected = _written(config, params, np.asarray(tokens))
+    self.assertLess(np.linalg.norm(logits - expected) / np.linalg.norm(expected), tolerance)
 
 
 class EmbeddingTest(parameterized.TestCase):

@@ -81,9 +81,8 @@ class ProgramsTest(absltest.TestCase):
   def made(self, name):
     model = contenders.make_model(name, 'wide2048', 256, tiny=True)
     text = np.frombuffer(TEXT.encode(), np.uint8)
-    made = programs.Programs(
-      model, contenders.CONTENDERS[name].recipe, 4, jax.ShapeDtypeStruct(text.shape, text.dtype), np.zeros((2, 4), np.int32)
-    )
+    shape, held_out = jax.ShapeDtypeStruct(text.shape, text.dtype), np.zeros((2, 4), np.int32)
+    made = programs.Programs(model, contenders.CONTENDERS[name].recipe, 4, shape, held_out)
     return made, jnp.asarray(text)
 
   @pytest.mark.slow
