@@ -5,11 +5,13 @@ layers, so that a device computes with its own neurons and the sums of their out
 into whole groups of four, which keeps the search for masks free of communication.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+import contextlib
 import math
 import re
 from typing import Any, NamedTuple
 
+from flax import linen as nn
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
@@ -25,6 +27,8 @@ from sparse24_jax.rules import rule_for
 BATCH = ('data', 'fsdp')
 # Where a feed-forward matrix has its neurons: the axis that 'model' splits.
 _NEURONS = ((re.compile(r'(^|/)mlp/(c_fc|c_gate)/kernel$'), -1), (re.compile(r'(^|/)mlp/c_proj/kernel$'), -2))
+# The layers of a model, as `experiments.models.layers.run_blocks` names them.
+_BLOCK = re.compile(r'h(_\d+)?')
 
 
 class WeightRow(NamedTuple):
@@ -106,6 +110,26 @@ def state_sharding(mesh: Mesh, tree: Any) -> Any:
     return NamedSharding(mesh, PartitionSpec(*(split.get(axis) for axis in range(len(leaf.shape))) if split else ()))
 
   return jax.tree_util.tree_map_with_path(spec, tree)
+
+
+@contextlib.contextmanager
+def rows_stay_split(mesh: Mesh | None) -> Iterator[None]:
+  """Linen models that are applied here hand on `[B, ...]` from layer to layer split as batches are.
+
+  Without a word on it XLA may move the activations in place of the weights: in a scan over layers it did.
+  """
+  if mesh is None:
+    yield
+    return
+  split = NamedSharding(mesh, PartitionSpec(BATCH))
+
+  def keep(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+    out = call(*args, **kwargs)
+    layer = context.method_name == '__call__' and _BLOCK.fullmatch(context.module.name or '')
+    return jax.lax.with_sharding_constraint(out, split) if layer else out
+
+  with nn.intercept_methods(keep):
+    yield
 
 
 def weight_rows(params: Any, recipe: s24.Recipe) -> list[WeightRow]:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 import optax
 
 from experiments.runs import activations, bad_numbers, build, meshes, sums
@@ -64,11 +65,14 @@ def make_restart(parts: Parts, sharding: Any) -> Callable[[Any], TrainState]:
   return jax.jit(lambda p: TrainState(jnp.zeros((), jnp.int32), p, tx.init(p)), out_shardings=sharding)
 
 
-def outputs_of(model: Any, params: Any, sparse: Any, inputs: Sequence[jax.Array], key: jax.Array) -> jax.Array:
-  """What the model makes of its inputs."""
+def outputs_of(
+  model: Any, params: Any, sparse: Any, inputs: Sequence[jax.Array], key: jax.Array, mesh: Mesh | None = None
+) -> jax.Array:
+  """What the model makes of its inputs; with a mesh these are a batch that it splits."""
   key_mvue, key_dropout = jax.random.split(key)
   rngs = {'mvue': key_mvue, 'dropout': key_dropout}
-  return model.apply({'params': params, 'sparse24': sparse}, *inputs, rngs=rngs)
+  with meshes.rows_stay_split(mesh):
+    return model.apply({'params': params, 'sparse24': sparse}, *inputs, rngs=rngs)
 
 
 class Told(NamedTuple):
@@ -120,7 +124,8 @@ def step_of(
     sparse = s24.sparse_variables(state.params, state.opt_state, recipe, phase=phase)
 
     def loss_fn(params: Any, sparse: Any, batch: dict[str, jax.Array], key: jax.Array) -> jax.Array:
-      return task.loss(outputs_of(model, params, sparse, [batch[name] for name in task.inputs], key), batch)
+      inputs = [batch[name] for name in task.inputs]
+      return task.loss(outputs_of(model, params, sparse, inputs, key, parts.mesh), batch)
 
     value_and_grad = jax.value_and_grad(loss_fn)
 
@@ -169,7 +174,8 @@ def make_eval(
     sparse = s24.sparse_variables(params, opt_state, parts.recipe, phase=phase)
 
     def of(batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
-      outputs = outputs_of(model, params, sparse, [batch[name] for name in task.inputs], jax.random.key(0))
+      inputs = [batch[name] for name in task.inputs]
+      outputs = outputs_of(model, params, sparse, inputs, jax.random.key(0), parts.mesh)
       return {'loss': task.loss(outputs, batch), **task.measures(outputs, batch)}
 
     return jax.tree.map(jnp.mean, jax.lax.map(of, batches))

@@ -24,9 +24,23 @@ _PAPER = (
   'communication s, dense', 'sparse', 'x, hidden', 'x, apart',
 )  # fmt: skip
 _SIMULATED = (
-  'devices', 'data x fsdp x model', 'recomputed', 'step, dense', 'step, sparse', 'MiB, dense', 'MiB, sparse',
+  'devices', 'data x fsdp x model', 'layers', 'step, dense', 'step, sparse', 'MiB, dense', 'MiB, sparse',
   'mask refresh', 'packing',
 )  # fmt: skip
+# Picoseconds a weight: to make a packing of the other on an H100, and to gather one by NVLink within a machine.
+_REPACK, _GATHER = 1e12 * 2 * 9 / 8 / 3.35e12, 1e12 * formula.Links().gather(9 / 8, 8)
+_SIMULATION = textwrap.fill(
+  'The whole training step of a Llama of two layers (width 512, hidden 2,048; 4,096 tokens) was compiled for that many '
+  'simulated CPU devices: exchanges in the program, and the MiB that they leave on a device, those of a loop over '
+  'layers once. The last columns are the search for all masks, and packing all sparse weights along both axes, each '
+  'compiled alone: they exchange nothing. Masks are exchanged by no step; what a sparse one sums more under FSDP are '
+  'flip rates. XLA for CPUs has no reduce-scatter and gathers weights as they are, 4 bytes each, not packed: here a '
+  'sparse step that gathers as often as a dense one receives as much, and what it receives more, where layers run one '
+  'by one, are the transposes of feed-forward weights. `train` says of what one layer hands to the next that it stays '
+  'divided as the batch is. In a loop over layers XLA otherwise moved the activations in place of the weights, dense '
+  'and sparse: say so in your own models too ([guide](guide.md)).',
+  118, break_on_hyphens=False,
+)
 STEP = {'model': 'llama-3b', 'recipe': 'transposable_srste'}
 
 
@@ -98,14 +112,25 @@ Written by `python -m experiments.scale`. Nothing here was measured on more than
 
 ## By simulation
 
-A Llama of two layers (width 512, hidden 2,048), its whole training step of 4,096 tokens compiled for that many
-simulated CPU devices: exchanges in the program, and the MiB that they leave on a device. The last columns are the
-search for all masks, and packing all sparse weights along both axes, each compiled alone: they exchange nothing.
-Masks are exchanged by no step; the one all-reduce more under FSDP is that of flip rates. XLA for CPUs has no
-reduce-scatter, and gathers weights as they are, 4 bytes each, not packed; that packed weights are gathered is held,
-for two GPUs, by `tests/sparse24_jax/mesh_on_hopper_test.py`. What a sparse step receives more here are the
-transposes of its feed-forward weights, which it gathers apart: with recomputation 2 2/3 gathers of a weight for 2,
-packed 3 bytes for 4; without it 2 gathers for 1, packed 2 1/4 bytes for 2.
+Bytes that a device gathers of a feed-forward weight in a step of FSDP, counted in what XLA compiles for 8 and 64 H100s
+(SwiGLU, bfloat16, packed weights; `tests/sparse24_jax/mesh_on_hopper_test.py` holds them):
+
+| layers | dense | sparse |
+|---|---|---|
+| in a loop (`scan_layers`) | 4 | 2 1/4 |
+| one by one, recomputed | 4 | 3 |
+| one by one | 2 | 2 1/4 |
+
+A sparse weight is gathered packed: 9/8 bytes along one axis for the forward pass, as many along the other for the
+backward pass. A dense weight is 2 bytes each time that it is gathered. Where a step does not keep whole weights from
+the forward to the backward pass, which is what FSDP is for, a dense one is gathered twice, and sparse moves less. In
+layers that run one by one and are not recomputed XLA gathers a dense weight once and keeps it whole, 2 bytes of every
+weight on every device; there alone sparse moves more, 1/4 byte, and keeps no whole weight. Gathering the forward's
+packing alone and making the other from it on each device would move 9/8 bytes. It was not built: it reads and writes
+2 1/4 bytes of memory a weight and micro-batch, {_REPACK:.2f} ps at 3.35 TB/s, in the way of the matmuls, while the
+gather that it saves, {_GATHER:.1f} ps by NVLink, runs beside them.
+
+{_SIMULATION}
 
 <!-- records: scale.jsonl -->
 {_head(*_SIMULATED)}
@@ -121,7 +146,7 @@ def _counted(record: Mapping[str, Any]) -> str:
   dense, sparse = record['dense'], record['sparse']
   layout = ' x '.join(map(str, record['layout']))
   cells = [
-    record['devices'], layout, 'yes' if record['remat'] else 'no', _kinds(dense['exchanges']),
+    record['devices'], layout, record['layers'], _kinds(dense['exchanges']),
     _kinds(sparse['exchanges']), *(f'{twin["bytes"] / 2**20:.1f}' for twin in (dense, sparse)),
     _kinds(record['mask refresh']), _kinds(record['packing']),
   ]  # fmt: skip

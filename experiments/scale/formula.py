@@ -10,9 +10,9 @@ divided by parameters and tokens. Links have the rates that their makers state, 
   NVLink 4 a GPU, each way; an all-reduce is both, one after the other.
 - Data parallel: one all-reduce of the gradients, 4 P bytes. FSDP: for each micro-batch, weights are gathered forward
   and, with what is computed again, backward: 2 times 2 bytes of a dense one; of a sparse one the packed matrix, 9/8
-  bytes, forward and again for gate and up, and the packed transpose backward: 2 2/3 times on average. Gradients are
-  reduced and scattered, 4 bytes. Tensor parallel: for each micro-batch and layer two all-reduces of the tokens'
-  activations, 2 t d bytes, within a machine.
+  bytes, forward and again for gate and up, and the packed transpose backward: 2 2/3 times on average, 3 bytes.
+  Gradients are reduced and scattered, 4 bytes. Tensor parallel: for each micro-batch and layer two all-reduces of the
+  tokens' activations, 2 t d bytes, within a machine.
 - A GPU holds 4 bytes of a parameter, 8 of its moments, 4 of its gradient, and 1 of the mask of a sparse one, divided
   by the GPUs over which they are split; what it gathers of one layer; with recomputation the inputs of all layers of a
   micro-batch, 2 t d bytes each, about 2 t (4 d + 3 h / M) of the layer that is computed again, and logits, 4 t V.

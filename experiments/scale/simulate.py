@@ -17,6 +17,8 @@ import sparse24_jax as s24
 
 # Whole groups of four, and whole bytes of metadata, on each of 64 devices.
 _MODEL = {'num_layers': 2, 'num_heads': 4, 'num_kv_heads': 2, 'embed_dim': 512, 'hidden_dim': 2048}
+# How layers are run.
+WAYS = {'one by one': {}, 'recomputed': {'remat': True}, 'in a loop': {'scan_layers': True}}
 RECIPES = {'dense': ('dense', {}), 'sparse': ('transposable_srste', {'masked_decay': 2e-4, 'refresh_every': 4})}
 # More tokens than neurons, as in training: of fewer XLA moves the tokens and not the weights.
 _ROWS = 64
@@ -48,7 +50,7 @@ def config_of(layout: tuple[int, int, int], twin: str, model: Mapping[str, Any] 
 
 
 def traffic(text: str) -> int:
-  """Bytes that the exchanges of a compiled program leave on a device, scalars left out.
+  """Bytes that the exchanges of a compiled program leave on a device, scalars left out; in a loop's body once.
 
   >>> traffic('%a = f32[2,3]{1,0} all-reduce(%b)\\n%c = f32[] all-reduce(%d)')
   24
@@ -104,6 +106,6 @@ def main(devices: int) -> None:
   assert np.size(jax.devices()) == devices
   for layout in LAYOUTS[devices]:
     exchanges = search_and_pack(layout)
-    for remat in (True, False):
-      twins = {twin: step(layout, twin, {**_MODEL, 'remat': remat}) for twin in RECIPES}
-      print(json.dumps({'devices': devices, 'layout': layout, 'remat': remat, **twins, **exchanges}), flush=True)
+    for way, fields in WAYS.items():
+      twins = {twin: step(layout, twin, {**_MODEL, **fields}) for twin in RECIPES}
+      print(json.dumps({'devices': devices, 'layout': layout, 'layers': way, **twins, **exchanges}), flush=True)
