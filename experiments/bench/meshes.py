@@ -5,11 +5,11 @@ import functools
 import re
 from typing import Any
 
-from flax import linen as nn
 import jax
-from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
+
+from experiments.runs import meshes
 
 TOKENS, WHOLE = PartitionSpec('data'), PartitionSpec()
 SHARDINGS = ('whole', 'fsdp')
@@ -49,22 +49,11 @@ def state_shardings(mesh: Mesh, sharding: str, tree: Any) -> Any:
 
 
 def keep_tokens_divided(mesh: Mesh, f: Callable[..., Any]) -> Callable[..., Any]:
-  """`f` of linen modules whose results `[B, T, ...]` stay divided along B.
-
-  Where weights lie divided along the axis that divides the tokens, either can be what is gathered. Without a word on
-  activations XLA moves them, sparse and dense.
-  """
-  split = NamedSharding(mesh, TOKENS)
-
-  def keep(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
-    out = call(*args, **kwargs)
-    if context.method_name == '__call__' and isinstance(out, Array) and out.ndim >= 3:
-      return jax.lax.with_sharding_constraint(out, split)
-    return out
+  """`f` of linen models whose layers hand on `[B, T, ...]` divided along B, see `meshes.rows_stay_split`."""
 
   @functools.wraps(f)
   def kept(*args: Any) -> Any:
-    with nn.intercept_methods(keep):
+    with meshes.rows_stay_split(mesh, TOKENS):
       return f(*args)
 
   return kept

@@ -25,6 +25,7 @@ from sparse24_jax.rules import rule_for
 
 # What a batch is split over.
 BATCH = ('data', 'fsdp')
+_ROWS = PartitionSpec(BATCH)
 # Where a feed-forward matrix has its neurons: the axis that 'model' splits.
 _NEURONS = ((re.compile(r'(^|/)mlp/(c_fc|c_gate)/kernel$'), -1), (re.compile(r'(^|/)mlp/c_proj/kernel$'), -2))
 # The layers of a model, as `experiments.models.layers.run_blocks` names them.
@@ -113,15 +114,16 @@ def state_sharding(mesh: Mesh, tree: Any) -> Any:
 
 
 @contextlib.contextmanager
-def rows_stay_split(mesh: Mesh | None) -> Iterator[None]:
-  """Linen models that are applied here hand on `[B, ...]` from layer to layer split as batches are.
+def rows_stay_split(mesh: Mesh | None, spec: PartitionSpec = _ROWS) -> Iterator[None]:
+  """Linen models that are applied here hand on `[B, ...]` from layer to layer split as batches are, by `spec`.
 
-  Without a word on it XLA may move the activations in place of the weights: in a scan over layers it did.
+  Without a word on it XLA may move the activations in place of the weights: in a scan over layers it did. Of what is
+  inside of a layer nothing is said: a hidden layer with a constraint is not fused away.
   """
   if mesh is None:
     yield
     return
-  split = NamedSharding(mesh, PartitionSpec(BATCH))
+  split = NamedSharding(mesh, spec)
 
   def keep(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
     out = call(*args, **kwargs)
