@@ -11,7 +11,7 @@ os.environ.setdefault('GLOG_minloglevel', '2')
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
 
 try:
-  from experiments.arguments import make_parser
+  from experiments.arguments import make_parser, PROGRAMS
   from experiments.commands import COMMANDS, is_one_of_several
 except ModuleNotFoundError as missing:
   if (missing.name or 'experiments').startswith(('experiments', 'sparse24_jax', 'pallas_kernels')):
@@ -30,7 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
   """
   parser = make_parser()
   argv = list(sys.argv[1:] if argv is None else argv)
-  args = parser.parse_args(argv)
+  args, args.rest = parser.parse_known_args(argv)
+  if args.rest and args.command not in PROGRAMS:
+    parser.error(f'unrecognized arguments: {" ".join(args.rest)}')
   if args.command is None:
     args = parser.parse_args([*argv, 'main-job'])
 
@@ -58,7 +60,7 @@ def _status_of(args: argparse.Namespace) -> int:
 
   logging.set_verbosity(logging.ERROR)
   try:
-    COMMANDS[args.command](args)
+    return COMMANDS[args.command](args) or 0
   except StoppedError as stopped:
     if hosts.first():
       print(stopped, file=sys.stderr)
@@ -80,7 +82,6 @@ def _status_of(args: argparse.Namespace) -> int:
     else:
       raise
     return 1
-  return 0
 
 
 if __name__ == '__main__':

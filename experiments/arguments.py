@@ -6,6 +6,14 @@ from pathlib import Path
 
 from experiments.runs.experiment import known_experiments
 
+# Packages beside this file that are programs, with arguments of their own.
+PROGRAMS = {
+  'race': 'methods tuned alike and trained for the same seconds, or steps, on one GPU',
+  'bench': 'the benchmarks behind docs/speed.md, on the GPU at hand',
+  'data': 'prepares a corpus, and shows what came of it',
+  'scale': 'memory, communication and time of large models on many GPUs, on paper',
+}
+
 
 def _experiment_arguments(
   parser: argparse.ArgumentParser, default: str | None, example: str = '--set steps=500'
@@ -173,4 +181,6 @@ def make_parser() -> argparse.ArgumentParser:
   _methods_arguments(sweep, 'equal-flops')
   sweep.add_argument('--minutes', type=float, default=0.0, help='stop after these (default: wait for all)')
   sweep.add_argument('--pack', type=Path, help='renew this .tar.gz of measurements as runs finish')
+  for name, what in PROGRAMS.items():
+    commands.add_parser(name, add_help=False, help=f'{what}; see `{name} --help`')
   return parser

@@ -4,8 +4,11 @@ A command imports what it needs when it runs, so that none waits for the librari
 """
 
 import argparse
+import importlib
 from pathlib import Path
 from typing import Any
+
+from experiments.arguments import PROGRAMS
 
 
 def is_one_of_several(args: argparse.Namespace) -> bool:
@@ -205,7 +208,12 @@ def _main_job(args: argparse.Namespace) -> None:
   main_job.run(args.folder, seed=args.seed, tiny=args.tiny, overrides=args.overrides)
 
 
+def _program(args: argparse.Namespace) -> int:
+  return importlib.import_module(f'experiments.{args.command}.__main__').main(args.rest) or 0
+
+
 COMMANDS = {
+  **dict.fromkeys(PROGRAMS, _program),
   'train': _train, 'eval': _eval, 'inspect': _inspect, 'generate': _generate,
   'cloze': _cloze, 'flops': _flops, 'tune-decay': _tune, 'report': _report, 'guide': _guide,
   'pages': _pages, 'compare': _compare, 'main-job': _main_job, 'sweep': _sweep, 'grid': _grid,

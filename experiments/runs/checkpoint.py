@@ -13,10 +13,8 @@ from pathlib import Path
 import shutil
 import sys
 from typing import Any, NamedTuple
-import zlib
 
 import jax
-import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from experiments.runs import hosts, sums
@@ -31,6 +29,7 @@ from experiments.runs.checkpoint_errors import (
   RemovedError,
   UnreadableError,
 )
+from experiments.runs.checkpoint_items import abstract, checksum, decode, encode
 
 # Raised with every change of what a state holds: an older checkpoint is refused, never taken for damage.
 FORMAT = 3
@@ -51,29 +50,6 @@ class Restored(NamedTuple):
   opt_state: Any
   meta: dict[str, Any]
   changed: Mapping[str, tuple[Any, Any]]
-
-
-def _is_key(leaf: Any) -> bool:
-  return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def _encode(tree: Any) -> Any:
-  """Typed keys as their data, which is what goes to disk."""
-  return jax.tree.map(lambda leaf: jax.random.key_data(leaf) if _is_key(leaf) else leaf, tree)
-
-
-def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
-  # Without one Orbax would ask for the very devices that wrote the checkpoint. That of a key serves its data too.
-  sharding = getattr(leaf, 'sharding', None) or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-  if _is_key(leaf):
-    leaf = jax.eval_shape(jax.random.key_data, leaf)
-  return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-
-def _checksum(meta: Mapping[str, Any]) -> int:
-  """CRC-32 of JSON-able data, whatever the order of its keys."""
-  rest = {key: value for key, value in meta.items() if key != 'checksum'}
-  return zlib.crc32(json.dumps(rest, sort_keys=True).encode())
 
 
 def _reader_of_one(directory: Path) -> ocp.CheckpointManager:
@@ -155,7 +131,7 @@ class Checkpoints:
         checkpoints are untouched.
     """
     self.wait()
-    items = {'params': _encode(params), 'opt_state': _encode(opt_state)}
+    items = {'params': encode(params), 'opt_state': encode(opt_state)}
     seen = sums.look(items)
     if bad := seen.not_finite:
       some = f'{", ".join(bad[:3])} ({len(bad)} of {len(seen.sums)} arrays)'
@@ -163,7 +139,7 @@ class Checkpoints:
     meta = json.loads(json.dumps({**meta, 'format': FORMAT, 'step': step, 'checksums': seen.sums}))
     args = ocp.args.Composite(
       **{name: ocp.args.StandardSave(item) for name, item in items.items()},
-      meta=ocp.args.JsonSave({**meta, 'checksum': _checksum(meta)}),
+      meta=ocp.args.JsonSave({**meta, 'checksum': checksum(meta)}),
     )
     self._writing = step
     try:
@@ -227,7 +203,7 @@ class Checkpoints:
     meta = self._read(step, ocp.args.Composite(meta=ocp.args.JsonRestore()))['meta']
     if not isinstance(meta, dict) or not {'identity', 'checksums', 'step', 'format'} <= set(meta):
       raise self._unreadable(step, 'its meta item was not written by this program')
-    if meta.get('checksum') != _checksum(meta) or meta['step'] != step:
+    if meta.get('checksum') != checksum(meta) or meta['step'] != step:
       raise self._unreadable(step, 'the checksum of its meta item differs')
     if meta['format'] != FORMAT:
       raise CheckpointError(
@@ -270,10 +246,8 @@ class Checkpoints:
         + '\nChange these settings back, or train in another folder.',
         refused,
       )
-    abstract = jax.tree.map(_abstract, (params, opt_state))
-    args = ocp.args.Composite(
-      params=ocp.args.StandardRestore(abstract[0]), opt_state=ocp.args.StandardRestore(abstract[1])
-    )
+    wanted = jax.tree.map(abstract, {'params': params, 'opt_state': opt_state})
+    args = ocp.args.Composite(**{name: ocp.args.StandardRestore(item) for name, item in wanted.items()})
     items = self._in_all(step, lambda: self._read(step, args))
     seen = sums.look({'params': items['params'], 'opt_state': items['opt_state']})
     if other := sorted(seen.sums.keys() ^ meta['checksums'].keys()):
@@ -281,12 +255,7 @@ class Checkpoints:
     if wrong := [path for path, value in seen.sums.items() if meta['checksums'][path] != value]:
       why = f'checksums differ at {", ".join(wrong[:3])} ({len(wrong)} of {len(seen.sums)} arrays)'
       raise self._unreadable(step, why)
-    decoded = jax.tree.map(
-      lambda leaf, wanted: jax.random.wrap_key_data(leaf) if _is_key(wanted) else leaf,
-      (items['params'], items['opt_state']),
-      (params, opt_state),
-    )
-    return Restored(decoded[0], decoded[1], meta, changed)
+    return Restored(decode(items['params'], params), decode(items['opt_state'], opt_state), meta, changed)
 
   def restore_newest(
     self, params: Any, opt_state: Any, *, tell: Callable[[str], None], **options: Any

@@ -18,27 +18,20 @@ MATMULS = {
   'dense': 'pallas_kernels.vnm.dense:vnm_matmul',
   'mosaic_gpu': 'pallas_kernels.vnm.mosaic_gpu:vnm_matmul',
 }
-PACKERS = {
-  'reference': 'pallas_kernels.vnm.reference:vnm_pack',
-  'triton': 'pallas_kernels.vnm.triton:vnm_pack',
-}
-TRANSPOSERS = {
-  'reference': 'pallas_kernels.vnm.reference:transpose_pack',
-  'triton': 'pallas_kernels.vnm.triton:transpose_pack',
-}
-TRANSPOSERS_24 = {
-  'reference': 'pallas_kernels.vnm.reference:transpose_pack_24',
-  'triton': 'pallas_kernels.vnm.triton:transpose_pack_24',
-}
-TAKERS = {
-  'reference': 'pallas_kernels.vnm.reference:take_columns',
-  'triton': 'pallas_kernels.vnm.triton:take_columns',
-}
-EXPANDERS = {
-  'reference': 'pallas_kernels.vnm.reference:expand',
-  'triton': 'pallas_kernels.vnm.triton:expand',
-}
+
+
+def _written_in_triton(op: str) -> dict[str, str]:
+  return {name: f'pallas_kernels.vnm.{name}:{op}' for name in ('reference', 'triton')}
+
+
+PACKERS, TRANSPOSERS, TRANSPOSERS_24 = map(_written_in_triton, ('vnm_pack', 'transpose_pack', 'transpose_pack_24'))
+TAKERS, EXPANDERS = map(_written_in_triton, ('take_columns', 'expand'))
 ACTIVATIONS = (None, 'squared_relu')
+
+
+def _here() -> tuple[str, ...]:
+  """Back ends of the packers for the GPU or CPU at hand, the best first."""
+  return ('reference',) if _device.current().platform == 'cpu' else ('triton', 'reference')
 
 
 def _say_what_a_mesh_costs() -> None:
@@ -206,9 +199,8 @@ def vnm_pack(
   else:
     check_blocks(x, v, 2, m)
   _say_what_a_mesh_costs()
-  candidates = ('reference',) if _device.current().platform == 'cpu' else ('triton', 'reference')
   return Packed(*_dispatch.dispatch(
-    'vnm_pack', PACKERS, implementation, candidates, x, v=v, m=m, activation=activation, gradient=gradient,
+    'vnm_pack', PACKERS, implementation, _here(), x, v=v, m=m, activation=activation, gradient=gradient,
     pattern=pattern, masked=masked, residuals=residuals,
   ))
 
@@ -264,8 +256,7 @@ def transpose_pack(
     )
   _check_used(used, k)
   _say_what_a_mesh_costs()
-  candidates = ('reference',) if _device.current().platform == 'cpu' else ('triton', 'reference')
-  return _dispatch.dispatch('transpose_pack', TRANSPOSERS, implementation, candidates, a, used=used, pattern=pattern)
+  return _dispatch.dispatch('transpose_pack', TRANSPOSERS, implementation, _here(), a, used=used, pattern=pattern)
 
 
 def transpose_pack_24(
@@ -305,9 +296,8 @@ def transpose_pack_24(
     raise ValueError(f'pattern must be of shape {(k, r)}, found {pattern.shape}')
   _check_used(used, k)
   _say_what_a_mesh_costs()
-  candidates = ('reference',) if _device.current().platform == 'cpu' else ('triton', 'reference')
   return _dispatch.dispatch(
-    'transpose_pack_24', TRANSPOSERS_24, implementation, candidates, a, used=used, pattern=pattern
+    'transpose_pack_24', TRANSPOSERS_24, implementation, _here(), a, used=used, pattern=pattern
   )
 
 
@@ -342,8 +332,7 @@ def take_columns(a: VNMOperand, columns: Array, *, implementation: str | None = 
   _dispatch.check_type('columns', columns, *_dispatch.ARRAYS)
   if columns.ndim != 1 or columns.dtype != jnp.int32:
     raise ValueError(f'columns must be int32 [n], found {columns.dtype} of shape {columns.shape}')
-  candidates = ('reference',) if _device.current().platform == 'cpu' else ('triton', 'reference')
-  return _dispatch.dispatch('take_columns', TAKERS, implementation, candidates, a, columns)
+  return _dispatch.dispatch('take_columns', TAKERS, implementation, _here(), a, columns)
 
 
 def expand(operand: SparseOperand | VNMOperand, *, implementation: str | None = None) -> Array:
@@ -371,5 +360,4 @@ def expand(operand: SparseOperand | VNMOperand, *, implementation: str | None = 
   _dispatch.check_type('operand', operand, SparseOperand, VNMOperand)
   if len(operand.shape) != 2:
     raise ValueError(f'operand must be a matrix, found shape {operand.shape}')
-  candidates = ('reference',) if _device.current().platform == 'cpu' else ('triton', 'reference')
-  return _dispatch.dispatch('expand', EXPANDERS, implementation, candidates, operand)
+  return _dispatch.dispatch('expand', EXPANDERS, implementation, _here(), operand)

@@ -1,33 +1,19 @@
 """Finds feed-forward blocks: a matmul, its bias, an activation, perhaps a gate, and the matmul that reads the result.
 
-What follows a matmul entry by entry is put off (`binding.values`). When it reaches the next matmul of a weight, its
-text, primitives and numbers without names, is compared with what each known activation traces to.
+What follows a matmul entry by entry is put off (`binding.values`). When it reaches the next matmul of a weight, it is
+asked which activation it is (`binding.activations`).
 """
 
 from collections.abc import Collection, Mapping, Sequence
-import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from pallas_kernels._varying import vary_over, varying_of
-from pallas_kernels.activations import ACTIVATIONS
-from sparse24_jax.binding import _jax
+from sparse24_jax.binding.activations import activations, Root, text_of
 from sparse24_jax.binding.reading import Reading
 from sparse24_jax.binding.values import Block, Columns, Elementwise, Matmul, Part, Value
-from sparse24_jax.binding.view import View
 from sparse24_jax.recipe import Rule
-
-ELEMENTWISE = frozenset((
-  'add', 'sub', 'mul', 'div', 'neg', 'max', 'min', 'tanh', 'logistic', 'erf', 'erfc', 'exp', 'pow', 'integer_pow',
-  'square', 'convert_element_type', 'copy', 'name', 'custom_jvp_call', 'select_n', 'gt', 'ge', 'lt', 'le',
-  'pvary', 'pcast', 'sharding_constraint',
-))  # fmt: skip
-
-
-_SAME = ('copy', 'name', 'pvary', 'pcast')
 
 # One matmul gives both, the columns of the first in front.
 PAIRS = ('gate_up', 'up_gate')
@@ -50,8 +36,7 @@ def find_block(down: Matmul) -> Block | Apart | None:
   h = down.other
   if not h.waits:
     return None
-  read: list[_Root] = []
-  text = _text_of(h, read, {})
+  text, read = text_of(h)
   roots = list(dict.fromkeys(root.found for root in read))
   maps = (*roots, down)
   if not roots:
@@ -80,7 +65,7 @@ def find_block(down: Matmul) -> Block | Apart | None:
   dtypes = [jnp.dtype(dtype).name for dtype in (x.array.dtype, *(m.dtype for m in roots), out.dtype, down.dtype)]
   if len(set(dtypes)) > 1:
     return Apart(maps, f'it is in several dtypes: {", ".join(dict.fromkeys(dtypes))}')
-  found = _activations(dtypes[0]).get(text)
+  found = activations(dtypes[0]).get(text)
   if found is None or len(found[1]) != len(read):
     return Apart(maps, 'what stands between the matmuls is not gelu, silu, relu or squared relu, gated or not')
   order = _order(read, down)
@@ -96,37 +81,13 @@ def find_block(down: Matmul) -> Block | Apart | None:
   return Block(activation, dict(zip(roles, roots, strict=True)), order, sharding)
 
 
-class _Root(NamedTuple):
-  """A matmul that a hidden layer is made of, or a part of what it gives."""
-
-  found: Matmul
-  part: Part | None = None
-
-  @property
-  def view(self) -> View:
-    return self.part.view if self.part else self.found.result
-
-  @property
-  def columns(self) -> Columns | None:
-    return self.part.columns if self.part else None
-
-  @property
-  def whole(self) -> bool:
-    """Whether it has all columns."""
-    return self.part is None or self.part.order is not None or self.columns == Columns(0, self.found.size, 1)
-
-  @property
-  def shape(self) -> tuple[int, ...]:
-    return self.view.value_shape
-
-
 def _of_other(found: Matmul) -> tuple[Any, Any]:
   """Contracted and batch axes of the activations."""
   contract, batch = found.equation.params['dimension_numbers']
   return contract[1 - found.side], batch[1 - found.side]
 
 
-def _order(read: Sequence[_Root], down: Matmul) -> tuple[int, ...] | None:
+def _order(read: Sequence[Root], down: Matmul) -> tuple[int, ...] | None:
   """Where the axes in front of the hidden layer are those of the matmul that ends the block.
 
   None if it contracts other axes than columns, or if they are not in one order.
@@ -152,7 +113,7 @@ def _order(read: Sequence[_Root], down: Matmul) -> tuple[int, ...] | None:
   return tuple(kept.index(axis) for axis in joined)
 
 
-def _sharding(h: Value, read: Sequence[_Root], down: Matmul) -> tuple[Any, str | None]:
+def _sharding(h: Value, read: Sequence[Root], down: Matmul) -> tuple[Any, str | None]:
   """How the model says that a hidden layer is divided, or None; and what keeps a block from saying so."""
   made = [each for each in _waited_for([h]) if isinstance(each, Elementwise)]
   constraints = [each.equation.params for each in made if each.equation.primitive.name == 'sharding_constraint']
@@ -230,166 +191,3 @@ def _is_plain_map(role: str, found: Matmul, reading: Reading) -> bool:
   if inputs != 1:
     return False
   return outputs == 1 or (role in PAIRS and reading.in_order)
-
-
-# What gives the same number in NumPy as in XLA.
-_EXACT = {'sqrt': np.sqrt, 'add': np.add, 'sub': np.subtract, 'mul': np.multiply, 'div': np.divide, 'neg': np.negative}
-
-
-def number_in(value: Value) -> Any:
-  """The number that is known of a value while it is traced: of a scalar, or of an array that repeats one; or None."""
-  array = value.held if value.repeated is None else value.repeated[0]
-  return array if isinstance(array, np.ndarray | np.generic | int | float) and np.ndim(array) == 0 else None
-
-
-def number_of(equation: Any, values: Sequence[Value]) -> Any:
-  """The number that an equation makes of numbers, `jnp.sqrt(2)` say, or None."""
-  numbers, (out,) = [number_in(value) for value in values], (v.aval for v in equation.outvars)
-  if getattr(out, 'shape', None) != () or any(number is None for number in numbers):
-    return None
-  if not jnp.issubdtype(out.dtype, jnp.floating):
-    return None
-  name, numbers = equation.primitive.name, [np.asarray(number, out.dtype) for number in numbers]
-  if name == 'convert_element_type':
-    return numbers[0]
-  return _EXACT[name](*numbers) if name in _EXACT else None
-
-
-_REPEATS = ('broadcast_in_dim', 'reshape')
-
-
-def row_of(equation: Any, value: Value) -> Any:
-  """The vector along the last axis that the result of an equation repeats, if it is one."""
-  (out,) = (v.aval for v in equation.outvars)
-  shape = getattr(out, 'shape', ())
-  if len(shape) < 1 or not hasattr(value.held, 'ndim') or equation.primitive.name not in _REPEATS:
-    return None
-  row = value.held if value.held.ndim == 1 else value.row
-  if row is None or row.shape != shape[-1:] or row.shape == (1,):
-    return None
-  name, params = equation.primitive.name, equation.params
-  if name == 'broadcast_in_dim':
-    return row if params['broadcast_dimensions'][-1:] == (len(shape) - 1,) else None
-  return row if name == 'reshape' and out.size == row.size else None
-
-
-# Longer ones are no activation.
-_LONGEST = 1000
-
-
-def _text_of(value: Value, roots: list[_Root], known: dict[int, str | None]) -> str | None:
-  """What makes a value of the matmuls at its root, in one form for all names; None if something else goes in."""
-  if id(value) not in known:
-    text = _new_text(value, roots, known)
-    known[id(value)] = None if text is None or len(text) > _LONGEST else text
-  return known[id(value)]
-
-
-def _new_text(value: Value, roots: list[_Root], known: dict[int, str | None]) -> str | None:
-  made = value.made_by
-  if not value.waits or made is None:
-    # A number is a literal of the jaxpr; an array is nothing that an activation has.
-    number = number_in(value)
-    return None if number is None else _number(number)
-  if isinstance(made, Matmul):
-    # A bias makes another object of the same matmul.
-    return _root_text(_Root(made), roots)
-  if isinstance(made, Part):
-    return _root_text(_Root(made.whole, made), roots)
-  arguments = [_text_of(argument, roots, known) for argument in made.arguments]
-  if made.equation.primitive.name == 'sharding_constraint':
-    return arguments[0]  # `_sharding` looks at it; one inside of another equation is no part of an activation
-  return None if None in arguments else _equation_text(made.equation, arguments)
-
-
-def _root_text(root: _Root, roots: list[_Root]) -> str:
-  same = next((i for i, known in enumerate(roots) if known.found is root.found and known.view == root.view), None)
-  if same is None:
-    roots.append(root)
-  return f'z{len(roots) - 1 if same is None else same}'
-
-
-def _is_number(text: str) -> bool:
-  try:
-    float(text)
-  except ValueError:
-    return False
-  return True
-
-
-def _number(value: Any) -> str:
-  return f'{float(value):.5g}'
-
-
-def _equation_text(equation: Any, arguments: Sequence[str], *, derivatives: bool = True) -> str:
-  name, params = _jax.name_of(equation), equation.params
-  inner = params.get('call_jaxpr') or params.get('jaxpr')
-  if inner is not None:
-    text = _jaxpr_text(inner, arguments, derivatives=derivatives)
-    # A derivative of its own is a part of what an activation is.
-    return f'{text}|{_derivative_text(equation)}|' if name == 'custom_jvp_call' and derivatives else text
-  if name in _SAME or (name == 'broadcast_in_dim' and _is_number(arguments[0])):
-    return arguments[0]
-  if name == 'square':
-    name, params = 'integer_pow', {'y': 2}
-  if name == 'convert_element_type':
-    # Of a number, or to the same dtype, it changes nothing.
-    aval, dtype = equation.invars[0].aval, jnp.dtype(str(params['new_dtype']))
-    return arguments[0] if aval.ndim == 0 or aval.dtype == dtype else f'{dtype.name}({arguments[0]})'
-  if name == 'integer_pow':
-    name = f'pow{params["y"]}'
-    if params['y'] == 2:
-      name, arguments = 'mul', (arguments[0], arguments[0])
-  return f'{name}({",".join(arguments)})'
-
-
-def _derivative_text(equation: Any) -> str:
-  """What a function of entries with a derivative of its own does to a tangent."""
-
-  def function(*arrays: Any) -> Any:
-    return _jax.rebind(equation, arrays)[0]
-
-  def tangent(*given: Any) -> Any:
-    axes = [varying_of(v.aval) for v in equation.invars]
-    return jax.jvp(function, *(list(map(vary_over, arrays, axes)) for arrays in given))[1]
-
-  values = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in equation.invars]
-  jaxpr = jax.make_jaxpr(tangent)(values, values)
-  names = [f'd{i}' for i in range(2 * len(values))]
-  return _jaxpr_text(jaxpr, names, derivatives=False)
-
-
-def _jaxpr_text(jaxpr: Any, arguments: Sequence[str], *, derivatives: bool = True) -> str:
-  opened, constants = _jax.open_jaxpr(jaxpr)
-  known = dict(zip(opened.invars, arguments, strict=True))
-  known.update((v, _number(c) if np.ndim(c) == 0 else '?') for v, c in zip(opened.constvars, constants, strict=True))
-
-  def read(atom: Any) -> str:
-    return _number(atom.val) if _jax.is_literal(atom) else known[atom]
-
-  for equation in opened.eqns:
-    given = [read(atom) for atom in equation.invars]
-    one = len(equation.outvars) == 1
-    text = _equation_text(equation, given, derivatives=derivatives) if one else '?'
-    known.update(dict.fromkeys(equation.outvars, text))
-  return read(opened.outvars[0])
-
-
-@functools.cache
-def _activations(dtype: str) -> Mapping[str, tuple[str, tuple[str, ...]]]:
-  """Text to activation and the roles of the matmuls in the order in which the text names them."""
-  found: dict[str, tuple[str, tuple[str, ...]]] = {}
-  z = jax.ShapeDtypeStruct((8,), dtype)
-  # As the library computes them, and as models write them.
-  forms = ((name, form) for name, known in ACTIVATIONS.items() for form in (known.function, *known.written))
-  for name, activation in forms:
-    def widened(z, activation=activation):
-      return activation(z.astype(jnp.float32)).astype(dtype)
-
-    for form in (activation, widened):
-      jaxpr = jax.make_jaxpr(form)(z)
-      plain = _jaxpr_text(jaxpr, ('z0',))
-      found.setdefault(plain, (name, ('up',)))
-      found.setdefault(f'mul({plain},z1)', (name, ('gate', 'up')))
-      found.setdefault(f'mul(z0,{_jaxpr_text(jaxpr, ("z1",))})', (name, ('up', 'gate')))
-  return found

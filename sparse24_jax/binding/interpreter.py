@@ -12,7 +12,9 @@ from typing import Any
 import jax.numpy as jnp
 
 from sparse24_jax.binding import _jax, calls, shards
-from sparse24_jax.binding.blocks import Apart, ELEMENTWISE, find_block, number_in, number_of, roots_of, row_of
+from sparse24_jax.binding.activations import ELEMENTWISE
+from sparse24_jax.binding.blocks import Apart, find_block, roots_of
+from sparse24_jax.binding.numbers import number_in, number_of, row_of
 from sparse24_jax.binding.values import (
   Altered,
   Elementwise,

@@ -48,6 +48,15 @@ def call(*arguments):
 
 
 class CommandTest(parameterized.TestCase):
+  @parameterized.parameters(
+    (('bench', 'run', '--select', 'packers'), 'experiments.bench run: error: .* required: --out'),
+    (('train', '--config', 'nano', '--select', 'x'), 'experiments: error: unrecognized arguments: --select x'),
+  )
+  def test_programs_have_arguments_of_their_own(self, arguments, message):
+    with contextlib.redirect_stderr(io.StringIO()) as err, self.assertRaises(SystemExit):
+      cli.main(arguments)
+    self.assertRegex(err.getvalue(), message)
+
   def test_main_job_inspect_eval_report(self):
     folder = temp_folder(self)
     status, out, err = call('main-job', '--tiny', '--folder', folder, *FAST)

@@ -22,7 +22,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 
-from experiments.runs import checkpoint
+from experiments.runs import checkpoint, checkpoint_items
 from experiments.runs.checkpoint import Checkpoints
 from experiments.runs.checkpoint_errors import (
   CheckpointError,
@@ -216,7 +216,7 @@ class BadCheckpointTest(parameterized.TestCase):
     folder = self._two()
     file = folder / '20' / 'meta' / 'metadata'
     meta = json.loads(file.read_text()) | {'format': 2}  # before states had `left`
-    file.write_text(json.dumps(meta | {'checksum': checkpoint._checksum(meta)}))
+    file.write_text(json.dumps(meta | {'checksum': checkpoint_items.checksum(meta)}))
     before = sorted(folder.rglob('*'))
     with Checkpoints(folder) as checkpoints, self.assertRaisesRegex(CheckpointError, 'format 2, .*reads 3') as caught:
       checkpoints.restore_newest(*_trees(), identity={'recipe': 'ste'}, tell=self.fail)
@@ -252,7 +252,7 @@ class BadCheckpointTest(parameterized.TestCase):
     file = folder / '20' / 'meta' / 'metadata'
     meta = json.loads(file.read_text())
     del meta['checksums']['params/h_0/mlp/kernel']
-    file.write_text(json.dumps(meta | {'checksum': checkpoint._checksum(meta)}))
+    file.write_text(json.dumps(meta | {'checksum': checkpoint_items.checksum(meta)}))
     self._refused(folder, 'not of the same names: params/h_0/mlp/kernel')
 
   def test_when_none_can_be_read_none_is_moved(self):

@@ -1,0 +1,49 @@
+"""What is known of numbers and rows while a model is traced."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from sparse24_jax.binding.values import Value
+
+# What gives the same number in NumPy as in XLA.
+_EXACT = {'sqrt': np.sqrt, 'add': np.add, 'sub': np.subtract, 'mul': np.multiply, 'div': np.divide, 'neg': np.negative}
+
+
+def number_in(value: Value) -> Any:
+  """The number that is known of a value while it is traced: of a scalar, or of an array that repeats one; or None."""
+  array = value.held if value.repeated is None else value.repeated[0]
+  return array if isinstance(array, np.ndarray | np.generic | int | float) and np.ndim(array) == 0 else None
+
+
+def number_of(equation: Any, values: Sequence[Value]) -> Any:
+  """The number that an equation makes of numbers, `jnp.sqrt(2)` say, or None."""
+  numbers, (out,) = [number_in(value) for value in values], (v.aval for v in equation.outvars)
+  if getattr(out, 'shape', None) != () or any(number is None for number in numbers):
+    return None
+  if not jnp.issubdtype(out.dtype, jnp.floating):
+    return None
+  name, numbers = equation.primitive.name, [np.asarray(number, out.dtype) for number in numbers]
+  if name == 'convert_element_type':
+    return numbers[0]
+  return _EXACT[name](*numbers) if name in _EXACT else None
+
+
+_REPEATS = ('broadcast_in_dim', 'reshape')
+
+
+def row_of(equation: Any, value: Value) -> Any:
+  """The vector along the last axis that the result of an equation repeats, if it is one."""
+  (out,) = (v.aval for v in equation.outvars)
+  shape = getattr(out, 'shape', ())
+  if len(shape) < 1 or not hasattr(value.held, 'ndim') or equation.primitive.name not in _REPEATS:
+    return None
+  row = value.held if value.held.ndim == 1 else value.row
+  if row is None or row.shape != shape[-1:] or row.shape == (1,):
+    return None
+  name, params = equation.primitive.name, equation.params
+  if name == 'broadcast_in_dim':
+    return row if params['broadcast_dimensions'][-1:] == (len(shape) - 1,) else None
+  return row if name == 'reshape' and out.size == row.size else None
