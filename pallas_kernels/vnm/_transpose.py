@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from pallas_kernels.vnm import _blocks as blocks
+from pallas_kernels.vnm import _transposed as transposed
 
 
 @triton.jit
@@ -61,7 +62,7 @@ def transpose_pack_as(
   source = values_in.to(tl.pointer_type(tl.uint32))
   group = (tl.program_id(0) * (V // M) + tl.arange(0, V // M))[None, :]
   member = (tl.program_id(1) * 16 + tl.arange(0, 16))[:, None]
-  given = _given(metadata, R // M, V, M)
+  given = transposed.given_words(metadata, R // M, V, M)
   at = rows + tl.program_id(0) * (R // M * 4) + member * 4
   e0 = _entries(source, words_in, tables, blocks.load_index(at, R), group, R, C, V, M)
   e1 = _entries(source, words_in, tables, blocks.load_index(at + 1, R), group, R, C, V, M)
@@ -87,7 +88,7 @@ def transpose_pack_24_as(
   values_in, words_in, tables, metadata, values, R: tl.constexpr, C: tl.constexpr, V: tl.constexpr, M: tl.constexpr
 ):
   """`transpose_pack_24` under a pattern that is given."""
-  given = _given(metadata, R // 4, 16 * M, M)
+  given = transposed.given_words(metadata, R // 4, 16 * M, M)
   e0 = _neighbours(values_in, words_in, tables, 0, R, C, V, M)
   e1 = _neighbours(values_in, words_in, tables, 1, R, C, V, M)
   e2 = _neighbours(values_in, words_in, tables, 2, R, C, V, M)
@@ -116,7 +117,7 @@ def _keep(values, metadata, e0, e1, e2, e3, GROUPS: tl.constexpr, COLUMNS: tl.co
   """Stores the best two of four rows: values and metadata of 16 of a column's `GROUPS` groups."""
   if M == 4:
     even, odd, nibbles = _four_columns(e0, e1, e2, e3, 0)
-    _store(values, even, odd, 0, GROUPS, COLUMNS, M)
+    transposed.store(values, even, odd, 0, GROUPS, COLUMNS, M)
     shift = (8 * tl.arange(0, 2))[None, None, :].to(tl.uint32)
     nibbles = tl.sum(tl.reshape(nibbles, (16, COLUMNS // 8, 2)) << shift, axis=2)
     low, high = tl.split(tl.reshape(nibbles, (16, COLUMNS // 16, 2)))
@@ -126,28 +127,20 @@ def _keep(values, metadata, e0, e1, e2, e3, GROUPS: tl.constexpr, COLUMNS: tl.co
   else:
     low = _eight_columns(values, e0, e1, e2, e3, 0, GROUPS, COLUMNS, M)
     high = _eight_columns(values, e0, e1, e2, e3, 8, GROUPS, COLUMNS, M)
-  _store_words(metadata, low, high, GROUPS, COLUMNS)
+  transposed.store_words(metadata, low, high, GROUPS, COLUMNS)
 
 
 @triton.jit
 def _keep_given(values, given, e0, e1, e2, e3, GROUPS: tl.constexpr, COLUMNS: tl.constexpr, M: tl.constexpr):
-  """`_keep` of the values alone, where `_given` says."""
+  """`_keep` of the values alone, where `given` says."""
   if M == 4:
     even, odd = _four_given(e0, e1, e2, e3, given, 0, COLUMNS, M)
-    _store(values, even, odd, 0, GROUPS, COLUMNS, M)
+    transposed.store(values, even, odd, 0, GROUPS, COLUMNS, M)
   else:
     for part in tl.static_range(M // 8):
       even0, odd0 = _four_given(e0, e1, e2, e3, given, 4 * part, COLUMNS, M)
       even1, odd1 = _four_given(e0, e1, e2, e3, given, 4 * part + 2, COLUMNS, M)
-      _store(values, tl.join(even0, even1), tl.join(odd0, odd1), 8 * part, GROUPS, COLUMNS, M)
-
-
-@triton.jit
-def _nibble(words, row, group, GROUPS: tl.constexpr):
-  """The metadata of rows and groups; `GROUPS` a row."""
-  tile = row // 64 * (GROUPS // 16) + group // 16
-  word = tl.load(words + tile * 128 + row % 64 // 16 * 32 + row % 8 * 4 + group % 16 // 4)
-  return (word >> (row // 8 % 2 * 16 + group % 4 * 4).to(tl.uint32)) & 15
+      transposed.store(values, tl.join(even0, even1), tl.join(odd0, odd1), 8 * part, GROUPS, COLUMNS, M)
 
 
 @triton.jit
@@ -285,90 +278,14 @@ def _eight_columns(
   """Stores what eight columns of each group keep, from `first` on; their nibbles, column 2 i + h at bit 4 i + 16 h."""
   even0, odd0, nibbles0 = _four_columns(e0, e1, e2, e3, first // 2)
   even1, odd1, nibbles1 = _four_columns(e0, e1, e2, e3, first // 2 + 2)
-  _store(values, tl.join(even0, even1), tl.join(odd0, odd1), first, GROUPS, COLUMNS, M)
+  transposed.store(values, tl.join(even0, even1), tl.join(odd0, odd1), first, GROUPS, COLUMNS, M)
   return nibbles0 + (nibbles1 << 8)
 
 
 @triton.jit
 def _four_given(e0, e1, e2, e3, given, i: tl.constexpr, COLUMNS: tl.constexpr, M: tl.constexpr):
   """`_four_columns` with the nibbles given."""
-  n0, n1 = _nibbles_of(given, 2 * i, COLUMNS, M), _nibbles_of(given, 2 * i + 2, COLUMNS, M)
+  n0, n1 = transposed.nibbles_of(given, 2 * i, COLUMNS, M), transposed.nibbles_of(given, 2 * i + 2, COLUMNS, M)
   even0, odd0 = blocks.chosen_of_rows(e0[i], e1[i], e2[i], e3[i], n0)
   even1, odd1 = blocks.chosen_of_rows(e0[i + 1], e1[i + 1], e2[i + 1], e3[i + 1], n1)
   return tl.join(even0, even1), tl.join(odd0, odd1)
-
-
-@triton.jit
-def _given(words, GROUPS: tl.constexpr, COLUMNS: tl.constexpr, M: tl.constexpr):
-  """The transpose's metadata for the program's columns, before anything that takes time.
-
-  Four groups of rows share a word, and so do columns eight apart: [16, COLUMNS / 16] for each of eight columns, or
-  nibbles for each of the four of a group if M is 4.
-  """
-  member = tl.arange(0, 16)[:, None]
-  if M == 4:
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS // M)[None, :] * M
-    group = tl.program_id(1) * 16 + member
-    return (
-      _nibble(words, column, group, GROUPS), _nibble(words, column + 1, group, GROUPS),
-      _nibble(words, column + 2, group, GROUPS), _nibble(words, column + 3, group, GROUPS),
-    )  # fmt: skip
-  else:
-    word = tl.load(words + _word_places(GROUPS, COLUMNS))
-    word = tl.broadcast_to(word[:, None, :, :], (4, 4, COLUMNS // 16, 8))
-    word = tl.reshape(word, (16, COLUMNS // 16, 8)) >> (member % 4 * 4)[:, :, None].to(tl.uint32)
-    even, odd = tl.split(tl.reshape(word, (16, COLUMNS // 16, 4, 2)))
-    e02, e13 = tl.split(tl.reshape(even, (16, COLUMNS // 16, 2, 2)))
-    o02, o13 = tl.split(tl.reshape(odd, (16, COLUMNS // 16, 2, 2)))
-    e0, e2 = tl.split(e02)
-    e1, e3 = tl.split(e13)
-    o0, o2 = tl.split(o02)
-    o1, o3 = tl.split(o13)
-    return e0, o0, e1, o1, e2, o2, e3, o3
-
-
-@triton.jit
-def _nibbles_of(given, i: tl.constexpr, COLUMNS: tl.constexpr, M: tl.constexpr):
-  """Those of columns `i` and `i + 1` of each group, [16, COLUMNS / M], in the lowest bits of either half."""
-  even, odd = given[i % 8], given[i % 8 + 1]
-  if M == 8:
-    both = tl.join(blocks.prmt(even, odd, 0x5410), blocks.prmt(even, odd, 0x7632))
-    return tl.reshape(both, (16, COLUMNS // M))
-  else:
-    return blocks.prmt(even, odd, 0x7632 if i >= 8 else 0x5410)
-
-
-@triton.jit
-def _store(values, even, odd, first: tl.constexpr, GROUPS: tl.constexpr, COLUMNS: tl.constexpr, M: tl.constexpr):
-  """Columns of each group from `first` on, 2 along the last axis of `even` and `odd`, or with M of 8 and more 2 x 2."""
-  group = tl.program_id(0) * (COLUMNS // M) + tl.arange(0, COLUMNS // M)[None, :]
-  column = group * M + first
-  at = column * GROUPS + tl.program_id(1) * 16 + tl.arange(0, 16)[:, None]
-  two = tl.arange(0, 2)
-  at = at[:, :, None] + two[None, None, :] * (2 * GROUPS)
-  if M > 4:
-    at = at[:, :, :, None] + two[None, None, None, :] * (4 * GROUPS)
-    at = at[:, :, :, :, None] + two[None, None, None, None, :] * GROUPS
-  else:
-    at = at[:, :, :, None] + two[None, None, None, :] * GROUPS
-  tl.store(values.to(tl.pointer_type(tl.uint32)) + at, tl.join(even, odd))
-
-
-@triton.jit
-def _store_words(words, low, high, GROUPS: tl.constexpr, COLUMNS: tl.constexpr):
-  """The metadata of 16 groups, from nibbles of the lower and the upper eight of every 16 columns, [16, COLUMNS / 16].
-
-  A word has columns n and n + 8 of four groups, which are added up: each has its own four bits of either half.
-  """
-  pairs = tl.join(blocks.prmt(low, high, 0x5410), blocks.prmt(low, high, 0x7632))[:, :, None, :]
-  nibbles = (pairs >> (4 * tl.arange(0, 4))[None, None, :, None].to(tl.uint32)) & 0x000F000F
-  nibbles = nibbles << (4 * (tl.arange(0, 16) % 4))[:, None, None, None].to(tl.uint32)
-  tl.store(words + _word_places(GROUPS, COLUMNS), tl.sum(tl.reshape(nibbles, (4, 4, COLUMNS // 16, 8)), axis=1))
-
-
-@triton.jit
-def _word_places(GROUPS: tl.constexpr, COLUMNS: tl.constexpr):
-  """Where the program's words of the transpose are: of four groups, of 16 columns, of columns n and n + 8."""
-  sixteen = (tl.program_id(0) * (COLUMNS // 16) + tl.arange(0, COLUMNS // 16))[None, :, None]
-  tile = (sixteen // 4 * (GROUPS // 16) + tl.program_id(1)) * 128
-  return tile + sixteen % 4 * 32 + 4 * tl.arange(0, 8)[None, None, :] + tl.arange(0, 4)[:, None, None]
