@@ -43,8 +43,10 @@ def philox4x32(counter: tuple[Array, Array, Array, Array], key: tuple[Array, Arr
 
 
 def seed_words(key: Array) -> tuple[Array, Array]:
-  """Two uint32 words from any JAX key, typed or raw, of any implementation."""
-  words = jax.random.bits(key, (2,), jnp.uint32)
+  """Two uint32 words from any JAX key, typed or raw, of any implementation: its own, if it has two."""
+  words = jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
+  if words.shape != (2,):
+    words = jax.random.bits(key, (2,), jnp.uint32)
   return words[0], words[1]
 
 

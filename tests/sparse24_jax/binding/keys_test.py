@@ -1,0 +1,49 @@
+"""Keys that are made at once are those that `fold_in` makes one by one, wherever in a function they are taken."""
+
+from absl.testing import absltest, parameterized
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sparse24_jax.binding.values import Keys
+
+MANY = 150  # more than are made at once
+
+
+def taken(key, *, inside=range(0)):
+  """Words of many keys; those of `inside` are taken in a checkpoint, as `binding.calls` does."""
+  keys, words = Keys(key), []
+
+  def take(keys, n):
+    return [jax.random.key_data(keys.next()) for _ in range(n)]
+
+  words += take(keys, inside.start)
+  words += jax.checkpoint(lambda key: take(keys.inside(key), len(inside)))(key)
+  keys.count += len(inside)
+  return jnp.stack(words + take(keys, MANY - len(words)))
+
+
+class KeysTest(parameterized.TestCase):
+  @parameterized.parameters(
+    (jax.random.PRNGKey, range(0)), (jax.random.key, range(60, 70)), (jax.random.key, range(3, 140))
+  )
+  def test_they_are_those_of_fold_in(self, make, inside):
+    key = make(7)
+    with jax.checking_leaks():
+      found = jax.jit(lambda key: taken(key, inside=inside))(key)
+    folded = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(1, MANY + 1))
+    np.testing.assert_array_equal(found, jax.random.key_data(folded))
+
+  def test_a_vmap_from_outside_has_those_of_each_key(self):
+    keys = jax.random.split(jax.random.key(5), 3)
+    found = jax.jit(jax.vmap(taken))(keys)
+    np.testing.assert_array_equal(found, jnp.stack([jax.jit(taken)(key) for key in keys]))
+
+  @parameterized.parameters(('threefry2x32', 3), ('rbg', MANY), ('unsafe_rbg', MANY))
+  def test_one_operation_makes_many(self, impl, operations):
+    text = str(jax.make_jaxpr(taken)(jax.random.key(0, impl=impl)))
+    self.assertEqual(text.count('random_fold_in'), operations)
+
+
+if __name__ == '__main__':
+  absltest.main()
