@@ -19,7 +19,10 @@ _INSTEAD = {
   'concatenate': ' joins it with other arrays (multiply by each, or store them as one parameter)',
   'stack': ' joins it with other arrays (multiply by each, or store them as one parameter)',
   'conv_general_dilated': ' is a convolution, and no matmul',
-  'gather': ' looks rows up',
+  'gather': ' looks rows up, or a matrix for each token (of experts: jax.lax.ragged_dot, or all by einsum)',
+}
+_BEFORE = {
+  'add': ' (a low rank beside it: x @ w + (x @ a) @ b, and not x @ (w + a @ b))',
 }
 
 
@@ -28,7 +31,7 @@ def how_lost(mark: View | Altered, by: str, source: str) -> str:
   if not isinstance(mark, Altered):
     return f'{by} at {source}{_INSTEAD.get(by, "")}'
   if by.endswith('dot_general'):
-    return f'{mark.by} at {mark.source} changes it before a matmul reads it'
+    return f'{mark.by} at {mark.source} changes it before a matmul reads it{_BEFORE.get(mark.by, "")}'
   return f'{mark.by} at {mark.source}, then {by} at {source}'
 
 

@@ -214,7 +214,7 @@ def _measured(
     sums = [jnp.sum(y.astype(jnp.float32) * d) for y, d in zip(floats, directions, strict=True)]
     return jnp.sum(jnp.stack(sums))
 
-  grads = dict(leaves_by_path(jax.jit(jax.grad(loss))(params)))
+  grads = dict(leaves_by_path(jax.jit(jax.grad(loss, allow_int=True))(params)))  # a table of bytes, say
   found = dict(weights)
   for weight in bound.weights:
     path, form = weight.path, weight.rule.policy.projection and weight.rule.policy.projection.form

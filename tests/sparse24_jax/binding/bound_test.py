@@ -179,8 +179,15 @@ class BindTest(parameterized.TestCase):
     bound = s24.bind(s24.Recipe('two', rules), CASES['plain'].f, params, x)
     self.assertEqual({use.apart for w in bound.weights for use in w.uses}, {'its weights have different policies'})
 
+  def test_sparse_activations_of_a_divided_hidden_layer_are_refused(self):
+    params, x = arguments('plain')
+    divided = lambda p, x: _constrained(jnp.square(jax.nn.relu(x @ p['up']))) @ p['down']  # noqa: E731
+    with self.assertRaisesRegex(ValueError, 'by itself: .*no sharding constraint of their own: take it off'):
+      s24.bind(s24.recipes.neuron_level('up', 'down'), divided, params, x)
+
   @parameterized.named_parameters(
     ('embedding', lambda w, x: w[x.astype(int)[:, 0]], r'w of shape .*gather at '),
+    ('low_rank', lambda w, x: x @ (w + x.T @ x), r'add at .* changes it .*x @ w \+ \(x @ a\) @ b'),
     ('reparametrised', lambda w, x: x @ jnp.sin(w), r'w of shape .*: sin at .* changes it before a matmul reads it'),
     ('masked', lambda w, x: x @ (w * jnp.tril(x.T @ x)), 'mul at .* changes it before a matmul reads it'),
     ('normalised', lambda w, x: x @ (w / jnp.abs(w).max()), 'div at .* changes it before a matmul reads it'),

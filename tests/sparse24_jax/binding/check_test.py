@@ -51,16 +51,16 @@ class CheckTest(parameterized.TestCase):
     self.assertRegex(str(checked), r'(?s)PROBLEM  v of shape .* length 6 along axis -2.*PROBLEM  w of shape.*sin at')
 
   def test_a_problem_of_one_weight_hides_nothing_of_the_others(self):
-    params = {'w': jax.random.normal(jax.random.key(0), (16, 8)), 'v': jnp.ones((16, 8))}
+    params = {'w': jax.random.normal(jax.random.key(0), (16, 8)), 'v': jnp.ones((16, 8)), 'table': jnp.int8([[1]])}
     f = lambda p, x: x @ p['w'] + x @ jnp.sin(p['v'])  # noqa: E731
     checked = s24.check(s24.recipes.ste('.*'), f, params, jnp.ones((4, 16)))
     found = [(w.path, w.pruned, w.problem is None) for w in checked.weights]
-    self.assertEqual(found, [('v', None, False), ('w', 0.5, True)])
+    self.assertEqual(found, [('table', None, False), ('v', None, False), ('w', 0.5, True)])
     # The message says what to write, and that is taken.
     self.assertIn("recipe.with_dense('v')", str(checked))
-    mended = s24.check(s24.recipes.ste('.*').with_dense('v'), f, params, jnp.ones((4, 16)))
-    self.assertEqual((mended.ok, mended.dense), (True, ('v',)))
-    self.assertRegex(str(mended), '(?s)block -: a layer by itself.*stay dense: v')
+    mended = s24.check(s24.recipes.ste('.*').with_dense('v', 'table'), f, params, jnp.ones((4, 16)))
+    self.assertEqual((mended.ok, mended.dense), (True, ('table', 'v')))
+    self.assertRegex(str(mended), '(?s)block -: a layer by itself.*stay dense: table, v')
 
   def test_modules_in_place_of_a_function(self):
     x = jnp.ones((4, 16))
