@@ -9,7 +9,8 @@ from jax import Array
 import jax.numpy as jnp
 
 from sparse24_jax.binding import _jax
-from sparse24_jax.binding.values import Keys, Reader, Value
+from sparse24_jax.binding.keys import Keys
+from sparse24_jax.binding.values import Reader, Value
 from sparse24_jax.binding.view import View
 
 

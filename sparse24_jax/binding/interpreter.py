@@ -13,19 +13,11 @@ import jax.numpy as jnp
 
 from sparse24_jax.binding import _jax, calls, shards
 from sparse24_jax.binding.activations import ELEMENTWISE
+from sparse24_jax.binding.altered import Altered, ENTRY_BY_ENTRY, harmless
 from sparse24_jax.binding.blocks import Apart, find_block, roots_of
+from sparse24_jax.binding.keys import Keys
 from sparse24_jax.binding.numbers import number_in, number_of, row_of
-from sparse24_jax.binding.values import (
-  Altered,
-  Elementwise,
-  ENTRY_BY_ENTRY,
-  harmless,
-  Keys,
-  Matmul,
-  Part,
-  Reader,
-  Value,
-)
+from sparse24_jax.binding.values import Elementwise, Matmul, Part, Reader, Value
 from sparse24_jax.binding.view import factor_along, follow, View
 
 

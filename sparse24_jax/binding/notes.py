@@ -6,11 +6,13 @@ import jax
 from jax import Array
 
 from sparse24_jax.binding import _jax
+from sparse24_jax.binding.altered import Altered
 from sparse24_jax.binding.blocks import why_apart
 from sparse24_jax.binding.interpreter import run
+from sparse24_jax.binding.keys import Keys
 from sparse24_jax.binding.reading import read, Reading, UnreadableError
 from sparse24_jax.binding.tracing import Traced
-from sparse24_jax.binding.values import Altered, Block, Keys, Matmul
+from sparse24_jax.binding.values import Block, Matmul
 from sparse24_jax.binding.view import View
 from sparse24_jax.layout import Layout
 from sparse24_jax.recipe import Rule

@@ -15,9 +15,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from sparse24_jax.binding import _jax
 from sparse24_jax.binding.calls import Interpreter
+from sparse24_jax.binding.keys import Keys
 from sparse24_jax.binding.reading import Reading
 from sparse24_jax.binding.state import WeightState
-from sparse24_jax.binding.values import Keys, Value
+from sparse24_jax.binding.values import Value
 from sparse24_jax.binding.view import View
 from sparse24_jax.layout import Layout
 from sparse24_jax.linear_layer import projection_state

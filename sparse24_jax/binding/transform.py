@@ -16,9 +16,11 @@ from pallas_kernels._varying import varying_axes
 from sparse24_jax.activation_sparsity import neuron_level_ffn
 from sparse24_jax.asked import Asked, PLAIN
 from sparse24_jax.binding import _jax
+from sparse24_jax.binding.altered import Altered
 from sparse24_jax.binding.blocks import PAIRS, why_apart
 from sparse24_jax.binding.bound import bind_traced, Bound, BoundWeight
 from sparse24_jax.binding.interpreter import run
+from sparse24_jax.binding.keys import Keys
 from sparse24_jax.binding.notes import how_lost
 from sparse24_jax.binding.origin import is_fingerprint, others, spoiled
 from sparse24_jax.binding.reading import (
@@ -34,7 +36,7 @@ from sparse24_jax.binding.reading import (
 )
 from sparse24_jax.binding.state import NNX_STATES, WeightState
 from sparse24_jax.binding.tracing import functional, trace, Traced
-from sparse24_jax.binding.values import Altered, Block, Keys, Matmul
+from sparse24_jax.binding.values import Block, Matmul
 from sparse24_jax.binding.view import View
 from sparse24_jax.block_plan import plan_block
 from sparse24_jax.clusters import with_neurons

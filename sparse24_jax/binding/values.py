@@ -6,44 +6,14 @@ import functools
 import math
 from typing import Any, NamedTuple, Protocol
 
-import jax
 from jax import Array
 import jax.numpy as jnp
 
 from sparse24_jax.asked import Asked
 from sparse24_jax.binding import _jax
+from sparse24_jax.binding.altered import Altered
 from sparse24_jax.binding.view import follow, View
 from sparse24_jax.layout import Layout
-
-
-class Altered(NamedTuple):
-  """A value made of a weight, entry by entry, that is no view of it any more: `w * scale`, say.
-
-  Attributes:
-    path: of the weight.
-    by: the primitive that made it.
-    source: the line of the model.
-    mixed: whether something else than numbers went in as well, activations say.
-  """
-
-  path: str
-  by: str
-  source: str
-  mixed: bool = False
-
-
-# Primitives whose result has an entry for each entry of the weight.
-ENTRY_BY_ENTRY = frozenset((
-  'abs', 'add', 'add_any', 'and', 'cbrt', 'ceil', 'clamp', 'convert_element_type', 'copy', 'cos', 'div', 'eq', 'erf',
-  'erfc', 'exp', 'exp2', 'expm1', 'floor', 'ge', 'gt', 'integer_pow', 'is_finite', 'le', 'log', 'log1p', 'logistic',
-  'lt', 'max', 'min', 'mul', 'name', 'ne', 'neg', 'not', 'or', 'pow', 'reduce_precision', 'rem', 'round', 'rsqrt',
-  'select_n', 'sign', 'sin', 'sqrt', 'square', 'sub', 'tan', 'tanh', 'xor',
-))  # fmt: skip
-
-
-def harmless(by: str) -> bool:
-  """Whether a primitive may read a weight besides the matmuls that are sparse: a norm, say."""
-  return by.startswith(('reduce', 'arg'))
 
 
 @dataclasses.dataclass(eq=False)
@@ -373,38 +343,3 @@ class Reader(Protocol):
   def lost(self, mark: View | Altered, by: str, source: str) -> None:
     """A weight went where nothing follows it."""
     ...
-
-
-@dataclasses.dataclass
-class Keys:
-  """One random key a matmul: the same one each time that the same function is traced."""
-
-  key: Array | None
-  count: int = 0
-  # Those of many matmuls, by the number of the first.
-  made: dict[int, Array] = dataclasses.field(default_factory=dict)
-
-  def next(self) -> Array | None:
-    place = self.count % _AT_ONCE
-    first = self.count - place + 1
-    self.count += 1
-    if not _is_traced_threefry(self.key):
-      return None if self.key is None else jax.random.fold_in(self.key, self.count)
-    if first not in self.made:
-      self.made[first] = jax.vmap(jax.random.fold_in, (None, 0))(self.key, jnp.arange(first, first + _AT_ONCE))
-    # Without a barrier XLA fuses all that makes the keys with what reads this one, into a kernel for each place.
-    return jax.lax.optimization_barrier(jax.lax.index_in_dim(self.made[first], place, keepdims=False))
-
-  def inside(self, key: Array | None) -> 'Keys':
-    """For a part of the function that is given the key as an argument."""
-    return Keys(key, self.count)
-
-
-# A `fold_in` of its own is 130 instructions for XLA and, as its number is written into it, a kernel unlike all others
-# to compile. So many are made by one kernel and handed out by another.
-_AT_ONCE = 64
-
-
-def _is_traced_threefry(key: Array | None) -> bool:
-  """Whether keys are made at once: outside a program each is an operation, others give other numbers under `vmap`."""
-  return isinstance(key, jax.core.Tracer) and str(jax.random.key_impl(key)) == 'threefry2x32'

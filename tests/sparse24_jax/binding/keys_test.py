@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparse24_jax.binding.values import Keys
+from sparse24_jax.binding.keys import Keys
 
 MANY = 150  # more than are made at once
 

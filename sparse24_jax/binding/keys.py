@@ -1,0 +1,41 @@
+"""Random keys for the matmuls of a function."""
+
+import dataclasses
+
+import jax
+from jax import Array
+import jax.numpy as jnp
+
+# A `fold_in` of its own is 130 instructions for XLA and, as its number is written into it, a kernel unlike all others
+# to compile. So many are made by one kernel and handed out by another.
+_AT_ONCE = 64
+
+
+@dataclasses.dataclass
+class Keys:
+  """One random key a matmul: the same one each time that the same function is traced."""
+
+  key: Array | None
+  count: int = 0
+  # Those of many matmuls, by the number of the first.
+  made: dict[int, Array] = dataclasses.field(default_factory=dict)
+
+  def next(self) -> Array | None:
+    place = self.count % _AT_ONCE
+    first = self.count - place + 1
+    self.count += 1
+    if not _is_traced_threefry(self.key):
+      return None if self.key is None else jax.random.fold_in(self.key, self.count)
+    if first not in self.made:
+      self.made[first] = jax.vmap(jax.random.fold_in, (None, 0))(self.key, jnp.arange(first, first + _AT_ONCE))
+    # Without a barrier XLA fuses all that makes the keys with what reads this one, into a kernel for each place.
+    return jax.lax.optimization_barrier(jax.lax.index_in_dim(self.made[first], place, keepdims=False))
+
+  def inside(self, key: Array | None) -> 'Keys':
+    """For a part of the function that is given the key as an argument."""
+    return Keys(key, self.count)
+
+
+def _is_traced_threefry(key: Array | None) -> bool:
+  """Whether keys are made at once: outside a program each is an operation, others give other numbers under `vmap`."""
+  return isinstance(key, jax.core.Tracer) and str(jax.random.key_impl(key)) == 'threefry2x32'
