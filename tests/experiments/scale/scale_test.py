@@ -33,7 +33,7 @@ class FormulaTest(absltest.TestCase):
   def test_the_page_is_of_the_records(self):
     record, records = program.measured_step(), program.simulated()
     self.assertEqual(program.PAGE.read_text(), program.page(record, records))
-    self.assertLen(records, 12)
+    self.assertLen(records, 18)
     for each in records:
       self.assertEqual((each['mask refresh'], each['packing']), ({}, {}))
 
