@@ -12,7 +12,7 @@ from sparse24_jax.glu import gated_linear_unit
 from sparse24_jax.integration.check import check, Checked, CheckedWeight
 from sparse24_jax.integration.check_step import check_step, CheckedStep
 from sparse24_jax.integration.functional import project, verify_weights
-from sparse24_jax.integration.sparsify import sparse_variables, SparseVariable, sparsify
+from sparse24_jax.integration.sparsify import sparse_variables, SparseVariable, sparsify, states_of
 from sparse24_jax.masks import compress, Compressed24, decompress, magnitude_mask, transposable_mask, verify24
 from sparse24_jax.metrics import flip_rate
 from sparse24_jax.mvue import mvue24
@@ -113,6 +113,7 @@ __all__ = [
   'sparse_training',
   'sparse_variables',
   'sparsify',
+  'states_of',
   'step_adam',
   'step_has_settled',
   'transposable',

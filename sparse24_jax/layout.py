@@ -125,11 +125,16 @@ class MadeBy:
     for path in paths:
       made, wanted = self.kind_of(path), others.kind_of(path)
       if made is not None and wanted is not None and made != wanted:
-        raise ValueError(
-          f'{path}: its state was made by projection {made!r}, and the recipe has {wanted!r}. To go on with another'
-          ' recipe make a state of the weights as they are, new = tx.init(params), and keep the moments of the state of'
-          ' sparse_training: new._replace(inner_state=old.inner_state)'
-        )
+        raise ValueError(other_projection(path, made, wanted))
+
+
+def other_projection(path: str, made: str, wanted: str) -> str:
+  """What is said of a state that another projection made."""
+  return (
+    f'{path}: its state was made by projection {made!r}, and the recipe has {wanted!r}. To go on with another recipe'
+    ' make a state of the weights as they are, new = tx.init(params), and keep the moments of the state of'
+    ' sparse_training: new._replace(inner_state=old.inner_state)'
+  )
 
 
 @jax.tree_util.register_static
@@ -137,9 +142,8 @@ class MadeBy:
 class Layouts:
   """The layouts of the weights that are stored otherwise than as `[stacked..., in, out]`, with states made for them.
 
-  Masks of two layouts may have one shape, so what is made under a recipe says under which layouts. It says here by
-  which projections, too: a field more of the state is one more entry in a checkpoint, and those of earlier versions
-  have none.
+  Masks of two layouts may have one shape, so what is made under a recipe says under which layouts, and by which
+  projections. This is static, for errors while a step is traced; `SparseTrainingState.identity` says it in an array.
 
   Attributes:
     of: (path, layout as text), in the order of the tree.
@@ -157,6 +161,10 @@ class Layouts:
     """
     text = dict(self.of).get(path)
     return Layout.standard(ndim) if text is None else Layout.described(text)
+
+  def describe(self, path: str) -> str:
+    """The projection of a weight, and how the weight is stored if not as `[stacked..., in, out]`."""
+    return ', '.join(filter(None, (self.made_by.kind_of(path), dict(self.of).get(path))))
 
   def require(self, others: 'Layouts', paths: Iterable[str]) -> None:
     """ValueError unless states of the weights at `paths` that were made under these serve a recipe with others."""

@@ -32,7 +32,7 @@ from experiments.runs.checkpoint_errors import (
 from experiments.runs.checkpoint_items import abstract, checksum, decode, encode
 
 # Raised with every change of what a state holds: an older checkpoint is refused, never taken for damage.
-FORMAT = 3
+FORMAT = 4
 _ITEMS = ('params', 'opt_state', 'meta')
 
 

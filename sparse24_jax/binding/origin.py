@@ -8,16 +8,20 @@ from collections.abc import Callable, Mapping
 import functools
 from typing import Any, NamedTuple
 import weakref
+import zlib
 
 import jax
 from jax import Array
 import jax.numpy as jnp
+import numpy as np
 
 from sparse24_jax.fingerprint import counts_of, fingerprint, first_of_all_kinds, was_changed
 
 # Beside the states of a function's or a linen model's weights. No module and no parameter has this name.
 MADE_OF = 'made of'
 NNX_MADE_OF = 'sparse24/made_of/'
+# Whether the optimizer state that states were taken from serves the recipe, a bool.
+FITS, NNX_FITS = f'{MADE_OF}/fits', 'sparse24/fits'
 # Ours: how many weights are looked at. Others than those of the step are so in all of its weights.
 _WEIGHTS = 4
 # By the identity of a fingerprint, that one and the weight that it is of, as long as they are there.
@@ -32,7 +36,7 @@ class Known(NamedTuple):
   """A fingerprint and what it is of.
 
   Attributes:
-    sums: float32 `[2]`.
+    sums: float32 `[3]`, the last one a number of what they are of, see `_code`.
     shape: of the weight, which a shard has not.
     dtype: its name.
     counts: how many entries were read along each axis, which follow how the weight was divided.
@@ -55,7 +59,8 @@ def of_weights(weights: Weights) -> dict[str, Fingerprint]:
 def fingerprints(weights: Weights) -> dict[str, Fingerprint]:
   """Of weights, given with their stacked axes, by path, each known to be of this very array."""
   counts = {path: counts_of(w, stacked) for path, (w, stacked) in weights.items()}
-  made = _made({path: w for path, (w, _) in weights.items()}, tuple(counts.items()))
+  codes = tuple(_code(weights[path][0].shape, each) for path, each in counts.items())
+  made = _made({path: w for path, (w, _) in weights.items()}, tuple(counts.items()), codes)
   for path, of in made.items():
     key, origin = id(of), _origin(weights[path][0])
     _WEIGHT_OF[key] = weakref.ref(of, lambda _, key=key: _WEIGHT_OF.pop(key, None)), weakref.ref(origin)
@@ -63,7 +68,16 @@ def fingerprints(weights: Weights) -> dict[str, Fingerprint]:
 
 
 def _text(w: Array, counts: tuple[int, ...]) -> str:
-  return f'{jnp.result_type(w).name} {"x".join(map(str, w.shape))} of {"x".join(map(str, counts))}'
+  return f'{jnp.result_type(w).name} {_entries(w.shape, counts)}'
+
+
+def _entries(shape: tuple[int, ...], counts: tuple[int, ...]) -> str:
+  return f'{"x".join(map(str, shape))} of {"x".join(map(str, counts))}'
+
+
+def _code(shape: tuple[int, ...], counts: tuple[int, ...]) -> int:
+  """Of the shape of a weight and what is read of it, a whole number that float32 holds: arrays by themselves say it."""
+  return zlib.crc32(_entries(shape, counts).encode()) % 2**24
 
 
 def known_of(fingerprint: Fingerprint) -> Known:
@@ -85,15 +99,18 @@ def others(states: Mapping[str, Any], weights: Weights) -> dict[str, Array]:
     weights: that a forward is given; those that nothing is known of, or of which it is a shard, are left out.
   """
   known: dict[str, Known] = {}
+  alone: set[str] = set()
   for whole, state in states.items():
-    if whole.startswith(f'{MADE_OF}/'):
+    if whole.startswith(f'{MADE_OF}/') and whole != FITS:
       path, _, text = whole.removeprefix(f'{MADE_OF}/').rpartition('/')
       known[path] = known_of({text: state})
     elif whole.startswith(NNX_MADE_OF) and (path := whole.removeprefix(NNX_MADE_OF)) in weights:
       w, stacked = weights[path]
-      # An array alone, of a pure dictionary, says nothing but the sums.
-      of_w = Known(state, tuple(w.shape), w.dtype.name, counts_of(w, stacked))
-      known[path] = known_of(state.fingerprint()) if is_fingerprint(state) else of_w
+      if is_fingerprint(state):
+        known[path] = known_of(state.fingerprint())
+      else:  # an array alone, of a pure dictionary: whether it is of a weight divided as this one, it says itself
+        alone.add(path)
+        known[path] = Known(state, tuple(w.shape), w.dtype.name, counts_of(w, stacked))
   mine = {}
   for path in first_of_all_kinds((path for path in known if path in weights), _WEIGHTS):
     w, of = weights[path][0], known[path]
@@ -102,7 +119,32 @@ def others(states: Mapping[str, Any], weights: Weights) -> dict[str, Array]:
     seen = len(dtypes) == 1 or 'float16' not in dtypes
     if of.is_of(w) and seen and not is_of(of.sums, w):
       mine[path] = of
-  return changed({path: jax.lax.stop_gradient(weights[path][0]) for path in mine}, mine) if mine else {}
+  if not mine:
+    return {}
+  found = changed({path: jax.lax.stop_gradient(weights[path][0]) for path in mine}, mine)
+  for path in alone & mine.keys():
+    found[path] &= mine[path].sums[-1] == _code(mine[path].shape, mine[path].counts)
+  return found
+
+
+def known(flag: Any) -> Array:
+  """A flag as an array, of which a trace still knows what is known: a forward in it then computes nothing of this."""
+  if isinstance(flag, jax.core.Tracer):
+    return flag
+  with jax.ensure_compile_time_eval():
+    return jnp.asarray(flag)
+
+
+def require_fits(fits: Any) -> Array | None:
+  """The flag where only a run tells; ValueError where it is known, and the state does not fit."""
+  if fits is None or isinstance(fits, jax.core.Tracer):
+    return fits
+  if not np.asarray(fits).all():
+    raise ValueError(
+      'variables were made from an optimizer state that does not serve this recipe, phase or model: call'
+      ' sparse_variables(params, opt_state, recipe, phase=phase) outside of jit, which says for which weight and why'
+    )
+  return None
 
 
 def is_fingerprint(node: Any) -> bool:
@@ -147,11 +189,12 @@ def changed(weights: Mapping[str, Array], known: Mapping[str, Known]) -> dict[st
 _Counts = tuple[tuple[str, tuple[int, ...]], ...]
 
 
-@functools.partial(jax.jit, static_argnums=1, inline=True)
-def _made(weights: dict[str, Array], counts: _Counts) -> dict[str, Array]:
-  return {path: fingerprint(weights[path], each) for path, each in counts}
+@functools.partial(jax.jit, static_argnums=(1, 2), inline=True)
+def _made(weights: dict[str, Array], counts: _Counts, codes: tuple[int, ...]) -> dict[str, Array]:
+  sums = {path: fingerprint(weights[path], each) for path, each in counts}
+  return {path: jnp.append(of, jnp.float32(code)) for (path, of), code in zip(sums.items(), codes, strict=True)}
 
 
 @functools.partial(jax.jit, static_argnums=2, inline=True)
 def _changed(weights: dict[str, Array], known: dict[str, Array], counts: _Counts) -> dict[str, Array]:
-  return {path: was_changed(weights[path], each, known[path]) for path, each in counts}
+  return {path: was_changed(weights[path], each, known[path][:2]) for path, each in counts}

@@ -22,7 +22,7 @@ from sparse24_jax.binding.bound import bind_traced, Bound, BoundWeight
 from sparse24_jax.binding.interpreter import run
 from sparse24_jax.binding.keys import Keys
 from sparse24_jax.binding.notes import how_lost
-from sparse24_jax.binding.origin import is_fingerprint, others, spoiled
+from sparse24_jax.binding.origin import FITS, is_fingerprint, NNX_FITS, others, require_fits, spoiled
 from sparse24_jax.binding.reading import (
   as_result,
   as_rows,
@@ -143,10 +143,13 @@ def run_sparse(
 
 
 def _stale(states: Mapping[str, Any], weights: Mapping[str, tuple[Array, tuple[int, ...]]]) -> Array | None:
-  """Whether states are of other weights than these, where only a run tells; ValueError where it is known now."""
-  found = others(states, weights)
-  if not found or any(isinstance(other, jax.core.Tracer) for other in found.values()):
-    return functools.reduce(jnp.logical_or, found.values()) if found else None
+  """Whether states are of other weights than these, or of a state that does not serve the recipe, where only a run
+  tells; ValueError where it is known now."""
+  fits, found = require_fits(states.get(FITS, states.get(NNX_FITS))), others(states, weights)
+  unfit = [] if fits is None else [jnp.logical_not(fits)]
+  if unfit or not found or any(isinstance(other, jax.core.Tracer) for other in found.values()):
+    flags = [*unfit, *found.values()]
+    return functools.reduce(jnp.logical_or, flags) if flags else None
   if wrong := [path for path, other in found.items() if other.any()]:
     raise ValueError(
       f'{", ".join(wrong)}: variables were made of other weights than params, those of a step before say. Masks belong'

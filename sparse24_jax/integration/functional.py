@@ -10,9 +10,10 @@ import jax.numpy as jnp
 
 from pallas_kernels._dispatch import log_once
 from sparse24_jax.binding.bound import Bound
+from sparse24_jax.binding.origin import known, require_fits, spoiled
 from sparse24_jax.dot import check_state
 from sparse24_jax.masks import verify24
-from sparse24_jax.optim import require_made_for, sparse_states
+from sparse24_jax.optim import note_read, require_made_for, sparse_states
 from sparse24_jax.policy import DotPolicy
 from sparse24_jax.projection import abstract_state, Masked, SoftThreshold, straight_through, TransposableMasked
 from sparse24_jax.recipe import PhaseName, Recipe, resolve_phase
@@ -33,14 +34,14 @@ def project(params: Any, opt_state: Any, recipe: Recipe, *, phase: PhaseName | N
     recipe: the recipe of that state. One that `bind` made knows the axes of each weight; by itself it takes weights for
       `[stacked..., in, out]`, and logs which, unless they are kernels `[in, out]`.
     phase: `'dense'` returns `params` as they are; None is the recipe's first, which one that begins dense, to be sparse
-      later, must say.
+      later, must say. So must a run that ended dense: `'dense'`, or `'sparse'` to prune it all the same.
 
   Returns:
     A tree like `params`.
 
   Raises:
-    ValueError: unknown phase, none in a recipe that begins dense, or the recipe, the state and the parameters do not
-      fit.
+    ValueError: unknown phase, none in a recipe that begins dense or after a step of a dense end, or the recipe, the
+      state and the parameters do not fit. Where only a run tells, under jit, projected weights are NaN.
 
   >>> import jax, optax, sparse24_jax as s24
   >>> params = {'mlp': {'kernel': jax.random.normal(jax.random.key(0), (8, 4))}}
@@ -51,14 +52,21 @@ def project(params: Any, opt_state: Any, recipe: Recipe, *, phase: PhaseName | N
   >>> float(grads['mlp']['kernel'].min())
   1.0
   """
-  if resolve_phase(recipe, phase) == 'dense':
+  now = resolve_phase(recipe, phase)
+  note_read(opt_state, now)
+  if now == 'dense':
     return params
-  sparse = projected_weights(params, opt_state, recipe)
+  # Whoever names the phase means it: a model that was finished dense may be pruned.
+  sparse, fits = projected_weights(params, opt_state, recipe, phase='sparse' if phase is None else None)
+  fine = require_fits(known(fits))
   _log_assumed('project', {path: w for path, (_, w, _) in sparse.items()}, recipe)
 
   def one(path: str, w: Array) -> Array:
     policy, _, state = sparse.get(path, (None, None, None))
-    return w if policy is None else straight_through(policy.projection, w, state)
+    if policy is None:
+      return w
+    projected = straight_through(policy.projection, w, state)
+    return projected if fine is None else spoiled(projected, fine)
 
   return map_by_path(one, params)
 
@@ -113,17 +121,18 @@ def verify_weights(params: Any, recipe: Recipe) -> dict[str, float]:
   return shares
 
 
-def projected_weights(params: Any, opt_state: Any, recipe: Recipe) -> dict[str, tuple[DotPolicy, Array, Array]]:
-  """Policy, weight and state of each sparse weight, by path; ValueError if the state does not fit the recipe.
+def projected_weights(
+  params: Any, opt_state: Any, recipe: Recipe, *, phase: PhaseName | None = None
+) -> tuple[dict[str, tuple[DotPolicy, Array, Array]], bool | Array]:
+  """Policy, weight and state of each sparse weight, by path, and whether the state may be read for a phase.
 
-  Masks of two searches look alike. A state says by which projections it was made; one that was restored is taken for
-  what the tree says that it was read into: that, only a checkpoint that keeps `recipe.describe()` can tell.
+  ValueError where it is known that it does not fit the recipe or, unless that is None, the phase.
   """
   policies = {path: rule.policy for path, rule in match_rules(params, recipe).items() if rule.policy.projection}
   weights = dict(leaves_by_path(params))
   if opt_state is None:
-    return {path: (p, weights[path], _chosen_now(path, p, weights[path])) for path, p in policies.items()}
-  require_made_for(recipe, opt_state)
+    return {path: (p, weights[path], _chosen_now(path, p, weights[path])) for path, p in policies.items()}, True
+  fits = require_made_for(recipe, opt_state, phase=phase)
   states = sparse_states(opt_state)
   if set(states) != set(policies):
     raise ValueError(
@@ -135,7 +144,7 @@ def projected_weights(params: Any, opt_state: Any, recipe: Recipe) -> dict[str, 
     w, projection = weights[path], policy.projection
     with errors_name(path):
       check_state(states[path], abstract_state(projection, w.shape, jnp.result_type(w)), projection)
-  return {path: (policy, weights[path], states[path]) for path, policy in policies.items()}
+  return {path: (policy, weights[path], states[path]) for path, policy in policies.items()}, fits
 
 
 def _chosen_now(path: str, policy: DotPolicy, w: Array) -> Array:

@@ -44,7 +44,7 @@ def sparsify(model: nnx.Module, recipe: Recipe, *, phase: PhaseName, rngs: nnx.R
   model = nnx.clone(model)
   held = _states_in(model)
   known, made_of = (_states_for(recipe, held), held.read_fingerprints()) if held else ({}, {})
-  brought_in = held.brought_in.get_value() if held and known else False
+  brought_in, fits = (held.brought_in.get_value(), held.fits.get_value()) if held and known else (False, True)
   _restore(model)
   params = nnx.state(model, nnx.Param)
   rules, weights = match_rules(params, recipe), dict(leaves_by_path(params))
@@ -72,7 +72,7 @@ def sparsify(model: nnx.Module, recipe: Recipe, *, phase: PhaseName, rngs: nnx.R
   states = {path: states[path] for path in rules if path in states}
   made_of = {path: of for path, of in made_of.items() if path in known}
   made_of |= fingerprints({path: (policy.projection, w) for path, (policy, w, _) in new.items()})
-  setattr(model, ATTRIBUTE, Sparse(recipe, states, made_of, brought_in, _streams(rngs)))
+  setattr(model, ATTRIBUTE, Sparse(recipe, states, made_of, brought_in, fits, _streams(rngs)))
   object.__setattr__(model, '__class__', _whole(plain_class(type(model)) or type(model)))
   return model
 

@@ -95,18 +95,20 @@ class Sparse(nnx.Module):
     states: `SparseVariable` of each weight that is projected, by its path.
     made_of: fingerprints of the weights that these are the states of, by path, each with what it is of.
     brought_in: whether they are those of an optimizer, a bool.
+    fits: whether that one's state serves the recipe, a bool.
     rngs: streams with one named `'mvue'`, or None.
   """
 
   def __init__(
     self, recipe: Recipe, states: Mapping[str, Any], made_of: Mapping[str, origin.Fingerprint], brought_in: Any,
-    rngs: nnx.Rngs | None,
+    fits: Any, rngs: nnx.Rngs | None,
   ):  # fmt: skip
     # The optimizer alone reads the decay, which may be an array: no part of a graph that is hashed.
     self.recipe = dataclasses.replace(recipe, masked_decay=0.0)
     self.states = nnx.Dict({path: SparseVariable(state) for path, state in states.items()})
     self.made_of = nnx.Dict({path: FingerprintVariable(of) for path, of in made_of.items()})
     self.brought_in = SparseVariable(jnp.asarray(brought_in))
+    self.fits = SparseVariable(origin.known(fits))
     self.rngs = rngs
 
   def __setattr__(self, name: str, value: Any) -> None:
@@ -130,8 +132,10 @@ class Sparse(nnx.Module):
     """The states as the forward of these parameters reads them, and where that is not known yet, whether it may.
 
     Raises:
-      ValueError: states were brought in of weights that the model does not have, or had.
+      ValueError: states were brought in of weights that the model does not have, or had, or of an optimizer state that
+        does not serve the recipe.
     """
+    fits = origin.require_fits(self.fits.get_value())
     weights, states = dict(leaves_by_path(params)), self.read()
     known = {path: origin.known_of(of) for path, of in self.read_fingerprints().items()}
     if foreign := [path for path in states if path not in weights]:
@@ -152,7 +156,7 @@ class Sparse(nnx.Module):
     chosen = [path for path in chosen if path not in shards & (waiting | moving)]
     packed, moving, waiting = packed - shards, moving - shards, waiting - shards
     if not (packed or moving or chosen):
-      return states, None
+      return states, fits
     given = {path: jax.lax.stop_gradient(weights[path]) for path in (*packed, *moving, *chosen)}
     own = {path: counts_of(weights[path], projections[path].layout_of(weights[path]).stacked) for path in shards}
     known |= {path: known[path]._replace(counts=counts) for path, counts in own.items()}
@@ -169,20 +173,21 @@ class Sparse(nnx.Module):
     kept = {path: _divided(projections[path], given[path], states[path]) for path in chosen}
     if isinstance(wrong, jax.core.Tracer) or isinstance(stale, jax.core.Tracer):
       states |= jax.lax.cond(stale, anew, lambda kept: kept, kept) if kept else {}
-      return states, jnp.logical_not(wrong) if refused else None
+      flags = [*([jnp.logical_not(wrong)] if refused else []), *([] if fits is None else [fits])]
+      return states, functools.reduce(jnp.logical_and, flags) if flags else None
     if wrong:
       raise ValueError(
         f'{", ".join(path for path, found in refused.items() if found)}: the states that nnx.update brought in are of'
         f' other weights, those of a step before say, and only the optimizer knows the present ones: {_BRING_IN}'
       )
     if not stale:
-      return states, None
+      return states, fits
     log_once(
       f'{", ".join(path for path in chosen if changed[path])}: the masks that the model holds are those of other'
       f' weights, so they are chosen from the weights as they are: bring in those of the optimizer, {_BRING_IN}',
       'sparse24_jax', logging.WARNING,
     )  # fmt: skip
-    return states | anew(kept), None
+    return states | anew(kept), fits
 
   def draw(self) -> Array | None:
     """A key for MVUE, which advances the stream; None where none is needed or none is there."""
@@ -210,12 +215,15 @@ def dense_state() -> nnx.State:
   return nnx.State({ATTRIBUTE: DensePhase()})
 
 
-def sparse_state(states: Mapping[str, Any], made_of: Mapping[str, origin.Fingerprint], brought_in: bool) -> nnx.State:
+def sparse_state(
+  states: Mapping[str, Any], made_of: Mapping[str, origin.Fingerprint], *, brought_in: bool, fits: Array
+) -> nnx.State:
   """What `nnx.update(model, ...)` takes to bring the states into a sparsified model."""
   folder = tuple(NNX_STATES.strip('/').split('/'))
   flat: dict[tuple[str, ...], Any] = {(*folder, path): SparseVariable(state) for path, state in states.items()}
   flat |= {(ATTRIBUTE, 'made_of', path): FingerprintVariable(of) for path, of in made_of.items()}
   flat[ATTRIBUTE, 'brought_in'] = SparseVariable(jnp.asarray(brought_in))
+  flat[ATTRIBUTE, 'fits'] = SparseVariable(fits)
   return nnx.from_flat_state(flat)
 
 

@@ -1,21 +1,22 @@
 """The two doors for Flax users: `sparsify` a model, hand it its `sparse_variables`."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from flax import linen, nnx
 
-from sparse24_jax.binding.origin import MADE_OF, of_weights
+from sparse24_jax.binding.origin import FITS, known, MADE_OF, of_weights
 from sparse24_jax.binding.states import weight_states
 from sparse24_jax.binding.transform import sparse_function
 from sparse24_jax.integration import linen as linen_door
 from sparse24_jax.integration import nnx as nnx_door
 from sparse24_jax.integration.functional import projected_weights
 from sparse24_jax.integration.nnx_states import dense_state, fingerprints, sparse_state, SparseVariable
-from sparse24_jax.optim import warn_of_other_weights
+from sparse24_jax.optim import note_read, warn_of_other_weights
 from sparse24_jax.recipe import PhaseName, Recipe, resolve_phase
 from sparse24_jax.rules import is_weight, leaves_by_path, rule_for
 
-__all__ = ['SparseVariable', 'sparse_variables', 'sparsify']
+__all__ = ['SparseVariable', 'sparse_variables', 'sparsify', 'states_of']
 
 
 def sparsify(
@@ -134,13 +135,13 @@ def sparse_variables(
     pack: whether to pack; None does if the policy names a kernel, or if this GPU has them and they may be chosen.
 
   Returns:
-    linen: the collection `'sparse24'`, a nested dictionary with an entry more, `'made of'`, of the fingerprints. It may
-      be taken out, for a `jax.tree.map` with `params` say: no forward then sees that it is given others. nnx: an
+    linen: the collection `'sparse24'`, a nested dictionary with an entry more, `'made of'`: the fingerprints, and
+      whether `opt_state` serves the recipe and the phase, where only a run tells. `states_of` leaves it out. nnx: an
       `nnx.State` for `nnx.update`, or for a function.
 
   Raises:
-    ValueError: the recipe, the state and the parameters do not fit, unknown phase, or none in a recipe that begins
-      dense.
+    ValueError: the recipe, the state and the parameters do not fit, unknown phase, none in a recipe that begins
+      dense, or a sparse one where the last step was of a dense end. Under jit, which raises none, forwards give NaN.
 
   >>> import jax.numpy as jnp, optax, sparse24_jax as s24
   >>> params, recipe = {'mlp': {'up': {'kernel': jnp.eye(4)}}}, s24.recipes.ste('mlp/.*')
@@ -151,7 +152,8 @@ def sparse_variables(
   phase = resolve_phase(recipe, phase)
   if isinstance(params, nnx.Module):
     raise ValueError('params is an nnx module: give its parameters, nnx.state(model, nnx.Param)')
-  sparse = projected_weights(params, opt_state, recipe)
+  sparse, fits = projected_weights(params, opt_state, recipe, phase='sparse' if phase == 'sparse' else None)
+  note_read(opt_state, phase)
   if phase == 'dense':
     sparse = {}
   elif opt_state is not None:
@@ -161,13 +163,13 @@ def sparse_variables(
     if phase == 'dense':
       return dense_state()
     made_of = fingerprints({path: (policy.projection, w) for path, (policy, w, _) in sparse.items()})
-    return sparse_state(states, made_of, brought_in=opt_state is not None)
+    return sparse_state(states, made_of, brought_in=opt_state is not None, fits=known(fits))
   nested: dict[str, Any] = {}
   if sparse:
     found = sparse.items()
     nested[MADE_OF] = of_weights(
       {path: (w, p.layout_of(w).stacked) for path, (policy, w, _) in found if (p := policy.projection)}
-    )
+    ) | {FITS.rpartition('/')[2]: known(fits)}
   for path, state in states.items():
     *folders, name = path.split('/')
     node = nested
@@ -176,3 +178,28 @@ def sparse_variables(
     node[name] = state
   return nested
 
+
+def states_of(variables: Mapping[str, Any]) -> dict[str, Any]:
+  """The states alone in what `sparse_variables` returns for linen and for functions, to map them with parameters.
+
+  A forward that is given these does not see whether they are of its parameters: give it the variables themselves.
+
+  Args:
+    variables: a nested dictionary.
+
+  Returns:
+    A nested dictionary with an entry for each sparse weight, at its path.
+
+  Raises:
+    ValueError: those of an nnx model, which holds them apart.
+
+  >>> import jax, jax.numpy as jnp, optax, sparse24_jax as s24
+  >>> params, recipe = {'mlp': {'kernel': jnp.ones((8, 4))}}, s24.recipes.ste('mlp/.*')
+  >>> opt_state = s24.sparse_training(optax.sgd(0.1), recipe).init(params)
+  >>> variables = s24.sparse_variables(params, opt_state, recipe)
+  >>> jax.tree.map(lambda mask, w: float((mask * w).sum()), s24.states_of(variables), params)
+  {'mlp': {'kernel': 16.0}}
+  """
+  if isinstance(variables, nnx.State):
+    raise ValueError('variables are those of an nnx model, which has the states by path: model.sparse24.states')
+  return {name: node for name, node in variables.items() if name != MADE_OF}

@@ -5,6 +5,7 @@ from sparse24_jax.optim._named import name_of
 from sparse24_jax.optim._training_state import (
   FlipRate,
   get_flip_rate,
+  note_read,
   require_made_for,
   sparse_states,
   SparseTrainingState,
@@ -25,6 +26,7 @@ __all__ = [
   'get_flip_rate',
   'mvue_gradients',
   'name_of',
+  'note_read',
   'regroup_neurons',
   'require_made_for',
   'scale_by_step_adam',

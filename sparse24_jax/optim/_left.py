@@ -24,16 +24,24 @@ import numpy as np
 
 from pallas_kernels._program import one_program
 from sparse24_jax.fingerprint import factors, first_of_all_kinds, sample
+from sparse24_jax.optim._identity import is_known
 from sparse24_jax.optim._weights import is_leaf
-from sparse24_jax.projection import Projection
+from sparse24_jax.projection import Projection, SoftThreshold
 from sparse24_jax.rules import leaves_by_path
 
 # Ours: how many weights.
 _WEIGHTS = 8
 # What is loaded or set differs once, and its masks are chosen anew; what differs again is changed in every step.
 _STEPS = 2
-# What `missed` is, for ever, after a step that was to choose masks and was told not to.
-_WITHOUT_MASKS, _MOST_MISSED = 1e6, 1000.0
+# What `missed` is, for ever, after a step that was to choose masks and was told not to, and after one that was given
+# weights which are others altogether.
+_WITHOUT_MASKS, _OTHERS, _MOST_MISSED = 1e6, 2e6, 1000.0
+# Ours: by which share of the entries' size two sums of such weights differ. No cast does that, nor one to 8 bits.
+_FAR = 1e-2
+_PUT_IT_INSIDE = (
+  'If something behind sparse_training changes the updates, a learning rate say, or something changes the parameters'
+  ' between steps, put it inside, sparse_training(optax.chain(optimizer, what_changes_updates), recipe)'
+)
 _most = contextvars.ContextVar('most', default=_WEIGHTS)
 
 
@@ -66,10 +74,21 @@ def watching_all() -> Iterator[None]:
 
 def samples(projections: Any, params: Any) -> list[Array]:
   """Some entries of each watched weight in a tree of parameters, or of their updates."""
-  leaves = jax.tree.structure(projections, is_leaf=is_leaf).flatten_up_to(params)
+  return [sample(w, p.layout_of(w).stacked) for p, w in _paired(projections, params)]
+
+
+def scaled(projections: Any) -> np.ndarray:
+  """Of each watched weight, whether its state is a scale of the start, which no search in other weights mends."""
+  found = [p.matrix or p for p, _ in _paired(projections, projections)]
+  return np.array([isinstance(p.form, SoftThreshold) for p in found] or [False])
+
+
+def _paired(projections: Any, tree: Any) -> list[tuple[Projection, Any]]:
+  """Of each watched weight its projection, and what a tree like the parameters has there."""
+  leaves = jax.tree.structure(projections, is_leaf=is_leaf).flatten_up_to(tree)
   paired = zip(leaves_by_path(projections, is_leaf=is_leaf), leaves, strict=True)
-  sparse = {path: (p, w) for (path, p), w in paired if isinstance(p, Projection)}
-  return [sample(w, p.layout_of(w).stacked) for p, w in (sparse[path] for path in watched(list(sparse)))]
+  sparse = {path: (p, leaf) for (path, p), leaf in paired if isinstance(p, Projection)}
+  return [sparse[path] for path in watched(list(sparse))]
 
 
 @one_program()
@@ -87,19 +106,32 @@ def at_start(sampled: Sequence[Array]) -> Left:
 
 
 @one_program()
-def given(left: Left, sampled: Sequence[Array]) -> Left:
-  """The sums of what a step is given, and for how many steps in a row they were not those that were left."""
+def given(left: Left, sampled: Sequence[Array], refused: Array | bool = False) -> Left:
+  """The sums of what a step is given, and for how many steps in a row they were not those that were left.
+
+  Args:
+    left: by the step before.
+    sampled: what the step is given.
+    refused: for each weight, whether it may not be another altogether.
+  """
   if not sampled:
     return left
   found, sizes = sums(sampled), sums([jnp.abs(w) for w in sampled])
-  far = jnp.abs(found - left.sums) > sizes * np.array([_rounding(w) for w in sampled], np.float32)
+  apart = jnp.abs(found - left.sums)
+  far = apart > sizes * np.array([_rounding(w) for w in sampled], np.float32)
   missed = jnp.where(far, jnp.minimum(left.missed + 1, _MOST_MISSED), 0.0)
+  missed = jnp.where((apart > sizes * _FAR) & refused, _OTHERS, missed)
   return Left(found, jnp.where(left.missed > _MOST_MISSED, left.missed, missed))
 
 
 def without_masks(left: Left, due: Array) -> Left:
   """After a step that chose no masks, though it was `due` to."""
   return left._replace(missed=jnp.where(due, jnp.float32(_WITHOUT_MASKS), left.missed))
+
+
+def serves(left: Left | None) -> bool | Array:
+  """Whether the masks of a state may be read, where `check_left` does not know."""
+  return True if left is None or is_known(left.missed) else jnp.all(left.missed <= _MOST_MISSED)
 
 
 def check_left(state: Any, *, wait: bool = True) -> None:
@@ -118,17 +150,22 @@ def check_left(state: Any, *, wait: bool = True) -> None:
   steps = steps.reshape(-1, steps.shape[-1]).max(0)  # of all states that are vmapped
   if steps.max() < _STEPS:
     return
+  path = watched([path for path, _ in leaves_by_path(state.projections)])[int(steps.argmax())]
+  if steps.max() >= _OTHERS:
+    raise ValueError(
+      f'{path}: update was given other weights than the update, or the init, before had left. Masks, scales and moments'
+      ' are of those: restore parameters and optimizer state of one step. For weights that are loaded or set make the'
+      ' state of them, new = tx.init(params), and to keep the moments of the state of sparse_training'
+      f' new._replace(inner_state=old.inner_state). {_PUT_IT_INSIDE}'
+    )
   if steps.max() > _MOST_MISSED:
     raise ValueError(
       'a step that was to choose masks was told refresh=False, so that they are those of older weights: call update'
       ' with refresh=refresh_at(recipe, step), where step counts optimizer steps from zero, or without refresh'
     )
-  path = watched([path for path, _ in leaves_by_path(state.projections)])[int(steps.argmax())]
   raise ValueError(
     f'{path}: {int(steps.max())} steps in a row, update was given other weights than the update before had left. Masks'
-    ' are chosen from those that sparse_training leaves: they belong to weights that are not trained. Something behind'
-    ' it changes the updates, a learning rate say, or something changes the parameters between steps: put it inside,'
-    ' sparse_training(optax.chain(optimizer, what_changes_updates), recipe)'
+    f' are chosen from those that sparse_training leaves: they belong to weights that are not trained. {_PUT_IT_INSIDE}'
   )
 
 

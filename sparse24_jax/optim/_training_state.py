@@ -9,10 +9,10 @@ import jax.numpy as jnp
 
 from pallas_kernels import _dispatch
 from sparse24_jax.layout import Layouts
-from sparse24_jax.optim import _left
-from sparse24_jax.optim._state import find_state
+from sparse24_jax.optim import _identity, _left
+from sparse24_jax.optim._state import find_state, states_of
 from sparse24_jax.optim._weights import unboxed
-from sparse24_jax.recipe import Recipe
+from sparse24_jax.recipe import PhaseName, Recipe
 from sparse24_jax.rules import leaves_by_path
 
 
@@ -86,6 +86,7 @@ class SparseTrainingState(NamedTuple):
   inner_state: Any
   layouts: Layouts = Layouts()
   left: _left.Left | None = None
+  identity: _identity.Identity | None = None
 
 
 def get_flip_rate(opt_state: Any) -> FlipRate:
@@ -105,7 +106,7 @@ def get_flip_rate(opt_state: Any) -> FlipRate:
   {'mlp/kernel': Array(0., dtype=float32)}
   """
   state = find_state(opt_state, SparseTrainingState, 'sparse_training')
-  _left.check_left(state)
+  _left.check_left(state._replace(left=unboxed(state.left)))
   rate = state.flip_rate
   return FlipRate(rate.overall, dict(leaves_by_path(rate.per_weight)))
 
@@ -113,7 +114,8 @@ def get_flip_rate(opt_state: Any) -> FlipRate:
 def sparse_states(opt_state: Any) -> dict[str, Array]:
   """The projection states in an optimizer state, by the path of their weight; ValueError as for `get_flip_rate`."""
   state = find_state(opt_state, SparseTrainingState, 'sparse_training')
-  _left.check_left(state, wait=False)  # a training loop asks here, which is not to wait for its last step
+  # A training loop asks here, which is not to wait for its last step.
+  _left.check_left(state._replace(left=unboxed(state.left)), wait=False)
   return dict(leaves_by_path(state.projections))
 
 
@@ -128,10 +130,22 @@ def warn_of_other_weights(params: Any, opt_state: Any) -> None:
     )  # fmt: skip
 
 
-def require_made_for(recipe: Recipe, opt_state: Any) -> None:
-  """ValueError if the state of `sparse_training` was made with a recipe of other layouts or projections."""
+def require_made_for(recipe: Recipe, opt_state: Any, *, phase: PhaseName | None = None) -> bool | Array:
+  """Whether the state of `sparse_training` serves a recipe, and may be read for a phase; None is any.
+
+  Raises:
+    ValueError: it is known that it does not.
+  """
   state = find_state(opt_state, SparseTrainingState, 'sparse_training')
-  state.layouts.require(recipe.layouts, [path for path, _ in leaves_by_path(state.projections)])
+  paths = [path for path, _ in leaves_by_path(state.projections)]
+  state.layouts.require(recipe.layouts, paths)
+  return _identity.require(unboxed(state.identity), recipe, paths, phase) & _left.serves(unboxed(state.left))
+
+
+def note_read(opt_state: Any, phase: PhaseName) -> None:
+  """Notes for which phase a step that is traced reads the masks of a state."""
+  for state in states_of(opt_state, SparseTrainingState):
+    _identity.note_read(state.count, phase)
 
 
 def map_weights(f: Callable[[Any], Any], state: SparseTrainingState) -> SparseTrainingState:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from pallas_kernels import _dispatch
-from sparse24_jax.optim import _left
+from sparse24_jax.optim import _identity, _left
 from sparse24_jax.optim._evolve import evolve, evolving, minus, on_links, zero
 from sparse24_jax.optim._named import named
 from sparse24_jax.optim._search import compared_before, refreshed, rounded_once
@@ -29,7 +29,7 @@ from sparse24_jax.optim.masked_decay import add_decay
 from sparse24_jax.optim.step_adam import StepAdamState
 from sparse24_jax.projection import Projection
 from sparse24_jax.recipe import PhaseName, Recipe, resolve_phase
-from sparse24_jax.rules import log_matches
+from sparse24_jax.rules import leaves_by_path, log_matches
 from sparse24_jax.topology import Context
 
 
@@ -54,9 +54,11 @@ def sparse_training(
   blends states, as `optax.contrib.schedule_free`, `optax.lookahead` and `optax.contrib.sam` do. Where that happens all
   the same an error usually follows: a state keeps a sum of some entries of up to eight weights as it left them, and if
   steps are given others, two in a row, `get_flip_rate` raises it, as `sparse_variables` and `project` do outside of
-  jit. Changes of other weights are not seen, nor those below the rounding of bfloat16 parameters. Weights that are set
-  once, by a loader after `init` say, have the masks of others in the next step, after which masks are chosen anew
-  (links that come and go stay): better, call `init` with the weights that are trained.
+  jit. Changes of other weights are not seen, nor those below the rounding of bfloat16 parameters. Weights that are
+  others altogether, restored without their state say, leave in a sparse step a state that later forwards refuse, under
+  jit by NaN; `get_flip_rate` says why. Before the first step, and where they differ by little, they have the masks of
+  others in one step, after which masks are chosen anew (links that come and go stay): better, call `init` with the
+  weights that are trained.
 
   It counts calls of its own update: `optax.MultiSteps` goes around it, so that it counts optimizer steps, and is
   refused inside. `optax.multi_transform`, `partition` and `masked` by which weights have different optimizers go
@@ -143,7 +145,9 @@ def sparse_training(
       )
       _dispatch.log_once(message, 'sparse24_jax', logging.WARNING)
     left = _left.at_start(_left.samples(projections, params))
-    state = SparseTrainingState(jnp.zeros((), jnp.int32), states, none_yet, inner_state, recipe.layouts, left)
+    identity = _identity.at_start(recipe.layouts, [path for path, _ in leaves_by_path(states)])
+    count = jnp.zeros((), jnp.int32)
+    state = SparseTrainingState(count, states, none_yet, inner_state, recipe.layouts, left, identity)
     return map_weights(functools.partial(boxed, given), state)
 
   def update(
@@ -156,6 +160,7 @@ def sparse_training(
     rests = refresh is False and recipe.refresh_every > 1
     searches = not rests or recipe.flip_rate == 'step'
     require_made_for(recipe, state)
+    _identity.require_read(state.count, phase)
     # The inner optimizer is given what the caller has; here all arrays are as they are.
     given, boxes = params, jax.tree.structure(updates)
     params, updates = unboxed(params), unboxed(updates)
@@ -164,7 +169,9 @@ def sparse_training(
       projections = projections_of(params, recipe)
     params, updates = named('weights', projections, params), named('gradients', projections, updates)
     sampled = _left.samples(projections, params)
-    left = state.left and _left.given(state.left, sampled)
+    # Of weights that are loaded before the first step, masks are chosen anew after it.
+    refused = (state.count > 0) | _left.scaled(projections) if phase == 'sparse' else False
+    left = state.left and _left.given(state.left, sampled, refused)
     decays = has_decay and phase == 'sparse'
     if decays:
       decay = recipe.masked_decay(state.count) if callable(recipe.masked_decay) else recipe.masked_decay
@@ -207,6 +214,8 @@ def sparse_training(
       # Of the sum, not of updates: those XLA makes again, from a copy of the weights before the step.
       sampled = _left.samples(projections, new_weights)
     state = state._replace(left=left and left._replace(sums=_left.sums(sampled)))
+    identity = state.identity and _identity.after_step(state.identity, phase)
+    state = state._replace(identity=identity)
     if rests:
       state = told_to_rest(state, count % recipe.refresh_every == 0)
     state = state._replace(projections=named('states', projections, state.projections))

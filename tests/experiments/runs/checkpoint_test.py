@@ -215,10 +215,10 @@ class BadCheckpointTest(parameterized.TestCase):
   def test_an_older_format_is_refused_and_not_moved(self):
     folder = self._two()
     file = folder / '20' / 'meta' / 'metadata'
-    meta = json.loads(file.read_text()) | {'format': 2}  # before states had `left`
+    meta = json.loads(file.read_text()) | {'format': 3}  # before states had `identity`
     file.write_text(json.dumps(meta | {'checksum': checkpoint_items.checksum(meta)}))
     before = sorted(folder.rglob('*'))
-    with Checkpoints(folder) as checkpoints, self.assertRaisesRegex(CheckpointError, 'format 2, .*reads 3') as caught:
+    with Checkpoints(folder) as checkpoints, self.assertRaisesRegex(CheckpointError, 'format 3, .*reads 4') as caught:
       checkpoints.restore_newest(*_trees(), identity={'recipe': 'ste'}, tell=self.fail)
     self.assertNotIsInstance(caught.exception, UnreadableError)
     self.assertEqual(sorted(folder.rglob('*')), before)

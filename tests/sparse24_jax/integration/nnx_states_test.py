@@ -257,7 +257,7 @@ class StatesTest(parameterized.TestCase):
     expected = X @ (w if brought == 'dense' else kept(w))
     for _ in range(2):
       np.testing.assert_allclose(forward(model), expected, rtol=1e-4, atol=1e-5)
-    self.assertLen(jax.tree.leaves(nnx.state(model)), 1 if brought == 'dense' else 4)
+    self.assertLen(jax.tree.leaves(nnx.state(model)), 1 if brought == 'dense' else 5)
 
   def test_where_nothing_can_be_stale_nothing_is_computed(self):
     """A frozen scale, and weights that the step packs, as on a GPU with kernels."""

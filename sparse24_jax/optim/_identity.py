@@ -1,0 +1,133 @@
+"""What a state says of itself: by which projections it was made, and of which phase its last step was.
+
+Both are arrays. What is static, `SparseTrainingState.layouts`, gives an error while a step is traced; but a checkpoint
+holds arrays alone, and a state that is read from one has the static parts of the tree that it is read into. What is
+wrong is an error where arrays have values. Under `jit`, which raises none, what is computed from such a state is NaN.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+import itertools
+from typing import Any, NamedTuple
+import weakref
+import zlib
+
+import jax
+from jax import Array
+import jax.numpy as jnp
+import numpy as np
+
+from sparse24_jax.layout import Layouts, other_projection
+from sparse24_jax.recipe import PhaseName, PHASES, Recipe
+
+# Ours: bytes of a line. A longer one ends in a hash of all of it.
+_WIDTH = 64
+_NO_STEP = 0
+# By the identity of a state's counter, that one and the phases for which a trace read its masks.
+_READ: dict[int, tuple[Callable[[], Any], set[PhaseName]]] = {}
+
+
+class Identity(NamedTuple):
+  """What a state says of itself.
+
+  Attributes:
+    made_by: uint8 `[weights x 64]`, the projection of each sparse weight and how the weight is stored, as text, in the
+      order of their paths. One line in all if there is none, as Orbax saves no empty array. It has one axis, since what
+      has two is divided by who divides weights.
+    phase: int32 scalar, of the last step: 0 before the first one, else 1 and the number in `PHASES`.
+  """
+
+  made_by: Array
+  phase: Array
+
+
+def at_start(layouts: Layouts, paths: Iterable[str]) -> Identity:
+  return Identity(jnp.asarray(_written(layouts, paths).ravel()), jnp.asarray(_NO_STEP, jnp.int32))
+
+
+def after_step(identity: Identity, phase: PhaseName) -> Identity:
+  return identity._replace(phase=jnp.full_like(identity.phase, _code(phase)))
+
+
+def require(identity: Identity | None, recipe: Recipe, paths: Sequence[str], phase: PhaseName | None) -> bool | Array:
+  """Whether a state serves a recipe; ValueError where it is known that it does not.
+
+  Args:
+    identity: of the state; None of one that says nothing.
+    recipe: that is to read it.
+    paths: of the weights of which the state holds masks.
+    phase: in which its masks are to be read, None if that does not matter.
+  """
+  if identity is None:
+    return True
+  own, before = _written(recipe.layouts, paths), _before(recipe, phase)
+  if identity.made_by.shape[-1] != own.size:
+    raise ValueError(
+      f'the optimizer state says by what the states of {identity.made_by.shape[-1] // _WIDTH} weights were made, and'
+      f' holds those of {len(paths)}: a part of it was taken from another state. Make it by tx.init(params)'
+    )
+  if not all(map(is_known, identity)):
+    fine = jnp.all(identity.made_by == own.ravel())
+    return fine if phase is None else fine & jnp.any(identity.phase[..., None] == np.array(before))
+  made_by, phases = np.asarray(identity.made_by).reshape(-1, *own.shape), np.asarray(identity.phase)
+  for path, found, wanted in zip(sorted(paths), made_by.swapaxes(0, 1), own, strict=False):
+    if (other := (found != wanted).any(-1)).any():
+      raise ValueError(other_projection(path, _read(found[other.argmax()]), _read(wanted)))
+  if phase is not None and (wrong := phases[~np.isin(phases, before)]).size:
+    found = PHASES[int(wrong.flat[0]) - 1]
+    raise ValueError(
+      f'the last step of this optimizer state was one of phase {found!r}, after which recipe {recipe.name!r} has none'
+      f' of phase {phase!r}: give sparse_training, sparsify, sparse_variables and project the phase of the step, see'
+      f' phase_at. To prune all the same what was finished dense say so, project(..., phase={phase!r})'
+    )
+  return True
+
+
+def note_read(count: Any, phase: PhaseName) -> None:
+  """Notes for which phase masks are read, in a trace, of the state with this counter."""
+  for leaf in jax.tree.leaves(count):  # in a box of nnx
+    if isinstance(leaf, jax.core.Tracer):
+      key = id(leaf)
+      if key not in _READ:
+        _READ[key] = weakref.ref(leaf, lambda _, key=key: _READ.pop(key, None)), set()
+      _READ[key][1].add(phase)
+
+
+def require_read(count: Any, phase: PhaseName) -> None:
+  """ValueError if the model of a step that is traced is that of another phase than its optimizer."""
+  found, phases = _READ.get(id(count), (lambda: None, set()))
+  if found() is count and phases and phase not in phases:
+    raise ValueError(
+      f'this step updates in phase {phase!r}, and reads the masks of its optimizer in phase {min(phases)!r}: give'
+      ' sparse_training, sparsify and sparse_variables one phase, that of the step, see phase_at. For a figure of the'
+      ' other phase beside the loss call sparse_variables in a function of its own'
+    )
+
+
+def _written(layouts: Layouts, paths: Iterable[str]) -> np.ndarray:
+  """Lines of text of one width, in the order of the paths."""
+  lines = [layouts.describe(path).encode() for path in sorted(paths)] or [b'']
+  fitting = [
+    line if len(line) <= _WIDTH else line[: _WIDTH - 9] + f' {zlib.crc32(line):08x}'.encode() for line in lines
+  ]
+  return np.stack([np.frombuffer(line.ljust(_WIDTH, b'\0'), np.uint8) for line in fitting])
+
+
+def _read(line: np.ndarray) -> str:
+  return line.tobytes().rstrip(b'\0').decode(errors='replace')
+
+
+def _code(phase: PhaseName) -> int:
+  return 1 + PHASES.index(phase)
+
+
+def _before(recipe: Recipe, phase: PhaseName | None) -> list[int]:
+  """The steps after which one of a phase may come."""
+  names = [each.name for each in recipe.phases]
+  return [_NO_STEP, *(_code(a) for a, b in [*itertools.pairwise(names), (phase, phase)] if b == phase and a)]
+
+
+def is_known(x: Any) -> bool:
+  """Whether an array can be read at once, by each process."""
+  if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
+    return isinstance(x, np.ndarray)
+  return not x.is_deleted() and x.is_ready() and (x.is_fully_addressable or x.is_fully_replicated)

@@ -1,0 +1,144 @@
+"""A state says by what it was made, in arrays that a checkpoint keeps: another recipe, or phase, is an error or NaN."""
+
+import functools
+import tempfile
+
+from absl.testing import absltest, parameterized
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+
+import sparse24_jax as s24
+
+FST = s24.recipes.transposable_srste('.*', masked_decay=0.0)
+SR_STE = s24.recipes.sr_ste('.*', masked_decay=0.0)
+STEP = s24.recipes.step('.*')
+X = np.random.default_rng(1).normal(size=(8, 16)).astype(np.float32)
+ANOTHER = r"^kernel: its state was made by projection 'transposable exact', .* 'magnitude 2:4'\. To go on .*tx.init"
+
+
+def params_of(*shape):
+  return {'kernel': jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32)}
+
+
+def loss(params, x):
+  return ((x @ params['kernel']) ** 2).sum()
+
+
+def optimizer(recipe, **kwargs):
+  return s24.sparse_training(optax.adam(0.01), recipe, **kwargs)
+
+
+@functools.cache
+def read_into(recipe, other, *shape):
+  """The state of one recipe, as Orbax reads it into the tree of another."""
+  tree = optimizer(other, learning_rate=0.01).init(params_of(*shape))
+  with tempfile.TemporaryDirectory() as folder, ocp.StandardCheckpointer() as checkpointer:
+    checkpointer.save(f'{folder}/state', optimizer(recipe).init(params_of(*shape)))
+    checkpointer.wait_until_finished()
+    return jax.block_until_ready(checkpointer.restore(f'{folder}/state', jax.eval_shape(lambda: tree)))
+
+
+def step_of(recipe, tx, phase):
+  """A step as a user writes it, its model in one phase."""
+  sparse = s24.sparsify(loss, recipe, phase=phase)
+
+  def step(params, state):
+    variables = s24.sparse_variables(params, state, recipe, phase=phase)
+    value, grads = jax.value_and_grad(sparse)(params, variables, jax.random.key(0), X)
+    updates, state = tx.update(grads, state, params)
+    return value, optax.apply_updates(params, updates), state
+
+  return jax.jit(step)
+
+
+class OtherProjectionTest(absltest.TestCase):
+
+  def test_a_state_that_is_read_into_the_tree_of_another_recipe(self):
+    """Its masks have the shapes of the others, and all that is static is the tree's."""
+    params, state, tx = params_of(16, 16), read_into(FST, SR_STE, 16, 16), optimizer(SR_STE, learning_rate=0.01)
+    for call in (
+      lambda: s24.sparse_variables(params, state, SR_STE), lambda: s24.project(params, state, SR_STE),
+      lambda: tx.update(params, state, params),
+    ):  # fmt: skip
+      with self.assertRaisesRegex(ValueError, ANOTHER):
+        call()
+    own = tx.init(params)
+    step = step_of(SR_STE, tx, 'sparse')
+    for given, fine in ((own, True), (state, False)):
+      value, after, _ = step(params, given)
+      self.assertEqual((bool(jnp.isfinite(value)), bool(jnp.isfinite(after['kernel']).all())), (fine, fine))
+      projected = jax.jit(lambda p, s: s24.project(p, s, SR_STE))(params, given)['kernel']
+      self.assertEqual(bool(jnp.isfinite(projected).all()), fine)
+    np.testing.assert_allclose(step(params, own)[0], loss(s24.project(params, own, SR_STE), X), rtol=1e-5)
+
+  def test_a_mask_along_other_axes(self):
+    """Of a square weight that is stored as `[out, in]`."""
+    bound = s24.bind(SR_STE, lambda p, x: x @ p['kernel'].T, params_of(16, 16), X)
+    state = optimizer(SR_STE, learning_rate=0.01).init(params_of(16, 16))
+    tree = optimizer(bound, learning_rate=0.01).init(params_of(16, 16))
+    read = jax.tree.unflatten(jax.tree.structure(tree), jax.tree.leaves(state))
+    with self.assertRaisesRegex(ValueError, "'magnitude 2:4', and .* 'magnitude 2:4, in 1, out 0'"):
+      s24.project(params_of(16, 16), read, bound)
+
+  def test_an_nnx_model_and_variables_that_a_program_made(self):
+    module = nnx.Linear(16, 16, use_bias=False, rngs=nnx.Rngs(0))
+    params, state = nnx.state(module, nnx.Param), read_into(FST, SR_STE, 16, 16)
+    boxed = jax.tree.unflatten(
+      jax.tree.structure(optimizer(SR_STE, learning_rate=0.01).init(params)), jax.tree.leaves(state)
+    )
+    variables = jax.jit(lambda p, s: s24.sparse_variables(p, s, SR_STE))(params, boxed)
+    model = s24.sparsify(module, SR_STE)
+    nnx.update(model, variables)
+    self.assertTrue(jnp.isnan(nnx.jit(lambda model, x: model(x))(model, X)).all())
+    with self.assertRaisesRegex(ValueError, 'an optimizer state that does not serve this recipe.* outside of jit'):
+      model(X)
+
+
+class OtherPhaseTest(parameterized.TestCase):
+
+  @parameterized.product(recipe=(FST, STEP), phases=(('dense', 'sparse'), ('sparse', 'dense')))
+  def test_optimizer_and_model_of_two_phases(self, recipe, phases):
+    params, tx = params_of(16, 16), optimizer(recipe, phase=phases[0])
+    message = f'updates in phase {phases[0]!r}, and reads the masks of its optimizer in phase {phases[1]!r}: give'
+    with self.assertRaisesRegex(ValueError, message):
+      jax.eval_shape(step_of(recipe, tx, phases[1]), params, tx.init(params))
+
+  def test_where_one_trace_does_not_show_both(self):
+    """`optax.MultiSteps` updates in a branch of its own: the next step reads of which phase the last one was."""
+    params = params_of(16, 16)
+    tx = optax.MultiSteps(optimizer(FST, phase='dense'), 1).gradient_transformation()
+    step, state = step_of(FST, tx, 'sparse'), tx.init(params)
+    values = []
+    for _ in range(2):
+      value, params, state = step(params, state)
+      values.append(bool(jnp.isfinite(value)))
+    self.assertEqual(values, [True, False])
+    with self.assertRaisesRegex(ValueError, "last step .* 'dense', after which .* none of phase 'sparse'"):
+      s24.sparse_variables(params, jax.block_until_ready(state), FST, phase='sparse')
+
+  def test_a_model_that_was_finished_dense(self):
+    """`project` pruned it: the first phase is that of none given."""
+    params, tx = params_of(16, 16), optimizer(FST, phase='dense')
+    _, state = tx.update(params, tx.init(params), params)
+    with self.assertRaisesRegex(ValueError, "phase 'dense', .* say so, project\\(..., phase='sparse'\\)"):
+      s24.project(params, state, FST)
+    self.assertTrue(jnp.isnan(jax.jit(lambda p, s: s24.project(p, s, FST))(params, state)['kernel']).all())
+    self.assertIs(s24.project(params, state, FST, phase='dense'), params)
+    s24.verify24(s24.project(params, state, FST, phase='sparse')['kernel'])
+
+  def test_phases_in_their_order(self):
+    """A dense start and the first sparse step after it, and a sparse phase and its dense end."""
+    for recipe, phases in ((STEP, ('dense', 'sparse', 'sparse')), (FST, ('sparse', 'dense', 'dense'))):
+      params = params_of(16, 16)
+      state = optimizer(recipe, phase=phases[0]).init(params)
+      for phase in phases:
+        value, params, state = step_of(recipe, optimizer(recipe, phase=phase), phase)(params, state)
+        self.assertTrue(jnp.isfinite(value))
+
+
+if __name__ == '__main__':
+  absltest.main()
