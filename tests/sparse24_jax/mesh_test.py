@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import logging
 import re
+from unittest import mock
 
 from absl.testing import absltest, parameterized
 import jax
@@ -15,6 +16,7 @@ import pytest
 from pallas_kernels import _dispatch
 import sparse24_jax as s24
 from sparse24_jax import linear_layer
+from sparse24_jax.binding import transform
 from sparse24_jax.precision import Rounded
 from tests.quick import jit
 
@@ -162,6 +164,52 @@ class BlockTest(parameterized.TestCase):
     self.assertEqual(set(moved), {'all-reduce'} if automatic else {'all-gather', 'all-reduce'})
     activations = TOKENS, TOKENS // shape[0]
     self.assertEmpty([found for found in moved.get('all-gather', ()) if found and found[0] in activations])
+
+  @parameterized.product(gated=(False, True), divided=('tokens', 'columns'))
+  @pytest.mark.slow
+  def test_a_hidden_layer_with_a_constraint_moves_no_more_than_as_two_ops(self, gated, divided):
+    on = mesh()
+    hidden = {'tokens': PartitionSpec(('d', 't')), 'columns': PartitionSpec('d', None, 't')}[divided]
+    rows = PartitionSpec(('d', 't')) if divided == 'tokens' else PartitionSpec('d')
+    specs = {'up': (('d', 't'),), 'gate': (('d', 't'),), 'down': (None, ('d', 't'))}
+    if divided == 'columns':
+      specs = {'up': ('d', 't'), 'gate': ('d', 't'), 'down': ('t', 'd')}
+
+    def f(p, x):
+      h = jax.nn.silu(x @ p['gate']) * (x @ p['up']) if gated else jax.nn.gelu(x @ p['up'])
+      return jax.lax.with_sharding_constraint(h, NamedSharding(on, hidden)) @ p['down']
+
+    names = ('gate', 'up', 'down') if gated else ('up', 'down')
+    shapes = {'up': (64, 512), 'gate': (64, 512), 'down': (512, 64)}
+    params = {
+      name: jax.ShapeDtypeStruct(shapes[name], BF16, sharding=NamedSharding(on, PartitionSpec(*specs[name])))
+      for name in names
+    }
+    x = jax.ShapeDtypeStruct((16, 32, 64), BF16, sharding=NamedSharding(on, rows))
+    bound = s24.bind(s24.Recipe('fst', (s24.Rule('.*', FST),)), f, params, x)
+    self.assertCountEqual([use.role for weight in bound.weights for use in weight.uses], names)
+    states = {
+      name: jax.ShapeDtypeStruct(w.shape, jnp.bool_, sharding=w.sharding) for name, w in params.items()
+    }
+
+    placed = jax.tree.map(lambda a: a.sharding, (params, x))
+
+    def step(p, states, x):
+      y, vjp = jax.vjp(lambda p, x: s24.sparsify(f, bound)(p, states, KEY, x), p, x)
+      return jax.lax.with_sharding_constraint(vjp(y), placed)
+
+    def entries():
+      moved = exchanged(jax.jit(step).lower(params, states, x).compile().as_text())
+      return {kind: sorted(int(np.prod(shape)) for shape in each if shape) for kind, each in moved.items()}
+
+    fused = entries()
+    with mock.patch.object(transform, 'why_apart', lambda *_: 'a test'):
+      apart = entries()
+    self.assertEqual(fused.keys(), apart.keys())
+    for kind, sizes in fused.items():
+      self.assertLessEqual(sum(sizes), sum(apart[kind]), kind)
+    if not gated:  # as two ops gate and up have a gradient of x each to be summed
+      self.assertEqual(fused, apart)
 
   @pytest.mark.slow
   def test_layers_in_a_scan_recomputed_over_micro_batches(self):
