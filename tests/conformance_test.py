@@ -79,7 +79,7 @@ class OneDeviceTest(parameterized.TestCase):
         s24.verify24(leaf['kernel'], axis=-2 if projection_of(case, name).divisor[0] == 4 else -1)
 
   @parameterized.parameters(*KINDS)
-  @pytest.mark.few(3)
+  @pytest.mark.few(2)
   def test_accumulated_micro_batches_are_one_step(self, case):
     """Two halves of a gradient under MultiSteps give the state and the update of the whole."""
     self.check_accumulation(case)

@@ -13,6 +13,7 @@ import tempfile
 import types
 
 from absl.testing import absltest, parameterized
+import pytest
 
 ROOT = Path(__file__).parents[1]
 MODULES = ('sparse24_jax', 'sparse24_jax.linen', 'sparse24_jax.nnx', 'sparse24_jax.recipes')
@@ -96,7 +97,20 @@ class DocstringsTest(parameterized.TestCase):
       self.assertRegex(text, rf'\n +\*{{0,2}}{argument}: |`{argument}`', f'{module}.{name}({argument})')
 
 
-class DocsTest(parameterized.TestCase):
+class ExamplesTest(parameterized.TestCase):
+
+  @parameterized.parameters(*public_names(), *kernel_functions())
+  def test_the_example_stands_by_itself(self, module, name):
+    public = getattr(importlib.import_module(module), name)
+    self.assertEmpty(undefined(inspect.getdoc(public) or ''), f'the example of {module}.{name} does not define these')
+
+  def test_undefined(self):
+    example = 'Text.\n\n>>> import a.b as c, d\n>>> for i in range(3):\n...   c(i, lambda j: d(j, e))\n>>> f = g\n'
+    self.assertEqual(undefined(example), {'e', 'g'})
+
+
+@pytest.mark.slow
+class SiteTest(parameterized.TestCase):
 
   @classmethod
   def setUpClass(cls):
@@ -114,15 +128,6 @@ class DocsTest(parameterized.TestCase):
     self.assertIsNotNone(section, f'{module} has no section {name}')
     self.assertIn('<div class="docstring">', section.group())
     self.assertIn('&gt;&gt;&gt; ', section.group(), f'{module}.{name} has no example')
-
-  @parameterized.parameters(*public_names(), *kernel_functions())
-  def test_the_example_stands_by_itself(self, module, name):
-    public = getattr(importlib.import_module(module), name)
-    self.assertEmpty(undefined(inspect.getdoc(public) or ''), f'the example of {module}.{name} does not define these')
-
-  def test_undefined(self):
-    example = 'Text.\n\n>>> import a.b as c, d\n>>> for i in range(3):\n...   c(i, lambda j: d(j, e))\n>>> f = g\n'
-    self.assertEqual(undefined(example), {'e', 'g'})
 
   def test_every_link_of_the_site_leads_somewhere(self):
     pages = {path: path.read_text() for path in self.folder.rglob('*.html')}

@@ -73,7 +73,6 @@ class CommandTest(parameterized.TestCase):
     self.assertRegex(call('inspect', f'{folder}/fst-seed0')[1], r'step 30, dense phase[\s\S]*1\.0000 .* no')
 
     summary = json.loads((Path(folder) / 'fst-seed0' / 'summary.json').read_text())
-    self.assertIn(f'loss {summary["validation_loss"]:.4f}', call('eval', f'{folder}/fst-seed0')[1])
     # As if it had been trained on a GPU.
     config_file = Path(folder, 'fst-seed0', 'config.json')
     config = json.loads(config_file.read_text())

@@ -64,6 +64,7 @@ class FfnTest(parameterized.TestCase):
     products_by_xla.assert_called_once()
     assert_close(found, fp8_oracles.written_ffn(activation, *given, KEY, dense=dense), FLIPS)
 
+  @pytest.mark.slow
   def test_is_the_simulation_up_to_rounding(self):
     given = problem(gated=True, biased=True)
     found, expected = (ffn_and_gradients(policy, 'silu', *given, KEY) for policy in (KERNELS, SIMULATED))

@@ -97,7 +97,7 @@ class ForwardTest(parameterized.TestCase):
     (dict(bias=True), 1e-5), (dict(mlp='swiglu', ffn_width=0.5), 1e-5), (dict(mlp='relu2'), 1e-5),
     (dict(mlp='geglu'), 1e-5), (dict(remat=True), 1e-5), (dict(dtype='bfloat16'), 2e-2),
   )  # fmt: skip
-  @pytest.mark.few(3)
+  @pytest.mark.few(2)
   def test_against_numpy(self, overrides, tolerance):
     config = _tiny(**overrides)
     params, tokens = _init(config)

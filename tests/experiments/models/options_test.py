@@ -46,6 +46,7 @@ class StepOptionsTest(parameterized.TestCase):
   """What may be chosen for speed or stability."""
 
   @parameterized.parameters((jnp.float32, 1e-6), (jnp.bfloat16, 4e-3))
+  @pytest.mark.few
   def test_cross_entropy_is_that_of_optax(self, dtype, tolerance):
     rng = np.random.default_rng(0)
     logits = (3 * rng.standard_normal((2, 5, 32))).astype(dtype)
@@ -127,6 +128,7 @@ class AttentionPatternTest(parameterized.TestCase):
     self.assertGreater(difference[9], 0)
 
   @parameterized.parameters('gpt2', 'llama')
+  @pytest.mark.few
   def test_a_window_over_everything_is_full_attention(self, family):
     variables = {'params': params_of(family)}
     found = apply(make(family, attention_pattern=s24.AttentionPattern('local', 16)), variables, tokens())

@@ -65,7 +65,7 @@ class ReportTest(parameterized.TestCase):
     ('seed',), ('label',), ('name',), ('model', 'embed_dim'), ('model', 'size'), ('model', 'family'),
     ('data', 'corpus'), ('data', 'tokenizer'), ('recipe', 'kwargs'),
   )  # fmt: skip
-  @pytest.mark.few(3)
+  @pytest.mark.few(1)
   def test_a_folder_from_elsewhere_brings_no_script(self, *keys):
     folder, evil = temp_folder(self), '<script>alert(1)</script>'
     file = write_run(folder, 'fst', 0, 1.4) / 'config.json'
@@ -109,7 +109,7 @@ class ReportTest(parameterized.TestCase):
     ({'embed_dim': 96}, 'GPT-2 nano, width 96, on'), ({'num_layers': 3}, 'GPT-2 nano, 3 layers, on'),
     ({'embed_dim': '<b>'}, 'GPT-2 nano, width <b>, on'), ({}, 'GPT-2 nano, on'),
   )  # fmt: skip
-  @pytest.mark.few(2)
+  @pytest.mark.few(1)
   @without_pictures
   def test_sizes_that_were_given(self, model, text):
     folder = write_run(temp_folder(self), 'dense', 0, 1.2)
@@ -238,6 +238,7 @@ class ReportTest(parameterized.TestCase):
       self.assertEqual('Loss against time' in page, change is None)
 
   @parameterized.parameters((1, 'FST turns dense'), (2, '2 methods turn dense'))
+  @pytest.mark.few
   def test_the_first_end_of_a_sparse_phase_is_marked(self, count, text):
     folder = temp_folder(self)
     for method in ('fst', 'fst_no_decay')[:count]:

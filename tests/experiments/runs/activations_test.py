@@ -122,6 +122,7 @@ class MeasureTest(parameterized.TestCase):
   @parameterized.parameters(
     ({}, True), ({'model.scan_layers': True}, True), ({'model.mlp': 'gelu'}, False),
   )  # fmt: skip
+  @pytest.mark.few(2)
   def test_which_models_have_measures(self, changes, expected):
     parts = parts_of(tiny('dense', {}, **changes))
     self.assertEqual(activations.can_probe(parts), expected)

@@ -110,6 +110,7 @@ class StopTest(absltest.TestCase):
     self.assertEqual([event['event'] for event in found], ['went back', changed, resumed, changed, resumed])
     self.assertEqual(found[3]['changed'], {'optimizer.peak_lr': [0.01, 1e-3]})
 
+  @pytest.mark.slow
   def test_other_settings_never_change_within_a_run(self):
     folder = temp_folder(self)
     run(tiny(steps=10), folder)
@@ -132,7 +133,7 @@ class BadBatch(FakeData):
 
 class GoOnTest(absltest.TestCase):
   def test_a_bad_step_is_skipped_and_leaves_no_trace(self):
-    config = tiny('transposable_srste', RECIPES['transposable_srste'], bad_numbers__policy='skip')
+    config = tiny('ste', RECIPES['ste'], bad_numbers__policy='skip')
     parts = build.make_parts(config, data=FakeData())
     step = programs.make_step(parts, 'sparse', None)
     state, batches = programs.init_state(parts), parts.data.train()
@@ -170,7 +171,7 @@ class GoOnTest(absltest.TestCase):
     self.assertIn(meta['data_state']['position'], (40, 41))
     self.assertEqual(meta['rolled_back'], 1)
     with self.assertRaisesRegex(train.TrainingDivergedError, 'loss is nan at step 3.*there is no checkpoint'):
-      run(tiny(bad_numbers__policy='roll_back'), temp_folder(self), BadBatch(3))
+      run(tiny('ste', bad_numbers__policy='roll_back'), temp_folder(self), BadBatch(3), SHARED)
 
 
 class MasksTest(absltest.TestCase):

@@ -269,6 +269,7 @@ class ReportTest(parameterized.TestCase):
     (dict(recipe={'kwargs': {'epsilon': 0.1}}), 'recipe.kwargs of transposable_srste.*epsilon'),
     (dict(model={'heads': 3}), 'model section: .*heads'),
   )
+  @pytest.mark.few
   def test_a_run_of_another_version_costs_the_others_nothing(self, changes, reason):
     folder = temp_folder(self)
     write_run(folder, 'dense', 0, 1.2)

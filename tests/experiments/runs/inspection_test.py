@@ -2,7 +2,6 @@
 
 from pathlib import Path
 import shutil
-import tempfile
 from unittest import mock
 
 from absl.testing import absltest
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 
 from experiments.runs import checkpoint, inspection
-from tests.experiments.fakes import compile_quickly, FakeData
+from tests.experiments.fakes import compile_quickly, FakeData, temp_folder
 from tests.experiments.runs.train_test import run, tiny
 
 
@@ -20,26 +19,20 @@ def setUpModule():
 
 
 class InspectionTest(absltest.TestCase):
-  @classmethod
-  def setUpClass(cls):
-    super().setUpClass()
-    cls.folder = tempfile.mkdtemp(prefix='on-a-mesh-')
-    cls.addClassCleanup(shutil.rmtree, cls.folder)
-    cls.summary = run(tiny('ste', steps=20, mesh__fsdp=8), cls.folder)
-
   @pytest.mark.slow
   def test_a_checkpoint_of_a_mesh_on_one_device(self):
-    loaded = inspection.load(self.folder, data=FakeData())
+    folder = temp_folder(self)
+    summary = run(tiny('ste', steps=20, mesh__fsdp=8), folder)
+    loaded = inspection.load(folder, data=FakeData())
     self.assertEqual({leaf.sharding for leaf in jax.tree.leaves(loaded.state[1:])},
                      {jax.sharding.SingleDeviceSharding(jax.devices()[0])})  # fmt: skip
     found = inspection.evaluate(loaded)['loss']
-    np.testing.assert_allclose(found, self.summary['validation_loss'], rtol=1e-5)
+    np.testing.assert_allclose(found, summary['validation_loss'], rtol=1e-5)
     self.assertEqual({row.density for row in inspection.weight_table(loaded)}, {0.5})
 
   def test_the_newest_is_read_while_its_run_removes_it(self):
-    folder = tempfile.mkdtemp()
-    self.addCleanup(shutil.rmtree, folder)
-    shutil.copytree(self.folder, folder, dirs_exist_ok=True)
+    folder = temp_folder(self)
+    run(tiny(steps=20), folder)
     look, reads = checkpoint.sums.look, []
 
     def look_and_remove(tree):

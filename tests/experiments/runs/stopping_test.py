@@ -36,7 +36,7 @@ class StoppingTest(parameterized.TestCase):
   @parameterized.parameters((signal.SIGTERM, 75), (signal.SIGINT, 130))
   @pytest.mark.few
   def test_the_step_is_saved_and_the_rest_is_bit_for_bit(self, number, status):
-    config = tiny('transposable_srste', {**RECIPES['transposable_srste']}, recipe__flip_rate='step')
+    config = tiny('ste', RECIPES['ste'], recipe__flip_rate='step')
     folder, whole, shared = temp_folder(self), temp_folder(self), []
     handlers = [signal.getsignal(n) for n in stopping.STATUS]
     with self.assertRaisesRegex(stopping.StoppedError, f'{number.name}; step 18 is saved') as caught:

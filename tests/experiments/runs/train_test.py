@@ -95,6 +95,21 @@ def distinct_twins():
   return twins.values()
 
 
+# Sizes of axes, the spec of a layer's first weight, and its shard.
+OVER_MODEL = (
+  ({'data': 2, 'fsdp': 2, 'model': 2}, ('fsdp', 'model'), (16, 64)),
+  ({'data': 2, 'fsdp': 2}, (None, 'fsdp'), (32, 64)),
+)
+
+
+def over(axes):
+  """The parts of a sparse run on a mesh."""
+  changes = {f'mesh__{name}': size for name, size in axes.items()}
+  kwargs = {**RECIPES['transposable_srste'], 'dense_fraction': 0.0}
+  config = tiny('transposable_srste', kwargs, steps=10, checkpoint_every=0, optimizer__peak_lr=1e-3, **changes)
+  return build.make_parts(config, data=FakeData())
+
+
 def _is_adam(node):
   return isinstance(node, optax.ScaleByAdamState)
 
@@ -160,29 +175,33 @@ class LearnsTest(parameterized.TestCase):
     for layer in masks:
       self.assertEqual(np.allclose(found[0][layer], found[1][layer], rtol=1e-5), same)
 
-  @parameterized.parameters(
-    ({'data': 2, 'fsdp': 2, 'model': 2}, ('fsdp', 'model'), (16, 64)),
-    ({'data': 2, 'fsdp': 2}, (None, 'fsdp'), (32, 64)),
-  )
+  @parameterized.parameters(*OVER_MODEL)
   @pytest.mark.few
+  def test_neurons_lie_over_the_axis_model(self, mesh, of_up, shard):
+    parts = over(mesh)
+    shapes = jax.eval_shape(programs.make_init(parts), parts.config.seed)
+    found = jax.tree.map(
+      lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+      shapes, meshes.state_sharding(parts.mesh, shapes),
+    )  # fmt: skip
+    rows = meshes.weight_rows(found.params, parts.recipe)
+    specs = [', '.join(axis or '-' for axis in spec) for spec in (of_up, of_up[::-1])]
+    self.assertEqual([row.spec for row in rows], specs)
+    self.assertEqual([row.shard for row in rows], [shard, shard[::-1]])
+    adam = found.opt_state[1].inner_state[0]
+    for tree in (adam.mu, adam.nu, found.opt_state[1].projections):
+      self.assertEqual(tree['h_0']['mlp']['c_proj']['kernel'].sharding.spec, jax.P(*of_up[::-1]))
+
+  @parameterized.parameters(*OVER_MODEL)
+  @pytest.mark.slow
   def test_neurons_over_the_axis_model_give_the_losses_of_one_device(self, mesh, of_up, shard):
-    kwargs, logs, flips = {**RECIPES['transposable_srste'], 'dense_fraction': 0.0}, [], []
+    logs, flips = [], []
     for axes in ({}, mesh):
-      changes = {f'mesh__{name}': size for name, size in axes.items()}
-      config = tiny(
-        'transposable_srste', kwargs, steps=10, checkpoint_every=0, optimizer__peak_lr=1e-3, **changes
-      )
       folder = temp_folder(self)
-      parts = build.make_parts(config, data=FakeData())
-      found = train.Run(parts, folder, quiet=True)
+      found = train.Run(over(axes), folder, quiet=True)
       if axes:
-        rows = meshes.weight_rows(found.state.params, parts.recipe)
-        specs = [', '.join(axis or '-' for axis in spec) for spec in (of_up, of_up[::-1])]
-        self.assertEqual([row.spec for row in rows], specs)
-        self.assertEqual([row.shard for row in rows], [shard, shard[::-1]])
-        adam = found.state.opt_state[1].inner_state[0]
-        for tree in (adam.mu, adam.nu, found.state.opt_state[1].projections):
-          self.assertEqual(tree['h_0']['mlp']['c_proj']['kernel'].sharding.spec, jax.P(*of_up[::-1]))
+        up = found.state.params['h_0']['mlp']['c_fc']['kernel']
+        self.assertEqual((up.sharding.spec, up.sharding.shard_shape(up.shape)), (jax.P(*of_up), shard))
       found.train()
       logs.append(losses(folder, 'train'))
       records = map(json.loads, Path(folder, 'metrics.jsonl').read_text().splitlines())
@@ -196,17 +215,6 @@ class LearnsTest(parameterized.TestCase):
         jax.make_mesh((1, 1, 2), ('data', 'fsdp', 'model'), devices=jax.devices()[:2]),
         {'mlp': {'c_fc': {'kernel': np.zeros((8, 12))}}},
       )
-
-  def test_one_compilation_a_phase(self):
-    config = tiny('transposable_srste', RECIPES['transposable_srste'])
-    parts = build.make_parts(config, data=FakeData())
-    state, batches = programs.init_state(parts), parts.data.train()
-    for phase in ('sparse', 'dense'):
-      step = programs.make_step(parts, phase, None)
-      for _ in range(3):
-        state, _ = step(state, build.shard_batch(parts, next(batches)))
-      self.assertEqual(step._cache_size(), 1)
-
 
   @pytest.mark.slow
   def test_on_a_gpu_steps_without_a_search_are_a_program_of_their_own(self):
@@ -275,13 +283,20 @@ class TimesTest(absltest.TestCase):
     self.assertEqual(timing[5]['spent'], {**summary['spent'], 'evaluation': 10, 'checkpoints': 3})
 
 
-class RefusedTest(parameterized.TestCase):
+class WholeRunTest(parameterized.TestCase):
+  """What a run of two phases compiles, and what does not go on in its folder."""
+
   @classmethod
   def setUpClass(cls):
     super().setUpClass()
     cls.folder = tempfile.mkdtemp(prefix='trained-')
     cls.addClassCleanup(shutil.rmtree, cls.folder)
-    run(tiny('transposable_srste', RECIPES['transposable_srste']), cls.folder)
+    cls.programs = []
+    run(tiny('transposable_srste', RECIPES['transposable_srste']), cls.folder, programs=cls.programs)
+
+  def test_one_compilation_a_phase(self):
+    for phase in ('sparse', 'dense'):
+      self.assertEqual(self.programs[0].step(phase, None, None)._cache_size(), 1)
 
   @parameterized.parameters(
     ('recipe', ('sr_ste', RECIPES['sr_ste']), {}, 'recipe.name'),
@@ -297,6 +312,8 @@ class RefusedTest(parameterized.TestCase):
     with self.assertRaisesRegex(CheckpointError, message):
       run(tiny(name, kwargs, **overrides), self.folder, data)
 
+
+class RefusedTest(parameterized.TestCase):
   def test_a_loss_that_is_not_finite_stops_the_run(self):
     folder = temp_folder(self)
     with self.assertRaisesRegex(train.TrainingDivergedError, r'the loss is nan at step \d+; .*peak_lr'):

@@ -214,6 +214,7 @@ class GradientTest(parameterized.TestCase):
     self.assertTrue((layer['down']['kernel'][...] != 0).mean() > 0.9)
 
   @parameterized.parameters(*MODELS)
+  @pytest.mark.few
   def test_samples_differ_between_calls_and_are_reproducible(self, name):
     first, again = (s24.sparsify(plain(name), SAMPLED, rngs=nnx.Rngs(mvue=1)) for _ in range(2))
     one, two = grads_of(first), grads_of(first)

@@ -46,6 +46,7 @@ class ChangedBehindTest(parameterized.TestCase):
     ('decay', lambda: (wrapped(optax.adam(3e-4)), optax.add_decayed_weights(-0.1 * 3e-4))),
     ('clip', lambda: (wrapped(optax.adam(3e-4)), optax.clip_by_global_norm(1e-3))),
   )  # fmt: skip
+  @pytest.mark.few(2)
   def test_what_comes_behind_is_found(self, make):
     self.assertEqual(changed_behind(optax.chain(*make()), params_of()), {UP: 0})
 
@@ -54,6 +55,7 @@ class ChangedBehindTest(parameterized.TestCase):
     ('cosine_behind', lambda: (wrapped(optax.adamw(3e-4)),
      optax.scale_by_schedule(optax.cosine_decay_schedule(1.0, 10_000))), {100, 1000}),
   )  # fmt: skip
+  @pytest.mark.few
   def test_what_shows_later_is_found_later(self, make, steps):
     found = changed_behind(optax.chain(*make()), params_of())
     self.assertIn(found[UP], steps)

@@ -93,7 +93,7 @@ class LeftTest(parameterized.TestCase):
     ('decay_on_weights', jnp.float32), ('decay_on_weights', jnp.bfloat16), ('s_ste', jnp.float32),
     ('s_ste', jnp.bfloat16), ('finite', jnp.float32),
   )  # fmt: skip
-  @pytest.mark.few(3)
+  @pytest.mark.few(2)
   def test_no_false_alarm(self, case, dtype):
     """Not for rounding, and not for wrappers that hold a step back."""
     tx = {

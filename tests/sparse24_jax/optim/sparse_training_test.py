@@ -109,21 +109,30 @@ class AgainstNumpyTest(parameterized.TestCase):
     ('fst', FST, 'sparse', best_pattern, {'decay': DECAY, 'refresh_every': 3}),
     ('fst_flips_per_step', per_step(FST), 'sparse', best_pattern,
      {'decay': DECAY, 'refresh_every': 3, 'flip_rate': 'step'}),
+    ('sr_ste_on_gradients', SR_STE, 'sparse', largest_two, {'decay': DECAY}),
+    ('scheduled_decay_on_weights', s24.recipes.sr_ste(RULE, masked_decay=lambda count: 0.1 * count),
+     'sparse', largest_two, {'decay': lambda count: 0.1 * count, 'decay_on': 'weights'}),
+  )  # fmt: skip
+  def test_seven_steps(self, *case):
+    self.check_seven_steps(*case)
+
+  @parameterized.named_parameters(
     ('fst_dense_phase', FST, 'dense', best_pattern, {'refresh_every': 3}),
     ('fst_dense_twin', FST.dense_twin(), 'dense', best_pattern, {'refresh_every': 3}),
     ('fst_dense_twin_per_step', per_step(FST).dense_twin(), 'dense', best_pattern,
      {'refresh_every': 3, 'flip_rate': 'step'}),
-    ('sr_ste_on_gradients', SR_STE, 'sparse', largest_two, {'decay': DECAY}),
     ('sr_ste_on_weights', s24.recipes.sr_ste(RULE, masked_decay=DECAY), 'sparse', largest_two,
      {'decay': DECAY, 'decay_on': 'weights'}),
     ('ste', s24.recipes.ste(RULE), 'sparse', largest_two, {}),
     ('ste_per_step', per_step(s24.recipes.ste(RULE)), 'sparse', largest_two, {'flip_rate': 'step'}),
     ('scheduled_decay', s24.recipes.sr_ste(RULE, masked_decay=lambda count: 0.1 * count, decay_on='gradients'),
      'sparse', largest_two, {'decay': lambda count: 0.1 * count}),
-    ('scheduled_decay_on_weights', s24.recipes.sr_ste(RULE, masked_decay=lambda count: 0.1 * count),
-     'sparse', largest_two, {'decay': lambda count: 0.1 * count, 'decay_on': 'weights'}),
   )  # fmt: skip
-  def test_seven_steps(self, recipe, phase, search, settings):
+  @pytest.mark.slow
+  def test_seven_steps_of_others(self, *case):
+    self.check_seven_steps(*case)
+
+  def check_seven_steps(self, recipe, phase, search, settings):
     params = normal(0)
     expected = NumpyRun(params, search, **settings)
     tx = s24.sparse_training(adamw(), recipe, phase=phase, learning_rate=LR)
@@ -296,8 +305,8 @@ class LogTest(absltest.TestCase):
 
 class RefreshTest(parameterized.TestCase):
 
-  @parameterized.product(refresh_every=(1, 2, 3), flip_rate=('refresh', 'step'))
-  @pytest.mark.few(3)
+  @parameterized.product(refresh_every=(2, 3, 1), flip_rate=('refresh', 'step'))
+  @pytest.mark.few(2)
   def test_masks_change_when_due_and_come_from_the_updated_weights(self, refresh_every, flip_rate):
     recipe = dataclasses.replace(FST, refresh_every=refresh_every, flip_rate=flip_rate)
     projection = recipe.rules[0].policy.projection
@@ -316,7 +325,8 @@ class RefreshTest(parameterized.TestCase):
           self.assertTrue((mask != old).any())
       state = new_state
 
-  @parameterized.parameters('refresh', 'step')
+  @parameterized.parameters('step', 'refresh')
+  @pytest.mark.few
   def test_flip_rate_is_zero_at_first_and_for_frozen_weights(self, flip_rate):
     tx = s24.sparse_training(optax.sgd(0.3), dataclasses.replace(FST, masked_decay=0.0, flip_rate=flip_rate))
     params = normal(0)
