@@ -21,7 +21,7 @@ from sparse24_jax.recipe import Recipe
 
 RESULTS = Path(__file__).parents[1] / 'results'
 # Comparisons in which every method was tuned, with seeds.
-COMPARISONS = ('grid_nano.jsonl', 'grid_small.jsonl', 'race_h200_seeds.jsonl')
+COMPARISONS = ('grid_nano.jsonl', 'grid_small.jsonl', 'race_h200_seeds.jsonl', 'race_h200_wide2048_3.jsonl')
 GOALS = {
   'sooner': 'a loss after the fewest seconds',
   'quality': 'the lowest loss after as many steps',
@@ -53,7 +53,7 @@ OPTIONS = (
     'S-STE, FP8', lambda path: s24.recipes.s_ste(path, fp8=True), ('s_ste_fp8', 's_ste_fp8_all'), ends_sparse=True
   ),
   Option('dense, FP8', None, ('dense_fp8',)),
-  Option('dense, FFN half as wide', None, ('half_ffn',)),
+  Option('dense, FFN half as wide', None, ('half_ffn', 'half_ffn_fp8')),
 )
 
 

@@ -45,6 +45,10 @@ def _race(
   return table.read(provenance.RESULTS / name)[title]
 
 
+def _race_of_three() -> list[dict[str, Any]]:
+  return _race('race_h200_wide2048_3.jsonl', 'wide2048_3, rotary_qk_norm, 40 s each')
+
+
 def _tuned(name: str, title: str = 'nano, 1,500 steps each', against: str | None = None) -> str:
   return table.steps_markdown(_race(name, title), against)
 
@@ -65,10 +69,13 @@ TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
     'tuned nano learnt': lambda: _tuned('compare_tuned_nano_learnt.jsonl'),
     'race': lambda: table.markdown(_race()),
     'race by seed': lambda: table.seeds_markdown(_race(), 's_ste_fp8_all'),
+    'race of three layers': lambda: table.markdown(_race_of_three()),
+    'race of three layers by seed': lambda: table.seeds_markdown(_race_of_three(), 's_ste_fp8_all'),
     'race of all': lambda: table.markdown(_race('race_h200.jsonl', 'wide2048, rotary_qk_norm, 55 s each')),
   },
 }
 PICTURES: Mapping[str, Callable[[], str]] = {
   'speed.svg': lambda: speed.figure(_speed(), best_steps.figure_rows(best_steps.load())),
   'race.svg': lambda: picture.draw(table.by_seed(_race())),
+  'race_of_three_layers.svg': lambda: picture.draw(table.by_seed(_race_of_three())),
 }

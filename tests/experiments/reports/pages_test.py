@@ -41,7 +41,8 @@ class PagesTest(absltest.TestCase):
     records = speed.load(provenance.RESULTS.glob('*.jsonl'))
     steps = best_steps.figure_rows(best_steps.load())
     rows = {
-      'speed.svg': speed.figure_rows(records, steps), 'race.svg': picture.curves(table.by_seed(pages._race()))
+      'speed.svg': speed.figure_rows(records, steps), 'race.svg': picture.curves(table.by_seed(pages._race())),
+      'race_of_three_layers.svg': picture.curves(table.by_seed(pages._race_of_three())),
     }  # fmt: skip
     for name, made in rows.items():
       self.assertEqual(json.loads(shown[name] or ''), json.loads(json.dumps(made)), 'python -m experiments pages')
