@@ -28,6 +28,7 @@ import numpy as np
 from pallas_kernels import _partitioning
 from pallas_kernels._varying import vary_over, varying_axes
 from pallas_kernels.activations import activation_of, Name
+from pallas_kernels.mvue.philox import two_keys
 from sparse24_jax import linear_layer
 from sparse24_jax.asked import Asked
 from sparse24_jax.block_plan import BlockPlan, plan_block
@@ -98,7 +99,7 @@ def ffn(
   biases = {'up': b_up, 'down': b_down, 'gate': b_gate}
   states = _states(state, weights, policy)
   _check(x, weights, biases, states, policy)
-  hidden_key, down_key = (None, None) if key is None else jax.random.split(key)
+  hidden_key, down_key = (None, None) if key is None else two_keys(key)
   keys = {'hidden': hidden_key, 'down': down_key}
   sides = {name: w.shape for name, w in weights.items()}
   asked = Asked.of(precision, None, x.dtype)

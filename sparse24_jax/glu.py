@@ -1,9 +1,9 @@
 """Gated linear units over the sparse op."""
 
-import jax
 from jax import Array
 
 from pallas_kernels.activations import activation_of, Name
+from pallas_kernels.mvue.philox import two_keys
 from sparse24_jax.dot import dot
 from sparse24_jax.policy import DotPolicy
 
@@ -50,6 +50,6 @@ def gated_linear_unit(
   if state is not None and not (isinstance(state, tuple | list) and len(state) == 2):
     raise ValueError('state must be a pair, the states of w_gate and w_up')
   gate_state, up_state = (None, None) if state is None else state
-  gate_key, up_key = (None, None) if key is None else jax.random.split(key)
+  gate_key, up_key = (None, None) if key is None else two_keys(key)
   gate = dot(x, w_gate, gate_state, policy=policy, key=gate_key)
   return act(gate) * dot(x, w_up, up_state, policy=policy, key=up_key)

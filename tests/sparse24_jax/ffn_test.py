@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.mvue.philox import two_keys
 import sparse24_jax as s24
 from sparse24_jax import linear_layer
 from tests import oracles
@@ -89,7 +90,7 @@ def written_formulas(policy, activation, x, weights, biases, states, dy, key):
   first = [w['gate'], w['up']] if 'gate' in w else [w['up']]
   sampled = (dz, dy)
   if policy.weight_grad == 'mvue':
-    keys = jax.random.split(key)
+    keys = two_keys(key)
     sampled = (s24.mvue24(jnp.asarray(a, dtype), k, axis=0) for a, k in zip(sampled, keys, strict=True))
   sampled_z, sampled_y = map(oracles.wide, sampled)
   names = ('gate', 'up') if 'gate' in w else ('up',)

@@ -1,11 +1,11 @@
 """The FP8 layer and block written out in NumPy and ml_dtypes: what the kernels' path answers to."""
 
-import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
 from pallas_kernels.activations import ACTIVATIONS
+from pallas_kernels.mvue.philox import two_keys
 import sparse24_jax as s24
 from tests import oracles
 
@@ -84,7 +84,7 @@ def written_ffn(activation, x, weights, biases, states, dy, key, *, dense=None):
     return bf16(dense_product(a, w) + bias) if role == dense else sparse_product(a, w) + bias
 
   x, dy = f8(wide(x), E4M3), wide(dy)
-  hidden_key, down_key = jax.random.split(key)
+  hidden_key, down_key = two_keys(key)
   names = ('gate', 'up') if 'gate' in weights else ('up',)
   first = f8_weights([weights[n] for n in names], [states[n] for n in names])
   down = f8_weights([weights['down']], [states['down']])

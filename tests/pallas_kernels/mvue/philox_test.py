@@ -57,6 +57,16 @@ class SeedTest(absltest.TestCase):
     for word in philox.seed_words(jax.random.key(3, impl='rbg')):
       self.assertEqual((word.shape, word.dtype), ((), jnp.uint32))
 
+  def test_two_keys_of_one_draw_independently(self):
+    for impl in ('threefry2x32', 'rbg'):
+      typed, raw = jax.random.key(3, impl=impl), jax.random.key_data(jax.random.key(3, impl=impl))
+      three = [typed, *philox.two_keys(typed)]
+      u = np.stack([philox.group_uniforms(philox.seed_words(key), (1, 32, 512)).ravel() for key in three])
+      correlation = np.corrcoef(u) - np.eye(3)
+      np.testing.assert_array_less(np.abs(correlation), 4 / np.sqrt(u.shape[1]))
+      for of_raw, key in zip(philox.two_keys(raw), three[1:], strict=True):
+        np.testing.assert_array_equal(of_raw, jax.random.key_data(key))
+
 
 class GroupUniformsTest(parameterized.TestCase):
   @parameterized.parameters((0, (0, 0, 0)), (1, (0, 0, 0)), (2, (7, 3, 8)))
