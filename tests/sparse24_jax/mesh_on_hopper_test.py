@@ -109,7 +109,7 @@ class BlockTest(parameterized.TestCase):
       return jax.lax.with_sharding_constraint(x + y, rows)
 
     def step(x, weights, masks, key):
-      form, keys = hopper.POLICY.projection.form, jax.random.split(jax.random.wrap_key_data(key), LAYERS)
+      form, keys = s24.transposable().form, jax.random.split(jax.random.wrap_key_data(key), LAYERS)
       packed = masks and {
         role: jax.vmap(lambda w, mask: packing.pack(form, w, mask, jnp.bfloat16))(w, masks[role])
         for role, w in weights.items()
@@ -120,7 +120,8 @@ class BlockTest(parameterized.TestCase):
         if how == 'loop':
           return jax.lax.scan(lambda x, given: (call(x, *given), None), x, (weights, packed, keys))[0].var()
         for i in range(LAYERS):
-          x = call(x, *jax.tree.map(operator.itemgetter(i), (weights, packed)), keys[i])
+          w, state = jax.tree.map(operator.itemgetter(i), (weights, packed))
+          x = call(x, w, state, keys[i])
         return x.var()
 
       dx, dw = jax.grad(loss, (0, 1))(x, weights)

@@ -1,8 +1,10 @@
 """Several processes train as one does; a lost one ends all; a signal to one stops and saves all."""
 
+import contextlib
 import json
 import os
 from pathlib import Path
+import re
 import signal
 import socket
 import subprocess
@@ -16,6 +18,7 @@ from jax.experimental import multihost_utils
 import numpy as np
 import pytest
 
+from experiments import arguments
 from experiments.data import pipeline
 from experiments.runs import experiment, hosts, inspection, meshes
 from experiments.runs.checkpoint import Checkpoints
@@ -29,8 +32,31 @@ SETTINGS = (
   'mesh.data=2', 'mesh.fsdp=2',
 )  # fmt: skip
 
+# JAX takes one of the 4,096 ports from here on for a job of Slurm or Open MPI.
+_FIRST_PORT = 65535 - 2**12 + 1
 
-def start(folder, processes, *settings, devices=4, fault=None, full_disk=None, bad_batch=None, late=None, options=()):
+
+def under_slurm(port, processes, index):
+  """What Slurm tells a task, from which JAX finds the others; the port is made of the job's number."""
+  return {
+    'SLURM_JOB_ID': str(port - _FIRST_PORT), 'SLURM_STEP_NODELIST': 'localhost', 'SLURM_NTASKS': str(processes),
+    'SLURM_PROCID': str(index), 'SLURM_LOCALID': str(index),
+  }  # fmt: skip
+
+
+def under_mpirun(port, processes, index):
+  """What Open MPI tells a process."""
+  return {
+    'OMPI_MCA_orte_hnp_uri': f'{(port - _FIRST_PORT) * 2**12}.0;tcp://127.0.0.1:34911',
+    'OMPI_COMM_WORLD_SIZE': str(processes), 'OMPI_COMM_WORLD_RANK': str(index),
+    'OMPI_COMM_WORLD_LOCAL_RANK': str(index),
+  }  # fmt: skip
+
+
+def start(
+  folder, processes, *settings, devices=4, fault=None, full_disk=None, bad_batch=None, late=None, options=(),
+  scheduler=None,
+):  # fmt: skip
   """Starts the processes of a run over 4 devices; returns them.
 
   Args:
@@ -43,19 +69,21 @@ def start(folder, processes, *settings, devices=4, fault=None, full_disk=None, b
     bad_batch: (process, step) at which its rows are no tokens.
     late: a process that waits eight seconds before it builds the run.
     options: of the command, beside settings.
+    scheduler: (port, processes, process) -> variables by which JAX finds the others; None: the command tells it.
   """
-  with socket.socket() as free:
-    free.bind(('localhost', 0))
-    port = free.getsockname()[1]
+  port = _free_port(_FIRST_PORT if scheduler else 0)
   overrides = [word for setting in (*SETTINGS, *settings) for word in ('--set', setting)]
   started = []
   for index in range(processes):
     command = [sys.executable, '-m', 'tests.experiments.runs.several', str(devices // processes), 'train', '--config',
                'nano', '--tiny', '--folder', str(folder), *overrides, *options]  # fmt: skip
-    if processes > 1:
+    variables = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(ROOT)}
+    if scheduler:
+      command += ['--distributed', '--heartbeat', '15']
+      variables |= scheduler(port, processes, index)
+    elif processes > 1:
       command += ['--coordinator', f'localhost:{port}', '--processes', str(processes), '--process', str(index),
                   '--heartbeat', '15']  # fmt: skip
-    variables = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(ROOT)}
     if fault and fault[0] == index:
       variables |= {'KILL_BY': str(int(fault[1])), 'KILL_AT': str(fault[2])}
     if full_disk and full_disk[0] == index:
@@ -68,6 +96,15 @@ def start(folder, processes, *settings, devices=4, fault=None, full_disk=None, b
     child = subprocess.Popen(command, env=variables, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, text=True)
     started.append((child, log))
   return started
+
+
+def _free_port(first):
+  """A port that nobody listens at, from `first` on; any if that is 0."""
+  for port in range(first, first + 2**12):
+    with socket.socket() as free, contextlib.suppress(OSError):
+      free.bind(('localhost', port))
+      return free.getsockname()[1]
+  raise OSError(f'no free port from {first} on')
 
 
 def finish(started):
@@ -116,6 +153,30 @@ class RowsTest(parameterized.TestCase):
   def test_processes_that_cannot_be_found(self):
     with self.assertRaisesRegex(ValueError, 'did not meet: .*srun, mpirun.*--coordinator'):
       hosts.join(None, None, None, 10)
+
+
+class RecipesTest(absltest.TestCase):
+  """The recipes of docs/hosts.md start as many processes as their mesh has devices."""
+
+  def test_commands(self):
+    text = (ROOT / 'docs' / 'hosts.md').read_text()
+    slurm, job = re.findall(r'```(?:bash|yaml)\n(.*?)```', text, re.DOTALL)
+    numbers = {name: int(n) for name, n in re.findall(r'([\w./-]+)[=:] ?(\d+)', slurm + job)}
+    self.assertEqual(numbers['--nodes'] * numbers['--gpus-per-node'], self._devices(slurm)[0])
+    self.assertEqual(numbers['--ntasks-per-node'], numbers['--gpus-per-node'])
+    devices, args = self._devices(job)
+    self.assertEqual(numbers['completions'] * numbers['nvidia.com/gpu'], devices)
+    self.assertEqual({args.processes, numbers['completions'], numbers['parallelism']}, {4})
+    name, of = re.findall(r'name: (\w+)', job)[:2]
+    self.assertTrue(args.coordinator.startswith(f'{name}-{of}-0-0.{name}:'))
+
+  def _devices(self, recipe):
+    """How many a recipe's mesh takes, and the arguments of its command."""
+    (command,) = re.findall(r'python -m experiments (.*?)\n(?=\w|\s+resources)', recipe, re.DOTALL)
+    words = command.replace('\\\n', ' ').replace('$JOB_COMPLETION_INDEX', '3').split()
+    args = arguments.make_parser().parse_args(words)
+    config = experiment.load_config(args.config, args.overrides)
+    return config.mesh.data * config.mesh.fsdp * config.mesh.get('model', 1), args
 
 
 class AgreeTest(parameterized.TestCase):
@@ -170,11 +231,11 @@ class AgreeTest(parameterized.TestCase):
 
 @pytest.mark.slow
 class SeveralTest(parameterized.TestCase):
-  @parameterized.parameters(2, 4)
-  def test_several_processes_train_as_one(self, several):
+  @parameterized.parameters((2, under_slurm), (4, under_mpirun))
+  def test_several_processes_train_as_one(self, several, scheduler):
     one, two = temp_folder(self), temp_folder(self)
-    for folder, processes in ((one, 1), (two, several)):
-      for status, output in finish(start(folder, processes, 'steps=10', 'accumulate=2')):
+    for folder, processes, by in ((one, 1, None), (two, several, scheduler)):
+      for status, output in finish(start(folder, processes, 'steps=10', 'accumulate=2', scheduler=by)):
         self.assertEqual(status, 0, output)
     for found, expected in zip(records_of(two), records_of(one), strict=True):
       # gloo adds in another order than one process does; masks do not differ, so neither do flips.

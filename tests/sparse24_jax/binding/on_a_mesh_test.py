@@ -71,12 +71,11 @@ def exchanged(name, layout, *, stacked, devices):
   shardings = jax.tree.map(lambda a: a.sharding, (params, state))
   update = jax.jit(tx.update, out_shardings=shardings).lower(params, state, params)
 
-  @jax.jit
-  def variables(params, state):
+  def states(params, state):
     found = s24.sparse_variables(params, state, bound, phase='sparse')
     return {key: value for key, value in found.items() if key != MADE_OF}
 
-  variables = variables.lower(params, state)
+  variables = jax.jit(states).lower(params, state)
   text = '\n'.join(lowered.compile().as_text() or '' for lowered in (update, variables))
   return [(kind, re.findall(r'\w+\[([\d,]*)\]', result)) for result, kind in _EXCHANGE.findall(text)]
 
