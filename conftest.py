@@ -7,7 +7,7 @@ from pathlib import Path
 import sys
 import unittest
 
-if 'gpu' not in sys.argv:  # of `-m gpu`
+if 'gpu' not in sys.argv and 'PYTEST_XDIST_WORKER' not in os.environ:  # of `-m gpu`; workers have what the first has
   os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 # XLA ends a process whose simulated devices wait 40 s for each other, as on a busy machine they may.
 os.environ['XLA_FLAGS'] = ' '.join((

@@ -71,18 +71,20 @@ class Race:
     self.names = list(dict.fromkeys([*options.contenders, *options.clock_only]))
     self.done: dict[str, dict[Trial, float]] = {name: {} for name in self.names}
     self.clocked: dict[str, Mapping[str, Any]] = {}
-    # The thread that compiles puts here what it made, None where that failed, and the seconds; all else is this one's.
+    # This thread traces a contender while nothing trains, another one compiles it while the one before trains. Each
+    # has None in place of programs that failed, and seconds; all else is this thread's.
+    self.traced: queue.SimpleQueue[tuple[str, Programs | None, float]] = queue.SimpleQueue()
     self.made: queue.SimpleQueue[tuple[str, Programs | None, float]] = queue.SimpleQueue()
+    self.to_trace = list(self.names)
     self.programs: dict[str, Programs] = {}
     self.compile_s: dict[str, float] = {}
     self.failed: set[str] = set()
-    # The next contender is compiled once this one was timed with nothing else on the device.
-    self.quiet = threading.Semaphore(1)
     self._resume()
 
   def run(self) -> int:
     """Trials until none is left or the time is over; returns the number of contenders that failed."""
     threading.Thread(target=self._compile_all, daemon=True).start()
+    self._trace_next()
     while time.monotonic() < self.end:
       coming = set(self.names) - set(self.programs) - self.failed
       todo = [
@@ -119,7 +121,7 @@ class Race:
     return time.monotonic() + 1.08 * seconds < self.end
 
   def _take(self) -> None:
-    """Times what was compiled, if anything is within a second; then the next may be compiled."""
+    """Times what was compiled, if anything is within a second, with nothing beside it; then traces the next."""
     try:
       name, programs, seconds = self.made.get(timeout=1)
     except queue.Empty:
@@ -130,26 +132,38 @@ class Race:
       self.compile_s[name], self.programs[name] = round(seconds, 2), programs
       self._say(f'{name}: compiled in {seconds:.0f} s')
       self._guarded(name, self._clock)
-    self.quiet.release()
+    self._trace_next()
+
+  def _trace_next(self) -> None:
+    if not self.to_trace:
+      return
+    name, start, programs = self.to_trace.pop(0), time.perf_counter(), None
+    try:
+      programs = self._programs(name)
+      programs.lower()
+    except Exception as error:  # whatever JAX raises
+      programs = None
+      self._say_failed(name, error)
+    self.traced.put((name, programs, time.perf_counter() - start))
 
   def _compile_all(self) -> None:
-    for name in self.names:
-      self.quiet.acquire()
-      start, programs = time.perf_counter(), None
+    for _ in self.names:
+      name, programs, seconds = self.traced.get()
+      start = time.perf_counter()
       try:
-        programs = self._compiled(name)
+        if programs:
+          programs.compile()
       except Exception as error:  # whatever XLA raises
+        programs = None
         self._say_failed(name, error)
-      self.made.put((name, programs, time.perf_counter() - start))
+      self.made.put((name, programs, seconds + time.perf_counter() - start))
 
-  def _compiled(self, name: str) -> Programs:
+  def _programs(self, name: str) -> Programs:
     model = make_model(
       name, self.options.size, self.vocab, style=self.options.style, tiny=self.options.tiny, scan=self.options.scan
     )
     shape = jax.ShapeDtypeStruct(self.tokens.shape, self.tokens.dtype)
-    programs = Programs(model, CONTENDERS[name].recipe, self.options.batch, shape, self.held_out)
-    programs.compile()
-    return programs
+    return Programs(model, CONTENDERS[name].recipe, self.options.batch, shape, self.held_out)
 
   def _guarded(self, name: str, what: Any, *args: Any) -> None:
     """One contender that fails costs the others nothing."""

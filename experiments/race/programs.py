@@ -62,7 +62,7 @@ def windows(tokens: Array, starts: Array, length: int) -> tuple[Array, Array]:
 
 
 class Programs:
-  """What a contender compiles to, ahead of time; call `compile` once, from any thread.
+  """What a contender compiles to, ahead of time; call `lower`, then `compile`, once, from any thread.
 
   Args:
     model: linen model.
@@ -86,8 +86,11 @@ class Programs:
     """Of a state."""
     return jax.eval_shape(self._init, jnp.int32(0))
 
-  def compile(self) -> None:
-    """Compiles the initial state, and the steps and an evaluation of each phase, side by side."""
+  def lower(self) -> None:
+    """Traces the initial state, and the steps and an evaluation of each phase.
+
+    Kernels without a record are checked meanwhile, for which nothing else may run on the GPU.
+    """
     seed = jax.ShapeDtypeStruct((), jnp.int32)
     held_out = jax.ShapeDtypeStruct(self.held_out.shape, self.held_out.dtype)
     jobs = {'init': (jax.jit(self._init), (seed,))}
@@ -95,8 +98,12 @@ class Programs:
       jobs |= {(phase, refresh): self.step_of(phase, refresh) for refresh in self._refreshes}
       evaluate = jax.jit(functools.partial(self._evaluate, phase))
       jobs[phase] = evaluate, (self.shapes, self.tokens, held_out)
+    self._lowered = {name: f.lower(*arguments) for name, (f, arguments) in jobs.items()}
+
+  def compile(self) -> None:
+    """Compiles what was traced, side by side."""
     with concurrent.futures.ThreadPoolExecutor() as pool:
-      made = {name: pool.submit(f.lower(*arguments).compile) for name, (f, arguments) in jobs.items()}
+      made = {name: pool.submit(lowered.compile) for name, lowered in self._lowered.items()}
     self._made = {name: compiled.result() for name, compiled in made.items()}
     self.init = self._made['init']
 

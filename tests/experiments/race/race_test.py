@@ -134,6 +134,7 @@ class ProgramsTest(absltest.TestCase):
   @pytest.mark.slow
   def test_two_programs_train_what_one_does(self):
     made, text = self.made('fst')
+    made.lower()
     made.compile()
     alone = jax.jit(made._step, static_argnums=(0, 1))
     numbers = programs.Numbers(jnp.float32(1e-2), jnp.float32(6e-4), jnp.int32(0))
@@ -251,18 +252,27 @@ class ProgramTest(absltest.TestCase):
 
     race.programs = Watched()
 
-    def compiled(name):
+    traced = []
+
+    def lower(name):
+      traced.append((name, threading.current_thread(), set(race.clocked)))
       if name == 'fst':
-        raise ValueError('does not compile')
-      return object()
+        raise ValueError('does not trace')
+
+    def made(name):
+      return mock.Mock(lower=lambda: lower(name))
 
     def clocked(name):
       race.clocked[name] = {}
 
-    with mock.patch.multiple(race, _compiled=compiled, _clock=clocked, _next=lambda name: None):
+    with mock.patch.multiple(race, _programs=made, _clock=clocked, _next=lambda name: None):
       self.assertEqual(race.run(), 1)
     self.assertEqual(race.failed, {'fst'})
     self.assertEqual(threads, [threading.main_thread()] * 2)
+    # Kernels are checked while one is traced: each after the one before was timed, by the thread that trains.
+    self.assertEqual([name for name, *_ in traced], ['dense', 'half_ffn', 'fst'])
+    self.assertEqual({thread for _, thread, _ in traced}, {threading.main_thread()})
+    self.assertEqual([len(timed) for *_, timed in traced], [0, 1, 2])
 
   def test_a_contender_that_fails_is_counted(self):
     folder = Path(self.enter_context(tempfile.TemporaryDirectory()))
