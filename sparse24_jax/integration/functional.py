@@ -32,7 +32,8 @@ def project(params: Any, opt_state: Any, recipe: Recipe, *, phase: PhaseName | N
     opt_state: optimizer state that holds a `sparse_training` state for `params`. None chooses masks from `params` as
       they are.
     recipe: the recipe of that state. One that `bind` made knows the axes of each weight; by itself it takes weights for
-      `[stacked..., in, out]`, and logs which, unless they are kernels `[in, out]`.
+      `[stacked..., in, out]`, and logs which, unless they are kernels `[in, out]`. It refuses those that are named
+      `weight`, as in Equinox and PyTorch, where they are `[out, in]`.
     phase: `'dense'` returns `params` as they are; None is the recipe's first, which one that begins dense, to be sparse
       later, must say. So must a run that ended dense: `'dense'`, or `'sparse'` to prune it all the same.
 
@@ -40,8 +41,9 @@ def project(params: Any, opt_state: Any, recipe: Recipe, *, phase: PhaseName | N
     A tree like `params`.
 
   Raises:
-    ValueError: unknown phase, none in a recipe that begins dense or after a step of a dense end, or the recipe, the
-      state and the parameters do not fit. Where only a run tells, under jit, projected weights are NaN.
+    ValueError: weights that are `[out, in]` by their name, unknown phase, none in a recipe that begins dense or after a
+      step of a dense end, or the recipe, the state and the parameters do not fit. Where only a run tells, under jit,
+      projected weights are NaN.
 
   >>> import jax, optax, sparse24_jax as s24
   >>> params = {'mlp': {'kernel': jax.random.normal(jax.random.key(0), (8, 4))}}
@@ -59,7 +61,7 @@ def project(params: Any, opt_state: Any, recipe: Recipe, *, phase: PhaseName | N
   # Whoever names the phase means it: a model that was finished dense may be pruned.
   sparse, fits = projected_weights(params, opt_state, recipe, phase='sparse' if phase is None else None)
   fine = require_fits(known(fits))
-  _log_assumed('project', {path: w for path, (_, w, _) in sparse.items()}, recipe)
+  _check_axes('project', {path: w for path, (_, w, _) in sparse.items()}, recipe)
 
   def one(path: str, w: Array) -> Array:
     policy, _, state = sparse.get(path, (None, None, None))
@@ -77,7 +79,8 @@ def verify_weights(params: Any, recipe: Recipe) -> dict[str, float]:
   Args:
     params: parameters that are projected: those of `project`, or of an exported checkpoint.
     recipe: of the run. One that `bind` made knows along which axes; one by itself takes weights for
-      `[stacked..., in, out]`, logs which, unless they are kernels `[in, out]`, and proves nothing of other layouts.
+      `[stacked..., in, out]`, logs which, unless they are kernels `[in, out]`, and proves nothing of other layouts;
+      it refuses those named `weight` as `project` does.
 
   Returns:
     Path of each sparse weight to the share of its entries that are zero. Of a recipe without a pattern of 2:4, such as
@@ -100,7 +103,7 @@ def verify_weights(params: Any, recipe: Recipe) -> dict[str, float]:
   weights, shares = dict(leaves_by_path(params)), {}
   rules = match_rules(params, recipe)
   sparse = {path: p for path, rule in rules.items() if (p := rule.policy.projection) is not None}
-  _log_assumed('verify_weights', {path: weights[path] for path in sparse}, recipe)
+  _check_axes('verify_weights', {path: weights[path] for path in sparse}, recipe)
   for path, projection in sparse.items():
     layout = projection.layout_of(weights[path])
     form, w = (projection.matrix or projection).form, layout.matrix(weights[path])
@@ -159,12 +162,18 @@ def _chosen_now(path: str, policy: DotPolicy, w: Array) -> Array:
   return projection.init(jax.lax.stop_gradient(w))
 
 
-def _log_assumed(caller: str, weights: Mapping[str, Array], recipe: Recipe) -> None:
-  """Warns once of weights whose axes nothing tells."""
+def _check_axes(caller: str, weights: Mapping[str, Array], recipe: Recipe) -> None:
+  """ValueError for weights that are `[out, in]` by their name, and a warning, once, where nothing tells the axes."""
   if isinstance(recipe, Bound):
     return
+  found = 'sparse24_jax.bind(recipe, f, params, *example) finds out what the model contracts; shapes are enough'
   shapes = {path: tuple(w.shape) for path, w in weights.items()}
+  if turned := [f'{path} {s}' for path, s in shapes.items() if path.rpartition('/')[2] == 'weight']:
+    raise ValueError(
+      f'{", ".join(turned)}: layers of Equinox and PyTorch store what they call weight as [out, in], and {caller} takes'
+      f' it for [stacked..., in, out], unless the recipe knows better: {found}'
+    )
   assumed = [f'{path} {s}' for path, s in shapes.items() if len(s) > 2 or path.rpartition('/')[2] != 'kernel']
   if assumed:
-    message = f'{caller} takes {", ".join(assumed)} for [stacked..., in, out]; sparse24_jax.bind(recipe, f, params,'
-    log_once(f'{message} *example) finds out what the model contracts', 'sparse24_jax', logging.WARNING)
+    message = f'{caller} takes {", ".join(assumed)} for [stacked..., in, out]; {found}'
+    log_once(message, 'sparse24_jax', logging.WARNING)

@@ -81,6 +81,19 @@ class ProjectTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, 'w: not 2:4 along axis -1'):
       s24.verify_weights(along_out, s24.Recipe('both', (transposed,)))
 
+  def test_a_weight_as_equinox_stores_it(self):
+    """It was pruned along its outputs, with a warning."""
+    params, x = {'up': {'weight': np.random.default_rng(0).normal(size=(8, 12)).astype(np.float32)}}, jnp.ones((2, 12))
+    recipe = s24.recipes.ste('.*')
+    calls = lambda: s24.project(params, None, recipe), lambda: s24.verify_weights(params, recipe)
+    for call in calls:
+      with self.assertRaisesRegex(ValueError, r'^up/weight \(8, 12\): layers of Equinox .* \[out, in\], .*\.bind'):
+        call()
+    bound = s24.bind(recipe, lambda p, x: x @ p['up']['weight'].T, params, x)
+    w = params['up']['weight']
+    found = s24.project(params, None, bound)['up']['weight']
+    np.testing.assert_array_equal(found, np.where(s24.magnitude_mask(w, axis=-1), w, 0))
+
   @parameterized.parameters(*RECIPES)
   def test_gradient_passes_straight_through(self, name):
     recipe, state = RECIPES[name], opt_state(RECIPES[name])
