@@ -183,7 +183,7 @@ class CommandTest(parameterized.TestCase):
       self.assertIn('no decay is feasible too', text)
 
   def test_no_command_is_the_main_job(self):
-    with mock.patch.dict(cli.COMMANDS, {'main-job': mock.Mock()}) as commands:
+    with mock.patch.dict(cli.COMMANDS, {'main-job': mock.Mock(return_value=None)}) as commands:
       self.assertEqual(cli.main([]), 0)
       commands['main-job'].assert_called_once()
 

@@ -28,7 +28,7 @@ class WithoutTritonTest(parameterized.TestCase):
     )
 
   @parameterized.parameters(('bench', 'pack'), ('tune', 'quantize'))
-  @pytest.mark.few
+  @pytest.mark.slow
   def test_help_and_the_name_of_the_extra(self, *command):
     done = self._run('pallas_kernels', *command, '--help')
     self.assertEqual((done.returncode, done.stderr), (0, ''))

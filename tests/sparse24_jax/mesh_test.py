@@ -142,7 +142,7 @@ class BlockTest(parameterized.TestCase):
     (FST, 'Explicit', 't', (2, 2)), (FST, 'Auto', 't', (2, 2)), (FP8, 'Auto', 'd', (2, 1)), (FP8, 'Auto', 't', (2, 2)),
     (FP8, 'Explicit', 't', (2, 2)),
   )
-  @pytest.mark.few
+  @pytest.mark.slow
   def test_a_gate_of_divided_weights(self, policy, kind, axis, shape):
     weights = {'up': normal(1, D, HIDDEN), 'gate': normal(3, D, HIDDEN), 'down': normal(2, HIDDEN, D)}
     weights['gate'] = weights['gate'] * 5  # in FP8 of another scale

@@ -109,6 +109,7 @@ class TrainingStepTest(parameterized.TestCase):
     ('each_token', lambda p, x: jax.vmap(lambda x: p['wo'].T @ (jax.nn.silu(p['gate'] @ x) * (p['up'] @ x)))(x),
      {'gate': (HIDDEN, D), 'up': (HIDDEN, D)}),
   )  # fmt: skip
+  @pytest.mark.slow
   def test_gate_and_up_as_models_write_them_are_the_fused_op(self, f, shapes):
     """The same kernels on the same sizes as `ffn` itself. Gate and up in one weight are never put together or apart."""
     shapes = {name: struct(*shape) for name, shape in {**shapes, 'wo': (HIDDEN, D)}.items()}

@@ -1,7 +1,10 @@
+import itertools
+
 from absl.testing import absltest, parameterized
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import sparse24_jax as s24
 from tests import oracles
@@ -29,7 +32,15 @@ def expected_mask(name: str, w) -> np.ndarray:
 
 
 class ProjectionTest(parameterized.TestCase):
-  @parameterized.product(name=list(PROJECTIONS), dtype=oracles.DTYPES)
+  # Each projection once, and each dtype.
+  @parameterized.parameters(
+    *zip(PROJECTIONS, itertools.cycle(oracles.DTYPES), strict=False),
+    *(
+      (name, dtype) for i, name in enumerate(PROJECTIONS) for dtype in oracles.DTYPES
+      if dtype != oracles.DTYPES[i % len(oracles.DTYPES)]
+    ),
+  )  # fmt: skip
+  @pytest.mark.few(len(PROJECTIONS))
   def test_of_a_stack(self, name, dtype):
     projection, w = PROJECTIONS[name], W.astype(dtype)
     state = projection.init(w)

@@ -191,6 +191,7 @@ class EvaluationTest(parameterized.TestCase):
     self.assertEqual([call.args[0].config.ffn_order for call in sparsify.call_args_list], expected)
 
   @parameterized.parameters('dense', 'sparse')
+  @pytest.mark.few
   def test_activations_are_evaluated_dense(self, phase):
     """Against a plain model with the phase's weights."""
     parts, state = at_start()

@@ -87,6 +87,7 @@ class SweepTest(parameterized.TestCase):
     self.assertIn('stopped', text)
     self.assertTrue((folder / 'pack.tar.gz').exists())
 
+  @pytest.mark.slow
   def test_a_process_that_does_not_heed_the_signal_is_ended(self):
     folder = Path(temp_folder(self))
     # The clock jumps when the process is there.

@@ -155,7 +155,7 @@ class ValuesTest(parameterized.TestCase):
     self.assertFalse(mvue24(np.zeros((4, 8), dtype), KEY).any())
 
   @parameterized.parameters(*oracles.DTYPES)
-  @pytest.mark.few(2)
+  @pytest.mark.few
   def test_extremes_are_finite(self, dtype):
     info = jnp.finfo(dtype)
     values = [float(v) for v in (info.max, info.max / 2, 1.0, info.smallest_normal, info.smallest_subnormal, 0.0)]

@@ -53,6 +53,7 @@ class InterpretTest(parameterized.TestCase):
 
   # The two other pairs are among the ragged sizes.
   @parameterized.parameters(('nk', 'mn'), ('kn', 'nm'))
+  @pytest.mark.slow
   def test_layouts(self, b_layout, out_layout):
     a, b = _inputs(256, 128, 256, _BF16, _BF16, b_layout)
     self._check(a, b, _SMALL, b_layout=b_layout, out_layout=out_layout)
