@@ -20,7 +20,7 @@ from pallas_kernels._dispatch import log_once
 VARIABLE = 'SPARSE24_JAX_KERNEL_CACHE'
 # Ours: a program has some ten kernels, of 10 to 100 KB.
 _MOST_FILES = 2000
-_MAGIC = b'sparse24 kernel 1\n'
+_MAGIC = b'sparse24 kernel 2\n'
 # What is being written begins so; a process that is killed leaves it, and after an hour it is nobody's.
 NEW = 'new-'
 _ABANDONED_S = 3600
@@ -63,7 +63,7 @@ def read(key: str) -> bytes | None:
       with contextlib.suppress(OSError):  # a folder may be read-only
         os.utime(file)  # `write` removes what was not used for longest
     head, kept = found[: len(_MAGIC) + 32], found[len(_MAGIC) + 32 :]
-    return kept if head == _MAGIC + hashlib.sha256(kept).digest() else None
+    return kept if head == _head(key, kept) else None
   return None
 
 
@@ -79,7 +79,7 @@ def write(key: str, kept: bytes) -> None:
     file, name = tempfile.mkstemp(prefix=NEW, dir=where)  # which others may neither read nor write
     try:
       with os.fdopen(file, 'wb') as f:
-        f.write(_MAGIC + hashlib.sha256(kept).digest() + kept)
+        f.write(_head(key, kept) + kept)
       os.replace(name, _path(where, key))
     except OSError:
       Path(name).unlink(missing_ok=True)
@@ -110,6 +110,11 @@ def _of_the_user() -> Path:
 
 def _path(where: Path, key: str) -> Path:
   return where / f'{hashlib.sha256(key.encode()).hexdigest()}.kernel'
+
+
+def _head(key: str, kept: bytes) -> bytes:
+  """What a file begins with: it is whole, and of this key, so that a file that was renamed is no other kernel."""
+  return _MAGIC + hashlib.sha256(hashlib.sha256(key.encode()).digest() + kept).digest()
 
 
 def untrusted(status: os.stat_result, kind: Callable[[int], bool]) -> str | None:

@@ -1,5 +1,6 @@
 """Kernels on disk: they come back whole, and nothing is read that somebody else may have written."""
 
+import concurrent.futures
 import os
 from pathlib import Path
 import tempfile
@@ -26,12 +27,35 @@ class KeptTest(parameterized.TestCase):
     self.assertEqual((_kept.read('one'), _kept.read('two')), (b'code', None))
     self.assertEqual([p.stat().st_mode & 0o777 for p in (self.folder, *self.folder.iterdir())], [0o700, 0o600])
 
-  @parameterized.parameters(b'', b'sparse24 kernel 1\n', None)
+  @parameterized.parameters(b'', _kept._MAGIC, None)
   def test_damage(self, text):
     _kept.write('one', b'code')
     (path,) = self.folder.iterdir()
     path.write_bytes(path.read_bytes()[:-1] if text is None else text)
     self.assertIsNone(_kept.read('one'))
+
+  def test_a_file_of_another_key(self):
+    _kept.write('one', b'code')
+    (path,) = self.folder.iterdir()
+    path.rename(_kept._path(self.folder, 'two'))
+    self.assertIsNone(_kept.read('two'))
+
+  def test_many_write_read_and_remove_at_once(self):
+    """Nobody sees half of a file, and nobody fails where another one removed what it was about to use."""
+    big = {key: key.encode() * 100_000 for key in 'abcdef'}
+
+    def work(turn):
+      for i in range(30):
+        key = 'abcdef'[(turn + i) % 6]
+        _kept.write(key, big[key])
+        self.assertIn(_kept.read(key), (big[key], None))
+
+    with (
+      mock.patch.object(_kept, '_MOST_FILES', 3), concurrent.futures.ThreadPoolExecutor(6) as pool,
+      self.assertNoLogs('pallas_kernels', 'WARNING'),
+    ):  # fmt: skip
+      list(pool.map(work, range(6)))
+    self.assertEmpty(list(self.folder.glob(f'{_kept.NEW}*')))
 
   def _refused(self, because):
     with self.assertLogs('pallas_kernels', 'WARNING') as logs:
