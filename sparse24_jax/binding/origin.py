@@ -6,6 +6,7 @@ the trace that made the states is given the very arrays that the fingerprints ar
 
 from collections.abc import Callable, Mapping
 import functools
+import re
 from typing import Any, NamedTuple
 import weakref
 import zlib
@@ -30,6 +31,9 @@ _WEIGHT_OF: dict[int, tuple[Callable[[], Any], Callable[[], Any]]] = {}
 Weights = Mapping[str, tuple[Array, tuple[int, ...]]]
 # What is static of it, as text, and the sums: a dictionary of an array, for whoever saves, maps or casts variables.
 Fingerprint = dict[str, Array]
+
+
+_TEXT = re.compile(r'(\w+) (\d{1,18}(?:x\d{1,18})*) of (\d{1,18}(?:x\d{1,18})*)')
 
 
 class Known(NamedTuple):
@@ -81,10 +85,17 @@ def _code(shape: tuple[int, ...], counts: tuple[int, ...]) -> int:
 
 
 def known_of(fingerprint: Fingerprint) -> Known:
-  """As `fingerprints` made it."""
-  ((text, sums),) = fingerprint.items()
-  dtype, shape, _, counts = text.split()
-  return Known(sums, _numbers(shape), dtype, _numbers(counts))
+  """As `fingerprints` made it; ValueError for what it does not make: variables may come out of any file."""
+  found = [_TEXT.fullmatch(text) for text in fingerprint]
+  for each, sums in zip(found, fingerprint.values(), strict=True):
+    shape, counts = (_numbers(each[i]) if each else () for i in (2, 3))
+    good = len(shape) == len(counts) and all(min(n, 1) <= k <= n for k, n in zip(counts, shape, strict=True))
+    if each and good and len(found) == 1:
+      return Known(sums, shape, each[1], counts)
+  raise ValueError(
+    f'variables have {list(fingerprint)} under {MADE_OF!r}, which is no fingerprint of a weight: they were changed or'
+    ' damaged; make them by sparse_variables(params, opt_state, recipe)'
+  )
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -171,6 +171,18 @@ class StaleVariablesTest(parameterized.TestCase):
     shares = jax.tree.map(lambda mask, w: float(jnp.mean(mask * (w != 0))), s24.states_of(v), params)
     self.assertEqual(shares, dict.fromkeys(params, 0.5))
 
+  @parameterized.parameters(
+    '', 'float32', 'float32 64x64 of', 'float32 64x64 of 0x1', 'float32 64x64 of 99x1', 'float32 64x64 of 4',
+    f'float32 64x64 of {"9" * 5000}x1', 'float32 64x64 of 8x8\n',
+  )  # fmt: skip
+  def test_fingerprints_that_nobody_makes(self, text):
+    """Out of a file that somebody changed: an error that says so, before anything is read by them."""
+    (params, state), _ = trained(STE)
+    sparse, v = s24.sparsify(loss, STE), s24.sparse_variables(params, state, STE)
+    sums = jnp.zeros(3)
+    with self.assertRaisesRegex(ValueError, "under 'made of', which is no fingerprint .* sparse_variables"):
+      sparse(params, {**v, 'made of': {**v['made of'], 'a_kernel': {text: sums}}}, None, X)
+
   @parameterized.parameters(jnp.bfloat16, jnp.float16)
   def test_a_cast_is_no_other_weight(self, dtype):
     (params, state), (newer, _) = trained(STE)
