@@ -91,7 +91,8 @@ class LayersTest(parameterized.TestCase):
     state = {'up': scale, 'down': opt_state.projections['down']['kernel'], 'neurons': neurons}
     return neuron_level_ffn(x, params['up']['kernel'], params['down']['kernel'], state, policy=policy)
 
-  @parameterized.parameters(0, 8)
+  @parameterized.parameters(8, 0)
+  @pytest.mark.few
   def test_linen(self, within):
     policy = dataclasses.replace(BLOCKS, clusters=s24.Clusters(CLUSTERS, within))
     mlp, params, recipe, opt_state = setting(policy)

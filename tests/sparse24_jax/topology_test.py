@@ -120,7 +120,7 @@ class LinksTest(parameterized.TestCase):
 
 class UpdateTest(parameterized.TestCase):
   @parameterized.product(density=(0.05, 0.25, 0.5), start=('random', 'magnitude'), structure=(None, '2:4'))
-  @pytest.mark.few(6)
+  @pytest.mark.few(4)
   def test_start(self, density, start, structure):
     topology = s24.Topology(density, start=start, structure=structure)
     w = normal(0)
