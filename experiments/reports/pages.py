@@ -9,18 +9,25 @@ from experiments.race import picture, table
 from experiments.reports import best_steps, provenance, speed, tasks
 
 DOCS = provenance.ROOT / 'docs'
+# What the site would take for more than text; the tables themselves have comments that name their records.
+_MARKUP = re.compile(r'<(?!!-- records: [^<>]*-->)|javascript:|\bdata:text', re.IGNORECASE)
 
 
 def document(name: str) -> str:
   """A document with the tables that the records make, between `<!-- made: TABLE -->` and `<!-- end -->`.
 
   Raises:
-    ValueError: not each of its tables has one such place.
+    ValueError: not each of its tables has one such place, or a record has HTML or a script in it.
   """
   text = (DOCS / name).read_text()
   for made, make in TABLES[name].items():
     between = re.compile(rf'(<!-- made: {made} -->\n).*?(\n<!-- end -->)', re.DOTALL)
     content = make()
+    if found := _MARKUP.search(content):
+      raise ValueError(
+        f'the table {made!r} of {name} would have {content[found.start() :][:60]!r}: records are text, without HTML'
+        ' and scripts; look which record has it'
+      )
     text, count = between.subn(lambda found, content=content: f'{found[1]}\n{content}\n{found[2]}', text)
     if count != 1:
       raise ValueError(f'{name} has {count} places between <!-- made: {made} --> and <!-- end -->; it needs one')

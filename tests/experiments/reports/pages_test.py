@@ -34,6 +34,18 @@ def run_of(record):
 
 
 class PagesTest(absltest.TestCase):
+  def test_records_with_markup_are_refused(self):
+    """Whoever gives us a record writes its text, and the site shows tables as HTML."""
+    given = table.read(provenance.RESULTS / 'grid_nano.jsonl')
+    (title,) = [name for name in given if name.startswith('nano, 4,000')]
+    for text in ('<script>alert(1)</script>', '<!-- end -->', '[FST](JavaScript:alert(1))'):
+      evil = {title: [{**record, 'title': text, 'label': text} for record in given[title]]}
+      with (
+        mock.patch.object(table, 'read', lambda path, evil=evil: evil),
+        self.assertRaisesRegex(ValueError, "the table 'grid nano' of quality.md would have .*records are text"),
+      ):
+        pages.document('quality.md')
+
   def test_documents_have_the_tables_and_the_pictures_of_the_committed_records(self):
     for name in pages.TABLES:
       self.assertEqual((pages.DOCS / name).read_text(), pages.document(name), 'python -m experiments pages')
