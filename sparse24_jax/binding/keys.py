@@ -7,7 +7,7 @@ from jax import Array
 import jax.numpy as jnp
 
 # A `fold_in` of its own is 130 instructions for XLA and, as its number is written into it, a kernel unlike all others
-# to compile. So many are made by one kernel and handed out by another.
+# to compile. So many are made by one kernel, and each is handed out by a copy of eight bytes.
 _AT_ONCE = 64
 
 
