@@ -10,13 +10,13 @@ must also give what the reference gives, a hostile one what the nearest lawful o
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
-import contextlib
 import dataclasses
 import functools
 import json
 import os
 from pathlib import Path
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -158,13 +158,7 @@ def under(tool: str, name: str, out: Path, seconds: float, cache: str) -> dict[s
   deadline, status = time.monotonic() + seconds, None
   for _ in range(2):
     with said.open('w') as file:
-      try:
-        status = subprocess.run(
-          [*command, *alone(name)], env=variables(cache), stdout=file, stderr=file, check=False,
-          timeout=max(0.0, deadline - time.monotonic()),
-        ).returncode  # fmt: skip
-      except subprocess.TimeoutExpired:
-        status = None  # and what was found until then stands in the log
+      status = run([*command, *alone(name)], deadline - time.monotonic(), cache, stdout=file, stderr=file)
     if status is None or status >= 0:
       break
   lines = log.read_text(errors='replace').splitlines() if log.exists() else []
@@ -173,6 +167,19 @@ def under(tool: str, name: str, out: Path, seconds: float, cache: str) -> dict[s
     'status': status, 'said': told, 'summary': [line for line in lines if 'SUMMARY' in line],
     'found': [line for line in lines if re.search('Invalid|hazard|Error:', line)][:20],
   }  # fmt: skip
+
+
+def run(command: Sequence[str], seconds: float, cache: str, **options: Any) -> int | None:
+  """The status of a command; None where its time was over.
+
+  By `timeout`, which ends what the command has started as well: the process under a tool would go on, on the GPU.
+  """
+  if seconds < 1:
+    return None
+  limited = ['timeout', '-s', 'KILL', f'{seconds:.0f}', *command]
+  status = subprocess.run(limited, env=variables(cache), check=False, **options).returncode
+  status = 128 - status if status > 128 else status  # of a signal, as a shell tells it
+  return None if status == -signal.SIGKILL else status
 
 
 def alone(name: str) -> list[str]:
@@ -202,8 +209,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   with tempfile.TemporaryDirectory() as cache:
     for name in names:
       # Compiled without a tool first: under one it takes minutes.
-      with contextlib.suppress(subprocess.TimeoutExpired):
-        subprocess.run(alone(name), env=variables(cache), timeout=max(0.0, deadline - time.monotonic()), check=False)
+      run(alone(name), deadline - time.monotonic(), cache)
       for tool in args.tools:
         found = under(tool, name, args.out, max(0.0, deadline - time.monotonic()), cache)
         record['tools'].setdefault(tool, {})[name] = found

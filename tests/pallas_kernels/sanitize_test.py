@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 import subprocess
 import tempfile
+import time
 from unittest import mock
 
 from absl.testing import absltest
@@ -42,6 +43,17 @@ class SanitizeTest(absltest.TestCase):
     self.assertEqual((failed, found['packers']['status'], found['vnm_ops']['status']), (1, 0, 9))
     self.assertEqual(found['packers']['said'], ['packers: passed, 3 s'])
     self.assertEqual(found['vnm_ops']['found'], ['========= Invalid __global__ read'])
+
+  def test_what_a_tool_started_ends_with_it(self):
+    out = Path(self.enter_context(tempfile.TemporaryDirectory()), 'pid')
+    tool = ['bash', '-c', f'sleep 60 & echo $! > {out}; wait']
+    self.assertIsNone(sanitize.run(tool, 1, 'cache'))
+    child = Path('/proc', out.read_text().strip(), 'stat')
+    for _ in range(50):  # a zombie, if nobody collects it
+      if not child.exists() or child.read_text().split()[2] == 'Z':
+        return
+      time.sleep(0.1)
+    self.fail('it goes on')
 
 
 if __name__ == '__main__':
