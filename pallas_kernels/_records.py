@@ -40,13 +40,22 @@ class Choice:
 
 
 def path_of(folder: pathlib.Path, device: str, name: str) -> pathlib.Path:
-  """A record of a GPU: its own, or until it has one that of a GPU with the same chip.
+  """A record of a GPU: its own, or if it has none that of a GPU with the same chip.
 
-  >>> path_of(TUNED, 'nvidia_h200', 'sparse_matmul').parent.name
+  >>> path_of(TUNED, 'nvidia_h200', 'memory_bound').parent.name
   'nvidia_h100_80gb_hbm3'
   """
-  own = folder / device / f'{name}.json'
-  return own if own.exists() else folder / _SAME_CHIP.get(device, device) / own.name
+  own, *others = paths_of(folder, device, name)
+  return next((path for path in (own, *others) if path.exists()), [own, *others][-1])
+
+
+def paths_of(folder: pathlib.Path, device: str, name: str) -> tuple[pathlib.Path, ...]:
+  """Records that serve a GPU: its own, then for what is not near anything in them those of a GPU with the same chip.
+
+  >>> [path.parent.name for path in paths_of(TUNED, 'nvidia_h200', 'sparse_matmul')]
+  ['nvidia_h200', 'nvidia_h100_80gb_hbm3']
+  """
+  return tuple(folder / slug / f'{name}.json' for slug in dict.fromkeys((device, _SAME_CHIP.get(device, device))))
 
 
 @functools.cache
@@ -67,7 +76,7 @@ def lookup(
   """The choice for the nearest measured problem: by its farthest size, of several by all of them.
 
   Args:
-    device: `Device.slug`; see `path_of`.
+    device: `Device.slug`; what is near a problem of its own record is not looked up in another's (`paths_of`).
     op: name of the op.
     key: integers (sizes) may differ from a measured problem's; everything else must be equal, but that float16 takes
       what was measured in bfloat16 where nothing near was in float16, inputs and outputs alike; a log line says so.
@@ -81,14 +90,14 @@ def lookup(
   >>> lookup('no_such_gpu', 'sparse_matmul', {'m': 64}) is None
   True
   """
-  entries = entries_of(path_of(folder, device, op))
-  found = _nearest(entries, key, implementation, reach)
   alike = {name: _SAME_WORK.get(value, value) for name, value in key.items()}
-  if found is None and alike != key:
-    found = _nearest(entries, alike, implementation, reach)
-    if found is not None:
+  for entries in map(entries_of, paths_of(folder, device, op)):
+    if (found := _nearest(entries, key, implementation, reach)) is not None:
+      return found
+    if alike != key and (found := _nearest(entries, alike, implementation, reach)) is not None:
       log_once(f'{op}: on {device} nothing near some problems was measured in float16; records of bfloat16 serve')
-  return found
+      return found
+  return None
 
 
 def _nearest(
@@ -119,7 +128,7 @@ def expected_ms(
   near = lookup(device, op, key, folder=folder)
   if near is None:
     return {}
-  entry = next(e for e in entries_of(path_of(folder, device, op)) if e['key'] == near.key)
+  entry = next(e for path in paths_of(folder, device, op) for e in entries_of(path) if e['key'] == near.key)
   scale = math.prod(size / near.key[name] for name, size in key.items() if isinstance(size, int))
   return {name: ms * scale for name, ms in times_ms(entry).items()}
 

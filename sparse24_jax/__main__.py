@@ -76,9 +76,11 @@ def main(argv: list[str] | None = None) -> int:
   here = _device.current()
   device = args.device or here.slug
   known = sorted(path.name for path in _records.TUNED.iterdir() if path.is_dir())
-  if (folder := _records.path_of(_records.TUNED, device, 'sparse_matmul').parent.name) in known and folder != device:
-    print(f'nothing was measured on {device!r}; these are the times of {folder!r}, which has the same chip')
-  elif folder not in known and not (device == here.slug and _checks.possible(here, 'sparse_matmul')):
+  measured = [p.parent.name for p in _records.paths_of(_records.TUNED, device, 'sparse_matmul') if p.exists()]
+  if measured and measured != [device]:
+    what = 'what is not near anything measured on' if device in measured else 'nothing was measured on'
+    print(f'{what} {device!r}: times of {measured[-1]!r}, which has the same chip')
+  elif not measured and not (device == here.slug and _checks.possible(here, 'sparse_matmul')):
     run = 'python -m pallas_kernels tune sparse_matmul'
     print(f'nothing was measured on {device!r}; pass --device, one of {known}, or run: {run}')
     return 1

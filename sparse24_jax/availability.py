@@ -81,7 +81,7 @@ def kernels_are_here(precision: str) -> bool:
 
 
 def _entries(slug: str) -> tuple:
-  return _records.entries_of(_records.path_of(_records.TUNED, slug, api.OP))
+  return tuple(e for path in _records.paths_of(_records.TUNED, slug, api.OP) for e in _records.entries_of(path))
 
 
 def _sparse_wins(device: _device.Device) -> bool:

@@ -86,7 +86,7 @@ class RecordsTest(absltest.TestCase):
       folder = self._save(*(self._entry(key, 'dense') for key in entries))
       self.assertEqual(_records.lookup('gpu', 'op', _KEY, folder=folder).key, own)
 
-  def test_a_gpu_without_records_takes_those_of_its_chip_until_it_is_tuned(self):
+  def test_what_is_not_measured_on_a_gpu_is_taken_from_its_chip(self):
     key = next(e['key'] for e in json.loads((_records.TUNED / H100 / 'sparse_matmul.json').read_text())['entries'])
     self.assertIsNone(_records.lookup('nvidia_a100_sxm4_80gb', 'sparse_matmul', key))
     found = _records.lookup('nvidia_h200', 'sparse_matmul', key)
@@ -98,7 +98,9 @@ class RecordsTest(absltest.TestCase):
         entry = self._entry(_KEY | {'m': m}, 'dense')
         _records.save(folder / gpu / 'sparse_matmul.json', {'op': 'sparse_matmul'}, [entry])
       _records.save(folder / H100 / 'vnm_matmul.json', {'op': 'vnm_matmul'}, [self._entry(_KEY, 'dense')])
-      self.assertEqual(_records.lookup('nvidia_h200', 'sparse_matmul', _KEY, folder=folder).key['m'], 128)
+      lookup = functools.partial(_records.lookup, 'nvidia_h200', 'sparse_matmul', folder=folder)
+      # Its own where they are near, if the other's are nearer; elsewhere the other's.
+      self.assertEqual([lookup(_KEY | {'m': m}).key['m'] for m in (64, 256, 32)], [128, 128, 64])
       self.assertEqual(_records.lookup('nvidia_h200', 'vnm_matmul', _KEY, folder=folder).key['m'], 64)
 
   def test_best_settings_of_a_back_end_that_lost(self):

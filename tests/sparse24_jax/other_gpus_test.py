@@ -72,7 +72,7 @@ def recorded(choices=None, device=A100):
     _dispatch.log_once.cache_clear()
     with (
       gpu(device),
-      mock.patch.object(_records, 'path_of', lambda *_: path),
+      mock.patch.object(_records, 'paths_of', lambda *_: (path,)),
       mock.patch.object(costs, 'expected_ms', lambda *_: 0.5),
       mock.patch.object(cusparselt, 'register'),
       mock.patch.object(pack, 'candidates', lambda: ['reference']),

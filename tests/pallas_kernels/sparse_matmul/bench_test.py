@@ -233,7 +233,7 @@ class WithoutWgmmaTest(parameterized.TestCase):
     self.enter_context(mock.patch.object(_prepared, 'gap_s', lambda p, iterations: 0.0))
     self.enter_context(mock.patch.object(_device, 'current', lambda: _A100))
     self.enter_context(mock.patch.object(_device, 'environment', dict))
-    self.enter_context(mock.patch.object(_records, 'path_of', lambda *_: self.path))
+    self.enter_context(mock.patch.object(_records, 'paths_of', lambda *_: (self.path,)))
     self.enter_context(mock.patch.object(time, 'sleep'))
 
   def _run(self, f, *args, factor=1.0, kernel_ms=0.5, vendor_ms=None, setup_ms=0.0):
