@@ -102,16 +102,22 @@ def activation_and_slope(name: str, a: np.ndarray) -> tuple[np.ndarray, np.ndarr
 
 def _patterns() -> np.ndarray:
   """The 90 transposable patterns in the documented order of ties."""
-  pairs = list(itertools.combinations(range(4), 2))
-  rows = [[int(i in pair) for i in range(4)] for pair in pairs]
-  halves = list(itertools.product(range(6), repeat=2))
-  counts = [tuple(a + b for a, b in zip(rows[p], rows[q], strict=True)) for p, q in halves]
-  classes = list(dict.fromkeys(counts))
-  found = []
-  for (upper, upper_counts), (lower, lower_counts) in itertools.product(zip(halves, counts, strict=True), repeat=2):
-    if all(a + b == 2 for a, b in zip(upper_counts, lower_counts, strict=True)):
-      found.append((classes.index(upper_counts), upper, lower))
-  return np.array([[rows[p] for p in (*upper, *lower)] for _, upper, lower in sorted(found)], bool)
+  rows = [row for row in itertools.product((1, 0), repeat=4) if sum(row) == 2]
+  found = [p for p in itertools.product(rows, repeat=4) if all(sum(column) == 2 for column in zip(*p, strict=True))]
+
+  def place(pattern):
+    counts = [x + y for x, y in zip(*pattern[:2], strict=True)]
+    shared = [c for c in range(4) if counts[c] == 1]  # columns of which either half has one entry
+    if not shared:
+      return (3, counts[0] == 0) if counts[0] == counts[1] else (0, counts[0] == 0, counts[2] == 0)
+    if len(shared) == 2:
+      whole = next(c for c in range(4) if c not in shared)
+      order = {(0, 1): 1, (2, 3): 2, (0, 2): 4, (1, 3): 5, (0, 3): 7, (1, 2): 8}[tuple(shared)]
+      return order, counts[whole] == 0, pattern[0][shared[0]] == 0, pattern[2][shared[0]] == 0
+    order = [(1, 0, 1, 0), (1, 0, 0, 1), (0, 1, 1, 0), (0, 1, 0, 1), (1, 1, 0, 0), (0, 0, 1, 1)]
+    return 6, order.index(pattern[0]), order.index(pattern[2])
+
+  return np.array(sorted(found, key=place), bool)
 
 
 PATTERNS = _patterns()

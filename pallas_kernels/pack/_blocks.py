@@ -149,6 +149,17 @@ def nibbles(code):
 
 
 @triton.jit
+def nibbles_of_two(code):
+  """`nibbles` of groups that keep two each; above its 16 bits `code` may hold rubbish, the result does not."""
+  right = code >> 1
+  left = code << 1
+  # Bit 0: 1 is the first kept; bit 2: 3, or 1 is the second. Bit 1: neither 0 nor 1; bit 3: 2 or 3.
+  even = (right & (code ^ 0xFFFFFFFF) & 0x1111) | ((right | (code ^ 0xFFFFFFFF)) & 0xEEEEEEEE)
+  odd = (left | code) ^ 0x2222
+  return (even & 0x5555) | (odd & 0xAAAA)
+
+
+@triton.jit
 def word_row(e):
   """Four 16-bit entries as two uint32."""
   return e[0] | e[1] << 16, e[2] | e[3] << 16

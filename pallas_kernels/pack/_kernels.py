@@ -7,6 +7,7 @@ given codes, the soft threshold, or MVUE sampling.
 import triton
 import triton.language as tl
 
+from pallas_kernels.mosaic import _ptx
 from pallas_kernels.mvue import _sample
 from pallas_kernels.mvue import triton as mvue
 from pallas_kernels.pack import _blocks
@@ -33,12 +34,12 @@ def transposable_kernel(
   x = _blocks.entries(words)
   a = _magnitudes(x, source)
   # Not what it is in a NaN's place.
-  ordinary = (_sum(a[0]) + _sum(a[1])) + (_sum(a[2]) + _sum(a[3])) < transposable.LIMIT
+  ordinary = _sum(a[0], a[1]) + _sum(a[2], a[3]) < transposable.LIMIT
   code = transposable.best_codes(a)
   tl.store(special + tl.zeros_like(code), 1, mask=ordinary == 0)
   _finish(
     _blocks.narrow_words(words, source, row_values.dtype.element_ty), code, row_values, row_words,
-    column_values, column_words, codes, place, batch, ROWS, COLUMNS, source != tl.float32,
+    column_values, column_words, codes, place, batch, ROWS, COLUMNS, source != tl.float32, True,
   )  # fmt: skip
 
 
@@ -64,7 +65,7 @@ def repair_kernel(
     x = _blocks.zero_free(_blocks.narrow_words(words, source, row_values.dtype.element_ty), code)
     _finish(
       x, code, row_values, row_words, column_values, column_words, codes, place, batch, ROWS, COLUMNS,
-      source != tl.float32,
+      source != tl.float32, False,
     )  # fmt: skip
     n += tl.num_programs(0)
 
@@ -72,14 +73,14 @@ def repair_kernel(
 @triton.jit
 def _finish(
   x, code, row_values, row_words, column_values, column_words, codes, place, batch,
-  ROWS: tl.constexpr, COLUMNS: tl.constexpr, TOGETHER: tl.constexpr,
+  ROWS: tl.constexpr, COLUMNS: tl.constexpr, TOGETHER: tl.constexpr, TWO: tl.constexpr,
 ):  # fmt: skip
   """Stores codes and operands of a tile."""
   batch = batch.to(tl.int64)
   at = batch * (ROWS // 4) * (COLUMNS // 4) + place[0] * (COLUMNS // 4) + place[1]
   tl.store(codes + at, code.to(tl.uint16), mask=place[2])
   _store_both(
-    x, code, row_values, row_words, column_values, column_words, place, batch, ROWS, COLUMNS, TOGETHER
+    x, code, row_values, row_words, column_values, column_words, place, batch, ROWS, COLUMNS, TOGETHER, TWO
   )
 
 
@@ -96,7 +97,7 @@ def masked_kernel(
   code = tl.load(codes + at, mask=place[2], other=0).to(tl.uint32)
   x = _blocks.zero_free(_blocks.narrow_words(words, w.dtype.element_ty, row_values.dtype.element_ty), code)
   _store_both(
-    x, code, row_values, row_words, column_values, column_words, place, batch, ROWS, COLUMNS, False
+    x, code, row_values, row_words, column_values, column_words, place, batch, ROWS, COLUMNS, False, False
   )  # fmt: skip
 
 
@@ -174,21 +175,33 @@ def floats(x, source: tl.constexpr):
 
 
 @triton.jit
-def _magnitudes_row(x):
-  return tl.abs(x[0]), tl.abs(x[1]), tl.abs(x[2]), tl.abs(x[3])
+def _magnitude(x, source: tl.constexpr):
+  if source == tl.bfloat16:
+    return tl.abs(_ptx.as_float(x << 16))
+  elif source == tl.float32:
+    return tl.abs(_ptx.as_float(x))
+  else:
+    return tl.abs(_blocks.to_float(x, source))
+
+
+@triton.jit
+def _magnitudes_row(x, source: tl.constexpr):
+  return _magnitude(x[0], source), _magnitude(x[1], source), _magnitude(x[2], source), _magnitude(x[3], source)
 
 
 @triton.jit
 def _magnitudes(x, source: tl.constexpr):
   """What `_bounded` gives where no entry is special; the absolute value is part of the additions that use it."""
-  x = floats(x, source)
-  return _magnitudes_row(x[0]), _magnitudes_row(x[1]), _magnitudes_row(x[2]), _magnitudes_row(x[3])
+  return (
+    _magnitudes_row(x[0], source), _magnitudes_row(x[1], source),
+    _magnitudes_row(x[2], source), _magnitudes_row(x[3], source),
+  )  # fmt: skip
 
 
 @triton.jit
-def _sum(row):
-  """In an order that the pairs of the search have already."""
-  return (row[0] + row[1]) + (row[2] + row[3])
+def _sum(row, other):
+  """Of two rows; the search adds their columns, too."""
+  return ((row[0] + other[0]) + (row[1] + other[1])) + ((row[2] + other[2]) + (row[3] + other[3]))
 
 
 @triton.jit
@@ -249,16 +262,20 @@ def _signed(e, soft):
 @triton.jit
 def _store_both(
   x, code, row_values, row_words, column_values, column_words, place, batch,
-  ROWS: tl.constexpr, COLUMNS: tl.constexpr, TOGETHER: tl.constexpr,
+  ROWS: tl.constexpr, COLUMNS: tl.constexpr, TOGETHER: tl.constexpr, TWO: tl.constexpr,
 ):  # fmt: skip
   """Both operands of the blocks with rows `x`, in words, under `code`.
 
-  Entries that are not kept must be zero in groups that keep fewer than two: some of them are stored.
+  `TWO`: all groups keep two. In those that keep fewer, entries that are not kept must be zero: some are stored.
   """
   half: tl.constexpr = ROWS * COLUMNS // 2
   size: tl.constexpr = ((ROWS + 63) // 64) * ((COLUMNS + 63) // 64) * 128
-  across = _blocks.nibbles(code)
-  down = _blocks.nibbles(_blocks.transpose_code(code))
+  if TWO:
+    across = _blocks.nibbles_of_two(code)
+    down = _blocks.nibbles_of_two(_blocks.transpose_code(code))
+  else:
+    across = _blocks.nibbles(code)
+    down = _blocks.nibbles(_blocks.transpose_code(code))
   _blocks.store_values(row_values + batch * half, _blocks.choose_all(x, across), place, ROWS, COLUMNS, False)
   _blocks.store_values(
     column_values + batch * half, _blocks.choose_all(_blocks.transposed_words(x), down), place, ROWS, COLUMNS, True,

@@ -34,7 +34,7 @@ def cases() -> list[Case]:
     rows.append(Case(
       'transposable_pack', WEIGHT, lambda key, dtype=dtype: (normal(WEIGHT, dtype)(key),),
       lambda w, config: pack.transposable_pack(w, dtype=BF16, config=config),
-      lambda w: reference.transposable_pack(w, dtype=BF16), some if dtype == BF16 else fewer_warps_first,
+      lambda w: reference.transposable_pack(w, dtype=BF16), some if dtype == BF16 else few,
       dtype=jnp.dtype(dtype).name,
     ))  # fmt: skip
   rows.append(Case(

@@ -51,7 +51,7 @@ class Config:
 def transposable_pack(w: Array, *, dtype: jnp.dtype, config: Config | None = None) -> PackedPair:
   """See `api.transposable_pack`."""
   batches, rows, columns = _shape(w, dtype)
-  config = config or Config(num_warps=2)
+  config = config or Config(num_warps=4 if w.dtype == jnp.float32 else 2)
   grid = config.grid(batches, rows, columns)
   structs = [
     *_pair_structs(w.shape[:-2], rows, columns, dtype),

@@ -1,36 +1,21 @@
 """The transposable mask of 4x4 blocks as a Triton device function, one block an element of each tensor.
 
-Meets in the middle like `reference.py`: the same additions in the same order, the same comparisons, so the same pattern
-bit for bit, ties included. The loops below are unrolled at compile time; 52 comparisons and 115 additions a block.
+The search of `reference.py`: the same additions in the same order, the same comparisons, so the same pattern bit for
+bit, ties included. 28 comparisons and 63 additions a block. Comparisons give 0.0 or 1.0, and codes are whole numbers in
+float32 that multiply-adds choose: those have a unit of their own, while comparisons and selections share one that is
+half as fast.
 """
 
 import triton
 import triton.language as tl
 
-from pallas_kernels.formats import PAIRS
+from pallas_kernels.mosaic import _ptx
 from pallas_kernels.transposable_mask import reference
-from pallas_kernels.transposable_mask.reference import _complement, _HALVES
 
-
-def _flatten(classes: list[list[tuple[int, int]]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-  """Choices as 6 p + q in one row, and where each class starts (and the last one ends)."""
-  starts = [0]
-  for choices in classes:
-    starts.append(starts[-1] + len(choices))
-  return tuple(6 * p + q for choices in classes for p, q in choices), tuple(starts)
-
-
-_upper, _upper_starts = _flatten(list(_HALVES.values()))
-_lower, _lower_starts = _flatten([_HALVES[_complement(counts)] for counts in _HALVES])
-
-CLASSES: tl.constexpr = tl.constexpr(len(_HALVES))
-UPPER: tl.constexpr = tl.constexpr(_upper)
-UPPER_STARTS: tl.constexpr = tl.constexpr(_upper_starts)
-LOWER: tl.constexpr = tl.constexpr(_lower)
-LOWER_STARTS: tl.constexpr = tl.constexpr(_lower_starts)
-PAIR_BITS: tl.constexpr = tl.constexpr(tuple(sum(1 << i for i in pair) for pair in PAIRS))
 LIMIT: tl.constexpr = tl.constexpr(reference.LIMIT)
 NAN: tl.constexpr = tl.constexpr(reference.NAN)
+# Added to a whole number it puts that number in the low bits.
+_NUMBER = tl.constexpr(8388608.0)
 
 
 @triton.jit
@@ -40,41 +25,58 @@ def bounded_magnitude(x):
 
 
 @triton.jit
-def _pair_sums(row):
-  return row[0] + row[1], row[0] + row[2], row[0] + row[3], row[1] + row[2], row[1] + row[3], row[2] + row[3]
+def _choose(best, other):
+  """The one of two (score, code) with the higher score, the first of equals."""
+  return tl.maximum(best[0], other[0]), tl.fma(_ptx.greater(other[0], best[0]), other[1] - best[1], best[1])
 
 
 @triton.jit
-def _best_half(first, second, choices: tl.constexpr, start: tl.constexpr, end: tl.constexpr):
-  """Score and 8-bit code of the first best of choices[start:end] for two rows."""
-  best = first[choices[start] // 6] + second[choices[start] % 6]
-  code = tl.full(best.shape, PAIR_BITS[choices[start] // 6] | PAIR_BITS[choices[start] % 6] << 4, tl.uint32)
-  for k in tl.static_range(start + 1, end):
-    score = first[choices[k] // 6] + second[choices[k] % 6]
-    code = tl.where(score > best, PAIR_BITS[choices[k] // 6] | PAIR_BITS[choices[k] % 6] << 4, code)
-    best = tl.maximum(best, score)
-  return best, code
+def _both(x, y):
+  """Two choices that have no entry in common."""
+  return x[0] + y[0], x[1] + y[1]
+
+
+@triton.jit
+def _crossed(first, second, i: tl.constexpr, j: tl.constexpr, up: tl.constexpr, down: tl.constexpr):
+  """Column i of `first` and j of `second`, or j of `first` and i of `second`: the better, with its code, by the codes
+  `up` and `down` of column 0 of either."""
+  one: tl.constexpr = float((up << i) + (down << j))
+  change: tl.constexpr = float((up << j) + (down << i) - (up << i) - (down << j))
+  x = first[i] + second[j]
+  y = first[j] + second[i]
+  return tl.maximum(x, y), tl.fma(_ptx.greater(y, x), change, one)
+
+
+@triton.jit
+def _split(a, upper, lower, i: tl.constexpr, j: tl.constexpr, k: tl.constexpr, m: tl.constexpr):
+  """Of the columns, in pairs i, j and k, m, the best (that the halves do not share; of the upper half, of the lower
+  half, that shares all four; of a block whose halves share one pair)."""
+  whole = _crossed(upper, lower, i, j, 0x0011, 0x1100)
+  other_whole = _crossed(upper, lower, k, m, 0x0011, 0x1100)
+  top = _crossed(a[0], a[1], i, j, 0x0001, 0x0010)
+  other_top = _crossed(a[0], a[1], k, m, 0x0001, 0x0010)
+  bottom = _crossed(a[2], a[3], i, j, 0x0100, 0x1000)
+  other_bottom = _crossed(a[2], a[3], k, m, 0x0100, 0x1000)
+  one_shared = _choose(_both(other_whole, _both(top, bottom)), _both(whole, _both(other_top, other_bottom)))
+  return _both(whole, other_whole), _both(top, other_top), _both(bottom, other_bottom), one_shared
 
 
 @triton.jit
 def best_codes(a):
-  """uint32 a block, bit 4 i + j for entry (i, j), from the bounded magnitudes `a`: a tuple of four rows of four."""
-  s0 = _pair_sums(a[0])
-  s1 = _pair_sums(a[1])
-  s2 = _pair_sums(a[2])
-  s3 = _pair_sums(a[3])
-  upper_score, upper = _best_half(s0, s1, UPPER, UPPER_STARTS[0], UPPER_STARTS[1])
-  lower_score, lower = _best_half(s2, s3, LOWER, LOWER_STARTS[0], LOWER_STARTS[1])
-  best = upper_score + lower_score
-  for c in tl.static_range(1, CLASSES):
-    upper_score, upper_code = _best_half(s0, s1, UPPER, UPPER_STARTS[c], UPPER_STARTS[c + 1])
-    lower_score, lower_code = _best_half(s2, s3, LOWER, LOWER_STARTS[c], LOWER_STARTS[c + 1])
-    score = upper_score + lower_score
-    better = score > best
-    best = tl.maximum(best, score)
-    upper = tl.where(better, upper_code, upper)
-    lower = tl.where(better, lower_code, lower)
-  return upper | lower << 8
+  """uint32 a block, bit 4 i + j for entry (i, j), from the bounded magnitudes `a`: a tuple of four rows of four.
+
+  Above its 16 bits is rubbish, none of it in the lowest eight of them.
+  """
+  upper = a[0][0] + a[1][0], a[0][1] + a[1][1], a[0][2] + a[1][2], a[0][3] + a[1][3]
+  lower = a[2][0] + a[3][0], a[2][1] + a[3][1], a[2][2] + a[3][2], a[2][3] + a[3][3]
+  whole, top, bottom, best = _split(a, upper, lower, 0, 1, 2, 3)
+  best = _choose(whole, best)
+  whole, other_top, other_bottom, one_shared = _split(a, upper, lower, 0, 2, 1, 3)
+  best = _choose(_choose(best, whole), one_shared)
+  best = _choose(best, _both(_choose(top, other_top), _choose(bottom, other_bottom)))
+  _, _, _, one_shared = _split(a, upper, lower, 0, 3, 1, 2)
+  best = _choose(best, one_shared)
+  return (best[1] + _NUMBER).to(tl.uint32, bitcast=True)
 
 
 @triton.jit

@@ -164,6 +164,8 @@ def inline_instructions() -> None:
     if asm == 'prmt.b32 $0, $1, $2, $3;':
       return _Results(interpreter.TensorHandle(_permute_bytes(*data), tl.uint32))
     if asm == 'mov.b32 $0, $1;':
+      if constraints.startswith('=f'):
+        return _Results(interpreter.TensorHandle(np.ascontiguousarray(data[0]).view(np.float32), tl.float32))
       return _Results(interpreter.TensorHandle(data[0], tl.uint32))
     if asm in _FLOAT:
       with np.errstate(over='ignore', divide='ignore'):
