@@ -43,10 +43,14 @@ def philox4x32(counter: tuple[Array, Array, Array, Array], key: tuple[Array, Arr
   return c0, c1, c2, c3
 
 
+def _is_typed(key: Array) -> bool:
+  return jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+
+
 def seed_words(key: Array) -> tuple[Array, Array]:
   """Two uint32 words from any JAX key, typed or raw, of any implementation: its own, if it has two."""
-  words = jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
-  if words.shape != (2,):
+  words = jax.random.key_data(key) if isinstance(key, jax.Array) and _is_typed(key) else key
+  if getattr(words, 'shape', None) != (2,) or words.dtype != jnp.uint32:  # JAX refuses what is no key, or several
     words = jax.random.bits(key, (2,), jnp.uint32)
   return words[0], words[1]
 
@@ -56,7 +60,7 @@ def two_keys(key: Array) -> tuple[Array, Array]:
 
   Philox makes independent streams of any two keys. `jax.random.split` hashes them, by 150 instructions of XLA's.
   """
-  if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+  if _is_typed(key):
     words, impl = jax.random.key_data(key), jax.random.key_impl(key)
     first, second = (jax.random.wrap_key_data(words ^ jnp.uint32(bits), impl=impl) for bits in _OTHERS)
   else:
