@@ -188,6 +188,7 @@ class ReadmeTest(absltest.TestCase):
     nnx.update(fresh, restored)
     self.assertTrue((fresh(x) == model(x)).all())
 
+  @pytest.mark.slow
   def test_whole_loop(self):
     out, names = io.StringIO(), {}
     with contextlib.redirect_stdout(out):

@@ -79,6 +79,7 @@ class Curve:
     return np.cumsum(self.linear + self.attention + (self.head if head else 0.0))
 
 
+@functools.cache  # the runs of a report are of few models
 def _abstract_params(config: ModelConfig) -> Any:
   tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
   # Shapes are the same on a machine without cuDNN.

@@ -48,6 +48,7 @@ class ExamplesTest(absltest.TestCase):
     mask = state.projections['blocks'][0]['up']['kernel'].get_value()
     np.testing.assert_array_equal(model.sparse24.read()['blocks/0/up/kernel'], mask)
 
+  @pytest.mark.slow
   def test_nnx_fsdp_moves_weights_and_no_activations(self):
     program = example('nnx_fsdp')
     mesh = jax.make_mesh((jax.device_count(),), ('fsdp',), axis_types=(jax.sharding.AxisType.Auto,))

@@ -57,6 +57,7 @@ class CommandTest(parameterized.TestCase):
       cli.main(arguments)
     self.assertRegex(err.getvalue(), message)
 
+  @pytest.mark.slow
   def test_main_job_inspect_eval_report(self):
     folder = temp_folder(self)
     status, out, err = call('main-job', '--tiny', '--folder', folder, *FAST)

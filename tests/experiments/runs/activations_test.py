@@ -146,8 +146,7 @@ class EvaluationTest(parameterized.TestCase):
   @parameterized.parameters('sequence', 'position')
   @pytest.mark.few
   def test_blocks_along_a_sequence_see_later_tokens(self, order):
-    parts = parts_of(tiny(**{'model.ffn_order': order}))
-    state = programs.init_state(parts)
+    parts, (_, state) = parts_of(tiny(**{'model.ffn_order': order})), at_start()
     tokens = np.array(parts.data.batch(0, 0)['inputs'])
     changed = np.where(np.arange(16) == 15, (tokens + 7) % 32, tokens)
 
@@ -167,7 +166,7 @@ class EvaluationTest(parameterized.TestCase):
 
   def test_orders_differ_under_a_pattern_only(self):
     models = [parts_of(tiny(**{'model.ffn_order': order})) for order in ('sequence', 'position')]
-    state = programs.init_state(models[0])
+    _, state = at_start()
     tokens = np.array(models[0].data.batch(0, 0)['inputs'])
     for phase, same in (('dense', True), ('sparse', False)):
       sparse = s24.sparse_variables(state.params, state.opt_state, models[0].recipe, phase=phase)

@@ -17,11 +17,9 @@ from experiments.runs.checkpoint import Checkpoints
 from experiments.runs.checkpoint_errors import CheckpointError
 import sparse24_jax as s24
 from tests.experiments.fakes import compile_quickly, FakeData, temp_folder
-from tests.experiments.runs.stopping_test import run_and_signal
+from tests.experiments.runs.stopping_test import run_and_signal, STE
 from tests.experiments.runs.train_test import FFN, final_arrays, losses, RECIPES, run, tiny
 
-# What 'ste' compiles to, for all tests that take it as it is.
-SHARED: list[programs.Programs] = []
 EVERY_STEP = {'log_every': 1, 'eval_every': 30, 'checkpoint_every': 1}
 
 
@@ -81,7 +79,7 @@ class StopTest(absltest.TestCase):
       mock.patch.object(bad_numbers.Losses, 'limit', limit),
       self.assertRaisesRegex(train.TrainingDivergedError, 'jumped to .* at step 23.*go on in this one from step 20'),
     ):
-      run_and_signal(tiny('ste'), folder, signal.SIGTERM, 23, SHARED)
+      run_and_signal(tiny('ste'), folder, signal.SIGTERM, 23, STE)
     self.assertEqual(steps_of(folder), [10, 20])
 
   @pytest.mark.slow
@@ -160,7 +158,7 @@ class GoOnTest(absltest.TestCase):
 
   def test_rolled_back_to_the_last_checkpoint_and_on_with_other_batches(self):
     folder = temp_folder(self)
-    run(tiny('ste', bad_numbers__policy='roll_back'), folder, BadBatch(17), SHARED)
+    run(tiny('ste', bad_numbers__policy='roll_back'), folder, BadBatch(17), STE)
     (event,) = events_of(folder)
     self.assertEqual((event['step'], event['event']), (10, 'rolled back'))
     self.assertRegex(event['what'], r'the loss is nan at step 17; rolled back to step 10')
@@ -171,7 +169,7 @@ class GoOnTest(absltest.TestCase):
     self.assertIn(meta['data_state']['position'], (40, 41))
     self.assertEqual(meta['rolled_back'], 1)
     with self.assertRaisesRegex(train.TrainingDivergedError, 'loss is nan at step 3.*there is no checkpoint'):
-      run(tiny('ste', bad_numbers__policy='roll_back'), temp_folder(self), BadBatch(3), SHARED)
+      run(tiny('ste', bad_numbers__policy='roll_back'), temp_folder(self), BadBatch(3), STE)
 
 
 class MasksTest(absltest.TestCase):

@@ -1,5 +1,6 @@
 """A checkpoint is looked into wherever it was written, also while its run goes on."""
 
+import json
 from pathlib import Path
 import shutil
 from unittest import mock
@@ -10,8 +11,10 @@ import numpy as np
 import pytest
 
 from experiments.runs import checkpoint, inspection
+from tests.experiments.cli_test import call
 from tests.experiments.fakes import compile_quickly, FakeData, temp_folder
-from tests.experiments.runs.train_test import run, tiny
+from tests.experiments.reports.run_folders import read_page
+from tests.experiments.runs.train_test import run, tiny, whole_run
 
 
 def setUpModule():
@@ -31,22 +34,35 @@ class InspectionTest(absltest.TestCase):
     self.assertEqual({row.density for row in inspection.weight_table(loaded)}, {0.5})
 
   def test_the_newest_is_read_while_its_run_removes_it(self):
-    folder = temp_folder(self)
-    run(tiny(steps=20), folder)
+    folder = Path(temp_folder(self), 'run')
+    shutil.copytree(whole_run()[0], folder)
     look, reads = checkpoint.sums.look, []
 
     def look_and_remove(tree):
-      """The trainer removes step 20 while it is read, and has step 30 by then."""
+      """The trainer removes step 30 while it is read, and has step 40 by then."""
       reads.append(tree)
       if len(reads) == 1:
-        shutil.rmtree(Path(folder, 'checkpoints', '20'))
-        return look(jax.tree.map(lambda x: x * 0, tree))
+        shutil.rmtree(folder / 'checkpoints' / '30')
+        return look(jax.tree.map(lambda x: np.zeros_like(x) if isinstance(x, jax.Array) else x, tree))
       return look(tree)
 
     with mock.patch.object(checkpoint.sums, 'look', look_and_remove):
-      self.assertEqual(int(inspection.load(folder, data=FakeData()).state.step), 10)
-    with self.assertRaisesRegex(checkpoint.CheckpointError, 'no checkpoint of step 20'):
-      inspection.load(folder, data=FakeData(), step=20)
+      self.assertEqual(int(inspection.load(folder, data=FakeData()).state.step), 20)
+    with self.assertRaisesRegex(checkpoint.CheckpointError, 'no checkpoint of step 30'):
+      inspection.load(folder, data=FakeData(), step=30)
+
+  def test_commands(self):
+    folder, _ = whole_run()
+    status, out, _ = call('inspect', folder, '--step', '20')
+    self.assertEqual(status, 0)
+    self.assertRegex(out, r'step 20, sparse phase, recipe transposable_srste')
+    self.assertRegex(out, r'h_0/mlp/c_fc/kernel +32 x 128 +0\.5000 .* yes')
+    self.assertRegex(call('inspect', folder)[1], r'step 30, dense phase[\s\S]*1\.0000 .* no')
+    summary = json.loads(Path(folder, 'summary.json').read_text())
+    self.assertIn(f'loss {summary["validation_loss"]:.4f}', call('eval', folder)[1])
+    report = Path(temp_folder(self), 'report.html')
+    self.assertEqual(call('report', folder, '--out', str(report))[0], 0)
+    self.assertIn('svg', read_page(report).tags)
 
 
 if __name__ == '__main__':

@@ -103,8 +103,8 @@ class Resumed(parameterized.TestCase):
     with Checkpoints(f'{resumed}/checkpoints', read_only=True) as checkpoints:
       resumed_from = checkpoints.latest()
     self.assertEqual(resumed_from, self.steps[name] // 10 * 10, f'killed at step {self.steps[name]}')
-    whole, shared = temp_folder(self), []
-    validation = [run(config, folder, programs=shared)['validation_loss'] for folder in (resumed, whole)]
+    whole = temp_folder(self)
+    validation = [run(config, folder)['validation_loss'] for folder in (resumed, whole)]
     self.assertEqual(*validation)
     for file in ('metrics.jsonl', 'config.json'):
       self.assertEqual(Path(resumed, file).read_bytes(), Path(whole, file).read_bytes(), file)

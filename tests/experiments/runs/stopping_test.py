@@ -12,11 +12,15 @@ from experiments.runs import stopping
 from experiments.runs.checkpoint import Checkpoints
 from tests.experiments import fakes
 from tests.experiments.fakes import compile_quickly, temp_folder
-from tests.experiments.runs.train_test import final_arrays, RECIPES, run, tiny
+from tests.experiments.runs.train_test import final_arrays, programs_of, run, tiny
 
 
 def setUpModule():
   compile_quickly()
+
+
+# What 'ste' compiles to, also for `bad_numbers_test`.
+STE = programs_of(tiny('ste'))
 
 
 def run_and_signal(config, folder, number, step, programs=None):
@@ -33,19 +37,23 @@ def run_and_signal(config, folder, number, step, programs=None):
 
 
 class StoppingTest(parameterized.TestCase):
-  @parameterized.parameters((signal.SIGTERM, 75), (signal.SIGINT, 130))
-  @pytest.mark.few
-  def test_the_step_is_saved_and_the_rest_is_bit_for_bit(self, number, status):
-    config = tiny('ste', RECIPES['ste'], recipe__flip_rate='step')
-    folder, whole, shared = temp_folder(self), temp_folder(self), []
+  def stop(self, folder, number, status):
     handlers = [signal.getsignal(n) for n in stopping.STATUS]
     with self.assertRaisesRegex(stopping.StoppedError, f'{number.name}; step 18 is saved') as caught:
-      run_and_signal(config, folder, number, 17, shared)
+      run_and_signal(tiny('ste'), folder, number, 17, STE)
     self.assertEqual(caught.exception.status, status)
     self.assertEqual([signal.getsignal(n) for n in stopping.STATUS], handlers)
     with Checkpoints(Path(folder, 'checkpoints'), read_only=True) as checkpoints:
       self.assertEqual(checkpoints.latest(), 18)
-    validation = [run(config, f, programs=shared)['validation_loss'] for f in (folder, whole)]
+
+  def test_the_step_is_saved(self):
+    self.stop(temp_folder(self), signal.SIGTERM, 75)
+
+  @pytest.mark.slow
+  def test_the_rest_is_bit_for_bit(self):
+    config, folder, whole = tiny('ste'), temp_folder(self), temp_folder(self)
+    self.stop(folder, signal.SIGINT, 130)
+    validation = [run(config, f, programs=STE)['validation_loss'] for f in (folder, whole)]
     self.assertEqual(*validation)
     self.assertEqual(*(Path(f, 'metrics.jsonl').read_bytes() for f in (folder, whole)))
     (found, _), (expected, _) = (final_arrays(config, f) for f in (folder, whole))

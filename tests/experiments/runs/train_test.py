@@ -1,5 +1,7 @@
 """The loop: every twin learns, a mesh changes nothing, bad input is named."""
 
+import atexit
+import functools
 import json
 from pathlib import Path
 import shutil
@@ -55,11 +57,26 @@ _COMPILED: dict[str, list[programs.Programs]] = {}
 _NOT_IN_PROGRAMS = ('seed', 'log_every', 'eval_every', 'checkpoint_every')
 
 
+def programs_of(config):
+  """What runs of a configuration share."""
+  fields = {name: value for name, value in config.to_dict().items() if name not in _NOT_IN_PROGRAMS}
+  return _COMPILED.setdefault(json.dumps(fields, sort_keys=True), [])
+
+
 def run(config, folder, data=None, programs=None):
-  if programs is None:
-    fields = {name: value for name, value in config.to_dict().items() if name not in _NOT_IN_PROGRAMS}
-    programs = _COMPILED.setdefault(json.dumps(fields, sort_keys=True), [])
+  programs = programs_of(config) if programs is None else programs
   return train.train(config, folder, data=data or FakeData(), quiet=True, programs=programs)
+
+
+@functools.cache
+def whole_run():
+  """The folder of an FST run of both phases, which no test changes, and how often the step of each was compiled."""
+  folder = tempfile.mkdtemp(prefix='trained-')
+  atexit.register(shutil.rmtree, folder)
+  config = tiny('transposable_srste', RECIPES['transposable_srste'])
+  run(config, folder)
+  (found,) = programs_of(config)
+  return folder, [found.step(phase, None, None)._cache_size() for phase in ('sparse', 'dense')]
 
 
 def losses(folder, kind):
@@ -284,17 +301,8 @@ class TimesTest(absltest.TestCase):
 class WholeRunTest(parameterized.TestCase):
   """What a run of two phases compiles, and what does not go on in its folder."""
 
-  @classmethod
-  def setUpClass(cls):
-    super().setUpClass()
-    cls.folder = tempfile.mkdtemp(prefix='trained-')
-    cls.addClassCleanup(shutil.rmtree, cls.folder)
-    cls.programs = []
-    run(tiny('transposable_srste', RECIPES['transposable_srste']), cls.folder, programs=cls.programs)
-
   def test_one_compilation_a_phase(self):
-    for phase in ('sparse', 'dense'):
-      self.assertEqual(self.programs[0].step(phase, None, None)._cache_size(), 1)
+    self.assertEqual(whole_run()[1], [1, 1])
 
   @parameterized.parameters(
     ('recipe', ('sr_ste', RECIPES['sr_ste']), {}, 'recipe.name'),
@@ -308,7 +316,7 @@ class WholeRunTest(parameterized.TestCase):
     data = FakeData(fingerprint='fake-2') if what == 'data' else None
     name, kwargs = recipe or ('transposable_srste', RECIPES['transposable_srste'])
     with self.assertRaisesRegex(CheckpointError, message):
-      run(tiny(name, kwargs, **overrides), self.folder, data)
+      run(tiny(name, kwargs, **overrides), whole_run()[0], data)
 
 
 class RefusedTest(parameterized.TestCase):

@@ -95,10 +95,9 @@ class CusparseltTest(parameterized.TestCase):
       cusparselt.library()
 
   def test_a_library_without_a_function_is_refused_by_its_name(self):
-    source = pathlib.Path(self.folder.name, 'incomplete.cc')
-    source.write_text('#define FAKE_INCOMPLETE\n' + _FAKE.read_text())
-    build.compile_source(source, source.with_suffix('.so'))
-    os.environ[cusparselt.LIBRARY] = str(source.with_suffix('.so'))
+    incomplete, name = pathlib.Path(self.folder.name, 'incomplete.so'), b'cusparseLtSpMMACompress2'
+    incomplete.write_bytes(self.good.read_bytes().replace(name, name[:-1] + b'_'))
+    os.environ[cusparselt.LIBRARY] = str(incomplete)
     with self.assertRaisesRegex(NotImplementedError, 'it has no cusparseLtSpMMACompress2'):
       cusparselt.library()
 

@@ -35,13 +35,16 @@ def _report(target, dtype):
 class CompileTest(parameterized.TestCase):
 
   # The oldest, the newest, and a consumer GPU, which has less shared memory.
-  @parameterized.parameters('sm_80', 'sm_90a', 'sm_86')
+  @parameterized.parameters(
+    ('sm_80', 'bfloat16'), ('sm_90a', 'bfloat16', 'float16'), ('sm_86', 'bfloat16', 'float16')
+  )
   @pytest.mark.few
-  def test_compiles_without_spills(self, target):
+  def test_compiles_without_spills(self, target, *dtypes):
     # A process a target: Mosaic keeps the settings of the first.
     root = pathlib.Path(_device.__file__).parents[1]
     done = subprocess.run(
-      [sys.executable, __file__, target], cwd=root, env=os.environ | {'PYTHONPATH': str(root), 'JAX_PLATFORMS': 'cpu'},
+      [sys.executable, __file__, target, *dtypes], cwd=root,
+      env=os.environ | {'PYTHONPATH': str(root), 'JAX_PLATFORMS': 'cpu'},
       capture_output=True, text=True, check=False, timeout=240,
     )
     self.assertEqual(done.returncode, 0, done.stderr)
@@ -68,8 +71,8 @@ class RefusalTest(parameterized.TestCase):
 
 
 if __name__ == '__main__':
-  if len(sys.argv) == 2 and sys.argv[1] in _device.TARGETS:
-    found = [_report(sys.argv[1], dtype) for dtype in ('bfloat16', 'float16')]
+  if len(sys.argv) > 2 and sys.argv[1] in _device.TARGETS:
+    found = [_report(sys.argv[1], dtype) for dtype in sys.argv[2:]]
     print(json.dumps([(r.spill_bytes, r.architecture, r.count('mma.sp::ordered_metadata')) for r in found]))
   else:
     absltest.main()
