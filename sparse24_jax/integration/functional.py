@@ -13,7 +13,7 @@ from sparse24_jax.binding.bound import Bound
 from sparse24_jax.binding.origin import known, require_fits, spoiled
 from sparse24_jax.dot import check_state
 from sparse24_jax.masks import verify24
-from sparse24_jax.optim import note_read, require_made_for, sparse_states
+from sparse24_jax.optim import note_read, require_made_for, sparse_states, warn_of_other_weights
 from sparse24_jax.policy import DotPolicy
 from sparse24_jax.projection import abstract_state, Masked, SoftThreshold, straight_through, TransposableMasked
 from sparse24_jax.recipe import PhaseName, Recipe, resolve_phase
@@ -29,8 +29,8 @@ def project(params: Any, opt_state: Any, recipe: Recipe, *, phase: PhaseName | N
 
   Args:
     params: any pytree of arrays.
-    opt_state: optimizer state that holds a `sparse_training` state for `params`. None chooses masks from `params` as
-      they are.
+    opt_state: optimizer state that holds a `sparse_training` state for `params`, of the same step: with others a call
+      outside of jit warns, as `sparse_variables` does. None chooses masks from `params` as they are.
     recipe: the recipe of that state. One that `bind` made knows the axes of each weight; by itself it takes weights for
       `[stacked..., in, out]`, and logs which, unless they are kernels `[in, out]`. It refuses those that are named
       `weight`, as in Equinox and PyTorch, where they are `[out, in]`.
@@ -61,6 +61,8 @@ def project(params: Any, opt_state: Any, recipe: Recipe, *, phase: PhaseName | N
   # Whoever names the phase means it: a model that was finished dense may be pruned.
   sparse, fits = projected_weights(params, opt_state, recipe, phase='sparse' if phase is None else None)
   fine = require_fits(known(fits))
+  if opt_state is not None:
+    warn_of_other_weights(params, opt_state)
   _check_axes('project', {path: w for path, (_, w, _) in sparse.items()}, recipe)
 
   def one(path: str, w: Array) -> Array:
@@ -75,6 +77,8 @@ def project(params: Any, opt_state: Any, recipe: Recipe, *, phase: PhaseName | N
 
 def verify_weights(params: Any, recipe: Recipe) -> dict[str, float]:
   """Checks on the host that the weights of a recipe hold the zeros that it promises, as stored: what `project` returns.
+
+  A weight whose values are all zero, as some libraries initialise kernels, passes: its share is 1.0.
 
   Args:
     params: parameters that are projected: those of `project`, or of an exported checkpoint.

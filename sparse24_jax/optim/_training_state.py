@@ -123,7 +123,7 @@ def warn_of_other_weights(params: Any, opt_state: Any) -> None:
   """Warns once, outside of jit, if these are not the parameters that the last step of the optimizer left."""
   if found := _left.changed(find_state(opt_state, SparseTrainingState, 'sparse_training'), unboxed(params)):
     _dispatch.log_once(
-      f'{", ".join(found)}: the masks of opt_state are those of other weights than params. sparse_variables takes both'
+      f'{", ".join(found)}: the masks of opt_state are those of other weights than params. Give both'
       ' of the same step; for weights that were loaded or set, make the state of them, tx.init(params), or give'
       ' opt_state=None, which chooses masks from them. An average of weights may have the masks of the last step',
       'sparse24_jax', logging.WARNING,

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 
+from pallas_kernels import _dispatch
 import sparse24_jax as s24
 
 
@@ -103,6 +104,17 @@ class ProjectTest(parameterized.TestCase):
 
   def test_dense_phase_returns_the_parameters(self):
     self.assertIs(s24.project(TREE, opt_state(RECIPES['ste']), RECIPES['ste'], phase='dense'), TREE)
+
+  def test_weights_of_another_step_are_told_outside_of_jit(self):
+    recipe, params, other = s24.recipes.ste('head/kernel'), {'head': layer(3)}, {'head': layer(4)}
+    state = jax.block_until_ready(opt_state(recipe, params))
+    _dispatch.log_once.cache_clear()
+    with self.assertNoLogs('sparse24_jax', 'WARNING'):
+      s24.project(other, None, recipe)
+      s24.project(params, state, recipe)
+    with self.assertLogs('sparse24_jax', 'WARNING') as logged:
+      s24.project(other, state, recipe)
+    self.assertRegex(logged.output[-1], 'kernel: the masks of opt_state are those of other weights .* of the same step')
 
   def test_uses_the_mask_of_the_state_not_of_the_weights(self):
     recipe, other = RECIPES['fst'], jax.tree.map(jnp.negative, TREE)
