@@ -150,10 +150,14 @@ def check_groups(path: str, leaf: Any, projection: Projection | None, layout: La
   try:
     check_divisible(layout.matrix_shape(shape), projection, name)
   except ValueError as error:
-    if not layout.is_standard or len(shape) == 2:
-      raise
-    found = 'what the model contracts, sparse24_jax.bind(recipe, f, params, *example) finds out'
-    raise ValueError(f'{error}: by itself a recipe takes a weight for [stacked..., in, out]; {found}') from error
+    dense = f'or leave it dense: recipe.with_dense({re.escape(path)!r})'
+    # Where no choice of axes has whole groups the shape is at fault, not the layout.
+    if not layout.is_standard or len(shape) < 3 or math.prod(shape) % math.prod(projection.divisor):
+      raise ValueError(f'{error}, {dense}') from error
+    raise ValueError(
+      f'{error}: by itself a recipe takes a weight for [stacked..., in, out]; what the model contracts,'
+      f' sparse24_jax.bind(recipe, f, params, *example) finds out, {dense}'
+    ) from error
   _check_shards(path, leaf, projection, layout)
 
 

@@ -28,6 +28,11 @@ _BLOCKS = (
 
 
 _UNPACKED = 'not packed once in an optimizer step for all micro-batches, where kernels run. Here:'
+_ROUNDED = (
+  'parameters of 16 bits: most updates are smaller than what they round to, and are lost. Keep parameters in float32'
+  ' and compute in 16 bits.'
+)
+_TRAINED = 'give the weights that will be trained'
 _ENDS = 'no other matched weight reads its result'
 
 
@@ -42,6 +47,7 @@ class CheckedWeight:
     problem: why not, and what to do; None if it can.
     pruned: share of the projected weight that is zero; None where only shapes were given.
     reached: share of the pruned entries whose gradient is not zero; likewise.
+    dtype: as it is stored.
 
   >>> import jax, jax.numpy as jnp, sparse24_jax as s24
   >>> params = {'w': jax.random.normal(jax.random.key(0), (16, 8))}
@@ -56,6 +62,7 @@ class CheckedWeight:
   problem: str | None
   pruned: float | None = None
   reached: float | None = None
+  dtype: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +99,8 @@ class Checked:
       lines += [_BLOCKS, *(f'  {_listed(paths)}: {reason}' for reason, paths in apart.items())]
     if unpacked := _unpacked(self.weights):
       lines += [_UNPACKED, *(f'  {_listed(paths)}: {reason}' for reason, paths in unpacked.items())]
+    if rounded := [w.path for w in self.weights if w.dtype is not None and w.dtype.itemsize < 4]:
+      lines += [f'{_ROUNDED} Here: {_listed(rounded)}']
     lines.append(f'stay dense: {_listed(self.dense) or "no other weight"}')
     return '\n'.join(lines)
 
@@ -184,14 +193,14 @@ def _leave_dense(path: str) -> str:
 
 
 def _checked(path: str, leaf: Any, found: BoundWeight | str) -> CheckedWeight:
-  shape = tuple(leaf.shape)
+  shape, dtype = tuple(leaf.shape), np.dtype(leaf.dtype)
   if isinstance(found, str):
-    return CheckedWeight(path, shape, None, found)
+    return CheckedWeight(path, shape, None, found, dtype=dtype)
   try:
     check_groups(path, leaf, found.rule.policy.projection, found.layout)
   except ValueError as error:
-    return CheckedWeight(path, shape, found, str(error))
-  return CheckedWeight(path, shape, found, None)
+    return CheckedWeight(path, shape, found, str(error), dtype=dtype)
+  return CheckedWeight(path, shape, found, None, dtype=dtype)
 
 
 def _measured(
@@ -216,6 +225,8 @@ def _measured(
 
   grads = dict(leaves_by_path(jax.jit(jax.grad(loss, allow_int=True))(params)))  # a table of bytes, say
   found = dict(weights)
+  zeros = [path for path, w in leaves.items() if len(w.shape) > 1 and not jnp.any(w)]
+  others = f', or what it meets is zero, as {_listed(zeros)} is: {_TRAINED}' if zeros else ''
   for weight in bound.weights:
     path, form = weight.path, weight.rule.policy.projection and weight.rule.policy.projection.form
     if path not in sparse:
@@ -234,8 +245,10 @@ def _measured(
       problem = problem or (
         f'{path}: no gradient reaches its pruned entries, which then never come back'
         if (grads[path] != 0).any()
+        else f'{path}: all its values are zero, and nothing is learned of it: {_TRAINED}'
+        if path in zeros
         else f'{path}: no gradient reaches it at all: it is frozen (stop_gradient), and its zeros stay where they are,'
-        ' or what the function returns does not depend on it'
+        f' or what the function returns does not depend on it{others}'
       )
     found[path] = dataclasses.replace(found[path], problem=problem, pruned=float(pruned.mean()), reached=reached)
   return found

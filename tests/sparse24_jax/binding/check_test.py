@@ -35,6 +35,21 @@ class CheckTest(parameterized.TestCase):
     self.assertFalse(frozen.ok)
     self.assertIn('no gradient reaches it at all: it is frozen', str(frozen))
 
+  def test_weights_of_zeros_and_those_that_meet_them(self):
+    f, params, x = example()
+    checked = s24.check(s24.recipes.ste('.*'), f, params | {'out': 0 * params['out'], 'query': 0 * params['query']}, x)
+    for weight in checked.weights:
+      self.assertRegex(weight.problem, f'^{weight.path}: all its values are zero.*: give the weights that will be')
+    (query,) = s24.check(s24.recipes.ste('query'), f, params | {'out': 0 * params['out']}, x).weights
+    self.assertRegex(query.problem, 'query: no gradient .* it is frozen .* meets is zero, as out is: give the weights')
+
+  def test_parameters_of_16_bits(self):
+    shapes = {'w': jax.ShapeDtypeStruct((16, 8), 'bfloat16'), 'v': jax.ShapeDtypeStruct((16, 8), 'float32')}
+    f = lambda p, x: x @ p['w'] + x @ p['v']  # noqa: E731
+    checked = s24.check(s24.recipes.ste('.*'), f, shapes, jax.ShapeDtypeStruct((4, 16), 'float32'))
+    self.assertRegex(str(checked), r'parameters of 16 bits: .* Keep parameters in float32 .*\. Here: w\n')
+    self.assertTrue(checked.ok)
+
   def test_shapes_are_enough_for_the_axes(self):
     f, *given = example()
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), given)
@@ -48,7 +63,8 @@ class CheckTest(parameterized.TestCase):
     checked = s24.check(s24.recipes.ste('.*'), f, params, jnp.ones((4, 16)))
     self.assertFalse(checked.ok)
     self.assertEqual([w.problem is None for w in checked.weights], [True, False, False])
-    self.assertRegex(str(checked), r'(?s)PROBLEM  v of shape .* length 6 along axis -2.*PROBLEM  w of shape.*sin at')
+    problems = r"(?s)PROBLEM  v of shape .* length 6 along axis -2.*leave it dense: recipe.with_dense\('v'\)"
+    self.assertRegex(str(checked), problems + '.*PROBLEM  w of shape.*sin at')
 
   def test_a_problem_of_one_weight_hides_nothing_of_the_others(self):
     params = {'w': jax.random.normal(jax.random.key(0), (16, 8)), 'v': jnp.ones((16, 8)), 'table': jnp.int8([[1]])}
