@@ -5,8 +5,17 @@ import contextvars
 from typing import Any, NamedTuple
 
 import jax
-from jax._src import source_info_util
+from jax._src import core, source_info_util
+from jax._src.interpreters import partial_eval
 from jax.extend import core as jex
+
+
+def program() -> Any:
+  """What is traced here, a branch of a `cond` by itself; derivatives and batches are a part of what they are in."""
+  trace = core.trace_ctx.trace
+  while not isinstance(trace, partial_eval.DynamicJaxprTrace) and hasattr(trace, 'parent_trace'):
+    trace = trace.parent_trace
+  return trace
 
 
 def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:

@@ -55,10 +55,11 @@ def project(params: Any, opt_state: Any, recipe: Recipe, *, phase: PhaseName | N
   1.0
   """
   now = resolve_phase(recipe, phase)
-  note_read(opt_state, now)
+  # Whoever names the phase means it: a model that was finished dense may be pruned, and a dense step log its loss.
+  if phase is None:
+    note_read(opt_state, now)
   if now == 'dense':
     return params
-  # Whoever names the phase means it: a model that was finished dense may be pruned.
   sparse, fits = projected_weights(params, opt_state, recipe, phase='sparse' if phase is None else None)
   fine = require_fits(known(fits))
   if opt_state is not None:

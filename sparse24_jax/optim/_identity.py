@@ -16,14 +16,15 @@ from jax import Array
 import jax.numpy as jnp
 import numpy as np
 
+from sparse24_jax.binding._jax import program
 from sparse24_jax.layout import Layouts, other_projection
 from sparse24_jax.recipe import PhaseName, PHASES, Recipe
 
 # Ours: bytes of a line. A longer one ends in a hash of all of it.
 _WIDTH = 64
 _NO_STEP = 0
-# By the identity of a state's counter, that one and the phases for which a trace read its masks.
-_READ: dict[int, tuple[Callable[[], Any], set[PhaseName]]] = {}
+# By the identity of a state's counter, that one, and which programs read its masks for which phases.
+_READ: dict[int, tuple[Callable[[], Any], list[tuple[Callable[[], Any], PhaseName]]]] = {}
 
 
 class Identity(NamedTuple):
@@ -88,18 +89,23 @@ def note_read(count: Any, phase: PhaseName) -> None:
     if isinstance(leaf, jax.core.Tracer):
       key = id(leaf)
       if key not in _READ:
-        _READ[key] = weakref.ref(leaf, lambda _, key=key: _READ.pop(key, None)), set()
-      _READ[key][1].add(phase)
+        _READ[key] = weakref.ref(leaf, lambda _, key=key: _READ.pop(key, None)), []
+      _READ[key][1].append((weakref.ref(program()), phase))
 
 
 def require_read(count: Any, phase: PhaseName) -> None:
-  """ValueError if the model of a step that is traced is that of another phase than its optimizer."""
-  found, phases = _READ.get(id(count), (lambda: None, set()))
+  """ValueError if the model of a step that is traced is that of another phase than its optimizer.
+
+  Branches of a `cond` may close over one state for steps of two phases: each is a program by itself.
+  """
+  found, notes = _READ.get(id(count), (lambda: None, []))
+  here = program()
+  phases = {read for at, read in notes if at() is here}
   if found() is count and phases and phase not in phases:
     raise ValueError(
       f'this step updates in phase {phase!r}, and reads the masks of its optimizer in phase {min(phases)!r}: give'
       ' sparse_training, sparsify and sparse_variables one phase, that of the step, see phase_at. For a figure of the'
-      ' other phase beside the loss call sparse_variables in a function of its own'
+      f' other phase beside the loss say so, project(..., phase={min(phases)!r})'
     )
 
 

@@ -107,6 +107,25 @@ class OtherPhaseTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, message):
       jax.eval_shape(step_of(recipe, tx, phases[1]), params, tx.init(params))
 
+  def test_branches_for_two_phases_close_over_one_state(self):
+    """What a branch reads is nothing to the other; within one, also in the loss, two phases are an error."""
+    params, sparse, dense = params_of(16, 16), *(optimizer(FST, phase=phase) for phase in ('sparse', 'dense'))
+    read = lambda p, s: s24.project(p, s, FST)  # noqa: E731
+
+    def updated(tx, seen, params, state):
+      grads = jax.grad(lambda p: loss(seen(p, state), X))(params)
+      return tx.update(grads, state, params)
+
+    def step(params, state, of_dense):
+      return jax.lax.cond(
+        state.count < 2, lambda: updated(sparse, read, params, state), lambda: updated(dense, of_dense, params, state)
+      )
+
+    given = jax.eval_shape(lambda: (params, sparse.init(params)))
+    jax.eval_shape(functools.partial(step, of_dense=lambda p, s: p), *given)
+    with self.assertRaisesRegex(ValueError, "updates in phase 'dense', and reads .* in phase 'sparse'"):
+      jax.eval_shape(functools.partial(step, of_dense=read), *given)
+
   def test_where_one_trace_does_not_show_both(self):
     """`optax.MultiSteps` updates in a branch of its own: the next step reads of which phase the last one was."""
     params = params_of(16, 16)
@@ -129,6 +148,18 @@ class OtherPhaseTest(parameterized.TestCase):
     self.assertTrue(jnp.isnan(jax.jit(lambda p, s: s24.project(p, s, FST))(params, state)['kernel']).all())
     self.assertIs(s24.project(params, state, FST, phase='dense'), params)
     s24.verify24(s24.project(params, state, FST, phase='sparse')['kernel'])
+
+  def test_what_pruning_would_cost_beside_a_dense_step(self):
+    params, tx = params_of(16, 16), optimizer(FST, phase='dense')
+
+    def step(params, state, **kwargs):
+      pruned = loss(s24.project(params, state, FST, **kwargs), X)
+      return pruned, tx.update(jax.grad(loss)(params, X), state, params)
+
+    given = jax.eval_shape(lambda: (params, tx.init(params)))
+    jax.eval_shape(functools.partial(step, phase='sparse'), *given)
+    with self.assertRaisesRegex(ValueError, "updates in phase 'dense', and reads .* project\\(..., phase='sparse'\\)"):
+      jax.eval_shape(step, *given)
 
   def test_phases_in_their_order(self):
     """A dense start and the first sparse step after it, and a sparse phase and its dense end."""
