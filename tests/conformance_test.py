@@ -39,7 +39,7 @@ class OneDeviceTest(parameterized.TestCase):
   @parameterized.parameters(
     *((case, 'bfloat16') for case in CASES), *((case, 'float32') for case in (*KINDS, *OTHER_CASES))
   )
-  @pytest.mark.few(len(CASES) + len(KINDS))
+  @pytest.mark.few(len(CASES))
   def test_dtypes_shapes_and_structure_stay(self, case, dtype):
     """Abstractly, for parameters of both dtypes, through init and a step of either phase."""
     recipe = CASES[case]
@@ -79,7 +79,7 @@ class OneDeviceTest(parameterized.TestCase):
         s24.verify24(leaf['kernel'], axis=-2 if projection_of(case, name).divisor[0] == 4 else -1)
 
   @parameterized.parameters(*KINDS)
-  @pytest.mark.few(2)
+  @pytest.mark.few
   def test_accumulated_micro_batches_are_one_step(self, case):
     """Two halves of a gradient under MultiSteps give the state and the update of the whole."""
     self.check_accumulation(case)

@@ -83,7 +83,7 @@ class ReadmeTest(absltest.TestCase):
     super().setUp()
     self.tokens = jnp.arange(16).reshape(2, 8)
     self.model = LinenBlocks()
-    self.params = self.model.init(jax.random.key(0), self.tokens)['params']
+    self.params = jax.jit(self.model.init)(jax.random.key(0), self.tokens)['params']
     self.names = {
       'model': self.model,
       'params': self.params,
@@ -141,6 +141,7 @@ class ReadmeTest(absltest.TestCase):
     nnx.update(dense, s24.sparse_variables(params, opt_state, recipe, phase='dense'))
     self.assertLess(float(names['loss_fn'](dense)), float(loss))
 
+  @pytest.mark.slow
   def test_nnx_function_example(self):
     exec(BLOCKS[0], self.names)
     scope = dict(jax=jax, nnx=nnx, optax=optax, s24=s24, loss_fn=lambda model, x: jnp.mean(model(x) ** 2))

@@ -9,7 +9,7 @@ from typing import Literal
 
 from ml_collections import ConfigDict
 import numpy as np
-import scipy.stats
+import scipy.special
 
 from experiments.runs import recipes
 from experiments.runs.records import group, RunRecord
@@ -61,7 +61,7 @@ def half_width(differences: Sequence[float]) -> float:
   n = len(differences)
   if n < 2:
     return math.inf
-  return float(scipy.stats.t.ppf(0.975, n - 1) * np.std(differences, ddof=1)) / math.sqrt(n)
+  return float(scipy.special.stdtrit(n - 1, 0.975) * np.std(differences, ddof=1)) / math.sqrt(n)
 
 
 def _describe(a: str, b: str, differences: Sequence[float]) -> str:

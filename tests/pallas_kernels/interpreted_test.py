@@ -6,11 +6,11 @@ from absl.testing import absltest
 
 from tests.pallas_kernels import triton_interpreter
 
-# Of each parameterized test the first case, and tests of one case.
+# Of each parameterized test the first case; packing V:N:M transposed, the smallest.
 WITH_FIRST_CASES = ('gated_activation', 'pack', 'sparse_attention')
 CASES = (
-  *(f'{op}.interpreted.*{ending}' for op in WITH_FIRST_CASES for ending in ('0', '[a-z]')),
-  'quantize.interpreted.*', 'vnm.*test_rows0', 'vnm.*test_residuals0', 'vnm.*test_transpose_pack0',
+  *(f'{op}.interpreted.*0' for op in WITH_FIRST_CASES),
+  'quantize.interpreted.*', 'vnm.*test_rows0', 'vnm.*test_residuals0', 'vnm.*test_transpose_pack2',
 )  # fmt: skip
 
 
@@ -19,7 +19,7 @@ class InterpretedTest(absltest.TestCase):
 
   def test_first_cases(self):
     found = triton_interpreter.run_interpreted(*WITH_FIRST_CASES, 'quantize', 'vnm', only=CASES)
-    self.assertRegex(found, r'Ran 17 tests in [^\n]+\n\nOK')
+    self.assertRegex(found, r'Ran 16 tests in [^\n]+\n\nOK')
 
 
 if __name__ == '__main__':

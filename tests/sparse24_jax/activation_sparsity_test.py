@@ -144,6 +144,11 @@ class DescriptionTest(parameterized.TestCase):
     self.assertEqual(policy.describe(), described)
 
 
+def ones(shape, dtype=np.float32):
+  """Without a program, which importing this file would compile."""
+  return jnp.asarray(np.ones(shape, dtype))
+
+
 class RefusalTest(parameterized.TestCase):
 
   @parameterized.parameters(
@@ -166,16 +171,16 @@ class RefusalTest(parameterized.TestCase):
       make()
 
   @parameterized.parameters(
-    (dict(x=jnp.ones((30, D))), '30 tokens; 8 are the rows of a block'),
-    (dict(x=jnp.ones((TOKENS, D + 1))), 'axis -1 must be 8'),
-    (dict(x=jnp.ones((TOKENS, D), jnp.bfloat16)), 'cast them to one'),
-    (dict(w_down=jnp.ones((HIDDEN + 4, D))), r'w_down \[h, d\]'),
-    (dict(b_up=jnp.ones(D)), r'b_up must be of shape \(64,\), found \(8,\)'),
-    (dict(b_down=jnp.ones((1, D))), r'b_down must be of shape \(8,\)'),
-    (dict(w_up=jnp.ones((2, D, HIDDEN)), b_up=jnp.ones(HIDDEN)), r'b_up must be of shape \(2, 64\)'),
+    (dict(x=ones((30, D))), '30 tokens; 8 are the rows of a block'),
+    (dict(x=ones((TOKENS, D + 1))), 'axis -1 must be 8'),
+    (dict(x=ones((TOKENS, D), jnp.bfloat16)), 'cast them to one'),
+    (dict(w_down=ones((HIDDEN + 4, D))), r'w_down \[h, d\]'),
+    (dict(b_up=ones(D)), r'b_up must be of shape \(64,\), found \(8,\)'),
+    (dict(b_down=ones((1, D))), r'b_down must be of shape \(8,\)'),
+    (dict(w_up=ones((2, D, HIDDEN)), b_up=ones(HIDDEN)), r'b_up must be of shape \(2, 64\)'),
     (dict(state={}), "state of projection 'soft_threshold'"),
     (dict(policy=lambda: dataclasses.replace(VNM, clusters=Clusters(4))), r"state\['neurons'\] must be int32"),
-    (dict(w_up=jnp.ones((D, 60)), w_down=jnp.ones((60, D))), '60 neurons; 8 are the columns of a group'),
+    (dict(w_up=ones((D, 60)), w_down=ones((60, D))), '60 neurons; 8 are the columns of a group'),
   )
   def test_calls(self, change, message):
     x, w_up, w_down, _ = draw()

@@ -5,17 +5,18 @@ from flax import linen as nn
 from flax import nnx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 import sparse24_jax as s24
 
 KEY = jax.random.key(0)
-X = jnp.ones((8, 8))
-PARAMS = {'mlp': {'up': {'kernel': jax.random.normal(KEY, (8, 12)), 'bias': jnp.ones(12)}}, 'head': {'kernel': X}}
+X, UP = (jnp.asarray(np.random.default_rng(0).standard_normal((8, n), np.float32)) for n in (8, 12))
+PARAMS = {'mlp': {'up': {'kernel': UP, 'bias': jnp.ones(12)}}, 'head': {'kernel': X}}
 STE = s24.recipes.ste('mlp/.*')
 FST = s24.recipes.transposable_srste('mlp/.*', masked_decay=0.1)
 SGD = optax.sgd(0.1)
-STATE = s24.sparse_training(SGD, STE).init(PARAMS)
+STATE = jax.jit(s24.sparse_training(SGD, STE).init)(PARAMS)
 
 
 @jax.tree_util.register_pytree_with_keys_class

@@ -232,6 +232,11 @@ class PathTest(parameterized.TestCase):
     assert_close(found, expected, 3e-3)
 
 
+def zeros(shape, dtype):
+  """Without a program, which importing this file would compile."""
+  return jnp.asarray(np.zeros(shape, dtype))
+
+
 class RefusalTest(parameterized.TestCase):
 
   @parameterized.named_parameters(
@@ -239,15 +244,15 @@ class RefusalTest(parameterized.TestCase):
     ('a_key_too_few', dict(state={'up': 0}), r"keys \['down', 'up'\], found \['up'\]"),
     ('a_key_too_many', dict(state=dict.fromkeys(('up', 'down', 'gate'))), r"found \['down', 'gate', 'up'\]"),
     ('a_tuple', dict(state=(0, 0)), 'found tuple'),
-    ('gate_without_state', dict(w_gate=jnp.zeros((D, HIDDEN), BF16)), r"keys \['down', 'gate', 'up'\]"),
-    ('bias_of_no_gate', dict(b_gate=jnp.zeros(HIDDEN, BF16)), 'b_gate is given and w_gate is not'),
+    ('gate_without_state', dict(w_gate=zeros((D, HIDDEN), BF16)), r"keys \['down', 'gate', 'up'\]"),
+    ('bias_of_no_gate', dict(b_gate=zeros(HIDDEN, BF16)), 'b_gate is given and w_gate is not'),
     ('activation', dict(activation='tanh'), r"activation='tanh': known are .'gelu', 'gelu_exact', .*'squared_relu'."),
-    ('weights', dict(w_down=jnp.zeros((HIDDEN + 4, OUT), BF16)), r'must be \[d, h\] and \[h, d_out\].*\(68, 24\)'),
-    ('matrix', dict(w_up=jnp.zeros((1, D, HIDDEN), BF16)), r'must be \[d, h\] and \[h, d_out\], found \(1, 16, 64\)'),
-    ('tokens', dict(x=jnp.zeros((8, D + 4), BF16)), r'x of shape \(8, 20\) does not fit w of shape \(16, 64\)'),
-    ('dtype', dict(x=jnp.zeros((8, D), F32)), 'x is float32 and w is bfloat16'),
-    ('bias', dict(b_up=jnp.zeros(OUT, BF16)), r'b_up must have shape \(64,\), found \(24,\)'),
-    ('bias_out', dict(b_down=jnp.zeros(HIDDEN, BF16)), r'b_down must have shape \(24,\), found \(64,\)'),
+    ('weights', dict(w_down=zeros((HIDDEN + 4, OUT), BF16)), r'must be \[d, h\] and \[h, d_out\].*\(68, 24\)'),
+    ('matrix', dict(w_up=zeros((1, D, HIDDEN), BF16)), r'must be \[d, h\] and \[h, d_out\], found \(1, 16, 64\)'),
+    ('tokens', dict(x=zeros((8, D + 4), BF16)), r'x of shape \(8, 20\) does not fit w of shape \(16, 64\)'),
+    ('dtype', dict(x=zeros((8, D), F32)), 'x is float32 and w is bfloat16'),
+    ('bias', dict(b_up=zeros(OUT, BF16)), r'b_up must have shape \(64,\), found \(24,\)'),
+    ('bias_out', dict(b_down=zeros(HIDDEN, BF16)), r'b_down must have shape \(24,\), found \(64,\)'),
   )
   def test_refuses(self, change, message):
     x, weights, _, states, _ = problem(gated=False, biased=False, dtype=BF16)

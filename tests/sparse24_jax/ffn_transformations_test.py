@@ -99,18 +99,9 @@ class TransformationTest(parameterized.TestCase):
     one, other = (jit(jax.value_and_grad(self.loss, argnums=(0, 1)))(weights, self.x, s, key) for s in given)
     assert_close(one, other, 1e-3)
 
-  @parameterized.parameters('packed', 'bare')
-  @pytest.mark.slow
-  def test_micro_batches_share_what_was_packed(self, how):
-    """Packed ahead of the loop over micro-batches, no packing stands in it; with bare states it stands inside."""
+  def accumulated(self, how):
+    """A gradient over micro-batches of weights that are packed ahead of the loop, or not, and its arguments."""
     weights, states, _ = self.one()
-    plain = pack.masked_pack
-
-    def spy(w, codes, **kwargs):
-      def masked_pack(w, codes):
-        return plain(w, codes, **kwargs)
-
-      return jax.jit(masked_pack)(w, codes)
 
     def accumulated(weights, batches):
       handed = self.pack(weights, states) if how == 'packed' else states
@@ -123,11 +114,29 @@ class TransformationTest(parameterized.TestCase):
       zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, F32), (jnp.float32(0), weights))
       return jax.lax.scan(micro, zeros, batches)[0]
 
-    batches = self.x.reshape(4, 16, D), jax.random.split(KEY, 4)
+    return accumulated, weights, (self.x.reshape(4, 16, D), jax.random.split(KEY, 4))
+
+  @parameterized.parameters('packed', 'bare')
+  def test_packed_ahead_nothing_is_packed_in_the_loop(self, how):
+    plain = pack.masked_pack
+
+    def spy(w, codes, **kwargs):
+      def masked_pack(w, codes):
+        return plain(w, codes, **kwargs)
+
+      return jax.jit(masked_pack)(w, codes)
+
+    accumulated, *args = self.accumulated(how)
     with mock.patch.object(pack, 'masked_pack', spy):
-      jaxpr = jax.make_jaxpr(accumulated)(weights, batches)
+      jaxpr = jax.make_jaxpr(accumulated)(*args)
     found = [inside for eqn, inside in equations(jaxpr.jaxpr) if eqn.params.get('name') == 'masked_pack']
     self.assertEqual(found, [how == 'bare'] * 2)  # up and down
+
+  @parameterized.parameters('packed', 'bare')
+  @pytest.mark.slow
+  def test_micro_batches_share_what_was_packed(self, how):
+    accumulated, weights, batches = self.accumulated(how)
+    _, states, _ = self.one()
     gradient = jit(jax.value_and_grad(self.loss))
     parts = [gradient(weights, x, states, key) for x, key in zip(*batches, strict=True)]
     expected = jax.tree.map(lambda *a: sum(oracles.wide(p) for p in a), *parts)

@@ -74,7 +74,7 @@ class SampleTest(parameterized.TestCase):
     ('Auto', (('d', 't'), None)), ('Explicit', ('d', 't')), ('Auto', ('d', 't')), ('Auto', ('t', None)),
     ('Auto', (None, 'd')), ('Explicit', (('d', 't'), None)),
   )  # fmt: skip
-  @pytest.mark.few(2)
+  @pytest.mark.few
   def test_is_that_of_one_device(self, kind, spec):
     dz, x, on = normal(0, TOKENS, D), jnp.eye(TOKENS, dtype=BF16), mesh(kind)
     found = np.asarray(_sampled(put(dz, on, *spec), put(x, on, spec[0], None)))
@@ -108,7 +108,7 @@ def step(policy, gated, x, weights, states, dy):
 class BlockTest(parameterized.TestCase):
 
   @parameterized.named_parameters(
-    ('gelu', FST, False, 'Auto'), ('swiglu_explicit', FST, True, 'Explicit'), ('fp8', FP8, False, 'Auto'),
+    ('gelu', FST, False, 'Auto'), ('swiglu_explicit', FST, True, 'Explicit'), ('s_ste_fp8', FP8, False, 'Auto'),
   )  # fmt: skip
   @pytest.mark.few
   def test_data_parallel(self, policy, gated, kind):

@@ -56,6 +56,7 @@ def swiglu(gate, up, down):
 class TrainingStepTest(parameterized.TestCase):
 
   @parameterized.named_parameters(('module', True), ('dense_layers', False))
+  @pytest.mark.slow
   def test_weights_are_packed_once_for_all_micro_batches(self, one):
     model = Model(one)
     recipe = s24.Recipe('r', (s24.Rule('h/.*kernel', POLICY),), refresh_every=40)

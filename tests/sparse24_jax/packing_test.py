@@ -101,6 +101,7 @@ class PackedWeightTest(parameterized.TestCase):
     np.testing.assert_array_equal(unpacked(second.input_grad), oracles.wide(kept))
 
   @parameterized.parameters('transposable_exact', 'soft_threshold', 'magnitude_2_4')
+  @pytest.mark.few
   def test_a_layer_of_a_stack_is_the_layer_packed_alone(self, name):
     pack = packer(PROJECTIONS[name], jnp.float16)
     w = weight(3, 12, 64, dtype=jnp.float16)

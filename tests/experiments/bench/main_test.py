@@ -65,7 +65,7 @@ class RunTest(parameterized.TestCase):
 
   def test_one_that_fails_or_takes_too_long_costs_the_others_nothing(self):
     missing, printed = self.run_with({
-      'slow': measured({'a': 1}, then='time.sleep(60)', seconds=10),
+      'slow': measured({'a': 1}, then='time.sleep(60)', seconds=4),
       'broken': measured({'a': 2}, text='no such GPU', then='sys.exit(3)'),
       'good': measured({'a': 3}),
     })

@@ -181,7 +181,7 @@ class ShardMapTest(parameterized.TestCase):
     *(('transposable', 8, name) for name in CASES), *(('soft_threshold', 4, name) for name in CASES),
     ('ste', 4, 'tensor_parallel'), ('ste', 8, 'fsdp'),
   )
-  @pytest.mark.few(4)
+  @pytest.mark.few(2)
   def test_forward_and_straight_through_gradients(self, recipe, devices, name):
     f, shapes, layouts = CASES[name]
     params, x = arguments(shapes)

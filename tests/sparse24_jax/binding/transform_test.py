@@ -60,7 +60,7 @@ def sparse_and_reference(recipe, name, dtype=jnp.float32):
 class TransformTest(parameterized.TestCase):
 
   @parameterized.parameters(
-    *(('ste', name) for name in CASES), *(('soft_threshold', name) for name in CASES)
+    *(('ste', name) for name in CASES), *(('soft_threshold', name) for name in LAYOUTS)
   )
   @pytest.mark.few(len(CASES))
   def test_forward_and_straight_through_gradients(self, recipe, name):

@@ -20,7 +20,8 @@ class Layer(NamedTuple):
 
 
 def layer(seed, shape=(8, 4)):
-  return Layer(jax.random.normal(jax.random.key(seed), shape), jnp.ones(shape[-1]))
+  kernel, bias = np.random.default_rng(seed).standard_normal(shape, np.float32), np.ones(shape[-1], np.float32)
+  return Layer(jnp.asarray(kernel), jnp.asarray(bias))
 
 
 TREE = {'blocks': [layer(0), layer(1)], 'stack': (layer(2, (3, 8, 4)),), 'head': layer(3)}

@@ -15,7 +15,7 @@ import sparse24_jax as s24
 from sparse24_jax.binding import transform
 
 D, HIDDEN = 16, 64
-X = jax.random.normal(jax.random.key(0), (2, 8, D))
+X = jnp.asarray(np.random.default_rng(0).standard_normal((2, 8, D), np.float32))
 ACTIVATIONS = {
   'gelu': nn.gelu, 'silu': nn.silu, 'relu': nn.relu, 'squared_relu': lambda z: nn.relu(z) ** 2,
 }  # fmt: skip

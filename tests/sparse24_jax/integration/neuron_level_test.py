@@ -12,7 +12,7 @@ import sparse24_jax as s24
 from sparse24_jax.projections import projections_of
 
 D, HIDDEN = 8, 32
-X = jax.random.normal(jax.random.key(0), (2, 8, D))
+X = jnp.asarray(np.random.default_rng(0).standard_normal((2, 8, D), np.float32))
 POLICY = s24.ActivationPolicy(s24.VNM(4, 8))
 PUBLISHED = s24.ActivationPolicy(s24.VNM(4, 8), s24.VNM(4, 8), dense_features=0.05)
 TWO_OF_FOUR = s24.ActivationPolicy(s24.TwoOfFour(), dense_features=0.05)

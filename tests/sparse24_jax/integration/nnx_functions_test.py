@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import sparse24_jax as s24
 
@@ -77,7 +78,8 @@ LAYOUTS = {
 
 class AnyLayerTest(parameterized.TestCase):
 
-  @parameterized.parameters(*LAYOUTS)
+  @parameterized.parameters('layer', 'bridged', 'attention', 'stacked', 'linear')
+  @pytest.mark.few(3)
   def test_values_and_gradients_are_those_of_projected_weights(self, name):
     make, layouts = LAYOUTS[name]
     model = make(nnx.Rngs(0))

@@ -13,7 +13,7 @@ from pallas_kernels import _dispatch
 import sparse24_jax as s24
 from sparse24_jax.fingerprint import fingerprint, was_changed
 
-X, Y = (np.asarray(jax.random.normal(jax.random.key(i), (8, n)), np.float64) for i, n in enumerate((16, 8)))
+X, Y = (np.random.default_rng(i).standard_normal((8, n)) for i, n in enumerate((16, 8)))
 STE = s24.recipes.ste('kernel')
 WAITING = dataclasses.replace(STE, refresh_every=2)
 PACKED = s24.Recipe('packed', (s24.Rule('kernel', s24.DotPolicy(

@@ -12,7 +12,7 @@ import sparse24_jax as s24
 
 WHOLE, HOOKED = s24.recipes.ste('up/kernel|own'), s24.recipes.ste('up/kernel')
 POLICY = WHOLE.rules[0].policy
-X = jax.random.normal(jax.random.key(0), (6, 16))
+X = jnp.asarray(np.random.default_rng(0).standard_normal((6, 16), np.float32))
 
 
 class Linen(nn.Module):

@@ -82,7 +82,7 @@ class ChangedBehindTest(parameterized.TestCase):
     dtype=(jnp.float32, jnp.bfloat16),
     case=('clipped', 'micro_batches', 'groups', 'frozen', 'warm_up', 'large', 'sgd', 'finite'),
   )  # fmt: skip
-  @pytest.mark.few(4)
+  @pytest.mark.few(2)
   def test_no_false_alarm(self, case, dtype):
     groups = {'adam': optax.adamw(3e-4), 'frozen': optax.set_to_zero()}
     tx = {

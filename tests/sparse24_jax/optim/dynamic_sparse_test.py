@@ -73,7 +73,7 @@ def moments(inner_state, path):
 
 class LinksTest(parameterized.TestCase):
   @parameterized.parameters(*INNERS)
-  @pytest.mark.few(2)
+  @pytest.mark.few
   def test_pruned_weights_and_their_moments_are_zero(self, inner):
     recipe = recipe_of(0.25, drop_fraction=0.4, random_share=0.25)
     changes = 0
