@@ -82,7 +82,8 @@ def verify_weights(params: Any, recipe: Recipe) -> dict[str, float]:
   A weight whose values are all zero, as some libraries initialise kernels, passes: its share is 1.0.
 
   Args:
-    params: parameters that are projected: those of `project`, or of an exported checkpoint.
+    params: parameters that are projected: those of `project`, or of an exported checkpoint, nested or flat, whose names
+      have `/` between their parts: of PyTorch's `layers.0.w1` give `{name.replace('.', '/'): w ...}`.
     recipe: of the run. One that `bind` made knows along which axes; one by itself takes weights for
       `[stacked..., in, out]`, logs which, unless they are kernels `[in, out]`, and proves nothing of other layouts;
       it refuses those named `weight` as `project` does.

@@ -92,6 +92,9 @@ class SparseTrainingState(NamedTuple):
 def get_flip_rate(opt_state: Any) -> FlipRate:
   """The flip rates in `opt_state`, however deep their state is wrapped; `per_weight` by path. Works inside jit.
 
+  They are measured at every `refresh_every`-th step of the recipe (`Recipe.flip_rate`); 0.0 before the first of these
+  means not measured yet.
+
   Raises:
     ValueError: the state holds no `SparseTrainingState`, or several; or, outside of jit, it shows that the masks are
       those of other weights than the ones that are trained (see `sparse_training`).
