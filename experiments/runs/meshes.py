@@ -118,7 +118,7 @@ def rows_stay_split(mesh: Mesh | None, spec: PartitionSpec = _ROWS) -> Iterator[
   """Linen models that are applied here hand on `[B, ...]` from layer to layer split as batches are, by `spec`.
 
   Without a word on it XLA may move the activations in place of the weights: in a scan over layers it did. Of what is
-  inside of a layer nothing is said: a hidden layer with a constraint is not fused away.
+  inside of a layer nothing is said.
   """
   if mesh is None:
     yield
