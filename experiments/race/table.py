@@ -147,14 +147,16 @@ def shares_of_time(own: Seeds, dense: Seeds) -> list[float]:
 
 
 def seeds_rows(found: Mapping[str, Seeds], against: str) -> list[list[str]]:
-  """A row a contender: label, rate, seeds, mean loss, `against` minus it, time to dense's final loss, shorter runs.
+  """A row a contender: label, rate, seeds, loss, `against` minus it, share of time, time to dense's loss, shorter runs.
 
-  Intervals are of 95%, of the mean over seeds; differences and shares are of the same seed.
+  Of a contender and `against` the one of the lower loss is at the other's final loss after this share of the other's
+  time. Intervals are of 95%, of the mean over seeds; differences and shares are of the same seed.
   """
   rows = []
   for name, own in found.items():
     losses = list(own.losses.values())
     pairs = _pairs(found[against], own)
+    lower, other = (own, found[against]) if sum(pairs) > 0 else (found[against], own)
     times, shares = [], []
     if 'dense' in found and name != 'dense':
       times = [reached.seconds_to(curve, found['dense'].mean) for curve in own.curves.values()]
@@ -163,8 +165,9 @@ def seeds_rows(found: Mapping[str, Seeds], against: str) -> list[list[str]]:
     rows.append([
       own.title, f'{own.rate:g}', str(len(losses)), _interval(losses, ''),
       '' if name == against else _interval(pairs, '+'),
+      _share(shares_of_time(lower, other)) if name != against and all(map(math.isfinite, pairs)) else '',
       '' if not times else 'never' if None in times else _range([t for t in times if t is not None], '.1f'),
-      '' if not shares else 'never' if math.inf in shares else _interval(shares, '', 2), shorter,
+      _share(shares), shorter,
     ])  # fmt: skip
   return rows
 
@@ -219,6 +222,10 @@ def _interval(values: Sequence[float], sign: str, digits: int = 4) -> str:
   return f'{statistics.fmean(values):{sign}.{digits}f} ± {half_width(values):.{digits}f}'
 
 
+def _share(shares: Sequence[float]) -> str:
+  return 'never' if math.inf in shares else _interval(shares, '', 2)
+
+
 def _lines(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
   return '\n'.join('| ' + ' | '.join(line) + ' |' for line in [head, ['---'] * len(head), *rows])
 
@@ -237,7 +244,8 @@ def seeds_markdown(records: Iterable[Mapping[str, Any]], against: str | None = N
     against = next(name for name, own in found.items() if len(own.losses) == most)
   head = [
     'contender', 'rate', 'seeds', 'validation loss, 95% interval', f'{found[against].title} minus it',
-    "seconds to dense's final loss", "share of dense's time", 'shorter runs',
+    "share of time, the lower of the two at the other's final loss", "seconds to dense's final loss",
+    "share of dense's time", 'shorter runs',
   ]  # fmt: skip
   return _lines(head, seeds_rows(found, against))
 

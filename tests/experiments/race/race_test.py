@@ -170,15 +170,18 @@ class TableTest(absltest.TestCase):
     sparse, dense = table.seeds_rows(found, 'sparse')
     # Differences -0.1, -0.2, -0.1: mean -0.1333, deviation 0.0577, times 4.303 over the root of 3.
     self.assertEqual(dense[:5], ['dense', '0.001', '3', '2.1000 ± 0.2484', '-0.1333 ± 0.1434'])
-    self.assertEqual(sparse[5], '30.0 to 33.3')  # dense's 2.1 on the way from 2.3 to 1.9 and to 2.0
+    self.assertEqual(sparse[6], '30.0 to 33.3')  # dense's 2.1 on the way from 2.3 to 1.9 and to 2.0
     # Its own seed's 2.0, 2.2 and 2.1 after 35, 26.67 and 33.33 of 40: mean 0.7917, deviation 0.1102.
-    self.assertEqual(sparse[6], '0.79 ± 0.27')
+    self.assertEqual(sparse[7], '0.79 ± 0.27')
+    # The same share whichever of the two the row is of.
+    self.assertEqual((sparse[5], dense[5]), ('', '0.79 ± 0.27'))
+    self.assertEqual([row[5] for row in table.seeds_rows(found, 'dense')], ['0.79 ± 0.27', ''])
     dense, sparse = table.steps_rows(table.by_seed(runs), 'dense')[::-1]
     self.assertEqual(dense, ['dense', '0.001, at an edge', '2', '3', '2.1000 ± 0.2484', '', ''])
     # Of dense's mean of 2.1.
     self.assertEqual(sparse[2:], ['1', '3', '1.9667 ± 0.1434', '-0.1333 ± 0.1434', '-6.35 ± 6.83'])
     diverged = [{**r, 'loss': None} if r['contender'] == 'sparse' else r for r in runs]
-    self.assertEqual(table.seeds_rows(table.by_seed(diverged), 'dense')[-1][3], 'diverged')
+    self.assertEqual(table.seeds_rows(table.by_seed(diverged), 'dense')[-1][3:6], ['diverged', 'diverged', ''])
 
   def test_losses_by_rate_and_seed_best_first(self):
     shape = {'layers': 1, 'd': 8, 'hidden': 8, 'vocab': 8}
