@@ -59,6 +59,7 @@ def two_keys(key: Array) -> tuple[Array, Array]:
   """Two keys for samples that are drawn with one, of any kind: its words with other bits.
 
   Philox makes independent streams of any two keys. `jax.random.split` hashes them, by 150 instructions of XLA's.
+  Never give it a key that it made: each half is its own inverse, so the first key comes back, and the halves commute.
   """
   if _is_typed(key):
     words, impl = jax.random.key_data(key), jax.random.key_impl(key)
