@@ -181,7 +181,7 @@ class _Hidden(NamedTuple):
     if self.sharding is None:
       return h
     spec = (*self.sharding.spec, *(None,) * (len(self.tokens) + 1 - len(self.sharding.spec)))
-    sharding = jax.NamedSharding(self.sharding.mesh, jax.P(*spec[:-1], *(None,) * len(stacked), spec[-1]))
+    sharding = self.sharding.update(spec=jax.P(*spec[:-1], *(None,) * len(stacked), spec[-1]))
     whole = h.reshape(*self.tokens, *stacked, h.shape[-1])
     return jax.lax.with_sharding_constraint(whole, sharding).reshape(h.shape)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 from unittest import mock
 
 from absl.testing import absltest, parameterized
@@ -279,6 +280,17 @@ class RefusalTest(parameterized.TestCase):
 
     with self.assertRaisesRegex(ValueError, message):
       jax.eval_shape(jax.grad(loss), weights)
+
+  @parameterized.parameters('dense', 'kernels')
+  def test_the_sharding_of_the_hidden_layer_keeps_its_kind_of_memory(self, policy):
+    x, weights, _, states, _ = problem(gated=True, biased=False, dtype=BF16)
+    mesh = jax.make_mesh((1,), ('data',), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = jax.NamedSharding(mesh, jax.P('data'), memory_kind='pinned_host')
+    roles = {'w_up': weights['up'], 'w_down': weights['down'], 'w_gate': weights['gate']}
+    traced = jax.make_jaxpr(functools.partial(s24.ffn, policy=POLICIES[policy], hidden_sharding=sharding))(
+      x, state=states, **roles
+    )
+    self.assertEqual(set(re.findall(r'memory_kind=(\w+)', str(traced))), {'pinned_host'})
 
   def test_a_named_kernel_does_not_take_float32(self):
     x, weights, _, states, _ = problem(gated=False, biased=False, dtype=F32)
