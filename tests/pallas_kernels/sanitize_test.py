@@ -18,7 +18,7 @@ class SanitizeTest(absltest.TestCase):
   def test_a_tool_that_dies_is_tried_again_and_what_it_found_fails(self):
     statuses, seen = {'packers': [-11, 0], 'vnm_ops': [9]}, []
 
-    def run(command, *, stdout=None, **options):
+    def run(command, **options):
       name = command[command.index('--cases') + 1].strip('^$')
       tool = 'compute-sanitizer' in command and command[command.index('--tool') + 1]
       seen.append((name, tool))
@@ -27,7 +27,7 @@ class SanitizeTest(absltest.TestCase):
       status = statuses[name].pop(0)
       found = '========= Invalid __global__ read\n' if status == 9 else ''
       Path(command[command.index('--log-file') + 1]).write_text(found + '========= ERROR SUMMARY: 1 error\n')
-      stdout.write(f'noise\n{name}: passed, 3 s\n')
+      options['stdout'].write(f'noise\n{name}: passed, 3 s\n')
       return subprocess.CompletedProcess(command, status)
 
     out = Path(self.enter_context(tempfile.TemporaryDirectory()), 'found.json')
