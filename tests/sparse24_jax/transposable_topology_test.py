@@ -192,6 +192,7 @@ class TrainingTest(parameterized.TestCase):
       np.testing.assert_array_equal(np.asarray(found)[~stays], 0)
       self.assertTrue((np.asarray(other)[gone] != 0).all())
 
+  @pytest.mark.slow
   def test_mixed_sparsity(self):
     recipe = s24.recipes.mixed_sparsity(
       'w', total_steps=10, density=0.2, warm_up=0.4, restoration=0.2, structure='transposable', refresh_every=2

@@ -122,7 +122,7 @@ class MeasureTest(parameterized.TestCase):
   @parameterized.parameters(
     ({}, True), ({'model.scan_layers': True}, True), ({'model.mlp': 'gelu'}, False),
   )  # fmt: skip
-  @pytest.mark.few(2)
+  @pytest.mark.few
   def test_which_models_have_measures(self, changes, expected):
     parts = parts_of(tiny('dense', {}, **changes))
     self.assertEqual(activations.can_probe(parts), expected)
@@ -164,6 +164,7 @@ class EvaluationTest(parameterized.TestCase):
     self.assertLess(reach(build.eval_recipe(parts.recipe)), 1e-7)
     self.assertLess(reach(parts.recipe, 'dense'), 1e-7)
 
+  @pytest.mark.slow
   def test_orders_differ_under_a_pattern_only(self):
     models = [parts_of(tiny(**{'model.ffn_order': order})) for order in ('sequence', 'position')]
     _, state = at_start()

@@ -62,7 +62,7 @@ class StoppingTest(parameterized.TestCase):
 
   def test_a_run_without_checkpoints_says_that_it_starts_again(self):
     with self.assertRaisesRegex(stopping.StoppedError, 'after step 4; checkpoint_every is 0'):
-      run_and_signal(tiny(checkpoint_every=0), temp_folder(self), signal.SIGTERM, 3)
+      run_and_signal(tiny('ste', checkpoint_every=0), temp_folder(self), signal.SIGTERM, 3, STE)
 
 
 if __name__ == '__main__':

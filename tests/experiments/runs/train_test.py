@@ -133,7 +133,7 @@ def _is_adam(node):
 
 class LearnsTest(parameterized.TestCase):
   @parameterized.parameters(*distinct_twins())
-  @pytest.mark.few
+  @pytest.mark.slow
   def test_tiny_twin_reduces_the_loss(self, name):
     config = experiment.load_config(name, tiny=True)
     if config.task == 'masked_lm':  # a sixth of the tokens teach it
@@ -300,6 +300,16 @@ class TimesTest(absltest.TestCase):
 
 class WholeRunTest(parameterized.TestCase):
   """What a run of two phases compiles, and what does not go on in its folder."""
+
+  def test_reduces_the_loss_and_is_not_run_again(self):
+    folder, _ = whole_run()
+    found, log = losses(folder, 'train'), Path(folder, 'metrics.jsonl')
+    summary, lines = json.loads(Path(folder, 'summary.json').read_text()), log.read_bytes()
+    self.assertLess(found[-1], 0.6 * found[0])
+    self.assertLess(summary['validation_loss'], 0.6 * found[0])
+    config = tiny('transposable_srste', RECIPES['transposable_srste'])
+    self.assertEqual(run(config, folder), summary)
+    self.assertEqual(log.read_bytes(), lines)
 
   def test_one_compilation_a_phase(self):
     self.assertEqual(whole_run()[1], [1, 1])

@@ -213,7 +213,7 @@ class SameBitsTest(parameterized.TestCase):
   def test_axes(self):
     # The remaining axes keep their order and the last of them is the columns.
     whole = np.asarray(mvue24(self.X, KEY, axis=-2))
-    for axis in (0, 1, -1):
+    for axis in (0, -1):
       x = np.moveaxis(self.X, -2, axis)
       np.testing.assert_array_equal(np.moveaxis(np.asarray(mvue24(x, KEY, axis=axis)), axis, -2), whole)
     matrices = np.asarray(mvue24(self.X.reshape(6, 16, 24), KEY, axis=1))

@@ -39,7 +39,7 @@ class PackTest(parameterized.TestCase):
 
   def test_every_block_keeps_two_of_each_row_and_column(self):
     # All negative, ties and signed zeros: patterns that pruning by signed value or by 7 of 16 would get wrong.
-    for w in (-jnp.abs(weights()), jnp.ones((64, 128)), jnp.full((64, 128), -0.0)):
+    for w in (-jnp.abs(weights()), np.ones((64, 128), np.float32), np.full((64, 128), -0.0, np.float32)):
       mask = np.asarray(reference.code_mask(api.transposable_pack(w).codes)).reshape(16, 4, 32, 4)
       self.assertTrue((mask.sum(1) == 2).all() and (mask.sum(3) == 2).all())
 

@@ -262,7 +262,7 @@ def _report(shape, dtype, config, *, bias=False, scales=False, **kwargs):
 
 
 @absltest.skipUnless(compiling.can_compile_for_gpu(), 'needs the CUDA plugin wheels')
-@pytest.mark.few(2)
+@pytest.mark.few
 class CompileTest(parameterized.TestCase):
 
   @parameterized.parameters(*_PROGRAMS)
