@@ -134,15 +134,20 @@ def warn_of_other_weights(params: Any, opt_state: Any) -> None:
 
 
 def require_made_for(recipe: Recipe, opt_state: Any, *, phase: PhaseName | None = None) -> bool | Array:
-  """Whether the state of `sparse_training` serves a recipe, and may be read for a phase; None is any.
+  """Whether the masks of `sparse_training` serve a recipe, and may be read for a phase; None is any.
 
   Raises:
-    ValueError: it is known that it does not.
+    ValueError: it is known that they do not.
   """
   state = find_state(opt_state, SparseTrainingState, 'sparse_training')
+  return require_same_recipe(recipe, state, phase) & _left.serves(unboxed(state.left))
+
+
+def require_same_recipe(recipe: Recipe, state: SparseTrainingState, phase: PhaseName | None = None) -> bool | Array:
+  """Whether a state is one of a recipe and may be read for a phase, as above, of whichever weights its masks are."""
   paths = [path for path, _ in leaves_by_path(state.projections)]
   state.layouts.require(recipe.layouts, paths)
-  return _identity.require(unboxed(state.identity), recipe, paths, phase) & _left.serves(unboxed(state.left))
+  return _identity.require(unboxed(state.identity), recipe, paths, phase)
 
 
 def note_read(opt_state: Any, phase: PhaseName) -> None:

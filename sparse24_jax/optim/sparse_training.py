@@ -20,7 +20,7 @@ from sparse24_jax.optim._state import states_of
 from sparse24_jax.optim._training_state import (
   FlipRate,
   map_weights,
-  require_made_for,
+  require_same_recipe,
   SparseTrainingState,
   told_to_rest,
 )
@@ -159,7 +159,7 @@ def sparse_training(
       raise ValueError(f'refresh must be True, False or None, a Python value (see refresh_at), found {refresh!r}')
     rests = refresh is False and recipe.refresh_every > 1
     searches = not rests or recipe.flip_rate == 'step'
-    require_made_for(recipe, state)
+    fits = require_same_recipe(recipe, state)
     _identity.require_read(state.count, phase)
     # The inner optimizer is given what the caller has; here all arrays are as they are.
     given, boxes = params, jax.tree.structure(updates)
@@ -199,6 +199,8 @@ def sparse_training(
     if decays and recipe.decay_on == 'weights':
       rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
       updates = add_decay(updates, params, masks, -rate * decay)
+    if fits is not True:  # under jit, where a state of another recipe raises nothing
+      updates = _unless_other(fits, projections, updates)
 
     if evolves:
       updates = on_links(projections, params, state.projections, updates, minus)
@@ -239,6 +241,13 @@ def _parts_are_named(params: Any) -> Iterator[None]:
         ' sparse_training(optax.multi_transform(...), recipe)'
       ) from error
     raise
+
+
+def _unless_other(fits: bool | Array, projections: Any, updates: Any) -> Any:
+  """The updates, of sparse weights NaN if their state does not serve the recipe."""
+  return jax.tree.map(
+    lambda p, u: jnp.where(fits, u, jnp.nan) if isinstance(p, Projection) else u, projections, updates, is_leaf=is_leaf
+  )
 
 
 def _no_rate(p: Projection, w: Array) -> Array:

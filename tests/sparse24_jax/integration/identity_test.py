@@ -66,6 +66,7 @@ class OtherProjectionTest(absltest.TestCase):
     ):  # fmt: skip
       with self.assertRaisesRegex(ValueError, ANOTHER):
         call()
+    self.assertTrue(jnp.isnan(jax.jit(tx.update)(params, state, params)[0]['kernel']).all())
     own = tx.init(params)
     step = step_of(SR_STE, tx, 'sparse')
     for given, fine in ((own, True), (state, False)):
