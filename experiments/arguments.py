@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from experiments.runs.experiment import known_experiments
 
@@ -13,6 +14,13 @@ PROGRAMS = {
   'data': 'prepares a corpus, and shows what came of it',
   'scale': 'memory, communication and time of large models on many GPUs, on paper',
 }
+
+
+class _Parser(argparse.ArgumentParser):
+  def error(self, message: str) -> NoReturn:
+    from sparse24_jax.suggestions import with_meant  # not before: it imports JAX, which help can do without
+
+    super().error(with_meant(message))
 
 
 def _experiment_arguments(
@@ -55,7 +63,7 @@ def _methods_arguments(
 def make_parser() -> argparse.ArgumentParser:
   """The command line, with the help of every command."""
   about = 'Train, look at, tune and compare 2:4-sparse models. No command runs the main job.'
-  parser = argparse.ArgumentParser(prog='python -m experiments', description=about)
+  parser = _Parser(prog='python -m experiments', description=about)
   parser.add_argument('--debug', action='store_true', help='show tracebacks of errors that have a message')
   commands = parser.add_subparsers(dest='command', metavar='COMMAND')
 

@@ -11,6 +11,8 @@ from collections.abc import Callable
 import dataclasses
 import functools
 import importlib
+import re
+import shlex
 import sys
 
 import jax
@@ -21,6 +23,7 @@ from sparse24_jax import recipes
 from sparse24_jax.block_gain import block_gain, block_table, explain
 from sparse24_jax.projections import magnitude
 from sparse24_jax.recipe import Recipe
+from sparse24_jax.suggestions import Parser
 from sparse24_jax.where_it_pays import table, where_it_pays
 
 # What a recipe needs besides a path says nothing of a model's weights, nor of their time.
@@ -43,7 +46,7 @@ PRICED = ('s_ste', 's_ste_fp8', 'sr_ste', 'transposable_srste')
 
 
 def main(argv: list[str] | None = None) -> int:
-  parser = argparse.ArgumentParser(prog='python -m sparse24_jax', description=(__doc__ or '').partition('\n')[0])
+  parser = Parser(prog='python -m sparse24_jax', description=(__doc__ or '').partition('\n')[0])
   commands = parser.add_subparsers(dest='command', required=True)
   pays = commands.add_parser('where-it-pays', help='expected times of a feed-forward layer, dense and as chosen')
   pays.add_argument('--tokens', type=int, required=True, help='tokens of a micro-batch on one device')
@@ -112,6 +115,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
   module, _, name = args.example.partition(':')
+  if not name:
+    parser.error(f'{args.example!r} names no function: write {module or "MODULE"}:FUNCTION')
   sys.path.insert(0, '')
   try:
     example = getattr(importlib.import_module(module), name)
@@ -123,7 +128,9 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     parser.error(f'{args.example}() raised {type(error).__name__}: {error}')
   if not isinstance(found, tuple | list) or len(found) < 2:
     parser.error(f'{args.example}() must return (f, params, *args), found {type(found).__name__}')
-  if (args.recipe == 'neuron_level') != (args.down is not None):
+  if args.recipe == 'neuron_level' and args.down is None:
+    parser.error('neuron_level needs --down, a pattern of the down-projections, and --path of the up-projections')
+  if args.recipe != 'neuron_level' and args.down is not None:
     parser.error('--down is for neuron_level, which takes --path of the up-projections and --down')
   try:
     recipe = recipes.neuron_level(args.path, args.down) if args.down else RECIPES[args.recipe](args.path)
@@ -131,6 +138,8 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
   except (TypeError, ValueError) as error:  # a TypeError where the arguments are not those of the function
     parser.error(str(error))
   print(checked)
+  if dense := [w.path for w in checked.weights if w.problem is not None and 'with_dense' in w.problem]:
+    print(f'to leave these dense here: {" ".join(f"--dense {shlex.quote(re.escape(path))}" for path in dense)}')
   return 0 if checked.ok else 1
 
 

@@ -130,6 +130,7 @@ def make_parts(config: Config, *, data: Any = None) -> Parts:
       f'data.batch_size {config.data.batch_size} is not divisible by accumulate {config.accumulate} x mesh '
       f'{config.mesh.data} x {config.mesh.fsdp}'
     )
+  learning_rate(config)  # refuses a warm-up that takes all steps, before a folder is made
   recipe = make_recipe(config)
   if (start := config.recipe.get('dense_from', 'weights')) not in ('weights', 'projected'):
     raise ValueError(f"recipe.dense_from is {start!r}; known: 'weights', 'projected'")
@@ -242,7 +243,10 @@ def learning_rate(config: Config, times: Any = 1) -> optax.Schedule:
   """
   opt = config.optimizer
   if opt.warmup_steps >= config.steps:
-    raise ValueError(f'optimizer.warmup_steps is {opt.warmup_steps}; it must be less than steps, {config.steps}')
+    raise ValueError(
+      f'optimizer.warmup_steps is {opt.warmup_steps}; it must be less than steps, {config.steps}:'
+      f' --set optimizer.warmup_steps={config.steps // 5}'
+    )
   usual = optax.warmup_cosine_decay_schedule(0.0, opt.peak_lr, opt.warmup_steps, config.steps, opt.end_lr)
   return usual if isinstance(times, int) and times == 1 else lambda count: times * usual(count)
 

@@ -14,6 +14,7 @@ from experiments.runs.experiment import Config, load_config, refuse_overrides
 from experiments.runs.method_table import expand, GROUPS, METHODS
 from experiments.runs.programs import Programs
 from experiments.runs.recipes import make_recipe
+from sparse24_jax.suggestions import meant
 
 # Intervals that fit in a run of 60 steps, whose mixed sparsity has stages of one or two.
 _TINY_REFRESH = {'dense': 5, 'transposable_srste': 5, 'mixed_sparsity': 1, 'rigl': 5, 'set_': 5}
@@ -40,7 +41,9 @@ def configure(config: Config, method: str, seed: int) -> Config:
     ValueError: unknown method.
   """
   if method not in METHODS:
-    raise ValueError(f'method is {method!r}; known: {", ".join(METHODS)}; groups: {", ".join(GROUPS)}')
+    close = meant(method, [*METHODS, *GROUPS])
+    hint = f'; did you mean {close!r}?' if close else ''
+    raise ValueError(f'method is {method!r}{hint}; known: {", ".join(METHODS)}; groups: {", ".join(GROUPS)}')
   chosen, config = METHODS[method], config.copy_and_resolve_references()
   own = _own(config, method)
   share = own.pop('steps', chosen.steps)

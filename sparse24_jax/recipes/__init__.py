@@ -1,6 +1,5 @@
 """Ready-made recipes, one file a paper."""
 
-import difflib
 from typing import Any
 
 from sparse24_jax.recipes._arguments import named
@@ -13,9 +12,7 @@ from sparse24_jax.recipes.sr_ste import sr_ste
 from sparse24_jax.recipes.ste import ste
 from sparse24_jax.recipes.step import step
 from sparse24_jax.recipes.transposable_srste import transposable_srste
-
-# What papers call a recipe.
-_PAPERS = {'fst': 'transposable_srste', 'mst': 'mixed_sparsity', 'sste': 's_ste', 'srste': 'sr_ste', 'set': 'set_'}
+from sparse24_jax.suggestions import meant
 
 dense = named(dense)
 rigl = named(rigl)
@@ -47,7 +44,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
   if name.startswith('_'):
     raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
-  meant = _PAPERS.get(name.lower().replace('-', '_')) or next(iter(difflib.get_close_matches(name, __all__, 1)), None)
+  close = meant(name, __all__)
   raise AttributeError(
-    f'no recipe {name!r}{f": did you mean {meant!r}?" if meant else "."} There are {", ".join(__all__)}'
+    f'no recipe {name!r}{f": did you mean {close!r}?" if close else "."} There are {", ".join(__all__)}'
   )

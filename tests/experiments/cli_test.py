@@ -118,6 +118,8 @@ class CommandTest(parameterized.TestCase):
     (('train', '--config', 'nope'), 'no experiment .nope.; known: bert, bert_nano'),
     (('train', '--config', 'nano', '--set', 'stepz=1'), "no field 'stepz'"),
     (('train', '--config', 'nano', '--method', 'magic'), "method is 'magic'; known: dense"),
+    (('train', '--config', 'nano', '--method', 'FST'), "method is 'FST'; did you mean 'fst'"),
+    (('train', '--config', 'nano', '--set', 'steps=40', '--folder', '/dev/null/no'), 'set optimizer.warmup_steps=8'),
     (('train', '--config', 'nano', '--method', 'fst', '--set', 'recipe.name=ste'), 'train without --method'),
     (('train', '--config', 'nano', '--set', 'method=fst'), 'train --method fst'),
     (('inspect', '/nonexistent'), 'is not the folder of a run'),

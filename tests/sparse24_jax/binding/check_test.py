@@ -132,6 +132,7 @@ class CheckTest(parameterized.TestCase):
       self.assertEqual(main(['check', f'{__name__}:example', '--dense', 'out', '--recipe', 's_ste']), 0)
       self.assertEqual(main(['check', f'{__name__}:unreadable']), 1)
     self.assertRegex(out.getvalue(), r'(?s)query +16 x 2 x 8 +in 0, out 1 2 .*dense: out.*PROBLEM  w of shape')
+    self.assertEndsWith(out.getvalue(), 'to leave these dense here: --dense w\n')
 
   @parameterized.parameters(
     ('no_such_module:example', (), "'no_such_module:example' is no MODULE:FUNCTION: ModuleNotFoundError"),
@@ -140,6 +141,9 @@ class CheckTest(parameterized.TestCase):
     (f'{__name__}:absltest.main', (), 'is no MODULE:FUNCTION'),
     ('builtins:dict', (), r'dict\(\) must return \(f, params, \*args\), found dict'),
     (f'{__name__}:example', ('--down', '.*'), '--down is for neuron_level'),
+    (f'{__name__}:example', ('--recipe', 'neuron_level'), 'neuron_level needs --down'),
+    (f'{__name__}:example', ('--recipe', 'fst'), r"invalid choice: 'fst' .*did you mean 'transposable_srste'\?"),
+    ('ex', (), "'ex' names no function: write ex:FUNCTION"),
   )
   def test_what_the_command_cannot_use_is_a_line(self, name, options, message):
     err = io.StringIO()
