@@ -132,8 +132,8 @@ def _before(recipe: Recipe, phase: PhaseName | None) -> list[int]:
   return [_NO_STEP, *(_code(a) for a, b in [*itertools.pairwise(names), (phase, phase)] if b == phase and a)]
 
 
-def is_known(x: Any) -> bool:
-  """Whether an array can be read at once, by each process."""
+def is_known(x: Any, *, wait: bool = False) -> bool:
+  """Whether an array can be read by each process, at once unless it may `wait`."""
   if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
-    return isinstance(x, np.ndarray)
-  return not x.is_deleted() and x.is_ready() and (x.is_fully_addressable or x.is_fully_replicated)
+    return isinstance(x, np.ndarray | np.generic)
+  return not x.is_deleted() and (wait or x.is_ready()) and (x.is_fully_addressable or x.is_fully_replicated)

@@ -144,9 +144,9 @@ def check_left(state: Any, *, wait: bool = True) -> None:
   if state.left is None:
     return
   missed = state.left.missed
-  if not isinstance(missed, jax.Array) or isinstance(missed, jax.core.Tracer) or not (wait or missed.is_ready()):
+  if not is_known(missed, wait=wait):
     return
-  steps = np.asarray(missed.addressable_data(0))
+  steps = np.asarray(missed)
   steps = steps.reshape(-1, steps.shape[-1]).max(0)  # of all states that are vmapped
   if steps.max() < _STEPS:
     return

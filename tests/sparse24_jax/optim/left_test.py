@@ -156,9 +156,13 @@ class LeftTest(parameterized.TestCase):
       _, state = tx.update(grads_of(given, 0), state, given)
     forward = jax.jit(lambda p, s: s24.project(p, s, recipe, phase='sparse'))
     self.assertEqual(bool(jnp.isnan(forward(other, state)['mlp']['up']).all()), refused)
+    host = jax.tree.map(np.asarray, state)
     if refused:
-      with self.assertRaisesRegex(ValueError, r'mlp/\w+: update was given other .* restore .* tx.init'):
-        s24.get_flip_rate(state)
+      for call in (
+        lambda: s24.get_flip_rate(state), lambda: s24.get_flip_rate(host), lambda: s24.project(other, host, recipe),
+      ):  # fmt: skip
+        with self.assertRaisesRegex(ValueError, r'mlp/\w+: update was given other .* restore .* tx.init'):
+          call()
     else:
       s24.get_flip_rate(state)
 
