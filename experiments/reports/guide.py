@@ -124,7 +124,13 @@ def gains(*, tokens: int, d: int, hidden: int, gated: bool, device: str) -> Mapp
 def advise(
   goal: str, faster: Mapping[str, float | None], found: Mapping[str, Sequence[Evidence]], device: str = ''
 ) -> str:
-  """What to take, in a few sentences; `device` is the GPU that is asked about.
+  """What to take, in two sentences; of races also a line for each that the lowest loss is compared with.
+
+  Args:
+    goal: of `GOALS`.
+    faster: from `gains`.
+    found: from `evidence`.
+    device: the GPU that is asked about.
 
   >>> sparse = Evidence('S-STE, FP8', 'a race', 'a GPU', {0: 0.90, 1: 0.91}, [-7.0, -8.0], [0.66, 0.68], 'seconds')
   >>> print(advise('sooner', {'FST': 1.1, 'S-STE, FP8': 1.4}, {'S-STE, FP8': [sparse]}, 'a_gpu'))  # doctest: +ELLIPSIS
@@ -157,26 +163,26 @@ def _soonest(candidates: Set[str], found: Mapping[str, Sequence[Evidence]], devi
   for e in (e for title, each in found.items() if title in candidates for e in each):
     if e.shares and _below(e):
       races.setdefault((e.where, e.device), []).append(e)
-  said = []
+  said, lines = [], []
   for each in races.values():
     first, *others = sorted(each, key=lambda e: statistics.fmean(e.percent))
     behind = {e.who: [e.losses[seed] - first.losses[seed] for seed in e.losses.keys() & first.losses] for e in others}
     near = [e for e in others if not statistics.fmean(behind[e.who]) > half_width(behind[e.who])]
     text = ' or '.join(e.who for e in (first, *near)) + f": dense's final loss in {_share(first)} of its time"
     text += ''.join(f', {_share(e)} ({e.who})' for e in near)
-    text += f' ({first.place(device)}).'
-    if near:
-      text += ' Their losses after as many seconds are not parted by the seeds.'
-    parted = [
-      f'{_interval(behind[e.who], ".4f", "")} below {e.who} (share of time {_share(e)})'
+    said.append(f'{text} ({first.place(device)})')
+    lines += [f'{first.who} and {e.who} are not parted by the seeds' for e in near]
+    lines += [
+      f'{first.who} ends {_interval(behind[e.who], ".4f", "")} below {e.who} (share of time {_share(e)})'
       for e in others if e not in near
     ]
-    said.append(text + (f' Seed by seed {first.who} ends {", ".join(parted)} after as many seconds.' if parted else ''))
   if not said:
     return 'dense: nothing that is faster here was shown to reach its loss sooner.'
-  if any('all linear layers' in text for text in said):
-    said.append('The gain of a block above is of feed-forward layers alone.')
-  return ' '.join([*said, 'Race it against a smaller dense model first.'])
+  advice = f'{", or ".join(said)}. Race it against a smaller dense model first'
+  if 'all linear layers' in advice:
+    advice += '; the gain of a block above is of feed-forward layers alone'
+  parted = ['Seed by seed, after as many seconds:', *(f'  {line}' for line in lines)] if lines else []
+  return '\n'.join([f'{advice}.', *parted])
 
 
 def _below(e: Evidence) -> bool:
