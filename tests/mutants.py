@@ -213,7 +213,7 @@ MUTANTS = _of(
   ('a changed value in a checkpoint is found', 'runs/checkpoint.py', "if meta['checksums'][path] != value]",
    "if path not in meta['checksums']]", 'runs/checkpoint_test.py', 'a_changed_value'),
   ('a run resumes bit for bit', 'runs/train.py', "self.iterator.set_state(meta['data_state'])", 'pass',
-   'runs/resume_test.py', 'ResumeTest'),
+   'runs/stopping_test.py', 'bit_for_bit'),
   ('no memory or a failing disk is no damage', 'runs/checkpoint.py', 'if is_damage(error) or', 'if True or',
    'runs/checkpoint_test.py', 'says_nothing_about_the_content'),
   ('a jump of the loss is not saved', 'runs/train.py', 'self.windows.require_good(done)', 'pass',

@@ -190,6 +190,7 @@ class TransformationTest(parameterized.TestCase):
     w, state, key = weights
     return jnp.tanh(s24.dot(x, w, state, policy=FST, key=key)), None
 
+  @pytest.mark.slow
   def test_remat_and_scan_over_layers(self):
     expected = jax.jit(jax.value_and_grad(functools.partial(self.layers, self.layer), argnums=(0, 1)))(self.w, self.x)
 

@@ -93,6 +93,7 @@ class TransformationTest(parameterized.TestCase):
     for other in others:
       assert_close(other, first, 1e-2)
 
+  @pytest.mark.slow
   def test_packed_here_or_there(self):
     weights, states, key = self.one()
     given = [states, jit(self.pack)(weights, states)]

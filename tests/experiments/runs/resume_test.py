@@ -43,7 +43,6 @@ KILLED = {name: (name, kwargs, {}) for name, kwargs in RECIPES.items()} | {
   ),
 }  # fmt: skip
 
-FAST = ('transposable_srste',)  # masks that are refreshed
 # What these keep others keep too: `transposable_srste` has masks of `sr_ste` and a dense phase, `s_ste_fp8` the scale.
 COVERED = ('dense', 'ste', 's_ste')
 
@@ -83,10 +82,11 @@ _CHILD = """
 """
 
 
-class Resumed(parameterized.TestCase):
-  """Kills runs, and compares what they end with when they go on."""
+@pytest.mark.slow
+class ResumeTest(parameterized.TestCase):
+  """Kills runs, and compares what they end with when they go on; of one that is told to stop, see `stopping_test`."""
 
-  names: tuple[str, ...] = ()
+  names = tuple(name for name in KILLED if name not in COVERED)
 
   @classmethod
   def setUpClass(cls):
@@ -98,7 +98,8 @@ class Resumed(parameterized.TestCase):
     command = [sys.executable, '-c', textwrap.dedent(_CHILD), cls.folder, json.dumps(cls.steps)]
     subprocess.run(command, env=variables, cwd=ROOT, check=True, timeout=500)
 
-  def check(self, name):
+  @parameterized.parameters(*names)
+  def test_a_killed_run_resumes_bit_for_bit(self, name):
     config, resumed = killed(name), f'{self.folder}/{name}'
     with Checkpoints(f'{resumed}/checkpoints', read_only=True) as checkpoints:
       resumed_from = checkpoints.latest()
@@ -113,23 +114,6 @@ class Resumed(parameterized.TestCase):
     for path, array in expected.items():
       self.assertEqual(found[path].tobytes(), array.tobytes(), f'{path}, killed at step {self.steps[name]}')
     self.assertEqual(found_meta['data_state'], meta['data_state'])
-
-
-class ResumeTest(Resumed):
-  names = FAST
-
-  @parameterized.product(name=FAST)
-  def test_a_killed_run_resumes_bit_for_bit(self, name):
-    self.check(name)
-
-
-@pytest.mark.slow
-class OtherRecipesTest(Resumed):
-  names = tuple(name for name in KILLED if name not in FAST + COVERED)
-
-  @parameterized.parameters(*names)
-  def test_a_killed_run_resumes_bit_for_bit(self, name):
-    self.check(name)
 
 
 if __name__ == '__main__':

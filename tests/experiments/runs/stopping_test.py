@@ -1,5 +1,6 @@
 """A run that is told to stop saves the step it is at, and goes on from there as if nothing had been."""
 
+import json
 import os
 from pathlib import Path
 import signal
@@ -12,7 +13,7 @@ from experiments.runs import stopping
 from experiments.runs.checkpoint import Checkpoints
 from tests.experiments import fakes
 from tests.experiments.fakes import compile_quickly, temp_folder
-from tests.experiments.runs.train_test import final_arrays, programs_of, run, tiny
+from tests.experiments.runs.train_test import final_arrays, programs_of, RECIPES, run, tiny, whole_run
 
 
 def setUpModule():
@@ -37,24 +38,20 @@ def run_and_signal(config, folder, number, step, programs=None):
 
 
 class StoppingTest(parameterized.TestCase):
-  def stop(self, folder, number, status):
+  @parameterized.parameters((signal.SIGTERM, 75), (signal.SIGINT, 130))
+  @pytest.mark.few
+  def test_the_step_is_saved_and_the_rest_is_bit_for_bit(self, number, status):
+    config, folder = tiny('transposable_srste', RECIPES['transposable_srste']), temp_folder(self)
+    whole, _ = whole_run()
     handlers = [signal.getsignal(n) for n in stopping.STATUS]
     with self.assertRaisesRegex(stopping.StoppedError, f'{number.name}; step 18 is saved') as caught:
-      run_and_signal(tiny('ste'), folder, number, 17, STE)
+      run_and_signal(config, folder, number, 17)
     self.assertEqual(caught.exception.status, status)
     self.assertEqual([signal.getsignal(n) for n in stopping.STATUS], handlers)
     with Checkpoints(Path(folder, 'checkpoints'), read_only=True) as checkpoints:
       self.assertEqual(checkpoints.latest(), 18)
-
-  def test_the_step_is_saved(self):
-    self.stop(temp_folder(self), signal.SIGTERM, 75)
-
-  @pytest.mark.slow
-  def test_the_rest_is_bit_for_bit(self):
-    config, folder, whole = tiny('ste'), temp_folder(self), temp_folder(self)
-    self.stop(folder, signal.SIGINT, 130)
-    validation = [run(config, f, programs=STE)['validation_loss'] for f in (folder, whole)]
-    self.assertEqual(*validation)
+    summary = json.loads(Path(whole, 'summary.json').read_text())
+    self.assertEqual(run(config, folder)['validation_loss'], summary['validation_loss'])
     self.assertEqual(*(Path(f, 'metrics.jsonl').read_bytes() for f in (folder, whole)))
     (found, _), (expected, _) = (final_arrays(config, f) for f in (folder, whole))
     for path, array in expected.items():

@@ -242,6 +242,7 @@ class GradientTest(parameterized.TestCase):
       for i in range(3):
         self.assertTrue((kernels[i] != kernels[i - 1]).any(), one_key)
 
+  @pytest.mark.slow
   def test_stacked_layers_draw_differently(self):
     class Parallel(nnx.Module):
       def __init__(self):

@@ -48,7 +48,7 @@ class ComparedMasksTest(parameterized.TestCase):
     self.assertEqual(found, [[9, 2], [9, 7, 2]])
 
   @parameterized.product(axis_type=(AxisType.Auto, AxisType.Explicit), jit=(False, True))
-  @pytest.mark.few
+  @pytest.mark.slow
   def test_rates_do_not_depend_on_sharding(self, axis_type, jit):
     """Of masks that are held in the state and of those that are not; a loop begins with masks divided as its last."""
     rules = (

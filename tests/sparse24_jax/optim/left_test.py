@@ -192,7 +192,7 @@ class LeftTest(parameterized.TestCase):
     self.assertIsNone(after.left)
 
   @parameterized.product(kind=('Auto', 'Explicit'), spec=(('data',), (None, 'data')))
-  @pytest.mark.few(1)
+  @pytest.mark.slow
   def test_on_a_mesh(self, kind, spec):
     mesh = jax.make_mesh((8,), ('data',), axis_types=(jax.sharding.AxisType[kind],))
     with jax.set_mesh(mesh):

@@ -67,7 +67,7 @@ class ScheduleTest(parameterized.TestCase):
 class TrainingTest(parameterized.TestCase):
 
   @parameterized.parameters(SMALL, PUBLISHED)
-  @pytest.mark.few
+  @pytest.mark.slow
   def test_trains_experts_through_the_three_phases(self, policy):
     lead = (2,)
     recipe = neuron_level(UP, DOWN, policy=policy, warmup_fraction=0.25, dense_fraction=0.25)
