@@ -13,7 +13,7 @@ from sparse24_jax.binding.bound import Bound
 from sparse24_jax.binding.origin import known, require_fits, spoiled
 from sparse24_jax.dot import check_state
 from sparse24_jax.masks import verify24
-from sparse24_jax.optim import note_read, require_made_for, sparse_states, warn_of_other_weights
+from sparse24_jax.optim import note_read, require_made_for, sparse_states, wait_until_known, warn_of_other_weights
 from sparse24_jax.policy import DotPolicy
 from sparse24_jax.projection import abstract_state, Masked, SoftThreshold, straight_through, TransposableMasked
 from sparse24_jax.recipe import PhaseName, Recipe, resolve_phase
@@ -60,6 +60,7 @@ def project(params: Any, opt_state: Any, recipe: Recipe, *, phase: PhaseName | N
     note_read(opt_state, now)
   if now == 'dense':
     return params
+  wait_until_known(opt_state)
   sparse, fits = projected_weights(params, opt_state, recipe, phase='sparse' if phase is None else None)
   fine = require_fits(known(fits))
   if opt_state is not None:

@@ -9,6 +9,7 @@ from sparse24_jax.optim._training_state import (
   require_made_for,
   sparse_states,
   SparseTrainingState,
+  wait_until_known,
   warn_of_other_weights,
 )
 from sparse24_jax.optim.masked_decay import add_masked_decay
@@ -35,5 +36,6 @@ __all__ = [
   'step_adam',
   'step_has_settled',
   'try_chain',
+  'wait_until_known',
   'warn_of_other_weights',
 ]

@@ -4,6 +4,7 @@ from collections.abc import Callable
 import logging
 from typing import Any, NamedTuple
 
+import jax
 from jax import Array
 import jax.numpy as jnp
 
@@ -148,6 +149,12 @@ def require_same_recipe(recipe: Recipe, state: SparseTrainingState, phase: Phase
   paths = [path for path, _ in leaves_by_path(state.projections)]
   state.layouts.require(recipe.layouts, paths)
   return _identity.require(unboxed(state.identity), recipe, paths, phase)
+
+
+def wait_until_known(opt_state: Any) -> None:
+  """For who would wait for the answer: until `require_made_for` can read what a state says of itself."""
+  for state in states_of(opt_state, SparseTrainingState):
+    jax.block_until_ready((state.identity, state.left))
 
 
 def note_read(opt_state: Any, phase: PhaseName) -> None:

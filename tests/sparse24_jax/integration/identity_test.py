@@ -162,6 +162,20 @@ class OtherPhaseTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, "updates in phase 'dense', and reads .* project\\(..., phase='sparse'\\)"):
       jax.eval_shape(step, *given)
 
+  def test_a_state_that_is_still_computed(self):
+    """An error says why after a long step, too."""
+    params, tx = params_of(16, 16), optimizer(FST, phase='dense')
+    _, state = tx.update(params, tx.init(params), params)
+
+    @jax.jit
+    def long(phase, m):
+      return phase + jax.lax.fori_loop(0, 20, lambda _, m: m @ m, m).sum().astype(phase.dtype)
+
+    given = state.identity.phase, jnp.zeros((512, 512))
+    jax.block_until_ready(long(*given))
+    with self.assertRaisesRegex(ValueError, "phase 'dense', .* say so, project"):
+      s24.project(params, state._replace(identity=state.identity._replace(phase=long(*given))), FST)
+
   def test_phases_in_their_order(self):
     """A dense start and the first sparse step after it, and a sparse phase and its dense end."""
     for recipe, phases in ((STEP, ('dense', 'sparse', 'sparse')), (FST, ('sparse', 'dense', 'dense'))):
