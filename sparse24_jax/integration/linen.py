@@ -16,7 +16,7 @@ from sparse24_jax.binding.origin import MADE_OF
 from sparse24_jax.binding.tracing import as_callable
 from sparse24_jax.binding.transform import is_state, run_sparse
 from sparse24_jax.recipe import Recipe, Rule
-from sparse24_jax.rules import leaves_by_path, rule_for
+from sparse24_jax.rules import leaves_by_path, matched_rules, rule_for
 
 COLLECTION = 'sparse24'
 RNG = 'mvue'
@@ -60,7 +60,10 @@ class SparseModule(nn.Module):
 
   def _run(self, method: str, args: tuple, kwargs: dict):
     if self.is_initializing():
-      return getattr(self.sparse24_model, method)(*args, **kwargs)
+      out = getattr(self.sparse24_model, method)(*args, **kwargs)
+      if method == '__call__' and 'params' in self.variables:  # another one need not make all parameters
+        matched_rules(self.variables['params'], self.recipe)
+      return out
     scope = self.scope
     assert scope is not None
     model = self.sparse24_model.clone(parent=None)

@@ -167,6 +167,8 @@ SPARSIFY = (
   ('nnx_stream_missing',
    lambda: s24.sparsify(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), s24.recipes.s_ste('kernel'), rngs=nnx.Rngs(0)),
    r"none named 'mvue': pass nnx\.Rngs\(mvue=seed\)"),
+  ('linen_rule_without_match_at_init', lambda: jax.eval_shape(s24.sparsify(nn.Dense(8), STE).init, KEY, X),
+   'decides for no weight'),
   ('linen_rule_without_match', lambda: linen_apply(nn.Dense(8), STE, {}), 'decides for no weight'),
   ('linen_collection_missing', lambda: linen_apply(nn.Dense(8), s24.recipes.ste('kernel'), {}),
    r"kernel: no state; give what sparse_variables\(params, opt_state, recipe, phase=phase\) .*collection 'sparse24'"),
