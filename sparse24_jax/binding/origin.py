@@ -1,7 +1,8 @@
 """Of which weights states were made: fingerprints beside them, by which a forward with others is not taken for right.
 
 A packed weight is one of the step in which it was packed, and a mask that of the weights that a step left. A forward in
-the trace that made the states is given the very arrays that the fingerprints are of: it computes nothing of this.
+the trace that made the states is given the very arrays that the fingerprints are of, and compares nothing. What is left
+there is one flag: whether the optimizer's state serves the recipe, which is traced with that state.
 """
 
 from collections.abc import Callable, Mapping

@@ -50,7 +50,9 @@ def check_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckedSt
   pruning: nothing in the run shows it. So the whole step is traced, backward pass and optimizer included. Every weight
   that the update of `sparse_training` is given is followed to the matmuls that read it, and these to the gradients of
   that update; of several steps in one program, a loop of Python say, every update. What does not reach them does not
-  count: a metric, an evaluation of an average of the weights. Nothing is computed or donated; shapes are enough.
+  count: a metric, an evaluation of an average of the weights. Variables that are made once, before a Python loop of
+  steps, pass: only a run shows that those of its second step are stale, whose forward is NaN. Nothing is computed or
+  donated; shapes are enough.
 
   Args:
     step: what the loop calls in a sparse phase, with `jax.jit` or without. It computes a loss, its gradient and the

@@ -78,7 +78,9 @@ def require(identity: Identity | None, recipe: Recipe, paths: Sequence[str], pha
     raise ValueError(
       f'the last step of this optimizer state was one of phase {found!r}, after which recipe {recipe.name!r} has none'
       f' of phase {phase!r}: give sparse_training, sparsify, sparse_variables and project the phase of the step, see'
-      f' phase_at. To prune all the same what was finished dense say so, project(..., phase={phase!r})'
+      f' phase_at. For a dense start give the recipe a first dense phase, dataclasses.replace(recipe, phases=(Phase('
+      "'dense', 0.1), ...)). To prune all the same what was finished dense say so,"
+      f' project(..., phase={phase!r})'
     )
   return True
 

@@ -54,11 +54,13 @@ def sparse_training(
   blends states, as `optax.contrib.schedule_free`, `optax.lookahead` and `optax.contrib.sam` do. Where that happens all
   the same an error usually follows: a state keeps a sum of some entries of up to eight weights as it left them, and if
   steps are given others, two in a row, `get_flip_rate` raises it, as `sparse_variables` and `project` do outside of
-  jit. Changes of other weights are not seen, nor those below the rounding of bfloat16 parameters. Weights that are
-  others altogether, restored without their state say, leave in a sparse step a state that later forwards refuse, under
-  jit by NaN; `get_flip_rate` says why. Before the first step, and where they differ by little, they have the masks of
-  others in one step, after which masks are chosen anew (links that come and go stay): better, call `init` with the
-  weights that are trained.
+  jit. Changes of other weights are not seen, nor those below the rounding of bfloat16 parameters. What sets weights
+  behind every step, as nGPT does their norms, is an error like these, and where it changes them by a hundredth of their
+  size the forward is NaN: put it inside, as a change of the updates. Weights that are others altogether, restored
+  without their state say, leave in a sparse step a state that later forwards refuse, under jit by NaN; `get_flip_rate`
+  says why. A state that was once refused stays so: make another by `init`. Before the first step, and where they differ
+  by little, they have the masks of others in one step, after which masks are chosen anew (links that come and go stay):
+  better, call `init` with the weights that are trained.
 
   It counts calls of its own update: `optax.MultiSteps` goes around it, so that it counts optimizer steps, and is
   refused inside. `optax.multi_transform`, `partition` and `masked` by which weights have different optimizers go

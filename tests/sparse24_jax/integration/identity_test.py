@@ -1,5 +1,6 @@
 """A state says by what it was made, in arrays that a checkpoint keeps: another recipe, or phase, is an error or NaN."""
 
+import dataclasses
 import functools
 import tempfile
 
@@ -139,6 +140,15 @@ class OtherPhaseTest(parameterized.TestCase):
     self.assertEqual(values, [True, False])
     with self.assertRaisesRegex(ValueError, "last step .* 'dense', after which .* none of phase 'sparse'"):
       s24.sparse_variables(params, jax.block_until_ready(state), FST, phase='sparse')
+
+  def test_a_dense_start_of_a_recipe_that_has_none(self):
+    params, tx = params_of(16, 16), optimizer(FST, phase='dense')
+    _, state = jax.block_until_ready(tx.update(params, tx.init(params), params))
+    with self.assertRaisesRegex(ValueError, r"a first dense phase, .*phases=\(Phase\('dense', 0.1\), \.\.\.\)\)"):
+      s24.sparse_variables(params, state, FST, phase='sparse')
+    # What the message says to do.
+    warmed = dataclasses.replace(FST, phases=(s24.Phase('dense', 0.1), s24.Phase('sparse', 0.9)))
+    s24.sparse_variables(params, state, warmed, phase='sparse')
 
   def test_a_model_that_was_finished_dense(self):
     """`project` pruned it: the first phase is that of none given."""
