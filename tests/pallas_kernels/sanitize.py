@@ -10,6 +10,7 @@ must also give what the reference gives, a hostile one what the nearest lawful o
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
+import concurrent.futures
 import dataclasses
 import functools
 import json
@@ -200,22 +201,28 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument('--tools', nargs='*', choices=TOOLS, default=TOOLS, help='none: call the cases by themselves')
   parser.add_argument('--cases', default='', help='a regular expression')
   parser.add_argument('--seconds', type=float, default=600, help='that all may take (default: %(default)s)')
+  parser.add_argument('--parallel', type=int, default=1, help='cases side by side (default: %(default)s)')
   parser.add_argument('--out', type=Path, default=Path('sanitize.json'), help='where the record goes')
   args = parser.parse_args(argv)
   names = [name for name in CASES if re.search(args.cases, name)]
   if not args.tools:
     return call(names)
-  deadline, record, failed = time.monotonic() + args.seconds, {**environment(), 'tools': {}}, 0
-  with tempfile.TemporaryDirectory() as cache:
-    for name in names:
-      # Compiled without a tool first: under one it takes minutes.
-      run(alone(name), deadline - time.monotonic(), cache)
-      for tool in args.tools:
-        found = under(tool, name, args.out, max(0.0, deadline - time.monotonic()), cache)
-        record['tools'].setdefault(tool, {})[name] = found
+  deadline, failed = time.monotonic() + args.seconds, 0
+  record = {**environment(), 'tools': {tool: {} for tool in args.tools}}
+
+  def each(name: str) -> dict[str, dict[str, Any]]:
+    # Compiled without a tool first: under one it takes minutes.
+    run(alone(name), deadline - time.monotonic(), cache)
+    return {tool: under(tool, name, args.out, deadline - time.monotonic(), cache) for tool in args.tools}
+
+  with tempfile.TemporaryDirectory() as cache, concurrent.futures.ThreadPoolExecutor(args.parallel) as pool:
+    made = {pool.submit(each, name): name for name in names}
+    for done in concurrent.futures.as_completed(made):
+      for tool, found in done.result().items():
+        record['tools'][tool][made[done]] = found
         failed += found['status'] != 0
-        args.out.write_text(json.dumps(record, indent=2) + '\n')
-        print(f'{tool} {name}: {json.dumps(found)}', flush=True)
+        print(f'{tool} {made[done]}: {json.dumps(found)}', flush=True)
+      args.out.write_text(json.dumps(record, indent=2) + '\n')
   return failed
 
 
