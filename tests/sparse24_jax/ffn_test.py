@@ -138,6 +138,20 @@ class FormulaTest(parameterized.TestCase):
     assert_close(fused[2], composed[2], 3e-3)
     self.assertGreater(float(jnp.abs(fused[2]['up']).sum()), 0)
 
+  @parameterized.parameters('default', 'fp8')
+  def test_gate_and_up_composed_are_columns_of_one_sample(self, precision):
+    """Else they draw the same bits: their gradients are equal where gate and up are."""
+    policy = dataclasses.replace(POLICIES['reference'], precision=precision)
+    x, weights, _, states, dy = problem(gated=True, biased=False, dtype=F32)
+    drawn = []
+    with mock.patch.object(linear_layer, 'mvue24', lambda dz, key, **where: drawn.append((key, where)) or dz):
+      jax.make_jaxpr(lambda key: value_and_cotangents(policy, 'relu', x, weights, {}, states, dy, key))(KEY)
+    down, *hidden = drawn
+    self.assertLen({id(key) for key, _ in drawn}, 2)
+    self.assertLen({id(key) for key, _ in hidden}, 1)
+    self.assertEqual(down[1], dict(axis=-2, origin=(0, 0, 0)))
+    self.assertCountEqual([where['origin'] for _, where in hidden], [(0, 0, 0), (0, 0, HIDDEN)])
+
   @pytest.mark.slow
   def test_samples_belong_to_the_key(self):
     given = problem(gated=False, biased=False, dtype=BF16)

@@ -14,9 +14,10 @@ from pallas_kernels import _device, _dispatch, _partitioning, _records, _triton
 from pallas_kernels.ffi import cusparselt
 from pallas_kernels.sparse_matmul import api
 import sparse24_jax as s24
-from sparse24_jax import linear_layer
+from sparse24_jax import fp8, linear_layer
 from sparse24_jax.layer_plan import Backends
 from sparse24_jax.plan import plan_layer
+from sparse24_jax.precision import Precision
 
 H100, A100 = _device.target_device('sm_90a'), _device.target_device('sm_80')
 BF16, FP16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
@@ -325,6 +326,43 @@ class PackedWeightTest(parameterized.TestCase):
     packed = self.pack(self.w, self.mask, dtype=BF16)
     found, expected = (jax.jit(functools.partial(s24.dot, policy=FST))(x, self.w, s) for s in (packed, self.mask))
     np.testing.assert_array_equal(found, expected)
+
+
+class Numbering(Precision):
+  """In place of a sample, the gradient and the number of each of its columns, times 100."""
+
+  def sample(self, dz, key, scale, origin):
+    return None, dz + 100 * (origin[2] + jnp.arange(dz.shape[1], dtype=dz.dtype)[None])
+
+  def weight_grad(self, sample, x, factors, *, backend, dtype):
+    return x.T @ sample
+
+
+class PartsTest(absltest.TestCase):
+  """What each of two devices does with its columns of gate and of up, here with an axis of `vmap` for the devices."""
+
+  SHARD = _partitioning.Shard(divided={'m': ('t',)}, units={'m': 2})
+
+  def test_gate_and_up_are_sampled_as_the_columns_of_the_whole(self):
+    rng = np.random.default_rng(0)
+    dh, z, x = (rng.integers(-2, 3, shape).astype(np.float32) for shape in ((8, 16), (8, 2, 16), (8, 4)))
+    dz = np.stack([dh * z[:, 1] * (z[:, 0] > 0), dh * np.maximum(z[:, 0], 0)], 1)
+    dw = np.einsum('tk,tic->ikc', x, dz + 100 * np.arange(32).reshape(2, 16))
+
+    def one(dh, z):
+      scales = None, None, None
+      options = dict(backend='dense', activation='relu', gated=True, precision=Numbering())
+      return linear_layer._activation_and_weight_grad(self.SHARD, dh, z, KEY, x, *scales, **options)
+
+    parts = jax.jit(jax.vmap(one, (1, 2), (2, 1, 1), axis_name='t'))(dh.reshape(8, 2, 8), z.reshape(8, 2, 2, 8))
+    for expected, found in zip((dz, *dw), parts, strict=True):
+      np.testing.assert_array_equal(found.reshape(expected.shape), expected)
+
+  def test_the_scale_of_a_gradient_is_that_of_the_whole(self):
+    dh, z = np.ones((4, 2, 8), np.float32), np.ones((4, 2, 2, 8), np.float32)
+    z[1, 0, 1, 3] = 5  # up on the second device
+    largest = functools.partial(fp8._largest, self.SHARD, activation='relu', gated=True)
+    np.testing.assert_array_equal(jax.vmap(largest, (1, 2), axis_name='t')(dh, z), [5, 5])
 
 
 if __name__ == '__main__':

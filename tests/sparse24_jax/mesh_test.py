@@ -17,7 +17,9 @@ from pallas_kernels import _dispatch
 import sparse24_jax as s24
 from sparse24_jax import linear_layer
 from sparse24_jax.binding import transform
-from sparse24_jax.precision import Rounded
+from sparse24_jax.packing import PackedWeight
+from sparse24_jax.precision import NATIVE, Rounded
+from tests import oracles
 from tests.quick import jit
 
 BF16 = jnp.bfloat16
@@ -60,6 +62,7 @@ def _sampled(dz, x):
   return linear_layer.sampled_weight_grad(dz, KEY, Rounded(None, x), backend='dense', column=8)[1]
 
 
+_packed = jit(functools.partial(linear_layer.pack_weight, FST, dtype=BF16))
 _mvue24 = jax.jit(functools.partial(s24.mvue24, axis=-2))
 
 
@@ -164,6 +167,34 @@ class BlockTest(parameterized.TestCase):
     self.assertEqual(set(moved), {'all-reduce'} if automatic else {'all-gather', 'all-reduce'})
     activations = TOKENS, TOKENS // shape[0]
     self.assertEmpty([found for found in moved.get('all-gather', ()) if found and found[0] in activations])
+
+  def test_packed_gate_and_up_stay_divided(self):
+    """Of a block whose hidden units are divided: the forward exchanges nothing, the input gradient a sum."""
+    rng, on, d, hidden = np.random.default_rng(0), mesh('Auto', (1, 2)), 64, 128
+    weights, dense = [], []
+    for _ in range(2):
+      w, mask = rng.integers(-2, 3, (d, hidden)), oracles.random_transposable_mask(rng, (d, hidden))
+      weights.append(_packed(w.astype(BF16), mask))
+      dense.append(w * mask)
+    x, dz = (rng.integers(-1, 2, shape).astype(BF16) for shape in ((8, d), (8, 2, hidden)))
+
+    @jit
+    def products(forward, input_grad, x, dz):
+      options = dict(backend='dense', dtype=BF16, precision=NATIVE)
+      gate, up = (PackedWeight(None, *each) for each in zip(forward, input_grad, strict=True))
+      return (
+        linear_layer.multiply_pair('forward', gate, up, Rounded(x, x), **options),
+        linear_layer.multiply_pair('input_grad', gate, up, Rounded(dz, None), **options),
+      )
+
+    given = put([w.forward for w in weights], on, 't'), put([w.input_grad for w in weights], on, None, 't')
+    args = *given, put(x, on), put(dz, on, None, None, 't')
+    compiled = products.lower(*args).compile()
+    z, dx = compiled(*args)
+    np.testing.assert_array_equal(z, np.stack([x.astype(float) @ w for w in dense], 1))
+    np.testing.assert_array_equal(dx, sum(dz[:, i].astype(float) @ w.T for i, w in enumerate(dense)))
+    self.assertEqual(z.sharding.shard_shape(z.shape), (8, 2, hidden // 2))
+    self.assertEqual(exchanged(compiled.as_text()), {'all-reduce': [(8, d)]})
 
   @parameterized.product(gated=(False, True), divided=('tokens', 'columns'))
   @pytest.mark.slow
