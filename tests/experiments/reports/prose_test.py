@@ -1,0 +1,54 @@
+"""Sentences of the documents say no figure that neither a table beside them nor a record has."""
+
+import json
+from pathlib import Path
+
+from absl.testing import absltest, parameterized
+
+from tests.experiments.reports import prose
+
+DOCUMENTS = ('README.md', *(f'docs/{name}.md' for name in ('guide', 'quality', 'speed', 'tasks')))
+# Document -> heading -> figures of sentences that nothing carries yet. It grows shorter, never longer.
+UNCARRIED = Path(__file__).with_name('uncarried.json')
+
+
+def uncarried(document):
+  found = {part.title: prose.uncarried(part) for part in prose.sections((prose.ROOT / document).read_text())}
+  return {title: figures for title, figures in found.items() if figures}
+
+
+class ProseTest(parameterized.TestCase):
+  @parameterized.parameters(*DOCUMENTS)
+  def test_figures_are_those_of_tables_and_records(self, document):
+    listed = json.loads(UNCARRIED.read_text()).get(document, {})
+    said = 'write what the records have, cite them (see prose.py), or take out what is carried now'
+    self.assertEqual(uncarried(document), listed, said)
+
+  @parameterized.parameters(
+    ('FST ends 0.006 ± 0.043 above dense.', []),
+    ('FST ends 0.006 ± 0.044 above dense, 0.007 ± 0.043 by another count.', ['0.006 ± 0.044', '0.007 ± 0.043']),
+    ('FST ends 0.112 ± 0.013 below FST without it.', []),  # in no table: of the records
+    ('A loss of 1.348 or 1.349.', ['1.349']),
+    ('Its rate is `1.349`, of version PyTorch 2.11 and paper 2404.01847, at 1.5e-3 with 10.7 M.', []),
+  )
+  def test_a_sentence_that_no_record_carries(self, sentence, expected):
+    (part,) = prose.sections(
+      '<!-- records: compare_nano.jsonl -->\n\n| dense | FST |\n|---|---|\n| 1.342 | 1.348 |\n\n' + sentence
+    )
+    self.assertEqual(prose.uncarried(part), expected)
+
+  def test_a_sentence_may_name_records_and_the_tables_of_another_document(self):
+    text = '<!-- said: {} -->\n\nAfter 70 seconds it is at 1.738, in 117.4 ms a step.'
+    for citation, expected in (
+      ('docs/quality.md#sparse-weights', ['1.738', '117.4']),
+      ('race_h200.jsonl?seconds=70.0', ['117.4']),
+      ('race_h200.jsonl?seconds=70.0; docs/quality.md#the-same-seconds', []),
+    ):
+      (part,) = prose.sections(text.format(citation))
+      self.assertEqual(prose.uncarried(part), expected, citation)
+    with self.assertRaisesRegex(ValueError, 'docs/quality.md#gone: no such part'):
+      prose.uncarried(prose.sections(text.format('docs/quality.md#gone'))[0])
+
+
+if __name__ == '__main__':
+  absltest.main()
