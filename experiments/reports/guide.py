@@ -7,12 +7,13 @@ line says of what model and device it is. Methods of a race are parted by their 
 
 from collections.abc import Callable, Mapping, Sequence, Set
 import dataclasses
+import itertools
 import math
 from pathlib import Path
-import re
 import statistics
 
 from experiments.race import table
+from experiments.reports import best_steps
 from experiments.reports.claims import half_width
 from pallas_kernels import _device, _records
 import sparse24_jax as s24
@@ -31,12 +32,12 @@ GOALS = {
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-  """A recipe.
+  """A recipe, or a dense rival.
 
   Attributes:
     title: its name in tables.
     recipe: of the weights that a pattern matches; None is dense.
-    contenders: what comparisons call it.
+    contenders: what comparisons and timed steps call it.
     ends_sparse: whether the weights are 2:4 at the end.
   """
 
@@ -47,14 +48,16 @@ class Option:
 
 
 OPTIONS = (
-  Option('FST', lambda path: s24.recipes.transposable_srste(path, masked_decay=0.0), ('fst',)),
+  Option('FST', lambda path: s24.recipes.transposable_srste(path, masked_decay=0.0), ('fst', 'fst_all')),
   Option('S-STE', s24.recipes.s_ste, ('s_ste',), ends_sparse=True),
   Option(
     'S-STE, FP8', lambda path: s24.recipes.s_ste(path, fp8=True), ('s_ste_fp8', 's_ste_fp8_all'), ends_sparse=True
   ),
   Option('dense, FP8', None, ('dense_fp8',)),
   Option('dense, FFN half as wide', None, ('half_ffn', 'half_ffn_fp8')),
+  Option('a smaller dense model', None, ('dense_124m', 'dense_124m_fp8')),
 )
+_DENSE = {option.title for option in OPTIONS if option.recipe is None}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,22 +65,39 @@ class Evidence:
   """What a comparison says of one contender, seed by seed.
 
   Attributes:
-    who: the contender, with the layers that were sparse.
+    own: its runs at its best, with the layers that were sparse.
+    dense: those of dense in the same comparison.
     where: model and length of the comparison.
     device: that trained.
-    losses: seed -> final loss.
-    percent: final loss above dense's.
-    shares: of dense's seconds until dense's final loss; empty where seconds were not compared.
     equal: what both had as much of, 'steps' or 'seconds'.
   """
 
-  who: str
+  own: table.Seeds
+  dense: table.Seeds
   where: str
   device: str
-  losses: Mapping[int, float]
-  percent: Sequence[float]
-  shares: Sequence[float]
   equal: str
+
+  @property
+  def who(self) -> str:
+    """What tables call it."""
+    return self.own.title
+
+  @property
+  def percent(self) -> list[float]:
+    """Final loss above dense's."""
+    both = sorted(self.own.losses.keys() & self.dense.losses.keys())
+    return [100 * (self.own.losses[seed] / self.dense.losses[seed] - 1) for seed in both]
+
+  @property
+  def shares(self) -> list[float]:
+    """Of dense's seconds until dense's final loss; empty where seconds were not compared."""
+    return [] if self.equal == 'steps' else table.shares_of_time(self.own, self.dense)
+
+  def behind(self, other: 'Evidence') -> list[float]:
+    """Its final loss minus another's."""
+    both = self.own.losses.keys() & other.own.losses.keys()
+    return [self.own.losses[seed] - other.own.losses[seed] for seed in sorted(both)]
 
   def place(self, asked: str) -> str:
     """Model, length and device; and that it is another one than the GPU asked about, where seconds were compared."""
@@ -101,15 +121,12 @@ def evidence(results: Path = RESULTS) -> Mapping[str, Sequence[Evidence]]:
       seeds = table.by_seed(records)
       if 'dense' not in seeds:
         continue
-      dense, equal = seeds['dense'], 'steps' if records[0].get('equal_steps') else 'seconds'
+      device, equal = records[0]['device'].removeprefix('1 x '), 'steps' if records[0].get('equal_steps') else 'seconds'
       for option in OPTIONS:
         for own in (seeds[contender] for contender in option.contenders if contender in seeds):
-          both = own.losses.keys() & dense.losses.keys()
-          percent = [100 * (own.losses[seed] / dense.losses[seed] - 1) for seed in sorted(both)]
-          shares = [] if equal == 'steps' else table.shares_of_time(own, dense)
-          if percent and all(map(math.isfinite, [*percent, *shares])):
-            device = re.sub(r'^1 x ', '', records[0]['device'])
-            found[option.title].append(Evidence(own.title, where, device, own.losses, percent, shares, equal))
+          e = Evidence(own, seeds['dense'], where, device, equal)
+          if e.percent and all(map(math.isfinite, [*e.percent, *e.shares])):
+            found[option.title].append(e)
   return found
 
 
@@ -119,6 +136,21 @@ def gains(*, tokens: int, d: int, hidden: int, gated: bool, device: str) -> Mapp
     option.title: block_gain(d, hidden, option.recipe('.*'), tokens=tokens, gated=gated, device=device).gain
     for option in OPTIONS if option.recipe is not None
   }  # fmt: skip
+
+
+def steps(option: Option, d: int, timed: Mapping[tuple[str, str], Mapping[str, best_steps.Best]]) -> list[str]:
+  """Whole steps of the timed model of the nearest width, against dense at its best, least and most over processes."""
+  wanted = {'dense', *option.contenders}
+  having = [(*key, methods) for key, methods in timed.items() if {'dense'} < methods.keys() & wanted]
+  if not having:
+    return []
+  device, model, methods = min(having, key=lambda found: abs(math.log(found[2]['dense'].record['shape']['d'] / d)))
+  dense = methods['dense']
+  return [
+    f'step of {model}, width {dense.record["shape"]["d"]:,}, on {device}: {dense.ms / own.ms:.2f} times as fast as'
+    f' dense ({dense.least / own.most:.2f} to {dense.most / own.least:.2f}; {own.record["label"]})'
+    for name in option.contenders if (own := methods.get(name))
+  ]  # fmt: skip
 
 
 def advise(
@@ -132,15 +164,12 @@ def advise(
     found: from `evidence`.
     device: the GPU that is asked about.
 
-  >>> sparse = Evidence('S-STE, FP8', 'a race', 'a GPU', {0: 0.90, 1: 0.91}, [-7.0, -8.0], [0.66, 0.68], 'seconds')
-  >>> print(advise('sooner', {'FST': 1.1, 'S-STE, FP8': 1.4}, {'S-STE, FP8': [sparse]}, 'a_gpu'))  # doctest: +ELLIPSIS
-  S-STE, FP8: dense's final loss in 0.67 ± 0.13 of its time (a race, on a GPU). Race it against a smaller dense model...
   >>> advise('sooner', {'FST': 0.9}, {})
   'dense: nothing that is faster here was shown to reach its loss sooner.'
   """
   pays = {title for title, gain in faster.items() if gain is not None and gain > 1}
   if goal == 'sooner':
-    return _soonest(pays | {option.title for option in OPTIONS if option.recipe is None}, found, device)
+    return _soonest(pays | _DENSE, found, device)
   if goal == 'sparse':
     sparse = {option.title for option in OPTIONS if option.ends_sparse}
     title = max(pays & sparse, key=lambda title: faster[title] or 0, default='S-STE')
@@ -149,45 +178,59 @@ def advise(
     losses = [each.said(device) for each in found.get(title, ())] or ['its loss is not known: no tuned comparison']
     return f'{title}: {time}; {"; ".join(losses)}.'
   known = [(e, title) for title, each in found.items() for e in each if e.equal == 'steps']
-  surely = [title for e, title in known if _below(e)]
+  surely = [title for e, title in known if _below(e.percent)]
   said = f'{", ".join(surely)}: below dense by more than its interval.' if surely else (
     'dense: no recipe was shown to end below it.'
   )
-  price = [f'{title} {_interval(e.percent, "+.1f", "%")}' for e, title in known if title in pays]
+  told = [(e, title) for e, title in known if title in pays | _DENSE]
+  price = [f'{title} {_interval(e.percent, "+.1f", "%")} ({e.where})' for e, title in told]
   return said + (f' The price of those that are faster: {", ".join(price)}.' if price else '')
 
 
 def _soonest(candidates: Set[str], found: Mapping[str, Sequence[Evidence]], device: str) -> str:
-  """Of each race the lowest loss, and what its seeds do not part from it."""
+  """Of each race the lowest loss, and what its seeds do not part from it; a winner that loses elsewhere is none."""
   races: dict[tuple[str, str], list[Evidence]] = {}
   for e in (e for title, each in found.items() if title in candidates for e in each):
-    if e.shares and _below(e):
+    if e.shares and _below(e.percent):
       races.setdefault((e.where, e.device), []).append(e)
-  said, lines = [], []
   for each in races.values():
-    first, *others = sorted(each, key=lambda e: statistics.fmean(e.percent))
-    behind = {e.who: [e.losses[seed] - first.losses[seed] for seed in e.losses.keys() & first.losses] for e in others}
-    near = [e for e in others if not statistics.fmean(behind[e.who]) > half_width(behind[e.who])]
+    each.sort(key=lambda e: statistics.fmean(e.percent))
+  # Who is ahead of whom, by more than the interval, in any race.
+  ahead = [(first, e) for each in races.values() for first, e in itertools.combinations(each, 2) if _parted(e, first)]
+  said, beaten, lines = [], [], []
+  for race, (first, *others) in races.items():
+    near = [e for e in others if not _parted(e, first)]
+    lines += [f'{first.who} and {e.who} are not parted by the seeds' for e in near]
+    lines += [
+      f"{winner.who} ends {_interval(e.behind(winner), '.4f', '')} below {e.who}, whose final loss it reaches in"
+      f' {_interval(table.shares_of_time(winner.own, e.own), ".2f", "")} of the time'
+      for winner, e in ahead if winner is first
+    ]
+    ran = {e.who for e in races[race]}
+    elsewhere = (winner for winner, e in ahead if e.who == first.who and winner.who not in ran)
+    if better := next((winner for winner in elsewhere if winner.device == first.device), None):
+      beaten.append(f'{first.who} is first where {better.who} did not run ({first.place(device)})')
+      continue
     text = ' or '.join(e.who for e in (first, *near)) + f": dense's final loss in {_share(first)} of its time"
     text += ''.join(f', {_share(e)} ({e.who})' for e in near)
     said.append(f'{text} ({first.place(device)})')
-    lines += [f'{first.who} and {e.who} are not parted by the seeds' for e in near]
-    lines += [
-      f'{first.who} ends {_interval(behind[e.who], ".4f", "")} below {e.who} (share of time {_share(e)})'
-      for e in others if e not in near
-    ]
   if not said:
     return 'dense: nothing that is faster here was shown to reach its loss sooner.'
-  advice = f'{", or ".join(said)}. Race it against a smaller dense model first'
+  advice = '; '.join([', or '.join(said), *beaten]) + '. Race it against a smaller dense model first'
   if 'all linear layers' in advice:
     advice += '; the gain of a block above is of feed-forward layers alone'
   parted = ['Seed by seed, after as many seconds:', *(f'  {line}' for line in lines)] if lines else []
   return '\n'.join([f'{advice}.', *parted])
 
 
-def _below(e: Evidence) -> bool:
-  """Whether it ends below dense by more than its interval."""
-  return statistics.fmean(e.percent) + half_width(e.percent) < 0
+def _below(values: Sequence[float]) -> bool:
+  """Whether these are below zero by more than their interval."""
+  return statistics.fmean(values) + half_width(values) < 0
+
+
+def _parted(e: Evidence, first: Evidence) -> bool:
+  """Whether it ends above another of its race by more than the interval."""
+  return _below([-value for value in e.behind(first)])
 
 
 def _share(e: Evidence) -> str:
@@ -205,6 +248,7 @@ def guide(*, tokens: int, d: int, hidden: int, gated: bool, device: str | None, 
   if _records.path_of(_records.TUNED, device, 'sparse_matmul').parent.name not in known:
     raise ValueError(f'nothing was measured on {device!r}; pass --device, one of {", ".join(known)}')
   faster, found = gains(tokens=tokens, d=d, hidden=hidden, gated=gated, device=device), evidence()
+  timed = best_steps.load()
   lines = [f'A block of {tokens} x {d} x {hidden} on {device}; the goal: {GOALS[goal]}', '']
   for option in OPTIONS:
     time = ''
@@ -214,6 +258,7 @@ def guide(*, tokens: int, d: int, hidden: int, gated: bool, device: str | None, 
       if gain is not None:
         time = f' feed-forward block {gain:.2f} times as fast as dense'
     lines.append(f'{option.title}:{time}')
+    lines += [f'  {each}' for each in steps(option, d, timed)]
     lines += [f'  {each.said(device)}' for each in found[option.title]] or ['  loss: no tuned comparison']
   return '\n'.join([*lines, '', f'Take {advise(goal, faster, found, device)}'])
 
