@@ -182,7 +182,14 @@ def enter_phase(parts: Parts, step: int, params: Any, opt_state: Any) -> Any:
   before, now = (phase_of(parts, at)[0] for at in (step - 1, step))
   if (before, now) != ('sparse', 'dense'):
     return params
-  return jax.jit(lambda p, s: s24.project(p, s, parts.recipe, phase='sparse'))(params, opt_state)
+  recipe = bound_recipe(parts, params)
+  return jax.jit(lambda p, s: s24.project(p, s, recipe, phase='sparse'))(params, opt_state)
+
+
+def bound_recipe(parts: Parts, params: Any) -> s24.Recipe:
+  """The recipe as the model is found to read its weights, for `project`, which does not see the model."""
+  example = family_of(parts.config).example(parts.model.config)
+  return s24.bind(parts.recipe, parts.model, params, *example)
 
 
 def regroup(parts: Parts, step: int, params: Any, opt_state: Any) -> Any:

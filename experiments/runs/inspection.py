@@ -98,7 +98,8 @@ def evaluate(loaded: Loaded, *, num_batches: int | None = None) -> dict[str, flo
 
 def weight_table(loaded: Loaded) -> list[WeightRow]:
   """One row a sparse weight, of the values that the forward of the checkpoint's phase reads."""
-  recipe, (_, params, opt_state) = loaded.parts.recipe, loaded.state
+  _, params, opt_state = loaded.state
+  recipe = build.bound_recipe(loaded.parts, params)
   weights = _by_path(s24.project(params, opt_state, recipe, phase=loaded.phase))
   rows = []
   for path, rate in s24.get_flip_rate(opt_state).per_weight.items():

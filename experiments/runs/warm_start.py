@@ -57,7 +57,8 @@ def read(folder: str | Path, *, into_phase: str) -> Source:
   loaded = inspection.load(folder)
   params = loaded.state.params
   if (loaded.phase, into_phase) == ('sparse', 'dense'):
-    params = s24.project(params, loaded.state.opt_state, loaded.parts.recipe, phase='sparse')
+    recipe = build.bound_recipe(loaded.parts, params)
+    params = s24.project(params, loaded.state.opt_state, recipe, phase='sparse')
   by_path = {path: np.asarray(leaf) for path, leaf in leaves_by_path(params)}
   # Of a vocabulary and a mask's token, filled up to a multiple, at most so many rows are beyond the vocabulary.
   spare = max(1, loaded.parts.config.vocab_multiple)

@@ -1,14 +1,12 @@
 """The framework-free door: any function of a pytree of weights gets the recipe's numerics, at dense speed."""
 
 from collections.abc import Mapping
-import logging
 from typing import Any
 
 import jax
 from jax import Array
 import jax.numpy as jnp
 
-from pallas_kernels._dispatch import log_once
 from sparse24_jax.binding.bound import Bound
 from sparse24_jax.binding.origin import known, require_fits, spoiled
 from sparse24_jax.dot import check_state
@@ -31,9 +29,8 @@ def project(params: Any, opt_state: Any, recipe: Recipe, *, phase: PhaseName | N
     params: any pytree of arrays.
     opt_state: optimizer state that holds a `sparse_training` state for `params`, of the same step: with others a call
       outside of jit warns, as `sparse_variables` does. None chooses masks from `params` as they are.
-    recipe: the recipe of that state. One that `bind` made knows the axes of each weight; by itself it takes weights for
-      `[stacked..., in, out]`, and logs which, unless they are kernels `[in, out]`. It refuses those that are named
-      `weight`, as in Equinox and PyTorch, where they are `[out, in]`.
+    recipe: the recipe of that state. One that `bind` made knows the axes of each weight. By itself it serves weights
+      with two axes that are called `kernel`, those of Flax's layers, which are `[in, out]`.
     phase: `'dense'` returns `params` as they are; None is the recipe's first, which one that begins dense, to be sparse
       later, must say. So must a run that ended dense: `'dense'`, or `'sparse'` to prune it all the same.
 
@@ -41,9 +38,9 @@ def project(params: Any, opt_state: Any, recipe: Recipe, *, phase: PhaseName | N
     A tree like `params`.
 
   Raises:
-    ValueError: weights that are `[out, in]` by their name, unknown phase, none in a recipe that begins dense or after a
-      step of a dense end, or the recipe, the state and the parameters do not fit. Where only a run tells, under jit,
-      projected weights are NaN.
+    ValueError: weights whose axes nothing tells, unknown phase, none in a recipe that begins dense or after a step of a
+      dense end, or the recipe, the state and the parameters do not fit. Where only a run tells, under jit, projected
+      weights are NaN.
 
   >>> import jax, optax, sparse24_jax as s24
   >>> params = {'mlp': {'kernel': jax.random.normal(jax.random.key(0), (8, 4))}}
@@ -63,9 +60,9 @@ def project(params: Any, opt_state: Any, recipe: Recipe, *, phase: PhaseName | N
   wait_until_known(opt_state)
   sparse, fits = projected_weights(params, opt_state, recipe, phase='sparse' if phase is None else None)
   fine = require_fits(known(fits))
+  _require_axes('project', {path: w for path, (_, w, _) in sparse.items()}, recipe)
   if opt_state is not None:
-    warn_of_other_weights(params, opt_state)
-  _check_axes('project', {path: w for path, (_, w, _) in sparse.items()}, recipe)
+    warn_of_other_weights(params, opt_state, wait=True)
 
   def one(path: str, w: Array) -> Array:
     policy, _, state = sparse.get(path, (None, None, None))
@@ -85,9 +82,8 @@ def verify_weights(params: Any, recipe: Recipe) -> dict[str, float]:
   Args:
     params: parameters that are projected: those of `project`, or of an exported checkpoint, nested or flat, whose names
       have `/` between their parts: of PyTorch's `layers.0.w1` give `{name.replace('.', '/'): w ...}`.
-    recipe: of the run. One that `bind` made knows along which axes; one by itself takes weights for
-      `[stacked..., in, out]`, logs which, unless they are kernels `[in, out]`, and proves nothing of other layouts;
-      it refuses those named `weight` as `project` does.
+    recipe: of the run. One that `bind` made knows along which axes; one by itself serves kernels with two axes, as in
+      `project`.
 
   Returns:
     Path of each sparse weight to the share of its entries that are zero. Of a recipe without a pattern of 2:4, such as
@@ -95,7 +91,7 @@ def verify_weights(params: Any, recipe: Recipe) -> dict[str, float]:
 
   Raises:
     ValueError: names the first weight that is not 2:4 along what its matmul contracts (of a transposable projection
-      along both), with the group that is not.
+      along both), with the group that is not; or weights whose axes nothing tells.
 
   >>> import jax, optax, sparse24_jax as s24
   >>> params = {'up': {'kernel': jax.random.normal(jax.random.key(0), (8, 4))}}
@@ -110,7 +106,7 @@ def verify_weights(params: Any, recipe: Recipe) -> dict[str, float]:
   weights, shares = dict(leaves_by_path(params)), {}
   rules = match_rules(params, recipe)
   sparse = {path: p for path, rule in rules.items() if (p := rule.policy.projection) is not None}
-  _check_axes('verify_weights', {path: weights[path] for path in sparse}, recipe)
+  _require_axes('verify_weights', {path: weights[path] for path in sparse}, recipe)
   for path, projection in sparse.items():
     layout = projection.layout_of(weights[path])
     form, w = (projection.matrix or projection).form, layout.matrix(weights[path])
@@ -124,8 +120,6 @@ def verify_weights(params: Any, recipe: Recipe) -> dict[str, float]:
           if not layout.is_standard:
             name, stored = ('inputs', layout.contracted) if axis == -2 else ('outputs', layout.outputs)
             message += f' of the weight as [in, out]; its {name} are axis {", ".join(map(str, stored))} as stored'
-          if not isinstance(recipe, Bound):
-            message += '; this recipe takes weights for [stacked..., in, out]; give the recipe of bind for others'
           raise ValueError(f'{message}; parameters as trained are dense, those of project have the zeros') from error
     shares[path] = float(jnp.mean(w == 0))
   return shares
@@ -169,18 +163,16 @@ def _chosen_now(path: str, policy: DotPolicy, w: Array) -> Array:
   return projection.init(jax.lax.stop_gradient(w))
 
 
-def _check_axes(caller: str, weights: Mapping[str, Array], recipe: Recipe) -> None:
-  """ValueError for weights that are `[out, in]` by their name, and a warning, once, where nothing tells the axes."""
+def _require_axes(caller: str, weights: Mapping[str, Array], recipe: Recipe) -> None:
+  """ValueError for weights of which nothing tells what their matmuls sum over: a bound recipe, or a kernel's layer."""
   if isinstance(recipe, Bound):
     return
-  found = 'sparse24_jax.bind(recipe, f, params, *example) finds out what the model contracts; shapes are enough'
   shapes = {path: tuple(w.shape) for path, w in weights.items()}
-  if turned := [f'{path} {s}' for path, s in shapes.items() if path.rpartition('/')[2] == 'weight']:
+  if unknown := [f'{path} {s}' for path, s in shapes.items() if len(s) != 2 or path.rpartition('/')[2] != 'kernel']:
     raise ValueError(
-      f'{", ".join(turned)}: layers of Equinox and PyTorch store what they call weight as [out, in], and {caller} takes'
-      f' it for [stacked..., in, out], unless the recipe knows better: {found}'
+      f'{", ".join(unknown)}: {caller} does not see along which axes matmuls sum over these. A recipe by itself knows'
+      f' it of kernels with two axes, which Flax layers store as [in, out]: give {caller} the recipe that'
+      ' sparse24_jax.bind(recipe, f, params, *example) returns, where f may be a linen module and shapes are enough.'
+      ' States that the recipe by itself made serve that one, too, if the model reads the weights as [stacked..., in,'
+      ' out]'
     )
-  assumed = [f'{path} {s}' for path, s in shapes.items() if len(s) > 2 or path.rpartition('/')[2] != 'kernel']
-  if assumed:
-    message = f'{caller} takes {", ".join(assumed)} for [stacked..., in, out]; {found}'
-    log_once(message, 'sparse24_jax', logging.WARNING)

@@ -169,14 +169,17 @@ def check_left(state: Any, *, wait: bool = True) -> None:
   )
 
 
-def changed(state: Any, params: Any) -> list[str]:
+def changed(state: Any, params: Any, *, wait: bool = False) -> list[str]:
   """Of the watched weights those that are not as the last step left them, for a state that has just made one.
 
-  Nothing is said of what is traced, nor of what is still computed: a loop that asks is not to wait for its last step.
+  Nothing is said of what is traced, nor, unless told to `wait`, of what is still computed: a loop that asks is not to
+  wait for its last step.
   """
   leaves, paths = dict(leaves_by_path(params)), watched([path for path, _ in leaves_by_path(state.projections)])
   weights = [leaves[path] for path in paths]
-  if state.left is None or not all(map(_is_there, (*state.left, *weights))) or state.left.sums.ndim != 1:
+  if state.left is None or not all(_is_there(x, wait=wait) for x in (*state.left, *weights)):
+    return []
+  if state.left.sums.ndim != 1:
     return []
   stacked = tuple(state.layouts.layout_of(path, w.ndim).stacked for path, w in zip(paths, weights, strict=True))
   missed = _missed(jax.tree.map(np.asarray, state.left), weights, stacked)  # the state may lie on another device
@@ -185,11 +188,11 @@ def changed(state: Any, params: Any) -> list[str]:
   return [path for path, other in zip(paths, np.asarray(missed), strict=False) if other]
 
 
-def _is_there(x: Any) -> bool:
-  """Whether an array can be read at once, by this process alone."""
+def _is_there(x: Any, *, wait: bool) -> bool:
+  """Whether an array can be read by this process alone, at once unless it may `wait`."""
   if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
     return isinstance(x, np.ndarray)
-  return x.is_fully_addressable and not x.is_deleted() and x.is_ready()
+  return x.is_fully_addressable and not x.is_deleted() and (wait or x.is_ready())
 
 
 @one_program('stacked')

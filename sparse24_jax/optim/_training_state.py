@@ -123,9 +123,13 @@ def sparse_states(opt_state: Any) -> dict[str, Array]:
   return dict(leaves_by_path(state.projections))
 
 
-def warn_of_other_weights(params: Any, opt_state: Any) -> None:
-  """Warns once, outside of jit, if these are not the parameters that the last step of the optimizer left."""
-  if found := _left.changed(find_state(opt_state, SparseTrainingState, 'sparse_training'), unboxed(params)):
+def warn_of_other_weights(params: Any, opt_state: Any, *, wait: bool = False) -> None:
+  """Warns once, outside of jit, if these are not the parameters that the last step of the optimizer left.
+
+  Nothing is said of a step that is still running, unless this may `wait` for it.
+  """
+  state = find_state(opt_state, SparseTrainingState, 'sparse_training')
+  if found := _left.changed(state, unboxed(params), wait=wait):
     _dispatch.log_once(
       f'{", ".join(found)}: the masks of opt_state are those of other weights than params. Give both'
       ' of the same step; for weights that were loaded or set, make the state of them, tx.init(params), or give'

@@ -11,6 +11,7 @@ import optax
 
 import sparse24_jax as s24
 from sparse24_jax import rules
+from tests.standard import project
 
 STE, FST = s24.DotPolicy(s24.magnitude()), s24.DotPolicy(s24.transposable(), input_grad='sparse')
 
@@ -95,7 +96,7 @@ class MatchTest(parameterized.TestCase):
       _, state = jax.jit(tx.update)(tree, tx.init(tree), tree)
       expected = [f'attn/{name}' for name in ('query', 'value') if given is fitting or name == 'value']
       self.assertEqual(list(s24.get_flip_rate(state).per_weight), expected)
-      projected = s24.project(tree, state, given)['attn']
+      projected = project(tree, state, given)['attn']
       s24.verify24(projected.value)
       np.testing.assert_array_equal(projected.key, attention.key)
     tx = optax.partition(
@@ -103,7 +104,7 @@ class MatchTest(parameterized.TestCase):
       {'attn': type(attention)('plain', 'plain', 'sparse')},
     )
     _, state = tx.update(tree, tx.init(tree), tree)
-    s24.verify24(s24.project(tree, state, alone)['attn'].value)
+    s24.verify24(project(tree, state, alone)['attn'].value)
 
 
 class GroupsTest(parameterized.TestCase):

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from experiments.runs import checkpoint, inspection
+from experiments.runs import build, checkpoint, inspection, programs
 from tests.experiments.cli_test import call
 from tests.experiments.fakes import compile_quickly, FakeData, temp_folder
 from tests.experiments.reports.run_folders import read_page
@@ -50,6 +50,15 @@ class InspectionTest(absltest.TestCase):
       self.assertEqual(int(inspection.load(folder, data=FakeData()).state.step), 20)
     with self.assertRaisesRegex(checkpoint.CheckpointError, 'no checkpoint of step 30'):
       inspection.load(folder, data=FakeData(), step=30)
+
+  def test_axes_of_scanned_layers_are_those_of_the_states(self):
+    """`project` takes them of the model, the run's own states from a recipe that has seen none."""
+    parts = build.make_parts(tiny('ste', model__scan_layers=True), data=FakeData())
+    bound = build.bound_recipe(parts, jax.eval_shape(programs.make_init(parts), 0).params)
+    self.assertEqual({w.path: w.layout.describe() for w in bound.weights}, {
+      f'h/mlp/{name}/kernel': 'stacked 0, in 1, out 2' for name in ('c_fc', 'c_proj')
+    })  # fmt: skip
+    self.assertEqual(bound.layouts, parts.recipe.layouts)
 
   def test_commands(self):
     folder, _ = whole_run()

@@ -11,7 +11,6 @@ import numpy as np
 import optax
 import pytest
 
-from pallas_kernels import _dispatch
 import sparse24_jax as s24
 from tests.sparse24_jax.binding.functions import arguments, CASES
 
@@ -278,18 +277,6 @@ class TransformTest(parameterized.TestCase):
       np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
     with self.assertRaisesRegex(ValueError, "down: projection 'soft_threshold' keeps what the weights do not tell"):
       s24.sparse_variables(params, None, s24.bind(RECIPES['soft_threshold'], f, params, x))
-
-  def test_project_says_what_it_takes_for_granted(self):
-    params, x = arguments('attention')
-    recipe = s24.recipes.ste('out')
-    state = s24.sparse_training(optax.sgd(0.1), recipe).init(params)
-    _dispatch.log_once.cache_clear()
-    with self.assertLogs('sparse24_jax', 'WARNING') as logs:
-      s24.project(params, state, recipe)
-    self.assertRegex(logs.output[0], r'out \(2, 8, 16\) for \[stacked\.\.\., in, out\]; .*bind')
-    bound = s24.bind(recipe, CASES['attention'].f, params, x)
-    with self.assertNoLogs('sparse24_jax', 'WARNING'):
-      s24.project(params, s24.sparse_training(optax.sgd(0.1), bound).init(params), bound)
 
   def test_from_outside_under_vmap_and_jit(self):
     params, x = arguments('plain')

@@ -14,6 +14,7 @@ import optax
 import pytest
 
 import sparse24_jax as s24
+from tests.standard import project
 
 RECIPES = {
   'ste': s24.recipes.ste('.*'),
@@ -51,11 +52,11 @@ def step_of(recipe, how, loss=loss):
       case 'sparsify':
         return sparse(params, s24.sparse_variables(params, state, recipe), jax.random.key(0), x)
       case 'project':
-        return loss(s24.project(params, state, recipe), x)
+        return loss(project(params, state, recipe), x)
       case 'plain':
         return loss(params, x)
       case 'half':
-        return loss(s24.project(params, state, recipe) | {'up': params['up']}, x)
+        return loss(project(params, state, recipe) | {'up': params['up']}, x)
       case 'elsewhere':
         return loss({'up': jnp.ones_like(params['up']), 'down': jnp.sin(params['down'])}, x)
 

@@ -12,6 +12,7 @@ import pytest
 
 from pallas_kernels import _dispatch
 import sparse24_jax as s24
+from tests.standard import project, standard
 
 
 class Layer(NamedTuple):
@@ -48,7 +49,7 @@ class ProjectTest(parameterized.TestCase):
   @parameterized.parameters(*RECIPES)
   @pytest.mark.few(2)
   def test_formula_on_lists_tuples_and_named_tuples(self, name):
-    found = jax.jit(lambda p, s: s24.project(p, s, RECIPES[name]))(TREE, opt_state(RECIPES[name]))
+    found = jax.jit(lambda p, s: project(p, s, RECIPES[name]))(TREE, opt_state(RECIPES[name]))
     self.assertEqual(jax.tree.structure(found), jax.tree.structure(TREE))
     for f, w in ((found['blocks'][0], TREE['blocks'][0]), (found['stack'][0], TREE['stack'][0])):
       np.testing.assert_allclose(f.kernel, by_hand(name, w.kernel), rtol=1e-6)
@@ -60,6 +61,7 @@ class ProjectTest(parameterized.TestCase):
   @pytest.mark.few
   def test_the_zeros_of_projected_weights_are_verified(self, name):
     recipe = RECIPES[name]
+    recipe = standard(recipe, TREE)
     found = s24.project(TREE, opt_state(recipe), recipe)
     shares = {'blocks/0/kernel': 0.5, 'blocks/1/kernel': 0.5, 'stack/0/kernel': 0.5}
     self.assertEqual(s24.verify_weights(found, recipe), shares)
@@ -77,30 +79,34 @@ class ProjectTest(parameterized.TestCase):
     where = r'w: not 2:4 along axis -2: group .* of the weight as \[in, out\]; its inputs are axis 1 as stored'
     with self.assertRaisesRegex(ValueError, where):
       s24.verify_weights(along_out, bound)
-    with self.assertLogs('sparse24_jax', 'WARNING') as logs, self.assertRaisesRegex(ValueError, 'the recipe of bind'):
-      s24.verify_weights(along_in, s24.recipes.ste('w'))
-    self.assertIn('verify_weights takes w (8, 8) for [stacked..., in, out]', logs.output[0])
     with self.assertRaisesRegex(ValueError, 'w: not 2:4 along axis -1'):
-      s24.verify_weights(along_out, s24.Recipe('both', (transposed,)))
+      s24.verify_weights(along_out, standard(s24.Recipe('both', (transposed,)), along_out))
 
-  def test_a_weight_as_equinox_stores_it(self):
-    """It was pruned along its outputs, with a warning."""
-    params, x = {'up': {'weight': np.random.default_rng(0).normal(size=(8, 12)).astype(np.float32)}}, jnp.ones((2, 12))
-    recipe = s24.recipes.ste('.*')
-    calls = lambda: s24.project(params, None, recipe), lambda: s24.verify_weights(params, recipe)
+  @parameterized.parameters(
+    ('up/weight', (8, 12), -1, lambda w, x: x @ w.T),  # Equinox, PyTorch
+    ('blocks/kernel', (12, 4, 8), 0, lambda w, x: sum(x @ w[:, i] for i in range(4))),  # a scan over axis 1
+    ('query/kernel', (12, 4, 4), 0, lambda w, x: jnp.einsum('td,dhk->thk', x, w)),
+    ('w', (12, 8), -2, lambda w, x: x @ w),
+  )
+  def test_axes_that_nothing_tells_are_refused_by_name(self, path, shape, axis, f):
+    """They were taken for [stacked..., in, out], with a warning."""
+    w, recipe = np.random.default_rng(0).normal(size=shape).astype(np.float32), s24.recipes.ste('.*')
+    params = {path: w}
+    state = s24.sparse_training(optax.sgd(0.1), recipe).init(params) if axis == -2 else None
+    calls = lambda: s24.project(params, state, recipe), lambda: s24.verify_weights(params, recipe)
     for call in calls:
-      with self.assertRaisesRegex(ValueError, r'^up/weight \(8, 12\): layers of Equinox .* \[out, in\], .*\.bind'):
+      with self.assertRaisesRegex(ValueError, rf'^{path} \(.*\): \w+ does not see along which axes .*\.bind'):
         call()
-    bound = s24.bind(recipe, lambda p, x: x @ p['up']['weight'].T, params, x)
-    w = params['up']['weight']
-    found = s24.project(params, None, bound)['up']['weight']
-    np.testing.assert_array_equal(found, np.where(s24.magnitude_mask(w, axis=-1), w, 0))
+    bound = s24.bind(recipe, lambda p, x: f(p[path], x), params, jnp.ones((2, 12)))
+    found = s24.project(params, state, bound)
+    np.testing.assert_array_equal(found[path], np.where(s24.magnitude_mask(w, axis=axis), w, 0))
+    self.assertEqual(s24.verify_weights(found, bound), {path: 0.5})
 
   @parameterized.parameters(*RECIPES)
   def test_gradient_passes_straight_through(self, name):
     recipe, state = RECIPES[name], opt_state(RECIPES[name])
     cotangent = jax.tree.map(lambda w: jax.random.normal(jax.random.key(5), w.shape), TREE)
-    found = jax.jit(lambda p, g: jax.vjp(lambda p: s24.project(p, state, recipe), p)[1](g)[0])(TREE, cotangent)
+    found = jax.jit(lambda p, g: jax.vjp(lambda p: project(p, state, recipe), p)[1](g)[0])(TREE, cotangent)
     jax.tree.map(np.testing.assert_array_equal, found, cotangent)
 
   def test_dense_phase_returns_the_parameters(self):
@@ -117,10 +123,24 @@ class ProjectTest(parameterized.TestCase):
       s24.project(other, state, recipe)
     self.assertRegex(logged.output[-1], 'kernel: the masks of opt_state are those of other weights .* of the same step')
 
+  def test_weights_that_are_still_computed_are_waited_for(self):
+    recipe, params = s24.recipes.ste('head/kernel'), {'head': layer(3)}
+
+    @jax.jit
+    def later(params, m):
+      return jax.tree.map(lambda w: w + 1 + jax.lax.fori_loop(0, 20, lambda _, m: m @ m, m).sum(), params)
+
+    given, state = (params, jnp.zeros((512, 512))), jax.block_until_ready(opt_state(recipe, params))
+    jax.block_until_ready(later(*given))
+    _dispatch.log_once.cache_clear()
+    with self.assertLogs('sparse24_jax', 'WARNING') as logged:
+      s24.project(later(*given), state, recipe)
+    self.assertIn('those of other weights than params', logged.output[-1])
+
   def test_uses_the_mask_of_the_state_not_of_the_weights(self):
     recipe, other = RECIPES['fst'], jax.tree.map(jnp.negative, TREE)
     other['blocks'][0] = layer(9)
-    found = s24.project(other, opt_state(recipe), recipe)['blocks'][0].kernel
+    found = project(other, opt_state(recipe), recipe)['blocks'][0].kernel
     mask = s24.transposable_mask(TREE['blocks'][0].kernel)
     np.testing.assert_array_equal(found, jnp.where(mask, layer(9).kernel, 0))
 
@@ -133,7 +153,7 @@ class ProjectTest(parameterized.TestCase):
   def test_bfloat16_stays(self):
     params = jax.tree.map(lambda w: w.astype(jnp.bfloat16), TREE)
     for recipe in RECIPES.values():
-      found = jax.eval_shape(lambda p, r=recipe: s24.project(p, opt_state(r, p), r), params)
+      found = jax.eval_shape(lambda p, r=recipe: project(p, opt_state(r, p), r), params)
       self.assertEqual({leaf.dtype for leaf in jax.tree.leaves(found)}, {jnp.dtype('bfloat16')})
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 
 import sparse24_jax as s24
+from tests.standard import project
 
 LAYERS = 2
 
@@ -80,7 +81,7 @@ def opt_state(params, recipe):
 def _at_start(recipe):
   def both(params):
     state = s24.sparse_training(optax.sgd(0.1), recipe).init(params)
-    return s24.sparse_variables(params, state, recipe), s24.project(params, state, recipe)
+    return s24.sparse_variables(params, state, recipe), project(params, state, recipe)
 
   return jax.jit(both)
 

@@ -22,6 +22,7 @@ from tests.sparse24_jax.integration.linen_models import (
   variables,
   X,
 )  # fmt: skip
+from tests.standard import project
 
 FST_ALL = s24.recipes.transposable_srste('.*/kernel', masked_decay=0.0)
 
@@ -122,7 +123,7 @@ class RefusalTest(parameterized.TestCase):
     params = init(Model())
     v = variables(params, recipe)
     found = s24.sparsify(Model(), recipe).apply(v, X)
-    projected = s24.project(params, opt_state(params, recipe), recipe)
+    projected = project(params, opt_state(params, recipe), recipe)
     np.testing.assert_allclose(found, Model().apply({'params': projected}, X), rtol=1e-5, atol=1e-6)
     self.assertGreater(float(jnp.abs(found - Model().apply({'params': params}, X)).max()), 1e-3)
 

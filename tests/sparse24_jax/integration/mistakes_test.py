@@ -8,6 +8,7 @@ import optax
 
 import sparse24_jax as s24
 from sparse24_jax.layout import Layouts
+from tests.standard import project
 
 FST = s24.recipes.transposable_srste('.*', masked_decay=0.0)
 STE = s24.recipes.ste('.*')
@@ -30,7 +31,7 @@ class AnotherRecipeTest(parameterized.TestCase):
     tx, other = (s24.sparse_training(optax.adam(0.1), recipe) for recipe in (FST, STE))
     state = tx.init(params)
     calls = (
-      lambda: jax.jit(other.update)(params, state, params), lambda: s24.project(params, state, STE),
+      lambda: jax.jit(other.update)(params, state, params), lambda: project(params, state, STE),
       lambda: s24.sparse_variables(params, state, STE),
     )  # fmt: skip
     for call in calls:
@@ -39,7 +40,7 @@ class AnotherRecipeTest(parameterized.TestCase):
     # What the message says to do.
     going_on = other.init(params)._replace(inner_state=state.inner_state)
     other.update(params, going_on, params)
-    s24.project(params, going_on, STE)
+    project(params, going_on, STE)
 
   def test_a_scale_in_place_of_a_mask(self):
     params, other = params_of(8, 8), s24.sparse_training(optax.sgd(0.1), s24.recipes.s_ste('.*'))
@@ -51,11 +52,11 @@ class AnotherRecipeTest(parameterized.TestCase):
     """Patterns of the same weights, schedules of moving links; a state of an older version goes on."""
     params = params_of(8, 8)
     state = s24.sparse_training(optax.sgd(0.1), STE).init(params)
-    s24.project(params, state, s24.recipes.ste('w'))
+    project(params, state, s24.recipes.ste('w'))
     older = s24.sparse_training(optax.sgd(0.1), FST).init(params)._replace(layouts=Layouts(), identity=None)
-    s24.project(params, older, MVUE)
+    project(params, older, MVUE)
     recipes = [s24.recipes.rigl('.*', density=0.5, total_steps=steps) for steps in (1000, 2000)]
-    s24.project(params, s24.sparse_training(optax.sgd(0.1), recipes[0]).init(params), recipes[1])
+    project(params, s24.sparse_training(optax.sgd(0.1), recipes[0]).init(params), recipes[1])
 
   def test_patterns_are_no_part_of_the_tree_structure_and_kinds_are(self):
     params = params_of(8, 8)
@@ -66,10 +67,10 @@ class AnotherRecipeTest(parameterized.TestCase):
     self.assertEqual(set(jax.tree.leaves(equal)), {True})
     self.assertEqual(hash(jax.tree.structure(state)), hash(jax.tree.structure(same)))
     # Or a program that was compiled for the masks of one search would take those of another, unseen.
-    project = jax.jit(lambda params, state: s24.project(params, state, STE))
-    project.trace(params, same)
+    program = jax.jit(lambda params, state: project(params, state, STE))
+    program.trace(params, same)
     with self.assertRaisesRegex(ValueError, "w: its state was made by projection 'transposable exact'"):
-      project.trace(params, other)
+      program.trace(params, other)
 
 
 class TokensInFoursTest(parameterized.TestCase):

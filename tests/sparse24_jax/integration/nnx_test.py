@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import sparse24_jax as s24
+from tests.standard import project
 
 LAYERS = 2
 
@@ -65,7 +66,7 @@ def projected(model, recipe):
   """A copy of the model whose weights are projected."""
   state = jax.jit(s24.sparse_training(optax.sgd(0.1), recipe).init)(params_of(model))
   model = nnx.clone(model)
-  nnx.update(model, s24.project(params_of(model), state, recipe))
+  nnx.update(model, project(params_of(model), state, recipe))
   return model
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import optax
 
 import sparse24_jax as s24
+from tests.standard import project
 
 STE = s24.recipes.ste('.*kernel')
 PACKED = s24.Recipe('own', (s24.Rule('.*kernel', s24.DotPolicy(s24.transposable(), 'sparse', implementation='dense')),))
@@ -31,7 +32,7 @@ def trained(recipe, dtype=jnp.float32):
   params = {name: jnp.asarray(rng.normal(size=(64, 64)), dtype) for name in ('a_kernel', 'b_kernel')}
   tx = s24.sparse_training(optax.adam(0.01), recipe)
   state = tx.init(params)
-  grads = jax.grad(loss)(s24.project(params, state, recipe), X)
+  grads = jax.grad(loss)(project(params, state, recipe), X)
   updates, after = jax.jit(tx.update)(grads, state, params)
   return (params, state), (optax.apply_updates(params, updates), after)
 
@@ -53,7 +54,7 @@ class StaleVariablesTest(parameterized.TestCase):
       value, grads = step(given, variables, None, X)
       self.assertEqual({bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves((value, grads))}, {fine})
       if fine:
-        expected = loss(s24.project(given, state if given is params else after, recipe), X)
+        expected = loss(project(given, state if given is params else after, recipe), X)
         np.testing.assert_allclose(value, expected, rtol=1e-5 if dtype == jnp.float32 else 2e-2)
 
   @parameterized.parameters((STE, jnp.float32), (PACKED, jnp.bfloat16))
@@ -188,7 +189,7 @@ class StaleVariablesTest(parameterized.TestCase):
     (params, state), (newer, _) = trained(STE)
     sparse, v = jax.jit(s24.sparsify(loss, STE)), s24.sparse_variables(params, state, STE)
     cast, other = (jax.tree.map(lambda w: w.astype(dtype), p) for p in (params, newer))
-    expected = loss(jax.tree.map(lambda w: w.astype(dtype), s24.project(params, state, STE)), X)
+    expected = loss(jax.tree.map(lambda w: w.astype(dtype), project(params, state, STE)), X)
     np.testing.assert_allclose(sparse(cast, v, None, X), expected, rtol=2e-2)
     self.assertEqual(bool(jnp.isnan(sparse(other, v, None, X))), dtype == jnp.bfloat16)
     self.assertTrue(jnp.isfinite(sparse(params, s24.sparse_variables(cast, state, STE), None, X)))
@@ -203,7 +204,7 @@ class StaleVariablesTest(parameterized.TestCase):
       variables = make(params, state)
       return jax.lax.scan(lambda sum, x: (sum + sparse(params, variables, None, x), None), 0.0, X.reshape(2, 4, 64))[0]
 
-    expected = [loss(s24.project(p, s, STE), X) for p, s in trained(STE)]
+    expected = [loss(project(p, s, STE), X) for p, s in trained(STE)]
     np.testing.assert_allclose(jax.jit(jax.vmap(of_micro_batches))(*both), expected, rtol=1e-5)
     # One of the two with the masks of the other step.
     mixed = jax.tree.map(lambda *leaves: jnp.stack(leaves), params, params)

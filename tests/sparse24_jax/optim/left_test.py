@@ -13,6 +13,7 @@ import pytest
 
 import sparse24_jax as s24
 from sparse24_jax.optim import _left
+from tests.standard import project
 
 RULE = 'mlp/.*'
 STE = s24.recipes.ste(RULE)
@@ -61,7 +62,7 @@ class LeftTest(parameterized.TestCase):
   def test_updates_that_are_changed_behind_the_wrapper(self, make):
     params, state = trained(make(), params_of())
     for ask in (
-      lambda: s24.get_flip_rate(state), lambda: s24.project(params, jax.block_until_ready(state), STE),
+      lambda: s24.get_flip_rate(state), lambda: project(params, jax.block_until_ready(state), STE),
       lambda: s24.sparse_variables(params, state, STE),
     ):  # fmt: skip
       with self.assertRaisesRegex(ValueError, r'mlp/\w+: .*given other weights than the update.*put it inside'):
@@ -154,12 +155,12 @@ class LeftTest(parameterized.TestCase):
     state, other = tx.init(params), jax.tree.map(lambda w: jnp.roll(w, 1, axis=0), params)
     for given in [params] * steps + [other]:
       _, state = tx.update(grads_of(given, 0), state, given)
-    forward = jax.jit(lambda p, s: s24.project(p, s, recipe, phase='sparse'))
+    forward = jax.jit(lambda p, s: project(p, s, recipe, phase='sparse'))
     self.assertEqual(bool(jnp.isnan(forward(other, state)['mlp']['up']).all()), refused)
     host = jax.tree.map(np.asarray, state)
     if refused:
       for call in (
-        lambda: s24.get_flip_rate(state), lambda: s24.get_flip_rate(host), lambda: s24.project(other, host, recipe),
+        lambda: s24.get_flip_rate(state), lambda: s24.get_flip_rate(host), lambda: project(other, host, recipe),
       ):  # fmt: skip
         with self.assertRaisesRegex(ValueError, r'mlp/\w+: update was given other .* restore .* tx.init'):
           call()
