@@ -76,12 +76,17 @@ def _status_of(args: argparse.Namespace) -> int:
       return hosts.LOST
     known = isinstance(error, ValueError | OSError | CheckpointError | TrainingDivergedError | hosts.OtherProcessError)
     if known and not args.debug and not isinstance(error, JaxRuntimeError):
-      print(f'error: {error}', file=sys.stderr)
+      print(f'error: {_printable(str(error))}', file=sys.stderr)
     elif several:
       traceback.print_exc()
     else:
       raise
     return 1
+
+
+def _printable(text: str) -> str:
+  """Text for a terminal: what a file from elsewhere says is not to move its cursor or rename its window."""
+  return ''.join(c if c.isprintable() or c in '\n\t' else ascii(c)[1:-1] for c in text)
 
 
 if __name__ == '__main__':

@@ -54,7 +54,8 @@ def read(key: str) -> bytes | None:
   if (where := folder()) is None:
     return None
   with _unless_it_fails():
-    file = os.open(_path(where, key), os.O_RDONLY | os.O_NOFOLLOW)
+    # Of a pipe, opening alone would wait for who writes to it.
+    file = os.open(_path(where, key), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     with os.fdopen(file, 'rb') as f:
       if reason := untrusted(os.fstat(file), stat.S_ISREG):
         log_once(f'{_path(where, key)} is not read: {reason}', level=logging.WARNING)

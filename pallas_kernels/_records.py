@@ -60,8 +60,17 @@ def paths_of(folder: pathlib.Path, device: str, name: str) -> tuple[pathlib.Path
 
 @functools.cache
 def entries_of(path: pathlib.Path) -> tuple[Mapping[str, Any], ...]:
-  """All entries of a record; none if there is no such file."""
-  return tuple(json.loads(path.read_text())['entries']) if path.exists() else ()
+  """All entries of a record; none if there is no such file. ValueError names one that is damaged."""
+  if not path.exists():
+    return ()
+  try:
+    entries = json.loads(path.read_text())['entries']
+    whole = all(isinstance(e['key'], dict) and {'implementation', 'config'} <= set(e['choice']) for e in entries)
+  except (ValueError, LookupError, TypeError, RecursionError) as error:
+    raise ValueError(f'{path} is no record of tuning ({type(error).__name__}: {error}); put back a copy') from error
+  if not whole:
+    raise ValueError(f'{path} is no record of tuning: an entry has no key, or no choice; put back a copy')
+  return tuple(entries)
 
 
 def entry_of(path: pathlib.Path, key: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -167,6 +176,8 @@ def _distances(asked: Mapping[str, Any], measured: Mapping[str, Any]) -> tuple[f
     return math.inf, math.inf
   sizes = {name for name, value in asked.items() if isinstance(value, int)}
   if any(asked[name] != measured[name] for name in asked.keys() - sizes):
+    return math.inf, math.inf
+  if not all(isinstance(measured[name], int) and measured[name] > 0 for name in sizes):
     return math.inf, math.inf
   ratios = [abs(math.log2(asked[name] / measured[name])) for name in sizes]
   return max(ratios, default=0.0), math.fsum(ratios)

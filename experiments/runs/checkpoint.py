@@ -201,7 +201,8 @@ class Checkpoints:
     """
     step = self._step(step)
     meta = self._read(step, ocp.args.Composite(meta=ocp.args.JsonRestore()))['meta']
-    if not isinstance(meta, dict) or not {'identity', 'checksums', 'step', 'format'} <= set(meta):
+    wanted = {'identity', 'checksums', 'step', 'format'}
+    if not (isinstance(meta, dict) and wanted <= set(meta) and isinstance(meta['checksums'], dict)):
       raise self._unreadable(step, 'its meta item was not written by this program')
     if meta.get('checksum') != checksum(meta) or meta['step'] != step:
       raise self._unreadable(step, 'the checksum of its meta item differs')

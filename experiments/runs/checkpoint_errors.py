@@ -61,7 +61,9 @@ def differences(found: Any, wanted: Any) -> list[str]:
 
 
 # What a file that is cut, changed or not there makes Orbax and its parsers raise, and TensorStore say of it.
-_DAMAGE = (LookupError, TypeError, AttributeError, FileNotFoundError, IsADirectoryError, NotADirectoryError)
+_DAMAGE = (
+  LookupError, TypeError, AttributeError, RecursionError, FileNotFoundError, IsADirectoryError, NotADirectoryError,
+)  # fmt: skip
 _STATUS = re.compile(r'([A-Z]+(?:_[A-Z]+)*): ')
 _DAMAGED = ('DATA_LOSS', 'OUT_OF_RANGE', 'NOT_FOUND', 'INVALID_ARGUMENT', 'FAILED_PRECONDITION')
 

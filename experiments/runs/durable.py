@@ -1,16 +1,34 @@
 """Small JSON files of a run's folder: written whole or not at all, and errors that name the file."""
 
+import errno
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TextIO
+
+
+def open_own(path: str | Path, mode: Literal['w', 'a', 'a+']) -> TextIO:
+  """Opens a text file of a run's folder to write in it.
+
+  Raises:
+    ValueError: it is a link. A folder from elsewhere could lead a run to any file of its user.
+  """
+  try:
+    return open(path, mode, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))
+  except OSError as error:
+    if error.errno != errno.ELOOP:
+      raise
+    raise ValueError(
+      f'{path} is a link, and a run writes into its own folder alone: put the file itself there, or train in another'
+      ' folder'
+    ) from error
 
 
 def write_text(path: str | Path, text: str) -> None:
   """Replaces a file at once, so that neither a kill nor a power cut leaves half of it or an empty one."""
   path = Path(path)
   new = path.with_name(f'.{path.name}.{os.getpid()}.tmp')
-  with new.open('w') as file:
+  with open_own(new, 'w') as file:
     file.write(text)
     file.flush()
     os.fsync(file.fileno())
@@ -30,7 +48,7 @@ def read_json(path: str | Path) -> dict[str, Any]:
   """
   try:
     value = json.loads(Path(path).read_text())
-  except ValueError as error:  # of JSON, or bytes that are no text
+  except (ValueError, RecursionError) as error:  # of JSON, or bytes that are no text
     what = 'is empty' if not Path(path).stat().st_size else f'is not JSON ({error})'
     raise ValueError(f'{path} {what}; put back a copy, or start the run in another folder') from error
   if not isinstance(value, dict):

@@ -9,7 +9,7 @@ from pathlib import Path
 import sys
 from typing import Any
 
-from experiments.runs import hosts, metrics
+from experiments.runs import durable, hosts, metrics
 
 EVENTS = 'events.jsonl'
 
@@ -34,7 +34,7 @@ def note(folder: str | Path, step: int, event: str, what: str, **fields: Any) ->
   line = json.dumps({'step': step, 'event': event, 'what': what, **fields}) + '\n'
 
   def append() -> None:
-    with (Path(folder) / EVENTS).open('a') as file:
+    with durable.open_own(Path(folder) / EVENTS, 'a') as file:
       file.write(line)
 
   hosts.by_first(f'write {EVENTS}', append)

@@ -69,12 +69,15 @@ def _from_data(path: Path, tiny: bool) -> Config:
   """The experiment that a JSON or TOML file describes."""
   try:
     fields = json.loads(path.read_text()) if path.suffix == '.json' else tomllib.loads(path.read_text())
-  except ValueError as error:
+  except (ValueError, RecursionError) as error:
     raise ValueError(f'{path} cannot be read: {error}') from error
   if not isinstance(fields, dict):
     raise ValueError(f'{path} holds no object of fields but {type(fields).__name__}')
   whole = 'base' not in fields  # the config.json of a run
-  config = load_config(fields.pop('base', 'nano'), tiny=tiny)
+  base = fields.pop('base', 'nano')
+  if base not in (known := known_experiments()):  # never a file: that could be code
+    raise ValueError(f'{path}: base is {base!r}; known: {", ".join(known)}')
+  config = load_config(base, tiny=tiny)
   if whole and (missing := [key for key in config if key not in fields and key not in _LATER]):
     raise ValueError(f'{path} names no base, and lacks {", ".join(missing)}; add base, the name of an experiment')
   for key, value in fields.items():

@@ -222,6 +222,7 @@ def of_experiment(config: Any, recipe: s24.Recipe, *, vocab_size: int) -> Curve:
   sizes = {'causal': False} if config.get('task', '') == 'masked_lm' else {}
   try:
     made = model_config(config, {'vocab_size': vocab_size, **sizes})
+    hash(made)
   except TypeError as error:  # a field of another version
     raise ValueError(f'model section: {error}') from error
   return count(made, recipe, steps=config.steps, batch=config.data.batch_size, length=config.data.seq_len)

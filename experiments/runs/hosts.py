@@ -18,6 +18,8 @@ from jax.experimental import multihost_utils
 import numpy as np
 import orbax.checkpoint as ocp
 
+from experiments.runs import durable
+
 # What a process ends with when another one is lost (EX_PROTOCOL), see docs/hosts.md.
 LOST = 76
 # What the others then see: collectives that fail, by Gloo on CPUs and NCCL on GPUs, and calls of JAX's coordination
@@ -140,7 +142,7 @@ def require_shared(folder: Path) -> None:
 
   def make() -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    token.write_text('')
+    durable.open_own(token, 'w').close()
 
   by_first(f'write to {folder}', make)
   everywhere = all_of(token.exists())

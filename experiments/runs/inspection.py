@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 import numpy as np
 
-from experiments.runs import build, programs, records
+from experiments.runs import build, programs, records, restored
 from experiments.runs.checkpoint import Checkpoints, Restored
 from experiments.runs.checkpoint_errors import RemovedError
 from experiments.runs.experiment import Config
@@ -63,6 +63,7 @@ def load(folder: str | Path, *, step: int | None = None, data: Any = None) -> Lo
   parts = build.make_parts(config, data=data)
   target = jax.eval_shape(lambda: programs.init_state(parts))
   found = _restore(Path(folder) / 'checkpoints', target, step)
+  restored.require_ours(Path(folder) / 'checkpoints', found, parts.recipe)
   state = programs.TrainState(jnp.int32(found.meta['step']), found.params, found.opt_state)
   return Loaded(parts, state, found.meta['phase'])
 

@@ -34,7 +34,7 @@ def read_records(path: str | Path, *, kind: str = 'kind') -> Iterator[dict[str, 
     return
   bad = None
   for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
-    record = _record(line, {'step', kind})
+    record = _record(line, kind)
     if record is None:
       bad = bad or number
     elif bad:
@@ -46,12 +46,13 @@ def read_records(path: str | Path, *, kind: str = 'kind') -> Iterator[dict[str, 
       yield record
 
 
-def _record(line: bytes, fields: set[str]) -> dict[str, Any] | None:
+def _record(line: bytes, kind: str) -> dict[str, Any] | None:
   try:
     record = json.loads(line) if line.endswith(b'\n') else None
-  except ValueError:
+  except (ValueError, RecursionError):
     return None
-  return record if isinstance(record, dict) and fields <= set(record) else None
+  fits = isinstance(record, dict) and isinstance(record.get('step'), int) and isinstance(record.get(kind), str)
+  return record if fits else None
 
 
 def _truncate(path: Path, step: int) -> None:
@@ -85,7 +86,7 @@ class MetricsWriter:
     folder.mkdir(parents=True, exist_ok=True)
     for name in (METRICS, TIMING):
       _truncate(folder / name, step)
-    self._files = {name: (folder / name).open('a') for name in (METRICS, TIMING)}
+    self._files = {name: durable.open_own(folder / name, 'a') for name in (METRICS, TIMING)}
     self._board = tensorboardX.SummaryWriter(str(folder / 'tensorboard'), purge_step=step + 1 if step else None)
 
   def __enter__(self) -> 'MetricsWriter':

@@ -9,7 +9,7 @@ from typing import Any
 from ml_collections import ConfigDict
 import numpy as np
 
-from experiments.runs import activations, durable, events, metrics, recipes
+from experiments.runs import activations, durable, events, metrics, recipes, shapes
 from experiments.runs.method_table import METHODS
 import sparse24_jax as s24
 
@@ -111,7 +111,7 @@ class RunRecord:
   @property
   def was_timed(self) -> bool:
     """Whether the run is finished, and its seconds were told apart from beginning to end."""
-    return bool(self.summary and self.timing) and all('spent' in record for record in self.timing)
+    return bool(self.summary and self.timing) and all('spent' in record for record in (self.summary, *self.timing))
 
   def training_seconds(self) -> tuple[list[int], list[float]]:
     """Logged steps from 0 on, and the seconds of training alone until each; of a run that `was_timed`."""
@@ -169,7 +169,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
   """The configuration of a run.
 
   Raises:
-    ValueError: the folder is not a run's, or of a program that did not yet say the method.
+    ValueError: the folder is not a run's, or of a program that did not yet say the method, or the file is damaged.
   """
   file = Path(folder) / 'config.json'
   if not file.is_file():
@@ -179,6 +179,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     raise ValueError(f'{file}: method is {config["method"]!r}; known: {", ".join(METHODS)}, and an empty one')
   if 'method' not in config:
     raise ValueError(f'{file} does not say the method: it was written by an older program; train again')
+  shapes.require(file, config, shapes.CONFIG)
   return config
 
 
@@ -186,23 +187,35 @@ def read_run(folder: str | Path) -> RunRecord:
   """Reads one run folder.
 
   Raises:
-    ValueError: the folder is not a run's.
+    ValueError: the folder is not a run's, or a file of it is damaged; names that.
   """
   folder = Path(folder)
   config = read_config(folder)
-  kinds: dict[str, list[Mapping[str, Any]]] = {'train': [], 'validation': [], 'timing': []}
+  kinds: dict[str, list[Mapping[str, Any]]] = {kind: [] for kind in shapes.RECORDS}
   for name in (metrics.METRICS, metrics.TIMING):
     for record in metrics.read_records(folder / name):
+      if record['kind'] not in kinds or record['step'] not in range(config['steps'] + 1):
+        raise ValueError(
+          f'{folder / name} has a record of kind {record["kind"]!r} and step {record["step"]}; known kinds are'
+          f' {", ".join(kinds)}, and the run has {config["steps"]} steps'
+        )
+      shapes.require(f'{folder / name}, step {record["step"]}', record, shapes.RECORDS[record['kind']])
       kinds[record['kind']].append(record)
   summary = folder / 'summary.json'
   return RunRecord(
     folder,
     config,
-    durable.read_json(folder / 'environment.json'),
+    _read(folder / 'environment.json', shapes.ENVIRONMENT),
     **{kind: tuple(records) for kind, records in kinds.items()},
-    summary=durable.read_json(summary) if summary.exists() else None,
+    summary=_read(summary, shapes.SUMMARY) if summary.exists() else None,
     events=tuple(events.read(folder)),
   )
+
+
+def _read(file: Path, shape: shapes.Shape) -> dict[str, Any]:
+  found = durable.read_json(file)
+  shapes.require(file, found, shape)
+  return found
 
 
 def find_runs(folders: Iterable[str | Path]) -> list[RunRecord]:

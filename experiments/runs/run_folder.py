@@ -28,7 +28,7 @@ def held(folder: Path) -> Iterator[None]:
 
 def _lock(folder: Path, stack: contextlib.ExitStack) -> None:
   folder.mkdir(parents=True, exist_ok=True)
-  lock = stack.enter_context((folder / '.lock').open('a+'))
+  lock = stack.enter_context(durable.open_own(folder / '.lock', 'a+'))
   try:
     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
   except BlockingIOError:

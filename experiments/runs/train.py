@@ -21,6 +21,7 @@ from experiments.runs import (
   events,
   hosts,
   meshes,
+  restored,
   run_folder,
   stopping,
   warm_start,
@@ -297,6 +298,7 @@ class Run:
         raise
       message = f'{error} To go on here with the new settings, from that step on, add --accept-changes.'
       raise CheckpointError(message) from error
+    restored.require_ours(checkpoints.directory, found, self.parts.recipe)
     meta = found.meta
     step_array = jax.device_put(jnp.asarray(meta['step'], jnp.int32), self.state.step.sharding)
     self.state = TrainState(step_array, found.params, found.opt_state)

@@ -7,6 +7,7 @@ wrong is an error where arrays have values. Under `jit`, which raises none, what
 
 from collections.abc import Callable, Iterable, Sequence
 import itertools
+import math
 from typing import Any, NamedTuple
 import weakref
 import zlib
@@ -61,10 +62,11 @@ def require(identity: Identity | None, recipe: Recipe, paths: Sequence[str], pha
   if identity is None:
     return True
   own, before = _written(recipe.layouts, paths), _before(recipe, phase)
-  if identity.made_by.shape[-1] != own.size:
+  if identity.made_by.shape[-1:] != (own.size,):
+    known = math.prod(identity.made_by.shape[-1:]) // _WIDTH
     raise ValueError(
-      f'the optimizer state says by what the states of {identity.made_by.shape[-1] // _WIDTH} weights were made, and'
-      f' holds those of {len(paths)}: a part of it was taken from another state. Make it by tx.init(params)'
+      f'the optimizer state says by what the states of {known} weights were made, and holds those of {len(paths)}: a'
+      ' part of it was taken from another state. Make it by tx.init(params)'
     )
   if not all(map(is_known, identity)):
     fine = jnp.all(identity.made_by == own.ravel())
@@ -74,7 +76,11 @@ def require(identity: Identity | None, recipe: Recipe, paths: Sequence[str], pha
     if (other := (found != wanted).any(-1)).any():
       raise ValueError(other_projection(path, _read(found[other.argmax()]), _read(wanted)))
   if phase is not None and (wrong := phases[~np.isin(phases, before)]).size:
-    found = PHASES[int(wrong.flat[0]) - 1]
+    if (found := _phase(wrong.flat[0])) is None:
+      raise ValueError(
+        f'the last step of this optimizer state was one of phase number {wrong.flat[0]}, and there are {len(PHASES)}:'
+        ' it is damaged, or of another version of this program. Make it by tx.init(params)'
+      )
     raise ValueError(
       f'the last step of this optimizer state was one of phase {found!r}, after which recipe {recipe.name!r} has none'
       f' of phase {phase!r}: give sparse_training, sparsify, sparse_variables and project the phase of the step, see'
@@ -126,6 +132,11 @@ def _read(line: np.ndarray) -> str:
 
 def _code(phase: PhaseName) -> int:
   return 1 + PHASES.index(phase)
+
+
+def _phase(code: Any) -> str | None:
+  """The phase that a number of a state names, or None: it may be that of a file from elsewhere."""
+  return {_code(name): name for name in PHASES}.get(code)
 
 
 def _before(recipe: Recipe, phase: PhaseName | None) -> list[int]:

@@ -123,6 +123,7 @@ class CommandTest(parameterized.TestCase):
     (('train', '--config', 'nano', '--method', 'fst', '--set', 'recipe.name=ste'), 'train without --method'),
     (('train', '--config', 'nano', '--set', 'method=fst'), 'train --method fst'),
     (('inspect', '/nonexistent'), 'is not the folder of a run'),
+    (('inspect', '/no\x1b[2J'), r'/no\\x1b\[2J is not the folder'),
     (('report', '/nonexistent'), 'holds no run'),
     (('compare', '--methods', 'magic'), "method is 'magic'; known: dense.*groups: .*activations"),
     (('tune-decay', '--set', 'recipe.name=ste'), 'takes no masked_decay'),

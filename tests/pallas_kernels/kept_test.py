@@ -74,6 +74,13 @@ class KeptTest(parameterized.TestCase):
     path.symlink_to(path.rename(self.above / 'elsewhere'))
     self._refused('not kept on disk')
 
+  def test_a_pipe_is_not_waited_for(self):
+    _kept.write('one', b'code')
+    (path,) = self.folder.iterdir()
+    path.unlink()
+    os.mkfifo(path)
+    self._refused('of another kind')
+
   @parameterized.parameters(0o770, 0o707)
   def test_a_folder_that_others_may_write(self, mode):
     _kept.write('one', b'code')

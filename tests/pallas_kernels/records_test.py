@@ -39,6 +39,18 @@ class RecordsTest(absltest.TestCase):
     self.assertIsNone(_records.lookup('gpu', 'op', _KEY | {'dtype': 'float32'}, folder=folder))
     self.assertIsNone(_records.lookup('other', 'op', _KEY, folder=folder))
 
+  def test_what_is_no_record_is_named(self):
+    entries = '3', '[{}]', '[{"key": 1, "choice": {}}]'
+    for text in ('', '[]', '[' * 10**5, *(f'{{"entries": {each}}}' for each in entries)):
+      path = self._save(self._entry(_KEY, 'dense')) / 'gpu' / 'op.json'
+      path.write_text(text)
+      with self.assertRaisesRegex(ValueError, f'{path} is no record of tuning.*put back a copy'):
+        _records.lookup('gpu', 'op', _KEY, folder=path.parents[1])
+
+  def test_sizes_that_are_none_are_near_nothing(self):
+    folder = self._save(*(self._entry(_KEY | {'m': m}, 'mosaic_gpu') for m in (0, -64, '64')))
+    self.assertIsNone(_records.lookup('gpu', 'op', _KEY, folder=folder))
+
   def test_float16_takes_what_was_measured_in_bfloat16(self):
     _dispatch.log_once.cache_clear()
     bf16, fp16, wide = (

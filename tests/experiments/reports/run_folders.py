@@ -18,7 +18,7 @@ def write_run(
 ):  # fmt: skip
   """A run folder of a given final loss, whose flip rate rises to 0.05 and falls to `tail`; older without a time."""
   config = methods.configure(load_config(base), method, seed)
-  config.update(overrides)
+  config.update({'steps': 4000, **overrides})  # as many as its lines are of
   folder = Path(folder) / f'{method}-seed{seed}'
   folder.mkdir(parents=True)
   sparse_until = 3000 if method.startswith('fst') else (0 if 'dense' in config.recipe.name else 4000)

@@ -255,6 +255,19 @@ class BadCheckpointTest(parameterized.TestCase):
     file.write_text(json.dumps(meta | {'checksum': checkpoint_items.checksum(meta)}))
     self._refused(folder, 'not of the same names: params/h_0/mlp/kernel')
 
+  @parameterized.parameters(3, [['params/h_0/mlp/kernel', 1]], None)
+  def test_checksums_that_are_none(self, checksums):
+    folder = self._two()
+    file = folder / '20' / 'meta' / 'metadata'
+    meta = json.loads(file.read_text()) | {'checksums': checksums}
+    file.write_text(json.dumps(meta | {'checksum': checkpoint_items.checksum(meta)}))
+    self._refused(folder, 'its meta item was not written by this program')
+
+  def test_meta_that_is_nested_without_end_is_damage(self):
+    folder = self._two()
+    (folder / '20' / 'meta' / 'metadata').write_text('[' * 10**5)
+    self._refused(folder, r'20 cannot be read \(corrupted')
+
   def test_when_none_can_be_read_none_is_moved(self):
     folder = self._two()
     for step in ('10', '20'):

@@ -7,7 +7,7 @@ import tempfile
 
 from absl.testing import absltest, parameterized
 
-from experiments.runs import durable, experiment, metrics, patterns, records
+from experiments.runs import durable, events, experiment, metrics, patterns, records, run_folder
 from experiments.runs.recipes import make_recipe
 from tests.experiments.fakes import compile_quickly, temp_folder
 from tests.experiments.runs.train_test import run, tiny
@@ -18,7 +18,10 @@ def setUpModule():
 
 
 class JsonTest(parameterized.TestCase):
-  @parameterized.parameters(('', 'is empty'), ('{"a":', 'is not JSON'), ('\0\0', 'is not JSON'), ('[]', 'but list'))
+  @parameterized.parameters(
+    ('', 'is empty'), ('{"a":', 'is not JSON'), ('\0\0', 'is not JSON'), ('[]', 'but list'),
+    ('[' * 10**5, 'is not JSON'),
+  )  # fmt: skip
   def test_the_file_is_named(self, content, message):
     file = Path(temp_folder(self), 'x.json')
     file.write_text(content)
@@ -42,7 +45,8 @@ class RecordsTest(absltest.TestCase):
 
   def test_bad_lines_at_the_end_are_left_out(self):
     good = b'{"step": 1, "kind": "train"}\n'
-    for bad in (b'\0\0\0\n', b'{"step": 2, "ki', b'\0' * 5000, b'7\n'):
+    others = b'{"step": "2", "kind": "train"}\n', b'{"step": 2, "kind": [1]}\n', b'[' * 10**5 + b'\n'
+    for bad in (b'\0\0\0\n', b'{"step": 2, "ki', b'\0' * 5000, b'7\n', *others):
       self.assertEqual(list(metrics.read_records(self._file(good, bad))), [{'step': 1, 'kind': 'train'}])
 
   def test_a_bad_line_before_a_good_one_is_named(self):
@@ -78,6 +82,20 @@ class FolderTest(absltest.TestCase):
 
 
 class HostileTest(parameterized.TestCase):
+  @parameterized.parameters('.lock', 'events.jsonl', 'metrics.jsonl')
+  def test_a_link_in_the_place_of_a_file_that_is_written(self, name):
+    folder, other = Path(temp_folder(self)), Path(temp_folder(self), 'mine')
+    other.write_text('of the user')
+    (folder / name).symlink_to(other)
+    with self.assertRaisesRegex(ValueError, f'{folder / name} is a link, and a run writes into its own folder'):
+      if name == '.lock':
+        run_folder.held(folder).__enter__()
+      elif name == 'events.jsonl':
+        events.note(folder, 1, 'resumed', 'going on')
+      else:
+        durable.open_own(folder / name, 'a')
+    self.assertEqual(other.read_text(), 'of the user')
+
   @parameterized.parameters('../../evil', '/evil', '', '..', 'a/b', 'a\n')
   def test_names_that_would_be_other_folders(self, name):
     with self.assertRaisesRegex(ValueError, 'it takes letters, digits'):
@@ -109,9 +127,20 @@ class DataFileTest(absltest.TestCase):
     file.write_text('base = "nano"\nstepz = 70\n')
     with self.assertRaisesRegex(ValueError, "no field 'stepz'"):
       experiment.load_config(str(file))
-    file.write_text('base = "nano')
-    with self.assertRaisesRegex(ValueError, 'mine.toml cannot be read'):
-      experiment.load_config(str(file))
+    for text in ('base = "nano', 'a = ' + '[' * 10**5):
+      file.write_text(text)
+      with self.assertRaisesRegex(ValueError, 'mine.toml cannot be read'):
+        experiment.load_config(str(file))
+
+  def test_the_base_of_data_is_no_code(self):
+    file, ran = Path(temp_folder(self), 'mine.toml'), Path(temp_folder(self), 'ran')
+    code = file.with_name('evil.py')
+    code.write_text(f'open({str(ran)!r}, "w")\ndef get_config(tiny): pass\n')
+    for base in (str(code), str(file), 3, ['nano']):  # of itself there would be no end
+      file.write_text(f'base = {json.dumps(base)}\n')
+      with self.assertRaisesRegex(ValueError, r'mine.toml: base is .*; known: bert, .*nano'):
+        experiment.load_config(str(file))
+    self.assertFalse(ran.exists())
 
   def test_the_configuration_of_a_run(self):
     file, config = Path(temp_folder(self), 'config.json'), tiny('transposable_srste', {'masked_decay': 1e-4})

@@ -186,6 +186,18 @@ class OtherPhaseTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, "phase 'dense', .* say so, project"):
       s24.project(params, state._replace(identity=state.identity._replace(phase=long(*given))), FST)
 
+  def test_phases_that_are_none(self):
+    """Of a file from elsewhere."""
+    params = params_of(16, 16)
+    state = optimizer(FST).init(params)
+    for number in (99, -3, -1):
+      identity = state.identity._replace(phase=jnp.int32(number))
+      with self.assertRaisesRegex(ValueError, f'one of phase number {number}, and there are 2'):
+        s24.project(params, state._replace(identity=identity), FST)
+    identity = state.identity._replace(made_by=jnp.uint8(0))
+    with self.assertRaisesRegex(ValueError, 'states of 0 weights were made, and holds those of 1'):
+      s24.project(params, state._replace(identity=identity), FST)
+
   def test_phases_in_their_order(self):
     """A dense start and the first sparse step after it, and a sparse phase and its dense end."""
     for recipe, phases in ((STEP, ('dense', 'sparse', 'sparse')), (FST, ('sparse', 'dense', 'dense'))):
