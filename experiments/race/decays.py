@@ -57,7 +57,6 @@ def shorten(config: Config, share: float) -> Config:
     config.log_every = max(1, min(config.log_every, config.steps // 20))
     config.eval_every = config.log_every * -(-config.steps // config.log_every)  # at the end alone
     config.checkpoint_every = 0
-    config.recipe.flip_rate = 'step'
   return config
 
 
@@ -140,6 +139,7 @@ def choose(found: Sequence[Mapping[str, Any]]) -> Choice:
 def _configure(base: Config, trial: Trial) -> Config:
   config = base.copy_and_resolve_references()
   with config.unlocked():
+    config.recipe.flip_rate = 'step'
     config.recipe.kwargs.masked_decay = trial.decay
     config.seed = config.data.seed = trial.seed
     config.name = f'{config.recipe.name}-{config.steps}-decay{trial.decay:g}-seed{trial.seed}'

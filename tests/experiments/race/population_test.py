@@ -114,6 +114,7 @@ class GridTest(absltest.TestCase):
     self.assertEqual(sum(map(len, trained)), 24)
     records = [json.loads(line) for line in results.read_text().splitlines()]
     self.assertEqual({(r['share'], r['steps']) for r in records}, {(1.0, 60), (0.25, 15)})
+    self.assertEqual({r['recipe']['flip_rate'] for r in records}, {'refresh'})  # no search of masks at every step
 
 
 if __name__ == '__main__':
