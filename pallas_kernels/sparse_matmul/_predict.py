@@ -8,7 +8,7 @@ setting that does not waste a wave.
 import dataclasses
 
 from pallas_kernels.mosaic.sizes import ceil
-from pallas_kernels.sparse_matmul._problem import Config, fits, Problem, schedule
+from pallas_kernels.sparse_matmul._problem import Config, copies_a, fits, Problem, schedule
 from pallas_kernels.sparse_matmul._schedule import Schedule
 
 H100_SMS = 132
@@ -82,7 +82,7 @@ def _split_bytes(p: Problem, c: Config, tiles: int) -> float:
 def shapes(p: Problem) -> list[Config]:
   """Tiles and clusters of every kind that fits a problem."""
   if reads_only(p):
-    return [c for c in _few_columns(p) if fits(p, c)]
+    return [c for c in _few_columns(p) if fits(p, c) and not copies_a(p, c)]
   eight_bit = p.a_dtype.itemsize == 1
   wide = Config(bk=128) if eight_bit else Config()
   narrow = dataclasses.replace(wide, rows=64, bn=256, stages=4 if eight_bit else 5)
@@ -168,7 +168,7 @@ def of_neighbour(p: Problem, measured: Config, num_sms: int = H100_SMS) -> Confi
   What no prediction covers is worth 3%, so the neighbour's setting is left for no less.
   """
   default = default_config(p, num_sms)
-  if not fits(p, measured):
+  if not fits(p, measured) or copies_a(p, measured):
     return default
   gain = predicted_us(p, measured, num_sms) / predicted_us(p, default, num_sms)
   return default if gain > 1.03 else measured

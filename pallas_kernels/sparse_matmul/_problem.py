@@ -154,6 +154,11 @@ def fits(p: Problem, c: Config) -> bool:
   return True
 
 
+def copies_a(p: Problem, c: Config) -> bool:
+  """Whether A is padded along K, so copied in every call, where shorter steps would leave it alone."""
+  return p.a_dtype.itemsize == 2 and p.k % c.bk == 64
+
+
 def schedule(p: Problem, c: Config, num_sms: int) -> _schedule.Schedule:
   """Which cluster works on what."""
   k_steps = ceil(p.k, c.bk)

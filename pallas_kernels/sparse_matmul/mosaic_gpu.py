@@ -90,7 +90,7 @@ def sparse_matmul(
     keep_preactivation=keep_preactivation,
   )
   config = config or for_outputs(p, _chosen_config(p, device))
-  padded = _padded(p)
+  padded = _padded(p, config)
   values = operand.pad_to(a.values, (padded.m, padded.k // 2))
   metadata = operand.pad_to(a.metadata, operand.metadata_shape(padded.m, padded.k))
   b = operand.pad_to(b, (padded.n, padded.k) if b_layout == 'nk' else (padded.k, padded.n))
@@ -111,10 +111,10 @@ def _check_types(a: jnp.dtype, b: jnp.dtype, out: jnp.dtype, b_layout: str) -> N
     raise NotImplementedError(f'the kernel writes bfloat16, float16 or float32, not {out}')
 
 
-def _padded(p: Problem) -> Problem:
+def _padded(p: Problem, c: Config) -> Problem:
   """The problem with sizes that TMA can address: whole boxes of 8 rows by one swizzle width of each matrix.
 
-  Rounding is explicit and copies the operand; sizes that are multiples of 64 (128 along K for 8 bits) are left alone.
+  Rounding is explicit and copies the operand; sizes that are multiples of 64 (of a step along K) are left alone.
   A dimension that a copy steps through box by box holds two boxes at least: Mosaic drops a dimension of one box from
   the copy, index included, and what should fall outside lands in that box.
   """
@@ -127,7 +127,9 @@ def _padded(p: Problem) -> Problem:
     n = _boxes(n, along_out, 2)
   if p.b_layout == 'kn':
     n = _boxes(n, along_b, 2)
-  return dataclasses.replace(p, m=m, n=n, k=_boxes(p.k, 128 // p.a_dtype.itemsize, 2))
+  # A step of 128 16-bit entries reads boxes of 64 kept values, which make 128 of K.
+  k = _boxes(_boxes(p.k, 128 // p.a_dtype.itemsize, 2), c.bk)
+  return dataclasses.replace(p, m=m, n=n, k=k)
 
 
 def _boxes(size: int, box: int, least: int = 1) -> int:

@@ -150,6 +150,10 @@ class ConfigTest(parameterized.TestCase):
     self.assertEqual(found, mosaic_gpu.Config(**(change | dict(slots=slots))))
     self.assertTrue(mosaic_gpu.fits(p, found))
 
+  @parameterized.parameters((64, 140, 192), (128, 140, 256), (128, 68, 128), (64, 192, 192), (128, 192, 256))
+  def test_kept_values_are_padded_to_whole_boxes_of_a_step(self, bk, k, padded):
+    p = mosaic_gpu.Problem(104, 136, k, _BF16, _BF16, _BF16)
+    self.assertEqual(mosaic_gpu._padded(p, mosaic_gpu.Config(rows=64, bn=16, bk=bk, epilogue_n=16)).k, padded)
 
   # By layout and dtype of D; what `test_impossible_configs` refuses, one step on. Mosaic compiles each of these.
   @parameterized.parameters(
@@ -222,7 +226,7 @@ _PROGRAMS = {
     dict(out_dtype=jnp.dtype('float32')), 8,
   ),
   'few_columns': (
-    (4096, 1, 4096), _BF16,
+    (4096, 1, 4160), _BF16,  # no whole number of steps
     mosaic_gpu.Config(rows=64, bn=8, bk=128, stages=11, cluster=1, split=5, epilogue_n=8), dict(out_layout='nm'), 8,
   ),
   'few_columns_float8': (

@@ -59,6 +59,13 @@ class PredictTest(parameterized.TestCase):
     p = Problem(4096, n, 4096, _BF16, _BF16, _BF16, b_layout, out_layout)
     self.assertTrue(fits(p, _predict.default_config(p)))
 
+  @parameterized.parameters((4096, 128), (4160, 64))
+  def test_of_few_tokens_a_weight_is_not_copied_to_whole_steps(self, k, step):
+    p = Problem(4096, 1, k, _BF16, _BF16, _BF16, 'nk', 'nm')
+    self.assertEqual({c.bk for c in _predict.candidates(p, 132)}, {step, 64})
+    other = Config(rows=64, bn=8, bk=128, stages=11, cluster=1, split=5, epilogue_n=8)
+    self.assertEqual(_predict.of_neighbour(p, other).bk, _predict.default_config(p).bk)
+
   def test_a_last_wave_is_split_where_this_gpu_has_one(self):
     # 64 tiles of 512 x 192: a whole wave of 64 clusters, on 66 of them less than one.
     p = Problem(4096, 1536, 4096, _BF16, _BF16, _BF16)
