@@ -18,6 +18,7 @@ os.environ['XLA_FLAGS'] = ' '.join((
 os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(Path(__file__).parent / '.jax_cache'))
 os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0')
 os.environ.setdefault('SPARSE24_JAX_KERNEL_CACHE', str(Path(__file__).parent / '.jax_cache' / 'kernels'))
+os.environ.setdefault('SPARSE24_JAX_CACHE', str(Path(__file__).parent / '.jax_cache' / 'ffi'))
 # Set from outside, these make rich take captured output for a terminal.
 os.environ['FORCE_COLOR'] = ''
 os.environ['TTY_COMPATIBLE'] = ''

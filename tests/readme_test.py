@@ -107,7 +107,7 @@ class ReadmeTest(absltest.TestCase):
     exec(BLOCKS[0], names)
     exec(FUNCTION, names)
     projected = s24.project(self.params, names['opt_state'], names['recipe'])
-    expected = names['loss_fn'](projected, self.tokens)
+    expected = jax.jit(names['loss_fn'])(projected, self.tokens)
     self.assertAlmostEqual(float(names['loss']), float(expected), places=5)
     self.assertTrue(s24.check(names['recipe'], names['loss_fn'], self.params, self.tokens).ok)
 

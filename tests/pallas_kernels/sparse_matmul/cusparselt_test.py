@@ -24,11 +24,11 @@ from pallas_kernels.ffi import build
 from pallas_kernels.ffi import cusparselt as library
 from pallas_kernels.sparse_matmul import api, cusparselt, operand, reference
 from tests.pallas_kernels import compiling
+from tests.pallas_kernels.ffi import stand_in
 
 _H100 = _device.target_device('sm_90a')
 _A100 = _device.target_device('sm_80')
 _RESULTS = pathlib.Path(__file__).parents[3] / 'experiments/results/cusparselt.jsonl'
-_FAKE = pathlib.Path(__file__).parents[1] / 'ffi/fake_cusparselt.cc'
 
 
 _compress = jax.jit(functools.partial(formats.compress, axis=-1))
@@ -252,11 +252,7 @@ class CompileTest(parameterized.TestCase):
   @classmethod
   def setUpClass(cls):
     super().setUpClass()
-    folder = tempfile.TemporaryDirectory()
-    cls.addClassCleanup(folder.cleanup)
-    fake = pathlib.Path(folder.name, 'fake.so')
-    build.compile_source(_FAKE, fake)
-    patch = mock.patch.dict(os.environ, {build.CACHE: folder.name, library.LIBRARY: str(fake)})
+    patch = mock.patch.dict(os.environ, {library.LIBRARY: str(stand_in.library())})
     patch.start()
     cls.addClassCleanup(patch.stop)
     build.load.cache_clear()
