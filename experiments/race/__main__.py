@@ -49,8 +49,8 @@ class Race:
     self.head = without_folders(environment())
     packed = packing.open_packed(options.text)
     train, validation = packed.splits['train'], packed.splits['validation']
-    dtype = np.uint8 if max(train.max(initial=0), validation.max(initial=0)) < 256 else train.dtype
-    self.vocab = options.vocab
+    self.vocab = 1 + int(max(train.max(initial=0), validation.max(initial=0)))
+    dtype = np.uint8 if self.vocab <= 256 else train.dtype
     self.length = 16 if options.tiny else 1024
     self.num_windows = (len(train) - 1) // self.length
     together = np.concatenate([np.asarray(train, dtype), np.asarray(validation, dtype)])
@@ -244,7 +244,6 @@ def parser() -> argparse.ArgumentParser:
   parser = argparse.ArgumentParser(prog='python -m experiments.race', description=(__doc__ or '').partition('\n')[0])
   parser.add_argument('--out', type=Path, required=True, help='JSON-lines file of records')
   parser.add_argument('--text', type=Path, required=True, help='folder of prepared tokens')
-  parser.add_argument('--vocab', type=int, default=256, help='of the tokens (default: %(default)s, bytes)')
   parser.add_argument('--contenders', nargs='+', default=list(CONTENDERS), choices=list(CONTENDERS), metavar='NAME',
                       help=f'in the order in which they are compiled: {", ".join(CONTENDERS)}')  # fmt: skip
   parser.add_argument('--clock-only', nargs='+', default=[], choices=list(CONTENDERS), metavar='NAME',

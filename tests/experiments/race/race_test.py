@@ -242,6 +242,15 @@ class ProgramTest(absltest.TestCase):
       out.write_text(''.join(json.dumps({**r, name: other}) + '\n' for r in records))
       self.assertEmpty(program.Race(options).done['dense'], name)
 
+  def test_the_text_says_how_many_tokens_there_are(self):
+    folder = Path(self.enter_context(tempfile.TemporaryDirectory()))
+    merged = mock.Mock(wraps=Bytes(), vocab_size=1000, separator=999, fingerprint='bpe')
+    for name, tokenizer, vocab in (('bytes', Bytes(), 256), ('bpe', merged, 1000)):
+      packing.write(folder / name, {'train': [TEXT], 'validation': [TEXT]}, tokenizer)
+      argv = ['--out', str(folder / 'r'), '--text', str(folder / name), '--tiny', '--eval-batches', '1']
+      race = program.Race(program.parser().parse_args(argv))
+      self.assertEqual((race.vocab, int(race.tokens.max())), (vocab, vocab - 1))
+
   def test_only_one_thread_touches_what_is_compiled(self):
     folder = Path(self.enter_context(tempfile.TemporaryDirectory()))
     packing.write(folder / 'tokens', {'train': [TEXT], 'validation': [TEXT]}, Bytes())
