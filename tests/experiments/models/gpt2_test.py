@@ -1,5 +1,7 @@
 """GPT-2: sizes, the forward pass, initialisation, options, bad input."""
 
+import functools
+
 from absl.testing import absltest, parameterized
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,7 @@ import pytest
 
 from experiments.models import gpt2, layers, llama
 from tests import oracles
-from tests.experiments.fakes import apply, compile_quickly
+from tests.experiments.fakes import apply, compile_quickly, parameters
 
 
 def setUpModule():
@@ -19,9 +21,10 @@ def _tiny(**overrides):
   return gpt2.make_config('nano', vocab_size=32, **{'embed_dim': 32, 'seq_len': 16, **overrides})
 
 
-def _init(config, seed=0):
-  tokens = jax.random.randint(jax.random.key(1), (2, 16), 0, config.vocab_size)
-  return jax.jit(gpt2.GPT2(config).init)(jax.random.key(seed), tokens)['params'], tokens
+@functools.cache
+def _init(config):
+  tokens = jnp.asarray(np.random.default_rng(1).integers(0, config.vocab_size, (2, 16), np.int32))
+  return parameters(gpt2.GPT2(config), tokens), tokens
 
 
 def _paths(tree):
@@ -102,7 +105,8 @@ class ForwardTest(parameterized.TestCase):
     config = _tiny(**overrides)
     params, tokens = _init(config)
     # Biases start at zero, and embeddings so small that a block hardly counts.
-    params = jax.tree.map(lambda a: a + 0.1 * jax.random.normal(jax.random.key(a.size), a.shape), params)
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(lambda a: np.asarray(a) + 0.1 * rng.standard_normal(a.shape, np.float32), params)
     logits = apply(gpt2.GPT2(config), {'params': params}, tokens)
     self.assertEqual(logits.dtype, jnp.float32)
     expected = _written(config, params, np.asarray(tokens))
@@ -134,7 +138,7 @@ class OptionsTest(parameterized.TestCase):
     config = _tiny()
     params, tokens = _init(config)
     stacked = {key: value for key, value in params.items() if not key.startswith('h_')}
-    stacked['h'] = jax.tree.map(lambda *layers: jnp.stack(layers), params['h_0'], params['h_1'])
+    stacked['h'] = jax.tree.map(lambda *layers: np.stack(layers), params['h_0'], params['h_1'])
     scanned = gpt2.GPT2(_tiny(scan_layers=True, remat=remat))
     shapes = jax.eval_shape(scanned.init, jax.random.key(0), tokens)['params']
     self.assertEqual(jax.tree.structure(shapes), jax.tree.structure(stacked))
@@ -144,7 +148,8 @@ class OptionsTest(parameterized.TestCase):
 
   @pytest.mark.slow
   def test_initial_scales(self):
-    params, _ = _init(_tiny(embed_dim=128, num_layers=2))
+    model = gpt2.GPT2(_tiny(embed_dim=128, num_layers=2))
+    params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 8), jnp.int32))['params']
     self.assertAlmostEqual(float(params['h_0']['mlp']['c_fc']['kernel'].std()), 0.02, delta=5e-4)
     self.assertAlmostEqual(float(params['h_0']['mlp']['c_proj']['kernel'].std()), 0.01, delta=5e-4)
     self.assertAlmostEqual(float(params['h_1']['attn']['c_proj']['kernel'].std()), 0.01, delta=5e-4)
@@ -158,15 +163,15 @@ class OptionsTest(parameterized.TestCase):
     config = _tiny()
     params, tokens = _init(config)
     changed = tokens.at[:, 9].set((tokens[:, 9] + 1) % 32)
-    before, after = (gpt2.GPT2(config).apply({'params': params}, t) for t in (tokens, changed))
+    before, after = (apply(gpt2.GPT2(config), {'params': params}, t) for t in (tokens, changed))
     np.testing.assert_array_equal(before[:, :9], after[:, :9])
     self.assertGreater(float(jnp.abs(before - after)[:, 9:].max()), 0)
 
   def test_dropout_acts_only_when_asked(self):
     config = _tiny(dropout=0.5)
     params, tokens = _init(config)
-    plain = gpt2.GPT2(config).apply({'params': params}, tokens)
-    noisy = gpt2.GPT2(config, deterministic=False).apply(
+    plain = apply(gpt2.GPT2(config), {'params': params}, tokens)
+    noisy = jax.jit(gpt2.GPT2(config, deterministic=False).apply)(
       {'params': params}, tokens, rngs={'dropout': jax.random.key(0)}
     )
     self.assertGreater(float(jnp.abs(plain - noisy).max()), 1e-3)

@@ -6,9 +6,10 @@ from absl.testing import absltest, parameterized
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from experiments.models import layers, llama
-from tests.experiments.fakes import apply, compile_quickly
+from tests.experiments.fakes import apply, compile_quickly, parameters
 
 
 def _tiny(**overrides):
@@ -21,8 +22,8 @@ def setUpModule():
 
 @functools.cache
 def _init(config):
-  tokens = jax.random.randint(jax.random.key(1), (2, 16), 0, config.vocab_size)
-  return jax.jit(llama.Llama(config).init)(jax.random.key(0), tokens)['params'], tokens
+  tokens = jnp.asarray(np.random.default_rng(1).integers(0, config.vocab_size, (2, 16), np.int32))
+  return parameters(llama.Llama(config), tokens), tokens
 
 
 def _shapes(params):
@@ -35,6 +36,7 @@ def _shapes(params):
 class SizesTest(parameterized.TestCase):
   # Llama 3.2's released sizes, vocabulary 128,256; they count the embedding once, which is the output matrix too.
   @parameterized.parameters(('1b', 1_235_814_400), ('3b', 3_212_749_824))
+  @pytest.mark.few
   def test_counts_of_the_released_models(self, size, count):
     config = llama.make_config(size, vocab_size=128_256)
     shapes = jax.eval_shape(llama.Llama(config).init, jax.random.key(0), jnp.zeros((1, 8), jnp.int32))['params']
@@ -91,7 +93,7 @@ class OptionsTest(parameterized.TestCase):
   def test_scan_equals_the_loop(self, remat):
     params, tokens = _init(_tiny())
     stacked = {key: value for key, value in params.items() if not key.startswith('h_')}
-    stacked['h'] = jax.tree.map(lambda *layers: jnp.stack(layers), params['h_0'], params['h_1'])
+    stacked['h'] = jax.tree.map(lambda *layers: np.stack(layers), params['h_0'], params['h_1'])
     scanned = llama.Llama(_tiny(scan_layers=True, remat=remat))
     shapes = jax.eval_shape(scanned.init, jax.random.key(0), tokens)['params']
     self.assertEqual(jax.tree.structure(shapes), jax.tree.structure(stacked))
@@ -113,7 +115,8 @@ class OptionsTest(parameterized.TestCase):
     )
 
   def test_initial_scales(self):
-    params, _ = _init(_tiny(embed_dim=128, hidden_dim=256))
+    model = llama.Llama(_tiny(embed_dim=128, hidden_dim=256))
+    params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 8), jnp.int32))['params']
     self.assertAlmostEqual(float(params['h_0']['mlp']['c_gate']['kernel'].std()), 0.02, delta=5e-4)
     self.assertAlmostEqual(float(params['h_0']['mlp']['c_proj']['kernel'].std()), 0.01, delta=5e-4)
 

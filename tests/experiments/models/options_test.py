@@ -11,7 +11,7 @@ import pytest
 
 from experiments.models import gpt2, layers, llama
 import sparse24_jax as s24
-from tests.experiments.fakes import apply, compile_quickly
+from tests.experiments.fakes import apply, compile_quickly, parameters
 
 NANO = dict(vocab_size=32, embed_dim=32, seq_len=16)
 LOCAL, FIXED = s24.AttentionPattern('local', 4), s24.AttentionPattern('fixed', 4)
@@ -29,17 +29,17 @@ def make(family, **overrides):
 
 @functools.cache
 def params_of(family):
-  return jax.jit(make(family).init)(jax.random.key(0), tokens())['params']
+  return parameters(make(family), tokens())
 
 
 def tokens():
-  return jax.random.randint(jax.random.key(1), (2, 16), 0, 32)
+  return jnp.asarray(np.random.default_rng(1).integers(0, 32, (2, 16), np.int32))
 
 
 def stacked(params):
   blocks = [value for key, value in params.items() if key.startswith('h_')]
   rest = {key: value for key, value in params.items() if not key.startswith('h_')}
-  return rest | {'h': jax.tree.map(lambda *leaves: jnp.stack(leaves), *blocks)}
+  return rest | {'h': jax.tree.map(lambda *leaves: np.stack(leaves), *blocks)}
 
 
 class StepOptionsTest(parameterized.TestCase):
@@ -78,7 +78,7 @@ class StepOptionsTest(parameterized.TestCase):
 
   def test_normalised_queries_and_keys_do_not_grow_with_their_weights(self):
     model = make('gpt2', qk_norm=True, residual_dtype='float32')
-    params = jax.jit(model.init)(jax.random.key(0), tokens())['params']
+    params = parameters(model, tokens())
     self.assertEqual(params['h_0']['attn']['q_norm']['scale'].shape, (8,))
     larger = jax.tree_util.tree_map_with_path(
       lambda path, p: p.at[:, :64].multiply(100.0) if path[-2].key == 'c_attn' else p, params
@@ -90,7 +90,7 @@ class StepOptionsTest(parameterized.TestCase):
 
   def test_rotary_positions_tell_order_by_distance(self):
     model = make('gpt2', positions='rotary')
-    params = jax.jit(model.init)(jax.random.key(0), tokens())['params']
+    params = parameters(model, tokens())
     self.assertNotIn('wpe', params)
     found = apply(model, {'params': params}, jnp.array([[1, 2, 3], [2, 1, 3], [1, 1, 1]]))
     self.assertGreater(np.abs(found[0, 2] - found[1, 2]).max(), 1e-5)  # the same tokens in another order
