@@ -49,7 +49,7 @@ class Option:
 
 OPTIONS = (
   Option('FST', lambda path: s24.recipes.transposable_srste(path, masked_decay=0.0), ('fst', 'fst_all')),
-  Option('S-STE', s24.recipes.s_ste, ('s_ste',), ends_sparse=True),
+  Option('S-STE', s24.recipes.s_ste, ('s_ste', 's_ste_all'), ends_sparse=True),
   Option(
     'S-STE, FP8', lambda path: s24.recipes.s_ste(path, fp8=True), ('s_ste_fp8', 's_ste_fp8_all'), ends_sparse=True
   ),

@@ -65,6 +65,10 @@ METHODS: Mapping[str, Method] = {
   'fst': Method('FST', 'transposable_srste', {'path': FFN, 'masked_decay': 6e-3}),
   's_ste': Method('S-STE', 's_ste', {'path': FFN}),
   's_ste_fp8': Method('S-STE, FP8', 's_ste', {'path': FFN, 'fp8': True}),
+  # Attention's projections too: steps gain more, and losses may.
+  'fst_all': Method('FST, all linear layers', 'transposable_srste', {'path': LINEAR, 'masked_decay': 6e-3}),
+  's_ste_all': Method('S-STE, all linear layers', 's_ste', {'path': LINEAR}),
+  's_ste_fp8_all': Method('S-STE, FP8, all linear layers', 's_ste', {'path': LINEAR, 'fp8': True}),
   'sr_ste': Method('SR-STE, decay on weights', 'sr_ste', {'path': FFN, 'masked_decay': 3.0, 'decay_on': 'weights'}),
   'sr_ste_published': Method(
     'SR-STE, published decay', 'sr_ste', {'path': FFN, 'masked_decay': 2e-4, 'decay_on': 'weights'}
