@@ -35,7 +35,7 @@ class Blocks:
     load_words: (words_ref [rows/64, bk/64, 128]) -> metadata words of one K step.
     step: (accumulator, words, held, a_ref, b_ref) -> accumulator; `held` are the words of the step before.
     finish: (accumulator, held, b_ref) -> float32 [rows, bn] after the last wgmma.
-    store_partial: (float32 [rows, bn], memory ref [rows * bn]) -> None.
+    store_partial: (float32 [rows, bn], global or shared memory ref [rows * bn]) -> None.
     add_partial: (float32 [rows, bn], memory ref) -> their sum.
   """
 
@@ -167,20 +167,20 @@ def blocks(s: Shape) -> Blocks:
     # Whoever reads these sums holds the same elements in the same thread, so they go out in register order: 16 bytes
     # a thread, 512 consecutive bytes a warp.
     address = ptx.add(ptx.address(memory), ptx.scaled_thread(16))
-    values = ptx.floats(accumulator)
+    values, space = ptx.floats(accumulator), 'shared' if compat.utils.is_smem_ref(memory) else 'global'
     for i in range(0, len(values), 4):
-      text = f'st.global.v4.f32 [$4+{4 * i * ptx.THREADS}], {{$0, $1, $2, $3}};'
+      text = f'st.{space}.v4.f32 [$4+{4 * i * ptx.THREADS}], {{$0, $1, $2, $3}};'
       ptx.asm(text, [*values[i : i + 4], address], 'f,f,f,f,l')
 
   @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType()), return_type=result_type)
   def add_partial(ctx, accumulator, memory):
     address = ptx.add(ptx.address(memory), ptx.scaled_thread(16))
     four = compat.llvm.StructType.get_literal([ptx.f32()] * 4)
-    values = ptx.floats(accumulator)
+    # .cg reads through to L2: sums in memory were written by another SM during this kernel.
+    values, space = ptx.floats(accumulator), 'shared' if compat.utils.is_smem_ref(memory) else 'global.cg'
     for i in range(0, len(values), 4):
-      # .cg reads through to L2: the sums were written by another SM during this kernel.
       loaded = compat.llvm.inline_asm(
-        four, [address], f'ld.global.cg.v4.f32 {{$0, $1, $2, $3}}, [$4+{4 * i * ptx.THREADS}];', '=f,=f,=f,=f,l',
+        four, [address], f'ld.{space}.v4.f32 {{$0, $1, $2, $3}}, [$4+{4 * i * ptx.THREADS}];', '=f,=f,=f,=f,l',
         has_side_effects=True,
       )
       for j in range(4):

@@ -4,7 +4,7 @@ Three warpgroups a CTA. One *produces*: it copies the kept values and positions 
 shared-memory stages by TMA; in a cluster each CTA copies its part of the operand that all share and multicasts it. Two
 *consume*: each owns half of the tile's rows, multiplies stage after stage, then scales, adds the bias, applies the
 activation and stores by TMA. The ring runs on over the tiles, so the next tile's first stages arrive while the last
-tile is stored.
+tile is stored. By `halves='k'` each owns every other stage of all rows, and the first adds the sums of the second.
 """
 
 from collections.abc import Callable
@@ -49,6 +49,8 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
   m_tiles, n_tiles = (ceil(size, tile) for size, tile in zip((p.m, p.n), c.cluster_tile, strict=True))
   work = schedule(p, c, num_sms)
   splits = bool(work.remainder)
+  by_steps = c.halves == 'k'
+  stride = CONSUMERS if by_steps else 1  # of the steps of a consumer
   consumers = work.clusters * c.cluster * CONSUMERS
   num_outs = 1 + p.keep_preactivation
 
@@ -62,11 +64,12 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
   # Of the shared operand each CTA copies its part to all.
   shared_a, shared_b = (('rank',) if c.cluster > 1 and c.along == along else None for along in 'nm')
 
-  # A stage is full when its three copies have landed, and empty when both consumers of every CTA that received its
-  # part of the shared operand have let it go.
+  # A stage is full when its three copies have landed, and empty when all consumers, of every CTA that received its part
+  # of the shared operand, have let it go.
+  readers = CONSUMERS // stride
   empty = (
-    plgpu.ClusterBarrier(collective_axes=('rank',), num_arrivals=CONSUMERS, num_barriers=stages)
-    if c.cluster > 1 else plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages)
+    plgpu.ClusterBarrier(collective_axes=('rank',), num_arrivals=readers, num_barriers=stages)
+    if c.cluster > 1 else plgpu.Barrier(num_arrivals=readers, num_barriers=stages)
   )
   scratch = dict(
     a_smem=plgpu.SMEM((stages, tile_m, c.bk // 2), p.a_dtype, transforms=wgmma_sp.transforms(a_swizzle, shape.width)),
@@ -79,7 +82,11 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
     words_smem=plgpu.SMEM((stages, *tile_words, 128), jnp.uint32),
     full=plgpu.Barrier(num_arrivals=3, num_barriers=stages),
     empty=empty,
-  )
+    **(dict(
+      sums_smem=plgpu.SMEM((c.rows * c.bn,), jnp.float32), sums_there=plgpu.Barrier(num_arrivals=1),
+      sums_taken=plgpu.Barrier(num_arrivals=1),
+    ) if by_steps else {}),
+  )  # fmt: skip
   # setmaxnreg, in steps of 8: three warpgroups start with 168 registers a thread, and whoever asks for more than the
   # others gave back waits for ever. The producer issues copies and little else; with 56 for it the consumers spill one
   # register when the last wave is split, and eight words of positions, those of two steps of a wide tile in 8 bits, fit
@@ -96,7 +103,7 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
     column_scale = vectors.pop(0) if p.column_scale else None
     flags: Any = pl.get_global(plgpu.SemaphoreType.REGULAR((consumers,))) if splits else None
 
-    def scope(a_smem, b_smem, out_smem, words_smem, full, empty):
+    def scope(a_smem, b_smem, out_smem, words_smem, full, empty, sums_smem=None, sums_there=None, sums_taken=None):
       warpgroup, rank, cluster = lax.axis_index('warpgroup'), lax.axis_index('rank'), lax.axis_index('cluster')
       # Every whole tile has work; pieces may be empty.
       turns = work.turns if splits else lax.div(jnp.int32(work.tiles + work.clusters - 1) - cluster, work.clusters)
@@ -148,35 +155,39 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
 
         def multiply(turn, first):
           item, mi, ni = item_of(turn)
+          own = item.steps // stride if not splits else item.steps
+          # Stages are even in number, so that each is always the same consumer's.
+          begin = first + warpgroup if by_steps else first
+          part = 0 if by_steps else warpgroup
 
           def step(at, carry):
             accumulator, held = carry
             slot = lax.rem(at, stages)
             plgpu.barrier_wait(full.at[slot])
-            now = ops.load_words(words_smem.at[slot, pl.ds(warpgroup * (c.rows // 64), c.rows // 64)])
+            now = ops.load_words(words_smem.at[slot, pl.ds(part * (c.rows // 64), c.rows // 64)])
             accumulator = ops.step(
-              accumulator, now, held, a_smem.at[slot, pl.ds(warpgroup * c.rows, c.rows)], b_smem.at[slot]
+              accumulator, now, held, a_smem.at[slot, pl.ds(part * c.rows, c.rows)], b_smem.at[slot]
             )
             if c.delay:
               # The wait inside `step` completed the step before.
-              @pl.when(at > first)
+              @pl.when(at > begin)
               def _():
-                plgpu.barrier_arrive(empty.at[lax.rem(at - 1, stages)])
+                plgpu.barrier_arrive(empty.at[lax.rem(at - stride, stages)])
             else:
               plgpu.barrier_arrive(empty.at[slot])
             return accumulator, now
 
           def steps(i, carry):
             for u in range(unroll):
-              carry = step(first + i * unroll + u, carry)
+              carry = step(begin + (i * unroll + u) * stride, carry)
             return carry
 
-          carry = lax.fori_loop(0, lax.div(item.steps, unroll) if splits else item.steps // unroll, steps,
+          carry = lax.fori_loop(0, lax.div(own, unroll) if splits else own // unroll, steps,
                                 (ops.zeros(), ops.no_words()))
           if not splits:
-            for u in range(work.k_steps % unroll):
-              carry = step(first + work.k_steps - 1 + u, carry)
-          last = lax.rem(jnp.maximum(first + item.steps - 1, 0), stages)
+            for u in range(own % unroll):
+              carry = step(begin + (own - 1 + u) * stride, carry)
+          last = lax.rem(jnp.maximum(begin + (own - 1) * stride, 0), stages)
           result = ops.finish(*carry, b_smem.at[last])
           if c.delay:
             _when(item.steps > 0 if splits else True, lambda: plgpu.barrier_arrive(empty.at[last]))
@@ -197,13 +208,26 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
                 return ops.add_partial(total, partial[0].at[theirs])
 
               store(lax.fori_loop(item.first_helper, cluster, add, result), mi, ni)
+          elif by_steps:
+            @pl.when(warpgroup == 1)
+            def _hand_over():
+              ops.store_partial(result, sums_smem)
+              plgpu.barrier_arrive(sums_there)
+              plgpu.barrier_wait(sums_taken)
+
+            @pl.when(warpgroup == 0)
+            def _add():
+              plgpu.barrier_wait(sums_there)
+              total = ops.add_partial(result, sums_smem)
+              plgpu.barrier_arrive(sums_taken)
+              store(total, mi, ni)
           else:
             store(result, mi, ni)
           return first + item.steps
 
         def store(result, mi, ni):
           for i in range(c.rows // 64):
-            row = mi * tile_m + warpgroup * c.rows + i * 64
+            row = mi * tile_m + (0 if by_steps else warpgroup * c.rows) + i * 64
             for j in range(c.bn // c.epilogue_n):
               column = ni * c.bn + j * c.epilogue_n
               chunk = result[i * 64 : (i + 1) * 64, j * c.epilogue_n : (j + 1) * c.epilogue_n]

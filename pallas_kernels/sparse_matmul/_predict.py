@@ -100,10 +100,22 @@ def _few_columns(p: Problem) -> list[Config]:
     c = Config(rows=64, bn=bn, bk=bk, stages=2, cluster=1, epilogue_n=bn)
     if (p.out_layout == 'mn' or p.b_layout == 'kn') and not fits(p, c):  # TMA copies no narrower piece along rows
       c = dataclasses.replace(c, bn=64, epilogue_n=64)
-    while fits(p, deeper := dataclasses.replace(c, stages=c.stages + 1)):
-      c = deeper
+    c = _deepest(p, c, 1)
     found += [c, dataclasses.replace(c, delay=0)]
   return found
+
+
+def _by_steps(p: Problem) -> list[Config]:
+  """Those of `_few_columns` whose consumers share out the K steps."""
+  change = dataclasses.replace
+  found = (change(c, halves='k', stages=2 + 2 * c.delay) for c in _few_columns(p))
+  return [_deepest(p, c, 2) for c in found if fits(p, c)]
+
+
+def _deepest(p: Problem, c: Config, by: int) -> Config:
+  while fits(p, deeper := dataclasses.replace(c, stages=c.stages + by)):
+    c = deeper
+  return c
 
 
 def default_config(p: Problem, num_sms: int = H100_SMS) -> Config:
@@ -141,7 +153,9 @@ def candidates(p: Problem, num_sms: int, count: int = 10) -> list[Config]:
   ranked = sorted(_ways(p, num_sms), key=lambda c: predicted_us(p, c, num_sms))
   if reads_only(p):
     # A shallower ring starts sooner.
-    return [*ranked, *(dataclasses.replace(c, stages=max(2, c.stages // 2)) for c in ranked[:2])][:count]
+    shallow = (dataclasses.replace(c, stages=max(2, c.stages // 2)) for c in ranked[:2])
+    by_steps = _by_steps(p)[:count // 2]
+    return [*[*ranked, *shallow][: count - len(by_steps)], *by_steps]
   found = ranked[: count // 2]
   change = dataclasses.replace
   for c in ranked[:2]:

@@ -28,6 +28,8 @@ class Config:
     epilogue_n: columns stored at a time, a multiple of 8 dividing `bn`; where they lie side by side in D ('mn', and
       every float32) 32, 64 or a multiple of 128 bytes, as TMA swizzles them.
     slots: buffers of 64 x `epilogue_n` of a consumer that wait for TMA to store them.
+    halves: what the two consumers of a CTA share out: 'm', the rows of its tile, or 'k', the K steps. By steps a tile
+      has half the rows, so that twice as many CTAs read a small A; the two sums are added in shared memory.
   """
 
   rows: int = 128
@@ -42,10 +44,11 @@ class Config:
   epilogue_n: int = 64
   slots: int = 1
   along: str = 'm'
+  halves: str = 'm'
 
   @property
   def tile_m(self) -> int:
-    return CONSUMERS * self.rows
+    return self.rows if self.halves == 'k' else CONSUMERS * self.rows
 
   @property
   def cluster_tile(self) -> tuple[int, int]:
@@ -102,7 +105,8 @@ class Problem:
 def shared_memory_bytes(p: Problem, c: Config) -> int:
   """Shared memory of a CTA, without alignment."""
   stage = c.tile_m * c.bk // 2 * p.a_dtype.itemsize + c.bn * c.bk * p.b_dtype.itemsize + c.tile_m * c.bk // 8
-  return c.stages * (stage + 16) + CONSUMERS * c.slots * 64 * c.epilogue_n * p.out_dtype.itemsize
+  sums = 4 * c.rows * c.bn if c.halves == 'k' else 0
+  return c.stages * (stage + 16) + sums + CONSUMERS * c.slots * 64 * c.epilogue_n * p.out_dtype.itemsize
 
 
 def check_config(p: Problem, c: Config) -> None:
@@ -123,11 +127,17 @@ def check_config(p: Problem, c: Config) -> None:
      f'slots={c.slots} must divide the {c.rows // 64 * c.bn // c.epilogue_n} pieces that a consumer stores'),
     (c.bk in (64, 128), f'bk={c.bk} must be 64 or 128'),
     (c.along in ('m', 'n'), f"along={c.along!r} must be 'm' or 'n'"),
+    (c.halves in ('m', 'k'), f"halves={c.halves!r} must be 'm' or 'k'"),
+    (c.halves == 'm' or (c.stages % 2 == 0 and ceil(p.k, c.bk) % 2 == 0 and c.split == c.cluster == 1),
+     f"halves='k' takes an even number of stages and of K steps, found {c.stages} and {ceil(p.k, c.bk)}, split=1 and"
+     ' cluster=1'),
     (p.b_layout == 'nk' or c.bn % 64 == 0, f'bn={c.bn} must be a multiple of 64 when B is [K, N]'),
     (p.b_layout == 'kn' or c.along == 'n' or c.bn // 8 % c.cluster == 0 or c.cluster % (c.bn // 8) == 0,
      f'bn={c.bn} must be a multiple or a divisor of {8 * c.cluster}: each of cluster={c.cluster} CTAs copies whole'
      ' pieces of 8 columns of the B that they share'),
-    (c.stages > c.delay, f'stages={c.stages} must exceed delay={c.delay}'),
+    # By steps each consumer has half of the stages.
+    (c.stages > c.delay * (CONSUMERS if c.halves == 'k' else 1),
+     f'stages={c.stages} must exceed delay={c.delay}' + (', a consumer' if c.halves == 'k' else '')),
     (shared_memory_bytes(p, c) <= SM_90A.shared_memory,
      f'{c.stages} stages need {shared_memory_bytes(p, c)} bytes of shared memory of {SM_90A.shared_memory}'),
   ]

@@ -76,6 +76,15 @@ class InterpretTest(parameterized.TestCase):
     config = mosaic_gpu.Config(rows=64, bn=8, bk=128, stages=3, cluster=1, split=4, epilogue_n=8, ctas=8)
     self._check(a, b, config, out_layout='nm')
 
+  @parameterized.parameters((1, 768), (0, 512))
+  def test_few_columns_by_steps(self, delay, k):
+    # Four tiles of 64 rows on two CTAs; of 128 along K a consumer has three steps, or two.
+    a, b = _inputs(200, 3, k, _BF16, _BF16, 'nk')
+    config = mosaic_gpu.Config(
+      rows=64, bn=8, bk=128, stages=2 + 2 * delay, cluster=1, epilogue_n=8, ctas=2, delay=delay, halves='k'
+    )
+    self._check(a, b, config, jnp.linspace(-3.0, 3.0, 200), out_layout='nm')
+
   @parameterized.parameters((256, 256, 192, 'nk'), (200, 136, 64, 'kn'))
   def test_clusters_side_by_side(self, m, n, k, b_layout):
     # The second size leaves the right CTA of the last cluster without columns.
@@ -228,6 +237,10 @@ _PROGRAMS = {
   'few_columns': (
     (4096, 1, 4160), _BF16,  # no whole number of steps
     mosaic_gpu.Config(rows=64, bn=8, bk=128, stages=11, cluster=1, split=5, epilogue_n=8), dict(out_layout='nm'), 8,
+  ),
+  'few_columns_by_steps': (
+    (4096, 1, 4096), _BF16,
+    mosaic_gpu.Config(rows=64, bn=8, bk=128, stages=18, cluster=1, epilogue_n=8, halves='k'), dict(out_layout='nm'), 8,
   ),
   'few_columns_float8': (
     (4096, 16, 4096), _E4M3,
