@@ -67,7 +67,7 @@ def search(
   *,
   candidates: Iterable[float] = CANDIDATES,
   share: float = SHARE,
-  seeds: Sequence[int] = (0,),
+  seeds: Sequence[int] = (0, 1),
   data: Any = None,
 ) -> Choice:
   """Trains every candidate with every seed and chooses.

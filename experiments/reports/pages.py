@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from experiments.race import picture, table
-from experiments.reports import best_steps, provenance, speed, tasks
+from experiments.reports import best_steps, decay_grid, provenance, speed, tasks
 
 DOCS = provenance.ROOT / 'docs'
 # What the site would take for more than text; the tables themselves have comments that name their records.
@@ -60,6 +60,13 @@ def _tuned(name: str, title: str = 'nano, 1,500 steps each', against: str | None
   return table.steps_markdown(_race(name, title), against)
 
 
+def _decays() -> str:
+  """Short runs of the rate that is FST's best on nano, and whole runs of the same rate, decays and seeds."""
+  whole, short = (provenance.read(name) for name in ('grid_nano.jsonl?contender=fst', 'decay_short_nano.jsonl'))
+  tried = {(r['rate'], r['decay'], r['seed']) for r in short}
+  return decay_grid.markdown([*short, *(r for r in whole if (r['rate'], r['decay'], r['seed']) in tried)])
+
+
 # Document -> table -> what makes it.
 TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
   'speed.md': {
@@ -69,6 +76,7 @@ TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
   'tasks.md': {'tasks': tasks.markdown},
   'quality.md': {
     'grid nano': lambda: _tuned('grid_nano.jsonl', 'nano, 4,000 steps each'),
+    'grid decay': _decays,
     'grid small': lambda: _tuned('grid_small.jsonl', 'small, 900 steps each'),
     'grid flops': lambda: _tuned('grid_flops_nano.jsonl', 'nano, 2,000 steps each', 'dense_small'),
     'grid flops cpu': lambda: _tuned('grid_flops_nano_cpu.jsonl', 'nano, 2,000 steps each', 'dense_small'),

@@ -27,13 +27,14 @@ def pretend(config, folder, *, data, programs):
   programs[:] = [*programs, f'{config.method} {rate:g} {decay:g}']
   loss = 1.0 + 0.1 * abs(math.log(rate / 2e-2)) + 0.01 * config.seed
   loss += 0.05 * abs(math.log(decay / 18e-3)) if decay else 0.0
-  content = {'config.json': config.to_dict(), 'environment.json': {'device': 'x'}}
+  content = {'config.json': config.to_dict(), 'environment.json': {'device': 'x', 'python': '3', 'versions': {}}}
   if rate < 3e-2:
     content['summary.json'] = {'seconds': 1.0, 'validation_loss': loss}
   for name, fields in content.items():
     (folder / name).write_text(json.dumps(fields))
-  common = {'step': config.steps, 'loss': loss}
-  lines = [{'kind': 'train', 'flip_rate': 0.0, 'phase': 'sparse', **common}, {'kind': 'validation', **common}]
+  common = {'step': config.steps, 'loss': loss, 'phase': 'sparse'}
+  learnt = {'grad_norm': 1.0, 'learning_rate': rate, 'flip_rate': 0.0, 'flip_rates': {}}
+  lines = [{'kind': 'train', **learnt, **common}, {'kind': 'validation', **common}]
   (folder / metrics.METRICS).write_text(''.join(json.dumps(line) + '\n' for line in lines))
   if rate > 3e-2:
     raise train.TrainingDivergedError('step 1: the loss is nan')
