@@ -7,13 +7,11 @@ from pathlib import Path
 import sys
 import unittest
 
+from tests import simulated
+
 if 'gpu' not in sys.argv and 'PYTEST_XDIST_WORKER' not in os.environ:  # of `-m gpu`; workers have what the first has
   os.environ.setdefault('JAX_PLATFORMS', 'cpu')
-# XLA ends a process whose simulated devices wait 40 s for each other, as on a busy machine they may.
-os.environ['XLA_FLAGS'] = ' '.join((
-  os.environ.get('XLA_FLAGS', ''), '--xla_force_host_platform_device_count=8',
-  '--xla_cpu_collective_call_terminate_timeout_seconds=600',
-))  # fmt: skip
+os.environ['XLA_FLAGS'] = f'{os.environ.get("XLA_FLAGS", "")} {simulated.flags()}'
 # Compiling is most of the time of most tests: what was compiled once is kept, for child processes and the next run too.
 os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(Path(__file__).parent / '.jax_cache'))
 os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0')

@@ -27,9 +27,9 @@ if __name__ == '__main__':  # Before JAX is imported.
   # Of its own, since its key does not know how much was optimized. The processes that cases start read it too.
   os.environ['JAX_COMPILATION_CACHE_DIR'] = '.jax_cache/faults'
   os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0'
-  os.environ['XLA_FLAGS'] = (
-    '--xla_force_host_platform_device_count=8 --xla_cpu_collective_call_terminate_timeout_seconds=600'
-  )
+  from tests import simulated
+
+  os.environ['XLA_FLAGS'] = simulated.flags()
 
 from absl import logging
 import jax

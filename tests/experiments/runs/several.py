@@ -6,12 +6,12 @@ from pathlib import Path
 import sys
 import time
 
+from tests import simulated
+
 
 def main():
   devices, *arguments = sys.argv[1:]
-  os.environ['XLA_FLAGS'] = (
-    f'--xla_force_host_platform_device_count={devices} --xla_cpu_collective_call_terminate_timeout_seconds=600'
-  )
+  os.environ['XLA_FLAGS'] = simulated.flags(devices)
   from unittest import mock
 
   import jax

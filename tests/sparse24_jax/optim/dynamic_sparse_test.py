@@ -307,7 +307,8 @@ def masks_after_two_updates(structure, place=lambda tree: tree):
   params = place(normal(0))
   state, update = jit(tx.init)(params), jit_update(tx)
   for seed in (1, 2):
-    _, state = update(place(normal(seed)), state, params)
+    updates, state = update(place(normal(seed)), state, params)
+    params = optax.apply_updates(params, updates)
   return sparse_states(state)
 
 
