@@ -167,7 +167,7 @@ _TWO_OF_FOUR_TOKENS = (
   'neuron_level_two_of_four_tokens', 'neuron_level_two_of_four_tokens_even', 'neuron_level_128_two_of_four_tokens',
 )  # fmt: skip
 # Claim, source, how it is judged, and of which pairs of methods: each pair by itself, so that no setting is picked.
-_CLAIMS: Sequence[tuple[str, str, Callable[[Runs, Runs], tuple[Verdict, str] | None], Sequence[tuple[str, str]]]] = (
+CLAIMS: Sequence[tuple[str, str, Callable[[Runs, Runs], tuple[Verdict, str] | None], Sequence[tuple[str, str]]]] = (
   ('FST reaches the quality of dense training.', FST, _reaches, [('fst', 'dense')]),
   ('FST beats a dense model whose feed-forward layers are half as wide.', FST, _beats, [('fst', 'half_ffn')]),
   ('FST beats plain straight-through training.', FST, _beats, [('fst', 'ste')]),
@@ -203,7 +203,7 @@ def findings(runs: Sequence[RunRecord]) -> list[Finding]:
   """Judges every claim that the given finished runs speak to; a method that has several settings, by each of them."""
   groups = [*group(run for run in runs if run.summary is not None).values()]
   found = []
-  for claim, source, judge, pairs in _CLAIMS:
+  for claim, source, judge, pairs in CLAIMS:
     for ours, theirs in pairs:
       sides = ([g for g in groups if g[0].method == method] for method in (ours, theirs))
       results = (judge(a, b) for a, b in itertools.product(*sides))

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from experiments.race import picture, table
-from experiments.reports import best_steps, decay_grid, provenance, speed, tasks
+from experiments.reports import best_steps, decay_grid, papers, provenance, speed, tasks
 
 DOCS = provenance.ROOT / 'docs'
 # What the site would take for more than text; the tables themselves have comments that name their records.
@@ -82,6 +82,7 @@ TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
     'grid flops cpu': lambda: _tuned('grid_flops_nano_cpu.jsonl', 'nano, 2,000 steps each', 'dense_small'),
     'tuned nano': lambda: _tuned('compare_tuned_nano.jsonl'),
     'tuned nano learnt': lambda: _tuned('compare_tuned_nano_learnt.jsonl'),
+    'papers': papers.markdown,
     'race': lambda: table.markdown(_race()),
     'race by seed': lambda: table.seeds_markdown(_race(), 's_ste_fp8_all'),
     'race of three layers': lambda: table.markdown(_race_of_three()),

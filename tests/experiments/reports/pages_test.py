@@ -13,24 +13,12 @@ import pytest
 
 from experiments import __main__ as cli
 from experiments.race import picture, table
-from experiments.reports import best_steps, claims, pages, provenance, speed
-from experiments.runs.records import group, RunRecord
+from experiments.reports import best_steps, claims, pages, papers, provenance, speed
+from experiments.runs.records import group
 from tests.experiments.fakes import temp_folder
+from tests.experiments.reports import prose
 
 DOCUMENTS = (provenance.ROOT / 'README.md', *(pages.DOCS / f'{name}.md' for name in ('guide', 'speed', 'quality')))
-
-
-def run_of(record):
-  """A run as its record tells it."""
-  config = {
-    'method': record['method'], 'label': record['label'], 'seed': record['seed'], 'steps': record['steps'],
-    'model': record['model'], 'data': {'corpus': record['corpus']}, 'optimizer': record['optimizer'],
-    'recipe': {'name': record['recipe'], 'kwargs': record['recipe_kwargs'], 'flip_rate': 'step'},
-  }  # fmt: skip
-  origin = {key: record.get(key) for key in ('device', 'python', 'versions', 'commit', 'command')}
-  end = ({'step': record['steps'], 'loss': record['validation_loss']},)
-  summary = {'seconds': record['seconds'], 'spent': record.get('spent', {})}
-  return RunRecord(Path(record['experiment']), config, origin, (), end, (), summary)
 
 
 class PagesTest(absltest.TestCase):
@@ -135,7 +123,7 @@ class FiguresTest(absltest.TestCase):
       groups, known = [], set()
       for citation in cited.citations or ():
         # Records of races and of grids have tests of their own.
-        runs = [run_of(record) for record in provenance.read(citation) if 'label' in record]
+        runs = [papers.run_of(record) for record in provenance.read(citation) if 'label' in record]
         groups += group(runs).values()
       for runs in groups:
         losses = [run.validation_loss for run in runs]
@@ -154,6 +142,12 @@ class FiguresTest(absltest.TestCase):
       self.assertEqual([text for text in written if text not in known], [], f'docs/quality.md, line {cited.line}')
       count += len(written)
     self.assertGreater(count, 60)
+
+  def test_claims_are_judged_by_the_seeds_that_a_grid_reports(self):
+    for name, methods in (('grid_nano.jsonl', 5), ('compare_nano.jsonl', 8)):
+      found = [{run.seed: run.validation_loss for run in runs} for runs in group(papers.runs(name)).values()]
+      self.assertLen(found, methods)
+      self.assertCountEqual(found, prose.compared(name))
 
 
 if __name__ == '__main__':

@@ -235,6 +235,11 @@ def _share_of_time(curve: Sequence[Sequence[float]], other: Sequence[Sequence[fl
   return float(at / end_seconds)
 
 
+def compared(name: str) -> list[Losses]:
+  """Of each method of a file, its final losses at its best."""
+  return [*_compared(_records(name)).values()]
+
+
 def uncarried(section: Section) -> list[str]:
   """The figures of a section's sentences that nothing carries."""
   facts, prose, missing = section.facts(), section.prose(), []
