@@ -167,7 +167,7 @@ class RecipesTest(absltest.TestCase):
     devices, args = self._devices(job)
     self.assertEqual(numbers['completions'] * numbers['nvidia.com/gpu'], devices)
     self.assertEqual({args.processes, numbers['completions'], numbers['parallelism']}, {4})
-    name, of = re.findall(r'name: (\w+)', job)[:2]
+    name, of = re.findall(r'(?:metadata: \{|- )name: (\w+)', job)[:2]
     self.assertTrue(args.coordinator.startswith(f'{name}-{of}-0-0.{name}:'))
 
   def _devices(self, recipe):

@@ -1,4 +1,4 @@
-"""Masks and packed weights of a user's own arrays, divided in any way: what 8 and 64 devices exchange for them."""
+"""What 8 and 64 devices exchange for masks and states: of a user's own arrays, of linen and of nnx models."""
 
 import os
 from pathlib import Path
@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 from absl.testing import absltest, parameterized
+from flax import linen, nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,9 +16,10 @@ import pytest
 
 import sparse24_jax as s24
 from sparse24_jax.binding.origin import MADE_OF
+from sparse24_jax.integration.nnx_states import ATTRIBUTE
 
 LAYERS, D, HIDDEN = 2, 256, 1024
-UP, DOWN = r'layers(/\d)?/up', r'layers(/\d)?/down'
+UP, DOWN = r'layers(/\d)?/up(/kernel)?', r'layers(/\d)?/down(/kernel)?'
 WEIGHTS = f'({UP})|({DOWN})'
 RECIPES = {
   'fst': s24.recipes.transposable_srste(WEIGHTS, masked_decay=0.1),
@@ -47,7 +49,59 @@ def model(params, x):
   return x
 
 
-def exchanged(name, layout, *, stacked, devices):
+class Layer(linen.Module):
+  @linen.compact
+  def __call__(self, x, _=None):
+    h = jnp.square(jax.nn.relu(linen.Dense(HIDDEN, use_bias=False, name='up')(x)))
+    return x + linen.Dense(D, use_bias=False, name='down')(h), None
+
+
+class Layers(linen.Module):
+  """The model in linen: a stack of kernels [in, out] in a scan."""
+
+  @linen.compact
+  def __call__(self, x):
+    axes, rngs = {'params': 0, 'sparse24': 0}, {'params': True, 'mvue': True}
+    return linen.scan(Layer, axes, split_rngs=rngs, length=LAYERS)(name='layers')(x, None)[0]
+
+
+class Pair(nnx.Module):
+  def __init__(self, rngs):
+    self.up = nnx.Linear(D, HIDDEN, use_bias=False, rngs=rngs)
+    self.down = nnx.Linear(HIDDEN, D, use_bias=False, rngs=rngs)
+
+
+class Pairs(nnx.Module):
+  """The model in nnx."""
+
+  def __init__(self, rngs):
+    self.layers = nnx.List([Pair(rngs)])
+
+  def __call__(self, x):
+    for layer in self.layers:
+      x = x + layer.down(jnp.square(jax.nn.relu(layer.up(x))))
+    return x
+
+
+def own_arrays(recipe, stacked, x):
+  shape = jax.ShapeDtypeStruct((LAYERS, HIDDEN, D) if stacked else (HIDDEN, D), jnp.float32)
+  layer = {'up': shape, 'down': shape}
+  params = {'layers': layer if stacked else [layer]}
+  return params, s24.bind(recipe, model, params, x)
+
+
+def of_linen(recipe, stacked, x):
+  assert stacked
+  return jax.eval_shape(Layers().init, jax.random.key(0), x)['params'], recipe
+
+
+def of_nnx(recipe, stacked, x):
+  del x
+  assert not stacked
+  return nnx.state(nnx.eval_shape(lambda: Pairs(nnx.Rngs(0))), nnx.Param), recipe
+
+
+def exchanged(name, layout, *, stacked, devices, params_of=own_arrays):
   """(kind, shapes) of each exchange of an update that chooses masks, and of `sparse_variables`.
 
   The fingerprints beside these are left out, as XLA does in a step that makes and reads them.
@@ -56,23 +110,22 @@ def exchanged(name, layout, *, stacked, devices):
 
   def place(a):
     lead = len(a.shape) - 2
-    divided = a.shape[-2:] == (HIDDEN, D)
-    spec = jax.P(*(None,) * lead, *LAYOUTS[layout]) if divided else jax.P()
+    specs = {(HIDDEN, D): LAYOUTS[layout], (D, HIDDEN): LAYOUTS[layout][::-1]}
+    spec = jax.P(*(None,) * lead, *specs[a.shape[-2:]]) if a.shape[-2:] in specs else jax.P()
     return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=jax.NamedSharding(mesh, spec))
 
-  shape = jax.ShapeDtypeStruct((LAYERS, HIDDEN, D) if stacked else (HIDDEN, D), jnp.float32)
-  layer = {'up': shape, 'down': shape}
-  params = {'layers': layer if stacked else [layer]}
-  bound = s24.bind(RECIPES[name], model, params, jax.ShapeDtypeStruct((64 * devices, D), jnp.float32))
+  params, bound = params_of(RECIPES[name], stacked, jax.ShapeDtypeStruct((64 * devices, D), jnp.float32))
   tx = s24.sparse_training(optax.adam(1e-3), bound, phase='sparse', learning_rate=1e-3)
   state = jax.eval_shape(tx.init, params)
-  assert any(leaf.shape == shape.shape for leaf in jax.tree.leaves(state))
+  assert any(leaf.shape == w.shape for leaf in jax.tree.leaves(state) for w in jax.tree.leaves(params))
   params, state = jax.tree.map(place, (params, state))
   shardings = jax.tree.map(lambda a: a.sharding, (params, state))
   update = jax.jit(tx.update, out_shardings=shardings).lower(params, state, params)
 
   def states(params, state):
     found = s24.sparse_variables(params, state, bound, phase='sparse')
+    if isinstance(found, nnx.State):
+      return found[ATTRIBUTE]['states']
     return {key: value for key, value in found.items() if key != MADE_OF}
 
   variables = jax.jit(states).lower(params, state)
@@ -80,16 +133,18 @@ def exchanged(name, layout, *, stacked, devices):
   return [(kind, re.findall(r'\w+\[([\d,]*)\]', result)) for result, kind in _EXCHANGE.findall(text)]
 
 
-def check(name, layout, *, stacked, devices):
+def check(name, layout, *, stacked, devices, params_of=own_arrays):
   """AssertionError unless all exchanges are sums of counts and scales: a number, or one a layer.
 
-  More devices than `optim._left` samples along an axis hand each other the rows that it looks at, one of a layer each.
+  More devices than `optim._left` samples along an axis hand each other the rows, or columns, that it looks at, one of a
+  layer each.
   """
-  found = exchanged(name, layout, stacked=stacked, devices=devices)
+  found = exchanged(name, layout, stacked=stacked, devices=devices, params_of=params_of)
   assert found, f'{name}: not even flip rates are summed'
-  row = f'{LAYERS},1,{D}' if stacked else f'1,{D}'
+  lead = f'{LAYERS},' if stacked else ''
+  row = rf'{lead}(1,\d+|\d+,1)'
   for kind, shapes in found:
-    sampled = kind == 'collective-permute' and devices > 32 and set(shapes) == {row}
+    sampled = kind == 'collective-permute' and devices > 32 and all(re.fullmatch(row, shape) for shape in shapes)
     sums = kind == 'all-reduce' and set(shapes) <= {'', str(LAYERS)}
     assert sampled or sums, (name, layout, stacked, kind, shapes)
 
@@ -101,16 +156,21 @@ class OnAMeshTest(parameterized.TestCase):
   def test_two_axes_divide_both_sides(self, name):
     check(name, 'both', stacked=True, devices=8)
 
-  @parameterized.product(name=tuple(RECIPES), layout=tuple(LAYOUTS))
-  @pytest.mark.slow
-  def test_all_recipes_and_layouts(self, name, layout):
-    check(name, layout, stacked=False, devices=8)
+  @parameterized.parameters(('s_ste', of_linen), ('s_ste', of_nnx))
+  def test_flax(self, name, params_of):
+    check(name, 'both', stacked=params_of is of_linen, devices=8, params_of=params_of)
 
+  @parameterized.product(name=tuple(RECIPES), layout=tuple(LAYOUTS), params_of=(own_arrays, of_linen, of_nnx))
   @pytest.mark.slow
-  def test_64_devices_and_stacked_layers(self):
+  def test_all_recipes_and_layouts(self, name, layout, params_of):
+    check(name, layout, stacked=params_of is of_linen, devices=8, params_of=params_of)
+
+  @parameterized.parameters(own_arrays, of_linen, of_nnx)
+  @pytest.mark.slow
+  def test_64_devices(self, params_of):
     code = (
-      'from tests.sparse24_jax.binding.on_a_mesh_test import *\nfor name in RECIPES:\n'
-      '  for layout in LAYOUTS:\n    check(name, layout, stacked=True, devices=64)'
+      'from tests.sparse24_jax.binding.on_a_mesh_test import *\nfor name in RECIPES:\n  for layout in LAYOUTS:\n'
+      f'    check(name, layout, stacked={params_of is not of_nnx}, devices=64, params_of={params_of.__name__})'
     )
     flags = {'XLA_FLAGS': '--xla_force_host_platform_device_count=64', 'JAX_DISABLE_MOST_OPTIMIZATIONS': '1'}
     root = Path(__file__).parents[3]
