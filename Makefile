@@ -44,8 +44,7 @@ test:
 	$(MAKE) --jobs 3 --output-sync types fast fast-kernels
 
 test-all: test
-	$(MAKE) --jobs 2 --output-sync slow slow-kernels
-	$(MAKE) test-models
+	$(MAKE) --jobs 2 --output-sync slow slow-kernels test-models
 
 types: $(VENV)/ready
 	$(VENV)/bin/pyright

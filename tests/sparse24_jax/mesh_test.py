@@ -277,7 +277,7 @@ class TypesTest(parameterized.TestCase):
   """What JAX says of programs from their types alone."""
 
   @parameterized.product(policy=('FST', 'FP8'), shape=((2, 2), (4, 1)), layer=('dot', 'ffn'))
-  @pytest.mark.few(4)
+  @pytest.mark.few(2)
   def test_the_gradient_of_divided_features_is_divided_as_they_are(self, policy, shape, layer):
     policy, on = globals()[policy], mesh('Explicit', shape)
     weights = {'up': normal(1, D, HIDDEN), 'down': normal(2, HIDDEN, D)}

@@ -165,6 +165,7 @@ class SameModelTest(parameterized.TestCase):
 class GradientTest(parameterized.TestCase):
 
   @parameterized.parameters(*MODELS)
+  @pytest.mark.few(2)
   def test_straight_through(self, name):
     """The gradient is that of the plain model at the projected weights, for kept and pruned weights alike."""
     model, _, _, v, projected = prepared(name, 'ste')

@@ -53,16 +53,17 @@ class CompositionTest(parameterized.TestCase):
   @parameterized.named_parameters(
     ('alone', lambda tx: tx),
     ('chain', lambda tx: optax.chain(optax.clip_by_global_norm(1.0), tx)),
-    ('nested_chain', lambda tx: optax.chain(optax.scale(2.0), optax.chain(optax.identity(), tx))),
     ('multi_steps', lambda tx: optax.MultiSteps(tx, every_k_schedule=1).gradient_transformation()),
     ('apply_if_finite', lambda tx: optax.apply_if_finite(tx, max_consecutive_errors=3)),
-    ('masked', lambda tx: optax.masked(tx, {'mlp': True, 'head': False})),
     ('partition', lambda tx: optax.partition({'sparse': tx, 'plain': optax.sgd(0.1)},
                                              {'mlp': 'sparse', 'head': 'plain'})),
+    ('nested_chain', lambda tx: optax.chain(optax.scale(2.0), optax.chain(optax.identity(), tx))),
+    ('masked', lambda tx: optax.masked(tx, {'mlp': True, 'head': False})),
     ('inject_hyperparams', lambda tx: optax.inject_hyperparams(
       lambda learning_rate: s24.sparse_training(optax.adam(learning_rate), FST))(learning_rate=RATE)),
     ('with_extra_args', optax.with_extra_args_support),
   )  # fmt: skip
+  @pytest.mark.few(5)
   def test_masks_counters_and_rates_move_as_alone(self, wrap):
     """Whatever is around it, the sparse weight's masks, rates and variables are found and refreshed on time."""
     tx = wrap(adam())
@@ -203,6 +204,7 @@ class PhasesTest(parameterized.TestCase):
     ('s_ste', s24.recipes.s_ste(RULE), lambda phase: optax.adam(0.1)),
     ('step', s24.recipes.step(RULE), lambda phase: s24.step_adam(0.1, phase=phase)),
   )
+  @pytest.mark.few
   def test_one_state_and_one_compilation_for_each_phase(self, recipe, inner):
     txs = {p: s24.sparse_training(inner(p), recipe, phase=p, learning_rate=0.1) for p in ('dense', 'sparse')}
     steps = {phase: Counted(tx) for phase, tx in txs.items()}

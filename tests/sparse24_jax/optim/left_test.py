@@ -59,6 +59,7 @@ class LeftTest(parameterized.TestCase):
     ('frozen_behind', lambda: optax.chain(wrapped(), optax.set_to_zero())),
     ('averaged_around', lambda: optax.contrib.schedule_free(wrapped(), learning_rate=1e-3, b1=0.9)),
   )  # fmt: skip
+  @pytest.mark.few(2)
   def test_updates_that_are_changed_behind_the_wrapper(self, make):
     params, state = trained(make(), params_of())
     for ask in (
