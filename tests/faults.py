@@ -235,6 +235,52 @@ def scripts(lab: Lab) -> Outcomes:
     yield 'survived' if quoted else ('refused' if status == 1 else 'lost')
 
 
+def other_fields(lab: Lab) -> Outcomes:
+  """Fields of another kind, or gone, each in a copy of a run."""
+  for name, field, value in (
+    ('config.json', 'steps', 10**12), ('config.json', 'model', []), ('config.json', 'label', None),
+    ('summary.json', 'seconds', '9'), ('environment.json', 'versions', 3),
+  ):
+    folder = lab.new()
+    shutil.copytree(lab.whole(), folder)
+    (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | {field: value}))
+    told = rf'{folder / name}: {field} is .* must be'
+    yield refused(('report', str(folder), '--out', str(lab.folder / 'r.html')), told)
+
+
+def links(lab: Lab) -> Outcomes:
+  """Links in a run from elsewhere, to a file of the user."""
+  mine = lab.folder / 'mine'
+  mine.write_text('mine')
+  for name in ('.lock', 'events.jsonl'):
+    folder = lab.cut(15)
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(mine)
+    outcome = raises(ValueError, f'{name} is a link', lambda folder=folder: lab.train(folder))
+    yield outcome if mine.read_text() == 'mine' else f'lost: {mine.read_text()}'
+
+
+def other_masks(lab: Lab) -> Outcomes:
+  save = checkpoint.Checkpoints.save
+
+  def save_another(checkpoints, step, params, opt_state, meta):
+    ones = jax.tree.map(lambda x: jax.numpy.ones_like(x) if x.dtype == bool else x, opt_state)
+    return save(checkpoints, step, params, ones, meta)
+
+  with mock.patch.object(checkpoint.Checkpoints, 'save', save_another):
+    folder = lab.cut(15)
+  yield raises(ValueError, 'the mask of .* keeps 4 of four', lambda: lab.train(folder))
+  yield refused(('eval', str(folder)), 'the mask of .* keeps 4 of four')
+
+
+def code_as_data(lab: Lab) -> Outcomes:
+  code, file, ran = lab.folder / 'evil.py', lab.folder / 'evil.toml', lab.folder / 'ran'
+  code.write_text(f'open({str(ran)!r}, "w")')
+  file.write_text(f'base = "{code}"')
+  outcome = refused(('flops', '--config', str(file)), 'evil.toml: base is')
+  yield outcome if not ran.exists() else 'lost: it ran'
+
+
 CASES: dict[str, tuple[str, Callable[[Lab], Outcomes]]] = {
   'SIGKILL at a random step, then the same command': ('the bits of a run that was not killed', killed),
   'SIGTERM at a random step, then the same command': ('the same bits; the step was saved', told_to_stop),
@@ -262,6 +308,10 @@ CASES: dict[str, tuple[str, Callable[[Lab], Outcomes]]] = {
   'a NaN batch in one of 2 processes: stop, skip, roll back': ('refused; the others go on', bad_batch_of_two),
   'names that leave the folder, patterns that never end': ('refused', hostile),
   'a script in the configuration of a run': ('quoted in the report', scripts),
+  'fields of another kind in the files of a run': ('refused, by file and field', other_fields),
+  'links in the place of files that a run writes': ('refused, nothing is written', links),
+  'masks that are not 2:4 in a checkpoint with right checksums': ('refused', other_masks),
+  'a program as the base of an experiment in TOML': ('refused, not run', code_as_data),
 }  # fmt: skip
 
 
