@@ -70,8 +70,8 @@ class ReportTest(parameterized.TestCase):
     folder, evil = temp_folder(self), '<script>alert(1)</script>'
     file = write_run(folder, 'fst', 0, 1.4) / 'config.json'
     config = json.loads(file.read_text())
-    section = config[keys[0]] if len(keys) > 1 else config
-    section[keys[-1]] = {'masked_decay': 1e-4, evil: 1} if keys[-1] == 'kwargs' else evil
+    *section, key = keys
+    (config[section[0]] if section else config)[key] = {'masked_decay': 1e-4, evil: 1} if key == 'kwargs' else evil
     file.write_text(json.dumps(config))
     try:
       path = report.write_report([folder], Path(folder, 'r.html'))
