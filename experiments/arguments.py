@@ -115,7 +115,8 @@ def make_parser() -> argparse.ArgumentParser:
   generate.add_argument('--step', type=int, help='which checkpoint (default: the newest)')
 
   cloze = commands.add_parser('cloze', help='questions to a trained language model: which text goes on here?')
-  cloze.add_argument('run', help='a run folder')
+  cloze.add_argument('runs', nargs='+', metavar='run', help='a run folder')
+  cloze.add_argument('--results', help='JSON-lines file to which a record a run is added')
   cloze.add_argument(
     '--file', help='JSON lines with context, choices and answer, the number of the right one from 0 (default: made of '
     'held-out text, four choices each)',

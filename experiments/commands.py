@@ -5,6 +5,7 @@ A command imports what it needs when it runs, so that none waits for the librari
 
 import argparse
 import importlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -59,19 +60,27 @@ def _generate(args: argparse.Namespace) -> None:
 
 
 def _cloze(args: argparse.Namespace) -> None:
-  from experiments.runs import inspection, language
+  from experiments.runs import inspection, language, records
+  from experiments.runs.environment import environment, without_folders
 
-  loaded = inspection.load(args.run, step=args.step)
-  data = loaded.parts.data
-  if args.file:
-    items = language.read_items(args.file, data.tokenizer)
-  else:
-    items = list(language.held_out_items(data, args.questions))
-  values = language.cloze(loaded, items)
-  print(
-    f'step {int(loaded.state.step)}, {loaded.phase} phase: {values["accuracy"]:.3f} of {values["questions"]:.0f} '
-    f'questions right, {values["accuracy_by_mean"]:.3f} by the mean of a token; chance is {values["chance"]:.3f}'
-  )
+  for run in args.runs:
+    loaded = inspection.load(run, step=args.step)
+    data, step = loaded.parts.data, int(loaded.state.step)
+    if args.file:
+      items = language.read_items(args.file, data.tokenizer)
+    else:
+      items = list(language.held_out_items(data, args.questions))
+    values = language.cloze(loaded, items)
+    print(
+      f'{run}: step {step}, {loaded.phase} phase: {values["accuracy"]:.3f} of {values["questions"]:.0f} '
+      f'questions right, {values["accuracy_by_mean"]:.3f} by the mean of a token; chance is {values["chance"]:.3f}'
+    )
+    if args.results:
+      of = records.read_run(run)
+      known = {'bench': 'cloze', 'method': of.method, 'label': of.label, 'seed': of.seed, 'steps': step}
+      known |= {'validation_loss': of.validation_loss, 'measures': values, **without_folders(environment())}
+      with Path(args.results).open('a') as file:
+        file.write(json.dumps(known) + '\n')
 
 
 def _inspect(args: argparse.Namespace) -> None:

@@ -1,5 +1,6 @@
 """What a trained language model goes on with, and what it finds likelier; fine-tuning from a run."""
 
+import json
 from pathlib import Path
 from unittest import mock
 
@@ -14,6 +15,7 @@ from experiments.tasks.language import NEXT_TOKEN
 import sparse24_jax as s24
 from tests.experiments.cli_test import call
 from tests.experiments.fakes import compile_quickly, fake_data, temp_folder
+from tests.experiments.reports.run_folders import write_run
 
 _ALPHABET = b'abcdefgh'
 
@@ -137,6 +139,21 @@ _MAKE_PARTS = build.make_parts
 
 
 class CommandTest(absltest.TestCase):
+  def test_cloze_of_several_runs_with_a_record_each(self):
+    folder = Path(temp_folder(self))
+    runs = [str(write_run(str(folder), 'fst', seed, 1.0 + seed)) for seed in (0, 1)]
+    (folder / 'q').write_text('{"context": "ab", "choices": ["cd", "ba"], "answer": 0}\n')
+    loaded = mock.Mock(parts=_Parts(), phase='dense', state=mock.Mock(step=20))
+    with (
+      mock.patch.object(language, '_model_of', lambda loaded: alphabet),
+      mock.patch.object(inspection, 'load', lambda run, step: loaded),
+    ):
+      status, out, _ = call('cloze', *runs, '--file', str(folder / 'q'), '--results', str(folder / 'r'))
+    self.assertEqual((status, out.count('1.000 of 1 questions right')), (0, 2))
+    found = [json.loads(line) for line in (folder / 'r').read_text().splitlines()]
+    self.assertEqual([(r['seed'], r['validation_loss'], r['steps']) for r in found], [(0, 1.0, 20), (1, 2.0, 20)])
+    self.assertEqual({(r['measures']['accuracy'], r['label']) for r in found}, {(1.0, 'FST')})
+
   def test_generate_and_cloze_of_a_folder_that_is_none(self):
     for command in ('generate', 'cloze'):
       status, _, err = call(command, '/nonexistent')
