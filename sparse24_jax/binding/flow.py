@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 from sparse24_jax.binding import _jax
 
+UNSURE = -1
+
 
 class Weight(NamedTuple):
   """One of the weights that are followed.
@@ -18,10 +20,18 @@ class Weight(NamedTuple):
   Attributes:
     folder: of the tree that it lies in, as there may be averages and copies.
     path: in that tree.
+    update: by which of the program it was made; 0 as it goes in, `UNSURE` of one that may have changed nothing, and of
+      states that the optimizer does not keep.
   """
 
   folder: str
   path: str
+  update: int = 0
+
+  @property
+  def name(self) -> tuple[str, str]:
+    """Of the weight after whichever update."""
+    return self.folder, self.path
 
 
 class Marks(NamedTuple):
@@ -42,6 +52,11 @@ class Marks(NamedTuple):
   reads: int = 0
   touched: int = 0
   updates: frozenset[Weight] = frozenset()
+
+  def of_update(self, number: int) -> 'Marks':
+    """The same of states and updates that this one of a program's updates made."""
+    states, updates = ({w._replace(update=number) for w in each} for each in (self.states, self.updates))
+    return self._replace(states=frozenset(states), updates=frozenset(updates))
 
 
 class Read(NamedTuple):
@@ -142,14 +157,15 @@ class _Flow(NamedTuple):
       return self._loop(params['body_jaxpr'], given[n:], given[n + m :], outs)
     if name == 'cond':
       branches = [self.through(branch, given[1:]) for branch in params['branches']]
-      return [_union(marks) for marks in zip(*branches, strict=True)]
+      return [_chosen(marks) for marks in zip(*branches, strict=True)]
     if name in _CALLS and inner is not None:
       return self.through(inner, given)
     if name == 'optimization_barrier':
       return list(given)
     if (called := _jax.checkpoint_name_of(equation)) is not None:
-      self.named.setdefault(called, []).extend(given)
-      return [self.made[called]] if called in self.made else list(given)
+      before = self.named.setdefault(called, [])
+      before.extend(given)
+      return [self.made[called].of_update(len(before))] if called in self.made else list(given)
     if name in _MATMULS:
       return [self._matmul(equation, given, given[:2])] * outs
     if _is_kernel(name) and any(mark.sparse for mark in given):
@@ -181,20 +197,41 @@ def _made(name: str, given: Sequence[Marks]) -> Marks:
     return Marks(states=found.states | found.sparse, reads=found.reads)  # not made of entries
   if name in _SUMS:
     for mark in given:
-      if mark.dense & found.updates:  # the weights of the next step
-        return Marks(mark.dense & found.updates, touched=mark.touched)
+      if updated := _updated(mark.dense, found.updates):  # the weights of the next step
+        return Marks(updated, touched=mark.touched)
     found = found._replace(updates=frozenset())
+    names = frozenset.intersection(*(frozenset(w.name for w in mark.dense | mark.sparse) for mark in given))
     return found._replace(
       dense=frozenset.intersection(*(mark.dense for mark in given)),
-      sparse=frozenset.intersection(*(mark.dense | mark.sparse for mark in given)) & found.sparse,
+      sparse=frozenset(w for w in found.sparse if w.name in names),
     )
   if name in _LAID_OVER or _is_kernel(name):  # one that is given a weight and its state packs it
-    laid = frozenset(
-      key for i, mark in enumerate(given) for key in mark.dense
-      if any(key in other.states | other.sparse for j, other in enumerate(given) if j != i)
-    )  # fmt: skip
-    return found._replace(dense=found.dense - laid, states=found.states - laid, sparse=found.sparse | laid)
+    found = _chosen(given[1:] if name == 'select_n' else given, found)
+    covered, laid = set(), set()
+    for i, mark in enumerate(given):
+      for key in mark.dense:
+        others = (other.states | other.sparse for j, other in enumerate(given) if j != i)
+        if states := {state for each in others for state in each if state.name == key.name}:
+          covered.add(key.name)
+          laid |= states & {key} or states  # of a state of another step, by which step that is
+    dense, states = ({w for w in each if w.name not in covered} for each in (found.dense, found.states))
+    return found._replace(dense=frozenset(dense), states=frozenset(states), sparse=found.sparse.union(laid))
   return found
+
+
+def _updated(dense: frozenset[Weight], updates: frozenset[Weight]) -> frozenset[Weight]:
+  """What weights are after their updates, and still if these may be none."""
+  names = {w.name for w in dense} & {w.name for w in updates}
+  after = {w for w in updates if w.name in names and w.update != UNSURE}
+  unsure = {w.name for w in updates if w.update == UNSURE}
+  return frozenset(after | {w for w in dense if w.name in names & unsure})
+
+
+def _chosen(marks: Sequence[Marks], union: Marks | None = None) -> Marks:
+  """Of values among which a run chooses: an update that only some of them have may be none."""
+  found = union or _union(marks)
+  unsure = (w for w in found.updates if not all(w in mark.updates for mark in marks))
+  return found._replace(updates=found.updates.union(w._replace(update=UNSURE) for w in unsure))
 
 
 def _is_kernel(name: str) -> bool:

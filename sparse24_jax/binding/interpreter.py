@@ -100,6 +100,14 @@ class _Interpreter:
     marks = [value.mark for value in values]
     if not any(marks):
       return _with_norms(out, values)
+    if name in _EACH_AS_IT_IS:
+      for one, value in zip(out, values, strict=True):
+        one.mark, one.state = value.mark, value.state
+      if any(value.unscaled is not None for value in values):
+        stored = _jax.rebind(equation, [value.stored for value in values])
+        for one, value, unscaled in zip(out, values, stored, strict=True):
+          one.unscaled = None if value.unscaled is None else unscaled
+      return _with_norms(out, values)
     views = follow(equation, arrays, [mark if isinstance(mark, View) else None for mark in marks])
     if views is not None:
       for value, view in zip(out, views, strict=True):
@@ -232,6 +240,8 @@ def _custom(self: _Interpreter, equation: Any, values: list[Value]) -> list[Valu
   return self._rebound(equation, values)
 
 
+# Whole trees of parameters go through these.
+_EACH_AS_IT_IS = frozenset(('device_put', 'optimization_barrier'))
 _INSIDE: Mapping[str, Callable[[_Interpreter, Any, list[Value]], list[Value]]] = {
   'jit': calls.inlined,
   'checkpoint': calls.checkpoint,

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from pallas_kernels._dispatch import log_once
-from sparse24_jax.binding.flow import Read, Weight
+from sparse24_jax.binding.flow import Read, UNSURE, Weight
 from sparse24_jax.binding.state import NNX_STATES
 from sparse24_jax.binding.tracing import is_array, trace
 from sparse24_jax.integration.step_weights import Argument, arguments_of, follow_updates, is_ours, ReadBy
@@ -51,7 +51,7 @@ def check_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckedSt
   that the update of `sparse_training` is given is followed to the matmuls that read it, and these to the gradients of
   that update; of several steps in one program, a loop of Python say, every update. What does not reach them does not
   count: a metric, an evaluation of an average of the weights. Variables that are made once, before a Python loop of
-  steps, pass: only a run shows that those of its second step are stale, whose forward is NaN. Nothing is computed or
+  steps, are an error in its second one; before a scan of steps they pass, and the run has NaN. Nothing is computed or
   donated; shapes are enough.
 
   Args:
@@ -66,8 +66,8 @@ def check_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckedSt
 
   Raises:
     ValueError: the gradient comes through a matmul that reads a weight as it is, with the line (that of a penalty on
-      the product of a weight, too), or through none that reads it sparse; or the step makes no update; or there is no
-      state of `sparse_training` among the arguments, or no parameters for it.
+      the product of a weight, too), or through none that reads it sparse, or by the mask of an update before; or the
+      step makes no update; or there is no state of `sparse_training` among the arguments, or no parameters for it.
 
   >>> import jax, jax.numpy as jnp, optax, sparse24_jax as s24
   >>> params, recipe, x = {'w': jnp.ones((8, 4))}, s24.recipes.ste('w'), jnp.ones((2, 8))
@@ -165,7 +165,9 @@ def _problem(trained: Set[Weight], reads: Sequence[Read]) -> str | None:
       'the update of sparse_training is given a weight that is no argument of the step, or a sum of one with something'
       ' else: give it the parameters as the step has them'
     )
-  dense, sparse = (', '.join(read.line for read in reads if read.sparse is kind) for kind in (False, True))
+  dense, sparse = (
+    ', '.join(dict.fromkeys(read.line for read in reads if read.sparse is kind)) for kind in (False, True)
+  )
   if dense and sparse:
     return (
       f'the step reads it dense at {dense}, and sparse at {sparse}, and the gradient comes through both, while its'
@@ -178,5 +180,12 @@ def _problem(trained: Set[Weight], reads: Sequence[Read]) -> str | None:
     return (
       'no matmul of the step reads it under its mask on the way to the gradient: the loss does not look at it, changes'
       ' it first, or takes a mask that is not computed from the arguments of this step'
+    )
+  # Of a copy nothing is known, nor of a state that comes with another argument.
+  of_updates = {read.weight.update for read in reads if read.weight.name in {weight.name for weight in trained}}
+  if of_updates and of_updates.isdisjoint({UNSURE, *(weight.update for weight in trained)}):
+    return (
+      f'at {sparse} the step reads it under the mask of an update before: call sparse_variables in front of each'
+      ' forward, with the parameters and the optimizer state that the update before returned'
     )
   return None

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from sparse24_jax.binding.flow import follow_weights, Found, Marks, Read, Weight
+from sparse24_jax.binding.flow import follow_weights, Found, Marks, Read, UNSURE, Weight
 from sparse24_jax.binding.origin import MADE_OF, NNX_MADE_OF
 from sparse24_jax.binding.tracing import is_array
 from sparse24_jax.optim import name_of, SparseTrainingState
@@ -31,7 +31,8 @@ class Argument(NamedTuple):
     """Of it, where parameters are in these folders."""
     if self.weight is not None:
       return Marks(dense=frozenset((self.weight,) if self.weight.folder in folders else ()))
-    return _state(self.state_of, folders) if self.state_of else Marks()
+    found = _state(self.state_of, folders) if self.state_of else Marks()
+    return found if self.ours else found.of_update(UNSURE)
 
 
 def _state(path: str, folders: Iterable[str]) -> Marks:
@@ -108,11 +109,12 @@ def _reads(
   path: str, trained: Set[Weight], reads: Sequence[Read], touched: Set[Weight], found: Found
 ) -> Sequence[Read]:
   """The matmuls of a weight on the way to the gradients, which are made by `reads` and of the weights `touched`."""
-  mine = [read for read in reads if read.weight in trained]
-  if mine or trained & touched:
+  names = {weight.name for weight in trained}
+  mine = [read for read in reads if read.weight.name in names]
+  if mine or names & {weight.name for weight in touched}:
     return mine
   # Of one matmul and a linear loss, the gradient does not depend on the weight.
-  if mine := [read for read in found.reads if read.weight in trained]:
+  if mine := [read for read in found.reads if read.weight.name in names]:
     return mine
   # A weight that nothing is computed from has a copy that is, in fewer bits say.
   return [read for read in reads if read.weight.path == path]

@@ -81,6 +81,16 @@ SPARSE_WINS = dict(
 
 class ChoiceTest(parameterized.TestCase):
 
+  def test_sizes_are_along_the_axes_that_a_model_reads(self):
+    params, x = {'w': jax.ShapeDtypeStruct((4, 3072, 768), 'bfloat16')}, jax.ShapeDtypeStruct((64, 768), 'bfloat16')
+    recipe = s24.recipes.transposable_srste('w', masked_decay=0.0)
+    bound = s24.bind(recipe, lambda p, x: jnp.einsum('td,efd->tef', x, p['w']), params, x)
+    (layer,) = s24.where_it_pays(params, bound, tokens=4096, device=H100.slug)
+    self.assertEqual((layer.shape, layer.layers), ((768, 4 * 3072), 1))
+    params = struct(768, 4 * 3072, dtype='bfloat16')
+    (by_itself,) = s24.where_it_pays(params, RECIPES['fst'], tokens=4096, device=H100.slug)
+    self.assertEqual(layer.roles, by_itself.roles)
+
   @parameterized.product(recipe=list(RECIPES), tokens=(512, 2048, 16384), dtype=('bfloat16', 'float16', 'float32'))
   def test_is_that_of_the_plan(self, recipe, tokens, dtype):
     recipe = RECIPES[recipe]

@@ -201,6 +201,7 @@ class BindTest(parameterized.TestCase):
     ('both_ways', lambda w, x: (x @ w) @ w.T, 'in different ways, in [01], out [01] at .* and in [01], out [01] at'),
     ('carried', lambda w, x: jax.lax.scan(lambda w, _: (w + 1, x @ w), w, None, length=2)[1], 'the carry of a scan'),
     ('own_derivative', OWN, 'custom_vjp_call, whose derivative is its own'),
+    ('own_forward_derivative', lambda w, x: x @ jax.nn.relu(w), 'custom_jvp_call, whose derivative is its own'),
     ('ragged_rows', lambda w, x: jax.lax.ragged_dot(w, x[:, :, None], jnp.array([8, 0, 8, 0])), 'the ragged operand'),
     ('by_hand', lambda w, x: (x[:, :, None] * w[None]).sum(1), 'mul at .*, then reduce_sum at'),
     ('returned_by_a_checkpoint', lambda w, x: x @ jax.checkpoint(lambda w: -w)(w), 'what a checkpoint returns at '),

@@ -107,6 +107,7 @@ def _twice(p, x):
 
 
 def _remat(p, x):
+  p, x = jax.lax.optimization_barrier((jax.device_put(p), x))
   return jax.checkpoint(relu_mlp, policy=jax.checkpoint_policies.dots_saveable)(p, x)
 
 
@@ -130,7 +131,7 @@ def _scaled_experts(p, x):
 
 
 def _scaled_before_a_scan(p, x):
-  return jax.checkpoint(_scan_over(0))(jax.tree.map(lambda w: 0.7 * w, p), x)
+  return jax.checkpoint(_scan_over(0))(jax.lax.optimization_barrier(jax.tree.map(lambda w: 0.7 * w, p)), x)
 
 
 MLP, STACKED = {'up': (16, 32), 'down': (32, 16)}, {'up': (3, 16, 32), 'down': (3, 32, 16)}

@@ -161,6 +161,21 @@ class TransformTest(parameterized.TestCase):
       text = str(jax.make_jaxpr(jax.grad(sparse))(params, variables, key, x))
       self.assertLen(re.findall(r"sharding_constraint\[[^]]*NamedSharding[^]]*spec=P\('d'", text), expected)
 
+  def test_a_call_keeps_how_its_arguments_and_results_are_divided(self):
+    """It is inlined, and with it the shardings that it was told."""
+    mesh = jax.make_mesh((2,), ('d',), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    columns, rows = (jax.NamedSharding(mesh, jax.P(*spec)) for spec in ((None, 'd'), ('d', None)))
+    call = jax.jit(lambda w, x: x @ w, in_shardings=(columns, None), out_shardings=rows)
+    params, x = {'w': jnp.ones((16, 8))}, jnp.ones((4, 16))
+    bound = s24.bind(s24.recipes.ste('w'), lambda p, x: call(p['w'], x), params, x)
+    variables, sparse = s24.sparse_variables(params, None, bound), s24.sparsify(lambda p, x: call(p['w'], x), bound)
+    program = jax.make_jaxpr(sparse)(params, variables, None, x)
+    found = [e for e in program.eqns if e.primitive.name == 'sharding_constraint']
+    self.assertEqual(
+      [(e.outvars[0].aval.shape, e.params['sharding'].spec) for e in found],
+      [((16, 8), columns.spec), ((4, 8), rows.spec)],
+    )
+
   def test_a_layer_that_is_not_there(self):
     """`jnp.take` fills with NaN behind the last entry, whatever mask or packed operand is there."""
     params, x = jax.tree.map(lambda a: np.asarray(a).astype(jnp.bfloat16), arguments('scan'))

@@ -145,6 +145,33 @@ class CheckStepTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, '^down: in update 2 of 2, the step reads it dense at .*\nup: in update 2'):
       s24.check_step(jax.jit(functools.partial(steps, each=(sparse, plain))), params, state, X)
 
+  @parameterized.product(name=('ste', 's_ste', 'packed'), gathered=(False, True))
+  @pytest.mark.few(3)
+  def test_masks_that_are_made_once_before_a_python_loop(self, name, gathered):
+    """Stale in its second step; right where steps are micro-batches of one update."""
+    recipe = RECIPES[name]
+    tx = s24.sparse_training(optax.adamw(1e-3), recipe)
+    tx = optax.MultiSteps(tx, 2) if gathered else tx
+    sparse = s24.sparsify(loss, recipe)
+
+    def steps(params, state, x, *, once):
+      for i in range(2):
+        if not i or not once:
+          variables = s24.sparse_variables(params, state, recipe)
+        updates, state = tx.update(jax.grad(sparse)(params, variables, jax.random.key(i), x), state, params)
+        params = optax.apply_updates(params, updates)
+      return params, state
+
+    given = jax.tree.map(lambda a: a.astype(jnp.bfloat16), (params_of(), X))
+    params, x = jax.eval_shape(lambda: given)
+    check = functools.partial(s24.check_step, params=params, state=jax.eval_shape(tx.init, params), x=x)
+    check(functools.partial(steps, once=False))
+    if gathered:
+      check(functools.partial(steps, once=True))
+    else:
+      with self.assertRaisesRegex(ValueError, '^down, up: in update 2 of 2, at .* under the mask of an update before'):
+        check(functools.partial(steps, once=True))
+
   def test_one_weight_of_two(self):
     with self.assertRaises(ValueError) as error:
       checked(RECIPES['fst'], 'half')

@@ -52,6 +52,15 @@ class Einsum(nn.Module):
     return jnp.einsum('td,ndh->tnh', x, self.param('w', INIT, (2, 16, 8)))
 
 
+class Conv1D(nn.Module):
+  """As in Hugging Face's GPT-2: a kernel [out, in], turned around in the forward."""
+
+  @nn.compact
+  def __call__(self, x):
+    kernel = self.param('kernel', INIT, (32, 16))
+    return jax.lax.dot_general(x, kernel.transpose(), (((1,), (0,)), ((), ())))
+
+
 def kept(w, axis=-2):
   """The larger two of each four along an axis, in NumPy."""
   w = np.moveaxis(np.asarray(w, np.float64), axis, -1)
@@ -77,6 +86,7 @@ ROWS = {
     nnx.bridge.to_linen(Mlp), lambda p, x: relu(x @ kept(p['up']['kernel'])) @ kept(p['down']['kernel'])
   ),
   'einsum': (Einsum(), lambda p, x: np.einsum('td,ndh->tnh', x, kept(p['w']))),
+  'conv1d': (Conv1D(), lambda p, x: x @ kept(p['kernel'], -1).T),
 }  # fmt: skip
 
 
@@ -89,12 +99,13 @@ class RowsTest(parameterized.TestCase):
     params = model.init(jax.random.key(1), X)['params']
     recipe = s24.recipes.ste('.*(w|kernel)')
     bound = s24.bind(recipe, lambda p, x: model.apply({'params': p}, x), params, X)
-    for given in (bound,) if name == 'einsum' else (recipe, bound):
+    for given in (bound,) if name in ('einsum', 'conv1d') else (recipe, bound):
       variables = {'params': params, 'sparse24': s24.sparse_variables(params, None, given)}
       found = s24.sparsify(model, given).apply(variables, X)
       np.testing.assert_allclose(found, expected(params, np.asarray(X, np.float64)), rtol=1e-3, atol=1e-7)
-    if name == 'einsum':
-      with self.assertRaisesRegex(ValueError, r'w of shape \(2, 16, 8\): the model reads it as in 1, out 0 2.*bind'):
+    if name in ('einsum', 'conv1d'):
+      where = r'w of shape \(2, 16, 8\): .* in 1, out 0 2' if name == 'einsum' else r'kernel of .*: .* in 1, out 0'
+      with self.assertRaisesRegex(ValueError, where + '.*bind'):
         s24.sparsify(model, recipe).apply(variables, X)
 
   def test_frozen_weights_that_a_rule_matches(self):
