@@ -96,6 +96,8 @@ def model_config(config: Config, sizes: Mapping[str, Any]) -> Any:
     TypeError: the model section has a field that the model does not.
     ValueError: sizes that do not fit together.
   """
+  if 'size' not in config.model:
+    raise ValueError("model section: it has no 'size'")
   fields = {key: value for key, value in config.model.to_dict().items() if key not in ('family', 'size')}
   if 'vocab_size' in sizes:
     vocab = math.ceil(sizes['vocab_size'] / config.vocab_multiple) * config.vocab_multiple
@@ -115,9 +117,11 @@ def make_parts(config: Config, *, data: Any = None) -> Parts:
   Raises:
     ValueError: settings that do not fit together, or data that is not there; says which.
   """
-  for key in ('steps', 'accumulate', 'log_every', 'eval_every', 'eval_batches'):
-    if config[key] < 1:
-      raise ValueError(f'{key} is {config[key]}; it must be 1 or more')
+  counted = ('steps', 'accumulate', 'log_every', 'eval_every', 'eval_batches', 'vocab_multiple')
+  counts = {key: config[key] for key in counted} | {f'mesh.{axis}': size for axis, size in config.mesh.items()}
+  for key, count in counts.items():
+    if count < 1:
+      raise ValueError(f'{key} is {count}; it must be 1 or more')
   if config.checkpoint_every < 0:
     raise ValueError(f'checkpoint_every is {config.checkpoint_every}; it must be 1 or more, or 0 for no checkpoints')
   for key in ('eval_every', 'checkpoint_every'):
@@ -146,11 +150,12 @@ def make_parts(config: Config, *, data: Any = None) -> Parts:
     model = model_config(config, task.sizes(data))
     for dtype in (model.dtype, model.param_dtype):
       jnp.dtype(dtype)
-  except TypeError as error:
+    too_long = config.data.seq_len > model.seq_len
+  except (TypeError, ArithmeticError) as error:
     raise ValueError(f'model section: {error}') from error
   if model.attention == 'cudnn' and jax.default_backend() != 'gpu':
     raise ValueError("model.attention is 'cudnn', which needs an NVIDIA GPU; set model.attention=xla, or use --tiny")
-  if config.data.seq_len > model.seq_len:
+  if too_long:
     raise ValueError(f'data.seq_len {config.data.seq_len} is longer than the model takes, {model.seq_len}')
   parts = Parts(config, make_model(model), recipe, data, mesh, task)
   for phase in recipe.phases:

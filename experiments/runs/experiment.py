@@ -22,7 +22,7 @@ from experiments import configs
 
 _SHARED = ('base', 'gpt2')
 # Fields that the config.json of an older run may lack.
-_LATER = ('bad_numbers', 'task', 'init_from')
+_LATER = ('bad_numbers', 'task', 'init_from', 'mesh.model', 'recipe.dense_from', 'recipe.implementation')
 _NAME = re.compile(r'[A-Za-z0-9][A-Za-z0-9_+.-]*')
 
 # A `ConfigDict`, whose fields have no static types.
@@ -78,7 +78,7 @@ def _from_data(path: Path, tiny: bool) -> Config:
   if base not in (known := known_experiments()):  # never a file: that could be code
     raise ValueError(f'{path}: base is {base!r}; known: {", ".join(known)}')
   config = load_config(base, tiny=tiny)
-  if whole and (missing := [key for key in config if key not in fields and key not in _LATER]):
+  if whole and (missing := [key for key in _missing(config, fields) if key not in _LATER]):
     raise ValueError(f'{path} names no base, and lacks {", ".join(missing)}; add base, the name of an experiment')
   for key, value in fields.items():
     if key in ('model', 'methods') and isinstance(value, dict):
@@ -90,6 +90,15 @@ def _from_data(path: Path, tiny: bool) -> Config:
     else:
       _assign(config, key, value)
   return config
+
+
+def _missing(config: Config, fields: Mapping[str, Any]) -> list[str]:
+  """The fields of an experiment that a file does not have, 'section.key'; sections that take any field are whole."""
+  missing = [key for key in config if key not in fields]
+  for key in ('data', 'optimizer', 'mesh', 'recipe'):
+    section = fields.get(key)
+    missing += [f'{key}.{name}' for name in config[key] if isinstance(section, dict) and name not in section]
+  return missing
 
 
 def apply_override(config: Config, override: str) -> None:
@@ -118,11 +127,18 @@ def _assign(config: Config, key: str, value: Any) -> None:
   if last not in node and not open_ended:
     raise ValueError(f'--set {key}: no field {last!r}; known: {", ".join(node)}')
   try:
+    if value is None and not open_ended and _needs_a_value(key, node[last]):
+      raise TypeError
     with node.unlocked():
       node[last] = ConfigDict(value) if isinstance(value, dict) else value
   except TypeError as error:
     kinds = ('a section' if isinstance(v, ConfigDict) else type(v).__name__ for v in (node[last], value))
     raise ValueError('--set {}={}: it takes {}, found {}'.format(key, value, *kinds)) from error
+
+
+def _needs_a_value(key: str, old: Any) -> bool:
+  """Whether a field may not be None, which a `ConfigDict` takes in every place; names of folders and limits may."""
+  return key == 'name' or (isinstance(old, ConfigDict | int | float) and key != 'data.max_tokens')
 
 
 def refuse_overrides(overrides: Sequence[str], refused: Mapping[str, str]) -> None:

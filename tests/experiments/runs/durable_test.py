@@ -146,6 +146,12 @@ class DataFileTest(absltest.TestCase):
     file, config = Path(temp_folder(self), 'config.json'), tiny('transposable_srste', {'masked_decay': 1e-4})
     file.write_text(json.dumps(config.to_dict()))
     self.assertEqual(experiment.load_config(str(file)).to_dict(), config.to_dict())
+    for section, name in (('data', 'batch_size'), ('optimizer', 'b2')):  # which another default would stand in for
+      fields = config.to_dict()
+      del fields[section][name]
+      file.write_text(json.dumps(fields))
+      with self.assertRaisesRegex(ValueError, f'names no base, and lacks {section}.{name}; add base'):
+        experiment.load_config(str(file))
     file.write_text('{"steps": 3}')
     with self.assertRaisesRegex(ValueError, 'names no base, and lacks'):
       experiment.load_config(str(file))

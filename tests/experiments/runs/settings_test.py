@@ -33,6 +33,10 @@ class SettingsTest(parameterized.TestCase):
     ('model.dtype=bf16', 'model section: .*bf16'),
     ('model.attention=cudnn', 'cudnn.* needs an NVIDIA GPU; set model.attention=xla'),
     ('optimizer.warmup_steps=1000', r'optimizer\.warmup_steps is 1000; it must be less than steps, \d+'),
+    ('mesh.fsdp=0', 'mesh.fsdp is 0; it must be 1 or more'),
+    ('vocab_multiple=0', 'vocab_multiple is 0; it must be 1 or more'),
+    ('model.num_heads=0', 'model section: .*zero'),
+    ("model={'num_layers': 1}", "model section: it has no 'size'"),
     ('model.seq_len=8', 'data.seq_len 16 is longer than the model takes, 8'),
   )
   def test_bad_settings(self, override, message):
@@ -48,6 +52,9 @@ class SettingsTest(parameterized.TestCase):
     ('optimiser.b1=3', "no section 'optimiser'"),
     ('steps=many', 'steps=many: it takes int, found str'),
     ('optimizer=3', 'optimizer=3: it takes a section, found int'),
+    ('optimizer=None', 'optimizer=None: it takes a section, found NoneType'),
+    ('steps=None', 'steps=None: it takes int, found NoneType'),
+    ('name=None', 'name=None: it takes str, found NoneType'),
     ('recipe.kwargsx=1', "no field 'kwargsx'; known: dense_from, flip_rate"),
   )
   def test_bad_overrides(self, override, message):
