@@ -12,6 +12,7 @@ from experiments.reports.claims import half_width
 # What a row says of the file that it is of.
 FILES: Mapping[str, str] = {
   'compare_llama_nano.jsonl': 'next token, SwiGLU',
+  'cloze_llama_nano.jsonl': 'cloze of these',
   'compare_bert_nano.jsonl': 'masked LM, GEGLU',
   'compare_deit_nano.jsonl': 'digits, ViT',
   'compare_translation_nano.jsonl': 'translation',

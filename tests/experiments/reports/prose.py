@@ -207,7 +207,7 @@ def _compared(records: Sequence[Mapping[str, Any]]) -> Mapping[Any, Losses]:
   found: dict[Any, dict[int, float]] = {}
   for record in records:
     if 'validation_loss' in record:
-      settings = (record[key] for key in ('file', 'experiment', 'label', 'steps', 'recipe_kwargs'))
+      settings = (record.get(key) for key in ('file', 'experiment', 'label', 'steps', 'recipe_kwargs'))
       found.setdefault(json.dumps([*settings]), {})[record['seed']] = record['validation_loss']
   for key, own in _best(records).items():
     search = own[0].get('searched_with') or ()
