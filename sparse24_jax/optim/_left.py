@@ -146,8 +146,13 @@ def check_left(state: Any, *, wait: bool = True) -> None:
   missed = state.left.missed
   if not is_known(missed, wait=wait):
     return
-  steps = np.asarray(missed)
+  steps = np.atleast_1d(missed)
   steps = steps.reshape(-1, steps.shape[-1]).max(0)  # of all states that are vmapped
+  if not np.isfinite(steps).all():  # which is neither few steps nor many
+    raise ValueError(
+      'the optimizer state says of the weights that it knows that they were others for a number of steps that is not'
+      ' finite: it is damaged, or computed from numbers that are not. Make it by tx.init(params)'
+    )
   if steps.max() < _STEPS:
     return
   path = watched([path for path, _ in leaves_by_path(state.projections)])[int(steps.argmax())]

@@ -185,6 +185,14 @@ class LeftTest(parameterized.TestCase):
     jax.tree.map(np.testing.assert_array_equal, last, chosen)  # and then they wait
     self.assertGreater(s24.get_flip_rate(state).overall, 0.3)
 
+  @parameterized.parameters(math.nan, math.inf)
+  def test_a_number_of_steps_that_is_none(self, number):
+    params = params_of()
+    state = wrapped().init(params)
+    bad = state._replace(left=state.left._replace(missed=jnp.full_like(state.left.missed, number)))
+    with self.assertRaisesRegex(ValueError, 'a number of steps that is not finite: it is damaged'):
+      s24.get_flip_rate(bad)
+
   def test_a_state_of_an_older_version_goes_on_without(self):
     params, tx = params_of(), wrapped()
     state = tx.init(params)._replace(left=None)
