@@ -9,12 +9,10 @@ import argparse
 from collections.abc import Callable, Mapping, Sequence
 import concurrent.futures
 import dataclasses
-import datetime
 import functools
 import json
 import pathlib
 import statistics
-import subprocess
 import sys
 import traceback
 from typing import Any
@@ -206,16 +204,13 @@ def common_fields(device: str) -> dict[str, Any]:
   """What every record of a run says."""
   import triton
 
-  def output(*command: str) -> str:
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-
+  here = _device.environment()
   return dict(
     bench='memory_bound', headline=True, device=device,
-    driver=output('nvidia-smi', '--query-gpu=driver_version', '--format=csv,noheader'),
-    commit=output('git', 'rev-parse', '--verify', '-q', 'HEAD'),
+    driver=here['driver'], commit=here['commit'],
     versions={'jax': jax.__version__, 'triton': triton.__version__},
     command=' '.join(['python -m pallas_kernels', *(pathlib.Path(a).name for a in sys.argv[1:])]),
-    when=datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds'),
+    when=here['when'],
   )  # fmt: skip
 
 

@@ -181,7 +181,10 @@ class Race:
       time.sleep(0.2)
     programs = self.programs[name]
     search_every = 4 if self.options.tiny else SEARCH_EVERY
-    found = trials.clock(programs, self.tokens, search_every=search_every, bursts=self.options.bursts)
+    found = trials.clock(
+      programs, self.tokens, search_every=search_every, bursts=self.options.bursts,
+      warm_s=0.0 if self.options.tiny else self.options.warm,
+    )  # fmt: skip
     config = programs.model.config
     shape = dict(layers=config.num_layers, d=config.embed_dim, hidden=config.hidden_dim, vocab=config.vocab_size)
     memory = {phase: programs.memory_gb(phase) for phase, _ in programs.phases}
@@ -259,6 +262,8 @@ def parser() -> argparse.ArgumentParser:
                       help='of the best trial, after the search, which is with seed 0 (default: 1 2)')  # fmt: skip
   parser.add_argument('--style', default='gpt2', choices=list(STYLES), help='of all models (default: %(default)s)')
   parser.add_argument('--bursts', type=int, default=3, help='of steps, for the clock (default: %(default)s)')
+  parser.add_argument('--warm', type=float, default=15,
+                      help='seconds of steps before a clock, on a warm GPU (default: %(default)s)')  # fmt: skip
   parser.add_argument('--eval-batches', type=int, default=24, help='(default: %(default)s)')
   parser.add_argument('--evaluations', type=int, default=8, help='of a trial, evenly spread (default: %(default)s)')
   parser.add_argument('--wait-for', type=Path, help='a file: no step is timed before it exists; compiling may begin')

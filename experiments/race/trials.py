@@ -37,23 +37,33 @@ def order(seed: int, count: int, windows: int, length: int) -> np.ndarray:
   return (np.concatenate(passes)[:count] * length).astype(np.int32)
 
 
-def clock(programs: Programs, tokens: Any, *, search_every: int, bursts: int = 3) -> dict[str, Any]:
+def clock(
+  programs: Programs, tokens: Any, *, search_every: int, bursts: int = 3, warm_s: float = 0.0
+) -> dict[str, Any]:
   """Milliseconds a step of each phase, mask searches included, on real text, and of all phases by their shares.
 
-  A burst of a phase is as many steps as the period of a mask search, so that each has one.
+  A burst of a phase is as many steps as the period of a mask search, so that each has one. Before the first come
+  `warm_s` seconds of steps: a GPU that had nothing to do makes faster ones than it keeps up.
   """
-  state, samples, count = programs.init(np.int32(0)), {}, itertools.count()
+  state, count = programs.init(np.int32(0)), itertools.count()
   numbers = Numbers(np.float32(1e-5), np.float32(0.0), np.int32(0))
   starts = order(0, programs.batch, 1000, programs.length)
+
+  def burst(phase: str, steps: int) -> float:
+    nonlocal state
+    start = time.perf_counter()
+    for step in itertools.islice(count, steps):
+      state, out = programs.step(phase, step)(state, tokens, starts, numbers)
+    jax.block_until_ready((state, out))
+    return round(1e3 * (time.perf_counter() - start) / steps, 3)
+
+  samples = {}
+  warm = time.perf_counter() + warm_s
   for phase, _ in programs.phases:
-    samples[phase] = []
-    for steps in (_WARM_STEPS, *[search_every] * bursts):
-      start = time.perf_counter()
-      for step in itertools.islice(count, steps):
-        state, out = programs.step(phase, step)(state, tokens, starts, numbers)
-      jax.block_until_ready((state, out))
-      samples[phase].append(round(1e3 * (time.perf_counter() - start) / steps, 3))
-    del samples[phase][0]
+    burst(phase, _WARM_STEPS)
+    while time.perf_counter() < warm:
+      burst(phase, search_every)
+    samples[phase] = [burst(phase, search_every) for _ in range(bursts)]
   medians = {phase: statistics.median(found) for phase, found in samples.items()}
   mean = sum(share * medians[phase] for phase, share in programs.phases)
   return {'bursts_ms': samples, 'steps_a_burst': search_every, 'phases_ms': medians, 'step_ms': round(mean, 3)}
