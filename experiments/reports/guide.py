@@ -53,6 +53,7 @@ OPTIONS = (
   Option(
     'S-STE, FP8', lambda path: s24.recipes.s_ste(path, fp8=True), ('s_ste_fp8', 's_ste_fp8_all'), ends_sparse=True
   ),
+  Option('SR-STE', lambda path: s24.recipes.sr_ste(path, masked_decay=0.0), ('sr_ste',), ends_sparse=True),
   Option('dense, FP8', None, ('dense_fp8',)),
   Option('dense, FFN half as wide', None, ('half_ffn', 'half_ffn_fp8')),
   Option('a smaller dense model', None, ('dense_124m', 'dense_124m_fp8')),
@@ -170,21 +171,21 @@ def advise(
   pays = {title for title, gain in faster.items() if gain is not None and gain > 1}
   if goal == 'sooner':
     return _soonest(pays | _DENSE, found, device)
+  known = [(e, title) for title, each in found.items() for e in each if e.equal == 'steps']
   if goal == 'sparse':
     sparse = {option.title for option in OPTIONS if option.ends_sparse}
     title = max(pays & sparse, key=lambda title: faster[title] or 0, default='S-STE')
     gain = faster.get(title)
     time = 'times not known here' if gain is None else f'feed-forward block {gain:.2f} times as fast as dense here'
     losses = [each.said(device) for each in found.get(title, ())] or ['its loss is not known: no tuned comparison']
-    return f'{title}: {time}; {"; ".join(losses)}.'
-  known = [(e, title) for title, each in found.items() for e in each if e.equal == 'steps']
+    price = _prices([(e, title) for e, title in known if title in sparse])
+    return f'{title}: {time}; {"; ".join(losses)}.' + (f' At equal steps: {price}.' if price else '')
   surely = [title for e, title in known if _below(e.percent)]
   said = f'{", ".join(surely)}: below dense by more than its interval.' if surely else (
     'dense: no recipe was shown to end below it.'
   )
-  told = [(e, title) for e, title in known if title in pays | _DENSE]
-  price = [f'{title} {_interval(e.percent, "+.1f", "%")} ({e.where})' for e, title in told]
-  return said + (f' The price of those that are faster: {", ".join(price)}.' if price else '')
+  price = _prices([(e, title) for e, title in known if title in pays | _DENSE])
+  return said + (f' The price of those that are faster: {price}.' if price else '')
 
 
 def _soonest(candidates: Set[str], found: Mapping[str, Sequence[Evidence]], device: str) -> str:
@@ -221,6 +222,12 @@ def _soonest(candidates: Set[str], found: Mapping[str, Sequence[Evidence]], devi
     advice += '; the gain of a block above is of feed-forward layers alone'
   parted = ['Seed by seed, after as many seconds:', *(f'  {line}' for line in lines)] if lines else []
   return '\n'.join([f'{advice}.', *parted])
+
+
+def _prices(known: Sequence[tuple[Evidence, str]]) -> str:
+  """Losses above dense's, the lowest first."""
+  known = sorted(known, key=lambda each: statistics.fmean(each[0].percent))
+  return ', '.join(f'{title} {_interval(e.percent, "+.1f", "%")} ({e.where})' for e, title in known)
 
 
 def _below(values: Sequence[float]) -> bool:

@@ -91,6 +91,11 @@ class EvidenceTest(parameterized.TestCase):
     self.assertStartsWith(said, 'S-STE, FP8: feed-forward block 1.20 times as fast as dense here; loss -9.5% ± ')
     self.assertIn('as dense here; its loss is not known', guide.advise('sparse', faster, {}))
     self.assertStartsWith(guide.advise('sparse', {'S-STE': 0.8}, {}), 'S-STE: feed-forward block 0.80 times')
+    ends = {'dense': 1.0, 's_ste': 1.03, 'sr_ste': 1.01, 'fst': 1.001}  # the last has no zeros at the end
+    found = self.evidence(*(record(name, seed, loss) for name, loss in ends.items() for seed in range(3)))
+    where = '(nano, 9 steps each)'
+    said = guide.advise('sparse', {'S-STE': 1.1}, found)
+    self.assertEndsWith(said, f'. At equal steps: SR-STE +1.0% ± 0.0% {where}, S-STE +3.0% ± 0.0% {where}.')
 
 
 def seeds_of(who, losses):
