@@ -14,13 +14,9 @@ which compiles for it ahead of time, checks nothing.
 
 from collections.abc import Callable, Mapping
 import concurrent.futures
-import functools
-import hashlib
-import importlib.metadata
 import json
 import logging
 import os
-import pathlib
 import statistics
 import threading
 from typing import Any
@@ -35,13 +31,6 @@ VARIABLE = 'SPARSE24_JAX_CHECKS'
 # Process 0 may be minutes behind the others when it traces: it reads data or restores a checkpoint.
 _WAIT_S = 1800
 Entry = Mapping[str, Any]
-
-_SOURCES = pathlib.Path(__file__).parent
-# What compiles kernels, and the dense matmul that they are timed against; what is not installed counts as that.
-_COMPILERS = (
-  'jax', 'jaxlib', 'jax-cuda12-plugin', 'jax-cuda12-pjrt', 'jax-cuda13-plugin', 'jax-cuda13-pjrt', 'jax-triton',
-  'triton', 'nvidia-cuda-nvcc-cu12', 'nvidia-cuda-nvcc',
-)  # fmt: skip
 
 # By GPU, op, problem and setting; None where the check itself failed.
 _made: dict[str, Entry | None] = {}
@@ -83,7 +72,7 @@ def outcome(
 
 
 def _kept_or_made(problem: str, check: Callable[[], Entry]) -> Entry | None:
-  name = f'check {problem} {_compiled_from()}'
+  name = f'check {problem} {_kept.compiled_from()}'
   kept = _kept.read(name)
   if kept is not None:
     return json.loads(kept)
@@ -95,24 +84,6 @@ def _kept_or_made(problem: str, check: Callable[[], Entry]) -> Entry | None:
     return None
   _kept.write(name, entry.encode())
   return json.loads(entry)
-
-
-@functools.cache
-def _compiled_from() -> str:
-  """A digest of this package's sources and of the versions of what compiles them: with another one, check again."""
-  digest = hashlib.sha256(repr([_version(name) for name in _COMPILERS]).encode())
-  for path in sorted(_SOURCES.rglob('*.py')):
-    source = path.read_bytes()
-    digest.update(f'\n{path.relative_to(_SOURCES)} {len(source)}\n'.encode())
-    digest.update(source)
-  return digest.hexdigest()
-
-
-def _version(name: str) -> str | None:
-  try:
-    return importlib.metadata.version(name)
-  except importlib.metadata.PackageNotFoundError:  # or used from its source tree
-    return None
 
 
 def _say(device: Device, op: str, key: Mapping[str, Any], entry: Entry | None) -> None:

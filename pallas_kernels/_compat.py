@@ -15,11 +15,12 @@ from typing import Any
 
 import jax
 from jax._src import distributed
+from jax._src.interpreters import mlir
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from jax.experimental.mosaic.gpu import core, fragmented_array, memref_transpose, mma_utils, profiler, utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
+from jaxlib.mlir.dialects import arith, func, llvm, nvvm, vector
 from jaxlib.mlir.passmanager import PassManager
 
 __all__ = [
@@ -47,6 +48,39 @@ def assumed_capability(major: int, minor: int) -> Iterator[None]:
   finally:
     for module, infer in zip(modules, saved, strict=True):
       module._infer_arch = infer
+
+
+def mosaic_target() -> tuple[int, int]:
+  """The compute capability that Mosaic GPU lowers for."""
+  return utils._infer_arch()
+
+
+def lowered_kernel(call: Callable[..., Any], arguments: Sequence[jax.ShapeDtypeStruct], wide: bool) -> bytes:
+  """A module of one Mosaic GPU kernel, anonymous, and what it takes around it; `wide` is whether JAX has 64 bits."""
+  with jax.enable_x64(wide):
+    module = jax.jit(call).trace(*arguments).lower(lowering_platforms=('cuda',)).compiler_ir('stablehlo')
+
+  def visit(operation: Any) -> Any:
+    if operation.name == 'stablehlo.custom_call' and 'mhlo.backend_config' in operation.attributes:
+      make_anonymous(operation)
+    return ir.WalkResult.ADVANCE
+
+  module.operation.walk(visit)
+  with module.context:
+    PassManager.parse('builtin.module(strip-debuginfo)').run(module.operation)
+  code = io.BytesIO()
+  module.operation.write_bytecode(code)
+  return code.getvalue()
+
+
+def call_of_lowered(context: Any, module: bytes, arguments: Sequence[Any], out_types: Sequence[Any]) -> Sequence[Any]:
+  """What the kernel of `lowered_kernel` returns, in the module that is being lowered."""
+  whole = context.module_context
+  name = mlir.merge_mlir_modules(
+    whole.module, 'lowered_kernel', ir.Module.parse(module, whole.context), whole.symbol_table
+  )
+  types = [mlir.aval_to_ir_type(whole, out) for out in context.avals_out]
+  return func.CallOp(types, ir.FlatSymbolRefAttr.get(name), list(arguments)).results
 
 
 def make_anonymous(call: Any) -> None:

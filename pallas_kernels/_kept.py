@@ -6,7 +6,9 @@ otherwise is left alone, with one warning. `SPARSE24_JAX_KERNEL_CACHE` names ano
 
 from collections.abc import Callable, Iterator
 import contextlib
+import functools
 import hashlib
+import importlib.metadata
 import logging
 import os
 from pathlib import Path
@@ -24,6 +26,12 @@ _MAGIC = b'sparse24 kernel 2\n'
 # What is being written begins so; a process that is killed leaves it, and after an hour it is nobody's.
 NEW = 'new-'
 _ABANDONED_S = 3600
+_SOURCES = Path(__file__).parent
+# What compiles kernels, and the dense matmul that they are timed against; what is not installed counts as that.
+_COMPILERS = (
+  'jax', 'jaxlib', 'jax-cuda12-plugin', 'jax-cuda12-pjrt', 'jax-cuda13-plugin', 'jax-cuda13-pjrt', 'jax-triton',
+  'triton', 'nvidia-cuda-nvcc-cu12', 'nvidia-cuda-nvcc',
+)  # fmt: skip
 
 
 def folder() -> Path | None:
@@ -85,6 +93,24 @@ def write(key: str, kept: bytes) -> None:
     except OSError:
       Path(name).unlink(missing_ok=True)
       raise
+
+
+@functools.cache
+def compiled_from() -> str:
+  """A digest of this package's sources and of the versions of what compiles them: with another one, nothing serves."""
+  digest = hashlib.sha256(repr([_version(name) for name in _COMPILERS]).encode())
+  for path in sorted(_SOURCES.rglob('*.py')):
+    source = path.read_bytes()
+    digest.update(f'\n{path.relative_to(_SOURCES)} {len(source)}\n'.encode())
+    digest.update(source)
+  return digest.hexdigest()
+
+
+def _version(name: str) -> str | None:
+  try:
+    return importlib.metadata.version(name)
+  except importlib.metadata.PackageNotFoundError:  # or used from its source tree
+    return None
 
 
 def sweep(where: Path) -> None:

@@ -5,9 +5,11 @@ that say nothing of what it computes: how many kernels the process lowered befor
 the program that calls it. So no two kernels are the same to the tables that hold lowered and compiled ones, and a
 program is not found again in JAX's cache on disk when a line of the caller has moved. Here calls go through one
 `jax.jit`, which is lowered to one function of a program, and both are taken out, as JAX does with kernels for TPUs.
+What is lowered is kept on disk (`_kept`) for the next process.
 """
 
 from collections.abc import Callable, Sequence
+import concurrent.futures
 import os
 from typing import Any
 
@@ -16,36 +18,56 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from pallas_kernels import _compat as compat
+from pallas_kernels import _kept
 
 _kernel_p = Primitive('mosaic_kernel')
 _kernel_p.multiple_results = True
 
 
-def once(call: Callable[..., Any], out_types: Sequence[Any]) -> Callable[..., tuple[jax.Array, ...]]:
+def once(
+  call: Callable[..., Any], out_types: Sequence[Any], name: str, *settings: Any
+) -> Callable[..., tuple[jax.Array, ...]]:
   """A kernel, a function of arrays that returns a tuple of `out_types`; keep what is returned and call it everywhere.
 
   Under `jax.vmap` one launch follows another: batching the grid would share barriers and flags of a launch.
+
+  Args:
+    call: the kernel.
+    out_types: what it returns.
+    name: by which this package's sources make it.
+    *settings: all that they make it of, which `repr` tells apart.
   """
 
   def mosaic_kernel(*args: jax.Array) -> tuple[jax.Array, ...]:
-    return tuple(_kernel_p.bind(*args, call=call, out_types=tuple(out_types)))
+    return tuple(_kernel_p.bind(*args, call=call, out_types=tuple(out_types), identity=repr((name, *settings))))
 
   return jax.jit(jax.custom_batching.sequential_vmap(mosaic_kernel))
 
 
 @_kernel_p.def_abstract_eval
-def _types(*_: Any, call: Any, out_types: Sequence[Any]) -> list[Any]:
-  del call
+def _types(*_: Any, call: Any, out_types: Sequence[Any], identity: str) -> list[Any]:
+  del call, identity
   return [jax.core.ShapedArray(out.shape, out.dtype) for out in out_types]
 
 
-def _lower(context: Any, *args: Any, call: Callable[..., Any], out_types: Any) -> Any:
-  del out_types
-  results = mlir.lower_fun(call, multiple_results=True)(context, *args)
+def _lower(context: Any, *args: Any, call: Callable[..., Any], out_types: Any, identity: str) -> Any:
   # Who has kernels written to files wants each under a name of its own, with its lines.
-  if 'MOSAIC_GPU_DUMP_TO' not in os.environ:
-    compat.make_anonymous(results[0].owner)
-  return results
+  if 'MOSAIC_GPU_DUMP_TO' in os.environ:
+    return mlir.lower_fun(call, multiple_results=True)(context, *args)
+  types = [(a.shape, a.dtype) for a in context.avals_in]
+  wide = bool(jax.config.jax_enable_x64)
+  key = repr([identity, [(shape, dtype.name) for shape, dtype in types], wide, compat.mosaic_target(), *_settings()])
+  if (module := _kept.read(key)) is None:
+    # In a thread of its own: a mesh and the like of who traces are no part of a kernel.
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+      module = pool.submit(compat.lowered_kernel, call, [jax.ShapeDtypeStruct(*t) for t in types], wide).result()
+    _kept.write(key, module)
+  return compat.call_of_lowered(context, module, args, out_types)
+
+
+def _settings() -> list[Any]:
+  """Beside the kernel itself, what may change how it is lowered."""
+  return [_kept.compiled_from(), sorted(item for item in os.environ.items() if item[0].startswith('MOSAIC_GPU_'))]
 
 
 mlir.register_lowering(_kernel_p, _lower, platform='cuda')

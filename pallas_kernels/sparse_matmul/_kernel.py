@@ -281,7 +281,9 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
     return tuple(call(*args)[:num_outs])
 
   # Under vmap one launch after another: batching the grid would share the ring's barriers and the flags.
-  return jax.custom_batching.sequential_vmap(run) if interpret else once(run, (out_type,) * num_outs)
+  return jax.custom_batching.sequential_vmap(run) if interpret else once(
+    run, (out_type,) * num_outs, 'sparse_matmul', p, c, num_sms
+  )
 
 
 def _when(condition: Any, body: Callable[[], None]) -> None:

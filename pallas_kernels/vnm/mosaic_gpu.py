@@ -261,7 +261,9 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
     **({'interpret': compat.interpret_params()} if interpret else {}),
   )
   # Under vmap one launch after another: batching the grid would share the ring's barriers.
-  return jax.custom_batching.sequential_vmap(call) if interpret else once(call, (out_type,))
+  return jax.custom_batching.sequential_vmap(call) if interpret else once(
+    call, (out_type,), 'vnm_matmul', p, c, num_sms
+  )
 
 
 def vnm_matmul(

@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip('triton')
 
-from pallas_kernels import _device, _triton
+from pallas_kernels import _compat, _device, _kept, _triton
 from pallas_kernels.pack import triton as pack
 from pallas_kernels.sparse_matmul import mosaic_gpu, operand
 from pallas_kernels.vnm import mosaic_gpu as vnm_mosaic_gpu
@@ -88,18 +88,31 @@ class OnceTest(parameterized.TestCase):
     # By another function, after others were lowered.
     self.assertEqual(_CALL.findall(_lowered(op)), three)
 
-  @absltest.skipUnless(triton_interpreter.HAS_TRITON, 'needs Triton')
-  def test_the_next_process_finds_what_triton_made(self):
+  @parameterized.parameters((_pack, _triton, '_lower_by_jax_triton'), (_matmul, _compat, 'lowered_kernel'))
+  def test_the_next_process_finds_what_was_lowered(self, op, module, lower):
+    if op is _pack and not triton_interpreter.HAS_TRITON:
+      self.skipTest('needs Triton')
     with tempfile.TemporaryDirectory() as folder, mock.patch.dict('os.environ', SPARSE24_JAX_KERNEL_CACHE=folder):
-      made = _lowered(functools.partial(_pack))
+      made = _lowered(functools.partial(op))
       (kept,) = pathlib.Path(folder).iterdir()
-      with mock.patch.object(_triton, '_lower_by_jax_triton', side_effect=AssertionError('lowered again')):
-        self.assertEqual(_lowered(functools.partial(_pack)), made)
+      with mock.patch.object(module, lower, side_effect=AssertionError('lowered again')):
+        self.assertEqual(_lowered(functools.partial(op)), made)
         with self.assertRaisesRegex(AssertionError, 'lowered again'):
-          _lowered(lambda values, words, x: _pack(values, words, x[:64]))
+          _lowered(lambda values, words, x: op(values, words, x[:64]))
         kept.write_bytes(b'')
         with self.assertRaisesRegex(AssertionError, 'lowered again'):
-          _lowered(functools.partial(_pack))
+          _lowered(functools.partial(op))
+
+  def test_a_lowered_kernel_is_another_for_another_gpu_or_source(self):
+    with tempfile.TemporaryDirectory() as folder, mock.patch.dict('os.environ', SPARSE24_JAX_KERNEL_CACHE=folder):
+      _lowered(_matmul)
+      for what, found in (('mosaic_target', (10, 0)), ('compiled_from', 'other sources')):
+        with (
+          mock.patch.object(_compat if what == 'mosaic_target' else _kept, what, lambda found=found: found),
+          mock.patch.object(_compat, 'lowered_kernel', side_effect=AssertionError('lowered again')),
+          self.assertRaisesRegex(AssertionError, 'lowered again'),
+        ):
+          _lowered(functools.partial(_matmul))
 
   @absltest.skipUnless(triton_interpreter.HAS_TRITON, 'needs Triton')
   def test_a_kernel_is_another_if_a_function_that_it_calls_is(self):

@@ -154,16 +154,16 @@ class CheckTest(parameterized.TestCase):
         raise importlib.metadata.PackageNotFoundError(name)
       return versions[name]
 
-    self.enter_context(mock.patch.object(_checks, '_SOURCES', sources))
+    self.enter_context(mock.patch.object(_kept, '_SOURCES', sources))
     self.enter_context(mock.patch.object(importlib.metadata, 'version', version))
 
     def checks():
       _checks._made.clear()
-      _checks._compiled_from.cache_clear()
+      _kept.compiled_from.cache_clear()
       _checks.outcome(A100, api.OP, KEY, [], lambda: made.append('one') or dict(candidates=[]))
       return len(made)
 
-    self.addCleanup(_checks._compiled_from.cache_clear)
+    self.addCleanup(_kept.compiled_from.cache_clear)
     (sources / 'kernel.py').write_text('a = 1')
     self.assertEqual([checks(), checks()], [1, 1])
     (sources / 'kernel.py').write_text('a = 2')
