@@ -7,7 +7,7 @@ from jax import Array
 import jax.numpy as jnp
 
 # A `fold_in` of its own is 130 instructions for XLA and, as its number is written into it, a kernel unlike all others
-# to compile. So many are made by one kernel, and each is handed out by a copy of eight bytes.
+# to compile. So many are made by one kernel, and each is looked up by whatever reads it.
 _AT_ONCE = 64
 
 
@@ -27,9 +27,12 @@ class Keys:
     if not _is_traced_threefry(self.key):
       return None if self.key is None else jax.random.fold_in(self.key, self.count)
     if first not in self.made:
-      self.made[first] = jax.vmap(jax.random.fold_in, (None, 0))(self.key, jnp.arange(first, first + _AT_ONCE))
-    # Without a barrier XLA fuses all that makes the keys with what reads this one, into a kernel for each place.
-    return jax.lax.optimization_barrier(jax.lax.index_in_dim(self.made[first], place, keepdims=False))
+      made = jax.vmap(jax.random.fold_in, (None, 0))(self.key, jnp.arange(first, first + _AT_ONCE))
+      # Without a barrier XLA fuses all that makes the keys with what reads one.
+      self.made[first] = jax.lax.optimization_barrier(made)
+    # Nor is the place known to XLA, for which readers of other places would be other kernels.
+    hidden = jax.lax.optimization_barrier(jnp.uint32(place))
+    return jax.lax.dynamic_index_in_dim(self.made[first], hidden, keepdims=False)
 
   def inside(self, key: Array | None) -> 'Keys':
     """For a part of the function that is given the key as an argument."""
