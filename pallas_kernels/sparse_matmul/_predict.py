@@ -100,16 +100,9 @@ def _few_columns(p: Problem) -> list[Config]:
     c = Config(rows=64, bn=bn, bk=bk, stages=2, cluster=1, epilogue_n=bn)
     if (p.out_layout == 'mn' or p.b_layout == 'kn') and not fits(p, c):  # TMA copies no narrower piece along rows
       c = dataclasses.replace(c, bn=64, epilogue_n=64)
-    c = _deepest(p, c, 1)
-    found += [c, dataclasses.replace(c, delay=0)]
+    for deep in (_deepest(p, c, 1), _deepest(p, dataclasses.replace(c, stages=4, halves='k'), 2)):
+      found += [deep, dataclasses.replace(deep, delay=0)]
   return found
-
-
-def _by_steps(p: Problem) -> list[Config]:
-  """Those of `_few_columns` whose consumers share out the K steps."""
-  change = dataclasses.replace
-  found = (change(c, halves='k', stages=2 + 2 * c.delay) for c in _few_columns(p))
-  return [_deepest(p, c, 2) for c in found if fits(p, c)]
 
 
 def _deepest(p: Problem, c: Config, by: int) -> Config:
@@ -136,7 +129,7 @@ def _ways(p: Problem, num_sms: int) -> list[Config]:
 
   split = (dataclasses.replace(c, split=n) for c in found for n in pieces(c))
   # A sum that is not split is no shorter for having been allowed to.
-  return found + [c for c in split if schedule(p, c, num_sms).remainder]
+  return found + [c for c in split if fits(p, c) and schedule(p, c, num_sms).remainder]
 
 
 def candidates(p: Problem, num_sms: int, count: int = 10) -> list[Config]:
@@ -153,9 +146,9 @@ def candidates(p: Problem, num_sms: int, count: int = 10) -> list[Config]:
   ranked = sorted(_ways(p, num_sms), key=lambda c: predicted_us(p, c, num_sms))
   if reads_only(p):
     # A shallower ring starts sooner.
-    shallow = (dataclasses.replace(c, stages=max(2, c.stages // 2)) for c in ranked[:2])
-    by_steps = _by_steps(p)[:count // 2]
-    return [*[*ranked, *shallow][: count - len(by_steps)], *by_steps]
+    pairs = {'m': 1, 'k': 2}  # of stages
+    shallow = [dataclasses.replace(c, stages=c.stages // 2 // pairs[c.halves] * pairs[c.halves]) for c in ranked[:2]]
+    return [*ranked[: count - 2], *(c for c in shallow if fits(p, c))]
   found = ranked[: count // 2]
   change = dataclasses.replace
   for c in ranked[:2]:
