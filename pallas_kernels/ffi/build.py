@@ -57,8 +57,8 @@ def load() -> ctypes.CDLL:
 def library_path() -> pathlib.Path:
   """Where the library is; builds it if it is not there yet, or not whole.
 
-  Its name has a hash of its bytes, so that one which was cut short is not loaded, and its folder is one in which nobody
-  else may write: to load a library is to run it.
+  Its name has a hash of its bytes, so that one which was cut short is not loaded. Nobody else may write to it or to its
+  folder, and it is no link: to load a library is to run it.
   """
   prebuilt = os.environ.get(PREBUILT)
   if prebuilt:
@@ -67,7 +67,8 @@ def library_path() -> pathlib.Path:
     return pathlib.Path(prebuilt)
   folder, name = cache_folder(), f'cusparselt-{_fingerprint()}'
   for path in sorted(folder.glob(f'{name}-*.so')):
-    if path.stem == f'{name}-{_hash(path)}':
+    # Who may write to a folder above may put one of his own in the place of this, between the look at it and here.
+    if not _kept.untrusted(path.lstat(), stat.S_ISREG) and path.stem == f'{name}-{_hash(path)}':
       return path
     path.unlink(missing_ok=True)
   _kept.sweep(folder)

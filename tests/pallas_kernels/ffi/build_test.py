@@ -90,6 +90,25 @@ class BuildTest(parameterized.TestCase):
     self.assertEqual(build.library_path().read_text(), 'whole')
     self.assertEqual((build.library_path(), self._runs()), (path, 2))
 
+  @parameterized.parameters('link', 'others may write', 'of another')
+  def test_a_library_of_somebody_else_is_built_again(self, how):
+    self._build_constant('whole')
+    path = build.library_path()
+    if how == 'link':
+      path.symlink_to(path.rename(self.folder / 'theirs'))
+    elif how == 'others may write':
+      path.chmod(0o666)
+
+    def lstat(found):
+      status = list(os.lstat(found))
+      status[stat.ST_UID] += how == 'of another' and found == path
+      return os.stat_result(status)
+
+    with mock.patch.object(pathlib.Path, 'lstat', lstat):
+      found = build.library_path()
+    self.assertEqual((found.read_text(), found.is_symlink(), self._runs()), ('whole', False, 2))
+    self.assertEqual(found.stat().st_mode & 0o022, 0)
+
   def test_what_a_killed_build_left_goes(self):
     self._build_constant('whole')
     left = self.folder / 'cache' / f'{_kept.NEW}left'
