@@ -18,6 +18,7 @@ from experiments.runs.environment import environment
 
 ROOT = Path(__file__).parents[1]
 RECORDS, PAGE = ROOT / 'experiments' / 'results' / 'faults.jsonl', ROOT / 'docs' / 'faults.md'
+SANITIZED = RECORDS.with_name('sanitize.jsonl')  # what `python -m tests.pallas_kernels.sanitize --out` wrote, a line
 OUTCOMES = ('survived', 'refused', 'lost')
 
 type Record = Mapping[str, Any]
@@ -69,6 +70,7 @@ def write_page(records: Iterable[Record], page: Path = PAGE) -> None:
     text += _cases(cases)
   if soaks:
     text += '\n## Soak\n\n' + '\n'.join(_soak(record) for record in soaks)
+  text += ''.join(_sanitized(record) for record in read(SANITIZED))
   durable.write_text(page, text)
 
 
@@ -105,3 +107,29 @@ def _soak(record: Record) -> str:
     f'{record["settled"]:,} to the end of its first phase, by {record["alone_growth_mib"]:.1f} MiB.'
   )
   return textwrap.fill(text, 118, break_on_hyphens=False) + '\n'
+
+
+def _sanitized(record: Record) -> str:
+  text = (
+    f"`{record['command']}` ({record['device'].removeprefix('1 x ')}, compute-sanitizer {record['version']}, JAX "
+    f"{record['versions']['jax']}, commit {record['commit'][:8]}): every kernel under NVIDIA's tools, on tiles that "
+    'are not full, with infinities and NaN; positions of kept values that no packer makes, and rows of V:N:M blocks '
+    'of -5 and 10^9. Arrays are allocations of their own. Results that mean something are compared with the '
+    'reference or with the nearest lawful operand. racecheck looks at shared memory alone.'
+  )
+  rows = ''.join(
+    f'| {name.replace("_", " ")} | {" | ".join(_found(cases[name]) for cases in record["tools"].values())} |\n'
+    for name in sorted(next(iter(record['tools'].values())))
+  )
+  return (
+    '\n## Kernels under compute-sanitizer\n\n' + textwrap.fill(text, 118, break_on_hyphens=False) + '\n\n'
+    f'<!-- records: {SANITIZED.name} -->\n| kernels | {" | ".join(record["tools"])} |\n|---|---|---|\n{rows}'
+  )
+
+
+def _found(case: Record) -> str:
+  """What a tool says of a case; its summary without what is around it."""
+  if case['status'] is None:
+    return 'the time was over'
+  said = ' '.join(line.strip('= ').partition('SUMMARY: ')[2] for line in case['summary'])
+  return said.replace(' displayed', '') if case['status'] == 0 else f'**failed**: {said}'

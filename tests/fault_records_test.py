@@ -6,6 +6,7 @@ import tempfile
 from absl.testing import absltest
 
 from tests import fault_records, faults
+from tests.pallas_kernels import sanitize
 
 
 class PageTest(absltest.TestCase):
@@ -13,6 +14,9 @@ class PageTest(absltest.TestCase):
     records = fault_records.read()
     self.assertEqual([r['name'] for r in records], [*faults.CASES, 'soak'])
     self.assertEqual([r['name'] for r in records if r.get('lost') or r.get('bad')], [])
+    for record in fault_records.read(fault_records.SANITIZED):
+      self.assertEqual([(t, c) for t, cases in record['tools'].items() for c in cases if cases[c]['status'] != 0], [])
+      self.assertCountEqual(record['tools']['memcheck'], sanitize.CASES)
     with tempfile.TemporaryDirectory() as folder:
       page = Path(folder, 'faults.md')
       fault_records.write_page(records, page)

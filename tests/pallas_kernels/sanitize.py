@@ -17,6 +17,7 @@ import json
 import os
 from pathlib import Path
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -28,7 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.runs.environment import environment
+from experiments.runs.environment import environment, without_folders
 from pallas_kernels import formats, vnm
 from pallas_kernels.gated_activation import api as gated_activation
 from pallas_kernels.pack import api as pack
@@ -196,6 +197,16 @@ def variables(cache: str) -> dict[str, str]:
   }  # fmt: skip
 
 
+def version() -> str | None:
+  """Of the tool, as 2025.3.1.0; None if there is none."""
+  try:
+    said = subprocess.run(['compute-sanitizer', '--version'], capture_output=True, text=True, check=False).stdout
+  except OSError:
+    return None
+  found = re.search(r'Version ([\d.]+)', said)
+  return found and found[1]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
   parser = argparse.ArgumentParser(prog='python -m tests.pallas_kernels.sanitize', description=__doc__)
   parser.add_argument('--tools', nargs='*', choices=TOOLS, default=TOOLS, help='none: call the cases by themselves')
@@ -208,7 +219,9 @@ def main(argv: Sequence[str] | None = None) -> int:
   if not args.tools:
     return call(names)
   deadline, failed = time.monotonic() + args.seconds, 0
-  record = {**environment(), 'tools': {tool: {} for tool in args.tools}}
+  told = ['python', '-m', 'tests.pallas_kernels.sanitize', *(sys.argv[1:] if argv is None else argv)]
+  record = without_folders({**environment(), 'command': shlex.join(told)})
+  record |= {'name': 'sanitize', 'version': version(), 'tools': {tool: {} for tool in args.tools}}
 
   def each(name: str) -> dict[str, dict[str, Any]]:
     # Compiled without a tool first: under one it takes minutes.

@@ -33,7 +33,7 @@ class SanitizeTest(absltest.TestCase):
     out = Path(self.enter_context(tempfile.TemporaryDirectory()), 'found.json')
     with (
       mock.patch.object(subprocess, 'run', run), mock.patch.object(sanitize, 'environment', dict),
-      contextlib.redirect_stdout(io.StringIO()),
+      mock.patch.object(sanitize, 'version', str), contextlib.redirect_stdout(io.StringIO()),
     ):  # fmt: skip
       argv = ['--tools', 'memcheck', '--cases', 'packers|vnm', '--out', str(out)]
       failed = sanitize.main(argv)
