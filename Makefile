@@ -62,7 +62,7 @@ fast-kernels slow-kernels: $(KERNELS_VENV)/ready
 	  $(wildcard tests/sparse24_jax/*on_hopper_test.py)
 
 test-models: $(MODELS_VENV)/ready
-	JAX_PLATFORMS=cpu $(MODELS_VENV)/bin/python -m pytest -n 2 --dist worksteal -q tests/models
+	JAX_PLATFORMS=cpu JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(MODELS_VENV)/bin/python -m pytest -n 2 --dist worksteal -q tests/models
 
 test-oldest: $(OLDEST_VENV)/ready
 	JAX_PLATFORMS=cpu JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(OLDEST_VENV)/bin/python -m pytest -n 2 --dist worksteal -q \

@@ -78,8 +78,9 @@ class TransformTest(parameterized.TestCase):
   @parameterized.parameters(*LAYOUTS, *(name for name in CASES if name not in LAYOUTS))
   @pytest.mark.few
   def test_transposable_masks_and_packed_operands(self, name):
-    found, expected, _ = sparse_and_reference(RECIPES['transposable'], name)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4), found, expected)
+    if name in LAYOUTS:
+      found, expected, _ = sparse_and_reference(RECIPES['transposable'], name)
+      jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4), found, expected)
     found, expected, _ = sparse_and_reference(RECIPES['packed'], name, jnp.bfloat16)
     scale = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(expected))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=0.05 * scale), found, expected)
