@@ -225,7 +225,7 @@ class FlaxTest(absltest.TestCase):
       return s24.sparsify(mlp, recipe).apply({'params': params, 'sparse24': packed}, x, rngs={'mvue': KEY})
 
     weights = jax.tree.map(lambda a: a.astype(BF16), {role: p['kernel'] for role, p in params.items()})
-    held = {role: p['kernel'] for role, p in packed.items()}
+    held = {role: packed[role]['kernel'] for role in params}
     expected = jit(lambda w: block(KERNELS, 'silu', x, w, {}, held, KEY))(weights)
     assert_close(jit(apply)(params), expected, 0.0)
     grads = jax.eval_shape(jax.grad(lambda params: apply(params).astype(F32).sum()), params)
