@@ -58,7 +58,7 @@ def mosaic_target() -> tuple[int, int]:
 def lowered_kernel(call: Callable[..., Any], arguments: Sequence[jax.ShapeDtypeStruct], wide: bool) -> bytes:
   """A module of one Mosaic GPU kernel, anonymous, and what it takes around it; `wide` is whether JAX has 64 bits."""
   with jax.enable_x64(wide):
-    module = jax.jit(call).trace(*arguments).lower(lowering_platforms=('cuda',)).compiler_ir('stablehlo')
+    module: Any = jax.jit(call).trace(*arguments).lower(lowering_platforms=('cuda',)).compiler_ir('stablehlo')
 
   def visit(operation: Any) -> Any:
     if operation.name == 'stablehlo.custom_call' and 'mhlo.backend_config' in operation.attributes:
