@@ -1,4 +1,4 @@
-"""What the squared-ReLU block is made of, on sparse tensor cores; `_activation_reference` says what functions do."""
+"""What the squared-ReLU block is made of, on sparse tensor cores; `Reference` says what the methods do."""
 
 import dataclasses
 import functools
@@ -14,21 +14,11 @@ from pallas_kernels.sparse_matmul.api import sparse_matmul
 from pallas_kernels.sparse_matmul.operand import to_operand
 from pallas_kernels.vnm.api import expand, take_columns, transpose_pack, transpose_pack_24, vnm_matmul, vnm_pack
 from pallas_kernels.vnm.format import VNMOperand
-from sparse24_jax._activation_reference import Activations, dot, projected, TokenPattern, Weight
+from sparse24_jax._activation_reference import Activations, dot, projected, Reference, TokenPattern, Weight
 from sparse24_jax.neuron_plan import NeuronLevelPlan
-from sparse24_jax.policy import VNM
 from sparse24_jax.projection import Projection, SoftThreshold
 
 _DENSE_TILE = 128
-
-
-def _sparse_weight(w: Array, projection: Projection | None, state: Array | None, axis: int) -> Weight:
-  if projection is not None and isinstance(projection.form, SoftThreshold) and w.dtype.itemsize == 2:
-    return Weight(None, soft_threshold_pack(w, state, axis=axis))
-  dense = projected(w, projection, state, axis)
-  if projection is None:
-    return Weight(dense)
-  return Weight(dense, to_operand(formats.compress(dense, dense != 0, axis=-1)))
 
 
 # Neither kernel has a batching rule: under vmap they run one after the other.
@@ -42,20 +32,12 @@ def _vnm_matmul(a: VNMOperand, b: Array, implementation: str | None) -> Array:
   return jax.custom_batching.sequential_vmap(functools.partial(vnm_matmul, implementation=implementation))(a, b)
 
 
-def _dense_weight(w: Weight) -> Array:
-  return expand(w.operand) if w.dense is None else w.dense
-
-
-def _padded(neurons: Array) -> Array:
-  """Any neurons fill the width up to what dense matmuls do well."""
-  return jnp.pad(neurons, (0, -neurons.shape[0] % _DENSE_TILE))
-
-
 def _with_dense(d: Array, a: Activations, dense: Array, b: Array) -> Array:
   """`d` [h, d] with the rows of the dense neurons from a matmul of their own."""
   if not dense.shape[0]:
     return d
-  columns = take_columns(_operand(a), _padded(dense))
+  # Any neurons fill the width up to what dense matmuls do well.
+  columns = take_columns(_operand(a), jnp.pad(dense, (0, -dense.shape[0] % _DENSE_TILE)))
   product = jax.lax.dot_general(columns, b, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
   product = product[: dense.shape[0]].astype(d.dtype)
   d = d.at[dense].set(product, unique_indices=True, mode='promise_in_bounds')
@@ -63,18 +45,18 @@ def _with_dense(d: Array, a: Activations, dense: Array, b: Array) -> Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class SparseVNM:
+class SparseVNM(Reference):
   """V:N:M in both directions by `vnm_matmul`. Y and dH are packed once, along neurons; all else is read from there."""
 
   plan: NeuronLevelPlan
 
-  @property
-  def features(self) -> VNM:
-    assert isinstance(self.plan.policy.features, VNM)
-    return self.plan.policy.features
-
   def weight(self, w: Array, projection: Projection | None, state: Array | None, axis: int) -> Weight:
-    return _sparse_weight(w, projection, state, axis)
+    if projection is not None and isinstance(projection.form, SoftThreshold) and w.dtype.itemsize == 2:
+      return Weight(None, soft_threshold_pack(w, state, axis=axis))
+    dense = projected(w, projection, state, axis)
+    if projection is None:
+      return Weight(dense)
+    return Weight(dense, to_operand(formats.compress(dense, dense != 0, axis=-1)))
 
   def by_weight(self, x: Array, w: Weight) -> Array:
     if w.operand is None:
@@ -82,7 +64,8 @@ class SparseVNM:
     return _sparse_matmul(w.operand, x, b_layout='nk', out_layout='nm', implementation=self.plan.by_weight)
 
   def _pack(self, x: Array, **kwargs: Any) -> Activations:
-    made = vnm_pack(x, v=self.features.v, m=self.features.m, activation='squared_relu', **kwargs)
+    features = self.policy.features
+    made = vnm_pack(x, v=features.block, m=features.group, activation='squared_relu', **kwargs)
     return Activations(made.masked, None, made.operand, made.inputs, made.counts)
 
   def activate(self, h: Array, backward: bool) -> Activations:
@@ -101,7 +84,8 @@ class SparseVNM:
     return self._pack(y.inputs, gradient=dy, pattern=y.operand, masked=entries)
 
   def over_neurons(self, a: Activations, w: Weight) -> Array:
-    return _vnm_matmul(_operand(a), _dense_weight(w), self.plan.by_activations)
+    dense = expand(w.operand) if w.dense is None else w.dense
+    return _vnm_matmul(_operand(a), dense, self.plan.by_activations)
 
   def token_pattern(self, y: Activations, dense: Array) -> TokenPattern:
     return TokenPattern(dense, None, transpose_pack(_operand(y), used=_not_dense(y, dense)))

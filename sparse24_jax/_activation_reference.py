@@ -1,10 +1,8 @@
-"""What the squared-ReLU block is made of, in plain jnp, and what both sides of it share.
+"""What the squared-ReLU block is made of, in plain jnp; `_activation_kernels` makes the same on sparse tensor cores.
 
-The side with the kernels (`_activation_kernels`) offers the same functions; the block (`activation_sparsity`) is
-written in terms of them.
+The block (`activation_sparsity`) is written in terms of `Reference`.
 """
 
-from collections.abc import Callable
 import dataclasses
 from typing import Any, NamedTuple
 
@@ -14,6 +12,7 @@ import jax.numpy as jnp
 from pallas_kernels.sparse_matmul.operand import SparseOperand
 from pallas_kernels.vnm.format import VNMOperand
 from pallas_kernels.vnm.reference import squared_relu
+from sparse24_jax.activation_patterns import feature_mask, token_mask
 from sparse24_jax.policy import ActivationPolicy
 from sparse24_jax.projection import Projection
 
@@ -67,34 +66,6 @@ class TokenPattern(NamedTuple):
   operand: VNMOperand | SparseOperand | None = None
 
 
-class Matmuls(NamedTuple):
-  """Matmuls have float32 sums and results in the dtype of the first argument.
-
-  Attributes:
-    weight: (weight before its projection, projection, state, axis that goes with d) -> Weight.
-    by_weight: (x [T, d], Weight) -> [T, h].
-    activate: (h, whether a backward follows) -> Y.
-    save: Y -> what of it the backward needs.
-    restore: what was saved -> Y.
-    uses: Y -> int32, how many tokens use each neuron.
-    pull_back: (Y, dY, whether its entries are asked for) -> dH = 2 dY relu(H) under Y's pattern.
-    over_neurons: (Y or dH, Weight) -> their matmul, [T, d].
-    token_pattern: (Y, dense neurons) -> TokenPattern.
-    over_tokens: (Y or dH, token pattern, whether it is Y, b [T, d]) -> [h, d], of its transpose with b.
-  """
-
-  weight: Callable[..., Weight]
-  by_weight: Callable[..., Array]
-  activate: Callable[..., Activations]
-  save: Callable[..., Activations]
-  restore: Callable[..., Activations]
-  uses: Callable[..., Array]
-  pull_back: Callable[..., Activations]
-  over_neurons: Callable[..., Array]
-  token_pattern: Callable[..., TokenPattern]
-  over_tokens: Callable[..., Array]
-
-
 def dot(a: Array, b: Array) -> Array:
   return jnp.dot(a, b, preferred_element_type=jnp.float32).astype(a.dtype)
 
@@ -116,44 +87,54 @@ def _without(entries: Array, neurons: Array) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Reference:
+  """The matmuls and what stands between them; sums are float32, results have the dtype of the first argument.
+
+  `SparseVNM` does the same on sparse tensor cores.
+  """
+
   policy: ActivationPolicy
-  feature_mask: Callable[..., Array]
-  token_mask: Callable[..., Array]
 
   def weight(self, w: Array, projection: Projection | None, state: Array | None, axis: int) -> Weight:
+    """From a weight before its projection; `axis` goes with d."""
     return Weight(projected(w, projection, state, axis))
 
   def by_weight(self, x: Array, w: Weight) -> Array:
+    """`[tokens, neurons]` from x `[tokens, d]`."""
     return dot(x, w.dense.T)
 
   def activate(self, h: Array, backward: bool) -> Activations:
-    del backward
+    """Y, with what the backward needs if one follows."""
     y = squared_relu(h)
-    mask = self.feature_mask(y, self.policy)
+    mask = feature_mask(y, self.policy)
     return Activations(jnp.where(mask, y, 0), mask, inputs=h)
 
   def save(self, y: Activations) -> Activations:
+    """What of Y the backward needs."""
     return Activations(None, None, inputs=y.inputs)
 
   def restore(self, saved: Activations) -> Activations:
-    # The forward's pattern again, found again from the same numbers: what it dropped gets no gradient.
+    """Y again."""
+    # The forward's pattern, found again from the same numbers: what it dropped gets no gradient.
     return self.activate(saved.inputs, True)
 
   def uses(self, y: Activations) -> Array:
+    """int32, how many tokens use each neuron."""
     return jnp.sum(y.entries != 0, axis=0, dtype=jnp.int32)
 
   def pull_back(self, y: Activations, dy: Array, entries: bool) -> Activations:
-    del entries
+    """dH = 2 dY relu(H) under Y's pattern, with its `entries` if they are asked for."""
     dh = 2 * dy.astype(jnp.float32) * jnp.maximum(y.inputs, 0).astype(jnp.float32)
     return Activations(jnp.where(y.mask, dh, 0).astype(dy.dtype), y.mask)
 
   def over_neurons(self, a: Activations, w: Weight) -> Array:
+    """`[tokens, d]`, of Y or dH and a weight."""
     return dot(a.entries, w.dense)
 
   def token_pattern(self, y: Activations, dense: Array) -> TokenPattern:
-    return TokenPattern(dense, self.token_mask(_without(y.entries, dense), self.policy))
+    """What the weight gradients use of Y, whole where neurons are `dense`."""
+    return TokenPattern(dense, token_mask(_without(y.entries, dense), self.policy))
 
   def over_tokens(self, a: Activations, pattern: TokenPattern, is_y: bool, b: Array) -> Array:
-    del is_y
+    """`[neurons, d]`, of the transpose of Y (`is_y`) or dH and b `[tokens, d]`."""
     whole = _flags(pattern.dense, a.entries.shape[1])
     return dot(jnp.where(pattern.mask | whole, a.entries, 0).T, b)

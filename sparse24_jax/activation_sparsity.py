@@ -23,43 +23,14 @@ import jax
 from jax import Array
 import jax.numpy as jnp
 
-from pallas_kernels.prune.reference import magnitude_mask
-from pallas_kernels.vnm.reference import vnm_mask
 from sparse24_jax._activation_kernels import SparseVNM, SparseVNMTwoOfFour
-from sparse24_jax._activation_reference import Matmuls, Reference
+from sparse24_jax._activation_reference import Reference
 from sparse24_jax.dot import check_divisible, check_state
 from sparse24_jax.neuron_plan import NeuronLevelPlan, plan_neurons
-from sparse24_jax.neurons import invert, route_tokens, spread, unspread
-from sparse24_jax.policy import ActivationPolicy, TwoOfFour, VNM
+from sparse24_jax.neurons import invert, route_tokens
+from sparse24_jax.policy import ActivationPolicy, TwoOfFour
 from sparse24_jax.projection import abstract_state
 from sparse24_jax.projections import projections_of
-
-
-def feature_mask(y: Array, policy: ActivationPolicy) -> Array:
-  """The forward's pattern, along neurons."""
-  if isinstance(policy.features, TwoOfFour):
-    return magnitude_mask(y, axis=-1) | jnp.isnan(y)
-  v, m = policy.features.v, policy.features.m
-  if not policy.clusters:
-    return vnm_mask(y, v=v, m=m)
-  # Neurons come sorted by cluster, and a group takes one from each part of them.
-  return unspread(vnm_mask(spread(y, m, 1), v=v, m=m), m, 1)
-
-
-def token_mask(y: Array, policy: ActivationPolicy) -> Array:
-  """The weight gradients' pattern, along tokens, of activations `y` that are zero outside the forward's pattern.
-
-  Tokens are grouped across the batch, a quarter (an M-th) of it apart: neighbours use the same neurons, and of four
-  that do, two would be lost. This is the fixed permutation of arXiv 2503.16672, which does not say which one. In blocks
-  of V:N:M neighbours are tokens of different sequences, which 2:4 along tokens takes as they come.
-  """
-  match policy.features, policy.tokens:
-    case VNM(), TwoOfFour():
-      return magnitude_mask(y, axis=-2)
-    case _, VNM(v, m):
-      return unspread(vnm_mask(spread(y, m, 0).T, v=v, m=m).T, m, 0)
-    case _:
-      return unspread(magnitude_mask(spread(y, 4, 0), axis=-2), 4, 0)
 
 
 def densest(uses: Array, policy: ActivationPolicy) -> Array:
@@ -118,7 +89,6 @@ def neuron_level_ffn(
   >>> s24.neuron_level_ffn(x, w_up, w_down, state, policy=policy).shape
   (16, 8)
   """
-  del key
   for name, bias, w in (('b_up', b_up, w_up), ('b_down', b_down, w_down)):
     if bias is not None and bias.shape != (*w.shape[:-2], w.shape[-1]):
       raise ValueError(f'{name} must be of shape {(*w.shape[:-2], w.shape[-1])}, found {bias.shape}')
@@ -208,13 +178,11 @@ def _check_backward(tokens: int, neurons: int, policy: ActivationPolicy) -> None
     )
 
 
-def matmuls_of(policy: ActivationPolicy, plan: NeuronLevelPlan | None) -> Matmuls:
-  """The functions that carry out a plan; without one plain jnp, with the masks that define the policy's patterns."""
+def matmuls_of(policy: ActivationPolicy, plan: NeuronLevelPlan | None) -> Reference:
+  """What carries out a plan; without one plain jnp, with the masks that define the policy's patterns."""
   if plan is None:
-    ops = Reference(policy, feature_mask, token_mask)
-  else:
-    ops = SparseVNMTwoOfFour(plan) if isinstance(policy.tokens, TwoOfFour) else SparseVNM(plan)
-  return Matmuls(*(getattr(ops, name) for name in Matmuls._fields))
+    return Reference(policy)
+  return SparseVNMTwoOfFour(policy, plan) if isinstance(policy.tokens, TwoOfFour) else SparseVNM(policy, plan)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -12,7 +12,7 @@ from experiments.models.gpt2 import MLP
 from experiments.runs import build
 from experiments.runs.build import Parts
 import sparse24_jax as s24
-from sparse24_jax.activation_sparsity import feature_mask
+from sparse24_jax.activation_patterns import feature_mask
 from sparse24_jax.attention import Attention
 from sparse24_jax.clusters import split_clusters
 from sparse24_jax.linear_layer import projection_state

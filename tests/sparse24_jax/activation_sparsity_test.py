@@ -12,6 +12,7 @@ import pytest
 
 import sparse24_jax as s24
 from sparse24_jax import activation_sparsity as acts
+from sparse24_jax.activation_patterns import feature_mask
 from sparse24_jax.activation_sparsity import neuron_level_ffn
 from sparse24_jax.policy import ActivationPolicy, Clusters, TwoOfFour
 from tests.quick import jit
@@ -55,7 +56,7 @@ class NumericsTest(parameterized.TestCase):
   def test_with_all_features_dense_it_is_the_derivative(self, name):
     policy = dataclasses.replace(POLICIES[name], dense_features=1, sparse_weights=False)
     x, w_up, w_down, dz = draw()
-    mask = acts.feature_mask(jnp.square(jax.nn.relu(x @ w_up)), policy)
+    mask = feature_mask(jnp.square(jax.nn.relu(x @ w_up)), policy)
 
     def f(x, w_up, w_down):
       return jnp.where(mask, jnp.square(jax.nn.relu(x @ w_up)), 0) @ w_down
@@ -68,7 +69,7 @@ class NumericsTest(parameterized.TestCase):
     policy = ActivationPolicy(s24.VNM(8, 8), dense_features=1, sparse_weights=False)
     x, w_up, w_down, dz = draw()
     b_up, b_down = jnp.linspace(-1, 1, HIDDEN), jnp.linspace(-1, 1, D)
-    mask = acts.feature_mask(jnp.square(jax.nn.relu(x @ w_up + b_up[None])), policy)
+    mask = feature_mask(jnp.square(jax.nn.relu(x @ w_up + b_up[None])), policy)
 
     def masked(b_up, b_down):
       return jnp.where(mask, jnp.square(jax.nn.relu(x @ w_up + b_up[None])), 0) @ w_down + b_down[None]

@@ -16,6 +16,7 @@ from experiments.runs import flops, method_table, methods, recipes
 from experiments.runs.experiment import load_config
 import sparse24_jax as s24
 from sparse24_jax import activation_sparsity
+from sparse24_jax.activation_patterns import feature_mask, token_mask
 from sparse24_jax.optim import sparse_states
 from tests.experiments.fakes import temp_folder
 from tests.experiments.reports.run_folders import read_page, write_run
@@ -123,8 +124,8 @@ class CountTest(parameterized.TestCase):
     @jit
     def masks(y):
       whole = jnp.zeros(80, bool).at[activation_sparsity.densest(jnp.arange(80), policy)].set(True)
-      over_tokens = activation_sparsity.token_mask(jnp.where(whole[None], 0, y), policy) | whole[None]
-      return activation_sparsity.feature_mask(y, policy), over_tokens
+      over_tokens = token_mask(jnp.where(whole[None], 0, y), policy) | whole[None]
+      return feature_mask(y, policy), over_tokens
 
     over_neurons, over_tokens = map(np.asarray, masks(y))
     recipe = s24.recipes.neuron_level(
