@@ -1,6 +1,7 @@
 """The few things that the trace needs of JAX's own insides, and where versions differ."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+import contextlib
 import contextvars
 from typing import Any, NamedTuple
 
@@ -44,30 +45,19 @@ def rebind(equation: Any, arrays: Sequence[Any]) -> list[Any]:
   return list(out) if equation.primitive.multiple_results else [out]
 
 
-def under(equation: Any) -> Any:
-  """A context in which operations are traced with the names, the source line and the settings of an equation."""
-  return _Under(equation)
-
-
 _enclosing: contextvars.ContextVar[tuple[Any, ...]] = contextvars.ContextVar('enclosing', default=())
 
 
-class _Under:
-
-  def __init__(self, equation: Any):
-    self._equation, info = equation, equation.source_info
-    names = source_info_util.current_name_stack() + info.name_stack
-    self._contexts = (source_info_util.user_context(info.traceback, name_stack=names), equation.ctx.manager)
-
-  def __enter__(self) -> None:
-    self._token = _enclosing.set((*_enclosing.get(), self._equation))
-    for context in self._contexts:
-      context.__enter__()
-
-  def __exit__(self, *error: Any) -> None:
-    _enclosing.reset(self._token)
-    for context in reversed(self._contexts):
-      context.__exit__(*error)
+@contextlib.contextmanager
+def under(equation: Any) -> Iterator[None]:
+  """Operations are traced here with the names, the source line and the settings of an equation."""
+  info, token = equation.source_info, _enclosing.set((*_enclosing.get(), equation))
+  names = source_info_util.current_name_stack() + info.name_stack
+  try:
+    with source_info_util.user_context(info.traceback, name_stack=names), equation.ctx.manager:
+      yield
+  finally:
+    _enclosing.reset(token)
 
 
 def source_of(equation: Any) -> str:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 import dataclasses
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 from jax import Array
@@ -14,30 +14,35 @@ from sparse24_jax.binding.values import Reader, Value
 from sparse24_jax.binding.view import View
 
 
-class Interpreter(Protocol):
-  """What runs the jaxpr inside."""
+@dataclasses.dataclass(frozen=True)
+class Interpreter:
+  """What runs the jaxpr inside.
 
-  @property
-  def keys(self) -> Keys:
-    """Of the matmuls."""
-    ...
+  Attributes:
+    keys: of the matmuls.
+    reader: who carries out the matmuls of weights.
+    run_by: `interpreter.run`: (jaxpr, constants, values, keys, reader) -> values, of which some may be weights.
+  """
 
-  @property
-  def reader(self) -> Reader:
-    """Who carries out the matmuls of weights."""
-    ...
+  keys: Keys
+  reader: Reader
+  run_by: Callable[..., list[Value]]
 
   def run(self, jaxpr: Any, constants: Sequence[Any], values: Sequence[Value], keys: Keys) -> list[Value]:
-    """The results of a jaxpr whose arguments may be weights."""
-    ...
+    return self.run_by(jaxpr, constants, values, keys, self.reader)
 
   def inside(self, jaxpr: Any, values: Sequence[Value], keys: Keys, equation: Any) -> list[Any]:
     """The arrays that a jaxpr makes; a weight that it returns is followed no further."""
-    ...
+    opened, constants = _jax.open_jaxpr(jaxpr)
+    out = self.run(opened, constants, values, keys)
+    self.lose(out, f'what a {_jax.name_of(equation)} returns', _jax.source_of(equation))
+    return [value.array for value in out]
 
   def lose(self, values: Sequence[Value], by: str, source: str) -> None:
     """Tells the reader of the weights among some values that nothing follows them."""
-    ...
+    for value in values:
+      if value.mark is not None:
+        self.reader.lost(value.mark, by, source)
 
 
 def _carried(values: Sequence[Value]) -> list[Any]:

@@ -25,7 +25,7 @@ def run(jaxpr: Any, constants: Sequence[Any], values: Sequence[Value], keys: Key
   """The results of a jaxpr whose arguments may be weights."""
   known: dict[Any, Value] = dict(zip(jaxpr.constvars, map(Value, constants), strict=True))
   known.update(zip(jaxpr.invars, values, strict=True))
-  interpreter = _Interpreter(keys, reader)
+  interpreter = _Interpreter(keys, reader, run)
 
   def read(atom: Any) -> Value:
     return Value(atom.val) if _jax.is_literal(atom) else known[atom]
@@ -38,10 +38,7 @@ def run(jaxpr: Any, constants: Sequence[Any], values: Sequence[Value], keys: Key
   return [read(atom) for atom in jaxpr.outvars]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Interpreter:
-  keys: Keys
-  reader: Reader
+class _Interpreter(calls.Interpreter):
 
   def equation(self, equation: Any, values: list[Value]) -> list[Value]:
     name = _jax.name_of(equation)
@@ -136,21 +133,6 @@ class _Interpreter:
 
   def _rebound(self, equation: Any, values: Sequence[Value]) -> list[Value]:
     return _with_norms([Value(array) for array in _jax.rebind(equation, [v.array for v in values])], values)
-
-  def run(self, jaxpr: Any, constants: Sequence[Any], values: Sequence[Value], keys: Keys) -> list[Value]:
-    return run(jaxpr, constants, values, keys, self.reader)
-
-  def inside(self, jaxpr: Any, values: Sequence[Value], keys: Keys, equation: Any) -> list[Any]:
-    """The arrays that a jaxpr makes; a weight that it returns is followed no further."""
-    opened, constants = _jax.open_jaxpr(jaxpr)
-    out = run(opened, constants, values, keys, self.reader)
-    self.lose(out, f'what a {_jax.name_of(equation)} returns', _jax.source_of(equation))
-    return [value.array for value in out]
-
-  def lose(self, values: Sequence[Value], by: str, source: str) -> None:
-    for value in values:
-      if value.mark is not None:
-        self.reader.lost(value.mark, by, source)
 
 
 def _with_norms(out: list[Value], values: Sequence[Value], read: frozenset[str] = frozenset()) -> list[Value]:
