@@ -9,6 +9,7 @@ from jax import Array
 import jax.numpy as jnp
 import optax
 
+from sparse24_jax.optim._search import rounded_once, when_due
 from sparse24_jax.optim._weights import Absent, contexts, flip_rates, flips, is_leaf, map_sparse, wider
 from sparse24_jax.projection import Projection
 from sparse24_jax.recipe import Recipe
@@ -39,7 +40,6 @@ def zero(w: Array, u: Array) -> Array:
   The barrier hides it: XLA would share one array of zeros between the links' gradients and the start of a backward scan
   that adds weight gradients up, and keep that array, as large as all gradients, until the end.
   """
-  del w
   return jax.lax.optimization_barrier(jnp.zeros((), jnp.result_type(u)))
 
 
@@ -159,8 +159,7 @@ def _change(weights: Sequence[_Weight], carried: Sequence[_Carried]) -> list[_Ca
 
 def _changed(weight: _Weight, carried: _Carried) -> _Carried:
   p, w, gradient, context = weight
-  # One rounding for all that reads it, see `sparse_training`.
-  stepped = jax.lax.optimization_barrier(optax.apply_updates(w, carried.update))
+  stepped = rounded_once(w, carried.update)
   moments = carried.moments
   if p.update is None:
     state = p.refresh(stepped, carried.state)
@@ -185,8 +184,7 @@ def _when(due: Array, every: int, change: Callable[[Any], Any], kept: Any) -> An
   """`change(kept)` where it is due, else what is kept."""
   if every == 1:
     return jax.tree.map(functools.partial(jnp.where, due), change(kept), kept)
-  # A loop of one pass or none, as for masks: a conditional would copy the moments in every step.
-  return jax.lax.fori_loop(0, due.astype(jnp.int32), lambda _, carried: change(carried), kept)
+  return when_due(due, change, kept)
 
 
 def _groups(sizes: Sequence[int]) -> list[list[int]]:
@@ -232,6 +230,6 @@ def _rates_of_step(
   def search(p: Projection, w: Array, s: Array) -> Array:
     return p.mask(w, s if p.update else p.refresh(w, s))
 
-  new_weights = jax.lax.optimization_barrier(optax.apply_updates(params, updates))
+  new_weights = rounded_once(params, updates)
   old, new = map_sparse(search, projections, params, states), map_sparse(search, projections, new_weights, new_states)
   return flip_rates(projections, old, new, new_weights)

@@ -29,16 +29,15 @@ def compared_before(recipe: Recipe, projections: Any, due: Array, params: Any, s
   if recipe.flip_rate == 'step' or recipe.refresh_every == 1:
     return search()
   none_yet = map_sparse(_none_yet, projections, params, jax.eval_shape(search))
-  return _when_due(due, lambda _: search(), none_yet) if jax.tree.leaves(none_yet) else none_yet
+  return when_due(due, lambda _: search(), none_yet) if jax.tree.leaves(none_yet) else none_yet
 
 
 def _none_yet(p: Projection, w: Array, mask: Any) -> Any:
   """A mask to begin with, sharded as its weight; nothing where none is to come."""
-  del p
   return mask if isinstance(mask, optax.MaskedNode) else jnp.zeros_like(w, dtype=mask.dtype)
 
 
-def _when_due(due: Array, change: Callable[[Any], Any], kept: Any) -> Any:
+def when_due(due: Array, change: Callable[[Any], Any], kept: Any) -> Any:
   """`change(kept)` in steps that refresh masks, else what is kept."""
   # One pass or none: what a loop carries is changed in place, while `lax.cond` copies what it leaves as it is.
   return jax.lax.fori_loop(0, due.astype(jnp.int32), lambda _, carried: change(carried), kept)
@@ -67,6 +66,6 @@ def refreshed(
   if recipe.refresh_every == 1:
     return search(state.projections)
   if recipe.flip_rate == 'refresh':
-    return _when_due(due, lambda kept: search(kept[0]), (state.projections, state.flip_rate))
+    return when_due(due, lambda kept: search(kept[0]), (state.projections, state.flip_rate))
   states, rates = search(state.projections)
   return jax.tree.map(lambda a, b: jnp.where(due, a, b), states, state.projections), rates
