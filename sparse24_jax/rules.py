@@ -1,9 +1,10 @@
 """Which weights a recipe takes: paths, matching, and the checks that belong to a match."""
 
 import collections
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 import contextlib
 import dataclasses
+import functools
 import math
 import re
 from typing import Any
@@ -51,6 +52,19 @@ def map_by_path(f: Callable[..., Any], tree: Any, *rest: Any, is_leaf: Callable[
   """`jax.tree.map` of f(path, leaf, ...) with the paths of `leaves_by_path`."""
   paths = iter([path for path, _ in leaves_by_path(tree, is_leaf=is_leaf)])
   return jax.tree.map(lambda *leaves: f(next(paths), *leaves), tree, *rest, is_leaf=is_leaf)
+
+
+def nested(by_path: Mapping[str, Any]) -> dict[str, Any]:
+  """The nested dictionary of what has these paths.
+
+  >>> nested({'h_0/mlp': 1, 'h_0/attn': 2})
+  {'h_0': {'mlp': 1, 'attn': 2}}
+  """
+  tree: dict[str, Any] = {}
+  for path, leaf in by_path.items():
+    *folders, name = path.split('/')
+    functools.reduce(lambda node, folder: node.setdefault(folder, {}), folders, tree)[name] = leaf
+  return tree
 
 
 def _stands_for_nothing(node: Any) -> bool:

@@ -1,5 +1,6 @@
 """The state of a weight on its way to the matmul: a mask, a scale or packed operands, one for each stacked matrix."""
 
+from collections.abc import Callable
 import dataclasses
 import functools
 from typing import Any
@@ -24,6 +25,11 @@ class WeightState:
 
   value: Any
   stacked: tuple[int, ...]
+
+  @staticmethod
+  def mapped(f: Callable[[Any], Any], state: Any) -> Any:
+    """`f` of a state, of one in a `WeightState` too."""
+    return dataclasses.replace(state, value=f(state.value)) if isinstance(state, WeightState) else f(state)
 
   def to_front(self, axis: int) -> 'WeightState':
     """With one stacked axis in front of all others, where a scan takes it off; no more among `stacked`."""

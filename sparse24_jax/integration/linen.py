@@ -16,7 +16,7 @@ from sparse24_jax.binding.origin import MADE_OF
 from sparse24_jax.binding.tracing import as_callable
 from sparse24_jax.binding.transform import is_state, run_sparse
 from sparse24_jax.recipe import Recipe, Rule
-from sparse24_jax.rules import leaves_by_path, matched_rules, rule_for
+from sparse24_jax.rules import leaves_by_path, matched_rules, nested, rule_for
 
 COLLECTION = 'sparse24'
 RNG = 'mvue'
@@ -72,9 +72,8 @@ class SparseModule(nn.Module):
     found = dict(leaves_by_path(states, is_leaf=is_state))
     own = {path: state for path, state in found.items() if _of_fingerprint(path) or rule_for(path, self.recipe)}
     # A part that is sparse by itself, or that calls `sparse24_jax.dot`, finds what is its own.
-    others = _without(states, own)
-    if others:
-      collections[COLLECTION] = others
+    if others := {path: state for path, state in found.items() if path not in own}:
+      collections[COLLECTION] = nested(others)
     streams = {name: rng.as_jax_rng() for name, rng in scope.rngs.items()}
     # The first call has the streams of the plain model; another one, in the same apply, others.
     calls = scope.__dict__.setdefault(_CALLS, [0])
@@ -163,13 +162,3 @@ def _fields(model: nn.Module) -> dict[str, Any]:
 
 def _of_fingerprint(path: str) -> bool:
   return path.startswith(f'{MADE_OF}/')
-
-
-def _without(states: Any, paths: Any) -> dict[str, Any]:
-  """A nested dictionary without what is at some paths."""
-  kept: dict[str, Any] = {}
-  for path, state in leaves_by_path(states, is_leaf=is_state):
-    if path not in paths:
-      *folders, name = path.split('/')
-      functools.reduce(lambda node, folder: node.setdefault(folder, {}), folders, kept)[name] = state
-  return kept

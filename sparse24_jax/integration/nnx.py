@@ -5,7 +5,6 @@ A call runs the plain model as a pure function of its parameters, and puts back 
 """
 
 from collections.abc import Callable, Mapping
-import dataclasses
 import functools
 import logging
 from typing import Any
@@ -105,13 +104,9 @@ def _states_for(recipe: Recipe, sparse: Sparse) -> dict[str, Any]:
     rule = rule_for(path, recipe)
     return rule and rule.policy.projection
 
-  def unpacked(state: Any) -> Any:  # a packed weight is that of one step
-    if isinstance(state, WeightState):
-      return dataclasses.replace(state, value=projection_state(state.value))
-    return projection_state(state)
-
   same = {path: s for path, s in sparse.read().items() if projection(recipe, path) == projection(sparse.recipe, path)}
-  return {path: unpacked(state) for path, state in same.items()}
+  # A packed weight is that of one step.
+  return {path: WeightState.mapped(projection_state, state) for path, state in same.items()}
 
 
 def _parts(model: nnx.Module, paths: Mapping[str, Any]) -> list[nnx.Module]:

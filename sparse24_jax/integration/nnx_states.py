@@ -147,7 +147,7 @@ class Sparse(nnx.Module):
     rules = match_rules(params, self.recipe)
     mine = [path for path, of in known.items() if path in rules and not origin.is_of(of.sums, weights[path])]
     projections = {path: p for path in mine if (p := rules[path].policy.projection)}
-    packed = {path for path in projections if isinstance(_value(states[path]), PackedWeight)}
+    packed = {path for path in projections if _is_packed(states[path])}
     chosen = [path for path, p in projections.items() if path not in packed and _reads_weight(p, weights[path])]
     moving = {path for path, p in projections.items() if p.update is not None} - packed
     waiting = set(chosen) if self.recipe.refresh_every > 1 else set()
@@ -231,22 +231,20 @@ def _any(flags: Iterable[Any]) -> Any:
   return functools.reduce(jnp.logical_or, flags, jnp.zeros((), bool))
 
 
-def _value(state: Any) -> Any:
-  return state.value if isinstance(state, WeightState) else state
+def _is_packed(state: Any) -> bool:
+  return isinstance(state.value if isinstance(state, WeightState) else state, PackedWeight)
 
 
 def _refreshed(projection: Projection, w: Array, state: Any) -> Any:
   """The state that a refresh finds in a weight; `w` as it is stored, the state by its matrices."""
   matrix, layout = projection.matrix or projection, projection.layout_of(w)
-  value = matrix.refresh(layout.matrix(w), _value(state))
-  return dataclasses.replace(state, value=value) if isinstance(state, WeightState) else value
+  return WeightState.mapped(functools.partial(matrix.refresh, layout.matrix(w)), state)
 
 
 def _divided(projection: Projection, w: Array, state: Any) -> Any:
   """A state divided as its weight is, which may have been divided after the mask was chosen."""
-  value, matrix = _value(state), projection.layout_of(w).matrix(w)
-  value = _partitioning.like(value, matrix) if value.shape == matrix.shape else value
-  return dataclasses.replace(state, value=value) if isinstance(state, WeightState) else value
+  matrix = projection.layout_of(w).matrix(w)
+  return WeightState.mapped(lambda s: _partitioning.like(s, matrix) if s.shape == matrix.shape else s, state)
 
 
 def _reads_weight(projection: Projection, w: Any) -> bool:

@@ -14,7 +14,7 @@ from sparse24_jax.integration.functional import projected_weights
 from sparse24_jax.integration.nnx_states import dense_state, fingerprints, sparse_state, SparseVariable
 from sparse24_jax.optim import note_read, warn_of_other_weights
 from sparse24_jax.recipe import PhaseName, Recipe, resolve_phase
-from sparse24_jax.rules import is_weight, leaves_by_path, rule_for
+from sparse24_jax.rules import is_weight, leaves_by_path, nested, rule_for
 
 __all__ = ['SparseVariable', 'sparse_variables', 'sparsify', 'states_of']
 
@@ -164,19 +164,10 @@ def sparse_variables(
       return dense_state()
     made_of = fingerprints({path: (policy.projection, w) for path, (policy, w, _) in sparse.items()})
     return sparse_state(states, made_of, brought_in=opt_state is not None, fits=known(fits))
-  nested: dict[str, Any] = {}
-  if sparse:
-    found = sparse.items()
-    nested[MADE_OF] = of_weights(
-      {path: (w, p.layout_of(w).stacked) for path, (policy, w, _) in found if (p := policy.projection)}
-    ) | {FITS.rpartition('/')[2]: known(fits)}
-  for path, state in states.items():
-    *folders, name = path.split('/')
-    node = nested
-    for folder in folders:
-      node = node.setdefault(folder, {})
-    node[name] = state
-  return nested
+  if not sparse:
+    return nested(states)
+  weights = {path: (w, p.layout_of(w).stacked) for path, (policy, w, _) in sparse.items() if (p := policy.projection)}
+  return {MADE_OF: of_weights(weights) | {FITS.rpartition('/')[2]: known(fits)}} | nested(states)
 
 
 def states_of(variables: Mapping[str, Any]) -> dict[str, Any]:
