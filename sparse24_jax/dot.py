@@ -142,7 +142,6 @@ def _dot(
   packed: Any, key: Array | None,
 ) -> Array:  # fmt: skip
   """z `[..., out]` from x `[..., in]`; where all three matmuls read what is packed, `w` is for its cotangent."""
-  del column, where, key
   return _forward(policy, plan, asked, x, w, state, packed, keep=False)[0]
 
 
@@ -156,7 +155,6 @@ def _forward(
 
 
 def _dot_fwd(policy, plan, column, asked, where, x, w, state, packed, key):
-  del column
   check_sampling(x, policy.weight_grad, key, where)
   z, rows, projected = _forward(policy, plan, asked, x, w, state, packed, keep=True)
   # For what runs plain in the backward: the projected weight if it is there, else what to project again.
@@ -169,7 +167,6 @@ def _dot_fwd(policy, plan, column, asked, where, x, w, state, packed, key):
 
 
 def _dot_bwd(policy, plan, column, asked, where, residuals, dz):
-  del where
   x, kept, packed, key, divided = residuals
   projected = _project(policy, *kept) if isinstance(kept, tuple) else kept
   given, dw = linear_layer.weight_grad(plan, policy, x, dz, key, like=projected, column=column, asked=asked)

@@ -207,7 +207,6 @@ class _Static(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _fused(static: _Static, x: Array, weights: Any, biases: Any, packed: Any, keys: Any) -> Array:
-  del weights, keys
   return _forward(static, x, biases, packed, keep=False)[0]
 
 
@@ -232,7 +231,6 @@ def _forward(static: _Static, x: Array, biases: Any, packed: Any, *, keep: bool)
 
 
 def _fused_fwd(static, x, weights, biases, packed, keys):
-  del weights
   check_sampling(x, 'mvue', keys['down'], static.where)
   y, rows, z, h = _forward(static, x, biases, packed, keep=True)
   operands = {name: static.precision.reads(p, 'input_grad', static.up.input_grad) for name, p in packed.items()}

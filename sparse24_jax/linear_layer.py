@@ -74,7 +74,6 @@ def gate(z: Array, *, activation: str) -> Array:
 
 
 def _gate(shard, z, *, activation):
-  del shard
   return activations.gated_activation(z.reshape(z.shape[0], -1), activation=activation)
 
 

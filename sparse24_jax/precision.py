@@ -55,54 +55,44 @@ class Precision:
 
   def rounded(self, x: Array, *, keep: bool) -> Rounded:
     """x `[tokens, features]`, for a backward if `keep`."""
-    del keep
     return Rounded(x, x)
 
   def reads(self, p: PackedWeight, role: str, backend: str | None) -> PackedWeight:
     """What of a packed weight the forward or the input gradient reads."""
-    del backend
     return PackedWeight(None, p.forward) if role == 'forward' else PackedWeight(None, None, p.input_grad)
 
   def forward(self, w: PackedWeight, x: Rounded, *, backend: str | None, dtype: Any, **epilogue: Any) -> Any:
     """z `[tokens, out]`; with an epilogue its activation, or (activation(z), z), see `multiply`."""
-    del dtype
     return multiply('forward', w.operand, x.values, backend=backend, **epilogue)
 
   def input_grad(self, w: PackedWeight, dz: Rounded, *, backend: str | None, dtype: Any) -> Array:
     """dx `[tokens, in]`."""
-    del dtype
     return multiply('input_grad', w.input_grad, dz.values, backend=backend)
 
   def simulated(self, a: Array, b: Array, formats: tuple[Format, Format]) -> tuple[Array, Array]:
     """What a plain matmul multiplies in place of a and b; in FP8 they are rounded to these formats."""
-    del formats
     return a, b
 
   def scale_of(self, dz: Array) -> tuple[Any, Any]:
     """Of a gradient."""
-    del dz
     return None, None
 
   def scale_of_activation(self, dh: Array, z: Array, *, activation: str, gated: bool) -> tuple[Any, Any]:
     """Of the dz that follows from these."""
-    del dh, z, activation, gated
     return None, None
 
   def sample(self, dz: Array, key: Array, scale: Any, origin: Any) -> tuple[Array | None, SparseOperand]:
     """(dz if it is rewritten, the operand of its MVUE sample)."""
-    del scale
     return None, pack.mvue_pack(dz, key, axis=-2, origin=origin)
 
   def activation_and_sample(
     self, dh: Array, z: Array, key: Array, scale: Any, origin: Any, *, activation: str, gated: bool
   ) -> tuple[Array, SparseOperand]:
     """(dz, the operand of its MVUE sample), in one pass."""
-    del scale
     return activations.activation_backward_pack(dh, z, key, activation=activation, gated=gated, origin=origin)
 
   def weight_grad(self, sample: SparseOperand, x: Array, factors: tuple, *, backend: str, dtype: Any) -> Array:
     """dw `[in, out]`, from what was kept of x, and from what undoes the scales of the gradient and of x."""
-    del factors, dtype
     return multiply('weight_grad', sample, x, backend=backend)
 
   def bias_grad(self, dz: Rounded, dtype: Any) -> Array:

@@ -112,7 +112,6 @@ def _straight_through_fwd(projection, w, state):
 
 
 def _straight_through_bwd(projection, residuals, cotangent):
-  del projection, residuals
   return cotangent, None
 
 

@@ -249,7 +249,6 @@ class Recipe:
 
   def without(self, paths: Collection[str], rules: tuple[Rule, ...]) -> 'Recipe':
     """The recipe with other rules, under which the weights at `paths` are dense."""
-    del paths
     return dataclasses.replace(self, rules=rules)
 
   @property
@@ -260,12 +259,10 @@ class Recipe:
 
   def layouts_of(self, weights: Mapping[str, Any]) -> Mapping[str, Layout]:
     """How matched weights are stored, by path: nothing is known here; a recipe that `bind` made knows all of them."""
-    del weights
     return {}
 
   def asked_of(self, path: str) -> Asked:
     """Precision and dtype of the result of a weight's matmul: the plain ones; one that `bind` made knows better."""
-    del path
     return PLAIN
 
   def dense_twin(self) -> 'Recipe':

@@ -43,7 +43,6 @@ def as_callable(f: Any) -> Callable[..., Any]:
 @functools.singledispatch
 def functional(model: Any, f: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Functional:
   """A tree of arrays is its own parameters; a library whose models hold their state registers what they are."""
-  del args, kwargs
   return Functional(f, model)
 
 

@@ -343,7 +343,6 @@ def _ffn(
 def _neuron_level(
   x: Array, weights: Any, states: Any, key: Array | None, biases: Any, *, policy: Any, activation: str
 ) -> Array:
-  del key
   if activation != 'squared_relu' or 'w_gate' in weights:
     found = f'{activation!r}{" with a gate" if "w_gate" in weights else ""}'
     raise ValueError(f"sparse activations take activation='squared_relu' without a gate, found {found}")

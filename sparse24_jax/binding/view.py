@@ -126,31 +126,26 @@ def follow(equation: Any, values: Sequence[Any], views: Sequence[View | None]) -
 
 
 def _same(view: View, params: Mapping[str, Any], values: Sequence[Any]) -> View:
-  del params, values
   return view
 
 
 def _cast(view: View, params: Mapping[str, Any], values: Sequence[Any]) -> View | None:
   """In 8 bits or as integers it is quantised: what is packed of the weight would not be."""
-  del values
   dtype = jnp.dtype(params['new_dtype'])
   return view if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1 else None
 
 
 def _transpose(view: View, params: Mapping[str, Any], values: Sequence[Any]) -> View:
-  del values
   return dataclasses.replace(view, axes=tuple(view.axes[i] for i in params['permutation']))
 
 
 def _squeeze(view: View, params: Mapping[str, Any], values: Sequence[Any]) -> View:
-  del values
   dropped = {d % len(view.axes) for d in params['dimensions']}
   return dataclasses.replace(view, axes=tuple(runs for i, runs in enumerate(view.axes) if i not in dropped))
 
 
 def _broadcast(view: View, params: Mapping[str, Any], values: Sequence[Any]) -> View | None:
   """New axes of length one are fine; repeated entries are not a view."""
-  del values
   shape, places = params['shape'], params['broadcast_dimensions']
   axes: list[tuple[Run, ...]] = [()] * len(shape)
   for place, runs in zip(places, view.axes, strict=True):
@@ -160,7 +155,6 @@ def _broadcast(view: View, params: Mapping[str, Any], values: Sequence[Any]) -> 
 
 
 def _reshape(view: View, params: Mapping[str, Any], values: Sequence[Any]) -> View | None:
-  del values
   if params.get('dimensions') is not None:
     return None
   runs = [run for axis in view.axes for run in axis]
@@ -212,7 +206,6 @@ def _with(view: View, place: int, runs: tuple[Run, ...], offsets: Sequence[Any])
 
 
 def _slice(view: View, params: Mapping[str, Any], values: Sequence[Any]) -> View | None:
-  del values
   strides = params['strides'] or (1,) * len(view.axes)
   found: View | None = view
   for place, (start, stop, stride) in enumerate(
@@ -237,7 +230,6 @@ def _inside(start: Any, last: int) -> Any:
 
 
 def _split(view: View, params: Mapping[str, Any], values: Sequence[Any]) -> list[View] | None:
-  del values
   found, start = [], 0
   for size in map(int, params['sizes']):
     part = _taken(view, params['axis'], start, size)
@@ -249,7 +241,6 @@ def _split(view: View, params: Mapping[str, Any], values: Sequence[Any]) -> list
 
 
 def _unstack(view: View, params: Mapping[str, Any], values: Sequence[Any]) -> list[View] | None:
-  del values
   place = params['axis']
   found = [_taken(view, place, i, 1) for i in range(view.value_shape[place])]
   return [_squeeze(part, {'dimensions': (place,)}, ()) for part in found if part] if all(found) else None
@@ -278,7 +269,6 @@ def _gather(view: View, params: Mapping[str, Any], values: Sequence[Any]) -> Vie
 
 def _all_gather(view: View, params: Mapping[str, Any], values: Sequence[Any]) -> View | None:
   """The shards of one axis of the weight, side by side or along a new axis."""
-  del values
   name, n, place = params['axis_name'], params['axis_size'], params['all_gather_dimension']
   names = (name,) if isinstance(name, str) else tuple(name)
   gathered = [axis for axis, held in view.divided if held[-len(names) :] == names]

@@ -23,7 +23,6 @@ def projections_of(params: Any, recipe: Recipe) -> Any:
   rules = match_rules(params, recipe)
 
   def of(path: str, leaf: Any) -> Projection | Absent:
-    del leaf
     rule = rules.get(path)
     return (rule and rule.policy.projection) or Absent()
 

@@ -67,7 +67,6 @@ def add_masked_decay(decay: optax.ScalarOrSchedule, masks: Any) -> optax.Gradien
     raise ValueError(f'decay={decay} must be a finite number of zero or more, or a schedule')
 
   def init(params: Any) -> AddMaskedDecayState:
-    del params
     return AddMaskedDecayState(jnp.zeros((), jnp.int32))
 
   def update(updates: Any, state: AddMaskedDecayState, params: Any = None):

@@ -47,12 +47,10 @@ def mvue_gradients(key: Array, *, axis: int = -1) -> optax.GradientTransformatio
   impl = jax.random.key_impl(typed)
 
   def init(params: Any) -> MvueGradientsState:
-    del params
     # A copy: donating the state must not take the caller's key along.
     return MvueGradientsState(jnp.array(jax.random.key_data(typed), copy=True), jnp.zeros((), jnp.int32))
 
   def update(updates: Any, state: MvueGradientsState, params: Any = None):
-    del params
     step_key = jax.random.fold_in(jax.random.wrap_key_data(state.key_data, impl=impl), state.count)
     leaves, structure = jax.tree.flatten(updates)
     sampled = [

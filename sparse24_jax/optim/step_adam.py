@@ -70,7 +70,6 @@ def scale_by_step_adam(
     return StepAdamState(jnp.zeros((), jnp.int32), mu, nu, jnp.full((window,), _NONE_YET, jnp.float32))
 
   def update(updates: Any, state: StepAdamState, params: Any = None):
-    del params
     count = optax.safe_increment(state.count)
     mu = optax.tree.update_moment(updates, state.mu, b1, 1)
     mu_hat = optax.tree.bias_correction(mu, b1, count)
