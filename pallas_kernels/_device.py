@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.arch import Arch, ARCHS, of_capability
+from pallas_kernels.arch import Arch, of_capability
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,19 +69,6 @@ def arrays_are_whole() -> bool:
 
 
 # What is compiled for: sm_80, sm_86 and so on.
-TARGETS = {each.name: each for each in ARCHS if each.example}
-
-
-def target_device(target: str) -> Device:
-  """A GPU of those that are compiled for where there is none."""
-  generation = TARGETS[target]
-  assert generation.example is not None
-  return Device(generation.example.name, 'gpu', generation.capability, generation.example.sms)
-
-
-def struct(shape: Sequence[int], dtype: Any) -> jax.ShapeDtypeStruct:
-  """Short for `jax.ShapeDtypeStruct`."""
-  return jax.ShapeDtypeStruct(tuple(shape), dtype)
 
 
 def environment() -> dict[str, Any]:

@@ -21,6 +21,8 @@ from pallas_kernels import _compat, _device, _kept
 
 _TARGET = 'triton_kernel_call'
 _PLAIN = (int, float, str, tuple, type(None))
+# Where there is no GPU: the compute capability to lower for, 90 say.
+_lowering_for: int | None = None
 _MOST_PROGRAMS = 65535  # of CUDA, along any axis of a grid but the first
 
 
@@ -182,21 +184,3 @@ def _compilers() -> Any:
   settings = libtriton.get_cache_invalidating_env_vars()
   versions = [importlib.metadata.version(name) for name in names]
   return versions, library.st_size, library.st_mtime_ns, sorted(settings.items())
-
-
-_lowering_for: int | None = None
-
-
-class lowering_for:  # noqa: N801
-  """Context in which kernels are lowered for a compute capability (90, say) on a machine without a GPU."""
-
-  def __init__(self, compute_capability: int):
-    self._capability = compute_capability
-
-  def __enter__(self) -> None:
-    global _lowering_for
-    self._saved, _lowering_for = _lowering_for, self._capability
-
-  def __exit__(self, *_: Any) -> None:
-    global _lowering_for  # noqa: PLW0603
-    _lowering_for = self._saved

@@ -12,6 +12,7 @@ from pallas_kernels.sparse_matmul import api, mosaic_gpu, mosaic_gpu_sm80, opera
 from pallas_kernels.vnm import api as vnm_api
 from pallas_kernels.vnm import mosaic_gpu as vnm_mosaic_gpu
 from pallas_kernels.vnm.format import to_vnm_operand
+from tests import targets
 from tests.pallas_kernels import triton_interpreter
 
 _BF16 = jnp.dtype('bfloat16')
@@ -39,7 +40,7 @@ class ArchTest(parameterized.TestCase):
 
   @parameterized.parameters(('sm_80', 'mosaic_gpu_sm80'), ('sm_89', 'mosaic_gpu_sm80'), ('sm_90a', 'mosaic_gpu'))
   def test_sparse_is_the_kernel_of_the_gpu(self, target, kernel):
-    with mock.patch.object(_device, 'current', lambda: _device.target_device(target)):
+    with mock.patch.object(_device, 'current', lambda: targets.target_device(target)):
       self.assertEqual(_dispatch.backend_of('sparse_matmul', 'sparse', api.BACKENDS), kernel)
       self.assertEqual(_dispatch.backend_of('transpose_pack', 'sparse', vnm_api.TRANSPOSERS), 'triton')
 
@@ -78,7 +79,7 @@ class LayoutTest(parameterized.TestCase):
     for implementation in (None, 'dense', 'reference'):
       self.refused(api.sparse_matmul, self.a, b, implementation=implementation)
     for kernel in (mosaic_gpu, mosaic_gpu_sm80):
-      self.refused(kernel.sparse_matmul, self.a, b, device=_device.target_device('sm_90a'), **options)
+      self.refused(kernel.sparse_matmul, self.a, b, device=targets.target_device('sm_90a'), **options)
     self.refused(operand.from_operand, self.a)
     self.refused(vnm_api.expand, self.a)
     with self.assertRaisesRegex(ValueError, "second is packed in the order 'tcgen05'"):
@@ -88,7 +89,7 @@ class LayoutTest(parameterized.TestCase):
     b = jnp.ones((64, 8), _BF16)
     for implementation in (None, 'dense', 'reference'):
       self.refused(vnm_api.vnm_matmul, self.blocks, b, implementation=implementation)
-    gpu = _device.target_device('sm_90a')
+    gpu = targets.target_device('sm_90a')
     self.refused(vnm_mosaic_gpu.vnm_matmul, self.blocks, b, out_dtype=_BF16, out_layout='mn', device=gpu)
     x, columns = jnp.ones((128, 64), _BF16), jnp.zeros(3, jnp.int32)
     for implementation in ('reference', 'triton') if triton_interpreter.HAS_TRITON else ('reference',):

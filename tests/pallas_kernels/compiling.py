@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _compat
-from pallas_kernels._device import TARGETS
+from tests.targets import TARGETS
 
 # Enough of each GPU's description for XLA and ptxas. Bandwidths and clocks do not reach the kernels' code.
 _TARGET = """

@@ -5,6 +5,7 @@ from absl.testing import absltest, parameterized
 import jax.numpy as jnp
 
 from pallas_kernels import _device
+from tests import targets
 from tests.pallas_kernels import compiling
 
 
@@ -15,7 +16,7 @@ class DeviceTest(parameterized.TestCase):
       platform='gpu', device_kind='NVIDIA H100 80GB HBM3', compute_capability='9.0', core_count=132
     )
     found = _device.describe(gpu)
-    self.assertEqual(found, _device.target_device('sm_90a'))
+    self.assertEqual(found, targets.target_device('sm_90a'))
     self.assertEqual(found.slug, 'nvidia_h100_80gb_hbm3')
     self.assertEqual((found.arch.name, found.arch.sparse_instruction), ('sm_90a', 'wgmma'))
 
@@ -47,7 +48,7 @@ class DeviceTest(parameterized.TestCase):
 
   @absltest.skipUnless(compiling.can_compile_for_gpu(), 'needs the CUDA plugin wheels')
   def test_one_target_a_process(self):
-    args = lambda x: x + 1, _device.struct((64,), jnp.float32)
+    args = lambda x: x + 1, targets.struct((64,), jnp.float32)
     self.assertEqual(compiling.compile_report(*args, target='sm_90a').spill_bytes, 0)
     with self.assertRaisesRegex(ValueError, 'this process compiles for sm_90a'):
       compiling.compile_report(*args, target='sm_80')

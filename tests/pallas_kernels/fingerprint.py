@@ -26,11 +26,12 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _device, _records, _triton
+from pallas_kernels import _records, _triton
+from tests import targets
 from tests.pallas_kernels import compiling
 
 BF16, F32, E4M3, E5M2 = (jnp.dtype(name) for name in ('bfloat16', 'float32', 'float8_e4m3fn', 'float8_e5m2'))
-S = _device.struct
+S = targets.struct
 N = 4096  # rows and columns of what Triton kernels take
 
 # Case -> its PTX.
@@ -69,7 +70,7 @@ def _sparse_ptx(key, config, *, activation=None, keep_preactivation=False, bias=
     return mosaic_gpu.sparse_matmul(
       operand.SparseOperand(values, metadata), b, *bias, activation=activation, keep_preactivation=keep_preactivation,
       out_dtype=key['out_dtype'], b_layout=key['b_layout'], out_layout=key['out_layout'],
-      config=None if config is None else mosaic_gpu.Config(**config), device=_device.target_device('sm_90a'),
+      config=None if config is None else mosaic_gpu.Config(**config), device=targets.target_device('sm_90a'),
     )
 
   b = S((n, k) if key['b_layout'] == 'nk' else (k, n), dtype)
@@ -90,7 +91,7 @@ def _vnm_ptx(key, config) -> str:
     a = fmt.VNMOperand(SparseOperand(values, metadata), rows, m)
     return mosaic_gpu.vnm_matmul(
       a, b, out_dtype=key['out_dtype'], out_layout=key['out_layout'], config=mosaic_gpu.Config(**config),
-      device=_device.target_device('sm_90a'),
+      device=targets.target_device('sm_90a'),
     )
 
   metadata = S((-(-r // 64), -(-compact // 64), 128), jnp.uint32)
@@ -109,7 +110,7 @@ def warp_cases(target: str) -> Cases:
     def f(values, metadata, b):
       return mosaic_gpu_sm80.sparse_matmul(
         operand.SparseOperand(values, metadata), b, activation=None if plain else 'gelu', out_dtype=dtype,
-        b_layout='nk' if plain else 'kn', out_layout='mn' if plain else 'nm', device=_device.target_device(target),
+        b_layout='nk' if plain else 'kn', out_layout='mn' if plain else 'nm', device=targets.target_device(target),
       )
 
     b = S((n, k) if plain else (k, n), dtype)
@@ -282,7 +283,7 @@ def main() -> None:
   parser.add_argument('--compare', type=pathlib.Path, help='the file of an earlier run; differences are an error')
   parser.add_argument('--only', default='', help='a regular expression that names of cases hold')
   parser.add_argument('--ptx', type=pathlib.Path, help='a folder for the text')
-  parser.add_argument('--part', choices=('triton', *_device.TARGETS), help=argparse.SUPPRESS)
+  parser.add_argument('--part', choices=('triton', *targets.TARGETS), help=argparse.SUPPRESS)
   args = parser.parse_args()
   if args.ptx:
     args.ptx.mkdir(parents=True, exist_ok=True)
@@ -292,7 +293,7 @@ def main() -> None:
     return
   found: dict[str, str] = {}
   with tempfile.TemporaryDirectory() as folder:
-    for part in ('triton', *_device.TARGETS):  # a process a target: Mosaic keeps the settings of the first
+    for part in ('triton', *targets.TARGETS):  # a process a target: Mosaic keeps the settings of the first
       out = pathlib.Path(folder, part)
       more = ['--ptx', str(args.ptx)] if args.ptx else []
       command = [sys.executable, '-m', 'tests.pallas_kernels.fingerprint', '--part', part, '--out', str(out)]

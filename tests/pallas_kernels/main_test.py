@@ -12,6 +12,7 @@ from pallas_kernels import __main__ as command
 from pallas_kernels import _device
 from pallas_kernels.ops import OPS
 from pallas_kernels.sparse_matmul import verify
+from tests import targets
 
 
 class CommandTest(parameterized.TestCase):
@@ -56,7 +57,7 @@ class CommandTest(parameterized.TestCase):
   def test_verify_hands_on_what_it_is_given(self):
     given = 'verify --count 3 --seed 4 --seconds 5 --out run.jsonl --implementation mosaic_gpu_sm80'
     with (
-      mock.patch.object(_device, 'current', lambda: _device.target_device('sm_80')),
+      mock.patch.object(_device, 'current', lambda: targets.target_device('sm_80')),
       mock.patch.object(verify, 'verify', return_value=2) as called,
     ):
       self.assertEqual(command.main(given.split()), 1)
@@ -65,7 +66,7 @@ class CommandTest(parameterized.TestCase):
   @parameterized.parameters(('sm_80', 'mosaic_gpu_sm80'), ('sm_90a', 'mosaic_gpu'))
   def test_verify_takes_the_kernel_of_the_gpu(self, target, kernel):
     with (
-      mock.patch.object(_device, 'current', lambda: _device.target_device(target)),
+      mock.patch.object(_device, 'current', lambda: targets.target_device(target)),
       mock.patch.object(verify, 'verify', return_value=0) as called,
     ):
       self.assertEqual(command.main(['verify']), 0)

@@ -20,11 +20,12 @@ from pallas_kernels.pack import triton as pack
 from pallas_kernels.sparse_matmul import mosaic_gpu, operand
 from pallas_kernels.vnm import mosaic_gpu as vnm_mosaic_gpu
 from pallas_kernels.vnm.format import VNMOperand
+from tests import targets
 from tests.pallas_kernels import triton_interpreter
 
 _BF16 = jnp.dtype('bfloat16')
 _CALL = re.compile(r'custom_call @(?:mosaic_gpu_v2|triton_kernel_call)\(.*?\) \{(.*), operand_layouts')
-_WEIGHT = _device.struct((128, 64), _BF16), _device.struct(operand.metadata_shape(128, 128), jnp.uint32)
+_WEIGHT = targets.struct((128, 64), _BF16), targets.struct(operand.metadata_shape(128, 128), jnp.uint32)
 
 
 _HELPER = """
@@ -69,9 +70,9 @@ def _layers(op, number, values, words, x):
 
 
 def _lowered(f) -> str:
-  x = _device.struct((128, 128), _BF16)
+  x = targets.struct((128, 128), _BF16)
   with (
-    mock.patch.object(_device, 'current', lambda: _device.target_device('sm_90a')), _triton.lowering_for(90),
+    mock.patch.object(_device, 'current', lambda: targets.target_device('sm_90a')), targets.lowering_for(90),
   ):
     return jax.jit(f).trace(*_WEIGHT, x).lower(lowering_platforms=('cuda',)).as_text()
 

@@ -11,12 +11,13 @@ import pytest
 
 pytest.importorskip('triton')
 
-from pallas_kernels import _device, _triton
+from pallas_kernels import _device
 from pallas_kernels.ffi import cusparselt as library
 from pallas_kernels.pack import triton as pack
 from pallas_kernels.sparse_matmul import cusparselt, mosaic_gpu, mosaic_gpu_sm80, operand
 from pallas_kernels.vnm import mosaic_gpu as vnm_mosaic_gpu
 from pallas_kernels.vnm.format import VNMOperand
+from tests import targets
 
 _BF16 = jnp.dtype('bfloat16')
 _CALL = re.compile(r'custom_call @(mosaic_gpu_v2|triton_kernel_call|sparse24_\w+)\(.*operand_layouts = \[(.*?)\],')
@@ -49,12 +50,12 @@ class LayoutsTest(parameterized.TestCase):
   )
   def test_every_operand_is_row_major(self, f):
     structs = (
-      _device.struct((64, 128), _BF16), _device.struct(operand.metadata_shape(128, 128), jnp.uint32),
-      _device.struct((256, 256), _BF16),
+      targets.struct((64, 128), _BF16), targets.struct(operand.metadata_shape(128, 128), jnp.uint32),
+      targets.struct((256, 256), _BF16),
     )
     with (
-      mock.patch.object(_device, 'current', lambda: _device.target_device('sm_90a')),
-      mock.patch.object(library, 'register', lambda: None), _triton.lowering_for(90),
+      mock.patch.object(_device, 'current', lambda: targets.target_device('sm_90a')),
+      mock.patch.object(library, 'register', lambda: None), targets.lowering_for(90),
     ):
       text = jax.jit(f).trace(*structs).lower(lowering_platforms=('cuda',)).as_text()
     calls = _CALL.findall(text)

@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import _checks, _device, _dispatch, _kept, _passes_check
+from pallas_kernels import _checks, _dispatch, _kept, _passes_check
+from tests import targets
 
-A100 = _device.target_device('sm_80')
+A100 = targets.target_device('sm_80')
 
 
 class PassesCheckTest(absltest.TestCase):

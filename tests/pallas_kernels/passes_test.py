@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import _compat, _device, _passes, costs
 from pallas_kernels.ops import OPS
+from tests import targets
 from tests.pallas_kernels import triton_interpreter
 
 _HEAD = dict(bench='memory_bound', device='gpu', driver='1', versions={}, when='2026-01-01')
@@ -35,7 +36,7 @@ class PassesTest(parameterized.TestCase):
       (_passes, 'bandwidths', lambda: dict(copy_tb_s=3.0, pass_tb_s=2.5)),
       (_passes, 'common_fields', lambda device: _HEAD),
       (_compat, 'device_times_ms', lambda f, args, iterations: [1.28e-7] * iterations),
-      (_device, 'current', lambda: _device.target_device('sm_90a')),
+      (_device, 'current', lambda: targets.target_device('sm_90a')),
     ):
       self.enter_context(mock.patch.object(module, name, value))
 

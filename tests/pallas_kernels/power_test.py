@@ -12,6 +12,7 @@ from absl.testing import absltest, parameterized
 import jax
 
 from pallas_kernels import _device, _power
+from tests import targets
 
 _ENDLESS = 'while true; do echo "$(cat clock), 690.5, 0x0000000000000024"; sleep 0.01; done'
 
@@ -92,7 +93,7 @@ class PowerTest(parameterized.TestCase):
   def test_the_gpu_that_jax_computes_on(self, visible, expected):
     self.assertIsNone(_power._current_gpu())
     with (
-      mock.patch.object(_device, 'current', lambda: _device.target_device('sm_90a')),
+      mock.patch.object(_device, 'current', lambda: targets.target_device('sm_90a')),
       mock.patch.object(jax, 'devices', lambda: [mock.Mock(local_hardware_id=1)]),
       mock.patch.dict(os.environ, {'CUDA_VISIBLE_DEVICES': visible}),
     ):

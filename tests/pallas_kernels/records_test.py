@@ -10,7 +10,8 @@ import tempfile
 from absl.testing import absltest
 import numpy as np
 
-from pallas_kernels import _device, _dispatch, _records, _tuning, costs
+from pallas_kernels import _dispatch, _records, _tuning, costs
+from tests import targets
 
 H100 = 'nvidia_h100_80gb_hbm3'
 _KEY = dict(m=64, n=64, k=64, dtype='bfloat16')
@@ -82,7 +83,7 @@ class RecordsTest(absltest.TestCase):
     self.assertEqual(lookup(bf16 | {'m': 96}).key, bf16)
 
   def test_on_an_h100_float16_runs_as_bfloat16_does(self):
-    gpu = _device.target_device('sm_90a')
+    gpu = targets.target_device('sm_90a')
     for op in ('sparse_matmul', 'vnm_matmul'):
       for entry in _records.entries_of(_records.path_of(_records.TUNED, gpu.slug, op)):
         if entry['key']['dtype'] == 'bfloat16':

@@ -16,6 +16,7 @@ from sparse24_jax.block_gain import block_gain, block_table
 from sparse24_jax.packing import E4M3, pack
 from sparse24_jax.plan import plan_layer
 from sparse24_jax.where_it_pays import RoleGain, table
+from tests import targets
 
 FP8 = s24.recipes.s_ste('.*', fp8=True)
 FST = s24.recipes.transposable_srste('.*', masked_decay=0.0)
@@ -111,7 +112,7 @@ class Fp8LayerTest(parameterized.TestCase):
     self.assertEqual((found.chosen, found.product_ms), (chosen, ms))
     choice = min(times, key=times.get) if times else None
     with (
-      mock.patch.object(_device, 'current', lambda: _device.target_device('sm_90a')),
+      mock.patch.object(_device, 'current', lambda: targets.target_device('sm_90a')),
       mock.patch.object(_device, 'arrays_are_whole', lambda: True),
       mock.patch.object(_triton, 'why_absent', lambda: None),
       mock.patch.object(_records, 'lookup', lambda *_: choice and _records.Choice(choice, None, {}, 0.0)),

@@ -4,8 +4,9 @@ import contextlib
 from unittest import mock
 
 from pallas_kernels import _device, _triton
+from tests import targets
 
-H100 = _device.target_device('sm_90a')
+H100 = targets.target_device('sm_90a')
 
 
 @contextlib.contextmanager

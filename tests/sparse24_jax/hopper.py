@@ -8,9 +8,10 @@ from absl.testing import absltest
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _compat, _device, _triton
+from pallas_kernels import _compat, _device
 from pallas_kernels.sparse_matmul import api
 import sparse24_jax as s24
+from tests import targets
 from tests.pallas_kernels import compiling, triton_interpreter
 
 TARGET = 'sm_90a'
@@ -23,10 +24,10 @@ POLICY = s24.DotPolicy(s24.transposable(), input_grad='sparse', weight_grad='mvu
 def hopper():
   """Dispatch as on an H100 whose records favour the kernels."""
   with (
-    mock.patch.object(_device, 'current', lambda: _device.target_device(TARGET)),
+    mock.patch.object(_device, 'current', lambda: targets.target_device(TARGET)),
     mock.patch.object(_device, 'arrays_are_whole', lambda: True),
     mock.patch.object(api, 'candidates_for', lambda *args, **kwargs: ('mosaic_gpu', 'dense')),
-    _triton.lowering_for(90),
+    targets.lowering_for(90),
     _compat.assumed_capability(9, 0),
   ):
     yield

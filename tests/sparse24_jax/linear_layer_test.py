@@ -18,8 +18,9 @@ from sparse24_jax import fp8, linear_layer
 from sparse24_jax.layer_plan import Backends
 from sparse24_jax.plan import plan_layer
 from sparse24_jax.precision import Precision
+from tests import targets
 
-H100, A100 = _device.target_device('sm_90a'), _device.target_device('sm_80')
+H100, A100 = targets.target_device('sm_90a'), targets.target_device('sm_80')
 BF16, FP16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 # Policy -> the roles that it makes sparse, of (forward, input gradient, weight gradient).
 POLICIES = {
@@ -234,7 +235,7 @@ class PlanTest(parameterized.TestCase):
     self.assertTrue(found.packs)
     (device, op, key), *again = asked
     self.assertEqual(again, [asked[0]] * len(again))  # where a check may take the place of a record
-    self.assertEqual((device, op), (_device.target_device('sm_90a').slug, 'sparse_matmul'))
+    self.assertEqual((device, op), (targets.target_device('sm_90a').slug, 'sparse_matmul'))
     self.assertEqual(
       key, dict(m=128, n=32, k=64, dtype='float8_e4m3fn', out_dtype='bfloat16', b_layout='nk', out_layout='nm')
     )

@@ -8,10 +8,11 @@ from absl.testing import absltest, parameterized
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _device, _dispatch, _records, costs
+from pallas_kernels import _dispatch, _records, costs
 import sparse24_jax as s24
 from sparse24_jax import neuron_plan as gain
 from sparse24_jax import steps
+from tests import targets
 from tests.sparse24_jax.gpus import gpu, H100
 
 T, D, H = 512, 64, 1024
@@ -135,7 +136,7 @@ class WhyDenseTest(parameterized.TestCase):
         self.assertIsNone(gain.why_dense(policy, *HEADLINE, jnp.bfloat16))
 
   @parameterized.parameters(
-    (dict(device=_device.target_device('sm_80')), 'no kernel for V:N:M'),
+    (dict(device=targets.target_device('sm_80')), 'no kernel for V:N:M'),
     (dict(whole=False), 'divided by a mesh'),
     (dict(triton='no such module'), r'sparse24-jax\[cuda\]: no such module'),
   )

@@ -24,11 +24,11 @@ from sparse24_jax.block_gain import explain
 from sparse24_jax.layer_plan import Backends, ROLES
 from sparse24_jax.plan import plan_layer
 from sparse24_jax.where_it_pays import table
-from tests import oracles
+from tests import oracles, targets
 from tests.sparse24_jax.dot_test import normal, TOLERANCE, written_formulas
 from tests.sparse24_jax.gpus import gpu
 
-A100, L40S = _device.target_device('sm_80'), _device.target_device('sm_89')
+A100, L40S = targets.target_device('sm_80'), targets.target_device('sm_89')
 FST = s24.DotPolicy(s24.transposable(), input_grad='sparse', weight_grad='mvue')
 FP8 = s24.DotPolicy(s24.soft_threshold_projection(), weight_grad='mvue', precision='fp8')
 TOKENS, D_IN, D_OUT = 64, 128, 192

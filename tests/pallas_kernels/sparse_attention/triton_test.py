@@ -11,9 +11,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import numpy as np
 import pytest
 
-from pallas_kernels import _device, _triton
+from pallas_kernels import _device
 from pallas_kernels.sparse_attention.api import sparse_attention
 from pallas_kernels.sparse_attention.patterns import Pattern
+from tests import targets
 from tests.pallas_kernels import compiling, triton_interpreter
 
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -78,7 +79,7 @@ class TritonTest(parameterized.TestCase):
   def test_programs_have_few_launches_and_no_copies(self, kind, window, launches):
     q, kv = (jax.ShapeDtypeStruct((2, 512, heads, 64), BF16) for heads in (4, 2))
     f = jax.jit(step(patterns=Pattern(kind, window), implementation='triton'))
-    with CARD, _triton.lowering_for(90):
+    with CARD, targets.lowering_for(90):
       text = f.trace(q, kv, kv, q).lower(lowering_platforms=('cuda',)).as_text()
     self.assertEqual(text.count('@triton_kernel_call'), launches)
     self.assertEqual(text.count('stablehlo.transpose'), 1)  # of delta, a number a query
@@ -100,7 +101,7 @@ class TritonTest(parameterized.TestCase):
     x = jax.ShapeDtypeStruct((2, 256, 4, 64), BF16)
     # The second and the fourth mean the same at this length.
     patterns = (Pattern('combined', 32), Pattern('full'), Pattern('combined', 32), Pattern('fixed', 256))
-    with CARD, _triton.lowering_for(90), mock.patch('pallas_kernels.sparse_attention.cudnn._refusal', lambda *_: 'no'):
+    with CARD, targets.lowering_for(90), mock.patch('pallas_kernels.sparse_attention.cudnn._refusal', lambda *_: 'no'):
       lowered = jax.jit(step(patterns=patterns)).trace(x, x, x, x).lower(lowering_platforms=('cuda',))
     self.assertEqual(lowered.as_text().count('@triton_kernel_call'), 5 + 3)
 

@@ -10,8 +10,9 @@ import numpy as np
 
 from pallas_kernels import _device, formats
 from pallas_kernels.sparse_matmul import api, operand
+from tests import targets
 
-_H100 = _device.target_device('sm_90a')
+_H100 = targets.target_device('sm_90a')
 
 
 _compress = jax.jit(functools.partial(formats.compress, axis=-1))

@@ -30,10 +30,11 @@ from pallas_kernels.sparse_matmul import (
   mosaic_gpu_sm80,
   tune,
 )
+from tests import targets
 
 _SPEC = arg_specs.Spec(64, 128, 192, 'forward')
-_GPU = _device.target_device('sm_90a')
-_A100 = _device.target_device('sm_80')
+_GPU = targets.target_device('sm_90a')
+_A100 = targets.target_device('sm_80')
 
 
 def _times(f, args, iterations):

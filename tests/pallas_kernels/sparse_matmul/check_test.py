@@ -14,8 +14,9 @@ import jax.numpy as jnp
 
 from pallas_kernels import _checks, _compat, _device, _dispatch, _kept, _records, _tuning
 from pallas_kernels.sparse_matmul import _own_kernel, _prepared, api, check, mosaic_gpu_sm80
+from tests import targets
 
-A100 = _device.target_device('sm_80')
+A100 = targets.target_device('sm_80')
 H20 = _device.Device('NVIDIA H20', 'gpu', (9, 0), 78)
 KEY = dict(m=64, n=128, k=192, dtype='bfloat16', out_dtype='bfloat16', b_layout='nk', out_layout='nm')
 

@@ -23,11 +23,12 @@ from pallas_kernels.activations import ACTIVATIONS
 from pallas_kernels.ffi import build
 from pallas_kernels.ffi import cusparselt as library
 from pallas_kernels.sparse_matmul import api, cusparselt, operand, reference
+from tests import targets
 from tests.pallas_kernels import compiling
 from tests.pallas_kernels.ffi import stand_in
 
-_H100 = _device.target_device('sm_90a')
-_A100 = _device.target_device('sm_80')
+_H100 = targets.target_device('sm_90a')
+_A100 = targets.target_device('sm_80')
 _RESULTS = pathlib.Path(__file__).parents[3] / 'experiments/results/cusparselt.jsonl'
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from pallas_kernels import _device
 from pallas_kernels.sparse_matmul import mosaic_gpu_sm80, operand
+from tests import targets
 from tests.pallas_kernels import compiling
 
 _BF16 = jnp.dtype('bfloat16')
@@ -19,12 +20,12 @@ _BF16 = jnp.dtype('bfloat16')
 
 def _report(target, dtype):
   m, n, k = 500, 300, 260
-  s, dtype = _device.struct, jnp.dtype(dtype)
+  s, dtype = targets.struct, jnp.dtype(dtype)
 
   def f(values, words, b):
     return mosaic_gpu_sm80.sparse_matmul(
       operand.SparseOperand(values, words), b, activation='gelu', out_dtype=dtype, b_layout='kn', out_layout='nm',
-      device=_device.target_device(target),
+      device=targets.target_device(target),
     )
 
   args = s((m, k // 2), dtype), s(operand.metadata_shape(m, k), jnp.uint32), s((k, n), dtype)
@@ -60,7 +61,7 @@ class RefusalTest(parameterized.TestCase):
 
   @parameterized.parameters(
     ('bfloat16', _device.Device('NVIDIA V100', 'gpu', (7, 0), 80), 'compute capability 8.0 to 9.0'),
-    ('float8_e4m3fn', _device.target_device('sm_80'), 'pairs of bfloat16 or float16'),
+    ('float8_e4m3fn', targets.target_device('sm_80'), 'pairs of bfloat16 or float16'),
   )
   def test_not_mine(self, dtype, device, message):
     a = operand.SparseOperand(jnp.zeros((64, 32), dtype), jnp.zeros((1, 1, 128), jnp.uint32))
@@ -71,7 +72,7 @@ class RefusalTest(parameterized.TestCase):
 
 
 if __name__ == '__main__':
-  if len(sys.argv) > 2 and sys.argv[1] in _device.TARGETS:
+  if len(sys.argv) > 2 and sys.argv[1] in targets.TARGETS:
     found = [_report(sys.argv[1], dtype) for dtype in sys.argv[2:]]
     print(json.dumps([(r.spill_bytes, r.architecture, r.count('mma.sp::ordered_metadata')) for r in found]))
   else:

@@ -12,6 +12,7 @@ import pytest
 
 from pallas_kernels import _compat, _device, _tuning, formats
 from pallas_kernels.sparse_matmul import mosaic_gpu, operand, reference
+from tests import targets
 from tests.pallas_kernels import compiling
 
 _BF16 = jnp.dtype('bfloat16')
@@ -196,8 +197,8 @@ class RefusalTest(parameterized.TestCase):
   @parameterized.parameters(
     (_device.Device('cpu', 'cpu'), 'nk', _BF16, 'compute capability 9.0'),
     (_device.Device('NVIDIA B200', 'gpu', (10, 0), 148), 'nk', _BF16, r'compute capability 9.0, .* \(10, 0\)$'),
-    (_device.target_device('sm_86'), 'nk', _BF16, r"has \(8, 6\); implementation='mosaic_gpu_sm80' takes bfloat16"),
-    (_device.target_device('sm_90a'), 'kn', _E4M3, 'K-major operands only'),
+    (targets.target_device('sm_86'), 'nk', _BF16, r"has \(8, 6\); implementation='mosaic_gpu_sm80' takes bfloat16"),
+    (targets.target_device('sm_90a'), 'kn', _E4M3, 'K-major operands only'),
   )
   def test_not_mine(self, device, b_layout, dtype, message):
     a, b = _inputs(64, 64, 64, dtype, dtype, b_layout)
@@ -261,7 +262,7 @@ def _program(name):
 def _report(shape, dtype, config, *, bias=False, scales=False, **kwargs):
   m, n, k = shape
   kwargs = dict(activation=None, out_dtype=_BF16, b_layout='nk', out_layout='mn') | kwargs
-  s, f32 = _device.struct, jnp.float32
+  s, f32 = targets.struct, jnp.float32
   args = [s((m, k // 2), dtype), s(operand.metadata_shape(m, k), jnp.uint32)]
   args += [s((n, k) if kwargs['b_layout'] == 'nk' else (k, n), dtype)]
   args += [s((m,), f32)] if bias else []
@@ -272,7 +273,7 @@ def _report(shape, dtype, config, *, bias=False, scales=False, **kwargs):
     vectors = [rest.pop(0) if bias else None, *(rest if scales else (None, None))]
     return mosaic_gpu.sparse_matmul(
       operand.SparseOperand(values, words), b, *vectors, **kwargs, config=config,
-      device=_device.target_device('sm_90a'),
+      device=targets.target_device('sm_90a'),
     )
 
   return compiling.compile_report(f, *args)

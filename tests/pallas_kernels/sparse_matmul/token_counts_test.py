@@ -13,15 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import _device, formats
+from pallas_kernels import formats
 from pallas_kernels.ffi import cusparselt as library
 from pallas_kernels.sparse_matmul import cusparselt, mosaic_gpu, mosaic_gpu_sm80, operand
+from tests import targets
 from tests.oracles import wide
 
 _COUNTS = (*range(1, 36), *range(60, 69), *range(124, 130))
 _IN, _OUT = 68, 40
 _BF16 = jnp.dtype('bfloat16')
-_HOPPER, _AMPERE = _device.target_device('sm_90a'), _device.target_device('sm_80')
+_HOPPER, _AMPERE = targets.target_device('sm_90a'), targets.target_device('sm_80')
 _BACKENDS = (mosaic_gpu, _HOPPER), (mosaic_gpu_sm80, _AMPERE), (cusparselt, _AMPERE)
 _decode = jax.jit(lambda values, words: formats.decompress(operand.from_operand(operand.SparseOperand(values, words))))
 _encode = jax.jit(lambda w, keep: operand.to_operand(formats.compress(w, keep, axis=-1)))

@@ -12,6 +12,7 @@ from pallas_kernels import _device
 from pallas_kernels.pack import api as pack
 from pallas_kernels.pack import reference as pack_reference
 from pallas_kernels.transposable_mask import api, reference
+from tests import targets
 
 search = jax.jit(reference.transposable_mask)
 
@@ -41,7 +42,7 @@ class ApiTest(parameterized.TestCase):
       return pack_reference.transposable_pack(w, dtype=dtype)
 
     with (
-      mock.patch.object(_device, 'current', lambda: _device.target_device(device)),
+      mock.patch.object(_device, 'current', lambda: targets.target_device(device)),
       mock.patch.object(_device, 'arrays_are_whole', lambda: True),
       mock.patch.object(pack, 'transposable_pack', transposable_pack),
     ):
@@ -61,7 +62,7 @@ class ApiTest(parameterized.TestCase):
       return mock.Mock(codes=codes)
 
     with (
-      mock.patch.object(_device, 'current', lambda: _device.target_device('sm_90a')),
+      mock.patch.object(_device, 'current', lambda: targets.target_device('sm_90a')),
       mock.patch.object(_device, 'arrays_are_whole', lambda: True),
       mock.patch.object(pack, 'transposable_pack', transposable_pack),
     ):
@@ -70,7 +71,7 @@ class ApiTest(parameterized.TestCase):
 
   def test_leaves_to_xla_a_dtype_that_it_does_not_pack(self):
     with (
-      mock.patch.object(_device, 'current', lambda: _device.target_device('sm_90a')),
+      mock.patch.object(_device, 'current', lambda: targets.target_device('sm_90a')),
       mock.patch.object(pack, 'transposable_pack', side_effect=AssertionError),
       mock.patch.object(reference, 'transposable_mask', return_value='xla') as xla,
     ):
@@ -82,7 +83,7 @@ class ApiTest(parameterized.TestCase):
     with self.assertRaises(ValueError):
       jax.eval_shape(api.transposable_mask, jnp.zeros(shape))
     with (
-      mock.patch.object(_device, 'current', lambda: _device.target_device('sm_90a')),
+      mock.patch.object(_device, 'current', lambda: targets.target_device('sm_90a')),
       mock.patch.object(_device, 'arrays_are_whole', lambda: True),
       self.assertRaises(ValueError),
     ):

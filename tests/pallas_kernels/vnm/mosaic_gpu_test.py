@@ -15,6 +15,7 @@ from pallas_kernels.sparse_matmul import operand
 from pallas_kernels.sparse_matmul.operand import SparseOperand
 from pallas_kernels.vnm import mosaic_gpu, reference
 from pallas_kernels.vnm.format import to_vnm_operand, VNMOperand
+from tests import targets
 from tests.pallas_kernels import compiling
 
 _BF16 = jnp.dtype('bfloat16')
@@ -175,8 +176,8 @@ class RefusalTest(parameterized.TestCase):
   @parameterized.parameters(
     (_device.Device('cpu', 'cpu'), 64, _BF16, 'compute capability 9.0'),
     (_device.Device('NVIDIA B200', 'gpu', (10, 0), 148), 64, _BF16, 'compute capability 9.0'),
-    (_device.target_device('sm_90a'), 32, _BF16, 'blocks of 64 rows'),
-    (_device.target_device('sm_90a'), 64, jnp.float32, 'bfloat16 or float16'),
+    (targets.target_device('sm_90a'), 32, _BF16, 'blocks of 64 rows'),
+    (targets.target_device('sm_90a'), 64, jnp.float32, 'bfloat16 or float16'),
   )
   def test_not_mine(self, device, v, dtype, message):
     a, b = _inputs(128, 128, 256, v, 8, dtype)
@@ -198,12 +199,12 @@ class CompileTest(parameterized.TestCase):
   def test_no_spills_and_sparse_mma(self, v, m, config, out_layout, n, widths):
     r, k = 4096, 4096
     compact = 4 * k // m
-    s = _device.struct
+    s = targets.struct
 
     def f(values, words, rows, b):
       a = VNMOperand(SparseOperand(values, words), rows, m)
       return mosaic_gpu.vnm_matmul(
-        a, b, out_dtype=_BF16, out_layout=out_layout, config=config, device=_device.target_device('sm_90a')
+        a, b, out_dtype=_BF16, out_layout=out_layout, config=config, device=targets.target_device('sm_90a')
       )
 
     report = compiling.compile_report(

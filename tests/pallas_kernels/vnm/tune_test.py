@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from pallas_kernels import _device, _records, _tuning
 from pallas_kernels.vnm import api, arg_specs, mosaic_gpu, tune
 from pallas_kernels.vnm.format import decompress_operand, verify
+from tests import targets
 
 _SPEC = arg_specs.Spec(64, 8, (128, 256, 128))
 
@@ -24,7 +25,7 @@ class TuneTest(absltest.TestCase):
 
   def test_the_fastest_that_is_right_is_kept(self):
     folder = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
-    gpu = _device.target_device('sm_90a')
+    gpu = targets.target_device('sm_90a')
     right = functools.partial(api.vnm_matmul, implementation='reference')
 
     def multiply(config):
