@@ -50,7 +50,7 @@ def _setting(rng: np.random.Generator, case: dict[str, Any]) -> dict[str, Any] |
   kinds: dict[Any, list[mosaic_gpu.Config]] = {}
   for c in _measured(a.itemsize):
     if mosaic_gpu.fits(p, c):
-      kinds.setdefault((c.rows, c.bn, c.cluster, c.along, c.delay, c.split), []).append(c)
+      kinds.setdefault((c.rows, c.bn, c.cluster, c.along, c.delay, c.split, c.halves), []).append(c)
   source = rng.random()
   if source < 0.15:
     return None

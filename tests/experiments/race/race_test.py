@@ -209,6 +209,24 @@ class OrderTest(absltest.TestCase):
     self.assertFalse(np.array_equal(found, trials.order(4, 25, 10, 16)))
 
 
+class ClockTest(absltest.TestCase):
+  def test_steps_are_timed_on_a_gpu_that_is_warm(self):
+    made = mock.Mock(batch=1, length=1, phases=(('sparse', 0.5), ('dense', 0.5)))
+    now = [0.0]
+
+    def step(state, *_):
+      now[0] += 1.0 if now[0] < 20 else 2.0  # it is fast until it is hot
+      return state, 0
+
+    made.step.return_value = step
+    with mock.patch.object(trials.time, 'perf_counter', lambda: now[0]):
+      self.assertEqual(trials.clock(made, None, search_every=5, bursts=2)['phases_ms'], {'sparse': 1000, 'dense': 1600})
+      now[0] = 0.0
+      found = trials.clock(made, None, search_every=5, bursts=2, warm_s=25)
+    self.assertEqual(found['bursts_ms'], {'sparse': [2000, 2000], 'dense': [2000, 2000]})
+    self.assertEqual(found['step_ms'], 2000)
+
+
 class ProgramTest(absltest.TestCase):
   def test_trains_records_and_resumes(self):
     folder = Path(self.enter_context(tempfile.TemporaryDirectory()))

@@ -17,7 +17,7 @@ from pallas_kernels import _dispatch, _records, _tuning
 from pallas_kernels.sparse_matmul import _problem, mosaic_gpu, reference, verify
 from pallas_kernels.sparse_matmul.api import BACKENDS
 
-_KIND = ('rows', 'bn', 'cluster', 'along', 'delay', 'split')
+_KIND = ('rows', 'bn', 'cluster', 'along', 'delay', 'split', 'halves')
 
 
 def _right(*args, config, **kwargs):
@@ -110,14 +110,14 @@ class VerifyTest(parameterized.TestCase):
 class DrawTest(parameterized.TestCase):
 
   @parameterized.parameters(0, 1)
-  def test_200_draws_hold_every_kind_of_setting_that_ships(self, seed):
+  def test_600_draws_hold_every_kind_of_setting_that_ships(self, seed):
     def kind(dtype, config):
-      config = {'along': 'm'} | config
+      config = {'along': 'm', 'halves': 'm'} | config
       return jnp.dtype(dtype).itemsize, *(config[name] for name in _KIND)
 
     def drawn():
       rng = np.random.default_rng(seed)
-      return [verify.random_problem(rng) for _ in range(200)]
+      return [verify.random_problem(rng) for _ in range(600)]
 
     shipped = {
       kind(entry['key']['dtype'], entry['choice']['config'])
@@ -132,7 +132,7 @@ class DrawTest(parameterized.TestCase):
     self.assertEmpty(shipped - kinds)
     # And some that a tuner would try, and the user's way.
     self.assertNotEmpty(kinds - shipped)
-    self.assertBetween(sum(case['config'] is None for case in cases), 10, 60)
+    self.assertBetween(sum(case['config'] is None for case in cases), 30, 180)
 
   def test_settings_can_be_built_for_their_problems(self):
     rng, fields = np.random.default_rng(2), {f.name for f in dataclasses.fields(mosaic_gpu.Problem)}
