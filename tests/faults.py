@@ -307,7 +307,7 @@ CASES: dict[str, tuple[str, Callable[[Lab], Outcomes]]] = {
   'arrays cut in half for 2 processes; then --from-step': ('set aside; the same losses', damaged_for_two),
   'a NaN batch in one of 2 processes: stop, skip, roll back': ('refused; the others go on', bad_batch_of_two),
   'names that leave the folder, patterns that never end': ('refused', hostile),
-  'a script in the configuration of a run': ('quoted in the report', scripts),
+  'a script in the configuration of a run': ('quoted in the report, or refused', scripts),
   'fields of another kind in the files of a run': ('refused, by file and field', other_fields),
   'links in the place of files that a run writes': ('refused, nothing is written', links),
   'masks that are not 2:4 in a checkpoint with right checksums': ('refused', other_masks),
