@@ -18,15 +18,31 @@ def open_own(path: str | Path, mode: Literal['w', 'a', 'a+']) -> TextIO:
   except OSError as error:
     if error.errno != errno.ELOOP:
       raise
-    raise ValueError(
-      f'{path} is a link, and a run writes into its own folder alone: put the file itself there, or train in another'
-      ' folder'
-    ) from error
+    raise _is_link(path) from error
+
+
+def require_own(*paths: str | Path) -> None:
+  """Raises ValueError for a path of a run's folder that is a link, before anything is read or written there."""
+  for path in paths:
+    if os.path.islink(path):
+      raise _is_link(path)
+
+
+def _is_link(path: str | Path) -> ValueError:
+  return ValueError(
+    f'{path} is a link, and a run writes into its own folder alone: put what it leads to there, or train in another'
+    ' folder'
+  )
 
 
 def write_text(path: str | Path, text: str) -> None:
-  """Replaces a file at once, so that neither a kill nor a power cut leaves half of it or an empty one."""
+  """Replaces a file at once, so that neither a kill nor a power cut leaves half of it or an empty one.
+
+  Raises:
+    ValueError: it is a link.
+  """
   path = Path(path)
+  require_own(path)
   new = path.with_name(f'.{path.name}.{os.getpid()}.tmp')
   with open_own(new, 'w') as file:
     file.write(text)

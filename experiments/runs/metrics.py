@@ -76,6 +76,9 @@ class MetricsWriter:
   Args:
     folder: the run's folder; made when missing.
     step: step that the run starts or resumes from; later records of an interrupted attempt are removed.
+
+  Raises:
+    ValueError: one of its files, or the folder of TensorBoard's, is a link.
   """
 
   def __init__(self, folder: str | Path, *, step: int = 0):
@@ -84,10 +87,12 @@ class MetricsWriter:
       return
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    board = folder / 'tensorboard'
+    durable.require_own(folder / METRICS, folder / TIMING, board)
     for name in (METRICS, TIMING):
       _truncate(folder / name, step)
     self._files = {name: durable.open_own(folder / name, 'a') for name in (METRICS, TIMING)}
-    self._board = tensorboardX.SummaryWriter(str(folder / 'tensorboard'), purge_step=step + 1 if step else None)
+    self._board = tensorboardX.SummaryWriter(str(board), purge_step=step + 1 if step else None)
 
   def __enter__(self) -> 'MetricsWriter':
     return self

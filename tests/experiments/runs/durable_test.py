@@ -82,19 +82,28 @@ class FolderTest(absltest.TestCase):
 
 
 class HostileTest(parameterized.TestCase):
-  @parameterized.parameters('.lock', 'events.jsonl', 'metrics.jsonl')
-  def test_a_link_in_the_place_of_a_file_that_is_written(self, name):
+  @parameterized.parameters(
+    (lambda folder: run_folder.held(folder).__enter__(), '.lock'),
+    (lambda folder: events.note(folder, 1, 'resumed', 'going on'), 'events.jsonl'),
+    (lambda folder: durable.write_json(folder / 'config.json', {}), 'config.json'),
+    (metrics.MetricsWriter, 'metrics.jsonl'),
+    (metrics.MetricsWriter, 'timing.jsonl'),
+    (metrics.MetricsWriter, 'tensorboard'),
+  )
+  def test_a_link_in_the_place_of_what_is_written(self, write, name):
     folder, other = Path(temp_folder(self)), Path(temp_folder(self), 'mine')
-    other.write_text('of the user')
+    if name == 'tensorboard':
+      other.mkdir()
+    else:
+      other.write_text('{"step": 0, "kind": "train"}\n')
     (folder / name).symlink_to(other)
     with self.assertRaisesRegex(ValueError, f'{folder / name} is a link, and a run writes into its own folder'):
-      if name == '.lock':
-        run_folder.held(folder).__enter__()
-      elif name == 'events.jsonl':
-        events.note(folder, 1, 'resumed', 'going on')
-      else:
-        durable.open_own(folder / name, 'a')
-    self.assertEqual(other.read_text(), 'of the user')
+      write(folder)
+    self.assertTrue((folder / name).is_symlink())
+    if other.is_dir():
+      self.assertEmpty(list(other.iterdir()))
+    else:
+      self.assertEqual(other.read_text(), '{"step": 0, "kind": "train"}\n')
 
   @parameterized.parameters('../../evil', '/evil', '', '..', 'a/b', 'a\n')
   def test_names_that_would_be_other_folders(self, name):
