@@ -78,7 +78,9 @@ def _cloze(args: argparse.Namespace) -> None:
     if args.results:
       of = records.read_run(run)
       known = {'bench': 'cloze', 'method': of.method, 'label': of.label, 'seed': of.seed, 'steps': step}
-      known |= {'validation_loss': of.validation_loss, 'measures': values, **without_folders(environment())}
+      if (loss := of.validation_loss_at(step)) is not None:  # of the checkpoint that was asked, or of none
+        known['validation_loss'] = loss
+      known |= {'measures': values, **without_folders(environment())}
       with Path(args.results).open('a') as file:
         file.write(json.dumps(known) + '\n')
 

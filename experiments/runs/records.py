@@ -70,6 +70,10 @@ class RunRecord:
     """Last validation loss, nats a token; NaN when there is none yet."""
     return self.validation[-1]['loss'] if self.validation else float('nan')
 
+  def validation_loss_at(self, step: int) -> float | None:
+    """Validation loss that the run measured after some steps; None where it measured none."""
+    return next((record['loss'] for record in self.validation if record['step'] == step), None)
+
   @property
   def sparse_end(self) -> int:
     """Last logged step of the sparse phase; the last step of all for runs without one."""

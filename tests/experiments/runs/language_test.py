@@ -143,15 +143,18 @@ class CommandTest(absltest.TestCase):
     folder = Path(temp_folder(self))
     runs = [str(write_run(str(folder), 'fst', seed, 1.0 + seed)) for seed in (0, 1)]
     (folder / 'q').write_text('{"context": "ab", "choices": ["cd", "ba"], "answer": 0}\n')
-    loaded = mock.Mock(parts=_Parts(), phase='dense', state=mock.Mock(step=20))
+    # The newest checkpoint need not be of the last evaluation, nor of any.
+    runs.append(runs[0])
+    loaded = [mock.Mock(parts=_Parts(), phase='dense', state=mock.Mock(step=step)) for step in (4000, 500, 20)]
     with (
       mock.patch.object(language, '_model_of', lambda loaded: alphabet),
-      mock.patch.object(inspection, 'load', lambda run, step: loaded),
+      mock.patch.object(inspection, 'load', side_effect=loaded),
     ):
       status, out, _ = call('cloze', *runs, '--file', str(folder / 'q'), '--results', str(folder / 'r'))
-    self.assertEqual((status, out.count('1.000 of 1 questions right')), (0, 2))
+    self.assertEqual((status, out.count('1.000 of 1 questions right')), (0, 3))
     found = [json.loads(line) for line in (folder / 'r').read_text().splitlines()]
-    self.assertEqual([(r['seed'], r['validation_loss'], r['steps']) for r in found], [(0, 1.0, 20), (1, 2.0, 20)])
+    losses = [(r['seed'], r['steps'], r.get('validation_loss')) for r in found]
+    self.assertEqual(losses, [(0, 4000, 1.0), (1, 500, 2.0 + 2 * np.exp(-1)), (0, 20, None)])
     self.assertEqual({(r['measures']['accuracy'], r['label']) for r in found}, {(1.0, 'FST')})
 
   def test_generate_and_cloze_of_a_folder_that_is_none(self):
