@@ -75,7 +75,10 @@ def _describe(a: str, b: str, differences: Sequence[float]) -> str:
 
 
 def _lower(a: Runs, b: Runs, *, ties: bool) -> tuple[Verdict, str] | None:
-  """Whether `a` ends lower than `b`; with `ties`, being surely less than one percent higher is enough."""
+  """Whether `a` ends lower than `b`; with `ties` it may end higher by less than one percent.
+
+  The 95% interval decides: where it holds both what meets the claim and what does not, the verdict is 'open'.
+  """
   if not (differences := paired(a, b)):
     return None
   mean, half = float(np.mean(differences)), half_width(differences)
@@ -86,6 +89,8 @@ def _lower(a: Runs, b: Runs, *, ties: bool) -> tuple[Verdict, str] | None:
   margin = TIE * float(np.mean([run.validation_loss for run in b]))
   if ties and 0 <= mean + half < margin:
     return 'agrees', f'{evidence} Even the upper end of the interval is less than {TIE:.0%} of the loss.'
+  if ties and 0 < mean - half < margin:
+    return 'open', f'{evidence} It is higher, and the interval does not tell whether by {TIE:.0%} of the loss.'
   if abs(mean) > half:
     small = f' The difference is real but small, less than {TIE:.0%} of the loss.' if abs(mean) < margin else ''
     return ('agrees' if mean < 0 else 'disagrees'), evidence + small

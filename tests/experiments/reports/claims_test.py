@@ -27,6 +27,8 @@ class VerdictTest(parameterized.TestCase):
     ((1.201, 1.209, 1.221), 'agrees', 'less than 1% of the loss'),
     # Surely higher, and surely by less than one percent.
     ((1.203, 1.213, 1.2231), 'agrees', 'less than 1% of the loss'),
+    # Surely higher, by one percent or not: 0.0111 ± 0.0043 against 0.0121.
+    ((1.2091, 1.2221, 1.2321), 'open', 'does not tell whether by 1% of the loss'),
     ((1.21, 1.19, 1.24), 'open', 'too wide to tell'),
     ((1.26,), 'open', 'one seed'),
   )
