@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from experiments.data.corpora import SPLITS
-from experiments.data.tokenizer import dtype_for, Tokenizer
+from experiments.data.tokenizer import Bytes, dtype_for, Tokenizer
 from experiments.data.units import DataError
 
 _FORMAT = 1
@@ -38,11 +38,13 @@ class Packed:
     splits: Tokens of each split, shape [n], uint16 or uint32, read from disk on demand.
     documents: Number of documents of each split.
     digest: Short digest of all tokens of both splits.
+    vocab_size: Tokens are in [0, vocab_size); None for BPE of an older version, which did not write it down.
   """
 
   splits: Mapping[str, np.ndarray]
   documents: Mapping[str, int]
   digest: str
+  vocab_size: int | None
 
 
 class Windows:
@@ -92,7 +94,10 @@ def write(
       blocks = _blocks(documents[split], tokenizer, max_tokens, on_documents)
       splits[split] = _write_tokens(partial / f'{split}.bin', blocks)
     dtype = np.dtype(dtype_for(tokenizer.vocab_size)).name
-    meta = {'format': _FORMAT, 'dtype': dtype, 'tokenizer': tokenizer.fingerprint, 'splits': splits}
+    meta = {
+      'format': _FORMAT, 'dtype': dtype, 'tokenizer': tokenizer.fingerprint, 'vocab_size': tokenizer.vocab_size,
+      'splits': splits,
+    }  # fmt: skip
     with (partial / 'meta.json').open('w') as file:
       json.dump(meta, file, indent=2)
       _flush(file)
@@ -150,10 +155,13 @@ def open_packed(folder: pathlib.Path) -> Packed:
     dtype = np.dtype(meta['dtype']).newbyteorder('<')
     splits = {split: _open_tokens(folder / f'{split}.bin', dtype, meta['splits'][split]) for split in SPLITS}
     documents = {split: meta['splits'][split]['documents'] for split in SPLITS}
+    vocab_size = meta.get('vocab_size', Bytes.vocab_size if meta['tokenizer'] == Bytes.fingerprint else None)
+    if not isinstance(vocab_size, int | None):
+      raise ValueError(f'vocab_size is {vocab_size!r}, expected a number')
     content = ''.join(meta['splits'][split]['sha256'] for split in SPLITS)
   except (OSError, ValueError, KeyError, TypeError) as e:
     raise DataError(f'prepared tokens in {folder} are damaged ({e}); delete this folder and they are made anew') from e
-  return Packed(splits, documents, hashlib.sha256(content.encode()).hexdigest()[:12])
+  return Packed(splits, documents, hashlib.sha256(content.encode()).hexdigest()[:12], vocab_size)
 
 
 def _open_tokens(path: pathlib.Path, dtype: np.dtype, recorded: Mapping[str, Any]) -> np.ndarray:

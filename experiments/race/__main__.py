@@ -49,7 +49,13 @@ class Race:
     self.head = without_folders(environment())
     packed = packing.open_packed(options.text)
     train, validation = packed.splits['train'], packed.splits['validation']
-    self.vocab = 1 + int(max(train.max(initial=0), validation.max(initial=0)))
+    highest = int(max(train.max(initial=0), validation.max(initial=0)))
+    if packed.vocab_size is None or packed.vocab_size <= highest:
+      raise ValueError(
+        f'{options.text}: its meta.json says that its vocabulary has {packed.vocab_size} tokens, and token {highest} is'
+        ' among them: it is of an older version, or was changed; delete this folder and prepare the text anew'
+      )
+    self.vocab = packed.vocab_size
     dtype = np.uint8 if self.vocab <= 256 else train.dtype
     self.length = 16 if options.tiny else 1024
     self.num_windows = (len(train) - 1) // self.length

@@ -68,6 +68,7 @@ class PackingTest(parameterized.TestCase):
     ('no_meta', 'meta.json', None, r'No such file'),
     ('half_meta', 'meta.json', lambda raw: raw[:20], r'is damaged|are damaged'),
     ('foreign_meta', 'meta.json', lambda raw: b'{"format": 99}', r'format 99, expected 1'),
+    ('text', 'meta.json', lambda raw: raw.replace(b' 256', b' "256"'), r"vocab_size is '256', expected a number"),
     ('other_json', 'meta.json', lambda raw: b'[]', r'are damaged'),
   )
   def test_damage_is_found(self, name, damage, message):

@@ -260,14 +260,27 @@ class ProgramTest(absltest.TestCase):
       out.write_text(''.join(json.dumps({**r, name: other}) + '\n' for r in records))
       self.assertEmpty(program.Race(options).done['dense'], name)
 
-  def test_the_text_says_how_many_tokens_there_are(self):
+  def test_the_vocabulary_is_that_of_the_tokenizer(self):
     folder = Path(self.enter_context(tempfile.TemporaryDirectory()))
-    merged = mock.Mock(wraps=Bytes(), vocab_size=1000, separator=999, fingerprint='bpe')
-    for name, tokenizer, vocab in (('bytes', Bytes(), 256), ('bpe', merged, 1000)):
+    # The text has no token of a byte above 127, and the separator of the second is not its highest one.
+    short = mock.Mock(wraps=Bytes(), vocab_size=256, separator=0, fingerprint='bytes')
+    merged = mock.Mock(wraps=Bytes(), vocab_size=1000, separator=700, fingerprint='bpe')
+    for name, tokenizer, vocab in (('bytes', short, 256), ('bpe', merged, 1000)):
       packing.write(folder / name, {'train': [TEXT], 'validation': [TEXT]}, tokenizer)
       argv = ['--out', str(folder / 'r'), '--text', str(folder / name), '--tiny', '--eval-batches', '1']
-      race = program.Race(program.parser().parse_args(argv))
-      self.assertEqual((race.vocab, int(race.tokens.max())), (vocab, vocab - 1))
+      options = program.parser().parse_args(argv)
+      race = program.Race(options)
+      highest = max(tokenizer.separator, *TEXT.encode())
+      self.assertEqual((race.vocab, int(race.tokens.max())), (vocab, highest))
+      meta = json.loads((folder / name / 'meta.json').read_text())
+      del meta['vocab_size']  # of an older version, in which bytes were as many
+      for text in ({}, {'vocab_size': highest}):
+        (folder / name / 'meta.json').write_text(json.dumps(meta | text))
+        if name == 'bytes' and not text:
+          self.assertEqual(program.Race(options).vocab, 256)
+        else:
+          with self.assertRaisesRegex(ValueError, f'{name}: its meta.json says .*, and token {highest} is among them'):
+            program.Race(options)
 
   def test_only_one_thread_touches_what_is_compiled(self):
     folder = Path(self.enter_context(tempfile.TemporaryDirectory()))
