@@ -148,7 +148,8 @@ class TuneTest(parameterized.TestCase):
   def test_only_what_has_no_record_of_this_gpu(self):
     *known, last = [_prepared.problem(specs[0]) for _, specs in tune._selected(['square', 'fp8'])]
     path = self.folder / _GPU.slug / 'sparse_matmul.json'
-    _records.save(path, {'op': 'x'}, [dict(key=p.key, baseline={}, candidates=[], choice={}) for p in known])
+    choice = dict(implementation='dense', config=None)
+    _records.save(path, {'op': 'x'}, [dict(key=p.key, baseline={}, candidates=[], choice=choice) for p in known])
     with mock.patch.object(_processes, 'run', return_value=_processes.Ended(0, 0)) as run:
       tune.tune_in_processes(('square', 'fp8'), self.folder, ('mosaic_gpu',), 2, 5.0, missing=True)
     job, count, *_ = run.call_args.args
