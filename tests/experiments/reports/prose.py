@@ -3,8 +3,9 @@
 A sentence may use the numbers of the tables under its heading (of the second order), and what follows from the records
 that these cite: losses of methods at their best, differences and shares of time, seed by seed, with 95% intervals. What
 lies elsewhere is named in a comment, `<!-- said: race.jsonl?seconds=70.0; speed.md#kernels -->`: all numbers of the
-records that the conditions leave, or the tables of another document. Of `pallas_kernels/tuned/.../sparse_matmul.json?n=16`
-it is how many times as fast as dense the chosen settings are. Records are read without the code that makes the tables.
+records that the conditions leave, or the tables of another document. Of tuned settings, the file
+`pallas_kernels/tuned/nvidia_h200/sparse_matmul.json?n=16`, it is how many times as fast as dense the choices are. Records
+are read without the code that makes the tables.
 """
 
 from collections import Counter
@@ -180,7 +181,7 @@ def _records(citation: str) -> Sequence[Mapping[str, Any]]:
 
 
 def _tuned(entry: Mapping[str, Any]) -> Mapping[str, Any]:
-  """A shape, and dense over what was chosen for it, by the medians of the last round of bursts that both had."""
+  """A shape, and dense over what was chosen for it, by medians of the bursts that both took in turns."""
   (chosen,) = (c for c in entry['candidates'] if entry['choice'].items() <= c.items())
   samples = chosen.get('final_samples_ms') or chosen['samples_ms']
   return {**entry['key'], 'times': statistics.median(entry['baseline']['samples_ms']) / statistics.median(samples)}
