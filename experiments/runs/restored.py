@@ -19,6 +19,8 @@ from sparse24_jax.rules import match_rules
 # The axes of [stacked..., in, out] along which at most two of four are kept.
 _GROUPED = {Masked: (-2,), TransposableMasked: (-2, -1)}
 
+_NAMED = 4  # masks in a message
+
 
 def require_ours(directory: Path, found: Restored, recipe: s24.Recipe) -> None:
   """Raises ValueError unless a checkpoint has what a run writes, and masks that are 2:4 where those of the recipe are.
@@ -38,10 +40,12 @@ def require_ours(directory: Path, found: Restored, recipe: s24.Recipe) -> None:
         masks[path, axis] = projection.layout_of(states[path]).matrix(states[path])
   counts = jax.device_get(_fullest([*masks.values()], [axis for _, axis in masks]))
   full = {path: int(count) for (path, _), count in zip(masks, counts, strict=True) if count > 2}
-  for path, count in full.items():
+  if full:
+    named = [f'{path} ({count} of four)' for path, count in full.items()][:_NAMED]
+    more = f' and {len(full) - _NAMED} others' if len(full) > _NAMED else ''
     raise ValueError(
-      f'{name}: the mask of {path} keeps {count} of four, and so do {len(full)} of {len(states)} masks: it was not'
-      ' written by this program, or changed since. Nothing was changed'
+      f'{name}: masks keep more than two of four: {", ".join(named)}{more}. A run writes none such, and kernels would'
+      ' drop what is too many: take another checkpoint (--from-step of train, --step of other commands)'
     )
 
 
