@@ -1,6 +1,6 @@
 """From a configuration to the parts of a run: data, model, recipe, optimizer, mesh."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 import dataclasses
 import math
 from typing import Any, NamedTuple
@@ -43,8 +43,9 @@ class Parts(NamedTuple):
 
 
 class Family(NamedTuple):
-  """What `model.family` names: how to make a model's configuration, the model, and one example of its inputs."""
+  """What `model.family` names: its sizes, how to make a model's configuration, the model, an example of its inputs."""
 
+  sizes: Collection[str]
   make_config: Callable[..., Any]
   model: Callable[..., Any]
   example: Callable[[Any], tuple[jax.Array, ...]]
@@ -63,14 +64,14 @@ def _image(config: Any) -> jax.Array:
 
 
 FAMILIES: Mapping[str, Family] = {
-  'gpt2': Family(gpt2.make_config, gpt2.GPT2, lambda c: (_tokens(c),)),
-  'llama': Family(llama.make_config, llama.Llama, lambda c: (_tokens(c),)),
-  'vit': Family(classifiers.make_vit_config, classifiers.ViT, lambda c: (_image(c),)),
+  'gpt2': Family(gpt2.SIZES, gpt2.make_config, gpt2.GPT2, lambda c: (_tokens(c),)),
+  'llama': Family(llama.SIZES, llama.make_config, llama.Llama, lambda c: (_tokens(c),)),
+  'vit': Family(classifiers.VIT_SIZES, classifiers.make_vit_config, classifiers.ViT, lambda c: (_image(c),)),
   'text_classifier': Family(
-    classifiers.make_text_config, classifiers.TextClassifier, lambda c: (_tokens(c), _length(c))
+    gpt2.SIZES, classifiers.make_text_config, classifiers.TextClassifier, lambda c: (_tokens(c), _length(c))
   ),
   'translator': Family(
-    translator.make_config, translator.Translator, lambda c: (_tokens(c), _length(c), _tokens(c))
+    translator.SIZES, translator.make_config, translator.Translator, lambda c: (_tokens(c), _length(c), _tokens(c))
   ),
 }
 
@@ -96,15 +97,16 @@ def model_config(config: Config, sizes: Mapping[str, Any]) -> Any:
     TypeError: the model section has a field that the model does not.
     ValueError: sizes that do not fit together.
   """
+  family = family_of(config)
   if 'size' not in config.model:
-    raise ValueError("model section: it has no 'size'")
+    raise ValueError(f"model section: it has no 'size'; known: {', '.join(family.sizes)}")
   fields = {key: value for key, value in config.model.to_dict().items() if key not in ('family', 'size')}
   if 'vocab_size' in sizes:
     vocab = math.ceil(sizes['vocab_size'] / config.vocab_multiple) * config.vocab_multiple
     sizes = {**sizes, 'vocab_size': vocab}
   if 'attention_pattern' in fields:
     fields['attention_pattern'] = attention_of(fields['attention_pattern'])
-  return family_of(config).make_config(config.model.size, **{**fields, **sizes})
+  return family.make_config(config.model.size, **{**fields, **sizes})
 
 
 def make_parts(config: Config, *, data: Any = None) -> Parts:

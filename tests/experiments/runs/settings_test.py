@@ -36,7 +36,7 @@ class SettingsTest(parameterized.TestCase):
     ('mesh.fsdp=0', 'mesh.fsdp is 0; it must be 1 or more'),
     ('vocab_multiple=0', 'vocab_multiple is 0; it must be 1 or more'),
     ('model.num_heads=0', 'model section: .*zero'),
-    ("model={'num_layers': 1}", "model section: it has no 'size'"),
+    ("model={'num_layers': 1}", "model section: it has no 'size'; known: .*nano, .*124m"),
     ('model.seq_len=8', 'data.seq_len 16 is longer than the model takes, 8'),
   )
   def test_bad_settings(self, override, message):
