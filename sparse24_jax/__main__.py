@@ -90,18 +90,18 @@ def main(argv: list[str] | None = None) -> int:
   sides = {'up': (args.d, args.hidden), 'down': (args.hidden, args.d)}
   if args.gated:
     sides['gate'] = sides['up']
-  params = {name: {'kernel': jax.ShapeDtypeStruct((args.layers, *side), args.weights)} for name, side in sides.items()}
+  params = {name: {'kernel': jax.ShapeDtypeStruct(side, args.weights)} for name, side in sides.items()}
   recipe = RECIPES[args.recipe]('.*')
   block_of = functools.partial(
     block_gain, args.d, args.hidden, tokens=args.tokens, micro_batches=args.micro_batches, gated=args.gated,
     weight_dtype=args.weights, device=device,
   )  # fmt: skip
   try:
-    weights = where_it_pays(params, recipe, tokens=args.tokens, micro_batches=args.micro_batches, device=device)
+    found = where_it_pays(params, recipe, tokens=args.tokens, micro_batches=args.micro_batches, device=device)
     block, exact = block_of(recipe), block_of(_with_exact_gradients(recipe))
   except ValueError as error:
     parser.error(str(error))
-  print(table(weights))
+  print(table([layer.stacked(args.layers) for layer in found]))
   print(block_table(block))
   if args.parts:
     print(explain(block))

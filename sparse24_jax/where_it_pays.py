@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from pallas_kernels import _device
 from sparse24_jax.asked import Asked
 from sparse24_jax.availability import Target, target
+from sparse24_jax.binding.bound import require_axes
 from sparse24_jax.layer_plan import LayerPlan, ROLES
 from sparse24_jax.plan import kernel_roles, plan_layer
 from sparse24_jax.policy import DotPolicy
@@ -110,6 +111,11 @@ class LayerGain:
     """Dense time over expected time, of the layer by itself; below 1 it is better left out of the recipe."""
     return None if self.expected_ms is None or self.dense_ms is None else self.dense_ms / self.expected_ms
 
+  def stacked(self, layers: int) -> 'LayerGain':
+    """Of a stack of so many such weights: times stay those of one."""
+    sizes = {name: layers * getattr(self, name) for name in ('layers', 'packed_bytes', 'state_bytes', 'saved_bytes')}
+    return dataclasses.replace(self, **sizes)
+
 
 def where_it_pays(
   params: Any, recipe: Recipe, *, tokens: int, micro_batches: int = 1, dtype: Any = jnp.bfloat16,
@@ -136,7 +142,8 @@ def where_it_pays(
 
   Args:
     params: parameters, or their shapes (`jax.eval_shape` of the model's init).
-    recipe: its rules select the layers.
+    recipe: its rules select the layers. One that `bind` made knows the axes of each weight, stacked ones too; one by
+      itself serves kernels with two axes, as in `project`.
     tokens: tokens of a micro-batch on one device.
     micro_batches: of an optimizer step. Weights are packed for all of them at once, where `sparse_variables` is called
       outside of their loop.
@@ -148,7 +155,8 @@ def where_it_pays(
     One entry a matched weight, in the order of the tree.
 
   Raises:
-    ValueError: a rule that fits no weight, or no positive number of tokens or micro-batches.
+    ValueError: a rule that fits no weight, weights whose axes nothing tells, or no positive number of tokens or
+      micro-batches.
 
   >>> import jax, sparse24_jax as s24
   >>> params = {'up': {'kernel': jax.ShapeDtypeStruct((4096, 16384), 'bfloat16')}}
@@ -161,11 +169,12 @@ def where_it_pays(
     if number < 1:
       raise ValueError(f'{name}={number} must be positive')
   on = target(_device.current().slug if device is None else device)
-  weights = match_rules(params, recipe)
-  leaves = {path: leaf for path, leaf in leaves_by_path(params) if path in weights}
+  sparse = {path: rule for path, rule in match_rules(params, recipe).items() if rule.policy.projection is not None}
+  require_axes('where_it_pays', params, sparse, recipe)
+  leaves = dict(leaves_by_path(params))
   return [
     _layer(path, leaves[path], rule.policy, tokens, micro_batches, dtype, on, recipe.asked_of(path))
-    for path, rule in weights.items() if rule.policy.projection is not None
+    for path, rule in sparse.items()
   ]
 
 
@@ -176,7 +185,7 @@ def _layer(
   assert projection is not None
   *lead, d_in, d_out = projection.layout_of(leaf).matrix_shape(leaf.shape)
   policy = dataclasses.replace(policy, projection=projection.matrix or projection)
-  layers, wide, device = math.prod(lead), jnp.dtype(leaf.dtype).itemsize, on.device.slug
+  wide, device = jnp.dtype(leaf.dtype).itemsize, on.device.slug
   policy = dataclasses.replace(policy, implementation=None)
   plan = plan_layer(policy, tokens, d_in, d_out, dtype, on=on, asked=asked)
   sparse = kernel_roles(policy, d_in, d_out, dtype, asked)
@@ -186,11 +195,11 @@ def _layer(
   if plan.backends.fp8:
     dense_fp8 = total(step.expected_ms(device) for step in plan.dense_fp8_steps(wide))
   return LayerGain(
-    path, (d_in, d_out), layers, tuple(_role(role, plan, sparse[role], device) for role in ROLES),
-    packing_ms=None if packing is None else packing / micro_batches, packed_bytes=layers * plan.packed_bytes,
-    state_bytes=layers * math.prod(state.shape) * state.dtype.itemsize, saved_bytes=layers * plan.saved_bytes,
+    path, (d_in, d_out), 1, tuple(_role(role, plan, sparse[role], device) for role in ROLES),
+    packing_ms=None if packing is None else packing / micro_batches, packed_bytes=plan.packed_bytes,
+    state_bytes=math.prod(state.shape) * state.dtype.itemsize, saved_bytes=plan.saved_bytes,
     dense_fp8_ms=dense_fp8, simulated=plan.simulated, plain=asked.unfit(dtype),
-  )  # fmt: skip
+  ).stacked(math.prod(lead))  # fmt: skip
 
 
 def _role(role: str, plan: LayerPlan, sparse: bool, device: str) -> RoleGain:

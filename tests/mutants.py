@@ -140,7 +140,7 @@ MUTANTS = _of(
    'integration/check_step_test.py', 'made_once'),
   ('an update that may be none leaves the masks as they are', 'binding/flow.py', 'if not all(w in mark.updates',
    'if not any(w in mark.updates', 'integration/check_step_test.py', 'made_once'),
-  ('project guesses no axes', 'integration/functional.py', 'if len(s) != 2 or', 'if',
+  ('project guesses no axes', 'binding/bound.py', 'len(shapes[path]) == 2 and ', '',
    'integration/functional_test.py', 'nothing_tells'),
   ('project waits for what is still computed', 'integration/functional.py', 'wait=True', 'wait=False',
    'integration/functional_test.py', 'still_computed'),

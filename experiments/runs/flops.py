@@ -91,10 +91,14 @@ def _abstract_params(config: ModelConfig) -> Any:
 def densities(recipe: s24.Recipe, params: Any, steps: int) -> dict[str, np.ndarray]:
   """Kept share of each sparse weight that the forward of each step reads, by path, float64 [steps]; 1 in dense phases.
 
-  A mask drawn after step t, and each `refresh_every` steps, is the one of the steps after it.
+  A mask drawn after step t, and each `refresh_every` steps, is the one of the steps after it. A recipe that `bind` made
+  knows the axes of each weight; by itself it takes them for `[stacked..., in, out]`, as the models here have them.
   """
-  projections = {path: p for path, rule in match_rules(params, recipe).items() if (p := rule.policy.projection)}
-  shapes = {path: leaf.shape for path, leaf in leaves_by_path(params) if path in projections}
+  stored = {path: p for path, rule in match_rules(params, recipe).items() if (p := rule.policy.projection)}
+  leaves = dict(leaves_by_path(params))
+  # As [stacked..., in, out], so that weights share out one density however they are stored.
+  projections = {path: p.matrix or p for path, p in stored.items()}
+  shapes = {path: p.layout_of(leaves[path]).matrix_shape(leaves[path].shape) for path, p in stored.items()}
   at = np.arange(steps)
   drawn, which = np.unique(at - at % recipe.refresh_every, return_inverse=True)
   sparse = _is_sparse(recipe, steps)
@@ -153,7 +157,7 @@ def count(
 
   Args:
     config: the model.
-    recipe: what is sparse and when.
+    recipe: what is sparse and when; also one that `bind` made, see `densities`.
     steps: optimizer steps.
     batch: sequences an optimizer step.
     length: tokens a sequence.

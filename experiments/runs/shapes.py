@@ -1,7 +1,8 @@
 """What the files of a run must be like, looked at where they are read: a folder may be damaged, or from elsewhere.
 
-A shape is a type, types joined by `|`, a range of integers, a list of the one shape that all entries have, or a
-dictionary of the fields that must be there and of those that may, whose names end in `?`. Others are left as they are.
+A shape is a type, types joined by `|`, a range of integers, a list of the one shape that all entries have, a tuple of
+the shapes of a list of as many, or a dictionary of the fields that must be there and of those that may, whose names
+end in `?`. Others are left as they are.
 """
 
 from collections.abc import Mapping
@@ -12,7 +13,7 @@ from typing import Any
 
 from experiments.runs.progress import SPENT_ON
 
-type Shape = type | types.UnionType | range | list[Any] | Mapping[str, Any]
+type Shape = type | types.UnionType | range | list[Any] | tuple[Any, ...] | Mapping[str, Any]
 
 # More steps than a run has; reports make arrays of as many.
 COUNT = range(1, 10**8)
@@ -34,13 +35,18 @@ RECORDS: Mapping[str, Shape] = {
   'validation': {'loss': float, 'phase': str},
   'timing': {'seconds': float, 'tokens_per_s': float, 'spent?': _SPENT},
 }  # fmt: skip
+# Of a step that is not logged yet, `StepMetrics`; its numbers may be NaN or infinite where bad steps are skipped.
+_STEP = (int | float, int | float, int | float, int | float, [int | float], bool)
 # Of a checkpoint, beside what `Checkpoints` reads itself.
 META: Shape = {
-  'data_state': dict, 'spent': _SPENT, 'phase': str, 'window': [list], 'latest_losses': [float],
+  'data_state': dict, 'spent': _SPENT, 'phase': str, 'window': [_STEP], 'latest_losses': [float],
   'skipped_in_a_row': int, 'rolled_back': int,
 }  # fmt: skip
 
-_WORDS = {str: 'text', float: 'a number', int: 'an integer', dict: 'an object', list: 'a list', type(None): 'null'}
+_WORDS = {
+  str: 'text', float: 'a number', int: 'an integer', bool: 'true or false', dict: 'an object', list: 'a list',
+  type(None): 'null',
+}  # fmt: skip
 
 
 def require(what: str | Path, value: Any, shape: Shape, field: str = '') -> None:
@@ -54,6 +60,15 @@ def require(what: str | Path, value: Any, shape: Shape, field: str = '') -> None
     require(what, value, list, field)
     for i, entry in enumerate(value):
       require(what, entry, shape[0], f'{field}[{i}]')
+  elif isinstance(shape, tuple):
+    require(what, value, list, field)
+    if len(value) != len(shape):
+      raise ValueError(
+        f'{what}: {field} has {len(value)} entries, and must have {len(shape)}: it is damaged, or of another version of'
+        ' this program'
+      )
+    for i, (entry, inner) in enumerate(zip(value, shape, strict=True)):
+      require(what, entry, inner, f'{field}[{i}]')
   elif isinstance(shape, Mapping):
     require(what, value, dict, field)
     for name, inner in shape.items():
@@ -74,8 +89,8 @@ def require(what: str | Path, value: Any, shape: Shape, field: str = '') -> None
 def _is_a(value: Any, shape: type | types.UnionType | range) -> bool:
   if isinstance(shape, range):
     return _is_a(value, int) and value in shape
-  if isinstance(value, bool):  # which Python takes for an integer
-    return False
+  if shape is bool or isinstance(value, bool):  # which Python takes for an integer
+    return shape is bool and isinstance(value, bool)
   if shape is float:  # JSON writes 1.0 as it likes, and its NaN is none of ours
     return isinstance(value, int | float) and math.isfinite(value)
   return isinstance(value, shape)

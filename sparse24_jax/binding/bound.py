@@ -206,6 +206,28 @@ def bind(recipe: Recipe, f: Callable[..., Any], params: Any, *args: Any, **kwarg
   return bound
 
 
+def require_axes(caller: str, params: Any, paths: Iterable[str], recipe: Recipe) -> None:
+  """ValueError for weights of which nothing tells what their matmuls sum over: a bound recipe, or a kernel's layer."""
+  if isinstance(recipe, Bound):
+    return
+  shapes = {path: tuple(getattr(leaf, 'shape', ())) for path, leaf in leaves_by_path(params)}
+
+  def is_known(path: str) -> bool:
+    folder, slash, name = path.rpartition('/')
+    # A bias is as long as the outputs, which tells some kernels that are [out, in].
+    bias = shapes.get(f'{folder}{slash}bias', shapes[path])
+    return name == 'kernel' and len(shapes[path]) == 2 and bias[-1:] == shapes[path][-1:]
+
+  if unknown := [f'{path} {shapes[path]}' for path in paths if not is_known(path)]:
+    raise ValueError(
+      f'{", ".join(unknown)}: {caller} does not see along which axes matmuls sum over these. A recipe by itself knows'
+      f' it of kernels with two axes, which Flax layers store as [in, out]: give {caller} the recipe that'
+      ' sparse24_jax.bind(recipe, f, params, *example) returns, where f may be a linen module and shapes are enough.'
+      ' States that the recipe by itself made serve that one, too, if the model reads the weights as [stacked..., in,'
+      ' out]'
+    )
+
+
 def tracked(params: Any, recipe: Recipe) -> dict[str, Rule]:
   """The matched weights whose matmuls are not plain ones."""
   return {path: rule for path, rule in matched_rules(params, recipe).items() if not rule.is_plain}

@@ -1,13 +1,12 @@
 """The framework-free door: any function of a pytree of weights gets the recipe's numerics, at dense speed."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
 from jax import Array
 import jax.numpy as jnp
 
-from sparse24_jax.binding.bound import Bound
+from sparse24_jax.binding.bound import require_axes
 from sparse24_jax.binding.origin import known, require_fits, spoiled
 from sparse24_jax.dot import check_state
 from sparse24_jax.masks import verify24
@@ -30,7 +29,8 @@ def project(params: Any, opt_state: Any, recipe: Recipe, *, phase: PhaseName | N
     opt_state: optimizer state that holds a `sparse_training` state for `params`, of the same step: with others a call
       outside of jit warns, as `sparse_variables` does. None chooses masks from `params` as they are.
     recipe: the recipe of that state. One that `bind` made knows the axes of each weight. By itself it serves weights
-      with two axes that are called `kernel`, those of Flax's layers, which are `[in, out]`.
+      with two axes that are called `kernel`, those of Flax's layers, which are `[in, out]`. One that is stored as
+      `[out, in]` under that name, as Hugging Face's Conv1D had it, must be bound: only a bias beside it gives it away.
     phase: `'dense'` returns `params` as they are; None is the recipe's first, which one that begins dense, to be sparse
       later, must say. So must a run that ended dense: `'dense'`, or `'sparse'` to prune it all the same.
 
@@ -60,7 +60,7 @@ def project(params: Any, opt_state: Any, recipe: Recipe, *, phase: PhaseName | N
   wait_until_known(opt_state)
   sparse, fits = projected_weights(params, opt_state, recipe, phase='sparse' if phase is None else None)
   fine = require_fits(known(fits))
-  _require_axes('project', {path: w for path, (_, w, _) in sparse.items()}, recipe)
+  require_axes('project', params, sparse, recipe)
   if opt_state is not None:
     warn_of_other_weights(params, opt_state, wait=True)
 
@@ -106,7 +106,7 @@ def verify_weights(params: Any, recipe: Recipe) -> dict[str, float]:
   weights, shares = dict(leaves_by_path(params)), {}
   rules = match_rules(params, recipe)
   sparse = {path: p for path, rule in rules.items() if (p := rule.policy.projection) is not None}
-  _require_axes('verify_weights', {path: weights[path] for path in sparse}, recipe)
+  require_axes('verify_weights', params, sparse, recipe)
   for path, projection in sparse.items():
     layout = projection.layout_of(weights[path])
     form, w = (projection.matrix or projection).form, layout.matrix(weights[path])
@@ -161,18 +161,3 @@ def _chosen_now(path: str, policy: DotPolicy, w: Array) -> Array:
       ' give the optimizer state in place of None'
     )
   return projection.init(jax.lax.stop_gradient(w))
-
-
-def _require_axes(caller: str, weights: Mapping[str, Array], recipe: Recipe) -> None:
-  """ValueError for weights of which nothing tells what their matmuls sum over: a bound recipe, or a kernel's layer."""
-  if isinstance(recipe, Bound):
-    return
-  shapes = {path: tuple(w.shape) for path, w in weights.items()}
-  if unknown := [f'{path} {s}' for path, s in shapes.items() if len(s) != 2 or path.rpartition('/')[2] != 'kernel']:
-    raise ValueError(
-      f'{", ".join(unknown)}: {caller} does not see along which axes matmuls sum over these. A recipe by itself knows'
-      f' it of kernels with two axes, which Flax layers store as [in, out]: give {caller} the recipe that'
-      ' sparse24_jax.bind(recipe, f, params, *example) returns, where f may be a linen module and shapes are enough.'
-      ' States that the recipe by itself made serve that one, too, if the model reads the weights as [stacked..., in,'
-      ' out]'
-    )

@@ -17,6 +17,7 @@ from sparse24_jax.packing import E4M3, pack
 from sparse24_jax.plan import plan_layer
 from sparse24_jax.where_it_pays import RoleGain, table
 from tests import targets
+from tests.standard import standard
 
 FP8 = s24.recipes.s_ste('.*', fp8=True)
 FST = s24.recipes.transposable_srste('.*', masked_decay=0.0)
@@ -75,7 +76,7 @@ def records(times8=None, *, wide=None, costs_of=None):
 
 def gain_of(*lead: int, dtype='float32'):
   params = {'up': jax.ShapeDtypeStruct((*lead, D_IN, D_OUT), dtype)}
-  (layer,) = s24.where_it_pays(params, FP8, tokens=TOKENS, device='gpu')
+  (layer,) = s24.where_it_pays(params, standard(FP8, params), tokens=TOKENS, device='gpu')
   return layer
 
 

@@ -76,7 +76,7 @@ class CommandTest(parameterized.TestCase):
     step = dict(tokens=16384, micro_batches=micro_batches)
     recipe = command.RECIPES['transposable_srste']('.*')
     sides = {'down': (16384, 4096), 'up': (4096, 16384)}
-    params = {name: {'kernel': jax.ShapeDtypeStruct((1, *side), weights)} for name, side in sides.items()}
+    params = {name: {'kernel': jax.ShapeDtypeStruct(side, weights)} for name, side in sides.items()}
     self.assertEqual(lines[:3], table(where_it_pays(params, recipe, **step, device=DEVICE)).split('\n'))
     block = block_gain(4096, 16384, recipe, **step, weight_dtype=weights, device=DEVICE)
     self.assertEqual(lines[3:], [block_table(block)])

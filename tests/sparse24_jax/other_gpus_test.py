@@ -151,7 +151,7 @@ class CheckedTest(absltest.TestCase):
       mock.patch.object(check, '_entry', checked),
       mock.patch.object(_passes_check, 'right', lambda device: packers),
     ):
-      w = {'w': jax.ShapeDtypeStruct((D_IN, D_OUT), 'float32')}
+      w = {'kernel': jax.ShapeDtypeStruct((D_IN, D_OUT), 'float32')}
       exact = s24.Recipe('r', (s24.Rule('.*', dataclasses.replace(FST, weight_grad='dense')),))
       first = s24.where_it_pays(w, exact, tokens=TOKENS)
       self.assertTrue(linear_layer.may_pack(FST, jnp.zeros((D_IN, D_OUT))))
@@ -166,7 +166,7 @@ class CheckedTest(absltest.TestCase):
       self.assertEqual(plan_layer(FST, TOKENS, D_IN, D_OUT, jnp.bfloat16).backends, Backends())
     self.assertEqual([role.checked for role in layers[0].roles], [2.0, 1.25, 0.8])
     self.assertEqual([role.product_ms for role in layers[0].roles], [0.5, 0.8, 1.0])
-    note = 'w: no record, checked here: forward 2.00 times dense, input_grad 1.25 times dense, weight_grad 0.80 times'
+    note = 'no record, checked here: forward 2.00 times dense, input_grad 1.25 times dense, weight_grad 0.80 times'
     self.assertIn(note, table(layers))
     self.assertIn('checked here: 2.00 times dense', explain(block))
 

@@ -17,6 +17,7 @@ from sparse24_jax.packing import pack
 from sparse24_jax.plan import plan_layer
 from sparse24_jax.where_it_pays import RoleGain, table
 from tests.sparse24_jax.gpus import gpu, H100
+from tests.standard import standard
 
 RECIPES = {
   'fst': s24.recipes.transposable_srste('.*', masked_decay=0.0),
@@ -68,7 +69,8 @@ def expected_key(role: str):
 
 
 def gain_of(recipe, *, lead=(), dtype='float32'):
-  (layer,) = s24.where_it_pays(struct(*lead, 64, 128, dtype=dtype), recipe, tokens=32, device='gpu')
+  params = struct(*lead, 64, 128, dtype=dtype)
+  (layer,) = s24.where_it_pays(params, standard(recipe, params), tokens=32, device='gpu')
   return layer
 
 
@@ -90,6 +92,16 @@ class ChoiceTest(parameterized.TestCase):
     params = struct(768, 4 * 3072, dtype='bfloat16')
     (by_itself,) = s24.where_it_pays(params, RECIPES['fst'], tokens=4096, device=H100.slug)
     self.assertEqual(layer.roles, by_itself.roles)
+
+  @parameterized.parameters('kernel', 'up/weight', 'up/bias')
+  def test_axes_that_nothing_tells_are_refused_by_name(self, name):
+    """Stacked, of another library, and with a bias as long as the first axis; they were taken for [..., in, out]."""
+    w = jax.ShapeDtypeStruct((2, 8, 4) if name == 'kernel' else (8, 4), 'float32')
+    params = {'up/kernel': w, name: jax.ShapeDtypeStruct((8,), 'float32')} if 'bias' in name else {name: w}
+    (path,) = (path for path, leaf in params.items() if leaf is w)
+    for price in (s24.where_it_pays, s24.only_where_it_pays):
+      with self.assertRaisesRegex(ValueError, rf'^{path} \(.*\): where_it_pays does not see along which .*\.bind'):
+        price(params, RECIPES['fst'], tokens=32, device='gpu')
 
   @parameterized.product(recipe=list(RECIPES), tokens=(512, 2048, 16384), dtype=('bfloat16', 'float16', 'float32'))
   def test_is_that_of_the_plan(self, recipe, tokens, dtype):

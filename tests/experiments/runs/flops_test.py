@@ -207,6 +207,20 @@ class CountTest(parameterized.TestCase):
       grads = jax.tree.map(lambda w, i=step: np.random.default_rng(i).standard_normal(w.shape, np.float32), params)
       params, state = update[phase](grads, state, params)
 
+  def test_axes_are_those_of_a_bound_recipe(self):
+    shapes = {'query': (8, 4, 16), 'w': (12, 8)}
+    params = {name: jax.ShapeDtypeStruct(shape, 'float32') for name, shape in shapes.items()}
+
+    def two_maps(p, x):
+      return jnp.einsum('td,dhk->thk', x, p['query']), x @ p['w'].T
+
+    rigl = s24.recipes.rigl('.*', density=0.3, total_steps=1000, distribution='erdos_renyi')
+    by_hand = s24.layer_densities(0.3, {'query': (8, 64), 'w': (8, 12)}, 'erdos_renyi')
+    for recipe, expected in ((s24.recipes.ste('.*'), dict.fromkeys(shapes, 0.5)), (rigl, by_hand)):
+      bound = s24.bind(recipe, two_maps, params, jax.ShapeDtypeStruct((4, 8), 'float32'))
+      for name, shares in flops.densities(bound, params, 2).items():
+        np.testing.assert_allclose(shares, expected[name], rtol=1e-6, err_msg=name)
+
 
 class StatedFiguresTest(parameterized.TestCase):
   @pytest.mark.slow

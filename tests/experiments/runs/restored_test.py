@@ -15,6 +15,7 @@ META = {
   'step': 7, 'data_state': {}, 'spent': dict.fromkeys(('training', 'compiling', 'evaluation', 'checkpoints'), 0.0),
   'phase': 'sparse', 'window': [], 'latest_losses': [], 'skipped_in_a_row': 0, 'rolled_back': 0,
 }  # fmt: skip
+STEP = [2.5, 1.0, 1e-3, 0.0, [0.0], True]
 
 
 class RestoredTest(parameterized.TestCase):
@@ -45,6 +46,16 @@ class RestoredTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, r'up/kernel \(4 of four\)\. '):
       self._checkpoint(recipe, lambda _: rows)
     self._checkpoint(s24.recipes.ste('up/.*'), lambda _: rows)
+
+  @parameterized.parameters(
+    ('window', [STEP, STEP[:3]], r'window\[1\] has 3 entries, and must have 6'),
+    ('window', [[*STEP[:4], 0.0, True]], r'window\[0\]\[4\] is 0.0, and must be a list'),
+    ('window', [[*STEP[:5], 'yes']], r"window\[0\]\[5\] is 'yes', and must be true or false"),
+  )
+  def test_steps_that_are_not_logged_yet(self, field, value, message):
+    self._checkpoint(s24.recipes.ste('up/.*'), meta=META | {field: [STEP, [float('nan'), *STEP[1:5], False]]})
+    with self.assertRaisesRegex(ValueError, f'checkpoint run/checkpoints/7, its meta: {message}'):
+      self._checkpoint(s24.recipes.ste('up/.*'), meta=META | {field: value})
 
   @parameterized.parameters(('window', 3, 'a list'), ('spent', {'training': 'x'}, 'a number'), ('phase', 1, 'text'))
   def test_meta(self, field, value, kind):

@@ -87,11 +87,12 @@ class ProjectTest(parameterized.TestCase):
     ('blocks/kernel', (12, 4, 8), 0, lambda w, x: sum(x @ w[:, i] for i in range(4))),  # a scan over axis 1
     ('query/kernel', (12, 4, 4), 0, lambda w, x: jnp.einsum('td,dhk->thk', x, w)),
     ('w', (12, 8), -2, lambda w, x: x @ w),
+    ('c_fc/kernel', (8, 12), -1, lambda w, x: x @ w.T),  # Hugging Face's Conv1D, which its bias tells
   )
   def test_axes_that_nothing_tells_are_refused_by_name(self, path, shape, axis, f):
     """They were taken for [stacked..., in, out], with a warning."""
     w, recipe = np.random.default_rng(0).normal(size=shape).astype(np.float32), s24.recipes.ste('.*')
-    params = {path: w}
+    params = {path: w} | ({'c_fc/bias': np.zeros(8, np.float32)} if path == 'c_fc/kernel' else {})
     state = s24.sparse_training(optax.sgd(0.1), recipe).init(params) if axis == -2 else None
     calls = lambda: s24.project(params, state, recipe), lambda: s24.verify_weights(params, recipe)
     for call in calls:
