@@ -3,9 +3,9 @@
 A sentence may use the numbers of the tables under its heading (of the second order), and what follows from the records
 that these cite: losses of methods at their best, differences and shares of time, seed by seed, with 95% intervals. What
 lies elsewhere is named in a comment, `<!-- said: race.jsonl?seconds=70.0; speed.md#kernels -->`: all numbers of the
-records that the conditions leave, or the tables of another document. Of tuned settings, the file
-`pallas_kernels/tuned/nvidia_h200/sparse_matmul.json?n=16`, it is how many times as fast as dense the choices are. Records
-are read without the code that makes the tables.
+records that the conditions leave, or the tables of another document. Of a file of tuned settings, say
+`pallas_kernels/tuned/nvidia_h200/sparse_matmul.json?n=16`, it is how many times as fast as dense the choices are.
+Records are read without the code that makes the tables.
 """
 
 from collections import Counter
