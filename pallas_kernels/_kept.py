@@ -17,6 +17,9 @@ import stat
 import tempfile
 import time
 
+import jax
+import jaxlib.version
+
 from pallas_kernels._dispatch import log_once
 
 VARIABLE = 'SPARSE24_JAX_KERNEL_CACHE'
@@ -95,15 +98,44 @@ def write(key: str, kept: bytes) -> None:
       raise
 
 
-@functools.cache
 def compiled_from() -> str:
-  """A digest of this package's sources and of the versions of what compiles them: with another one, nothing serves."""
-  digest = hashlib.sha256(repr([_version(name) for name in _COMPILERS]).encode())
-  for path in sorted(_SOURCES.rglob('*.py')):
+  """A digest of this package's sources and of the versions of what compiles them: with another one, nothing serves.
+
+  What runs is what was imported. If a source has changed since, the digest is one that no other process has.
+  """
+  with contextlib.suppress(OSError):  # they may be going as they are read
+    digest = _digest_of_files()
+    if _files() == _IMPORTED:
+      return digest
+  log_once(
+    f'{_SOURCES} has changed since it was imported: what this process compiles serves no other', level=logging.WARNING
+  )
+  return _OF_THIS_PROCESS
+
+
+@functools.cache
+def _digest_of_files() -> str:
+  # Of jax and jaxlib also what is imported, which is not what is installed if they were upgraded since.
+  versions = [jax.__version__, jaxlib.version.__version__, *[_version(name) for name in _COMPILERS]]
+  digest = hashlib.sha256(repr(versions).encode())
+  for path in _sources():
     source = path.read_bytes()
     digest.update(f'\n{path.relative_to(_SOURCES)} {len(source)}\n'.encode())
     digest.update(source)
   return digest.hexdigest()
+
+
+def _files() -> list[tuple[Path, int, int]]:
+  """The sources and what Python tells their changes by, size and time; to hash them takes ten times as long."""
+  return [(path, (status := path.stat()).st_size, status.st_mtime_ns) for path in _sources()]
+
+
+def _sources() -> list[Path]:
+  return sorted(path for path in _SOURCES.rglob('*.py') if path.is_file())  # an editor's lock is a link to nothing
+
+
+_IMPORTED = _files()
+_OF_THIS_PROCESS = f'of changed sources {os.urandom(16).hex()}'
 
 
 def _version(name: str) -> str | None:

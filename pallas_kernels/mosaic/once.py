@@ -56,12 +56,13 @@ def _lower(context: Any, *args: Any, call: Callable[..., Any], out_types: Any, i
     return mlir.lower_fun(call, multiple_results=True)(context, *args)
   types = [(a.shape, a.dtype) for a in context.avals_in]
   wide = bool(jax.config.jax_enable_x64)
-  key = repr([identity, [(shape, dtype.name) for shape, dtype in types], wide, compat.mosaic_target(), *_settings()])
-  if (module := _kept.read(key)) is None:
-    # In a thread of its own: a mesh and the like of who traces are no part of a kernel.
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+  # In a thread of its own: a mesh and the like of who traces are no part of a kernel, nor of what it is kept under.
+  with concurrent.futures.ThreadPoolExecutor(1) as pool:
+    target = pool.submit(compat.mosaic_target).result()
+    key = repr([identity, [(shape, dtype.name) for shape, dtype in types], wide, target, *_settings()])
+    if (module := _kept.read(key)) is None:
       module = pool.submit(compat.lowered_kernel, call, [jax.ShapeDtypeStruct(*t) for t in types], wide).result()
-    _kept.write(key, module)
+      _kept.write(key, module)
   return compat.call_of_lowered(context, module, args, out_types)
 
 

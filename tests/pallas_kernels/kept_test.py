@@ -107,6 +107,33 @@ class KeptTest(parameterized.TestCase):
       self.assertIsNone(_kept.read('one'))
     self.assertFalse(self.folder.exists())
 
+  def test_nothing_is_kept_as_of_sources_that_changed_since_they_were_imported(self):
+    source, lock = self.above / 'kernel.py', self.above / '.#kernel.py'
+    source.write_text('a = 1')
+    lock.symlink_to('nobody@nowhere')  # as an editor leaves while a file is edited
+    self.enter_context(mock.patch.object(_kept, '_SOURCES', self.above))
+    self.addCleanup(_kept._digest_of_files.cache_clear)
+
+    def imports():
+      _kept._digest_of_files.cache_clear()
+      return mock.patch.object(_kept, '_IMPORTED', _kept._files())
+
+    with imports():
+      first = _kept.compiled_from()
+      self.assertEqual(_kept.compiled_from(), first)
+      source.write_text('a = 2;')
+      with self.assertLogs('pallas_kernels', 'WARNING') as logs:
+        changed = {_kept.compiled_from()}
+      self.assertIn(f'{self.above} has changed', logs.output[0])
+      _kept._digest_of_files.cache_clear()  # as if no kernel had been compiled before the change
+      changed.add(_kept.compiled_from())
+      source.unlink()
+      changed.add(_kept.compiled_from())
+    source.write_text('a = 2;')
+    with imports():
+      self.assertNotIn(_kept.compiled_from(), {first, *changed})
+    self.assertNotIn(first, changed)
+
   def test_what_was_not_used_for_longest_goes(self):
     with mock.patch.object(_kept, '_MOST_FILES', 3):
       for i, key in enumerate('abcd'):

@@ -115,6 +115,25 @@ class OnceTest(parameterized.TestCase):
         ):
           _lowered(functools.partial(_matmul))
 
+  def test_a_mesh_of_another_gpu_is_no_part_of_a_kernel_nor_of_its_key(self):
+    device = jax.sharding.AbstractDevice('NVIDIA B200', 148, 'gpu')
+    mesh = jax.sharding.AbstractMesh((1,), ('x',), abstract_device=device)
+    targets_seen = []
+
+    def infer():  # as Mosaic GPU does where a GPU is
+      targets_seen.append((10, 0) if jax.sharding.get_abstract_mesh().abstract_device else (9, 0))
+      return targets_seen[-1]
+
+    with (
+      tempfile.TemporaryDirectory() as folder, mock.patch.dict('os.environ', SPARSE24_JAX_KERNEL_CACHE=folder),
+      mock.patch.object(_compat.utils, '_infer_arch', infer),
+    ):
+      with jax.sharding.use_abstract_mesh(mesh):
+        made = _lowered(_matmul)
+      with mock.patch.object(_compat, 'lowered_kernel', side_effect=AssertionError('lowered again')):
+        self.assertEqual(_CALL.findall(_lowered(functools.partial(_matmul))), _CALL.findall(made))
+    self.assertEqual(set(targets_seen), {(9, 0)})
+
   @absltest.skipUnless(triton_interpreter.HAS_TRITON, 'needs Triton')
   def test_a_kernel_is_another_if_a_function_that_it_calls_is(self):
     found = set()

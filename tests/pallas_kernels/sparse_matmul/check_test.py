@@ -158,13 +158,14 @@ class CheckTest(parameterized.TestCase):
     self.enter_context(mock.patch.object(_kept, '_SOURCES', sources))
     self.enter_context(mock.patch.object(importlib.metadata, 'version', version))
 
-    def checks():
+    def checks():  # by another process
       _checks._made.clear()
-      _kept.compiled_from.cache_clear()
+      _kept._digest_of_files.cache_clear()
+      self.enter_context(mock.patch.object(_kept, '_IMPORTED', _kept._files()))
       _checks.outcome(A100, api.OP, KEY, [], lambda: made.append('one') or dict(candidates=[]))
       return len(made)
 
-    self.addCleanup(_kept.compiled_from.cache_clear)
+    self.addCleanup(_kept._digest_of_files.cache_clear)
     (sources / 'kernel.py').write_text('a = 1')
     self.assertEqual([checks(), checks()], [1, 1])
     (sources / 'kernel.py').write_text('a = 2')
