@@ -68,9 +68,6 @@ def arrays_are_whole() -> bool:
   return jax.device_count() == 1 or jax.sharding.get_abstract_mesh().are_all_axes_manual
 
 
-# What is compiled for: sm_80, sm_86 and so on.
-
-
 def environment() -> dict[str, Any]:
   """What a benchmark record says of where it was made: device, driver, versions, commit, command, time."""
   device = current()

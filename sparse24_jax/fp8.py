@@ -66,7 +66,6 @@ class Fp8(Precision):
     )
 
   def input_grad(self, w: PackedWeight, dz: Rounded, *, backend: str | None, dtype: Any) -> Array:
-
     def run(dz: Rounded, matrix: Array, factor: Array) -> Array:
       with jax.named_scope('input_grad'):
         return _dense_product(dz.values, dz.factor, _partitioning.whole(matrix), factor, dtype)

@@ -157,7 +157,7 @@ class _Flow(NamedTuple):
       return self._loop(params['body_jaxpr'], given[n:], given[n + m :], outs)
     if name == 'cond':
       branches = [self.through(branch, given[1:]) for branch in params['branches']]
-      return [_chosen(marks) for marks in zip(*branches, strict=True)]
+      return [_chosen(marks, _union(marks)) for marks in zip(*branches, strict=True)]
     if name in _CALLS and inner is not None:
       return self.through(inner, given)
     if name == 'optimization_barrier':
@@ -227,9 +227,8 @@ def _updated(dense: frozenset[Weight], updates: frozenset[Weight]) -> frozenset[
   return frozenset(after | {w for w in dense if w.name in names & unsure})
 
 
-def _chosen(marks: Sequence[Marks], union: Marks | None = None) -> Marks:
-  """Of values among which a run chooses: an update that only some of them have may be none."""
-  found = union or _union(marks)
+def _chosen(marks: Sequence[Marks], found: Marks) -> Marks:
+  """Of values among which a run chooses, what is in any: an update that only some of them have may be none."""
   unsure = (w for w in found.updates if not all(w in mark.updates for mark in marks))
   return found._replace(updates=found.updates.union(w._replace(update=UNSURE) for w in unsure))
 

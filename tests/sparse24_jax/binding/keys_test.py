@@ -44,6 +44,16 @@ class KeysTest(parameterized.TestCase):
     text = str(jax.make_jaxpr(taken)(jax.random.key(0, impl=impl)))
     self.assertEqual(text.count('random_fold_in'), operations)
 
+  def test_xla_knows_no_place_of_a_reader_nor_what_it_reads(self):
+    """Or it would compile a kernel for each place, and make all keys anew in each."""
+    equations = jax.make_jaxpr(taken)(jax.random.key(0)).eqns
+    hidden = [out for e in equations if e.primitive.name == 'optimization_barrier' for out in e.outvars]
+    readers = [e for e in equations if e.params.get('name') == 'dynamic_index_in_dim']
+    self.assertLen(readers, MANY)
+    for reader in readers:
+      for read in reader.invars:
+        self.assertTrue(any(read is each for each in hidden), reader)
+
 
 if __name__ == '__main__':
   absltest.main()
