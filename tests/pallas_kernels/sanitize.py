@@ -48,6 +48,17 @@ TOOLS = ('memcheck', 'racecheck')
 KEY = jax.random.key(5)
 # Tiles that are not full; with infinities and NaN.
 RAGGED = (516, 260)
+# Of `few_columns_by_steps`: sizes that no tile divides, on three CTAs.
+BY_STEPS: tuple[dict[str, Any], ...] = tuple(
+  dict(
+    m=396, n=n, k=k, a_dtype='bfloat16', b_dtype='bfloat16', out_dtype='bfloat16', b_layout='nk', out_layout='nm',
+    activation='gelu', bias=True, a_scale=None, b_scale=None, keep_preactivation=False, seed=k,
+    config=dict(
+      rows=64, bn=8, bk=128, stages=stages, cluster=1, epilogue_n=8, ctas=3, delay=delay, split=1, halves='k'
+    ),
+  )
+  for n, k, stages, delay in ((3, 500, 2, 0), (11, 700, 4, 1), (3, 1000, 6, 1))
+)
 
 
 def packers() -> None:
@@ -81,6 +92,13 @@ def matmuls() -> None:
     problem |= {name: min(problem[name], 396) for name in 'mnk'} | dict(config=None)  # small: the tools are slow
     error, wrong = verify.check(problem, implementation)
     assert wrong is None, (problem, error, wrong)
+
+
+def few_columns_by_steps() -> None:
+  """Consumers that share out the K steps, an even and an odd number each; some CTAs have more than one tile."""
+  for case in BY_STEPS:
+    error, wrong = verify.check(case)
+    assert wrong is None, (case, error, wrong)
 
 
 def hostile_metadata() -> None:
@@ -132,7 +150,8 @@ def attention() -> None:
 
 
 CASES: Mapping[str, Callable[[], None]] = {
-  f.__name__: f for f in (packers, float8, activations, matmuls, hostile_metadata, vnm_ops, attention)
+  f.__name__: f
+  for f in (packers, float8, activations, matmuls, few_columns_by_steps, hostile_metadata, vnm_ops, attention)
 }
 
 

@@ -10,7 +10,10 @@ import time
 from unittest import mock
 
 from absl.testing import absltest
+import jax.numpy as jnp
 
+from pallas_kernels.sparse_matmul import mosaic_gpu
+from pallas_kernels.sparse_matmul._problem import check_config, schedule
 from tests.pallas_kernels import sanitize
 
 
@@ -43,6 +46,18 @@ class SanitizeTest(absltest.TestCase):
     self.assertEqual((failed, found['packers']['status'], found['vnm_ops']['status']), (1, 0, 9))
     self.assertEqual(found['packers']['said'], ['packers: passed, 3 s'])
     self.assertEqual(found['vnm_ops']['found'], ['========= Invalid __global__ read'])
+
+  def test_consumers_share_out_even_and_odd_numbers_of_steps(self):
+    steps = []
+    for case in sanitize.BY_STEPS:
+      config, dtype = mosaic_gpu.Config(**case['config']), jnp.dtype(case['a_dtype'])
+      problem = mosaic_gpu.Problem(case['m'], case['n'], case['k'], dtype, dtype, dtype, 'nk', 'nm')
+      check_config(problem, config)
+      work = schedule(problem, config, 132)
+      self.assertGreater(work.tiles, 2 * work.clusters)
+      self.assertEqual((config.halves, work.k_steps % 2), ('k', 0))
+      steps.append(work.k_steps // 2)
+    self.assertEqual({number % 2 for number in steps}, {0, 1})
 
   def test_what_a_tool_started_ends_with_it(self):
     out = Path(self.enter_context(tempfile.TemporaryDirectory()), 'pid')
