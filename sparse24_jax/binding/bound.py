@@ -223,8 +223,8 @@ def require_axes(caller: str, params: Any, paths: Iterable[str], recipe: Recipe)
       f'{", ".join(unknown)}: {caller} does not see along which axes matmuls sum over these. A recipe by itself knows'
       f' it of kernels with two axes, which Flax layers store as [in, out]: give {caller} the recipe that'
       ' sparse24_jax.bind(recipe, f, params, *example) returns, where f may be a linen module and shapes are enough.'
-      ' States that the recipe by itself made serve that one, too, if the model reads the weights as [stacked..., in,'
-      ' out]'
+      ' Make the optimizer state with that recipe, too: one that the recipe by itself made serves it only for weights'
+      ' that the model reads as [stacked..., in, out]'
     )
 
 

@@ -95,10 +95,15 @@ class ProjectTest(parameterized.TestCase):
     params = {path: w} | ({'c_fc/bias': np.zeros(8, np.float32)} if path == 'c_fc/kernel' else {})
     state = s24.sparse_training(optax.sgd(0.1), recipe).init(params) if axis == -2 else None
     calls = lambda: s24.project(params, state, recipe), lambda: s24.verify_weights(params, recipe)
+    message = rf'^{path} \(.*\): \w+ does not see along which axes .*\.bind.* Make the optimizer state with that recipe'
     for call in calls:
-      with self.assertRaisesRegex(ValueError, rf'^{path} \(.*\): \w+ does not see along which axes .*\.bind'):
+      with self.assertRaisesRegex(ValueError, message):
         call()
     bound = s24.bind(recipe, lambda p, x: f(p[path], x), params, jnp.ones((2, 12)))
+    if axis != -2:  # a state of the recipe by itself serves weights alone that are read as [..., in, out]
+      unbound = s24.sparse_training(optax.sgd(0.1), recipe).init(params)
+      with self.assertRaisesRegex(ValueError, 'one recipe, the one that bind returned'):
+        s24.project(params, unbound, bound)
     found = s24.project(params, state, bound)
     np.testing.assert_array_equal(found[path], np.where(s24.magnitude_mask(w, axis=axis), w, 0))
     self.assertEqual(s24.verify_weights(found, bound), {path: 0.5})
