@@ -42,14 +42,18 @@ def rows(title: str, records: Sequence[Mapping[str, Any]]) -> list[list[str]]:
   >>> other = {**record, 'label': 'FST', 'validation_loss': 1.25}
   >>> rows('x', [other, record])
   [['x', 'dense', '9', '1', '1.000', '', 'accuracy 0.500'], ['x', 'FST', '9', '1', '1.250', '+0.250', 'accuracy 0.500']]
+  >>> del other['validation_loss']
+  >>> rows('x', [other])
+  [['x', 'FST', '9', '1', '', '', 'accuracy 0.500']]
   """
   by_label: dict[str, dict[int, Mapping[str, Any]]] = {}
   for record in sorted(records, key=lambda r: (r['label'] != 'dense', r['label'], r['seed'])):
     by_label.setdefault(record['label'], {})[record['seed']] = record
   dense, made = by_label.get('dense', {}), []
+  dense_losses = _losses(dense)
   for label, found in by_label.items():
-    losses = {seed: record['validation_loss'] for seed, record in found.items()}
-    minus = [loss - dense[seed]['validation_loss'] for seed, loss in losses.items() if seed in dense]
+    losses = _losses(found)
+    minus = [loss - dense_losses[seed] for seed, loss in losses.items() if seed in dense_losses]
     first = next(iter(found.values()))
     measures = [
       f'{shown} {_interval([record["measures"][name] for record in found.values()])}'
@@ -60,6 +64,11 @@ def rows(title: str, records: Sequence[Mapping[str, Any]]) -> list[list[str]]:
       _interval(minus, '+') if found is not dense else '', ', '.join(measures),
     ])  # fmt: skip
   return made
+
+
+def _losses(records: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+  """By seed, without questions to a checkpoint at which the run did not evaluate."""
+  return {seed: record['validation_loss'] for seed, record in records.items() if 'validation_loss' in record}
 
 
 def _interval(values: Sequence[float], sign: str = '') -> str:
