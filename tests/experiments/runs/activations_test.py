@@ -338,7 +338,8 @@ def write_run(folder, method, seed, final):
   lines = []
   for step in range(500, 4001, 500):
     phase = 'sparse' if 'neuron' in method and 500 < step < 3500 else 'dense'
-    lines.append({'step': step, 'kind': 'train', 'loss': final, 'phase': phase, 'flip_rate': 0.0, 'flip_rates': {}})
+    measured = {'loss': final, 'grad_norm': 1.0, 'learning_rate': 1e-3, 'flip_rate': 0.0, 'flip_rates': {}}
+    lines.append({'step': step, 'kind': 'train', 'phase': phase, **measured})
     line = {'step': step, 'kind': 'validation', 'loss': final, 'phase': phase}
     if method != 'dense':
       line[activations.ZEROS] = {'h_0/mlp': 0.5 + step / 8000}
