@@ -11,7 +11,7 @@ DOCUMENTS = ('README.md', *(f'docs/{name}.md' for name in ('guide', 'quality', '
 # Document -> heading -> figures of sentences that nothing carries yet. It grows shorter, never longer: a new figure has
 # a record. Lower the number when you take some out.
 UNCARRIED = Path(__file__).with_name('uncarried.json')
-MOST = 66
+MOST = 64
 
 
 def uncarried(document):
