@@ -16,6 +16,7 @@ from typing import Any
 import jax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
+import jaxlib.version
 
 from pallas_kernels import _compat, _device, _kept
 
@@ -177,10 +178,13 @@ def _identity(kernel: Any, what: Any) -> str | None:
 @functools.cache
 def _compilers() -> Any:
   """Versions of what makes machine code of a kernel, and what the environment tells them."""
+  import triton
   from triton._C import libtriton
 
   names = ('jax', 'jaxlib', 'jax-triton', 'triton')
   library = os.stat(libtriton.__file__)
   settings = libtriton.get_cache_invalidating_env_vars()
+  # As installed, and as imported, which is another one if it was upgraded since.
   versions = [importlib.metadata.version(name) for name in names]
+  versions += [jax.__version__, jaxlib.version.__version__, triton.__version__]
   return versions, library.st_size, library.st_mtime_ns, sorted(settings.items())

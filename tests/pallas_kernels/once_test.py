@@ -150,6 +150,12 @@ class OnceTest(parameterized.TestCase):
         found.add(_triton._identity(kernel, what))
     self.assertLen(found, 4)
 
+  @absltest.skipUnless(triton_interpreter.HAS_TRITON, 'needs Triton')
+  def test_machine_code_is_of_the_triton_that_was_imported(self):
+    installed = _triton._compilers.__wrapped__()
+    with mock.patch('triton.__version__', '3.5.0'):  # and another one was installed since
+      self.assertNotEqual(_triton._compilers.__wrapped__(), installed)
+
   def test_kernels_that_are_written_to_files_keep_their_names(self):
     with tempfile.TemporaryDirectory() as folder, mock.patch.dict('os.environ', MOSAIC_GPU_DUMP_TO=folder):
       text = _lowered(functools.partial(_layers, _matmul, 1))
