@@ -11,12 +11,17 @@ from jax._src.interpreters import partial_eval
 from jax.extend import core as jex
 
 
-def program() -> Any:
-  """What is traced here, a branch of a `cond` by itself; derivatives and batches are a part of what they are in."""
+def programs() -> Iterator[Any]:
+  """What is traced here, a branch of a `cond` by itself, and then what that is in, from the inside out.
+
+  Derivatives and batches are a part of what they are in.
+  """
   trace = core.trace_ctx.trace
-  while not isinstance(trace, partial_eval.DynamicJaxprTrace) and hasattr(trace, 'parent_trace'):
-    trace = trace.parent_trace
-  return trace
+  while (outer := getattr(trace, 'parent_trace', None)) is not None:
+    if isinstance(trace, partial_eval.DynamicJaxprTrace):
+      yield trace
+    trace = outer
+  yield trace
 
 
 def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:

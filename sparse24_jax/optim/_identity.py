@@ -17,7 +17,7 @@ from jax import Array
 import jax.numpy as jnp
 import numpy as np
 
-from sparse24_jax.binding._jax import program
+from sparse24_jax.binding._jax import programs
 from sparse24_jax.layout import Layouts, other_projection
 from sparse24_jax.recipe import PhaseName, PHASES, Recipe
 
@@ -98,23 +98,33 @@ def note_read(count: Any, phase: PhaseName) -> None:
       key = id(leaf)
       if key not in _READ:
         _READ[key] = weakref.ref(leaf, lambda _, key=key: _READ.pop(key, None)), []
-      _READ[key][1].append((weakref.ref(program()), phase))
+      _READ[key][1].append((weakref.ref(next(programs())), phase))
 
 
 def require_read(count: Any, phase: PhaseName) -> None:
   """ValueError if the model of a step that is traced is that of another phase than its optimizer.
 
-  Branches of a `cond` may close over one state for steps of two phases: each is a program by itself.
+  Branches of a `cond` may close over one state for steps of two phases: each is a program by itself. A sparse step that
+  is all in a branch, as in `optax.MultiSteps`, has other tracers than what reads for it outside; what reads dense alone
+  there has no sparse step.
   """
+  here, *around = programs()
   found, notes = _READ.get(id(count), (lambda: None, []))
-  here = program()
-  phases = {read for at, read in notes if at() is here}
-  if found() is count and phases and phase not in phases:
+  phases = _read_in(here, notes) if found() is count else set()
+  everywhere = [note for _, of_one in _READ.values() for note in of_one]
+  nearest = next(filter(None, (_read_in(program, everywhere) for program in (here, *around))), set())
+  if nearest == {'dense'} and not _read_in(here, everywhere):
+    phases = nearest
+  if phases and phase not in phases:
     raise ValueError(
       f'this step updates in phase {phase!r}, and reads the masks of its optimizer in phase {min(phases)!r}: give'
       ' sparse_training, sparsify and sparse_variables one phase, that of the step, see phase_at. For a figure of the'
       f' other phase beside the loss say so, project(..., phase={min(phases)!r})'
     )
+
+
+def _read_in(program: Any, notes: Iterable[tuple[Callable[[], Any], PhaseName]]) -> set[PhaseName]:
+  return {phase for at, phase in notes if at() is program}
 
 
 def _written(layouts: Layouts, paths: Iterable[str]) -> np.ndarray:

@@ -141,6 +141,16 @@ class OtherPhaseTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, "last step .* 'dense', after which .* none of phase 'sparse'"):
       s24.sparse_variables(params, jax.block_until_ready(state), FST, phase='sparse')
 
+  @parameterized.parameters('sparse', 'dense')
+  def test_a_dense_model_and_a_sparse_step_in_a_branch(self, phase):
+    """Of masks that nobody reads dense, no state tells: the trace of the branch sees what is around it."""
+    params, tx = params_of(16, 16), optax.MultiSteps(optimizer(FST, phase=phase), 2).gradient_transformation()
+    given = jax.eval_shape(lambda: (params, tx.init(params)))
+    jax.eval_shape(step_of(FST, tx, phase), *given)
+    if phase == 'sparse':
+      with self.assertRaisesRegex(ValueError, "updates in phase 'sparse', and reads .* in phase 'dense'"):
+        jax.eval_shape(step_of(FST, tx, 'dense'), *given)
+
   def test_a_dense_start_of_a_recipe_that_has_none(self):
     params, tx = params_of(16, 16), optimizer(FST, phase='dense')
     _, state = jax.block_until_ready(tx.update(params, tx.init(params), params))
