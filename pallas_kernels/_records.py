@@ -39,6 +39,22 @@ class Choice:
   distance: float
 
 
+def measured_devices() -> list[str]:
+  """Those that have records."""
+  return sorted(path.name for path in TUNED.iterdir() if path.is_dir())
+
+
+def device_meant(name: str) -> str:
+  """The one with records that a part of its name stands for; of none or several, and of whole names, the name.
+
+  >>> device_meant('h100'), device_meant('nvidia'), device_meant('A100')
+  ('nvidia_h100_80gb_hbm3', 'nvidia', 'A100')
+  """
+  known = measured_devices()
+  found = [slug for slug in known if name.lower() in slug]
+  return found[0] if len(found) == 1 and name not in known else name
+
+
 def path_of(folder: pathlib.Path, device: str, name: str) -> pathlib.Path:
   """A record of a GPU: its own, or if it has none that of a GPU with the same chip.
 

@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
   pays.add_argument('--weights', choices=('bfloat16', 'float32'), default='bfloat16',
                     help='what is packed (default: %(default)s)')  # fmt: skip
   pays.add_argument('--parts', action='store_true', help='list what one block is made of')
-  pays.add_argument('--device', help="folder of the GPU's records (default: the GPU at hand)")
+  pays.add_argument('--device', help="folder of the GPU's records, or h100 (default: the GPU at hand)")
   checks = commands.add_parser(
     'check', help='what a model does with the weights that a recipe matches, a line a weight',
     description='Traces a model and says of each matched weight how it is read. Ends with 1 if one cannot be sparse.',
@@ -77,8 +77,8 @@ def main(argv: list[str] | None = None) -> int:
   if args.command == 'check':
     return _check(parser, args)
   here = _device.current()
-  device = args.device or here.slug
-  known = sorted(path.name for path in _records.TUNED.iterdir() if path.is_dir())
+  device = _records.device_meant(args.device) if args.device else here.slug
+  known = _records.measured_devices()
   measured = [p.parent.name for p in _records.paths_of(_records.TUNED, device, 'sparse_matmul') if p.exists()]
   if measured and measured != [device]:
     what = 'what is not near anything measured on' if device in measured else 'nothing was measured on'
@@ -121,7 +121,9 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
   try:
     example = getattr(importlib.import_module(module), name)
   except Exception as error:  # of the user's module, whatever it does when it is imported
-    parser.error(f'{args.example!r} is no MODULE:FUNCTION: {type(error).__name__}: {error}')
+    meant = module.removesuffix('.py').replace('/', '.')
+    hint = f'. Did you mean {meant}:{name}?' if module.endswith('.py') else ''
+    parser.error(f'{args.example!r} is no MODULE:FUNCTION: {type(error).__name__}: {error}{hint}')
   try:
     found = example()
   except Exception as error:
@@ -135,7 +137,9 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
   try:
     recipe = recipes.neuron_level(args.path, args.down) if args.down else RECIPES[args.recipe](args.path)
     checked = sparse24_jax.check(recipe.with_dense(*args.dense), *found)
-  except (TypeError, ValueError) as error:  # a TypeError where the arguments are not those of the function
+  except TypeError as error:  # where the arguments are not those of the function
+    parser.error(f'{error}: {args.example}() must return (f, params, *args), with all that f takes')
+  except ValueError as error:
     parser.error(str(error))
   print(checked)
   if dense := [w.path for w in checked.weights if w.problem is not None and 'with_dense' in w.problem]:

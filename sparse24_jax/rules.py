@@ -1,7 +1,7 @@
 """Which weights a recipe takes: paths, matching, and the checks that belong to a match."""
 
 import collections
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 import contextlib
 import dataclasses
 import functools
@@ -52,6 +52,18 @@ def map_by_path(f: Callable[..., Any], tree: Any, *rest: Any, is_leaf: Callable[
   """`jax.tree.map` of f(path, leaf, ...) with the paths of `leaves_by_path`."""
   paths = iter([path for path, _ in leaves_by_path(tree, is_leaf=is_leaf)])
   return jax.tree.map(lambda *leaves: f(next(paths), *leaves), tree, *rest, is_leaf=is_leaf)
+
+
+def listed(paths: Iterable[str]) -> str:
+  """Paths in a message, those that differ in numbers as one.
+
+  >>> listed(['h_0/up', 'h_1/up', 'head'])
+  '2 of h_*/up, head'
+  """
+  alike: dict[str, list[str]] = {}
+  for path in paths:
+    alike.setdefault(re.sub(r'\d+', '*', path), []).append(path)
+  return ', '.join(same[0] if len(same) == 1 else f'{len(same)} of {name}' for name, same in alike.items())
 
 
 def nested(by_path: Mapping[str, Any]) -> dict[str, Any]:
@@ -105,9 +117,11 @@ def matched_rules(params: Any, recipe: Recipe) -> dict[str, Rule]:
   matched = {path: rule for path in weights if (rule := rule_for(path, recipe)) is not None}
   for rule in recipe.rules:
     if rule not in matched.values():
+      alone = [path for path, _ in leaves] == ['']
       raise ValueError(
         f'rule {rule.path!r} of recipe {recipe.name!r} decides for no weight; weights are {weights}: a rule takes'
         ' those whose whole path it matches and no earlier rule does'
+        f'{". params is one array, not a tree of them: arguments in another order?" if alone else ""}'
       )
   return matched
 

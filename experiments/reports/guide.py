@@ -219,7 +219,7 @@ def _soonest(candidates: Set[str], found: Mapping[str, Sequence[Evidence]], devi
     return 'dense: nothing that is faster here was shown to reach its loss sooner.'
   advice = '; '.join([', or '.join(said), *beaten]) + '. Race it against a smaller dense model first'
   if 'all linear layers' in advice:
-    advice += '; the gain of a block above is of feed-forward layers alone'
+    advice += '; the gain of a block below is of feed-forward layers alone'
   parted = ['Seed by seed, after as many seconds:', *(f'  {line}' for line in lines)] if lines else []
   return '\n'.join([f'{advice}.', *parted])
 
@@ -250,13 +250,16 @@ def guide(*, tokens: int, d: int, hidden: int, gated: bool, device: str | None, 
   Raises:
     ValueError: nothing was measured on that device, or sizes that no recipe takes.
   """
-  device = device or _device.current().slug
-  known = sorted(path.name for path in _records.TUNED.iterdir() if path.is_dir())
+  device = _records.device_meant(device) if device else _device.current().slug
+  known = _records.measured_devices()
   if _records.path_of(_records.TUNED, device, 'sparse_matmul').parent.name not in known:
     raise ValueError(f'nothing was measured on {device!r}; pass --device, one of {", ".join(known)}')
   faster, found = gains(tokens=tokens, d=d, hidden=hidden, gated=gated, device=device), evidence()
   timed = best_steps.load()
-  lines = [f'A block of {tokens} x {d} x {hidden} on {device}; the goal: {GOALS[goal]}', '']
+  lines = [
+    f'A block of {tokens} x {d} x {hidden} on {device}; the goal: {GOALS[goal]}', '',
+    f'Take {advise(goal, faster, found, device)}', '',
+  ]  # fmt: skip
   for option in OPTIONS:
     time = ''
     if option.recipe is not None:
@@ -267,7 +270,7 @@ def guide(*, tokens: int, d: int, hidden: int, gated: bool, device: str | None, 
     lines.append(f'{option.title}:{time}')
     lines += [f'  {each}' for each in steps(option, d, timed)]
     lines += [f'  {each.said(device)}' for each in found[option.title]] or ['  loss: no tuned comparison']
-  return '\n'.join([*lines, '', f'Take {advise(goal, faster, found, device)}'])
+  return '\n'.join(lines)
 
 
 def _interval(values: Sequence[float], form: str, unit: str) -> str:

@@ -99,9 +99,9 @@ def _head(title: str, found: Sequence[RunRecord], groups: Groups) -> str:
   unfinished = [run.folder.name for run in found if run.summary is None]
   cards = [
     *report_curves.time_to_dense(groups),
-    (f'{len(found)}', f'runs of {len(groups)} methods', False),
+    (f'{len(found)}', f'{_counted(len(found), "run")} of {len(groups)} {_counted(len(groups), "method")}', False),
     (f'{max(run.train[-1]["step"] for run in found):,}', 'optimizer steps each at most', False),
-    (f'{tokens / 1e6:,.1f} M', 'tokens seen in all', False),
+    (f'{tokens / 1e6:,.1f} M' if tokens >= 1e5 else f'{tokens:,}', 'tokens seen in all', False),
     (f'{sum(run.seconds for run in found) / 60:,.1f} min', 'in all, compiling and evaluation too', False),
   ]
   model, data = config['model'], config['data']
@@ -119,6 +119,10 @@ def _head(title: str, found: Sequence[RunRecord], groups: Groups) -> str:
     f'sequences of {data["seq_len"]} tokens a step. {found[0].environment["device"]}.'
   )
   return page.title(title, lead) + page.cards(cards) + ''.join(warnings)
+
+
+def _counted(count: int, what: str) -> str:
+  return what if count == 1 else f'{what}s'
 
 
 def findings(found: Sequence[RunRecord]) -> str:

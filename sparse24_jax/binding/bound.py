@@ -20,6 +20,9 @@ from sparse24_jax.policy import repr_of
 from sparse24_jax.recipe import Recipe, require_recipe, Rule
 from sparse24_jax.rules import leaves_by_path, match_rules, matched_rules
 
+# A backward pass reads each weight transposed.
+_OWN_GRADIENT = '. If f contains its own gradient, as jax.value_and_grad(f) does, give the loss or the forward instead'
+
 
 @dataclasses.dataclass(frozen=True)
 class Use:
@@ -270,6 +273,7 @@ def _bound(path: str, leaf: Any, rule: Rule, notes: Notes) -> BoundWeight | str:
       return (
         f'{path} of shape {leaf.shape}: its matmuls read it in different ways, {layout.describe()} at {places[0]} and'
         f' {reading.layout.describe()} at {places[1]}; one mask serves one of them: {dense}'
+        f'{_OWN_GRADIENT if reading.layout == _transposed(layout) else ""}'
       )
   for found, reading in readings:
     problem = cut_by_shards(found.view, reading, rule) or _straddles(found, reading, rule)
@@ -285,6 +289,10 @@ def _bound(path: str, leaf: Any, rule: Rule, notes: Notes) -> BoundWeight | str:
       f'{"".join(f": {reason}" for reason in reasons)}'
     )
   return BoundWeight(path, tuple(leaf.shape), leaf.dtype, rule, layout, uses)
+
+
+def _transposed(layout: Layout) -> Layout:
+  return Layout(layout.stacked, layout.outputs, layout.contracted)
 
 
 def _use(found: Matmul, reading: Reading, notes: Notes) -> Use:

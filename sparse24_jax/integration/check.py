@@ -1,6 +1,5 @@
 """`check`: what a recipe makes of a model, a line a weight, before anything is trained."""
 
-import collections
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import re
@@ -18,7 +17,7 @@ from sparse24_jax.binding.transform import sparse_function
 from sparse24_jax.masks import verify24
 from sparse24_jax.optim import try_chain
 from sparse24_jax.recipe import Recipe, require_recipe
-from sparse24_jax.rules import check_groups, keep_dense, leaves_by_path, match_rules
+from sparse24_jax.rules import check_groups, keep_dense, leaves_by_path, listed, match_rules
 
 # `binding.blocks.find_block` in words.
 _BLOCKS = (
@@ -96,12 +95,12 @@ class Checked:
     lines = ['  '.join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     lines += [f'PROBLEM  {w.problem}' for w in self.weights if w.problem is not None]
     if apart := _apart(self.weights):
-      lines += [_BLOCKS, *(f'  {_listed(paths)}: {reason}' for reason, paths in apart.items())]
+      lines += [_BLOCKS, *(f'  {listed(paths)}: {reason}' for reason, paths in apart.items())]
     if unpacked := _unpacked(self.weights):
-      lines += [_UNPACKED, *(f'  {_listed(paths)}: {reason}' for reason, paths in unpacked.items())]
+      lines += [_UNPACKED, *(f'  {listed(paths)}: {reason}' for reason, paths in unpacked.items())]
     if rounded := [w.path for w in self.weights if w.dtype is not None and w.dtype.itemsize < 4]:
-      lines += [f'{_ROUNDED} Here: {_listed(rounded)}']
-    lines.append(f'stay dense: {_listed(self.dense) or "no other weight"}')
+      lines += [f'{_ROUNDED} Here: {listed(rounded)}']
+    lines.append(f'stay dense: {listed(self.dense) or "no other weight"}; arrays with one axis always do')
     return '\n'.join(lines)
 
 
@@ -140,7 +139,7 @@ def check(
   weight  shape    axes         projection     matmuls  tokens  block      zeros  gradient
   down    16 x 32  in 1, out 0  magnitude 2:4  1        32      silu down  50%    100%
   up      16 x 32  in 0, out 1  magnitude 2:4  1        32      silu up    50%    100%
-  stay dense: no other weight
+  stay dense: no other weight; arrays with one axis always do
   >>> checked.ok
   True
   """
@@ -162,13 +161,6 @@ def check(
   if optimizer is not None:
     weights = _behind(optimizer, weights, params)
   return Checked(tuple(weights.values()), dense)
-
-
-def _listed(paths: Sequence[str]) -> str:
-  """Paths, those that differ in numbers as one."""
-  alike = collections.Counter(re.sub(r'\d+', '*', path) for path in paths)
-  first = {re.sub(r'\d+', '*', path): path for path in reversed(paths)}
-  return ', '.join(first[path] if count == 1 else f'{count} of {path}' for path, count in alike.items())
 
 
 def _behind(optimizer: Any, weights: Mapping[str, CheckedWeight], params: Any) -> dict[str, CheckedWeight]:
@@ -226,7 +218,7 @@ def _measured(
   grads = dict(leaves_by_path(jax.jit(jax.grad(loss, allow_int=True))(params)))  # a table of bytes, say
   found = dict(weights)
   zeros = [path for path, w in leaves.items() if len(w.shape) > 1 and not jnp.any(w)]
-  others = f', or what it meets is zero, as {_listed(zeros)} is: {_TRAINED}' if zeros else ''
+  others = f', or what it meets is zero, as {listed(zeros)} is: {_TRAINED}' if zeros else ''
   for weight in bound.weights:
     path, form = weight.path, weight.rule.policy.projection and weight.rule.policy.projection.form
     if path not in sparse:

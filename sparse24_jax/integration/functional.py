@@ -10,7 +10,14 @@ from sparse24_jax.binding.bound import require_axes
 from sparse24_jax.binding.origin import known, require_fits, spoiled
 from sparse24_jax.dot import check_state
 from sparse24_jax.masks import verify24
-from sparse24_jax.optim import note_read, require_made_for, sparse_states, wait_until_known, warn_of_other_weights
+from sparse24_jax.optim import (
+  holds_state,
+  note_read,
+  require_made_for,
+  sparse_states,
+  wait_until_known,
+  warn_of_other_weights,
+)
 from sparse24_jax.policy import DotPolicy
 from sparse24_jax.projection import abstract_state, Masked, SoftThreshold, straight_through, TransposableMasked
 from sparse24_jax.recipe import PhaseName, Recipe, resolve_phase
@@ -132,6 +139,11 @@ def projected_weights(
 
   ValueError where it is known that it does not fit the recipe or, unless that is None, the phase.
   """
+  if holds_state(params):
+    raise ValueError(
+      'params is an optimizer state: arguments in another order? Parameters come first, then the optimizer state, then'
+      ' the recipe'
+    )
   policies = {path: rule.policy for path, rule in match_rules(params, recipe).items() if rule.policy.projection}
   weights = dict(leaves_by_path(params))
   if opt_state is None:

@@ -29,7 +29,7 @@ from sparse24_jax.integration.nnx_states import (
 )
 from sparse24_jax.linear_layer import projection_state
 from sparse24_jax.recipe import PhaseName, Recipe
-from sparse24_jax.rules import leaves_by_path, match_rules, rule_for
+from sparse24_jax.rules import leaves_by_path, listed, match_rules, rule_for
 
 
 def sparsify(model: nnx.Module, recipe: Recipe, *, phase: PhaseName, rngs: nnx.Rngs | None) -> nnx.Module:
@@ -61,7 +61,7 @@ def sparsify(model: nnx.Module, recipe: Recipe, *, phase: PhaseName, rngs: nnx.R
       new[path] = (rule.policy, weights[path], projection.init(weights[path]))
   if moving := [path for path, (policy, _, _) in new.items() if policy.projection.update is not None]:
     log_once(
-      f'{", ".join(moving)}: which links they have is known to sparse_training alone. Until nnx.update(model,'
+      f'{listed(moving)}: which links they have is known to sparse_training alone. Until nnx.update(model,'
       ' sparse_variables(nnx.state(model, nnx.Param), opt_state, recipe)) brings them in, all entries count: with'
       ' another optimizer these weights train dense', 'sparse24_jax', logging.WARNING,
     )  # fmt: skip

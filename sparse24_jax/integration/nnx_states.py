@@ -30,7 +30,7 @@ from sparse24_jax.fingerprint import counts_of
 from sparse24_jax.packing import PackedWeight
 from sparse24_jax.projection import Projection
 from sparse24_jax.recipe import Recipe
-from sparse24_jax.rules import leaves_by_path, match_rules
+from sparse24_jax.rules import leaves_by_path, listed, match_rules
 
 RNG = 'mvue'
 ATTRIBUTE = NNX_STATES.partition('/')[0]
@@ -183,7 +183,7 @@ class Sparse(nnx.Module):
     if not stale:
       return states, fits
     log_once(
-      f'{", ".join(path for path in chosen if changed[path])}: the masks that the model holds are those of other'
+      f'{listed(path for path in chosen if changed[path])}: the masks that the model holds are those of other'
       f' weights, so they are chosen from the weights as they are: bring in those of the optimizer, {_BRING_IN}',
       'sparse24_jax', logging.WARNING,
     )  # fmt: skip

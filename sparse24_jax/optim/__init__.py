@@ -5,6 +5,7 @@ from sparse24_jax.optim._named import name_of
 from sparse24_jax.optim._training_state import (
   FlipRate,
   get_flip_rate,
+  holds_state,
   note_read,
   require_made_for,
   sparse_states,
@@ -25,6 +26,7 @@ __all__ = [
   'StepAdamState',
   'add_masked_decay',
   'get_flip_rate',
+  'holds_state',
   'mvue_gradients',
   'name_of',
   'note_read',

@@ -14,7 +14,7 @@ from sparse24_jax.optim import _identity, _left
 from sparse24_jax.optim._state import find_state, states_of
 from sparse24_jax.optim._weights import unboxed
 from sparse24_jax.recipe import PhaseName, Recipe
-from sparse24_jax.rules import leaves_by_path
+from sparse24_jax.rules import leaves_by_path, listed
 
 
 class FlipRate(NamedTuple):
@@ -115,6 +115,11 @@ def get_flip_rate(opt_state: Any) -> FlipRate:
   return FlipRate(rate.overall, dict(leaves_by_path(rate.per_weight)))
 
 
+def holds_state(tree: Any) -> bool:
+  """Whether a state of `sparse_training` is anywhere in a tree."""
+  return bool(states_of(tree, SparseTrainingState))
+
+
 def sparse_states(opt_state: Any) -> dict[str, Array]:
   """The projection states in an optimizer state, by the path of their weight; ValueError as for `get_flip_rate`."""
   state = find_state(opt_state, SparseTrainingState, 'sparse_training')
@@ -131,9 +136,25 @@ def warn_of_other_weights(params: Any, opt_state: Any, *, wait: bool = False) ->
   state = find_state(opt_state, SparseTrainingState, 'sparse_training')
   if found := _left.changed(state, unboxed(params), wait=wait):
     _dispatch.log_once(
-      f'{", ".join(found)}: the masks of opt_state are those of other weights than params. Give both'
+      f'{listed(found)}: the masks of opt_state are those of other weights than params. Give both'
       ' of the same step; for weights that were loaded or set, make the state of them, tx.init(params), or give'
       ' opt_state=None, which chooses masks from them. An average of weights may have the masks of the last step',
+      'sparse24_jax', logging.WARNING,
+    )  # fmt: skip
+
+
+def warn_of_forgotten_updates(params: Any, state: SparseTrainingState) -> None:
+  """Warns once, outside of jit, if the second update is not given what the first one left.
+
+  The second one alone is looked at: who forgets to apply updates does so from the start, and only that one waits.
+  """
+  count = state.count
+  if jnp.ndim(count) or not _identity.is_known(count, wait=True) or int(count) != 1:
+    return
+  if found := _left.changed(state, params, wait=True):
+    _dispatch.log_once(
+      f'{listed(found)}: the second update is given other weights than the first one left. Apply what update returns,'
+      ' params = optax.apply_updates(params, updates), and give the next update these',
       'sparse24_jax', logging.WARNING,
     )  # fmt: skip
 

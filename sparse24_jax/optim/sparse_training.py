@@ -23,6 +23,7 @@ from sparse24_jax.optim._training_state import (
   require_same_recipe,
   SparseTrainingState,
   told_to_rest,
+  warn_of_forgotten_updates,
 )
 from sparse24_jax.optim._weights import boxed, contexts, is_leaf, map_sparse, projections_of, unboxed
 from sparse24_jax.optim.masked_decay import add_decay
@@ -167,6 +168,7 @@ def sparse_training(
     given, boxes = params, jax.tree.structure(updates)
     params, updates = unboxed(params), unboxed(updates)
     state = map_weights(unboxed, state)
+    warn_of_forgotten_updates(params, state)
     with _parts_are_named(params):
       projections = projections_of(params, recipe)
     params, updates = named('weights', projections, params), named('gradients', projections, updates)

@@ -151,6 +151,11 @@ OTHERS = (
   ('variables_without_state', lambda: s24.sparse_variables(PARAMS, SGD.init(PARAMS), STE), 'holds 0 states'),
   ('variables_with_a_foreign_recipe', lambda: s24.sparse_variables(PARAMS, STATE, s24.recipes.ste('.*')),
    'was made with another recipe'),
+  ('variables_of_the_state_first', lambda: s24.sparse_variables(STATE, PARAMS, STE),
+   'params is an optimizer state: arguments in another order'),
+  ('project_of_the_state_first', lambda: s24.project((STATE,), PARAMS, STE), 'params is an optimizer state: arguments'),
+  ('bind_of_the_tokens_first', lambda: s24.bind(STE, lambda x, p: x, X, PARAMS),
+   r"weights are \[''\].* params is one array, not a tree of them: arguments in another order"),
   ('variables_of_the_model_variables', lambda: s24.sparse_variables({'params': PARAMS}, STATE, STE),
    r"rule 'mlp/\.\*'.*weights are \['params/head/kernel'"),
 )  # fmt: skip

@@ -35,6 +35,9 @@ class CommandTest(parameterized.TestCase):
     self.assertIn(f"pass --device, one of ['{DEVICE}'", line)
     self.assertIn('python -m pallas_kernels tune', line)
 
+  def test_a_part_of_a_name_is_enough(self):
+    self.assertEqual(run(*ARGS, '--device', 'h100'), run(*ARGS, '--device', DEVICE))
+
   @parameterized.parameters(('--tokens', '0', 'tokens=0 must be positive'), ('--d', '6', 'length 6 along axis -1'))
   def test_sizes_that_cannot_be_are_one_line(self, option, value, message):
     with contextlib.redirect_stderr(io.StringIO()) as err, self.assertRaises(SystemExit) as end:

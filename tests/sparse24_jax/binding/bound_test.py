@@ -199,6 +199,7 @@ class BindTest(parameterized.TestCase):
     ('nothing_reads_it', lambda w, x: x, 'no matmul of the function contracts it'),
     ('only_a_norm', lambda w, x: jnp.sum(w**2), 'no matmul of the function contracts it'),
     ('both_ways', lambda w, x: (x @ w) @ w.T, 'in different ways, in [01], out [01] at .* and in [01], out [01] at'),
+    ('its_gradient', lambda w, x: jax.grad(lambda x: jnp.sum(jnp.sin(x @ w)))(x), 'its own gradient, .*, give the'),
     ('carried', lambda w, x: jax.lax.scan(lambda w, _: (w + 1, x @ w), w, None, length=2)[1], 'the carry of a scan'),
     ('own_derivative', OWN, 'custom_vjp_call, whose derivative is its own'),
     ('own_forward_derivative', lambda w, x: x @ jax.nn.relu(w), 'custom_jvp_call, whose derivative is its own'),

@@ -19,6 +19,10 @@ def example():
   return CASES['attention'].f, *arguments('attention')
 
 
+def without_args():
+  return CASES['attention'].f, arguments('attention')[0]
+
+
 def unreadable():
   return lambda p, x: x @ jnp.sin(p['w']), {'w': jnp.ones((16, 8))}, jnp.ones((4, 16))
 
@@ -131,11 +135,13 @@ class CheckTest(parameterized.TestCase):
     with contextlib.redirect_stdout(out):
       self.assertEqual(main(['check', f'{__name__}:example', '--dense', 'out', '--recipe', 's_ste']), 0)
       self.assertEqual(main(['check', f'{__name__}:unreadable']), 1)
-    self.assertRegex(out.getvalue(), r'(?s)query +16 x 2 x 8 +in 0, out 1 2 .*dense: out.*PROBLEM  w of shape')
+    self.assertRegex(out.getvalue(), r'(?s)query +16 x 2 x 8 +in 0, out 1 2 .*dense: out; arrays .*PROBLEM  w of shape')
     self.assertEndsWith(out.getvalue(), 'to leave these dense here: --dense w\n')
 
   @parameterized.parameters(
     ('no_such_module:example', (), "'no_such_module:example' is no MODULE:FUNCTION: ModuleNotFoundError"),
+    ('folder/no_such.py:example', (), r"No module named .*\. Did you mean folder\.no_such:example\?"),
+    (f'{__name__}:without_args', (), r'missing 1 required .*without_args\(\) must return \(f, params, \*args\), with'),
     (f'{__name__}:no_such_function', (), 'is no MODULE:FUNCTION: AttributeError'),
     (f'{__name__}:arguments', (), r'arguments\(\) raised TypeError: '),
     (f'{__name__}:absltest.main', (), 'is no MODULE:FUNCTION'),

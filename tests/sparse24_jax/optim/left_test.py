@@ -52,6 +52,16 @@ def trained(tx, params, *, steps=4, between=lambda params, i: params, grads_of=g
 
 class LeftTest(parameterized.TestCase):
 
+  def test_updates_that_are_not_applied(self):
+    tx, w = wrapped(s24.recipes.ste('.*/forgotten'), optax.sgd(0.1)), jnp.ones((8, 4))
+    params = {'h_0': {'forgotten': w}, 'h_1': {'forgotten': 2 * w}}
+    updates, state = tx.update(params, tx.init(params), params)
+    with self.assertNoLogs('sparse24_jax', 'WARNING'):
+      tx.update(params, state, optax.apply_updates(params, updates))
+    with self.assertLogs('sparse24_jax', 'WARNING') as logged:
+      tx.update(params, state, params)
+    self.assertRegex(logged.output[0], r':2 of h_\*/forgotten: the second update .* = optax.apply_updates')
+
   @parameterized.named_parameters(
     ('scaled', lambda: optax.chain(wrapped(inner=optax.scale_by_adam()), optax.scale(-1e-3))),
     ('rate_a_layer', lambda: optax.chain(wrapped(), optax.masked(optax.scale(0.5), {'mlp': True, 'head': False}))),
