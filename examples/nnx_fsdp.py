@@ -46,7 +46,7 @@ class Model(nnx.Module):
 def create():
   """Model and optimizer, made where they will be: masks are divided as their weights are."""
   model = s24.sparsify(Model(nnx.Rngs(0)), RECIPE, rngs=nnx.Rngs(mvue=0))
-  tx = optax.chain(optax.clip_by_global_norm(1.0), s24.sparse_training(optax.adamw(3e-3), RECIPE))
+  tx = optax.chain(optax.clip_by_global_norm(1.0), s24.sparse_training(optax.adamw(3e-3), RECIPE, phase='sparse'))
   return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
 
 

@@ -130,6 +130,17 @@ def resolve_phase(recipe: 'Recipe', phase: PhaseName | None) -> PhaseName:
   return phase
 
 
+def unnamed_phase(recipe: 'Recipe') -> str | None:
+  """What to say of an optimizer that is given no phase by its caller, or None where there is one kind of them."""
+  names = list(dict.fromkeys(p.name for p in recipe.phases))
+  if len(names) < 2:
+    return None
+  return (
+    f'recipe {recipe.name!r} has phases {", ".join(map(repr, names))}; none is given, so this optimizer is of'
+    f' {names[0]!r} throughout; see phase_at'
+  )
+
+
 def _kind(projection: Projection | None) -> str | None:
   """The name of a projection, of one whose links move without its schedules, which a run may change."""
   if projection is None or projection.update is None:

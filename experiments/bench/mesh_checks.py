@@ -125,7 +125,7 @@ def check_fsdp(mesh: Mesh, implementation: str, tiny: bool) -> dict[str, Any]:
   model, params, tokens = _two_blocks(tiny)
   recipe = _recipe(implementation)
   gradients = jax.jit(_gradients(model, recipe))(params, tokens)[1]
-  tx = s24.sparse_training(optax.adamw(1e-2), recipe)  # a rate at which many masks change
+  tx = s24.sparse_training(optax.adamw(1e-2), recipe, phase='sparse')  # a rate at which many masks change
 
   def step(params: Any, gradients: Any) -> twins.State:
     before = twins.at_step(twins.State(params, tx.init(params)), recipe.refresh_every - 1)

@@ -42,6 +42,10 @@ _PUT_IT_INSIDE = (
   'If something behind sparse_training changes the updates, a learning rate say, or something changes the parameters'
   ' between steps, put it inside, sparse_training(optax.chain(optimizer, what_changes_updates), recipe)'
 )
+_NEW_STATE = (
+  'a state of them, new = tx.init(params), and to keep the moments of the state of sparse_training'
+  ' new._replace(inner_state=old.inner_state)'
+)
 _most = contextvars.ContextVar('most', default=_WEIGHTS)
 
 
@@ -159,9 +163,8 @@ def check_left(state: Any, *, wait: bool = True) -> None:
   if steps.max() >= _OTHERS:
     raise ValueError(
       f'{path}: update was given other weights than the update, or the init, before had left. Masks, scales and moments'
-      ' are of those: restore parameters and optimizer state of one step. For weights that are loaded or set make the'
-      ' state of them, new = tx.init(params), and to keep the moments of the state of sparse_training'
-      f' new._replace(inner_state=old.inner_state). {_PUT_IT_INSIDE}'
+      ' are of those: restore parameters and optimizer state of one step. For weights that are loaded or set make'
+      f' {_NEW_STATE}. {_PUT_IT_INSIDE}'
     )
   if steps.max() > _MOST_MISSED:
     raise ValueError(
@@ -171,6 +174,7 @@ def check_left(state: Any, *, wait: bool = True) -> None:
   raise ValueError(
     f'{path}: {int(steps.max())} steps in a row, update was given other weights than the update before had left. Masks'
     f' are chosen from those that sparse_training leaves: they belong to weights that are not trained. {_PUT_IT_INSIDE}'
+    f'. Then go on with the weights as they are, and {_NEW_STATE}'
   )
 
 

@@ -29,7 +29,7 @@ from sparse24_jax.optim._weights import boxed, contexts, is_leaf, map_sparse, pr
 from sparse24_jax.optim.masked_decay import add_decay
 from sparse24_jax.optim.step_adam import StepAdamState
 from sparse24_jax.projection import Projection
-from sparse24_jax.recipe import PhaseName, Recipe, resolve_phase
+from sparse24_jax.recipe import PhaseName, Recipe, resolve_phase, unnamed_phase
 from sparse24_jax.rules import leaves_by_path, log_matches
 from sparse24_jax.topology import Context
 
@@ -93,7 +93,7 @@ def sparse_training(
     recipe: what is sparse and how.
     phase: `'sparse'` or `'dense'`, a Python value: a step compiled for a phase contains nothing of the other. Model,
       variables and `project` take the same (`phase_at`). None is the recipe's first, which one that begins dense, to be
-      sparse later, must say.
+      sparse later, must say; of one that ends dense, as FST does, the first update then logs a warning, once.
     learning_rate: the inner optimizer's; only for decay on weights, which it multiplies.
 
   Returns:
@@ -115,7 +115,8 @@ def sparse_training(
   >>> int(state[1].count), float(state[1].projections['mlp']['kernel'].mean())
   (1, 0.5)
   """
-  phase = resolve_phase(recipe, phase)
+  named_by_caller, phase = phase, resolve_phase(recipe, phase)
+  throughout = None if named_by_caller else unnamed_phase(recipe)
   if not all(callable(getattr(inner, name, None)) for name in ('init', 'update')):
     raise ValueError(f'inner must be an optimizer such as optax.adamw(1e-3), found {inner!r}')
   has_decay = not isinstance(recipe.masked_decay, float | int) or recipe.masked_decay > 0
@@ -162,6 +163,8 @@ def sparse_training(
       raise ValueError(f'refresh must be True, False or None, a Python value (see refresh_at), found {refresh!r}')
     rests = refresh is False and recipe.refresh_every > 1
     searches = not rests or recipe.flip_rate == 'step'
+    if throughout:  # here, as the first phase may go without its name where an optimizer only makes a state
+      _dispatch.log_once(throughout, 'sparse24_jax', logging.WARNING)
     fits = require_same_recipe(recipe, state)
     _identity.require_read(state.count, phase)
     # The inner optimizer is given what the caller has; here all arrays are as they are.

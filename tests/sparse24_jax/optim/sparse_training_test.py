@@ -298,6 +298,21 @@ class LogTest(absltest.TestCase):
       ['mlp/up/kernel', '(8,', '12)', 'magnitude', '2:4'],
     ])  # fmt: skip
 
+  def test_a_phase_that_is_not_named_where_there_are_two_is_logged_once_by_updates(self):
+    recipe, params = s24.Recipe('unnamed', phases=FST.phases), normal(0)
+    with self.assertNoLogs('sparse24_jax', 'WARNING'):
+      state = s24.sparse_training(optax.sgd(LR), recipe).init(params)  # the same in all phases
+      for phase in ('sparse', 'dense'):
+        s24.sparse_training(optax.sgd(LR), recipe, phase=phase).update(params, state, params)
+      one = s24.Recipe('one kind', phases=(s24.Phase('sparse', 0.5),) * 2)
+      s24.sparse_training(optax.sgd(LR), one).update(params, state, params)
+    with self.assertLogs('sparse24_jax', 'WARNING') as logs:
+      for _ in range(2):
+        s24.sparse_training(optax.sgd(LR), recipe).update(params, state, params)
+    (message,) = (record.getMessage() for record in logs.records)
+    found = "recipe 'unnamed' has phases 'sparse', 'dense'; none is given"
+    self.assertEqual(message, f"{found}, so this optimizer is of 'sparse' throughout; see phase_at")
+
   def test_a_recipe_that_matches_nothing_says_nothing(self):
     with self.assertNoLogs('sparse24_jax'):
       s24.sparse_training(optax.adam(LR), s24.recipes.dense()).init(normal(0))
