@@ -13,6 +13,7 @@ from sparse24_jax.binding.state import NNX_STATES
 from sparse24_jax.binding.tracing import is_array, trace
 from sparse24_jax.integration.step_weights import Argument, arguments_of, follow_updates, is_ours, ReadBy
 from sparse24_jax.optim import sparse_states
+from sparse24_jax.rules import listed
 
 _ADVICE = (
   'A step of a dense phase is not to be checked. In a sparse one apply what sparsify returned, with'
@@ -144,7 +145,7 @@ def _notes(brought: Mapping[str, str]) -> list[str]:
     'call sparse_variables(params, opt_state, recipe) in the step': brought.keys() - nnx,
   }
   return [
-    f'{", ".join(sorted(paths))}: the mask comes with the argument {brought[min(paths)]}, not from the optimizer state'
+    f'{listed(sorted(paths))}: the mask comes with the argument {brought[min(paths)]}, not from the optimizer state'
     f' that this step is given, so that it is stale unless the loop makes it anew for every step: {way}'
     for way, paths in ways.items() if paths
   ]  # fmt: skip

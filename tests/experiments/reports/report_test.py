@@ -59,6 +59,7 @@ class ReportTest(parameterized.TestCase):
     folder = write_run(temp_folder(self), 'dense', 0, 1.2, finished=finished)
     text = ' '.join(read_page(report.write_report([folder], folder / 'r.html')).text)
     self.assertIn('speak to none of the claims', text)
+    self.assertIn('1 run of 1 method 4,000 optimizer steps', ' '.join(text.split()))
     self.assertEqual('Unfinished' in text, not finished)
 
   @parameterized.parameters(
