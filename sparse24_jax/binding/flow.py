@@ -4,12 +4,13 @@
 its backward pass and its optimizer: from the arrays that go in, weights and their states, along every equation.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import functools
 import operator
 from typing import Any, NamedTuple
 
 from sparse24_jax.binding import _jax
+from sparse24_jax.binding.gates import ARRANGING, gates
 
 UNSURE = -1
 
@@ -44,6 +45,8 @@ class Marks(NamedTuple):
     reads: the matmuls of weights that it was made by, a bit each. Sets would be too slow in a long program.
     touched: the weights that it was computed from, by matmuls or otherwise, a bit each.
     updates: of weights, which with these are the weights of the next step.
+    handed: the weights whose updates it is, arranged or cast at most.
+    scaled: the weights in whose updates, as they were handed on, it has a factor that is no gate.
   """
 
   dense: frozenset[Weight] = frozenset()
@@ -52,6 +55,8 @@ class Marks(NamedTuple):
   reads: int = 0
   touched: int = 0
   updates: frozenset[Weight] = frozenset()
+  handed: frozenset[Weight] = frozenset()
+  scaled: frozenset[Weight] = frozenset()
 
   def of_update(self, number: int) -> 'Marks':
     """The same of states and updates that this one of a program's updates made."""
@@ -87,10 +92,12 @@ class Found(NamedTuple):
   Attributes:
     reads: all matmuls that read them.
     named: by name what is in its values, in the order of the program. What a loop does stands once.
+    altered: the weights to which updates are added that something multiplied, and nowhere those that were handed on.
   """
 
   reads: list[Read]
   named: dict[str, list[Named]]
+  altered: frozenset[tuple[str, str]] = frozenset()
 
 
 _NONE = Marks()
@@ -110,7 +117,7 @@ _CALLS = frozenset((
 def follow_weights(jaxpr: Any, marks: Sequence[Marks], made: Mapping[str, Marks]) -> Found:
   """What becomes of the weights of a jaxpr, whose arguments are marked; `made` says what has a name, by that name."""
   keys = list(dict.fromkeys(key for mark in marks for key in mark.dense))
-  flow = _Flow({}, {}, made)
+  flow = _Flow({}, {}, made, set(), set())
   flow.through(jaxpr, [mark._replace(touched=sum(1 << keys.index(key) for key in mark.dense)) for mark in marks])
   reads = list(flow.reads)
   return Found(
@@ -119,6 +126,7 @@ def follow_weights(jaxpr: Any, marks: Sequence[Marks], made: Mapping[str, Marks]
       name: [Named(mark.dense, _of_bits(mark.reads, reads), frozenset(_of_bits(mark.touched, keys))) for mark in marks]
       for name, marks in flow.named.items()
     },
+    frozenset(weight.name for weight in flow.altered - flow.kept),
   )
 
 
@@ -130,10 +138,13 @@ class _Flow(NamedTuple):
   reads: dict[Read, int]  # to its bit
   named: dict[str, list[Marks]]
   made: Mapping[str, Marks]
+  altered: set[Weight]  # to which a scaled update was added
+  kept: set[Weight]  # or one as it was handed on
 
   def through(self, jaxpr: Any, marks: Sequence[Marks]) -> list[Marks]:
     opened, _ = _jax.open_jaxpr(jaxpr)
     known: dict[Any, Marks] = dict(zip(opened.invars, marks, strict=True))
+    may_be_gate = gates(opened)
 
     def read(atom: Any) -> Marks:
       return _NONE if _jax.is_literal(atom) else known.get(atom, _NONE)
@@ -141,11 +152,11 @@ class _Flow(NamedTuple):
     for equation in opened.eqns:
       given = [read(atom) for atom in equation.invars]
       if any(mark != _NONE for mark in given):
-        out = self.equation(equation, given)
+        out = self.equation(equation, given, may_be_gate)
         known.update(zip(equation.outvars, out, strict=True))
     return [read(atom) for atom in opened.outvars]
 
-  def equation(self, equation: Any, given: Sequence[Marks]) -> list[Marks]:
+  def equation(self, equation: Any, given: Sequence[Marks], may_be_gate: Callable[[Any], bool]) -> list[Marks]:
     name, params, outs = _jax.name_of(equation), equation.params, len(equation.outvars)
     inner = next((params[key] for key in ('jaxpr', 'call_jaxpr', 'call', 'fwd_jaxpr') if key in params), None)
     if name == 'scan':
@@ -170,7 +181,34 @@ class _Flow(NamedTuple):
       return [self._matmul(equation, given, given[:2])] * outs
     if _is_kernel(name) and any(mark.sparse for mark in given):
       return [self._matmul(equation, given, [mark._replace(dense=frozenset()) for mark in given])] * outs
-    return [_made(name, given)] * outs
+    handed, scaled = self._handed(name, equation, given, may_be_gate)
+    return [_made(name, given)._replace(handed=handed, scaled=scaled)] * outs
+
+  def _handed(
+    self, name: str, equation: Any, given: Sequence[Marks], may_be_gate: Callable[[Any], bool]
+  ) -> tuple[frozenset[Weight], frozenset[Weight]]:
+    """Of the result of an equation, whose updates it is, and whose updates have a factor. In doubt nobody's."""
+    none = frozenset[Weight]()
+    if not any(mark.handed or mark.scaled for mark in given):
+      return none, none
+    found = _union(given)
+    power_of_one = name == 'integer_pow' and equation.params['y'] == 1  # optax.ema begins with it
+    if name in ARRANGING or name == 'select_n' or power_of_one:
+      return found.handed, found.scaled
+    if name in ('add', 'add_any'):
+      for mark in given:
+        names = {weight.name for weight in mark.dense}
+        self.kept.update(weight for weight in found.handed if weight.name in names)
+        self.altered.update(weight for weight in found.scaled if weight.name in names)
+    if name in _SUMS:
+      weights = {weight.name for mark in given for weight in mark.dense}
+      return none, frozenset(weight for weight in found.scaled if weight.name not in weights)
+    if name == 'neg':
+      return none, found.handed | found.scaled
+    if name == 'mul' or (name == 'div' and not (given[1].handed or given[1].scaled)):
+      whose = next(i for i, mark in enumerate(given) if mark.handed or mark.scaled)
+      return none, found.scaled | (none if may_be_gate(equation.invars[1 - whose]) else given[whose].handed)
+    return none, none
 
   def _loop(self, body: Any, given: Sequence[Marks], carried: Sequence[Marks], outs: int) -> list[Marks]:
     """A carry is in each pass what it was in the first: weights stay weights when a step is done."""
@@ -239,5 +277,7 @@ def _is_kernel(name: str) -> bool:
 
 def _union(marks: Sequence[Marks]) -> Marks:
   reads, touched = (functools.reduce(operator.or_, (mark[i] for mark in marks), 0) for i in (3, 4))
-  dense, states, sparse, updates = (frozenset().union(*(mark[i] for mark in marks)) for i in (0, 1, 2, 5))
-  return Marks(dense, states, sparse, reads, touched, updates)
+  dense, states, sparse, updates, handed, scaled = (
+    frozenset().union(*(mark[i] for mark in marks)) for i in (0, 1, 2, 5, 6, 7)
+  )
+  return Marks(dense, states, sparse, reads, touched, updates, handed, scaled - handed)

@@ -20,6 +20,12 @@ _ADVICE = (
   ' sparse_variables(params, opt_state, recipe) of this step, or the weights of project. If the step does so, its mask'
   ' is not computed from the optimizer state of this step (sparse_variables was called outside the step, or without it)'
 )
+_ALTERED = (
+  'the update of sparse_training is multiplied by something before it is added to the weight, so that its masks are'
+  ' chosen from weights that are not trained: put what changes updates, a learning rate say, inside,'
+  ' sparse_training(optax.chain(optimizer, what_changes_updates), recipe)'
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class CheckedStep:
@@ -55,6 +61,11 @@ def check_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckedSt
   steps, are an error in its second one; before a scan of steps they pass, and the run has NaN. Nothing is computed or
   donated; shapes are enough.
 
+  An update that is multiplied behind `sparse_training`, by a learning rate or an `optax.ema` say, before it is added to
+  the weight, is an error too. Not seen are a factor that the step is given or that has a limit, clipping say, what is
+  only added to the update, and an optimizer around it that keeps weights of its own: `check(..., optimizer=tx)` tries
+  the chain and finds these.
+
   Args:
     step: what the loop calls in a sparse phase, with `jax.jit` or without. It computes a loss, its gradient and the
       update.
@@ -67,8 +78,9 @@ def check_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckedSt
 
   Raises:
     ValueError: the gradient comes through a matmul that reads a weight as it is, with the line (that of a penalty on
-      the product of a weight, too), or through none that reads it sparse, or by the mask of an update before; or the
-      step makes no update; or there is no state of `sparse_training` among the arguments, or no parameters for it.
+      the product of a weight, too), or through none that reads it sparse, or by the mask of an update before; or its
+      update is multiplied behind `sparse_training`; or the step makes no update; or there is no state of
+      `sparse_training` among the arguments, or no parameters for it.
 
   >>> import jax, jax.numpy as jnp, optax, sparse24_jax as s24
   >>> params, recipe, x = {'w': jnp.ones((8, 4))}, s24.recipes.ste('w'), jnp.ones((2, 8))
@@ -117,6 +129,8 @@ def check_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckedSt
   if problems:
     advice = [_ADVICE] if any(u[path].trained for u in updates for paths in problems.values() for path in paths) else []
     raise ValueError('\n'.join([*(f'{", ".join(paths)}: {text}' for text, paths in problems.items()), *advice]))
+  if altered := [path for path in masks if any(update[path].altered for update in updates)]:
+    raise ValueError(f'{", ".join(altered)}: {_ALTERED}')
   brought = _brought(traced.jaxpr, given, folders)
   for note in _notes(brought):
     log_once(note, 'sparse24_jax', logging.WARNING)
@@ -154,7 +168,7 @@ def _notes(brought: Mapping[str, str]) -> list[str]:
 def _first_problem(updates: Sequence[Mapping[str, ReadBy]], path: str) -> str | None:
   """What is wrong with a weight in the first update in which something is."""
   for i, update in enumerate(updates):
-    if problem := _problem(*update[path]):
+    if problem := _problem(update[path].trained, update[path].reads):
       return problem if len(updates) == 1 else f'in update {i + 1} of {len(updates)}, {problem}'
   return None
 

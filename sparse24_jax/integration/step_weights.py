@@ -74,10 +74,14 @@ def _outside(path: str, leaf: Any, masks: Mapping[str, Any]) -> Argument:
 
 
 class ReadBy(NamedTuple):
-  """What one update says of a weight: the arguments that it trains, and the matmuls on the way to the gradients."""
+  """What one update says of a weight: the arguments that it trains, and the matmuls on the way to the gradients.
+
+  And whether the program adds to them what something behind `sparse_training` has multiplied, not what it returned.
+  """
 
   trained: frozenset[Weight]
   reads: Sequence[Read]
+  altered: bool = False
 
 
 def follow_updates(jaxpr: Any, given: Sequence[Argument], folders: Sequence[str]) -> list[dict[str, ReadBy]]:
@@ -87,7 +91,8 @@ def follow_updates(jaxpr: Any, given: Sequence[Argument], folders: Sequence[str]
   """
   paths = list(dict.fromkeys(argument.state_of for argument in given if argument.ours and argument.state_of))
   made = {name_of('states', path): _state(path, folders) for path in paths}
-  made |= {name_of('updates', path): Marks(updates=_state(path, folders).states) for path in paths}
+  weights_of = {path: _state(path, folders).states for path in paths}
+  made |= {name_of('updates', path): Marks(updates=weights_of[path], handed=weights_of[path]) for path in paths}
   found = follow_weights(jaxpr, [argument.marks(folders) for argument in given], made)
   weights, gradients = (
     {path: found.named.get(name_of(kind, path), []) for path in paths} for kind in ('weights', 'gradients')
@@ -98,8 +103,11 @@ def follow_updates(jaxpr: Any, given: Sequence[Argument], folders: Sequence[str]
     trained = {path: frozenset(w for w in named.weights if w.path == path) for path, named in before}
     reads = list(dict.fromkeys(read for _, named in after for read in named.reads))
     touched = frozenset().union(*(named.touched for _, named in after))
+    ours = {path: trained.get(path, frozenset()) for path in paths}
     updates.append({
-      path: ReadBy(trained.get(path, frozenset()), _reads(path, trained.get(path, frozenset()), reads, touched, found))
+      path: ReadBy(
+        ours[path], _reads(path, ours[path], reads, touched, found), any(w.name in found.altered for w in ours[path])
+      )
       for path in paths
     })  # fmt: skip
   return updates

@@ -107,6 +107,10 @@ def check_of(made, *, optimizer=None, around=lambda tx: tx, before=lambda params
   return s24.check_step(step, params, params, jax.eval_shape(tx.init, params), X)
 
 
+def sparse_alone(sparse):
+  return lambda params, _: sparse(params), lambda *_: 0
+
+
 class CheckStepTest(parameterized.TestCase):
 
   @parameterized.parameters('fst', 's_ste_fp8', 'packed', 'ste', 's_ste', 'rigl')
@@ -329,6 +333,41 @@ class CheckStepTest(parameterized.TestCase):
       return lambda params, _: sparse(params), lambda *_: 0
 
     check_of(made, optimizer=optax.adam(0.1), around=lambda tx: optax.apply_if_finite(tx, 3))
+
+  @parameterized.named_parameters(
+    ('rate', lambda: optax.scale(-1e-2)),
+    ('schedule', lambda: optax.scale_by_learning_rate(optax.warmup_cosine_decay_schedule(0.0, 1e-3, 10, 100))),
+    ('average', lambda: optax.ema(0.9)),
+    ('sign', lambda: optax.stateless(lambda updates, _: jax.tree.map(jnp.negative, updates))),
+  )
+  def test_updates_that_are_multiplied_behind_the_wrapper(self, behind):
+    for around in (lambda tx: tx, lambda tx: optax.MultiSteps(tx, 2), lambda tx: optax.apply_if_finite(tx, 3)):
+      with self.assertRaisesRegex(ValueError, '^w: the update of sparse_training is multiplied by something .* inside'):
+        check_of(sparse_alone, optimizer=optax.adam(0.1), around=lambda tx, f=around: f(optax.chain(tx, behind())))
+
+  @parameterized.named_parameters(
+    ('one', lambda u, ok: u * 1.0),
+    ('finite', lambda u, ok: u * ok),
+    ('chosen', lambda u, ok: u * jnp.where(ok, 1.0, 0.0)),
+    ('branches', lambda u, ok: jax.lax.cond(ok, lambda u: u, jnp.zeros_like, u)),
+    ('cast', lambda u, ok: u.astype(jnp.bfloat16)),
+    ('placed', lambda u, ok: jax.lax.with_sharding_constraint(u, jax.sharding.SingleDeviceSharding(jax.devices()[0]))),
+    ('mean_over_devices', lambda u, ok: jax.vmap(lambda u: jax.lax.pmean(u, 'i'), axis_name='i')(u[None])[0]),
+    ('norm', lambda u, ok: jnp.where(jnp.linalg.norm(3 * u) > 0, u, u)),
+  )
+  def test_updates_that_are_let_through_or_placed(self, behind):
+    def changes(updates, params):
+      return jax.tree.map(lambda u: behind(u, jnp.isfinite(params['w']).all()), updates)
+
+    check_of(sparse_alone, around=lambda tx: optax.chain(tx, optax.stateless(changes)))
+
+  def test_wrappers_that_hold_updates_back(self):
+    for around in (
+      lambda tx: optax.MultiSteps(tx, 2, should_skip_update_fn=optax.skip_not_finite),
+      lambda tx: optax.MultiSteps(optax.apply_if_finite(tx, 3), 2),
+      lambda tx: optax.chain(tx, optax.masked(optax.scale(0.5), {'w': False})),
+    ):
+      check_of(sparse_alone, optimizer=optax.adam(0.1), around=around)
 
   def test_weights_that_are_updated_while_a_copy_is_trained(self):
     def dense(params):
