@@ -181,17 +181,17 @@ class _Flow(NamedTuple):
       return [self._matmul(equation, given, given[:2])] * outs
     if _is_kernel(name) and any(mark.sparse for mark in given):
       return [self._matmul(equation, given, [mark._replace(dense=frozenset()) for mark in given])] * outs
-    handed, scaled = self._handed(name, equation, given, may_be_gate)
-    return [_made(name, given)._replace(handed=handed, scaled=scaled)] * outs
+    made = _made(name, given)
+    if any(mark.handed or mark.scaled for mark in given):
+      handed, scaled = self._handed(name, equation, given, may_be_gate)
+      made = made._replace(handed=handed, scaled=scaled)
+    return [made] * outs
 
   def _handed(
     self, name: str, equation: Any, given: Sequence[Marks], may_be_gate: Callable[[Any], bool]
   ) -> tuple[frozenset[Weight], frozenset[Weight]]:
     """Of the result of an equation, whose updates it is, and whose updates have a factor. In doubt nobody's."""
-    none = frozenset[Weight]()
-    if not any(mark.handed or mark.scaled for mark in given):
-      return none, none
-    found = _union(given)
+    none, found = frozenset[Weight](), _union(given)
     power_of_one = name == 'integer_pow' and equation.params['y'] == 1  # optax.ema begins with it
     if name in ARRANGING or name == 'select_n' or power_of_one:
       return found.handed, found.scaled
@@ -277,7 +277,9 @@ def _is_kernel(name: str) -> bool:
 
 def _union(marks: Sequence[Marks]) -> Marks:
   reads, touched = (functools.reduce(operator.or_, (mark[i] for mark in marks), 0) for i in (3, 4))
-  dense, states, sparse, updates, handed, scaled = (
-    frozenset().union(*(mark[i] for mark in marks)) for i in (0, 1, 2, 5, 6, 7)
-  )
-  return Marks(dense, states, sparse, reads, touched, updates, handed, scaled - handed)
+  dense, states, sparse, updates = (frozenset().union(*(mark[i] for mark in marks)) for i in (0, 1, 2, 5))
+  found = Marks(dense, states, sparse, reads, touched, updates)
+  if not any(mark.handed or mark.scaled for mark in marks):
+    return found
+  handed, scaled = (frozenset().union(*(mark[i] for mark in marks)) for i in (6, 7))
+  return found._replace(handed=handed, scaled=scaled - handed)
