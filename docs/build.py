@@ -19,7 +19,8 @@ ROOT = Path(__file__).resolve().parent.parent
 # Page -> Markdown file.
 DOCUMENTS = {
   'index': 'README.md', 'guide': 'docs/guide.md', 'kernels': 'pallas_kernels/README.md', 'speed': 'docs/speed.md',
-  'quality': 'docs/quality.md', 'hosts': 'docs/hosts.md', 'faults': 'docs/faults.md', 'tasks': 'docs/tasks.md',
+  'quality': 'docs/quality.md', 'quality_runs': 'docs/quality_runs.md', 'hosts': 'docs/hosts.md',
+  'faults': 'docs/faults.md', 'tasks': 'docs/tasks.md', 'scale': 'docs/scale.md',
   'contributing': 'CONTRIBUTING.md', 'changelog': 'CHANGELOG.md', 'log_pack': 'pallas_kernels/pack/LOG.md',
   'log_vnm': 'pallas_kernels/vnm/LOG.md',
 }  # fmt: skip

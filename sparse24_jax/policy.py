@@ -161,7 +161,7 @@ class ActivationPolicy:
 
   The default is ours in what the weight gradients keep. `ActivationPolicy(VNM(64, 8), VNM(64, 8), 0.05)` is the
   published form (arXiv 2602.06183), `ActivationPolicy(TwoOfFour(), dense_features=0.05)` the predecessor (arXiv
-  2503.16672); `docs/quality.md` compares them.
+  2503.16672); `docs/quality_runs.md` compares them.
 
   Attributes:
     features: of the activations, along neurons: `VNM`, in blocks of tokens, or `TwoOfFour`, each token by itself. No

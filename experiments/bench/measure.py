@@ -29,7 +29,7 @@ type Call = Callable[[], Any]
 
 
 def activation_policy(v: int, m: int, setting: str, **fields: Any) -> s24.ActivationPolicy:
-  """V:2:M features by a setting: the published one, or one with which a small model lost less (`docs/quality.md`)."""
+  """V:2:M features by a setting: the published one or one that loses less (`docs/quality_runs.md`)."""
   pattern = s24.VNM(v, m)
   tokens, share = {
     '': (pattern, 0.05), 'dense_neurons': (pattern, 0.2), 'two_of_four_tokens': (s24.TwoOfFour(), 0.0)

@@ -19,7 +19,7 @@ def get_config(tiny: bool = False) -> Config:
     tiny=tiny,
     steps=4000,
     # With learnt positions runs stay at the loss of pairs of bytes for hundreds of steps, sparse ones for longer, and
-    # losses tell who left it first (docs/quality.md).
+    # losses tell who left it first (docs/quality_runs.md).
     model={'positions': 'rotary', 'qk_norm': True},
     data={'seq_len': 64, 'batch_size': 16},
     optimizer={'peak_lr': 3e-3, 'end_lr': 0.0, 'warmup_steps': 100, 'weight_decay': 0.1, 'clip': 1.0},

@@ -80,13 +80,15 @@ TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
     'grid small': lambda: _tuned('grid_small.jsonl', 'small, 900 steps each'),
     'grid flops': lambda: _tuned('grid_flops_nano.jsonl', 'nano, 2,000 steps each', 'dense_small'),
     'grid flops cpu': lambda: _tuned('grid_flops_nano_cpu.jsonl', 'nano, 2,000 steps each', 'dense_small'),
+    'papers': papers.markdown,
+    'race by seed': lambda: table.seeds_markdown(_race(), 's_ste_fp8_all'),
+    'race of three layers by seed': lambda: table.seeds_markdown(_race_of_three(), 's_ste_fp8_all'),
+  },
+  'quality_runs.md': {
     'tuned nano': lambda: _tuned('compare_tuned_nano.jsonl'),
     'tuned nano learnt': lambda: _tuned('compare_tuned_nano_learnt.jsonl'),
-    'papers': papers.markdown,
     'race': lambda: table.markdown(_race()),
-    'race by seed': lambda: table.seeds_markdown(_race(), 's_ste_fp8_all'),
     'race of three layers': lambda: table.markdown(_race_of_three()),
-    'race of three layers by seed': lambda: table.seeds_markdown(_race_of_three(), 's_ste_fp8_all'),
     'race of all': lambda: table.markdown(_race('race_h200.jsonl', 'wide2048, rotary_qk_norm, 55 s each')),
   },
 }

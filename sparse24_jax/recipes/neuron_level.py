@@ -34,7 +34,7 @@ def neuron_level(
     up: regular expression of the up-projections, `[d, h]` or `[experts, d, h]`.
     down: regular expression of the down-projections.
     policy: of the block; None is `ActivationPolicy()`, whose weight gradients keep two of four tokens. That is ours: in
-      every comparison it ended nearer to dense than the published blocks of tokens (`docs/quality.md`).
+      every comparison it ended nearer to dense than the published blocks of tokens (`docs/quality_runs.md`).
     warmup_fraction: share of the steps, at the start, that run dense. arXiv 2503.16672 warms up for 1000 steps; that
       it is a share, and 0.1, are ours, and not varied.
     dense_fraction: share of the steps, at the end, that run dense; 0 keeps the run sparse. With both defaults the ratio

@@ -18,7 +18,8 @@ from experiments.runs.records import group
 from tests.experiments.fakes import temp_folder
 from tests.experiments.reports import prose
 
-DOCUMENTS = (provenance.ROOT / 'README.md', *(pages.DOCS / f'{name}.md' for name in ('guide', 'speed', 'quality')))
+QUALITY = (pages.DOCS / 'quality.md', pages.DOCS / 'quality_runs.md')
+DOCUMENTS = (provenance.ROOT / 'README.md', pages.DOCS / 'guide.md', pages.DOCS / 'speed.md', *QUALITY)
 
 
 class PagesTest(absltest.TestCase):
@@ -119,7 +120,7 @@ class FiguresTest(absltest.TestCase):
   def test_losses_of_the_documents_are_those_of_the_records_that_they_cite(self):
     """Means with their spreads, and differences with their intervals, each to the digits that are written."""
     count = 0
-    for cited in provenance.tables(pages.DOCS / 'quality.md'):
+    for cited in itertools.chain(*map(provenance.tables, QUALITY)):
       groups, known = [], set()
       for citation in cited.citations or ():
         # Records of races and of grids have tests of their own.
@@ -139,7 +140,7 @@ class FiguresTest(absltest.TestCase):
           known.add(f'{np.mean(percent):.1f}')
       written = re.findall(r'[+-]?\d\.\d{3} ± \d\.\d+|-?\d\.\d% ± \d\.\d%', cited.text) if groups else []
       written += re.findall(r'\| (-?\d+\.\d) \|', cited.text) if groups else []
-      self.assertEqual([text for text in written if text not in known], [], f'docs/quality.md, line {cited.line}')
+      self.assertEqual([text for text in written if text not in known], [], f'{cited.document.name}, line {cited.line}')
       count += len(written)
     self.assertGreater(count, 60)
 
