@@ -41,7 +41,7 @@ ACTIVATIONS = {'silu': jax.nn.silu, 'gelu_pytorch_tanh': jax.nn.gelu}
 
 
 def logits(tensors, tokens, config):
-  """Of tokens `[batch, time]`, as `transformers` computes them."""
+  """The logits of tokens `[batch, time]`, as `transformers` computes them."""
   embedding = tensors['model.embed_tokens.weight']
   x = jnp.take(embedding, tokens, axis=0)
   if config['model_type'] == 'gemma':

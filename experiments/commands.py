@@ -1,4 +1,4 @@
-"""What each command of `python -m experiments` does with its arguments: it calls the program and prints what it found.
+"""The commands of `python -m experiments`: each calls its program and prints what it found.
 
 A command imports what it needs when it runs, so that none waits for the libraries of another.
 """
@@ -176,7 +176,7 @@ def _guide(args: argparse.Namespace) -> None:
 
 
 def _of_methods(args: argparse.Namespace) -> dict[str, Any]:
-  """What all commands take that train several methods."""
+  """The arguments of all commands that train several methods."""
   names = {'experiment': 'config', 'names': 'methods'}
   return {name: getattr(args, names.get(name, name)) for name in ('experiment', 'names', 'seeds', 'tiny', 'overrides')}
 

@@ -85,7 +85,7 @@ def environment() -> dict[str, Any]:
 def _command(argv: Sequence[str]) -> str:
   script = pathlib.Path(argv[0])
   program = f'-m {script.parent.name}' if script.name == '__main__.py' else script.name
-  # Of a path only what does not say whose machine it is.
+  # Paths are cut to their last part: the rest would say whose machine it is.
   return ' '.join(['python', program, *(re.sub('(^|=)/([^/]*/)*', r'\1', a.rstrip('/')) for a in argv[1:])])
 
 

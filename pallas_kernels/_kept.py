@@ -65,7 +65,7 @@ def read(key: str) -> bytes | None:
   if (where := folder()) is None:
     return None
   with _unless_it_fails():
-    # Of a pipe, opening alone would wait for who writes to it.
+    # Without O_NONBLOCK, opening a pipe would wait for a writer.
     file = os.open(_path(where, key), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     with os.fdopen(file, 'rb') as f:
       if reason := untrusted(os.fstat(file), stat.S_ISREG):
@@ -115,7 +115,7 @@ def compiled_from() -> str:
 
 @functools.cache
 def _digest_of_files() -> str:
-  # Of jax and jaxlib also what is imported, which is not what is installed if they were upgraded since.
+  # The imported jax and jaxlib count too: they differ from the installed ones after an upgrade.
   versions = [jax.__version__, jaxlib.version.__version__, *[_version(name) for name in _COMPILERS]]
   digest = hashlib.sha256(repr(versions).encode())
   for path in _sources():

@@ -325,8 +325,8 @@ def _when_compiled(call: _Call, *leaves: Array) -> Any:
 def _known(mesh: Any, x: Any) -> tuple[Any, ...]:
   """By axis of an array, the mesh axes that divide it; none where a part of a mesh axis would.
 
-  Of a mesh axis of 8 and an array with 12 tiles the partitioner divides those by a part of the axis that has no name,
-  4; the array counts as not divided then.
+  The partitioner divides an array of 12 tiles on a mesh axis of 8 by 4, a part of the axis that has no name. Such an
+  array counts as not divided.
   """
   try:
     (spec,) = sharding_impls.parse_flatten_op_sharding(x.sharding._to_xla_hlo_sharding(len(x.shape)), mesh)

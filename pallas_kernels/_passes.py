@@ -24,7 +24,7 @@ import numpy as np
 from pallas_kernels import _compat, _device, _records, _triton, costs
 
 BF16 = jnp.bfloat16
-# Of bfloat16 results that sum or multiply in another order.
+# For bfloat16 results that sum or multiply in another order.
 _TOLERANCE = 4e-3
 _pack = _triton.kernels('pallas_kernels.pack.triton')
 

@@ -113,7 +113,7 @@ def _error_terms(found: Array, expected: Array) -> tuple[Array, Array]:
 
 
 def relative_error(found: Array, expected: Array) -> float:
-  """||found - expected|| / ||expected|| in float32; nan if anything is. Of zeros 0 for zeros, infinite for others."""
+  """||found - expected|| / ||expected|| in float32; nan if anything is. If zeros are expected, 0 or inf."""
   difference, norm = map(float, _error_terms(found, expected))
   if norm == 0:
     return difference * math.inf if difference else 0.0

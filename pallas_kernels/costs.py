@@ -18,7 +18,7 @@ _BESIDES_MS = 0.005
 def write(records: Iterable[Mapping[str, Any]], path: pathlib.Path) -> None:
   """Keeps the bandwidth of each op, from records of `_passes`.
 
-  Of several shapes the slowest; XLA's where there is no kernel, as of reductions.
+  The slowest of several shapes counts. Ops without a kernel, such as reductions, have XLA's.
   """
   passes = [r for r in records if r['bench'] == 'memory_bound']
   kernels = {r['op'] for r in passes if r['implementation'] == 'triton'}

@@ -1,4 +1,4 @@
-"""What the squared-ReLU block is made of, on sparse tensor cores; `Reference` says what the methods do."""
+"""The parts of the squared-ReLU block on sparse tensor cores; `Reference` says what the methods do."""
 
 import dataclasses
 import functools

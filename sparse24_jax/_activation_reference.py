@@ -1,4 +1,4 @@
-"""What the squared-ReLU block is made of, in plain jnp; `_activation_kernels` makes the same on sparse tensor cores.
+"""The parts of the squared-ReLU block in plain jnp; `_activation_kernels` has them on sparse tensor cores.
 
 The block (`activation_sparsity`) is written in terms of `Reference`.
 """
@@ -53,7 +53,7 @@ class Weight(NamedTuple):
 
 
 class TokenPattern(NamedTuple):
-  """What the weight gradients use of the activations.
+  """The part of the activations that the weight gradients use.
 
   Attributes:
     dense: int32, neurons that are used whole.
@@ -109,7 +109,7 @@ class Reference:
     return Activations(jnp.where(mask, y, 0), mask, inputs=h)
 
   def save(self, y: Activations) -> Activations:
-    """What of Y the backward needs."""
+    """The part of Y that the backward needs."""
     return Activations(None, None, inputs=y.inputs)
 
   def restore(self, saved: Activations) -> Activations:
@@ -131,7 +131,7 @@ class Reference:
     return dot(a.entries, w.dense)
 
   def token_pattern(self, y: Activations, dense: Array) -> TokenPattern:
-    """What the weight gradients use of Y, whole where neurons are `dense`."""
+    """The part of Y that the weight gradients use; all of it for `dense` neurons."""
     return TokenPattern(dense, token_mask(_without(y.entries, dense), self.policy))
 
   def over_tokens(self, a: Activations, pattern: TokenPattern, is_y: bool, b: Array) -> Array:

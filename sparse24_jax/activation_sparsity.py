@@ -169,7 +169,7 @@ def _check(x: Array, w_up: Array, w_down: Array, state: dict[str, Array], policy
 
 
 def _check_backward(tokens: int, neurons: int, policy: ActivationPolicy) -> None:
-  """What the weight gradients need, asked only where a gradient is taken."""
+  """Checks what the weight gradients need, only where a gradient is taken."""
   group, block = policy.tokens.group, policy.features.block
   if tokens % group or neurons % block:
     raise ValueError(
@@ -179,7 +179,7 @@ def _check_backward(tokens: int, neurons: int, policy: ActivationPolicy) -> None
 
 
 def matmuls_of(policy: ActivationPolicy, plan: NeuronLevelPlan | None) -> Reference:
-  """What carries out a plan; without one plain jnp, with the masks that define the policy's patterns."""
+  """The matmuls of a plan; without a plan those in plain jnp, with the masks that define the policy's patterns."""
   if plan is None:
     return Reference(policy)
   return SparseVNMTwoOfFour(policy, plan) if isinstance(policy.tokens, TwoOfFour) else SparseVNM(policy, plan)

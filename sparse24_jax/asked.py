@@ -1,4 +1,4 @@
-"""What a layer asks of its matmul besides the product: the arguments that `jax.lax.dot_general` has for it."""
+"""The further arguments of `jax.lax.dot_general` that a layer may give to its matmul."""
 
 import dataclasses
 from typing import Any

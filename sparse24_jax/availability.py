@@ -53,7 +53,7 @@ class Target:
 def target(slug: str | None = None) -> Target:
   """The GPU with records of this name, or the one that is here, to run on it.
 
-  Of one that is not here the records tell whether it is a Hopper; without records it is taken for one.
+  The records tell whether a GPU that is not here is a Hopper; without records it is taken for one.
   """
   here = _device.current()
   if slug is None:

@@ -51,12 +51,12 @@ class BlockPlan:
 
   @property
   def packed_bytes(self) -> int:
-    """What the packed weights take."""
+    """Bytes of the packed weights."""
     return sum(layer.packed_bytes for layer in self.layers.values())
 
   @property
   def saved_bytes(self) -> int:
-    """What x and h, which the backward keeps, take less in FP8; gate and up-projection keep one and the same x."""
+    """Bytes that FP8 saves on x and h, which the backward keeps; gate and up-projection share one x."""
     return self.up.saved_bytes + self.down.saved_bytes
 
   @property
@@ -115,12 +115,12 @@ class BlockPlan:
 
   @property
   def _entries(self) -> tuple[int, int, int, int]:
-    """Of x, h and z, and bytes of one."""
+    """Entries of x, h and z, and the bytes of one entry."""
     h = self.up.tokens * self.up.d_out
     return self.up.tokens * self.up.d_in, h, h * (2 if self.gate else 1), self.up.wide
 
   def _up(self, role: str) -> Matmul:
-    """Of the up-projection, with that of the gate: on what was chosen for each."""
+    """The matmul of the up-projection, joined with that of the gate; each keeps its chosen back end."""
     make = self.up.joined if self.gate else self.up.matmul
     return make(role, f'{_MAKES[role]} of up')
 

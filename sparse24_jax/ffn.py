@@ -187,7 +187,7 @@ class _Hidden(NamedTuple):
 
 
 class _Static(NamedTuple):
-  """What is fixed of a fused block.
+  """The static arguments of a fused block.
 
   Back ends of both projections, activation, a gate or not, names for errors, how its hidden layer is divided.
   """
@@ -201,7 +201,7 @@ class _Static(NamedTuple):
 
   @property
   def precision(self) -> Precision:
-    """Of all matmuls."""
+    """The precision of all matmuls."""
     return linear_layer.precision_of(self.up)
 
 

@@ -43,13 +43,13 @@ def _weighted(sampled: Array) -> Array:
   own, bfloat16 = jnp.finfo(sampled.dtype), jnp.finfo(jnp.bfloat16)
   stored = jax.lax.reduce_precision(sampled.astype(jnp.float32), own.nexp, own.nmant)
   rounded = jax.lax.reduce_precision(stored, bfloat16.nexp, bfloat16.nmant)
-  # Of either sign: a sum of positive weights is large, and so is what it is rounded by.
+  # Both signs: a sum of positive weights would be large, and so would its rounding error.
   by = factors(sampled.shape) * np.random.default_rng(1).choice(np.float32([-1, 1]), sampled.shape)
   return jnp.stack([rounded * by, stored * by])
 
 
 def factors(shape: tuple[int, ...]) -> np.ndarray:
-  """What entries are multiplied by before they are added.
+  """The factors that entries are multiplied by before they are added.
 
   A plain sum would not do: what a softmax or a layer norm hands back sums to zero over its features, and so does each
   step of SGD on the weight in front of it.
@@ -60,7 +60,7 @@ def factors(shape: tuple[int, ...]) -> np.ndarray:
 def sample(w: Array, stacked: Sequence[int]) -> Array:
   """Entries equally far apart: shards slice their own, while looking entries up would gather the weight.
 
-  Of the stacked axes none is left out: an expert or a layer by itself may be what changes.
+  No stacked axis is left out, since a single expert or layer may be what changes.
   """
   return entries(w, counts_of(w, stacked))
 

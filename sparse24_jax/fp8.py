@@ -114,7 +114,7 @@ FP8 = Fp8()
 
 
 def _largest(shard: _partitioning.Shard, dh: Array, z: Array, *, activation: str, gated: bool) -> Array:
-  """Of the dz that follows from these."""
+  """The largest magnitude of the dz that these give, over all devices."""
   z = z.reshape(z.shape[0], -1)
   return shard.max(activations.activation_backward_amax(dh, z, activation=activation, gated=gated), 'n', 'm')
 

@@ -108,7 +108,7 @@ class LayerPlan:
     return Matmul(name, None, (self._timing(fp8_key(role, self.tokens, self.d_in, self.d_out), 'dense'),))
 
   def dense_fp8_steps(self, weight_wide: int) -> tuple[Step, ...]:
-    """Of a dense layer in FP8: activations, weight (so many bytes an entry) and output gradient rounded both ways."""
+    """A dense layer in FP8: activations, weight (`weight_wide` bytes an entry) and gradient rounded both ways."""
     return (
       *(self.dense_fp8(role, role) for role in ROLES), rounded('x rounded', self.tokens * self.d_in, self.wide),
       rounded('w rounded', self.d_in * self.d_out, weight_wide),
@@ -116,7 +116,7 @@ class LayerPlan:
     )  # fmt: skip
 
   def fastest_kernel_ms(self, role: str, device: str) -> float | None:
-    """Of one of the three by the fastest kernel that was measured, whatever runs."""
+    """Time of one of the three matmuls with the fastest kernel that was measured, whichever runs."""
     timing = self.matmul(role, role).timings[0]
     return min((ms for row, ms in timing.rows(device).items() if not row.startswith('dense')), default=None)
 
@@ -142,7 +142,7 @@ class LayerPlan:
     return (sampled('dz sampled', dz, self.wide),)
 
   def packing(self, wide: int) -> Pass:
-    """Of the weight, once an optimizer step; of so many bytes an entry."""
+    """The pass that packs the weight, of `wide` bytes an entry, once an optimizer step."""
     entries, operands = self.d_in * self.d_out, self._operands
     if self.backends.fp8:  # its largest magnitude, then soft threshold, rounding and packing in one pass
       moves = ('amax', entries * wide), ('soft_threshold_pack8', entries * (wide + PACKED8))

@@ -56,7 +56,7 @@ class Layout:
     return self == Layout.standard(len(self.order))
 
   def matrix_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of `[stacked..., in, out]`."""
+    """The shape of the matrix, `[stacked..., in, out]`."""
 
     def size(axes: tuple[int, ...]) -> int:
       return math.prod(shape[axis] for axis in axes)
@@ -117,7 +117,7 @@ class MadeBy:
     return hash(self.kinds)
 
   def kind_of(self, path: str) -> str | None:
-    """What the first rule says that takes the weight."""
+    """The projection of the first rule that matches the weight."""
     return next((kind for pattern, kind in self.of if re.fullmatch(pattern, path)), None)
 
   def require(self, others: 'MadeBy', paths: Iterable[str]) -> None:
@@ -129,7 +129,7 @@ class MadeBy:
 
 
 def other_projection(path: str, made: str, wanted: str) -> str:
-  """What is said of a state that another projection made."""
+  """The error for a state that another projection made."""
   return (
     f'{path}: its state was made by projection {made!r}, and the recipe has {wanted!r}. To go on with another recipe'
     ' make a state of the weights as they are, new = tx.init(params), and keep the moments of the state of'

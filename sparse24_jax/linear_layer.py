@@ -30,7 +30,7 @@ PRECISIONS: dict[str, Precision] = {'default': NATIVE, 'fp8': FP8}
 
 
 def precision_of(p: Backends) -> Precision:
-  """What a plan's kernels multiply in."""
+  """The precision in which a plan's kernels multiply."""
   return FP8 if p.fp8 else NATIVE
 
 
@@ -139,7 +139,7 @@ def _activation_and_weight_grad(
 
   row, column, rows = shard.offset('k'), shard.offset('m', 4), dh.shape[0]
   if gated and shard.divided.get('m'):
-    # Of the columns that are sampled as one, those of up follow all of the gate's: on a device two parts with a gap.
+    # Gate and up are sampled as one matrix, all columns of the gate first: a device has two parts of it with a gap.
     dz = activations.activation_backward(dh, z.reshape(rows, -1), activation=activation).reshape(z.shape)
     gap = dh.shape[1] * shard.count('m')
     made, operands = zip(
@@ -157,7 +157,7 @@ def _activation_and_weight_grad(
 
 
 def _rule(gradients: tuple[str, ...], key: Array, precision: Precision, results: tuple[str, ...]) -> Any:
-  """Of a weight gradient: from gradients, a key, what was kept of x, and three scales if there are any."""
+  """The partitioning rule of a weight gradient: of gradients, a key, what was kept of x, and three scales if any."""
   scales = ('',) * 3 if precision.scales else ()
   arguments = (*gradients, _partitioning.undivided(key), precision.kept_axes, *scales)
   return _partitioning.Rule(arguments, results, order=('k', 'n', 'm'), sums=('k',))

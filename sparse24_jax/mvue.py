@@ -81,7 +81,7 @@ def what_is_sampled() -> str:
 
 
 def check_sampling(x: Array, weight_grad: str, key: Array | None, where: str = '') -> None:
-  """What MVUE needs; asked only where a gradient is taken, so that evaluation needs no key and takes any length."""
+  """Checks what MVUE needs, only where a gradient is taken: evaluation needs no key and takes any length."""
   of = f'{where}: ' if where else ''
   if weight_grad != 'dense':
     if key is None:

@@ -60,7 +60,7 @@ class NeuronLevelPlan:
       return Pass(name, ((costs.COPY, size),), kernels)
 
     def columns(name: str) -> tuple[Step, ...]:
-      """Of the dense neurons: taken out of an operand for a matmul of their own."""
+      """Steps of the dense neurons: they are taken out of an operand and multiplied separately."""
       if not share:
         return ()
       dense = Matmul(f'{name} of dense neurons', None, (by_tokens._replace(row='dense', times=share),))
@@ -98,7 +98,7 @@ class NeuronLevelPlan:
 
   @property
   def _timings(self) -> tuple[Timing, Timing, Timing]:
-    """Of a matmul by a weight, by Y or dH, and by their transposes; each is made twice."""
+    """Timings of a matmul by a weight, by Y or dH, and by their transposes; each runs twice."""
     by_weight = Timing(OP, tuple(key_of('forward', self.tokens, self.d, self.hidden, self.dtype).items()), 'dense')
     by_tokens = by_weight._replace(
       key=tuple(key_of('weight_grad', self.tokens, self.d, self.hidden, self.dtype).items())

@@ -55,7 +55,7 @@ class PackedWeight:
 
   @property
   def dtype(self) -> jnp.dtype:
-    """Of its values."""
+    """The dtype of its values."""
     if self.factor is not None:
       return E4M3
     operand = self.forward if self.forward is not None else self.input_grad

@@ -86,7 +86,7 @@ def plan_layer(
 
 
 def backend_of(implementation: str | None, on: Target | None = None) -> str | None:
-  """What `sparse_matmul` calls an implementation of a policy: of our kernels the one that this GPU runs."""
+  """The name that `sparse_matmul` has for a policy's implementation; 'sparse' is the kernel that this GPU runs."""
   if implementation != 'sparse':
     return implementation
   kernel = (on or target()).device.arch.kernel(api.OP)
@@ -143,7 +143,7 @@ def _fastest(on: Target, role: str, tokens: int, d_in: int, d_out: int, dtype: A
 
 
 def _checks_of(on: Target, *keys: Mapping[str, Any]) -> dict[tuple, _checks.Entry]:
-  """What the checks of these problems found, which `chosen` has asked for; what is run is not priced."""
+  """The outcomes of the checks that `chosen` asked for; none on the GPU itself, where nothing is priced."""
   found = {} if on.here else {tuple(key.items()): api.checked(key, on.device) for key in keys}
   return {key: entry for key, entry in found.items() if entry is not None}
 

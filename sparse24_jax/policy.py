@@ -21,7 +21,7 @@ def _check_whole(name: str, value: Any, least: int) -> None:
 
 
 def repr_of(value: Any, **shown: str) -> str:
-  """Of a dataclass, its fields that are not as by default; `shown` takes the place of some."""
+  """The repr of a dataclass without the fields at their defaults; `shown` replaces some."""
   def is_default(field: dataclasses.Field, found: Any) -> bool:
     return type(found) is type(field.default) and found == field.default  # not of arrays, which may be traced
 

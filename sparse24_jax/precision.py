@@ -58,7 +58,7 @@ class Precision:
     return Rounded(x, x)
 
   def reads(self, p: PackedWeight, role: str, backend: str | None) -> PackedWeight:
-    """What of a packed weight the forward or the input gradient reads."""
+    """The part of a packed weight that the forward, or the input gradient, reads."""
     return PackedWeight(None, p.forward) if role == 'forward' else PackedWeight(None, None, p.input_grad)
 
   def forward(self, w: PackedWeight, x: Rounded, *, backend: str | None, dtype: Any, **epilogue: Any) -> Any:
@@ -70,15 +70,15 @@ class Precision:
     return multiply('input_grad', w.input_grad, dz.values, backend=backend)
 
   def simulated(self, a: Array, b: Array, formats: tuple[Format, Format]) -> tuple[Array, Array]:
-    """What a plain matmul multiplies in place of a and b; in FP8 they are rounded to these formats."""
+    """The operands of a plain matmul for a and b; FP8 rounds them to these formats."""
     return a, b
 
   def scale_of(self, dz: Array) -> tuple[Any, Any]:
-    """Of a gradient."""
+    """The scale of a gradient."""
     return None, None
 
   def scale_of_activation(self, dh: Array, z: Array, *, activation: str, gated: bool) -> tuple[Any, Any]:
-    """Of the dz that follows from these."""
+    """The scale of the dz that these give."""
     return None, None
 
   def sample(self, dz: Array, key: Array, scale: Any, origin: Any) -> tuple[Array | None, SparseOperand]:

@@ -165,7 +165,7 @@ def dynamic_sparse(
     start: how the first mask is chosen.
     structure: `'2:4'` keeps at most two of four along axis -2 at any density up to 0.5, so that the 2:4 matmul can run
       the forward. `'transposable'` does so along both axes, by masks that are parts of transposable ones, and so for
-      the input gradient, too. What a lower density leaves out is a zero that the kernel multiplies. A schedule above
+      the input gradient, too. The kernel multiplies the further zeros of a lower density. A schedule above
       0.5 is cut to it. At 0.5 a link that alone is dropped from its 4x4 block is the only one that fits there, and
       comes back: links move where two or more of a block are dropped.
     reset_moments: start the moments of a link at zero when it comes or goes. Off, a link that returns has the second
@@ -195,7 +195,7 @@ def dynamic_sparse(
   (45, 64)
   """
   topology = Topology(density, drop_fraction, random_share, distribution, start, structure, reset_moments, seed)
-  # Of the weight, not a constant, so that it is sharded alike.
+  # Computed from the weight, so that it is sharded like it; a constant would not be.
   search, divisor, form = {
     None: (lambda w: jnp.logical_not(jnp.isnan(w)), (1, 1), None),
     '2:4': (magnitude_mask, (4, 1), Masked()),

@@ -131,7 +131,7 @@ def resolve_phase(recipe: 'Recipe', phase: PhaseName | None) -> PhaseName:
 
 
 def unnamed_phase(recipe: 'Recipe') -> str | None:
-  """What to say of an optimizer that is given no phase by its caller, or None where there is one kind of them."""
+  """The error for an optimizer whose caller names no phase; None if the recipe has only one."""
   names = list(dict.fromkeys(p.name for p in recipe.phases))
   if len(names) < 2:
     return None
@@ -264,8 +264,10 @@ class Recipe:
 
   @property
   def layouts(self) -> Layouts:
-    """Of weights that are stored otherwise than as `[stacked..., in, out]`, which only `bind` finds; and which
-    projection each rule has, for what is made under this recipe."""
+    """How weights are stored where it is not `[stacked..., in, out]`, which only `bind` finds out.
+
+    They also say which projection each rule has, to mark what is made under this recipe.
+    """
     return Layouts(made_by=MadeBy(tuple((rule.path, _kind(rule.policy.projection)) for rule in self.rules)))
 
   def layouts_of(self, weights: Mapping[str, Any]) -> Mapping[str, Layout]:

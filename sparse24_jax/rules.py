@@ -139,8 +139,8 @@ def match_rules(params: Any, recipe: Recipe) -> dict[str, Rule]:
 
   Args:
     params: a pytree of arrays, or of anything with shape and dtype.
-    recipe: its rules are tried in order. Of one that `bind` made, the projections are those of the weights as they are
-      stored; by itself a recipe takes weights for `[..., in, out]`.
+    recipe: its rules are tried in order. With a recipe from `bind` the projections follow how the weights are stored;
+      any other recipe takes weights for `[..., in, out]`.
 
   Raises:
     ValueError: a rule matches no weight; a matched weight is not float32, bfloat16 or float16, does not hold whole

@@ -48,7 +48,7 @@ def keep_largest(score: Array, count: Array | int, among: Array) -> Array:
 def _largest_threshold(bits: Array, count: Array | int, width: int, wanted: Array | bool = True) -> Array:
   """The largest t, uint32 `[..., 1, 1]`, with at least `count` entries of `bits` at t or above; 0 if not wanted.
 
-  Of numbers of `width` bits. A pass over memory counts for the three values of two bits at once, and so finds both.
+  Numbers have `width` bits. One pass over memory counts for all three values of two bits, and so finds both bits.
   """
   passes = (width + 1) // 2
 

@@ -1,4 +1,4 @@
-"""What a plan is made of, matmuls and passes over memory, and what each is expected to take by the records of a GPU."""
+"""The steps of a plan, matmuls and passes over memory, with the time expected for each by the records of a GPU."""
 
 from collections.abc import Iterable
 import dataclasses
@@ -99,17 +99,17 @@ def rounded(name: str, entries: int, wide: int) -> Pass:
 
 
 def both_ways(entries: int, wide: int) -> tuple[str, float]:
-  """Of rounding a tensor and its transpose, its scale known."""
+  """The pass that rounds a tensor and its transpose with a known scale."""
   return 'quantize_both', entries * (wide + 2)
 
 
 def sampled_in_fp8(name: str, entries: int, wide: int) -> Pass:
-  """Of an output gradient: its largest magnitude, then MVUE, rounding and packing in one pass."""
+  """Samples an output gradient in FP8: its largest magnitude, then MVUE, rounding and packing in one pass."""
   return Pass(name, (('amax', entries * wide), ('mvue_pack8', entries * (wide + PACKED8))))
 
 
 def sampled(name: str, entries: int, wide: int) -> Pass:
-  """Of an output gradient: MVUE and packing."""
+  """Samples and packs an output gradient."""
   return Pass(name, (('mvue_pack_axis-2', entries * wide + entries * wide // 2 + entries // 8),))
 
 

@@ -1,4 +1,4 @@
-"""What a mistyped name was meant to be, also on command lines, as argparse says from Python 3.14 on."""
+"""Suggestions for mistyped names, on command lines too, as argparse makes them from Python 3.14 on."""
 
 import argparse
 from collections.abc import Collection

@@ -140,8 +140,8 @@ class Topology:
     """One change of topology.
 
     With S* the target density: max(zeta a, a - S* n) of the a links of n are dropped, smallest magnitudes first, and
-    as many grown as the target lacks, so a new target is reached at once. Of the grown ones the random share is drawn
-    uniformly, the others have the largest gradients. A link that is dropped and grown again in one call stays as it is.
+    as many grown as the target lacks, so a new target is reached at once. The random share of these is drawn
+    uniformly; the others have the largest gradients. A link that is dropped and grown again in one call stays as it is.
 
     Args:
       w: `[..., in, out]`, with zeros where no link is.
@@ -165,7 +165,7 @@ class Topology:
     if grad is None:
       score = drawn if self.start == 'random' else w
       none = jnp.zeros_like(mask)
-      # Of the weight, not of the random numbers alone, so that it is sharded alike.
+      # Computed from the weight too, not from random numbers alone, so that it is sharded like it.
       new = keep_largest(score, target, self._room(none, score)) & ~jnp.isnan(w)
       return Evolved(new, none)
     zeta = self.drop_fraction(context.step) if callable(self.drop_fraction) else self.drop_fraction

@@ -60,8 +60,8 @@ def tune_masked_decay(
   """Chooses the masked-decay factor from short runs.
 
   A dense twin and one sparse run a candidate go through the warm-up. mu is the sparse run's flip rate over the dense
-  twin's: from 1 upwards the masks flip more than a dense run's and quality suffers, far below 1 they freeze. Of the
-  candidates inside `band` the largest is chosen; that rule is ours. The reason says so when the choice tells little:
+  twin's: from 1 upwards the masks flip more than a dense run's and quality suffers, far below 1 they freeze. The
+  largest candidate inside `band` is chosen; that rule is ours. The reason says so when the choice tells little:
   when it is the largest tried, or when no decay at all is feasible too.
 
   Args:

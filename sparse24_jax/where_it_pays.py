@@ -47,12 +47,12 @@ class RoleGain:
 
   @property
   def product_ms(self) -> float | None:
-    """Of the matmul that is chosen."""
+    """Expected time of the chosen matmul."""
     return {'dense': self.dense_ms, 'dense_fp8': self.dense_fp8_ms}.get(self.chosen, self.sparse_ms)
 
   @property
   def expected_ms(self) -> float | None:
-    """Of what is chosen, packing included."""
+    """Expected time of the chosen matmul with its packing."""
     return total((self.product_ms, self.packing_ms))
 
 
@@ -98,12 +98,12 @@ class LayerGain:
 
   @property
   def dense_ms(self) -> float | None:
-    """Of the three dense matmuls of one weight."""
+    """Expected time of the three dense matmuls of one weight."""
     return total(role.dense_ms for role in self.roles)
 
   @property
   def expected_ms(self) -> float | None:
-    """Of the three matmuls as chosen, all packing included."""
+    """Expected time of the three chosen matmuls with all packing."""
     return total((self.packing_ms, *(role.expected_ms for role in self.roles)))
 
   @property
@@ -112,7 +112,7 @@ class LayerGain:
     return None if self.expected_ms is None or self.dense_ms is None else self.dense_ms / self.expected_ms
 
   def stacked(self, layers: int) -> 'LayerGain':
-    """Of a stack of so many such weights: times stay those of one."""
+    """The gain of a stack of so many such weights; times stay those of one."""
     sizes = {name: layers * getattr(self, name) for name in ('layers', 'packed_bytes', 'state_bytes', 'saved_bytes')}
     return dataclasses.replace(self, **sizes)
 
@@ -131,11 +131,11 @@ def where_it_pays(
 
   Each layer is counted by itself. A feed-forward block that runs fused shares passes among its layers: `block_gain`,
   not the gains of its layers, says whether it pays, and whether the exact gradient of `weight_grad='dense'`, which
-  fuses less, pays more. What does not pay is left out of a recipe by a rule in front of the others,
-  `Rule(path, DotPolicy())`: the first that matches decides. `only_where_it_pays` writes that rule.
+  fuses less, pays more. To keep a layer dense, put a rule in front of the others, `Rule(path, DotPolicy())`: the first
+  match decides. `only_where_it_pays` writes that rule.
 
-  Of a recipe in FP8 the forward and the weight gradient are sparse, the input gradient is a dense matmul in FP8; what
-  is dense in `LayerGain.dense_ms` and in its gain has 16 bits all the same, as it is without the recipe.
+  An FP8 recipe has a sparse forward and weight gradient, and a dense input gradient in FP8. `LayerGain.dense_ms` and
+  the gain still compare with dense training in 16 bits.
 
   Records are made in short bursts, and a GPU that is kept busy runs at a lower clock: sustained steps take longer,
   dense and sparse ones alike, and gains are within 10% of what was measured (`docs/speed.md`).

@@ -17,7 +17,7 @@ from experiments.bench import hlo, measure, trace, twins
 from experiments.bench.step_cases import Case, Layout, METHODS
 from experiments.models import gpt2, llama
 
-# Of Hopper GPUs, of dense bfloat16: what shares of the peak are told of, whatever the method computes in.
+# Peak of Hopper GPUs in dense bfloat16. Shares of the peak refer to it, whatever the method computes in.
 PEAK_FLOPS = 989.4e12
 _PROFILED = 3  # steps
 _UPDATES = 3  # of the optimizer alone, with a mask search and without
@@ -49,7 +49,7 @@ class Step:
 
   @functools.cached_property
   def shapes(self) -> twins.State:
-    """Of the state."""
+    """The shapes of the state."""
     model = self.model.clone(config=dataclasses.replace(self.config, attention='xla'))  # for machines without cuDNN
     tokens = jax.ShapeDtypeStruct((1, self.config.seq_len), jnp.int32)
     params = jax.eval_shape(model.init, jax.random.key(0), tokens)['params']
@@ -67,7 +67,7 @@ class Step:
 
   @property
   def flops(self) -> float:
-    """Of a dense step with nothing recomputed: 6 a weight and token, and causal attention."""
+    """FLOPs of a dense step with nothing recomputed: 6 per weight and token, and causal attention."""
     sizes = jax.tree_util.tree_leaves_with_path(self.shapes.params)
     weights = sum(math.prod(leaf.shape) for path, leaf in sizes if path[-1].key == 'kernel')
     if not any('head' in str(path) for path, _ in sizes):  # tied: the embedding is the output matrix, too

@@ -21,7 +21,7 @@ python -m experiments sweep --config small --methods kernel-patterns --set steps
 from experiments.configs import base
 from experiments.runs.experiment import Config
 
-# Of the steps, so that fewer of them do not leave a stage of mixed sparsity training without a change of topology.
+# A share of the steps, so that every stage of mixed sparsity training changes its topology in short runs, too.
 _EVERY = {'refresh_every': 0.025}
 # A quarter of the dense FLOPs with 2,000 steps.
 _MIXED = {**_EVERY, 'density': 0.145}

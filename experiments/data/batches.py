@@ -1,12 +1,12 @@
-"""What every task's data is: a source of elements a split, cut into batches that resume at any step.
+"""The data of a task: one source of elements per split, cut into batches that resume at any step.
 
   data = Batches(config, {'train': windows, 'validation': held_out}, make, fingerprint='digits')
   batches = data.train()
   batch = next(batches)                        # arrays by name, with the rows of this process
   position = batches.get_state()               # plain JSON, goes into a checkpoint
 
-Shuffling and batches are computed on the fly by grain. What is drawn at random for a batch (which words are masked, how
-a picture is moved) depends on the seed and the batch's number alone: neither on processes nor on where a run was cut.
+Shuffling and batches are computed on the fly by grain. Random draws for a batch (which words are masked, how a picture
+is moved) depend on the seed and the number of the batch alone, not on processes or on where a run was cut.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +26,7 @@ type Make = Callable[[Any, np.random.Generator | None], Batch]
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-  """What to train on and how it is cut into batches.
+  """The data to train on, and how it is cut into batches.
 
   Attributes:
     corpus: 'aws_docs', 'stdlib', 'google_docs'; 'brown', 'english', 'openwebtext', 'folder' (with `manual_dir`); or a

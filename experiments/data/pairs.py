@@ -99,7 +99,7 @@ def _split(found: Iterator[Pair]) -> dict[str, list[Pair]]:
   unique: dict[str, str] = {}
   for pair in found:
     english, german = (' '.join(side.split()) for side in pair)
-    # What is the same in both is a name, or was not translated.
+    # A pair that is the same in both languages is a name, or was not translated.
     if english and german and english != german:
       unique.setdefault(english, german)
   splits: dict[str, list[Pair]] = {'train': [], 'validation': []}

@@ -26,7 +26,7 @@ _BPE_TRAINING_CHARACTERS = 200_000_000  # enough for any vocabulary we train, an
 
 
 class Tokenizer(Protocol):
-  """What the pipeline asks of a tokenizer.
+  """The interface of a tokenizer for the pipeline.
 
   Attributes:
     vocab_size: Tokens are in [0, vocab_size).
@@ -139,7 +139,7 @@ def load(spec: str, cache_dir: pathlib.Path, corpus_key: str, texts: Callable[[]
         _train_bpe(tokenizers, texts(), vocab_size, path)
   try:
     raw = path.read_bytes()
-    # Of the file, not of what the package makes of it, which may change with the package's version.
+    # A hash of the file: what the package makes of it may change with the package's version.
     fingerprint = f'bpe{vocab_size}-{hashlib.sha256(raw).hexdigest()[:8]}'
     return HuggingFace(tokenizers.Tokenizer.from_buffer(raw), fingerprint)
   except Exception as e:  # the package raises plain Exception

@@ -1,4 +1,4 @@
-"""What readers of text share: units, of which every twentieth is held out, the mark between documents, the error."""
+"""Shared by the readers of text: units (every twentieth is held out), the mark between documents, the error."""
 
 from collections.abc import Callable, Iterator
 import pathlib

@@ -1,4 +1,4 @@
-"""What the models here are made of; a `config` is that of any of them. Tensor names carry shapes, see `gpt2`."""
+"""Layers of the models here; `config` is that of any of them. Tensor names carry shapes, see `gpt2`."""
 
 import functools
 import math

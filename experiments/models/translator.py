@@ -132,5 +132,5 @@ class Translator(nn.Module):
 
 
 def _plain(config: TranslatorConfig) -> GPT2Config:
-  """What the blocks take, whose encoder is not causal as a translator has to be."""
+  """The configuration of the blocks; unlike the translator, its encoder is not causal."""
   return GPT2Config(**{field.name: getattr(config, field.name) for field in dataclasses.fields(GPT2Config)})

@@ -249,7 +249,7 @@ class Race:
 
 
 def parser() -> argparse.ArgumentParser:
-  """Of the command line."""
+  """The parser of the command line."""
   parser = argparse.ArgumentParser(prog='python -m experiments.race', description=(__doc__ or '').partition('\n')[0])
   parser.add_argument('--out', type=Path, required=True, help='JSON-lines file of records')
   parser.add_argument('--text', type=Path, required=True, help='folder of prepared tokens')

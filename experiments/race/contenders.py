@@ -55,7 +55,7 @@ def plain(recipe: Callable[[Any], s24.Recipe]) -> Callable[[Any], s24.Recipe]:
   return lambda decay: with_implementation(recipe(decay), 'reference')
 
 
-# What all contenders of a race have of GPT-2 and of later models, for stability.
+# Features of GPT-2 and of later models that all contenders of a race share, for stability.
 STYLES: Mapping[str, Mapping[str, Any]] = {
   'gpt2': {},
   'qk_norm': {'qk_norm': True},

@@ -29,7 +29,7 @@ EQUAL = 0.005
 
 
 class Choice(NamedTuple):
-  """What a search found.
+  """The result of a search.
 
   Attributes:
     decay: the factor whose mean loss is lowest.

@@ -148,12 +148,12 @@ class Grid:
       'validation': [[step, None, value if math.isfinite(value) else None] for step, value in outcome.validation],
       'validation_columns': ['step', 'seconds', 'loss'],
       'flip_rate': {'refreshes': [[step, rate] for step, rate in outcome.flip_rate]},
-      # Of the population, compiling included.
+      # For the whole population, compiling included.
       'side_by_side': together, 'wall_s': round(seconds, 1), **self.head,
     }  # fmt: skip
 
   def _key(self, name: str, trial: Trial) -> dict[str, Any]:
-    """What tells a record from others."""
+    """The fields that identify a record."""
     described = tuned.describe(tuned.configure(self.configs[name], trial))
     return {
       'bench': 'tuned', 'experiment': self.experiment, 'contender': name, 'seed': trial.seed,

@@ -1,7 +1,7 @@
 """Many runs of one configuration as one program: every array has an axis of runs, which differ in rate, decay and seed.
 
 A model of a tenth of a million parameters leaves a GPU idle, run by run. Side by side its runs cost little more than
-one of them, so that a whole grid is trained in the time of a few. What each computes is what `train` computes, but for
+one of them, so that a whole grid is trained in the time of a few. Each computes what `train` computes, up to
 rounding. There are no checkpoints: a population that is cut starts again.
 """
 
@@ -21,7 +21,7 @@ from sparse24_jax.attention import Attention
 
 
 class Outcome(NamedTuple):
-  """What a run of a population ended with.
+  """The result of one run of a population.
 
   Attributes:
     validation: (step, loss) of each evaluation; the loss is not a number once the run has diverged.

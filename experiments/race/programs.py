@@ -17,7 +17,7 @@ B1, B2, EPS, WEIGHT_DECAY, CLIP = 0.9, 0.95, 1e-8, 0.1, 1.0
 
 
 class State(NamedTuple):
-  """What a step carries."""
+  """The state of training."""
 
   params: Any
   opt_state: Any
@@ -25,7 +25,7 @@ class State(NamedTuple):
 
 
 class Numbers(NamedTuple):
-  """What a step is told: float32 scalars and the seed."""
+  """The settings that a step is given: float32 scalars and the seed."""
 
   rate: Any
   decay: Any
@@ -62,7 +62,7 @@ def windows(tokens: Array, starts: Array, length: int) -> tuple[Array, Array]:
 
 
 class Programs:
-  """What a contender compiles to, ahead of time; call `lower`, then `compile`, once, from any thread.
+  """The compiled programs of a contender, made ahead of time; call `lower`, then `compile`, once, from any thread.
 
   Args:
     model: linen model.
@@ -83,7 +83,7 @@ class Programs:
 
   @functools.cached_property
   def shapes(self) -> State:
-    """Of a state."""
+    """The shapes of a state."""
     return jax.eval_shape(self._init, jnp.int32(0))
 
   def lower(self) -> None:
@@ -109,7 +109,7 @@ class Programs:
 
   @property
   def _refreshes(self) -> tuple[bool | None, ...]:
-    """What steps are told of the search of masks: without a program of its own every step would wait for its loop."""
+    """Values of `refresh` to compile for: if the search were part of every step, each would wait for its loop."""
     return (False, True) if self.described and self.described.refresh_every > 1 else (None,)
 
   def step(self, phase: str, step: int) -> Any:

@@ -14,7 +14,7 @@ type _Place = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-  """What a run is told.
+  """The settings of a run.
 
   Attributes:
     rate: peak learning rate.
@@ -73,8 +73,8 @@ def next_trial(done: Mapping[Trial, float], first: Trial, budget: Budget) -> Tri
 def _neighbour(found: Mapping[_Place, float], best: _Place) -> _Place | None:
   """The first place around the best that was not tried, nor lies behind one that was, at the largest steps.
 
-  Of rate and decay the one that was varied less comes first, or a rate that can still rise would use up all trials; of
-  two sides, the one where the nearest trial ended lower.
+  Whichever of rate and decay was varied less comes first; otherwise a rate that can still rise would use up all trials.
+  Of two sides the one comes first whose nearest trial ended lower.
   """
 
   def nearest(axis: int, sign: int) -> float:

@@ -52,7 +52,7 @@ def teraflops(record: Mapping[str, Any]) -> float:
 def rows(records: Iterable[Mapping[str, Any]]) -> list[list[str]]:
   """A row a contender, by loss: label, milliseconds, times faster, TFLOP/s, steps, losses a rate, seed by seed.
 
-  Of a contender that trained on several devices, milliseconds and steps are the least and the most.
+  A contender that trained on several devices has the least and the most of milliseconds and steps.
   """
   runs = _whole(records)
   dense = [r['step_ms'] for r in runs if r['contender'] == 'dense']
@@ -75,7 +75,7 @@ def rows(records: Iterable[Mapping[str, Any]]) -> list[list[str]]:
 
 @dataclasses.dataclass(frozen=True)
 class Seeds:
-  """What a contender ended with at the rate that its search chose, seed by seed.
+  """The results of a contender at the rate that its search chose, seed by seed.
 
   Attributes:
     title: its label.
@@ -116,7 +116,7 @@ def by_seed(records: Iterable[Mapping[str, Any]]) -> dict[str, Seeds]:
   for name in dict.fromkeys(r['contender'] for r in _whole(records)):
     own = [r for r in records if r['contender'] == name]
     named = own[0].get('searched_with')
-    # Of seeds with as many trials the first.
+    # The first of seeds with equally many trials.
     search = named or [seed for seed, _ in Counter(r['seed'] for r in _whole(own)).most_common(1)]
     trials: dict[tuple[float, float], list[float]] = {}
     for r in _whole(own):
@@ -149,8 +149,8 @@ def shares_of_time(own: Seeds, dense: Seeds) -> list[float]:
 def seeds_rows(found: Mapping[str, Seeds], against: str) -> list[list[str]]:
   """A row a contender: label, rate, seeds, loss, `against` minus it, share of time, time to dense's loss, shorter runs.
 
-  Of a contender and `against` the one of the lower loss is at the other's final loss after this share of the other's
-  time. Intervals are of 95%, of the mean over seeds; differences and shares are of the same seed.
+  The share of time is that after which the lower of a contender and `against` is at the other's final loss. Intervals
+  are 95% intervals of the mean over seeds; differences and shares compare the same seed.
   """
   rows = []
   for name, own in found.items():
@@ -175,7 +175,7 @@ def seeds_rows(found: Mapping[str, Seeds], against: str) -> list[list[str]]:
 def steps_rows(found: Mapping[str, Seeds], against: str) -> list[list[str]]:
   """A row a contender of as many steps: label, its best rate and decay, trials, seeds, loss, minus `against`, percent.
 
-  Intervals are of 95%, of the mean over seeds; differences are of the same seed.
+  Intervals are 95% intervals of the mean over seeds; differences compare the same seed.
   """
   rows = []
   for name, own in found.items():

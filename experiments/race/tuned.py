@@ -108,7 +108,7 @@ class Comparison:
     self.firsts = {name: first_trial(config, seeds[0]) for name, config in self.configs.items()}
     self.budget = Budget(trials, tuple((seed, 1.0) for seed in seeds[1:]))
     self.head = without_folders(environment())
-    # Of each method those that ran last: trials that differ in seeds share them.
+    # The last programs of each method: trials that differ in seeds share them.
     self.programs: dict[str, tuple[tuple[float, float], list[Programs]]] = {}
     self.records: list[dict[str, Any]] = []
     if results.exists():

@@ -39,7 +39,7 @@ class Best:
 def load(path: Path = provenance.RESULTS / FILE) -> dict[tuple[str, str], dict[str, Best]]:
   """(device, model) -> method -> it at its best; methods and models in the order of the records.
 
-  Of a method that was measured at several commits, the layouts of the newest count: two programs have no median.
+  If a method was measured at several commits, the newest counts: two programs have no common median.
   """
   found: dict[tuple[str, str], dict[str, dict[str, list[Any]]]] = defaultdict(lambda: defaultdict(dict))
   records = [record for record in map(json.loads, path.read_text().splitlines()) if record['headline']]

@@ -16,10 +16,10 @@ from experiments.runs.records import group, RunRecord
 
 Verdict = Literal['agrees', 'disagrees', 'open']
 
-# Of one method with one setting, a run a seed.
+# The runs of one method with one setting, one per seed.
 type Runs = Sequence[RunRecord]
 
-# Of neurons, in the weight gradients of the published V:N:M pattern.
+# Share of neurons that are dense in the weight gradients of the published V:N:M pattern.
 _PUBLISHED_DENSE_SHARE = 0.05
 
 # How much higher a loss may be, relative to the other, and still count as the same quality.

@@ -92,7 +92,7 @@ def write_records(found: Iterable[records.RunRecord], path: Path, *, experiment:
       # Per layer, of squared-ReLU blocks: at the first evaluation, the last one of the sparse phase, and the last.
       'activations': run.activation_summary(),
       'seconds': run.seconds,
-      # Of one device where it was not shared; {} for runs from before these were told apart.
+      # On one device that was not shared; {} for runs from before these were told apart.
       'spent': run.spent,
       'tokens_per_s': run.tokens_per_s,
       # Runs from before these two were stored have no commit to tell, and their command is today's at best.

@@ -92,7 +92,7 @@ class Evidence:
 
   @property
   def shares(self) -> list[float]:
-    """Of dense's seconds until dense's final loss; empty where seconds were not compared."""
+    """Shares of dense's seconds until dense's final loss; empty where seconds were not compared."""
     return [] if self.equal == 'steps' else table.shares_of_time(self.own, self.dense)
 
   def behind(self, other: 'Evidence') -> list[float]:
@@ -115,7 +115,7 @@ class Evidence:
 
 
 def evidence(results: Path = RESULTS) -> Mapping[str, Sequence[Evidence]]:
-  """Of each option, by title, what the comparisons say."""
+  """What the comparisons say of each option, by title."""
   found: dict[str, list[Evidence]] = {option.title: [] for option in OPTIONS}
   for name in COMPARISONS:
     for where, records in table.read(results / name).items():
@@ -132,7 +132,7 @@ def evidence(results: Path = RESULTS) -> Mapping[str, Sequence[Evidence]]:
 
 
 def gains(*, tokens: int, d: int, hidden: int, gated: bool, device: str) -> Mapping[str, float | None]:
-  """Of each sparse option, how many times faster than dense its feed-forward block is expected to be; None: unknown."""
+  """How many times faster than dense the feed-forward block of each sparse option should be; None: unknown."""
   return {
     option.title: block_gain(d, hidden, option.recipe('.*'), tokens=tokens, gated=gated, device=device).gain
     for option in OPTIONS if option.recipe is not None
@@ -189,7 +189,7 @@ def advise(
 
 
 def _soonest(candidates: Set[str], found: Mapping[str, Sequence[Evidence]], device: str) -> str:
-  """Of each race the lowest loss, and what its seeds do not part from it; a winner that loses elsewhere is none."""
+  """The option of lowest loss in each race, and those its seeds do not separate from it; none that loses elsewhere."""
   races: dict[tuple[str, str], list[Evidence]] = {}
   for e in (e for title, each in found.items() if title in candidates for e in each):
     if e.shares and _below(e.percent):

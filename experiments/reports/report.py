@@ -68,7 +68,7 @@ def table_rows(groups: Groups) -> list[list[str]]:
     Rows of: label, seeds, validation loss, its spread, difference to dense, the same seed by seed, peak flip rate,
     flip rate in the tenth before the common end of the sparse phases, seconds.
   """
-  # Of several dense runs the best: groups come in order of loss.
+  # The best of several dense runs: groups come in order of loss.
   baselines = {g[0].baseline: g for g in [*groups.values()][::-1] if g[0].is_baseline}
   end = runs_lib.common_sparse_end(run for group in groups.values() for run in group)
   rows = []
@@ -185,7 +185,7 @@ def _events(found: Sequence[RunRecord]) -> str:
   for run in disturbed:
     counts = Counter(event['event'] for event in run.events)
     rows.append([run.folder.name, *(str(counts[kind] or '') for kind in kinds)])
-    # Of the folders of a machine, the last name is enough.
+    # The last name of a path is enough; its folders are those of a machine.
     lines = [re.sub(r'(/[^\s/]+)+/', '', f'step {event["step"]}: {event.get("what", "")}') for event in run.events]
     blocks.append(page.folded(f'{run.folder.name}: {len(lines)} events', page.preformatted('\n'.join(lines))))
   lead = (

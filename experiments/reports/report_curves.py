@@ -55,7 +55,7 @@ def _curves(group: Sequence[RunRecord], kind: str) -> list[tuple[np.ndarray, np.
 
 
 def _late_range(lines: Sequence[charts.Line]) -> tuple[float, float]:
-  """Of the losses after the first tenth: the first descent is steep and the same for all."""
+  """The range of the losses after the first tenth: the first descent is steep and the same for all."""
   late = np.concatenate([line.y[line.x >= 0.1 * line.x.max()] for line in lines])
   low, high = float(late.min()), float(late.max())
   pad = 0.05 * (high - low) or 0.1
@@ -91,7 +91,7 @@ def time_to_dense(groups: Groups) -> list[tuple[str, str, bool]]:
   Where a run never is, how much higher it ends, and after what share of dense's seconds.
   """
   groups = _comparable_in_time(groups)
-  # Of several dense runs the best: groups come in order of loss.
+  # The best of several dense runs: groups come in order of loss.
   baselines = {g[0].baseline: g for g in [*groups.values()][::-1] if g[0].is_baseline}
   cards = []
   for label, group in groups.items():
@@ -112,7 +112,7 @@ def time_to_dense(groups: Groups) -> list[tuple[str, str, bool]]:
 
 
 def _seconds_and_losses(run: RunRecord) -> list[tuple[float, float]]:
-  """Of each evaluation; the seconds are those of training alone."""
+  """Seconds, of training alone, and loss at each evaluation."""
   seconds = np.interp([r['step'] for r in run.validation], *run.training_seconds())
   return [*zip(seconds.tolist(), (r['loss'] for r in run.validation), strict=True)]
 
@@ -126,7 +126,7 @@ def _mean(values: Sequence[float], digits: str) -> str:
 def loss_against_seconds(groups: Groups, colours: Mapping[str, str]) -> str:
   """What took time and, on an accelerator, validation loss against seconds; '' unless each run had one same device.
 
-  Of finished runs alone, all of whose time was told apart.
+  Only finished runs count whose time was fully told apart.
   """
   groups = _comparable_in_time(groups)
   if not groups:
@@ -136,7 +136,7 @@ def loss_against_seconds(groups: Groups, colours: Mapping[str, str]) -> str:
   columns: dict[str, Sequence[str]] = {'method': list(groups)}
   if not found[0].on_cpu:
     seconds_per_step = {label: spent[label][0] / group[0].config['steps'] for label, group in groups.items()}
-    # Of several dense runs the best, as in the comparison: groups come in order of loss.
+    # The best of several dense runs, as in the comparison: groups come in order of loss.
     dense = {g[0].baseline: seconds_per_step[label] for label, g in [*groups.items()][::-1] if g[0].is_baseline}
     faster = [dense.get(g[0].baseline, math.nan) / seconds_per_step[label] for label, g in groups.items()]
     speeds = [np.mean([run.tokens_per_s for run in group]) / 1e3 for group in groups.values()]

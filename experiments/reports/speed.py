@@ -16,7 +16,7 @@ type Record = Mapping[str, Any]
 
 RESULTS = Path(__file__).parents[1] / 'results'
 BENCHES = ('ffn', 'block', 'train_step')
-# Of neurons, in weight gradients.
+# Share of neurons that are dense in weight gradients.
 _PUBLISHED_DENSE_SHARE = 0.05
 
 
@@ -44,7 +44,7 @@ def identity(record: Record) -> list[Any]:
   """What was measured; of two records that agree in it the later counts."""
   keys = 'bench device op role model recipe activation pattern dtype weights shape layouts mode remat mesh'
   keys += ' layout process'  # of `best_steps`
-  # Of meshes, older records do not say what was not asked for.
+  # Older records of meshes leave out what was not asked for.
   mesh = record.get('sharding', 'whole'), record.get('xla_flags') or ''
   return [*(record.get(key) for key in keys.split()), *mesh, dense_features(record), record.get('token_pattern')]
 

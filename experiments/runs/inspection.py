@@ -15,7 +15,7 @@ from experiments.runs.checkpoint_errors import RemovedError
 from experiments.runs.experiment import Config
 import sparse24_jax as s24
 
-# Of reading the newest checkpoint while its run replaces it.
+# To read the newest checkpoint while its run replaces it.
 _ATTEMPTS = 5
 
 

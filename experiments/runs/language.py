@@ -15,7 +15,7 @@ from experiments.runs.inspection import Loaded
 from experiments.tasks import decoding
 from experiments.tasks.language import NEXT_TOKEN
 
-# Of the questions made of held-out text: tokens of context and of each continuation, as shares of the sequence.
+# Questions made of held-out text: the share of the sequence that is context.
 _CONTEXT = 0.5
 _ROWS = 64
 

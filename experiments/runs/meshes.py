@@ -117,8 +117,8 @@ def state_sharding(mesh: Mesh, tree: Any) -> Any:
 def rows_stay_split(mesh: Mesh | None, spec: PartitionSpec = _ROWS) -> Iterator[None]:
   """Linen models that are applied here hand on `[B, ...]` from layer to layer split as batches are, by `spec`.
 
-  Without a word on it XLA may move the activations in place of the weights: in a scan over layers it did. Of what is
-  inside of a layer nothing is said.
+  Without this constraint XLA may move the activations and not the weights, as it did in a scan over layers. The inside
+  of a layer is left to XLA.
   """
   if mesh is None:
     yield

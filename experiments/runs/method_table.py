@@ -155,7 +155,7 @@ METHODS: Mapping[str, Method] = {
   'neuron_level_even': _vnm(16, 8, half=True),
   # Four times as many neurons whose weight gradients see every token.
   'neuron_level_dense_neurons': _vnm(16, 8, '20% dense neurons', half=True, dense_features=0.2),
-  # Of four neighbouring tokens the weight gradients see the two largest, and so nearly all that the forward kept.
+  # Weight gradients see the two largest of four neighbouring tokens, and so nearly all that the forward kept.
   'neuron_level_two_of_four_tokens': _vnm(16, 8, '2:4 along tokens', **_TWO_OF_FOUR),
   'neuron_level_two_of_four_tokens_even': _vnm(16, 8, '2:4 along tokens', half=True, **_TWO_OF_FOUR),
   # Blocks of 64 are what the kernels run. In the small experiment a step has 64 sequences, in nano it has too few.

@@ -1,6 +1,6 @@
 """A checkpoint that was read, looked at before anything is computed with it: it may be from elsewhere.
 
-Masks say which entries a kernel packs. Of a group with three it would drop one, and the run would not be what it says.
+Masks say which entries a kernel packs. It would drop one of a group of three, and the run would not be what it says.
 """
 
 from collections.abc import Sequence

@@ -35,9 +35,9 @@ RECORDS: Mapping[str, Shape] = {
   'validation': {'loss': float, 'phase': str},
   'timing': {'seconds': float, 'tokens_per_s': float, 'spent?': _SPENT},
 }  # fmt: skip
-# Of a step that is not logged yet, `StepMetrics`; its numbers may be NaN or infinite where bad steps are skipped.
+# A step that is not logged yet, `StepMetrics`; its numbers may be NaN or infinite where bad steps are skipped.
 _STEP = (int | float, int | float, int | float, int | float, [int | float], bool)
-# Of a checkpoint, beside what `Checkpoints` reads itself.
+# The metadata of a checkpoint, beside what `Checkpoints` reads itself.
 META: Shape = {
   'data_state': dict, 'spent': _SPENT, 'phase': str, 'window': [_STEP], 'latest_losses': [float],
   'skipped_in_a_row': int, 'rolled_back': int,

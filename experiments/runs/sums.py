@@ -54,7 +54,7 @@ def _look(x: jax.Array) -> tuple[jax.Array, jax.Array]:
   words = x.astype(jnp.uint8) if x.dtype == jnp.bool_ else jax.lax.bitcast_convert_type(x, _WORDS[x.dtype.itemsize])
   place = jnp.zeros(words.shape, jnp.uint32)
   for axis, stride in enumerate(np.cumprod((1, *words.shape[:0:-1]), dtype=np.uint64)[::-1] if words.ndim else ()):
-    # Of an array of more than 2^32 words, places repeat.
+    # In an array of more than 2^32 words, places repeat.
     place += jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis) * np.uint32(int(stride) % 2**32)
   mixed = _mix(words.astype(jnp.uint32) + _mix(place + np.uint32(0x9E3779B9)))
   return mixed.sum(dtype=jnp.uint32), all_finite(x)

@@ -22,7 +22,7 @@ from typing import Any
 from experiments.runs import method_table, methods
 from pallas_kernels import _processes
 
-# Of a run's files, those that reports and records are made from.
+# The files of a run that reports and records are made from.
 _PACKED = ('config.json', 'environment.json', 'metrics.jsonl', 'timing.jsonl', 'summary.json')
 _POLL_SECONDS = 1.0
 _PACK_SECONDS = 10.0

@@ -60,7 +60,7 @@ def read(folder: str | Path, *, into_phase: str) -> Source:
     recipe = build.bound_recipe(loaded.parts, params)
     params = s24.project(params, loaded.state.opt_state, recipe, phase='sparse')
   by_path = {path: np.asarray(leaf) for path, leaf in leaves_by_path(params)}
-  # Of a vocabulary and a mask's token, filled up to a multiple, at most so many rows are beyond the vocabulary.
+  # A vocabulary with a mask token, filled up to a multiple, has at most so many rows beyond the vocabulary.
   spare = max(1, loaded.parts.config.vocab_multiple)
   return Source(by_path, int(loaded.state.step), settings_of(loaded.parts), spare)
 

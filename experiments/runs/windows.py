@@ -120,7 +120,7 @@ class Windows:
         losses.take(at, loss, norm)
 
   def _flip_rates(self, window: list[StepMetrics]) -> tuple[float, list[float]]:
-    """Of all weights, and of each: the mean over the steps of a window, or what the last refresh found.
+    """Flip rates of all weights and of each: the mean over the steps of a window, or what the last refresh found.
 
     Links that move every so many steps flip in those steps alone: a rate a step is a mean, not that of one step.
     """

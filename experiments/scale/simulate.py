@@ -63,7 +63,7 @@ def traffic(text: str) -> int:
 
 
 def step(layout: tuple[int, int, int], twin: str, model: Mapping[str, Any] = _MODEL) -> dict[str, Any]:
-  """What the training step exchanges."""
+  """The collectives of the training step."""
   parts = build.make_parts(config_of(layout, twin, model), data=_Tokens())
   made = programs.Programs(parts)
   state, batches = _shapes(parts, made)

@@ -14,7 +14,7 @@ from experiments.models.layers import cross_entropy
 from experiments.tasks import task
 
 _MASKED = 0.15
-# Of the masked tokens: shown as the mask, and as any token; the rest are shown as they are.
+# Shares of the masked tokens that are shown as the mask, and as any token; the rest are shown as they are.
 _AS_MASK, _AS_ANY = 0.8, 0.1
 
 

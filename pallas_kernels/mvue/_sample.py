@@ -39,7 +39,7 @@ def sample_block(e, u, exact: tl.constexpr, dtype: tl.constexpr):
   low3, high3, own3, kept3 = _group(e[3], u[3], exact, dtype)
   positions, low_own, high_own, low_free, high_free = _choices(kept0, kept1, kept2, kept3)
   nibbles = _narrow_lanes(positions)
-  # Of the drawn pair, of a word with the dominant entry and zeros: 0 and 1, or 4 and 5, or 6 and 7; 2 and 3 at first.
+  # Positions of the drawn pair in a word with the dominant entry and zeros: 0, 1 or 4, 5 or 6, 7; 2, 3 at first.
   change = _narrow_lanes(
     (low_free & _LANES) + ((low_own | low_free) & _LANES) * 2 + (high_own & _LANES) * 4 + (high_free & _LANES) * 8
   )

@@ -200,7 +200,7 @@ def _magnitudes(x, source: tl.constexpr):
 
 @triton.jit
 def _sum(row, other):
-  """Of two rows; the search adds their columns, too."""
+  """The sum of two rows; the search adds their columns, too."""
   return ((row[0] + other[0]) + (row[1] + other[1])) + ((row[2] + other[2]) + (row[3] + other[3]))
 
 

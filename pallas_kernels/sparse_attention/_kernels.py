@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
-# Of a query without keys so far; finite, since infinity less infinity is not a number.
+# The maximum of a query without keys so far; finite, since infinity minus infinity is not a number.
 NOTHING: tl.constexpr = tl.constexpr(-1e30)
 
 

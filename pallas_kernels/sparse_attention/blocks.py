@@ -93,7 +93,7 @@ def by_pattern(
 ) -> Array:
   """Calls `attend` once a pattern with that pattern's heads, and puts the heads back in order.
 
-  Of several patterns every device computes all heads where types say that a mesh divides them.
+  With several patterns, every device computes all heads where types say that a mesh divides them.
   """
   kinds = list(dict.fromkeys(patterns))
   if len(kinds) == 1:

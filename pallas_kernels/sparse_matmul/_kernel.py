@@ -61,7 +61,7 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
   b_block = (c.bn, c.bk) if p.b_layout == 'nk' else (c.bk, c.bn)
   out_block = (64, c.epilogue_n) if p.out_layout == 'mn' else (c.epilogue_n, 64)
   out_swizzle = min(128, out_block[1] * p.out_dtype.itemsize)
-  # Of the shared operand each CTA copies its part to all.
+  # Each CTA copies its part of the shared operand to all.
   shared_a, shared_b = (('rank',) if c.cluster > 1 and c.along == along else None for along in 'nm')
 
   # A stage is full when its three copies have landed, and empty when all consumers, of every CTA that received its part

@@ -202,7 +202,7 @@ def split(operand: SparseOperand, *, axis: int) -> tuple[SparseOperand, SparseOp
 def unpack_words(words: Any, width: int) -> Any:
   """uint32 [tiles, 128] words of 64 x 64 tiles to nibbles uint32 [tiles, 64, 16]; `width` is the values' bytes.
 
-  Of NumPy's words or JAX's.
+  The words may be NumPy's or JAX's.
   """
   tiles = words.shape[0]
   x = words.reshape(tiles, 4, 8, 2, 2)  # warp, g, t >> 1, t & 1

@@ -48,9 +48,9 @@ def tune(
   Args:
     selection: a key of `SELECTIONS`, or specs.
     folder: of the records.
-    backends: whose settings are searched. Of 'mosaic_gpu', if it is left out, the best known setting takes part all
-      the same, and so does 'mosaic_gpu_sm80', which has one, where that kernel does not run; older rows of settings
-      that are not timed now stay in the record as they are.
+    backends: whose settings are searched. If 'mosaic_gpu' is left out, its best known setting takes part all the same;
+      where that kernel does not run, the one setting of 'mosaic_gpu_sm80' does. Older rows of settings that are not
+      timed now stay in the record.
     alone: entered while the GPU or the record is used, not while the kernels are compiled, which takes a core longer:
       a lock that processes which tune different problems share.
   """

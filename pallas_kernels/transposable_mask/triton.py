@@ -49,8 +49,8 @@ def _crossed(first, second, i: tl.constexpr, j: tl.constexpr, up: tl.constexpr, 
 
 @triton.jit
 def _split(a, upper, lower, i: tl.constexpr, j: tl.constexpr, k: tl.constexpr, m: tl.constexpr):
-  """Of the columns, in pairs i, j and k, m, the best (that the halves do not share; of the upper half, of the lower
-  half, that shares all four; of a block whose halves share one pair)."""
+  """The best choices of columns in pairs i, j and k, m: (one that the halves do not share; for the upper half, for the
+  lower half, one that shares all four; for a block whose halves share one pair)."""
   whole = _crossed(upper, lower, i, j, 0x0011, 0x1100)
   other_whole = _crossed(upper, lower, k, m, 0x0011, 0x1100)
   top = _crossed(a[0], a[1], i, j, 0x0001, 0x0010)

@@ -116,7 +116,7 @@ def _below(upto, p: tl.constexpr, ones: tl.constexpr, M: tl.constexpr):
 def _best_by_rank(score, M: tl.constexpr):
   """The fourth largest score first, by merging sorted fours, then every column that reaches it: a bit a column.
 
-  A third of the instructions that 120 comparisons take. Of those equal to the fourth, the lower fill up.
+  A third of the instructions that 120 comparisons take. Ties with the fourth go to the lower columns.
   """
   a = _sorted4(score[0], score[1], score[2], score[3])
   b = _sorted4(score[4], score[5], score[6], score[7])
@@ -244,7 +244,7 @@ def best_two_of_rows(e0, e1, e2, e3):
   """`best_two` and `chosen` for four rows of words, along whose halves lie two columns.
 
   Both columns at once: with its sign bit set, a magnitude less another keeps that bit where it is not the smaller.
-  Of three comparisons at most one may be lost.
+  At most one of three comparisons may be lost.
 
   Returns:
     What the lower and the upper column store, and their nibbles in the lowest bits of either half.

@@ -64,7 +64,7 @@ class Config:
 
   @property
   def consumer_registers(self) -> int:
-    """Of a thread that multiplies: its share of the launch's 168 a thread; for more it would wait without end."""
+    """Registers of a multiplying thread: its share of the launch's 168 per thread. For more it would wait forever."""
     return min(240, (168 * (CONSUMERS + 1) - self.producer_registers) // CONSUMERS // 8 * 8)
 
   @property

@@ -89,8 +89,8 @@ def _issuer(s: wgmma.Shape, columns: int, b: Any) -> Any:
 def _lane_offset(swizzle: int) -> Any:
   """Byte of the row that this thread names to `ldmatrix`, in a tile of rows of `swizzle` bytes, i32.
 
-  Of a warp's 16 rows threads 0 to 15 name the first 16 bytes, 16 to 31 the next. The swizzle exchanges units of 16
-  bytes by bits 7 and up of the address.
+  Threads 0 to 15 name the first 16 bytes of a warp's 16 rows, threads 16 to 31 the next. The swizzle exchanges units of
+  16 bytes by bits 7 and up of the address.
   """
   c32 = functools.partial(compat.utils.c, ty=ptx.i32())
   arith = compat.arith

@@ -3,8 +3,8 @@
 An operand [R, C] holds two entries of each row and group of M columns, a word, and which: 0.28 times the dense array
 at M = 8. A program of `transpose_pack` has V columns by 16 groups of M rows, spread: rows j R / M + g are the members
 of group g.
-What ranks a group's rows are sums of what is stored, so a first look takes no entry to its place. Of the rows that
-stay a second look makes M entries each, pairs of columns to a word: two rows of the transpose. Its rows are written in
+A group's rows are ranked by sums of stored values, so the first pass moves no entry to its place. The second pass makes
+M entries of each row that stays, pairs of columns to a word: two rows of the transpose. Its rows are written in
 runs of 16 groups, which the compiler stages through shared memory. A program of `transpose_pack_24` has groups of four
 neighbouring rows, all of which stay.
 """
@@ -151,7 +151,7 @@ def _once(x):
 
 @triton.jit
 def _places(C: tl.constexpr, V: tl.constexpr, M: tl.constexpr):
-  """Of the metadata of 16 rows, the bytes that each row has for every two of the program's groups, [16, V / M / 2]."""
+  """Bytes in the metadata of 16 rows that each row has for every two of the program's groups, [16, V / M / 2]."""
   two = tl.program_id(0) * (V // M // 2) + tl.arange(0, V // M // 2)[None, :]
   row = tl.arange(0, 16)[:, None]
   return two // 8 * 512 + row % 8 * 16 + two % 8 // 2 * 4 + row // 8 * 2 + two % 2

@@ -158,7 +158,7 @@ def vnm_pack(
   """The V:2:M operand of `activation(x)`, pattern included, in one pass over `x` on a GPU; or that of a gradient.
 
   Args:
-    x: [R, K], whole blocks; bfloat16 or float16. Of NaN with different bits a kernel may prefer the larger. With a
+    x: [R, K], whole blocks; bfloat16 or float16. Among NaNs with different bits a kernel may prefer the larger. With a
       gradient `Packed.inputs` of the call that made the pattern.
     v: rows of a block.
     m: columns of a block.
@@ -273,7 +273,7 @@ def transpose_pack_24(
     implementation: 'triton', 'reference', or None: Triton on a GPU where it takes the call.
 
   Returns:
-    [K, R]. Of equals the earlier rows stay.
+    [K, R]. Among equals the earlier rows stay.
 
   Raises:
     ValueError: arguments do not fit, or the named implementation cannot serve the call.

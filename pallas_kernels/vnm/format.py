@@ -153,7 +153,7 @@ def compress(x: Array, mask: Array, *, v: int, n: int = 2, m: int) -> Compressed
     raise ValueError(f'mask must be bool of shape {x.shape}, found {mask.dtype} of shape {mask.shape}')
   *lead, rows, columns = x.shape
   used = mask.reshape(*lead, rows // v, v, columns // m, m).any(axis=-3).astype(jnp.int8)
-  # Of equals top_k takes the lower index, so columns that nobody uses fill a block up from the left.
+  # Among equals top_k takes the lower index, so unused columns fill a block up from the left.
   return compress_columns(x, mask, jnp.sort(jax.lax.top_k(used, KEPT)[1], axis=-1), v=v, m=m)
 
 

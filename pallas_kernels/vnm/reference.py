@@ -32,8 +32,8 @@ _PAIRS_UP_TO = 16
 def vnm_mask(x: Array, *, v: int, n: int = 2, m: int) -> Array:
   """Per block of `v` rows the four best of each `m` columns, and the `n` best of these in each row.
 
-  Columns are ranked by the sum of magnitudes over the block's rows, taken in float32; entries by magnitude. Of equals
-  the lower index stays. A NaN ranks above everything, so that it passes and can be seen.
+  Columns are ranked by the sum of magnitudes over the block's rows, taken in float32; entries by magnitude. Among
+  equals the lower index stays. A NaN ranks above everything, so that it passes and can be seen.
 
   Args:
     x: [..., R, C], whole blocks; float32, bfloat16 or float16.

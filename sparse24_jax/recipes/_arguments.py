@@ -1,4 +1,4 @@
-"""What a recipe says of an argument that it does not have."""
+"""The error of a recipe for an argument that it does not have."""
 
 from collections.abc import Callable
 import difflib
