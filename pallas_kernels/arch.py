@@ -4,7 +4,7 @@ The one place that knows compute capabilities. A new generation is an `Arch` her
 `README.md` lists the files.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 import dataclasses
 
 # How `SparseOperand` holds its positions: the register order of sparse wgmma, in which `mma.sp` takes them, too.
@@ -57,6 +57,11 @@ class Arch:
   shared_memory: int = 49152
   example: Example | None = None
 
+  @property
+  def since_ampere(self) -> bool:
+    """Whether it has what came with compute capability 8.0, on which Triton, cuDNN and cuSPARSELt build."""
+    return self.capability >= (8, 0)
+
   def kernel(self, op: str) -> str | None:
     """The back end that this package has for an op here, or None.
 
@@ -101,3 +106,15 @@ def of_capability(capability: tuple[int, int]) -> Arch:
     if arch.capability[0] == capability[0] and arch.capability <= capability:
       return arch if arch.capability == capability else dataclasses.replace(arch, capability=capability)
   return Arch(f'sm_{capability[0]}{capability[1]}', capability, float8=capability >= (8, 9))
+
+
+def of_measured(op: str, implementations: Collection[str]) -> Arch:
+  """The generation of a GPU of which the records are known: that of the newest of their kernels, else the first.
+
+  Without any records it is one whose kernels are taken by default.
+
+  >>> of_measured('sparse_matmul', ('cusparselt', 'mosaic_gpu')).name, of_measured('sparse_matmul', ('dense',)).name
+  ('sm_90a', 'sm_80')
+  """
+  known = [a.kernel(op) for a in ARCHS if (a.kernel(op) in implementations if implementations else a.by_default)]
+  return next(a for a in ARCHS if not known or a.kernel(op) == known[-1])

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _checks, _device, _dispatch, _partitioning, _passes_check, _records, _triton
+from pallas_kernels.arch import of_measured
 from pallas_kernels.ffi import cusparselt
 from pallas_kernels.sparse_matmul import api
 
@@ -53,16 +54,15 @@ class Target:
 def target(slug: str | None = None) -> Target:
   """The GPU with records of this name, or the one that is here, to run on it.
 
-  The records tell whether a GPU that is not here is a Hopper; without records it is taken for one.
+  The records tell the generation of a GPU that is not here.
   """
   here = _device.current()
   if slug is None:
     return Target(here, True)
   if here.platform == 'gpu' and here.slug == slug:
     return Target(here, False)
-  entries = _entries(slug)
-  hopper = not entries or any(r['implementation'] == 'mosaic_gpu' for e in entries for r in e['candidates'])
-  return Target(_device.Device(slug, 'gpu', (9, 0) if hopper else (8, 0)), False)
+  names = {row['implementation'] for entry in _entries(slug) for row in (*entry['candidates'], entry['choice'])}
+  return Target(_device.Device(slug, 'gpu', of_measured(api.OP, names).capability), False)
 
 
 def kernels_are_here(precision: str) -> bool:

@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 from pallas_kernels import _device, _dispatch, _records, _triton, costs
 from pallas_kernels.sparse_matmul.api import OP
 from pallas_kernels.vnm import api
+from sparse24_jax.availability import target
 from sparse24_jax.layer_plan import key_of
 from sparse24_jax.policy import ActivationPolicy, TwoOfFour, VNM
 from sparse24_jax.steps import Matmul, Pass, Step, Timing, total
@@ -31,7 +32,7 @@ class NeuronLevelPlan:
     hidden: neurons.
     dtype: of activations and weights.
     by_weight: back end of the matmuls by a weight; None is the one that the records call fastest.
-    by_activations: of those by Y, dH and their transposes.
+    by_activations: of those by Y, dH and their transposes, likewise.
   """
 
   policy: ActivationPolicy
@@ -40,7 +41,7 @@ class NeuronLevelPlan:
   hidden: int
   dtype: str
   by_weight: str | None = None
-  by_activations: str | None = 'mosaic_gpu'
+  by_activations: str | None = None
 
   @property
   def steps(self) -> tuple[Step, ...]:
@@ -151,10 +152,11 @@ def expected(
     dtype: of activations and weights.
     device: folder of the records.
   """
-  plan = NeuronLevelPlan(policy, tokens, d, hidden, jnp.dtype(dtype).name)
+  kernel = target(device).device.arch.kernel(api.OP)
+  plan = NeuronLevelPlan(policy, tokens, d, hidden, jnp.dtype(dtype).name, by_activations=kernel)
   for timing in plan._timings[1:]:
     times = _records.expected_ms(device, timing.op, dict(timing.key))
-    if times.get('mosaic_gpu', math.inf) >= times.get('dense', 0.0):
+    if times.get(kernel, math.inf) >= times.get('dense', 0.0):
       return None
   sides = (_together(steps) for steps in (plan.steps, plan.dense_steps))
   sparse, dense = (total(step.expected_ms(device) for step in steps) for steps in sides)
@@ -168,11 +170,10 @@ def plan_neurons(
 
   The choice of a policy that names nothing is logged once.
   """
-  plan = NeuronLevelPlan(policy, tokens, d, hidden, jnp.dtype(dtype).name)
+  kernel = _device.current().arch.kernel(api.OP)  # of none the ops take what there is
+  plan = NeuronLevelPlan(policy, tokens, d, hidden, jnp.dtype(dtype).name, by_activations=kernel)
   if policy.implementation is not None or not tokens or _device.current().platform == 'cpu':
-    kernel = _device.current().arch.kernel('vnm_matmul')  # of none the ops take what there is
-    named = policy.implementation == 'sparse'
-    return dataclasses.replace(plan, by_weight=kernel, by_activations=kernel) if named else None
+    return dataclasses.replace(plan, by_weight=kernel) if policy.implementation == 'sparse' else None
   reason = why_dense(policy, tokens, d, hidden, dtype)
   how = 'sparse matmuls, which pay here' if reason is None else f'dense matmuls: {reason}'
   _dispatch.log_once(f'neuron_level_ffn of {tokens} tokens, {d} x {hidden}, takes {how}', 'sparse24_jax')
@@ -182,7 +183,7 @@ def plan_neurons(
 def why_dense(policy: ActivationPolicy, tokens: int, d: int, hidden: int, dtype: DTypeLike) -> str | None:
   """Why a block whose policy names no implementation stays dense on this GPU, or None: then its kernels pay."""
   device = _device.current()
-  if device.arch.kernel('vnm_matmul') is None:
+  if device.arch.kernel(api.OP) is None:
     return f'{device.name} has no kernel for V:N:M'
   mesh = jax.sharding.get_abstract_mesh()
   if not _device.arrays_are_whole() or not (mesh.empty or mesh.size == 1):

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _device, _dispatch, _partitioning
-from pallas_kernels.arch import SM_80
 from pallas_kernels.formats import check_groups
 from pallas_kernels.pack.reference import is_float8, MVUE_HEADROOM, Packed8, PackedPair
 from pallas_kernels.sparse_matmul.operand import SparseOperand
@@ -24,7 +23,7 @@ Array = jax.Array
 
 def candidates() -> list[str]:
   """Back ends for the present device, best first."""
-  return ['triton', 'reference'] if _device.current().capability >= SM_80.capability else ['reference']
+  return ['triton', 'reference'] if _device.current().arch.since_ampere else ['reference']
 
 
 def _backends(op: str) -> dict[str, str]:

@@ -90,8 +90,8 @@ def quantize(
   >>> import jax.numpy as jnp
   >>> from pallas_kernels.quantize.api import quantize
   >>> x = jnp.array([[1.0, 1.03], [-1000.0, 0.0]])
-  >>> plain, turned = quantize(x, jnp.float32(1), dtype=jnp.float8_e4m3fn, transpose='both')
-  >>> plain.tolist(), turned.tolist()
+  >>> plain, transposed = quantize(x, jnp.float32(1), dtype=jnp.float8_e4m3fn, transpose='both')
+  >>> plain.tolist(), transposed.tolist()
   ([[1.0, 1.0], [-448.0, 0.0]], [[1.0, -448.0], [1.0, 0.0]])
   """
   if x.ndim < 2 or x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
@@ -102,8 +102,8 @@ def quantize(
   if scale.shape != x.shape[:-2]:
     raise ValueError(f'scale must have shape {x.shape[:-2]}, one a matrix of x, found {scale.shape}')
   lead = ' '.join(f'l{i}' for i in range(x.ndim - 2))
-  plain, turned = f'{lead} r*4 c*4', f'{lead} c*4 r*4'
-  results = {'no': (plain,), 'only': (turned,), 'both': (plain, turned)}[transpose]
+  plain, transposed = f'{lead} r*4 c*4', f'{lead} c*4 r*4'
+  results = {'no': (plain,), 'only': (transposed,), 'both': (plain, transposed)}[transpose]
   return _partitioning.partitioned(
     'quantize', _on_a_part, _partitioning.Rule((plain, lead), results, ('r', 'c', *lead.split())), x, scale,
     asked=(implementation, tuple(_candidates(transpose))), dtype=_float8(dtype), transpose=transpose,

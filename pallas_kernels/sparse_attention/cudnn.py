@@ -12,7 +12,6 @@ from jax import Array
 import jax.numpy as jnp
 
 from pallas_kernels import _device
-from pallas_kernels.arch import SM_80
 from pallas_kernels.sparse_attention.blocks import by_pattern
 from pallas_kernels.sparse_attention.patterns import Pattern
 
@@ -27,7 +26,7 @@ def sparse_attention(q: Array, k: Array, v: Array, *, patterns: tuple[Pattern, .
       shapes that this version of cuDNN refuses, forward or backward.
   """
   device = _device.current()
-  if device.capability < SM_80.capability:
+  if not device.arch.since_ampere:
     raise NotImplementedError(f'cuDNN flash attention needs compute capability 8.0, {device.name} has none')
   if q.dtype not in (jnp.bfloat16, jnp.float16):
     raise NotImplementedError(f'cuDNN flash attention takes bfloat16 and float16, found {q.dtype}')

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 
 from pallas_kernels import _device, _partitioning, _triton
 from pallas_kernels._varying import vary_like
-from pallas_kernels.arch import SM_80
 from pallas_kernels.sparse_attention import _gradients, _kernels
 from pallas_kernels.sparse_attention.blocks import by_pattern
 from pallas_kernels.sparse_attention.patterns import Pattern
@@ -73,7 +72,7 @@ def sparse_attention(q: Array, k: Array, v: Array, *, patterns: tuple[Pattern, .
       not 16, 32, 64 or 128, a traced scale, or arrays too large for the kernels' offsets.
   """
   device = _device.current()
-  if device.capability < SM_80.capability:
+  if not device.arch.since_ampere:
     raise NotImplementedError(f'the Triton kernels need compute capability 8.0, {device.name} has none')
   if reason := _triton.why_absent():
     raise NotImplementedError(reason)

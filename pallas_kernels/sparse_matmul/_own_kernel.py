@@ -1,20 +1,23 @@
-"""This package's kernel on a GPU, as `bench` times it: `mosaic_gpu` on Hopper, elsewhere `mosaic_gpu_sm80`.
+"""This package's kernel on a GPU, as `bench` times it.
 
-The one has settings to choose from, the other runs with a single one.
+`mosaic_gpu`, on Hopper, has settings to choose from; others run with the one that their `Config()` is.
 """
 
 from collections.abc import Callable, Sequence
 import functools
+import importlib
 import logging
 import pathlib
+from typing import Any
 
 import jax
 
 from pallas_kernels import _device, _records
-from pallas_kernels.sparse_matmul import _predict, _prepared, mosaic_gpu, mosaic_gpu_sm80
+from pallas_kernels.sparse_matmul import _predict, _prepared, mosaic_gpu
+from pallas_kernels.sparse_matmul.api import BACKENDS
 
 OP = mosaic_gpu.OP
-Compiled = list[tuple[mosaic_gpu.Config | mosaic_gpu_sm80.Config, Callable[..., jax.Array]]]
+Compiled = list[tuple[Any, Callable[..., jax.Array]]]
 
 
 def name(device: _device.Device) -> str:
@@ -49,13 +52,14 @@ def compiled(p: mosaic_gpu.Problem, device: _device.Device, choices: Sequence[mo
   """The kernel of the GPU, as far as it takes the problem and compiles: on Hopper, where it has any, by `choices`."""
   if name(device) == 'mosaic_gpu':
     return [*_prepared.compile_sparse(p, choices)]
+  kernel = importlib.import_module(BACKENDS[name(device)].partition(':')[0])
   x = jax.eval_shape(functools.partial(_prepared.inputs, p), jax.random.key(0))
   f = functools.partial(
-    mosaic_gpu_sm80.sparse_matmul, activation=p.activation, out_dtype=p.out_dtype, b_layout=p.b_layout,
+    kernel.sparse_matmul, activation=p.activation, out_dtype=p.out_dtype, b_layout=p.b_layout,
     out_layout=p.out_layout, device=device,
   )
   try:
-    return [(mosaic_gpu_sm80.Config(), jax.jit(_prepared.in_turn(p, f)).lower(_prepared.many(p, x.a), x.b).compile())]
+    return [(kernel.Config(), jax.jit(_prepared.in_turn(p, f)).lower(_prepared.many(p, x.a), x.b).compile())]
   except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as e:
-    logging.warning('%s: mosaic_gpu_sm80 is left out: %s', p.key, e)
+    logging.warning('%s: %s is left out: %s', p.key, name(device), e)
     return []

@@ -19,7 +19,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import _device, _records, formats
-from pallas_kernels.arch import SM_80, SM_89
 from pallas_kernels.ffi import cusparselt as library
 from pallas_kernels.sparse_matmul import operand, reference
 
@@ -180,11 +179,12 @@ def _without_negative_zeros(a: Array) -> Array:
 
 
 def _check_device(device: _device.Device, dtype: Any) -> None:
-  needed = SM_89.capability if jnp.dtype(dtype).itemsize == 1 else SM_80.capability
-  if device.platform != 'gpu' or device.capability < needed:
+  arch = device.arch
+  takes, since = (arch.float8, '8.9') if jnp.dtype(dtype).itemsize == 1 else (arch.since_ampere, '8.0')
+  if device.platform != 'gpu' or not takes:
     raise NotImplementedError(
-      f'cuSPARSELt multiplies {jnp.dtype(dtype)} on NVIDIA GPUs of compute capability {needed[0]}.{needed[1]} and'
-      f' later, this is {device.name} with {device.capability[0]}.{device.capability[1]}'
+      f'cuSPARSELt multiplies {jnp.dtype(dtype)} on NVIDIA GPUs of compute capability {since} and later, this is'
+      f' {device.name} with {device.capability[0]}.{device.capability[1]}'
     )
   if jnp.dtype(dtype).name not in (*_WIDE, *_NARROW):
     raise NotImplementedError(f'A must be bfloat16, float16 or float8 (e4m3fn, e5m2), found {jnp.dtype(dtype)}')

@@ -164,7 +164,7 @@ def sparse_matmul(
     NotImplementedError: no GPU of compute capability 8.0 to 9.0, or types other than bfloat16 and float16.
   """
   device, config = device or _device.current(), config or Config()
-  if device.arch.sparse_instruction is None:
+  if device.arch.sparse_instruction not in ('mma.sp', 'wgmma'):
     raise NotImplementedError(f'tried on compute capability 8.0 to 9.0 only, {device.name} has {device.capability}')
   if a.dtype.name not in _PTX_TYPE or a.dtype != b.dtype:
     raise NotImplementedError(f'mma.sp here multiplies pairs of bfloat16 or float16, not {a.dtype} x {b.dtype}')

@@ -217,7 +217,7 @@ class Matmul:
     added: the equation that adds the bias.
     rounded: whether its result, wider than the operands, is rounded to their dtype by what follows it.
     block: the feed-forward block that it ends, or None.
-    origin: the equation that it is known by, of one that was turned around.
+    origin: the equation that it is known by, of one whose operands were swapped.
   """
 
   equation: Any
@@ -260,8 +260,8 @@ class Matmul:
         'precision': precision[::-1] if isinstance(precision, tuple) else precision,
       },
     )  # fmt: skip
-    turned = Matmul(equation, 1, self.arguments[::-1], self.key, self.matmuls, origin=self.origin)
-    return Part.in_order(Value(made_by=turned), (*range(b), *range(x, x + w - b), *range(b, x)))
+    swapped = Matmul(equation, 1, self.arguments[::-1], self.key, self.matmuls, origin=self.origin)
+    return Part.in_order(Value(made_by=swapped), (*range(b), *range(x, x + w - b), *range(b, x)))
 
   @property
   def weight(self) -> Value:

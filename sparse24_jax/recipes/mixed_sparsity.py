@@ -45,8 +45,7 @@ def mixed_sparsity(
     path: regular expression of the weights to make sparse; the paper takes every linear layer.
     total_steps: optimizer steps of the run; fractions and schedules refer to it.
     density: kept share in the ultra-sparse stage, over all the weights together. With a `structure` no layer keeps more
-      than half, and what the distribution cuts from one is not given to others: at 0.5 and Erdos-Renyi GPT-2 124M keeps
-      0.479.
+      than half, and what the distribution cuts from one is not given to others: at 0.5 a model keeps less than half.
     warm_up: share of the steps in which the density falls from 1.
     restoration: share of the steps, at the end, in which it rises to 1; 0 ends the run sparse.
     warm_up_ramp: how it falls, see `Stage`; without effect with a `structure`.

@@ -33,13 +33,13 @@ def neuron_level(
   Args:
     up: regular expression of the up-projections, `[d, h]` or `[experts, d, h]`.
     down: regular expression of the down-projections.
-    policy: of the block; None is `ActivationPolicy()`, whose weight gradients keep two of four tokens. That is ours: in
-      every comparison it ended nearer to dense than the published blocks of tokens (`docs/quality_runs.md`).
+    policy: of the block; None is `ActivationPolicy()`, whose weight gradients keep two of four tokens. That is ours;
+      `docs/quality_runs.md` compares it with the published blocks of tokens.
     warmup_fraction: share of the steps, at the start, that run dense. arXiv 2503.16672 warms up for 1000 steps; that
       it is a share, and 0.1, are ours, and not varied.
     dense_fraction: share of the steps, at the end, that run dense; 0 keeps the run sparse. With both defaults the ratio
       of dense to sparse steps is 1:2.3, which is our choice; summaries of the paper name ratios from 1:1 to 1:3.5. With
-      half of the steps sparse a small model ended nearer to a dense one.
+      half of the steps sparse: `docs/quality_runs.md`.
     refresh_every: optimizer steps between measurements of the flip rate, as in `s_ste`; nothing else happens then.
 
   Raises:

@@ -1,17 +1,20 @@
 """A generation is one value: which kernels it has, what 'sparse' means there, and in which order positions are read."""
 
 import dataclasses
+import sys
+import types
 from unittest import mock
 
 from absl.testing import absltest, parameterized
 import jax.numpy as jnp
 
-from pallas_kernels import _device, _dispatch, arch, vnm
+from pallas_kernels import _device, _dispatch, _records, arch, vnm
 from pallas_kernels.pack.api import soft_threshold_pack
-from pallas_kernels.sparse_matmul import api, mosaic_gpu, mosaic_gpu_sm80, operand
+from pallas_kernels.sparse_matmul import _own_kernel, api, mosaic_gpu, mosaic_gpu_sm80, operand, reference
 from pallas_kernels.vnm import api as vnm_api
 from pallas_kernels.vnm import mosaic_gpu as vnm_mosaic_gpu
 from pallas_kernels.vnm.format import to_vnm_operand
+from sparse24_jax import plan
 from tests import targets
 from tests.pallas_kernels import triton_interpreter
 
@@ -100,6 +103,47 @@ class LayoutTest(parameterized.TestCase):
       self.refused(
         vnm_api.vnm_pack, self.blocks.compact.values, v=64, m=8, gradient=x, pattern=self.blocks, **named
       )
+
+
+class NextGenerationTest(absltest.TestCase):
+  """What `README.md` lists is enough: an `Arch`, a module with `Config` and the op, and its line in `BACKENDS`."""
+
+  def test_its_kernel_is_reached(self):
+    b200 = _device.Device('NVIDIA B200', 'gpu', (10, 0), 148)
+    generation = arch.Arch(
+      'sm_100a', (10, 0), sparse_instruction='tcgen05', layout=arch.REGISTER_ORDER, kernels={api.OP: 'tcgen05'},
+      float8=True,
+    )  # fmt: skip
+    module = types.ModuleType('pallas_kernels.sparse_matmul.tcgen05')
+    module.Config = dataclasses.make_dataclass('Config', [], frozen=True)
+    called = []
+
+    def by_reference(*args, config=None, device=None, **kwargs):
+      if (device or _device.current()).arch.sparse_instruction != 'tcgen05':
+        raise NotImplementedError('needs tcgen05')
+      called.append(config)
+      return reference.sparse_matmul(*args, **kwargs)
+
+    module.sparse_matmul = by_reference
+    a, b = _operand(), jnp.ones((8, 64), _BF16)
+    with (
+      mock.patch.object(arch, 'ARCHS', (*arch.ARCHS, generation)),
+      mock.patch.dict(sys.modules, {module.__name__: module}),
+      mock.patch.dict(api.BACKENDS, tcgen05=f'{module.__name__}:sparse_matmul'),
+    ):
+      with self.assertRaisesRegex(ValueError, 'tcgen05: needs tcgen05'):
+        api.sparse_matmul(a, b, implementation='tcgen05')
+      with mock.patch.object(_device, 'current', lambda: b200):
+        self.assertEqual(api.sparse_matmul(a, b, implementation='sparse').shape, (64, 8))
+        for other in ('mosaic_gpu', 'mosaic_gpu_sm80'):
+          with self.assertRaisesRegex(ValueError, r'NVIDIA B200 has \(10, 0\)'):
+            api.sparse_matmul(a, b, implementation=other)
+        self.assertEqual(plan.backend_of('sparse'), 'tcgen05')  # of layers
+        self.assertEqual(_own_kernel.name(b200), 'tcgen05')
+        p = mosaic_gpu.Problem(64, 8, 64, _BF16, _BF16, _BF16, 'nk', 'mn')
+        ((config, _),) = _own_kernel.compiled(p, b200, _own_kernel.settings(p, b200, _records.TUNED, True))  # by `tune`
+        self.assertEqual(config, module.Config())
+    self.assertTrue(called)
 
 
 if __name__ == '__main__':
