@@ -156,7 +156,7 @@ def expected(
   plan = NeuronLevelPlan(policy, tokens, d, hidden, jnp.dtype(dtype).name, by_activations=kernel)
   for timing in plan._timings[1:]:
     times = _records.expected_ms(device, timing.op, dict(timing.key))
-    if times.get(kernel, math.inf) >= times.get('dense', 0.0):
+    if kernel is None or times.get(kernel, math.inf) >= times.get('dense', 0.0):
       return None
   sides = (_together(steps) for steps in (plan.steps, plan.dense_steps))
   sparse, dense = (total(step.expected_ms(device) for step in steps) for steps in sides)
