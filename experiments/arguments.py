@@ -2,7 +2,6 @@
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NoReturn
 
 from experiments.runs.experiment import known_experiments
@@ -189,7 +188,6 @@ def make_parser() -> argparse.ArgumentParser:
   sweep.add_argument('--folder', default='runs/sweep', help='for runs and logs (default: %(default)s)')
   _methods_arguments(sweep, 'equal-flops')
   sweep.add_argument('--minutes', type=float, default=0.0, help='stop after these (default: wait for all)')
-  sweep.add_argument('--pack', type=Path, help='renew this .tar.gz of measurements as runs finish')
   for name, what in PROGRAMS.items():
     commands.add_parser(name, add_help=False, help=f'{what}; see `{name} --help`')
   return parser

@@ -208,7 +208,7 @@ def _grid(args: argparse.Namespace) -> None:
 def _sweep(args: argparse.Namespace) -> None:
   from experiments.runs import sweep
 
-  unfinished = sweep.sweep(args.folder, minutes=args.minutes, pack=args.pack, **_of_methods(args))
+  unfinished = sweep.sweep(args.folder, minutes=args.minutes, **_of_methods(args))
   if unfinished:
     raise ValueError(f'{unfinished} methods are not finished; the same command goes on with them')
 

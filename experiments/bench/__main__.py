@@ -87,7 +87,6 @@ MEASUREMENTS = {
   'vnm-blocks-settings': _vnm(
     f'--select ffn-128x2x8-dense_neurons-16384x4096x16384 {" ".join(_TWO_OF_FOUR_TOKENS)} --explain', 180,
   ),
-  'transformer-block': Measurement('experiments.bench.block --select fst-gpt2 --explain --steps 40', 120),
   **{
     f'best-steps-{model.removeprefix("gpt2-")}': Measurement(f'experiments.bench.best_steps --select {model}', 900)
     for model in step_cases.CASES

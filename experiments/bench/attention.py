@@ -1,7 +1,7 @@
 """`python -m experiments.bench.attention --out FILE`: attention under a pattern, forward and backward.
 
-`triton`, `cudnn` and `blocks` are back ends of the pattern; `blocks` is compiled for one case only unless asked for, as
-XLA tunes its many matmuls for longer than all else takes. `full` is full causal attention by the fastest library
+`triton`, `cudnn` and `blocks` are back ends of the pattern; `blocks` is compiled for one case only, as XLA
+tunes its many matmuls for longer than all else takes. `full` is full causal attention by the fastest library
 kernel, which is what a model would run otherwise. Errors are those of output and gradients of the first head of the
 first sequence against the masked form in float32 on the host, for the longest sequences against the block form.
 
@@ -29,6 +29,7 @@ MODULE = 'experiments.bench.attention'
 # Batch, positions, heads, head size: GPT-2 124M, and longer sequences of the same tokens.
 SHAPES = {'1k': (16, 1024, 12, 64), '4k': (4, 4096, 12, 64), '16k': (1, 16384, 12, 64)}
 TINY = (2, 64, 2, 8)
+WINDOW = 128
 KINDS = ('combined', 'fixed', 'local', 'strided')
 CASES = {f'{kind}-{length}': (kind, length) for length in ('4k', '1k', '16k') for kind in KINDS}
 # Cases with the plain-XLA form beside the kernels.
@@ -79,13 +80,13 @@ def prepare(name: str, options: Any, pool: ThreadPoolExecutor, full: dict[str, F
   """
   kind, length = CASES[name]
   shape = TINY if options.tiny else SHAPES[length]
-  pattern = Pattern(kind, 8 if options.tiny else options.window)
+  pattern = Pattern(kind, 8 if options.tiny else WINDOW)
   dtype = jnp.float32 if options.tiny else jnp.bfloat16
   args = [jax.random.normal(key, shape, jnp.float32).astype(dtype) for key in jax.random.split(jax.random.key(0), 4)]
   jobs = {'triton': (pattern, 'triton')}
-  if not options.tiny and (kind == 'local' or (options.more and kind in cudnn.SERVED)):
+  if not options.tiny and kind == 'local':
     jobs['cudnn'] = (pattern, 'cudnn')
-  if options.more or name in BLOCKS:
+  if name in BLOCKS:
     jobs['blocks'] = (pattern, 'blocks')
 
   def compile_one(pattern: Pattern, implementation: str) -> Any:
@@ -157,8 +158,6 @@ def within(
 def main(argv: Sequence[str] | None = None) -> int:
   """Runs the selected cases; returns the number that failed."""
   parser = measure.parser(MODULE, __doc__, [*GROUPS, *CASES], ['all'])
-  parser.add_argument('--window', type=int, default=128, help='c of the patterns (default: %(default)s)')
-  parser.add_argument('--more', action='store_true', help='the block form in every case, and strided heads by cuDNN')
   parser.add_argument('--seconds', type=float, default=0.0, help='begin no case that would end later (0: no limit)')
   options = parser.parse_args(argv)
   measure.check_gpu(parser, options)

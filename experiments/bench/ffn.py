@@ -6,7 +6,7 @@ masks is not, since training does it every 40 steps (`train_step` has it). The d
 in `DENSE_FORMS`; for FP8 there is a dense FP8 twin as well.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 import functools
 import statistics
 from typing import Any
@@ -38,7 +38,7 @@ def run(case: Case, options: Any, head: Mapping[str, Any], clock: measure.Clock)
   shape = TINY if options.tiny else case.shape
   implementation = None if options.tiny or options.implementation == 'auto' else options.implementation
   dtype = jnp.float32 if options.tiny else jnp.bfloat16  # XLA's CPU lacks some matmuls of bfloat16
-  jobs = _jobs(case, shape, implementation, dtype, jnp.float32 if options.weights == 'float32' else dtype)
+  jobs = _jobs(case, shape, implementation, dtype)
   compiled = measure.compile_all(jobs, needed=('sparse',))
   clock.lap(f'compile {len(jobs)} steps')
   calls = {name: functools.partial(f, *jobs[name][1]) for name, f in compiled.items()}
@@ -65,7 +65,7 @@ def run(case: Case, options: Any, head: Mapping[str, Any], clock: measure.Clock)
   profile = None
   if options.explain:
     programs = {twin: compiled[form[twin]] for twin in twins}
-    profile = trace.explain(twins, programs, 3, options.trace and options.trace / case.name)
+    profile = trace.explain(twins, programs, 3)
     clock.lap('profile')
   error = None
   if not options.skip_check and case.shape == SHAPES[0]:  # The shape that is checked is one and the same.
@@ -74,21 +74,21 @@ def run(case: Case, options: Any, head: Mapping[str, Any], clock: measure.Clock)
   sparse = rows.pop('sparse')
   flops = 6 * shape[0] * shape[1] * shape[2] * (3 if case.gated else 2)
   return dict(
-    bench='ffn', **head, **case.fields, weights=options.weights,
+    bench='ffn', **head, **case.fields, weights='bfloat16',
     shape=dict(tokens=shape[0], d=shape[1], hidden=shape[2]), mode='forward_and_vjp',
     implementation=implementation or 'auto', **sparse, baselines=rows,
     speedup=measure.speedup(rows, sparse['median_ms']),
     heat_ms={name: round(ms, 4) for name, ms in heat.items()}, tflops=flops / sparse['median_ms'] / 1e9,
-    sparse_calls=counts, error=error, profile=profile, headline=not options.tiny and options.weights == 'bfloat16',
+    sparse_calls=counts, error=error, profile=profile, headline=not options.tiny,
   )  # fmt: skip
 
 
 def _jobs(
-  case: Case, shape: tuple[int, int, int], implementation: str | None, dtype: Any, stored: Any
+  case: Case, shape: tuple[int, int, int], implementation: str | None, dtype: Any
 ) -> dict[str, tuple[Any, Sequence[Any]]]:
-  """The sparse step, and all forms of its dense twins, which work in `dtype` on weights in the dtype `stored`."""
-  weights, x, dy = jax.jit(lambda: inputs(case, shape, jnp.float32))()
-  dense_args = _cast(weights, stored), x.astype(dtype), dy.astype(dtype)
+  """The sparse step, and all forms of its dense twins."""
+  wide = jax.jit(lambda: inputs(case, shape, jnp.float32))()
+  dense_args = tuple(jax.tree.map(lambda a: a.astype(dtype), wide))
   sparse_args = *dense_args, jax.jit(case.states)(dense_args[0]), jax.random.key(7)
   steps = {'sparse': (sparse_step(case, case.policy(implementation)), sparse_args)}
   for form in DENSE_FORMS:
@@ -96,32 +96,12 @@ def _jobs(
   if case.method == 's_ste_fp8':
     for form in ('plain', 'recompute'):
       steps[f'dense_fp8 {form}'] = dense_step(dense_block(case, form, fp8_dot)), dense_args
-  return {
-    name: (jax.jit(step if stored == dtype else _narrowed(step, dtype)), args) for name, (step, args) in steps.items()
-  }
-
-
-def _narrowed(step: Callable[..., Any], dtype: Any) -> Callable[..., Any]:
-  """The step, with the cast of wide weights as a part of it."""
-
-  def cast(weights: Any, *rest: Any) -> Any:
-    narrow, vjp = jax.vjp(lambda w: _cast(w, dtype), weights)
-    out, (dw, dx) = step(narrow, *rest)
-    return out, (vjp(dw)[0], dx)
-
-  return cast
-
-
-def _cast(tree: Any, dtype: Any) -> Any:
-  return jax.tree.map(lambda a: a.astype(dtype), tree)
+  return {name: (jax.jit(step), args) for name, (step, args) in steps.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
   """Runs the selected cases; returns the number that failed."""
   parser = measure.parser(MODULE, __doc__, [*GROUPS, *CASES], ['bf16'])
-  parser.add_argument(
-    '--weights', default='bfloat16', choices=('bfloat16', 'float32'), help='stored weights (default: %(default)s)'
-  )
   parser.add_argument(
     '--implementation', default='sparse', help="of the policy; 'auto' follows the records (default: %(default)s)"
   )

@@ -277,7 +277,6 @@ def parser(module: str, doc: str | None, choices: Sequence[str], default: Sequen
   result.add_argument('--steps', type=int, default=8, help='steps a burst (default: %(default)s)')
   result.add_argument('--tiny', action='store_true', help='small shapes and plain jax.numpy, to see that it runs')
   result.add_argument('--explain', action='store_true', help='print and record device time by kind of kernel')
-  result.add_argument('--trace', type=Path, help='keep the profiler traces that --explain reads in this folder')
   return result
 
 

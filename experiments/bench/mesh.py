@@ -123,8 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument('--one', action='store_true', help="time one device's share of the block on one device as well")
   parser.add_argument('--sharding', default=SHARDINGS[0], choices=SHARDINGS, help="of a step's state (%(default)s)")
   parser.add_argument('--batch', type=int, help="sequences a step (default: the case's)")
-  parser.add_argument('--layers', type=int, help="blocks (default: the model's)")
-  parser.set_defaults(recipe='transposable_srste', sparse_only=False, unroll=False, attention='cudnn')
+  parser.set_defaults(recipe='transposable_srste')
   options = parser.parse_args(argv)
   measure.check_gpu(parser, options)
   if (options.devices or 1) > jax.device_count():

@@ -170,7 +170,7 @@ def block(case: Case, options: Any) -> Plan:
     calls = {
       name: functools.partial(compiled[name], *args) for name in ('sparse', record['baselines']['dense']['form'])
     }
-    return trace.explain(calls, compiled, 3, options.trace and options.trace / case.name)
+    return trace.explain(calls, compiled, 3)
 
   return Plan({'make': (make, (key,))} | {name: (f, shapes) for name, f in steps.items()}, run, explain)
 

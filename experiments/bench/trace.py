@@ -74,14 +74,13 @@ def classify(name: str, op_name: str = '') -> str:
   return 'other'
 
 
-def capture(call: Callable[[], Any], steps: int, names: Mapping[str, str], folder: Path | None = None) -> list[Kernel]:
+def capture(call: Callable[[], Any], steps: int, names: Mapping[str, str]) -> list[Kernel]:
   """Runs `steps` steps under the profiler.
 
   Args:
     call: starts a step and returns what to wait for.
     steps: how many.
     names: from `hlo.op_names`.
-    folder: keeps the trace there; None throws it away.
 
   Returns:
     The kernels; none where the profiler saw no GPU.
@@ -90,12 +89,11 @@ def capture(call: Callable[[], Any], steps: int, names: Mapping[str, str], folde
   options.python_tracer_level = 0
   options.host_tracer_level = 1
   jax.block_until_ready(call())
-  with tempfile.TemporaryDirectory() as scratch:
-    where = str(folder or scratch)
-    with jax.profiler.trace(where, profiler_options=options):
+  with tempfile.TemporaryDirectory() as folder:
+    with jax.profiler.trace(folder, profiler_options=options):
       results = [call() for _ in range(steps)]
       jax.block_until_ready(results)
-    files = sorted(glob.glob(f'{where}/**/*.xplane.pb', recursive=True))
+    files = sorted(glob.glob(f'{folder}/**/*.xplane.pb', recursive=True))
     return read(files[-1], names) if files else []
 
 
@@ -160,7 +158,7 @@ def summarize(kernels: Sequence[Kernel], steps: int, *, top: int = 12) -> dict[s
 
 
 def explain(
-  calls: Mapping[str, Callable[[], Any]], programs: Mapping[str, Any], steps: int, folder: Path | None = None
+  calls: Mapping[str, Callable[[], Any]], programs: Mapping[str, Any], steps: int
 ) -> dict[str, Any] | None:
   """Captures, summarizes and prints every twin; None if the profiler fails, which must not lose the timings.
 
@@ -168,12 +166,10 @@ def explain(
     calls: twin -> what starts a step.
     programs: twin -> its compiled step.
     steps: to capture.
-    folder: keeps the traces there.
   """
   try:
     found = {
-      name: summarize(capture(call, steps, op_names(programs[name].as_text()), folder and folder / name), steps)
-      for name, call in calls.items()
+      name: summarize(capture(call, steps, op_names(programs[name].as_text())), steps) for name, call in calls.items()
     }
   except (RuntimeError, OSError, ValueError, IndexError) as error:
     print(f'  no profile: {type(error).__name__}: {str(error)[:300]}', flush=True)

@@ -7,7 +7,6 @@ apart, and the figure is their mean over a period.
 """
 
 from collections.abc import Mapping, Sequence
-import dataclasses
 import statistics
 from typing import Any
 
@@ -23,10 +22,7 @@ def run(name: str, options: Any, head: Mapping[str, Any], clock: measure.Clock) 
   # No burst may reach a search: step 40 of a period makes it.
   if options.steps + 1 >= REFRESH_EVERY:  # of other recipes the period is longer, or every step searches
     raise ValueError(f'--steps {options.steps}: a burst must be shorter than the period of {REFRESH_EVERY} steps')
-  case = CASES[name]
-  if options.remat != 'auto':
-    case = dataclasses.replace(case, remat=options.remat == 'block')
-  twins = Twins(case, options, clock)
+  twins = Twins(CASES[name], options, clock)
   calls = twins.calls
   losses = {twin: float(call()) for twin, call in calls.items()}
   clock.lap(f'first steps, losses {losses}')
@@ -49,7 +45,7 @@ def run(name: str, options: Any, head: Mapping[str, Any], clock: measure.Clock) 
   profile = None
   if options.explain:
     twins.at(0)
-    profile = trace.explain(calls, twins.compiled, 2, options.trace and options.trace / name)
+    profile = trace.explain(calls, twins.compiled, 2)
     clock.lap('profile')
   return _record(twins, options, head, rows, refresh) | dict(profile=profile, headline=not options.tiny)
 
@@ -99,13 +95,8 @@ def main(argv: Sequence[str] | None = None) -> int:
   """Runs the selected models; returns the number that failed."""
   parser = measure.parser(MODULE, __doc__, list(CASES), ['gpt2-124m'])
   parser.add_argument('--batch', type=int, help="sequences a step (default: the case's)")
-  parser.add_argument('--layers', type=int, help="blocks (default: the model's)")
   parser.add_argument('--recipe', default=RECIPES[0], choices=RECIPES, help='(default: %(default)s)')
   parser.add_argument('--implementation', default='auto', help="of the policy (default: the records' choice)")
-  parser.add_argument('--remat', default='auto', choices=('auto', 'none', 'block'), help='recompute blocks or not')
-  parser.add_argument('--attention', default='cudnn', choices=('cudnn', 'xla'))
-  parser.add_argument('--unroll', action='store_true', help='a Python loop over layers in place of a scan')
-  parser.add_argument('--sparse-only', action='store_true', help='no dense twin')
   parser.add_argument('--refreshes', type=int, default=4, help='mask searches to time (default: %(default)s)')
   options = parser.parse_args(argv)
   measure.check_gpu(parser, options)

@@ -90,10 +90,7 @@ class State(NamedTuple):
 def make_model(case: Case, options: Any) -> Any:
   """The linen model of a case, in bfloat16 with float32 parameters."""
   family, make = (gpt2, gpt2.GPT2) if case.model == 'gpt2' else (llama, llama.Llama)
-  depth = {'num_layers': options.layers} if options.layers else {}
-  fields: dict[str, Any] = depth | dict(
-    dtype='bfloat16', scan_layers=not options.unroll, remat=case.remat, attention=options.attention,
-  )  # fmt: skip
+  fields: dict[str, Any] = dict(dtype='bfloat16', scan_layers=True, remat=case.remat, attention='cudnn')
   if case.model == 'gpt2':
     fields['mlp'] = case.mlp
   if options.tiny:
@@ -245,9 +242,10 @@ class Twins:
     abstract = jax.tree.map(lambda a, sharding: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), shapes, held)
     # Masks are chosen by a program of its own, as `experiments.runs` has it on a GPU.
     every = self.recipe.refresh_every
-    twins = {'sparse': (sparse_model, self.recipe, abstract, False if every > 1 else None)}
-    if not options.sparse_only:
-      twins['dense'] = (self.model, None, dense_part(abstract), None)
+    twins = {
+      'sparse': (sparse_model, self.recipe, abstract, False if every > 1 else None),
+      'dense': (self.model, None, dense_part(abstract), None),
+    }
     if every > 1 and getattr(options, 'refreshes', 0):
       twins['search'] = (sparse_model, self.recipe, abstract, True)
     jobs = {

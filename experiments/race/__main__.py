@@ -166,7 +166,7 @@ class Race:
 
   def _programs(self, name: str) -> Programs:
     model = make_model(
-      name, self.options.size, self.vocab, style=self.options.style, tiny=self.options.tiny, scan=self.options.scan
+      name, self.options.size, self.vocab, style=self.options.style, tiny=self.options.tiny
     )
     shape = jax.ShapeDtypeStruct(self.tokens.shape, self.tokens.dtype)
     return Programs(model, CONTENDERS[name].recipe, self.options.batch, shape, self.held_out)
@@ -273,7 +273,6 @@ def parser() -> argparse.ArgumentParser:
   parser.add_argument('--eval-batches', type=int, default=24, help='(default: %(default)s)')
   parser.add_argument('--evaluations', type=int, default=8, help='of a trial, evenly spread (default: %(default)s)')
   parser.add_argument('--wait-for', type=Path, help='a file: no step is timed before it exists; compiling may begin')
-  parser.add_argument('--scan', action='store_true', help='a scan over layers, in place of each on its own')
   parser.add_argument('--tiny', action='store_true', help='small shapes, to see that it runs')
   return parser
 

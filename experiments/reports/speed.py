@@ -15,7 +15,7 @@ from experiments.reports import charts, provenance
 type Record = Mapping[str, Any]
 
 RESULTS = Path(__file__).parents[1] / 'results'
-BENCHES = ('ffn', 'block', 'train_step')
+BENCHES = ('ffn', 'train_step')
 # Share of neurons that are dense in weight gradients.
 _PUBLISHED_DENSE_SHARE = 0.05
 
@@ -103,7 +103,7 @@ _METHODS = {
   'mixed_sparsity_24': 'MST within 2:4, bfloat16', 'neuron_level': 'neuron level, bfloat16',
   'mixed_sparsity_transposable': 'MST, transposable 2:4 and MVUE, bfloat16',
 }  # fmt: skip
-_PROGRAMS = {'ffn': 'feed-forward block', 'block': 'transformer block', 'train_step': 'training step'}
+_PROGRAMS = {'ffn': 'feed-forward block', 'train_step': 'training step'}
 
 
 def markdown(records: Sequence[Record]) -> str:

@@ -57,9 +57,8 @@ def _vnm(v: int, m: int, what: str = '', *, half: bool = False, **policy: Any) -
   return Method(label, 'neuron_level', kwargs, _BY_POSITION, dense_from='projected')
 
 
-# Decay factors belong to the nano experiment. FST's is what `python -m experiments tune-decay --by flips` chose of
-# factors up to 6e-3, with learnt positions (results/tune_decay_nano.json); that of SR-STE is the best of 2e-4 (the
-# paper's, with SGD), 0.3, 3 and 30 with seed 0 (results/decay_sweep_nano.jsonl).
+# Decay factors belong to the nano experiment: FST's was chosen by flip rates, SR-STE's by the loss of one seed. `grid`
+# and `compare --tune` search them (docs/quality.md).
 METHODS: Mapping[str, Method] = {
   'dense': Method('dense', 'dense', _WATCHED),
   'fst': Method('FST', 'transposable_srste', {'path': FFN, 'masked_decay': 6e-3}),

@@ -4,17 +4,15 @@ A model of a few million parameters leaves a large GPU waiting for its host and 
 fill it: while one compiles or dispatches, others compute. Every process trains one method, seed after seed, and
 compiles each program once.
 
-Command: python -m experiments sweep --config small --methods equal-flops --minutes 5 --pack runs.tar.gz
+Command: python -m experiments sweep --config small --methods equal-flops --minutes 5
 """
 
 from collections.abc import Sequence
-import contextlib
 import json
 import multiprocessing
 import os
 from pathlib import Path
 import sys
-import tarfile
 import time
 import traceback
 from typing import Any
@@ -22,10 +20,7 @@ from typing import Any
 from experiments.runs import method_table, methods
 from pallas_kernels import _processes
 
-# The files of a run that reports and records are made from.
-_PACKED = ('config.json', 'environment.json', 'metrics.jsonl', 'timing.jsonl', 'summary.json')
 _POLL_SECONDS = 1.0
-_PACK_SECONDS = 10.0
 
 
 def sweep(
@@ -37,7 +32,6 @@ def sweep(
   minutes: float = 0.0,
   tiny: bool = False,
   overrides: Sequence[str] = (),
-  pack: Path | None = None,
 ) -> int:
   """Trains each method in a process of its own, all at once.
 
@@ -51,7 +45,6 @@ def sweep(
     minutes: after these, whatever still trains is stopped; 0 waits for all.
     tiny: the experiment's tiny twin.
     overrides: 'section.key=value' strings.
-    pack: a .tar.gz that is renewed as runs finish; holds what reports and records need, of unfinished runs too.
 
   Returns:
     The number of processes that failed, were stopped or ended without all their runs.
@@ -65,7 +58,6 @@ def sweep(
   context = multiprocessing.get_context('spawn')
   processes = {}
   told: set[Path] = set()
-  packed = start
   try:
     with _processes.shared_gpu():
       for method in method_table.expand(names):
@@ -78,31 +70,15 @@ def sweep(
         print(f'{time.monotonic() - start:6.1f} s: stopped', flush=True)
         break
       time.sleep(_POLL_SECONDS)
-      new = _tell(folder, told, start)
-      if pack is not None and new and time.monotonic() - packed > _PACK_SECONDS:
-        packed = time.monotonic()
-        write_pack(folder, pack)
+      _tell(folder, told, start)
   finally:
     _processes.stop(processes.values())
     _tell(folder, told, start)
-    if pack is not None:
-      write_pack(folder, pack)
   failed = [name for name, process in processes.items() if process.exitcode != 0]
   for name in failed:
     log = folder / f'{name}.log'
     print(f'{name}: not finished; end of {log.name}:\n{_tail(log)}', flush=True)
   return len(failed)
-
-
-def write_pack(folder: Path, path: Path) -> None:
-  """Writes the measurements of the runs in a folder, and the logs, to a .tar.gz; complete, or not at all."""
-  path.parent.mkdir(parents=True, exist_ok=True)
-  new = path.with_name(f'.{path.name}.new')
-  with tarfile.open(new, 'w:gz') as tar:
-    for file in sorted([*folder.glob('*.log'), *(f for name in _PACKED for f in folder.glob(f'*/{name}'))]):
-      with contextlib.suppress(FileNotFoundError):
-        tar.add(file, arcname=str(file.relative_to(folder)))
-  os.replace(new, path)
 
 
 def _train(experiment: str, method: str, seeds: list[int], folder: str, tiny: bool, overrides: list[str]) -> None:
@@ -117,8 +93,8 @@ def _train(experiment: str, method: str, seeds: list[int], folder: str, tiny: bo
     sys.exit(1)
 
 
-def _tell(folder: Path, told: set[Path], start: float) -> bool:
-  """Prints a line for each run that finished since the last call; whether there was one."""
+def _tell(folder: Path, told: set[Path], start: float) -> None:
+  """Prints a line for each run that finished since the last call."""
   new = sorted(set(folder.glob('*/summary.json')) - told)
   for path in new:
     try:
@@ -131,7 +107,6 @@ def _tell(folder: Path, told: set[Path], start: float) -> bool:
       f'{summary["steps"]} steps, {summary["seconds"]:.0f} s',
       flush=True,
     )
-  return bool(new)
 
 
 def _tail(log: Path, lines: int = 6, width: int = 400) -> str:

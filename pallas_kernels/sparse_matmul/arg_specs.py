@@ -87,7 +87,7 @@ GPT2_774M = [*_layer(16384, 1280, 5120), *_layer(16384, 5120, 1280)]
 GPT2_1558M = [*_layer(24576, 1600, 6400), *_layer(24576, 6400, 1600)]
 # Gate and up-projection are one matmul.
 LLAMA_3B = [*_layer(12288, 3072, 2 * 8192), *_layer(12288, 8192, 3072)]
-# The blocks of width 4096 of `experiments.bench.block`, with GELU and with a gate.
+# Transformer blocks of width 4096, with GELU and with a gate.
 BLOCK = [
   spec
   for sizes in ((16384, 4096, 2 * 14336), (16384, 14336, 4096), (16384, 4096, 16384), (16384, 16384, 4096))

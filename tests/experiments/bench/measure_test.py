@@ -9,7 +9,7 @@ from absl.testing import absltest, parameterized
 import jax
 import jax.numpy as jnp
 
-from experiments.bench import attention, block, ffn, measure, mesh, neuron_level, train_step
+from experiments.bench import attention, ffn, measure, mesh, neuron_level, train_step
 from pallas_kernels import _compat
 
 
@@ -56,7 +56,7 @@ class MeasureTest(parameterized.TestCase):
     self.assertEqual(device.call_count, 6 if tries == 3 else 1)
     device.assert_called_with(jnp.sin, (), 4, detach=True)
 
-  @parameterized.parameters(attention, block, ffn, mesh, neuron_level, train_step)
+  @parameterized.parameters(attention, ffn, mesh, neuron_level, train_step)
   def test_refused_at_once_without_a_gpu(self, module):
     out = io.StringIO()
     # Nothing else may come first.

@@ -53,7 +53,7 @@ class NeuronLevelBenchTest(absltest.TestCase):
     with tempfile.TemporaryDirectory() as name, contextlib.redirect_stdout(io.StringIO()) as out:
       file = pathlib.Path(name) / 'records.jsonl'
 
-      def explain(calls, programs, steps, folder):
+      def explain(calls, programs, steps):
         written.append(file.read_text().count('\n'))
         jax.block_until_ready([call() for call in calls.values()])
         self.assertContainsSubset(calls, programs)
