@@ -1,6 +1,5 @@
 """The six products of the squared-ReLU block: who makes them, and that each finds a sparse operand."""
 
-import dataclasses
 import functools
 from unittest import mock
 
@@ -24,7 +23,6 @@ from tests.sparse24_jax.activation_oracles import (
   forward_and_grads,
   HIDDEN,
   POLICIES,
-  relative_error,
   state_of,
   TOKENS,
   VNM,
@@ -53,14 +51,6 @@ class ChoiceTest(parameterized.TestCase):
       jax.eval_shape(functools.partial(eager, VNM), *inputs, state_of(VNM, *inputs[1:3]))
     choice.assert_called_once_with(VNM, TOKENS, D, HIDDEN, jnp.bfloat16)
     self.assertEqual([call.args[1] for call in make.call_args_list], [plan] * 2)
-
-  def test_the_kernels_side_computes_the_same(self):
-    # The kernels' path by the ops' own choice of back ends, which on a CPU are the references.
-    inputs = draw(jnp.bfloat16)
-    expected = forward_and_grads(VNM, *inputs)
-    found = forward_and_grads(dataclasses.replace(VNM, implementation='sparse'), *inputs)
-    for a, b in zip(found, expected, strict=True):
-      self.assertLess(relative_error(a, b), 4e-3)
 
 
 class SixProductsTest(parameterized.TestCase):
@@ -145,11 +135,11 @@ class SixProductsTest(parameterized.TestCase):
         s24.verify24(w, axis=-3 - axis)
 
   def test_nothing_is_sampled(self):
-    # The gradients' zeros are those of the activations, so no estimator: no key, and twice the same bits.
+    # The gradients' zeros are those of the activations, so no estimator: a key is taken, and draws nothing.
     inputs = draw()
-    for first, second in zip(forward_and_grads(VNM, *inputs), forward_and_grads(VNM, *inputs, key=jax.random.key(1)),
-                             strict=True):
-      np.testing.assert_array_equal(first, second)
+    state = state_of(VNM, *inputs[1:3])
+    traced = jax.make_jaxpr(lambda key: eager(VNM, *inputs, state, key=key))(jax.random.key(1))
+    self.assertNotIn('random', str(traced))
 
   def test_what_the_forward_dropped_gets_no_gradient(self):
     policy = ActivationPolicy(VNM.features, sparse_weights=False, dense_features=1)

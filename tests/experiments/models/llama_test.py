@@ -102,26 +102,25 @@ class OptionsTest(parameterized.TestCase):
     )
 
   def test_shared_heads_equal_copied_ones(self):
-    params, tokens = _init(_tiny(num_kv_heads=2))
+    params, tokens = _init(_tiny(num_kv_heads=2, num_layers=1))
     full = jax.tree.map(lambda x: x, params)
-    for block in ('h_0', 'h_1'):
-      for name in ('k_proj', 'v_proj'):
-        kernel = params[block]['attn'][name]['kernel'].reshape(32, 2, 8)
-        full[block]['attn'][name] = {'kernel': jnp.repeat(kernel, 2, axis=1).reshape(32, 32)}
+    for name in ('k_proj', 'v_proj'):
+      kernel = params['h_0']['attn'][name]['kernel'].reshape(32, 2, 8)
+      full['h_0']['attn'][name] = {'kernel': jnp.repeat(kernel, 2, axis=1).reshape(32, 32)}
     np.testing.assert_allclose(
-      apply(llama.Llama(_tiny(num_kv_heads=2)), {'params': params}, tokens),
-      apply(llama.Llama(_tiny(num_kv_heads=4)), {'params': full}, tokens),
+      apply(llama.Llama(_tiny(num_kv_heads=2, num_layers=1)), {'params': params}, tokens),
+      apply(llama.Llama(_tiny(num_kv_heads=4, num_layers=1)), {'params': full}, tokens),
       atol=1e-6,
     )
 
   def test_initial_scales(self):
-    model = llama.Llama(_tiny(embed_dim=128, hidden_dim=256))
-    params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 8), jnp.int32))['params']
-    self.assertAlmostEqual(float(params['h_0']['mlp']['c_gate']['kernel'].std()), 0.02, delta=5e-4)
-    self.assertAlmostEqual(float(params['h_0']['mlp']['c_proj']['kernel'].std()), 0.01, delta=5e-4)
+    model, tokens = llama.Llama(_tiny(embed_dim=128, hidden_dim=256)), jnp.zeros((1, 8), jnp.int32)
+    mlp = jax.jit(lambda key: model.init(key, tokens)['params']['h_0']['mlp'])(jax.random.key(0))
+    self.assertAlmostEqual(float(mlp['c_gate']['kernel'].std()), 0.02, delta=5e-4)
+    self.assertAlmostEqual(float(mlp['c_proj']['kernel'].std()), 0.01, delta=5e-4)
 
   def test_logits_are_causal_float32_and_know_positions(self):
-    config = _tiny(dtype='bfloat16')
+    config = _tiny(dtype='bfloat16', num_layers=1)
     params, tokens = _init(config)
     changed = tokens.at[:, 9].set((tokens[:, 9] + 1) % 32)
     before, after = (apply(llama.Llama(config), {'params': params}, t) for t in (tokens, changed))

@@ -13,7 +13,7 @@ from experiments.models import gpt2, layers, llama
 import sparse24_jax as s24
 from tests.experiments.fakes import apply, compile_quickly, parameters
 
-NANO = dict(vocab_size=32, embed_dim=32, seq_len=16)
+NANO = dict(vocab_size=32, embed_dim=32, seq_len=16, num_layers=1)
 LOCAL, FIXED = s24.AttentionPattern('local', 4), s24.AttentionPattern('fixed', 4)
 
 
@@ -22,14 +22,15 @@ def setUpModule():
 
 
 def make(family, **overrides):
+  sizes = NANO | overrides
   if family == 'gpt2':
-    return gpt2.GPT2(gpt2.make_config('nano', **NANO, **overrides))
-  return llama.Llama(llama.make_config('nano', **NANO, hidden_dim=64, **overrides))
+    return gpt2.GPT2(gpt2.make_config('nano', **sizes))
+  return llama.Llama(llama.make_config('nano', hidden_dim=64, **sizes))
 
 
 @functools.cache
-def params_of(family):
-  return parameters(make(family), tokens())
+def params_of(family, **overrides):
+  return parameters(make(family, **overrides), tokens())
 
 
 def tokens():
@@ -119,8 +120,8 @@ class StepOptionsTest(parameterized.TestCase):
 class AttentionPatternTest(parameterized.TestCase):
   @parameterized.parameters('gpt2', 'llama')
   def test_tokens_outside_the_pattern_do_not_matter(self, family):
-    model = make(family, attention_pattern=LOCAL)
-    logits = functools.partial(apply, model, {'params': params_of(family)})
+    model = make(family, attention_pattern=LOCAL, num_layers=2)
+    logits = functools.partial(apply, model, {'params': params_of(family, num_layers=2)})
     # Two layers of the last four positions: position 15 sees 9 and later.
     changed = {i: tokens().at[:, i].set((tokens()[:, i] + 1) % 32) for i in (8, 9)}
     difference = {i: np.abs(logits(tokens()) - logits(t))[:, -1].max() for i, t in changed.items()}
@@ -135,27 +136,25 @@ class AttentionPatternTest(parameterized.TestCase):
     np.testing.assert_allclose(found, apply(make(family), variables, tokens()), atol=1e-5)
 
   def test_a_pattern_a_layer_and_head(self):
-    mixed = make('gpt2', attention_pattern=(None, (LOCAL, LOCAL, FIXED, LOCAL)))
-    variables = {'params': params_of('gpt2')}
-    same = make('gpt2', attention_pattern=(None, (LOCAL,) * 4))
-    self.assertGreater(np.abs(apply(mixed, variables, tokens()) - apply(same, variables, tokens())).max(), 1e-5)
-    np.testing.assert_allclose(
-      apply(make('gpt2', attention_pattern=((LOCAL,) * 4,) * 2), variables, tokens()),
-      apply(make('gpt2', attention_pattern=LOCAL), variables, tokens()),
-      atol=1e-6,
-    )
+    def logits(pattern):
+      return apply(make('gpt2', attention_pattern=pattern, num_layers=2), variables, tokens())
+
+    variables = {'params': params_of('gpt2', num_layers=2)}
+    found = logits(((LOCAL,) * 4, LOCAL))
+    np.testing.assert_allclose(found, logits(LOCAL), atol=1e-6)
+    self.assertGreater(np.abs(logits(((LOCAL, LOCAL, FIXED, LOCAL), LOCAL)) - found).max(), 1e-5)
 
   def test_scan_takes_one_for_all(self):
-    params = params_of('gpt2')
+    params, two = params_of('gpt2', num_layers=2), dict(attention_pattern=FIXED, num_layers=2)
     np.testing.assert_allclose(
-      apply(make('gpt2', attention_pattern=FIXED, scan_layers=True), {'params': stacked(params)}, tokens()),
-      apply(make('gpt2', attention_pattern=FIXED), {'params': params}, tokens()),
+      apply(make('gpt2', **two, scan_layers=True), {'params': stacked(params)}, tokens()),
+      apply(make('gpt2', **two), {'params': params}, tokens()),
       atol=1e-6,
     )
 
   @parameterized.parameters(
-    (dict(attention_pattern=(LOCAL,)), 'one a layer, 2'),
-    (dict(attention_pattern=(LOCAL, FIXED), scan_layers=True), 'scan_layers'),
+    (dict(attention_pattern=(LOCAL, LOCAL)), 'one a layer, 1'),
+    (dict(attention_pattern=(LOCAL, FIXED), scan_layers=True, num_layers=2), 'scan_layers'),
   )
   def test_refuses(self, fields, message):
     for family in ('gpt2', 'llama'):
