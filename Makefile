@@ -49,8 +49,9 @@ test-all: test
 types: $(VENV)/ready
 	$(VENV)/bin/pyright
 
-# Half of compiling is optimizing, which the fast tests do without; the slow ones compile as a user does. Three workers on
-# two cores: where one waits for a process or a disk, the others go on. What the kernels' says is shown when they are done.
+# Half of compiling is optimizing, which the fast tests do without; the slow ones of layers, projections and kernels compile
+# as a user does (conftest.py). Three workers on two cores: where one waits for a process or a disk, the others go on. What
+# the kernels' says is shown when they are done.
 fast fast-kernels: export JAX_DISABLE_MOST_OPTIMIZATIONS = 1
 fast fast-kernels: SELECT = not slow
 slow slow-kernels: SELECT = slow
@@ -84,6 +85,8 @@ docs: $(VENV)/ready
 	JAX_PLATFORMS=cpu $(VENV)/bin/python docs/build.py
 
 $(VENV)/ready: EXTRA = dev
+# Else each of two workers compiles them all to bytecode.
+$(VENV)/ready: IMPORTS = experiments.runs.train, flax.nnx, haiku, hypothesis, matplotlib.pyplot, orbax.checkpoint, scipy.stats
 $(MODELS_VENV)/ready: EXTRA = models
 $(OLDEST_VENV)/ready: EXTRA = test
 $(OLDEST_VENV)/ready: PINNED = $(patsubst %,'%',$(OLDEST))
@@ -96,6 +99,7 @@ $(KERNELS_VENV)/ready: PINNED = $(patsubst %,'%==$(KERNELS_JAX)',jax jax-cuda13-
 	$*/bin/python -m pip install --quiet uv
 	$*/bin/uv pip install --quiet --python $*/bin/python --editable '.[$(EXTRA)]' $(PINNED) \
 	  || $*/bin/python -m pip install --quiet --editable '.[$(EXTRA)]' $(PINNED)
+	$(if $(IMPORTS),JAX_PLATFORMS=cpu $*/bin/python -c 'import $(IMPORTS)')
 	touch $@
 
 $(TORCH_VENV)/ready:

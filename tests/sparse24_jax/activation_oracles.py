@@ -26,9 +26,9 @@ POLICIES = {
 
 
 def draw(dtype=jnp.float32, lead=(), seed=0):
-  keys = jax.random.split(jax.random.key(seed), 4)
+  rng = np.random.default_rng(seed)
   shapes = ((*lead, TOKENS, D), (*lead, D, HIDDEN), (*lead, HIDDEN, D), (*lead, TOKENS, D))
-  return [jax.random.normal(k, s).astype(dtype) for k, s in zip(keys, shapes, strict=True)]
+  return [jnp.asarray(rng.standard_normal(s, np.float32)).astype(dtype) for s in shapes]
 
 
 @functools.partial(jax.jit, static_argnums=0)

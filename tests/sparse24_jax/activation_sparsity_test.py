@@ -128,7 +128,7 @@ class ExpertsTest(parameterized.TestCase):
   def test_unequal_numbers_of_experts(self):
     x, w_up, w_down, _ = draw(lead=(2,))
     with self.assertRaisesRegex(ValueError, 'differ in their experts'):
-      neuron_level_ffn(x[:1], w_up, w_down, state_of(VNM, w_up, w_down), policy=VNM)
+      neuron_level_ffn(x[:1], w_up, w_down, {}, policy=VNM)
 
 
 class DescriptionTest(parameterized.TestCase):

@@ -232,8 +232,9 @@ class TransformationTest(parameterized.TestCase):
         jax.shard_map(local_loss, mesh=mesh, in_specs=(plain, split), out_specs=plain), argnums=(0, 1)
       )
     value, (dw, dx) = jax.jit(mapped)(w, x)
+    one = jax.jit(jax.value_and_grad(functools.partial(loss, FST), argnums=(0, 1)))
     parts = [
-      jax.value_and_grad(functools.partial(loss, FST), argnums=(0, 1))(w, part, state, jax.random.fold_in(KEY, i))
+      one(w, part, state, jax.random.fold_in(KEY, i))
       for i, part in enumerate(x.reshape(8, 8, 16))
     ]
     self.assertAlmostEqual(float(value), float(sum(v for v, _ in parts)), places=3)

@@ -11,6 +11,7 @@ import pytest
 import sparse24_jax as s24
 from sparse24_jax.selection import draw, keep_largest
 from sparse24_jax.topology import _links_at, Context
+from tests import oracles
 
 SHAPE = (2, 16, 12)
 SIZE = 16 * 12
@@ -33,6 +34,14 @@ def sorted_largest(score, count, among):
 @functools.partial(jax.jit, static_argnames=('topology', 'path'))
 def evolve(topology, w, grad, mask, step=0, path='a'):
   return topology(w, grad, mask, Context(jnp.asarray(step, jnp.int32), path, {path: w.shape}))
+
+
+def some_links(density, structure=None):
+  """A random mask of the density, by NumPy."""
+  score, among = np.random.default_rng(9).random(SHAPE), np.ones(SHAPE, bool)
+  if structure:
+    among = oracles.magnitude_mask(score)
+  return jnp.asarray(np.stack([sorted_largest(score[i], round(density * SIZE), among[i]) for i in range(2)]))
 
 
 def start_of(topology, path='a'):
@@ -144,7 +153,7 @@ class UpdateTest(parameterized.TestCase):
   def test_gradient_growth_against_a_sort(self, before, after):
     """RigL's update with a target that may move: what MST's formula says, by sorting."""
     zeta = 0.3
-    start = start_of(s24.Topology(before))
+    start = some_links(before)
     w, grad = jnp.where(start, normal(1), 0), normal(2)
     mask, reset = evolve(s24.Topology(after, drop_fraction=zeta), w, grad, start, 100)
     for i in range(2):
@@ -159,7 +168,7 @@ class UpdateTest(parameterized.TestCase):
   @parameterized.parameters((0.28, None), (1.0, None), (0.25, '2:4'))
   def test_random_share(self, share, structure):
     density = 0.25
-    start = start_of(s24.Topology(density, structure=structure))
+    start = some_links(density, structure)
     topology = s24.Topology(density, drop_fraction=0.5, random_share=share, structure=structure)
     w = jnp.where(start, normal(1), 0)
     # The gradient points at the first rows: what grows elsewhere grew at random.
@@ -188,7 +197,7 @@ class UpdateTest(parameterized.TestCase):
   @pytest.mark.few
   def test_2_of_4_holds_for_many_updates(self, density, random_share):
     topology = s24.Topology(density, drop_fraction=0.3, random_share=random_share, structure='2:4')
-    mask = start_of(topology)
+    mask = some_links(density, '2:4')
     moved = 0
     for step in range(1, 11):
       w = jnp.where(mask, normal(step), 0)
@@ -202,7 +211,7 @@ class UpdateTest(parameterized.TestCase):
   def test_2_of_4_growth_takes_the_best_that_fits(self):
     """Against a greedy loop over candidates in order of their gradient."""
     topology = s24.Topology(0.4, drop_fraction=0.5, structure='2:4')
-    mask = start_of(topology)
+    mask = some_links(0.4, '2:4')
     w, grad = jnp.where(mask, normal(1), 0), normal(2)
     found = evolve(topology, w, grad, mask, 1).state
     for i in range(2):
@@ -216,7 +225,7 @@ class UpdateTest(parameterized.TestCase):
       np.testing.assert_array_equal(found[i], links)
 
   def test_settings_that_rest(self):
-    start = start_of(s24.Topology(0.3))
+    start = some_links(0.3)
     w, grad = jnp.where(start, normal(1), 0), normal(2)
     mask, reset = evolve(s24.Topology(0.3), w, grad, start, 100)  # static
     np.testing.assert_array_equal(mask, start)

@@ -143,7 +143,7 @@ class OptionsTest(parameterized.TestCase):
     shapes = jax.eval_shape(scanned.init, jax.random.key(0), tokens)['params']
     self.assertEqual(jax.tree.structure(shapes), jax.tree.structure(stacked))
     np.testing.assert_allclose(
-      scanned.apply({'params': stacked}, tokens), gpt2.GPT2(config).apply({'params': params}, tokens), atol=1e-6
+      apply(scanned, {'params': stacked}, tokens), apply(gpt2.GPT2(config), {'params': params}, tokens), atol=1e-6
     )
 
   @pytest.mark.slow
@@ -168,7 +168,7 @@ class OptionsTest(parameterized.TestCase):
     self.assertGreater(float(jnp.abs(before - after)[:, 9:].max()), 0)
 
   def test_dropout_acts_only_when_asked(self):
-    config = _tiny(dropout=0.5)
+    config = _tiny(dropout=0.5, num_layers=1)
     params, tokens = _init(config)
     plain = apply(gpt2.GPT2(config), {'params': params}, tokens)
     noisy = jax.jit(gpt2.GPT2(config, deterministic=False).apply)(

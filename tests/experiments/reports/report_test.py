@@ -15,10 +15,9 @@ from experiments.runs import environment, records
 from tests.experiments.fakes import temp_folder
 from tests.experiments.reports.run_folders import read_page, write_run
 
+drawn = mock.Mock(return_value=page.Html('<svg/>'))
 # Drawing is most of the time of a page; for tests of its words and figures alone.
-without_pictures = mock.patch.multiple(
-  charts, line_chart=mock.Mock(return_value=page.Html('<svg/>')), dot_plot=mock.Mock(return_value=page.Html('<svg/>'))
-)
+without_pictures = mock.patch.multiple(charts, line_chart=drawn, dot_plot=drawn)
 
 
 class ReportTest(parameterized.TestCase):
@@ -118,15 +117,17 @@ class ReportTest(parameterized.TestCase):
     (folder / 'config.json').write_text(json.dumps(config | {'model': config['model'] | model}))
     self.assertIn(text, ''.join(read_page(report.write_report([folder], folder / 'r.html')).text))
 
+  @without_pictures
   def test_a_cpu_is_not_asked_for_speed(self):
     folder = Path(temp_folder(self))
+    drawn.reset_mock()
     for method in ('dense', 'fst'):
       write_run(folder, method, 0, 1.2, second_per_step=0.25, device='2 CPU cores')
     text = ' '.join(read_page(report.write_report([folder], folder / 'r.html')).text)
     self.assertIn('What took time', text)
     self.assertIn('31.0', text)  # to compile
     for absent in ('as fast as dense', 'tokens a second', 'tokens/s', 'seconds of training'):
-      self.assertNotIn(absent, text)
+      self.assertNotIn(absent, text + str(drawn.mock_calls))
 
   def test_folders_without_runs_are_refused(self):
     with self.assertRaisesRegex(ValueError, 'holds no run'):
@@ -175,14 +176,14 @@ class ReportTest(parameterized.TestCase):
       self.assertNotIn('/home/me', text)
     self.assertIn('say nothing about speed', page)
 
+  @without_pictures
   def test_loss_against_the_seconds_of_training(self):
     folder = Path(temp_folder(self))
     for seed in range(2):
       write_run(folder, 'dense', seed, 1.2, second_per_step=0.25)
       write_run(folder, 'fst', seed, 1.2, second_per_step=0.125 + 0.125 * seed)
     groups = records.group(records.find_runs([folder]))
-    with mock.patch.object(charts, 'line_chart', wraps=charts.line_chart) as drawn:
-      section = report_curves.loss_against_seconds(groups, dict.fromkeys(groups, '#000'))
+    section = report_curves.loss_against_seconds(groups, dict.fromkeys(groups, '#000'))
     ends = {line.label: line.x[-1] for line in drawn.call_args.args[0]}
     self.assertEqual(ends, {'dense': 1000.0, 'FST': 750.0})  # of FST's two runs one took 500, the other 1,000
     self.assertIn('<td>FST</td><td class=n>90.0</td><td class=n>1.33</td><td class=n>750.0</td>', section)

@@ -10,7 +10,8 @@ import jax
 import numpy as np
 import pytest
 
-from experiments.reports import claims, report
+from experiments.reports import charts, claims, report
+from experiments.reports.page import Html
 from experiments.runs import (
   activations,
   build,
@@ -323,7 +324,8 @@ class MethodsTest(parameterized.TestCase):
     self.assertEqual(
       verdicts, {'2:4 weights with V:N:M': 'agrees', '2:4 weights with 2:4': 'disagrees', '2:4': 'disagrees'}
     )
-    page = report.write_report([folder], folder / 'report.html').read_text()
+    with mock.patch.multiple(charts, line_chart=(drawn := mock.Mock(return_value=Html('<svg/>'))), dot_plot=drawn):
+      page = report.write_report([folder], folder / 'report.html').read_text() + str(drawn.mock_calls)
     self.assertIn('neuron level, 16:2:8: share of the sum that the pattern keeps', page)
     self.assertIn('neuron level, 16:2:8 along sequences: share of the sum that the pattern keeps', page)
     self.assertIn('dense, squared ReLU: share of zeros', page)

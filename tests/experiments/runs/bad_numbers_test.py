@@ -62,10 +62,18 @@ class PolicyTest(parameterized.TestCase):
 
 class StopTest(absltest.TestCase):
   def test_parameters_are_looked_at_before_they_are_saved(self):
-    """With b2 = 1 the second moment's bias correction divides by zero: the loss is good, the new parameters are not."""
-    folder = temp_folder(self)
-    with self.assertRaisesRegex(train.TrainingDivergedError, r'params/.* are not finite at step 1; training stopped'):
-      run(tiny(optimizer__b2=1.0, **EVERY_STEP), folder)
+    """Of a step whose loss is good and whose new parameters are not."""
+    folder, step = temp_folder(self), train.Run._step
+
+    def spoil(run, *args):
+      metrics = step(run, *args)
+      run.state = run.state._replace(params=jax.tree.map(lambda w: w * np.nan, run.state.params))
+      return metrics
+
+    spoilt = mock.patch.object(train.Run, '_step', spoil)
+    message = r'params/.* are not finite at step 1; training stopped'
+    with spoilt, self.assertRaisesRegex(train.TrainingDivergedError, message):
+      run(tiny('ste', **EVERY_STEP), folder, programs=STE)
     self.assertEqual(steps_of(folder), [])
 
   def test_a_run_that_is_told_to_stop_does_not_save_a_jump(self):

@@ -62,13 +62,13 @@ class FolderTest(absltest.TestCase):
     super().setUpClass()
     cls.folder = Path(tempfile.mkdtemp(prefix='damaged-'))
     cls.addClassCleanup(shutil.rmtree, cls.folder)
-    cls.summary = run(tiny(steps=10), cls.folder)
+    cls.summary = run(tiny(), cls.folder)
 
   def test_an_empty_summary_is_made_again(self):
     (self.folder / 'summary.json').write_text('')
     with self.assertRaisesRegex(ValueError, 'summary.json is empty'):
       records.read_run(self.folder)
-    found = run(tiny(steps=10), self.folder)
+    found = run(tiny(), self.folder)
     self.assertEqual(found['validation_loss'], self.summary['validation_loss'])
     self.assertEqual(records.read_run(self.folder).summary, found)
 
@@ -77,8 +77,8 @@ class FolderTest(absltest.TestCase):
     with self.assertRaisesRegex(ValueError, 'config.json is empty'):
       records.read_run(self.folder)
     (self.folder / 'summary.json').unlink()
-    run(tiny(steps=10), self.folder)
-    self.assertEqual(records.read_run(self.folder).config['steps'], 10)
+    run(tiny(), self.folder)
+    self.assertEqual(records.read_run(self.folder).config['steps'], 30)
 
 
 class HostileTest(parameterized.TestCase):

@@ -31,7 +31,6 @@ def setUpModule():
 _STAGES = {'density': 0.3, 'warm_up': 0.2, 'restoration': 0.2, 'refresh_every': 3}
 KILLED = {name: (name, kwargs, {}) for name, kwargs in RECIPES.items()} | {
   'rigl': ('rigl', {'path': FFN, 'density': 0.3, 'refresh_every': 3}, {}),
-  'mixed_sparsity': ('mixed_sparsity', {'path': recipes.LINEAR, **_STAGES}, {}),
   'mixed_sparsity_transposable': (
     'mixed_sparsity', {'path': FFN, 'mvue_path': recipes.FFN_UP, 'structure': 'transposable', **_STAGES}, {}
   ),
@@ -43,8 +42,9 @@ KILLED = {name: (name, kwargs, {}) for name, kwargs in RECIPES.items()} | {
   ),
 }  # fmt: skip
 
-# What these keep others keep too: `transposable_srste` has masks of `sr_ste` and a dense phase, `s_ste_fp8` the scale.
-COVERED = ('dense', 'ste', 's_ste')
+# What these keep others keep too: `transposable_srste` has the masks and the decay of `sr_ste` and a dense phase,
+# `s_ste_fp8` the scale, `rigl` links that move anywhere, `mixed_sparsity_transposable` the stages.
+COVERED = ('dense', 'ste', 'sr_ste', 's_ste')
 
 
 def killed(name):
