@@ -14,7 +14,7 @@ from experiments.bench import best_steps
 from experiments.bench.best_steps import Job
 from experiments.bench.step_cases import CASES, Layout
 from experiments.bench.timed_step import Step
-from tests.experiments.fakes import temp_folder
+from tests.experiments.fakes import compile_quickly, temp_folder
 
 
 class BestStepsTest(parameterized.TestCase):
@@ -72,7 +72,8 @@ class BestStepsTest(parameterized.TestCase):
   def test_in_processes(self):
     out = Path(temp_folder(self), 'new.jsonl')
     argv = ['--tiny', '--out', str(out), '--methods', 'dense', 'fst', '--layouts', 'unrolled', '--processes', '1']
-    with contextlib.redirect_stdout(io.StringIO()) as said:
+    quickly = mock.patch.dict('os.environ', compile_quickly())
+    with quickly, contextlib.redirect_stdout(io.StringIO()) as said:
       failed = best_steps.main([*argv, '--bursts', '1', '--parallel', '2'])
     self.assertEqual(failed, 0, said.getvalue())
     dense, fst = map(json.loads, out.read_text().splitlines())

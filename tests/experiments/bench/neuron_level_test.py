@@ -13,6 +13,11 @@ import pytest
 
 from experiments.bench import neuron_level, trace
 from experiments.reports import speed
+from tests.experiments.fakes import compile_quickly
+
+
+def setUpModule():
+  compile_quickly()
 
 
 class NeuronLevelBenchTest(absltest.TestCase):

@@ -212,8 +212,8 @@ class TrainingTest(parameterized.TestCase):
   @pytest.mark.slow
   def test_three_phases_logged_and_resumed_bit_for_bit(self):
     config = tiny(**{'recipe.dense_from': 'projected', 'model.ffn_order': 'position'})
-    folders = [Path(temp_folder(self)) for _ in range(2)]
-    train.train(config, folders[0], data=FakeData(), quiet=True)
+    folders, shared = [Path(temp_folder(self)) for _ in range(2)], []
+    train.train(config, folders[0], data=FakeData(), quiet=True, programs=shared)
     run = records.read_run(folders[0])
     self.assertLess(run.train[-1]['loss'], 0.9 * run.train[0]['loss'])
     self.assertEqual([r['phase'] for r in run.train], ['dense'] * 3 + ['sparse'] * 9 + ['dense'] * 3)
@@ -231,8 +231,8 @@ class TrainingTest(parameterized.TestCase):
         return super().batch(*key)
 
     with self.assertRaises(KeyboardInterrupt):
-      train.train(config, folders[1], data=Cut(), quiet=True)
-    train.train(config, folders[1], data=FakeData(), quiet=True)
+      train.train(config, folders[1], data=Cut(), quiet=True, programs=shared)
+    train.train(config, folders[1], data=FakeData(), quiet=True, programs=shared)
     logs = [(folder / 'metrics.jsonl').read_bytes() for folder in folders]
     self.assertEqual(*logs)
 

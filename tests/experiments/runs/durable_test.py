@@ -62,13 +62,13 @@ class FolderTest(absltest.TestCase):
     super().setUpClass()
     cls.folder = Path(tempfile.mkdtemp(prefix='damaged-'))
     cls.addClassCleanup(shutil.rmtree, cls.folder)
-    cls.summary = run(tiny(), cls.folder)
+    cls.summary = run(tiny('ste'), cls.folder)
 
   def test_an_empty_summary_is_made_again(self):
     (self.folder / 'summary.json').write_text('')
     with self.assertRaisesRegex(ValueError, 'summary.json is empty'):
       records.read_run(self.folder)
-    found = run(tiny(), self.folder)
+    found = run(tiny('ste'), self.folder)
     self.assertEqual(found['validation_loss'], self.summary['validation_loss'])
     self.assertEqual(records.read_run(self.folder).summary, found)
 
@@ -77,7 +77,7 @@ class FolderTest(absltest.TestCase):
     with self.assertRaisesRegex(ValueError, 'config.json is empty'):
       records.read_run(self.folder)
     (self.folder / 'summary.json').unlink()
-    run(tiny(), self.folder)
+    run(tiny('ste'), self.folder)
     self.assertEqual(records.read_run(self.folder).config['steps'], 30)
 
 

@@ -54,17 +54,17 @@ class RunFolderTest(absltest.TestCase):
 
   def test_a_run_without_checkpoints_is_finished_or_starts_again(self):
     folder = Path(temp_folder(self))
-    summary = run(tiny(checkpoint_every=0), folder)
+    summary = run(tiny('ste', checkpoint_every=0), folder)
     self.assertEmpty(list(folder.glob('checkpoints/*')))
     before = (folder / 'metrics.jsonl').stat().st_mtime_ns
-    self.assertEqual(run(tiny(checkpoint_every=0), folder), summary)
+    self.assertEqual(run(tiny('ste', checkpoint_every=0), folder), summary)
     self.assertEqual((folder / 'metrics.jsonl').stat().st_mtime_ns, before)
     with self.assertRaisesRegex(ValueError, 'holds a run with other settings'):
-      run(tiny(checkpoint_every=0, seed=3), folder)
+      run(tiny('ste', checkpoint_every=0, seed=3), folder)
     (folder / 'summary.json').unlink()
-    self.assertEqual(run(tiny(checkpoint_every=0), folder)['validation_loss'], summary['validation_loss'])
+    self.assertEqual(run(tiny('ste', checkpoint_every=0), folder)['validation_loss'], summary['validation_loss'])
     with self.assertRaisesRegex(ValueError, 'checkpoint_every is -1'):
-      run(tiny(checkpoint_every=-1), temp_folder(self))
+      run(tiny('ste', checkpoint_every=-1), temp_folder(self))
 
 
 if __name__ == '__main__':
