@@ -61,12 +61,12 @@ def two_keys(key: Array) -> tuple[Array, Array]:
   Philox makes independent streams of any two keys. `jax.random.split` hashes them, by 150 instructions of XLA's.
   Never give it a key that it made: each half is its own inverse, so the first key comes back, and the halves commute.
   """
-  if _is_typed(key):
-    words, impl = jax.random.key_data(key), jax.random.key_impl(key)
-    first, second = (jax.random.wrap_key_data(words ^ jnp.uint32(bits), impl=impl) for bits in _OTHERS)
-  else:
-    first, second = (key ^ jnp.uint32(bits) for bits in _OTHERS)
-  return first, second
+  # Hidden from XLA, for which the readers of the two would be two kernels.
+  first, second = jax.lax.optimization_barrier(tuple(jnp.uint32(bits) for bits in _OTHERS))
+  if not _is_typed(key):
+    return key ^ first, key ^ second
+  words, impl = jax.random.key_data(key), jax.random.key_impl(key)
+  return jax.random.wrap_key_data(words ^ first, impl=impl), jax.random.wrap_key_data(words ^ second, impl=impl)
 
 
 def check_origin(origin: tuple[Array | int, Array | int, Array | int]) -> None:

@@ -27,8 +27,9 @@ class Keys:
     if not _is_traced_threefry(self.key):
       return None if self.key is None else jax.random.fold_in(self.key, self.count)
     if first not in self.made:
-      made = jax.vmap(jax.random.fold_in, (None, 0))(self.key, jnp.arange(first, first + _AT_ONCE))
-      # Without a barrier XLA fuses all that makes the keys with what reads one.
+      # Without barriers XLA fuses all that makes the keys with what reads one, and makes each word of theirs by itself.
+      key = jax.lax.optimization_barrier(self.key)
+      made = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(first, first + _AT_ONCE))
       self.made[first] = jax.lax.optimization_barrier(made)
     # Nor is the place known to XLA, for which readers of other places would be other kernels.
     hidden = jax.lax.optimization_barrier(jnp.uint32(place))

@@ -7,7 +7,6 @@ from jax import Array
 import jax.numpy as jnp
 import optax
 
-from sparse24_jax.metrics import flip_rate
 from sparse24_jax.projection import Projection
 from sparse24_jax.recipe import Recipe
 from sparse24_jax.rules import leaves_by_path, map_by_path, match_rules, names_value
@@ -107,14 +106,16 @@ def flip_rates(projections: Any, old: Any, new: Any, weights: Any) -> tuple[Arra
   NaN where a weight that `new` was chosen from is NaN or infinite, so that whoever looks at flip rates sees it.
   """
 
-  def rate(p: Projection, a: Array, b: Array, w: Array) -> Array:
-    return jnp.mean(p.layout_of(a).matrix(flips(a, b, w)), axis=(-2, -1))
+  def count(p: Projection, a: Array, b: Array, w: Array) -> Array:
+    return jnp.sum(p.layout_of(a).matrix(flips(a, b, w)), axis=(-2, -1))
 
-  rates = map_sparse(rate, projections, old, new, weights)
-  if not jax.tree.leaves(new):
+  # Counted once: of an unrolled model XLA compiles each weight's count by itself.
+  counts = map_sparse(count, projections, old, new, weights)
+  rates = map_sparse(lambda p, n, a: n / (a.size // n.size), projections, counts, new)
+  sizes = [mask.size for mask in jax.tree.leaves(new)]
+  if not sizes:
     return jnp.zeros((), jnp.float32), rates
-  seen = sum(jnp.sum(each) for each in jax.tree.leaves(rates))
-  return jnp.where(jnp.isnan(seen), jnp.nan, flip_rate(old, new)), rates
+  return jnp.sum(jnp.stack([jnp.sum(n) for n in jax.tree.leaves(counts)])) / float(sum(sizes)), rates
 
 
 def flips(old: Array, new: Array, w: Array) -> Array:
