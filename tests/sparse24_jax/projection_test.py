@@ -110,7 +110,7 @@ class ProjectionTest(parameterized.TestCase):
     if projection.transposable:
       s24.verify24(applied, axis=-1)
     rows, columns = projection.divisor
-    projection.init(jnp.ones((rows, columns)))
+    jax.eval_shape(projection.init, jnp.ones((rows, columns)))
     with self.assertRaises(ValueError):
       projection.init(jnp.ones((rows + rows // 2, columns)))
 
