@@ -167,20 +167,6 @@ class TransformationTest(parameterized.TestCase):
   def assert_trees_close(self, found, expected):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, expected)
 
-  @pytest.mark.slow
-  def test_jit_and_second_call(self):
-    traces = []
-
-    def gradient(w, x, state, key):
-      traces.append(None)
-      return jax.value_and_grad(functools.partial(loss, FST))(w, x, state, key)
-
-    jitted = jax.jit(gradient)
-    found = jitted(self.w[0], self.x, self.state[0], self.keys[0])
-    jitted(self.w[1], self.x + 1, self.state[1], self.keys[1])
-    self.assertLen(traces, 1)
-    self.assert_trees_close(found, gradient(self.w[0], self.x, self.state[0], self.keys[0]))
-
   def layers(self, layer, w, x):
     for i in range(3):
       x = layer(x, (w[i], self.state[i], self.keys[i]))[0]
