@@ -78,6 +78,16 @@ CONTENDERS: Mapping[str, Contender] = {
   's_ste_fp8': Contender(label='S-STE, FP8', recipe=s_ste_fp8(FFN)),
   'fst_all': Contender(label='FST, all linear layers', recipe=fst(LINEAR), decay=_DECAY),
   's_ste_fp8_all': Contender(label='S-STE, FP8, all linear layers', recipe=s_ste_fp8(LINEAR)),
+  # Each recipe may take the width that suits it: the best shape of one is raced against the best of the other.
+  'half_ffn_s_ste_fp8_all': Contender(
+    label='S-STE, FP8, all linear layers, FFN half as wide', model={'ffn_width': 0.5}, recipe=s_ste_fp8(LINEAR)
+  ),
+  'quarter_ffn_fp8': Contender(
+    label='dense, FFN a quarter as wide, in FP8', model={'ffn_width': 0.25, 'fp8_linear': True}
+  ),
+  'quarter_ffn_s_ste_fp8_all': Contender(
+    label='S-STE, FP8, all linear layers, FFN a quarter as wide', model={'ffn_width': 0.25}, recipe=s_ste_fp8(LINEAR)
+  ),
   # A smaller model is another rival for the same seconds.
   'dense_124m': Contender(label='dense, 124M (86M on bytes)', size='124m'),
   'dense_124m_fp8': Contender(
