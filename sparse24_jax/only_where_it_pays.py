@@ -56,13 +56,13 @@ def only_where_it_pays(
   ['mlp_768/down/kernel|mlp_768/up/kernel', '.*']
   """
   rules = match_rules(params, recipe)
+  choosing = [path for path, rule in rules.items() if rule.activation is not None]
   stored = {path: leaf.dtype for path, leaf in leaves_by_path(params) if path in rules}
   together = defaultdict(list)
   counted = dict(tokens=tokens, micro_batches=micro_batches, dtype=dtype, device=device)
-  for layer in where_it_pays(params, recipe, **counted):
-    if rules[layer.path].activation is None:
-      parent = tuple(layer.path.split('/')[:-2])
-      together[parent, rules[layer.path].policy, tuple(sorted(layer.shape))].append(layer)
+  for layer in where_it_pays(params, keep_dense(params, recipe, choosing), **counted):
+    parent = tuple(layer.path.split('/')[:-2])
+    together[parent, rules[layer.path].policy, tuple(sorted(layer.shape))].append(layer)
 
   def gain(group: Sequence[LayerGain], policy: DotPolicy) -> float | None:
     if not _is_block(group):
@@ -83,7 +83,8 @@ def only_where_it_pays(
 
 
 def _is_block(layers: Sequence[LayerGain]) -> bool:
-  """Whether these are up, down and perhaps gate."""
+  """Whether these are up, down and perhaps gate, all on kernels where the GPU has them: others are not fused."""
   shapes = Counter(layer.shape for layer in layers)
   d, hidden = min(shapes)
-  return d < hidden and shapes in ({(d, hidden): 1, (hidden, d): 1}, {(d, hidden): 2, (hidden, d): 1})
+  up_and_down = shapes in ({(d, hidden): 1, (hidden, d): 1}, {(d, hidden): 2, (hidden, d): 1})
+  return d < hidden and up_and_down and not any(layer.plain for layer in layers)

@@ -16,7 +16,7 @@ from sparse24_jax.layer_plan import LayerPlan, ROLES
 from sparse24_jax.plan import kernel_roles, plan_layer
 from sparse24_jax.policy import DotPolicy
 from sparse24_jax.recipe import Recipe
-from sparse24_jax.rules import leaves_by_path, match_rules
+from sparse24_jax.rules import leaves_by_path, listed, match_rules
 from sparse24_jax.steps import total
 
 
@@ -155,8 +155,8 @@ def where_it_pays(
     One entry a matched weight, in the order of the tree.
 
   Raises:
-    ValueError: a rule that fits no weight, weights whose axes nothing tells, or no positive number of tokens or
-      micro-batches.
+    ValueError: a rule that fits no weight, weights whose axes nothing tells, weights of a block with sparse
+      activations, or no positive number of tokens or micro-batches.
 
   >>> import jax, sparse24_jax as s24
   >>> params = {'up': {'kernel': jax.ShapeDtypeStruct((4096, 16384), 'bfloat16')}}
@@ -170,6 +170,12 @@ def where_it_pays(
       raise ValueError(f'{name}={number} must be positive')
   on = target(_device.current().slug if device is None else device)
   sparse = {path: rule for path, rule in match_rules(params, recipe).items() if rule.policy.projection is not None}
+  if inside := [path for path, rule in sparse.items() if rule.activation is not None]:
+    raise ValueError(
+      f'where_it_pays: {listed(inside)}: a block with sparse activations runs other matmuls than its two layers do by'
+      ' themselves; sparse24_jax.neuron_plan.expected prices such a block, and recipe.with_dense(pattern) leaves it out'
+      ' here'
+    )
   require_axes('where_it_pays', params, sparse, recipe)
   leaves = dict(leaves_by_path(params))
   return [

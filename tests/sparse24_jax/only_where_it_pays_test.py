@@ -46,6 +46,30 @@ class Blocks(nn.Module):
 
 class OnlyWhereItPaysTest(parameterized.TestCase):
 
+  def test_blocks_with_sparse_activations_choose_for_themselves(self):
+    """Priced as two layers they would gain half of what the block does: `where_it_pays` refuses them by name."""
+    params, recipe = model_of(256), s24.recipes.neuron_level('.*/up/kernel', '.*/down/kernel')
+    for priced in (
+      lambda: s24.where_it_pays(params, recipe, tokens=2048, device=H100),
+      lambda: s24.block_gain(256, 1024, recipe_of_all(recipe), tokens=2048, device=H100),
+    ):
+      with self.assertRaisesRegex(ValueError, 'up/kernel.*neuron_plan.expected.*with_dense'):
+        priced()
+    self.assertIs(s24.only_where_it_pays(params, recipe, tokens=2048, device=H100), recipe)
+
+  def test_what_no_kernel_serves_is_not_priced_as_a_block_of_kernels(self):
+    """The model asks for sums that stay float32, so its matmuls run dense and cannot lose, as kernels would here."""
+
+    def f(params, x):
+      h = jax.nn.gelu(jnp.dot(x, params['up']['kernel'], preferred_element_type=jnp.float32)).astype(x.dtype)
+      return jnp.dot(h, params['down']['kernel'], preferred_element_type=jnp.float32)
+
+    params = {'up': kernel(768, 3072), 'down': kernel(3072, 768)}
+    params = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, jnp.bfloat16), params)
+    bound = s24.bind(ALL, f, params, jax.ShapeDtypeStruct((2048, 768), jnp.bfloat16))
+    self.assertLess(s24.block_gain(768, 3072, ALL, tokens=2048, device=H100).gain or 1, 1)
+    self.assertIs(s24.only_where_it_pays(params, bound, tokens=2048, device=H100), bound)
+
   @parameterized.parameters((2048, ['h_768']), (8192, []))
   def test_blocks_are_left_out_that_lose(self, tokens, expected):
     params = model_of(768, 2048)
@@ -68,7 +92,7 @@ class OnlyWhereItPaysTest(parameterized.TestCase):
   def test_what_is_counted(self, gated):
     """A block by `block_gain` with its gate, and what is no block by itself."""
     params = model_of(512, gated=gated) | {'attn': {'q': kernel(512, 512), 'k': kernel(512, 512)}}
-    layers = [mock.Mock(path=path, shape=leaf.shape, gain=gain) for path, leaf, gain in (
+    layers = [mock.Mock(path=path, shape=leaf.shape, gain=gain, plain=None) for path, leaf, gain in (
       ('attn/k/kernel', params['attn']['k']['kernel'], 0.9), ('attn/q/kernel', params['attn']['q']['kernel'], 1.1),
       *((f'h_512/mlp/{name}/kernel', params['h_512']['mlp'][name]['kernel'], 1.5) for name in params['h_512']['mlp']),
     )]  # fmt: skip
@@ -91,7 +115,7 @@ class OnlyWhereItPaysTest(parameterized.TestCase):
   def test_layers_of_one_module_are_told_apart_by_their_shapes(self, shapes, blocks):
     """Blocks lose and single layers gain: what is left out was taken for blocks."""
     params = {'h_0': {name: kernel(*shape) for name, shape in shapes.items()}}
-    layers = [mock.Mock(path=f'h_0/{name}/kernel', shape=shape, gain=1.1) for name, shape in shapes.items()]
+    layers = [mock.Mock(path=f'h_0/{name}/kernel', shape=shape, gain=1.1, plain=None) for name, shape in shapes.items()]
     module = sys.modules[s24.only_where_it_pays.__module__]
     lost = mock.Mock(return_value=mock.Mock(gain=0.9))
     with mock.patch.multiple(module, where_it_pays=lambda *_, **__: layers, block_gain=lost):
@@ -128,7 +152,7 @@ class OnlyWhereItPaysTest(parameterized.TestCase):
     recipe = s24.recipes.s_ste('.*/mlp/.*', fp8=True)
     self.assertIsNone(s24.block_gain(768, 3072, recipe_of_all(recipe), tokens=2048, device=H100).gain)
     self.assertIs(s24.only_where_it_pays(model_of(768), recipe, tokens=2048, device=H100), recipe)
-    layers = [mock.Mock(path=f'h_768/mlp/{name}/kernel', shape=shape, gain=0.5) for name, shape in (
+    layers = [mock.Mock(path=f'h_768/mlp/{name}/kernel', shape=shape, gain=0.5, plain=None) for name, shape in (
       ('down', (3072, 768)), ('up', (768, 3072)),
     )]  # fmt: skip
     module = sys.modules[s24.only_where_it_pays.__module__]
@@ -146,7 +170,7 @@ class OnlyWhereItPaysTest(parameterized.TestCase):
     module = sys.modules[s24.only_where_it_pays.__module__]
 
     paths = [f'{name}/{w}/kernel' for name in params for w in params[name]]
-    layers = [mock.Mock(path=path, shape=(128, 32) if '/down/' in path else (32, 128)) for path in paths]
+    layers = [mock.Mock(path=path, shape=(128, 32) if '/down/' in path else (32, 128), plain=None) for path in paths]
     # Blocks are asked for in the order of the tree.
     gains = [mock.Mock(gain=0.5 if name in slow else 2.0) for name in params]
     block_gain = mock.Mock(side_effect=gains)
