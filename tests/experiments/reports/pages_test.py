@@ -96,14 +96,14 @@ class RecordsTest(parameterized.TestCase):
   def test_a_table_that_does_not(self):
     path = Path(temp_folder(self)) / 'page.md'
     table = '| a | b |\n|---|---|\n| x | 1.5{} |\n'
-    clean, faulty = 'train_step.jsonl?commit=15c44b6', 'small_blocks.jsonl'
+    clean, faulty = 'train_step.jsonl?commit=15c44b6', 'matmul_bounds.jsonl'
     cases = (
       ('', '', 'without <!-- records'), (f'<!-- records: {clean} -->\n', '', None),
       (f'<!-- records: {clean} -->\n', ' †', '† goes'), (f'<!-- records: {clean};\n {faulty} -->\n', ' †', None),
       (f'<!-- records: {faulty} -->\n', '', 'it has no †'), ('<!-- records: none, a setting -->\n', '', None),
       ('<!-- records: gone.jsonl -->\n', '', 'no file .*gone.jsonl'), 
       (f'<!-- records: {faulty} -->\n\n# B\n', '', 'without'),
-      ('<!-- records: small_blocks.jsonl?device=x -->\n', '', 'no such record'),
+      ('<!-- records: matmul_bounds.jsonl?device=x -->\n', '', 'no such record'),
     )  # fmt: skip
     for comment, mark, problem in cases:
       path.write_text(comment + '\n' + table.format(mark))
