@@ -227,7 +227,10 @@ def _share(shares: Sequence[float]) -> str:
 
 
 def _lines(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-  return '\n'.join('| ' + ' | '.join(line) + ' |' for line in [head, ['---'] * len(head), *rows])
+  """A table without the columns that are empty: a race need not have a dense model, or shorter runs."""
+  kept = [i for i, _ in enumerate(head) if any(row[i] for row in rows)]
+  lines = [head, ['---'] * len(head), *rows]
+  return '\n'.join('| ' + ' | '.join(line[i] for i in kept) + ' |' for line in lines)
 
 
 def markdown(records: Iterable[Mapping[str, Any]]) -> str:
