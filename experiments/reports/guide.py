@@ -51,11 +51,12 @@ OPTIONS = (
   Option('FST', lambda path: s24.recipes.transposable_srste(path, masked_decay=0.0), ('fst', 'fst_all')),
   Option('S-STE', s24.recipes.s_ste, ('s_ste', 's_ste_all'), ends_sparse=True),
   Option(
-    'S-STE, FP8', lambda path: s24.recipes.s_ste(path, fp8=True), ('s_ste_fp8', 's_ste_fp8_all'), ends_sparse=True
+    'S-STE, FP8', lambda path: s24.recipes.s_ste(path, fp8=True),
+    ('s_ste_fp8', 's_ste_fp8_all', 'half_ffn_s_ste_fp8_all', 'quarter_ffn_s_ste_fp8_all'), ends_sparse=True,
   ),
   Option('SR-STE', lambda path: s24.recipes.sr_ste(path, masked_decay=0.0), ('sr_ste',), ends_sparse=True),
   Option('dense, FP8', None, ('dense_fp8',)),
-  Option('dense, FFN half as wide', None, ('half_ffn', 'half_ffn_fp8')),
+  Option('dense, a narrower FFN', None, ('half_ffn', 'half_ffn_fp8', 'quarter_ffn_fp8')),
   Option('a smaller dense model', None, ('dense_124m', 'dense_124m_fp8')),
 )
 _DENSE = {option.title for option in OPTIONS if option.recipe is None}
@@ -192,10 +193,11 @@ def _soonest(candidates: Set[str], found: Mapping[str, Sequence[Evidence]], devi
   """The option of lowest loss in each race, and those its seeds do not separate from it; none that loses elsewhere."""
   races: dict[tuple[str, str], list[Evidence]] = {}
   for e in (e for title, each in found.items() if title in candidates for e in each):
-    if e.shares and _below(e.percent):
+    if e.shares and len(e.percent) > 1 and statistics.fmean(e.percent) < 0:
       races.setdefault((e.where, e.device), []).append(e)
   for each in races.values():
     each.sort(key=lambda e: statistics.fmean(e.percent))
+  races = {race: each for race, each in races.items() if _below(each[0].percent)}
   # Who is ahead of whom, by more than the interval, in any race.
   ahead = [(first, e) for each in races.values() for first, e in itertools.combinations(each, 2) if _parted(e, first)]
   said, beaten, lines = [], [], []

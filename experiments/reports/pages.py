@@ -82,7 +82,7 @@ TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
     'grid flops cpu': lambda: _tuned('grid_flops_nano_cpu.jsonl', 'nano, 2,000 steps each', 'dense_small'),
     'papers': papers.markdown,
     'race by seed': lambda: table.seeds_markdown(_race(), 's_ste_fp8_all'),
-    'race of three layers by seed': lambda: table.seeds_markdown(_race_of_three(), 's_ste_fp8_all'),
+    'race of three layers by seed': lambda: table.seeds_markdown(_race_of_three(), 'half_ffn_s_ste_fp8_all'),
   },
   'quality_runs.md': {
     'tuned nano': lambda: _tuned('compare_tuned_nano.jsonl'),

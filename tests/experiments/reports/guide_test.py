@@ -75,12 +75,12 @@ class EvidenceTest(parameterized.TestCase):
   def test_a_winner_that_loses_to_a_rival_of_another_race_is_not_advised(self):
     found = {
       'S-STE, FP8': [race('S-STE', (0.90, 0.91)), race('S-STE', (0.95, 0.955, 0.96), 'b race')],
-      'dense, FFN half as wide': [race('half in FP8', (0.94, 0.945, 0.95), 'b race')],
+      'dense, a narrower FFN': [race('half in FP8', (0.94, 0.945, 0.95), 'b race')],
     }
     said = guide.advise('sooner', {'S-STE, FP8': 1.5}, found, 'nvidia_h200')
     self.assertStartsWith(said, "half in FP8: dense's final loss in 0.95 ± 0.01 of its time (b race, on NVIDIA H200);")
     self.assertIn('; S-STE is first where half in FP8 did not run (a race, on NVIDIA H200). Race it', said)
-    found['dense, FFN half as wide'] = [race('half in FP8', (0.94, 0.957, 0.95), 'b race')]  # not parted
+    found['dense, a narrower FFN'] = [race('half in FP8', (0.94, 0.957, 0.95), 'b race')]  # not parted
     said = guide.advise('sooner', {'S-STE, FP8': 1.5}, found, 'nvidia_h200')
     self.assertStartsWith(said, "S-STE: dense's final loss in 0.92 ± 0.05 of its time (a race, on NVIDIA H200), or ")
     self.assertNotIn('did not run', said)
@@ -120,12 +120,16 @@ class CommandTest(absltest.TestCase):
     self.assertStartsWith(out.getvalue().splitlines()[2], 'Take ')
     with contextlib.redirect_stdout(io.StringIO()) as out:
       self.assertEqual(cli.main([*arguments[:-1], 'h100']), 0)
-    # The difference and the share are those of docs/quality.md; and who ended lowest where it ran is what to take.
+    # The difference and the share are those of docs/quality.md, and who ended lowest where it ran is what to take.
     self.assertIn(
       ' ends 0.0150 ± 0.0042 below dense, all linear layers in FP8, whose final loss it reaches in 0.88 ± 0.01 of the'
       ' time', out.getvalue(),
     )  # fmt: skip
-    self.assertIn('\nTake dense, FFN half as wide, in FP8: ', out.getvalue())
+    self.assertIn('\nTake S-STE, FP8, all linear layers, FFN half as wide: ', out.getvalue())
+    self.assertIn(
+      ' FFN half as wide ends 0.0127 ± 0.0014 below dense, FFN half as wide, in FP8, whose final loss it reaches in'
+      ' 0.89 ± 0.01 of the time', out.getvalue(),
+    )  # fmt: skip
     self.assertRegex(out.getvalue(), r'  step of gpt2-1558m, width 1,600, on NVIDIA H200: 1\.\d\d times as fast')
     self.assertIn('another GPU', out.getvalue())
     with contextlib.redirect_stderr(io.StringIO()) as err:
