@@ -72,7 +72,7 @@ class Arch:
     return self.kernels.get(op)
 
 
-def _with_warp_products(
+def _with_warp_matmuls(
   name: str, capability: tuple[int, int], shared_memory: int, example: Example, *, float8: bool = False
 ) -> Arch:
   """A generation whose sparse tensor cores a warp feeds from its registers."""
@@ -82,9 +82,9 @@ def _with_warp_products(
   )  # fmt: skip
 
 
-SM_80 = _with_warp_products('sm_80', (8, 0), 166912, Example('NVIDIA A100-SXM4-40GB', 108, 167936, 2048, 41943040))
-SM_86 = _with_warp_products('sm_86', (8, 6), 101376, Example('NVIDIA GeForce RTX 3090', 82, 102400, 1536, 6291456))
-SM_89 = _with_warp_products(
+SM_80 = _with_warp_matmuls('sm_80', (8, 0), 166912, Example('NVIDIA A100-SXM4-40GB', 108, 167936, 2048, 41943040))
+SM_86 = _with_warp_matmuls('sm_86', (8, 6), 101376, Example('NVIDIA GeForce RTX 3090', 82, 102400, 1536, 6291456))
+SM_89 = _with_warp_matmuls(
   'sm_89', (8, 9), 101376, Example('NVIDIA L40S', 142, 102400, 1536, 100663296), float8=True
 )
 # wgmma exists here alone; Blackwell replaced it.

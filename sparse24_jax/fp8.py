@@ -68,7 +68,7 @@ class Fp8(Precision):
   def input_grad(self, w: PackedWeight, dz: Rounded, *, backend: str | None, dtype: Any) -> Array:
     def run(dz: Rounded, matrix: Array, factor: Array) -> Array:
       with jax.named_scope('input_grad'):
-        return _dense_product(dz.values, dz.factor, _partitioning.whole(matrix), factor, dtype)
+        return _dense_matmul(dz.values, dz.factor, _partitioning.whole(matrix), factor, dtype)
 
     return jax.custom_batching.sequential_vmap(run)(dz, w.matrix, w.factor)
 
@@ -124,7 +124,7 @@ def _dense_forward(
   keep_preactivation: bool = False,
 ) -> Any:  # fmt: skip
   with jax.named_scope('forward'):
-    z = _dense_product(x.values, x.factor, _partitioning.whole(w.matrix).T, w.factor, dtype)
+    z = _dense_matmul(x.values, x.factor, _partitioning.whole(w.matrix).T, w.factor, dtype)
   if bias is not None:
     z = z + bias.astype(dtype)[None]
   if activation is None:
@@ -133,7 +133,7 @@ def _dense_forward(
   return (h, z) if keep_preactivation else h
 
 
-def _dense_product(x: Array, x_factor: Array, w: Array, w_factor: Array, dtype: Any) -> Array:
+def _dense_matmul(x: Array, x_factor: Array, w: Array, w_factor: Array, dtype: Any) -> Array:
   # Sums of FP8 numbers, before the factors scale them, exceed the range of float16.
   wide = jnp.float32 if jnp.dtype(dtype) == jnp.float16 else dtype
   return quantize.fp8_dot(x, w, x_factor, w_factor, out_dtype=wide).astype(dtype)

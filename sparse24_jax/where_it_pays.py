@@ -46,14 +46,14 @@ class RoleGain:
   checked: float | None = None
 
   @property
-  def product_ms(self) -> float | None:
+  def matmul_ms(self) -> float | None:
     """Expected time of the chosen matmul."""
     return {'dense': self.dense_ms, 'dense_fp8': self.dense_fp8_ms}.get(self.chosen, self.sparse_ms)
 
   @property
   def expected_ms(self) -> float | None:
     """Expected time of the chosen matmul with its packing."""
-    return total((self.product_ms, self.packing_ms))
+    return total((self.matmul_ms, self.packing_ms))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,6 +257,6 @@ def _notes(layer: LayerGain) -> list[str]:
     return [f'{layer.path}: no kernel: {layer.plain}']
   checked = ', '.join(f'{r.role} {r.checked:.2f} times dense' for r in layer.roles if r.checked is not None)
   notes = [f'{layer.path}: no record, checked here: {checked}'] if checked else []
-  unknown = ', '.join(f'{r.role} {r.chosen}' for r in layer.roles if r.product_ms is None)
+  unknown = ', '.join(f'{r.role} {r.chosen}' for r in layer.roles if r.matmul_ms is None)
   why = 'nothing within a factor of two in each size was measured, so chosen blindly'
   return [*notes, f'{layer.path}: {why}: {unknown}'] if unknown else notes

@@ -10,7 +10,7 @@ import zipfile
 from absl.testing import absltest
 
 ROOT = Path(__file__).parents[1]
-CARD = 'nvidia_h100_80gb_hbm3'
+DEVICE = 'nvidia_h100_80gb_hbm3'
 
 
 class WheelTest(absltest.TestCase):
@@ -36,7 +36,7 @@ class WheelTest(absltest.TestCase):
       for pattern in ('ffi/*.cc', 'tuned/*/*.json')
       for path in (ROOT / 'pallas_kernels').glob(pattern)
     }
-    known = {'pallas_kernels/ffi/cusparselt.cc', f'pallas_kernels/tuned/{CARD}/sparse_matmul.json'}
+    known = {'pallas_kernels/ffi/cusparselt.cc', f'pallas_kernels/tuned/{DEVICE}/sparse_matmul.json'}
     self.assertContainsSubset(known, data)
     self.assertContainsSubset(data, self.files)
 
@@ -47,7 +47,7 @@ class WheelTest(absltest.TestCase):
   def test_it_runs_without_the_checkout(self):
     program = f"""
 import json, pallas_kernels, sparse24_jax as s24
-block = s24.block_gain(4096, 16384, s24.recipes.s_ste('.*'), tokens=16384, device='{CARD}')
+block = s24.block_gain(4096, 16384, s24.recipes.s_ste('.*'), tokens=16384, device='{DEVICE}')
 print(json.dumps([pallas_kernels.__file__, s24.__file__, block.gain]))
 """
     site = self.folder / 'site'

@@ -15,7 +15,10 @@ from pallas_kernels.vnm import api
 from pallas_kernels.vnm.format import VNMOperand
 
 # What the block calls.
-PACKS = ('forward', 'residuals', 'pull_back', 'turn', 'turn_gradient', 'turn_24', 'turn_24_gradient', 'columns')
+PACKS = (
+  'forward', 'residuals', 'pull_back', 'transpose', 'transpose_gradient', 'transpose_24', 'transpose_24_gradient',
+  'columns',
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +72,7 @@ def pack(case: Case, options: Any) -> Plan:
   shape = case.shape
   if options.tiny:
     shape = (2 * case.v, 32 * case.m)
-    shape = (32 * case.m, max(2 * case.v, 16 * case.m)) if case.role.startswith('turn') else shape
+    shape = (32 * case.m, max(2 * case.v, 16 * case.m)) if case.role.startswith('transpose') else shape
   f, arguments = _packer(case)
 
   def make(key: Array) -> tuple[Array, tuple[Any, ...]]:
@@ -108,16 +111,16 @@ def _packer(case: Case) -> tuple[Callable[..., Any], Callable[[Array, Array], tu
     made = vnm_pack(x, residuals=True)
     return made.inputs, gradient, made.operand
 
-  def turned(x: Array, _: Array) -> tuple[Any, ...]:
+  def transposed(x: Array, _: Array) -> tuple[Any, ...]:
     a = vnm_pack(x).operand
     dense = _dense_neurons(x.shape[1])
     used = jnp.ones((x.shape[1],), bool).at[dense].set(False)
     match case.role:
       case 'columns':
         return a, dense
-      case 'turn' | 'turn_24':
+      case 'transpose' | 'transpose_24':
         return a, used
-      case 'turn_gradient':
+      case 'transpose_gradient':
         return a, api.transpose_pack(a, used=used)
       case _:
         return a, api.transpose_pack_24(a, used=used)
@@ -127,16 +130,16 @@ def _packer(case: Case) -> tuple[Callable[..., Any], Callable[[Array, Array], tu
       return functools.partial(vnm_pack, residuals=case.role == 'residuals'), lambda x, _: (x,)
     case 'pull_back':
       return given, kept
-    case 'turn':
-      return lambda a, used: api.transpose_pack(a, used=used), turned
-    case 'turn_gradient':
-      return lambda a, pattern: api.transpose_pack(a, pattern=pattern).compact.values, turned
-    case 'turn_24':
-      return lambda a, used: api.transpose_pack_24(a, used=used), turned
-    case 'turn_24_gradient':
-      return lambda a, pattern: api.transpose_pack_24(a, pattern=pattern).values, turned
+    case 'transpose':
+      return lambda a, used: api.transpose_pack(a, used=used), transposed
+    case 'transpose_gradient':
+      return lambda a, pattern: api.transpose_pack(a, pattern=pattern).compact.values, transposed
+    case 'transpose_24':
+      return lambda a, used: api.transpose_pack_24(a, used=used), transposed
+    case 'transpose_24_gradient':
+      return lambda a, pattern: api.transpose_pack_24(a, pattern=pattern).values, transposed
     case _:
-      return api.take_columns, turned
+      return api.take_columns, transposed
 
 
 def _dense_neurons(neurons: int) -> Array:
@@ -152,12 +155,12 @@ def _read(case: Case, args: tuple[Any, ...]) -> int:
     # Sectors of 32 bytes with a word that is asked for; a tile of positions has 16 groups of 64 rows.
     rows = a.shape[0]
     return len(np.unique(groups // 8)) * 32 * rows + len(np.unique(groups // 16)) * 512 * (rows // 64)
-  if case.role == 'turn_gradient':
+  if case.role == 'transpose_gradient':
     a, pattern = args
     kept = (a.compact.values.nbytes + a.compact.metadata.nbytes) * 4 // case.m  # four rows of each M
     return kept + a.rows.nbytes + pattern.compact.metadata.nbytes + pattern.rows.nbytes
   arrays = sum(a.nbytes for a in jax.tree.leaves(args))
-  if case.role == 'turn_24_gradient':
+  if case.role == 'transpose_24_gradient':
     return arrays - args[1].values.nbytes
   if case.role == 'pull_back':
     arrays -= args[2].compact.values.nbytes  # of the pattern, the positions alone

@@ -211,7 +211,7 @@ def _backward(
   dh: Array, z: Array, key: Array, origin: tuple[Any, Any, Any], activation: str, gated: bool,
   config: pack.Config, scale: Array | None = None, dtype: jnp.dtype | None = None,
 ) -> tuple[Array, ...]:  # fmt: skip
-  """(dz, values, words), in float8 if there is a `scale`."""
+  """(dz, values, metadata), in float8 if there is a `scale`."""
   _check(z)
   rows, columns = dh.shape
   if rows % 4 or columns % 4 or (gated and columns % 64):

@@ -293,12 +293,12 @@ def store_groups(
 
 @triton.jit
 def scatter_nibbles(
-  words, nibble, place, rows: tl.constexpr, columns: tl.constexpr, transposed: tl.constexpr, bits: tl.constexpr
+  metadata, nibble, place, rows: tl.constexpr, columns: tl.constexpr, transposed: tl.constexpr, bits: tl.constexpr
 ):
   """Lays down the nibbles of all blocks; blocks outside the array describe padding, positions 0 and 1.
 
   Args:
-    words: of the operand.
+    metadata: of the operand.
     nibble: metadata of each block's four groups.
     place: the tile.
     rows: of the array.
@@ -319,12 +319,12 @@ def scatter_nibbles(
   at = (line // 16 * across + group // 16) * 256 + position
   there = (place[0] < 16 * ((rows + 63) // 64)) & (place[1] < 16 * ((columns + 63) // 64))
   nibble = tl.where(place[2], nibble, 0x4444).to(tl.uint16)
-  tl.store(words.to(tl.pointer_type(tl.uint16)) + at, nibble, mask=there | place[2])
+  tl.store(metadata.to(tl.pointer_type(tl.uint16)) + at, nibble, mask=there | place[2])
 
 
 @triton.jit
-def gather_words(words, tile_shape: tl.constexpr, place, rows: tl.constexpr, columns: tl.constexpr,
-                 transposed: tl.constexpr):  # fmt: skip
+def gather_metadata(metadata, tile_shape: tl.constexpr, place, rows: tl.constexpr, columns: tl.constexpr,
+                    transposed: tl.constexpr):  # fmt: skip
   """This tile's words from the nibbles laid down: (words, where they go, which exist)."""
   across: tl.constexpr = ((rows if transposed else columns) + 63) // 64
   down: tl.constexpr = ((columns if transposed else rows) + 63) // 64
@@ -337,7 +337,7 @@ def gather_words(words, tile_shape: tl.constexpr, place, rows: tl.constexpr, col
   # Word 32 warp + 16 pair + 4 row + quarter takes the 16 bytes at ((warp, pair), quarter).
   thread = n % 128
   at = (line * across + group) * 128
-  source = words.to(tl.pointer_type(tl.uint64)) + at // 2 + (thread // 16 * 4 + thread % 4) * 2
+  source = metadata.to(tl.pointer_type(tl.uint64)) + at // 2 + (thread // 16 * 4 + thread % 4) * 2
   first = tl.load(source, mask=there, other=0)
   second = tl.load(source + 1, mask=there, other=0)
   shift = (thread // 4 % 4 * 4).to(tl.uint32)
@@ -353,27 +353,27 @@ def _fold(x, shift):
 
 
 @triton.jit
-def store_words(
-  words, nibble, place, rows: tl.constexpr, columns: tl.constexpr, transposed: tl.constexpr, bits: tl.constexpr
+def store_metadata(
+  metadata, nibble, place, rows: tl.constexpr, columns: tl.constexpr, transposed: tl.constexpr, bits: tl.constexpr
 ):
   """Writes the positions of one operand, with values of `bits` bits, of an array of `rows` x `columns`."""
-  scatter_nibbles(words, nibble, place, rows, columns, transposed, bits)
+  scatter_nibbles(metadata, nibble, place, rows, columns, transposed, bits)
   tl.debug_barrier()
-  word, at, there = gather_words(words, nibble.shape, place, rows, columns, transposed)
+  word, at, there = gather_metadata(metadata, nibble.shape, place, rows, columns, transposed)
   tl.debug_barrier()
-  tl.store(words + at, word, mask=there)
+  tl.store(metadata + at, word, mask=there)
 
 
 @triton.jit
-def store_words_pair(
-  row_words, row_nibble, column_words, column_nibble, place, rows: tl.constexpr, columns: tl.constexpr
+def store_metadata_pair(
+  row_metadata, row_nibble, column_metadata, column_nibble, place, rows: tl.constexpr, columns: tl.constexpr
 ):
   """Writes the positions of both operands, with 16-bit values, under the same two barriers."""
-  scatter_nibbles(row_words, row_nibble, place, rows, columns, False, 16)
-  scatter_nibbles(column_words, column_nibble, place, rows, columns, True, 16)
+  scatter_nibbles(row_metadata, row_nibble, place, rows, columns, False, 16)
+  scatter_nibbles(column_metadata, column_nibble, place, rows, columns, True, 16)
   tl.debug_barrier()
-  row_word, row_at, row_there = gather_words(row_words, row_nibble.shape, place, rows, columns, False)
-  column_word, column_at, column_there = gather_words(column_words, row_nibble.shape, place, rows, columns, True)
+  row_word, row_at, row_there = gather_metadata(row_metadata, row_nibble.shape, place, rows, columns, False)
+  column_word, column_at, column_there = gather_metadata(column_metadata, row_nibble.shape, place, rows, columns, True)
   tl.debug_barrier()
-  tl.store(row_words + row_at, row_word, mask=row_there)
-  tl.store(column_words + column_at, column_word, mask=column_there)
+  tl.store(row_metadata + row_at, row_word, mask=row_there)
+  tl.store(column_metadata + column_at, column_word, mask=column_there)

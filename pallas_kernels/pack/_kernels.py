@@ -16,7 +16,7 @@ from pallas_kernels.transposable_mask import triton as transposable
 
 @triton.jit
 def transposable_kernel(
-  w, row_values, row_words, column_values, column_words, codes, special,
+  w, row_values, row_metadata, column_values, column_metadata, codes, special,
   ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
 ):  # fmt: skip
   """Best transposable pattern of each block, both operands under it, and its code.
@@ -38,15 +38,15 @@ def transposable_kernel(
   code = transposable.best_codes(a)
   tl.store(special + tl.zeros_like(code), 1, mask=ordinary == 0)
   _finish(
-    _blocks.narrow_words(words, source, row_values.dtype.element_ty), code, row_values, row_words,
-    column_values, column_words, codes, place, batch, ROWS, COLUMNS, source != tl.float32, True,
+    _blocks.narrow_words(words, source, row_values.dtype.element_ty), code, row_values, row_metadata,
+    column_values, column_metadata, codes, place, batch, ROWS, COLUMNS, source != tl.float32, True,
   )  # fmt: skip
 
 
 @triton.jit
 def repair_kernel(
-  w, special, row_values_, row_words_, column_values_, column_words_, codes_,
-  row_values, row_words, column_values, column_words, codes,
+  w, special, row_values_, row_metadata_, column_values_, column_metadata_, codes_,
+  row_values, row_metadata, column_values, column_metadata, codes,
   ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
   TILES: tl.constexpr,
 ):  # fmt: skip
@@ -64,7 +64,7 @@ def repair_kernel(
     # With fewer than two kept, a free position is stored: as zero.
     x = _blocks.zero_free(_blocks.narrow_words(words, source, row_values.dtype.element_ty), code)
     _finish(
-      x, code, row_values, row_words, column_values, column_words, codes, place, batch, ROWS, COLUMNS,
+      x, code, row_values, row_metadata, column_values, column_metadata, codes, place, batch, ROWS, COLUMNS,
       source != tl.float32, False,
     )  # fmt: skip
     n += tl.num_programs(0)
@@ -72,7 +72,7 @@ def repair_kernel(
 
 @triton.jit
 def _finish(
-  x, code, row_values, row_words, column_values, column_words, codes, place, batch,
+  x, code, row_values, row_metadata, column_values, column_metadata, codes, place, batch,
   ROWS: tl.constexpr, COLUMNS: tl.constexpr, TOGETHER: tl.constexpr, TWO: tl.constexpr,
 ):  # fmt: skip
   """Stores codes and operands of a tile."""
@@ -80,13 +80,13 @@ def _finish(
   at = batch * (ROWS // 4) * (COLUMNS // 4) + place[0] * (COLUMNS // 4) + place[1]
   tl.store(codes + at, code.to(tl.uint16), mask=place[2])
   _store_both(
-    x, code, row_values, row_words, column_values, column_words, place, batch, ROWS, COLUMNS, TOGETHER, TWO
+    x, code, row_values, row_metadata, column_values, column_metadata, place, batch, ROWS, COLUMNS, TOGETHER, TWO
   )
 
 
 @triton.jit
 def masked_kernel(
-  w, codes, row_values, row_words, column_values, column_words,
+  w, codes, row_values, row_metadata, column_values, column_metadata,
   ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
 ):  # fmt: skip
   """Both operands under given codes."""
@@ -97,7 +97,7 @@ def masked_kernel(
   code = tl.load(codes + at, mask=place[2], other=0).to(tl.uint32)
   x = _blocks.zero_free(_blocks.narrow_words(words, w.dtype.element_ty, row_values.dtype.element_ty), code)
   _store_both(
-    x, code, row_values, row_words, column_values, column_words, place, batch, ROWS, COLUMNS, False, False
+    x, code, row_values, row_metadata, column_values, column_metadata, place, batch, ROWS, COLUMNS, False, False
   )  # fmt: skip
 
 
@@ -261,7 +261,7 @@ def _signed(e, soft):
 
 @triton.jit
 def _store_both(
-  x, code, row_values, row_words, column_values, column_words, place, batch,
+  x, code, row_values, row_metadata, column_values, column_metadata, place, batch,
   ROWS: tl.constexpr, COLUMNS: tl.constexpr, TOGETHER: tl.constexpr, TWO: tl.constexpr,
 ):  # fmt: skip
   """Both operands of the blocks with rows `x`, in words, under `code`.
@@ -281,7 +281,9 @@ def _store_both(
     column_values + batch * half, _blocks.choose_all(_blocks.transposed_words(x), down), place, ROWS, COLUMNS, True,
     TOGETHER,
   )
-  _blocks.store_words_pair(row_words + batch * size, across, column_words + batch * size, down, place, ROWS, COLUMNS)
+  _blocks.store_metadata_pair(
+    row_metadata + batch * size, across, column_metadata + batch * size, down, place, ROWS, COLUMNS
+  )
 
 
 @triton.jit
@@ -303,4 +305,4 @@ def store_chosen(
   size: tl.constexpr = ((ROWS + 63) // 64) * ((COLUMNS + 63) // 64) * 128
   _blocks.store_values(values + batch * half, pairs, place, ROWS, COLUMNS, GROUPS_DOWN)
   bits: tl.constexpr = values.dtype.element_ty.primitive_bitwidth
-  _blocks.store_words(metadata + batch * size, nibbles, place, ROWS, COLUMNS, GROUPS_DOWN, bits)
+  _blocks.store_metadata(metadata + batch * size, nibbles, place, ROWS, COLUMNS, GROUPS_DOWN, bits)

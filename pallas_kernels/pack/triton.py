@@ -119,7 +119,7 @@ def mvue_pack8(
 def _packed(
   kernel: Any, x: Array, more: Sequence[Array], axis: int, dtype: jnp.dtype, config: Config
 ) -> tuple[Array, ...]:
-  """Values and words of one operand of x, and in float8 x itself."""
+  """Values and metadata of one operand of x, and in float8 x itself."""
   batches, rows, columns = _shape(x, dtype)
   structs = structs8(x.shape, dtype, axis) if is_float8(dtype) else _structs(x.shape[:-2], rows, columns, dtype, axis)
   return _triton.call(
@@ -134,7 +134,7 @@ def _scales(scale: Array) -> Array:
 
 
 def structs8(shape: tuple[int, ...], dtype: jnp.dtype, axis: int) -> list[jax.ShapeDtypeStruct]:
-  """Values, words and dense array of the float8 kernels."""
+  """Values, metadata and dense array of the float8 kernels."""
   return [*_structs(shape[:-2], shape[-2], shape[-1], dtype, axis), jax.ShapeDtypeStruct(shape, dtype)]
 
 
@@ -175,7 +175,7 @@ def _shape(x: Array, dtype: jnp.dtype) -> tuple[int, int, int]:
 def _structs(
   lead: tuple[int, ...], rows: int, columns: int, dtype: jnp.dtype, axis: int
 ) -> list[jax.ShapeDtypeStruct]:
-  """Values and words of one operand of a [rows, columns] array."""
+  """Values and metadata of one operand of a [rows, columns] array."""
   m, k = (columns, rows) if axis == -2 else (rows, columns)
   return [
     jax.ShapeDtypeStruct((*lead, m, k // 2), dtype),

@@ -47,11 +47,6 @@ class SparseOperand:
   layout: str = REGISTER_ORDER
 
   @property
-  def words(self) -> Array:
-    """The older name of `metadata`."""
-    return self.metadata
-
-  @property
   def shape(self) -> tuple[int, ...]:
     """Shape of the dense matrix, [..., M, K]."""
     return (*self.values.shape[:-1], 2 * self.values.shape[-1])

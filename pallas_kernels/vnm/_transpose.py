@@ -18,7 +18,7 @@ from pallas_kernels.vnm import _transposed as transposed
 
 @triton.jit
 def transpose_pack(
-  values_in, words_in, tables, values, metadata, rows,
+  values_in, metadata_in, tables, values, metadata, rows,
   R: tl.constexpr, C: tl.constexpr, V: tl.constexpr, M: tl.constexpr, SELECT: tl.constexpr,
 ):  # fmt: skip
   """The transpose's pattern and operand.
@@ -37,7 +37,7 @@ def transpose_pack(
   else:
     at = source + member[:, None] * (C // M) + group
     used = tables + M // 8 * (R // V * (C // M)) + group
-    places = words_in.to(tl.pointer_type(tl.uint8)) + _places(C, V, M)
+    places = metadata_in.to(tl.pointer_type(tl.uint8)) + _places(C, V, M)
     score = _scores(at, places, used, 0, R, C, V, M, SELECT, dtype)
     if M == 16:
       score = score + _scores(at, places, used, 8, R, C, V, M, SELECT, dtype)
@@ -46,16 +46,16 @@ def transpose_pack(
   kept = _once(r0.to(tl.uint32) | r1.to(tl.uint32) << 4 | r2.to(tl.uint32) << 8 | r3.to(tl.uint32) << 12)
   kept = kept[:, None].to(tl.int32)
   first = member[:, None]
-  e0 = _entries(source, words_in, tables, first + (kept & 15) * (R // M), group, R, C, V, M)
-  e1 = _entries(source, words_in, tables, first + (kept >> 4 & 15) * (R // M), group, R, C, V, M)
-  e2 = _entries(source, words_in, tables, first + (kept >> 8 & 15) * (R // M), group, R, C, V, M)
-  e3 = _entries(source, words_in, tables, first + (kept >> 12 & 15) * (R // M), group, R, C, V, M)
+  e0 = _entries(source, metadata_in, tables, first + (kept & 15) * (R // M), group, R, C, V, M)
+  e1 = _entries(source, metadata_in, tables, first + (kept >> 4 & 15) * (R // M), group, R, C, V, M)
+  e2 = _entries(source, metadata_in, tables, first + (kept >> 8 & 15) * (R // M), group, R, C, V, M)
+  e3 = _entries(source, metadata_in, tables, first + (kept >> 12 & 15) * (R // M), group, R, C, V, M)
   _keep(values, metadata, e0, e1, e2, e3, R // M, V, M)
 
 
 @triton.jit
 def transpose_pack_as(
-  values_in, words_in, tables, metadata, rows, values,
+  values_in, metadata_in, tables, metadata, rows, values,
   R: tl.constexpr, C: tl.constexpr, V: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
   """The transpose's values under a pattern that is given."""
@@ -64,35 +64,35 @@ def transpose_pack_as(
   member = (tl.program_id(1) * 16 + tl.arange(0, 16))[:, None]
   given = transposed.given_words(metadata, R // M, V, M)
   at = rows + tl.program_id(0) * (R // M * 4) + member * 4
-  e0 = _entries(source, words_in, tables, blocks.load_index(at, R), group, R, C, V, M)
-  e1 = _entries(source, words_in, tables, blocks.load_index(at + 1, R), group, R, C, V, M)
-  e2 = _entries(source, words_in, tables, blocks.load_index(at + 2, R), group, R, C, V, M)
-  e3 = _entries(source, words_in, tables, blocks.load_index(at + 3, R), group, R, C, V, M)
+  e0 = _entries(source, metadata_in, tables, blocks.load_index(at, R), group, R, C, V, M)
+  e1 = _entries(source, metadata_in, tables, blocks.load_index(at + 1, R), group, R, C, V, M)
+  e2 = _entries(source, metadata_in, tables, blocks.load_index(at + 2, R), group, R, C, V, M)
+  e3 = _entries(source, metadata_in, tables, blocks.load_index(at + 3, R), group, R, C, V, M)
   _keep_given(values, given, e0, e1, e2, e3, R // M, V, M)
 
 
 @triton.jit
 def transpose_pack_24(
-  values_in, words_in, tables, values, metadata, R: tl.constexpr, C: tl.constexpr, V: tl.constexpr, M: tl.constexpr
+  values_in, metadata_in, tables, values, metadata, R: tl.constexpr, C: tl.constexpr, V: tl.constexpr, M: tl.constexpr
 ):
   """Two of four neighbours of the transpose: a program has 16 groups of M columns by 16 of four rows of a block."""
-  e0 = _neighbours(values_in, words_in, tables, 0, R, C, V, M)
-  e1 = _neighbours(values_in, words_in, tables, 1, R, C, V, M)
-  e2 = _neighbours(values_in, words_in, tables, 2, R, C, V, M)
-  e3 = _neighbours(values_in, words_in, tables, 3, R, C, V, M)
+  e0 = _neighbours(values_in, metadata_in, tables, 0, R, C, V, M)
+  e1 = _neighbours(values_in, metadata_in, tables, 1, R, C, V, M)
+  e2 = _neighbours(values_in, metadata_in, tables, 2, R, C, V, M)
+  e3 = _neighbours(values_in, metadata_in, tables, 3, R, C, V, M)
   _keep(values, metadata, e0, e1, e2, e3, R // 4, 16 * M, M)
 
 
 @triton.jit
 def transpose_pack_24_as(
-  values_in, words_in, tables, metadata, values, R: tl.constexpr, C: tl.constexpr, V: tl.constexpr, M: tl.constexpr
+  values_in, metadata_in, tables, metadata, values, R: tl.constexpr, C: tl.constexpr, V: tl.constexpr, M: tl.constexpr
 ):
   """`transpose_pack_24` under a pattern that is given."""
   given = transposed.given_words(metadata, R // 4, 16 * M, M)
-  e0 = _neighbours(values_in, words_in, tables, 0, R, C, V, M)
-  e1 = _neighbours(values_in, words_in, tables, 1, R, C, V, M)
-  e2 = _neighbours(values_in, words_in, tables, 2, R, C, V, M)
-  e3 = _neighbours(values_in, words_in, tables, 3, R, C, V, M)
+  e0 = _neighbours(values_in, metadata_in, tables, 0, R, C, V, M)
+  e1 = _neighbours(values_in, metadata_in, tables, 1, R, C, V, M)
+  e2 = _neighbours(values_in, metadata_in, tables, 2, R, C, V, M)
+  e3 = _neighbours(values_in, metadata_in, tables, 3, R, C, V, M)
   _keep_given(values, given, e0, e1, e2, e3, R // 4, 16 * M, M)
 
 
@@ -127,7 +127,7 @@ def _keep(values, metadata, e0, e1, e2, e3, GROUPS: tl.constexpr, COLUMNS: tl.co
   else:
     low = _eight_columns(values, e0, e1, e2, e3, 0, GROUPS, COLUMNS, M)
     high = _eight_columns(values, e0, e1, e2, e3, 8, GROUPS, COLUMNS, M)
-  transposed.store_words(metadata, low, high, GROUPS, COLUMNS)
+  transposed.store_metadata(metadata, low, high, GROUPS, COLUMNS)
 
 
 @triton.jit
@@ -219,9 +219,9 @@ def _two_scores(
 
 
 @triton.jit
-def _entries(source, words, tables, row, group, R: tl.constexpr, C: tl.constexpr, V: tl.constexpr, M: tl.constexpr):
+def _entries(source, metadata, tables, row, group, R: tl.constexpr, C: tl.constexpr, V: tl.constexpr, M: tl.constexpr):
   """All M entries that rows have of groups, in M / 2 words; 16 rows whose numbers go on from a multiple of 16."""
-  places = words.to(tl.pointer_type(tl.uint8)) + _sixteen(row // 16, C, M) + _places(C, V, M)
+  places = metadata.to(tl.pointer_type(tl.uint8)) + _sixteen(row // 16, C, M) + _places(C, V, M)
   return _entries_at(source, places, tables, row, group, R, C, V, M, V)
 
 

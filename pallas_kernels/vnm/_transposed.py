@@ -7,15 +7,15 @@ from pallas_kernels.vnm import _blocks as blocks
 
 
 @triton.jit
-def nibble(words, row, group, GROUPS: tl.constexpr):
+def nibble(metadata, row, group, GROUPS: tl.constexpr):
   """The metadata of rows and groups; `GROUPS` a row."""
   tile = row // 64 * (GROUPS // 16) + group // 16
-  word = tl.load(words + tile * 128 + row % 64 // 16 * 32 + row % 8 * 4 + group % 16 // 4)
+  word = tl.load(metadata + tile * 128 + row % 64 // 16 * 32 + row % 8 * 4 + group % 16 // 4)
   return (word >> (row // 8 % 2 * 16 + group % 4 * 4).to(tl.uint32)) & 15
 
 
 @triton.jit
-def given_words(words, GROUPS: tl.constexpr, COLUMNS: tl.constexpr, M: tl.constexpr):
+def given_words(metadata, GROUPS: tl.constexpr, COLUMNS: tl.constexpr, M: tl.constexpr):
   """The transpose's metadata for the program's columns, before anything that takes time.
 
   Four groups of rows share a word, and so do columns eight apart: [16, COLUMNS / 16] for each of eight columns, or
@@ -26,11 +26,11 @@ def given_words(words, GROUPS: tl.constexpr, COLUMNS: tl.constexpr, M: tl.conste
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS // M)[None, :] * M
     group = tl.program_id(1) * 16 + member
     return (
-      nibble(words, column, group, GROUPS), nibble(words, column + 1, group, GROUPS),
-      nibble(words, column + 2, group, GROUPS), nibble(words, column + 3, group, GROUPS),
+      nibble(metadata, column, group, GROUPS), nibble(metadata, column + 1, group, GROUPS),
+      nibble(metadata, column + 2, group, GROUPS), nibble(metadata, column + 3, group, GROUPS),
     )  # fmt: skip
   else:
-    word = tl.load(words + _word_places(GROUPS, COLUMNS))
+    word = tl.load(metadata + _word_places(GROUPS, COLUMNS))
     word = tl.broadcast_to(word[:, None, :, :], (4, 4, COLUMNS // 16, 8))
     word = tl.reshape(word, (16, COLUMNS // 16, 8)) >> (member % 4 * 4)[:, :, None].to(tl.uint32)
     even, odd = tl.split(tl.reshape(word, (16, COLUMNS // 16, 4, 2)))
@@ -71,7 +71,7 @@ def store(values, even, odd, first: tl.constexpr, GROUPS: tl.constexpr, COLUMNS:
 
 
 @triton.jit
-def store_words(words, low, high, GROUPS: tl.constexpr, COLUMNS: tl.constexpr):
+def store_metadata(metadata, low, high, GROUPS: tl.constexpr, COLUMNS: tl.constexpr):
   """The metadata of 16 groups, from nibbles of the lower and the upper eight of every 16 columns, [16, COLUMNS / 16].
 
   A word has columns n and n + 8 of four groups, which are added up: each has its own four bits of either half.
@@ -79,7 +79,7 @@ def store_words(words, low, high, GROUPS: tl.constexpr, COLUMNS: tl.constexpr):
   pairs = tl.join(blocks.prmt(low, high, 0x5410), blocks.prmt(low, high, 0x7632))[:, :, None, :]
   nibbles = (pairs >> (4 * tl.arange(0, 4))[None, None, :, None].to(tl.uint32)) & 0x000F000F
   nibbles = nibbles << (4 * (tl.arange(0, 16) % 4))[:, None, None, None].to(tl.uint32)
-  tl.store(words + _word_places(GROUPS, COLUMNS), tl.sum(tl.reshape(nibbles, (4, 4, COLUMNS // 16, 8)), axis=1))
+  tl.store(metadata + _word_places(GROUPS, COLUMNS), tl.sum(tl.reshape(nibbles, (4, 4, COLUMNS // 16, 8)), axis=1))
 
 
 @triton.jit

@@ -110,7 +110,7 @@ class Fp8LayerTest(parameterized.TestCase):
   def test_choice_is_that_of_the_plan(self, role, times, chosen, ms):
     with records(TIMES8 | {role: times}):
       found = {r.role: r for r in gain_of().roles}[role]
-    self.assertEqual((found.chosen, found.product_ms), (chosen, ms))
+    self.assertEqual((found.chosen, found.matmul_ms), (chosen, ms))
     choice = min(times, key=times.get) if times else None
     with (
       mock.patch.object(_device, 'current', lambda: targets.target_device('sm_90a')),

@@ -165,7 +165,7 @@ class CheckedTest(absltest.TestCase):
       packers = False
       self.assertEqual(plan_layer(FST, TOKENS, D_IN, D_OUT, jnp.bfloat16).backends, Backends())
     self.assertEqual([role.checked for role in layers[0].roles], [2.0, 1.25, 0.8])
-    self.assertEqual([role.product_ms for role in layers[0].roles], [0.5, 0.8, 1.0])
+    self.assertEqual([role.matmul_ms for role in layers[0].roles], [0.5, 0.8, 1.0])
     note = 'no record, checked here: forward 2.00 times dense, input_grad 1.25 times dense, weight_grad 0.80 times'
     self.assertIn(note, table(layers))
     self.assertIn('checked here: 2.00 times dense', explain(block))

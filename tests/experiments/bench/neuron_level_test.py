@@ -25,14 +25,14 @@ class NeuronLevelBenchTest(absltest.TestCase):
   def test_records(self):
     names = [f'{kind}-64x2x8-{size}' for kind, size in (
       ('matmul', '16384x4096x16384'), ('ffn', '16384x4096x16384'),
-    )] + [f'pack-64x2x8-{role}-16384x16384' for role in ('residuals', 'pull_back', 'turn', 'columns')]
+    )] + [f'pack-64x2x8-{role}-16384x16384' for role in ('residuals', 'pull_back', 'transpose', 'columns')]
     with tempfile.TemporaryDirectory() as name, contextlib.redirect_stdout(io.StringIO()) as out:
       folder = pathlib.Path(name)
       options = ['--tiny', '--rounds', '2', '--steps', '2']
       failed = neuron_level.main(['--out', str(folder / 'records.jsonl'), *options, '--select', *names])
       self.assertEqual(failed, 0, out.getvalue())
       records = [json.loads(line) for line in (folder / 'records.jsonl').read_text().splitlines()]
-    product, block, forward, pull_back, turn, columns = records
+    product, block, forward, pull_back, transpose, columns = records
     self.assertEqual([r['bench'] for r in records], ['vnm_matmul', 'ffn', *['memory_bound'] * 4])
     for record in records:
       self.assertContainsSubset(('device', 'versions', 'commit', 'command', 'samples_ms', 'pattern', 'recipe'), record)
@@ -48,7 +48,7 @@ class NeuronLevelBenchTest(absltest.TestCase):
     # The gradient, what was kept of x and the positions read, values written.
     self.assertEqual(pull_back['bytes'], 65536 + 65536 // 4 + 128 * 64 // 4 + 2 * 128 * 4 + 65536 // 4)
     # An operand of [256, 128] and a flag a column read, an operand of [128, 256] written.
-    self.assertEqual(turn['bytes'], 2 * (65536 // 4 + 128 * 64 // 4) + 4 * 64 * 4 + 128 + 2 * 128 * 4)
+    self.assertEqual(transpose['bytes'], 2 * (65536 // 4 + 128 * 64 // 4) + 4 * 64 * 4 + 128 + 2 * 128 * 4)
     # 13 of 256 columns written, [128, 13]; they are in groups of 8, so at most all 4 sectors of a row's 32 groups.
     self.assertBetween(columns['bytes'], 2 * 128 * 13 + 32 * 128, 2 * 128 * 13 + 4 * 32 * 128 + 2 * 512 * 2)
 

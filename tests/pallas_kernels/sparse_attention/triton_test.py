@@ -31,7 +31,7 @@ KERNELS = (
   ('forward', 'strided', 'column', ALONE), ('keys', 'strided', 'column', FAR),
   ('queries', 'combined', 'near', dict(JOINED=True, LAST=False)), ('last_keys', 'fixed', 'last', {}),
 )  # fmt: skip
-CARD = mock.patch.object(_device, 'current', lambda: _device.Device('gpu', 'gpu', (9, 0), 132))
+GPU = mock.patch.object(_device, 'current', lambda: _device.Device('gpu', 'gpu', (9, 0), 132))
 
 
 def step(**options):
@@ -79,7 +79,7 @@ class TritonTest(parameterized.TestCase):
   def test_programs_have_few_launches_and_no_copies(self, kind, window, launches):
     q, kv = (jax.ShapeDtypeStruct((2, 512, heads, 64), BF16) for heads in (4, 2))
     f = jax.jit(step(patterns=Pattern(kind, window), implementation='triton'))
-    with CARD, targets.lowering_for(90):
+    with GPU, targets.lowering_for(90):
       text = f.trace(q, kv, kv, q).lower(lowering_platforms=('cuda',)).as_text()
     self.assertEqual(text.count('@triton_kernel_call'), launches)
     self.assertEqual(text.count('stablehlo.transpose'), 1)  # of delta, a number a query
@@ -92,16 +92,16 @@ class TritonTest(parameterized.TestCase):
   )
   def test_refusals(self, changes, message):
     x = jnp.ones((changes.get('batch', 1), 32, 2, changes.get('size', 64)), changes.get('dtype', BF16))
-    with CARD, self.assertRaisesRegex(ValueError, message):
+    with GPU, self.assertRaisesRegex(ValueError, message):
       sparse_attention(x, x, x, patterns=Pattern('fixed', 8), implementation='triton')
-    with CARD:  # another serves
+    with GPU:  # another serves
       self.assertEqual(sparse_attention(x, x, x, patterns=Pattern('fixed', 8)).shape, x.shape)
 
   def test_each_pattern_is_dispatched_by_itself(self):
     x = jax.ShapeDtypeStruct((2, 256, 4, 64), BF16)
     # The second and the fourth mean the same at this length.
     patterns = (Pattern('combined', 32), Pattern('full'), Pattern('combined', 32), Pattern('fixed', 256))
-    with CARD, targets.lowering_for(90), mock.patch('pallas_kernels.sparse_attention.cudnn._refusal', lambda *_: 'no'):
+    with GPU, targets.lowering_for(90), mock.patch('pallas_kernels.sparse_attention.cudnn._refusal', lambda *_: 'no'):
       lowered = jax.jit(step(patterns=patterns)).trace(x, x, x, x).lower(lowering_platforms=('cuda',))
     self.assertEqual(lowered.as_text().count('@triton_kernel_call'), 5 + 3)
 
