@@ -101,7 +101,7 @@ class MadeBy:
   that was compiled for states of one kind does not take those of another.
 
   Attributes:
-    of: (pattern, kind of projection or None), in the order of the rules. Empty for a state of an earlier version.
+    of: (pattern, kind of projection or None), in the order of the rules.
   """
 
   of: tuple[tuple[str, str | None], ...] = ()

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from experiments.data.corpora import SPLITS
-from experiments.data.tokenizer import Bytes, dtype_for, Tokenizer
+from experiments.data.tokenizer import dtype_for, Tokenizer
 from experiments.data.units import DataError
 
 _FORMAT = 1
@@ -38,13 +38,13 @@ class Packed:
     splits: Tokens of each split, shape [n], uint16 or uint32, read from disk on demand.
     documents: Number of documents of each split.
     digest: Short digest of all tokens of both splits.
-    vocab_size: Tokens are in [0, vocab_size); None for BPE of an older version, which did not write it down.
+    vocab_size: Tokens are in [0, vocab_size).
   """
 
   splits: Mapping[str, np.ndarray]
   documents: Mapping[str, int]
   digest: str
-  vocab_size: int | None
+  vocab_size: int
 
 
 class Windows:
@@ -155,8 +155,8 @@ def open_packed(folder: pathlib.Path) -> Packed:
     dtype = np.dtype(meta['dtype']).newbyteorder('<')
     splits = {split: _open_tokens(folder / f'{split}.bin', dtype, meta['splits'][split]) for split in SPLITS}
     documents = {split: meta['splits'][split]['documents'] for split in SPLITS}
-    vocab_size = meta.get('vocab_size', Bytes.vocab_size if meta['tokenizer'] == Bytes.fingerprint else None)
-    if not isinstance(vocab_size, int | None):
+    vocab_size = meta['vocab_size']
+    if not isinstance(vocab_size, int):
       raise ValueError(f'vocab_size is {vocab_size!r}, expected a number')
     content = ''.join(meta['splits'][split]['sha256'] for split in SPLITS)
   except (OSError, ValueError, KeyError, TypeError) as e:

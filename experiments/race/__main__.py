@@ -50,10 +50,10 @@ class Race:
     packed = packing.open_packed(options.text)
     train, validation = packed.splits['train'], packed.splits['validation']
     highest = int(max(train.max(initial=0), validation.max(initial=0)))
-    if packed.vocab_size is None or packed.vocab_size <= highest:
+    if packed.vocab_size <= highest:
       raise ValueError(
         f'{options.text}: its meta.json says that its vocabulary has {packed.vocab_size} tokens, and token {highest} is'
-        ' among them: it is of an older version, or was changed; delete this folder and prepare the text anew'
+        ' among them: it was changed; delete this folder and prepare the text anew'
       )
     self.vocab = packed.vocab_size
     dtype = np.uint8 if self.vocab <= 256 else train.dtype

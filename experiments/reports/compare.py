@@ -84,7 +84,7 @@ def write_records(found: Iterable[records.RunRecord], path: Path, *, experiment:
       'corpus': run.config['data']['corpus'],
       'optimizer': run.config['optimizer'],
       'sparse_steps': run.sparse_steps,
-      'dense_from': run.config['recipe'].get('dense_from', 'weights'),
+      'dense_from': run.config['recipe']['dense_from'],
       'validation_loss': run.validation_loss,
       # What the task measures beside: accuracy, BLEU.
       'measures': (run.summary or {}).get('measures', {}),

@@ -78,7 +78,7 @@ FAMILIES: Mapping[str, Family] = {
 
 def task_of(config: Config) -> Task:
   """What the configuration learns; ValueError for a task that is not known, or a model that cannot learn it."""
-  task = known.get(config.get('task', 'language_model'))
+  task = known.get(config.task)
   family = config.model.get('family', task.families[0])
   if family not in task.families:
     raise ValueError(f'model.family is {family!r}; task {config.task!r} takes {", ".join(task.families)}')
@@ -138,7 +138,7 @@ def make_parts(config: Config, *, data: Any = None) -> Parts:
     )
   learning_rate(config)  # refuses a warm-up that takes all steps, before a folder is made
   recipe = make_recipe(config)
-  if (start := config.recipe.get('dense_from', 'weights')) not in ('weights', 'projected'):
+  if (start := config.recipe.dense_from) not in ('weights', 'projected'):
     raise ValueError(f"recipe.dense_from is {start!r}; known: 'weights', 'projected'")
   mesh = make_mesh(config)
   task = task_of(config)
@@ -184,7 +184,7 @@ def refresh_of(parts: Parts, step: int) -> bool | None:
 
 def enter_phase(parts: Parts, step: int, params: Any, opt_state: Any) -> Any:
   """The parameters that an optimizer step starts from: projected ones, if that is how its dense phase begins."""
-  if parts.config.recipe.get('dense_from', 'weights') == 'weights' or step == 0:
+  if parts.config.recipe.dense_from == 'weights' or step == 0:
     return params
   before, now = (phase_of(parts, at)[0] for at in (step - 1, step))
   if (before, now) != ('sparse', 'dense'):
@@ -229,21 +229,12 @@ def model_for(parts: Parts, attention: Attention, *, blocks: bool = True, **chan
 
 
 def identity(parts: Parts) -> dict[str, Any]:
-  """What two runs must share for one to go on from the other's checkpoint, as JSON-able data.
-
-  A field that is not in the identities of older runs is there only where it is not as it was for them.
-  """
+  """What two runs must share for one to go on from the other's checkpoint, as JSON-able data."""
   config = parts.config.to_dict()
-  usual = {'task': 'language_model', 'init_from': ''}
-  model = dataclasses.asdict(parts.model.config)
-  if model.get('causal'):
-    del model['causal']
   return {
-    **{key: config[key] for key in ('seed', 'steps', 'accumulate', 'optimizer')},
-    **{key: config[key] for key, value in usual.items() if config.get(key, value) != value},
-    'model': model,
-    'recipe': parts.recipe.describe()
-    | ({'dense_from': 'projected'} if config['recipe'].get('dense_from') == 'projected' else {}),
+    **{key: config[key] for key in ('seed', 'steps', 'accumulate', 'optimizer', 'task', 'init_from')},
+    'model': dataclasses.asdict(parts.model.config),
+    'recipe': parts.recipe.describe() | {'dense_from': config['recipe']['dense_from']},
     'data': {key: value for key, value in config['data'].items() if not key.endswith('_dir')}
     | {'fingerprint': parts.data.fingerprint},
   }

@@ -21,8 +21,6 @@ from ml_collections import ConfigDict
 from experiments import configs
 
 _SHARED = ('base', 'gpt2')
-# Fields that the config.json of an older run may lack.
-_LATER = ('bad_numbers', 'task', 'init_from', 'mesh.model', 'recipe.dense_from', 'recipe.implementation')
 _NAME = re.compile(r'[A-Za-z0-9][A-Za-z0-9_+.-]*')
 
 # A `ConfigDict`, whose fields have no static types.
@@ -78,7 +76,7 @@ def _from_data(path: Path, tiny: bool) -> Config:
   if base not in (known := known_experiments()):  # never a file: that could be code
     raise ValueError(f'{path}: base is {base!r}; known: {", ".join(known)}')
   config = load_config(base, tiny=tiny)
-  if whole and (missing := [key for key in _missing(config, fields) if key not in _LATER]):
+  if whole and (missing := _missing(config, fields)):
     raise ValueError(f'{path} names no base, and lacks {", ".join(missing)}; add base, the name of an experiment')
   for key, value in fields.items():
     if key in ('model', 'methods') and isinstance(value, dict):

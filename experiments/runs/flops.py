@@ -223,7 +223,7 @@ def of_experiment(config: Any, recipe: s24.Recipe, *, vocab_size: int) -> Curve:
   """`count` for a configuration of `experiments.runs.experiment`; ValueError for a model that is not known."""
   if not is_counted(config):
     raise ValueError(f'training FLOPs are counted for language models; task {config.task!r} is none')
-  sizes = {'causal': False} if config.get('task', '') == 'masked_lm' else {}
+  sizes = {'causal': False} if config.task == 'masked_lm' else {}
   try:
     made = model_config(config, {'vocab_size': vocab_size, **sizes})
     hash(made)

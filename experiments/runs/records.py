@@ -21,7 +21,7 @@ class RunRecord:
   Attributes:
     folder: where it is.
     config: the resolved configuration.
-    environment: device, versions, commit and command; older runs lack the last two.
+    environment: device, versions, commit and command.
     train: records of kind 'train', in order of step.
     validation: records of kind 'validation'.
     timing: records of kind 'timing'.
@@ -104,8 +104,7 @@ class RunRecord:
   @property
   def side_by_side(self) -> bool:
     """Whether the run shared its device with others, so that its seconds say nothing about speed."""
-    command = self.environment.get('command', '')
-    return any(f' experiments {name} ' in command for name in ('sweep', 'together'))  # the name, and the former one
+    return ' experiments sweep ' in self.environment.get('command', '')
 
   @property
   def on_cpu(self) -> bool:
@@ -173,17 +172,15 @@ def read_config(folder: str | Path) -> dict[str, Any]:
   """The configuration of a run.
 
   Raises:
-    ValueError: the folder is not a run's, or of a program that did not yet say the method, or the file is damaged.
+    ValueError: the folder is not a run's, does not say a method that there is, or is damaged.
   """
   file = Path(folder) / 'config.json'
   if not file.is_file():
     raise ValueError(f'{folder} is not the folder of a run: it has no config.json')
   config = durable.read_json(file)
-  if config.get('method', '') not in ('', *METHODS):
-    raise ValueError(f'{file}: method is {config["method"]!r}; known: {", ".join(METHODS)}, and an empty one')
-  if 'method' not in config:
-    raise ValueError(f'{file} does not say the method: it was written by an older program; train again')
   shapes.require(file, config, shapes.CONFIG)
+  if config['method'] not in ('', *METHODS):
+    raise ValueError(f'{file}: method is {config["method"]!r}; known: {", ".join(METHODS)}, and an empty one')
   return config
 
 

@@ -61,7 +61,6 @@ def finished(config: Config, folder: Path) -> dict[str, Any] | None:
     return None
   # JSON makes lists of tuples.
   wanted = json.loads(json.dumps(config.to_dict()))
-  older = {'task': 'language_model', 'init_from': ''}
-  if {**older, **records.read_config(folder), 'bad_numbers': None} != {**wanted, 'bad_numbers': None}:
+  if {**records.read_config(folder), 'bad_numbers': None} != {**wanted, 'bad_numbers': None}:
     raise ValueError(f'{folder} holds a run with other settings; name another folder, or remove it')
   return found

@@ -20,10 +20,11 @@ COUNT = range(1, 10**8)
 _SPENT = dict.fromkeys(SPENT_ON, float)
 
 CONFIG: Shape = {
-  'name': str, 'label': str, 'seed': int, 'steps': COUNT, 'task?': str, 'vocab_multiple': COUNT, 'init_from?': str,
+  'name': str, 'label': str, 'seed': int, 'steps': COUNT, 'task': str, 'vocab_multiple': COUNT, 'init_from': str,
+  'method': str,
   'model': {'size': str},
   'data': {'corpus': str, 'tokenizer': str, 'batch_size': COUNT, 'seq_len': COUNT},
-  'recipe': {'name': str, 'kwargs': dict, 'flip_rate': str, 'dense_from?': str, 'implementation?': str},
+  'recipe': {'name': str, 'kwargs': dict, 'flip_rate': str, 'dense_from': str, 'implementation': str},
 }  # fmt: skip
 ENVIRONMENT: Shape = {'device': str, 'python': str, 'versions': dict, 'command?': str | None, 'commit?': str | None}
 SUMMARY: Shape = {'validation_loss': float, 'seconds': float, 'spent?': _SPENT}

@@ -97,7 +97,7 @@ class Run:
     ):
       if self.from_step is not None or checkpoints.latest() is not None:
         self._resume(checkpoints)
-      elif self.config.get('init_from'):
+      elif self.config.init_from:
         self._warm_start(self.config.init_from)
       done = int(self.state.step)
       if done == self.config.steps and (summary := run_folder.summary(self.folder)):

@@ -50,17 +50,15 @@ def after_step(identity: Identity, phase: PhaseName) -> Identity:
   return identity._replace(phase=jnp.full_like(identity.phase, _code(phase)))
 
 
-def require(identity: Identity | None, recipe: Recipe, paths: Sequence[str], phase: PhaseName | None) -> bool | Array:
+def require(identity: Identity, recipe: Recipe, paths: Sequence[str], phase: PhaseName | None) -> bool | Array:
   """Whether a state serves a recipe; ValueError where it is known that it does not.
 
   Args:
-    identity: of the state; None of one that says nothing.
+    identity: of the state.
     recipe: that is to read it.
     paths: of the weights of which the state holds masks.
     phase: in which its masks are to be read, None if that does not matter.
   """
-  if identity is None:
-    return True
   own, before = _written(recipe.layouts, paths), _before(recipe, phase)
   if identity.made_by.shape[-1:] != (own.size,):
     known = math.prod(identity.made_by.shape[-1:]) // _WIDTH

@@ -133,9 +133,9 @@ def without_masks(left: Left, due: Array) -> Left:
   return left._replace(missed=jnp.where(due, jnp.float32(_WITHOUT_MASKS), left.missed))
 
 
-def serves(left: Left | None) -> bool | Array:
+def serves(left: Left) -> bool | Array:
   """Whether the masks of a state may be read, where `check_left` does not know."""
-  return True if left is None or is_known(left.missed) else jnp.all(left.missed <= _MOST_MISSED)
+  return True if is_known(left.missed) else jnp.all(left.missed <= _MOST_MISSED)
 
 
 def check_left(state: Any, *, wait: bool = True) -> None:
@@ -145,8 +145,6 @@ def check_left(state: Any, *, wait: bool = True) -> None:
     state: of `sparse_training`; nothing is known of what is traced.
     wait: for a step that is still running; if not, nothing is said of it.
   """
-  if state.left is None:
-    return
   missed = state.left.missed
   if not is_known(missed, wait=wait):
     return
@@ -186,7 +184,7 @@ def changed(state: Any, params: Any, *, wait: bool = False) -> list[str]:
   """
   leaves, paths = dict(leaves_by_path(params)), watched([path for path, _ in leaves_by_path(state.projections)])
   weights = [leaves[path] for path in paths]
-  if state.left is None or not all(_is_there(x, wait=wait) for x in (*state.left, *weights)):
+  if not all(_is_there(x, wait=wait) for x in (*state.left, *weights)):
     return []
   if state.left.sums.ndim != 1:
     return []

@@ -53,8 +53,7 @@ class SparseTrainingState(NamedTuple):
     inner_state: of the inner optimizer.
     layouts: of the weights that are not stored as `[stacked..., in, out]`, as the recipe was bound, and the projections
       that made the states; no array. A state that is restored has those of the tree it was restored into.
-    left: of a few weights, by which it is seen that the next step is given what the last one left. None, in a state
-      of an older version say, does without.
+    left: of a few weights, by which it is seen that the next step is given what the last one left.
 
   Its trees like the parameters hold arrays of other shapes, too: scales, flip rates, and nothing where no rule matches.
   A function that gives each array the sharding of its parameter asks for the shape:
@@ -85,9 +84,9 @@ class SparseTrainingState(NamedTuple):
   projections: Any
   flip_rate: FlipRate
   inner_state: Any
-  layouts: Layouts = Layouts()
-  left: _left.Left | None = None
-  identity: _identity.Identity | None = None
+  layouts: Layouts
+  left: _left.Left
+  identity: _identity.Identity
 
 
 def get_flip_rate(opt_state: Any) -> FlipRate:
@@ -197,5 +196,5 @@ def map_weights(f: Callable[[Any], Any], state: SparseTrainingState) -> SparseTr
 def told_to_rest(state: SparseTrainingState, due: Array) -> SparseTrainingState:
   """The state after a step that was told to choose no masks, though it may have been due to."""
   overall = jnp.where(due, jnp.float32(jnp.nan), state.flip_rate.overall)
-  left = state.left and _left.without_masks(state.left, due)
+  left = _left.without_masks(state.left, due)
   return state._replace(flip_rate=state.flip_rate._replace(overall=overall), left=left)

@@ -178,7 +178,7 @@ def sparse_training(
     sampled = _left.samples(projections, params)
     # Of weights that are loaded before the first step, masks are chosen anew after it.
     refused = (state.count > 0) | _left.scaled(projections) if phase == 'sparse' else False
-    left = state.left and _left.given(state.left, sampled, refused)
+    left = _left.given(state.left, sampled, refused)
     decays = has_decay and phase == 'sparse'
     if decays:
       decay = recipe.masked_decay(state.count) if callable(recipe.masked_decay) else recipe.masked_decay
@@ -189,12 +189,10 @@ def sparse_training(
     if evolves:
       gradients, updates = updates, on_links(projections, params, state.projections, updates, zero)
     count = optax.safe_increment(state.count)
-    due = count % recipe.refresh_every == 0
-    if left:  # weights that were loaded or set have the masks of others, which are not to stay until a refresh
-      due |= jnp.any(left.missed > 0)
-    inner_state = state.inner_state
-    if left:  # read before the inner optimizer overwrites the weights, or XLA copies them
-      left, sampled, inner_state = jax.lax.optimization_barrier((left, sampled, inner_state))
+    # Weights that were loaded or set have the masks of others, which are not to stay until a refresh.
+    due = (count % recipe.refresh_every == 0) | jnp.any(left.missed > 0)
+    # Read before the inner optimizer overwrites the weights, or XLA copies them.
+    left, sampled, inner_state = jax.lax.optimization_barrier((left, sampled, state.inner_state))
     if searches and not evolves:
       compared = compared_before(recipe, projections, due, params, state.projections)
       if jax.tree.leaves(compared):
@@ -222,9 +220,8 @@ def sparse_training(
       state = state._replace(count=count, projections=states, flip_rate=rates, inner_state=inner_state)
       # Of the sum, not of updates: those XLA makes again, from a copy of the weights before the step.
       sampled = _left.samples(projections, new_weights)
-    state = state._replace(left=left and left._replace(sums=_left.sums(sampled)))
-    identity = state.identity and _identity.after_step(state.identity, phase)
-    state = state._replace(identity=identity)
+    state = state._replace(left=left._replace(sums=_left.sums(sampled)))
+    state = state._replace(identity=_identity.after_step(state.identity, phase))
     if rests:
       state = told_to_rest(state, count % recipe.refresh_every == 0)
     state = state._replace(projections=named('states', projections, state.projections))

@@ -110,7 +110,7 @@ class VerdictTest(parameterized.TestCase):
       name = method_table.METHODS[method].recipe
       path = write_run(folder, method, 0, 1.2)
       config = json.loads((path / 'config.json').read_text())
-      config['recipe'] = {'name': name, 'kwargs': kwargs, 'flip_rate': 'refresh'}
+      config['recipe'] |= {'name': name, 'kwargs': kwargs, 'flip_rate': 'refresh'}
       (path / 'config.json').write_text(json.dumps(config))
     groups = {run.method: [run] for run in records.find_runs([folder])}
     self.assertLen(claims.comparable_flips(groups['fst'], groups['dense']), pairs)

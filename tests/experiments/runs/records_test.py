@@ -22,7 +22,7 @@ class ConfigTest(parameterized.TestCase):
     file = folder / 'config.json'
     config = json.loads(file.read_text())
     file.write_text(json.dumps({key: value for key, value in config.items() if key != 'method'}))
-    with self.assertRaisesRegex(ValueError, 'config.json does not say the method'):
+    with self.assertRaisesRegex(ValueError, "it has no 'method'"):
       records.read_run(folder)
     file.write_text(json.dumps(config | {'method': 'magic'}))
     with self.assertRaisesRegex(ValueError, "method is 'magic'; known: dense, "):

@@ -7,7 +7,6 @@ import numpy as np
 import optax
 
 import sparse24_jax as s24
-from sparse24_jax.layout import Layouts
 from tests.standard import project
 
 FST = s24.recipes.transposable_srste('.*', masked_decay=0.0)
@@ -49,12 +48,10 @@ class AnotherRecipeTest(parameterized.TestCase):
       other.update(params, state, params)
 
   def test_what_may_change_does(self):
-    """Patterns of the same weights, schedules of moving links; a state of an older version goes on."""
+    """Patterns of the same weights, schedules of moving links."""
     params = params_of(8, 8)
     state = s24.sparse_training(optax.sgd(0.1), STE).init(params)
     project(params, state, s24.recipes.ste('w'))
-    older = s24.sparse_training(optax.sgd(0.1), FST).init(params)._replace(layouts=Layouts(), identity=None)
-    project(params, older, MVUE)
     recipes = [s24.recipes.rigl('.*', density=0.5, total_steps=steps) for steps in (1000, 2000)]
     project(params, s24.sparse_training(optax.sgd(0.1), recipes[0]).init(params), recipes[1])
 

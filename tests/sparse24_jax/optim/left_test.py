@@ -205,14 +205,6 @@ class LeftTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, 'a number of steps that is not finite: it is damaged'):
       s24.get_flip_rate(bad)
 
-  def test_a_state_of_an_older_version_goes_on_without(self):
-    params, tx = params_of(), wrapped()
-    state = tx.init(params)._replace(left=None)
-    updates, after = jax.jit(tx.update)(grads_of(params, 0), state, params)
-    expected, _ = jax.jit(tx.update)(grads_of(params, 0), tx.init(params), params)
-    jax.tree.map(np.testing.assert_array_equal, updates, expected)
-    self.assertIsNone(after.left)
-
   @parameterized.product(kind=('Auto', 'Explicit'), spec=(('data',), (None, 'data')))
   @pytest.mark.slow
   def test_on_a_mesh(self, kind, spec):
