@@ -52,7 +52,7 @@ class SparseVNM(Reference):
 
   def weight(self, w: Array, projection: Projection | None, state: Array | None, axis: int) -> Weight:
     if projection is not None and isinstance(projection.form, SoftThreshold) and w.dtype.itemsize == 2:
-      return Weight(None, soft_threshold_pack(w, state, axis=axis))
+      return Weight(None, soft_threshold_pack(w, state, axis=axis).operand)
     dense = projected(w, projection, state, axis)
     if projection is None:
       return Weight(dense)

@@ -91,13 +91,15 @@ class Fp8(Precision):
     return quantize.current_scale(largest, E5M2)
 
   def sample(self, dz: Array, key: Array, scale: Any, origin: Any) -> tuple[Array | None, SparseOperand]:
-    packed = pack.mvue_pack8(dz, key, scale, axis=-2, origin=origin, dtype=E5M2)
+    packed = pack.mvue_pack(dz, key, scale, origin=origin, dtype=E5M2)
     return packed.dense, packed.operand
 
   def activation_and_sample(
     self, dh: Array, z: Array, key: Array, scale: Any, origin: Any, *, activation: str, gated: bool
-  ) -> tuple[Array, SparseOperand]:
-    packed = activations.activation_backward_pack8(dh, z, key, scale, activation=activation, gated=gated, origin=origin)
+  ) -> tuple[Array | None, SparseOperand]:
+    packed = activations.activation_backward_pack(
+      dh, z, key, scale, activation=activation, gated=gated, origin=origin, dtype=E5M2
+    )
     return packed.dense, packed.operand
 
   def weight_grad(self, sample: SparseOperand, x: Array, factors: tuple, *, backend: str, dtype: Any) -> Array:

@@ -90,7 +90,7 @@ def pack(form: Form, w: Array, state: Array, dtype: Any) -> PackedWeight:
     case SoftThreshold(-2) if dtype == E4M3:
       return _soft_threshold_in_fp8(w, state)
     case SoftThreshold(-2):
-      return PackedWeight(state, api.soft_threshold_pack(w, state, axis=-2, dtype=dtype))
+      return PackedWeight(state, api.soft_threshold_pack(w, state, dtype=dtype).operand)
     case TransposableMasked():
       pair = api.masked_pack(w, mask_codes(state), dtype=dtype)
       return PackedWeight(state, pair.columns, pair.rows)
@@ -108,7 +108,7 @@ def _soft_threshold_in_fp8(w: Array, beta: Array) -> PackedWeight:
   end, and two weights can be brought to one scale after they were rounded.
   """
   scale, factor = quantize.current_scale(_under_power_of_two(jnp.abs(beta) * quantize.amax(w)), E4M3)
-  p = api.soft_threshold_pack8(w, scale * beta, axis=-2)
+  p = api.soft_threshold_pack(w, scale * beta, dtype=E4M3)
   operand = dataclasses.replace(p.operand, values=_as(jnp.uint8, p.operand.values))
   return PackedWeight(beta, operand, dense=_as(jnp.uint8, p.dense), factor=factor)
 

@@ -83,13 +83,14 @@ class Precision:
 
   def sample(self, dz: Array, key: Array, scale: Any, origin: Any) -> tuple[Array | None, SparseOperand]:
     """(dz if it is rewritten, the operand of its MVUE sample)."""
-    return None, pack.mvue_pack(dz, key, axis=-2, origin=origin)
+    return None, pack.mvue_pack(dz, key, origin=origin).operand
 
   def activation_and_sample(
     self, dh: Array, z: Array, key: Array, scale: Any, origin: Any, *, activation: str, gated: bool
-  ) -> tuple[Array, SparseOperand]:
+  ) -> tuple[Array | None, SparseOperand]:
     """(dz, the operand of its MVUE sample), in one pass."""
-    return activations.activation_backward_pack(dh, z, key, activation=activation, gated=gated, origin=origin)
+    packed = activations.activation_backward_pack(dh, z, key, activation=activation, gated=gated, origin=origin)
+    return packed.dense, packed.operand
 
   def weight_grad(self, sample: SparseOperand, x: Array, factors: tuple, *, backend: str, dtype: Any) -> Array:
     """dw `[in, out]`, from what was kept of x, and from what undoes the scales of the gradient and of x."""

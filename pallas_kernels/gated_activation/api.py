@@ -15,22 +15,12 @@ from pallas_kernels import _dispatch
 from pallas_kernels.activations import activation_of
 from pallas_kernels.formats import check_floating
 from pallas_kernels.gated_activation import reference
-from pallas_kernels.pack.api import candidates, candidates8
-from pallas_kernels.pack.reference import is_float8, Packed8
-from pallas_kernels.sparse_matmul.operand import SparseOperand
+from pallas_kernels.pack.api import candidates, check_scale
+from pallas_kernels.pack.reference import is_float8, Packed
 
-__all__ = [
-  'activation_backward', 'activation_backward_amax', 'activation_backward_pack',
-  'activation_backward_pack8', 'gated_activation',
-]  # fmt: skip
+__all__ = ['activation_backward', 'activation_backward_amax', 'activation_backward_pack', 'gated_activation']
 
 Array = jax.Array
-
-
-def _call(op: str, implementation: str | None, *args: Any, **kwargs: Any) -> Any:
-  backends = {name: f'pallas_kernels.gated_activation.{name}:{op}' for name in ('reference', 'triton')}
-  names = candidates8() if op.endswith('8') else candidates()
-  return _dispatch.dispatch(op, backends, implementation, names, *args, **kwargs)
 
 
 def gated_activation(z: Array, *, activation: str = 'silu') -> Array:
@@ -82,87 +72,57 @@ def activation_backward(dh: Array, z: Array, *, activation: str = 'silu', gated:
 
 
 def activation_backward_pack(
-  dh: Array, z: Array, key: Array, *, activation: str = 'silu', gated: bool = True,
-  origin: tuple[Array | int, Array | int, Array | int] = (0, 0, 0), implementation: str | None = None,
-) -> tuple[Array, SparseOperand]:  # fmt: skip
+  dh: Array, z: Array, key: Array, scale: Array | None = None, *, activation: str = 'silu', gated: bool = True,
+  origin: tuple[Array | int, Array | int, Array | int] = (0, 0, 0), dtype: Any = None,
+  implementation: str | None = None,
+) -> Packed:  # fmt: skip
   """`activation_backward`, and the MVUE operand of its result for the weight gradient, in one pass.
 
-  The same as `mvue_pack(dz, key)` of the result, whose rounded values it samples: the operand is [features, tokens].
+  The same as `mvue_pack(dz, key, scale)` of the dz in the dtype of `z`, whose rounded values it samples: the operand is
+  [features, tokens]. In float8 that dz is never written.
+
+  In float8 the scale must be known before. `activation_backward_amax` gives the maximum exactly by a pass that reads dh
+  and z: bytes an entry of an ungated dz in bfloat16 are 4 there and 5.6 here, against 6 for `activation_backward`, 2
+  for its maximum and 3.6 for `mvue_pack`; gated 3 and 4.6 against 5, 2 and 3.6. A bound costs less still: the
+  derivatives of 'gelu' and 'silu' stay below 1.13, so 1.13 amax(dh) bounds an ungated dz for 2 bytes, at the price of a
+  few of the 31 binades of e5m2.
 
   Args:
     dh: shape of h.
     z: what the activation was applied to, dtype of `dh`.
     key: a JAX random key.
+    scale: in float8 a float32 scalar that brings dz to the range of `dtype`; the operand takes half of it. Else None.
     activation: 'silu', 'gelu', 'gelu_exact', 'relu' or 'squared_relu'.
     gated: whether `z` holds gate and up.
     origin: as in `mvue24`.
-    implementation: 'reference', 'triton', or None to choose.
+    dtype: None for that of `z`, float8_e5m2 or float8_e4m3fn.
+    implementation: 'reference', 'triton' (float8: compute capability 8.9), or None to choose.
 
   Returns:
-    (dz, operand of dz along tokens).
+    The operand of a sample of dz along tokens, and dz, shape of `z`; in float8 times scale / 2, and times scale.
 
   Raises:
-    ValueError: shapes, dtypes or activation do not fit, or the named implementation refuses.
+    ValueError: shapes, dtypes or activation do not fit, float8 lacks a scale or another dtype has one, or the named
+      implementation refuses.
 
   >>> import jax, jax.numpy as jnp
   >>> from pallas_kernels.gated_activation.api import activation_backward_pack
   >>> dh, z = jnp.ones((128, 64), jnp.bfloat16), jnp.ones((128, 128), jnp.bfloat16)
-  >>> dz, operand = activation_backward_pack(dh, z, jax.random.key(0))
-  >>> dz.shape, operand.shape
+  >>> packed = activation_backward_pack(dh, z, jax.random.key(0))
+  >>> packed.dense.shape, packed.operand.shape
   ((128, 128), (128, 128))
   """
-  _check_pack(dh, z, activation, gated)
-  return _call(
-    'activation_backward_pack', implementation, dh, z, key,
-    activation=activation, gated=gated, origin=origin,
-  )  # fmt: skip
-
-
-def activation_backward_pack8(
-  dh: Array, z: Array, key: Array, scale: Array, *, activation: str = 'silu', gated: bool = True,
-  origin: tuple[Array | int, Array | int, Array | int] = (0, 0, 0), dtype: Any = jnp.float8_e5m2,
-  implementation: str | None = None,
-) -> Packed8:  # fmt: skip
-  """`activation_backward` in float8 alone, and the MVUE operand of it, in one pass.
-
-  The same as `mvue_pack8(dz, key, scale)` of the dz in the dtype of `z`, which is never written. The scale must be
-  known before. `activation_backward_amax` gives the maximum exactly by a pass that reads dh and z: bytes an entry of an
-  ungated dz in bfloat16 are 4 there and 5.6 here, against 6 for `activation_backward`, 2 for its maximum and 3.6 for
-  `mvue_pack8`; gated 3 and 4.6 against 5, 2 and 3.6. A bound costs less still: the derivatives of 'gelu' and 'silu'
-  stay below 1.13, so 1.13 amax(dh) bounds an ungated dz for 2 bytes, at the price of a few of the 31 binades of e5m2.
-
-  Args:
-    dh: shape of h.
-    z: what the activation was applied to, dtype of `dh`.
-    key: a JAX random key.
-    scale: float32 scalar that brings dz to the range of `dtype`; the operand takes half of it.
-    activation: 'silu', 'gelu', 'gelu_exact', 'relu' or 'squared_relu'.
-    gated: whether `z` holds gate and up.
-    origin: as in `mvue24`.
-    dtype: float8_e5m2 or float8_e4m3fn.
-    implementation: 'reference', 'triton' (compute capability 8.9), or None to choose.
-
-  Returns:
-    The operand of a sample of dz along tokens, times scale / 2; and dz times scale, shape of `z`.
-
-  Raises:
-    ValueError: shapes, dtypes or activation do not fit, or the named implementation refuses.
-
-  >>> import jax, jax.numpy as jnp
-  >>> from pallas_kernels.gated_activation.api import activation_backward_pack8
-  >>> dh, z = jnp.ones((128, 64), jnp.bfloat16), jnp.ones((128, 128), jnp.bfloat16)
-  >>> packed = activation_backward_pack8(dh, z, jax.random.key(0), jnp.float32(1000))
-  >>> packed.dense.dtype.name, packed.operand.shape
-  ('float8_e5m2', (128, 128))
-  """
-  _check_pack(dh, z, activation, gated)
-  if not is_float8(jnp.dtype(dtype)):
-    raise ValueError(f'dtype must be float8_e4m3fn or float8_e5m2, found {jnp.dtype(dtype)}')
-  if jnp.shape(scale):
-    raise ValueError(f'scale must be a scalar, found shape {jnp.shape(scale)}')
-  return _call(
-    'activation_backward_pack8', implementation, dh, z, key, jnp.asarray(scale, jnp.float32),
-    activation=activation, gated=gated, origin=origin, dtype=jnp.dtype(dtype),
+  _check(z, dh, activation, gated)
+  if z.shape[0] % 4 or z.shape[1] % 4 or dh.shape[-1] % 4:
+    raise ValueError(f'tokens and features must be multiples of four, found z {z.shape}, dh {dh.shape}')
+  dtype = z.dtype if dtype is None else jnp.dtype(dtype)
+  if dtype != z.dtype and not is_float8(dtype):
+    raise ValueError(f'dtype must be that of z, {z.dtype}, float8_e4m3fn or float8_e5m2, found {dtype}')
+  scale, op = check_scale(scale, dtype, z, 'z'), 'activation_backward_pack'
+  backends = {name: f'pallas_kernels.gated_activation.{name}:{op}' for name in ('reference', 'triton')}
+  return _dispatch.dispatch(
+    op, backends, implementation, candidates(dtype), dh, z, key, scale,
+    activation=activation, gated=gated, origin=origin, dtype=dtype,
   )  # fmt: skip
 
 
@@ -190,12 +150,6 @@ def activation_backward_amax(
   dz = reference.activation_backward_parts(dh, z, activation=activation, gated=gated)
   # The parts are not joined first: a concatenation would be written to memory.
   return functools.reduce(jnp.maximum, [jnp.max(jnp.abs(part)) for part in dz]).astype(jnp.float32)
-
-
-def _check_pack(dh: Array, z: Array, activation: str, gated: bool) -> None:
-  _check(z, dh, activation, gated)
-  if z.shape[0] % 4 or z.shape[1] % 4 or dh.shape[-1] % 4:
-    raise ValueError(f'tokens and features must be multiples of four, found z {z.shape}, dh {dh.shape}')
 
 
 def _check(z: Array, dh: Array | None, activation: str, gated: bool) -> None:

@@ -12,7 +12,7 @@ from pallas_kernels.gated_activation import api
 from pallas_kernels.gated_activation import reference as gated_reference
 
 gated = _triton.kernels('pallas_kernels.gated_activation.triton')
-F32, E5M2 = jnp.float32, jnp.dtype(jnp.float8_e5m2)
+BF16, F32, E5M2 = jnp.dtype(jnp.bfloat16), jnp.float32, jnp.dtype(jnp.float8_e5m2)
 ORIGIN = dict(origin=(0, 0, 0))
 TOKENS, HIDDEN = 16384, 8192
 
@@ -42,10 +42,11 @@ def cases() -> list[Case]:
       name, shape, lambda key, make=make: make(key)[:2], None,
       lambda d, z, o=options: gated_reference.activation_backward(d, z, **o), (),
     ))  # fmt: skip
+    packed = options | dict(dtype=BF16, **ORIGIN)
     rows.append(Case(
       f'{name}_pack_axis-1', shape, make,
-      lambda d, z, k, config, o=options: gated.activation_backward_pack(d, z, k, origin=(0, 0, 0), config=config, **o),
-      lambda d, z, k, o=options: gated_reference.activation_backward_pack(d, z, k, origin=(0, 0, 0), **o),
+      lambda d, z, k, config, o=packed: gated.activation_backward_pack(d, z, k, config=config, **o),
+      lambda d, z, k, o=packed: gated_reference.activation_backward_pack(d, z, k, **o),
       halves if gate else whole,
     ))  # fmt: skip
   for name, gate, configs in (
@@ -59,7 +60,7 @@ def cases() -> list[Case]:
       lambda key, t=tokens, f=features, g=gate: (
         normal((t, f))(key), normal((t, 2 * f if g else f))(jax.random.key(3)), jax.random.key(1), F32(5e3)
       ),
-      lambda d, z, k, s, config, o=options: gated.activation_backward_pack8(d, z, k, s, config=config, **o),
+      lambda d, z, k, s, config, o=options: gated.activation_backward_pack(d, z, k, s, config=config, **o),
       None, configs,
     ))  # fmt: skip
   for name, gate, dh, z in (

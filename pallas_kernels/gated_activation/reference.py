@@ -6,8 +6,7 @@ import jax.numpy as jnp
 from pallas_kernels._program import one_program
 from pallas_kernels.activations import ACTIVATIONS
 from pallas_kernels.pack import reference as pack
-from pallas_kernels.pack.reference import Packed8
-from pallas_kernels.sparse_matmul.operand import SparseOperand
+from pallas_kernels.pack.reference import Packed
 
 Array = jax.Array
 
@@ -36,18 +35,10 @@ def activation_backward_parts(dh: Array, z: Array, *, activation: str, gated: bo
 
 
 def activation_backward_pack(
-  dh: Array, z: Array, key: Array, *, activation: str, gated: bool,
-  origin: tuple[Array | int, Array | int, Array | int],
-) -> tuple[Array, SparseOperand]:  # fmt: skip
+  dh: Array, z: Array, key: Array, scale: Array | None = None, *, activation: str, gated: bool,
+  origin: tuple[Array | int, Array | int, Array | int], dtype: jnp.dtype,
+) -> Packed:  # fmt: skip
   """See `api.activation_backward_pack`."""
   dz = activation_backward(dh, z, activation=activation, gated=gated)
-  return dz, pack.mvue_pack(dz, key, axis=-2, origin=origin, dtype=dz.dtype)
-
-
-def activation_backward_pack8(
-  dh: Array, z: Array, key: Array, scale: Array, *, activation: str, gated: bool,
-  origin: tuple[Array | int, Array | int, Array | int], dtype: jnp.dtype,
-) -> Packed8:  # fmt: skip
-  """See `api.activation_backward_pack8`."""
-  dz = activation_backward(dh, z, activation=activation, gated=gated)
-  return pack.mvue_pack8(dz, key, scale, axis=-2, origin=origin, dtype=dtype)
+  packed = pack.mvue_pack(dz, key, scale, origin=origin, dtype=dtype)
+  return Packed(packed.operand, dz if scale is None else packed.dense)

@@ -17,7 +17,7 @@ from pallas_kernels import _triton
 from pallas_kernels.mosaic import _ptx
 from pallas_kernels.pack import _blocks, _kernels, _kernels8
 from pallas_kernels.pack import triton as pack
-from pallas_kernels.pack.reference import Packed8
+from pallas_kernels.pack.reference import Packed
 from pallas_kernels.sparse_matmul.operand import metadata_shape, SparseOperand
 
 Array = jax.Array
@@ -95,10 +95,10 @@ def backward8_kernel(
   factor = tl.load(scale)
   if GATED:
     _kernels8.sample_and_store8(
-      r_up, source, parameters, factor, values, metadata, dz, above, tl.program_id(1), ROWS, columns, True
+      r_up, source, parameters, factor, values, metadata, dz, above, tl.program_id(1), ROWS, columns
     )
   _kernels8.sample_and_store8(
-    r, source, parameters, factor, values, metadata, dz, place, tl.program_id(1), ROWS, columns, True
+    r, source, parameters, factor, values, metadata, dz, place, tl.program_id(1), ROWS, columns
   )
 
 
@@ -135,7 +135,7 @@ def _finish(r, parameters, dz, values, metadata, place, rows: tl.constexpr, colu
   for i in tl.static_range(4):
     _blocks.store_row(dz, 4 * place[0] + i, place[1], columns, place[2], r[i])
   _kernels.sample_and_store(
-    r, dz.dtype.element_ty, parameters, values, metadata, place, tl.program_id(1), rows, columns, True
+    r, dz.dtype.element_ty, parameters, values, metadata, place, tl.program_id(1), rows, columns
   )
 
 
@@ -174,29 +174,38 @@ def _plain(d, g, dtype: tl.constexpr, ACTIVATION: tl.constexpr):
 
 
 def activation_backward_pack(
-  dh: Array, z: Array, key: Array, *, activation: str, gated: bool, origin: tuple[Any, Any, Any],
-  config: pack.Config | None = None,
-) -> tuple[Array, SparseOperand]:  # fmt: skip
-  """See `api.activation_backward_pack`."""
-  config = config or _default_config(gated)
-  dz, values, metadata = _backward(dh, z, key, origin, activation, gated, config)
-  return dz, SparseOperand(values, metadata)
-
-
-def activation_backward_pack8(
-  dh: Array, z: Array, key: Array, scale: Array, *, activation: str, gated: bool,
+  dh: Array, z: Array, key: Array, scale: Array | None = None, *, activation: str, gated: bool,
   origin: tuple[Any, Any, Any], dtype: jnp.dtype, config: pack.Config | None = None,
-) -> Packed8:  # fmt: skip
-  """See `api.activation_backward_pack8`."""
-  pack.check_float8()
-  config = config or pack.Config(tile_columns=32, num_warps=16 if gated else 8)
-  dz, values, metadata = _backward(dh, z, key, origin, activation, gated, config, scale, dtype)
-  return Packed8(SparseOperand(values, metadata), dz)
-
-
-def _default_config(gated: bool) -> pack.Config:
-  # Two halves at once need twice the registers a block: one block a thread.
-  return pack.Config(num_warps=8 if gated else 4)
+) -> Packed:  # fmt: skip
+  """See `api.activation_backward_pack`."""
+  if z.dtype not in (jnp.bfloat16, jnp.float16):
+    raise NotImplementedError(f'the Triton activations take bfloat16 or float16, found {z.dtype}')
+  pack.check_size(z)
+  if scale is not None:
+    pack.check_float8()
+  rows, columns = dh.shape
+  if rows % 4 or columns % 4 or (gated and columns % 64):
+    raise NotImplementedError(
+      f'the Triton backward takes whole 4x4 blocks, with a gate 64 features, found {dh.shape}'
+    )
+  tokens, features = z.shape
+  if config is None:
+    # Two halves at once need twice the registers a block: one block a thread.
+    warps = 8 if gated else 4
+    config = pack.Config(num_warps=warps) if scale is None else pack.Config(tile_columns=32, num_warps=2 * warps)
+  config = _within_a_half(config, columns) if gated else config
+  kernel, scales = (backward_kernel, []) if scale is None else (backward8_kernel, [scale.reshape(1)])
+  dz, values, metadata = _triton.call(
+    kernel, dh, z, pack.draw_parameters(key, origin), *scales,
+    out_shape=[
+      jax.ShapeDtypeStruct(z.shape, dtype),
+      jax.ShapeDtypeStruct((features, tokens // 2), dtype),
+      jax.ShapeDtypeStruct(metadata_shape(features, tokens), jnp.uint32),
+    ],
+    grid=config.grid(1, rows, columns), num_warps=config.num_warps,
+    ACTIVATION=activation, GATED=gated, **config.constants(rows, columns),
+  )  # fmt: skip
+  return Packed(SparseOperand(values, metadata), dz)
 
 
 def _within_a_half(config: pack.Config, columns: int) -> pack.Config:
@@ -205,38 +214,3 @@ def _within_a_half(config: pack.Config, columns: int) -> pack.Config:
     return config
   warps = max(1, config.num_warps * 16 // config.tile_columns)
   return dataclasses.replace(config, tile_columns=16, num_warps=warps)
-
-
-def _backward(
-  dh: Array, z: Array, key: Array, origin: tuple[Any, Any, Any], activation: str, gated: bool,
-  config: pack.Config, scale: Array | None = None, dtype: jnp.dtype | None = None,
-) -> tuple[Array, ...]:  # fmt: skip
-  """(dz, values, metadata), in float8 if there is a `scale`."""
-  _check(z)
-  rows, columns = dh.shape
-  if rows % 4 or columns % 4 or (gated and columns % 64):
-    raise NotImplementedError(
-      f'the Triton backward takes whole 4x4 blocks, with a gate 64 features, found {dh.shape}'
-    )
-  dtype = z.dtype if dtype is None else dtype
-  tokens, features = z.shape
-  structs = [
-    jax.ShapeDtypeStruct(z.shape, dtype),
-    jax.ShapeDtypeStruct((features, tokens // 2), dtype),
-    jax.ShapeDtypeStruct(metadata_shape(features, tokens), jnp.uint32),
-  ]
-  parameters = pack.draw_parameters(key, origin)
-  config = _within_a_half(config, columns) if gated else config
-  options = dict(
-    out_shape=structs, grid=config.grid(1, rows, columns), num_warps=config.num_warps,
-    ACTIVATION=activation, GATED=gated, **config.constants(rows, columns),
-  )  # fmt: skip
-  if scale is None:
-    return _triton.call(backward_kernel, dh, z, parameters, **options)
-  return _triton.call(backward8_kernel, dh, z, parameters, scale.astype(jnp.float32).reshape(1), **options)
-
-
-def _check(z: Array) -> None:
-  if z.dtype not in (jnp.bfloat16, jnp.float16):
-    raise NotImplementedError(f'the Triton activations take bfloat16 or float16, found {z.dtype}')
-  pack.check_size(z)

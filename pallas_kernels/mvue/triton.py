@@ -27,16 +27,16 @@ def uniform(word):
 
 
 @triton.jit
-def block_uniforms(parameters, place, batch, columns: tl.constexpr):
-  """Four uniforms a 4x4 block, one a group: of its columns if `columns`, else of its rows.
+def block_uniforms(parameters, place, batch):
+  """Four uniforms a 4x4 block, one a column.
 
   `parameters` points to uint32 [5]: two seed words, then batch, group and quad of the array's first group.
   """
   k0 = tl.load(parameters)
   k1 = tl.load(parameters + 1)
   batch = tl.load(parameters + 2) + batch.to(tl.uint32)
-  group = tl.load(parameters + 3) + (place[0] if columns else place[1]).to(tl.uint32)
-  quad = tl.load(parameters + 4) + (place[1] if columns else place[0]).to(tl.uint32)
+  group = tl.load(parameters + 3) + place[0].to(tl.uint32)
+  quad = tl.load(parameters + 4) + place[1].to(tl.uint32)
   # The four counters must have one shape for the rounds to mix them.
   zero = (place[0] * 0 + place[1] * 0).to(tl.uint32)
   w0, w1, w2, w3 = philox4x32(quad + zero, group + zero, batch + zero, zero, k0, k1)

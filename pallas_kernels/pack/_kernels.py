@@ -133,32 +133,25 @@ def soft_threshold_kernel(
 def mvue_kernel(
   x, parameters, values, metadata,
   ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
-  GROUPS_DOWN: tl.constexpr,
 ):  # fmt: skip
-  """An MVUE sample of x, packed along one axis as in `soft_threshold_kernel`."""
+  """An MVUE sample of x, packed along its columns."""
   place = _blocks.tile(ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS)
   batch = tl.program_id(1)
   blocks = _blocks.load_blocks(x + batch.to(tl.int64) * ROWS * COLUMNS, place, COLUMNS)
   sample_and_store(
-    _blocks.entries(blocks), x.dtype.element_ty, parameters, values, metadata, place, batch,
-    ROWS, COLUMNS, GROUPS_DOWN,
+    _blocks.entries(blocks), x.dtype.element_ty, parameters, values, metadata, place, batch, ROWS, COLUMNS
   )  # fmt: skip
 
 
 @triton.jit
 def sample_and_store(
-  e, source: tl.constexpr, parameters, values, metadata, place, batch,
-  ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUPS_DOWN: tl.constexpr,
+  e, source: tl.constexpr, parameters, values, metadata, place, batch, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-  """MVUE of the blocks `e` (bits) and their operand."""
+  """MVUE of the blocks `e` (bits) along their columns and its operand."""
   dtype: tl.constexpr = values.dtype.element_ty
-  if GROUPS_DOWN:
-    e = _blocks.transpose(e)
-    u = mvue.block_uniforms(parameters, place, batch, True)
-  else:
-    u = mvue.block_uniforms(parameters, place, batch, False)
-  pairs, nibbles = _sample.sample_block(floats(e, source), u, source == dtype, dtype)
-  store_chosen(pairs, nibbles, values, metadata, place, batch.to(tl.int64), ROWS, COLUMNS, GROUPS_DOWN)
+  u = mvue.block_uniforms(parameters, place, batch)
+  pairs, nibbles = _sample.sample_block(floats(_blocks.transpose(e), source), u, source == dtype, dtype)
+  store_chosen(pairs, nibbles, values, metadata, place, batch.to(tl.int64), ROWS, COLUMNS, True)
 
 
 @triton.jit

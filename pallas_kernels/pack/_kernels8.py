@@ -1,4 +1,7 @@
-"""The packing kernels that write float8: those of `_kernels` with a scale, and the dense array beside the operand."""
+"""The packing kernels that write float8: those of `_kernels` with a scale, and the dense array beside the operand.
+
+They have bodies of their own: four entries are a word here, two there, and all that rounds, chooses and stores differs.
+"""
 
 import triton
 import triton.language as tl
@@ -46,34 +49,29 @@ def _shrunk8(x, beta, source: tl.constexpr, dtype: tl.constexpr):
 def mvue8_kernel(
   x, parameters, scale, values, metadata, dense,
   ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
-  GROUPS_DOWN: tl.constexpr,
 ):  # fmt: skip
-  """An MVUE sample of x, times half of `scale`, packed along one axis; and all of x, times `scale`."""
+  """An MVUE sample of x, times half of `scale`, packed along its columns; and all of x, times `scale`."""
   place = _blocks.tile(ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS)
   batch = tl.program_id(1)
   blocks = _blocks.load_blocks(x + batch.to(tl.int64) * ROWS * COLUMNS, place, COLUMNS)
   sample_and_store8(
     _blocks.entries(blocks), x.dtype.element_ty, parameters, tl.load(scale + batch), values, metadata, dense, place,
-    batch, ROWS, COLUMNS, GROUPS_DOWN,
+    batch, ROWS, COLUMNS,
   )  # fmt: skip
 
 
 @triton.jit
 def sample_and_store8(
   e, source: tl.constexpr, parameters, scale, values, metadata, dense, place, batch,
-  ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUPS_DOWN: tl.constexpr,
+  ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-  """MVUE of the blocks `e` (bits) and their operand; and the blocks themselves, in their own layout."""
+  """MVUE of the blocks `e` (bits) along their columns and its operand; and the blocks, in their own layout."""
   dtype: tl.constexpr = values.dtype.element_ty
   far = batch.to(tl.int64)
   quads = _blocks8.scaled8(e, scale, source, dtype)
   _blocks8.store_dense8(dense + far * ROWS * COLUMNS, quads, place, ROWS, COLUMNS, False)
-  if GROUPS_DOWN:
-    e = _blocks.transpose(e)
-    u = mvue.block_uniforms(parameters, place, batch, True)
-  else:
-    u = mvue.block_uniforms(parameters, place, batch, False)
+  u = mvue.block_uniforms(parameters, place, batch)
   # Sampled values go up to half the sum of their group, twice the largest entry.
   half = scale * 0.5
-  pairs, nibbles = _sample.sample_block8(_kernels.floats(e, source), u, half, dtype)
-  _kernels.store_chosen(pairs, nibbles, values, metadata, place, far, ROWS, COLUMNS, GROUPS_DOWN)
+  pairs, nibbles = _sample.sample_block8(_kernels.floats(_blocks.transpose(e), source), u, half, dtype)
+  _kernels.store_chosen(pairs, nibbles, values, metadata, place, far, ROWS, COLUMNS, True)

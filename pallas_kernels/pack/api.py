@@ -10,20 +10,19 @@ import jax.numpy as jnp
 
 from pallas_kernels import _device, _dispatch, _partitioning
 from pallas_kernels.formats import check_groups
-from pallas_kernels.pack.reference import is_float8, MVUE_HEADROOM, Packed8, PackedPair
-from pallas_kernels.sparse_matmul.operand import SparseOperand
+from pallas_kernels.pack.reference import FLOAT8, is_float8, MVUE_HEADROOM, Packed, PackedPair
 
 __all__ = [
-  'MVUE_HEADROOM', 'Packed8', 'PackedPair', 'masked_pack', 'mvue_pack', 'mvue_pack8',
-  'soft_threshold_pack', 'soft_threshold_pack8', 'transposable_pack',
+  'MVUE_HEADROOM', 'Packed', 'PackedPair', 'masked_pack', 'mvue_pack', 'soft_threshold_pack', 'transposable_pack'
 ]  # fmt: skip
 
 Array = jax.Array
 
 
-def candidates() -> list[str]:
-  """Back ends for the present device, best first."""
-  return ['triton', 'reference'] if _device.current().arch.since_ampere else ['reference']
+def candidates(dtype: Any = jnp.bfloat16) -> list[str]:
+  """Back ends that write `dtype` on the present device, best first."""
+  arch = _device.current().arch
+  return ['triton', 'reference'] if (arch.float8 if is_float8(dtype) else arch.since_ampere) else ['reference']
 
 
 def _backends(op: str) -> dict[str, str]:
@@ -44,8 +43,8 @@ def _call_on_parts(
     tuple(' '.join([*lead, t]) for t in texts), tuple(' '.join([*lead, t]) for t in results),
     (*_FACTORS, *lead),
   )  # fmt: skip
-  names = tuple(candidates8() if op.endswith('8') else candidates())
-  return _partitioning.partitioned(op, _on_a_part, rule, *args, name=op, asked=(implementation, names), **options)
+  asked = implementation, tuple(candidates(options['dtype']))
+  return _partitioning.partitioned(op, _on_a_part, rule, *args, name=op, asked=asked, **options)
 
 
 def _on_a_part(shard: _partitioning.Shard, *args: Any, name: str, asked: tuple[Any, Any], **options: Any) -> Any:
@@ -111,157 +110,116 @@ def masked_pack(w: Array, codes: Array, *, dtype: Any = None, implementation: st
 
 def soft_threshold_pack(
   w: Array, scale: Array, *, axis: int = -2, dtype: Any = None, implementation: str | None = None
-) -> SparseOperand:
-  """The operand of scale S(w), S the soft threshold of S-STE (arXiv 2409.09099, section 4.1).
+) -> Packed:
+  """The operand of scale S(w), S the soft threshold of S-STE (arXiv 2409.09099, section 4.1), in one pass over `w`.
+
+  In 16 bits `scale` is the frozen one of S-STE, as `soft_threshold_scale` gives it. In float8 it also brings the result
+  to the range of the type: times `current_scale(frozen * quantize.amax(w), dtype)[0]`, since |w| bounds |S(w)|. Rounded
+  once, to nearest even; what exceeds the largest float8 becomes it, NaN stays NaN, and what rounds to zero is 0.0.
 
   Args:
     w: [..., R, C]; bfloat16, float16 or float32, R and C multiples of four.
-    scale: float32, shape `w.shape[:-2]`, as `soft_threshold_scale` gives it.
+    scale: float32, shape `w.shape[:-2]`.
     axis: the grouped axis. -1: the operand of w, [R, C]; -2: that of its transpose, [C, R].
-    dtype: of the packed values; None is the dtype of `w`, bfloat16 for float32.
-    implementation: 'reference', 'triton', or None to choose.
+    dtype: of the packed values, bfloat16, float16, float8_e4m3fn or float8_e5m2; None is the dtype of `w`, bfloat16 for
+      float32.
+    implementation: 'reference', 'triton' (float8: compute capability 8.9), or None to choose.
+
+  Returns:
+    The operand; in float8 also scale S(w) as it stands, shape of `w`, for the dense input gradient.
 
   Raises:
     ValueError: shapes or dtypes do not fit, or the named implementation refuses.
 
   >>> import jax.numpy as jnp
   >>> from pallas_kernels.pack.api import soft_threshold_pack
-  >>> w = jnp.tile(jnp.array([1.0, -4.0, 2.0, 3.0], jnp.bfloat16), (64, 16))
-  >>> soft_threshold_pack(w, jnp.float32(2.0), axis=-1).values[0, :2].tolist()
+  >>> w = jnp.tile(jnp.array([[1.0, -4.0, 2.0, 3.0]]).T, (16, 64))  # [in, out]
+  >>> soft_threshold_pack(w, jnp.float32(2.0)).operand.values[0, :2].tolist()
   [-4.0, 2.0]
+  >>> soft_threshold_pack(w, jnp.float32(2.0), dtype=jnp.float8_e4m3fn).dense[:4, 0].tolist()
+  [0.0, -4.0, 0.0, 2.0]
   """
   _check_blocks(w)
-  scale = _matrix_scale(scale, w, 'w')
-  axis, dtype = _axis(w, axis), _values_dtype(w, dtype)
+  dtype, scale = _values_dtype(w, dtype, float8=True), matrix_scale(scale, w, 'w')
+  if axis not in (-1, -2, w.ndim - 1, w.ndim - 2):
+    raise ValueError(f'axis={axis} must be one of the last two axes of {w.shape}')
+  axis = axis if axis < 0 else axis - w.ndim
+  results = (*_OPERANDS[axis], *((_WEIGHT,) if is_float8(dtype) else ()))
   return _call_on_parts(
-    'soft_threshold_pack', (_WEIGHT, ''), _OPERANDS[axis], implementation, w, scale, axis=axis, dtype=dtype
+    'soft_threshold_pack', (_WEIGHT, ''), results, implementation, w, scale, axis=axis, dtype=dtype
   )
 
 
 def mvue_pack(
   x: Array,
   key: Array,
+  scale: Array | None = None,
   *,
-  axis: int = -2,
   origin: tuple[Array | int, Array | int, Array | int] = (0, 0, 0),
   dtype: Any = None,
   implementation: str | None = None,
-) -> SparseOperand:
-  """The operand of an unbiased 2:4 sample of `x`, the uniforms and decisions being those of `mvue24`.
+) -> Packed:
+  """The operand of an unbiased 2:4 sample of `x` along axis -2, the uniforms and decisions being those of `mvue24`.
 
-  For a weight gradient dW = X^T dZ the sparse operand is dZ^T, compressed along tokens: `x` is dZ [tokens, features]
-  with `axis=-2`, or dZ^T [features, tokens] with `axis=-1`; both give the same operand.
+  For a weight gradient dW = X^T dZ the sparse operand is dZ^T, compressed along tokens: `x` is dZ [tokens, features].
+
+  In float8 the same pass writes `x` itself for the dense input gradient. The sample is drawn from `x` as it stands, in
+  float32, and rounded after, once, to nearest even: to round first would sample other numbers than the gradient's. A
+  sampled value is at most half the sum of its group's magnitudes, twice the largest entry, so the operand takes
+  `scale / 2`, where `scale` brings `x` itself to the range of the type: nothing overflows, no second maximum is taken,
+  and the binade costs no precision, only one of the 31 of e5m2 at the lower end. Factors of de-quantisation: f for the
+  dense array, `MVUE_HEADROOM` f for the operand, where scale, f = current_scale(amax(x), dtype).
 
   Args:
     x: [..., R, C]; bfloat16, float16 or float32, R and C multiples of four.
     key: a JAX random key.
-    axis: the grouped axis. -2: the operand of the transpose of x, [C, R]; -1: that of x.
+    scale: float32, shape `x.shape[:-2]`, in float8; else None.
     origin: as in `mvue24`.
-    dtype: of the packed values; None is the dtype of `x`, bfloat16 for float32.
-    implementation: 'reference', 'triton', or None to choose.
+    dtype: of the packed values, bfloat16, float16, float8_e5m2 or float8_e4m3fn; None is the dtype of `x`, bfloat16 for
+      float32.
+    implementation: 'reference', 'triton' (float8: compute capability 8.9), or None to choose.
+
+  Returns:
+    The operand of the transpose of x, [C, R]. In float8 that of the sample times scale / 2, and x times scale.
 
   Raises:
-    ValueError: shapes or dtypes do not fit, or the named implementation refuses.
+    ValueError: shapes or dtypes do not fit, float8 lacks a scale or another dtype has one, or the named implementation
+      refuses.
 
   >>> import jax, jax.numpy as jnp
   >>> from pallas_kernels.pack.api import mvue_pack
   >>> dz = jax.random.normal(jax.random.key(0), (128, 64), jnp.bfloat16)
-  >>> mvue_pack(dz, jax.random.key(1)).shape
+  >>> mvue_pack(dz, jax.random.key(1)).operand.shape
   (64, 128)
-  """
-  _check_blocks(x, 'x')
-  _check_origin(origin)
-  dtype = _values_dtype(x, dtype, 'x')
-  axis = _axis(x, axis)
-  return _dispatch.dispatch(
-    'mvue_pack', _backends('mvue_pack'), implementation, candidates(), x, key, axis=axis, origin=origin, dtype=dtype
-  )
-
-
-def soft_threshold_pack8(
-  w: Array, scale: Array, *, axis: int = -2, dtype: Any = jnp.float8_e4m3fn, implementation: str | None = None
-) -> Packed8:
-  """scale S(w) in float8, packed, and as it stands for the dense input gradient, in one pass over `w`.
-
-  The frozen scale of S-STE belongs to the matmul's `a_scale`; `scale` is what brings S(w) to the range of the type,
-  `current_scale(quantize.amax(w), dtype)[0]`, since |w| bounds |S(w)|. Rounded once, to nearest even; what exceeds the
-  largest value becomes it, NaN stays NaN. What rounds to zero is 0.0 in both results.
-
-  Args:
-    w: [..., R, C]; bfloat16, float16 or float32, R and C multiples of four.
-    scale: float32, shape `w.shape[:-2]`.
-    axis: the grouped axis. -1: the operand of w, [R, C]; -2: that of its transpose, [C, R].
-    dtype: float8_e4m3fn or float8_e5m2.
-    implementation: 'reference', 'triton' (compute capability 8.9), or None to choose.
-
-  Raises:
-    ValueError: shapes or dtypes do not fit, or the named implementation refuses.
-
-  >>> import jax.numpy as jnp
-  >>> from pallas_kernels.pack.api import soft_threshold_pack8
-  >>> w = jnp.tile(jnp.array([[1.0, -4.0, 2.0, 3.0]]).T, (16, 64))  # [in, out]
-  >>> packed = soft_threshold_pack8(w, jnp.float32(2.0))
-  >>> packed.operand.values[0, :2].tolist(), packed.dense[:4, 0].tolist()
-  ([-4.0, 2.0], [0.0, -4.0, 0.0, 2.0])
-  """
-  _check_blocks(w)
-  dtype, scale = _float8(w, dtype, 'w'), _matrix_scale(scale, w, 'w')
-  axis = _axis(w, axis)
-  results = (*_OPERANDS[axis], _WEIGHT)
-  return _call_on_parts(
-    'soft_threshold_pack8', (_WEIGHT, ''), results, implementation, w, scale, axis=axis, dtype=dtype
-  )
-
-
-def mvue_pack8(
-  x: Array, key: Array, scale: Array, *, axis: int = -2,
-  origin: tuple[Array | int, Array | int, Array | int] = (0, 0, 0), dtype: Any = jnp.float8_e5m2,
-  implementation: str | None = None,
-) -> Packed8:  # fmt: skip
-  """`mvue_pack` in float8, and `x` itself in float8 for the dense input gradient, in one pass over `x`.
-
-  The sample is drawn from `x` as it stands, in float32, and rounded after, once, to nearest even: to round first would
-  sample other numbers than the gradient's. A sampled value is at most half the sum of its group's magnitudes, twice
-  the largest entry, so the operand takes `scale / 2`, where `scale` brings `x` itself to the range of the type: nothing
-  overflows, no second maximum is taken, and the binade costs no precision, only one of the 31 of e5m2 at the lower end.
-  Factors of de-quantisation: f for the dense array, `MVUE_HEADROOM` f for the operand, where
-  scale, f = current_scale(amax(x), dtype).
-
-  Args:
-    x: [..., R, C]; bfloat16, float16 or float32, R and C multiples of four.
-    key: a JAX random key.
-    scale: float32, shape `x.shape[:-2]`.
-    axis: the grouped axis. -2: the operand of the transpose of x, [C, R]; -1: that of x.
-    origin: as in `mvue24`.
-    dtype: float8_e5m2 or float8_e4m3fn.
-    implementation: 'reference', 'triton' (compute capability 8.9), or None to choose.
-
-  Returns:
-    The sample times scale / 2, packed; and x times scale.
-
-  Raises:
-    ValueError: shapes or dtypes do not fit, or the named implementation refuses.
-
-  >>> import jax, jax.numpy as jnp
-  >>> from pallas_kernels.pack.api import mvue_pack8
-  >>> dz = jax.random.normal(jax.random.key(0), (128, 64), jnp.bfloat16)
-  >>> packed = mvue_pack8(dz, jax.random.key(1), jnp.float32(10000))
+  >>> packed = mvue_pack(dz, jax.random.key(1), jnp.float32(10000), dtype=jnp.float8_e5m2)
   >>> packed.operand.shape, packed.dense.shape
   ((64, 128), (128, 64))
   """
   _check_blocks(x, 'x')
-  _check_origin(origin)
-  dtype, scale = _float8(x, dtype, 'x'), _matrix_scale(scale, x, 'x')
-  axis = _axis(x, axis)
+  if isinstance(origin[2], int) and origin[2] % 4:
+    raise ValueError(f'origin column {origin[2]} is not a multiple of four')
+  dtype = _values_dtype(x, dtype, 'x', float8=True)
+  scale = check_scale(scale, dtype, x, 'x')
   return _dispatch.dispatch(
-    'mvue_pack8', _backends('mvue_pack8'), implementation, candidates8(), x, key, scale, axis=axis, origin=origin,
-    dtype=dtype,
+    'mvue_pack', _backends('mvue_pack'), implementation, candidates(dtype), x, key, scale, origin=origin, dtype=dtype
   )
 
 
-def candidates8() -> list[str]:
-  """Back ends of the float8 ops for the present device, best first."""
-  return ['triton', 'reference'] if _device.current().arch.float8 else ['reference']
+def check_scale(scale: Array | None, dtype: jnp.dtype, x: Array, name: str) -> Array | None:
+  """The `matrix_scale` of a sample of `x`, which has one in float8 alone; else None."""
+  if scale is None and is_float8(dtype):
+    raise ValueError(f'dtype={dtype} needs a scale of shape {x.shape[:-2]}, one a matrix of {name}, found None')
+  if scale is not None and not is_float8(dtype):
+    raise ValueError(f'dtype with a scale must be float8_e4m3fn or float8_e5m2, found {dtype}')
+  return None if scale is None else matrix_scale(scale, x, name)
+
+
+def matrix_scale(scale: Array, x: Array, name: str) -> Array:
+  """`scale` in float32, one number a matrix of `x`, which messages call `name`."""
+  scale = jnp.asarray(scale, jnp.float32)
+  if scale.shape != x.shape[:-2]:
+    raise ValueError(f'scale must have shape {x.shape[:-2]}, one a matrix of {name}, found {scale.shape}')
+  return scale
 
 
 def _check_blocks(w: Array, name: str = 'w') -> None:
@@ -277,39 +235,14 @@ def _check_codes(w: Array, codes: Array, name: str) -> None:
     raise ValueError(f'{name} must be uint16 of shape {expected}, found {codes.dtype} of shape {codes.shape}')
 
 
-def _values_dtype(w: Array, dtype: Any, name: str = 'w') -> jnp.dtype:
+def _values_dtype(w: Array, dtype: Any, name: str = 'w', *, float8: bool = False) -> jnp.dtype:
   if w.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
     raise ValueError(f'{name} must be bfloat16, float16 or float32, found {w.dtype}')
   if dtype is None:
     dtype = jnp.bfloat16 if w.dtype == jnp.float32 else w.dtype
-  if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
-    raise ValueError(f'dtype of packed values must be bfloat16 or float16, found {jnp.dtype(dtype)}')
-  if w.dtype != jnp.float32 and jnp.dtype(dtype) != w.dtype:
-    raise ValueError(f'dtype={jnp.dtype(dtype)} differs from the 16-bit {name}, {w.dtype}; cast {name} first')
-  return jnp.dtype(dtype)
-
-
-def _float8(x: Array, dtype: Any, name: str) -> jnp.dtype:
-  if x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
-    raise ValueError(f'{name} must be bfloat16, float16 or float32, found {x.dtype}')
-  if not is_float8(jnp.dtype(dtype)):
-    raise ValueError(f'dtype must be float8_e4m3fn or float8_e5m2, found {jnp.dtype(dtype)}')
-  return jnp.dtype(dtype)
-
-
-def _matrix_scale(scale: Array, x: Array, name: str) -> Array:
-  scale = jnp.asarray(scale)
-  if scale.shape != x.shape[:-2]:
-    raise ValueError(f'scale must have shape {x.shape[:-2]}, one a matrix of {name}, found {scale.shape}')
-  return scale
-
-
-def _check_origin(origin: tuple[Array | int, Array | int, Array | int]) -> None:
-  if isinstance(origin[2], int) and origin[2] % 4:
-    raise ValueError(f'origin column {origin[2]} is not a multiple of four')
-
-
-def _axis(w: Array, axis: int) -> int:
-  if axis not in (-1, -2, w.ndim - 1, w.ndim - 2):
-    raise ValueError(f'axis={axis} must be one of the last two axes of {w.shape}')
-  return axis if axis < 0 else axis - w.ndim
+  dtype, accepted = jnp.dtype(dtype), ('bfloat16', 'float16', *(map(str, FLOAT8) if float8 else ()))
+  if dtype.name not in accepted:
+    raise ValueError(f'dtype of packed values must be {" or ".join(accepted)}, found {dtype}')
+  if w.dtype not in (jnp.float32, dtype) and not is_float8(dtype):
+    raise ValueError(f'dtype={dtype} differs from the 16-bit {name}, {w.dtype}; cast {name} first')
+  return dtype

@@ -1,6 +1,5 @@
 """What the packing kernels are checked and timed on, and the settings that are tried."""
 
-from collections.abc import Callable
 import functools
 from typing import Any
 
@@ -14,7 +13,7 @@ from pallas_kernels.pack import reference
 pack = _triton.kernels('pallas_kernels.pack.triton')
 BF16, F32 = jnp.bfloat16, jnp.float32
 E4M3, E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
-ORIGIN = dict(origin=(0, 0, 0))
+ORIGIN = (0, 0, 0)
 WEIGHT, ACTIVATIONS = (16384, 4096), (16384, 8192)
 
 
@@ -25,9 +24,6 @@ def cases() -> list[Case]:
 
   def codes(key: jax.Array) -> jax.Array:
     return jax.jit(functools.partial(reference.transposable_pack, dtype=BF16))(normal(WEIGHT)(key)).codes
-
-  def draw(shape: tuple[int, ...]) -> Callable[[jax.Array], tuple[Any, ...]]:
-    return lambda key: (normal(shape)(key), jax.random.key(1))
 
   rows = []
   for dtype in (BF16, jnp.float32):
@@ -51,26 +47,26 @@ def cases() -> list[Case]:
       lambda w, s, axis=axis: reference.soft_threshold_pack(w, s, axis=axis, dtype=BF16),
       fewer_warps_first if axis == -2 else few,
     ))  # fmt: skip
-    rows.append(Case(
-      f'mvue_pack_axis{axis}', ACTIVATIONS, draw(ACTIVATIONS),
-      lambda x, k, config, axis=axis: pack.mvue_pack(x, k, axis=axis, origin=(0, 0, 0), dtype=BF16, config=config),
-      lambda x, k, axis=axis: reference.mvue_pack(x, k, axis=axis, origin=(0, 0, 0), dtype=BF16),
-      tiles('16x16x2', '16x16x4', '16x32x4', '32x16x4'),
-    ))  # fmt: skip
+  rows.append(Case(
+    'mvue_pack_axis-2', ACTIVATIONS, lambda key: (normal(ACTIVATIONS)(key), jax.random.key(1)),
+    lambda x, k, config: pack.mvue_pack(x, k, origin=ORIGIN, dtype=BF16, config=config),
+    lambda x, k: reference.mvue_pack(x, k, origin=ORIGIN, dtype=BF16),
+    tiles('16x16x2', '16x16x4', '16x32x4', '32x16x4'),
+  ))  # fmt: skip
   for shape in ((16384, 4096), (16384, 16384)):
     small = shape[1] == 4096
     rows.append(Case(
       'mvue_pack8', shape, lambda key, s=shape: (normal(s)(key), jax.random.key(1), F32(1e4)),
-      lambda x, k, s, config: pack.mvue_pack8(x, k, s, axis=-2, dtype=E5M2, config=config, **ORIGIN),
-      (lambda x, k, s: reference.mvue_pack8(x, k, s, axis=-2, dtype=E5M2, **ORIGIN))
+      lambda x, k, s, config: pack.mvue_pack(x, k, s, origin=ORIGIN, dtype=E5M2, config=config),
+      (lambda x, k, s: reference.mvue_pack(x, k, s, origin=ORIGIN, dtype=E5M2))
       if small else None,
       tiles('16x32x4', '16x16x2', '16x16x4', '16x16x8', '32x16x4', '16x32x2', '32x16x8', '16x32x8', '64x16x8'),
     ))  # fmt: skip
   for dtype in (BF16, F32):
     rows.append(Case(
       'soft_threshold_pack8', (4096, 16384), lambda key, d=dtype: (normal((4096, 16384), d)(key), F32(100)),
-      lambda w, s, config: pack.soft_threshold_pack8(w, s, axis=-2, dtype=E4M3, config=config),
-      (lambda w, s: reference.soft_threshold_pack8(w, s, axis=-2, dtype=E4M3))
+      lambda w, s, config: pack.soft_threshold_pack(w, s, axis=-2, dtype=E4M3, config=config),
+      (lambda w, s: reference.soft_threshold_pack(w, s, axis=-2, dtype=E4M3))
       if dtype == BF16 else None,
       tiles('16x16x4', '16x16x2', '32x16x4', '16x32x4', '32x32x8'), dtype=jnp.dtype(dtype).name,
     ))  # fmt: skip

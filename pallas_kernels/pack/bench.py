@@ -1,5 +1,6 @@
 """The packing kernels: checked against the reference, and timed; `python -m pallas_kernels bench pack`."""
 
+from collections.abc import Iterator
 import concurrent.futures
 import dataclasses
 import functools
@@ -15,67 +16,54 @@ from pallas_kernels.pack import arg_specs, reference
 
 pack = _triton.kernels('pallas_kernels.pack.triton')
 BF16, F32 = jnp.bfloat16, jnp.float32
+# Name of an op, shape and dtype of its matrix, options, arrays.
+_Job = tuple[str, tuple[int, ...], Any, dict[str, Any], tuple[jax.Array, ...]]
 
 
-def check16() -> list[dict[str, Any]]:
-  """Every kernel that packs 16 bits against the reference, on ragged shapes with ties, infinities and NaN."""
-  jobs = []
+def check() -> list[dict[str, Any]]:
+  """Every kernel against the reference, on ragged shapes with ties, infinities and NaN."""
+
+  def compare(job: Any) -> dict[str, Any]:
+    name, shape, source, options, arrays = job
+    made = [jax.jit(functools.partial(getattr(m, name), **options))(*arrays) for m in (pack, reference)]
+    return dict(op=name, shape=shape, source=jnp.dtype(source).name, **options, differing=differing(*made))
+
+  with concurrent.futures.ThreadPoolExecutor(8) as pool:
+    return list(pool.map(compare, [*_in_16_bits(), *_in_float8()]))
+
+
+def _in_16_bits() -> Iterator[_Job]:
   ragged, square = (2, 1028, 260), (512, 512)
-  for shape, dtype, special in (
-    (ragged, BF16, 0.003), (square, jnp.float16, 0.003), (square, jnp.float32, 0.003),
-    (ragged, BF16, 0.0), (square, jnp.float16, 0.0), (square, jnp.float32, 0.0),
+  for shape, source, special in (
+    (ragged, BF16, 0.003), (square, jnp.float16, 0.003), (square, F32, 0.003),
+    (ragged, BF16, 0.0), (square, jnp.float16, 0.0), (square, F32, 0.0),
   ):  # fmt: skip
-    out = jnp.float16 if dtype == jnp.float16 else BF16
     rng = np.random.default_rng(0)
     w = rng.standard_normal(shape).astype(np.float32)
     w = np.where(rng.random(shape) < 0.2, np.round(2 * w), w)
     for value in (-0.0, np.inf, -np.inf, np.nan):
       w = np.where(rng.random(shape) < (special if value else 0.003), np.float32(value), w)
-    w = jnp.asarray(w).astype(dtype)
+    w = jnp.asarray(w).astype(source)
     codes = reference.mask_codes(reference.transposable.transposable_mask(-w[..., ::-1]))
-    scale, key = jnp.full(shape[:-2], 1.48, jnp.float32), jax.random.key(5)
-    calls = {
-      'transposable_pack': (lambda m, w, o=out: m.transposable_pack(w, dtype=o), (w,)),
-      'masked_pack': (lambda m, w, p, o=out: m.masked_pack(w, p, dtype=o), (w, codes)),
-    }
-    # Special values matter to the first alone.
-    for axis in (-1, -2) if special else ():
-      calls[f'soft_threshold_pack{axis}'] = (
-        lambda m, w, s, a=axis, o=out: m.soft_threshold_pack(w, s, axis=a, dtype=o), (w, scale),
-      )  # fmt: skip
-      calls[f'mvue_pack{axis}'] = (
-        lambda m, w, k, a=axis, o=out: m.mvue_pack(w, k, axis=a, origin=(1, 2, 4), dtype=o), (w, key),
-      )  # fmt: skip
-    jobs += [(name, shape, dtype, *call) for name, call in calls.items()]
-
-  def compare(job: Any) -> dict[str, Any]:
-    name, shape, dtype, call, arrays = job
-    found = jax.jit(functools.partial(call, pack))(*arrays)
-    counts = differing(found, jax.jit(functools.partial(call, reference))(*arrays))
-    return dict(op=name, shape=shape, dtype=jnp.dtype(dtype).name, differing=counts)
-
-  with concurrent.futures.ThreadPoolExecutor(8) as pool:
-    return list(pool.map(compare, jobs))
+    out = dict(dtype=jnp.dtype(jnp.float16 if source == jnp.float16 else BF16))
+    yield 'transposable_pack', shape, source, out, (w,)
+    yield 'masked_pack', shape, source, out, (w, codes)
+    if special:  # such values matter to the first alone
+      yield from _of_one_operand(w, jnp.full(shape[:-2], 1.48, F32), out, ())
 
 
-def check8() -> list[dict[str, Any]]:
-  """Every kernel that packs float8 against the reference."""
-  jobs = []
-  for shape, source, dtype, top, x in float8_inputs():
+def _in_float8() -> Iterator[_Job]:
+  for shape, _, dtype, top, x in float8_inputs():
     scale = jnp.full(shape[:-2], float(jnp.finfo(dtype).max) / top, F32)
-    for axis in (-1, -2):
-      more = dict(axis=axis)
-      jobs.append((source, dtype, top, 'soft_threshold_pack8', (x, scale), more))
-      jobs.append((source, dtype, top, 'mvue_pack8', (x, jax.random.key(5), scale), more | dict(origin=(1, 2, 4))))
+    yield from _of_one_operand(x, scale, dict(dtype=dtype), (scale,))
 
-  def compare(job: Any) -> dict[str, Any]:
-    source, dtype, top, name, arrays, options = job
-    made = [jax.jit(functools.partial(getattr(m, name), dtype=dtype, **options))(*arrays) for m in (pack, reference)]
-    found = dict(op=f'{name}{options["axis"]}', source=jnp.dtype(source).name, dtype=dtype.name, top=top)
-    return found | dict(differing=differing(*made))
 
-  with concurrent.futures.ThreadPoolExecutor(8) as pool:
-    return list(pool.map(compare, jobs))
+def _of_one_operand(
+  x: jax.Array, scale: jax.Array, out: dict[str, Any], of_sample: tuple[jax.Array, ...]
+) -> Iterator[_Job]:
+  for axis in (-1, -2):
+    yield 'soft_threshold_pack', x.shape, x.dtype, out | dict(axis=axis), (x, scale)
+  yield 'mvue_pack', x.shape, x.dtype, out | dict(origin=(1, 2, 4)), (x, jax.random.key(5), *of_sample)
 
 
 def cases() -> list[_passes.Case]:
@@ -106,6 +94,6 @@ def torch_ms() -> list[float]:
     return []
 
 
-OP = _passes.Op('pack', cases, lambda: [*check16(), *check8()])
+OP = _passes.Op('pack', cases, check)
 arguments = _passes.bench_arguments
 run = functools.partial(_passes.bench, OP)

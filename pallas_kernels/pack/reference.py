@@ -38,16 +38,16 @@ class PackedPair:
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=['operand', 'dense'], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
-class Packed8:
-  """A matrix in float8, for its sparse matmul and for its dense one.
+class Packed:
+  """What one pass makes of a matrix, for its sparse matmul and for its dense one.
 
   Attributes:
     operand: the sparse operand.
-    dense: float8, shape of the input.
+    dense: what the dense matmul reads, where the pass writes it, as it does in float8; else None.
   """
 
   operand: SparseOperand
-  dense: Array
+  dense: Array | None = None
 
 
 @one_program()
@@ -82,40 +82,28 @@ def masked_pack(w: Array, codes: Array, *, dtype: jnp.dtype) -> PackedPair:
 
 
 @one_program('axis', 'dtype')
-def soft_threshold_pack(w: Array, scale: Array, *, axis: int, dtype: jnp.dtype) -> SparseOperand:
+def soft_threshold_pack(w: Array, scale: Array, *, axis: int, dtype: jnp.dtype) -> Packed:
   """See `api.soft_threshold_pack`."""
-  soft = prune.soft_threshold(w, axis=axis).astype(jnp.float32)
-  return _pack_nonzeros((soft * scale[..., None, None]).astype(dtype), axis)
+  soft = prune.soft_threshold(w, axis=axis).astype(jnp.float32) * scale[..., None, None]
+  if not is_float8(dtype):
+    return Packed(_pack_nonzeros(soft.astype(dtype), axis))
+  projected = saturated(soft, dtype)
+  projected = jnp.where(_nonzero(projected), projected, jnp.zeros((), dtype))
+  return Packed(_pack_nonzeros(projected, axis), projected)
 
 
 def mvue_pack(
-  x: Array, key: Array, *, axis: int, origin: tuple[Array | int, Array | int, Array | int], dtype: jnp.dtype
-) -> SparseOperand:
+  x: Array, key: Array, scale: Array | None = None, *,
+  origin: tuple[Array | int, Array | int, Array | int], dtype: jnp.dtype,
+) -> Packed:  # fmt: skip
   """See `api.mvue_pack`."""
-  sample = mvue.mvue24(x.astype(jnp.float32), key, axis=axis, origin=origin)
-  # Clipped to and rounded to the dtype of the operand once, from float32; NaN passes through the clip.
-  largest = jnp.float32(jnp.finfo(dtype).max)
-  return _pack_nonzeros(jnp.clip(sample, -largest, largest).astype(dtype), axis)
-
-
-@one_program('axis', 'dtype')
-def soft_threshold_pack8(w: Array, scale: Array, *, axis: int, dtype: jnp.dtype) -> Packed8:
-  """See `api.soft_threshold_pack8`."""
-  soft = prune.soft_threshold(w, axis=axis).astype(jnp.float32)
-  projected = cast_float8(soft * scale[..., None, None], dtype)
-  projected = jnp.where(_nonzero(projected), projected, jnp.zeros((), dtype))
-  return Packed8(_pack_nonzeros(projected, axis), projected)
-
-
-def mvue_pack8(
-  x: Array, key: Array, scale: Array, *, axis: int, origin: tuple[Array | int, Array | int, Array | int],
-  dtype: jnp.dtype,
-) -> Packed8:  # fmt: skip
-  """See `api.mvue_pack8`."""
-  wide, scale = x.astype(jnp.float32), scale[..., None, None]
-  sample = mvue.mvue24(wide, key, axis=axis, origin=origin)
-  operand = _pack_nonzeros(cast_float8(sample * (scale * jnp.float32(1 / MVUE_HEADROOM)), dtype), axis)
-  return Packed8(operand, cast_float8(wide * scale, dtype))
+  wide = x.astype(jnp.float32)
+  sample = mvue.mvue24(wide, key, axis=-2, origin=origin)
+  if scale is None:
+    return Packed(_pack_nonzeros(saturated(sample, dtype), -2))
+  scale = scale[..., None, None]
+  operand = _pack_nonzeros(saturated(sample * (scale * jnp.float32(1 / MVUE_HEADROOM)), dtype), -2)
+  return Packed(operand, saturated(wide * scale, dtype))
 
 
 def is_float8(dtype: jnp.dtype) -> bool:
@@ -124,8 +112,8 @@ def is_float8(dtype: jnp.dtype) -> bool:
 
 
 @one_program('dtype')
-def cast_float8(x: Array, dtype: jnp.dtype) -> Array:
-  """float32 to float8: to nearest even; values beyond the largest, infinities included, become it; NaN stays NaN."""
+def saturated(x: Array, dtype: jnp.dtype) -> Array:
+  """float32 to `dtype`: to nearest even; values beyond the largest, infinities included, become it; NaN stays NaN."""
   largest = jnp.float32(jnp.finfo(dtype).max)
   return jnp.clip(x, -largest, largest).astype(dtype)
 

@@ -18,7 +18,7 @@ from pallas_kernels.pack._kernels import (
   transposable_kernel,
 )
 from pallas_kernels.pack._kernels8 import mvue8_kernel, soft_threshold8_kernel
-from pallas_kernels.pack.reference import is_float8, Packed8, PackedPair
+from pallas_kernels.pack.reference import is_float8, Packed, PackedPair
 from pallas_kernels.sparse_matmul.operand import metadata_shape, SparseOperand
 
 Array = jax.Array
@@ -54,7 +54,7 @@ def transposable_pack(w: Array, *, dtype: jnp.dtype, config: Config | None = Non
   config = config or Config(num_warps=4 if w.dtype == jnp.float32 else 2)
   grid = config.grid(batches, rows, columns)
   structs = [
-    *_pair_structs(w.shape[:-2], rows, columns, dtype),
+    *pair_structs(w.shape, dtype),
     jax.ShapeDtypeStruct((*w.shape[:-2], rows // 4, columns // 4), jnp.uint16),
   ]
   constants = config.constants(rows, columns)
@@ -75,7 +75,7 @@ def masked_pack(w: Array, codes: Array, *, dtype: jnp.dtype, config: Config | No
   batches, rows, columns = _shape(w, dtype)
   operands = _triton.call(
     masked_kernel, w, codes,
-    out_shape=_pair_structs(w.shape[:-2], rows, columns, dtype),
+    out_shape=pair_structs(w.shape, dtype),
     grid=config.grid(batches, rows, columns), num_warps=config.num_warps, **config.constants(rows, columns),
   )  # fmt: skip
   return _pair(operands, codes)
@@ -83,59 +83,35 @@ def masked_pack(w: Array, codes: Array, *, dtype: jnp.dtype, config: Config | No
 
 def soft_threshold_pack(
   w: Array, scale: Array, *, axis: int, dtype: jnp.dtype, config: Config | None = None
-) -> SparseOperand:
+) -> Packed:
   """See `api.soft_threshold_pack`."""
-  config = config or Config(num_warps=2 if axis == -2 else 4)
-  return SparseOperand(*_packed(soft_threshold_kernel, w, [_scales(scale)], axis, dtype, config))
+  float8 = is_float8(dtype)
+  config = config or Config(num_warps=2 if axis == -2 and not float8 else 4)
+  kernel = soft_threshold8_kernel if float8 else soft_threshold_kernel
+  return _packed(kernel, w, [scale.reshape(-1)], axis, dtype, config, GROUPS_DOWN=axis == -2)
 
 
 def mvue_pack(
-  x: Array, key: Array, *, axis: int, origin: tuple[Any, Any, Any], dtype: jnp.dtype,
+  x: Array, key: Array, scale: Array | None = None, *, origin: tuple[Any, Any, Any], dtype: jnp.dtype,
   config: Config | None = None,
-) -> SparseOperand:  # fmt: skip
+) -> Packed:  # fmt: skip
   """See `api.mvue_pack`."""
-  drawn = [draw_parameters(key, origin)]
-  return SparseOperand(*_packed(mvue_kernel, x, drawn, axis, dtype, config or Config(num_warps=2)))
-
-
-def soft_threshold_pack8(
-  w: Array, scale: Array, *, axis: int, dtype: jnp.dtype, config: Config | None = None
-) -> Packed8:
-  """See `api.soft_threshold_pack8`."""
-  *operand, dense = _packed(soft_threshold8_kernel, w, [_scales(scale)], axis, dtype, config or Config())
-  return Packed8(SparseOperand(*operand), dense)
-
-
-def mvue_pack8(
-  x: Array, key: Array, scale: Array, *, axis: int, origin: tuple[Any, Any, Any], dtype: jnp.dtype,
-  config: Config | None = None,
-) -> Packed8:  # fmt: skip
-  """See `api.mvue_pack8`."""
-  drawn = [draw_parameters(key, origin), _scales(scale)]
-  *operand, dense = _packed(mvue8_kernel, x, drawn, axis, dtype, config or Config(tile_columns=32))
-  return Packed8(SparseOperand(*operand), dense)
+  drawn = draw_parameters(key, origin)
+  if scale is None:
+    return _packed(mvue_kernel, x, [drawn], -2, dtype, config or Config(num_warps=2))
+  return _packed(mvue8_kernel, x, [drawn, scale.reshape(-1)], -2, dtype, config or Config(tile_columns=32))
 
 
 def _packed(
-  kernel: Any, x: Array, more: Sequence[Array], axis: int, dtype: jnp.dtype, config: Config
-) -> tuple[Array, ...]:
-  """Values and metadata of one operand of x, and in float8 x itself."""
+  kernel: Any, x: Array, more: Sequence[Array], axis: int, dtype: jnp.dtype, config: Config, **constants: Any
+) -> Packed:
   batches, rows, columns = _shape(x, dtype)
-  structs = structs8(x.shape, dtype, axis) if is_float8(dtype) else _structs(x.shape[:-2], rows, columns, dtype, axis)
-  return _triton.call(
-    kernel, x, *more, out_shape=structs,
+  values, metadata, *dense = _triton.call(
+    kernel, x, *more, out_shape=structs(x.shape, dtype, axis),
     grid=config.grid(batches, rows, columns), num_warps=config.num_warps,
-    GROUPS_DOWN=axis == -2, **config.constants(rows, columns),
+    **constants, **config.constants(rows, columns),
   )  # fmt: skip
-
-
-def _scales(scale: Array) -> Array:
-  return scale.astype(jnp.float32).reshape(-1)
-
-
-def structs8(shape: tuple[int, ...], dtype: jnp.dtype, axis: int) -> list[jax.ShapeDtypeStruct]:
-  """Values, metadata and dense array of the float8 kernels."""
-  return [*_structs(shape[:-2], shape[-2], shape[-1], dtype, axis), jax.ShapeDtypeStruct(shape, dtype)]
+  return Packed(SparseOperand(values, metadata), *dense)
 
 
 def check_float8() -> None:
@@ -172,19 +148,20 @@ def _shape(x: Array, dtype: jnp.dtype) -> tuple[int, int, int]:
   return math.prod(x.shape[:-2]), rows, columns
 
 
-def _structs(
-  lead: tuple[int, ...], rows: int, columns: int, dtype: jnp.dtype, axis: int
-) -> list[jax.ShapeDtypeStruct]:
-  """Values and metadata of one operand of a [rows, columns] array."""
+def structs(shape: tuple[int, ...], dtype: jnp.dtype, axis: int) -> list[jax.ShapeDtypeStruct]:
+  """Values and metadata of one operand of an array, and in float8 the array."""
+  *lead, rows, columns = shape
   m, k = (columns, rows) if axis == -2 else (rows, columns)
   return [
     jax.ShapeDtypeStruct((*lead, m, k // 2), dtype),
     jax.ShapeDtypeStruct((*lead, *metadata_shape(m, k)), jnp.uint32),
+    *([jax.ShapeDtypeStruct(shape, dtype)] if is_float8(dtype) else []),
   ]
 
 
-def _pair_structs(lead: tuple[int, ...], rows: int, columns: int, dtype: jnp.dtype) -> list[jax.ShapeDtypeStruct]:
-  return _structs(lead, rows, columns, dtype, -1) + _structs(lead, rows, columns, dtype, -2)
+def pair_structs(shape: tuple[int, ...], dtype: jnp.dtype) -> list[jax.ShapeDtypeStruct]:
+  """Those of both operands."""
+  return structs(shape, dtype, -1) + structs(shape, dtype, -2)
 
 
 def _pair(operands: Sequence[Array], codes: Array) -> PackedPair:

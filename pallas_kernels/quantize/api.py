@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _dispatch, _partitioning
-from pallas_kernels.pack.api import candidates8
+from pallas_kernels.pack.api import candidates, matrix_scale
 from pallas_kernels.pack.reference import is_float8
 
 __all__ = ['amax', 'current_scale', 'fp8_dot', 'quantize']
@@ -98,15 +98,15 @@ def quantize(
     raise ValueError(f'x must be bfloat16, float16 or float32 with at least two axes, found {x.dtype} of {x.shape}')
   if transpose not in TRANSPOSE:
     raise ValueError(f'transpose={transpose!r} is unknown; accepted are {TRANSPOSE}')
-  scale = jnp.asarray(scale, jnp.float32)
-  if scale.shape != x.shape[:-2]:
-    raise ValueError(f'scale must have shape {x.shape[:-2]}, one a matrix of x, found {scale.shape}')
+  dtype, scale = _float8(dtype), matrix_scale(scale, x, 'x')
+  # Without a transpose XLA's own element-wise pass is at copy speed.
+  names = ('reference',) if transpose == 'no' else tuple(candidates(dtype))
   lead = ' '.join(f'l{i}' for i in range(x.ndim - 2))
   plain, transposed = f'{lead} r*4 c*4', f'{lead} c*4 r*4'
   results = {'no': (plain,), 'only': (transposed,), 'both': (plain, transposed)}[transpose]
   return _partitioning.partitioned(
     'quantize', _on_a_part, _partitioning.Rule((plain, lead), results, ('r', 'c', *lead.split())), x, scale,
-    asked=(implementation, tuple(_candidates(transpose))), dtype=_float8(dtype), transpose=transpose,
+    asked=(implementation, names), dtype=dtype, transpose=transpose,
   )  # fmt: skip
 
 
@@ -152,11 +152,6 @@ def fp8_dot(a: Array, b: Array, a_scale: Array, b_scale: Array, *, out_dtype: An
   scale = jnp.asarray(a_scale, jnp.float32) * jnp.asarray(b_scale, jnp.float32)
   d = jax.lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.dtype(out_dtype))
   return d * scale.astype(d.dtype)
-
-
-def _candidates(transpose: str) -> list[str]:
-  # Without a transpose XLA's own element-wise pass is at copy speed.
-  return ['reference'] if transpose == 'no' else candidates8()
 
 
 def _float8(dtype: Any) -> jnp.dtype:

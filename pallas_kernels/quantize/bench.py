@@ -52,8 +52,8 @@ def matmuls(options: Any, write: Callable[[dict[str, Any]], None]) -> None:
     x_scale, x_factor = api.current_scale(api.amax(x), E4M3)
     dz_scale, dz_factor = api.current_scale(api.amax(dz), E5M2)
     x8, xt8 = api.quantize(x, x_scale, dtype=E4M3, transpose='both')
-    packed_w = pack_api.soft_threshold_pack8(w, w_scale)
-    packed_dz = pack_api.mvue_pack8(dz, jax.random.key(7), dz_scale)
+    packed_w = pack_api.soft_threshold_pack(w, w_scale, dtype=E4M3)
+    packed_dz = pack_api.mvue_pack(dz, jax.random.key(7), dz_scale, dtype=E5M2)
     return x8, xt8, x_factor, packed_w, w_factor, packed_dz, dz_factor
 
   x8, xt8, x_factor, packed_w, w_factor, packed_dz, dz_factor = operands(x, w, dz)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels._program import one_program
-from pallas_kernels.pack.reference import cast_float8
+from pallas_kernels.pack.reference import saturated
 
 Array = jax.Array
 
@@ -12,7 +12,7 @@ Array = jax.Array
 @one_program('dtype', 'transpose')
 def quantize(x: Array, scale: Array, *, dtype: jnp.dtype, transpose: str) -> Array | tuple[Array, Array]:
   """See `api.quantize`."""
-  plain = cast_float8(x.astype(jnp.float32) * scale[..., None, None], dtype)
+  plain = saturated(x.astype(jnp.float32) * scale[..., None, None], dtype)
   if transpose == 'no':
     return plain
   transposed = jnp.swapaxes(plain, -1, -2)

@@ -354,7 +354,7 @@ def expand(operand: SparseOperand | VNMOperand, *, implementation: str | None = 
   >>> from pallas_kernels.pack.api import soft_threshold_pack
   >>> from pallas_kernels.vnm.api import expand
   >>> w = jnp.tile(jnp.array([1.0, -4.0, 2.0, 3.0], jnp.bfloat16), (64, 16))
-  >>> expand(soft_threshold_pack(w, jnp.float32(1.0), axis=-1))[0, :4].tolist()
+  >>> expand(soft_threshold_pack(w, jnp.float32(1.0), axis=-1).operand)[0, :4].tolist()
   [0.0, -2.0, 0.0, 1.0]
   """
   _dispatch.check_type('operand', operand, SparseOperand, VNMOperand)

@@ -56,7 +56,7 @@ class ArchTest(parameterized.TestCase):
 
 
 def _operand():
-  return soft_threshold_pack(jnp.ones((64, 64), _BF16), jnp.float32(1), axis=-1)
+  return soft_threshold_pack(jnp.ones((64, 64), _BF16), jnp.float32(1), axis=-1).operand
 
 
 def _blocks():

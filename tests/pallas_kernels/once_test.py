@@ -60,7 +60,7 @@ def _vnm(values, words, x):
 
 def _pack(values, words, x):
   del values, words
-  return jnp.concatenate([pack.soft_threshold_pack(x, jnp.float32(1), axis=-1, dtype=_BF16).values] * 2, 1)
+  return jnp.concatenate([pack.soft_threshold_pack(x, jnp.float32(1), axis=-1, dtype=_BF16).operand.values] * 2, 1)
 
 
 def _layers(op, number, values, words, x):

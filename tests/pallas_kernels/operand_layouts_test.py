@@ -36,7 +36,7 @@ def _vnm_matmul(values, words, b):
 
 def _pack(values, words, b):
   del words, values
-  return pack.soft_threshold_pack(b.T[::2], jnp.float32(1.0), axis=-1, dtype=_BF16)
+  return pack.soft_threshold_pack(b.T[::2], jnp.float32(1.0), axis=-1, dtype=_BF16).operand
 
 
 class LayoutsTest(parameterized.TestCase):

@@ -150,7 +150,7 @@ class PackTest(parameterized.TestCase):
 
     backends = {'triton': 'pallas_kernels.pack.reference:transposable_pack'}  # the mask, by the packer's path
     with (
-      mock.patch.object(pack, 'candidates', lambda: ['triton']),
+      mock.patch.object(pack, 'candidates', lambda *_: ['triton']),
       mock.patch.object(pack, '_backends', lambda op: backends),
     ):
       compiled = jax.jit(transposable_mask.transposable_mask).lower(put(w, on, None, 'd', 't')).compile()
@@ -171,13 +171,13 @@ class VmapTest(parameterized.TestCase):
     w, scale = jax.random.normal(jax.random.key(0), (2, 64, 64), BF16), jnp.array([1.0, 2.0])
 
     def fake(w, scale, **_):
-      return operand.SparseOperand(*(largest(w) * scale.astype(w.dtype) * jnp.ones_like(a) for a in made))
+      return pack.Packed(operand.SparseOperand(*(largest(w) * scale.astype(w.dtype) * jnp.ones_like(a) for a in made)))
 
-    made = jax.eval_shape(pack.soft_threshold_pack, w[0], scale[0])
+    made = jax.eval_shape(pack.soft_threshold_pack, w[0], scale[0]).operand
     made = jnp.zeros(made.values.shape, BF16), jnp.zeros(made.metadata.shape, BF16)
     with mock.patch.object(_dispatch, 'load', lambda path: fake):
       found = jax.vmap(functools.partial(pack.soft_threshold_pack, implementation='triton'))(w, scale)
-    np.testing.assert_array_equal(found.values[:, 0, 0], w.max((1, 2)) * scale.astype(BF16))
+    np.testing.assert_array_equal(found.operand.values[:, 0, 0], w.max((1, 2)) * scale.astype(BF16))
 
   def test_triton_kernels_are_launched_one_after_another(self):
     x = jnp.array([[1.0, 3.0], [2.0, 0.0]])

@@ -26,8 +26,8 @@ class PassesCheckTest(absltest.TestCase):
 
   def test_one_wrong_entry_is_enough(self):
     def stand_in(implementation, op, *args):
-      name = getattr(op, '__name__', 'mvue_pack of a gradient')
-      return jax.tree.map(lambda x: _ones(x, off=implementation == 'triton' and name == wrong), _shapes(op, *args))
+      off = implementation == 'triton' and op.__name__ == wrong
+      return jax.tree.map(lambda x: _ones(x, off=off), _shapes(op, *args))
 
     self.enter_context(mock.patch.object(_passes_check, '_run', stand_in))
     for wrong in (None, 'masked_pack', 'activation_backward_pack'):

@@ -27,11 +27,11 @@ H100 = 'nvidia_h100_80gb_hbm3'
 # Functions that move memory -> how records call what they do, up to its end.
 PASSES = {
   (quantize, 'amax'): 'amax', (quantize, 'quantize'): 'quantize_both', (pack, 'mvue_pack'): 'mvue_pack',
-  (pack, 'mvue_pack8'): 'mvue_pack8', (activations, 'gated_activation'): 'gated_silu',
-  (activations, 'activation_backward_amax'): 'backward_amax',
+  (activations, 'gated_activation'): 'gated_silu', (activations, 'activation_backward_amax'): 'backward_amax',
   (activations, 'activation_backward_pack'): 'backward_pack',
-  (activations, 'activation_backward_pack8'): 'backward_pack8',
 }  # fmt: skip
+# And those that write float8 if they are told a dtype.
+PASSES8 = {'mvue_pack': 'mvue_pack8', 'backward_pack': 'backward_pack8'}
 MATMULS = {(sparse_matmul, 'sparse_matmul'): 'kernel', (quantize, 'fp8_dot'): 'dense'}
 
 
@@ -45,7 +45,7 @@ def recorded(ran):
 
       def spy(plain, what, *args, **kwargs):
         if not depth:  # not what one of them calls itself
-          ran.append(what)
+          ran.append(what if kwargs.get('dtype') is None else PASSES8.get(what, what))
         depth.append(what)
         try:
           return plain(*args, **kwargs)
@@ -67,7 +67,7 @@ def planned(steps):
     for op, _ in step.moves:
       if op != costs.COPY:
         name = op.removesuffix('_axis-1').removesuffix('_axis-2')
-        found.append(max(filter(name.endswith, PASSES.values()), key=len))
+        found.append(max(filter(name.endswith, (*PASSES.values(), *PASSES8.values())), key=len))
   return found
 
 

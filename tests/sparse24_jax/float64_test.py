@@ -57,14 +57,14 @@ OPS = {
   'activation_backward': lambda w: gated_activation.activation_backward(w, w, gated=False),
   'activation_backward_amax': lambda w: gated_activation.activation_backward_amax(w, w, gated=False),
   'activation_backward_pack': lambda w: gated_activation.activation_backward_pack(w, w, KEY, gated=False),
-  'activation_backward_pack8': lambda w: gated_activation.activation_backward_pack8(
-    w, w, KEY, jnp.float32(1), gated=False
+  'activation_backward_pack8': lambda w: gated_activation.activation_backward_pack(
+    w, w, KEY, jnp.float32(1), gated=False, dtype=jnp.float8_e5m2
   ),
   'transposable_pack': pack.transposable_pack,
   'soft_threshold_pack': lambda w: pack.soft_threshold_pack(w, jnp.float32(1)),
-  'soft_threshold_pack8': lambda w: pack.soft_threshold_pack8(w, jnp.float32(1)),
+  'soft_threshold_pack8': lambda w: pack.soft_threshold_pack(w, jnp.float32(1), dtype=jnp.float8_e4m3fn),
   'mvue_pack': lambda w: pack.mvue_pack(w, KEY),
-  'mvue_pack8': lambda w: pack.mvue_pack8(w, KEY, jnp.float32(1)),
+  'mvue_pack8': lambda w: pack.mvue_pack(w, KEY, jnp.float32(1), dtype=jnp.float8_e5m2),
   'quantize': lambda w: quantize.quantize(w, jnp.float32(1), dtype=jnp.float8_e4m3fn),
   'sparse_matmul': lambda w: sparse_matmul(formats.compress(w, jnp.asarray(MASK)), w, out_dtype=jnp.float32),
   'kernels_transposable_mask': transposable_mask,

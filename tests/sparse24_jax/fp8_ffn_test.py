@@ -87,7 +87,7 @@ class FfnTest(parameterized.TestCase):
     packed = {role: pack_weight(w, states[role]) for role, w in weights.items()}
     run = lambda states: block(KERNELS, 'silu', x, weights, biases, states, None)  # noqa: E731
     expected = jit(run)(states)
-    with mock.patch.object(pack, 'soft_threshold_pack8', side_effect=AssertionError('packed again')):
+    with mock.patch.object(pack, 'soft_threshold_pack', side_effect=AssertionError('packed again')):
       assert_close(jit(run)(packed), expected, 0.0)
 
   @pytest.mark.slow

@@ -133,7 +133,7 @@ class DotTest(parameterized.TestCase):
     np.testing.assert_array_equal(oracles.wide(packed.matrix), values)
     self.assertAlmostEqual(float(packed.factor), float(factor), places=8)
     self.assertGreater(abs(values).max(), 240)  # beyond an e4m3 with infinities
-    with mock.patch.object(pack, 'soft_threshold_pack8', side_effect=AssertionError('packed again')):
+    with mock.patch.object(pack, 'soft_threshold_pack', side_effect=AssertionError('packed again')):
       found = jax.eval_shape(functools.partial(dot_and_gradients.__wrapped__, KERNELS), self.x, self.w, packed,
                              self.dz, KEY)  # fmt: skip
     self.assertEqual(found[0].shape, self.dz.shape)

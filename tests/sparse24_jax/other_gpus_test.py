@@ -75,7 +75,7 @@ def recorded(choices=None, device=A100):
       mock.patch.object(_records, 'paths_of', lambda *_: (path,)),
       mock.patch.object(costs, 'expected_ms', lambda *_: 0.5),
       mock.patch.object(cusparselt, 'register'),
-      mock.patch.object(pack, 'candidates', lambda: ['reference']),
+      mock.patch.object(pack, 'candidates', lambda *_: ['reference']),
       mock.patch.dict(api.BACKENDS, mosaic_gpu_sm80=f'{__name__}:mma', cusparselt=f'{__name__}:vendor'),
     ):
       yield

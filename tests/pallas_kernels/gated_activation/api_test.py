@@ -23,6 +23,11 @@ PLAIN = {
 
 # The derivatives cancel where they change sign: a few units in the last place of terms of size one.
 CLOSE = dict(rtol=1e-5, atol=4e-6)
+E5M2 = jnp.float8_e5m2
+
+
+def backward(z, **options):
+  return api.activation_backward_pack(z, z, None, gated=False, **options)
 
 
 class GatedActivationTest(parameterized.TestCase):
@@ -51,36 +56,40 @@ class GatedActivationTest(parameterized.TestCase):
     features, tokens, key = 32, 64, jax.random.key(2)
     dh = jax.random.normal(jax.random.key(0), (tokens, features), jnp.bfloat16)
     z = jax.random.normal(jax.random.key(1), (tokens, features * (2 if gated else 1)), jnp.bfloat16)
-    dz, operand = jax.jit(functools.partial(api.activation_backward_pack, gated=gated))(dh, z, key)
-    expected = jax.jit(pack.mvue_pack)(dz, key)
-    np.testing.assert_array_equal(operand.metadata, expected.metadata)
-    np.testing.assert_array_equal(operand.values, expected.values)
+    made = jax.jit(functools.partial(api.activation_backward_pack, gated=gated))(dh, z, key)
+    dz = jax.jit(functools.partial(api.activation_backward, gated=gated))(dh, z)
+    np.testing.assert_array_equal(made.dense, dz)
+    expected = jax.jit(pack.mvue_pack)(dz, key).operand
+    np.testing.assert_array_equal(made.operand.metadata, expected.metadata)
+    np.testing.assert_array_equal(made.operand.values, expected.values)
 
   @parameterized.parameters(True, False)
   @pytest.mark.few
   def test_float8_pack_is_that_of_the_result(self, gated):
-    features, tokens, key, e5m2 = 32, 64, jax.random.key(2), jnp.float8_e5m2
+    features, tokens, key = 32, 64, jax.random.key(2)
     dh = jax.random.normal(jax.random.key(0), (tokens, features), jnp.bfloat16)
     z = jax.random.normal(jax.random.key(1), (tokens, features * (2 if gated else 1)), jnp.bfloat16)
     options = dict(gated=gated)
     dz = jax.jit(functools.partial(api.activation_backward, **options))(dh, z)
     largest = jax.jit(functools.partial(api.activation_backward_amax, **options))(dh, z)
     np.testing.assert_array_equal(largest, np.abs(np.asarray(dz).astype(np.float32)).max())
-    scale, _ = quantize.current_scale(largest, e5m2)
-    made = jax.jit(functools.partial(api.activation_backward_pack8, **options))(dh, z, key, scale)
-    expected = jax.jit(functools.partial(pack.mvue_pack8, axis=-2))(dz, key, scale)
+    scale, _ = quantize.current_scale(largest, E5M2)
+    made = jax.jit(functools.partial(api.activation_backward_pack, dtype=E5M2, **options))(dh, z, key, scale)
+    expected = jax.jit(functools.partial(pack.mvue_pack, dtype=E5M2))(dz, key, scale)
     for found, wanted in zip(jax.tree.leaves(made), jax.tree.leaves(expected), strict=True):
       bits = f'u{wanted.dtype.itemsize}'
       np.testing.assert_array_equal(np.asarray(found).view(bits), np.asarray(wanted).view(bits))
 
   @parameterized.named_parameters(
-    ('scale', lambda z: api.activation_backward_pack8(z, z, None, jnp.ones(2), gated=False), 'scalar'),
-    ('dtype8', lambda z: api.activation_backward_pack8(z, z, None, 1.0, gated=False, dtype=z.dtype), 'float8_e4m3fn'),
+    ('scale', lambda z: backward(z, scale=jnp.ones(2), dtype=E5M2), r'scale must have shape \(\), .* found \(2,\)'),
+    ('no_scale', lambda z: backward(z, dtype=E5M2), 'dtype=float8_e5m2 needs a scale .* found None'),
+    ('dtype8', lambda z: backward(z, scale=1.0, dtype=z.dtype), 'float8_e4m3fn or float8_e5m2, found bfloat16'),
+    ('other_dtype', lambda z: backward(z, dtype=jnp.float16), 'that of z, bfloat16, float8_e4m3fn .* found float16'),
     ('activation', lambda z: api.gated_activation(z, activation='tanh'), 'known are'),
     ('odd', lambda z: api.gated_activation(z[:, :3]), 'odd length'),
     ('shape', lambda z: api.activation_backward(z, z), r'\(8, 4\)'),
     ('dtype', lambda z: api.activation_backward(z.astype(jnp.float32), z, gated=False), 'bfloat16'),
-    ('blocks', lambda z: api.activation_backward_pack(z[:6], z[:6], None, gated=False), 'multiples of four'),
+    ('blocks', lambda z: backward(z[:6]), 'multiples of four'),
   )
   def test_bad_arguments(self, call, message):
     with self.assertRaisesRegex(ValueError, message):

@@ -86,7 +86,7 @@ class InterpretedTest(parameterized.TestCase):
     np.testing.assert_array_equal(dense, np.where(kept, np.asarray(gradient, np.float32), 0))
 
   def test_dense_from_an_operand(self):
-    operand = jax.jit(functools.partial(soft_threshold_pack, axis=-1))(_finite((128, 192)), jnp.float32(1.5))
+    operand = jax.jit(functools.partial(soft_threshold_pack, axis=-1))(_finite((128, 192)), jnp.float32(1.5)).operand
     found, _ = _interpreted(packers.expand, operand)
     _assert_same_bits(found, jax.jit(reference.expand)(operand))
 
