@@ -21,7 +21,6 @@ import jax.numpy as jnp
 from pallas_kernels import _partitioning
 from pallas_kernels.activations import ACTIVATIONS
 from pallas_kernels.gated_activation import api as activations
-from pallas_kernels.pack import api as pack
 from pallas_kernels.pack.reference import MVUE_HEADROOM
 from pallas_kernels.quantize import api as quantize
 from pallas_kernels.sparse_matmul.operand import SparseOperand
@@ -49,6 +48,7 @@ class Fp8(Precision):
 
   kept_axes = 'n k*4'
   scales = True
+  sample_dtype = E5M2
 
   def rounded(self, x: Array, *, keep: bool) -> Rounded:
     return jax.custom_batching.sequential_vmap(lambda x: rounded(x, keep=keep))(x)
@@ -89,18 +89,6 @@ class Fp8(Precision):
       # A bound of dz that needs dh alone.
       largest = steepest * quantize.amax(dh)
     return quantize.current_scale(largest, E5M2)
-
-  def sample(self, dz: Array, key: Array, scale: Any, origin: Any) -> tuple[Array | None, SparseOperand]:
-    packed = pack.mvue_pack(dz, key, scale, origin=origin, dtype=E5M2)
-    return packed.dense, packed.operand
-
-  def activation_and_sample(
-    self, dh: Array, z: Array, key: Array, scale: Any, origin: Any, *, activation: str, gated: bool
-  ) -> tuple[Array | None, SparseOperand]:
-    packed = activations.activation_backward_pack(
-      dh, z, key, scale, activation=activation, gated=gated, origin=origin, dtype=E5M2
-    )
-    return packed.dense, packed.operand
 
   def weight_grad(self, sample: SparseOperand, x: Array, factors: tuple, *, backend: str, dtype: Any) -> Array:
     factor, x_factor = factors

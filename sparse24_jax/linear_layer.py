@@ -103,9 +103,9 @@ def sampled_weight_grad(
 
 def _sampled_weight_grad(shard, dz, key, x, scale, factor, x_factor, *, backend, column, precision):
   origin = (0, shard.offset('k'), column + shard.offset('m', 4))
-  made, operand = precision.sample(dz, key, scale, origin)
-  dw = precision.weight_grad(operand, x, (factor, x_factor), backend=backend, dtype=dz.dtype)
-  return *(() if made is None else (made,)), shard.sum(dw, 'k')
+  made = precision.sample(dz, key, scale, origin)
+  dw = precision.weight_grad(made.operand, x, (factor, x_factor), backend=backend, dtype=dz.dtype)
+  return *(() if made.dense is None else (made.dense,)), shard.sum(dw, 'k')
 
 
 def activation_and_weight_grad(
@@ -142,16 +142,14 @@ def _activation_and_weight_grad(
     # Gate and up are sampled as one matrix, all columns of the gate first: a device has two parts of it with a gap.
     dz = activations.activation_backward(dh, z.reshape(rows, -1), activation=activation).reshape(z.shape)
     gap = dh.shape[1] * shard.count('m')
-    made, operands = zip(
-      *(precision.sample(dz[:, i], key, scale, (0, row, column + i * gap)) for i in range(2)), strict=True
-    )
-    dz = dz if made[0] is None else jnp.stack(made, 1)
-    dw = map(weight_grad, operands)
+    halves = [precision.sample(dz[:, i], key, scale, (0, row, column + i * gap)) for i in range(2)]
+    dz = jnp.stack([half.dense for half in halves], 1) if precision.scales else dz
+    dw = [weight_grad(half.operand) for half in halves]
   else:
-    dz, operand = precision.activation_and_sample(
+    made = precision.activation_and_sample(
       dh, z.reshape(rows, -1), key, scale, (0, row, column), activation=activation, gated=gated
     )
-    dz, dw = dz.reshape(z.shape), weight_grad(operand)
+    dz, dw = made.dense.reshape(z.shape), weight_grad(made.operand)
     dw = jnp.split(dw, 2, axis=1) if gated else [dw]
   return dz, *(shard.sum(part, 'k') for part in dw)
 

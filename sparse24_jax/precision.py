@@ -4,7 +4,7 @@ The paths of a layer and of a block are written once, in terms of these. The bac
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 from jax import Array
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.gated_activation import api as activations
 from pallas_kernels.pack import api as pack
+from pallas_kernels.pack.reference import Packed
 from pallas_kernels.sparse_matmul.operand import SparseOperand
 from sparse24_jax.matmuls import multiply
 from sparse24_jax.numerics import Format
@@ -52,6 +53,8 @@ class Precision:
   kept_axes = 'k*4 n'
   # Whether values have scales, and a gradient that was sampled is rewritten for the input gradient.
   scales = False
+  # What a sample of a gradient is packed in; None is the dtype of the gradient.
+  sample_dtype: ClassVar[Any] = None
 
   def rounded(self, x: Array, *, keep: bool) -> Rounded:
     """x `[tokens, features]`, for a backward if `keep`."""
@@ -81,16 +84,17 @@ class Precision:
     """The scale of the dz that these give."""
     return None, None
 
-  def sample(self, dz: Array, key: Array, scale: Any, origin: Any) -> tuple[Array | None, SparseOperand]:
-    """(dz if it is rewritten, the operand of its MVUE sample)."""
-    return None, pack.mvue_pack(dz, key, origin=origin).operand
+  def sample(self, dz: Array, key: Array, scale: Any, origin: Any) -> Packed:
+    """The operand of the MVUE sample of dz, and dz if it is rewritten."""
+    return pack.mvue_pack(dz, key, scale, origin=origin, dtype=self.sample_dtype)
 
   def activation_and_sample(
     self, dh: Array, z: Array, key: Array, scale: Any, origin: Any, *, activation: str, gated: bool
-  ) -> tuple[Array | None, SparseOperand]:
-    """(dz, the operand of its MVUE sample), in one pass."""
-    packed = activations.activation_backward_pack(dh, z, key, activation=activation, gated=gated, origin=origin)
-    return packed.dense, packed.operand
+  ) -> Packed:
+    """dz and the operand of its MVUE sample, in one pass."""
+    return activations.activation_backward_pack(
+      dh, z, key, scale, activation=activation, gated=gated, origin=origin, dtype=self.sample_dtype
+    )
 
   def weight_grad(self, sample: SparseOperand, x: Array, factors: tuple, *, backend: str, dtype: Any) -> Array:
     """dw `[in, out]`, from what was kept of x, and from what undoes the scales of the gradient and of x."""

@@ -12,6 +12,7 @@ import numpy as np
 
 from pallas_kernels import _device, _dispatch, _partitioning, _records, _triton
 from pallas_kernels.ffi import cusparselt
+from pallas_kernels.pack.api import Packed
 from pallas_kernels.sparse_matmul import api
 import sparse24_jax as s24
 from sparse24_jax import fp8, linear_layer
@@ -333,7 +334,7 @@ class Numbering(Precision):
   """In place of a sample, the gradient and the number of each of its columns, times 100."""
 
   def sample(self, dz, key, scale, origin):
-    return None, dz + 100 * (origin[2] + jnp.arange(dz.shape[1], dtype=dz.dtype)[None])
+    return Packed(dz + 100 * (origin[2] + jnp.arange(dz.shape[1], dtype=dz.dtype)[None]))
 
   def weight_grad(self, sample, x, factors, *, backend, dtype):
     return x.T @ sample
