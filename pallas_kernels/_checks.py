@@ -1,9 +1,9 @@
 """A kernel against the dense way, once, where no record of a GPU says which is faster.
 
-At the first use of a problem that nothing near was measured of, the setting that is predicted for it is compared with
-the reference and timed in turns with the dense way, which takes the time of a few calls and of compiling both. The
-outcome is an entry as records have it. It is followed, logged, and kept on disk (`_kept`) for the next process, under
-the GPU, the problem, the setting, the sources of this package and the versions of what compiles them.
+The first time a problem is used that has no measurement near it, its predicted setting is compared with the reference
+and timed in turns with the dense way. That costs two compilations and a few calls. The outcome is an entry like those
+of the records. Dispatch follows it, logs it, and keeps it on disk (`_kept`) for the next process, under the GPU, the
+problem, the setting, the sources of this package and the versions of what compiles them.
 `SPARSE24_JAX_CHECKS=off` leaves such problems to the dense way.
 
 Tracing may happen inside of other traces and meshes, which are a thread's own: the check has a thread for itself. Of

@@ -45,7 +45,7 @@ def measured_devices() -> list[str]:
 
 
 def device_meant(name: str) -> str:
-  """The one with records that a part of its name stands for; of none or several, and of whole names, the name.
+  """The only device with records whose name contains `name`; `name` itself if none or several do, or if it is whole.
 
   >>> device_meant('h100'), device_meant('nvidia'), device_meant('A100')
   ('nvidia_h100_80gb_hbm3', 'nvidia', 'A100')

@@ -28,9 +28,9 @@ def fingerprint(w: Array, counts: Sequence[int]) -> Array:
 def was_changed(w: Array, counts: Sequence[int], known: Array) -> Array:
   """Whether a weight is another than the one whose fingerprint is known, of as many entries along each axis.
 
-  A cast to bfloat16 is no change, so that a layer may cast its weights: one sum is of entries as bfloat16 has them. Nor
-  is a last bit, of which XLA may make another one in each place that computes a weight: one sum is of entries as they
-  are. Both have to differ by more than sums are rounded.
+  A cast to bfloat16 is no change, so that a layer may cast its weights. Nor is a difference in the last bit, since XLA
+  may round a weight differently in each place that computes it. So one sum is over the entries rounded to bfloat16 and
+  one over the exact entries, and both must differ by more than the rounding of sums.
   """
   weighted = _weighted(entries(w, counts))
   axes = range(1, weighted.ndim)

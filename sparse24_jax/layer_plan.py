@@ -162,7 +162,7 @@ class LayerPlan:
 
   @property
   def saved_bytes(self) -> int:
-    """What the x that the backward keeps takes less in FP8, at a byte an entry."""
+    """Bytes saved by keeping x in FP8 for the backward pass, at a byte an entry."""
     return self.tokens * self.d_in * (self.wide - 1) if self.backends.fp8 else 0
 
   @property

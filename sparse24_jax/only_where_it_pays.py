@@ -23,9 +23,8 @@ def only_where_it_pays(
   gradients for exact ones in silence. This leaves layers out once, before training, by the records of a GPU. Which
   ones is then a part of the recipe and of its description, and stays the same wherever the run goes on.
 
-  Where no time can be expected nothing is left out: of a layer, or a whole block, of which a single matmul or pass has
-  no record near it, as it is with small blocks in FP8 on an H100. Nor are blocks with sparse activations, which choose
-  for themselves.
+  A layer or block is kept if one of its matmuls or passes has no record near it, since then no time can be expected.
+  Blocks with sparse activations are kept too: they choose for themselves.
 
   Layers are taken for one feed-forward block, see `block_gain`, if they stand in one module and have one policy, and if
   they are all of it that map d features to h or h to d: one back, `down`, and one or two there, `up` and `gate`. Shapes

@@ -142,7 +142,7 @@ def unnamed_phase(recipe: 'Recipe') -> str | None:
 
 
 def _kind(projection: Projection | None) -> str | None:
-  """The name of a projection, of one whose links move without its schedules, which a run may change."""
+  """The name of a projection; if its links move, without its schedules, which a run may change."""
   if projection is None or projection.update is None:
     return projection and projection.name
   return f'dynamic_sparse {getattr(projection.update, "structure", None) or "without structure"}'

@@ -208,9 +208,9 @@ def _links_at(share: Array, size: int) -> Array:
 def _best_pattern(links: Array, score: Array) -> Array:
   """The transposable mask that holds the links, and beside them the largest sum of scores; bool, shape of `links`.
 
-  There is one, as long as each block's links are part of one of the 90 patterns: they stay so, for what is dropped
-  leaves a part, and what grows is taken from a mask found here. Links weigh as much as sixteen of the block's largest
-  other entry, so that no sum without one of them, of eight entries at most, is ever larger.
+  Such a mask exists if the links of each block are part of one of the 90 patterns. They always are: dropping links
+  leaves a part, and links grow only within a mask found here. A link weighs sixteen times the largest other entry of
+  its block, so that no pattern without it, with at most eight entries, has a larger sum.
   """
   if score.dtype == jnp.uint32:
     value = (score >> jnp.uint32(8)).astype(jnp.float32)

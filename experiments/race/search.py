@@ -74,7 +74,7 @@ def _neighbour(found: Mapping[_Place, float], best: _Place) -> _Place | None:
   """The first place around the best that was not tried, nor lies behind one that was, at the largest steps.
 
   Whichever of rate and decay was varied less comes first; otherwise a rate that can still rise would use up all trials.
-  Of two sides the one comes first whose nearest trial ended lower.
+  Of the two sides of the best, the one whose nearest trial ended lower comes first.
   """
 
   def nearest(axis: int, sign: int) -> float:

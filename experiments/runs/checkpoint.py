@@ -55,7 +55,7 @@ class Restored(NamedTuple):
 def _reader_of_one(directory: Path) -> ocp.CheckpointManager:
   """A manager that reads in this process alone.
 
-  That of all ends a read at a barrier, in which the others would wait for a process that could not read.
+  A manager of all processes ends a read at a barrier: if one process could not read, the others would wait for it.
   """
   me = jax.process_index()
   alone = ocp.options.MultiprocessingOptions(

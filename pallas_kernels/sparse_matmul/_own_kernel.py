@@ -35,7 +35,7 @@ def settings(
 
 
 def library_settings(p: mosaic_gpu.Problem, device: _device.Device, folder: pathlib.Path) -> list[mosaic_gpu.Config]:
-  """What the library runs on Hopper; in another folder than its own, what that has of this very problem goes first."""
+  """The setting that the library runs on Hopper, or what another `folder` than its own has for this very problem."""
   if name(device) != 'mosaic_gpu':
     return []
   known = [] if folder == _records.TUNED else _known(p, device, folder)

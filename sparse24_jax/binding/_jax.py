@@ -99,7 +99,7 @@ def shard_map_parts(params: Any) -> ShardMap:
 
 
 def name_of(equation: Any) -> str:
-  """Of a primitive, one name for one thing over versions of JAX."""
+  """The name of a primitive, the same in all versions of JAX."""
   name: str = equation.primitive.name
   return {'pjit': 'jit', 'closed_call': 'jit', 'core_call': 'jit', 'remat2': 'checkpoint', 'remat': 'checkpoint'}.get(
     name, name

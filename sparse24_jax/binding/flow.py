@@ -92,7 +92,7 @@ class Found(NamedTuple):
   Attributes:
     reads: all matmuls that read them.
     named: by name what is in its values, in the order of the program. What a loop does stands once.
-    altered: the weights to which updates are added that something multiplied, and nowhere those that were handed on.
+    altered: the weights that get an update which something multiplied, and nowhere an update as it was returned.
   """
 
   reads: list[Read]
@@ -258,7 +258,7 @@ def _made(name: str, given: Sequence[Marks]) -> Marks:
 
 
 def _updated(dense: frozenset[Weight], updates: frozenset[Weight]) -> frozenset[Weight]:
-  """What weights are after their updates, and still if these may be none."""
+  """The weights after their updates; one whose update may have changed nothing stays listed as it was, too."""
   names = {w.name for w in dense} & {w.name for w in updates}
   after = {w for w in updates if w.name in names and w.update != UNSURE}
   unsure = {w.name for w in updates if w.update == UNSURE}
@@ -266,7 +266,7 @@ def _updated(dense: frozenset[Weight], updates: frozenset[Weight]) -> frozenset[
 
 
 def _chosen(marks: Sequence[Marks], found: Marks) -> Marks:
-  """Of values among which a run chooses, what is in any: an update that only some of them have may be none."""
+  """The marks of all values from which a run selects one; an update that only some of them carry counts as unsure."""
   unsure = (w for w in found.updates if not all(w in mark.updates for mark in marks))
   return found._replace(updates=found.updates.union(w._replace(update=UNSURE) for w in unsure))
 

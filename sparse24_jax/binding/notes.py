@@ -84,7 +84,7 @@ class Notes:
       self.reasons.setdefault((found.view.path, id(found.origin)), reason)
 
   def _no_block(self, maps: Sequence[Matmul], reason: str) -> None:
-    """Of matmuls that would be one, where the last may have been told by now what reads its result."""
+    """Notes why these matmuls are not one block, in place of any reason noted before."""
     self.reasons |= {(found.view.path, id(found.origin)): reason for found in maps}
 
   def lost(self, mark: View | Altered, by: str, source: str) -> None:

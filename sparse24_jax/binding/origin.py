@@ -81,7 +81,7 @@ def _entries(shape: tuple[int, ...], counts: tuple[int, ...]) -> str:
 
 
 def _code(shape: tuple[int, ...], counts: tuple[int, ...]) -> int:
-  """Of the shape of a weight and what is read of it, a whole number that float32 holds: arrays by themselves say it."""
+  """A checksum of a weight's shape and of the counts of entries read, below 2^24: a float32 array holds it exactly."""
   return zlib.crc32(_entries(shape, counts).encode()) % 2**24
 
 
@@ -104,11 +104,12 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def others(states: Mapping[str, Any], weights: Weights) -> dict[str, Array]:
-  """Of weights and their stacked axes, by path, which are others than those that states were made of.
+  """Whether each weight differs from the one that its state was made of, by path.
 
   Args:
     states: by path, as `sparse_variables` gives them.
-    weights: that a forward is given; those that nothing is known of, or of which it is a shard, are left out.
+    weights: those that a forward is given, with their stacked axes. The result leaves out shards, weights without a
+      fingerprint, and those that are known to be the same.
   """
   known: dict[str, Known] = {}
   alone: set[str] = set()

@@ -38,7 +38,7 @@ class WeightState:
     return WeightState(value, tuple(a for a in self.stacked if a != axis))
 
   def at(self, view: View, batch: tuple[Run, ...]) -> Any:
-    """Of the matrices that a view holds: `batch` are its runs over stacked axes in the order that a matmul has them."""
+    """The states of the matrices that a view holds; `batch` has its runs over stacked axes, in the matmul's order."""
     axes = tuple(run.axis for run in batch)
     if len(set(axes)) < len(axes) or any(run != Run(run.axis, 1, view.shape[run.axis]) for run in batch):
       return self._looked_up(view, batch)
@@ -54,7 +54,7 @@ class WeightState:
     return jax.tree.map(lambda leaf: jnp.transpose(leaf, (*order, *range(len(order), leaf.ndim))), value)
 
   def _looked_up(self, view: View, batch: tuple[Run, ...]) -> Any:
-    """Where a matmul runs over some entries of a stacked axis, or over the axis as several."""
+    """The state for a matmul that reads part of a stacked axis, or reads that axis split into several."""
     places = {axis: view.offsets[axis] for axis in self.stacked}
     for i, run in enumerate(batch):
       steps = run.stride * jax.lax.broadcasted_iota(jnp.int32, tuple(run.size for run in batch), i)

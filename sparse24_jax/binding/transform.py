@@ -311,14 +311,14 @@ class _Sparse:
 
 
 def _filled(y: Array, maps: Iterable[Matmul]) -> Array:
-  """A result, less what was looked up at places where a weight has no entries: there all of it is what fills them."""
+  """The result, multiplied by the fill value (NaN or zero) if a lookup was outside of its weight."""
   for fill in {id(found.view.fill): found.view.fill for found in maps if found.view.fill is not None}.values():
     y = y * fill.astype(y.dtype)
   return y
 
 
 def _key(found: Matmul, *arrays: Any) -> Array | None:
-  """Of a sample: inside a `shard_map` another one on each shard, where shards have operands of their own."""
+  """The random key of a sample. Inside a `shard_map` shards get different keys if their operands may differ."""
   key, varying = found.key, frozenset().union(*map(varying_axes, jax.tree.leaves(arrays)))
   for name in found.view.manual if key is not None else ():
     index = jax.lax.axis_index(name)

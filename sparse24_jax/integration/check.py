@@ -118,10 +118,10 @@ def check(
     params: arrays, or `jax.ShapeDtypeStruct`, or an nnx model.
     *args: an example of the other arguments, likewise.
     optimizer: the whole chain, with `sparse_training` of this recipe in it, to see whether masks are chosen from the
-      weights that the chain leaves: what changes updates behind the wrapper is found, and a weight that is never
-      updated (`optax.set_to_zero`) but pruned. It takes arrays, in place of
-      which it updates random numbers: steps 0, 10, 100, 1000 and 10000, for what a schedule changes late. Not seen is
-      what changes a weight by less than about a millionth, or bfloat16 ones by less than their rounding.
+      weights that the chain leaves. It finds what changes updates behind the wrapper, and weights that are pruned but
+      never updated (`optax.set_to_zero`). The parameters must be arrays; the chain updates random numbers of their
+      shapes, at steps 0, 10, 100, 1000 and 10000, so that late changes of a schedule show. Changes below about a
+      millionth of a weight, or below the rounding of a bfloat16 one, go unseen.
     **kwargs: as `args`.
 
   Returns:

@@ -62,9 +62,9 @@ def check_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckedSt
   donated; shapes are enough.
 
   An update that is multiplied behind `sparse_training`, by a learning rate or an `optax.ema` say, before it is added to
-  the weight, is an error too. Not seen are a factor that the step is given or that has a limit, clipping say, what is
-  only added to the update, and an optimizer around it that keeps weights of its own: `check(..., optimizer=tx)` tries
-  the chain and finds these.
+  the weight, is an error too. This check does not see a factor that is an argument of the step or is bounded, as in
+  clipping, terms added to the update, or an outer optimizer that keeps weights of its own. `check(..., optimizer=tx)`
+  tries the chain and finds these.
 
   Args:
     step: what the loop calls in a sparse phase, with `jax.jit` or without. It computes a loss, its gradient and the
@@ -139,7 +139,7 @@ def check_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckedSt
 
 
 def _brought(jaxpr: Any, given: Sequence[Argument], folders: Sequence[str]) -> dict[str, str]:
-  """Of weights that are not sparse by what the optimizer keeps alone, the argument that has a state of theirs."""
+  """For each weight whose mask does not come from the optimizer state alone, the argument that holds one."""
   others: dict[str, str] = {}
   for argument in given:
     if argument.state_of and not argument.ours:

@@ -98,7 +98,7 @@ def _states_in(model: nnx.Module) -> Sparse | None:
 
 
 def _states_for(recipe: Recipe, sparse: Sparse) -> dict[str, Any]:
-  """What a model has already of the states of a recipe: a scale is frozen, a mask waits for its refresh."""
+  """The states of a recipe that a model has already, to be kept: a scale is frozen, a mask waits for its refresh."""
 
   def projection(recipe: Recipe, path: str) -> Any:
     rule = rule_for(path, recipe)

@@ -4,11 +4,12 @@ Whoever trains the model is to bring the states of the optimizer in. Where nobod
 masks must not stay those of the first weights. So beside the state of a weight stands its fingerprint, and a forward
 with other weights chooses the mask anew, from what it is given.
 
-What was brought in once is to be brought in again. A packed weight is one of the step in which it was packed, and masks
-that wait for their refresh, or links that move, the optimizer alone knows: with other weights a forward raises an
-error, and under `jit`, which cannot, its result is NaN, as are floating-point numbers that it writes into the model,
-a cache say; integers are the least of their dtype. A forward in the step that brings the states in is given the
-very arrays that the fingerprints are of, which is seen as it is traced: it computes nothing of this.
+States that were brought in once must be brought in again whenever the weights change. A packed weight belongs to the
+step in which it was packed, and only the optimizer knows masks that wait for their refresh, or links that move. So with
+other weights a forward raises an error. Under `jit`, which cannot raise, its result is NaN, as are floating-point
+numbers that it writes into the model, a cache say; integers are the least of their dtype. In the step that brings the
+states in, tracing shows that the forward gets the very arrays that the fingerprints are of, and nothing is compared at
+run time.
 """
 
 from collections.abc import Iterable, Mapping

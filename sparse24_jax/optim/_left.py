@@ -82,13 +82,13 @@ def samples(projections: Any, params: Any) -> list[Array]:
 
 
 def scaled(projections: Any) -> np.ndarray:
-  """Of each watched weight, whether its state is a scale of the start, which no search in other weights mends."""
+  """For each watched weight, whether its state is a scale frozen at the start, which no new choice of masks mends."""
   found = [p.matrix or p for p, _ in _paired(projections, projections)]
   return np.array([isinstance(p.form, SoftThreshold) for p in found] or [False])
 
 
 def _paired(projections: Any, tree: Any) -> list[tuple[Projection, Any]]:
-  """Of each watched weight its projection, and what a tree like the parameters has there."""
+  """The projection of each watched weight, with the leaf that `tree` has at its path."""
   leaves = jax.tree.structure(projections, is_leaf=is_leaf).flatten_up_to(tree)
   paired = zip(leaves_by_path(projections, is_leaf=is_leaf), leaves, strict=True)
   sparse = {path: (p, leaf) for (path, p), leaf in paired if isinstance(p, Projection)}
@@ -104,7 +104,7 @@ def sums(sampled: Sequence[Array]) -> Array:
 
 
 def at_start(sampled: Sequence[Array]) -> Left:
-  """Of a state that nothing has been given to."""
+  """What a new state holds, before its first update."""
   found = sums(sampled)
   return Left(found, jnp.zeros_like(found))
 

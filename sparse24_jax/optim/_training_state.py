@@ -176,7 +176,7 @@ def require_same_recipe(recipe: Recipe, state: SparseTrainingState, phase: Phase
 
 
 def wait_until_known(opt_state: Any) -> None:
-  """For who would wait for the answer: until `require_made_for` can read what a state says of itself."""
+  """Waits until the arrays that `require_made_for` reads are computed."""
   for state in states_of(opt_state, SparseTrainingState):
     jax.block_until_ready((state.identity, state.left))
 

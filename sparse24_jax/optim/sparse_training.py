@@ -52,16 +52,18 @@ def sparse_training(
   *before* this wrapper, so that the decay is not clipped: `optax.chain(optax.clip_by_global_norm(1.0),
   sparse_training(optax.adamw(lr), recipe))`. Nothing that changes updates may come after it, since the masks are
   chosen from the weights as this wrapper leaves them; nor an optimizer around it that keeps weights of its own or
-  blends states, as `optax.contrib.schedule_free`, `optax.lookahead` and `optax.contrib.sam` do. Where that happens all
-  the same an error usually follows: a state keeps a sum of some entries of up to eight weights as it left them, and if
-  steps are given others, two in a row, `get_flip_rate` raises it, as `sparse_variables` and `project` do outside of
-  jit. Changes of other weights are not seen, nor those below the rounding of bfloat16 parameters. What sets weights
-  behind every step, as nGPT does their norms, is an error like these, and where it changes them by a hundredth of their
-  size the forward is NaN: put it inside, as a change of the updates. Weights that are others altogether, restored
-  without their state say, leave in a sparse step a state that later forwards refuse, under jit by NaN; `get_flip_rate`
-  says why. A state that was once refused stays so: make another by `init`. Before the first step, and where they differ
-  by little, they have the masks of others in one step, after which masks are chosen anew (links that come and go stay):
-  better, call `init` with the weights that are trained.
+  blends states, as `optax.contrib.schedule_free`, `optax.lookahead` and `optax.contrib.sam` do.
+
+  If it happens anyway, an error usually follows. The state keeps sums of some entries of up to eight weights as it left
+  them. When two steps in a row are given other weights, `get_flip_rate` raises the error, and so do `sparse_variables`
+  and `project` outside of jit. Changes of other weights are not seen, nor those below the rounding of bfloat16
+  parameters. Code that sets weights after every step, as nGPT normalises them, causes the same error, and where it
+  changes them by a hundredth of their size the forward is NaN: put it inside, as a change of the updates. If the
+  weights are replaced altogether, say restored without their state, the next sparse step leaves a state that later
+  forwards refuse (with NaN under jit); `get_flip_rate` says why. A state that was once refused stays so: make another
+  by `init`. Weights that were replaced before the first step, or by ones that differ little, train for one step with
+  the masks of others; then masks are chosen anew, but links that come and go stay. Better call `init` with the weights
+  that you train.
 
   It counts calls of its own update: `optax.MultiSteps` goes around it, so that it counts optimizer steps, and is
   refused inside. `optax.multi_transform`, `partition` and `masked` by which weights have different optimizers go
@@ -74,12 +76,12 @@ def sparse_training(
   To go on from a dense run with its moments: `state._replace(inner_state=...)` of a fresh state.
 
   A search is a loop of one pass or none, so that a step without one copies nothing: `update` has no reverse-mode
-  derivative unless `refresh_every` is 1. Before that loop the host waits for the GPU, in every step. A host that counts
-  optimizer steps can spare all others this: `update(..., refresh=False)`, a Python value and an argument of each chain
-  as well, makes a program without a search, for steps of which `refresh_at` says so. A step that is to search and is
-  told this is an error as below, and its flip rate is NaN. Flip rates compare with masks from before the step: where
-  the state is not the mask (soft thresholds, and `flip_rate='step'`), these are held while `inner` updates, a byte an
-  entry.
+  derivative unless `refresh_every` is 1. The host waits for the GPU before that loop, in every step. A host that counts
+  optimizer steps can skip the wait in most of them: `update(..., refresh=False)`, a Python value, which a chain passes,
+  makes a program without a search. Pass it in the steps for which `refresh_at` returns False. In a step that is due to
+  search it makes the flip rate NaN, and the state one that is refused. Flip rates compare with masks from before the
+  step: where the state is not the mask (soft thresholds, and `flip_rate='step'`), these are held while `inner` updates,
+  a byte an entry.
 
   A decayed update has the wider dtype of gradient and parameter, and so has that of a weight whose links come and go.
   `optax.apply_if_finite`, `optax.conditionally_mask` and `optax.conditionally_transform` around this wrapper want the
