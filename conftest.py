@@ -58,7 +58,7 @@ def pytest_collection_finish():
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session, exitstatus):
-  """Of tests for a GPU that were all skipped, say because none was found, nobody is told that they passed."""
+  """Fails a run of GPU tests that were all skipped, say because no GPU was found: nothing passed."""
   reporter = session.config.pluginmanager.get_plugin('terminalreporter')
   if session.config.option.markexpr == 'gpu' and reporter and exitstatus == 0 and not reporter.stats.get('passed'):
     session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED

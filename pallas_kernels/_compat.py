@@ -38,7 +38,7 @@ FRAGMENTED_WGMMA = fragmented_array.WGMMA_LAYOUT
 
 @contextlib.contextmanager
 def assumed_capability(major: int, minor: int) -> Iterator[None]:
-  """Without a device Mosaic GPU takes the GPU for 9.0; this says otherwise while compiling for another."""
+  """Tells Mosaic GPU the capability to compile for; without a device it would assume 9.0."""
   modules = [module for module in (core, utils) if hasattr(module, '_infer_arch')]
   saved = [module._infer_arch for module in modules]
   for module in modules:

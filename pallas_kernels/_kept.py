@@ -38,7 +38,7 @@ _COMPILERS = (
 
 
 def folder() -> Path | None:
-  """Where compiled kernels are kept, made if need be; None if nowhere."""
+  """The folder that keeps compiled kernels, made if need be; None if there is none."""
   named = os.environ.get(VARIABLE)
   if named == 'off':
     return None

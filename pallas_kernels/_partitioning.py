@@ -125,7 +125,7 @@ class Rule:
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-  """Where a device's part lies; what an op's function is given beside its arrays.
+  """The place of a device's part, given to an op's function beside its arrays.
 
   Attributes:
     divided: mesh axes that divide a factor, by its name.
@@ -136,7 +136,7 @@ class Shard:
   units: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
   def offset(self, factor: str, unit: int = 1) -> Array | int:
-    """Where this device's part of a factor begins, in units of which `unit` make one of the factor's."""
+    """The place where this device's part of a factor begins; `unit` of the offset's units make one of the factor's."""
     names = self.divided.get(factor, ())
     return jax.lax.axis_index(names) * (self.units[factor] * unit) if names else 0
 
@@ -323,7 +323,7 @@ def _when_compiled(call: _Call, *leaves: Array) -> Any:
 
 
 def _known(mesh: Any, x: Any) -> tuple[Any, ...]:
-  """By axis of an array, the mesh axes that divide it; none where a part of a mesh axis would.
+  """The mesh axes that divide each axis of an array; none if only a part of a mesh axis would.
 
   The partitioner divides an array of 12 tiles on a mesh axis of 8 by 4, a part of the axis that has no name. Such an
   array counts as not divided.

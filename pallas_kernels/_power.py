@@ -47,7 +47,7 @@ class Reading:
   samples: tuple[Sample, ...] = ()
 
   def fields(self, ms: float) -> dict[str, Any]:
-    """For the record of a call that takes `ms`: medians, energy, share of the samples by reason; None if not known."""
+    """Fields for the record of a call that takes `ms`: medians, energy, share of samples by reason; None if unknown."""
     if not self.samples:
       return dict(clock_mhz=None, power_w=None, joule=None, held_back=None)
     clock, power = (statistics.median(getattr(s, name) for s in self.samples) for name in ('clock_mhz', 'power_w'))

@@ -90,7 +90,7 @@ def run(job: Callable[[int, Turn], object], count: int, processes: int, seconds:
 
 @contextlib.contextmanager
 def shared_gpu() -> Iterator[None]:
-  """In it, processes start that do not reserve most of the GPU's memory each; the caller's environment comes back."""
+  """Lets processes start that do not reserve most of the GPU's memory each; afterwards the environment is as before."""
   name = 'XLA_PYTHON_CLIENT_PREALLOCATE'
   if name in os.environ:
     yield

@@ -40,7 +40,7 @@ class Choice:
 
 
 def measured_devices() -> list[str]:
-  """Those that have records."""
+  """The devices that have records."""
   return sorted(path.name for path in TUNED.iterdir() if path.is_dir())
 
 

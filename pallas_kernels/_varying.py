@@ -1,4 +1,4 @@
-"""Over which axes of a mesh a value differs, inside `jax.shard_map`; what differs there between JAX releases."""
+"""The mesh axes over which a value differs inside `jax.shard_map`, and what differs there between JAX releases."""
 
 from typing import Any
 

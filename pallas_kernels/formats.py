@@ -271,7 +271,7 @@ def check_compressed(c: Compressed24, name: str = 'c') -> None:
 
 
 def is_pair(nibbles: Any) -> Any:
-  """Where nibbles, NumPy's or JAX's, say low | high << 2 with low < high: bool."""
+  """Whether each nibble, NumPy's or JAX's, is low | high << 2 with low < high: bool."""
   return nibbles & 3 < nibbles >> 2
 
 

@@ -95,7 +95,7 @@ class Reference:
   policy: ActivationPolicy
 
   def weight(self, w: Array, projection: Projection | None, state: Array | None, axis: int) -> Weight:
-    """From a weight before its projection; `axis` goes with d."""
+    """The `Weight` of `w`, which is not projected yet; `axis` goes with d."""
     return Weight(projected(w, projection, state, axis))
 
   def by_weight(self, x: Array, w: Weight) -> Array:

@@ -28,7 +28,7 @@ class Asked:
 
   @classmethod
   def of(cls, precision: Any, preferred_element_type: Any, operands: Any) -> 'Asked':
-    """From the arguments of a matmul between operands of a dtype; what is the default anyway is left out."""
+    """What the arguments of a matmul ask of it, by the dtype of its operands; defaults are left out."""
     pair = tuple(precision) if isinstance(precision, tuple | list) else (precision,)
     pair = tuple(jax.lax.Precision(p) if p in _NAMES else p for p in pair)
     plain = all(p in _DEFAULT for p in pair)
@@ -67,7 +67,7 @@ class Asked:
     return f"precision={self.precision} of the layer: its rule has precision='fp8', which rounds its operands to 8 bits"
 
   def describe(self) -> str:
-    """As text, empty where nothing is asked.
+    """Says it as text, empty if nothing is asked.
 
     >>> Asked.of('highest', 'float32', 'bfloat16').describe(), Asked.of('default', 'float32', 'float32').describe()
     ('precision=HIGHEST, preferred_element_type=float32', '')

@@ -1,4 +1,4 @@
-"""Where kernels may run, when a policy names none: by the GPU, its records, the mesh, and what is installed."""
+"""Decides where kernels may run if a policy names none: by the GPU, its records, the mesh, and what is installed."""
 
 import dataclasses
 import functools

@@ -31,7 +31,7 @@ class BlockPlan:
 
   @property
   def layers(self) -> dict[str, LayerPlan]:
-    """By role."""
+    """The plans of its layers, by role."""
     return {'up': self.up, 'down': self.down} | ({} if self.gate is None else {'gate': self.gate})
 
   @property
@@ -94,12 +94,12 @@ class BlockPlan:
 
   @property
   def dense_steps(self) -> tuple[Step, ...]:
-    """Those of a dense block in 16 bits."""
+    """The steps of a dense block in 16 bits."""
     parts = (layer.dense(role, f'{role} of {name}') for name, layer in self.layers.items() for role in ROLES)
     return (*parts, self._activation_by_xla(True))
 
   def dense_fp8_steps(self, weight_wide: int) -> tuple[Step, ...]:
-    """Those of a dense block in FP8: all operands rounded both ways, weights of so many bytes an entry among them.
+    """The steps of a dense block in FP8. It rounds all operands both ways, weights from `weight_wide` bytes an entry.
 
     XLA finds the largest magnitude of h and dz in the passes that make them.
     """
@@ -128,7 +128,7 @@ class BlockPlan:
     return self.down.matmul(role, f'{_MAKES[role]} of down')
 
   def _joins(self, operand: float) -> tuple[Pass, ...]:
-    """With a gate two weights become one operand of so many bytes an entry, and one gradient two."""
+    """The pass that a gate adds: it joins two weights, of `operand` bytes an entry, and splits their gradient."""
     if self.gate is None:
       return ()
     size = 2 * 2 * self.up.d_in * self.up.d_out * (operand + self.up.wide)

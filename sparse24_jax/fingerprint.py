@@ -1,4 +1,4 @@
-"""By which a weight is known again: sums of some of its entries, for a state, or for what was packed of it."""
+"""Knows a weight again by sums of some of its entries: for its state, or for what was packed of it."""
 
 from collections.abc import Iterable, Sequence
 import math
@@ -26,7 +26,7 @@ def fingerprint(w: Array, counts: Sequence[int]) -> Array:
 
 
 def was_changed(w: Array, counts: Sequence[int], known: Array) -> Array:
-  """Whether a weight is another than the one whose fingerprint is known, of as many entries along each axis.
+  """Whether a weight differs from the one whose fingerprint is `known`, made of `counts` entries along each axis.
 
   A cast to bfloat16 is no change, so that a layer may cast its weights. Nor is a difference in the last bit, since XLA
   may round a weight differently in each place that computes it. So one sum is over the entries rounded to bfloat16 and
@@ -71,7 +71,7 @@ def counts_of(w: Array, stacked: Sequence[int]) -> tuple[int, ...]:
 
 
 def entries(w: Array, counts: Sequence[int]) -> Array:
-  """As many entries along each axis, equally far apart."""
+  """Entries of a weight, `counts` of them along each axis and equally far apart."""
   strides = [n // k for n, k in zip(w.shape, counts, strict=True)]
   # As far as the weight goes, where that gives as many.
   ends = [n if n % k == 0 else s * k for n, k, s in zip(w.shape, counts, strides, strict=True)]
@@ -87,7 +87,7 @@ def entries(w: Array, counts: Sequence[int]) -> Array:
 
 
 def _shards(w: Array) -> list[int]:
-  """Into how many parts types say that each axis is divided."""
+  """The number of parts into which each axis is divided, as far as types say so."""
   sharding = jax.typeof(w).sharding
   if not (sharding.mesh.shape and sharding.mesh.are_all_axes_explicit):
     return [1] * w.ndim

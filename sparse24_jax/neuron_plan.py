@@ -89,7 +89,7 @@ class NeuronLevelPlan:
 
   @property
   def dense_steps(self) -> tuple[Step, ...]:
-    """Those of a dense block."""
+    """The steps of a dense block."""
     size = 5 * self.tokens * self.hidden * jnp.dtype(self.dtype).itemsize
     names = (('h', 'dy'), ('z', 'dx'), ('dW of up', 'dW of down'))
     return (
@@ -133,7 +133,7 @@ class Expected:
 
 
 def _together(steps: Sequence[Step]) -> list[Step]:
-  """With the passes at the speed of a copy as one, at the end: what each takes beside its bytes was not timed."""
+  """Joins the passes at the speed of a copy into one, at the end: what each costs beside its bytes was not timed."""
   copies = [step for step in steps if isinstance(step, Pass) and step.moves and step.moves[0][0] == costs.COPY]
   size = math.fsum(size for step in copies for _, size in step.moves or ())
   return [*(step for step in steps if step not in copies), Pass('copies', ((costs.COPY, size),))]

@@ -13,16 +13,16 @@ _FORMATS = {'e4m3': jnp.float8_e4m3fn, 'e5m2': jnp.float8_e5m2}
 
 
 def check_no_nan(x: Array, name: str) -> None:
-  """Under `jax.experimental.checkify`, an error if `x` holds a NaN; nothing otherwise.
+  """Raises an error under `jax.experimental.checkify` if `x` holds a NaN; elsewhere it does nothing.
 
-  For the functions that users call on arrays. Inside layers and refreshes it would keep XLA and Flax from dropping
+  The functions that users call on arrays use it. Inside layers and refreshes it would keep XLA and Flax from dropping
   code, so the projections call the unchecked ops.
   """
   checkify.debug_check(jnp.logical_not(jnp.any(jnp.isnan(x))), f'{name} holds a NaN')
 
 
 def check_finite(x: Array, name: str) -> None:
-  """As `check_no_nan`, for NaN and infinities."""
+  """Like `check_no_nan`, for NaN and infinities."""
   checkify.debug_check(jnp.all(jnp.isfinite(x)), f'{name} holds a NaN or an infinity')
 
 

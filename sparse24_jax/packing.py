@@ -154,7 +154,7 @@ def _split(operand: SparseOperand | None, axis: int) -> Sequence[SparseOperand |
 
 
 def _rescaled(p: PackedWeight, factor: Array) -> PackedWeight:
-  """Under another factor, of what `p` holds of `forward` and `dense`."""
+  """Rescales `forward` and `dense`, as far as `p` has them, to another factor."""
 
   def rescaled(values: Array) -> Array:
     wide = _as(E4M3, values).astype(jnp.bfloat16)  # exact, as is the product but for what becomes subnormal

@@ -19,7 +19,7 @@ def plan_layer(
   policy: DotPolicy, tokens: int, d_in: int, d_out: int, dtype: Any, arrays: Any = (), *, on: Target | None = None,
   asked: Asked = PLAIN,
 ) -> LayerPlan:  # fmt: skip
-  """Where the three matmuls of x `[tokens, d_in]` and w `[d_in, d_out]` run.
+  """Decides where the three matmuls of x `[tokens, d_in]` and w `[d_in, d_out]` run.
 
   A named implementation takes every matmul that the policy makes sparse. None asks the GPU's records, and where they
   have nothing near a check on the GPU itself: a matmul goes to the back end that measured fastest. On Hopper a sampled
@@ -100,7 +100,7 @@ def packed_form(policy: DotPolicy) -> Form | None:
 
 
 def sparse_roles(policy: DotPolicy) -> dict[str, bool]:
-  """By role, whether the policy makes the matmul sparse."""
+  """Whether the policy makes a matmul sparse, by role."""
   weight = packed_form(policy) is not None
   return dict(
     forward=weight, input_grad=weight and policy.input_grad == 'sparse', weight_grad=policy.weight_grad == 'mvue'
@@ -110,7 +110,7 @@ def sparse_roles(policy: DotPolicy) -> dict[str, bool]:
 def kernel_roles(
   policy: DotPolicy, d_in: int, d_out: int, dtype: Any, asked: Asked = PLAIN
 ) -> dict[str, bool]:
-  """By role, whether a policy that names no implementation may give the matmul to a kernel on a GPU that has them."""
+  """Whether a policy that names no implementation may give a matmul to a kernel, if the GPU has them, by role."""
   wanted = sparse_roles(policy)
   if unfit(policy, d_in, d_out, dtype, asked) is not None:
     return dict.fromkeys(wanted, False)
@@ -149,6 +149,6 @@ def _checks_of(on: Target, *keys: Mapping[str, Any]) -> dict[tuple, _checks.Entr
 
 
 def _loses_in_fp8(on: Target, tokens: int, d_in: int, d_out: int) -> bool:
-  """Whether of every share of the tokens the dense matmul of a forward in FP8 was measured to be faster."""
+  """Whether the dense matmul of a forward in FP8 was measured to be faster for every share of the tokens."""
   keys = [fp8_key('forward', share, d_in, d_out) for share in on.shares(tokens)]
   return all(api.chosen(key, on.device) == 'dense' for key in keys)

@@ -35,7 +35,7 @@ class Rounded:
 
   @property
   def for_backward(self) -> 'Rounded':
-    """Without what the backward does not read."""
+    """A copy without what the backward pass does not read."""
     return dataclasses.replace(self, values=None)
 
 

@@ -24,7 +24,7 @@ class Masked:
 
 @dataclasses.dataclass(frozen=True)
 class TransposableMasked:
-  """As `Masked`, along both axes of each 4x4 block."""
+  """Like `Masked`, but along both axes of each 4x4 block."""
 
 
 @dataclasses.dataclass(frozen=True)

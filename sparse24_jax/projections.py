@@ -206,7 +206,7 @@ def dynamic_sparse(
 
 
 def projections_of(policy: ActivationPolicy) -> dict[str, Projection | None]:
-  """Those of the two weights of a squared-ReLU block by role, 'up' and 'down'."""
+  """The projections of the two weights of a squared-ReLU block, by role: 'up' and 'down'."""
   if not policy.sparse_weights:
     return {'up': None, 'down': None}
   return {'up': soft_threshold_projection(), 'down': soft_threshold_projection(axis=-1)}

@@ -109,7 +109,7 @@ def rule_for(path: str, recipe: Recipe) -> Rule | None:
 
 
 def matched_rules(params: Any, recipe: Recipe) -> dict[str, Rule]:
-  """As `match_rules`, for weights of any shape, with the rules as they are given."""
+  """Like `match_rules`, but for weights of any shape and with the rules as they are given."""
   leaves = leaves_by_path(params)
   if not leaves:  # a tree of placeholders, as optax.tree_map_params makes
     return {}

@@ -12,11 +12,11 @@ PACKED8 = 0.5 + 0.125 + 1
 
 
 class Timing(NamedTuple):
-  """Where the records have the time of a matmul.
+  """The place of a matmul's time in the records.
 
   Attributes:
-    op: whose record.
-    key: of the problem, as pairs.
+    op: the op of the record.
+    key: the problem, as pairs.
     row: which of its times: a back end, 'dense', 'dense_bf16' of what was timed beside a problem in FP8, or 'fastest'.
     times: how many of them.
     check: what a check on the GPU found of the problem, where the records have nothing near.

@@ -181,7 +181,7 @@ class Topology:
     return Evolved(new, new != mask if self.reset_moments else jnp.zeros_like(mask))
 
   def _room(self, links: Array, score: Array) -> Array:
-    """Where a link may grow; with a structure, the best candidates of each group and no more than it can take."""
+    """Marks where links may grow; with a structure, the best candidates of each group, as many as it can take."""
     free = ~links
     if self.structure is None:
       return free

@@ -255,7 +255,7 @@ def _same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
 
 
 def _lost(new: Mapping[str, Any], old: Mapping[str, Any]) -> str:
-  """What of an old record its successor lacks, in words; '' if nothing."""
+  """Says what the new record lacks and the old one has; '' if nothing."""
   samples = [len(record.get('samples_ms', ())) for record in (new, old)]
   baselines = old.get('baselines', {}).keys() - new.get('baselines', {}).keys()
   found = [f'{samples[0]} samples for {samples[1]}'] if samples[0] < samples[1] else []

@@ -104,7 +104,7 @@ def _element(example: Example, tokenizer: Any, classes: Sequence[str], length: i
 
 
 def _of_services() -> dict[str, list[Example]]:
-  """As many paragraphs of each service as there may be, chosen and held out by checksums; none that two share."""
+  """Paragraphs of each service up to the limit, chosen and held out by checksums; none that two services share."""
   pattern = rf'botocore/data/({"|".join(_SERVICES)})/([^/]+)/service-2\.json(?:\.gz)?'
   owners: dict[str, set[str]] = {}
   for name, paragraphs in packages.documentation_reader('botocore', pattern, 'documentation')(None, lambda _: True):

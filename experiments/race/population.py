@@ -33,7 +33,7 @@ class Outcome(NamedTuple):
 
   @property
   def loss(self) -> float | None:
-    """At the end; None if the run diverged."""
+    """The loss at the end; None if the run diverged."""
     last = self.validation[-1][1]
     return last if np.isfinite(last) else None
 
@@ -103,7 +103,7 @@ class Population:
     ]
 
   def _stops(self) -> list[int]:
-    """Where phases change and losses are evaluated, the ends included."""
+    """The steps at which phases change or losses are evaluated, both ends included."""
     steps, every = self.config.steps, self.config.eval_every
     changes = {s for s in range(1, steps) if build.phase_of(self.parts, s) != build.phase_of(self.parts, s - 1)}
     return sorted({0, steps} | changes | set(range(every, steps, every)))

@@ -23,7 +23,7 @@ from experiments.runs.programs import Programs
 
 
 def first_trial(config: Config, seed: int) -> Trial:
-  """Where the search of a method begins: at the rate, and the decay if there is one, that its configuration has."""
+  """The first trial of a method's search: the rate of its configuration, and its decay if it has one."""
   return Trial(config.optimizer.peak_lr, config.recipe.kwargs.get('masked_decay') or 0.0, seed)
 
 

@@ -108,7 +108,7 @@ class Evidence:
     return f'{text}, another GPU than {asked}' if another else text
 
   def said(self, asked: str = '') -> str:
-    """As a sentence, with its interval or that it is of one seed; `asked` as in `place`."""
+    """Says it in a sentence, with its interval or that it is of one seed; `asked` is as in `place`."""
     text = f'loss {_interval(self.percent, "+.1f", "%")} against dense at equal {self.equal}'
     if self.shares:
       text += f", dense's final loss in {_interval(self.shares, '.2f', '')} of its time"

@@ -35,7 +35,7 @@ def _line(label: str, colour: str, curves: Sequence[tuple[np.ndarray, np.ndarray
 
 
 def _marks(groups: Groups) -> list[tuple[float, str]]:
-  """Where a sparse phase is first followed by a dense one."""
+  """Marks where a dense phase first follows a sparse one."""
   ends: dict[int, set[str]] = {}
   for run in itertools.chain.from_iterable(groups.values()):
     if run.train[-1]['phase'] == 'dense' and any(record['phase'] == 'sparse' for record in run.train):
@@ -118,7 +118,7 @@ def _seconds_and_losses(run: RunRecord) -> list[tuple[float, float]]:
 
 
 def _mean(values: Sequence[float], digits: str) -> str:
-  """With its 95% interval where there are several."""
+  """The mean as text, with its 95% interval if there are several values."""
   mean = format(float(np.mean(values)), digits)
   return f'{mean} ± {format(claims.half_width(values), digits.lstrip("+"))}' if len(values) > 1 else mean
 
@@ -244,7 +244,7 @@ def activation_sparsity(groups: Groups) -> str:
 
 
 def _phase_marks(run: RunRecord) -> list[tuple[float, str]]:
-  """Where a phase follows another, to the distance of two log lines, with the name of the one that ends there."""
+  """Marks where one phase follows another, as exactly as log lines tell, with the name of the one that ends."""
   ends = [(float(a['step']), a['phase']) for a, b in itertools.pairwise(run.train) if a['phase'] != b['phase']]
   # Left of an early line is no room for a name.
   return [(step, phase if step > 0.2 * run.train[-1]['step'] else '') for step, phase in ends]

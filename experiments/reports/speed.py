@@ -158,7 +158,7 @@ def _method(record: Record) -> str:
 
 
 def _devices(records: Sequence[Record]) -> list[Any]:
-  """Those of blocks and steps, that with most of them first."""
+  """The devices of blocks and steps, the one with most records first."""
   return [device for device, _ in Counter(r.get('device') for r in records if r['bench'] in _PROGRAMS).most_common()]
 
 

@@ -67,7 +67,7 @@ def rows(title: str, records: Sequence[Mapping[str, Any]]) -> list[list[str]]:
 
 
 def _losses(records: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-  """By seed, without questions to a checkpoint at which the run did not evaluate."""
+  """The losses by seed, without those of checkpoints at which the run did not evaluate."""
   return {seed: record['validation_loss'] for seed, record in records.items() if 'validation_loss' in record}
 
 

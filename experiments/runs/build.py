@@ -1,4 +1,4 @@
-"""From a configuration to the parts of a run: data, model, recipe, optimizer, mesh."""
+"""Builds the parts of a run from its configuration: data, model, recipe, optimizer, mesh."""
 
 from collections.abc import Callable, Collection, Mapping
 import dataclasses

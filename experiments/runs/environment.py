@@ -1,4 +1,4 @@
-"""Where, with what and how a run was started, for its record."""
+"""Describes where, with what and how a run was started, for its record."""
 
 from collections.abc import Mapping
 import importlib.metadata

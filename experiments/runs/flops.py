@@ -71,7 +71,7 @@ class Curve:
   head: np.ndarray
 
   def sum(self, steps: int | None = None) -> Count:
-    """Over the first `steps`, all of them if None."""
+    """The sums over the first `steps`, or over all of them if None."""
     return Count(*(float(part[:steps].sum()) for part in (self.linear, self.attention, self.head)))
 
   def cumulative(self, *, head: bool) -> np.ndarray:

@@ -88,7 +88,7 @@ class Row(NamedTuple):
 
 
 def measured(record: Mapping[str, Any]) -> Compute:
-  """From a record of a whole training step of a Llama.
+  """Reads it off a record of a whole training step of a Llama.
 
   >>> shape = {'batch': 1, 'length': 10, 'layers': 1, 'd': 10, 'hidden': 10}
   >>> measured({'shape': shape, 'parameters': 1000, 'median_ms': 1000.0, 'baselines': {'dense': {'median_ms': 4000.0}}})

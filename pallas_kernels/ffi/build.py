@@ -55,7 +55,7 @@ def load() -> ctypes.CDLL:
 
 
 def library_path() -> pathlib.Path:
-  """Where the library is; builds it if it is not there yet, or not whole.
+  """The path of the library; builds it if it is not there yet, or not whole.
 
   Its name has a hash of its bytes, so that one which was cut short is not loaded. Nobody else may write to it or to its
   folder, and it is no link: to load a library is to run it.

@@ -67,7 +67,7 @@ def _lower(context: Any, *args: Any, call: Callable[..., Any], out_types: Any, i
 
 
 def _settings() -> list[Any]:
-  """Beside the kernel itself, what may change how it is lowered."""
+  """What may change how a kernel is lowered, beside the kernel itself."""
   return [_kept.compiled_from(), sorted(item for item in os.environ.items() if item[0].startswith('MOSAIC_GPU_'))]
 
 

@@ -215,7 +215,7 @@ def nonzero_code(w):
 
 @triton.jit
 def _nonzero_row(row):
-  """In the upper four bits; below is rubbish. The product brings the upper bits of four bytes together."""
+  """Marks non-zeros in the upper four bits; below is rubbish. The product brings the upper bits of bytes together."""
   low = (row[0] & 0x7FFF7FFF) + 0x7FFF7FFF
   high = (row[1] & 0x7FFF7FFF) + 0x7FFF7FFF
   return (prmt(low, high, 0x7531) & 0x80808080) * 0x00204081

@@ -57,7 +57,7 @@ class Config:
 
   @property
   def unroll(self) -> int:
-    """With a step in flight, even and odd steps keep their metadata in different registers."""
+    """Two if a step is in flight: even and odd steps then keep their metadata in different registers."""
     return 2 if self.delay else 1
 
 

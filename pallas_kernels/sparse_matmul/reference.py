@@ -17,7 +17,7 @@ OUT_LAYOUTS = ('mn', 'nm')
 
 
 def activate(x: Array, activation: str | None) -> Array:
-  """As kernels apply it to their float32 sums."""
+  """Applies an activation as kernels do, to their float32 sums."""
   return x if activation is None else ACTIVATIONS[activation].in_kernel(x)
 
 

@@ -25,7 +25,7 @@ def panels_of(bn: int) -> int:
 
 
 def blocks(s: wgmma.Shape) -> wgmma.Blocks:
-  """As `wgmma_sp.blocks` for 64 rows, but for `step`: (accumulator, words ref, A ref, a ref of B a panel)."""
+  """Like `wgmma_sp.blocks` for 64 rows, but `step` takes (accumulator, words ref, A ref, a ref of B a panel)."""
   panels = panels_of(s.bn)
   columns, per_panel = s.bn // panels, s.bn // panels // 2
   a_ref = plgpu.RefType(wgmma.transforms(s.a_swizzle, s.width))

@@ -118,7 +118,7 @@ def _places(V: tl.constexpr, GROUPS: tl.constexpr):
 
 @triton.jit
 def _word(four, C: tl.constexpr, V: tl.constexpr, M: tl.constexpr):
-  """Where the words of the block's pairs of rows and of four groups each are, [len(four), V / 2]."""
+  """The places of the block's words, each of a pair of rows and four groups, [len(four), V / 2]."""
   n = tl.arange(0, V // 2)[None, :]
   tile = (tl.program_id(1) * (V // 64) + n // 32) * (C // M // 16) + four // 4
   return tile * 128 + n % 32 * 4 + four % 4

@@ -45,7 +45,7 @@ def given_words(metadata, GROUPS: tl.constexpr, COLUMNS: tl.constexpr, M: tl.con
 
 @triton.jit
 def nibbles_of(given, i: tl.constexpr, COLUMNS: tl.constexpr, M: tl.constexpr):
-  """Those of columns `i` and `i + 1` of each group, [16, COLUMNS / M], in the lowest bits of either half."""
+  """The nibbles of columns `i` and `i + 1` of each group, [16, COLUMNS / M], in the lowest bits of either half."""
   even, odd = given[i % 8], given[i % 8 + 1]
   if M == 8:
     both = tl.join(blocks.prmt(even, odd, 0x5410), blocks.prmt(even, odd, 0x7632))
@@ -84,7 +84,7 @@ def store_metadata(metadata, low, high, GROUPS: tl.constexpr, COLUMNS: tl.conste
 
 @triton.jit
 def _word_places(GROUPS: tl.constexpr, COLUMNS: tl.constexpr):
-  """Where the program's words of the transpose are: of four groups, of 16 columns, of columns n and n + 8."""
+  """The places of the program's words of the transpose: of four groups, of 16 columns, of columns n and n + 8."""
   sixteen = (tl.program_id(0) * (COLUMNS // 16) + tl.arange(0, COLUMNS // 16))[None, :, None]
   tile = (sixteen // 4 * (GROUPS // 16) + tl.program_id(1)) * 128
   return tile + sixteen % 4 * 32 + 4 * tl.arange(0, 8)[None, None, :] + tl.arange(0, 4)[:, None, None]

@@ -61,7 +61,7 @@ def vnm_mask(x: Array, *, v: int, n: int = 2, m: int) -> Array:
 
 
 def _largest(x: Array, n: int) -> Array:
-  """Where the `n` largest of the last axis are, the lower index first; a sort takes a GPU many times as long."""
+  """Marks the `n` largest of the last axis; ties go to the lower index. A sort takes a GPU many times as long."""
   entries = [x[..., i] for i in range(x.shape[-1])]
   beaten_by = [jnp.zeros(x.shape[:-1], jnp.int8) for _ in entries]
   for i, j in itertools.combinations(range(len(entries)), 2):

@@ -12,7 +12,7 @@ from jax.extend import core as jex
 
 
 def programs() -> Iterator[Any]:
-  """What is traced here, a branch of a `cond` by itself, and then what that is in, from the inside out.
+  """The programs being traced here, from the inside out; a branch of a `cond` counts by itself.
 
   Derivatives and batches are a part of what they are in.
   """

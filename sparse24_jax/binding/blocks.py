@@ -88,9 +88,9 @@ def _of_other(found: Matmul) -> tuple[Any, Any]:
 
 
 def _order(read: Sequence[Root], down: Matmul) -> tuple[int, ...] | None:
-  """Where the axes in front of the hidden layer are those of the matmul that ends the block.
+  """The order in which the last matmul of a block reads the axes in front of the hidden layer.
 
-  None if it contracts other axes than columns, or if they are not in one order.
+  None if that matmul contracts other axes than columns, or takes the pieces of an axis apart.
   """
   lead = read[0].found.lead
   arranged = {root.view.arranged(root.found.lead) for root in read}

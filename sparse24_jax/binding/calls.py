@@ -46,7 +46,7 @@ class Interpreter:
 
 
 def _carried(values: Sequence[Value]) -> list[Any]:
-  """What of views goes into a call beside their arrays."""
+  """What goes into a call beside the arrays: the state and the unscaled weight of each view."""
   return [(value.state, value.unscaled) if value.view is not None else (None, None) for value in values]
 
 

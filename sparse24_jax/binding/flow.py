@@ -31,12 +31,12 @@ class Weight(NamedTuple):
 
   @property
   def name(self) -> tuple[str, str]:
-    """Of the weight after whichever update."""
+    """Names the weight, whatever update made it."""
     return self.folder, self.path
 
 
 class Marks(NamedTuple):
-  """What of sparse weights is in a value.
+  """Which sparse weights, states and updates are in a value.
 
   Attributes:
     dense: weights, as they are stored or with their entries arranged, cast or scaled.
@@ -190,7 +190,7 @@ class _Flow(NamedTuple):
   def _handed(
     self, name: str, equation: Any, given: Sequence[Marks], may_be_gate: Callable[[Any], bool]
   ) -> tuple[frozenset[Weight], frozenset[Weight]]:
-    """Of the result of an equation, whose updates it is, and whose updates have a factor. In doubt nobody's."""
+    """The weights whose updates the result is, and those whose updates have a factor in it. In doubt, none."""
     none, found = frozenset[Weight](), _union(given)
     power_of_one = name == 'integer_pow' and equation.params['y'] == 1  # optax.ema begins with it
     if name in ARRANGING or name == 'select_n' or power_of_one:

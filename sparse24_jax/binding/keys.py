@@ -36,7 +36,7 @@ class Keys:
     return jax.lax.dynamic_index_in_dim(self.made[first], hidden, keepdims=False)
 
   def inside(self, key: Array | None) -> 'Keys':
-    """For a part of the function that is given the key as an argument."""
+    """The keys for a part of the function that is given `key` as an argument."""
     return Keys(key, self.count)
 
 

@@ -29,7 +29,7 @@ _BEFORE = {
 
 
 def how_lost(mark: View | Altered, by: str, source: str) -> str:
-  """Where nothing follows a weight any more."""
+  """Says at which operation a weight can no longer be followed."""
   if not isinstance(mark, Altered):
     return f'{by} at {source}{_INSTEAD.get(by, "")}'
   if by.endswith('dot_general'):

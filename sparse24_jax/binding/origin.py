@@ -1,8 +1,8 @@
-"""Of which weights states were made: fingerprints beside them, by which a forward with others is not taken for right.
+"""Fingerprints of the weights that states were made of, so that a forward with other weights is noticed.
 
-A packed weight is one of the step in which it was packed, and a mask that of the weights that a step left. A forward in
-the trace that made the states is given the very arrays that the fingerprints are of, and compares nothing. What is left
-there is one flag: whether the optimizer's state serves the recipe, which is traced with that state.
+A packed weight belongs to the step in which it was packed, and a mask to the weights that a step left. A forward in the
+trace that made the states gets the very arrays that the fingerprints are of, and compares nothing. One flag remains
+there, traced with the optimizer's state: whether that state serves the recipe.
 """
 
 from collections.abc import Callable, Mapping
@@ -62,7 +62,7 @@ def of_weights(weights: Weights) -> dict[str, Fingerprint]:
 
 
 def fingerprints(weights: Weights) -> dict[str, Fingerprint]:
-  """Of weights, given with their stacked axes, by path, each known to be of this very array."""
+  """Fingerprints of all these weights, by path. While they live, `is_of` knows which array each was made of."""
   counts = {path: counts_of(w, stacked) for path, (w, stacked) in weights.items()}
   codes = tuple(_code(weights[path][0].shape, each) for path, each in counts.items())
   made = _made({path: w for path, (w, _) in weights.items()}, tuple(counts.items()), codes)
@@ -86,7 +86,7 @@ def _code(shape: tuple[int, ...], counts: tuple[int, ...]) -> int:
 
 
 def known_of(fingerprint: Fingerprint) -> Known:
-  """As `fingerprints` made it; ValueError for what it does not make: variables may come out of any file."""
+  """Parses what `fingerprints` made; ValueError for anything else, since variables may come from any file."""
   found = [_TEXT.fullmatch(text) for text in fingerprint]
   for each, sums in zip(found, fingerprint.values(), strict=True):
     shape, counts = (_numbers(each[i]) if each else () for i in (2, 3))

@@ -42,7 +42,7 @@ class Reading:
 
   @property
   def columns(self) -> int:
-    """Of the matrix."""
+    """The number of columns of the matrix."""
     return math.prod(run.size for run in self.runs[sum(self.axes[:2]) :])
 
 
@@ -141,7 +141,7 @@ def _dimensions(found: Matmul) -> tuple[Any, Any, tuple[int, ...]]:
 
 
 def _in_order(runs: Sequence[Run]) -> list[Run]:
-  """As the axes of the weight are stored."""
+  """The runs, in the order in which the weight stores them."""
   return sorted(runs, key=lambda run: (run.axis, -run.stride))
 
 

@@ -32,7 +32,7 @@ class WeightState:
     return dataclasses.replace(state, value=f(state.value)) if isinstance(state, WeightState) else f(state)
 
   def to_front(self, axis: int) -> 'WeightState':
-    """With one stacked axis in front of all others, where a scan takes it off; no more among `stacked`."""
+    """Moves a stacked axis to the front, where a scan takes it off; `stacked` no longer has it."""
     place = self.stacked.index(axis)
     value = jax.tree.map(lambda leaf: jnp.moveaxis(leaf, place, 0), self.value)
     return WeightState(value, tuple(a for a in self.stacked if a != axis))

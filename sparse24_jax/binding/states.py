@@ -16,7 +16,7 @@ from sparse24_jax.recipe import Recipe
 def weight_states(
   recipe: Recipe, sparse: dict[str, tuple[DotPolicy, Array, Array]], pack: bool | None
 ) -> dict[str, Any]:
-  """By path, the states of the matrices `[stacked..., in, out]`, from what `projected_weights` gives.
+  """The states of the matrices `[stacked..., in, out]`, by path, from what `projected_weights` gives.
 
   A weight that the model reads in parts is not packed. One that is stored otherwise than as `[stacked..., in, out]` has
   its state in a `WeightState`: a mask along other axes may have its shape.

@@ -89,7 +89,7 @@ def sparse_function(f: Callable[..., Any], recipe: Recipe, *, phase: PhaseName) 
 
 
 class _Absent:
-  """In the place of an argument that is not given."""
+  """Takes the place of an argument that is not given."""
 
 
 def _called_as_before(f: Callable[..., Any], problem: str) -> ValueError:
@@ -143,8 +143,10 @@ def run_sparse(
 
 
 def _stale(states: Mapping[str, Any], weights: Mapping[str, tuple[Array, tuple[int, ...]]]) -> Array | None:
-  """Whether states are of other weights than these, or of a state that does not serve the recipe, where only a run
-  tells; ValueError where it is known now."""
+  """Whether states belong to other weights, or to an optimizer state that does not serve the recipe.
+
+  None if it is known that they do not, ValueError if it is known that they do.
+  """
   fits, found = require_fits(states.get(FITS, states.get(NNX_FITS))), others(states, weights)
   unfit = [] if fits is None else [jnp.logical_not(fits)]
   if unfit or not found or any(isinstance(other, jax.core.Tracer) for other in found.values()):

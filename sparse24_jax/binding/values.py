@@ -99,16 +99,16 @@ class Columns(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class Part:
-  """What a matmul gives in another order, or some columns of it, put off: gate or up, where one weight holds both.
+  """A matmul's result in another order, or some of its columns, computed later: gate or up, if one weight holds both.
 
   Attributes:
-    run: makes it and its likes, of one equation, of `argument`.
-    argument: of which they are made, the whole or a larger part.
-    index: of what `run` makes the one that is meant.
-    root: the whole, what a matmul gives.
+    run: computes all results of one equation from `argument`.
+    argument: the whole, or a larger part of it.
+    index: which result of `run` this part is.
+    root: the whole result of the matmul.
     view: which entries of the whole these are.
-    results: of `run`, once it has run; all of its parts share them, as one split has one transpose.
-    told: whether it also says something of them, a name for `jax.checkpoint` or how they are divided.
+    results: what `run` returned, once it has run; all of its parts share them, as one split has one transpose.
+    told: whether the equation also says something of them: a name for `jax.checkpoint`, or how they are divided.
   """
 
   run: Callable[[Any], Sequence[Any]]
@@ -162,7 +162,7 @@ class Part:
 
   @property
   def order(self) -> tuple[int, ...] | None:
-    """Of the axes of the whole, if these are all of it."""
+    """The order of the whole's axes in this part; None if it is not all of the whole."""
     left, order = dict(enumerate(self.whole.result.axes)), []
     for runs in self.view.axes:
       place = next((place for place, each in left.items() if each == runs), None)
@@ -245,7 +245,7 @@ class Matmul:
     return math.prod(self.equation.outvars[0].aval.shape[self.lead :])
 
   def as_value(self) -> Value:
-    """Its result. `w @ x` is `(x.T @ w.T).T`, the weight on the right, so that there is one form of each."""
+    """The result as a value. `w @ x` becomes `(x.T @ w.T).T`, so that the weight is always on the right."""
     contract, batch = self.equation.params['dimension_numbers']
     b, precision = len(batch[0]), self.equation.params['precision']
     if self.side or self.equation.params.get('out_sharding') is not None:
@@ -269,7 +269,7 @@ class Matmul:
 
   @property
   def view(self) -> View:
-    """What of its weight it reads."""
+    """The part of its weight that it reads."""
     assert self.weight.view is not None
     return self.weight.view
 
@@ -298,7 +298,7 @@ class Matmul:
 
   @property
   def dtype(self) -> Any:
-    """Of the result."""
+    """The dtype of the result."""
     return self.operands if self.rounded else self.equation.outvars[0].aval.dtype
 
   def force(self) -> None:

@@ -70,7 +70,7 @@ class View:
     return tuple(math.prod(run.size for run in runs) for runs in self.axes)
 
   def arranged(self, lead: int) -> tuple[tuple[Run, ...], ...] | None:
-    """For each axis the runs over the first `lead` axes; empty for those over others.
+    """The runs over the first `lead` axes, for each axis; empty for axes that run over others.
 
     None unless all of these are there, and none of them in one axis with others.
     """
@@ -130,7 +130,7 @@ def _same(view: View, params: Mapping[str, Any], values: Sequence[Any]) -> View:
 
 
 def _cast(view: View, params: Mapping[str, Any], values: Sequence[Any]) -> View | None:
-  """In 8 bits or as integers it is quantised: what is packed of the weight would not be."""
+  """Refuses casts to 8 bits or integers: they quantise the weight, and its packed form would not be quantised."""
   dtype = jnp.dtype(params['new_dtype'])
   return view if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1 else None
 
@@ -225,7 +225,7 @@ def _dynamic_slice(view: View, params: Mapping[str, Any], values: Sequence[Any])
 
 
 def _inside(start: Any, last: int) -> Any:
-  """Where a slice begins: at an end of the axis not where it says."""
+  """The start of a slice, moved so that the slice ends inside of the axis."""
   return start.clip(0, last) if isinstance(start, jax.core.Tracer) else min(max(int(start), 0), last)
 
 

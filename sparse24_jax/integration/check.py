@@ -164,7 +164,7 @@ def check(
 
 
 def _behind(optimizer: Any, weights: Mapping[str, CheckedWeight], params: Any) -> dict[str, CheckedWeight]:
-  """With a problem where the chain leaves a weight as it is, or another than that of which masks are chosen."""
+  """Adds a problem if the chain never updates a weight, or leaves another one than masks are chosen from."""
   found = dict(weights)
   tried = try_chain(optimizer, params)
   problems = {path: f'{path}: not trained by the optimizer, and pruned: {_leave_dense(path)}' for path in tried.still}
@@ -198,7 +198,7 @@ def _checked(path: str, leaf: Any, found: BoundWeight | str) -> CheckedWeight:
 def _measured(
   weights: Mapping[str, CheckedWeight], bound: Bound, f: Callable[..., Any], params: Any, args: tuple, kwargs: Any
 ) -> dict[str, CheckedWeight]:
-  """With the share of zeros, and of pruned entries that a gradient reaches."""
+  """Adds the share of zeros, and the share of pruned entries that a gradient reaches."""
   rules, leaves = match_rules(params, bound), dict(leaves_by_path(params))
   sparse = {}
   for path in (weight.path for weight in bound.weights):

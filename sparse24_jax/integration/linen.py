@@ -152,7 +152,7 @@ def _dense(plain: type[nn.Module], rules: tuple[Rule, ...]) -> type[nn.Module]:
 
 
 def _again(model: nn.Module, rules: tuple[Rule, ...]) -> nn.Module:
-  """For pickle, which does not find a class that is made here."""
+  """Makes the class anew for pickle, which does not find one that is made here."""
   return of_dense_phase(model, Recipe('dense', rules))
 
 

@@ -1,4 +1,4 @@
-"""What a sparsified nnx model holds beside the plain one: states of its weights, and of which weights they are.
+"""What a sparsified nnx model holds beside the plain one: its weights' states, and fingerprints of those weights.
 
 Whoever trains the model is to bring the states of the optimizer in. Where nobody does, in a trainer that owns its step,
 masks must not stay those of the first weights. So beside the state of a weight stands its fingerprint, and a forward
@@ -75,7 +75,7 @@ class DensePhase(nnx.Module):
     self.phase = 'dense'
 
   def items(self) -> tuple[tuple[str, str], ...]:
-    """As those of an `nnx.State`."""
+    """Items like those of an `nnx.State`."""
     return ((self.MARK, self.phase),)
 
   def __setattr__(self, name: str, value: Any) -> None:
@@ -126,7 +126,7 @@ class Sparse(nnx.Module):
     return {path: self.states[path].get_value() for path in self.states}
 
   def read_fingerprints(self) -> dict[str, origin.Fingerprint]:
-    """Of the weights that the states were made of, by path."""
+    """The fingerprints of the weights that the states were made of, by path."""
     return {path: self.made_of[path].fingerprint() for path in self.made_of}
 
   def states_of(self, params: Any) -> tuple[dict[str, Any], Array | None]:
@@ -198,7 +198,7 @@ class Sparse(nnx.Module):
 
 
 def fingerprints(sparse: Mapping[str, tuple[Projection, Array]]) -> dict[str, origin.Fingerprint]:
-  """Of weights, by path."""
+  """Fingerprints of weights, by path."""
   return origin.fingerprints({path: (w, p.layout_of(w).stacked) for path, (p, w) in sparse.items()})
 
 

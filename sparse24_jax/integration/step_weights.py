@@ -28,7 +28,7 @@ class Argument(NamedTuple):
   ours: bool = False
 
   def marks(self, folders: Collection[str]) -> Marks:
-    """Of it, where parameters are in these folders."""
+    """What the array marks, if parameters are in these folders."""
     if self.weight is not None:
       return Marks(dense=frozenset((self.weight,) if self.weight.folder in folders else ()))
     found = _state(self.state_of, folders) if self.state_of else Marks()
@@ -45,7 +45,7 @@ def is_ours(node: Any) -> bool:
 
 
 def arguments_of(tree: Any, masks: Mapping[str, Any]) -> list[Argument]:
-  """What each array is: by its place in a state of `sparse_training`, elsewhere by its name."""
+  """Tells what each array is: by its place in a state of `sparse_training`, elsewhere by its name."""
   found = []
   for path, node in leaves_by_path(tree, is_leaf=is_ours):
     if not is_ours(node):
@@ -58,7 +58,7 @@ def arguments_of(tree: Any, masks: Mapping[str, Any]) -> list[Argument]:
 
 
 def _outside(path: str, leaf: Any, masks: Mapping[str, Any]) -> Argument:
-  """Of an array by its path; fingerprints of the weights that variables were made of are neither."""
+  """Tells by its path whether an array is a weight or a state; fingerprints are neither."""
   if f'/{MADE_OF}/' in f'/{path}' or NNX_MADE_OF in path:
     return Argument(path)
   for name, state in masks.items():
@@ -85,7 +85,7 @@ class ReadBy(NamedTuple):
 
 
 def follow_updates(jaxpr: Any, given: Sequence[Argument], folders: Sequence[str]) -> list[dict[str, ReadBy]]:
-  """Of each update in the order of the program, what it says of each weight, by path.
+  """What each update says of each weight, by path; updates are in the order of the program.
 
   Weights are followed through a step, and from the updates that it makes on through the next one.
   """

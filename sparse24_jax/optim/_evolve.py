@@ -203,7 +203,7 @@ def _groups(sizes: Sequence[int]) -> list[list[int]]:
 
 
 def _moments(inner: optax.GradientTransformation, inner_state: Any) -> dict[str, list[int]]:
-  """By path of a weight, which leaves of `inner_state` stand at its place in a tree like the parameters."""
+  """The leaves of `inner_state` that stand at the place of a weight, by its path, in trees like the parameters."""
 
   # By path: of an optimizer for a part of the parameters, a whole subtree of the others is one `MaskedNode`.
   def paths(like_params: Any) -> Any:
@@ -225,7 +225,7 @@ def _moments(inner: optax.GradientTransformation, inner_state: Any) -> dict[str,
 def _rates_of_step(
   projections: Any, params: Any, updates: Any, states: Any, new_states: Any
 ) -> tuple[Array, Any]:
-  """What a search would choose before and after the step, whatever the mask in use; of links, the masks in use."""
+  """Compares what a search would choose before and after the step, whatever mask is in use; of links, those in use."""
 
   def search(p: Projection, w: Array, s: Array) -> Array:
     return p.mask(w, s if p.update else p.refresh(w, s))

@@ -129,7 +129,7 @@ def given(left: Left, sampled: Sequence[Array], refused: Array | bool = False) -
 
 
 def without_masks(left: Left, due: Array) -> Left:
-  """After a step that chose no masks, though it was `due` to."""
+  """Notes that a step chose no masks, if it was `due` to choose them."""
   return left._replace(missed=jnp.where(due, jnp.float32(_WITHOUT_MASKS), left.missed))
 
 
@@ -177,7 +177,7 @@ def check_left(state: Any, *, wait: bool = True) -> None:
 
 
 def changed(state: Any, params: Any, *, wait: bool = False) -> list[str]:
-  """Of the watched weights those that are not as the last step left them, for a state that has just made one.
+  """The watched weights that differ from what the last step left, for a state that has just made a step.
 
   Nothing is said of what is traced, nor, unless told to `wait`, of what is still computed: a loop that asks is not to
   wait for its last step.
@@ -209,6 +209,6 @@ def _missed(left: Left, weights: Sequence[Array], stacked: Sequence[Sequence[int
 
 
 def _rounding(w: Array) -> float:
-  """By which share of the entries' size two sums may differ, where XLA rounds what it adds in two ways."""
+  """The share of the entries' size by which two sums may differ because XLA rounds what it adds in two ways."""
   eps = 0.0 if w.dtype.itemsize > 2 else float(jnp.finfo(w.dtype).eps)
   return 1.6 * eps / math.sqrt(w.size) + 8 * float(jnp.finfo(jnp.float32).eps)

@@ -12,7 +12,7 @@ Kind = Literal['weights', 'gradients', 'updates', 'states']
 
 
 def name_of(kind: Kind, path: str) -> str:
-  """In a traced program, of what an update is given or makes of a sparse weight."""
+  """The name, in a traced program, of what an update is given for a sparse weight or makes of it."""
   return f'sparse24 {kind} {path}'
 
 

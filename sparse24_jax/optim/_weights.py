@@ -80,7 +80,7 @@ def is_leaf(node: Any) -> bool:
 
 
 def wider(update: Array, w: Array) -> jnp.dtype:
-  """Of the dtypes of an update and its weight the one that has room for what is made of both."""
+  """The dtype with room for what an update and its weight make together."""
   a, b = jnp.result_type(update), jnp.result_type(w)
   if a.itemsize == b.itemsize:  # float16 and bfloat16: neither holds the other's numbers
     return a if a == b else jnp.dtype(jnp.float32)
