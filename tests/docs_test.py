@@ -60,7 +60,7 @@ def documents() -> list[Path]:
 
 
 def anchors(page: Path) -> set[str]:
-  """Of its headings, as GitHub makes them."""
+  """The anchors of its headings, as GitHub makes them."""
   titles = re.findall(r'^#+ (.*)$', page.read_text(), re.MULTILINE)
   return {re.sub(r'[^\w\- ]', '', title.lower()).replace(' ', '-') for title in titles}
 
@@ -87,7 +87,7 @@ class DocstringsTest(parameterized.TestCase):
 
   @parameterized.parameters(*public_names(), *kernel_functions())
   def test_arguments_and_errors_are_told(self, module, name):
-    """Of functions that users call: those of dispatch, which have no example, are for the library."""
+    """Holds for functions that users call. Those of dispatch have no example and are for the library."""
     public = inspect.unwrap(getattr(importlib.import_module(module), name))
     text = inspect.getdoc(public) or ''
     if not inspect.isfunction(public) or '>>>' not in text or name in REFUSES_NOTHING:

@@ -24,7 +24,7 @@ type Outcomes = Iterator[str]
 
 @dataclasses.dataclass
 class Lab:
-  """Where faults are tried: a folder, chance, and programs that are compiled once."""
+  """Tries faults: it has a folder, chance, and programs that are compiled once."""
 
   folder: Path
   chance: random.Random

@@ -117,7 +117,7 @@ class ImportGraphTest(parameterized.TestCase):
         self.assertIn(name.split('.')[1], (room, *others), f'{file} imports {name}')
 
   def test_no_circles(self):
-    """Of imports inside functions, too."""
+    """Imports inside functions count, too."""
     files = {file for top in OURS for file, _, _ in graph(top)}
     modules = {file.removesuffix('.py').removesuffix('/__init__').replace('/', '.') for file in files}
     edges: dict[str, set[str]] = {}

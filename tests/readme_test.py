@@ -154,7 +154,7 @@ class ReadmeTest(absltest.TestCase):
 
   @pytest.mark.slow
   def test_nnx_example_where_weights_are_packed(self):
-    """As on a GPU with kernels: a step is traced once, and leaves a model like the one before, with its new masks."""
+    """On a GPU with kernels, a step is traced once, and leaves a model like the one before, with its new masks."""
 
     def build():
       return s24.sparsify(NnxModel(nnx.Rngs(0), jnp.bfloat16), recipe, rngs=nnx.Rngs(mvue=0))

@@ -33,7 +33,7 @@ def compile_quickly():
 
 
 def parameters(model, tokens):
-  """Of the size of the first ones, by NumPy: the model's own take a second or two to compile."""
+  """Parameters of the size of the first ones, drawn by NumPy: the model's own take a second or two to compile."""
   rng, start = np.random.default_rng(0), {'scale': 1.0, 'bias': 0.0}
 
   def draw(path, leaf):
@@ -76,7 +76,7 @@ def fake_data(config):
 
 
 def _batches(config, elements, make):
-  """Of elements made by a generator: 256 to train and 64 held out."""
+  """Batches of elements made by a generator: 256 to train and 64 held out."""
   rng = np.random.default_rng(0)
   sources = {split: [elements(rng) for _ in range(n)] for split, n in (('train', 256), ('validation', 64))}
   data = batches.Batches(batches.DataConfig(batch_size=config.data.batch_size), sources, make, 'fake-1')

@@ -69,7 +69,7 @@ RECIPE = s24.recipes.ste('.*/kernel')
 
 
 def layouts(prefix='', stacked=None):
-  """Of the weights of a layer as text, by themselves or with the layers on an axis."""
+  """The layouts of a layer's weights as text, by themselves or with the layers on an axis."""
   def shifted(axes):
     return ' '.join(str(a + (stacked is not None and a >= stacked)) for a in axes)
 

@@ -51,7 +51,7 @@ class PassesCheckTest(absltest.TestCase):
 
 
 def _shapes(op, *args):
-  """Of what the reference makes, not compiled."""
+  """The shapes of what the reference makes, not compiled."""
   return jax.eval_shape(functools.partial(op, implementation='reference'), *args)
 
 

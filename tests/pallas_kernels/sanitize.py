@@ -210,7 +210,7 @@ def alone(name: str) -> list[str]:
 
 
 def variables(cache: str) -> dict[str, str]:
-  """Of those processes: arrays lie apart, and compiled programs in a folder."""
+  """The environment of those processes: arrays lie apart, and compiled programs are kept in a folder."""
   return os.environ | {
     'XLA_PYTHON_CLIENT_ALLOCATOR': 'platform', 'XLA_FLAGS': '--xla_gpu_autotune_level=0',
     'JAX_COMPILATION_CACHE_DIR': cache, 'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
@@ -218,7 +218,7 @@ def variables(cache: str) -> dict[str, str]:
 
 
 def version() -> str | None:
-  """Of the tool, as 2025.3.1.0; None if there is none."""
+  """The version of the tool, as 2025.3.1.0; None if there is no tool."""
   try:
     said = subprocess.run(['compute-sanitizer', '--version'], capture_output=True, text=True, check=False).stdout
   except OSError:

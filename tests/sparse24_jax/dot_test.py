@@ -63,7 +63,7 @@ def written_formulas(policy, x, w, state, dz, key) -> tuple[np.ndarray, ...]:
 
 
 def loss(policy, w, x, state, key):
-  """Not linear in the output, so that the output gradient differs from token to token."""
+  """A loss that is not linear in the output, so that the output gradient differs from token to token."""
   return jnp.sum(jnp.sin(s24.dot(x, w, state, policy=policy, key=key)))
 
 
@@ -112,7 +112,7 @@ class FormulaTest(parameterized.TestCase):
     self.assertEqual(jaxpr.count('preferred_element_type=float32'), 3)
 
   def test_true_derivatives(self):
-    """Of the dense op, and of the sparse one by its activations, where there is no straight-through estimator."""
+    """The dense op has them, and so has the sparse one by its activations, without a straight-through estimator."""
     x, w = normal(4, 8, seed=0), normal(8, 8, seed=1)
     check_grads(lambda x, w: s24.dot(x, w, policy=POLICIES['dense']), (x, w), order=1, modes=['rev'])
     for policy in (POLICIES['ste'], FST):

@@ -34,7 +34,7 @@ def draw(seed: int, *shape: int, dtype=BF16):
 
 
 def draw_weight(seed: int, *shape: int, dtype=BF16):
-  """Of few bits, so that the soft threshold's differences are exact."""
+  """Draws numbers of few bits, so that the soft threshold's differences are exact."""
   return jnp.asarray(np.random.default_rng(seed).integers(-120, 121, shape) / 64, dtype)
 
 

@@ -323,7 +323,7 @@ class PackedWeightTest(parameterized.TestCase):
     self.assertEqual(float(jnp.abs(jax.jit(jax.grad(total))(self.w)).max()), 0)
 
   def test_a_plain_product_takes_a_packed_weight_too(self):
-    """As in a float32 layer on a GPU with kernels, where `sparse_variables` packed for bfloat16."""
+    """A float32 layer on a GPU with kernels gets one, where `sparse_variables` packed for bfloat16."""
     x = jax.random.normal(KEY, (32, 64))
     packed = self.pack(self.w, self.mask, dtype=BF16)
     found, expected = (jax.jit(functools.partial(s24.dot, policy=FST))(x, self.w, s) for s in (packed, self.mask))
@@ -331,7 +331,7 @@ class PackedWeightTest(parameterized.TestCase):
 
 
 class Numbering(Precision):
-  """In place of a sample, the gradient and the number of each of its columns, times 100."""
+  """Gives, for a sample, the gradient plus the number of each of its columns, times 100."""
 
   def sample(self, dz, key, scale, origin):
     return Packed(dz + 100 * (origin[2] + jnp.arange(dz.shape[1], dtype=dz.dtype)[None]))

@@ -89,7 +89,7 @@ class BlockTest(parameterized.TestCase):
   )  # fmt: skip
   @pytest.mark.slow
   def test_bytes_of_a_divided_weight_that_a_step_gathers(self, grid, number, how, dense, sparse):
-    """Of a packed weight 9/8 bytes each way: those of docs/scale.md."""
+    """A packed weight takes 9/8 bytes each way, as docs/scale.md says."""
     mesh = gpus(grid, number)
     # More tokens on a device than neurons in all: of fewer XLA would gather the tokens.
     hidden = 64 * 8 * 8

@@ -87,7 +87,7 @@ class SampleTest(parameterized.TestCase):
 
   @pytest.mark.slow
   def test_groups_that_would_be_cut_are_gathered_and_said(self):
-    """Of 24 tokens on 4 devices each has 6, a group and a half."""
+    """With 24 tokens on 4 devices each has 6, a group and a half."""
     dz, x, on = normal(0, 24, D), jnp.eye(24, dtype=BF16), mesh()
     f = jax.jit(lambda dz, x: linear_layer.sampled_weight_grad(dz, KEY, Rounded(None, x), backend='dense')[1])
     _dispatch.log_once.cache_clear()
@@ -169,7 +169,7 @@ class BlockTest(parameterized.TestCase):
     self.assertEmpty([found for found in moved.get('all-gather', ()) if found and found[0] in activations])
 
   def test_packed_gate_and_up_stay_divided(self):
-    """Of a block whose hidden units are divided: the forward exchanges nothing, the input gradient a sum."""
+    """The hidden units of the block are divided: the forward exchanges nothing, the input gradient a sum."""
     rng, on, d, hidden = np.random.default_rng(0), mesh('Auto', (1, 2)), 64, 128
     weights, dense = [], []
     for _ in range(2):

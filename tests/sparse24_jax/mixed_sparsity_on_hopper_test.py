@@ -96,7 +96,7 @@ class CompiledTest(absltest.TestCase):
 
   @pytest.mark.slow
   def test_a_search_holds_a_few_weights_at_a_time(self):
-    """Of six equal ones: the update of one, the weight after the step and what the search needs."""
+    """There are six equal weights: it holds the update of one, the weight after the step and what the search needs."""
     weights = {name: hopper.struct(D, HIDDEN, dtype=jnp.float32) for name in 'abcdef'}
     found = compiled_step(lambda _, grads: grads, weights, weights).memory_analysis()
     self.assertBetween(found.temp_size_in_bytes / (4 * D * HIDDEN), 1, 5)

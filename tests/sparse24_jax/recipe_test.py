@@ -201,7 +201,7 @@ class ReadableTest(absltest.TestCase):
 
 class PickleTest(absltest.TestCase):
   def test_a_recipe_comes_back_equal(self):
-    """As other processes get it; programs compiled for it are then found again."""
+    """Other processes get it so; programs compiled for it are then found again."""
     needed = {
       'path': 'a/.*', 'up': 'up', 'down': 'down', 'masked_decay': 1e-4,
       'policy': s24.ActivationPolicy(s24.VNM(64, 8), s24.VNM(64, 8), clusters=s24.Clusters(4)),

@@ -106,7 +106,7 @@ class PatternsTest(parameterized.TestCase):
     self.assertGreater(moved, 0.2 * count)
 
   def test_growth_takes_the_best_pattern_of_each_block(self):
-    """Where all links but a few are dropped, what grows is the largest sum of gradients, by enumeration."""
+    """If all links but a few are dropped, the pattern with the largest sum of gradients grows, by enumeration."""
     topology = topology_of(0.5)
     start = start_of(topology)
     w = jnp.where(start, normal(1), 0)

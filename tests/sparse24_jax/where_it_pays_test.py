@@ -61,7 +61,7 @@ def records(*, packing=lambda op, size: 0.0, **times):
 
 
 def expected_key(role: str):
-  """Of x [32, 64] W [64, 128] in bfloat16."""
+  """The key of x [32, 64] W [64, 128] in bfloat16."""
   m, n, k, b_layout = {
     'forward': (128, 32, 64, 'nk'), 'input_grad': (64, 32, 128, 'nk'), 'weight_grad': (128, 64, 32, 'kn'),
   }[role]  # fmt: skip
@@ -225,7 +225,7 @@ class SumTest(parameterized.TestCase):
 
   @parameterized.parameters(('fst', ()), ('s_ste', (12,)), ('s_ste', (2, 3)), ('fst', (4,)))
   def test_bytes_are_those_of_what_is_packed_and_kept(self, recipe, lead):
-    """Of scanned layers, all of them; times are those of one."""
+    """Scanned layers count all their bytes; times are those of one."""
     projection = RECIPES[recipe].rules[0].policy.projection
     assert projection is not None
     with records(**SPARSE_WINS):

@@ -166,7 +166,7 @@ class KeepTest(absltest.TestCase):
       self.assertEqual(self.read(folder / 'blocks.jsonl'), [old | change])
 
   def test_committed_records_are_known_again(self):
-    """As the programs of today write them, which name what was not asked for."""
+    """Programs of today name in a record what was not asked for, too; older records are taken for the same."""
     for path in speed.RESULTS.glob('*.jsonl'):
       for record in (record for record in self.read(path) if 'bench' in record):
         today = {'sharding': 'whole', 'xla_flags': ''} if record['bench'].startswith('mesh') else {}

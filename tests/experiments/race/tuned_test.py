@@ -21,7 +21,7 @@ def setUpModule():
 
 
 def pretend(config, folder, *, data, programs):
-  """In place of training: the loss is lowest at a rate of 2e-2 and a decay of 18e-3; a rate of 4e-2 diverges."""
+  """Stands in for training: the loss is lowest at a rate of 2e-2 and a decay of 18e-3; a rate of 4e-2 diverges."""
   rate, decay = config.optimizer.peak_lr, config.recipe.kwargs.get('masked_decay', 0.0)
   folder.mkdir(parents=True)
   programs[:] = [*programs, f'{config.method} {rate:g} {decay:g}']

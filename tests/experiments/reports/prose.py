@@ -87,12 +87,12 @@ class Section:
 
   @property
   def anchor(self) -> str:
-    """Of its heading, as links name it."""
+    """The anchor of its heading, as links name it."""
     return re.sub(r'[^\w\- ]', '', self.title.lower()).replace(' ', '-')
 
 
 def sections(text: str) -> list[Section]:
-  """Of a document, in their order."""
+  """The sections of a document, in their order."""
   parts = re.split(r'(?m)^(?=## )', text)
   return [Section((re.match(r'## (.*)', part) or ['', ''])[1], part) for part in parts]
 
@@ -158,7 +158,7 @@ class Facts:
     self.numbers |= {1e-6 * r['steps'] * r['batch'] * r['length'] for r in records} | {r['wall_s'] for r in records}
 
   def _interval(self, values: Sequence[float]) -> None:
-    """Of two seeds at most each may be told, without an interval."""
+    """A sentence may name the values of one or two seeds without an interval."""
     if len(values) <= 2:
       self.numbers |= {abs(value) for value in values}
     if len(values) > 1:
@@ -228,7 +228,7 @@ def _compared(records: Sequence[Mapping[str, Any]]) -> Mapping[Any, Losses]:
 
 
 def _curves(records: Sequence[Mapping[str, Any]]) -> dict[Any, dict[int, Sequence[Sequence[float]]]]:
-  """Of races at equal seconds: seed -> (seconds, loss) of each evaluation."""
+  """The curves of races at equal seconds: seed -> (seconds, loss) of each evaluation."""
   return {
     key: {r['seed']: [(seconds, loss) for _, seconds, loss in r['validation']] for r in own}
     for key, own in _best(records).items() if own and own[0].get('seconds')
@@ -247,7 +247,7 @@ def _share_of_time(curve: Sequence[Sequence[float]], other: Sequence[Sequence[fl
 
 
 def compared(name: str) -> list[Losses]:
-  """Of each method of a file, its final losses at its best."""
+  """The final losses of each method of a file, at its best."""
   return [*_compared(_records(name)).values()]
 
 

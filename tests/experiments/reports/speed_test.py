@@ -29,7 +29,7 @@ def write(folder, *records):
 class SpeedTest(parameterized.TestCase):
 
   def test_the_lower_of_bursts_and_trace_is_shown(self):
-    """Of a committed H200 block: 2.16 in bursts and 1.99 traced; a block that was not traced is not shown."""
+    """A committed H200 block has 2.16 in bursts and 1.99 traced; a block that was not traced is not shown."""
     records = speed.load(speed.RESULTS.glob('*.jsonl'))
     for change, count in (({}, 1), ({'profile': None}, 0)):
       changed = [r | change if r.get('pattern') == '128:2:8' and r['bench'] == 'ffn' else r for r in records]

@@ -237,7 +237,7 @@ class TrainingTest(parameterized.TestCase):
     self.assertEqual(*logs)
 
   def test_a_run_of_blocks_of_tokens_does_not_go_on_with_two_of_four(self):
-    """As a run that began when these were the default."""
+    """Such a run began when blocks of tokens were the default."""
     folder, (_, state) = Path(temp_folder(self)), at_start()
     policy = {**POLICY, 'tokens': '16:2:8', 'dense_features': 0.05}
     published = parts_of(tiny(kwargs={'policy': policy, 'warmup_fraction': 0.2}))

@@ -62,7 +62,7 @@ class PolicyTest(parameterized.TestCase):
 
 class StopTest(absltest.TestCase):
   def test_parameters_are_looked_at_before_they_are_saved(self):
-    """Of a step whose loss is good and whose new parameters are not."""
+    """The loss of the step is good, and its new parameters are not."""
     folder, step = temp_folder(self), train.Run._step
 
     def spoil(run, *args):

@@ -49,7 +49,7 @@ def run(case, folder, root=None, **changes):
 
 
 def deaf(experiment, method, seeds, folder, tiny, overrides):
-  """In place of training: heeds no signal but the one that cannot be caught."""
+  """Stands in for training: heeds no signal but the one that cannot be caught."""
   signal.signal(signal.SIGTERM, signal.SIG_IGN)
   written = Path(folder) / 'environment.new'
   written.write_text(os.environ.get('XLA_PYTHON_CLIENT_PREALLOCATE', 'unset'))

@@ -17,5 +17,5 @@ def library() -> pathlib.Path:
 
 
 def handlers() -> pathlib.Path:
-  """Of the source as it is."""
+  """The library of the source as it is."""
   return build.library_path()

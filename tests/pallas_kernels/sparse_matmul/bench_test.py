@@ -226,7 +226,7 @@ class TuneTest(parameterized.TestCase):
 
 
 class WithoutWgmmaTest(parameterized.TestCase):
-  """As on an A100: XLA in place of mma.sp and of cuSPARSELt."""
+  """Acts as an A100: XLA stands in for mma.sp and cuSPARSELt."""
 
   def setUp(self):
     super().setUp()

@@ -55,7 +55,7 @@ def zeros_of_both_signs(values):
 
 
 class _Meaning:
-  """In place of `jax.ffi.ffi_call`: a blob that is the matrix itself, and a product that notes what it is given.
+  """Stands in for `jax.ffi.ffi_call`: a blob that is the matrix itself, and a product that notes what it is given.
 
   As a compressor may, `compress` keeps the first two entries of a group that have any bit set, and -0.0 has one.
   """

@@ -78,7 +78,7 @@ class OtherProjectionTest(absltest.TestCase):
     np.testing.assert_allclose(step(params, own)[0], loss(s24.project(params, own, SR_STE), X), rtol=1e-5)
 
   def test_a_mask_along_other_axes(self):
-    """Of a square weight that is stored as `[out, in]`."""
+    """The weight is square and stored as `[out, in]`."""
     bound = s24.bind(SR_STE, lambda p, x: x @ p['kernel'].T, params_of(16, 16), X)
     state = optimizer(SR_STE, learning_rate=0.01).init(params_of(16, 16))
     tree = optimizer(bound, learning_rate=0.01).init(params_of(16, 16))
@@ -143,7 +143,7 @@ class OtherPhaseTest(parameterized.TestCase):
 
   @parameterized.parameters('sparse', 'dense')
   def test_a_dense_model_and_a_sparse_step_in_a_branch(self, phase):
-    """Of masks that nobody reads dense, no state tells: the trace of the branch sees what is around it."""
+    """A dense model reads no masks, so no state tells its phase: the trace of the branch sees what is around it."""
     params, tx = params_of(16, 16), optax.MultiSteps(optimizer(FST, phase=phase), 2).gradient_transformation()
     given = jax.eval_shape(lambda: (params, tx.init(params)))
     jax.eval_shape(step_of(FST, tx, phase), *given)
@@ -197,7 +197,7 @@ class OtherPhaseTest(parameterized.TestCase):
       s24.project(params, state._replace(identity=state.identity._replace(phase=long(*given))), FST)
 
   def test_phases_that_are_none(self):
-    """Of a file from elsewhere."""
+    """Such numbers come from a file from elsewhere."""
     params = params_of(16, 16)
     state = optimizer(FST).init(params)
     for number in (99, -3, -1):

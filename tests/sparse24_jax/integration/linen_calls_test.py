@@ -49,7 +49,7 @@ def variables(model, recipe):
 
 
 def gradient(model, recipe):
-  """Of the upper kernel."""
+  """The gradient of the upper kernel."""
   given = variables(model, recipe)
 
   def loss(params):

@@ -36,7 +36,7 @@ def value_and_grad(f, params):
 
 
 def expected(policy, params, x):
-  """Of the block itself, with states from the projections."""
+  """What the block itself gives, with states from the projections."""
   def block(params):
     kernels, biases = ({role: p.get(name) for role, p in params.items()} for name in ('kernel', 'bias'))
     state = {role: projections_of(policy)[role].init(jax.lax.stop_gradient(kernels[role])) for role in kernels}

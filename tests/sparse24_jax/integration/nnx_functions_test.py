@@ -121,7 +121,7 @@ class StateTest(parameterized.TestCase):
     self.assertTrue((model.norm.mean[...] != 0).all())
 
   def test_masks_are_those_of_the_optimizer(self):
-    """Of weights that have changed, the function takes no older masks, and holds none of its own."""
+    """The function takes no masks that are older than its weights, and holds none of its own."""
     model = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
     bound = s24.bind(STE, lambda m, x: m(x), model, X)
     old = variables_of(model, bound)

@@ -97,7 +97,7 @@ class StatesTest(parameterized.TestCase):
     self.assertTrue((pruned(w) != pruned(first)).any())
 
   def test_other_weights_than_those_of_the_masks(self):
-    """As of a checkpoint that is loaded into a sparsified model."""
+    """A checkpoint that is loaded into a sparsified model brings such weights."""
     model = s24.sparsify(linear(nnx.Rngs(0)), STE)
     other = linear(nnx.Rngs(1)).kernel[...]
     model.kernel[...] = other
@@ -107,7 +107,7 @@ class StatesTest(parameterized.TestCase):
     self.assertRegex(logged.output[0], r'kernel: the masks that the model holds are those of other weights.*nnx.update')
 
   def test_a_change_that_sums_to_zero(self):
-    """As the steps of SGD do on a layer in front of a softmax or a layer norm, row by row."""
+    """The steps of SGD sum to zero, row by row, on a layer in front of a softmax or a layer norm."""
     model = s24.sparsify(linear(nnx.Rngs(0)), STE)
     change = np.asarray(linear(nnx.Rngs(1)).kernel[...])
     other = np.asarray(model.kernel[...]) + change - change.mean(axis=1, keepdims=True)
@@ -219,7 +219,7 @@ class StatesTest(parameterized.TestCase):
     self.assertEqual([text.count('cond[') - text.count('platform_index[') for text in texts], [1, 0])
 
   def test_links_that_only_the_optimizer_knows(self):
-    """Of a topology that moves the weights tell nothing: with another optimizer the model would be dense, unsaid."""
+    """Weights tell nothing of a topology that moves: with another optimizer the model would be dense, unsaid."""
     _dispatch.log_once.cache_clear()
     with self.assertLogs('sparse24_jax', 'WARNING') as logged:
       s24.sparsify(linear(nnx.Rngs(0)), s24.recipes.rigl('kernel', density=0.3, total_steps=1000))

@@ -53,7 +53,7 @@ class Einsum(nn.Module):
 
 
 class Conv1D(nn.Module):
-  """As in Hugging Face's GPT-2: a kernel [out, in], turned around in the forward."""
+  """Has a kernel [out, in] that the forward transposes, as in Hugging Face's GPT-2."""
 
   @nn.compact
   def __call__(self, x):

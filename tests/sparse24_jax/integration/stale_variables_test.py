@@ -126,7 +126,7 @@ class StaleVariablesTest(parameterized.TestCase):
 
   @parameterized.parameters((False, False), (True, False), (False, True))
   def test_shards_of_an_nnx_model(self, is_model, pure):
-    """Of a shard the fingerprint of the whole weight says nothing, as an array alone of a pure dictionary neither."""
+    """The fingerprint of a whole weight says nothing of a shard; nor does a bare array of a pure dictionary."""
     recipe = dataclasses.replace(STE, refresh_every=2) if is_model else STE
     model = nnx.Linear(64, 64, use_bias=False, rngs=nnx.Rngs(0))
     params = nnx.state(model, nnx.Param)

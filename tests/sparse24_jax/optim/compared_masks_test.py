@@ -50,7 +50,7 @@ class ComparedMasksTest(parameterized.TestCase):
   @parameterized.product(axis_type=(AxisType.Auto, AxisType.Explicit), jit=(False, True))
   @pytest.mark.slow
   def test_rates_do_not_depend_on_sharding(self, axis_type, jit):
-    """Of masks that are held in the state and of those that are not; a loop begins with masks divided as its last."""
+    """Holds for masks that the state keeps and for others; a loop begins with masks divided as its last."""
     rules = (
       s24.Rule('up', s24.DotPolicy(s24.magnitude())), s24.Rule('down', s24.DotPolicy(s24.soft_threshold_projection()))
     )

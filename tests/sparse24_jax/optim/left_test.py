@@ -82,7 +82,7 @@ class LeftTest(parameterized.TestCase):
         ask()
 
   def test_updates_that_sum_to_zero(self):
-    """As those of SGD in front of a softmax do, over its features."""
+    """Those of SGD in front of a softmax sum to zero over its features."""
 
     def centred(params, i):
       return jax.tree.map(lambda g: g - g.mean(-1, keepdims=True), grads_of(params, i))
@@ -109,7 +109,7 @@ class LeftTest(parameterized.TestCase):
   )  # fmt: skip
   @pytest.mark.few(2)
   def test_no_false_alarm(self, case, dtype):
-    """Not for rounding, and not for wrappers that hold a step back."""
+    """Neither rounding nor wrappers that hold a step back raise one."""
     tx = {
       'plain': wrapped,
       'multi_steps': lambda: optax.MultiSteps(wrapped(), 2).gradient_transformation(),
@@ -244,7 +244,7 @@ class LeftTest(parameterized.TestCase):
 
   @parameterized.parameters(((6, 64, 64), (0,)), ((64, 6, 64), (1,)), ((3, 7, 67, 64), (0, 1)), ((600, 64, 4), (0,)))
   def test_every_slice_of_a_stacked_axis_is_looked_at(self, shape, stacked):
-    """Of six experts, the first and the fourth were."""
+    """Once only the first and the fourth of six experts were."""
     w = np.zeros(shape, np.float32)
     for axis in stacked:
       for i in range(shape[axis]):

@@ -44,7 +44,7 @@ def numbers_from_tensors() -> None:
 
 
 def products_of_bfloat16() -> None:
-  """To the interpreter bfloat16 is its bits, of which it makes products of whole numbers."""
+  """The interpreter takes bfloat16 for its bits, and multiplies these as whole numbers."""
   from triton import language as tl
   from triton.runtime import interpreter
 
