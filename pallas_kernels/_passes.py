@@ -134,8 +134,8 @@ def difference(found: Any, expected: Any) -> float:
 def copy_bandwidth(dtype: Any = jnp.uint32) -> float:
   """Bytes a millisecond of XLA's element-wise pass over half a GB, read and written.
 
-  Over words of four bytes that is a copy: on an H200 as fast as PyTorch's or Triton's, 4.28 TB/s. Over bfloat16, what
-  XLA makes of much else, it is 3.36 there.
+  Over words of four bytes that is a copy, as fast as PyTorch's or Triton's. Over bfloat16, as much of XLA's other code
+  is, it is slower.
   """
   bits = jax.random.bits(jax.random.key(0), (8192, 16384), jnp.uint32)
   x = bits if dtype == jnp.uint32 else jax.lax.bitcast_convert_type(bits, dtype)

@@ -1,8 +1,8 @@
 """Choice by measurement: verify candidates, time them in turns, take the fastest; `_records` keeps what was found.
 
 A candidate counts only after it agrees with the reference and gives the same bits on every run; a fast wrong answer is
-the failure this guards against (vendor libraries have shipped both kinds). Timings are interleaved: one burst after
-another differs by 4% with order and heat, rounds with idle gaps by less than 1%.
+the failure this guards against (vendor libraries have shipped both kinds). Timings are interleaved, with
+idle gaps: bursts one after another differ more, with order and heat.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -153,7 +153,7 @@ def sustained_ms(f: Callable[..., Any], args: Sequence[Array], *, seconds: float
   """Wall-clock time of a call in a loop of at least `seconds`: the clock and temperature that training sees.
 
   20 to 40 calls are queued at any time. A GPU that waits for the host now and then rests meanwhile: its clock
-  rises, and calls seem longer all the same (half a millisecond by 6%, one by 2%).
+  rises, and short calls seem longer all the same.
   """
   batch = 20
   before = jax.block_until_ready(f(*args))

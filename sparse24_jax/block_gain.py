@@ -97,7 +97,7 @@ def block_gain(
   epilogue makes them, XLA's projection of weights whose matmul stays dense in 16 bits, and the lower clock of a GPU
   that is kept busy. Where FP8 would be simulated, nothing is expected.
 
-  Gains are within 10% of what was measured (`docs/speed.md`).
+  `docs/speed.md` says how near these gains come to measured ones.
 
   Args:
     d: width of the model.

@@ -26,7 +26,7 @@ def mvue24(
   x_i / pi_i; where one entry exceeds the sum of the others it is kept as it is, and one of the others with probability
   a_i / (sum of the others). This has the smallest summed variance of all unbiased 2:4 estimators: S^2 / 2 - sum a^2, or
   R^2 - (a_1^2 + a_2^2 + a_3^2) with R = a_1 + a_2 + a_3 the sum of the others. The papers' code draws twice without
-  replacement, which is unbiased too and has about 6% more variance.
+  replacement, which is unbiased too and has more variance.
 
   Zeros stay zero and cause no NaN. Values beyond the dtype are clipped to its largest; magnitudes below 2^-124 may
   count as zero. A NaN or an infinity makes the first two entries of its group NaN, and is an error under

@@ -116,7 +116,7 @@ class NeuronLevelPlan:
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-  """Milliseconds of a block, forward and backward. Gains are 9 to 18% lower than measured (`docs/speed.md`).
+  """Milliseconds of a block, forward and backward. Measured gains were higher (`docs/speed.md`).
 
   Attributes:
     sparse_ms: with the kernels, packing of weights and activations included.

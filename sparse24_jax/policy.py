@@ -170,7 +170,7 @@ class ActivationPolicy:
       Beside `VNM` features these are neighbours (ours), of which the forward has left few. The same `VNM` as
       `features`: a block of neurons drops half of the tokens, as published.
     dense_features: share of the neurons, those most often active, whose weight gradients run dense, 0 to 1. 0.05 is
-      that of arXiv 2503.16672; two of four tokens beside `VNM` features lose next to nothing without.
+      that of arXiv 2503.16672.
     clusters: of neurons, to which tokens are sent; needs the state `'neurons'`, and `tokens` in blocks. None leaves
       tokens and neurons in their order.
     sparse_weights: whether the weights are 2:4 too, by the soft threshold of S-STE: up along its input, down along its

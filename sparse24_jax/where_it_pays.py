@@ -138,7 +138,7 @@ def where_it_pays(
   the gain still compare with dense training in 16 bits.
 
   Records are made in short bursts, and a GPU that is kept busy runs at a lower clock: sustained steps take longer,
-  dense and sparse ones alike, and gains are within 10% of what was measured (`docs/speed.md`).
+  dense and sparse ones alike. `docs/speed.md` says how near expected gains come to measured ones.
 
   Args:
     params: parameters, or their shapes (`jax.eval_shape` of the model's init).

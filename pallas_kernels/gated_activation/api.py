@@ -81,11 +81,9 @@ def activation_backward_pack(
   The same as `mvue_pack(dz, key, scale)` of the dz in the dtype of `z`, whose rounded values it samples: the operand is
   [features, tokens]. In float8 that dz is never written.
 
-  In float8 the scale must be known before. `activation_backward_amax` gives the maximum exactly by a pass that reads dh
-  and z: bytes an entry of an ungated dz in bfloat16 are 4 there and 5.6 here, against 6 for `activation_backward`, 2
-  for its maximum and 3.6 for `mvue_pack`; gated 3 and 4.6 against 5, 2 and 3.6. A bound costs less still: the
-  derivatives of 'gelu' and 'silu' stay below 1.13, so 1.13 amax(dh) bounds an ungated dz for 2 bytes, at the price of a
-  few of the 31 binades of e5m2.
+  In float8 the scale must be known before. `activation_backward_amax` gives the maximum exactly, by a pass that reads dh
+  and z. A bound costs fewer bytes (`pack/LOG.md`): the derivatives of 'gelu' and 'silu' stay below 1.13, so 1.13
+  amax(dh) bounds an ungated dz, at the price of a few of the 31 binades of e5m2.
 
   Args:
     dh: shape of h.

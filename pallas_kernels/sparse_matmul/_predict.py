@@ -1,8 +1,8 @@
 """How long the Hopper kernel should take with a setting, and which settings are worth timing.
 
-Waves of tiles times the steps of a tile. The constants are a fit to the 123 bfloat16 samples of an H100's first record
-(median error 3%, see `predicted_us`); a tuner needs no more than the order of the settings, and an untuned problem a
-setting that does not waste a wave.
+Waves of tiles times the steps of a tile. The constants are a fit to an H100's first record; `pallas_kernels/README.md`
+says how well it predicts. A tuner needs no more than the order of the settings, and an untuned problem a setting that
+does not waste a wave.
 """
 
 import dataclasses
@@ -172,7 +172,7 @@ def balanced(p: Problem, c: Config, num_sms: int) -> int:
 def of_neighbour(p: Problem, measured: Config, num_sms: int = H100_SMS) -> Config:
   """`measured`, the best setting of a problem of about this size, unless its tiles waste a wave of this one.
 
-  What no prediction covers is worth 3%, so the neighbour's setting is left for no less.
+  Predictions err by a few percent, so the neighbour's setting is given up only for a gain of more than 3%.
   """
   default = default_config(p, num_sms)
   if not fits(p, measured) or copies_a(p, measured):

@@ -1,6 +1,6 @@
 """A matmul on the GPU at hand: random data, the right answer, and compiled ways to it, sparse and dense.
 
-Data are random because power, hence the clock, depends on them: on zeros the same kernel runs 13% faster. The dense
+Data are random because power, hence the clock, depends on them: on zeros the same kernel runs faster. The dense
 baseline is the faster of XLA's two ways to write the matmul (A.B, or B^T.A^T with the transposition that the layout
 asks for), which are made in the same process since XLA's choice differs from one to the next, and which count only if
 they give what the kernels must.
@@ -242,7 +242,7 @@ def _dense(p: mosaic_gpu.Problem, args: Sequence[Array], *options: Any) -> _tuni
 def _fastest_dense(
   p: mosaic_gpu.Problem, args: Sequence[Array], compiled: Sequence[Any], expected: Array
 ) -> _tuning.Candidate:
-  """XLA's best right way here and now: from process to process what its own tuning finds differs by up to 4%."""
+  """XLA's best right way here and now: what its own tuning finds differs from process to process."""
   candidates, reasons = [], []
   for name, f in zip(_dense_ways(p), compiled, strict=True):
     candidate = _tuning.Candidate('dense', {'way': name}, f, args)

@@ -111,8 +111,8 @@ def sparse_matmul(
   Args:
     a: also a `CusparseltOperand`, which saves compressing it.
     config: the algorithm; None takes the fastest verified one of this very problem in the GPU's records (see
-      `tuned_config`). A problem without one runs the library's own choice, on an H100 up to 2.5 times slower than its
-      best; `python -m pallas_kernels tune sparse_matmul --backends cusparselt` adds to the records.
+      `tuned_config`). A problem without one runs the library's own choice, which may be much slower than its best;
+      `python -m pallas_kernels tune sparse_matmul --backends cusparselt` adds to the records.
     device: the GPU to build for; None is the current one.
 
   Raises:

@@ -1,8 +1,8 @@
 """Finds the fastest algorithm of cuSPARSELt that gives the right result, for the tuner and as a baseline.
 
-cuSPARSELt's own search returns ids whose results are wrong or change from run to run, and the id it takes by itself is
-up to 2.5 times slower than the best. So every id is timed briefly, the best few also with their sums split, and what is
-fastest goes on to be checked against the reference and repeated.
+cuSPARSELt's own search returns ids whose results are wrong or change from run to run, and the id it takes by itself may
+be much slower than the best. So every id is timed briefly, the best few also with their sums split, and the fastest are
+checked against the reference and repeated.
 """
 
 import collections

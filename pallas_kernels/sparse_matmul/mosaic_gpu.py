@@ -1,10 +1,9 @@
 """Sparse matmul for Hopper (sm_90a): a persistent, warp-specialised kernel around `wgmma.mma_async.sp` (`_kernel`).
 
-This is its back end: which calls it takes, how operands are padded for it, which settings it runs with. What bounds it,
-on an H100: the shared-memory port (reads of B for the tensor core), then power, then the last wave of tiles. Hence
-256 x 192 tiles (fewer bytes a product than 128 x 256), the split of the last wave (`_schedule`), and settings chosen by
-measurement (`Config`, `pallas_kernels/tuned`) or, where nothing was measured, by prediction (`_predict`).
-`pallas_kernels/README.md` has the log.
+This is its back end: which calls it takes, how operands are padded for it, which settings it runs with. Tiles of
+256 x 192 read fewer bytes a product than those of 128 x 256. The last wave of tiles is split (`_schedule`). Settings
+are chosen by measurement (`Config`, `pallas_kernels/tuned`) or, where nothing was measured, by prediction (`_predict`).
+`pallas_kernels/README.md` says what bounds the kernel, and has the log.
 """
 
 import dataclasses

@@ -116,7 +116,7 @@ def _below(upto, p: tl.constexpr, ones: tl.constexpr, M: tl.constexpr):
 def _best_by_rank(score, M: tl.constexpr):
   """The fourth largest score first, by merging sorted fours, then every column that reaches it: a bit a column.
 
-  A third of the instructions that 120 comparisons take. Ties with the fourth go to the lower columns.
+  That takes fewer instructions than 120 comparisons. Ties with the fourth go to the lower columns.
   """
   a = _sorted4(score[0], score[1], score[2], score[3])
   b = _sorted4(score[4], score[5], score[6], score[7])

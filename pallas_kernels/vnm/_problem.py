@@ -133,8 +133,8 @@ def place_of(cta: Any, first: Any, ctas: int) -> Any:
   """Place of a CTA among those of a launch as if each launch began with the GPC of SM 0.
 
   A launch fills one GPC after the other, always in the same order, but begins with another one each time. Neighbouring
-  places read the same columns of B, which L2 serves best to SMs of one GPC: on an H100, whose GPCs have 16 of 128 CTAs
-  each, columns end where GPCs do by place in every launch, by index in few. If a GPU differs it costs time, no more.
+  places read the same columns of B, which L2 serves best to SMs of one GPC. By place, columns end where GPCs do in
+  every launch of an H100; by index they do in few. On a GPU with other GPCs this costs time, no more.
 
   Args:
     cta: its index in the launch.

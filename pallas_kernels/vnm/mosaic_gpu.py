@@ -4,13 +4,10 @@ A tile has the rows of one block of A, so that one index serves it. Three warpgr
 produces, two consume. A's values and positions come by TMA, B's rows by `cp.async` (`_gather`). The consumers share the
 tile's columns or its rows.
 
-What bounds it, on an H100: shared memory, which wgmma reads and the copies write, bytes from L2, and power, by which
-the clock falls to 1.5 to 1.7 GHz. Blocks differ in their rows of B, so B cannot be multicast, and every tile of V rows
-reads 4 K / M rows of B, 8 K N R / (M V) bytes in all, whatever the tile's width. L2 is faster where SMs of one GPC ask
-for the same rows at about the same time: so 32 or 64 tiles of rows by 4 or 2 of columns are multiplied side by side (a
-launch fills one GPC after the other), and which tiles a CTA takes goes by where the launch began (`place_of`).
-128:2:16 is 4.0 to 4.6 times as fast as the dense matmul of the same matrix, 128:2:8 2.4 to 2.5 times, 64:2:8 1.6 times
-and 64:2:16 2.6 to 3.1 times. `LOG.md` has what was tried.
+Blocks differ in their rows of B, so B cannot be multicast. L2 is faster where SMs of one GPC ask for the same rows at
+about the same time. So 32 or 64 tiles of rows by 4 or 2 of columns are multiplied side by side (a launch fills one GPC
+after the other), and which tiles a CTA takes goes by where the launch began (`place_of`). `LOG.md` says what bounds it
+and what was tried.
 """
 
 from collections.abc import Callable
