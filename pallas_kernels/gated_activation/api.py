@@ -81,8 +81,8 @@ def activation_backward_pack(
   The same as `mvue_pack(dz, key, scale)` of the dz in the dtype of `z`, whose rounded values it samples: the operand is
   [features, tokens]. In float8 that dz is never written.
 
-  In float8 the scale must be known before. `activation_backward_amax` gives the maximum exactly, by a pass that reads dh
-  and z. A bound costs fewer bytes (`pack/LOG.md`): the derivatives of 'gelu' and 'silu' stay below 1.13, so 1.13
+  In float8 the scale must be known before. `activation_backward_amax` gives the maximum exactly, by a pass that reads
+  dh and z. A bound costs fewer bytes (`pack/LOG.md`): the derivatives of 'gelu' and 'silu' stay below 1.13, so 1.13
   amax(dh) bounds an ungated dz, at the price of a few of the 31 binades of e5m2.
 
   Args:
