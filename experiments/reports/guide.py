@@ -22,7 +22,9 @@ from sparse24_jax.recipe import Recipe
 
 RESULTS = Path(__file__).parents[1] / 'results'
 # Comparisons in which every method was tuned, with seeds.
-COMPARISONS = ('grid_nano.jsonl', 'grid_small.jsonl', 'race_h200_seeds.jsonl', 'race_h200_wide2048_3.jsonl')
+COMPARISONS = (
+  'grid_nano.jsonl', 'grid_small.jsonl', 'race_h200_124m.jsonl', 'race_h200_seeds.jsonl', 'race_h200_wide2048_3.jsonl',
+)  # fmt: skip
 GOALS = {
   'sooner': 'a loss after the fewest seconds',
   'quality': 'the lowest loss after as many steps',
@@ -179,13 +181,13 @@ def advise(
     gain = faster.get(title)
     time = 'times not known here' if gain is None else f'feed-forward block {gain:.2f} times as fast as dense here'
     losses = [each.said(device) for each in found.get(title, ())] or ['its loss is not known: no tuned comparison']
-    price = _prices([(e, title) for e, title in known if title in sparse])
+    price = _prices([e for e, title in known if title in sparse])
     return f'{title}: {time}; {"; ".join(losses)}.' + (f' At equal steps: {price}.' if price else '')
-  surely = [title for e, title in known if _below(e.percent)]
+  surely = [e.who for e, _ in known if _below(e.percent)]
   said = f'{", ".join(surely)}: below dense by more than its interval.' if surely else (
     'dense: no recipe was shown to end below it.'
   )
-  price = _prices([(e, title) for e, title in known if title in pays | _DENSE])
+  price = _prices([e for e, title in known if title in pays | _DENSE])
   return said + (f' The price of those that are faster: {price}.' if price else '')
 
 
@@ -226,10 +228,10 @@ def _soonest(candidates: Set[str], found: Mapping[str, Sequence[Evidence]], devi
   return '\n'.join([f'{advice}.', *parted])
 
 
-def _prices(known: Sequence[tuple[Evidence, str]]) -> str:
+def _prices(known: Sequence[Evidence]) -> str:
   """Losses above dense's, the lowest first."""
-  known = sorted(known, key=lambda each: statistics.fmean(each[0].percent))
-  return ', '.join(f'{title} {_interval(e.percent, "+.1f", "%")} ({e.where})' for e, title in known)
+  known = sorted(known, key=lambda e: statistics.fmean(e.percent))
+  return ', '.join(f'{e.who} {_interval(e.percent, "+.1f", "%")} ({e.where})' for e in known)
 
 
 def _below(values: Sequence[float]) -> bool:

@@ -56,6 +56,10 @@ def _race_of_three() -> list[dict[str, Any]]:
   return _race('race_h200_wide2048_3.jsonl', 'wide2048_3, rotary_qk_norm, 40 s each')
 
 
+def _race_of_124m() -> list[dict[str, Any]]:
+  return _race('race_h200_124m.jsonl', '124m, rotary_qk_norm, 1,600 steps each')
+
+
 def _tuned(name: str, title: str = 'nano, 1,500 steps each', against: str | None = None) -> str:
   return table.steps_markdown(_race(name, title), against)
 
@@ -78,6 +82,7 @@ TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
     'grid nano': lambda: _tuned('grid_nano.jsonl', 'nano, 4,000 steps each'),
     'grid decay': _decays,
     'grid small': lambda: _tuned('grid_small.jsonl', 'small, 900 steps each'),
+    'race of 124m at equal steps': lambda: table.steps_markdown(_race_of_124m()),
     'grid flops': lambda: _tuned('grid_flops_nano.jsonl', 'nano, 2,000 steps each', 'dense_small'),
     'grid flops cpu': lambda: _tuned('grid_flops_nano_cpu.jsonl', 'nano, 2,000 steps each', 'dense_small'),
     'papers': papers.markdown,
@@ -89,6 +94,7 @@ TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
     'tuned nano learnt': lambda: _tuned('compare_tuned_nano_learnt.jsonl'),
     'race': lambda: table.markdown(_race()),
     'race of three layers': lambda: table.markdown(_race_of_three()),
+    'race of 124m': lambda: table.markdown(_race_of_124m()),
     'race of all': lambda: table.markdown(_race('race_h200.jsonl', 'wide2048, rotary_qk_norm, 55 s each')),
   },
 }

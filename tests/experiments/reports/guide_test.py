@@ -43,7 +43,7 @@ class EvidenceTest(parameterized.TestCase):
     self.assertEqual(found['S-STE'], [])  # diverged
 
   @parameterized.parameters(
-    ((0.90, 0.92, 0.91), 'FST: below dense by more than its interval.'),
+    ((0.90, 0.92, 0.91), 'fst: below dense by more than its interval.'),
     ((0.90, 1.12, 0.91), 'dense: no recipe was shown to end below it.'),
     ((0.90,), 'dense: no recipe was shown to end below it.'),
   )
@@ -95,7 +95,7 @@ class EvidenceTest(parameterized.TestCase):
     found = self.evidence(*(record(name, seed, loss) for name, loss in ends.items() for seed in range(3)))
     where = '(nano, 9 steps each)'
     said = guide.advise('sparse', {'S-STE': 1.1}, found)
-    self.assertEndsWith(said, f'. At equal steps: SR-STE +1.0% ± 0.0% {where}, S-STE +3.0% ± 0.0% {where}.')
+    self.assertEndsWith(said, f'. At equal steps: sr_ste +1.0% ± 0.0% {where}, s_ste +3.0% ± 0.0% {where}.')
 
 
 def seeds_of(who, losses):
