@@ -9,8 +9,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import _device
 from sparse24_jax.availability import target
-from sparse24_jax.block_plan import BlockPlan
-from sparse24_jax.plan import plan_layer
+from sparse24_jax.block_plan import plan_block
 from sparse24_jax.recipe import Recipe
 from sparse24_jax.rules import match_rules
 from sparse24_jax.steps import Matmul, Step, total
@@ -111,7 +110,7 @@ def block_gain(
     device: folder of the records, as in `where_it_pays`.
 
   Raises:
-    ValueError: as `where_it_pays`.
+    ValueError: as `where_it_pays`; or the recipe gives the weights of the block several policies.
 
   >>> import sparse24_jax as s24
   >>> recipe = s24.recipes.transposable_srste('.*', masked_decay=1e-4)
@@ -130,10 +129,13 @@ def block_gain(
       f'{recipe.name} makes no sparse weight of {", ".join(f"{name}/kernel" for name in missing)}; block_gain takes a'
       ' recipe whose rules fit all weights of the block'
     )
-  block = BlockPlan(**{
-    name: plan_layer(dataclasses.replace(policies[name], implementation=None), tokens, *side, dtype, on=on)
-    for name, side in sides.items()
-  })  # fmt: skip
+  policy = policies['up']
+  if others := [name for name in sides if policies[name] != policy]:
+    raise ValueError(
+      f'{recipe.name} has another policy for up/kernel than for {", ".join(f"{name}/kernel" for name in others)}; a'
+      ' block runs by one, so price its layers by where_it_pays'
+    )
+  block = plan_block(dataclasses.replace(policy, implementation=None), tokens, sides, dtype, on=on)
 
   def priced(steps: Sequence[Step]) -> tuple[Part, ...]:
     return tuple(_part(step, on.device.slug) for step in steps)

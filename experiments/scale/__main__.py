@@ -38,9 +38,9 @@ _SIMULATION = textwrap.fill(
   'each other single rows for these. XLA for CPUs has no reduce-scatter and gathers weights as they are, 4 bytes '
   'each, not packed: here a '
   'sparse step that gathers as often as a dense one receives as much, and what it receives more, where layers run one '
-  'by one, are the transposes of feed-forward weights. `train` says of what one layer hands to the next that it stays '
-  'divided as the batch is. In a loop over layers XLA otherwise moved the activations in place of the weights, dense '
-  'and sparse: say so in your own models too ([guide](guide.md)).',
+  'by one, are the transposes of feed-forward weights. `train` constrains the activations between layers to '
+  'stay sharded like the batch. Without that XLA moved the activations in place of the weights in a loop over layers, '
+  'dense and sparse: do the same in your own models ([guide](guide.md)).',
   118, break_on_hyphens=False,
 )
 STEP = {'model': 'llama-3b', 'recipe': 'transposable_srste'}

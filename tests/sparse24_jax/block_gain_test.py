@@ -290,6 +290,11 @@ class BlockTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, 'dense makes no sparse weight of down/kernel, up/kernel; block_gain takes'):
       block_gain(64, 256, s24.recipes.dense(), tokens=64, device=H100)
 
+  def test_weights_of_several_policies_are_no_block(self):
+    two = s24.Recipe('two', (s24.Rule('up.*', FST.rules[0].policy), s24.Rule('down.*', FP8.rules[0].policy)))
+    with self.assertRaisesRegex(ValueError, 'two has another policy for up/kernel than for down/kernel; a block runs'):
+      block_gain(64, 256, two, tokens=64, device=H100)
+
 
 if __name__ == '__main__':
   absltest.main()
