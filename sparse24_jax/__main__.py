@@ -42,7 +42,7 @@ RECIPES: dict[str, Callable[[str], Recipe]] = {
   'transposable_srste': lambda path: recipes.transposable_srste(path, masked_decay=0.0),
 }
 # Those of which records tell something.
-PRICED = ('s_ste', 's_ste_fp8', 'sr_ste', 'transposable_srste')
+PRICED = ('neuron_level', 's_ste', 's_ste_fp8', 'sr_ste', 'transposable_srste')
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -91,17 +91,23 @@ def main(argv: list[str] | None = None) -> int:
   if args.gated:
     sides['gate'] = sides['up']
   params = {name: {'kernel': jax.ShapeDtypeStruct(side, args.weights)} for name, side in sides.items()}
-  recipe = RECIPES[args.recipe]('.*')
+  neurons = args.recipe == 'neuron_level'
+  recipe = recipes.neuron_level('up/.*', 'down/.*') if neurons else RECIPES[args.recipe]('.*')
   block_of = functools.partial(
     block_gain, args.d, args.hidden, tokens=args.tokens, micro_batches=args.micro_batches, gated=args.gated,
     weight_dtype=args.weights, device=device,
   )  # fmt: skip
   try:
-    found = where_it_pays(params, recipe, tokens=args.tokens, micro_batches=args.micro_batches, device=device)
-    block, exact = block_of(recipe), block_of(_with_exact_gradients(recipe))
+    block = block_of(recipe)
+    # Its two layers do not run by themselves, nor has it another way to a gradient.
+    exact = block if neurons else block_of(_with_exact_gradients(recipe))
+    found = [] if neurons else where_it_pays(
+      params, recipe, tokens=args.tokens, micro_batches=args.micro_batches, device=device
+    )  # fmt: skip
   except ValueError as error:
     parser.error(str(error))
-  print(table([layer.stacked(args.layers) for layer in found]))
+  if found:
+    print(table([layer.stacked(args.layers) for layer in found]))
   print(block_table(block))
   if args.parts:
     print(explain(block))

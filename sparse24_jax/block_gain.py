@@ -10,10 +10,12 @@ import jax.numpy as jnp
 from pallas_kernels import _device
 from sparse24_jax.availability import target
 from sparse24_jax.block_plan import plan_block
+from sparse24_jax.neuron_plan import joined_copies, plan_of, why_slower
+from sparse24_jax.policy import ActivationPolicy
 from sparse24_jax.recipe import Recipe
 from sparse24_jax.rules import match_rules
 from sparse24_jax.steps import Matmul, Step, total
-from sparse24_jax.where_it_pays import where_it_pays
+from sparse24_jax.where_it_pays import require_positive, where_it_pays
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,12 +98,13 @@ def block_gain(
   epilogue makes them, XLA's projection of weights whose matmul stays dense in 16 bits, and the lower clock of a GPU
   that is kept busy. Where FP8 would be simulated, nothing is expected.
 
-  `docs/speed.md` says how near these gains come to measured ones.
+  Of a recipe with sparse activations it is the squared-ReLU block, which stays dense where its kernels are not known to
+  pay. `docs/speed.md` says how near these gains come to measured ones.
 
   Args:
     d: width of the model.
     hidden: width of the hidden layer.
-    recipe: its rules must fit paths such as 'up/kernel', all alike.
+    recipe: its rules must fit paths such as 'up/kernel' and 'down/kernel'.
     tokens: of a micro-batch on one device.
     micro_batches: of an optimizer step, which share its packing of weights.
     gated: SwiGLU instead of GELU; what an activation computes does not matter to a pass over memory.
@@ -110,7 +113,8 @@ def block_gain(
     device: folder of the records, as in `where_it_pays`.
 
   Raises:
-    ValueError: as `where_it_pays`; or the recipe gives the weights of the block several policies.
+    ValueError: as `where_it_pays`, but for sparse activations, which have no gate; or the weights of the block have
+      several policies.
 
   >>> import sparse24_jax as s24
   >>> recipe = s24.recipes.transposable_srste('.*', masked_decay=1e-4)
@@ -121,6 +125,11 @@ def block_gain(
   on = target(_device.current().slug if device is None else device)
   sides = {'up': (d, hidden), 'down': (hidden, d)} | ({'gate': (d, hidden)} if gated else {})
   params = {name: {'kernel': jax.ShapeDtypeStruct(side, weight_dtype)} for name, side in sides.items()}
+  if policies := [rule.activation for rule in match_rules(params, recipe).values() if rule.activation is not None]:
+    if gated:
+      raise ValueError(f'{recipe.name} makes the activations of a squared-ReLU block sparse, which has no gate')
+    require_positive(tokens=tokens, micro_batches=micro_batches)
+    return _with_sparse_activations(policies[0], tokens, d, hidden, dtype, on.device.slug)
   found = where_it_pays(params, recipe, tokens=tokens, micro_batches=micro_batches, dtype=dtype, device=on.device.slug)
   layers = {layer.path for layer in found}
   policies = {path.split('/')[0]: rule.policy for path, rule in match_rules(params, recipe).items() if path in layers}
@@ -144,6 +153,19 @@ def block_gain(
   dense_fp8 = priced(block.dense_fp8_steps(jnp.dtype(weight_dtype).itemsize)) if block.fp8 else ()
   chosen, dense = (packing, *priced(block.steps)), priced(block.dense_steps)
   return BlockGain(chosen, dense, dense_fp8, block.packed_bytes, block.saved_bytes)
+
+
+def _with_sparse_activations(
+  policy: ActivationPolicy, tokens: int, d: int, hidden: int, dtype: Any, device: str
+) -> BlockGain:
+  """What `neuron_level_ffn` runs in the sparse phase; it packs its weights in every micro-batch."""
+  plan = plan_of(policy, tokens, d, hidden, dtype, device)
+  sparse, dense = (
+    tuple(_part(step, device) for step in joined_copies(steps)) for steps in (plan.steps, plan.dense_steps)
+  )
+  if why_slower(policy, tokens, d, hidden, dtype, device) is not None:
+    return BlockGain(dense, dense, (), 0, 0)
+  return BlockGain(sparse, dense, (), plan.packed_bytes, 0)
 
 
 def _part(step: Step, device: str) -> Part:

@@ -88,6 +88,11 @@ class NeuronLevelPlan:
     )  # fmt: skip
 
   @property
+  def packed_bytes(self) -> int:
+    """Bytes of the operands of both weights."""
+    return round(2 * self.d * self.hidden * (jnp.dtype(self.dtype).itemsize / 2 + 1 / 8))
+
+  @property
   def dense_steps(self) -> tuple[Step, ...]:
     """The steps of a dense block."""
     size = 5 * self.tokens * self.hidden * jnp.dtype(self.dtype).itemsize
@@ -132,11 +137,19 @@ class Expected:
     return self.dense_ms / self.sparse_ms
 
 
-def _together(steps: Sequence[Step]) -> list[Step]:
+def joined_copies(steps: Sequence[Step]) -> list[Step]:
   """Joins the passes at the speed of a copy into one, at the end: what each costs beside its bytes was not timed."""
   copies = [step for step in steps if isinstance(step, Pass) and step.moves and step.moves[0][0] == costs.COPY]
   size = math.fsum(size for step in copies for _, size in step.moves or ())
   return [*(step for step in steps if step not in copies), Pass('copies', ((costs.COPY, size),))]
+
+
+def plan_of(
+  policy: ActivationPolicy, tokens: int, d: int, hidden: int, dtype: DTypeLike, device: str
+) -> NeuronLevelPlan:
+  """The plan of a block on the kernels of a GPU, whether or not they pay."""
+  kernel = target(device).device.arch.kernel(api.OP)
+  return NeuronLevelPlan(policy, tokens, d, hidden, jnp.dtype(dtype).name, by_activations=kernel)
 
 
 def expected(
@@ -152,13 +165,13 @@ def expected(
     dtype: of activations and weights.
     device: folder of the records.
   """
-  kernel = target(device).device.arch.kernel(api.OP)
-  plan = NeuronLevelPlan(policy, tokens, d, hidden, jnp.dtype(dtype).name, by_activations=kernel)
+  plan = plan_of(policy, tokens, d, hidden, dtype, device)
+  kernel = plan.by_activations
   for timing in plan._timings[1:]:
     times = _records.expected_ms(device, timing.op, dict(timing.key))
     if kernel is None or times.get(kernel, math.inf) >= times.get('dense', 0.0):
       return None
-  sides = (_together(steps) for steps in (plan.steps, plan.dense_steps))
+  sides = (joined_copies(steps) for steps in (plan.steps, plan.dense_steps))
   sparse, dense = (total(step.expected_ms(device) for step in steps) for steps in sides)
   return None if sparse is None or dense is None else Expected(sparse, dense)
 
@@ -190,6 +203,13 @@ def why_dense(policy: ActivationPolicy, tokens: int, d: int, hidden: int, dtype:
     return 'V:N:M kernels cannot be divided by a mesh'
   if (reason := _triton.why_absent()) is not None:
     return f'the kernels need jax-triton, from the extra sparse24-jax[cuda]: {reason}'
+  return why_slower(policy, tokens, d, hidden, dtype, device.slug)
+
+
+def why_slower(
+  policy: ActivationPolicy, tokens: int, d: int, hidden: int, dtype: DTypeLike, device: str
+) -> str | None:
+  """Why the kernels do not take a block, or are not known to pay by the records of a GPU; None: they pay."""
   if not isinstance(policy.features, VNM) or policy.clusters:
     return f'{policy.clusters or "2:4 activations"} have no kernels'
   if not policy.sparse_weights:
@@ -201,7 +221,7 @@ def why_dense(policy: ActivationPolicy, tokens: int, d: int, hidden: int, dtype:
       return f'{size} {name} are no multiple of V = {v} and 16 M = {16 * m}'
   if d % 64 or tokens * hidden >= 2**31:
     return f'a width of {d} is no multiple of 64, or {tokens} x {hidden} activations are 2^31 or more'
-  found = expected(policy, tokens, d, hidden, dtype, device.slug)
+  found = expected(policy, tokens, d, hidden, dtype, device)
   if found is None:
     return f'no matmuls of {jnp.dtype(dtype).name} near these were measured on this GPU, or they lose there'
   if found.gain < LEAST_GAIN:

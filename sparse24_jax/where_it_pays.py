@@ -117,6 +117,13 @@ class LayerGain:
     return dataclasses.replace(self, **sizes)
 
 
+def require_positive(**numbers: int) -> None:
+  """ValueError for a number of tokens or micro-batches below 1."""
+  for name, number in numbers.items():
+    if number < 1:
+      raise ValueError(f'{name}={number} must be positive')
+
+
 def where_it_pays(
   params: Any, recipe: Recipe, *, tokens: int, micro_batches: int = 1, dtype: Any = jnp.bfloat16,
   device: str | None = None,
@@ -165,16 +172,13 @@ def where_it_pays(
   >>> [role.chosen for role in layer.roles], layer.gain > 1.3
   (['mosaic_gpu', 'mosaic_gpu', 'mosaic_gpu'], True)
   """
-  for name, number in (('tokens', tokens), ('micro_batches', micro_batches)):
-    if number < 1:
-      raise ValueError(f'{name}={number} must be positive')
+  require_positive(tokens=tokens, micro_batches=micro_batches)
   on = target(_device.current().slug if device is None else device)
   sparse = {path: rule for path, rule in match_rules(params, recipe).items() if rule.policy.projection is not None}
   if inside := [path for path, rule in sparse.items() if rule.activation is not None]:
     raise ValueError(
       f'where_it_pays: {listed(inside)}: a block with sparse activations runs other matmuls than its two layers do by'
-      ' themselves; sparse24_jax.neuron_plan.expected prices such a block, and recipe.with_dense(pattern) leaves it out'
-      ' here'
+      ' themselves; block_gain prices such a block, and recipe.with_dense(pattern) leaves it out here'
     )
   require_axes('where_it_pays', params, sparse, recipe)
   leaves = dict(leaves_by_path(params))

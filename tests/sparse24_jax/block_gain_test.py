@@ -12,7 +12,8 @@ import jax.numpy as jnp
 
 from pallas_kernels import _device, _records, _triton, costs
 import sparse24_jax as s24
-from sparse24_jax.block_gain import block_gain, block_table
+from sparse24_jax import neuron_plan
+from sparse24_jax.block_gain import block_gain, block_table, explain
 from sparse24_jax.packing import E4M3, pack
 from sparse24_jax.plan import plan_layer
 from sparse24_jax.where_it_pays import RoleGain, table
@@ -289,6 +290,27 @@ class BlockTest(parameterized.TestCase):
   def test_a_recipe_that_leaves_the_block_dense_is_refused(self):
     with self.assertRaisesRegex(ValueError, 'dense makes no sparse weight of down/kernel, up/kernel; block_gain takes'):
       block_gain(64, 256, s24.recipes.dense(), tokens=64, device=H100)
+
+  def test_a_block_with_sparse_activations_is_that_of_the_plan(self):
+    recipe, sizes = s24.recipes.neuron_level('up/.*', 'down/.*'), dict(tokens=16384, device=H100)
+    block, expected = block_gain(4096, 16384, recipe, **sizes), neuron_plan.expected(
+      s24.ActivationPolicy(), 16384, 4096, 16384, 'bfloat16', H100
+    )  # fmt: skip
+    assert expected is not None and block.expected_ms is not None and block.dense_ms is not None
+    self.assertAlmostEqual(block.expected_ms, expected.sparse_ms, places=9)
+    self.assertAlmostEqual(block.dense_ms, expected.dense_ms, places=9)
+    self.assertEqual(block.packed_bytes, 2 * 4096 * 16384 * 9 // 8)
+    self.assertIn('  dW of up                     mosaic_gpu', explain(block))
+
+  @parameterized.parameters((16384, 64, 256), (16385, 4096, 16384))
+  def test_sparse_activations_that_do_not_pay_are_dense(self, tokens, d, hidden):
+    block = block_gain(d, hidden, s24.recipes.neuron_level('up/.*', 'down/.*'), tokens=tokens, device=H100)
+    self.assertEqual((block.chosen, block.packed_bytes), (block.dense, 0))
+
+  @parameterized.parameters((dict(gated=True, tokens=64), 'has no gate'), (dict(tokens=0), 'tokens=0 must be positive'))
+  def test_sparse_activations_refuse(self, sizes, message):
+    with self.assertRaisesRegex(ValueError, message):
+      block_gain(64, 256, s24.recipes.neuron_level('up/.*', 'down/.*'), device=H100, **sizes)
 
   def test_weights_of_several_policies_are_no_block(self):
     two = s24.Recipe('two', (s24.Rule('up.*', FST.rules[0].policy), s24.Rule('down.*', FP8.rules[0].policy)))

@@ -62,7 +62,7 @@ class CommandTest(parameterized.TestCase):
     self.assertEqual({line[4] for line in lines}, {'3' if options else '1'})
     self.assertEqual(lines[0][1:4], ['16384', 'x', '4096'])
 
-  @parameterized.parameters(*command.PRICED)
+  @parameterized.parameters(*(recipe for recipe in command.PRICED if recipe != 'neuron_level'))  # has no layers
   def test_recipes(self, recipe):
     code, lines = run(*ARGS, '--device', DEVICE, '--recipe', recipe)
     self.assertEqual(code, 0)
@@ -89,6 +89,12 @@ class CommandTest(parameterized.TestCase):
     *_, of_many = run(*ARGS, '--device', DEVICE, '--layers', '3')[1]
     self.assertStartsWith(block, 'one block: ')
     self.assertEqual(of_many, block)
+
+  def test_a_block_with_sparse_activations(self):
+    status, lines = run(*ARGS, '--recipe', 'neuron_level', '--device', DEVICE, '--parts')
+    self.assertEqual(status, 0)
+    self.assertRegex(lines[0], r'^one block: .* as chosen, .* dense, 1\.\d\dx; 144 MB packed$')
+    self.assertTrue(any(re.match(r'  dW of up +mosaic_gpu', line) for line in lines))
 
   def test_parts_add_up(self):
     _, lines = run(*ARGS, '--device', DEVICE, '--recipe', 's_ste_fp8', '--gated', '--parts')
