@@ -123,12 +123,14 @@ def comparable_flips(a: Runs, b: Runs) -> list[tuple[RunRecord, RunRecord]]:
 
   return [
     (x, y) for x, y in pairs
-    if scale(x) is not None and scale(x) == scale(y) and len(x.flip_curve()[0]) and len(y.flip_curve()[0])
+    if scale(x) is not None and scale(x) == scale(y) and x.flip_summary() and y.flip_summary()
   ]
 
 
 def _tails(x: RunRecord, y: RunRecord) -> tuple[float, float]:
-  """Mean flip rates of both over the last tenth of the sparse phase of `x`."""
+  """Mean flip rates of both over the last tenth of the sparse phase of `x`; of records each over its own."""
+  if not (x.train and y.train):
+    return x.flip_summary()['tail'], y.flip_summary()['tail']
   out = []
   for run in (x, y):
     steps, rates = run.flip_curve()
@@ -137,18 +139,39 @@ def _tails(x: RunRecord, y: RunRecord) -> tuple[float, float]:
   return out[0], out[1]
 
 
+def _at_equal_steps(x: RunRecord, y: RunRecord) -> bool:
+  """Whether `_tails` are of the same steps, and so of the same learning rate, with which flip rates fall."""
+  return bool(x.train and y.train) or x.sparse_end == y.sparse_end
+
+
+_OTHER_STEPS = ' The learning rate differs between these steps, so the rates cannot be compared.'
+
+
+def flips_in_short(a: Runs, b: Runs) -> str:
+  """Peak and late flip rates of records, means over seeds, and until which steps."""
+  pairs = comparable_flips(a, b)
+  tails = np.mean([_tails(x, y) for x, y in pairs], axis=0)
+  (x, y), peak = pairs[0], np.mean([x.flip_summary()['peak'] for x, _ in pairs])
+  late, dense = (f'{tail:.1e} before step {run.sparse_end:,}' for tail, run in zip(tails, (x, y), strict=True))
+  return f'flip rate {peak:.1e} at its peak, {late}; {b[0].label} {dense}'
+
+
 def _flips_settle(a: Runs, b: Runs) -> tuple[Verdict, str] | None:
   if not (pairs := comparable_flips(a, b)):
     return None
-  held, texts = [], []
+  settled, below, texts = [], [], []
   for fst, dense in pairs:
     summary, (tail, dense_tail) = fst.flip_summary(), _tails(fst, dense)
-    held.append(summary['peak'] > 2 * tail and tail < dense_tail)
+    settled.append(summary['peak'] > 2 * tail)
+    below.append(tail < dense_tail)
     texts.append(
       f'seed {fst.seed}: peak {summary["peak"]:.2e} at step {summary["peak_step"]}, then {tail:.2e} at the end of the '
       f'sparse phase against {dense_tail:.2e} for dense'
     )
-  return ('agrees' if all(held) else 'disagrees'), '; '.join(texts) + '.'
+  text = '; '.join(texts) + '.'
+  if all(settled) and not all(itertools.starmap(_at_equal_steps, pairs)):
+    return 'open', text + _OTHER_STEPS
+  return ('agrees' if all(settled + below) else 'disagrees'), text
 
 
 def _flips_stay_without_decay(a: Runs, b: Runs) -> tuple[Verdict, str] | None:
@@ -156,6 +179,8 @@ def _flips_stay_without_decay(a: Runs, b: Runs) -> tuple[Verdict, str] | None:
     return None
   tails = [(run.seed, *_tails(run, dense)) for run, dense in pairs]
   text = '; '.join(f'seed {seed}: {tail:.2e} without decay, {dense:.2e} for dense' for seed, tail, dense in tails)
+  if not all(itertools.starmap(_at_equal_steps, pairs)):
+    return 'open', f'{text}.{_OTHER_STEPS}'
   return ('agrees' if all(tail > dense for _, tail, dense in tails) else 'disagrees'), text + '.'
 
 
@@ -171,6 +196,7 @@ _MORE_DENSE_NEURONS = ('neuron_level_dense_neurons', 'neuron_level_128_dense_neu
 _TWO_OF_FOUR_TOKENS = (
   'neuron_level_two_of_four_tokens', 'neuron_level_two_of_four_tokens_even', 'neuron_level_128_two_of_four_tokens',
 )  # fmt: skip
+OF_FLIPS = (_flips_settle, _flips_stay_without_decay)
 # Claim, source, how it is judged, and of which pairs of methods: each pair by itself, so that no setting is picked.
 CLAIMS: Sequence[tuple[str, str, Callable[[Runs, Runs], tuple[Verdict, str] | None], Sequence[tuple[str, str]]]] = (
   ('FST reaches the quality of dense training.', FST, _reaches, [('fst', 'dense')]),

@@ -9,6 +9,7 @@ from typing import Any
 
 from experiments.race import table
 from experiments.reports import claims, provenance
+from experiments.runs.experiment import load_config
 from experiments.runs.records import group, RunRecord
 
 # Comparisons -> what a row calls them; those of which every method was tuned come first.
@@ -24,8 +25,8 @@ FILES: Mapping[str, str] = {
 
 def markdown() -> str:
   """A row a claim."""
-  compared = [(where, [*group(runs(name)).values()]) for name, where in FILES.items()]
-  lines = ['| claim | paper | here †, nats and 95% interval |', '| --- | --- | --- |']
+  compared = [(where + _mark(name), [*group(runs(name)).values()]) for name, where in FILES.items()]
+  lines = ['| claim | paper | here, nats and 95% interval |', '| --- | --- | --- |']
   for claim, source, judge, pairs in claims.CLAIMS:
     said: dict[str, list[str]] = {}
     for where, groups in compared:
@@ -39,11 +40,18 @@ def markdown() -> str:
               of = f'{a[0].label}, ' if len({ours for ours, _ in pairs}) > 1 else f'against {b[0].label}, '
             half = claims.half_width(differences)
             difference = f'{statistics.fmean(differences):+.4f} ± {half:.4f}'
+            if judge in claims.OF_FLIPS:
+              difference = claims.flips_in_short(a, b)
             said.setdefault(found[0], []).append(f'{difference} ({of}{where}, {len(differences)} seeds)')
     evidence = '; '.join(f'**{verdict}** {", ".join(said[verdict])}' for verdict in sorted(said))
     paper = re.search(r'\d{4}\.\d{5}', source)
     lines.append(f'| {claim} | {paper[0] if paper else "ours"} | {evidence or "not by these records"} |')
   return '\n'.join(lines)
+
+
+def _mark(name: str) -> str:
+  """A dagger for a file of which some records do not stand by themselves."""
+  return f' {provenance.DAGGER}' if any(map(provenance.faults, provenance.read(name))) else ''
 
 
 def runs(name: str) -> list[RunRecord]:
@@ -65,13 +73,19 @@ def runs(name: str) -> list[RunRecord]:
 
 
 def run_of(record: Mapping[str, Any]) -> RunRecord:
-  """A run as its record tells it."""
+  """A run as its record tells it: losses without their curves, and the peak and the tail of flip rates."""
+  scale = load_config(record['experiment']).recipe.flip_rate
   config = {
     'method': record['method'], 'label': record['label'], 'seed': record['seed'], 'steps': record['steps'],
     'model': record['model'], 'data': {'corpus': record['corpus']}, 'optimizer': record['optimizer'],
-    'recipe': {'name': record['recipe'], 'kwargs': record['recipe_kwargs'], 'flip_rate': 'step'},
+    'recipe': {'name': record['recipe'], 'kwargs': record['recipe_kwargs'], 'flip_rate': scale},
   }  # fmt: skip
   origin = {key: record.get(key) for key in ('device', 'python', 'versions', 'commit', 'command')}
   end: Sequence[Mapping[str, Any]] = ({'step': record['steps'], 'loss': record['validation_loss']},)
-  summary = {'seconds': record['seconds'], 'spent': record.get('spent', {})}
+  summary = {
+    'seconds': record['seconds'], 'spent': record.get('spent', {}),
+    # Of a record that does not say where its sparse phase ends, nobody can say of which steps the tail is.
+    'flip_rate': record['flip_rate'] if 'sparse_steps' in record else {},
+    'sparse_end': record.get('sparse_steps') or record['steps'],
+  }  # fmt: skip
   return RunRecord(Path(record['experiment']), config, origin, (), tuple(end), (), summary)

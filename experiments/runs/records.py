@@ -76,7 +76,9 @@ class RunRecord:
 
   @property
   def sparse_end(self) -> int:
-    """Last logged step of the sparse phase; the last step of all for runs without one."""
+    """Last logged step of the sparse phase; the last step of all for runs without one. Of a record what it keeps."""
+    if not self.train:
+      return (self.summary or {}).get('sparse_end', 0)
     sparse = [record['step'] for record in self.train if record['phase'] == 'sparse']
     return sparse[-1] if sparse else (self.train[-1]['step'] if self.train else 0)
 
@@ -147,8 +149,10 @@ class RunRecord:
     """The flip-rate curve in four numbers: peak, its step, mean over the tenth before `end`, last value.
 
     Args:
-      end: a step; None is the end of the run's own sparse phase.
+      end: a step; None is the end of the run's own sparse phase, the only one that a record without a curve knows.
     """
+    if not self.train:
+      return dict((self.summary or {}).get('flip_rate', {}))
     end = end or self.sparse_end
     steps, rates = self.flip_curve()
     if not len(rates):
