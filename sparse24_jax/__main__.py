@@ -81,8 +81,8 @@ def main(argv: list[str] | None = None) -> int:
   known = _records.measured_devices()
   measured = [p.parent.name for p in _records.paths_of(_records.TUNED, device, 'sparse_matmul') if p.exists()]
   if measured and measured != [device]:
-    what = 'what is not near anything measured on' if device in measured else 'nothing was measured on'
-    print(f'{what} {device!r}: times of {measured[-1]!r}, which has the same chip')
+    what = 'for sizes far from all that was measured on' if device in measured else 'nothing was measured on'
+    print(f'{what} {device!r}, times are those of {measured[-1]!r}, which has the same chip')
   elif not measured and not (device == here.slug and _checks.possible(here, 'sparse_matmul')):
     run = 'python -m pallas_kernels tune sparse_matmul'
     print(f'nothing was measured on {device!r}; pass --device, one of {known}, or run: {run}')

@@ -1,6 +1,6 @@
 """Expected time of a feed-forward block, forward and backward, part by part: sparse as chosen, dense, dense in FP8."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 from typing import Any
 
@@ -46,6 +46,7 @@ class BlockGain:
       micro-batch; empty where the policy is none of FP8.
     packed_bytes: of the operands of its weights.
     saved_bytes: what x and h, which the backward keeps, take less in FP8. The peak of memory need not shrink so.
+    why_dense: why a block with sparse activations stays dense; `chosen` is then `dense`. None of all other blocks.
 
   >>> from sparse24_jax.block_gain import BlockGain, Part
   >>> block = BlockGain((Part('packed weights', 0.5), Part('y of up', 1.5)), (Part('forward of up', 3.0),), (), 0, 0)
@@ -58,6 +59,7 @@ class BlockGain:
   dense_fp8: tuple[Part, ...]
   packed_bytes: int
   saved_bytes: int
+  why_dense: str | None = None
 
   @property
   def expected_ms(self) -> float | None:
@@ -99,7 +101,11 @@ def block_gain(
   that is kept busy. Where FP8 would be simulated, nothing is expected.
 
   Of a recipe with sparse activations it is the squared-ReLU block, which stays dense where its kernels are not known to
-  pay. `docs/speed.md` says how near these gains come to measured ones.
+  pay; `why_dense` says why. It packs its weights in every micro-batch and takes them in `dtype` only, so
+  `micro_batches` and `weight_dtype` change nothing: a cast of weights that are stored otherwise is not counted, nor is
+  it of the dense block.
+
+  `docs/speed.md` says how near these gains come to measured ones.
 
   Args:
     d: width of the model.
@@ -114,7 +120,7 @@ def block_gain(
 
   Raises:
     ValueError: as `where_it_pays`, but for sparse activations, which have no gate; or the weights of the block have
-      several policies.
+      several policies, of activations too.
 
   >>> import sparse24_jax as s24
   >>> recipe = s24.recipes.transposable_srste('.*', masked_decay=1e-4)
@@ -125,14 +131,16 @@ def block_gain(
   on = target(_device.current().slug if device is None else device)
   sides = {'up': (d, hidden), 'down': (hidden, d)} | ({'gate': (d, hidden)} if gated else {})
   params = {name: {'kernel': jax.ShapeDtypeStruct(side, weight_dtype)} for name, side in sides.items()}
-  if policies := [rule.activation for rule in match_rules(params, recipe).values() if rule.activation is not None]:
+  rules = match_rules(params, recipe)
+  activations = {path: rules[path].activation if path in rules else None for path in ('up/kernel', 'down/kernel')}
+  if any(rule.activation is not None for rule in rules.values()):
     if gated:
       raise ValueError(f'{recipe.name} makes the activations of a squared-ReLU block sparse, which has no gate')
     require_positive(tokens=tokens, micro_batches=micro_batches)
-    return _with_sparse_activations(policies[0], tokens, d, hidden, dtype, on.device.slug)
+    return _with_sparse_activations(_shared(activations, recipe), tokens, d, hidden, dtype, on.device.slug)
   found = where_it_pays(params, recipe, tokens=tokens, micro_batches=micro_batches, dtype=dtype, device=on.device.slug)
   layers = {layer.path for layer in found}
-  policies = {path.split('/')[0]: rule.policy for path, rule in match_rules(params, recipe).items() if path in layers}
+  policies = {path.split('/')[0]: rule.policy for path, rule in rules.items() if path in layers}
   if missing := sorted(sides.keys() - policies.keys()):
     raise ValueError(
       f'{recipe.name} makes no sparse weight of {", ".join(f"{name}/kernel" for name in missing)}; block_gain takes a'
@@ -155,6 +163,18 @@ def block_gain(
   return BlockGain(chosen, dense, dense_fp8, block.packed_bytes, block.saved_bytes)
 
 
+def _shared(activations: Mapping[str, ActivationPolicy | None], recipe: Recipe) -> ActivationPolicy:
+  """The one activation policy of all weights of a block, which are named by their paths."""
+  policy, *others = activations.values()
+  if policy is None or any(other != policy for other in others):
+    found = '; '.join(f'{path} has {policy or "none"}' for path, policy in activations.items())
+    raise ValueError(
+      f'{recipe.name} has not one activation policy for the weights of the block: {found}; a block runs by one, so give'
+      ' the rules of both weights the same, as recipes.neuron_level does'
+    )
+  return policy
+
+
 def _with_sparse_activations(
   policy: ActivationPolicy, tokens: int, d: int, hidden: int, dtype: Any, device: str
 ) -> BlockGain:
@@ -163,8 +183,8 @@ def _with_sparse_activations(
   sparse, dense = (
     tuple(_part(step, device) for step in joined_copies(steps)) for steps in (plan.steps, plan.dense_steps)
   )
-  if why_slower(policy, tokens, d, hidden, dtype, device) is not None:
-    return BlockGain(dense, dense, (), 0, 0)
+  if (reason := why_slower(policy, tokens, d, hidden, dtype, device)) is not None:
+    return BlockGain(dense, dense, (), 0, 0, reason)
   return BlockGain(sparse, dense, (), plan.packed_bytes, 0)
 
 
@@ -190,6 +210,8 @@ def block_table(block: BlockGain) -> str:
   line += f'; {block.packed_bytes / 2**20:.0f} MB packed'
   if block.saved_bytes:
     line += f', x and h kept in 8 bits: {block.saved_bytes / 2**20:.0f} MB less'
+  if block.why_dense is not None:
+    line += f'; stays dense: {block.why_dense}'
   return line
 
 

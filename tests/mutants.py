@@ -164,6 +164,8 @@ MUTANTS = _of(
    'if rule.activation is True]:', 'only_where_it_pays_test.py', 'choose_for_themselves'),
   ('a block has one policy', 'block_gain.py', 'if policies[name] != policy]:', 'if policies[name] is None]:',
    'block_gain_test.py', 'several_policies'),
+  ('a block has one activation policy', 'block_gain.py', 'or any(other != policy for other in others):',
+   'or False:', 'block_gain_test.py', 'both_weights_or_refused'),
   ('a state of another recipe is refused', 'optim/_identity.py', 'fine = jnp.all(identity.made_by == own.ravel())',
    'fine = True', 'integration/identity_test.py', 'tree_of_another'),
   ('a state says of which phase its last step was', 'optim/sparse_training.py',

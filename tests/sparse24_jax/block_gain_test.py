@@ -1,6 +1,7 @@
 """Expected times in FP8 and of whole blocks: sums by hand over made-up records; shipped ones beside measurements."""
 
 import contextlib
+import dataclasses
 import json
 import math
 import pathlib
@@ -306,6 +307,42 @@ class BlockTest(parameterized.TestCase):
   def test_sparse_activations_that_do_not_pay_are_dense(self, tokens, d, hidden):
     block = block_gain(d, hidden, s24.recipes.neuron_level('up/.*', 'down/.*'), tokens=tokens, device=H100)
     self.assertEqual((block.chosen, block.packed_bytes), (block.dense, 0))
+    reason = neuron_plan.why_slower(s24.ActivationPolicy(), tokens, d, hidden, 'bfloat16', H100)
+    assert reason is not None
+    self.assertEqual(block.why_dense, reason)
+    self.assertEndsWith(block_table(block), f'; stays dense: {reason}')
+
+  def test_a_block_that_stays_dense_gains_nothing(self):
+    recipe = s24.recipes.neuron_level('up/.*', 'down/.*')
+    block = block_gain(4096, 16384, recipe, tokens=16385, device=H100)
+    self.assertEqual((block.gain, block.expected_ms), (1.0, block.dense_ms))
+    pays = block_gain(4096, 16384, recipe, tokens=16384, device=H100)
+    self.assertIsNone(pays.why_dense)
+    self.assertNotIn('stays dense', block_table(pays))
+
+  def test_of_sparse_activations_micro_batches_and_stored_weights_change_nothing(self):
+    recipe, sizes = s24.recipes.neuron_level('up/.*', 'down/.*'), dict(tokens=16384, device=H100)
+    other = block_gain(4096, 16384, recipe, micro_batches=4, weight_dtype=jnp.float32, **sizes)
+    self.assertEqual(other, block_gain(4096, 16384, recipe, **sizes))
+
+  @parameterized.parameters(
+    ('up', None, 'up/kernel has ActivationPolicy.*; down/kernel has none; .*give the rules of both weights the same'),
+    ('down', None, 'up/kernel has none; down/kernel has ActivationPolicy'),
+    ('up', s24.ActivationPolicy(s24.VNM(128, 16)), 'up/kernel has .*VNM.*m=8.*; down/kernel has .*VNM.*m=16'),
+  )
+  def test_sparse_activations_are_of_both_weights_or_refused(self, name, other, message):
+    up, down = s24.recipes.neuron_level('up/.*', 'down/.*').rules
+    rules = {'up': up, 'down': down}
+    if other is not None:
+      chosen = (up, dataclasses.replace(down, activation=other))
+    else:
+      chosen = tuple(r if n == name else dataclasses.replace(r, activation=None) for n, r in rules.items())
+    for of in (chosen, chosen[::-1]):
+      with self.assertRaisesRegex(ValueError, f'half has not one activation policy .*{message}'):
+        block_gain(4096, 16384, s24.Recipe('half', of), tokens=16384, device=H100)
+    if other is None:
+      with self.assertRaisesRegex(ValueError, message):
+        block_gain(4096, 16384, s24.Recipe('half', (rules[name],)), tokens=16384, device=H100)
 
   @parameterized.parameters((dict(gated=True, tokens=64), 'has no gate'), (dict(tokens=0), 'tokens=0 must be positive'))
   def test_sparse_activations_refuse(self, sizes, message):

@@ -96,6 +96,16 @@ class CommandTest(parameterized.TestCase):
     self.assertRegex(lines[0], r'^one block: .* as chosen, .* dense, 1\.\d\dx; 144 MB packed$')
     self.assertTrue(any(re.match(r'  dW of up +mosaic_gpu', line) for line in lines))
 
+  def test_says_why_sparse_activations_stay_dense(self):
+    args = ('where-it-pays', '--tokens', '16385', '--d', '4096', '--hidden', '16384', '--recipe', 'neuron_level')
+    _, (line,) = run(*args, '--device', DEVICE)
+    self.assertRegex(line, r', 1\.00x; .*; stays dense: 16385 tokens are no multiple of V = 64 and 16 M = 128$')
+
+  def test_says_whose_times_serve_another_gpu(self):
+    _, (line, *_) = run(*ARGS, '--device', 'h200')
+    far = "for sizes far from all that was measured on 'nvidia_h200'"
+    self.assertEqual(line, f"{far}, times are those of '{DEVICE}', which has the same chip")
+
   def test_parts_add_up(self):
     _, lines = run(*ARGS, '--device', DEVICE, '--recipe', 's_ste_fp8', '--gated', '--parts')
     (block,) = (line for line in lines if line.startswith('one block: '))
@@ -116,8 +126,8 @@ class CommandTest(parameterized.TestCase):
     def block(d, hidden, recipe, **kwargs):
       (rule,) = recipe.rules
       gain = gains[rule.policy.weight_grad == 'dense']
-      parts = [(Part('all', ms),) for ms in (None if gain is None else 1 / gain, 1.0)]
-      return BlockGain(*parts, (), 0, 0)
+      chosen, dense = ((Part('all', ms),) for ms in (None if gain is None else 1 / gain, 1.0))
+      return BlockGain(chosen, dense, (), 0, 0)
 
     with mock.patch.object(command, 'block_gain', block):
       lines = run('where-it-pays', '--tokens', '2048', '--d', '1024', '--hidden', '4096', '--device', DEVICE)[1]
