@@ -1,6 +1,7 @@
 """Random keys for the matmuls of a function."""
 
 import dataclasses
+from typing import Any
 
 import jax
 from jax import Array
@@ -38,6 +39,27 @@ class Keys:
   def inside(self, key: Array | None) -> 'Keys':
     """The keys for a part of the function that is given `key` as an argument."""
     return Keys(key, self.count)
+
+
+def require_key(key: Any) -> None:
+  """ValueError unless it is None or one random key: a typed one, or its words as `jax.random.PRNGKey` gives them."""
+  if key is None:
+    return
+  dtype, shape = getattr(key, 'dtype', None), getattr(key, 'shape', None)
+  if dtype is None or shape is None:
+    found = f'a {type(key).__name__}'
+  elif jnp.issubdtype(dtype, jax.dtypes.prng_key):
+    if shape == ():
+      return
+    found = f'keys of shape {shape}, not one'
+  elif dtype == jnp.uint32 and shape in ((2,), (4,)):  # threefry and rbg
+    return
+  else:
+    found = f'{dtype} of shape {shape}'
+  raise ValueError(
+    f'the third argument must be a PRNG key or None: f(params, variables, key, ...); found {found}. Give'
+    ' jax.random.key(seed) there, or None where nothing is sampled, and the arguments of the function behind it'
+  )
 
 
 def _is_traced_threefry(key: Array | None) -> bool:

@@ -20,7 +20,7 @@ from sparse24_jax.binding.altered import Altered
 from sparse24_jax.binding.blocks import PAIRS, why_apart
 from sparse24_jax.binding.bound import bind_traced, Bound, BoundWeight
 from sparse24_jax.binding.interpreter import run
-from sparse24_jax.binding.keys import Keys
+from sparse24_jax.binding.keys import Keys, require_key
 from sparse24_jax.binding.notes import how_lost
 from sparse24_jax.binding.origin import FITS, is_fingerprint, NNX_FITS, others, require_fits, spoiled
 from sparse24_jax.binding.reading import (
@@ -76,6 +76,7 @@ def sparse_function(f: Callable[..., Any], recipe: Recipe, *, phase: PhaseName) 
       raise _called_as_before(f, f'{" and ".join(absent)} {"is" if len(absent) == 1 else "are"} not given')
     if not (variables is None or isinstance(variables, Mapping)):
       raise _called_as_before(f, f'variables is a {type(variables).__name__}')
+    require_key(key)
     try:
       return run(params, variables, key, args, kwargs)
     except TypeError as error:

@@ -5,7 +5,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparse24_jax.binding.keys import Keys
+import sparse24_jax as s24
+from sparse24_jax.binding.keys import Keys, require_key
 
 MANY = 150  # more than are made at once
 
@@ -53,6 +54,31 @@ class KeysTest(parameterized.TestCase):
     for reader in readers:
       for read in reader.invars:
         self.assertTrue(any(read is each for each in hidden), reader)
+
+  def test_what_is_no_key_is_refused_where_it_is_given(self):
+    params, f = {'w': jnp.ones((8, 4))}, lambda p, tokens: tokens.astype(jnp.float32) @ p['w']
+    key, tokens = jax.random.key(0), jnp.ones((2, 8), jnp.int32)
+    for phase in ('sparse', 'dense'):
+      recipe = s24.recipes.ste('w')
+      variables = s24.sparse_variables(params, None, recipe, phase=phase)
+      sparse = s24.sparsify(f, recipe, phase=phase)
+      for given in (None, key, jax.random.PRNGKey(0), np.asarray(jax.random.PRNGKey(0))):
+        self.assertEqual(sparse(params, variables, given, tokens).shape, (2, 4))
+        self.assertEqual(jax.jit(sparse)(params, variables, given, tokens).shape, (2, 4))
+      keys = jax.random.split(key, 3)
+      many = jax.vmap(sparse, (None, None, 0, None))(params, variables, keys, tokens)
+      self.assertEqual(many.shape, (3, 2, 4))
+      for bad, found in ((tokens, r'int32 of shape \(2, 8\)'), (keys, r'keys of shape \(3,\)'), (0, 'a int')):
+        message = rf'the third argument must be a PRNG key or None: f\(params, variables, key, ...\); found {found}'
+        for call in (sparse, jax.jit(sparse)) if hasattr(bad, 'dtype') else (sparse,):
+          with self.assertRaisesRegex(ValueError, message):
+            call(params, variables, bad, key)
+
+  @parameterized.parameters('threefry2x32', 'rbg', 'unsafe_rbg')
+  def test_keys_of_each_kind_pass(self, impl):
+    key = jax.random.key(0, impl=impl)
+    for each in (key, jax.random.key_data(key), jax.eval_shape(lambda: key)):
+      require_key(each)
 
 
 if __name__ == '__main__':
