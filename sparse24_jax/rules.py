@@ -121,9 +121,22 @@ def matched_rules(params: Any, recipe: Recipe) -> dict[str, Rule]:
       raise ValueError(
         f'rule {rule.path!r} of recipe {recipe.name!r} decides for no weight; weights are {weights}: a rule takes'
         ' those whose whole path it matches and no earlier rule does'
+        f'{_meant_deeper(rule.path, weights)}'
         f'{". params is one array, not a tree of them: arguments in another order?" if alone else ""}'
       )
   return matched
+
+
+def _meant_deeper(pattern: str, weights: Collection[str]) -> str:
+  """A question for the end of a message: whether a pattern that matches nothing was meant at any depth."""
+  deeper = f'.*/(?:{pattern})' if '|' in pattern else f'.*/{pattern}'
+  try:
+    found = any(re.fullmatch(deeper, path) for path in weights)
+  except re.error:  # flags, which stand in front of a pattern alone
+    return ''
+  if not found or any(re.fullmatch(pattern, path) for path in weights):
+    return ''
+  return f'; did you mean {deeper!r}?'
 
 
 def keep_dense(params: Any, recipe: Recipe, paths: Collection[str]) -> Recipe:

@@ -65,6 +65,20 @@ class MatchTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, "rule 'h_0/.*' .*decides for no weight.* whole path"):
       rules.match_rules(params(), recipe(('.*', STE), ('h_0/.*', FST)))
 
+  @parameterized.parameters(
+    ('mlp/up/kernel', r"'\.\*/mlp/up/kernel'"), ('mlp/.*', r"'\.\*/mlp/\.\*'"),
+    ('kernel|bias', r"'\.\*/\(\?:kernel\|bias\)'"),
+  )  # fmt: skip
+  def test_a_pattern_that_lacks_what_stands_in_front_is_completed(self, path, meant):
+    with self.assertRaisesRegex(ValueError, rf'no earlier rule does; did you mean {meant}\?$'):
+      rules.match_rules(params(), recipe((path, STE)))
+
+  @parameterized.parameters('mlp', '(?i)mlp/.*', 'h_0/.*')
+  def test_no_other_pattern_is_guessed(self, path):
+    with self.assertRaises(ValueError) as error:
+      rules.match_rules(params(), recipe(('.*', STE), (path, STE)))
+    self.assertNotIn('did you mean', str(error.exception))
+
   def test_shapes_and_no_arrays_will_do(self):
     shapes = jax.eval_shape(params)
     self.assertLen(rules.match_rules(shapes, recipe(('.*/mlp/.*', STE))), 2)
