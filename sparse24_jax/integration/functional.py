@@ -126,7 +126,9 @@ def verify_weights(params: Any, recipe: Recipe) -> dict[str, float]:
           message = str(error)
           if not layout.is_standard:
             name, stored = ('inputs', layout.contracted) if axis == -2 else ('outputs', layout.outputs)
-            message += f' of the weight as [in, out]; its {name} are axis {", ".join(map(str, stored))} as stored'
+            where = f'axis {stored[0]}' if len(stored) == 1 else f'axes {", ".join(map(str, stored))}'
+            message = message.replace(f'axis {axis}', f'{where} as stored, its {name}', 1)
+            message += ' in the weight as [in, out]'
           raise ValueError(f'{message}; parameters as trained are dense, those of project have the zeros') from error
     shares[path] = float(jnp.mean(w == 0))
   return shares

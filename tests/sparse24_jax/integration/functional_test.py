@@ -76,7 +76,7 @@ class ProjectTest(parameterized.TestCase):
     bound = s24.bind(s24.recipes.ste('w'), f, {'w': w}, jnp.ones((4, 8)))
     along_in, along_out = ({'w': jnp.where(s24.magnitude_mask(w, axis=axis), w, 0)} for axis in (-1, -2))
     self.assertEqual(s24.verify_weights(along_in, bound), {'w': 0.5})
-    where = r'w: not 2:4 along axis -2: group .* of the weight as \[in, out\]; its inputs are axis 1 as stored'
+    where = r'w: not 2:4 along axis 1 as stored, its inputs: group \(\d, \d\) holds .* in the weight as \[in, out\];'
     with self.assertRaisesRegex(ValueError, where):
       s24.verify_weights(along_out, bound)
     with self.assertRaisesRegex(ValueError, 'w: not 2:4 along axis -1'):
