@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence, Set
 import dataclasses
+import inspect
 import logging
 from typing import Any
 
@@ -131,7 +132,7 @@ def check_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckedSt
     raise ValueError('\n'.join([*(f'{", ".join(paths)}: {text}' for text, paths in problems.items()), *advice]))
   if altered := [path for path in masks if any(update[path].altered for update in updates)]:
     raise ValueError(f'{", ".join(altered)}: {_ALTERED}')
-  brought = _brought(traced.jaxpr, given, folders)
+  brought = {path: _named(step, name) for path, name in _brought(traced.jaxpr, given, folders).items()}
   for note in _notes(brought):
     log_once(note, 'sparse24_jax', logging.WARNING)
   lines = {path: dict.fromkeys(r.line for update in updates for r in update[path].reads) for path in masks}
@@ -139,7 +140,7 @@ def check_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckedSt
 
 
 def _brought(jaxpr: Any, given: Sequence[Argument], folders: Sequence[str]) -> dict[str, str]:
-  """For each weight whose mask does not come from the optimizer state alone, the argument that holds one."""
+  """For each weight whose mask is not from the optimizer state alone, the path of an argument that holds one."""
   others: dict[str, str] = {}
   for argument in given:
     if argument.state_of and not argument.ours:
@@ -148,6 +149,19 @@ def _brought(jaxpr: Any, given: Sequence[Argument], folders: Sequence[str]) -> d
     return {}
   updates = follow_updates(jaxpr, [a if a.ours or a.weight else Argument(a.path) for a in given], folders)
   return {path: others[path] for path in others if _first_problem(updates, path)}
+
+
+def _named(step: Callable[..., Any], path: str) -> str:
+  """An array's path in (args, kwargs), as whoever wrote the call knows it: the argument, then the path in that."""
+  kind, argument, *rest = path.split('/')
+  if kind == '0':
+    try:
+      parameters = list(inspect.signature(step).parameters.values())
+    except (TypeError, ValueError):  # one without a signature
+      parameters = []
+    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    argument += f' ({positional[int(argument)]})' if int(argument) < len(positional) else ''
+  return f'argument {argument} at {"/".join(rest)}' if rest else f'argument {argument}'
 
 
 def _notes(brought: Mapping[str, str]) -> list[str]:
@@ -159,7 +173,7 @@ def _notes(brought: Mapping[str, str]) -> list[str]:
     'call sparse_variables(params, opt_state, recipe) in the step': brought.keys() - nnx,
   }
   return [
-    f'{listed(sorted(paths))}: the mask comes with the argument {brought[min(paths)]}, not from the optimizer state'
+    f'{listed(sorted(paths))}: the mask comes with {brought[min(paths)]}, not from the optimizer state'
     f' that this step is given, so that it is stale unless the loop makes it anew for every step: {way}'
     for way, paths in ways.items() if paths
   ]  # fmt: skip

@@ -196,8 +196,17 @@ class CheckStepTest(parameterized.TestCase):
     state = jax.eval_shape(tx.init, params)
     variables = jax.eval_shape(functools.partial(s24.sparse_variables, recipe=recipe), params, state)
     checked = s24.check_step(step, params, state, variables, X)
-    self.assertEqual(checked.brought, {'down': '0/2/down', 'up': '0/2/up'})
-    self.assertRegex(str(checked), r'down, up: the mask comes with the argument 0/2/down.*call sparse_variables')
+    self.assertEqual(
+      checked.brought, {'down': 'argument 2 (variables) at down', 'up': 'argument 2 (variables) at up'}
+    )
+    message = r'down, up: the mask comes with argument 2 \(variables\) at down, not from.*call sparse_variables'
+    self.assertRegex(str(checked), message)
+    for call, argument in (
+      (lambda: s24.check_step(jax.jit(step), params, state, variables, X), r'2 \(variables\) at down,'),
+      (lambda: s24.check_step(lambda *args: step(*args)[0], params, state, variables, X), '2 at down,'),
+      (lambda: s24.check_step(step, params, state, variables=variables, x=X), 'variables at down,'),
+    ):
+      self.assertRegex(str(call()), f'comes with argument {argument}')
 
   def test_masks_that_are_not_those_of_the_optimizer(self):
     recipe, params = RECIPES['ste'], params_of()
