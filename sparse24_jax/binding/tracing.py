@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 import dataclasses
 import functools
+import inspect
 from typing import Any
 
 import jax
@@ -13,6 +14,9 @@ from sparse24_jax.binding import _jax
 from sparse24_jax.binding.values import Value
 from sparse24_jax.binding.view import View
 from sparse24_jax.rules import leaves_by_path
+
+# What functions call their parameters.
+_PARAMETERS = ('params', 'parameters', 'weights')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +107,10 @@ def trace(f: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any
         ' belong around the call, or into jnp.where and jax.lax.cond'
       )
       raise
+    except (AttributeError, TypeError) as error:
+      if name := _takes_parameters_later(f, args, kwargs, error):
+        raise ValueError(f'f must take the parameters first; wrap it: lambda p, *a: f(*a, {name}=p)') from error
+      raise
     for path, leaf in jax.tree_util.tree_leaves_with_path(out):
       if not (is_array(leaf) or isinstance(leaf, int | float | complex)):
         raise ValueError(
@@ -117,6 +125,36 @@ def trace(f: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any
   closed = jax.make_jaxpr(flat_f)(leaves)
   jaxpr, constants = _jax.open_jaxpr(closed)
   return Traced(jaxpr, constants, leaves, paths, out_structure[-1])
+
+
+def _takes_parameters_later(
+  f: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], error: Exception
+) -> str | None:
+  """The name by which a function that failed takes the parameters, if its first argument is something else.
+
+  Its signature tells where one of the names of parameters comes later and is given none, or an array for the tree; by
+  itself, an error tells where the tree that is given first was read as an array.
+  """
+  if not args or is_array(args[0]):
+    return None
+  try:
+    signature = inspect.signature(f)
+  except (TypeError, ValueError):  # one without a signature
+    return None
+  try:
+    given = signature.bind_partial(*args, **kwargs).arguments
+  except TypeError:  # more than it takes
+    given = {}
+  names = list(signature.parameters)
+  if not names or names[0] in _PARAMETERS:
+    return None
+  for name in names[1:]:
+    parameter = signature.parameters[name]
+    absent = name not in given and (parameter.default is None or parameter.default is parameter.empty)
+    if name in _PARAMETERS and (absent or is_array(given.get(name))):
+      return name
+  read = isinstance(error, AttributeError) and error.obj is args[0] and hasattr(jax.Array, error.name or '')
+  return 'params' if read else None
 
 
 def is_array(leaf: Any) -> bool:

@@ -275,6 +275,37 @@ class BindTest(parameterized.TestCase):
       | {'attention/out/kernel': 'in 0 1, out 2'},
     )
 
+  def test_a_function_that_takes_its_parameters_later_is_told_how_to_wrap(self):
+    params, x = {'w': jnp.ones((8, 4))}, jnp.ones((2, 8))
+
+    def keyword(x, *, params=None):
+      return x.reshape(-1, 8) @ params['w']
+
+    def behind(x, weights):
+      return jnp.sum(x) + weights['w']
+
+    def unnamed(x, w=params):
+      return x.reshape(-1, 8) @ w['w']
+
+    for f, args, name in (
+      (keyword, (), 'params'), (keyword, (x,), 'params'), (behind, (x,), 'weights'), (unnamed, (), 'params'),
+    ):  # fmt: skip
+      message = rf'^f must take the parameters first; wrap it: lambda p, \*a: f\(\*a, {name}=p\)$'
+      with self.assertRaisesRegex(ValueError, message) as raised:
+        s24.bind(STE, f, params, *args)
+      self.assertIsInstance(raised.exception.__cause__, AttributeError | TypeError)
+    self.assertLen(s24.bind(STE, lambda p, *a: keyword(*a, params=p), params, x).weights, 1)
+
+  def test_other_errors_of_a_function_stay_as_they_are(self):
+    params, x = {'w': jnp.ones((8, 4))}, jnp.ones((2, 8))
+    for f, kind in (
+      (lambda params, x: params.shape, AttributeError), (lambda p, x: p['w'].nothing, AttributeError),
+      (lambda p, x: p.nothing, AttributeError), (lambda p, x: jnp.sum(p), TypeError),
+      (lambda p, x, params=(): x + 'a', TypeError),
+    ):  # fmt: skip
+      with self.assertRaises(kind):
+        s24.bind(STE, f, params, x)
+
 
 if __name__ == '__main__':
   absltest.main()

@@ -27,6 +27,10 @@ def unreadable():
   return lambda p, x: x @ jnp.sin(p['w']), {'w': jnp.ones((16, 8))}, jnp.ones((4, 16))
 
 
+def params_later():
+  return lambda x, *, params=None: x.reshape(-1, 8) @ params['w'], {'w': jnp.ones((8, 4))}, jnp.ones((2, 8))
+
+
 class CheckTest(parameterized.TestCase):
 
   def test_the_zeros_and_the_gradient_are_measured(self):
@@ -142,6 +146,7 @@ class CheckTest(parameterized.TestCase):
     ('no_such_module:example', (), "'no_such_module:example' is no MODULE:FUNCTION: ModuleNotFoundError"),
     ('folder/no_such.py:example', (), r"No module named .*\. Did you mean folder\.no_such:example\?"),
     (f'{__name__}:without_args', (), r'missing 1 required .*without_args\(\) must return \(f, params, \*args\), with'),
+    (f'{__name__}:params_later', (), r'f must take the parameters first; wrap it: lambda p, \*a: f\(\*a, params=p\)'),
     (f'{__name__}:no_such_function', (), 'is no MODULE:FUNCTION: AttributeError'),
     (f'{__name__}:arguments', (), r'arguments\(\) raised TypeError: '),
     (f'{__name__}:absltest.main', (), 'is no MODULE:FUNCTION'),
