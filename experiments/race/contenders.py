@@ -66,7 +66,7 @@ STYLES: Mapping[str, Mapping[str, Any]] = {
   'scaled_qk_norm': {'tied': False, 'scale_embeddings': True, 'qk_norm': True},
 }
 
-_DECAY = 6e-4
+_DECAY = 2e-4
 CONTENDERS: Mapping[str, Contender] = {
   'dense': Contender(label='dense'),
   'half_ffn': Contender(label='dense, FFN half as wide', model={'ffn_width': 0.5}),
@@ -89,9 +89,9 @@ CONTENDERS: Mapping[str, Contender] = {
     label='S-STE, FP8, all linear layers, FFN a quarter as wide', model={'ffn_width': 0.25}, recipe=s_ste_fp8(LINEAR)
   ),
   # A smaller model is another rival for the same seconds.
-  'dense_124m': Contender(label='dense, 124M (86M on bytes)', size='124m'),
+  'dense_124m': Contender(label='dense, 124M (85M on bytes)', size='124m'),
   'dense_124m_fp8': Contender(
-    label='dense, 124M (86M on bytes), in FP8', model={'fp8_linear': True}, size='124m', rate=1e-3
+    label='dense, 124M (85M on bytes), in FP8', model={'fp8_linear': True}, size='124m', rate=1e-3
   ),
   # GPT-2 124M at a rate at which it loses its footing as it was published.
   'steep_124m': Contender(label='dense, 124M at a rate of 2e-3', size='124m', rate=2e-3),
