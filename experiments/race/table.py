@@ -265,6 +265,39 @@ def steps_markdown(records: Iterable[Mapping[str, Any]], against: str | None = N
   return _lines(head, steps_rows(found, against))
 
 
+def gap_markdown(
+  records: Iterable[Mapping[str, Any]], ends: Sequence[float] = (1 / 3, 2 / 3, 5 / 6, 11 / 12, 1)
+) -> str:
+  """How far training losses are from those of dense on the same batches, part by part of a race of equal steps.
+
+  Args:
+    records: of one race.
+    ends: of the parts, as shares of the steps.
+
+  Returns:
+    A row a contender at its best setting: the mean over the batches that were logged in each part, and over seeds.
+  """
+  runs, found = _whole(records), by_seed(records)
+  steps = runs[0]['equal_steps']
+  losses = {
+    (r['contender'], r['seed']): {row[0]: row[1] for row in r['train']}
+    for r in runs if r['rate'] == found[r['contender']].rate and r['decay'] == found[r['contender']].decay
+  }  # fmt: skip
+  parts = [(round(steps * begin), round(steps * end)) for begin, end in zip((0, *ends), ends, strict=False)]
+  rows = []
+  for name in found:
+    seeds = [seed for contender, seed in losses if contender == name and ('dense', seed) in losses]
+    if name == 'dense' or not seeds:
+      continue
+    pairs = [(losses[name, seed], losses['dense', seed]) for seed in seeds]
+    means = [
+      statistics.mean(own[step] - dense[step] for own, dense in pairs for step in dense if begin < step <= end)
+      for begin, end in parts
+    ]
+    rows.append([found[name].title, str(len(seeds)), *(f'{mean:+.4f}' for mean in means)])
+  return _lines(['training loss minus dense, steps', 'seeds', *(f'{b + 1:,} to {e:,}' for b, e in parts)], rows)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
   """Prints every race of the files."""
   parser = argparse.ArgumentParser(prog='python -m experiments.race.table', description=(__doc__ or '').split('\n')[0])

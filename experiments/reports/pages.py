@@ -60,6 +60,10 @@ def _race_of_124m() -> list[dict[str, Any]]:
   return _race('race_h200_124m.jsonl', '124m, rotary_qk_norm, 1,600 steps each')
 
 
+def _long_race_of_124m() -> list[dict[str, Any]]:
+  return _race('race_h200_124m_long.jsonl', '124m, rotary_qk_norm, 4,800 steps each')
+
+
 def _tuned(name: str, title: str = 'nano, 1,500 steps each', against: str | None = None) -> str:
   return table.steps_markdown(_race(name, title), against)
 
@@ -83,6 +87,8 @@ TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
     'grid decay': _decays,
     'grid small': lambda: _tuned('grid_small.jsonl', 'small, 900 steps each'),
     'race of 124m at equal steps': lambda: table.steps_markdown(_race_of_124m()),
+    'long race of 124m at equal steps': lambda: table.steps_markdown(_long_race_of_124m()),
+    'long race of 124m by part': lambda: table.gap_markdown(_long_race_of_124m()),
     'grid flops': lambda: _tuned('grid_flops_nano.jsonl', 'nano, 2,000 steps each', 'dense_small'),
     'grid flops cpu': lambda: _tuned('grid_flops_nano_cpu.jsonl', 'nano, 2,000 steps each', 'dense_small'),
     'papers': papers.markdown,
@@ -95,6 +101,7 @@ TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
     'race': lambda: table.markdown(_race()),
     'race of three layers': lambda: table.markdown(_race_of_three()),
     'race of 124m': lambda: table.markdown(_race_of_124m()),
+    'long race of 124m': lambda: table.markdown(_long_race_of_124m()),
     'race of all': lambda: table.markdown(_race('race_h200.jsonl', 'wide2048, rotary_qk_norm, 55 s each')),
   },
 }

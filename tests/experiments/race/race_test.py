@@ -200,6 +200,22 @@ class TableTest(absltest.TestCase):
       ('dense', '1.00', '0.001: 2.000'),
     ])  # fmt: skip
 
+  def test_gaps_compare_the_same_batches(self):
+    same = {'bench': 'race', 'share': 1.0, 'equal_steps': 60, 'steps': 60, 'decay': 0.0, 'step_ms': 1.0, 'loss': 1.0}
+    same |= {'validation': [[60, 0.06, 1.0]]}
+
+    def run(name, rate, seed, losses, **more):
+      train = [[20 * (i + 1), loss, 0.0, 0.0] for i, loss in enumerate(losses)]
+      return {**same, 'contender': name, 'title': name, 'rate': rate, 'seed': seed, 'train': train, **more}
+
+    text = table.gap_markdown([
+      run('dense', 1.0, 0, (3.0, 2.0, 1.0)), run('dense', 1.0, 1, (3.0, 2.0, 1.0)),
+      run('sparse', 1.0, 0, (3.0, 2.25, 1.5)), run('sparse', 1.0, 1, (3.5, 2.25, 1.25)),
+      # Another rate that ends higher, and a seed that dense lacks.
+      run('sparse', 2.0, 0, (9.0, 9.0, 9.0), loss=2.0), run('sparse', 1.0, 2, (9.0, 9.0, 9.0)),
+    ], ends=(1 / 3, 1))  # fmt: skip
+    self.assertEqual(text.splitlines()[-1], '| sparse | 2 | +0.2500 | +0.3125 |')
+
 
 class OrderTest(absltest.TestCase):
   def test_every_window_once_before_any_again(self):
