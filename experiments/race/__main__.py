@@ -169,7 +169,8 @@ class Race:
       name, self.options.size, self.vocab, style=self.options.style, tiny=self.options.tiny
     )
     shape = jax.ShapeDtypeStruct(self.tokens.shape, self.tokens.dtype)
-    return Programs(model, CONTENDERS[name].recipe, self.options.batch, shape, self.held_out)
+    contender = CONTENDERS[name]
+    return Programs(model, contender.recipe, self.options.batch, shape, self.held_out, contender.from_pruned)
 
   def _guarded(self, name: str, what: Any, *args: Any) -> None:
     """One contender that fails costs the others nothing."""

@@ -25,6 +25,7 @@ class Contender:
     decay: with which its search begins; 0 searches none.
     size: a size of its own in place of that of the race.
     rate: the only learning rate, in place of a search.
+    from_pruned: whether a dense end begins with the weights that the sparse steps computed with, not with all of them.
   """
 
   label: str
@@ -33,14 +34,17 @@ class Contender:
   decay: float = 0.0
   size: str | None = None
   rate: float | None = None
+  from_pruned: bool = False
 
 
-def fst(path: str) -> Callable[[Any], s24.Recipe]:
-  """FST on the weights of `path`: its last sixth is dense."""
+def fst(path: str, dense_fraction: float = 1 / 6) -> Callable[[Any], s24.Recipe]:
+  """FST on the weights of `path`: its last sixth is dense, or another share."""
 
   def make(decay: Any) -> s24.Recipe:
     # A function of the step in place of a number, so that all factors share a program.
-    return s24.recipes.transposable_srste(path, masked_decay=lambda _: decay, refresh_every=SEARCH_EVERY)
+    return s24.recipes.transposable_srste(
+      path, masked_decay=lambda _: decay, refresh_every=SEARCH_EVERY, dense_fraction=dense_fraction
+    )
 
   return make
 
@@ -78,6 +82,11 @@ CONTENDERS: Mapping[str, Contender] = {
   's_ste_fp8': Contender(label='S-STE, FP8', recipe=s_ste_fp8(FFN)),
   'fst_all': Contender(label='FST, all linear layers', recipe=fst(LINEAR), decay=_DECAY),
   's_ste_fp8_all': Contender(label='S-STE, FP8, all linear layers', recipe=s_ste_fp8(LINEAR)),
+  # What FST's dense end is worth: begun with the pruned weights, so that no loss jumps, and left out.
+  'fst_from_pruned': Contender(
+    label='FST, dense end from pruned weights', recipe=fst(FFN), decay=_DECAY, from_pruned=True
+  ),
+  'fst_to_the_end': Contender(label='FST, sparse to the end', recipe=fst(FFN, dense_fraction=0.0), decay=_DECAY),
   # Each recipe may take the width that suits it: the best shape of one is raced against the best of the other.
   'half_ffn_s_ste_fp8_all': Contender(
     label='S-STE, FP8, all linear layers, FFN half as wide', model={'ffn_width': 0.5}, recipe=s_ste_fp8(LINEAR)

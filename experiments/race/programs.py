@@ -70,12 +70,20 @@ class Programs:
     batch: sequences a step.
     tokens: shape and dtype of the training text, which lies on the device.
     held_out: starts of the windows that are evaluated, [batches, B].
+    from_pruned: whether a dense end begins with the weights that the sparse steps computed with.
   """
 
   def __init__(
-    self, model: Any, recipe: Callable[[Any], s24.Recipe] | None, batch: int, tokens: Any, held_out: Array
+    self,
+    model: Any,
+    recipe: Callable[[Any], s24.Recipe] | None,
+    batch: int,
+    tokens: Any,
+    held_out: Array,
+    from_pruned: bool = False,
   ):
     self.model, self.recipe, self.batch, self.tokens, self.held_out = model, recipe, batch, tokens, held_out
+    self.from_pruned = from_pruned
     self.length = model.config.seq_len
     self.described = recipe(0.0) if recipe else None
     # Shares of the steps, in the order of the phases.
@@ -98,6 +106,8 @@ class Programs:
       jobs |= {(phase, refresh): self.step_of(phase, refresh) for refresh in self._refreshes}
       evaluate = jax.jit(functools.partial(self._evaluate, phase))
       jobs[phase] = evaluate, (self.shapes, self.tokens, held_out)
+    if self.from_pruned:
+      jobs['prune'] = jax.jit(self._prune, donate_argnums=0), (self.shapes,)
     self._lowered = {name: f.lower(*arguments) for name, (f, arguments) in jobs.items()}
 
   def compile(self) -> None:
@@ -106,6 +116,10 @@ class Programs:
       made = {name: pool.submit(lowered.compile) for name, lowered in self._lowered.items()}
     self._made = {name: compiled.result() for name, compiled in made.items()}
     self.init = self._made['init']
+
+  def enter(self, phase: str, state: State) -> State:
+    """The state that the first step of a phase starts from; `state` may be given away."""
+    return self._made['prune'](state) if self.from_pruned and phase == 'dense' else state
 
   @property
   def _refreshes(self) -> tuple[bool | None, ...]:
@@ -146,6 +160,9 @@ class Programs:
     params = self.model.init(jax.random.key(seed), jnp.zeros((1, self.length), jnp.int32))['params']
     recipe = self.recipe(0.0) if self.recipe else None
     return State(params, optimizer(recipe, self.phases[0][0]).init(params), jnp.zeros((), jnp.int32))
+
+  def _prune(self, state: State) -> State:
+    return state._replace(params=s24.project(state.params, state.opt_state, self.described, phase='sparse'))
 
   def _loss(self, phase: str, params: Any, opt_state: Any, recipe: Any) -> Callable[..., Array]:
     """(params, inputs, targets, key) -> mean loss, with the weights packed once."""

@@ -96,6 +96,8 @@ def run(
       np.float32(rate_at(step, steps, trial.rate)), np.float32(trial.decay), np.int32(trial.seed)
     )
     phase = programs.phase_at(step, steps)
+    if step and phase != programs.phase_at(step - 1, steps):
+      state = programs.enter(phase, state)
     state, out = programs.step(phase, step)(state, tokens, starts[step], numbers)
     pending.append(out)
     evaluates = step + 1 in due

@@ -80,6 +80,14 @@ METHODS: Mapping[str, Method] = {
     {'ffn_width': 0.5},
   ),
   'fst_no_decay': Method('FST without decay', 'transposable_srste', {'path': FFN, 'masked_decay': 0.0}),
+  # What FST's dense end is worth: begun with the pruned weights, so that no loss jumps, and left out.
+  'fst_from_pruned': Method(
+    'FST, dense end from pruned weights', 'transposable_srste', {'path': FFN, 'masked_decay': 6e-3},
+    dense_from='projected',
+  ),
+  'fst_to_the_end': Method(
+    'FST, sparse to the end', 'transposable_srste', {'path': FFN, 'masked_decay': 6e-3, 'dense_fraction': 0.0}
+  ),
   # Dynamic sparse training, on all linear layers. Densities and shares are such that nano's 2,000 steps take the same
   # FLOPs with each, the head not counted (`experiments.runs.flops`).
   'mixed_sparsity': Method('MST', 'mixed_sparsity', _DYNAMIC),
@@ -198,6 +206,8 @@ AT_EQUAL_FLOPS = (
   'dense', 'mixed_sparsity', 'mixed_sparsity_keep_moments', 'mixed_sparsity_attention', 'mixed_sparsity_24',
   'mixed_sparsity_transposable', 'rigl', 'set_', 'static', 'static_attention', 'dense_small', 'dense_short',
 )  # fmt: skip
+# What FST's dense end is worth.
+DENSE_END = ('dense', 'fst', 'fst_from_pruned', 'fst_to_the_end')
 # The methods with sparse activations, at equal steps with their dense twin.
 WITH_ACTIVATIONS = (
   'dense_relu2', 'neuron_level_24', 'neuron_level', 'neuron_level_even', 'activations_24', 'neuron_level_along',
@@ -223,7 +233,7 @@ TWO_OF_FOUR_TOKENS = ('dense_relu2', 'neuron_level_two_of_four_tokens', 'neuron_
 GROUPS: Mapping[str, Sequence[str]] = {
   'equal-steps': AT_EQUAL_STEPS, 'equal-flops': AT_EQUAL_FLOPS, 'activations': WITH_ACTIVATIONS,
   'sparse-activations': SPARSE_ACTIVATIONS, 'kernel-patterns': KERNEL_PATTERNS,
-  'dense-neurons': DENSE_NEURONS, 'two-of-four-tokens': TWO_OF_FOUR_TOKENS,
+  'dense-end': DENSE_END, 'dense-neurons': DENSE_NEURONS, 'two-of-four-tokens': TWO_OF_FOUR_TOKENS,
 }  # fmt: skip
 
 

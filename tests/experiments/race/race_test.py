@@ -82,7 +82,8 @@ class ProgramsTest(absltest.TestCase):
     model = contenders.make_model(name, 'wide2048', 256, tiny=True)
     text = np.frombuffer(TEXT.encode(), np.uint8)
     shape, held_out = jax.ShapeDtypeStruct(text.shape, text.dtype), np.zeros((2, 4), np.int32)
-    made = programs.Programs(model, contenders.CONTENDERS[name].recipe, 4, shape, held_out)
+    contender = contenders.CONTENDERS[name]
+    made = programs.Programs(model, contender.recipe, 4, shape, held_out, contender.from_pruned)
     return made, jnp.asarray(text)
 
   @pytest.mark.slow
@@ -130,6 +131,22 @@ class ProgramsTest(absltest.TestCase):
     self.assertFalse(moved[mask].any())
     self.assertEqual([made.phase_at(i, 12) for i in (0, 9, 10, 11)], ['sparse', 'sparse', 'dense', 'dense'])
 
+
+  def test_a_dense_end_begins_with_the_weights_that_the_sparse_steps_computed_with(self):
+    zero = np.int32(0)
+    for name, kept in (('fst', 1.0), ('fst_from_pruned', 0.5)):
+      made, _ = self.made(name)
+      state = jax.jit(made._init)(0)
+      entered = []
+      made.init = lambda seed, state=state: state
+      made.step = lambda phase, step, e=entered: lambda s, *_: (e.append((phase, s.params)) or s, (zero, zero))
+      made.evaluate = lambda phase: lambda *_: zero
+      made._made = {'prune': made._prune}
+      trials.run(made, None, 2, Trial(1e-3, 1e-4), steps=12, step_ms=1.0, evaluations=1)
+      self.assertEqual([phase for phase, _ in entered], ['sparse'] * 10 + ['dense'] * 2)
+      for (_, params), share in ((entered[9], 1.0), (entered[10], kept), (entered[11], kept)):
+        up, attention = params['h_0']['mlp']['c_fc']['kernel'], params['h_0']['attn']['c_attn']['kernel']
+        self.assertEqual((np.count_nonzero(up) / up.size, np.count_nonzero(attention)), (share, attention.size), name)
 
   @pytest.mark.slow
   def test_two_programs_train_what_one_does(self):
