@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from experiments.race import picture, table
-from experiments.reports import best_steps, decay_grid, papers, provenance, speed, tasks
+from experiments.reports import best_steps, decay_grid, faults, papers, provenance, scale, speed, tasks
 
 DOCS = provenance.ROOT / 'docs'
 # What the site would take for more than text; the tables themselves have comments that name their records.
@@ -22,21 +22,36 @@ def document(name: str) -> str:
   text = (DOCS / name).read_text()
   for made, make in TABLES[name].items():
     between = re.compile(rf'(<!-- made: {made} -->\n).*?(\n<!-- end -->)', re.DOTALL)
-    content = make()
-    if found := _MARKUP.search(content):
-      raise ValueError(
-        f'the table {made!r} of {name} would have {content[found.start() :][:60]!r}: records are text, without HTML'
-        ' and scripts; look which record has it'
-      )
+    content = _as_text(f'the table {made!r} of {name}', make())
     text, count = between.subn(lambda found, content=content: f'{found[1]}\n{content}\n{found[2]}', text)
     if count != 1:
       raise ValueError(f'{name} has {count} places between <!-- made: {made} --> and <!-- end -->; it needs one')
   return text
 
 
+def _as_text(what: str, content: str) -> str:
+  """The content, if a site shows it as text."""
+  if found := _MARKUP.search(content):
+    raise ValueError(
+      f'{what} would have {content[found.start() :][:60]!r}: records are text, without HTML and scripts; look which'
+      ' record has it'
+    )
+  return content
+
+
+def page(name: str) -> str:
+  """A document of which all is made of records.
+
+  Raises:
+    ValueError: a record has HTML or a script in it.
+  """
+  return _as_text(name, PAGES[name]())
+
+
 def write() -> list[Path]:
   """Writes documents and pictures in place; returns what was written."""
-  content = {DOCS / name: document(name) for name in TABLES} | {DOCS / name: make() for name, make in PICTURES.items()}
+  content = {DOCS / name: document(name) for name in TABLES} | {DOCS / name: page(name) for name in PAGES}
+  content |= {DOCS / name: make() for name, make in PICTURES.items()}
   for path, text in content.items():
     path.write_text(text)
   return list(content)
@@ -98,6 +113,8 @@ TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
     'race of all': lambda: table.markdown(_race('race_h200.jsonl', 'wide2048, rotary_qk_norm, 55 s each')),
   },
 }
+# Document -> what makes all of it.
+PAGES: Mapping[str, Callable[[], str]] = {'faults.md': faults.page, 'scale.md': scale.page}
 PICTURES: Mapping[str, Callable[[], str]] = {
   'speed.svg': lambda: speed.figure(_speed(), best_steps.figure_rows(best_steps.load())),
   'race.svg': lambda: picture.draw(table.by_seed(_race())),
