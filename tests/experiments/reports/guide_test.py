@@ -1,6 +1,7 @@
 """`python -m experiments guide`: what it says follows from records."""
 
 import contextlib
+import dataclasses
 import io
 import json
 from pathlib import Path
@@ -84,6 +85,20 @@ class EvidenceTest(parameterized.TestCase):
     said = guide.advise('sooner', {'S-STE, FP8': 1.5}, found, 'nvidia_h200')
     self.assertStartsWith(said, "S-STE: dense's final loss in 0.92 ± 0.05 of its time (a race, on NVIDIA H200), or ")
     self.assertNotIn('did not run', said)
+
+  def test_a_dense_model_of_one_seed_that_ends_lower_is_named_before_the_race_is_described(self):
+    small = race('small', (0.80,))
+    found = {'S-STE, FP8': [race('S-STE', (0.90, 0.91))], 'a smaller dense model': [small]}
+    for searched, how in ((1, ' and a rate not searched'), (3, '')):
+      small = dataclasses.replace(small, own=dataclasses.replace(small.own, searched=searched))
+      said = guide.advise('sooner', {'S-STE, FP8': 1.5}, found | {'a smaller dense model': [small]}, 'nvidia_h200')
+      self.assertIn(
+        f". But small ends below all others of its race, with one seed{how}: dense's final loss in 0.85 of its time (a"
+        ' race, on NVIDIA H200). Race it', said.partition('\n')[0],
+      )  # fmt: skip
+    for other in (race('small', (0.95,)), race('small', (0.80,), 'b race')):  # behind, and elsewhere
+      said = guide.advise('sooner', {'S-STE, FP8': 1.5}, found | {'a smaller dense model': [other]})
+      self.assertNotIn('small ', said.replace('a smaller', ''))
 
   def test_sparse_weights_have_their_gain_and_loss_or_that_it_is_unknown(self):
     faster = {'S-STE': 1.1, 'S-STE, FP8': 1.2}
