@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from experiments.race import picture, table
-from experiments.reports import best_steps, decay_grid, faults, papers, provenance, scale, speed, tasks
+from experiments.reports import best_steps, decay_grid, faults, measured, papers, provenance, scale, speed, tasks
 
 DOCS = provenance.ROOT / 'docs'
 # What the site would take for more than text; the tables themselves have comments that name their records.
@@ -90,7 +90,15 @@ def _decays() -> str:
 TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
   'speed.md': {
     'best steps': lambda: best_steps.markdown(best_steps.load()),
+    'profile': measured.profile,
+    'compile seconds': measured.compile_seconds,
     'speed': lambda: speed.markdown(_speed()),
+    'mask searches': measured.mask_searches,
+    'matmuls': measured.matmuls,
+    'attention': measured.attention,
+    'V:N:M matmuls': measured.vnm_matmuls,
+    'runs': measured.runs,
+    'meshes': measured.meshes,
   },
   'tasks.md': {'tasks': tasks.markdown},
   'quality.md': {
@@ -102,6 +110,9 @@ TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
     'grid flops cpu': lambda: _tuned('grid_flops_nano_cpu.jsonl', 'nano, 2,000 steps each', 'dense_small'),
     'papers': papers.markdown,
     'race by seed': lambda: table.seeds_markdown(_race(), 's_ste_fp8_all'),
+    'race of 110 seconds': lambda: measured.race_by_the_clock(
+      'race_h200_wide2048_3_110s.jsonl', 's_ste_fp8_all', 'half_ffn_fp8'
+    ),
     'race of three layers by seed': lambda: table.seeds_markdown(_race_of_three(), 'half_ffn_s_ste_fp8_all'),
   },
   'quality_runs.md': {
