@@ -6,7 +6,18 @@ import re
 from typing import Any
 
 from experiments.race import picture, table
-from experiments.reports import best_steps, decay_grid, faults, measured, papers, provenance, scale, speed, tasks
+from experiments.reports import (
+  best_steps,
+  compared,
+  decay_grid,
+  faults,
+  measured,
+  papers,
+  provenance,
+  scale,
+  speed,
+  tasks,
+)
 
 DOCS = provenance.ROOT / 'docs'
 # What the site would take for more than text; the tables themselves have comments that name their records.
@@ -79,6 +90,10 @@ def _tuned(name: str, title: str = 'nano, 1,500 steps each', against: str | None
   return table.steps_markdown(_race(name, title), against)
 
 
+def _compared(name: str, titles: Mapping[str, str], flips: bool = False) -> str:
+  return compared.markdown(([f'compare_{name}.jsonl'], titles), flips=flips)
+
+
 def _decays() -> str:
   """Short runs of the rate that is FST's best on nano, and whole runs of the same rate, decays and seeds."""
   whole, short = (provenance.read(name) for name in ('grid_nano.jsonl?contender=fst', 'decay_short_nano.jsonl'))
@@ -116,6 +131,17 @@ TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
     'race of three layers by seed': lambda: table.seeds_markdown(_race_of_three(), 'half_ffn_s_ste_fp8_all'),
   },
   'quality_runs.md': {
+    'one rate for all': lambda: _compared('nano', compared.NANO, flips=True),
+    'activations': lambda: _compared('neuron_level_nano', compared.ACTIVATIONS),
+    'activations small': lambda: _compared('small', compared.SMALL),
+    'kernel patterns': lambda: _compared('small_kernel_patterns_900', compared.KERNEL_PATTERNS),
+    'dense neurons': lambda: _compared('dense_neurons_nano', compared.DENSE_NEURONS),
+    'dense neurons 128': lambda: _compared('dense_neurons_128_nano', compared.DENSE_NEURONS_128),
+    'two of four tokens': lambda: compared.markdown(
+      (['compare_dense_neurons_128_nano.jsonl', 'compare_two_of_four_tokens_128_nano.jsonl'], compared.TWO_OF_FOUR_128),
+      (['compare_two_of_four_tokens_nano.jsonl'], compared.TWO_OF_FOUR),
+    ),
+    'equal FLOPs': compared.flops,
     'tuned nano': lambda: _tuned('compare_tuned_nano.jsonl'),
     'tuned nano learnt': lambda: _tuned('compare_tuned_nano_learnt.jsonl'),
     'race': lambda: table.markdown(_race()),
