@@ -53,15 +53,14 @@ def _page(record: Mapping[str, Any], simulated: Sequence[Mapping[str, Any]]) -> 
   paper = '\n'.join(lines)
   counted = '\n'.join(map(_counted, simulated))
   basis = (
-    f'{formula.TOKENS:,} tokens a step, micro-batches of at most {formula.MICRO:,} a GPU, sequences of '
-    f'{record["shape"]["length"]:,}, recomputation; transposable masks in all feed-forward layers. Measured on one '
-    f'{record["device"]}: {compute.dense * 1e15:.1f} fs a parameter and token for a dense step, '
-    f'{compute.saved * 1e15:.1f} fs less for one in a sparse feed-forward layer. *GB* is what a GPU holds: where that '
-    'is above 80 the layout does not fit. *Received* is what it receives in a step, dense and sparse; then seconds of '
-    'computing and of communication. The last two columns are how many times faster the sparse step is: if '
-    'communication hides behind computing, or computing behind it, and if nothing does. Dense and sparse differ in '
-    'traffic under FSDP alone, where packed weights are gathered. Packing is in the measured step; how it changes with '
-    'the number of GPUs is not in the formula.'
+    f'A step has {formula.TOKENS:,} tokens in sequences of {record["shape"]["length"]:,}, micro-batches of at most '
+    f'{formula.MICRO:,} tokens a GPU, recomputation, and transposable masks in all feed-forward layers. On one '
+    f'{record["device"]} a dense step took {compute.dense * 1e15:.1f} fs a parameter and token, and a sparse step '
+    f'{compute.saved * 1e15:.1f} fs less for a parameter of a feed-forward layer. *GB* is what a GPU holds: above 80 '
+    'the layout does not fit. *Received* is what it receives in a step. The last two columns say how many times faster '
+    'the sparse step is: *hidden* if the shorter of computing and communication hides behind the longer, *apart* if '
+    'nothing hides. Dense and sparse differ in traffic only under FSDP, which gathers packed weights. The measured step '
+    'includes packing; the formula does not say how its time changes with the number of GPUs.'
   )
   return f"""# Many GPUs, on paper and by simulation
 
@@ -90,14 +89,14 @@ Bytes that a device gathers of a feed-forward weight in a step of FSDP, counted 
 | one by one, recomputed | 4 | 3 |
 | one by one | 2 | 2 1/4 |
 
-A sparse weight is gathered packed: 9/8 bytes along one axis for the forward pass, as many along the other for the
-backward pass. A dense weight is 2 bytes each time that it is gathered. Where a step does not keep whole weights from
-the forward to the backward pass, which is what FSDP is for, a dense one is gathered twice, and sparse moves less. In
-layers that run one by one and are not recomputed XLA gathers a dense weight once and keeps it whole, 2 bytes of every
-weight on every device; there alone sparse moves more, 1/4 byte, and keeps no whole weight. Gathering the forward's
-packing alone and making the other from it on each device would move 9/8 bytes. It was not built: it reads and writes
-2 1/4 bytes of memory a weight and micro-batch, {_REPACK:.2f} ps at 3.35 TB/s, in the way of the matmuls, while the
-gather that it saves, {_GATHER:.1f} ps by NVLink, runs beside them.
+A sparse weight is gathered packed: 9/8 bytes along one axis for the forward pass, and as many along the other for the
+backward pass. A dense weight moves 2 bytes each time that it is gathered. If a step does not keep whole weights from
+the forward to the backward pass, which is what FSDP is for, a dense weight is gathered twice, and sparse moves less. If
+layers run one by one and are not recomputed, XLA gathers a dense weight once and keeps it whole, 2 bytes of every
+weight on every device. Only there does sparse move more, by 1/4 byte, and it keeps no whole weight. To gather only the
+packing for the forward, and to make the other from it on each device, would move 9/8 bytes. This was not built: it
+reads and writes 2 1/4 bytes of memory a weight and micro-batch, which takes {_REPACK:.2f} ps at 3.35 TB/s and holds up
+the matmuls, while the gather that it saves, {_GATHER:.1f} ps by NVLink, runs beside them.
 
 {_SIMULATION}
 
