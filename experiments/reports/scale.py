@@ -59,8 +59,8 @@ def _page(record: Mapping[str, Any], simulated: Sequence[Mapping[str, Any]]) -> 
     f'{compute.saved * 1e15:.1f} fs less for a parameter of a feed-forward layer. *GB* is what a GPU holds: above 80 '
     'the layout does not fit. *Received* is what it receives in a step. The last two columns say how many times faster '
     'the sparse step is: *hidden* if the shorter of computing and communication hides behind the longer, *apart* if '
-    'nothing hides. Dense and sparse differ in traffic only under FSDP, which gathers packed weights. The measured step '
-    'includes packing; the formula does not say how its time changes with the number of GPUs.'
+    'nothing hides. Dense and sparse differ in traffic only under FSDP, which gathers packed weights. The measured '
+    'step includes packing; the formula does not say how its time changes with the number of GPUs.'
   )
   return f"""# Many GPUs, on paper and by simulation
 
