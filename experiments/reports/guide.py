@@ -88,6 +88,11 @@ class Evidence:
     return self.own.title
 
   @property
+  def edge(self) -> str:
+    """That its best setting lies at an edge of its search, so that a wider one may find a better."""
+    return ', best at an edge of its search' if self.own.edge and self.own.searched > 1 else ''
+
+  @property
   def percent(self) -> list[float]:
     """Final loss above dense's."""
     both = sorted(self.own.losses.keys() & self.dense.losses.keys())
@@ -114,7 +119,7 @@ class Evidence:
     text = f'loss {_interval(self.percent, "+.1f", "%")} against dense at equal {self.equal}'
     if self.shares:
       text += f", dense's final loss in {_interval(self.shares, '.2f', '')} of its time"
-    return f'{text} ({self.who}: {self.place(asked)})'
+    return f'{text} ({self.who}{self.edge}: {self.place(asked)})'
 
 
 def evidence(results: Path = RESULTS) -> Mapping[str, Sequence[Evidence]]:
@@ -241,7 +246,7 @@ def _soonest(candidates: Set[str], found: Mapping[str, Sequence[Evidence]], devi
 def _prices(known: Sequence[Evidence]) -> str:
   """Losses above dense's, the lowest first."""
   known = sorted(known, key=lambda e: statistics.fmean(e.percent))
-  return ', '.join(f'{e.who} {_interval(e.percent, "+.1f", "%")} ({e.where})' for e in known)
+  return ', '.join(f'{e.who} {_interval(e.percent, "+.1f", "%")} ({e.where}{e.edge})' for e in known)
 
 
 def _below(values: Sequence[float]) -> bool:

@@ -42,6 +42,8 @@ class EvidenceTest(parameterized.TestCase):
     where = 'fst: nano, 9 steps each, on NVIDIA H200'  # steps are as many on any device
     self.assertEqual(fst.said('a_gpu'), f'loss +10.0% ± 0.0% against dense at equal steps ({where})')
     self.assertEqual(found['S-STE'], [])  # diverged
+    at_edge = dataclasses.replace(fst, own=dataclasses.replace(fst.own, edge=True, searched=4))
+    self.assertEndsWith(at_edge.said(), '(fst, best at an edge of its search: nano, 9 steps each, on NVIDIA H200)')
 
   @parameterized.parameters(
     ((0.90, 0.92, 0.91), 'fst: below dense by more than its interval.'),
