@@ -37,8 +37,9 @@ REFERENCE = (
 # What the side of each page lists, above the reference.
 SITE = {
   'index': 'Start', 'guide': 'Guide', 'sparse24_jax.recipes': 'Recipes', 'kernels': 'Kernels', 'speed': 'Speed',
-  'quality': 'Quality', 'tasks': 'Tasks', 'hosts': 'Many hosts', 'faults': 'Faults', 'contributing': 'Contributing',
-  'changelog': 'Changes',
+  'quality': 'Quality', 'quality_runs': 'Quality: further runs', 'tasks': 'Tasks', 'hosts': 'Many hosts',
+  'scale': 'Many GPUs, on paper', 'faults': 'Faults', 'contributing': 'Contributing', 'log_pack': 'Log of the packers',
+  'log_vnm': 'Log of V:N:M', 'changelog': 'Changes',
 }  # fmt: skip
 _LINK = re.compile(r'(!?)\[([^\]]*)\]\(([^)\s]+)\)')
 

@@ -51,7 +51,8 @@ def main(argv: list[str] | None = None) -> int:
   pays = commands.add_parser('where-it-pays', help='expected times of a feed-forward layer, dense and as chosen')
   pays.add_argument('--tokens', type=int, required=True, help='tokens of a micro-batch on one device')
   pays.add_argument('--micro-batches', type=int, default=1,
-                    help='of an optimizer step, which packs weights once for all (default: %(default)s)')  # fmt: skip
+                    help='of an optimizer step, which packs weights once for all; changes nothing for neuron_level'
+                    ' (default: %(default)s)')  # fmt: skip
   pays.add_argument('--d', type=int, required=True, help='width of the model')
   pays.add_argument('--hidden', type=int, required=True, help='width of the hidden layer')
   pays.add_argument('--layers', type=int, default=1, help='layers of that kind (default: %(default)s)')

@@ -108,7 +108,7 @@ class ImportGraphTest(parameterized.TestCase):
     ('models', ('bench',)),  # for its dense product in FP8
     ('tasks', ('data', 'models')),
     ('runs', ('data', 'models', 'configs', 'tasks')),
-    ('reports', ('runs', 'race')),  # a page has the race's table and picture
+    ('reports', ('runs', 'race', 'scale')),  # a page has the race's table and picture, or what many GPUs cost on paper
   )
   def test_rooms_of_the_experiments(self, room, others):
     """What a room may know; a page is made of what runs leave behind, and nothing that trains knows a page."""

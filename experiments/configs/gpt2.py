@@ -1,6 +1,7 @@
 """What the four GPT-2 experiments with FST share. Not an experiment itself.
 
-Claim: the final loss is that of dense training (compare with --set recipe.name=dense --set recipe.kwargs={}).
+The paper's claim: the final loss is that of dense training (compare with --set recipe.name=dense --set
+recipe.kwargs={}). None of the four was trained here.
 Source of every value: the released training scripts of 'Accelerating Transformer Pre-training with 2:4 Sparsity'
 (arXiv 2404.01847), with bfloat16 in place of float16 and a loss scale.
 """

@@ -1,7 +1,7 @@
 """Llama-like model of 3 billion parameters (28 layers, width 3,072, SwiGLU of 8,192) with FST.
 
-Claim: a step is faster than dense by what `experiments.bench.train_step` records; the loss was not measured at this
-size, and the settings of the optimizer are those of the GPT-2 experiments, not tuned for this model.
+docs/speed.md has the times of its step. It was not trained, and the settings of the optimizer are those of the GPT-2
+experiments, not tuned for this model.
 Cost: 300,000 steps of 512 x 2,048 tokens, 315 billion tokens; about 5.7e21 floating-point operations (6 x parameters x
 tokens); ours, chosen to match the GPT-2 experiments in steps.
 Command: python -m experiments train --config llama_3b --set data.manual_dir=FOLDER

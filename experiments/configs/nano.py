@@ -1,8 +1,7 @@
 """Byte-level GPT-2 of 2 layers, width 64, on embedded real text: the model of the main job and of the comparison.
 
-Claim: with enough steps of a model this small, one minute on a CPU orders dense, 2:4 with and without masked decay, and
-a dense model of half the width; larger models with fewer steps do not. Speed is not shown: masks never make a CPU
-faster.
+Question: in what order dense, 2:4 with and without masked decay, and a dense model of half the feed-forward width end;
+docs/quality.md has the results. Speed is not shown: masks never make a CPU faster.
 Cost: 4,000 steps, about one minute on 2 cores (11 ms a step), 0.1 M parameters, 4 M bytes of text.
 Command: python -m experiments train --config nano --set recipe.name=ste
 """

@@ -1,7 +1,7 @@
 """English to German by a byte-level encoder-decoder of 2 and 2 layers, width 64, on short messages of a package.
 
-Claim: none for the default data, a thousand messages, which no model learns to translate from; with a larger folder the
-methods can be compared by loss and BLEU. Home Assistant's 36,000 messages are one, see `experiments.data.pairs`.
+The default data, a thousand messages, are too few to learn translation from; with a larger folder the methods can be
+compared by loss and BLEU. Home Assistant's 36,000 messages are one, see `experiments.data.pairs`.
 Cost: 6,000 steps of 32 pairs, about six minutes on 2 cores.
 Command: python -m experiments compare --config translation_nano --methods dense fst s_ste --set data.corpus=folder \
   --set data.manual_dir=FOLDER --set eval_batches=30

@@ -21,9 +21,10 @@ from sparse24_jax.block_gain import block_gain
 from sparse24_jax.recipe import Recipe
 
 RESULTS = Path(__file__).parents[1] / 'results'
-# Comparisons in which every method was tuned, with seeds.
+# Comparisons with seeds in which every method was tuned, in runs of that length or of a third of it.
 COMPARISONS = (
-  'grid_nano.jsonl', 'grid_small.jsonl', 'race_h200_124m.jsonl', 'race_h200_seeds.jsonl', 'race_h200_wide2048_3.jsonl',
+  'grid_nano.jsonl', 'grid_small.jsonl', 'race_h200_124m.jsonl', 'race_h200_124m_long.jsonl', 'race_h200_seeds.jsonl',
+  'race_h200_wide2048_3.jsonl',
 )  # fmt: skip
 GOALS = {
   'sooner': 'a loss after the fewest seconds',
@@ -74,6 +75,7 @@ class Evidence:
     where: model and length of the comparison.
     device: that trained.
     equal: what both had as much of, 'steps' or 'seconds'.
+    width: of the model; None if the records do not tell.
   """
 
   own: table.Seeds
@@ -81,11 +83,17 @@ class Evidence:
   where: str
   device: str
   equal: str
+  width: int | None = None
 
   @property
   def who(self) -> str:
     """What tables call it."""
     return self.own.title
+
+  @property
+  def edge(self) -> str:
+    """That its best setting lies at an edge of its search, so that a wider one may find a better."""
+    return ', best at an edge of its search' if self.own.edge and self.own.searched > 1 else ''
 
   @property
   def percent(self) -> list[float]:
@@ -97,6 +105,12 @@ class Evidence:
   def shares(self) -> list[float]:
     """Shares of dense's seconds until dense's final loss; empty where seconds were not compared."""
     return [] if self.equal == 'steps' else table.shares_of_time(self.own, self.dense)
+
+  @property
+  def dense_shares(self) -> list[float]:
+    """Shares of its seconds until dense is at its final loss, in mid-schedule; empty if no steps were timed."""
+    timed = all(seconds is not None for curve in self.own.curves.values() for seconds, _ in curve)
+    return table.shares_of_time(self.dense, self.own) if timed else []
 
   def behind(self, other: 'Evidence') -> list[float]:
     """Its final loss minus another's."""
@@ -114,7 +128,7 @@ class Evidence:
     text = f'loss {_interval(self.percent, "+.1f", "%")} against dense at equal {self.equal}'
     if self.shares:
       text += f", dense's final loss in {_interval(self.shares, '.2f', '')} of its time"
-    return f'{text} ({self.who}: {self.place(asked)})'
+    return f'{text} ({self.who}{self.edge}: {self.place(asked)})'
 
 
 def evidence(results: Path = RESULTS) -> Mapping[str, Sequence[Evidence]]:
@@ -128,7 +142,7 @@ def evidence(results: Path = RESULTS) -> Mapping[str, Sequence[Evidence]]:
       device, equal = records[0]['device'].removeprefix('1 x '), 'steps' if records[0].get('equal_steps') else 'seconds'
       for option in OPTIONS:
         for own in (seeds[contender] for contender in option.contenders if contender in seeds):
-          e = Evidence(own, seeds['dense'], where, device, equal)
+          e = Evidence(own, seeds['dense'], where, device, equal, records[0].get('shape', {}).get('d'))
           if e.percent and all(map(math.isfinite, [*e.percent, *e.shares])):
             found[option.title].append(e)
   return found
@@ -158,7 +172,8 @@ def steps(option: Option, d: int, timed: Mapping[tuple[str, str], Mapping[str, b
 
 
 def advise(
-  goal: str, faster: Mapping[str, float | None], found: Mapping[str, Sequence[Evidence]], device: str = ''
+  goal: str, faster: Mapping[str, float | None], found: Mapping[str, Sequence[Evidence]], device: str = '',
+  d: int | None = None,
 ) -> str:
   """What to take, in two sentences; of races also a line for each that the lowest loss is compared with.
 
@@ -167,13 +182,14 @@ def advise(
     faster: from `gains`.
     found: from `evidence`.
     device: the GPU that is asked about.
+    d: the width that is asked about.
 
   >>> advise('sooner', {'FST': 0.9}, {})
   'dense: nothing that is faster here was shown to reach its loss sooner.'
   """
   pays = {title for title, gain in faster.items() if gain is not None and gain > 1}
   if goal == 'sooner':
-    return _soonest(pays | _DENSE, found, device)
+    return _behind_at_this_width(pays, found, d) + _soonest(pays | _DENSE, found, device)
   known = [(e, title) for title, each in found.items() for e in each if e.equal == 'steps']
   if goal == 'sparse':
     sparse = {option.title for option in OPTIONS if option.ends_sparse}
@@ -219,19 +235,50 @@ def _soonest(candidates: Set[str], found: Mapping[str, Sequence[Evidence]], devi
     text = ' or '.join(e.who for e in (first, *near)) + f": dense's final loss in {_share(first)} of its time"
     text += ''.join(f', {_share(e)} ({e.who})' for e in near)
     said.append(f'{text} ({first.place(device)})')
+  # What one seed cannot claim, a reader should know before he takes what is claimed.
+  lower = [
+    f'{e.who} ends below all others of its race, with one seed'
+    f"{'' if e.own.searched > 1 else ' and a rate not searched'}: dense's final loss in"
+    f' {e.shares[0]:.2f} of its time ({e.place(device)})'
+    for title in sorted(candidates) for e in found.get(title, ())
+    if len(e.shares) == 1 and (race := races.get((e.where, e.device))) and e.behind(race[0])
+    and max(e.behind(race[0])) < 0
+  ]  # fmt: skip
   if not said:
     return 'dense: nothing that is faster here was shown to reach its loss sooner.'
-  advice = '; '.join([', or '.join(said), *beaten]) + '. Race it against a smaller dense model first'
+  advice = '; '.join([', or '.join(said), *beaten]) + ''.join(f'. But {each}' for each in lower)
+  advice += '. Race it against a smaller dense model first'
   if 'all linear layers' in advice:
     advice += '; the gain of a block below is of feed-forward layers alone'
   parted = ['Seed by seed, after as many seconds:', *(f'  {line}' for line in lines)] if lines else []
   return '\n'.join([f'{advice}.', *parted])
 
 
+def _behind_at_this_width(sparse: Set[str], found: Mapping[str, Sequence[Evidence]], d: int | None) -> str:
+  """That, in the longest runs of the nearest width, no sparse model was surely sooner at its final loss than dense.
+
+  '' if one was, or if these runs were a race, which tells itself who was sooner.
+  """
+  known = [e for title in sparse for e in found.get(title, ()) if e.width and e.dense_shares]
+  if d is None or not known:
+    return ''
+  width = min((e.width for e in known if e.width), key=lambda width: abs(math.log(width / d)))
+  longest = max((e for e in known if e.width == width), key=lambda e: next(iter(e.own.curves.values()))[-1][0])
+  near = [e for e in known if (e.width, e.where, e.device) == (width, longest.where, longest.device)]
+  best = max(near, key=lambda e: statistics.fmean(e.dense_shares))
+  if longest.equal == 'seconds' or _below([1 - share for share in best.dense_shares]):
+    return ''
+  return (
+    f'dense, if the model is about as narrow as {width:,}: in mid-schedule dense is at the final loss of {best.who},'
+    f' the soonest sparse model there, in {_interval(best.dense_shares, ".2f", "")} of its time ({best.where}, on'
+    f' {best.device}). For wider models: '
+  )
+
+
 def _prices(known: Sequence[Evidence]) -> str:
   """Losses above dense's, the lowest first."""
   known = sorted(known, key=lambda e: statistics.fmean(e.percent))
-  return ', '.join(f'{e.who} {_interval(e.percent, "+.1f", "%")} ({e.where})' for e in known)
+  return ', '.join(f'{e.who} {_interval(e.percent, "+.1f", "%")} ({e.where}{e.edge})' for e in known)
 
 
 def _below(values: Sequence[float]) -> bool:
@@ -262,7 +309,7 @@ def guide(*, tokens: int, d: int, hidden: int, gated: bool, device: str | None, 
   timed = best_steps.load()
   lines = [
     f'A block of {tokens} x {d} x {hidden} on {device}; the goal: {GOALS[goal]}', '',
-    f'Take {advise(goal, faster, found, device)}', '',
+    f'Take {advise(goal, faster, found, device, d)}', '',
   ]  # fmt: skip
   for option in OPTIONS:
     time = ''

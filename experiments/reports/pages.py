@@ -6,7 +6,18 @@ import re
 from typing import Any
 
 from experiments.race import picture, table
-from experiments.reports import best_steps, decay_grid, papers, provenance, speed, tasks
+from experiments.reports import (
+  best_steps,
+  compared,
+  decay_grid,
+  faults,
+  measured,
+  papers,
+  provenance,
+  scale,
+  speed,
+  tasks,
+)
 
 DOCS = provenance.ROOT / 'docs'
 # What the site would take for more than text; the tables themselves have comments that name their records.
@@ -22,21 +33,36 @@ def document(name: str) -> str:
   text = (DOCS / name).read_text()
   for made, make in TABLES[name].items():
     between = re.compile(rf'(<!-- made: {made} -->\n).*?(\n<!-- end -->)', re.DOTALL)
-    content = make()
-    if found := _MARKUP.search(content):
-      raise ValueError(
-        f'the table {made!r} of {name} would have {content[found.start() :][:60]!r}: records are text, without HTML'
-        ' and scripts; look which record has it'
-      )
+    content = _as_text(f'the table {made!r} of {name}', make())
     text, count = between.subn(lambda found, content=content: f'{found[1]}\n{content}\n{found[2]}', text)
     if count != 1:
       raise ValueError(f'{name} has {count} places between <!-- made: {made} --> and <!-- end -->; it needs one')
   return text
 
 
+def _as_text(what: str, content: str) -> str:
+  """The content, if a site shows it as text."""
+  if found := _MARKUP.search(content):
+    raise ValueError(
+      f'{what} would have {content[found.start() :][:60]!r}: records are text, without HTML and scripts; look which'
+      ' record has it'
+    )
+  return content
+
+
+def page(name: str) -> str:
+  """A document of which all is made of records.
+
+  Raises:
+    ValueError: a record has HTML or a script in it.
+  """
+  return _as_text(name, PAGES[name]())
+
+
 def write() -> list[Path]:
   """Writes documents and pictures in place; returns what was written."""
-  content = {DOCS / name: document(name) for name in TABLES} | {DOCS / name: make() for name, make in PICTURES.items()}
+  content = {DOCS / name: document(name) for name in TABLES} | {DOCS / name: page(name) for name in PAGES}
+  content |= {DOCS / name: make() for name, make in PICTURES.items()}
   for path, text in content.items():
     path.write_text(text)
   return list(content)
@@ -68,6 +94,10 @@ def _tuned(name: str, title: str = 'nano, 1,500 steps each', against: str | None
   return table.steps_markdown(_race(name, title), against)
 
 
+def _compared(name: str, titles: Mapping[str, str], flips: bool = False) -> str:
+  return compared.markdown(([f'compare_{name}.jsonl'], titles), flips=flips)
+
+
 def _decays() -> str:
   """Short runs of the rate that is FST's best on nano, and whole runs of the same rate, decays and seeds."""
   whole, short = (provenance.read(name) for name in ('grid_nano.jsonl?contender=fst', 'decay_short_nano.jsonl'))
@@ -79,7 +109,15 @@ def _decays() -> str:
 TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
   'speed.md': {
     'best steps': lambda: best_steps.markdown(best_steps.load()),
+    'profile': measured.profile,
+    'compile seconds': measured.compile_seconds,
     'speed': lambda: speed.markdown(_speed()),
+    'mask searches': measured.mask_searches,
+    'matmuls': measured.matmuls,
+    'attention': measured.attention,
+    'V:N:M matmuls': measured.vnm_matmuls,
+    'runs': measured.runs,
+    'meshes': measured.meshes,
   },
   'tasks.md': {'tasks': tasks.markdown},
   'quality.md': {
@@ -93,9 +131,23 @@ TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
     'grid flops cpu': lambda: _tuned('grid_flops_nano_cpu.jsonl', 'nano, 2,000 steps each', 'dense_small'),
     'papers': papers.markdown,
     'race by seed': lambda: table.seeds_markdown(_race(), 's_ste_fp8_all'),
+    'race of 110 seconds': lambda: measured.race_by_the_clock(
+      'race_h200_wide2048_3_110s.jsonl', 's_ste_fp8_all', 'half_ffn_fp8'
+    ),
     'race of three layers by seed': lambda: table.seeds_markdown(_race_of_three(), 'half_ffn_s_ste_fp8_all'),
   },
   'quality_runs.md': {
+    'one rate for all': lambda: _compared('nano', compared.NANO, flips=True),
+    'activations': lambda: _compared('neuron_level_nano', compared.ACTIVATIONS),
+    'activations small': lambda: _compared('small', compared.SMALL),
+    'kernel patterns': lambda: _compared('small_kernel_patterns_900', compared.KERNEL_PATTERNS),
+    'dense neurons': lambda: _compared('dense_neurons_nano', compared.DENSE_NEURONS),
+    'dense neurons 128': lambda: _compared('dense_neurons_128_nano', compared.DENSE_NEURONS_128),
+    'two of four tokens': lambda: compared.markdown(
+      (['compare_dense_neurons_128_nano.jsonl', 'compare_two_of_four_tokens_128_nano.jsonl'], compared.TWO_OF_FOUR_128),
+      (['compare_two_of_four_tokens_nano.jsonl'], compared.TWO_OF_FOUR),
+    ),
+    'equal FLOPs': compared.flops,
     'tuned nano': lambda: _tuned('compare_tuned_nano.jsonl'),
     'tuned nano learnt': lambda: _tuned('compare_tuned_nano_learnt.jsonl'),
     'race': lambda: table.markdown(_race()),
@@ -105,6 +157,8 @@ TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
     'race of all': lambda: table.markdown(_race('race_h200.jsonl', 'wide2048, rotary_qk_norm, 55 s each')),
   },
 }
+# Document -> what makes all of it.
+PAGES: Mapping[str, Callable[[], str]] = {'faults.md': faults.page, 'scale.md': scale.page}
 PICTURES: Mapping[str, Callable[[], str]] = {
   'speed.svg': lambda: speed.figure(_speed(), best_steps.figure_rows(best_steps.load())),
   'race.svg': lambda: picture.draw(table.by_seed(_race())),

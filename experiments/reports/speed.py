@@ -18,6 +18,11 @@ RESULTS = Path(__file__).parents[1] / 'results'
 BENCHES = ('ffn', 'train_step')
 # Share of neurons that are dense in weight gradients.
 _PUBLISHED_DENSE_SHARE = 0.05
+# What records measured before the packers' roles had their names call them.
+_OLD_ROLES = {
+  'turn': 'transpose', 'turn_gradient': 'transpose_gradient', 'turn_24': 'transpose_24',
+  'turn_24_gradient': 'transpose_24_gradient',
+}  # fmt: skip
 
 
 def load(paths: Iterable[Path]) -> list[dict[str, Any]]:
@@ -42,11 +47,12 @@ def load(paths: Iterable[Path]) -> list[dict[str, Any]]:
 
 def identity(record: Record) -> list[Any]:
   """What was measured; of two records that agree in it the later counts."""
-  keys = 'bench device op role model recipe activation pattern dtype weights shape layouts mode remat mesh'
+  keys = 'bench device op model recipe activation pattern dtype weights shape layouts mode remat mesh'
   keys += ' layout process'  # of `best_steps`
   # Older records of meshes leave out what was not asked for.
   mesh = record.get('sharding', 'whole'), record.get('xla_flags') or ''
-  return [*(record.get(key) for key in keys.split()), *mesh, dense_features(record), record.get('token_pattern')]
+  role = _OLD_ROLES.get(str(record.get('role')), record.get('role'))
+  return [*(record.get(key) for key in keys.split()), role, *mesh, dense_features(record), record.get('token_pattern')]
 
 
 def pattern(record: Record) -> str:

@@ -1,60 +1,22 @@
-"""`python -m experiments.scale`: what 8B and 70B models cost on 64 and 1,024 GPUs, written to docs/scale.md.
+"""`python -m experiments.scale --simulate`: programs compiled for 8 and 64 simulated devices, and what they exchange.
 
-Two parts: figures on paper (`formula`), and programs compiled for 8 and 64 simulated devices (`simulate`), whose
-records are kept in `experiments/results/scale.jsonl` and made anew with `--simulate`.
+The records go to `experiments/results/scale.jsonl`. docs/scale.md is made of them and of `formula`, here without
+`--simulate` as by `python -m experiments pages`.
 """
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 import json
 import os
-from pathlib import Path
 import subprocess
 import sys
-import textwrap
 from typing import Any
 
+from experiments.reports import provenance
+from experiments.reports import scale as report
 from experiments.runs import durable
-from experiments.scale import formula
 
-ROOT = Path(__file__).parents[2]
-RESULTS, PAGE = ROOT / 'experiments' / 'results', ROOT / 'docs' / 'scale.md'
-_PAPER = (
-  'model †', 'GPUs', 'layout', 'GB', 'received GB, dense', 'sparse', 'computing s, dense', 'sparse',
-  'communication s, dense', 'sparse', 'x, hidden', 'x, apart',
-)  # fmt: skip
-_SIMULATED = (
-  'devices', 'data x fsdp x model', 'layers', 'step, dense', 'step, sparse', 'MiB, dense', 'MiB, sparse',
-  'mask refresh', 'packing',
-)  # fmt: skip
-# Picoseconds a weight: to make a packing of the other on an H100, and to gather one by NVLink within a machine.
-_REPACK, _GATHER = 1e12 * 2 * 9 / 8 / 3.35e12, 1e12 * formula.Links().gather(9 / 8, 8)
-_SIMULATION = textwrap.fill(
-  'The whole training step of a Llama of two layers (width 512, hidden 2,048; 4,096 tokens) was compiled for that many '
-  'simulated CPU devices: exchanges in the program, and the MiB that they leave on a device, those of a loop over '
-  'layers once. The last columns are the search for all masks, and packing all sparse weights along both axes, each '
-  'compiled alone: they exchange nothing. Masks are exchanged by no step; what a sparse one sums more under FSDP are '
-  'flip rates and samples of a few weights, by which a step knows those that it left; over 64 devices neighbours hand '
-  'each other single rows for these. XLA for CPUs has no reduce-scatter and gathers weights as they are, 4 bytes '
-  'each, not packed: here a '
-  'sparse step that gathers as often as a dense one receives as much, and what it receives more, where layers run one '
-  'by one, are the transposes of feed-forward weights. `train` constrains the activations between layers to '
-  'stay sharded like the batch. Without that XLA moved the activations in place of the weights in a loop over layers, '
-  'dense and sparse: do the same in your own models ([guide](guide.md)).',
-  118, break_on_hyphens=False,
-)
-STEP = {'model': 'llama-3b', 'recipe': 'transposable_srste'}
-
-
-def measured_step() -> dict[str, Any]:
-  """The newest record of a step of Llama 3B."""
-  records = [json.loads(line) for line in (RESULTS / 'train_step.jsonl').open()]
-  return [record for record in records if STEP.items() <= record.items()][-1]
-
-
-def simulated() -> list[dict[str, Any]]:
-  """The records of what was compiled."""
-  return [json.loads(line) for line in (RESULTS / 'scale.jsonl').open()]
+PAGE = provenance.ROOT / 'docs' / 'scale.md'
 
 
 def simulate(devices: int) -> list[dict[str, Any]]:
@@ -67,96 +29,8 @@ def simulate(devices: int) -> list[dict[str, Any]]:
   }
   code = f'from experiments.scale import simulate; simulate.main({devices})'
   command = [sys.executable, '-c', code]
-  out = subprocess.run(command, env=variables, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
+  out = subprocess.run(command, env=variables, cwd=provenance.ROOT, check=True, stdout=subprocess.PIPE, text=True)
   return [json.loads(line) for line in out.stdout.splitlines()]
-
-
-def page(record: Mapping[str, Any], simulated: Sequence[Mapping[str, Any]]) -> str:
-  """docs/scale.md."""
-  compute, text = formula.measured(record), (formula.__doc__ or '').split('\n\n', 1)[1]
-  lines = []
-  for row in formula.rows(compute):
-    (c_dense, c_sparse), (t_dense, t_sparse) = row.communication, row.compute
-    apart, hidden = (c_dense + t_dense) / (c_sparse + t_sparse), max(c_dense, t_dense) / max(c_sparse, t_sparse)
-    lines.append(
-      f'| {row.model} | {row.gpus:,} | {row.layout} | {row.memory:,.0f} | {row.dense_traffic:,.0f} | '
-      f'{row.sparse_traffic:,.0f} | {t_dense:.2f} | {t_sparse:.2f} | {c_dense:.2f} | {c_sparse:.2f} | {hidden:.2f} | '
-      f'{apart:.2f} |'
-    )
-  paper = '\n'.join(lines)
-  counted = '\n'.join(map(_counted, simulated))
-  basis = (
-    f'{formula.TOKENS:,} tokens a step, micro-batches of at most {formula.MICRO:,} a GPU, sequences of '
-    f'{record["shape"]["length"]:,}, recomputation; transposable masks in all feed-forward layers. Measured on one '
-    f'{record["device"]}: {compute.dense * 1e15:.1f} fs a parameter and token for a dense step, '
-    f'{compute.saved * 1e15:.1f} fs less for one in a sparse feed-forward layer. *GB* is what a GPU holds: where that '
-    'is above 80 the layout does not fit. *Received* is what it receives in a step, dense and sparse; then seconds of '
-    'computing and of communication. The last two columns are how many times faster the sparse step is: if '
-    'communication hides behind computing, or computing behind it, and if nothing does. Dense and sparse differ in '
-    'traffic under FSDP alone, where packed weights are gathered. Packing is in the measured step; how it changes with '
-    'the number of GPUs is not in the formula.'
-  )
-  return f"""# Many GPUs, on paper and by simulation
-
-Written by `python -m experiments.scale`. Nothing here was measured on more than one GPU.
-
-## On paper
-
-{text.strip()}
-
-{textwrap.fill(basis, 118)}
-
-<!-- records: train_step.jsonl?model=llama-3b -->
-{_head(*_PAPER)}
-{paper}
-
-† The record of the step is of a source with uncommitted changes.
-
-## By simulation
-
-Bytes that a device gathers of a feed-forward weight in a step of FSDP, counted in what XLA compiles for 8 and 64 H100s
-(SwiGLU, bfloat16, packed weights; `tests/sparse24_jax/mesh_on_hopper_test.py` holds them):
-
-| layers | dense | sparse |
-|---|---|---|
-| in a loop (`scan_layers`) | 4 | 2 1/4 |
-| one by one, recomputed | 4 | 3 |
-| one by one | 2 | 2 1/4 |
-
-A sparse weight is gathered packed: 9/8 bytes along one axis for the forward pass, as many along the other for the
-backward pass. A dense weight is 2 bytes each time that it is gathered. Where a step does not keep whole weights from
-the forward to the backward pass, which is what FSDP is for, a dense one is gathered twice, and sparse moves less. In
-layers that run one by one and are not recomputed XLA gathers a dense weight once and keeps it whole, 2 bytes of every
-weight on every device; there alone sparse moves more, 1/4 byte, and keeps no whole weight. Gathering the forward's
-packing alone and making the other from it on each device would move 9/8 bytes. It was not built: it reads and writes
-2 1/4 bytes of memory a weight and micro-batch, {_REPACK:.2f} ps at 3.35 TB/s, in the way of the matmuls, while the
-gather that it saves, {_GATHER:.1f} ps by NVLink, runs beside them.
-
-{_SIMULATION}
-
-<!-- records: scale.jsonl -->
-{_head(*_SIMULATED)}
-{counted}
-"""
-
-
-def _head(*names: str) -> str:
-  return f'| {" | ".join(names)} |\n|{"---|" * len(names)}'
-
-
-def _counted(record: Mapping[str, Any]) -> str:
-  dense, sparse = record['dense'], record['sparse']
-  layout = ' x '.join(map(str, record['layout']))
-  cells = [
-    record['devices'], layout, record['layers'], _kinds(dense['exchanges']),
-    _kinds(sparse['exchanges']), *(f'{twin["bytes"] / 2**20:.1f}' for twin in (dense, sparse)),
-    _kinds(record['mask refresh']), _kinds(record['packing']),
-  ]  # fmt: skip
-  return f'| {" | ".join(map(str, cells))} |'
-
-
-def _kinds(exchanges: Mapping[str, int]) -> str:
-  return ', '.join(f'{count} {kind}' for kind, count in exchanges.items()) or '0'
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -170,8 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault('JAX_PLATFORMS', 'cpu')
     found = [{**record, **environment(), 'command': 'python -m experiments.scale --simulate'}
              for devices in (8, 64) for record in simulate(devices)]  # fmt: skip
-    durable.write_text(RESULTS / 'scale.jsonl', ''.join(json.dumps(record) + '\n' for record in found))
-  durable.write_text(PAGE, page(measured_step(), simulated()))
+    durable.write_text(provenance.RESULTS / 'scale.jsonl', ''.join(json.dumps(record) + '\n' for record in found))
+  durable.write_text(PAGE, report.page())
   return 0
 
 

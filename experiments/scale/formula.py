@@ -3,19 +3,21 @@
 Compute is measured: the training step of Llama 3B on one H100 (`train_step.jsonl`), dense and with transposable masks,
 divided by parameters and tokens. Links have the rates that their makers state, which no program reaches. The formulas:
 
-- Dense compute is c P t for t tokens on a GPU and P parameters; sparse saves s F t, F those of feed-forward layers.
-  Tensor parallelism over M GPUs splits feed-forward layers alone; all other layers are computed M times.
+- Dense compute takes c P t for t tokens on a GPU and P parameters. Sparse compute saves s F t of it, for F parameters
+  of feed-forward layers. Tensor parallelism over M GPUs splits feed-forward layers alone, so all other layers are
+  computed M times.
 - To gather or to reduce and scatter S bytes over K machines of G = 8 GPUs takes
   S (1 - 1/K) / (G network) + S (1 - 1/G) / nvlink, with 50 GB/s of network (one port of NDR InfiniBand) and 450 GB/s of
   NVLink 4 a GPU, each way; an all-reduce is both, one after the other.
-- Data parallel: one all-reduce of the gradients, 4 P bytes. FSDP: for each micro-batch, weights are gathered forward
-  and, with what is computed again, backward: 2 times 2 bytes of a dense one; of a sparse one the packed matrix, 9/8
-  bytes, forward and again for gate and up, and the packed transpose backward: 2 2/3 times on average, 3 bytes.
-  Gradients are reduced and scattered, 4 bytes. Tensor parallel: for each micro-batch and layer two all-reduces of the
-  tokens' activations, 2 t d bytes, within a machine.
-- A GPU holds 4 bytes of a parameter, 8 of its moments, 4 of its gradient, and 1 of the mask of a sparse one, divided
-  by the GPUs over which they are split; what it gathers of one layer; with recomputation the inputs of all layers of a
-  micro-batch, 2 t d bytes each, about 2 t (4 d + 3 h / M) of the layer that is computed again, and logits, 4 t V.
+- Data parallelism needs one all-reduce of the gradients, 4 P bytes. FSDP gathers weights for each micro-batch: a dense
+  one twice, forward and backward, 2 bytes each time. Of a sparse one it gathers the packed matrix, 9/8 bytes, forward,
+  the packed transpose backward, and the matrix again where gate and up are recomputed: 2 2/3 times on average, 3 bytes.
+  It reduces and scatters gradients, 4 bytes. Tensor parallelism needs, for each micro-batch and layer, two all-reduces
+  of the tokens' activations, 2 t d bytes, within a machine.
+- For each parameter a GPU holds 4 bytes of the parameter, 8 of its moments, 4 of its gradient, and 1 of its mask if it
+  is sparse, divided by the GPUs over which they are split. It also holds what it gathers of one layer. With
+  recomputation it holds the inputs of all layers of a micro-batch, 2 t d bytes each, about 2 t (4 d + 3 h / M) of the
+  layer that is computed again, and logits, 4 t V.
 """
 
 from collections.abc import Mapping, Sequence

@@ -117,6 +117,9 @@ class RecordsTest(parameterized.TestCase):
     known = {'bench': 'train_step', 'pattern': '128:2:8'}  # older records of steps say nothing of 5%
     self.assertEqual(speed.identity(known), speed.identity(known | {'dense_features': 0.05}))
     self.assertNotEqual(speed.identity(known), speed.identity(known | {'dense_features': 0.2}))
+    known = {'bench': 'memory_bound', 'op': 'vnm_pack', 'pattern': '64:2:8'}
+    self.assertEqual(*(speed.identity(known | {'role': role}) for role in ('turn_24', 'transpose_24')))
+    self.assertNotEqual(*(speed.identity(known | {'role': role}) for role in ('turn_24', 'transpose')))
 
   def test_a_burst_must_not_reach_a_mask_search(self):
     with contextlib.redirect_stdout(io.StringIO()) as out, tempfile.TemporaryDirectory() as folder:

@@ -1,6 +1,7 @@
 """`python -m experiments guide`: what it says follows from records."""
 
 import contextlib
+import dataclasses
 import io
 import json
 from pathlib import Path
@@ -41,6 +42,8 @@ class EvidenceTest(parameterized.TestCase):
     where = 'fst: nano, 9 steps each, on NVIDIA H200'  # steps are as many on any device
     self.assertEqual(fst.said('a_gpu'), f'loss +10.0% ± 0.0% against dense at equal steps ({where})')
     self.assertEqual(found['S-STE'], [])  # diverged
+    at_edge = dataclasses.replace(fst, own=dataclasses.replace(fst.own, edge=True, searched=4))
+    self.assertEndsWith(at_edge.said(), '(fst, best at an edge of its search: nano, 9 steps each, on NVIDIA H200)')
 
   @parameterized.parameters(
     ((0.90, 0.92, 0.91), 'fst: below dense by more than its interval.'),
@@ -72,6 +75,30 @@ class EvidenceTest(parameterized.TestCase):
     self.assertIn('seconds:\n  S-STE and FP8 are not parted by the seeds', said)
     self.assertStartsWith(guide.advise('sooner', {'S-STE, FP8': 0.9}, found), 'FP8: ')
 
+  def test_dense_that_is_sooner_at_the_width_asked_about_comes_first(self):
+    def same_steps(name, losses, width=768, seconds=90.0, equal='steps'):
+      curves = {seed: [(0.5 * seconds, 2.0), (seconds, loss)] for seed, loss in enumerate(losses)}
+      return dataclasses.replace(
+        race(name, losses), own=dataclasses.replace(race(name, losses).own, curves=curves), equal=equal, width=width
+      )  # fmt: skip
+
+    def said(fst, s_ste, d=768):
+      return guide.advise('sooner', {'FST': 1.1, 'S-STE, FP8': 1.5}, {'FST': [fst], 'S-STE, FP8': [s_ste]}, d=d)
+
+    # Dense falls from 2 to 1 between 10 and 100 seconds: it is at 1.4 after 64, these after 90.
+    fst, s_ste = same_steps('FST', (1.5, 1.51)), same_steps('S-STE', (1.4, 1.41))
+    first = 'dense, if the model is about as narrow as {}: in mid-schedule dense is at the final loss of {}, the'
+    self.assertStartsWith(
+      said(fst, s_ste, d=1024), first.format(768, 'S-STE') + ' soonest sparse model there, in 0.71 ± 0.06 of its time (a'
+      ' race, on NVIDIA H200). For wider models: dense: ',
+    )  # fmt: skip
+    # Not beyond seeds, surely sooner, another width that is nearer, and a race, which says itself who is sooner.
+    self.assertStartsWith(said(fst, same_steps('S-STE', (1.0, 1.2), seconds=85.0)), first.format(768, 'S-STE'))
+    self.assertStartsWith(said(fst, same_steps('S-STE', (1.01, 1.02), seconds=60.0)), 'dense: nothing')
+    self.assertStartsWith(said(fst, same_steps('S-STE', (1.01, 1.02), 2048, seconds=60.0)), first.format(768, 'FST'))
+    self.assertNotIn('dense, if', said(fst, same_steps('S-STE', (1.0, 1.1), seconds=95.0, equal='seconds')))
+    self.assertStartsWith(guide.advise('sooner', {'FST': 1.1}, {'FST': [fst]}), 'dense: nothing')
+
   def test_a_winner_that_loses_to_a_rival_of_another_race_is_not_advised(self):
     found = {
       'S-STE, FP8': [race('S-STE', (0.90, 0.91)), race('S-STE', (0.95, 0.955, 0.96), 'b race')],
@@ -84,6 +111,20 @@ class EvidenceTest(parameterized.TestCase):
     said = guide.advise('sooner', {'S-STE, FP8': 1.5}, found, 'nvidia_h200')
     self.assertStartsWith(said, "S-STE: dense's final loss in 0.92 ± 0.05 of its time (a race, on NVIDIA H200), or ")
     self.assertNotIn('did not run', said)
+
+  def test_a_dense_model_of_one_seed_that_ends_lower_is_named_before_the_race_is_described(self):
+    small = race('small', (0.80,))
+    found = {'S-STE, FP8': [race('S-STE', (0.90, 0.91))], 'a smaller dense model': [small]}
+    for searched, how in ((1, ' and a rate not searched'), (3, '')):
+      small = dataclasses.replace(small, own=dataclasses.replace(small.own, searched=searched))
+      said = guide.advise('sooner', {'S-STE, FP8': 1.5}, found | {'a smaller dense model': [small]}, 'nvidia_h200')
+      self.assertIn(
+        f". But small ends below all others of its race, with one seed{how}: dense's final loss in 0.85 of its time (a"
+        ' race, on NVIDIA H200). Race it', said.partition('\n')[0],
+      )  # fmt: skip
+    for other in (race('small', (0.95,)), race('small', (0.80,), 'b race')):  # behind, and elsewhere
+      said = guide.advise('sooner', {'S-STE, FP8': 1.5}, found | {'a smaller dense model': [other]})
+      self.assertNotIn('small ', said.replace('a smaller', ''))
 
   def test_sparse_weights_have_their_gain_and_loss_or_that_it_is_unknown(self):
     faster = {'S-STE': 1.1, 'S-STE, FP8': 1.2}

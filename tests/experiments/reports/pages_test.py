@@ -34,10 +34,18 @@ class PagesTest(absltest.TestCase):
         self.assertRaisesRegex(ValueError, "the table 'grid nano' of quality.md would have .*records are text"),
       ):
         pages.document('quality.md')
+    evil = [{**record, 'expected': '<script>'} for record in provenance.read('faults.jsonl')]
+    with (
+      mock.patch.object(provenance, 'read', lambda name: evil if name == 'faults.jsonl' else []),
+      self.assertRaisesRegex(ValueError, "faults.md would have '<script>"),
+    ):
+      pages.page('faults.md')
 
   def test_documents_have_the_tables_and_the_pictures_of_the_committed_records(self):
     for name in pages.TABLES:
       self.assertEqual((pages.DOCS / name).read_text(), pages.document(name), 'python -m experiments pages')
+    for name in pages.PAGES:
+      self.assertEqual((pages.DOCS / name).read_text(), pages.page(name), 'python -m experiments pages')
     shown = {name: ET.parse(pages.DOCS / name).findtext('{http://www.w3.org/2000/svg}desc') for name in pages.PICTURES}
     records = speed.load(provenance.RESULTS.glob('*.jsonl'))
     steps = best_steps.figure_rows(best_steps.load())
@@ -57,6 +65,8 @@ class PagesTest(absltest.TestCase):
     with mock.patch.object(pages, 'DOCS', folder):
       self.assertEqual(cli.main(['pages']), 0)
     self.assertEqual({name: (folder / name).read_text() for name in pages.TABLES}, committed)
+    for name in pages.PAGES:
+      self.assertEqual((folder / name).read_text(), pages.page(name))
     for name in pages.PICTURES:
       self.assertIn('<svg', (folder / name).read_text())
 

@@ -3,9 +3,9 @@
 A sentence may use the numbers of the tables under its heading (of the second order), and what follows from the records
 that these cite: losses of methods at their best, differences and shares of time, seed by seed, with 95% intervals. What
 lies elsewhere is named in a comment, `<!-- said: race.jsonl?seconds=70.0; speed.md#kernels -->`: all numbers of the
-records that the conditions leave, or the tables of another document. Of a file of tuned settings, say
-`pallas_kernels/tuned/nvidia_h200/sparse_matmul.json?n=16`, it is how many times as fast as dense the choices are.
-Records are read without the code that makes the tables.
+records that the conditions leave, and how many times as fast as dense, or another baseline, they are; or the tables of
+another document. Of a file of tuned settings, say `pallas_kernels/tuned/nvidia_h200/sparse_matmul.json?n=16`, it is how
+many times as fast as dense the choices are. Records are read without the code that makes the tables.
 """
 
 from collections import Counter
@@ -117,7 +117,10 @@ class Facts:
   def take_all(self, records: Sequence[Mapping[str, Any]]) -> None:
     """Every number of some records, but for long lists; what their losses differ by; means of a search's settings."""
     self.numbers |= {abs(number) for record in records for number in _leaves(record)}
+    twins = [(twin, record) for record in records for twin in (record.get('baselines') or {}).values() if twin]
+    self.numbers |= {a['median_ms'] / b['median_ms'] for a, b in twins if a.get('median_ms') and b.get('median_ms')}
     self._add_losses(records)
+    self._add_steps([record for record in records if 'amortised_ms' in record and 'layout' in record])
     settings: dict[tuple[float, float], list[float]] = {}
     for record in records:
       if record.get('seed') in record.get('searched_with', ()) and record['loss'] is not None:
@@ -156,6 +159,15 @@ class Facts:
       ])  # fmt: skip
     self.numbers |= {a['step_ms'] / b['step_ms'] for a, b in itertools.permutations(records, 2)}
     self.numbers |= {1e-6 * r['steps'] * r['batch'] * r['length'] for r in records} | {r['wall_s'] for r in records}
+
+  def _add_steps(self, records: Sequence[Mapping[str, Any]]) -> None:
+    """How many times as fast as dense each method's step is, by medians over processes."""
+    times: dict[tuple[str, str], dict[str, list[float]]] = {}
+    for r in records:
+      times.setdefault((r['model'], r['layout']), {}).setdefault(r['recipe'], []).append(r['amortised_ms'])
+    for methods in times.values():
+      dense = statistics.median(methods.get('dense', [math.nan]))
+      self.numbers |= {dense / statistics.median(own) for own in methods.values()}
 
   def _interval(self, values: Sequence[float]) -> None:
     """A sentence may name the values of one or two seeds without an interval."""

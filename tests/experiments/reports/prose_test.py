@@ -26,6 +26,12 @@ class ProseTest(parameterized.TestCase):
       (part,) = prose.sections(text.format(tokens))
       self.assertEqual(prose.uncarried(part), expected)
 
+  def test_a_sentence_may_name_steps_and_their_gain(self):
+    text = '<!-- said: best_steps_124m.jsonl -->\n\nFST gains {} times.'
+    for gain, expected in (('1.03', []), ('1.04', ['1.04'])):
+      (part,) = prose.sections(text.format(gain))
+      self.assertEqual(prose.uncarried(part), expected)
+
   @parameterized.parameters(
     ('FST ends 0.016 ± 0.008 above dense.', []),
     ('FST ends 0.016 ± 0.007 above dense, 0.017 ± 0.008 by another count.', ['0.016 ± 0.007', '0.017 ± 0.008']),

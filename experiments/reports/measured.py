@@ -1,0 +1,197 @@
+"""Smaller tables of the documents, each of one file of records: matmuls, a step under a profiler, compiling, meshes."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from experiments.reports import provenance, speed
+
+type Record = Mapping[str, Any]
+
+# What the profiler's kinds of kernels are called, in the order of the table.
+_KINDS = {
+  'sparse matmuls': ('GEMM sparse',), 'dense matmuls': ('GEMM dense',), 'rounding, packing, MVUE': ('pack',),
+  'attention': ('attention',), 'optimizer': ('optimizer',),
+  'activation, norms, loss, copies, other': ('activation', 'normalisation', 'loss', 'copy', 'other'),
+}  # fmt: skip
+_METHODS = {
+  'dense': 'dense', 'fst': 'FST', 's_ste_fp8': 'S-STE, FP8', 'fst_all': 'FST, all linear layers',
+  's_ste_fp8_all': 'S-STE, FP8, all linear layers',
+}  # fmt: skip
+_SEARCHES = {
+  'transposable_srste': 'FST', 'mixed_sparsity_24': 'MST within 2:4',
+  'mixed_sparsity_transposable': 'MST, transposable',
+}  # fmt: skip
+_ROLES = {'forward': 'forward', 'input_grad': 'input gradient', 'weight_grad': 'weight gradient', 'plain': ''}
+_SHARE_OF_SPARSE_STEPS = 0.7  # of a run with sparse activations, as published
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[Any]], records: Sequence[Record] = ()) -> str:
+  """A table in Markdown, with a dagger in its first cell if a record does not stand by itself."""
+  mark = f' {provenance.DAGGER}' if any(map(provenance.faults, records)) else ''
+  lines = [[head[0] + mark, *head[1:]], ['---'] * len(head), *rows]
+  return '\n'.join(f'| {" | ".join(map(str, cells))} |' for cells in lines)
+
+
+def matmuls() -> str:
+  """2:4 matmuls of layers: TFLOP/s, and how many times as fast as dense they are, in bursts and in loops of a second.
+
+  Dense multiplies numbers without zeros where that was measured. A matmul that is one layer's forward and another's
+  input gradient stands once.
+  """
+  records = provenance.read('sparse_matmul.jsonl?headline=True')
+  rows, seen = [], set()
+  for r in sorted(records, key=lambda r: r['device']):
+    dense = next((r['baselines'][name] for name in _rivals(r['dtype']) if name in r['baselines']), None)
+    if dense is None or (samples := tuple(r['samples_ms'])) in seen:
+      continue
+    seen.add(samples)
+    sizes = ' x '.join(str(r['shape'][size]) for size in ('tokens', 'd_in', 'd_out'))
+    sparselt, loops = r['baselines'].get('cusparselt'), r.get('sustained_ms')
+    rows.append([
+      _gpu(r), ', '.join(filter(None, (sizes, _ROLES[r['role']]))),
+      'FP8' if 'float8' in r['dtype'] else r['dtype'], f'{r["tflops"]:,.0f}',
+      f'{dense["median_ms"] / r["median_ms"]:.2f}', f'{sparselt["median_ms"] / r["median_ms"]:.2f}' if sparselt else '',
+      f'{r["tflops"] * r["median_ms"] / loops:,.0f}' if loops else '',
+      f'{dense["sustained_ms"] / loops:.2f}' if loops else '',
+    ])  # fmt: skip
+  head = ('GPU', 'tokens x in x out', 'dtype', 'TFLOP/s', 'over dense', 'over cuSPARSELt', 'sustained', 'over dense')
+  return table(head, rows, records)
+
+
+def _gpu(record: Record) -> str:
+  return record['device'].removeprefix('NVIDIA ').split()[0]
+
+
+def _rivals(dtype: str) -> Sequence[str]:
+  return ('dense_fp8_without_zeros', 'dense_fp8') if 'float8' in dtype else ('dense_without_zeros', 'dense')
+
+
+def vnm_matmuls() -> str:
+  """V:N:M matmuls: milliseconds, and how many times as fast as dense on numbers without zeros and with the matmul's."""
+  records = provenance.read('vnm_matmul.jsonl')
+  rows = []
+  for r in records:
+    cells = []
+    for name in ('dense_without_zeros', 'dense'):
+      dense = r['baselines'].get(name, {})
+      cells += [
+        f'{dense[key] / r[key]:.2f}' if dense.get(key) and r.get(key) else '' for key in ('median_ms', 'sustained_ms')
+      ]
+    sizes = ' x '.join(str(r['shape'][size]) for size in ('tokens', 'd_in', 'd_out'))
+    rows.append([_gpu(r), f'{r["pattern"]}, {sizes}', f'{r["median_ms"]:.3f}', *cells])
+  head = ('GPU', 'pattern, tokens x in x out', 'ms', 'over dense without zeros', 'sustained', 'with zeros', 'sustained')
+  return table(head, rows, records)
+
+
+def attention() -> str:
+  """Sparse attention by pattern beside full attention."""
+  records = provenance.read('attention.jsonl')
+  shapes = sorted({(r['shape']['length'], r['shape']['batch']) for r in records})
+  patterns = ('local', 'fixed', 'combined', 'strided')
+  rows = []
+  for length, batch in shapes:
+    here = {r['pattern']: r for r in records if r['shape']['length'] == length}
+    full = [here[name]['baselines']['full']['median_ms'] for name in patterns]
+    times = [each / here[name]['median_ms'] for each, name in zip(full, patterns, strict=True)]
+    own = [f'{here[name]["median_ms"]:.2f}' for name in patterns]
+    rows.append([f'{batch} x {length}', *own, f'{np.mean(full):.2f}', f'{min(times):.1f} to {max(times):.1f}'])
+  return table(('batch x length', *(f'{name}, ms' for name in patterns), 'full, ms', 'times faster'), rows, records)
+
+
+def profile() -> str:
+  """Where the milliseconds of a step go, by kind of kernel."""
+  records = provenance.read('best_steps_profile.jsonl')
+  by_recipe = {r['recipe']: r for r in records}
+  own = [by_recipe[name] for name in ('dense', 'fst', 'dense_fp8', 's_ste_fp8_all')]
+  rows = []
+  for name, kinds in _KINDS.items():
+    ms = [sum(r['profile']['by_kind_ms'][kind] for kind in kinds) for r in own]
+    rows.append([name, *(f'{value:.1f}' if value else '' for value in ms)])
+  rows.append(['in all', *(f'{r["profile"]["busy_ms"]:.1f}' for r in own)])
+  return table(('ms a step', *(r['label'] for r in own)), rows, records)
+
+
+def compile_seconds() -> str:
+  """CPU seconds of compiling a step, in a first process and in the next."""
+  records = provenance.read('compile_seconds.jsonl')
+  rows = []
+  for r in records:
+    first, again, over = r['first'], r['again'], r['over_dense']
+    parts = ', '.join(f'{again[part]:.1f}' for part in ('trace_s', 'lower_s', 'compile_s'))
+    factors = ['' if r['recipe'] == 'dense' else f'{over[process]:.2f}' for process in ('first', 'again')]
+    rows.append([
+      r['layouts'], _METHODS[r['recipe']], f'{first["total_s"]:.1f}', factors[0], f'{again["total_s"]:.1f}: {parts}',
+      factors[1], f'{again["fusions"]}, {again["distinct_fusions"]}',
+    ])  # fmt: skip
+  head = (
+    'layers', 'method', 'first process, s', 'over dense', 'next process: traced, lowered, compiled, s', 'over dense',
+    'fusions, distinct',
+  )  # fmt: skip
+  return table(head, rows, records)
+
+
+def mask_searches() -> str:
+  """Milliseconds of a mask search, which a step in so many has."""
+  records = [r for r in provenance.read('train_step.jsonl') if r['recipe'] in _SEARCHES]
+  found = {(r['model'], r['recipe']): r['search_ms'] for r in records}
+  rows = [
+    [model, *(f'{ms:.1f}' if (ms := found.get((model, recipe))) else '' for recipe in _SEARCHES)]
+    for model in dict.fromkeys(r['model'] for r in records)
+  ]
+  return table(('ms', *_SEARCHES.values()), rows, records)
+
+
+def runs() -> str:
+  """How many times as fast as dense a run with sparse activations is: sparse for a share of its steps, else dense."""
+  records = [r for r in provenance.read('train_step.jsonl?recipe=neuron_level') if 'H100' in r['device']]
+  rows = []
+  for r in records:
+    gain = speed.lower(r)['dense']
+    run = 1 / (_SHARE_OF_SPARSE_STEPS / gain + 1 - _SHARE_OF_SPARSE_STEPS)
+    rows.append([r['model'], speed.pattern(r), f'{gain:.2f}', f'{run:.2f}'])
+  return table(('model', 'pattern', 'a step', 'a run'), rows, records)
+
+
+def meshes() -> str:
+  """Blocks and steps on two GPUs."""
+  records = [r for r in provenance.read('mesh.jsonl?bench=mesh') if not r.get('xla_flags')]
+  rows = []
+  for r in records:
+    dense, shape, whole = r['baselines']['dense'], r['shape'], r.get('sharding', 'whole') == 'whole'
+    if r['op'] == 'ffn':
+      what = f'{r["activation"]} block, ' + ' x '.join(str(shape[size]) for size in ('tokens', 'd', 'hidden'))
+    else:
+      what = f'step of {r["model"]}, {shape["batch"]} x {shape["length"]}'
+    rows.append([
+      what, 'tokens' if whole else 'tokens, weights, moments, masks', f'{r["median_ms"]:.1f}',
+      f'{dense["median_ms"]:.1f}', f'{dense["median_ms"] / r["median_ms"]:.2f}',
+      *(f'{each["memory_gb"]["total"]:.1f}' for each in (r, dense)),
+    ])  # fmt: skip
+  head = ('what', 'divided', 'sparse, ms', 'dense, ms', 'times faster', 'GB a device, sparse', 'dense')
+  return table(head, rows, records)
+
+
+def race_by_the_clock(name: str, ours: str, rival: str) -> str:
+  """A race in which two contenders took other seconds than they were to take, by the seconds of the runs themselves."""
+  records = [r for r in provenance.read(f'{name}?share=1.0') if r['bench'] == 'race']
+  runs = {(r['contender'], r['seed']): r for r in records}
+  rows = []
+  for seed in sorted({r['seed'] for r in records}):
+    own, other = runs[ours, seed], runs[rival, seed]
+    steps, _, losses = np.array(other['validation']).T
+    seconds = steps * other['wall_s'] / other['steps']
+    after = np.interp(own['wall_s'], seconds, losses)
+    reached = np.interp(-own['loss'], -losses, seconds)
+    times = [f'{1e3 * r["wall_s"] / r["steps"]:.1f}, {r["wall_s"]:.1f}' for r in (own, other)]
+    rows.append([
+      seed, times[0], f'{own["loss"]:.3f}', times[1], f'{other["loss"]:.3f}', f'{after:.3f}',
+      f'{reached:.1f}, {reached / own["wall_s"]:.3f}',
+    ])  # fmt: skip
+  first, second = (runs[who, 0]['title'] for who in (ours, rival))
+  head = (
+    'seed', f'{first}: ms a step, seconds', 'loss', f'{second}: ms a step, seconds', 'loss',
+    "loss after the first's seconds", "at the first's final loss after so many, share",
+  )  # fmt: skip
+  return table(head, rows, records)

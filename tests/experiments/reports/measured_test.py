@@ -1,0 +1,49 @@
+"""Tables of single files of records, on records whose rows follow by hand."""
+
+from unittest import mock
+
+from absl.testing import absltest
+
+from experiments.reports import measured, provenance
+
+
+def made(maker, records, *args):
+  """The rows of a table, each a list of cells."""
+  with mock.patch.object(provenance, 'read', lambda citation: records):
+    lines = maker(*args).splitlines()
+  return [line.strip('| ').split(' | ') for line in lines]
+
+
+class MeasuredTest(absltest.TestCase):
+  def test_a_matmul_of_two_names_stands_once_beside_dense_without_zeros(self):
+    record = {
+      'device': 'NVIDIA H200', 'role': 'forward', 'dtype': 'bfloat16', 'samples_ms': [2.0], 'median_ms': 2.0,
+      'shape': {'tokens': 1000, 'd_in': 2000, 'd_out': 4000}, 'tflops': 8.0, 'sustained_ms': 2.5,
+      'baselines': {
+        'dense': {'median_ms': 2.8, 'sustained_ms': 2.75}, 'cusparselt': {'median_ms': 2.1},
+        'dense_without_zeros': {'median_ms': 3.0, 'sustained_ms': 4.0},
+      },
+    }  # fmt: skip
+    head, _, *rows = made(measured.matmuls, [record, record | {'role': 'input_grad'}, record | {'baselines': {}}])
+    self.assertEqual(head[0], 'GPU †')  # no commit
+    # 8 TFLOP/s in 2 ms are 6.4 in 2.5.
+    self.assertEqual(rows, [['H200', '1000 x 2000 x 4000, forward', 'bfloat16', '8', '1.50', '1.05', '6', '1.60']])
+
+  def test_a_run_is_dense_for_the_rest_of_its_steps(self):
+    record = {'device': 'H100', 'model': 'm', 'pattern': '128:2:8', 'median_ms': 50.0, 'commit': '0' * 40,
+              'command': 'python -m experiments x', 'baselines': {'dense': {'median_ms': 100.0}}}  # fmt: skip
+    *_, row = made(measured.runs, [record, record | {'device': 'H200', 'median_ms': 1.0}])
+    self.assertEqual(row, ['m', '128:2:8', '2.00', '1.54'])  # 100 / (70 / 2 + 30)
+
+  def test_runs_that_took_other_seconds_are_compared_by_those(self):
+    run = {'bench': 'race', 'seed': 0, 'steps': 100, 'share': 1.0}
+    ours = run | {'contender': 'a', 'title': 'A', 'wall_s': 10.0, 'loss': 1.5, 'validation': [[100, 9.0, 1.5]]}
+    # In 20 s its loss falls from 2 by a twentieth a second, though it was to take 9.
+    rival = run | {'contender': 'b', 'title': 'B', 'wall_s': 20.0, 'loss': 1.0,
+                   'validation': [[0, 0.0, 2.0], [50, 4.5, 1.5], [100, 9.0, 1.0]]}  # fmt: skip
+    *_, row = made(measured.race_by_the_clock, [ours, rival], 'a.jsonl', 'a', 'b')
+    self.assertEqual(row, ['0', '100.0, 10.0', '1.500', '200.0, 20.0', '1.000', '1.500', '10.0, 1.000'])
+
+
+if __name__ == '__main__':
+  absltest.main()
