@@ -89,8 +89,8 @@ class EvidenceTest(parameterized.TestCase):
     fst, s_ste = same_steps('FST', (1.5, 1.51)), same_steps('S-STE', (1.4, 1.41))
     first = 'dense, if the model is about as narrow as {}: in mid-schedule dense is at the final loss of {}, the'
     self.assertStartsWith(
-      said(fst, s_ste, d=1024), first.format(768, 'S-STE') + ' soonest sparse model there, in 0.71 ± 0.06 of its time (a'
-      ' race, on NVIDIA H200). For wider models: dense: ',
+      said(fst, s_ste, d=1024), first.format(768, 'S-STE') + ' soonest sparse model there, in 0.71 ± 0.06 of its time'
+      ' (a race, on NVIDIA H200). For wider models: dense: ',
     )  # fmt: skip
     # Not beyond seeds, surely sooner, another width that is nearer, and a race, which says itself who is sooner.
     self.assertStartsWith(said(fst, same_steps('S-STE', (1.0, 1.2), seconds=85.0)), first.format(768, 'S-STE'))
