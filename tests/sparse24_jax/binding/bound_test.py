@@ -159,7 +159,7 @@ class BindTest(parameterized.TestCase):
     params, x = arguments('each_token')
     bound = s24.bind(STE, CASES['each_token'].f, params, x)
     self.assertEqual({w.path: [use.block for use in w.uses] for w in bound.weights}, {'up': ['relu'], 'down': ['relu']})
-    with mock.patch.object(transform, 'ffn', side_effect=transform.ffn) as fused:
+    with mock.patch.object(transform, 'ffn_at', side_effect=transform.ffn_at) as fused:
       s24.sparsify(CASES['each_token'].f, bound)(params, s24.sparse_variables(params, None, bound), None, x)
     fused.assert_called_once()
 
