@@ -7,8 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _device
-from sparse24_jax.availability import target
+from sparse24_jax.availability import priced_on
 from sparse24_jax.block_plan import plan_block
 from sparse24_jax.neuron_plan import joined_copies, plan_of, why_slower
 from sparse24_jax.policy import ActivationPolicy
@@ -40,7 +39,7 @@ class BlockGain:
   """A feed-forward block, forward and backward, packing of its weights included and the search for masks not.
 
   Attributes:
-    chosen: what `implementation=None` runs.
+    chosen: what runs.
     dense: a dense block in 16 bits.
     dense_fp8: a dense block in FP8, all operands scaled by their own largest magnitude, weights anew in every
       micro-batch; empty where the policy is none of FP8.
@@ -128,7 +127,7 @@ def block_gain(
   >>> block.gain > 1.4, block.chosen[-1].name
   (True, 'dx of up')
   """
-  on = target(_device.current().slug if device is None else device)
+  on = priced_on(device)
   sides = {'up': (d, hidden), 'down': (hidden, d)} | ({'gate': (d, hidden)} if gated else {})
   params = {name: {'kernel': jax.ShapeDtypeStruct(side, weight_dtype)} for name, side in sides.items()}
   rules = match_rules(params, recipe)
@@ -138,7 +137,7 @@ def block_gain(
       raise ValueError(f'{recipe.name} makes the activations of a squared-ReLU block sparse, which has no gate')
     require_positive(tokens=tokens, micro_batches=micro_batches)
     return _with_sparse_activations(_shared(activations, recipe), tokens, d, hidden, dtype, on.device.slug)
-  found = where_it_pays(params, recipe, tokens=tokens, micro_batches=micro_batches, dtype=dtype, device=on.device.slug)
+  found = where_it_pays(params, recipe, tokens=tokens, micro_batches=micro_batches, dtype=dtype, device=device)
   layers = {layer.path for layer in found}
   policies = {path.split('/')[0]: rule.policy for path, rule in rules.items() if path in layers}
   if missing := sorted(sides.keys() - policies.keys()):
@@ -152,7 +151,7 @@ def block_gain(
       f'{recipe.name} has another policy for up/kernel than for {", ".join(f"{name}/kernel" for name in others)}; a'
       ' block runs by one, so price its layers by where_it_pays'
     )
-  block = plan_block(dataclasses.replace(policy, implementation=None), tokens, sides, dtype, on=on)
+  block = plan_block(policy, tokens, sides, dtype, on=on)
 
   def priced(steps: Sequence[Step]) -> tuple[Part, ...]:
     return tuple(_part(step, on.device.slug) for step in steps)
