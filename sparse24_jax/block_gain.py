@@ -7,9 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from sparse24_jax.availability import priced_on
+from sparse24_jax.availability import priced_on, Target
 from sparse24_jax.block_plan import plan_block
-from sparse24_jax.neuron_plan import joined_copies, plan_of, why_slower
+from sparse24_jax.neuron_plan import joined_copies, plan_neurons
 from sparse24_jax.policy import ActivationPolicy
 from sparse24_jax.recipe import Recipe
 from sparse24_jax.rules import match_rules
@@ -136,7 +136,7 @@ def block_gain(
     if gated:
       raise ValueError(f'{recipe.name} makes the activations of a squared-ReLU block sparse, which has no gate')
     require_positive(tokens=tokens, micro_batches=micro_batches)
-    return _with_sparse_activations(_shared(activations, recipe), tokens, d, hidden, dtype, on.device.slug)
+    return _with_sparse_activations(_shared(activations, recipe), tokens, d, hidden, dtype, on)
   found = where_it_pays(params, recipe, tokens=tokens, micro_batches=micro_batches, dtype=dtype, device=device)
   layers = {layer.path for layer in found}
   policies = {path.split('/')[0]: rule.policy for path, rule in rules.items() if path in layers}
@@ -175,16 +175,14 @@ def _shared(activations: Mapping[str, ActivationPolicy | None], recipe: Recipe) 
 
 
 def _with_sparse_activations(
-  policy: ActivationPolicy, tokens: int, d: int, hidden: int, dtype: Any, device: str
+  policy: ActivationPolicy, tokens: int, d: int, hidden: int, dtype: Any, on: Target
 ) -> BlockGain:
   """What `neuron_level_ffn` runs in the sparse phase; it packs its weights in every micro-batch."""
-  plan = plan_of(policy, tokens, d, hidden, dtype, device)
-  sparse, dense = (
-    tuple(_part(step, device) for step in joined_copies(steps)) for steps in (plan.steps, plan.dense_steps)
+  plan = plan_neurons(policy, tokens, d, hidden, dtype, on=on)
+  chosen, dense = (
+    tuple(_part(step, on.device.slug) for step in joined_copies(steps)) for steps in (plan.steps, plan.dense_steps)
   )
-  if (reason := why_slower(policy, tokens, d, hidden, dtype, device)) is not None:
-    return BlockGain(dense, dense, (), 0, 0, reason)
-  return BlockGain(sparse, dense, (), plan.packed_bytes, 0)
+  return BlockGain(chosen, dense, (), plan.packed_bytes, 0, plan.plain)
 
 
 def _part(step: Step, device: str) -> Part:

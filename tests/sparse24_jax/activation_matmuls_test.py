@@ -36,21 +36,22 @@ class ChoiceTest(parameterized.TestCase):
     (POLICIES['two_of_four_tokens'], True, 'SparseVNMTwoOfFour'),
   )
   def test_sides(self, policy, kernels, kind):
-    plan = NeuronLevelPlan(policy, TOKENS, D, HIDDEN, 'bfloat16') if kernels else None
-    ops = acts.matmuls_of(policy, plan)
+    plan = NeuronLevelPlan(policy, TOKENS, D, HIDDEN, 'bfloat16', plain=None if kernels else 'a test')
+    ops = acts.matmuls_of(plan)
     self.assertEqual(type(ops).__name__, kind)
 
-  @parameterized.parameters(True, False)
-  def test_one_choice_for_forward_and_backward(self, kernels):
-    inputs = draw(jnp.bfloat16)
-    plan = NeuronLevelPlan(VNM, TOKENS, D, HIDDEN, 'bfloat16', None, None) if kernels else None
+  @parameterized.parameters((True, ()), (False, ()), (True, (2,)), (False, (2,)))
+  def test_one_choice_for_forward_and_backward_and_all_experts(self, kernels, lead):
+    inputs = draw(jnp.bfloat16, lead)
+    plan = NeuronLevelPlan(VNM, TOKENS, D, HIDDEN, 'bfloat16', plain=None if kernels else 'a test')
     with (
       mock.patch.object(acts, 'plan_neurons', return_value=plan) as choice,
       mock.patch.object(acts, 'matmuls_of', wraps=acts.matmuls_of) as make,
     ):
       jax.eval_shape(functools.partial(eager, VNM), *inputs, state_of(VNM, *inputs[1:3]))
     choice.assert_called_once_with(VNM, TOKENS, D, HIDDEN, jnp.bfloat16)
-    self.assertEqual([call.args[1] for call in make.call_args_list], [plan] * 2)
+    traced = 2 if lead and kernels else 1  # under vmap a block is traced once for all
+    self.assertEqual([call.args[0] for call in make.call_args_list], [plan] * 2 * traced)
 
 
 class SixProductsTest(parameterized.TestCase):
