@@ -195,7 +195,7 @@ def _layer(
   projection = policy.projection
   assert projection is not None
   *lead, d_in, d_out = projection.layout_of(leaf).matrix_shape(leaf.shape)
-  policy = dataclasses.replace(policy, projection=projection.matrix or projection)
+  policy = policy.of_matrix
   wide, device = jnp.dtype(leaf.dtype).itemsize, on.device.slug
   if policy.implementation == 'dense':
     raise ValueError(f"{path}: implementation='dense' decompresses what it packed, which was never timed")
