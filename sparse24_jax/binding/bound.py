@@ -13,7 +13,7 @@ from sparse24_jax.binding import _jax
 from sparse24_jax.binding.notes import Notes, take_notes
 from sparse24_jax.binding.reading import Reading
 from sparse24_jax.binding.shards import cut_by_shards
-from sparse24_jax.binding.tracing import as_callable, functional, trace, Traced
+from sparse24_jax.binding.tracing import as_callable, functional, params_come_third, trace, Traced
 from sparse24_jax.binding.values import Matmul
 from sparse24_jax.layout import Layout, Layouts
 from sparse24_jax.policy import repr_of
@@ -178,6 +178,7 @@ class Bound(Recipe):
     return {**super().describe(), 'layouts': {w.path: w.layout.describe() for w in self.weights}}
 
 
+@params_come_third
 def bind(recipe: Recipe, f: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> Bound:
   """Finds what a model does with the weights that a recipe matches, by tracing it once.
 

@@ -294,7 +294,12 @@ class BindTest(parameterized.TestCase):
       with self.assertRaisesRegex(ValueError, message) as raised:
         s24.bind(STE, f, params, *args)
       self.assertIsInstance(raised.exception.__cause__, AttributeError | TypeError)
+    for call in (s24.bind, s24.check):
+      message = rf"params is given by name, .*: {call.__name__}\(recipe, f, params, \*args\).*wrap it: lambda p, \*a: f"
+      with self.assertRaisesRegex(ValueError, message):
+        call(STE, keyword, x, params=params)
     self.assertLen(s24.bind(STE, lambda p, *a: keyword(*a, params=p), params, x).weights, 1)
+    self.assertLen(s24.bind(recipe=STE, f=lambda p, x: keyword(x, params=p), params=params, x=x).weights, 1)
 
   def test_other_errors_of_a_function_stay_as_they_are(self):
     params, x = {'w': jnp.ones((8, 4))}, jnp.ones((2, 8))
