@@ -16,7 +16,7 @@ from pallas_kernels.sparse_matmul import api as sparse_matmul
 from pallas_kernels.vnm import api
 from sparse24_jax.availability import log_once, Target, target
 from sparse24_jax.layer_plan import key_of
-from sparse24_jax.policy import ActivationPolicy, TwoOfFour, VNM
+from sparse24_jax.policy import ActivationPolicy, Pattern, TwoOfFour, VNM
 from sparse24_jax.steps import Matmul, Pass, Step, Timing, total
 
 # Ours. Expected gains of blocks are 9 to 18% below measured ones, within 10% in `block_gain`: below this one it is not
@@ -34,8 +34,8 @@ class NeuronLevelPlan:
     d: width of the model.
     hidden: neurons.
     dtype: of activations and weights.
-    by_weight: back end of the matmuls by a weight; None, on a machine without kernels, is what there is.
-    by_activations: of those by Y, dH and their transposes, likewise.
+    by_weight: back end of the matmuls by a weight; None if that is dense.
+    by_activations: of those by Y, dH and their transposes. On a machine without kernels both are None: what there is.
     plain: why all matmuls are dense ones, with the masks that define the policy's patterns; None on kernels.
   """
 
@@ -74,19 +74,26 @@ class NeuronLevelPlan:
       dense = Matmul(f'{name} of dense neurons', None, (by_tokens._replace(row='dense', times=share),))
       return moved(f'columns for {name}', kept + share * activations * wide, 'take_columns'), dense
 
+    def packed(name: str, op: str) -> tuple[Pass, ...]:
+      made = Pass(f'{name} packed', ((op, weight * wide + operand),), ('soft_threshold_kernel',))
+      return (made,) if self.policy.sparse_weights else ()
+
+    def expanded(name: str) -> tuple[Pass, ...]:
+      return (moved(f'{name} expanded', operand + weight * wide, 'expand_rows'),) if self.policy.sparse_weights else ()
+
     return (
-      Pass('w_up packed', (('soft_threshold_pack_axis-2', weight * wide + operand),), ('soft_threshold_kernel',)),
-      Pass('w_down packed', (('soft_threshold_pack_axis-1', weight * wide + operand),), ('soft_threshold_kernel',)),
+      *packed('w_up', 'soft_threshold_pack_axis-2'),
+      *packed('w_down', 'soft_threshold_pack_axis-1'),
       matmul('h', self.by_weight, by_weight),
       moved('y packed', activations * wide + 2 * kept, 'pack_rows'),
-      moved('w_down expanded', operand + weight * wide, 'expand_rows'),
+      *expanded('w_down'),
       matmul('z', self.by_activations, by_neurons),
       matmul('dy', self.by_weight, by_weight),
       moved('dh packed', activations * wide + 2 * kept, 'pack_rows_as'),
       moved('y transposed', kept + transposed, transpose),
       matmul('dW of down', self.by_activations, by_tokens),
       *columns('dW of down'),
-      moved('w_up expanded', operand + weight * wide, 'expand_rows'),
+      *expanded('w_up'),
       matmul('dx', self.by_activations, by_neurons),
       moved('dh transposed', kept + transposed, f'{transpose}_as'),
       matmul('dW of up', self.by_activations, by_tokens),
@@ -97,7 +104,7 @@ class NeuronLevelPlan:
   @property
   def packed_bytes(self) -> int:
     """Bytes of the operands of both weights."""
-    if self.plain is not None:
+    if self.plain is not None or not self.policy.sparse_weights:
       return 0
     return round(2 * self.d * self.hidden * (jnp.dtype(self.dtype).itemsize / 2 + 1 / 8))
 
@@ -114,18 +121,17 @@ class NeuronLevelPlan:
   @property
   def _timings(self) -> tuple[Timing, Timing, Timing]:
     """Timings of a matmul by a weight, by Y or dH, and by their transposes; each runs twice."""
-    two_of_four = isinstance(self.policy.tokens, TwoOfFour)
-    by_tokens = self._by_24('weight_grad') if two_of_four else self._by_vnm(self.hidden, self.tokens)
-    return self._by_24('forward'), self._by_vnm(self.tokens, self.hidden), by_tokens
+    by_neurons = self._timing(self.policy.features, 'input_grad', self.tokens, self.hidden)
+    by_tokens = self._timing(self.policy.tokens, 'weight_grad', self.hidden, self.tokens)
+    return self._timing(TwoOfFour(), 'forward', self.hidden, self.d), by_neurons, by_tokens
 
-  def _by_24(self, role: str) -> Timing:
-    key = key_of(role, self.tokens, self.d, self.hidden, self.dtype)
-    return Timing(sparse_matmul.OP, tuple(key.items()), 'dense')
-
-  def _by_vnm(self, rows: int, summed: int) -> Timing:
-    assert isinstance(self.policy.features, VNM)
-    key = api.problem_key(rows, summed, self.d, self.policy.features.v, self.policy.features.m, self.dtype)
-    return Timing(api.OP, tuple(key.items()), 'dense')
+  def _timing(self, pattern: Pattern, role: str, rows: int, summed: int) -> Timing:
+    """Of a matmul by an operand of so many rows: what a layer of 2:4 has in that role, or V:N:M."""
+    if isinstance(pattern, VNM):
+      op, key = api.OP, api.problem_key(rows, summed, self.d, pattern.v, pattern.m, self.dtype)
+    else:
+      op, key = sparse_matmul.OP, key_of(role, self.tokens, self.d, self.hidden, self.dtype)
+    return Timing(op, tuple(key.items()), 'dense')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,7 +192,8 @@ def plan_neurons(
   """
   on = target() if on is None else on
   kernel = on.device.arch.kernel(api.OP)  # without one the ops take what there is
-  plan = NeuronLevelPlan(policy, tokens, d, hidden, jnp.dtype(dtype).name, kernel, kernel)
+  by_weight = kernel if policy.sparse_weights else None
+  plan = NeuronLevelPlan(policy, tokens, d, hidden, jnp.dtype(dtype).name, by_weight, kernel)
   if policy.implementation == 'sparse':
     return plan
   reason = _why_unfit(plan, on)

@@ -312,6 +312,13 @@ class BlockTest(parameterized.TestCase):
     self.assertEqual(block.why_dense, reason)
     self.assertEndsWith(block_table(block), f'; stays dense: {reason}')
 
+  def test_activations_that_have_no_kernel_are_priced_dense(self):
+    rules = s24.recipes.neuron_level('up/.*', 'down/.*').rules
+    policy = s24.ActivationPolicy(s24.TwoOfFour())
+    recipe = s24.Recipe('24', tuple(dataclasses.replace(rule, activation=policy) for rule in rules))
+    block = block_gain(4096, 16384, recipe, tokens=16384, device=H100)
+    self.assertEqual((block.gain, block.why_dense), (1.0, '2:4 activations have no kernels'))
+
   def test_a_block_that_stays_dense_gains_nothing(self):
     recipe = s24.recipes.neuron_level('up/.*', 'down/.*')
     block = block_gain(4096, 16384, recipe, tokens=16385, device=H100)

@@ -211,6 +211,15 @@ class PlanTest(absltest.TestCase):
       self.assertEqual({step.name: step.backend for step in plan.steps if step.name in ('h', 'dy', 'z')},
                        dict(h=found, dy=found, z='mosaic_gpu'))  # fmt: skip
 
+  def test_dense_weights_are_neither_packed_nor_expanded(self):
+    policy = dataclasses.replace(POLICY, sparse_weights=False, implementation='sparse')
+    with gpu():
+      plan = gain.plan_neurons(policy, T, D, H, jnp.bfloat16)
+    by_weight = [step for step in plan.steps if step.name in ('h', 'dy')]
+    self.assertEqual([(step.backend, step.timings[0].row) for step in by_weight], [(None, 'dense')] * 2)
+    self.assertFalse([step.name for step in plan.steps if step.name.startswith('w_')])
+    self.assertEqual(plan.packed_bytes, 0)
+
   def test_one_function_for_the_plan_that_runs_and_the_one_that_is_priced(self):
     for sizes in (HEADLINE, (256, 128, 512)):
       with gpu():
