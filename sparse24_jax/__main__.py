@@ -79,6 +79,7 @@ def main(argv: list[str] | None = None) -> int:
     return _check(parser, args)
   here = _device.current()
   device = _records.device_meant(args.device) if args.device else here.slug
+  priced = device if args.device else None  # of the GPU at hand, what is installed counts
   known = _records.measured_devices()
   measured = [p.parent.name for p in _records.paths_of(_records.TUNED, device, 'sparse_matmul') if p.exists()]
   if measured and measured != [device]:
@@ -96,14 +97,14 @@ def main(argv: list[str] | None = None) -> int:
   recipe = recipes.neuron_level('up/.*', 'down/.*') if neurons else RECIPES[args.recipe]('.*')
   block_of = functools.partial(
     block_gain, args.d, args.hidden, tokens=args.tokens, micro_batches=args.micro_batches, gated=args.gated,
-    weight_dtype=args.weights, device=device,
+    weight_dtype=args.weights, device=priced,
   )  # fmt: skip
   try:
     block = block_of(recipe)
     # Its two layers do not run by themselves, nor has it another way to a gradient.
     exact = block if neurons else block_of(_with_exact_gradients(recipe))
     found = [] if neurons else where_it_pays(
-      params, recipe, tokens=args.tokens, micro_batches=args.micro_batches, device=device
+      params, recipe, tokens=args.tokens, micro_batches=args.micro_batches, device=priced
     )  # fmt: skip
   except ValueError as error:
     parser.error(str(error))

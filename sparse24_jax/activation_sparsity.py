@@ -93,31 +93,39 @@ def neuron_level_ffn(
     if bias is not None and bias.shape != (*w.shape[:-2], w.shape[-1]):
       raise ValueError(f'{name} must be of shape {(*w.shape[:-2], w.shape[-1])}, found {bias.shape}')
   if w_up.ndim == 3:
-    def expert(x, w_up, w_down, state, b_up, b_down):
-      return neuron_level_ffn(x, w_up, w_down, state, policy=policy, b_up=b_up, b_down=b_down)
-
     if x.ndim < 2 or not x.shape[0] == w_up.shape[0] == w_down.shape[0]:
       raise ValueError(f'x of shape {x.shape}, w_up {w_up.shape} and w_down {w_down.shape} differ in their experts')
-    batched = (x, w_up, w_down, state, b_up, b_down)
-    if plan_neurons(policy, math.prod(x.shape[1:-1]), w_up.shape[1], w_up.shape[2], x.dtype) is not None:
-      # The kernels know no batch axis.
-      experts = [expert(*jax.tree.map(lambda a, i=i: a[i], batched)) for i in range(x.shape[0])]
-      return jnp.stack(experts)
-    return jax.vmap(expert)(*batched)
-  _check(x, w_up, w_down, state, policy)
-  tokens = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-  how = policy, plan_neurons(policy, tokens.shape[0], w_up.shape[0], w_up.shape[1], x.dtype)
+    one = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), (x, w_up, w_down, state))
+    _check(*one, policy=policy)
+  else:
+    _check(x, w_up, w_down, state, policy)
+  tokens = math.prod(x.shape[w_up.ndim - 2 : -1])
+  plan = plan_neurons(policy, tokens, w_up.shape[-2], w_up.shape[-1], x.dtype)
+  block, given = functools.partial(_block, plan), (x, w_up, w_down, state, b_up, b_down)
+  if w_up.ndim == 2:
+    return block(*given)
+  if plan.plain is not None:
+    return jax.vmap(block)(*given)
+  # The kernels know no batch axis.
+  return jnp.stack([block(*jax.tree.map(lambda a, i=i: a[i], given)) for i in range(x.shape[0])])
+
+
+def _block(
+  plan: NeuronLevelPlan, x: Array, w_up: Array, w_down: Array, state: dict[str, Array], b_up: Array | None,
+  b_down: Array | None,
+) -> Array:  # fmt: skip
+  policy, tokens = plan.policy, x.reshape(plan.tokens, plan.d)
   if not tokens.size:
     z = jnp.dot(jnp.square(jax.nn.relu(jnp.dot(tokens, w_up))), w_down)
   elif not policy.clusters:
-    z = _ffn(how, tokens, w_up, w_down, b_up, {k: state.get(k) for k in ('up', 'down')})
+    z = _ffn(plan, tokens, w_up, w_down, b_up, {k: state.get(k) for k in ('up', 'down')})
   else:
     neurons = state['neurons']
     route = route_tokens(tokens, w_up, neurons, clusters=policy.clusters.number, within=policy.clusters.within)
     order = jax.lax.stop_gradient(route)
     columns = jnp.argsort(neurons, stable=True)
     z = _ffn(
-      how, _take(tokens, order, 0), _take(w_up, columns, 1), _take(w_down, columns, 0),
+      plan, _take(tokens, order, 0), _take(w_up, columns, 1), _take(w_down, columns, 0),
       None if b_up is None else _take(b_up, columns, 0), {k: state.get(k) for k in ('up', 'down')},
     )
     z = _take(z, invert(order), 0)
@@ -178,25 +186,23 @@ def _check_backward(tokens: int, neurons: int, policy: ActivationPolicy) -> None
     )
 
 
-def matmuls_of(policy: ActivationPolicy, plan: NeuronLevelPlan | None) -> Reference:
-  """The matmuls of a plan; without a plan those in plain jnp, with the masks that define the policy's patterns."""
-  if plan is None:
-    return Reference(policy)
-  return SparseVNMTwoOfFour(policy, plan) if isinstance(policy.tokens, TwoOfFour) else SparseVNM(policy, plan)
+def matmuls_of(plan: NeuronLevelPlan) -> Reference:
+  """The matmuls of a plan: on kernels, or in plain jnp with the masks that define the policy's patterns."""
+  if plan.plain is not None:
+    return Reference(plan.policy)
+  kernels = SparseVNMTwoOfFour if isinstance(plan.policy.tokens, TwoOfFour) else SparseVNM
+  return kernels(plan.policy, plan)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _ffn(how: tuple, x: Array, w_up: Array, w_down: Array, b_up: Array | None, state: Any) -> Array:
-  # `how` is the policy, and the plan of the kernels that serve it, or None.
-  return _ffn_fwd(how, x, w_up, w_down, b_up, state, backward=False)[0]
+def _ffn(plan: NeuronLevelPlan, x: Array, w_up: Array, w_down: Array, b_up: Array | None, state: Any) -> Array:
+  return _ffn_fwd(plan, x, w_up, w_down, b_up, state, backward=False)[0]
 
 
-def _ffn_fwd(how, x, w_up, w_down, b_up, state, *, backward=True):
-  policy, plan = how
+def _ffn_fwd(plan, x, w_up, w_down, b_up, state, *, backward=True):
   if backward:
-    _check_backward(x.shape[0], w_up.shape[1], policy)
-  ops = matmuls_of(policy, plan)
-  projections = projections_of(policy)
+    _check_backward(x.shape[0], w_up.shape[1], plan.policy)
+  ops, projections = matmuls_of(plan), projections_of(plan.policy)
   up = ops.weight(w_up, projections['up'], state['up'], -2)
   down = ops.weight(w_down, projections['down'], state['down'], -1)
   h = ops.by_weight(x, up)
@@ -205,13 +211,12 @@ def _ffn_fwd(how, x, w_up, w_down, b_up, state, *, backward=True):
   return ops.over_neurons(y, down), (x, ops.save(y) if backward else None, up, down, b_up)
 
 
-def _ffn_bwd(how, residuals, dz):
-  policy, plan = how
+def _ffn_bwd(plan, residuals, dz):
   x, saved, up, down, b_up = residuals
-  ops = matmuls_of(policy, plan)
+  ops = matmuls_of(plan)
   y = ops.restore(saved)
   dh = ops.pull_back(y, ops.by_weight(dz, down), b_up is not None)
-  pattern = ops.token_pattern(y, densest(ops.uses(y), policy))
+  pattern = ops.token_pattern(y, densest(ops.uses(y), plan.policy))
   dw2 = ops.over_tokens(y, pattern, True, dz)
   dx = ops.over_neurons(dh, up)
   dw1 = ops.over_tokens(dh, pattern, False, x).T

@@ -22,10 +22,12 @@ class Target:
     device: the GPU.
     here: whether the plan will be run in this process, on its mesh and with what is installed. Otherwise all kernels of
       the GPU are there, cuSPARSELt included, and arrays are whole.
+    priced: whether the plan is to be priced. Its tokens are then those of one device, and it holds what checks found.
   """
 
   device: _device.Device
   here: bool
+  priced: bool = False
 
   def has_kernels(self, precision: str) -> bool:
     """Whether a policy of this precision may take some kernel."""
@@ -48,6 +50,8 @@ class Target:
     if not self.here or _device.arrays_are_whole():
       return (tokens,)
     devices = jax.sharding.get_abstract_mesh().size or jax.device_count()
+    if self.priced:
+      return tokens, tokens * devices
     return (tokens,) if tokens % devices else (tokens // devices, tokens)
 
 
@@ -60,9 +64,14 @@ def target(slug: str | None = None) -> Target:
   if slug is None:
     return Target(here, True)
   if here.platform == 'gpu' and here.slug == slug:
-    return Target(here, False)
+    return Target(here, False, priced=True)
   names = {row['implementation'] for entry in _entries(slug) for row in (*entry['candidates'], entry['choice'])}
-  return Target(_device.Device(slug, 'gpu', of_measured(api.OP, names).capability), False)
+  return Target(_device.Device(slug, 'gpu', of_measured(api.OP, names).capability), False, priced=True)
+
+
+def priced_on(slug: str | None) -> Target:
+  """What a plan to be priced is made for: the GPU with records of this name, or the one that is here, as it runs."""
+  return target(slug) if slug is not None else dataclasses.replace(target(), priced=True)
 
 
 def kernels_are_here(precision: str) -> bool:

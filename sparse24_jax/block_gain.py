@@ -7,10 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _device
-from sparse24_jax.availability import target
+from sparse24_jax.availability import priced_on, Target
 from sparse24_jax.block_plan import plan_block
-from sparse24_jax.neuron_plan import joined_copies, plan_of, why_slower
+from sparse24_jax.neuron_plan import joined_copies, plan_neurons
 from sparse24_jax.policy import ActivationPolicy
 from sparse24_jax.recipe import Recipe
 from sparse24_jax.rules import match_rules
@@ -40,7 +39,7 @@ class BlockGain:
   """A feed-forward block, forward and backward, packing of its weights included and the search for masks not.
 
   Attributes:
-    chosen: what `implementation=None` runs.
+    chosen: what runs.
     dense: a dense block in 16 bits.
     dense_fp8: a dense block in FP8, all operands scaled by their own largest magnitude, weights anew in every
       micro-batch; empty where the policy is none of FP8.
@@ -128,7 +127,7 @@ def block_gain(
   >>> block.gain > 1.4, block.chosen[-1].name
   (True, 'dx of up')
   """
-  on = target(_device.current().slug if device is None else device)
+  on = priced_on(device)
   sides = {'up': (d, hidden), 'down': (hidden, d)} | ({'gate': (d, hidden)} if gated else {})
   params = {name: {'kernel': jax.ShapeDtypeStruct(side, weight_dtype)} for name, side in sides.items()}
   rules = match_rules(params, recipe)
@@ -137,8 +136,8 @@ def block_gain(
     if gated:
       raise ValueError(f'{recipe.name} makes the activations of a squared-ReLU block sparse, which has no gate')
     require_positive(tokens=tokens, micro_batches=micro_batches)
-    return _with_sparse_activations(_shared(activations, recipe), tokens, d, hidden, dtype, on.device.slug)
-  found = where_it_pays(params, recipe, tokens=tokens, micro_batches=micro_batches, dtype=dtype, device=on.device.slug)
+    return _with_sparse_activations(_shared(activations, recipe), tokens, d, hidden, dtype, on)
+  found = where_it_pays(params, recipe, tokens=tokens, micro_batches=micro_batches, dtype=dtype, device=device)
   layers = {layer.path for layer in found}
   policies = {path.split('/')[0]: rule.policy for path, rule in rules.items() if path in layers}
   if missing := sorted(sides.keys() - policies.keys()):
@@ -152,7 +151,7 @@ def block_gain(
       f'{recipe.name} has another policy for up/kernel than for {", ".join(f"{name}/kernel" for name in others)}; a'
       ' block runs by one, so price its layers by where_it_pays'
     )
-  block = plan_block(dataclasses.replace(policy, implementation=None), tokens, sides, dtype, on=on)
+  block = plan_block(policy, tokens, sides, dtype, on=on)
 
   def priced(steps: Sequence[Step]) -> tuple[Part, ...]:
     return tuple(_part(step, on.device.slug) for step in steps)
@@ -176,16 +175,14 @@ def _shared(activations: Mapping[str, ActivationPolicy | None], recipe: Recipe) 
 
 
 def _with_sparse_activations(
-  policy: ActivationPolicy, tokens: int, d: int, hidden: int, dtype: Any, device: str
+  policy: ActivationPolicy, tokens: int, d: int, hidden: int, dtype: Any, on: Target
 ) -> BlockGain:
   """What `neuron_level_ffn` runs in the sparse phase; it packs its weights in every micro-batch."""
-  plan = plan_of(policy, tokens, d, hidden, dtype, device)
-  sparse, dense = (
-    tuple(_part(step, device) for step in joined_copies(steps)) for steps in (plan.steps, plan.dense_steps)
+  plan = plan_neurons(policy, tokens, d, hidden, dtype, on=on)
+  chosen, dense = (
+    tuple(_part(step, on.device.slug) for step in joined_copies(steps)) for steps in (plan.steps, plan.dense_steps)
   )
-  if (reason := why_slower(policy, tokens, d, hidden, dtype, device)) is not None:
-    return BlockGain(dense, dense, (), 0, 0, reason)
-  return BlockGain(sparse, dense, (), plan.packed_bytes, 0)
+  return BlockGain(chosen, dense, (), plan.packed_bytes, 0, plan.plain)
 
 
 def _part(step: Step, device: str) -> Part:

@@ -22,7 +22,7 @@ from pallas_kernels._varying import vary_over, varying_axes
 from pallas_kernels.formats import check_floating
 from sparse24_jax import linear_layer
 from sparse24_jax.asked import Asked, PLAIN
-from sparse24_jax.layer_plan import Backends, LayerPlan
+from sparse24_jax.layer_plan import LayerPlan
 from sparse24_jax.mvue import check_sampling, what_is_sampled
 from sparse24_jax.plan import plan_layer
 from sparse24_jax.policy import DotPolicy
@@ -85,18 +85,17 @@ def dot_at(
   if plan is None:
     tokens = int(np.prod(x.shape[:-1]))
     plan = plan_layer(policy, tokens, w.shape[0], w.shape[1], x.dtype, (x, w), asked=asked)
-  backends = plan.backends
-  packed = linear_layer.packed_weight(backends, policy, w, state, x.dtype)
+  packed = linear_layer.packed_weight(plan, policy, w, state)
   state = linear_layer.projection_state(state)
   # A custom_vjp must return cotangents that vary over the mesh axes of its arguments and no others: under shard_map,
   # say so here that a replicated weight meets tokens that are not, and let JAX sum its gradient.
   axes = frozenset().union(*map(varying_axes, jax.tree.leaves((x, w, state, key))))
-  if backends.weight_grad is not None:
+  if plan.backends.weight_grad is not None:
     # Where types say how arrays are divided: its gradient is made on every device, and JAX takes the part it wants.
     w = _partitioning.whole(w)
   x, w, where = vary_over(x, axes), vary_over(w, axes), what_is_sampled()
-  rows = x.reshape(-1, x.shape[-1]) if backends.fp8 else x  # FP8 writes them both ways
-  return _dot(policy, backends, column, asked, where, rows, w, state, packed, key).reshape(*x.shape[:-1], -1)
+  rows = x.reshape(-1, x.shape[-1]) if plan.backends.fp8 else x  # FP8 writes them both ways
+  return _dot(policy, plan, column, asked, where, rows, w, state, packed, key).reshape(*x.shape[:-1], -1)
 
 
 def check_operands(x: Array, w: Array, state: Any, policy: DotPolicy) -> None:
@@ -138,7 +137,7 @@ def check_divisible(shape: tuple[int, ...], projection: Projection, name: str) -
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4))
 def _dot(
-  policy: DotPolicy, plan: Backends, column: int, asked: Asked, where: str, x: Array, w: Array, state: Any,
+  policy: DotPolicy, plan: LayerPlan, column: int, asked: Asked, where: str, x: Array, w: Array, state: Any,
   packed: Any, key: Array | None,
 ) -> Array:  # fmt: skip
   """z `[..., out]` from x `[..., in]`; where all three matmuls read what is packed, `w` is for its cotangent."""
@@ -146,23 +145,23 @@ def _dot(
 
 
 def _forward(
-  policy: DotPolicy, plan: Backends, asked: Asked, x: Array, w: Array, state: Any, packed: Any, *, keep: bool
+  policy: DotPolicy, plan: LayerPlan, asked: Asked, x: Array, w: Array, state: Any, packed: Any, *, keep: bool
 ) -> tuple[Array, Rounded, Array | None]:
   """(z, x rounded, the projected weight if that was multiplied)."""
   rows = linear_layer.precision_of(plan).rounded(x, keep=keep)
-  projected = None if plan.served('forward') else _project(policy, w, state)
-  return linear_layer.forward(plan, policy, rows, projected, packed, asked, dtype=x.dtype), rows, projected
+  projected = None if plan.backends.served('forward') else _project(policy, w, state)
+  return linear_layer.forward(plan, policy, rows, projected, packed, asked), rows, projected
 
 
 def _dot_fwd(policy, plan, column, asked, where, x, w, state, packed, key):
   check_sampling(x, policy.weight_grad, key, where)
   z, rows, projected = _forward(policy, plan, asked, x, w, state, packed, keep=True)
   # For what runs plain in the backward: the projected weight if it is there, else what to project again.
-  kept = (w, state) if plan.served('forward') else projected
-  if plan.served('input_grad') and plan.served('weight_grad'):
+  served, reads = plan.backends.served, linear_layer.precision_of(plan).reads
+  kept = (w, state) if served('forward') else projected
+  if served('input_grad') and served('weight_grad'):
     kept = None
-  reads = linear_layer.precision_of(plan).reads
-  packed = reads(packed, 'input_grad', plan.input_grad) if plan.served('input_grad') else None
+  packed = reads(packed, 'input_grad', plan.backends.input_grad) if served('input_grad') else None
   return z, (rows.for_backward, kept, packed, key, _partitioning.division(x))
 
 
@@ -170,8 +169,8 @@ def _dot_bwd(policy, plan, column, asked, where, residuals, dz):
   x, kept, packed, key, divided = residuals
   projected = _project(policy, *kept) if isinstance(kept, tuple) else kept
   given, dw = linear_layer.weight_grad(plan, policy, x, dz, key, like=projected, column=column, asked=asked)
-  if plan.served('input_grad'):
-    dx = linear_layer.precision_of(plan).input_grad(packed, given, backend=plan.input_grad, dtype=dz.dtype)
+  if plan.backends.served('input_grad'):
+    dx = linear_layer.precision_of(plan).input_grad(packed, given, backend=plan.backends.input_grad, dtype=dz.dtype)
     dx = _partitioning.like(dx, divided)
   else:
     dx = linear_layer.plain_input_grad(policy, dz, projected, like=x.kept, asked=asked)

@@ -18,12 +18,12 @@ All of them are row-major in tokens and features, so nothing is transposed in me
 
 from collections.abc import Mapping
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
 from jax import Array
 import jax.numpy as jnp
-import numpy as np
 
 from pallas_kernels import _partitioning
 from pallas_kernels._varying import vary_over, varying_axes
@@ -33,7 +33,6 @@ from sparse24_jax import linear_layer
 from sparse24_jax.asked import Asked
 from sparse24_jax.block_plan import BlockPlan, plan_block
 from sparse24_jax.dot import check_operands, dot_at
-from sparse24_jax.layer_plan import Backends
 from sparse24_jax.matmuls import add_bias
 from sparse24_jax.mvue import check_sampling, what_is_sampled
 from sparse24_jax.policy import DotPolicy
@@ -93,36 +92,48 @@ def ffn(
   >>> s24.ffn(x, up, down, state, policy=policy).shape
   (8, 16)
   """
-  act = activation_of(activation).function
   weights = {'up': w_up, 'down': w_down} | ({} if w_gate is None else {'gate': w_gate})
-  x, weights = jax.tree.map(jnp.asarray, (x, weights))
-  biases = {'up': b_up, 'down': b_down, 'gate': b_gate}
+  return ffn_at(
+    x, weights, {'up': b_up, 'down': b_down, 'gate': b_gate}, state, policy=policy, activation=activation, key=key,
+    precision=precision, hidden_sharding=hidden_sharding,
+  )  # fmt: skip
+
+
+def ffn_at(
+  x: Array, weights: Mapping[str, Array], biases: Mapping[str, Array | None], state: Mapping[str, Any] | None, *,
+  policy: DotPolicy, activation: Name, key: Array | None, precision: Any, hidden_sharding: jax.NamedSharding | None,
+  plan: BlockPlan | None = None,
+) -> Array:  # fmt: skip
+  """`ffn` of weights and biases by role, by a plan that was made before, if there is one."""
+  act = activation_of(activation).function
+  x, weights = jax.tree.map(jnp.asarray, (x, dict(weights)))
+  biases = {role: biases.get(role) for role in ('up', 'down', 'gate')}
   states = _states(state, weights, policy)
   _check(x, weights, biases, states, policy)
   hidden_key, down_key = (None, None) if key is None else two_keys(key)
   keys = {'hidden': hidden_key, 'down': down_key}
-  sides = {name: w.shape for name, w in weights.items()}
   asked = Asked.of(precision, None, x.dtype)
   hidden = _Hidden(x.shape[:-1], hidden_sharding)
-  plan = plan_block(policy, int(np.prod(x.shape[:-1])), sides, x.dtype, (x, weights), asked=asked)
+  if plan is None:
+    sides = {name: w.shape for name, w in weights.items()}
+    plan = plan_block(policy, math.prod(x.shape[:-1]), sides, x.dtype, (x, weights), asked=asked)
   if not plan.fused:
     return _composed(plan, x, weights, biases, states, keys, policy, act, asked, hidden)
   packed = {
-    name: linear_layer.packed_weight(plan.layers[name].backends, policy, w, states[name], x.dtype)
-    for name, w in weights.items()
+    name: linear_layer.packed_weight(plan.layers[name], policy, w, states[name]) for name, w in weights.items()
   }
   # Rounded as a `dot`'s bias is, and outside the op, so that their gradients have the dtype that they came in.
   biases = {role: None if b is None else b.astype(x.dtype) for role, b in biases.items()}
   b_up, b_gate, b_down = biases['up'], biases['gate'], biases['down']
-  if b_gate is not None or (w_gate is not None and b_up is not None):
+  if b_gate is not None or (plan.gate is not None and b_up is not None):
     # The gate's bias in front, as its columns are.
-    biases['up'] = jnp.concatenate([jnp.zeros(w_up.shape[1], x.dtype) if b is None else b for b in (b_gate, b_up)])
+    biases['up'] = jnp.concatenate([jnp.zeros(plan.up.d_out, x.dtype) if b is None else b for b in (b_gate, b_up)])
   # As in `dot`: replicated weights that meet tokens that vary over mesh axes get their gradients summed.
   axes = frozenset().union(*map(varying_axes, jax.tree.leaves((x, weights, packed, keys))))
   x, weights, biases = jax.tree.map(lambda a: vary_over(a, axes), (x, weights, dict(up=biases['up'], down=b_down)))
   # Where types say how arrays are divided: the op gives gradients on every device, and JAX takes the parts it wants.
   weights, biases = jax.tree.map(_partitioning.whole, (weights, biases))
-  static = _Static(plan.up.backends, plan.down.backends, activation, 'gate' in weights, what_is_sampled(), hidden)
+  static = _Static(plan, activation, what_is_sampled(), hidden)
   return _fused(static, x.reshape(-1, x.shape[-1]), weights, biases, packed, keys).reshape(*x.shape[:-1], -1)
 
 
@@ -187,22 +198,22 @@ class _Hidden(NamedTuple):
 
 
 class _Static(NamedTuple):
-  """The static arguments of a fused block.
+  """The static arguments of a fused block: plan, activation, names for errors, how its hidden layer is divided."""
 
-  Back ends of both projections, activation, a gate or not, names for errors, how its hidden layer is divided.
-  """
-
-  up: Backends
-  down: Backends
+  plan: BlockPlan
   activation: str
-  gated: bool
   where: str
   hidden: _Hidden
 
   @property
+  def gated(self) -> bool:
+    """Whether it has a gate."""
+    return self.plan.gate is not None
+
+  @property
   def precision(self) -> Precision:
     """The precision of all matmuls."""
-    return linear_layer.precision_of(self.up)
+    return linear_layer.precision_of(self.plan.up)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -213,7 +224,8 @@ def _fused(static: _Static, x: Array, weights: Any, biases: Any, packed: Any, ke
 def _forward(static: _Static, x: Array, biases: Any, packed: Any, *, keep: bool) -> tuple[Array, Any, Any, Any]:
   """(y, x, z, h), x and h rounded; without a gate z is None unless kept, with one `[tokens, 2, h]`."""
   precision, activation = static.precision, static.activation
-  up, down = (dict(backend=p.forward, dtype=x.dtype) for p in (static.up, static.down))
+  plan = static.plan
+  up, down = (dict(backend=layer.backends.forward, dtype=x.dtype) for layer in (plan.up, plan.down))
   rows = precision.rounded(x, keep=keep)
   if static.gated:
     bias = None if biases['up'] is None else biases['up'].reshape(2, -1)
@@ -233,15 +245,17 @@ def _forward(static: _Static, x: Array, biases: Any, packed: Any, *, keep: bool)
 def _fused_fwd(static, x, weights, biases, packed, keys):
   check_sampling(x, 'mvue', keys['down'], static.where)
   y, rows, z, h = _forward(static, x, biases, packed, keep=True)
-  operands = {name: static.precision.reads(p, 'input_grad', static.up.input_grad) for name, p in packed.items()}
+  backend = static.plan.up.backends.input_grad
+  operands = {name: static.precision.reads(p, 'input_grad', backend) for name, p in packed.items()}
   there = {name: () for name, bias in biases.items() if bias is not None}
   return y, (rows.for_backward, z, h.for_backward, operands, there, keys, _partitioning.division(x))
 
 
 def _fused_bwd(static, residuals, dy):
   precision, (x, z, h, packed, there, keys, divided) = static.precision, residuals
-  sampling = dict(backend=static.up.weight_grad, precision=precision)
-  dense = dict(backend=static.up.input_grad, dtype=dy.dtype)
+  backends = static.plan.up.backends  # the same in all of its layers, but for the forward
+  sampling = dict(backend=backends.weight_grad, precision=precision)
+  dense = dict(backend=backends.input_grad, dtype=dy.dtype)
   dy_rounded, dw_down = linear_layer.sampled_weight_grad(dy, keys['down'], h, **sampling)
   dh = static.hidden.constrained(precision.input_grad(packed['down'], dy_rounded, **dense))
   dz, dw_hidden = linear_layer.activation_and_weight_grad(

@@ -57,7 +57,8 @@ class LayerPlan:
     d_out: columns of w.
     dtype: of activations.
     backends: of the three matmuls.
-    sampled: whether the weight gradient is taken of a sample that a kernel could draw.
+    sampled: whether the weight gradient is taken of a sample.
+    sparse: the matmuls that a kernel could make, by role.
     form: of the packed weight, or None.
     simulated: why no kernel serves a policy of FP8, or None.
     plain: why no kernel serves the layer at all, or None.
@@ -70,6 +71,7 @@ class LayerPlan:
   dtype: str
   backends: Backends = Backends()
   sampled: bool = False
+  sparse: tuple[str, ...] = ()
   form: Form | None = None
   simulated: str | None = None
   plain: str | None = None

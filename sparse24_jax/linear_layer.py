@@ -17,7 +17,7 @@ from pallas_kernels.mvue.reference import mvue24
 from sparse24_jax.asked import Asked, PLAIN
 from sparse24_jax.availability import kernels_are_here
 from sparse24_jax.fp8 import FP8
-from sparse24_jax.layer_plan import Backends
+from sparse24_jax.layer_plan import LayerPlan
 from sparse24_jax.matmuls import add_bias, matmul
 from sparse24_jax.numerics import Format
 from sparse24_jax.packing import E4M3, pack, PackedWeight, side_by_side
@@ -29,9 +29,9 @@ from sparse24_jax.projection import Masked, SoftThreshold
 PRECISIONS: dict[str, Precision] = {'default': NATIVE, 'fp8': FP8}
 
 
-def precision_of(p: Backends) -> Precision:
+def precision_of(plan: LayerPlan) -> Precision:
   """The precision in which a plan's kernels multiply."""
-  return FP8 if p.fp8 else NATIVE
+  return FP8 if plan.backends.fp8 else NATIVE
 
 
 def multiply_pair(
@@ -161,13 +161,11 @@ def _rule(gradients: tuple[str, ...], key: Array, precision: Precision, results:
   return _partitioning.Rule(arguments, results, order=('k', 'n', 'm'), sums=('k',))
 
 
-def forward(
-  p: Backends, policy: DotPolicy, x: Rounded, w: Any, packed: PackedWeight | None, asked: Asked = PLAIN, *, dtype: Any
-) -> Array:
+def forward(plan: LayerPlan, policy: DotPolicy, x: Rounded, w: Any, packed: Any, asked: Asked = PLAIN) -> Array:
   """z = x W~, `[..., out]`, from x `[..., in]` and the packed weight of the plan, or the projected weight `w`."""
-  if p.served('forward') and packed is not None:
-    return precision_of(p).forward(packed, x, backend=p.forward, dtype=dtype)
-  return _plain(policy, x.values, w, ('e4m3', 'e4m3'), asked=asked, dtype=asked.result(dtype))
+  if plan.backends.served('forward'):
+    return precision_of(plan).forward(packed, x, backend=plan.backends.forward, dtype=jnp.dtype(plan.dtype))
+  return _plain(policy, x.values, w, ('e4m3', 'e4m3'), asked=asked, dtype=asked.result(plan.dtype))
 
 
 def plain_input_grad(policy: DotPolicy, dz: Array, w: Array, *, like: Array, asked: Asked) -> Array:
@@ -176,7 +174,7 @@ def plain_input_grad(policy: DotPolicy, dz: Array, w: Array, *, like: Array, ask
 
 
 def weight_grad(
-  p: Backends, policy: DotPolicy, x: Rounded, dz: Array, key: Array | None, like: Array | None, column: int = 0,
+  plan: LayerPlan, policy: DotPolicy, x: Rounded, dz: Array, key: Array | None, like: Array | None, column: int = 0,
   asked: Asked = PLAIN,
 ) -> tuple[Rounded, Array]:  # fmt: skip
   """(dz as the input gradient reads it, dw = x^T V(dz) `[in, out]`) from dz `[..., out]` and what was kept of x.
@@ -185,9 +183,9 @@ def weight_grad(
   """
   x = dataclasses.replace(x, kept=x.kept.reshape(-1, x.kept.shape[-1]))
   rows, given = dz.reshape(-1, dz.shape[-1]), Rounded(dz, None)
-  if p.served('weight_grad'):
-    precision = precision_of(p)
-    rounded, dw = sampled_weight_grad(rows, key, x, backend=p.weight_grad, precision=precision, column=column)
+  if plan.backends.served('weight_grad'):
+    backend, precision = plan.backends.weight_grad, precision_of(plan)
+    rounded, dw = sampled_weight_grad(rows, key, x, backend=backend, precision=precision, column=column)
     return rounded if precision.scales else given, dw
   if policy.weight_grad == 'mvue':
     rows = mvue24(rows, key, axis=-2, origin=(0, 0, column))
@@ -212,13 +210,13 @@ def may_pack(policy: DotPolicy, w: Array) -> bool:
   return fits and (policy.implementation is not None or chosen)
 
 
-def packed_weight(p: Backends, policy: DotPolicy, w: Array, state: Any, dtype: Any) -> PackedWeight | None:
+def packed_weight(plan: LayerPlan, policy: DotPolicy, w: Array, state: Any) -> PackedWeight | None:
   """The weight as the plan's matmuls read it: what was handed over, or packed here; None if the plan packs nothing."""
-  if not p.packs:
+  if not plan.backends.packs:
     return None
-  if isinstance(state, PackedWeight) and state.dtype == (E4M3 if p.fp8 else dtype):
+  if isinstance(state, PackedWeight) and state.dtype == (E4M3 if plan.backends.fp8 else jnp.dtype(plan.dtype)):
     return state
-  one = jax.custom_batching.sequential_vmap(functools.partial(pack_weight, policy, dtype=dtype))
+  one = jax.custom_batching.sequential_vmap(functools.partial(pack_weight, policy, dtype=plan.dtype))
   return one(jax.lax.stop_gradient(w), projection_state(state))
 
 

@@ -1,4 +1,7 @@
-"""The plan of the squared-ReLU block: what runs on sparse tensor cores, and whether the records say that it pays."""
+"""The plan of the squared-ReLU block: what runs on sparse tensor cores, and whether the records say that it pays.
+
+`neuron_level_ffn` carries it out, `block_gain` prices it.
+"""
 
 from collections.abc import Sequence
 import dataclasses
@@ -8,12 +11,12 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels import _device, _dispatch, _records, _triton, costs
-from pallas_kernels.sparse_matmul.api import OP
+from pallas_kernels import _device, _triton, costs
+from pallas_kernels.sparse_matmul import api as sparse_matmul
 from pallas_kernels.vnm import api
-from sparse24_jax.availability import target
+from sparse24_jax.availability import log_once, Target, target
 from sparse24_jax.layer_plan import key_of
-from sparse24_jax.policy import ActivationPolicy, TwoOfFour, VNM
+from sparse24_jax.policy import ActivationPolicy, Pattern, TwoOfFour, VNM
 from sparse24_jax.steps import Matmul, Pass, Step, Timing, total
 
 # Ours. Expected gains of blocks are 9 to 18% below measured ones, within 10% in `block_gain`: below this one it is not
@@ -23,7 +26,7 @@ LEAST_GAIN = 1.1
 
 @dataclasses.dataclass(frozen=True)
 class NeuronLevelPlan:
-  """What runs for a block of V:2:M features without clusters, forward and backward, on sparse tensor cores.
+  """What runs for a block, forward and backward: kernels for V:2:M features without clusters, or dense matmuls.
 
   Attributes:
     policy: of the block.
@@ -31,8 +34,9 @@ class NeuronLevelPlan:
     d: width of the model.
     hidden: neurons.
     dtype: of activations and weights.
-    by_weight: back end of the matmuls by a weight; None is the one that the records call fastest.
-    by_activations: of those by Y, dH and their transposes, likewise.
+    by_weight: back end of the matmuls by a weight; None if that is dense.
+    by_activations: of those by Y, dH and their transposes. On a machine without kernels both are None: what there is.
+    plain: why all matmuls are dense ones, with the masks that define the policy's patterns; None on kernels.
   """
 
   policy: ActivationPolicy
@@ -42,10 +46,13 @@ class NeuronLevelPlan:
   dtype: str
   by_weight: str | None = None
   by_activations: str | None = None
+  plain: str | None = None
 
   @property
   def steps(self) -> tuple[Step, ...]:
     """Everything that runs, in order, packing of weights and activations included."""
+    if self.plain is not None:
+      return self.dense_steps
     weight, activations, wide = self.d * self.hidden, self.tokens * self.hidden, jnp.dtype(self.dtype).itemsize
     operand = weight * (wide / 2 + 1 / 8)
     kept = 2 / self.policy.features.group * activations * wide  # values of a V:2:M operand
@@ -55,7 +62,7 @@ class NeuronLevelPlan:
     transpose, share = 'transpose_pack_24' if two_of_four else 'transpose_pack', self.policy.dense_features
 
     def matmul(name: str, backend: str | None, timing: Timing) -> Matmul:
-      return Matmul(name, backend or 'fastest', (timing._replace(row=backend or 'fastest'),))
+      return Matmul(name, backend, (timing._replace(row=backend or 'dense'),))
 
     def moved(name: str, size: float, *kernels: str) -> Pass:
       return Pass(name, ((costs.COPY, size),), kernels)
@@ -67,19 +74,26 @@ class NeuronLevelPlan:
       dense = Matmul(f'{name} of dense neurons', None, (by_tokens._replace(row='dense', times=share),))
       return moved(f'columns for {name}', kept + share * activations * wide, 'take_columns'), dense
 
+    def packed(name: str, op: str) -> tuple[Pass, ...]:
+      made = Pass(f'{name} packed', ((op, weight * wide + operand),), ('soft_threshold_kernel',))
+      return (made,) if self.policy.sparse_weights else ()
+
+    def expanded(name: str) -> tuple[Pass, ...]:
+      return (moved(f'{name} expanded', operand + weight * wide, 'expand_rows'),) if self.policy.sparse_weights else ()
+
     return (
-      Pass('w_up packed', (('soft_threshold_pack_axis-2', weight * wide + operand),), ('soft_threshold_kernel',)),
-      Pass('w_down packed', (('soft_threshold_pack_axis-1', weight * wide + operand),), ('soft_threshold_kernel',)),
+      *packed('w_up', 'soft_threshold_pack_axis-2'),
+      *packed('w_down', 'soft_threshold_pack_axis-1'),
       matmul('h', self.by_weight, by_weight),
       moved('y packed', activations * wide + 2 * kept, 'pack_rows'),
-      moved('w_down expanded', operand + weight * wide, 'expand_rows'),
+      *expanded('w_down'),
       matmul('z', self.by_activations, by_neurons),
       matmul('dy', self.by_weight, by_weight),
       moved('dh packed', activations * wide + 2 * kept, 'pack_rows_as'),
       moved('y transposed', kept + transposed, transpose),
       matmul('dW of down', self.by_activations, by_tokens),
       *columns('dW of down'),
-      moved('w_up expanded', operand + weight * wide, 'expand_rows'),
+      *expanded('w_up'),
       matmul('dx', self.by_activations, by_neurons),
       moved('dh transposed', kept + transposed, f'{transpose}_as'),
       matmul('dW of up', self.by_activations, by_tokens),
@@ -90,6 +104,8 @@ class NeuronLevelPlan:
   @property
   def packed_bytes(self) -> int:
     """Bytes of the operands of both weights."""
+    if self.plain is not None or not self.policy.sparse_weights:
+      return 0
     return round(2 * self.d * self.hidden * (jnp.dtype(self.dtype).itemsize / 2 + 1 / 8))
 
   @property
@@ -105,18 +121,17 @@ class NeuronLevelPlan:
   @property
   def _timings(self) -> tuple[Timing, Timing, Timing]:
     """Timings of a matmul by a weight, by Y or dH, and by their transposes; each runs twice."""
-    by_weight = Timing(OP, tuple(key_of('forward', self.tokens, self.d, self.hidden, self.dtype).items()), 'dense')
-    by_tokens = by_weight._replace(
-      key=tuple(key_of('weight_grad', self.tokens, self.d, self.hidden, self.dtype).items())
-    )
-    if not isinstance(self.policy.tokens, TwoOfFour):
-      by_tokens = self._by_vnm(self.hidden, self.tokens)
-    return by_weight, self._by_vnm(self.tokens, self.hidden), by_tokens
+    by_neurons = self._timing(self.policy.features, 'input_grad', self.tokens, self.hidden)
+    by_tokens = self._timing(self.policy.tokens, 'weight_grad', self.hidden, self.tokens)
+    return self._timing(TwoOfFour(), 'forward', self.hidden, self.d), by_neurons, by_tokens
 
-  def _by_vnm(self, rows: int, summed: int) -> Timing:
-    assert isinstance(self.policy.features, VNM)
-    key = api.problem_key(rows, summed, self.d, self.policy.features.v, self.policy.features.m, self.dtype)
-    return Timing(api.OP, tuple(key.items()), 'dense')
+  def _timing(self, pattern: Pattern, role: str, rows: int, summed: int) -> Timing:
+    """Of a matmul by an operand of so many rows: what a layer of 2:4 has in that role, or V:N:M."""
+    if isinstance(pattern, VNM):
+      op, key = api.OP, api.problem_key(rows, summed, self.d, pattern.v, pattern.m, self.dtype)
+    else:
+      op, key = sparse_matmul.OP, key_of(role, self.tokens, self.d, self.hidden, self.dtype)
+    return Timing(op, tuple(key.items()), 'dense')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,32 +159,16 @@ def joined_copies(steps: Sequence[Step]) -> list[Step]:
   return [*(step for step in steps if step not in copies), Pass('copies', ((costs.COPY, size),))]
 
 
-def plan_of(
-  policy: ActivationPolicy, tokens: int, d: int, hidden: int, dtype: DTypeLike, device: str
-) -> NeuronLevelPlan:
-  """The plan of a block on the kernels of a GPU, whether or not they pay."""
-  kernel = target(device).device.arch.kernel(api.OP)
-  return NeuronLevelPlan(policy, tokens, d, hidden, jnp.dtype(dtype).name, by_activations=kernel)
-
-
-def expected(
-  policy: ActivationPolicy, tokens: int, d: int, hidden: int, dtype: DTypeLike, device: str
-) -> Expected | None:
+def expected(plan: NeuronLevelPlan, device: str) -> Expected | None:
   """What the records of a GPU say of a block; None if nothing near was measured, or if a V:N:M matmul loses there.
 
   Args:
-    policy: of V:2:M.
-    tokens: of a block.
-    d: width of the model.
-    hidden: neurons.
-    dtype: of activations and weights.
+    plan: of a block on kernels.
     device: folder of the records.
   """
-  plan = plan_of(policy, tokens, d, hidden, dtype, device)
-  kernel = plan.by_activations
   for timing in plan._timings[1:]:
-    times = _records.expected_ms(device, timing.op, dict(timing.key))
-    if kernel is None or times.get(kernel, math.inf) >= times.get('dense', 0.0):
+    times = timing.rows(device)
+    if times.get(plan.by_activations or '', math.inf) >= times.get('dense', 0.0):
       return None
   sides = (joined_copies(steps) for steps in (plan.steps, plan.dense_steps))
   sparse, dense = (total(step.expected_ms(device) for step in steps) for steps in sides)
@@ -177,53 +176,77 @@ def expected(
 
 
 def plan_neurons(
-  policy: ActivationPolicy, tokens: int, d: int, hidden: int, dtype: DTypeLike
-) -> NeuronLevelPlan | None:
-  """The plan of a block that takes the kernels, or None: where its policy names them, or names nothing and they pay.
+  policy: ActivationPolicy, tokens: int, d: int, hidden: int, dtype: DTypeLike, *, on: Target | None = None
+) -> NeuronLevelPlan:
+  """The plan of a block: on kernels where its policy names them, or names nothing and they pay.
 
   The choice of a policy that names nothing is logged once.
+
+  Args:
+    policy: of the block.
+    tokens: of x.
+    d: width of the model.
+    hidden: neurons.
+    dtype: of activations and weights.
+    on: the GPU; None is the one that is here.
   """
-  kernel = _device.current().arch.kernel(api.OP)  # of none the ops take what there is
-  plan = NeuronLevelPlan(policy, tokens, d, hidden, jnp.dtype(dtype).name, by_activations=kernel)
-  if policy.implementation is not None or not tokens or _device.current().platform == 'cpu':
-    return dataclasses.replace(plan, by_weight=kernel) if policy.implementation == 'sparse' else None
-  reason = why_dense(policy, tokens, d, hidden, dtype)
-  how = 'sparse matmuls, which pay here' if reason is None else f'dense matmuls: {reason}'
-  _dispatch.log_once(f'neuron_level_ffn of {tokens} tokens, {d} x {hidden}, takes {how}', 'sparse24_jax')
-  return plan if reason is None else None
+  on = target() if on is None else on
+  kernel = on.device.arch.kernel(api.OP)  # without one the ops take what there is
+  by_weight = kernel if policy.sparse_weights else None
+  plan = NeuronLevelPlan(policy, tokens, d, hidden, jnp.dtype(dtype).name, by_weight, kernel)
+  if policy.implementation == 'sparse':
+    return plan
+  reason = _why_unfit(plan, on)
+  if reason is None:
+    plan = dataclasses.replace(plan, by_weight=_by_weight(plan, on))
+    reason = _why_slower(plan, on.device.slug)
+  if policy.implementation is None and tokens and on.here and on.device.platform != 'cpu':
+    how = 'sparse matmuls, which pay here' if reason is None else f'dense matmuls: {reason}'
+    log_once(f'neuron_level_ffn of {tokens} tokens, {d} x {hidden}, takes {how}')
+  return dataclasses.replace(plan, plain=reason)
 
 
-def why_dense(policy: ActivationPolicy, tokens: int, d: int, hidden: int, dtype: DTypeLike) -> str | None:
-  """Why a block whose policy names no implementation stays dense on this GPU, or None: then its kernels pay."""
-  device = _device.current()
-  if device.arch.kernel(api.OP) is None:
-    return f'{device.name} has no kernel for V:N:M'
-  mesh = jax.sharding.get_abstract_mesh()
-  if not _device.arrays_are_whole() or not (mesh.empty or mesh.size == 1):
-    return 'V:N:M kernels cannot be divided by a mesh'
-  if (reason := _triton.why_absent()) is not None:
-    return f'the kernels need jax-triton, from the extra sparse24-jax[cuda]: {reason}'
-  return why_slower(policy, tokens, d, hidden, dtype, device.slug)
+def _by_weight(plan: NeuronLevelPlan, on: Target) -> str:
+  """The back end of the matmuls by a weight: the fastest that the records know and the GPU has."""
+  key = key_of('forward', plan.tokens, plan.d, plan.hidden, plan.dtype)
+  names = sparse_matmul.candidates_for(**key, device=on.device, check=False)
+  return next(name for name in names if on.has(name))
 
 
-def why_slower(
-  policy: ActivationPolicy, tokens: int, d: int, hidden: int, dtype: DTypeLike, device: str
-) -> str | None:
-  """Why the kernels do not take a block, or are not known to pay by the records of a GPU; None: they pay."""
+def _why_unfit(plan: NeuronLevelPlan, on: Target) -> str | None:
+  """Why the kernels cannot take a block, or None."""
+  policy = plan.policy
+  if policy.implementation is not None:
+    return f'implementation={policy.implementation!r}'
+  if not plan.tokens:
+    return 'there are no tokens'
+  if plan.by_activations is None:
+    return f'{on.device.name} has no kernel for V:N:M'
+  if on.here:
+    mesh = jax.sharding.get_abstract_mesh()
+    if not _device.arrays_are_whole() or not (mesh.empty or mesh.size == 1):
+      return 'V:N:M kernels cannot be divided by a mesh'
+    if (reason := _triton.why_absent()) is not None:
+      return f'the kernels need jax-triton, from the extra sparse24-jax[cuda]: {reason}'
   if not isinstance(policy.features, VNM) or policy.clusters:
     return f'{policy.clusters or "2:4 activations"} have no kernels'
   if not policy.sparse_weights:
     return 'with dense weights it was not timed'
   v, m = policy.features.v, policy.features.m
   # What the packers take.
-  for name, size in (('tokens', tokens), ('neurons', hidden)):
+  for name, size in (('tokens', plan.tokens), ('neurons', plan.hidden)):
     if size % v or size % (16 * m):
       return f'{size} {name} are no multiple of V = {v} and 16 M = {16 * m}'
-  if d % 64 or tokens * hidden >= 2**31:
-    return f'a width of {d} is no multiple of 64, or {tokens} x {hidden} activations are 2^31 or more'
-  found = expected(policy, tokens, d, hidden, dtype, device)
+  if plan.d % 64 or plan.tokens * plan.hidden >= 2**31:
+    return f'a width of {plan.d} is no multiple of 64, or {plan.tokens} x {plan.hidden} activations are 2^31 or more'
+  return None
+
+
+def _why_slower(plan: NeuronLevelPlan, device: str) -> str | None:
+  """Why the kernels are not known to pay by the records of a GPU; None: they pay."""
+  found = expected(plan, device)
   if found is None:
-    return f'no matmuls of {jnp.dtype(dtype).name} near these were measured on this GPU, or they lose there'
+    return f'no matmuls of {plan.dtype} near these were measured on this GPU, or they lose there'
   if found.gain < LEAST_GAIN:
     return f'{found.sparse_ms:.3f} ms are expected of the kernels and {found.dense_ms:.3f} of dense matmuls'
   return None

@@ -1,8 +1,8 @@
 """A recipe without the layers that a GPU is expected to run slower sparse than dense."""
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
@@ -26,10 +26,12 @@ def only_where_it_pays(
   A layer or block is kept if one of its matmuls or passes has no record near it, since then no time can be expected.
   Blocks with sparse activations are kept too: they choose for themselves.
 
-  Layers are taken for one feed-forward block, see `block_gain`, if they stand in one module and have one policy, and if
-  they are all of it that map d features to h or h to d: one back, `down`, and one or two there, `up` and `gate`. Shapes
-  tell no more: query and output projections of attention, 1024 x 2048 and 2048 x 1024 in one module, count as a block.
-  All others are counted alone, see `where_it_pays`.
+  Layers of one feed-forward block are counted together, see `block_gain`, all others alone, see `where_it_pays`. A
+  recipe that `bind` made knows the blocks; one whose gate and up are one weight is counted by its layers. Of a recipe
+  by itself layers are taken for a block if they stand in one module and have one policy, and if they are all of it that
+  map d features to h or h to d: one back, `down`, and one or two there, `up` and `gate`. Shapes tell no more: query and
+  output projections of attention, 1024 x 2048 and 2048 x 1024 in one module, count as a block then. Layers that no
+  kernel serves are counted alone.
 
   Args:
     params: parameters, or their shapes (`jax.eval_shape` of the model's init).
@@ -57,33 +59,53 @@ def only_where_it_pays(
   rules = match_rules(params, recipe)
   choosing = [path for path, rule in rules.items() if rule.activation is not None]
   stored = {path: leaf.dtype for path, leaf in leaves_by_path(params) if path in rules}
-  together = defaultdict(list)
   counted = dict(tokens=tokens, micro_batches=micro_batches, dtype=dtype, device=device)
-  for layer in where_it_pays(params, keep_dense(params, recipe, choosing), **counted):
-    parent = tuple(layer.path.split('/')[:-2])
-    together[parent, rules[layer.path].policy, tuple(sorted(layer.shape))].append(layer)
-
-  def gain(group: Sequence[LayerGain], policy: DotPolicy) -> float | None:
-    if not _is_block(group):
-      return group[0].gain
-    d, hidden = min(layer.shape for layer in group)
-    return block_gain(
-      d, hidden, Recipe(recipe.name, (Rule('.*', policy),)), gated=len(group) == 3,
-      weight_dtype=stored[group[0].path], **counted,
-    ).gain  # fmt: skip
-
-  slow = []
-  for (_, policy, _), layers in together.items():
-    for group in [layers] if _is_block(layers) else [[layer] for layer in layers]:
-      expected = gain(group, policy)
-      if expected is not None and expected < 1:
-        slow += [layer.path for layer in group]
-  return keep_dense(params, recipe, slow)
+  layers = {layer.path: layer for layer in where_it_pays(params, keep_dense(params, recipe, choosing), **counted)}
+  policies = {path: rules[path].policy.of_matrix for path in layers}
+  known = recipe.blocks
+  blocks = _by_shapes(layers, policies) if known is None else _as_bound(known, layers)
+  slow = set()
+  for block in blocks:
+    first = block.paths[0]
+    of_block = Recipe(recipe.name, (Rule('.*', policies[first]),))
+    gated, weight_dtype = len(block.paths) == 3, stored[first]
+    gain = block_gain(block.d, block.hidden, of_block, gated=gated, weight_dtype=weight_dtype, **counted).gain
+    slow |= set(block.paths) if gain is not None and gain < 1 else set()
+  alone = layers.keys() - {path for block in blocks for path in block.paths}
+  slow |= {path for path in alone if (gain := layers[path].gain) is not None and gain < 1}
+  return keep_dense(params, recipe, [path for path in layers if path in slow])
 
 
-def _is_block(layers: Sequence[LayerGain]) -> bool:
-  """Whether these are up, down and perhaps gate, all on kernels where the GPU has them: others are not fused."""
-  shapes = Counter(layer.shape for layer in layers)
-  d, hidden = min(shapes)
-  up_and_down = shapes in ({(d, hidden): 1, (hidden, d): 1}, {(d, hidden): 2, (hidden, d): 1})
-  return d < hidden and up_and_down and not any(layer.plain for layer in layers)
+class _Block(NamedTuple):
+  """Layers that are priced as one: d features to `hidden` and back."""
+
+  d: int
+  hidden: int
+  paths: tuple[str, ...]
+
+
+def _as_bound(blocks: Iterable[Mapping[str, str]], layers: Mapping[str, LayerGain]) -> list[_Block]:
+  """The blocks that `bind` found."""
+  found = []
+  for paths in blocks:
+    shapes = {role: layers[path].shape for role, path in paths.items() if path in layers}
+    if shapes.keys() != paths.keys() or 'up' not in shapes or any(layers[path].plain for path in paths.values()):
+      continue
+    if shapes['down'] == shapes['up'][::-1]:
+      found.append(_Block(*shapes['up'], tuple(paths.values())))
+  return found
+
+
+def _by_shapes(layers: Mapping[str, LayerGain], policies: Mapping[str, DotPolicy]) -> list[_Block]:
+  """What must be blocks, by the shapes of the layers of a module."""
+  together = defaultdict(list)
+  for path, layer in layers.items():
+    together[tuple(path.split('/')[:-2]), policies[path], tuple(sorted(layer.shape))].append(path)
+  found = []
+  for paths in together.values():
+    shapes = Counter(layers[path].shape for path in paths)
+    d, hidden = min(shapes)
+    up_and_down = shapes in ({(d, hidden): 1, (hidden, d): 1}, {(d, hidden): 2, (hidden, d): 1})
+    if d < hidden and up_and_down and not any(layers[path].plain for path in paths):
+      found.append(_Block(d, hidden, tuple(paths)))
+  return found

@@ -52,9 +52,10 @@ def plan_layer(
   on = target() if on is None else on
   if policy.precision == 'fp8' and (wrong := asked.unfit_for_fp8()):
     raise ValueError(wrong)
+  roles = tuple(role for role, sparse in kernel_roles(policy, d_in, d_out, dtype, asked).items() if sparse)
   layer = functools.partial(
     LayerPlan, tokens, d_in, d_out, jnp.dtype(dtype).name, form=packed_form(policy),
-    sampled=kernel_roles(policy, d_in, d_out, dtype, asked)['weight_grad'],
+    sampled=policy.weight_grad == 'mvue', sparse=roles,
   )  # fmt: skip
   if not tokens:
     return layer()
@@ -65,8 +66,9 @@ def plan_layer(
   if named == 'reference' or (named is None and not on.has_kernels(policy.precision)):
     if named is None and fp8 and on.here:
       log_once('FP8 is simulated: its kernels need one Hopper GPU and the extra sparse24-jax[cuda]')
-    why = f"implementation={named!r}" if named else f'{on.device.slug} has no FP8 kernels, Hopper has'
-    return layer(simulated=(reason or why) if fp8 else None)
+    lacks = 'no FP8 kernels, Hopper has' if fp8 else 'no kernels that can run here'
+    reason = reason or (f'implementation={named!r}' if named else f'{on.device.slug} has {lacks}')
+    return layer(simulated=reason if fp8 else None, plain=reason)
   if reason is not None:
     if named is not None:
       raise ValueError(f'implementation={policy.implementation!r} cannot serve this layer: {reason}')
@@ -80,7 +82,6 @@ def plan_layer(
     return layer(Backends(None if loses else kernel, None, kernel, fp8=True), checks=checks)
   if named is not None:
     return layer(Backends(**{role: named if sparse else None for role, sparse in sparse_roles(policy).items()}))
-  roles = [role for role, sparse in kernel_roles(policy, d_in, d_out, dtype, asked).items() if sparse]
   found = {role: _fastest(on, role, tokens, d_in, d_out, dtype) for role in roles}
   return layer(Backends(**found), checks=_checks_of(on, *(key_of(role, tokens, d_in, d_out, dtype) for role in roles)))
 
@@ -143,8 +144,8 @@ def _fastest(on: Target, role: str, tokens: int, d_in: int, d_out: int, dtype: A
 
 
 def _checks_of(on: Target, *keys: Mapping[str, Any]) -> dict[tuple, _checks.Entry]:
-  """The outcomes of the checks that `chosen` asked for; none on the GPU itself, where nothing is priced."""
-  found = {} if on.here else {tuple(key.items()): api.checked(key, on.device) for key in keys}
+  """The outcomes of the checks that `chosen` asked for, if the plan is priced."""
+  found = {} if not on.priced else {tuple(key.items()): api.checked(key, on.device) for key in keys}
   return {key: entry for key, entry in found.items() if entry is not None}
 
 

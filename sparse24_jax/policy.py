@@ -72,6 +72,12 @@ class DotPolicy:
       found = self.projection.name if self.projection else None
       raise ValueError(f"input_grad='sparse' needs a transposable projection, found {found!r}")
 
+  @property
+  def of_matrix(self) -> 'DotPolicy':
+    """The policy of the matrix `[..., in, out]`, of a weight that is stored in another way."""
+    matrix = self.projection and self.projection.matrix
+    return self if matrix is None else dataclasses.replace(self, projection=matrix)
+
 
 @dataclasses.dataclass(frozen=True)
 class TwoOfFour:

@@ -278,6 +278,14 @@ class Recipe:
     """Precision and dtype of the result of a weight's matmul: the plain ones; one that `bind` made knows better."""
     return PLAIN
 
+  @property
+  def blocks(self) -> tuple[Mapping[str, str], ...] | None:
+    """Paths, by role, of the weights of each feed-forward block that no other matmul reads.
+
+    None: nothing is known; a recipe that `bind` made knows all of them.
+    """
+    return None
+
   def dense_twin(self) -> 'Recipe':
     """The same weights watched in a dense run: masks are chosen and flip rates counted, nothing is made sparse."""
     return dataclasses.replace(

@@ -17,7 +17,7 @@ class Timing(NamedTuple):
   Attributes:
     op: the op of the record.
     key: the problem, as pairs.
-    row: which of its times: a back end, 'dense', 'dense_bf16' of what was timed beside a problem in FP8, or 'fastest'.
+    row: which of its times: a back end, 'dense', or 'dense_bf16' of what was timed beside a problem in FP8.
     times: how many of them.
     check: what a check on the GPU found of the problem, where the records have nothing near.
   """
@@ -36,8 +36,7 @@ class Timing(NamedTuple):
 
   def expected_ms(self, device: str) -> float | None:
     """None if nothing near was measured."""
-    found = self.rows(device)
-    ms = min(found.values(), default=None) if self.row == 'fastest' else found.get(self.row)
+    ms = self.rows(device).get(self.row)
     return None if ms is None else self.times * ms
 
   @property
@@ -52,7 +51,7 @@ class Matmul:
 
   Attributes:
     name: what it makes.
-    backend: of the kernel that runs it, or 'fastest' for the one that the op takes by itself; None is XLA's dense one.
+    backend: of the kernel that runs it; None is XLA's dense one.
     timings: where its time is found; the first that was measured counts.
   """
 

@@ -8,15 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _device
 from sparse24_jax.asked import Asked
-from sparse24_jax.availability import Target, target
+from sparse24_jax.availability import priced_on, Target
 from sparse24_jax.binding.bound import require_axes
 from sparse24_jax.layer_plan import LayerPlan, ROLES
-from sparse24_jax.plan import kernel_roles, plan_layer
+from sparse24_jax.plan import plan_layer
 from sparse24_jax.policy import DotPolicy
 from sparse24_jax.recipe import Recipe
-from sparse24_jax.rules import leaves_by_path, listed, match_rules
+from sparse24_jax.rules import errors_name, leaves_by_path, listed, match_rules
 from sparse24_jax.steps import total
 
 
@@ -30,8 +29,7 @@ class RoleGain:
     sparse_ms: of the fastest sparse kernel, likewise; None also if the policy leaves the matmul dense.
     packing_ms: of the passes that only this matmul needs: the MVUE sample of the output gradient; in FP8 the rounding
       of what the forward reads, and of the gradient. None where a pass was not measured, as sampling by XLA was not.
-    chosen: what `implementation=None` runs, with cuSPARSELt installed, and of a GPU without records as if it were a
-      Hopper: a back end, 'dense', 'dense_fp8', or 'simulated', see `LayerGain`.
+    chosen: what runs: a back end, 'dense', 'dense_fp8', or 'simulated', see `LayerGain`.
     dense_fp8_ms: as `dense_ms`, in FP8; None also where the policy is none of FP8.
     checked: how many times as fast as dense the kernel was when it was checked on this very GPU; None where the times
       are of a record.
@@ -74,8 +72,8 @@ class LayerGain:
       where the policy is none of FP8.
     simulated: why no kernel serves a policy of FP8. Its matmuls are then simulated in wider ones, slower than dense
       ones by a time that nobody measured: `expected_ms` is None.
-    plain: what the model asks of the weight's matmul and no kernel gives, so that all three run dense; a recipe that
-      `bind` made knows.
+    plain: why no kernel serves the layer, so that all three run dense: its dtype or sizes, the machine, or what the
+      model asks of the weight's matmul, which a recipe that `bind` made knows.
 
   >>> from sparse24_jax.where_it_pays import LayerGain, RoleGain
   >>> roles = (RoleGain('forward', 2.0, 1.0, 0.0, 'mosaic_gpu'), RoleGain('input_grad', 2.0, None, 0.0, 'dense'))
@@ -133,8 +131,10 @@ def where_it_pays(
   Matmuls are those of the nearest measured problem within a factor of two in each size, scaled; passes over memory are
   bytes over the measured bandwidth of their kernel, and 5 us each. Times of float16 are those of bfloat16 where none
   near was measured. Where this machine's GPU has no record near a matmul, a kernel is checked there now, as
-  `implementation=None` does at first use. It makes the same choices: kernels where they measured faster, and on Hopper
-  for a sampled weight gradient always.
+  `implementation=None` does at first use. It is the plan that runs which is priced: the back ends that a policy names,
+  or those that it chooses: kernels where they measured faster, and on Hopper for a sampled weight gradient always. For
+  this machine's GPU that is on the mesh that is set and with what is installed; for a GPU that is named, with all
+  kernels that it has and cuSPARSELt, and without records as if it were a Hopper.
 
   Each layer is counted by itself. A feed-forward block that runs fused shares passes among its layers: `block_gain`,
   not the gains of its layers, says whether it pays, and whether the exact gradient of `weight_grad='dense'`, which
@@ -163,7 +163,8 @@ def where_it_pays(
 
   Raises:
     ValueError: a rule that fits no weight, weights whose axes nothing tells, weights of a block with sparse
-      activations, or no positive number of tokens or micro-batches.
+      activations, a named implementation that does not serve its layer or was never timed ('dense'), or no positive
+      number of tokens or micro-batches.
 
   >>> import jax, sparse24_jax as s24
   >>> params = {'up': {'kernel': jax.ShapeDtypeStruct((4096, 16384), 'bfloat16')}}
@@ -173,7 +174,7 @@ def where_it_pays(
   (['mosaic_gpu', 'mosaic_gpu', 'mosaic_gpu'], True)
   """
   require_positive(tokens=tokens, micro_batches=micro_batches)
-  on = target(_device.current().slug if device is None else device)
+  on = priced_on(device)
   sparse = {path: rule for path, rule in match_rules(params, recipe).items() if rule.policy.projection is not None}
   if inside := [path for path, rule in sparse.items() if rule.activation is not None]:
     raise ValueError(
@@ -194,26 +195,27 @@ def _layer(
   projection = policy.projection
   assert projection is not None
   *lead, d_in, d_out = projection.layout_of(leaf).matrix_shape(leaf.shape)
-  policy = dataclasses.replace(policy, projection=projection.matrix or projection)
+  policy = policy.of_matrix
   wide, device = jnp.dtype(leaf.dtype).itemsize, on.device.slug
-  policy = dataclasses.replace(policy, implementation=None)
-  plan = plan_layer(policy, tokens, d_in, d_out, dtype, on=on, asked=asked)
-  sparse = kernel_roles(policy, d_in, d_out, dtype, asked)
+  if policy.implementation == 'dense':
+    raise ValueError(f"{path}: implementation='dense' decompresses what it packed, which was never timed")
+  with errors_name(path):
+    plan = plan_layer(policy, tokens, d_in, d_out, dtype, on=on, asked=asked)
   assert policy.projection is not None
   state = jax.eval_shape(policy.projection.init, jax.ShapeDtypeStruct((d_in, d_out), leaf.dtype))
   packing, dense_fp8 = plan.packing(wide).expected_ms(device), None
   if plan.backends.fp8:
     dense_fp8 = total(step.expected_ms(device) for step in plan.dense_fp8_steps(wide))
   return LayerGain(
-    path, (d_in, d_out), 1, tuple(_role(role, plan, sparse[role], device) for role in ROLES),
+    path, (d_in, d_out), 1, tuple(_role(role, plan, device) for role in ROLES),
     packing_ms=None if packing is None else packing / micro_batches, packed_bytes=plan.packed_bytes,
     state_bytes=math.prod(state.shape) * state.dtype.itemsize, saved_bytes=plan.saved_bytes,
-    dense_fp8_ms=dense_fp8, simulated=plan.simulated, plain=asked.unfit(dtype),
+    dense_fp8_ms=dense_fp8, simulated=plan.simulated, plain=plan.plain,
   ).stacked(math.prod(lead))  # fmt: skip
 
 
-def _role(role: str, plan: LayerPlan, sparse: bool, device: str) -> RoleGain:
-  matmul, fp8 = plan.matmul(role, role), plan.backends.fp8
+def _role(role: str, plan: LayerPlan, device: str) -> RoleGain:
+  matmul, fp8, sparse = plan.matmul(role, role), plan.backends.fp8, role in plan.sparse
   dense8 = plan.dense_fp8(role, role).expected_ms(device) if fp8 else None
   sparse_ms = matmul.expected_ms(device) if matmul.backend else None
   if sparse and not (matmul.backend or plan.simulated):

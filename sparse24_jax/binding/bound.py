@@ -13,7 +13,7 @@ from sparse24_jax.binding import _jax
 from sparse24_jax.binding.notes import Notes, take_notes
 from sparse24_jax.binding.reading import Reading
 from sparse24_jax.binding.shards import cut_by_shards
-from sparse24_jax.binding.tracing import as_callable, functional, trace, Traced
+from sparse24_jax.binding.tracing import as_callable, functional, params_come_third, trace, Traced
 from sparse24_jax.binding.values import Matmul
 from sparse24_jax.layout import Layout, Layouts
 from sparse24_jax.policy import repr_of
@@ -39,6 +39,7 @@ class Use:
     asked: precision and dtype of the result, where they are not the plain ones.
     apart: why it stands in no block; None if it stands in one, or if its result is what the function returns.
     divided: whether it reads a shard, inside a `shard_map` that divides the weight. Tokens are those of a shard.
+    together: role and path of each weight of that block.
   """
 
   tokens: int
@@ -51,6 +52,7 @@ class Use:
   asked: Asked = PLAIN
   apart: str | None = None
   divided: bool = False
+  together: tuple[tuple[str, str], ...] = ()
 
   @property
   def packs(self) -> bool:
@@ -156,6 +158,12 @@ class Bound(Recipe):
     asked = [use.asked for weight in self.weights if weight.path == path for use in weight.uses]
     return next((one for one in asked if one != PLAIN), PLAIN)
 
+  @property
+  def blocks(self) -> tuple[Mapping[str, str], ...]:
+    of = {weight.path: {use.together for use in weight.uses} for weight in self.weights}
+    found = dict.fromkeys(together for uses in of.values() for together in uses if together)
+    return tuple(dict(together) for together in found if all(of.get(path) == {together} for _, path in together))
+
   @classmethod
   def of(cls, recipe: Recipe, weights: Iterable[BoundWeight]) -> 'Bound':
     """The recipe with what is known of its weights."""
@@ -170,6 +178,7 @@ class Bound(Recipe):
     return {**super().describe(), 'layouts': {w.path: w.layout.describe() for w in self.weights}}
 
 
+@params_come_third
 def bind(recipe: Recipe, f: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> Bound:
   """Finds what a model does with the weights that a recipe matches, by tracing it once.
 
@@ -296,14 +305,14 @@ def _transposed(layout: Layout) -> Layout:
 
 
 def _use(found: Matmul, reading: Reading, notes: Notes) -> Use:
-  block, role = notes.blocks.get((found.view.path, id(found.origin)), (None, None))
+  block, role, together = notes.blocks.get((found.view.path, id(found.origin)), (None, None, ()))
   kind, source = found.equation.primitive.name, _jax.source_of(found.equation)
   dtype = jnp.dtype(found.operands).name
   apart = None if block else notes.reasons.get((found.view.path, id(found.origin)))
   if kind == 'ragged_dot_general':
     apart = 'a ragged matmul multiplies the projected weight as it does the dense one: no kernel has groups of rows'
   divided = bool(found.view.divided)
-  return Use(reading.tokens, reading.whole, kind, block, role, source, dtype, found.asked, apart, divided)
+  return Use(reading.tokens, reading.whole, kind, block, role, source, dtype, found.asked, apart, divided, together)
 
 
 def _straddles(found: Matmul, reading: Reading, rule: Rule) -> str | None:

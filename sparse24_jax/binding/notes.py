@@ -43,7 +43,8 @@ class Notes:
   def __init__(self, rules: Mapping[str, Rule]):
     self.rules = rules
     self.readings: dict[str, list[tuple[Matmul, Reading]]] = {}
-    self.blocks: dict[tuple[str, int], tuple[str, str]] = {}
+    # Of each matmul of a block: the activation, its role, and the paths of all by role.
+    self.blocks: dict[tuple[str, int], tuple[str, str, tuple[tuple[str, str], ...]]] = {}
     self.reasons: dict[tuple[str, int], str] = {}
     self.problems: dict[str, list[str]] = {}
 
@@ -77,7 +78,9 @@ class Notes:
     elif reason is not None:
       self._no_block(list(maps.values()), reason)
     else:
-      self.blocks |= {(found.view.path, id(found.origin)): (block.activation, role) for role, found in maps.items()}
+      paths = tuple((role, found.view.path) for role, found in maps.items())
+      for role, found in maps.items():
+        self.blocks[found.view.path, id(found.origin)] = block.activation, role, paths
 
   def apart(self, maps: Sequence[Matmul], reason: str) -> None:
     for found in maps:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import dataclasses
 import functools
 import inspect
-from typing import Any
+from typing import Any, cast
 
 import jax
 from jax import Array
@@ -34,6 +34,21 @@ class Functional:
   params: Any
   rest: tuple[Any, ...] = ()
   finish: Callable[[Any], Any] = lambda out: out
+
+
+def params_come_third[F: Callable[..., Any]](g: F) -> F:
+  """For a `g(recipe, f, params, *args)`: ValueError where another argument of f stands in the place of `params`."""
+
+  @functools.wraps(g)
+  def checked(*args: Any, **kwargs: Any) -> Any:
+    if len(args) > 2 and 'params' in kwargs:
+      raise ValueError(
+        f'params is given by name, and another argument stands in its place: {g.__name__}(recipe, f, params, *args). f'
+        ' must take the parameters first; wrap it: lambda p, *a: f(*a, params=p)'
+      )
+    return g(*args, **kwargs)
+
+  return cast(F, checked)
 
 
 @functools.singledispatch

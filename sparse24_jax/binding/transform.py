@@ -41,7 +41,7 @@ from sparse24_jax.binding.view import View
 from sparse24_jax.block_plan import plan_block
 from sparse24_jax.clusters import with_neurons
 from sparse24_jax.dot import dot_general
-from sparse24_jax.ffn import ffn
+from sparse24_jax.ffn import ffn_at
 from sparse24_jax.layout import Layout
 from sparse24_jax.linear_layer import projection_state
 from sparse24_jax.mvue import sampled_for
@@ -258,21 +258,21 @@ class _Sparse:
     policy, neurons, asked = rules[0].policy, rules[0].activation, {found.asked for found in maps.values()}
     first = next(role for role in maps if role != 'down')
     batch, x = read_by[first][1].batch, rows(maps[first], read_by[first][1])
-    biases = {role: found.bias for role, found in maps.items()}
+    biases, plan = {role: found.bias for role, found in maps.items()}, None
     weights = {role: weight_matrix(maps[role], reading) for role, (_, reading) in read_by.items()}
     states = {role: self._state(maps[role], reading) for role, (_, reading) in read_by.items()}
     if first in PAIRS:
       weights |= zip(first.split('_'), halves(weights.pop(first), len(batch) + 2), strict=True)
       tokens, sides = math.prod(x.shape[len(batch) : -1]), {role: w.shape[-2:] for role, w in weights.items()}
-      if not plan_block(policy, tokens, sides, x.dtype, (x, weights), asked=next(iter(asked))).fused:
+      plan = plan_block(policy, tokens, sides, x.dtype, (x, weights), asked=next(iter(asked)))
+      if not plan.fused:
         return None  # one matmul is faster than two
       states |= zip(first.split('_'), halves(states.pop(first), len(batch) + 2), strict=True)
       biases |= zip(first.split('_'), halves(biases.pop(first, None), 1), strict=True)
-    biases, weights = ({f'{k}_{role}': a for role, a in held.items()} for k, held in (('b', biases), ('w', weights)))
     if neurons is None:
       run = functools.partial(
-        _ffn, policy=policy, activation=block.activation, precision=asked.pop().precision,
-        hidden_sharding=block.sharding,
+        ffn_at, policy=policy, activation=block.activation, precision=asked.pop().precision,
+        hidden_sharding=block.sharding, plan=plan,
       )  # fmt: skip
     else:
       _check_precision(maps['down'], asked)
@@ -280,7 +280,7 @@ class _Sparse:
     key = _key(maps['down'], x, weights)
     paths = ', '.join(weight.path for weight, _ in read_by.values())
     with errors_name(paths), sampled_for(paths):
-      y = _for_each(batch, run, x, weights, states, key) if batch else run(x, weights, states, key, biases)
+      y = _for_each(batch, run, x, weights, states, key) if batch else run(x, weights, biases, states, key=key)
     y = as_rows(y, maps[first], order, maps['down'], read_by['down'][1])
     return _filled(as_result(y, maps['down'], read_by['down'][1]), maps.values())
 
@@ -337,20 +337,15 @@ def _check_precision(found: Matmul, asked: set[Asked]) -> None:
       raise ValueError(f'{found.view.path}: {reason}: a block with sparse activations has the default precision only')
 
 
-def _ffn(
-  x: Array, weights: Any, states: Any, key: Array | None, biases: Any, **options: Any
-) -> Array:
-  return ffn(x, **weights, **biases, state=states, key=key, **options)
-
-
 def _neuron_level(
-  x: Array, weights: Any, states: Any, key: Array | None, biases: Any, *, policy: Any, activation: str
+  x: Array, weights: Any, biases: Any, states: Any, *, policy: Any, activation: str, key: Array | None
 ) -> Array:
-  if activation != 'squared_relu' or 'w_gate' in weights:
-    found = f'{activation!r}{" with a gate" if "w_gate" in weights else ""}'
+  if activation != 'squared_relu' or 'gate' in weights:
+    found = f'{activation!r}{" with a gate" if "gate" in weights else ""}'
     raise ValueError(f"sparse activations take activation='squared_relu' without a gate, found {found}")
   states = with_neurons({role: projection_state(state) for role, state in states.items()}, policy)
-  return neuron_level_ffn(x, weights['w_up'], weights['w_down'], states, policy=policy, **biases)
+  biases = {f'b_{role}': bias for role, bias in biases.items()}
+  return neuron_level_ffn(x, weights['up'], weights['down'], states, policy=policy, **biases)
 
 
 def _for_each(batch: tuple[int, ...], block: Any, x: Array, weights: Any, states: Any, key: Array | None) -> Array:
@@ -358,5 +353,5 @@ def _for_each(batch: tuple[int, ...], block: Any, x: Array, weights: Any, states
   lead = x.shape[: len(batch)]
   x, weights, states = jax.tree.map(lambda a: a.reshape(-1, *a.shape[len(batch) :]), (x, weights, states))
   keys = None if key is None else jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(x.shape[0]))
-  y = jax.vmap(lambda x, w, s, k: block(x, w, s, k, {}))(x, weights, states, keys)
+  y = jax.vmap(lambda x, w, s, k: block(x, w, {}, s, key=k))(x, weights, states, keys)
   return y.reshape(*lead, *y.shape[1:])

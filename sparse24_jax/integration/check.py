@@ -12,7 +12,7 @@ import numpy as np
 
 from sparse24_jax.binding.bound import Bound, BoundWeight, find_weights
 from sparse24_jax.binding.states import weight_states
-from sparse24_jax.binding.tracing import as_callable, functional, trace
+from sparse24_jax.binding.tracing import as_callable, functional, params_come_third, trace
 from sparse24_jax.binding.transform import sparse_function
 from sparse24_jax.masks import verify24
 from sparse24_jax.optim import try_chain
@@ -104,6 +104,7 @@ class Checked:
     return '\n'.join(lines)
 
 
+@params_come_third
 def check(
   recipe: Recipe, f: Callable[..., Any], params: Any, *args: Any, optimizer: Any = None, **kwargs: Any
 ) -> Checked:

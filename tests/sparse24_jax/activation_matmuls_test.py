@@ -1,5 +1,6 @@
 """The six products of the squared-ReLU block: who makes them, and that each finds a sparse operand."""
 
+import dataclasses
 import functools
 from unittest import mock
 
@@ -8,13 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.sparse_matmul.api import sparse_matmul
+from pallas_kernels.vnm import api as vnm
 import sparse24_jax as s24
+from sparse24_jax import _activation_kernels
 from sparse24_jax import activation_sparsity as acts
 from sparse24_jax.activation_patterns import feature_mask, token_mask
-from sparse24_jax.neuron_plan import NeuronLevelPlan
+from sparse24_jax.neuron_plan import NeuronLevelPlan, plan_neurons
 from sparse24_jax.neurons import spread
 from sparse24_jax.policy import ActivationPolicy
 from sparse24_jax.projections import projections_of
+from sparse24_jax.steps import Matmul
 from sparse24_jax.vnm import verify_vnm
 from tests.sparse24_jax.activation_oracles import (
   D,
@@ -36,21 +41,47 @@ class ChoiceTest(parameterized.TestCase):
     (POLICIES['two_of_four_tokens'], True, 'SparseVNMTwoOfFour'),
   )
   def test_sides(self, policy, kernels, kind):
-    plan = NeuronLevelPlan(policy, TOKENS, D, HIDDEN, 'bfloat16') if kernels else None
-    ops = acts.matmuls_of(policy, plan)
+    plan = NeuronLevelPlan(policy, TOKENS, D, HIDDEN, 'bfloat16', plain=None if kernels else 'a test')
+    ops = acts.matmuls_of(plan)
     self.assertEqual(type(ops).__name__, kind)
 
-  @parameterized.parameters(True, False)
-  def test_one_choice_for_forward_and_backward(self, kernels):
-    inputs = draw(jnp.bfloat16)
-    plan = NeuronLevelPlan(VNM, TOKENS, D, HIDDEN, 'bfloat16', None, None) if kernels else None
+  @parameterized.parameters((True, ()), (False, ()), (True, (2,)), (False, (2,)))
+  def test_one_choice_for_forward_and_backward_and_all_experts(self, kernels, lead):
+    inputs = draw(jnp.bfloat16, lead)
+    plan = NeuronLevelPlan(VNM, TOKENS, D, HIDDEN, 'bfloat16', plain=None if kernels else 'a test')
     with (
       mock.patch.object(acts, 'plan_neurons', return_value=plan) as choice,
       mock.patch.object(acts, 'matmuls_of', wraps=acts.matmuls_of) as make,
     ):
       jax.eval_shape(functools.partial(eager, VNM), *inputs, state_of(VNM, *inputs[1:3]))
     choice.assert_called_once_with(VNM, TOKENS, D, HIDDEN, jnp.bfloat16)
-    self.assertEqual([call.args[1] for call in make.call_args_list], [plan] * 2)
+    traced = 2 if lead and kernels else 1  # under vmap a block is traced once for all
+    self.assertEqual([call.args[0] for call in make.call_args_list], [plan] * 2 * traced)
+
+
+class PlanTest(parameterized.TestCase):
+
+  @parameterized.parameters('vnm', 'two_of_four_tokens', 'two_of_four_tokens_and_dense')
+  def test_names_the_problems_of_all_matmuls_in_their_order(self, name):
+    policy, inputs = dataclasses.replace(POLICIES[name], implementation='sparse'), draw(jnp.bfloat16)
+    ran = []
+
+    def by_weight(a, b, *, b_layout, out_layout, implementation):
+      m, k = a.shape
+      key = dict(m=m, n=b.size // k, k=k, dtype=a.dtype.name, b_layout=b_layout, out_layout=out_layout)
+      ran.append(('sparse_matmul', key | dict(out_dtype='bfloat16')))
+      return sparse_matmul(a, b, b_layout=b_layout, out_layout=out_layout, implementation=implementation)
+
+    def by_activations(a, b, *, implementation):
+      v, m = policy.features.v, policy.features.m
+      ran.append(('vnm_matmul', vnm.problem_key(*a.shape, b.shape[1], v, m, b.dtype)))
+      return vnm.vnm_matmul(a, b, implementation=implementation)
+
+    with mock.patch.multiple(_activation_kernels, sparse_matmul=by_weight, vnm_matmul=by_activations):
+      jax.eval_shape(functools.partial(eager, policy), *inputs, state_of(policy, *inputs[1:3]))
+    steps = plan_neurons(policy, TOKENS, D, HIDDEN, jnp.bfloat16).steps
+    matmuls = [step for step in steps if isinstance(step, Matmul) and not step.name.endswith('dense neurons')]
+    self.assertEqual(ran, [(timing.op, dict(timing.key)) for step in matmuls for timing in step.timings])
 
 
 class SixProductsTest(parameterized.TestCase):

@@ -120,7 +120,7 @@ class ExpertsTest(parameterized.TestCase):
     with mock.patch.object(acts, 'matmuls_of', wraps=acts.matmuls_of) as make:
       jax.eval_shape(block, *inputs, state)
     self.assertEqual(make.call_count, 2 * 2)  # forward and backward of each expert
-    self.assertEqual({call.args[1].tokens for call in make.call_args_list}, {TOKENS})
+    self.assertEqual({call.args[0].tokens for call in make.call_args_list}, {TOKENS})
     found = jit(jax.vmap(block))(*inputs, state)
     for a, b in zip(found, forward_and_grads(policy, *inputs, state), strict=True):
       self.assertLess(relative_error(a, b), 4e-3)

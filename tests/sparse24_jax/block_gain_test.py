@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from pallas_kernels import _device, _records, _triton, costs
 import sparse24_jax as s24
 from sparse24_jax import neuron_plan
+from sparse24_jax.availability import target
 from sparse24_jax.block_gain import block_gain, block_table, explain
 from sparse24_jax.packing import E4M3, pack
 from sparse24_jax.plan import plan_layer
@@ -294,9 +295,8 @@ class BlockTest(parameterized.TestCase):
 
   def test_a_block_with_sparse_activations_is_that_of_the_plan(self):
     recipe, sizes = s24.recipes.neuron_level('up/.*', 'down/.*'), dict(tokens=16384, device=H100)
-    block, expected = block_gain(4096, 16384, recipe, **sizes), neuron_plan.expected(
-      s24.ActivationPolicy(), 16384, 4096, 16384, 'bfloat16', H100
-    )  # fmt: skip
+    plan = neuron_plan.plan_neurons(s24.ActivationPolicy(), 16384, 4096, 16384, 'bfloat16', on=target(H100))
+    block, expected = block_gain(4096, 16384, recipe, **sizes), neuron_plan.expected(plan, H100)
     assert expected is not None and block.expected_ms is not None and block.dense_ms is not None
     self.assertAlmostEqual(block.expected_ms, expected.sparse_ms, places=9)
     self.assertAlmostEqual(block.dense_ms, expected.dense_ms, places=9)
@@ -307,10 +307,17 @@ class BlockTest(parameterized.TestCase):
   def test_sparse_activations_that_do_not_pay_are_dense(self, tokens, d, hidden):
     block = block_gain(d, hidden, s24.recipes.neuron_level('up/.*', 'down/.*'), tokens=tokens, device=H100)
     self.assertEqual((block.chosen, block.packed_bytes), (block.dense, 0))
-    reason = neuron_plan.why_slower(s24.ActivationPolicy(), tokens, d, hidden, 'bfloat16', H100)
+    reason = neuron_plan.plan_neurons(s24.ActivationPolicy(), tokens, d, hidden, 'bfloat16', on=target(H100)).plain
     assert reason is not None
     self.assertEqual(block.why_dense, reason)
     self.assertEndsWith(block_table(block), f'; stays dense: {reason}')
+
+  def test_activations_that_have_no_kernel_are_priced_dense(self):
+    rules = s24.recipes.neuron_level('up/.*', 'down/.*').rules
+    policy = s24.ActivationPolicy(s24.TwoOfFour())
+    recipe = s24.Recipe('24', tuple(dataclasses.replace(rule, activation=policy) for rule in rules))
+    block = block_gain(4096, 16384, recipe, tokens=16384, device=H100)
+    self.assertEqual((block.gain, block.why_dense), (1.0, '2:4 activations have no kernels'))
 
   def test_a_block_that_stays_dense_gains_nothing(self):
     recipe = s24.recipes.neuron_level('up/.*', 'down/.*')

@@ -1,6 +1,7 @@
 """Which product of a layer runs where, and what is packed for it."""
 
 import contextlib
+import dataclasses
 import functools
 import logging
 from unittest import mock
@@ -16,7 +17,7 @@ from pallas_kernels.pack.api import Packed
 from pallas_kernels.sparse_matmul import api
 import sparse24_jax as s24
 from sparse24_jax import fp8, linear_layer
-from sparse24_jax.layer_plan import Backends
+from sparse24_jax.layer_plan import Backends, LayerPlan
 from sparse24_jax.plan import plan_layer
 from sparse24_jax.precision import Precision
 from tests import targets
@@ -288,26 +289,28 @@ class PackedWeightTest(parameterized.TestCase):
     self.w = jax.random.normal(KEY, (64, 128))
     self.mask = jnp.asarray(np.tile(np.eye(4, dtype=bool) | np.eye(4, dtype=bool)[::-1], (16, 32)))
     self.policy = named(FST, 'dense')
-    self.plan = Backends('dense', 'dense', 'dense')
+    self.plan = LayerPlan(32, 64, 128, 'bfloat16', Backends('dense', 'dense', 'dense'))
     self.pack = jax.jit(functools.partial(linear_layer.pack_weight, self.policy), static_argnames='dtype')
 
   def test_what_was_handed_over_is_used(self):
     packed = self.pack(self.w, self.mask, dtype=BF16)
-    self.assertIs(linear_layer.packed_weight(self.plan, self.policy, self.w, packed, BF16), packed)
+    self.assertIs(linear_layer.packed_weight(self.plan, self.policy, self.w, packed), packed)
 
   @parameterized.parameters('state', 'of_another_dtype')
   def test_packs_what_was_not(self, given):
     w = self.w.astype(FP16)
     state = self.mask if given == 'state' else self.pack(self.w, self.mask, dtype=BF16)
-    found = jax.jit(lambda w, s: linear_layer.packed_weight(self.plan, self.policy, w, s, FP16))(w, state)
+    plan = dataclasses.replace(self.plan, dtype='float16')
+    found = jax.jit(lambda w, s: linear_layer.packed_weight(plan, self.policy, w, s))(w, state)
     self.assertEqual(found.dtype, FP16)
     jax.tree.map(np.testing.assert_array_equal, found, self.pack(w, self.mask, dtype=FP16))
 
   def test_nothing_where_the_plan_packs_nothing(self):
     packed = self.pack(self.w, self.mask, dtype=BF16)
-    for plan in (Backends(), Backends(weight_grad='dense')):
+    for served in (Backends(), Backends(weight_grad='dense')):
       for state in (self.mask, packed, None):
-        self.assertIsNone(linear_layer.packed_weight(plan, self.policy, self.w, state, BF16))
+        plan = dataclasses.replace(self.plan, backends=served)
+        self.assertIsNone(linear_layer.packed_weight(plan, self.policy, self.w, state))
 
   def test_state(self):
     packed = self.pack(self.w, self.mask, dtype=BF16)

@@ -10,11 +10,10 @@ from unittest import mock
 from absl.testing import absltest, parameterized
 import jax
 
-from pallas_kernels import _device
 from sparse24_jax import __main__ as command
 from sparse24_jax.block_gain import block_gain, block_table, BlockGain, Part
 from sparse24_jax.where_it_pays import table, where_it_pays
-from tests import targets
+from tests.sparse24_jax.gpus import gpu
 
 ARGS = ('where-it-pays', '--tokens', '16384', '--d', '4096', '--hidden', '16384')
 DEVICE = 'nvidia_h100_80gb_hbm3'
@@ -46,7 +45,7 @@ class CommandTest(parameterized.TestCase):
     self.assertIn(message, err.getvalue())
 
   def test_is_the_gpu_at_hand_unless_one_is_named(self):
-    with mock.patch.object(_device, 'current', lambda: targets.target_device('sm_90a')):
+    with gpu():
       here = run(*ARGS)
     self.assertEqual(here, run(*ARGS, '--device', DEVICE))
     self.assertEqual(here[0], 0)

@@ -82,7 +82,8 @@ class KernelsTest(parameterized.TestCase):
     policy = dataclasses.replace(policy, implementation='sparse')
     scale = jax.ShapeDtypeStruct((), jnp.float32)
     args = *(hopper.struct(*side) for side in SIDES), {'up': scale, 'down': scale}
-    steps = gain.NeuronLevelPlan(policy, TOKENS, D, HIDDEN, 'bfloat16').steps
+    with hopper.hopper():
+      steps = gain.plan_neurons(policy, TOKENS, D, HIDDEN, 'bfloat16').steps
     planned = []
     for each in steps:
       planned += each.kernels if isinstance(each, Pass) else [SPARSE] * bool(each.backend)

@@ -9,9 +9,11 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _dispatch, _records, costs
+from pallas_kernels.ffi import cusparselt
 import sparse24_jax as s24
 from sparse24_jax import neuron_plan as gain
 from sparse24_jax import steps
+from sparse24_jax.availability import target
 from tests import targets
 from tests.sparse24_jax.gpus import gpu, H100
 
@@ -45,7 +47,9 @@ def records(times=WINS, *, pass_ms=lambda op, size: 0.0):
     assert op == ('vnm_matmul' if i in (1, 2) else 'sparse_matmul')
     return dict(times[i])
 
+  fastest = min(times[0], key=times[0].get, default='dense')
   with (
+    mock.patch.object(gain.sparse_matmul, 'candidates_for', lambda **_: (fastest, 'dense')),
     mock.patch.object(_records, 'expected_ms', product),
     mock.patch.object(costs, 'expected_ms', lambda device, op, size: pass_ms(op, size)),
   ):
@@ -53,13 +57,14 @@ def records(times=WINS, *, pass_ms=lambda op, size: 0.0):
 
 
 def why_dense(policy=POLICY, tokens=T, d=D, hidden=H, dtype=jnp.bfloat16):
-  return gain.why_dense(policy, tokens, d, hidden, dtype)
+  return gain.plan_neurons(policy, tokens, d, hidden, dtype).plain
 
 
 class ExpectedTest(parameterized.TestCase):
 
   def _expected(self, policy=POLICY):
-    return gain.expected(policy, T, D, H, jnp.bfloat16, H100.slug)
+    plan = gain.NeuronLevelPlan(policy, T, D, H, 'bfloat16', 'mosaic_gpu', 'mosaic_gpu')
+    return gain.expected(plan, H100.slug)
 
   def test_products(self):
     with records():
@@ -121,7 +126,8 @@ class ExpectedTest(parameterized.TestCase):
       self.assertIsNone(self._expected())
 
   def test_near_what_the_headline_block_took(self):
-    found = gain.expected(POLICY, *HEADLINE, jnp.bfloat16, H100.slug)
+    plan = gain.plan_neurons(POLICY, *HEADLINE, jnp.bfloat16, on=target(H100.slug))
+    found = gain.expected(plan, H100.slug)
     self.assertBetween(found.sparse_ms, 0.9 * 9.84, 1.05 * 9.84)
     self.assertBetween(found.gain, 0.85 * 1.975, 1.05 * 1.975)
 
@@ -133,7 +139,7 @@ class WhyDenseTest(parameterized.TestCase):
       self.assertIsNone(why_dense())
     with gpu():
       for policy in (POLICY, TWO_OF_FOUR, s24.ActivationPolicy()):
-        self.assertIsNone(gain.why_dense(policy, *HEADLINE, jnp.bfloat16))
+        self.assertIsNone(gain.plan_neurons(policy, *HEADLINE, jnp.bfloat16).plain)
 
   @parameterized.parameters(
     (dict(device=targets.target_device('sm_80')), 'no kernel for V:N:M'),
@@ -180,7 +186,7 @@ class WhyDenseTest(parameterized.TestCase):
       self.assertRegex(why_dense(), 'no matmuls of bfloat16 near these')
     with gpu():
       self.assertRegex(why_dense(tokens=256, hidden=256), 'no matmuls of bfloat16 near these')
-      self.assertRegex(gain.why_dense(POLICY, *HEADLINE, jnp.float32), 'no matmuls of float32')
+      self.assertRegex(gain.plan_neurons(POLICY, *HEADLINE, jnp.float32).plain, 'no matmuls of float32')
 
   def test_passes_take_what_products_gain(self):
     with gpu():
@@ -193,8 +199,36 @@ class WhyDenseTest(parameterized.TestCase):
 
 class PlanTest(absltest.TestCase):
 
+  def test_the_matmuls_by_a_weight_take_the_fastest_back_end_that_is_there(self):
+    times = (WINS[0] | dict(cusparselt=2.0), *WINS[1:])
+    for library, found in ((None, 'cusparselt'), (NotImplementedError('absent'), 'mosaic_gpu')):
+      order = lambda **_: ('cusparselt', 'mosaic_gpu', 'dense')  # noqa: E731
+      with (
+        gpu(), records(times), mock.patch.object(gain.sparse_matmul, 'candidates_for', order),
+        mock.patch.object(cusparselt, 'register', side_effect=library),
+      ):  # fmt: skip
+        plan = gain.plan_neurons(POLICY, T, D, H, jnp.bfloat16)
+      self.assertEqual({step.name: step.backend for step in plan.steps if step.name in ('h', 'dy', 'z')},
+                       dict(h=found, dy=found, z='mosaic_gpu'))  # fmt: skip
+
+  def test_dense_weights_are_neither_packed_nor_expanded(self):
+    policy = dataclasses.replace(POLICY, sparse_weights=False, implementation='sparse')
+    with gpu():
+      plan = gain.plan_neurons(policy, T, D, H, jnp.bfloat16)
+    by_weight = [step for step in plan.steps if step.name in ('h', 'dy')]
+    self.assertEqual([(step.backend, step.timings[0].row) for step in by_weight], [(None, 'dense')] * 2)
+    self.assertFalse([step.name for step in plan.steps if step.name.startswith('w_')])
+    self.assertEqual(plan.packed_bytes, 0)
+
+  def test_one_function_for_the_plan_that_runs_and_the_one_that_is_priced(self):
+    for sizes in (HEADLINE, (256, 128, 512)):
+      with gpu():
+        runs = gain.plan_neurons(POLICY, *sizes, jnp.bfloat16)
+      self.assertEqual(runs, gain.plan_neurons(POLICY, *sizes, jnp.bfloat16, on=target(H100.slug)))
+    self.assertEqual((runs.steps, runs.packed_bytes), (runs.dense_steps, 0))
+
   def _takes(self, policy=POLICY, tokens=T):
-    return gain.plan_neurons(policy, tokens, D, H, jnp.bfloat16) is not None
+    return gain.plan_neurons(policy, tokens, D, H, jnp.bfloat16).plain is None
 
   def test_follows_the_records_and_says_so_once(self):
     _dispatch.log_once.cache_clear()

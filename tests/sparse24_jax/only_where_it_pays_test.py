@@ -119,6 +119,53 @@ class OnlyWhereItPaysTest(parameterized.TestCase):
     left_out = set(found.rules[0].path.split('|')) if found is not ALL else set()
     self.assertEqual(left_out, {f'h_0/{name}/kernel' for name in blocks})
 
+  def test_a_recipe_that_is_bound_knows_its_blocks(self):
+    """By their shapes attention is a block, [out, in] weights and two blocks in one module are none."""
+
+    def f(p, x):
+      x = x + jax.nn.softmax((x @ p['q']) @ (x @ p['q']).T) @ (x @ p['q']) @ p['o']
+      for i in range(2):
+        x = x + (jax.nn.silu(x @ p[f'gate_{i}'].T) * (x @ p[f'up_{i}'].T)) @ p[f'down_{i}'].T
+      return jax.nn.gelu(x @ p['first']) @ p['shared'] + jnp.tile(x, 4) @ p['shared']
+
+    shapes = dict(q=(64, 128), o=(128, 64), first=(64, 256), shared=(256, 64), up_0=(512, 64), gate_0=(512, 64),
+                  down_0=(64, 512), up_1=(512, 64), gate_1=(512, 64), down_1=(64, 512))  # fmt: skip
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in shapes.items()}
+    recipe = s24.recipes.transposable_srste('.*', masked_decay=1e-4)
+    bound = s24.bind(recipe, f, params, jax.ShapeDtypeStruct((32, 64), jnp.bfloat16))
+    self.assertCountEqual(
+      map(dict, bound.blocks), [dict(gate=f'gate_{i}', up=f'up_{i}', down=f'down_{i}') for i in range(2)]
+    )
+    module = sys.modules[s24.only_where_it_pays.__module__]
+    priced = []
+
+    def lost(d, hidden, recipe, *, gated, weight_dtype, **counted):
+      priced.append((d, hidden, gated, weight_dtype))
+      (rule,) = recipe.rules
+      self.assertEqual(rule.policy, FST.rules[0].policy)  # of [in, out], as the sizes are
+      return mock.Mock(gain=0.9)
+
+    with mock.patch.object(module, 'block_gain', lost):
+      found = s24.only_where_it_pays(params, bound, tokens=32, device=H100)
+    self.assertEqual(priced, [(64, 512, True, jnp.bfloat16)] * 2)
+    of_blocks = {f'{role}_{i}' for role in ('down', 'gate', 'up') for i in range(2)}
+    self.assertEqual(set(found.rules[0].path.split('|')), of_blocks)
+    self.assertEqual(found.blocks, ())
+    self.assertIsNone(recipe.blocks)
+
+  def test_a_gate_and_up_in_one_weight_are_counted_alone(self):
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in (('w', (64, 512)), ('o', (256, 64)))}
+
+    def f(p, x):
+      gate, up = jnp.split(x @ p['w'], 2, axis=-1)
+      return (jax.nn.silu(gate) * up) @ p['o']
+
+    bound = s24.bind(ALL, f, params, jax.ShapeDtypeStruct((32, 64), jnp.bfloat16))
+    self.assertEqual([dict(paths) for paths in bound.blocks], [dict(gate_up='w', down='o')])
+    with mock.patch.object(sys.modules[s24.only_where_it_pays.__module__], 'block_gain') as block_gain:
+      s24.only_where_it_pays(params, bound, tokens=32, device=H100)
+    block_gain.assert_not_called()
+
   def test_a_packing_that_micro_batches_share_costs_less(self):
     counts = (1, 2)
     gains = [

@@ -74,6 +74,12 @@ def gain_of(recipe, *, lead=(), dtype='float32'):
   return layer
 
 
+def of_implementation(recipe, implementation):
+  (rule,) = recipe.rules
+  policy = dataclasses.replace(rule.policy, implementation=implementation)
+  return dataclasses.replace(recipe, rules=(dataclasses.replace(rule, policy=policy),))
+
+
 SPARSE_WINS = dict(
   forward=dict(dense=4.0, mosaic_gpu=3.0, cusparselt=2.5),
   input_grad=dict(dense=5.0, mosaic_gpu=3.5),
@@ -114,6 +120,56 @@ class ChoiceTest(parameterized.TestCase):
       for role in layer.roles:
         dense = 'dense_fp8' if plan.fp8 else 'dense' if policy.precision == 'default' else 'simulated'
         self.assertEqual(role.chosen, getattr(plan, role.role) or dense, f'{shape} {role}')
+
+  def test_a_named_implementation_is_priced_as_it_runs(self):
+    """Masks by magnitude are packed by no kernel, so that by itself the forward stays with XLA."""
+    expected = {None: ['dense'] * 3, 'sparse': ['mosaic_gpu', 'dense', 'dense'], 'reference': ['dense'] * 3}
+    with records(**SPARSE_WINS):
+      for implementation, chosen in expected.items():
+        layer = gain_of(of_implementation(RECIPES['sr_ste'], implementation))
+        self.assertEqual([role.chosen for role in layer.roles], chosen)
+        self.assertEqual(layer.plain, "implementation='reference'" if implementation == 'reference' else None)
+      exact = gain_of(of_implementation(RECIPES['dense_weight_grad'], 'reference'))
+      sampled = gain_of(of_implementation(RECIPES['fst'], 'reference'))
+    self.assertEqual((exact.gain, sampled.gain), (1.0, None))  # what XLA takes for a sample was not measured
+
+  @parameterized.parameters(
+    ('dense', 'bfloat16', "implementation='dense' decompresses what it packed"),
+    ('sparse', 'float32', "implementation='sparse' cannot serve this layer: activations are float32"),
+  )
+  def test_a_named_implementation_that_has_no_price_is_refused_by_path(self, implementation, dtype, message):
+    recipe = of_implementation(RECIPES['fst'], implementation)
+    with self.assertRaisesRegex(ValueError, f'^mlp/up/kernel: {message}'):
+      s24.where_it_pays(struct(64, 128), recipe, tokens=32, dtype=dtype, device=H100.slug)
+
+  @parameterized.parameters(
+    (None, None, 'cusparselt', None), (NotImplementedError('absent'), None, 'mosaic_gpu', None),
+    (None, 'absent', 'dense', f'{H100.slug} has no kernels that can run here'),
+  )
+  def test_on_this_gpu_it_is_what_is_installed(self, library, triton, chosen, plain):
+    wins = mock.patch.object(api, 'candidates_for', lambda **_: ('cusparselt', 'dense'))
+    with gpu(triton=triton), wins, mock.patch.object(cusparselt, 'register', side_effect=library):
+      (layer,) = s24.where_it_pays(struct(4096, 16384), RECIPES['fst'], tokens=16384)
+      block = s24.block_gain(4096, 16384, RECIPES['fst'], tokens=16384)
+      plan = plan_layer(RECIPES['fst'].rules[0].policy, 16384, 4096, 16384, jnp.bfloat16)
+      (named,) = s24.where_it_pays(struct(4096, 16384), RECIPES['fst'], tokens=16384, device=H100.slug)
+    self.assertEqual((layer.roles[2].chosen, layer.plain), (chosen, plain))
+    self.assertEqual(plan.backends.weight_grad or 'dense', chosen)
+    by = {part.name: part.by for part in block.chosen}
+    self.assertIn(chosen, (by.get('dW of up'), by.get('weight_grad of up')))
+    self.assertEqual(named.roles[2].chosen, 'cusparselt')  # of a GPU that is named all is there
+
+  def test_tokens_are_those_of_one_device_of_the_mesh(self):
+    """Which of both sizes a device gets is not known where it runs: the record of either may choose a kernel."""
+    asked = []
+    choose = lambda n, k, **_: asked.append((n, k)) or ('dense',)  # noqa: E731
+    with gpu(whole=False), mock.patch.object(api, 'candidates_for', lambda *, m, n, k, **_: choose(n, k)):
+      s24.where_it_pays(struct(64, 128), RECIPES['dense_weight_grad'], tokens=32)
+      priced = list(asked)
+      asked.clear()
+      plan_layer(RECIPES['dense_weight_grad'].rules[0].policy, 32 * 8, 64, 128, jnp.bfloat16)
+    self.assertEqual(priced, [(32, 64), (256, 64), (32, 128), (256, 128)])
+    self.assertEqual(asked, priced)
 
   def test_sides_that_do_not_pack_are_dense(self):
     with gpu():

@@ -159,7 +159,7 @@ class BindTest(parameterized.TestCase):
     params, x = arguments('each_token')
     bound = s24.bind(STE, CASES['each_token'].f, params, x)
     self.assertEqual({w.path: [use.block for use in w.uses] for w in bound.weights}, {'up': ['relu'], 'down': ['relu']})
-    with mock.patch.object(transform, 'ffn', side_effect=transform.ffn) as fused:
+    with mock.patch.object(transform, 'ffn_at', side_effect=transform.ffn_at) as fused:
       s24.sparsify(CASES['each_token'].f, bound)(params, s24.sparse_variables(params, None, bound), None, x)
     fused.assert_called_once()
 
@@ -294,7 +294,12 @@ class BindTest(parameterized.TestCase):
       with self.assertRaisesRegex(ValueError, message) as raised:
         s24.bind(STE, f, params, *args)
       self.assertIsInstance(raised.exception.__cause__, AttributeError | TypeError)
+    for call in (s24.bind, s24.check):
+      message = rf"params is given by name, .*: {call.__name__}\(recipe, f, params, \*args\).*wrap it: lambda p, \*a: f"
+      with self.assertRaisesRegex(ValueError, message):
+        call(STE, keyword, x, params=params)
     self.assertLen(s24.bind(STE, lambda p, *a: keyword(*a, params=p), params, x).weights, 1)
+    self.assertLen(s24.bind(recipe=STE, f=lambda p, x: keyword(x, params=p), params=params, x=x).weights, 1)
 
   def test_other_errors_of_a_function_stay_as_they_are(self):
     params, x = {'w': jnp.ones((8, 4))}, jnp.ones((2, 8))

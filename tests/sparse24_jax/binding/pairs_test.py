@@ -139,7 +139,7 @@ class PairsTest(parameterized.TestCase):
     states = s24.sparse_variables(params, None, bound)
     self.assertTrue(all(weight.packs for weight in bound.weights))
     sparse = s24.sparsify(loss, bound)
-    with mock.patch.object(transform, 'ffn', side_effect=transform.ffn) as fused:
+    with mock.patch.object(transform, 'ffn_at', side_effect=transform.ffn_at) as fused:
       found = jax.jit(jax.value_and_grad(lambda p: sparse(p, states, jax.random.key(0), x)))(params)
     fused.assert_called()
     expected = jax.jit(jax.value_and_grad(loss))(s24.project(params, None, bound), x)

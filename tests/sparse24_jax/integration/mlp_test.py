@@ -110,7 +110,7 @@ class Sparse24MLPTest(parameterized.TestCase):
       sparse = s24.sparsify(lambda p: jnp.sum(jnp.sin(forward(p))), recipe)
       return jax.jit(jax.value_and_grad(sparse))(params, s24.sparse_variables(params, None, recipe), None)
 
-    with mock.patch.object(transform, 'ffn', wraps=transform.ffn) as ffn:
+    with mock.patch.object(transform, 'ffn_at', wraps=transform.ffn_at) as ffn:
       found = gradient(mlp)
     self.assertEqual(ffn.called, fused)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, gradient(layers))
