@@ -23,6 +23,7 @@ __all__ = ['Config', 'Problem', 'build', 'default_config', 'fits', 'for_outputs'
 
 Array = jax.Array
 OP = 'sparse_matmul'
+ITEMSIZES = (1, 2)
 
 
 def sparse_matmul(
@@ -88,7 +89,7 @@ def sparse_matmul(
     column_scale=column_scale,
     keep_preactivation=keep_preactivation,
   )
-  config = config or for_outputs(p, _chosen_config(p, device))
+  config = config or for_outputs(p, chosen_config(p, device))
   padded = _padded(p, config)
   values = operand.pad_to(a.values, (padded.m, padded.k // 2))
   metadata = operand.pad_to(a.metadata, operand.metadata_shape(padded.m, padded.k))
@@ -152,7 +153,7 @@ def _vectors(
   return out
 
 
-def _chosen_config(p: Problem, device: _device.Device) -> Config:
+def chosen_config(p: Problem, device: _device.Device) -> Config:
   """What was measured for this very problem, else for its neighbour if that suits, else what should be fastest."""
   num_sms = device.num_sms or H100_SMS
   choice = _records.lookup(device.slug, OP, p.key, implementation='mosaic_gpu')

@@ -29,6 +29,7 @@ from pallas_kernels.mosaic.sizes import ceil
 from pallas_kernels.sparse_matmul import operand, reference
 
 Array = jax.Array
+ITEMSIZES = (2,)
 _PTX_TYPE = {'bfloat16': 'bf16', 'float16': 'f16'}
 
 

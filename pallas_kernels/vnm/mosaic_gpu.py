@@ -11,6 +11,7 @@ and what was tried.
 """
 
 from collections.abc import Callable
+import dataclasses
 import functools
 from typing import Any
 
@@ -313,6 +314,20 @@ def vnm_matmul(
     operand.pad_to(b, (b.shape[0], wide)),
   )
   return d[:m, :n] if out_layout == 'mn' else d[:n, :m]
+
+
+def settings(v: int) -> list[Config]:
+  """Those that are worth timing for blocks of `v` rows."""
+  best = default_config(v)
+  change = dataclasses.replace
+  if v % 128:
+    # Places by launch are not among them: a program repeated alone may keep a good launch, a training step does not.
+    return [best, change(best, stages=2, delay=0), change(best, band=16), change(best, band=64)]
+  if v % 256 == 0:
+    return [best, change(best, delay=0)]
+  placed = [change(best, band=band, slots=slots) for band in (32, 64) for slots in (1, 2)]
+  by_launch = [change(best, places='launch', band=32, slots=slots) for slots in (1, 2)]
+  return [*placed, *by_launch, Config(slots=2), Config(places='gpc', slots=2)]
 
 
 def _tuned_config(a: VNMOperand, n: int, out_layout: str, device: _device.Device) -> Config | None:
