@@ -78,7 +78,7 @@ def transposable_pack(w: Array, *, dtype: Any = None, implementation: str | None
   """
   _check_blocks(w)
   pair = (*_OPERANDS[-1], *_OPERANDS[-2], _CODES)
-  return _call_on_parts('transposable_pack', (_WEIGHT,), pair, implementation, w, dtype=_values_dtype(w, dtype))
+  return _call_on_parts('transposable_pack', (_WEIGHT,), pair, implementation, w, dtype=values_dtype(w, dtype))
 
 
 def masked_pack(w: Array, codes: Array, *, dtype: Any = None, implementation: str | None = None) -> PackedPair:
@@ -104,7 +104,7 @@ def masked_pack(w: Array, codes: Array, *, dtype: Any = None, implementation: st
   _check_codes(w, codes, 'codes')
   pair = (*_OPERANDS[-1], *_OPERANDS[-2], _CODES)
   return _call_on_parts(
-    'masked_pack', (_WEIGHT, _CODES), pair, implementation, w, codes, dtype=_values_dtype(w, dtype)
+    'masked_pack', (_WEIGHT, _CODES), pair, implementation, w, codes, dtype=values_dtype(w, dtype)
   )
 
 
@@ -140,7 +140,7 @@ def soft_threshold_pack(
   [0.0, -4.0, 0.0, 2.0]
   """
   _check_blocks(w)
-  dtype, scale = _values_dtype(w, dtype, float8=True), matrix_scale(scale, w, 'w')
+  dtype, scale = values_dtype(w, dtype, float8=True), matrix_scale(scale, w, 'w')
   if axis not in (-1, -2, w.ndim - 1, w.ndim - 2):
     raise ValueError(f'axis={axis} must be one of the last two axes of {w.shape}')
   axis = axis if axis < 0 else axis - w.ndim
@@ -198,7 +198,7 @@ def mvue_pack(
   _check_blocks(x, 'x')
   if isinstance(origin[2], int) and origin[2] % 4:
     raise ValueError(f'origin column {origin[2]} is not a multiple of four')
-  dtype = _values_dtype(x, dtype, 'x', float8=True)
+  dtype = values_dtype(x, dtype, 'x', float8=True)
   scale = check_scale(scale, dtype, x, 'x')
   return _dispatch.dispatch(
     'mvue_pack', _backends('mvue_pack'), implementation, candidates(dtype), x, key, scale, origin=origin, dtype=dtype
@@ -235,7 +235,8 @@ def _check_codes(w: Array, codes: Array, name: str) -> None:
     raise ValueError(f'{name} must be uint16 of shape {expected}, found {codes.dtype} of shape {codes.shape}')
 
 
-def _values_dtype(w: Array, dtype: Any, name: str = 'w', *, float8: bool = False) -> jnp.dtype:
+def values_dtype(w: Array, dtype: Any, name: str = 'w', *, float8: bool = False) -> jnp.dtype:
+  """The dtype in which a packer stores the values of `w`; None is that of `w`, bfloat16 for float32."""
   if w.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
     raise ValueError(f'{name} must be bfloat16, float16 or float32, found {w.dtype}')
   if dtype is None:
