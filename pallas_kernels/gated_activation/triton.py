@@ -15,10 +15,10 @@ import triton.language as tl
 
 from pallas_kernels import _triton, activations
 from pallas_kernels.mosaic import _ptx
+from pallas_kernels.operand import metadata_shape, SparseOperand
 from pallas_kernels.pack import _blocks, _kernels, _kernels8
 from pallas_kernels.pack import triton as pack
 from pallas_kernels.pack.reference import Packed
-from pallas_kernels.sparse_matmul.operand import metadata_shape, SparseOperand
 
 Array = jax.Array
 

@@ -19,8 +19,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_kernels import _compat as compat
+from pallas_kernels import operand
 from pallas_kernels.mosaic import asm as ptx
-from pallas_kernels.sparse_matmul import operand
 
 PTX_TYPE = {'bfloat16': 'bf16', 'float16': 'f16', 'float8_e4m3fn': 'e4m3', 'float8_e5m2': 'e5m2'}
 

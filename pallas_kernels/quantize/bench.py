@@ -12,12 +12,12 @@ import jax.numpy as jnp
 
 from pallas_kernels import _compat, _device, _passes, _triton, formats
 from pallas_kernels._passes import difference, differing, float8_inputs, normal, samples
+from pallas_kernels.operand import from_operand
 from pallas_kernels.pack import api as pack_api
 from pallas_kernels.quantize import api, arg_specs, reference
 from pallas_kernels.sparse_matmul.api import OP as SPARSE
 from pallas_kernels.sparse_matmul.api import sparse_matmul
 from pallas_kernels.sparse_matmul.dense import matmul
-from pallas_kernels.sparse_matmul.operand import from_operand
 
 triton = _triton.kernels('pallas_kernels.quantize.triton')
 BF16, F32 = jnp.bfloat16, jnp.float32

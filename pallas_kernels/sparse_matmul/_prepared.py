@@ -16,10 +16,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _device, _tuning, formats
+from pallas_kernels import _device, _tuning, formats, operand
 from pallas_kernels._tuning import compile_all, times_ms
 from pallas_kernels.mosaic.sizes import ceil
-from pallas_kernels.sparse_matmul import arg_specs, mosaic_gpu, operand
+from pallas_kernels.sparse_matmul import arg_specs, mosaic_gpu
 from pallas_kernels.sparse_matmul._predict import reads_only
 
 Array = jax.Array

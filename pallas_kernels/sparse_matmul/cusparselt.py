@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import _device, _records, formats
+from pallas_kernels import _device, _records, formats, operand
 from pallas_kernels.ffi import cusparselt as library
-from pallas_kernels.sparse_matmul import operand, reference
+from pallas_kernels.sparse_matmul import reference
 
 Array = jax.Array
 Config = library.Config

@@ -15,9 +15,9 @@ from typing import Any
 
 import jax
 
-from pallas_kernels import _compat, _tuning
+from pallas_kernels import _compat, _tuning, operand
 from pallas_kernels.ffi import cusparselt as library
-from pallas_kernels.sparse_matmul import cusparselt, mosaic_gpu, operand
+from pallas_kernels.sparse_matmul import cusparselt, mosaic_gpu
 
 Array = jax.Array
 Config = cusparselt.Config

@@ -5,8 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import formats
-from pallas_kernels.sparse_matmul import operand, reference
+from pallas_kernels import formats, operand
+from pallas_kernels.sparse_matmul import reference
 
 Array = jax.Array
 

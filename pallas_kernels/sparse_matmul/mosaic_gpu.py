@@ -12,9 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _device, _records, formats
+from pallas_kernels import _device, _records, formats, operand
 from pallas_kernels.mosaic.sizes import ceil
-from pallas_kernels.sparse_matmul import operand
 from pallas_kernels.sparse_matmul._kernel import build
 from pallas_kernels.sparse_matmul._predict import default_config, H100_SMS, of_neighbour
 from pallas_kernels.sparse_matmul._problem import Config, fits, for_outputs, Problem

@@ -22,11 +22,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_kernels import _compat as compat
-from pallas_kernels import _device, formats
+from pallas_kernels import _device, formats, operand
 from pallas_kernels.mosaic import asm as ptx
 from pallas_kernels.mosaic import wgmma_sp
 from pallas_kernels.mosaic.sizes import ceil
-from pallas_kernels.sparse_matmul import operand, reference
+from pallas_kernels.sparse_matmul import reference
 
 Array = jax.Array
 ITEMSIZES = (2,)

@@ -7,7 +7,7 @@ from jax import Array
 import jax.numpy as jnp
 
 from pallas_kernels import _device, _dispatch, _records
-from pallas_kernels.sparse_matmul.operand import SparseOperand
+from pallas_kernels.operand import SparseOperand
 from pallas_kernels.vnm.format import check, check_blocks, CompressedVNM, VNMOperand
 
 OP = 'vnm_matmul'

@@ -16,8 +16,8 @@ import numpy as np
 
 from pallas_kernels import formats
 from pallas_kernels._program import one_program
-from pallas_kernels.sparse_matmul.operand import check_layout, from_operand, SparseOperand, to_operand
-from pallas_kernels.sparse_matmul.operand import check_operand as check_operand_24
+from pallas_kernels.operand import check_layout, from_operand, SparseOperand, to_operand
+from pallas_kernels.operand import check_operand as check_operand_24
 
 KEPT = 4  # columns of each M; two entries of them are what sparse tensor cores take
 

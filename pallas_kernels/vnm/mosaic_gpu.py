@@ -22,11 +22,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_kernels import _compat as compat
-from pallas_kernels import _device, _records
+from pallas_kernels import _device, _records, operand
 from pallas_kernels.mosaic import wgmma_sp
 from pallas_kernels.mosaic.once import once
 from pallas_kernels.mosaic.sizes import ceil, CONSUMERS
-from pallas_kernels.sparse_matmul import operand
 from pallas_kernels.vnm import _gather, _registers
 from pallas_kernels.vnm._problem import (
   BK,

@@ -13,9 +13,9 @@ from absl.testing import absltest, parameterized
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _checks, _device, _dispatch, _records, _tuning, arch, vnm
+from pallas_kernels import _checks, _device, _dispatch, _records, _tuning, arch, operand, vnm
 from pallas_kernels.pack.api import soft_threshold_pack
-from pallas_kernels.sparse_matmul import _own_kernel, api, check, mosaic_gpu, mosaic_gpu_sm80, operand, reference
+from pallas_kernels.sparse_matmul import _own_kernel, api, check, mosaic_gpu, mosaic_gpu_sm80, reference
 from pallas_kernels.vnm import api as vnm_api
 from pallas_kernels.vnm import arg_specs, tune
 from pallas_kernels.vnm import mosaic_gpu as vnm_mosaic_gpu

@@ -9,9 +9,8 @@ from jax.experimental import checkify
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import formats, vnm
+from pallas_kernels import formats, operand, vnm
 from pallas_kernels.prune.reference import magnitude_mask
-from pallas_kernels.sparse_matmul import operand
 from pallas_kernels.sparse_matmul.api import sparse_matmul
 from pallas_kernels.vnm import api
 from pallas_kernels.vnm import format as fmt

@@ -12,10 +12,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import numpy as np
 import pytest
 
-from pallas_kernels import _dispatch, _partitioning, _triton, formats
+from pallas_kernels import _dispatch, _partitioning, _triton, formats, operand
 from pallas_kernels._partitioning import Rule
 from pallas_kernels.pack import api as pack
-from pallas_kernels.sparse_matmul import api, operand
+from pallas_kernels.sparse_matmul import api
 from pallas_kernels.transposable_mask import api as transposable_mask
 from pallas_kernels.vnm import api as vnm
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import vnm
+from pallas_kernels.operand import metadata_shape, SparseOperand
 from pallas_kernels.prune.reference import magnitude_mask
-from pallas_kernels.sparse_matmul.operand import metadata_shape, SparseOperand
 from pallas_kernels.vnm import api, reference
 from pallas_kernels.vnm import format as fmt
 from tests.pallas_kernels import triton_interpreter

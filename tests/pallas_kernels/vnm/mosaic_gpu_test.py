@@ -10,9 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import _compat, _device, _tuning, vnm
-from pallas_kernels.sparse_matmul import operand
-from pallas_kernels.sparse_matmul.operand import SparseOperand
+from pallas_kernels import _compat, _device, _tuning, operand, vnm
+from pallas_kernels.operand import SparseOperand
 from pallas_kernels.vnm import mosaic_gpu, reference
 from pallas_kernels.vnm.format import to_vnm_operand, VNMOperand
 from tests import targets
