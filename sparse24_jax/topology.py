@@ -16,7 +16,7 @@ import numpy as np
 
 from pallas_kernels._program import one_program
 from pallas_kernels.formats import join_groups, split_groups
-from pallas_kernels.transposable_mask.api import transposable_mask
+from pallas_kernels.pack.api import transposable_mask
 from sparse24_jax.density import check_share, schedule_name
 from sparse24_jax.selection import above_zero, count_kept, draw, keep_largest
 

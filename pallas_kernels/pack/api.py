@@ -1,4 +1,4 @@
-"""Packers: one pass over a weight or a gradient gives the operands that the sparse matmul reads.
+"""Packers: one pass over a weight or a gradient gives the operands that the sparse matmul reads, or the mask alone.
 
 Back ends: `reference` (plain jnp, everywhere) and `triton` (compute capability 8.0 and newer).
 """
@@ -10,10 +10,12 @@ import jax.numpy as jnp
 
 from pallas_kernels import _device, _dispatch, _partitioning
 from pallas_kernels.formats import check_groups
-from pallas_kernels.pack.reference import FLOAT8, is_float8, MVUE_HEADROOM, Packed, PackedPair
+from pallas_kernels.pack.reference import code_mask, FLOAT8, is_float8, MVUE_HEADROOM, Packed, PackedPair
+from pallas_kernels.transposable_mask import reference as search
 
 __all__ = [
-  'MVUE_HEADROOM', 'Packed', 'PackedPair', 'masked_pack', 'mvue_pack', 'soft_threshold_pack', 'transposable_pack'
+  'MVUE_HEADROOM', 'Packed', 'PackedPair', 'masked_pack', 'mvue_pack', 'soft_threshold_pack', 'transposable_mask',
+  'transposable_pack',
 ]  # fmt: skip
 
 Array = jax.Array
@@ -79,6 +81,38 @@ def transposable_pack(w: Array, *, dtype: Any = None, implementation: str | None
   _check_blocks(w)
   pair = (*_OPERANDS[-1], *_OPERANDS[-2], _CODES)
   return _call_on_parts('transposable_pack', (_WEIGHT,), pair, implementation, w, dtype=values_dtype(w, dtype))
+
+
+def transposable_mask(w: Array) -> Array:
+  """Bool mask of the shape of `w`, `[..., R, C]`; that of `transposable_mask/reference.py` bit for bit.
+
+  On a GPU `transposable_pack` searches it, and its operands are dropped: that is faster than XLA's search. If a mesh
+  divides the array, each device searches its own part.
+
+  Args:
+    w: float32, bfloat16 or float16, whole blocks of 4 x 4.
+
+  Raises:
+    ValueError: another dtype, or axes that are no multiples of four.
+
+  >>> import jax
+  >>> from pallas_kernels.pack.api import transposable_mask
+  >>> w = jax.random.normal(jax.random.key(0), (4, 4))
+  >>> transposable_mask(w).sum(axis=0).tolist()
+  [2, 2, 2, 2]
+  """
+  w = jax.lax.stop_gradient(w)  # a choice has no derivative, and the packer no rule that says so
+  floats = ('bfloat16', 'float16', 'float32')
+  if 'triton' in candidates() and _partitioning.serves(w) and w.ndim >= 2 and w.dtype.name in floats:
+    text = ' '.join([*(f'l{i}' for i in range(w.ndim - 2)), 'r*4 c*4'])
+    rule = _partitioning.Rule((text,), (text,), tuple(word.split('*')[0] for word in text.split()))
+    return _partitioning.partitioned('transposable_mask', _mask_on_a_part, rule, w)
+  return search.transposable_mask(w)
+
+
+def _mask_on_a_part(shard: _partitioning.Shard, w: Array) -> Array:
+  del shard
+  return code_mask(transposable_pack(w).codes)
 
 
 def masked_pack(w: Array, codes: Array, *, dtype: Any = None, implementation: str | None = None) -> PackedPair:

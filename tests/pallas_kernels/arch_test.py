@@ -13,14 +13,15 @@ from absl.testing import absltest, parameterized
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _checks, _device, _dispatch, _records, _tuning, arch, operand, vnm
+from pallas_kernels import _checks, _device, _dispatch, _records, _tuning, arch, operand
 from pallas_kernels.pack.api import soft_threshold_pack
 from pallas_kernels.sparse_matmul import _own_kernel, api, check, mosaic_gpu, mosaic_gpu_sm80, reference
 from pallas_kernels.vnm import api as vnm_api
 from pallas_kernels.vnm import arg_specs, tune
 from pallas_kernels.vnm import mosaic_gpu as vnm_mosaic_gpu
 from pallas_kernels.vnm import reference as vnm_reference
-from pallas_kernels.vnm.format import to_vnm_operand
+from pallas_kernels.vnm.format import compress, to_vnm_operand
+from pallas_kernels.vnm.reference import vnm_mask
 from sparse24_jax import plan
 from tests import targets
 from tests.pallas_kernels import triton_interpreter
@@ -67,7 +68,7 @@ def _operand():
 
 def _blocks():
   x = jnp.arange(128.0 * 64).reshape(128, 64).astype(_BF16)
-  return to_vnm_operand(vnm.compress(x, vnm.vnm_mask(x, v=64, m=8), v=64, m=8))
+  return to_vnm_operand(compress(x, vnm_mask(x, v=64, m=8), v=64, m=8))
 
 
 class LayoutTest(parameterized.TestCase):
