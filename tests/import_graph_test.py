@@ -108,7 +108,10 @@ class ImportGraphTest(parameterized.TestCase):
     ('models', ()),
     ('tasks', ('data', 'models')),
     ('runs', ('data', 'models', 'configs', 'tasks')),
-    ('reports', ('runs', 'race')),  # a page has the race's table and picture
+    ('race', ('data', 'models', 'runs')),
+    ('bench', ('models', 'race', 'runs', 'reports')),  # times what races train; `keep` knows a record as pages do
+    ('scale', ('bench', 'runs')),
+    ('reports', ('race', 'runs')),
   )
   def test_rooms_of_the_experiments(self, room, others):
     """What a room may know; a page is made of what runs leave behind, and nothing that trains knows a page."""

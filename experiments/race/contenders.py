@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping
 import dataclasses
 from typing import Any
 
-from experiments.bench.measure import with_implementation
 from experiments.models import gpt2
+from experiments.runs.recipes import with_implementation
 import sparse24_jax as s24
 
 FFN = r'.*/mlp/.*'

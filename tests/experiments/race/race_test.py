@@ -17,8 +17,9 @@ import pytest
 from experiments.data import packing
 from experiments.data.tokenizer import Bytes
 from experiments.race import __main__ as program
-from experiments.race import contenders, programs, table, trials
+from experiments.race import contenders, programs, trials
 from experiments.race.search import Budget, next_trial, Trial
+from experiments.reports import race_table as table
 from tests.experiments.fakes import compile_quickly
 
 TEXT = 'sparse weights, dense gradients; ' * 60
