@@ -128,7 +128,7 @@ def _nibbles(words: Any, shape: tuple[int, ...], width: int) -> Any:
   *batch, m, k = shape
   tiles_m, tiles_k, _ = metadata_shape(m, k)
   b = len(batch)
-  nibbles = unpack_words(words.reshape(-1, 128), width)  # [tiles, 64, 16]
+  nibbles = unpack_metadata(words.reshape(-1, 128), width)  # [tiles, 64, 16]
   nibbles = nibbles.reshape(*batch, tiles_m, tiles_k, 64, 16)
   nibbles = nibbles.transpose(*range(b), b, b + 2, b + 1, b + 3).reshape(*batch, 64 * tiles_m, 16 * tiles_k)
   return nibbles[..., :m, : k // 4]
@@ -196,7 +196,7 @@ def split(operand: SparseOperand, *, axis: int) -> tuple[SparseOperand, SparseOp
   return first, second
 
 
-def unpack_words(words: Any, width: int) -> Any:
+def unpack_metadata(words: Any, width: int) -> Any:
   """uint32 [tiles, 128] words of 64 x 64 tiles to nibbles uint32 [tiles, 64, 16]; `width` is the values' bytes.
 
   The words may be NumPy's or JAX's.

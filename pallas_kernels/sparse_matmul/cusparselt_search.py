@@ -141,7 +141,7 @@ def _compile(
 
   def one(config: Config) -> Any:
     f = functools.partial(
-      cusparselt.product, out_dtype=p.out_dtype, b_layout=p.b_layout, out_layout=p.out_layout, config=config
+      cusparselt.matmul, out_dtype=p.out_dtype, b_layout=p.b_layout, out_layout=p.out_layout, config=config
     )
     return jax.jit(f).lower(a, b).compile()
 
