@@ -83,7 +83,7 @@ class TuneTest(parameterized.TestCase):
       return _stand_in(lambda c: c.slots == 2)(p, config)
 
     with mock.patch.object(_prepared, 'sparse', sparse):
-      tune.tune([_SPEC, arg_specs.Spec(64, 192, 128, 'input_grad')], self.folder, ('mosaic_gpu',), Lock())
+      tune.tune([_SPEC, arg_specs.Spec(64, 192, 128, 'input_grad')], self.folder, ('sparse',), Lock())
     self.assertEqual(held, [True, False])
     (entry,) = self._entries()
     self.assertEqual(entry['key'], _prepared.problem(_SPEC).key)
