@@ -29,10 +29,9 @@ REFERENCE = (
   'sparse24_jax', r'!sparse24_jax\.', 'sparse24_jax.linen', 'sparse24_jax.nnx',
   'sparse24_jax.recipes', r'!sparse24_jax\.recipes\.',
   *(f'pallas_kernels.{op}.api' for op in (
-    'sparse_matmul', 'pack', 'vnm', 'gated_activation', 'transposable_mask', 'quantize', 'sparse_attention',
+    'sparse_matmul', 'pack', 'vnm', 'gated_activation', 'quantize', 'sparse_attention',
   )),
-  'pallas_kernels.activations', 'pallas_kernels.formats', 'pallas_kernels.sparse_matmul.operand',
-  'pallas_kernels.vnm.format',
+  'pallas_kernels.activations', 'pallas_kernels.formats', 'pallas_kernels.operand', 'pallas_kernels.vnm.format',
 )  # fmt: skip
 # What the side of each page lists, above the reference.
 SITE = {

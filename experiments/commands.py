@@ -182,13 +182,16 @@ def _of_methods(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _compare(args: argparse.Namespace) -> None:
-  from experiments.race import tuned
-
   if args.tune is not None:
+    from experiments.race import tuned
+
     comparison = tuned.Comparison(
       args.folder, Path(args.results or f'{args.folder}/trials.jsonl'), trials=args.tune, **_of_methods(args)
     )
-    print(f'records: {comparison.results}; report: {comparison.run().resolve()}')
+    comparison.run()
+    from experiments.reports import compare  # not before: trials need no Matplotlib
+
+    print(f'records: {comparison.results}; report: {compare.report_tuned(comparison).resolve()}')
     return
   from experiments.reports import compare
 
@@ -197,11 +200,14 @@ def _compare(args: argparse.Namespace) -> None:
 
 def _grid(args: argparse.Namespace) -> None:
   from experiments.race import grid
+  from experiments.reports import race_table
 
   searched = {name: getattr(args, name) for name in ('rates', 'factors', 'search', 'together', 'share')}
   reported = {'seeds': ()} if args.grid_alone else {}
   made = grid.Grid(Path(args.results), **searched, **(_of_methods(args) | reported))
-  made.run()
+  records = made.run()
+  if args.share == 1:
+    print(race_table.steps_markdown(records))
   print(f'records: {made.results}')
 
 

@@ -13,7 +13,8 @@ import numpy as np
 
 Name = Literal['gelu', 'gelu_exact', 'silu', 'relu', 'squared_relu']
 
-_GELU = math.sqrt(2 / math.pi)
+# Of the tanh form: 0.5 z (1 + tanh(GELU (z + GELU_CUBE z^3))).
+GELU, GELU_CUBE = math.sqrt(2 / math.pi), 0.044715
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,13 +37,13 @@ class Activation:
 
 
 def _gelu(z: Array) -> Array:
-  return 0.5 * z * (1.0 + jnp.tanh(_GELU * (z + 0.044715 * (z * z * z))))
+  return 0.5 * z * (1.0 + jnp.tanh(GELU * (z + GELU_CUBE * (z * z * z))))
 
 
 def _gelu_and_slope(z: Array) -> tuple[Array, Array]:
   # 0.5 (1 + tanh(y)) = sigmoid(2 y): one exponential, and the derivative needs nothing more.
-  s = jax.nn.sigmoid(2 * _GELU * (z + 0.044715 * z * z * z))
-  return z * s, s + z * s * (1 - s) * (2 * _GELU) * (1 + 3 * 0.044715 * z * z)
+  s = jax.nn.sigmoid(2 * GELU * (z + GELU_CUBE * z * z * z))
+  return z * s, s + z * s * (1 - s) * (2 * GELU) * (1 + 3 * GELU_CUBE * z * z)
 
 
 # The tail of the normal distribution, by Abramowitz and Stegun, 7.1.26: within 1e-7 by an exponential and a quotient.

@@ -7,9 +7,6 @@ The one place that knows compute capabilities. A new generation is an `Arch` her
 from collections.abc import Collection, Mapping
 import dataclasses
 
-# How `SparseOperand` holds its positions: the register order of sparse wgmma, in which `mma.sp` takes them, too.
-REGISTER_ORDER = 'sparse wgmma'
-
 
 @dataclasses.dataclass(frozen=True)
 class Example:
@@ -38,7 +35,6 @@ class Arch:
     name: as PTX targets it, 'sm_90a'.
     capability: compute capability.
     sparse_instruction: of its sparse tensor cores that the kernels here use, 'wgmma' or 'mma.sp'; None where none does.
-    layout: how its kernels read positions, see `SparseOperand.layout`; None without a kernel.
     kernels: op -> this package's back end of it, which `implementation='sparse'` names.
     by_default: whether training takes these kernels, those of FP8 among them, without records of the GPU; elsewhere its
       own records have to say that sparse wins.
@@ -50,7 +46,6 @@ class Arch:
   name: str
   capability: tuple[int, int]
   sparse_instruction: str | None = None
-  layout: str | None = None
   kernels: Mapping[str, str] = dataclasses.field(default_factory=dict)
   by_default: bool = False
   float8: bool = False
@@ -77,8 +72,8 @@ def _with_warp_matmuls(
 ) -> Arch:
   """A generation whose sparse tensor cores a warp feeds from its registers."""
   return Arch(
-    name, capability, sparse_instruction='mma.sp', layout=REGISTER_ORDER, kernels={'sparse_matmul': 'mosaic_gpu_sm80'},
-    float8=float8, shared_memory=shared_memory, example=example,
+    name, capability, sparse_instruction='mma.sp', kernels={'sparse_matmul': 'mosaic_gpu_sm80'}, float8=float8,
+    shared_memory=shared_memory, example=example,
   )  # fmt: skip
 
 
@@ -89,9 +84,9 @@ SM_89 = _with_warp_matmuls(
 )
 # wgmma exists here alone; Blackwell replaced it.
 SM_90A = Arch(
-  'sm_90a', (9, 0), sparse_instruction='wgmma', layout=REGISTER_ORDER,
-  kernels={'sparse_matmul': 'mosaic_gpu', 'vnm_matmul': 'mosaic_gpu'}, by_default=True, float8=True,
-  shared_memory=232448, example=Example('NVIDIA H100 80GB HBM3', 132, 233472, 2048, 52428800),
+  'sm_90a', (9, 0), sparse_instruction='wgmma', kernels={'sparse_matmul': 'mosaic_gpu', 'vnm_matmul': 'mosaic_gpu'},
+  by_default=True, float8=True, shared_memory=232448,
+  example=Example('NVIDIA H100 80GB HBM3', 132, 233472, 2048, 52428800),
 )  # fmt: skip
 ARCHS = (SM_80, SM_86, SM_89, SM_90A)
 

@@ -1,4 +1,9 @@
-"""The ops that are measured: what tunes and benchmarks each, or why nothing does."""
+"""The ops that are measured: what tunes and benchmarks each, or why nothing does.
+
+`prune`, `mvue` and `transposable_mask` are none: what they mean and draw is called by `pack`, whose kernels it is part
+of, and by the library. V:N:M and attention are benchmarked by the experiments, which have the block and the model that
+use them.
+"""
 
 from collections.abc import Mapping
 import dataclasses
@@ -30,9 +35,5 @@ OPS: Mapping[str, Op] = {
   'sparse_attention': Op(
     'sparse_attention', untuned='its tiles follow from the size of a head and the window, see `triton.tiles`',
     benched='experiments.bench.attention',
-  ),
-  'transposable_mask': Op(
-    'transposable_mask', untuned='on a GPU it is the packer of transposable weights: tune `pack`',
-    benched='pallas_kernels bench pack',
   ),
 }  # fmt: skip

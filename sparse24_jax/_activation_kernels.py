@@ -9,9 +9,9 @@ from jax import Array
 import jax.numpy as jnp
 
 from pallas_kernels import formats
+from pallas_kernels.operand import to_operand
 from pallas_kernels.pack.api import soft_threshold_pack
 from pallas_kernels.sparse_matmul.api import sparse_matmul
-from pallas_kernels.sparse_matmul.operand import to_operand
 from pallas_kernels.vnm.api import expand, take_columns, transpose_pack, transpose_pack_24, vnm_matmul, vnm_pack
 from pallas_kernels.vnm.format import VNMOperand
 from sparse24_jax._activation_reference import Activations, dot, projected, Reference, TokenPattern, Weight

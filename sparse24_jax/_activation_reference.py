@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from jax import Array
 import jax.numpy as jnp
 
-from pallas_kernels.sparse_matmul.operand import SparseOperand
+from pallas_kernels.operand import SparseOperand
 from pallas_kernels.vnm.format import VNMOperand
 from pallas_kernels.vnm.reference import squared_relu
 from sparse24_jax.activation_patterns import feature_mask, token_mask

@@ -21,9 +21,9 @@ import jax.numpy as jnp
 from pallas_kernels import _partitioning
 from pallas_kernels.activations import ACTIVATIONS
 from pallas_kernels.gated_activation import api as activations
+from pallas_kernels.operand import SparseOperand
 from pallas_kernels.pack.reference import MVUE_HEADROOM
 from pallas_kernels.quantize import api as quantize
-from pallas_kernels.sparse_matmul.operand import SparseOperand
 from pallas_kernels.sparse_matmul.reference import activate
 from sparse24_jax.matmuls import multiply
 from sparse24_jax.numerics import Format, round_to_fp8

@@ -7,8 +7,8 @@ from jax import Array
 import jax.numpy as jnp
 from jax.sharding import AxisType
 
+from pallas_kernels.operand import SparseOperand
 from pallas_kernels.sparse_matmul import api
-from pallas_kernels.sparse_matmul.operand import SparseOperand
 from sparse24_jax.asked import Asked, PLAIN
 
 

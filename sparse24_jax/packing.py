@@ -10,10 +10,10 @@ from jax import Array
 import jax.numpy as jnp
 
 from pallas_kernels import formats
+from pallas_kernels.operand import concatenate, SparseOperand, split, to_operand
 from pallas_kernels.pack import api
 from pallas_kernels.pack.reference import mask_codes
 from pallas_kernels.quantize import api as quantize
-from pallas_kernels.sparse_matmul.operand import concatenate, SparseOperand, split, to_operand
 from sparse24_jax.projection import Form, Masked, SoftThreshold, TransposableMasked
 
 E4M3 = jnp.dtype('float8_e4m3fn')

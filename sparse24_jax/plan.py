@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from pallas_kernels import _checks, _partitioning
+from pallas_kernels import _checks, _partitioning, arch
 from pallas_kernels.sparse_matmul import api
 from sparse24_jax.asked import Asked, PLAIN
 from sparse24_jax.availability import log_once, Target, target
@@ -90,8 +90,8 @@ def backend_of(implementation: str | None, on: Target | None = None) -> str | No
   """The name that `sparse_matmul` has for a policy's implementation; 'sparse' is the kernel that this GPU runs."""
   if implementation != 'sparse':
     return implementation
-  kernel = (on or target()).device.arch.kernel(api.OP)
-  return 'mosaic_gpu' if kernel is None else kernel  # which then says that it cannot run here
+  # Where there is none, that of another GPU, which then says that it cannot run here.
+  return (on or target()).device.arch.kernel(api.OP) or arch.of_measured(api.OP, ()).kernel(api.OP)
 
 
 def packed_form(policy: DotPolicy) -> Form | None:

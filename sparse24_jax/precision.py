@@ -11,9 +11,9 @@ from jax import Array
 import jax.numpy as jnp
 
 from pallas_kernels.gated_activation import api as activations
+from pallas_kernels.operand import SparseOperand
 from pallas_kernels.pack import api as pack
 from pallas_kernels.pack.reference import Packed
-from pallas_kernels.sparse_matmul.operand import SparseOperand
 from sparse24_jax.matmuls import multiply
 from sparse24_jax.numerics import Format
 from sparse24_jax.packing import PackedWeight

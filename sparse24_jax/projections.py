@@ -9,12 +9,12 @@ import jax.numpy as jnp
 
 from pallas_kernels._program import one_program
 from pallas_kernels.formats import join_groups, split_groups
+from pallas_kernels.pack.api import transposable_mask
 from pallas_kernels.prune.reference import magnitude_mask, soft_threshold, soft_threshold_scale
-from pallas_kernels.transposable_mask.api import transposable_mask
 from pallas_kernels.transposable_mask.reference import two_approximation_mask
 from sparse24_jax.policy import ActivationPolicy
 from sparse24_jax.projection import Form, Masked, Projection, remembered, SoftThreshold, TransposableMasked
-from sparse24_jax.topology import Schedule, Topology
+from sparse24_jax.topology import Distribution, Schedule, Start, Structure, Topology
 
 
 @remembered
@@ -135,9 +135,9 @@ def dynamic_sparse(
   *,
   drop_fraction: float | Schedule = 0.0,
   random_share: float = 0.0,
-  distribution: Literal['uniform', 'erdos_renyi'] = 'uniform',
-  start: Literal['random', 'magnitude'] = 'random',
-  structure: Literal['2:4', 'transposable'] | None = None,
+  distribution: Distribution = 'uniform',
+  start: Start = 'random',
+  structure: Structure | None = None,
   reset_moments: bool = True,
   seed: int = 0,
 ) -> Projection:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 import dataclasses
 import functools
 import math
-from typing import Literal, NamedTuple
+from typing import get_args, Literal, NamedTuple
 
 from jax import Array
 import jax.numpy as jnp
@@ -16,15 +16,15 @@ import numpy as np
 
 from pallas_kernels._program import one_program
 from pallas_kernels.formats import join_groups, split_groups
-from pallas_kernels.transposable_mask.api import transposable_mask
+from pallas_kernels.pack.api import transposable_mask
 from sparse24_jax.density import check_share, schedule_name
 from sparse24_jax.selection import above_zero, count_kept, draw, keep_largest
 
 type Schedule = Callable[[Array], Array]
 
-DISTRIBUTIONS = ('uniform', 'erdos_renyi')
-STRUCTURES = (None, '2:4', 'transposable')
-STARTS = ('random', 'magnitude')
+Distribution = Literal['uniform', 'erdos_renyi']
+Start = Literal['random', 'magnitude']
+Structure = Literal['2:4', 'transposable']
 
 
 class Context(NamedTuple):
@@ -61,7 +61,7 @@ def layer_densities(
   Args:
     density: kept share of all weights together, in [0, 1]; may be traced.
     shapes: by path, `[..., in, out]`.
-    distribution: one of `DISTRIBUTIONS`.
+    distribution: one of `Distribution`.
 
   Returns:
     float32 scalars by path.
@@ -78,8 +78,8 @@ def layer_densities(
   >>> {path: round(d.item(), 4) for path, d in s24.layer_densities(0.25, shapes, 'erdos_renyi').items()}
   {'a': 0.3571, 'b': 0.2232}
   """
-  if distribution not in DISTRIBUTIONS:
-    raise ValueError(f'distribution={distribution!r}: known are {list(DISTRIBUTIONS)}')
+  if distribution not in get_args(Distribution):
+    raise ValueError(f'distribution={distribution!r}: known are {list(get_args(Distribution))}')
   density = jnp.asarray(density, jnp.float32)
   if distribution == 'uniform':
     return dict.fromkeys(shapes, density)
@@ -108,9 +108,9 @@ class Topology:
   density: float | Schedule
   drop_fraction: float | Schedule = 0.0
   random_share: float = 0.0
-  distribution: Literal['uniform', 'erdos_renyi'] = 'uniform'
-  start: Literal['random', 'magnitude'] = 'random'
-  structure: Literal['2:4', 'transposable'] | None = None
+  distribution: Distribution = 'uniform'
+  start: Start = 'random'
+  structure: Structure | None = None
   reset_moments: bool = True
   seed: int = 0
 
@@ -118,9 +118,12 @@ class Topology:
     check_share('density', self.density)
     check_share('drop_fraction', self.drop_fraction)
     check_share('random_share', self.random_share, schedule=False)
-    for name, choices in (('distribution', DISTRIBUTIONS), ('start', STARTS), ('structure', STRUCTURES)):
-      if getattr(self, name) not in choices:
-        raise ValueError(f'{name}={getattr(self, name)!r}: known are {list(choices)}')
+    choices = dict(
+      distribution=get_args(Distribution), start=get_args(Start), structure=(None, *get_args(Structure))
+    )
+    for name, known in choices.items():
+      if getattr(self, name) not in known:
+        raise ValueError(f'{name}={getattr(self, name)!r}: known are {list(known)}')
     if self.structure and not callable(self.density) and self.density > 0.5:
       raise ValueError(f'density={self.density} is above the 0.5 that structure={self.structure!r} can keep')
 

@@ -105,10 +105,13 @@ class ImportGraphTest(parameterized.TestCase):
 
   @parameterized.parameters(
     ('data', ()),
-    ('models', ('bench',)),  # for its dense product in FP8
+    ('models', ()),
     ('tasks', ('data', 'models')),
     ('runs', ('data', 'models', 'configs', 'tasks')),
-    ('reports', ('runs', 'race', 'scale')),  # a page has the race's table and picture, or what many GPUs cost on paper
+    ('race', ('data', 'models', 'runs')),
+    ('bench', ('models', 'race', 'runs', 'reports')),  # times what races train; `keep` knows a record as pages do
+    ('scale', ('bench', 'runs')),
+    ('reports', ('race', 'runs', 'scale')),  # a page has what many GPUs cost on paper
   )
   def test_rooms_of_the_experiments(self, room, others):
     """What a room may know; a page is made of what runs leave behind, and nothing that trains knows a page."""
@@ -128,6 +131,24 @@ class ImportGraphTest(parameterized.TestCase):
       graphlib.TopologicalSorter({module: found - {module} for module, found in edges.items()}).prepare()
     except graphlib.CycleError as error:
       self.fail(f'imports in a circle: {error.args[1]}')
+
+  def test_packages_of_kernels_import_nothing(self):
+    """To import a module is to import its package, so what that imports would be another circle."""
+    for file, name, _ in graph('pallas_kernels'):
+      self.assertNotEndsWith(file, '/__init__.py', f'{file} imports {name}')
+
+  def test_no_circles_of_ops(self):
+    edges: dict[str, set[str]] = {}
+    for file, name, _ in graph('pallas_kernels'):
+      _, *here = file.split('/')
+      package, _, there = name.partition('.')
+      if len(here) > 1 and package == 'pallas_kernels' and (ROOT / package / (op := there.split('.')[0])).is_dir():
+        edges.setdefault(here[0], set()).add(op)
+    self.assertIn('mosaic', edges['sparse_matmul'])
+    try:
+      graphlib.TopologicalSorter({op: found - {op} for op, found in edges.items()}).prepare()
+    except graphlib.CycleError as error:
+      self.fail(f'ops import each other in a circle: {error.args[1]}')
 
   @parameterized.parameters(*OURS)
   def test_the_deprecated_triton_of_pallas_is_not_used(self, top):

@@ -116,9 +116,9 @@ MEASUREMENTS = {
   'compile-time': Measurement(
     'experiments.bench.compile_time --select dense fst s_ste_fp8_all --layouts unrolled', 900
   ),
-  'products': Measurement('pallas_kernels bench sparse_matmul --select headline square', 240),
-  'fp8-products': Measurement('pallas_kernels bench quantize --only matmuls --skip-check --iterations 12', 180),
-  'vnm-products': _vnm('--select matmul', 120),
+  'matmuls': Measurement('pallas_kernels bench sparse_matmul --select headline square', 240),
+  'fp8-matmuls': Measurement('pallas_kernels bench quantize --only matmuls --skip-check --iterations 12', 180),
+  'vnm-matmuls': _vnm('--select matmul', 120),
   'packers': Measurement('pallas_kernels bench pack', 420),
   'activations': Measurement('pallas_kernels bench gated_activation', 240),
   'vnm-packers': _vnm('--select packs', 150),

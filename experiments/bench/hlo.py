@@ -4,6 +4,7 @@ import re
 
 ROLES: tuple[str, ...] = ('forward', 'input_grad', 'weight_grad')
 _CALL = re.compile(r'custom_call_target="([^"]+)"')
+# `mosaic_gpu` is Pallas' target on every GPU.
 _SPARSE_TARGET = re.compile(r'mosaic_gpu|cusparselt', re.IGNORECASE)
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _INSTRUCTION = re.compile(r'^\s*(?:ROOT )?%?([\w.-]+) = ')

@@ -9,7 +9,6 @@ import argparse
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 import concurrent.futures
-import dataclasses
 import itertools
 import json
 from pathlib import Path
@@ -207,19 +206,6 @@ def memory(compiled: Any) -> dict[str, float] | None:
   gb = dict(arguments=analysis.argument_size_in_bytes, temporaries=analysis.temp_size_in_bytes)
   gb['total'] = kept + analysis.temp_size_in_bytes
   return {name: round(size / 1e9, 3) for name, size in gb.items()}
-
-
-def with_implementation(recipe: s24.Recipe, name: str) -> s24.Recipe:
-  """The recipe with a back end named in its policies; 'auto' leaves the choice to the records."""
-  if name == 'auto':
-    return recipe
-  change = dataclasses.replace
-  rules = (
-    change(r, activation=change(r.activation, implementation=name)) if r.activation  # it chooses for the whole block
-    else change(r, policy=change(r.policy, implementation=name))
-    for r in recipe.rules
-  )
-  return change(recipe, rules=tuple(rules))
 
 
 def environment(module: str, argv: Sequence[str] | None) -> dict[str, Any]:

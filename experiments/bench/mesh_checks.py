@@ -15,6 +15,7 @@ import optax
 from experiments.bench import feed_forward, measure, twins
 from experiments.bench.meshes import communication, keep_tokens_divided, place, state_shardings, TOKENS, WHOLE
 from experiments.models import gpt2
+from experiments.runs import recipes
 from pallas_kernels import _tuning
 import sparse24_jax as s24
 from sparse24_jax import linear_layer
@@ -165,7 +166,7 @@ def _two_blocks(tiny: bool) -> tuple[Any, Any, Array]:
 
 
 def _recipe(implementation: str, *, sampled: bool = True) -> s24.Recipe:
-  recipe = measure.with_implementation(twins.recipe_of('transposable_srste'), implementation)
+  recipe = recipes.with_implementation(twins.recipe_of('transposable_srste'), implementation)
   if sampled:
     return recipe
   rules = (dataclasses.replace(r, policy=dataclasses.replace(r.policy, weight_grad='dense')) for r in recipe.rules)

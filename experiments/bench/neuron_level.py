@@ -21,8 +21,8 @@ import jax.numpy as jnp
 
 from experiments.bench import measure, trace
 from experiments.bench.vnm_packs import Case, compile_all, pack, PACKS, Plan
-from pallas_kernels import _device, _records, _tuning
-from pallas_kernels.vnm import api, mosaic_gpu
+from pallas_kernels import _device, _tuning
+from pallas_kernels.vnm import _own_kernel, api
 from pallas_kernels.vnm.arg_specs import dense_ways, operand, PATTERNS, SHAPES
 from pallas_kernels.vnm.format import decompress_operand, VNMOperand
 import sparse24_jax as s24
@@ -47,12 +47,6 @@ GROUPS = {
 }
 
 
-def _multiply(config: mosaic_gpu.Config | None, tiny: bool) -> Callable[..., Array]:
-  if tiny:
-    return functools.partial(api.vnm_matmul, implementation='reference')
-  return functools.partial(mosaic_gpu.vnm_matmul, out_dtype=jnp.dtype('bfloat16'), out_layout='mn', config=config)
-
-
 def matmul(case: Case, options: Any) -> Plan:
   """Measures a matmul with the settings that the records have of it."""
   r, k, n = TINY if options.tiny else case.shape
@@ -67,17 +61,20 @@ def matmul(case: Case, options: Any) -> Plan:
 
   key = jax.random.key(r + case.m)
   a, b, dense, _ = jax.eval_shape(make, key)
-  problem, device = api.key(a, n, a.dtype, 'mn'), _device.current()
   # XLA's CPU multiplies bfloat16 slowly and not in all layouts.
   ways = dense_ways(jnp.float32 if options.tiny else a.dtype)
-  choice = _records.lookup(device.slug, api.OP, problem, implementation='mosaic_gpu')
-  known = mosaic_gpu.Config(**choice.config) if choice and choice.config else mosaic_gpu.default_config(case.v)
+  if options.tiny:
+    name, config, multiply = 'reference', None, functools.partial(api.vnm_matmul, implementation='reference')
+  else:
+    kernel = _own_kernel.here()
+    known = kernel.known(a, n, _device.current())
+    name, config, multiply = kernel.name, dataclasses.asdict(known), functools.partial(kernel.multiply, config=known)
   jobs: dict[str, Any] = {'make': (make, (key,))}
   jobs |= {name: (f, (dense, b)) for name, f in ways.items()}
   jobs['expected'] = (functools.partial(jnp.dot, preferred_element_type=jnp.float32), (dense, b))
   if options.tiny:
     jobs['expected'] = (lambda x, y: jnp.dot(x.astype(jnp.float32), y.astype(jnp.float32)), (dense, b))
-  jobs['sparse'] = _multiply(known, options.tiny), (a, b)
+  jobs['sparse'] = multiply, (a, b)
 
   def run(compiled: Mapping[str, Any]) -> dict[str, Any]:
     a, b, dense, full = compiled['make'](key)
@@ -86,7 +83,7 @@ def matmul(case: Case, options: Any) -> Plan:
     best = min(heat, key=heat.__getitem__)
     if 'sparse' not in compiled:
       raise ValueError(f'{case.name}: no compiled kernel')
-    candidate = _tuning.Candidate('mosaic_gpu', dataclasses.asdict(known), compiled['sparse'], (a, b))
+    candidate = _tuning.Candidate(name, config, compiled['sparse'], (a, b))
     error, reason = _tuning.verify(candidate, expected)
     if reason:
       raise ValueError(f'{case.name}: {reason}')
@@ -102,7 +99,7 @@ def matmul(case: Case, options: Any) -> Plan:
     return dict(
       bench='vnm_matmul', op='vnm_matmul', role='forward', pattern=f'{case.v}:2:{case.m}',
       shape=dict(tokens=r, d_in=k, d_out=n, m=r, n=n, k=k), layouts=dict(b='kn', out='mn'), mode='forward',
-      implementation='mosaic_gpu', config=candidate.config, **rows['sparse'],
+      implementation=name, config=config, **rows['sparse'],
       baselines={
         name: rows[call] | {'config': {'way': best}}
         for name, call in (('dense', best), ('dense_without_zeros', 'full'))

@@ -50,7 +50,7 @@ class Block:
     packed, _, packed_t, _, _ = self.torch._sparse_semi_structured_tile(w, algorithm='', use_cutlass=False)
     return packed.view(w.shape[0], -1), packed_t.view(w.shape[1], -1)
 
-  def product(self, packed: Any, dense: Any, *, transpose: bool) -> Any:
+  def matmul(self, packed: Any, dense: Any, *, transpose: bool) -> Any:
     """packed @ dense with the best algorithm for these shapes."""
     key = (*packed.shape, *dense.shape, *dense.stride())
     if key not in self.algorithms:
@@ -80,14 +80,14 @@ class Block:
     return float((found.float() - expected).norm() / expected.norm())
 
   def linear(self, x: Any, w: Any, packed: Any) -> Any:
-    return x @ w.t() if packed is None else self.product(packed[0], x.t(), transpose=True)
+    return x @ w.t() if packed is None else self.matmul(packed[0], x.t(), transpose=True)
 
   def gradients(self, dz: Any, x: Any, w: Any, packed: Any) -> tuple[Any, Any]:
     """(of x, of w)."""
-    dx = dz @ w if packed is None else self.product(packed[1], dz.t(), transpose=True)
+    dx = dz @ w if packed is None else self.matmul(packed[1], dz.t(), transpose=True)
     if self.kind != 'all':
       return dx, dz.t() @ x
-    return dx, self.product(self.pack(dz)[1], x, transpose=False)
+    return dx, self.matmul(self.pack(dz)[1], x, transpose=False)
 
   def step(self) -> Any:
     """Output and all gradients; packing included."""

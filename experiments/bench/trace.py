@@ -21,7 +21,8 @@ KINDS = (
   'GEMM sparse', 'GEMM dense', 'attention', 'pack', 'activation', 'normalisation', 'loss', 'optimizer', 'copy', 'other'
 )  # fmt: skip
 
-# First match decides. Names of GEMMs: cuBLAS (nvjet, xmma, cutlass), XLA's own (gemm_fusion), splits and their sums.
+# First match decides. Names of GEMMs: Pallas (mosaic_gpu, on every GPU), cuBLAS (nvjet, xmma, cutlass), XLA's own
+# (gemm_fusion), splits and their sums.
 _BY_KERNEL = (
   ('attention', r'sdpa|fmha|flash'),
   ('GEMM sparse', r'mosaic_gpu|cusparselt|spmma|sparse_matmul'),

@@ -18,6 +18,7 @@ import optax
 
 from experiments.bench import hlo, measure
 from experiments.models import gpt2, layers, llama
+from experiments.runs import recipes
 import sparse24_jax as s24
 
 REFRESH_EVERY = 40
@@ -216,7 +217,7 @@ class Twins:
     shardings: Callable[[Any], Any] | None = None, wrap: Callable[[Any], Any] = lambda step: step,
   ):  # fmt: skip
     self.case = case
-    self.recipe = measure.with_implementation(recipe_of(options.recipe), options.implementation)
+    self.recipe = recipes.with_implementation(recipe_of(options.recipe), options.implementation)
     self.model = make_model(case, options)
     sparse_model, policy = self.model, activations(self.recipe)
     batch, length = options.batch or case.batch, case.length

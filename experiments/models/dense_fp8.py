@@ -20,8 +20,8 @@ E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 def both_ways(x: Array, dtype: Any) -> tuple[Array, Array, Array]:
   """x `[R, C]` in float8, its transpose, and the factor that undoes the scale."""
   scale, factor = api.current_scale(api.amax(x), dtype)
-  plain, turned = api.quantize(x, scale, dtype=dtype, transpose='both')
-  return plain, turned, factor
+  plain, transposed = api.quantize(x, scale, dtype=dtype, transpose='both')
+  return plain, transposed, factor
 
 
 @jax.custom_vjp
@@ -36,17 +36,17 @@ def fp8_dot(x: Array, w: Array) -> Array:
 
 
 def _forward(x: Array, w: Array) -> tuple[Array, Any]:
-  x8, x8_turned, x_factor = both_ways(x, E4M3)
-  w8, w8_turned, w_factor = both_ways(w, E4M3)
-  z = api.fp8_dot(x8, w8_turned, x_factor, w_factor, out_dtype=x.dtype)
-  return z, (x8_turned, x_factor, w8, w_factor)
+  x8, x8_transposed, x_factor = both_ways(x, E4M3)
+  w8, w8_transposed, w_factor = both_ways(w, E4M3)
+  z = api.fp8_dot(x8, w8_transposed, x_factor, w_factor, out_dtype=x.dtype)
+  return z, (x8_transposed, x_factor, w8, w_factor)
 
 
 def _backward(residuals: Any, dz: Array) -> tuple[Array, Array]:
-  x8_turned, x_factor, w8, w_factor = residuals
-  dz8, dz8_turned, dz_factor = both_ways(dz, E5M2)
+  x8_transposed, x_factor, w8, w_factor = residuals
+  dz8, dz8_transposed, dz_factor = both_ways(dz, E5M2)
   dx = api.fp8_dot(dz8, w8, dz_factor, w_factor, out_dtype=dz.dtype)
-  return dx, api.fp8_dot(x8_turned, dz8_turned, x_factor, dz_factor, out_dtype=dz.dtype)
+  return dx, api.fp8_dot(x8_transposed, dz8_transposed, x_factor, dz_factor, out_dtype=dz.dtype)
 
 
 fp8_dot.defvjp(_forward, _backward)

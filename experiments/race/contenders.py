@@ -4,12 +4,12 @@ from collections.abc import Callable, Mapping
 import dataclasses
 from typing import Any
 
-from experiments.bench.measure import with_implementation
 from experiments.models import gpt2
+from experiments.runs.recipes import with_implementation
 import sparse24_jax as s24
 
 FFN = r'.*/mlp/.*'
-# Every matrix of the blocks; each layer is one product by itself but for the fused feed-forward layer.
+# Every matrix of the blocks; each layer is one matmul by itself but for the fused feed-forward layer.
 LINEAR = r'.*/(attn|mlp)/.*/kernel'
 SEARCH_EVERY = 40
 
@@ -114,7 +114,7 @@ CONTENDERS: Mapping[str, Contender] = {
   's_ste_fp8_plain': Contender(label='S-STE, FP8, plain op', recipe=plain(s_ste_fp8(FFN))),
 }
 
-# Sizes beside those of GPT-2: few wide layers, of which a step on a GPU is made of large products.
+# Sizes beside those of GPT-2: few wide layers, of which a step on a GPU is made of large matmuls.
 SIZES: Mapping[str, Mapping[str, int]] = {
   'wide2048_3': dict(num_layers=3, num_heads=16, embed_dim=2048, seq_len=1024),
   'wide2048': dict(num_layers=6, num_heads=16, embed_dim=2048, seq_len=1024),

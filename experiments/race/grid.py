@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.race import decays, table, tuned
+from experiments.race import decays, tuned
 from experiments.race.population import Outcome, Population
 from experiments.race.search import Trial
 from experiments.runs import method_table, methods
@@ -107,8 +107,8 @@ class Grid:
     if results.exists():
       self.records = [json.loads(line) for line in results.read_text().splitlines()]
 
-  def run(self) -> None:
-    """Makes all trials that are missing, method after method, and prints what came out."""
+  def run(self) -> list[dict[str, Any]]:
+    """Makes all trials that are missing, method after method, and returns the records of all."""
     self.results.parent.mkdir(parents=True, exist_ok=True)
     ours = []
     for name, config in self.configs.items():
@@ -121,8 +121,7 @@ class Grid:
         print(f'{name}: rate {best[0]:g}, decay {best[1]:g}', flush=True)
         found += self._train(name, population, [Trial(*best, seed, self.share) for seed in self.seeds])
       ours += found
-    if self.share == 1:
-      print(table.steps_markdown(ours))
+    return ours
 
   def _train(self, name: str, population: Population, trials: Sequence[Trial]) -> list[dict[str, Any]]:
     """Records of trials, of which those that are there are not trained again."""

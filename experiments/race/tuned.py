@@ -14,7 +14,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-from experiments.race import table
 from experiments.race.search import Budget, next_trial, Trial
 from experiments.runs import method_table, methods, records, train
 from experiments.runs.environment import environment, without_folders
@@ -74,7 +73,7 @@ class Comparison:
   """Methods, their trials and the file of their records.
 
   Args:
-    folder: gets a folder a run, and the report.
+    folder: gets a folder a run.
     results: JSON-lines file of records.
     experiment: name or path of the experiment, see `experiment.load_config`.
     names: keys of `METHODS` or `GROUPS` of `method_table`.
@@ -117,23 +116,15 @@ class Comparison:
       if others := len(found) - len(self.records):
         print(f'{results}: {others} records of other methods, settings or devices do not count here')
 
-  def run(self) -> Path:
-    """Makes all trials that are missing, method after method, writes the report of the best and returns its path."""
+  def run(self) -> None:
+    """Makes all trials that are missing, method after method."""
     self.results.parent.mkdir(parents=True, exist_ok=True)
     while todo := [(len(self._done(name)), i, name) for i, name in enumerate(self.configs) if self._next(name)]:
       self._run(min(todo)[-1])
-    print(table.steps_markdown(self.records))
-    from experiments.reports import report  # not before: trials need no Matplotlib
 
-    best = table.by_seed(self.records)
-    runs = [
-      configure(self.configs[name], Trial(own.rate, own.decay, seed)).name
-      for name, own in best.items() for seed in own.losses
-    ]  # fmt: skip
-    return report.write_report(
-      [self.folder / run for run in runs if (self.folder / run / 'summary.json').exists()],
-      self.folder / 'report.html', title=f'Methods compared, each at its best, {self.experiment}',
-    )  # fmt: skip
+  def folder_of(self, name: str, trial: Trial) -> Path:
+    """Where a method's trial was trained."""
+    return self.folder / configure(self.configs[name], trial).name
 
   def _done(self, name: str) -> dict[Trial, float]:
     return {_trial(r): math.inf if r['loss'] is None else r['loss'] for r in self.records if r['contender'] == name}

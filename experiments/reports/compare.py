@@ -12,7 +12,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from experiments.reports import main_job, report
+from experiments.race.search import Trial
+from experiments.race.tuned import Comparison
+from experiments.reports import main_job, race_table, report
 from experiments.runs import flops, method_table, methods, records
 from experiments.runs.environment import command, without_folders
 from experiments.runs.experiment import load_config
@@ -55,6 +57,19 @@ def compare(
   main_job.show_table(folders)
   print(f'report: {path.resolve()}')
   return path
+
+
+def report_tuned(comparison: Comparison) -> Path:
+  """Prints the table of methods that were each tuned, writes the report of the best runs and returns its path."""
+  print(race_table.steps_markdown(comparison.records))
+  folders = [
+    comparison.folder_of(name, Trial(own.rate, own.decay, seed))
+    for name, own in race_table.by_seed(comparison.records).items() for seed in own.losses
+  ]  # fmt: skip
+  return report.write_report(
+    [folder for folder in folders if (folder / 'summary.json').exists()], comparison.folder / 'report.html',
+    title=f'Methods compared, each at its best, {comparison.experiment}',
+  )  # fmt: skip
 
 
 def write_records(found: Iterable[records.RunRecord], path: Path, *, experiment: str) -> None:

@@ -12,8 +12,8 @@ import math
 from pathlib import Path
 import statistics
 
-from experiments.race import table
 from experiments.reports import best_steps
+from experiments.reports import race_table as table
 from experiments.reports.claims import half_width
 from pallas_kernels import _device, _records
 import sparse24_jax as s24

@@ -5,7 +5,6 @@ from pathlib import Path
 import re
 from typing import Any
 
-from experiments.race import picture, table
 from experiments.reports import (
   best_steps,
   compared,
@@ -18,6 +17,8 @@ from experiments.reports import (
   speed,
   tasks,
 )
+from experiments.reports import race_picture as picture
+from experiments.reports import race_table as table
 
 DOCS = provenance.ROOT / 'docs'
 # What the site would take for more than text; the tables themselves have comments that name their records.

@@ -7,8 +7,8 @@ import re
 import statistics
 from typing import Any
 
-from experiments.race import table
 from experiments.reports import claims, provenance
+from experiments.reports import race_table as table
 from experiments.runs.experiment import load_config
 from experiments.runs.records import group, RunRecord
 

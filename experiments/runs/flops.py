@@ -172,7 +172,7 @@ def count(
   for path, leaf in leaves_by_path(params):
     if is_weight(path, leaf) and path != _HEAD:
       dense = 2.0 * math.prod(leaf.shape) * tokens
-      linear += dense * _products(recipe, rules.get(path), kept.get(path, np.ones(steps)))
+      linear += dense * _matmuls(recipe, rules.get(path), kept.get(path, np.ones(steps)))
   pairs = length * (length + 1) / 2 if triangle and getattr(config, 'causal', True) else float(length) ** 2
   attended = _per_step(
     recipe, steps, lambda phase: attended_share(phase.attention or config.attention_pattern, length)
@@ -182,7 +182,7 @@ def count(
   return Curve(linear, attention, head)
 
 
-def _products(recipe: s24.Recipe, rule: s24.Rule | None, kept: np.ndarray) -> np.ndarray:
+def _matmuls(recipe: s24.Recipe, rule: s24.Rule | None, kept: np.ndarray) -> np.ndarray:
   """What is needed of a linear layer's three matmuls, in dense ones, [steps]."""
   if rule is None:
     return np.full(len(kept), 3.0)

@@ -99,3 +99,16 @@ def attention_of(stored: Any) -> Any:
   if isinstance(stored, Mapping):
     return s24.AttentionPattern(**stored)
   return tuple(map(attention_of, stored)) if isinstance(stored, Sequence) and not isinstance(stored, str) else stored
+
+
+def with_implementation(recipe: s24.Recipe, name: str) -> s24.Recipe:
+  """The recipe with a back end named in its policies; 'auto' leaves the choice to the records."""
+  if name == 'auto':
+    return recipe
+  change = dataclasses.replace
+  rules = (
+    change(r, activation=change(r.activation, implementation=name)) if r.activation  # it chooses for the whole block
+    else change(r, policy=change(r.policy, implementation=name))
+    for r in recipe.rules
+  )
+  return change(recipe, rules=tuple(rules))

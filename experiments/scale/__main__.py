@@ -1,22 +1,21 @@
-"""`python -m experiments.scale --simulate`: programs compiled for 8 and 64 simulated devices, and what they exchange.
+"""`python -m experiments.scale`: programs compiled for 8 and 64 simulated devices, and what they exchange.
 
-The records go to `experiments/results/scale.jsonl`. docs/scale.md is made of them and of `formula`, here without
-`--simulate` as by `python -m experiments pages`.
+The records go to `experiments/results/scale.jsonl`; `python -m experiments pages` makes docs/scale.md of them.
 """
 
 import argparse
 from collections.abc import Sequence
 import json
 import os
+from pathlib import Path
 import subprocess
 import sys
 from typing import Any
 
-from experiments.reports import provenance
-from experiments.reports import scale as report
 from experiments.runs import durable
+from experiments.runs.environment import environment
 
-PAGE = provenance.ROOT / 'docs' / 'scale.md'
+ROOT = Path(__file__).parents[2]
 
 
 def simulate(devices: int) -> list[dict[str, Any]]:
@@ -29,23 +28,21 @@ def simulate(devices: int) -> list[dict[str, Any]]:
   }
   code = f'from experiments.scale import simulate; simulate.main({devices})'
   command = [sys.executable, '-c', code]
-  out = subprocess.run(command, env=variables, cwd=provenance.ROOT, check=True, stdout=subprocess.PIPE, text=True)
+  out = subprocess.run(command, env=variables, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
   return [json.loads(line) for line in out.stdout.splitlines()]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-  """Writes the page."""
+  """Compiles, and writes the records."""
   parser = argparse.ArgumentParser(prog='python -m experiments.scale', description=__doc__)
-  parser.add_argument('--simulate', action='store_true', help='compile anew; about five minutes')
-  args = parser.parse_args(argv)
-  if args.simulate:
-    from experiments.runs.environment import environment
-
-    os.environ.setdefault('JAX_PLATFORMS', 'cpu')
-    found = [{**record, **environment(), 'command': 'python -m experiments.scale --simulate'}
-             for devices in (8, 64) for record in simulate(devices)]  # fmt: skip
-    durable.write_text(provenance.RESULTS / 'scale.jsonl', ''.join(json.dumps(record) + '\n' for record in found))
-  durable.write_text(PAGE, report.page())
+  parser.add_argument('--simulate', action='store_true', help=argparse.SUPPRESS)  # in commands of records
+  parser.parse_args(argv)
+  os.environ.setdefault('JAX_PLATFORMS', 'cpu')
+  found = [{**record, **environment(), 'command': 'python -m experiments.scale'}
+           for devices in (8, 64) for record in simulate(devices)]  # fmt: skip
+  results = ROOT / 'experiments' / 'results' / 'scale.jsonl'
+  durable.write_text(results, ''.join(json.dumps(record) + '\n' for record in found))
+  print(f'{results}; python -m experiments pages makes docs/scale.md of it')
   return 0
 
 

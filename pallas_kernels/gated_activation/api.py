@@ -15,8 +15,8 @@ from pallas_kernels import _dispatch
 from pallas_kernels.activations import activation_of
 from pallas_kernels.formats import check_floating
 from pallas_kernels.gated_activation import reference
-from pallas_kernels.pack.api import candidates, check_scale
-from pallas_kernels.pack.reference import is_float8, Packed
+from pallas_kernels.pack.api import candidates, check_scale, values_dtype
+from pallas_kernels.pack.reference import Packed
 
 __all__ = ['activation_backward', 'activation_backward_amax', 'activation_backward_pack', 'gated_activation']
 
@@ -93,7 +93,8 @@ def activation_backward_pack(
     activation: 'silu', 'gelu', 'gelu_exact', 'relu' or 'squared_relu'.
     gated: whether `z` holds gate and up.
     origin: as in `mvue24`.
-    dtype: None for that of `z`, float8_e5m2 or float8_e4m3fn.
+    dtype: of the packed values, as in `mvue_pack`: float8_e5m2, float8_e4m3fn, or None for that of `z`, bfloat16 for
+      float32.
     implementation: 'reference', 'triton' (float8: compute capability 8.9), or None to choose.
 
   Returns:
@@ -113,9 +114,7 @@ def activation_backward_pack(
   _check(z, dh, activation, gated)
   if z.shape[0] % 4 or z.shape[1] % 4 or dh.shape[-1] % 4:
     raise ValueError(f'tokens and features must be multiples of four, found z {z.shape}, dh {dh.shape}')
-  dtype = z.dtype if dtype is None else jnp.dtype(dtype)
-  if dtype != z.dtype and not is_float8(dtype):
-    raise ValueError(f'dtype must be that of z, {z.dtype}, float8_e4m3fn or float8_e5m2, found {dtype}')
+  dtype = values_dtype(z, dtype, 'z', float8=True)
   scale, op = check_scale(scale, dtype, z, 'z'), 'activation_backward_pack'
   backends = {name: f'pallas_kernels.gated_activation.{name}:{op}' for name in ('reference', 'triton')}
   return _dispatch.dispatch(

@@ -13,16 +13,22 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from pallas_kernels import _triton
+from pallas_kernels import _triton, activations
 from pallas_kernels.mosaic import _ptx
+from pallas_kernels.operand import metadata_shape, SparseOperand
 from pallas_kernels.pack import _blocks, _kernels, _kernels8
 from pallas_kernels.pack import triton as pack
 from pallas_kernels.pack.reference import Packed
-from pallas_kernels.sparse_matmul.operand import metadata_shape, SparseOperand
 
 Array = jax.Array
 
-GELU: tl.constexpr = tl.constexpr(2 * math.sqrt(2 / math.pi))
+# 0.5 (1 + tanh(y)) is the sigmoid of 2 y.
+GELU: tl.constexpr = tl.constexpr(2 * activations.GELU)
+GELU_CUBE: tl.constexpr = tl.constexpr(activations.GELU_CUBE)
+NORMAL_0, NORMAL_1, NORMAL_2, NORMAL_3, NORMAL_4 = map(tl.constexpr, activations.NORMAL)
+NORMAL_STEP: tl.constexpr = tl.constexpr(activations.NORMAL_STEP)
+HALF_ROOT: tl.constexpr = tl.constexpr(math.sqrt(0.5))
+DENSITY: tl.constexpr = tl.constexpr(1 / math.sqrt(2 * math.pi))
 LOG2_E: tl.constexpr = tl.constexpr(math.log2(math.e))
 
 
@@ -41,21 +47,21 @@ def activate(z, ACTIVATION: tl.constexpr):
     return value, s + value * (1.0 - s)
   elif ACTIVATION == 'gelu':
     square = z * z
-    s = _sigmoid2(z * (GELU * LOG2_E + (GELU * LOG2_E * 0.044715) * square))
+    s = _sigmoid2(z * (GELU * LOG2_E + (GELU * LOG2_E * GELU_CUBE) * square))
     value = z * s
-    return value, s + value * (1.0 - s) * (GELU + (GELU * 0.134145) * square)
+    return value, s + value * (1.0 - s) * (GELU + (GELU * 3 * GELU_CUBE) * square)
   elif ACTIVATION == 'gelu_exact':
     # `activations._normal`.
-    t = tl.abs(z) * 0.7071067811865476
-    k = _ptx.reciprocal(1.0 + 0.3275911 * t)
+    t = tl.abs(z) * HALF_ROOT
+    k = _ptx.reciprocal(1.0 + NORMAL_STEP * t)
     bell = _ptx.exp2(-(t * t) * LOG2_E)
-    series = 1.061405429 * k
-    series = (series - 1.453152027) * k
-    series = (series + 1.421413741) * k
-    series = (series - 0.284496736) * k
-    tail = 0.5 * ((series + 0.254829592) * k) * bell
+    series = NORMAL_0 * k
+    series = (series + NORMAL_1) * k
+    series = (series + NORMAL_2) * k
+    series = (series + NORMAL_3) * k
+    tail = 0.5 * ((series + NORMAL_4) * k) * bell
     share = tl.where(z < 0, tail, 1.0 - tail)
-    return z * share, share + z * (bell * 0.3989422804014327)
+    return z * share, share + z * (bell * DENSITY)
   elif ACTIVATION == 'relu':
     return tl.maximum(z, 0.0), tl.where(z > 0, 1.0, 0.0)
   else:

@@ -19,8 +19,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_kernels import _compat as compat
+from pallas_kernels import operand
 from pallas_kernels.mosaic import asm as ptx
-from pallas_kernels.sparse_matmul import operand
 
 PTX_TYPE = {'bfloat16': 'bf16', 'float16': 'f16', 'float8_e4m3fn': 'e4m3', 'float8_e5m2': 'e5m2'}
 
@@ -31,17 +31,17 @@ class Blocks:
 
   Attributes:
     zeros: () -> accumulator.
-    no_words: () -> metadata words that belong to no wgmma.
-    load_words: (words_ref [rows/64, bk/64, 128]) -> metadata words of one K step.
-    step: (accumulator, words, held, a_ref, b_ref) -> accumulator; `held` are the words of the step before.
+    no_metadata: () -> metadata that belongs to no wgmma.
+    load_metadata: (metadata_ref [rows/64, bk/64, 128]) -> metadata of one K step.
+    step: (accumulator, metadata, held, a_ref, b_ref) -> accumulator; `held` is that of the step before.
     finish: (accumulator, held, b_ref) -> float32 [rows, bn] after the last wgmma.
     store_partial: (float32 [rows, bn], global or shared memory ref [rows * bn]) -> None.
     add_partial: (float32 [rows, bn], memory ref) -> their sum.
   """
 
   zeros: Any
-  no_words: Any
-  load_words: Any
+  no_metadata: Any
+  load_metadata: Any
   step: Any
   finish: Any
   store_partial: Any
@@ -79,7 +79,7 @@ class Shape:
     return self.rows // 64
 
   @property
-  def words(self) -> int:
+  def metadata_words(self) -> int:
     """Metadata words of a thread and 64 rows."""
     return self.bk // 64
 
@@ -116,49 +116,49 @@ def drain(empty: Any, filled: Any, stages: int) -> None:
 
 def blocks(s: Shape) -> Blocks:
   """The blocks as PTX."""
-  words_layout = plgpu.Layout.WG_STRIDED((s.tiles * s.words * ptx.THREADS,), 1)
-  words_type = plgpu.ShapeDtypeStruct((s.tiles * s.words * ptx.THREADS,), jnp.int32, words_layout)
+  metadata_layout = plgpu.Layout.WG_STRIDED((s.tiles * s.metadata_words * ptx.THREADS,), 1)
+  metadata_type = plgpu.ShapeDtypeStruct((s.tiles * s.metadata_words * ptx.THREADS,), jnp.int32, metadata_layout)
   accumulator_type = plgpu.ShapeDtypeStruct((s.rows, s.bn), jnp.float32, compat.ACCUMULATOR)
   result_type = plgpu.ShapeDtypeStruct((s.rows, s.bn), jnp.float32, plgpu.Layout.WGMMA)
   a_ref = plgpu.RefType(transforms(s.a_swizzle, s.width))
   b_ref = plgpu.RefType(transforms(s.b_swizzle, s.b_dtype.itemsize))
-  as_words = functools.partial(ptx.array_of_words, layout=words_layout)
+  as_metadata = functools.partial(ptx.array_of_words, layout=metadata_layout)
 
   @plgpu.inline_mgpu(arg_types=(), return_type=accumulator_type)
   def zeros(ctx):
     zero = compat.arith.constant(ptx.f32(), 0.0)
     return compat.fragmented_array.FragmentedArray.splat(zero, (s.rows, s.bn), compat.FRAGMENTED_ACCUMULATOR)
 
-  @plgpu.inline_mgpu(arg_types=(), return_type=words_type)
-  def no_words(ctx):
-    return as_words([compat.utils.c(0, ptx.i32())] * (s.tiles * s.words))
+  @plgpu.inline_mgpu(arg_types=(), return_type=metadata_type)
+  def no_metadata(ctx):
+    return as_metadata([compat.utils.c(0, ptx.i32())] * (s.tiles * s.metadata_words))
 
-  @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=words_type)
-  def load_words(ctx, ref):
+  @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=metadata_type)
+  def load_metadata(ctx, ref):
     # A volatile load into a fresh value: ptxas may not reuse a register that a carried value still occupies.
     address = ptx.add(ptx.address(ref), ptx.scaled_thread(4))
-    return as_words([
+    return as_metadata([
       compat.llvm.inline_asm(ptx.i32(), [address], f'ld.shared.b32 $0, [$1+{4 * ptx.THREADS * i}];', '=r,l',
                              has_side_effects=True)
-      for i in range(s.tiles * s.words)
+      for i in range(s.tiles * s.metadata_words)
     ])
 
   @plgpu.inline_mgpu(
-    arg_types=(compat.ACCUMULATOR, words_layout, words_layout, a_ref, b_ref), return_type=accumulator_type
+    arg_types=(compat.ACCUMULATOR, metadata_layout, metadata_layout, a_ref, b_ref), return_type=accumulator_type
   )
-  def step(ctx, accumulator, words, held, a, b):
-    registers = _multiply(s, [ptx.extract(r) for r in accumulator.registers.flat], _extract_words(words), a, b)
+  def step(ctx, accumulator, metadata, held, a, b):
+    registers = _multiply(s, [ptx.extract(r) for r in accumulator.registers.flat], _extract(metadata), a, b)
     ptx.asm('wgmma.commit_group.sync.aligned;')
     ptx.asm(f'wgmma.wait_group.sync.aligned {s.delay};')
     if s.delay:
-      _keep_alive(_extract_words(held), b)
+      _keep_alive(_extract(held), b)
     return ptx.accumulator_of(registers, accumulator)
 
-  @plgpu.inline_mgpu(arg_types=(compat.ACCUMULATOR, words_layout, b_ref), return_type=result_type)
+  @plgpu.inline_mgpu(arg_types=(compat.ACCUMULATOR, metadata_layout, b_ref), return_type=result_type)
   def finish(ctx, accumulator, held, b):
     if s.delay:
       ptx.asm('wgmma.wait_group.sync.aligned 0;')
-      _keep_alive(_extract_words(held), b)
+      _keep_alive(_extract(held), b)
     # To LLVM the accumulators are defined where the wgmma was issued; the barrier keeps their uses below the wait.
     return compat.fragmented_array.optimization_barrier(accumulator).to_layout(compat.FRAGMENTED_WGMMA)
 
@@ -187,7 +187,7 @@ def blocks(s: Shape) -> Blocks:
         values[i + j] = compat.arith.addf(values[i + j], compat.llvm.extractvalue(ptx.f32(), loaded, [j]))
     return ptx.from_floats(values, accumulator)
 
-  return Blocks(zeros, no_words, load_words, step, finish, store_partial, add_partial)
+  return Blocks(zeros, no_metadata, load_metadata, step, finish, store_partial, add_partial)
 
 
 def _multiply(s: Shape, registers: list[Any], words: list[Any], a: Any, b: Any) -> list[Any]:
@@ -213,7 +213,7 @@ def _multiply(s: Shape, registers: list[Any], words: list[Any], a: Any, b: Any) 
         s, registers[part],
         advance(a_descriptor, tile * a_tile_stride + offset_of(i, a_tiling, a_strides)),
         advance(b_descriptor, offset_of(i, b_tiling, b_strides)),
-        words[tile * s.words + word], selector, transpose_b,
+        words[tile * s.metadata_words + word], selector, transpose_b,
       )
   return registers
 
@@ -264,18 +264,18 @@ def advance(descriptor: Any, offset: int) -> Any:
   return ptx.add(descriptor, compat.utils.c(offset >> 4, ptx.i64())) if offset else descriptor
 
 
-def _extract_words(words: Any) -> list[Any]:
-  return [ptx.extract(r) for r in words.registers.flat]
+def _extract(metadata: Any) -> list[Any]:
+  return [ptx.extract(r) for r in metadata.registers.flat]
 
 
 def standins(s: Shape) -> Blocks:
   """The blocks in jnp, for interpret mode: same operands in the same memory, so that copies and barriers are tested."""
 
-  def step(accumulator, words, held, a_ref, b_ref):
+  def step(accumulator, metadata, held, a_ref, b_ref):
     del held
     a, b = a_ref[...].astype(jnp.float32), b_ref[...].astype(jnp.float32)
-    nibbles = operand.unpack_words(words.reshape(-1, ptx.THREADS), s.width)  # [tiles * words, 64, 16]
-    nibbles = nibbles.reshape(s.tiles, s.words, 64, 16).transpose(0, 2, 1, 3).reshape(s.rows, s.bk // 4)
+    nibbles = operand.unpack_metadata(metadata.reshape(-1, ptx.THREADS), s.width)  # [tiles * words, 64, 16]
+    nibbles = nibbles.reshape(s.tiles, s.metadata_words, 64, 16).transpose(0, 2, 1, 3).reshape(s.rows, s.bk // 4)
     low, high = a[:, 0::2], a[:, 1::2]
     places = [jnp.where((nibbles & 3) == i, low, 0.0) + jnp.where((nibbles >> 2) == i, high, 0.0) for i in range(4)]
     dense = jnp.stack(places, -1).reshape(s.rows, s.bk)
@@ -288,8 +288,8 @@ def standins(s: Shape) -> Blocks:
 
   return Blocks(
     zeros=lambda: jnp.zeros((s.rows, s.bn), jnp.float32),
-    no_words=lambda: jnp.zeros((s.tiles, s.words, ptx.THREADS), jnp.uint32),
-    load_words=lambda ref: ref[...],
+    no_metadata=lambda: jnp.zeros((s.tiles, s.metadata_words, ptx.THREADS), jnp.uint32),
+    load_metadata=lambda ref: ref[...],
     step=step,
     finish=lambda accumulator, held, b_ref: accumulator,
     store_partial=store_partial,

@@ -5,7 +5,7 @@ entries of its block in registers: groups along rows and along columns are then 
 threads but the transposed stores, which the compiler stages through shared memory.
 
 Tiles cover multiples of 16 x 16 blocks, 64 x 64 entries: the unit of the operand's words (see
-`pallas_kernels.sparse_matmul.operand`).
+`pallas_kernels.operand`).
 """
 
 import triton

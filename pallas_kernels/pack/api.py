@@ -1,4 +1,4 @@
-"""Packers: one pass over a weight or a gradient gives the operands that the sparse matmul reads.
+"""Packers: one pass over a weight or a gradient gives the operands that the sparse matmul reads, or the mask alone.
 
 Back ends: `reference` (plain jnp, everywhere) and `triton` (compute capability 8.0 and newer).
 """
@@ -10,10 +10,12 @@ import jax.numpy as jnp
 
 from pallas_kernels import _device, _dispatch, _partitioning
 from pallas_kernels.formats import check_groups
-from pallas_kernels.pack.reference import FLOAT8, is_float8, MVUE_HEADROOM, Packed, PackedPair
+from pallas_kernels.pack.reference import code_mask, FLOAT8, is_float8, MVUE_HEADROOM, Packed, PackedPair
+from pallas_kernels.transposable_mask import reference as search
 
 __all__ = [
-  'MVUE_HEADROOM', 'Packed', 'PackedPair', 'masked_pack', 'mvue_pack', 'soft_threshold_pack', 'transposable_pack'
+  'MVUE_HEADROOM', 'Packed', 'PackedPair', 'masked_pack', 'mvue_pack', 'soft_threshold_pack', 'transposable_mask',
+  'transposable_pack',
 ]  # fmt: skip
 
 Array = jax.Array
@@ -78,7 +80,39 @@ def transposable_pack(w: Array, *, dtype: Any = None, implementation: str | None
   """
   _check_blocks(w)
   pair = (*_OPERANDS[-1], *_OPERANDS[-2], _CODES)
-  return _call_on_parts('transposable_pack', (_WEIGHT,), pair, implementation, w, dtype=_values_dtype(w, dtype))
+  return _call_on_parts('transposable_pack', (_WEIGHT,), pair, implementation, w, dtype=values_dtype(w, dtype))
+
+
+def transposable_mask(w: Array) -> Array:
+  """Bool mask of the shape of `w`, `[..., R, C]`; that of `transposable_mask/reference.py` bit for bit.
+
+  On a GPU `transposable_pack` searches it, and its operands are dropped: that is faster than XLA's search. If a mesh
+  divides the array, each device searches its own part.
+
+  Args:
+    w: float32, bfloat16 or float16, whole blocks of 4 x 4.
+
+  Raises:
+    ValueError: another dtype, or axes that are no multiples of four.
+
+  >>> import jax
+  >>> from pallas_kernels.pack.api import transposable_mask
+  >>> w = jax.random.normal(jax.random.key(0), (4, 4))
+  >>> transposable_mask(w).sum(axis=0).tolist()
+  [2, 2, 2, 2]
+  """
+  w = jax.lax.stop_gradient(w)  # a choice has no derivative, and the packer no rule that says so
+  floats = ('bfloat16', 'float16', 'float32')
+  if 'triton' in candidates() and _partitioning.serves(w) and w.ndim >= 2 and w.dtype.name in floats:
+    text = ' '.join([*(f'l{i}' for i in range(w.ndim - 2)), 'r*4 c*4'])
+    rule = _partitioning.Rule((text,), (text,), tuple(word.split('*')[0] for word in text.split()))
+    return _partitioning.partitioned('transposable_mask', _mask_on_a_part, rule, w)
+  return search.transposable_mask(w)
+
+
+def _mask_on_a_part(shard: _partitioning.Shard, w: Array) -> Array:
+  del shard
+  return code_mask(transposable_pack(w).codes)
 
 
 def masked_pack(w: Array, codes: Array, *, dtype: Any = None, implementation: str | None = None) -> PackedPair:
@@ -104,7 +138,7 @@ def masked_pack(w: Array, codes: Array, *, dtype: Any = None, implementation: st
   _check_codes(w, codes, 'codes')
   pair = (*_OPERANDS[-1], *_OPERANDS[-2], _CODES)
   return _call_on_parts(
-    'masked_pack', (_WEIGHT, _CODES), pair, implementation, w, codes, dtype=_values_dtype(w, dtype)
+    'masked_pack', (_WEIGHT, _CODES), pair, implementation, w, codes, dtype=values_dtype(w, dtype)
   )
 
 
@@ -140,7 +174,7 @@ def soft_threshold_pack(
   [0.0, -4.0, 0.0, 2.0]
   """
   _check_blocks(w)
-  dtype, scale = _values_dtype(w, dtype, float8=True), matrix_scale(scale, w, 'w')
+  dtype, scale = values_dtype(w, dtype, float8=True), matrix_scale(scale, w, 'w')
   if axis not in (-1, -2, w.ndim - 1, w.ndim - 2):
     raise ValueError(f'axis={axis} must be one of the last two axes of {w.shape}')
   axis = axis if axis < 0 else axis - w.ndim
@@ -198,7 +232,7 @@ def mvue_pack(
   _check_blocks(x, 'x')
   if isinstance(origin[2], int) and origin[2] % 4:
     raise ValueError(f'origin column {origin[2]} is not a multiple of four')
-  dtype = _values_dtype(x, dtype, 'x', float8=True)
+  dtype = values_dtype(x, dtype, 'x', float8=True)
   scale = check_scale(scale, dtype, x, 'x')
   return _dispatch.dispatch(
     'mvue_pack', _backends('mvue_pack'), implementation, candidates(dtype), x, key, scale, origin=origin, dtype=dtype
@@ -235,7 +269,8 @@ def _check_codes(w: Array, codes: Array, name: str) -> None:
     raise ValueError(f'{name} must be uint16 of shape {expected}, found {codes.dtype} of shape {codes.shape}')
 
 
-def _values_dtype(w: Array, dtype: Any, name: str = 'w', *, float8: bool = False) -> jnp.dtype:
+def values_dtype(w: Array, dtype: Any, name: str = 'w', *, float8: bool = False) -> jnp.dtype:
+  """The dtype in which a packer stores the values of `w`; None is that of `w`, bfloat16 for float32."""
   if w.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
     raise ValueError(f'{name} must be bfloat16, float16 or float32, found {w.dtype}')
   if dtype is None:

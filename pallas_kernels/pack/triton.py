@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import _device, _triton
 from pallas_kernels.mvue.philox import seed_words
+from pallas_kernels.operand import metadata_shape, SparseOperand
 from pallas_kernels.pack._kernels import (
   masked_kernel,
   mvue_kernel,
@@ -19,7 +20,6 @@ from pallas_kernels.pack._kernels import (
 )
 from pallas_kernels.pack._kernels8 import mvue8_kernel, soft_threshold8_kernel
 from pallas_kernels.pack.reference import is_float8, Packed, PackedPair
-from pallas_kernels.sparse_matmul.operand import metadata_shape, SparseOperand
 
 Array = jax.Array
 

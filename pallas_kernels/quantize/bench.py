@@ -10,13 +10,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _compat, _passes, _triton, formats
+from pallas_kernels import _compat, _device, _passes, _triton, formats
 from pallas_kernels._passes import difference, differing, float8_inputs, normal, samples
+from pallas_kernels.operand import from_operand
 from pallas_kernels.pack import api as pack_api
 from pallas_kernels.quantize import api, arg_specs, reference
+from pallas_kernels.sparse_matmul.api import OP as SPARSE
 from pallas_kernels.sparse_matmul.api import sparse_matmul
 from pallas_kernels.sparse_matmul.dense import matmul
-from pallas_kernels.sparse_matmul.operand import from_operand
 
 triton = _triton.kernels('pallas_kernels.quantize.triton')
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -58,7 +59,7 @@ def matmuls(options: Any, write: Callable[[dict[str, Any]], None]) -> None:
 
   x8, xt8, x_factor, packed_w, w_factor, packed_dz, dz_factor = operands(x, w, dz)
   sample_factor = pack_api.MVUE_HEADROOM * dz_factor
-  sparse = functools.partial(sparse_matmul, out_dtype=BF16, out_layout='nm', implementation='mosaic_gpu')
+  sparse = functools.partial(sparse_matmul, out_dtype=BF16, out_layout='nm', implementation='sparse')
 
   def forward(a: Any, b: Any, s: Any, t: Any) -> jax.Array:
     return sparse(a, b, a_scale=s, b_scale=t)
@@ -107,7 +108,7 @@ def matmuls(options: Any, write: Callable[[dict[str, Any]], None]) -> None:
     times_of = ', '.join(f'{name} {b["median_ms"]:.4f}' for name, b in baselines.items())
     said = f'{role:12s} {ms:.4f} ms {flops / ms / 1e9:.0f} TFLOP/s; {times_of}; error {error:.1e}; {targets}'
     print(said, flush=True)
-    op, implementation = ('fp8_dot', 'xla') if role == 'input_grad' else ('sparse_matmul', 'mosaic_gpu')
+    op, implementation = ('fp8_dot', 'xla') if role == 'input_grad' else (SPARSE, _device.current().arch.kernel(SPARSE))
     write(dict(
       bench='float8_products', op=op, role=role, shape=(tokens, d_in, d_out),
       dtype=jax.tree.leaves(arrays)[0].dtype.name,

@@ -1,6 +1,1 @@
 """Matmul of a 2:4-sparse and a dense matrix."""
-
-from pallas_kernels.sparse_matmul.api import sparse_matmul as sparse_matmul
-from pallas_kernels.sparse_matmul.operand import from_operand as from_operand
-from pallas_kernels.sparse_matmul.operand import SparseOperand as SparseOperand
-from pallas_kernels.sparse_matmul.operand import to_operand as to_operand

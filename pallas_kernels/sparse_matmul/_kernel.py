@@ -39,13 +39,13 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
     interpret: run on the CPU with race detection.
 
   Returns:
-    A function (values [M, K/2], words, b, *vectors) -> (D,), or (D, Z) with `keep_preactivation`, where vectors are
+    A function (values [M, K/2], metadata, b, *vectors) -> (D,), or (D, Z) with `keep_preactivation`, where vectors are
     the float32 row scale and bias, padded to whole tiles of M, and the column scale, padded to whole tiles of N, in
     this order and as far as `p` has them.
   """
   check_config(p, c)
   stages, unroll, tile_m = c.stages, c.unroll, c.tile_m
-  tile_words = (tile_m // 64, c.bk // 64)
+  metadata_tile = (tile_m // 64, c.bk // 64)
   m_tiles, n_tiles = (ceil(size, tile) for size, tile in zip((p.m, p.n), c.cluster_tile, strict=True))
   work = schedule(p, c, num_sms)
   splits = bool(work.remainder)
@@ -79,7 +79,7 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
     out_smem=plgpu.SMEM(
       (CONSUMERS, c.slots, *out_block), p.out_dtype, transforms=wgmma_sp.transforms(out_swizzle, p.out_dtype.itemsize)
     ),
-    words_smem=plgpu.SMEM((stages, *tile_words, 128), jnp.uint32),
+    metadata_smem=plgpu.SMEM((stages, *metadata_tile, 128), jnp.uint32),
     full=plgpu.Barrier(num_arrivals=3, num_barriers=stages),
     empty=empty,
     **(dict(
@@ -91,7 +91,7 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
   # others gave back waits for ever. The producer issues copies and little else; with 56 for it the consumers spill one
   # register when the last wave is split, and eight words of positions, those of two steps of a wide tile in 8 bits, fit
   # beside the accumulators with 24 only.
-  producer_registers = 24 if shape.tiles * shape.words * (1 + c.delay) > 4 else 40
+  producer_registers = 24 if shape.tiles * shape.metadata_words * (1 + c.delay) > 4 else 40
   consumer_registers = min(240, (3 * 168 - producer_registers) // CONSUMERS // 8 * 8)
 
   def kernel(values, metadata, b, *rest):
@@ -103,7 +103,7 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
     column_scale = vectors.pop(0) if p.column_scale else None
     flags: Any = pl.get_global(plgpu.SemaphoreType.REGULAR((consumers,))) if splits else None
 
-    def scope(a_smem, b_smem, out_smem, words_smem, full, empty, sums_smem=None, sums_there=None, sums_taken=None):
+    def scope(a_smem, b_smem, out_smem, metadata_smem, full, empty, sums_smem=None, sums_there=None, sums_taken=None):
       warpgroup, rank, cluster = lax.axis_index('warpgroup'), lax.axis_index('rank'), lax.axis_index('cluster')
       # Every whole tile has work; pieces may be empty.
       turns = work.turns if splits else lax.div(jnp.int32(work.tiles + work.clusters - 1) - cluster, work.clusters)
@@ -132,11 +132,11 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
               plgpu.barrier_wait(empty.at[slot])
 
             k = item.start + i
-            row_tiles = pl.ds(mi * tile_words[0], tile_words[0])
+            row_tiles = pl.ds(mi * metadata_tile[0], metadata_tile[0])
             copy = functools.partial(plgpu.copy_gmem_to_smem, barrier=full.at[slot])
             copy_a = functools.partial(copy, collective_axes=shared_a)
             copy_a(values.at[pl.ds(mi * tile_m, tile_m), pl.ds(k * (c.bk // 2), c.bk // 2)], a_smem.at[slot])
-            copy_a(metadata.at[row_tiles, pl.ds(k * tile_words[1], tile_words[1])], words_smem.at[slot])
+            copy_a(metadata.at[row_tiles, pl.ds(k * metadata_tile[1], metadata_tile[1])], metadata_smem.at[slot])
             columns, ks = pl.ds(ni * c.bn, c.bn), pl.ds(k * c.bk, c.bk)
             copy(
               b.at[columns, ks] if p.b_layout == 'nk' else b.at[ks, columns], b_smem.at[slot],
@@ -164,7 +164,7 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
             accumulator, held = carry
             slot = lax.rem(at, stages)
             plgpu.barrier_wait(full.at[slot])
-            now = ops.load_words(words_smem.at[slot, pl.ds(part * (c.rows // 64), c.rows // 64)])
+            now = ops.load_metadata(metadata_smem.at[slot, pl.ds(part * (c.rows // 64), c.rows // 64)])
             accumulator = ops.step(
               accumulator, now, held, a_smem.at[slot, pl.ds(part * c.rows, c.rows)], b_smem.at[slot]
             )
@@ -183,7 +183,7 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
             return carry
 
           carry = lax.fori_loop(0, lax.div(own, unroll) if splits else own // unroll, steps,
-                                (ops.zeros(), ops.no_words()))
+                                (ops.zeros(), ops.no_metadata()))
           if not splits:
             for u in range(own % unroll):
               carry = step(begin + (own - 1 + u) * stride, carry)

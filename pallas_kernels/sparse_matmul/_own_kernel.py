@@ -1,65 +1,58 @@
-"""This package's kernel on a GPU, as `bench` times it.
+"""This package's kernel on a GPU, as `check`, `tune`, `bench` and `verify` run it.
 
-`mosaic_gpu`, on Hopper, has settings to choose from; others run with the one that their `Config()` is.
+A back end in `SEARCHES` has settings to choose from; others run with the one that their `Config()` is.
 """
 
 from collections.abc import Callable, Sequence
-import functools
 import importlib
-import logging
 import pathlib
 from typing import Any
-
-import jax
 
 from pallas_kernels import _device, _records
 from pallas_kernels.sparse_matmul import _predict, _prepared, mosaic_gpu
 from pallas_kernels.sparse_matmul.api import BACKENDS
 
 OP = mosaic_gpu.OP
-Compiled = list[tuple[Any, Callable[..., jax.Array]]]
+# What is worth timing of a problem on so many multiprocessors: settings of the back ends that have any. Their modules
+# have `chosen_config` as well, which is what the library runs.
+SEARCHES: dict[str, Callable[[mosaic_gpu.Problem, int], Sequence[Any]]] = {'mosaic_gpu': _predict.candidates}
 
 
 def name(device: _device.Device) -> str:
-  return device.arch.kernel(OP) or 'mosaic_gpu_sm80'  # which says why it does not run
+  """The back end of a GPU; where none runs, one that says why."""
+  return device.arch.kernel(OP) or 'mosaic_gpu_sm80'
 
 
-def settings(
-  p: mosaic_gpu.Problem, device: _device.Device, folder: pathlib.Path, search: bool
-) -> list[mosaic_gpu.Config]:
-  """What a tuner times on Hopper: the best known setting, and with `search` all that look promising."""
-  if name(device) != 'mosaic_gpu':
+def module(device: _device.Device) -> Any:
+  """The module of the back end: `sparse_matmul`, `Config` and `ITEMSIZES`, the bytes of entries that it multiplies."""
+  return importlib.import_module(BACKENDS[name(device)].partition(':')[0])
+
+
+def settings(p: mosaic_gpu.Problem, device: _device.Device, folder: pathlib.Path, search: bool) -> list[Any]:
+  """What a tuner times, where there are settings: the best known one, and with `search` all that look promising."""
+  if name(device) not in SEARCHES:
     return []
-  known = _known(p, device, folder)
-  return list(dict.fromkeys(known + (_predict.candidates(p, device.num_sms) if search else [])))
+  promising = SEARCHES[name(device)](p, device.num_sms) if search else ()
+  return list(dict.fromkeys([*_known(p, device, folder), *promising]))
 
 
-def library_settings(p: mosaic_gpu.Problem, device: _device.Device, folder: pathlib.Path) -> list[mosaic_gpu.Config]:
-  """The setting that the library runs on Hopper, or what another `folder` than its own has for this very problem."""
-  if name(device) != 'mosaic_gpu':
+def library_settings(
+  p: mosaic_gpu.Problem, device: _device.Device, folder: pathlib.Path = _records.TUNED
+) -> list[Any]:
+  """The setting that the library runs, or what another `folder` than its own has for this very problem."""
+  if name(device) not in SEARCHES:
     return []
   known = [] if folder == _records.TUNED else _known(p, device, folder)
-  return known or [mosaic_gpu._chosen_config(p, device)]
+  return known or [module(device).chosen_config(p, device)]
 
 
-def _known(p: mosaic_gpu.Problem, device: _device.Device, folder: pathlib.Path) -> list[mosaic_gpu.Config]:
+def _known(p: mosaic_gpu.Problem, device: _device.Device, folder: pathlib.Path) -> list[Any]:
   """The best setting in the records of this very problem, if there is one."""
-  known = _records.lookup(device.slug, OP, p.key, implementation='mosaic_gpu', reach=0.0, folder=folder)
-  return [mosaic_gpu.Config(**known.config)] if known and known.config else []
+  known = _records.lookup(device.slug, OP, p.key, implementation=name(device), reach=0.0, folder=folder)
+  return [module(device).Config(**known.config)] if known and known.config else []
 
 
-def compiled(p: mosaic_gpu.Problem, device: _device.Device, choices: Sequence[mosaic_gpu.Config]) -> Compiled:
-  """The kernel of the GPU, as far as it takes the problem and compiles: on Hopper, where it has any, by `choices`."""
-  if name(device) == 'mosaic_gpu':
-    return [*_prepared.compile_sparse(p, choices)]
-  kernel = importlib.import_module(BACKENDS[name(device)].partition(':')[0])
-  x = jax.eval_shape(functools.partial(_prepared.inputs, p), jax.random.key(0))
-  f = functools.partial(
-    kernel.sparse_matmul, activation=p.activation, out_dtype=p.out_dtype, b_layout=p.b_layout,
-    out_layout=p.out_layout, device=device,
-  )
-  try:
-    return [(kernel.Config(), jax.jit(_prepared.in_turn(p, f)).lower(_prepared.many(p, x.a), x.b).compile())]
-  except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as e:
-    logging.warning('%s: %s is left out: %s', p.key, name(device), e)
-    return []
+def compiled(p: mosaic_gpu.Problem, device: _device.Device, choices: Sequence[Any]) -> _prepared.Compiled:
+  """The kernel of the GPU, as far as it takes the problem and compiles, by `choices` where it has any."""
+  kernel = module(device)
+  return _prepared.compile_sparse(p, choices or [kernel.Config()], kernel.sparse_matmul, device)

@@ -16,10 +16,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _tuning, formats
+from pallas_kernels import _device, _tuning, formats, operand
 from pallas_kernels._tuning import compile_all, times_ms
 from pallas_kernels.mosaic.sizes import ceil
-from pallas_kernels.sparse_matmul import arg_specs, mosaic_gpu, operand
+from pallas_kernels.sparse_matmul import arg_specs, mosaic_gpu
 from pallas_kernels.sparse_matmul._predict import reads_only
 
 Array = jax.Array
@@ -117,14 +117,16 @@ def _dense_jobs(p: mosaic_gpu.Problem, args: Sequence[Any], *options: Any) -> li
   return [(in_turn(p, f), args, *options) for f in _dense_ways(p).values()]
 
 
-def sparse(p: mosaic_gpu.Problem, config: mosaic_gpu.Config) -> Callable[..., Array]:
+def sparse(
+  p: mosaic_gpu.Problem, config: Any, kernel: Callable[..., Any], device: _device.Device
+) -> Callable[..., Array]:
   return functools.partial(
-    mosaic_gpu.sparse_matmul, activation=p.activation, out_dtype=p.out_dtype, b_layout=p.b_layout,
-    out_layout=p.out_layout, config=config, a_scale=jnp.float32(1) if p.row_scale else None,
+    kernel, activation=p.activation, out_dtype=p.out_dtype, b_layout=p.b_layout, out_layout=p.out_layout,
+    config=config, device=device, a_scale=jnp.float32(1) if p.row_scale else None,
   )
 
 
-def plain(c: mosaic_gpu.Config) -> dict[str, Any]:
+def plain(c: Any) -> dict[str, Any]:
   return dataclasses.asdict(c)
 
 
@@ -178,20 +180,22 @@ class Prepared:
   sparse: list[_tuning.Candidate]
 
 
-Compiled = list[tuple[mosaic_gpu.Config, Callable[..., Array]]]
+Compiled = list[tuple[Any, Callable[..., Array]]]
 
 
-def compile_sparse(p: mosaic_gpu.Problem, choices: Sequence[mosaic_gpu.Config]) -> Compiled:
-  """The settings that compile, compiled; the GPU itself is not used."""
+def compile_sparse(
+  p: mosaic_gpu.Problem, choices: Sequence[Any], kernel: Callable[..., Any], device: _device.Device
+) -> Compiled:
+  """A kernel with each of the settings with which it compiles, compiled; the GPU itself is not used."""
   x = jax.eval_shape(functools.partial(inputs, p), jax.random.key(0))
-  compiled = compile_all([(in_turn(p, sparse(p, c)), (many(p, x.a), x.b)) for c in choices])
+  compiled = compile_all([(in_turn(p, sparse(p, c, kernel, device)), (many(p, x.a), x.b)) for c in choices])
   for c, f in zip(choices, compiled, strict=True):
     if isinstance(f, Exception):
-      logging.warning('%s does not compile: %s', c, f)
+      logging.warning('%s: %s is left out: %s', p.key, c, f)
   return [(c, f) for c, f in zip(choices, compiled, strict=True) if not isinstance(f, Exception)]
 
 
-def prepare(p: mosaic_gpu.Problem, compiled: Compiled, seed: int, implementation: str = 'mosaic_gpu') -> Prepared:
+def prepare(p: mosaic_gpu.Problem, compiled: Compiled, seed: int, implementation: str) -> Prepared:
   """Makes a problem's data and the right answer, and finds the best dense way; `compiled` is of `implementation`."""
   key = jax.random.key(seed)
   make = functools.partial(inputs, p)

@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _checks, _device, _dispatch, _partitioning, _records, formats
+from pallas_kernels import _checks, _device, _dispatch, _partitioning, _records, formats, operand
 from pallas_kernels.activations import ACTIVATIONS
-from pallas_kernels.sparse_matmul import operand, reference
+from pallas_kernels.sparse_matmul import reference
 
 Array = jax.Array
 OP = 'sparse_matmul'

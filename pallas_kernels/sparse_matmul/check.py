@@ -17,7 +17,7 @@ def outcome(device: _device.Device, key: Mapping[str, Any]) -> _checks.Entry | N
   p = _problem(**key)
   if p.m * p.n * p.k < LEAST_PRODUCTS or not _takes(device, p):
     return None
-  settings = [mosaic_gpu._chosen_config(p, device)] if _own_kernel.name(device) == 'mosaic_gpu' else []
+  settings = _own_kernel.library_settings(p, device)
   return _checks.outcome(device, mosaic_gpu.OP, key, settings, lambda: _entry(p, device, settings))
 
 
@@ -28,12 +28,10 @@ def _problem(m: int, n: int, k: int, dtype: str, out_dtype: str, b_layout: str, 
 
 
 def _takes(device: _device.Device, p: mosaic_gpu.Problem) -> bool:
-  if p.a_dtype.itemsize == 1:
-    return _own_kernel.name(device) == 'mosaic_gpu' and p.b_layout == 'nk'
-  return p.a_dtype.itemsize == 2
+  return p.a_dtype.itemsize in _own_kernel.module(device).ITEMSIZES and (p.a_dtype.itemsize > 1 or p.b_layout == 'nk')
 
 
-def _entry(p: mosaic_gpu.Problem, device: _device.Device, settings: list[mosaic_gpu.Config]) -> _checks.Entry:
+def _entry(p: mosaic_gpu.Problem, device: _device.Device, settings: list[Any]) -> _checks.Entry:
   compiled = _own_kernel.compiled(p, device, settings)
   try:
     ready = _prepared.prepare(p, compiled, p.m + p.k, _own_kernel.name(device))

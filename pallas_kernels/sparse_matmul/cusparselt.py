@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import _device, _records, formats
+from pallas_kernels import _device, _records, formats, operand
 from pallas_kernels.ffi import cusparselt as library
-from pallas_kernels.sparse_matmul import operand, reference
+from pallas_kernels.sparse_matmul import reference
 
 Array = jax.Array
 Config = library.Config
@@ -128,7 +128,7 @@ def sparse_matmul(
   config = config or tuned_config(m, n, k, a.dtype, out_dtype, b_layout, out_layout, device) or Config()
   plain = bias is None and a_scale is None and b_scale is None and activation is None
   stored = out_dtype if plain or a.dtype.itemsize == 2 else jnp.dtype('float32')
-  d = product(
+  d = matmul(
     a if isinstance(a, CusparseltOperand) else prepare(a, device=device), b, stored, b_layout=b_layout,
     out_layout=out_layout, config=config,
   )
@@ -141,7 +141,7 @@ def sparse_matmul(
   )  # fmt: skip
 
 
-def product(
+def matmul(
   a: CusparseltOperand, b: Array, out_dtype: Any, *, b_layout: str, out_layout: str, config: Config
 ) -> Array:
   """A . B alone, as [M, N] or [N, M]; sizes that the library does not take are padded with zeros, which copies B."""

@@ -15,9 +15,9 @@ from typing import Any
 
 import jax
 
-from pallas_kernels import _compat, _tuning
+from pallas_kernels import _compat, _tuning, operand
 from pallas_kernels.ffi import cusparselt as library
-from pallas_kernels.sparse_matmul import cusparselt, mosaic_gpu, operand
+from pallas_kernels.sparse_matmul import cusparselt, mosaic_gpu
 
 Array = jax.Array
 Config = cusparselt.Config
@@ -141,7 +141,7 @@ def _compile(
 
   def one(config: Config) -> Any:
     f = functools.partial(
-      cusparselt.product, out_dtype=p.out_dtype, b_layout=p.b_layout, out_layout=p.out_layout, config=config
+      cusparselt.matmul, out_dtype=p.out_dtype, b_layout=p.b_layout, out_layout=p.out_layout, config=config
     )
     return jax.jit(f).lower(a, b).compile()
 

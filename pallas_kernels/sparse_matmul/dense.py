@@ -5,8 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import formats
-from pallas_kernels.sparse_matmul import operand, reference
+from pallas_kernels import formats, operand
+from pallas_kernels.sparse_matmul import reference
 
 Array = jax.Array
 
@@ -38,11 +38,11 @@ def matmul(a: Array, b: Array, *, b_layout: str) -> Array:
   """A . B with float32 sums as [M, N]."""
   contract = 1 if b_layout == 'nk' else 0
 
-  def product(a: Array, b: Array) -> Array:
+  def plain(a: Array, b: Array) -> Array:
     return jax.lax.dot_general(a, b, (((1,), (contract,)), ((), ())), preferred_element_type=jnp.float32)
 
   # XLA lacks 16-bit matmuls in some layouts on a CPU, and its sums are float32 of exact products anyhow.
   def wide(a: Array, b: Array) -> Array:
-    return product(a.astype(jnp.float32), b.astype(jnp.float32))
+    return plain(a.astype(jnp.float32), b.astype(jnp.float32))
 
-  return jax.lax.platform_dependent(a, b, cpu=wide, default=product)
+  return jax.lax.platform_dependent(a, b, cpu=wide, default=plain)

@@ -12,9 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _device, _records, formats
+from pallas_kernels import _device, _records, formats, operand
 from pallas_kernels.mosaic.sizes import ceil
-from pallas_kernels.sparse_matmul import operand
 from pallas_kernels.sparse_matmul._kernel import build
 from pallas_kernels.sparse_matmul._predict import default_config, H100_SMS, of_neighbour
 from pallas_kernels.sparse_matmul._problem import Config, fits, for_outputs, Problem
@@ -23,6 +22,7 @@ __all__ = ['Config', 'Problem', 'build', 'default_config', 'fits', 'for_outputs'
 
 Array = jax.Array
 OP = 'sparse_matmul'
+ITEMSIZES = (1, 2)
 
 
 def sparse_matmul(
@@ -88,7 +88,7 @@ def sparse_matmul(
     column_scale=column_scale,
     keep_preactivation=keep_preactivation,
   )
-  config = config or for_outputs(p, _chosen_config(p, device))
+  config = config or for_outputs(p, chosen_config(p, device))
   padded = _padded(p, config)
   values = operand.pad_to(a.values, (padded.m, padded.k // 2))
   metadata = operand.pad_to(a.metadata, operand.metadata_shape(padded.m, padded.k))
@@ -152,7 +152,7 @@ def _vectors(
   return out
 
 
-def _chosen_config(p: Problem, device: _device.Device) -> Config:
+def chosen_config(p: Problem, device: _device.Device) -> Config:
   """What was measured for this very problem, else for its neighbour if that suits, else what should be fastest."""
   num_sms = device.num_sms or H100_SMS
   choice = _records.lookup(device.slug, OP, p.key, implementation='mosaic_gpu')

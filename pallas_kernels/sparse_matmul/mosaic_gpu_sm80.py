@@ -22,13 +22,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_kernels import _compat as compat
-from pallas_kernels import _device, formats
+from pallas_kernels import _device, formats, operand
 from pallas_kernels.mosaic import asm as ptx
 from pallas_kernels.mosaic import wgmma_sp
 from pallas_kernels.mosaic.sizes import ceil
-from pallas_kernels.sparse_matmul import operand, reference
+from pallas_kernels.sparse_matmul import reference
 
 Array = jax.Array
+ITEMSIZES = (2,)
 _PTX_TYPE = {'bfloat16': 'bf16', 'float16': 'f16'}
 
 
@@ -52,7 +53,7 @@ _BK = 64  # one metadata word a thread and 64 rows
 
 @functools.cache
 def build(m: int, n: int, k: int, dtype: jnp.dtype, out_dtype: jnp.dtype, c: Config) -> Callable[..., Array]:
-  """(values [M, K/2], words, b [N, K]) -> D [M, N] for sizes of whole tiles."""
+  """(values [M, K/2], metadata, b [N, K]) -> D [M, N] for sizes of whole tiles."""
   if m % c.bm or n % c.bn or k % _BK:
     raise ValueError(f'm={m}, n={n}, k={k} must be multiples of the tile {(c.bm, c.bn, _BK)}')
   lhs, rhs, sums = (f(dtype) for f in (plgpu.Layout.MMA_LHS, plgpu.Layout.MMA_RHS, plgpu.Layout.MMA_ACC))
@@ -72,9 +73,9 @@ def build(m: int, n: int, k: int, dtype: jnp.dtype, out_dtype: jnp.dtype, c: Con
   def kernel(values, metadata, b, out):
     row, column = lax.axis_index('row'), lax.axis_index('column')
 
-    def body(_, a_smem, words_smem, b_smem, accumulator):
+    def body(_, a_smem, metadata_smem, b_smem, accumulator):
       a = plgpu.load(a_smem, layout=lhs)
-      return multiply(accumulator, a, words_smem, plgpu.load(b_smem.T, layout=rhs))
+      return multiply(accumulator, a, metadata_smem, plgpu.load(b_smem.T, layout=rhs))
 
     def spec(shape, index, transforms=()):
       return plgpu.BlockSpec(
@@ -97,12 +98,12 @@ def build(m: int, n: int, k: int, dtype: jnp.dtype, out_dtype: jnp.dtype, c: Con
   ))
 
 
-def _multiply(c: Config, dtype: jnp.dtype, accumulator: Any, a: Any, words: Any, b: Any) -> Any:
+def _multiply(c: Config, dtype: jnp.dtype, accumulator: Any, a: Any, metadata: Any, b: Any) -> Any:
   """One K step: two mma.sp an m16n8 tile, selectors 0 and 1 of the same metadata word."""
   thread = compat.arith.remui(compat.utils.thread_idx(), compat.utils.c(128, _i32()))
   at = compat.arith.index_cast(compat.ir.IndexType.get(), thread)
-  metadata = [
-    ptx.extract(compat.vector.load(compat.ir.VectorType.get((1,), _i32()), words, [_index(i), _index(0), at]))
+  words = [
+    ptx.extract(compat.vector.load(compat.ir.VectorType.get((1,), _i32()), metadata, [_index(i), _index(0), at]))
     for i in range(c.bm // 64)
   ]
   accumulator = accumulator.copy()
@@ -117,7 +118,7 @@ def _multiply(c: Config, dtype: jnp.dtype, accumulator: Any, a: Any, words: Any,
         for half in range(2)
         for r in b[step * 32 + half * 16 : step * 32 + (half + 1) * 16, columns].registers.flat
       ]
-      total = _mma(_PTX_TYPE[dtype.name], left, right, total, metadata[i], step)
+      total = _mma(_PTX_TYPE[dtype.name], left, right, total, words[i], step)
     accumulator[rows, columns] = ptx.from_floats(total, tile)
   return accumulator
 

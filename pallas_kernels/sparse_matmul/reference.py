@@ -5,10 +5,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import formats
+from pallas_kernels import formats, operand
 from pallas_kernels._program import one_program
 from pallas_kernels.activations import ACTIVATIONS
-from pallas_kernels.sparse_matmul import operand
 
 Array = jax.Array
 

@@ -25,7 +25,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
   """What `tune sparse_matmul` takes."""
   arg_specs.arguments(parser)
   parser.add_argument('--tuned', type=pathlib.Path, default=_records.TUNED, help='folder of tuned records')
-  parser.add_argument('--backends', nargs='+', default=['mosaic_gpu', 'cusparselt'], help='whose settings are searched')
+  parser.add_argument('--backends', nargs='+', default=['sparse', 'cusparselt'], help='whose settings are searched')
   parser.add_argument('--processes', type=int, default=4, help='that compile (default: %(default)s)')
   parser.add_argument('--seconds', type=float, default=3600.0, help='after which no problem is begun')
   parser.add_argument('--missing', action='store_true', help='only what this GPU has no record of')
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
 def tune(
   selection: str | Sequence[arg_specs.Spec],
   folder: pathlib.Path = _records.TUNED,
-  backends: Sequence[str] = ('mosaic_gpu', 'cusparselt'),
+  backends: Sequence[str] = ('sparse', 'cusparselt'),
   alone: contextlib.AbstractContextManager[Any] | None = None,
 ) -> None:
   """Writes `tuned/<device>/sparse_matmul.json` for a selection of specs, each as soon as it is known.
@@ -48,17 +48,18 @@ def tune(
   Args:
     selection: a key of `SELECTIONS`, or specs.
     folder: of the records.
-    backends: whose settings are searched. If 'mosaic_gpu' is left out, its best known setting takes part all the same;
-      where that kernel does not run, the one setting of 'mosaic_gpu_sm80' does. Older rows of settings that are not
-      timed now stay in the record.
+    backends: whose settings are searched: 'sparse', this package's kernel for the GPU, which may be named as well, and
+      'cusparselt'. If the kernel is left out, its best known setting takes part all the same. Older rows of settings
+      that are not timed now stay in the record.
     alone: entered while the GPU or the record is used, not while the kernels are compiled, which takes a core longer:
       a lock that processes which tune different problems share.
   """
   device = _device.current()
+  search = not {'sparse', _own_kernel.name(device)}.isdisjoint(backends)
   path = folder / device.slug / f'{OP}.json'
   for p, _ in _prepared.unique(SELECTIONS[selection] if isinstance(selection, str) else selection):
     laps = [time.monotonic()]
-    compiled = _own_kernel.compiled(p, device, _own_kernel.settings(p, device, folder, 'mosaic_gpu' in backends))
+    compiled = _own_kernel.compiled(p, device, _own_kernel.settings(p, device, folder, search))
     laps.append(time.monotonic())
     with alone or contextlib.nullcontext():
       laps.append(time.monotonic())

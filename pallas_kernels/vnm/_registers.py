@@ -25,7 +25,7 @@ def panels_of(bn: int) -> int:
 
 
 def blocks(s: wgmma.Shape) -> wgmma.Blocks:
-  """Like `wgmma_sp.blocks` for 64 rows, but `step` takes (accumulator, words ref, A ref, a ref of B a panel)."""
+  """Like `wgmma_sp.blocks` for 64 rows, but `step` takes (accumulator, metadata ref, A ref, a ref of B a panel)."""
   panels = panels_of(s.bn)
   columns, per_panel = s.bn // panels, s.bn // panels // 2
   a_ref = plgpu.RefType(wgmma.transforms(s.a_swizzle, s.width))
@@ -118,8 +118,8 @@ def standins(s: wgmma.Shape) -> wgmma.Blocks:
   panels = panels_of(s.bn)
   panel = wgmma.standins(dataclasses.replace(s, bn=s.bn // panels))
 
-  def step(accumulator, words, a, *b):
+  def step(accumulator, metadata, a, *b):
     parts = jnp.split(accumulator, panels, axis=1)
-    return jnp.concatenate([panel.step(x, words[...], None, a, y) for x, y in zip(parts, b, strict=True)], axis=1)
+    return jnp.concatenate([panel.step(x, metadata[...], None, a, y) for x, y in zip(parts, b, strict=True)], axis=1)
 
   return dataclasses.replace(wgmma.standins(s), step=step)

@@ -7,7 +7,7 @@ from jax import Array
 import jax.numpy as jnp
 
 from pallas_kernels import _device, _dispatch, _records
-from pallas_kernels.sparse_matmul.operand import SparseOperand
+from pallas_kernels.operand import SparseOperand
 from pallas_kernels.vnm.format import check, check_blocks, CompressedVNM, VNMOperand
 
 OP = 'vnm_matmul'
@@ -69,10 +69,11 @@ def vnm_matmul(
       columns or index cannot be is refused, too; of a traced `CompressedVNM` that is an error under `checkify`.
 
   >>> import jax.numpy as jnp
-  >>> from pallas_kernels import vnm
+  >>> from pallas_kernels.vnm.format import compress
+  >>> from pallas_kernels.vnm.reference import vnm_mask
   >>> from pallas_kernels.vnm.api import vnm_matmul
   >>> x = jnp.arange(16.0).reshape(2, 8)
-  >>> a = vnm.compress(x, vnm.vnm_mask(x, v=2, m=8), v=2, m=8)
+  >>> a = compress(x, vnm_mask(x, v=2, m=8), v=2, m=8)
   >>> vnm_matmul(a, jnp.ones((8, 1))).tolist()
   [[13.0], [29.0]]
   """

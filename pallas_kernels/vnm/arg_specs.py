@@ -10,7 +10,7 @@ from jax import Array
 import jax.numpy as jnp
 
 from pallas_kernels import formats
-from pallas_kernels.sparse_matmul.operand import to_operand
+from pallas_kernels.operand import to_operand
 from pallas_kernels.vnm.format import VNMOperand
 
 PATTERNS = ((128, 8), (128, 16), (64, 8), (64, 16))

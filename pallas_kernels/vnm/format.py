@@ -16,8 +16,8 @@ import numpy as np
 
 from pallas_kernels import formats
 from pallas_kernels._program import one_program
-from pallas_kernels.sparse_matmul.operand import check_layout, from_operand, SparseOperand, to_operand
-from pallas_kernels.sparse_matmul.operand import check_operand as check_operand_24
+from pallas_kernels.operand import check_layout, from_operand, SparseOperand, to_operand
+from pallas_kernels.operand import check_operand as check_operand_24
 
 KEPT = 4  # columns of each M; two entries of them are what sparse tensor cores take
 
@@ -35,9 +35,9 @@ class CompressedVNM:
     m: M.
 
   >>> import jax.numpy as jnp
-  >>> from pallas_kernels import vnm
+  >>> from pallas_kernels.vnm.format import compress
   >>> x = jnp.zeros((2, 8)).at[:, 4:8].set(jnp.array([[1.0, 2.0, 0.0, 0.0], [0.0, 0.0, 3.0, 4.0]]))
-  >>> c = vnm.compress(x, x != 0, v=2, m=8)
+  >>> c = compress(x, x != 0, v=2, m=8)
   >>> c.values.tolist(), c.columns.tolist(), (c.v, c.m)
   ([[1.0, 2.0], [3.0, 4.0]], [[4, 5, 6, 7]], (2, 8))
   """

@@ -11,6 +11,7 @@ and what was tried.
 """
 
 from collections.abc import Callable
+import dataclasses
 import functools
 from typing import Any
 
@@ -21,11 +22,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_kernels import _compat as compat
-from pallas_kernels import _device, _records
+from pallas_kernels import _device, _records, operand
 from pallas_kernels.mosaic import wgmma_sp
 from pallas_kernels.mosaic.once import once
 from pallas_kernels.mosaic.sizes import ceil, CONSUMERS
-from pallas_kernels.sparse_matmul import operand
 from pallas_kernels.vnm import _gather, _registers
 from pallas_kernels.vnm._problem import (
   BK,
@@ -45,7 +45,7 @@ Array = jax.Array
 
 @functools.cache
 def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False) -> Callable[..., tuple[Array, ...]]:
-  """The kernel for one problem: a function (values [m, k/2], words, rows int32 [m/v, k], b [depth, n]) -> (D,).
+  """The kernel for one problem: a function (values [m, k/2], metadata, rows int32 [m/v, k], b [depth, n]) -> (D,).
 
   Args:
     p: the problem; n and k are multiples of 64, two of them at least.
@@ -61,7 +61,7 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
   ctas = max(1, min(c.ctas or num_sms, num_sms, tiles))
   # A launch of few CTAs may leave SM 0 out.
   by_gpc = c.places == 'gpc' and tiles >= (c.ctas or num_sms)
-  tile_words = tile_m // 64
+  metadata_tile = tile_m // 64
   a_swizzle, b_swizzle = BK // 2 * 2, 128
   # The last tile of columns is as narrow as its columns allow.
   left_over = p.n - (n_tiles - 1) * c.tile_n
@@ -97,7 +97,7 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
     out_smem=plgpu.SMEM(
       (CONSUMERS, c.slots, *out_block), p.out_dtype, transforms=wgmma_sp.transforms(out_swizzle, p.out_dtype.itemsize)
     ),
-    words_smem=plgpu.SMEM((stages, tile_words, 1, 128), jnp.uint32),
+    metadata_smem=plgpu.SMEM((stages, metadata_tile, 1, 128), jnp.uint32),
     # A and its positions by TMA; B's rows arrive at barriers of their own.
     full=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
     landed=gather.barriers(stages),
@@ -109,7 +109,7 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
   def kernel(values, metadata, rows, b, out):
     begun: Any = pl.get_global(plgpu.SemaphoreType.REGULAR((1,))) if by_gpc else None
 
-    def scope(a_smem, b_smem, out_smem, words_smem, full, landed, empty, first=None):
+    def scope(a_smem, b_smem, out_smem, metadata_smem, full, landed, empty, first=None):
       gather.start(landed)
       warpgroup, first_tile = lax.axis_index('warpgroup'), lax.axis_index('cta')
       if by_gpc:
@@ -145,7 +145,8 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
               barrier=full.at[slot],
             )
             plgpu.copy_gmem_to_smem(
-              metadata.at[pl.ds(mi * tile_words, tile_words), pl.ds(k, 1)], words_smem.at[slot], barrier=full.at[slot]
+              metadata.at[pl.ds(mi * metadata_tile, metadata_tile), pl.ds(k, 1)], metadata_smem.at[slot],
+              barrier=full.at[slot],
             )
             by_width(ni, lambda bn, ops, gather: gather.copy(
               index, rows, block, k, b, ni * c.tile_n, b_smem.at[slot], landed.at[slot]
@@ -176,13 +177,13 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
           mi, ni = tile_of(turn)
 
           def tile(bn, ops, gather):
-            result = product(bn, ops, gather, first)
+            result = matmul(bn, ops, gather, first)
             store(result, bn, mi * tile_m + down * c.rows, ni * c.tile_n + part * bn)
 
           by_width(ni, tile)
           return first + k_steps
 
-        def product(bn, ops, gather, first):
+        def matmul(bn, ops, gather, first):
           def b_of(slot, column=0, columns=bn):
             return b_smem.at[slot, part] if columns == c.bn else b_smem.at[slot, part, :, pl.ds(column, columns)]
 
@@ -194,13 +195,13 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
               plgpu.barrier_wait(full.at[slot])
               gather.wait(landed.at[slot], lax.rem(lax.div(at, stages), 2))
               a = a_smem.at[slot, pl.ds(down * c.rows, c.rows)]
-              positions = words_smem.at[slot, pl.ds(down * (c.rows // 64), c.rows // 64)]
+              positions = metadata_smem.at[slot, pl.ds(down * (c.rows // 64), c.rows // 64)]
               if in_registers:
                 columns = bn // _registers.panels_of(bn)
                 panels = [b_of(slot, j, columns) for j in range(0, bn, columns)]
                 accumulator, now = ops.step(accumulator, positions, a, *panels), held
               else:
-                now = ops.load_words(positions)
+                now = ops.load_metadata(positions)
                 accumulator = ops.step(accumulator, now, held, a, b_of(slot))
               if c.delay:
                 # The wait inside `step` completed the step before.
@@ -212,7 +213,7 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
               held = now
             return accumulator, held
 
-          carry = lax.fori_loop(0, k_steps // UNROLL, steps, (ops.zeros(), ops.no_words()))
+          carry = lax.fori_loop(0, k_steps // UNROLL, steps, (ops.zeros(), ops.no_metadata()))
           last = lax.rem(first + k_steps - 1, stages)
           result = ops.finish(*carry, b_of(last))
           if c.delay:
@@ -313,6 +314,20 @@ def vnm_matmul(
     operand.pad_to(b, (b.shape[0], wide)),
   )
   return d[:m, :n] if out_layout == 'mn' else d[:n, :m]
+
+
+def settings(v: int) -> list[Config]:
+  """Those that are worth timing for blocks of `v` rows."""
+  best = default_config(v)
+  change = dataclasses.replace
+  if v % 128:
+    # Places by launch are not among them: a program repeated alone may keep a good launch, a training step does not.
+    return [best, change(best, stages=2, delay=0), change(best, band=16), change(best, band=64)]
+  if v % 256 == 0:
+    return [best, change(best, delay=0)]
+  placed = [change(best, band=band, slots=slots) for band in (32, 64) for slots in (1, 2)]
+  by_launch = [change(best, places='launch', band=32, slots=slots) for slots in (1, 2)]
+  return [*placed, *by_launch, Config(slots=2), Config(places='gpc', slots=2)]
 
 
 def _tuned_config(a: VNMOperand, n: int, out_layout: str, device: _device.Device) -> Config | None:

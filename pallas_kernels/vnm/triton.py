@@ -14,7 +14,7 @@ from jax import Array
 import jax.numpy as jnp
 
 from pallas_kernels import _triton
-from pallas_kernels.sparse_matmul.operand import check_layout, metadata_shape, SparseOperand
+from pallas_kernels.operand import check_layout, metadata_shape, SparseOperand
 from pallas_kernels.vnm import _dense, _rows, _transpose
 from pallas_kernels.vnm.format import check_groups, VNMOperand
 

@@ -1,11 +1,11 @@
 """Sparse from start to end at one density: RigL, SET, and a static mask, which are settings of one projection."""
 
-from typing import Literal
 
 from sparse24_jax.density import CosineDecay
 from sparse24_jax.policy import DotPolicy
 from sparse24_jax.projections import dynamic_sparse
 from sparse24_jax.recipe import Recipe, Rule
+from sparse24_jax.topology import Distribution
 
 
 def rigl(
@@ -15,7 +15,7 @@ def rigl(
   total_steps: int,
   drop_fraction: float = 0.3,
   stop: float = 0.75,
-  distribution: Literal['uniform', 'erdos_renyi'] = 'erdos_renyi',
+  distribution: Distribution = 'erdos_renyi',
   refresh_every: int = 100,
   seed: int = 0,
 ) -> Recipe:
@@ -59,7 +59,7 @@ def set_(
   *,
   density: float,
   drop_fraction: float = 0.3,
-  distribution: Literal['uniform', 'erdos_renyi'] = 'erdos_renyi',
+  distribution: Distribution = 'erdos_renyi',
   refresh_every: int = 100,
   seed: int = 0,
 ) -> Recipe:
@@ -89,7 +89,7 @@ def set_(
 
 
 def static(
-  path: str, *, density: float, distribution: Literal['uniform', 'erdos_renyi'] = 'erdos_renyi', seed: int = 0
+  path: str, *, density: float, distribution: Distribution = 'erdos_renyi', seed: int = 0
 ) -> Recipe:
   """One random mask, kept from start to end.
 

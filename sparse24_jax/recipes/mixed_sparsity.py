@@ -8,6 +8,7 @@ from sparse24_jax.density import check_ramp, CosineDecay, DensitySchedule, Stage
 from sparse24_jax.policy import DotPolicy
 from sparse24_jax.projections import dynamic_sparse
 from sparse24_jax.recipe import Phase, Recipe, Rule
+from sparse24_jax.topology import Distribution, Structure
 
 
 def mixed_sparsity(
@@ -21,8 +22,8 @@ def mixed_sparsity(
   restoration_ramp: Literal['once', 'linear', 'cubic'] = 'once',
   drop_fraction: float = 0.3,
   random_share: float = 0.25,
-  distribution: Literal['uniform', 'erdos_renyi'] = 'erdos_renyi',
-  structure: Literal['2:4', 'transposable'] | None = None,
+  distribution: Distribution = 'erdos_renyi',
+  structure: Structure | None = None,
   mvue_path: str | None = None,
   attention: Attention = None,
   refresh_every: int = 100,

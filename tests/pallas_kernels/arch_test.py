@@ -1,19 +1,27 @@
-"""A generation is one value: which kernels it has, what 'sparse' means there, and in which order positions are read."""
+"""A generation is one value: which kernels it has, and what 'sparse' means there. Orders of positions do not mix."""
 
+import contextlib
 import dataclasses
+import io
+import pathlib
 import sys
+import tempfile
 import types
 from unittest import mock
 
 from absl.testing import absltest, parameterized
+import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _device, _dispatch, _records, arch, vnm
+from pallas_kernels import _checks, _device, _dispatch, _records, _tuning, arch, operand
 from pallas_kernels.pack.api import soft_threshold_pack
-from pallas_kernels.sparse_matmul import _own_kernel, api, mosaic_gpu, mosaic_gpu_sm80, operand, reference
+from pallas_kernels.sparse_matmul import _own_kernel, api, check, mosaic_gpu, mosaic_gpu_sm80, reference
 from pallas_kernels.vnm import api as vnm_api
+from pallas_kernels.vnm import arg_specs, tune
 from pallas_kernels.vnm import mosaic_gpu as vnm_mosaic_gpu
-from pallas_kernels.vnm.format import to_vnm_operand
+from pallas_kernels.vnm import reference as vnm_reference
+from pallas_kernels.vnm.format import compress, to_vnm_operand
+from pallas_kernels.vnm.reference import vnm_mask
 from sparse24_jax import plan
 from tests import targets
 from tests.pallas_kernels import triton_interpreter
@@ -33,7 +41,6 @@ class ArchTest(parameterized.TestCase):
     self.assertEqual(found.capability, capability)
     self.assertEqual((found.kernel('sparse_matmul'), found.kernel('vnm_matmul')), (of_weights, of_blocks))
     self.assertEqual(found.float8, float8)
-    self.assertEqual(found.layout is None, of_weights is None)
     self.assertEqual(found.sparse_instruction is None, of_weights is None)
 
   @parameterized.parameters(*arch.ARCHS)
@@ -61,7 +68,7 @@ def _operand():
 
 def _blocks():
   x = jnp.arange(128.0 * 64).reshape(128, 64).astype(_BF16)
-  return to_vnm_operand(vnm.compress(x, vnm.vnm_mask(x, v=64, m=8), v=64, m=8))
+  return to_vnm_operand(compress(x, vnm_mask(x, v=64, m=8), v=64, m=8))
 
 
 class LayoutTest(parameterized.TestCase):
@@ -105,45 +112,90 @@ class LayoutTest(parameterized.TestCase):
       )
 
 
+B200 = _device.Device('NVIDIA B200', 'gpu', (10, 0), 148)
+
+
+def _only_here(f):
+  """A stand-in of a kernel that runs on the next generation alone, and the settings with which it was called."""
+  called = []
+
+  def kernel(*args, config=None, device=None, **kwargs):
+    if (device or _device.current()).arch.sparse_instruction != 'tcgen05':
+      raise NotImplementedError('needs tcgen05')
+    called.append(config)
+    return f(*args, **kwargs)
+
+  return kernel, called
+
+
 class NextGenerationTest(absltest.TestCase):
-  """What `README.md` lists is enough: an `Arch`, a module with `Config` and the op, and its line in `BACKENDS`."""
+  """What `README.md` lists is enough: an `Arch`, a module with the op and its settings, and its line in `BACKENDS`."""
+
+  def setUp(self):
+    super().setUp()
+    generation = arch.Arch(
+      'sm_100a', (10, 0), sparse_instruction='tcgen05', kernels={api.OP: 'tcgen05', vnm_api.OP: 'tcgen05'}, float8=True
+    )
+    self.enter_context(mock.patch.object(arch, 'ARCHS', (*arch.ARCHS, generation)))
+
+  def _add(self, package, backends, **names):
+    module = types.ModuleType(f'pallas_kernels.{package}.tcgen05')
+    module.Config = dataclasses.make_dataclass('Config', [('stages', int, 2)], frozen=True)
+    vars(module).update(names)
+    self.enter_context(mock.patch.dict(sys.modules, {module.__name__: module}))
+    self.enter_context(mock.patch.dict(backends, tcgen05=f'{module.__name__}:{next(iter(names))}'))
+    return module
 
   def test_its_kernel_is_reached(self):
-    b200 = _device.Device('NVIDIA B200', 'gpu', (10, 0), 148)
-    generation = arch.Arch(
-      'sm_100a', (10, 0), sparse_instruction='tcgen05', layout=arch.REGISTER_ORDER, kernels={api.OP: 'tcgen05'},
-      float8=True,
-    )  # fmt: skip
-    module = types.ModuleType('pallas_kernels.sparse_matmul.tcgen05')
-    module.Config = dataclasses.make_dataclass('Config', [], frozen=True)
-    called = []
-
-    def by_reference(*args, config=None, device=None, **kwargs):
-      if (device or _device.current()).arch.sparse_instruction != 'tcgen05':
-        raise NotImplementedError('needs tcgen05')
-      called.append(config)
-      return reference.sparse_matmul(*args, **kwargs)
-
-    module.sparse_matmul = by_reference
+    kernel, called = _only_here(reference.sparse_matmul)
+    module = self._add('sparse_matmul', api.BACKENDS, sparse_matmul=kernel, ITEMSIZES=(2,))
     a, b = _operand(), jnp.ones((8, 64), _BF16)
+    with self.assertRaisesRegex(ValueError, 'tcgen05: needs tcgen05'):
+      api.sparse_matmul(a, b, implementation='tcgen05')
+    with mock.patch.object(_device, 'current', lambda: B200):
+      self.assertEqual(api.sparse_matmul(a, b, implementation='sparse').shape, (64, 8))
+      for other in ('mosaic_gpu', 'mosaic_gpu_sm80'):
+        with self.assertRaisesRegex(ValueError, r'NVIDIA B200 has \(10, 0\)'):
+          api.sparse_matmul(a, b, implementation=other)
+      self.assertEqual(plan.backend_of('sparse'), 'tcgen05')  # of layers
+    self.assertEqual({*called}, {None})
+    self.assertEqual(_own_kernel.name(B200), 'tcgen05')
+    p = mosaic_gpu.Problem(64, 8, 64, _BF16, _BF16, _BF16, 'nk', 'mn')
+    ((config, _),) = _own_kernel.compiled(p, B200, _own_kernel.settings(p, B200, _records.TUNED, True))  # by `tune`
+    self.assertEqual(config, module.Config())
+    self.assertEqual(called[-1], config)
+
+  def test_the_check_at_first_use_asks_for_what_it_takes(self):
+    kernel, _ = _only_here(reference.sparse_matmul)
+    self._add('sparse_matmul', api.BACKENDS, sparse_matmul=kernel, ITEMSIZES=(2,))
+    key = dict(m=2**10, n=2**10, k=2**10, dtype='bfloat16', out_dtype='bfloat16', b_layout='nk', out_layout='nm')
+    with mock.patch.object(_checks, 'outcome', return_value={}) as checked:
+      self.assertEqual(check.outcome(B200, key), {})
+      self.assertIsNone(check.outcome(B200, key | dict(dtype='float8_e4m3fn')))
+    self.assertEqual(checked.call_args.args[:4], (B200, api.OP, key, []))
+
+  def test_its_settings_of_blocks_are_tuned(self):
+    kernel, called = _only_here(vnm_reference.vnm_matmul)
+    module = self._add('vnm', vnm_api.MATMULS, vnm_matmul=kernel, default_config=lambda v: module.Config(v // 64))
+    module.settings = lambda v: [module.Config(1), module.Config(2)]
+    folder = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
+
+    def times(f, args, iterations):
+      jax.block_until_ready(f(*args))
+      return [1.0 if isinstance(args[0], jax.Array) else 0.5] * iterations
+
+    def dense(wide):  # a CPU multiplies bfloat16 in few layouts
+      return {'plain': lambda a, b: jnp.dot(a.astype(jnp.float32), b.astype(jnp.float32)).astype(a.dtype)}
+
     with (
-      mock.patch.object(arch, 'ARCHS', (*arch.ARCHS, generation)),
-      mock.patch.dict(sys.modules, {module.__name__: module}),
-      mock.patch.dict(api.BACKENDS, tcgen05=f'{module.__name__}:sparse_matmul'),
+      mock.patch.object(_device, 'current', lambda: B200), mock.patch.object(_device, 'environment', dict),
+      mock.patch.object(_tuning, 'times_ms', times), mock.patch.object(_tuning.time, 'sleep', lambda s: None),
+      mock.patch.object(tune, 'dense_ways', dense), contextlib.redirect_stdout(io.StringIO()),
     ):
-      with self.assertRaisesRegex(ValueError, 'tcgen05: needs tcgen05'):
-        api.sparse_matmul(a, b, implementation='tcgen05')
-      with mock.patch.object(_device, 'current', lambda: b200):
-        self.assertEqual(api.sparse_matmul(a, b, implementation='sparse').shape, (64, 8))
-        for other in ('mosaic_gpu', 'mosaic_gpu_sm80'):
-          with self.assertRaisesRegex(ValueError, r'NVIDIA B200 has \(10, 0\)'):
-            api.sparse_matmul(a, b, implementation=other)
-        self.assertEqual(plan.backend_of('sparse'), 'tcgen05')  # of layers
-        self.assertEqual(_own_kernel.name(b200), 'tcgen05')
-        p = mosaic_gpu.Problem(64, 8, 64, _BF16, _BF16, _BF16, 'nk', 'mn')
-        ((config, _),) = _own_kernel.compiled(p, b200, _own_kernel.settings(p, b200, _records.TUNED, True))  # by `tune`
-        self.assertEqual(config, module.Config())
-    self.assertTrue(called)
+      self.assertEqual(tune.tune(arg_specs.Spec(64, 8, (128, 256, 128)), folder), 0)
+    (entry,) = _records.entries_of(folder / B200.slug / f'{vnm_api.OP}.json')
+    self.assertEqual(entry['choice']['implementation'], 'tcgen05')
+    self.assertCountEqual(called, [module.Config(1), module.Config(2)])
 
 
 if __name__ == '__main__':

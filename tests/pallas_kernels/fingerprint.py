@@ -62,7 +62,8 @@ def mosaic_cases() -> Cases:
 
 
 def _sparse_ptx(key, config, *, activation=None, keep_preactivation=False, bias=False) -> str:
-  from pallas_kernels.sparse_matmul import mosaic_gpu, operand
+  from pallas_kernels import operand
+  from pallas_kernels.sparse_matmul import mosaic_gpu
 
   m, n, k, dtype = key['m'], key['n'], key['k'], jnp.dtype(key['dtype'])
 
@@ -79,7 +80,7 @@ def _sparse_ptx(key, config, *, activation=None, keep_preactivation=False, bias=
 
 
 def _vnm_ptx(key, config) -> str:
-  from pallas_kernels.sparse_matmul.operand import SparseOperand
+  from pallas_kernels.operand import SparseOperand
   from pallas_kernels.vnm import format as fmt
   from pallas_kernels.vnm import mosaic_gpu
 
@@ -103,7 +104,8 @@ def warp_cases(target: str) -> Cases:
   """The `mma.sp` kernel: it has one setting."""
 
   def ptx(dtype: jnp.dtype, plain: bool) -> str:
-    from pallas_kernels.sparse_matmul import mosaic_gpu_sm80, operand
+    from pallas_kernels import operand
+    from pallas_kernels.sparse_matmul import mosaic_gpu_sm80
 
     m, n, k = 500, 300, 260
 

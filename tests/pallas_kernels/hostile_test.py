@@ -9,12 +9,13 @@ from jax.experimental import checkify
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import formats, vnm
+from pallas_kernels import formats, operand
 from pallas_kernels.prune.reference import magnitude_mask
-from pallas_kernels.sparse_matmul import operand
 from pallas_kernels.sparse_matmul.api import sparse_matmul
 from pallas_kernels.vnm import api
 from pallas_kernels.vnm import format as fmt
+from pallas_kernels.vnm.format import compress
+from pallas_kernels.vnm.reference import vnm_mask
 
 _BF16 = jnp.bfloat16
 
@@ -26,7 +27,7 @@ def _compressed(m=6, k=20):
 
 def _blocks():
   x = jnp.asarray(np.random.default_rng(0).standard_normal((8, 32)), jnp.float32).astype(_BF16)
-  return vnm.compress(x, vnm.vnm_mask(x, v=4, m=8), v=4, m=8)
+  return compress(x, vnm_mask(x, v=4, m=8), v=4, m=8)
 
 
 def _put(array, at, value):

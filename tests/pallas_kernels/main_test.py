@@ -27,7 +27,6 @@ class CommandTest(parameterized.TestCase):
     ('verify --implementation cusparselt', "invalid choice: 'cusparselt' (choose from"),
     ('tune sparse_matmul', "tune runs on a GPU, and JAX finds 'cpu' here"),
     ('tune sparse_attention', 'tune sparse_attention: nothing to tune: its tiles follow'),
-    ('tune transposable_mask', 'tune `pack`'),
     ('bench vnm_matmul', 'bench vnm_matmul: run `python -m experiments.bench.neuron_level`'),
     ('tune vnm_matmul', "tune runs on a GPU, and JAX finds 'cpu' here"),
     ('bench sparse_matmul', "bench runs on a GPU, and JAX finds 'cpu' here"),

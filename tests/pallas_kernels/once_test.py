@@ -15,9 +15,9 @@ import pytest
 
 pytest.importorskip('triton')
 
-from pallas_kernels import _compat, _device, _kept, _triton
+from pallas_kernels import _compat, _device, _kept, _triton, operand
 from pallas_kernels.pack import triton as pack
-from pallas_kernels.sparse_matmul import mosaic_gpu, operand
+from pallas_kernels.sparse_matmul import mosaic_gpu
 from pallas_kernels.vnm import mosaic_gpu as vnm_mosaic_gpu
 from pallas_kernels.vnm.format import VNMOperand
 from tests import targets

@@ -11,10 +11,10 @@ import pytest
 
 pytest.importorskip('triton')
 
-from pallas_kernels import _device
+from pallas_kernels import _device, operand
 from pallas_kernels.ffi import cusparselt as library
 from pallas_kernels.pack import triton as pack
-from pallas_kernels.sparse_matmul import cusparselt, mosaic_gpu, mosaic_gpu_sm80, operand
+from pallas_kernels.sparse_matmul import cusparselt, mosaic_gpu, mosaic_gpu_sm80
 from pallas_kernels.vnm import mosaic_gpu as vnm_mosaic_gpu
 from pallas_kernels.vnm.format import VNMOperand
 from tests import targets

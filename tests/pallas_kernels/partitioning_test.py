@@ -12,11 +12,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import numpy as np
 import pytest
 
-from pallas_kernels import _dispatch, _partitioning, _triton, formats
+from pallas_kernels import _dispatch, _partitioning, _triton, formats, operand
 from pallas_kernels._partitioning import Rule
 from pallas_kernels.pack import api as pack
-from pallas_kernels.sparse_matmul import api, operand
-from pallas_kernels.transposable_mask import api as transposable_mask
+from pallas_kernels.sparse_matmul import api
 from pallas_kernels.vnm import api as vnm
 
 BF16 = jnp.bfloat16
@@ -153,9 +152,9 @@ class PackTest(parameterized.TestCase):
       mock.patch.object(pack, 'candidates', lambda *_: ['triton']),
       mock.patch.object(pack, '_backends', lambda op: backends),
     ):
-      compiled = jax.jit(transposable_mask.transposable_mask).lower(put(w, on, None, 'd', 't')).compile()
+      compiled = jax.jit(pack.transposable_mask).lower(put(w, on, None, 'd', 't')).compile()
     found = compiled(put(w, on, None, 'd', 't'))
-    np.testing.assert_array_equal(np.asarray(found), np.asarray(transposable_mask.reference.transposable_mask(w)))
+    np.testing.assert_array_equal(np.asarray(found), np.asarray(pack.search.transposable_mask(w)))
     self.assertEqual(exchanges(compiled.as_text()), {})
     self.assertTrue(found.sharding.is_equivalent_to(NamedSharding(on, PartitionSpec(None, 'd', 't')), 3))
 

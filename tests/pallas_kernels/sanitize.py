@@ -30,18 +30,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.runs.environment import environment, without_folders
-from pallas_kernels import formats, vnm
+from pallas_kernels import formats
 from pallas_kernels.gated_activation import api as gated_activation
+from pallas_kernels.operand import to_operand
 from pallas_kernels.pack import api as pack
 from pallas_kernels.quantize import api as quantize
 from pallas_kernels.sparse_attention.api import Pattern, sparse_attention
-from pallas_kernels.sparse_matmul import to_operand, verify
+from pallas_kernels.sparse_matmul import verify
 from pallas_kernels.sparse_matmul.mosaic_gpu import sparse_matmul
-from pallas_kernels.transposable_mask import api as transposable_mask
 from pallas_kernels.transposable_mask import reference as reference_mask
 from pallas_kernels.vnm import api as vnm_api
 from pallas_kernels.vnm import mosaic_gpu as vnm_kernel
-from pallas_kernels.vnm.format import to_vnm_operand
+from pallas_kernels.vnm.format import compress, to_vnm_operand
+from pallas_kernels.vnm.reference import vnm_mask
 from tests.pallas_kernels.on_a_gpu import assert_same_bits, check, draw
 
 TOOLS = ('memcheck', 'racecheck')
@@ -70,7 +71,7 @@ def packers() -> None:
   for axis in (-1, -2):
     check(pack.soft_threshold_pack, w, jnp.float32(1.48), axis=axis)
   check(pack.mvue_pack, w, KEY)
-  mask = jax.jit(transposable_mask.transposable_mask)(w)
+  mask = jax.jit(pack.transposable_mask)(w)
   np.testing.assert_array_equal(mask, jax.jit(reference_mask.transposable_mask)(w))
 
 
@@ -118,7 +119,7 @@ def vnm_ops() -> None:
   for v, m in ((64, 8), (128, 16)):
     x = jax.random.randint(KEY, (256, 512), -9, 10).astype(jnp.bfloat16)
     b = jax.random.normal(KEY, (512, 200), jnp.bfloat16)
-    good = to_vnm_operand(vnm.compress(x, vnm.vnm_mask(x, v=v, m=m), v=v, m=m))
+    good = to_vnm_operand(compress(x, vnm_mask(x, v=v, m=m), v=v, m=m))
     bad = dataclasses.replace(good, rows=good.rows.at[0, 1].set(-5).at[-1, 6].set(10**9))
     last = dataclasses.replace(good, rows=good.rows.at[0, 1].set(511).at[-1, 6].set(511))
     matmul = jax.jit(functools.partial(vnm_kernel.vnm_matmul, out_dtype=jnp.bfloat16, out_layout='mn'))

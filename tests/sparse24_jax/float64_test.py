@@ -14,10 +14,10 @@ import pytest
 from pallas_kernels import formats
 from pallas_kernels.gated_activation import api as gated_activation
 from pallas_kernels.pack import api as pack
+from pallas_kernels.pack.api import transposable_mask
 from pallas_kernels.quantize import api as quantize
 from pallas_kernels.sparse_attention.api import Pattern, sparse_attention
 from pallas_kernels.sparse_matmul.api import sparse_matmul
-from pallas_kernels.transposable_mask.api import transposable_mask
 import sparse24_jax as s24
 
 FST = s24.DotPolicy(s24.transposable(), input_grad='sparse', weight_grad='mvue')

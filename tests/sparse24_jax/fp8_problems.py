@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import formats
-from pallas_kernels.sparse_matmul.operand import from_operand
+from pallas_kernels.operand import from_operand
 import sparse24_jax as s24
 from sparse24_jax import linear_layer
 from tests import oracles

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import formats
-from pallas_kernels.sparse_matmul.operand import from_operand
+from pallas_kernels.operand import from_operand
 import sparse24_jax as s24
 from sparse24_jax import linear_layer
 from sparse24_jax.packing import pack

@@ -17,6 +17,7 @@ import pytest
 
 from experiments.bench import ffn, measure, train_step, twins
 from experiments.reports import speed
+from experiments.runs import recipes
 import sparse24_jax as s24
 from tests.experiments.fakes import compile_quickly
 
@@ -106,7 +107,7 @@ class RecordsTest(parameterized.TestCase):
 
   def test_a_named_implementation_reaches_what_chooses(self):
     for name, of in (('neuron_level_128x2x8_dense_neurons', 'activation'), ('s_ste', 'policy')):
-      rules = measure.with_implementation(twins.recipe_of(name), 'reference').rules
+      rules = recipes.with_implementation(twins.recipe_of(name), 'reference').rules
       self.assertEqual({getattr(rule, of).implementation for rule in rules}, {'reference'})
 
   def test_steps_by_their_dense_neurons(self):

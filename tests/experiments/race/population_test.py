@@ -8,9 +8,10 @@ from absl.testing import absltest
 import numpy as np
 import pytest
 
-from experiments.race import grid, population, table, tuned
+from experiments.race import grid, population, tuned
 from experiments.race.population import Outcome, Population
 from experiments.race.search import Trial
+from experiments.reports import race_table as table
 from experiments.runs import experiment, methods, train
 from tests.experiments.fakes import compile_quickly, FakeData, temp_folder
 

@@ -9,9 +9,10 @@ from absl.testing import absltest
 import pytest
 
 from experiments import __main__ as cli
-from experiments.race import table, tuned
+from experiments.race import tuned
 from experiments.race.search import Trial
-from experiments.reports import report
+from experiments.reports import compare, report
+from experiments.reports import race_table as table
 from experiments.runs import build, metrics, train
 from tests.experiments.fakes import compile_quickly, FakeData, temp_folder
 
@@ -45,7 +46,9 @@ class ComparisonTest(absltest.TestCase):
     settings = dict(experiment='nano', names=['dense', 'fst'], seeds=(3, 0), trials=5, tiny=True) | changes
     with mock.patch.object(train, 'train', side_effect=pretend) as trained, mock.patch('builtins.print') as said, \
          mock.patch.object(report, 'write_report') as reported:  # fmt: skip
-      tuned.Comparison(root / 'runs', root / 'records.jsonl', **settings).run()
+      comparison = tuned.Comparison(root / 'runs', root / 'records.jsonl', **settings)
+      comparison.run()
+      compare.report_tuned(comparison)
     return trained, said, reported
 
   def test_a_search_of_no_trials(self):

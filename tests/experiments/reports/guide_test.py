@@ -9,8 +9,8 @@ from pathlib import Path
 from absl.testing import absltest, parameterized
 
 from experiments import __main__ as cli
-from experiments.race import table
 from experiments.reports import guide
+from experiments.reports import race_table as table
 from tests.experiments.fakes import temp_folder
 
 

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from experiments import __main__ as cli
-from experiments.race import picture, table
 from experiments.reports import best_steps, claims, pages, papers, provenance, speed
+from experiments.reports import race_picture as picture
+from experiments.reports import race_table as table
 from experiments.runs.records import group
 from tests.experiments.fakes import temp_folder
 from tests.experiments.reports import prose

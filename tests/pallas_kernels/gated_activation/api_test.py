@@ -50,18 +50,19 @@ class GatedActivationTest(parameterized.TestCase):
     dz = api.activation_backward(z, z, activation=activation, gated=False)
     np.testing.assert_allclose(dz, vjp(z)[0], **CLOSE)
 
-  @parameterized.parameters(True, False)
+  @parameterized.parameters((True, 'bfloat16'), (False, 'bfloat16'), (False, 'float32'))
   @pytest.mark.few
-  def test_pack_samples_the_result(self, gated):
+  def test_pack_samples_the_result(self, gated, dtype):
     features, tokens, key = 32, 64, jax.random.key(2)
-    dh = jax.random.normal(jax.random.key(0), (tokens, features), jnp.bfloat16)
-    z = jax.random.normal(jax.random.key(1), (tokens, features * (2 if gated else 1)), jnp.bfloat16)
+    dh = jax.random.normal(jax.random.key(0), (tokens, features), dtype)
+    z = jax.random.normal(jax.random.key(1), (tokens, features * (2 if gated else 1)), dtype)
     made = jax.jit(functools.partial(api.activation_backward_pack, gated=gated))(dh, z, key)
     dz = jax.jit(functools.partial(api.activation_backward, gated=gated))(dh, z)
     np.testing.assert_array_equal(made.dense, dz)
     expected = jax.jit(pack.mvue_pack)(dz, key).operand
     np.testing.assert_array_equal(made.operand.metadata, expected.metadata)
     np.testing.assert_array_equal(made.operand.values, expected.values)
+    self.assertEqual((made.dense.dtype, made.operand.dtype), (dtype, 'bfloat16'))
 
   @parameterized.parameters(True, False)
   @pytest.mark.few
@@ -84,7 +85,7 @@ class GatedActivationTest(parameterized.TestCase):
     ('scale', lambda z: backward(z, scale=jnp.ones(2), dtype=E5M2), r'scale must have shape \(\), .* found \(2,\)'),
     ('no_scale', lambda z: backward(z, dtype=E5M2), 'dtype=float8_e5m2 needs a scale .* found None'),
     ('dtype8', lambda z: backward(z, scale=1.0, dtype=z.dtype), 'float8_e4m3fn or float8_e5m2, found bfloat16'),
-    ('other_dtype', lambda z: backward(z, dtype=jnp.float16), 'that of z, bfloat16, float8_e4m3fn .* found float16'),
+    ('other_dtype', lambda z: backward(z, dtype=jnp.float16), 'float16 differs from the 16-bit z, bfloat16'),
     ('activation', lambda z: api.gated_activation(z, activation='tanh'), 'known are'),
     ('odd', lambda z: api.gated_activation(z[:, :3]), 'odd length'),
     ('shape', lambda z: api.activation_backward(z, z), r'\(8, 4\)'),

@@ -10,9 +10,9 @@ import pytest
 
 from pallas_kernels import formats
 from pallas_kernels.mvue import reference as mvue
+from pallas_kernels.operand import from_operand
 from pallas_kernels.pack import api, reference
 from pallas_kernels.prune import reference as prune
-from pallas_kernels.sparse_matmul.operand import from_operand
 from pallas_kernels.transposable_mask import reference as transposable
 
 

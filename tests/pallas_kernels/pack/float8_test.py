@@ -12,9 +12,9 @@ import pytest
 
 from pallas_kernels import formats
 from pallas_kernels.mvue import reference as mvue
+from pallas_kernels.operand import from_operand
 from pallas_kernels.pack import api
 from pallas_kernels.quantize.api import amax, current_scale
-from pallas_kernels.sparse_matmul.operand import from_operand
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 NUMPY = {E4M3: ml_dtypes.float8_e4m3fn, E5M2: ml_dtypes.float8_e5m2}

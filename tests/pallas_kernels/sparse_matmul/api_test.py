@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import _device, formats
-from pallas_kernels.sparse_matmul import api, operand
+from pallas_kernels import _device, formats, operand
+from pallas_kernels.sparse_matmul import api
 from tests import targets
 
 _H100 = targets.target_device('sm_90a')

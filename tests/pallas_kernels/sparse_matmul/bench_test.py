@@ -44,7 +44,7 @@ def _times(f, args, iterations):
 
 def _stand_in(wrong):
   """A product by XLA for the kernel with a setting, off by 2% for settings in `wrong`."""
-  def sparse(p, config):
+  def sparse(p, config, *_):
     def f(a, b):
       d = api.sparse_matmul(
         a, b, b_layout=p.b_layout, out_layout=p.out_layout, out_dtype=jnp.float32, implementation='reference'
@@ -78,12 +78,12 @@ class TuneTest(parameterized.TestCase):
       def __exit__(self, *_):
         held.append(False)
 
-    def sparse(p, config):
+    def sparse(p, config, *_):
       self.assertFalse(held and held[-1])
       return _stand_in(lambda c: c.slots == 2)(p, config)
 
     with mock.patch.object(_prepared, 'sparse', sparse):
-      tune.tune([_SPEC, arg_specs.Spec(64, 192, 128, 'input_grad')], self.folder, ('mosaic_gpu',), Lock())
+      tune.tune([_SPEC, arg_specs.Spec(64, 192, 128, 'input_grad')], self.folder, ('sparse',), Lock())
     self.assertEqual(held, [True, False])
     (entry,) = self._entries()
     self.assertEqual(entry['key'], _prepared.problem(_SPEC).key)
@@ -169,13 +169,13 @@ class TuneTest(parameterized.TestCase):
     p = dataclasses.replace(measured, m=int(measured.m * factor))
     compiled = mock.Mock(side_effect=InterruptedError)
     with (
-      mock.patch.object(mosaic_gpu, '_chosen_config', return_value=chosen) as choose,
+      mock.patch.object(mosaic_gpu, 'chosen_config', return_value=chosen) as choose,
       mock.patch.object(_prepared, 'unique', lambda _: [(p, [])]),
       mock.patch.object(_prepared, 'compile_sparse', compiled),
       self.assertRaises(InterruptedError),
     ):
       bench.bench('small', self.folder / 'out.jsonl', _records.TUNED if folder == 'library' else self.folder)
-    self.assertEqual(compiled.call_args.args, (p, [own if takes_own else chosen]))
+    self.assertEqual(compiled.call_args.args[:2], (p, [own if takes_own else chosen]))
     self.assertEqual(choose.call_args_list, [] if takes_own else [mock.call(p, _GPU)])
 
   def test_a_record_has_clock_power_and_energy_of_the_loops_of_each(self):
@@ -193,7 +193,7 @@ class TuneTest(parameterized.TestCase):
     loops = iter((1.0, 2.0, 3.0, 1.2, 2.2, 3.2))
     with (
       mock.patch.object(_prepared, 'sparse', _stand_in(lambda c: False)),
-      mock.patch.object(mosaic_gpu, '_chosen_config', lambda *_: mosaic_gpu.Config(rows=64, bn=64)),
+      mock.patch.object(mosaic_gpu, 'chosen_config', lambda *_: mosaic_gpu.Config(rows=64, bn=64)),
       mock.patch.object(bench, '_cusparselt_baseline', lambda *_: None),
       mock.patch.object(_prepared, 'unique', lambda _: [(_prepared.problem(_SPEC), [_SPEC])]),
       mock.patch.object(_tuning, 'interleave', interleave),
@@ -241,7 +241,8 @@ class WithoutWgmmaTest(parameterized.TestCase):
   def _run(self, f, *args, factor=1.0, kernel_ms=0.5, vendor_ms=None, setup_ms=0.0):
     """`f`, the results of mma.sp being `factor` times what they should; dense matmuls take 1 ms. What is printed."""
 
-    def sparse_matmul(a, b, *, device, **meaning):
+    def sparse_matmul(a, b, *, config, device, **meaning):
+      self.assertEqual(config, mosaic_gpu_sm80.Config())
       self.assertEqual(device, _A100)
       return factor * api.sparse_matmul(a, b, implementation='reference', **meaning)
 

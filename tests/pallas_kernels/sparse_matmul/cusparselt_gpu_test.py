@@ -79,7 +79,7 @@ class CusparseltGpuTest(parameterized.TestCase):
     a, b, _ = _problem(1024, 1024, 1024, 'bfloat16')
     prepared = jax.jit(cusparselt.prepare)(a)
     f = jax.jit(functools.partial(
-      cusparselt.product, out_dtype=jnp.bfloat16, b_layout='nk', out_layout='mn', config=cusparselt.Config()))
+      cusparselt.matmul, out_dtype=jnp.bfloat16, b_layout='nk', out_layout='mn', config=cusparselt.Config()))
     expected = f(prepared, b)
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
       found = list(pool.map(lambda _: _tuning.same_bits(f(prepared, b), expected), range(160)))

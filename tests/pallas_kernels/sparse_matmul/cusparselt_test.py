@@ -18,11 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import _device, _records, _tuning, formats
+from pallas_kernels import _device, _records, _tuning, formats, operand
 from pallas_kernels.activations import ACTIVATIONS
 from pallas_kernels.ffi import build
 from pallas_kernels.ffi import cusparselt as library
-from pallas_kernels.sparse_matmul import api, cusparselt, operand, reference
+from pallas_kernels.sparse_matmul import api, cusparselt, reference
 from tests import targets
 from tests.pallas_kernels import compiling
 from tests.pallas_kernels.ffi import stand_in

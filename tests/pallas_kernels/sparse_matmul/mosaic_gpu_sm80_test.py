@@ -10,8 +10,8 @@ from absl.testing import absltest, parameterized
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import _device
-from pallas_kernels.sparse_matmul import mosaic_gpu_sm80, operand
+from pallas_kernels import _device, operand
+from pallas_kernels.sparse_matmul import mosaic_gpu_sm80
 from tests import targets
 from tests.pallas_kernels import compiling
 

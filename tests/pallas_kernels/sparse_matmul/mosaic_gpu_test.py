@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import _compat, _device, _tuning, formats
-from pallas_kernels.sparse_matmul import mosaic_gpu, operand, reference
+from pallas_kernels import _compat, _device, _tuning, formats, operand
+from pallas_kernels.sparse_matmul import mosaic_gpu, reference
 from tests import targets
 from tests.pallas_kernels import compiling
 

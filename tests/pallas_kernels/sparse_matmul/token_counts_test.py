@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import formats
+from pallas_kernels import formats, operand
 from pallas_kernels.ffi import cusparselt as library
-from pallas_kernels.sparse_matmul import cusparselt, mosaic_gpu, mosaic_gpu_sm80, operand
+from pallas_kernels.sparse_matmul import cusparselt, mosaic_gpu, mosaic_gpu_sm80
 from tests import targets
 from tests.oracles import wide
 

@@ -5,9 +5,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import formats, vnm
+from pallas_kernels import formats
 from pallas_kernels.vnm import api
 from pallas_kernels.vnm import format as vnm_format
+from pallas_kernels.vnm.format import compress, decompress
+from pallas_kernels.vnm.reference import vnm_mask
 
 
 def _x(seed=0):
@@ -15,7 +17,7 @@ def _x(seed=0):
 
 
 def _compressed():
-  return vnm.compress(_x(), vnm.vnm_mask(_x(), v=8, m=8), v=8, m=8)
+  return compress(_x(), vnm_mask(_x(), v=8, m=8), v=8, m=8)
 
 
 def _operand():
@@ -65,7 +67,7 @@ class ArgumentTest(parameterized.TestCase):
     def loss(b):
       return api.vnm_matmul(a, b, out_dtype=jnp.float32, implementation=implementation).sum()
 
-    expected = np.asarray(vnm.decompress(a), np.float32).sum(0, keepdims=True).T * np.ones((1, 4), np.float32)
+    expected = np.asarray(decompress(a), np.float32).sum(0, keepdims=True).T * np.ones((1, 4), np.float32)
     np.testing.assert_allclose(np.asarray(jax.grad(loss)(_B), np.float32), expected, rtol=2**-7, atol=1e-3)
 
 

@@ -8,17 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import vnm
+from pallas_kernels.operand import metadata_shape, SparseOperand
 from pallas_kernels.prune.reference import magnitude_mask
-from pallas_kernels.sparse_matmul.operand import metadata_shape, SparseOperand
 from pallas_kernels.vnm import api, reference
 from pallas_kernels.vnm import format as fmt
+from pallas_kernels.vnm.format import compress, decompress, verify
 from tests.pallas_kernels import triton_interpreter
 
 # One program each: operation by operation each of them is compiled by itself.
 _mask = jax.jit(reference.vnm_mask, static_argnames=('v', 'm'))
-_compress = jax.jit(vnm.compress, static_argnames=('v', 'm'))
-_decompress, _dense = jax.jit(vnm.decompress), jax.jit(fmt.decompress_operand)
+_compress = jax.jit(compress, static_argnames=('v', 'm'))
+_decompress, _dense = jax.jit(decompress), jax.jit(fmt.decompress_operand)
 _pack = jax.jit(api.vnm_pack, static_argnames=('v', 'm', 'activation', 'masked', 'residuals', 'implementation'))
 _SIZES = ((1, 8), (4, 8), (8, 16), (2, 4), (16, 5))
 
@@ -129,16 +129,16 @@ class VerifyTest(parameterized.TestCase):
 
   def test_accepts_what_the_mask_keeps(self):
     x = _random(4, 8)
-    vnm.verify(jnp.where(_mask(x, v=4, m=8), x, -0.0), v=4, m=8)
+    verify(jnp.where(_mask(x, v=4, m=8), x, -0.0), v=4, m=8)
 
   def test_names_the_wide_block(self):
     x = jnp.zeros((8, 16)).at[4:, 8:].set(jnp.eye(8)[:4]).at[7, 15].set(1.0)
     with self.assertRaisesRegex(ValueError, r'block \(1, 1\) uses more than 4 columns'):
-      vnm.verify(x, v=4, m=8)
+      verify(x, v=4, m=8)
 
   def test_names_the_full_row(self):
     with self.assertRaisesRegex(ValueError, r'row 2 of block \(1, 0\) holds more than 2'):
-      vnm.verify(jnp.zeros((8, 8)).at[6, :3].set(1.0), v=4, m=8)
+      verify(jnp.zeros((8, 8)).at[6, :3].set(1.0), v=4, m=8)
 
 
 def _zeros(rows, columns):

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import _device, _tuning, vnm
+from pallas_kernels import _device, _tuning
 from pallas_kernels.vnm import api, mosaic_gpu, reference
-from pallas_kernels.vnm.format import to_vnm_operand
+from pallas_kernels.vnm.format import compress, to_vnm_operand
+from pallas_kernels.vnm.reference import vnm_mask
 
 _BF16 = jnp.dtype('bfloat16')
 
@@ -28,7 +29,7 @@ class MatmulTest(parameterized.TestCase):
   def test_against_the_reference(self, v, m, out_layout, n):
     x = jax.random.normal(jax.random.key(v + m), (512, 1024), _BF16)
     b = jax.random.normal(jax.random.key(n), (1024, n), _BF16)
-    a = to_vnm_operand(vnm.compress(x, vnm.vnm_mask(x, v=v, m=m), v=v, m=m))
+    a = to_vnm_operand(compress(x, vnm_mask(x, v=v, m=m), v=v, m=m))
     f = jax.jit(functools.partial(mosaic_gpu.vnm_matmul, out_dtype=_BF16, out_layout=out_layout))
     found = f(a, b)
     expected = reference.vnm_matmul(a, b, out_dtype=jnp.float32, out_layout=out_layout)
@@ -41,7 +42,7 @@ class MatmulTest(parameterized.TestCase):
     # Few CTAs, so that each has several laps and the last transpose_pack is not full.
     x = jax.random.normal(jax.random.key(0), (2048, 1024), _BF16)
     b = jax.random.normal(jax.random.key(1), (1024, 448), _BF16)
-    a = to_vnm_operand(vnm.compress(x, vnm.vnm_mask(x, v=128, m=8), v=128, m=8))
+    a = to_vnm_operand(compress(x, vnm_mask(x, v=128, m=8), v=128, m=8))
     free = dataclasses.replace(mosaic_gpu.default_config(128), places='launch', ctas=5)
     made = [
       jax.jit(functools.partial(mosaic_gpu.vnm_matmul, out_dtype=_BF16, out_layout='mn', config=config))
@@ -57,7 +58,7 @@ class MatmulTest(parameterized.TestCase):
     def draw(seed):
       x, b = (jax.random.normal(key, shape, _BF16) for key, shape in zip(
         jax.random.split(jax.random.key(seed)), ((1024, 1024), (1024, 2048)), strict=True))
-      return to_vnm_operand(vnm.compress(x, vnm.vnm_mask(x, v=v, m=m), v=v, m=m)), b
+      return to_vnm_operand(compress(x, vnm_mask(x, v=v, m=m), v=v, m=m)), b
 
     f = jax.jit(functools.partial(mosaic_gpu.vnm_matmul, out_dtype=_BF16, out_layout='mn'))
     expected = jax.jit(functools.partial(reference.vnm_matmul, out_dtype=jnp.float32, out_layout='mn'))

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import _compat, _device, _tuning, vnm
-from pallas_kernels.sparse_matmul import operand
-from pallas_kernels.sparse_matmul.operand import SparseOperand
+from pallas_kernels import _compat, _device, _tuning, operand
+from pallas_kernels.operand import SparseOperand
 from pallas_kernels.vnm import mosaic_gpu, reference
-from pallas_kernels.vnm.format import to_vnm_operand, VNMOperand
+from pallas_kernels.vnm.format import compress, to_vnm_operand, VNMOperand
+from pallas_kernels.vnm.reference import vnm_mask
 from tests import targets
 from tests.pallas_kernels import compiling
 
@@ -25,7 +25,7 @@ _SMALL = mosaic_gpu.Config(rows=64, bn=64, stages=3)
 def _inputs(r, n, k, v, m, dtype=_BF16, seed=0):
   rng = np.random.default_rng(seed)
   x = jnp.asarray(rng.standard_normal((r, k)), jnp.float32).astype(dtype)
-  a = vnm.compress(x, vnm.vnm_mask(x, v=v, m=m), v=v, m=m)
+  a = compress(x, vnm_mask(x, v=v, m=m), v=v, m=m)
   return a, jnp.asarray(rng.standard_normal((k, n)), jnp.float32).astype(dtype)
 
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.sparse_matmul.operand import metadata_shape, SparseOperand
+from pallas_kernels.operand import metadata_shape, SparseOperand
 from tests.pallas_kernels import compiling, triton_interpreter
 
 

@@ -9,9 +9,9 @@ import numpy as np
 
 from pallas_kernels.gated_activation import reference
 from pallas_kernels.gated_activation import triton as gated
+from pallas_kernels.operand import metadata_shape
 from pallas_kernels.pack import reference as pack_reference
 from pallas_kernels.pack import triton as pack
-from pallas_kernels.sparse_matmul.operand import metadata_shape
 from tests.pallas_kernels import triton_interpreter
 
 TOLERANCE = {jnp.bfloat16: 4e-3, jnp.float16: 5e-4}  # half a unit in the last place, relative

@@ -23,9 +23,11 @@ import numpy as np
 
 from pallas_kernels import formats
 from pallas_kernels._program import one_program
-from pallas_kernels.arch import REGISTER_ORDER
 
 Array = jax.Array
+
+# How `SparseOperand` holds its positions: as above, in which order `mma.sp` takes them, too.
+REGISTER_ORDER = 'sparse wgmma'
 
 # Two groups that keep positions 0 and 1: what padding holds, since a nibble of 0 names position 0 twice.
 _LEGAL_BYTE = 0x44
@@ -39,7 +41,7 @@ class SparseOperand:
   Attributes:
     values: [..., M, K/2], the kept values.
     metadata: uint32 [..., ceil(M/64), ceil(K/64), 128], positions in register order.
-    layout: the order of `metadata`, as `arch.Arch.layout` calls it. Who reads them asks, see `check_layout`.
+    layout: the order of `metadata`. Who reads them asks, see `check_layout`.
   """
 
   values: Array
@@ -126,7 +128,7 @@ def _nibbles(words: Any, shape: tuple[int, ...], width: int) -> Any:
   *batch, m, k = shape
   tiles_m, tiles_k, _ = metadata_shape(m, k)
   b = len(batch)
-  nibbles = unpack_words(words.reshape(-1, 128), width)  # [tiles, 64, 16]
+  nibbles = unpack_metadata(words.reshape(-1, 128), width)  # [tiles, 64, 16]
   nibbles = nibbles.reshape(*batch, tiles_m, tiles_k, 64, 16)
   nibbles = nibbles.transpose(*range(b), b, b + 2, b + 1, b + 3).reshape(*batch, 64 * tiles_m, 16 * tiles_k)
   return nibbles[..., :m, : k // 4]
@@ -194,7 +196,7 @@ def split(operand: SparseOperand, *, axis: int) -> tuple[SparseOperand, SparseOp
   return first, second
 
 
-def unpack_words(words: Any, width: int) -> Any:
+def unpack_metadata(words: Any, width: int) -> Any:
   """uint32 [tiles, 128] words of 64 x 64 tiles to nibbles uint32 [tiles, 64, 16]; `width` is the values' bytes.
 
   The words may be NumPy's or JAX's.

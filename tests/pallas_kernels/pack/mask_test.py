@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import _device
-from pallas_kernels.pack import api as pack
+from pallas_kernels.pack import api
 from pallas_kernels.pack import reference as pack_reference
-from pallas_kernels.transposable_mask import api, reference
+from pallas_kernels.transposable_mask import reference
 from tests import targets
 
 search = jax.jit(reference.transposable_mask)
@@ -26,7 +26,7 @@ class ApiTest(parameterized.TestCase):
   @parameterized.parameters(((16, 24), jnp.float32), ((2, 8, 12), jnp.bfloat16))
   def test_is_the_search_of_the_reference_here(self, shape, dtype):
     w = weight(*shape, dtype=dtype)
-    with mock.patch.object(pack, 'transposable_pack', side_effect=AssertionError):
+    with mock.patch.object(api, 'transposable_pack', side_effect=AssertionError):
       np.testing.assert_array_equal(jax.jit(api.transposable_mask)(w), search(w))
 
   @parameterized.product(
@@ -44,7 +44,7 @@ class ApiTest(parameterized.TestCase):
     with (
       mock.patch.object(_device, 'current', lambda: targets.target_device(device)),
       mock.patch.object(_device, 'arrays_are_whole', lambda: True),
-      mock.patch.object(pack, 'transposable_pack', transposable_pack),
+      mock.patch.object(api, 'transposable_pack', transposable_pack),
     ):
       # Under a name of its own: jit keeps what it traced for another GPU.
       found = jax.jit(functools.partial(api.transposable_mask))(w)
@@ -64,7 +64,7 @@ class ApiTest(parameterized.TestCase):
     with (
       mock.patch.object(_device, 'current', lambda: targets.target_device('sm_90a')),
       mock.patch.object(_device, 'arrays_are_whole', lambda: True),
-      mock.patch.object(pack, 'transposable_pack', transposable_pack),
+      mock.patch.object(api, 'transposable_pack', transposable_pack),
     ):
       loss = jax.jit(lambda w: jnp.where(api.transposable_mask(w), w, 0).sum())
       np.testing.assert_array_equal(jax.grad(loss)(w), search(w))
@@ -72,7 +72,7 @@ class ApiTest(parameterized.TestCase):
   def test_leaves_to_xla_a_dtype_that_it_does_not_pack(self):
     with (
       mock.patch.object(_device, 'current', lambda: targets.target_device('sm_90a')),
-      mock.patch.object(pack, 'transposable_pack', side_effect=AssertionError),
+      mock.patch.object(api, 'transposable_pack', side_effect=AssertionError),
       mock.patch.object(reference, 'transposable_mask', return_value='xla') as xla,
     ):
       self.assertEqual(api.transposable_mask(jnp.zeros((8, 8), jnp.float8_e5m2)), 'xla')

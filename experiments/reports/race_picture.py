@@ -5,8 +5,8 @@ import math
 
 import numpy as np
 
-from experiments.race.table import Seeds
 from experiments.reports import charts
+from experiments.reports.race_table import Seeds
 
 
 def curves(found: Mapping[str, Seeds]) -> dict[str, list[list[float]]]:

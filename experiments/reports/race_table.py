@@ -1,4 +1,4 @@
-"""`python -m experiments.race.table FILE`: what races ended with, as the tables that the docs have."""
+"""`python -m experiments.reports.race_table FILE`: what races ended with, as the tables that the docs have."""
 
 import argparse
 from collections import Counter
@@ -300,7 +300,9 @@ def gap_markdown(
 
 def main(argv: Sequence[str] | None = None) -> int:
   """Prints every race of the files."""
-  parser = argparse.ArgumentParser(prog='python -m experiments.race.table', description=(__doc__ or '').split('\n')[0])
+  parser = argparse.ArgumentParser(
+    prog='python -m experiments.reports.race_table', description=(__doc__ or '').partition('\n')[0]
+  )
   parser.add_argument('file', type=Path)
   parser.add_argument('--against', help='contender of differences (default: the best; dense at equal steps)')
   options = parser.parse_args(argv)

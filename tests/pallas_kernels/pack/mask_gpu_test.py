@@ -4,7 +4,8 @@ from absl.testing import absltest, parameterized
 import jax
 import numpy as np
 
-from pallas_kernels.transposable_mask import api, reference
+from pallas_kernels.pack import api
+from pallas_kernels.transposable_mask import reference
 from tests.pallas_kernels.on_a_gpu import draw, LARGE, marks, RAGGED, REPEATS
 
 pytestmark = marks(8, 0)

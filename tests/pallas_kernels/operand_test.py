@@ -3,8 +3,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import formats
-from pallas_kernels.sparse_matmul import operand
+from pallas_kernels import formats, operand
 
 _to_operand, _from_operand = jax.jit(operand.to_operand), jax.jit(operand.from_operand)
 _compress, _decompress = jax.jit(formats.compress, static_argnames='axis'), jax.jit(formats.decompress)
