@@ -74,18 +74,21 @@ FLOPS = {
 }  # fmt: skip
 
 
-def markdown(*comparisons: tuple[Sequence[str], Mapping[str, str]], flips: bool = False) -> str:
-  """A row a method: dense of each comparison, then the others in order of their losses.
+def markdown(
+  *comparisons: tuple[Sequence[str], Mapping[str, str]], flips: bool = False, against: str = 'dense'
+) -> str:
+  """A row a method: dense of each comparison, or else the lowest, then the others in order of their losses.
 
   Args:
     *comparisons: files of records whose methods share a dense twin, and what the rows of some labels say.
     flips: whether flip rates are shown.
+    against: what the first is called in the heading.
 
   Raises:
     ValueError: a label that no record has.
   """
   mark = _mark([file for files, _ in comparisons for file in files])
-  head = [f'method{mark}', 'validation loss', 'minus dense', 'in percent']
+  head = [f'method{mark}', 'validation loss', f'minus {against}', 'in percent']
   head += ['flip rate, last tenth of the sparse steps (of all, if dense)'] if flips else []
   lines = [head, ['---'] * len(head)]
   for files, titles in comparisons:

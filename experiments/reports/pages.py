@@ -139,6 +139,7 @@ TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
   },
   'quality_runs.md': {
     'one rate for all': lambda: _compared('nano', compared.NANO, flips=True),
+    'dense end': lambda: compared.markdown((['compare_dense_end_nano.jsonl'], {}), against='FST'),
     'activations': lambda: _compared('neuron_level_nano', compared.ACTIVATIONS),
     'activations small': lambda: _compared('small', compared.SMALL),
     'kernel patterns': lambda: _compared('small_kernel_patterns_900', compared.KERNEL_PATTERNS),
