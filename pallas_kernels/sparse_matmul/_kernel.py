@@ -79,7 +79,8 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
     out_smem=plgpu.SMEM(
       (CONSUMERS, c.slots, *out_block), p.out_dtype, transforms=wgmma_sp.transforms(out_swizzle, p.out_dtype.itemsize)
     ),
-    metadata_smem=plgpu.SMEM((stages, *metadata_tile, 128), jnp.uint32),
+    # Metadata. Pallas lays shared memory out in the order of these names, so that another one is another kernel.
+    words_smem=plgpu.SMEM((stages, *metadata_tile, 128), jnp.uint32),
     full=plgpu.Barrier(num_arrivals=3, num_barriers=stages),
     empty=empty,
     **(dict(
@@ -103,7 +104,7 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
     column_scale = vectors.pop(0) if p.column_scale else None
     flags: Any = pl.get_global(plgpu.SemaphoreType.REGULAR((consumers,))) if splits else None
 
-    def scope(a_smem, b_smem, out_smem, metadata_smem, full, empty, sums_smem=None, sums_there=None, sums_taken=None):
+    def scope(a_smem, b_smem, out_smem, words_smem, full, empty, sums_smem=None, sums_there=None, sums_taken=None):
       warpgroup, rank, cluster = lax.axis_index('warpgroup'), lax.axis_index('rank'), lax.axis_index('cluster')
       # Every whole tile has work; pieces may be empty.
       turns = work.turns if splits else lax.div(jnp.int32(work.tiles + work.clusters - 1) - cluster, work.clusters)
@@ -136,7 +137,7 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
             copy = functools.partial(plgpu.copy_gmem_to_smem, barrier=full.at[slot])
             copy_a = functools.partial(copy, collective_axes=shared_a)
             copy_a(values.at[pl.ds(mi * tile_m, tile_m), pl.ds(k * (c.bk // 2), c.bk // 2)], a_smem.at[slot])
-            copy_a(metadata.at[row_tiles, pl.ds(k * metadata_tile[1], metadata_tile[1])], metadata_smem.at[slot])
+            copy_a(metadata.at[row_tiles, pl.ds(k * metadata_tile[1], metadata_tile[1])], words_smem.at[slot])
             columns, ks = pl.ds(ni * c.bn, c.bn), pl.ds(k * c.bk, c.bk)
             copy(
               b.at[columns, ks] if p.b_layout == 'nk' else b.at[ks, columns], b_smem.at[slot],
@@ -164,7 +165,7 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
             accumulator, held = carry
             slot = lax.rem(at, stages)
             plgpu.barrier_wait(full.at[slot])
-            now = ops.load_metadata(metadata_smem.at[slot, pl.ds(part * (c.rows // 64), c.rows // 64)])
+            now = ops.load_metadata(words_smem.at[slot, pl.ds(part * (c.rows // 64), c.rows // 64)])
             accumulator = ops.step(
               accumulator, now, held, a_smem.at[slot, pl.ds(part * c.rows, c.rows)], b_smem.at[slot]
             )

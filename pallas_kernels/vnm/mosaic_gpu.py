@@ -97,7 +97,8 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
     out_smem=plgpu.SMEM(
       (CONSUMERS, c.slots, *out_block), p.out_dtype, transforms=wgmma_sp.transforms(out_swizzle, p.out_dtype.itemsize)
     ),
-    metadata_smem=plgpu.SMEM((stages, metadata_tile, 1, 128), jnp.uint32),
+    # Metadata. Pallas lays shared memory out in the order of these names, so that another one is another kernel.
+    words_smem=plgpu.SMEM((stages, metadata_tile, 1, 128), jnp.uint32),
     # A and its positions by TMA; B's rows arrive at barriers of their own.
     full=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
     landed=gather.barriers(stages),
@@ -109,7 +110,7 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
   def kernel(values, metadata, rows, b, out):
     begun: Any = pl.get_global(plgpu.SemaphoreType.REGULAR((1,))) if by_gpc else None
 
-    def scope(a_smem, b_smem, out_smem, metadata_smem, full, landed, empty, first=None):
+    def scope(a_smem, b_smem, out_smem, words_smem, full, landed, empty, first=None):
       gather.start(landed)
       warpgroup, first_tile = lax.axis_index('warpgroup'), lax.axis_index('cta')
       if by_gpc:
@@ -145,7 +146,7 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
               barrier=full.at[slot],
             )
             plgpu.copy_gmem_to_smem(
-              metadata.at[pl.ds(mi * metadata_tile, metadata_tile), pl.ds(k, 1)], metadata_smem.at[slot],
+              metadata.at[pl.ds(mi * metadata_tile, metadata_tile), pl.ds(k, 1)], words_smem.at[slot],
               barrier=full.at[slot],
             )
             by_width(ni, lambda bn, ops, gather: gather.copy(
@@ -195,7 +196,7 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
               plgpu.barrier_wait(full.at[slot])
               gather.wait(landed.at[slot], lax.rem(lax.div(at, stages), 2))
               a = a_smem.at[slot, pl.ds(down * c.rows, c.rows)]
-              positions = metadata_smem.at[slot, pl.ds(down * (c.rows // 64), c.rows // 64)]
+              positions = words_smem.at[slot, pl.ds(down * (c.rows // 64), c.rows // 64)]
               if in_registers:
                 columns = bn // _registers.panels_of(bn)
                 panels = [b_of(slot, j, columns) for j in range(0, bn, columns)]
