@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import sparse24_jax as s24
 
@@ -158,6 +159,7 @@ class OnlyWhereItPaysTest(parameterized.TestCase):
     unknown.assert_called_once()
 
   @parameterized.parameters(('first',), ('first', 'second'))
+  @pytest.mark.few
   def test_the_rest_trains(self, *slow):
     """With the choice of the GPU's records replaced, since they hold nothing so small."""
     x = jax.random.normal(jax.random.key(0), (8, 32))

@@ -112,7 +112,7 @@ class CheckTest(parameterized.TestCase):
     f, params, x = example()
     recipe = s24.recipes.ste('.*')
     bound = s24.bind(recipe, f, params, x)
-    right = optax.chain(optax.clip_by_global_norm(1.0), s24.sparse_training(optax.adam(0.5), bound))
+    right = optax.chain(optax.clip_by_global_norm(1.0), s24.sparse_training(optax.sgd(0.5), bound))
     scaled_after = optax.chain(s24.sparse_training(optax.scale_by_adam(), bound), optax.scale(-3e-4))
     self.assertTrue(s24.check(recipe, f, params, x, optimizer=right).ok)
     wrong = s24.check(recipe, f, params, x, optimizer=scaled_after)

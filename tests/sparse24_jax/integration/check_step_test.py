@@ -114,7 +114,7 @@ def sparse_alone(sparse):
 class CheckStepTest(parameterized.TestCase):
 
   @parameterized.parameters('fst', 's_ste_fp8', 'packed', 'ste', 's_ste', 'rigl')
-  @pytest.mark.few(3)
+  @pytest.mark.few(2)
   def test_sparse_steps_pass_and_plain_ones_do_not(self, name):
     ways = ('sparsify', 'project') if name in ('fst', 's_ste') else ('sparsify',)
     for how in ways:

@@ -79,7 +79,7 @@ PAIRS = {'linen': linen_pair, 'nnx': nnx_pair}
 class Sparse24MLPTest(parameterized.TestCase):
 
   @parameterized.product(pair=list(PAIRS), activation=list(ACTIVATIONS), gated=(False, True), use_bias=(True, False))
-  @pytest.mark.few(4)
+  @pytest.mark.few(3)
   def test_is_the_layers_that_it_replaces(self, pair, activation, gated, use_bias):
     (params, mlp), (expected, layers) = PAIRS[pair](activation=activation, gated=gated, use_bias=use_bias)
     jax.tree.map(np.testing.assert_array_equal, params, expected)
@@ -89,6 +89,7 @@ class Sparse24MLPTest(parameterized.TestCase):
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
   @parameterized.parameters(*PAIRS)
+  @pytest.mark.few
   def test_bfloat16(self, pair):
     (params, mlp), (_, layers) = PAIRS[pair](**BFLOAT16)
     self.assertEqual((mlp(params).dtype, params['up']['kernel'].dtype), (jnp.bfloat16, jnp.float32))
@@ -100,7 +101,7 @@ class Sparse24MLPTest(parameterized.TestCase):
     ((STE, FST), ('up/kernel', '(down|gate)/kernel'), False, True),
     ((STE,), ('down/kernel',), False, False),
   ))  # fmt: skip
-  @pytest.mark.few(4)
+  @pytest.mark.few(2)
   def test_under_sparsify_is_the_layers_with_the_same_rules(self, pair, case):
     policies, rules, fused, gated = case
     recipe = s24.Recipe('r', tuple(s24.Rule(rule, policy) for rule, policy in zip(rules, policies, strict=True)))

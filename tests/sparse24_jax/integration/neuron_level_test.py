@@ -144,8 +144,8 @@ class LinenTest(parameterized.TestCase):
 
 class NnxTest(parameterized.TestCase):
 
-  @parameterized.product(policy=(POLICY, PUBLISHED, TWO_OF_FOUR), use_bias=(False, True))
-  @pytest.mark.few(2)
+  @parameterized.product(policy=(POLICY, PUBLISHED, TWO_OF_FOUR), use_bias=(True, False))
+  @pytest.mark.few
   def test_is_the_block(self, policy, use_bias):
     mlp, recipe = nnx_mlp(use_bias=use_bias), recipe_of(policy)
     sparse = s24.sparsify(mlp, recipe, phase='sparse')

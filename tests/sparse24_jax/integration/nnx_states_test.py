@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 from pallas_kernels import _dispatch
 import sparse24_jax as s24
@@ -72,7 +73,8 @@ class Sampler(nnx.Module):
 
 class StatesTest(parameterized.TestCase):
 
-  @parameterized.parameters(linear, Transposed)
+  @parameterized.parameters(Transposed, linear)
+  @pytest.mark.few
   def test_a_trainer_that_owns_its_step_and_brings_nothing_in(self, make):
     """The row 'nnx without nnx.update': it trained on its first masks, without a word."""
     model = make(nnx.Rngs(0))

@@ -379,7 +379,8 @@ class RefreshTest(parameterized.TestCase):
     self.assertGreater(rates[2], 0)
     self.assertEqual(rates[3], rates[2])  # until the next refresh
 
-  @parameterized.parameters((1, 'refresh'), (2, 'refresh'), (2, 'step'))
+  @parameterized.parameters((2, 'refresh'), (2, 'step'), (1, 'refresh'))
+  @pytest.mark.few(2)
   def test_the_scale_of_s_ste_stays_and_its_flip_rate_is_of_one_step(self, every, flip_rate):
     recipe = dataclasses.replace(s24.recipes.s_ste(RULE, refresh_every=every), flip_rate=flip_rate)
     tx = s24.sparse_training(optax.sgd(0.3), recipe)
