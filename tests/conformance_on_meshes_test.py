@@ -34,6 +34,7 @@ from tests.conformance import (
   TOKENS,
   weights,
 )
+from tests.draws import gaussian
 from tests.quick import jit
 
 # Masks on weights that are cut along their groups, and activations. That samples and searches are the same under tensor
@@ -170,7 +171,7 @@ class EightDevicesTest(parameterized.TestCase):
   def test_trains_on_an_explicit_mesh(self, case, layout):
     """`jax.make_mesh` makes such meshes: what JAX does not decide there, we must. An nnx layer, moving links: fast."""
     tokens, spec = LAYOUTS[layout]
-    x = jax.random.normal(jax.random.key(5), (TOKENS, NARROW))
+    x = gaussian(5, (TOKENS, NARROW))
     with jax.set_mesh(mesh(AxisType.Explicit)):
       params = place(weights(), spec, AxisType.Explicit)
       x, key = place(x, (tokens, None), AxisType.Explicit), place(jax.random.key(0), (), AxisType.Explicit)
@@ -186,7 +187,7 @@ class EightDevicesTest(parameterized.TestCase):
   def test_samples_have_the_same_bits(self, spec, transposed):
     """With the identity as activations, the weight gradient is the sampled output gradient itself."""
     x, w = np.eye(TOKENS, dtype=np.float32), np.zeros((TOKENS, NARROW), np.float32)
-    dz = jax.random.normal(jax.random.key(1), (TOKENS, NARROW))
+    dz = gaussian(1, (TOKENS, NARROW))
     key = jax.random.key(2)
 
     def sample(x, w, dz):

@@ -18,6 +18,7 @@ from pallas_kernels.pack import api as pack
 from pallas_kernels.sparse_matmul import api, operand
 from pallas_kernels.transposable_mask import api as transposable_mask
 from pallas_kernels.vnm import api as vnm
+from tests.draws import gaussian
 
 BF16 = jnp.bfloat16
 
@@ -39,10 +40,6 @@ def exchanges(hlo: str) -> dict[str, int]:
 def integers(seed: int, *shape: int):
   """Numbers whose sums are exact in bfloat16, in any order."""
   return jnp.asarray(np.random.default_rng(seed).integers(-1, 2, shape).astype(BF16))
-
-
-def normal(*shape: int, dtype=BF16):
-  return jnp.asarray(np.random.default_rng(0).standard_normal(shape).astype(np.float32).astype(dtype))
 
 
 _compress = jax.jit(lambda w, mask: operand.to_operand(formats.compress(w, mask, axis=-1)))
@@ -130,7 +127,7 @@ class PackTest(parameterized.TestCase):
 
   @parameterized.parameters('Auto', 'Explicit')
   def test_weights_are_packed_where_they_lie(self, kind):
-    on, w = mesh(kind), normal(2, 128, 128)
+    on, w = mesh(kind), gaussian(0, (2, 128, 128), BF16)
     expected, divided = jax.jit(pack.transposable_pack)(w), put(w, on, None, 'd', 't')
     compiled = jax.jit(pack.transposable_pack).lower(divided).compile()
     found = compiled(divided)
@@ -143,7 +140,7 @@ class PackTest(parameterized.TestCase):
 
   def test_twelve_tiles_on_eight_devices_are_gathered_and_said(self):
     """The partitioner would give words of 12 tiles to a half of the devices, by a part of the mesh axis."""
-    on, w = mesh('Auto', (8, 1)), normal(768, 64)
+    on, w = mesh('Auto', (8, 1)), gaussian(0, (768, 64), BF16)
     f = jax.jit(functools.partial(pack.soft_threshold_pack, axis=-1))
     _dispatch.log_once.cache_clear()
     with self.assertLogs('pallas_kernels', logging.INFO) as logs:
@@ -154,7 +151,7 @@ class PackTest(parameterized.TestCase):
 
   @parameterized.parameters('Auto', 'Explicit')
   def test_masks_are_searched_where_weights_lie(self, kind):
-    w, on = normal(2, 8, 16, dtype=np.float32), mesh(kind)
+    w, on = gaussian(0, (2, 8, 16)), mesh(kind)
 
     backends = {'triton': 'pallas_kernels.pack.reference:transposable_pack'}  # the mask, by the packer's path
     with (
@@ -163,7 +160,8 @@ class PackTest(parameterized.TestCase):
     ):
       compiled = jax.jit(transposable_mask.transposable_mask).lower(put(w, on, None, 'd', 't')).compile()
     found = compiled(put(w, on, None, 'd', 't'))
-    np.testing.assert_array_equal(np.asarray(found), np.asarray(jax.jit(transposable_mask.reference.transposable_mask)(w)))
+    expected = jax.jit(transposable_mask.reference.transposable_mask)(w)
+    np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
     self.assertEqual(exchanges(compiled.as_text()), {})
     self.assertTrue(found.sharding.is_equivalent_to(NamedSharding(on, PartitionSpec(None, 'd', 't')), 3))
 
@@ -176,7 +174,7 @@ def largest(x):
 class VmapTest(parameterized.TestCase):
 
   def test_a_named_packer_runs_once_a_matrix(self):
-    w, scale = normal(2, 64, 64), jnp.array([1.0, 2.0])
+    w, scale = gaussian(0, (2, 64, 64), BF16), jnp.array([1.0, 2.0])
 
     def fake(w, scale, **_):
       return pack.Packed(operand.SparseOperand(*(largest(w) * scale.astype(w.dtype) * jnp.ones_like(a) for a in made)))

@@ -11,6 +11,7 @@ import pytest
 from pallas_kernels.gated_activation import api
 from pallas_kernels.pack import api as pack
 from pallas_kernels.quantize import api as quantize
+from tests.draws import gaussian
 
 PLAIN = {
   'silu': jax.nn.silu,
@@ -61,8 +62,8 @@ class GatedActivationTest(parameterized.TestCase):
   @pytest.mark.few
   def test_pack_samples_the_result(self, gated):
     features, tokens, key = 32, 64, jax.random.key(2)
-    dh = jax.random.normal(jax.random.key(0), (tokens, features), jnp.bfloat16)
-    z = jax.random.normal(jax.random.key(1), (tokens, features * (2 if gated else 1)), jnp.bfloat16)
+    dh = gaussian(0, (tokens, features), jnp.bfloat16)
+    z = gaussian(1, (tokens, features * (2 if gated else 1)), jnp.bfloat16)
     made = jax.jit(functools.partial(api.activation_backward_pack, gated=gated))(dh, z, key)
     dz = jax.jit(functools.partial(api.activation_backward, gated=gated))(dh, z)
     np.testing.assert_array_equal(made.dense, dz)
@@ -74,8 +75,8 @@ class GatedActivationTest(parameterized.TestCase):
   @pytest.mark.few
   def test_float8_pack_is_that_of_the_result(self, gated):
     features, tokens, key = 32, 64, jax.random.key(2)
-    dh = jax.random.normal(jax.random.key(0), (tokens, features), jnp.bfloat16)
-    z = jax.random.normal(jax.random.key(1), (tokens, features * (2 if gated else 1)), jnp.bfloat16)
+    dh = gaussian(0, (tokens, features), jnp.bfloat16)
+    z = gaussian(1, (tokens, features * (2 if gated else 1)), jnp.bfloat16)
     options = dict(gated=gated)
     dz = jax.jit(functools.partial(api.activation_backward, **options))(dh, z)
     largest = jax.jit(functools.partial(api.activation_backward_amax, **options))(dh, z)

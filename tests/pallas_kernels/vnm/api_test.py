@@ -8,10 +8,11 @@ import numpy as np
 from pallas_kernels import formats, vnm
 from pallas_kernels.vnm import api
 from pallas_kernels.vnm import format as vnm_format
+from tests.draws import gaussian
 
 
 def _x(seed=0):
-  return jax.random.normal(jax.random.key(seed), (16, 32), jnp.bfloat16)
+  return gaussian(seed, (16, 32), jnp.bfloat16)
 
 
 def _compressed():

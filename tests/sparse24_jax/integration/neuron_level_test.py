@@ -10,6 +10,7 @@ import pytest
 
 import sparse24_jax as s24
 from sparse24_jax.projections import projections_of
+from tests.draws import gaussian
 
 D, HIDDEN = 8, 32
 X = jnp.asarray(np.random.default_rng(0).standard_normal((2, 8, D), np.float32))
@@ -106,7 +107,7 @@ class LinenTest(parameterized.TestCase):
     axes = {'params': 0, 'sparse24': 0}
     experts = linen.vmap(s24.linen.Sparse24MLP, variable_axes=axes, split_rngs={'params': True}, in_axes=0)
     mlp, recipe = experts(HIDDEN, activation='squared_relu'), recipe_of()
-    x = jax.random.normal(jax.random.key(2), (3, 8, D))
+    x = gaussian(2, (3, 8, D))
     params = mlp.init(jax.random.key(1), x)['params']
     sparse, states = s24.sparsify(mlp, recipe, phase='sparse'), variables(params, recipe)
     value, grads = value_and_grad(lambda p: sparse.apply({'params': p, 'sparse24': states}, x), params)
