@@ -14,7 +14,7 @@ import optax
 import pytest
 
 import sparse24_jax as s24
-from tests.draws import gaussian
+from tests.draws import gaussian, parameters
 
 H100 = 'nvidia_h100_80gb_hbm3'
 ALL = s24.recipes.transposable_srste('.*', masked_decay=1e-4)
@@ -164,7 +164,7 @@ class OnlyWhereItPaysTest(parameterized.TestCase):
   def test_the_rest_trains(self, *slow):
     """With the choice of the GPU's records replaced, since they hold nothing so small."""
     x = gaussian(0, (8, 32))
-    params = Blocks().init(jax.random.key(1), x)['params']
+    params = parameters(Blocks(), x)
     recipe = s24.recipes.transposable_srste('.*', masked_decay=0.1)
     module = sys.modules[s24.only_where_it_pays.__module__]
 

@@ -13,6 +13,7 @@ import pytest
 
 import sparse24_jax as s24
 from sparse24_jax.binding import transform
+from tests.draws import parameters
 
 D, HIDDEN = 16, 64
 X = jnp.asarray(np.random.default_rng(0).standard_normal((2, 8, D), np.float32))
@@ -54,7 +55,7 @@ class NnxLayers(nnx.Module):
 def linen_pair(**kwargs):
   """(fresh parameters, function of parameters) of the module and of the layers."""
   modules = s24.linen.Sparse24MLP(HIDDEN, **kwargs), LinenLayers(**kwargs)
-  return [(jax.jit(m.init)(jax.random.key(3), X)['params'], lambda p, m=m: m.apply({'params': p}, X)) for m in modules]
+  return [(parameters(m, X), lambda p, m=m: m.apply({'params': p}, X)) for m in modules]
 
 
 def nnx_pair(**kwargs):
@@ -123,7 +124,7 @@ class Sparse24MLPTest(parameterized.TestCase):
     mlp = s24.linen.Sparse24MLP(
       HIDDEN, features=8, gated=True, names=names, kernel_init=ones, out_kernel_init=twos, param_dtype=jnp.bfloat16
     )
-    params = mlp.init(jax.random.key(2), X)['params']
+    params = jax.jit(mlp.init)(jax.random.key(2), X)['params']
     self.assertEqual({k: v['kernel'].shape for k, v in params.items()},
                      {'c_fc': (D, HIDDEN), 'c_proj': (HIDDEN, 8), 'c_gate': (D, HIDDEN)})  # fmt: skip
     self.assertEqual({k: float(v['kernel'].max()) for k, v in params.items()}, {'c_fc': 1, 'c_proj': 2, 'c_gate': 1})

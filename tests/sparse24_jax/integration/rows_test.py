@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import sparse24_jax as s24
-from tests.draws import gaussian
+from tests.draws import gaussian, parameters
 
 X = gaussian(0, (6, 16))
 INIT = nn.initializers.normal()
@@ -97,7 +97,7 @@ class RowsTest(parameterized.TestCase):
   def test_linen(self, name):
     """The wrapped model, by the recipe alone, and by the one that is bound."""
     model, expected = ROWS[name]
-    params = model.init(jax.random.key(1), X)['params']
+    params = parameters(model, X)
     recipe = s24.recipes.ste('.*(w|kernel)')
     bound = s24.bind(recipe, lambda p, x: model.apply({'params': p}, x), params, X)
     for given in (bound,) if name in ('einsum', 'conv1d') else (recipe, bound):
