@@ -17,6 +17,8 @@ os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(Path(__file__).parent / '
 os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0')
 os.environ.setdefault('SPARSE24_JAX_KERNEL_CACHE', str(Path(__file__).parent / '.jax_cache' / 'kernels'))
 os.environ.setdefault('SPARSE24_JAX_CACHE', str(Path(__file__).parent / '.jax_cache' / 'ffi'))
+# Lowering notes for each operation the calls that led to it; nobody reads them here.
+os.environ.setdefault('JAX_TRACEBACK_IN_LOCATIONS_LIMIT', '0')
 # Set from outside, these make rich take captured output for a terminal.
 os.environ['FORCE_COLOR'] = ''
 os.environ['TTY_COMPATIBLE'] = ''

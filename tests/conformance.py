@@ -15,6 +15,7 @@ import optax
 import sparse24_jax as s24
 from sparse24_jax.clusters import with_neurons
 from sparse24_jax.rules import rule_for
+from tests.draws import gaussian
 from tests.quick import jit
 
 RULE = '(up|down)/kernel'
@@ -83,11 +84,10 @@ def place(tree, spec, axis_type=AxisType.Auto):
 
 
 def weights(dtype=jnp.float32, seed=0):
-  keys = jax.random.split(jax.random.key(seed), 2)
-  shapes = {'up': (NARROW, WIDE), 'down': (WIDE, NARROW)}
+  rng, shapes = np.random.default_rng(seed), {'up': (NARROW, WIDE), 'down': (WIDE, NARROW)}
   return {
-    name: {'kernel': (jax.random.normal(key, shape) / 6).astype(dtype)}
-    for key, (name, shape) in zip(keys, shapes.items(), strict=True)
+    name: {'kernel': jnp.asarray((rng.standard_normal(shape, np.float32) / 6).astype(dtype))}
+    for name, shape in shapes.items()
   }
 
 
@@ -145,7 +145,7 @@ class Record(NamedTuple):
 @functools.cache
 def run(case, layout=None):
   """Trains `case`, on one device if no layout is given."""
-  params, x = weights(), jax.random.normal(jax.random.key(5), (TOKENS, NARROW))
+  params, x = weights(), gaussian(5, (TOKENS, NARROW))
   if layout:
     tokens, spec = LAYOUTS[layout]
     params, x = place(params, spec), place(x, (tokens, None))

@@ -10,4 +10,5 @@ def flags(devices: int = 8) -> str:
   return (
     f'--xla_force_host_platform_device_count={devices} --xla_cpu_collective_call_terminate_timeout_seconds=600'
     ' --xla_cpu_enable_concurrency_optimized_scheduler=false'
+    ' --xla_cpu_parallel_codegen_split_count=1'  # a program compiled in parts takes a tenth more CPU
   )

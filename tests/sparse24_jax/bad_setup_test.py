@@ -9,6 +9,7 @@ import numpy as np
 import optax
 
 import sparse24_jax as s24
+from tests.draws import parameters
 
 KEY = jax.random.key(0)
 X, UP = (jnp.asarray(np.random.default_rng(0).standard_normal((8, n), np.float32)) for n in (8, 12))
@@ -48,7 +49,7 @@ def evolved(inner):
 
 
 def linen_apply(model, recipe, collection):
-  params = model.init(KEY, X)['params']
+  params = parameters(model, X)
   return s24.sparsify(model, recipe).apply({'params': params, **collection}, X)
 
 

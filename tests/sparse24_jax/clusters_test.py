@@ -15,6 +15,7 @@ from sparse24_jax.activation_sparsity import neuron_level_ffn
 from sparse24_jax.clusters import clustered, split_clusters
 from sparse24_jax.neurons import cluster_neurons, route_tokens
 from sparse24_jax.optim import regroup_neurons
+from tests.draws import gaussian
 
 D, HIDDEN, TOKENS, CLUSTERS = 8, 32, 16, 4
 BLOCKS = s24.ActivationPolicy(s24.VNM(4, 8), s24.VNM(4, 8), dense_features=0.05)
@@ -23,7 +24,7 @@ UP, DOWN = '(.*/)?up/kernel', '(.*/)?down/kernel'
 
 
 def random(seed, *shape):
-  return jax.random.normal(jax.random.key(seed), shape)
+  return gaussian(seed, shape)
 
 
 def setting(policy=POLICY, layers=()):

@@ -12,6 +12,7 @@ import pytest
 
 import sparse24_jax as s24
 from tests import oracles
+from tests.quick import jit
 
 POLICIES = {
   'dense': s24.DotPolicy(),
@@ -29,11 +30,15 @@ KEY = jax.random.key(7)
 
 
 def normal(*shape: int, seed: int, dtype=jnp.float32) -> jax.Array:
-  return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+  return jnp.asarray(np.random.default_rng(seed).standard_normal(shape).astype(np.float32).astype(dtype))
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def initial_state(policy, w):
   return None if policy.projection is None else policy.projection.init(w)
+
+
+_mvue24 = jax.jit(functools.partial(s24.mvue24, axis=0))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -49,11 +54,11 @@ def fp8(x: np.ndarray, dtype) -> np.ndarray:
 
 def written_formulas(policy, x, w, state, dz, key) -> tuple[np.ndarray, ...]:
   """z = x W~, dx = dz W~^T, dw = x^T V(dz), in float64."""
-  projected = w if policy.projection is None else policy.projection.apply(w, state)
+  projected = w if policy.projection is None else jax.jit(policy.projection.apply)(w, state)
   x, projected, dz = np.asarray(x), np.asarray(projected), np.asarray(dz)
   tokens, sampled = x.reshape(-1, x.shape[-1]), dz.reshape(-1, dz.shape[-1])
   if policy.weight_grad == 'mvue':
-    sampled = np.asarray(s24.mvue24(jnp.asarray(sampled), key, axis=0))
+    sampled = np.asarray(_mvue24(sampled, key))
   products = [(x, projected), (dz, projected.T), (tokens.T, sampled)]
   if policy.precision == 'fp8':
     e4m3, e5m2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
@@ -92,7 +97,7 @@ class FormulaTest(parameterized.TestCase):
 
   def test_weight_gradient_is_unbiased(self):
     x, w, dz = normal(12, 16, seed=0), normal(16, 8, seed=1), normal(12, 8, seed=2)
-    state = FST.projection.init(w)
+    state = initial_state(FST, w)
     keys = jax.random.split(KEY, 20_000)
     run = jax.jit(jax.vmap(lambda key: dot_and_gradients(FST, x, w, state, dz, key)[2]))
     samples = np.asarray(run(keys), np.float64)
@@ -101,10 +106,10 @@ class FormulaTest(parameterized.TestCase):
 
   @parameterized.parameters(jnp.bfloat16, jnp.float16)
   def test_sums_are_float32(self, dtype):
-    x, w = jnp.ones((4, 4096), dtype), jnp.ones((4096, 4), dtype)
-    state = POLICIES['ste'].projection.init(w)
+    x, w = np.ones((4, 4096), dtype), np.ones((4096, 4), dtype)
     for policy, total in ((POLICIES['ste'], 2048), (POLICIES['dense'], 4096)):
-      self.assertTrue((s24.dot(x, w, state if policy.projection else None, policy=policy) == total).all())
+      z = jit(functools.partial(s24.dot, policy=policy))(x, w, initial_state(policy, w))
+      np.testing.assert_array_equal(np.asarray(z, np.float32), total)
     # A CPU sums in float32 anyhow: see that each of the three matmuls asks for it.
     trace = functools.partial(dot_and_gradients, POLICIES['s_ste'])
     jaxpr = str(jax.make_jaxpr(trace)(x, w, jnp.float32(1), jnp.ones((4, 4), dtype), KEY))
@@ -114,18 +119,19 @@ class FormulaTest(parameterized.TestCase):
   def test_true_derivatives(self):
     """The dense op has them, and so has the sparse one by its activations, without a straight-through estimator."""
     x, w = normal(4, 8, seed=0), normal(8, 8, seed=1)
-    check_grads(lambda x, w: s24.dot(x, w, policy=POLICIES['dense']), (x, w), order=1, modes=['rev'])
+    check_grads(jit(lambda x, w: s24.dot(x, w, policy=POLICIES['dense'])), (x, w), order=1, modes=['rev'])
     for policy in (POLICIES['ste'], FST):
-      op = functools.partial(s24.dot, w=w, state=policy.projection.init(w), policy=policy, key=KEY)
-      check_grads(op, (x,), order=1, modes=['rev'])
+      op = functools.partial(s24.dot, w=w, state=initial_state(policy, w), policy=policy, key=KEY)
+      check_grads(jit(op), (x,), order=1, modes=['rev'])
 
   def test_evaluation_needs_no_key_and_takes_any_number_of_tokens(self):
     w = normal(16, 12, seed=1)
+    state, dot = initial_state(FST, w), functools.partial(s24.dot, policy=FST)
     for tokens in (1, 3, 7):
       x = normal(tokens, 16, seed=2)
-      state = FST.projection.init(w)
-      np.testing.assert_allclose(s24.dot(x, w, state, policy=FST), x @ jnp.where(state, w, 0.0), rtol=1e-5, atol=1e-6)
-    self.assertEqual(s24.dot(x[0], w, state, policy=FST).shape, (12,))
+      expected = np.asarray(x) @ np.where(state, w, np.float32(0))
+      np.testing.assert_allclose(jit(dot)(x, w, state), expected, rtol=1e-5, atol=1e-6)
+    self.assertEqual(jax.eval_shape(dot, x[0], w, state).shape, (12,))
 
   @parameterized.parameters(*POLICIES)
   def test_no_tokens_give_zeros(self, name):
@@ -136,7 +142,7 @@ class FormulaTest(parameterized.TestCase):
 
   def test_token_axes_do_not_matter(self):
     x, w, dz = normal(2, 6, 16, seed=0), normal(16, 12, seed=1), normal(2, 6, 12, seed=2)
-    state = FST.projection.init(w)
+    state = initial_state(FST, w)
     dw = dot_and_gradients(FST, x, w, state, dz, KEY)[2]
     flat = dot_and_gradients(FST, x.reshape(12, 16), w, state, dz.reshape(12, 12), KEY)[2]
     np.testing.assert_array_equal(dw, flat)
@@ -149,8 +155,8 @@ class FormulaTest(parameterized.TestCase):
       restored = jnp.asarray(np.load(io.BytesIO(file.getvalue())))
       for again in (restored, jax.random.wrap_key_data(restored)):
         for one, other in zip(
-          dot_and_gradients(FST, x, w, FST.projection.init(w), dz, key),
-          dot_and_gradients(FST, x, w, FST.projection.init(w), dz, again),
+          dot_and_gradients(FST, x, w, initial_state(FST, w), dz, key),
+          dot_and_gradients(FST, x, w, initial_state(FST, w), dz, again),
           strict=True,
         ):
           np.testing.assert_array_equal(one, other)
@@ -162,7 +168,7 @@ class TransformationTest(parameterized.TestCase):
   def setUp(self):
     super().setUp()
     self.x, self.w = normal(8, 16, seed=0), normal(3, 16, 16, seed=1)
-    self.state, self.keys = FST.projection.init(self.w), jax.random.split(KEY, 3)
+    self.state, self.keys = initial_state(FST, self.w), jax.random.split(KEY, 3)
 
   def assert_trees_close(self, found, expected):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, expected)
@@ -192,7 +198,7 @@ class TransformationTest(parameterized.TestCase):
   def test_vmap(self, name):
     policy = POLICIES[name]
     x, dz = normal(3, 8, 16, seed=2), normal(3, 8, 16, seed=3)
-    state = policy.projection.init(self.w)
+    state = initial_state(policy, self.w)
     found = jax.vmap(functools.partial(dot_and_gradients, policy))(x, self.w, state, dz, self.keys)
     for i in range(3):
       one = dot_and_gradients(policy, x[i], self.w[i], state[i], dz[i], self.keys[i])
@@ -250,17 +256,17 @@ class DotGeneralTest(parameterized.TestCase):
   @parameterized.parameters(((2,), (0,)), ((-1,), (-2,)))
   def test_of_a_matrix(self, lhs_contract, rhs_contract):
     x, w = normal(2, 4, 16, seed=0), normal(16, 12, seed=1)
-    state = FST.projection.init(w)
+    state = initial_state(FST, w)
     numbers = ((lhs_contract, rhs_contract), ((), ()))
     op = functools.partial(s24.dot_general, policy=FST, key=KEY)
-    gradient = jax.grad(lambda x, w: jnp.sin(op(x, w, numbers, state)).sum(), argnums=(0, 1))
-    expected = jax.grad(lambda x, w: loss(FST, w, x, state, KEY), argnums=(0, 1))(x, w)
+    gradient = jit(jax.grad(lambda x, w: jnp.sin(op(x, w, numbers, state)).sum(), argnums=(0, 1)))
+    expected = jit(jax.grad(lambda x, w: loss(FST, w, x, state, KEY), argnums=(0, 1)))(x, w)
     jax.tree.map(np.testing.assert_array_equal, gradient(x, w), expected)
 
   def test_other_contracted_axis_of_the_activations(self):
     x, w = normal(16, 4, 2, seed=0), normal(16, 12, seed=1)
     numbers = (((0,), (0,)), ((), ()))
-    found = s24.dot_general(x, w, numbers, policy=s24.DotPolicy())
+    found = jit(lambda x, w: s24.dot_general(x, w, numbers, policy=s24.DotPolicy()))(x, w)
     np.testing.assert_allclose(found, jax.lax.dot_general(x, w, numbers), rtol=1e-5, atol=1e-5)
 
   @parameterized.parameters('dense', 'fst', 's_ste')

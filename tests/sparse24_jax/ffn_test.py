@@ -103,11 +103,11 @@ def written_formulas(policy, activation, x, weights, biases, states, dy, key):
 class FormulaTest(parameterized.TestCase):
 
   @parameterized.parameters(
-    *((('gelu', False), policy) for policy in ('kernels', 'reference')),
+    *((('gelu', False), policy) for policy in ('kernels', 'reference')),  # that of dots: dot_test
     *((('silu', True), policy) for policy in ('kernels', 'reference')),
     (('squared_relu', False), 'kernels'), (('gelu_exact', True), 'kernels'), (('relu', False), 'kernels'),
   )
-  @pytest.mark.few(2)
+  @pytest.mark.few
   def test_sparse(self, case, policy):
     (activation, gated), policy = case, POLICIES[policy]
     # Composed of dots the activation rounds inside in bfloat16, so it is held to the formulas in float32.

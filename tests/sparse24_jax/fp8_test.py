@@ -19,6 +19,7 @@ import sparse24_jax as s24
 from sparse24_jax import fp8, linear_layer
 from sparse24_jax.layer_plan import Backends, LayerPlan
 from tests import oracles
+from tests.draws import parameters
 from tests.oracles import assert_close
 from tests.sparse24_jax import fp8_oracles
 from tests.sparse24_jax.fp8_problems import (
@@ -208,7 +209,7 @@ class FlaxTest(absltest.TestCase):
     recipe = s24.Recipe('fp8', (s24.Rule('.*kernel', KERNELS),))
     mlp = s24.linen.Sparse24MLP(HIDDEN, activation='silu', dtype=BF16)
     x = draw(0, *TOKENS, D)
-    params = mlp.init(KEY, x)['params']
+    params = parameters(mlp, x)
     opt_state = jax.jit(s24.sparse_training(optax.sgd(0.1), recipe).init)(params)
     packed = jit(lambda params, opt_state: s24.sparse_variables(params, opt_state, recipe))(params, opt_state)
     bare = s24.sparse_variables(params, opt_state, recipe, pack=False)

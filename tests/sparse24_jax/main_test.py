@@ -3,7 +3,7 @@
 import contextlib
 import io
 import re
-import subprocess
+import runpy
 import sys
 from unittest import mock
 
@@ -139,11 +139,15 @@ class CommandTest(parameterized.TestCase):
     self.assertEqual(lines[4:], ['slower than dense: leave these layers out of the recipe'] if loses else [])
 
   def test_as_a_program(self):
-    done = subprocess.run(
-      [sys.executable, '-m', 'sparse24_jax', *ARGS, '--device', DEVICE], capture_output=True, text=True, check=False
-    )
-    self.assertEqual((done.returncode, done.stderr), (0, ''))
-    self.assertEqual(done.stdout.rstrip('\n').split('\n'), run(*ARGS, '--device', DEVICE)[1])
+    out, err = io.StringIO(), io.StringIO()
+    with (
+      mock.patch.object(sys, 'argv', ['sparse24_jax', *ARGS, '--device', DEVICE]), mock.patch.dict(sys.modules),
+      contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), self.assertRaises(SystemExit) as end,
+    ):  # fmt: skip
+      del sys.modules['sparse24_jax.__main__']  # as in a process of its own
+      runpy.run_module('sparse24_jax', run_name='__main__')
+    self.assertEqual((end.exception.code or 0, err.getvalue()), (0, ''))
+    self.assertEqual(out.getvalue().rstrip('\n').split('\n'), run(*ARGS, '--device', DEVICE)[1])
 
 
 if __name__ == '__main__':

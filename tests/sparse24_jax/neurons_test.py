@@ -11,7 +11,7 @@ import numpy as np
 import sparse24_jax as s24
 from sparse24_jax import activation_sparsity as acts
 from sparse24_jax.activation_patterns import feature_mask
-from sparse24_jax.neurons import cluster_neurons, invert, route_tokens, spread, unspread
+from sparse24_jax.neurons import cluster_neurons, route_tokens, spread, unspread
 from sparse24_jax.policy import ActivationPolicy, Clusters
 from tests import oracles
 from tests.quick import jit
@@ -83,14 +83,18 @@ class RoutingTest(parameterized.TestCase):
     policy = dataclasses.replace(VNM, clusters=Clusters(4))
     x, w_up, w_down, dz = draw()
     state = state_of(policy, w_up, w_down)
-    order = route_tokens(x, w_up, state['neurons'], clusters=4)
-    self.assertFalse((order == jnp.arange(TOKENS)).all())
-    columns = jnp.argsort(state['neurons'], stable=True)
+    order = np.asarray(jit(functools.partial(route_tokens, clusters=4))(x, w_up, state['neurons']))
+    self.assertFalse((order == np.arange(TOKENS)).all())
+    columns = np.argsort(state['neurons'], stable=True)
+    inverse = [np.argsort(places) for places in (order, columns)]
+    x, w_up, w_down, dz = map(np.asarray, (x, w_up, w_down, dz))
+    sorted_state = state | {'neurons': np.asarray(state['neurons'])[columns]}
     with mock.patch.object(acts, 'route_tokens', lambda x, *_, **__: jnp.arange(x.shape[0])):
       z, dx, dw_up, dw_down = jit(functools.partial(eager, policy))(
-        x[order], w_up[:, columns], w_down[columns], dz[order], state | {'neurons': state['neurons'][columns]}
+        x[order], w_up[:, columns], w_down[columns], dz[order], sorted_state
       )
-    expected = (z[invert(order)], dx[invert(order)], dw_up[:, invert(columns)], dw_down[invert(columns)])
+    z, dx, dw_up, dw_down = map(np.asarray, (z, dx, dw_up, dw_down))
+    expected = (z[inverse[0]], dx[inverse[0]], dw_up[:, inverse[1]], dw_down[inverse[1]])
     for found, other in zip(forward_and_grads(policy, x, w_up, w_down, dz, state), expected, strict=True):
       np.testing.assert_allclose(found, other, rtol=1e-6, atol=1e-5)
 
@@ -110,8 +114,8 @@ class RoutingTest(parameterized.TestCase):
       kept = jit(functools.partial(feature_mask, policy=policy))(y)
       return np.linalg.norm(np.where(kept, 0, y).sum(1)) / np.linalg.norm(y.sum(1))
 
-    neurons = cluster_neurons(jnp.asarray(w_up), clusters=8)
-    order = np.asarray(route_tokens(jnp.asarray(x), jnp.asarray(w_up), neurons, clusters=8))
+    neurons = jit(functools.partial(cluster_neurons, clusters=8))(w_up)
+    order = np.asarray(jit(functools.partial(route_tokens, clusters=8))(x, w_up, neurons))
     columns = np.argsort(neurons, kind='stable')
     self.assertLess(lost(y[order][:, columns], Clusters(8)), 0.2 * lost(y))
 

@@ -11,8 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import sparse24_jax as s24
+from tests.draws import gaussian, parameters
 
 H100 = 'nvidia_h100_80gb_hbm3'
 ALL = s24.recipes.transposable_srste('.*', masked_decay=1e-4)
@@ -205,10 +207,11 @@ class OnlyWhereItPaysTest(parameterized.TestCase):
     unknown.assert_called_once()
 
   @parameterized.parameters(('first',), ('first', 'second'))
+  @pytest.mark.few
   def test_the_rest_trains(self, *slow):
     """With the choice of the GPU's records replaced, since they hold nothing so small."""
-    x = jax.random.normal(jax.random.key(0), (8, 32))
-    params = Blocks().init(jax.random.key(1), x)['params']
+    x = gaussian(0, (8, 32))
+    params = parameters(Blocks(), x)
     recipe = s24.recipes.transposable_srste('.*', masked_decay=0.1)
     module = sys.modules[s24.only_where_it_pays.__module__]
 

@@ -11,6 +11,7 @@ import optax
 
 import sparse24_jax as s24
 from sparse24_jax import rules
+from tests.draws import gaussian
 from tests.standard import project
 
 STE, FST = s24.DotPolicy(s24.magnitude()), s24.DotPolicy(s24.transposable(), input_grad='sparse')
@@ -101,7 +102,7 @@ class MatchTest(parameterized.TestCase):
   @parameterized.parameters('tuple', 'dataclass')
   def test_a_field_named_value_among_others_keeps_its_name(self, kind):
     """Also in the trees of an optimizer for a part of the weights, where nothing is left of the others."""
-    attention = (NamedAttention if kind == 'tuple' else Attention)(*jax.random.normal(jax.random.key(0), (3, 8, 8)))
+    attention = (NamedAttention if kind == 'tuple' else Attention)(*gaussian(0, (3, 8, 8)))
     tree, fitting = {'attn': attention}, recipe(('attn/(query|value)', STE))
     self.assertEqual([path for path, _ in rules.leaves_by_path(tree)], ['attn/query', 'attn/key', 'attn/value'])
     alone = recipe(('attn/value', STE))

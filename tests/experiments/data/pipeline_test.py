@@ -211,19 +211,24 @@ print(pipeline.load(corpus='folder', manual_dir={self.manual_dir!r}, data_dir={s
     self.assertEqual((first.returncode, second.returncode), (0, 0), messages)
     self.assertEqual(fingerprint, other)
 
-  @parameterized.parameters('tensorflow_datasets', 'array_record', 'importlib_resources')
-  def test_missing_package(self, package):
+  def test_missing_package(self):
+    packages = ('tensorflow_datasets', 'array_record', 'importlib_resources')
     code = f"""
-import sys
-sys.modules[{package!r}] = None
+import os, sys
 from experiments.data import pipeline
-try:
-  pipeline.load(corpus='folder', manual_dir={self.manual_dir!r}, data_dir={str(self.folder)!r})
-except pipeline.DataError as e:
-  print(e)
+for package in {packages!r}:
+  if not os.fork():  # nothing is imported twice
+    sys.modules[package] = None
+    try:
+      pipeline.load(corpus='folder', manual_dir={self.manual_dir!r}, data_dir={str(self.folder)!r})
+    except pipeline.DataError as e:
+      print(e, end='<end>', flush=True)
+    os._exit(0)
+  os.wait()
 """
     result = subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True, check=True)
-    self.assertRegex(result.stdout, rf"is missing \((.|\n)*{package}(.|\n)*: pip install -e '\.\[experiments\]'")
+    for package, said in zip(packages, result.stdout.split('<end>')[:-1], strict=True):
+      self.assertRegex(said, rf"is missing \((.|\n)*{package}(.|\n)*: pip install -e '\.\[experiments\]'")
 
   def test_damaged_tokens(self):
     def load():

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from experiments.models import layers, llama
+from tests.draws import gaussian
 from tests.experiments.fakes import apply, compile_quickly, parameters
 
 
@@ -71,7 +72,7 @@ class SizesTest(parameterized.TestCase):
 
 class RotaryTest(absltest.TestCase):
   def test_turns_complex_numbers(self):
-    x = jax.random.normal(jax.random.key(0), (2, 7, 3, 8))
+    x = gaussian(0, (2, 7, 3, 8))
     wide = np.asarray(x, np.float64)
     turn = np.exp(1j * np.arange(7)[:, None] * 100.0 ** (-np.arange(4) / 4))
     expected = (wide[..., :4] + 1j * wide[..., 4:]) * turn[None, :, None]
@@ -79,7 +80,7 @@ class RotaryTest(absltest.TestCase):
     np.testing.assert_allclose(found, np.concatenate([expected.real, expected.imag], -1), atol=1e-5)
 
   def test_scores_depend_on_distance(self):
-    q, k = jax.random.normal(jax.random.key(0), (2, 16))
+    q, k = gaussian(0, (2, 16))
     turned_q, turned_k = (llama.rotate(jnp.tile(v, (1, 9, 1, 1)), 10_000.0)[0, :, 0] for v in (q, k))
     scores = np.asarray(turned_q @ turned_k.T)
     for distance in range(-8, 9):

@@ -31,6 +31,7 @@ from experiments.runs.checkpoint_errors import (
   RemovedError,
   UnreadableError,
 )
+from tests.draws import gaussian
 from tests.experiments.fakes import temp_folder
 
 
@@ -42,7 +43,7 @@ class _State(NamedTuple):
 
 @functools.cache
 def _trees(seed=0, size=64):
-  params = {'h_0': {'mlp': {'kernel': jax.random.normal(jax.random.key(seed), (size, size))}}}
+  params = {'h_0': {'mlp': {'kernel': gaussian(seed, (size, size))}}}
   inner = optax.adamw(1e-3).init(params)
   return params, _State(params['h_0']['mlp']['kernel'] > 0, inner, jax.random.key(seed + 1))
 

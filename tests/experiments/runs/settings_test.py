@@ -75,7 +75,7 @@ class SettingsTest(parameterized.TestCase):
       mock.patch.object(sys, 'argv', ['/x/experiments/__main__.py', 'train', '--set', 'steps=10']),
     ):
       git.return_value.stdout = 'abc-dirty\n'
-      run(tiny(steps=10), folder)
+      run(tiny(), folder)
     found = json.loads(Path(folder, 'environment.json').read_text())
     self.assertEqual(found['commit'], 'abc-dirty')
     self.assertEqual(found['command'], 'python -m experiments train --set steps=10')

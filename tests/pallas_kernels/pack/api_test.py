@@ -14,10 +14,12 @@ from pallas_kernels.operand import from_operand
 from pallas_kernels.pack import api, reference
 from pallas_kernels.prune import reference as prune
 from pallas_kernels.transposable_mask import reference as transposable
+from tests.draws import gaussian
+from tests.quick import jit
 
 
 def weights(shape=(64, 128), dtype=jnp.bfloat16, seed=0):
-  return jax.random.normal(jax.random.key(seed), shape, dtype)
+  return gaussian(seed, shape, dtype)
 
 
 def dense(operand):
@@ -39,15 +41,17 @@ class PackTest(parameterized.TestCase):
 
   def test_every_block_keeps_two_of_each_row_and_column(self):
     # All negative, ties and signed zeros: patterns that pruning by signed value or by 7 of 16 would get wrong.
-    for w in (-jnp.abs(weights()), np.ones((64, 128), np.float32), np.full((64, 128), -0.0, np.float32)):
-      mask = np.asarray(reference.code_mask(api.transposable_pack(w).codes)).reshape(16, 4, 32, 4)
+    search = jit(lambda w: reference.code_mask(api.transposable_pack(w).codes))
+    negative = -np.abs(np.asarray(weights(dtype=jnp.float32)))
+    for w in (negative, np.ones((64, 128), np.float32), np.full((64, 128), -0.0, np.float32)):
+      mask = np.asarray(search(w)).reshape(16, 4, 32, 4)
       self.assertTrue((mask.sum(1) == 2).all() and (mask.sum(3) == 2).all())
 
   def test_masked_pack_takes_new_values_under_the_old_mask(self):
-    codes = api.transposable_pack(weights()).codes
+    codes = jit(lambda w: api.transposable_pack(w).codes)(weights())
     w = weights(seed=1)
-    made = api.masked_pack(w, codes)
-    kept = jnp.where(reference.code_mask(codes), w, jnp.zeros((), w.dtype)).astype(jnp.float32)
+    made, mask = jit(lambda w, codes: (api.masked_pack(w, codes), reference.code_mask(codes)))(w, codes)
+    kept = np.where(mask, np.asarray(w, np.float32), 0)
     np.testing.assert_array_equal(dense(made.rows), kept)
     np.testing.assert_array_equal(dense(made.columns), np.swapaxes(kept, -1, -2))
 
@@ -55,10 +59,10 @@ class PackTest(parameterized.TestCase):
   @pytest.mark.few
   def test_soft_threshold_pack(self, axis):
     w = weights((2, 64, 132))
-    scale = jnp.array([1.25, 1.5], jnp.float32)
-    found = dense(api.soft_threshold_pack(w, scale, axis=axis).operand)
-    soft = prune.soft_threshold(w, axis=axis).astype(jnp.float32) * scale[:, None, None]
-    expected = np.asarray(soft.astype(jnp.bfloat16).astype(jnp.float32))
+    scale = np.float32([1.25, 1.5])
+    found = dense(jit(functools.partial(api.soft_threshold_pack, axis=axis))(w, scale).operand)
+    soft = np.asarray(jit(functools.partial(prune.soft_threshold, axis=axis))(w), np.float32) * scale[:, None, None]
+    expected = soft.astype(jnp.bfloat16).astype(np.float32)
     np.testing.assert_array_equal(found, expected if axis == -1 else np.swapaxes(expected, -1, -2))
 
   def test_mvue_pack_holds_the_sample(self):

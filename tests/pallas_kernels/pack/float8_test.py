@@ -15,6 +15,7 @@ from pallas_kernels.mvue import reference as mvue
 from pallas_kernels.operand import from_operand
 from pallas_kernels.pack import api
 from pallas_kernels.quantize.api import amax, current_scale
+from tests.draws import gaussian
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 NUMPY = {E4M3: ml_dtypes.float8_e4m3fn, E5M2: ml_dtypes.float8_e5m2}
@@ -22,7 +23,7 @@ LARGEST = {E4M3: 448.0, E5M2: 57344.0}
 
 
 def normal(shape, dtype=jnp.bfloat16, seed=0):
-  return jax.random.normal(jax.random.key(seed), shape, dtype)
+  return gaussian(seed, shape, dtype)
 
 
 # Compiled: one by one, the operations would take ten times as long.

@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from pallas_kernels.quantize import api
+from tests.draws import gaussian
 from tests.pallas_kernels import compiling
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -59,7 +60,7 @@ class CurrentScaleTest(parameterized.TestCase):
     self.assertTrue(np.isnan(factor))
 
   def test_one_scale_a_matrix(self):
-    x = jax.random.normal(jax.random.key(0), (3, 8, 12), jnp.bfloat16)
+    x = gaussian(0, (3, 8, 12), jnp.bfloat16)
     np.testing.assert_array_equal(api.amax(x), np.abs(np.asarray(x).astype(np.float32)).max((1, 2)))
 
 
@@ -80,7 +81,7 @@ class QuantizeTest(parameterized.TestCase):
     self.assertTrue(np.isnan(expected[0, 2].astype(np.float32)))
 
   def test_layouts_agree(self):
-    x, scale = jax.random.normal(jax.random.key(0), (2, 12, 20)), jnp.array([100.0, 3.0], jnp.float32)
+    x, scale = gaussian(0, (2, 12, 20)), jnp.array([100.0, 3.0], jnp.float32)
     call = functools.partial(api.quantize, x, scale, dtype=E5M2)
     plain, turned = call(transpose='both')
     for found, expected in ((call(), plain), (call(transpose='only'), turned), (turned.swapaxes(1, 2), plain)):
@@ -107,8 +108,8 @@ class Fp8DotTest(parameterized.TestCase):
 
   @parameterized.parameters((E5M2, E4M3, jnp.bfloat16, 4e-3), (E4M3, E4M3, jnp.float32, 1e-6))
   def test_is_the_scaled_product(self, a_dtype, b_dtype, out_dtype, tolerance):
-    a = jax.random.normal(jax.random.key(0), (48, 64)).astype(a_dtype)
-    b = jax.random.normal(jax.random.key(1), (32, 64)).astype(b_dtype)
+    a = gaussian(0, (48, 64)).astype(a_dtype)
+    b = gaussian(1, (32, 64)).astype(b_dtype)
     found = np.asarray(api.fp8_dot(a, b, jnp.float32(0.3), jnp.float32(7.0), out_dtype=out_dtype))
     self.assertEqual(found.dtype, out_dtype)
     expected = 0.3 * 7.0 * (np.asarray(a).astype(np.float64) @ np.asarray(b).astype(np.float64).T)

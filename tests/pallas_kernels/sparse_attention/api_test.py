@@ -112,7 +112,7 @@ class SparseAttentionTest(parameterized.TestCase):
     """On a GPU of the right generation whose cuDNN cannot be had, or will not take these shapes."""
     q, k, v, _ = inputs(length=64, dtype=jnp.bfloat16)
     calls = functools.partial(sparse_attention, q, k, v, patterns=Pattern('local', 16))
-    expected = calls(implementation='blocks')
+    expected = jax.jit(functools.partial(calls, implementation='blocks'))()
     with mock.patch.object(_device, 'current', lambda: _device.Device('gpu', 'gpu', (9, 0), 132)):
       with self.assertRaisesRegex(ValueError, r"cuDNN refuses Pattern\(kind='local', window=16\): \w+"):
         calls(implementation='cudnn')

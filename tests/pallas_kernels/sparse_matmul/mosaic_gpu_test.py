@@ -29,10 +29,14 @@ _compress = jax.jit(functools.partial(formats.compress, axis=-1))
 def _inputs(m, n, k, a_dtype, b_dtype, b_layout, seed=0):
   rng = np.random.default_rng(seed)
   keep = np.argsort(rng.random((m, k // 4, 4)), axis=-1) < 2
-  w = jnp.asarray(rng.standard_normal((m, k)), jnp.float32).astype(a_dtype)
-  a = _compress(w, jnp.asarray(keep.reshape(m, k)))
+  w = rng.standard_normal((m, k)).astype(np.float32).astype(a_dtype)
+  a = _compress(w, keep.reshape(m, k))
   shape = (n, k) if b_layout == 'nk' else (k, n)
-  return a, jnp.asarray(rng.standard_normal(shape), jnp.float32).astype(b_dtype)
+  return a, jnp.asarray(rng.standard_normal(shape).astype(np.float32).astype(b_dtype))
+
+
+def _linspace(first, last, number):
+  return np.linspace(first, last, number, dtype=np.float32)
 
 
 @pytest.mark.few
@@ -84,20 +88,20 @@ class InterpretTest(parameterized.TestCase):
     config = mosaic_gpu.Config(
       rows=64, bn=8, bk=128, stages=2 + 2 * delay, cluster=1, epilogue_n=8, ctas=2, delay=delay, halves='k'
     )
-    self._check(a, b, config, jnp.linspace(-3.0, 3.0, 200), out_layout='nm')
+    self._check(a, b, config, _linspace(-3.0, 3.0, 200), out_layout='nm')
 
   @parameterized.parameters((256, 256, 192, 'nk'), (200, 136, 64, 'kn'))
   def test_clusters_side_by_side(self, m, n, k, b_layout):
     # The second size leaves the right CTA of the last cluster without columns.
     a, b = _inputs(m, n, k, _BF16, _BF16, b_layout)
     config = dataclasses.replace(_SMALL, along='n', ctas=4)
-    self._check(a, b, config, jnp.linspace(-3.0, 3.0, m), b_layout=b_layout, out_layout='nm')
+    self._check(a, b, config, _linspace(-3.0, 3.0, m), b_layout=b_layout, out_layout='nm')
 
   @pytest.mark.slow
   def test_clusters_side_by_side_read_scales_by_column(self):
     a, b = _inputs(128, 136, 256, _E4M3, _E4M3, 'nk')
     config = dataclasses.replace(_SMALL_FP8, cluster=2, along='n')
-    self._check(a, b, config, None, jnp.linspace(0.5, 2.0, 128), jnp.linspace(1.0, 3.0, 136))
+    self._check(a, b, config, None, _linspace(0.5, 2.0, 128), _linspace(1.0, 3.0, 136))
 
   @pytest.mark.slow
   def test_odd_number_of_steps(self):
@@ -107,7 +111,7 @@ class InterpretTest(parameterized.TestCase):
 
   def test_epilogue(self):
     a, b = _inputs(128, 64, 128, jnp.dtype('float16'), jnp.dtype('float16'), 'nk')
-    bias = jnp.linspace(-3.0, 3.0, 128)
+    bias = _linspace(-3.0, 3.0, 128)
     self._check(a, b, _SMALL, bias, activation='squared_relu', out_dtype=jnp.dtype('float16'), out_layout='nm')
 
   @parameterized.parameters((1, 'mn', 'bfloat16'), (2, 'nm', 'float32'))
@@ -116,13 +120,13 @@ class InterpretTest(parameterized.TestCase):
     a, b = _inputs(128, 100, 128, _BF16, _BF16, 'nk')
     config = mosaic_gpu.Config(rows=64, bn=64, stages=2, cluster=1, ctas=1, epilogue_n=32, slots=slots)
     self._check(
-      a, b, config, jnp.linspace(-3.0, 3.0, 128), activation='gelu', out_layout=out_layout,
+      a, b, config, _linspace(-3.0, 3.0, 128), activation='gelu', out_layout=out_layout,
       out_dtype=jnp.dtype(out_dtype), keep_preactivation=True,
     )
 
   def test_float8_with_scales_by_row_and_column(self):
     a, b = _inputs(128, 96, 256, _E4M3, jnp.dtype('float8_e5m2'), 'nk')
-    a_scale, b_scale = jnp.linspace(0.5, 2.0, 128), jnp.linspace(1.0, 3.0, 96)
+    a_scale, b_scale = _linspace(0.5, 2.0, 128), _linspace(1.0, 3.0, 96)
     self._check(a, b, _SMALL_FP8, None, a_scale, b_scale, out_dtype=jnp.dtype('float32'))
 
   @pytest.mark.slow

@@ -10,10 +10,11 @@ from pallas_kernels.vnm import api
 from pallas_kernels.vnm import format as vnm_format
 from pallas_kernels.vnm.format import compress, decompress
 from pallas_kernels.vnm.reference import vnm_mask
+from tests.draws import gaussian
 
 
 def _x(seed=0):
-  return jax.random.normal(jax.random.key(seed), (16, 32), jnp.bfloat16)
+  return gaussian(seed, (16, 32), jnp.bfloat16)
 
 
 def _compressed():

@@ -39,12 +39,12 @@ def _expected_mask(x, v, m):
 def _random(v, m, dtype='bfloat16', seed=0):
   # Small integers: sums are exact in any order, and ties are common.
   x = np.random.default_rng(seed).integers(-9, 10, (3 * v, 4 * m))
-  return jnp.asarray(x, jnp.float32).astype(dtype)
+  return jnp.asarray(x.astype(jnp.dtype(dtype)))
 
 
 def _matrix(rows, columns, seed=0):
   x = np.random.default_rng(seed).integers(-9, 10, (rows, columns))
-  return jnp.asarray(x, jnp.float32).astype(jnp.bfloat16)
+  return jnp.asarray(x.astype(jnp.bfloat16))
 
 
 @pytest.mark.few(4)

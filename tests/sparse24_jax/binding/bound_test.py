@@ -13,6 +13,7 @@ import optax
 
 import sparse24_jax as s24
 from sparse24_jax.binding import transform
+from tests.quick import jit
 from tests.sparse24_jax.binding.functions import arguments, CASES, relu_mlp
 
 STE = s24.recipes.ste('.*')
@@ -71,8 +72,8 @@ class BindTest(parameterized.TestCase):
   def test_masks_lie_along_the_contracted_axes(self, name):
     params, x = arguments(name)
     bound = s24.bind(STE, CASES[name].f, params, x)
-    state = s24.sparse_training(optax.sgd(0.1), bound).init(params)
-    projected = s24.project(params, state, bound)
+    tx = s24.sparse_training(optax.sgd(0.1), bound)
+    projected = jit(lambda params: s24.project(params, tx.init(params), bound))(params)
     for weight in bound.weights:
       layout, w = weight.layout, np.asarray(params[weight.path])
       matrices = np.transpose(w, layout.order).reshape(-1, *layout.matrix_shape(w.shape)[-2:])
@@ -160,7 +161,8 @@ class BindTest(parameterized.TestCase):
     bound = s24.bind(STE, CASES['each_token'].f, params, x)
     self.assertEqual({w.path: [use.block for use in w.uses] for w in bound.weights}, {'up': ['relu'], 'down': ['relu']})
     with mock.patch.object(transform, 'ffn_at', side_effect=transform.ffn_at) as fused:
-      s24.sparsify(CASES['each_token'].f, bound)(params, s24.sparse_variables(params, None, bound), None, x)
+      sparse = s24.sparsify(CASES['each_token'].f, bound)
+      jax.eval_shape(lambda params: sparse(params, s24.sparse_variables(params, None, bound), None, x), params)
     fused.assert_called_once()
 
   def test_of_three_matmuls_in_a_row_the_last_two_are_the_block(self):

@@ -194,6 +194,6 @@ def arguments(name):
   case, rng = CASES[name], np.random.default_rng(0)
 
   def draw(shape):
-    return jnp.asarray(rng.normal(size=shape), jnp.float32)
+    return rng.normal(size=shape).astype(np.float32)
 
-  return {key: draw(shape) / 3 for key, shape in case.shapes.items()}, draw(case.x)
+  return {key: jnp.asarray(draw(shape) / 3) for key, shape in case.shapes.items()}, jnp.asarray(draw(case.x))

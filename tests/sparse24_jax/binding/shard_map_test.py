@@ -182,7 +182,7 @@ class ShardMapTest(parameterized.TestCase):
     *(('soft_threshold', 4, name) for name in ('tensor_parallel', 'fsdp', 'experts')),
     ('ste', 4, 'tensor_parallel'), ('ste', 8, 'fsdp'),
   )
-  @pytest.mark.few(2)
+  @pytest.mark.few
   def test_forward_and_straight_through_gradients(self, recipe, devices, name):
     f, shapes, layouts = CASES[name]
     params, x = arguments(shapes)

@@ -14,6 +14,7 @@ import optax
 import pytest
 
 import sparse24_jax as s24
+from tests.draws import parameters
 from tests.standard import project
 
 RECIPES = {
@@ -114,7 +115,7 @@ def sparse_alone(sparse):
 class CheckStepTest(parameterized.TestCase):
 
   @parameterized.parameters('fst', 's_ste_fp8', 'packed', 'ste', 's_ste', 'rigl')
-  @pytest.mark.few(3)
+  @pytest.mark.few(2)
   def test_sparse_steps_pass_and_plain_ones_do_not(self, name):
     ways = ('sparsify', 'project') if name in ('fst', 's_ste') else ('sparsify',)
     for how in ways:
@@ -224,7 +225,7 @@ class CheckStepTest(parameterized.TestCase):
   def test_a_train_state_with_an_average_and_gradients_that_are_added_up(self):
     recipe, model = s24.recipes.ste('kernel'), nn.Dense(4)
     sparse = s24.sparsify(model, recipe)
-    params = model.init(jax.random.key(0), X)['params']
+    params = parameters(model, X)
     tx = optax.MultiSteps(s24.sparse_training(optax.adam(0.1), recipe), 2)
     state = TrainState.create(apply_fn=model.apply, params=params, tx=tx)
 

@@ -12,6 +12,7 @@ import pytest
 
 from pallas_kernels import _dispatch
 import sparse24_jax as s24
+from tests.draws import gaussian
 from tests.standard import project, standard
 
 
@@ -71,7 +72,7 @@ class ProjectTest(parameterized.TestCase):
 
   def test_zeros_are_verified_along_the_axes_that_a_model_contracts(self):
     """A square weight [out, in] with its zeros along out, and one 2:4 along in but not along out."""
-    w = jax.random.normal(jax.random.key(0), (8, 8))
+    w = gaussian(0, (8, 8))
     f, transposed = lambda p, x: x @ p['w'].T, s24.Rule('w', s24.DotPolicy(s24.transposable()))
     bound = s24.bind(s24.recipes.ste('w'), f, {'w': w}, jnp.ones((4, 8)))
     along_in, along_out = ({'w': jnp.where(s24.magnitude_mask(w, axis=axis), w, 0)} for axis in (-1, -2))
@@ -111,7 +112,7 @@ class ProjectTest(parameterized.TestCase):
   @parameterized.parameters(*RECIPES)
   def test_gradient_passes_straight_through(self, name):
     recipe, state = RECIPES[name], opt_state(RECIPES[name])
-    cotangent = jax.tree.map(lambda w: jax.random.normal(jax.random.key(5), w.shape), TREE)
+    cotangent = jax.tree.map(lambda w: gaussian(5, w.shape), TREE)
     found = jax.jit(lambda p, g: jax.vjp(lambda p: project(p, state, recipe), p)[1](g)[0])(TREE, cotangent)
     jax.tree.map(np.testing.assert_array_equal, found, cotangent)
 

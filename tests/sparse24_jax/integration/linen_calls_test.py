@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import sparse24_jax as s24
+from tests.draws import parameters
 
 RULE = '.*(up|down)/kernel'
 X = jnp.asarray(np.random.default_rng(9).standard_normal((8, 16), np.float32))
@@ -43,7 +44,7 @@ class JittedMethod(nn.Module):
 
 
 def variables(model, recipe):
-  params = model.init(jax.random.key(0), X)['params']
+  params = parameters(model, X)
   opt_state = s24.sparse_training(optax.sgd(0.1), recipe).init(params)
   return {'params': params, 'sparse24': s24.sparse_variables(params, opt_state, recipe)}
 
@@ -123,7 +124,7 @@ class LinenCallsTest(absltest.TestCase):
         expected = model.apply({'params': projected(given['params'], layer)}, X)
         np.testing.assert_allclose(sparse.apply(given, X), expected, rtol=1e-6, atol=1e-6)
         self.assertEqual(
-          jax.tree.structure(sparse.init(jax.random.key(0), X)['params']), jax.tree.structure(given['params'])
+          jax.tree.structure(parameters(sparse, X)), jax.tree.structure(given['params'])
         )
 
   def test_rules_name_layers_of_the_part_that_is_sparse(self):

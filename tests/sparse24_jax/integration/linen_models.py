@@ -9,6 +9,7 @@ import numpy as np
 import optax
 
 import sparse24_jax as s24
+from tests.draws import parameters
 from tests.standard import project
 
 LAYERS = 2
@@ -69,8 +70,7 @@ RECIPES = {
 
 @functools.cache
 def init(model, shape=X.shape):
-  x = jnp.ones(shape, X.dtype)
-  return jax.jit(model.init)(jax.random.key(3), x)['params']
+  return parameters(model, jax.ShapeDtypeStruct(shape, X.dtype))
 
 
 def opt_state(params, recipe):

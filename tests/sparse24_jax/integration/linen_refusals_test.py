@@ -12,6 +12,8 @@ import pytest
 
 import sparse24_jax as s24
 from tests.sparse24_jax.integration.linen_models import (
+  apply,
+  at_start,
   FST,
   init,
   KEY,
@@ -22,7 +24,6 @@ from tests.sparse24_jax.integration.linen_models import (
   variables,
   X,
 )  # fmt: skip
-from tests.standard import project
 
 FST_ALL = s24.recipes.transposable_srste('.*/kernel', masked_decay=0.0)
 
@@ -96,10 +97,11 @@ class RefusalTest(parameterized.TestCase):
         return self(x)
 
     sparse = s24.sparsify(Encoder(), FST)
+    v = variables(init(Encoder()), FST)
     with self.assertRaisesRegex(AttributeError, r"'encode' is a method of the model: .*'encode', x, method='run'\)"):
-      sparse.apply(variables(init(Encoder()), FST), X, method='encode')
+      sparse.apply(v, X, method='encode')
     with self.assertRaisesRegex(AttributeError, 'no attribute "decode"'):
-      sparse.apply(variables(init(Encoder()), FST), X, method='decode')
+      sparse.apply(v, X, method='decode')
     self.assertEqual(copy.deepcopy(sparse), sparse)
 
   def test_rule_without_a_match(self):
@@ -121,11 +123,10 @@ class RefusalTest(parameterized.TestCase):
 
     recipe = s24.recipes.ste('.*')
     params = init(Model())
-    v = variables(params, recipe)
-    found = s24.sparsify(Model(), recipe).apply(v, X)
-    projected = project(params, opt_state(params, recipe), recipe)
-    np.testing.assert_allclose(found, Model().apply({'params': projected}, X), rtol=1e-5, atol=1e-6)
-    self.assertGreater(float(jnp.abs(found - Model().apply({'params': params}, X)).max()), 1e-3)
+    v, projected = at_start(params, recipe)
+    found = apply(s24.sparsify(Model(), recipe), v)
+    np.testing.assert_allclose(found, apply(Model(), {'params': projected}), rtol=1e-5, atol=1e-6)
+    self.assertGreater(np.abs(found - apply(Model(), {'params': params})).max(), 1e-3)
 
   def test_a_convolution_is_no_matmul(self):
     class Model(nn.Module):
@@ -137,10 +138,10 @@ class RefusalTest(parameterized.TestCase):
         return self(x)
 
     recipe = s24.recipes.ste('.*')
-    params = init(Model())
+    v = variables(init(Model()), recipe)
     for call in ((X,), ('encode', X)):
       with self.assertRaisesRegex(ValueError, r'odd/kernel of shape .*: conv_general_dilated at .*recipe.with_dense'):
-        s24.sparsify(Model(), recipe).apply(variables(params, recipe), *call, method='run' if len(call) > 1 else None)
+        s24.sparsify(Model(), recipe).apply(v, *call, method='run' if len(call) > 1 else None)
 
   def test_embeddings_are_no_weights(self):
     model, recipe, tokens = nn.Embed(16, 8), s24.recipes.ste('.*'), jnp.zeros((4,), jnp.int32)

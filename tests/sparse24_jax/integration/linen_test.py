@@ -196,7 +196,8 @@ class GradientTest(parameterized.TestCase):
       if path[-1].key == 'bias':
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
 
-  @parameterized.named_parameters(('loop', False), ('scan', True))
+  @parameterized.named_parameters(('scan', True), ('loop', False))
+  @pytest.mark.few
   def test_layers_draw_differently(self, scan):
     """Equal weights, inputs and output gradients in each layer: only the randomness tells them apart."""
 

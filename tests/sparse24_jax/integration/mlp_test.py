@@ -13,6 +13,7 @@ import pytest
 
 import sparse24_jax as s24
 from sparse24_jax.binding import transform
+from tests.draws import parameters
 
 D, HIDDEN = 16, 64
 X = jnp.asarray(np.random.default_rng(0).standard_normal((2, 8, D), np.float32))
@@ -54,7 +55,7 @@ class NnxLayers(nnx.Module):
 def linen_pair(**kwargs):
   """(fresh parameters, function of parameters) of the module and of the layers."""
   modules = s24.linen.Sparse24MLP(HIDDEN, **kwargs), LinenLayers(**kwargs)
-  return [(jax.jit(m.init)(jax.random.key(3), X)['params'], lambda p, m=m: m.apply({'params': p}, X)) for m in modules]
+  return [(parameters(m, X), lambda p, m=m: m.apply({'params': p}, X)) for m in modules]
 
 
 def nnx_pair(**kwargs):
@@ -79,7 +80,7 @@ PAIRS = {'linen': linen_pair, 'nnx': nnx_pair}
 class Sparse24MLPTest(parameterized.TestCase):
 
   @parameterized.product(pair=list(PAIRS), activation=list(ACTIVATIONS), gated=(False, True), use_bias=(True, False))
-  @pytest.mark.few(4)
+  @pytest.mark.few(3)
   def test_is_the_layers_that_it_replaces(self, pair, activation, gated, use_bias):
     (params, mlp), (expected, layers) = PAIRS[pair](activation=activation, gated=gated, use_bias=use_bias)
     jax.tree.map(np.testing.assert_array_equal, params, expected)
@@ -89,6 +90,7 @@ class Sparse24MLPTest(parameterized.TestCase):
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
   @parameterized.parameters(*PAIRS)
+  @pytest.mark.few
   def test_bfloat16(self, pair):
     (params, mlp), (_, layers) = PAIRS[pair](**BFLOAT16)
     self.assertEqual((mlp(params).dtype, params['up']['kernel'].dtype), (jnp.bfloat16, jnp.float32))
@@ -100,7 +102,7 @@ class Sparse24MLPTest(parameterized.TestCase):
     ((STE, FST), ('up/kernel', '(down|gate)/kernel'), False, True),
     ((STE,), ('down/kernel',), False, False),
   ))  # fmt: skip
-  @pytest.mark.few(4)
+  @pytest.mark.few(2)
   def test_under_sparsify_is_the_layers_with_the_same_rules(self, pair, case):
     policies, rules, fused, gated = case
     recipe = s24.Recipe('r', tuple(s24.Rule(rule, policy) for rule, policy in zip(rules, policies, strict=True)))
@@ -122,7 +124,7 @@ class Sparse24MLPTest(parameterized.TestCase):
     mlp = s24.linen.Sparse24MLP(
       HIDDEN, features=8, gated=True, names=names, kernel_init=ones, out_kernel_init=twos, param_dtype=jnp.bfloat16
     )
-    params = mlp.init(jax.random.key(2), X)['params']
+    params = jax.jit(mlp.init)(jax.random.key(2), X)['params']
     self.assertEqual({k: v['kernel'].shape for k, v in params.items()},
                      {'c_fc': (D, HIDDEN), 'c_proj': (HIDDEN, 8), 'c_gate': (D, HIDDEN)})  # fmt: skip
     self.assertEqual({k: float(v['kernel'].max()) for k, v in params.items()}, {'c_fc': 1, 'c_proj': 2, 'c_gate': 1})

@@ -79,7 +79,7 @@ LAYOUTS = {
 class AnyLayerTest(parameterized.TestCase):
 
   @parameterized.parameters('layer', 'bridged', 'attention', 'stacked', 'linear')
-  @pytest.mark.few(3)
+  @pytest.mark.few(2)
   def test_values_and_gradients_are_those_of_projected_weights(self, name):
     make, layouts = LAYOUTS[name]
     model = make(nnx.Rngs(0))

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import sparse24_jax as s24
+from tests.draws import gaussian
 
 FST = s24.recipes.transposable_srste('kernel', masked_decay=0.0)
 INIT = nnx.initializers.lecun_normal()
@@ -23,7 +24,7 @@ class NnxMeshTest(parameterized.TestCase):
   @pytest.mark.few
   def test_the_sharding_asked_of_a_layer_is_that_of_its_result(self, kernel_spec, x_spec):
     """Plain matmuls need it where the contracted axis is divided; values and gradients are those of one device."""
-    x, out = jax.random.normal(jax.random.key(0), (4, 4, 16)), jax.P('data', None, None)
+    x, out = gaussian(0, (4, 4, 16)), jax.P('data', None, None)
 
     def layer(init):
       return s24.sparsify(nnx.Linear(16, 32, kernel_init=init, rngs=nnx.Rngs(0)), FST, rngs=nnx.Rngs(mvue=0))

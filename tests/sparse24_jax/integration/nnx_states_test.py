@@ -8,10 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 from pallas_kernels import _dispatch
 import sparse24_jax as s24
 from sparse24_jax.fingerprint import fingerprint, was_changed
+from tests.draws import gaussian
 
 X, Y = (np.random.default_rng(i).standard_normal((8, n)) for i, n in enumerate((16, 8)))
 STE = s24.recipes.ste('kernel')
@@ -72,7 +74,8 @@ class Sampler(nnx.Module):
 
 class StatesTest(parameterized.TestCase):
 
-  @parameterized.parameters(linear, Transposed)
+  @parameterized.parameters(Transposed, linear)
+  @pytest.mark.few
   def test_a_trainer_that_owns_its_step_and_brings_nothing_in(self, make):
     """The row 'nnx without nnx.update': it trained on its first masks, without a word."""
     model = make(nnx.Rngs(0))
@@ -116,7 +119,7 @@ class StatesTest(parameterized.TestCase):
 
   def test_weights_of_16_bits(self):
     """One entry of a thousand tells, and a cast does not."""
-    w = jax.random.normal(jax.random.key(0), (32, 32))
+    w = gaussian(0, (32, 32))
     changed, stored = jax.jit(lambda w, known: was_changed(w, (32, 32), known)), (w, w.astype(jnp.bfloat16))
     for known in (fingerprint(a, (32, 32)) for a in stored):
       for a in stored:

@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import sparse24_jax as s24
+from tests.draws import gaussian
 from tests.standard import project
 
 LAYERS = 2
@@ -51,8 +52,8 @@ class Stacked(nnx.Module):
 
 MODELS = {'loop': Loop, 'stacked': Stacked}
 RULE = 'h/.*'
-X = jax.random.normal(jax.random.key(0), (8, 16))
-Y = jax.random.normal(jax.random.key(1), (8, 4))
+X = gaussian(0, (8, 16))
+Y = gaussian(1, (8, 4))
 FST = s24.recipes.transposable_srste(RULE, masked_decay=1e-3, refresh_every=2)
 STE = s24.recipes.ste(RULE)
 SAMPLED = s24.Recipe('sampled', (s24.Rule(RULE, s24.DotPolicy(s24.magnitude(), weight_grad='mvue')),))
@@ -183,7 +184,7 @@ class SameModelTest(parameterized.TestCase):
   def test_a_decorated_method(self, decorator):
     class Own(nnx.Module):
       def __init__(self):
-        self.kernel = nnx.Param(jax.random.normal(jax.random.key(2), (16, 16)))
+        self.kernel = nnx.Param(gaussian(2, (16, 16)))
 
       @decorator
       def __call__(self, x):
@@ -208,6 +209,7 @@ class SameModelTest(parameterized.TestCase):
 class GradientTest(parameterized.TestCase):
 
   @parameterized.parameters(*MODELS)
+  @pytest.mark.few
   def test_straight_through(self, name):
     found = grads_of(s24.sparsify(plain(name), STE))
     assert_trees_close(found, grads_of(projected(plain(name), STE)))
@@ -265,7 +267,7 @@ class GradientTest(parameterized.TestCase):
     sparse = s24.sparsify(model, recipe, rngs=nnx.Rngs(mvue=1))
     x = jnp.broadcast_to(X, (3, *X.shape))
     np.testing.assert_allclose(sparse(x), projected(model, recipe)(x), rtol=1e-5, atol=1e-6)
-    weights = jax.random.normal(jax.random.key(3), X.shape[:1] + (8,))
+    weights = gaussian(3, X.shape[:1] + (8,))
     cotangent = jnp.broadcast_to(weights, (3, *weights.shape))
     grads = nnx.grad(lambda m: (m(x) * cotangent).sum(), argnums=nnx.DiffState(0, nnx.Param))(sparse)['kernel'][...]
     for i in range(3):
@@ -277,7 +279,8 @@ class TrainingTest(parameterized.TestCase):
   @parameterized.named_parameters(('fst', FST), ('s_ste', s24.recipes.s_ste(RULE)))
   @pytest.mark.few
   def test_optimizer_loop_through_the_phases(self, recipe):
-    tx = {phase: s24.sparse_training(optax.adam(0.05), recipe, phase=phase) for phase in ('dense', 'sparse')}
+    inner = optax.sgd(0.1, momentum=0.9)
+    tx = {phase: s24.sparse_training(inner, recipe, phase=phase) for phase in ('dense', 'sparse')}
     sparse = s24.sparsify(plain('loop'), recipe, rngs=nnx.Rngs(mvue=1))
     optimizer = nnx.Optimizer(sparse, tx['sparse'], wrt=nnx.Param)
     traces = []

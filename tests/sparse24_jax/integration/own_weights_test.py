@@ -9,6 +9,7 @@ import numpy as np
 import optax
 
 import sparse24_jax as s24
+from tests.draws import parameters
 
 WHOLE, HOOKED = s24.recipes.ste('up/kernel|own'), s24.recipes.ste('up/kernel')
 POLICY = WHOLE.rules[0].policy
@@ -50,7 +51,7 @@ class OwnWeightsTest(absltest.TestCase):
 
   def test_linen(self):
     model = Linen()
-    params = model.init(jax.random.key(1), X)['params']
+    params = parameters(model, X)
     variables = {'params': params, 'sparse24': s24.sparse_variables(params, opt_state(params), WHOLE)}
     found = s24.sparsify(model, HOOKED).apply(variables, X)
     np.testing.assert_allclose(found, expected(params['up']['kernel'], params['own']), rtol=1e-4, atol=1e-6)

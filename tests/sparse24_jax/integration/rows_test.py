@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import sparse24_jax as s24
+from tests.draws import gaussian, parameters
 
-X = jax.random.normal(jax.random.key(0), (6, 16))
+X = gaussian(0, (6, 16))
 INIT = nn.initializers.normal()
 
 
@@ -96,7 +97,7 @@ class RowsTest(parameterized.TestCase):
   def test_linen(self, name):
     """The wrapped model, by the recipe alone, and by the one that is bound."""
     model, expected = ROWS[name]
-    params = model.init(jax.random.key(1), X)['params']
+    params = parameters(model, X)
     recipe = s24.recipes.ste('.*(w|kernel)')
     bound = s24.bind(recipe, lambda p, x: model.apply({'params': p}, x), params, X)
     for given in (bound,) if name in ('einsum', 'conv1d') else (recipe, bound):
@@ -110,7 +111,7 @@ class RowsTest(parameterized.TestCase):
 
   def test_frozen_weights_that_a_rule_matches(self):
     """Sparse as the others; no gradient reaches them."""
-    params = dict(zip(('base', 'own'), jax.random.normal(jax.random.key(1), (2, 16, 16)), strict=True))
+    params = dict(zip(('base', 'own'), gaussian(1, (2, 16, 16)), strict=True))
 
     def f(p, x):
       return x @ jax.lax.stop_gradient(p['base']) @ p['own']

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 
 import sparse24_jax as s24
+from tests.draws import parameters
 
 
 class LinenModel(nn.Module):
@@ -42,7 +43,7 @@ class SparsifyTest(parameterized.TestCase):
 
   def test_a_rule_without_projection_needs_no_state(self):
     recipe = s24.Recipe('fp8', (s24.Rule('up/kernel', s24.DotPolicy(precision='fp8')),))
-    params = LinenModel().init(jax.random.key(0), X)['params']
+    params = parameters(LinenModel(), X)
     state = s24.sparse_training(optax.sgd(0.1), recipe).init(params)
     variables = {'params': params, 'sparse24': s24.sparse_variables(params, state, recipe)}
     self.assertEqual(variables['sparse24'], {})
@@ -56,7 +57,7 @@ class SparsifyTest(parameterized.TestCase):
   def test_first_rule_that_matches_decides(self):
     magnitude, soft = s24.DotPolicy(s24.magnitude()), s24.DotPolicy(s24.soft_threshold_projection())
     recipe = s24.Recipe('two', (s24.Rule('up/.*', soft), s24.Rule('.*', magnitude)))
-    params = LinenModel().init(jax.random.key(0), X)['params']
+    params = parameters(LinenModel(), X)
     state = s24.sparse_training(optax.sgd(0.1), recipe).init(params)
     states = s24.sparse_variables(params, state, recipe)
     self.assertEqual(states['up']['kernel'].dtype, jnp.float32)
@@ -73,7 +74,7 @@ class SparsifyTest(parameterized.TestCase):
   @parameterized.product(phase=(None, 'dense'), watched=(False, True))
   def test_dense_recipe_changes_nothing(self, phase, watched):
     recipe = s24.recipes.dense('.*', watch=s24.magnitude()) if watched else s24.recipes.dense()
-    params = LinenModel().init(jax.random.key(0), X)['params']
+    params = parameters(LinenModel(), X)
     sparse = s24.sparsify(LinenModel(), recipe, phase=phase)
     np.testing.assert_array_equal(sparse.apply({'params': params}, X), LinenModel().apply({'params': params}, X))
     model = NnxModel(nnx.Rngs(0))
@@ -89,7 +90,7 @@ class SparsifyTest(parameterized.TestCase):
   def test_precision_of_a_layer_is_not_dropped(self):
     recipe = s24.recipes.ste('kernel')
     layer = nn.Dense(4, precision='highest')
-    params = layer.init(jax.random.key(0), X)['params']
+    params = parameters(layer, X)
     opt_state = s24.sparse_training(optax.sgd(0.1), recipe).init(params)
     variables = {'params': params, 'sparse24': s24.sparse_variables(params, opt_state, recipe)}
     jaxpr = jax.make_jaxpr(lambda v: s24.sparsify(layer, recipe).apply(v, X))(variables)

@@ -13,6 +13,7 @@ import numpy as np
 import optax
 
 import sparse24_jax as s24
+from tests.quick import jit
 from tests.standard import project
 
 STE = s24.recipes.ste('.*kernel')
@@ -29,12 +30,18 @@ def loss(params, x):
 def trained(recipe, dtype=jnp.float32):
   """Parameters and optimizer state before and after a step."""
   rng = np.random.default_rng(0)
-  params = {name: jnp.asarray(rng.normal(size=(64, 64)), dtype) for name in ('a_kernel', 'b_kernel')}
+  params = {name: rng.normal(size=(64, 64)).astype(np.float32) for name in ('a_kernel', 'b_kernel')}
+  params = {name: jnp.asarray(w.astype(dtype)) for name, w in params.items()}
   tx = s24.sparse_training(optax.adam(0.01), recipe)
-  state = tx.init(params)
-  grads = jax.grad(loss)(project(params, state, recipe), X)
-  updates, after = jax.jit(tx.update)(grads, state, params)
-  return (params, state), (optax.apply_updates(params, updates), after)
+
+  @jit
+  def step(params, state):
+    grads = jax.grad(loss)(project(params, state, recipe), X)
+    updates, after = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), after
+
+  state = jit(tx.init)(params)
+  return (params, state), step(params, state)
 
 
 class StaleVariablesTest(parameterized.TestCase):

@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import sparse24_jax as s24
+from tests.draws import gaussian
 
 RULE = '.*(up|down)/kernel'
 RECIPES = {
@@ -25,9 +26,9 @@ PARTITIONED = nnx.with_partitioning(INIT, ('embed', 'mlp'))
 def trees(boxed):
   """Parameters and gradients in linen's boxes, one of them matched by no rule, with a layer in none, or without any."""
   leaves = {
-    'up': {'kernel': jax.random.normal(jax.random.key(0), (8, 16)), 'bias': jnp.ones(16)},
-    'down': {'kernel': jax.random.normal(jax.random.key(1), (16, 8))},
-    'head': {'kernel': jax.random.normal(jax.random.key(2), (8, 8))},
+    'up': {'kernel': gaussian(0, (8, 16)), 'bias': jnp.ones(16)},
+    'down': {'kernel': gaussian(1, (16, 8))},
+    'head': {'kernel': gaussian(2, (8, 8))},
   }
   if boxed:
     for name in ('up', 'head'):

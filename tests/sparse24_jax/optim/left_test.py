@@ -13,6 +13,7 @@ import pytest
 
 import sparse24_jax as s24
 from sparse24_jax.optim import _left
+from tests.quick import jit
 from tests.standard import project
 
 RULE = 'mlp/.*'
@@ -27,19 +28,19 @@ def params_of(dtype=jnp.float32, shape=(64, 48)):
   rng = np.random.default_rng(0)
   mlp = {'up': rng.normal(size=shape), 'down': rng.normal(size=shape[::-1])}
   params = {'mlp': mlp, 'head': rng.normal(size=(8, 4))}
-  return jax.tree.map(lambda w: jnp.asarray(0.02 * w, dtype), params)
+  return jax.tree.map(lambda w: jnp.asarray((0.02 * w).astype(np.float32).astype(dtype)), params)
 
 
 def grads_of(params, i):
   rng = np.random.default_rng(i)
-  return jax.tree.map(lambda w: jnp.asarray(rng.normal(size=w.shape), w.dtype), params)
+  return jax.tree.map(lambda w: jnp.asarray(rng.normal(size=w.shape).astype(np.float32).astype(w.dtype)), params)
 
 
 def trained(tx, params, *, steps=4, between=lambda params, i: params, grads_of=grads_of):
   """The state after some jitted steps; `between` is what a trainer does to the weights besides."""
-  state = tx.init(params)
+  state = jit(tx.init)(params)
 
-  @jax.jit
+  @jit
   def step(params, state, grads):
     updates, state = tx.update(grads, state, params)
     return optax.apply_updates(params, updates), state
@@ -85,7 +86,8 @@ class LeftTest(parameterized.TestCase):
     """Those of SGD in front of a softmax sum to zero over its features."""
 
     def centred(params, i):
-      return jax.tree.map(lambda g: g - g.mean(-1, keepdims=True), grads_of(params, i))
+      grads = jax.tree.map(np.asarray, grads_of(params, i))
+      return jax.tree.map(lambda g: jnp.asarray(g - g.mean(-1, keepdims=True)), grads)
 
     tx = optax.chain(wrapped(inner=optax.sgd(0.01)), optax.scale(0.5))
     _, state = trained(tx, params_of(shape=(32, 16)), grads_of=centred)
@@ -136,9 +138,9 @@ class LeftTest(parameterized.TestCase):
     np.testing.assert_array_equal(state.left.missed, 0)
 
   def test_states_that_are_vmapped(self):
-    params = {'mlp': {'a': jnp.ones((3, 8, 8)), 'b': jnp.ones((3, 8, 8))}}
+    params = {'mlp': dict.fromkeys('ab', np.ones((3, 8, 8), np.float32))}
     tx = wrapped(inner=optax.sgd(0.1))
-    state = jax.vmap(tx.init)(params)
+    state = jit(jax.vmap(tx.init))(params)
     changed = {path: i for i, path in enumerate(_left.watched(['mlp/a', 'mlp/b']))}['mlp/b']
     state = state._replace(left=state.left._replace(missed=jnp.zeros((3, 2)).at[2, changed].set(2.0)))
     with self.assertRaisesRegex(ValueError, 'mlp/b: 2 steps'):

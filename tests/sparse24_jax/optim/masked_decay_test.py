@@ -7,6 +7,7 @@ import numpy as np
 import optax
 
 import sparse24_jax as s24
+from tests.draws import gaussian
 
 W = np.array([[1.0, -2.0, 3.0], [0.5, 0.0, -4.0]], np.float32)
 MASK = np.array([[True, False, False], [False, True, True]])
@@ -87,8 +88,8 @@ class AddMaskedDecayTest(parameterized.TestCase):
     np.testing.assert_allclose(updates['w'], G + 0.4 * np.where(MASK, 0, W), rtol=1e-6)
 
   def test_same_as_sparse_training(self):
-    params = {'w': jax.random.normal(jax.random.key(0), (8, 4))}
-    grads = {'w': jax.random.normal(jax.random.key(1), (8, 4))}
+    params = {'w': gaussian(0, (8, 4))}
+    grads = {'w': gaussian(1, (8, 4))}
     recipe = s24.recipes.sr_ste('w', masked_decay=0.2, decay_on='gradients')
     both = (
       s24.sparse_training(optax.adam(0.1), recipe),

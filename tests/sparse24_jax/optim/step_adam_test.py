@@ -10,6 +10,7 @@ import optax
 
 from pallas_kernels import _dispatch
 import sparse24_jax as s24
+from tests.draws import gaussian
 
 LR, B1, B2, EPS, WEIGHT_DECAY = 0.05, 0.8, 0.75, 1e-4, 0.1
 WINDOW = 4  # 1 / (1 - B2)
@@ -66,7 +67,7 @@ class StepAdamTest(parameterized.TestCase):
         np.testing.assert_array_equal(state.projections['w'], s24.magnitude_mask(params['w']))
 
   def test_dense_phase_is_adamw(self):
-    params, grads = {'w': jnp.ones((4, 4))}, {'w': jax.random.normal(jax.random.key(0), (4, 4))}
+    params, grads = {'w': jnp.ones((4, 4))}, {'w': gaussian(0, (4, 4))}
     ours = s24.step_adam(LR, B1, B2, EPS, phase='dense', weight_decay=WEIGHT_DECAY)
     theirs = optax.adamw(LR, B1, B2, EPS, weight_decay=WEIGHT_DECAY)
     states = [ours.init(params), theirs.init(params)]

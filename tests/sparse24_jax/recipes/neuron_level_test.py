@@ -11,6 +11,7 @@ import sparse24_jax as s24
 from sparse24_jax.activation_sparsity import neuron_level_ffn
 from sparse24_jax.policy import ActivationPolicy, VNM
 from sparse24_jax.recipes.neuron_level import neuron_level
+from tests.draws import gaussian
 
 UP, DOWN = '.*/c_fc/kernel', '.*/c_proj/kernel'
 SMALL = ActivationPolicy(VNM(4, 8))
@@ -72,7 +73,7 @@ class TrainingTest(parameterized.TestCase):
     lead = (2,)
     recipe = neuron_level(UP, DOWN, policy=policy, warmup_fraction=0.25, dense_fraction=0.25)
     params = _params(lead)
-    x = jax.random.normal(jax.random.key(1), (*lead, 16, 8))
+    x = gaussian(1, (*lead, 16, 8))
     target = jnp.roll(x, 1, axis=-1)
 
     def loss(params, states):
