@@ -11,7 +11,7 @@ PROGRAMS = {
   'race': 'methods tuned alike and trained for the same seconds, or steps, on one GPU',
   'bench': 'the benchmarks behind docs/speed.md, on the GPU at hand',
   'data': 'prepares a corpus, and shows what came of it',
-  'scale': 'memory, communication and time of large models on many GPUs, on paper',
+  'scale': 'what programs for 8 and 64 simulated devices exchange, compiled anew',
 }
 
 

@@ -206,11 +206,14 @@ def plan_neurons(
   return dataclasses.replace(plan, plain=reason)
 
 
-def _by_weight(plan: NeuronLevelPlan, on: Target) -> str:
-  """The back end of the matmuls by a weight: the fastest that the records know and the GPU has."""
+def _by_weight(plan: NeuronLevelPlan, on: Target) -> str | None:
+  """The back end of the matmuls by a weight: the fastest of the records if it is here, else the GPU's own kernel.
+
+  Never 'dense': a packed weight would be expanded in every call, which was not timed.
+  """
   key = key_of('forward', plan.tokens, plan.d, plan.hidden, plan.dtype)
   names = sparse_matmul.candidates_for(**key, device=on.device, check=False)
-  return next(name for name in names if on.has(name))
+  return next((name for name in names if name != 'dense' and on.has(name)), plan.by_activations)
 
 
 def _why_unfit(plan: NeuronLevelPlan, on: Target) -> str | None:

@@ -109,7 +109,8 @@ def check_phase(name: str) -> None:
 def require_recipe(recipe: Any) -> None:
   """ValueError unless it is one."""
   if not isinstance(recipe, Recipe):
-    raise ValueError(f'recipe must be a Recipe, as the functions of sparse24_jax.recipes make, found {recipe!r}')
+    found = repr(recipe) if isinstance(recipe, str) else f'{type(recipe).__name__}: arguments in another order?'
+    raise ValueError(f'recipe must be a Recipe, as the functions of sparse24_jax.recipes make, found {found}')
 
 
 def resolve_phase(recipe: 'Recipe', phase: PhaseName | None) -> PhaseName:

@@ -121,10 +121,20 @@ def matched_rules(params: Any, recipe: Recipe) -> dict[str, Rule]:
       raise ValueError(
         f'rule {rule.path!r} of recipe {recipe.name!r} decides for no weight; weights are {weights}: a rule takes'
         ' those whose whole path it matches and no earlier rule does'
+        f'{_vectors(rule.path, leaves)}'
         f'{_meant_deeper(rule.path, weights)}'
         f'{". params is one array, not a tree of them: arguments in another order?" if alone else ""}'
       )
   return matched
+
+
+def _vectors(pattern: str, leaves: Collection[tuple[str, Any]]) -> str:
+  """What to say of a pattern that matches arrays, but none that a rule takes."""
+  matched = [(path, leaf) for path, leaf in leaves if re.fullmatch(pattern, path)]
+  found = [path for path, leaf in matched if not is_weight(path, leaf)]
+  if not found or len(found) < len(matched):
+    return ''
+  return f'. It matches {listed(found)}, which stay dense without a rule: leave this one out'
 
 
 def _meant_deeper(pattern: str, weights: Collection[str]) -> str:

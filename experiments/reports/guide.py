@@ -21,7 +21,7 @@ from sparse24_jax.block_gain import block_gain
 from sparse24_jax.recipe import Recipe
 
 RESULTS = Path(__file__).parents[1] / 'results'
-# Comparisons with seeds in which every method was tuned, in runs of that length or of a third of it.
+# Comparisons with seeds in which every method was tuned; of the long one, dense in runs of a third of its steps.
 COMPARISONS = (
   'grid_nano.jsonl', 'grid_small.jsonl', 'race_h200_124m.jsonl', 'race_h200_124m_long.jsonl', 'race_h200_seeds.jsonl',
   'race_h200_wide2048_3.jsonl',
@@ -93,7 +93,9 @@ class Evidence:
   @property
   def edge(self) -> str:
     """That its best setting lies at an edge of its search, so that a wider one may find a better."""
-    return ', best at an edge of its search' if self.own.edge and self.own.searched > 1 else ''
+    if self.own.searched == 1:
+      return ', its rate not searched'
+    return ', best at an edge of its search' if self.own.edge else ''
 
   @property
   def percent(self) -> list[float]:
@@ -108,9 +110,16 @@ class Evidence:
 
   @property
   def dense_shares(self) -> list[float]:
-    """Shares of its seconds until dense is at its final loss, in mid-schedule; empty if no steps were timed."""
-    timed = all(seconds is not None for curve in self.own.curves.values() for seconds, _ in curve)
-    return table.shares_of_time(self.dense, self.own) if timed else []
+    """Shares of its seconds until dense is at its final loss, in mid-schedule, by the runs' own clocks.
+
+    Infinite where dense never is; empty if no steps were timed.
+    """
+    if any(seconds is None for curve in self.own.curves.values() for seconds, _ in curve):
+      return []
+    both = sorted(self.own.curves.keys() & self.dense.curves.keys())
+    shares = table.shares_of_time(self.dense, self.own)
+    slower = [self.dense.slower.get(seed, 1.0) / self.own.slower.get(seed, 1.0) for seed in both]
+    return [share * times for share, times in zip(shares, slower, strict=True)]
 
   def behind(self, other: 'Evidence') -> list[float]:
     """Its final loss minus another's."""
@@ -119,9 +128,11 @@ class Evidence:
 
   def place(self, asked: str) -> str:
     """Model, length and device; and that it is another one than the GPU asked about, where seconds were compared."""
-    text = f'{self.where}, on {self.device}'
-    another = asked and self.equal == 'seconds' and _device.Device(self.device, 'gpu').slug != asked
-    return f'{text}, another GPU than {asked}' if another else text
+    return f'{self.where}, on {self.device}' + (self.elsewhere(asked) if self.equal == 'seconds' else '')
+
+  def elsewhere(self, asked: str) -> str:
+    """That it is of another GPU than the one asked about, or ''."""
+    return f', another GPU than {asked}' if asked and _device.Device(self.device, 'gpu').slug != asked else ''
 
   def said(self, asked: str = '') -> str:
     """Says it in a sentence, with its interval or that it is of one seed; `asked` is as in `place`."""
@@ -148,27 +159,43 @@ def evidence(results: Path = RESULTS) -> Mapping[str, Sequence[Evidence]]:
   return found
 
 
-def gains(*, tokens: int, d: int, hidden: int, gated: bool, device: str) -> Mapping[str, float | None]:
-  """How many times faster than dense the feed-forward block of each sparse option should be; None: unknown."""
+def gains(*, tokens: int, d: int, hidden: int, gated: bool, device: str | None) -> Mapping[str, float | None]:
+  """How many times faster than dense the feed-forward block of each sparse option should be; None: unknown.
+
+  Without a device by what runs here.
+  """
   return {
     option.title: block_gain(d, hidden, option.recipe('.*'), tokens=tokens, gated=gated, device=device).gain
     for option in OPTIONS if option.recipe is not None
   }  # fmt: skip
 
 
-def steps(option: Option, d: int, timed: Mapping[tuple[str, str], Mapping[str, best_steps.Best]]) -> list[str]:
-  """Whole steps of the timed model of the nearest width, against dense at its best, least and most over processes."""
+type Steps = Mapping[tuple[str, str], Mapping[str, best_steps.Best]]
+
+
+def steps(option: Option, d: int, sessions: Sequence[Steps]) -> list[str]:
+  """Whole steps of the timed model of the nearest width against dense at its best, the lowest gain first.
+
+  All sessions count, each with the least and the most over the processes of its session.
+  """
   wanted = {'dense', *option.contenders}
-  having = [(*key, methods) for key, methods in timed.items() if {'dense'} < methods.keys() & wanted]
+  having = [
+    (*key, methods) for timed in sessions for key, methods in timed.items() if {'dense'} < methods.keys() & wanted
+  ]
   if not having:
     return []
-  device, model, methods = min(having, key=lambda found: abs(math.log(found[2]['dense'].record['shape']['d'] / d)))
-  dense = methods['dense']
-  return [
-    f'step of {model}, width {dense.record["shape"]["d"]:,}, on {device}: {dense.ms / own.ms:.2f} times as fast as'
-    f' dense ({dense.least / own.most:.2f} to {dense.most / own.least:.2f}; {own.record["label"]})'
-    for name in option.contenders if (own := methods.get(name))
-  ]  # fmt: skip
+  nearest = min(having, key=lambda found: abs(math.log(found[2]['dense'].record['shape']['d'] / d)))
+  said = []
+  for device, model, methods in having:
+    if (device, model) == nearest[:2]:
+      dense = methods['dense']
+      said += [
+        (dense.ms / own.ms,
+         f'step of {model}, width {dense.record["shape"]["d"]:,}, on {device}: {dense.ms / own.ms:.2f} times as fast as'
+         f' dense ({dense.least / own.most:.2f} to {dense.most / own.least:.2f}; {own.record["label"]})')
+        for name in option.contenders if (own := methods.get(name))
+      ]  # fmt: skip
+  return [text for _, text in sorted(said)]
 
 
 def advise(
@@ -189,7 +216,7 @@ def advise(
   """
   pays = {title for title, gain in faster.items() if gain is not None and gain > 1}
   if goal == 'sooner':
-    return _behind_at_this_width(pays, found, d) + _soonest(pays | _DENSE, found, device)
+    return _behind_at_this_width(pays, found, device, d) + _soonest(pays | _DENSE, found, device)
   known = [(e, title) for title, each in found.items() for e in each if e.equal == 'steps']
   if goal == 'sparse':
     sparse = {option.title for option in OPTIONS if option.ends_sparse}
@@ -254,7 +281,9 @@ def _soonest(candidates: Set[str], found: Mapping[str, Sequence[Evidence]], devi
   return '\n'.join([f'{advice}.', *parted])
 
 
-def _behind_at_this_width(sparse: Set[str], found: Mapping[str, Sequence[Evidence]], d: int | None) -> str:
+def _behind_at_this_width(
+  sparse: Set[str], found: Mapping[str, Sequence[Evidence]], device: str, d: int | None
+) -> str:
   """That, in the longest runs of the nearest width, no sparse model was surely sooner at its final loss than dense.
 
   '' if one was, or if these runs were a race, which tells itself who was sooner.
@@ -265,14 +294,20 @@ def _behind_at_this_width(sparse: Set[str], found: Mapping[str, Sequence[Evidenc
   width = min((e.width for e in known if e.width), key=lambda width: abs(math.log(width / d)))
   longest = max((e for e in known if e.width == width), key=lambda e: next(iter(e.own.curves.values()))[-1][0])
   near = [e for e in known if (e.width, e.where, e.device) == (width, longest.where, longest.device)]
-  best = max(near, key=lambda e: statistics.fmean(e.dense_shares))
-  if longest.equal == 'seconds' or _below([1 - share for share in best.dense_shares]):
+  if longest.equal == 'seconds' or any(_sooner(e) for e in near):
     return ''
+  best = max(near, key=lambda e: statistics.fmean(e.dense_shares))
+  nearest = '' if d == width else f', the nearest to {d:,} that was tried'
   return (
-    f'dense, if the model is about as narrow as {width:,}: in mid-schedule dense is at the final loss of {best.who},'
-    f' the soonest sparse model there, in {_interval(best.dense_shares, ".2f", "")} of its time ({best.where}, on'
-    f' {best.device}). For wider models: '
+    f'dense at width {width:,}{nearest}: in mid-schedule dense is at the final loss of {best.who}, the soonest sparse'
+    f" model there, in {_interval(best.dense_shares, '.2f', '')} of the sparse run's time"
+    f' ({best.where}, on {best.device}{best.elsewhere(device)}). For wider models: '
   )
+
+
+def _sooner(e: Evidence) -> bool:
+  """Whether it is at its final loss before dense by more than the interval."""
+  return not all(map(math.isfinite, e.dense_shares)) or _below([1 - share for share in e.dense_shares])
 
 
 def _prices(known: Sequence[Evidence]) -> str:
@@ -301,12 +336,13 @@ def guide(*, tokens: int, d: int, hidden: int, gated: bool, device: str | None, 
   Raises:
     ValueError: nothing was measured on that device, or sizes that no recipe takes.
   """
-  device = _records.device_meant(device) if device else _device.current().slug
+  asked = _records.device_meant(device) if device else None
+  device = asked or _device.current().slug
   known = _records.measured_devices()
   if _records.path_of(_records.TUNED, device, 'sparse_matmul').parent.name not in known:
     raise ValueError(f'nothing was measured on {device!r}; pass --device, one of {", ".join(known)}')
-  faster, found = gains(tokens=tokens, d=d, hidden=hidden, gated=gated, device=device), evidence()
-  timed = best_steps.load()
+  faster, found = gains(tokens=tokens, d=d, hidden=hidden, gated=gated, device=asked), evidence()
+  timed = [best_steps.load(RESULTS / name) for name in (best_steps.FILE, 'best_steps_124m.jsonl')]
   lines = [
     f'A block of {tokens} x {d} x {hidden} on {device}; the goal: {GOALS[goal]}', '',
     f'Take {advise(goal, faster, found, device, d)}', '',

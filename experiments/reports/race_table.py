@@ -87,6 +87,7 @@ class Seeds:
     losses: seed -> final loss; infinite where it diverged.
     curves: seed -> (seconds, loss) of each evaluation.
     shorter: (seconds, final loss) of runs with fewer seconds, each with a schedule of its own.
+    slower: seed -> how many times the seconds of its curve the run took, by its own clock; 1 where that is not known.
   """
 
   title: str
@@ -98,6 +99,7 @@ class Seeds:
   losses: Mapping[int, float]
   curves: Mapping[int, Sequence[tuple[float, float]]]
   shorter: Sequence[tuple[float, float]]
+  slower: Mapping[int, float] = dataclasses.field(default_factory=dict)
 
   @property
   def mean(self) -> float:
@@ -136,6 +138,7 @@ def by_seed(records: Iterable[Mapping[str, Any]]) -> dict[str, Seeds]:
       {r['seed']: _worst(r['loss']) for r in _whole(same)},
       {r['seed']: [(seconds, _worst(loss)) for _, seconds, loss in r['validation']] for r in _whole(same)},
       [(r['share'] * r['seconds'], _worst(r['loss'])) for r in same if r['share'] < 1],
+      {r['seed']: r['wall_s'] / seconds for r in _whole(same) if 'wall_s' in r and (seconds := r['validation'][-1][1])},
     )  # fmt: skip
   return dict(sorted(found.items(), key=lambda item: item[1].mean))
 

@@ -1,6 +1,6 @@
 """`python -m experiments.scale`: programs compiled for 8 and 64 simulated devices, and what they exchange.
 
-The records go to `experiments/results/scale.jsonl`; `python -m experiments pages` makes docs/scale.md of them.
+It takes about five minutes. docs/scale.md is made of the records in `experiments/results/scale.jsonl`.
 """
 
 import argparse
@@ -35,14 +35,14 @@ def simulate(devices: int) -> list[dict[str, Any]]:
 def main(argv: Sequence[str] | None = None) -> int:
   """Compiles, and writes the records."""
   parser = argparse.ArgumentParser(prog='python -m experiments.scale', description=__doc__)
+  parser.add_argument('--out', type=Path, default=Path('scale.jsonl'), help='file of records (default: %(default)s)')
   parser.add_argument('--simulate', action='store_true', help=argparse.SUPPRESS)  # in commands of records
-  parser.parse_args(argv)
+  args = parser.parse_args(argv)
   os.environ.setdefault('JAX_PLATFORMS', 'cpu')
   found = [{**record, **environment(), 'command': 'python -m experiments.scale'}
            for devices in (8, 64) for record in simulate(devices)]  # fmt: skip
-  results = ROOT / 'experiments' / 'results' / 'scale.jsonl'
-  durable.write_text(results, ''.join(json.dumps(record) + '\n' for record in found))
-  print(f'{results}; python -m experiments pages makes docs/scale.md of it')
+  durable.write_text(args.out, ''.join(json.dumps(record) + '\n' for record in found))
+  print(f'records: {args.out}')
   return 0
 
 

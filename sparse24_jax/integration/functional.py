@@ -20,7 +20,7 @@ from sparse24_jax.optim import (
 )
 from sparse24_jax.policy import DotPolicy
 from sparse24_jax.projection import abstract_state, Masked, SoftThreshold, straight_through, TransposableMasked
-from sparse24_jax.recipe import PhaseName, Recipe, resolve_phase
+from sparse24_jax.recipe import PhaseName, Recipe, require_recipe, resolve_phase
 from sparse24_jax.rules import errors_name, leaves_by_path, map_by_path, match_rules
 
 
@@ -110,6 +110,7 @@ def verify_weights(params: Any, recipe: Recipe) -> dict[str, float]:
   Traceback (most recent call last):
   ValueError: up/kernel: not 2:4 along axis -2: group (0, 0) holds [...]...
   """
+  require_recipe(recipe)
   weights, shares = dict(leaves_by_path(params)), {}
   rules = match_rules(params, recipe)
   sparse = {path: p for path, rule in rules.items() if (p := rule.policy.projection) is not None}

@@ -78,6 +78,7 @@ SPARSE_TRAINING = (
    'inner holds sparse_training already'),
   ('moments_in_one_vector', lambda: evolved(optax.flatten(optax.adam(0.1))),
    'moments, but those of the inner optimizer are in no tree'),
+  ('swapped_in_verify_weights', lambda: s24.verify_weights(STE, PARAMS), 'recipe must be a Recipe.*dict: arguments'),
   ('name_in_place_of_a_recipe', lambda: s24.sparse_training(SGD, 'ste'), "recipe must be a Recipe.*found 'ste'"),
   ('name_in_place_of_a_recipe_to_check', lambda: s24.check('ste', lambda p: p, PARAMS),
    "recipe must be a Recipe.*found 'ste'"),

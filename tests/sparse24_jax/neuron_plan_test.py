@@ -201,10 +201,13 @@ class PlanTest(absltest.TestCase):
 
   def test_the_matmuls_by_a_weight_take_the_fastest_back_end_that_is_there(self):
     times = (WINS[0] | dict(cusparselt=2.0), *WINS[1:])
-    for library, found in ((None, 'cusparselt'), (NotImplementedError('absent'), 'mosaic_gpu')):
-      order = lambda **_: ('cusparselt', 'mosaic_gpu', 'dense')  # noqa: E731
+    absent = NotImplementedError('absent')
+    for fastest, library, found in (
+      (('cusparselt', 'dense'), None, 'cusparselt'), (('cusparselt', 'dense'), absent, 'mosaic_gpu'),
+      (('dense',), None, 'mosaic_gpu'),
+    ):  # fmt: skip
       with (
-        gpu(), records(times), mock.patch.object(gain.sparse_matmul, 'candidates_for', order),
+        gpu(), records(times), mock.patch.object(gain.sparse_matmul, 'candidates_for', return_value=fastest),
         mock.patch.object(cusparselt, 'register', side_effect=library),
       ):  # fmt: skip
         plan = gain.plan_neurons(POLICY, T, D, H, jnp.bfloat16)

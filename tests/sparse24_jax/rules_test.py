@@ -57,6 +57,10 @@ class MatchTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, f"rule '{path}' .*; weights are .*h_0/attn/kernel"):
       rules.match_rules(params(), recipe((path, STE)))
 
+  def test_a_pattern_of_vectors_alone_is_named_as_such(self):
+    with self.assertRaisesRegex(ValueError, r'does\. It matches .*bias.*, which stay dense'):
+      rules.match_rules(params(), recipe(('.*', STE), ('.*/bias', STE)))
+
   def test_the_first_match_decides(self):
     matched = rules.match_rules(params(), recipe(('h_0/.*', FST), ('.*/mlp/.*', STE)))
     self.assertEqual(
