@@ -69,19 +69,19 @@ class PlanTest(parameterized.TestCase):
     def by_weight(a, b, *, b_layout, out_layout, implementation):
       m, k = a.shape
       key = dict(m=m, n=b.size // k, k=k, dtype=a.dtype.name, b_layout=b_layout, out_layout=out_layout)
-      ran.append(('sparse_matmul', key | dict(out_dtype='bfloat16')))
+      ran.append(('sparse_matmul', implementation, key | dict(out_dtype='bfloat16')))
       return sparse_matmul(a, b, b_layout=b_layout, out_layout=out_layout, implementation=implementation)
 
     def by_activations(a, b, *, implementation):
       v, m = policy.features.v, policy.features.m
-      ran.append(('vnm_matmul', vnm.problem_key(*a.shape, b.shape[1], v, m, b.dtype)))
+      ran.append(('vnm_matmul', implementation, vnm.problem_key(*a.shape, b.shape[1], v, m, b.dtype)))
       return vnm.vnm_matmul(a, b, implementation=implementation)
 
     with mock.patch.multiple(_activation_kernels, sparse_matmul=by_weight, vnm_matmul=by_activations):
       jax.eval_shape(functools.partial(eager, policy), *inputs, state_of(policy, *inputs[1:3]))
     steps = plan_neurons(policy, TOKENS, D, HIDDEN, jnp.bfloat16).steps
     matmuls = [step for step in steps if isinstance(step, Matmul) and not step.name.endswith('dense neurons')]
-    self.assertEqual(ran, [(timing.op, dict(timing.key)) for step in matmuls for timing in step.timings])
+    self.assertEqual(ran, [(timing.op, step.backend, dict(timing.key)) for step in matmuls for timing in step.timings])
 
 
 class SixProductsTest(parameterized.TestCase):

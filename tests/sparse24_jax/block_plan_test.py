@@ -148,6 +148,10 @@ class StepsTest(parameterized.TestCase):
     of_kernels = [step for step in planned(plan.steps) if step[0] is not None]  # XLA's matmuls are not seen
     self.assertLen(of_kernels, 9 if gated else 6)
     self.assertCountEqual(self._traced(S_STE, gated)[0], of_kernels)
+    matmuls = [(step.name, step.backend is None) for step in plan.steps if isinstance(step, Matmul)]
+    roles = (('forward', False), ('input_grad', True), ('weight_grad', False))  # the second is XLA's
+    layers = ('up', 'down', 'gate') if gated else ('up', 'down')
+    self.assertEqual(matmuls, [(f'{role} of {layer}', dense) for layer in layers for role, dense in roles])
 
   def test_a_plan_for_another_gpu_is_a_value(self):
     plan = plan_block(s24.DotPolicy(s24.transposable()), 16384, {'up': (4096, 16384), 'down': (16384, 4096)},
