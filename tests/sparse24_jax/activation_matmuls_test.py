@@ -1,4 +1,4 @@
-"""The six products of the squared-ReLU block: who makes them, and that each finds a sparse operand."""
+"""The six matmuls of the squared-ReLU block: who makes them, and that each finds a sparse operand."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Which product of a layer runs where, and what is packed for it."""
+"""Which matmul of a layer runs where, and what is packed for it."""
 
 import contextlib
 import dataclasses
