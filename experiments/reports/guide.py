@@ -21,7 +21,7 @@ from sparse24_jax.block_gain import block_gain
 from sparse24_jax.recipe import Recipe
 
 RESULTS = Path(__file__).parents[1] / 'results'
-# Comparisons with seeds in which every method was tuned; of the long one, dense in runs of a third of its steps.
+# Comparisons with seeds in which every method was tuned. The long one has rates that were tuned in shorter runs.
 COMPARISONS = (
   'grid_nano.jsonl', 'grid_small.jsonl', 'race_h200_124m.jsonl', 'race_h200_124m_long.jsonl', 'race_h200_seeds.jsonl',
   'race_h200_wide2048_3.jsonl',
