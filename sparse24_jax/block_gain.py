@@ -45,7 +45,7 @@ class BlockGain:
       micro-batch; empty where the policy is none of FP8.
     packed_bytes: of the operands of its weights.
     saved_bytes: what x and h, which the backward keeps, take less in FP8. The peak of memory need not shrink so.
-    why_dense: why a block with sparse activations stays dense; `chosen` is then `dense`. None of all other blocks.
+    why_dense: why all matmuls run dense: no kernel serves the block, or sparse activations are not known to pay.
 
   >>> from sparse24_jax.block_gain import BlockGain, Part
   >>> block = BlockGain((Part('packed weights', 0.5), Part('y of up', 1.5)), (Part('forward of up', 3.0),), (), 0, 0)
@@ -159,7 +159,7 @@ def block_gain(
   packing = Part('packed weights', total(layer.packing_ms for layer in found))
   dense_fp8 = priced(block.dense_fp8_steps(jnp.dtype(weight_dtype).itemsize)) if block.fp8 else ()
   chosen, dense = (packing, *priced(block.steps)), priced(block.dense_steps)
-  return BlockGain(chosen, dense, dense_fp8, block.packed_bytes, block.saved_bytes)
+  return BlockGain(chosen, dense, dense_fp8, block.packed_bytes, block.saved_bytes, block.plain)
 
 
 def _shared(activations: Mapping[str, ActivationPolicy | None], recipe: Recipe) -> ActivationPolicy:

@@ -50,6 +50,12 @@ class BlockPlan:
     return all(layer.backends.fp8 for layer in self.layers.values())
 
   @property
+  def plain(self) -> str | None:
+    """Why no kernel serves any of its layers, so that all matmuls run dense; None also where FP8 is simulated."""
+    why = [None if layer.simulated else layer.plain for layer in self.layers.values()]
+    return why[0] if all(why) else None
+
+  @property
   def packed_bytes(self) -> int:
     """Bytes of the packed weights."""
     return sum(layer.packed_bytes for layer in self.layers.values())

@@ -82,6 +82,8 @@ def plan_layer(
     return layer(Backends(None if loses else kernel, None, kernel, fp8=True), checks=checks)
   if named is not None:
     return layer(Backends(**{role: named if sparse else None for role, sparse in sparse_roles(policy).items()}))
+  if not roles and policy.projection is not None:
+    return layer(plain=f'{policy.projection.name!r} weights have no packer')
   found = {role: _fastest(on, role, tokens, d_in, d_out, dtype) for role in roles}
   return layer(Backends(**found), checks=_checks_of(on, *(key_of(role, tokens, d_in, d_out, dtype) for role in roles)))
 

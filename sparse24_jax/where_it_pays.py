@@ -72,8 +72,8 @@ class LayerGain:
       where the policy is none of FP8.
     simulated: why no kernel serves a policy of FP8. Its matmuls are then simulated in wider ones, slower than dense
       ones by a time that nobody measured: `expected_ms` is None.
-    plain: why no kernel serves the layer, so that all three run dense: its dtype or sizes, the machine, or what the
-      model asks of the weight's matmul, which a recipe that `bind` made knows.
+    plain: why no kernel serves the layer, so that all three run dense: its masks, dtype or sizes, the machine, or what
+      the model asks of the weight's matmul, which a recipe that `bind` made knows.
 
   >>> from sparse24_jax.where_it_pays import LayerGain, RoleGain
   >>> roles = (RoleGain('forward', 2.0, 1.0, 0.0, 'mosaic_gpu'), RoleGain('input_grad', 2.0, None, 0.0, 'dense'))

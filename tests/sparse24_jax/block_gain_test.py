@@ -219,6 +219,7 @@ class BlockTest(parameterized.TestCase):
     block = block_gain(4096, 16384, FP8, tokens=4096, dtype=jnp.float32, device=H100)
     self.assertEqual((block.expected_ms, block.gain, block.saved_bytes), (None, None, 0))
     self.assertStartsWith(block_table(block), 'one block: - as chosen, ')
+    self.assertIsNone(block.why_dense)
 
   def test_line_says_what_is_saved_where_something_is(self):
     line = block_table(block_gain(4096, 16384, FP8, tokens=16384, device=H100))
@@ -228,6 +229,7 @@ class BlockTest(parameterized.TestCase):
   def test_nothing_is_chosen_that_is_all_dense(self):
     block = block_gain(4096, 16384, s24.recipes.sr_ste('.*', masked_decay=0.0), tokens=16384, device=H100)
     self.assertAlmostEqual(block.gain or 0.0, 1.0, places=6)
+    self.assertEndsWith(block_table(block), "; stays dense: 'magnitude 2:4' weights have no packer")
 
   def test_a_gpu_without_records(self):
     block = block_gain(64, 128, FP8, tokens=32, device='no_such_gpu')
