@@ -73,26 +73,43 @@ def _speed() -> list[Any]:
   return speed.load(provenance.RESULTS.glob('*.jsonl'))
 
 
-def _race(
-  name: str = 'race_h200_seeds.jsonl', title: str = 'wide2048, rotary_qk_norm, 100 s each'
-) -> list[dict[str, Any]]:
+def _read(name: str, title: str) -> list[dict[str, Any]]:
   return table.read(provenance.RESULTS / name)[title]
 
 
-def _race_of_three() -> list[dict[str, Any]]:
-  return _race('race_h200_wide2048_3.jsonl', 'wide2048_3, rotary_qk_norm, 40 s each')
+# Race -> file of its records, and its title there.
+_RACES = {
+  'three layers': ('race_h200_wide2048_3.jsonl', 'wide2048_3, rotary_qk_norm, 40 s each'),
+  '302m': ('race_h200_seeds.jsonl', 'wide2048, rotary_qk_norm, 100 s each'),
+  '302m, all': ('race_h200.jsonl', 'wide2048, rotary_qk_norm, 55 s each'),
+  '774m': ('race_774m.jsonl', '774m, rotary_qk_norm, 300 s each'),
+  '124m': ('race_h200_124m.jsonl', '124m, rotary_qk_norm, 1,600 steps each'),
+  '124m, long': ('race_h200_124m_long.jsonl', '124m, rotary_qk_norm, 4,800 steps each'),
+}
 
 
-def _race_of_124m() -> list[dict[str, Any]]:
-  return _race('race_h200_124m.jsonl', '124m, rotary_qk_norm, 1,600 steps each')
+def race(name: str) -> list[dict[str, Any]]:
+  """The records of a race that the documents show."""
+  return _read(*_RACES[name])
 
 
-def _long_race_of_124m() -> list[dict[str, Any]]:
-  return _race('race_h200_124m_long.jsonl', '124m, rotary_qk_norm, 4,800 steps each')
+def trials_of_race(name: str) -> str:
+  """The table of all trials of a race."""
+  return table.markdown(race(name))
+
+
+def race_by_seed(name: str, against: str) -> str:
+  """The table over seeds of a race, against one of its contenders."""
+  return table.seeds_markdown(race(name), against)
+
+
+def picture_of_race(name: str) -> str:
+  """The picture of loss against seconds of a race."""
+  return picture.draw(table.by_seed(race(name)))
 
 
 def _tuned(name: str, title: str = 'nano, 1,500 steps each', against: str | None = None) -> str:
-  return table.steps_markdown(_race(name, title), against)
+  return table.steps_markdown(_read(name, title), against)
 
 
 def _compared(name: str, titles: Mapping[str, str], flips: bool = False) -> str:
@@ -125,17 +142,17 @@ TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
     'grid nano': lambda: _tuned('grid_nano.jsonl', 'nano, 4,000 steps each'),
     'grid decay': _decays,
     'grid small': lambda: _tuned('grid_small.jsonl', 'small, 900 steps each'),
-    'race of 124m at equal steps': lambda: table.steps_markdown(_race_of_124m()),
-    'long race of 124m at equal steps': lambda: table.steps_markdown(_long_race_of_124m()),
-    'long race of 124m by part': lambda: table.gap_markdown(_long_race_of_124m()),
+    'race of 124m at equal steps': lambda: table.steps_markdown(race('124m')),
+    'long race of 124m at equal steps': lambda: table.steps_markdown(race('124m, long')),
+    'long race of 124m by part': lambda: table.gap_markdown(race('124m, long')),
     'grid flops': lambda: _tuned('grid_flops_nano.jsonl', 'nano, 2,000 steps each', 'dense_small'),
     'grid flops cpu': lambda: _tuned('grid_flops_nano_cpu.jsonl', 'nano, 2,000 steps each', 'dense_small'),
     'papers': papers.markdown,
-    'race by seed': lambda: table.seeds_markdown(_race(), 's_ste_fp8_all'),
+    'race by seed': lambda: race_by_seed('302m', 's_ste_fp8_all'),
     'race of 110 seconds': lambda: measured.race_by_the_clock(
       'race_h200_wide2048_3_110s.jsonl', 's_ste_fp8_all', 'half_ffn_fp8'
     ),
-    'race of three layers by seed': lambda: table.seeds_markdown(_race_of_three(), 'half_ffn_s_ste_fp8_all'),
+    'race of three layers by seed': lambda: race_by_seed('three layers', 'half_ffn_s_ste_fp8_all'),
   },
   'quality_runs.md': {
     'one rate for all': lambda: _compared('nano', compared.NANO, flips=True),
@@ -152,17 +169,17 @@ TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
     'equal FLOPs': compared.flops,
     'tuned nano': lambda: _tuned('compare_tuned_nano.jsonl'),
     'tuned nano learnt': lambda: _tuned('compare_tuned_nano_learnt.jsonl'),
-    'race': lambda: table.markdown(_race()),
-    'race of three layers': lambda: table.markdown(_race_of_three()),
-    'race of 124m': lambda: table.markdown(_race_of_124m()),
-    'long race of 124m': lambda: table.markdown(_long_race_of_124m()),
-    'race of all': lambda: table.markdown(_race('race_h200.jsonl', 'wide2048, rotary_qk_norm, 55 s each')),
+    'race': lambda: trials_of_race('302m'),
+    'race of three layers': lambda: trials_of_race('three layers'),
+    'race of 124m': lambda: trials_of_race('124m'),
+    'long race of 124m': lambda: trials_of_race('124m, long'),
+    'race of all': lambda: trials_of_race('302m, all'),
   },
 }
 # Document -> what makes all of it.
 PAGES: Mapping[str, Callable[[], str]] = {'faults.md': faults.page, 'scale.md': scale.page}
 PICTURES: Mapping[str, Callable[[], str]] = {
   'speed.svg': lambda: speed.figure(_speed(), best_steps.figure_rows(best_steps.load())),
-  'race.svg': lambda: picture.draw(table.by_seed(_race())),
-  'race_of_three_layers.svg': lambda: picture.draw(table.by_seed(_race_of_three())),
+  'race.svg': lambda: picture_of_race('302m'),
+  'race_of_three_layers.svg': lambda: picture_of_race('three layers'),
 }

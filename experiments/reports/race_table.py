@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 from pathlib import Path
+import re
 import statistics
 from typing import Any
 
@@ -28,10 +29,12 @@ def title(record: Mapping[str, Any]) -> str:
 
 
 def read(path: Path) -> dict[str, list[dict[str, Any]]]:
-  """Records of each race of a file, by its title."""
+  """Records of each race of a file, by its title; a contender's own title says as many parameters as were counted."""
   races: dict[str, list[dict[str, Any]]] = {}
   for line in path.read_text().splitlines():
     record = json.loads(line)
+    if 'parameters' in record:
+      record['title'] = re.sub(r'\d+M on bytes', f'{record["parameters"] / 1e6:.0f}M on bytes', record['title'])
     races.setdefault(title(record), []).append(record)
   return races
 

@@ -51,8 +51,8 @@ class PagesTest(absltest.TestCase):
     records = speed.load(provenance.RESULTS.glob('*.jsonl'))
     steps = best_steps.figure_rows(best_steps.load())
     rows = {
-      'speed.svg': speed.figure_rows(records, steps), 'race.svg': picture.curves(table.by_seed(pages._race())),
-      'race_of_three_layers.svg': picture.curves(table.by_seed(pages._race_of_three())),
+      'speed.svg': speed.figure_rows(records, steps), 'race.svg': picture.curves(table.by_seed(pages.race('302m'))),
+      'race_of_three_layers.svg': picture.curves(table.by_seed(pages.race('three layers'))),
     }  # fmt: skip
     for name, made in rows.items():
       self.assertEqual(json.loads(shown[name] or ''), json.loads(json.dumps(made)), 'python -m experiments pages')
@@ -70,6 +70,40 @@ class PagesTest(absltest.TestCase):
       self.assertEqual((folder / name).read_text(), pages.page(name))
     for name in pages.PICTURES:
       self.assertIn('<svg', (folder / name).read_text())
+
+  def test_a_race_of_774m_of_made_up_records(self):
+    """Two contenders with three seeds each, and one with the seed of its search alone."""
+    same = {
+      'bench': 'race', 'size': '774m', 'style': 'rotary_qk_norm', 'seconds': 300.0, 'equal_steps': None, 'share': 1.0,
+      'decay': 0.0, 'shape': {'layers': 36, 'd': 1280, 'hidden': 5120, 'vocab': 256}, 'batch': 16, 'length': 1024,
+    }  # fmt: skip
+    records = [
+      {**same, 'contender': name, 'title': name.upper(), 'rate': rate, 'seed': seed, 'loss': loss, 'step_ms': ms,
+       'steps': round(3e5 / ms), 'validation': [[1, 150.0, loss + 0.5], [2, 300.0, loss]]}
+      for name, ms, trials in (
+        ('dense', 200.0, ((1e-3, 0, 1.5), (2e-3, 0, 2.0), (1e-3, 1, 1.75), (1e-3, 2, 1.25))),
+        ('s_ste_fp8_all', 125.0, ((1e-3, 0, 1.25), (2e-3, 0, 1.5), (1e-3, 1, 1.5), (1e-3, 2, 1.0))),
+        ('fst', 160.0, ((1e-3, 0, 1.375), (5e-4, 0, 1.5))),
+      )
+      for rate, seed, loss in trials
+    ]  # fmt: skip
+    folder = Path(temp_folder(self))
+    (folder / 'race_774m.jsonl').write_text(''.join(json.dumps(record) + '\n' for record in records))
+    with mock.patch.object(provenance, 'RESULTS', folder):
+      by_seed, trials = pages.race_by_seed('774m', 's_ste_fp8_all'), pages.trials_of_race('774m')
+      drawn = ET.fromstring(pages.picture_of_race('774m'))
+    head, _, *rows = ([cell.strip() for cell in line.strip('|').split('|')] for line in by_seed.splitlines())
+    self.assertEqual(head[4], 'S_STE_FP8_ALL minus it')
+    # S-STE is at dense's loss, 0.25 higher, halfway between its two evaluations; FST at its own 0.125 above S-STE's.
+    self.assertEqual([(row[0], row[2], *row[4:]) for row in rows], [
+      ('S_STE_FP8_ALL', '3', '', '', '150.0 to 300.0', '0.75 ± 0.00'),
+      ('FST', '1', '-0.125, one seed', '0.88, one seed', '262.5', '0.88, one seed'),
+      ('DENSE', '3', '-0.2500 ± 0.0000', '0.75 ± 0.00', '', ''),
+    ])  # fmt: skip
+    self.assertIn('| DENSE | 200.0 | 1.00 |', trials)
+    self.assertIn('| 1500 | 0.001: 1.500, 1.750, 1.250; 0.002: 2.000 |', trials)
+    curves = json.loads(drawn.findtext('{http://www.w3.org/2000/svg}desc') or '')
+    self.assertEqual(curves['DENSE'], [[150.0, 2.0, 1.75, 2.25], [300.0, 1.5, 1.25, 1.75]])
 
   def test_no_page_is_committed(self):
     """Pages are large, and are made by one command of what is."""

@@ -1,8 +1,12 @@
 """Tables of races: losses by rate and seed, differences of seeds, and what diverged."""
 
+import json
+from pathlib import Path
+
 from absl.testing import absltest
 
 from experiments.reports import race_table as table
+from tests.experiments.fakes import temp_folder
 
 
 class TableTest(absltest.TestCase):
@@ -35,6 +39,13 @@ class TableTest(absltest.TestCase):
     self.assertEqual(sparse[2:], ['1', '3', '1.9667 ± 0.1434', '-0.1333 ± 0.1434', '-6.35 ± 6.83'])
     diverged = [{**r, 'loss': None} if r['contender'] == 'sparse' else r for r in runs]
     self.assertEqual(table.seeds_rows(table.by_seed(diverged), 'dense')[-1][3:6], ['diverged', 'diverged', ''])
+
+  def test_a_title_says_as_many_parameters_as_were_counted(self):
+    path = Path(temp_folder(self)) / 'race.jsonl'
+    record = {'size': 'wide2048', 'seconds': 40.0, 'title': 'dense, 124M (86M on bytes)', 'parameters': 85_152_000}
+    path.write_text(json.dumps(record))
+    ((found,),) = table.read(path).values()
+    self.assertEqual(found['title'], 'dense, 124M (85M on bytes)')
 
   def test_losses_by_rate_and_seed_best_first(self):
     shape = {'layers': 1, 'd': 8, 'hidden': 8, 'vocab': 8}
