@@ -24,6 +24,7 @@ _SEARCHES = {
   'mixed_sparsity_transposable': 'MST, transposable',
 }  # fmt: skip
 _ROLES = {'forward': 'forward', 'input_grad': 'input gradient', 'weight_grad': 'weight gradient', 'plain': ''}
+_OVER_DENSE = ('over dense without zeros', 'sustained', 'with zeros', 'sustained')
 _SHARE_OF_SPARSE_STEPS = 0.7  # of a run with sparse activations, as published
 
 
@@ -37,26 +38,26 @@ def table(head: Sequence[str], rows: Iterable[Sequence[Any]], records: Sequence[
 def matmuls() -> str:
   """2:4 matmuls of layers: TFLOP/s, and how many times as fast as dense they are, in bursts and in loops of a second.
 
-  Dense multiplies numbers without zeros where that was measured. A matmul that is one layer's forward and another's
-  input gradient stands once.
+  Dense multiplies numbers without zeros, or the matmul's with its zeros. A matmul that is one layer's forward and
+  another's input gradient stands once.
   """
   records = provenance.read('sparse_matmul.jsonl?headline=True')
   rows, seen = [], set()
   for r in sorted(records, key=lambda r: r['device']):
-    dense = next((r['baselines'][name] for name in _rivals(r['dtype']) if name in r['baselines']), None)
-    if dense is None or (samples := tuple(r['samples_ms'])) in seen:
+    fp8 = 'float8' in r['dtype']
+    over = _over_dense(r, 'dense_fp8' if fp8 else 'dense')
+    if not any(over) or (samples := tuple(r['samples_ms'])) in seen:
       continue
     seen.add(samples)
     sizes = ' x '.join(str(r['shape'][size]) for size in ('tokens', 'd_in', 'd_out'))
     sparselt, loops = r['baselines'].get('cusparselt'), r.get('sustained_ms')
     rows.append([
       _gpu(r), ', '.join(filter(None, (sizes, _ROLES[r['role']]))),
-      'FP8' if 'float8' in r['dtype'] else r['dtype'], f'{r["tflops"]:,.0f}',
-      f'{dense["median_ms"] / r["median_ms"]:.2f}', f'{sparselt["median_ms"] / r["median_ms"]:.2f}' if sparselt else '',
-      f'{r["tflops"] * r["median_ms"] / loops:,.0f}' if loops else '',
-      f'{dense["sustained_ms"] / loops:.2f}' if loops else '',
+      'FP8' if fp8 else r['dtype'], f'{r["tflops"]:,.0f}',
+      f'{r["tflops"] * r["median_ms"] / loops:,.0f}' if loops else '', *over,
+      f'{sparselt["median_ms"] / r["median_ms"]:.2f}' if sparselt else '',
     ])  # fmt: skip
-  head = ('GPU', 'tokens x in x out', 'dtype', 'TFLOP/s', 'over dense', 'over cuSPARSELt', 'sustained', 'over dense')
+  head = ('GPU', 'tokens x in x out', 'dtype', 'TFLOP/s', 'sustained', *_OVER_DENSE, 'over cuSPARSELt')
   return table(head, rows, records)
 
 
@@ -64,8 +65,13 @@ def _gpu(record: Record) -> str:
   return record['device'].removeprefix('NVIDIA ').split()[0]
 
 
-def _rivals(dtype: str) -> Sequence[str]:
-  return ('dense_fp8_without_zeros', 'dense_fp8') if 'float8' in dtype else ('dense_without_zeros', 'dense')
+def _over_dense(record: Record, dense: str) -> list[str]:
+  """Of `_OVER_DENSE`: how many times as fast as dense, empty where it was not measured."""
+  twins = (record['baselines'].get(name, {}) for name in (f'{dense}_without_zeros', dense))
+  return [
+    f'{twin[key] / record[key]:.2f}' if twin.get(key) and record.get(key) else ''
+    for twin in twins for key in ('median_ms', 'sustained_ms')
+  ]  # fmt: skip
 
 
 def vnm_matmuls() -> str:
@@ -73,15 +79,9 @@ def vnm_matmuls() -> str:
   records = provenance.read('vnm_matmul.jsonl')
   rows = []
   for r in records:
-    cells = []
-    for name in ('dense_without_zeros', 'dense'):
-      dense = r['baselines'].get(name, {})
-      cells += [
-        f'{dense[key] / r[key]:.2f}' if dense.get(key) and r.get(key) else '' for key in ('median_ms', 'sustained_ms')
-      ]
     sizes = ' x '.join(str(r['shape'][size]) for size in ('tokens', 'd_in', 'd_out'))
-    rows.append([_gpu(r), f'{r["pattern"]}, {sizes}', f'{r["median_ms"]:.3f}', *cells])
-  head = ('GPU', 'pattern, tokens x in x out', 'ms', 'over dense without zeros', 'sustained', 'with zeros', 'sustained')
+    rows.append([_gpu(r), f'{r["pattern"]}, {sizes}', f'{r["median_ms"]:.3f}', *_over_dense(r, 'dense')])
+  head = ('GPU', 'pattern, tokens x in x out', 'ms', *_OVER_DENSE)
   return table(head, rows, records)
 
 
@@ -133,8 +133,8 @@ def compile_seconds() -> str:
 
 
 def mask_searches() -> str:
-  """Milliseconds of a mask search, which a step in so many has."""
-  records = [r for r in provenance.read('train_step.jsonl') if r['recipe'] in _SEARCHES]
+  """Milliseconds of a mask search on an H100, which a step in so many has."""
+  records = [r for r in provenance.read('train_step.jsonl') if r['recipe'] in _SEARCHES and 'H100' in r['device']]
   found = {(r['model'], r['recipe']): r['search_ms'] for r in records}
   rows = [
     [model, *(f'{ms:.1f}' if (ms := found.get((model, recipe))) else '' for recipe in _SEARCHES)]

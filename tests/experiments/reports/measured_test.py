@@ -26,8 +26,14 @@ class MeasuredTest(absltest.TestCase):
     }  # fmt: skip
     head, _, *rows = made(measured.matmuls, [record, record | {'role': 'input_grad'}, record | {'baselines': {}}])
     self.assertEqual(head[0], 'GPU †')  # no commit
-    # 8 TFLOP/s in 2 ms are 6.4 in 2.5.
-    self.assertEqual(rows, [['H200', '1000 x 2000 x 4000, forward', 'bfloat16', '8', '1.50', '1.05', '6', '1.60']])
+    # 8 TFLOP/s in 2 ms are 6.4 in 2.5. Dense with and without zeros stand apart.
+    own = ['H200', '1000 x 2000 x 4000, forward', 'bfloat16', '8', '6', '1.50', '1.60', '1.40', '1.10', '1.05']
+    self.assertEqual(rows, [own])
+
+  def test_mask_searches_are_those_of_one_gpu(self):
+    record = {'model': 'm', 'recipe': 'transposable_srste', 'device': 'NVIDIA H100 80GB HBM3', 'search_ms': 4.0}
+    *_, row = made(measured.mask_searches, [record, record | {'device': 'NVIDIA H200', 'search_ms': 3.0}])
+    self.assertEqual(row[:2], ['m', '4.0'])
 
   def test_a_run_is_dense_for_the_rest_of_its_steps(self):
     record = {'device': 'H100', 'model': 'm', 'pattern': '128:2:8', 'median_ms': 50.0, 'commit': '0' * 40,

@@ -3,9 +3,10 @@
 A sentence may use the numbers of the tables under its heading (of the second order), and what follows from the records
 that these cite: losses of methods at their best, differences and shares of time, seed by seed, with 95% intervals. What
 lies elsewhere is named in a comment, `<!-- said: race.jsonl?seconds=70.0; speed.md#kernels -->`: all numbers of the
-records that the conditions leave, and how many times as fast as dense, or another baseline, they are; or the tables of
-another document. Of a file of tuned settings, say `pallas_kernels/tuned/nvidia_h200/sparse_matmul.json?n=16`, it is how
-many times as fast as dense the choices are. Records are read without the code that makes the tables.
+records that the conditions leave; or the tables of another document. `pack.jsonl?against=pytorch` is how many times as
+fast as that baseline records are. Of a file of tuned settings, say
+`pallas_kernels/tuned/nvidia_h200/sparse_matmul.json?n=16`, it is how many times as fast as dense the choices are.
+Records are read without the code that makes the tables.
 """
 
 from collections import Counter
@@ -117,8 +118,6 @@ class Facts:
   def take_all(self, records: Sequence[Mapping[str, Any]]) -> None:
     """Every number of some records, but for long lists; what their losses differ by; means of a search's settings."""
     self.numbers |= {abs(number) for record in records for number in _leaves(record)}
-    twins = [(twin, record) for record in records for twin in (record.get('baselines') or {}).values() if twin]
-    self.numbers |= {a['median_ms'] / b['median_ms'] for a, b in twins if a.get('median_ms') and b.get('median_ms')}
     self._add_losses(records)
     self._add_steps([record for record in records if 'amortised_ms' in record and 'layout' in record])
     settings: dict[tuple[float, float], list[float]] = {}
@@ -181,12 +180,16 @@ class Facts:
 @functools.cache
 def _records(citation: str) -> Sequence[Mapping[str, Any]]:
   name, _, conditions = citation.partition('?')
-  wanted = [condition.partition('=')[::2] for condition in conditions.split('&') if condition]
+  wanted = dict(condition.partition('=')[::2] for condition in conditions.split('&') if condition)
+  against = wanted.pop('against', None)
   if name.endswith('.json'):
     found = [_tuned(entry) for entry in json.loads((ROOT / name).read_text())['entries']]
   else:
     found = [{**json.loads(line), 'file': name} for line in (RESULTS / name).read_text().splitlines()]
-  found = [record for record in found if all(str(record.get(key)) == value for key, value in wanted)]
+  found = [record for record in found if all(str(record.get(key)) == value for key, value in wanted.items())]
+  if against:
+    twins = [(r, twin) for r in found if (twin := (r.get('baselines') or {}).get(against)) and twin.get('median_ms')]
+    found = [{'times': twin['median_ms'] / r['median_ms']} for r, twin in twins]
   if not found:
     raise ValueError(f'{citation}: no such record')
   return found

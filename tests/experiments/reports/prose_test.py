@@ -26,6 +26,12 @@ class ProseTest(parameterized.TestCase):
       (part,) = prose.sections(text.format(tokens))
       self.assertEqual(prose.uncarried(part), expected)
 
+  def test_a_gain_is_over_the_baseline_that_is_named(self):
+    for against, expected in (('pytorch', ['12.58']), ('xla', ['2.247'])):
+      text = f'<!-- said: memory_bound.jsonl?op=transposable_pack&against={against} -->\n\n2.247 or 12.58 times.'
+      (part,) = prose.sections(text)
+      self.assertEqual(prose.uncarried(part), expected)
+
   def test_a_sentence_may_name_steps_and_their_gain(self):
     text = '<!-- said: best_steps_124m.jsonl -->\n\nFST gains {} times.'
     for gain, expected in (('1.03', []), ('1.04', ['1.04'])):
