@@ -128,7 +128,7 @@ def comparable_flips(a: Runs, b: Runs) -> list[tuple[RunRecord, RunRecord]]:
 
 
 def _tails(x: RunRecord, y: RunRecord) -> tuple[float, float]:
-  """Mean flip rates of both over the last tenth of the sparse phase of `x`; of records each over its own."""
+  """Mean flip rates of both over the last tenth of the sparse phase of `x`; of records before the step they say."""
   if not (x.train and y.train):
     return x.flip_summary()['tail'], y.flip_summary()['tail']
   out = []
@@ -141,7 +141,7 @@ def _tails(x: RunRecord, y: RunRecord) -> tuple[float, float]:
 
 def _at_equal_steps(x: RunRecord, y: RunRecord) -> bool:
   """Whether `_tails` are of the same steps, and so of the same learning rate, with which flip rates fall."""
-  return bool(x.train and y.train) or x.sparse_end == y.sparse_end
+  return bool(x.train and y.train) or x.flip_summary()['end'] == y.flip_summary()['end']
 
 
 _OTHER_STEPS = ' The learning rate differs between these steps, so the rates cannot be compared.'
@@ -151,8 +151,10 @@ def flips_in_short(a: Runs, b: Runs) -> str:
   """Peak and late flip rates of records, means over seeds, and until which steps."""
   pairs = comparable_flips(a, b)
   tails = np.mean([_tails(x, y) for x, y in pairs], axis=0)
-  (x, y), peak = pairs[0], np.mean([x.flip_summary()['peak'] for x, _ in pairs])
-  late, dense = (f'{tail:.1e} before step {run.sparse_end:,}' for tail, run in zip(tails, (x, y), strict=True))
+  first, peak = pairs[0], np.mean([x.flip_summary()['peak'] for x, _ in pairs])
+  late, dense = (
+    f'{tail:.1e} before step {run.flip_summary()["end"]:,}' for tail, run in zip(tails, first, strict=True)
+  )
   return f'flip rate {peak:.1e} at its peak, {late}; {b[0].label} {dense}'
 
 

@@ -81,9 +81,10 @@ def write_records(found: Iterable[records.RunRecord], path: Path, *, experiment:
     experiment: name of the experiment that all of them belong to.
   """
   kept = {_key(record): record for record in map(json.loads, path.read_text().splitlines())} if path.exists() else {}
-  for run in found:
-    if run.summary is None:
-      continue
+  finished = [run for run in found if run.summary is not None]
+  # Learning rates fall, and flip rates with them: those of all methods are of the same steps.
+  end = records.common_sparse_end(finished) if finished else None
+  for run in finished:
     record = {
       'bench': 'quality',
       'experiment': experiment,
@@ -103,7 +104,7 @@ def write_records(found: Iterable[records.RunRecord], path: Path, *, experiment:
       'validation_loss': run.validation_loss,
       # What the task measures beside: accuracy, BLEU.
       'measures': (run.summary or {}).get('measures', {}),
-      'flip_rate': run.flip_summary(),
+      'flip_rate': run.flip_summary(end),
       # Per layer, of squared-ReLU blocks: at the first evaluation, the last one of the sparse phase, and the last.
       'activations': run.activation_summary(),
       'seconds': run.seconds,

@@ -89,7 +89,7 @@ def markdown(
   """
   mark = _mark([file for files, _ in comparisons for file in files])
   head = [f'method{mark}', 'validation loss', f'minus {against}', 'in percent']
-  head += ['flip rate, last tenth of the sparse steps (of all, if dense)'] if flips else []
+  head += ['flip rate, tenth before the last step, or before the step that is named'] if flips else []
   lines = [head, ['---'] * len(head)]
   for files, titles in comparisons:
     groups = group(run for file in files for run in papers.runs(file))
@@ -137,5 +137,5 @@ def _above(runs: Sequence[RunRecord], dense: Sequence[RunRecord]) -> list[str]:
 
 def _flips(runs: Sequence[RunRecord]) -> str:
   tail = np.mean([run.flip_summary()['tail'] for run in runs])
-  end, steps = runs[0].sparse_end, runs[0].config['steps']
-  return f'{tail:.1e}' + (f', until step {end:,}' if end < steps else '')
+  end, steps = runs[0].flip_summary()['end'], runs[0].config['steps']
+  return f'{tail:.1e}' + (f', step {end:,}' if end < steps else '')

@@ -75,6 +75,7 @@ def runs(name: str) -> list[RunRecord]:
 def run_of(record: Mapping[str, Any]) -> RunRecord:
   """A run as its record tells it: losses without their curves, and the peak and the tail of flip rates."""
   scale = load_config(record['experiment']).recipe.flip_rate
+  sparse_end, flips = record.get('sparse_steps') or record['steps'], record.get('flip_rate')
   config = {
     'method': record['method'], 'label': record['label'], 'seed': record['seed'], 'steps': record['steps'],
     'model': record['model'], 'data': {'corpus': record['corpus']}, 'optimizer': record['optimizer'],
@@ -84,8 +85,8 @@ def run_of(record: Mapping[str, Any]) -> RunRecord:
   end: Sequence[Mapping[str, Any]] = ({'step': record['steps'], 'loss': record['validation_loss']},)
   summary = {
     'seconds': record['seconds'], 'spent': record.get('spent', {}),
-    # Of a record that does not say where its sparse phase ends, nobody can say of which steps the tail is.
-    'flip_rate': record['flip_rate'] if 'sparse_steps' in record else {},
-    'sparse_end': record.get('sparse_steps') or record['steps'],
+    # Older tails are of the run's own sparse phase; where that ends a still older record does not say.
+    'flip_rate': {'end': sparse_end, **flips} if flips and 'sparse_steps' in record else {},
+    'sparse_end': sparse_end,
   }  # fmt: skip
   return RunRecord(Path(record['experiment']), config, origin, (), tuple(end), (), summary)

@@ -146,7 +146,7 @@ class RunRecord:
     return np.array([step for step, _ in pairs]), np.array([rate for _, rate in pairs])
 
   def flip_summary(self, end: int | None = None) -> dict[str, float]:
-    """The flip-rate curve in four numbers: peak, its step, mean over the tenth before `end`, last value.
+    """The flip-rate curve in numbers: peak, its step, mean over the tenth before `end`, that end, last value.
 
     Args:
       end: a step; None is the end of the run's own sparse phase, the only one that a record without a curve knows.
@@ -164,6 +164,7 @@ class RunRecord:
       'peak': float(rates[peak]),
       'peak_step': int(steps[peak]),
       'tail': float(rates[tail].mean()) if tail.any() else float('nan'),
+      'end': end,
       'last': float(rates[-1]),
     }
 

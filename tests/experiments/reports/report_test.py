@@ -10,7 +10,7 @@ from absl.testing import absltest, parameterized
 import numpy as np
 import pytest
 
-from experiments.reports import charts, compare, page, report, report_curves
+from experiments.reports import charts, claims, compare, page, papers, report, report_curves
 from experiments.runs import environment, records
 from tests.experiments.fakes import temp_folder
 from tests.experiments.reports.run_folders import read_page, write_run
@@ -145,6 +145,17 @@ class ReportTest(parameterized.TestCase):
     # The folder is from before runs stored where they came from.
     self.assertIsNone(record['commit'])
     self.assertEqual(record['command'], environment.command())
+
+  def test_flip_rates_of_all_records_end_at_the_same_step(self):
+    folder = Path(temp_folder(self))
+    for method in ('dense', 'fst'):
+      write_run(folder, method, 0, 1.25)
+    compare.write_records(records.find_runs([folder]), folder / 'results.jsonl', experiment='nano')
+    dense, fst = (papers.run_of(json.loads(line)) for line in (folder / 'results.jsonl').read_text().splitlines())
+    # FST is sparse until step 3,000, where the rate of both is the same.
+    self.assertEqual((dense.flip_summary()['end'], fst.flip_summary()['end']), (3000, 3000))
+    self.assertEqual(dense.flip_summary()['tail'], fst.flip_summary()['tail'])
+    self.assertIn('before step 3,000; dense', claims.flips_in_short([fst], [dense]))
 
   def test_records_tell_where_the_run_came_from(self):
     folder = Path(temp_folder(self))
