@@ -19,15 +19,18 @@ import re
 import subprocess
 from typing import Any
 
+from experiments.commands import COMMANDS
+
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / 'experiments' / 'results'
 # What does not stand by itself today: file -> fault -> number of records. It grows shorter, never longer.
 TO_MEASURE_AGAIN = RESULTS / 'to_measure_again.json'
 DAGGER = '†'
 NOT_IN_GIT = 'a commit that is not in git'
+GONE = 'a program that is gone'
 
 _COMMENT = re.compile(r'<!-- records: (.*?) -->\n', re.DOTALL)
-_COMMAND = re.compile(r'python -m (experiments|pallas_kernels|sparse24_jax|tests)[.\w]*( |$)')
+_COMMAND = re.compile(r'python -m ((?:experiments|pallas_kernels|sparse24_jax|tests)[.\w]*)(?: (\S+)|$)')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,9 +64,23 @@ def faults(record: Mapping[str, Any]) -> tuple[str, ...]:
     found.append('uncommitted changes')
   elif not _in_git(commit):
     found.append(NOT_IN_GIT)
-  if not _COMMAND.match(str(record.get('command') or '')):
+  if not (command := _COMMAND.match(str(record.get('command') or ''))):
     found.append('no command that is kept')
+  elif not is_program(command[1]) or (command[1] == 'experiments' and command[2] not in (None, *COMMANDS)):
+    found.append(GONE)
   return tuple(found)
+
+
+@functools.cache
+def is_program(module: str) -> bool:
+  """Whether `python -m MODULE` runs a program of this project.
+
+  >>> is_program('experiments'), is_program('experiments.reports')
+  (True, False)
+  """
+  path = ROOT / module.replace('.', '/')
+  file = path / '__main__.py' if path.is_dir() else path.with_suffix('.py')
+  return file.is_file() and "__name__ == '__main__'" in file.read_text()
 
 
 def _git(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -113,11 +113,12 @@ class PagesTest(absltest.TestCase):
 class RecordsTest(parameterized.TestCase):
   @parameterized.parameters(
     ({'commit': 'df15449', 'command': 'python -m experiments compare'}, ()),
-    ({'commit': 'df15449', 'command': 'python -m pallas_kernels.pack.bench --out x'}, ()),
+    ({'commit': 'df15449', 'command': 'python -m pallas_kernels.pack.bench --out x'}, ('a program that is gone',)),
+    ({'commit': 'df15449', 'command': 'python -m experiments together --seeds 0'}, ('a program that is gone',)),
     ({'commit': 'df15449+', 'command': 'python -m pallas_kernels tune'}, ('uncommitted changes',)),
-    ({'commit': '6348563-dirt-dirty', 'command': 'python -m experiments x'}, ('uncommitted changes',)),
+    ({'commit': '6348563-dirt-dirty', 'command': 'python -m tests.soak'}, ('uncommitted changes',)),
     ({'command': 'python pack7.py'}, ('no commit', 'no command that is kept')),
-    ({'commit': '0000000', 'command': 'python -m experiments x'}, ('a commit that is not in git',)),
+    ({'commit': '0000000', 'command': 'python -m experiments grid'}, ('a commit that is not in git',)),
   )  # fmt: skip
   def test_faults(self, record, expected):
     if provenance.NOT_IN_GIT in expected and not provenance.has_history():
