@@ -24,7 +24,7 @@ RESULTS = Path(__file__).parents[1] / 'results'
 # Comparisons with seeds in which every method was tuned. The long one has rates that were tuned in shorter runs.
 COMPARISONS = (
   'grid_nano.jsonl', 'grid_small.jsonl', 'race_h200_124m.jsonl', 'race_h200_124m_long.jsonl', 'race_h200_seeds.jsonl',
-  'race_h200_wide2048_3.jsonl',
+  'race_h200_wide2048_3.jsonl', 'race_h200_774m.jsonl',
 )  # fmt: skip
 GOALS = {
   'sooner': 'a loss after the fewest seconds',

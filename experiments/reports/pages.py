@@ -82,7 +82,7 @@ _RACES = {
   'three layers': ('race_h200_wide2048_3.jsonl', 'wide2048_3, rotary_qk_norm, 40 s each'),
   '302m': ('race_h200_seeds.jsonl', 'wide2048, rotary_qk_norm, 100 s each'),
   '302m, all': ('race_h200.jsonl', 'wide2048, rotary_qk_norm, 55 s each'),
-  '774m': ('race_774m.jsonl', '774m, rotary_qk_norm, 300 s each'),
+  '774m': ('race_h200_774m.jsonl', '774m, rotary_qk_norm, 300 s each'),
   '124m': ('race_h200_124m.jsonl', '124m, rotary_qk_norm, 1,600 steps each'),
   '124m, long': ('race_h200_124m_long.jsonl', '124m, rotary_qk_norm, 4,800 steps each'),
 }
@@ -152,6 +152,8 @@ TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
     'race of 110 seconds': lambda: measured.race_by_the_clock(
       'race_h200_wide2048_3_110s.jsonl', 's_ste_fp8_all', 'half_ffn_fp8'
     ),
+    'race of 774m by seed': lambda: race_by_seed('774m', 's_ste_fp8_all'),
+    'race of 774m by the clock': lambda: measured.race_by_the_clock(_RACES['774m'][0], 's_ste_fp8_all', 'half_ffn_fp8'),
     'race of three layers by seed': lambda: race_by_seed('three layers', 'half_ffn_s_ste_fp8_all'),
   },
   'quality_runs.md': {
@@ -171,6 +173,7 @@ TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
     'tuned nano learnt': lambda: _tuned('compare_tuned_nano_learnt.jsonl'),
     'race': lambda: trials_of_race('302m'),
     'race of three layers': lambda: trials_of_race('three layers'),
+    'race of 774m': lambda: trials_of_race('774m'),
     'race of 124m': lambda: trials_of_race('124m'),
     'long race of 124m': lambda: trials_of_race('124m, long'),
     'race of all': lambda: trials_of_race('302m, all'),
@@ -182,4 +185,5 @@ PICTURES: Mapping[str, Callable[[], str]] = {
   'speed.svg': lambda: speed.figure(_speed(), best_steps.figure_rows(best_steps.load())),
   'race.svg': lambda: picture_of_race('302m'),
   'race_of_three_layers.svg': lambda: picture_of_race('three layers'),
+  'race_of_774m.svg': lambda: picture_of_race('774m'),
 }

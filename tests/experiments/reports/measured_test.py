@@ -42,13 +42,15 @@ class MeasuredTest(absltest.TestCase):
     self.assertEqual(row, ['m', '128:2:8', '2.00', '1.54'])  # 100 / (70 / 2 + 30)
 
   def test_runs_that_took_other_seconds_are_compared_by_those(self):
-    run = {'bench': 'race', 'seed': 0, 'steps': 100, 'share': 1.0}
+    run = {'bench': 'race', 'seed': 0, 'steps': 100, 'share': 1.0, 'seconds': 9.0, 'rate': 1e-3, 'decay': 0.0}
     ours = run | {'contender': 'a', 'title': 'A', 'wall_s': 10.0, 'loss': 1.5, 'validation': [[100, 9.0, 1.5]]}
     # In 20 s its loss falls from 2 by a twentieth a second, though it was to take 9.
     rival = run | {'contender': 'b', 'title': 'B', 'wall_s': 20.0, 'loss': 1.0,
                    'validation': [[0, 0.0, 2.0], [50, 4.5, 1.5], [100, 9.0, 1.0]]}  # fmt: skip
-    *_, row = made(measured.race_by_the_clock, [ours, rival], 'a.jsonl', 'a', 'b')
-    self.assertEqual(row, ['0', '100.0, 10.0', '1.500', '200.0, 20.0', '1.000', '1.500', '10.0, 1.000'])
+    # Another seed, which one has alone, and a rate that is not its best.
+    others = [ours | {'seed': 1, 'loss': 1.4}, rival | {'rate': 2e-3, 'loss': 1.1, 'wall_s': 1.0}]
+    _, _, *rows = made(measured.race_by_the_clock, [ours, rival, *others], 'a.jsonl', 'a', 'b')
+    self.assertEqual(rows, [['0', '100.0, 10.0', '1.500', '200.0, 20.0', '1.000', '1.500', '10.0, 1.000']])
 
 
 if __name__ == '__main__':

@@ -53,6 +53,7 @@ class PagesTest(absltest.TestCase):
     rows = {
       'speed.svg': speed.figure_rows(records, steps), 'race.svg': picture.curves(table.by_seed(pages.race('302m'))),
       'race_of_three_layers.svg': picture.curves(table.by_seed(pages.race('three layers'))),
+      'race_of_774m.svg': picture.curves(table.by_seed(pages.race('774m'))),
     }  # fmt: skip
     for name, made in rows.items():
       self.assertEqual(json.loads(shown[name] or ''), json.loads(json.dumps(made)), 'python -m experiments pages')
@@ -88,7 +89,7 @@ class PagesTest(absltest.TestCase):
       for rate, seed, loss in trials
     ]  # fmt: skip
     folder = Path(temp_folder(self))
-    (folder / 'race_774m.jsonl').write_text(''.join(json.dumps(record) + '\n' for record in records))
+    (folder / 'race_h200_774m.jsonl').write_text(''.join(json.dumps(record) + '\n' for record in records))
     with mock.patch.object(provenance, 'RESULTS', folder):
       by_seed, trials = pages.race_by_seed('774m', 's_ste_fp8_all'), pages.trials_of_race('774m')
       drawn = ET.fromstring(pages.picture_of_race('774m'))
