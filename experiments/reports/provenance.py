@@ -19,8 +19,6 @@ import re
 import subprocess
 from typing import Any
 
-from experiments.commands import COMMANDS
-
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / 'experiments' / 'results'
 # What does not stand by itself today: file -> fault -> number of records. It grows shorter, never longer.
@@ -28,6 +26,8 @@ TO_MEASURE_AGAIN = RESULTS / 'to_measure_again.json'
 DAGGER = '†'
 NOT_IN_GIT = 'a commit that is not in git'
 GONE = 'a program that is gone'
+# Commands that `python -m experiments` had once.
+_GONE = ('together',)
 
 _COMMENT = re.compile(r'<!-- records: (.*?) -->\n', re.DOTALL)
 _COMMAND = re.compile(r'python -m ((?:experiments|pallas_kernels|sparse24_jax|tests)[.\w]*)(?: (\S+)|$)')
@@ -66,7 +66,7 @@ def faults(record: Mapping[str, Any]) -> tuple[str, ...]:
     found.append(NOT_IN_GIT)
   if not (command := _COMMAND.match(str(record.get('command') or ''))):
     found.append('no command that is kept')
-  elif not is_program(command[1]) or (command[1] == 'experiments' and command[2] not in (None, *COMMANDS)):
+  elif not is_program(command[1]) or (command[1] == 'experiments' and command[2] in _GONE):
     found.append(GONE)
   return tuple(found)
 
