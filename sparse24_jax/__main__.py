@@ -7,48 +7,29 @@
 """
 
 import argparse
-from collections.abc import Callable
 import dataclasses
 import functools
 import importlib
 import re
 import shlex
 import sys
+import textwrap
 
 import jax
 
 from pallas_kernels import _checks, _device, _records
 import sparse24_jax
 from sparse24_jax import recipes
-from sparse24_jax.block_gain import block_gain, block_table, explain
-from sparse24_jax.projections import magnitude
+from sparse24_jax.block_gain import block_gain, block_table, explain, verdict
 from sparse24_jax.recipe import Recipe
 from sparse24_jax.suggestions import Parser
-from sparse24_jax.where_it_pays import table, where_it_pays
-
-# What a recipe needs besides a path says nothing of a model's weights, nor of their time.
-RECIPES: dict[str, Callable[[str], Recipe]] = {
-  'dense': lambda path: recipes.dense(path, watch=magnitude()),
-  'mixed_sparsity': lambda path: recipes.mixed_sparsity(path, total_steps=10_000),
-  'mixed_sparsity_24': lambda path: recipes.mixed_sparsity(path, total_steps=10_000, structure='2:4'),
-  'rigl': lambda path: recipes.rigl(path, density=0.5, total_steps=10_000),
-  's_ste': recipes.s_ste,
-  's_ste_fp8': lambda path: recipes.s_ste(path, fp8=True),
-  'set_': lambda path: recipes.set_(path, density=0.5),
-  'sr_ste': lambda path: recipes.sr_ste(path, masked_decay=0.0),
-  'static': lambda path: recipes.static(path, density=0.5),
-  'ste': recipes.ste,
-  'step': recipes.step,
-  'transposable_srste': lambda path: recipes.transposable_srste(path, masked_decay=0.0),
-}
-# Those of which records tell something.
-PRICED = ('neuron_level', 's_ste', 's_ste_fp8', 'sr_ste', 'transposable_srste')
+from sparse24_jax.where_it_pays import LEGEND, table, where_it_pays
 
 
 def main(argv: list[str] | None = None) -> int:
   parser = Parser(prog='python -m sparse24_jax', description=(__doc__ or '').partition('\n')[0])
   commands = parser.add_subparsers(dest='command', required=True)
-  pays = commands.add_parser('where-it-pays', help='expected times of a feed-forward layer, dense and as chosen')
+  pays = commands.add_parser('where-it-pays', help='whether a feed-forward block runs faster sparse than dense')
   pays.add_argument('--tokens', type=int, required=True, help='tokens of a micro-batch on one device')
   pays.add_argument('--micro-batches', type=int, default=1,
                     help='of an optimizer step, which packs weights once for all; changes nothing for neuron_level'
@@ -57,7 +38,8 @@ def main(argv: list[str] | None = None) -> int:
   pays.add_argument('--hidden', type=int, required=True, help='width of the hidden layer')
   pays.add_argument('--layers', type=int, default=1, help='layers of that kind (default: %(default)s)')
   pays.add_argument('--gated', action='store_true', help='a gate besides the up-projection')
-  pays.add_argument('--recipe', choices=PRICED, default='transposable_srste', help='(default: %(default)s)')
+  pays.add_argument('--recipe', choices=sorted(name for name, known in recipes.KNOWN.items() if known.is_sparse),
+                    default='transposable_srste', help='(default: %(default)s)')  # fmt: skip
   pays.add_argument('--weights', choices=('bfloat16', 'float32'), default='bfloat16',
                     help='what is packed (default: %(default)s)')  # fmt: skip
   pays.add_argument('--parts', action='store_true', help='list what one block is made of')
@@ -68,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
   )
   checks.add_argument('example', metavar='MODULE:FUNCTION',
                       help='returns (f, params, *args): a function of parameters, and arrays or shapes')  # fmt: skip
-  checks.add_argument('--recipe', choices=sorted([*RECIPES, 'neuron_level']), default='transposable_srste',
+  checks.add_argument('--recipe', choices=sorted(recipes.KNOWN), default='transposable_srste',
                       help='(default: %(default)s)')  # fmt: skip
   checks.add_argument('--path', default='.*', help='pattern of the weights, of neuron_level the up-projections'
                       ' (default: %(default)s)')  # fmt: skip
@@ -82,10 +64,7 @@ def main(argv: list[str] | None = None) -> int:
   priced = device if args.device else None  # of the GPU at hand, what is installed counts
   known = _records.measured_devices()
   measured = [p.parent.name for p in _records.paths_of(_records.TUNED, device, 'sparse_matmul') if p.exists()]
-  if measured and measured != [device]:
-    what = 'for sizes far from all that was measured on' if device in measured else 'nothing was measured on'
-    print(f'{what} {device!r}, times are those of {measured[-1]!r}, which has the same chip')
-  elif not measured and not (device == here.slug and _checks.possible(here, 'sparse_matmul')):
+  if not measured and not (device == here.slug and _checks.possible(here, 'sparse_matmul')):
     run = 'python -m pallas_kernels tune sparse_matmul'
     print(f'nothing was measured on {device!r}; pass --device, one of {known}, or run: {run}')
     return 1
@@ -93,8 +72,9 @@ def main(argv: list[str] | None = None) -> int:
   if args.gated:
     sides['gate'] = sides['up']
   params = {name: {'kernel': jax.ShapeDtypeStruct(side, args.weights)} for name, side in sides.items()}
-  neurons = args.recipe == 'neuron_level'
-  recipe = recipes.neuron_level('up/.*', 'down/.*') if neurons else RECIPES[args.recipe]('.*')
+  which = recipes.KNOWN[args.recipe]
+  recipe = which.example(*(('.*',) if len(which.paths) == 1 else ('up/.*', 'down/.*')))
+  neurons = any(rule.activation for rule in recipe.rules)
   block_of = functools.partial(
     block_gain, args.d, args.hidden, tokens=args.tokens, micro_batches=args.micro_batches, gated=args.gated,
     weight_dtype=args.weights, device=priced,
@@ -108,16 +88,18 @@ def main(argv: list[str] | None = None) -> int:
     )  # fmt: skip
   except ValueError as error:
     parser.error(str(error))
+  print(f'{verdict(block, exact.gain)}\n')
+  print(f'Recipe {args.recipe} on {device}, {args.tokens} tokens, forward and backward:')
+  if measured and measured != [device]:
+    what = 'for sizes far from all that was measured on' if device in measured else 'nothing was measured on'
+    print(f'{what} {device!r}: times of {measured[-1]!r}, which has the same chip')
   if found:
     print(table([layer.stacked(args.layers) for layer in found]))
   print(block_table(block))
   if args.parts:
     print(explain(block))
-  gain, other = (None if found.gain is None else round(found.gain, 2) for found in (block, exact))
-  if gain is not None and other is not None and other > max(gain, 1):
-    print(f"weight_grad='dense' is faster, {other:.2f}x, and exact")
-  elif gain is not None and gain < 1:
-    print('slower than dense: leave these layers out of the recipe')
+  if found:
+    print(f'\n{textwrap.fill(LEGEND, 118)}')
   return 0
 
 
@@ -138,12 +120,14 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     parser.error(f'{args.example}() raised {type(error).__name__}: {error}')
   if not isinstance(found, tuple | list) or len(found) < 2:
     parser.error(f'{args.example}() must return (f, params, *args), found {type(found).__name__}')
-  if args.recipe == 'neuron_level' and args.down is None:
-    parser.error('neuron_level needs --down, a pattern of the down-projections, and --path of the up-projections')
-  if args.recipe != 'neuron_level' and args.down is not None:
-    parser.error('--down is for neuron_level, which takes --path of the up-projections and --down')
+  which = recipes.KNOWN[args.recipe]
+  if len(which.paths) > 1 and args.down is None:
+    parser.error(f'{args.recipe} needs --down, a pattern of the down-projections, and --path of the up-projections')
+  if len(which.paths) == 1 and args.down is not None:
+    of_two = ', '.join(name for name, known in recipes.KNOWN.items() if len(known.paths) > 1)
+    parser.error(f'--down is for {of_two}, which takes --path of the up-projections and --down')
   try:
-    recipe = recipes.neuron_level(args.path, args.down) if args.down else RECIPES[args.recipe](args.path)
+    recipe = which.example(*filter(None, (args.path, args.down)))
     checked = sparse24_jax.check(recipe.with_dense(*args.dense), *found)
   except TypeError as error:  # where the arguments are not those of the function
     parser.error(f'{error}: {args.example}() must return (f, params, *args), with all that f takes')

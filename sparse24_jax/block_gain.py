@@ -193,23 +193,45 @@ def _part(step: Step, device: str) -> Part:
 
 
 def block_table(block: BlockGain) -> str:
-  """A block's gain as a line of text."""
+  """A block's times as a line of text, and what it takes of memory."""
 
   def ms(value: float | None) -> str:
     return '-' if value is None else f'{value:.2f} ms'
 
-  def ratio(value: float | None) -> str:
-    return '-' if value is None else f'{value:.2f}x'
+  fp8 = f', {ms(block.dense_fp8_ms)} dense FP8' if block.dense_fp8 else ''
+  line = f'one block: {ms(block.expected_ms)} sparse, {ms(block.dense_ms)} dense{fp8}'
+  line += f'; {block.packed_bytes / 2**20:.0f} MB of packed weights'
+  return line + (f'; x and h in 8 bits save {block.saved_bytes / 2**20:.0f} MB' if block.saved_bytes else '')
 
-  line = f'one block: {ms(block.expected_ms)} as chosen, {ms(block.dense_ms)} dense, {ratio(block.gain)}'
-  if block.dense_fp8:
-    line += f'; {ms(block.dense_fp8_ms)} dense in FP8, {ratio(block.gain_over_fp8)}'
-  line += f'; {block.packed_bytes / 2**20:.0f} MB packed'
-  if block.saved_bytes:
-    line += f', x and h kept in 8 bits: {block.saved_bytes / 2**20:.0f} MB less'
+
+def verdict(block: BlockGain, exact: float | None = None) -> str:
+  """What the times of a block come to, in a sentence or two; `exact` is the gain with exact weight gradients.
+
+  >>> print(verdict(BlockGain((Part('all', 1.0),), (Part('all', 1.25),), (), 0, 0)))
+  Sparse, these layers are expected to run 1.25 times faster than dense bfloat16.
+  >>> print(verdict(BlockGain((Part('all', 1.0),), (Part('all', 0.9),), (), 0, 0)))
+  Sparse, these layers are expected to run slower than dense bfloat16 (0.90 times as fast): train them in dense
+  bfloat16.
+  """
   if block.why_dense is not None:
-    line += f'; stays dense: {block.why_dense}'
-  return line
+    return f'These layers stay dense: {block.why_dense}.'
+  if block.gain is None:
+    return 'How fast these layers run sparse is not known: nothing near them was measured.'
+  gains = {'dense bfloat16': block.gain, 'dense FP8': block.gain_over_fp8, 'exact': exact}
+  known = {rival: round(gain, 2) for rival, gain in gains.items() if gain is not None}
+  other = known.pop('exact', 0.0)
+  fastest = min(known, key=lambda rival: known[rival])
+  said = ' and '.join(_compared(gain, rival) for rival, gain in known.items())
+  said = f'Sparse, these layers are expected to run {said}'
+  if other > max(known['dense bfloat16'], 1):
+    return f"{said}. With exact weight gradients, weight_grad='dense', {_compared(other, 'dense bfloat16')}."
+  return f'{said}: train them in {fastest}.' if known[fastest] < 1 else f'{said}.'
+
+
+def _compared(gain: float, rival: str) -> str:
+  if gain == 1:
+    return f'as fast as {rival}'
+  return f'{gain:.2f} times faster than {rival}' if gain > 1 else f'slower than {rival} ({gain:.2f} times as fast)'
 
 
 def explain(block: BlockGain) -> str:

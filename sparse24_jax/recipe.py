@@ -106,11 +106,12 @@ def check_phase(name: str) -> None:
     raise ValueError(f'phase={name!r}: known are {list(PHASES)}')
 
 
-def require_recipe(recipe: Any) -> None:
-  """ValueError unless it is one."""
+def require_recipe(recipe: Any, order: str = '') -> None:
+  """ValueError unless it is one; `order` is how the arguments stand in the call."""
   if not isinstance(recipe, Recipe):
     found = repr(recipe) if isinstance(recipe, str) else f'{type(recipe).__name__}: arguments in another order?'
-    raise ValueError(f'recipe must be a Recipe, as the functions of sparse24_jax.recipes make, found {found}')
+    order = f' It is {order}' if order else ''
+    raise ValueError(f'recipe must be a Recipe, as the functions of sparse24_jax.recipes make, found {found}{order}')
 
 
 def resolve_phase(recipe: 'Recipe', phase: PhaseName | None) -> PhaseName:

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 from jax.core import Tracer
+import numpy as np
 
 from pallas_kernels import _dispatch
 from pallas_kernels.formats import check_floating
@@ -97,6 +98,26 @@ def errors_name(path: str) -> Iterator[None]:
     if str(error).startswith((f'{path}: ', f'{path} on ')):
       raise
     raise ValueError(f'{path}: {error}') from error
+
+
+def is_array(leaf: Any) -> bool:
+  return isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct) or (
+    hasattr(leaf, 'shape') and hasattr(leaf, 'dtype')
+  )
+
+
+def require_arrays(params: Any, *, or_numbers: bool = False) -> None:
+  """ValueError for parameters with a leaf that is no array, as whole modules of Equinox have them."""
+  odd = [
+    f'{path} ({type(leaf).__name__})' for path, leaf in leaves_by_path(params)
+    if not (is_array(leaf) or (or_numbers and isinstance(leaf, int | float | complex)))
+  ]  # fmt: skip
+  if odd:
+    raise ValueError(
+      f'parameters must be arrays or shapes with a dtype; found others at {", ".join(odd)}. Equinox: give the arrays'
+      ' alone, eqx.filter(model, eqx.is_inexact_array). For a function of them: params, static = eqx.partition(model,'
+      ' eqx.is_inexact_array), and in the function eqx.combine(params, static)'
+    )
 
 
 def is_weight(path: str, leaf: Any) -> bool:

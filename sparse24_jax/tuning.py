@@ -124,5 +124,6 @@ def tune_masked_decay(
 def _finite_rate(rate: float, run: str) -> float:
   rate = float(rate)
   if not math.isfinite(rate) or rate < 0:
-    raise ValueError(f'run_warmup returned flip rate {rate} for {run}')
+    why = ': no masks were compared, in fewer steps than refresh_every, or a weight is not finite'
+    raise ValueError(f'run_warmup returned flip rate {rate} for {run}{why if math.isnan(rate) else ""}')
   return rate

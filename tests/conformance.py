@@ -58,6 +58,12 @@ RECIPES = {
     ('_clusters', s24.ActivationPolicy(s24.VNM(16, 8), s24.VNM(16, 8), 0.05, s24.Clusters(4, 32))),
   )
 }  # fmt: skip
+# A recipe that needs nothing special stands in no list.
+RECIPES |= {
+  name: known.example(*((RULE,) if len(known.paths) == 1 else ('up/kernel', 'down/kernel')))
+  for name, known in s24.recipes.KNOWN.items()
+  if name in s24.recipes.__all__ and name not in {recipe.name for recipe in RECIPES.values()}
+}  # fmt: skip
 CASES = RECIPES | {
   name: s24.Recipe(name, (s24.Rule(RULE, s24.DotPolicy(projection, weight_grad='mvue')),), masked_decay=0.1)
   for name, projection in PROJECTIONS.items()

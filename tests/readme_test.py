@@ -26,8 +26,8 @@ def blocks(page):
   return re.findall(r'```python\n(.*?)```', (ROOT / page).read_text(), re.DOTALL)
 
 
-# A whole loop; the linen example; those of nnx and of phases; any function.
-LOOP, *GUIDE = blocks('docs/guide.md')
+# Whole loops of a linen model, of Equinox and of a function; the linen example; those of nnx and of phases.
+LOOP, EQUINOX, FUNCTIONS, *GUIDE = blocks('docs/guide.md')
 BLOCKS = (blocks('README.md')[0], *GUIDE)
 FUNCTION = blocks('README.md')[1]
 
@@ -203,6 +203,32 @@ class ReadmeTest(absltest.TestCase):
     logits = names['model'].apply({'params': names['exported']}, tokens[:, :-1])
     expected = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
     self.assertAlmostEqual(float(sparse.split()[3]), float(expected), places=5)
+
+  @pytest.mark.slow
+  def test_loop_of_equinox(self):
+    pytest.importorskip('equinox')
+    out, names = io.StringIO(), {}
+    with contextlib.redirect_stdout(out):
+      exec(EQUINOX, names)
+    *steps, shares = out.getvalue().splitlines()
+    self.assertLess(float(steps[-1].split()[1]), float(steps[0].split()[1]))
+    self.assertEqual(ast.literal_eval(shares), {'layers/0/weight': 0.5, 'layers/1/weight': 0.5})
+    x = names['batch_of'](12)
+    sparse = names['sparse_loss'](
+      names['params'], s24.sparse_variables(names['params'], names['opt_state'], names['recipe']), None, x
+    )
+    exported = jnp.mean((jax.vmap(names['exported'])(x) - x[:, :4]) ** 2)
+    self.assertAlmostEqual(float(sparse), float(exported), places=5)
+
+  @pytest.mark.slow
+  def test_loop_of_a_function(self):
+    out, names = io.StringIO(), {}
+    with contextlib.redirect_stdout(out):
+      exec(FUNCTIONS, names)
+    steps = [line.split() for line in out.getvalue().splitlines()]
+    self.assertEqual([phase for _, phase, _ in steps], ['sparse'] * 10 + ['dense'] * 2)
+    self.assertLess(float(steps[-1][2]), float(steps[0][2]))
+    self.assertFalse((names['params']['up'] == 0).any())
 
   def test_phase_example(self):
     exec(BLOCKS[0], self.names)

@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   """Runs the selected models; returns the number that failed."""
   parser = measure.parser(MODULE, __doc__, list(CASES), ['gpt2-124m'])
   parser.add_argument('--batch', type=int, help="sequences a step (default: the case's)")
-  parser.add_argument('--recipe', default=RECIPES[0], choices=RECIPES, help='(default: %(default)s)')
+  parser.add_argument('--recipe', default='transposable_srste', choices=RECIPES, help='(default: %(default)s)')
   parser.add_argument('--implementation', default='auto', help="of the policy (default: the records' choice)")
   parser.add_argument('--refreshes', type=int, default=4, help='mask searches to time (default: %(default)s)')
   options = parser.parse_args(argv)

@@ -25,15 +25,14 @@ REFRESH_EVERY = 40
 FFN = r'.*/mlp/.*'
 LINEAR = r'.*/(attn|mlp)/.*/kernel'
 # Samples where the fused block takes them: elsewhere in a block the exact gradient is as fast.
-MIXED: Mapping[str, Mapping[str, Any]] = {
-  'mixed_sparsity_24': dict(structure='2:4'),
-  'mixed_sparsity_transposable': dict(structure='transposable', mvue_path=FFN),
-}
+MIXED: Mapping[str, Mapping[str, Any]] = {'mixed_sparsity_transposable': dict(mvue_path=FFN)}
 NEURON_LEVEL: Mapping[str, s24.ActivationPolicy] = {
   '_'.join(['neuron_level', f'{v}x2x{m}', *filter(None, [setting])]): measure.activation_policy(v, m, setting)
   for v, m in ((128, 8), (128, 16), (64, 8)) for setting in measure.ACTIVATIONS
 }  # fmt: skip
-RECIPES = ('transposable_srste', 's_ste', 's_ste_fp8', *MIXED, *NEURON_LEVEL)
+# Of one pattern of weights; `neuron_level` takes two, and says its pattern in its name here.
+OF_ONE_PATH = {name: known for name, known in s24.recipes.KNOWN.items() if len(known.paths) == 1 and known.is_sparse}
+RECIPES = (*OF_ONE_PATH, *NEURON_LEVEL)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,14 +102,13 @@ def make_model(case: Case, options: Any) -> Any:
 
 def recipe_of(name: str) -> s24.Recipe:
   """The recipe by the name that records have."""
-  if name == 'transposable_srste':
-    return s24.recipes.transposable_srste(FFN, masked_decay=6e-5, refresh_every=REFRESH_EVERY)
-  if name in MIXED:  # every linear layer of a block; early in the run, where all places of the masks are taken
-    return s24.recipes.mixed_sparsity(LINEAR, total_steps=300_000, **MIXED[name])
   if name in NEURON_LEVEL:
     policy = NEURON_LEVEL[name]
     return s24.recipes.neuron_level('.*/mlp/c_fc/kernel', '.*/mlp/c_proj/kernel', policy=policy)
-  return s24.recipes.s_ste(FFN, fp8=name == 's_ste_fp8')
+  known = OF_ONE_PATH[name]
+  # Mixed sparsity takes every linear layer of a block; early in the run, where all places of the masks are taken.
+  mixed = known.make is s24.recipes.mixed_sparsity
+  return known.make(LINEAR if mixed else FFN, **known.settings, **MIXED.get(name, {}))
 
 
 def activations(recipe: s24.Recipe) -> s24.ActivationPolicy | None:

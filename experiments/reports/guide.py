@@ -5,7 +5,7 @@ which every method searched its learning rate alike, with 95% intervals over see
 line says of what model and device it is. Methods of a race are parted by their losses, seed by seed.
 """
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 import dataclasses
 import itertools
 import math
@@ -18,7 +18,6 @@ from experiments.reports.claims import half_width
 from pallas_kernels import _device, _records
 import sparse24_jax as s24
 from sparse24_jax.block_gain import block_gain
-from sparse24_jax.recipe import Recipe
 
 RESULTS = Path(__file__).parents[1] / 'results'
 # Comparisons with seeds in which every method was tuned. The long one has rates that were tuned in shorter runs.
@@ -39,25 +38,25 @@ class Option:
 
   Attributes:
     title: its name in tables.
-    recipe: of the weights that a pattern matches; None is dense.
+    recipe: name in `sparse24_jax.recipes.KNOWN`; None is dense.
     contenders: what comparisons and timed steps call it.
     ends_sparse: whether the weights are 2:4 at the end.
   """
 
   title: str
-  recipe: Callable[[str], Recipe] | None
+  recipe: str | None
   contenders: Sequence[str]
   ends_sparse: bool = False
 
 
 OPTIONS = (
-  Option('FST', lambda path: s24.recipes.transposable_srste(path, masked_decay=0.0), ('fst', 'fst_all')),
-  Option('S-STE', s24.recipes.s_ste, ('s_ste', 's_ste_all'), ends_sparse=True),
+  Option('FST', 'transposable_srste', ('fst', 'fst_all')),
+  Option('S-STE', 's_ste', ('s_ste', 's_ste_all'), ends_sparse=True),
   Option(
-    'S-STE, FP8', lambda path: s24.recipes.s_ste(path, fp8=True),
+    'S-STE, FP8', 's_ste_fp8',
     ('s_ste_fp8', 's_ste_fp8_all', 'half_ffn_s_ste_fp8_all', 'quarter_ffn_s_ste_fp8_all'), ends_sparse=True,
   ),
-  Option('SR-STE', lambda path: s24.recipes.sr_ste(path, masked_decay=0.0), ('sr_ste',), ends_sparse=True),
+  Option('SR-STE', 'sr_ste', ('sr_ste',), ends_sparse=True),
   Option('dense, FP8', None, ('dense_fp8',)),
   Option('dense, a narrower FFN', None, ('half_ffn', 'half_ffn_fp8', 'quarter_ffn_fp8')),
   Option('a smaller dense model', None, ('dense_124m', 'dense_124m_fp8')),
@@ -165,7 +164,9 @@ def gains(*, tokens: int, d: int, hidden: int, gated: bool, device: str | None) 
   Without a device by what runs here.
   """
   return {
-    option.title: block_gain(d, hidden, option.recipe('.*'), tokens=tokens, gated=gated, device=device).gain
+    option.title: block_gain(
+      d, hidden, s24.recipes.KNOWN[option.recipe].example('.*'), tokens=tokens, gated=gated, device=device
+    ).gain
     for option in OPTIONS if option.recipe is not None
   }  # fmt: skip
 
@@ -202,7 +203,7 @@ def advise(
   goal: str, faster: Mapping[str, float | None], found: Mapping[str, Sequence[Evidence]], device: str = '',
   d: int | None = None,
 ) -> str:
-  """What to take, in two sentences; of races also a line for each that the lowest loss is compared with.
+  """What to take, in a sentence, and a line for each thing more to know; of races for each that the lowest beat.
 
   Args:
     goal: of `GOALS`.
@@ -224,14 +225,20 @@ def advise(
     gain = faster.get(title)
     time = 'times not known here' if gain is None else f'feed-forward block {gain:.2f} times as fast as dense here'
     losses = [each.said(device) for each in found.get(title, ())] or ['its loss is not known: no tuned comparison']
-    price = _prices([e for e, title in known if title in sparse])
-    return f'{title}: {time}; {"; ".join(losses)}.' + (f' At equal steps: {price}.' if price else '')
+    prices = _prices([e for e, title in known if title in sparse])
+    cost = _listed('\nWhat 2:4 weights cost at equal steps, against dense:', prices)
+    return _listed(f'{title}: {time}.', losses) + cost
   surely = [e.who for e, _ in known if _below(e.percent)]
   said = f'{", ".join(surely)}: below dense by more than its interval.' if surely else (
     'dense: no recipe was shown to end below it.'
   )
-  price = _prices([e for e, title in known if title in pays | _DENSE])
-  return said + (f' The price of those that are faster: {price}.' if price else '')
+  prices = _prices([e for e, title in known if title in pays | _DENSE])
+  return said + _listed('\nWhat those cost that are faster, against dense:', prices)
+
+
+def _listed(title: str, lines: Sequence[str]) -> str:
+  """A title and a line for each; '' without any."""
+  return '\n'.join([title, *(f'- {line}' for line in lines)]) if lines else ''
 
 
 def _soonest(candidates: Set[str], found: Mapping[str, Sequence[Evidence]], device: str) -> str:
@@ -257,28 +264,27 @@ def _soonest(candidates: Set[str], found: Mapping[str, Sequence[Evidence]], devi
     ran = {e.who for e in races[race]}
     elsewhere = (winner for winner, e in ahead if e.who == first.who and winner.who not in ran)
     if better := next((winner for winner in elsewhere if winner.device == first.device), None):
-      beaten.append(f'{first.who} is first where {better.who} did not run ({first.place(device)})')
+      beaten.append(f'{first.who} is first where {better.who} did not run ({first.place(device)}).')
       continue
     text = ' or '.join(e.who for e in (first, *near)) + f": dense's final loss in {_share(first)} of its time"
     text += ''.join(f', {_share(e)} ({e.who})' for e in near)
     said.append(f'{text} ({first.place(device)})')
   # What one seed cannot claim, a reader should know before he takes what is claimed.
   lower = [
-    f'{e.who} ends below all others of its race, with one seed'
+    f'But {e.who} ends below all others of its race, with one seed'
     f"{'' if e.own.searched > 1 else ' and a rate not searched'}: dense's final loss in"
-    f' {e.shares[0]:.2f} of its time ({e.place(device)})'
+    f' {e.shares[0]:.2f} of its time ({e.place(device)}).'
     for title in sorted(candidates) for e in found.get(title, ())
     if len(e.shares) == 1 and (race := races.get((e.where, e.device))) and e.behind(race[0])
     and max(e.behind(race[0])) < 0
   ]  # fmt: skip
   if not said:
     return 'dense: nothing that is faster here was shown to reach its loss sooner.'
-  advice = '; '.join([', or '.join(said), *beaten]) + ''.join(f'. But {each}' for each in lower)
-  advice += '. Race it against a smaller dense model first'
-  if 'all linear layers' in advice:
-    advice += '; the gain of a block below is of feed-forward layers alone'
-  parted = ['Seed by seed, after as many seconds:', *(f'  {line}' for line in lines)] if lines else []
-  return '\n'.join([f'{advice}.', *parted])
+  best, *others = said
+  more = [*(f'Or {each}.' for each in others), *beaten, *lower, 'Race it against a smaller dense model first.']
+  if any('all linear layers' in each for each in (best, *more)):
+    more.append('The gain of a block below is of feed-forward layers alone.')
+  return _listed(f'{best}.', more) + _listed('\n\nSeed by seed, after as many seconds:', lines)
 
 
 def _behind_at_this_width(
@@ -301,7 +307,7 @@ def _behind_at_this_width(
   return (
     f'dense at width {width:,}{nearest}: in mid-schedule dense is at the final loss of {best.who}, the soonest sparse'
     f" model there, in {_interval(best.dense_shares, '.2f', '')} of the sparse run's time"
-    f' ({best.where}, on {best.device}{best.elsewhere(device)}). For wider models: '
+    f' ({best.where}, on {best.device}{best.elsewhere(device)}).\n- For wider models: '
   )
 
 
@@ -310,10 +316,10 @@ def _sooner(e: Evidence) -> bool:
   return not all(map(math.isfinite, e.dense_shares)) or _below([1 - share for share in e.dense_shares])
 
 
-def _prices(known: Sequence[Evidence]) -> str:
+def _prices(known: Sequence[Evidence]) -> list[str]:
   """Losses above dense's, the lowest first."""
   known = sorted(known, key=lambda e: statistics.fmean(e.percent))
-  return ', '.join(f'{e.who} {_interval(e.percent, "+.1f", "%")} ({e.where}{e.edge})' for e in known)
+  return [f'{_interval(e.percent, "+.1f", "%")}: {e.who} ({e.where}{e.edge})' for e in known]
 
 
 def _below(values: Sequence[float]) -> bool:

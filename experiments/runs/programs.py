@@ -148,8 +148,9 @@ def step_of(
       good &= (loss <= limit) & sums.all_finite((params, opt_state))
       old = (state.params, state.opt_state)
       params, opt_state = jax.tree.map(lambda new, old: jnp.where(good, new, old), (params, opt_state), old)
-    flips = s24.get_flip_rate(opt_state)
-    rates = [jnp.ravel(rate) for rate in flips.per_weight.values()] or [jnp.zeros(0)]
+    # Of the state: a rate that nothing was compared for yet is 0 in records, and NaN is a weight that is not finite.
+    flips = jax.tree.map(lambda rate: jnp.maximum(rate, 0), optax.tree.get(opt_state, 'flip_rate'))
+    rates = [jnp.ravel(rate) for rate in jax.tree.leaves(flips.per_weight)] or [jnp.zeros(0)]
     metrics = StepMetrics(loss, norm, jnp.asarray(learning_rate), flips.overall, jnp.concatenate(rates), good)
     return TrainState(state.step + 1, params, opt_state), metrics
 

@@ -39,7 +39,7 @@ def make_recipe(config: Config) -> s24.Recipe:
     if kwargs['watch'] not in WATCHABLE:
       raise ValueError(f'recipe.kwargs.watch is {kwargs["watch"]!r}; known: {", ".join(WATCHABLE)}')
     kwargs['watch'] = getattr(s24, kwargs['watch'])()
-  make = getattr(s24.recipes, name)
+  make = s24.recipes.KNOWN[name].make
   signature = inspect.signature(make)
   for key, path in (('path', FFN), ('up', FFN_UP), ('down', FFN_DOWN)):
     if key in signature.parameters and signature.parameters[key].default is inspect.Parameter.empty:

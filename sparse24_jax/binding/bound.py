@@ -13,11 +13,11 @@ from sparse24_jax.binding import _jax
 from sparse24_jax.binding.notes import Notes, take_notes
 from sparse24_jax.binding.reading import Reading
 from sparse24_jax.binding.shards import cut_by_shards
-from sparse24_jax.binding.tracing import as_callable, functional, params_come_third, trace, Traced
+from sparse24_jax.binding.tracing import as_callable, functional, order_is_told, params_come_third, trace, Traced
 from sparse24_jax.binding.values import Matmul
 from sparse24_jax.layout import Layout, Layouts
 from sparse24_jax.policy import repr_of
-from sparse24_jax.recipe import Recipe, require_recipe, Rule
+from sparse24_jax.recipe import Recipe, Rule
 from sparse24_jax.rules import leaves_by_path, match_rules, matched_rules
 
 # A backward pass reads each weight transposed.
@@ -210,10 +210,10 @@ def bind(recipe: Recipe, f: Callable[..., Any], params: Any, *args: Any, **kwarg
   """
   if isinstance(recipe, Bound):
     recipe = recipe.unbound()
-  require_recipe(recipe)
   model = functional(params, as_callable(f), args, kwargs)
   params = model.params
-  bound = bind_traced(recipe, params, trace(model.function, (params, *model.rest, *args), kwargs))
+  with order_is_told('bind', recipe, params, args):
+    bound = bind_traced(recipe, params, trace(model.function, (params, *model.rest, *args), kwargs))
   match_rules(params, bound)  # whole groups along the axes that were found
   return bound
 

@@ -1,6 +1,7 @@
 """A function of parameters as a jaxpr whose arguments are known by their paths."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -8,12 +9,12 @@ from typing import Any, cast
 
 import jax
 from jax import Array
-import numpy as np
 
 from sparse24_jax.binding import _jax
 from sparse24_jax.binding.values import Value
 from sparse24_jax.binding.view import View
-from sparse24_jax.rules import leaves_by_path
+from sparse24_jax.recipe import Recipe, require_recipe
+from sparse24_jax.rules import is_array, leaves_by_path, matched_rules, require_arrays
 
 # What functions call their parameters.
 _PARAMETERS = ('params', 'parameters', 'weights')
@@ -37,18 +38,47 @@ class Functional:
 
 
 def params_come_third[F: Callable[..., Any]](g: F) -> F:
-  """For a `g(recipe, f, params, *args)`: ValueError where another argument of f stands in the place of `params`."""
+  """For a `g(recipe, f, params, *args)`: ValueError where one of these is missing, or stands in another's place."""
+  names, order = ('recipe', 'f', 'params'), f'{g.__name__}(recipe, f, params, *args)'
 
   @functools.wraps(g)
   def checked(*args: Any, **kwargs: Any) -> Any:
     if len(args) > 2 and 'params' in kwargs:
       raise ValueError(
-        f'params is given by name, and another argument stands in its place: {g.__name__}(recipe, f, params, *args). f'
+        f'params is given by name, and another argument stands in its place: {order}. f'
         ' must take the parameters first; wrap it: lambda p, *a: f(*a, params=p)'
       )
+    given = dict(zip(names, args, strict=False)) | kwargs
+    if 'recipe' in given:
+      require_recipe(given['recipe'], order)
+    if missing := [name for name in names if name not in given]:
+      raise ValueError(f'{" and ".join(missing)} not given: {order}, with an example of what f takes')
     return g(*args, **kwargs)
 
   return cast(F, checked)
+
+
+@contextlib.contextmanager
+def order_is_told(caller: str, recipe: Recipe, params: Any, args: Collection[Any]) -> Iterator[None]:
+  """An error from inside says so if what the rules match is no part of `params`, but of an argument behind it."""
+  try:
+    yield
+  except Exception as error:  # of the function, whatever it does with arguments that it does not expect
+    if not _holds_weights(recipe, params) and any(_holds_weights(recipe, other) for other in args):
+      raise ValueError(
+        f'the weights that recipe {recipe.name!r} matches are not in params, but in an argument behind it: arguments in'
+        f' another order? It is {caller}(recipe, f, params, *args), and f takes the parameters first; if it does not,'
+        ' wrap it: lambda p, *a: ...'
+      ) from error
+    raise
+
+
+def _holds_weights(recipe: Recipe, tree: Any) -> bool:
+  """Whether rules match weights in a tree, which an array by itself is not."""
+  try:
+    return not is_array(tree) and bool(matched_rules(tree, recipe))
+  except ValueError:
+    return False
 
 
 @functools.singledispatch
@@ -99,14 +129,9 @@ class Traced:
 def trace(f: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Traced:
   """Traces `f(*args, **kwargs)`; the first argument is the parameters, and what is no array is passed on as it is."""
   flat, structure = jax.tree.flatten((args, dict(kwargs)))
+  require_arrays(args[0])
   dynamic = [i for i, leaf in enumerate(flat) if is_array(leaf)]
   paths = [path for path, _ in leaves_by_path(args[0])]
-  if [i for i in range(len(paths)) if i not in dynamic]:
-    odd = [path for path, leaf in leaves_by_path(args[0]) if not is_array(leaf)]
-    raise ValueError(
-      f'parameters must be arrays or shapes with a dtype; found others at {odd}. Equinox: params, static ='
-      ' eqx.partition(model, eqx.is_inexact_array), and a function of params that calls eqx.combine(params, static)'
-    )
   out_structure = []
 
   def flat_f(leaves: Sequence[Any]) -> list[Any]:
@@ -170,9 +195,3 @@ def _takes_parameters_later(
       return name
   read = isinstance(error, AttributeError) and error.obj is args[0] and hasattr(jax.Array, error.name or '')
   return 'params' if read else None
-
-
-def is_array(leaf: Any) -> bool:
-  return isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct) or (
-    hasattr(leaf, 'shape') and hasattr(leaf, 'dtype')
-  )

@@ -12,11 +12,11 @@ import numpy as np
 
 from sparse24_jax.binding.bound import Bound, BoundWeight, find_weights
 from sparse24_jax.binding.states import weight_states
-from sparse24_jax.binding.tracing import as_callable, functional, params_come_third, trace
+from sparse24_jax.binding.tracing import as_callable, functional, order_is_told, params_come_third, trace
 from sparse24_jax.binding.transform import sparse_function
 from sparse24_jax.masks import verify24
 from sparse24_jax.optim import try_chain
-from sparse24_jax.recipe import Recipe, require_recipe
+from sparse24_jax.recipe import Recipe
 from sparse24_jax.rules import check_groups, keep_dense, leaves_by_path, listed, match_rules
 
 # `binding.blocks.find_block` in words.
@@ -145,11 +145,11 @@ def check(
   True
   """
   recipe, f = recipe.unbound() if isinstance(recipe, Bound) else recipe, as_callable(f)
-  require_recipe(recipe)
   model = functional(params, f, args, kwargs)
   f, params, args = model.function, model.params, (*model.rest, *args)
-  traced = trace(f, (params, *args), kwargs)
-  found = find_weights(recipe, params, traced)
+  with order_is_told('check', recipe, params, args):
+    traced = trace(f, (params, *args), kwargs)
+    found = find_weights(recipe, params, traced)
   leaves = dict(leaves_by_path(params))
   others = (path for path, leaf in leaves.items() if len(leaf.shape) > 1 and path not in found)
   dense = tuple(path for path in others if path.rpartition('/')[2] not in ('bias', 'scale'))

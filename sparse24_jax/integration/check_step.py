@@ -11,15 +11,15 @@ import jax
 from pallas_kernels._dispatch import log_once
 from sparse24_jax.binding.flow import Read, UNSURE, Weight
 from sparse24_jax.binding.state import NNX_STATES
-from sparse24_jax.binding.tracing import is_array, trace
+from sparse24_jax.binding.tracing import trace
 from sparse24_jax.integration.step_weights import Argument, arguments_of, follow_updates, is_ours, ReadBy
 from sparse24_jax.optim import sparse_states
-from sparse24_jax.rules import listed
+from sparse24_jax.rules import is_array, listed
 
 _ADVICE = (
-  'A step of a dense phase is not to be checked. In a sparse one apply what sparsify returned, with'
-  ' sparse_variables(params, opt_state, recipe) of this step, or the weights of project. If the step does so, its mask'
-  ' is not computed from the optimizer state of this step (sparse_variables was called outside the step, or without it)'
+  'Apply what sparsify returned, with sparse_variables(params, opt_state, recipe) of this step, or the weights of'
+  ' project. If the step does so, its mask is not computed from the optimizer state of this step (sparse_variables was'
+  ' called outside the step, or without it)'
 )
 _ALTERED = (
   'the update of sparse_training is multiplied by something before it is added to the weight, so that its masks are'
@@ -80,8 +80,8 @@ def check_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckedSt
   Raises:
     ValueError: the gradient comes through a matmul that reads a weight as it is, with the line (that of a penalty on
       the product of a weight, too), or through none that reads it sparse, or by the mask of an update before; or its
-      update is multiplied behind `sparse_training`; or the step makes no update; or there is no state of
-      `sparse_training` among the arguments, or no parameters for it.
+      update is multiplied behind `sparse_training`; or the step makes no update, or one of a dense phase, which reads
+      weights dense by design; or there is no state of `sparse_training` among the arguments, or no parameters for it.
 
   >>> import jax, jax.numpy as jnp, optax, sparse24_jax as s24
   >>> params, recipe, x = {'w': jnp.ones((8, 4))}, s24.recipes.ste('w'), jnp.ones((2, 8))

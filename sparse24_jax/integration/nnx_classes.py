@@ -7,7 +7,7 @@ from typing import Any
 from flax import nnx
 import jax
 
-from sparse24_jax.binding.tracing import is_array
+from sparse24_jax.rules import is_array
 
 _PLAIN = 'sparse24_plain'  # of a class made here: the one in whose place it stands
 

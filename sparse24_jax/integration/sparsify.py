@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from flax import linen, nnx
+from flax import linen, nnx, serialization
 
 from sparse24_jax.binding.origin import FITS, known, MADE_OF, of_weights
 from sparse24_jax.binding.states import weight_states
@@ -12,11 +12,15 @@ from sparse24_jax.integration import linen as linen_door
 from sparse24_jax.integration import nnx as nnx_door
 from sparse24_jax.integration.functional import projected_weights
 from sparse24_jax.integration.nnx_states import dense_state, fingerprints, sparse_state, SparseVariable
+from sparse24_jax.layout import Layouts
 from sparse24_jax.optim import note_read, warn_of_other_weights
 from sparse24_jax.recipe import PhaseName, Recipe, resolve_phase
 from sparse24_jax.rules import is_weight, leaves_by_path, nested, rule_for
 
 __all__ = ['SparseVariable', 'sparse_variables', 'sparsify', 'states_of']
+
+# Of an optimizer state Flax keeps the arrays; what is static is that of the state that is read into.
+serialization.register_serialization_state(Layouts, lambda layouts: {}, lambda layouts, state: layouts)
 
 
 def sparsify(

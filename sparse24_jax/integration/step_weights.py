@@ -7,9 +7,8 @@ import jax.numpy as jnp
 
 from sparse24_jax.binding.flow import follow_weights, Found, Marks, Read, UNSURE, Weight
 from sparse24_jax.binding.origin import MADE_OF, NNX_MADE_OF
-from sparse24_jax.binding.tracing import is_array
 from sparse24_jax.optim import name_of, SparseTrainingState
-from sparse24_jax.rules import leaves_by_path
+from sparse24_jax.rules import is_array, leaves_by_path
 
 
 class Argument(NamedTuple):
@@ -85,9 +84,12 @@ class ReadBy(NamedTuple):
 
 
 def follow_updates(jaxpr: Any, given: Sequence[Argument], folders: Sequence[str]) -> list[dict[str, ReadBy]]:
-  """What each update says of each weight, by path; updates are in the order of the program.
+  """What each update of a sparse phase says of each weight, by path; updates are in the order of the program.
 
   Weights are followed through a step, and from the updates that it makes on through the next one.
+
+  Raises:
+    ValueError: all updates are of a dense phase.
   """
   paths = list(dict.fromkeys(argument.state_of for argument in given if argument.ours and argument.state_of))
   made = {name_of('states', path): _state(path, folders) for path in paths}
@@ -97,6 +99,11 @@ def follow_updates(jaxpr: Any, given: Sequence[Argument], folders: Sequence[str]
   weights, gradients = (
     {path: found.named.get(name_of(kind, path), []) for path in paths} for kind in ('weights', 'gradients')
   )
+  if not any(weights.values()) and any(found.named.get(name_of('dense weights', path)) for path in paths):
+    raise ValueError(
+      "this step updates in phase 'dense', as FST's steps at the end do, and reads weights dense by design: there is"
+      " nothing to check. Check the step of a sparse phase, that of sparse_training(..., phase='sparse'), see phase_at"
+    )
   updates = []
   for i in range(max(map(len, weights.values()))):
     before, after = ([(path, each[i]) for path, each in of.items() if i < len(each)] for of in (weights, gradients))

@@ -8,7 +8,8 @@ from jax.ad_checkpoint import checkpoint_name
 from sparse24_jax.optim._weights import Absent, is_leaf
 from sparse24_jax.rules import map_by_path
 
-Kind = Literal['weights', 'gradients', 'updates', 'states']
+# In a dense phase nothing of a gradient is to be checked, and weights have another name.
+Kind = Literal['weights', 'dense weights', 'gradients', 'updates', 'states']
 
 
 def name_of(kind: Kind, path: str) -> str:

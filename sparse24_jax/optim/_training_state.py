@@ -16,16 +16,20 @@ from sparse24_jax.optim._weights import unboxed
 from sparse24_jax.recipe import PhaseName, Recipe
 from sparse24_jax.rules import leaves_by_path, listed
 
+# A rate in the state before the first comparison. Not NaN: whoever looks for bad numbers looks at the state.
+NOT_COMPARED = -1.0
+
 
 class FlipRate(NamedTuple):
   """Shares of weights whose mask changed at the last refresh (or step).
 
+  NaN before the first comparison, at step `refresh_every` of the recipe: a run of fewer steps measures nothing.
   NaN where a weight holds a NaN or an infinity: no mask is chosen from a NaN. Where one is, the group of four (or the
   4x4 block, or the weight, if its links come and go) keeps the mask that it has. So look at the rates, or log them.
   NaN over all also when a step that was to choose masks was told not to (`refresh=False` of `sparse_training`).
 
   Attributes:
-    overall: float32 scalar, over all sparse weights together; 0 before the first comparison.
+    overall: float32 scalar, over all sparse weights together.
     per_weight: float32, of the shape of a weight's stacked axes: a scalar, or a rate a scanned layer. From
       `get_flip_rate` a dictionary by path; inside the optimizer state a tree like the parameters.
 
@@ -49,7 +53,7 @@ class SparseTrainingState(NamedTuple):
     projections: tree like the parameters, the projection's state at each sparse weight, `optax.MaskedNode()`
       elsewhere. A mask is in the box that Flax puts around its weight, if any, and so sharded alike; a scale is
       not in a box that says how its array is sharded.
-    flip_rate: of the last comparison.
+    flip_rate: of the last comparison; -1 before the first one, for which `get_flip_rate` returns NaN.
     inner_state: of the inner optimizer.
     layouts: of the weights that are not stored as `[stacked..., in, out]`, as the recipe was bound, and the projections
       that made the states; no array. A state that is restored has those of the tree it was restored into.
@@ -92,8 +96,8 @@ class SparseTrainingState(NamedTuple):
 def get_flip_rate(opt_state: Any) -> FlipRate:
   """The flip rates in `opt_state`, however deep their state is wrapped; `per_weight` by path. Works inside jit.
 
-  They are measured at every `refresh_every`-th step of the recipe (`Recipe.flip_rate`); 0.0 before the first of these
-  means not measured yet.
+  They are measured at every `refresh_every`-th step of the recipe (`Recipe.flip_rate`), and are NaN before the first of
+  these.
 
   Raises:
     ValueError: the state holds no `SparseTrainingState`, or several; or, outside of jit, it shows that the masks are
@@ -107,11 +111,20 @@ def get_flip_rate(opt_state: Any) -> FlipRate:
   >>> _, state = tx.update(params, tx.init(params), params)
   >>> s24.get_flip_rate(state).per_weight
   {'mlp/kernel': Array(0., dtype=float32)}
+  >>> float(s24.get_flip_rate(tx.init(params)).overall)
+  nan
   """
   state = find_state(opt_state, SparseTrainingState, 'sparse_training')
   _left.check_left(state._replace(left=unboxed(state.left)))
-  rate = state.flip_rate
-  return FlipRate(rate.overall, dict(leaves_by_path(rate.per_weight)))
+  per_weight = leaves_by_path(state.flip_rate.per_weight)
+  overall, *each = _shown([unboxed(state.flip_rate.overall), *(rate for _, rate in per_weight)])
+  return FlipRate(overall, {path: rate for (path, _), rate in zip(per_weight, each, strict=True)})
+
+
+@jax.jit
+def _shown(rates: list[Array]) -> list[Array]:
+  """Rates of a state, NaN where nothing was compared."""
+  return [jnp.where(rate == NOT_COMPARED, jnp.nan, rate) for rate in rates]
 
 
 def holds_state(tree: Any) -> bool:

@@ -20,6 +20,7 @@ from sparse24_jax.optim._state import states_of
 from sparse24_jax.optim._training_state import (
   FlipRate,
   map_weights,
+  NOT_COMPARED,
   require_same_recipe,
   SparseTrainingState,
   told_to_rest,
@@ -30,7 +31,7 @@ from sparse24_jax.optim.masked_decay import add_decay
 from sparse24_jax.optim.step_adam import StepAdamState
 from sparse24_jax.projection import Projection
 from sparse24_jax.recipe import PhaseName, Recipe, resolve_phase, unnamed_phase
-from sparse24_jax.rules import leaves_by_path, log_matches
+from sparse24_jax.rules import leaves_by_path, log_matches, require_arrays
 from sparse24_jax.topology import Context
 
 
@@ -104,7 +105,7 @@ def sparse_training(
 
   Raises:
     ValueError: unknown phase, none in a recipe that begins dense, decay on weights without a learning rate, or no
-      optimizer; of `init`, `optax.MultiSteps` inside.
+      optimizer; of `init`, `optax.MultiSteps` inside; of both functions, parameters with a leaf that is no array.
 
   Source: Hu et al., arXiv 2404.01847, equation 10 and section 4.
 
@@ -120,7 +121,7 @@ def sparse_training(
   named_by_caller, phase = phase, resolve_phase(recipe, phase)
   throughout = None if named_by_caller else unnamed_phase(recipe)
   if not all(callable(getattr(inner, name, None)) for name in ('init', 'update')):
-    raise ValueError(f'inner must be an optimizer such as optax.adamw(1e-3), found {inner!r}')
+    raise ValueError(f'inner must be an optimizer such as optax.adamw(1e-3), found {type(inner).__name__}')
   has_decay = not isinstance(recipe.masked_decay, float | int) or recipe.masked_decay > 0
   if has_decay and recipe.decay_on == 'weights' and learning_rate is None:
     raise ValueError(
@@ -129,6 +130,7 @@ def sparse_training(
   inner = optax.with_extra_args_support(inner)
 
   def init(params: Any) -> SparseTrainingState:
+    require_arrays(params, or_numbers=True)
     inner_state, given = inner.init(params), params
     if states_of(inner_state, SparseTrainingState):
       raise ValueError('inner holds sparse_training already; one recipe takes several rules')
@@ -144,7 +146,7 @@ def sparse_training(
     at_start = contexts(projections, params, jnp.zeros((), jnp.int32))
     states = map_sparse(_start, projections, params, at_start)
     rates = map_sparse(_no_rate, projections, params)
-    none_yet = FlipRate(jnp.zeros((), jnp.float32), rates)
+    none_yet = FlipRate(jnp.float32(NOT_COMPARED), rates)
     if recipe.freezes_second_moment and not states_of(inner_state, StepAdamState):
       message = (
         f'recipe {recipe.name!r} without step_adam inside: no second moment is held, which leaves a dense start and STE'
@@ -161,6 +163,7 @@ def sparse_training(
   ):
     if params is None:
       raise ValueError('sparse_training needs the parameters: call update(updates, state, params)')
+    require_arrays(params, or_numbers=True)
     if not isinstance(refresh, bool | None):
       raise ValueError(f'refresh must be True, False or None, a Python value (see refresh_at), found {refresh!r}')
     rests = refresh is False and recipe.refresh_every > 1
@@ -176,7 +179,8 @@ def sparse_training(
     warn_of_forgotten_updates(params, state)
     with _parts_are_named(params):
       projections = projections_of(params, recipe)
-    params, updates = named('weights', projections, params), named('gradients', projections, updates)
+    params = named('weights' if phase == 'sparse' else 'dense weights', projections, params)
+    updates = named('gradients', projections, updates) if phase == 'sparse' else updates
     sampled = _left.samples(projections, params)
     # Of weights that are loaded before the first step, masks are chosen anew after it.
     refused = (state.count > 0) | _left.scaled(projections) if phase == 'sparse' else False
@@ -257,7 +261,7 @@ def _unless_other(fits: bool | Array, projections: Any, updates: Any) -> Any:
 
 
 def _no_rate(p: Projection, w: Array) -> Array:
-  return jnp.zeros(p.layout_of(w).matrix_shape(w.shape)[:-2], jnp.float32)
+  return jnp.full(p.layout_of(w).matrix_shape(w.shape)[:-2], NOT_COMPARED, jnp.float32)
 
 
 def _start(projection: Projection, w: Array, context: Context) -> Array:

@@ -2,43 +2,24 @@
 
 from typing import Any
 
-from sparse24_jax.recipes._arguments import named
-from sparse24_jax.recipes.dense import dense
-from sparse24_jax.recipes.dynamic_sparse_training import rigl, set_, static
-from sparse24_jax.recipes.mixed_sparsity import mixed_sparsity
-from sparse24_jax.recipes.neuron_level import neuron_level
-from sparse24_jax.recipes.s_ste import s_ste
-from sparse24_jax.recipes.sr_ste import sr_ste
-from sparse24_jax.recipes.ste import ste
-from sparse24_jax.recipes.step import step
-from sparse24_jax.recipes.transposable_srste import transposable_srste
+from sparse24_jax.recipes._registry import KNOWN as KNOWN
+from sparse24_jax.recipes.dense import dense as dense
+from sparse24_jax.recipes.dynamic_sparse_training import rigl as rigl
+from sparse24_jax.recipes.dynamic_sparse_training import set_ as set_
+from sparse24_jax.recipes.dynamic_sparse_training import static as static
+from sparse24_jax.recipes.mixed_sparsity import mixed_sparsity as mixed_sparsity
+from sparse24_jax.recipes.neuron_level import neuron_level as neuron_level
+from sparse24_jax.recipes.s_ste import s_ste as s_ste
+from sparse24_jax.recipes.sr_ste import sr_ste as sr_ste
+from sparse24_jax.recipes.ste import ste as ste
+from sparse24_jax.recipes.step import step as step
+from sparse24_jax.recipes.transposable_srste import transposable_srste as transposable_srste
 from sparse24_jax.suggestions import meant
 
-dense = named(dense)
-rigl = named(rigl)
-set_ = named(set_)
-static = named(static)
-mixed_sparsity = named(mixed_sparsity)
-neuron_level = named(neuron_level)
-s_ste = named(s_ste)
-sr_ste = named(sr_ste)
-ste = named(ste)
-step = named(step)
-transposable_srste = named(transposable_srste)
+# The functions as `register` wraps them; variants have a name on command lines only.
+globals().update({known.make.__name__: known.make for known in KNOWN.values()})
 
-__all__ = [
-  'dense',
-  'mixed_sparsity',
-  'neuron_level',
-  'rigl',
-  's_ste',
-  'set_',
-  'sr_ste',
-  'static',
-  'ste',
-  'step',
-  'transposable_srste',
-]
+__all__ = [name for name, known in KNOWN.items() if name == known.make.__name__]  # pyright: ignore
 
 
 def __getattr__(name: str) -> Any:

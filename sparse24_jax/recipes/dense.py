@@ -2,9 +2,12 @@
 
 from sparse24_jax.policy import DotPolicy
 from sparse24_jax.projection import Projection
+from sparse24_jax.projections import magnitude
 from sparse24_jax.recipe import Phase, Recipe, Rule
+from sparse24_jax.recipes._registry import register
 
 
+@register(dict(watch=magnitude()))
 def dense(path: str | None = None, *, watch: Projection | None = None, refresh_every: int = 1) -> Recipe:
   """Plain training, from start to end.
 

@@ -5,9 +5,11 @@ from sparse24_jax.density import CosineDecay
 from sparse24_jax.policy import DotPolicy
 from sparse24_jax.projections import dynamic_sparse
 from sparse24_jax.recipe import Recipe, Rule
+from sparse24_jax.recipes._registry import register
 from sparse24_jax.topology import Distribution
 
 
+@register(dict(density=0.5, total_steps=300_000))
 def rigl(
   path: str,
   *,
@@ -54,6 +56,7 @@ def rigl(
   return Recipe('rigl', (Rule(path, DotPolicy(projection)),), refresh_every=refresh_every)
 
 
+@register(dict(density=0.5))
 def set_(
   path: str,
   *,
@@ -88,6 +91,7 @@ def set_(
   return Recipe('set_', (Rule(path, DotPolicy(projection)),), refresh_every=refresh_every)
 
 
+@register(dict(density=0.5))
 def static(
   path: str, *, density: float, distribution: Distribution = 'erdos_renyi', seed: int = 0
 ) -> Recipe:

@@ -8,9 +8,15 @@ from sparse24_jax.density import check_ramp, CosineDecay, DensitySchedule, Stage
 from sparse24_jax.policy import DotPolicy
 from sparse24_jax.projections import dynamic_sparse
 from sparse24_jax.recipe import Phase, Recipe, Rule
+from sparse24_jax.recipes._registry import register
 from sparse24_jax.topology import Distribution, Structure
 
 
+@register(
+  dict(total_steps=300_000),
+  mixed_sparsity_24=dict(structure='2:4'),
+  mixed_sparsity_transposable=dict(structure='transposable'),
+)
 def mixed_sparsity(
   path: str,
   *,

@@ -5,8 +5,10 @@ from sparse24_jax.policy import ActivationPolicy, DotPolicy
 from sparse24_jax.projection import Projection
 from sparse24_jax.projections import projections_of
 from sparse24_jax.recipe import Phase, Recipe, Rule
+from sparse24_jax.recipes._registry import register
 
 
+@register()
 def neuron_level(
   up: str,
   down: str,

@@ -3,8 +3,10 @@
 from sparse24_jax.policy import DotPolicy
 from sparse24_jax.projections import soft_threshold_projection
 from sparse24_jax.recipe import Recipe, Rule
+from sparse24_jax.recipes._registry import register
 
 
+@register(s_ste_fp8=dict(fp8=True))
 def s_ste(path: str, *, fp8: bool = False, refresh_every: int = 40) -> Recipe:
   """Soft threshold with a frozen scale, MVUE in the weight gradient, dense matmul for the input gradient.
 

@@ -6,8 +6,10 @@ from typing import Any, Literal
 from sparse24_jax.policy import DotPolicy
 from sparse24_jax.projections import magnitude
 from sparse24_jax.recipe import Recipe, Rule
+from sparse24_jax.recipes._registry import register
 
 
+@register(dict(masked_decay=0.0))
 def sr_ste(
   path: str, *, masked_decay: float | Callable[[Any], Any], decay_on: Literal['gradients', 'weights'] = 'weights'
 ) -> Recipe:

@@ -3,8 +3,10 @@
 from sparse24_jax.policy import DotPolicy
 from sparse24_jax.projections import magnitude
 from sparse24_jax.recipe import Recipe, Rule
+from sparse24_jax.recipes._registry import register
 
 
+@register()
 def ste(path: str) -> Recipe:
   """2:4 by magnitude along the input axis, chosen anew after every step; dense gradients passed straight through.
 

@@ -3,8 +3,10 @@
 from sparse24_jax.policy import DotPolicy
 from sparse24_jax.projections import magnitude
 from sparse24_jax.recipe import Phase, Recipe, Rule
+from sparse24_jax.recipes._registry import register
 
 
+@register()
 def step(path: str, *, dense_fraction: float = 0.25) -> Recipe:
   """A dense start, then `ste` preconditioned by the second moment that the dense part has learnt.
 

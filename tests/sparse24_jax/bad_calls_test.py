@@ -165,7 +165,7 @@ RECIPES = (
   ('tune_band_order', lambda: tune(band=(0.9, 0.6)), r'band=\(0.9, 0.6\) must be two rising'),
   ('tune_band_length', lambda: tune(band=(0.6,)), r'band=\(0.6,\) must be two rising'),
   ('tune_frozen_twin', lambda: tune(rate=0.0), 'dense twin flipped no mask'),
-  ('tune_nan_rate', lambda: tune(rate=float('nan')), 'run_warmup returned flip rate nan for the dense twin'),
+  ('tune_nan_rate', lambda: tune(rate=float('nan')), 'flip rate nan for the dense twin: no masks were compared'),
   ('match_nothing', lambda: match_rules({'a': W}, s24.recipes.ste('mlp/.*')), r"rule 'mlp/\.\*' .*weights are .*a"),
   ('match_part', lambda: match_rules({'mlp': {'up': W}}, s24.recipes.ste('mlp')), "rule 'mlp' .*mlp/up"),
   ('match_indivisible', lambda: match_rules({'a': W[:6]}, s24.recipes.ste('a')), 'a of .* length 6 along axis -2'),

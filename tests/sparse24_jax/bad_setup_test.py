@@ -43,6 +43,10 @@ def init(recipe, params=PARAMS):
   return s24.sparse_training(SGD, recipe).init(params)
 
 
+# As Equinox keeps them beside its arrays.
+NO_ARRAYS = {**PARAMS, 'activation': jax.nn.relu, 'layers': {'name': 'up', 'rate': 0.1, 'bias': None}}
+
+
 def evolved(inner):
   tx = s24.sparse_training(inner, s24.recipes.rigl('mlp/.*kernel', density=0.5, total_steps=10, refresh_every=5))
   return tx.update(PARAMS, tx.init(PARAMS), PARAMS)
@@ -73,7 +77,7 @@ SPARSE_TRAINING = (
   ('empty_weight', lambda: init(STE, shaped(0, 8)), r'mlp/up/kernel of shape \(0, 8\) has length 0 along axis -2'),
   ('no_outputs', lambda: init(STE, shaped(8, 0)), r'\(8, 0\) has length 0 along axis -1.*multiple of 1, one or more'),
   ('optimizer_that_was_not_called', lambda: s24.sparse_training(optax.adamw, STE),
-   r'inner must be an optimizer such as optax\.adamw\(1e-3\), found <function'),
+   r'inner must be an optimizer such as optax\.adamw\(1e-3\), found function'),
   ('twice', lambda: s24.sparse_training(optax.chain(s24.sparse_training(SGD, STE)), STE).init(PARAMS),
    'inner holds sparse_training already'),
   ('moments_in_one_vector', lambda: evolved(optax.flatten(optax.adam(0.1))),
@@ -147,6 +151,10 @@ OTHERS = (
    r"mlp/up/kernel: its state was made by projection 'magnitude 2:4', and the recipe has 'soft_threshold'"),
   ('variables_with_another_projection', lambda: s24.sparse_variables(PARAMS, STATE, s24.recipes.s_ste('mlp/.*')),
    r"mlp/up/kernel: its state was made by projection 'magnitude 2:4', and the recipe has 'soft_threshold'"),
+  ('init_with_leaves_that_are_no_arrays', lambda: init(STE, NO_ARRAYS),
+   r'found others at activation \(\w+\), layers/name \(str\)\. Equinox: .*eqx\.filter\(model, eqx\.is_inexact_array\)'),
+  ('update_with_leaves_that_are_no_arrays',
+   lambda: s24.sparse_training(SGD, STE).update(PARAMS, STATE, NO_ARRAYS), r'found others at activation \(\w+\), la'),
   ('variables_of_other_params', lambda: s24.sparse_variables(shaped(16, 12), STATE, STE),
    r'mlp/up/kernel.*bool of shape \(16, 12\).*\(8, 12\)'),
   ('project_without_state', lambda: s24.project(PARAMS, optax.adam(0.1).init(PARAMS), STE), 'holds 0 states'),
@@ -157,6 +165,8 @@ OTHERS = (
    'params is an optimizer state: arguments in another order'),
   ('project_of_the_state_first', lambda: s24.project((STATE,), PARAMS, STE), 'params is an optimizer state: arguments'),
   ('bind_of_the_tokens_first', lambda: s24.bind(STE, lambda x, p: x, X, PARAMS),
+   r"weights that recipe 'ste' matches are not in params, but in .* It is bind\(recipe, f, params, \*args\)"),
+  ('init_of_one_array', lambda: init(STE, X),
    r"weights are \[''\].* params is one array, not a tree of them: arguments in another order"),
   ('variables_of_the_model_variables', lambda: s24.sparse_variables({'params': PARAMS}, STATE, STE),
    r"rule 'mlp/\.\*'.*weights are \['params/head/kernel'"),
@@ -166,6 +176,8 @@ SPARSIFY = (
   ('number', lambda: s24.sparsify(3, STE), r'flax\.linen\.Module or a flax\.nnx\.Module, found int'),
   ('module_that_holds_its_weights', lambda: s24.sparsify(Held(PARAMS), STE),
    r"model is a Held that holds the weights \['mlp/up/kernel'\] itself: .*Equinox: .* = eqx.partition\(model"),
+  ('recipe_first', lambda: s24.sparsify(STE, nnx.Linear(8, 8, rngs=nnx.Rngs(0))),
+   r'^recipe must be a Recipe, as .* make, found Linear: arguments in another order\?$'),
   ('class_instead_of_model', lambda: s24.sparsify(nn.Dense, STE), 'found type'),
   ('unknown_phase', lambda: s24.sparsify(nn.Dense(8), STE, phase='train'), r"phase='train': known are"),
   ('nnx_rule_without_match', lambda: s24.sparsify(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), STE), 'decides for no weight'),

@@ -11,6 +11,7 @@ from absl.testing import absltest, parameterized
 import jax
 
 from sparse24_jax import __main__ as command
+from sparse24_jax import recipes
 from sparse24_jax.block_gain import block_gain, block_table, BlockGain, Part
 from sparse24_jax.where_it_pays import table, where_it_pays
 from tests.sparse24_jax.gpus import gpu
@@ -23,6 +24,11 @@ def run(*args: str) -> tuple[int, list[str]]:
   with contextlib.redirect_stdout(io.StringIO()) as out:
     code = command.main(list(args))
   return code, out.getvalue().rstrip('\n').split('\n')
+
+
+def _block(lines: list[str]) -> str:
+  (block,) = (line for line in lines if line.startswith('one block: '))
+  return block
 
 
 class CommandTest(parameterized.TestCase):
@@ -53,74 +59,88 @@ class CommandTest(parameterized.TestCase):
   @parameterized.parameters(
     ((), ['down/kernel', 'up/kernel']), (('--gated', '--layers', '3'), ['down/kernel', 'gate/kernel', 'up/kernel']),
   )
-  def test_one_line_a_weight(self, options, names):
-    _, (head, *lines) = run(*ARGS, '--device', DEVICE, *options)
-    lines = [line.split() for line in lines if ' x ' in line]
-    self.assertStartsWith(head, 'weight')
-    self.assertEqual([line[0] for line in lines], names)
-    self.assertEqual({line[4] for line in lines}, {'3' if options else '1'})
-    self.assertEqual(lines[0][1:4], ['16384', 'x', '4096'])
+  def test_four_lines_a_weight(self, options, names):
+    _, lines = run(*ARGS, '--device', DEVICE, *options)
+    titles = [i for i, line in enumerate(lines) if ' x ' in line]
+    self.assertEqual([lines[i].partition(',')[0] for i in titles], names)
+    self.assertEqual(lines[titles[0]], 'down/kernel, 16384 x 4096' + (', 3 of them, each' if options else ''))
+    parts = ['forward', 'input gradient', 'weight gradient', 'packing', 'all of it']
+    for i in titles:
+      self.assertEqual([re.split(r' {2,}', line.strip())[0] for line in lines[i + 1 : i + 6]], parts)
 
-  @parameterized.parameters(*(recipe for recipe in command.PRICED if recipe != 'neuron_level'))  # has no layers
+  def test_begins_with_a_verdict_and_ends_with_a_legend(self):
+    for recipe, verdict in (
+      ('transposable_srste', r'\d\.\d\d times faster than dense bfloat16\.'),
+      ('s_ste_fp8', r'\d\.\d\d times faster than dense bfloat16 and 1\.\d\d times faster than dense FP8\.'),
+    ):
+      _, lines = run(*ARGS, '--device', 'h200', '--gated', '--recipe', recipe)
+      self.assertRegex(lines[0], f'^Sparse, these layers are expected to run {verdict}$')
+      self.assertEqual(lines[1:3], ['', f'Recipe {recipe} on nvidia_h200, 16384 tokens, forward and backward:'])
+      self.assertIn('dense ms over sparse ms', ' '.join(lines[lines.index('', 2) :]))
+      self.assertLessEqual(max(map(len, lines)), 120)
+
+  @parameterized.parameters(*(n for n, known in recipes.KNOWN.items() if known.is_sparse and len(known.paths) == 1))
   def test_recipes(self, recipe):
     code, lines = run(*ARGS, '--device', DEVICE, '--recipe', recipe)
     self.assertEqual(code, 0)
-    expected = {'transposable_srste': 'mosaic_gpu', 's_ste_fp8': 'dense_fp8'}.get(recipe, 'dense')
-    *layers, block = [line for line in lines if ': no kernel: ' not in line]
-    self.assertIn(f'input_grad {expected} ', layers[-1])
-    self.assertEqual('stays dense: ' in block, layers != lines[:-1])
-    self.assertRegex(block, r'^one block: \d+\.\d\d ms as chosen, \d+\.\d\d ms dense, \d\.\d\dx; .*')
-    self.assertEqual('dense in FP8' in block, recipe == 's_ste_fp8')
+    both_ways = ('transposable_srste', 'mixed_sparsity_transposable')
+    expected = 'mosaic_gpu' if recipe in both_ways else 'dense_fp8' if recipe == 's_ste_fp8' else 'dense'
+    self.assertEqual([line.split()[2] for line in lines if 'input gradient' in line], [expected] * 2)
+    block = _block(lines)
+    self.assertRegex(block, r'^one block: \d+\.\d\d ms sparse, \d+\.\d\d ms dense')
+    self.assertEqual(' dense FP8' in block, recipe == 's_ste_fp8')
 
   @parameterized.parameters(('bfloat16', 1), ('float32', 4))
   def test_layers_and_block_are_of_the_same_weights(self, weights, micro_batches):
     options = ('--micro-batches', str(micro_batches)) if micro_batches > 1 else ()
     _, lines = run(*ARGS, '--device', DEVICE, '--weights', weights, *options)
     step = dict(tokens=16384, micro_batches=micro_batches)
-    recipe = command.RECIPES['transposable_srste']('.*')
+    recipe = recipes.KNOWN['transposable_srste'].example('.*')
     sides = {'down': (16384, 4096), 'up': (4096, 16384)}
     params = {name: {'kernel': jax.ShapeDtypeStruct(side, weights)} for name, side in sides.items()}
-    self.assertEqual(lines[:3], table(where_it_pays(params, recipe, **step, device=DEVICE)).split('\n'))
+    expected = table(where_it_pays(params, recipe, **step, device=DEVICE)).split('\n')
     block = block_gain(4096, 16384, recipe, **step, weight_dtype=weights, device=DEVICE)
-    self.assertEqual(lines[3:], [block_table(block)])
+    self.assertEqual(lines[3 : 4 + len(expected)], [*expected, block_table(block)])
 
   def test_one_block_is_one_of_all_layers(self):
-    *_, block = run(*ARGS, '--device', DEVICE)[1]
-    *_, of_many = run(*ARGS, '--device', DEVICE, '--layers', '3')[1]
-    self.assertStartsWith(block, 'one block: ')
-    self.assertEqual(of_many, block)
+    one, of_many = (run(*ARGS, '--device', DEVICE, '--layers', layers)[1] for layers in '13')
+    self.assertEqual(_block(of_many), _block(one))
 
   def test_a_block_with_sparse_activations(self):
     status, lines = run(*ARGS, '--recipe', 'neuron_level', '--device', DEVICE, '--parts')
     self.assertEqual(status, 0)
-    self.assertRegex(lines[0], r'^one block: .* as chosen, .* dense, 1\.\d\dx; 144 MB packed$')
+    self.assertRegex(lines[0], r'1\.\d\d times faster than dense bfloat16\.$')
+    self.assertRegex(lines[3], r'^one block: .* sparse, .* dense; 144 MB of packed weights$')
     self.assertTrue(any(re.match(r'  dW of up +mosaic_gpu', line) for line in lines))
 
   def test_says_why_sparse_activations_stay_dense(self):
     args = ('where-it-pays', '--tokens', '16385', '--d', '4096', '--hidden', '16384', '--recipe', 'neuron_level')
-    _, (line,) = run(*args, '--device', DEVICE)
-    self.assertRegex(line, r', 1\.00x; .*; stays dense: 16385 tokens are no multiple of V = 64 and 16 M = 128$')
+    _, (line, *_) = run(*args, '--device', DEVICE)
+    self.assertEqual(line, 'These layers stay dense: 16385 tokens are no multiple of V = 64 and 16 M = 128.')
 
   def test_says_whose_times_serve_another_gpu(self):
-    _, (line, *_) = run(*ARGS, '--device', 'h200')
+    line = run(*ARGS, '--device', 'h200')[1][3]
     far = "for sizes far from all that was measured on 'nvidia_h200'"
-    self.assertEqual(line, f"{far}, times are those of '{DEVICE}', which has the same chip")
+    self.assertEqual(line, f"{far}: times of '{DEVICE}', which has the same chip")
 
   def test_parts_add_up(self):
     _, lines = run(*ARGS, '--device', DEVICE, '--recipe', 's_ste_fp8', '--gated', '--parts')
-    (block,) = (line for line in lines if line.startswith('one block: '))
-    totals = [float(ms) for ms in re.findall(r'([\d.]+) ms', block)]
+    totals = [float(ms) for ms in re.findall(r'([\d.]+) ms', _block(lines))]
     titles = [i for i, line in enumerate(lines) if line.endswith(', ms:')]
     self.assertEqual([lines[i].strip() for i in titles], ['as chosen, ms:', 'dense, ms:', 'dense in FP8, ms:'])
-    for total, start, end in zip(totals, titles, [*titles[1:], len(lines)], strict=True):
+    for total, start, end in zip(totals, titles, [*titles[1:], lines.index('', 2)], strict=True):
       self.assertAlmostEqual(sum(float(line.split()[-1]) for line in lines[start + 1 : end]), total, delta=0.02)
 
   @parameterized.parameters(
     # By itself the up-projection would gain more with its exact gradient, the block gains less.
-    ((1.14, 1.00), None), ((0.945, 0.927), 'slower than dense: leave these layers out of the recipe'),
-    ((0.9, 0.99), 'slower than dense: leave these layers out of the recipe'),
-    ((0.94, 1.05), "weight_grad='dense' is faster, 1.05x, and exact"),
-    ((1.10, 1.10), None), ((0.999, 0.999), None), ((1.3, None), None), ((None, None), None),
+    ((1.14, 1.00), '1.14 times faster than dense bfloat16.'),
+    ((0.945, 0.927), 'slower than dense bfloat16 (0.94 times as fast): train them in dense bfloat16.'),
+    ((0.9, 0.99), 'slower than dense bfloat16 (0.90 times as fast): train them in dense bfloat16.'),
+    ((0.94, 1.05), 'slower than dense bfloat16 (0.94 times as fast). With exact weight gradients, weight_grad='
+                   "'dense', 1.05 times faster than dense bfloat16."),
+    ((1.10, 1.10), '1.10 times faster than dense bfloat16.'), ((0.999, 0.999), 'run as fast as dense bfloat16.'),
+    ((1.3, None), '1.30 times faster than dense bfloat16.'),
+    ((None, None), 'is not known: nothing near them was measured.'),
   )  # fmt: skip
   def test_advice_is_that_of_the_block(self, gains, expected):
     def block(d, hidden, recipe, **kwargs):
@@ -131,13 +151,12 @@ class CommandTest(parameterized.TestCase):
 
     with mock.patch.object(command, 'block_gain', block):
       lines = run('where-it-pays', '--tokens', '2048', '--d', '1024', '--hidden', '4096', '--device', DEVICE)[1]
-    self.assertStartsWith(lines[3], 'one block: ')
-    self.assertEqual(lines[4:], [] if expected is None else [expected])
+    self.assertEndsWith(lines[0], expected)
 
   @parameterized.parameters((768, 3072, True), (1024, 4096, False))
   def test_advice_on_the_gpu_that_was_measured(self, d, hidden, loses):
     _, lines = run('where-it-pays', '--tokens', '2048', '--d', str(d), '--hidden', str(hidden), '--device', DEVICE)
-    self.assertEqual(lines[4:], ['slower than dense: leave these layers out of the recipe'] if loses else [])
+    self.assertEqual('slower than dense bfloat16' in lines[0], loses)
 
   def test_as_a_program(self):
     out, err = io.StringIO(), io.StringIO()

@@ -198,6 +198,18 @@ class ReadableTest(absltest.TestCase):
       s24.recipes.ste('.*', x=1)
     self.assertIs(pickle.loads(pickle.dumps(s24.recipes.ste)), s24.recipes.ste)
 
+  def test_a_missing_argument_is_told_in_the_words_of_the_docstring(self):
+    with self.assertRaisesRegex(
+      TypeError, r'transposable_srste\(\) needs masked_decay: the factor lambda .*2e-4 .* to 6e-3 .*`tune_masked_decay`'
+    ):
+      s24.recipes.transposable_srste('.*')
+    with self.assertRaisesRegex(TypeError, r'rigl\(\) needs density: kept .*; and total_steps: optimizer steps'):
+      s24.recipes.rigl('.*')
+    with self.assertRaisesRegex(TypeError, r'ste\(\) needs path: regular expression'):
+      s24.recipes.ste()
+    with self.assertRaisesRegex(TypeError, 'positional argument'):
+      s24.recipes.ste('.*', 'mlp')
+
 
 class PickleTest(absltest.TestCase):
   def test_a_recipe_comes_back_equal(self):

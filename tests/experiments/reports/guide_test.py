@@ -66,13 +66,13 @@ class EvidenceTest(parameterized.TestCase):
     said = guide.advise('sooner', {'S-STE, FP8': 1.5}, found, 'nvidia_h200')
     # The ranges overlap; seed by seed they differ by 0.0100, 0.0100 and 0.0110. Dense's loss of 1 is reached after
     # 10 + 90 / (2 - loss) seconds of 100.
-    self.assertStartsWith(said, "S-STE: dense's final loss in 0.93 ± 0.02 of its time (a race, on NVIDIA H200). ")
-    self.assertIn('seconds:\n  S-STE ends 0.0103 ± 0.0014 below FP8, whose final loss it reaches in 0.99', said)
+    self.assertStartsWith(said, "S-STE: dense's final loss in 0.93 ± 0.02 of its time (a race, on NVIDIA H200).\n- ")
+    self.assertIn('seconds:\n- S-STE ends 0.0103 ± 0.0014 below FP8, whose final loss it reaches in 0.99', said)
     found['dense, FP8'] = [race('FP8', (0.91, 0.91, 0.921))]
     said = guide.advise('sooner', {'S-STE, FP8': 1.5}, found, 'nvidia_h100')
     self.assertStartsWith(said, "S-STE or FP8: dense's final loss in 0.93 ± 0.02 of its time, 0.93 ± 0.01 (FP8) (a")
-    self.assertIn('on NVIDIA H200, another GPU than nvidia_h100). Race it', said)
-    self.assertIn('seconds:\n  S-STE and FP8 are not parted by the seeds', said)
+    self.assertIn('on NVIDIA H200, another GPU than nvidia_h100).\n- Race it', said)
+    self.assertIn('seconds:\n- S-STE and FP8 are not parted by the seeds', said)
     self.assertStartsWith(guide.advise('sooner', {'S-STE, FP8': 0.9}, found), 'FP8: ')
 
   def test_dense_that_is_sooner_at_the_width_asked_about_comes_first(self):
@@ -91,7 +91,7 @@ class EvidenceTest(parameterized.TestCase):
     self.assertStartsWith(
       said(fst, s_ste, d=1024),
       first.format(', the nearest to 1,024 that was tried', 'S-STE') + ' soonest sparse model there, in 0.71 ± 0.06 of'
-      " the sparse run's time (a race, on NVIDIA H200). For wider models: dense: ",
+      " the sparse run's time (a race, on NVIDIA H200).\n- For wider models: dense: ",
     )
     # Not beyond seeds, surely sooner, another width that is nearer, and a race, which says itself who is sooner.
     self.assertStartsWith(said(fst, same_steps('S-STE', (1.0, 1.2), seconds=85.0)), first.format('', 'S-STE'))
@@ -111,11 +111,11 @@ class EvidenceTest(parameterized.TestCase):
       'dense, a narrower FFN': [race('half in FP8', (0.94, 0.945, 0.95), 'b race')],
     }
     said = guide.advise('sooner', {'S-STE, FP8': 1.5}, found, 'nvidia_h200')
-    self.assertStartsWith(said, "half in FP8: dense's final loss in 0.95 ± 0.01 of its time (b race, on NVIDIA H200);")
-    self.assertIn('; S-STE is first where half in FP8 did not run (a race, on NVIDIA H200). Race it', said)
+    self.assertStartsWith(said, "half in FP8: dense's final loss in 0.95 ± 0.01 of its time (b race, on NVIDIA H200).")
+    self.assertIn('\n- S-STE is first where half in FP8 did not run (a race, on NVIDIA H200).\n- Race it', said)
     found['dense, a narrower FFN'] = [race('half in FP8', (0.94, 0.957, 0.95), 'b race')]  # not parted
     said = guide.advise('sooner', {'S-STE, FP8': 1.5}, found, 'nvidia_h200')
-    self.assertStartsWith(said, "S-STE: dense's final loss in 0.92 ± 0.05 of its time (a race, on NVIDIA H200), or ")
+    self.assertStartsWith(said, "S-STE: dense's final loss in 0.92 ± 0.05 of its time (a race, on NVIDIA H200).\n- Or ")
     self.assertNotIn('did not run', said)
 
   def test_a_dense_model_of_one_seed_that_ends_lower_is_named_before_the_race_is_described(self):
@@ -125,8 +125,8 @@ class EvidenceTest(parameterized.TestCase):
       small = dataclasses.replace(small, own=dataclasses.replace(small.own, searched=searched))
       said = guide.advise('sooner', {'S-STE, FP8': 1.5}, found | {'a smaller dense model': [small]}, 'nvidia_h200')
       self.assertIn(
-        f". But small ends below all others of its race, with one seed{how}: dense's final loss in 0.85 of its time (a"
-        ' race, on NVIDIA H200). Race it', said.partition('\n')[0],
+        f"\n- But small ends below all others of its race, with one seed{how}: dense's final loss in 0.85 of its time"
+        ' (a race, on NVIDIA H200).\n- Race it', said.partition('\n\n')[0],
       )  # fmt: skip
     for other in (race('small', (0.95,)), race('small', (0.80,), 'b race')):  # behind, and elsewhere
       said = guide.advise('sooner', {'S-STE, FP8': 1.5}, found | {'a smaller dense model': [other]})
@@ -135,14 +135,15 @@ class EvidenceTest(parameterized.TestCase):
   def test_sparse_weights_have_their_gain_and_loss_or_that_it_is_unknown(self):
     faster = {'S-STE': 1.1, 'S-STE, FP8': 1.2}
     said = guide.advise('sparse', faster, {'S-STE, FP8': [race('S-STE', (0.9, 0.91))]})
-    self.assertStartsWith(said, 'S-STE, FP8: feed-forward block 1.20 times as fast as dense here; loss -9.5% ± ')
-    self.assertIn('as dense here; its loss is not known', guide.advise('sparse', faster, {}))
+    self.assertStartsWith(said, 'S-STE, FP8: feed-forward block 1.20 times as fast as dense here.\n- loss -9.5% ± ')
+    self.assertIn('as dense here.\n- its loss is not known', guide.advise('sparse', faster, {}))
     self.assertStartsWith(guide.advise('sparse', {'S-STE': 0.8}, {}), 'S-STE: feed-forward block 0.80 times')
     ends = {'dense': 1.0, 's_ste': 1.03, 'sr_ste': 1.01, 'fst': 1.001}  # the last has no zeros at the end
     found = self.evidence(*(record(name, seed, loss) for name, loss in ends.items() for seed in range(3)))
     where = '(nano, 9 steps each, its rate not searched)'
     said = guide.advise('sparse', {'S-STE': 1.1}, found)
-    self.assertEndsWith(said, f'. At equal steps: sr_ste +1.0% ± 0.0% {where}, s_ste +3.0% ± 0.0% {where}.')
+    cost = '\nWhat 2:4 weights cost at equal steps, against dense:\n'
+    self.assertEndsWith(said, f'{cost}- +1.0% ± 0.0%: sr_ste {where}\n- +3.0% ± 0.0%: s_ste {where}')
 
 
 def seeds_of(who, losses):

@@ -11,13 +11,18 @@ import jax.numpy as jnp
 import optax
 
 import sparse24_jax as s24
-from sparse24_jax.__main__ import main, RECIPES
+from sparse24_jax.__main__ import main
 from tests.draws import gaussian
 from tests.sparse24_jax.binding.functions import arguments, CASES
 
 
 def example():
   return CASES['attention'].f, *arguments('attention')
+
+
+def shapes():
+  f, *given = example()
+  return f, *jax.eval_shape(lambda: given)
 
 
 def without_args():
@@ -95,12 +100,31 @@ class CheckTest(parameterized.TestCase):
       self.assertEqual(s24.bind(s24.recipes.ste('kernel'), model, params, x)['kernel'].uses[0].tokens, 4)
     for take in (s24.check, s24.bind):
       # An Equinox model holds functions beside its arrays.
-      with self.assertRaisesRegex(ValueError, r"found others at \['activation'\]. Equinox: .* eqx.partition\(model"):
+      with self.assertRaisesRegex(ValueError, r"found others at activation \(\w+\). Equinox: .* eqx.partition\(model"):
         take(s24.recipes.ste('w'), lambda p, x: x @ p['w'], {'w': jnp.ones((16, 8)), 'activation': jax.nn.relu}, x)
       with self.assertRaisesRegex(ValueError, r'f is an nnx module, Linear, .* lambda model, x: model\(x\), model, x'):
         take(s24.recipes.ste('.*'), nnx.Linear(16, 8, rngs=nnx.Rngs(0)), params, x)
       with self.assertRaisesRegex(ValueError, 'f must be a function of parameters or a linen module, found dict'):
         take(s24.recipes.ste('.*'), params, params, x)
+
+  def test_arguments_in_another_order(self):
+    params, batch, recipe = {'w': jnp.ones((16, 8))}, {'x': jnp.ones((4, 16))}, s24.recipes.ste('w')
+
+    def f(params, batch):
+      return batch['x'] @ params['w']
+
+    for take in (s24.check, s24.bind):
+      order = rf'{take.__name__}\(recipe, f, params, \*args\)'
+      with self.assertRaisesRegex(ValueError, rf'found function: arguments in another order\? It is {order}'):
+        take(f, recipe)
+      with self.assertRaisesRegex(ValueError, f'^params not given: {order}'):
+        take(recipe, f)
+      for first in (batch, batch['x']):  # in which f finds no key, and no text is an index
+        with self.assertRaisesRegex(ValueError, rf'not in params, but in an argument behind it: .* It is {order}'):
+          take(recipe, f, first, params)
+      # An error of the function that has nothing to do with the order stays as it is.
+      with self.assertRaises(KeyError):
+        take(recipe, f, params, {'y': batch['x']})
 
   def test_dense_weights_of_a_bound_recipe(self):
     f, params, x = example()
@@ -164,9 +188,13 @@ class CheckTest(parameterized.TestCase):
     self.assertEqual(end.exception.code, 2)
     self.assertRegex(err.getvalue(), message)
 
-  def test_every_recipe_has_a_name(self):
-    made = {RECIPES[name]('.*').name for name in RECIPES} | {'neuron_level'}
-    self.assertEmpty(set(s24.recipes.__all__) - made)
+  def test_takes_every_recipe(self):
+    for name, known in s24.recipes.KNOWN.items():
+      with contextlib.redirect_stdout(io.StringIO()) as out:
+        down = ['--path', 'query', '--down', 'out'] if len(known.paths) > 1 else ['--path', 'query|out']
+        status = main(['check', f'{__name__}:shapes', '--recipe', name, *down])
+      # Of two projections with no squared ReLU between them no block can be made.
+      self.assertEqual((status, 'PROBLEM' in out.getvalue()), (1, True) if name == 'neuron_level' else (0, False), name)
 
 
 if __name__ == '__main__':

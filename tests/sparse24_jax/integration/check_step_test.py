@@ -43,9 +43,9 @@ def loss(params, x):
   return (jax.lax.scan(layer, x, params)[0] ** 2).mean()
 
 
-def step_of(recipe, how, loss=loss):
+def step_of(recipe, how, loss=loss, phase=None):
   """(step, optimizer) that applies the sparse loss, `project`, the plain one, or one that forgets a weight's mask."""
-  tx = optax.chain(optax.clip_by_global_norm(1.0), s24.sparse_training(optax.adamw(1e-3), recipe))
+  tx = optax.chain(optax.clip_by_global_norm(1.0), s24.sparse_training(optax.adamw(1e-3), recipe, phase=phase))
   sparse = s24.sparsify(loss, recipe)
 
   def of(params, state, x):
@@ -69,8 +69,8 @@ def step_of(recipe, how, loss=loss):
   return step, tx
 
 
-def checked(recipe, how, wrap=lambda step: step):
-  step, tx = step_of(recipe, how)
+def checked(recipe, how, wrap=lambda step: step, phase=None):
+  step, tx = step_of(recipe, how, phase=phase)
   given = jax.tree.map(lambda a: a.astype(jnp.bfloat16), (params_of(), X))  # kernels take 16 bits
   params, x = jax.eval_shape(lambda: given)
   return s24.check_step(wrap(step), params, jax.eval_shape(tx.init, params), x)
@@ -125,8 +125,14 @@ class CheckStepTest(parameterized.TestCase):
     lines, start = str(error.exception).splitlines(), inspect.getsourcelines(loss)[1]
     self.assertEqual([line.partition(':')[0] for line in lines[:2]], ['down', 'up'])
     self.assertRegex(lines[0], rf'the step reads it dense at \S*check_step_test.py:{start + 5}\b')
-    self.assertRegex(lines[2], '^A step of a dense phase is not to be checked.*sparsify')  # once
+    self.assertRegex(lines[2], '^Apply what sparsify returned, with')  # once
     self.assertLen(lines, 3)
+
+  def test_a_dense_end_reads_weights_dense_by_design(self):
+    """The first thing to say of it: not that it is dense, but that there is nothing to check."""
+    for recipe in (RECIPES['fst'], s24.recipes.dense('.*', watch=s24.magnitude())):
+      with self.assertRaisesRegex(ValueError, "^this step updates in phase 'dense', .* nothing to check"):
+        checked(recipe, 'plain', phase='dense')
 
   @parameterized.parameters(jax.jit, steps_in_a_scan)
   def test_what_the_loop_calls_is_looked_into(self, wrap):

@@ -5,7 +5,7 @@ import functools
 import tempfile
 
 from absl.testing import absltest, parameterized
-from flax import nnx
+from flax import nnx, serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -98,6 +98,51 @@ class OtherProjectionTest(absltest.TestCase):
     self.assertTrue(jnp.isnan(nnx.jit(lambda model, x: model(x))(model, X)).all())
     with self.assertRaisesRegex(ValueError, 'an optimizer state that does not serve this recipe.* outside of jit'):
       model(X)
+
+
+class RestoredTest(absltest.TestCase):
+
+  def test_what_may_change(self):
+    """Back end, decay, period and share of the phases, the words of a pattern, the phase, and the mesh."""
+    params = params_of(16, 16)
+    expected = s24.project(params, optimizer(FST).init(params), FST)['kernel']
+    (rule,) = FST.rules
+    policy = dataclasses.replace(rule.policy, implementation='reference', weight_grad='dense')
+    for recipe in (
+      dataclasses.replace(FST, rules=(s24.Rule('ker.*', policy),)),
+      s24.recipes.transposable_srste('.*', masked_decay=0.1, refresh_every=7, dense_fraction=0.5),
+    ):
+      state = read_into(FST, recipe, 16, 16)
+      np.testing.assert_array_equal(s24.project(params, state, recipe)['kernel'], expected)
+    tx = optimizer(FST, phase='dense')
+    _, state = tx.update(params, read_into(FST, FST, 16, 16), params)
+    self.assertEqual(int(state.count), 1)
+    mesh = jax.make_mesh((2,), ('d',))
+
+    def on_mesh(leaf):
+      spec = jax.P('d') if leaf.shape == (16, 16) else jax.P()
+      return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=jax.NamedSharding(mesh, spec))
+
+    with tempfile.TemporaryDirectory() as folder, ocp.StandardCheckpointer() as checkpointer:
+      saved = optimizer(FST).init(params)
+      checkpointer.save(f'{folder}/state', saved)
+      checkpointer.wait_until_finished()
+      state = checkpointer.restore(f'{folder}/state', jax.tree.map(on_mesh, jax.eval_shape(lambda: saved)))
+    self.assertLen(state.projections['kernel'].sharding.device_set, 2)
+    np.testing.assert_array_equal(s24.project(params, state, FST)['kernel'], expected)
+
+  def test_by_the_serialization_of_flax(self):
+    """It knows no static nodes by itself."""
+    params, tx = params_of(16, 16), optax.chain(optax.clip_by_global_norm(1.0), optimizer(FST))
+    _, state = jax.jit(tx.update)(params, tx.init(params), params)
+    found = serialization.from_bytes(tx.init(params), serialization.to_bytes(state))
+    self.assertEqual(jax.tree.structure(found), jax.tree.structure(state))
+    jax.tree.map(np.testing.assert_array_equal, found, state)
+    s24.project(params, found, FST)
+    tree = optimizer(SR_STE, learning_rate=0.01).init(params)
+    other = serialization.from_bytes(tree, serialization.to_bytes(state[1]))
+    with self.assertRaisesRegex(ValueError, ANOTHER):
+      s24.project(params, other, SR_STE)
 
 
 class OtherPhaseTest(parameterized.TestCase):

@@ -1,0 +1,98 @@
+"""What recipes are known by: `register`, above the function of each, fills `KNOWN`; all lists are made of it."""
+
+from collections.abc import Callable, Mapping
+import dataclasses
+import difflib
+import functools
+import inspect
+import re
+from typing import Any
+
+from sparse24_jax.recipe import Recipe
+
+
+@dataclasses.dataclass(frozen=True)
+class Known:
+  """A recipe, or a variant of one, that programs know by a name.
+
+  Attributes:
+    make: the function that users call.
+    settings: arguments besides paths: of a variant, what makes it one; of all, values for what the function needs.
+  """
+
+  make: Callable[..., Recipe]
+  settings: Mapping[str, Any]
+
+  @property
+  def paths(self) -> tuple[str, ...]:
+    """The arguments that are patterns of weights, which are those that stand by their place."""
+    parameters = inspect.signature(self.make).parameters.values()
+    return tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
+
+  @property
+  def is_sparse(self) -> bool:
+    """Whether it makes anything sparse, at any time."""
+    return any(phase.name == 'sparse' for phase in self.example(*self.paths).phases)
+
+  def example(self, *paths: str) -> Recipe:
+    """The recipe of the weights that these patterns match."""
+    return self.make(*paths, **self.settings)
+
+
+KNOWN: dict[str, Known] = {}
+
+
+def register[**P](
+  needs: Mapping[str, Any] | None = None, **variants: Mapping[str, Any]
+) -> Callable[[Callable[P, Recipe]], Callable[P, Recipe]]:
+  """Makes a recipe known by the name of its function.
+
+  Args:
+    needs: for each argument without a default, paths apart, a value with which command lines and tests make the recipe.
+      Neither the weights that it takes nor the time of a step may hang on it.
+    **variants: by further names, the arguments that make them.
+  """
+
+  def decorate(make: Callable[P, Recipe]) -> Callable[P, Recipe]:
+    named = _named(make)
+    for name, settings in {make.__name__: {}, **variants}.items():
+      KNOWN[name] = Known(named, {**(needs or {}), **settings})
+    return make
+
+  return decorate
+
+
+def _named[**P, R](make: Callable[P, R]) -> Callable[P, R]:
+  """The function, with errors that say which argument was meant, and of one that is missing what the docstring does.
+
+  >>> import sparse24_jax as s24
+  >>> s24.recipes.transposable_srste('.*', mask_decay=1e-4)
+  Traceback (most recent call last):
+  TypeError: transposable_srste() has no argument 'mask_decay'; did you mean 'masked_decay'? It takes path, ...
+  >>> s24.recipes.set_('.*')
+  Traceback (most recent call last):
+  TypeError: set_() needs density: kept share of all the weights together
+  """
+  known = inspect.signature(make).parameters
+  required = [name for name, p in known.items() if p.default is p.empty]
+
+  @functools.wraps(make)
+  def call(*args: P.args, **kwargs: P.kwargs) -> R:
+    for name in kwargs:
+      if name not in known:
+        close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        meant = f'; did you mean {close[0]!r}?' if close else '.'
+        raise TypeError(f'{make.__name__}() has no argument {name!r}{meant} It takes {", ".join(known)}')
+    if missing := [name for name in required if name not in (*list(known)[: len(args)], *kwargs)]:
+      said = (f'{name}{_said(make.__doc__ or "", name)}' for name in missing)
+      raise TypeError(f'{make.__name__}() needs {"; and ".join(said)}')
+    return make(*args, **kwargs)
+
+  call.__module__ = 'sparse24_jax.recipes'  # where pickle finds it, beside modules of the same names
+  return call
+
+
+def _said(doc: str, name: str) -> str:
+  """What a docstring says of an argument, ': ' before it; '' if it does not."""
+  found = re.search(rf'^  {name}: (.*(?:\n    .*)*)', inspect.cleandoc(doc), re.MULTILINE)
+  return f': {" ".join(found[1].split()).rstrip(".")}' if found else ''

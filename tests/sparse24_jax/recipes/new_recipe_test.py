@@ -1,0 +1,91 @@
+"""A new recipe is a file and a line: what takes a recipe by its name then takes it."""
+
+import inspect
+import os
+from pathlib import Path
+import shutil
+import subprocess
+import sys
+import tempfile
+
+from absl.testing import absltest
+
+import sparse24_jax as s24
+
+ROOT = Path(__file__).parents[3]
+FILE = '''"""One of four."""
+from sparse24_jax.policy import DotPolicy
+from sparse24_jax.projections import magnitude
+from sparse24_jax.recipe import Recipe, Rule
+from sparse24_jax.recipes._registry import register
+
+
+@register(dict(share=0.5), quarters_refreshed=dict(share=0.25))
+def quarters(path: str, *, share: float, refresh_every: int = 1) -> Recipe:
+  """Keeps one of four.
+
+  Args:
+    path: which weights.
+    share: of nothing.
+  """
+  return Recipe('quarters', (Rule(path, DotPolicy(magnitude())),), refresh_every=refresh_every)
+'''
+LINE = 'from sparse24_jax.recipes.quarters import quarters as quarters\n'
+PROGRAM = '''
+import pickle
+import jax
+from experiments.bench import twins
+from experiments.runs import experiment, recipes
+import sparse24_jax as s24
+from sparse24_jax.__main__ import main
+from tests import conformance
+
+def example():
+  return lambda p, x: x @ p['w'], *jax.eval_shape(lambda: ({'w': jax.numpy.ones((16, 8))}, jax.numpy.ones((4, 16))))
+
+for name in ('quarters', 'quarters_refreshed'):
+  assert main(['check', '__main__:example', '--recipe', name]) == 0
+  assert main(['where-it-pays', '--tokens', '4096', '--d', '1024', '--hidden', '4096', '--device', 'h100',
+               '--recipe', name]) == 0
+  assert twins.recipe_of(name).name == 'quarters'
+config = experiment.load_config('nano', ['recipe.name=quarters', 'recipe.kwargs={"share": 0.5}'])
+assert recipes.make_recipe(config).name == 'quarters'
+assert 'quarters' in conformance.CASES
+assert pickle.loads(pickle.dumps(s24.recipes.quarters)) is s24.recipes.quarters
+for call, message in ((lambda: s24.recipes.quarters('w'), 'quarters() needs share: of nothing'),
+                      (lambda: s24.recipes.quarter, "did you mean 'quarters'?")):
+  try:
+    call()
+  except (AttributeError, TypeError) as error:
+    assert message in str(error), error
+  else:
+    raise AssertionError(message)
+print(s24.__file__)
+'''
+
+
+class NewRecipeTest(absltest.TestCase):
+
+  def test_a_file_and_a_line(self):
+    with tempfile.TemporaryDirectory() as folder:
+      copy = Path(folder) / 'sparse24_jax'
+      shutil.copytree(ROOT / 'sparse24_jax', copy, ignore=shutil.ignore_patterns('__pycache__'))
+      (copy / 'recipes' / 'quarters.py').write_text(FILE)
+      listed = copy / 'recipes' / '__init__.py'
+      before, found, after = listed.read_text().partition('from sparse24_jax.recipes.s_ste import')
+      listed.write_text(before + LINE + found + after)
+      ran = subprocess.run(
+        [sys.executable, '-c', PROGRAM], cwd=folder, capture_output=True, text=True, check=False,
+        env=os.environ | {'PYTHONPATH': f'{folder}{os.pathsep}{ROOT}', 'JAX_PLATFORMS': 'cpu'},
+      )  # fmt: skip
+    self.assertEqual(ran.returncode, 0, ran.stderr)
+    self.assertStartsWith(ran.stdout.splitlines()[-1], folder)
+
+  def test_no_file_is_without_its_line(self):
+    files = {path.stem for path in (ROOT / 'sparse24_jax' / 'recipes').glob('[a-z]*.py')}
+    found = {Path(inspect.getfile(inspect.unwrap(known.make))).stem for known in s24.recipes.KNOWN.values()}
+    self.assertEqual(found, files)
+
+
+if __name__ == '__main__':
+  absltest.main()
