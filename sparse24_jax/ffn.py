@@ -213,7 +213,7 @@ class _Static(NamedTuple):
   @property
   def precision(self) -> Precision:
     """The precision of all matmuls."""
-    return linear_layer.precision_of(self.plan.up)
+    return self.plan.precision
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -81,18 +81,20 @@ def _as(dtype: Any, x: Array) -> Array:
   return jax.lax.bitcast_convert_type(x, dtype)
 
 
-def pack(form: Form, w: Array, state: Array, dtype: Any) -> PackedWeight:
+def pack(
+  form: Form, w: Array, state: Array, dtype: Any, passes: tuple[str, ...] | None = None
+) -> PackedWeight:
   """`w` packed under the state of its projection, of this form: in one pass, but for other masks than transposable.
 
-  In e4m3 only the soft threshold is packed.
+  In e4m3 only the soft threshold is packed. `passes` are back ends, the best first; None are those of the device.
   """
   match form:
     case SoftThreshold(-2) if dtype == E4M3:
-      return _soft_threshold_in_fp8(w, state)
+      return _soft_threshold_in_fp8(w, state, passes)
     case SoftThreshold(-2):
-      return PackedWeight(state, api.soft_threshold_pack(w, state, dtype=dtype).operand)
+      return PackedWeight(state, api.soft_threshold_pack(w, state, dtype=dtype, implementation=passes).operand)
     case TransposableMasked():
-      pair = api.masked_pack(w, mask_codes(state), dtype=dtype)
+      pair = api.masked_pack(w, mask_codes(state), dtype=dtype, implementation=passes)
       return PackedWeight(state, pair.columns, pair.rows)
     case Masked():
       kept = jnp.where(state, w, jnp.zeros((), w.dtype)).astype(dtype)
@@ -100,7 +102,7 @@ def pack(form: Form, w: Array, state: Array, dtype: Any) -> PackedWeight:
   raise ValueError(f'{form} is not 2:4 along the input, as the forward reads a packed weight')
 
 
-def _soft_threshold_in_fp8(w: Array, beta: Array) -> PackedWeight:
+def _soft_threshold_in_fp8(w: Array, beta: Array, passes: tuple[str, ...] | None) -> PackedWeight:
   """beta S(w) in e4m3, packed and dense, in one pass over `w` after one for its largest magnitude.
 
   The scale takes |S(w)| by its bound |w|, whose maximum needs no groups: one plain reduction reads the weight once. It
@@ -108,7 +110,7 @@ def _soft_threshold_in_fp8(w: Array, beta: Array) -> PackedWeight:
   end, and two weights can be brought to one scale after they were rounded.
   """
   scale, factor = quantize.current_scale(_under_power_of_two(jnp.abs(beta) * quantize.amax(w)), E4M3)
-  p = api.soft_threshold_pack(w, scale * beta, dtype=E4M3)
+  p = api.soft_threshold_pack(w, scale * beta, dtype=E4M3, implementation=passes)
   operand = dataclasses.replace(p.operand, values=_as(jnp.uint8, p.operand.values))
   return PackedWeight(beta, operand, dense=_as(jnp.uint8, p.dense), factor=factor)
 
