@@ -22,13 +22,14 @@ from pallas_kernels import _partitioning
 from pallas_kernels.activations import ACTIVATIONS
 from pallas_kernels.gated_activation import api as activations
 from pallas_kernels.operand import SparseOperand
+from pallas_kernels.pack import api as pack
 from pallas_kernels.pack.reference import MVUE_HEADROOM
 from pallas_kernels.quantize import api as quantize
 from pallas_kernels.sparse_matmul.reference import activate
 from sparse24_jax.numerics import Format, round_to_fp8
 from sparse24_jax.packing import E4M3, PackedWeight
 from sparse24_jax.policy import DotPolicy
-from sparse24_jax.precision import Precision, Rounded
+from sparse24_jax.precision import NATIVE, Precision, Rounded
 from sparse24_jax.projection import Form, SoftThreshold
 from sparse24_jax.steps import Moves, Pass
 
@@ -64,7 +65,18 @@ class Fp8(Precision):
     return None
 
   def pack(self, form: Form, w: Array, state: Array, dtype: Any) -> PackedWeight:
-    return super().pack(form, w, state, E4M3 if isinstance(form, SoftThreshold) else dtype)
+    """beta S(w) in e4m3, packed and dense, in one pass over `w` after one for its largest magnitude.
+
+    The scale takes |S(w)| by its bound |w|, whose maximum needs no groups: one plain reduction reads the weight once.
+    It is a power of two, which is ours: a float loses no precision by a scale that is too small, only range at its
+    lower end, and two weights can be brought to one scale after they were rounded.
+    """
+    if form != SoftThreshold(-2):
+      return NATIVE.pack(form, w, state, dtype)
+    scale, factor = quantize.current_scale(_under_power_of_two(jnp.abs(state) * quantize.amax(w)), E4M3)
+    p = pack.soft_threshold_pack(w, scale * state, dtype=E4M3, implementation=self.passes)
+    operand = dataclasses.replace(p.operand, values=_as(jnp.uint8, p.operand.values))
+    return PackedWeight(state, operand, dense=_as(jnp.uint8, p.dense), factor=factor)
 
   def packing(self, form: Form | None, entries: int, operands: int, stored: int, wide: int) -> Moves:
     return ('amax', entries * stored), ('soft_threshold_pack8', entries * (stored + self.packed(operands, wide)))
@@ -123,8 +135,8 @@ class Fp8(Precision):
     read = (h + z) * wide
     # Without a gate the derivative is bounded.
     largest = (f'{backward}_amax', read) if gated else ('amax', h * wide)
-    pack = f'{backward}_pack8', read + z * self.packed(1, wide)
-    return Pass('largest of dz', (largest,)), Pass('dz sampled and rounded', (pack,))
+    sampled = f'{backward}_pack8', read + z * self.packed(1, wide)
+    return Pass('largest of dz', (largest,)), Pass('dz sampled and rounded', (sampled,))
 
   def weight_grad(self, sample: SparseOperand, x: Array, factors: tuple, *, backend: str, dtype: Any) -> Array:
     factor, x_factor = factors
@@ -143,6 +155,18 @@ class Simulated(Precision):
 
 
 FP8, SIMULATED = Fp8(), Simulated()
+
+
+def _as(dtype: Any, x: Array) -> Array:
+  return jax.lax.bitcast_convert_type(x, dtype)
+
+
+def _under_power_of_two(amax: Array) -> Array:
+  """The next larger number under which the scale of e4m3 is a power of two; what is not finite stays."""
+  largest = float(jnp.finfo(E4M3).max)
+  bits = _as(jnp.int32, amax / largest)
+  rounded_up = _as(jnp.float32, (bits + 0x7FFFFF) & 0x7F800000)
+  return jnp.where(jnp.isfinite(amax), largest * rounded_up, amax)
 
 
 def _largest(shard: _partitioning.Shard, dh: Array, z: Array, *, activation: str, gated: bool) -> Array:

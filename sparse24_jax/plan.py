@@ -60,7 +60,7 @@ def plan_layer(
   on, precision = target() if on is None else on, PRECISIONS[policy.precision]
   if wrong := asked.unfit_for(policy.precision):
     raise ValueError(wrong)
-  roles = tuple(role for role, sparse in kernel_roles(policy, d_in, d_out, dtype, asked).items() if sparse)
+  roles = kernel_roles(policy, d_in, d_out, dtype, asked)
   layer = functools.partial(
     LayerPlan, tokens, d_in, d_out, jnp.dtype(dtype).name, form=packed_form(policy),
     sampled=policy.weight_grad == 'mvue', sparse=roles,
@@ -79,7 +79,7 @@ def plan_layer(
     return layer(precision=precision.without_kernels, plain=reason)
   precision = dataclasses.replace(precision, passes=tuple(pack.candidates(precision.packed_dtype(dtype), on.device)))
   if named is not None:
-    found, looked_up = {role: named for role, sparse in sparse_roles(policy).items() if sparse}, ()
+    found, looked_up = dict.fromkeys(sparse_roles(policy), named), ()
   else:
     found = {role: _fastest(on, precision, role, tokens, d_in, d_out, dtype) for role in roles}
     looked_up = [precision.key(role, tokens, d_in, d_out, dtype) for role in roles if role in precision.by_records]
@@ -100,24 +100,23 @@ def packed_form(policy: DotPolicy) -> Form | None:
   return None if form == SoftThreshold(-1) else form
 
 
-def sparse_roles(policy: DotPolicy) -> dict[str, bool]:
-  """Whether the policy makes a matmul sparse, by role."""
+def sparse_roles(policy: DotPolicy) -> tuple[str, ...]:
+  """The matmuls that the policy makes sparse."""
   weight = packed_form(policy) is not None
-  return dict(
+  sparse = dict(
     forward=weight, input_grad=weight and policy.input_grad == 'sparse', weight_grad=policy.weight_grad == 'mvue'
   )
+  return tuple(role for role in sparse if sparse[role])
 
 
 def kernel_roles(
   policy: DotPolicy, d_in: int, d_out: int, dtype: Any, asked: Asked = PLAIN
-) -> dict[str, bool]:
-  """Whether a policy that names no implementation may give a matmul to a kernel, if the GPU has them, by role."""
-  wanted = sparse_roles(policy)
+) -> tuple[str, ...]:
+  """The matmuls that a policy that names no implementation may give to a kernel, if the GPU has them."""
   if unfit(policy, d_in, d_out, dtype, asked) is not None:
-    return dict.fromkeys(wanted, False)
-  if isinstance(packed_form(policy), Masked):
-    wanted['forward'] = False
-  return wanted
+    return ()
+  packed_by_xla = ('forward',) if isinstance(packed_form(policy), Masked) else ()
+  return tuple(role for role in sparse_roles(policy) if role not in packed_by_xla)
 
 
 def unfit(policy: DotPolicy, d_in: int, d_out: int, dtype: Any, asked: Asked = PLAIN) -> str | None:
