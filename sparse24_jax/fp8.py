@@ -149,7 +149,7 @@ class Simulated(Precision):
 
   simulates = True
 
-  def operands(self, role: str, a: Array, b: Array) -> tuple[Array, Array]:
+  def plain_operands(self, role: str, a: Array, b: Array) -> tuple[Array, Array]:
     of_a, of_b = _FORMATS[role]
     return round_to_fp8(a, of_a), round_to_fp8(b, of_b)
 

@@ -184,7 +184,7 @@ def _plain(
   plan: LayerPlan, role: str, a: Array, b: Array, like: Array | None = None, *, asked: Asked, dtype: Any = None
 ) -> Array:
   """a b without a kernel, in the plan's precision."""
-  return matmul(*plan.precision.operands(role, a, b), like=like, asked=asked, dtype=dtype)
+  return matmul(*plan.precision.plain_operands(role, a, b), like=like, asked=asked, dtype=dtype)
 
 
 def packed_weight(plan: LayerPlan, policy: DotPolicy, w: Array, state: Any) -> PackedWeight | None:

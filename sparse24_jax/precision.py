@@ -157,7 +157,7 @@ class Precision:
     """dx `[tokens, in]`."""
     return multiply('input_grad', w.input_grad, dz.values, backend=backend)
 
-  def operands(self, role: str, a: Array, b: Array) -> tuple[Array, Array]:
+  def plain_operands(self, role: str, a: Array, b: Array) -> tuple[Array, Array]:
     """The operands of a plain matmul for a and b; a simulation rounds them."""
     return a, b
 
