@@ -20,6 +20,8 @@ from pallas_kernels import _device
 from pallas_kernels._varying import vary_like
 
 ARRAYS = (jax.Array, np.ndarray)
+# A back end that has to answer, several of which the first that can does, or None: those of the device at hand.
+Implementation = str | tuple[str, ...] | None
 _OUT_DTYPES = ('float32', 'bfloat16', 'float16')
 
 
@@ -85,7 +87,7 @@ def check_out_dtype(dtype: Any) -> None:
 def dispatch(
   op: str,
   backends: Mapping[str, str],
-  implementation: str | None,
+  implementation: Implementation,
   candidates: Sequence[str],
   *args: Any,
   **kwargs: Any,
@@ -95,7 +97,7 @@ def dispatch(
   Args:
     op: name of the op, for messages.
     backends: name -> `'module:function'`; all functions take the same arguments.
-    implementation: a key of `backends`, 'sparse' for this package's kernel, or None.
+    implementation: a key of `backends`, 'sparse' for this package's kernel, several such names, or None.
     candidates: names to try in order when `implementation` is None; best first.
     *args: passed on; inside `jax.shard_map` the result varies over the mesh axes of any of them.
     **kwargs: passed on.
@@ -106,14 +108,14 @@ def dispatch(
   >>> dispatch('abs', {'python': 'builtins:abs'}, None, ['python'], -3)
   3
   """
-  implementation = backend_of(op, implementation, backends)
-  names = [implementation] if implementation is not None else list(candidates)
+  named = (implementation,) if isinstance(implementation, str) else implementation
+  names = candidates if named is None else [backend_of(op, name, backends) or name for name in named]
   reasons = []
   for name in names:
     try:
       return vary_like(load(backends[name])(*args, **kwargs), args)
     except NotImplementedError as e:
       reasons.append(f'{name}: {e}')
-      if implementation is None:
+      if not isinstance(implementation, str):
         log_once(f'{op}: passing over {name}: {e}')
   raise ValueError(f'{op}: no implementation accepts this call. ' + '; '.join(reasons))

@@ -32,18 +32,6 @@ def _vnm_matmul(a: VNMOperand, b: Array, implementation: str | None) -> Array:
   return jax.custom_batching.sequential_vmap(functools.partial(vnm_matmul, implementation=implementation))(a, b)
 
 
-def _with_dense(d: Array, a: Activations, dense: Array, b: Array) -> Array:
-  """`d` [h, d] with the rows of the dense neurons from a matmul of their own."""
-  if not dense.shape[0]:
-    return d
-  # Any neurons fill the width up to what dense matmuls do well.
-  columns = take_columns(_operand(a), jnp.pad(dense, (0, -dense.shape[0] % _DENSE_TILE)))
-  product = jax.lax.dot_general(columns, b, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-  product = product[: dense.shape[0]].astype(d.dtype)
-  d = d.at[dense].set(product, unique_indices=True, mode='promise_in_bounds')
-  return jax.lax.optimization_barrier(d)  # before the caller's transposition: rows again
-
-
 @dataclasses.dataclass(frozen=True)
 class SparseVNM(Reference):
   """V:N:M in both directions by `vnm_matmul`. Y and dH are packed once, along neurons; all else is read from there."""
@@ -52,7 +40,7 @@ class SparseVNM(Reference):
 
   def weight(self, w: Array, projection: Projection | None, state: Array | None, axis: int) -> Weight:
     if projection is not None and isinstance(projection.form, SoftThreshold) and w.dtype.itemsize == 2:
-      return Weight(None, soft_threshold_pack(w, state, axis=axis).operand)
+      return Weight(None, soft_threshold_pack(w, state, axis=axis, implementation=self.plan.passes).operand)
     dense = projected(w, projection, state, axis)
     if projection is None:
       return Weight(dense)
@@ -65,7 +53,9 @@ class SparseVNM(Reference):
 
   def _pack(self, x: Array, **kwargs: Any) -> Activations:
     features = self.policy.features
-    made = vnm_pack(x, v=features.block, m=features.group, activation='squared_relu', **kwargs)
+    made = vnm_pack(
+      x, v=features.block, m=features.group, activation='squared_relu', implementation=self.plan.passes, **kwargs
+    )
     return Activations(made.masked, None, made.operand, made.inputs, made.counts)
 
   def activate(self, h: Array, backward: bool) -> Activations:
@@ -84,15 +74,33 @@ class SparseVNM(Reference):
     return self._pack(y.inputs, gradient=dy, pattern=y.operand, masked=entries)
 
   def over_neurons(self, a: Activations, w: Weight) -> Array:
-    dense = expand(w.operand) if w.dense is None else w.dense
+    dense = expand(w.operand, implementation=self.plan.passes) if w.dense is None else w.dense
     return _vnm_matmul(_operand(a), dense, self.plan.by_activations)
 
+  def _transposed(self, a: Activations, **options: Any) -> Any:
+    return transpose_pack(_operand(a), implementation=self.plan.passes, **options)
+
+  def _by_transposed(self, a: Any, b: Array) -> Array:
+    return _vnm_matmul(a, b, self.plan.by_activations)
+
   def token_pattern(self, y: Activations, dense: Array) -> TokenPattern:
-    return TokenPattern(dense, None, transpose_pack(_operand(y), used=_not_dense(y, dense)))
+    return TokenPattern(dense, None, self._transposed(y, used=_not_dense(y, dense)))
 
   def over_tokens(self, a: Activations, pattern: TokenPattern, is_y: bool, b: Array) -> Array:
-    operand = pattern.operand if is_y else transpose_pack(_operand(a), pattern=pattern.operand)
-    return _with_dense(_vnm_matmul(operand, b, self.plan.by_activations), a, pattern.dense, b)
+    operand = pattern.operand if is_y else self._transposed(a, pattern=pattern.operand)
+    return self._with_dense(self._by_transposed(operand, b), a, pattern.dense, b)
+
+  def _with_dense(self, d: Array, a: Activations, dense: Array, b: Array) -> Array:
+    """`d` [h, d] with the rows of the dense neurons from a matmul of their own."""
+    if not dense.shape[0]:
+      return d
+    # Any neurons fill the width up to what dense matmuls do well.
+    neurons = jnp.pad(dense, (0, -dense.shape[0] % _DENSE_TILE))
+    columns = take_columns(_operand(a), neurons, implementation=self.plan.passes)
+    product = jax.lax.dot_general(columns, b, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+    product = product[: dense.shape[0]].astype(d.dtype)
+    d = d.at[dense].set(product, unique_indices=True, mode='promise_in_bounds')
+    return jax.lax.optimization_barrier(d)  # before the caller's transposition: rows again
 
 
 def _not_dense(y: Activations, dense: Array) -> Array | None:
@@ -108,11 +116,9 @@ def _operand(a: Activations) -> VNMOperand:
 class SparseVNMTwoOfFour(SparseVNM):
   """`SparseVNM` with two of four neighbouring tokens in the weight gradients, by `sparse_matmul`."""
 
-  def token_pattern(self, y: Activations, dense: Array) -> TokenPattern:
-    return TokenPattern(dense, None, transpose_pack_24(_operand(y), used=_not_dense(y, dense)))
+  def _transposed(self, a: Activations, **options: Any) -> Any:
+    return transpose_pack_24(_operand(a), implementation=self.plan.passes, **options)
 
-  def over_tokens(self, a: Activations, pattern: TokenPattern, is_y: bool, b: Array) -> Array:
-    operand = pattern.operand if is_y else transpose_pack_24(_operand(a), pattern=pattern.operand)
+  def _by_transposed(self, a: Any, b: Array) -> Array:
     # In the layouts of every weight gradient, for which settings were measured.
-    d = _sparse_matmul(operand, b, b_layout='kn', out_layout='nm', implementation=self.plan.by_activations).T
-    return _with_dense(d, a, pattern.dense, b)
+    return _sparse_matmul(a, b, b_layout='kn', out_layout='nm', implementation=self.plan.by_activations).T

@@ -60,11 +60,11 @@ class Asked:
       return f'precision={self.precision} names an algorithm, kernels multiply 16 bits and add float32'
     return None
 
-  def unfit_for_fp8(self) -> str | None:
-    """Why a matmul in FP8 is not what is asked, or None."""
-    if self.precision is None:
+  def unfit_for(self, precision: str) -> str | None:
+    """Why a matmul in the precision of a policy is not what is asked, or None."""
+    if self.precision is None or precision == 'default':
       return None
-    return f"precision={self.precision} of the layer: its rule has precision='fp8', which rounds its operands to 8 bits"
+    return f'precision={self.precision} of the layer: its rule has precision={precision!r}, which rounds operands'
 
   def describe(self) -> str:
     """Says it as text, empty if nothing is asked.

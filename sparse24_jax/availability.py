@@ -10,6 +10,7 @@ from pallas_kernels import _checks, _device, _dispatch, _partitioning, _passes_c
 from pallas_kernels.arch import of_measured
 from pallas_kernels.ffi import cusparselt
 from pallas_kernels.sparse_matmul import api
+from sparse24_jax.precision import Precision
 
 log_once = functools.partial(_dispatch.log_once, logger='sparse24_jax')
 
@@ -29,10 +30,10 @@ class Target:
   here: bool
   priced: bool = False
 
-  def has_kernels(self, precision: str) -> bool:
+  def has_kernels(self, precision: Precision) -> bool:
     """Whether a policy of this precision may take some kernel."""
     if not self.here:
-      return precision != 'fp8' or self.device.arch.by_default
+      return self.device.arch.by_default or not precision.by_default_only
     return kernels_are_here(precision)
 
   def has(self, backend: str) -> bool:
@@ -74,11 +75,11 @@ def priced_on(slug: str | None) -> Target:
   return target(slug) if slug is not None else dataclasses.replace(target(), priced=True)
 
 
-def kernels_are_here(precision: str) -> bool:
+def kernels_are_here(precision: Precision) -> bool:
   """Whether a policy of this precision may take some kernel on this GPU and mesh."""
   device = _device.current()
-  checked = not device.arch.by_default and precision != 'fp8' and _checks.possible(device, api.OP)
-  if not (device.arch.by_default or checked) and (precision == 'fp8' or not _sparse_wins(device)):
+  checked = not (device.arch.by_default or precision.by_default_only) and _checks.possible(device, api.OP)
+  if not (device.arch.by_default or checked) and (precision.by_default_only or not _sparse_wins(device)):
     return False
   if not _partitioning.serves():
     log_once('no kernels inside a jax.shard_map over some axes of the mesh only; they run outside and over all axes')

@@ -157,7 +157,7 @@ def block_gain(
     return tuple(_part(step, on.device.slug) for step in steps)
 
   packing = Part('packed weights', total(layer.packing_ms for layer in found))
-  dense_fp8 = priced(block.dense_fp8_steps(jnp.dtype(weight_dtype).itemsize)) if block.fp8 else ()
+  dense_fp8 = priced(block.rival_steps(jnp.dtype(weight_dtype).itemsize))
   chosen, dense = (packing, *priced(block.steps)), priced(block.dense_steps)
   return BlockGain(chosen, dense, dense_fp8, block.packed_bytes, block.saved_bytes, block.plain)
 

@@ -7,10 +7,11 @@ from typing import Any
 from pallas_kernels import costs
 from sparse24_jax.asked import Asked, PLAIN
 from sparse24_jax.availability import Target
-from sparse24_jax.layer_plan import LayerPlan, ROLES
+from sparse24_jax.layer_plan import LayerPlan
 from sparse24_jax.plan import plan_layer
 from sparse24_jax.policy import DotPolicy
-from sparse24_jax.steps import both_ways, Matmul, PACKED8, Pass, rounded, sampled, sampled_in_fp8, Step
+from sparse24_jax.precision import Precision, ROLES
+from sparse24_jax.steps import Matmul, Pass, passes, Step
 
 _MAKES = {'forward': 'y', 'input_grad': 'dx', 'weight_grad': 'dW'}
 
@@ -36,18 +37,18 @@ class BlockPlan:
 
   @property
   def fused(self) -> bool:
-    """Whether it runs as one: one kernel for all matmuls, or FP8."""
-    one = {layer.backends for layer in self.layers.values()}
-    whole = len(one) == 1 and self.up.backends.sole is not None
-    whole = whole or (self.fp8 and len({backends.weight_grad for backends in one}) == 1)
+    """Whether it runs as one: one kernel for all matmuls, or one precision for all, dense ones too."""
+    layers = self.layers.values()
+    whole = len({layer.backends for layer in layers}) == 1 and self.up.backends.sole is not None
+    whole = whole or (self.precision.scales and len({layer.backends.weight_grad for layer in layers}) == 1)
     # Positions are stored in tiles of 64 rows.
     joins = self.gate is None or self.up.d_out % 64 == 0
     return whole and joins and self.up.tokens % 4 == 0
 
   @property
-  def fp8(self) -> bool:
-    """Whether all of it runs in FP8."""
-    return all(layer.backends.fp8 for layer in self.layers.values())
+  def precision(self) -> Precision:
+    """Of all its layers, which have one policy and the same sides."""
+    return self.up.precision
 
   @property
   def plain(self) -> str | None:
@@ -62,7 +63,7 @@ class BlockPlan:
 
   @property
   def saved_bytes(self) -> int:
-    """Bytes that FP8 saves on x and h, which the backward keeps; gate and up-projection share one x."""
+    """Bytes saved by keeping x and h rounded for the backward; gate and up-projection share one x."""
     return self.up.saved_bytes + self.down.saved_bytes
 
   @property
@@ -70,31 +71,22 @@ class BlockPlan:
     """Everything that runs, in order, but for the packing of weights."""
     if not self.fused:
       # XLA makes h inside a dense matmul of 16 bits.
-      in_matmul = self.up.backends.forward is None and not self.up.backends.fp8 and self.up.simulated is None
+      in_matmul = not (self.up.served('forward') or self.up.simulated)
       parts = (
         step for name, layer in self.layers.items() for role in ROLES
         for step in (*layer.prepared(role), layer.matmul(role, f'{role} of {name}'))
       )  # fmt: skip
       return (*parts, self._activation_by_xla(in_matmul))
     x, h, z, wide = self._entries
-    backward = 'gated_silu_backward' if self.gate else 'gelu_backward'
-    # With a gate the activation is a pass of its own.
-    made = (Pass('h', (('gated_silu_axis-1', (z + h) * wide),)),) if self.gate else ()
-    if self.fp8:
-      # Without a gate the derivative is bounded.
-      largest = (f'{backward}_amax', (h + z) * wide) if self.gate else ('amax', h * wide)
-      return (
-        rounded('x rounded', x, wide), *self._joins(PACKED8), self._up('forward'), *made, rounded('h rounded', h, wide),
-        self._down('forward'), sampled_in_fp8('dy sampled and rounded', x, wide), self._down('weight_grad'),
-        self._down('input_grad'), Pass('largest of dz', (largest,)),
-        Pass('dz sampled and rounded', ((f'{backward}_pack8', (h + z) * wide + z * PACKED8),)),
-        self._up('weight_grad'), self._up('input_grad'),
-      )  # fmt: skip
-    operand = wide / 2 + 1 / 8
+    precision, gated = self.precision, self.gate is not None
+    backward = 'gated_silu_backward' if gated else 'gelu_backward'
     return (
-      *self._joins(2 * operand), self._up('forward'), *made, self._down('forward'), sampled('dy sampled', x, wide),
-      self._down('weight_grad'), self._down('input_grad'),
-      Pass('dz, and sampled', ((f'{backward}_pack_axis-1', (h + 2 * z) * wide + z * operand),)),
+      *passes('x rounded', precision.rounding(x, wide)), *self._joins(), self._up('forward'),
+      # With a gate the activation is a pass of its own.
+      *passes('h', (('gated_silu_axis-1', (z + h) * wide),) if gated else ()),
+      *passes('h rounded', precision.rounding(h, wide)), self._down('forward'),
+      precision.sampling('dy', x, wide), self._down('weight_grad'), self._down('input_grad'),
+      *precision.activation_and_sampling(backward, h, z, wide, gated=gated),
       self._up('weight_grad'), self._up('input_grad'),
     )  # fmt: skip
 
@@ -104,18 +96,19 @@ class BlockPlan:
     parts = (layer.dense(role, f'{role} of {name}') for name, layer in self.layers.items() for role in ROLES)
     return (*parts, self._activation_by_xla(True))
 
-  def dense_fp8_steps(self, weight_wide: int) -> tuple[Step, ...]:
-    """The steps of a dense block in FP8. It rounds all operands both ways, weights from `weight_wide` bytes an entry.
+  def rival_steps(self, stored: int) -> tuple[Step, ...]:
+    """The steps of a dense block in this precision, weights of `stored` bytes an entry; none if that is 16 bits.
 
     XLA finds the largest magnitude of h and dz in the passes that make them.
     """
-    x, h, z, wide = self._entries
-    weight = ('amax', self.up.d_in * self.up.d_out * weight_wide), both_ways(self.up.d_in * self.up.d_out, weight_wide)
+    if not self.precision.scales:
+      return ()
+    (x, h, z, wide), rounding = self._entries, self.precision.rounding
     return (
-      *(layer.dense_fp8(role, f'{role} of {name}') for name, layer in self.layers.items() for role in ROLES),
-      Pass('rounded weights', weight * len(self.layers)),
-      Pass('x and dy rounded', (('amax', x * wide), both_ways(x, wide)) * 2),
-      Pass('h and dz rounded', (both_ways(h, wide), both_ways(z, wide))),
+      *(layer.rival(role, f'{role} of {name}') for name, layer in self.layers.items() for role in ROLES),
+      Pass('rounded weights', rounding(self.up.d_in * self.up.d_out, stored) * len(self.layers)),
+      Pass('x and dy rounded', rounding(x, wide) * 2),
+      Pass('h and dz rounded', rounding(h, wide, scaled=True) + rounding(z, wide, scaled=True)),
       self._activation_by_xla(False),
     )
 
@@ -133,12 +126,10 @@ class BlockPlan:
   def _down(self, role: str) -> Matmul:
     return self.down.matmul(role, f'{_MAKES[role]} of down')
 
-  def _joins(self, operand: float) -> tuple[Pass, ...]:
-    """The pass that a gate adds: it joins two weights, of `operand` bytes an entry, and splits their gradient."""
-    if self.gate is None:
-      return ()
-    size = 2 * 2 * self.up.d_in * self.up.d_out * (operand + self.up.wide)
-    return (Pass('joined operands, split dW', ((costs.COPY, size),)),)
+  def _joins(self) -> tuple[Pass, ...]:
+    """The pass that a gate adds: it joins two packed weights and splits their gradient."""
+    size = 2 * 2 * self.up.d_in * self.up.d_out * (self.up.packed_entry + self.up.wide)
+    return passes('joined operands, split dW', ((costs.COPY, size),) if self.gate else ())
 
   def _activation_by_xla(self, in_matmul: bool) -> Pass:
     """The activation forward and backward, and with a gate the sum of two gradients of x.

@@ -94,7 +94,7 @@ def dot_at(
     # Where types say how arrays are divided: its gradient is made on every device, and JAX takes the part it wants.
     w = _partitioning.whole(w)
   x, w, where = vary_over(x, axes), vary_over(w, axes), what_is_sampled()
-  rows = x.reshape(-1, x.shape[-1]) if plan.backends.fp8 else x  # FP8 writes them both ways
+  rows = x.reshape(-1, x.shape[-1]) if plan.precision.scales else x  # they are written both ways
   return _dot(policy, plan, column, asked, where, rows, w, state, packed, key).reshape(*x.shape[:-1], -1)
 
 
@@ -148,16 +148,16 @@ def _forward(
   policy: DotPolicy, plan: LayerPlan, asked: Asked, x: Array, w: Array, state: Any, packed: Any, *, keep: bool
 ) -> tuple[Array, Rounded, Array | None]:
   """(z, x rounded, the projected weight if that was multiplied)."""
-  rows = linear_layer.precision_of(plan).rounded(x, keep=keep)
-  projected = None if plan.backends.served('forward') else _project(policy, w, state)
-  return linear_layer.forward(plan, policy, rows, projected, packed, asked), rows, projected
+  rows = plan.precision.rounded(x, keep=keep)
+  projected = None if plan.served('forward') else _project(policy, w, state)
+  return linear_layer.forward(plan, rows, projected, packed, asked), rows, projected
 
 
 def _dot_fwd(policy, plan, column, asked, where, x, w, state, packed, key):
   check_sampling(x, policy.weight_grad, key, where)
   z, rows, projected = _forward(policy, plan, asked, x, w, state, packed, keep=True)
   # For what runs plain in the backward: the projected weight if it is there, else what to project again.
-  served, reads = plan.backends.served, linear_layer.precision_of(plan).reads
+  served, reads = plan.served, plan.precision.reads
   kept = (w, state) if served('forward') else projected
   if served('input_grad') and served('weight_grad'):
     kept = None
@@ -168,12 +168,12 @@ def _dot_fwd(policy, plan, column, asked, where, x, w, state, packed, key):
 def _dot_bwd(policy, plan, column, asked, where, residuals, dz):
   x, kept, packed, key, divided = residuals
   projected = _project(policy, *kept) if isinstance(kept, tuple) else kept
-  given, dw = linear_layer.weight_grad(plan, policy, x, dz, key, like=projected, column=column, asked=asked)
-  if plan.backends.served('input_grad'):
-    dx = linear_layer.precision_of(plan).input_grad(packed, given, backend=plan.backends.input_grad, dtype=dz.dtype)
+  given, dw = linear_layer.weight_grad(plan, x, dz, key, like=projected, column=column, asked=asked)
+  if plan.served('input_grad'):
+    dx = plan.precision.input_grad(packed, given, backend=plan.backends.input_grad, dtype=dz.dtype)
     dx = _partitioning.like(dx, divided)
   else:
-    dx = linear_layer.plain_input_grad(policy, dz, projected, like=x.kept, asked=asked)
+    dx = linear_layer.plain_input_grad(plan, dz, projected, like=x.kept, asked=asked)
   return dx, dw, None, None, None
 
 

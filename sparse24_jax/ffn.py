@@ -36,7 +36,7 @@ from sparse24_jax.dot import check_operands, dot_at
 from sparse24_jax.matmuls import add_bias
 from sparse24_jax.mvue import check_sampling, what_is_sampled
 from sparse24_jax.policy import DotPolicy
-from sparse24_jax.precision import Precision, Rounded
+from sparse24_jax.precision import Rounded
 
 
 def ffn(
@@ -210,11 +210,6 @@ class _Static(NamedTuple):
     """Whether it has a gate."""
     return self.plan.gate is not None
 
-  @property
-  def precision(self) -> Precision:
-    """The precision of all matmuls."""
-    return linear_layer.precision_of(self.plan.up)
-
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _fused(static: _Static, x: Array, weights: Any, biases: Any, packed: Any, keys: Any) -> Array:
@@ -223,8 +218,8 @@ def _fused(static: _Static, x: Array, weights: Any, biases: Any, packed: Any, ke
 
 def _forward(static: _Static, x: Array, biases: Any, packed: Any, *, keep: bool) -> tuple[Array, Any, Any, Any]:
   """(y, x, z, h), x and h rounded; without a gate z is None unless kept, with one `[tokens, 2, h]`."""
-  precision, activation = static.precision, static.activation
-  plan = static.plan
+  plan, activation = static.plan, static.activation
+  precision = plan.precision
   up, down = (dict(backend=layer.backends.forward, dtype=x.dtype) for layer in (plan.up, plan.down))
   rows = precision.rounded(x, keep=keep)
   if static.gated:
@@ -246,13 +241,13 @@ def _fused_fwd(static, x, weights, biases, packed, keys):
   check_sampling(x, 'mvue', keys['down'], static.where)
   y, rows, z, h = _forward(static, x, biases, packed, keep=True)
   backend = static.plan.up.backends.input_grad
-  operands = {name: static.precision.reads(p, 'input_grad', backend) for name, p in packed.items()}
+  operands = {name: static.plan.precision.reads(p, 'input_grad', backend) for name, p in packed.items()}
   there = {name: () for name, bias in biases.items() if bias is not None}
   return y, (rows.for_backward, z, h.for_backward, operands, there, keys, _partitioning.division(x))
 
 
 def _fused_bwd(static, residuals, dy):
-  precision, (x, z, h, packed, there, keys, divided) = static.precision, residuals
+  precision, (x, z, h, packed, there, keys, divided) = static.plan.precision, residuals
   backends = static.plan.up.backends  # the same in all of its layers, but for the forward
   sampling = dict(backend=backends.weight_grad, precision=precision)
   dense = dict(backend=backends.input_grad, dtype=dy.dtype)

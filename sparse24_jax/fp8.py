@@ -22,36 +22,78 @@ from pallas_kernels import _partitioning
 from pallas_kernels.activations import ACTIVATIONS
 from pallas_kernels.gated_activation import api as activations
 from pallas_kernels.operand import SparseOperand
+from pallas_kernels.pack import api as pack
 from pallas_kernels.pack.reference import MVUE_HEADROOM
 from pallas_kernels.quantize import api as quantize
 from pallas_kernels.sparse_matmul.reference import activate
-from sparse24_jax.matmuls import multiply
 from sparse24_jax.numerics import Format, round_to_fp8
 from sparse24_jax.packing import E4M3, PackedWeight
-from sparse24_jax.precision import Precision, Rounded
+from sparse24_jax.policy import DotPolicy
+from sparse24_jax.precision import NATIVE, Precision, Rounded
+from sparse24_jax.projection import Form, SoftThreshold
+from sparse24_jax.steps import Moves, Pass
 
 E5M2 = jnp.dtype('float8_e5m2')
-
-
-def rounded(x: Array, *, keep: bool) -> Rounded:
-  """x `[tokens, features]` in e4m3; both ways if a backward is to `keep` it."""
-  scale, factor = quantize.current_scale(quantize.amax(x), E4M3)
-  if not keep:
-    return Rounded(quantize.quantize(x, scale, dtype=E4M3), None, factor)
-  values, transposed = quantize.quantize(x, scale, dtype=E4M3, transpose='both')
-  return Rounded(values, transposed, factor)
+# Of the operands of a plain matmul, activations or gradients before weights.
+_FORMATS: dict[str, tuple[Format, Format]] = {
+  'forward': ('e4m3', 'e4m3'), 'input_grad': ('e5m2', 'e4m3'), 'weight_grad': ('e4m3', 'e5m2')
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
 class Fp8(Precision):
   """FP8; kernels have no batching rule, so that under vmap all of it runs one after the other."""
 
-  kept_axes = 'n k*4'
   scales = True
-  sample_dtype = E5M2
+  by_default_only = True
+  lacks = 'no FP8 kernels, Hopper has'
+  absent = 'FP8 is simulated: its kernels need one Hopper GPU and the extra sparse24-jax[cuda]'
+  by_records = ('forward',)
+  dense, dense_wide = 'dense_fp8', 'dense_bf16'
+  kept, kept_axes = 'nk', 'n k*4'
+  dtype, sample_dtype = E4M3, E5M2
+
+  @property
+  def without_kernels(self) -> Precision:
+    return SIMULATED
+
+  def unfit(self, policy: DotPolicy) -> str | None:
+    if policy.projection is None or policy.projection.form != SoftThreshold(-2):
+      return f'only the soft threshold is packed in FP8, found {policy.projection and policy.projection.name!r}'
+    if policy.weight_grad != 'mvue':
+      return f"FP8 kernels take weight_grad='mvue', found {policy.weight_grad!r}"
+    return None
+
+  def pack(self, form: Form, w: Array, state: Array, dtype: Any) -> PackedWeight:
+    """beta S(w) in e4m3, packed and dense, in one pass over `w` after one for its largest magnitude.
+
+    The scale takes |S(w)| by its bound |w|, whose maximum needs no groups: one plain reduction reads the weight once.
+    It is a power of two, which is ours: a float loses no precision by a scale that is too small, only range at its
+    lower end, and two weights can be brought to one scale after they were rounded.
+    """
+    if form != SoftThreshold(-2):
+      return NATIVE.pack(form, w, state, dtype)
+    scale, factor = quantize.current_scale(_under_power_of_two(jnp.abs(state) * quantize.amax(w)), E4M3)
+    p = pack.soft_threshold_pack(w, scale * state, dtype=E4M3, implementation=self.passes)
+    operand = dataclasses.replace(p.operand, values=_as(jnp.uint8, p.operand.values))
+    return PackedWeight(state, operand, dense=_as(jnp.uint8, p.dense), factor=factor)
+
+  def packing(self, form: Form | None, entries: int, operands: int, stored: int, wide: int) -> Moves:
+    return ('amax', entries * stored), ('soft_threshold_pack8', entries * (stored + self.packed(operands, wide)))
 
   def rounded(self, x: Array, *, keep: bool) -> Rounded:
-    return jax.custom_batching.sequential_vmap(lambda x: rounded(x, keep=keep))(x)
+    def one(x: Array) -> Rounded:
+      scale, factor = quantize.current_scale(quantize.amax(x), E4M3)
+      if not keep:
+        return Rounded(quantize.quantize(x, scale, dtype=E4M3), None, factor)
+      values, transposed = quantize.quantize(x, scale, dtype=E4M3, transpose='both', implementation=self.passes)
+      return Rounded(values, transposed, factor)
+
+    return jax.custom_batching.sequential_vmap(one)(x)
+
+  def rounding(self, entries: int, wide: int, *, scaled: bool = False) -> Moves:
+    both_ways = 'quantize_both', entries * (wide + 2)
+    return (both_ways,) if scaled else (('amax', entries * wide), both_ways)
 
   def reads(self, p: PackedWeight, role: str, backend: str | None) -> PackedWeight:
     sparse = role == 'forward' and backend is not None
@@ -61,9 +103,7 @@ class Fp8(Precision):
     if backend is None:
       run = functools.partial(_dense_forward, dtype=dtype, **epilogue)
       return jax.custom_batching.sequential_vmap(run)(x, w)
-    return multiply(
-      'forward', w.operand, x.values, backend=backend, scales=(w.factor, x.factor), dtype=dtype, **epilogue
-    )
+    return super().forward(w, x, backend=backend, dtype=dtype, **epilogue)
 
   def input_grad(self, w: PackedWeight, dz: Rounded, *, backend: str | None, dtype: Any) -> Array:
     def run(dz: Rounded, matrix: Array, factor: Array) -> Array:
@@ -71,9 +111,6 @@ class Fp8(Precision):
         return _dense_matmul(dz.values, dz.factor, _partitioning.whole(matrix), factor, dtype)
 
     return jax.custom_batching.sequential_vmap(run)(dz, w.matrix, w.factor)
-
-  def simulated(self, a: Array, b: Array, formats: tuple[Format, Format]) -> tuple[Array, Array]:
-    return round_to_fp8(a, formats[0]), round_to_fp8(b, formats[1])
 
   def scale_of(self, dz: Array) -> tuple[Any, Any]:
     return quantize.current_scale(quantize.amax(dz), E5M2)
@@ -90,17 +127,46 @@ class Fp8(Precision):
       largest = steepest * quantize.amax(dh)
     return quantize.current_scale(largest, E5M2)
 
+  def sampling(self, name: str, entries: int, wide: int) -> Pass:
+    size = entries * (wide + self.packed(1, wide))
+    return Pass(f'{name} sampled and rounded', (('amax', entries * wide), ('mvue_pack8', size)))
+
+  def activation_and_sampling(self, backward: str, h: int, z: int, wide: int, *, gated: bool) -> tuple[Pass, ...]:
+    read = (h + z) * wide
+    # Without a gate the derivative is bounded.
+    largest = (f'{backward}_amax', read) if gated else ('amax', h * wide)
+    sampled = f'{backward}_pack8', read + z * self.packed(1, wide)
+    return Pass('largest of dz', (largest,)), Pass('dz sampled and rounded', (sampled,))
+
   def weight_grad(self, sample: SparseOperand, x: Array, factors: tuple, *, backend: str, dtype: Any) -> Array:
     factor, x_factor = factors
-    scales = MVUE_HEADROOM * factor, x_factor
-    return multiply('weight_grad', sample, x, backend=backend, scales=scales, b_layout='nk', dtype=dtype)
-
-  def bias_grad(self, dz: Rounded, dtype: Any) -> Array:
-    total = jnp.sum(dz.values.astype(jnp.float32), axis=0)
-    return (total if dz.factor is None else total * dz.factor).astype(dtype)
+    return super().weight_grad(sample, x, (MVUE_HEADROOM * factor, x_factor), backend=backend, dtype=dtype)
 
 
-FP8 = Fp8()
+@dataclasses.dataclass(frozen=True)
+class Simulated(Precision):
+  """FP8 where no kernel has it: plain matmuls of operands that were rounded and scaled back."""
+
+  simulates = True
+
+  def plain_operands(self, role: str, a: Array, b: Array) -> tuple[Array, Array]:
+    of_a, of_b = _FORMATS[role]
+    return round_to_fp8(a, of_a), round_to_fp8(b, of_b)
+
+
+FP8, SIMULATED = Fp8(), Simulated()
+
+
+def _as(dtype: Any, x: Array) -> Array:
+  return jax.lax.bitcast_convert_type(x, dtype)
+
+
+def _under_power_of_two(amax: Array) -> Array:
+  """The next larger number under which the scale of e4m3 is a power of two; what is not finite stays."""
+  largest = float(jnp.finfo(E4M3).max)
+  bits = _as(jnp.int32, amax / largest)
+  rounded_up = _as(jnp.float32, (bits + 0x7FFFFF) & 0x7F800000)
+  return jnp.where(jnp.isfinite(amax), largest * rounded_up, amax)
 
 
 def _largest(shard: _partitioning.Shard, dh: Array, z: Array, *, activation: str, gated: bool) -> Array:

@@ -15,23 +15,12 @@ from pallas_kernels import _partitioning
 from pallas_kernels.gated_activation import api as activations
 from pallas_kernels.mvue.reference import mvue24
 from sparse24_jax.asked import Asked, PLAIN
-from sparse24_jax.availability import kernels_are_here
-from sparse24_jax.fp8 import FP8
 from sparse24_jax.layer_plan import LayerPlan
 from sparse24_jax.matmuls import add_bias, matmul
-from sparse24_jax.numerics import Format
-from sparse24_jax.packing import E4M3, pack, PackedWeight, side_by_side
-from sparse24_jax.plan import packed_form, unfit
+from sparse24_jax.packing import PackedWeight, side_by_side
+from sparse24_jax.plan import packed_form, PRECISIONS
 from sparse24_jax.policy import DotPolicy
 from sparse24_jax.precision import NATIVE, Precision, Rounded
-from sparse24_jax.projection import Masked, SoftThreshold
-
-PRECISIONS: dict[str, Precision] = {'default': NATIVE, 'fp8': FP8}
-
-
-def precision_of(plan: LayerPlan) -> Precision:
-  """The precision in which a plan's kernels multiply."""
-  return FP8 if plan.backends.fp8 else NATIVE
 
 
 def multiply_pair(
@@ -161,72 +150,63 @@ def _rule(gradients: tuple[str, ...], key: Array, precision: Precision, results:
   return _partitioning.Rule(arguments, results, order=('k', 'n', 'm'), sums=('k',))
 
 
-def forward(plan: LayerPlan, policy: DotPolicy, x: Rounded, w: Any, packed: Any, asked: Asked = PLAIN) -> Array:
+def forward(plan: LayerPlan, x: Rounded, w: Any, packed: Any, asked: Asked = PLAIN) -> Array:
   """z = x W~, `[..., out]`, from x `[..., in]` and the packed weight of the plan, or the projected weight `w`."""
-  if plan.backends.served('forward'):
-    return precision_of(plan).forward(packed, x, backend=plan.backends.forward, dtype=jnp.dtype(plan.dtype))
-  return _plain(policy, x.values, w, ('e4m3', 'e4m3'), asked=asked, dtype=asked.result(plan.dtype))
+  if plan.served('forward'):
+    return plan.precision.forward(packed, x, backend=plan.backends.forward, dtype=jnp.dtype(plan.dtype))
+  return _plain(plan, 'forward', x.values, w, asked=asked, dtype=asked.result(plan.dtype))
 
 
-def plain_input_grad(policy: DotPolicy, dz: Array, w: Array, *, like: Array, asked: Asked) -> Array:
+def plain_input_grad(plan: LayerPlan, dz: Array, w: Array, *, like: Array, asked: Asked) -> Array:
   """dx = dz W~^T, `[..., in]`, from the projected weight, as no kernel serves it; of the dtype and division of x."""
-  return _plain(policy, dz, w.T, ('e5m2', 'e4m3'), like=like, asked=asked, dtype=like.dtype)
+  return _plain(plan, 'input_grad', dz, w.T, like=like, asked=asked, dtype=like.dtype)
 
 
 def weight_grad(
-  plan: LayerPlan, policy: DotPolicy, x: Rounded, dz: Array, key: Array | None, like: Array | None, column: int = 0,
-  asked: Asked = PLAIN,
-) -> tuple[Rounded, Array]:  # fmt: skip
+  plan: LayerPlan, x: Rounded, dz: Array, key: Array | None, like: Array | None, column: int = 0, asked: Asked = PLAIN
+) -> tuple[Rounded, Array]:
   """(dz as the input gradient reads it, dw = x^T V(dz) `[in, out]`) from dz `[..., out]` and what was kept of x.
 
   `column` is where dz stands in what is sampled.
   """
   x = dataclasses.replace(x, kept=x.kept.reshape(-1, x.kept.shape[-1]))
   rows, given = dz.reshape(-1, dz.shape[-1]), Rounded(dz, None)
-  if plan.backends.served('weight_grad'):
-    backend, precision = plan.backends.weight_grad, precision_of(plan)
+  if plan.served('weight_grad'):
+    backend, precision = plan.backends.weight_grad, plan.precision
     rounded, dw = sampled_weight_grad(rows, key, x, backend=backend, precision=precision, column=column)
     return rounded if precision.scales else given, dw
-  if policy.weight_grad == 'mvue':
+  if plan.sampled:
     rows = mvue24(rows, key, axis=-2, origin=(0, 0, column))
-  return given, _plain(policy, x.kept.T, rows, ('e4m3', 'e5m2'), like=like, asked=asked)
+  return given, _plain(plan, 'weight_grad', x.kept.T, rows, like=like, asked=asked)
 
 
 def _plain(
-  policy: DotPolicy, a: Array, b: Array, formats: tuple[Format, Format], like: Array | None = None, *, asked: Asked,
-  dtype: Any = None,
-) -> Array:  # fmt: skip
-  """a b without a kernel, in the policy's precision."""
-  return matmul(*PRECISIONS[policy.precision].simulated(a, b, formats), like=like, asked=asked, dtype=dtype)
-
-
-def may_pack(policy: DotPolicy, w: Array) -> bool:
-  """Whether some plan for `w` would read it packed: what a caller asks who knows neither tokens nor dtype."""
-  form = packed_form(policy)
-  if form is None or policy.implementation == 'reference':
-    return False
-  fits = unfit(policy, w.shape[-2], w.shape[-1], jnp.bfloat16) is None and not _partitioning.mixed(w)
-  chosen = not isinstance(form, Masked) and kernels_are_here(policy.precision)
-  return fits and (policy.implementation is not None or chosen)
+  plan: LayerPlan, role: str, a: Array, b: Array, like: Array | None = None, *, asked: Asked, dtype: Any = None
+) -> Array:
+  """a b without a kernel, in the plan's precision."""
+  return matmul(*plan.precision.plain_operands(role, a, b), like=like, asked=asked, dtype=dtype)
 
 
 def packed_weight(plan: LayerPlan, policy: DotPolicy, w: Array, state: Any) -> PackedWeight | None:
   """The weight as the plan's matmuls read it: what was handed over, or packed here; None if the plan packs nothing."""
-  if not plan.backends.packs:
+  if not plan.packs:
     return None
-  if isinstance(state, PackedWeight) and state.dtype == (E4M3 if plan.backends.fp8 else jnp.dtype(plan.dtype)):
+  if isinstance(state, PackedWeight) and state.dtype == plan.precision.packed_dtype(plan.dtype):
     return state
-  one = jax.custom_batching.sequential_vmap(functools.partial(pack_weight, policy, dtype=plan.dtype))
+  one = jax.custom_batching.sequential_vmap(functools.partial(_pack, plan.precision, policy, dtype=plan.dtype))
   return one(jax.lax.stop_gradient(w), projection_state(state))
 
 
 def pack_weight(policy: DotPolicy, w: Array, state: Array, dtype: Any) -> PackedWeight:
   """`w` `[..., in, out]` packed under its state. Its cotangent is the straight-through one, so packing has none."""
-  form, w = packed_form(policy), jax.lax.stop_gradient(w)
+  return _pack(PRECISIONS[policy.precision], policy, w, state, dtype)
+
+
+def _pack(precision: Precision, policy: DotPolicy, w: Array, state: Array, dtype: Any) -> PackedWeight:
+  form = packed_form(policy)
   if form is None:
     raise ValueError(f'{policy} has no packed form')
-  fp8 = policy.precision == 'fp8' and isinstance(form, SoftThreshold)
-  return pack(form, w, state, E4M3 if fp8 else jnp.dtype(dtype))
+  return precision.pack(form, jax.lax.stop_gradient(w), state, dtype)
 
 
 def projection_state(state: Any) -> Any:

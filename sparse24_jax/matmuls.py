@@ -15,14 +15,12 @@ from sparse24_jax.asked import Asked, PLAIN
 def multiply(
   role: str, a: SparseOperand, b: Array, *, backend: str | None, bias: Array | None = None,
   activation: str | None = None, keep_preactivation: bool = False, scales: tuple[Any, Any] = (None, None),
-  b_layout: str | None = None, dtype: Any = None,
+  b_layout: str = 'nk', dtype: Any = None,
 ) -> Any:  # fmt: skip
-  """`sparse_matmul` in a role: D `[..., m]` from b `[..., k]`, for a weight gradient `[n, m]` from `[k, n]`.
+  """`sparse_matmul` in a role: D `[..., m]` from b `[..., k]`, for a weight gradient from `[k, n]` or `[n, k]`.
 
-  With `keep_preactivation` (D, Z), as there. The role names the call in profiles and compiled programs. In FP8 with the
-  `scales` of both, in `dtype`, and also for a weight gradient from `[n, k]`, as `b_layout` says.
+  With `keep_preactivation` (D, Z), as there. The role names the call in profiles and compiled programs.
   """
-  b_layout = b_layout or ('kn' if role == 'weight_grad' else 'nk')
 
   def one(a, b, bias, scales):
     return api.sparse_matmul(

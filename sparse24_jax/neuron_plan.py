@@ -12,11 +12,12 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels import _device, _triton, costs
+from pallas_kernels.pack import api as pack
 from pallas_kernels.sparse_matmul import api as sparse_matmul
 from pallas_kernels.vnm import api
 from sparse24_jax.availability import log_once, Target, target
-from sparse24_jax.layer_plan import key_of
 from sparse24_jax.policy import ActivationPolicy, Pattern, TwoOfFour, VNM
+from sparse24_jax.precision import NATIVE
 from sparse24_jax.steps import Matmul, Pass, Step, Timing, total
 
 # Ours. Expected gains of blocks are 9 to 18% below measured ones, within 10% in `block_gain`: below this one it is not
@@ -36,6 +37,7 @@ class NeuronLevelPlan:
     dtype: of activations and weights.
     by_weight: back end of the matmuls by a weight; None if that is dense.
     by_activations: of those by Y, dH and their transposes. On a machine without kernels both are None: what there is.
+    passes: back ends of its passes over memory, the best first.
     plain: why all matmuls are dense ones, with the masks that define the policy's patterns; None on kernels.
   """
 
@@ -46,6 +48,7 @@ class NeuronLevelPlan:
   dtype: str
   by_weight: str | None = None
   by_activations: str | None = None
+  passes: tuple[str, ...] | None = None
   plain: str | None = None
 
   @property
@@ -54,10 +57,10 @@ class NeuronLevelPlan:
     if self.plain is not None:
       return self.dense_steps
     weight, activations, wide = self.d * self.hidden, self.tokens * self.hidden, jnp.dtype(self.dtype).itemsize
-    operand = weight * (wide / 2 + 1 / 8)
+    operand = weight * NATIVE.operand(wide)
     kept = 2 / self.policy.features.group * activations * wide  # values of a V:2:M operand
     two_of_four = isinstance(self.policy.tokens, TwoOfFour)
-    transposed = activations * (wide / 2 + 1 / 8) if two_of_four else kept
+    transposed = activations * NATIVE.operand(wide) if two_of_four else kept
     by_weight, by_neurons, by_tokens = self._timings
     transpose, share = 'transpose_pack_24' if two_of_four else 'transpose_pack', self.policy.dense_features
 
@@ -106,7 +109,7 @@ class NeuronLevelPlan:
     """Bytes of the operands of both weights."""
     if self.plain is not None or not self.policy.sparse_weights:
       return 0
-    return round(2 * self.d * self.hidden * (jnp.dtype(self.dtype).itemsize / 2 + 1 / 8))
+    return round(2 * self.d * self.hidden * NATIVE.operand(jnp.dtype(self.dtype).itemsize))
 
   @property
   def dense_steps(self) -> tuple[Step, ...]:
@@ -130,7 +133,7 @@ class NeuronLevelPlan:
     if isinstance(pattern, VNM):
       op, key = api.OP, api.problem_key(rows, summed, self.d, pattern.v, pattern.m, self.dtype)
     else:
-      op, key = sparse_matmul.OP, key_of(role, self.tokens, self.d, self.hidden, self.dtype)
+      op, key = sparse_matmul.OP, NATIVE.key(role, self.tokens, self.d, self.hidden, self.dtype)
     return Timing(op, tuple(key.items()), 'dense')
 
 
@@ -193,7 +196,8 @@ def plan_neurons(
   on = target() if on is None else on
   kernel = on.device.arch.kernel(api.OP)  # without one the ops take what there is
   by_weight = kernel if policy.sparse_weights else None
-  plan = NeuronLevelPlan(policy, tokens, d, hidden, jnp.dtype(dtype).name, by_weight, kernel)
+  passes = tuple(pack.candidates(dtype, on.device))
+  plan = NeuronLevelPlan(policy, tokens, d, hidden, jnp.dtype(dtype).name, by_weight, kernel, passes)
   if policy.implementation == 'sparse':
     return plan
   reason = _why_unfit(plan, on)
@@ -211,7 +215,7 @@ def _by_weight(plan: NeuronLevelPlan, on: Target) -> str | None:
 
   Never 'dense': a packed weight would be expanded in every call, which was not timed.
   """
-  key = key_of('forward', plan.tokens, plan.d, plan.hidden, plan.dtype)
+  key = NATIVE.key('forward', plan.tokens, plan.d, plan.hidden, plan.dtype)
   names = sparse_matmul.candidates_for(**key, device=on.device, check=False)
   return next((name for name in names if name != 'dense' and on.has(name)), plan.by_activations)
 

@@ -13,7 +13,6 @@ from pallas_kernels import formats
 from pallas_kernels.operand import concatenate, SparseOperand, split, to_operand
 from pallas_kernels.pack import api
 from pallas_kernels.pack.reference import mask_codes
-from pallas_kernels.quantize import api as quantize
 from sparse24_jax.projection import Form, Masked, SoftThreshold, TransposableMasked
 
 E4M3 = jnp.dtype('float8_e4m3fn')
@@ -81,44 +80,23 @@ def _as(dtype: Any, x: Array) -> Array:
   return jax.lax.bitcast_convert_type(x, dtype)
 
 
-def pack(form: Form, w: Array, state: Array, dtype: Any) -> PackedWeight:
+def pack(
+  form: Form, w: Array, state: Array, dtype: Any, passes: tuple[str, ...] | None = None
+) -> PackedWeight:
   """`w` packed under the state of its projection, of this form: in one pass, but for other masks than transposable.
 
-  In e4m3 only the soft threshold is packed.
+  `passes` are back ends, the best first; None are those of the device.
   """
   match form:
-    case SoftThreshold(-2) if dtype == E4M3:
-      return _soft_threshold_in_fp8(w, state)
     case SoftThreshold(-2):
-      return PackedWeight(state, api.soft_threshold_pack(w, state, dtype=dtype).operand)
+      return PackedWeight(state, api.soft_threshold_pack(w, state, dtype=dtype, implementation=passes).operand)
     case TransposableMasked():
-      pair = api.masked_pack(w, mask_codes(state), dtype=dtype)
+      pair = api.masked_pack(w, mask_codes(state), dtype=dtype, implementation=passes)
       return PackedWeight(state, pair.columns, pair.rows)
     case Masked():
       kept = jnp.where(state, w, jnp.zeros((), w.dtype)).astype(dtype)
       return PackedWeight(state, to_operand(formats.compress(kept, state, axis=-2)))
   raise ValueError(f'{form} is not 2:4 along the input, as the forward reads a packed weight')
-
-
-def _soft_threshold_in_fp8(w: Array, beta: Array) -> PackedWeight:
-  """beta S(w) in e4m3, packed and dense, in one pass over `w` after one for its largest magnitude.
-
-  The scale takes |S(w)| by its bound |w|, whose maximum needs no groups: one plain reduction reads the weight once. It
-  is a power of two, which is ours: a float loses no precision by a scale that is too small, only range at its lower
-  end, and two weights can be brought to one scale after they were rounded.
-  """
-  scale, factor = quantize.current_scale(_under_power_of_two(jnp.abs(beta) * quantize.amax(w)), E4M3)
-  p = api.soft_threshold_pack(w, scale * beta, dtype=E4M3)
-  operand = dataclasses.replace(p.operand, values=_as(jnp.uint8, p.operand.values))
-  return PackedWeight(beta, operand, dense=_as(jnp.uint8, p.dense), factor=factor)
-
-
-def _under_power_of_two(amax: Array) -> Array:
-  """The next larger number under which the scale of e4m3 is a power of two; what is not finite stays."""
-  largest = float(jnp.finfo(E4M3).max)
-  bits = _as(jnp.int32, amax / largest)
-  rounded_up = _as(jnp.float32, (bits + 0x7FFFFF) & 0x7F800000)
-  return jnp.where(jnp.isfinite(amax), largest * rounded_up, amax)
 
 
 def side_by_side(gate: PackedWeight, up: PackedWeight) -> PackedWeight:

@@ -1,18 +1,26 @@
 """Which matmul of a layer runs where; the one place that decides. `dot` executes a plan, `where_it_pays` prices it."""
 
 from collections.abc import Mapping
+import dataclasses
 import functools
 from typing import Any
 
+from jax import Array
 import jax.numpy as jnp
 
 from pallas_kernels import _checks, _partitioning, arch
+from pallas_kernels.pack import api as pack
 from pallas_kernels.sparse_matmul import api
 from sparse24_jax.asked import Asked, PLAIN
 from sparse24_jax.availability import log_once, Target, target
-from sparse24_jax.layer_plan import Backends, fp8_key, key_of, LayerPlan
+from sparse24_jax.fp8 import FP8
+from sparse24_jax.layer_plan import Backends, LayerPlan
 from sparse24_jax.policy import DotPolicy
+from sparse24_jax.precision import NATIVE, Precision
 from sparse24_jax.projection import Form, Masked, SoftThreshold
+
+# What policies name.
+PRECISIONS: dict[str, Precision] = {'default': NATIVE, 'fp8': FP8}
 
 
 def plan_layer(
@@ -49,43 +57,35 @@ def plan_layer(
   >>> plan_layer(policy, 16384, 4096, 16384, 'bfloat16', on=h100).backends.sole
   'mosaic_gpu'
   """
-  on = target() if on is None else on
-  if policy.precision == 'fp8' and (wrong := asked.unfit_for_fp8()):
+  on, precision = target() if on is None else on, PRECISIONS[policy.precision]
+  if wrong := asked.unfit_for(policy.precision):
     raise ValueError(wrong)
-  roles = tuple(role for role, sparse in kernel_roles(policy, d_in, d_out, dtype, asked).items() if sparse)
+  roles = kernel_roles(policy, d_in, d_out, dtype, asked)
   layer = functools.partial(
     LayerPlan, tokens, d_in, d_out, jnp.dtype(dtype).name, form=packed_form(policy),
     sampled=policy.weight_grad == 'mvue', sparse=roles,
   )  # fmt: skip
   if not tokens:
-    return layer()
-  named, fp8 = backend_of(policy.implementation, on), policy.precision == 'fp8'
-  reason = unfit(policy, d_in, d_out, dtype, asked)
-  if reason is None and on.here and _partitioning.mixed(arrays):
-    reason = 'kernels run on a mesh whose axes are all automatic or all explicit, this one has both'
-  if named == 'reference' or (named is None and not on.has_kernels(policy.precision)):
-    if named is None and fp8 and on.here:
-      log_once('FP8 is simulated: its kernels need one Hopper GPU and the extra sparse24-jax[cuda]')
-    lacks = 'no FP8 kernels, Hopper has' if fp8 else 'no kernels that can run here'
-    reason = reason or (f'implementation={named!r}' if named else f'{on.device.slug} has {lacks}')
-    return layer(simulated=reason if fp8 else None, plain=reason)
+    return layer(precision=precision.without_kernels)
+  named, reason = backend_of(policy.implementation, on), _why_plain(policy, d_in, d_out, dtype, arrays, on, asked)
   if reason is not None:
-    if named is not None:
+    if named not in (None, 'reference'):
       raise ValueError(f'implementation={policy.implementation!r} cannot serve this layer: {reason}')
-    if on.here:
-      log_once(f'no kernels for a layer {d_in} x {d_out} on {tokens} tokens: {reason}')
-    return layer(simulated=reason if fp8 else None, plain=reason)
-  if fp8:
-    loses = named is None and _loses_in_fp8(on, tokens, d_in, d_out)
-    kernel = named or backend_of('sparse', on)
-    checks = {} if named else _checks_of(on, fp8_key('forward', tokens, d_in, d_out))
-    return layer(Backends(None if loses else kernel, None, kernel, fp8=True), checks=checks)
+    if named is None and on.here:
+      if on.has_kernels(precision):
+        log_once(f'no kernels for a layer {d_in} x {d_out} on {tokens} tokens: {reason}')
+      elif precision.absent is not None:
+        log_once(precision.absent)
+    return layer(precision=precision.without_kernels, plain=reason)
+  if named is None and not roles and policy.projection is not None:
+    return layer(precision=precision.without_kernels, plain=f'{policy.projection.name!r} weights have no packer')
+  precision = dataclasses.replace(precision, passes=tuple(pack.candidates(precision.packed_dtype(dtype), on.device)))
   if named is not None:
-    return layer(Backends(**{role: named if sparse else None for role, sparse in sparse_roles(policy).items()}))
-  if not roles and policy.projection is not None:
-    return layer(plain=f'{policy.projection.name!r} weights have no packer')
-  found = {role: _fastest(on, role, tokens, d_in, d_out, dtype) for role in roles}
-  return layer(Backends(**found), checks=_checks_of(on, *(key_of(role, tokens, d_in, d_out, dtype) for role in roles)))
+    found, looked_up = dict.fromkeys(sparse_roles(policy), named), ()
+  else:
+    found = {role: _fastest(on, precision, role, tokens, d_in, d_out, dtype) for role in roles}
+    looked_up = [precision.key(role, tokens, d_in, d_out, dtype) for role in roles if role in precision.by_records]
+  return layer(Backends(**found), precision, checks=_checks_of(on, *looked_up))
 
 
 def backend_of(implementation: str | None, on: Target | None = None) -> str | None:
@@ -102,56 +102,76 @@ def packed_form(policy: DotPolicy) -> Form | None:
   return None if form == SoftThreshold(-1) else form
 
 
-def sparse_roles(policy: DotPolicy) -> dict[str, bool]:
-  """Whether the policy makes a matmul sparse, by role."""
+def sparse_roles(policy: DotPolicy) -> tuple[str, ...]:
+  """The matmuls that the policy makes sparse."""
   weight = packed_form(policy) is not None
-  return dict(
+  sparse = dict(
     forward=weight, input_grad=weight and policy.input_grad == 'sparse', weight_grad=policy.weight_grad == 'mvue'
   )
+  return tuple(role for role in sparse if sparse[role])
 
 
 def kernel_roles(
   policy: DotPolicy, d_in: int, d_out: int, dtype: Any, asked: Asked = PLAIN
-) -> dict[str, bool]:
-  """Whether a policy that names no implementation may give a matmul to a kernel, if the GPU has them, by role."""
-  wanted = sparse_roles(policy)
+) -> tuple[str, ...]:
+  """The matmuls that a policy that names no implementation may give to a kernel, if the GPU has them."""
   if unfit(policy, d_in, d_out, dtype, asked) is not None:
-    return dict.fromkeys(wanted, False)
-  if isinstance(packed_form(policy), Masked):
-    wanted['forward'] = False
-  return wanted
+    return ()
+  packed_by_xla = ('forward',) if isinstance(packed_form(policy), Masked) else ()
+  return tuple(role for role in sparse_roles(policy) if role not in packed_by_xla)
 
 
 def unfit(policy: DotPolicy, d_in: int, d_out: int, dtype: Any, asked: Asked = PLAIN) -> str | None:
   """Why no kernel can serve, or None."""
   if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
     return f'activations are {jnp.dtype(dtype).name}, the kernels take bfloat16 and float16'
-  if policy.precision == 'fp8':
-    if not isinstance(packed_form(policy), SoftThreshold):
-      return f'only the soft threshold is packed in FP8, found {policy.projection and policy.projection.name!r}'
-    if policy.weight_grad != 'mvue':
-      return f"FP8 kernels take weight_grad='mvue', found {policy.weight_grad!r}"
+  if wrong := PRECISIONS[policy.precision].unfit(policy):
+    return wrong
   if d_in % 4 or d_out % 4:
     return f'packing takes multiples of four, found a weight {d_in} x {d_out}'
   return asked.unfit(dtype)
 
 
-def _fastest(on: Target, role: str, tokens: int, d_in: int, d_out: int, dtype: Any) -> str | None:
-  for share in on.shares(tokens):
-    key = key_of(role, share, d_in, d_out, dtype)
+def _why_plain(
+  policy: DotPolicy, d_in: int, d_out: int, dtype: Any, arrays: Any, on: Target, asked: Asked = PLAIN
+) -> str | None:
+  """Why no kernel serves a layer, or None."""
+  if (reason := unfit(policy, d_in, d_out, dtype, asked)) is not None:
+    return reason
+  if on.here and _partitioning.mixed(arrays):
+    return 'kernels run on a mesh whose axes are all automatic or all explicit, this one has both'
+  precision, named = PRECISIONS[policy.precision], policy.implementation
+  if named is None and not on.has_kernels(precision):
+    return f'{on.device.slug} has {precision.lacks}'
+  return "implementation='reference'" if named == 'reference' else None
+
+
+def may_pack(policy: DotPolicy, w: Array) -> bool:
+  """Whether some plan for `w` would read it packed: what a caller asks who knows neither tokens nor dtype."""
+  form = packed_form(policy)
+  if form is None or (policy.implementation is None and isinstance(form, Masked)):
+    return False
+  return _why_plain(policy, w.shape[-2], w.shape[-1], jnp.bfloat16, w, target()) is None
+
+
+def _fastest(
+  on: Target, precision: Precision, role: str, tokens: int, d_in: int, d_out: int, dtype: Any
+) -> str | None:
+  """The back end of a matmul that may take a kernel and names none."""
+  kernel = backend_of('sparse', on)
+  if role not in precision.by_records:
+    return kernel
+  keys = [precision.key(role, share, d_in, d_out, dtype) for share in on.shares(tokens)]
+  if precision.scales:  # the pass that rounds the weight packs it in any case
+    return None if all(api.chosen(key, on.device) == 'dense' for key in keys) else kernel
+  for key in keys:
     first = api.candidates_for(**key, device=on.device)[0]
     if first != 'dense' and on.has(first):
       return first
-  return backend_of('sparse', on) if role == 'weight_grad' and on.device.arch.by_default else None
+  return kernel if role == 'weight_grad' and on.device.arch.by_default else None
 
 
 def _checks_of(on: Target, *keys: Mapping[str, Any]) -> dict[tuple, _checks.Entry]:
   """The outcomes of the checks that `chosen` asked for, if the plan is priced."""
   found = {} if not on.priced else {tuple(key.items()): api.checked(key, on.device) for key in keys}
   return {key: entry for key, entry in found.items() if entry is not None}
-
-
-def _loses_in_fp8(on: Target, tokens: int, d_in: int, d_out: int) -> bool:
-  """Whether the dense matmul of a forward in FP8 was measured to be faster for every share of the tokens."""
-  keys = [fp8_key('forward', share, d_in, d_out) for share in on.shares(tokens)]
-  return all(api.chosen(key, on.device) == 'dense' for key in keys)

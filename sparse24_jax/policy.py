@@ -2,11 +2,13 @@
 
 import dataclasses
 import numbers
-from typing import Any, Literal
+from typing import Any, get_args, Literal
 
 from sparse24_jax.projection import Projection
 
 Implementation = Literal['sparse', 'cusparselt', 'dense', 'reference']
+# Those of `plan.PRECISIONS`.
+PrecisionName = Literal['default', 'fp8']
 _IMPLEMENTATIONS = (None, 'sparse', 'cusparselt', 'dense', 'reference')
 
 
@@ -55,7 +57,7 @@ class DotPolicy:
   projection: Projection | None = None
   input_grad: Literal['sparse', 'dense'] = 'dense'
   weight_grad: Literal['mvue', 'dense'] = 'dense'
-  precision: Literal['default', 'fp8'] = 'default'
+  precision: PrecisionName = 'default'
   implementation: Implementation | None = None
 
   def __repr__(self) -> str:
@@ -66,7 +68,7 @@ class DotPolicy:
       raise ValueError(f'projection={self.projection!r} is not a Projection; call its maker, magnitude() say')
     _check_choice('input_grad', self.input_grad, ('sparse', 'dense'))
     _check_choice('weight_grad', self.weight_grad, ('mvue', 'dense'))
-    _check_choice('precision', self.precision, ('default', 'fp8'))
+    _check_choice('precision', self.precision, get_args(PrecisionName))
     _check_choice('implementation', self.implementation, _IMPLEMENTATIONS)
     if self.input_grad == 'sparse' and not (self.projection and self.projection.transposable):
       found = self.projection.name if self.projection else None

@@ -1,8 +1,10 @@
 """A precision as a value: how activations and gradients are rounded, what the backward keeps of them, what it packs.
 
-The paths of a layer and of a block are written once, in terms of these. The backward of both keeps `Rounded.kept`.
+The paths of a layer and of a block are written once, in terms of these, and so are their plans: beside each pass stands
+what it moves. The backward of both keeps `Rounded.kept`.
 """
 
+from collections.abc import Mapping
 import dataclasses
 from typing import Any, ClassVar
 
@@ -14,9 +16,19 @@ from pallas_kernels.gated_activation import api as activations
 from pallas_kernels.operand import SparseOperand
 from pallas_kernels.pack import api as pack
 from pallas_kernels.pack.reference import Packed
+from sparse24_jax import packing
 from sparse24_jax.matmuls import multiply
-from sparse24_jax.numerics import Format
 from sparse24_jax.packing import PackedWeight
+from sparse24_jax.policy import DotPolicy
+from sparse24_jax.projection import Form, TransposableMasked
+from sparse24_jax.steps import Moves, Pass
+
+ROLES: Mapping[str, Any] = {
+  # Sizes of the sparse operand's rows, of the dense operand's rows and of the sum.
+  'forward': lambda tokens, d_in, d_out: (d_out, tokens, d_in),
+  'input_grad': lambda tokens, d_in, d_out: (d_in, tokens, d_out),
+  'weight_grad': lambda tokens, d_in, d_out: (d_out, d_in, tokens),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,18 +59,90 @@ class Precision:
   """The dtype of the operands; `fp8.Fp8` differs from it.
 
   The scale of a gradient is (scale, its inverse), or (None, None) without one.
+
+  Attributes:
+    passes: back ends of its passes over memory, the best first; None are those of the device that runs them.
   """
 
-  # Axes of what is kept for the weight gradient, as a rule of `_partitioning` names them.
-  kept_axes = 'k*4 n'
-  # Whether values have scales, and a gradient that was sampled is rewritten for the input gradient.
-  scales = False
-  # What a sample of a gradient is packed in; None is the dtype of the gradient.
+  passes: tuple[str, ...] | None = None
+
+  # Whether values have scales. Its dense matmuls then read what was rounded, too; a gradient that was sampled is
+  # rewritten for the input gradient; and a dense layer in it is not one in 16 bits.
+  scales: ClassVar[bool] = False
+  # Whether only GPUs that take kernels by default have its kernels; what others lack, and what is logged there.
+  by_default_only: ClassVar[bool] = False
+  lacks: ClassVar[str] = 'no kernels that can run here'
+  absent: ClassVar[str | None] = None
+  # Whether it is simulated in another one, which nobody timed.
+  simulates: ClassVar[bool] = False
+  # The matmuls whose back ends records choose; the others take the GPU's kernel.
+  by_records: ClassVar[tuple[str, ...]] = tuple(ROLES)
+  # What reports call a dense matmul, and, if its records have it, the row of one in 16 bits.
+  dense: ClassVar[str] = 'dense'
+  dense_wide: ClassVar[str | None] = None
+  # The layout of what is kept for the weight gradient, and its axes as a rule of `_partitioning` names them.
+  kept: ClassVar[str] = 'kn'
+  kept_axes: ClassVar[str] = 'k*4 n'
+  # What weights and activations are multiplied in, and what a sample of a gradient is packed in; None is the dtype of
+  # the activations.
+  dtype: ClassVar[Any] = None
   sample_dtype: ClassVar[Any] = None
+
+  @property
+  def without_kernels(self) -> 'Precision':
+    """What stands in for it where no kernel serves."""
+    return self
+
+  def unfit(self, policy: DotPolicy) -> str | None:
+    """Why its kernels do not serve a policy, or None."""
+    return None
+
+  def key(self, role: str, tokens: int, d_in: int, d_out: int, dtype: Any) -> dict[str, Any]:
+    """What records of a matmul are looked up by."""
+    m, n, k = ROLES[role](tokens, d_in, d_out)
+    b_layout, operand = (self.kept, self.sample_dtype) if role == 'weight_grad' else ('nk', self.dtype)
+    # Records of narrower operands have results in bfloat16.
+    out_dtype = jnp.dtype(dtype).name if operand is None else 'bfloat16'
+    dtype = out_dtype if operand is None else operand.name
+    return dict(m=m, n=n, k=k, dtype=dtype, out_dtype=out_dtype, b_layout=b_layout, out_layout='nm')
+
+  # Bytes of an entry: as it is multiplied, of a 2:4 operand (half of the values, two bits for each), and of a weight
+  # with all that is packed of it. `wide` are those of an entry of the activations.
+
+  def width(self, wide: int) -> int:
+    return wide if self.dtype is None else self.dtype.itemsize
+
+  def operand(self, wide: int) -> float:
+    return self.width(wide) / 2 + 1 / 8
+
+  def packed(self, operands: int, wide: int) -> float:
+    return self.operand(wide) + self.width(wide) if self.scales else operands * self.operand(wide)
+
+  def packed_dtype(self, dtype: Any) -> jnp.dtype:
+    """What weights are packed in, for activations of this dtype."""
+    return jnp.dtype(dtype) if self.dtype is None else self.dtype
+
+  def pack(self, form: Form, w: Array, state: Array, dtype: Any) -> PackedWeight:
+    """`w` `[..., in, out]` packed under its state, for activations of this dtype."""
+    return packing.pack(form, w, state, jnp.dtype(dtype), self.passes)
+
+  def packing(self, form: Form | None, entries: int, operands: int, stored: int, wide: int) -> Moves:
+    """The passes of `pack` over a weight of `stored` bytes an entry."""
+    if not operands:
+      return ()
+    size = entries * (stored + self.packed(operands, wide))
+    if isinstance(form, TransposableMasked):
+      # A mask, a byte an entry, is made 16 bits a 4x4 block by a pass of XLA's, about as fast, and these are read.
+      return (('masked_pack', size + entries + 2 * (entries // 8)),)
+    return (('soft_threshold_pack_axis-2', size),)
 
   def rounded(self, x: Array, *, keep: bool) -> Rounded:
     """x `[tokens, features]`, for a backward if `keep`."""
     return Rounded(x, x)
+
+  def rounding(self, entries: int, wide: int, *, scaled: bool = False) -> Moves:
+    """The passes of `rounded`; without the one for the scale if that is known."""
+    return ()
 
   def reads(self, p: PackedWeight, role: str, backend: str | None) -> PackedWeight:
     """The part of a packed weight that the forward, or the input gradient, reads."""
@@ -66,14 +150,15 @@ class Precision:
 
   def forward(self, w: PackedWeight, x: Rounded, *, backend: str | None, dtype: Any, **epilogue: Any) -> Any:
     """z `[tokens, out]`; with an epilogue its activation, or (activation(z), z), see `multiply`."""
-    return multiply('forward', w.operand, x.values, backend=backend, **epilogue)
+    scales = w.factor, x.factor
+    return multiply('forward', w.operand, x.values, backend=backend, scales=scales, dtype=dtype, **epilogue)
 
   def input_grad(self, w: PackedWeight, dz: Rounded, *, backend: str | None, dtype: Any) -> Array:
     """dx `[tokens, in]`."""
     return multiply('input_grad', w.input_grad, dz.values, backend=backend)
 
-  def simulated(self, a: Array, b: Array, formats: tuple[Format, Format]) -> tuple[Array, Array]:
-    """The operands of a plain matmul for a and b; FP8 rounds them to these formats."""
+  def plain_operands(self, role: str, a: Array, b: Array) -> tuple[Array, Array]:
+    """The operands of a plain matmul for a and b; a simulation rounds them."""
     return a, b
 
   def scale_of(self, dz: Array) -> tuple[Any, Any]:
@@ -86,23 +171,34 @@ class Precision:
 
   def sample(self, dz: Array, key: Array, scale: Any, origin: Any) -> Packed:
     """The operand of the MVUE sample of dz, and dz if it is rewritten."""
-    return pack.mvue_pack(dz, key, scale, origin=origin, dtype=self.sample_dtype)
+    return pack.mvue_pack(dz, key, scale, origin=origin, dtype=self.sample_dtype, implementation=self.passes)
+
+  def sampling(self, name: str, entries: int, wide: int) -> Pass:
+    """The passes of `scale_of` and `sample`."""
+    return Pass(f'{name} sampled', (('mvue_pack_axis-2', entries * (wide + self.operand(wide))),))
 
   def activation_and_sample(
     self, dh: Array, z: Array, key: Array, scale: Any, origin: Any, *, activation: str, gated: bool
   ) -> Packed:
     """dz and the operand of its MVUE sample, in one pass."""
     return activations.activation_backward_pack(
-      dh, z, key, scale, activation=activation, gated=gated, origin=origin, dtype=self.sample_dtype
-    )
+      dh, z, key, scale, activation=activation, gated=gated, origin=origin, dtype=self.sample_dtype,
+      implementation=self.passes,
+    )  # fmt: skip
+
+  def activation_and_sampling(self, backward: str, h: int, z: int, wide: int, *, gated: bool) -> tuple[Pass, ...]:
+    """The passes of `scale_of_activation` and `activation_and_sample`, by what records call the `backward`."""
+    size = (h + 2 * z) * wide + z * self.operand(wide)
+    return (Pass('dz, and sampled', ((f'{backward}_pack_axis-1', size),)),)
 
   def weight_grad(self, sample: SparseOperand, x: Array, factors: tuple, *, backend: str, dtype: Any) -> Array:
     """dw `[in, out]`, from what was kept of x, and from what undoes the scales of the gradient and of x."""
-    return multiply('weight_grad', sample, x, backend=backend)
+    return multiply('weight_grad', sample, x, backend=backend, scales=factors, b_layout=self.kept, dtype=dtype)
 
   def bias_grad(self, dz: Rounded, dtype: Any) -> Array:
     """The sum over tokens."""
-    return jnp.sum(dz.values, axis=0, dtype=jnp.float32).astype(dtype)
+    total = jnp.sum(dz.values, axis=0, dtype=jnp.float32)
+    return (total if dz.factor is None else total * dz.factor).astype(dtype)
 
 
 NATIVE = Precision()

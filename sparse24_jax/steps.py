@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from pallas_kernels import _checks, _records, costs
 
-# Bytes an entry of what a packing pass of FP8 writes: operand and dense copy.
-PACKED8 = 0.5 + 0.125 + 1
+# Of passes over memory, the op whose bandwidth was measured and the bytes that it moves.
+Moves = tuple[tuple[str, float], ...]
 
 
 class Timing(NamedTuple):
@@ -76,12 +76,12 @@ class Pass:
 
   Attributes:
     name: what they make.
-    moves: of each, the op whose bandwidth was measured and the bytes that it moves; None if XLA's way was not timed.
+    moves: of each; None if XLA's way was not timed.
     kernels: names of those that a block with sparse activations launches for it; of none what XLA makes.
   """
 
   name: str
-  moves: tuple[tuple[str, float], ...] | None
+  moves: Moves | None
   kernels: tuple[str, ...] = ()
 
   def expected_ms(self, device: str) -> float | None:
@@ -92,24 +92,9 @@ class Pass:
 Step = Matmul | Pass
 
 
-def rounded(name: str, entries: int, wide: int) -> Pass:
-  """Rounding to FP8, both ways: read once for the largest magnitude, once more to be rounded."""
-  return Pass(name, (('amax', entries * wide), both_ways(entries, wide)))
-
-
-def both_ways(entries: int, wide: int) -> tuple[str, float]:
-  """The pass that rounds a tensor and its transpose with a known scale."""
-  return 'quantize_both', entries * (wide + 2)
-
-
-def sampled_in_fp8(name: str, entries: int, wide: int) -> Pass:
-  """Samples an output gradient in FP8: its largest magnitude, then MVUE, rounding and packing in one pass."""
-  return Pass(name, (('amax', entries * wide), ('mvue_pack8', entries * (wide + PACKED8))))
-
-
-def sampled(name: str, entries: int, wide: int) -> Pass:
-  """Samples and packs an output gradient."""
-  return Pass(name, (('mvue_pack_axis-2', entries * wide + entries * wide // 2 + entries // 8),))
+def passes(name: str, moves: Moves) -> tuple[Pass, ...]:
+  """One if something moves."""
+  return (Pass(name, moves),) if moves else ()
 
 
 def total(values: Iterable[float | None]) -> float | None:

@@ -203,24 +203,23 @@ def _layer(
     plan = plan_layer(policy, tokens, d_in, d_out, dtype, on=on, asked=asked)
   assert policy.projection is not None
   state = jax.eval_shape(policy.projection.init, jax.ShapeDtypeStruct((d_in, d_out), leaf.dtype))
-  packing, dense_fp8 = plan.packing(wide).expected_ms(device), None
-  if plan.backends.fp8:
-    dense_fp8 = total(step.expected_ms(device) for step in plan.dense_fp8_steps(wide))
+  packing, rival = plan.packing(wide).expected_ms(device), plan.rival_steps(wide)
   return LayerGain(
     path, (d_in, d_out), 1, tuple(_role(role, plan, device) for role in ROLES),
     packing_ms=None if packing is None else packing / micro_batches, packed_bytes=plan.packed_bytes,
     state_bytes=math.prod(state.shape) * state.dtype.itemsize, saved_bytes=plan.saved_bytes,
-    dense_fp8_ms=dense_fp8, simulated=plan.simulated, plain=plan.plain,
+    dense_fp8_ms=total(step.expected_ms(device) for step in rival) if rival else None,
+    simulated=plan.simulated, plain=plan.plain,
   ).stacked(math.prod(lead))  # fmt: skip
 
 
 def _role(role: str, plan: LayerPlan, device: str) -> RoleGain:
-  matmul, fp8, sparse = plan.matmul(role, role), plan.backends.fp8, role in plan.sparse
-  dense8 = plan.dense_fp8(role, role).expected_ms(device) if fp8 else None
+  matmul, precision, sparse = plan.matmul(role, role), plan.precision, role in plan.sparse
+  dense8 = plan.rival(role, role).expected_ms(device) if precision.scales else None
   sparse_ms = matmul.expected_ms(device) if matmul.backend else None
   if sparse and not (matmul.backend or plan.simulated):
     sparse_ms = plan.fastest_kernel_ms(role, device)
-  chosen = 'simulated' if plan.simulated else matmul.backend or ('dense_fp8' if fp8 else 'dense')
+  chosen = 'simulated' if plan.simulated else matmul.backend or precision.dense
   packing = total(step.expected_ms(device) for step in plan.prepared(role))
   checked = matmul.checked(device) if sparse else None
   return RoleGain(role, plan.dense(role, role).expected_ms(device), sparse_ms, packing, chosen, dense8, checked)

@@ -74,7 +74,7 @@ def activation_backward(dh: Array, z: Array, *, activation: str = 'silu', gated:
 def activation_backward_pack(
   dh: Array, z: Array, key: Array, scale: Array | None = None, *, activation: str = 'silu', gated: bool = True,
   origin: tuple[Array | int, Array | int, Array | int] = (0, 0, 0), dtype: Any = None,
-  implementation: str | None = None,
+  implementation: _dispatch.Implementation = None,
 ) -> Packed:  # fmt: skip
   """`activation_backward`, and the MVUE operand of its result for the weight gradient, in one pass.
 
@@ -95,7 +95,7 @@ def activation_backward_pack(
     origin: as in `mvue24`.
     dtype: of the packed values, as in `mvue_pack`: float8_e5m2, float8_e4m3fn, or None for that of `z`, bfloat16 for
       float32.
-    implementation: 'reference', 'triton' (float8: compute capability 8.9), or None to choose.
+    implementation: 'reference', 'triton' (float8: compute capability 8.9), a tuple of them in order, or None to choose.
 
   Returns:
     The operand of a sample of dz along tokens, and dz, shape of `z`; in float8 times scale / 2, and times scale.

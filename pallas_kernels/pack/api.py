@@ -21,9 +21,9 @@ __all__ = [
 Array = jax.Array
 
 
-def candidates(dtype: Any = jnp.bfloat16) -> list[str]:
-  """Back ends that write `dtype` on the present device, best first."""
-  arch = _device.current().arch
+def candidates(dtype: Any = jnp.bfloat16, device: _device.Device | None = None) -> list[str]:
+  """Back ends that write `dtype` on a device, None being the one at hand; best first."""
+  arch = (device or _device.current()).arch
   return ['triton', 'reference'] if (arch.float8 if is_float8(dtype) else arch.since_ampere) else ['reference']
 
 
@@ -37,8 +37,9 @@ _OPERANDS = {-1: ('r*64 c*32', 'r c .'), -2: ('c*64 r*32', 'c r .')}
 
 
 def _call_on_parts(
-  op: str, texts: tuple[str, ...], results: tuple[str, ...], implementation: str | None, *args: Any, **options: Any
-) -> Any:
+  op: str, texts: tuple[str, ...], results: tuple[str, ...], implementation: _dispatch.Implementation, *args: Any,
+  **options: Any,
+) -> Any:  # fmt: skip
   """The op on each device's part of a weight; texts say how the last axes of arguments and results are divided."""
   lead = [f'l{i}' for i in range(args[0].ndim - 2)]
   rule = _partitioning.Rule(
@@ -54,7 +55,7 @@ def _on_a_part(shard: _partitioning.Shard, *args: Any, name: str, asked: tuple[A
   return _dispatch.dispatch(name, _backends(name), *asked, *args, **options)
 
 
-def transposable_pack(w: Array, *, dtype: Any = None, implementation: str | None = None) -> PackedPair:
+def transposable_pack(w: Array, *, dtype: Any = None, implementation: _dispatch.Implementation = None) -> PackedPair:
   """The best transposable mask of `w` and both operands under it.
 
   The mask is that of `transposable_mask`, bit for bit: 2:4 along rows and along columns at once, so one mask serves
@@ -63,7 +64,7 @@ def transposable_pack(w: Array, *, dtype: Any = None, implementation: str | None
   Args:
     w: [..., R, C], both multiples of four; bfloat16, float16 or float32.
     dtype: of the packed values; None is the dtype of `w`, bfloat16 for float32.
-    implementation: 'reference', 'triton', or None to choose.
+    implementation: 'reference', 'triton', a tuple of them in order, or None to choose.
 
   Returns:
     A `PackedPair`.
@@ -115,14 +116,16 @@ def _mask_on_a_part(shard: _partitioning.Shard, w: Array) -> Array:
   return code_mask(transposable_pack(w).codes)
 
 
-def masked_pack(w: Array, codes: Array, *, dtype: Any = None, implementation: str | None = None) -> PackedPair:
+def masked_pack(
+  w: Array, codes: Array, *, dtype: Any = None, implementation: _dispatch.Implementation = None
+) -> PackedPair:
   """Both operands of `w` under a mask chosen earlier: new values, old pattern.
 
   Args:
     w: [..., R, C], both multiples of four; bfloat16, float16 or float32.
     codes: uint16 [..., R/4, C/4] as in `PackedPair`; no row and no column of a block keeps more than two.
     dtype: of the packed values; None is the dtype of `w`, bfloat16 for float32.
-    implementation: 'reference', 'triton', or None to choose.
+    implementation: 'reference', 'triton', a tuple of them in order, or None to choose.
 
   Raises:
     ValueError: shapes or dtypes do not fit, or the named implementation refuses.
@@ -143,7 +146,7 @@ def masked_pack(w: Array, codes: Array, *, dtype: Any = None, implementation: st
 
 
 def soft_threshold_pack(
-  w: Array, scale: Array, *, axis: int = -2, dtype: Any = None, implementation: str | None = None
+  w: Array, scale: Array, *, axis: int = -2, dtype: Any = None, implementation: _dispatch.Implementation = None
 ) -> Packed:
   """The operand of scale S(w), S the soft threshold of S-STE (arXiv 2409.09099, section 4.1), in one pass over `w`.
 
@@ -157,7 +160,7 @@ def soft_threshold_pack(
     axis: the grouped axis. -1: the operand of w, [R, C]; -2: that of its transpose, [C, R].
     dtype: of the packed values, bfloat16, float16, float8_e4m3fn or float8_e5m2; None is the dtype of `w`, bfloat16 for
       float32.
-    implementation: 'reference', 'triton' (float8: compute capability 8.9), or None to choose.
+    implementation: 'reference', 'triton' (float8: compute capability 8.9), a tuple of them in order, or None to choose.
 
   Returns:
     The operand; in float8 also scale S(w) as it stands, shape of `w`, for the dense input gradient.
@@ -191,7 +194,7 @@ def mvue_pack(
   *,
   origin: tuple[Array | int, Array | int, Array | int] = (0, 0, 0),
   dtype: Any = None,
-  implementation: str | None = None,
+  implementation: _dispatch.Implementation = None,
 ) -> Packed:
   """The operand of an unbiased 2:4 sample of `x` along axis -2, the uniforms and decisions being those of `mvue24`.
 
@@ -211,7 +214,7 @@ def mvue_pack(
     origin: as in `mvue24`.
     dtype: of the packed values, bfloat16, float16, float8_e5m2 or float8_e4m3fn; None is the dtype of `x`, bfloat16 for
       float32.
-    implementation: 'reference', 'triton' (float8: compute capability 8.9), or None to choose.
+    implementation: 'reference', 'triton' (float8: compute capability 8.9), a tuple of them in order, or None to choose.
 
   Returns:
     The operand of the transpose of x, [C, R]. In float8 that of the sample times scale / 2, and x times scale.

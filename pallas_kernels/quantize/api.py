@@ -68,7 +68,7 @@ def current_scale(amax: Array, dtype: Any) -> tuple[Array, Array]:
 
 
 def quantize(
-  x: Array, scale: Array, *, dtype: Any, transpose: str = 'no', implementation: str | None = None
+  x: Array, scale: Array, *, dtype: Any, transpose: str = 'no', implementation: _dispatch.Implementation = None
 ) -> Array | tuple[Array, Array]:
   """x times `scale` in float8, and its transpose, from one read of `x`.
 
@@ -82,7 +82,8 @@ def quantize(
     scale: float32, shape `x.shape[:-2]`, from `current_scale`.
     dtype: float8_e4m3fn or float8_e5m2.
     transpose: 'no' for [..., R, C], 'only' for [..., C, R], 'both' for the pair.
-    implementation: 'reference', 'triton' (R and C multiples of four), or None to choose: without a transpose, XLA.
+    implementation: 'reference', 'triton' (R and C multiples of four), a tuple of them in order, or None to choose:
+      without a transpose, XLA.
 
   Raises:
     ValueError: shapes, dtypes or `transpose` do not fit, or the named implementation refuses.

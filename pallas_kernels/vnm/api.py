@@ -154,8 +154,8 @@ def vnm_pack(
   pattern: VNMOperand | None = None,
   masked: bool = False,
   residuals: bool = False,
-  implementation: str | None = None,
-) -> Packed:
+  implementation: _dispatch.Implementation = None,
+) -> Packed:  # fmt: skip
   """The V:2:M operand of `activation(x)`, pattern included, in one pass over `x` on a GPU; or that of a gradient.
 
   Args:
@@ -169,7 +169,7 @@ def vnm_pack(
     pattern: with `gradient`, the operand whose positions are used again.
     masked: with `gradient`, also return what is packed as a dense array.
     residuals: without, also return what a backward pass needs of `x`.
-    implementation: 'triton', 'reference', or None: Triton on a GPU where it takes the call.
+    implementation: 'triton', 'reference', a tuple of them in order, or None: Triton on a GPU where it takes the call.
 
   Returns:
     `Packed`. Where the sums of two columns agree to rounding, the order in which a back end adds decides.
@@ -219,8 +219,9 @@ def _check_gradient(x: Array, gradient: Array, pattern: VNMOperand, v: int, m: i
 
 
 def transpose_pack(
-  a: VNMOperand, *, used: Array | None = None, pattern: VNMOperand | None = None, implementation: str | None = None
-) -> VNMOperand:
+  a: VNMOperand, *, used: Array | None = None, pattern: VNMOperand | None = None,
+  implementation: _dispatch.Implementation = None,
+) -> VNMOperand:  # fmt: skip
   """The V:2:M operand of A's transpose, its own pattern on top of A's.
 
   The groups of the result are spread: its columns, rows of A, are taken `R / m` apart, and its index says which.
@@ -229,7 +230,7 @@ def transpose_pack(
     a: A, [R, K]. Its groups lie side by side, not spread; R and K are multiples of V and of M.
     used: bool [K], columns of A that do not count as zeros; None is all.
     pattern: an earlier result, of another A, whose positions are used again.
-    implementation: 'triton', 'reference', or None: Triton on a GPU where it takes the call.
+    implementation: 'triton', 'reference', a tuple of them in order, or None: Triton on a GPU where it takes the call.
 
   Returns:
     [K, R]; where the sums of two rows agree to rounding, the order in which a back end adds decides.
@@ -261,8 +262,9 @@ def transpose_pack(
 
 
 def transpose_pack_24(
-  a: VNMOperand, *, used: Array | None = None, pattern: SparseOperand | None = None, implementation: str | None = None
-) -> SparseOperand:
+  a: VNMOperand, *, used: Array | None = None, pattern: SparseOperand | None = None,
+  implementation: _dispatch.Implementation = None,
+) -> SparseOperand:  # fmt: skip
   """The 2:4 operand of A's transpose: of each column the two larger ones of four neighbouring entries.
 
   In one pass from what A stores, where `expand` and a packer would write and read the dense matrix.
@@ -271,7 +273,7 @@ def transpose_pack_24(
     a: A, [R, K]. Its groups lie side by side, not spread; R is a multiple of 4.
     used: bool [K], columns of A that do not count as zeros; None is all.
     pattern: an earlier result, of another A, whose positions are used again.
-    implementation: 'triton', 'reference', or None: Triton on a GPU where it takes the call.
+    implementation: 'triton', 'reference', a tuple of them in order, or None: Triton on a GPU where it takes the call.
 
   Returns:
     [K, R]. Among equals the earlier rows stay.
@@ -307,14 +309,14 @@ def _check_used(used: Array | None, k: int) -> None:
     raise ValueError(f'used must be bool of shape {(k,)}, found {used.dtype} of shape {used.shape}')
 
 
-def take_columns(a: VNMOperand, columns: Array, *, implementation: str | None = None) -> Array:
+def take_columns(a: VNMOperand, columns: Array, *, implementation: _dispatch.Implementation = None) -> Array:
   """Some columns of the dense matrix that A stands for.
 
   Args:
     a: A, [R, K], its groups side by side.
     columns: int32 [n], 0 to K - 1; negative ones count from the end, and others take the nearest column, as when JAX
       indexes.
-    implementation: 'triton', 'reference', or None: Triton on a GPU where it takes the call.
+    implementation: 'triton', 'reference', a tuple of them in order, or None: Triton on a GPU where it takes the call.
 
   Returns:
     [R, n].
@@ -336,14 +338,14 @@ def take_columns(a: VNMOperand, columns: Array, *, implementation: str | None = 
   return _dispatch.dispatch('take_columns', TAKERS, implementation, _here(), a, columns)
 
 
-def expand(operand: SparseOperand | VNMOperand, *, implementation: str | None = None) -> Array:
+def expand(operand: SparseOperand | VNMOperand, *, implementation: _dispatch.Implementation = None) -> Array:
   """The dense matrix of an operand, 2:4 or V:N:M, for a matmul in which it is the side that is not sparse.
 
   A pass over operand and result; making the dense matrix again from what was packed takes XLA several.
 
   Args:
     operand: a matrix of 16 bits.
-    implementation: 'triton', 'reference', or None: Triton on a GPU where it takes the call.
+    implementation: 'triton', 'reference', a tuple of them in order, or None: Triton on a GPU where it takes the call.
 
   Returns:
     A matrix in the dtype of the operand.

@@ -337,7 +337,7 @@ def _straddles(found: Matmul, reading: Reading, rule: Rule) -> str | None:
 
 def _not_asked(found: Matmul, rule: Rule) -> str | None:
   """What the model asks of a matmul, and its rule does not give."""
-  return found.asked.unfit_for_fp8() if rule.policy.precision == 'fp8' else None
+  return found.asked.unfit_for(rule.policy.precision)
 
 
 def _no_groups(found: Matmul, rule: Rule) -> str | None:

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 
 from sparse24_jax.binding.bound import Bound
 from sparse24_jax.binding.state import WeightState
-from sparse24_jax.linear_layer import may_pack, pack_weight
+from sparse24_jax.linear_layer import pack_weight
+from sparse24_jax.plan import may_pack
 from sparse24_jax.policy import DotPolicy
 from sparse24_jax.recipe import Recipe
 

@@ -29,6 +29,13 @@ class DispatchTest(absltest.TestCase):
   def test_first_that_accepts_answers(self):
     self.assertEqual(_dispatch.dispatch('op', _BACKENDS, None, ['picky', 'absent', 'good'], 1), 2)
 
+  def test_several_are_asked_in_their_order(self):
+    self.assertEqual(_dispatch.dispatch('op', _BACKENDS, ('picky', 'good'), ['broken'], 1), 2)
+    with self.assertRaisesRegex(ValueError, 'picky: not for 1; absent: '):
+      _dispatch.dispatch('op', _BACKENDS, ('picky', 'absent'), ['good'], 1)
+    with self.assertRaisesRegex(ValueError, "implementation='fast' is unknown"):
+      _dispatch.dispatch('op', _BACKENDS, ('good', 'fast'), ['good'], 1)
+
   def test_a_named_back_end_fails_loudly(self):
     with self.assertRaisesRegex(ValueError, 'picky: not for 1'):
       _dispatch.dispatch('op', _BACKENDS, 'picky', ['good'], 1)

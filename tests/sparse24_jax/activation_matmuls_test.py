@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import _device, _dispatch
 from pallas_kernels.sparse_matmul.api import sparse_matmul
 from pallas_kernels.vnm import api as vnm
 import sparse24_jax as s24
@@ -82,6 +83,24 @@ class PlanTest(parameterized.TestCase):
     steps = plan_neurons(policy, TOKENS, D, HIDDEN, jnp.bfloat16).steps
     matmuls = [step for step in steps if isinstance(step, Matmul) and not step.name.endswith('dense neurons')]
     self.assertEqual(ran, [(timing.op, step.backend, dict(timing.key)) for step in matmuls for timing in step.timings])
+
+  @parameterized.parameters('vnm', 'two_of_four_tokens_and_dense')
+  def test_has_the_back_ends_of_all_passes(self, name):
+    policy, inputs = dataclasses.replace(POLICIES[name], implementation='sparse'), draw(jnp.bfloat16)
+    asked, dispatch = {}, _dispatch.dispatch
+
+    def spy(op, backends, implementation, *args, **kwargs):
+      asked.setdefault(op, set()).add(implementation)
+      return dispatch(op, backends, implementation, *args, **kwargs)
+
+    whole = mock.patch.object(_device, 'arrays_are_whole', lambda: True)
+    with whole, mock.patch.object(_dispatch, 'dispatch', spy):
+      jax.eval_shape(functools.partial(eager, policy), *inputs, state_of(policy, *inputs[1:3]))
+    passes = asked.keys() - {'sparse_matmul', 'vnm_matmul'}
+    transpose = 'transpose_pack' if name == 'vnm' else 'transpose_pack_24'
+    self.assertEqual(passes, {'soft_threshold_pack', 'vnm_pack', 'expand', transpose, 'take_columns'})
+    expected = plan_neurons(policy, TOKENS, D, HIDDEN, jnp.bfloat16).passes
+    self.assertEqual({asked_for for op in passes for asked_for in asked[op]}, {expected})
 
 
 class SixProductsTest(parameterized.TestCase):

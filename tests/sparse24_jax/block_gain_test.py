@@ -14,10 +14,9 @@ import jax.numpy as jnp
 
 from pallas_kernels import _device, _records, _triton, costs
 import sparse24_jax as s24
-from sparse24_jax import neuron_plan
+from sparse24_jax import fp8, neuron_plan
 from sparse24_jax.availability import target
 from sparse24_jax.block_gain import block_gain, block_table, explain, verdict
-from sparse24_jax.packing import E4M3, pack
 from sparse24_jax.plan import plan_layer
 from sparse24_jax.where_it_pays import RoleGain, table
 from tests import targets
@@ -139,7 +138,7 @@ class Fp8LayerTest(parameterized.TestCase):
     assert projection is not None
     w = jax.ShapeDtypeStruct((D_IN, D_OUT), jnp.float32)
     state = jax.eval_shape(projection.init, w)
-    packed = jax.eval_shape(lambda w, s: pack(projection.form, w, s, E4M3), w, state)
+    packed = jax.eval_shape(lambda w, s: fp8.FP8.pack(projection.form, w, s, jnp.bfloat16), w, state)
 
     def size(tree):
       return math.prod(lead) * sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(tree))

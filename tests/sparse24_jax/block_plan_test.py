@@ -36,6 +36,8 @@ PASSES = {
   (activations, 'gated_activation'): 'gated_silu', (activations, 'activation_backward_amax'): 'backward_amax',
   (activations, 'activation_backward_pack'): 'backward_pack',
 }  # fmt: skip
+# Those that are XLA's own; the plan has back ends for the others.
+OF_XLA = ('amax', 'gated_silu', 'backward_amax')
 # And those that write float8 if they are told a dtype.
 PASSES8 = {'mvue_pack': 'mvue_pack8', 'backward_pack': 'backward_pack8'}
 
@@ -65,7 +67,8 @@ MATMULS = {(sparse_matmul, 'sparse_matmul'): kernel, (quantize, 'fp8_dot'): dens
 def recorded(ran):
   """Notes what runs, in order; on one device, since what a mesh may divide is traced more than once.
 
-  Of a pass the bytes that it moves, those of its operands and results; of a matmul its back end and problem.
+  Of a pass the bytes that it moves, those of its operands and results, and the back ends that it may take; of a matmul
+  its back end and problem.
   """
   with contextlib.ExitStack() as stack:
     stack.enter_context(mock.patch.object(_device, 'arrays_are_whole', lambda: True))
@@ -80,7 +83,8 @@ def recorded(ran):
           depth.pop()
         if not depth:  # not what one of them calls itself
           name = what if kwargs.get('dtype') is None else PASSES8.get(what, what)
-          ran.append((name, size(args, kwargs, out)) if isinstance(what, str) else what(*args, **kwargs))
+          made = (name, size(args, kwargs, out), kwargs.get('implementation')) if isinstance(what, str) else None
+          ran.append(made or what(*args, **kwargs))
         return out
 
       counted = functools.partial(spy, getattr(module, name), what)
@@ -88,7 +92,7 @@ def recorded(ran):
     yield
 
 
-def planned(steps):
+def planned(steps, passes):
   """What the steps of a plan are, as `recorded` notes it; XLA's own passes are not seen."""
   found = []
   for step in steps:
@@ -100,7 +104,8 @@ def planned(steps):
     for op, moved in step.moves:
       if op != costs.COPY:
         name = op.removesuffix('_axis-1').removesuffix('_axis-2')
-        found.append((max(filter(name.endswith, (*PASSES.values(), *PASSES8.values())), key=len), moved))
+        name = max(filter(name.endswith, (*PASSES.values(), *PASSES8.values())), key=len)
+        found.append((name, moved, None if name in OF_XLA else passes))
   return found
 
 
@@ -135,7 +140,7 @@ class StepsTest(parameterized.TestCase):
     plan = plan_block(policy, TOKENS, sides(gated), jnp.bfloat16)
     self.assertTrue(plan.fused)
     ran, packed, kept = self._traced(policy, gated)
-    self.assertEqual(ran, planned(plan.steps))
+    self.assertEqual(ran, planned(plan.steps, plan.precision.passes))
     operands = [dataclasses.replace(each, state=None) for each in packed.values()]
     self.assertEqual(sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(operands)), plan.packed_bytes)
     in_8_bits = sum(a.size for a in kept if a.dtype == E4M3 and TOKENS in a.shape)
@@ -145,7 +150,8 @@ class StepsTest(parameterized.TestCase):
   def test_not_fused_they_are_those_of_the_layers(self, gated):
     plan = plan_block(S_STE, TOKENS, sides(gated), jnp.bfloat16)
     self.assertFalse(plan.fused)
-    of_kernels = [step for step in planned(plan.steps) if step[0] is not None]  # XLA's matmuls are not seen
+    found = planned(plan.steps, plan.precision.passes)
+    of_kernels = [step for step in found if step[0] is not None]  # XLA's matmuls are not seen
     self.assertLen(of_kernels, 9 if gated else 6)
     self.assertCountEqual(self._traced(S_STE, gated)[0], of_kernels)
     matmuls = [(step.name, step.backend is None) for step in plan.steps if isinstance(step, Matmul)]

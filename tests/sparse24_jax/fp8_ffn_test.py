@@ -53,7 +53,8 @@ class FfnTest(parameterized.TestCase):
   def test_a_dense_forward_of_either_product_leaves_the_block_as_it_is(self, activation, gated, dense):
     def plan(policy, tokens, d_in, d_out, *_, **__):
       loses = (d_in, d_out) == SHAPES[dense]
-      return LayerPlan(tokens, d_in, d_out, 'bfloat16', Backends(None if loses else 'dense', None, 'dense', fp8=True))
+      backends = Backends(None if loses else 'dense', None, 'dense')
+      return LayerPlan(tokens, d_in, d_out, 'bfloat16', backends, fp8.FP8)
 
     given = problem(gated=gated, biased=True)
     with (
@@ -107,15 +108,15 @@ class FfnTest(parameterized.TestCase):
   @parameterized.parameters('dot', 'block', 'gated block')
   def test_a_forward_that_is_recomputed_writes_no_transposes_before(self, what):
     """What it rounds, x and h, it rounds one way first, and both ways for the backward."""
-    gated, rounded = what == 'gated block', fp8.rounded
+    gated, rounded = what == 'gated block', fp8.Fp8.rounded
     x, weights, biases, states, _ = problem(gated=gated, biased=False)
 
-    def spy(x, *, keep):
+    def spy(self, x, *, keep):
       def one_way(x):
-        return rounded(x, keep=False)
+        return rounded(self, x, keep=False)
 
       def both_ways(x):
-        return rounded(x, keep=True)
+        return rounded(self, x, keep=True)
 
       return jax.jit(both_ways if keep else one_way)(x)
 
@@ -125,7 +126,7 @@ class FfnTest(parameterized.TestCase):
         return s24.dot(x, weights['up'], states['up'], policy=KERNELS, key=KEY)
       return block(KERNELS, 'silu', x, weights, biases, states, KEY)
 
-    with mock.patch.object(fp8, 'rounded', spy):
+    with mock.patch.object(fp8.Fp8, 'rounded', spy):
       jaxpr = jax.make_jaxpr(jax.grad(lambda *args: run(*args).astype(jnp.float32).sum(), (0, 1)))(x, weights)
     names = [eqn.params.get('name') for eqn, _ in equations(jaxpr.jaxpr)]
     each = 1 if what == 'dot' else 2

@@ -76,7 +76,7 @@ class DotTest(parameterized.TestCase):
     x, w, dz = (a.astype(dtype) for a in (self.x, self.w, self.dz))
 
     def dense_forward(policy, tokens, d_in, d_out, *_, **__):
-      return LayerPlan(tokens, d_in, d_out, jnp.dtype(dtype).name, Backends(None, None, 'dense', fp8=True))
+      return LayerPlan(tokens, d_in, d_out, jnp.dtype(dtype).name, Backends(None, None, 'dense'), fp8.FP8)
 
     with mock.patch.object(importlib.import_module('sparse24_jax.dot'), 'plan_layer', dense_forward):
       found = jit(lambda *args: dot_and_gradients.__wrapped__(CHOOSES, *args))(x, w, self.state, dz, KEY)
@@ -182,9 +182,9 @@ class DotTest(parameterized.TestCase):
     w, x = draw_weight(0, D, HIDDEN), draw(1, *TOKENS, D)
     state, asked, quantize = PROJECTION.init(w), [], fp8.quantize.quantize
 
-    def spy(x, scale, *, dtype, transpose='no'):
+    def spy(x, scale, *, transpose='no', **options):
       asked.append(transpose)
-      return quantize(x, scale, dtype=dtype, transpose=transpose)
+      return quantize(x, scale, transpose=transpose, **options)
 
     with mock.patch.object(fp8.quantize, 'quantize', spy):
       plain = s24.dot(x, w, state, policy=KERNELS)

@@ -18,7 +18,7 @@ from pallas_kernels.sparse_matmul import api
 import sparse24_jax as s24
 from sparse24_jax import fp8, linear_layer
 from sparse24_jax.layer_plan import Backends, LayerPlan
-from sparse24_jax.plan import plan_layer
+from sparse24_jax.plan import may_pack, plan_layer
 from sparse24_jax.precision import Precision
 from tests import targets
 
@@ -87,11 +87,11 @@ class PlanTest(parameterized.TestCase):
   ))
   def test_a_named_back_end_serves_what_the_policy_makes_sparse(self, policy, implementation, dtype):
     (policy, sparse), backend = POLICIES[policy], BACKENDS[implementation]
-    found = backends(named(policy, implementation), 32, 64, 128, dtype)
-    self.assertEqual(found, Backends(*(backend if s else None for s in sparse)))
+    found = plan_layer(named(policy, implementation), 32, 64, 128, dtype)
+    self.assertEqual(found.backends, Backends(*(backend if s else None for s in sparse)))
     self.assertEqual(found.packs, bool(sparse[0] or sparse[1]))
     expected = backend if all(sparse) else None  # the one back end of all three, or None
-    self.assertEqual(found.sole, expected)
+    self.assertEqual(found.backends.sole, expected)
 
   def test_sparse_is_the_kernel_of_the_gpu(self):
     for device, backend in ((H100, 'mosaic_gpu'), (A100, 'mosaic_gpu_sm80')):
@@ -216,14 +216,16 @@ class PlanTest(parameterized.TestCase):
 
   def test_fp8_runs_on_kernels_or_is_simulated(self):
     for name, backend in BACKENDS.items():
-      found = backends(named(S_STE_FP8, name), 32, 64, 128, BF16)
-      self.assertEqual(found, Backends(backend, None, backend, fp8=True))
+      found = plan_layer(named(S_STE_FP8, name), 32, 64, 128, BF16)
+      self.assertEqual((found.backends, type(found.precision)), (Backends(backend, None, backend), fp8.Fp8))
     with gpu(records=lambda m, n, k, **_: ('dense',)):  # of 16 bits; the products in 8 bits were not measured
-      self.assertEqual(backends(S_STE_FP8, 32, 64, 128, BF16), Backends('mosaic_gpu', None, 'mosaic_gpu', fp8=True))
+      found = plan_layer(S_STE_FP8, 32, 64, 128, BF16)
+      self.assertEqual((found.backends, type(found.precision)), (Backends('mosaic_gpu', None, 'mosaic_gpu'), fp8.Fp8))
     _dispatch.log_once.cache_clear()
     with self.assertLogs('sparse24_jax', logging.INFO) as logs:
       for _ in range(3):
-        self.assertEqual(backends(S_STE_FP8, 32, 64, 128, BF16), Backends())
+        found = plan_layer(S_STE_FP8, 32, 64, 128, BF16)
+        self.assertEqual((found.backends, found.precision, found.packs), (Backends(), fp8.SIMULATED, False))
     self.assertLen(logs.output, 1)
     self.assertIn('FP8 is simulated', logs.output[0])
 
@@ -236,9 +238,9 @@ class PlanTest(parameterized.TestCase):
       return choice and _records.Choice(choice, None, key, 0.0)
 
     with gpu(), mock.patch.object(_records, 'lookup', lookup):
-      found = backends(S_STE_FP8, 32, 64, 128, BF16)
+      found = plan_layer(S_STE_FP8, 32, 64, 128, BF16)
       self.assertEqual(backends(named(S_STE_FP8, 'cusparselt'), 32, 64, 128, BF16).forward, 'cusparselt')
-    self.assertEqual(found, Backends(forward, None, 'mosaic_gpu', fp8=True))
+    self.assertEqual(found.backends, Backends(forward, None, 'mosaic_gpu'))
     self.assertTrue(found.packs)
     (device, op, key), *again = asked
     self.assertEqual(again, [asked[0]] * len(again))  # where a check may take the place of a record
@@ -270,21 +272,21 @@ class MayPackTest(parameterized.TestCase):
   def test_whether_some_plan_reads_the_weight_packed(self, policy):
     policy, sparse = POLICIES[policy]
     w, packs = jnp.zeros((64, 128)), bool(sparse[0] or sparse[1])
-    self.assertFalse(linear_layer.may_pack(policy, w))  # no such GPU here
-    self.assertFalse(linear_layer.may_pack(named(policy, 'reference'), w))
-    self.assertEqual(linear_layer.may_pack(named(policy, 'dense'), w), packs)
+    self.assertFalse(may_pack(policy, w))  # no such GPU here
+    self.assertFalse(may_pack(named(policy, 'reference'), w))
+    self.assertEqual(may_pack(named(policy, 'dense'), w), packs)
     packs = packs and packed_by_a_kernel(policy)
     with gpu():
-      self.assertEqual(linear_layer.may_pack(policy, w), packs)
-      self.assertEqual(linear_layer.may_pack(policy, jnp.zeros((3, 64, 128))), packs)
-      self.assertFalse(linear_layer.may_pack(named(policy, 'reference'), w))
-      self.assertFalse(linear_layer.may_pack(policy, jnp.zeros((64, 6))))
-      self.assertFalse(linear_layer.may_pack(policy, jnp.zeros((6, 64))))
-      self.assertFalse(linear_layer.may_pack(FP8_MASKED, w))
-      self.assertTrue(linear_layer.may_pack(S_STE_FP8, w))
+      self.assertEqual(may_pack(policy, w), packs)
+      self.assertEqual(may_pack(policy, jnp.zeros((3, 64, 128))), packs)
+      self.assertFalse(may_pack(named(policy, 'reference'), w))
+      self.assertFalse(may_pack(policy, jnp.zeros((64, 6))))
+      self.assertFalse(may_pack(policy, jnp.zeros((6, 64))))
+      self.assertFalse(may_pack(FP8_MASKED, w))
+      self.assertTrue(may_pack(S_STE_FP8, w))
     for elsewhere in (dict(device=A100), dict(served=False), dict(triton='absent')):
       with gpu(**elsewhere):
-        self.assertFalse(linear_layer.may_pack(policy, w))
+        self.assertFalse(may_pack(policy, w))
 
 
 class PackedWeightTest(parameterized.TestCase):

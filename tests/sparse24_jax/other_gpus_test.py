@@ -19,10 +19,10 @@ from pallas_kernels.ffi import cusparselt
 from pallas_kernels.pack import api as pack
 from pallas_kernels.sparse_matmul import api, check, reference
 import sparse24_jax as s24
-from sparse24_jax import linear_layer
 from sparse24_jax.block_gain import explain
-from sparse24_jax.layer_plan import Backends, ROLES
-from sparse24_jax.plan import plan_layer
+from sparse24_jax.layer_plan import Backends
+from sparse24_jax.plan import may_pack, plan_layer
+from sparse24_jax.precision import NATIVE, ROLES
 from sparse24_jax.where_it_pays import table
 from tests import oracles, targets
 from tests.sparse24_jax.dot_test import normal, TOLERANCE, written_formulas
@@ -54,8 +54,7 @@ def vendor(*args, **kwargs):
 
 def entry(role, choice):
   """A record in which `choice` took 1 ms and all else twice as long."""
-  m, n, k, b_layout = ROLES[role](TOKENS, D_IN, D_OUT)
-  key = dict(m=m, n=n, k=k, dtype='bfloat16', out_dtype='bfloat16', b_layout=b_layout, out_layout='nm')
+  key = NATIVE.key(role, TOKENS, D_IN, D_OUT, 'bfloat16')
   times = {name: 1.0 if name == choice else 2.0 for name in ('dense', 'mosaic_gpu_sm80', 'cusparselt')}
   baseline = dict(implementation='dense', config=None, samples_ms=[times.pop('dense')])
   rows = [dict(implementation=name, config={}, rejected=None, samples_ms=[ms]) for name, ms in times.items()]
@@ -95,7 +94,7 @@ class ChoiceTest(parameterized.TestCase):
     with recorded(choices, device):
       found = plan_layer(FST, TOKENS, D_IN, D_OUT, jnp.dtype(dtype))
       self.assertEqual(found.backends, Backends(*map(backend, choices)))
-      self.assertTrue(linear_layer.may_pack(FST, jnp.zeros((D_IN, D_OUT))))
+      self.assertTrue(may_pack(FST, jnp.zeros((D_IN, D_OUT))))
       self.assertEqual(plan_layer(FST, 16 * TOKENS, D_IN, D_OUT, jnp.dtype(dtype)).backends, Backends())
       (here,) = s24.where_it_pays(w, recipe, tokens=TOKENS, dtype=dtype)
     with recorded(choices, device), mock.patch.object(_device, 'current', lambda: _device.Device('cpu', 'cpu')):
@@ -114,7 +113,7 @@ class ChoiceTest(parameterized.TestCase):
     with recorded(choices), self.assertLogs('sparse24_jax', logging.INFO) as logs:
       for _ in range(2):
         self.assertEqual(plan_layer(FST, TOKENS, D_IN, D_OUT, jnp.bfloat16).backends, Backends())
-        self.assertFalse(linear_layer.may_pack(FST, jnp.zeros((D_IN, D_OUT))))
+        self.assertFalse(may_pack(FST, jnp.zeros((D_IN, D_OUT))))
     self.assertLen(logs.output, 1)
     self.assertIn(f'no kernels on {A100.name}: ', logs.output[0])
     self.assertIn(reason, logs.output[0])
@@ -123,7 +122,7 @@ class ChoiceTest(parameterized.TestCase):
     w = {'w': {'kernel': jax.ShapeDtypeStruct((D_IN, D_OUT), 'float32')}}
     with recorded(CHOICES[0], L40S):
       self.assertEqual(plan_layer(FP8, TOKENS, D_IN, D_OUT, jnp.bfloat16).backends, Backends())
-      self.assertFalse(linear_layer.may_pack(FP8, jnp.zeros((D_IN, D_OUT))))
+      self.assertFalse(may_pack(FP8, jnp.zeros((D_IN, D_OUT))))
       (layer,) = s24.where_it_pays(w, s24.Recipe('r', (s24.Rule('.*', FP8),)), tokens=TOKENS)
     self.assertEqual({role.chosen for role in layer.roles}, {'simulated'})
     self.assertEqual(layer.simulated, f'{L40S.slug} has no FP8 kernels, Hopper has')
@@ -155,7 +154,7 @@ class CheckedTest(absltest.TestCase):
       w = {'kernel': jax.ShapeDtypeStruct((D_IN, D_OUT), 'float32')}
       exact = s24.Recipe('r', (s24.Rule('.*', dataclasses.replace(FST, weight_grad='dense')),))
       first = s24.where_it_pays(w, exact, tokens=TOKENS)
-      self.assertTrue(linear_layer.may_pack(FST, jnp.zeros((D_IN, D_OUT))))
+      self.assertTrue(may_pack(FST, jnp.zeros((D_IN, D_OUT))))
       found = plan_layer(FST, TOKENS, D_IN, D_OUT, jnp.bfloat16)
       self.assertEqual(found.backends, Backends('mosaic_gpu_sm80', 'mosaic_gpu_sm80', None))
       self.assertEqual(plan_layer(FP8, TOKENS, D_IN, D_OUT, jnp.bfloat16).backends, Backends())

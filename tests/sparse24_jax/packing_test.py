@@ -13,6 +13,7 @@ from pallas_kernels.operand import from_operand
 import sparse24_jax as s24
 from sparse24_jax import linear_layer
 from sparse24_jax.packing import pack
+from sparse24_jax.plan import may_pack
 from tests import oracles
 
 PROJECTIONS = {
@@ -85,7 +86,7 @@ class PackedWeightTest(parameterized.TestCase):
   @parameterized.parameters(*NOT_PACKED)
   def test_a_projection_that_is_not_2_4_along_the_input_has_no_packed_form(self, name):
     policy = s24.DotPolicy(NOT_PACKED[name], implementation='dense')
-    self.assertFalse(linear_layer.may_pack(policy, weight(64, 128)))
+    self.assertFalse(may_pack(policy, weight(64, 128)))
     with self.assertRaisesRegex(ValueError, 'has no packed form'):
       linear_layer.pack_weight(policy, weight(64, 128), None, jnp.bfloat16)
 

@@ -120,11 +120,11 @@ class ChoiceTest(parameterized.TestCase):
     policy = recipe.rules[0].policy
     for shape in SHAPES:
       with gpu():
-        plan = plan_layer(policy, tokens, *shape, jnp.dtype(dtype)).backends
+        plan = plan_layer(policy, tokens, *shape, jnp.dtype(dtype))
         (layer,) = s24.where_it_pays(struct(*shape), recipe, tokens=tokens, dtype=dtype)
       for role in layer.roles:
-        dense = 'dense_fp8' if plan.fp8 else 'dense' if policy.precision == 'default' else 'simulated'
-        self.assertEqual(role.chosen, getattr(plan, role.role) or dense, f'{shape} {role}')
+        dense = 'dense' if policy.precision == 'default' else 'dense_fp8' if plan.packs else 'simulated'
+        self.assertEqual(role.chosen, getattr(plan.backends, role.role) or dense, f'{shape} {role}')
 
   def test_a_named_implementation_is_priced_as_it_runs(self):
     """Masks by magnitude are packed by no kernel, so that by itself the forward stays with XLA."""

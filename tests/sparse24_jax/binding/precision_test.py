@@ -178,7 +178,7 @@ class PlanTest(absltest.TestCase):
     self.assertEqual(plan('highest', 'bfloat16'), plan(None, None))
     for asked in ((None, 'float32'), (jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X3, None)):
       found = plan(*asked)
-      self.assertFalse(found.backends.packs or found.backends.weight_grad)
+      self.assertFalse(found.packs or found.backends.weight_grad)
       self.assertRegex(found.plain, 'preferred_element_type=float32|names an algorithm')
 
   def test_where_it_pays_says_so(self):
