@@ -230,7 +230,7 @@ class BlockTest(parameterized.TestCase):
   def test_nothing_is_chosen_that_is_all_dense(self):
     block = block_gain(4096, 16384, s24.recipes.sr_ste('.*', masked_decay=0.0), tokens=16384, device=H100)
     self.assertAlmostEqual(block.gain or 0.0, 1.0, places=6)
-    self.assertEndsWith(block_table(block), "; stays dense: 'magnitude 2:4' weights have no packer")
+    self.assertEqual(verdict(block), "These layers stay dense: 'magnitude 2:4' weights have no packer.")
 
   def test_a_gpu_without_records(self):
     block = block_gain(64, 128, FP8, tokens=32, device='no_such_gpu')
