@@ -27,7 +27,7 @@ from pallas_kernels.pack.reference import MVUE_HEADROOM
 from pallas_kernels.quantize import api as quantize
 from pallas_kernels.sparse_matmul.reference import activate
 from sparse24_jax.numerics import Format, round_to_fp8
-from sparse24_jax.packing import E4M3, PackedWeight
+from sparse24_jax.packing import as_dtype, E4M3, PackedWeight
 from sparse24_jax.policy import DotPolicy
 from sparse24_jax.precision import NATIVE, Precision, Rounded
 from sparse24_jax.projection import Form, SoftThreshold
@@ -75,8 +75,8 @@ class Fp8(Precision):
       return NATIVE.pack(form, w, state, dtype)
     scale, factor = quantize.current_scale(_under_power_of_two(jnp.abs(state) * quantize.amax(w)), E4M3)
     p = pack.soft_threshold_pack(w, scale * state, dtype=E4M3, implementation=self.passes)
-    operand = dataclasses.replace(p.operand, values=_as(jnp.uint8, p.operand.values))
-    return PackedWeight(state, operand, dense=_as(jnp.uint8, p.dense), factor=factor)
+    operand = dataclasses.replace(p.operand, values=as_dtype(jnp.uint8, p.operand.values))
+    return PackedWeight(state, operand, dense=as_dtype(jnp.uint8, p.dense), factor=factor)
 
   def packing(self, form: Form | None, entries: int, operands: int, stored: int, wide: int) -> Moves:
     return ('amax', entries * stored), ('soft_threshold_pack8', entries * (stored + self.packed(operands, wide)))
@@ -157,15 +157,11 @@ class Simulated(Precision):
 FP8, SIMULATED = Fp8(), Simulated()
 
 
-def _as(dtype: Any, x: Array) -> Array:
-  return jax.lax.bitcast_convert_type(x, dtype)
-
-
 def _under_power_of_two(amax: Array) -> Array:
   """The next larger number under which the scale of e4m3 is a power of two; what is not finite stays."""
   largest = float(jnp.finfo(E4M3).max)
-  bits = _as(jnp.int32, amax / largest)
-  rounded_up = _as(jnp.float32, (bits + 0x7FFFFF) & 0x7F800000)
+  bits = as_dtype(jnp.int32, amax / largest)
+  rounded_up = as_dtype(jnp.float32, (bits + 0x7FFFFF) & 0x7F800000)
   return jnp.where(jnp.isfinite(amax), largest * rounded_up, amax)
 
 

@@ -9,11 +9,7 @@ import jax
 from jax import Array
 import jax.numpy as jnp
 
-from pallas_kernels import formats
-from pallas_kernels.operand import concatenate, SparseOperand, split, to_operand
-from pallas_kernels.pack import api
-from pallas_kernels.pack.reference import mask_codes
-from sparse24_jax.projection import Form, Masked, SoftThreshold, TransposableMasked
+from pallas_kernels.operand import concatenate, SparseOperand, split
 
 E4M3 = jnp.dtype('float8_e4m3fn')
 
@@ -38,10 +34,10 @@ class PackedWeight:
     factor: in FP8 float32, `[...]`, a power of two: what a result is multiplied with to undo the scale.
 
   >>> import jax, jax.numpy as jnp, sparse24_jax as s24
-  >>> from sparse24_jax.packing import pack
+  >>> from sparse24_jax.precision import NATIVE
   >>> projection = s24.transposable()
   >>> w = jax.random.normal(jax.random.key(0), (8, 16))
-  >>> packed = pack(projection.form, w, projection.init(w), jnp.bfloat16)
+  >>> packed = NATIVE.pack(projection.form, w, projection.init(w), jnp.bfloat16)
   >>> packed.forward.shape, packed.forward.values.shape, packed.input_grad.shape
   ((16, 8), (16, 4), (8, 16))
   """
@@ -67,36 +63,18 @@ class PackedWeight:
     assert self.forward is not None
     if self.factor is None:
       return self.forward
-    return dataclasses.replace(self.forward, values=_as(E4M3, self.forward.values))
+    return dataclasses.replace(self.forward, values=as_dtype(E4M3, self.forward.values))
 
   @property
   def matrix(self) -> Array:
     """`dense` in e4m3."""
     assert self.dense is not None
-    return _as(E4M3, self.dense)
+    return as_dtype(E4M3, self.dense)
 
 
-def _as(dtype: Any, x: Array) -> Array:
+def as_dtype(dtype: Any, x: Array) -> Array:
+  """The same bytes as numbers of a dtype."""
   return jax.lax.bitcast_convert_type(x, dtype)
-
-
-def pack(
-  form: Form, w: Array, state: Array, dtype: Any, passes: tuple[str, ...] | None = None
-) -> PackedWeight:
-  """`w` packed under the state of its projection, of this form: in one pass, but for other masks than transposable.
-
-  `passes` are back ends, the best first; None are those of the device.
-  """
-  match form:
-    case SoftThreshold(-2):
-      return PackedWeight(state, api.soft_threshold_pack(w, state, dtype=dtype, implementation=passes).operand)
-    case TransposableMasked():
-      pair = api.masked_pack(w, mask_codes(state), dtype=dtype, implementation=passes)
-      return PackedWeight(state, pair.columns, pair.rows)
-    case Masked():
-      kept = jnp.where(state, w, jnp.zeros((), w.dtype)).astype(dtype)
-      return PackedWeight(state, to_operand(formats.compress(kept, state, axis=-2)))
-  raise ValueError(f'{form} is not 2:4 along the input, as the forward reads a packed weight')
 
 
 def side_by_side(gate: PackedWeight, up: PackedWeight) -> PackedWeight:
@@ -135,8 +113,8 @@ def _rescaled(p: PackedWeight, factor: Array) -> PackedWeight:
   """Rescales `forward` and `dense`, as far as `p` has them, to another factor."""
 
   def rescaled(values: Array) -> Array:
-    wide = _as(E4M3, values).astype(jnp.bfloat16)  # exact, as is the product but for what becomes subnormal
-    return _as(jnp.uint8, (wide * (p.factor / factor).astype(jnp.bfloat16)).astype(E4M3))
+    wide = as_dtype(E4M3, values).astype(jnp.bfloat16)  # exact, as is the product but for what becomes subnormal
+    return as_dtype(jnp.uint8, (wide * (p.factor / factor).astype(jnp.bfloat16)).astype(E4M3))
 
   forward = None if p.forward is None else dataclasses.replace(p.forward, values=rescaled(p.forward.values))
   return PackedWeight(None, forward, None, None if p.dense is None else rescaled(p.dense), factor)

@@ -12,15 +12,15 @@ import jax
 from jax import Array
 import jax.numpy as jnp
 
+from pallas_kernels import formats
 from pallas_kernels.gated_activation import api as activations
-from pallas_kernels.operand import SparseOperand
+from pallas_kernels.operand import SparseOperand, to_operand
 from pallas_kernels.pack import api as pack
-from pallas_kernels.pack.reference import Packed
-from sparse24_jax import packing
+from pallas_kernels.pack.reference import mask_codes, Packed
 from sparse24_jax.matmuls import multiply
 from sparse24_jax.packing import PackedWeight
 from sparse24_jax.policy import DotPolicy
-from sparse24_jax.projection import Form, TransposableMasked
+from sparse24_jax.projection import Form, Masked, SoftThreshold, TransposableMasked
 from sparse24_jax.steps import Moves, Pass
 
 ROLES: Mapping[str, Any] = {
@@ -124,7 +124,17 @@ class Precision:
 
   def pack(self, form: Form, w: Array, state: Array, dtype: Any) -> PackedWeight:
     """`w` `[..., in, out]` packed under its state, for activations of this dtype."""
-    return packing.pack(form, w, state, jnp.dtype(dtype), self.passes)
+    how = dict(dtype=jnp.dtype(dtype), implementation=self.passes)
+    match form:
+      case SoftThreshold(-2):
+        return PackedWeight(state, pack.soft_threshold_pack(w, state, **how).operand)
+      case TransposableMasked():
+        pair = pack.masked_pack(w, mask_codes(state), **how)
+        return PackedWeight(state, pair.columns, pair.rows)
+      case Masked():
+        kept = jnp.where(state, w, jnp.zeros((), w.dtype)).astype(dtype)
+        return PackedWeight(state, to_operand(formats.compress(kept, state, axis=-2)))
+    raise ValueError(f'{form} is not 2:4 along the input, as the forward reads a packed weight')
 
   def packing(self, form: Form | None, entries: int, operands: int, stored: int, wide: int) -> Moves:
     """The passes of `pack` over a weight of `stored` bytes an entry."""

@@ -13,7 +13,7 @@ import pytest
 
 from pallas_kernels import _device
 import sparse24_jax as s24
-from sparse24_jax import packing
+from sparse24_jax.precision import NATIVE
 from tests.pallas_kernels import compiling
 from tests.sparse24_jax import hopper
 from tests.sparse24_jax.hlo import calls, result, SPARSE, TRITON
@@ -111,7 +111,7 @@ class BlockTest(parameterized.TestCase):
     def step(x, weights, masks, key):
       form, keys = s24.transposable().form, jax.random.split(jax.random.wrap_key_data(key), LAYERS)
       packed = masks and {
-        role: jax.vmap(lambda w, mask: packing.pack(form, w, mask, jnp.bfloat16))(w, masks[role])
+        role: jax.vmap(lambda w, mask: NATIVE.pack(form, w, mask, jnp.bfloat16))(w, masks[role])
         for role, w in weights.items()
       }
       call = jax.checkpoint(layer) if how == 'again' else layer

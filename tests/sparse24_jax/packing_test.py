@@ -12,8 +12,8 @@ from pallas_kernels import formats
 from pallas_kernels.operand import from_operand
 import sparse24_jax as s24
 from sparse24_jax import linear_layer
-from sparse24_jax.packing import pack
 from sparse24_jax.plan import may_pack
+from sparse24_jax.precision import NATIVE
 from tests import oracles
 
 PROJECTIONS = {
@@ -44,7 +44,7 @@ def packer(projection, dtype):
   @jax.jit
   def of(w, state=None):
     state = projection.init(w) if state is None else state
-    return state, pack(projection.form, w, state, jnp.dtype(dtype)), projection.apply(w, state).astype(dtype)
+    return state, NATIVE.pack(projection.form, w, state, dtype), projection.apply(w, state).astype(dtype)
 
   return of
 

@@ -14,8 +14,8 @@ from pallas_kernels.ffi import cusparselt
 from pallas_kernels.sparse_matmul import api
 import sparse24_jax as s24
 from sparse24_jax.layer_plan import Backends
-from sparse24_jax.packing import pack
 from sparse24_jax.plan import plan_layer
+from sparse24_jax.precision import NATIVE
 from sparse24_jax.where_it_pays import RoleGain, table
 from tests.sparse24_jax.gpus import gpu, H100
 from tests.standard import standard
@@ -295,7 +295,7 @@ class SumTest(parameterized.TestCase):
       layer, one = (gain_of(RECIPES[recipe], lead=lead) for lead in (lead, ()))
     w = jax.ShapeDtypeStruct((*lead, 64, 128), jnp.float32)
     state = jax.eval_shape(projection.init, w)
-    packed = jax.eval_shape(lambda w, s: pack(projection.form, w, s, jnp.bfloat16), w, state)
+    packed = jax.eval_shape(lambda w, s: NATIVE.pack(projection.form, w, s, jnp.bfloat16), w, state)
     sizes = [sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(t)) for t in ((packed.forward, packed.input_grad),
                                                                                    state)]  # fmt: skip
     self.assertEqual([layer.packed_bytes, layer.state_bytes], sizes)
