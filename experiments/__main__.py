@@ -1,4 +1,4 @@
-"""`python -m experiments COMMAND`: train, look at, tune and compare 2:4-sparse models. No command runs the main job."""
+"""`python -m experiments COMMAND`: train, look at, tune and compare 2:4-sparse models; without one, the main job."""
 
 import argparse
 from collections.abc import Sequence

@@ -61,7 +61,7 @@ def _methods_arguments(
 
 def make_parser() -> argparse.ArgumentParser:
   """The command line, with the help of every command."""
-  about = 'Train, look at, tune and compare 2:4-sparse models. No command runs the main job.'
+  about = 'Train, look at, tune and compare 2:4-sparse models. Without a command it runs the main job.'
   parser = _Parser(prog='python -m experiments', description=about)
   parser.add_argument('--debug', action='store_true', help='show tracebacks of errors that have a message')
   commands = parser.add_subparsers(dest='command', metavar='COMMAND')

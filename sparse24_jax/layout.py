@@ -132,8 +132,9 @@ def other_projection(path: str, made: str, wanted: str) -> str:
   """The error for a state that another projection made."""
   return (
     f'{path}: its state was made by projection {made!r}, and the recipe has {wanted!r}. To go on with another recipe'
-    ' make a state of the weights as they are, new = tx.init(params), and keep the moments of the state of'
-    ' sparse_training: new._replace(inner_state=old.inner_state)'
+    ' make a state of the weights as they are, new = tx.init(params). To keep the moments, give its state of'
+    ' sparse_training those of the old one, new._replace(inner_state=old.inner_state); in optax.chain(clip,'
+    ' sparse_training(...)) these are new[1] and old[1]'
   )
 
 

@@ -2,14 +2,16 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
+import logging
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from sparse24_jax.availability import log_once
 from sparse24_jax.block_gain import block_gain
 from sparse24_jax.policy import DotPolicy
 from sparse24_jax.recipe import Recipe, Rule
-from sparse24_jax.rules import keep_dense, leaves_by_path, match_rules
+from sparse24_jax.rules import keep_dense, leaves_by_path, listed, match_rules
 from sparse24_jax.where_it_pays import LayerGain, where_it_pays
 
 
@@ -23,7 +25,8 @@ def only_where_it_pays(
   gradients for exact ones in silence. This leaves layers out once, before training, by the records of a GPU. Which
   ones is then a part of the recipe and of its description, and stays the same wherever the run goes on.
 
-  A layer or block is kept if one of its matmuls or passes has no record near it, since then no time can be expected.
+  A layer or block is kept if one of its matmuls or passes has no record near it, since then no time can be expected; a
+  warning says so once.
   Blocks with sparse activations are kept too: they choose for themselves.
 
   Layers of one feed-forward block are counted together, see `block_gain`, all others alone, see `where_it_pays`. A
@@ -64,15 +67,22 @@ def only_where_it_pays(
   policies = {path: rules[path].policy.of_matrix for path in layers}
   known = recipe.blocks
   blocks = _by_shapes(layers, policies) if known is None else _as_bound(known, layers)
-  slow = set()
+  slow, unknown = set(), set()
   for block in blocks:
     first = block.paths[0]
     of_block = Recipe(recipe.name, (Rule('.*', policies[first]),))
     gated, weight_dtype = len(block.paths) == 3, stored[first]
     gain = block_gain(block.d, block.hidden, of_block, gated=gated, weight_dtype=weight_dtype, **counted).gain
     slow |= set(block.paths) if gain is not None and gain < 1 else set()
+    unknown |= set(block.paths) if gain is None else set()
   alone = layers.keys() - {path for block in blocks for path in block.paths}
   slow |= {path for path in alone if (gain := layers[path].gain) is not None and gain < 1}
+  unknown |= {path for path in alone if layers[path].gain is None and layers[path].plain is None}
+  if unknown:
+    log_once(
+      f'{listed(sorted(unknown))}: left as the recipe has them, since nothing near them was measured on'
+      f' {device or "this machine"}. device= takes the records of another GPU', level=logging.WARNING,
+    )  # fmt: skip
   return keep_dense(params, recipe, [path for path in layers if path in slow])
 
 

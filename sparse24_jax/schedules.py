@@ -3,7 +3,7 @@
 from jax.core import Tracer
 
 from sparse24_jax.attention import Attention
-from sparse24_jax.recipe import Phase, PhaseName, Recipe
+from sparse24_jax.recipe import Phase, PhaseName, Recipe, require_recipe
 
 
 def phase_at(recipe: Recipe, step: int, total_steps: int) -> PhaseName:
@@ -18,7 +18,7 @@ def phase_at(recipe: Recipe, step: int, total_steps: int) -> PhaseName:
     total_steps: of the run.
 
   Raises:
-    ValueError: `step` is not in `[0, total_steps)`, or is traced.
+    ValueError: `recipe` is none; `step` is not in `[0, total_steps)`, or is traced.
 
   Source: Hu et al., arXiv 2404.01847, section 4.4 (dense fine-tuning).
 
@@ -27,6 +27,7 @@ def phase_at(recipe: Recipe, step: int, total_steps: int) -> PhaseName:
   >>> [s24.phase_at(recipe, step, 300_000) for step in (0, 249_999, 250_000)]
   ['sparse', 'sparse', 'dense']
   """
+  require_recipe(recipe, 'phase_at(recipe, step, total_steps)')
   return _phase(recipe, step, total_steps).name
 
 
@@ -45,6 +46,7 @@ def refresh_at(recipe: Recipe, step: int) -> bool:
   >>> [step for step in range(100) if s24.refresh_at(recipe, step)]
   [39, 79]
   """
+  require_recipe(recipe, 'refresh_at(recipe, step)')
   _require_python_value(step)
   return (step + 1) % recipe.refresh_every == 0
 

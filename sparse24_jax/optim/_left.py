@@ -43,8 +43,8 @@ _PUT_IT_INSIDE = (
   ' between steps, put it inside, sparse_training(optax.chain(optimizer, what_changes_updates), recipe)'
 )
 _NEW_STATE = (
-  'a state of them, new = tx.init(params), and to keep the moments of the state of sparse_training'
-  ' new._replace(inner_state=old.inner_state)'
+  'a state of them, new = tx.init(params). To keep the moments, give its state of sparse_training those of the old one,'
+  ' new._replace(inner_state=old.inner_state); in optax.chain(clip, sparse_training(...)) these are new[1] and old[1]'
 )
 _most = contextvars.ContextVar('most', default=_WEIGHTS)
 

@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 
+from pallas_kernels import _dispatch
 import sparse24_jax as s24
 from tests.draws import gaussian, parameters
 
@@ -191,6 +192,15 @@ class OnlyWhereItPaysTest(parameterized.TestCase):
   def test_what_was_not_measured_stays(self):
     self.assertIs(s24.only_where_it_pays(model_of(64), FST, tokens=16, device=H100), FST)
     self.assertIs(s24.only_where_it_pays(model_of(768), FST, tokens=2048, device='another GPU'), FST)
+
+  def test_what_was_not_measured_is_said_to_stay(self):
+    _dispatch.log_once.cache_clear()
+    params = model_of(64, 768)
+    with self.assertLogs('sparse24_jax', 'WARNING') as logs:
+      s24.only_where_it_pays(params, FST, tokens=2048, device='another GPU')
+    self.assertRegex(logs.output[0], r'2 of h_\*/mlp/down/kernel.*: left as .* on another GPU\. device= takes')
+    with self.assertNoLogs('sparse24_jax', 'WARNING'):
+      s24.only_where_it_pays(model_of(768), FST, tokens=2048, device=H100)
 
   def test_a_block_of_which_a_part_was_not_measured_stays(self):
     """A small one in FP8, say: also where its layers by themselves are expected to lose."""
