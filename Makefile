@@ -49,10 +49,10 @@ test-all: test
 types: $(VENV)/ready
 	$(VENV)/bin/pyright
 
-# Half of compiling is optimizing, which the fast tests do without; the slow ones of layers, projections and kernels compile
-# as a user does (conftest.py). Three workers on two cores: where one waits for a process or a disk, the others go on. What
-# the kernels' says is shown when they are done.
-fast fast-kernels: export JAX_DISABLE_MOST_OPTIMIZATIONS = 1
+# Half of compiling is optimizing, which most tests do without; the slow ones of layers and kernels compile as a user does
+# (conftest.py). Three workers on two cores: where one waits for a process or a disk, the others go on. What the kernels'
+# says is shown when they are done.
+fast fast-kernels slow slow-kernels: export JAX_DISABLE_MOST_OPTIMIZATIONS = 1
 fast fast-kernels: SELECT = not slow
 slow slow-kernels: SELECT = slow
 fast slow: $(VENV)/ready
