@@ -17,6 +17,8 @@ VENV ?= .venv
 KERNELS_VENV ?= .venv-kernels
 # What the records were measured with. For another: make test KERNELS_VENV=.venv-jax12 KERNELS_JAX=0.12.0.1
 KERNELS_JAX ?= 0.11.2
+# One, as the other tests run beside them.
+KERNELS_WORKERS ?= 1
 # PyTorch works in a process of its own, and may have another Python.
 TORCH_VENV ?= .venv-torch
 TORCH_VENV_PYTHON ?= python3.11
@@ -59,7 +61,7 @@ fast slow: $(VENV)/ready
 	+JAX_PLATFORMS=cpu $(VENV)/bin/python $(PYTEST) -n 2 -m '$(SELECT)' --ignore tests/pallas_kernels \
 	  --ignore tests/models tests sparse24_jax experiments
 fast-kernels slow-kernels: $(KERNELS_VENV)/ready
-	JAX_PLATFORMS=cpu $(KERNELS_VENV)/bin/python $(PYTEST) -n 1 -m '$(SELECT)' tests/pallas_kernels pallas_kernels \
+	JAX_PLATFORMS=cpu $(KERNELS_VENV)/bin/python $(PYTEST) -n $(KERNELS_WORKERS) -m '$(SELECT)' tests/pallas_kernels pallas_kernels \
 	  $(wildcard tests/sparse24_jax/*on_hopper_test.py)
 
 test-models: $(MODELS_VENV)/ready
