@@ -17,6 +17,8 @@ VENV ?= .venv
 KERNELS_VENV ?= .venv-kernels
 # What the records were measured with. For another: make test KERNELS_VENV=.venv-jax12 KERNELS_JAX=0.12.0.1
 KERNELS_JAX ?= 0.11.2
+# One, as the other tests run beside them.
+KERNELS_WORKERS ?= 1
 # PyTorch works in a process of its own, and may have another Python.
 TORCH_VENV ?= .venv-torch
 TORCH_VENV_PYTHON ?= python3.11
@@ -49,17 +51,17 @@ test-all: test
 types: $(VENV)/ready
 	$(VENV)/bin/pyright
 
-# Half of compiling is optimizing, which the fast tests do without; the slow ones of layers, projections and kernels compile
-# as a user does (conftest.py). Three workers on two cores: where one waits for a process or a disk, the others go on. What
-# the kernels' says is shown when they are done.
-fast fast-kernels: export JAX_DISABLE_MOST_OPTIMIZATIONS = 1
+# Half of compiling is optimizing, which most tests do without; the slow ones of layers and kernels compile as a user does
+# (conftest.py). Three workers on two cores: where one waits for a process or a disk, the others go on. What the kernels'
+# says is shown when they are done.
+fast fast-kernels slow slow-kernels: export JAX_DISABLE_MOST_OPTIMIZATIONS = 1
 fast fast-kernels: SELECT = not slow
 slow slow-kernels: SELECT = slow
 fast slow: $(VENV)/ready
 	+JAX_PLATFORMS=cpu $(VENV)/bin/python $(PYTEST) -n 2 -m '$(SELECT)' --ignore tests/pallas_kernels \
 	  --ignore tests/models tests sparse24_jax experiments
 fast-kernels slow-kernels: $(KERNELS_VENV)/ready
-	JAX_PLATFORMS=cpu $(KERNELS_VENV)/bin/python $(PYTEST) -n 1 -m '$(SELECT)' tests/pallas_kernels pallas_kernels \
+	JAX_PLATFORMS=cpu $(KERNELS_VENV)/bin/python $(PYTEST) -n $(KERNELS_WORKERS) -m '$(SELECT)' tests/pallas_kernels pallas_kernels \
 	  $(wildcard tests/sparse24_jax/*on_hopper_test.py)
 
 test-models: $(MODELS_VENV)/ready

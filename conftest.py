@@ -75,20 +75,19 @@ def module_cleanups():
 
 @pytest.fixture(autouse=True, scope='module')
 def optimized(request):
-  """Whether XLA optimizes much, where that is not as the lane says.
+  """Whether XLA optimizes much, which is half of compiling: little, where Python is what is tested.
 
-  What is asserted of programs for GPUs is asserted of those that users get. And where Python is what is tested, and
-  both sides of a comparison are compiled alike, slow tests compile as fast ones do, in half of the time.
+  What is asserted of programs for GPUs is asserted of those that users get. The numbers of layers and kernels are
+  those of programs with few optimizations in fast tests, and of a user's programs in slow ones.
   """
-  folder = request.node.path.parent.name
-  if request.node.name.endswith('on_hopper_test.py'):
-    little = False
-  elif folder in ('binding', 'integration', 'optim'):
-    little = True
-  else:
-    yield
-    return
+  path, lane = request.node.path, request.config.option.markexpr
   old = jax.config.read('jax_disable_most_optimizations')
+  of_kernels = 'pallas_kernels' in request.node.nodeid and not path.name.startswith('mosaic_gpu')  # interpreted
+  numbers = of_kernels or path.parent.name == 'sparse24_jax'
+  if path.name.endswith('on_hopper_test.py') or (numbers and lane == 'slow'):
+    little = False
+  else:
+    little = old if numbers or lane == 'gpu' else True
   jax.config.update('jax_disable_most_optimizations', little)
   yield
   jax.config.update('jax_disable_most_optimizations', old)

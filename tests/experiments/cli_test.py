@@ -11,7 +11,7 @@ import pytest
 
 from experiments import __main__ as cli
 from experiments.runs import tune_decay
-from tests.experiments.fakes import compile_quickly, FakeData, temp_folder
+from tests.experiments.fakes import FakeData, temp_folder
 from tests.experiments.reports.run_folders import read_page
 
 # The steps of `tiny` in `runs/train_test.py`, which the dense program then is: compiled once for both.
@@ -29,10 +29,6 @@ FAST = (
   '--set',
   'eval_batches=2',
 )
-
-
-def setUpModule():
-  compile_quickly()
 
 
 def call(*arguments):

@@ -3,7 +3,6 @@
 import functools
 import shutil
 import tempfile
-import unittest
 
 import jax
 import jax.numpy as jnp
@@ -13,23 +12,6 @@ from experiments.data import batches
 from experiments.tasks import language, translation
 
 VOCAB = 32
-
-
-def compile_quickly():
-  """Compiling is most of these tests' time: optimize little in this module.
-
-  Returns:
-    Environment variables that give a child process the same settings.
-  """
-  if not jax.config.read('jax_disable_most_optimizations'):  # as fast tests set it for all
-    jax.config.update('jax_disable_most_optimizations', True)
-
-    def restore():
-      jax.config.update('jax_disable_most_optimizations', False)
-      jax.clear_caches()  # their key does not know how much was optimized
-
-    unittest.addModuleCleanup(restore)
-  return {'JAX_DISABLE_MOST_OPTIMIZATIONS': 'True'}
 
 
 def parameters(model, tokens):

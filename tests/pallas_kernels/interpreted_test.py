@@ -1,8 +1,9 @@
-"""Each op's Triton kernels in the interpreter: the first cases, all in one process, which imports for seconds."""
+"""Each op's Triton kernels in the interpreter: the first cases, or all, in one process, which imports for seconds."""
 
 import unittest
 
 from absl.testing import absltest
+import pytest
 
 from tests.pallas_kernels import triton_interpreter
 
@@ -20,6 +21,11 @@ class InterpretedTest(absltest.TestCase):
   def test_first_cases(self):
     found = triton_interpreter.run_interpreted(*WITH_FIRST_CASES, 'sparse_attention', 'quantize', 'vnm', only=CASES)
     self.assertRegex(found, r'Ran 15 tests in [^\n]+\n\nOK')
+
+  @pytest.mark.slow
+  def test_all_cases(self):
+    found = triton_interpreter.run_interpreted(*WITH_FIRST_CASES, 'sparse_attention', 'vnm')
+    self.assertIn('OK', found)
 
 
 if __name__ == '__main__':

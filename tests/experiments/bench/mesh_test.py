@@ -13,11 +13,6 @@ from jax.sharding import PartitionSpec
 import pytest
 
 from experiments.bench import mesh, mesh_checks, meshes
-from tests.experiments.fakes import compile_quickly
-
-
-def setUpModule():
-  compile_quickly()
 
 
 def run(*argv: str):

@@ -13,11 +13,6 @@ import pytest
 
 from experiments.bench import neuron_level, trace
 from experiments.reports import speed
-from tests.experiments.fakes import compile_quickly
-
-
-def setUpModule():
-  compile_quickly()
 
 
 class NeuronLevelBenchTest(absltest.TestCase):

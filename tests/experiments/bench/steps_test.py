@@ -19,11 +19,6 @@ from experiments.bench import ffn, measure, train_step, twins
 from experiments.reports import speed
 from experiments.runs import recipes
 import sparse24_jax as s24
-from tests.experiments.fakes import compile_quickly
-
-
-def setUpModule():
-  compile_quickly()
 
 
 def bench(module, *argv):

@@ -10,11 +10,7 @@ import pytest
 
 from experiments.models import gpt2, layers, llama
 from tests import oracles
-from tests.experiments.fakes import apply, compile_quickly, parameters
-
-
-def setUpModule():
-  compile_quickly()
+from tests.experiments.fakes import apply, parameters
 
 
 def _tiny(**overrides):

@@ -10,15 +10,11 @@ import pytest
 
 from experiments.models import layers, llama
 from tests.draws import gaussian
-from tests.experiments.fakes import apply, compile_quickly, parameters
+from tests.experiments.fakes import apply, parameters
 
 
 def _tiny(**overrides):
   return llama.make_config('nano', vocab_size=32, **{'embed_dim': 32, 'hidden_dim': 48, 'seq_len': 16, **overrides})
-
-
-def setUpModule():
-  compile_quickly()
 
 
 @functools.cache

@@ -11,14 +11,10 @@ import pytest
 
 from experiments.models import gpt2, layers, llama
 import sparse24_jax as s24
-from tests.experiments.fakes import apply, compile_quickly, parameters
+from tests.experiments.fakes import apply, parameters
 
 NANO = dict(vocab_size=32, embed_dim=32, seq_len=16, num_layers=1)
 LOCAL, FIXED = s24.AttentionPattern('local', 4), s24.AttentionPattern('fixed', 4)
-
-
-def setUpModule():
-  compile_quickly()
 
 
 def make(family, **overrides):

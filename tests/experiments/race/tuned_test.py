@@ -14,11 +14,7 @@ from experiments.race.search import Trial
 from experiments.reports import compare, report
 from experiments.reports import race_table as table
 from experiments.runs import build, metrics, train
-from tests.experiments.fakes import compile_quickly, FakeData, temp_folder
-
-
-def setUpModule():
-  compile_quickly()
+from tests.experiments.fakes import FakeData, temp_folder
 
 
 def pretend(config, folder, *, data, programs):
@@ -132,8 +128,8 @@ class ComparisonTest(absltest.TestCase):
       return make(config, data=FakeData(seed=config.data.seed))
 
     with mock.patch.object(build, 'make_parts', with_fake_data):
-      argv = f'compare --tiny --tune 2 --methods ste --seeds 0 1 --folder {root} --set steps=20'.split()
-      self.assertEqual(cli.main(argv + ['--set', 'log_every=5', '--set', 'eval_every=10']), 0)
+      argv = f'compare --tiny --tune 2 --methods ste --seeds 0 1 --folder {root} --set model.num_layers=1'.split()
+      self.assertEqual(cli.main(argv + ['--set', 'steps=20', '--set', 'log_every=5', '--set', 'eval_every=10']), 0)
     records = [json.loads(line) for line in (root / 'trials.jsonl').read_text().splitlines()]
     self.assertLen(records, 3)
     for record in records:

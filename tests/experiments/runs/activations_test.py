@@ -27,14 +27,10 @@ from experiments.runs import (
 from experiments.runs.checkpoint import Checkpoints
 from experiments.runs.checkpoint_errors import CheckpointError
 import sparse24_jax as s24
-from tests.experiments.fakes import apply, compile_quickly, FakeData, temp_folder
+from tests.experiments.fakes import apply, FakeData, temp_folder
 
 POLICY = {'features': '16:2:8'}
 SQUARED_RELU = {'model.mlp': 'relu2'}
-
-
-def setUpModule():
-  compile_quickly()
 
 
 def tiny(recipe='neuron_level', kwargs=None, **fields):

@@ -13,12 +13,7 @@ import pytest
 from experiments.bench import attention
 from experiments.runs import build, experiment, programs, train
 import sparse24_jax as s24
-from tests.experiments.fakes import compile_quickly, FakeData, temp_folder
-
-
-def setUpModule():
-  compile_quickly()
-
+from tests.experiments.fakes import FakeData, temp_folder
 
 LOCAL, FIXED = {'kind': 'local', 'window': 4}, {'kind': 'fixed', 'window': 4}
 

@@ -16,15 +16,11 @@ from experiments.runs import bad_numbers, build, experiment, programs, train
 from experiments.runs.checkpoint import Checkpoints
 from experiments.runs.checkpoint_errors import CheckpointError
 import sparse24_jax as s24
-from tests.experiments.fakes import compile_quickly, FakeData, temp_folder
+from tests.experiments.fakes import FakeData, temp_folder
 from tests.experiments.runs.stopping_test import run_and_signal, STE
 from tests.experiments.runs.train_test import FFN, final_arrays, losses, RECIPES, run, tiny
 
 EVERY_STEP = {'log_every': 1, 'eval_every': 30, 'checkpoint_every': 1}
-
-
-def setUpModule():
-  compile_quickly()
 
 
 def steps_of(folder):

@@ -9,12 +9,8 @@ from absl.testing import absltest, parameterized
 
 from experiments.runs import durable, events, experiment, metrics, patterns, records, run_folder
 from experiments.runs.recipes import make_recipe
-from tests.experiments.fakes import compile_quickly, temp_folder
+from tests.experiments.fakes import temp_folder
 from tests.experiments.runs.train_test import run, tiny
-
-
-def setUpModule():
-  compile_quickly()
 
 
 class JsonTest(parameterized.TestCase):

@@ -12,13 +12,9 @@ import pytest
 
 from experiments.runs import build, checkpoint, inspection, programs
 from tests.experiments.cli_test import call
-from tests.experiments.fakes import compile_quickly, FakeData, temp_folder
+from tests.experiments.fakes import FakeData, temp_folder
 from tests.experiments.reports.run_folders import read_page
 from tests.experiments.runs.train_test import run, tiny, whole_run
-
-
-def setUpModule():
-  compile_quickly()
 
 
 class InspectionTest(absltest.TestCase):

@@ -14,14 +14,10 @@ from experiments.runs import build, experiment, inspection, language, methods, r
 from experiments.tasks.language import NEXT_TOKEN
 import sparse24_jax as s24
 from tests.experiments.cli_test import call
-from tests.experiments.fakes import compile_quickly, fake_data, temp_folder
+from tests.experiments.fakes import fake_data, temp_folder
 from tests.experiments.reports.run_folders import write_run
 
 _ALPHABET = b'abcdefgh'
-
-
-def setUpModule():
-  compile_quickly()
 
 
 class _Data:

@@ -15,15 +15,8 @@ import pytest
 
 from experiments.runs import recipes
 from experiments.runs.checkpoint import Checkpoints
-from tests.experiments.fakes import compile_quickly, temp_folder
+from tests.experiments.fakes import temp_folder
 from tests.experiments.runs.train_test import FFN, final_arrays, RECIPES, ROOT, run, tiny
-
-_ENVIRONMENT: dict[str, str] = {}
-
-
-def setUpModule():
-  _ENVIRONMENT.update(compile_quickly())
-
 
 # Name of a killed run: its recipe, the arguments of that, and other settings. It goes on from step 10 or 20 of 30, both
 # between two changes of a topology, each third step. The stages of mixed sparsity meet at steps 6 and 24; neurons are
@@ -94,7 +87,7 @@ class ResumeTest(parameterized.TestCase):
     cls.folder = tempfile.mkdtemp(prefix='killed-')
     cls.addClassCleanup(shutil.rmtree, cls.folder)
     cls.steps = {name: random.randrange(11, 30) for name in cls.names}
-    variables = {**os.environ, **_ENVIRONMENT, 'PYTHONPATH': str(ROOT)}
+    variables = {**os.environ, 'PYTHONPATH': str(ROOT)}
     command = [sys.executable, '-c', textwrap.dedent(_CHILD), cls.folder, json.dumps(cls.steps)]
     subprocess.run(command, env=variables, cwd=ROOT, check=True, timeout=500)
 

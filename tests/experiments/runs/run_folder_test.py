@@ -12,12 +12,8 @@ from absl.testing import absltest
 import jax
 
 from experiments.runs import run_folder
-from tests.experiments.fakes import compile_quickly, temp_folder
+from tests.experiments.fakes import temp_folder
 from tests.experiments.runs.train_test import ROOT, run, tiny
-
-
-def setUpModule():
-  compile_quickly()
 
 
 class RunFolderTest(absltest.TestCase):

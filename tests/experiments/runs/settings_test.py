@@ -8,12 +8,8 @@ from unittest import mock
 from absl.testing import absltest, parameterized
 
 from experiments.runs import environment, experiment, recipes
-from tests.experiments.fakes import compile_quickly, temp_folder
+from tests.experiments.fakes import temp_folder
 from tests.experiments.runs.train_test import FFN, ROOT, run, tiny
-
-
-def setUpModule():
-  compile_quickly()
 
 
 class SettingsTest(parameterized.TestCase):

@@ -12,13 +12,8 @@ import pytest
 from experiments.runs import stopping
 from experiments.runs.checkpoint import Checkpoints
 from tests.experiments import fakes
-from tests.experiments.fakes import compile_quickly, temp_folder
+from tests.experiments.fakes import temp_folder
 from tests.experiments.runs.train_test import final_arrays, programs_of, RECIPES, run, tiny, whole_run
-
-
-def setUpModule():
-  compile_quickly()
-
 
 # What 'ste' compiles to, also for `bad_numbers_test`.
 STE = programs_of(tiny('ste'))

@@ -14,14 +14,9 @@ import pytest
 from experiments.reports import compare
 from experiments.runs import methods, sweep, train
 from pallas_kernels import _processes
-from tests.experiments.fakes import compile_quickly, temp_folder
+from tests.experiments.fakes import temp_folder
 
-_ENVIRONMENT: dict[str, str] = {}
 TEXT = 'the quick brown fox jumps over the lazy dog. ' * 200
-
-
-def setUpModule():
-  _ENVIRONMENT.update(compile_quickly())
 
 
 def data_folder(case):
@@ -44,7 +39,7 @@ def overrides(root):
 def run(case, folder, root=None, **changes):
   given = overrides(root or data_folder(case))
   settings = dict(experiment='small', names=['static'], seeds=(0, 1), tiny=True, overrides=given) | changes
-  with mock.patch.dict('os.environ', _ENVIRONMENT), mock.patch('sys.stdout', io.StringIO()) as out:
+  with mock.patch('sys.stdout', io.StringIO()) as out:
     return sweep.sweep(folder, **settings), out.getvalue()
 
 

@@ -19,14 +19,10 @@ from experiments.runs import bad_numbers, build, experiment, meshes, metrics, pr
 from experiments.runs.checkpoint import Checkpoints
 from experiments.runs.checkpoint_errors import CheckpointError
 from sparse24_jax.optim import sparse_states
-from tests.experiments.fakes import compile_quickly, fake_data, FakeData, temp_folder
+from tests.experiments.fakes import fake_data, FakeData, temp_folder
 
 ROOT = Path(__file__).parents[3]
 FFN = recipes.FFN
-
-
-def setUpModule():
-  compile_quickly()
 
 
 RECIPES = {
@@ -102,14 +98,14 @@ def final_arrays(config, folder):
 
 
 def distinct_twins():
-  """Experiments, `nano` first; of those whose tiny twins differ in names and in the decay alone, one."""
+  """An experiment of each task, model and recipe; a dense one where no sparse one, which ends dense, has its task."""
   twins = {}
-  for name in sorted(experiment.known_experiments(), key=lambda name: name != 'nano'):
-    config = experiment.load_config(name, tiny=True).to_dict()
-    del config['name'], config['model']['size']
-    config['recipe']['kwargs'].pop('masked_decay', None)
-    twins.setdefault(json.dumps(config, sort_keys=True), name)
-  return twins.values()
+  for name in experiment.known_experiments():
+    config = experiment.load_config(name, tiny=True)
+    of = config.task, config.model.get('family'), bool(config.model.get('scan_layers'))
+    twins.setdefault((*of[: 3 if config.recipe.name != 'dense' else 2], config.recipe.name), name)
+  sparse = {key[:2] for key in twins if key[-1] != 'dense'}
+  return [name for key, name in twins.items() if key[-1] != 'dense' or key[:2] not in sparse]
 
 
 # Sizes of axes, the spec of a layer's first weight, and its shard.
@@ -125,6 +121,20 @@ def over(axes):
   kwargs = {**RECIPES['transposable_srste'], 'dense_fraction': 0.0}
   config = tiny('transposable_srste', kwargs, steps=10, checkpoint_every=0, optimizer__peak_lr=1e-3, **changes)
   return build.make_parts(config, data=FakeData())
+
+
+def of_steps(folder):
+  """Losses and flip rates that a run has logged."""
+  records = [json.loads(line) for line in Path(folder, 'metrics.jsonl').read_text().splitlines()]
+  return zip(*((r['loss'], r['flip_rates']) for r in records if r['kind'] == 'train'), strict=True)
+
+
+@functools.cache
+def of_one_device():
+  """`of_steps` of the run that `over` makes, without a mesh."""
+  with tempfile.TemporaryDirectory() as folder:
+    train.Run(over({}), folder, quiet=True).train()
+    return tuple(of_steps(folder))
 
 
 def _is_adam(node):
@@ -212,19 +222,14 @@ class LearnsTest(parameterized.TestCase):
   @parameterized.parameters(*OVER_MODEL)
   @pytest.mark.slow
   def test_neurons_over_the_axis_model_give_the_losses_of_one_device(self, mesh, of_up, shard):
-    logs, flips = [], []
-    for axes in ({}, mesh):
-      folder = temp_folder(self)
-      found = train.Run(over(axes), folder, quiet=True)
-      if axes:
-        up = found.state.params['h_0']['mlp']['c_fc']['kernel']
-        self.assertEqual((up.sharding.spec, up.sharding.shard_shape(up.shape)), (jax.P(*of_up), shard))
-      found.train()
-      logs.append(losses(folder, 'train'))
-      records = map(json.loads, Path(folder, 'metrics.jsonl').read_text().splitlines())
-      flips.append([record['flip_rates'] for record in records if record['kind'] == 'train'])
-    np.testing.assert_allclose(logs[0], logs[1], rtol=1e-4)
-    self.assertEqual(*flips)
+    folder = temp_folder(self)
+    found = train.Run(over(mesh), folder, quiet=True)
+    up = found.state.params['h_0']['mlp']['c_fc']['kernel']
+    self.assertEqual((up.sharding.spec, up.sharding.shard_shape(up.shape)), (jax.P(*of_up), shard))
+    found.train()
+    (found, flips), (expected, expected_flips) = of_steps(folder), of_one_device()
+    np.testing.assert_allclose(found, expected, rtol=1e-4)
+    self.assertEqual(flips, expected_flips)
 
   def test_neurons_that_do_not_split_into_groups(self):
     with self.assertRaisesRegex(ValueError, r'c_fc/kernel has 12 neurons, which mesh.model 2 .* multiples of 8'):

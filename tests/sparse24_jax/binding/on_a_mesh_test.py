@@ -102,6 +102,11 @@ def of_nnx(recipe, stacked, x):
   return nnx.state(nnx.eval_shape(lambda: Pairs(nnx.Rngs(0))), nnx.Param), recipe
 
 
+ALL = (
+  *itertools.product(RECIPES, LAYOUTS, (own_arrays,)), *itertools.product(RECIPES, ('both',), (of_linen, of_nnx)),
+)  # fmt: skip
+
+
 def exchanged(name, layout, *, stacked, devices, params_of=own_arrays):
   """(kind, shapes) of each exchange of an update that chooses masks, and of `sparse_variables`.
 
@@ -163,19 +168,16 @@ class OnAMeshTest(parameterized.TestCase):
   def test_flax(self, name, params_of):
     check(name, 'both', stacked=params_of is of_linen, devices=8, params_of=params_of)
 
-  @parameterized.parameters(
-    *itertools.product(RECIPES, LAYOUTS, (own_arrays,)), *itertools.product(RECIPES, ('both',), (of_linen, of_nnx))
-  )
+  @parameterized.parameters(*ALL)
   @pytest.mark.slow
   def test_all_recipes_and_layouts(self, name, layout, params_of):
     check(name, layout, stacked=params_of is of_linen, devices=8, params_of=params_of)
 
-  @parameterized.parameters(own_arrays, of_linen, of_nnx)
   @pytest.mark.slow
-  def test_64_devices(self, params_of):
+  def test_64_devices(self):
     code = (
-      'from tests.sparse24_jax.binding.on_a_mesh_test import *\nfor name in RECIPES:\n  for layout in LAYOUTS:\n'
-      f'    check(name, layout, stacked={params_of is not of_nnx}, devices=64, params_of={params_of.__name__})'
+      'from tests.sparse24_jax.binding.on_a_mesh_test import *\nfor name, layout, params_of in ALL:\n'
+      '  check(name, layout, stacked=params_of is not of_nnx, devices=64, params_of=params_of)'
     )
     flags = {'XLA_FLAGS': '--xla_force_host_platform_device_count=64', 'JAX_DISABLE_MOST_OPTIMIZATIONS': '1'}
     root = Path(__file__).parents[3]

@@ -1,4 +1,4 @@
-"""The Triton activation kernels against the reference, in Triton's interpreter. Run by triton_test.py."""
+"""The Triton activation kernels against the reference, in Triton's interpreter. Run by interpreted_test.py."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""The Triton quantiser against the reference, bit for bit, in Triton's interpreter. Run by triton_test.py."""
+"""The Triton quantiser against the reference, bit for bit, in Triton's interpreter. Run by interpreted_test.py."""
 
 import functools
 

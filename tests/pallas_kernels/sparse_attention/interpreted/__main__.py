@@ -1,4 +1,4 @@
-"""The Triton attention kernels against the masked form, in Triton's interpreter. Run by triton_test.py."""
+"""The Triton attention kernels against the masked form, in Triton's interpreter. Run by interpreted_test.py."""
 
 from unittest import mock
 
