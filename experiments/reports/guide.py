@@ -74,7 +74,7 @@ class Evidence:
     where: model and length of the comparison.
     device: that trained.
     equal: what both had as much of, 'steps' or 'seconds'.
-    width: of the model; None if the records do not tell.
+    width: of the comparison's models; None if the records do not tell.
   """
 
   own: table.Seeds
@@ -217,7 +217,7 @@ def advise(
   """
   pays = {title for title, gain in faster.items() if gain is not None and gain > 1}
   if goal == 'sooner':
-    return _behind_at_this_width(pays, found, device, d) + _soonest(pays | _DENSE, found, device)
+    return _behind_at_this_width(pays, found, device, d) + _soonest(pays | _DENSE, found, device, d)
   known = [(e, title) for title, each in found.items() for e in each if e.equal == 'steps']
   if goal == 'sparse':
     sparse = {option.title for option in OPTIONS if option.ends_sparse}
@@ -241,47 +241,62 @@ def _listed(title: str, lines: Sequence[str]) -> str:
   return '\n'.join([title, *(f'- {line}' for line in lines)]) if lines else ''
 
 
-def _soonest(candidates: Set[str], found: Mapping[str, Sequence[Evidence]], device: str) -> str:
-  """The option of lowest loss in each race, and those its seeds do not separate from it; none that loses elsewhere."""
+def _soonest(candidates: Set[str], found: Mapping[str, Sequence[Evidence]], device: str, d: int | None) -> str:
+  """The option of lowest loss in each race, the nearest width first, and those its seeds do not separate from it.
+
+  None that loses in another race whose width is as near or nearer.
+  """
   races: dict[tuple[str, str], list[Evidence]] = {}
   for e in (e for title, each in found.items() if title in candidates for e in each):
     if e.shares and len(e.percent) > 1 and statistics.fmean(e.percent) < 0:
       races.setdefault((e.where, e.device), []).append(e)
   for each in races.values():
     each.sort(key=lambda e: statistics.fmean(e.percent))
-  races = {race: each for race, each in races.items() if _below(each[0].percent)}
+  # A race of the width asked about says more than others.
+  races = {race: each for race, each in sorted(races.items(), key=lambda item: _far(item[1][0].width, d))
+           if _below(each[0].percent)}  # fmt: skip
+  # What ends lower with one seed alone.
+  lower = {
+    race: [e for title in sorted(candidates) for e in found.get(title, ())
+           if (e.where, e.device) == race and len(e.shares) == 1 and max(e.behind(each[0]), default=0.0) < 0]
+    for race, each in races.items()
+  }  # fmt: skip
   # Who is ahead of whom, by more than the interval, in any race.
   ahead = [(first, e) for each in races.values() for first, e in itertools.combinations(each, 2) if _parted(e, first)]
   said, beaten, lines = [], [], []
   for race, (first, *others) in races.items():
     near = [e for e in others if not _parted(e, first)]
-    lines += [f'{first.who} and {e.who} are not parted by the seeds' for e in near]
+    lines += [f'{first.who} and {e.who} are not parted by the seeds ({first.where})' for e in near]
     lines += [
       f"{winner.who} ends {_interval(e.behind(winner), '.4f', '')} below {e.who}, whose final loss it reaches in"
-      f' {_interval(table.shares_of_time(winner.own, e.own), ".2f", "")} of the time'
+      f' {_interval(table.shares_of_time(winner.own, e.own), ".2f", "")} of the time ({first.where})'
       for winner, e in ahead if winner is first
     ]
     ran = {e.who for e in races[race]}
-    elsewhere = (winner for winner, e in ahead if e.who == first.who and winner.who not in ran)
+    elsewhere = (
+      winner for winner, e in ahead
+      if e.who == first.who and winner.who not in ran and _far(winner.width, d) <= _far(first.width, d)
+    )  # fmt: skip
     if better := next((winner for winner in elsewhere if winner.device == first.device), None):
       beaten.append(f'{first.who} is first where {better.who} did not run ({first.place(device)}).')
       continue
-    text = ' or '.join(e.who for e in (first, *near)) + f": dense's final loss in {_share(first)} of its time"
+    text = ' or '.join(e.who for e in (first, *near))
+    text += ', first of those with several seeds' if lower[race] else ''
+    text += f": dense's final loss in {_share(first)} of its time"
     text += ''.join(f', {_share(e)} ({e.who})' for e in near)
-    said.append(f'{text} ({first.place(device)})')
+    width = f'width {first.width:,}: ' if first.width else ''
+    said.append(f'{text} ({width}{first.place(device)})')
   # What one seed cannot claim, a reader should know before he takes what is claimed.
-  lower = [
+  warned = [
     f'But {e.who} ends below all others of its race, with one seed'
     f"{'' if e.own.searched > 1 else ' and a rate not searched'}: dense's final loss in"
     f' {e.shares[0]:.2f} of its time ({e.place(device)}).'
-    for title in sorted(candidates) for e in found.get(title, ())
-    if len(e.shares) == 1 and (race := races.get((e.where, e.device))) and e.behind(race[0])
-    and max(e.behind(race[0])) < 0
+    for each in lower.values() for e in each
   ]  # fmt: skip
   if not said:
     return 'dense: nothing that is faster here was shown to reach its loss sooner.'
   best, *others = said
-  more = [*(f'Or {each}.' for each in others), *beaten, *lower, 'Race it against a smaller dense model first.']
+  more = [*warned, *(f'Or {each}.' for each in others), *beaten, 'Race it against a smaller dense model first.']
   if any('all linear layers' in each for each in (best, *more)):
     more.append('The gain of a block below is of feed-forward layers alone.')
   return _listed(f'{best}.', more) + _listed('\n\nSeed by seed, after as many seconds:', lines)
@@ -297,7 +312,7 @@ def _behind_at_this_width(
   known = [e for title in sparse for e in found.get(title, ()) if e.width and e.dense_shares]
   if d is None or not known:
     return ''
-  width = min((e.width for e in known if e.width), key=lambda width: abs(math.log(width / d)))
+  width = min((e.width for e in known if e.width), key=lambda width: _far(width, d))
   longest = max((e for e in known if e.width == width), key=lambda e: next(iter(e.own.curves.values()))[-1][0])
   near = [e for e in known if (e.width, e.where, e.device) == (width, longest.where, longest.device)]
   if longest.equal == 'seconds' or any(_sooner(e) for e in near):
@@ -325,6 +340,13 @@ def _prices(known: Sequence[Evidence]) -> list[str]:
 def _below(values: Sequence[float]) -> bool:
   """Whether these are below zero by more than their interval."""
   return statistics.fmean(values) + half_width(values) < 0
+
+
+def _far(width: int | None, d: int | None) -> float:
+  """How far a width is from the one asked about, as a ratio; nothing is far if none was asked about."""
+  if d is None:
+    return 0.0
+  return abs(math.log(width / d)) if width else math.inf
 
 
 def _parted(e: Evidence, first: Evidence) -> bool:

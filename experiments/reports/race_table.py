@@ -7,10 +7,10 @@ import dataclasses
 import json
 import math
 from pathlib import Path
-import re
 import statistics
 from typing import Any
 
+from experiments.race.contenders import CONTENDERS
 from experiments.reports import reached
 from experiments.reports.claims import half_width
 
@@ -29,12 +29,12 @@ def title(record: Mapping[str, Any]) -> str:
 
 
 def read(path: Path) -> dict[str, list[dict[str, Any]]]:
-  """Records of each race of a file, by its title; a contender's own title says as many parameters as were counted."""
+  """Records of each race of a file, by its title; a contender of races is called as it is today, not as it was then."""
   races: dict[str, list[dict[str, Any]]] = {}
   for line in path.read_text().splitlines():
     record = json.loads(line)
-    if 'parameters' in record:
-      record['title'] = re.sub(r'\d+M on bytes', f'{record["parameters"] / 1e6:.0f}M on bytes', record['title'])
+    if 'experiment' not in record and (today := CONTENDERS.get(record['contender'])):
+      record['title'] = today.label
     races.setdefault(title(record), []).append(record)
   return races
 

@@ -72,7 +72,7 @@ class EvidenceTest(parameterized.TestCase):
     said = guide.advise('sooner', {'S-STE, FP8': 1.5}, found, 'nvidia_h100')
     self.assertStartsWith(said, "S-STE or FP8: dense's final loss in 0.93 ± 0.02 of its time, 0.93 ± 0.01 (FP8) (a")
     self.assertIn('on NVIDIA H200, another GPU than nvidia_h100).\n- Race it', said)
-    self.assertIn('seconds:\n- S-STE and FP8 are not parted by the seeds', said)
+    self.assertIn('seconds:\n- S-STE and FP8 are not parted by the seeds (a race)', said)
     self.assertStartsWith(guide.advise('sooner', {'S-STE, FP8': 0.9}, found), 'FP8: ')
 
   def test_dense_that_is_sooner_at_the_width_asked_about_comes_first(self):
@@ -117,6 +117,30 @@ class EvidenceTest(parameterized.TestCase):
     said = guide.advise('sooner', {'S-STE, FP8': 1.5}, found, 'nvidia_h200')
     self.assertStartsWith(said, "S-STE: dense's final loss in 0.92 ± 0.05 of its time (a race, on NVIDIA H200).\n- Or ")
     self.assertNotIn('did not run', said)
+
+  def test_the_race_of_the_nearest_width_leads_though_its_winner_loses_elsewhere(self):
+    def of(width, each):
+      return dataclasses.replace(each, width=width)
+
+    found = {
+      'S-STE, FP8': [
+        of(2048, race('S-STE', (0.95, 0.955, 0.96), 'wide')), of(1280, race('S-STE', (0.90, 0.91), 'deep')),
+      ],
+      'dense, a narrower FFN': [
+        of(2048, race('half in FP8', (0.94, 0.945, 0.95), 'wide')), of(1280, race('a quarter', (0.85,), 'deep')),
+      ],
+    }  # fmt: skip
+    said = guide.advise('sooner', {'S-STE, FP8': 1.5}, found, 'nvidia_h200', d=1024)
+    self.assertRegex(
+      said, r"^S-STE, first of those with several seeds: dense's .* \(width 1,280: deep, on NVIDIA H200\)\.\n"
+      r'- But a quarter ends below all .*\n- Or half in FP8: .* \(width 2,048: wide, on NVIDIA H200\)\.\n- Race ',
+    )  # fmt: skip
+    self.assertIn('- half in FP8 ends 0.0100 ± 0.0000 below S-STE, whose final loss it reaches in 0.99', said)
+    self.assertEndsWith(said, ' of the time (wide)')
+    self.assertNotIn('did not run', said)
+    said = guide.advise('sooner', {'S-STE, FP8': 1.5}, found, 'nvidia_h200', d=4096)
+    self.assertStartsWith(said, 'half in FP8: ')
+    self.assertIn('\n- S-STE is first where half in FP8 did not run (deep, on NVIDIA H200).\n', said)
 
   def test_a_dense_model_of_one_seed_that_ends_lower_is_named_before_the_race_is_described(self):
     small = race('small', (0.80,))
@@ -180,6 +204,13 @@ class CommandTest(absltest.TestCase):
     )  # fmt: skip
     self.assertRegex(out.getvalue(), r'  step of gpt2-1558m, width 1,600, on NVIDIA H200: 1\.\d\d times as fast')
     self.assertIn('another GPU', out.getvalue())
+    arguments[2:7:2] = '16384', '1280', '5120'  # half width won this race, with one seed
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+      self.assertEqual(cli.main(arguments), 0)
+    self.assertRegex(
+      out.getvalue(), r'\nTake S-STE, FP8, all linear layers, first of those with several seeds: .* 300 s each, .*\n'
+      r'- But dense, FFN half as wide, in FP8 ends below all others of its race, with one seed: ',
+    )  # fmt: skip
     with contextlib.redirect_stderr(io.StringIO()) as err:
       self.assertEqual(cli.main([*arguments[:-1], 'abacus']), 1)
     self.assertIn("nothing was measured on 'abacus'; pass --device, one of nvidia_h100", err.getvalue())

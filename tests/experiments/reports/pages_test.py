@@ -79,7 +79,7 @@ class PagesTest(absltest.TestCase):
       'decay': 0.0, 'shape': {'layers': 36, 'd': 1280, 'hidden': 5120, 'vocab': 256}, 'batch': 16, 'length': 1024,
     }  # fmt: skip
     records = [
-      {**same, 'contender': name, 'title': name.upper(), 'rate': rate, 'seed': seed, 'loss': loss, 'step_ms': ms,
+      {**same, 'contender': name, 'title': 'a name of then', 'rate': rate, 'seed': seed, 'loss': loss, 'step_ms': ms,
        'steps': round(3e5 / ms), 'validation': [[1, 150.0, loss + 0.5], [2, 300.0, loss]]}
       for name, ms, trials in (
         ('dense', 200.0, ((1e-3, 0, 1.5), (2e-3, 0, 2.0), (1e-3, 1, 1.75), (1e-3, 2, 1.25))),
@@ -94,17 +94,17 @@ class PagesTest(absltest.TestCase):
       by_seed, trials = pages.race_by_seed('774m', 's_ste_fp8_all'), pages.trials_of_race('774m')
       drawn = ET.fromstring(pages.picture_of_race('774m'))
     head, _, *rows = ([cell.strip() for cell in line.strip('|').split('|')] for line in by_seed.splitlines())
-    self.assertEqual(head[4], 'S_STE_FP8_ALL minus it')
+    self.assertEqual(head[4], 'S-STE, FP8, all linear layers minus it')
     # S-STE is at dense's loss, 0.25 higher, halfway between its two evaluations; FST at its own 0.125 above S-STE's.
     self.assertEqual([(row[0], row[2], *row[4:]) for row in rows], [
-      ('S_STE_FP8_ALL', '3', '', '', '150.0 to 300.0', '0.75 ± 0.00'),
+      ('S-STE, FP8, all linear layers', '3', '', '', '150.0 to 300.0', '0.75 ± 0.00'),
       ('FST', '1', '-0.125, one seed', '0.88, one seed', '262.5', '0.88, one seed'),
-      ('DENSE', '3', '-0.2500 ± 0.0000', '0.75 ± 0.00', '', ''),
+      ('dense', '3', '-0.2500 ± 0.0000', '0.75 ± 0.00', '', ''),
     ])  # fmt: skip
-    self.assertIn('| DENSE | 200.0 | 1.00 |', trials)
+    self.assertIn('| dense | 200.0 | 1.00 |', trials)
     self.assertIn('| 1500 | 0.001: 1.500, 1.750, 1.250; 0.002: 2.000 |', trials)
     curves = json.loads(drawn.findtext('{http://www.w3.org/2000/svg}desc') or '')
-    self.assertEqual(curves['DENSE'], [[150.0, 2.0, 1.75, 2.25], [300.0, 1.5, 1.25, 1.75]])
+    self.assertEqual(curves['dense'], [[150.0, 2.0, 1.75, 2.25], [300.0, 1.5, 1.25, 1.75]])
 
   def test_no_page_is_committed(self):
     """Pages are large, and are made by one command of what is."""

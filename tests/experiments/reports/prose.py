@@ -1,10 +1,10 @@
 """Which figures of the documents' sentences are carried by the tables beside them, or by records.
 
-A sentence may use the numbers of the tables under its heading (of the second order), and what follows from the records
-that these cite: losses of methods at their best, differences and shares of time, seed by seed, with 95% intervals. What
-lies elsewhere is named in a comment, `<!-- said: race.jsonl?seconds=70.0; speed.md#kernels -->`: all numbers of the
-records that the conditions leave; or the tables of another document. `pack.jsonl?against=pytorch` is how many times as
-fast as that baseline records are. Of a file of tuned settings, say
+A sentence may use the numbers of the tables under its heading (of the second or third order), and what follows from the
+records that these cite: losses of methods at their best, differences and shares of time, seed by seed, with 95%
+intervals. What lies elsewhere is named in a comment, `<!-- said: race.jsonl?seconds=70.0; speed.md#kernels -->`: all
+numbers of the records that the conditions leave; or the tables of a part of a document. `pack.jsonl?against=pytorch` is
+how many times as fast as that baseline records are. Of a file of tuned settings, say
 `pallas_kernels/tuned/nvidia_h200/sparse_matmul.json?n=16`, it is how many times as fast as dense the choices are.
 Records are read without the code that makes the tables.
 """
@@ -36,6 +36,7 @@ _OTHER = (
 )  # fmt: skip
 
 _LONG = 8  # a list of so many is of samples
+_CURVES = ('validation', 'train')  # of a run: what a sentence says of it is how it ends
 
 # Of one method with one setting, seed -> final loss.
 type Losses = Mapping[int, float]
@@ -43,7 +44,7 @@ type Losses = Mapping[int, float]
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-  """What stands under a heading of the second order, its own parts included.
+  """What stands under a heading of the second or third order, up to the next.
 
   Attributes:
     title: the heading; '' before the first.
@@ -94,8 +95,8 @@ class Section:
 
 def sections(text: str) -> list[Section]:
   """The sections of a document, in their order."""
-  parts = re.split(r'(?m)^(?=## )', text)
-  return [Section((re.match(r'## (.*)', part) or ['', ''])[1], part) for part in parts]
+  parts = re.split(r'(?m)^(?=###? )', text)
+  return [Section((re.match(r'###? (.*)', part) or ['', ''])[1], part) for part in parts]
 
 
 class Facts:
@@ -116,7 +117,7 @@ class Facts:
       self._add_times([record for record in records if 'step_ms' in record and 'loss' in record])
 
   def take_all(self, records: Sequence[Mapping[str, Any]]) -> None:
-    """Every number of some records, but for long lists; what their losses differ by; means of a search's settings."""
+    """Numbers of records, but for curves and long lists; what their losses differ by; means of a search's settings."""
     self.numbers |= {abs(number) for record in records for number in _leaves(record)}
     self._add_losses(records)
     self._add_steps([record for record in records if 'amortised_ms' in record and 'layout' in record])
@@ -157,6 +158,10 @@ class Facts:
         share for seed in sorted(a.keys() & b.keys()) if (share := _share_of_time(a[seed], b[seed])) is not None
       ])  # fmt: skip
     self.numbers |= {a['step_ms'] / b['step_ms'] for a, b in itertools.permutations(records, 2)}
+    # By the runs' own clocks, which may differ from that of the race.
+    best = [[1e3 * r['wall_s'] / r['steps'] for r in own] for own in _best(records).values()]
+    self.numbers |= {ms for own in best for ms in own}
+    self.numbers |= {statistics.fmean(a) / statistics.fmean(b) for a, b in itertools.permutations(best, 2)}
     self.numbers |= {1e-6 * r['steps'] * r['batch'] * r['length'] for r in records} | {r['wall_s'] for r in records}
 
   def _add_steps(self, records: Sequence[Mapping[str, Any]]) -> None:
@@ -205,8 +210,12 @@ def _tuned(entry: Mapping[str, Any]) -> Mapping[str, Any]:
 def _leaves(value: Any) -> Iterable[float]:
   if isinstance(value, int | float) and not isinstance(value, bool):
     yield value
-  elif isinstance(value, Mapping) or (isinstance(value, list) and len(value) < _LONG):
-    for each in value.values() if isinstance(value, Mapping) else value:
+  elif isinstance(value, Mapping):
+    for key, each in value.items():
+      if key not in _CURVES:
+        yield from _leaves(each)
+  elif isinstance(value, list) and len(value) < _LONG:
+    for each in value:
       yield from _leaves(each)
 
 

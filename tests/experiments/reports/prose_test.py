@@ -38,6 +38,22 @@ class ProseTest(parameterized.TestCase):
       (part,) = prose.sections(text.format(gain))
       self.assertEqual(prose.uncarried(part), expected)
 
+  def test_a_part_of_the_third_order_has_tables_of_its_own(self):
+    (_, above, part) = prose.sections('## Above\n\n| 1.25 |\n\nIt is 1.25.\n\n### A part\n\nIt is 1.25 too.\n')
+    self.assertEqual((above.title, prose.uncarried(above)), ('Above', []))
+    self.assertEqual((part.anchor, prose.uncarried(part)), ('a-part', ['1.25']))
+
+  def test_a_point_of_a_curve_carries_no_sentence(self):
+    facts = prose.Facts()
+    facts.take_all([{'ms': 2.5, 'bursts': {'dense': [2.25, 2.75]}, 'validation': [[1, 1.5]], 'train': [[1, 1.75]]}])
+    self.assertEqual(facts.numbers, {2.25, 2.5, 2.75})
+
+  def test_a_run_has_a_clock_of_its_own(self):
+    text = '<!-- records: race_h200_774m.jsonl -->\n\nSteps of {} ms, {} times as fast as those of dense FP8.'
+    for ms, times, expected in (('131.7', '1.05', []), ('131.6', '1.49', ['131.6', '1.49'])):
+      (part,) = prose.sections(text.format(ms, times))
+      self.assertEqual(prose.uncarried(part), expected)
+
   @parameterized.parameters(
     ('FST ends 0.016 ± 0.008 above dense.', []),
     ('FST ends 0.016 ± 0.007 above dense, 0.017 ± 0.008 by another count.', ['0.016 ± 0.007', '0.017 ± 0.008']),

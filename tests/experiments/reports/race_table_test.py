@@ -40,12 +40,14 @@ class TableTest(absltest.TestCase):
     diverged = [{**r, 'loss': None} if r['contender'] == 'sparse' else r for r in runs]
     self.assertEqual(table.seeds_rows(table.by_seed(diverged), 'dense')[-1][3:6], ['diverged', 'diverged', ''])
 
-  def test_a_title_says_as_many_parameters_as_were_counted(self):
+  def test_a_contender_of_races_has_its_name_of_today(self):
     path = Path(temp_folder(self)) / 'race.jsonl'
-    record = {'size': 'wide2048', 'seconds': 40.0, 'title': 'dense, 124M (86M on bytes)', 'parameters': 85_152_000}
-    path.write_text(json.dumps(record))
-    ((found,),) = table.read(path).values()
-    self.assertEqual(found['title'], 'dense, 124M (85M on bytes)')
+    race = {'size': 'wide2048', 'seconds': 40.0, 'contender': 'dense_124m', 'title': 'dense, 124M (86M on bytes)'}
+    tuned = {'experiment': 'nano', 'equal_steps': 9, 'contender': 'fst', 'title': 'FST of then'}
+    records = [race, race | {'contender': 'gone', 'title': 'gone'}, tuned]
+    path.write_text(''.join(json.dumps(record) + '\n' for record in records))
+    found = [record['title'] for records in table.read(path).values() for record in records]
+    self.assertEqual(found, ['dense, 124M (85M on bytes)', 'gone', 'FST of then'])
 
   def test_losses_by_rate_and_seed_best_first(self):
     shape = {'layers': 1, 'd': 8, 'hidden': 8, 'vocab': 8}
