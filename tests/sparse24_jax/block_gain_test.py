@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from pallas_kernels import _device, _records, _triton, costs
 import sparse24_jax as s24
 from sparse24_jax import fp8, neuron_plan
-from sparse24_jax.availability import target
+from sparse24_jax.availability import target, Target
 from sparse24_jax.block_gain import block_gain, block_table, BlockGain, explain, Part, verdict
 from sparse24_jax.plan import plan_layer
 from sparse24_jax.where_it_pays import RoleGain, table
@@ -123,6 +123,19 @@ class Fp8LayerTest(parameterized.TestCase):
     ):
       plan = plan_layer(FP8.rules[0].policy, TOKENS, D_IN, D_OUT, jnp.bfloat16)
     self.assertEqual(getattr(plan.backends, role) or 'dense_fp8', chosen)
+
+  @parameterized.parameters((dict(dense=1.0), None), (dict(mosaic_gpu=1.0), 'mosaic_gpu'))
+  def test_a_forward_leaves_the_kernel_where_all_shares_of_tokens_measured_slower(self, of_all, chosen):
+    def lookup(device, op, key):
+      times = dict(dense=1.0) if TOKENS in (key['m'], key['n']) else of_all
+      return _records.Choice(next(iter(times)), None, key, 0.0)
+
+    with (
+      recorded(lambda *_: {}), mock.patch.object(_records, 'lookup', lookup),
+      mock.patch.object(Target, 'shares', lambda self, tokens: (tokens, 16 * tokens)),
+    ):  # fmt: skip
+      plan = plan_layer(FP8.rules[0].policy, TOKENS, D_IN, D_OUT, jnp.bfloat16, on=target(H100))
+    self.assertEqual(plan.backends.forward, chosen)
 
   @parameterized.parameters(*COSTS)
   def test_a_pass_that_was_not_measured_leaves_no_sum(self, missing):
