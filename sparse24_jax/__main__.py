@@ -128,8 +128,11 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     of_two = ', '.join(name for name, known in recipes.KNOWN.items() if len(known.paths) > 1)
     parser.error(f'--down is for {of_two}, which takes --path of the up-projections and --down')
   try:
-    recipe = which.example(*filter(None, (args.path, args.down)))
-    checked = sparse24_jax.check(recipe.with_dense(*args.dense), *found)
+    recipe = which.example(args.path, *([] if args.down is None else [args.down])).with_dense(*args.dense)
+  except ValueError as error:
+    parser.error(str(error))
+  try:
+    checked = sparse24_jax.check(recipe, *found)
   except TypeError as error:  # where the arguments are not those of the function
     parser.error(f'{error}: {args.example}() must return (f, params, *args), with all that f takes')
   except ValueError as error:

@@ -96,7 +96,7 @@ class NewRecipeTest(absltest.TestCase):
   def test_the_module_of_a_recipe_holds_what_the_package_does(self):
     module = importlib.import_module('sparse24_jax.recipes.sr_ste')
     self.assertIs(module.sr_ste, s24.recipes.sr_ste)
-    with self.assertRaisesRegex(TypeError, r'sr_ste\(\) needs masked_decay: lambda'):
+    with self.assertRaisesRegex(TypeError, r'sr_ste\(\) needs masked_decay: the factor lambda'):
       module.sr_ste('w')
 
   def test_what_is_never_sparse_says_so(self):
