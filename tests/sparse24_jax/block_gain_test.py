@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from pallas_kernels import _device, _records, _triton, costs
 import sparse24_jax as s24
 from sparse24_jax import fp8, neuron_plan
-from sparse24_jax.availability import target, Target
+from sparse24_jax.availability import Target, target
 from sparse24_jax.block_gain import block_gain, block_table, BlockGain, explain, Part, verdict
 from sparse24_jax.plan import plan_layer
 from sparse24_jax.where_it_pays import RoleGain, table
