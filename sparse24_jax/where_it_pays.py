@@ -232,10 +232,10 @@ _PARTS = {'forward': 'forward', 'input_grad': 'input gradient', 'weight_grad': '
 LEGEND = (
   'Each weight is a layer with three matmuls. runs on: a sparse kernel, such as mosaic_gpu; or dense or dense_fp8,'
   ' where the recipe has a dense matmul or no kernel is known to be faster. On Hopper a sampled weight gradient takes'
-  ' its kernel even where that is slower, since XLA would have to draw the sample. sparse ms: as the recipe runs it, with'
-  ' all that samples or rounds operands. dense ms: in bfloat16. FP8 dense ms: of a layer all in FP8, with the rounding'
-  ' of all operands. times faster: the dense ms on its left over sparse ms. packing: of the weight, for the kernels,'
-  ' once a step, here the share of a micro-batch.'
+  ' its kernel even where that is slower, since XLA would have to draw the sample. sparse ms: as the recipe runs it,'
+  ' with all that samples or rounds operands. dense ms: in bfloat16. FP8 dense ms: of a layer all in FP8, with the'
+  ' rounding of all operands. times faster: the dense ms on its left over sparse ms. packing: of the weight, for the'
+  ' kernels, once a step, here the share of a micro-batch.'
 )
 
 
