@@ -103,11 +103,15 @@ def dispatch(
     **kwargs: passed on.
 
   Raises:
-    ValueError: unknown name, the named back end refused, or all candidates did; the message holds every reason.
+    ValueError: unknown name, or no name among several; the named back end refused, or all candidates did; the message
+      holds every reason.
 
   >>> dispatch('abs', {'python': 'builtins:abs'}, None, ['python'], -3)
   3
   """
+  if isinstance(implementation, tuple) and not all(isinstance(name, str) for name in implementation or (None,)):
+    known = sorted({*backends, 'sparse'})
+    raise ValueError(f'{op}: implementation={implementation!r} must be None, or one or several of {known}')
   named = (implementation,) if isinstance(implementation, str) else implementation
   names = candidates if named is None else [backend_of(op, name, backends) or name for name in named]
   reasons = []

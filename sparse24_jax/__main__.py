@@ -20,7 +20,7 @@ import jax
 from pallas_kernels import _checks, _device, _records
 import sparse24_jax
 from sparse24_jax import recipes
-from sparse24_jax.block_gain import block_gain, block_table, explain, verdict
+from sparse24_jax.block_gain import block_gain, BLOCK_LEGEND, block_table, explain, verdict
 from sparse24_jax.recipe import Recipe
 from sparse24_jax.suggestions import Parser
 from sparse24_jax.where_it_pays import LEGEND, table, where_it_pays
@@ -89,17 +89,18 @@ def main(argv: list[str] | None = None) -> int:
   except ValueError as error:
     parser.error(str(error))
   print(f'{verdict(block, exact.gain)}\n')
-  print(f'Recipe {args.recipe} on {device}, {args.tokens} tokens, forward and backward:')
+  share = sum(phase.fraction for phase in recipe.phases if phase.name == 'sparse')
+  steps = f', in sparse steps ({share:.0%})' if any(phase.name == 'dense' for phase in recipe.phases) else ''
+  print(f'Recipe {args.recipe} on {device}, {args.tokens} tokens, forward and backward{steps}:')
   if measured and measured != [device]:
     what = 'for sizes far from all that was measured on' if device in measured else 'nothing was measured on'
     print(f'{what} {device!r}: times of {measured[-1]!r}, which has the same chip')
   if found:
-    print(table([layer.stacked(args.layers) for layer in found]))
+    print(table([layer.stacked(args.layers) for layer in found], said=block.why_dense or block.simulated))
   print(block_table(block))
   if args.parts:
     print(explain(block))
-  if found:
-    print(f'\n{textwrap.fill(LEGEND, 118)}')
+  print(f'\n{textwrap.fill(f"{LEGEND} {BLOCK_LEGEND}" if found else BLOCK_LEGEND, 118)}')
   return 0
 
 
@@ -127,8 +128,11 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     of_two = ', '.join(name for name, known in recipes.KNOWN.items() if len(known.paths) > 1)
     parser.error(f'--down is for {of_two}, which takes --path of the up-projections and --down')
   try:
-    recipe = which.example(*filter(None, (args.path, args.down)))
-    checked = sparse24_jax.check(recipe.with_dense(*args.dense), *found)
+    recipe = which.example(args.path, *([] if args.down is None else [args.down])).with_dense(*args.dense)
+  except ValueError as error:
+    parser.error(str(error))
+  try:
+    checked = sparse24_jax.check(recipe, *found)
   except TypeError as error:  # where the arguments are not those of the function
     parser.error(f'{error}: {args.example}() must return (f, params, *args), with all that f takes')
   except ValueError as error:

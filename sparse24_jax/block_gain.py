@@ -46,6 +46,7 @@ class BlockGain:
     packed_bytes: of the operands of its weights.
     saved_bytes: what x and h, which the backward keeps, take less in FP8. The peak of memory need not shrink so.
     why_dense: why all matmuls run dense: no kernel serves the block, or sparse activations are not known to pay.
+    simulated: why its FP8 would be simulated, in a time that nobody measured.
 
   >>> from sparse24_jax.block_gain import BlockGain, Part
   >>> block = BlockGain((Part('packed weights', 0.5), Part('y of up', 1.5)), (Part('forward of up', 3.0),), (), 0, 0)
@@ -59,6 +60,7 @@ class BlockGain:
   packed_bytes: int
   saved_bytes: int
   why_dense: str | None = None
+  simulated: str | None = None
 
   @property
   def expected_ms(self) -> float | None:
@@ -159,7 +161,7 @@ def block_gain(
   packing = Part('packed weights', total(layer.packing_ms for layer in found))
   dense_fp8 = priced(block.rival_steps(jnp.dtype(weight_dtype).itemsize))
   chosen, dense = (packing, *priced(block.steps)), priced(block.dense_steps)
-  return BlockGain(chosen, dense, dense_fp8, block.packed_bytes, block.saved_bytes, block.plain)
+  return BlockGain(chosen, dense, dense_fp8, block.packed_bytes, block.saved_bytes, block.plain, block.simulated)
 
 
 def _shared(activations: Mapping[str, ActivationPolicy | None], recipe: Recipe) -> ActivationPolicy:
@@ -192,6 +194,13 @@ def _part(step: Step, device: str) -> Part:
   return Part(step.name, ms, step.backend or 'dense', step.checked(device) if step.backend else None)
 
 
+BLOCK_LEGEND = (
+  'The block is its layers with what stands between them, which goes into the matmuls where they are fused. sparse: as'
+  ' the recipe runs it in its sparse steps, with all packing; dense: in bfloat16; dense FP8: with the rounding of all'
+  ' operands. Of a part, by its name stands what multiplies: a sparse kernel, such as mosaic_gpu, or dense.'
+)
+
+
 def block_table(block: BlockGain) -> str:
   """A block's times as a line of text, and what it takes of memory."""
 
@@ -215,17 +224,17 @@ def verdict(block: BlockGain, exact: float | None = None) -> str:
   """
   if block.why_dense is not None:
     return f'These layers stay dense: {block.why_dense}.'
+  if block.simulated is not None:
+    return f'How fast these layers run is not known: FP8 would be simulated: {block.simulated}.'
   if block.gain is None:
     return 'How fast these layers run sparse is not known: nothing near them was measured.'
-  gains = {'dense bfloat16': block.gain, 'dense FP8': block.gain_over_fp8, 'exact': exact}
-  known = {rival: round(gain, 2) for rival, gain in gains.items() if gain is not None}
-  other = known.pop('exact', 0.0)
-  fastest = min(known, key=lambda rival: known[rival])
-  said = ' and '.join(_compared(gain, rival) for rival, gain in known.items())
-  said = f'Sparse, these layers are expected to run {said}'
-  if other > max(known['dense bfloat16'], 1):
-    return f"{said}. With exact weight gradients, weight_grad='dense', {_compared(other, 'dense bfloat16')}."
-  return f'{said}: train them in {fastest}.' if known[fastest] < 1 else f'{said}.'
+  rivals = {'dense bfloat16': block.gain, 'dense FP8': block.gain_over_fp8}
+  gains = {rival: round(gain, 2) for rival, gain in rivals.items() if gain is not None}
+  said = f'Sparse, these layers are expected to run {" and ".join(_compared(gains[rival], rival) for rival in gains)}'
+  if exact is not None and round(exact, 2) > max(round(block.gain, 2), 1):
+    return f"{said}. With exact weight gradients, weight_grad='dense', {_compared(round(exact, 2), 'dense bfloat16')}."
+  fastest = min(gains, key=gains.__getitem__)
+  return f'{said}: train them in {fastest}.' if gains[fastest] < 1 else f'{said}.'
 
 
 def _compared(gain: float, rival: str) -> str:
@@ -238,11 +247,11 @@ def explain(block: BlockGain) -> str:
   """What runs for a block, in order, and the milliseconds that are expected of it; then the same of its dense twins.
 
   >>> print(explain(BlockGain((Part('packed weights', 0.5), Part('y of up', 1.5, 'mosaic_gpu')), (), (), 0, 0)))
-   as chosen, ms:
+   sparse, ms:
     packed weights                               0.500
     y of up                      mosaic_gpu      1.500
   """
-  chains = {'as chosen': block.chosen, 'dense': block.dense, 'dense in FP8': block.dense_fp8}
+  chains = {'sparse': block.chosen, 'dense': block.dense, 'dense in FP8': block.dense_fp8}
   lines = []
   for title, parts in chains.items():
     lines += [f' {title}, ms:'] if parts else []

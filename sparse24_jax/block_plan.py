@@ -57,6 +57,11 @@ class BlockPlan:
     return why[0] if all(why) else None
 
   @property
+  def simulated(self) -> str | None:
+    """Why the precision of a layer is simulated, or None."""
+    return next((layer.simulated for layer in self.layers.values() if layer.simulated), None)
+
+  @property
   def packed_bytes(self) -> int:
     """Bytes of the packed weights."""
     return sum(layer.packed_bytes for layer in self.layers.values())

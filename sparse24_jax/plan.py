@@ -19,6 +19,8 @@ from sparse24_jax.policy import DotPolicy
 from sparse24_jax.precision import NATIVE, Precision
 from sparse24_jax.projection import Form, Masked, SoftThreshold
 
+NO_PACKER = 'no kernel packs these masks; recipes with kernels are transposable_srste and s_ste'
+
 # What policies name.
 PRECISIONS: dict[str, Precision] = {'default': NATIVE, 'fp8': FP8}
 
@@ -78,7 +80,7 @@ def plan_layer(
         log_once(precision.absent)
     return layer(precision=precision.without_kernels, plain=reason)
   if named is None and not roles and policy.projection is not None:
-    return layer(precision=precision.without_kernels, plain=f'{policy.projection.name!r} weights have no packer')
+    return layer(precision=precision.without_kernels, plain=NO_PACKER)
   precision = dataclasses.replace(precision, passes=tuple(pack.candidates(precision.packed_dtype(dtype), on.device)))
   if named is not None:
     found, looked_up = dict.fromkeys(sparse_roles(policy), named), ()

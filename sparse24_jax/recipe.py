@@ -109,7 +109,7 @@ def check_phase(name: str) -> None:
 def require_recipe(recipe: Any, order: str = '') -> None:
   """ValueError unless it is one; `order` is how the arguments stand in the call."""
   if not isinstance(recipe, Recipe):
-    found = repr(recipe) if isinstance(recipe, str) else f'{type(recipe).__name__}: arguments in another order?'
+    found = f'{recipe!r}.' if isinstance(recipe, str) else f'{type(recipe).__name__}: arguments in another order?'
     order = f' It is {order}' if order else ''
     raise ValueError(f'recipe must be a Recipe, as the functions of sparse24_jax.recipes make, found {found}{order}')
 

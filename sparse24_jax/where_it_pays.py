@@ -230,16 +230,20 @@ _HEAD = ('', 'runs on', 'sparse ms', 'dense ms', 'times faster')
 _HEAD_FP8 = ('FP8 dense ms', 'times faster')
 _PARTS = {'forward': 'forward', 'input_grad': 'input gradient', 'weight_grad': 'weight gradient'}
 LEGEND = (
-  'Each weight is a layer with three matmuls. runs on: what multiplies, mosaic_gpu say is a sparse kernel; dense or'
-  ' dense_fp8 where no sparse one is faster, or the recipe has none. sparse ms: as the recipe runs it, with all that'
-  ' samples or rounds operands. dense ms: in bfloat16. packing: of the weight, for the kernels, once a step, here the'
-  ' share of a micro-batch. times faster: dense ms over sparse ms. The block is these layers with what stands'
-  ' between them, which goes into the matmuls where they are fused.'
+  'Each weight is a layer with three matmuls. runs on: a sparse kernel, such as mosaic_gpu; or dense or dense_fp8,'
+  ' where the recipe has a dense matmul or no kernel is known to be faster. On Hopper a sampled weight gradient takes'
+  ' its kernel even where that is slower, since XLA would have to draw the sample. sparse ms: as the recipe runs it,'
+  ' with all that samples or rounds operands. dense ms: in bfloat16. FP8 dense ms: of a layer all in FP8, with the'
+  ' rounding of all operands. times faster: the dense ms on its left over sparse ms. packing: of the weight, for the'
+  ' kernels, once a step, here the share of a micro-batch.'
 )
 
 
-def table(layers: Sequence[LayerGain]) -> str:
-  """The gains as text, a line a matmul and one for all of a weight; with columns of FP8 where a recipe has that."""
+def table(layers: Sequence[LayerGain], *, said: str | None = None) -> str:
+  """The gains as text, a line a matmul and one for all of a weight; with columns of FP8 where a recipe has that.
+
+  Below them are notes on layers that no kernel serves; not those whose reason, `said`, the reader has.
+  """
   in_fp8 = any(layer.dense_fp8_ms is not None or layer.saved_bytes for layer in layers)
   head = (*_HEAD, *_HEAD_FP8) if in_fp8 else _HEAD
   titles, rows = [], []
@@ -261,7 +265,7 @@ def table(layers: Sequence[LayerGain]) -> str:
   lines = [line(head)]
   for title, of in zip(titles, rows, strict=True):
     lines += [title, *map(line, of)]
-  return '\n'.join(lines + [note for layer in layers for note in _notes(layer)])
+  return '\n'.join(lines + [note for layer in layers for note in _notes(layer, said)])
 
 
 def _ms(value: float | None) -> str:
@@ -273,7 +277,9 @@ def _times(expected: float | None, dense: float | None) -> tuple[str, str, str]:
   return _ms(expected), _ms(dense), f'{dense / expected:.2f}' if known else '-'
 
 
-def _notes(layer: LayerGain) -> list[str]:
+def _notes(layer: LayerGain, said: str | None) -> list[str]:
+  if said is not None and said in (layer.simulated, layer.plain):
+    return []
   if layer.simulated is not None:
     return [f'{layer.path}: FP8 would be simulated: {layer.simulated}']
   if layer.plain is not None:

@@ -11,7 +11,7 @@ import statistics
 from typing import Any
 
 from experiments.bench import hlo, measure, trace
-from experiments.bench.twins import activations, CASES, RECIPES, REFRESH_EVERY, Twins
+from experiments.bench.twins import activations, CASES, recipe_of, RECIPES, Twins
 from experiments.models import layers
 
 MODULE = 'experiments.bench.train_step'
@@ -19,9 +19,10 @@ MODULE = 'experiments.bench.train_step'
 
 def run(name: str, options: Any, head: Mapping[str, Any], clock: measure.Clock) -> dict[str, Any]:
   """Measures one model and returns its record."""
-  # No burst may reach a search: step 40 of a period makes it.
-  if options.steps + 1 >= REFRESH_EVERY:  # of other recipes the period is longer, or every step searches
-    raise ValueError(f'--steps {options.steps}: a burst must be shorter than the period of {REFRESH_EVERY} steps')
+  # No burst may reach a search, which the last step of a period makes, unless every step does.
+  every = recipe_of(options.recipe).refresh_every
+  if 1 < every <= options.steps + 1:
+    raise ValueError(f'--steps {options.steps}: a burst must be shorter than the period of {every} steps')
   twins = Twins(CASES[name], options, clock)
   calls = twins.calls
   losses = {twin: float(call()) for twin, call in calls.items()}

@@ -21,7 +21,6 @@ from experiments.models import gpt2, layers, llama
 from experiments.runs import recipes
 import sparse24_jax as s24
 
-REFRESH_EVERY = 40
 FFN = r'.*/mlp/.*'
 LINEAR = r'.*/(attn|mlp)/.*/kernel'
 # Samples where the fused block takes them: elsewhere in a block the exact gradient is as fast.

@@ -68,7 +68,7 @@ def order_is_told(caller: str, recipe: Recipe, params: Any, args: Collection[Any
       raise ValueError(
         f'the weights that recipe {recipe.name!r} matches are not in params, but in an argument behind it: arguments in'
         f' another order? It is {caller}(recipe, f, params, *args), and f takes the parameters first; if it does not,'
-        ' wrap it: lambda p, *a: ...'
+        f' wrap it, as lambda p, x: f(x, p). What it raised: {type(error).__name__}: {error}'
       ) from error
     raise
 

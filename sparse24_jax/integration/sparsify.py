@@ -20,7 +20,9 @@ from sparse24_jax.rules import is_weight, leaves_by_path, nested, rule_for
 __all__ = ['SparseVariable', 'sparse_variables', 'sparsify', 'states_of']
 
 # Of an optimizer state Flax keeps the arrays; what is static is that of the state that is read into.
-serialization.register_serialization_state(Layouts, lambda layouts: {}, lambda layouts, state: layouts)
+serialization.register_serialization_state(
+  Layouts, lambda layouts: {}, lambda layouts, state: layouts, override=True
+)  # fmt: skip
 
 
 def sparsify(

@@ -101,8 +101,9 @@ def follow_updates(jaxpr: Any, given: Sequence[Argument], folders: Sequence[str]
   )
   if not any(weights.values()) and any(found.named.get(name_of('dense weights', path)) for path in paths):
     raise ValueError(
-      "this step updates in phase 'dense', as FST's steps at the end do, and reads weights dense by design: there is"
-      " nothing to check. Check the step of a sparse phase, that of sparse_training(..., phase='sparse'), see phase_at"
+      "this step updates in phase 'dense', as FST's steps at the end do and STEP's at the start, and reads weights"
+      " dense by design: there is nothing to check. Check the step of a sparse phase, that of"
+      " sparse_training(..., phase='sparse'), see phase_at"
     )
   updates = []
   for i in range(max(map(len, weights.values()))):

@@ -97,7 +97,7 @@ def get_flip_rate(opt_state: Any) -> FlipRate:
   """The flip rates in `opt_state`, however deep their state is wrapped; `per_weight` by path. Works inside jit.
 
   They are measured at every `refresh_every`-th step of the recipe (`Recipe.flip_rate`), and are NaN before the first of
-  these.
+  these. Of a state of shapes, as `jax.eval_shape` of `init` makes it, they are shapes.
 
   Raises:
     ValueError: the state holds no `SparseTrainingState`, or several; or, outside of jit, it shows that the masks are
@@ -117,7 +117,11 @@ def get_flip_rate(opt_state: Any) -> FlipRate:
   state = find_state(opt_state, SparseTrainingState, 'sparse_training')
   _left.check_left(state._replace(left=unboxed(state.left)))
   per_weight = leaves_by_path(state.flip_rate.per_weight)
-  overall, *each = _shown([unboxed(state.flip_rate.overall), *(rate for _, rate in per_weight)])
+  rates = [unboxed(state.flip_rate.overall), *(rate for _, rate in per_weight)]
+  if not any(isinstance(rate, jax.ShapeDtypeStruct) for rate in rates):
+    with jax.debug_nans(False):  # these are meant
+      rates = _shown(rates)
+  overall, *each = rates
   return FlipRate(overall, {path: rate for (path, _), rate in zip(per_weight, each, strict=True)})
 
 

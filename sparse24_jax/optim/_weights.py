@@ -95,7 +95,7 @@ def contexts(projections: Any, params: Any, step: Array) -> Any:
 
   shapes: dict[Any, dict[str, tuple[int, ...]]] = {}
   for (path, p), w in zip(leaves_by_path(projections, is_leaf=is_leaf), jax.tree.leaves(params), strict=True):
-    shape = p.layout_of(w).matrix_shape(w.shape) if isinstance(p, Projection) else w.shape
+    shape = p.layout_of(w).matrix_shape(w.shape) if isinstance(p, Projection) else jnp.shape(w)
     shapes.setdefault(of_matrix(p), {})[path] = shape
   return map_by_path(lambda path, p: Context(step, path, shapes[of_matrix(p)]), projections, is_leaf=is_leaf)
 

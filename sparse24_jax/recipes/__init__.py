@@ -16,10 +16,10 @@ from sparse24_jax.recipes.step import step as step
 from sparse24_jax.recipes.transposable_srste import transposable_srste as transposable_srste
 from sparse24_jax.suggestions import meant
 
-# The functions as `register` wraps them; variants have a name on command lines only.
-globals().update({known.make.__name__: known.make for known in KNOWN.values()})
-
-__all__ = [name for name, known in KNOWN.items() if name == known.make.__name__]  # pyright: ignore
+__all__ = [
+  'dense', 'mixed_sparsity', 'neuron_level', 'rigl', 's_ste', 'set_', 'sr_ste', 'static', 'ste', 'step',
+  'transposable_srste',
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

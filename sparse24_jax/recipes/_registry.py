@@ -1,4 +1,4 @@
-"""What recipes are known by: `register`, above the function of each, fills `KNOWN`; all lists are made of it."""
+"""The recipes and their names: `register`, above the function of each, fills `KNOWN`, of which all lists are made."""
 
 from collections.abc import Callable, Mapping
 import dataclasses
@@ -49,17 +49,42 @@ def register[**P](
 
   Args:
     needs: for each argument without a default, paths apart, a value with which command lines and tests make the recipe.
-      Neither the weights that it takes nor the time of a step may hang on it.
+      Neither the weights that it takes nor the time of a step may depend on it.
     **variants: by further names, the arguments that make them.
+
+  Raises:
+    ValueError: a name is another recipe's, an argument that stands by its place is no `str`, so no pattern of weights,
+      or the arguments are not those of the function.
   """
 
   def decorate(make: Callable[P, Recipe]) -> Callable[P, Recipe]:
     named = _named(make)
-    for name, settings in {make.__name__: {}, **variants}.items():
-      KNOWN[name] = Known(named, {**(needs or {}), **settings})
-    return make
+    known = {
+      name: Known(named, {**(needs or {}), **settings}) for name, settings in {make.__name__: {}, **variants}.items()
+    }
+    for name, of in known.items():
+      _check(name, of)
+    KNOWN.update(known)
+    return named
 
   return decorate
+
+
+def _check(name: str, known: Known) -> None:
+  signature = inspect.signature(known.make, eval_str=True)
+  if other := [path for path in known.paths if signature.parameters[path].annotation not in (str, str | None)]:
+    raise ValueError(f'recipe {name!r}: {other[0]} stands by its place and is no pattern, a str: put it behind *')
+  try:
+    signature.bind(*known.paths, **known.settings)
+  except TypeError as error:
+    raise ValueError(f'recipe {name!r}: {error}; register(dict(...)) gives what it needs a value') from error
+  taken = KNOWN.get(name)
+  if taken is not None and _source(taken) != _source(known):  # the same one comes again when its module is reloaded
+    raise ValueError(f'recipe {name!r} is taken, by {".".join(_source(taken))}: give this one another name')
+
+
+def _source(known: Known) -> tuple[str, str]:
+  return known.make.__module__, known.make.__qualname__
 
 
 def _named[**P, R](make: Callable[P, R]) -> Callable[P, R]:
@@ -88,7 +113,6 @@ def _named[**P, R](make: Callable[P, R]) -> Callable[P, R]:
       raise TypeError(f'{make.__name__}() needs {"; and ".join(said)}')
     return make(*args, **kwargs)
 
-  call.__module__ = 'sparse24_jax.recipes'  # where pickle finds it, beside modules of the same names
   return call
 
 

@@ -17,7 +17,7 @@ def sr_ste(
 
   Args:
     path: regular expression of the weights to make sparse.
-    masked_decay: lambda; the paper uses 2e-4, with SGD.
+    masked_decay: the factor lambda; the paper uses 2e-4, with SGD.
     decay_on: `'weights'`: W <- W - lr (step + lambda (1 - M) W), which `sparse_training` does given the learning
       rate. `'gradients'` lets the moments of Adam see it. The two are one under SGD, where the paper has it.
 

@@ -36,6 +36,11 @@ class DispatchTest(absltest.TestCase):
     with self.assertRaisesRegex(ValueError, "implementation='fast' is unknown"):
       _dispatch.dispatch('op', _BACKENDS, ('good', 'fast'), ['good'], 1)
 
+  def test_several_are_all_names(self):
+    for odd in ((), (None, 'good'), ('good', None)):
+      with self.assertRaisesRegex(ValueError, r"op: implementation=\(.*\) must be None, or one or several of .*'good'"):
+        _dispatch.dispatch('op', _BACKENDS, odd, ['good'], 1)
+
   def test_a_named_back_end_fails_loudly(self):
     with self.assertRaisesRegex(ValueError, 'picky: not for 1'):
       _dispatch.dispatch('op', _BACKENDS, 'picky', ['good'], 1)

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from pallas_kernels import _device, _records, _triton, costs
 import sparse24_jax as s24
 from sparse24_jax import fp8, neuron_plan
-from sparse24_jax.availability import target
-from sparse24_jax.block_gain import block_gain, block_table, explain, verdict
+from sparse24_jax.availability import Target, target
+from sparse24_jax.block_gain import block_gain, block_table, BlockGain, explain, Part, verdict
 from sparse24_jax.plan import plan_layer
 from sparse24_jax.where_it_pays import RoleGain, table
 from tests import targets
@@ -124,6 +124,19 @@ class Fp8LayerTest(parameterized.TestCase):
       plan = plan_layer(FP8.rules[0].policy, TOKENS, D_IN, D_OUT, jnp.bfloat16)
     self.assertEqual(getattr(plan.backends, role) or 'dense_fp8', chosen)
 
+  @parameterized.parameters((dict(dense=1.0), None), (dict(mosaic_gpu=1.0), 'mosaic_gpu'))
+  def test_a_forward_leaves_the_kernel_where_all_shares_of_tokens_measured_slower(self, of_all, chosen):
+    def lookup(device, op, key):
+      times = dict(dense=1.0) if TOKENS in (key['m'], key['n']) else of_all
+      return _records.Choice(next(iter(times)), None, key, 0.0)
+
+    with (
+      recorded(lambda *_: {}), mock.patch.object(_records, 'lookup', lookup),
+      mock.patch.object(Target, 'shares', lambda self, tokens: (tokens, 16 * tokens)),
+    ):  # fmt: skip
+      plan = plan_layer(FP8.rules[0].policy, TOKENS, D_IN, D_OUT, jnp.bfloat16, on=target(H100))
+    self.assertEqual(plan.backends.forward, chosen)
+
   @parameterized.parameters(*COSTS)
   def test_a_pass_that_was_not_measured_leaves_no_sum(self, missing):
     with records(costs_of={op: cost for op, cost in COSTS.items() if op != missing}):
@@ -221,6 +234,9 @@ class BlockTest(parameterized.TestCase):
     self.assertEqual((block.expected_ms, block.gain, block.saved_bytes), (None, None, 0))
     self.assertStartsWith(block_table(block), 'one block: - sparse, ')
     self.assertIsNone(block.why_dense)
+    self.assertStartsWith(
+      verdict(block), 'How fast these layers run is not known: FP8 would be simulated: activations are float32'
+    )
 
   def test_line_says_what_is_saved_where_something_is(self):
     line = block_table(block_gain(4096, 16384, FP8, tokens=16384, device=H100))
@@ -230,7 +246,18 @@ class BlockTest(parameterized.TestCase):
   def test_nothing_is_chosen_that_is_all_dense(self):
     block = block_gain(4096, 16384, s24.recipes.sr_ste('.*', masked_decay=0.0), tokens=16384, device=H100)
     self.assertAlmostEqual(block.gain or 0.0, 1.0, places=6)
-    self.assertEqual(verdict(block), "These layers stay dense: 'magnitude 2:4' weights have no packer.")
+    why = 'no kernel packs these masks; recipes with kernels are transposable_srste and s_ste'
+    self.assertEqual(verdict(block), f'These layers stay dense: {why}.')
+
+  @parameterized.parameters(
+    (1.0, 1.0, 1.2, ' as fast as dense bfloat16 and 1.20 times faster than dense FP8.'),
+    (1.0, 1.1, 0.9, 'dense FP8 (0.90 times as fast): train them in dense FP8.'),
+    (1.0, 0.9, 0.8, 'dense FP8 (0.80 times as fast): train them in dense FP8.'),
+    (1.0, 0.8, 0.9, 'dense FP8 (0.90 times as fast): train them in dense bfloat16.'),
+  )
+  def test_the_fastest_is_advised(self, ms, dense, fp8, end):
+    block = BlockGain((Part('all', ms),), (Part('all', dense),), (Part('all', fp8),), 0, 0)
+    self.assertEndsWith(verdict(block), end)
 
   def test_a_gpu_without_records(self):
     block = block_gain(64, 128, FP8, tokens=32, device='no_such_gpu')

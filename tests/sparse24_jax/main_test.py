@@ -69,14 +69,18 @@ class CommandTest(parameterized.TestCase):
       self.assertEqual([re.split(r' {2,}', line.strip())[0] for line in lines[i + 1 : i + 6]], parts)
 
   def test_begins_with_a_verdict_and_ends_with_a_legend(self):
-    for recipe, verdict in (
-      ('transposable_srste', r'\d\.\d\d times faster than dense bfloat16\.'),
-      ('s_ste_fp8', r'\d\.\d\d times faster than dense bfloat16 and 1\.\d\d times faster than dense FP8\.'),
+    for recipe, verdict, steps in (
+      ('transposable_srste', r'\d\.\d\d times faster than dense bfloat16\.',
+       ', in sparse steps (83%)'),
+      ('s_ste_fp8', r'\d\.\d\d times faster than dense bfloat16 and 1\.\d\d times faster than dense FP8\.', ''),
     ):
       _, lines = run(*ARGS, '--device', 'h200', '--gated', '--recipe', recipe)
       self.assertRegex(lines[0], f'^Sparse, these layers are expected to run {verdict}$')
-      self.assertEqual(lines[1:3], ['', f'Recipe {recipe} on nvidia_h200, 16384 tokens, forward and backward:'])
-      self.assertIn('dense ms over sparse ms', ' '.join(lines[lines.index('', 2) :]))
+      head = f'Recipe {recipe} on nvidia_h200, 16384 tokens, forward and backward{steps}:'
+      self.assertEqual(lines[1:3], ['', head])
+      legend = ' '.join(lines[lines.index('', 2) :])
+      for column in ('runs on', 'sparse ms', 'dense ms', 'FP8 dense ms', 'times faster', 'packing', 'dense FP8'):
+        self.assertIn(f'{column}: ', legend)
       self.assertLessEqual(max(map(len, lines)), 120)
 
   @parameterized.parameters(*(n for n, known in recipes.KNOWN.items() if known.is_sparse and len(known.paths) == 1))
@@ -109,6 +113,7 @@ class CommandTest(parameterized.TestCase):
   def test_a_block_with_sparse_activations(self):
     status, lines = run(*ARGS, '--recipe', 'neuron_level', '--device', DEVICE, '--parts')
     self.assertEqual(status, 0)
+    self.assertIn('sparse: as the recipe runs it', ' '.join(lines[lines.index('', 2) :]))
     self.assertRegex(lines[0], r'1\.\d\d times faster than dense bfloat16\.$')
     self.assertRegex(lines[3], r'^one block: .* sparse, .* dense; 144 MB of packed weights$')
     self.assertTrue(any(re.match(r'  dW of up +mosaic_gpu', line) for line in lines))
@@ -117,6 +122,13 @@ class CommandTest(parameterized.TestCase):
     args = ('where-it-pays', '--tokens', '16385', '--d', '4096', '--hidden', '16384', '--recipe', 'neuron_level')
     _, (line, *_) = run(*args, '--device', DEVICE)
     self.assertEqual(line, 'These layers stay dense: 16385 tokens are no multiple of V = 64 and 16 M = 128.')
+
+  @parameterized.parameters('rigl', 'mixed_sparsity', 'sr_ste')
+  def test_says_once_why_layers_stay_dense(self, recipe):
+    _, lines = run(*ARGS, '--recipe', recipe, '--device', DEVICE)
+    why = 'no kernel packs these masks; recipes with kernels are transposable_srste and s_ste'
+    self.assertEqual([line for line in lines if 'no kernel' in line and 'known' not in line],
+                     [f'These layers stay dense: {why}.'])  # fmt: skip
 
   def test_says_whose_times_serve_another_gpu(self):
     line = run(*ARGS, '--device', 'h200')[1][3]
@@ -127,7 +139,7 @@ class CommandTest(parameterized.TestCase):
     _, lines = run(*ARGS, '--device', DEVICE, '--recipe', 's_ste_fp8', '--gated', '--parts')
     totals = [float(ms) for ms in re.findall(r'([\d.]+) ms', _block(lines))]
     titles = [i for i, line in enumerate(lines) if line.endswith(', ms:')]
-    self.assertEqual([lines[i].strip() for i in titles], ['as chosen, ms:', 'dense, ms:', 'dense in FP8, ms:'])
+    self.assertEqual([lines[i].strip() for i in titles], ['sparse, ms:', 'dense, ms:', 'dense in FP8, ms:'])
     for total, start, end in zip(totals, titles, [*titles[1:], lines.index('', 2)], strict=True):
       self.assertAlmostEqual(sum(float(line.split()[-1]) for line in lines[start + 1 : end]), total, delta=0.02)
 

@@ -129,7 +129,7 @@ class ChoiceTest(parameterized.TestCase):
   def test_a_named_implementation_is_priced_as_it_runs(self):
     """Masks by magnitude are packed by no kernel, so that by itself the forward stays with XLA."""
     expected = {
-      None: (['dense'] * 3, "'magnitude 2:4' weights have no packer"),
+      None: (['dense'] * 3, "no kernel packs these masks; recipes with kernels are transposable_srste and s_ste"),
       'sparse': (['mosaic_gpu', 'dense', 'dense'], None), 'reference': (['dense'] * 3, "implementation='reference'"),
     }  # fmt: skip
     with records(**SPARSE_WINS):

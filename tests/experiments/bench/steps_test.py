@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import pathlib
+import re
 import tempfile
 from unittest import mock
 
@@ -117,11 +118,18 @@ class RecordsTest(parameterized.TestCase):
     self.assertEqual(*(speed.identity(known | {'role': role}) for role in ('turn_24', 'transpose_24')))
     self.assertNotEqual(*(speed.identity(known | {'role': role}) for role in ('turn_24', 'transpose')))
 
-  def test_a_burst_must_not_reach_a_mask_search(self):
+  @parameterized.parameters(('transposable_srste', 39, 40), ('mixed_sparsity_24', 99, 100))
+  def test_a_burst_must_not_reach_a_mask_search(self, recipe, steps, period):
     with contextlib.redirect_stdout(io.StringIO()) as out, tempfile.TemporaryDirectory() as folder:
-      argv = ['--out', f'{folder}/x', '--tiny', '--steps', '39']
+      argv = ['--out', f'{folder}/x', '--tiny', '--steps', str(steps), '--recipe', recipe]
       self.assertEqual(train_step.main(argv), 1)
-    self.assertIn('shorter than the period of 40', out.getvalue())
+    self.assertIn(f'shorter than the period of {period}', out.getvalue())
+
+  def test_mixed_sparsity_alone_takes_attention(self):
+    for name in twins.OF_ONE_PATH:
+      paths = [rule.path for rule in twins.recipe_of(name).rules]
+      taken = {part: any(re.fullmatch(path, f'h/{part}/c_proj/kernel') for path in paths) for part in ('attn', 'mlp')}
+      self.assertEqual(taken, {'attn': name.startswith('mixed_sparsity'), 'mlp': True}, name)
 
 
 class TwinsTest(parameterized.TestCase):
@@ -149,9 +157,9 @@ class TwinsTest(parameterized.TestCase):
     self.assertEqual(counts(), [1, 2])
     self.assertGreater(np.abs(second - first).max(), 0)
     self.assertGreater(np.abs(kernel() - second).max(), 0)
-    pair.at(twins.REFRESH_EVERY - 1)
+    pair.at(pair.recipe.refresh_every - 1)
     pair.sparse()
-    self.assertEqual(counts()[0], twins.REFRESH_EVERY)
+    self.assertEqual(counts()[0], pair.recipe.refresh_every)
 
   @parameterized.parameters('transposable_srste', 'mixed_sparsity_24', 'mixed_sparsity_transposable')
   @pytest.mark.few

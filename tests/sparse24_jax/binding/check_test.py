@@ -176,6 +176,8 @@ class CheckTest(parameterized.TestCase):
     (f'{__name__}:arguments', (), r'arguments\(\) raised TypeError: '),
     (f'{__name__}:absltest.main', (), 'is no MODULE:FUNCTION'),
     ('builtins:dict', (), r'dict\(\) must return \(f, params, \*args\), found dict'),
+    (f'{__name__}:example', ('--path', ''), "error: rule '' of recipe 'transposable_srste' decides for no weight"),
+    (f'{__name__}:example', ('--path', '('), "error: rule path '\\(' is not a regular expression"),
     (f'{__name__}:example', ('--down', '.*'), '--down is for neuron_level'),
     (f'{__name__}:example', ('--recipe', 'neuron_level'), 'neuron_level needs --down'),
     (f'{__name__}:example', ('--recipe', 'fst'), r"invalid choice: 'fst' .*did you mean 'transposable_srste'\?"),

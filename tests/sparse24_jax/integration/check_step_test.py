@@ -131,7 +131,7 @@ class CheckStepTest(parameterized.TestCase):
   def test_a_dense_end_reads_weights_dense_by_design(self):
     """The first thing to say of it: not that it is dense, but that there is nothing to check."""
     for recipe in (RECIPES['fst'], s24.recipes.dense('.*', watch=s24.magnitude())):
-      with self.assertRaisesRegex(ValueError, "^this step updates in phase 'dense', .* nothing to check"):
+      with self.assertRaisesRegex(ValueError, "^this step updates in phase 'dense', .*STEP's .* nothing to check"):
         checked(recipe, 'plain', phase='dense')
 
   @parameterized.parameters(jax.jit, steps_in_a_scan)

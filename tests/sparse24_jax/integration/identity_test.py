@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
+import importlib
 import tempfile
+from unittest import mock
 
 from absl.testing import absltest, parameterized
 from flax import nnx, serialization
@@ -130,6 +132,11 @@ class RestoredTest(absltest.TestCase):
       state = checkpointer.restore(f'{folder}/state', jax.tree.map(on_mesh, jax.eval_shape(lambda: saved)))
     self.assertLen(state.projections['kernel'].sharding.device_set, 2)
     np.testing.assert_array_equal(s24.project(params, state, FST)['kernel'], expected)
+
+  def test_a_module_that_is_reloaded_is_no_error(self):
+    module = importlib.import_module('sparse24_jax.integration.sparsify')
+    with mock.patch.dict(vars(module)):  # others hold what it had
+      importlib.reload(module)
 
   def test_by_the_serialization_of_flax(self):
     """It knows no static nodes by itself."""

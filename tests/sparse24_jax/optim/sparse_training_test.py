@@ -372,6 +372,19 @@ class RefreshTest(parameterized.TestCase):
       masks = (each.projections['mlp']['up']['kernel'][4:8, 3] for each in (bad, state))
       np.testing.assert_array_equal(*masks)
 
+  def test_a_rate_that_is_not_there_yet_is_no_error(self):
+    tx, params = s24.sparse_training(optax.sgd(1.0), FST), normal(0)
+    with jax.debug_nans(True):
+      found = s24.get_flip_rate(tx.init(params))
+    self.assertTrue(all(np.isnan(np.asarray(rate)).all() for rate in jax.tree.leaves(found)))
+    shapes = s24.get_flip_rate(jax.eval_shape(tx.init, params))
+    self.assertEqual(shapes, jax.eval_shape(lambda: found))
+
+  def test_a_number_among_parameters_is_trained(self):
+    tx, params = s24.sparse_training(optax.sgd(1.0), FST), {**normal(0), 'scale': 1.0}
+    updates, _ = tx.update(params, tx.init(params), params)
+    self.assertEqual(float(updates['scale']), -1.0)
+
   def test_no_rate_is_reported_before_the_first_refresh(self):
     tx = s24.sparse_training(optax.sgd(1.0), FST)
     params = normal(0)

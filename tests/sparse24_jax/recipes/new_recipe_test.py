@@ -1,5 +1,6 @@
 """A new recipe is a file and a line: what takes a recipe by its name then takes it."""
 
+import importlib
 import inspect
 import os
 from pathlib import Path
@@ -7,10 +8,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from unittest import mock
 
 from absl.testing import absltest
 
 import sparse24_jax as s24
+from sparse24_jax.recipes._registry import register
 
 ROOT = Path(__file__).parents[3]
 FILE = '''"""One of four."""
@@ -73,7 +76,7 @@ class NewRecipeTest(absltest.TestCase):
       (copy / 'recipes' / 'quarters.py').write_text(FILE)
       listed = copy / 'recipes' / '__init__.py'
       before, found, after = listed.read_text().partition('from sparse24_jax.recipes.s_ste import')
-      listed.write_text(before + LINE + found + after)
+      listed.write_text((before + LINE + found + after).replace("'s_ste',", "'quarters', 's_ste',"))
       ran = subprocess.run(
         [sys.executable, '-c', PROGRAM], cwd=folder, capture_output=True, text=True, check=False,
         env=os.environ | {'PYTHONPATH': f'{folder}{os.pathsep}{ROOT}', 'JAX_PLATFORMS': 'cpu'},
@@ -85,6 +88,48 @@ class NewRecipeTest(absltest.TestCase):
     files = {path.stem for path in (ROOT / 'sparse24_jax' / 'recipes').glob('[a-z]*.py')}
     found = {Path(inspect.getfile(inspect.unwrap(known.make))).stem for known in s24.recipes.KNOWN.values()}
     self.assertEqual(found, files)
+
+  def test_all_that_is_known_can_be_called(self):
+    made = {known.make.__name__: known.make for known in s24.recipes.KNOWN.values()}
+    self.assertEqual({name: getattr(s24.recipes, name) for name in s24.recipes.__all__}, made)
+
+  def test_the_module_of_a_recipe_holds_what_the_package_does(self):
+    module = importlib.import_module('sparse24_jax.recipes.sr_ste')
+    self.assertIs(module.sr_ste, s24.recipes.sr_ste)
+    with self.assertRaisesRegex(TypeError, r'sr_ste\(\) needs masked_decay: the factor lambda'):
+      module.sr_ste('w')
+
+  def test_what_is_never_sparse_says_so(self):
+    found = {name for name, known in s24.recipes.KNOWN.items() if not known.is_sparse}
+    self.assertEqual(found, {'dense'})
+
+  @mock.patch.dict(s24.recipes.KNOWN)
+  def test_what_cannot_be_known_is_refused(self):
+    def new(path: str, *, share: float) -> s24.Recipe:
+      del share
+      return s24.recipes.ste(path)
+
+    def of_a_share(path: str, share: float) -> s24.Recipe:
+      return new(path, share=share)
+
+    def ste(path: str) -> s24.Recipe:
+      return s24.recipes.dense(path)
+
+    before = dict(s24.recipes.KNOWN)
+    for make, settings, message in (
+      (ste, (None, {}), "recipe 'ste' is taken, by sparse24_jax.recipes.ste.ste"),
+      (new, (None, {}), "recipe 'new': missing a required .*argument: 'share'"),
+      (new, (dict(shear=1.0), {}), "recipe 'new': .*'share'"),
+      (new, (dict(share=1.0), dict(wider=dict(shear=2.0))), "recipe 'wider': .*'shear'"),
+      (new, (dict(share=1.0), dict(ste=dict(share=2.0))), "recipe 'ste' is taken"),
+      (of_a_share, (None, {}), "recipe 'of_a_share': share stands by its place"),
+    ):
+      with self.assertRaisesRegex(ValueError, message):
+        register(settings[0], **settings[1])(make)
+      self.assertEqual(s24.recipes.KNOWN, before)
+    for _ in range(2):  # as when its module is reloaded
+      register(dict(share=1.0))(new)
+    self.assertEqual(s24.recipes.KNOWN['new'].example('.*').name, 'ste')
 
 
 if __name__ == '__main__':
