@@ -233,7 +233,7 @@ def advise(
     'dense: no recipe was shown to end below it.'
   )
   prices = _prices([e for e, title in known if title in pays | _DENSE])
-  return said + _listed('\nWhat those cost that are faster, against dense:', prices)
+  return said + _listed('\nWhat the faster ones cost in loss, against dense:', prices)
 
 
 def _listed(title: str, lines: Sequence[str]) -> str:
