@@ -59,7 +59,7 @@ def sparse_training(
   them. When two steps in a row are given other weights, `get_flip_rate` raises the error, and so do `sparse_variables`
   and `project` outside of jit. Changes of other weights are not seen, nor those below the rounding of bfloat16
   parameters. Code that sets weights after every step, as nGPT normalises them, causes the same error, and where it
-  changes them by about half of their size the forward is NaN: put it inside, as a change of the updates. If the
+  makes other weights of them altogether the forward is NaN: put it inside, as a change of the updates. If the
   weights are replaced altogether, say restored without their state, the next sparse step leaves a state that later
   forwards refuse (with NaN under jit); `get_flip_rate` says why. A state that was once refused stays so: make another
   by `init`. Weights that were replaced before the first step, or by ones that differ little, train for one step with
