@@ -54,6 +54,17 @@ def s_ste_fp8(path: str) -> Callable[[Any], s24.Recipe]:
   return lambda decay: s24.recipes.s_ste(path, fp8=True, refresh_every=SEARCH_EVERY)
 
 
+def unsampled(recipe: Callable[[Any], s24.Recipe]) -> Callable[[Any], s24.Recipe]:
+  """The recipe with whole output gradients in its weight gradients, not sampled ones."""
+
+  def make(decay: Any) -> s24.Recipe:
+    made = recipe(decay)
+    rules = [dataclasses.replace(r, policy=dataclasses.replace(r.policy, weight_grad='dense')) for r in made.rules]
+    return dataclasses.replace(made, rules=tuple(rules))
+
+  return make
+
+
 def plain(recipe: Callable[[Any], s24.Recipe]) -> Callable[[Any], s24.Recipe]:
   """The recipe by plain jax.numpy, whatever the GPU."""
   return lambda decay: with_implementation(recipe(decay), 'reference')
@@ -87,6 +98,11 @@ CONTENDERS: Mapping[str, Contender] = {
     label='FST, dense end from pruned weights', recipe=fst(FFN), decay=_DECAY, from_pruned=True
   ),
   'fst_to_the_end': Contender(label='FST, sparse to the end', recipe=fst(FFN, dense_fraction=0.0), decay=_DECAY),
+  # What sampling the weight gradients costs.
+  'fst_unsampled': Contender(label='FST, exact weight gradients', recipe=unsampled(fst(FFN)), decay=_DECAY),
+  's_ste_fp8_all_unsampled': Contender(
+    label='S-STE, FP8, all linear layers, exact weight gradients', recipe=unsampled(s_ste_fp8(LINEAR))
+  ),
   # Each recipe may take the width that suits it: the best shape of one is raced against the best of the other.
   'half_ffn_s_ste_fp8_all': Contender(
     label='S-STE, FP8, all linear layers, FFN half as wide', model={'ffn_width': 0.5}, recipe=s_ste_fp8(LINEAR)

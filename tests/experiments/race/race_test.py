@@ -83,6 +83,16 @@ class ProgramsTest(absltest.TestCase):
     made = programs.Programs(model, contender.recipe, 4, shape, held_out, contender.from_pruned)
     return made, jnp.asarray(text)
 
+  def test_an_unsampled_contender_differs_in_its_weight_gradients_alone(self):
+    for name in ('fst', 's_ste_fp8_all'):
+      sampled = contenders.CONTENDERS[name].recipe(1e-4)
+      exact = contenders.CONTENDERS[f'{name}_unsampled'].recipe(1e-4)
+      for a, b in zip(sampled.rules, exact.rules, strict=True):
+        self.assertEqual((a.policy.weight_grad, b.policy.weight_grad), ('mvue', 'dense'))
+        self.assertEqual(dataclasses.replace(b.policy, weight_grad='mvue'), a.policy)
+        self.assertEqual(a.path, b.path)
+      self.assertEqual((sampled.phases, sampled.refresh_every), (exact.phases, exact.refresh_every))
+
   @pytest.mark.slow
   def test_a_dense_step_is_that_of_optax(self):
     made, text = self.made('dense')
