@@ -84,6 +84,7 @@ _RACES = {
   '302m, all': ('race_h200.jsonl', 'wide2048, rotary_qk_norm, 55 s each'),
   '774m': ('race_h200_774m.jsonl', '774m, rotary_qk_norm, 300 s each'),
   '124m': ('race_h200_124m.jsonl', '124m, rotary_qk_norm, 1,600 steps each'),
+  '124m, parts': ('race_h200_124m_parts.jsonl', '124m, rotary_qk_norm, 1,600 steps each'),
   '124m, long': ('race_h200_124m_long.jsonl', '124m, rotary_qk_norm, 4,800 steps each'),
 }
 
@@ -101,6 +102,13 @@ def trials_of_race(name: str) -> str:
 def race_by_seed(name: str, against: str) -> str:
   """The table over seeds of a race, against one of its contenders."""
   return table.seeds_markdown(race(name), against)
+
+
+def _parts_of_the_gap() -> str:
+  """Methods with a part left out, and the dense runs of another race that had their rate and steps."""
+  parts = race('124m, parts')
+  [rate] = {r['rate'] for r in parts if 'rate' in r}
+  return table.steps_markdown([*parts, *(r for r in race('124m') if r['contender'] == 'dense' and r.get('rate') == rate)])
 
 
 def picture_of_race(name: str) -> str:
@@ -143,6 +151,7 @@ TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
     'grid decay': _decays,
     'grid small': lambda: _tuned('grid_small.jsonl', 'small, 900 steps each'),
     'race of 124m at equal steps': lambda: table.steps_markdown(race('124m')),
+    'parts of the gap at 124m': _parts_of_the_gap,
     'long race of 124m at equal steps': lambda: table.steps_markdown(race('124m, long')),
     'long race of 124m by part': lambda: table.gap_markdown(race('124m, long')),
     'grid flops': lambda: _tuned('grid_flops_nano.jsonl', 'nano, 2,000 steps each', 'dense_small'),
@@ -175,6 +184,7 @@ TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
     'race of three layers': lambda: trials_of_race('three layers'),
     'race of 774m': lambda: trials_of_race('774m'),
     'race of 124m': lambda: trials_of_race('124m'),
+    'race of parts at 124m': lambda: trials_of_race('124m, parts'),
     'long race of 124m': lambda: trials_of_race('124m, long'),
     'race of all': lambda: trials_of_race('302m, all'),
   },
