@@ -108,7 +108,8 @@ def _parts_of_the_gap() -> str:
   """Methods with a part left out, and the dense runs of another race that had their rate and steps."""
   parts = race('124m, parts')
   [rate] = {r['rate'] for r in parts if 'rate' in r}
-  return table.steps_markdown([*parts, *(r for r in race('124m') if r['contender'] == 'dense' and r.get('rate') == rate)])
+  dense = [r for r in race('124m') if r['contender'] == 'dense' and r.get('rate') == rate]
+  return table.steps_markdown([*parts, *dense])
 
 
 def picture_of_race(name: str) -> str:
