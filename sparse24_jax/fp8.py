@@ -50,7 +50,7 @@ class Fp8(Precision):
   absent = 'FP8 is simulated: its kernels need one Hopper GPU and the extra sparse24-jax[cuda]'
   by_records = ('forward',)
   dense, dense_wide = 'dense_fp8', 'dense_bf16'
-  kept, kept_axes = 'nk', 'n k*4'
+  residual_layout, residual_axes = 'nk', 'n k*4'
   dtype, sample_dtype = E4M3, E5M2
 
   @property
@@ -74,7 +74,7 @@ class Fp8(Precision):
     if form != SoftThreshold(-2):
       return NATIVE.pack(form, w, state, dtype)
     scale, factor = quantize.current_scale(_under_power_of_two(jnp.abs(state) * quantize.amax(w)), E4M3)
-    p = pack.soft_threshold_pack(w, scale * state, dtype=E4M3, implementation=self.passes)
+    p = pack.soft_threshold_pack(w, scale * state, dtype=E4M3, implementation=self.pass_backends)
     operand = dataclasses.replace(p.operand, values=as_dtype(jnp.uint8, p.operand.values))
     return PackedWeight(state, operand, dense=as_dtype(jnp.uint8, p.dense), factor=factor)
 
@@ -86,7 +86,7 @@ class Fp8(Precision):
       scale, factor = quantize.current_scale(quantize.amax(x), E4M3)
       if not keep:
         return Rounded(quantize.quantize(x, scale, dtype=E4M3), None, factor)
-      values, transposed = quantize.quantize(x, scale, dtype=E4M3, transpose='both', implementation=self.passes)
+      values, transposed = quantize.quantize(x, scale, dtype=E4M3, transpose='both', implementation=self.pass_backends)
       return Rounded(values, transposed, factor)
 
     return jax.custom_batching.sequential_vmap(one)(x)

@@ -81,7 +81,8 @@ def plan_layer(
     return layer(precision=precision.without_kernels, plain=reason)
   if named is None and not roles and policy.projection is not None:
     return layer(precision=precision.without_kernels, plain=NO_PACKER)
-  precision = dataclasses.replace(precision, passes=tuple(pack.candidates(precision.packed_dtype(dtype), on.device)))
+  backends = tuple(pack.candidates(precision.packed_dtype(dtype), on.device))
+  precision = dataclasses.replace(precision, pass_backends=backends)
   if named is not None:
     found, looked_up = dict.fromkeys(sparse_roles(policy), named), ()
   else:

@@ -1,7 +1,7 @@
 """A precision as a value: how activations and gradients are rounded, what the backward keeps of them, what it packs.
 
 The paths of a layer and of a block are written once, in terms of these, and so are their plans: beside each pass stands
-what it moves. The backward of both keeps `Rounded.kept`.
+what it moves. The backward of both reads `Rounded.residual`.
 """
 
 from collections.abc import Mapping
@@ -37,12 +37,12 @@ class Rounded:
 
   Attributes:
     values: `[tokens, features]`; None where only the backward is to read it.
-    kept: what the weight gradient reads: the same, or in FP8 its transpose; None where no gradient is taken.
+    residual: what the weight gradient reads: the same, or in FP8 its transpose; None where no gradient is taken.
     factor: in FP8 float32 scalar, undoes the scale; else None.
   """
 
   values: Any
-  kept: Any
+  residual: Any
   factor: Any = None
 
   @property
@@ -51,7 +51,7 @@ class Rounded:
     return dataclasses.replace(self, values=None)
 
 
-jax.tree_util.register_dataclass(Rounded, ['values', 'kept', 'factor'], [])
+jax.tree_util.register_dataclass(Rounded, ['values', 'residual', 'factor'], [])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,10 +61,10 @@ class Precision:
   The scale of a gradient is (scale, its inverse), or (None, None) without one.
 
   Attributes:
-    passes: back ends of its passes over memory, the best first; None are those of the device that runs them.
+    pass_backends: back ends of its passes over memory, the best first; None are those of the device that runs them.
   """
 
-  passes: tuple[str, ...] | None = None
+  pass_backends: tuple[str, ...] | None = None
 
   # Whether values have scales. Its dense matmuls then read what was rounded, too; a gradient that was sampled is
   # rewritten for the input gradient; and a dense layer in it is not one in 16 bits.
@@ -80,9 +80,9 @@ class Precision:
   # What reports call a dense matmul, and, if its records have it, the row of one in 16 bits.
   dense: ClassVar[str] = 'dense'
   dense_wide: ClassVar[str | None] = None
-  # The layout of what is kept for the weight gradient, and its axes as a rule of `_partitioning` names them.
-  kept: ClassVar[str] = 'kn'
-  kept_axes: ClassVar[str] = 'k*4 n'
+  # The layout of the residual, and its axes as a rule of `_partitioning` names them.
+  residual_layout: ClassVar[str] = 'kn'
+  residual_axes: ClassVar[str] = 'k*4 n'
   # What weights and activations are multiplied in, and what a sample of a gradient is packed in; None is the dtype of
   # the activations.
   dtype: ClassVar[Any] = None
@@ -100,7 +100,7 @@ class Precision:
   def key(self, role: str, tokens: int, d_in: int, d_out: int, dtype: Any) -> dict[str, Any]:
     """What records of a matmul are looked up by."""
     m, n, k = ROLES[role](tokens, d_in, d_out)
-    b_layout, operand = (self.kept, self.sample_dtype) if role == 'weight_grad' else ('nk', self.dtype)
+    b_layout, operand = (self.residual_layout, self.sample_dtype) if role == 'weight_grad' else ('nk', self.dtype)
     # Records of narrower operands have results in bfloat16.
     out_dtype = jnp.dtype(dtype).name if operand is None else 'bfloat16'
     dtype = out_dtype if operand is None else operand.name
@@ -124,7 +124,7 @@ class Precision:
 
   def pack(self, form: Form, w: Array, state: Array, dtype: Any) -> PackedWeight:
     """`w` `[..., in, out]` packed under its state, for activations of this dtype."""
-    how = dict(dtype=jnp.dtype(dtype), implementation=self.passes)
+    how = dict(dtype=jnp.dtype(dtype), implementation=self.pass_backends)
     match form:
       case SoftThreshold(-2):
         return PackedWeight(state, pack.soft_threshold_pack(w, state, **how).operand)
@@ -181,7 +181,7 @@ class Precision:
 
   def sample(self, dz: Array, key: Array, scale: Any, origin: Any) -> Packed:
     """The operand of the MVUE sample of dz, and dz if it is rewritten."""
-    return pack.mvue_pack(dz, key, scale, origin=origin, dtype=self.sample_dtype, implementation=self.passes)
+    return pack.mvue_pack(dz, key, scale, origin=origin, dtype=self.sample_dtype, implementation=self.pass_backends)
 
   def sampling(self, name: str, entries: int, wide: int) -> Pass:
     """The passes of `scale_of` and `sample`."""
@@ -193,7 +193,7 @@ class Precision:
     """dz and the operand of its MVUE sample, in one pass."""
     return activations.activation_backward_pack(
       dh, z, key, scale, activation=activation, gated=gated, origin=origin, dtype=self.sample_dtype,
-      implementation=self.passes,
+      implementation=self.pass_backends,
     )  # fmt: skip
 
   def activation_and_sampling(self, backward: str, h: int, z: int, wide: int, *, gated: bool) -> tuple[Pass, ...]:
@@ -202,8 +202,9 @@ class Precision:
     return (Pass('dz, and sampled', ((f'{backward}_pack_axis-1', size),)),)
 
   def weight_grad(self, sample: SparseOperand, x: Array, factors: tuple, *, backend: str, dtype: Any) -> Array:
-    """dw `[in, out]`, from what was kept of x, and from what undoes the scales of the gradient and of x."""
-    return multiply('weight_grad', sample, x, backend=backend, scales=factors, b_layout=self.kept, dtype=dtype)
+    """dw `[in, out]`, from the residual of x, and from what undoes the scales of the gradient and of x."""
+    layout = self.residual_layout
+    return multiply('weight_grad', sample, x, backend=backend, scales=factors, b_layout=layout, dtype=dtype)
 
   def bias_grad(self, dz: Rounded, dtype: Any) -> Array:
     """The sum over tokens."""

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import _checks, _device, _dispatch, _kept, _passes_check, _records, costs
+from pallas_kernels import _checks, _device, _disk_cache, _dispatch, _passes_check, _records, costs
 from pallas_kernels.ffi import cusparselt
 from pallas_kernels.pack import api as pack
 from pallas_kernels.sparse_matmul import api, check, reference
@@ -146,7 +146,7 @@ class CheckedTest(absltest.TestCase):
       recorded(),
       mock.patch.object(_checks, '_is_here', lambda device: device == A100),
       mock.patch.dict(_checks._made, clear=True),
-      mock.patch.dict(os.environ, {_kept.VARIABLE: 'off'}),
+      mock.patch.dict(os.environ, {_disk_cache.VARIABLE: 'off'}),
       mock.patch.object(check, 'LEAST_PRODUCTS', 1),
       mock.patch.object(check, '_entry', checked),
       mock.patch.object(_passes_check, 'right', lambda device: packers),
