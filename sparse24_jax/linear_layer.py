@@ -16,7 +16,7 @@ from pallas_kernels.gated_activation import api as activations
 from pallas_kernels.mvue.reference import mvue24
 from sparse24_jax.asked import Asked, PLAIN
 from sparse24_jax.layer_plan import LayerPlan
-from sparse24_jax.matmuls import add_bias, matmul
+from sparse24_jax.matmuls import add_bias, matmul, Role
 from sparse24_jax.packing import PackedWeight, side_by_side
 from sparse24_jax.plan import packed_form, PRECISIONS
 from sparse24_jax.policy import DotPolicy
@@ -24,7 +24,7 @@ from sparse24_jax.precision import NATIVE, Precision, Rounded
 
 
 def multiply_pair(
-  role: str, gate: PackedWeight, up: PackedWeight, b: Rounded, *, backend: str | None, dtype: Any,
+  role: Role, gate: PackedWeight, up: PackedWeight, b: Rounded, *, backend: str | None, dtype: Any,
   precision: Precision, bias: Array | None = None,
 ) -> Array:  # fmt: skip
   """Forward or input gradient by [W_gate | W_up]: z `[tokens, 2, h]` from x `[tokens, d]`, or dx `[tokens, d]` from dz.
@@ -181,7 +181,7 @@ def weight_grad(
 
 
 def _plain(
-  plan: LayerPlan, role: str, a: Array, b: Array, like: Array | None = None, *, asked: Asked, dtype: Any = None
+  plan: LayerPlan, role: Role, a: Array, b: Array, like: Array | None = None, *, asked: Asked, dtype: Any = None
 ) -> Array:
   """a b without a kernel, in the plan's precision."""
   return matmul(*plan.precision.plain_operands(role, a, b), like=like, asked=asked, dtype=dtype)

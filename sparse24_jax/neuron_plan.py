@@ -16,6 +16,7 @@ from pallas_kernels.pack import api as pack
 from pallas_kernels.sparse_matmul import api as sparse_matmul
 from pallas_kernels.vnm import api
 from sparse24_jax.availability import log_once, Target, target
+from sparse24_jax.matmuls import Role
 from sparse24_jax.policy import ActivationPolicy, Pattern, TwoOfFour, VNM
 from sparse24_jax.precision import NATIVE
 from sparse24_jax.steps import Matmul, Pass, Step, Timing, total
@@ -128,7 +129,7 @@ class NeuronLevelPlan:
     by_tokens = self._timing(self.policy.tokens, 'weight_grad', self.hidden, self.tokens)
     return self._timing(TwoOfFour(), 'forward', self.hidden, self.d), by_neurons, by_tokens
 
-  def _timing(self, pattern: Pattern, role: str, rows: int, summed: int) -> Timing:
+  def _timing(self, pattern: Pattern, role: Role, rows: int, summed: int) -> Timing:
     """Of a matmul by an operand of so many rows: what a layer of 2:4 has in that role, or V:N:M."""
     if isinstance(pattern, VNM):
       op, key = api.OP, api.problem_key(rows, summed, self.d, pattern.v, pattern.m, self.dtype)

@@ -17,13 +17,13 @@ from pallas_kernels.gated_activation import api as activations
 from pallas_kernels.operand import SparseOperand, to_operand
 from pallas_kernels.pack import api as pack
 from pallas_kernels.pack.reference import mask_codes, Packed
-from sparse24_jax.matmuls import multiply
+from sparse24_jax.matmuls import multiply, Role
 from sparse24_jax.packing import PackedWeight
 from sparse24_jax.policy import DotPolicy
 from sparse24_jax.projection import Form, Masked, SoftThreshold, TransposableMasked
 from sparse24_jax.steps import Moves, Pass
 
-ROLES: Mapping[str, Any] = {
+ROLES: Mapping[Role, Any] = {
   # Sizes of the sparse operand's rows, of the dense operand's rows and of the sum.
   'forward': lambda tokens, d_in, d_out: (d_out, tokens, d_in),
   'input_grad': lambda tokens, d_in, d_out: (d_in, tokens, d_out),
@@ -69,14 +69,13 @@ class Precision:
   # Whether values have scales. Its dense matmuls then read what was rounded, too; a gradient that was sampled is
   # rewritten for the input gradient; and a dense layer in it is not one in 16 bits.
   scales: ClassVar[bool] = False
-  # Whether only GPUs that take kernels by default have its kernels; what others lack, and what is logged there.
+  # Whether only GPUs that take kernels by default have its kernels; what others lack.
   by_default_only: ClassVar[bool] = False
   lacks: ClassVar[str] = 'no kernels that can run here'
-  absent: ClassVar[str | None] = None
   # Whether it is simulated in another one, which nobody timed.
   simulates: ClassVar[bool] = False
   # The matmuls whose back ends records choose; the others take the GPU's kernel.
-  by_records: ClassVar[tuple[str, ...]] = tuple(ROLES)
+  by_records: ClassVar[tuple[Role, ...]] = tuple(ROLES)
   # What reports call a dense matmul, and, if its records have it, the row of one in 16 bits.
   dense: ClassVar[str] = 'dense'
   dense_wide: ClassVar[str | None] = None
@@ -97,7 +96,7 @@ class Precision:
     """Why its kernels do not serve a policy, or None."""
     return None
 
-  def key(self, role: str, tokens: int, d_in: int, d_out: int, dtype: Any) -> dict[str, Any]:
+  def key(self, role: Role, tokens: int, d_in: int, d_out: int, dtype: Any) -> dict[str, Any]:
     """What records of a matmul are looked up by."""
     m, n, k = ROLES[role](tokens, d_in, d_out)
     b_layout, operand = (self.residual_layout, self.sample_dtype) if role == 'weight_grad' else ('nk', self.dtype)
@@ -154,7 +153,7 @@ class Precision:
     """The passes of `rounded`; without the one for the scale if that is known."""
     return ()
 
-  def reads(self, p: PackedWeight, role: str, backend: str | None) -> PackedWeight:
+  def reads(self, p: PackedWeight, role: Role, backend: str | None) -> PackedWeight:
     """The part of a packed weight that the forward, or the input gradient, reads."""
     return PackedWeight(None, p.forward) if role == 'forward' else PackedWeight(None, None, p.input_grad)
 
@@ -167,7 +166,7 @@ class Precision:
     """dx `[tokens, in]`."""
     return multiply('input_grad', w.input_grad, dz.values, backend=backend)
 
-  def plain_operands(self, role: str, a: Array, b: Array) -> tuple[Array, Array]:
+  def plain_operands(self, role: Role, a: Array, b: Array) -> tuple[Array, Array]:
     """The operands of a plain matmul for a and b; a simulation rounds them."""
     return a, b
 
