@@ -2,7 +2,7 @@
 
 The first time a problem is used that has no measurement near it, its predicted setting is compared with the reference
 and timed in turns with the dense way. That costs two compilations and a few calls. The outcome is an entry like those
-of the records. Dispatch follows it, logs it, and keeps it on disk (`_kept`) for the next process, under the GPU, the
+of the records. Dispatch follows it, logs it, and keeps it in the `_disk_cache` for the next process, under the GPU, the
 problem, the setting, the sources of this package and the versions of what compiles them.
 `SPARSE24_JAX_CHECKS=off` leaves such problems to the dense way.
 
@@ -23,7 +23,7 @@ from typing import Any
 
 import jax
 
-from pallas_kernels import _compat, _kept
+from pallas_kernels import _compat, _disk_cache
 from pallas_kernels._device import describe, Device
 from pallas_kernels._dispatch import log_once
 
@@ -72,8 +72,8 @@ def outcome(
 
 
 def _kept_or_made(problem: str, check: Callable[[], Entry]) -> Entry | None:
-  name = f'check {problem} {_kept.compiled_from()}'
-  kept = _kept.read(name)
+  name = f'check {problem} {_disk_cache.compiled_from()}'
+  kept = _disk_cache.read(name)
   if kept is not None:
     return json.loads(kept)
   try:
@@ -82,7 +82,7 @@ def _kept_or_made(problem: str, check: Callable[[], Entry]) -> Entry | None:
   except Exception as e:  # no memory left, a profiler that is in use: training goes on without
     log_once(f'a kernel could not be checked: {type(e).__name__}: {e}', level=logging.WARNING)
     return None
-  _kept.write(name, entry.encode())
+  _disk_cache.write(name, entry.encode())
   return json.loads(entry)
 
 

@@ -18,7 +18,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 import jaxlib.version
 
-from pallas_kernels import _compat, _device, _kept
+from pallas_kernels import _compat, _device, _disk_cache
 
 _TARGET = 'triton_kernel_call'
 _PLAIN = (int, float, str, tuple, type(None))
@@ -151,13 +151,13 @@ def _lower(context: Any, *args: Any, call: Callable[..., Any], kernel: Any, opti
     rule = jax.ffi.ffi_lowering(_TARGET, api_version=2, backend_config=config, operand_output_aliases=aliases)
     return rule(context, *args)
 
-  if key and (config := _kept.read(key)):
+  if key and (config := _disk_cache.read(key)):
     return custom_call(config)
   results = _lower_by_jax_triton(context, *args, call=call)
   config = _compat.configuration(results) if key else None
   # What another version of jax-triton writes in another way is not kept.
   if key and config and _compat.is_same_call(results, custom_call(config)):
-    _kept.write(key, config)
+    _disk_cache.write(key, config)
   return results
 
 

@@ -40,7 +40,7 @@ class SparseVNM(Reference):
 
   def weight(self, w: Array, projection: Projection | None, state: Array | None, axis: int) -> Weight:
     if projection is not None and isinstance(projection.form, SoftThreshold) and w.dtype.itemsize == 2:
-      return Weight(None, soft_threshold_pack(w, state, axis=axis, implementation=self.plan.passes).operand)
+      return Weight(None, soft_threshold_pack(w, state, axis=axis, implementation=self.plan.pass_backends).operand)
     dense = projected(w, projection, state, axis)
     if projection is None:
       return Weight(dense)
@@ -54,7 +54,7 @@ class SparseVNM(Reference):
   def _pack(self, x: Array, **kwargs: Any) -> Activations:
     features = self.policy.features
     made = vnm_pack(
-      x, v=features.block, m=features.group, activation='squared_relu', implementation=self.plan.passes, **kwargs
+      x, v=features.block, m=features.group, activation='squared_relu', implementation=self.plan.pass_backends, **kwargs
     )
     return Activations(made.masked, None, made.operand, made.inputs, made.counts)
 
@@ -74,11 +74,11 @@ class SparseVNM(Reference):
     return self._pack(y.inputs, gradient=dy, pattern=y.operand, masked=entries)
 
   def over_neurons(self, a: Activations, w: Weight) -> Array:
-    dense = expand(w.operand, implementation=self.plan.passes) if w.dense is None else w.dense
+    dense = expand(w.operand, implementation=self.plan.pass_backends) if w.dense is None else w.dense
     return _vnm_matmul(_operand(a), dense, self.plan.by_activations)
 
   def _transposed(self, a: Activations, **options: Any) -> Any:
-    return transpose_pack(_operand(a), implementation=self.plan.passes, **options)
+    return transpose_pack(_operand(a), implementation=self.plan.pass_backends, **options)
 
   def _by_transposed(self, a: Any, b: Array) -> Array:
     return _vnm_matmul(a, b, self.plan.by_activations)
@@ -96,7 +96,7 @@ class SparseVNM(Reference):
       return d
     # Any neurons fill the width up to what dense matmuls do well.
     neurons = jnp.pad(dense, (0, -dense.shape[0] % _DENSE_TILE))
-    columns = take_columns(_operand(a), neurons, implementation=self.plan.passes)
+    columns = take_columns(_operand(a), neurons, implementation=self.plan.pass_backends)
     product = jax.lax.dot_general(columns, b, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
     product = product[: dense.shape[0]].astype(d.dtype)
     d = d.at[dense].set(product, unique_indices=True, mode='promise_in_bounds')
@@ -117,7 +117,7 @@ class SparseVNMTwoOfFour(SparseVNM):
   """`SparseVNM` with two of four neighbouring tokens in the weight gradients, by `sparse_matmul`."""
 
   def _transposed(self, a: Activations, **options: Any) -> Any:
-    return transpose_pack_24(_operand(a), implementation=self.plan.passes, **options)
+    return transpose_pack_24(_operand(a), implementation=self.plan.pass_backends, **options)
 
   def _by_transposed(self, a: Any, b: Array) -> Array:
     # In the layouts of every weight gradient, for which settings were measured.

@@ -8,6 +8,7 @@ from pallas_kernels import costs
 from sparse24_jax.asked import Asked, PLAIN
 from sparse24_jax.availability import Target
 from sparse24_jax.layer_plan import LayerPlan
+from sparse24_jax.matmuls import Role
 from sparse24_jax.plan import plan_layer
 from sparse24_jax.policy import DotPolicy
 from sparse24_jax.precision import Precision, ROLES
@@ -123,12 +124,12 @@ class BlockPlan:
     h = self.up.tokens * self.up.d_out
     return self.up.tokens * self.up.d_in, h, h * (2 if self.gate else 1), self.up.wide
 
-  def _up(self, role: str) -> Matmul:
+  def _up(self, role: Role) -> Matmul:
     """The matmul of the up-projection, joined with that of the gate; each keeps its chosen back end."""
     make = self.up.joined if self.gate else self.up.matmul
     return make(role, f'{_MAKES[role]} of up')
 
-  def _down(self, role: str) -> Matmul:
+  def _down(self, role: Role) -> Matmul:
     return self.down.matmul(role, f'{_MAKES[role]} of down')
 
   def _joins(self) -> tuple[Pass, ...]:

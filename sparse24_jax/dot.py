@@ -158,22 +158,22 @@ def _dot_fwd(policy, plan, column, asked, where, x, w, state, packed, key):
   z, rows, projected = _forward(policy, plan, asked, x, w, state, packed, keep=True)
   # For what runs plain in the backward: the projected weight if it is there, else what to project again.
   served, reads = plan.served, plan.precision.reads
-  kept = (w, state) if served('forward') else projected
+  weight = (w, state) if served('forward') else projected
   if served('input_grad') and served('weight_grad'):
-    kept = None
+    weight = None
   packed = reads(packed, 'input_grad', plan.backends.input_grad) if served('input_grad') else None
-  return z, (rows.for_backward, kept, packed, key, _partitioning.division(x))
+  return z, (rows.for_backward, weight, packed, key, _partitioning.division(x))
 
 
 def _dot_bwd(policy, plan, column, asked, where, residuals, dz):
-  x, kept, packed, key, divided = residuals
-  projected = _project(policy, *kept) if isinstance(kept, tuple) else kept
+  x, weight, packed, key, divided = residuals
+  projected = _project(policy, *weight) if isinstance(weight, tuple) else weight
   given, dw = linear_layer.weight_grad(plan, x, dz, key, like=projected, column=column, asked=asked)
   if plan.served('input_grad'):
     dx = plan.precision.input_grad(packed, given, backend=plan.backends.input_grad, dtype=dz.dtype)
     dx = _partitioning.like(dx, divided)
   else:
-    dx = linear_layer.plain_input_grad(plan, dz, projected, like=x.kept, asked=asked)
+    dx = linear_layer.plain_input_grad(plan, dz, projected, like=x.residual, asked=asked)
   return dx, dw, None, None, None
 
 

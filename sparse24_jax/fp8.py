@@ -26,6 +26,7 @@ from pallas_kernels.pack import api as pack
 from pallas_kernels.pack.reference import MVUE_HEADROOM
 from pallas_kernels.quantize import api as quantize
 from pallas_kernels.sparse_matmul.reference import activate
+from sparse24_jax.matmuls import Role
 from sparse24_jax.numerics import Format, round_to_fp8
 from sparse24_jax.packing import as_dtype, E4M3, PackedWeight
 from sparse24_jax.policy import DotPolicy
@@ -35,7 +36,7 @@ from sparse24_jax.steps import Moves, Pass
 
 E5M2 = jnp.dtype('float8_e5m2')
 # Of the operands of a plain matmul, activations or gradients before weights.
-_FORMATS: dict[str, tuple[Format, Format]] = {
+_FORMATS: dict[Role, tuple[Format, Format]] = {
   'forward': ('e4m3', 'e4m3'), 'input_grad': ('e5m2', 'e4m3'), 'weight_grad': ('e4m3', 'e5m2')
 }  # fmt: skip
 
@@ -46,11 +47,10 @@ class Fp8(Precision):
 
   scales = True
   by_default_only = True
-  lacks = 'no FP8 kernels, Hopper has'
-  absent = 'FP8 is simulated: its kernels need one Hopper GPU and the extra sparse24-jax[cuda]'
+  lacks = 'no FP8 kernels, which need one Hopper GPU and the extra sparse24-jax[cuda]'
   by_records = ('forward',)
   dense, dense_wide = 'dense_fp8', 'dense_bf16'
-  kept, kept_axes = 'nk', 'n k*4'
+  residual_layout, residual_axes = 'nk', 'n k*4'
   dtype, sample_dtype = E4M3, E5M2
 
   @property
@@ -74,7 +74,7 @@ class Fp8(Precision):
     if form != SoftThreshold(-2):
       return NATIVE.pack(form, w, state, dtype)
     scale, factor = quantize.current_scale(_under_power_of_two(jnp.abs(state) * quantize.amax(w)), E4M3)
-    p = pack.soft_threshold_pack(w, scale * state, dtype=E4M3, implementation=self.passes)
+    p = pack.soft_threshold_pack(w, scale * state, dtype=E4M3, implementation=self.pass_backends)
     operand = dataclasses.replace(p.operand, values=as_dtype(jnp.uint8, p.operand.values))
     return PackedWeight(state, operand, dense=as_dtype(jnp.uint8, p.dense), factor=factor)
 
@@ -86,7 +86,7 @@ class Fp8(Precision):
       scale, factor = quantize.current_scale(quantize.amax(x), E4M3)
       if not keep:
         return Rounded(quantize.quantize(x, scale, dtype=E4M3), None, factor)
-      values, transposed = quantize.quantize(x, scale, dtype=E4M3, transpose='both', implementation=self.passes)
+      values, transposed = quantize.quantize(x, scale, dtype=E4M3, transpose='both', implementation=self.pass_backends)
       return Rounded(values, transposed, factor)
 
     return jax.custom_batching.sequential_vmap(one)(x)
@@ -95,7 +95,7 @@ class Fp8(Precision):
     both_ways = 'quantize_both', entries * (wide + 2)
     return (both_ways,) if scaled else (('amax', entries * wide), both_ways)
 
-  def reads(self, p: PackedWeight, role: str, backend: str | None) -> PackedWeight:
+  def reads(self, p: PackedWeight, role: Role, backend: str | None) -> PackedWeight:
     sparse = role == 'forward' and backend is not None
     return dataclasses.replace(p, state=None, **(dict(dense=None) if sparse else dict(forward=None)))
 
@@ -149,7 +149,7 @@ class Simulated(Precision):
 
   simulates = True
 
-  def plain_operands(self, role: str, a: Array, b: Array) -> tuple[Array, Array]:
+  def plain_operands(self, role: Role, a: Array, b: Array) -> tuple[Array, Array]:
     of_a, of_b = _FORMATS[role]
     return round_to_fp8(a, of_a), round_to_fp8(b, of_b)
 

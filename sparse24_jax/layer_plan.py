@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import _checks
 from pallas_kernels.sparse_matmul import api
+from sparse24_jax.matmuls import Role
 from sparse24_jax.precision import NATIVE, Precision, ROLES
 from sparse24_jax.projection import Form
 from sparse24_jax.steps import Matmul, Pass, passes, Step, Timing
@@ -51,7 +52,7 @@ class LayerPlan:
   backends: Backends = Backends()
   precision: Precision = NATIVE
   sampled: bool = False
-  sparse: tuple[str, ...] = ()
+  sparse: tuple[Role, ...] = ()
   form: Form | None = None
   plain: str | None = None
   checks: Mapping[tuple, _checks.Entry] = dataclasses.field(default_factory=dict, compare=False, repr=False)
@@ -66,7 +67,7 @@ class LayerPlan:
     """Why no kernel serves the precision of the policy, so that it is simulated, or None."""
     return self.plain if self.precision.simulates else None
 
-  def served(self, role: str) -> bool:
+  def served(self, role: Role) -> bool:
     """Whether a matmul reads what was packed, sampled by a kernel, or rounded; else it is a plain one."""
     return self.precision.scales or getattr(self.backends, role) is not None
 
@@ -75,24 +76,24 @@ class LayerPlan:
     """Whether some matmul reads the packed weight."""
     return self.served('forward') or self.served('input_grad')
 
-  def matmul(self, role: str, name: str) -> Matmul:
+  def matmul(self, role: Role, name: str) -> Matmul:
     """One of the three, as it runs; no record has the time of a simulated one."""
     backend = getattr(self.backends, role)
     return Matmul(name, backend, () if self.simulated else (self._timing(self.precision, role, backend or 'dense'),))
 
-  def joined(self, role: str, name: str) -> Matmul:
+  def joined(self, role: Role, name: str) -> Matmul:
     """One of the three for two such weights side by side; if nothing near was measured, it takes twice as long."""
     one = self.matmul(role, name)
     two = dataclasses.replace(self, d_out=2 * self.d_out).matmul(role, name)
     return dataclasses.replace(one, timings=(*two.timings, *(t._replace(times=2.0) for t in one.timings)))
 
-  def dense(self, role: str, name: str) -> Matmul:
+  def dense(self, role: Role, name: str) -> Matmul:
     """One of the three in a dense layer of 16 bits, also by what was timed beside a matmul in another precision."""
     beside = self.precision.dense_wide
     timings = () if beside is None else (self._timing(self.precision, role, beside),)
     return Matmul(name, None, (self._timing(NATIVE, role, 'dense'), *timings))
 
-  def rival(self, role: str, name: str) -> Matmul:
+  def rival(self, role: Role, name: str) -> Matmul:
     """One of the three in a dense layer of this precision."""
     return Matmul(name, None, (self._timing(self.precision, role, 'dense'),))
 
@@ -108,16 +109,16 @@ class LayerPlan:
     rounding = (Pass(f'{name} rounded', self.precision.rounding(*size)) for name, size in sizes.items())
     return (*(self.rival(role, role) for role in ROLES), *rounding)
 
-  def fastest_kernel_ms(self, role: str, device: str) -> float | None:
+  def fastest_kernel_ms(self, role: Role, device: str) -> float | None:
     """Time of one of the three matmuls with the fastest kernel that was measured, whichever runs."""
     timing = self.matmul(role, role).timings[0]
     return min((ms for row, ms in timing.rows(device).items() if not row.startswith('dense')), default=None)
 
-  def _timing(self, precision: Precision, role: str, row: str) -> Timing:
+  def _timing(self, precision: Precision, role: Role, row: str) -> Timing:
     items = tuple(precision.key(role, self.tokens, self.d_in, self.d_out, self.dtype).items())
     return Timing(api.OP, items, row, check=self.checks.get(items))
 
-  def prepared(self, role: str) -> tuple[Pass, ...]:
+  def prepared(self, role: Role) -> tuple[Pass, ...]:
     """The passes that one of the three waits for, in a layer by itself."""
     if role == 'forward':
       return passes('x rounded', self.precision.rounding(self.tokens * self.d_in, self.wide))

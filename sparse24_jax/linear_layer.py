@@ -16,7 +16,7 @@ from pallas_kernels.gated_activation import api as activations
 from pallas_kernels.mvue.reference import mvue24
 from sparse24_jax.asked import Asked, PLAIN
 from sparse24_jax.layer_plan import LayerPlan
-from sparse24_jax.matmuls import add_bias, matmul
+from sparse24_jax.matmuls import add_bias, matmul, Role
 from sparse24_jax.packing import PackedWeight, side_by_side
 from sparse24_jax.plan import packed_form, PRECISIONS
 from sparse24_jax.policy import DotPolicy
@@ -24,7 +24,7 @@ from sparse24_jax.precision import NATIVE, Precision, Rounded
 
 
 def multiply_pair(
-  role: str, gate: PackedWeight, up: PackedWeight, b: Rounded, *, backend: str | None, dtype: Any,
+  role: Role, gate: PackedWeight, up: PackedWeight, b: Rounded, *, backend: str | None, dtype: Any,
   precision: Precision, bias: Array | None = None,
 ) -> Array:  # fmt: skip
   """Forward or input gradient by [W_gate | W_up]: z `[tokens, 2, h]` from x `[tokens, d]`, or dx `[tokens, d]` from dz.
@@ -69,7 +69,7 @@ def _gate(shard, z, *, activation):
 def sampled_weight_grad(
   dz: Array, key: Array, x: Rounded, *, backend: str, precision: Precision = NATIVE, column: int = 0
 ) -> tuple[Rounded, Array]:
-  """(dz as the input gradient reads it, dw = x^T V(dz) `[in, out]`) from dz `[tokens, out]` and what was kept of x.
+  """(dz as the input gradient reads it, dw = x^T V(dz) `[in, out]`) from dz `[tokens, out]` and the residual of x.
 
   V(dz) is the sample that `mvue24` draws.
   """
@@ -81,7 +81,7 @@ def sampled_weight_grad(
     scale, factor = precision.scale_of(dz)
     with jax.named_scope('weight_grad'):
       *made, dw = _partitioning.partitioned(
-        'sampled_weight_grad', _sampled_weight_grad, rule, dz, key, x.kept, scale, factor, x.factor,
+        'sampled_weight_grad', _sampled_weight_grad, rule, dz, key, x.residual, scale, factor, x.factor,
         backend=backend, column=column, precision=precision,
       )  # fmt: skip
     return (made[0] if made else dz), factor, dw
@@ -111,8 +111,8 @@ def activation_and_weight_grad(
     scale, factor = precision.scale_of_activation(dh, z, activation=activation, gated=gated)
     with jax.named_scope('weight_grad'):
       dz, *dw = _partitioning.partitioned(
-        'activation_and_weight_grad', _activation_and_weight_grad, rule, dh, z, key, x.kept, scale, factor, x.factor,
-        backend=backend, activation=activation, gated=gated, precision=precision,
+        'activation_and_weight_grad', _activation_and_weight_grad, rule, dh, z, key, x.residual, scale, factor,
+        x.factor, backend=backend, activation=activation, gated=gated, precision=precision,
       )  # fmt: skip
     return dz, factor, dw
 
@@ -144,9 +144,9 @@ def _activation_and_weight_grad(
 
 
 def _rule(gradients: tuple[str, ...], key: Array, precision: Precision, results: tuple[str, ...]) -> Any:
-  """The partitioning rule of a weight gradient: of gradients, a key, what was kept of x, and three scales if any."""
+  """The partitioning rule of a weight gradient: of gradients, a key, the residual of x, and three scales if any."""
   scales = ('',) * 3 if precision.scales else ()
-  arguments = (*gradients, _partitioning.undivided(key), precision.kept_axes, *scales)
+  arguments = (*gradients, _partitioning.undivided(key), precision.residual_axes, *scales)
   return _partitioning.Rule(arguments, results, order=('k', 'n', 'm'), sums=('k',))
 
 
@@ -165,11 +165,11 @@ def plain_input_grad(plan: LayerPlan, dz: Array, w: Array, *, like: Array, asked
 def weight_grad(
   plan: LayerPlan, x: Rounded, dz: Array, key: Array | None, like: Array | None, column: int = 0, asked: Asked = PLAIN
 ) -> tuple[Rounded, Array]:
-  """(dz as the input gradient reads it, dw = x^T V(dz) `[in, out]`) from dz `[..., out]` and what was kept of x.
+  """(dz as the input gradient reads it, dw = x^T V(dz) `[in, out]`) from dz `[..., out]` and the residual of x.
 
   `column` is where dz stands in what is sampled.
   """
-  x = dataclasses.replace(x, kept=x.kept.reshape(-1, x.kept.shape[-1]))
+  x = dataclasses.replace(x, residual=x.residual.reshape(-1, x.residual.shape[-1]))
   rows, given = dz.reshape(-1, dz.shape[-1]), Rounded(dz, None)
   if plan.served('weight_grad'):
     backend, precision = plan.backends.weight_grad, plan.precision
@@ -177,11 +177,11 @@ def weight_grad(
     return rounded if precision.scales else given, dw
   if plan.sampled:
     rows = mvue24(rows, key, axis=-2, origin=(0, 0, column))
-  return given, _plain(plan, 'weight_grad', x.kept.T, rows, like=like, asked=asked)
+  return given, _plain(plan, 'weight_grad', x.residual.T, rows, like=like, asked=asked)
 
 
 def _plain(
-  plan: LayerPlan, role: str, a: Array, b: Array, like: Array | None = None, *, asked: Asked, dtype: Any = None
+  plan: LayerPlan, role: Role, a: Array, b: Array, like: Array | None = None, *, asked: Asked, dtype: Any = None
 ) -> Array:
   """a b without a kernel, in the plan's precision."""
   return matmul(*plan.precision.plain_operands(role, a, b), like=like, asked=asked, dtype=dtype)

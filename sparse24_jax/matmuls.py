@@ -1,6 +1,6 @@
 """One matmul: with a packed operand on a kernel, or plain."""
 
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax import Array
@@ -11,9 +11,12 @@ from pallas_kernels.operand import SparseOperand
 from pallas_kernels.sparse_matmul import api
 from sparse24_jax.asked import Asked, PLAIN
 
+# Which of a layer's three matmuls.
+Role = Literal['forward', 'input_grad', 'weight_grad']
+
 
 def multiply(
-  role: str, a: SparseOperand, b: Array, *, backend: str | None, bias: Array | None = None,
+  role: Role, a: SparseOperand, b: Array, *, backend: str | None, bias: Array | None = None,
   activation: str | None = None, keep_preactivation: bool = False, scales: tuple[Any, Any] = (None, None),
   b_layout: str = 'nk', dtype: Any = None,
 ) -> Any:  # fmt: skip

@@ -16,6 +16,7 @@ from pallas_kernels.pack import api as pack
 from pallas_kernels.sparse_matmul import api as sparse_matmul
 from pallas_kernels.vnm import api
 from sparse24_jax.availability import log_once, Target, target
+from sparse24_jax.matmuls import Role
 from sparse24_jax.policy import ActivationPolicy, Pattern, TwoOfFour, VNM
 from sparse24_jax.precision import NATIVE
 from sparse24_jax.steps import Matmul, Pass, Step, Timing, total
@@ -37,7 +38,7 @@ class NeuronLevelPlan:
     dtype: of activations and weights.
     by_weight: back end of the matmuls by a weight; None if that is dense.
     by_activations: of those by Y, dH and their transposes. On a machine without kernels both are None: what there is.
-    passes: back ends of its passes over memory, the best first.
+    pass_backends: back ends of its passes over memory, the best first.
     plain: why all matmuls are dense ones, with the masks that define the policy's patterns; None on kernels.
   """
 
@@ -48,7 +49,7 @@ class NeuronLevelPlan:
   dtype: str
   by_weight: str | None = None
   by_activations: str | None = None
-  passes: tuple[str, ...] | None = None
+  pass_backends: tuple[str, ...] | None = None
   plain: str | None = None
 
   @property
@@ -58,9 +59,9 @@ class NeuronLevelPlan:
       return self.dense_steps
     weight, activations, wide = self.d * self.hidden, self.tokens * self.hidden, jnp.dtype(self.dtype).itemsize
     operand = weight * NATIVE.operand(wide)
-    kept = 2 / self.policy.features.group * activations * wide  # values of a V:2:M operand
+    values = 2 / self.policy.features.group * activations * wide  # of a V:2:M operand
     two_of_four = isinstance(self.policy.tokens, TwoOfFour)
-    transposed = activations * NATIVE.operand(wide) if two_of_four else kept
+    transposed = activations * NATIVE.operand(wide) if two_of_four else values
     by_weight, by_neurons, by_tokens = self._timings
     transpose, share = 'transpose_pack_24' if two_of_four else 'transpose_pack', self.policy.dense_features
 
@@ -75,7 +76,7 @@ class NeuronLevelPlan:
       if not share:
         return ()
       dense = Matmul(f'{name} of dense neurons', None, (by_tokens._replace(row='dense', times=share),))
-      return moved(f'columns for {name}', kept + share * activations * wide, 'take_columns'), dense
+      return moved(f'columns for {name}', values + share * activations * wide, 'take_columns'), dense
 
     def packed(name: str, op: str) -> tuple[Pass, ...]:
       made = Pass(f'{name} packed', ((op, weight * wide + operand),), ('soft_threshold_kernel',))
@@ -88,17 +89,17 @@ class NeuronLevelPlan:
       *packed('w_up', 'soft_threshold_pack_axis-2'),
       *packed('w_down', 'soft_threshold_pack_axis-1'),
       matmul('h', self.by_weight, by_weight),
-      moved('y packed', activations * wide + 2 * kept, 'pack_rows'),
+      moved('y packed', activations * wide + 2 * values, 'pack_rows'),
       *expanded('w_down'),
       matmul('z', self.by_activations, by_neurons),
       matmul('dy', self.by_weight, by_weight),
-      moved('dh packed', activations * wide + 2 * kept, 'pack_rows_as'),
-      moved('y transposed', kept + transposed, transpose),
+      moved('dh packed', activations * wide + 2 * values, 'pack_rows_as'),
+      moved('y transposed', values + transposed, transpose),
       matmul('dW of down', self.by_activations, by_tokens),
       *columns('dW of down'),
       *expanded('w_up'),
       matmul('dx', self.by_activations, by_neurons),
-      moved('dh transposed', kept + transposed, f'{transpose}_as'),
+      moved('dh transposed', values + transposed, f'{transpose}_as'),
       matmul('dW of up', self.by_activations, by_tokens),
       *columns('dW of up'),
       moved('dW of up the other way round', 2 * weight * wide),
@@ -128,7 +129,7 @@ class NeuronLevelPlan:
     by_tokens = self._timing(self.policy.tokens, 'weight_grad', self.hidden, self.tokens)
     return self._timing(TwoOfFour(), 'forward', self.hidden, self.d), by_neurons, by_tokens
 
-  def _timing(self, pattern: Pattern, role: str, rows: int, summed: int) -> Timing:
+  def _timing(self, pattern: Pattern, role: Role, rows: int, summed: int) -> Timing:
     """Of a matmul by an operand of so many rows: what a layer of 2:4 has in that role, or V:N:M."""
     if isinstance(pattern, VNM):
       op, key = api.OP, api.problem_key(rows, summed, self.d, pattern.v, pattern.m, self.dtype)
@@ -196,8 +197,8 @@ def plan_neurons(
   on = target() if on is None else on
   kernel = on.device.arch.kernel(api.OP)  # without one the ops take what there is
   by_weight = kernel if policy.sparse_weights else None
-  passes = tuple(pack.candidates(dtype, on.device))
-  plan = NeuronLevelPlan(policy, tokens, d, hidden, jnp.dtype(dtype).name, by_weight, kernel, passes)
+  backends = tuple(pack.candidates(dtype, on.device))
+  plan = NeuronLevelPlan(policy, tokens, d, hidden, jnp.dtype(dtype).name, by_weight, kernel, backends)
   if policy.implementation == 'sparse':
     return plan
   reason = _why_unfit(plan, on)

@@ -15,8 +15,9 @@ from sparse24_jax.asked import Asked, PLAIN
 from sparse24_jax.availability import log_once, Target, target
 from sparse24_jax.fp8 import FP8
 from sparse24_jax.layer_plan import Backends, LayerPlan
+from sparse24_jax.matmuls import Role
 from sparse24_jax.policy import DotPolicy
-from sparse24_jax.precision import NATIVE, Precision
+from sparse24_jax.precision import NATIVE, Precision, ROLES
 from sparse24_jax.projection import Form, Masked, SoftThreshold
 
 NO_PACKER = 'no kernel packs these masks; recipes with kernels are transposable_srste and s_ste'
@@ -76,12 +77,13 @@ def plan_layer(
     if named is None and on.here:
       if on.has_kernels(precision):
         log_once(f'no kernels for a layer {d_in} x {d_out} on {tokens} tokens: {reason}')
-      elif precision.absent is not None:
-        log_once(precision.absent)
+      elif precision.without_kernels.simulates:
+        log_once(f'precision={policy.precision!r} is simulated: {reason}')
     return layer(precision=precision.without_kernels, plain=reason)
   if named is None and not roles and policy.projection is not None:
     return layer(precision=precision.without_kernels, plain=NO_PACKER)
-  precision = dataclasses.replace(precision, passes=tuple(pack.candidates(precision.packed_dtype(dtype), on.device)))
+  backends = tuple(pack.candidates(precision.packed_dtype(dtype), on.device))
+  precision = dataclasses.replace(precision, pass_backends=backends)
   if named is not None:
     found, looked_up = dict.fromkeys(sparse_roles(policy), named), ()
   else:
@@ -104,18 +106,18 @@ def packed_form(policy: DotPolicy) -> Form | None:
   return None if form == SoftThreshold(-1) else form
 
 
-def sparse_roles(policy: DotPolicy) -> tuple[str, ...]:
+def sparse_roles(policy: DotPolicy) -> tuple[Role, ...]:
   """The matmuls that the policy makes sparse."""
   weight = packed_form(policy) is not None
   sparse = dict(
     forward=weight, input_grad=weight and policy.input_grad == 'sparse', weight_grad=policy.weight_grad == 'mvue'
   )
-  return tuple(role for role in sparse if sparse[role])
+  return tuple(role for role in ROLES if sparse[role])
 
 
 def kernel_roles(
   policy: DotPolicy, d_in: int, d_out: int, dtype: Any, asked: Asked = PLAIN
-) -> tuple[str, ...]:
+) -> tuple[Role, ...]:
   """The matmuls that a policy that names no implementation may give to a kernel, if the GPU has them."""
   if unfit(policy, d_in, d_out, dtype, asked) is not None:
     return ()
@@ -157,7 +159,7 @@ def may_pack(policy: DotPolicy, w: Array) -> bool:
 
 
 def _fastest(
-  on: Target, precision: Precision, role: str, tokens: int, d_in: int, d_out: int, dtype: Any
+  on: Target, precision: Precision, role: Role, tokens: int, d_in: int, d_out: int, dtype: Any
 ) -> str | None:
   """The back end of a matmul that may take a kernel and names none."""
   kernel = backend_of('sparse', on)

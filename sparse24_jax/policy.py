@@ -6,10 +6,8 @@ from typing import Any, get_args, Literal
 
 from sparse24_jax.projection import Projection
 
-Implementation = Literal['sparse', 'cusparselt', 'dense', 'reference']
 # Those of `plan.PRECISIONS`.
 PrecisionName = Literal['default', 'fp8']
-_IMPLEMENTATIONS = (None, 'sparse', 'cusparselt', 'dense', 'reference')
 
 
 def _check_choice(name: str, value: Any, choices: tuple) -> None:
@@ -58,7 +56,7 @@ class DotPolicy:
   input_grad: Literal['sparse', 'dense'] = 'dense'
   weight_grad: Literal['mvue', 'dense'] = 'dense'
   precision: PrecisionName = 'default'
-  implementation: Implementation | None = None
+  implementation: Literal['sparse', 'cusparselt', 'dense', 'reference'] | None = None
 
   def __repr__(self) -> str:
     return repr_of(self)
@@ -69,7 +67,7 @@ class DotPolicy:
     _check_choice('input_grad', self.input_grad, ('sparse', 'dense'))
     _check_choice('weight_grad', self.weight_grad, ('mvue', 'dense'))
     _check_choice('precision', self.precision, get_args(PrecisionName))
-    _check_choice('implementation', self.implementation, _IMPLEMENTATIONS)
+    _check_choice('implementation', self.implementation, (None, 'sparse', 'cusparselt', 'dense', 'reference'))
     if self.input_grad == 'sparse' and not (self.projection and self.projection.transposable):
       found = self.projection.name if self.projection else None
       raise ValueError(f"input_grad='sparse' needs a transposable projection, found {found!r}")

@@ -1,7 +1,7 @@
 """A precision as a value: how activations and gradients are rounded, what the backward keeps of them, what it packs.
 
 The paths of a layer and of a block are written once, in terms of these, and so are their plans: beside each pass stands
-what it moves. The backward of both keeps `Rounded.kept`.
+what it moves. The backward of both reads `Rounded.residual`.
 """
 
 from collections.abc import Mapping
@@ -17,13 +17,13 @@ from pallas_kernels.gated_activation import api as activations
 from pallas_kernels.operand import SparseOperand, to_operand
 from pallas_kernels.pack import api as pack
 from pallas_kernels.pack.reference import mask_codes, Packed
-from sparse24_jax.matmuls import multiply
+from sparse24_jax.matmuls import multiply, Role
 from sparse24_jax.packing import PackedWeight
 from sparse24_jax.policy import DotPolicy
 from sparse24_jax.projection import Form, Masked, SoftThreshold, TransposableMasked
 from sparse24_jax.steps import Moves, Pass
 
-ROLES: Mapping[str, Any] = {
+ROLES: Mapping[Role, Any] = {
   # Sizes of the sparse operand's rows, of the dense operand's rows and of the sum.
   'forward': lambda tokens, d_in, d_out: (d_out, tokens, d_in),
   'input_grad': lambda tokens, d_in, d_out: (d_in, tokens, d_out),
@@ -37,12 +37,12 @@ class Rounded:
 
   Attributes:
     values: `[tokens, features]`; None where only the backward is to read it.
-    kept: what the weight gradient reads: the same, or in FP8 its transpose; None where no gradient is taken.
+    residual: what the weight gradient reads: the same, or in FP8 its transpose; None where no gradient is taken.
     factor: in FP8 float32 scalar, undoes the scale; else None.
   """
 
   values: Any
-  kept: Any
+  residual: Any
   factor: Any = None
 
   @property
@@ -51,7 +51,7 @@ class Rounded:
     return dataclasses.replace(self, values=None)
 
 
-jax.tree_util.register_dataclass(Rounded, ['values', 'kept', 'factor'], [])
+jax.tree_util.register_dataclass(Rounded, ['values', 'residual', 'factor'], [])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,28 +61,27 @@ class Precision:
   The scale of a gradient is (scale, its inverse), or (None, None) without one.
 
   Attributes:
-    passes: back ends of its passes over memory, the best first; None are those of the device that runs them.
+    pass_backends: back ends of its passes over memory, the best first; None are those of the device that runs them.
   """
 
-  passes: tuple[str, ...] | None = None
+  pass_backends: tuple[str, ...] | None = None
 
   # Whether values have scales. Its dense matmuls then read what was rounded, too; a gradient that was sampled is
   # rewritten for the input gradient; and a dense layer in it is not one in 16 bits.
   scales: ClassVar[bool] = False
-  # Whether only GPUs that take kernels by default have its kernels; what others lack, and what is logged there.
+  # Whether only GPUs that take kernels by default have its kernels; what others lack.
   by_default_only: ClassVar[bool] = False
   lacks: ClassVar[str] = 'no kernels that can run here'
-  absent: ClassVar[str | None] = None
   # Whether it is simulated in another one, which nobody timed.
   simulates: ClassVar[bool] = False
   # The matmuls whose back ends records choose; the others take the GPU's kernel.
-  by_records: ClassVar[tuple[str, ...]] = tuple(ROLES)
+  by_records: ClassVar[tuple[Role, ...]] = tuple(ROLES)
   # What reports call a dense matmul, and, if its records have it, the row of one in 16 bits.
   dense: ClassVar[str] = 'dense'
   dense_wide: ClassVar[str | None] = None
-  # The layout of what is kept for the weight gradient, and its axes as a rule of `_partitioning` names them.
-  kept: ClassVar[str] = 'kn'
-  kept_axes: ClassVar[str] = 'k*4 n'
+  # The layout of the residual, and its axes as a rule of `_partitioning` names them.
+  residual_layout: ClassVar[str] = 'kn'
+  residual_axes: ClassVar[str] = 'k*4 n'
   # What weights and activations are multiplied in, and what a sample of a gradient is packed in; None is the dtype of
   # the activations.
   dtype: ClassVar[Any] = None
@@ -97,10 +96,10 @@ class Precision:
     """Why its kernels do not serve a policy, or None."""
     return None
 
-  def key(self, role: str, tokens: int, d_in: int, d_out: int, dtype: Any) -> dict[str, Any]:
+  def key(self, role: Role, tokens: int, d_in: int, d_out: int, dtype: Any) -> dict[str, Any]:
     """What records of a matmul are looked up by."""
     m, n, k = ROLES[role](tokens, d_in, d_out)
-    b_layout, operand = (self.kept, self.sample_dtype) if role == 'weight_grad' else ('nk', self.dtype)
+    b_layout, operand = (self.residual_layout, self.sample_dtype) if role == 'weight_grad' else ('nk', self.dtype)
     # Records of narrower operands have results in bfloat16.
     out_dtype = jnp.dtype(dtype).name if operand is None else 'bfloat16'
     dtype = out_dtype if operand is None else operand.name
@@ -124,7 +123,7 @@ class Precision:
 
   def pack(self, form: Form, w: Array, state: Array, dtype: Any) -> PackedWeight:
     """`w` `[..., in, out]` packed under its state, for activations of this dtype."""
-    how = dict(dtype=jnp.dtype(dtype), implementation=self.passes)
+    how = dict(dtype=jnp.dtype(dtype), implementation=self.pass_backends)
     match form:
       case SoftThreshold(-2):
         return PackedWeight(state, pack.soft_threshold_pack(w, state, **how).operand)
@@ -154,7 +153,7 @@ class Precision:
     """The passes of `rounded`; without the one for the scale if that is known."""
     return ()
 
-  def reads(self, p: PackedWeight, role: str, backend: str | None) -> PackedWeight:
+  def reads(self, p: PackedWeight, role: Role, backend: str | None) -> PackedWeight:
     """The part of a packed weight that the forward, or the input gradient, reads."""
     return PackedWeight(None, p.forward) if role == 'forward' else PackedWeight(None, None, p.input_grad)
 
@@ -167,7 +166,7 @@ class Precision:
     """dx `[tokens, in]`."""
     return multiply('input_grad', w.input_grad, dz.values, backend=backend)
 
-  def plain_operands(self, role: str, a: Array, b: Array) -> tuple[Array, Array]:
+  def plain_operands(self, role: Role, a: Array, b: Array) -> tuple[Array, Array]:
     """The operands of a plain matmul for a and b; a simulation rounds them."""
     return a, b
 
@@ -181,7 +180,7 @@ class Precision:
 
   def sample(self, dz: Array, key: Array, scale: Any, origin: Any) -> Packed:
     """The operand of the MVUE sample of dz, and dz if it is rewritten."""
-    return pack.mvue_pack(dz, key, scale, origin=origin, dtype=self.sample_dtype, implementation=self.passes)
+    return pack.mvue_pack(dz, key, scale, origin=origin, dtype=self.sample_dtype, implementation=self.pass_backends)
 
   def sampling(self, name: str, entries: int, wide: int) -> Pass:
     """The passes of `scale_of` and `sample`."""
@@ -193,7 +192,7 @@ class Precision:
     """dz and the operand of its MVUE sample, in one pass."""
     return activations.activation_backward_pack(
       dh, z, key, scale, activation=activation, gated=gated, origin=origin, dtype=self.sample_dtype,
-      implementation=self.passes,
+      implementation=self.pass_backends,
     )  # fmt: skip
 
   def activation_and_sampling(self, backward: str, h: int, z: int, wide: int, *, gated: bool) -> tuple[Pass, ...]:
@@ -202,8 +201,9 @@ class Precision:
     return (Pass('dz, and sampled', ((f'{backward}_pack_axis-1', size),)),)
 
   def weight_grad(self, sample: SparseOperand, x: Array, factors: tuple, *, backend: str, dtype: Any) -> Array:
-    """dw `[in, out]`, from what was kept of x, and from what undoes the scales of the gradient and of x."""
-    return multiply('weight_grad', sample, x, backend=backend, scales=factors, b_layout=self.kept, dtype=dtype)
+    """dw `[in, out]`, from the residual of x, and from what undoes the scales of the gradient and of x."""
+    layout = self.residual_layout
+    return multiply('weight_grad', sample, x, backend=backend, scales=factors, b_layout=layout, dtype=dtype)
 
   def bias_grad(self, dz: Rounded, dtype: Any) -> Array:
     """The sum over tokens."""

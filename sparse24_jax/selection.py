@@ -50,14 +50,14 @@ def _largest_threshold(bits: Array, count: Array | int, width: int, wanted: Arra
 
   Numbers have `width` bits. One pass over memory counts for all three values of two bits, and so finds both bits.
   """
-  passes = (width + 1) // 2
+  digits = (width + 1) // 2
 
   def narrow(i: Array, t: Array) -> Array:
-    shift = jnp.uint32(2) * (jnp.uint32(passes - 1) - jnp.asarray(i, jnp.uint32))
+    shift = jnp.uint32(2) * (jnp.uint32(digits - 1) - jnp.asarray(i, jnp.uint32))
     enough = [count_kept(bits >= (t | (jnp.uint32(value) << shift))) >= count for value in (1, 2, 3)]
     return t | (functools.reduce(jnp.add, [e.astype(jnp.uint32) for e in enough]) << shift)
 
-  made = jnp.where(wanted, passes, 0).astype(jnp.int32)
+  made = jnp.where(wanted, digits, 0).astype(jnp.int32)
   return jax.lax.fori_loop(0, made, narrow, jnp.zeros((*bits.shape[:-2], 1, 1), jnp.uint32))
 
 

@@ -11,9 +11,11 @@ import jax.numpy as jnp
 from sparse24_jax.asked import Asked
 from sparse24_jax.availability import priced_on, Target
 from sparse24_jax.binding.bound import require_axes
-from sparse24_jax.layer_plan import LayerPlan, ROLES
+from sparse24_jax.layer_plan import LayerPlan
+from sparse24_jax.matmuls import Role
 from sparse24_jax.plan import plan_layer
 from sparse24_jax.policy import DotPolicy
+from sparse24_jax.precision import ROLES
 from sparse24_jax.recipe import Recipe
 from sparse24_jax.rules import errors_name, leaves_by_path, listed, match_rules
 from sparse24_jax.steps import total
@@ -35,7 +37,7 @@ class RoleGain:
       are of a record.
   """
 
-  role: str
+  role: Role
   dense_ms: float | None
   sparse_ms: float | None
   packing_ms: float | None
@@ -213,7 +215,7 @@ def _layer(
   ).stacked(math.prod(lead))  # fmt: skip
 
 
-def _role(role: str, plan: LayerPlan, device: str) -> RoleGain:
+def _role(role: Role, plan: LayerPlan, device: str) -> RoleGain:
   matmul, precision, sparse = plan.matmul(role, role), plan.precision, role in plan.sparse
   dense8 = plan.rival(role, role).expected_ms(device) if precision.scales else None
   sparse_ms = matmul.expected_ms(device) if matmul.backend else None

@@ -32,7 +32,7 @@ from experiments.bench import measure
 from experiments.bench.compile_time import CASES, LAYOUTS
 from experiments.race.contenders import CONTENDERS, make_model
 from experiments.race.programs import Programs
-from pallas_kernels import _compat, _device, _kept
+from pallas_kernels import _compat, _device, _disk_cache
 from tests import targets
 from tests.pallas_kernels import compiling
 from tests.sparse24_jax import hlo, hopper
@@ -119,7 +119,8 @@ def _in_a_process(name: str, layout: str, options: argparse.Namespace, folder: s
   command += ['--batch', str(options.batch), '--out', str(options.out)]
   # Nobody's cache of programs, nor fewer optimizations as tests have them.
   env = {key: value for key, value in os.environ.items() if not key.startswith('JAX_')}
-  env |= {_kept.VARIABLE: folder, 'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': _FLAGS, 'TRITON_CACHE_DIR': f'{folder}/triton'}
+  env |= {_disk_cache.VARIABLE: folder, 'TRITON_CACHE_DIR': f'{folder}/triton'}
+  env |= {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': _FLAGS}
   done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
   if done.returncode:
     raise RuntimeError(f'exit status {done.returncode}: {done.stderr[-1000:]}')

@@ -25,11 +25,11 @@ class Outcome(NamedTuple):
 
   Attributes:
     validation: (step, loss) of each evaluation; the loss is not a number once the run has diverged.
-    flip_rate: (step, flip rate of the last refresh) at each evaluation.
+    flip_rate: (step, flip rate of the last refresh, None before the first) at each evaluation.
   """
 
   validation: list[tuple[int, float]]
-  flip_rate: list[tuple[int, float]]
+  flip_rate: list[tuple[int, float | None]]
 
   @property
   def loss(self) -> float | None:
@@ -98,7 +98,10 @@ class Population:
         flips.append((stop, flip_rates))
     validation, flips = jax.device_get((validation, flips))
     return [
-      Outcome([(step, float(losses[i])) for step, losses in validation], [(step, float(x[i])) for step, x in flips])
+      Outcome(
+        [(step, float(losses[i])) for step, losses in validation],
+        [(step, None if rates[i] < 0 else float(rates[i])) for step, rates in flips],
+      )
       for i in range(len(trials))
     ]
 

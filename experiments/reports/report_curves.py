@@ -289,7 +289,7 @@ def flip_rates(groups: Groups, colours: Mapping[str, str]) -> str:
     for name in group[0].train[-1]['flip_rates']:
       for run in group:
         start = int(run.flip_curve()[0][0]) if len(run.flip_curve()[0]) else 0
-        records = [r for r in run.train if r['step'] >= start and name in r['flip_rates']]
+        records = [r for r in run.train if r['step'] >= start and r['flip_rates'].get(name) is not None]
         curve = np.array([r['step'] for r in records]), np.array([r['flip_rates'][name] for r in records])
         by_layer.setdefault(name.removesuffix('/kernel'), []).append(curve)
     if layers := _layer_lines(by_layer):

@@ -28,6 +28,7 @@ class TrainState(NamedTuple):
 class StepMetrics(NamedTuple):
   """What a step reports, still on the device: float32 scalars, `flip_rates` [number of sparse weights], and `good`.
 
+  Flip rates are those of the state: below 0 before the first comparison, NaN where a weight is not finite.
   `good` is whether loss and gradient are finite; with the policy 'skip' also whether the loss is no jump and the new
   state is finite, and if not the step changed nothing.
   """
@@ -148,8 +149,7 @@ def step_of(
       good &= (loss <= limit) & sums.all_finite((params, opt_state))
       old = (state.params, state.opt_state)
       params, opt_state = jax.tree.map(lambda new, old: jnp.where(good, new, old), (params, opt_state), old)
-    # Of the state: a rate that nothing was compared for yet is 0 in records, and NaN is a weight that is not finite.
-    flips = jax.tree.map(lambda rate: jnp.maximum(rate, 0), optax.tree.get(opt_state, 'flip_rate'))
+    flips = optax.tree.get(opt_state, 'flip_rate')
     rates = [jnp.ravel(rate) for rate in jax.tree.leaves(flips.per_weight)] or [jnp.zeros(0)]
     metrics = StepMetrics(loss, norm, jnp.asarray(learning_rate), flips.overall, jnp.concatenate(rates), good)
     return TrainState(state.step + 1, params, opt_state), metrics

@@ -139,8 +139,8 @@ class RunRecord:
     return {when: {name: r[name] for name in kept if name in r} for when, r in chosen.items()}
 
   def flip_curve(self) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and overall flip rates, from the first comparison of masks on."""
-    pairs = [(record['step'], record['flip_rate']) for record in self.train]
+    """Steps and overall flip rates, from the first comparison of masks on; older records have 0 before it, not null."""
+    pairs = [(record['step'], record['flip_rate']) for record in self.train if record['flip_rate'] is not None]
     while pairs and pairs[0][1] == 0:
       pairs.pop(0)
     return np.array([step for step, _ in pairs]), np.array([rate for _, rate in pairs])

@@ -31,7 +31,8 @@ SUMMARY: Shape = {'validation_loss': float, 'seconds': float, 'spent?': _SPENT}
 # By the kind of a record, beside its step.
 RECORDS: Mapping[str, Shape] = {
   'train': {
-    'loss': float, 'grad_norm': float, 'learning_rate': float, 'phase': str, 'flip_rate': float, 'flip_rates': dict,
+    'loss': float, 'grad_norm': float, 'learning_rate': float, 'phase': str, 'flip_rate': int | float | None,
+    'flip_rates': dict,
   },
   'validation': {'loss': float, 'phase': str},
   'timing': {'seconds': float, 'tokens_per_s': float, 'spent?': _SPENT},

@@ -87,8 +87,9 @@ class Windows:
     if not taken:
       return
     losses, norms = zip(*taken, strict=True)
-    flip_rate, flip_rates = self._flip_rates(window)
-    bad_numbers.require_finite(step, 'flip rate, and so a weight,', flip_rate)
+    rates = self._flip_rates(window)
+    bad_numbers.require_finite(step, 'flip rate, and so a weight,', rates[0])
+    flip_rate, *flip_rates = (None if rate < 0 else rate for rate in rates)
     writer.write(
       'train',
       step,
@@ -119,14 +120,14 @@ class Windows:
       if good or self.policy.name != 'skip':
         losses.take(at, loss, norm)
 
-  def _flip_rates(self, window: list[StepMetrics]) -> tuple[float, list[float]]:
-    """Flip rates of all weights and of each: the mean over the steps of a window, or what the last refresh found.
+  def _flip_rates(self, window: list[StepMetrics]) -> list[float]:
+    """Flip rates of all weights, then of each: the mean over the steps of a window, or what the last refresh found.
 
     Links that move every so many steps flip in those steps alone: a rate a step is a mean, not that of one step.
     """
     steps = window if self._every_step else window[-1:]
-    overall, each = jax.device_get(([m.flip_rate for m in steps], [m.flip_rates for m in steps]))
-    return float(np.mean(overall, dtype=np.float64)), np.mean(each, axis=0, dtype=np.float64).tolist()
+    rates = jax.device_get([(m.flip_rate, m.flip_rates) for m in steps])
+    return np.mean([np.append(*pair) for pair in rates], axis=0, dtype=np.float64).tolist()
 
   def _skipped(self, step: int, loss: float, norm: float) -> None:
     self.skipped_in_a_row += 1

@@ -21,7 +21,7 @@ import tempfile
 import jax
 import jaxlib.version
 
-from pallas_kernels import _kept
+from pallas_kernels import _disk_cache
 
 SOURCE = pathlib.Path(__file__).parent / 'cusparselt.cc'
 PREBUILT = 'SPARSE24_JAX_FFI_LIBRARY'
@@ -68,11 +68,11 @@ def library_path() -> pathlib.Path:
   folder, name = cache_folder(), f'cusparselt-{_fingerprint()}'
   for path in sorted(folder.glob(f'{name}-*.so')):
     # Who may write to a folder above may put one of his own in the place of this, between the look at it and here.
-    if not _kept.untrusted(path.lstat(), stat.S_ISREG) and path.stem == f'{name}-{_hash(path)}':
+    if not _disk_cache.untrusted(path.lstat(), stat.S_ISREG) and path.stem == f'{name}-{_hash(path)}':
       return path
     path.unlink(missing_ok=True)
-  _kept.sweep(folder)
-  with tempfile.TemporaryDirectory(prefix=_kept.NEW, dir=folder) as temporary:
+  _disk_cache.sweep(folder)
+  with tempfile.TemporaryDirectory(prefix=_disk_cache.NEW, dir=folder) as temporary:
     built = pathlib.Path(temporary, 'built.so')
     compile_source(SOURCE, built, include=(jax.ffi.include_dir(),))
     path = folder / f'{name}-{_hash(built)}.so'
@@ -135,7 +135,7 @@ def cache_folder() -> pathlib.Path:
     status = mine.lstat() if mine != folder else mine.stat()
     if not stat.S_ISDIR(status.st_mode) or not os.access(mine, os.W_OK):
       break
-    if not _kept.untrusted(status, stat.S_ISDIR):
+    if not _disk_cache.untrusted(status, stat.S_ISDIR):
       return mine
   logging.getLogger('pallas_kernels').warning(
     'the cuSPARSELt call is built again in each process: %s is read-only, or others may put a library there; name a'

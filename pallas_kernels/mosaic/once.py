@@ -5,7 +5,7 @@ that say nothing of what it computes: how many kernels the process lowered befor
 the program that calls it. So no two kernels are the same to the tables that hold lowered and compiled ones, and a
 program is not found again in JAX's cache on disk when a line of the caller has moved. Here calls go through one
 `jax.jit`, which is lowered to one function of a program, and both are taken out, as JAX does with kernels for TPUs.
-What is lowered is kept on disk (`_kept`) for the next process.
+What is lowered is kept in the `_disk_cache` for the next process.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from pallas_kernels import _compat as compat
-from pallas_kernels import _kept
+from pallas_kernels import _disk_cache
 
 _kernel_p = Primitive('mosaic_kernel')
 _kernel_p.multiple_results = True
@@ -60,15 +60,15 @@ def _lower(context: Any, *args: Any, call: Callable[..., Any], out_types: Any, i
   with concurrent.futures.ThreadPoolExecutor(1) as pool:
     target = pool.submit(compat.mosaic_target).result()
     key = repr([identity, [(shape, dtype.name) for shape, dtype in types], wide, target, *_settings()])
-    if (module := _kept.read(key)) is None:
+    if (module := _disk_cache.read(key)) is None:
       module = pool.submit(compat.lowered_kernel, call, [jax.ShapeDtypeStruct(*t) for t in types], wide).result()
-      _kept.write(key, module)
+      _disk_cache.write(key, module)
   return compat.call_of_lowered(context, module, args, out_types)
 
 
 def _settings() -> list[Any]:
   """What may change how a kernel is lowered, beside the kernel itself."""
-  return [_kept.compiled_from(), sorted(item for item in os.environ.items() if item[0].startswith('MOSAIC_GPU_'))]
+  return [_disk_cache.compiled_from(), sorted(item for item in os.environ.items() if item[0].startswith('MOSAIC_GPU_'))]
 
 
 mlir.register_lowering(_kernel_p, _lower, platform='cuda')

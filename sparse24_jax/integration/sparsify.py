@@ -138,7 +138,8 @@ def sparse_variables(
       is: a model that was made for the other one is an error in `nnx.update`. Of an nnx model that `sparsify` did not
       make Flax says "Found data ... assigned to static attribute 'sparse24'". None is the recipe's first, which one
       that begins dense, to be sparse later, must say.
-    pack: whether to pack; None does if the policy names a kernel, or if this GPU has them and they may be chosen.
+    pack: whether to pack; None does if the policy names a kernel, or if this GPU has them and they may be chosen. Which
+      matmuls then read it each forward decides by its tokens and their dtype, which are not known here.
 
   Returns:
     linen: the collection `'sparse24'`, a nested dictionary with an entry more, `'made of'`: the fingerprints, and

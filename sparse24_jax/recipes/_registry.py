@@ -18,10 +18,12 @@ class Known:
   Attributes:
     make: the function that users call.
     settings: arguments besides paths: of a variant, what makes it one; of all, values for what the function needs.
+    spec: of its module, another one after a reload; None in a notebook.
   """
 
   make: Callable[..., Recipe]
   settings: Mapping[str, Any]
+  spec: Any = None
 
   @property
   def paths(self) -> tuple[str, ...]:
@@ -59,8 +61,10 @@ def register[**P](
 
   def decorate(make: Callable[P, Recipe]) -> Callable[P, Recipe]:
     named = _named(make)
+    spec = inspect.unwrap(make).__globals__.get('__spec__')
     known = {
-      name: Known(named, {**(needs or {}), **settings}) for name, settings in {make.__name__: {}, **variants}.items()
+      name: Known(named, {**(needs or {}), **settings}, spec)
+      for name, settings in {make.__name__: {}, **variants}.items()
     }
     for name, of in known.items():
       _check(name, of)
@@ -79,12 +83,18 @@ def _check(name: str, known: Known) -> None:
   except TypeError as error:
     raise ValueError(f'recipe {name!r}: {error}; register(dict(...)) gives what it needs a value') from error
   taken = KNOWN.get(name)
-  if taken is not None and _source(taken) != _source(known):  # the same one comes again when its module is reloaded
-    raise ValueError(f'recipe {name!r} is taken, by {".".join(_source(taken))}: give this one another name')
+  if taken is not None and _differ(taken, known):
+    make = inspect.unwrap(taken.make)
+    where = f'{make.__module__}.{make.__qualname__}, line {make.__code__.co_firstlineno}'
+    raise ValueError(f'recipe {name!r} is taken, by {where}: give this one another name')
 
 
-def _source(known: Known) -> tuple[str, str]:
-  return known.make.__module__, known.make.__qualname__
+def _differ(taken: Known, known: Known) -> bool:
+  """Whether these are two recipes, and not one that comes again as its module is reloaded or its cell runs anew."""
+  a, b = inspect.unwrap(taken.make), inspect.unwrap(known.make)
+  if known.spec is not None and taken.spec is known.spec:
+    return a.__code__ is not b.__code__
+  return (a.__module__, a.__qualname__) != (b.__module__, b.__qualname__)
 
 
 def _named[**P, R](make: Callable[P, R]) -> Callable[P, R]:

@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip('triton')
 
-from pallas_kernels import _compat, _device, _kept, _triton, operand
+from pallas_kernels import _compat, _device, _disk_cache, _triton, operand
 from pallas_kernels.pack import triton as pack
 from pallas_kernels.sparse_matmul import mosaic_gpu
 from pallas_kernels.vnm import mosaic_gpu as vnm_mosaic_gpu
@@ -109,7 +109,7 @@ class OnceTest(parameterized.TestCase):
       _lowered(_matmul)
       for what, found in (('mosaic_target', (10, 0)), ('compiled_from', 'other sources')):
         with (
-          mock.patch.object(_compat if what == 'mosaic_target' else _kept, what, lambda found=found: found),
+          mock.patch.object(_compat if what == 'mosaic_target' else _disk_cache, what, lambda found=found: found),
           mock.patch.object(_compat, 'lowered_kernel', side_effect=AssertionError('lowered again')),
           self.assertRaisesRegex(AssertionError, 'lowered again'),
         ):

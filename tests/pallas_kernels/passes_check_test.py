@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import _checks, _dispatch, _kept, _passes_check
+from pallas_kernels import _checks, _disk_cache, _dispatch, _passes_check
 from tests import targets
 
 A100 = targets.target_device('sm_80')
@@ -19,7 +19,7 @@ class PassesCheckTest(absltest.TestCase):
 
   def setUp(self):
     super().setUp()
-    self.enter_context(mock.patch.dict(os.environ, {_kept.VARIABLE: 'off'}))
+    self.enter_context(mock.patch.dict(os.environ, {_disk_cache.VARIABLE: 'off'}))
     self.enter_context(mock.patch.dict(_checks._made, clear=True))
     self.enter_context(mock.patch.object(_passes_check, '_SHAPE', (64, 256)))
     _dispatch.log_once.cache_clear()

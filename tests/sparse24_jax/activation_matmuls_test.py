@@ -99,7 +99,7 @@ class PlanTest(parameterized.TestCase):
     passes = asked.keys() - {'sparse_matmul', 'vnm_matmul'}
     transpose = 'transpose_pack' if name == 'vnm' else 'transpose_pack_24'
     self.assertEqual(passes, {'soft_threshold_pack', 'vnm_pack', 'expand', transpose, 'take_columns'})
-    expected = plan_neurons(policy, TOKENS, D, HIDDEN, jnp.bfloat16).passes
+    expected = plan_neurons(policy, TOKENS, D, HIDDEN, jnp.bfloat16).pass_backends
     self.assertEqual({asked_for for op in passes for asked_for in asked[op]}, {expected})
 
 

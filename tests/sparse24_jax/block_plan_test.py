@@ -140,7 +140,7 @@ class StepsTest(parameterized.TestCase):
     plan = plan_block(policy, TOKENS, sides(gated), jnp.bfloat16)
     self.assertTrue(plan.fused)
     ran, packed, kept = self._traced(policy, gated)
-    self.assertEqual(ran, planned(plan.steps, plan.precision.passes))
+    self.assertEqual(ran, planned(plan.steps, plan.precision.pass_backends))
     operands = [dataclasses.replace(each, state=None) for each in packed.values()]
     self.assertEqual(sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(operands)), plan.packed_bytes)
     in_8_bits = sum(a.size for a in kept if a.dtype == E4M3 and TOKENS in a.shape)
@@ -150,7 +150,7 @@ class StepsTest(parameterized.TestCase):
   def test_not_fused_they_are_those_of_the_layers(self, gated):
     plan = plan_block(S_STE, TOKENS, sides(gated), jnp.bfloat16)
     self.assertFalse(plan.fused)
-    found = planned(plan.steps, plan.precision.passes)
+    found = planned(plan.steps, plan.precision.pass_backends)
     of_kernels = [step for step in found if step[0] is not None]  # XLA's matmuls are not seen
     self.assertLen(of_kernels, 9 if gated else 6)
     self.assertCountEqual(self._traced(S_STE, gated)[0], of_kernels)

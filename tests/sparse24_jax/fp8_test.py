@@ -284,8 +284,8 @@ class RefusalTest(parameterized.TestCase):
       for _ in range(2):
         jax.eval_shape(functools.partial(s24.dot, policy=CHOOSES), x, weights['up'], states['up'])
         jax.eval_shape(functools.partial(s24.ffn, policy=CHOOSES), x, weights['up'], weights['down'], states)
-    self.assertLen(logs.output, 1)
-    self.assertIn('FP8 is simulated: its kernels need one Hopper GPU and the extra sparse24-jax[cuda]', logs.output[0])
+    (line,) = logs.output
+    self.assertIn(f"precision='fp8' is simulated: cpu has {fp8.FP8.lacks}", line)
 
 
 if __name__ == '__main__':

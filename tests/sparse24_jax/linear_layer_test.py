@@ -227,7 +227,7 @@ class PlanTest(parameterized.TestCase):
         found = plan_layer(S_STE_FP8, 32, 64, 128, BF16)
         self.assertEqual((found.backends, found.precision, found.packs), (Backends(), fp8.SIMULATED, False))
     self.assertLen(logs.output, 1)
-    self.assertIn('FP8 is simulated', logs.output[0])
+    self.assertIn("precision='fp8' is simulated", logs.output[0])
 
   @parameterized.parameters(('dense', None), ('mosaic_gpu', 'mosaic_gpu'), (None, 'mosaic_gpu'))
   def test_an_fp8_forward_is_dense_where_the_kernel_measured_slower(self, choice, forward):

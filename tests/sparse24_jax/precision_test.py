@@ -80,9 +80,9 @@ class PrecisionTest(absltest.TestCase):
 
   def test_its_passes_take_the_back_ends_of_the_plan(self):
     plan = plan_layer(POLICY, 32, 64, 64, jnp.bfloat16)
-    self.assertEqual(plan.precision, Halves(passes=('reference',)))  # what a CPU has
+    self.assertEqual(plan.precision, Halves(pass_backends=('reference',)))  # what a CPU has
     for_h100 = plan_layer(POLICY, 32, 64, 64, jnp.bfloat16, on=target(H100))
-    self.assertEqual(for_h100.precision, Halves(passes=('triton', 'reference')))
+    self.assertEqual(for_h100.precision, Halves(pass_backends=('triton', 'reference')))
 
 
 if __name__ == '__main__':

@@ -29,6 +29,8 @@ class PopulationTest(absltest.TestCase):
       changes = ('model.num_layers=1', 'steps=12', 'log_every=6', 'eval_every=6', 'optimizer.warmup_steps=3')
       config = configure(method, *changes)
       config.recipe.update({'implementation': 'reference', 'flip_rate': 'refresh'})
+      if method == 'fst':
+        config.recipe.kwargs.refresh_every = 8
       decay = config.recipe.kwargs.get('masked_decay', 0.0)
       trials = [Trial(1e-2, decay, 0), Trial(1e-2, decay, 3), Trial(3e-2, 5 * decay, 3)]
       data = FakeData(seq_len=config.data.seq_len, batch_size=config.data.batch_size)
@@ -42,6 +44,10 @@ class PopulationTest(absltest.TestCase):
         found = together[compared].validation
         self.assertEqual([step for step, _ in found], [6, 12])
         np.testing.assert_allclose(found[-1][1], loss, rtol=2e-4)
+        if method == 'fst':
+          (_, before), (_, after) = together[compared].flip_rate
+          self.assertIsNone(before)
+          self.assertGreater(after, 0)
       losses = [outcome.validation[-1][1] for outcome in together]
       self.assertGreater(min(np.diff(sorted(losses))), 2e-3)  # or the trials would not be told apart
 

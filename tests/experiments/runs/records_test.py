@@ -2,11 +2,13 @@
 
 import json
 from pathlib import Path
+from unittest import mock
 
 from absl.testing import absltest, parameterized
 from flax import traverse_util
+import numpy as np
 
-from experiments.reports import compare
+from experiments.reports import charts, compare, page, report_curves
 from experiments.runs import experiment, method_table, methods, records, train
 from tests.experiments.fakes import temp_folder
 from tests.experiments.reports.run_folders import write_run
@@ -47,6 +49,27 @@ class ConfigTest(parameterized.TestCase):
     self.assertEqual([run.is_baseline for run in found.values()], [True, False, False])
     self.assertEqual(found['ste'].baseline, found['dense'].baseline)
     self.assertNotEqual(found['wide'].baseline, found['dense'].baseline)
+
+  @parameterized.parameters(None, 0.0)
+  def test_rates_begin_with_the_first_comparison(self, before):
+    """Whether a run wrote null before it or, as runs once did, 0."""
+    folder = write_run(temp_folder(self), 'fst', 0, 1.2)
+    file = folder / 'metrics.jsonl'
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    early = [line for line in lines if line['kind'] == 'train'][:3]
+    for line in early:
+      line |= {'flip_rate': before, 'flip_rates': dict.fromkeys(line['flip_rates'], before)}
+    file.write_text(''.join(json.dumps(line) + '\n' for line in lines))
+    run = records.read_run(folder)
+    steps, rates = run.flip_curve()
+    self.assertEqual((steps[0], len(steps)), (400, len(run.train) - 3))
+    self.assertEqual(rates.dtype, np.float64)
+    drawn = mock.Mock(return_value=page.Html(''))
+    with mock.patch.object(charts, 'line_chart', drawn):
+      report_curves.flip_rates({'fst': [run]}, {'fst': 'black'})
+    for call in drawn.mock_calls:
+      for line in call.args[0]:
+        self.assertEqual((line.x[0], line.y.dtype), (400, np.float64))
 
   def test_a_finished_run_of_other_settings_is_another_run(self):
     config, folder = experiment.load_config('small'), Path(temp_folder(self))

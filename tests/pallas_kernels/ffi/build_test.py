@@ -9,7 +9,7 @@ from unittest import mock
 
 from absl.testing import absltest, parameterized
 
-from pallas_kernels import _kept
+from pallas_kernels import _disk_cache
 from pallas_kernels.ffi import build
 
 _NO_COMPILER = 'needs a C++ compiler'
@@ -111,7 +111,7 @@ class BuildTest(parameterized.TestCase):
 
   def test_what_a_killed_build_left_goes(self):
     self._build_constant('whole')
-    left = self.folder / 'cache' / f'{_kept.NEW}left'
+    left = self.folder / 'cache' / f'{_disk_cache.NEW}left'
     left.mkdir(parents=True, mode=0o700)
     (left / 'built.so').write_text('half')
     os.utime(left, (1, 1))

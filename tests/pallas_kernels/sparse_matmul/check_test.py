@@ -12,7 +12,7 @@ from absl.testing import absltest, parameterized
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _checks, _compat, _device, _dispatch, _kept, _records, _tuning
+from pallas_kernels import _checks, _compat, _device, _disk_cache, _dispatch, _records, _tuning
 from pallas_kernels.sparse_matmul import _own_kernel, _prepared, api, check, mosaic_gpu_sm80
 from tests import targets
 
@@ -52,7 +52,7 @@ class CheckTest(parameterized.TestCase):
     super().setUp()
     folder = self.enter_context(tempfile.TemporaryDirectory())
     self.kept = pathlib.Path(folder) / 'kept'
-    self.enter_context(mock.patch.dict(os.environ, {_kept.VARIABLE: str(self.kept)}))
+    self.enter_context(mock.patch.dict(os.environ, {_disk_cache.VARIABLE: str(self.kept)}))
     self.enter_context(mock.patch.object(check, 'LEAST_PRODUCTS', 1))
     self.enter_context(mock.patch.object(_checks, '_is_here', lambda device: True))
     self.enter_context(mock.patch.object(_prepared, 'gap_s', lambda p, iterations: 0.0))
@@ -155,17 +155,17 @@ class CheckTest(parameterized.TestCase):
         raise importlib.metadata.PackageNotFoundError(name)
       return versions[name]
 
-    self.enter_context(mock.patch.object(_kept, '_SOURCES', sources))
+    self.enter_context(mock.patch.object(_disk_cache, '_SOURCES', sources))
     self.enter_context(mock.patch.object(importlib.metadata, 'version', version))
 
     def checks():  # by another process
       _checks._made.clear()
-      _kept._digest_of_files.cache_clear()
-      self.enter_context(mock.patch.object(_kept, '_IMPORTED', _kept._files()))
+      _disk_cache._digest_of_files.cache_clear()
+      self.enter_context(mock.patch.object(_disk_cache, '_IMPORTED', _disk_cache._files()))
       _checks.outcome(A100, api.OP, KEY, [], lambda: made.append('one') or dict(candidates=[]))
       return len(made)
 
-    self.addCleanup(_kept._digest_of_files.cache_clear)
+    self.addCleanup(_disk_cache._digest_of_files.cache_clear)
     (sources / 'kernel.py').write_text('a = 1')
     self.assertEqual([checks(), checks()], [1, 1])
     (sources / 'kernel.py').write_text('a = 2')

@@ -127,9 +127,29 @@ class NewRecipeTest(absltest.TestCase):
       with self.assertRaisesRegex(ValueError, message):
         register(settings[0], **settings[1])(make)
       self.assertEqual(s24.recipes.KNOWN, before)
-    for _ in range(2):  # as when its module is reloaded
+    for _ in range(2):
       register(dict(share=1.0))(new)
     self.assertEqual(s24.recipes.KNOWN['new'].example('.*').name, 'ste')
+
+  @mock.patch.dict(s24.recipes.KNOWN)
+  def test_a_name_twice_in_a_module_is_refused_and_a_reload_is_not(self):
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(sys, 'path', [folder, *sys.path]):
+      file = Path(folder) / 'recipes_of_quarters.py'
+      file.write_text(FILE)
+      module = importlib.import_module(file.stem)
+      self.addCleanup(sys.modules.pop, file.stem)
+      file.write_text(f'# Changed, and a line further down.\n{FILE}')
+      importlib.reload(module)
+      file.write_text(FILE + FILE.partition('\n\n\n')[2])
+      with self.assertRaisesRegex(ValueError, "'quarters' is taken, by recipes_of_quarters.quarters, line 8: give"):
+        importlib.reload(module)
+
+  @mock.patch.dict(s24.recipes.KNOWN)
+  def test_a_cell_of_a_notebook_runs_again(self):
+    cells = {'__name__': '__main__', '__spec__': None}
+    for text in (FILE, FILE, f'# Changed.\n{FILE}'):
+      exec(compile(text, '<cell>', 'exec'), cells)
+    self.assertIs(s24.recipes.KNOWN['quarters'].make, cells['quarters'])
 
 
 if __name__ == '__main__':
