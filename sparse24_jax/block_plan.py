@@ -41,7 +41,8 @@ class BlockPlan:
     """Whether it runs as one: one kernel for all matmuls, or one precision for all, dense ones too."""
     layers = self.layers.values()
     whole = len({layer.backends for layer in layers}) == 1 and self.up.backends.sole is not None
-    whole = whole or (self.precision.scales and len({layer.backends.weight_grad for layer in layers}) == 1)
+    sampled = {layer.backends.weight_grad for layer in layers}
+    whole = whole or (self.precision.scales and len(sampled) == 1 and None not in sampled)
     # Positions are stored in tiles of 64 rows.
     joins = self.gate is None or self.up.d_out % 64 == 0
     return whole and joins and self.up.tokens % 4 == 0

@@ -251,7 +251,7 @@ def _fused_bwd(static, residuals, dy):
   backends = static.plan.up.backends  # the same in all of its layers, but for the forward
   sampling = dict(backend=backends.weight_grad, precision=precision)
   dense = dict(backend=backends.input_grad, dtype=dy.dtype)
-  dy_rounded, dw_down = linear_layer.sampled_weight_grad(dy, keys['down'], h, **sampling)
+  dy_rounded, dw_down = linear_layer.kernel_weight_grad(dy, keys['down'], h, **sampling)
   dh = static.hidden.constrained(precision.input_grad(packed['down'], dy_rounded, **dense))
   dz, dw_hidden = linear_layer.activation_and_weight_grad(
     dh, z, keys['hidden'], x, activation=static.activation, gated=static.gated, **sampling

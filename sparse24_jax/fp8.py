@@ -3,6 +3,7 @@
     z  = x W~       sparse e4m3: W~^T packed along in         x [tokens, in]    (dense where that measured faster)
     dx = dz W~^T    dense: dz in e5m2                         W~ [in, out] in e4m3
     dw = x^T V(dz)  sparse e5m2: V(dz)^T packed along tokens  x^T [in, tokens] in e4m3
+       or x^T dz    dense: dz in e5m2, its transpose too       the same
 
 Scales are per tensor and current, those of weights powers of two. FP8 matmuls read both operands with the contracted
 axis contiguous, so a tensor that is contracted along either axis is written both ways, by the one pass that also rounds
@@ -60,8 +61,6 @@ class Fp8(Precision):
   def unfit(self, policy: DotPolicy) -> str | None:
     if policy.projection is None or policy.projection.form != SoftThreshold(-2):
       return f'only the soft threshold is packed in FP8, found {policy.projection and policy.projection.name!r}'
-    if policy.weight_grad != 'mvue':
-      return f"FP8 kernels take weight_grad='mvue', found {policy.weight_grad!r}"
     return None
 
   def pack(self, form: Form, w: Array, state: Array, dtype: Any) -> PackedWeight:
@@ -141,6 +140,11 @@ class Fp8(Precision):
   def weight_grad(self, sample: SparseOperand, x: Array, factors: tuple, *, backend: str, dtype: Any) -> Array:
     factor, x_factor = factors
     return super().weight_grad(sample, x, (MVUE_HEADROOM * factor, x_factor), backend=backend, dtype=dtype)
+
+  def exact_weight_grad(self, dz: Array, x: Array, scale: Any, factors: tuple) -> tuple[Array, Array]:
+    factor, x_factor = factors
+    rounded, transposed = quantize.quantize(dz, scale, dtype=E5M2, transpose='both', implementation=self.pass_backends)
+    return rounded, _dense_matmul(x, x_factor, transposed, factor, dz.dtype)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -124,6 +124,8 @@ class LayerPlan:
       return passes('x rounded', self.precision.rounding(self.tokens * self.d_in, self.wide))
     if role == 'input_grad' or self.simulated:
       return ()  # it reads what the sample left
+    if self.served('weight_grad') and not self.sampled:
+      return passes('dz rounded', self.precision.rounding(self.tokens * self.d_out, self.wide))
     if self.served('weight_grad'):
       return (self.precision.sampling('dz', self.tokens * self.d_out, self.wide),)
     return (Pass('dz sampled by XLA', None),) if self.sampled else ()

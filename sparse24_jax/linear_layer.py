@@ -66,12 +66,12 @@ def _gate(shard, z, *, activation):
   return activations.gated_activation(z.reshape(z.shape[0], -1), activation=activation)
 
 
-def sampled_weight_grad(
-  dz: Array, key: Array, x: Rounded, *, backend: str, precision: Precision = NATIVE, column: int = 0
+def kernel_weight_grad(
+  dz: Array, key: Array | None, x: Rounded, *, backend: str | None, precision: Precision = NATIVE, column: int = 0
 ) -> tuple[Rounded, Array]:
   """(dz as the input gradient reads it, dw = x^T V(dz) `[in, out]`) from dz `[tokens, out]` and the residual of x.
 
-  V(dz) is the sample that `mvue24` draws.
+  V(dz) is the sample that `mvue24` draws; without a key dz itself, in a precision that has scales.
   """
   # Whole groups of four tokens a device, and of columns, since neighbours share a call of the generator.
   made = ('k*4 m*4',) if precision.scales else ()
@@ -81,7 +81,7 @@ def sampled_weight_grad(
     scale, factor = precision.scale_of(dz)
     with jax.named_scope('weight_grad'):
       *made, dw = _partitioning.partitioned(
-        'sampled_weight_grad', _sampled_weight_grad, rule, dz, key, x.residual, scale, factor, x.factor,
+        'kernel_weight_grad', _kernel_weight_grad, rule, dz, key, x.residual, scale, factor, x.factor,
         backend=backend, column=column, precision=precision,
       )  # fmt: skip
     return (made[0] if made else dz), factor, dw
@@ -90,7 +90,10 @@ def sampled_weight_grad(
   return Rounded(made, None, factor), _partitioning.whole(dw)
 
 
-def _sampled_weight_grad(shard, dz, key, x, scale, factor, x_factor, *, backend, column, precision):
+def _kernel_weight_grad(shard, dz, key, x, scale, factor, x_factor, *, backend, column, precision):
+  if key is None:
+    dz, dw = precision.exact_weight_grad(dz, x, scale, (factor, x_factor))
+    return dz, shard.sum(dw, 'k')
   origin = (0, shard.offset('k'), column + shard.offset('m', 4))
   made = precision.sample(dz, key, scale, origin)
   dw = precision.weight_grad(made.operand, x, (factor, x_factor), backend=backend, dtype=dz.dtype)
@@ -143,10 +146,11 @@ def _activation_and_weight_grad(
   return dz, *(shard.sum(part, 'k') for part in dw)
 
 
-def _rule(gradients: tuple[str, ...], key: Array, precision: Precision, results: tuple[str, ...]) -> Any:
-  """The partitioning rule of a weight gradient: of gradients, a key, the residual of x, and three scales if any."""
+def _rule(gradients: tuple[str, ...], key: Array | None, precision: Precision, results: tuple[str, ...]) -> Any:
+  """The partitioning rule of a weight gradient: of gradients, a key or none, the residual of x, any scales."""
   scales = ('',) * 3 if precision.scales else ()
-  arguments = (*gradients, _partitioning.undivided(key), precision.residual_axes, *scales)
+  of_key = () if key is None else (_partitioning.undivided(key),)
+  arguments = (*gradients, *of_key, precision.residual_axes, *scales)
   return _partitioning.Rule(arguments, results, order=('k', 'n', 'm'), sums=('k',))
 
 
@@ -173,7 +177,8 @@ def weight_grad(
   rows, given = dz.reshape(-1, dz.shape[-1]), Rounded(dz, None)
   if plan.served('weight_grad'):
     backend, precision = plan.backends.weight_grad, plan.precision
-    rounded, dw = sampled_weight_grad(rows, key, x, backend=backend, precision=precision, column=column)
+    key = key if plan.sampled else None  # whole gradients, whatever other layers sample
+    rounded, dw = kernel_weight_grad(rows, key, x, backend=backend, precision=precision, column=column)
     return rounded if precision.scales else given, dw
   if plan.sampled:
     rows = mvue24(rows, key, axis=-2, origin=(0, 0, column))

@@ -58,7 +58,7 @@ def check_sample(mesh: Mesh, implementation: str, tiny: bool) -> dict[str, Any]:
 
   @jax.jit
   def f(dz: jax.Array, x: jax.Array) -> jax.Array:
-    return linear_layer.sampled_weight_grad(dz, jax.random.key(3), Rounded(None, x), backend=backend)[1]
+    return linear_layer.kernel_weight_grad(dz, jax.random.key(3), Rounded(None, x), backend=backend)[1]
 
   expected, found = f(dz, identity), f(*place(mesh, (dz, identity), TOKENS))
   found = dict(differ=_differ(found, expected), kept=float((np.asarray(expected, np.float32) != 0).mean()))

@@ -37,32 +37,21 @@ class Contender:
   from_pruned: bool = False
 
 
-def fst(path: str, dense_fraction: float = 1 / 6) -> Callable[[Any], s24.Recipe]:
-  """FST on the weights of `path`: its last sixth is dense, or another share."""
+def fst(path: str, **options: Any) -> Callable[[Any], s24.Recipe]:
+  """FST on the weights of `path`."""
 
   def make(decay: Any) -> s24.Recipe:
     # A function of the step in place of a number, so that all factors share a program.
     return s24.recipes.transposable_srste(
-      path, masked_decay=lambda _: decay, refresh_every=SEARCH_EVERY, dense_fraction=dense_fraction
+      path, masked_decay=lambda _: decay, refresh_every=SEARCH_EVERY, **options
     )
 
   return make
 
 
-def s_ste_fp8(path: str) -> Callable[[Any], s24.Recipe]:
+def s_ste_fp8(path: str, **options: Any) -> Callable[[Any], s24.Recipe]:
   """S-STE in FP8 on the weights of `path`, from the first step to the last."""
-  return lambda decay: s24.recipes.s_ste(path, fp8=True, refresh_every=SEARCH_EVERY)
-
-
-def unsampled(recipe: Callable[[Any], s24.Recipe]) -> Callable[[Any], s24.Recipe]:
-  """The recipe with whole output gradients in its weight gradients, not sampled ones."""
-
-  def make(decay: Any) -> s24.Recipe:
-    made = recipe(decay)
-    rules = [dataclasses.replace(r, policy=dataclasses.replace(r.policy, weight_grad='dense')) for r in made.rules]
-    return dataclasses.replace(made, rules=tuple(rules))
-
-  return make
+  return lambda decay: s24.recipes.s_ste(path, fp8=True, refresh_every=SEARCH_EVERY, **options)
 
 
 def plain(recipe: Callable[[Any], s24.Recipe]) -> Callable[[Any], s24.Recipe]:
@@ -99,9 +88,9 @@ CONTENDERS: Mapping[str, Contender] = {
   ),
   'fst_to_the_end': Contender(label='FST, sparse to the end', recipe=fst(FFN, dense_fraction=0.0), decay=_DECAY),
   # What sampling the weight gradients costs.
-  'fst_unsampled': Contender(label='FST, exact weight gradients', recipe=unsampled(fst(FFN)), decay=_DECAY),
+  'fst_unsampled': Contender(label='FST, exact weight gradients', recipe=fst(FFN, weight_grad='dense'), decay=_DECAY),
   's_ste_fp8_all_unsampled': Contender(
-    label='S-STE, FP8, all linear layers, exact weight gradients', recipe=unsampled(s_ste_fp8(LINEAR))
+    label='S-STE, FP8, all linear layers, exact weight gradients', recipe=s_ste_fp8(LINEAR, weight_grad='dense')
   ),
   # Each recipe may take the width that suits it: the best shape of one is raced against the best of the other.
   'half_ffn_s_ste_fp8_all': Contender(

@@ -1,7 +1,7 @@
 """FST, fully sparse training: all three matmuls sparse, masked decay on gradients, a dense end."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from sparse24_jax.policy import DotPolicy
 from sparse24_jax.projections import transposable
@@ -16,6 +16,7 @@ def transposable_srste(
   masked_decay: float | Callable[[Any], Any],
   refresh_every: int = 40,
   dense_fraction: float = 1 / 6,
+  weight_grad: Literal['mvue', 'dense'] = 'mvue',
 ) -> Recipe:
   """Transposable masks, MVUE in the weight gradient, masked decay on gradients, dense fine-tuning at the end.
 
@@ -27,9 +28,11 @@ def transposable_srste(
       `tune_masked_decay` finds it.
     refresh_every: optimizer steps between mask searches; values are followed at every step.
     dense_fraction: share of the steps, at the end, that run dense; 0 keeps the run sparse.
+    weight_grad: `'dense'` takes weight gradients from all of the output gradient, not from an MVUE sample, as
+      `DotPolicy` says: less noise for slower steps.
 
   Raises:
-    ValueError: `dense_fraction` is not in [0, 1).
+    ValueError: `dense_fraction` is not in [0, 1), or no such `weight_grad`.
 
   Source: Hu et al., arXiv 2404.01847, sections 3 to 5; constants of the released training scripts.
 
@@ -41,7 +44,7 @@ def transposable_srste(
   if not 0 <= dense_fraction < 1:
     raise ValueError(f'dense_fraction={dense_fraction} must be in [0, 1)')
   phases = (Phase('sparse', 1 - dense_fraction),) + ((Phase('dense', dense_fraction),) if dense_fraction else ())
-  policy = DotPolicy(transposable(), input_grad='sparse', weight_grad='mvue')
+  policy = DotPolicy(transposable(), input_grad='sparse', weight_grad=weight_grad)
   return Recipe(
     'transposable_srste', (Rule(path, policy),), masked_decay=masked_decay, refresh_every=refresh_every, phases=phases
   )

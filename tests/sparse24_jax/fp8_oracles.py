@@ -70,11 +70,12 @@ def wide(a):
 
 
 def written_dot(x, w, state, dz, key):
-  """z, dx, dw."""
+  """z, dx, dw; without a key dw is that of all of dz."""
   product = dense_product if x.dtype == BF16 else sparse_product
   x, dz, w8 = f8(wide(x), E4M3), wide(dz), f8_weights([w], [state])
   dx = product(f8(dz, E5M2), transposed(w8))
-  return sparse_product(x, w8), dx, sparse_product(transposed(x), f8_sample(dz, key))
+  dw = product(transposed(x), f8(dz, E5M2)) if key is None else sparse_product(transposed(x), f8_sample(dz, key))
+  return sparse_product(x, w8), dx, dw
 
 
 def written_ffn(activation, x, weights, biases, states, dy, key, *, dense=None):

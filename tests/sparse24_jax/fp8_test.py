@@ -17,6 +17,7 @@ from pallas_kernels import _dispatch
 from pallas_kernels.pack import api as pack
 import sparse24_jax as s24
 from sparse24_jax import fp8, linear_layer
+from sparse24_jax.block_plan import plan_block
 from sparse24_jax.layer_plan import Backends, LayerPlan
 from tests import oracles
 from tests.draws import parameters
@@ -76,12 +77,40 @@ class DotTest(parameterized.TestCase):
     x, w, dz = (a.astype(dtype) for a in (self.x, self.w, self.dz))
 
     def dense_forward(policy, tokens, d_in, d_out, *_, **__):
-      return LayerPlan(tokens, d_in, d_out, jnp.dtype(dtype).name, Backends(None, None, 'dense'), fp8.FP8)
+      return LayerPlan(
+        tokens, d_in, d_out, jnp.dtype(dtype).name, Backends(None, None, 'dense'), fp8.FP8, sampled=True
+      )
 
     with mock.patch.object(importlib.import_module('sparse24_jax.dot'), 'plan_layer', dense_forward):
       found = jit(lambda *args: dot_and_gradients.__wrapped__(CHOOSES, *args))(x, w, self.state, dz, KEY)
     self.assertEqual({a.dtype for a in found}, {jnp.dtype(dtype)})
     assert_close(found, fp8_oracles.written_dot(x, w, self.state, dz, KEY), TOLERANCE)
+
+  @parameterized.parameters(BF16, jnp.float16)
+  @pytest.mark.few
+  def test_exact_weight_gradients(self, dtype):
+    x, w, dz = (a.astype(dtype) for a in (self.x, self.w, self.dz))
+    policy = dataclasses.replace(KERNELS, weight_grad='dense')
+    found = dot_and_gradients(policy, x, w, self.state, dz, None)
+    assert_close(found, fp8_oracles.written_dot(x, w, self.state, dz, None), TOLERANCE)
+    # A key that other layers need samples nothing here.
+    assert_close(dot_and_gradients(policy, x, w, self.state, dz, KEY), found, 0.0)
+    simulated = dataclasses.replace(SIMULATED, weight_grad='dense')
+    assert_close(found, dot_and_gradients(simulated, x, w, self.state, dz, None), NOISE)
+
+  def test_a_block_with_exact_weight_gradients_is_its_layers(self):
+    x, weights, biases, states, dy = problem(gated=False, biased=True)
+    kernels, simulated = (dataclasses.replace(p, weight_grad='dense') for p in (KERNELS, SIMULATED))
+
+    def run(policy, x, weights):
+      y, vjp = jax.vjp(lambda x, weights: block(policy, 'gelu', x, weights, biases, states, None), x, weights)
+      return y, *vjp(dy)
+
+    (y, dx, dw), (sim_y, sim_dx, sim_dw) = (jit(run, static_argnums=0)(p, x, weights) for p in (kernels, simulated))
+    assert_close((y, dx, dw['up'], dw['down']), (sim_y, sim_dx, sim_dw['up'], sim_dw['down']), NOISE)
+    plan = plan_block(kernels, x.size // D, {role: w.shape for role, w in weights.items()}, BF16)
+    self.assertFalse(plan.fused)  # the pass that makes dz samples it
+    self.assertIn('dz rounded', [step.name for step in plan.steps])
 
   def test_weight_gradient_is_unbiased(self):
     exact = oracles.wide(self.x).reshape(-1, D).T @ oracles.wide(self.dz).reshape(-1, OUT)
@@ -236,8 +265,6 @@ class RefusalTest(parameterized.TestCase):
     ('projection', dict(projection=s24.magnitude()), BF16, "only the soft threshold is packed .*'magnitude 2:4'"),
     ('along_out', dict(projection=s24.soft_threshold_projection(axis=-1)), BF16, "found 'soft_threshold along out'"),
     ('no_projection', dict(projection=None), BF16, 'only the soft threshold is packed in FP8, found None'),
-    ('dense_weight_grad', dict(weight_grad='dense'), BF16, "FP8 kernels take weight_grad='mvue', found 'dense'"),
-    ('sampler', dict(weight_grad='dense'), BF16, "take weight_grad='mvue', found 'dense'"),
     ('dtype', {}, F32, 'activations are float32'),
   )
   def test_a_named_kernel_serves_or_raises(self, change, dtype, message):

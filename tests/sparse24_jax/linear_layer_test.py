@@ -43,7 +43,7 @@ FST = POLICIES['fst'][0]
 # What policies name -> what runs on this machine, which is no GPU.
 BACKENDS = {'sparse': 'mosaic_gpu', 'cusparselt': 'cusparselt', 'dense': 'dense'}
 S_STE_FP8 = s24.DotPolicy(s24.soft_threshold_projection(), weight_grad='mvue', precision='fp8')
-FP8_WITHOUT_MVUE = s24.DotPolicy(s24.soft_threshold_projection(), precision='fp8')
+FP8_EXACT = s24.DotPolicy(s24.soft_threshold_projection(), precision='fp8')
 FP8_MASKED = s24.DotPolicy(s24.magnitude(), weight_grad='mvue', precision='fp8')
 KEY = jax.random.key(0)
 
@@ -196,7 +196,6 @@ class PlanTest(parameterized.TestCase):
   @parameterized.named_parameters(
     ('float32', FST, 64, 128, F32, 'activations are float32, the kernels take bfloat16 and float16'),
     ('fp8_of_a_mask', FP8_MASKED, 64, 128, BF16, "only the soft threshold is packed in FP8, found 'magnitude 2:4'"),
-    ('fp8_without_mvue', FP8_WITHOUT_MVUE, 64, 128, BF16, "FP8 kernels take weight_grad='mvue', found 'dense'"),
     ('fp8_float32', S_STE_FP8, 64, 128, F32, 'activations are float32'),
     ('fp8_narrow', S_STE_FP8, 64, 6, BF16, 'multiples of four, found a weight 64 x 6'),
     ('narrow', POLICIES['ste'][0], 64, 6, BF16, 'packing takes multiples of four, found a weight 64 x 6'),
@@ -213,6 +212,12 @@ class PlanTest(parameterized.TestCase):
         self.assertEqual(backends(policy, 32, d_in, d_out, dtype), Backends())
     self.assertLen(logs.output, 1)
     self.assertRegex(logs.output[0], f'no kernels for a layer {d_in} x {d_out} on 32 tokens: .*{reason}')
+
+  def test_fp8_with_exact_weight_gradients_runs_on_kernels(self):
+    with gpu():
+      found = plan_layer(FP8_EXACT, 32, 64, 128, BF16)
+    self.assertEqual((found.backends, type(found.precision)), (Backends('mosaic_gpu', None, None), fp8.Fp8))
+    self.assertEqual([step.name for step in found.prepared('weight_grad')], ['dz rounded'])
 
   def test_fp8_runs_on_kernels_or_is_simulated(self):
     for name, backend in BACKENDS.items():

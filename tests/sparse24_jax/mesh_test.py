@@ -17,6 +17,7 @@ from pallas_kernels import _dispatch
 import sparse24_jax as s24
 from sparse24_jax import linear_layer
 from sparse24_jax.binding import transform
+from sparse24_jax.fp8 import FP8 as FP8_PRECISION
 from sparse24_jax.packing import PackedWeight
 from sparse24_jax.precision import NATIVE, Rounded
 from tests import oracles
@@ -59,7 +60,7 @@ def error(found, expected) -> float:
 
 @jax.jit
 def _sampled(dz, x):
-  return linear_layer.sampled_weight_grad(dz, KEY, Rounded(None, x), backend='dense', column=8)[1]
+  return linear_layer.kernel_weight_grad(dz, KEY, Rounded(None, x), backend='dense', column=8)[1]
 
 
 _packed = jit(functools.partial(linear_layer.pack_weight, FST, dtype=BF16))
@@ -85,15 +86,30 @@ class SampleTest(parameterized.TestCase):
     expected = _mvue24(jnp.pad(dz, ((0, 0), (8, 0))), KEY)
     np.testing.assert_array_equal(found, np.asarray(expected)[:, 8:])
 
+  @parameterized.parameters(('Auto', ('d', 't')), ('Explicit', (('d', 't'), None)))
+  @pytest.mark.few
+  def test_exact_gradients_in_fp8_are_those_of_one_device(self, kind, spec):
+    dz, x, on = normal(0, TOKENS, D), normal(1, TOKENS, 2 * D), mesh(kind)
+
+    @jax.jit
+    def exact(dz, x):
+      rows = FP8_PRECISION.rounded(x, keep=True)
+      return linear_layer.kernel_weight_grad(dz, None, rows, backend=None, precision=FP8_PRECISION)
+
+    (rounded, dw), (one_rounded, one_dw) = exact(put(dz, on, *spec), put(x, on, spec[0], None)), exact(dz, x)
+    np.testing.assert_array_equal(np.asarray(rounded.values), np.asarray(one_rounded.values))
+    # Each device rounds its part of the sum to bfloat16.
+    self.assertLess(error(dw, one_dw), 0.01)
+
   @pytest.mark.slow
   def test_groups_that_would_be_cut_are_gathered_and_said(self):
     """With 24 tokens on 4 devices each has 6, a group and a half."""
     dz, x, on = normal(0, 24, D), jnp.eye(24, dtype=BF16), mesh()
-    f = jax.jit(lambda dz, x: linear_layer.sampled_weight_grad(dz, KEY, Rounded(None, x), backend='dense')[1])
+    f = jax.jit(lambda dz, x: linear_layer.kernel_weight_grad(dz, KEY, Rounded(None, x), backend='dense')[1])
     _dispatch.log_once.cache_clear()
     with self.assertLogs('pallas_kernels', logging.INFO) as logs:
       found = f(put(dz, on, 'd'), put(x, on, 'd'))
-    self.assertRegex(logs.output[0], r"sampled_weight_grad: axes \['d'\] .* 'k', which is gathered: its 6 units")
+    self.assertRegex(logs.output[0], r"kernel_weight_grad: axes \['d'\] .* 'k', which is gathered: its 6 units")
     np.testing.assert_array_equal(np.asarray(found), np.asarray(f(dz, x)))
 
 

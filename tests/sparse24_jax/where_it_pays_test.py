@@ -199,10 +199,20 @@ class ChoiceTest(parameterized.TestCase):
       found = plan_layer(RECIPES['s_ste'].rules[0].policy, 32, 64, 128, jnp.bfloat16)
       self.assertEqual(found.backends.weight_grad, chosen)
 
+  def test_fp8_with_exact_weight_gradients(self):
+    exact = s24.Recipe('r', (s24.Rule('.*', dataclasses.replace(FP8_POLICY, weight_grad='dense')),))
+    sampled = s24.Recipe('r', (s24.Rule('.*', FP8_POLICY),))
+    (layer,), (other,) = (
+      s24.where_it_pays(struct(4096, 16384), r, tokens=16384, dtype='bfloat16', device=H100.slug)
+      for r in (exact, sampled)
+    )
+    self.assertEqual([role.chosen for role in layer.roles], ['mosaic_gpu', 'dense_fp8', 'dense_fp8'])
+    self.assertEqual(layer.roles[:2], other.roles[:2])
+    self.assertIsNotNone(layer.expected_ms)
+    self.assertGreater(layer.expected_ms, other.expected_ms)
+
   @parameterized.parameters(
     (4096, 16386, 'bfloat16', FP8_POLICY, 'packing takes multiples of four, found a weight 4096 x 16386'),
-    (4096, 16384, 'bfloat16', dataclasses.replace(FP8_POLICY, weight_grad='dense'),
-     "FP8 kernels take weight_grad='mvue', found 'dense'"),
     (4096, 16384, 'float32', FP8_POLICY, 'activations are float32, the kernels take bfloat16 and float16'),
     (4096, 16384, 'bfloat16', s24.DotPolicy(s24.transposable(), weight_grad='mvue', precision='fp8'),
      "only the soft threshold is packed in FP8, found 'transposable exact'"),
