@@ -88,6 +88,11 @@ METHODS: Mapping[str, Method] = {
   'fst_to_the_end': Method(
     'FST, sparse to the end', 'transposable_srste', {'path': FFN, 'masked_decay': 6e-3, 'dense_fraction': 0.0}
   ),
+  # What sampling the weight gradients costs.
+  's_ste_unsampled': Method('S-STE, exact weight gradients', 's_ste', {'path': FFN, 'weight_grad': 'dense'}),
+  'fst_unsampled': Method(
+    'FST, exact weight gradients', 'transposable_srste', {'path': FFN, 'masked_decay': 6e-3, 'weight_grad': 'dense'}
+  ),
   # Dynamic sparse training, on all linear layers. Densities and shares are such that nano's 2,000 steps take the same
   # FLOPs with each, the head not counted (`experiments.runs.flops`).
   'mixed_sparsity': Method('MST', 'mixed_sparsity', _DYNAMIC),
@@ -208,6 +213,8 @@ AT_EQUAL_FLOPS = (
 )  # fmt: skip
 # What FST's dense end is worth.
 DENSE_END = ('dense', 'fst', 'fst_from_pruned', 'fst_to_the_end')
+# What sampling the weight gradients costs.
+SAMPLING = ('s_ste', 's_ste_unsampled', 'fst', 'fst_unsampled')
 # The methods with sparse activations, at equal steps with their dense twin.
 WITH_ACTIVATIONS = (
   'dense_relu2', 'neuron_level_24', 'neuron_level', 'neuron_level_even', 'activations_24', 'neuron_level_along',
@@ -233,7 +240,8 @@ TWO_OF_FOUR_TOKENS = ('dense_relu2', 'neuron_level_two_of_four_tokens', 'neuron_
 GROUPS: Mapping[str, Sequence[str]] = {
   'equal-steps': AT_EQUAL_STEPS, 'equal-flops': AT_EQUAL_FLOPS, 'activations': WITH_ACTIVATIONS,
   'sparse-activations': SPARSE_ACTIVATIONS, 'kernel-patterns': KERNEL_PATTERNS,
-  'dense-end': DENSE_END, 'dense-neurons': DENSE_NEURONS, 'two-of-four-tokens': TWO_OF_FOUR_TOKENS,
+  'dense-end': DENSE_END, 'sampling': SAMPLING,
+  'dense-neurons': DENSE_NEURONS, 'two-of-four-tokens': TWO_OF_FOUR_TOKENS,
 }  # fmt: skip
 
 
