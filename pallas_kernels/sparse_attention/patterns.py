@@ -13,11 +13,13 @@ Source: Child et al., arXiv 1904.10509; as used in Liu et al., arXiv 2408.11746 
 
 from collections.abc import Sequence
 import dataclasses
-from typing import Any, Literal
+import numbers
+from typing import Any, get_args, Literal
 
 import numpy as np
 
-KINDS = ('full', 'local', 'strided', 'combined', 'fixed')
+Kind = Literal['full', 'local', 'strided', 'combined', 'fixed']
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,14 +34,16 @@ class Pattern:
   [[1, 0, 0, 0], [0, 1, 0, 0], [1, 0, 1, 0], [0, 1, 0, 1]]
   """
 
-  kind: Literal['full', 'local', 'strided', 'combined', 'fixed']
+  kind: Kind
   window: int = 128
 
   def __post_init__(self):
-    if self.kind not in KINDS:
-      raise ValueError(f'kind={self.kind!r}: known are {list(KINDS)}')
-    if not isinstance(self.window, int) or self.window < 1:
-      raise ValueError(f'window={self.window} must be a whole number of positions, 1 or more')
+    known = get_args(type(self).__annotations__['kind'])
+    if self.kind not in known:
+      raise ValueError(f'kind={self.kind!r}: known are {list(known)}')
+    if not isinstance(self.window, numbers.Integral) or isinstance(self.window, bool) or self.window < 1:
+      raise ValueError(f'window={self.window!r} must be a whole number of positions, 1 or more')
+    object.__setattr__(self, 'window', int(self.window))  # one of NumPy's is not JSON
 
   def mask(self, length: int) -> np.ndarray:
     """bool `[length, length]`: row = query, column = key, True = attended."""
