@@ -18,8 +18,7 @@ from typing import Any, get_args, Literal
 
 import numpy as np
 
-Kind = Literal['full', 'local', 'strided', 'combined', 'fixed']
-KINDS: tuple[Kind, ...] = get_args(Kind)
+from pallas_kernels._choices import check_choices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,13 +33,11 @@ class Pattern:
   [[1, 0, 0, 0], [0, 1, 0, 0], [1, 0, 1, 0], [0, 1, 0, 1]]
   """
 
-  kind: Kind
+  kind: Literal['full', 'local', 'strided', 'combined', 'fixed']
   window: int = 128
 
   def __post_init__(self):
-    known = get_args(type(self).__annotations__['kind'])
-    if self.kind not in known:
-      raise ValueError(f'kind={self.kind!r}: known are {list(known)}')
+    check_choices(self)
     if not isinstance(self.window, numbers.Integral) or isinstance(self.window, bool) or self.window < 1:
       raise ValueError(f'window={self.window!r} must be a whole number of positions, 1 or more')
     object.__setattr__(self, 'window', int(self.window))  # one of NumPy's is not JSON
@@ -66,6 +63,9 @@ class Pattern:
     padded = blocks * self.window
     widths = {'local': 2 * self.window, 'strided': blocks, 'fixed': self.window + blocks}
     return padded * widths.get(self.kind, 2 * self.window + blocks)
+
+
+KINDS: tuple[str, ...] = get_args(Pattern.__annotations__['kind'])
 
 
 def heads_of(patterns: Any, num_heads: int) -> tuple[Pattern, ...]:
