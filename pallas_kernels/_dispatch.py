@@ -84,6 +84,11 @@ def check_out_dtype(dtype: Any) -> None:
     raise ValueError(f'out_dtype must be one of {_OUT_DTYPES}, found {jnp.dtype(dtype).name}')
 
 
+def in_jnp_and_triton(op: str, folder: str) -> dict[str, str]:
+  """The back ends of an op that a folder of this package has in both."""
+  return {name: f'pallas_kernels.{folder}.{name}:{op}' for name in ('reference', 'triton')}
+
+
 def dispatch(
   op: str,
   backends: Mapping[str, str],

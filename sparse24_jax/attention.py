@@ -1,18 +1,15 @@
 """Names of causal attention patterns, so that a phase can ask for them; computing them is the model's business."""
 
 import dataclasses
-import numbers
 from typing import Any, Literal
 
 import numpy as np
 
 from pallas_kernels.sparse_attention.patterns import Pattern
 
-KINDS = ('local', 'strided', 'combined', 'fixed')
-
 
 @dataclasses.dataclass(frozen=True)
-class AttentionPattern:
+class AttentionPattern(Pattern):
   """Which earlier positions a token attends to; always itself, never later ones.
 
   Attributes:
@@ -29,18 +26,6 @@ class AttentionPattern:
   """
 
   kind: Literal['local', 'strided', 'combined', 'fixed']
-  window: int = 128
-
-  def __post_init__(self):
-    if self.kind not in KINDS:
-      raise ValueError(f'kind={self.kind!r}: known are {list(KINDS)}')
-    if not isinstance(self.window, numbers.Integral) or isinstance(self.window, bool) or self.window < 1:
-      raise ValueError(f'window={self.window!r} must be a whole number of tokens, 1 or more')
-    object.__setattr__(self, 'window', int(self.window))  # one of NumPy's is not JSON
-
-  def mask(self, length: int) -> np.ndarray:
-    """bool `[length, length]`: row = query, column = key, True = attended."""
-    return Pattern(self.kind, self.window).mask(length)
 
   def share(self, length: int) -> float:
     """Attended share of the causal triangle, the diagonal included, of a sequence of `length` tokens."""

@@ -2,17 +2,13 @@
 
 import dataclasses
 import numbers
-from typing import Any, get_args, Literal
+from typing import Any, Literal
 
+from pallas_kernels._choices import check_choices
 from sparse24_jax.projection import Projection
 
 # Those of `plan.PRECISIONS`.
 PrecisionName = Literal['default', 'fp8']
-
-
-def _check_choice(name: str, value: Any, choices: tuple) -> None:
-  if value not in choices:
-    raise ValueError(f'{name}={value!r}: known are {list(choices)}')
 
 
 def _check_whole(name: str, value: Any, least: int) -> None:
@@ -64,10 +60,7 @@ class DotPolicy:
   def __post_init__(self):
     if not isinstance(self.projection, Projection | None):
       raise ValueError(f'projection={self.projection!r} is not a Projection; call its maker, magnitude() say')
-    _check_choice('input_grad', self.input_grad, ('sparse', 'dense'))
-    _check_choice('weight_grad', self.weight_grad, ('mvue', 'dense'))
-    _check_choice('precision', self.precision, get_args(PrecisionName))
-    _check_choice('implementation', self.implementation, (None, 'sparse', 'cusparselt', 'dense', 'reference'))
+    check_choices(self)
     if self.input_grad == 'sparse' and not (self.projection and self.projection.transposable):
       found = self.projection.name if self.projection else None
       raise ValueError(f"input_grad='sparse' needs a transposable projection, found {found!r}")
@@ -208,8 +201,9 @@ class ActivationPolicy:
         raise ValueError(f'{name}={getattr(self, name)!r} must be TwoOfFour() or VNM(v, m)')
     if not isinstance(self.clusters, Clusters | None):
       raise ValueError(f'clusters={self.clusters!r} must be Clusters(number) or None')
-    _check_choice('sparse_weights', self.sparse_weights, (True, False))
-    _check_choice('implementation', self.implementation, (None, 'sparse', 'reference'))
+    if self.sparse_weights not in (True, False):
+      raise ValueError(f'sparse_weights={self.sparse_weights!r}: known are [True, False]')
+    check_choices(self)
     if not 0 <= self.dense_features <= 1:
       raise ValueError(f'dense_features={self.dense_features} must be from 0 to 1')
     if self.tokens not in (TwoOfFour(), self.features):

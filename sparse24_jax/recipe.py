@@ -5,19 +5,20 @@ import dataclasses
 import math
 import numbers
 import re
-from typing import Any, Literal
+from typing import Any, get_args, Literal
 
 from jax import Array
 from jax.core import Tracer
 
+from pallas_kernels._choices import check_choices
 from sparse24_jax.asked import Asked, PLAIN
 from sparse24_jax.attention import Attention, check_attention, describe_attention
 from sparse24_jax.layout import Layout, Layouts, MadeBy
 from sparse24_jax.policy import ActivationPolicy, DotPolicy, repr_of
 from sparse24_jax.projection import Projection
 
-PHASES = ('dense', 'sparse')
 PhaseName = Literal['dense', 'sparse']
+PHASES: tuple[PhaseName, ...] = get_args(PhaseName)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,12 +202,9 @@ class Recipe:
         raise ValueError(f'{name} must be a tuple of {kind.__name__}, found {values!r}')
     if not callable(self.masked_decay) and not _is_decay(self.masked_decay):
       raise ValueError(f'masked_decay={self.masked_decay} must be a finite number of zero or more, or a schedule')
-    if self.decay_on not in ('gradients', 'weights'):
-      raise ValueError(f"decay_on={self.decay_on!r}: known are ['gradients', 'weights']")
+    check_choices(self)
     if not isinstance(self.refresh_every, numbers.Integral) or self.refresh_every < 1:
       raise ValueError(f'refresh_every={self.refresh_every} must be a whole number of steps, 1 or more')
-    if self.flip_rate not in ('refresh', 'step'):
-      raise ValueError(f"flip_rate={self.flip_rate!r}: known are ['refresh', 'step']")
     total = sum(phase.fraction for phase in self.phases)
     if not math.isclose(total, 1.0, abs_tol=1e-6):
       raise ValueError(f'the fractions of the phases add up to {total}, not 1: {self.phases}')

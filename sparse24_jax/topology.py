@@ -14,6 +14,7 @@ from jax import Array
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels._choices import check_choices
 from pallas_kernels._program import one_program
 from pallas_kernels.formats import join_groups, split_groups
 from pallas_kernels.pack.api import transposable_mask
@@ -118,12 +119,7 @@ class Topology:
     check_share('density', self.density)
     check_share('drop_fraction', self.drop_fraction)
     check_share('random_share', self.random_share, schedule=False)
-    choices = dict(
-      distribution=get_args(Distribution), start=get_args(Start), structure=(None, *get_args(Structure))
-    )
-    for name, known in choices.items():
-      if getattr(self, name) not in known:
-        raise ValueError(f'{name}={getattr(self, name)!r}: known are {list(known)}')
+    check_choices(self)
     if self.structure and not callable(self.density) and self.density > 0.5:
       raise ValueError(f'density={self.density} is above the 0.5 that structure={self.structure!r} can keep')
 

@@ -290,6 +290,10 @@ MUTANTS = _of(
    'largest_in_the_band'),
 ) + _of(
   'experiments', 'tests/experiments',
+  ('a rate that nothing was compared for is null', 'runs/windows.py', 'None if rate < 0 else rate', 'rate',
+   'runs/windows_test.py', 'null_before'),
+  ('flip rates begin with the first comparison', 'runs/records.py', "if record['flip_rate'] is not None]", ']',
+   'runs/records_test.py', 'rates_begin'),
   ('a checkpoint of another recipe is refused', 'runs/checkpoint.py',
    'for field in changed if not may_differ(field)]:', "for field in changed if field == '']:",
    'runs/checkpoint_test.py', 'differing_fields'),

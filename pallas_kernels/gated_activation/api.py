@@ -116,7 +116,7 @@ def activation_backward_pack(
     raise ValueError(f'tokens and features must be multiples of four, found z {z.shape}, dh {dh.shape}')
   dtype = values_dtype(z, dtype, 'z', float8=True)
   scale, op = check_scale(scale, dtype, z, 'z'), 'activation_backward_pack'
-  backends = {name: f'pallas_kernels.gated_activation.{name}:{op}' for name in ('reference', 'triton')}
+  backends = _dispatch.in_jnp_and_triton(op, 'gated_activation')
   return _dispatch.dispatch(
     op, backends, implementation, candidates(dtype), dh, z, key, scale,
     activation=activation, gated=gated, origin=origin, dtype=dtype,

@@ -15,6 +15,7 @@ import functools
 from typing import Any
 
 import jax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
@@ -112,6 +113,19 @@ def drain(empty: Any, filled: Any, stages: int) -> None:
     return _
 
   jax.lax.fori_loop(0, used, wait, jnp.int32(0))
+
+
+def write_out(x: Any, buffer: Any, out: Any, row: Any, column: Any, layout: str, *, interpret: bool) -> None:
+  """Writes a piece of a result [M, N] at its row and column, through shared memory; with layout 'nm' it is [N, M]."""
+  rows, columns = (pl.ds(start, size) for start, size in zip((row, column), x.shape, strict=True))
+  if layout == 'mn':
+    buffer[...] = x
+  elif interpret:
+    buffer[...] = x.T
+  else:
+    buffer.transpose((1, 0))[...] = x
+  plgpu.commit_smem()
+  plgpu.copy_smem_to_gmem(buffer, out.at[rows, columns] if layout == 'mn' else out.at[columns, rows])
 
 
 def blocks(s: Shape) -> Blocks:

@@ -27,10 +27,6 @@ def candidates(dtype: Any = jnp.bfloat16, device: _device.Device | None = None) 
   return ['triton', 'reference'] if (arch.float8 if is_float8(dtype) else arch.since_ampere) else ['reference']
 
 
-def _backends(op: str) -> dict[str, str]:
-  return {name: f'pallas_kernels.pack.{name}:{op}' for name in ('reference', 'triton')}
-
-
 # How a weight [..., R, C], its codes and its operands are divided by a mesh: in whole 64 x 64 tiles of positions.
 _WEIGHT, _CODES, _FACTORS = 'r*64 c*64', 'r*16 c*16', ('r', 'c')
 _OPERANDS = {-1: ('r*64 c*32', 'r c .'), -2: ('c*64 r*32', 'c r .')}
@@ -52,7 +48,7 @@ def _call_on_parts(
 
 def _on_a_part(shard: _partitioning.Shard, *args: Any, name: str, asked: tuple[Any, Any], **options: Any) -> Any:
   del shard
-  return _dispatch.dispatch(name, _backends(name), *asked, *args, **options)
+  return _dispatch.dispatch(name, _dispatch.in_jnp_and_triton(name, 'pack'), *asked, *args, **options)
 
 
 def transposable_pack(w: Array, *, dtype: Any = None, implementation: _dispatch.Implementation = None) -> PackedPair:
@@ -237,8 +233,9 @@ def mvue_pack(
     raise ValueError(f'origin column {origin[2]} is not a multiple of four')
   dtype = values_dtype(x, dtype, 'x', float8=True)
   scale = check_scale(scale, dtype, x, 'x')
+  backends = _dispatch.in_jnp_and_triton('mvue_pack', 'pack')
   return _dispatch.dispatch(
-    'mvue_pack', _backends('mvue_pack'), implementation, candidates(dtype), x, key, scale, origin=origin, dtype=dtype
+    'mvue_pack', backends, implementation, candidates(dtype), x, key, scale, origin=origin, dtype=dtype
   )
 
 

@@ -113,7 +113,7 @@ def quantize(
 
 def _on_a_part(shard: _partitioning.Shard, *args: Array, asked: tuple[Any, Any], **options: Any) -> Any:
   del shard
-  backends = {name: f'pallas_kernels.quantize.{name}:quantize' for name in ('reference', 'triton')}
+  backends = _dispatch.in_jnp_and_triton('quantize', 'quantize')
   return _dispatch.dispatch('quantize', backends, *asked, *args, **options)
 
 

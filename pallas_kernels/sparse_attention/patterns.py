@@ -13,11 +13,12 @@ Source: Child et al., arXiv 1904.10509; as used in Liu et al., arXiv 2408.11746 
 
 from collections.abc import Sequence
 import dataclasses
-from typing import Any, Literal
+import numbers
+from typing import Any, get_args, Literal
 
 import numpy as np
 
-KINDS = ('full', 'local', 'strided', 'combined', 'fixed')
+from pallas_kernels._choices import check_choices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,10 +37,10 @@ class Pattern:
   window: int = 128
 
   def __post_init__(self):
-    if self.kind not in KINDS:
-      raise ValueError(f'kind={self.kind!r}: known are {list(KINDS)}')
-    if not isinstance(self.window, int) or self.window < 1:
-      raise ValueError(f'window={self.window} must be a whole number of positions, 1 or more')
+    check_choices(self)
+    if not isinstance(self.window, numbers.Integral) or isinstance(self.window, bool) or self.window < 1:
+      raise ValueError(f'window={self.window!r} must be a whole number of positions, 1 or more')
+    object.__setattr__(self, 'window', int(self.window))  # one of NumPy's is not JSON
 
   def mask(self, length: int) -> np.ndarray:
     """bool `[length, length]`: row = query, column = key, True = attended."""
@@ -62,6 +63,9 @@ class Pattern:
     padded = blocks * self.window
     widths = {'local': 2 * self.window, 'strided': blocks, 'fixed': self.window + blocks}
     return padded * widths.get(self.kind, 2 * self.window + blocks)
+
+
+KINDS: tuple[str, ...] = get_args(Pattern.__annotations__['kind'])
 
 
 def heads_of(patterns: Any, num_heads: int) -> tuple[Pattern, ...]:

@@ -245,19 +245,11 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
               store_piece(reference.activate(chunk, p.activation), outs[0], row, column, piece + num_outs - 1)
 
         def store_piece(values, out, row, column, piece):
-          rows, columns = pl.ds(row, 64), pl.ds(column, c.epilogue_n)
           # Wait until TMA has read the oldest piece out of the buffer that comes next.
           buffer = out_smem.at[warpgroup, piece % c.slots]
           plgpu.wait_smem_to_gmem(c.slots - 1, wait_read_only=True)
           values = values.astype(p.out_dtype)
-          if p.out_layout == 'mn':
-            buffer[...] = values
-          elif interpret:
-            buffer[...] = values.T
-          else:
-            buffer.transpose((1, 0))[...] = values
-          plgpu.commit_smem()
-          plgpu.copy_smem_to_gmem(buffer, out.at[rows, columns] if p.out_layout == 'mn' else out.at[columns, rows])
+          wgmma_sp.write_out(values, buffer, out, row, column, p.out_layout, interpret=interpret)
 
         lax.fori_loop(0, turns, multiply, jnp.int32(0))
 

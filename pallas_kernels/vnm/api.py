@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import _device, _dispatch, _records
 from pallas_kernels.operand import SparseOperand
+from pallas_kernels.pack.api import candidates
 from pallas_kernels.vnm.format import check, check_blocks, CompressedVNM, VNMOperand
 
 OP = 'vnm_matmul'
@@ -20,18 +21,11 @@ MATMULS = {
 }
 
 
-def _written_in_triton(op: str) -> dict[str, str]:
-  return {name: f'pallas_kernels.vnm.{name}:{op}' for name in ('reference', 'triton')}
-
-
-PACKERS, TRANSPOSERS, TRANSPOSERS_24 = map(_written_in_triton, ('vnm_pack', 'transpose_pack', 'transpose_pack_24'))
-TAKERS, EXPANDERS = map(_written_in_triton, ('take_columns', 'expand'))
+PACKERS, TRANSPOSERS, TRANSPOSERS_24, TAKERS, EXPANDERS = (
+  _dispatch.in_jnp_and_triton(op, 'vnm')
+  for op in ('vnm_pack', 'transpose_pack', 'transpose_pack_24', 'take_columns', 'expand')
+)
 ACTIVATIONS = (None, 'squared_relu')
-
-
-def _here() -> tuple[str, ...]:
-  """Back ends of the packers for the GPU or CPU at hand, the best first."""
-  return ('reference',) if _device.current().platform == 'cpu' else ('triton', 'reference')
 
 
 def _say_what_a_mesh_costs() -> None:
@@ -92,9 +86,9 @@ def vnm_matmul(
   out_dtype = jnp.dtype(a.dtype if out_dtype is None else out_dtype)
   _dispatch.check_out_dtype(out_dtype)
   _say_what_a_mesh_costs()
-  candidates = ('dense',) if implementation else _candidates(a, b.shape[1], out_dtype, out_layout)
+  names = ('dense',) if implementation else _candidates(a, b.shape[1], out_dtype, out_layout)
   return _dispatch.dispatch(
-    OP, MATMULS, implementation, candidates, a, b, out_dtype=out_dtype, out_layout=out_layout
+    OP, MATMULS, implementation, names, a, b, out_dtype=out_dtype, out_layout=out_layout
   )
 
 
@@ -201,7 +195,7 @@ def vnm_pack(
     check_blocks(x, v, 2, m)
   _say_what_a_mesh_costs()
   return Packed(*_dispatch.dispatch(
-    'vnm_pack', PACKERS, implementation, _here(), x, v=v, m=m, activation=activation, gradient=gradient,
+    'vnm_pack', PACKERS, implementation, candidates(), x, v=v, m=m, activation=activation, gradient=gradient,
     pattern=pattern, masked=masked, residuals=residuals,
   ))
 
@@ -258,7 +252,7 @@ def transpose_pack(
     )
   _check_used(used, k)
   _say_what_a_mesh_costs()
-  return _dispatch.dispatch('transpose_pack', TRANSPOSERS, implementation, _here(), a, used=used, pattern=pattern)
+  return _dispatch.dispatch('transpose_pack', TRANSPOSERS, implementation, candidates(), a, used=used, pattern=pattern)
 
 
 def transpose_pack_24(
@@ -300,7 +294,7 @@ def transpose_pack_24(
   _check_used(used, k)
   _say_what_a_mesh_costs()
   return _dispatch.dispatch(
-    'transpose_pack_24', TRANSPOSERS_24, implementation, _here(), a, used=used, pattern=pattern
+    'transpose_pack_24', TRANSPOSERS_24, implementation, candidates(), a, used=used, pattern=pattern
   )
 
 
@@ -335,7 +329,7 @@ def take_columns(a: VNMOperand, columns: Array, *, implementation: _dispatch.Imp
   _dispatch.check_type('columns', columns, *_dispatch.ARRAYS)
   if columns.ndim != 1 or columns.dtype != jnp.int32:
     raise ValueError(f'columns must be int32 [n], found {columns.dtype} of shape {columns.shape}')
-  return _dispatch.dispatch('take_columns', TAKERS, implementation, _here(), a, columns)
+  return _dispatch.dispatch('take_columns', TAKERS, implementation, candidates(), a, columns)
 
 
 def expand(operand: SparseOperand | VNMOperand, *, implementation: _dispatch.Implementation = None) -> Array:
@@ -363,4 +357,4 @@ def expand(operand: SparseOperand | VNMOperand, *, implementation: _dispatch.Imp
   _dispatch.check_type('operand', operand, SparseOperand, VNMOperand)
   if len(operand.shape) != 2:
     raise ValueError(f'operand must be a matrix, found shape {operand.shape}')
-  return _dispatch.dispatch('expand', EXPANDERS, implementation, _here(), operand)
+  return _dispatch.dispatch('expand', EXPANDERS, implementation, candidates(), operand)

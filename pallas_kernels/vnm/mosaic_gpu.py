@@ -226,22 +226,13 @@ def build(p: Problem, c: Config, *, num_sms: int = 132, interpret: bool = False)
           for i in range(c.rows // 64):
             for j in range(across):
               chunk = result[i * 64 : (i + 1) * 64, j * c.epilogue_n : (j + 1) * c.epilogue_n].astype(p.out_dtype)
-              at_rows, columns = pl.ds(first_row + i * 64, 64), pl.ds(first_column + j * c.epilogue_n, c.epilogue_n)
+              row, column = first_row + i * 64, first_column + j * c.epilogue_n
               piece = i * across + j
               buffer = out_smem.at[warpgroup, piece % c.slots]
               # Wait until TMA has read the buffer, whoever used it last.
               if piece == 0 or piece >= c.slots:
                 plgpu.wait_smem_to_gmem(c.slots - 1 if piece else 0, wait_read_only=True)
-              if p.out_layout == 'mn':
-                buffer[...] = chunk
-              elif interpret:
-                buffer[...] = chunk.T
-              else:
-                buffer.transpose((1, 0))[...] = chunk
-              plgpu.commit_smem()
-              plgpu.copy_smem_to_gmem(
-                buffer, out.at[at_rows, columns] if p.out_layout == 'mn' else out.at[columns, at_rows]
-              )
+              wgmma_sp.write_out(chunk, buffer, out, row, column, p.out_layout, interpret=interpret)
 
         lax.fori_loop(0, turns, multiply, jnp.int32(0))
 

@@ -19,6 +19,14 @@ from sparse24_jax.recipe import Rule
 PAIRS = ('gate_up', 'up_gate')
 
 
+def by_itself(path: str, source: str) -> str:
+  """What is wrong with a weight whose activations are to be sparse, and whose matmul at `source` is in no block."""
+  return (
+    f'{path}: the rule makes activations sparse, which takes one rule setting for all maps of a block, two matmuls'
+    f' with a squared ReLU between them; found the matmul at {source} by itself'
+  )
+
+
 class Apart(NamedTuple):
   """Matmuls that look like a block, but are none: each is an op by itself.
 

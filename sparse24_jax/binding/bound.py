@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from sparse24_jax.asked import Asked, PLAIN
 from sparse24_jax.binding import _jax
+from sparse24_jax.binding.blocks import by_itself
 from sparse24_jax.binding.notes import Notes, take_notes
 from sparse24_jax.binding.reading import Reading
 from sparse24_jax.binding.shards import cut_by_shards
@@ -292,11 +293,7 @@ def _bound(path: str, leaf: Any, rule: Rule, notes: Notes) -> BoundWeight | str:
   uses = tuple(_use(found, reading, notes) for found, reading in readings)
   if rule.activation is not None and any(use.block is None for use in uses):
     reasons = dict.fromkeys(use.apart for use in uses if use.apart)
-    return (
-      f'{path}: the rule makes activations sparse, which takes one rule setting for all maps of a block, two matmuls'
-      f' with a squared ReLU between them; found the matmul at {uses[0].source} by itself'
-      f'{"".join(f": {reason}" for reason in reasons)}'
-    )
+    return f'{by_itself(path, uses[0].source)}{"".join(f": {reason}" for reason in reasons)}'
   return BoundWeight(path, tuple(leaf.shape), leaf.dtype, rule, layout, uses)
 
 

@@ -17,7 +17,7 @@ from sparse24_jax.activation_sparsity import neuron_level_ffn
 from sparse24_jax.asked import Asked, PLAIN
 from sparse24_jax.binding import _jax
 from sparse24_jax.binding.altered import Altered
-from sparse24_jax.binding.blocks import PAIRS, why_apart
+from sparse24_jax.binding.blocks import by_itself, PAIRS, why_apart
 from sparse24_jax.binding.bound import bind_traced, Bound, BoundWeight
 from sparse24_jax.binding.interpreter import run
 from sparse24_jax.binding.keys import Keys, require_key
@@ -209,10 +209,7 @@ class _Sparse:
     weight, reading = self._reading(found)
     path, policy = weight.path, weight.rule.policy
     if weight.rule.activation is not None:
-      raise ValueError(
-        f'{path}: the rule makes activations sparse, which takes one rule setting for all maps of a block, two matmuls'
-        f' with a squared ReLU between them; found the matmul at {_jax.source_of(found.equation)} by itself'
-      )
+      raise ValueError(by_itself(path, _jax.source_of(found.equation)))
     found.force()  # what other weights make, whose errors name them
     with errors_name(path), sampled_for(path):
       x, w = scaled(rows(found, reading), found, reading, inputs=True), weight_matrix(found, reading)

@@ -155,7 +155,7 @@ class PackTest(parameterized.TestCase):
     backends = {'triton': 'pallas_kernels.pack.reference:transposable_pack'}  # the mask, by the packer's path
     with (
       mock.patch.object(pack, 'candidates', lambda *_: ['triton']),
-      mock.patch.object(pack, '_backends', lambda op: backends),
+      mock.patch.object(_dispatch, 'in_jnp_and_triton', lambda op, folder: backends),
     ):
       compiled = jax.jit(pack.transposable_mask).lower(put(w, on, None, 'd', 't')).compile()
     found = compiled(put(w, on, None, 'd', 't'))

@@ -25,8 +25,9 @@ class AttentionPatternTest(parameterized.TestCase):
     self.assertAlmostEqual(pattern.share(18), np.sum(wanted) / (18 * 19 / 2))
 
   def test_refuses(self):
-    with self.assertRaisesRegex(ValueError, 'kind'):
-      s24.AttentionPattern('global')
+    for kind in ('global', 'full'):
+      with self.assertRaisesRegex(ValueError, f"kind='{kind}': known are .'local', 'strided', 'combined', 'fixed'.$"):
+        s24.AttentionPattern(kind)
     for window in (0, True, 2.0):
       with self.assertRaisesRegex(ValueError, 'window'):
         s24.AttentionPattern('local', window)
