@@ -1,9 +1,11 @@
-"""S-STE in real FP8: sparse matmuls in the forward and the weight gradient, a dense one in the input gradient.
+"""Real FP8: of S-STE, sparse in the forward and the weight gradient, and of layers that stay dense.
 
     z  = x W~       sparse e4m3: W~^T packed along in         x [tokens, in]    (dense where that measured faster)
     dx = dz W~^T    dense: dz in e5m2                         W~ [in, out] in e4m3
     dw = x^T V(dz)  sparse e5m2: V(dz)^T packed along tokens  x^T [in, tokens] in e4m3
        or x^T dz    dense: dz in e5m2, its transpose too       the same
+
+Without a projection W~ is the weight, and all three are dense.
 
 Scales are per tensor and current, those of weights powers of two. FP8 matmuls read both operands with the contracted
 axis contiguous, so a tensor that is contracted along either axis is written both ways, by the one pass that also rounds
@@ -19,7 +21,7 @@ import jax
 from jax import Array
 import jax.numpy as jnp
 
-from pallas_kernels import _partitioning
+from pallas_kernels import _partitioning, costs
 from pallas_kernels.activations import ACTIVATIONS
 from pallas_kernels.gated_activation import api as activations
 from pallas_kernels.operand import SparseOperand
@@ -59,17 +61,20 @@ class Fp8(Precision):
     return SIMULATED
 
   def unfit(self, policy: DotPolicy) -> str | None:
-    if policy.projection is None or policy.projection.form != SoftThreshold(-2):
-      return f'only the soft threshold is packed in FP8, found {policy.projection and policy.projection.name!r}'
+    if policy.projection is not None and policy.projection.form != SoftThreshold(-2):
+      return f'only the soft threshold is packed in FP8, found {policy.projection.name!r}'
     return None
 
-  def pack(self, form: Form, w: Array, state: Array, dtype: Any) -> PackedWeight:
-    """beta S(w) in e4m3, packed and dense, in one pass over `w` after one for its largest magnitude.
+  def pack(self, form: Form | None, w: Array, state: Any, dtype: Any) -> PackedWeight:
+    """beta S(w) in e4m3, packed and dense, in one pass over `w` after one for its largest magnitude; or w, dense.
 
     The scale takes |S(w)| by its bound |w|, whose maximum needs no groups: one plain reduction reads the weight once.
     It is a power of two, which is ours: a float loses no precision by a scale that is too small, only range at its
     lower end, and two weights can be brought to one scale after they were rounded.
     """
+    if form is None:
+      scale, factor = quantize.current_scale(_under_power_of_two(quantize.amax(w)), E4M3)
+      return PackedWeight(None, None, dense=as_dtype(jnp.uint8, quantize.quantize(w, scale, dtype=E4M3)), factor=factor)
     if form != SoftThreshold(-2):
       return NATIVE.pack(form, w, state, dtype)
     scale, factor = quantize.current_scale(_under_power_of_two(jnp.abs(state) * quantize.amax(w)), E4M3)
@@ -78,7 +83,8 @@ class Fp8(Precision):
     return PackedWeight(state, operand, dense=as_dtype(jnp.uint8, p.dense), factor=factor)
 
   def packing(self, form: Form | None, entries: int, operands: int, stored: int, wide: int) -> Moves:
-    return ('amax', entries * stored), ('soft_threshold_pack8', entries * (stored + self.packed(operands, wide)))
+    pack = (costs.COPY, 1) if form is None else ('soft_threshold_pack8', self.packed(operands, wide))
+    return ('amax', entries * stored), (pack[0], entries * (stored + pack[1]))
 
   def rounded(self, x: Array, *, keep: bool) -> Rounded:
     def one(x: Array) -> Rounded:

@@ -204,14 +204,13 @@ def packed_weight(plan: LayerPlan, policy: DotPolicy, w: Array, state: Any) -> P
 
 def pack_weight(policy: DotPolicy, w: Array, state: Array, dtype: Any) -> PackedWeight:
   """`w` `[..., in, out]` packed under its state. Its cotangent is the straight-through one, so packing has none."""
+  if packed_form(policy) is None:
+    raise ValueError(f'{policy} has no packed form')
   return _pack(PRECISIONS[policy.precision], policy, w, state, dtype)
 
 
-def _pack(precision: Precision, policy: DotPolicy, w: Array, state: Array, dtype: Any) -> PackedWeight:
-  form = packed_form(policy)
-  if form is None:
-    raise ValueError(f'{policy} has no packed form')
-  return precision.pack(form, jax.lax.stop_gradient(w), state, dtype)
+def _pack(precision: Precision, policy: DotPolicy, w: Array, state: Array | None, dtype: Any) -> PackedWeight:
+  return precision.pack(packed_form(policy), jax.lax.stop_gradient(w), state, dtype)
 
 
 def projection_state(state: Any) -> Any:

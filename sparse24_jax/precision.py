@@ -121,7 +121,7 @@ class Precision:
     """What weights are packed in, for activations of this dtype."""
     return jnp.dtype(dtype) if self.dtype is None else self.dtype
 
-  def pack(self, form: Form, w: Array, state: Array, dtype: Any) -> PackedWeight:
+  def pack(self, form: Form | None, w: Array, state: Any, dtype: Any) -> PackedWeight:
     """`w` `[..., in, out]` packed under its state, for activations of this dtype."""
     how = dict(dtype=jnp.dtype(dtype), implementation=self.pass_backends)
     match form:

@@ -11,6 +11,7 @@ import sparse24_jax as s24
 FFN = r'.*/mlp/.*'
 # Every matrix of the blocks; each layer is one matmul by itself but for the fused feed-forward layer.
 LINEAR = r'.*/(attn|mlp)/.*/kernel'
+ATTENTION = r'.*/attn/.*/kernel'
 SEARCH_EVERY = 40
 
 
@@ -54,6 +55,21 @@ def s_ste_fp8(path: str, **options: Any) -> Callable[[Any], s24.Recipe]:
   return lambda decay: s24.recipes.s_ste(path, fp8=True, refresh_every=SEARCH_EVERY, **options)
 
 
+def dense_fp8(path: str) -> Callable[[Any], s24.Recipe]:
+  """The weights of `path` stay dense, in FP8."""
+  return lambda decay: s24.Recipe('dense_fp8', (s24.Rule(path, s24.DotPolicy(precision='fp8')),))
+
+
+def both(*recipes: Callable[[Any], s24.Recipe]) -> Callable[[Any], s24.Recipe]:
+  """The first recipe with the rules of all."""
+
+  def make(decay: Any) -> s24.Recipe:
+    made = [recipe(decay) for recipe in recipes]
+    return dataclasses.replace(made[0], rules=tuple(rule for recipe in made for rule in recipe.rules))
+
+  return make
+
+
 def plain(recipe: Callable[[Any], s24.Recipe]) -> Callable[[Any], s24.Recipe]:
   """The recipe by plain jax.numpy, whatever the GPU."""
   return lambda decay: with_implementation(recipe(decay), 'reference')
@@ -82,6 +98,11 @@ CONTENDERS: Mapping[str, Contender] = {
   's_ste_fp8': Contender(label='S-STE, FP8', recipe=s_ste_fp8(FFN)),
   'fst_all': Contender(label='FST, all linear layers', recipe=fst(LINEAR), decay=_DECAY),
   's_ste_fp8_all': Contender(label='S-STE, FP8, all linear layers', recipe=s_ste_fp8(LINEAR)),
+  # FP8 by the library's rules: where `dense_fp8` is written in the model, and in the layers that S-STE leaves dense.
+  'dense_fp8_rules': Contender(label='dense, all linear layers in FP8, by rules', recipe=dense_fp8(LINEAR)),
+  's_ste_fp8_rest_fp8': Contender(
+    label='S-STE, FP8, attention dense in FP8', recipe=both(s_ste_fp8(FFN), dense_fp8(ATTENTION))
+  ),
   # What FST's dense end is worth: begun with the pruned weights, so that no loss jumps, and left out.
   'fst_from_pruned': Contender(
     label='FST, dense end from pruned weights', recipe=fst(FFN), decay=_DECAY, from_pruned=True

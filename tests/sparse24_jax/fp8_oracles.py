@@ -78,6 +78,14 @@ def written_dot(x, w, state, dz, key):
   return sparse_product(x, w8), dx, dw
 
 
+def written_dense_dot(x, w, dz):
+  """z, dx, dw of a layer without sparsity, the scale of the weight a power of two."""
+  product = dense_product if x.dtype == BF16 else sparse_product
+  factor = np.exp2(np.ceil(np.log2(abs(oracles.wide(w)).max() / 448)))
+  w8, x8, dz8 = (rounded(oracles.wide(w), 1 / factor, E4M3), factor), f8(wide(x), E4M3), f8(wide(dz), E5M2)
+  return product(x8, w8), product(dz8, transposed(w8)), product(transposed(x8), dz8)
+
+
 def written_ffn(activation, x, weights, biases, states, dy, key, *, dense=None):
   """y, dx, dW, db; what a step writes in bfloat16 is rounded to it. The forward of one role can be a dense product."""
 

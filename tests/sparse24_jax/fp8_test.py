@@ -98,6 +98,35 @@ class DotTest(parameterized.TestCase):
     simulated = dataclasses.replace(SIMULATED, weight_grad='dense')
     assert_close(found, dot_and_gradients(simulated, x, w, self.state, dz, None), NOISE)
 
+  @parameterized.parameters(BF16, jnp.float16)
+  @pytest.mark.few
+  def test_a_dense_layer(self, dtype):
+    x, w, dz = (a.astype(dtype) for a in (self.x, self.w, self.dz))
+    policy = s24.DotPolicy(precision='fp8', implementation='dense')
+    found = dot_and_gradients(policy, x, w, None, dz, None)
+    self.assertEqual([(a.shape, a.dtype) for a in found], [(a.shape, dtype) for a in (dz, x, w)])
+    assert_close(found, fp8_oracles.written_dense_dot(x, w, dz), TOLERANCE)
+    simulated = s24.DotPolicy(precision='fp8', implementation='reference')
+    assert_close(found, dot_and_gradients(simulated, x, w, None, dz, None), NOISE)
+
+  def test_a_rule_without_a_projection_is_a_dense_layer_in_fp8(self):
+    dense = s24.DotPolicy(precision='fp8', implementation='dense')
+    recipe = s24.Recipe('dense_fp8', (s24.Rule('mix', dense),))
+
+    def loss(params, x):
+      return ((jnp.tanh(x @ params['mix']) @ params['head']).astype(F32) ** 2).mean()
+
+    def expected(params, x):
+      return ((jnp.tanh(s24.dot(x, params['mix'], policy=dense)) @ params['head']).astype(F32) ** 2).mean()
+
+    params = {'mix': self.w, 'head': draw_weight(3, OUT, D)}
+    state = s24.sparse_training(optax.sgd(0.1), recipe).init(params)
+    variables = s24.sparse_variables(params, state, recipe)
+    found = jit(jax.value_and_grad(s24.sparsify(loss, recipe)))(params, variables, None, self.x)
+    assert_close(found, jit(jax.value_and_grad(expected))(params, self.x), 0.0)
+    plain = jit(jax.value_and_grad(loss))(params, self.x)
+    self.assertGreater(float(jnp.abs(found[1]['mix'] - plain[1]['mix']).max()), 0)
+
   def test_a_block_with_exact_weight_gradients_is_its_layers(self):
     x, weights, biases, states, dy = problem(gated=False, biased=True)
     kernels, simulated = (dataclasses.replace(p, weight_grad='dense') for p in (KERNELS, SIMULATED))
@@ -264,7 +293,6 @@ class RefusalTest(parameterized.TestCase):
   @parameterized.named_parameters(
     ('projection', dict(projection=s24.magnitude()), BF16, "only the soft threshold is packed .*'magnitude 2:4'"),
     ('along_out', dict(projection=s24.soft_threshold_projection(axis=-1)), BF16, "found 'soft_threshold along out'"),
-    ('no_projection', dict(projection=None), BF16, 'only the soft threshold is packed in FP8, found None'),
     ('dtype', {}, F32, 'activations are float32'),
   )
   def test_a_named_kernel_serves_or_raises(self, change, dtype, message):

@@ -213,10 +213,13 @@ class PlanTest(parameterized.TestCase):
     self.assertLen(logs.output, 1)
     self.assertRegex(logs.output[0], f'no kernels for a layer {d_in} x {d_out} on 32 tokens: .*{reason}')
 
-  def test_fp8_with_exact_weight_gradients_runs_on_kernels(self):
+  @parameterized.parameters(
+    (FP8_EXACT, Backends('mosaic_gpu', None, None)), (s24.DotPolicy(precision='fp8'), Backends())
+  )
+  def test_fp8_without_samples_is_not_simulated(self, policy, expected):
     with gpu():
-      found = plan_layer(FP8_EXACT, 32, 64, 128, BF16)
-    self.assertEqual((found.backends, type(found.precision)), (Backends('mosaic_gpu', None, None), fp8.Fp8))
+      found = plan_layer(policy, 32, 64, 128, BF16)
+    self.assertEqual((found.backends, type(found.precision)), (expected, fp8.Fp8))
     self.assertEqual([step.name for step in found.prepared('weight_grad')], ['dz rounded'])
 
   def test_fp8_runs_on_kernels_or_is_simulated(self):
