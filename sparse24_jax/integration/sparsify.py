@@ -7,6 +7,7 @@ from flax import linen, nnx, serialization
 
 from sparse24_jax.binding.origin import FITS, known, MADE_OF, of_weights
 from sparse24_jax.binding.states import weight_states
+from sparse24_jax.binding.tracing import refuse_what_holds_a_module
 from sparse24_jax.binding.transform import sparse_function
 from sparse24_jax.integration import linen as linen_door
 from sparse24_jax.integration import nnx as nnx_door
@@ -85,6 +86,7 @@ def sparsify(
   if isinstance(model, nnx.Module):
     return nnx_door.sparsify(model, recipe, phase=phase, rngs=rngs)
   if callable(model) and not isinstance(model, type):
+    refuse_what_holds_a_module('model', model)
     _refuse_a_module(model, recipe)
     return sparse_function(model, recipe, phase=phase)
   raise ValueError(

@@ -35,6 +35,15 @@ class Held(dict):
     return x @ self['mlp']['up']['kernel']
 
 
+class Around:
+  """A model as the Flax ones of `transformers` are."""
+
+  module, params = nn.Dense(8), PARAMS
+
+  def __call__(self, x):
+    return self.module.apply({'params': self.params}, x)
+
+
 def shaped(*shape):
   return {'mlp': {'up': {'kernel': jnp.ones(shape)}}}
 
@@ -180,6 +189,9 @@ SPARSIFY = (
   ('number', lambda: s24.sparsify(3, STE), r'flax\.linen\.Module or a flax\.nnx\.Module, found int'),
   ('module_that_holds_its_weights', lambda: s24.sparsify(Held(PARAMS), STE),
    r"model is a Held that holds the weights \['mlp/up/kernel'\] itself: .*Equinox: .* = eqx.partition\(model"),
+  ('object_around_a_module', lambda: s24.sparsify(Around(), STE),
+   r'model is a Around, which holds a module and its parameters: give its module, model\.module, and .*model\.params'),
+  ('bind_of_an_object_around_a_module', lambda: s24.bind(STE, Around(), PARAMS, X), r'f is a Around, .*f\.module'),
   ('recipe_first', lambda: s24.sparsify(STE, nnx.Linear(8, 8, rngs=nnx.Rngs(0))),
    r'^recipe must be a Recipe, as .* make, found Linear: arguments in another order\?$'),
   ('class_instead_of_model', lambda: s24.sparsify(nn.Dense, STE), 'found type'),
