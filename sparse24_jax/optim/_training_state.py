@@ -145,17 +145,18 @@ def sparse_states(opt_state: Any) -> dict[str, Array]:
 
 
 def warn_of_other_weights(params: Any, opt_state: Any, *, wait: bool = False) -> None:
-  """Warns once, outside of jit, if these are not the parameters that the last step of the optimizer left.
+  """Warns, outside of jit, if these are not the parameters that the last step of the optimizer left.
 
-  Nothing is said of a step that is still running, unless this may `wait` for it.
+  Once for each place in a program: where an average is evaluated it is meant, and elsewhere it may not be. Nothing is
+  said of a step that is still running, unless this may `wait` for it.
   """
   state = find_state(opt_state, SparseTrainingState, 'sparse_training')
-  if found := _left.changed(state, unboxed(params), wait=wait):
+  if found := _left.changed(state._replace(left=unboxed(state.left)), unboxed(params), wait=wait):
     _dispatch.log_once(
       f'{listed(found)}: the masks of opt_state are those of other weights than params. Give both'
       ' of the same step; for weights that were loaded or set, make the state of them, tx.init(params), or give'
       ' opt_state=None, which chooses masks from them. An average of weights may have the masks of the last step',
-      'sparse24_jax', logging.WARNING,
+      'sparse24_jax', logging.WARNING, _dispatch.lines_of_calls(),
     )  # fmt: skip
 
 
