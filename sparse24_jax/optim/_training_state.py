@@ -1,6 +1,6 @@
 """The state of `sparse_training`, and what is read from it wherever it lies in an optimizer state."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 import logging
 from typing import Any, NamedTuple
 
@@ -11,10 +11,11 @@ import jax.numpy as jnp
 from pallas_kernels import _dispatch
 from sparse24_jax.layout import Layouts
 from sparse24_jax.optim import _identity, _left
+from sparse24_jax.layout import NEW_STATE
 from sparse24_jax.optim._state import find_state, states_of
 from sparse24_jax.optim._weights import unboxed
 from sparse24_jax.recipe import PhaseName, Recipe
-from sparse24_jax.rules import leaves_by_path, listed
+from sparse24_jax.rules import leaves_by_path, listed, VARIABLES
 
 # A rate in the state before the first comparison. Not NaN: whoever looks for bad numbers looks at the state.
 NOT_COMPARED = -1.0
@@ -184,6 +185,32 @@ def require_made_for(recipe: Recipe, opt_state: Any, *, phase: PhaseName | None 
   """
   state = find_state(opt_state, SparseTrainingState, 'sparse_training')
   return require_same_recipe(recipe, state, phase) & _left.serves(unboxed(state.left))
+
+
+def require_same_weights(recipe: Recipe, wanted: Collection[str], opt_state: Any) -> None:
+  """ValueError unless a state has masks of the weights at these paths, which the recipe makes sparse, and of no others."""
+  state = find_state(opt_state, SparseTrainingState, 'sparse_training')
+  held = [path for path, _ in leaves_by_path(state.projections)]
+  if set(held) == set(wanted):
+    return
+  absent, more = ([path for path in one if path not in other] for one, other in ((wanted, held), (held, wanted)))
+  if more and set(held) == {f'{VARIABLES}{path}' for path in wanted}:
+    hint = "it was made of a whole dictionary of variables, and these are its parameters: tx.init(variables['params'])"
+  elif more and {f'{VARIABLES}{path}' for path in held} == set(wanted):
+    hint = "params is a whole dictionary of variables: give variables['params'], as tx.init was"
+  elif absent:
+    hint = (
+      'it was made with another recipe, or for another part of the variables, as by optax.masked or multi_transform'
+      ' around sparse_training, which go inside'
+    )
+  else:
+    hint = (
+      f'this recipe leaves {listed(more)} dense. Go on with the recipe of the run; or, to train these dense from here'
+      f' on, make {NEW_STATE}'
+    )
+  raise ValueError(
+    f'recipe {recipe.name!r} makes {sorted(wanted)} sparse, the optimizer state holds states for {sorted(held)}: {hint}'
+  )
 
 
 def require_same_recipe(recipe: Recipe, state: SparseTrainingState, phase: PhaseName | None = None) -> bool | Array:

@@ -22,6 +22,7 @@ from sparse24_jax.optim._training_state import (
   map_weights,
   NOT_COMPARED,
   require_same_recipe,
+  require_same_weights,
   SparseTrainingState,
   told_to_rest,
   warn_of_forgotten_updates,
@@ -170,7 +171,6 @@ def sparse_training(
     searches = not rests or recipe.flip_rate == 'step'
     if throughout:  # here, as the first phase may go without its name where an optimizer only makes a state
       _dispatch.log_once(throughout, 'sparse24_jax', logging.WARNING)
-    fits = require_same_recipe(recipe, state)
     _identity.require_read(state.count, phase)
     # The inner optimizer is given what the caller has; here all arrays are as they are.
     given, boxes = params, jax.tree.structure(updates)
@@ -179,6 +179,9 @@ def sparse_training(
     warn_of_forgotten_updates(params, state)
     with _parts_are_named(params):
       projections = projections_of(params, recipe)
+    sparse = [path for path, p in leaves_by_path(projections, is_leaf=is_leaf) if isinstance(p, Projection)]
+    require_same_weights(recipe, sparse, state)
+    fits = require_same_recipe(recipe, state)
     params = named('weights' if phase == 'sparse' else 'dense weights', projections, params)
     updates = named('gradients', projections, updates) if phase == 'sparse' else updates
     sampled = _left.samples(projections, params)

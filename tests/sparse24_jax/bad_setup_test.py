@@ -18,6 +18,12 @@ STE = s24.recipes.ste('mlp/.*')
 FST = s24.recipes.transposable_srste('mlp/.*', masked_decay=0.1)
 SGD = optax.sgd(0.1)
 STATE = jax.jit(s24.sparse_training(SGD, STE).init)(PARAMS)
+BOTH = {'mlp': {'up': {'kernel': UP}, 'down': {'kernel': UP.T}}}
+MORE_DENSE, ANYWHERE = STE.with_dense('.*/down/.*'), s24.recipes.ste('.*mlp/.*')
+OF_BOTH, LESS = (jax.jit(s24.sparse_training(SGD, recipe).init)(BOTH) for recipe in (STE, MORE_DENSE))
+OF_PARAMS, OF_ALL = (
+  jax.jit(s24.sparse_training(SGD, ANYWHERE).init)(tree) for tree in (PARAMS, {'params': PARAMS})
+)
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -98,6 +104,14 @@ SPARSE_TRAINING = (
   ('unknown_distribution', lambda: s24.layer_densities(0.5, {'w': (8, 8)}, 'even'), "distribution='even': known are"),
   ('other_params_than_at_init', lambda: s24.sparse_training(SGD, STE).update(shaped(8, 8), STATE, shaped(8, 8)),
    'Dict key mismatch|key'),
+  ('update_under_a_recipe_that_leaves_more_dense', lambda: s24.sparse_training(SGD, MORE_DENSE).update(BOTH, OF_BOTH, BOTH),
+   r'this recipe leaves mlp/down/kernel dense\. Go on with the recipe of the run; or, .* new = tx\.init\(params\)'),
+  ('update_under_a_recipe_that_leaves_fewer_dense', lambda: s24.sparse_training(SGD, STE).update(BOTH, LESS, BOTH),
+   r"holds states for \['mlp/up/kernel'\]: it was made with another recipe"),
+  ('init_of_whole_variables', lambda: init(STE, {'params': PARAMS}),
+   r"weights are \['params/head/kernel'.*whole dictionary of variables: give .*variables\['params'\]$"),
+  ('update_with_a_state_of_whole_variables', lambda: s24.sparse_training(SGD, ANYWHERE).update(PARAMS, OF_ALL, PARAMS),
+   r"made of a whole dictionary of variables, and these are its parameters: tx\.init\(variables\['params'\]\)"),
 )  # fmt: skip
 
 RECIPES = (
@@ -158,6 +172,12 @@ OTHERS = (
   ('project_of_unknown_phase', lambda: s24.project(PARAMS, STATE, STE, phase='eval'), r"phase='eval': known are"),
   ('project_with_a_foreign_recipe', lambda: s24.project(PARAMS, STATE, s24.recipes.ste('.*')),
    r"makes \['head/kernel', 'mlp/up/kernel'\] sparse.*states for \['mlp/up/kernel'\].*another recipe"),
+  ('project_under_a_recipe_that_leaves_more_dense', lambda: s24.project(BOTH, OF_BOTH, MORE_DENSE),
+   'this recipe leaves mlp/down/kernel dense. Go on with the recipe of the run'),
+  ('variables_of_whole_variables', lambda: s24.sparse_variables({'params': PARAMS}, OF_PARAMS, ANYWHERE),
+   r"params is a whole dictionary of variables: give variables\['params'\], as tx\.init was"),
+  ('variables_with_a_state_of_whole_variables', lambda: s24.sparse_variables(PARAMS, OF_ALL, ANYWHERE),
+   r"made of a whole dictionary of variables, and these are its parameters: tx\.init\(variables\['params'\]\)"),
   ('project_with_another_projection', lambda: s24.project(PARAMS, STATE, s24.recipes.s_ste('mlp/.*')),
    r"mlp/up/kernel: its state was made by projection 'magnitude 2:4', and the recipe has 'soft_threshold'"),
   ('variables_with_another_projection', lambda: s24.sparse_variables(PARAMS, STATE, s24.recipes.s_ste('mlp/.*')),
