@@ -211,7 +211,7 @@ class _Sparse:
     if weight.rule.activation is not None:
       raise ValueError(
         f'{path}: the rule makes activations sparse, which takes one rule setting for all maps of a block, two matmuls'
-        f' with a squared ReLU between them; found the matmul at {_jax.source_of(found.equation)} by itself'
+        f' with a squared ReLU between them; found the matmul at {found.source} by itself'
       )
     found.force()  # what other weights make, whose errors name them
     with errors_name(path), sampled_for(path):
@@ -300,7 +300,7 @@ class _Sparse:
     weight, reading = self.weights[found.view.path], read(found)
     if reading.layout != weight.layout:
       raise ValueError(
-        f'{weight.path}: {_jax.source_of(found.equation)} reads it as {reading.layout.describe()}, and where the recipe'
+        f'{weight.path}: {found.source} reads it as {reading.layout.describe()}, and where the recipe'
         f' was bound the model read it as {weight.layout.describe()}: bind it to what is run'
       )
     return weight, reading
