@@ -245,7 +245,7 @@ def _measured(
         else f'{path}: all its values are zero, and nothing is learned of it: {_TRAINED}'
         if path in zeros
         else f'{path}: no gradient reaches it at all: it is frozen (stop_gradient), and its zeros stay where they are,'
-        f' or what the function returns does not depend on it{others}'
+        f' or what the function returns does not depend on it, with these arguments at least{others}'
       )
     found[path] = dataclasses.replace(found[path], problem=problem, pruned=float(pruned.mean()), reached=reached)
   return found
