@@ -233,6 +233,8 @@ MUTANTS = _of(
    'binding/bound_test.py', 'contract_other_axes'),
   ('some layers of a stack have masks of their own', 'binding/calls.py', 'outer.view.entry(i)', 'outer.view.entry(0)',
    'binding/stacks_test.py', 'each_way'),
+  ('a scan hands weights back as they came', 'binding/calls.py', 'if v.mark and v.array is s.array', 'if False',
+   'integration/nnx_functions_test.py', 'projected_weights'),
   ('a shard cuts no group', 'binding/shards.py', '    if size % divisor:', '    if False:',
    'binding/shard_map_test.py', 'cuts_groups'),
   ('shards draw samples of their own', 'binding/transform.py', '      key = jax.random.fold_in(key, index)',
