@@ -61,11 +61,11 @@ def sparse_training(
   and `project` outside of jit. Changes of other weights are not seen, nor those below the rounding of bfloat16
   parameters. Code that sets weights after every step, as nGPT normalises them, causes the same error, and where it
   makes other weights of them altogether the forward is NaN: put it inside, as a change of the updates. If the
-  weights are replaced altogether, say restored without their state, the next sparse step leaves a state that later
-  forwards refuse (with NaN under jit); `get_flip_rate` says why. A state that was once refused stays so: make another
-  by `init`. Weights that were replaced before the first step, or by ones that differ little, train for one step with
-  the masks of others; then masks are chosen anew, but links that come and go stay. Better call `init` with the weights
-  that you train.
+  weights are replaced by ones that differ by a tenth of their size, say restored without their state, the next sparse
+  step leaves a state that later forwards refuse (with NaN under jit); `get_flip_rate` says why. A state that was once
+  refused stays so: make another by `init`. Weights that were replaced before the first step, or by ones that differ
+  less, train for one step with the masks of others; then masks are chosen anew, but links that come and go stay. Better
+  call `init` with the weights that you train.
 
   It counts calls of its own update: `optax.MultiSteps` goes around it, so that it counts optimizer steps, and is
   refused inside. `optax.multi_transform`, `partition` and `masked` by which weights have different optimizers go
