@@ -95,8 +95,9 @@ def refuse_what_holds_a_module(name: str, model: Any) -> None:
   module = getattr(model, 'module', None)
   if as_callable.dispatch(type(module)) is not as_callable.dispatch(object):
     raise ValueError(
-      f'{name} is a {type(model).__name__}, which holds a module and its parameters: give its module, {name}.module, and'
-      f" its parameters where parameters are wanted, {name}.params. A loss calls module.apply({{'params': params}}, ...)"
+      f'{name} is a {type(model).__name__}, which holds a module and its parameters: give its module, {name}.module,'
+      f' and where parameters are wanted, {name}.params. A loss calls'
+      f" {name}.module.apply({{'params': params}}, ...)"
     )
 
 

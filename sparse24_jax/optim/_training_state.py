@@ -9,9 +9,8 @@ from jax import Array
 import jax.numpy as jnp
 
 from pallas_kernels import _dispatch
-from sparse24_jax.layout import Layouts
+from sparse24_jax.layout import Layouts, NEW_STATE
 from sparse24_jax.optim import _identity, _left
-from sparse24_jax.layout import NEW_STATE
 from sparse24_jax.optim._state import find_state, states_of
 from sparse24_jax.optim._weights import unboxed
 from sparse24_jax.recipe import PhaseName, Recipe
@@ -188,7 +187,7 @@ def require_made_for(recipe: Recipe, opt_state: Any, *, phase: PhaseName | None 
 
 
 def require_same_weights(recipe: Recipe, wanted: Collection[str], opt_state: Any) -> None:
-  """ValueError unless a state has masks of the weights at these paths, which the recipe makes sparse, and of no others."""
+  """ValueError unless a state has masks of the `wanted` weights, which the recipe makes sparse, and of no others."""
   state = find_state(opt_state, SparseTrainingState, 'sparse_training')
   held = [path for path, _ in leaves_by_path(state.projections)]
   if set(held) == set(wanted):

@@ -212,7 +212,8 @@ class CommandTest(absltest.TestCase):
     self.assertIn('another GPU', said)
     arguments[2:7:2] = '16384', '1280', '5120'  # half width won this race, with one seed
     self.assertRegex(
-      self.said(*arguments), r' Take S-STE, FP8, all linear layers, first of those with several seeds: .* 300 s each, .*'
+      self.said(*arguments),
+      r' Take S-STE, FP8, all linear layers, first of those with several seeds: .* 300 s each, .*'
       r' - But dense, FFN half as wide, in FP8 ends below all others of its race, with one seed: ',
     )  # fmt: skip
     with contextlib.redirect_stderr(io.StringIO()) as err:
