@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 import functools
 import importlib
 import logging
+import traceback
 from typing import Any
 
 import jax
@@ -35,9 +36,17 @@ def load(path: str) -> Callable[..., Any]:
 
 
 @functools.cache
-def log_once(message: str, logger: str = 'pallas_kernels', level: int = logging.INFO) -> None:
-  """Logs a message, the first time that a process has it."""
+def log_once(
+  message: str, logger: str = 'pallas_kernels', level: int = logging.INFO, place: tuple[tuple[str, int], ...] = ()
+) -> None:
+  """Logs a message, the first time that a process has it; with a `place` (`lines_of_calls`), that it has it there."""
+  del place
   logging.getLogger(logger).log(level, message)
+
+
+def lines_of_calls() -> tuple[tuple[str, int], ...]:
+  """File and line of each call that leads here: the same in every pass of a loop, and others from another place."""
+  return tuple((frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None))
 
 
 def backend_of(op: str, implementation: str | None, backends: Mapping[str, str]) -> str | None:

@@ -9,6 +9,13 @@ import jax
 from jax import Array
 import jax.numpy as jnp
 
+# What to make for weights that a state does not serve.
+NEW_STATE = (
+  'a state of the weights as they are, new = tx.init(params). To keep the moments, give its state of sparse_training'
+  ' those of the old one, new._replace(inner_state=old.inner_state); in optax.chain(clip, sparse_training(...)) these'
+  ' are new[1] and old[1]'
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
@@ -132,9 +139,7 @@ def other_projection(path: str, made: str, wanted: str) -> str:
   """The error for a state that another projection made."""
   return (
     f'{path}: its state was made by projection {made!r}, and the recipe has {wanted!r}. To go on with another recipe'
-    ' make a state of the weights as they are, new = tx.init(params). To keep the moments, give its state of'
-    ' sparse_training those of the old one, new._replace(inner_state=old.inner_state); in optax.chain(clip,'
-    ' sparse_training(...)) these are new[1] and old[1]'
+    f' make {NEW_STATE}'
   )
 
 

@@ -86,8 +86,10 @@ def check_sampling(x: Array, weight_grad: str, key: Array | None, where: str = '
   if weight_grad != 'dense':
     if key is None:
       raise ValueError(
-        f"{of}weight_grad={weight_grad!r} needs a random key: dot(..., key=...), or rngs={{'mvue': key}} in Flax"
-        f" (under nn.scan let it through with split_rngs={{..., 'mvue': True}})"
+        f'{of}weight_grad={weight_grad!r} needs a random key: f(params, variables, key, ...) of a function that'
+        f" sparsify made, apply(..., rngs={{'mvue': key}}) of a linen model (under nn.scan let it through with"
+        f" split_rngs={{..., 'mvue': True}}), sparsify(model, recipe, rngs=nnx.Rngs(mvue=0)) of an nnx one, or"
+        ' dot(..., key=...)'
       )
     tokens = math.prod(x.shape[:-1])
     if tokens % 4:

@@ -22,6 +22,8 @@ from sparse24_jax.recipe import Recipe, Rule
 
 # Arrays that a layer-wide pattern such as '.*/mlp/.*' must not take, also where scanned layers give them two axes.
 NOT_WEIGHTS = ('bias', 'scale', 'embedding')
+# Where linen's dictionaries of variables have the parameters.
+VARIABLES = 'params/'
 
 
 def leaves_by_path(tree: Any, *, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[str, Any]]:
@@ -141,7 +143,7 @@ def matched_rules(params: Any, recipe: Recipe) -> dict[str, Rule]:
         f'rule {rule.path!r} of recipe {recipe.name!r} decides for no weight; weights are {weights}: a rule takes'
         ' those whose whole path it matches and no earlier rule does'
         f'{_vectors(rule.path, leaves)}'
-        f'{_meant_deeper(rule.path, weights)}'
+        f'{_whole_variables(rule.path, weights) or _meant_deeper(rule.path, weights)}'
         f'{". params is one array, not a tree of them: arguments in another order?" if alone else ""}'
       )
   return matched
@@ -154,6 +156,14 @@ def _vectors(pattern: str, leaves: Collection[tuple[str, Any]]) -> str:
   if not found or len(found) < len(matched):
     return ''
   return f'. It matches {listed(found)}, which stay dense without a rule: leave this one out'
+
+
+def _whole_variables(pattern: str, weights: Collection[str]) -> str:
+  """What to say if a pattern fits parameters inside of a dictionary of variables."""
+  inside = [path.removeprefix(VARIABLES) for path in weights if path.startswith(VARIABLES)]
+  if not any(re.fullmatch(pattern, path) for path in inside):
+    return ''
+  return ". These are a whole dictionary of variables: give the parameters in it, variables['params']"
 
 
 def _meant_deeper(pattern: str, weights: Collection[str]) -> str:

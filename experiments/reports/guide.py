@@ -11,6 +11,7 @@ import itertools
 import math
 from pathlib import Path
 import statistics
+import textwrap
 
 from experiments.reports import best_steps
 from experiments.reports import race_table as table
@@ -386,6 +387,19 @@ def guide(*, tokens: int, d: int, hidden: int, gated: bool, device: str | None, 
     lines += [f'  {each}' for each in steps(option, d, timed)]
     lines += [f'  {each.said(device)}' for each in found[option.title]] or ['  loss: no tuned comparison']
   return '\n'.join(lines)
+
+
+def wrapped(text: str, width: int = 120) -> str:
+  """The answer for a terminal; what continues a line is indented.
+
+  >>> wrapped('Take it:\\n- of two words', 9)
+  'Take it:\\n- of two\\n  words'
+  """
+  def one(line: str) -> str:
+    indent = ' ' * (len(line) - len(line.lstrip()) + 2)
+    return textwrap.fill(line, width, subsequent_indent=indent, break_on_hyphens=False)
+
+  return '\n'.join(map(one, text.split('\n')))
 
 
 def _interval(values: Sequence[float], form: str, unit: str) -> str:

@@ -54,21 +54,29 @@ _enclosing: contextvars.ContextVar[tuple[Any, ...]] = contextvars.ContextVar('en
 
 
 @contextlib.contextmanager
-def under(equation: Any) -> Iterator[None]:
-  """Operations are traced here with the names, the source line and the settings of an equation."""
-  info, token = equation.source_info, _enclosing.set((*_enclosing.get(), equation))
-  names = source_info_util.current_name_stack() + info.name_stack
+def inside(equation: Any) -> Iterator[None]:
+  """What has no source line here has that of an equation: a call, a loop."""
+  token = _enclosing.set((*_enclosing.get(), equation))
   try:
-    with source_info_util.user_context(info.traceback, name_stack=names), equation.ctx.manager:
-      yield
+    yield
   finally:
     _enclosing.reset(token)
+
+
+@contextlib.contextmanager
+def under(equation: Any) -> Iterator[None]:
+  """Operations are traced here with the names, the source line and the settings of an equation."""
+  info = equation.source_info
+  names = source_info_util.current_name_stack() + info.name_stack
+  with inside(equation), source_info_util.user_context(info.traceback, name_stack=names), equation.ctx.manager:
+    yield
 
 
 def source_of(equation: Any) -> str:
   """`file.py:12 (function)` of the line that made an equation, as JAX prints it.
 
-  JAX's own functions may keep none of what they are made of: then of the call.
+  JAX's own functions may keep none of what they are made of: then of the call. So it is asked for where the call is
+  followed (`inside`), and not later.
   """
   of_calls = (source_info_util.summarize(call.source_info) for call in (equation, *reversed(_enclosing.get())))
   return next(filter(None, of_calls), 'an unknown line')

@@ -9,7 +9,6 @@ from typing import Any
 import jax.numpy as jnp
 
 from sparse24_jax.asked import Asked, PLAIN
-from sparse24_jax.binding import _jax
 from sparse24_jax.binding.blocks import by_itself
 from sparse24_jax.binding.notes import Notes, take_notes
 from sparse24_jax.binding.reading import Reading
@@ -279,7 +278,7 @@ def _bound(path: str, leaf: Any, rule: Rule, notes: Notes) -> BoundWeight | str:
   layout = readings[0][1].layout
   for found, reading in readings[1:]:
     if reading.layout != layout:
-      places = [_jax.source_of(found.equation) for found, _ in (readings[0], (found, reading))]
+      places = [found.source for found, _ in (readings[0], (found, reading))]
       return (
         f'{path} of shape {leaf.shape}: its matmuls read it in different ways, {layout.describe()} at {places[0]} and'
         f' {reading.layout.describe()} at {places[1]}; one mask serves one of them: {dense}'
@@ -289,7 +288,7 @@ def _bound(path: str, leaf: Any, rule: Rule, notes: Notes) -> BoundWeight | str:
     problem = cut_by_shards(found.view, reading, rule) or _straddles(found, reading, rule)
     problem = problem or _no_groups(found, rule) or _not_asked(found, rule)
     if problem:
-      return f'{path} of shape {leaf.shape}: {problem} at {_jax.source_of(found.equation)}: {dense}'
+      return f'{path} of shape {leaf.shape}: {problem} at {found.source}: {dense}'
   uses = tuple(_use(found, reading, notes) for found, reading in readings)
   if rule.activation is not None and any(use.block is None for use in uses):
     reasons = dict.fromkeys(use.apart for use in uses if use.apart)
@@ -303,7 +302,7 @@ def _transposed(layout: Layout) -> Layout:
 
 def _use(found: Matmul, reading: Reading, notes: Notes) -> Use:
   block, role, together = notes.blocks.get((found.view.path, id(found.origin)), (None, None, ()))
-  kind, source = found.equation.primitive.name, _jax.source_of(found.equation)
+  kind, source = found.equation.primitive.name, found.source
   dtype = jnp.dtype(found.operands).name
   apart = None if block else notes.reasons.get((found.view.path, id(found.origin)))
   if kind == 'ragged_dot_general':

@@ -107,7 +107,7 @@ def scan(self: Interpreter, equation: Any, values: list[Value]) -> list[Value]:
   # What every iteration hands on as it came is a constant by another name.
   handed_on = [body.outvars[i] is body.invars[n + i] for i in range(len(carried))]
   self.lose([v for v, same in zip(carried, handed_on, strict=True) if not same], 'the carry of a scan', source)
-  inner, states = [], []
+  inner, states, came = [], [], []
   for value in scanned:
     if value.mark is not None and value.view is None:
       self.reader.lost(value.mark, 'a scan', source)
@@ -132,7 +132,10 @@ def scan(self: Interpreter, equation: Any, values: list[Value]) -> list[Value]:
       for a, view, state, u, outer in zip(arrays, views, states, unscaled, scanned, strict=True)
     ]  # fmt: skip
     out = self.run(body, body_constants, [*constants, *kept, *slices], Keys(key))
-    same = (*handed_on, *(False for _ in out[len(carry) :]))
+    # nnx.scan returns the variables of its modules, stacked as they came.
+    ys = out[len(carry) :]
+    came[:] = [next((j for j, s in enumerate(slices) if v.mark and v.array is s.array), None) for v in ys]
+    same = (*handed_on, *(j is not None for j in came))
     self.lose([v for v, handed in zip(out, same, strict=True) if not handed], 'what a scan returns', source)
     out = [value.array for value in out]
     return out[: len(carry)], out[len(carry) :]
@@ -148,7 +151,8 @@ def scan(self: Interpreter, equation: Any, values: list[Value]) -> list[Value]:
       ),
       length=params['length'], reverse=params['reverse'], unroll=params['unroll'],
     )  # fmt: skip
-  out = [Value(a) for a in (*carry, *ys)]
+  out = [Value(a) for a in carry]
+  out += [Value(a) if j is None else dataclasses.replace(scanned[j]) for j, a in zip(came, ys, strict=True)]
   for i, same in enumerate(handed_on):
     if same:
       out[i].mark, out[i].state, out[i].unscaled = carried[i].mark, carried[i].state, carried[i].unscaled

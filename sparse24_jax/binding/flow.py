@@ -152,7 +152,8 @@ class _Flow(NamedTuple):
     for equation in opened.eqns:
       given = [read(atom) for atom in equation.invars]
       if any(mark != _NONE for mark in given):
-        out = self.equation(equation, given, may_be_gate)
+        with _jax.inside(equation):
+          out = self.equation(equation, given, may_be_gate)
         known.update(zip(equation.outvars, out, strict=True))
     return [read(atom) for atom in opened.outvars]
 

@@ -49,7 +49,7 @@ class Notes:
     self.problems: dict[str, list[str]] = {}
 
   def matmul(self, found: Matmul) -> Array:
-    path, source = found.view.path, _jax.source_of(found.equation)
+    path, source = found.view.path, found.source
     known = self.readings.setdefault(path, [])
     # A loop may trace its body more than once, and two calls of one function share their equations.
     if not any(_same_reading(other, found) for other, _ in known):

@@ -84,9 +84,21 @@ def _holds_weights(recipe: Recipe, tree: Any) -> bool:
 @functools.singledispatch
 def as_callable(f: Any) -> Callable[..., Any]:
   """A function of parameters, of what was given for one; a library with models to be applied registers how."""
+  refuse_what_holds_a_module('f', f)
   if not callable(f):
     raise ValueError(f'f must be a function of parameters or a linen module, found {type(f).__name__}')
   return f
+
+
+def refuse_what_holds_a_module(name: str, model: Any) -> None:
+  """ValueError for an object around a module and its parameters, as the Flax models of `transformers` are."""
+  module = getattr(model, 'module', None)
+  if as_callable.dispatch(type(module)) is not as_callable.dispatch(object):
+    raise ValueError(
+      f'{name} is a {type(model).__name__}, which holds a module and its parameters: give its module, {name}.module,'
+      f' and where parameters are wanted, {name}.params. A loss calls'
+      f" {name}.module.apply({{'params': params}}, ...)"
+    )
 
 
 @functools.singledispatch

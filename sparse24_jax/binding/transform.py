@@ -209,7 +209,7 @@ class _Sparse:
     weight, reading = self._reading(found)
     path, policy = weight.path, weight.rule.policy
     if weight.rule.activation is not None:
-      raise ValueError(by_itself(path, _jax.source_of(found.equation)))
+      raise ValueError(by_itself(path, found.source))
     found.force()  # what other weights make, whose errors name them
     with errors_name(path), sampled_for(path):
       x, w = scaled(rows(found, reading), found, reading, inputs=True), weight_matrix(found, reading)
@@ -297,7 +297,7 @@ class _Sparse:
     weight, reading = self.weights[found.view.path], read(found)
     if reading.layout != weight.layout:
       raise ValueError(
-        f'{weight.path}: {_jax.source_of(found.equation)} reads it as {reading.layout.describe()}, and where the recipe'
+        f'{weight.path}: {found.source} reads it as {reading.layout.describe()}, and where the recipe'
         f' was bound the model read it as {weight.layout.describe()}: bind it to what is run'
       )
     return weight, reading

@@ -218,6 +218,7 @@ class Matmul:
     rounded: whether its result, wider than the operands, is rounded to their dtype by what follows it.
     block: the feed-forward block that it ends, or None.
     origin: the equation that it is known by, of one whose operands were swapped.
+    source: the line of the model.
   """
 
   equation: Any
@@ -230,9 +231,11 @@ class Matmul:
   rounded: bool = False
   block: Block | None = None
   origin: Any = None
+  source: str = ''
 
   def __post_init__(self):
     self.origin = self.origin or self.equation
+    self.source = self.source or _jax.source_of(self.origin)
 
   @property
   def result(self) -> View:

@@ -26,6 +26,7 @@ _BLOCKS = (
 )
 
 
+_SHARES = 'zeros: share of the entries that are pruned; gradient: share of these that a gradient reaches'
 _UNPACKED = 'not packed once in an optimizer step for all micro-batches, where kernels run. Here:'
 _ROUNDED = (
   'parameters of 16 bits: most updates are smaller than what they round to, and are lost. Keep parameters in float32'
@@ -94,6 +95,8 @@ class Checked:
     widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
     lines = ['  '.join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     lines += [f'PROBLEM  {w.problem}' for w in self.weights if w.problem is not None]
+    if any(w.reached is not None for w in self.weights):
+      lines.append(_SHARES)
     if apart := _apart(self.weights):
       lines += [_BLOCKS, *(f'  {listed(paths)}: {reason}' for reason, paths in apart.items())]
     if unpacked := _unpacked(self.weights):
@@ -140,6 +143,7 @@ def check(
   weight  shape    axes         projection     matmuls  tokens  block      zeros  gradient
   down    16 x 32  in 1, out 0  magnitude 2:4  1        32      silu down  50%    100%
   up      16 x 32  in 0, out 1  magnitude 2:4  1        32      silu up    50%    100%
+  zeros: share of the entries that are pruned; gradient: share of these that a gradient reaches
   stay dense: no other weight; arrays with one axis always do
   >>> checked.ok
   True
@@ -241,7 +245,7 @@ def _measured(
         else f'{path}: all its values are zero, and nothing is learned of it: {_TRAINED}'
         if path in zeros
         else f'{path}: no gradient reaches it at all: it is frozen (stop_gradient), and its zeros stay where they are,'
-        f' or what the function returns does not depend on it{others}'
+        f' or what the function returns does not depend on it, with these arguments at least{others}'
       )
     found[path] = dataclasses.replace(found[path], problem=problem, pruned=float(pruned.mean()), reached=reached)
   return found

@@ -14,6 +14,7 @@ from sparse24_jax.optim import (
   holds_state,
   note_read,
   require_made_for,
+  require_same_weights,
   sparse_states,
   wait_until_known,
   warn_of_other_weights,
@@ -151,14 +152,9 @@ def projected_weights(
   weights = dict(leaves_by_path(params))
   if opt_state is None:
     return {path: (p, weights[path], _chosen_now(path, p, weights[path])) for path, p in policies.items()}, True
+  require_same_weights(recipe, policies, opt_state)
   fits = require_made_for(recipe, opt_state, phase=phase)
   states = sparse_states(opt_state)
-  if set(states) != set(policies):
-    raise ValueError(
-      f'recipe {recipe.name!r} makes {sorted(policies)} sparse, the optimizer state holds states for'
-      f' {sorted(states)}: it was made with another recipe, or for another part of the variables, as by optax.masked or'
-      ' multi_transform around sparse_training, which go inside'
-    )
   for path, policy in policies.items():
     w, projection = weights[path], policy.projection
     with errors_name(path):

@@ -7,6 +7,7 @@ from flax import linen, nnx, serialization
 
 from sparse24_jax.binding.origin import FITS, known, MADE_OF, of_weights
 from sparse24_jax.binding.states import weight_states
+from sparse24_jax.binding.tracing import refuse_what_holds_a_module
 from sparse24_jax.binding.transform import sparse_function
 from sparse24_jax.integration import linen as linen_door
 from sparse24_jax.integration import nnx as nnx_door
@@ -85,6 +86,7 @@ def sparsify(
   if isinstance(model, nnx.Module):
     return nnx_door.sparsify(model, recipe, phase=phase, rngs=rngs)
   if callable(model) and not isinstance(model, type):
+    refuse_what_holds_a_module('model', model)
     _refuse_a_module(model, recipe)
     return sparse_function(model, recipe, phase=phase)
   raise ValueError(
@@ -129,10 +131,10 @@ def sparse_variables(
     params: the parameters, a nested dictionary (linen) or an `nnx.State`. Where a forward of yours reads weights of an
       nnx module, experts in one array say, give `nnx.to_pure_dict(nnx.state(model, nnx.Param))`.
     opt_state: an optimizer state that holds a `sparse_training` state for them, of the same step: its masks are those
-      of the weights that step left. With others a call outside of jit warns once, as far as `sparse_training` tells
-      them apart; for an average of weights that is as it should be. None chooses masks from `params` as
-      they are: for a trainer whose loss sees parameters only, and whose optimizer is a plain one. They cannot be stale;
-      soft thresholds, which keep a scale of the start, and moving topologies need the state.
+      of the weights that step left. With others a call outside of jit warns, once for each place in a program, as far
+      as `sparse_training` tells them apart; for an average of weights that is as it should be. None chooses masks from
+      `params` as they are: for a trainer whose loss sees parameters only, and whose optimizer is a plain one. They
+      cannot be stale; soft thresholds, which keep a scale of the start, and moving topologies need the state.
     recipe: the recipe of that state.
     phase: that of the model, see `sparsify`; in `'dense'` there is nothing to hand over but, for nnx, which phase it
       is: a model that was made for the other one is an error in `nnx.update`. Of an nnx model that `sparsify` did not

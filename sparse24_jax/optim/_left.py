@@ -2,9 +2,13 @@
 
 Masks are chosen from the weights as `sparse_training` leaves them. What changes its updates behind it, or the
 parameters between two steps, makes them masks of other weights, without an error. So a state keeps for a few weights
-the sum of some entries as it expects them next, and for how many steps in a row it was another. A step reads about
+sums of some entries as it expects them next, and for how many steps in a row they were others. A step reads about
 a thousand entries of each, some of every stacked matrix, and nothing waits for the outcome: whoever reads the state
 outside of it finds it.
+
+The first sum has entries as they are, and shows the smallest change. In the others each entry has a random sign. The
+square of such a sum of changes is on average the sum of their squares (Alon, Matias and Szegedy, 1996), so they show
+how far weights are from those that were left, be it by changes that cancel in a plain sum, as those of a run do.
 
 Not all is seen. Of many weights eight are looked at. A change below the tolerance for rounding is none: with bfloat16
 parameters most updates are below a weight's own rounding, and so is what a small factor behind makes of them.
@@ -24,6 +28,7 @@ import numpy as np
 
 from pallas_kernels._program import one_program
 from sparse24_jax.fingerprint import factors, first_of_all_kinds, sample
+from sparse24_jax.layout import NEW_STATE
 from sparse24_jax.optim._identity import is_known
 from sparse24_jax.optim._weights import is_leaf
 from sparse24_jax.projection import Projection, SoftThreshold
@@ -36,15 +41,13 @@ _STEPS = 2
 # What `missed` is, for ever, after a step that was to choose masks and was told not to, and after one that was given
 # weights which are others altogether.
 _WITHOUT_MASKS, _OTHERS, _MOST_MISSED = 1e6, 2e6, 1000.0
-# Ours: by which share of the entries' size two sums of such weights differ. No cast does that, nor one to 8 bits.
-_FAR = 1e-2
+# Ours: by which share of their size such weights differ. No cast does that, nor one to 8 bits.
+_FAR = 0.1
+# Ours: how many sums of a weight. They tell a distance, as a share of the weight's size, to a fifth.
+SUMS = 32
 _PUT_IT_INSIDE = (
   'If something behind sparse_training changes the updates, a learning rate say, or something changes the parameters'
   ' between steps, put it inside, sparse_training(optax.chain(optimizer, what_changes_updates), recipe)'
-)
-_NEW_STATE = (
-  'a state of them, new = tx.init(params). To keep the moments, give its state of sparse_training those of the old one,'
-  ' new._replace(inner_state=old.inner_state); in optax.chain(clip, sparse_training(...)) these are new[1] and old[1]'
 )
 _most = contextvars.ContextVar('most', default=_WEIGHTS)
 
@@ -53,8 +56,9 @@ class Left(NamedTuple):
   """What the next step is to be given.
 
   Attributes:
-    sums: float32, of some entries, for each of a few weights.
-    missed: float32, for how many steps in a row each was another.
+    sums: float32 `[weights x SUMS]`, of some entries of each of a few weights. It has one axis, since what has two is
+      divided by who divides weights.
+    missed: float32 `[weights]`, for how many steps in a row each was another.
   """
 
   sums: Array
@@ -97,21 +101,32 @@ def _paired(projections: Any, tree: Any) -> list[tuple[Projection, Any]]:
 
 @one_program()
 def sums(sampled: Sequence[Array]) -> Array:
-  """One number for each weight; one in all if there is none, as Orbax saves no empty array."""
-  if not sampled:
-    return jnp.zeros(1, jnp.float32)
-  return jnp.stack([jnp.sum(w.astype(jnp.float32) * factors(w.shape)) for w in sampled])
+  """`[weights x SUMS]`; zeros as of one weight if there is none, as Orbax saves no empty array."""
+  return jnp.concatenate([_sums(w) for w in sampled] or [jnp.zeros(SUMS, jnp.float32)])
+
+
+def _weighted(w: Array) -> Array:
+  return w.astype(jnp.float32) * factors(w.shape)
+
+
+def _sums(w: Array) -> Array:
+  """The sum of some entries, and those in which each has the sign of its place along each axis."""
+  signed, rng = _weighted(w)[None], np.random.default_rng(0)
+  for axis, n in enumerate(w.shape):
+    signs = rng.choice(np.float32([-1, 1]), (SUMS, n))
+    signs[0] = 1
+    signed *= np.expand_dims(signs, tuple(1 + i for i in range(w.ndim) if i != axis))
+  return jnp.sum(signed, axis=range(1, 1 + w.ndim))
 
 
 def at_start(sampled: Sequence[Array]) -> Left:
   """What a new state holds, before its first update."""
-  found = sums(sampled)
-  return Left(found, jnp.zeros_like(found))
+  return Left(sums(sampled), jnp.zeros(max(len(sampled), 1), jnp.float32))
 
 
 @one_program()
 def given(left: Left, sampled: Sequence[Array], refused: Array | bool = False) -> Left:
-  """The sums of what a step is given, and for how many steps in a row they were not those that were left.
+  """What a state knows once a step is given weights: for how many steps in a row they were not those that were left.
 
   Args:
     left: by the step before.
@@ -120,12 +135,14 @@ def given(left: Left, sampled: Sequence[Array], refused: Array | bool = False) -
   """
   if not sampled:
     return left
-  found, sizes = sums(sampled), sums([jnp.abs(w) for w in sampled])
-  apart = jnp.abs(found - left.sums)
-  far = apart > sizes * np.array([_rounding(w) for w in sampled], np.float32)
+  found, before = (each.reshape(-1, SUMS) for each in (sums(sampled), left.sums))
+  changes, sizes = found - before, jnp.stack([jnp.sum(jnp.abs(_weighted(w))) for w in sampled])
+  far = jnp.abs(changes[:, 0]) > sizes * np.array([_rounding(w) for w in sampled], np.float32)
   missed = jnp.where(far, jnp.minimum(left.missed + 1, _MOST_MISSED), 0.0)
-  missed = jnp.where((apart > sizes * _FAR) & refused, _OTHERS, missed)
-  return Left(found, jnp.where(left.missed > _MOST_MISSED, left.missed, missed))
+  moved, squares = (jnp.mean(jnp.square(each[:, 1:]), axis=1) for each in (changes, found))
+  others = moved > squares * _FAR**2
+  missed = jnp.where(others & refused, _OTHERS, missed)
+  return left._replace(missed=jnp.where(left.missed > _MOST_MISSED, left.missed, missed))
 
 
 def without_masks(left: Left, due: Array) -> Left:
@@ -162,7 +179,7 @@ def check_left(state: Any, *, wait: bool = True) -> None:
     raise ValueError(
       f'{path}: update was given other weights than the update, or the init, before had left. Masks, scales and moments'
       ' are of those: restore parameters and optimizer state of one step. For weights that are loaded or set make'
-      f' {_NEW_STATE}. {_PUT_IT_INSIDE}'
+      f' {NEW_STATE}. {_PUT_IT_INSIDE}'
     )
   if steps.max() > _MOST_MISSED:
     raise ValueError(
@@ -172,7 +189,7 @@ def check_left(state: Any, *, wait: bool = True) -> None:
   raise ValueError(
     f'{path}: {int(steps.max())} steps in a row, update was given other weights than the update before had left. Masks'
     f' are chosen from those that sparse_training leaves: they belong to weights that are not trained. {_PUT_IT_INSIDE}'
-    f'. Then go on with the weights as they are, and {_NEW_STATE}'
+    f'. Then go on with the weights as they are, and {NEW_STATE}'
   )
 
 
@@ -186,7 +203,7 @@ def changed(state: Any, params: Any, *, wait: bool = False) -> list[str]:
   weights = [leaves[path] for path in paths]
   if not all(_is_there(x, wait=wait) for x in (*state.left, *weights)):
     return []
-  if state.left.sums.ndim != 1:
+  if state.left.missed.ndim != 1:
     return []
   stacked = tuple(state.layouts.layout_of(path, w.ndim).stacked for path, w in zip(paths, weights, strict=True))
   missed = _missed(jax.tree.map(np.asarray, state.left), weights, stacked)  # the state may lie on another device

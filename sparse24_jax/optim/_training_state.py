@@ -1,6 +1,6 @@
 """The state of `sparse_training`, and what is read from it wherever it lies in an optimizer state."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 import logging
 from typing import Any, NamedTuple
 
@@ -9,12 +9,12 @@ from jax import Array
 import jax.numpy as jnp
 
 from pallas_kernels import _dispatch
-from sparse24_jax.layout import Layouts
+from sparse24_jax.layout import Layouts, NEW_STATE
 from sparse24_jax.optim import _identity, _left
 from sparse24_jax.optim._state import find_state, states_of
 from sparse24_jax.optim._weights import unboxed
 from sparse24_jax.recipe import PhaseName, Recipe
-from sparse24_jax.rules import leaves_by_path, listed
+from sparse24_jax.rules import leaves_by_path, listed, VARIABLES
 
 # A rate in the state before the first comparison. Not NaN: whoever looks for bad numbers looks at the state.
 NOT_COMPARED = -1.0
@@ -145,17 +145,18 @@ def sparse_states(opt_state: Any) -> dict[str, Array]:
 
 
 def warn_of_other_weights(params: Any, opt_state: Any, *, wait: bool = False) -> None:
-  """Warns once, outside of jit, if these are not the parameters that the last step of the optimizer left.
+  """Warns, outside of jit, if these are not the parameters that the last step of the optimizer left.
 
-  Nothing is said of a step that is still running, unless this may `wait` for it.
+  Once for each place in a program: where an average is evaluated it is meant, and elsewhere it may not be. Nothing is
+  said of a step that is still running, unless this may `wait` for it.
   """
   state = find_state(opt_state, SparseTrainingState, 'sparse_training')
-  if found := _left.changed(state, unboxed(params), wait=wait):
+  if found := _left.changed(state._replace(left=unboxed(state.left)), unboxed(params), wait=wait):
     _dispatch.log_once(
       f'{listed(found)}: the masks of opt_state are those of other weights than params. Give both'
       ' of the same step; for weights that were loaded or set, make the state of them, tx.init(params), or give'
       ' opt_state=None, which chooses masks from them. An average of weights may have the masks of the last step',
-      'sparse24_jax', logging.WARNING,
+      'sparse24_jax', logging.WARNING, _dispatch.lines_of_calls(),
     )  # fmt: skip
 
 
@@ -183,6 +184,32 @@ def require_made_for(recipe: Recipe, opt_state: Any, *, phase: PhaseName | None 
   """
   state = find_state(opt_state, SparseTrainingState, 'sparse_training')
   return require_same_recipe(recipe, state, phase) & _left.serves(unboxed(state.left))
+
+
+def require_same_weights(recipe: Recipe, wanted: Collection[str], opt_state: Any) -> None:
+  """ValueError unless a state has masks of the `wanted` weights, which the recipe makes sparse, and of no others."""
+  state = find_state(opt_state, SparseTrainingState, 'sparse_training')
+  held = [path for path, _ in leaves_by_path(state.projections)]
+  if set(held) == set(wanted):
+    return
+  absent, more = ([path for path in one if path not in other] for one, other in ((wanted, held), (held, wanted)))
+  if more and set(held) == {f'{VARIABLES}{path}' for path in wanted}:
+    hint = "it was made of a whole dictionary of variables, and these are its parameters: tx.init(variables['params'])"
+  elif more and {f'{VARIABLES}{path}' for path in held} == set(wanted):
+    hint = "params is a whole dictionary of variables: give variables['params'], as tx.init was"
+  elif absent:
+    hint = (
+      'it was made with another recipe, or for another part of the variables, as by optax.masked or multi_transform'
+      ' around sparse_training, which go inside'
+    )
+  else:
+    hint = (
+      f'this recipe leaves {listed(more)} dense. Go on with the recipe of the run; or, to train these dense from here'
+      f' on, make {NEW_STATE}'
+    )
+  raise ValueError(
+    f'recipe {recipe.name!r} makes {sorted(wanted)} sparse, the optimizer state holds states for {sorted(held)}: {hint}'
+  )
 
 
 def require_same_recipe(recipe: Recipe, state: SparseTrainingState, phase: PhaseName | None = None) -> bool | Array:

@@ -22,6 +22,7 @@ from sparse24_jax.optim._training_state import (
   map_weights,
   NOT_COMPARED,
   require_same_recipe,
+  require_same_weights,
   SparseTrainingState,
   told_to_rest,
   warn_of_forgotten_updates,
@@ -60,11 +61,11 @@ def sparse_training(
   and `project` outside of jit. Changes of other weights are not seen, nor those below the rounding of bfloat16
   parameters. Code that sets weights after every step, as nGPT normalises them, causes the same error, and where it
   makes other weights of them altogether the forward is NaN: put it inside, as a change of the updates. If the
-  weights are replaced altogether, say restored without their state, the next sparse step leaves a state that later
-  forwards refuse (with NaN under jit); `get_flip_rate` says why. A state that was once refused stays so: make another
-  by `init`. Weights that were replaced before the first step, or by ones that differ little, train for one step with
-  the masks of others; then masks are chosen anew, but links that come and go stay. Better call `init` with the weights
-  that you train.
+  weights are replaced by ones that differ by a tenth of their size, say restored without their state, the next sparse
+  step leaves a state that later forwards refuse (with NaN under jit); `get_flip_rate` says why. A state that was once
+  refused stays so: make another by `init`. Weights that were replaced before the first step, or by ones that differ
+  less, train for one step with the masks of others; then masks are chosen anew, but links that come and go stay. Better
+  call `init` with the weights that you train.
 
   It counts calls of its own update: `optax.MultiSteps` goes around it, so that it counts optimizer steps, and is
   refused inside. `optax.multi_transform`, `partition` and `masked` by which weights have different optimizers go
@@ -170,7 +171,6 @@ def sparse_training(
     searches = not rests or recipe.flip_rate == 'step'
     if throughout:  # here, as the first phase may go without its name where an optimizer only makes a state
       _dispatch.log_once(throughout, 'sparse24_jax', logging.WARNING)
-    fits = require_same_recipe(recipe, state)
     _identity.require_read(state.count, phase)
     # The inner optimizer is given what the caller has; here all arrays are as they are.
     given, boxes = params, jax.tree.structure(updates)
@@ -179,6 +179,9 @@ def sparse_training(
     warn_of_forgotten_updates(params, state)
     with _parts_are_named(params):
       projections = projections_of(params, recipe)
+    sparse = [path for path, p in leaves_by_path(projections, is_leaf=is_leaf) if isinstance(p, Projection)]
+    require_same_weights(recipe, sparse, state)
+    fits = require_same_recipe(recipe, state)
     params = named('weights' if phase == 'sparse' else 'dense weights', projections, params)
     updates = named('gradients', projections, updates) if phase == 'sparse' else updates
     sampled = _left.samples(projections, params)

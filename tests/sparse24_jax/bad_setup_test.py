@@ -18,6 +18,12 @@ STE = s24.recipes.ste('mlp/.*')
 FST = s24.recipes.transposable_srste('mlp/.*', masked_decay=0.1)
 SGD = optax.sgd(0.1)
 STATE = jax.jit(s24.sparse_training(SGD, STE).init)(PARAMS)
+BOTH = {'mlp': {'up': {'kernel': UP}, 'down': {'kernel': UP.T}}}
+MORE_DENSE, ANYWHERE = STE.with_dense('.*/down/.*'), s24.recipes.ste('.*mlp/.*')
+OF_BOTH, LESS = (jax.jit(s24.sparse_training(SGD, recipe).init)(BOTH) for recipe in (STE, MORE_DENSE))
+OF_PARAMS, OF_ALL = (
+  jax.jit(s24.sparse_training(SGD, ANYWHERE).init)(tree) for tree in (PARAMS, {'params': PARAMS})
+)
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -33,6 +39,15 @@ class Held(dict):
 
   def __call__(self, x):
     return x @ self['mlp']['up']['kernel']
+
+
+class Around:
+  """A model as the Flax ones of `transformers` are."""
+
+  module, params = nn.Dense(8), PARAMS
+
+  def __call__(self, x):
+    return self.module.apply({'params': self.params}, x)
 
 
 def shaped(*shape):
@@ -89,6 +104,15 @@ SPARSE_TRAINING = (
   ('unknown_distribution', lambda: s24.layer_densities(0.5, {'w': (8, 8)}, 'even'), "distribution='even': known are"),
   ('other_params_than_at_init', lambda: s24.sparse_training(SGD, STE).update(shaped(8, 8), STATE, shaped(8, 8)),
    'Dict key mismatch|key'),
+  ('update_under_a_recipe_that_leaves_more_dense',
+   lambda: s24.sparse_training(SGD, MORE_DENSE).update(BOTH, OF_BOTH, BOTH),
+   r'this recipe leaves mlp/down/kernel dense\. Go on with the recipe of the run; or, .* new = tx\.init\(params\)'),
+  ('update_under_a_recipe_that_leaves_fewer_dense', lambda: s24.sparse_training(SGD, STE).update(BOTH, LESS, BOTH),
+   r"holds states for \['mlp/up/kernel'\]: it was made with another recipe"),
+  ('init_of_whole_variables', lambda: init(STE, {'params': PARAMS}),
+   r"weights are \['params/head/kernel'.*whole dictionary of variables: give .*variables\['params'\]$"),
+  ('update_with_a_state_of_whole_variables', lambda: s24.sparse_training(SGD, ANYWHERE).update(PARAMS, OF_ALL, PARAMS),
+   r"made of a whole dictionary of variables, and these are its parameters: tx\.init\(variables\['params'\]\)"),
 )  # fmt: skip
 
 RECIPES = (
@@ -149,6 +173,12 @@ OTHERS = (
   ('project_of_unknown_phase', lambda: s24.project(PARAMS, STATE, STE, phase='eval'), r"phase='eval': known are"),
   ('project_with_a_foreign_recipe', lambda: s24.project(PARAMS, STATE, s24.recipes.ste('.*')),
    r"makes \['head/kernel', 'mlp/up/kernel'\] sparse.*states for \['mlp/up/kernel'\].*another recipe"),
+  ('project_under_a_recipe_that_leaves_more_dense', lambda: s24.project(BOTH, OF_BOTH, MORE_DENSE),
+   'this recipe leaves mlp/down/kernel dense. Go on with the recipe of the run'),
+  ('variables_of_whole_variables', lambda: s24.sparse_variables({'params': PARAMS}, OF_PARAMS, ANYWHERE),
+   r"params is a whole dictionary of variables: give variables\['params'\], as tx\.init was"),
+  ('variables_with_a_state_of_whole_variables', lambda: s24.sparse_variables(PARAMS, OF_ALL, ANYWHERE),
+   r"made of a whole dictionary of variables, and these are its parameters: tx\.init\(variables\['params'\]\)"),
   ('project_with_another_projection', lambda: s24.project(PARAMS, STATE, s24.recipes.s_ste('mlp/.*')),
    r"mlp/up/kernel: its state was made by projection 'magnitude 2:4', and the recipe has 'soft_threshold'"),
   ('variables_with_another_projection', lambda: s24.sparse_variables(PARAMS, STATE, s24.recipes.s_ste('mlp/.*')),
@@ -180,6 +210,9 @@ SPARSIFY = (
   ('number', lambda: s24.sparsify(3, STE), r'flax\.linen\.Module or a flax\.nnx\.Module, found int'),
   ('module_that_holds_its_weights', lambda: s24.sparsify(Held(PARAMS), STE),
    r"model is a Held that holds the weights \['mlp/up/kernel'\] itself: .*Equinox: .* = eqx.partition\(model"),
+  ('object_around_a_module', lambda: s24.sparsify(Around(), STE),
+   r'model is a Around, which holds a module and its parameters: give its module, model\.module, and .*model\.params'),
+  ('bind_of_an_object_around_a_module', lambda: s24.bind(STE, Around(), PARAMS, X), r'f is a Around, .*f\.module'),
   ('recipe_first', lambda: s24.sparsify(STE, nnx.Linear(8, 8, rngs=nnx.Rngs(0))),
    r'^recipe must be a Recipe, as .* make, found Linear: arguments in another order\?$'),
   ('class_instead_of_model', lambda: s24.sparsify(nn.Dense, STE), 'found type'),

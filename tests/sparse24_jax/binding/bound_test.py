@@ -1,6 +1,7 @@
 """What `bind` finds in a function, and what it refuses."""
 
 import functools
+import inspect
 import math
 from unittest import mock
 
@@ -59,6 +60,13 @@ def _of_three(p, x):
 
 
 class BindTest(parameterized.TestCase):
+
+  def test_a_matmul_in_functions_of_jax_alone_has_the_line_of_their_call(self):
+    def f(p, x):
+      return jax.lax.scan(lambda x, w: (jax.jit(jnp.dot)(x, w), None), x, p['w'])[0]
+
+    uses = s24.bind(STE, f, {'w': jnp.ones((3, 8, 8))}, jnp.ones((4, 8)))['w'].uses
+    self.assertRegex(uses[0].source, rf'bound_test.py:{inspect.getsourcelines(f)[1] + 1}\b')
 
   @parameterized.parameters(*CASES)
   def test_layouts(self, name):

@@ -45,6 +45,7 @@ class CheckTest(parameterized.TestCase):
     self.assertTrue(checked.ok)
     self.assertEqual([w.pruned for w in checked.weights], [0.5, 0.5])
     self.assertGreater(min(w.reached for w in checked.weights), 0.4)
+    self.assertIn('\nzeros: share of the entries that are pruned; gradient: share of these that a', str(checked))
     frozen = s24.check(s24.recipes.ste('.*'), lambda p, x: f(jax.lax.stop_gradient(p), x), params, x)
     self.assertFalse(frozen.ok)
     self.assertIn('no gradient reaches it at all: it is frozen', str(frozen))
@@ -70,6 +71,7 @@ class CheckTest(parameterized.TestCase):
     checked = s24.check(s24.recipes.ste('query'), f, *shapes)
     self.assertEqual([w.weight.layout.describe() for w in checked.weights], ['in 0, out 1 2'])
     self.assertEqual((checked.dense, checked.weights[0].pruned), (('out',), None))
+    self.assertNotIn('share of', str(checked))
 
   def test_every_problem_is_listed(self):
     params = {'w': jnp.ones((16, 8)), 'v': jnp.ones((6, 8)), 'fine': jnp.ones((8, 8))}

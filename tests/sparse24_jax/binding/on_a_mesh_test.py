@@ -18,6 +18,7 @@ import pytest
 import sparse24_jax as s24
 from sparse24_jax.binding.origin import MADE_OF
 from sparse24_jax.integration.nnx_states import ATTRIBUTE
+from sparse24_jax.optim import _left
 
 LAYERS, D, HIDDEN = 2, 256, 1024
 UP, DOWN = r'layers(/\d)?/up(/kernel)?', r'layers(/\d)?/down(/kernel)?'
@@ -140,7 +141,7 @@ def exchanged(name, layout, *, stacked, devices, params_of=own_arrays):
 
 
 def check(name, layout, *, stacked, devices, params_of=own_arrays):
-  """AssertionError unless all exchanges are sums of counts and scales: a number, or one a layer.
+  """AssertionError unless all exchanges are sums: of counts and scales, a number or one a layer, and those of `_left`.
 
   More devices than `optim._left` samples along an axis hand each other the rows, or columns, that it looks at, one of a
   layer each.
@@ -151,7 +152,7 @@ def check(name, layout, *, stacked, devices, params_of=own_arrays):
   row = rf'{lead}(1,\d+|\d+,1)'
   for kind, shapes in found:
     sampled = kind == 'collective-permute' and devices > 32 and all(re.fullmatch(row, shape) for shape in shapes)
-    sums = kind == 'all-reduce' and set(shapes) <= {'', str(LAYERS)}
+    sums = kind == 'all-reduce' and set(shapes) <= {'', str(LAYERS), str(_left.SUMS)}
     assert sampled or sums, (name, layout, stacked, kind, shapes)
 
 

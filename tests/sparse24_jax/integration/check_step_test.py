@@ -128,6 +128,14 @@ class CheckStepTest(parameterized.TestCase):
     self.assertRegex(lines[2], '^Apply what sparsify returned, with')  # once
     self.assertLen(lines, 3)
 
+  def test_a_matmul_in_functions_of_jax_alone_has_the_line_of_their_call(self):
+    def f(p, x):
+      return jax.lax.scan(lambda x, w: (jax.jit(jnp.dot)(x, w), None), x, p['up'])[0].sum()
+
+    step, tx = step_of(s24.recipes.ste('up'), 'plain', loss=f)
+    with self.assertRaisesRegex(ValueError, rf'dense at \S*check_step_test.py:{inspect.getsourcelines(f)[1] + 1}\b'):
+      s24.check_step(step, params_of(), tx.init(params_of()), X)
+
   def test_a_dense_end_reads_weights_dense_by_design(self):
     """The first thing to say of it: not that it is dense, but that there is nothing to check."""
     for recipe in (RECIPES['fst'], s24.recipes.dense('.*', watch=s24.magnitude())):

@@ -130,6 +130,19 @@ class ProjectTest(parameterized.TestCase):
       s24.project(other, state, recipe)
     self.assertRegex(logged.output[-1], 'kernel: the masks of opt_state are those of other weights .* of the same step')
 
+  def test_an_average_that_is_evaluated_hides_no_mistake_elsewhere(self):
+    recipe, params, average = s24.recipes.ste('head/kernel'), {'head': layer(3)}, {'head': layer(4)}
+    state = jax.block_until_ready(opt_state(recipe, params))
+
+    def evaluate(params):
+      return s24.project(params, state, recipe)
+
+    with self.assertLogs('sparse24_jax', 'WARNING') as logged:
+      for _ in range(3):
+        evaluate(average)
+      evaluate(average)  # the mistake
+    self.assertLen(logged.output, 2)
+
   def test_weights_that_are_still_computed_are_waited_for(self):
     recipe, params = s24.recipes.ste('head/kernel'), {'head': layer(3)}
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
+import pytest
 
 import sparse24_jax as s24
 
@@ -137,6 +138,21 @@ class RestoredTest(absltest.TestCase):
     module = importlib.import_module('sparse24_jax.integration.sparsify')
     with mock.patch.dict(vars(module)):  # others hold what it had
       importlib.reload(module)
+
+  def test_by_the_serialization_of_flax_in_modules_of_equinox(self):
+    eqx = pytest.importorskip('equinox')
+    model = eqx.nn.MLP(16, 16, 16, 1, key=jax.random.key(0))
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+    recipe = s24.bind(s24.recipes.ste('.*weight'), lambda p, x: eqx.combine(p, static)(x), params, jnp.ones(16))
+    tx = s24.sparse_training(optax.sgd(0.1), recipe)
+    state = tx.init(params)
+    with self.assertRaisesRegex(TypeError, "can not serialize 'MLP' object"):
+      serialization.to_bytes(state)
+    saved = serialization.to_bytes(jax.tree.leaves((params, state)))
+    target, structure = jax.tree.flatten((params, tx.init(jax.tree.map(jnp.zeros_like, params))))
+    found = jax.tree.unflatten(structure, serialization.from_bytes(target, saved))
+    jax.tree.map(np.testing.assert_array_equal, found, (params, state))
+    s24.sparse_variables(*found, recipe)
 
   def test_by_the_serialization_of_flax(self):
     """It knows no static nodes by itself."""

@@ -33,6 +33,14 @@ class Stacked(nnx.Module):
     return nnx.scan(lambda layer, x: layer(x), in_axes=(0, nnx.Carry), out_axes=nnx.Carry)(self.h, x)
 
 
+class Rematted(Stacked):
+  """Each layer hands its variables back from a checkpoint, and the scan stacks them again."""
+
+  def __call__(self, x):
+    layer = nnx.remat(lambda layer, x: layer(x))
+    return nnx.scan(layer, in_axes=(0, nnx.Carry), out_axes=nnx.Carry)(self.h, x)
+
+
 class Stateful(nnx.Module):
   def __init__(self, rngs):
     self.linear = nnx.Linear(16, 16, rngs=rngs)
@@ -69,6 +77,7 @@ LAYOUTS = {
   'linear': (lambda rngs: nnx.Linear(16, 16, rngs=rngs), {'kernel': 'in 0, out 1'}),
   'layer': (Layer, {'mix/kernel': 'in 0 1, out 2', 'up/kernel': 'in 0, out 1 2'}),
   'stacked': (Stacked, {'h/mix/kernel': 'stacked 0, in 1 2, out 3', 'h/up/kernel': 'stacked 0, in 1, out 2 3'}),
+  'rematted': (Rematted, {'h/mix/kernel': 'stacked 0, in 1 2, out 3', 'h/up/kernel': 'stacked 0, in 1, out 2 3'}),
   'bridged': (bridged, {'kernel': 'in 0, out 1'}),
   'attention': (
     attention, {'out/kernel': 'in 0 1, out 2'} | {f'{n}/kernel': 'in 0, out 1 2' for n in ('key', 'query', 'value')},
@@ -78,7 +87,7 @@ LAYOUTS = {
 
 class AnyLayerTest(parameterized.TestCase):
 
-  @parameterized.parameters('layer', 'bridged', 'attention', 'stacked', 'linear')
+  @parameterized.parameters('layer', 'rematted', 'bridged', 'attention', 'stacked', 'linear')
   @pytest.mark.few(2)
   def test_values_and_gradients_are_those_of_projected_weights(self, name):
     make, layouts = LAYOUTS[name]

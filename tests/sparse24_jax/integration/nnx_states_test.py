@@ -166,6 +166,15 @@ class StatesTest(parameterized.TestCase):
     self.assertLen(logged.output, 1)
     self.assertRegex(logged.output[0], r'kernel: the masks of opt_state are those of other weights .* of the same step')
 
+  def test_masks_in_the_boxes_of_an_optimizer_of_nnx(self):
+    model, other = (linear(nnx.Rngs(seed)) for seed in (0, 1))
+    optimizer = nnx.Optimizer(model, s24.sparse_training(optax.sgd(1.0), STE), wrt=nnx.Param)
+    with self.assertNoLogs('sparse24_jax', 'WARNING'):
+      s24.sparse_variables(nnx.state(model, nnx.Param), optimizer.opt_state, STE)
+    with self.assertLogs('sparse24_jax', 'WARNING') as logged:
+      s24.sparse_variables(nnx.state(other, nnx.Param), optimizer.opt_state, STE)
+    self.assertRegex(logged.output[0], r'kernel: the masks of opt_state are those of other weights')
+
   @parameterized.parameters(
     (PACKED, None, None), (PACKED, True, None), (WAITING, True, False),
     (s24.recipes.rigl('kernel', density=0.5, total_steps=1000), True, False),

@@ -182,6 +182,28 @@ class LeftTest(parameterized.TestCase):
     else:
       s24.get_flip_rate(state)
 
+  def test_weights_of_another_step_of_the_run(self):
+    """The differences are of both signs, and their sum is about none."""
+    tx = wrapped()
+    before, _ = trained(tx, params_of(), steps=4)
+    _, state = trained(tx, params_of(), steps=12)
+    _, state = jit(tx.update)(grads_of(before, 0), state, before)
+    self.assertTrue(jnp.isnan(jax.jit(lambda p, s: project(p, s, STE))(before, state)['mlp']['up']).all())
+    with self.assertRaisesRegex(ValueError, r'mlp/\w+: update was given other .* restore .* of one step'):
+      s24.get_flip_rate(state)
+
+  @parameterized.parameters('bfloat16', 'float16', 'float8_e4m3fn', 'float8_e5m2')
+  @pytest.mark.few(2)
+  def test_weights_that_were_stored_in_fewer_bits_are_those_of_the_step(self, dtype):
+    def between(params, i):
+      return jax.tree.map(lambda w: w.astype(dtype).astype(w.dtype), params) if i == 3 else params
+
+    tx = wrapped()
+    params, state = trained(tx, params_of(), between=between)
+    _, state = jit(tx.update)(grads_of(params, 0), state, params)
+    s24.get_flip_rate(state)
+    self.assertFalse(jnp.isnan(jax.jit(lambda p, s: project(p, s, STE))(params, state)['mlp']['up']).any())
+
   @parameterized.parameters(1, 3)
   def test_weights_that_are_loaded_after_the_start_do_not_wait_for_a_refresh(self, steps):
     """A pre-trained model was trained under the masks of random weights, 39 steps with FST."""
@@ -234,7 +256,7 @@ class LeftTest(parameterized.TestCase):
   def test_a_few_of_many_weights(self):
     params = {f'h_{i}': {'mlp': jnp.ones((40, 100))} for i in range(20)}
     left = s24.sparse_training(optax.sgd(0.1), s24.recipes.ste('.*')).init(params).left
-    np.testing.assert_allclose(left.sums, [32 * 32] * 8, rtol=0.02)  # of factors about 1
+    np.testing.assert_allclose(left.sums[:: _left.SUMS], [32 * 32] * 8, rtol=0.02)  # of factors about 1
 
   @parameterized.parameters(
     ((4096, 11008), 1024), ((32, 32, 64, 64), 1024), ((4099, 4099), 1024), ((12, 4099), 1024), ((8, 6), 48),
