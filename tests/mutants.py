@@ -130,6 +130,8 @@ MUTANTS = _of(
   ('a step of a dense end is told apart', 'optim/sparse_training.py',
    "'weights' if phase == 'sparse' else 'dense weights'", "'weights'",
    'integration/check_step_test.py', 'dense_by_design'),
+  ('a dense step without a search reads no masks', 'optim/sparse_training.py', 'searches = not rests or',
+   'searches = True or', 'integration/dense_phase_test.py', 'that_of_dense'),
   ('swapped arguments are told', 'binding/tracing.py', 'any(_holds_weights(recipe, other) for other in args)', 'False',
    'binding/check_test.py', 'another_order'),
   ('a missing argument is told', 'recipes/_registry.py', 'if name not in (*list(known)',
