@@ -94,6 +94,12 @@ class ProgramsTest(absltest.TestCase):
         self.assertEqual(a.path, b.path)
       self.assertEqual((sampled.phases, sampled.refresh_every), (exact.phases, exact.refresh_every))
 
+  def test_what_has_no_masks_is_one_program(self):
+    found = {name: self.made(name)[0]._refreshes for name in ('dense', 'fst', 's_ste_fp8', 's_ste_fp8_all')}
+    self.assertEqual(
+      found, {'dense': (None,), 'fst': (False, True), 's_ste_fp8': (False,), 's_ste_fp8_all': (False,)}
+    )
+
   @pytest.mark.slow
   def test_a_dense_step_is_that_of_optax(self):
     made, text = self.made('dense')
