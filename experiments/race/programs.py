@@ -12,6 +12,7 @@ import optax
 
 from experiments.models.layers import cross_entropy
 import sparse24_jax as s24
+from sparse24_jax.projection import SoftThreshold
 
 B1, B2, EPS, WEIGHT_DECAY, CLIP = 0.9, 0.95, 1e-8, 0.1, 1.0
 
@@ -123,8 +124,14 @@ class Programs:
 
   @property
   def _refreshes(self) -> tuple[bool | None, ...]:
-    """Values of `refresh` to compile for: if the search were part of every step, each would wait for its loop."""
-    return (False, True) if self.described and self.described.refresh_every > 1 else (None,)
+    """Values of `refresh` to compile for: if the search were part of every step, each would wait for its loop.
+
+    Soft thresholds have nothing to search, and a race reads no flip rates.
+    """
+    if self.described is None or self.described.refresh_every == 1:
+      return (None,)
+    found = [rule.policy.projection for rule in self.described.rules]
+    return (False,) if all(p is None or isinstance(p.form, SoftThreshold) for p in found) else (False, True)
 
   def step(self, phase: str, step: int) -> Any:
     """The compiled step of a phase, for a step with or without a mask search."""

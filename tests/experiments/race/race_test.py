@@ -1,5 +1,6 @@
 """Races: the search, the steps, and the program over a folder of tokens."""
 
+import collections
 import dataclasses
 import json
 import math
@@ -92,6 +93,12 @@ class ProgramsTest(absltest.TestCase):
         self.assertEqual(dataclasses.replace(b.policy, weight_grad='mvue'), a.policy)
         self.assertEqual(a.path, b.path)
       self.assertEqual((sampled.phases, sampled.refresh_every), (exact.phases, exact.refresh_every))
+
+  def test_what_has_no_masks_is_one_program(self):
+    found = {name: self.made(name)[0]._refreshes for name in ('dense', 'fst', 's_ste_fp8', 's_ste_fp8_all')}
+    self.assertEqual(
+      found, {'dense': (None,), 'fst': (False, True), 's_ste_fp8': (False,), 's_ste_fp8_all': (False,)}
+    )
 
   @pytest.mark.slow
   def test_a_dense_step_is_that_of_optax(self):
@@ -195,11 +202,30 @@ class ClockTest(absltest.TestCase):
 
     made.step.return_value = step
     with mock.patch.object(trials.time, 'perf_counter', lambda: now[0]):
-      self.assertEqual(trials.clock(made, None, search_every=5, bursts=2)['phases_ms'], {'sparse': 1000, 'dense': 1600})
+      self.assertEqual(trials.clock(made, None, search_every=5, bursts=2)['phases_ms'], {'sparse': 1000, 'dense': 2000})
       now[0] = 0.0
       found = trials.clock(made, None, search_every=5, bursts=2, warm_s=25)
     self.assertEqual(found['bursts_ms'], {'sparse': [2000, 2000], 'dense': [2000, 2000]})
     self.assertEqual(found['step_ms'], 2000)
+
+  def test_the_first_runs_of_a_program_do_not_count(self):
+    made = mock.Mock(batch=1, length=1, phases=(('sparse', 0.5), ('dense', 0.5)))
+    now, runs = [0.0], collections.Counter()
+
+    def step_of(phase, step):
+      program = phase, step % 5 == 4  # with a search or without
+
+      def run(state, *_):
+        runs[program] += 1
+        now[0] += 1.0 if runs[program] > 2 else 10.0
+        return state, 0
+
+      return run
+
+    made.step = step_of
+    with mock.patch.object(trials.time, 'perf_counter', lambda: now[0]):
+      found = trials.clock(made, None, search_every=5, bursts=2)
+    self.assertEqual(found['bursts_ms'], {'sparse': [1000, 1000], 'dense': [1000, 1000]})
 
 
 class ProgramTest(absltest.TestCase):

@@ -86,6 +86,37 @@ class RefreshTest(parameterized.TestCase):
       with self.assertRaisesRegex(ValueError, 'was told refresh=False'):
         ask()
 
+  def test_soft_thresholds_have_nothing_to_choose(self):
+    recipe = RECIPES['s_ste']
+    tx, step = _stepper(recipe)
+    programs = {refresh: quick.jit(step, static_argnums=0) for refresh in (None, False)}
+    ends, rates = {}, []
+    for told, program in programs.items():
+      params = _params()
+      state = tx.init(params)
+      for i in range(5):  # the third would measure a flip rate
+        params, state = program(told, params, state, _grads(i))
+      ends[told] = params, s24.sparse_variables(params, jax.block_until_ready(state), recipe)
+      rates.append(s24.get_flip_rate(state).overall.item())
+    jax.tree.map(np.testing.assert_array_equal, ends[None], ends[False])
+    np.testing.assert_equal([math.isnan(rate) for rate in rates], [False, True])
+    params, state = programs[None](None, params, state, _grads(5))
+    measured = s24.get_flip_rate(state).overall.item()
+    for i in range(3):
+      params, state = programs[False](False, params, state, _grads(i))
+    self.assertEqual(s24.get_flip_rate(state).overall.item(), measured)
+
+  def test_one_weight_with_a_mask_is_enough_for_an_error(self):
+    soft, masked = s24.DotPolicy(s24.soft_threshold_projection()), s24.DotPolicy(s24.magnitude())
+    recipe = s24.Recipe('both', (s24.Rule('mlp/.*', soft), s24.Rule('head', masked)), refresh_every=3)
+    tx, step = _stepper(recipe)
+    params = _params()
+    state = tx.init(params)
+    for i in range(3):
+      params, state = step(False, params, state, _grads(i))
+    with self.assertRaisesRegex(ValueError, 'was told refresh=False'):
+      s24.get_flip_rate(state)
+
   @parameterized.parameters(1, 'no', np.True_)
   def test_what_is_no_python_value(self, refresh):
     tx, step = _stepper(RECIPES['s_ste'])
