@@ -1,7 +1,7 @@
 """Choices that a type names, looked at where a value is made."""
 
 import dataclasses
-from typing import Any, get_args, get_origin, Literal
+from typing import Any, get_args, get_origin, get_type_hints, Literal
 
 
 def check_choices(data: Any) -> None:
@@ -14,8 +14,10 @@ def check_choices(data: Any) -> None:
   Traceback (most recent call last):
   ValueError: to='up': known are [None, 'left', 'right']
   """
+  types = get_type_hints(type(data))
   for field in dataclasses.fields(data):
-    hints = (field.type,) if get_origin(field.type) is Literal else get_args(field.type)
+    type_ = types[field.name]
+    hints = (type_,) if get_origin(type_) is Literal else get_args(type_)
     known = [choice for hint in hints if get_origin(hint) is Literal for choice in get_args(hint)]
     known = [None, *known] if known and type(None) in hints else known
     value = getattr(data, field.name)

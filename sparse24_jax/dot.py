@@ -90,7 +90,7 @@ def dot_at(
   # A custom_vjp must return cotangents that vary over the mesh axes of its arguments and no others: under shard_map,
   # say so here that a replicated weight meets tokens that are not, and let JAX sum its gradient.
   axes = frozenset().union(*map(varying_axes, jax.tree.leaves((x, w, state, key))))
-  if plan.backends.weight_grad is not None:
+  if plan.served('weight_grad'):
     # Where types say how arrays are divided: its gradient is made on every device, and JAX takes the part it wants.
     w = _partitioning.whole(w)
   x, w, where = vary_over(x, axes), vary_over(w, axes), what_is_sampled()

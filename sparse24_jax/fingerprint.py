@@ -60,14 +60,15 @@ def factors(shape: tuple[int, ...]) -> np.ndarray:
 def sample(w: Array, stacked: Sequence[int]) -> Array:
   """Entries equally far apart: shards slice their own, while looking entries up would gather the weight.
 
-  No stacked axis is left out, since a single expert or layer may be what changes.
+  No stacked axis is left out, since a single expert or layer may be what changes. Which entries these are does not
+  depend on the mesh, so that a state may move to another one.
   """
   return entries(w, counts_of(w, stacked))
 
 
 def counts_of(w: Array, stacked: Sequence[int]) -> tuple[int, ...]:
-  """How many entries `sample` reads along each axis of a weight that is divided as this one."""
-  return tuple(_counts(w.shape, _shards(w), stacked))
+  """How many entries `sample` reads along each axis."""
+  return tuple(_counts(w.shape, stacked))
 
 
 def entries(w: Array, counts: Sequence[int]) -> Array:
@@ -81,7 +82,7 @@ def entries(w: Array, counts: Sequence[int]) -> Array:
 
   if all(k % shards == 0 for k, shards in zip(counts, _shards(w), strict=True)):
     return some(w)
-  # Counts of a weight that was divided otherwise: the compiler finds out who has which entry.
+  # A mesh that divides a weight into other than so many parts: the compiler finds out who has which entry.
   of_all: Any = jax.sharding.auto_axes(some, out_sharding=jax.NamedSharding(jax.typeof(w).sharding.mesh, jax.P()))
   return of_all(w)
 
@@ -94,26 +95,26 @@ def _shards(w: Array) -> list[int]:
   return [n // m for n, m in zip(w.shape, sharding.shard_shape(w.shape), strict=True)]
 
 
-def _counts(shape: Sequence[int], shards: Sequence[int], stacked: Sequence[int]) -> list[int]:
-  """How many entries to read along each axis: as many of each of its shards, and all along one that is stacked.
+def _counts(shape: Sequence[int], stacked: Sequence[int]) -> list[int]:
+  """How many entries to read along each axis: all along one that is stacked.
 
-  Powers of two that divide an axis, since by those a mesh splits it that is not known here. Where these give too few,
-  powers of two that leave its last entries out.
+  Powers of two that divide an axis, since by those most meshes split it. Where these give too few, powers of two that
+  leave its last entries out.
 
-  >>> _counts((4096, 11008), (1, 1), ()), _counts((6, 64, 64), (1, 1, 1), (0,)), _counts((4099, 4099), (1, 1), ())
+  >>> _counts((4096, 11008), ()), _counts((6, 64, 64), (0,)), _counts((4099, 4099), ())
   ([32, 32], [6, 8, 16], [32, 32])
   """
   if math.prod(shape) <= _ENTRIES:
     return list(shape)
-  counts = [n if axis in stacked else shards[axis] for axis, n in enumerate(shape)]
+  counts = [n if axis in stacked else 1 for axis, n in enumerate(shape)]
   entries = max(_ENTRIES, _OF_EACH * math.prod(shape[axis] for axis in stacked))
   few = max(_FEW, entries // _OF_EACH + 1)
   for even in (True, False):
     enough = entries if even or math.prod(counts) < few else 0
     while 2 * math.prod(counts) <= enough:
       free = [
-        i for i, (n, k, s) in enumerate(zip(shape, counts, shards, strict=True))
-        if n % (2 * k) == 0 or (not even and s == 1 and 2 * k <= n)
+        i for i, (n, k) in enumerate(zip(shape, counts, strict=True))
+        if n % (2 * k) == 0 or (not even and 2 * k <= n)
       ]
       if not free:
         break

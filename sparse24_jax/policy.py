@@ -31,7 +31,8 @@ class DotPolicy:
   """How the three matmuls of a linear layer are done.
 
   Attributes:
-    projection: what makes the weight sparse; None leaves the layer dense, in FP8 if `precision` says so.
+    projection: what makes the weight sparse; None leaves the layer dense, in FP8 if `precision` says so and the phase
+      is not a dense one.
     input_grad: `'sparse'` runs the input gradient with the compressed transposed weight, which takes a transposable
       projection; `'dense'` runs a dense matmul. The numbers are the same.
     weight_grad: `'mvue'` samples the output gradient 2:4 along tokens (needs a key and tokens in multiples of four),

@@ -17,7 +17,7 @@ from pallas_kernels.gated_activation import api as activations
 from pallas_kernels.operand import SparseOperand, to_operand
 from pallas_kernels.pack import api as pack
 from pallas_kernels.pack.reference import mask_codes, Packed
-from sparse24_jax.matmuls import matmul, multiply, Role
+from sparse24_jax.matmuls import multiply, Role
 from sparse24_jax.packing import PackedWeight
 from sparse24_jax.policy import DotPolicy
 from sparse24_jax.projection import Form, Masked, SoftThreshold, TransposableMasked
@@ -204,10 +204,6 @@ class Precision:
     """dw `[in, out]`, from the residual of x, and from what undoes the scales of the gradient and of x."""
     layout = self.residual_layout
     return multiply('weight_grad', sample, x, backend=backend, scales=factors, b_layout=layout, dtype=dtype)
-
-  def exact_weight_grad(self, dz: Array, x: Array, scale: Any, factors: tuple) -> tuple[Array, Array]:
-    """(dz as the input gradient reads it, dw), as `weight_grad` but from all of dz."""
-    return dz, matmul(x.T, dz)
 
   def bias_grad(self, dz: Rounded, dtype: Any) -> Array:
     """The sum over tokens."""

@@ -130,7 +130,8 @@ def findings(found: Sequence[RunRecord]) -> str:
   judged = claims.findings(found)
   title = 'Where these runs agree with the papers, and where not'
   if not judged:
-    return page.heading(title, 'These runs speak to none of the claims: that takes a dense and a sparse run.')
+    which = 'a dense and a sparse run, each made by train --method, compare or grid'
+    return page.heading(title, f'These runs speak to none of the claims: that takes {which}.')
   counts = {verdict: sum(f.verdict == verdict for f in judged) for verdict in ('agrees', 'disagrees', 'open')}
   lead = (
     f'Of {len(judged)} findings, the figures here agree in {counts["agrees"]}, disagree in {counts["disagrees"]}, and '

@@ -123,11 +123,14 @@ class Windows:
   def _flip_rates(self, window: list[StepMetrics]) -> list[float]:
     """Flip rates of all weights, then of each: the mean over the steps of a window, or what the last refresh found.
 
-    Links that move every so many steps flip in those steps alone: a rate a step is a mean, not that of one step.
+    Links that move every so many steps flip in those steps alone: a rate a step is a mean, not that of one step. Steps
+    before the first comparison, whose rates are below zero, do not count unless there are no others.
     """
     steps = window if self._every_step else window[-1:]
-    rates = jax.device_get([(m.flip_rate, m.flip_rates) for m in steps])
-    return np.mean([np.append(*pair) for pair in rates], axis=0, dtype=np.float64).tolist()
+    rates = np.stack([np.append(*pair) for pair in jax.device_get([(m.flip_rate, m.flip_rates) for m in steps])])
+    found = ~(rates < 0)  # a bad number counts
+    means = np.sum(rates, axis=0, where=found, dtype=np.float64) / np.maximum(found.sum(axis=0), 1)
+    return np.where(found.any(axis=0), means, rates[-1]).tolist()
 
   def _skipped(self, step: int, loss: float, norm: float) -> None:
     self.skipped_in_a_row += 1

@@ -274,7 +274,10 @@ def _bound(path: str, leaf: Any, rule: Rule, notes: Notes) -> BoundWeight | str:
   if problems:
     return f'{path} of shape {leaf.shape}: {"; ".join(problems)}. Nothing follows a weight there: {dense}'
   if not readings:
-    return f'{path} of shape {leaf.shape}: a rule matches it, and no matmul of the function contracts it: {dense}'
+    # Where it reads none of them, to leave them dense is no help.
+    closed = 'nor any other such weight: does the function close over other parameters than those that it is given?'
+    what_to_do = dense if notes.readings or notes.problems else closed
+    return f'{path} of shape {leaf.shape}: a rule matches it, and no matmul of the function contracts it: {what_to_do}'
   layout = readings[0][1].layout
   for found, reading in readings[1:]:
     if reading.layout != layout:

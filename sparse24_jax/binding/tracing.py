@@ -93,7 +93,7 @@ def as_callable(f: Any) -> Callable[..., Any]:
 def refuse_what_holds_a_module(name: str, model: Any) -> None:
   """ValueError for an object around a module and its parameters, as the Flax models of `transformers` are."""
   module = getattr(model, 'module', None)
-  if as_callable.dispatch(type(module)) is not as_callable.dispatch(object):
+  if hasattr(model, 'params') and as_callable.dispatch(type(module)) is not as_callable.dispatch(object):
     raise ValueError(
       f'{name} is a {type(model).__name__}, which holds a module and its parameters: give its module, {name}.module,'
       f' and where parameters are wanted, {name}.params. A loss calls'

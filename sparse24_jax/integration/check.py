@@ -16,6 +16,7 @@ from sparse24_jax.binding.tracing import as_callable, functional, order_is_told,
 from sparse24_jax.binding.transform import sparse_function
 from sparse24_jax.masks import verify24
 from sparse24_jax.optim import try_chain
+from sparse24_jax.policy import DotPolicy
 from sparse24_jax.recipe import Recipe
 from sparse24_jax.rules import check_groups, keep_dense, leaves_by_path, listed, match_rules
 
@@ -26,7 +27,7 @@ _BLOCKS = (
 )
 
 
-_SHARES = 'zeros: share of the entries that are pruned; gradient: share of these that a gradient reaches'
+_SHARES = 'zeros: share of the entries that are pruned; gradient: share of the pruned entries that a gradient reaches'
 _UNPACKED = 'not packed once in an optimizer step for all micro-batches, where kernels run. Here:'
 _ROUNDED = (
   'parameters of 16 bits: most updates are smaller than what they round to, and are lost. Keep parameters in float32'
@@ -271,12 +272,17 @@ def _unpacked(weights: Sequence[CheckedWeight]) -> dict[str, list[str]]:
   return found
 
 
+def _projection(policy: DotPolicy) -> str:
+  name = policy.projection.name if policy.projection else 'none'
+  return name if policy.precision == 'default' else f'{name}, {policy.precision}'
+
+
 def _row(checked: CheckedWeight, weight: BoundWeight) -> tuple[str, ...]:
   blocks = dict.fromkeys(f'{use.block} {use.role}' for use in weight.uses if use.block)
   shares = ('-' if share is None else f'{share:.0%}' for share in (checked.pruned, checked.reached))
   return (
     weight.path, ' x '.join(map(str, weight.shape)), weight.layout.describe(),
-    weight.rule.policy.projection.name if weight.rule.policy.projection else 'none',
+    _projection(weight.rule.policy),
     str(len(weight.uses)), ', '.join(dict.fromkeys(str(use.tokens) for use in weight.uses)),
     ', '.join(blocks) or '-', *shares,
   )  # fmt: skip

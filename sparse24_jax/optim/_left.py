@@ -41,7 +41,7 @@ _STEPS = 2
 # What `missed` is, for ever, after a step that was to choose masks and was told not to, and after one that was given
 # weights which are others altogether.
 _WITHOUT_MASKS, _OTHERS, _MOST_MISSED = 1e6, 2e6, 1000.0
-# Ours: by which share of their size such weights differ. No cast does that, nor one to 8 bits.
+# Ours: by which share of their size such weights differ. No cast to 16 bits does that, nor one to 8 bits with a scale.
 _FAR = 0.1
 # Ours: how many sums of a weight. They tell a distance, as a share of the weight's size, to a fifth.
 SUMS = 32

@@ -17,6 +17,7 @@ from pallas_kernels import _dispatch
 import sparse24_jax as s24
 from sparse24_jax import linear_layer
 from sparse24_jax.binding import transform
+from sparse24_jax.fingerprint import sample
 from sparse24_jax.fp8 import FP8 as FP8_PRECISION
 from sparse24_jax.packing import PackedWeight
 from sparse24_jax.precision import NATIVE, Rounded
@@ -28,6 +29,8 @@ TOKENS, D, HIDDEN = 192, 64, 128
 KEY = jax.random.key(3)
 FST = s24.DotPolicy(s24.transposable(), input_grad='sparse', weight_grad='mvue', implementation='dense')
 FP8 = s24.DotPolicy(s24.soft_threshold_projection(), weight_grad='mvue', precision='fp8', implementation='dense')
+EXACT_FP8 = dataclasses.replace(FP8, weight_grad='dense')
+DENSE_FP8 = s24.DotPolicy(precision='fp8', implementation='dense')
 
 
 def mesh(kind: str = 'Auto', shape=(4, 2)) -> Mesh:
@@ -101,6 +104,22 @@ class SampleTest(parameterized.TestCase):
     # Each device rounds its part of the sum to bfloat16.
     self.assertLess(error(dw, one_dw), 0.01)
 
+  @parameterized.parameters((EXACT_FP8, 't'), (DENSE_FP8, None))
+  @pytest.mark.few
+  def test_a_weight_that_is_divided_with_exact_gradients_in_fp8(self, policy, columns):
+    x, w, dz = normal(0, TOKENS, D), normal(1, D, HIDDEN), normal(2, TOKENS, HIDDEN)
+    state = None if policy.projection is None else policy.projection.init(w)
+
+    @jax.jit
+    def gradients(x, w, state, dz):
+      z, vjp = jax.vjp(lambda x, w: s24.dot(x, w, state, policy=policy), x, w)
+      return z, *vjp(dz)
+
+    on = mesh('Explicit')
+    found = gradients(put(x, on, 'd'), put(w, on, None, 't'), put(state, on), put(dz, on, 'd', columns))
+    for one, expected in zip(found, gradients(x, w, state, dz), strict=True):
+      self.assertLess(error(one, expected), 0.02)
+
   @pytest.mark.slow
   def test_groups_that_would_be_cut_are_gathered_and_said(self):
     """With 24 tokens on 4 devices each has 6, a group and a half."""
@@ -111,6 +130,17 @@ class SampleTest(parameterized.TestCase):
       found = f(put(dz, on, 'd'), put(x, on, 'd'))
     self.assertRegex(logs.output[0], r"kernel_weight_grad: axes \['d'\] .* 'k', which is gathered: its 6 units")
     np.testing.assert_array_equal(np.asarray(found), np.asarray(f(dz, x)))
+
+
+class EntriesTest(parameterized.TestCase):
+
+  @parameterized.parameters(2, 3, 6, 8)
+  def test_a_state_may_move_to_another_mesh(self, parts):
+    """What tells weights of one step from those of another are the same entries, however a mesh divides a weight."""
+    w = normal(0, 192, 96)
+    on = mesh('Explicit', (parts, 1))
+    found = jax.jit(functools.partial(sample, stacked=()))(put(w, on, 'd'))
+    np.testing.assert_array_equal(np.asarray(found), np.asarray(sample(w, ())))
 
 
 def step(policy, gated, x, weights, states, dy):

@@ -32,6 +32,7 @@ class WindowsTest(absltest.TestCase):
     windows = [[step(-1, -1, -1)], [step(-1, -1, -1), step(0, 0, 0)], [step(0, 0, 0), step(0.5, 0.25, 0.75)]]
     self.assertEqual(self.lines('refresh', *windows), [(None, None, None), (0, 0, 0), (0.5, 0.25, 0.75)])
     self.assertEqual(self.lines('step', windows[2]), [(0.25, 0.125, 0.375)])
+    self.assertEqual(self.lines('step', [step(-1, -1, -1), step(0.5, 0.25, 0.75)]), [(0.5, 0.25, 0.75)])
 
   def test_a_rate_that_is_not_a_number_is_a_weight_that_is_none(self):
     with self.assertRaisesRegex(bad_numbers.BadNumbersError, 'flip rate, and so a weight, is nan at step 1'):

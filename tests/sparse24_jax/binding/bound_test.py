@@ -61,6 +61,25 @@ def _of_three(p, x):
 
 class BindTest(parameterized.TestCase):
 
+  def test_a_function_that_closes_over_its_weights_is_told_so(self):
+    closed = {'a': jnp.ones((8, 8))}
+    with self.assertRaisesRegex(ValueError, 'nor any other such weight: does the function close over other parameters'):
+      s24.bind(s24.recipes.ste('a'), lambda params, x: x @ closed['a'], closed, jnp.ones((4, 8)))
+    both = {'a': jnp.ones((8, 8)), 'b': jnp.ones((8, 8))}
+    with self.assertRaisesRegex(ValueError, r"^b of shape .*contracts it: leave it dense, recipe\.with_dense\('b'\)$"):
+      s24.bind(s24.recipes.ste('a|b'), lambda params, x: x @ params['a'], both, jnp.ones((4, 8)))
+
+  def test_a_loss_may_hold_a_module(self):
+    class Loss:
+      module = nn.Dense(8)
+
+      def __call__(self, params, x):
+        return self.module.apply({'params': params}, x).sum()
+
+    x = jnp.ones((4, 8))
+    params = Loss.module.init(jax.random.key(0), x)['params']
+    self.assertEqual([w.path for w in s24.bind(s24.recipes.ste('kernel'), Loss(), params, x).weights], ['kernel'])
+
   def test_a_matmul_in_functions_of_jax_alone_has_the_line_of_their_call(self):
     def f(p, x):
       return jax.lax.scan(lambda x, w: (jax.jit(jnp.dot)(x, w), None), x, p['w'])[0]
