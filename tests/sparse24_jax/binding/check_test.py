@@ -45,7 +45,7 @@ class CheckTest(parameterized.TestCase):
     self.assertTrue(checked.ok)
     self.assertEqual([w.pruned for w in checked.weights], [0.5, 0.5])
     self.assertGreater(min(w.reached for w in checked.weights), 0.4)
-    self.assertIn('\nzeros: share of the entries that are pruned; gradient: share of the pruned entries that a', str(checked))
+    self.assertIn('\nzeros: share of the entries that are pruned; gradient: share of the pruned', str(checked))
     frozen = s24.check(s24.recipes.ste('.*'), lambda p, x: f(jax.lax.stop_gradient(p), x), params, x)
     self.assertFalse(frozen.ok)
     self.assertIn('no gradient reaches it at all: it is frozen', str(frozen))
