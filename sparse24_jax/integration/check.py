@@ -144,7 +144,7 @@ def check(
   weight  shape    axes         projection     matmuls  tokens  block      zeros  gradient
   down    16 x 32  in 1, out 0  magnitude 2:4  1        32      silu down  50%    100%
   up      16 x 32  in 0, out 1  magnitude 2:4  1        32      silu up    50%    100%
-  zeros: share of the entries that are pruned; gradient: share of these that a gradient reaches
+  zeros: share of the entries that are pruned; gradient: share of the pruned entries that a gradient reaches
   stay dense: no other weight; arrays with one axis always do
   >>> checked.ok
   True

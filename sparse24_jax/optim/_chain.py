@@ -44,7 +44,7 @@ def try_chain(optimizer: optax.GradientTransformation, params: Any) -> Tried:
   params, grads = _drawn(params, 0, 0.02, 0.25), _drawn(params, 1, 1.0, 1.0)
   found: dict[str, int] = {}
   updated: set[str] = set()
-  with _left.watching_all():
+  with _left.watching():
     state = optimizer.init(params)
     for count in _COUNTS:
       state = jax.tree_util.tree_map_with_path(lambda path, leaf, n=count: _at(n, path, leaf), state)

@@ -71,9 +71,9 @@ def watched(paths: Sequence[str]) -> list[str]:
 
 
 @contextlib.contextmanager
-def watching_all() -> Iterator[None]:
-  """All weights are looked at, in states that are made and steps that are traced here."""
-  before = _most.set(sys.maxsize)
+def watching(most: int = sys.maxsize) -> Iterator[None]:
+  """So many weights are looked at, in states that are made and steps that are traced here; all if not told."""
+  before = _most.set(most)
   try:
     yield
   finally:
