@@ -139,6 +139,7 @@ TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
     'profile': measured.profile,
     'compile seconds': measured.compile_seconds,
     'speed': lambda: speed.markdown(_speed()),
+    'steps of wide layers': measured.clocks,
     'mask searches': measured.mask_searches,
     'matmuls': measured.matmuls,
     'attention': measured.attention,
