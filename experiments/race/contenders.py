@@ -180,14 +180,16 @@ SIZES: Mapping[str, Mapping[str, int]] = {
   '124m_short': {**gpt2.SIZES['124m'], 'seq_len': 256},
   'wide2048_3_short': dict(num_layers=3, num_heads=16, embed_dim=2048, seq_len=256),
 }
-_TINY = dict(
-  num_layers=2, num_heads=2, embed_dim=32, seq_len=16, attention='xla', dtype='float32', logits_dtype='float32'
-)
+_TINY_LENGTH = 16
+_TINY: Mapping[str, Any] = dict(
+  num_layers=2, num_heads=2, embed_dim=32, seq_len=_TINY_LENGTH, attention='xla', dtype='float32',
+  logits_dtype='float32',
+)  # fmt: skip
 
 
 def length_of(size: str, *, tiny: bool = False) -> int:
   """Tokens of a sequence in a race of this size."""
-  return _TINY['seq_len'] if tiny else {**gpt2.SIZES, **SIZES}[size]['seq_len']
+  return _TINY_LENGTH if tiny else {**gpt2.SIZES, **SIZES}[size]['seq_len']
 
 
 def make_model(
