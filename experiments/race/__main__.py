@@ -4,7 +4,8 @@ Every contender gets the same seconds of training on the same GPU, with as many 
 steps; learning rates (and decays) are searched with as many trials for all, then the best trial is repeated with other
 seeds and with fewer seconds. Seconds are steps times the milliseconds of a step, which are measured first, with nothing
 else on the GPU; compiling and evaluating do not count. While one contender trains, the next is compiled. With --steps
-every contender gets as many steps, so as many tokens, in place of seconds.
+every contender gets as many steps, so as many tokens, in place of seconds. Contenders with sparse activations in blocks
+of tokens take a batch of many short sequences, and are refused with another before anything trains.
 
 The text is what `python -m experiments.data` prepares: FOLDER holds train.bin, validation.bin and meta.json. Records go
 to FILE, one a line, as trials end; the same command given again goes on after those that are there. For several GPUs
@@ -30,7 +31,7 @@ from experiments.data import packing
 from experiments.models import gpt2
 from experiments.models.layers import param_count
 from experiments.race import trials
-from experiments.race.contenders import CONTENDERS, make_model, SEARCH_EVERY, SIZES, STYLES
+from experiments.race.contenders import CONTENDERS, length_of, make_model, make_recipe, SEARCH_EVERY, SIZES, STYLES
 from experiments.race.programs import Programs
 from experiments.race.search import Budget, next_trial, Trial
 from experiments.runs.environment import environment, without_folders
@@ -57,7 +58,7 @@ class Race:
       )
     self.vocab = packed.vocab_size
     dtype = np.uint8 if self.vocab <= 256 else train.dtype
-    self.length = 16 if options.tiny else 1024
+    self.length = length_of(options.size, tiny=options.tiny)
     self.num_windows = (len(train) - 1) // self.length
     together = np.concatenate([np.asarray(train, dtype), np.asarray(validation, dtype)])
     # Spread over all documents that are held out.
@@ -81,7 +82,7 @@ class Race:
     # has None in place of programs that failed, and seconds; all else is this thread's.
     self.traced: queue.SimpleQueue[tuple[str, Programs | None, float]] = queue.SimpleQueue()
     self.made: queue.SimpleQueue[tuple[str, Programs | None, float]] = queue.SimpleQueue()
-    self.to_trace = list(self.names)
+    self.to_trace: list[tuple[str, Programs]] = []
     self.programs: dict[str, Programs] = {}
     self.compile_s: dict[str, float] = {}
     self.failed: set[str] = set()
@@ -89,7 +90,9 @@ class Race:
 
   def run(self) -> int:
     """Trials until none is left or the time is over; returns the number of contenders that failed."""
-    threading.Thread(target=self._compile_all, daemon=True).start()
+    for name in self.names:
+      self._guarded(name, self._prepare)  # what cannot run is said before anything trains
+    threading.Thread(target=self._compile_all, args=(len(self.to_trace),), daemon=True).start()
     self._trace_next()
     while time.monotonic() < self.end:
       coming = set(self.names) - set(self.programs) - self.failed
@@ -143,17 +146,16 @@ class Race:
   def _trace_next(self) -> None:
     if not self.to_trace:
       return
-    name, start, programs = self.to_trace.pop(0), time.perf_counter(), None
+    (name, programs), start = self.to_trace.pop(0), time.perf_counter()
     try:
-      programs = self._programs(name)
       programs.lower()
     except Exception as error:  # whatever JAX raises
       programs = None
       self._say_failed(name, error)
     self.traced.put((name, programs, time.perf_counter() - start))
 
-  def _compile_all(self) -> None:
-    for _ in self.names:
+  def _compile_all(self, count: int) -> None:
+    for _ in range(count):
       name, programs, seconds = self.traced.get()
       start = time.perf_counter()
       try:
@@ -164,13 +166,14 @@ class Race:
         self._say_failed(name, error)
       self.made.put((name, programs, seconds + time.perf_counter() - start))
 
-  def _programs(self, name: str) -> Programs:
+  def _prepare(self, name: str) -> None:
     model = make_model(
       name, self.options.size, self.vocab, style=self.options.style, tiny=self.options.tiny
     )
     shape = jax.ShapeDtypeStruct(self.tokens.shape, self.tokens.dtype)
-    contender = CONTENDERS[name]
-    return Programs(model, contender.recipe, self.options.batch, shape, self.held_out, contender.from_pruned)
+    recipe = make_recipe(name, tiny=self.options.tiny)
+    made = Programs(model, recipe, self.options.batch, shape, self.held_out, CONTENDERS[name].from_pruned)
+    self.to_trace.append((name, made))
 
   def _guarded(self, name: str, what: Any, *args: Any) -> None:
     """One contender that fails costs the others nothing."""
@@ -254,11 +257,16 @@ def parser() -> argparse.ArgumentParser:
   parser = argparse.ArgumentParser(prog='python -m experiments.race', description=(__doc__ or '').partition('\n')[0])
   parser.add_argument('--out', type=Path, required=True, help='JSON-lines file of records')
   parser.add_argument('--text', type=Path, required=True, help='folder of prepared tokens')
-  parser.add_argument('--contenders', nargs='+', default=list(CONTENDERS), choices=list(CONTENDERS), metavar='NAME',
-                      help=f'in the order in which they are compiled: {", ".join(CONTENDERS)}')  # fmt: skip
+  blocks = [name for name, contender in CONTENDERS.items() if contender.model.get('ffn_order') == 'position']
+  parser.add_argument('--contenders', nargs='+', default=[name for name in CONTENDERS if name not in blocks],
+                      choices=list(CONTENDERS), metavar='NAME',
+                      help=f'in the order in which they are compiled: {", ".join(CONTENDERS)} (default: all but'
+                      f' {", ".join(blocks)}, which take a --batch of 64 or 128 sequences, or a multiple,'
+                      ' so short ones: a --size that ends in _short)')  # fmt: skip
   parser.add_argument('--clock-only', nargs='+', default=[], choices=list(CONTENDERS), metavar='NAME',
                       help='contenders of which only a step is timed, after the others')  # fmt: skip
-  parser.add_argument('--size', default='wide2048', choices=[*SIZES, *gpt2.SIZES], help='(default: %(default)s)')
+  parser.add_argument('--size', default='wide2048', choices=list(dict.fromkeys([*SIZES, *gpt2.SIZES])),
+                      help='those that end in _short have 256 tokens a sequence (default: %(default)s)')  # fmt: skip
   parser.add_argument('--batch', type=int, default=32, help='sequences a step (default: %(default)s)')
   parser.add_argument('--seconds', type=float, default=75, help='of training a trial (default: %(default)s)')
   parser.add_argument('--steps', type=int, help='of a trial, the same for all, in place of seconds')

@@ -5,7 +5,7 @@ import dataclasses
 from typing import Any
 
 from experiments.models import gpt2
-from experiments.runs.recipes import with_implementation
+from experiments.runs.recipes import FFN_DOWN, FFN_UP, with_implementation
 import sparse24_jax as s24
 
 FFN = r'.*/mlp/.*'
@@ -55,6 +55,16 @@ def s_ste_fp8(path: str, **options: Any) -> Callable[[Any], s24.Recipe]:
   return lambda decay: s24.recipes.s_ste(path, fp8=True, refresh_every=SEARCH_EVERY, **options)
 
 
+def neuron_level(*policy: Any, **fields: Any) -> Callable[[Any], s24.Recipe]:
+  """Squared-ReLU blocks with sparse activations, by these fields of `s24.ActivationPolicy`.
+
+  On the kernels by name: no GPU's records have V:N:M matmuls near a width of 768, so that the library would multiply
+  dense masked ones there, and a race would time the masks.
+  """
+  made = s24.ActivationPolicy(*policy, implementation='sparse', **fields)
+  return lambda decay: s24.recipes.neuron_level(FFN_UP, FFN_DOWN, policy=made, refresh_every=SEARCH_EVERY)
+
+
 def dense_fp8(path: str) -> Callable[[Any], s24.Recipe]:
   """The weights of `path` stay dense, in FP8."""
   return lambda decay: s24.Recipe('dense_fp8', (s24.Rule(path, s24.DotPolicy(precision='fp8')),))
@@ -87,6 +97,9 @@ STYLES: Mapping[str, Mapping[str, Any]] = {
 }
 
 _DECAY = 2e-4
+_RELU2 = {'mlp': 'relu2'}
+# Of blocks of tokens: each holds one position in different sequences, or a token would be told what follows it.
+_BLOCKS = dict(model={**_RELU2, 'ffn_order': 'position'}, from_pruned=True)
 CONTENDERS: Mapping[str, Contender] = {
   'dense': Contender(label='dense'),
   'half_ffn': Contender(label='dense, FFN half as wide', model={'ffn_width': 0.5}),
@@ -135,9 +148,27 @@ CONTENDERS: Mapping[str, Contender] = {
     f'style_{name}': Contender(label=f'dense, {name}', model=style, rate=1e-3)
     for name, style in STYLES.items()
   },
+  # Sparse activations and their dense rivals. The dense end begins with the pruned weights, since nothing pulls the raw
+  # ones towards what the sparse steps trained.
+  'dense_relu2': Contender(label='dense, squared ReLU', model=_RELU2),
+  'half_ffn_relu2': Contender(label='dense, squared ReLU, FFN half as wide', model={**_RELU2, 'ffn_width': 0.5}),
+  'neuron_level': Contender(
+    label='neuron level, 64:2:8, two of four tokens', recipe=neuron_level(), **_BLOCKS
+  ),
+  'neuron_level_128': Contender(
+    label='neuron level, 128:2:8, two of four tokens', recipe=neuron_level(s24.VNM(128, 8)), **_BLOCKS
+  ),
+  'neuron_level_published': Contender(
+    label='neuron level, 64:2:8, as published',
+    recipe=neuron_level(s24.VNM(64, 8), s24.VNM(64, 8), dense_features=0.05),
+    **_BLOCKS,
+  ),
   # Beside `fst` and `s_ste_fp8`, with --steps: whether the kernels train the model that the plain op does.
   'fst_plain': Contender(label='FST, plain op', recipe=plain(fst(FFN)), decay=_DECAY),
   's_ste_fp8_plain': Contender(label='S-STE, FP8, plain op', recipe=plain(s_ste_fp8(FFN))),
+  'neuron_level_plain': Contender(
+    label='neuron level, 64:2:8, two of four tokens, plain op', recipe=plain(neuron_level()), **_BLOCKS
+  ),
 }
 
 # Sizes beside those of GPT-2: few wide layers, of which a step on a GPU is made of large matmuls.
@@ -145,20 +176,37 @@ SIZES: Mapping[str, Mapping[str, int]] = {
   'wide2048_3': dict(num_layers=3, num_heads=16, embed_dim=2048, seq_len=1024),
   'wide2048': dict(num_layers=6, num_heads=16, embed_dim=2048, seq_len=1024),
   'wide4096': dict(num_layers=4, num_heads=32, embed_dim=4096, seq_len=1024),
+  # Short sequences, of which a step has enough for blocks of tokens of one position.
+  '124m_short': {**gpt2.SIZES['124m'], 'seq_len': 256},
+  'wide2048_3_short': dict(num_layers=3, num_heads=16, embed_dim=2048, seq_len=256),
 }
+_TINY_LENGTH = 16
+_TINY: Mapping[str, Any] = dict(
+  num_layers=2, num_heads=2, embed_dim=32, seq_len=_TINY_LENGTH, attention='xla', dtype='float32',
+  logits_dtype='float32',
+)  # fmt: skip
+
+
+def length_of(size: str, *, tiny: bool = False) -> int:
+  """Tokens of a sequence in a race of this size."""
+  return _TINY_LENGTH if tiny else {**gpt2.SIZES, **SIZES}[size]['seq_len']
 
 
 def make_model(
   name: str, size: str, vocab: int, *, style: str = 'gpt2', tiny: bool = False, scan: bool = False
 ) -> gpt2.GPT2:
   """The model of a contender in a race of this size: layers unrolled, nothing recomputed, unless told."""
-  contender = CONTENDERS[name]
+  contender, length = CONTENDERS[name], length_of(size)
   size = contender.size or size
   fields: dict[str, Any] = dict(
     vocab_size=-(-vocab // 64) * 64, dtype='bfloat16', logits_dtype='bfloat16', scan_layers=scan, attention='cudnn',
-  ) | dict(SIZES.get(size, {})) | dict(STYLES[style]) | dict(contender.model)  # fmt: skip
+  ) | dict(SIZES.get(size, {}), seq_len=length) | dict(STYLES[style]) | dict(contender.model)  # fmt: skip
   if tiny:
-    fields |= dict(
-      num_layers=2, num_heads=2, embed_dim=32, seq_len=16, attention='xla', dtype='float32', logits_dtype='float32'
-    )
+    fields |= _TINY
   return gpt2.GPT2(gpt2.make_config('nano' if size in SIZES else size, **fields))
+
+
+def make_recipe(name: str, *, tiny: bool = False) -> Callable[[Any], s24.Recipe] | None:
+  """The recipe of a contender; without kernels for tiny models, whose float32 not all of them take."""
+  recipe = CONTENDERS[name].recipe
+  return plain(recipe) if tiny and recipe else recipe

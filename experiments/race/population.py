@@ -56,13 +56,12 @@ class Population:
     self.config, self.size, self.seeds, self._given = config, size, seeds, data
     self.parts = build.make_parts(config, data=data)
     recipe = self.parts.recipe
-    if size < 1 or self.parts.mesh is not None or any(rule.activation for rule in recipe.rules):
+    clusters = any(rule.activation and rule.activation.clusters for rule in recipe.rules)
+    if size < 1 or self.parts.mesh is not None or clusters:
       raise ValueError(
-        f'{config.name}: {size} runs side by side; there is one at least, on one device, of a recipe without sparse'
-        ' activations, whose neurons are grouped between steps'
+        f'{config.name}: {size} runs side by side; there is one at least, on one device, of a recipe without clusters'
+        ' of neurons, which are made anew between steps'
       )
-    if config.recipe.dense_from != 'weights':
-      raise ValueError(f"{config.name}: recipe.dense_from={config.recipe.dense_from!r}; side by side it is 'weights'")
     self._init = jax.jit(jax.vmap(programs.make_init(self.parts)))
     self._advance = functools.cache(self._make_advance)
     self._evaluate = functools.cache(self._make_evaluate)
@@ -91,6 +90,8 @@ class Population:
     validation, flips = [], []
     for start, stop in itertools.pairwise(self._stops()):
       phase = build.phase_of(self.parts, start)
+      if build.projects_at(self.parts, start):
+        states = self._project(states)
       states, good, flip_rates = self._advance(*phase)(states, good, batches, which, seed, told, start, stop)
       if stop % config.eval_every == 0 or stop == config.steps:
         losses = jnp.where(good, self._evaluate(*phase)(states), jnp.nan)
@@ -104,6 +105,11 @@ class Population:
       )
       for i in range(len(trials))
     ]
+
+  @functools.cached_property
+  def _project(self) -> Any:
+    project = build.projection(self.parts, jax.eval_shape(programs.make_init(self.parts), 0).params)
+    return jax.jit(jax.vmap(lambda s: s._replace(params=project(s.params, s.opt_state))), donate_argnums=0)
 
   def _stops(self) -> list[int]:
     """The steps at which phases change or losses are evaluated, both ends included."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 import concurrent.futures
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from experiments.models.layers import cross_entropy
+from experiments.runs.recipes import eval_recipe
 import sparse24_jax as s24
 from sparse24_jax.projection import SoftThreshold
 
@@ -72,6 +74,9 @@ class Programs:
     tokens: shape and dtype of the training text, which lies on the device.
     held_out: starts of the windows that are evaluated, [batches, B].
     from_pruned: whether a dense end begins with the weights that the sparse steps computed with.
+
+  Raises:
+    ValueError: so few sequences that a block of sparse activations would hold tokens of several positions.
   """
 
   def __init__(
@@ -87,6 +92,13 @@ class Programs:
     self.from_pruned = from_pruned
     self.length = model.config.seq_len
     self.described = recipe(0.0) if recipe else None
+    for rule in self.described.rules if self.described else ():
+      if rule.activation and batch % (block := rule.activation.features.block):
+        raise ValueError(
+          f'--batch {batch}: a block of {rule.activation.features} activations is the tokens of one position in {block}'
+          f' sequences, so a step takes {block} sequences or a multiple, as --batch {max(128, block)} of a size with'
+          ' short ones (124m_short, wide2048_3_short); or leave this contender out'
+        )
     # Shares of the steps, in the order of the phases.
     self.phases = [(p.name, p.fraction) for p in self.described.phases] if self.described else [('dense', 1.0)]
 
@@ -171,12 +183,15 @@ class Programs:
   def _prune(self, state: State) -> State:
     return state._replace(params=s24.project(state.params, state.opt_state, self.described, phase='sparse'))
 
-  def _loss(self, phase: str, params: Any, opt_state: Any, recipe: Any) -> Callable[..., Array]:
-    """(params, inputs, targets, key) -> mean loss, with the weights packed once."""
-    if recipe is None:
-      model, sparse = self.model, {}
-    else:
-      model = s24.sparsify(self.model, recipe, phase=phase)
+  def _loss(
+    self, phase: str, params: Any, opt_state: Any, recipe: Any, *, trains: bool
+  ) -> Callable[..., Array]:
+    """(params, inputs, targets, key) -> mean loss, with the weights packed once; activations are evaluated dense."""
+    model, sparse = self.model, {}
+    if phase == 'dense' or not trains:  # there are no blocks of tokens, and to reorder them takes time
+      model = model.clone(config=dataclasses.replace(model.config, ffn_order='sequence'))
+    if recipe is not None:
+      model = s24.sparsify(model, recipe if trains else eval_recipe(recipe), phase=phase)
       sparse = s24.sparse_variables(params, opt_state, recipe, phase=phase)
 
     def loss(params: Any, inputs: Array, targets: Array, key: Array) -> Array:
@@ -192,7 +207,7 @@ class Programs:
     recipe = self.recipe(numbers.decay) if self.recipe else None
     key = jax.random.fold_in(jax.random.key(numbers.seed + 1), state.step)
     inputs, targets = windows(tokens, starts, self.length)
-    loss_of = self._loss(phase, state.params, state.opt_state, recipe)
+    loss_of = self._loss(phase, state.params, state.opt_state, recipe, trains=True)
     loss, grads = jax.value_and_grad(loss_of)(state.params, inputs, targets, key)
     told = {} if recipe is None else {'refresh': refresh}
     updates, opt_state = optimizer(recipe, phase).update(
@@ -202,9 +217,9 @@ class Programs:
     return State(params, opt_state, state.step + 1), (loss, optax.tree.norm(grads))
 
   def _evaluate(self, phase: str, state: State, tokens: Array, held_out: Array) -> Array:
-    """Mean loss of windows [batches, B]; weights as in training."""
+    """Mean loss of windows [batches, B]; weights as in training, activations dense."""
     recipe = self.recipe(0.0) if self.recipe else None
-    loss_of = self._loss(phase, state.params, state.opt_state, recipe)
+    loss_of = self._loss(phase, state.params, state.opt_state, recipe, trains=False)
 
     def one(starts: Array) -> Array:
       return loss_of(state.params, *windows(tokens, starts, self.length), jax.random.key(0))

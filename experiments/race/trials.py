@@ -61,7 +61,7 @@ def clock(
 
   samples = {}
   warm = time.perf_counter() + warm_s
-  for phase, _ in programs.phases:
+  for phase in dict(programs.phases):
     burst(phase, _WARM_BURSTS * search_every)
     while time.perf_counter() < warm:
       burst(phase, search_every)

@@ -2,7 +2,7 @@
 
 import argparse
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 import dataclasses
 import json
 import math
@@ -39,6 +39,11 @@ def read(path: Path) -> dict[str, list[dict[str, Any]]]:
   return races
 
 
+def dense_of(names: Collection[str]) -> str | None:
+  """The dense model that contenders are compared with: in a race of squared-ReLU models that with squared ReLU."""
+  return next((name for name in ('dense', 'dense_relu2') if name in names), None)
+
+
 def teraflops(record: Mapping[str, Any]) -> float:
   """Logical TFLOP/s of a step: six a parameter of the layers and token, and causal attention.
 
@@ -58,7 +63,8 @@ def rows(records: Iterable[Mapping[str, Any]]) -> list[list[str]]:
   A contender that trained on several devices has the least and the most of milliseconds and steps.
   """
   runs = _whole(records)
-  dense = [r['step_ms'] for r in runs if r['contender'] == 'dense']
+  against = dense_of({r['contender'] for r in runs})
+  dense = [r['step_ms'] for r in runs if r['contender'] == against]
   found = []
   for name in dict.fromkeys(r['contender'] for r in runs):
     own = [r for r in runs if r['contender'] == name]
@@ -158,15 +164,15 @@ def seeds_rows(found: Mapping[str, Seeds], against: str) -> list[list[str]]:
   The share of time is that after which the lower of a contender and `against` is at the other's final loss. Intervals
   are 95% intervals of the mean over seeds; differences and shares compare the same seed.
   """
-  rows = []
+  rows, plain = [], dense_of(found)
   for name, own in found.items():
     losses = list(own.losses.values())
     pairs = _pairs(found[against], own)
     lower, other = (own, found[against]) if sum(pairs) > 0 else (found[against], own)
     times, shares = [], []
-    if 'dense' in found and name != 'dense':
-      times = [reached.seconds_to(curve, found['dense'].mean) for curve in own.curves.values()]
-      shares = shares_of_time(own, found['dense'])
+    if plain and name != plain:
+      times = [reached.seconds_to(curve, found[plain].mean) for curve in own.curves.values()]
+      shares = shares_of_time(own, found[plain])
     shorter = '; '.join(f'{loss:.3f} after {seconds:g} s' for seconds, loss in own.shorter)
     rows.append([
       own.title, f'{own.rate:g}', str(len(losses)), _interval(losses, ''),
@@ -263,7 +269,7 @@ def steps_markdown(records: Iterable[Mapping[str, Any]], against: str | None = N
   """The table of methods with as many steps, against dense or, where it is not there, the best."""
   found = by_seed(records)
   if against not in found:
-    against = 'dense' if 'dense' in found else next(iter(found))
+    against = dense_of(found) or next(iter(found))
   head = [
     'method', 'rate, decay', 'trials', 'seeds', 'validation loss, 95% interval', f'minus {found[against].title}',
     'percent of it',
@@ -290,12 +296,12 @@ def gap_markdown(
     for r in runs if r['rate'] == found[r['contender']].rate and r['decay'] == found[r['contender']].decay
   }  # fmt: skip
   parts = [(round(steps * begin), round(steps * end)) for begin, end in zip((0, *ends), ends, strict=False)]
-  rows = []
+  rows, plain = [], dense_of(found)
   for name in found:
-    seeds = [seed for contender, seed in losses if contender == name and ('dense', seed) in losses]
-    if name == 'dense' or not seeds:
+    seeds = [seed for contender, seed in losses if contender == name and (plain, seed) in losses]
+    if name == plain or not seeds:
       continue
-    pairs = [(losses[name, seed], losses['dense', seed]) for seed in seeds]
+    pairs = [(losses[name, seed], losses[plain, seed]) for seed in seeds]
     means = [
       statistics.mean(own[step] - dense[step] for own, dense in pairs for step in dense if begin < step <= end)
       for begin, end in parts

@@ -184,13 +184,20 @@ def refresh_of(parts: Parts, step: int) -> bool | None:
 
 def enter_phase(parts: Parts, step: int, params: Any, opt_state: Any) -> Any:
   """The parameters that an optimizer step starts from: projected ones, if that is how its dense phase begins."""
+  return jax.jit(projection(parts, params))(params, opt_state) if projects_at(parts, step) else params
+
+
+def projects_at(parts: Parts, step: int) -> bool:
+  """Whether an optimizer step begins a dense phase, and with projected parameters."""
   if parts.config.recipe.dense_from == 'weights' or step == 0:
-    return params
-  before, now = (phase_of(parts, at)[0] for at in (step - 1, step))
-  if (before, now) != ('sparse', 'dense'):
-    return params
+    return False
+  return [phase_of(parts, at)[0] for at in (step - 1, step)] == ['sparse', 'dense']
+
+
+def projection(parts: Parts, params: Any) -> Callable[[Any, Any], Any]:
+  """(parameters, optimizer state) -> what a sparse phase computes with; of parameters with these shapes."""
   recipe = bound_recipe(parts, params)
-  return jax.jit(lambda p, s: s24.project(p, s, recipe, phase='sparse'))(params, opt_state)
+  return lambda p, s: s24.project(p, s, recipe, phase='sparse')
 
 
 def bound_recipe(parts: Parts, params: Any) -> s24.Recipe:
@@ -204,15 +211,6 @@ def regroup(parts: Parts, step: int, params: Any, opt_state: Any) -> Any:
   if step == 0 or [phase_of(parts, at)[0] for at in (step - 1, step)] != ['dense', 'sparse']:
     return opt_state
   return s24.regroup_neurons(params, opt_state, parts.recipe)
-
-
-def eval_recipe(recipe: s24.Recipe) -> s24.Recipe:
-  """The recipe that is evaluated: weights as in training, activations dense.
-
-  Which neurons a V:N:M pattern keeps for a token depends on all tokens of its block, later ones included, so a loss
-  under the pattern would know something of the very token that it predicts.
-  """
-  return dataclasses.replace(recipe, rules=tuple(dataclasses.replace(r, activation=None) for r in recipe.rules))
 
 
 def model_for(parts: Parts, attention: Attention, *, blocks: bool = True, **changes: Any) -> nn.Module:

@@ -13,6 +13,7 @@ import optax
 
 from experiments.runs import activations, bad_numbers, build, meshes, sums
 from experiments.runs.build import Parts
+from experiments.runs.recipes import eval_recipe
 import sparse24_jax as s24
 from sparse24_jax.attention import Attention
 
@@ -158,9 +159,9 @@ def step_of(
 
 
 def evaluated_model(parts: Parts, phase: str, attention: Attention = None) -> Any:
-  """The model that is evaluated: activations are dense, whatever the recipe, see `build.eval_recipe`."""
+  """The model that is evaluated: activations are dense, whatever the recipe, see `eval_recipe`."""
   model = build.model_for(parts, attention, blocks=False)
-  return s24.sparsify(model, build.eval_recipe(parts.recipe), phase=phase)
+  return s24.sparsify(model, eval_recipe(parts.recipe), phase=phase)
 
 
 def make_eval(

@@ -59,8 +59,9 @@ def make_recipe(config: Config) -> s24.Recipe:
   recipe = dataclasses.replace(make(**kwargs), flip_rate=config.recipe.flip_rate)
   for rule in recipe.rules:
     patterns.require_fast('recipe.kwargs: the path', rule.path)
-  if (implementation := config.recipe.get('implementation', 'auto')) == 'auto':
-    return recipe
+  if (implementation := config.recipe.get('implementation', 'auto')) in ('auto', 'reference'):
+    return with_implementation(recipe, implementation)
+  # The kernels of a block with sparse activations are named in its own policy, which these names do not fit.
   policies = [dataclasses.replace(rule.policy, implementation=implementation) for rule in recipe.rules]
   rules = (dataclasses.replace(rule, policy=policy) for rule, policy in zip(recipe.rules, policies, strict=True))
   return dataclasses.replace(recipe, rules=tuple(rules))
@@ -106,9 +107,21 @@ def with_implementation(recipe: s24.Recipe, name: str) -> s24.Recipe:
   if name == 'auto':
     return recipe
   change = dataclasses.replace
-  rules = (
-    change(r, activation=change(r.activation, implementation=name)) if r.activation  # it chooses for the whole block
-    else change(r, policy=change(r.policy, implementation=name))
-    for r in recipe.rules
-  )
-  return change(recipe, rules=tuple(rules))
+
+  def named(rule: s24.Rule) -> s24.Rule:
+    if rule.activation:  # it chooses for the whole block
+      rule = change(rule, activation=change(rule.activation, implementation=name))
+    if rule.activation and name != 'reference':
+      return rule
+    return change(rule, policy=change(rule.policy, implementation=name))  # also where activations are evaluated dense
+
+  return change(recipe, rules=tuple(map(named, recipe.rules)))
+
+
+def eval_recipe(recipe: s24.Recipe) -> s24.Recipe:
+  """The recipe that is evaluated: weights as in training, activations dense.
+
+  Which neurons a V:N:M pattern keeps for a token depends on all tokens of its block, later ones included, so a loss
+  under the pattern would know something of the very token that it predicts.
+  """
+  return dataclasses.replace(recipe, rules=tuple(dataclasses.replace(r, activation=None) for r in recipe.rules))

@@ -25,7 +25,7 @@ class PopulationTest(absltest.TestCase):
   @pytest.mark.slow
   def test_each_run_is_what_it_is_alone(self):
     # The third differs in seed, rate and decay from the first, and links are drawn.
-    for method, compared in (('fst', 2), ('sr_ste', 2), ('rigl', 1)):
+    for method, compared in (('fst', 2), ('sr_ste', 2), ('rigl', 1), ('neuron_level', 2)):
       changes = ('model.num_layers=1', 'steps=12', 'log_every=6', 'eval_every=6', 'optimizer.warmup_steps=3')
       config = configure(method, *changes)
       config.recipe.update({'implementation': 'reference', 'flip_rate': 'refresh'})
@@ -53,8 +53,8 @@ class PopulationTest(absltest.TestCase):
 
   def test_what_cannot_be_trained_side_by_side(self):
     data = FakeData(seq_len=16, batch_size=16)
-    with self.assertRaisesRegex(ValueError, 'whose neurons are grouped between steps'):
-      Population(configure('neuron_level'), 2, data=data)
+    with self.assertRaisesRegex(ValueError, 'without clusters of neurons, which are made anew'):
+      Population(configure('neuron_level_clusters'), 2, data=data)
     one = Population(configure('dense'), 2, data=data)
     with self.assertRaisesRegex(ValueError, '3 trials, 2 at a time'):
       one.train([Trial(1e-2, 0.0, seed) for seed in range(3)])

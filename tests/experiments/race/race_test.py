@@ -21,6 +21,12 @@ from experiments.data.tokenizer import Bytes
 from experiments.race import __main__ as program
 from experiments.race import contenders, programs, trials
 from experiments.race.search import Budget, next_trial, Trial
+from experiments.runs import build, experiment
+from experiments.runs import programs as run_programs
+import sparse24_jax as s24
+from sparse24_jax.availability import target
+from sparse24_jax.neuron_plan import plan_neurons
+from tests.experiments.fakes import FakeData
 
 TEXT = 'sparse weights, dense gradients; ' * 60
 
@@ -75,13 +81,13 @@ class SearchTest(parameterized.TestCase):
 
 
 class ProgramsTest(absltest.TestCase):
-  def made(self, name):
+  def made(self, name, batch=4):
     model = contenders.make_model(name, 'wide2048', 256, tiny=True)
     model = model.clone(config=dataclasses.replace(model.config, num_layers=1))
     text = np.frombuffer(TEXT.encode(), np.uint8)
-    shape, held_out = jax.ShapeDtypeStruct(text.shape, text.dtype), np.zeros((2, 4), np.int32)
-    contender = contenders.CONTENDERS[name]
-    made = programs.Programs(model, contender.recipe, 4, shape, held_out, contender.from_pruned)
+    shape, held_out = jax.ShapeDtypeStruct(text.shape, text.dtype), np.zeros((2, batch), np.int32)
+    recipe = contenders.make_recipe(name, tiny=True)
+    made = programs.Programs(model, recipe, batch, shape, held_out, contenders.CONTENDERS[name].from_pruned)
     return made, jnp.asarray(text)
 
   def test_an_unsampled_contender_differs_in_its_weight_gradients_alone(self):
@@ -145,6 +151,76 @@ class ProgramsTest(absltest.TestCase):
     self.assertFalse(moved[mask].any())
     self.assertEqual([made.phase_at(i, 12) for i in (0, 9, 10, 11)], ['sparse', 'sparse', 'dense', 'dense'])
 
+
+  def test_sparse_activations_take_blocks_of_sequences(self):
+    for name, block in (('neuron_level', 64), ('neuron_level_128', 128), ('neuron_level_published', 64)):
+      self.made(name, block)
+      recipe = contenders.make_recipe(name)(0.0)
+      for width in (768, 2048):  # on kernels, whether there are records of this size or not
+        (policy,) = {rule.activation for rule in recipe.rules}
+        plan = plan_neurons(policy, 128 * 256, width, 4 * width, jnp.bfloat16, on=target('nvidia_h200'))
+        self.assertEqual((plan.plain, plan.by_weight, plan.by_activations), (None, 'mosaic_gpu', 'mosaic_gpu'))
+      with self.assertRaisesRegex(ValueError, f'--batch 32: a block of {block}:2:8 .* in {block} sequences'):
+        self.made(name, 32)
+    self.assertEqual(contenders.make_model('neuron_level', '124m_short', 256).config.seq_len, 256)
+    self.assertEqual(contenders.make_model('dense_124m', 'wide2048_3_short', 256).config.seq_len, 256)
+
+  def test_blocks_of_tokens_are_trained_alone(self):
+    made, _ = self.made('neuron_level', 64)
+    with mock.patch.object(s24, 'sparsify', wraps=s24.sparsify) as sparsify:
+      for phase in ('dense', 'sparse'):
+        step, arguments = made.step_of(phase, False)
+        jax.eval_shape(step, *arguments)
+        jax.eval_shape(lambda *given, phase=phase: made._evaluate(phase, *given), *arguments[:2], made.held_out)
+    found = [
+      (call.kwargs['phase'], call.args[0].config.ffn_order, {bool(rule.activation) for rule in call.args[1].rules})
+      for call in sparsify.call_args_list
+    ]
+    self.assertEqual(found, [
+      ('dense', 'sequence', {True}), ('dense', 'sequence', {False}), ('sparse', 'position', {True}),
+      ('sparse', 'sequence', {False}),
+    ])  # fmt: skip
+
+  @pytest.mark.slow
+  def test_a_step_with_sparse_activations_is_that_of_an_experiment(self):
+    config = experiment.load_config('nano', tiny=True)
+    with config.unlocked():
+      config.model.mlp = 'relu2'
+      config.recipe.update({'name': 'neuron_level', 'dense_from': 'projected'})
+    starts = np.arange(64, dtype=np.int32)
+    for name, kwargs in (
+      ('neuron_level', {}),
+      ('neuron_level_published', {'features': '64:2:8', 'tokens': '64:2:8', 'dense_features': 0.05}),
+    ):
+      made, text = self.made(name, 64)
+      with config.unlocked():
+        config.recipe.kwargs = {'policy': {**kwargs, 'implementation': 'reference'}}
+      parts = build.make_parts(config, data=FakeData(batch_size=64))._replace(model=made.model)
+      self.assertEqual([rule.path for rule in parts.recipe.rules], [rule.path for rule in made.described.rules])
+      state = jax.jit(made._init)(0)
+      # Scaled, so that what is left out can be told from rounding.
+      state = state._replace(params=jax.tree.map(lambda p: 3 * p if p.ndim > 1 else p, state.params))
+      rows = np.stack([np.asarray(text)[i : i + 17] for i in starts]).astype(np.int32)
+      batch = {'inputs': rows[None, :, :-1], 'targets': rows[None, :, 1:]}
+      numbers, found = programs.Numbers(jnp.float32(1e-3), jnp.float32(0.0), jnp.int32(0)), {}
+      for phase in ('dense', 'sparse'):
+        _, found[phase] = jax.jit(made._step, static_argnums=(0, 1))(phase, False, state, text, starts, numbers)
+        tx = build.make_optimizer(config, parts.recipe, phase)
+        run = run_programs.TrainState(state.step, state.params, tx.init(state.params))
+        _, wanted = jax.jit(run_programs.step_of(parts, phase))(run, batch)
+        np.testing.assert_allclose(found[phase], (wanted.loss, wanted.grad_norm), rtol=2e-5, err_msg=f'{name} {phase}')
+      for dense, sparse in zip(found['dense'], found['sparse'], strict=True):
+        self.assertGreater(abs(float(dense - sparse)), 1e-3 * float(dense), name)
+
+      # Activations are evaluated dense, and the dense end begins with the weights that are sparse until then.
+      pruned = jax.jit(made._prune)(state)
+      projected = jax.jit(build.projection(parts, state.params))(state.params, state.opt_state)
+      jax.tree.map(np.testing.assert_array_equal, pruned.params, projected)
+      evaluate = jax.jit(made._evaluate, static_argnums=0)
+      held_out = np.stack([starts, starts + 64])
+      losses = [float(evaluate(*given, text, held_out)) for given in (('sparse', state), ('dense', pruned))]
+      np.testing.assert_allclose(*losses, rtol=1e-6)
+      self.assertNotAlmostEqual(losses[0], float(evaluate('dense', state, text, held_out)), places=3)
 
   def test_a_dense_end_begins_with_the_weights_that_the_sparse_steps_computed_with(self):
     zero = np.int32(0)
@@ -298,13 +374,13 @@ class ProgramTest(absltest.TestCase):
       if name == 'fst':
         raise ValueError('does not trace')
 
-    def made(name):
-      return mock.Mock(lower=lambda: lower(name))
+    def prepare(name):
+      race.to_trace.append((name, mock.Mock(lower=lambda: lower(name))))
 
     def clocked(name):
       race.clocked[name] = {}
 
-    with mock.patch.multiple(race, _programs=made, _clock=clocked, _next=lambda name: None):
+    with mock.patch.multiple(race, _prepare=prepare, _clock=clocked, _next=lambda name: None):
       self.assertEqual(race.run(), 1)
     self.assertEqual(race.failed, {'fst'})
     self.assertEqual(threads, [threading.main_thread()] * 2)
@@ -312,6 +388,37 @@ class ProgramTest(absltest.TestCase):
     self.assertEqual([name for name, *_ in traced], ['dense', 'half_ffn', 'fst'])
     self.assertEqual({thread for _, thread, _ in traced}, {threading.main_thread()})
     self.assertEqual([len(timed) for *_, timed in traced], [0, 1, 2])
+
+  def test_what_takes_a_larger_batch_is_said_before_anything_trains(self):
+    folder = Path(self.enter_context(tempfile.TemporaryDirectory()))
+    packing.write(folder / 'tokens', {'train': [TEXT], 'validation': [TEXT]}, Bytes())
+    argv = f'--out {folder / "r"} --text {folder / "tokens"} --tiny --batch 96 --eval-batches 1 --contenders'.split()
+    with mock.patch.object(program.Race, '_trace_next') as traced, mock.patch('builtins.print') as said:
+      race = program.Race(program.parser().parse_args([*argv, 'dense', 'neuron_level', '--minutes', '0']))
+      self.assertEqual(race.run(), 1)
+    self.assertEqual([name for name, _ in race.to_trace], ['dense'])
+    traced.assert_called_once()
+    self.assertRegex(said.call_args.args[0], 'neuron_level: failed: ValueError: --batch 96: .* as --batch 128')
+    usual = set(program.parser().parse_args(argv[:-1]).contenders)
+    self.assertContainsSubset({'dense', 'fst', 'dense_relu2', 'half_ffn_relu2'}, usual)
+    self.assertNoCommonElements(usual, {'neuron_level', 'neuron_level_128', 'neuron_level_published'})
+
+  @pytest.mark.slow
+  def test_sparse_activations_race(self):
+    folder = Path(self.enter_context(tempfile.TemporaryDirectory()))
+    packing.write(folder / 'tokens', {'train': [TEXT] * 4, 'validation': [TEXT]}, Bytes())
+    out = folder / 'race.jsonl'
+    argv = (
+      f'--out {out} --text {folder / "tokens"} --tiny --size 124m_short --batch 64 --steps 20 --eval-batches 1'
+      ' --rate 0.02 --trials 1 --seeds --bursts 1 --contenders dense_relu2 neuron_level'
+    ).split()
+    self.assertEqual(program.main(argv), 0)
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    clocked = {r['contender']: list(r['phases_ms']) for r in records if r['bench'] == 'race_clock'}
+    self.assertEqual(clocked, {'dense_relu2': ['dense'], 'neuron_level': ['dense', 'sparse']})
+    losses = [r['loss'] for r in records if r['bench'] == 'race']
+    self.assertLen(set(losses), 2)
+    self.assertLess(max(losses), 4.5)  # a tenth of bits above nothing learnt is 5.5
 
   def test_a_contender_that_fails_is_counted(self):
     folder = Path(self.enter_context(tempfile.TemporaryDirectory()))

@@ -37,6 +37,10 @@ class TableTest(absltest.TestCase):
     self.assertEqual(dense, ['dense', '0.001, at an edge', '2', '3', '2.1000 ± 0.2484', '', ''])
     # Of dense's mean of 2.1.
     self.assertEqual(sparse[2:], ['1', '3', '1.9667 ± 0.1434', '-0.1333 ± 0.1434', '-6.35 ± 6.83'])
+    squared = [{**r, 'contender': 'dense_relu2'} if r['contender'] == 'dense' else r for r in runs]
+    self.assertEqual(table.seeds_rows(table.by_seed(squared), 'sparse'), table.seeds_rows(found, 'sparse'))
+    for made in (table.markdown, table.steps_markdown):  # not against the best
+      self.assertEqual(made(squared), made(runs))
     diverged = [{**r, 'loss': None} if r['contender'] == 'sparse' else r for r in runs]
     self.assertEqual(table.seeds_rows(table.by_seed(diverged), 'dense')[-1][3:6], ['diverged', 'diverged', ''])
 

@@ -157,7 +157,7 @@ class EvaluationTest(parameterized.TestCase):
       self.assertGreater(reach(parts.recipe), 1e-5)
     else:
       self.assertLess(reach(parts.recipe), 1e-7)
-    self.assertLess(reach(build.eval_recipe(parts.recipe)), 1e-7)
+    self.assertLess(reach(recipes.eval_recipe(parts.recipe)), 1e-7)
     self.assertLess(reach(parts.recipe, 'dense'), 1e-7)
 
   @pytest.mark.slow
@@ -178,7 +178,7 @@ class EvaluationTest(parameterized.TestCase):
   @parameterized.parameters((True, ['sequence', 'position', 'sequence']), (False, ['sequence'] * 3))
   def test_tokens_are_reordered_for_blocks_alone(self, blocks, expected):
     parts = parts_of(tiny(**{'model.ffn_order': 'position'}))
-    recipe = parts.recipe if blocks else build.eval_recipe(parts.recipe)
+    recipe = parts.recipe if blocks else recipes.eval_recipe(parts.recipe)
     parts = parts._replace(recipe=recipe)
     with mock.patch.object(s24, 'sparsify', wraps=s24.sparsify) as sparsify:
       for phase in ('dense', 'sparse'):
@@ -201,7 +201,16 @@ class EvaluationTest(parameterized.TestCase):
 
   def test_other_recipes_are_evaluated_as_they_are(self):
     recipe = s24.recipes.s_ste('.*')
-    self.assertEqual(build.eval_recipe(recipe), recipe)
+    self.assertEqual(recipes.eval_recipe(recipe), recipe)
+
+
+class RecipeTest(absltest.TestCase):
+  def test_plain_blocks_are_plain_where_they_are_evaluated_too(self):
+    config = tiny(**{'recipe.implementation': 'reference'})
+    found = {(rule.activation.implementation, rule.policy.implementation) for rule in recipes.make_recipe(config).rules}
+    self.assertEqual(found, {('reference', 'reference')})
+    recipe = recipes.with_implementation(recipes.make_recipe(tiny()), 'sparse')
+    self.assertEqual({(r.activation.implementation, r.policy.implementation) for r in recipe.rules}, {('sparse', None)})
 
 
 class TrainingTest(parameterized.TestCase):
