@@ -119,7 +119,8 @@ class Race:
     repeats = tuple((seed, 1.0) for seed in options.seeds)
     if not options.steps:
       repeats += ((0, 0.7),)
-    return next_trial(self.done[name], Trial(options.rate, contender.decay), Budget(options.trials, repeats))
+    decay = options.decay if options.decay and contender.decay else contender.decay
+    return next_trial(self.done[name], Trial(options.rate, decay), Budget(options.trials, repeats))
 
   def _steps(self, name: str, trial: Trial) -> int:
     seconds = trial.share * self.options.seconds
@@ -272,6 +273,8 @@ def parser() -> argparse.ArgumentParser:
   parser.add_argument('--steps', type=int, help='of a trial, the same for all, in place of seconds')
   parser.add_argument('--minutes', type=float, default=25, help='until no trial begins that would not end in time')
   parser.add_argument('--rate', type=float, default=1e-3, help='with which searches begin (default: %(default)s)')
+  parser.add_argument('--decay', type=float, help='masked decay with which searches begin of contenders that have one'
+                      f' (default: {CONTENDERS["fst"].decay:g})')  # fmt: skip
   parser.add_argument('--trials', type=int, default=5, help='of the search of each contender (default: %(default)s)')
   parser.add_argument('--seeds', type=int, nargs='*', default=[1, 2],
                       help='of the best trial, after the search, which is with seed 0 (default: 1 2)')  # fmt: skip

@@ -130,6 +130,10 @@ CONTENDERS: Mapping[str, Contender] = {
   'half_ffn_s_ste_fp8_all': Contender(
     label='S-STE, FP8, all linear layers, FFN half as wide', model={'ffn_width': 0.5}, recipe=s_ste_fp8(LINEAR)
   ),
+  'half_ffn_s_ste_fp8_all_unsampled': Contender(
+    label='S-STE, FP8, all linear layers, exact weight gradients, FFN half as wide', model={'ffn_width': 0.5},
+    recipe=s_ste_fp8(LINEAR, weight_grad='dense'),
+  ),
   'quarter_ffn_fp8': Contender(
     label='dense, FFN a quarter as wide, in FP8', model={'ffn_width': 0.25, 'fp8_linear': True}
   ),

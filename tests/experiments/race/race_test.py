@@ -337,6 +337,16 @@ class ProgramTest(absltest.TestCase):
       out.write_text(''.join(json.dumps({**r, name: other}) + '\n' for r in records))
       self.assertEmpty(program.Race(options).done['dense'], name)
 
+  def test_searches_begin_as_told(self):
+    folder = Path(self.enter_context(tempfile.TemporaryDirectory()))
+    packing.write(folder / 'tokens', {'train': [TEXT] * 4, 'validation': [TEXT]}, Bytes())
+    argv = f'--out {folder / "r.jsonl"} --text {folder / "tokens"} --tiny --batch 4 --steps 25 --eval-batches 1'.split()
+    argv += ['--rate', '0.02', '--contenders', 'dense', 'fst']
+    for options, decay in (([], contenders.CONTENDERS['fst'].decay), (['--decay', '6e-5'], 6e-5)):
+      race = program.Race(program.parser().parse_args([*argv, *options]))
+      found = {name: race._next(name) for name in ('dense', 'fst')}
+      self.assertEqual(found, {'dense': Trial(0.02, 0.0), 'fst': Trial(0.02, decay)})
+
   def test_the_vocabulary_is_that_of_the_tokenizer(self):
     folder = Path(self.enter_context(tempfile.TemporaryDirectory()))
     # The text has no token of a byte above 127, and the separator of the second is not its highest one.
