@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 import concurrent.futures
 import dataclasses
 import functools
-import json
 import pathlib
 import statistics
 import sys
@@ -21,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import _compat, _device, _records, _triton, costs
+from pallas_kernels import _bench, _compat, _device, _records, _triton, costs
 
 BF16 = jnp.bfloat16
 # For bfloat16 results that sum or multiply in another order.
@@ -216,7 +215,6 @@ def common_fields(device: str) -> dict[str, Any]:
 
 def bench_arguments(parser: argparse.ArgumentParser) -> None:
   """What `bench` of such an op takes."""
-  parser.add_argument('--out', type=pathlib.Path, default=pathlib.Path('results.jsonl'), help='gets a record a row')
   parser.add_argument('--first-config', action='store_true', help='only the settings that the library runs')
   parser.add_argument('--skip-xla', action='store_true', help="not the passes that XLA would make in a kernel's place")
   parser.add_argument('--skip-check', action='store_true', help='do not compare with the reference first')
@@ -236,11 +234,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 def bench(op: Op, options: Any) -> int:
   """Checks and measures; exit status 1 if a result is wrong or a part failed."""
-
-  def write(record: Mapping[str, Any]) -> None:
-    with options.out.open('a') as f:
-      f.write(json.dumps(record) + '\n')
-
+  write = functools.partial(_bench.append, options.out)
   status = _run(op, options, write, check=not options.skip_check, with_xla=not options.skip_xla)
   for name, measure_more in op.more.items():
     if not options.only or name in options.only:

@@ -42,6 +42,7 @@ class PassesTest(parameterized.TestCase):
 
   def _run(self, command, op, *arguments):
     parser = argparse.ArgumentParser()
+    parser.add_argument('--out', type=pathlib.Path)  # of every op
     getattr(_passes, f'{command}_arguments')(parser)
     with contextlib.redirect_stdout(io.StringIO()):
       return getattr(_passes, command)(op, parser.parse_args(arguments))
