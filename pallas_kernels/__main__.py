@@ -31,19 +31,16 @@ def _parser() -> argparse.ArgumentParser:
   def command(name: str, text: str) -> argparse.ArgumentParser:
     return commands.add_parser(name, help=text, description=text)
 
-  for name, text in (
-    ('tune', 'time settings and keep what was measured'),
-    ('bench', 'time what the library runs against the best of the others'),
+  for name, text, option, path, what in (
+    ('tune', 'time settings and keep what was measured', '--tuned', _records.TUNED, 'folder of tuned records'),
+    ('bench', 'time what the library runs against the best of the others', '--out', 'results.jsonl', 'gets records'),
   ):
     ops = command(name, text).add_subparsers(dest='op', required=True, metavar='op')
     for op, how in OPS.items():
       reason = f'nothing to tune: {how.untuned}' if name == 'tune' and how.untuned else None
       parser_of_op = ops.add_parser(op, help=reason, description=reason)
-      if name == 'bench':
-        parser_of_op.add_argument(
-          '--out', type=pathlib.Path, default=pathlib.Path('results.jsonl'), help='gets a record a row (%(default)s)'
-        )
       if reason is None:
+        parser_of_op.add_argument(option, type=pathlib.Path, default=pathlib.Path(path), help=what)
         _module(name, how).arguments(parser_of_op)
   verify = command('verify', 'random problems of sparse_matmul against a matmul by NumPy')
   verify.add_argument('--count', type=int, default=200, help='of problems (default: %(default)s)')

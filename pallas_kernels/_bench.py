@@ -45,7 +45,7 @@ def stream_ms(call: Callable[[], Any], steps: int, *, depth: int = 3) -> list[fl
   return [1e3 * (end - start) for start, end in itertools.pairwise(stamps)]
 
 
-def turns(names: Iterable[str], rounds: int) -> Iterator[str]:
+def turns[T](names: Iterable[T], rounds: int) -> Iterator[T]:
   """Every name once a round; even rounds in the order given, odd rounds reversed.
 
   >>> ''.join(turns('abc', 2))
@@ -54,6 +54,16 @@ def turns(names: Iterable[str], rounds: int) -> Iterator[str]:
   order = list(names)
   for r in range(rounds):
     yield from order if r % 2 == 0 else reversed(order)
+
+
+def in_turns(
+  names: Iterable[str], rounds: int, burst: Callable[[str], list[float]]
+) -> dict[str, dict[str, Any]]:
+  """The `timing` of each name, in `turns`; `burst` gives the milliseconds of each of its calls."""
+  bursts: dict[str, list[list[float]]] = {name: [] for name in names}
+  for name in turns(bursts, rounds):
+    bursts[name].append(burst(name))
+  return {name: timing(found) for name, found in bursts.items()}
 
 
 def timer(f: Callable[..., Any], args: Sequence[Any], iterations: int, *, detach: bool = True) -> list[float]:
@@ -90,12 +100,13 @@ def timed(
   Returns:
     name -> `timing`, and as 'clock' whether that is 'device' time or 'wall' time.
   """
-  bursts: dict[str, list[list[float]]] = {name: [] for name in calls}
-  for name in turns(calls, options.rounds):
+
+  def burst(name: str) -> list[float]:
     time.sleep(0.0 if options.tiny else _GAP_S)
-    bursts[name].append(timer(*calls[name], options.steps, detach=detach))
+    return timer(*calls[name], options.steps, detach=detach)
+
   clock = 'device' if jax.default_backend() == 'gpu' else 'wall'
-  return {name: timing(found) | {'clock': clock} for name, found in bursts.items()}
+  return {name: row | {'clock': clock} for name, row in in_turns(calls, options.rounds, burst).items()}
 
 
 def timing(bursts: Sequence[list[float]]) -> dict[str, Any]:
@@ -122,10 +133,10 @@ def speedup(rows: Mapping[str, Mapping[str, Any]], ms: float) -> dict[str, float
   return {name: round(row['median_ms'] / ms, 4) for name, row in rows.items()}
 
 
-def compile_step(f: Any, args: Sequence[Any]) -> Any:
-  """The jitted function compiled for its arguments, or the error in place of one that is refused."""
+def compile_step(f: Any, args: Sequence[Any], *options: Any) -> Any:
+  """The jitted function compiled for its arguments by XLA's options, or the error in place of one that is refused."""
   try:
-    return f.lower(*args).compile()
+    return f.lower(*args).compile(*options)
   except (ValueError, RuntimeError) as error:  # JAX's own and NotImplementedError are RuntimeErrors
     return error
 

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import _bench, _compat, _device, _records, _triton, costs
+from pallas_kernels import _bench, _compat, _device, _triton, costs
 
 BF16 = jnp.bfloat16
 # For bfloat16 results that sum or multiply in another order.
@@ -213,23 +213,18 @@ def common_fields(device: str) -> dict[str, Any]:
   )  # fmt: skip
 
 
+def tune_arguments(parser: argparse.ArgumentParser) -> None:
+  """What `tune` of such an op takes."""
+  parser.add_argument('--only', nargs='+', default=[], help='prefixes of rows')
+  parser.add_argument('--iterations', type=int, default=15)
+
+
 def bench_arguments(parser: argparse.ArgumentParser) -> None:
   """What `bench` of such an op takes."""
+  tune_arguments(parser)
   parser.add_argument('--first-config', action='store_true', help='only the settings that the library runs')
   parser.add_argument('--skip-xla', action='store_true', help="not the passes that XLA would make in a kernel's place")
   parser.add_argument('--skip-check', action='store_true', help='do not compare with the reference first')
-  _arguments(parser)
-
-
-def tune_arguments(parser: argparse.ArgumentParser) -> None:
-  """What `tune` of such an op takes."""
-  parser.add_argument('--tuned', type=pathlib.Path, default=_records.TUNED, help='folder of tuned records')
-  _arguments(parser)
-
-
-def _arguments(parser: argparse.ArgumentParser) -> None:
-  parser.add_argument('--only', nargs='+', default=[], help='prefixes of rows')
-  parser.add_argument('--iterations', type=int, default=15)
 
 
 def bench(op: Op, options: Any) -> int:

@@ -53,9 +53,8 @@ def run(case: Case, options: Any, head: Mapping[str, Any], clock: _bench.Clock) 
   for name in sorted(heat, key=heat.__getitem__):
     form.setdefault(name.split()[0], name)
   twins = {twin: calls[form[twin]] for twin in ('sparse', 'dense', 'dense_fp8') if twin in form}
-  bursts = measure.interleave(twins, rounds=options.rounds, steps=options.steps)
+  rows = _bench.in_turns(twins, options.rounds, lambda name: _bench.stream_ms(twins[name], options.steps))
   clock.lap('second heat')
-  rows = {twin: _bench.timing(bursts[twin]) for twin in twins}
   for twin, row in rows.items():
     program, args = compiled[form[twin]], jobs[form[twin]][1]
     # Not beside a trace: both want the one profiling interface of the driver.

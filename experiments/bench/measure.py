@@ -1,10 +1,7 @@
-"""What the step benchmarks share beside `pallas_kernels._bench`: policies, twins in turns, command lines.
-
-A twin is a function without arguments that starts one step and returns something to wait for.
-"""
+"""What the step benchmarks share beside `pallas_kernels._bench`: policies, command lines."""
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 import shlex
 import sys
@@ -16,7 +13,6 @@ import jax
 from pallas_kernels import _bench, _device
 import sparse24_jax as s24
 
-type Call = Callable[[], Any]
 ACTIVATIONS = ('', 'dense_neurons', 'two_of_four_tokens')
 
 
@@ -29,32 +25,12 @@ def activation_policy(v: int, m: int, setting: str, **fields: Any) -> s24.Activa
   return s24.ActivationPolicy(pattern, tokens, share, **fields)
 
 
-def alone_ms(call: Call, before: Any) -> float:
+def alone_ms(call: Callable[[], Any], before: Any) -> float:
   """Wall-clock milliseconds of one call that starts when `before` is ready and nothing else runs."""
   jax.block_until_ready(before)
   start = time.perf_counter()
   jax.block_until_ready(call())
   return round(1e3 * (time.perf_counter() - start), 4)
-
-
-def interleave(
-  twins: Mapping[str, Call], *, rounds: int, steps: int, depth: int = 3
-) -> dict[str, list[list[float]]]:
-  """Times twins in `_bench.turns`.
-
-  Args:
-    twins: name -> call; warm already.
-    rounds: bursts of each.
-    steps: steps a burst.
-    depth: see `_bench.stream_ms`.
-
-  Returns:
-    name -> burst -> milliseconds of each step.
-  """
-  bursts: dict[str, list[list[float]]] = {name: [] for name in twins}
-  for name in _bench.turns(twins, rounds):
-    bursts[name].append(_bench.stream_ms(twins[name], steps, depth=depth))
-  return bursts
 
 
 def environment(module: str, argv: Sequence[str] | None) -> dict[str, Any]:

@@ -45,8 +45,7 @@ STEP_CASES = {
 
 def _rows(calls: Mapping[str, Any], compiled: Mapping[str, Any], options: Any) -> dict[str, dict[str, Any]]:
   """Times of the twins in turns, with what their programs hold."""
-  bursts = measure.interleave(calls, rounds=options.rounds, steps=options.steps)
-  rows = {name: _bench.timing(bursts[name]) for name in calls}
+  rows = _bench.in_turns(calls, options.rounds, lambda name: _bench.stream_ms(calls[name], options.steps))
   for name, row in rows.items():
     row |= dict(memory_gb=_bench.memory(compiled[name]), communication=communication(compiled[name].as_text()))
   return rows

@@ -28,10 +28,12 @@ def run(name: str, options: Any, head: Mapping[str, Any], clock: _bench.Clock) -
   calls = twins.calls
   losses = {twin: float(call()) for twin, call in calls.items()}
   clock.lap(f'first steps, losses {losses}')
-  bursts: dict[str, list[list[float]]] = {twin: [] for twin in calls}
-  for twin in _bench.turns(calls, options.rounds):
+
+  def burst(twin: str) -> list[float]:
     twins.at(0)
-    bursts[twin].append(_bench.stream_ms(calls[twin], options.steps, depth=2))
+    return _bench.stream_ms(calls[twin], options.steps, depth=2)
+
+  rows = _bench.in_turns(calls, options.rounds, burst)
   clock.lap('time')
   # One step at a time: the choice whether to search waits for the host, so a stream would hide where a step ends.
   refresh: dict[str, list[float]] = {'plain': [], 'search': []}
@@ -40,7 +42,6 @@ def run(name: str, options: Any, head: Mapping[str, Any], clock: _bench.Clock) -
       twins.at(count)
       refresh[kind].append(measure.alone_ms(twins.sparse, twins.state))
   clock.lap('time refreshes')
-  rows = {twin: _bench.timing(bursts[twin]) for twin in calls}
   for twin, compiled in twins.compiled.items():
     rows[twin]['memory_gb'] = _bench.memory(compiled)
     rows[twin]['recomputed'] = hlo.recomputed(compiled.as_text())

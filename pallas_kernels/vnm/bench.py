@@ -149,40 +149,31 @@ def _packer(spec: PackSpec) -> tuple[Callable[..., Any], Callable[[Array, Array]
     made = vnm_pack(x, residuals=True)
     return made.inputs, gradient, made.operand
 
+  transpose = api.transpose_pack_24 if spec.role.startswith('transpose_24') else api.transpose_pack
+
   def transposed(x: Array, _: Array) -> tuple[Any, ...]:
     a = vnm_pack(x).operand
-    dense = _dense_neurons(x.shape[1])
-    used = jnp.ones((x.shape[1],), bool).at[dense].set(False)
-    match spec.role:
-      case 'columns':
-        return a, dense
-      case 'transpose' | 'transpose_24':
-        return a, used
-      case 'transpose_gradient':
-        return a, api.transpose_pack(a, used=used)
-      case _:
-        return a, api.transpose_pack_24(a, used=used)
+    neurons = x.shape[1]
+    order = jnp.argsort(jax.random.uniform(jax.random.key(2), (neurons,)))
+    dense = jnp.sort(order[: round(0.05 * neurons)]).astype(jnp.int32)
+    if spec.role == 'columns':
+      return a, dense
+    used = jnp.ones((neurons,), bool).at[dense].set(False)
+    return a, transpose(a, used=used) if spec.role.endswith('gradient') else used
 
   match spec.role:
     case 'forward' | 'residuals':
       return functools.partial(vnm_pack, residuals=spec.role == 'residuals'), lambda x, _: (x,)
     case 'pull_back':
       return given, kept
-    case 'transpose':
-      return lambda a, used: api.transpose_pack(a, used=used), transposed
+    case 'transpose' | 'transpose_24':
+      return lambda a, used: transpose(a, used=used), transposed
     case 'transpose_gradient':
       return lambda a, pattern: api.transpose_pack(a, pattern=pattern).compact.values, transposed
-    case 'transpose_24':
-      return lambda a, used: api.transpose_pack_24(a, used=used), transposed
     case 'transpose_24_gradient':
       return lambda a, pattern: api.transpose_pack_24(a, pattern=pattern).values, transposed
     case _:
       return api.take_columns, transposed
-
-
-def _dense_neurons(neurons: int) -> Array:
-  order = jnp.argsort(jax.random.uniform(jax.random.key(2), (neurons,)))
-  return jnp.sort(order[: round(0.05 * neurons)]).astype(jnp.int32)
 
 
 def _read(spec: PackSpec, args: tuple[Any, ...]) -> int:

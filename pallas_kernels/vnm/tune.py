@@ -21,7 +21,6 @@ from pallas_kernels.vnm.arg_specs import dense_ways, matrices, Spec, SPECS
 def arguments(parser: argparse.ArgumentParser) -> None:
   """What `tune vnm_matmul` takes."""
   parser.add_argument('--select', nargs='+', default=list(SPECS), choices=SPECS, metavar='NAME', help=', '.join(SPECS))
-  parser.add_argument('--tuned', type=pathlib.Path, default=_records.TUNED, help='folder of tuned records')
 
 
 def run(args: argparse.Namespace) -> int:

@@ -25,6 +25,13 @@ class BenchTest(parameterized.TestCase):
     samples = _bench.stream_ms(lambda: time.sleep(4e-3), 4, depth=3)
     self.assertGreaterEqual(min(samples), 4.0)
 
+  def test_order_alternates(self):
+    made = []
+    rows = _bench.in_turns('ab', 3, lambda name: made.append(name) or [float(len(made)), 8.0])
+    self.assertEqual(''.join(made), 'ab' + 'ba' + 'ab')
+    self.assertEqual(rows['a']['samples_ms'], [1.0, 8.0, 4.0, 8.0, 5.0, 8.0])
+    self.assertEqual(rows['a']['median_ms_by_order'], [6.5, 6.0])
+
   def test_functions_are_timed_in_turns_with_their_arguments(self):
     made = []
     calls = {name: (lambda x, name=name: made.append(name + x), (x,)) for name, x in ('a1', 'b2')}

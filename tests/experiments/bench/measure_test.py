@@ -1,4 +1,4 @@
-"""What the step benchmarks share: turns, refusals, heads of records."""
+"""What the step benchmarks share: refusals, heads of records."""
 
 import contextlib
 import io
@@ -10,13 +10,6 @@ from experiments.bench import ffn, measure, mesh, neuron_level, train_step
 
 
 class MeasureTest(parameterized.TestCase):
-  def test_order_alternates(self):
-    made = []
-    twins = {name: (lambda name=name: made.append(name)) for name in 'ab'}
-    bursts = measure.interleave(twins, rounds=3, steps=1, depth=1)
-    self.assertEqual(''.join(made), 'aabb' + 'bbaa' + 'aabb')
-    self.assertEqual({name: list(map(len, b)) for name, b in bursts.items()}, {'a': [1, 1, 1], 'b': [1, 1, 1]})
-
   @parameterized.parameters(ffn, mesh, neuron_level, train_step)
   def test_refused_at_once_without_a_gpu(self, module):
     out = io.StringIO()
