@@ -31,15 +31,16 @@ def _parser() -> argparse.ArgumentParser:
   def command(name: str, text: str) -> argparse.ArgumentParser:
     return commands.add_parser(name, help=text, description=text)
 
-  for name, text in (
-    ('tune', 'time settings and keep what was measured'),
-    ('bench', 'time what the library runs against the best of the others'),
+  for name, text, option, path, what in (
+    ('tune', 'time settings and keep what was measured', '--tuned', _records.TUNED, 'folder of tuned records'),
+    ('bench', 'time what the library runs against the best of the others', '--out', 'results.jsonl', 'gets records'),
   ):
     ops = command(name, text).add_subparsers(dest='op', required=True, metavar='op')
     for op, how in OPS.items():
-      reason = _not_here(name, how)
+      reason = f'nothing to tune: {how.untuned}' if name == 'tune' and how.untuned else None
       parser_of_op = ops.add_parser(op, help=reason, description=reason)
       if reason is None:
+        parser_of_op.add_argument(option, type=pathlib.Path, default=pathlib.Path(path), help=what)
         _module(name, how).arguments(parser_of_op)
   verify = command('verify', 'random problems of sparse_matmul against a matmul by NumPy')
   verify.add_argument('--count', type=int, default=200, help='of problems (default: %(default)s)')
@@ -57,13 +58,6 @@ def _module(command: str, op: Op) -> Any:
   return importlib.import_module(f'pallas_kernels.{op.folder}.{command}')
 
 
-def _not_here(command: str, op: Op) -> str | None:
-  """Why an op does not have the command, or None."""
-  if command == 'tune':
-    return op.untuned and f'nothing to tune: {op.untuned}'
-  return op.benched and f'run `python -m {op.benched}`'
-
-
 def main(argv: Sequence[str] | None = None) -> int:
   """The command line; exit status 1 if a result is wrong or something failed."""
   from pallas_kernels.sparse_matmul import _own_kernel
@@ -76,15 +70,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     print('\n'.join(table_of_records(args.tuned)))
     return 0
   op = getattr(args, 'op', 'sparse_matmul')
-  if args.command != 'verify' and (reason := _not_here(args.command, OPS[op])):
-    parser.error(f'{args.command} {op}: {reason}')
+  if args.command == 'tune' and (reason := OPS[op].untuned):
+    parser.error(f'tune {op}: nothing to tune: {reason}')
   if OPS[op].in_triton:
     _triton.check_program(parser)
   # The processes that tune `sparse_matmul` share the GPU with this one.
   shared = args.command == 'tune' and op == 'sparse_matmul'
   with _processes.shared_gpu() if shared else contextlib.nullcontext():
     device = _device.current()
-  if device.platform != 'gpu':
+  if device.platform != 'gpu' and not getattr(args, 'tiny', False):
     parser.error(f'{args.command} runs on a GPU, and JAX finds {device.name!r} here')
   if args.command == 'verify':
     kernel = args.implementation or _own_kernel.name(device)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 import concurrent.futures
 import dataclasses
 import functools
-import json
 import pathlib
 import statistics
 import sys
@@ -21,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import _compat, _device, _records, _triton, costs
+from pallas_kernels import _bench, _compat, _device, _triton, costs
 
 BF16 = jnp.bfloat16
 # For bfloat16 results that sum or multiply in another order.
@@ -214,33 +213,23 @@ def common_fields(device: str) -> dict[str, Any]:
   )  # fmt: skip
 
 
-def bench_arguments(parser: argparse.ArgumentParser) -> None:
-  """What `bench` of such an op takes."""
-  parser.add_argument('--out', type=pathlib.Path, default=pathlib.Path('results.jsonl'), help='gets a record a row')
-  parser.add_argument('--first-config', action='store_true', help='only the settings that the library runs')
-  parser.add_argument('--skip-xla', action='store_true', help="not the passes that XLA would make in a kernel's place")
-  parser.add_argument('--skip-check', action='store_true', help='do not compare with the reference first')
-  _arguments(parser)
-
-
 def tune_arguments(parser: argparse.ArgumentParser) -> None:
   """What `tune` of such an op takes."""
-  parser.add_argument('--tuned', type=pathlib.Path, default=_records.TUNED, help='folder of tuned records')
-  _arguments(parser)
-
-
-def _arguments(parser: argparse.ArgumentParser) -> None:
   parser.add_argument('--only', nargs='+', default=[], help='prefixes of rows')
   parser.add_argument('--iterations', type=int, default=15)
 
 
+def bench_arguments(parser: argparse.ArgumentParser) -> None:
+  """What `bench` of such an op takes."""
+  tune_arguments(parser)
+  parser.add_argument('--first-config', action='store_true', help='only the settings that the library runs')
+  parser.add_argument('--skip-xla', action='store_true', help="not the passes that XLA would make in a kernel's place")
+  parser.add_argument('--skip-check', action='store_true', help='do not compare with the reference first')
+
+
 def bench(op: Op, options: Any) -> int:
   """Checks and measures; exit status 1 if a result is wrong or a part failed."""
-
-  def write(record: Mapping[str, Any]) -> None:
-    with options.out.open('a') as f:
-      f.write(json.dumps(record) + '\n')
-
+  write = functools.partial(_bench.append, options.out)
   status = _run(op, options, write, check=not options.skip_check, with_xla=not options.skip_xla)
   for name, measure_more in op.more.items():
     if not options.only or name in options.only:

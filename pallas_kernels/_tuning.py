@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import _compat, _power
+from pallas_kernels import _bench, _compat, _power
 
 Array = jax.Array
 
@@ -60,15 +60,8 @@ class Candidate:
 
 def compile_all(jobs: Sequence[tuple[Any, ...]]) -> list[Any]:
   """Compiled functions, or the exception that stands in a refused one's place, of (f, args[, compiler options])."""
-
-  def one(job: tuple[Any, ...]) -> Any:
-    try:
-      return jax.jit(job[0]).lower(*job[1]).compile(*job[2:])
-    except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as e:
-      return e
-
   with concurrent.futures.ThreadPoolExecutor(_COMPILERS) as pool:
-    return list(pool.map(one, jobs))
+    return list(pool.map(lambda job: _bench.compile_step(jax.jit(job[0]), *job[1:]), jobs))
 
 
 @jax.jit
@@ -141,11 +134,9 @@ def interleave(
     For each candidate the median of each of its bursts, in ms.
   """
   samples: list[list[float]] = [[] for _ in candidates]
-  order = list(range(len(candidates)))
-  for r in range(rounds):
-    for i in order if r % 2 == 0 else reversed(order):
-      time.sleep(gap_s)
-      samples[i].append(statistics.median(timer(candidates[i].f, candidates[i].args, iterations)))
+  for i in _bench.turns(range(len(candidates)), rounds):
+    time.sleep(gap_s)
+    samples[i].append(statistics.median(timer(candidates[i].f, candidates[i].args, iterations)))
   return samples
 
 

@@ -1,8 +1,7 @@
-"""The ops that are measured: what tunes and benchmarks each, or why nothing does.
+"""The ops that are measured, and why one of them is not tuned.
 
 `prune`, `mvue` and `transposable_mask` are none: what they mean and draw is called by `pack`, whose kernels it is part
-of, and by the library. V:N:M and attention are benchmarked by the experiments, which have the block and the model that
-use them.
+of, and by the library.
 """
 
 from collections.abc import Mapping
@@ -16,24 +15,21 @@ class Op:
   Attributes:
     folder: where it is; `tune.py` and `bench.py` there say what options they take (`arguments`), and do it (`run`).
     untuned: why it has no `tune.py`, or None.
-    benched: what benchmarks it in place of a `bench.py`, after `python -m`, or None.
     in_triton: whether what is measured needs Triton.
   """
 
   folder: str
   untuned: str | None = None
-  benched: str | None = None
   in_triton: bool = False
 
 
 OPS: Mapping[str, Op] = {
   'sparse_matmul': Op('sparse_matmul'),
-  'vnm_matmul': Op('vnm', benched='experiments.bench.neuron_level'),
+  'vnm_matmul': Op('vnm'),
   'pack': Op('pack', in_triton=True),
   'gated_activation': Op('gated_activation', in_triton=True),
   'quantize': Op('quantize', in_triton=True),
   'sparse_attention': Op(
     'sparse_attention', untuned='its tiles follow from the size of a head and the window, see `triton.tiles`',
-    benched='experiments.bench.attention',
   ),
 }  # fmt: skip

@@ -32,7 +32,7 @@ from experiments.bench import measure
 from experiments.bench.compile_time import CASES, LAYOUTS
 from experiments.race.contenders import CONTENDERS, make_model
 from experiments.race.programs import Programs
-from pallas_kernels import _compat, _device, _disk_cache
+from pallas_kernels import _bench, _compat, _device, _disk_cache
 from tests import targets
 from tests.pallas_kernels import compiling
 from tests.sparse24_jax import hlo, hopper
@@ -106,7 +106,7 @@ def _cpu_seconds() -> float:
 def in_turns(layout: str, options: argparse.Namespace) -> dict[str, dict[str, list[dict[str, float]]]]:
   """Method -> 'first' and 'again' -> what each round took."""
   found: dict[str, dict[str, list[Any]]] = {name: {'first': [], 'again': []} for name in options.select}
-  for name in measure.turns(options.select, options.rounds):
+  for name in _bench.turns(options.select, options.rounds):
     with tempfile.TemporaryDirectory() as folder:
       for process in found[name].values():
         process.append(_in_a_process(name, layout, options, folder))
@@ -167,7 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   del head['device']
   for layout in options.layouts:
     for record in records(layout, options, head):
-      measure.append(options.out, record)
+      _bench.append(options.out, record)
       first, again, over = record['first'], record['again'], record['over_dense'] or {}
       print(f'{record["recipe"]}, {layout}: {first["total_s"]:.1f} and {again["total_s"]:.1f} s, {over} times dense')
   return 0

@@ -30,6 +30,7 @@ from experiments.bench import measure
 from experiments.bench.step_cases import CASES, FLAGS, Layout, METHODS
 from experiments.bench.timed_step import Step
 from experiments.models import gpt2, llama
+from pallas_kernels import _bench
 
 MODULE = 'experiments.bench.best_steps'
 _MEMORY = {'XLA_PYTHON_CLIENT_PREALLOCATE': 'false', 'XLA_PYTHON_CLIENT_MEM_FRACTION': '0.93'}
@@ -177,7 +178,7 @@ def run(case: str, jobs: Sequence[Job], options: Any, head: Mapping[str, Any], u
         label=METHODS[job.method].label, layout=job.layout, moment=CASES[case].moment, process=process,
         **row, headline=not options.tiny,
       )  # fmt: skip
-      measure.append(options.out, record)
+      _bench.append(options.out, record)
       rows.append((job, row))
       print(f'{job}: {row["amortised_ms"]:.2f} ms, MFU {row["mfu"]:.3f}', flush=True)
       if time.monotonic() > until:

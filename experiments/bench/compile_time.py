@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from experiments.bench import measure
 from experiments.race.contenders import CONTENDERS, make_model, SIZES
 from experiments.race.programs import Programs
+from pallas_kernels import _bench
 
 MODULE = 'experiments.bench.compile_time'
 CASES = ('dense', 'dense_fp8', 'fst', 's_ste_fp8', 'fst_all', 's_ste_fp8_all')
@@ -96,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     stages = ', '.join(f'{key.removesuffix("_s")} {seconds:.1f}' for key, seconds in first.items())
     return f'{stages} s; from disk {again["total_s"]:.1f} s'
 
-  return measure.run_each(cases, lambda case: run(*cases[case], options, head), options.out, summary)
+  return _bench.run_each(cases, lambda case: run(*cases[case], options, head), options.out, summary)
 
 
 if __name__ == '__main__':

@@ -18,7 +18,7 @@ from experiments.bench import hlo, measure, trace
 from experiments.bench.feed_forward import Case, dense_block, DENSE_FORMS, dense_step, inputs, sparse_step, TINY
 from experiments.bench.ffn_errors import check, CHECKED, gradient_errors
 from experiments.models.dense_fp8 import fp8_dot
-from pallas_kernels import _compat
+from pallas_kernels import _bench, _compat
 
 MODULE = 'experiments.bench.ffn'
 SHAPES = ((16384, 4096, 16384), (32768, 4096, 14336))
@@ -33,13 +33,13 @@ CASES = {
 GROUPS = {'bf16': [n for n in CASES if n.startswith('fst')], 'fp8': [n for n in CASES if n.startswith('s_ste')]}
 
 
-def run(case: Case, options: Any, head: Mapping[str, Any], clock: measure.Clock) -> dict[str, Any]:
+def run(case: Case, options: Any, head: Mapping[str, Any], clock: _bench.Clock) -> dict[str, Any]:
   """Measures one case and returns its record."""
   shape = TINY if options.tiny else case.shape
   implementation = None if options.tiny or options.implementation == 'auto' else options.implementation
   dtype = jnp.float32 if options.tiny else jnp.bfloat16  # XLA's CPU lacks some matmuls of bfloat16
   jobs = _jobs(case, shape, implementation, dtype)
-  compiled = measure.compile_all(jobs, needed=('sparse',))
+  compiled = _bench.compile_all(jobs, needed=('sparse',))
   clock.lap(f'compile {len(jobs)} steps')
   calls = {name: functools.partial(f, *jobs[name][1]) for name, f in compiled.items()}
   counts = hlo.sparse_calls(compiled['sparse'].as_text(), tokens=shape[0])
@@ -47,21 +47,20 @@ def run(case: Case, options: Any, head: Mapping[str, Any], clock: measure.Clock)
   if not options.tiny and implementation and sum(counts.values()) < 2 * len(_ROLES[case.method]):
     raise ValueError(f'the compiled step lacks sparse matmuls in {_ROLES[case.method]}; it has {counts}')
 
-  heat = {name: statistics.median(measure.stream_ms(call, options.steps)) for name, call in calls.items()}
+  heat = {name: statistics.median(_bench.stream_ms(call, options.steps)) for name, call in calls.items()}
   clock.lap('first heat: ' + ', '.join(f'{name} {ms:.3f} ms' for name, ms in heat.items()))
   form = {}  # the fastest of each twin's forms
   for name in sorted(heat, key=heat.__getitem__):
     form.setdefault(name.split()[0], name)
   twins = {twin: calls[form[twin]] for twin in ('sparse', 'dense', 'dense_fp8') if twin in form}
-  bursts = measure.interleave(twins, rounds=options.rounds, steps=options.steps)
+  rows = _bench.in_turns(twins, options.rounds, lambda name: _bench.stream_ms(twins[name], options.steps))
   clock.lap('second heat')
-  rows = {twin: measure.timing(bursts[twin]) for twin in twins}
   for twin, row in rows.items():
     program, args = compiled[form[twin]], jobs[form[twin]][1]
     # Not beside a trace: both want the one profiling interface of the driver.
     if jax.default_backend() == 'gpu' and not options.explain:
       row['device_ms'] = _compat.median_ms(program, args, 5)
-    row |= dict(memory_gb=measure.memory(program), form=form[twin])
+    row |= dict(memory_gb=_bench.memory(program), form=form[twin])
   profile = None
   if options.explain:
     programs = {twin: compiled[form[twin]] for twin in twins}
@@ -77,7 +76,7 @@ def run(case: Case, options: Any, head: Mapping[str, Any], clock: measure.Clock)
     bench='ffn', **head, **case.fields, weights='bfloat16',
     shape=dict(tokens=shape[0], d=shape[1], hidden=shape[2]), mode='forward_and_vjp',
     implementation=implementation or 'auto', **sparse, baselines=rows,
-    speedup=measure.speedup(rows, sparse['median_ms']),
+    speedup=_bench.speedup(rows, sparse['median_ms']),
     heat_ms={name: round(ms, 4) for name, ms in heat.items()}, tflops=flops / sparse['median_ms'] / 1e9,
     sparse_calls=counts, error=error, profile=profile, headline=not options.tiny,
   )  # fmt: skip
@@ -111,10 +110,10 @@ def main(argv: Sequence[str] | None = None) -> int:
   options = parser.parse_args(argv)
   measure.check_gpu(parser, options)
   head = measure.environment(MODULE, argv)
-  names = measure.selected(options, GROUPS)
+  names = _bench.selected(options, GROUPS)
   if options.check_only:  # of one shape, whatever the shape that is timed
     names = list({(CASES[name].method, CASES[name].activation): name for name in reversed(names)}.values())[::-1]
-    return measure.run_each(
+    return _bench.run_each(
       names, lambda name: check(CASES[name], options, head), options.out, lambda record: str(record['error'])
     )
 
@@ -122,8 +121,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     ratios = ', '.join(f'x{ratio:.3f} over {twin}' for twin, ratio in record['speedup'].items())
     return f'{record["median_ms"]:.3f} ms, {ratios}; calls {record["sparse_calls"]}'
 
-  return measure.run_each(
-    names, lambda name: run(CASES[name], options, head, measure.Clock()), options.out, summary
+  return _bench.run_each(
+    names, lambda name: run(CASES[name], options, head, _bench.Clock()), options.out, summary
   )
 
 

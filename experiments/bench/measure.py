@@ -1,30 +1,19 @@
-"""What the step benchmarks share: twins timed in turns, records, command lines.
-
-A twin is a function without arguments that starts one step and returns something to wait for. Twins run in one process,
-in alternating order, each burst with several steps in flight, so that what is timed is the device and neither the
-host's latency nor a cold clock.
-"""
+"""What the step benchmarks share beside `pallas_kernels._bench`: policies, command lines."""
 
 import argparse
-from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-import concurrent.futures
-import itertools
-import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 import shlex
-import statistics
 import sys
 import time
 from typing import Any
 
 import jax
 
-from pallas_kernels import _compat, _device
+from pallas_kernels import _bench, _device
 import sparse24_jax as s24
 
-type Call = Callable[[], Any]
-
+ACTIVATIONS = ('', 'dense_neurons', 'two_of_four_tokens')
 
 
 def activation_policy(v: int, m: int, setting: str, **fields: Any) -> s24.ActivationPolicy:
@@ -36,176 +25,12 @@ def activation_policy(v: int, m: int, setting: str, **fields: Any) -> s24.Activa
   return s24.ActivationPolicy(pattern, tokens, share, **fields)
 
 
-ACTIVATIONS = ('', 'dense_neurons', 'two_of_four_tokens')
-_GAP_S = 0.05  # of rest before a burst
-_TRIES = 3
-# What CUPTI says of a burst of which it did not record all kernels.
-_LOST = ('records were dropped', 'is not divisible by', 'not consistent across')
-
-
-def stream_ms(call: Call, steps: int, *, depth: int = 3) -> list[float]:
-  """Wall-clock milliseconds of each of `steps` calls, `depth` of them in flight: from one completion to the next.
-
-  Untimed calls surround them. The end of the first starts the clock. Those behind keep the host as far ahead at the end
-  as in the middle: a step of more launches than a stream holds is nearly over when its call returns, and what is still
-  in flight after the last call would seem to take no time.
-  """
-  pending: deque[Any] = deque()
-  stamps: list[float] = []
-  for _ in range(steps + depth):
-    pending.append(call())
-    if len(pending) == depth:
-      jax.block_until_ready(pending.popleft())
-      stamps.append(time.perf_counter())
-  jax.block_until_ready(pending)
-  return [1e3 * (end - start) for start, end in itertools.pairwise(stamps)]
-
-
-def alone_ms(call: Call, before: Any) -> float:
+def alone_ms(call: Callable[[], Any], before: Any) -> float:
   """Wall-clock milliseconds of one call that starts when `before` is ready and nothing else runs."""
   jax.block_until_ready(before)
   start = time.perf_counter()
   jax.block_until_ready(call())
   return round(1e3 * (time.perf_counter() - start), 4)
-
-
-def turns(names: Iterable[str], rounds: int) -> Iterator[str]:
-  """Every name once a round; even rounds in the order given, odd rounds reversed.
-
-  >>> ''.join(turns('abc', 2))
-  'abccba'
-  """
-  order = list(names)
-  for r in range(rounds):
-    yield from order if r % 2 == 0 else reversed(order)
-
-
-def interleave(
-  twins: Mapping[str, Call], *, rounds: int, steps: int, depth: int = 3
-) -> dict[str, list[list[float]]]:
-  """Times twins in `turns`.
-
-  Args:
-    twins: name -> call; warm already.
-    rounds: bursts of each.
-    steps: steps a burst.
-    depth: see `stream_ms`.
-
-  Returns:
-    name -> burst -> milliseconds of each step.
-  """
-  bursts: dict[str, list[list[float]]] = {name: [] for name in twins}
-  for name in turns(twins, rounds):
-    bursts[name].append(stream_ms(twins[name], steps, depth=depth))
-  return bursts
-
-
-def timer(f: Callable[..., Any], args: Sequence[Any], iterations: int, *, detach: bool = True) -> list[float]:
-  """Milliseconds of each call: of its kernels alone on a GPU, by the wall clock elsewhere.
-
-  Args:
-    f: compiled.
-    args: its arguments.
-    iterations: calls.
-    detach: see `device_times_ms`.
-  """
-  if jax.default_backend() != 'gpu':
-    return stream_ms(lambda: f(*args), iterations)
-  for _ in range(_TRIES - 1):
-    try:
-      return _compat.device_times_ms(f, args, iterations, detach=detach)
-    except RuntimeError as error:
-      if not any(lost in str(error) for lost in _LOST):
-        raise
-      print(f'  timed again: {str(error)[:200]}', flush=True)
-  return _compat.device_times_ms(f, args, iterations, detach=detach)
-
-
-def timed(
-  calls: Mapping[str, tuple[Callable[..., Any], Sequence[Any]]], options: Any, *, detach: bool = True
-) -> dict[str, dict[str, Any]]:
-  """Times compiled functions by `timer`, in `turns`.
-
-  Args:
-    calls: name -> (function, arguments).
-    options: of the command line: `rounds`, `steps`, `tiny`.
-    detach: see `device_times_ms`.
-
-  Returns:
-    name -> `timing`, and as 'clock' whether that is 'device' time or 'wall' time.
-  """
-  bursts: dict[str, list[list[float]]] = {name: [] for name in calls}
-  for name in turns(calls, options.rounds):
-    time.sleep(0.0 if options.tiny else _GAP_S)
-    bursts[name].append(timer(*calls[name], options.steps, detach=detach))
-  clock = 'device' if jax.default_backend() == 'gpu' else 'wall'
-  return {name: timing(found) | {'clock': clock} for name, found in bursts.items()}
-
-
-def timing(bursts: Sequence[list[float]]) -> dict[str, Any]:
-  """Samples, their median, and the medians of the two orders of running.
-
-  >>> timing([[1.0, 2.0, 3.0], [4.0, 4.0, 4.0]])
-  {'samples_ms': [1.0, 2.0, 3.0, 4.0, 4.0, 4.0], 'median_ms': 3.5, 'median_ms_by_order': [2.0, 4.0]}
-  """
-  samples = [round(ms, 4) for burst in bursts for ms in burst]
-  orders = [[ms for burst in bursts[i::2] for ms in burst] for i in (0, 1)]
-  return dict(
-    samples_ms=samples,
-    median_ms=round(statistics.median(samples), 4),
-    median_ms_by_order=[round(statistics.median(order), 4) for order in orders if order],
-  )
-
-
-def speedup(rows: Mapping[str, Mapping[str, Any]], ms: float) -> dict[str, float]:
-  """How many times as long as `ms` each row of `timing` takes.
-
-  >>> speedup({'dense': {'median_ms': 3.0}}, 2.0)
-  {'dense': 1.5}
-  """
-  return {name: round(row['median_ms'] / ms, 4) for name, row in rows.items()}
-
-
-def compile_step(f: Any, args: Sequence[Any]) -> Any:
-  """The jitted function compiled for its arguments, or the error in place of one that is refused."""
-  try:
-    return f.lower(*args).compile()
-  except (ValueError, RuntimeError) as error:  # JAX's own and NotImplementedError are RuntimeErrors
-    return error
-
-
-def compile_all[K: Hashable](
-  jobs: Mapping[K, tuple[Any, Sequence[Any]]], *, needed: Collection[K] = (), threads: int | None = None
-) -> dict[K, Any]:
-  """Compiles in threads; what is refused is left out, with a line that says why.
-
-  Args:
-    jobs: name -> (jitted function, its arguments or their shapes).
-    needed: names that must not be left out.
-    threads: as many as jobs unless given.
-
-  Raises:
-    ValueError, RuntimeError: that of a refused job which is needed.
-  """
-  with concurrent.futures.ThreadPoolExecutor(threads or len(jobs)) as pool:
-    made = dict(zip(jobs, pool.map(lambda job: compile_step(*job), jobs.values()), strict=True))
-  for name, error in [item for item in made.items() if isinstance(item[1], Exception)]:
-    if name in needed:
-      raise error
-    print(f'  {name} does not compile: {str(error)[:300]}', flush=True)
-    del made[name]
-  return made
-
-
-def memory(compiled: Any) -> dict[str, float] | None:
-  """GB that a compiled step holds at once: arguments, results that do not replace one, and temporaries."""
-  analysis = compiled.memory_analysis()
-  if analysis is None:
-    return None
-  kept = analysis.argument_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
-  gb = dict(arguments=analysis.argument_size_in_bytes, temporaries=analysis.temp_size_in_bytes)
-  gb['total'] = kept + analysis.temp_size_in_bytes
-  return {name: round(size / 1e9, 3) for name, size in gb.items()}
 
 
 def environment(module: str, argv: Sequence[str] | None) -> dict[str, Any]:
@@ -214,77 +39,16 @@ def environment(module: str, argv: Sequence[str] | None) -> dict[str, Any]:
   return _device.environment() | {'command': f'python -m {module} {shlex.join(given)}'.rstrip()}
 
 
-def append(out: Path, record: Mapping[str, Any]) -> None:
-  """Adds one line to a JSON-lines file."""
-  out.parent.mkdir(parents=True, exist_ok=True)
-  with out.open('a') as file:
-    file.write(json.dumps(record) + '\n')
-
-
-def run_each(
-  names: Iterable[str],
-  run: Callable[[str], Mapping[str, Any]],
-  out: Path,
-  summary: Callable[[Mapping[str, Any]], str],
-) -> int:
-  """Runs cases one after another; a case that fails costs the others nothing.
-
-  Args:
-    names: of the cases.
-    run: name -> record, which is appended to `out` at once.
-    out: JSON-lines file.
-    summary: of a record, in a line.
-
-  Returns:
-    The number of cases that failed.
-  """
-  failed = 0
-  for name in names:
-    try:
-      record = run(name)
-    except (ValueError, RuntimeError) as error:
-      print(f'{name}: failed: {type(error).__name__}: {str(error)[:1500]}', flush=True)
-      failed += 1
-      continue
-    append(out, record)
-    print(f'{name}: {summary(record)}', flush=True)
-  return failed
-
-
 def parser(module: str, doc: str | None, choices: Sequence[str], default: Sequence[str]) -> argparse.ArgumentParser:
   """The options that every step benchmark has."""
   result = argparse.ArgumentParser(prog=f'python -m {module}', description=(doc or '').partition('\n')[0])
   result.add_argument('--out', type=Path, required=True, help='JSON-lines file to append records to')
-  result.add_argument(
-    '--select', nargs='+', default=list(default), choices=choices, metavar='CASE',
-    help=f'one or more of: {", ".join(choices)} (default: {" ".join(default)})',
-  )  # fmt: skip
-  result.add_argument('--rounds', type=int, default=4, help='bursts of each twin (default: %(default)s)')
-  result.add_argument('--steps', type=int, default=8, help='steps a burst (default: %(default)s)')
-  result.add_argument('--tiny', action='store_true', help='small shapes and plain jax.numpy, to see that it runs')
+  _bench.arguments(result, choices, default)
   result.add_argument('--explain', action='store_true', help='print and record device time by kind of kernel')
   return result
-
-
-def selected(options: argparse.Namespace, groups: Mapping[str, Sequence[str]]) -> list[str]:
-  """The cases that `--select` asks for, by their names or those of groups; each once."""
-  return list(dict.fromkeys(case for name in options.select for case in groups.get(name, [name])))
 
 
 def check_gpu(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
   """Ends the program where there is no GPU and `--tiny` is not given, before anything is compiled for hours."""
   if not options.tiny and jax.default_backend() != 'gpu':
     parser.error(f'this is timed on a GPU, JAX has {jax.default_backend()!r} here; --tiny only shows that it runs')
-
-
-class Clock:
-  """Prints how long each part of a run took: device time is scarce."""
-
-  def __init__(self):
-    self._start = self._last = time.perf_counter()
-
-  def lap(self, what: str) -> None:
-    """Prints the seconds since the last lap."""
-    now = time.perf_counter()
-    print(f'  [{now - self._start:6.1f} s] {what}: {now - self._last:.1f} s', flush=True)
-    self._last = now

@@ -29,6 +29,7 @@ from experiments.bench.meshes import (
   TOKENS,
   WHOLE,
 )
+from pallas_kernels import _bench
 
 MODULE = 'experiments.bench.mesh'
 FFN_CASES = {
@@ -44,14 +45,13 @@ STEP_CASES = {
 
 def _rows(calls: Mapping[str, Any], compiled: Mapping[str, Any], options: Any) -> dict[str, dict[str, Any]]:
   """Times of the twins in turns, with what their programs hold."""
-  bursts = measure.interleave(calls, rounds=options.rounds, steps=options.steps)
-  rows = {name: measure.timing(bursts[name]) for name in calls}
+  rows = _bench.in_turns(calls, options.rounds, lambda name: _bench.stream_ms(calls[name], options.steps))
   for name, row in rows.items():
-    row |= dict(memory_gb=measure.memory(compiled[name]), communication=communication(compiled[name].as_text()))
+    row |= dict(memory_gb=_bench.memory(compiled[name]), communication=communication(compiled[name].as_text()))
   return rows
 
 
-def run_ffn(name: str, mesh: Mesh, options: Any, head: Mapping[str, Any], clock: measure.Clock) -> dict[str, Any]:
+def run_ffn(name: str, mesh: Mesh, options: Any, head: Mapping[str, Any], clock: _bench.Clock) -> dict[str, Any]:
   """The block on all devices; every form of the dense twin that `ffn` has."""
   case = FFN_CASES[name]
   shape = (512, 64, 128) if options.tiny else case.shape
@@ -69,9 +69,9 @@ def run_ffn(name: str, mesh: Mesh, options: Any, head: Mapping[str, Any], clock:
     for form in feed_forward.DENSE_FORMS:
       step = feed_forward.dense_step(feed_forward.dense_block(case, form))
       jobs[f'dense {form}'] = (jax.jit(step, **shardings), (weights, x, dy))
-    compiled = measure.compile_all(jobs, needed=jobs)
+    compiled = _bench.compile_all(jobs, needed=jobs)
     calls = {name: functools.partial(f, *jobs[name][1]) for name, f in compiled.items()}
-    heat = {name: statistics.median(measure.stream_ms(call, options.steps)) for name, call in calls.items()}
+    heat = {name: statistics.median(_bench.stream_ms(call, options.steps)) for name, call in calls.items()}
     best = min((name for name in heat if name != 'sparse'), key=heat.__getitem__)
     clock.lap(f'{devices} device(s), first heat {({name: round(ms, 3) for name, ms in heat.items()})}')
     made = _rows({'sparse': calls['sparse'], 'dense': calls[best]}, compiled | {'dense': compiled[best]}, options)
@@ -83,12 +83,12 @@ def run_ffn(name: str, mesh: Mesh, options: Any, head: Mapping[str, Any], clock:
   return dict(
     bench='mesh', **head, **case.fields, shape=dict(tokens=shape[0], d=shape[1], hidden=shape[2]),
     mode='forward_and_vjp', mesh=dict(mesh.shape), implementation=options.implementation, **sparse, baselines=rows,
-    speedup=measure.speedup(rows, sparse['median_ms']),
+    speedup=_bench.speedup(rows, sparse['median_ms']),
     sparse_calls=counts, headline=not options.tiny,
   )  # fmt: skip
 
 
-def run_step(name: str, mesh: Mesh, options: Any, head: Mapping[str, Any], clock: measure.Clock) -> dict[str, Any]:
+def run_step(name: str, mesh: Mesh, options: Any, head: Mapping[str, Any], clock: _bench.Clock) -> dict[str, Any]:
   """A training step without mask search on all devices, as `train_step` makes it; state donated, one of both twins."""
   pair = twins.Twins(
     STEP_CASES[name], options, clock, mesh,
@@ -108,7 +108,7 @@ def run_step(name: str, mesh: Mesh, options: Any, head: Mapping[str, Any], clock
     shape=dict(batch=batch, length=positions - 1, layers=config.num_layers, d=config.embed_dim),
     mode='step', mesh=dict(mesh.shape), sharding=options.sharding, implementation=options.implementation,
     **sparse, baselines=rows,
-    speedup=measure.speedup(rows, sparse['median_ms']),
+    speedup=_bench.speedup(rows, sparse['median_ms']),
     sparse_calls=hlo.sparse_calls(pair.compiled['sparse'].as_text(), tokens=pair.tokens_a_step // mesh.size),
     headline=not options.tiny,
   )  # fmt: skip
@@ -133,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
   def run(name: str) -> dict[str, Any]:
     if name not in CHECKS:
-      return (run_ffn if name in FFN_CASES else run_step)(name, mesh, options, head, measure.Clock())
+      return (run_ffn if name in FFN_CASES else run_step)(name, mesh, options, head, _bench.Clock())
     error = CHECKS[name](mesh, options.implementation, options.tiny)
     return dict(bench='mesh_check', **head, op=name, mesh=dict(mesh.shape), implementation=options.implementation,
                 error=error)  # fmt: skip
@@ -146,7 +146,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       f' calls {record["sparse_calls"]}, {record["communication"]}'
     )
 
-  return measure.run_each(options.select, run, options.out, summary)
+  return _bench.run_each(options.select, run, options.out, summary)
 
 
 if __name__ == '__main__':

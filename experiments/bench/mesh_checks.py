@@ -12,11 +12,11 @@ from jax.sharding import Mesh, NamedSharding
 import numpy as np
 import optax
 
-from experiments.bench import feed_forward, measure, twins
+from experiments.bench import feed_forward, twins
 from experiments.bench.meshes import communication, keep_tokens_divided, place, state_shardings, TOKENS, WHOLE
 from experiments.models import gpt2
 from experiments.runs import recipes
-from pallas_kernels import _tuning
+from pallas_kernels import _bench, _tuning
 import sparse24_jax as s24
 from sparse24_jax import linear_layer
 from sparse24_jax.plan import backend_of
@@ -99,7 +99,7 @@ def check_gpt2(mesh: Mesh, implementation: str, tiny: bool, sharding: str = 'who
     jobs[name, 'one'] = jax.jit(f), (params, tokens)
     divided = jax.jit(keep_tokens_divided(mesh, f), out_shardings=(NamedSharding(mesh, WHOLE), shardings))
     jobs[name, 'mesh'] = divided, given
-  compiled = measure.compile_all(jobs, needed=jobs)
+  compiled = _bench.compile_all(jobs, needed=jobs)
   for name in ('sampled', 'unsampled'):
     errors = _errors(compiled[name, 'mesh'](*given), compiled[name, 'one'](params, tokens))
     worst = max(errors, key=errors.__getitem__)

@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from experiments.bench import hlo, measure, trace, twins
+from experiments.bench import hlo, trace, twins
 from experiments.bench.step_cases import Case, Layout, METHODS
 from experiments.models import gpt2, llama
+from pallas_kernels import _bench
 
 # Peak of Hopper GPUs in dense bfloat16. Shares of the peak refer to it, whatever the method computes in.
 PEAK_FLOPS = 989.4e12
@@ -92,7 +93,7 @@ class Step:
     text = self.compiled.as_text()
     return dict(
       compile=dict(lower_s=round(lowering, 1), total_s=round(time.perf_counter() - start, 1)),
-      memory_gb=measure.memory(self.compiled), recomputed=hlo.recomputed(text), sparse_calls=hlo.sparse_calls(text),
+      memory_gb=_bench.memory(self.compiled), recomputed=hlo.recomputed(text), sparse_calls=hlo.sparse_calls(text),
       parameters=sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.shapes.params)), flops=self.flops,
       refresh_every=self.recipe.refresh_every if self.recipe else None,
       shape=dict(batch=self.batch, length=self.config.seq_len, layers=self.config.num_layers, d=self.config.embed_dim,
@@ -119,8 +120,8 @@ class Step:
       raise RuntimeError(f'losses of the first steps: {losses}')
     found = []
     for _ in range(bursts):
-      found.append(measure.stream_ms(call, steps, depth=2))
-    row, search = measure.timing(found), 0.0
+      found.append(_bench.stream_ms(call, steps, depth=2))
+    row, search = _bench.timing(found), 0.0
     if profile:
       kernels = trace.capture(call, _PROFILED, hlo.op_names(self.compiled.as_text()))
       row |= dict(profile=trace.summarize(kernels, _PROFILED, top=30))

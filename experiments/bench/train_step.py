@@ -13,11 +13,12 @@ from typing import Any
 from experiments.bench import hlo, measure, trace
 from experiments.bench.twins import activations, CASES, recipe_of, RECIPES, Twins
 from experiments.models import layers
+from pallas_kernels import _bench
 
 MODULE = 'experiments.bench.train_step'
 
 
-def run(name: str, options: Any, head: Mapping[str, Any], clock: measure.Clock) -> dict[str, Any]:
+def run(name: str, options: Any, head: Mapping[str, Any], clock: _bench.Clock) -> dict[str, Any]:
   """Measures one model and returns its record."""
   # No burst may reach a search, which the last step of a period makes, unless every step does.
   every = recipe_of(options.recipe).refresh_every
@@ -27,10 +28,12 @@ def run(name: str, options: Any, head: Mapping[str, Any], clock: measure.Clock) 
   calls = twins.calls
   losses = {twin: float(call()) for twin, call in calls.items()}
   clock.lap(f'first steps, losses {losses}')
-  bursts: dict[str, list[list[float]]] = {twin: [] for twin in calls}
-  for twin in measure.turns(calls, options.rounds):
+
+  def burst(twin: str) -> list[float]:
     twins.at(0)
-    bursts[twin].append(measure.stream_ms(calls[twin], options.steps, depth=2))
+    return _bench.stream_ms(calls[twin], options.steps, depth=2)
+
+  rows = _bench.in_turns(calls, options.rounds, burst)
   clock.lap('time')
   # One step at a time: the choice whether to search waits for the host, so a stream would hide where a step ends.
   refresh: dict[str, list[float]] = {'plain': [], 'search': []}
@@ -39,9 +42,8 @@ def run(name: str, options: Any, head: Mapping[str, Any], clock: measure.Clock) 
       twins.at(count)
       refresh[kind].append(measure.alone_ms(twins.sparse, twins.state))
   clock.lap('time refreshes')
-  rows = {twin: measure.timing(bursts[twin]) for twin in calls}
   for twin, compiled in twins.compiled.items():
-    rows[twin]['memory_gb'] = measure.memory(compiled)
+    rows[twin]['memory_gb'] = _bench.memory(compiled)
     rows[twin]['recomputed'] = hlo.recomputed(compiled.as_text())
   profile = None
   if options.explain:
@@ -84,7 +86,7 @@ def _record(
     mode='step', implementation=options.implementation, **sparse,
     refresh_samples_ms=refresh, search_ms=round(search_ms, 4), refresh_every=twins.recipe.refresh_every,
     amortised_ms=round(amortised, 4), tokens_per_s=speed(amortised), baselines=rows,
-    speedup=measure.speedup(rows, amortised),
+    speedup=_bench.speedup(rows, amortised),
     # For a whole run, whose other phases are dense.
     sparse_share=round(share, 4),
     run_speedup={t: round(1 / (1 - share + share * amortised / row['median_ms']), 4) for t, row in rows.items()},
@@ -114,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
 
   names = options.select
-  return measure.run_each(names, lambda name: run(name, options, head, measure.Clock()), options.out, summary)
+  return _bench.run_each(names, lambda name: run(name, options, head, _bench.Clock()), options.out, summary)
 
 
 if __name__ == '__main__':

@@ -19,6 +19,7 @@ import optax
 from experiments.bench import hlo, measure
 from experiments.models import gpt2, layers, llama
 from experiments.runs import recipes
+from pallas_kernels import _bench
 import sparse24_jax as s24
 
 FFN = r'.*/mlp/.*'
@@ -210,7 +211,7 @@ class Twins:
   """
 
   def __init__(
-    self, case: Case, options: Any, clock: measure.Clock, mesh: Mesh | None = None, *,
+    self, case: Case, options: Any, clock: _bench.Clock, mesh: Mesh | None = None, *,
     shardings: Callable[[Any], Any] | None = None, wrap: Callable[[Any], Any] = lambda step: step,
   ):  # fmt: skip
     self.case = case
@@ -257,13 +258,13 @@ class Twins:
       for twin, (model, recipe, state, refresh) in twins.items()
     }
     # Before there is a state: autotuning needs memory too.
-    self.compiled = measure.compile_all(jobs, needed=jobs)
+    self.compiled = _bench.compile_all(jobs, needed=jobs)
     clock.lap('compile ' + ' and '.join(jobs))
     self._search, self._searches = self.compiled.pop('search', None), False
     for name, compiled in self.compiled.items():
       again = hlo.recomputed(compiled.as_text())
       warning = f'; SHORT OF MEMORY: XLA computes {again} instructions again' if again else ''
-      print(f'  memory of {name}: {measure.memory(compiled)} GB{warning}', flush=True)
+      print(f'  memory of {name}: {_bench.memory(compiled)} GB{warning}', flush=True)
     self.calls = {twin: getattr(self, twin) for twin in self.compiled}
     self.state = jax.block_until_ready(jax.jit(init, out_shardings=held)())
     clock.lap('initialise')

@@ -28,6 +28,11 @@ NOT_IN_GIT = 'a commit that is not in git'
 GONE = 'a program that is gone'
 # Commands that `python -m experiments` had once.
 _GONE = ('together',)
+# How records call what another command does today, with the same options.
+_MOVED = {
+  'experiments.bench.attention': 'pallas_kernels bench sparse_attention',
+  'experiments.bench.neuron_level --select packs': 'pallas_kernels bench vnm_matmul --select packs',
+}
 
 _COMMENT = re.compile(r'<!-- records: (.*?) -->\n', re.DOTALL)
 _COMMAND = re.compile(r'python -m ((?:experiments|pallas_kernels|sparse24_jax|tests)[.\w]*)(?: (\S+)|$)')
@@ -64,11 +69,22 @@ def faults(record: Mapping[str, Any]) -> tuple[str, ...]:
     found.append('uncommitted changes')
   elif not _in_git(commit):
     found.append(NOT_IN_GIT)
-  if not (command := _COMMAND.match(str(record.get('command') or ''))):
+  if not (command := _COMMAND.match(today(str(record.get('command') or '')))):
     found.append('no command that is kept')
   elif not is_program(command[1]) or (command[1] == 'experiments' and command[2] in _GONE):
     found.append(GONE)
   return tuple(found)
+
+
+def today(command: str) -> str:
+  """The command that does today what a record says was run.
+
+  >>> today('python -m experiments.bench.attention --select 4k')
+  'python -m pallas_kernels bench sparse_attention --select 4k'
+  """
+  for then, now in _MOVED.items():
+    command = command.replace(f'python -m {then} ', f'python -m {now} ')
+  return command
 
 
 @functools.cache

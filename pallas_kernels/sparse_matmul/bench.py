@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _device, _records, _tuning
+from pallas_kernels import _bench, _device, _records, _tuning
 from pallas_kernels.sparse_matmul import (
   _own_kernel,
   _prepared,
@@ -27,11 +27,12 @@ from pallas_kernels.sparse_matmul import (
 from pallas_kernels.sparse_matmul.api import OP
 
 Array = jax.Array
+
+
 def arguments(parser: argparse.ArgumentParser) -> None:
   """What `bench sparse_matmul` takes."""
   arg_specs.arguments(parser)
   parser.add_argument('--tuned', type=pathlib.Path, default=_records.TUNED, help='folder of tuned records')
-  parser.add_argument('--out', type=pathlib.Path, default=pathlib.Path('results.jsonl'), help='gets a record a problem')
 
 
 def run(args: argparse.Namespace) -> int:
@@ -92,8 +93,7 @@ def bench(selection: str, out: pathlib.Path, folder: pathlib.Path = _records.TUN
       if vendor is not None:
         # Apart from the matmul: who keeps A over many matmuls pays it once.
         record['baselines']['cusparselt']['compress_samples_ms'] = vendor[1]
-      with out.open('a') as f:
-        f.write(json.dumps(record) + '\n')
+      _bench.append(out, record)
       ratio = record['baselines'][names[0]]['median_ms'] / record['median_ms']
       hot = record['baselines'][names[0]]['sustained_ms'] / record['sustained_ms']
       full_ratios = [record['baselines'][names[1]][time] / record[time] for time in ('median_ms', 'sustained_ms')]

@@ -24,7 +24,6 @@ from pallas_kernels.sparse_matmul.arg_specs import SELECTIONS
 def arguments(parser: argparse.ArgumentParser) -> None:
   """What `tune sparse_matmul` takes."""
   arg_specs.arguments(parser)
-  parser.add_argument('--tuned', type=pathlib.Path, default=_records.TUNED, help='folder of tuned records')
   parser.add_argument('--backends', nargs='+', default=['sparse', 'cusparselt'], help='whose settings are searched')
   parser.add_argument('--processes', type=int, default=4, help='that compile (default: %(default)s)')
   parser.add_argument('--seconds', type=float, default=3600.0, help='after which no problem is begun')

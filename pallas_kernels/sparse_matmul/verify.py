@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 import dataclasses
 import functools
-import json
 import math
 import pathlib
 import time
@@ -13,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import _device, _dispatch, _records, _tuning, formats
+from pallas_kernels import _bench, _device, _dispatch, _records, _tuning, formats
 from pallas_kernels.sparse_matmul import _predict, arg_specs, mosaic_gpu, reference
 from pallas_kernels.sparse_matmul.api import BACKENDS
 
@@ -143,6 +142,5 @@ def verify(
       seed=seed, worst_error=worst if math.isfinite(worst) else None, tolerance=_tuning.TOLERANCE,
       repeats=_tuning.REPEATS, failures=failures,
     )
-    with out.open('a') as f:
-      f.write(json.dumps(record) + '\n')
+    _bench.append(out, record)
   return len(failures)

@@ -1,4 +1,4 @@
-"""The problems of `vnm_matmul` that are tuned and measured, with data for them."""
+"""The problems of `vnm_matmul` that are tuned and measured, with data for them, and what packers are measured on."""
 
 from collections.abc import Callable
 import dataclasses
@@ -11,10 +11,16 @@ import jax.numpy as jnp
 
 from pallas_kernels import formats
 from pallas_kernels.operand import to_operand
-from pallas_kernels.vnm.format import VNMOperand
+from pallas_kernels.vnm.format import decompress_operand, VNMOperand
 
 PATTERNS = ((128, 8), (128, 16), (64, 8), (64, 16))
 SHAPES = ((16384, 4096, 16384), (16384, 16384, 4096))
+# Tokens and neurons of what is packed, and what a feed-forward block calls.
+PACKED = (16384, 16384)
+ROLES = (
+  'forward', 'residuals', 'pull_back', 'transpose', 'transpose_gradient', 'transpose_24', 'transpose_24_gradient',
+  'columns',
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +37,22 @@ class Spec:
     return f'{self.v}x2x{self.group}-{"x".join(map(str, self.shape))}'
 
 
+@dataclasses.dataclass(frozen=True)
+class PackSpec:
+  """A packer, one of `ROLES`, at work on `PACKED`."""
+
+  v: int
+  group: int
+  role: str
+
+  @property
+  def name(self) -> str:
+    """What `--select` calls it."""
+    return f'{self.v}x2x{self.group}-{self.role}'
+
+
 SPECS = {spec.name: spec for spec in (Spec(v, m, shape) for v, m in PATTERNS for shape in SHAPES)}
+PACK_SPECS = {spec.name: spec for spec in (PackSpec(v, m, role) for v, m in PATTERNS for role in ROLES)}
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
@@ -46,6 +67,14 @@ def operand(r: int, k: int, v: int, m: int, key: Array) -> VNMOperand:
   entries = jax.random.normal(values, (r, compact // 2), jnp.float32).astype(jnp.bfloat16)
   packed = to_operand(formats.Compressed24(entries, formats.pack_nibbles(nibbles, -1), -1))
   return VNMOperand(packed, rows.reshape(r // v, compact).astype(jnp.int32), m)
+
+
+def matrices(spec: Spec, key: Array) -> tuple[VNMOperand, Array, Array]:
+  """Random A and B, and A as a dense matrix."""
+  m, k, n = spec.shape
+  a = operand(m, k, spec.v, spec.group, key)
+  b = jax.random.normal(jax.random.fold_in(key, 1), (k, n), jnp.float32).astype(a.dtype)
+  return a, b, decompress_operand(a)
 
 
 def dense_ways(wide: Any) -> dict[str, Callable[[Array, Array], Array]]:

@@ -11,19 +11,16 @@ import statistics
 from typing import Any
 
 import jax
-from jax import Array
 import jax.numpy as jnp
 
 from pallas_kernels import _device, _records, _tuning
 from pallas_kernels.vnm import _own_kernel, api
-from pallas_kernels.vnm.arg_specs import dense_ways, operand, Spec, SPECS
-from pallas_kernels.vnm.format import decompress_operand, VNMOperand
+from pallas_kernels.vnm.arg_specs import dense_ways, matrices, Spec, SPECS
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
   """What `tune vnm_matmul` takes."""
   parser.add_argument('--select', nargs='+', default=list(SPECS), choices=SPECS, metavar='NAME', help=', '.join(SPECS))
-  parser.add_argument('--tuned', type=pathlib.Path, default=_records.TUNED, help='folder of tuned records')
 
 
 def run(args: argparse.Namespace) -> int:
@@ -33,18 +30,11 @@ def run(args: argparse.Namespace) -> int:
 
 def tune(spec: Spec, folder: pathlib.Path = _records.TUNED) -> int:
   """Writes `<folder>/<device>/vnm_matmul.json` for a problem; 1 if no setting is right."""
-  m, k, n = spec.shape
   device, kernel = _device.current(), _own_kernel.here()
-
-  def make(key: Array) -> tuple[VNMOperand, Array, Array]:
-    a = operand(m, k, spec.v, spec.group, key)
-    b = jax.random.normal(jax.random.fold_in(key, 1), (k, n), jnp.float32).astype(a.dtype)
-    return a, b, decompress_operand(a)
-
-  key = jax.random.key(m + spec.group)
+  make, key = functools.partial(matrices, spec), jax.random.key(spec.shape[0] + spec.group)
   a, b, dense = jax.eval_shape(make, key)
-  problem, ways = api.key(a, n, a.dtype, 'mn'), dense_ways(a.dtype)
-  settings = list(dict.fromkeys([kernel.known(a, n, device, folder), *kernel.module.settings(spec.v)]))
+  problem, ways = api.key(a, b.shape[1], a.dtype, 'mn'), dense_ways(a.dtype)
+  settings = list(dict.fromkeys([kernel.known(a, b.shape[1], device, folder), *kernel.module.settings(spec.v)]))
   right = functools.partial(jnp.dot, preferred_element_type=jnp.float32)
   jobs: list[tuple[Any, ...]] = [(make, (key,)), (right, (dense, b)), *((f, (dense, b)) for f in ways.values())]
   jobs += [(functools.partial(kernel.multiply, config=c), (a, b)) for c in settings]

@@ -42,6 +42,8 @@ class PassesTest(parameterized.TestCase):
 
   def _run(self, command, op, *arguments):
     parser = argparse.ArgumentParser()
+    for option in ('--out', '--tuned'):  # of every op
+      parser.add_argument(option, type=pathlib.Path)
     getattr(_passes, f'{command}_arguments')(parser)
     with contextlib.redirect_stdout(io.StringIO()):
       return getattr(_passes, command)(op, parser.parse_args(arguments))

@@ -63,7 +63,7 @@ class BestStepsTest(parameterized.TestCase):
     with (
       mock.patch.multiple(step, _state=lambda: None, _updates_ms=lambda samples: samples),
       mock.patch.object(best_steps.Step, 'flops', 1.0),
-      mock.patch.object(best_steps.measure, 'stream_ms', lambda *_, **__: [2.0]),
+      mock.patch.object(best_steps._bench, 'stream_ms', lambda *_, **__: [2.0]),
     ):
       return step.time(1, 1)
 

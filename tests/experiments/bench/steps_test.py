@@ -16,9 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.bench import ffn, measure, train_step, twins
+from experiments.bench import ffn, train_step, twins
 from experiments.reports import speed
 from experiments.runs import recipes
+from pallas_kernels import _bench
 import sparse24_jax as s24
 
 
@@ -99,7 +100,7 @@ class RecordsTest(parameterized.TestCase):
   def test_blocks_of_tokens_are_whole(self):
     case = dataclasses.replace(twins.CASES['gpt2-124m-relu2'], batch=192)
     with self.assertRaisesRegex(ValueError, '192 sequences a step: neuron_level takes multiples of V = 128'):
-      twins.Twins(case, _options(recipe='neuron_level_128x2x8', tiny=False), measure.Clock())
+      twins.Twins(case, _options(recipe='neuron_level_128x2x8', tiny=False), _bench.Clock())
 
   def test_a_named_implementation_reaches_what_chooses(self):
     for name, of in (('neuron_level_128x2x8_dense_neurons', 'activation'), ('s_ste', 'policy')):
@@ -146,7 +147,7 @@ class TwinsTest(parameterized.TestCase):
   @pytest.mark.slow
   def test_both_twins_train_the_same_weights(self):
     with contextlib.redirect_stdout(io.StringIO()):
-      pair = twins.Twins(twins.CASES['gpt2-124m'], _options(), measure.Clock())
+      pair = twins.Twins(twins.CASES['gpt2-124m'], _options(), _bench.Clock())
     kernel = lambda: np.array(pair.state.params['h']['mlp']['c_fc']['kernel'])  # noqa: E731
     counts = lambda: [int(c) for c in (pair.state.opt_state[1].count, _adam_count(pair.state))]  # noqa: E731
     first = kernel()

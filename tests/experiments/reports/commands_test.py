@@ -113,7 +113,7 @@ class CommandsTest(parameterized.TestCase):
           continue
         command = record['command']
         if command not in kept:
-          kept[command] = refused(command, whole)
+          kept[command] = refused(provenance.today(command), whole)
         found[path.name] += kept[command] is not None
     self.assertEqual(+found, OF_THEN, [f'{command}: {why}' for command, why in kept.items() if why])
 
