@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 from jax import Array
+import jax.numpy as jnp
 
 from pallas_kernels._program import one_program
 from sparse24_jax.layout import Layout
@@ -45,7 +46,8 @@ class Projection(NamedTuple):
     init: `w -> state`, one array: a bool mask of the shape of `w`, or a scale a matrix, say. One array and no
       more, so that the states form a tree like the parameters, which Optax, nnx and Orbax all know how to handle.
     apply: `(w, state) -> w~`, the weight that the forward uses: shape and dtype of `w`, 2:4 along axis -2.
-    refresh: `(w, state) -> state`, called by the optimizer every `refresh_every` steps with the new weight.
+    refresh: `(w, state) -> state`, called by the optimizer every `refresh_every` steps with the new weight. If it
+      returns the very state that it is given, there is nothing to search, and no step waits for one.
     mask: `(w, state) -> bool`, shape of `w`: what masked decay and the flip rate take as kept.
     transposable: whether `apply` is 2:4 along axis -1 as well, so that the input gradient can be a sparse matmul.
     divisor: what the lengths of axes -2 and -1 must be multiples of; a shard must hold whole groups of that size.
@@ -99,6 +101,27 @@ def abstract_state(projection: Projection, shape: tuple[int, ...], dtype: Any) -
   if isinstance((projection.matrix or projection).form, Masked | TransposableMasked):
     return jax.ShapeDtypeStruct(shape, bool)
   return jax.eval_shape(projection.init, jax.ShapeDtypeStruct(shape, dtype))
+
+
+@functools.lru_cache(maxsize=1024)
+def is_searched(projection: Projection) -> bool:
+  """Whether the states of such weights are to be chosen anew: not if `refresh` returns the state that it is given.
+
+  >>> import sparse24_jax as s24
+  >>> is_searched(s24.magnitude()), is_searched(s24.soft_threshold_projection())
+  (True, False)
+  """
+  of_matrix: Projection = projection.matrix or projection
+  kept = False
+
+  def refresh(w: Array) -> None:
+    nonlocal kept
+    state = of_matrix.init(w)
+    kept = of_matrix.refresh(w, state) is state
+
+  if of_matrix.update is None:
+    jax.eval_shape(refresh, jax.ShapeDtypeStruct(of_matrix.divisor, jnp.float32))
+  return not kept
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -12,7 +12,7 @@ import optax
 
 from experiments.models.layers import cross_entropy
 import sparse24_jax as s24
-from sparse24_jax.projection import SoftThreshold
+from sparse24_jax.projection import is_searched
 
 B1, B2, EPS, WEIGHT_DECAY, CLIP = 0.9, 0.95, 1e-8, 0.1, 1.0
 
@@ -126,12 +126,12 @@ class Programs:
   def _refreshes(self) -> tuple[bool | None, ...]:
     """Values of `refresh` to compile for: if the search were part of every step, each would wait for its loop.
 
-    Soft thresholds have nothing to search, and a race reads no flip rates.
+    Where nothing is searched, one program serves all steps: a race reads no flip rates.
     """
     if self.described is None or self.described.refresh_every == 1:
       return (None,)
     found = [rule.policy.projection for rule in self.described.rules]
-    return (False,) if all(p is None or isinstance(p.form, SoftThreshold) for p in found) else (False, True)
+    return (False, True) if any(p and is_searched(p) for p in found) else (False,)
 
   def step(self, phase: str, step: int) -> Any:
     """The compiled step of a phase, for a step with or without a mask search."""

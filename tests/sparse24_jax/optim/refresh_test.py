@@ -117,6 +117,19 @@ class RefreshTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, 'was told refresh=False'):
       s24.get_flip_rate(state)
 
+  def test_a_scale_that_is_chosen_anew_is_an_error_too(self):
+    """The form of S-STE says how the forward reads a state, not that it rests."""
+    soft = s24.soft_threshold_projection()
+    moving = soft._replace(name='moving', refresh=lambda w, scale: soft.init(w))
+    recipe = s24.Recipe('own', (s24.Rule('.*', s24.DotPolicy(moving)),), refresh_every=3)
+    tx, step = _stepper(recipe)
+    params = _params()
+    state = tx.init(params)
+    for i in range(3):
+      params, state = step(False, params, state, _grads(i))
+    with self.assertRaisesRegex(ValueError, 'was told refresh=False'):
+      s24.get_flip_rate(state)
+
   @parameterized.parameters(1, 'no', np.True_)
   def test_what_is_no_python_value(self, refresh):
     tx, step = _stepper(RECIPES['s_ste'])
