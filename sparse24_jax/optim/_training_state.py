@@ -151,11 +151,14 @@ def warn_of_other_weights(params: Any, opt_state: Any, *, wait: bool = False) ->
   said of a step that is still running, unless this may `wait` for it.
   """
   state = find_state(opt_state, SparseTrainingState, 'sparse_training')
-  if found := _left.changed(state._replace(left=unboxed(state.left)), unboxed(params), wait=wait):
+  if found := _left.unserved(state._replace(left=unboxed(state.left)), unboxed(params), wait=wait):
+    states = dict(leaves_by_path(state.projections))
+    masks = any(jnp.issubdtype(states[path].dtype, jnp.bool_) for path in found)
+    what, without = ('masks', ', or give opt_state=None, which chooses masks from them') if masks else ('scales', '')
     _dispatch.log_once(
-      f'{listed(found)}: the masks of opt_state are those of other weights than params. Give both'
-      ' of the same step; for weights that were loaded or set, make the state of them, tx.init(params), or give'
-      ' opt_state=None, which chooses masks from them. An average of weights may have the masks of the last step',
+      f'{listed(found)}: the {what} of opt_state are those of other weights than params. Give both'
+      f' of the same step; for weights that were loaded or set, make the state of them, tx.init(params){without}.'
+      f' An average of weights may have the {what} of the last step',
       'sparse24_jax', logging.WARNING, _dispatch.lines_of_calls(),
     )  # fmt: skip
 
