@@ -104,7 +104,7 @@ class Programs:
     held_out = jax.ShapeDtypeStruct(self.held_out.shape, self.held_out.dtype)
     jobs = {'init': (jax.jit(self._init), (seed,))}
     for phase in dict(self.phases):
-      jobs |= {(phase, refresh): self.step_of(phase, refresh) for refresh in self._refreshes}
+      jobs |= {(phase, refresh): self.step_of(phase, refresh) for refresh in self.refreshes}
       evaluate = jax.jit(functools.partial(self._evaluate, phase))
       jobs[phase] = evaluate, (self.shapes, self.tokens, held_out)
     if self.from_pruned:
@@ -123,7 +123,7 @@ class Programs:
     return self._made['prune'](state) if self.from_pruned and phase == 'dense' else state
 
   @property
-  def _refreshes(self) -> tuple[bool | None, ...]:
+  def refreshes(self) -> tuple[bool | None, ...]:
     """Values of `refresh` to compile for: if the search were part of every step, each would wait for its loop.
 
     Where nothing is searched, one program serves all steps: a race reads no flip rates.
@@ -135,7 +135,7 @@ class Programs:
 
   def step(self, phase: str, step: int) -> Any:
     """The compiled step of a phase, for a step with or without a mask search."""
-    return self._made[phase, self._refreshes[-1] and s24.refresh_at(self.described, step)]
+    return self._made[phase, self.refreshes[-1] and s24.refresh_at(self.described, step)]
 
   def evaluate(self, phase: str) -> Any:
     """The compiled evaluation of a phase."""
@@ -143,7 +143,7 @@ class Programs:
 
   def memory_gb(self, phase: str) -> float | None:
     """Temporaries of most steps of a phase; None where XLA does not tell."""
-    found = self._made[phase, self._refreshes[0]].memory_analysis()
+    found = self._made[phase, self.refreshes[0]].memory_analysis()
     return None if found is None else round(found.temp_size_in_bytes / 1e9, 2)
 
   def step_of(self, phase: str, refresh: bool | None = None) -> tuple[Any, tuple[Any, ...]]:
