@@ -18,7 +18,7 @@ from sparse24_jax.masks import verify24
 from sparse24_jax.optim import try_chain
 from sparse24_jax.policy import DotPolicy
 from sparse24_jax.recipe import Recipe
-from sparse24_jax.rules import check_groups, keep_dense, leaves_by_path, listed, match_rules
+from sparse24_jax.rules import check_groups, idle_alternatives, keep_dense, leaves_by_path, listed, match_rules
 
 # `binding.blocks.find_block` in words.
 _BLOCKS = (
@@ -74,6 +74,7 @@ class Checked:
     weights: those that rules match, in the order of the tree.
     dense: paths of the other arrays with two or more axes but biases and scales: no rule matches them, or one that
       leaves them dense.
+    idle: what to say of alternatives in the pattern of a rule that match no weight, as a mistyped one does.
 
   >>> import jax.numpy as jnp, sparse24_jax as s24
   >>> params = {'w': jnp.ones((16, 8)), 'table': jnp.ones((5, 16))}
@@ -84,6 +85,7 @@ class Checked:
 
   weights: tuple[CheckedWeight, ...]
   dense: tuple[str, ...]
+  idle: tuple[str, ...] = ()
 
   @property
   def ok(self) -> bool:
@@ -104,6 +106,7 @@ class Checked:
       lines += [_UNPACKED, *(f'  {listed(paths)}: {reason}' for reason, paths in unpacked.items())]
     if rounded := [w.path for w in self.weights if w.dtype is not None and w.dtype.itemsize < 4]:
       lines += [f'{_ROUNDED} Here: {listed(rounded)}']
+    lines += [f'WARNING  {said}' for said in self.idle]
     lines.append(f'stay dense: {listed(self.dense) or "no other weight"}; arrays with one axis always do')
     return '\n'.join(lines)
 
@@ -166,7 +169,7 @@ def check(
     weights = _measured(weights, Bound.of(others, fine), f, params, args, kwargs)
   if optimizer is not None:
     weights = _behind(optimizer, weights, params)
-  return Checked(tuple(weights.values()), dense)
+  return Checked(tuple(weights.values()), dense, tuple(idle_alternatives(params, recipe)))
 
 
 def _behind(optimizer: Any, weights: Mapping[str, CheckedWeight], params: Any) -> dict[str, CheckedWeight]:

@@ -50,6 +50,12 @@ class CheckTest(parameterized.TestCase):
     self.assertFalse(frozen.ok)
     self.assertIn('no gradient reaches it at all: it is frozen', str(frozen))
 
+  def test_a_mistyped_alternative_is_told(self):
+    f, params, x = example()
+    checked = s24.check(s24.recipes.ste('que?ry|outt'), f, params, x)
+    self.assertIn("\nWARNING  'outt' in the rule 'que?ry|outt' matches no weight, and makes none sparse; did you mean 'out'?", str(checked))
+    self.assertEqual(checked.dense, ('out',))
+
   def test_weights_of_zeros_and_those_that_meet_them(self):
     f, params, x = example()
     checked = s24.check(s24.recipes.ste('.*'), f, params | {'out': 0 * params['out'], 'query': 0 * params['query']}, x)
