@@ -124,8 +124,7 @@ def sparse_training(
   throughout = None if named_by_caller else unnamed_phase(recipe)
   if not all(callable(getattr(inner, name, None)) for name in ('init', 'update')):
     raise ValueError(f'inner must be an optimizer such as optax.adamw(1e-3), found {type(inner).__name__}')
-  has_decay = not isinstance(recipe.masked_decay, float | int) or recipe.masked_decay > 0
-  if has_decay and recipe.decay_on == 'weights' and learning_rate is None:
+  if recipe.decays and recipe.decay_on == 'weights' and learning_rate is None:
     raise ValueError(
       f'recipe {recipe.name!r} decays weights, times the learning rate: give sparse_training(..., learning_rate=...)'
     )
@@ -189,7 +188,7 @@ def sparse_training(
     # Of weights that are loaded before the first step, masks are chosen anew after it.
     refused = (state.count > 0) | _left.scaled(projections) if phase == 'sparse' else False
     left = _left.given(state.left, sampled, refused)
-    decays = has_decay and phase == 'sparse'
+    decays = recipe.decays and phase == 'sparse'
     if decays:
       decay = recipe.masked_decay(state.count) if callable(recipe.masked_decay) else recipe.masked_decay
       masks = map_sparse(lambda p, w, s: p.mask(w, s), projections, params, state.projections)
