@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import jax
 from jax import Array
-import jax.numpy as jnp
 
 from pallas_kernels._program import one_program
 from sparse24_jax.layout import Layout
@@ -104,23 +103,25 @@ def abstract_state(projection: Projection, shape: tuple[int, ...], dtype: Any) -
 
 
 @functools.lru_cache(maxsize=1024)
-def is_searched(projection: Projection) -> bool:
-  """Whether the states of such weights are to be chosen anew: not if `refresh` returns the state that it is given.
+def is_searched(projection: Projection, shape: tuple[int, ...], dtype: Any) -> bool:
+  """Whether the state of such a weight is to be chosen anew: not if `refresh` returns the state that it is given.
 
   >>> import sparse24_jax as s24
-  >>> is_searched(s24.magnitude()), is_searched(s24.soft_threshold_projection())
-  (True, False)
+  >>> [is_searched(p, (8, 4), 'float32') for p in (s24.magnitude(), s24.soft_threshold_projection())]
+  [True, False]
   """
-  of_matrix: Projection = projection.matrix or projection
+  if projection.update is not None:
+    return True
+  if projection.layout is not None:
+    return is_searched(projection.matrix, projection.layout.matrix_shape(shape), dtype)
   kept = False
 
   def refresh(w: Array) -> None:
     nonlocal kept
-    state = of_matrix.init(w)
-    kept = of_matrix.refresh(w, state) is state
+    state = projection.init(w)
+    kept = projection.refresh(w, state) is state
 
-  if of_matrix.update is None:
-    jax.eval_shape(refresh, jax.ShapeDtypeStruct(of_matrix.divisor, jnp.float32))
+  jax.eval_shape(refresh, jax.ShapeDtypeStruct(shape, dtype))
   return not kept
 
 

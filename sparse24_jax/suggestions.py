@@ -40,6 +40,8 @@ def alternatives(pattern: str) -> Iterator[Alternative]:
   [('mlp', '.*/(mlp)/(?!a|b).*', '.*/(atn)/(?!a|b).*'), ('atn', '.*/(atn)/(?!a|b).*', '.*/(mlp)/(?!a|b).*')]
   """
   flags = re.match(r'(\(\?[a-zA-Z]+\))*', pattern)
+  if flags and 'x' in flags[0]:
+    return  # its comments may hold anything
   groups: list[list[int]] = [[flags.end() if flags else 0]]  # where the alternatives of the open groups begin
   for token in _TOKENS.finditer(pattern, groups[0][0]):
     text, start, end = token[0], token.start(), token.end()

@@ -13,6 +13,7 @@ import optax
 from experiments.models.layers import cross_entropy
 import sparse24_jax as s24
 from sparse24_jax.projection import is_searched
+from sparse24_jax.rules import leaves_by_path, match_rules
 
 B1, B2, EPS, WEIGHT_DECAY, CLIP = 0.9, 0.95, 1e-8, 0.1, 1.0
 
@@ -122,7 +123,7 @@ class Programs:
     """The state that the first step of a phase starts from; `state` may be given away."""
     return self._made['prune'](state) if self.from_pruned and phase == 'dense' else state
 
-  @property
+  @functools.cached_property
   def refreshes(self) -> tuple[bool | None, ...]:
     """Values of `refresh` to compile for: if the search were part of every step, each would wait for its loop.
 
@@ -130,8 +131,9 @@ class Programs:
     """
     if self.described is None or self.described.refresh_every == 1:
       return (None,)
-    found = [rule.policy.projection for rule in self.described.rules]
-    return (False, True) if any(p and is_searched(p) for p in found) else (False,)
+    rules, leaves = match_rules(self.shapes.params, self.described), dict(leaves_by_path(self.shapes.params))
+    found = [(rule.policy.projection, leaves[path]) for path, rule in rules.items()]
+    return (False, True) if any(p and is_searched(p, w.shape, w.dtype) for p, w in found) else (False,)
 
   def step(self, phase: str, step: int) -> Any:
     """The compiled step of a phase, for a step with or without a mask search."""

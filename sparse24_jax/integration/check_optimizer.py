@@ -35,7 +35,8 @@ def problems_of(
     problems[tried.clipped] = (
       f'{tried.clipped}: masked decay, which is added to its gradient, changes the updates of other weights: a clip'
       ' inside sparse_training clips gradient and decay together. Put it outside,'
-      ' optax.chain(clip, sparse_training(optimizer, recipe))'
+      ' optax.chain(clip, sparse_training(optimizer, recipe)). An optimizer that finds one factor for all updates, as'
+      ' Prodigy does, looks the same'
     )
   problems |= {
     path: f'{path}: not trained by the optimizer, and pruned: leave it dense with'

@@ -79,9 +79,10 @@ def is_leaf(node: Any) -> bool:
   return isinstance(node, Projection | Absent)
 
 
-def some_searched(projections: Any) -> bool:
+def some_searched(projections: Any, params: Any) -> bool:
   """Whether some state is what a search chose."""
-  return any(isinstance(p, Projection) and is_searched(p) for p in jax.tree.leaves(projections, is_leaf=is_leaf))
+  searched = map_sparse(lambda p, w: is_searched(p, jnp.shape(w), jnp.result_type(w)), projections, params)
+  return any(jax.tree.leaves(searched))
 
 
 def wider(update: Array, w: Array) -> jnp.dtype:

@@ -231,7 +231,7 @@ def sparse_training(
       sampled = _left.samples(projections, new_weights)
     state = state._replace(left=left._replace(sums=_left.sums(sampled)))
     state = state._replace(identity=_identity.after_step(state.identity, phase))
-    if rests and some_searched(projections):
+    if rests and some_searched(projections, params):
       state = told_to_rest(state, count % recipe.refresh_every == 0)
     state = state._replace(projections=named('states', projections, state.projections))
     updates = jax.tree.unflatten(boxes, jax.tree.leaves(named('updates', projections, updates)))

@@ -100,6 +100,7 @@ class MatchTest(parameterized.TestCase):
   @parameterized.parameters(
     '.*/(attn|mlp)/.*', 'h_(0|1)/.*', '(h|_|[01])+/attn/.*', r'.*/(attn|up)/(kernel|bias)', r'(h_\d/|)attn/kernel',
     r'h_(?!a|b)\d/[^|(]*/(up/)?kernel', '(?P<layer>h_0|h_1)/.*', r'.*/attn/kernel|.*/mlp/.*', '.*/(?i:attn|x)/.*',
+    '(?x) .*attn.* # not (mlp|x))',
   )
   def test_alternatives_that_match_are_not(self, path):
     self.assertEmpty(rules.idle_alternatives(params(), recipe((path, STE))))
