@@ -13,13 +13,16 @@ PROGRAMS = {
   'data': 'prepares a corpus, and shows what came of it',
   'scale': 'what programs for 8 and 64 simulated devices exchange, compiled anew',
 }
+# Commands of `python -m sparse24_jax`, for which one may look here.
+OF_THE_LIBRARY = ('where-it-pays', 'check')
 
 
 class _Parser(argparse.ArgumentParser):
   def error(self, message: str) -> NoReturn:
     from sparse24_jax.suggestions import with_meant  # not before: it imports JAX, which help can do without
 
-    super().error(with_meant(message))
+    elsewhere = next((name for name in OF_THE_LIBRARY if f"invalid choice: '{name}'" in message), None)
+    super().error(f'{elsewhere} is python -m sparse24_jax {elsewhere}' if elsewhere else with_meant(message))
 
 
 def _experiment_arguments(
@@ -62,7 +65,8 @@ def _methods_arguments(
 def make_parser() -> argparse.ArgumentParser:
   """The command line, with the help of every command."""
   about = 'Train, look at, tune and compare 2:4-sparse models. Without a command it runs the main job.'
-  parser = _Parser(prog='python -m experiments', description=about)
+  more = 'python -m sparse24_jax has where-it-pays, for times of a layer on a GPU, and check, for a model of yours.'
+  parser = _Parser(prog='python -m experiments', description=about, epilog=more)
   parser.add_argument('--debug', action='store_true', help='show tracebacks of errors that have a message')
   commands = parser.add_subparsers(dest='command', metavar='COMMAND')
 
@@ -78,7 +82,10 @@ def make_parser() -> argparse.ArgumentParser:
 
   train = commands.add_parser('train', help='train one experiment, or resume it from its newest checkpoint')
   _experiment_arguments(train, None, '--set recipe.name=ste --set steps=500')
-  train.add_argument('--method', help='a key of METHODS in experiments/runs/method_table.py to put in (default: none)')
+  train.add_argument(
+    '--method', help='a key of METHODS in experiments/runs/method_table.py to put in, e.g. fst (default: none; then the'
+    " experiment's own recipe trains, which is dense in most)",
+  )  # fmt: skip
   train.add_argument('--folder', help='the run folder (default: runs/<experiment>-<method or recipe>-seed<seed>)')
   train.add_argument('--from-step', type=int, help='resume from the checkpoint of this step, not from the newest')
   train.add_argument(

@@ -42,8 +42,8 @@ def dot(
     w: `[in, out]`, same dtype as `x`; dense. Sides as the projection asks: multiples of 4, or of 4 and 4.
     state: the projection's state for this weight, or the `PackedWeight` that `sparse_variables` makes of it.
     policy: how the matmuls are done.
-    key: random key for MVUE, needed where a gradient is taken; the same key gives the same sample. Fold in a step and
-      a layer, and under `shard_map` the index of the shard.
+    key: random key for MVUE, needed where a gradient is taken; the same key gives the same sample. Fold in a
+      step, a micro-batch and a layer, and under `shard_map` the index of the shard.
     precision: as in `jax.lax.dot_general`, of all three matmuls.
     preferred_element_type: dtype of the result; None is that of `x`. Where it is another one, so is that of the output
       gradient, and all three matmuls are plain ones.

@@ -45,7 +45,8 @@ class Projection(NamedTuple):
     init: `w -> state`, one array: a bool mask of the shape of `w`, or a scale a matrix, say. One array and no
       more, so that the states form a tree like the parameters, which Optax, nnx and Orbax all know how to handle.
     apply: `(w, state) -> w~`, the weight that the forward uses: shape and dtype of `w`, 2:4 along axis -2.
-    refresh: `(w, state) -> state`, called by the optimizer every `refresh_every` steps with the new weight.
+    refresh: `(w, state) -> state`, called by the optimizer every `refresh_every` steps with the new weight. If it
+      returns the very state that it is given, there is nothing to search, and no step waits for one.
     mask: `(w, state) -> bool`, shape of `w`: what masked decay and the flip rate take as kept.
     transposable: whether `apply` is 2:4 along axis -1 as well, so that the input gradient can be a sparse matmul.
     divisor: what the lengths of axes -2 and -1 must be multiples of; a shard must hold whole groups of that size.
@@ -99,6 +100,29 @@ def abstract_state(projection: Projection, shape: tuple[int, ...], dtype: Any) -
   if isinstance((projection.matrix or projection).form, Masked | TransposableMasked):
     return jax.ShapeDtypeStruct(shape, bool)
   return jax.eval_shape(projection.init, jax.ShapeDtypeStruct(shape, dtype))
+
+
+@functools.lru_cache(maxsize=1024)
+def is_searched(projection: Projection, shape: tuple[int, ...], dtype: Any) -> bool:
+  """Whether the state of such a weight is to be chosen anew: not if `refresh` returns the state that it is given.
+
+  >>> import sparse24_jax as s24
+  >>> [is_searched(p, (8, 4), 'float32') for p in (s24.magnitude(), s24.soft_threshold_projection())]
+  [True, False]
+  """
+  if projection.update is not None:
+    return True
+  if projection.layout is not None:
+    return is_searched(projection.matrix, projection.layout.matrix_shape(shape), dtype)
+  kept = False
+
+  def refresh(w: Array) -> None:
+    nonlocal kept
+    state = projection.init(w)
+    kept = projection.refresh(w, state) is state
+
+  jax.eval_shape(refresh, jax.ShapeDtypeStruct(shape, dtype))
+  return not kept
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -286,6 +286,11 @@ class Recipe:
     """
     return None
 
+  @property
+  def decays(self) -> bool:
+    """Whether pruned weights decay: not known to be by a factor of zero."""
+    return not isinstance(self.masked_decay, float | int) or self.masked_decay > 0
+
   def dense_twin(self) -> 'Recipe':
     """The same weights watched in a dense run: masks are chosen and flip rates counted, nothing is made sparse."""
     return dataclasses.replace(

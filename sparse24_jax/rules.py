@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 import contextlib
 import dataclasses
 import functools
+import logging
 import math
 import re
 from typing import Any
@@ -19,6 +20,7 @@ from sparse24_jax.layout import Layout
 from sparse24_jax.policy import DotPolicy
 from sparse24_jax.projection import Projection, stored_as
 from sparse24_jax.recipe import Recipe, Rule
+from sparse24_jax.suggestions import idle, meant
 
 # Arrays that a layer-wide pattern such as '.*/mlp/.*' must not take, also where scanned layers give them two axes.
 NOT_WEIGHTS = ('bias', 'scale', 'embedding')
@@ -178,6 +180,19 @@ def _meant_deeper(pattern: str, weights: Collection[str]) -> str:
   return f'; did you mean {deeper!r}?'
 
 
+def idle_alternatives(params: Any, recipe: Recipe) -> list[str]:
+  """What to say of alternatives in the patterns of rules that match no array, as mistyped ones do."""
+  paths = [path for path, _ in leaves_by_path(params)]
+  names = sorted({name for path in paths for name in path.split('/')})
+  said = []
+  for rule in recipe.rules:
+    for text in idle(rule.path, paths):
+      close = meant(text, names)
+      hint = f'; did you mean {close!r}?' if close else ': mistyped, or of another model?'
+      said.append(f'{text!r} in the rule {rule.path!r} matches no weight, and makes none sparse{hint}')
+  return said
+
+
 def keep_dense(params: Any, recipe: Recipe, paths: Collection[str]) -> Recipe:
   """`recipe` with some of the weights that it matches dense; a rule that decides for none any more, which would be
   refused, is left out."""
@@ -242,7 +257,12 @@ def check_groups(path: str, leaf: Any, projection: Projection | None, layout: La
 
 
 def log_matches(params: Any, recipe: Recipe) -> None:
-  """Logs what `match_rules` finds: path, shape and projection; a table that this process has logged is not repeated."""
+  """Logs what `match_rules` finds: path, shape and projection; a table that this process has logged is not repeated.
+
+  Warns of alternatives in a pattern that match nothing.
+  """
+  for said in idle_alternatives(params, recipe):
+    _dispatch.log_once(said, 'sparse24_jax', logging.WARNING)
   rules = match_rules(params, recipe)
   shapes = {path: str(leaf.shape) for path, leaf in leaves_by_path(params) if path in rules}
   if not rules:

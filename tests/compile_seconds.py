@@ -42,13 +42,13 @@ _FLAGS = '--xla_gpu_enable_triton_gemm=false'
 
 
 def stages(name: str, layout: str, options: argparse.Namespace, program: Path | None = None) -> dict[str, float]:
-  """CPU seconds of each stage of the first phase's step, in this process, and what the program is made of."""
+  """CPU seconds of each stage of most steps of the first phase, in this process, and what the program is made of."""
   model = make_model(name, options.size, 50304, scan=layout == 'scan')
   model = model.clone(config=dataclasses.replace(model.config, attention='xla'))
   text = jax.ShapeDtypeStruct((1_000_000,), jnp.int32)
   programs = Programs(model, CONTENDERS[name].recipe, options.batch, text, jnp.zeros((1, options.batch), jnp.int32))
   with _on_an_h100():
-    step, arguments = programs.step_of(programs.phases[0][0])
+    step, arguments = programs.step_of(programs.phases[0][0], programs.refreshes[0])
     sharding = hopper.sharding()
     arguments = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), arguments)
     stamps = [_cpu_seconds()]

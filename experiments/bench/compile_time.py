@@ -1,8 +1,9 @@
-"""`python -m experiments.bench.compile_time --out FILE`: seconds until a step of each twin is compiled.
+"""`python -m experiments.bench.compile_time --out FILE`: seconds until the steps of each twin are compiled.
 
 Each contender of `experiments.race` is traced, lowered and compiled in a process of its own, since what XLA timed for
 one would serve the next: with its layers unrolled and in a scan, and then again with the compiled programs that the
-first process kept on disk. One record a contender and layout; dense is one of them.
+first process kept on disk. The programs are those that a run needs in its first phase, one after another: with masks
+to search two, of steps with and without a search. One record a contender and layout; dense is one of them.
 """
 
 import argparse
@@ -32,21 +33,25 @@ _MEMORY = 'XLA_PYTHON_CLIENT_PREALLOCATE'
 
 
 def stages(name: str, layout: str, options: Any) -> dict[str, float]:
-  """Seconds of each stage of the first phase's step, in this process."""
+  """Seconds of each stage of the first phase's steps, in this process, and how many programs these are."""
   vocab, batch = (256, 2) if options.tiny else (50304, options.batch)
   model = make_model(name, options.size, vocab, tiny=options.tiny, scan=layout == 'scan')
   text = jax.ShapeDtypeStruct((1_000_000,), jnp.int32)
   programs = Programs(model, CONTENDERS[name].recipe, batch, text, jnp.zeros((1, batch), jnp.int32))
-  step, arguments = programs.step_of(programs.phases[0][0])
-  stamps = [time.perf_counter()]
+  seconds = dict.fromkeys(('trace_s', 'lower_s', 'compile_s'), 0.0)
+  for refresh in programs.refreshes:
+    step, arguments = programs.step_of(programs.phases[0][0], refresh)
+    stamps = [time.perf_counter()]
 
-  def done(made: Any) -> Any:
-    stamps.append(time.perf_counter())
-    return made
+    def done(made: Any, stamps: list[float] = stamps) -> Any:
+      stamps.append(time.perf_counter())
+      return made
 
-  done(done(done(step.trace(*arguments)).lower()).compile())
-  trace, lower, compiled = (round(b - a, 2) for a, b in itertools.pairwise(stamps))
-  return dict(trace_s=trace, lower_s=lower, compile_s=compiled, total_s=round(stamps[-1] - stamps[0], 2))
+    done(done(done(step.trace(*arguments)).lower()).compile())
+    for stage, (a, b) in zip(seconds, itertools.pairwise(stamps), strict=True):
+      seconds[stage] += b - a
+  found = seconds | {'total_s': sum(seconds.values())}
+  return {stage: round(value, 2) for stage, value in found.items()} | {'programs': len(programs.refreshes)}
 
 
 def run(name: str, layout: str, options: Any, head: Mapping[str, Any]) -> dict[str, Any]:
@@ -94,8 +99,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
   def summary(record: Mapping[str, Any]) -> str:
     first, again = record['first'], record['again']
-    stages = ', '.join(f'{key.removesuffix("_s")} {seconds:.1f}' for key, seconds in first.items())
-    return f'{stages} s; from disk {again["total_s"]:.1f} s'
+    stages = ', '.join(f'{key.removesuffix("_s")} {seconds:.1f}' for key, seconds in first.items() if key[-2:] == '_s')
+    return f'{first["programs"]} programs: {stages} s; from disk {again["total_s"]:.1f} s'
 
   return _bench.run_each(cases, lambda case: run(*cases[case], options, head), options.out, summary)
 

@@ -14,7 +14,8 @@ import optax
 from experiments.models.layers import cross_entropy
 from experiments.runs.recipes import eval_recipe
 import sparse24_jax as s24
-from sparse24_jax.projection import SoftThreshold
+from sparse24_jax.projection import is_searched
+from sparse24_jax.rules import leaves_by_path, match_rules
 
 B1, B2, EPS, WEIGHT_DECAY, CLIP = 0.9, 0.95, 1e-8, 0.1, 1.0
 
@@ -116,7 +117,7 @@ class Programs:
     held_out = jax.ShapeDtypeStruct(self.held_out.shape, self.held_out.dtype)
     jobs = {'init': (jax.jit(self._init), (seed,))}
     for phase in dict(self.phases):
-      jobs |= {(phase, refresh): self.step_of(phase, refresh) for refresh in self._refreshes}
+      jobs |= {(phase, refresh): self.step_of(phase, refresh) for refresh in self.refreshes}
       evaluate = jax.jit(functools.partial(self._evaluate, phase))
       jobs[phase] = evaluate, (self.shapes, self.tokens, held_out)
     if self.from_pruned:
@@ -134,20 +135,21 @@ class Programs:
     """The state that the first step of a phase starts from; `state` may be given away."""
     return self._made['prune'](state) if self.from_pruned and phase == 'dense' else state
 
-  @property
-  def _refreshes(self) -> tuple[bool | None, ...]:
+  @functools.cached_property
+  def refreshes(self) -> tuple[bool | None, ...]:
     """Values of `refresh` to compile for: if the search were part of every step, each would wait for its loop.
 
-    Soft thresholds have nothing to search, and a race reads no flip rates.
+    Where nothing is searched, one program serves all steps: a race reads no flip rates.
     """
     if self.described is None or self.described.refresh_every == 1:
       return (None,)
-    found = [rule.policy.projection for rule in self.described.rules]
-    return (False,) if all(p is None or isinstance(p.form, SoftThreshold) for p in found) else (False, True)
+    rules, leaves = match_rules(self.shapes.params, self.described), dict(leaves_by_path(self.shapes.params))
+    found = [(rule.policy.projection, leaves[path]) for path, rule in rules.items()]
+    return (False, True) if any(p and is_searched(p, w.shape, w.dtype) for p, w in found) else (False,)
 
   def step(self, phase: str, step: int) -> Any:
     """The compiled step of a phase, for a step with or without a mask search."""
-    return self._made[phase, self._refreshes[-1] and s24.refresh_at(self.described, step)]
+    return self._made[phase, self.refreshes[-1] and s24.refresh_at(self.described, step)]
 
   def evaluate(self, phase: str) -> Any:
     """The compiled evaluation of a phase."""
@@ -155,7 +157,7 @@ class Programs:
 
   def memory_gb(self, phase: str) -> float | None:
     """Temporaries of most steps of a phase; None where XLA does not tell."""
-    found = self._made[phase, self._refreshes[0]].memory_analysis()
+    found = self._made[phase, self.refreshes[0]].memory_analysis()
     return None if found is None else round(found.temp_size_in_bytes / 1e9, 2)
 
   def step_of(self, phase: str, refresh: bool | None = None) -> tuple[Any, tuple[Any, ...]]:

@@ -136,9 +136,9 @@ class Evidence:
 
   def said(self, asked: str = '') -> str:
     """Says it in a sentence, with its interval or that it is of one seed; `asked` is as in `place`."""
-    text = f'loss {_interval(self.percent, "+.1f", "%")} against dense at equal {self.equal}'
+    text = f'After equal {self.equal} its loss is {_against_dense(self.percent)}.'
     if self.shares:
-      text += f", dense's final loss in {_interval(self.shares, '.2f', '')} of its time"
+      text += f" It needs {_interval(self.shares, '.2f', '')} of dense's time to dense's final loss."
     return f'{text} ({self.who}{self.edge}: {self.place(asked)})'
 
 
@@ -193,8 +193,9 @@ def steps(option: Option, d: int, sessions: Sequence[Steps]) -> list[str]:
       dense = methods['dense']
       said += [
         (dense.ms / own.ms,
-         f'step of {model}, width {dense.record["shape"]["d"]:,}, on {device}: {dense.ms / own.ms:.2f} times as fast as'
-         f' dense ({dense.least / own.most:.2f} to {dense.most / own.least:.2f}; {own.record["label"]})')
+         f'A step of {model} is {dense.ms / own.ms:.2f} times as fast as dense. ({own.record["label"]}: width'
+         f' {dense.record["shape"]["d"]:,}, on {device}, {dense.least / own.most:.2f} to'
+         f' {dense.most / own.least:.2f} times)')
         for name in option.contenders if (own := methods.get(name))
       ]  # fmt: skip
   return [text for _, text in sorted(said)]
@@ -214,7 +215,7 @@ def advise(
     d: the width that is asked about.
 
   >>> advise('sooner', {'FST': 0.9}, {})
-  'dense: nothing that is faster here was shown to reach its loss sooner.'
+  'dense: no faster method was shown to reach its loss sooner.'
   """
   pays = {title for title, gain in faster.items() if gain is not None and gain > 1}
   if goal == 'sooner':
@@ -224,17 +225,17 @@ def advise(
     sparse = {option.title for option in OPTIONS if option.ends_sparse}
     title = max(pays & sparse, key=lambda title: faster[title] or 0, default='S-STE')
     gain = faster.get(title)
-    time = 'times not known here' if gain is None else f'feed-forward block {gain:.2f} times as fast as dense here'
-    losses = [each.said(device) for each in found.get(title, ())] or ['its loss is not known: no tuned comparison']
+    time = 'is not known here' if gain is None else f'is {gain:.2f} times as fast as dense here'
+    losses = [each.said(device) for each in found.get(title, ())] or ['Its loss is not known.']
     prices = _prices([e for e, title in known if title in sparse])
-    cost = _listed('\nWhat 2:4 weights cost at equal steps, against dense:', prices)
-    return _listed(f'{title}: {time}.', losses) + cost
+    cost = _listed('\nLosses of models with 2:4 weights, after equal steps:', prices)
+    return _listed(f'{title}: a feed-forward block {time}.', losses) + cost
   surely = [e.who for e, _ in known if _below(e.percent)]
   said = f'{", ".join(surely)}: below dense by more than its interval.' if surely else (
     'dense: no recipe was shown to end below it.'
   )
   prices = _prices([e for e, title in known if title in pays | _DENSE])
-  return said + _listed('\nWhat the faster ones cost in loss, against dense:', prices)
+  return said + _listed('\nLosses of the faster ones, after equal steps:', prices)
 
 
 def _listed(title: str, lines: Sequence[str]) -> str:
@@ -267,10 +268,11 @@ def _soonest(candidates: Set[str], found: Mapping[str, Sequence[Evidence]], devi
   said, beaten, lines = [], [], []
   for race, (first, *others) in races.items():
     near = [e for e in others if not _parted(e, first)]
-    lines += [f'{first.who} and {e.who} are not parted by the seeds ({first.where})' for e in near]
+    lines += [f'Seeds do not part {first.who} and {e.who} ({first.where}).' for e in near]
     lines += [
-      f"{winner.who} ends {_interval(e.behind(winner), '.4f', '')} below {e.who}, whose final loss it reaches in"
-      f' {_interval(table.shares_of_time(winner.own, e.own), ".2f", "")} of the time ({first.where})'
+      f"{winner.who} beats {e.who}: its loss is {_interval(e.behind(winner), '.4f', '')} lower. It needs"
+      f" {_interval(table.shares_of_time(winner.own, e.own), '.2f', '')} of the other's time to the other's final loss"
+      f' ({first.where}).'
       for winner, e in ahead if winner is first
     ]
     ran = {e.who for e in races[race]}
@@ -279,28 +281,28 @@ def _soonest(candidates: Set[str], found: Mapping[str, Sequence[Evidence]], devi
       if e.who == first.who and winner.who not in ran and _far(winner.width, d) <= _far(first.width, d)
     )  # fmt: skip
     if better := next((winner for winner in elsewhere if winner.device == first.device), None):
-      beaten.append(f'{first.who} is first where {better.who} did not run ({first.place(device)}).')
+      beaten.append(f'{first.who} won a race in which {better.who} did not run ({first.place(device)}).')
       continue
     text = ' or '.join(e.who for e in (first, *near))
     text += ', first of those with several seeds' if lower[race] else ''
-    text += f": dense's final loss in {_share(first)} of its time"
-    text += ''.join(f', {_share(e)} ({e.who})' for e in near)
+    text += f": it needs {_share(first)} of dense's time to dense's final loss"
+    text += ''.join(f', {e.who} {_share(e)}' for e in near)
     width = f'width {first.width:,}: ' if first.width else ''
     said.append(f'{text} ({width}{first.place(device)})')
   # What one seed cannot claim, a reader should know before he takes what is claimed.
   warned = [
-    f'But {e.who} ends below all others of its race, with one seed'
-    f"{'' if e.own.searched > 1 else ' and a rate not searched'}: dense's final loss in"
-    f' {e.shares[0]:.2f} of its time ({e.place(device)}).'
+    f'But {e.who} ended lowest in its race. It has one seed'
+    f"{'' if e.own.searched > 1 else ', and its rate was not searched'}. It needs {e.shares[0]:.2f} of dense's time"
+    f" to dense's final loss ({e.place(device)})."
     for each in lower.values() for e in each
   ]  # fmt: skip
   if not said:
-    return 'dense: nothing that is faster here was shown to reach its loss sooner.'
+    return 'dense: no faster method was shown to reach its loss sooner.'
   best, *others = said
   more = [*warned, *(f'Or {each}.' for each in others), *beaten, 'Race it against a smaller dense model first.']
   if any('all linear layers' in each for each in (best, *more)):
-    more.append('The gain of a block below is of feed-forward layers alone.')
-  return _listed(f'{best}.', more) + _listed('\n\nSeed by seed, after as many seconds:', lines)
+    more.append('The block times below count feed-forward layers alone.')
+  return _listed(f'{best}.', more) + _listed('\n\nWho beat whom, seed by seed, after equal seconds:', lines)
 
 
 def _behind_at_this_width(
@@ -321,8 +323,8 @@ def _behind_at_this_width(
   best = max(near, key=lambda e: statistics.fmean(e.dense_shares))
   nearest = '' if d == width else f', the nearest to {d:,} that was tried'
   return (
-    f'dense at width {width:,}{nearest}: in mid-schedule dense is at the final loss of {best.who}, the soonest sparse'
-    f" model there, in {_interval(best.dense_shares, '.2f', '')} of the sparse run's time"
+    f'dense at width {width:,}{nearest}. The soonest sparse model there is {best.who}. Dense is at the final loss of'
+    f" that one in {_interval(best.dense_shares, '.2f', '')} of the sparse run's time, in mid-schedule"
     f' ({best.where}, on {best.device}{best.elsewhere(device)}).\n- For wider models: '
   )
 
@@ -335,7 +337,7 @@ def _sooner(e: Evidence) -> bool:
 def _prices(known: Sequence[Evidence]) -> list[str]:
   """Losses above dense's, the lowest first."""
   known = sorted(known, key=lambda e: statistics.fmean(e.percent))
-  return [f'{_interval(e.percent, "+.1f", "%")}: {e.who} ({e.where}{e.edge})' for e in known]
+  return [f'{_against_dense(e.percent)}: {e.who} ({e.where}{e.edge})' for e in known]
 
 
 def _below(values: Sequence[float]) -> bool:
@@ -375,17 +377,20 @@ def guide(*, tokens: int, d: int, hidden: int, gated: bool, device: str | None, 
   lines = [
     f'A block of {tokens} x {d} x {hidden} on {device}; the goal: {GOALS[goal]}', '',
     f'Take {advise(goal, faster, found, device, d)}', '',
+    'All methods against dense. ± is the 95% interval over seeds. A need of 0.80 of the time means: what dense reaches'
+    ' at its end after 100 s, this reaches after 80 s. In brackets: layers, model, length of the runs, GPU. Best at an'
+    ' edge of its search means: the best rate was the last that was tried, and a wider search may find a better.', '',
   ]  # fmt: skip
   for option in OPTIONS:
     time = ''
     if option.recipe is not None:
       gain = faster[option.title]
-      time = ' feed-forward block: not known'
+      time = ' The time of a feed-forward block is not known.'
       if gain is not None:
-        time = f' feed-forward block {gain:.2f} times as fast as dense'
-    lines.append(f'{option.title}:{time}')
+        time = f' A feed-forward block is {gain:.2f} times as fast as dense.'
+    lines.append(f'{option.title}.{time}')
     lines += [f'  {each}' for each in steps(option, d, timed)]
-    lines += [f'  {each.said(device)}' for each in found[option.title]] or ['  loss: no tuned comparison']
+    lines += [f'  {each.said(device)}' for each in found[option.title]] or ['  Its loss is not known.']
   return '\n'.join(lines)
 
 
@@ -400,6 +405,13 @@ def wrapped(text: str, width: int = 120) -> str:
     return textwrap.fill(line, width, subsequent_indent=indent, break_on_hyphens=False)
 
   return '\n'.join(map(one, text.split('\n')))
+
+
+def _against_dense(percent: Sequence[float]) -> str:
+  """How far losses are above or below dense's."""
+  where = 'above' if statistics.fmean(percent) >= 0 else 'below'
+  far = _interval(percent if where == 'above' else [-p for p in percent], '.1f', '%')
+  return f"{far} {where} dense's"
 
 
 def _interval(values: Sequence[float], form: str, unit: str) -> str:

@@ -68,13 +68,11 @@ def table_rows(groups: Groups) -> list[list[str]]:
     Rows of: label, seeds, validation loss, its spread, difference to dense, the same seed by seed, peak flip rate,
     flip rate in the tenth before the common end of the sparse phases, seconds.
   """
-  # The best of several dense runs: groups come in order of loss.
-  baselines = {g[0].baseline: g for g in [*groups.values()][::-1] if g[0].is_baseline}
   end = runs_lib.common_sparse_end(run for group in groups.values() for run in group)
   rows = []
   for label, group in groups.items():
     losses = [run.validation_loss for run in group]
-    dense = baselines.get(group[0].baseline, ())
+    dense = runs_lib.dense_of(groups, label)
     differences = claims.paired(group, dense) if group is not dense else []
     flips = [summary for run in group if (summary := run.flip_summary(end))]
     rows.append(
@@ -130,7 +128,7 @@ def findings(found: Sequence[RunRecord]) -> str:
   judged = claims.findings(found)
   title = 'Where these runs agree with the papers, and where not'
   if not judged:
-    which = 'a dense and a sparse run, each made by train --method, compare or grid'
+    which = 'a sparse run made by train --method, compare or grid, and one to compare it with'
     return page.heading(title, f'These runs speak to none of the claims: that takes {which}.')
   counts = {verdict: sum(f.verdict == verdict for f in judged) for verdict in ('agrees', 'disagrees', 'open')}
   lead = (

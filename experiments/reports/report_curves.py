@@ -11,7 +11,7 @@ import numpy as np
 from experiments.reports import charts, claims, page, reached
 from experiments.runs import activations, flops
 from experiments.runs.progress import SPENT_ON
-from experiments.runs.records import Groups, RunRecord
+from experiments.runs.records import dense_of, Groups, RunRecord
 
 
 def short(label: str) -> str:
@@ -91,11 +91,9 @@ def time_to_dense(groups: Groups) -> list[tuple[str, str, bool]]:
   Where a run never is, how much higher it ends, and after what share of dense's seconds.
   """
   groups = _comparable_in_time(groups)
-  # The best of several dense runs: groups come in order of loss.
-  baselines = {g[0].baseline: g for g in [*groups.values()][::-1] if g[0].is_baseline}
   cards = []
   for label, group in groups.items():
-    dense = {run.seed: _seconds_and_losses(run) for run in baselines.get(group[0].baseline, ())}
+    dense = {run.seed: _seconds_and_losses(run) for run in dense_of(groups, label)}
     pairs = [(_seconds_and_losses(run), dense[run.seed]) for run in group if run.seed in dense]
     if group[0].is_baseline or group[0].on_cpu or not pairs:
       continue
@@ -136,9 +134,8 @@ def loss_against_seconds(groups: Groups, colours: Mapping[str, str]) -> str:
   columns: dict[str, Sequence[str]] = {'method': list(groups)}
   if not found[0].on_cpu:
     seconds_per_step = {label: spent[label][0] / group[0].config['steps'] for label, group in groups.items()}
-    # The best of several dense runs, as in the comparison: groups come in order of loss.
-    dense = {g[0].baseline: seconds_per_step[label] for label, g in [*groups.items()][::-1] if g[0].is_baseline}
-    faster = [dense.get(g[0].baseline, math.nan) / seconds_per_step[label] for label, g in groups.items()]
+    dense = [[seconds_per_step[run.label] for run in dense_of(groups, label)] for label in groups]
+    faster = [of[0] / own if of else math.nan for of, own in zip(dense, seconds_per_step.values(), strict=True)]
     speeds = [np.mean([run.tokens_per_s for run in group]) / 1e3 for group in groups.values()]
     columns['thousand tokens a second'] = [f'{speed:,.1f}' for speed in speeds]
     columns['times as fast as dense'] = ['' if math.isnan(ratio) else f'{ratio:.2f}' for ratio in faster]

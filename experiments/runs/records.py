@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -54,16 +53,17 @@ class RunRecord:
     return self.config['method']
 
   @property
-  def baseline(self) -> str:
-    """What the dense run shares that this one is compared with: its method, or the model where there is no method."""
-    if self.method:
-      return METHODS[self.method].baseline
-    return json.dumps(self.config['model'], sort_keys=True)
-
-  @property
   def is_baseline(self) -> bool:
     """Whether others are compared with this run."""
-    return self.method == self.baseline if self.method else self.config['recipe']['name'] == 'dense'
+    return self.is_dense_of(self)
+
+  def is_dense_of(self, other: 'RunRecord') -> bool:
+    """Whether another run is compared with this one: its method says so or, where one has none, the model."""
+    if self.method and other.method:
+      return self.method == METHODS[other.method].baseline
+    # Blocks of sparse activations compute the same in another order.
+    models = ({k: v for k, v in run.config['model'].items() if k != 'ffn_order'} for run in (self, other))
+    return self.config['recipe']['name'] == 'dense' and next(models) == next(models)
 
   @property
   def validation_loss(self) -> float:
@@ -252,6 +252,11 @@ def group(runs: Iterable[RunRecord]) -> dict[str, list[RunRecord]]:
     return not groups[label][0].is_baseline, float(np.mean(losses))
 
   return {label: groups[label] for label in sorted(groups, key=order)}
+
+
+def dense_of(groups: Groups, label: str) -> Sequence[RunRecord]:
+  """The runs of the best dense group that those of a label are compared with; none if there is no such group."""
+  return next((dense for dense in groups.values() if dense[0].is_dense_of(groups[label][0])), ())
 
 
 def common_sparse_end(runs: Iterable[RunRecord]) -> int:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 import contextlib
 import contextvars
+import re
 from typing import Any, NamedTuple
 
 import jax
@@ -72,14 +73,24 @@ def under(equation: Any) -> Iterator[None]:
     yield
 
 
+# Whose layers make matmuls for a model.
+_IN_A_LIBRARY = re.compile(r'-packages[/\\](flax|equinox|jaxtyping)[/\\]')
+
+
 def source_of(equation: Any) -> str:
-  """`file.py:12 (function)` of the line that made an equation, as JAX prints it.
+  """`file.py:12:4 (function)` of the model's line that made an equation.
 
   JAX's own functions may keep none of what they are made of: then of the call. So it is asked for where the call is
   followed (`inside`), and not later.
   """
-  of_calls = (source_info_util.summarize(call.source_info) for call in (equation, *reversed(_enclosing.get())))
-  return next(filter(None, of_calls), 'an unknown line')
+  of_a_library = None
+  for call in (equation, *reversed(_enclosing.get())):
+    for frame in source_info_util.user_frames(call.source_info.traceback):
+      line = f'{frame.file_name}:{frame.start_line}:{frame.start_column} ({frame.function_name})'
+      if not _IN_A_LIBRARY.search(line):
+        return line
+      of_a_library = of_a_library or line
+  return of_a_library or 'an unknown line'
 
 
 def scan_parts(params: Any, values: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:

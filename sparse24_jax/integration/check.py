@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
-import re
 from typing import Any
 
 import jax
@@ -14,11 +13,11 @@ from sparse24_jax.binding.bound import Bound, BoundWeight, find_weights
 from sparse24_jax.binding.states import weight_states
 from sparse24_jax.binding.tracing import as_callable, functional, order_is_told, params_come_third, trace
 from sparse24_jax.binding.transform import sparse_function
+from sparse24_jax.integration.check_optimizer import GIVE_BOUND, problems_of
 from sparse24_jax.masks import verify24
-from sparse24_jax.optim import try_chain
 from sparse24_jax.policy import DotPolicy
 from sparse24_jax.recipe import Recipe
-from sparse24_jax.rules import check_groups, keep_dense, leaves_by_path, listed, match_rules
+from sparse24_jax.rules import check_groups, idle_alternatives, keep_dense, leaves_by_path, listed, match_rules
 
 # `binding.blocks.find_block` in words.
 _BLOCKS = (
@@ -74,6 +73,8 @@ class Checked:
     weights: those that rules match, in the order of the tree.
     dense: paths of the other arrays with two or more axes but biases and scales: no rule matches them, or one that
       leaves them dense.
+    notes: alternatives in the pattern of a rule that match no weight, as a mistyped one does; weights whose axes only a
+      bound recipe knows.
 
   >>> import jax.numpy as jnp, sparse24_jax as s24
   >>> params = {'w': jnp.ones((16, 8)), 'table': jnp.ones((5, 16))}
@@ -84,6 +85,7 @@ class Checked:
 
   weights: tuple[CheckedWeight, ...]
   dense: tuple[str, ...]
+  notes: tuple[str, ...] = ()
 
   @property
   def ok(self) -> bool:
@@ -104,6 +106,7 @@ class Checked:
       lines += [_UNPACKED, *(f'  {listed(paths)}: {reason}' for reason, paths in unpacked.items())]
     if rounded := [w.path for w in self.weights if w.dtype is not None and w.dtype.itemsize < 4]:
       lines += [f'{_ROUNDED} Here: {listed(rounded)}']
+    lines += self.notes
     lines.append(f'stay dense: {listed(self.dense) or "no other weight"}; arrays with one axis always do')
     return '\n'.join(lines)
 
@@ -123,10 +126,11 @@ def check(
     params: arrays, or `jax.ShapeDtypeStruct`, or an nnx model.
     *args: an example of the other arguments, likewise.
     optimizer: the whole chain, with `sparse_training` of this recipe in it, to see whether masks are chosen from the
-      weights that the chain leaves. It finds what changes updates behind the wrapper, and weights that are pruned but
-      never updated (`optax.set_to_zero`). The parameters must be arrays; the chain updates random numbers of their
-      shapes, at steps 0, 10, 100, 1000 and 10000, so that late changes of a schedule show. Changes below about a
-      millionth of a weight, or below the rounding of a bfloat16 one, go unseen.
+      weights that the chain leaves. It finds what changes updates behind the wrapper, weights that are pruned but
+      never updated (`optax.set_to_zero`), masked decay that is clipped with the gradient, and a recipe that takes a
+      weight's axes for others than the model reads. The parameters must be arrays; the chain updates random numbers of
+      their shapes, at steps 0, 10, 100, 1000 and 10000, so that late changes of a schedule show. Changes below about
+      a millionth of a weight, or below the rounding of a bfloat16 one, go unseen.
     **kwargs: as `args`.
 
   Returns:
@@ -145,10 +149,12 @@ def check(
   down    16 x 32  in 1, out 0  magnitude 2:4  1        32      silu down  50%    100%
   up      16 x 32  in 0, out 1  magnitude 2:4  1        32      silu up    50%    100%
   zeros: share of the entries that are pruned; gradient: share of the pruned entries that a gradient reaches
+  not stored as [stacked..., in, out]: down. Give sparse_training and all else what bind(recipe, f, params, ...) gives
   stay dense: no other weight; arrays with one axis always do
   >>> checked.ok
   True
   """
+  is_bound = isinstance(recipe, Bound)
   recipe, f = recipe.unbound() if isinstance(recipe, Bound) else recipe, as_callable(f)
   model = functional(params, f, args, kwargs)
   f, params, args = model.function, model.params, (*model.rest, *args)
@@ -164,30 +170,16 @@ def check(
   if concrete and fine:
     others = keep_dense(params, recipe, [path for path, w in weights.items() if w.problem is not None])
     weights = _measured(weights, Bound.of(others, fine), f, params, args, kwargs)
+  notes = [f'WARNING  {said}' for said in idle_alternatives(params, recipe)]
+  read = {path: w for path, w in found.items() if isinstance(w, BoundWeight) and w.rule.policy.projection}
+  if (odd := [path for path, w in read.items() if not w.layout.is_standard]) and not is_bound:
+    notes.append(f'not stored as [stacked..., in, out]: {listed(odd)}. {GIVE_BOUND}')
   if optimizer is not None:
-    weights = _behind(optimizer, weights, params)
-  return Checked(tuple(weights.values()), dense)
-
-
-def _behind(optimizer: Any, weights: Mapping[str, CheckedWeight], params: Any) -> dict[str, CheckedWeight]:
-  """Adds a problem if the chain never updates a weight, or leaves another one than masks are chosen from."""
-  found = dict(weights)
-  tried = try_chain(optimizer, params)
-  problems = {path: f'{path}: not trained by the optimizer, and pruned: {_leave_dense(path)}' for path in tried.still}
-  for path, step in tried.changed.items():
-    problems[path] = (
-      f'{path}: the weights after step {step} differ from those the masks were chosen from: a transformation after'
-      ' sparse_training changed the update, a learning rate say: put it inside, sparse_training(chain(...), recipe)'
-    )
-  for path, problem in problems.items():
-    if path not in found:
-      raise ValueError(f'{path}: optimizer makes it sparse, recipe does not: give both the same recipe')
-    found[path] = dataclasses.replace(found[path], problem=found[path].problem or problem)
-  return found
-
-
-def _leave_dense(path: str) -> str:
-  return f'leave it dense with recipe.with_dense({re.escape(path)!r}), in sparse_training too'
+    for path, problem in problems_of(optimizer, recipe, read, params).items():
+      if path not in weights:
+        raise ValueError(f'{path}: optimizer makes it sparse, recipe does not: give both the same recipe')
+      weights[path] = dataclasses.replace(weights[path], problem=weights[path].problem or problem)
+  return Checked(tuple(weights.values()), dense, tuple(notes))
 
 
 def _checked(path: str, leaf: Any, found: BoundWeight | str) -> CheckedWeight:

@@ -34,8 +34,11 @@ def sparsify(
   A linen model comes back wrapped: same parameter tree, applied with `{'params': params, 'sparse24':
   sparse_variables(...)}` and `rngs={'mvue': key}`; another method than `__call__` is `apply(variables, 'encode', x,
   method='run')`. A function of parameters, or of an nnx model, comes back as `g(params or model, variables, key,
-  *args)`. An nnx model by itself comes back as a copy; its calls, and its methods that are given arrays, are sparse.
-  Before each forward bring the states in with `nnx.update(model, sparse_variables(...))`. Where a trainer owns the step
+  *args)`. Give each step and each micro-batch a key of its own, `jax.random.split(key, n)`: the gradients of those that
+  share one are sampled alike, and nothing notices it.
+
+  An nnx model by itself comes back as a copy; its calls, and its methods that are given arrays, are sparse. Before each
+  forward bring the states in with `nnx.update(model, sparse_variables(...))`. Where a trainer owns the step
   and nobody ever does, a forward whose weights have changed chooses masks from them, outside of jit with a warning:
   each time, not every `refresh_every` steps, and on a GPU without what is packed once a step. Once they were brought
   in, other weights than those are an error wherever the weights do not tell their masks: where these wait for a refresh

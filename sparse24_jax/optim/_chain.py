@@ -1,5 +1,6 @@
 """What a whole chain does with sparse weights: whether it trains them, and leaves those of which masks are chosen."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -7,16 +8,19 @@ from jax import Array
 import jax.numpy as jnp
 import optax
 
+from sparse24_jax.layout import Layouts
 from sparse24_jax.optim import _left
 from sparse24_jax.optim._state import find_state
 from sparse24_jax.optim._training_state import SparseTrainingState
 from sparse24_jax.optim._weights import unboxed
-from sparse24_jax.rules import leaves_by_path
+from sparse24_jax.rules import leaves_by_path, map_by_path
 
 # Ours: the steps that are tried. A schedule may begin at a rate of zero, or as if it were not there.
 _COUNTS = (0, 10, 100, 1000, 10_000)
 # Ours: the most micro-batches of `optax.MultiSteps`.
 _CALLS = 256
+# Ours: which share of its size an update has to change by. Clipping changes it by tenths, rounding by millionths.
+_MOVED = 1e-3
 
 
 class Tried(NamedTuple):
@@ -25,10 +29,14 @@ class Tried(NamedTuple):
   Attributes:
     changed: those that its updates make others than `sparse_training` in it expects, and in which step.
     still: those that no step changes, while it changes other parameters.
+    clipped: one whose mask has a part in the updates of other parameters, as its decay has if it is clipped with them.
+    layouts: for which the states were made.
   """
 
   changed: dict[str, int]
   still: list[str]
+  clipped: str | None
+  layouts: Layouts
 
 
 def try_chain(optimizer: optax.GradientTransformation, params: Any) -> Tried:
@@ -44,30 +52,65 @@ def try_chain(optimizer: optax.GradientTransformation, params: Any) -> Tried:
   params, grads = _drawn(params, 0, 0.02, 0.25), _drawn(params, 1, 1.0, 1.0)
   found: dict[str, int] = {}
   updated: set[str] = set()
+  clipped = None
   with _left.watching():
     state = optimizer.init(params)
     for count in _COUNTS:
       state = jax.tree_util.tree_map_with_path(lambda path, leaf, n=count: _at(n, path, leaf), state)
-      for _ in range(_CALLS):
-        params, state, nonzero = step(grads, state, params)
-        updated |= {path for path, some in leaves_by_path(nonzero) if some}
-        ours = find_state(state, SparseTrainingState, 'sparse_training')
-        if int(ours.count) > count:
-          break
-      else:
-        raise ValueError(f'optimizer did no step in {_CALLS} updates: check it without optax.MultiSteps around it')
+      params, state, ours, sizes = _one_step(step, grads, state, params, count)
+      updated |= {path for path, size in sizes.items() if size != 0}
+      if count and clipped is None:  # by the first step Adam knows no size, and undoes a clip
+        clipped = _clipped(step, grads, state, params, ours)
       jax.block_until_ready((params, ours))
       found = dict.fromkeys(_left.changed(ours, unboxed(params)), count) | found
   # Where nothing was updated at all, a schedule is zero in the steps that were tried, and nothing is known.
   sparse = [path for path, _ in leaves_by_path(ours.projections)]
-  return Tried(found, [path for path in sparse if path not in updated] if updated else [])
+  return Tried(found, [path for path in sparse if path not in updated] if updated else [], clipped, ours.layouts)
+
+
+def _one_step(
+  step: Callable[..., Any], grads: Any, state: Any, params: Any, count: int
+) -> tuple[Any, Any, SparseTrainingState, dict[str, float]]:
+  """Calls of update until there are more than `count` steps, and the sizes of the last updates, by path."""
+  for _ in range(_CALLS):
+    params, state, sizes = step(grads, state, params)
+    ours = find_state(state, SparseTrainingState, 'sparse_training')
+    if int(ours.count) > count:
+      return params, state, ours, dict(leaves_by_path(jax.device_get(sizes)))
+  raise ValueError(f'optimizer did no step in {_CALLS} updates: check it without optax.MultiSteps around it')
 
 
 def _step(optimizer: optax.GradientTransformation, grads: Any, state: Any, params: Any) -> tuple[Any, Any, Any]:
-  """Parameters and state, and which parameters have an update that is not zero."""
+  """Parameters and state, and how large the update of each parameter is."""
   updates, state = optimizer.update(grads, state, params)
-  nonzero = jax.tree.map(lambda u: jnp.any(u != 0), unboxed(updates))
-  return optax.apply_updates(params, updates), state, nonzero
+  sizes = jax.tree.map(lambda u: jnp.sum(jnp.abs(u.astype(jnp.float32))), unboxed(updates))
+  return optax.apply_updates(params, updates), state, sizes
+
+
+def _clipped(
+  step: Callable[..., Any], grads: Any, state: Any, params: Any, ours: SparseTrainingState
+) -> str | None:
+  """The first weight with a mask, if the updates of others depend on it where the weight is large."""
+  masks = [path for path, leaf in leaves_by_path(ours.projections) if leaf.dtype == bool]
+  if not masks:
+    return None
+  large = map_by_path(
+    lambda path, w: w * 0 + float(jnp.finfo(w.dtype).max) ** 0.25 if path == masks[0] else w, params
+  )
+
+  def sizes(kept: bool) -> dict[str, float]:
+    def of_one(node: Any) -> Any:
+      if not isinstance(node, SparseTrainingState):
+        return node
+      chosen = map_by_path(lambda path, m: (m & False) | kept if path == masks[0] else m, node.projections)
+      return node._replace(projections=chosen)
+
+    masked = jax.tree.map(of_one, state, is_leaf=lambda node: isinstance(node, SparseTrainingState))
+    return _one_step(step, grads, masked, large, int(ours.count))[-1]
+
+  kept, pruned = sizes(True), sizes(False)
+  moved = (abs(kept[path] - pruned[path]) > _MOVED * kept[path] for path in kept if path != masks[0])
+  return masks[0] if any(moved) else None
 
 
 def _at(count: int, path: Any, leaf: Any) -> Any:

@@ -43,6 +43,8 @@ _STEPS = 2
 _WITHOUT_MASKS, _OTHERS, _MOST_MISSED = 1e6, 2e6, 1000.0
 # Ours: by which share of their size such weights differ. No cast to 16 bits does that, nor one to 8 bits with a scale.
 _FAR = 0.1
+# Without a scale e4m3 has the multiples of this, and rounds small weights by more than such a share.
+_E4M3 = 2.0**-9
 # Ours: how many sums of a weight. They tell a distance, as a share of the weight's size, to a fifth.
 SUMS = 32
 _PUT_IT_INSIDE = (
@@ -140,7 +142,7 @@ def given(left: Left, sampled: Sequence[Array], refused: Array | bool = False) -
   far = jnp.abs(changes[:, 0]) > sizes * np.array([_rounding(w) for w in sampled], np.float32)
   missed = jnp.where(far, jnp.minimum(left.missed + 1, _MOST_MISSED), 0.0)
   moved, squares = (jnp.mean(jnp.square(each[:, 1:]), axis=1) for each in (changes, found))
-  others = moved > squares * _FAR**2
+  others = moved > squares * _FAR**2 + jnp.stack([_e4m3_rounding(w) for w in sampled])
   missed = jnp.where(others & refused, _OTHERS, missed)
   return left._replace(missed=jnp.where(left.missed > _MOST_MISSED, left.missed, missed))
 
@@ -199,17 +201,29 @@ def changed(state: Any, params: Any, *, wait: bool = False) -> list[str]:
   Nothing is said of what is traced, nor, unless told to `wait`, of what is still computed: a loop that asks is not to
   wait for its last step.
   """
+  return [path for path, missed in _compared(state, params, wait=wait).items() if missed]
+
+
+def unserved(state: Any, params: Any, *, wait: bool = False) -> list[str]:
+  """Those of them whose states are not for such a weight: a mask is of one weight, a scale of all that a run makes."""
+  states = dict(leaves_by_path(state.projections))
+  return [
+    path for path, missed in _compared(state, params, wait=wait).items()
+    if missed and (jnp.issubdtype(states[path].dtype, jnp.bool_) or missed >= _OTHERS)
+  ]  # fmt: skip
+
+
+def _compared(state: Any, params: Any, *, wait: bool) -> dict[str, float]:
+  """For each watched weight 0 if it is the one that was left, `_OTHERS` if it is another altogether."""
   leaves, paths = dict(leaves_by_path(params)), watched([path for path, _ in leaves_by_path(state.projections)])
   weights = [leaves[path] for path in paths]
   if not all(_is_there(x, wait=wait) for x in (*state.left, *weights)):
-    return []
+    return {}
   if state.left.missed.ndim != 1:
-    return []
+    return {}
   stacked = tuple(state.layouts.layout_of(path, w.ndim).stacked for path, w in zip(paths, weights, strict=True))
   missed = _missed(jax.tree.map(np.asarray, state.left), weights, stacked)  # the state may lie on another device
-  if isinstance(missed, jax.core.Tracer):
-    return []
-  return [path for path, other in zip(paths, np.asarray(missed), strict=False) if other]
+  return {} if isinstance(missed, jax.core.Tracer) else dict(zip(paths, np.asarray(missed).tolist(), strict=False))
 
 
 def _is_there(x: Any, *, wait: bool) -> bool:
@@ -222,7 +236,15 @@ def _is_there(x: Any, *, wait: bool) -> bool:
 @one_program('stacked')
 def _missed(left: Left, weights: Sequence[Array], stacked: Sequence[Sequence[int]]) -> Array:
   sampled = [sample(w, axes) for w, axes in zip(weights, stacked, strict=True)]
-  return given(left._replace(missed=jnp.zeros_like(left.missed)), sampled).missed
+  return given(left._replace(missed=jnp.zeros_like(left.missed)), sampled, True).missed
+
+
+def _e4m3_rounding(w: Array) -> Array:
+  """The square of a sum of what e4m3 without a scale rounds off small entries, if all entries are numbers of it."""
+  steps = w.astype(jnp.float32) / _E4M3
+  # A twelfth for numbers between two steps, and half as much again since sums tell it to a fifth.
+  most = np.float32(np.square(factors(w.shape)).sum() * _E4M3**2 / 8)
+  return jnp.where(jnp.all(steps == jnp.round(steps)), most, 0.0)
 
 
 def _rounding(w: Array) -> float:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 from jax import Array
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels import _dispatch
 from sparse24_jax.layout import Layouts, NEW_STATE
@@ -37,12 +38,22 @@ class FlipRate(NamedTuple):
   >>> w = {'kernel': jnp.array([[1.0], [-3.0], [2.0], [0.5]])}
   >>> tx = s24.sparse_training(optax.sgd(1.0), s24.recipes.ste('kernel'))
   >>> _, state = tx.update({'kernel': jnp.array([[-4.0], [0.0], [0.0], [0.0]])}, tx.init(w), w)  # 1 becomes 5
-  >>> s24.get_flip_rate(state).overall.item()  # it is kept now, and 2 is not
+  >>> rates = s24.get_flip_rate(state)  # 5 is kept now, and 2 is not
+  >>> print(rates)
+  0.5 (kernel 0.5)
+  >>> float(rates.overall)  # waits for the step
   0.5
   """
 
   overall: Array
   per_weight: Any
+
+  def __str__(self) -> str:
+    rates = leaves_by_path(self.per_weight)
+    if not all(_identity.is_known(rate, wait=True) for rate in (self.overall, *(rate for _, rate in rates))):
+      return repr(self)  # under jit, say
+    each = ', '.join(f'{path} {np.array2string(np.asarray(rate), precision=4)}' for path, rate in rates)
+    return f'{float(self.overall):.4g} ({each})'
 
 
 class SparseTrainingState(NamedTuple):
@@ -151,11 +162,14 @@ def warn_of_other_weights(params: Any, opt_state: Any, *, wait: bool = False) ->
   said of a step that is still running, unless this may `wait` for it.
   """
   state = find_state(opt_state, SparseTrainingState, 'sparse_training')
-  if found := _left.changed(state._replace(left=unboxed(state.left)), unboxed(params), wait=wait):
+  if found := _left.unserved(state._replace(left=unboxed(state.left)), unboxed(params), wait=wait):
+    states = dict(leaves_by_path(state.projections))
+    masks = any(jnp.issubdtype(states[path].dtype, jnp.bool_) for path in found)
+    what, without = ('masks', ', or give opt_state=None, which chooses masks from them') if masks else ('scales', '')
     _dispatch.log_once(
-      f'{listed(found)}: the masks of opt_state are those of other weights than params. Give both'
-      ' of the same step; for weights that were loaded or set, make the state of them, tx.init(params), or give'
-      ' opt_state=None, which chooses masks from them. An average of weights may have the masks of the last step',
+      f'{listed(found)}: the {what} of opt_state are those of other weights than params. Give both'
+      f' of the same step; for weights that were loaded or set, make the state of them, tx.init(params){without}.'
+      f' An average of weights may have the {what} of the last step',
       'sparse24_jax', logging.WARNING, _dispatch.lines_of_calls(),
     )  # fmt: skip
 

@@ -7,7 +7,7 @@ from jax import Array
 import jax.numpy as jnp
 import optax
 
-from sparse24_jax.projection import Projection, SoftThreshold
+from sparse24_jax.projection import is_searched, Projection
 from sparse24_jax.recipe import Recipe
 from sparse24_jax.rules import leaves_by_path, map_by_path, match_rules, names_value
 from sparse24_jax.topology import Context
@@ -79,10 +79,10 @@ def is_leaf(node: Any) -> bool:
   return isinstance(node, Projection | Absent)
 
 
-def hold_masks(projections: Any) -> bool:
-  """Whether some state is what a search chose; a soft threshold has always the mask of its weight."""
-  found = [p.matrix or p for p in jax.tree.leaves(projections, is_leaf=is_leaf) if isinstance(p, Projection)]
-  return any(not isinstance(p.form, SoftThreshold) for p in found)
+def some_searched(projections: Any, params: Any) -> bool:
+  """Whether some state is what a search chose."""
+  searched = map_sparse(lambda p, w: is_searched(p, jnp.shape(w), jnp.result_type(w)), projections, params)
+  return any(jax.tree.leaves(searched))
 
 
 def wider(update: Array, w: Array) -> jnp.dtype:

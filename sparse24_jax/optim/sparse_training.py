@@ -27,7 +27,7 @@ from sparse24_jax.optim._training_state import (
   told_to_rest,
   warn_of_forgotten_updates,
 )
-from sparse24_jax.optim._weights import boxed, contexts, hold_masks, is_leaf, map_sparse, projections_of, unboxed
+from sparse24_jax.optim._weights import boxed, contexts, is_leaf, map_sparse, projections_of, some_searched, unboxed
 from sparse24_jax.optim.masked_decay import add_decay
 from sparse24_jax.optim.step_adam import StepAdamState
 from sparse24_jax.projection import Projection
@@ -81,8 +81,8 @@ def sparse_training(
   derivative unless `refresh_every` is 1. The host waits for the GPU before that loop, in every step. A host that counts
   optimizer steps can skip the wait in most of them: `update(..., refresh=False)`, a Python value, which a chain passes,
   makes a program without a search. Pass it in the steps for which `refresh_at` returns False. In a step that is due to
-  search it makes the flip rate NaN, and the state one that is refused. Where all projections are soft thresholds there
-  is nothing to choose: all steps may be told so, which leaves flip rates as they were last measured. Flip rates
+  search it makes the flip rate NaN, and the state one that is refused. Where no projection searches, as soft
+  thresholds do not, all steps may be told so, which leaves flip rates as they were last measured. Flip rates
   compare with masks from before the step: where the state is not the mask (soft thresholds, and `flip_rate='step'`),
   these are held while `inner` updates, a byte an entry.
 
@@ -124,8 +124,7 @@ def sparse_training(
   throughout = None if named_by_caller else unnamed_phase(recipe)
   if not all(callable(getattr(inner, name, None)) for name in ('init', 'update')):
     raise ValueError(f'inner must be an optimizer such as optax.adamw(1e-3), found {type(inner).__name__}')
-  has_decay = not isinstance(recipe.masked_decay, float | int) or recipe.masked_decay > 0
-  if has_decay and recipe.decay_on == 'weights' and learning_rate is None:
+  if recipe.decays and recipe.decay_on == 'weights' and learning_rate is None:
     raise ValueError(
       f'recipe {recipe.name!r} decays weights, times the learning rate: give sparse_training(..., learning_rate=...)'
     )
@@ -189,7 +188,7 @@ def sparse_training(
     # Of weights that are loaded before the first step, masks are chosen anew after it.
     refused = (state.count > 0) | _left.scaled(projections) if phase == 'sparse' else False
     left = _left.given(state.left, sampled, refused)
-    decays = has_decay and phase == 'sparse'
+    decays = recipe.decays and phase == 'sparse'
     if decays:
       decay = recipe.masked_decay(state.count) if callable(recipe.masked_decay) else recipe.masked_decay
       masks = map_sparse(lambda p, w, s: p.mask(w, s), projections, params, state.projections)
@@ -232,7 +231,7 @@ def sparse_training(
       sampled = _left.samples(projections, new_weights)
     state = state._replace(left=left._replace(sums=_left.sums(sampled)))
     state = state._replace(identity=_identity.after_step(state.identity, phase))
-    if rests and hold_masks(projections):
+    if rests and some_searched(projections, params):
       state = told_to_rest(state, count % recipe.refresh_every == 0)
     state = state._replace(projections=named('states', projections, state.projections))
     updates = jax.tree.unflatten(boxes, jax.tree.leaves(named('updates', projections, updates)))

@@ -10,7 +10,7 @@ from absl.testing import absltest, parameterized
 import pytest
 
 from experiments import __main__ as cli
-from experiments.runs import tune_decay
+from experiments.runs import train, tune_decay
 from tests.experiments.fakes import FakeData, temp_folder
 from tests.experiments.reports.run_folders import read_page
 
@@ -148,6 +148,22 @@ class CommandTest(parameterized.TestCase):
     # Counting takes no GPU.
     self.assertRegex(call('flops', '--config', 'gpt2_124m_bytes')[1], r'head +3\.092e\+13 .* 1\.00')
     self.assertIn("recipe.name is 'magic'", call('flops', '--config', 'nano', '--recipe', 'magic')[2])
+
+  @parameterized.parameters(
+    ((), True), (('--method', 'fst'), False), (('--method', 'dense'), False), (('--set', 'recipe.name=ste'), False),
+  )  # fmt: skip
+  def test_who_trains_dense_without_having_said_so_is_told(self, arguments, told):
+    summary = {'validation_loss': 1.0, 'steps': 30, 'seconds': 1.0}
+    with mock.patch.object(train, 'train', return_value=summary):
+      status, out, _ = call('train', '--config', 'nano', '--tiny', '--folder', temp_folder(self), *arguments)
+    self.assertEqual(status, 0)
+    self.assertEqual('nano-tiny trains dense: its recipe is dense, and no --method was given' in out, told)
+
+  def test_a_command_of_the_library_is_pointed_to(self):
+    for name in ('where-it-pays', 'check'):
+      with contextlib.redirect_stderr(io.StringIO()) as err, self.assertRaises(SystemExit):
+        cli.main([name, '--tokens', '9'])
+      self.assertEndsWith(err.getvalue(), f'error: {name} is python -m sparse24_jax {name}\n')
 
   def test_the_example_of_the_help_trains(self):
     help_text = io.StringIO()

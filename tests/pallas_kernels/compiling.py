@@ -20,7 +20,8 @@ import jax.numpy as jnp
 from pallas_kernels import _compat
 from tests.targets import TARGETS
 
-# Enough of each GPU's description for XLA and ptxas. Bandwidths and clocks do not reach the kernels' code.
+# Enough of each GPU's description for XLA and ptxas. Bandwidths and clocks do not reach the kernels' code. Without the
+# version of CUDA, for which XLA's rewriter of float8 matmuls asks, these would be bfloat16 ones.
 _TARGET = """
 gpu_device_info {{ threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
   shared_memory_per_core: {smem_core} threads_per_core_limit: {threads} core_count: {sms} fpus_per_core: 128
@@ -31,6 +32,7 @@ gpu_device_info {{ threads_per_block_limit: 1024 threads_per_warp: 32 shared_mem
   registers_per_core_limit: 65536 registers_per_block_limit: 65536 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 }}
+runtime_version {{ major: 13 }}
 device_description_str: "{name}"
 """
 # The target that this process compiles for, once it has.

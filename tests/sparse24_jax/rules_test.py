@@ -84,6 +84,27 @@ class MatchTest(parameterized.TestCase):
       rules.match_rules(params(), recipe(('.*', STE), (path, STE)))
     self.assertNotIn('did you mean', str(error.exception))
 
+  @parameterized.parameters(
+    (r'.*/(mlp|atn)/.*', "'atn' in the rule .* matches no weight, and .*; did you mean 'attn'"),
+    (r'h_0/.*|h_7/.*', "'h_7/.*' in the rule"),
+    (r'.*/(?:attn|(?:ff|ffn)/(?:up|down))/.*', r"'\(\?:ff\|ffn\)/\(\?:up\|down\)' in the rule .* of another model"),
+    (r'(?i).*/(MLP|heads)/.*', "'heads' in the rule"),
+  )
+  def test_an_alternative_that_matches_nothing_is_told(self, path, message):
+    (said,) = rules.idle_alternatives(params(), recipe((path, STE)))
+    self.assertRegex(said, message)
+    with self.assertLogs('sparse24_jax', 'WARNING') as logged:
+      s24.sparse_training(optax.sgd(0.1), recipe((path, STE))).init(params())
+    self.assertRegex(logged.output[0], message)
+
+  @parameterized.parameters(
+    '.*/(attn|mlp)/.*', 'h_(0|1)/.*', '(h|_|[01])+/attn/.*', r'.*/(attn|up)/(kernel|bias)', r'(h_\d/|)attn/kernel',
+    r'h_(?!a|b)\d/[^|(]*/(up/)?kernel', '(?P<layer>h_0|h_1)/.*', r'.*/attn/kernel|.*/mlp/.*', '.*/(?i:attn|x)/.*',
+    '(?x) .*attn.* # not (mlp|x))',
+  )
+  def test_alternatives_that_match_are_not(self, path):
+    self.assertEmpty(rules.idle_alternatives(params(), recipe((path, STE))))
+
   def test_shapes_and_no_arrays_will_do(self):
     shapes = jax.eval_shape(params)
     self.assertLen(rules.match_rules(shapes, recipe(('.*/mlp/.*', STE))), 2)

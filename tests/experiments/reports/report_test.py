@@ -52,6 +52,22 @@ class ReportTest(parameterized.TestCase):
       ET.fromstring(picture)
     self.assertNotRegex(path.read_text(), r'(?<![a-z])nan(?![a-z])')
 
+  @parameterized.parameters(('fst', 'dense'), ('neuron_level_24', 'dense_relu2'))
+  def test_a_dense_run_without_a_method_is_the_one_to_compare_with(self, method, dense):
+    """As `train` without --method makes it; its masks are not watched, so no flips are compared."""
+    folder = temp_folder(self)
+    for seed in range(2):
+      write_run(folder, method, seed, 1.25 + 0.01 * seed)
+      file = write_run(folder, dense, seed, 1.22 + 0.01 * seed) / 'config.json'
+      config = json.loads(file.read_text())
+      config['recipe']['kwargs'] = {}
+      file.write_text(json.dumps(config | {'method': '', 'label': ''}))
+    found = records.find_runs([folder])
+    _, row = report.table_rows(records.group(found))
+    self.assertEqual(row[4:6], ['+0.0300', '+0.0300, +0.0300'])
+    (finding,) = claims.findings(found)
+    self.assertIn('0.030 nats above dense', finding.evidence)
+
   @parameterized.parameters(False, True)
   @without_pictures
   def test_one_run_is_enough(self, finished):

@@ -35,7 +35,12 @@ class ConfigTest(parameterized.TestCase):
     """Whatever the settings look like: several methods differ in a number only."""
     (run,) = records.find_runs([write_run(temp_folder(self), method, 0, 1.2)])
     self.assertEqual(run.method, method)
-    self.assertEqual(run.baseline, 'dense_relu2' if run.config['model'].get('mlp') == 'relu2' else 'dense')
+    relu2 = run.config['model'].get('mlp') == 'relu2'
+    dense = {name: write_run(temp_folder(self), name, 0, 1.2) for name in ('dense', 'dense_relu2')}
+    self.assertEqual(
+      [name for name, folder in dense.items() if records.read_run(folder).is_dense_of(run)],
+      ['dense_relu2' if relu2 else 'dense'],
+    )
     self.assertEqual(run.is_baseline, method in ('dense', 'dense_relu2'))
 
   def test_runs_without_a_method_are_compared_with_dense_ones_of_the_same_model(self):
@@ -47,8 +52,9 @@ class ConfigTest(parameterized.TestCase):
       (path / 'config.json').write_text(json.dumps(config))
     found = {run.folder.parent.name: run for run in records.find_runs([folder])}
     self.assertEqual([run.is_baseline for run in found.values()], [True, False, False])
-    self.assertEqual(found['ste'].baseline, found['dense'].baseline)
-    self.assertNotEqual(found['wide'].baseline, found['dense'].baseline)
+    self.assertTrue(found['dense'].is_dense_of(found['ste']))
+    self.assertFalse(found['dense'].is_dense_of(found['wide']))
+    self.assertFalse(found['ste'].is_dense_of(found['ste']))
 
   @parameterized.parameters(None, 0.0)
   def test_rates_begin_with_the_first_comparison(self, before):

@@ -22,9 +22,9 @@ def compiled_for_hopper(f, *structs):
   """Optimised HLO of `f` for an H100, without autotuning, which needs the GPU."""
   from jax.experimental import topologies
 
-  # The float8 rewriter asks for the version of CUDA.
-  target = compiling.description('sm_90a') + 'runtime_version { major: 13 }'
-  topology = topologies.get_topology_desc(platform='cuda', target_config=target, topology='1x1x1')
+  topology = topologies.get_topology_desc(
+    platform='cuda', target_config=compiling.description('sm_90a'), topology='1x1x1'
+  )
   mesh = topologies.make_mesh(topology, (1,), ('x',))
   sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
   structs = [jax.ShapeDtypeStruct(s, d, sharding=sharding) for s, d in structs]

@@ -1,6 +1,7 @@
 """`check`, as a function and as a command."""
 
 import contextlib
+import dataclasses
 import io
 
 from absl.testing import absltest, parameterized
@@ -49,6 +50,12 @@ class CheckTest(parameterized.TestCase):
     frozen = s24.check(s24.recipes.ste('.*'), lambda p, x: f(jax.lax.stop_gradient(p), x), params, x)
     self.assertFalse(frozen.ok)
     self.assertIn('no gradient reaches it at all: it is frozen', str(frozen))
+
+  def test_a_mistyped_alternative_is_told(self):
+    f, params, x = example()
+    checked = s24.check(s24.recipes.ste('que?ry|outt'), f, params, x)
+    self.assertRegex(str(checked), r"\nWARNING  'outt' in the rule 'que\?ry\|outt' matches no .*did you mean 'out'\?")
+    self.assertEqual(checked.dense, ('out',))
 
   def test_weights_of_zeros_and_those_that_meet_them(self):
     f, params, x = example()
@@ -147,6 +154,31 @@ class CheckTest(parameterized.TestCase):
     self.assertRegex(str(wrong), 'query: the weights after step 0 differ from those the masks were chosen from: ')
     with self.assertRaisesRegex(ValueError, 'out: optimizer makes it sparse, recipe does not'):
       s24.check(s24.recipes.ste('query'), f, params, x, optimizer=scaled_after)
+
+  def test_decay_that_is_clipped_with_the_gradient(self):
+    """Links that come and go have no decay, and their clip inside."""
+    f, params, x = example()
+    clip = optax.clip_by_global_norm(1.0)
+    decayed = s24.bind(dataclasses.replace(s24.recipes.ste('.*'), masked_decay=1e-4), f, params, x)
+    rigl = s24.bind(s24.recipes.rigl('.*', density=0.5, total_steps=9, refresh_every=3), f, params, x)
+    for recipe, ok in ((decayed, False), (rigl, True)):
+      inside = s24.sparse_training(optax.chain(clip, optax.sgd(0.1)), recipe)
+      checked = s24.check(recipe, f, params, x, optimizer=inside)
+      self.assertEqual(checked.ok, ok)
+      if not ok:
+        self.assertRegex(str(checked), r'PROBLEM  out: masked decay.* inside .*Put it outside, optax.chain\(clip')
+
+  def test_an_optimizer_whose_recipe_is_not_bound(self):
+    recipe, params, x = s24.recipes.ste('w'), {'w': gaussian(0, (8, 16))}, gaussian(1, (4, 16))
+    f, tx = lambda p, x: x @ p['w'].T, s24.sparse_training(optax.sgd(0.1), recipe)
+    bound = s24.bind(recipe, f, params, x)
+    for given in (recipe, bound):
+      checked = s24.check(given, f, params, x, optimizer=tx)
+      self.assertFalse(checked.ok)
+      self.assertRegex(str(checked), r'PROBLEM  w of .* it as in 1, out 0, and the optimizer .* in 0, out 1\. .*bind')
+    told = 'not stored as [stacked..., in, out]: w. Give sparse_training'
+    self.assertIn(told, str(s24.check(recipe, f, params, x)))
+    self.assertNotIn(told, str(s24.check(bound, f, params, x)))
 
   def test_a_weight_that_the_optimizer_never_updates(self):
     f, params, x = example()

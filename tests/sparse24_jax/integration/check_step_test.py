@@ -136,6 +136,33 @@ class CheckStepTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, rf'dense at \S*check_step_test.py:{inspect.getsourcelines(f)[1] + 1}\b'):
       s24.check_step(step, params_of(), tx.init(params_of()), X)
 
+  def test_layers_of_flax_have_the_lines_of_their_calls(self):
+    class Layer(nn.Module):
+      @nn.compact
+      def __call__(self, x, _):
+        return nn.Dense(16, name='up')(x), None
+
+    class Model(nn.Module):
+      @nn.compact
+      def __call__(self, x):
+        layers = nn.scan(nn.remat(Layer), variable_axes={'params': 0}, split_rngs={'params': True}, length=2)
+        return layers(name='h')(x, None)[0]
+
+    model = Model()
+    params = model.init(jax.random.key(0), X)['params']
+    recipe = s24.bind(s24.recipes.ste('.*kernel'), model, params, X)
+    tx, sparse = s24.sparse_training(optax.sgd(0.1), recipe), s24.sparsify(model, recipe)
+
+    def step(params, state, x):
+      variables = {'sparse24': s24.sparse_variables(params, state, recipe)}
+      grads = jax.grad(lambda p: (sparse.apply({'params': p} | variables, x) ** 2).mean())(params)
+      updates, state = tx.update(grads, state, params)
+      return optax.apply_updates(params, updates), state
+
+    (line,) = s24.check_step(step, params, tx.init(params), X).weights['h/up/kernel']
+    start = inspect.getsourcelines(type(self).test_layers_of_flax_have_the_lines_of_their_calls)[1]
+    self.assertRegex(line, rf'check_step_test.py:{start + 4}:\d+ \(.*Layer.__call__\)$')
+
   def test_a_dense_end_reads_weights_dense_by_design(self):
     """The first thing to say of it: not that it is dense, but that there is nothing to check."""
     for recipe in (RECIPES['fst'], s24.recipes.dense('.*', watch=s24.magnitude())):

@@ -1,5 +1,6 @@
 """What changes updates behind `sparse_training` is found before a run, at any rate; right chains are not told."""
 
+import dataclasses
 from unittest import mock
 
 from absl.testing import absltest, parameterized
@@ -96,6 +97,20 @@ class ChangedBehindTest(parameterized.TestCase):
       'finite': lambda: optax.apply_if_finite(wrapped(optax.adamw(3e-4)), 3),
     }[case]()
     self.assertEqual(changed_behind(tx, params_of(dtype)), {})
+
+  @parameterized.parameters('adamw', 'sgd', 'bfloat16', 'micro_batches', 'schedule')
+  @pytest.mark.few(2)
+  def test_decay_that_is_clipped_with_gradients_is_found(self, case):
+    clip, recipe = optax.clip_by_global_norm(1.0), dataclasses.replace(STE, masked_decay=1e-4)
+    inner = optax.sgd(1e-2) if case == 'sgd' else optax.adamw(3e-4)
+    if case == 'schedule':
+      recipe = dataclasses.replace(recipe, masked_decay=lambda step: 1e-4 * (step > 500))
+    params, found = params_of(jnp.bfloat16 if case == 'bfloat16' else jnp.float32), []
+    for tx in (wrapped(optax.chain(clip, inner), recipe), optax.chain(clip, wrapped(inner, recipe))):
+      several = optax.MultiSteps(tx, 2).gradient_transformation()
+      found.append(try_chain(several if case == 'micro_batches' else tx, params).clipped)
+    self.assertEqual(found, [UP, None])
+    self.assertIsNone(try_chain(wrapped(optax.chain(clip, inner)), params).clipped)  # without decay
 
   def test_micro_batches_around_a_wrong_chain(self):
     tx = optax.MultiSteps(optax.chain(wrapped(optax.identity()), optax.scale(-3e-4)), 4)

@@ -192,17 +192,42 @@ class LeftTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, r'mlp/\w+: update was given other .* restore .* of one step'):
       s24.get_flip_rate(state)
 
-  @parameterized.parameters('bfloat16', 'float16', 'float8_e4m3fn', 'float8_e5m2')
+  @parameterized.parameters(
+    ('float8_e4m3fn', 0.05), ('bfloat16', 1), ('float16', 1), ('float8_e4m3fn', 1), ('float8_e5m2', 1),
+    ('float8_e4m3fn', 0.1), ('float8_e4m3fn', 0.2),
+  )  # fmt: skip
   @pytest.mark.few(2)
-  def test_weights_that_were_stored_in_fewer_bits_are_those_of_the_step(self, dtype):
+  def test_weights_that_were_stored_in_fewer_bits_are_those_of_the_step(self, dtype, size):
+    """Below 0.005 e4m3 without a scale rounds off a tenth of a weight and more, at 0.001 half of it."""
+
     def between(params, i):
       return jax.tree.map(lambda w: w.astype(dtype).astype(w.dtype), params) if i == 3 else params
 
-    tx = wrapped()
-    params, state = trained(tx, params_of(), between=between)
+    tx = wrapped(inner=optax.sgd(1e-6))
+    params, state = trained(tx, jax.tree.map(lambda w: size * w, params_of()), between=between)
     _, state = jit(tx.update)(grads_of(params, 0), state, params)
     s24.get_flip_rate(state)
     self.assertFalse(jnp.isnan(jax.jit(lambda p, s: project(p, s, STE))(params, state)['mlp']['up']).any())
+
+  def test_other_weights_in_e4m3_are_others(self):
+    tx = wrapped(inner=optax.sgd(1e-6))
+    params, state = trained(tx, jax.tree.map(lambda w: 0.2 * w, params_of()))
+    other = jax.tree.map(lambda w: jnp.roll(w, 1, axis=0).astype(jnp.float8_e4m3fn).astype(w.dtype), params)
+    _, state = jit(tx.update)(grads_of(other, 0), state, other)
+    with self.assertRaisesRegex(ValueError, r'mlp/\w+: update was given other'):
+      s24.get_flip_rate(state)
+
+  @parameterized.parameters((0.98, True, ''), (0.5, True, 'scales'), (0.98, False, 'masks'))
+  def test_an_average_of_weights_is_warned_of_where_states_are_of_one_weight(self, share, scales, told):
+    """A mask is; the scale of a soft threshold is frozen for the run, and its mask that of the average itself."""
+    recipe = s24.recipes.s_ste(RULE) if scales else STE
+    params, state = trained(wrapped(recipe), params_of())
+    state, average = jax.block_until_ready((state, jax.tree.map(lambda w: share * w, params)))
+    with self.assertLogs('sparse24_jax', 'WARNING') if told else self.assertNoLogs('sparse24_jax', 'WARNING') as logged:
+      s24.sparse_variables(average, state, recipe)
+    if told:
+      self.assertRegex(logged.output[0], rf'mlp/up, mlp/down: the {told} of opt_state are those of other')
+      self.assertEqual('opt_state=None' in logged.output[0], not scales)
 
   @parameterized.parameters(1, 3)
   def test_weights_that_are_loaded_after_the_start_do_not_wait_for_a_refresh(self, steps):

@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import sparse24_jax as s24
+from sparse24_jax.clusters import clustered
 from tests import quick
 
 RULE = 'mlp/.*'
@@ -116,6 +117,20 @@ class RefreshTest(parameterized.TestCase):
       params, state = step(False, params, state, _grads(i))
     with self.assertRaisesRegex(ValueError, 'was told refresh=False'):
       s24.get_flip_rate(state)
+
+  def test_a_scale_that_is_chosen_anew_is_an_error_too(self):
+    """The form of S-STE says how the forward reads a state, not that it rests."""
+    soft = s24.soft_threshold_projection()
+    moving = soft._replace(name='moving', refresh=lambda w, scale: soft.init(w))
+    for projection in (moving, clustered(soft, 4)):  # which needs weights of several columns
+      recipe = s24.Recipe('own', (s24.Rule('.*', s24.DotPolicy(projection)),), refresh_every=3)
+      tx, step = _stepper(recipe)
+      params = _params()
+      state = tx.init(params)
+      for i in range(3):
+        params, state = step(False, params, state, _grads(i))
+      with self.assertRaisesRegex(ValueError, 'was told refresh=False'):
+        s24.get_flip_rate(state)
 
   @parameterized.parameters(1, 'no', np.True_)
   def test_what_is_no_python_value(self, refresh):

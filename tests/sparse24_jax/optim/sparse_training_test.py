@@ -385,6 +385,13 @@ class RefreshTest(parameterized.TestCase):
     updates, _ = tx.update(params, tx.init(params), params)
     self.assertEqual(float(updates['scale']), -1.0)
 
+  def test_rates_are_printed_as_numbers(self):
+    layers, one = jnp.float32([0.25, 0.125]), jnp.float32(1 / 3)
+    self.assertEqual(str(s24.FlipRate(one, {'h/up': layers, 'head': one})), '0.3333 (h/up [0.25  0.125], head 0.3333)')
+    printed = []
+    jax.jit(lambda x: printed.append(str(s24.FlipRate(x, {'up': x}))))(one)
+    self.assertRegex(printed[0], r'FlipRate\(overall=.*Tracer')
+
   def test_no_rate_is_reported_before_the_first_refresh(self):
     tx = s24.sparse_training(optax.sgd(1.0), FST)
     params = normal(0)

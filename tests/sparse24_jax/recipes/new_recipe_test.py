@@ -151,6 +151,14 @@ class NewRecipeTest(absltest.TestCase):
       exec(compile(text, '<cell>', 'exec'), cells)
     self.assertIs(s24.recipes.KNOWN['quarters'].make, cells['quarters'])
 
+  @mock.patch.dict(s24.recipes.KNOWN)
+  def test_a_name_twice_in_a_script_is_refused(self):
+    script = {'__name__': '__main__', '__spec__': None, '__file__': '/a/script.py'}
+    with self.assertRaisesRegex(ValueError, "'quarters' is taken, by __main__.quarters, line 8: give this one another"):
+      exec(compile(FILE + FILE.partition('\n\n\n')[2], '/a/script.py', 'exec'), script)
+    for text in (FILE, f'# Changed.\n{FILE}'):  # of an interactive shell that the script ends in
+      exec(compile(text, '<stdin>', 'exec'), script)
+
 
 if __name__ == '__main__':
   absltest.main()
