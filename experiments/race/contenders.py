@@ -96,7 +96,7 @@ STYLES: Mapping[str, Mapping[str, Any]] = {
   'scaled_qk_norm': {'tied': False, 'scale_embeddings': True, 'qk_norm': True},
 }
 
-_DECAY = 2e-4
+_DECAY = 2e-5
 _RELU2 = {'mlp': 'relu2'}
 # Of blocks of tokens: each holds one position in different sequences, or a token would be told what follows it.
 _BLOCKS = dict(model={**_RELU2, 'ffn_order': 'position'}, from_pruned=True)

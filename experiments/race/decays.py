@@ -22,7 +22,7 @@ from experiments.runs.programs import Programs
 import sparse24_jax as s24
 
 # Factors of about three, from those of the released scripts (300,000 steps) to what runs of a few hundred steps want.
-CANDIDATES = (0.0, 6e-5, 2e-4, 6e-4, 2e-3, 6e-3, 2e-2, 6e-2, 2e-1)
+CANDIDATES = (0.0, 6e-6, 2e-5, 6e-5, 2e-4, 6e-4, 2e-3, 6e-3, 2e-2, 6e-2, 2e-1)
 SHARE = 0.25
 # Losses that differ by less than this share of the lowest are as good.
 EQUAL = 0.005

@@ -85,6 +85,7 @@ _RACES = {
   '774m': ('race_h200_774m.jsonl', '774m, rotary_qk_norm, 300 s each'),
   '124m': ('race_h200_124m.jsonl', '124m, rotary_qk_norm, 1,600 steps each'),
   '124m, parts': ('race_h200_124m_parts.jsonl', '124m, rotary_qk_norm, 1,600 steps each'),
+  '124m, short': ('race_h200_124m_short.jsonl', '124m_short, rotary_qk_norm, 1,600 steps each'),
   '124m, long': ('race_h200_124m_long.jsonl', '124m, rotary_qk_norm, 4,800 steps each'),
 }
 
@@ -156,6 +157,8 @@ TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
     'parts of the gap at 124m': _parts_of_the_gap,
     'long race of 124m at equal steps': lambda: table.steps_markdown(race('124m, long')),
     'long race of 124m by part': lambda: table.gap_markdown(race('124m, long')),
+    'grid activations': lambda: _tuned('grid_activations_nano.jsonl', 'nano, 4,000 steps each'),
+    'race of activations at 124m': lambda: table.steps_markdown(race('124m, short')),
     'grid flops': lambda: _tuned('grid_flops_nano.jsonl', 'nano, 2,000 steps each', 'dense_small'),
     'grid flops cpu': lambda: _tuned('grid_flops_nano_cpu.jsonl', 'nano, 2,000 steps each', 'dense_small'),
     'papers': papers.markdown,
@@ -188,6 +191,7 @@ TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
     'race of 124m': lambda: trials_of_race('124m'),
     'race of parts at 124m': lambda: trials_of_race('124m, parts'),
     'long race of 124m': lambda: trials_of_race('124m, long'),
+    'race of activations': lambda: trials_of_race('124m, short'),
     'race of all': lambda: trials_of_race('302m, all'),
   },
 }

@@ -23,7 +23,7 @@ def transposable_srste(
   Args:
     path: regular expression of the weights to make sparse; the paper takes the feed-forward layers.
     masked_decay: the factor lambda of lambda (1 - M) W, which is added to the clipped gradient and pulls pruned weights
-      to zero. It depends on the model and the length of the run: 2e-4 (GPT-2 124M, 1,600 steps) to 6e-3 (0.1 M
+      to zero. It depends on the model and the length of the run: 2e-5 (GPT-2 124M, 1,600 steps) to 6e-3 (0.1 M
       parameters, 4,000 steps) served so far, and 6e-5 (124M) to 2e-4 (350M) in the released runs of 300,000 steps.
       `tune_masked_decay` finds it.
     refresh_every: optimizer steps between mask searches; values are followed at every step.
