@@ -2,8 +2,9 @@
 #   make demo      trains dense, plain-STE and FST twins on embedded text and writes a report
 #   make test      lint, types and the fast tests: each promise of the project is held by at least one of them
 #   make pages     tables and pictures of the docs, from the committed records
-#   make test-all  lint, types and all tests, those marked slow too
+#   make test-all  lint, types and all tests, those marked slow, of models and of the newest JAX too
 #   make test-models  other people's models, from PyPI, in an environment of their own
+#   make test-newest  the kernels' fast tests on the newest JAX
 #   make test-oldest  the oldest versions that are promised: bind, the doors to Flax and the optimizer
 #   make test-hf   a Hugging Face checkpoint there and back, against PyTorch and `transformers` in an environment of their own
 #   make mutants   breaks one promise at a time and runs the fast tests that must notice
@@ -15,8 +16,10 @@ PYTHON ?= python3.12
 VENV ?= .venv
 # Compiling the kernels needs CUDA plug-ins, which JAX would complain of everywhere else.
 KERNELS_VENV ?= .venv-kernels
-# What the records were measured with. For another: make test KERNELS_VENV=.venv-jax12 KERNELS_JAX=0.12.0.1
+# What the records were measured with; and the newest, with an environment of its own.
 KERNELS_JAX ?= 0.11.2
+NEWEST_VENV ?= .venv-jax12
+NEWEST_JAX ?= 0.12.0.1
 # One, as the other tests run beside them.
 KERNELS_WORKERS ?= 1
 # PyTorch works in a process of its own, and may have another Python.
@@ -32,7 +35,7 @@ OLDEST = jax==0.11.2 jaxlib==0.11.2 flax==0.12.10 optax==0.2.6
 # A worker that has no tests left takes some from the other.
 PYTEST = -m pytest --dist worksteal -q
 
-.PHONY: demo pages test test-all types fast slow fast-kernels slow-kernels test-models test-oldest test-hf mutants faults soak docs clean
+.PHONY: demo pages test test-all types fast slow fast-kernels slow-kernels test-models test-newest test-oldest test-hf mutants faults soak docs clean
 
 demo: $(VENV)/ready
 	$(VENV)/bin/python -m experiments
@@ -45,8 +48,9 @@ test:
 	$(VENV)/bin/ruff check .
 	$(MAKE) --jobs 3 --output-sync types fast fast-kernels
 
+# Two at a time: the next begins when one ends, so that no processor waits for an environment, or for another lane's end.
 test-all: test
-	$(MAKE) --jobs 2 --output-sync slow slow-kernels test-models
+	$(MAKE) --jobs 2 --output-sync slow slow-kernels test-models test-newest
 
 types: $(VENV)/ready
 	$(VENV)/bin/pyright
@@ -66,6 +70,9 @@ fast-kernels slow-kernels: $(KERNELS_VENV)/ready
 
 test-models: $(MODELS_VENV)/ready
 	JAX_PLATFORMS=cpu JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(MODELS_VENV)/bin/python -m pytest -n 2 --dist worksteal -q tests/models
+
+test-newest:
+	$(MAKE) fast-kernels KERNELS_VENV=$(NEWEST_VENV) KERNELS_JAX=$(NEWEST_JAX) KERNELS_WORKERS=2
 
 test-oldest: $(OLDEST_VENV)/ready
 	JAX_PLATFORMS=cpu JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(OLDEST_VENV)/bin/python -m pytest -n 2 --dist worksteal -q \
@@ -110,4 +117,4 @@ $(TORCH_VENV)/ready:
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(KERNELS_VENV) $(MODELS_VENV) $(OLDEST_VENV) $(TORCH_VENV) .jax_cache runs site
+	rm -rf $(VENV) $(KERNELS_VENV) $(MODELS_VENV) $(NEWEST_VENV) $(OLDEST_VENV) $(TORCH_VENV) .jax_cache runs site

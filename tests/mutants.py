@@ -243,7 +243,7 @@ MUTANTS = _of(
   ('weights that are others altogether are refused', 'optim/_left.py', 'others & refused, _OTHERS, missed)',
    'others & False, _OTHERS, missed)', 'optim/left_test.py', 'others_altogether'),
   ('weights of another step are refused, whose differences cancel in a sum', 'optim/_left.py',
-   'others = moved > squares * _FAR**2', 'others = jnp.abs(changes[:, 0]) > sizes * 1e-2',
+   'others = moved > squares * _FAR**2', 'others = jnp.abs(changes[:, 0]) > jnp.sqrt(squares) * 0.25',
    'optim/left_test.py', 'another_step'),
   ('an average that is evaluated hides no mistake elsewhere', 'optim/_training_state.py',
    "'sparse24_jax', logging.WARNING, _dispatch.lines_of_calls(),", "'sparse24_jax', logging.WARNING,",

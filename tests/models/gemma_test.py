@@ -77,7 +77,7 @@ class GemmaTest(parameterized.TestCase):
   def test_block(self, kv_heads, transposed):
     model = Block(kv_heads, transposed)
     x, y = jax.random.normal(jax.random.key(1), (2, 2, 8, 16))
-    params = random_like(model.init(jax.random.key(0), x)['params'])
+    params = random_like(jax.eval_shape(model.init, jax.random.key(0), x)['params'])
 
     def loss(params, x, y):
       return jnp.mean((model.apply({'params': params}, x) - y) ** 2)

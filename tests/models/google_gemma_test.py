@@ -30,7 +30,7 @@ class GemmaTest(parameterized.TestCase):
   def test_transformer(self, transposed, kv_heads):
     model = transformer(transposed, kv_heads)
     tokens = jnp.asarray(np.random.default_rng(0).integers(1, 32, (2, 8)), jnp.int32)
-    params = random_like(model.init(jax.random.key(0), tokens)['params'])
+    params = random_like(jax.eval_shape(model.init, jax.random.key(0), tokens)['params'])
 
     def loss(params, tokens):
       logits = model.apply({'params': params}, tokens).logits

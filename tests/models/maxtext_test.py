@@ -84,7 +84,7 @@ class MaxTextTest(parameterized.TestCase):
       nn.remat(Layer, prevent_cse=False), variable_axes={'params': 1, 'nnx': 1}, split_rngs={'params': True}, length=3
     )()
     x, y = jax.random.normal(jax.random.key(1), (2, 2, 8, 16))
-    params = random_like(model.init(jax.random.key(0), x, None)['params'])
+    params = random_like(jax.eval_shape(model.init, jax.random.key(0), x, None)['params'])
 
     def loss(params, x, y):
       return jnp.mean((model.apply({'params': params}, x, None)[0] - y) ** 2)
@@ -97,7 +97,7 @@ class MaxTextTest(parameterized.TestCase):
     """The wrapped model; not long ago the masks came out as the weights."""
     model = nnx.bridge.to_linen(MlpBlock)
     x, y = jax.random.normal(jax.random.key(1), (2, 2, 8, 16))
-    params = random_like(model.init(jax.random.key(0), x)['params'])
+    params = random_like(jax.eval_shape(model.init, jax.random.key(0), x)['params'])
 
     def loss(params, x, y):
       return jnp.mean((model.apply({'params': params}, x) - y) ** 2)

@@ -59,7 +59,7 @@ def check_recipes(recipe: s24.Recipe, loss: Any, params: Any, *args: Any, steps:
       updates, state = tx.update(grads, state, params)
       return optax.apply_updates(params, updates), state, (value, wanted)
 
-    trained, state, losses = params, tx.init(params), []
+    trained, state, losses = params, jit(tx.init)(params), []
     first = dict(leaves_by_path(state.projections))
     for i in range(steps):
       trained, state, values = step(trained, state, jax.random.key(i))
@@ -109,7 +109,7 @@ def check_training(
       updates, state = tx.update(grads, state, params)
       return optax.apply_updates(params, updates), state, value
 
-    trained, state, losses = params, tx.init(params), []
+    trained, state, losses = params, jit(tx.init)(params), []
     for _ in range(steps):
       trained, state, value = step(trained, state)
       losses.append(float(value))
@@ -121,8 +121,8 @@ def check_training(
   np.testing.assert_allclose(losses, wanted, rtol=1e-4, atol=1e-5)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5), trained, reference)
   # Neither is dense, and the weights did move, those that are pruned too.
-  assert abs(losses[0] - float(loss(params, *args))) > 1e-4 * abs(losses[0]), 'as if dense'
-  projected = dict(leaves_by_path(s24.project(trained, state, bound)))
+  assert abs(losses[0] - float(jit(loss)(params, *args))) > 1e-4 * abs(losses[0]), 'as if dense'
+  projected = dict(leaves_by_path(jit(lambda *given: s24.project(*given, bound))(trained, state)))
   before, after = dict(leaves_by_path(params)), dict(leaves_by_path(trained))
   for weight in bound.weights:
     groups = np.moveaxis(np.asarray(weight.layout.matrix(projected[weight.path])), -2, -1)

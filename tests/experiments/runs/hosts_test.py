@@ -264,7 +264,7 @@ class SeveralTest(parameterized.TestCase):
 
   def test_a_lost_process_ends_all_and_a_restart_goes_on(self):
     folder = temp_folder(self)
-    (status, output), (killed, _) = finish(start(folder, 2, 'steps=50', fault=(1, signal.SIGKILL, 35)))
+    (status, output), (killed, _) = finish(start(folder, 2, 'steps=30', fault=(1, signal.SIGKILL, 25)))
     self.assertEqual(killed, -signal.SIGKILL)
     if status == -signal.SIGABRT:  # It was waiting for the other to commit a checkpoint, where JAX ends it.
       self.assertIn('JAX distributed service detected fatal errors', output)
@@ -274,10 +274,10 @@ class SeveralTest(parameterized.TestCase):
       self.assertNotIn('Traceback', output)
     with Checkpoints(Path(folder, 'checkpoints'), read_only=True) as checkpoints:
       self.assertGreaterEqual(checkpoints.latest() or 0, 10)
-    # With four processes, which resume what two began.
-    for status, output in finish(start(folder, 4, 'steps=50')):
-      self.assertEqual(status, 0, output)
-    self.assertEqual(records_of(folder)[-1]['step'], 50)
+    # With one process, which resumes what two began.
+    ((status, output),) = finish(start(folder, 1, 'steps=30'))
+    self.assertEqual(status, 0, output)
+    self.assertEqual(records_of(folder)[-1]['step'], 30)
 
   def test_what_the_first_cannot_write_ends_all_with_the_same_error(self):
     found = finish(start(temp_folder(self), 2, 'steps=10', full_disk=(0, 'settings')))
