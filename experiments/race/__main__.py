@@ -31,7 +31,16 @@ from experiments.data import packing
 from experiments.models import gpt2
 from experiments.models.layers import param_count
 from experiments.race import trials
-from experiments.race.contenders import CONTENDERS, length_of, make_model, make_recipe, SEARCH_EVERY, SIZES, STYLES
+from experiments.race.contenders import (
+  CONTENDERS,
+  DECAY,
+  length_of,
+  make_model,
+  make_recipe,
+  SEARCH_EVERY,
+  SIZES,
+  STYLES,
+)
 from experiments.race.programs import Programs
 from experiments.race.search import Budget, next_trial, Trial
 from experiments.runs.environment import environment, without_folders
@@ -115,11 +124,11 @@ class Race:
     if name not in options.contenders:
       return None
     if contender.rate:
-      return next_trial(self.done[name], Trial(contender.rate, contender.decay), Budget(trials=1))
+      return next_trial(self.done[name], Trial(contender.rate, 0.0), Budget(trials=1))
     repeats = tuple((seed, 1.0) for seed in options.seeds)
     if not options.steps:
       repeats += ((0, 0.7),)
-    decay = options.decay if options.decay and contender.decay else contender.decay
+    decay = options.decay if contender.decays else 0.0
     return next_trial(self.done[name], Trial(options.rate, decay), Budget(options.trials, repeats))
 
   def _steps(self, name: str, trial: Trial) -> int:
@@ -253,6 +262,12 @@ class Race:
     print(f'[{left:6.0f} s left] {what}', flush=True)
 
 
+def _positive(text: str) -> float:
+  if not (value := float(text)) > 0:
+    raise argparse.ArgumentTypeError(f'{text} must be above zero')
+  return value
+
+
 def parser() -> argparse.ArgumentParser:
   """The parser of the command line."""
   parser = argparse.ArgumentParser(prog='python -m experiments.race', description=(__doc__ or '').partition('\n')[0])
@@ -273,8 +288,8 @@ def parser() -> argparse.ArgumentParser:
   parser.add_argument('--steps', type=int, help='of a trial, the same for all, in place of seconds')
   parser.add_argument('--minutes', type=float, default=25, help='until no trial begins that would not end in time')
   parser.add_argument('--rate', type=float, default=1e-3, help='with which searches begin (default: %(default)s)')
-  parser.add_argument('--decay', type=float, help='masked decay with which searches begin of contenders that have one'
-                      f' (default: {CONTENDERS["fst"].decay:g})')  # fmt: skip
+  parser.add_argument('--decay', type=_positive, default=DECAY,
+                      help='masked decay with which searches begin of contenders that have one (default: %(default)s)')
   parser.add_argument('--trials', type=int, default=5, help='of the search of each contender (default: %(default)s)')
   parser.add_argument('--seeds', type=int, nargs='*', default=[1, 2],
                       help='of the best trial, after the search, which is with seed 0 (default: 1 2)')  # fmt: skip

@@ -32,6 +32,7 @@ _GONE = ('together',)
 _MOVED = {
   'experiments.bench.attention': 'pallas_kernels bench sparse_attention',
   'experiments.bench.neuron_level --select packs': 'pallas_kernels bench vnm_matmul --select packs',
+  'experiments.bench.neuron_level --select matmul': 'pallas_kernels bench vnm_matmul --select matmul',
 }
 
 _COMMENT = re.compile(r'<!-- records: (.*?) -->\n', re.DOTALL)

@@ -349,7 +349,7 @@ class ProgramTest(absltest.TestCase):
     packing.write(folder / 'tokens', {'train': [TEXT] * 4, 'validation': [TEXT]}, Bytes())
     argv = f'--out {folder / "r.jsonl"} --text {folder / "tokens"} --tiny --batch 4 --steps 25 --eval-batches 1'.split()
     argv += ['--rate', '0.02', '--contenders', 'dense', 'fst']
-    for options, decay in (([], contenders.CONTENDERS['fst'].decay), (['--decay', '6e-5'], 6e-5)):
+    for options, decay in (([], contenders.DECAY), (['--decay', '6e-5'], 6e-5)):
       race = program.Race(program.parser().parse_args([*argv, *options]))
       found = {name: race._next(name) for name in ('dense', 'fst')}
       self.assertEqual(found, {'dense': Trial(0.02, 0.0), 'fst': Trial(0.02, decay)})
