@@ -37,7 +37,8 @@ def soft_threshold_scale(w: Array, *, axis: int = -2) -> Array:
   """beta = <w, S(w)> / ||S(w)||^2, the scale that minimises ||w - beta S(w)||^2, one for each matrix.
 
   S-STE computes it once, at initialisation, and keeps it: recomputed during training it grows and the flip rate
-  explodes. It does not depend on the size of `w`; 1.483 for a Gaussian, 1 for a matrix that S maps to zero.
+  explodes. It does not depend on the size of `w`. A Gaussian matrix has 1.484, and so has one that S maps to zero, such
+  as a layer's that starts at zero: nothing tells its own scale yet.
 
   Args:
     w: `[..., rows, columns]`; leading axes (layers, experts) have a scale each.

@@ -66,6 +66,10 @@ def soft_threshold(w: Array, *, axis: int = -2) -> Array:
   return join_groups([shrink(i, x) for i, x in enumerate(split_groups(w, axis))], axis)
 
 
+# That of many Gaussian numbers, to four digits. A weight that starts at zero and is trained has about this one soon.
+SCALE_OF_GAUSSIAN = 1.4837
+
+
 @one_program('axis')
 def soft_threshold_scale(w: Array, *, axis: int = -2) -> Array:
   """<w, S(w)> / ||S(w)||^2 in float32, one a matrix; see `sparse24_jax.soft_threshold_scale`."""
@@ -80,4 +84,4 @@ def soft_threshold_scale(w: Array, *, axis: int = -2) -> Array:
   wide = (wide * near) / jnp.where(largest > 0, largest * near, 1.0)
   soft = soft_threshold(wide, axis=axis)
   norm = jnp.sum(soft * soft, axis=matrix)
-  return jnp.where(norm > 0, jnp.sum(wide * soft, axis=matrix) / jnp.where(norm > 0, norm, 1.0), 1.0)
+  return jnp.where(norm > 0, jnp.sum(wide * soft, axis=matrix) / jnp.where(norm > 0, norm, 1.0), SCALE_OF_GAUSSIAN)
