@@ -32,7 +32,6 @@ _ROUNDED = (
   'parameters of 16 bits: most updates are smaller than what they round to, and are lost. Keep parameters in float32'
   ' and compute in 16 bits.'
 )
-_TRAINED = 'give the weights that will be trained'
 _ENDS = 'no other matched weight reads its result'
 
 
@@ -197,6 +196,7 @@ def _measured(
   weights: Mapping[str, CheckedWeight], bound: Bound, f: Callable[..., Any], params: Any, args: tuple, kwargs: Any
 ) -> dict[str, CheckedWeight]:
   """Adds the share of zeros, and the share of pruned entries that a gradient reaches."""
+  params = jax.tree.map(_started, params)
   rules, leaves = match_rules(params, bound), dict(leaves_by_path(params))
   sparse = {}
   for path in (weight.path for weight in bound.weights):
@@ -215,8 +215,6 @@ def _measured(
 
   grads = dict(leaves_by_path(jax.jit(jax.grad(loss, allow_int=True))(params)))  # a table of bytes, say
   found = dict(weights)
-  zeros = [path for path, w in leaves.items() if len(w.shape) > 1 and not jnp.any(w)]
-  others = f', or what it meets is zero, as {listed(zeros)} is: {_TRAINED}' if zeros else ''
   for weight in bound.weights:
     path, form = weight.path, weight.rule.policy.projection and weight.rule.policy.projection.form
     if path not in sparse:
@@ -235,13 +233,18 @@ def _measured(
       problem = problem or (
         f'{path}: no gradient reaches its pruned entries, which then never come back'
         if (grads[path] != 0).any()
-        else f'{path}: all its values are zero, and nothing is learned of it: {_TRAINED}'
-        if path in zeros
         else f'{path}: no gradient reaches it at all: it is frozen (stop_gradient), and its zeros stay where they are,'
-        f' or what the function returns does not depend on it, with these arguments at least{others}'
+        f' or what the function returns does not depend on it, with these arguments at least: give such as in training'
       )
     found[path] = dataclasses.replace(found[path], problem=problem, pruned=float(pruned.mean()), reached=reached)
   return found
+
+
+def _started(leaf: Any) -> Any:
+  """The leaf, or small numbers if all of it is zero: a layer or gate that starts so lets no gradient by at first."""
+  if not jnp.issubdtype(leaf.dtype, jnp.floating) or jnp.any(leaf):
+    return leaf
+  return (0.02 * jax.random.normal(jax.random.key(0), leaf.shape)).astype(leaf.dtype)
 
 
 def _apart(weights: Sequence[CheckedWeight]) -> dict[str, list[str]]:

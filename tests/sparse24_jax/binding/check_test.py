@@ -57,13 +57,16 @@ class CheckTest(parameterized.TestCase):
     self.assertRegex(str(checked), r"\nWARNING  'outt' in the rule 'que\?ry\|outt' matches no .*did you mean 'out'\?")
     self.assertEqual(checked.dense, ('out',))
 
-  def test_weights_of_zeros_and_those_that_meet_them(self):
+  def test_layers_and_gates_that_start_at_zero_are_learnt(self):
     f, params, x = example()
-    checked = s24.check(s24.recipes.ste('.*'), f, params | {'out': 0 * params['out'], 'query': 0 * params['query']}, x)
-    for weight in checked.weights:
-      self.assertRegex(weight.problem, f'^{weight.path}: all its values are zero.*: give the weights that will be')
-    (query,) = s24.check(s24.recipes.ste('query'), f, params | {'out': 0 * params['out']}, x).weights
-    self.assertRegex(query.problem, 'query: no gradient .* it is frozen .* meets is zero, as out is: give the weights')
+    gated = lambda p, x: p['gate'] * f(p, x)  # noqa: E731
+    zeros = params | {'out': 0 * params['out'], 'query': 0 * params['query']}
+    for recipe in (s24.recipes.ste('query|out'), s24.recipes.s_ste('query|out')):
+      for function, given in ((f, zeros), (gated, params | {'gate': jnp.zeros((1, 1))})):
+        checked = s24.check(recipe, function, given, x)
+        self.assertTrue(checked.ok, checked)
+        self.assertGreater(min(w.reached for w in checked.weights), 0.4)
+    self.assertRegex(str(s24.check(s24.recipes.ste('.*'), f, params, 0 * x)), 'these arguments .*: give such as in tr')
 
   def test_parameters_of_16_bits(self):
     shapes = {'w': jax.ShapeDtypeStruct((16, 8), 'bfloat16'), 'v': jax.ShapeDtypeStruct((16, 8), 'float32')}
