@@ -94,8 +94,8 @@ def verify_weights(params: Any, recipe: Recipe) -> dict[str, float]:
       `project`.
 
   Returns:
-    Path of each sparse weight to the share of its entries that are zero. Of a recipe without a pattern of 2:4, such as
-    `rigl`, the shares are all there is to check.
+    Path of each sparse weight to the share of its entries that are zero, to six digits. Of a recipe without a pattern
+    of 2:4, such as `rigl`, the shares are all there is to check.
 
   Raises:
     ValueError: names the first weight that is not 2:4 along what its matmul contracts (of a transposable projection
@@ -132,7 +132,7 @@ def verify_weights(params: Any, recipe: Recipe) -> dict[str, float]:
             message = message.replace(f'axis {axis}', f'{where} as stored, its {name}', 1)
             message += ' in the weight as [in, out]'
           raise ValueError(f'{message}; parameters as trained are dense, those of project have the zeros') from error
-    shares[path] = float(jnp.mean(w == 0))
+    shares[path] = round(float(jnp.mean(w == 0)), 6)
   return shares
 
 
