@@ -22,7 +22,8 @@ from sparse24_jax.availability import log_once, Target, target
 from sparse24_jax.matmuls import Role
 from sparse24_jax.policy import ActivationPolicy, Pattern, TwoOfFour, VNM
 from sparse24_jax.precision import NATIVE
-from sparse24_jax.steps import Matmul, Pass, Step, Timing, total
+from sparse24_jax.priced import BlockGain, priced
+from sparse24_jax.steps import Matmul, Pass, Step, Timing
 
 # Ours. Expected gains of blocks are 9 to 18% below measured ones, within 10% in `block_gain`: below this one it is not
 # known that the kernels pay.
@@ -133,45 +134,27 @@ class NeuronLevelPlan:
     return Timing(op, tuple(key.items()), 'dense')
 
 
-@dataclasses.dataclass(frozen=True)
-class Expected:
-  """Milliseconds of a block, forward and backward. Measured gains were higher (`docs/speed.md`).
-
-  Attributes:
-    sparse_ms: with the kernels, packing of weights and activations included.
-    dense_ms: dense squared ReLU.
-  """
-
-  sparse_ms: float
-  dense_ms: float
-
-  @property
-  def gain(self) -> float:
-    """Dense time over sparse time."""
-    return self.dense_ms / self.sparse_ms
+def priced_neurons(plan: NeuronLevelPlan, device: str) -> BlockGain:
+  """What the records of a GPU say of a plan: parts of what runs, and of dense squared ReLU."""
+  chosen, dense = (priced(_joined_copies(steps), device) for steps in (plan.steps, plan.dense_steps))
+  return BlockGain(chosen, dense, (), plan.packed_bytes, 0, plan.plain)
 
 
-def joined_copies(steps: Sequence[Step]) -> list[Step]:
+def _joined_copies(steps: Sequence[Step]) -> list[Step]:
   """Joins the passes at the speed of a copy into one, at the end: what each costs beside its bytes was not timed."""
   copies = [step for step in steps if isinstance(step, Pass) and step.moves and step.moves[0].op == COPY]
   size = math.fsum(move.size for step in copies for move in step.moves or ())
   return [*(step for step in steps if step not in copies), Pass('copies', (Move(COPY, size),))]
 
 
-def expected(plan: NeuronLevelPlan, device: str) -> Expected | None:
-  """What the records of a GPU say of a block; None if nothing near was measured, or if a V:N:M matmul loses there.
-
-  Args:
-    plan: of a block on kernels.
-    device: folder of the records.
-  """
+def expected(plan: NeuronLevelPlan, device: str) -> BlockGain | None:
+  """As `priced_neurons`, of a plan on kernels; None if nothing near was measured, or if a V:N:M matmul loses there."""
   for timing in plan._timings[1:]:
     times = timing.rows(device)
     if times.get(plan.by_activations or '', math.inf) >= times.get('dense', 0.0):
       return None
-  sides = (joined_copies(steps) for steps in (plan.steps, plan.dense_steps))
-  sparse, dense = (total(step.expected_ms(device) for step in steps) for steps in sides)
-  return None if sparse is None or dense is None else Expected(sparse, dense)
+  found = priced_neurons(plan, device)
+  return None if found.gain is None else found
 
 
 def plan_neurons(
@@ -248,8 +231,8 @@ def _why_unfit(plan: NeuronLevelPlan, on: Target) -> str | None:
 def _why_slower(plan: NeuronLevelPlan, device: str) -> str | None:
   """Why the kernels are not known to pay by the records of a GPU; None: they pay."""
   found = expected(plan, device)
-  if found is None:
+  if found is None or found.gain is None:
     return f'no matmuls of {plan.dtype} near these were measured on this GPU, or they lose there'
   if found.gain < LEAST_GAIN:
-    return f'{found.sparse_ms:.3f} ms are expected of the kernels and {found.dense_ms:.3f} of dense matmuls'
+    return f'{found.expected_ms:.3f} ms are expected of the kernels and {found.dense_ms:.3f} of dense matmuls'
   return None

@@ -17,6 +17,7 @@ import pytest
 from pallas_kernels.vnm import api
 import sparse24_jax as s24
 from sparse24_jax import neuron_plan as gain
+from sparse24_jax.block_gain import BlockGain, Part
 from sparse24_jax.steps import Pass
 from tests.sparse24_jax import hopper
 from tests.sparse24_jax.hlo import SPARSE, TRITON
@@ -25,6 +26,7 @@ TOKENS, D, HIDDEN = 256, 128, 512
 BLOCKS = s24.VNM(128, 8)
 POLICY = s24.ActivationPolicy(BLOCKS, BLOCKS, dense_features=0.05)
 
+PAYS = BlockGain((Part('all', 1.0),), (Part('all', 2.0),), (), 0, 0)
 SIDES = (TOKENS, D), (D, HIDDEN), (HIDDEN, D), (TOKENS, D)
 # Passes that are kernels, to V:2:M; the others are XLA's.
 KERNELS = {
@@ -77,7 +79,7 @@ class KernelsTest(parameterized.TestCase):
     scale = jax.ShapeDtypeStruct((2,), jnp.float32)
     args = [*(hopper.struct(2, *side) for side in SIDES), {'up': scale, 'down': scale}]
     with (
-      mock.patch.object(gain, 'expected', lambda *_: gain.Expected(1.0, 2.0)),
+      mock.patch.object(gain, 'expected', lambda *_: PAYS),
       mock.patch.object(api, '_candidates', lambda *_: ('mosaic_gpu', 'dense')),
     ):
       text = lowered(jax.vmap(step) if kind == 'vmap' else step, *args)
