@@ -28,41 +28,28 @@ _TOLERANCE = 4e-3
 _pack = _triton.kernels('pallas_kernels.pack.triton')
 
 
-def nbytes(tree: Any) -> int:
-  """Bytes of all arrays of a tree, random keys aside."""
-  leaves = jax.tree.leaves(tree)
-  return sum(x.size * x.dtype.itemsize for x in leaves if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
-
-
-def all_bytes(inputs: Any, outputs: Any) -> int:
-  """Bytes of all that is read and written."""
-  return nbytes(inputs) + nbytes(outputs)
-
-
 @dataclasses.dataclass(frozen=True)
 class Case:
   """One row of the table.
 
   Attributes:
-    op: its name in the record.
+    move: its name in the record, and the bytes that must be read and written.
     shape: of the main input.
     inputs: makes the arrays from a key.
     triton: the kernel, as a function of the arrays and a config; None where XLA's form is what the library runs.
     xla: the plain jnp form, or None.
     configs: to try of the kernel.
-    moved: (inputs, outputs) -> bytes that must be read and written.
     dtype: of the main input.
     mode: 'forward', or 'step' of an optimizer.
     baselines: name -> what gives times of another library, none where it is not installed.
   """
 
-  op: str
+  move: costs.Move
   shape: tuple[int, ...]
   inputs: Callable[[jax.Array], tuple[Any, ...]]
   triton: Callable[..., Any] | None
   xla: Callable[..., Any] | None
   configs: tuple[Any, ...]
-  moved: Callable[[Any, Any], int] = all_bytes
   dtype: str = 'bfloat16'
   mode: str = 'forward'
   baselines: Mapping[str, Callable[[], list[float]]] = dataclasses.field(default_factory=dict)
@@ -151,28 +138,27 @@ def measure(
   case: Case, bandwidth: float, iterations: int, *, first_config: bool = False, with_xla: bool = True
 ) -> dict[str, Any] | None:
   """Times every config of a case and XLA's form, prints them, and gives the record of the best; None if none ran."""
-  inputs = case.inputs(jax.random.key(0))
+  inputs, (op, moved) = case.inputs(jax.random.key(0)), case.move
   jobs: dict[str, Any] = {
     str(c): functools.partial(case.triton, config=c)
     for c in (case.configs[:1] if first_config else case.configs) if case.triton is not None
   }
   if case.xla is not None and (with_xla or case.triton is None):
     jobs['xla'] = case.xla
-  moved = case.moved(inputs, jax.eval_shape(next(iter(jobs.values())), *inputs))
   with concurrent.futures.ThreadPoolExecutor(8) as pool:
     compiled = dict(zip(jobs, pool.map(functools.partial(compiled_or_error, inputs), jobs.values()), strict=True))
   found: dict[str, Any] = {}
   for name, f in compiled.items():
     if isinstance(f, Exception):
-      print(case.op, name, 'failed:', repr(f)[:300], flush=True)
+      print(op, name, 'failed:', repr(f)[:300], flush=True)
       continue
     found[name] = _compat.device_times_ms(f, inputs, 5 if name == 'xla' and case.triton else iterations)
     ms = statistics.median(found[name])
-    print(f'{case.op:32s} {case.dtype:9s} {name:60s} {ms:.4f} ms {moved / ms / bandwidth:.1%}', flush=True)
+    print(f'{op:32s} {case.dtype:9s} {name:60s} {ms:.4f} ms {moved / ms / bandwidth:.1%}', flush=True)
   if case.triton is None and 'xla' in found:
     ms = statistics.median(found['xla'])
     return dict(
-      op=case.op, shape=case.shape, dtype=case.dtype, mode=case.mode, implementation='xla', bytes=moved,
+      op=op, shape=case.shape, dtype=case.dtype, mode=case.mode, implementation='xla', bytes=round(moved),
       copy_share=moved / ms / bandwidth, **samples(found['xla']),
     )  # fmt: skip
   xla = found.pop('xla', None)
@@ -181,8 +167,8 @@ def measure(
   baselines = {name: times() for name, times in case.baselines.items()} | ({} if xla is None else {'xla': xla})
   best = min(found, key=lambda c: statistics.median(found[c]))
   return dict(
-    op=case.op, shape=case.shape, dtype=case.dtype, mode=case.mode, implementation='triton', config=best,
-    bytes=moved, copy_share=moved / statistics.median(found[best]) / bandwidth,
+    op=op, shape=case.shape, dtype=case.dtype, mode=case.mode, implementation='triton', config=best,
+    bytes=round(moved), copy_share=moved / statistics.median(found[best]) / bandwidth,
     baselines={name: samples(times) for name, times in baselines.items() if times},
     tried={c: statistics.median(t) for c, t in found.items()}, **samples(found[best]),
   )  # fmt: skip
@@ -260,7 +246,7 @@ def _run(op: Op, options: Any, write: Callable[[Mapping[str, Any]], None], *, ch
   common = common_fields(device.name) | bandwidths()
   say(f'{device.name}: copy {common["copy_tb_s"]:.3f} TB/s')
   for case in op.cases():
-    if options.only and not case.op.startswith(tuple(options.only)):
+    if options.only and not case.move.op.startswith(tuple(options.only)):
       continue
     record = measure(
       case, 1e9 * common['copy_tb_s'], options.iterations, first_config=options.first_config, with_xla=with_xla

@@ -1,10 +1,13 @@
-"""What a memory-bound pass costs on a measured GPU: bytes over the bandwidth of its kernel there, and 5 us."""
+"""What a memory-bound pass costs on a measured GPU: bytes over the bandwidth of its kernel there, and 5 us.
+
+The `costs.py` of an op says what its passes move. Sizes of entries are in bytes; scalars and keys are not counted.
+"""
 
 from collections.abc import Iterable, Mapping
 import functools
 import json
 import pathlib
-from typing import Any
+from typing import Any, NamedTuple
 
 from pallas_kernels import _records
 
@@ -13,6 +16,18 @@ COPY = 'copy'
 # What a pass takes besides its bytes, with the small kernels that come with it (keys, codes of masks): ours, by three
 # feed-forward blocks of 0.1 to 0.3 ms on an H100.
 _BESIDES_MS = 0.005
+
+
+class Move(NamedTuple):
+  """A pass over memory: what records call it, and the bytes that it reads and writes."""
+
+  op: str
+  size: float
+
+
+def sparse_entry(width: int) -> float:
+  """Bytes of a 2:4 operand an entry of its matrix: half of the values, two bits for each of these."""
+  return width / 2 + 1 / 8
 
 
 def write(records: Iterable[Mapping[str, Any]], path: pathlib.Path) -> None:

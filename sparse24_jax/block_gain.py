@@ -1,92 +1,20 @@
 """Expected time of a feed-forward block, forward and backward, part by part: sparse as chosen, dense, dense in FP8."""
 
-from collections.abc import Mapping, Sequence
-import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from sparse24_jax.availability import priced_on, Target
+from sparse24_jax.availability import priced_on
 from sparse24_jax.block_plan import plan_block
-from sparse24_jax.neuron_plan import joined_copies, plan_neurons
+from sparse24_jax.neuron_plan import plan_neurons, priced_neurons
 from sparse24_jax.policy import ActivationPolicy
+from sparse24_jax.priced import BlockGain, Part, priced
 from sparse24_jax.recipe import Recipe
 from sparse24_jax.rules import match_rules
-from sparse24_jax.steps import Matmul, Step, total
+from sparse24_jax.steps import total
 from sparse24_jax.where_it_pays import require_positive, where_it_pays
-
-
-@dataclasses.dataclass(frozen=True)
-class Part:
-  """A matmul, or a pass over memory, of a block.
-
-  Attributes:
-    name: what it makes.
-    ms: expected time; None if nothing near was measured.
-    by: what runs a matmul: a back end, or 'dense'.
-    checked: how many times as fast as dense its kernel was when it was checked on this GPU; None where a record says.
-  """
-
-  name: str
-  ms: float | None
-  by: str = ''
-  checked: float | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class BlockGain:
-  """A feed-forward block, forward and backward, packing of its weights included and the search for masks not.
-
-  Attributes:
-    chosen: what runs.
-    dense: a dense block in 16 bits.
-    dense_fp8: a dense block in FP8, all operands scaled by their own largest magnitude, weights anew in every
-      micro-batch; empty where the policy is none of FP8.
-    packed_bytes: of the operands of its weights.
-    saved_bytes: what x and h, which the backward keeps, take less in FP8. The peak of memory need not shrink so.
-    why_dense: why all matmuls run dense: no kernel serves the block, or sparse activations are not known to pay.
-    simulated: why its FP8 would be simulated, in a time that nobody measured.
-
-  >>> from sparse24_jax.block_gain import BlockGain, Part
-  >>> block = BlockGain((Part('packed weights', 0.5), Part('y of up', 1.5)), (Part('forward of up', 3.0),), (), 0, 0)
-  >>> block.expected_ms, block.gain, block.dense_fp8_ms
-  (2.0, 1.5, None)
-  """
-
-  chosen: tuple[Part, ...]
-  dense: tuple[Part, ...]
-  dense_fp8: tuple[Part, ...]
-  packed_bytes: int
-  saved_bytes: int
-  why_dense: str | None = None
-  simulated: str | None = None
-
-  @property
-  def expected_ms(self) -> float | None:
-    return total(part.ms for part in self.chosen)
-
-  @property
-  def dense_ms(self) -> float | None:
-    return total(part.ms for part in self.dense)
-
-  @property
-  def dense_fp8_ms(self) -> float | None:
-    return total(part.ms for part in self.dense_fp8) if self.dense_fp8 else None
-
-  @property
-  def gain(self) -> float | None:
-    """Dense time over expected time."""
-    return _over(self.dense_ms, self.expected_ms)
-
-  @property
-  def gain_over_fp8(self) -> float | None:
-    """Dense FP8 time over expected time."""
-    return _over(self.dense_fp8_ms, self.expected_ms)
-
-
-def _over(dense: float | None, expected: float | None) -> float | None:
-  return None if dense is None or expected is None else dense / expected
 
 
 def block_gain(
@@ -138,7 +66,8 @@ def block_gain(
     if gated:
       raise ValueError(f'{recipe.name} makes the activations of a squared-ReLU block sparse, which has no gate')
     require_positive(tokens=tokens, micro_batches=micro_batches)
-    return _with_sparse_activations(_shared(activations, recipe), tokens, d, hidden, dtype, on)
+    # What `neuron_level_ffn` runs in the sparse phase; it packs its weights in every micro-batch.
+    return priced_neurons(plan_neurons(_shared(activations, recipe), tokens, d, hidden, dtype, on=on), on.device.slug)
   found = where_it_pays(params, recipe, tokens=tokens, micro_batches=micro_batches, dtype=dtype, device=device)
   layers = {layer.path for layer in found}
   policies = {path.split('/')[0]: rule.policy for path, rule in rules.items() if path in layers}
@@ -154,13 +83,9 @@ def block_gain(
       ' block runs by one, so price its layers by where_it_pays'
     )
   block = plan_block(policy, tokens, sides, dtype, on=on)
-
-  def priced(steps: Sequence[Step]) -> tuple[Part, ...]:
-    return tuple(_part(step, on.device.slug) for step in steps)
-
-  packing = Part('packed weights', total(layer.packing_ms for layer in found))
-  dense_fp8 = priced(block.rival_steps(jnp.dtype(weight_dtype).itemsize))
-  chosen, dense = (packing, *priced(block.steps)), priced(block.dense_steps)
+  rival_steps = block.rival_steps(jnp.dtype(weight_dtype).itemsize)
+  chosen, dense, dense_fp8 = (priced(of, on.device.slug) for of in (block.steps, block.dense_steps, rival_steps))
+  chosen = (Part('packed weights', total(layer.packing_ms for layer in found)), *chosen)
   return BlockGain(chosen, dense, dense_fp8, block.packed_bytes, block.saved_bytes, block.plain, block.simulated)
 
 
@@ -174,24 +99,6 @@ def _shared(activations: Mapping[str, ActivationPolicy | None], recipe: Recipe) 
       ' the rules of both weights the same, as recipes.neuron_level does'
     )
   return policy
-
-
-def _with_sparse_activations(
-  policy: ActivationPolicy, tokens: int, d: int, hidden: int, dtype: Any, on: Target
-) -> BlockGain:
-  """What `neuron_level_ffn` runs in the sparse phase; it packs its weights in every micro-batch."""
-  plan = plan_neurons(policy, tokens, d, hidden, dtype, on=on)
-  chosen, dense = (
-    tuple(_part(step, on.device.slug) for step in joined_copies(steps)) for steps in (plan.steps, plan.dense_steps)
-  )
-  return BlockGain(chosen, dense, (), plan.packed_bytes, 0, plan.plain)
-
-
-def _part(step: Step, device: str) -> Part:
-  ms = step.expected_ms(device)
-  if not isinstance(step, Matmul):
-    return Part(step.name, ms)
-  return Part(step.name, ms, step.backend or 'dense', step.checked(device) if step.backend else None)
 
 
 BLOCK_LEGEND = (

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 import dataclasses
 from typing import Any
 
-from pallas_kernels import costs
+from pallas_kernels.costs import COPY, Move
+from pallas_kernels.gated_activation import costs as activation_costs
 from sparse24_jax.asked import Asked, PLAIN
 from sparse24_jax.availability import Target
 from sparse24_jax.layer_plan import LayerPlan
@@ -84,16 +85,15 @@ class BlockPlan:
         for step in (*layer.prepared(role), layer.matmul(role, f'{role} of {name}'))
       )  # fmt: skip
       return (*parts, self._activation_by_xla(in_matmul))
-    x, h, z, wide = self._entries
+    x, h, _, wide = self._entries
     precision, gated = self.precision, self.gate is not None
-    backward = 'gated_silu_backward' if gated else 'gelu_backward'
     return (
       *passes('x rounded', precision.rounding(x, wide)), *self._joins(), self._up('forward'),
       # With a gate the activation is a pass of its own.
-      *passes('h', (('gated_silu_axis-1', (z + h) * wide),) if gated else ()),
+      *passes('h', (activation_costs.gated_activation(h, wide),) if gated else ()),
       *passes('h rounded', precision.rounding(h, wide)), self._down('forward'),
       precision.sampling('dy', x, wide), self._down('weight_grad'), self._down('input_grad'),
-      *precision.activation_and_sampling(backward, h, z, wide, gated=gated),
+      *precision.activation_and_sampling(h, wide, gated=gated),
       self._up('weight_grad'), self._up('input_grad'),
     )  # fmt: skip
 
@@ -136,7 +136,7 @@ class BlockPlan:
   def _joins(self) -> tuple[Pass, ...]:
     """The pass that a gate adds: it joins two packed weights and splits their gradient."""
     size = 2 * 2 * self.up.d_in * self.up.d_out * (self.up.packed_entry + self.up.wide)
-    return passes('joined operands, split dW', ((costs.COPY, size),) if self.gate else ())
+    return passes('joined operands, split dW', (Move(COPY, size),) if self.gate else ())
 
   def _activation_by_xla(self, in_matmul: bool) -> Pass:
     """The activation forward and backward, and with a gate the sum of two gradients of x.
@@ -146,7 +146,7 @@ class BlockPlan:
     x, h, z, wide = self._entries
     apart = (z + h) + (h + 2 * z) + (3 * x if self.gate else 0)
     size = 4 * h if in_matmul and self.gate is None else apart
-    return Pass('h and dz', ((costs.COPY, size * wide),))
+    return Pass('h and dz', (Move(COPY, size * wide),))
 
 
 def plan_block(

@@ -21,13 +21,16 @@ import jax
 from jax import Array
 import jax.numpy as jnp
 
-from pallas_kernels import _partitioning, costs
+from pallas_kernels import _partitioning
 from pallas_kernels.activations import ACTIVATIONS
 from pallas_kernels.gated_activation import api as activations
+from pallas_kernels.gated_activation import costs as activation_costs
 from pallas_kernels.operand import SparseOperand
 from pallas_kernels.pack import api as pack
+from pallas_kernels.pack import costs as pack_costs
 from pallas_kernels.pack.reference import MVUE_HEADROOM
 from pallas_kernels.quantize import api as quantize
+from pallas_kernels.quantize import costs as quantize_costs
 from pallas_kernels.sparse_matmul.reference import activate
 from sparse24_jax.matmuls import Role
 from sparse24_jax.numerics import Format, round_to_fp8
@@ -83,8 +86,9 @@ class Fp8(Precision):
     return PackedWeight(state, operand, dense=as_dtype(jnp.uint8, p.dense), factor=factor)
 
   def packing(self, form: Form | None, entries: int, operands: int, stored: int, wide: int) -> Moves:
-    pack = (costs.COPY, 1) if form is None else ('soft_threshold_pack8', self.packed(operands, wide))
-    return ('amax', entries * stored), (pack[0], entries * (stored + pack[1]))
+    whole = quantize_costs.quantize(entries, stored)
+    packed = whole if form is None else pack_costs.soft_threshold_pack(entries, stored, 1)
+    return quantize_costs.amax(entries, stored), packed
 
   def rounded(self, x: Array, *, keep: bool) -> Rounded:
     def one(x: Array) -> Rounded:
@@ -97,8 +101,8 @@ class Fp8(Precision):
     return jax.custom_batching.sequential_vmap(one)(x)
 
   def rounding(self, entries: int, wide: int, *, scaled: bool = False) -> Moves:
-    both_ways = 'quantize_both', entries * (wide + 2)
-    return (both_ways,) if scaled else (('amax', entries * wide), both_ways)
+    both_ways = quantize_costs.quantize(entries, wide, transpose='both')
+    return (both_ways,) if scaled else (quantize_costs.amax(entries, wide), both_ways)
 
   def reads(self, p: PackedWeight, role: Role, backend: str | None) -> PackedWeight:
     sparse = role == 'forward' and backend is not None
@@ -133,14 +137,14 @@ class Fp8(Precision):
     return quantize.current_scale(largest, E5M2)
 
   def sampling(self, name: str, entries: int, wide: int) -> Pass:
-    size = entries * (wide + self.packed(1, wide))
-    return Pass(f'{name} sampled and rounded', (('amax', entries * wide), ('mvue_pack8', size)))
+    passes = quantize_costs.amax(entries, wide), pack_costs.mvue_pack(entries, wide, 1)
+    return Pass(f'{name} sampled and rounded', passes)
 
-  def activation_and_sampling(self, backward: str, h: int, z: int, wide: int, *, gated: bool) -> tuple[Pass, ...]:
-    read = (h + z) * wide
+  def activation_and_sampling(self, hidden: int, wide: int, *, gated: bool) -> tuple[Pass, ...]:
     # Without a gate the derivative is bounded.
-    largest = (f'{backward}_amax', read) if gated else ('amax', h * wide)
-    sampled = f'{backward}_pack8', read + z * self.packed(1, wide)
+    bounded = quantize_costs.amax(hidden, wide)
+    largest = activation_costs.activation_backward_amax(hidden, wide, gated=gated) if gated else bounded
+    sampled = activation_costs.activation_backward_pack(hidden, wide, 1, gated=gated)
     return Pass('largest of dz', (largest,)), Pass('dz sampled and rounded', (sampled,))
 
   def weight_grad(self, sample: SparseOperand, x: Array, factors: tuple, *, backend: str, dtype: Any) -> Array:

@@ -6,6 +6,7 @@ import dataclasses
 import jax.numpy as jnp
 
 from pallas_kernels import _checks
+from pallas_kernels.pack import costs
 from pallas_kernels.sparse_matmul import api
 from sparse24_jax.matmuls import Role
 from sparse24_jax.precision import NATIVE, Precision, ROLES
@@ -138,7 +139,7 @@ class LayerPlan:
   @property
   def packed_entry(self) -> float:
     """Bytes of an entry of the packed weight."""
-    return self.precision.packed(self._operands, self.wide)
+    return costs.packed_entry(self.precision.width(self.wide), self._operands)
 
   @property
   def packed_bytes(self) -> int:

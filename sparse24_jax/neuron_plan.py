@@ -11,15 +11,19 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels import _device, _triton, costs
+from pallas_kernels import _device, _triton
+from pallas_kernels.costs import COPY, Move, sparse_entry
 from pallas_kernels.pack import api as pack
+from pallas_kernels.pack import costs as pack_costs
 from pallas_kernels.sparse_matmul import api as sparse_matmul
 from pallas_kernels.vnm import api
+from pallas_kernels.vnm import costs as vnm_costs
 from sparse24_jax.availability import log_once, Target, target
 from sparse24_jax.matmuls import Role
 from sparse24_jax.policy import ActivationPolicy, Pattern, TwoOfFour, VNM
 from sparse24_jax.precision import NATIVE
-from sparse24_jax.steps import Matmul, Pass, Step, Timing, total
+from sparse24_jax.priced import BlockGain, priced
+from sparse24_jax.steps import Matmul, Pass, Step, Timing
 
 # Ours. Expected gains of blocks are 9 to 18% below measured ones, within 10% in `block_gain`: below this one it is not
 # known that the kernels pay.
@@ -57,52 +61,44 @@ class NeuronLevelPlan:
     """Everything that runs, in order, packing of weights and activations included."""
     if self.plain is not None:
       return self.dense_steps
-    weight, activations, wide = self.d * self.hidden, self.tokens * self.hidden, jnp.dtype(self.dtype).itemsize
-    operand = weight * NATIVE.operand(wide)
-    values = 2 / self.policy.features.group * activations * wide  # of a V:2:M operand
+    weight, wide, share = self.d * self.hidden, jnp.dtype(self.dtype).itemsize, self.policy.dense_features
+    activations = self.tokens * self.hidden, wide, self.policy.features.group
+    packed_rows = vnm_costs.vnm_pack(*activations)
     two_of_four = isinstance(self.policy.tokens, TwoOfFour)
-    transposed = activations * NATIVE.operand(wide) if two_of_four else values
+    transposed = (vnm_costs.transpose_pack_24 if two_of_four else vnm_costs.transpose_pack)(*activations)
     by_weight, by_neurons, by_tokens = self._timings
-    transpose, share = 'transpose_pack_24' if two_of_four else 'transpose_pack', self.policy.dense_features
 
     def matmul(name: str, backend: str | None, timing: Timing) -> Matmul:
       return Matmul(name, backend, (timing._replace(row=backend or 'dense'),))
-
-    def moved(name: str, size: float, *kernels: str) -> Pass:
-      return Pass(name, ((costs.COPY, size),), kernels)
 
     def columns(name: str) -> tuple[Step, ...]:
       """Steps of the dense neurons: they are taken out of an operand and multiplied separately."""
       if not share:
         return ()
       dense = Matmul(f'{name} of dense neurons', None, (by_tokens._replace(row='dense', times=share),))
-      return moved(f'columns for {name}', values + share * activations * wide, 'take_columns'), dense
+      return Pass(f'columns for {name}', (vnm_costs.take_columns(*activations, share),)), dense
 
-    def packed(name: str, op: str) -> tuple[Pass, ...]:
-      made = Pass(f'{name} packed', ((op, weight * wide + operand),), ('soft_threshold_kernel',))
-      return (made,) if self.policy.sparse_weights else ()
-
-    def expanded(name: str) -> tuple[Pass, ...]:
-      return (moved(f'{name} expanded', operand + weight * wide, 'expand_rows'),) if self.policy.sparse_weights else ()
+    def of_weight(name: str, move: Move) -> tuple[Pass, ...]:
+      return (Pass(name, (move,)),) if self.policy.sparse_weights else ()
 
     return (
-      *packed('w_up', 'soft_threshold_pack_axis-2'),
-      *packed('w_down', 'soft_threshold_pack_axis-1'),
+      *of_weight('w_up packed', pack_costs.soft_threshold_pack(weight, wide, wide, axis=-2)),
+      *of_weight('w_down packed', pack_costs.soft_threshold_pack(weight, wide, wide, axis=-1)),
       matmul('h', self.by_weight, by_weight),
-      moved('y packed', activations * wide + 2 * values, 'pack_rows'),
-      *expanded('w_down'),
+      Pass('y packed', (packed_rows,)),
+      *of_weight('w_down expanded', vnm_costs.expand(weight, wide)),
       matmul('z', self.by_activations, by_neurons),
       matmul('dy', self.by_weight, by_weight),
-      moved('dh packed', activations * wide + 2 * values, 'pack_rows_as'),
-      moved('y transposed', values + transposed, transpose),
+      Pass('dh packed', (packed_rows,)),
+      Pass('y transposed', (transposed,)),
       matmul('dW of down', self.by_activations, by_tokens),
       *columns('dW of down'),
-      *expanded('w_up'),
+      *of_weight('w_up expanded', vnm_costs.expand(weight, wide)),
       matmul('dx', self.by_activations, by_neurons),
-      moved('dh transposed', values + transposed, f'{transpose}_as'),
+      Pass('dh transposed', (transposed,)),
       matmul('dW of up', self.by_activations, by_tokens),
       *columns('dW of up'),
-      moved('dW of up the other way round', 2 * weight * wide),
+      Pass('dW of up the other way round', (Move(COPY, 2 * weight * wide),)),
     )  # fmt: skip
 
   @property
@@ -110,7 +106,7 @@ class NeuronLevelPlan:
     """Bytes of the operands of both weights."""
     if self.plain is not None or not self.policy.sparse_weights:
       return 0
-    return round(2 * self.d * self.hidden * NATIVE.operand(jnp.dtype(self.dtype).itemsize))
+    return round(2 * self.d * self.hidden * sparse_entry(jnp.dtype(self.dtype).itemsize))
 
   @property
   def dense_steps(self) -> tuple[Step, ...]:
@@ -119,7 +115,7 @@ class NeuronLevelPlan:
     names = (('h', 'dy'), ('z', 'dx'), ('dW of up', 'dW of down'))
     return (
       *(Matmul(name, None, (timing,)) for timing, pair in zip(self._timings, names, strict=True) for name in pair),
-      Pass('y from h, then dh from dy and h', ((costs.COPY, size),)),
+      Pass('y from h, then dh from dy and h', (Move(COPY, size),)),
     )  # fmt: skip
 
   @property
@@ -138,45 +134,27 @@ class NeuronLevelPlan:
     return Timing(op, tuple(key.items()), 'dense')
 
 
-@dataclasses.dataclass(frozen=True)
-class Expected:
-  """Milliseconds of a block, forward and backward. Measured gains were higher (`docs/speed.md`).
-
-  Attributes:
-    sparse_ms: with the kernels, packing of weights and activations included.
-    dense_ms: dense squared ReLU.
-  """
-
-  sparse_ms: float
-  dense_ms: float
-
-  @property
-  def gain(self) -> float:
-    """Dense time over sparse time."""
-    return self.dense_ms / self.sparse_ms
+def priced_neurons(plan: NeuronLevelPlan, device: str) -> BlockGain:
+  """What the records of a GPU say of a plan: parts of what runs, and of dense squared ReLU."""
+  chosen, dense = (priced(_joined_copies(steps), device) for steps in (plan.steps, plan.dense_steps))
+  return BlockGain(chosen, dense, (), plan.packed_bytes, 0, plan.plain)
 
 
-def joined_copies(steps: Sequence[Step]) -> list[Step]:
+def _joined_copies(steps: Sequence[Step]) -> list[Step]:
   """Joins the passes at the speed of a copy into one, at the end: what each costs beside its bytes was not timed."""
-  copies = [step for step in steps if isinstance(step, Pass) and step.moves and step.moves[0][0] == costs.COPY]
-  size = math.fsum(size for step in copies for _, size in step.moves or ())
-  return [*(step for step in steps if step not in copies), Pass('copies', ((costs.COPY, size),))]
+  copies = [step for step in steps if isinstance(step, Pass) and step.moves and step.moves[0].op == COPY]
+  size = math.fsum(move.size for step in copies for move in step.moves or ())
+  return [*(step for step in steps if step not in copies), Pass('copies', (Move(COPY, size),))]
 
 
-def expected(plan: NeuronLevelPlan, device: str) -> Expected | None:
-  """What the records of a GPU say of a block; None if nothing near was measured, or if a V:N:M matmul loses there.
-
-  Args:
-    plan: of a block on kernels.
-    device: folder of the records.
-  """
+def expected(plan: NeuronLevelPlan, device: str) -> BlockGain | None:
+  """As `priced_neurons`, of a plan on kernels; None if nothing near was measured, or if a V:N:M matmul loses there."""
   for timing in plan._timings[1:]:
     times = timing.rows(device)
     if times.get(plan.by_activations or '', math.inf) >= times.get('dense', 0.0):
       return None
-  sides = (joined_copies(steps) for steps in (plan.steps, plan.dense_steps))
-  sparse, dense = (total(step.expected_ms(device) for step in steps) for steps in sides)
-  return None if sparse is None or dense is None else Expected(sparse, dense)
+  found = priced_neurons(plan, device)
+  return None if found.gain is None else found
 
 
 def plan_neurons(
@@ -253,8 +231,8 @@ def _why_unfit(plan: NeuronLevelPlan, on: Target) -> str | None:
 def _why_slower(plan: NeuronLevelPlan, device: str) -> str | None:
   """Why the kernels are not known to pay by the records of a GPU; None: they pay."""
   found = expected(plan, device)
-  if found is None:
+  if found is None or found.gain is None:
     return f'no matmuls of {plan.dtype} near these were measured on this GPU, or they lose there'
   if found.gain < LEAST_GAIN:
-    return f'{found.sparse_ms:.3f} ms are expected of the kernels and {found.dense_ms:.3f} of dense matmuls'
+    return f'{found.expected_ms:.3f} ms are expected of the kernels and {found.dense_ms:.3f} of dense matmuls'
   return None

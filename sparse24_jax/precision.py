@@ -1,7 +1,7 @@
 """A precision as a value: how activations and gradients are rounded, what the backward keeps of them, what it packs.
 
 The paths of a layer and of a block are written once, in terms of these, and so are their plans: beside each pass stands
-what it moves. The backward of both reads `Rounded.residual`.
+what it moves, as the `costs` of its op count it. The backward of both reads `Rounded.residual`.
 """
 
 from collections.abc import Mapping
@@ -14,8 +14,10 @@ import jax.numpy as jnp
 
 from pallas_kernels import formats
 from pallas_kernels.gated_activation import api as activations
+from pallas_kernels.gated_activation import costs as activation_costs
 from pallas_kernels.operand import SparseOperand, to_operand
 from pallas_kernels.pack import api as pack
+from pallas_kernels.pack import costs as pack_costs
 from pallas_kernels.pack.reference import mask_codes, Packed
 from sparse24_jax.matmuls import multiply, Role
 from sparse24_jax.packing import PackedWeight
@@ -105,17 +107,9 @@ class Precision:
     dtype = out_dtype if operand is None else operand.name
     return dict(m=m, n=n, k=k, dtype=dtype, out_dtype=out_dtype, b_layout=b_layout, out_layout='nm')
 
-  # Bytes of an entry: as it is multiplied, of a 2:4 operand (half of the values, two bits for each), and of a weight
-  # with all that is packed of it. `wide` are those of an entry of the activations.
-
   def width(self, wide: int) -> int:
+    """Bytes of an entry as it is multiplied, by those of an entry of the activations."""
     return wide if self.dtype is None else self.dtype.itemsize
-
-  def operand(self, wide: int) -> float:
-    return self.width(wide) / 2 + 1 / 8
-
-  def packed(self, operands: int, wide: int) -> float:
-    return self.operand(wide) + self.width(wide) if self.scales else operands * self.operand(wide)
 
   def packed_dtype(self, dtype: Any) -> jnp.dtype:
     """What weights are packed in, for activations of this dtype."""
@@ -139,11 +133,10 @@ class Precision:
     """The passes of `pack` over a weight of `stored` bytes an entry."""
     if not operands:
       return ()
-    size = entries * (stored + self.packed(operands, wide))
+    width = self.width(wide)
     if isinstance(form, TransposableMasked):
-      # A mask, a byte an entry, is made 16 bits a 4x4 block by a pass of XLA's, about as fast, and these are read.
-      return (('masked_pack', size + entries + 2 * (entries // 8)),)
-    return (('soft_threshold_pack_axis-2', size),)
+      return (pack_costs.masked_pack(entries, stored, width, operands=operands, from_mask=True),)
+    return (pack_costs.soft_threshold_pack(entries, stored, width),)
 
   def rounded(self, x: Array, *, keep: bool) -> Rounded:
     """x `[tokens, features]`, for a backward if `keep`."""
@@ -184,7 +177,7 @@ class Precision:
 
   def sampling(self, name: str, entries: int, wide: int) -> Pass:
     """The passes of `scale_of` and `sample`."""
-    return Pass(f'{name} sampled', (('mvue_pack_axis-2', entries * (wide + self.operand(wide))),))
+    return Pass(f'{name} sampled', (pack_costs.mvue_pack(entries, wide, self.width(wide)),))
 
   def activation_and_sample(
     self, dh: Array, z: Array, key: Array, scale: Any, origin: Any, *, activation: str, gated: bool
@@ -195,10 +188,10 @@ class Precision:
       implementation=self.pass_backends,
     )  # fmt: skip
 
-  def activation_and_sampling(self, backward: str, h: int, z: int, wide: int, *, gated: bool) -> tuple[Pass, ...]:
-    """The passes of `scale_of_activation` and `activation_and_sample`, by what records call the `backward`."""
-    size = (h + 2 * z) * wide + z * self.operand(wide)
-    return (Pass('dz, and sampled', ((f'{backward}_pack_axis-1', size),)),)
+  def activation_and_sampling(self, hidden: int, wide: int, *, gated: bool) -> tuple[Pass, ...]:
+    """The passes of `scale_of_activation` and `activation_and_sample`, of so many entries of dh."""
+    sampled = activation_costs.activation_backward_pack(hidden, wide, self.width(wide), gated=gated)
+    return (Pass('dz, and sampled', (sampled,)),)
 
   def weight_grad(self, sample: SparseOperand, x: Array, factors: tuple, *, backend: str, dtype: Any) -> Array:
     """dw `[in, out]`, from the residual of x, and from what undoes the scales of the gradient and of x."""

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from pallas_kernels import _checks, _records, costs
 
-# Of passes over memory, the op whose bandwidth was measured and the bytes that it moves.
-Moves = tuple[tuple[str, float], ...]
+# Of passes over memory, one after another.
+Moves = tuple[costs.Move, ...]
 
 
 class Timing(NamedTuple):
@@ -77,12 +77,10 @@ class Pass:
   Attributes:
     name: what they make.
     moves: of each; None if XLA's way was not timed.
-    kernels: names of those that a block with sparse activations launches for it; of none what XLA makes.
   """
 
   name: str
   moves: Moves | None
-  kernels: tuple[str, ...] = ()
 
   def expected_ms(self, device: str) -> float | None:
     """None if one of them was not measured."""

@@ -52,6 +52,8 @@ def _of(folder: str, tests: str, *mutants: tuple[str, str, str, str, str, str]) 
 
 MUTANTS = _of(
   'pallas_kernels', 'tests/pallas_kernels',
+  ('bytes of a pass are those that it moves', 'gated_activation/costs.py', '(hidden + z) * wide + z * written',
+   'hidden * wide + z * written', '../sparse24_jax/block_plan_test.py', 'are_what_runs'),
   ('True is kept', 'prune/reference.py', '(b < n) & (x >= 0)', '(b >= n) & (x >= 0)',
    'prune/reference_test.py', 'by_hand'),
   ('ties go to the lower index', 'prune/reference.py', 'later_wins = a[j] > a[i]', 'later_wins = a[j] >= a[i]',
@@ -202,8 +204,6 @@ MUTANTS = _of(
    'only_where_it_pays_test.py', 'knows_its_blocks'),
   ('a block is priced as the matrices that it multiplies', 'only_where_it_pays.py', 'rules[path].policy.of_matrix',
    'rules[path].policy', 'only_where_it_pays_test.py', 'knows_its_blocks'),
-  ('bytes of a pass are those that it moves', 'precision.py', '(h + 2 * z) * wide + z * self.operand',
-   '(h + z) * wide + z * self.operand', 'block_plan_test.py', 'are_what_runs'),
   ('a matmul is priced as the problem that runs', 'precision.py', '(d_in, tokens, d_out)', '(d_out, tokens, d_in)',
    'block_plan_test.py', 'are_what_runs'),
   ('a pass takes the back ends of its plan', 'precision.py',

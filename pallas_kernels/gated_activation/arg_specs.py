@@ -1,6 +1,7 @@
 """What the activations' kernels are checked and timed on, and the settings that are tried."""
 
 from collections.abc import Callable
+import math
 from typing import Any
 
 import jax
@@ -8,13 +9,14 @@ import jax.numpy as jnp
 
 from pallas_kernels import _triton
 from pallas_kernels._passes import Case, normal, tiles
-from pallas_kernels.gated_activation import api
+from pallas_kernels.gated_activation import api, costs
 from pallas_kernels.gated_activation import reference as gated_reference
 
 gated = _triton.kernels('pallas_kernels.gated_activation.triton')
 BF16, F32, E5M2 = jnp.dtype(jnp.bfloat16), jnp.float32, jnp.dtype(jnp.float8_e5m2)
 ORIGIN = dict(origin=(0, 0, 0))
 TOKENS, HIDDEN = 16384, 8192
+ENTRIES = TOKENS * HIDDEN
 
 
 def cases() -> list[Case]:
@@ -31,20 +33,20 @@ def cases() -> list[Case]:
   for activation in ('silu', 'gelu'):
     shape = (TOKENS, 2 * HIDDEN)
     rows.append(Case(
-      f'gated_{activation}_axis-1', shape, lambda key, shape=shape: (normal(shape)(key),), None,
+      costs.gated_activation(ENTRIES, 2, activation=activation), shape,
+      lambda key, shape=shape: (normal(shape)(key),), None,
       lambda z, a=activation: gated_reference.gated_activation(z, activation=a), (),
     ))  # fmt: skip
   for activation, gate in (('silu', True), ('gelu', True), ('gelu', False), ('squared_relu', False)):
-    name = f'{"gated_" if gate else ""}{activation}_backward'
     make, options = backward(gate), dict(activation=activation, gated=gate)
     shape = (TOKENS, HIDDEN)
     rows.append(Case(
-      name, shape, lambda key, make=make: make(key)[:2], None,
+      costs.activation_backward(ENTRIES, 2, **options), shape, lambda key, make=make: make(key)[:2], None,
       lambda d, z, o=options: gated_reference.activation_backward(d, z, **o), (),
     ))  # fmt: skip
     packed = options | dict(dtype=BF16, **ORIGIN)
     rows.append(Case(
-      f'{name}_pack_axis-1', shape, make,
+      costs.activation_backward_pack(ENTRIES, 2, 2, **options), shape, make,
       lambda d, z, k, config, o=packed: gated.activation_backward_pack(d, z, k, config=config, **o),
       lambda d, z, k, o=packed: gated_reference.activation_backward_pack(d, z, k, **o),
       halves if gate else whole,
@@ -54,20 +56,21 @@ def cases() -> list[Case]:
     ('silu', True, tiles('16x32x16', '16x16x8', '16x16x4', '32x16x16', '32x16x8', '16x32x8')),
   ):  # fmt: skip
     tokens, features = (16384, 16384) if not gate else (16384, 8192)
-    options = dict(activation=name, gated=gate, dtype=E5M2, **ORIGIN)
+    options = dict(activation=name, gated=gate)
+    packed = options | dict(dtype=E5M2, **ORIGIN)
     rows.append(Case(
-      f'{"gated_" if gate else ""}{name}_backward_pack8', (tokens, features),
+      costs.activation_backward_pack(tokens * features, 2, 1, **options), (tokens, features),
       lambda key, t=tokens, f=features, g=gate: (
         normal((t, f))(key), normal((t, 2 * f if g else f))(jax.random.key(3)), jax.random.key(1), F32(5e3)
       ),
-      lambda d, z, k, s, config, o=options: gated.activation_backward_pack(d, z, k, s, config=config, **o),
+      lambda d, z, k, s, config, o=packed: gated.activation_backward_pack(d, z, k, s, config=config, **o),
       None, configs,
     ))  # fmt: skip
   for name, gate, dh, z in (
     ('gelu', False, (16384, 16384), (16384, 16384)), ('silu', True, (TOKENS, HIDDEN), (TOKENS, 2 * HIDDEN))
   ):  # fmt: skip
     rows.append(Case(
-      f'{"gated_" if gate else ""}{name}_backward_amax', dh,
+      costs.activation_backward_amax(math.prod(dh), 2, activation=name, gated=gate), dh,
       lambda key, dh=dh, z=z: (normal(dh)(key), normal(z)(jax.random.key(1))), None,
       lambda d, z, a=name, g=gate: api.activation_backward_amax(d, z, activation=a, gated=g), (),
     ))  # fmt: skip

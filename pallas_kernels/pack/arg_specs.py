@@ -1,14 +1,16 @@
 """What the packing kernels are checked and timed on, and the settings that are tried."""
 
 import functools
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _triton
-from pallas_kernels._passes import Case, nbytes, normal, tiles
-from pallas_kernels.pack import reference
+from pallas_kernels._passes import Case, normal, tiles
+from pallas_kernels.costs import Move
+from pallas_kernels.pack import costs, reference
 
 pack = _triton.kernels('pallas_kernels.pack.triton')
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -25,30 +27,30 @@ def cases() -> list[Case]:
   def codes(key: jax.Array) -> jax.Array:
     return jax.jit(functools.partial(reference.transposable_pack, dtype=BF16))(normal(WEIGHT)(key)).codes
 
-  rows = []
+  rows, weight = [], math.prod(WEIGHT)
   for dtype in (BF16, jnp.float32):
     rows.append(Case(
-      'transposable_pack', WEIGHT, lambda key, dtype=dtype: (normal(WEIGHT, dtype)(key),),
+      costs.transposable_pack(weight, jnp.dtype(dtype).itemsize, 2), WEIGHT,
+      lambda key, dtype=dtype: (normal(WEIGHT, dtype)(key),),
       lambda w, config: pack.transposable_pack(w, dtype=BF16, config=config),
       lambda w: reference.transposable_pack(w, dtype=BF16), some if dtype == BF16 else few,
       dtype=jnp.dtype(dtype).name,
     ))  # fmt: skip
   rows.append(Case(
-    'masked_pack', WEIGHT, lambda key: (normal(WEIGHT)(key), codes(jax.random.key(9))),
+    costs.masked_pack(weight, 2, 2), WEIGHT, lambda key: (normal(WEIGHT)(key), codes(jax.random.key(9))),
     lambda w, old, config: pack.masked_pack(w, old, dtype=BF16, config=config),
     lambda w, old: reference.masked_pack(w, old, dtype=BF16), few,
-    # The codes come back as they went in.
-    lambda inputs, outputs: nbytes(inputs) + nbytes((outputs.rows, outputs.columns)),
   ))  # fmt: skip
   for axis in (-2, -1):
     rows.append(Case(
-      f'soft_threshold_pack_axis{axis}', WEIGHT, lambda key: (normal(WEIGHT)(key), jnp.float32(1.48)),
+      costs.soft_threshold_pack(weight, 2, 2, axis=axis), WEIGHT, lambda key: (normal(WEIGHT)(key), jnp.float32(1.48)),
       lambda w, s, config, axis=axis: pack.soft_threshold_pack(w, s, axis=axis, dtype=BF16, config=config),
       lambda w, s, axis=axis: reference.soft_threshold_pack(w, s, axis=axis, dtype=BF16),
       fewer_warps_first if axis == -2 else few,
     ))  # fmt: skip
   rows.append(Case(
-    'mvue_pack_axis-2', ACTIVATIONS, lambda key: (normal(ACTIVATIONS)(key), jax.random.key(1)),
+    costs.mvue_pack(math.prod(ACTIVATIONS), 2, 2), ACTIVATIONS,
+    lambda key: (normal(ACTIVATIONS)(key), jax.random.key(1)),
     lambda x, k, config: pack.mvue_pack(x, k, origin=ORIGIN, dtype=BF16, config=config),
     lambda x, k: reference.mvue_pack(x, k, origin=ORIGIN, dtype=BF16),
     tiles('16x16x2', '16x16x4', '16x32x4', '32x16x4'),
@@ -56,7 +58,8 @@ def cases() -> list[Case]:
   for shape in ((16384, 4096), (16384, 16384)):
     small = shape[1] == 4096
     rows.append(Case(
-      'mvue_pack8', shape, lambda key, s=shape: (normal(s)(key), jax.random.key(1), F32(1e4)),
+      costs.mvue_pack(math.prod(shape), 2, 1), shape,
+      lambda key, s=shape: (normal(s)(key), jax.random.key(1), F32(1e4)),
       lambda x, k, s, config: pack.mvue_pack(x, k, s, origin=ORIGIN, dtype=E5M2, config=config),
       (lambda x, k, s: reference.mvue_pack(x, k, s, origin=ORIGIN, dtype=E5M2))
       if small else None,
@@ -64,7 +67,8 @@ def cases() -> list[Case]:
     ))  # fmt: skip
   for dtype in (BF16, F32):
     rows.append(Case(
-      'soft_threshold_pack8', (4096, 16384), lambda key, d=dtype: (normal((4096, 16384), d)(key), F32(100)),
+      costs.soft_threshold_pack(weight, jnp.dtype(dtype).itemsize, 1), WEIGHT[::-1],
+      lambda key, d=dtype: (normal(WEIGHT[::-1], d)(key), F32(100)),
       lambda w, s, config: pack.soft_threshold_pack(w, s, axis=-2, dtype=E4M3, config=config),
       (lambda w, s: reference.soft_threshold_pack(w, s, axis=-2, dtype=E4M3))
       if dtype == BF16 else None,
@@ -87,4 +91,6 @@ def masked_decay() -> Case:
     v = 0.999 * v + 0.001 * g * g
     return m, v, p - 1e-3 * (m / (jnp.sqrt(v) + 1e-8) + 0.1 * p)
 
-  return Case('adamw_masked_decay', WEIGHT, inputs, None, step, (), dtype='float32', mode='step')
+  # Four arrays and a mask are read, three written.
+  move = Move('adamw_masked_decay', 29 * math.prod(WEIGHT))
+  return Case(move, WEIGHT, inputs, None, step, (), dtype='float32', mode='step')

@@ -7,6 +7,7 @@ does not waste a wave.
 
 import dataclasses
 
+from pallas_kernels.costs import sparse_entry
 from pallas_kernels.mosaic.sizes import ceil
 from pallas_kernels.sparse_matmul._problem import Config, copies_a, fits, Problem, schedule
 from pallas_kernels.sparse_matmul._schedule import Schedule
@@ -64,7 +65,7 @@ def predicted_us(p: Problem, c: Config, num_sms: int = H100_SMS) -> float:
 def _reading_us(p: Problem, c: Config, work: Schedule) -> float:
   """Time of a matmul that waits for A: the busiest CTA's share of it, or all of it."""
   rows, _ = c.cluster_tile
-  step = rows * c.bk * (p.a_dtype.itemsize / 2 + 1 / 8) + c.bn * c.bk * p.b_dtype.itemsize
+  step = rows * c.bk * sparse_entry(p.a_dtype.itemsize) + c.bn * c.bk * p.b_dtype.itemsize
   if work.remainder:
     busy = work.pieces(work.remainder) if work.remainder == work.tiles else work.clusters
     steps, added = work.tiles * work.k_steps / busy, _SUM_US
@@ -76,7 +77,7 @@ def _reading_us(p: Problem, c: Config, work: Schedule) -> float:
 def _split_bytes(p: Problem, c: Config, tiles: int) -> float:
   """What so many tiles of a cluster read if they share nothing: kept values, positions and B."""
   rows, columns = c.cluster_tile
-  return tiles * p.k * (rows * (p.a_dtype.itemsize / 2 + 1 / 8) + columns * p.b_dtype.itemsize)
+  return tiles * p.k * (rows * sparse_entry(p.a_dtype.itemsize) + columns * p.b_dtype.itemsize)
 
 
 def shapes(p: Problem) -> list[Config]:

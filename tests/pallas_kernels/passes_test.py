@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import dataclasses
+import functools
 import importlib
 import io
 import json
@@ -20,11 +21,13 @@ from tests import targets
 from tests.pallas_kernels import triton_interpreter
 
 _HEAD = dict(bench='memory_bound', device='gpu', driver='1', versions={}, when='2026-01-01')
-_ROW = _passes.Case('negated', (8, 8), lambda key: (jnp.ones((8, 8), jnp.bfloat16),), None, jnp.negative, ())
+_ROW = _passes.Case(
+  costs.Move('negated', 256), (8, 8), lambda key: (jnp.ones((8, 8), jnp.bfloat16),), None, jnp.negative, ()
+)  # fmt: skip
 
 
 def _op(check, **more):
-  return _passes.Op('pack', lambda: [_ROW, dataclasses.replace(_ROW, op='other')], check, more)
+  return _passes.Op('pack', lambda: [_ROW, dataclasses.replace(_ROW, move=costs.Move('other', 256))], check, more)
 
 
 class PassesTest(parameterized.TestCase):
@@ -78,12 +81,17 @@ class PassesTest(parameterized.TestCase):
 class OpsTest(parameterized.TestCase):
 
   @parameterized.parameters('pack', 'gated_activation', 'quantize')
-  def test_every_row_has_arrays_and_settings_or_a_form_of_xla(self, name):
+  def test_every_row_has_arrays_of_its_bytes_and_settings_or_a_form_of_xla(self, name):
     for case in importlib.import_module(f'pallas_kernels.{OPS[name].folder}.arg_specs').cases():
       arrays = jax.eval_shape(case.inputs, jax.random.key(0))
       self.assertEqual(arrays[0].shape, case.shape)
       self.assertEqual(bool(case.configs), case.triton is not None)
       self.assertTrue(case.triton or case.xla)
+      results = jax.eval_shape(case.xla or functools.partial(case.triton, config=case.configs[0]), *arrays)
+      if case.move.op == 'masked_pack':  # the codes come back as they went in
+        results = results.rows, results.columns
+      moved = [a for a in jax.tree.leaves((arrays, results)) if a.size > 1]  # no keys, no scales
+      self.assertEqual(case.move.size, sum(a.size * a.dtype.itemsize for a in moved), case.move.op)
 
 
 if __name__ == '__main__':

@@ -17,6 +17,7 @@ import pytest
 from pallas_kernels.vnm import api
 import sparse24_jax as s24
 from sparse24_jax import neuron_plan as gain
+from sparse24_jax.block_gain import BlockGain, Part
 from sparse24_jax.steps import Pass
 from tests.sparse24_jax import hopper
 from tests.sparse24_jax.hlo import SPARSE, TRITON
@@ -25,7 +26,15 @@ TOKENS, D, HIDDEN = 256, 128, 512
 BLOCKS = s24.VNM(128, 8)
 POLICY = s24.ActivationPolicy(BLOCKS, BLOCKS, dense_features=0.05)
 
+PAYS = BlockGain((Part('all', 1.0),), (Part('all', 2.0),), (), 0, 0)
 SIDES = (TOKENS, D), (D, HIDDEN), (HIDDEN, D), (TOKENS, D)
+# Passes that are kernels, to V:2:M; the others are XLA's.
+KERNELS = {
+  'w_up packed': 'soft_threshold_kernel', 'w_down packed': 'soft_threshold_kernel', 'w_up expanded': 'expand_rows',
+  'w_down expanded': 'expand_rows', 'y packed': 'pack_rows', 'dh packed': 'pack_rows_as',
+  'y transposed': 'transpose_pack', 'dh transposed': 'transpose_pack_as', 'columns for dW of up': 'take_columns',
+  'columns for dW of down': 'take_columns',
+}  # fmt: skip
 
 
 def step(x, w_up, w_down, dz, state, policy=POLICY):
@@ -64,13 +73,13 @@ def kernels(text: str) -> list[str]:
 @pytest.mark.slow
 class KernelsTest(parameterized.TestCase):
 
-  # Under vmap a launch is in a loop; experts have one of their own. Without either the plan names each, below.
+  # Under vmap a launch is in a loop; experts have one of their own. Without either each is a step of the plan, below.
   @parameterized.parameters(('vmap', 1), ('experts', 2))
   def test_six_products_and_ten_passes(self, kind, times):
     scale = jax.ShapeDtypeStruct((2,), jnp.float32)
     args = [*(hopper.struct(2, *side) for side in SIDES), {'up': scale, 'down': scale}]
     with (
-      mock.patch.object(gain, 'expected', lambda *_: gain.Expected(1.0, 2.0)),
+      mock.patch.object(gain, 'expected', lambda *_: PAYS),
       mock.patch.object(api, '_candidates', lambda *_: ('mosaic_gpu', 'dense')),
     ):
       text = lowered(jax.vmap(step) if kind == 'vmap' else step, *args)
@@ -78,15 +87,18 @@ class KernelsTest(parameterized.TestCase):
       self.assertEqual(text.count(f'custom_call @{target}('), times * count, target)
 
   @parameterized.parameters(POLICY, s24.ActivationPolicy(BLOCKS, dense_features=0.05), s24.ActivationPolicy())
-  def test_the_plan_names_the_kernels_in_their_order(self, policy):
+  def test_the_steps_of_the_plan_are_the_kernels_in_their_order(self, policy):
     policy = dataclasses.replace(policy, implementation='sparse')
     scale = jax.ShapeDtypeStruct((), jnp.float32)
     args = *(hopper.struct(*side) for side in SIDES), {'up': scale, 'down': scale}
     with hopper.hopper():
       steps = gain.plan_neurons(policy, TOKENS, D, HIDDEN, 'bfloat16').steps
-    planned = []
-    for each in steps:
-      planned += each.kernels if isinstance(each, Pass) else [SPARSE] * bool(each.backend)
+    planned = [
+      KERNELS[each.name] if isinstance(each, Pass) else SPARSE
+      for each in steps if each.name in KERNELS or getattr(each, 'backend', None)
+    ]  # fmt: skip
+    if isinstance(policy.tokens, s24.TwoOfFour):
+      planned = [name.replace('transpose_pack', 'transpose_pack_24') for name in planned]
     self.assertEqual(kernels(lowered(functools.partial(step, policy=policy), *args)), planned)
     self.assertEqual(planned.count(SPARSE), 6)
 
