@@ -225,7 +225,7 @@ MUTANTS = _of(
    'block_gain_test.py', 'simulated'),
   ('no recipe takes the name of another', 'recipes/_registry.py', 'and _differ(taken, known)', 'and False',
    'recipes/new_recipe_test.py', 'cannot_be_known'),
-  ('no recipe takes the name of another of its module', 'recipes/_registry.py', 'return a.__code__ is not b.__code__',
+  ('no recipe takes the name of another of its module', 'recipes/_registry.py', 'return a.__code__ != b.__code__',
    'return False', 'recipes/new_recipe_test.py', 'twice_in_a_module'),
   ('FP8 stays on the kernel where a share of the tokens may measure so', 'plan.py', 'None if all(api.chosen',
    'None if any(api.chosen', 'block_gain_test.py', 'shares_of_tokens'),
