@@ -89,14 +89,14 @@ def _is_idle(each: Alternative, pattern: str, matched: Set[str]) -> bool:
     return False
 
 
-def with_meant(message: str) -> str:
-  """A message of argparse, with the choice that was meant.
+def with_meant(message: str, elsewhere: Collection[str] = ()) -> str:
+  """A message of argparse, with the choice that was meant, or the one of another program.
 
   >>> with_meant("argument COMMAND: invalid choice: 'trian' (choose from 'train', 'eval')")
   "argument COMMAND: invalid choice: 'trian' (choose from 'train', 'eval'); did you mean 'train'?"
   """
   if found := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)$", message):
-    close = meant(found[1], re.findall(r"[^\s,']+", found[2]))
+    close = meant(found[1], [*re.findall(r"[^\s,']+", found[2]), *elsewhere])
     message += f'; did you mean {close!r}?' if close else ''
   return message
 
