@@ -219,7 +219,10 @@ def changed(state: Any, params: Any, *, wait: bool = False) -> list[str]:
 
 
 def unserved(state: Any, params: Any, *, wait: bool = False) -> list[str]:
-  """Those of them whose states are not for such a weight: a mask is of one weight, a scale of all that a run makes."""
+  """The watched weights that the state does not serve.
+
+  A mask is for one weight. A scale is for all weights of a run, and not for others altogether.
+  """
   states = dict(leaves_by_path(state.projections))
   return [
     path for path, missed in _compared(state, params, wait=wait).items()
