@@ -28,7 +28,7 @@ def meant(name: str, known: Collection[str]) -> str | None:
 
 
 class Alternative(NamedTuple):
-  """One of several, between bars in a regular expression; and the expression with it alone, and without it."""
+  """One of several, between bars in a regular expression: its place, and the expression with it alone or without it."""
 
   start: int
   text: str
