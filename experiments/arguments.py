@@ -21,8 +21,11 @@ class _Parser(argparse.ArgumentParser):
   def error(self, message: str) -> NoReturn:
     from sparse24_jax.suggestions import with_meant  # not before: it imports JAX, which help can do without
 
-    elsewhere = next((name for name in OF_THE_LIBRARY if f"invalid choice: '{name}'" in message), None)
-    super().error(f'{elsewhere} is python -m sparse24_jax {elsewhere}' if elsewhere else with_meant(message))
+    ours = OF_THE_LIBRARY if message.startswith('argument COMMAND: ') else ()
+    message = with_meant(message, ours)
+    for name in ours:
+      message = message.replace(f'did you mean {name!r}?', f'did you mean python -m sparse24_jax {name}?')
+    super().error(message)
 
 
 def _experiment_arguments(

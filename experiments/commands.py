@@ -26,7 +26,8 @@ def _train(args: argparse.Namespace) -> None:
     config = methods.configure(config, args.method, config.seed)
   if is_one_of_several(args):
     hosts.join(args.coordinator, args.processes, args.process, args.heartbeat)
-  if config.recipe.name == 'dense' and not args.method and hosts.first():
+  said = args.method or any(override.startswith('recipe.name=') for override in args.overrides)
+  if config.recipe.name == 'dense' and not said and hosts.first():
     print(f'{config.name} trains dense: its recipe is dense, and no --method was given (--method fst, say)', flush=True)
   folder = args.folder or f'runs/{config.name}-{config.method or config.recipe.name}-seed{config.seed}'
   before = 'finished before, ' if (Path(folder) / 'summary.json').exists() else ''

@@ -225,6 +225,13 @@ def run_each(
   return failed
 
 
+class _Compiled(dict[str, Any]):
+  """Compiled functions of a plan, by name."""
+
+  def __missing__(self, name: str) -> Any:
+    raise ValueError(f'{name!r} was not compiled')  # a KeyError would be an error of the program
+
+
 def run_plans(plans: Mapping[str, Plan], out: Path, summary: Callable[[Mapping[str, Any]], str]) -> int:
   """Compiles what all plans need at once, then measures as `run_each` does; returns the number that failed."""
   clock = Clock()
@@ -233,11 +240,8 @@ def run_plans(plans: Mapping[str, Plan], out: Path, summary: Callable[[Mapping[s
   clock.lap('compiling')
 
   def run(case: str) -> dict[str, Any]:
-    compiled = {name: made[key] for name in plans[case].jobs if (key := f'{case}: {name}') in made}
-    try:
-      return plans[case].run(compiled)
-    except KeyError as missing:
-      raise ValueError(f'{missing} was not compiled') from missing
+    names = plans[case].jobs
+    return plans[case].run(_Compiled({name: made[key] for name in names if (key := f'{case}: {name}') in made}))
 
   failed = run_each(plans, run, out, summary)
   clock.lap('timing')

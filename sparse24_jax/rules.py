@@ -20,12 +20,14 @@ from sparse24_jax.layout import Layout
 from sparse24_jax.policy import DotPolicy
 from sparse24_jax.projection import Projection, stored_as
 from sparse24_jax.recipe import Recipe, Rule
-from sparse24_jax.suggestions import idle, meant
+from sparse24_jax.suggestions import alternatives, idle, meant
 
 # Arrays that a layer-wide pattern such as '.*/mlp/.*' must not take, also where scanned layers give them two axes.
 NOT_WEIGHTS = ('bias', 'scale', 'embedding')
 # Where linen's dictionaries of variables have the parameters.
 VARIABLES = 'params/'
+# An alternative for numbers alone.
+_NUMBERS = re.compile(r'(?:\d|\\d|\[[-\d]+\]|[?*+]|\{[\d,]+\})+')
 
 
 def leaves_by_path(tree: Any, *, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[str, Any]]:
@@ -183,14 +185,28 @@ def _meant_deeper(pattern: str, weights: Collection[str]) -> str:
 def idle_alternatives(params: Any, recipe: Recipe) -> list[str]:
   """What to say of alternatives in the patterns of rules that match no array, as mistyped ones do."""
   paths = [path for path, _ in leaves_by_path(params)]
-  names = sorted({name for path in paths for name in path.split('/')})
+  if not paths:  # placeholders, as for `matched_rules`
+    return []
+  names = {name for path in paths for name in path.split('/')}
   said = []
   for rule in recipe.rules:
-    for text in idle(rule.path, paths):
-      close = meant(text, names)
-      hint = f'; did you mean {close!r}?' if close else ': mistyped, or of another model?'
-      said.append(f'{text!r} in the rule {rule.path!r} matches no weight, and makes none sparse{hint}')
+    makes = 'makes none sparse' if rule.policy.projection else 'leaves none dense'
+    for text in (found := idle(rule.path, paths)):
+      said.append(f'{text!r} in the rule {rule.path!r} matches no weight, and {makes}{_hint(text, rule, found, names)}')
   return said
+
+
+def _hint(text: str, rule: Rule, found: Collection[str], names: Collection[str]) -> str:
+  """What an alternative that matches nothing was meant for."""
+  if _NUMBERS.fullmatch(text):  # of layers, say, that another model has
+    return ''
+  others = [each.text for each in alternatives(rule.path) if each.text not in found]
+  close = meant(text, sorted(names))
+  if close is None or any(re.fullmatch(other, close) for other in others):
+    return ': mistyped, or of another model?'
+  if close == text:
+    return ': a rule matches whole paths'
+  return f'; did you mean {close!r}?'
 
 
 def keep_dense(params: Any, recipe: Recipe, paths: Collection[str]) -> Recipe:
@@ -256,12 +272,12 @@ def check_groups(path: str, leaf: Any, projection: Projection | None, layout: La
   _check_shards(path, leaf, projection, layout)
 
 
-def log_matches(params: Any, recipe: Recipe) -> None:
+def log_matches(params: Any, recipe: Recipe, *, whole: bool = True) -> None:
   """Logs what `match_rules` finds: path, shape and projection; a table that this process has logged is not repeated.
 
-  Warns of alternatives in a pattern that match nothing.
+  Warns of alternatives in a pattern that match nothing, if these are the `whole` parameters of a model.
   """
-  for said in idle_alternatives(params, recipe):
+  for said in idle_alternatives(params, recipe) if whole else ():
     _dispatch.log_once(said, 'sparse24_jax', logging.WARNING)
   rules = match_rules(params, recipe)
   shapes = {path: str(leaf.shape) for path, leaf in leaves_by_path(params) if path in rules}

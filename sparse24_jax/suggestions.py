@@ -1,7 +1,7 @@
 """Suggestions for mistyped names and patterns, on command lines too, as argparse makes them from Python 3.14 on."""
 
 import argparse
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Set
 import difflib
 import itertools
 import re
@@ -9,6 +9,8 @@ from typing import NamedTuple, NoReturn
 
 # What decides where alternatives of a regular expression begin and end, and what hides such: escapes and sets.
 _TOKENS = re.compile(r'\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\((?:\?(?:P<\w+>|:|))?|[|)]|$', re.DOTALL)
+# A group that may match several times.
+_REPEATED = re.compile(r'\)[*+{]')
 # What papers call a recipe.
 _PAPERS = {'fst': 'transposable_srste', 'mst': 'mixed_sparsity', 'sste': 's_ste', 'srste': 'sr_ste', 'set': 'set_'}
 
@@ -26,11 +28,16 @@ def meant(name: str, known: Collection[str]) -> str | None:
 
 
 class Alternative(NamedTuple):
-  """One of several, between bars in a regular expression; and the expression with it alone, and without it."""
+  """One of several, between bars in a regular expression: its place, and the expression with it alone or without it."""
 
+  start: int
   text: str
   alone: str
   without: str
+
+  def is_part_of(self, other: 'Alternative') -> bool:
+    """Whether it lies in another alternative of the same expression."""
+    return self is not other and other.start <= self.start < other.start + len(other.text)
 
 
 def alternatives(pattern: str) -> Iterator[Alternative]:
@@ -51,10 +58,11 @@ def alternatives(pattern: str) -> Iterator[Alternative]:
       groups[-1].append(end)
     elif text in (')', ''):
       begins = groups.pop()
-      texts = [pattern[a : b - 1] for a, b in itertools.pairwise([*begins, start + 1])]
-      for i, text in enumerate(texts if len(texts) > 1 else []):
-        before, after = pattern[: begins[0]], pattern[start:]
-        yield Alternative(text, before + text + after, before + '|'.join(texts[:i] + texts[i + 1 :]) + after)
+      before, after = pattern[: begins[0]] if begins else '', pattern[start:]
+      for begin, behind in itertools.pairwise([*begins, start + 1]) if len(begins) > 1 else ():
+        text = pattern[begin : behind - 1]
+        without = pattern[:begin] + pattern[behind:] if behind <= start else pattern[: begin - 1] + after
+        yield Alternative(begin, text, before + text + after, without)
 
 
 def idle(pattern: str, names: Collection[str]) -> list[str]:
@@ -63,26 +71,32 @@ def idle(pattern: str, names: Collection[str]) -> list[str]:
   >>> idle('.*/(mlp|atn)/.*', ['h/mlp/up', 'h/attn/up'])
   ['atn']
   """
-  found = [each.text for each in alternatives(pattern) if each.text and _is_idle(each, pattern, names)]
-  return [text for text in found if not any(text in other for other in found if other != text)]
+  matched = {name for name in names if re.fullmatch(pattern, name)}
+  found = [each for each in alternatives(pattern) if each.text and _is_idle(each, pattern, matched)]
+  return [each.text for each in found if not any(map(each.is_part_of, found))]
 
 
-def _is_idle(each: Alternative, pattern: str, names: Collection[str]) -> bool:
+def _is_idle(each: Alternative, pattern: str, matched: Set[str]) -> bool:
+  name = re.sub(r'\\(.)', r'\1', each.alone)
+  if name in matched and re.escape(name) == each.alone:
+    return False  # a path in full: nothing is compiled for each of many
   try:
-    alone, without, whole = ({name for name in names if re.fullmatch(p, name)} for p in (*each[1:], pattern))
+    if any(map(re.compile(each.alone).fullmatch, matched)):
+      return False
+    # (a|b)+ may need what matches nothing alone.
+    return not _REPEATED.search(pattern) or all(map(re.compile(each.without).fullmatch, matched))
   except re.error:  # a group that the rest refers to
     return False
-  return not alone and without == whole  # (a|b)+ may need what matches nothing alone
 
 
-def with_meant(message: str) -> str:
-  """A message of argparse, with the choice that was meant.
+def with_meant(message: str, elsewhere: Collection[str] = ()) -> str:
+  """A message of argparse, with the choice that was meant, or the one of another program.
 
   >>> with_meant("argument COMMAND: invalid choice: 'trian' (choose from 'train', 'eval')")
   "argument COMMAND: invalid choice: 'trian' (choose from 'train', 'eval'); did you mean 'train'?"
   """
   if found := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)$", message):
-    close = meant(found[1], re.findall(r"[^\s,']+", found[2]))
+    close = meant(found[1], [*re.findall(r"[^\s,']+", found[2]), *elsewhere])
     message += f'; did you mean {close!r}?' if close else ''
   return message
 

@@ -153,7 +153,7 @@ class EightDevicesTest(parameterized.TestCase):
       if re.search(rf'= .*\b({COLLECTIVES})(-start)?\(', line):
         self.assertRegex(line, r'\ball-reduce')
         shapes = re.findall(r'\w+\[([\d,]*)\]', line.split(' all-reduce')[0])
-        self.assertLessEqual(set(shapes), {'', str(SUMS)}, line)
+        self.assertLessEqual(set(shapes), {'', str(SUMS), str(SUMS + 1)}, line)
 
   @parameterized.product(layout=('fsdp', 'tensor'), name=('transposable_exact', 'soft_threshold', 'magnitude_2_4'))
   @pytest.mark.few

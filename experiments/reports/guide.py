@@ -31,6 +31,7 @@ GOALS = {
   'quality': 'the lowest loss after as many steps',
   'sparse': 'a model whose weights are 2:4 at the end, for inference',
 }
+_NO_LOSS = 'No tuned comparison was recorded.'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,7 +227,7 @@ def advise(
     title = max(pays & sparse, key=lambda title: faster[title] or 0, default='S-STE')
     gain = faster.get(title)
     time = 'is not known here' if gain is None else f'is {gain:.2f} times as fast as dense here'
-    losses = [each.said(device) for each in found.get(title, ())] or ['Its loss is not known.']
+    losses = [each.said(device) for each in found.get(title, ())] or [_NO_LOSS]
     prices = _prices([e for e, title in known if title in sparse])
     cost = _listed('\nLosses of models with 2:4 weights, after equal steps:', prices)
     return _listed(f'{title}: a feed-forward block {time}.', losses) + cost
@@ -323,8 +324,8 @@ def _behind_at_this_width(
   best = max(near, key=lambda e: statistics.fmean(e.dense_shares))
   nearest = '' if d == width else f', the nearest to {d:,} that was tried'
   return (
-    f'dense at width {width:,}{nearest}. The soonest sparse model there is {best.who}. Dense is at the final loss of'
-    f" that one in {_interval(best.dense_shares, '.2f', '')} of the sparse run's time, in mid-schedule"
+    f'dense at width {width:,}{nearest}. The soonest sparse model there is {best.who}. Dense reaches its final loss'
+    f" in {_interval(best.dense_shares, '.2f', '')} of the time that {best.who} takes, and is then in mid-schedule"
     f' ({best.where}, on {best.device}{best.elsewhere(device)}).\n- For wider models: '
   )
 
@@ -378,8 +379,9 @@ def guide(*, tokens: int, d: int, hidden: int, gated: bool, device: str | None, 
     f'A block of {tokens} x {d} x {hidden} on {device}; the goal: {GOALS[goal]}', '',
     f'Take {advise(goal, faster, found, device, d)}', '',
     'All methods against dense. ± is the 95% interval over seeds. A need of 0.80 of the time means: what dense reaches'
-    ' at its end after 100 s, this reaches after 80 s. In brackets: layers, model, length of the runs, GPU. Best at an'
-    ' edge of its search means: the best rate was the last that was tried, and a wider search may find a better.', '',
+    ' at its end after 100 s, this reaches after 80 s. In brackets behind a loss: method, model, length of the runs,'
+    ' GPU. Behind a step: method, width, GPU, and the range over processes. Best at an edge of its search means: no'
+    ' lower, or no higher, learning rate or decay was tried, and a wider search may find a better.', '',
   ]  # fmt: skip
   for option in OPTIONS:
     time = ''
@@ -390,7 +392,7 @@ def guide(*, tokens: int, d: int, hidden: int, gated: bool, device: str | None, 
         time = f' A feed-forward block is {gain:.2f} times as fast as dense.'
     lines.append(f'{option.title}.{time}')
     lines += [f'  {each}' for each in steps(option, d, timed)]
-    lines += [f'  {each.said(device)}' for each in found[option.title]] or ['  Its loss is not known.']
+    lines += [f'  {each.said(device)}' for each in found[option.title]] or [f'  {_NO_LOSS}']
   return '\n'.join(lines)
 
 

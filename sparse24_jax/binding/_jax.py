@@ -73,7 +73,7 @@ def under(equation: Any) -> Iterator[None]:
     yield
 
 
-# Whose layers make matmuls for a model.
+# Libraries whose layers call matmuls on behalf of a model.
 _IN_A_LIBRARY = re.compile(r'-packages[/\\](flax|equinox|jaxtyping)[/\\]')
 
 

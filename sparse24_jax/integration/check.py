@@ -13,8 +13,9 @@ from sparse24_jax.binding.bound import Bound, BoundWeight, find_weights
 from sparse24_jax.binding.states import weight_states
 from sparse24_jax.binding.tracing import as_callable, functional, order_is_told, params_come_third, trace
 from sparse24_jax.binding.transform import sparse_function
-from sparse24_jax.integration.check_optimizer import GIVE_BOUND, problems_of
+from sparse24_jax.integration.check_optimizer import decays_gradients, GIVE_BOUND, note_of_clip, problems_of
 from sparse24_jax.masks import verify24
+from sparse24_jax.optim import try_chain
 from sparse24_jax.policy import DotPolicy
 from sparse24_jax.recipe import Recipe
 from sparse24_jax.rules import check_groups, idle_alternatives, keep_dense, leaves_by_path, listed, match_rules
@@ -72,8 +73,8 @@ class Checked:
     weights: those that rules match, in the order of the tree.
     dense: paths of the other arrays with two or more axes but biases and scales: no rule matches them, or one that
       leaves them dense.
-    notes: alternatives in the pattern of a rule that match no weight, as a mistyped one does; weights whose axes only a
-      bound recipe knows.
+    notes: what may be wrong: alternatives in the pattern of a rule that match no weight, as a mistyped one does;
+      weights whose axes only a bound recipe knows; masked decay that a clip seems to act on.
 
   >>> import jax.numpy as jnp, sparse24_jax as s24
   >>> params = {'w': jnp.ones((16, 8)), 'table': jnp.ones((5, 16))}
@@ -126,10 +127,13 @@ def check(
     *args: an example of the other arguments, likewise.
     optimizer: the whole chain, with `sparse_training` of this recipe in it, to see whether masks are chosen from the
       weights that the chain leaves. It finds what changes updates behind the wrapper, weights that are pruned but
-      never updated (`optax.set_to_zero`), masked decay that is clipped with the gradient, and a recipe that takes a
-      weight's axes for others than the model reads. The parameters must be arrays; the chain updates random numbers of
-      their shapes, at steps 0, 10, 100, 1000 and 10000, so that late changes of a schedule show. Changes below about
-      a millionth of a weight, or below the rounding of a bfloat16 one, go unseen.
+      never updated (`optax.set_to_zero`), a weight that its recipe leaves dense, and a recipe that takes a weight's
+      axes for others than the model reads. A note tells of masked decay that is clipped with the gradient; optimizers
+      with one factor for all updates (DoG, DoWG, mechanize) look the same. Such a clip goes unseen where updates have
+      one size whatever the gradient (lion, signs), where it acts on one group of weights, and in a model of one
+      parameter. The parameters must be arrays; the chain updates random numbers of their shapes, at steps 0, 10, 100,
+      1000 and 10000, so that late changes of a schedule show. Changes below about a millionth of a weight, or below
+      the rounding of a bfloat16 one, go unseen.
     **kwargs: as `args`.
 
   Returns:
@@ -171,13 +175,16 @@ def check(
     weights = _measured(weights, Bound.of(others, fine), f, params, args, kwargs)
   notes = [f'WARNING  {said}' for said in idle_alternatives(params, recipe)]
   read = {path: w for path, w in found.items() if isinstance(w, BoundWeight) and w.rule.policy.projection}
-  if (odd := [path for path, w in read.items() if not w.layout.is_standard]) and not is_bound:
+  odd = [path for path, w in read.items() if not w.layout.is_standard]
+  if odd and not is_bound and optimizer is None:  # which would tell whether it knows
     notes.append(f'not stored as [stacked..., in, out]: {listed(odd)}. {GIVE_BOUND}')
   if optimizer is not None:
-    for path, problem in problems_of(optimizer, recipe, read, params).items():
+    tried = try_chain(optimizer, params, decays=decays_gradients(recipe))
+    for path, problem in problems_of(tried, read).items():
       if path not in weights:
         raise ValueError(f'{path}: optimizer makes it sparse, recipe does not: give both the same recipe')
       weights[path] = dataclasses.replace(weights[path], problem=weights[path].problem or problem)
+    notes += filter(None, [note_of_clip(tried)])
   return Checked(tuple(weights.values()), dense, tuple(notes))
 
 

@@ -1,6 +1,6 @@
 """The Optax side: where masks live and change."""
 
-from sparse24_jax.optim._chain import try_chain
+from sparse24_jax.optim._chain import Tried, try_chain
 from sparse24_jax.optim._named import name_of
 from sparse24_jax.optim._training_state import (
   FlipRate,
@@ -25,6 +25,7 @@ __all__ = [
   'MvueGradientsState',
   'SparseTrainingState',
   'StepAdamState',
+  'Tried',
   'add_masked_decay',
   'get_flip_rate',
   'holds_state',

@@ -29,21 +29,29 @@ class Tried(NamedTuple):
   Attributes:
     changed: those that its updates make others than `sparse_training` in it expects, and in which step.
     still: those that no step changes, while it changes other parameters.
-    clipped: one whose mask has a part in the updates of other parameters, as its decay has if it is clipped with them.
+    clipped: one whose mask has a part in the updates of other parameters, as its decay has if it is clipped with them;
+      None where this was not asked.
+    sparse: all of them.
     layouts: for which the states were made.
   """
 
   changed: dict[str, int]
   still: list[str]
   clipped: str | None
+  sparse: list[str]
   layouts: Layouts
 
 
-def try_chain(optimizer: optax.GradientTransformation, params: Any) -> Tried:
+def try_chain(optimizer: optax.GradientTransformation, params: Any, *, decays: bool = False) -> Tried:
   """What the updates of a chain do to sparse weights.
 
   It does a few steps and compares as a run does, but looks at all weights. Of the parameters only shapes, dtypes and
   shardings matter, so that neither their size nor what gradients they have hides a change.
+
+  Args:
+    optimizer: the chain.
+    params: arrays.
+    decays: whether pruned weights decay by their gradients, so that `clipped` is asked.
   """
   # The updates that the wrapper adds are then those that it hands on, also in 16 bits.
   step = jax.jit(lambda g, s, p: _step(optimizer, g, s, p), compiler_options={'xla_allow_excess_precision': False})
@@ -59,13 +67,14 @@ def try_chain(optimizer: optax.GradientTransformation, params: Any) -> Tried:
       state = jax.tree_util.tree_map_with_path(lambda path, leaf, n=count: _at(n, path, leaf), state)
       params, state, ours, sizes = _one_step(step, grads, state, params, count)
       updated |= {path for path, size in sizes.items() if size != 0}
-      if count and clipped is None:  # by the first step Adam knows no size, and undoes a clip
+      if decays and count and clipped is None:  # by the first step Adam knows no size, and undoes a clip
         clipped = _clipped(step, grads, state, params, ours)
       jax.block_until_ready((params, ours))
       found = dict.fromkeys(_left.changed(ours, unboxed(params)), count) | found
   # Where nothing was updated at all, a schedule is zero in the steps that were tried, and nothing is known.
   sparse = [path for path, _ in leaves_by_path(ours.projections)]
-  return Tried(found, [path for path in sparse if path not in updated] if updated else [], clipped, ours.layouts)
+  still = [path for path in sparse if path not in updated] if updated else []
+  return Tried(found, still, clipped, sparse, ours.layouts)
 
 
 def _one_step(

@@ -106,12 +106,22 @@ def _paired(projections: Any, tree: Any) -> list[tuple[Projection, Any]]:
 @one_program()
 def sums(sampled: Sequence[Array]) -> Array:
   """`[weights x SUMS]`; zeros as of one weight if there is none, as Orbax saves no empty array."""
-  return jnp.concatenate([_sums(w) for w in sampled] or [jnp.zeros(SUMS, jnp.float32)])
+  return jnp.concatenate([_sums(_terms(w)) for w in sampled] or [jnp.zeros(SUMS, jnp.float32)])
 
 
-def _sums(w: Array) -> Array:
-  """The sum of some entries, and those in which each has a random sign."""
-  return jnp.sum(w.astype(jnp.float32)[None] * _factors(w.shape), axis=range(1, 1 + w.ndim))
+def _terms(w: Array) -> Array:
+  """What is added up to the sum of some entries, and to those in which each has a random sign: `[SUMS, ...]`."""
+  return w.astype(jnp.float32)[None] * _factors(w.shape)
+
+
+def _sums(terms: Array) -> Array:
+  return jnp.sum(terms, axis=range(1, terms.ndim))
+
+
+def _and_rest(w: Array) -> Array:
+  """The sums, and behind them how far the entries are from numbers of e4m3, in the same pass: none if they are such."""
+  rest = jnp.abs(w.astype(jnp.float32) - jnp.round(w.astype(jnp.float32) / _E4M3) * _E4M3)
+  return _sums(jnp.concatenate([_terms(w), rest[None]]))
 
 
 @functools.cache
@@ -138,12 +148,15 @@ def given(left: Left, sampled: Sequence[Array], refused: Array | bool = False) -
   """
   if not sampled:
     return left
-  found, before = (each.reshape(-1, SUMS) for each in (sums(sampled), left.sums))
+  found, before = jnp.stack([_and_rest(w) for w in sampled]), left.sums.reshape(-1, SUMS)
+  found, rest = found[:, :SUMS], found[:, SUMS]
   changes = found - before
   moved, squares = (jnp.mean(jnp.square(each[:, 1:]), axis=1) for each in (changes, found))
   far = jnp.abs(changes[:, 0]) > jnp.sqrt(squares) * np.array([_rounding(w) for w in sampled], np.float32)
   missed = jnp.where(far, jnp.minimum(left.missed + 1, _MOST_MISSED), 0.0)
-  others = moved > squares * _FAR**2 + jnp.stack([_e4m3_rounding(w) for w in sampled])
+  # Zeros, too, are numbers of e4m3, but are no weights that were rounded.
+  rounded = (rest == 0) & (squares > 0)
+  others = moved > squares * _FAR**2 + rounded * np.array([_e4m3_rounding(w.shape) for w in sampled], np.float32)
   missed = jnp.where(others & refused, _OTHERS, missed)
   return left._replace(missed=jnp.where(left.missed > _MOST_MISSED, left.missed, missed))
 
@@ -206,7 +219,10 @@ def changed(state: Any, params: Any, *, wait: bool = False) -> list[str]:
 
 
 def unserved(state: Any, params: Any, *, wait: bool = False) -> list[str]:
-  """Those of them whose states are not for such a weight: a mask is of one weight, a scale of all that a run makes."""
+  """The watched weights that the state does not serve.
+
+  A mask is for one weight. A scale is for all weights of a run, and not for others altogether.
+  """
   states = dict(leaves_by_path(state.projections))
   return [
     path for path, missed in _compared(state, params, wait=wait).items()
@@ -240,12 +256,10 @@ def _missed(left: Left, weights: Sequence[Array], stacked: Sequence[Sequence[int
   return given(left._replace(missed=jnp.zeros_like(left.missed)), sampled, True).missed
 
 
-def _e4m3_rounding(w: Array) -> Array:
-  """The square of a sum of what e4m3 without a scale rounds off small entries, if all entries are numbers of it."""
-  steps = w.astype(jnp.float32) / _E4M3
+def _e4m3_rounding(shape: tuple[int, ...]) -> float:
+  """The square of a sum of what e4m3 without a scale rounds off small entries."""
   # A twelfth for numbers between two steps, and half as much again since sums tell it to a fifth.
-  most = np.float32(np.square(factors(w.shape)).sum() * _E4M3**2 / 8)
-  return jnp.where(jnp.all(steps == jnp.round(steps)), most, 0.0)
+  return float(np.square(factors(shape)).sum() * _E4M3**2 / 8)
 
 
 def _rounding(w: Array) -> float:

@@ -52,8 +52,8 @@ class FlipRate(NamedTuple):
     rates = leaves_by_path(self.per_weight)
     if not all(_identity.is_known(rate, wait=True) for rate in (self.overall, *(rate for _, rate in rates))):
       return repr(self)  # under jit, say
-    each = ', '.join(f'{path} {np.array2string(np.asarray(rate), precision=4)}' for path, rate in rates)
-    return f'{float(self.overall):.4g} ({each})'
+    overall, *each = (np.array2string(np.asarray(rate), precision=4) for rate in (self.overall, *(r for _, r in rates)))
+    return f'{overall} ({", ".join(f"{path} {rate}" for (path, _), rate in zip(rates, each, strict=True))})'
 
 
 class SparseTrainingState(NamedTuple):

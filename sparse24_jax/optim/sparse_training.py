@@ -82,7 +82,7 @@ def sparse_training(
   optimizer steps can skip the wait in most of them: `update(..., refresh=False)`, a Python value, which a chain passes,
   makes a program without a search. Pass it in the steps for which `refresh_at` returns False. In a step that is due to
   search it makes the flip rate NaN, and the state one that is refused. Where no projection searches, as soft
-  thresholds do not, all steps may be told so, which leaves flip rates as they were last measured. Flip rates
+  thresholds do not, every step may have `refresh=False`, which leaves flip rates as they were last measured. Flip rates
   compare with masks from before the step: where the state is not the mask (soft thresholds, and `flip_rate='step'`),
   these are held while `inner` updates, a byte an entry.
 
@@ -143,7 +143,7 @@ def sparse_training(
     params = unboxed(params)
     with _parts_are_named(params):
       projections = projections_of(params, recipe)
-    log_matches(params, recipe)
+    log_matches(params, recipe, whole=not _left_out(params)[0])
     at_start = contexts(projections, params, jnp.zeros((), jnp.int32))
     states = map_sparse(_start, projections, params, at_start)
     rates = map_sparse(_no_rate, projections, params)
@@ -246,14 +246,20 @@ def _parts_are_named(params: Any) -> Iterator[None]:
   try:
     yield
   except ValueError as error:
-    nodes = jax.tree.leaves(params, is_leaf=lambda node: isinstance(node, optax.MaskedNode))
-    if absent := sum(isinstance(node, optax.MaskedNode) for node in nodes):
+    absent, entries = _left_out(params)
+    if absent:
       raise ValueError(
-        f'{error}. Of these parameters {absent} of {len(nodes)} entries are left out, as optax.multi_transform,'
+        f'{error}. Of these parameters {absent} of {entries} entries are left out, as optax.multi_transform,'
         ' partition and masked around sparse_training do; it takes all of them, with those inside:'
         ' sparse_training(optax.multi_transform(...), recipe)'
       ) from error
     raise
+
+
+def _left_out(params: Any) -> tuple[int, int]:
+  """How many entries of a tree are left out, because others train them, and how many it has."""
+  nodes = jax.tree.leaves(params, is_leaf=lambda node: isinstance(node, optax.MaskedNode))
+  return sum(isinstance(node, optax.MaskedNode) for node in nodes), len(nodes)
 
 
 def _unless_other(fits: bool | Array, projections: Any, updates: Any) -> Any:

@@ -19,7 +19,7 @@ class Known:
   Attributes:
     make: the function that users call.
     settings: arguments besides paths: of a variant, what makes it one; of all, values for what the function needs.
-    spec: of its module, another one after a reload; None in a notebook.
+    spec: of its module, another one after a reload; None in a script or a notebook.
   """
 
   make: Callable[..., Recipe]
@@ -93,12 +93,12 @@ def _check(name: str, known: Known) -> None:
 def _differ(taken: Known, known: Known) -> bool:
   """Whether these are two recipes, and not one that comes again as its module is reloaded or its cell runs anew."""
   a, b = inspect.unwrap(taken.make), inspect.unwrap(known.make)
-  if known.spec is None:  # a script, which is run once, or a notebook
+  if known.spec is None:  # a script, which may run again in the same namespace, or a notebook
     once = a.__globals__ is b.__globals__ and _is_of_its_file(a) and _is_of_its_file(b)
   else:
     once = taken.spec is known.spec
   if once:
-    return a.__code__ is not b.__code__
+    return a.__code__ != b.__code__  # which also compares the line
   return (a.__module__, a.__qualname__) != (b.__module__, b.__qualname__)
 
 

@@ -151,6 +151,7 @@ class CommandTest(parameterized.TestCase):
 
   @parameterized.parameters(
     ((), True), (('--method', 'fst'), False), (('--method', 'dense'), False), (('--set', 'recipe.name=ste'), False),
+    (('--set', 'recipe.name=dense'), False),
   )  # fmt: skip
   def test_who_trains_dense_without_having_said_so_is_told(self, arguments, told):
     summary = {'validation_loss': 1.0, 'steps': 30, 'seconds': 1.0}
@@ -160,10 +161,18 @@ class CommandTest(parameterized.TestCase):
     self.assertEqual('nano-tiny trains dense: its recipe is dense, and no --method was given' in out, told)
 
   def test_a_command_of_the_library_is_pointed_to(self):
-    for name in ('where-it-pays', 'check'):
+    for given, meant in (
+      (['where-it-pays', '--tokens', '9'], 'python -m sparse24_jax where-it-pays'),
+      (['chek'], 'python -m sparse24_jax check'), (['trian'], "'train'"),
+    ):  # fmt: skip
       with contextlib.redirect_stderr(io.StringIO()) as err, self.assertRaises(SystemExit):
-        cli.main([name, '--tokens', '9'])
-      self.assertEndsWith(err.getvalue(), f'error: {name} is python -m sparse24_jax {name}\n')
+        cli.main(given)
+      self.assertEndsWith(err.getvalue(), f'; did you mean {meant}?\n')
+
+  def test_it_is_not_where_an_option_takes_no_such_value(self):
+    with contextlib.redirect_stderr(io.StringIO()) as err, self.assertRaises(SystemExit):
+      cli.main(['tune-decay', '--by', 'check'])
+    self.assertRegex(err.getvalue(), r"error: argument --by: invalid choice: 'check' \(choose from .*\)\n$")
 
   def test_the_example_of_the_help_trains(self):
     help_text = io.StringIO()

@@ -72,6 +72,11 @@ class BenchTest(parameterized.TestCase):
     for line in ('bad: f does not compile: not this one', "bad: failed: ValueError: 'f' was not compiled", 'sum 3.0'):
       self.assertIn(line, said.getvalue())
 
+  def test_a_plan_that_looks_up_what_is_not_there_is_an_error_of_the_program(self):
+    plan = _bench.Plan({'f': (jnp.sum, (jnp.zeros(3),))}, lambda made: {'sum': {}['f'], 'of': made})
+    with contextlib.redirect_stdout(io.StringIO()), self.assertRaises(KeyError):
+      _bench.run_plans({'case': plan}, pathlib.Path('records.jsonl'), str)
+
 
 if __name__ == '__main__':
   absltest.main()

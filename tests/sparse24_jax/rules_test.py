@@ -1,4 +1,6 @@
+import re
 from typing import NamedTuple
+from unittest import mock
 
 from absl.testing import absltest, parameterized
 import flax.nnx
@@ -10,7 +12,7 @@ import numpy as np
 import optax
 
 import sparse24_jax as s24
-from sparse24_jax import rules
+from sparse24_jax import rules, suggestions
 from tests.draws import gaussian
 from tests.standard import project
 
@@ -104,6 +106,51 @@ class MatchTest(parameterized.TestCase):
   )
   def test_alternatives_that_match_are_not(self, path):
     self.assertEmpty(rules.idle_alternatives(params(), recipe((path, STE))))
+
+  @parameterized.parameters(
+    ('h/(up|down)|head', 'head|lm_head', "'lm_head' in the rule .*, and leaves none dense: mistyped, or of another"),
+    ('h/(up|down)|hed', None, "'hed' in the rule .*, and makes none sparse; did you mean 'head'"),
+    ('h/(up|down)|head', 'h/(up|dwon)', "'dwon' in the rule .*, and leaves none dense; did you mean 'down'"),
+    ('h/(up|down)|h', None, "'h' in the rule .*, and makes none sparse: a rule matches whole paths$"),
+    (r'h(\d|1\d|[2-4][0-9]|5\d{1,2}|)/.*', None, r"'\\\\d' in the rule .*, and makes none sparse$"),
+  )  # fmt: skip
+  def test_what_it_was_meant_for(self, path, dense, message):
+    made = recipe((path, STE))
+    tree = {'h': {'up': jnp.ones((8, 8)), 'down': jnp.ones((8, 8))}, 'head': jnp.ones((8, 8))}
+    self.assertRegex(rules.idle_alternatives(tree, made.with_dense(dense) if dense else made)[0], message)
+
+  def test_each_of_several_is_told_once(self):
+    path = r'.*/(?:attn|(?:ff|ffn)/(?:up|down)|f)/.*'
+    self.assertEqual(suggestions.idle(path, ['h/attn/k']), ['(?:ff|ffn)/(?:up|down)', 'f'])
+
+  @parameterized.parameters(False, True)
+  def test_no_long_pattern_is_compiled_for_each_of_its_alternatives(self, strangers):
+    paths = [f'h_{i}/mlp/{name}-proj/kernel' for i in range(10) for name in ('up', 'down', 'gate', 'out')]
+    pattern = '|'.join(map(re.escape, [*paths, *(f'{path}s' for path in paths if strangers)]))
+    with (
+      mock.patch.object(re, 'compile', wraps=re.compile) as compiled,
+      mock.patch.object(re, 'fullmatch', wraps=re.fullmatch) as matched,
+    ):
+      found = suggestions.idle(pattern, paths)
+    self.assertLen(found, 40 * strangers)
+    tried = {call.args[0] for call in (*compiled.mock_calls, *matched.mock_calls)}
+    self.assertLessEqual(sum(map(len, tried)), 2 * len(pattern))
+
+  def test_a_tree_of_placeholders_is_no_model(self):
+    made = recipe(('h_0/(mlp|attn)/.*', STE))
+    tx = s24.sparse_training(optax.sgd(0.1), made)
+    state = tx.init(params())
+    with self.assertNoLogs('sparse24_jax', 'WARNING'):
+      optax.tree_map_params(tx, lambda leaf: leaf, state)
+
+  def test_nor_is_one_group_of_several(self):
+    made = recipe(('h_./(mlp|attn)/.*', STE))
+    groups = {name: s24.sparse_training(optax.sgd(0.1), made) for name in ('mlp', 'attn')}
+    layer = {'attn': jnp.ones((8, 8)), 'mlp': {'up': jnp.ones((8, 16))}}
+    tx = optax.multi_transform(groups, {'h_0': {'attn': 'attn', 'mlp': 'mlp'}})
+    tree = {'h_0': {'attn': {'kernel': layer['attn']}, 'mlp': layer['mlp']}}
+    with self.assertNoLogs('sparse24_jax', 'WARNING'):
+      tx.init(tree)
 
   def test_shapes_and_no_arrays_will_do(self):
     shapes = jax.eval_shape(params)

@@ -92,8 +92,9 @@ class EvidenceTest(parameterized.TestCase):
     first = 'dense at width 768{}. The soonest sparse model there is {}.'
     self.assertStartsWith(
       said(fst, s_ste, d=1024),
-      first.format(', the nearest to 1,024 that was tried', 'S-STE') + ' Dense is at the final loss of that one in'
-      " 0.71 ± 0.06 of the sparse run's time, in mid-schedule (a race, on NVIDIA H200).\n- For wider models: dense: ",
+      first.format(', the nearest to 1,024 that was tried', 'S-STE') + ' Dense reaches its final loss in'
+      " 0.71 ± 0.06 of the time that S-STE takes, and is then in mid-schedule (a race, on NVIDIA H200).\n"
+      '- For wider models: dense: ',
     )
     # Not beyond seeds, surely sooner, another width that is nearer, and a race, which says itself who is sooner.
     self.assertStartsWith(said(fst, same_steps('S-STE', (1.0, 1.2), seconds=85.0)), first.format('', 'S-STE'))
@@ -163,7 +164,7 @@ class EvidenceTest(parameterized.TestCase):
     faster = {'S-STE': 1.1, 'S-STE, FP8': 1.2}
     said = guide.advise('sparse', faster, {'S-STE, FP8': [race('S-STE', (0.9, 0.91))]})
     self.assertStartsWith(said, 'S-STE, FP8: a feed-forward block is 1.20 times as fast as dense here.\n- After equal ')
-    self.assertIn('as dense here.\n- Its loss is not known', guide.advise('sparse', faster, {}))
+    self.assertIn('as dense here.\n- No tuned comparison was recorded', guide.advise('sparse', faster, {}))
     self.assertStartsWith(guide.advise('sparse', {'S-STE': 0.8}, {}), 'S-STE: a feed-forward block is 0.80 times')
     ends = {'dense': 1.0, 's_ste': 1.03, 'sr_ste': 1.01, 'fst': 1.001}  # the last has no zeros at the end
     found = self.evidence(*(record(name, seed, loss) for name, loss in ends.items() for seed in range(3)))

@@ -63,7 +63,7 @@ class SimulatedTest(parameterized.TestCase):
     self.assertGreater(dense['bytes'], 0)
     # Of gate and up; a loop gathers each twice anyway. Without recomputation: mesh_on_hopper_test.
     flip_rates = 3 * 4 if way == 'in a loop' else 0  # one a layer of each; scalars do not count
-    sums = 2 * 3 * 4 * SUMS  # of three weights, as a step is given and leaves them
+    sums = 3 * 4 * (2 * SUMS + 1)  # of three weights, as a step is given and leaves them
     self.assertEqual(sparse['bytes'] - dense['bytes'] - flip_rates - sums, more * 4 * 64 * 256)
 
   @pytest.mark.slow

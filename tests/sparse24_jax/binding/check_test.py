@@ -164,24 +164,41 @@ class CheckTest(parameterized.TestCase):
     clip = optax.clip_by_global_norm(1.0)
     decayed = s24.bind(dataclasses.replace(s24.recipes.ste('.*'), masked_decay=1e-4), f, params, x)
     rigl = s24.bind(s24.recipes.rigl('.*', density=0.5, total_steps=9, refresh_every=3), f, params, x)
-    for recipe, ok in ((decayed, False), (rigl, True)):
+    for recipe, told in ((decayed, True), (rigl, False)):
       inside = s24.sparse_training(optax.chain(clip, optax.sgd(0.1)), recipe)
       checked = s24.check(recipe, f, params, x, optimizer=inside)
-      self.assertEqual(checked.ok, ok)
-      if not ok:
-        self.assertRegex(str(checked), r'PROBLEM  out: masked decay.* inside .*Put it outside, optax.chain\(clip')
+      self.assertTrue(checked.ok)  # DoG, say, looks the same
+      self.assertLen(checked.notes, told)
+      if told:
+        self.assertRegex(str(checked), r'\nout: masked decay.* inside .*put it outside, optax.chain\(clip')
 
   def test_an_optimizer_whose_recipe_is_not_bound(self):
     recipe, params, x = s24.recipes.ste('w'), {'w': gaussian(0, (8, 16))}, gaussian(1, (4, 16))
-    f, tx = lambda p, x: x @ p['w'].T, s24.sparse_training(optax.sgd(0.1), recipe)
+
+    def f(p, x):
+      return x @ p['w'].T
+
     bound = s24.bind(recipe, f, params, x)
-    for given in (recipe, bound):
+    taken = r'PROBLEM  w of .* it as in 1, out 0, and the optimizer .* in 0, out 1\. .*bind'
+    for given, inner, of in (
+      (recipe, optax.sgd(0.1), recipe), (bound, optax.sgd(0.1), recipe), (recipe, optax.set_to_zero(), recipe),
+      (recipe, optax.sgd(0.1), bound),
+    ):  # fmt: skip
+      tx = optax.chain(s24.sparse_training(inner, of), optax.scale(1.0 if of is bound else 0.5))
       checked = s24.check(given, f, params, x, optimizer=tx)
-      self.assertFalse(checked.ok)
-      self.assertRegex(str(checked), r'PROBLEM  w of .* it as in 1, out 0, and the optimizer .* in 0, out 1\. .*bind')
+      self.assertEqual(checked.ok, of is bound)
+      (self.assertNotRegex if checked.ok else self.assertRegex)(str(checked), taken)
+      self.assertEmpty(checked.notes)
     told = 'not stored as [stacked..., in, out]: w. Give sparse_training'
     self.assertIn(told, str(s24.check(recipe, f, params, x)))
     self.assertNotIn(told, str(s24.check(bound, f, params, x)))
+
+  def test_an_optimizer_whose_recipe_leaves_a_weight_dense(self):
+    f, params, x = example()
+    for recipe in (s24.recipes.ste('.*'), s24.bind(s24.recipes.ste('.*'), f, params, x)):
+      tx = s24.sparse_training(optax.sgd(0.1), s24.bind(s24.recipes.ste('.*').with_dense('query'), f, params, x))
+      problems = [w.problem for w in s24.check(recipe, f, params, x, optimizer=tx).weights]
+      self.assertEqual(problems, [None, 'query: recipe makes it sparse, optimizer does not: give both the same recipe'])
 
   def test_a_weight_that_the_optimizer_never_updates(self):
     f, params, x = example()

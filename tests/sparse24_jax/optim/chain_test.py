@@ -19,6 +19,26 @@ RECIPES = {
   'sr_ste': s24.recipes.sr_ste('mlp/.*', masked_decay=1e-2),
   'rigl': s24.recipes.rigl('mlp/.*', density=0.5, total_steps=2000, refresh_every=100),
 }
+DECAYED = dataclasses.replace(STE, masked_decay=1e-4)
+USUAL = {
+  'adafactor': lambda: optax.adafactor(1e-3),
+  'prodigy': lambda: optax.contrib.prodigy(1e-3),
+  'clip of each entry': lambda: optax.chain(optax.clip(1.0), optax.adamw(3e-4)),
+  'lion': lambda: optax.lion(1e-4),
+  'lamb': lambda: optax.lamb(1e-3),
+  'muon': lambda: optax.contrib.muon(1e-3),
+  'novograd': lambda: optax.novograd(1e-3),
+  'rmsprop': lambda: optax.rmsprop(1e-3),
+  'nadamw': lambda: optax.nadamw(3e-4),
+  'adan': lambda: optax.adan(1e-3),
+  'adabelief': lambda: optax.adabelief(1e-3),
+  'adopt': lambda: optax.contrib.adopt(1e-3),
+}
+ONE_FACTOR = {
+  'dog': lambda: optax.contrib.dog(1.0),
+  'dowg': lambda: optax.contrib.dowg(1.0),
+  'mechanize': lambda: optax.contrib.mechanize(optax.adamw(3e-4)),
+}
 
 
 def params_of(dtype=jnp.float32):
@@ -32,6 +52,10 @@ def wrapped(inner, recipe=STE):
 
 def changed_behind(optimizer, params):
   return try_chain(optimizer, params).changed
+
+
+def clipped_in(optimizer, params):
+  return try_chain(optimizer, params, decays=True).clipped
 
 
 def warm(rate, steps=2000):
@@ -108,9 +132,23 @@ class ChangedBehindTest(parameterized.TestCase):
     params, found = params_of(jnp.bfloat16 if case == 'bfloat16' else jnp.float32), []
     for tx in (wrapped(optax.chain(clip, inner), recipe), optax.chain(clip, wrapped(inner, recipe))):
       several = optax.MultiSteps(tx, 2).gradient_transformation()
-      found.append(try_chain(several if case == 'micro_batches' else tx, params).clipped)
+      found.append(clipped_in(several if case == 'micro_batches' else tx, params))
     self.assertEqual(found, [UP, None])
-    self.assertIsNone(try_chain(wrapped(optax.chain(clip, inner)), params).clipped)  # without decay
+    self.assertIsNone(clipped_in(wrapped(optax.chain(clip, inner)), params))  # without decay
+    with mock.patch.object(_chain, '_clipped') as asked:
+      try_chain(wrapped(optax.chain(clip, inner)), params)
+    asked.assert_not_called()
+
+  @parameterized.parameters(*USUAL)
+  @pytest.mark.few(3)
+  def test_usual_chains_are_right(self, name):
+    tried = try_chain(wrapped(USUAL[name](), DECAYED), params_of(), decays=True)
+    self.assertEqual((tried.changed, tried.still, tried.clipped, tried.sparse), ({}, [], None, [UP]))
+
+  @parameterized.parameters(*ONE_FACTOR)
+  @pytest.mark.few
+  def test_one_factor_for_all_updates_looks_like_a_clip(self, name):
+    self.assertEqual(clipped_in(wrapped(ONE_FACTOR[name](), DECAYED), params_of()), UP)
 
   def test_micro_batches_around_a_wrong_chain(self):
     tx = optax.MultiSteps(optax.chain(wrapped(optax.identity()), optax.scale(-3e-4)), 4)

@@ -217,6 +217,20 @@ class LeftTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, r'mlp/\w+: update was given other'):
       s24.get_flip_rate(state)
 
+  def test_zeros_are_no_small_weights_in_e4m3(self):
+    tx = wrapped(inner=optax.sgd(1e-9))
+    params, state = trained(tx, jax.tree.map(lambda w: 5e-4 * w, params_of()))
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    _, state = jit(tx.update)(grads_of(zeros, 0), state, zeros)
+    with self.assertRaisesRegex(ValueError, r'mlp/\w+: update was given other'):
+      s24.get_flip_rate(state)
+
+  def test_e4m3_costs_no_pass_of_its_own(self):
+    """One pass over the entries of each weight, and two means over the sums."""
+    sampled = [jnp.ones((32, 32))] * 8
+    program = jax.make_jaxpr(lambda left: _left.given(left, sampled))(_left.at_start(sampled))
+    self.assertLen(re.findall(r'= reduce_\w+', str(program)), 8 + 2)
+
   @parameterized.parameters((0.98, True, ''), (0.5, True, 'scales'), (0.98, False, 'masks'))
   def test_an_average_of_weights_is_warned_of_where_states_are_of_one_weight(self, share, scales, told):
     """A mask is; the scale of a soft threshold is frozen for the run, and its mask that of the average itself."""

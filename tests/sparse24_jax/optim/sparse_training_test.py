@@ -388,6 +388,7 @@ class RefreshTest(parameterized.TestCase):
   def test_rates_are_printed_as_numbers(self):
     layers, one = jnp.float32([0.25, 0.125]), jnp.float32(1 / 3)
     self.assertEqual(str(s24.FlipRate(one, {'h/up': layers, 'head': one})), '0.3333 (h/up [0.25  0.125], head 0.3333)')
+    self.assertEqual(str(s24.FlipRate(layers, {'up': layers})), '[0.25  0.125] (up [0.25  0.125])')  # of a vmap
     printed = []
     jax.jit(lambda x: printed.append(str(s24.FlipRate(x, {'up': x}))))(one)
     self.assertRegex(printed[0], r'FlipRate\(overall=.*Tracer')

@@ -159,6 +159,13 @@ class NewRecipeTest(absltest.TestCase):
     for text in (FILE, f'# Changed.\n{FILE}'):  # of an interactive shell that the script ends in
       exec(compile(text, '<stdin>', 'exec'), script)
 
+  @mock.patch.dict(s24.recipes.KNOWN)
+  def test_a_script_runs_again_in_one_namespace(self):
+    script = {'__name__': '__main__', '__spec__': None, '__file__': '/a/script.py'}
+    for _ in range(2):  # as `%run -i` does
+      exec(compile(FILE, '/a/script.py', 'exec'), script)
+    self.assertIs(s24.recipes.KNOWN['quarters'].make, script['quarters'])
+
 
 if __name__ == '__main__':
   absltest.main()
