@@ -82,8 +82,8 @@ def run_ffn(name: str, mesh: Mesh, options: Any, head: Mapping[str, Any], clock:
   sparse, counts = rows.pop('sparse'), rows.pop('counts')
   return dict(
     bench='mesh', **head, **case.fields, shape=dict(tokens=shape[0], d=shape[1], hidden=shape[2]),
-    mode='forward_and_vjp', mesh=dict(mesh.shape), implementation=options.implementation, **sparse, baselines=rows,
-    speedup=_bench.speedup(rows, sparse['median_ms']),
+    mode='forward_and_vjp', mesh=dict(mesh.shape), sharding='whole', implementation=options.implementation,
+    **sparse, baselines=rows, speedup=_bench.speedup(rows, sparse['median_ms']),
     sparse_calls=counts, headline=not options.tiny,
   )  # fmt: skip
 

@@ -16,7 +16,7 @@ from experiments.race.search import Trial
 from experiments.race.tuned import Comparison
 from experiments.reports import main_job, race_table, report
 from experiments.runs import flops, method_table, methods, records
-from experiments.runs.environment import command, without_folders
+from experiments.runs.environment import without_folders
 from experiments.runs.experiment import load_config
 
 RESULTS = Path(__file__).parents[1] / 'results'
@@ -108,12 +108,8 @@ def write_records(found: Iterable[records.RunRecord], path: Path, *, experiment:
       # Per layer, of squared-ReLU blocks: at the first evaluation, the last one of the sparse phase, and the last.
       'activations': run.activation_summary(),
       'seconds': run.seconds,
-      # On one device that was not shared; {} for runs from before these were told apart.
       'spent': run.spent,
       'tokens_per_s': run.tokens_per_s,
-      # Runs from before these two were stored have no commit to tell, and their command is today's at best.
-      'commit': None,
-      'command': command(),
       **without_folders(run.environment),
       'when': datetime.datetime.fromtimestamp((run.folder / 'summary.json').stat().st_mtime, datetime.UTC).isoformat(),
     }

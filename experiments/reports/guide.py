@@ -151,7 +151,7 @@ def evidence(results: Path = RESULTS) -> Mapping[str, Sequence[Evidence]]:
       seeds = table.by_seed(records)
       if 'dense' not in seeds:
         continue
-      device, equal = records[0]['device'].removeprefix('1 x '), 'steps' if records[0].get('equal_steps') else 'seconds'
+      device, equal = records[0]['device'].removeprefix('1 x '), 'steps' if records[0]['equal_steps'] else 'seconds'
       for option in OPTIONS:
         for own in (seeds[contender] for contender in option.contenders if contender in seeds):
           e = Evidence(own, seeds['dense'], where, device, equal, records[0].get('shape', {}).get('d'))

@@ -157,10 +157,10 @@ def runs() -> str:
 
 def meshes() -> str:
   """Blocks and steps on two GPUs."""
-  records = [r for r in provenance.read('mesh.jsonl?bench=mesh') if not r.get('xla_flags')]
+  records = [r for r in provenance.read('mesh.jsonl?bench=mesh') if not r['xla_flags']]
   rows = []
   for r in records:
-    dense, shape, whole = r['baselines']['dense'], r['shape'], r.get('sharding', 'whole') == 'whole'
+    dense, shape, whole = r['baselines']['dense'], r['shape'], r['sharding'] == 'whole'
     if r['op'] == 'ffn':
       what = f'{r["activation"]} block, ' + ' x '.join(str(shape[size]) for size in ('tokens', 'd', 'hidden'))
     else:

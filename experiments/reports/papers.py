@@ -68,6 +68,7 @@ def runs(name: str) -> list[RunRecord]:
       'experiment': record['experiment'], 'method': contender, 'label': best.title, 'steps': record['equal_steps'],
       'recipe': record['recipe']['name'], 'recipe_kwargs': record['recipe']['kwargs'], 'model': record['model'],
       'corpus': record['data']['corpus'], 'optimizer': record['optimizer'], 'seconds': None,
+      'spent': {}, 'flip_rate': {}, 'sparse_steps': 0,
     }  # fmt: skip
     found += [run_of({**same, 'seed': seed, 'validation_loss': loss}) for seed, loss in best.losses.items()]
   return found
@@ -76,7 +77,6 @@ def runs(name: str) -> list[RunRecord]:
 def run_of(record: Mapping[str, Any]) -> RunRecord:
   """A run as its record tells it: losses without their curves, and the peak and the tail of flip rates."""
   scale = load_config(record['experiment']).recipe.flip_rate
-  sparse_end, flips = record.get('sparse_steps') or record['steps'], record.get('flip_rate')
   config = {
     'method': record['method'], 'label': record['label'], 'seed': record['seed'], 'steps': record['steps'],
     'model': record['model'], 'data': {'corpus': record['corpus']}, 'optimizer': record['optimizer'],
@@ -85,9 +85,7 @@ def run_of(record: Mapping[str, Any]) -> RunRecord:
   origin = {key: record.get(key) for key in ('device', 'python', 'versions', 'commit', 'command')}
   end: Sequence[Mapping[str, Any]] = ({'step': record['steps'], 'loss': record['validation_loss']},)
   summary = {
-    'seconds': record['seconds'], 'spent': record.get('spent', {}),
-    # Older tails are of the run's own sparse phase; where that ends a still older record does not say.
-    'flip_rate': {'end': sparse_end, **flips} if flips and 'sparse_steps' in record else {},
-    'sparse_end': sparse_end,
+    'seconds': record['seconds'], 'spent': record['spent'], 'flip_rate': record['flip_rate'],
+    'sparse_end': record['sparse_steps'] or record['steps'],
   }  # fmt: skip
   return RunRecord(Path(record['experiment']), config, origin, (), tuple(end), (), summary)

@@ -18,14 +18,16 @@ from experiments.reports.claims import half_width
 def title(record: Mapping[str, Any]) -> str:
   """The race, or tuned comparison, that a record is of.
 
-  >>> title({'size': '124m', 'equal_steps': 1200}), title({'size': 'wide2048', 'style': 'rotary', 'seconds': 55.0})
-  ('124m, gpt2, 1,200 steps each', 'wide2048, rotary, 55 s each')
+  >>> title({'size': '124m', 'style': 'gpt2', 'equal_steps': 1200})
+  '124m, gpt2, 1,200 steps each'
+  >>> title({'size': 'wide2048', 'style': 'rotary', 'equal_steps': None, 'seconds': 55.0})
+  'wide2048, rotary, 55 s each'
   """
-  steps = record.get('equal_steps')
+  steps = record['equal_steps']
   each = f'{steps:,} steps each' if steps else f'{record["seconds"]:g} s each'
   if 'experiment' in record:
     return f'{record["experiment"]}, {each}'
-  return f'{record["size"]}, {record.get("style", "gpt2")}, {each}'
+  return f'{record["size"]}, {record["style"]}, {each}'
 
 
 def read(path: Path) -> dict[str, list[dict[str, Any]]]:
@@ -324,7 +326,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       continue
     if all('shape' in r for r in records):
       print(f'{markdown(records)}\n')
-    seeds = steps_markdown if records[0].get('equal_steps') else seeds_markdown
+    seeds = steps_markdown if records[0]['equal_steps'] else seeds_markdown
     print(f'{seeds(records, options.against)}\n')
   return 0
 

@@ -18,11 +18,6 @@ RESULTS = Path(__file__).parents[1] / 'results'
 BENCHES = ('ffn', 'train_step')
 # Share of neurons that are dense in weight gradients.
 _PUBLISHED_DENSE_SHARE = 0.05
-# What records measured before the packers' roles had their names call them.
-_OLD_ROLES = {
-  'turn': 'transpose', 'turn_gradient': 'transpose_gradient', 'turn_24': 'transpose_24',
-  'turn_24_gradient': 'transpose_24_gradient',
-}  # fmt: skip
 
 
 def load(paths: Iterable[Path]) -> list[dict[str, Any]]:
@@ -47,29 +42,22 @@ def load(paths: Iterable[Path]) -> list[dict[str, Any]]:
 
 def identity(record: Record) -> list[Any]:
   """What was measured; of two records that agree in it the later counts."""
-  keys = 'bench device op model recipe activation pattern dtype weights shape layouts mode remat mesh'
+  keys = 'bench device op role model recipe activation pattern dense_features token_pattern dtype weights shape layouts'
+  keys += ' mode remat mesh sharding xla_flags'
   keys += ' layout process'  # of `best_steps`
-  # Older records of meshes leave out what was not asked for.
-  mesh = record.get('sharding', 'whole'), record.get('xla_flags') or ''
-  role = _OLD_ROLES.get(str(record.get('role')), record.get('role'))
-  return [*(record.get(key) for key in keys.split()), role, *mesh, dense_features(record), record.get('token_pattern')]
+  return [record.get(key) for key in keys.split()]
 
 
 def pattern(record: Record) -> str:
   """The pattern of a record's activations, with that along tokens or the share of dense neurons where it is not usual.
 
-  >>> pattern({'pattern': '128:2:8', 'dense_features': 0.2})
+  >>> pattern({'pattern': '128:2:8', 'dense_features': 0.2, 'token_pattern': None})
   '128:2:8 with 20% dense neurons'
   """
-  if record.get('token_pattern'):
+  if record['token_pattern']:
     return f'{record["pattern"]}, {record["token_pattern"]} along tokens'
-  share = dense_features(record)
+  share = record['dense_features']
   return record['pattern'] + ('' if share == _PUBLISHED_DENSE_SHARE else f' with {share:.0%} dense neurons')
-
-
-def dense_features(record: Record) -> float:
-  """The share of neurons that are dense in the weight gradients; older records of steps leave out the usual one."""
-  return record.get('dense_features', _PUBLISHED_DENSE_SHARE)
 
 
 def milliseconds(record: Record) -> float:

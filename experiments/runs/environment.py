@@ -58,7 +58,5 @@ def without_folders(environment: Mapping[str, Any]) -> dict[str, Any]:
   >>> without_folders({'command': 'python -m experiments compare --folder /data/runs --results=/data/r.jsonl'})
   {'command': 'python -m experiments compare --folder runs --results=r.jsonl'}
   """
-  if 'command' not in environment:
-    return dict(environment)
   parts = [re.sub(r'(^|=)/\S*/', r'\1', part) for part in shlex.split(environment['command'])]
   return {**environment, 'command': shlex.join(parts)}

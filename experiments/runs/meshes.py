@@ -43,8 +43,8 @@ class WeightRow(NamedTuple):
 
 
 def sizes(config: Config) -> dict[str, int]:
-  """Devices on each axis; a run from before there was 'model' has one."""
-  return {'data': config.mesh.data, 'fsdp': config.mesh.fsdp, 'model': config.mesh.get('model', 1)}
+  """Devices on each axis."""
+  return {'data': config.mesh.data, 'fsdp': config.mesh.fsdp, 'model': config.mesh.model}
 
 
 def make_mesh(config: Config) -> Mesh | None:

@@ -95,8 +95,8 @@ class RunRecord:
 
   @property
   def spent(self) -> Mapping[str, float]:
-    """What the seconds were spent on, see `progress.Stopwatch`; {} for runs from before they were told apart."""
-    return (self.summary or (self.timing[-1] if self.timing else {})).get('spent', {})
+    """What the seconds were spent on, see `progress.Stopwatch`; {} before the first line of metrics."""
+    return (self.summary or (self.timing[-1] if self.timing else {'spent': {}}))['spent']
 
   @property
   def tokens_per_s(self) -> float:
@@ -106,7 +106,7 @@ class RunRecord:
   @property
   def side_by_side(self) -> bool:
     """Whether the run shared its device with others, so that its seconds say nothing about speed."""
-    return ' experiments sweep ' in self.environment.get('command', '')
+    return ' experiments sweep ' in self.environment['command']
 
   @property
   def on_cpu(self) -> bool:
@@ -115,8 +115,8 @@ class RunRecord:
 
   @property
   def was_timed(self) -> bool:
-    """Whether the run is finished, and its seconds were told apart from beginning to end."""
-    return bool(self.summary and self.timing) and all('spent' in record for record in (self.summary, *self.timing))
+    """Whether the run is finished, and its folder has the seconds of each logged step."""
+    return bool(self.summary and self.timing)
 
   def training_seconds(self) -> tuple[list[int], list[float]]:
     """Logged steps from 0 on, and the seconds of training alone until each; of a run that `was_timed`."""
@@ -139,10 +139,8 @@ class RunRecord:
     return {when: {name: r[name] for name in kept if name in r} for when, r in chosen.items()}
 
   def flip_curve(self) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and overall flip rates, from the first comparison of masks on; older records have 0 before it, not null."""
+    """Steps and overall flip rates, from the first comparison of masks on."""
     pairs = [(record['step'], record['flip_rate']) for record in self.train if record['flip_rate'] is not None]
-    while pairs and pairs[0][1] == 0:
-      pairs.pop(0)
     return np.array([step for step, _ in pairs]), np.array([rate for _, rate in pairs])
 
   def flip_summary(self, end: int | None = None) -> dict[str, float]:

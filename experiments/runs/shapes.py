@@ -26,8 +26,8 @@ CONFIG: Shape = {
   'data': {'corpus': str, 'tokenizer': str, 'batch_size': COUNT, 'seq_len': COUNT},
   'recipe': {'name': str, 'kwargs': dict, 'flip_rate': str, 'dense_from': str, 'implementation': str},
 }  # fmt: skip
-ENVIRONMENT: Shape = {'device': str, 'python': str, 'versions': dict, 'command?': str | None, 'commit?': str | None}
-SUMMARY: Shape = {'validation_loss': float, 'seconds': float, 'spent?': _SPENT}
+ENVIRONMENT: Shape = {'device': str, 'python': str, 'versions': dict, 'command': str, 'commit': str | None}
+SUMMARY: Shape = {'validation_loss': float, 'seconds': float, 'spent': _SPENT}
 # By the kind of a record, beside its step.
 RECORDS: Mapping[str, Shape] = {
   'train': {
@@ -35,7 +35,7 @@ RECORDS: Mapping[str, Shape] = {
     'flip_rates': dict,
   },
   'validation': {'loss': float, 'phase': str},
-  'timing': {'seconds': float, 'tokens_per_s': float, 'spent?': _SPENT},
+  'timing': {'seconds': float, 'tokens_per_s': float, 'spent': _SPENT},
 }  # fmt: skip
 # A step that is not logged yet, `StepMetrics`; its numbers may be NaN or infinite where bad steps are skipped.
 _STEP = (int | float, int | float, int | float, int | float, [int | float], bool)

@@ -14,6 +14,7 @@ from experiments.race.search import Trial
 from experiments.reports import compare, report
 from experiments.reports import race_table as table
 from experiments.runs import build, metrics, train
+from experiments.runs.progress import SPENT_ON
 from tests.experiments.fakes import FakeData, temp_folder
 
 
@@ -24,9 +25,10 @@ def pretend(config, folder, *, data, programs):
   programs[:] = [*programs, f'{config.method} {rate:g} {decay:g}']
   loss = 1.0 + 0.1 * abs(math.log(rate / 2e-2)) + 0.01 * config.seed
   loss += 0.05 * abs(math.log(decay / 18e-3)) if decay else 0.0
-  content = {'config.json': config.to_dict(), 'environment.json': {'device': 'x', 'python': '3', 'versions': {}}}
+  environment = {'device': 'x', 'python': '3', 'versions': {}, 'commit': None, 'command': ''}
+  content = {'config.json': config.to_dict(), 'environment.json': environment}
   if rate < 3e-2:
-    content['summary.json'] = {'seconds': 1.0, 'validation_loss': loss}
+    content['summary.json'] = {'seconds': 1.0, 'spent': dict.fromkeys(SPENT_ON, 0.0), 'validation_loss': loss}
   for name, fields in content.items():
     (folder / name).write_text(json.dumps(fields))
   common = {'step': config.steps, 'loss': loss, 'phase': 'sparse'}

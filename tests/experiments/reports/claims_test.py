@@ -107,28 +107,26 @@ class VerdictTest(parameterized.TestCase):
     ((1e-2, 9e-3), 3333, 0, 'disagrees', 'open'),  # whatever the dense rate was
     ((1e-2, 2e-3), 3333, 0, 'open', 'open'),  # a sparse phase that ends before a dense run does
     ((1e-2, 5e-4), 3333, 0, 'open', 'open'),
-    ((1e-2, 5e-4), None, 3000, None, None),  # an older record
   )
   def test_flip_rates_of_records(self, flips, steps, dense_steps, settle, stay):
     common = {
       'experiment': 'nano', 'seed': 0, 'steps': 4000, 'model': {}, 'corpus': '', 'optimizer': {}, 'seconds': 1.0,
-      'validation_loss': 1.0,
+      'spent': {}, 'validation_loss': 1.0,
     }  # fmt: skip
 
     def runs(method, peak, tail, end):
       recipe, kwargs = method_table.METHODS[method].recipe, dict(method_table.METHODS[method].kwargs)
       record = {**common, 'method': method, 'label': method, 'recipe': recipe, 'recipe_kwargs': kwargs}
-      record['flip_rate'] = {'peak': peak, 'peak_step': 100, 'tail': tail}
-      return [papers.run_of(record if end is None else {**record, 'sparse_steps': end})]
+      record['flip_rate'] = {'peak': peak, 'peak_step': 100, 'tail': tail, 'end': end or record['steps']}
+      return [papers.run_of({**record, 'sparse_steps': end})]
 
     dense = runs('dense', 2e-2, 1e-3, dense_steps)
     for method, judge, expected in zip(('fst', 'fst_no_decay'), claims.OF_FLIPS, (settle, stay), strict=True):
       found = judge(runs(method, *flips, steps), dense)
       self.assertEqual(found and found[0], expected, method)
-    if settle:
-      said = claims.flips_in_short(runs('fst', *flips, steps), dense)
-      self.assertEqual(said, f'flip rate 1.0e-02 at its peak, {flips[1]:.1e} before step {steps:,}; dense 1.0e-03'
-                       f' before step {dense_steps or 4000:,}')
+    said = claims.flips_in_short(runs('fst', *flips, steps), dense)
+    self.assertEqual(said, f'flip rate 1.0e-02 at its peak, {flips[1]:.1e} before step {steps:,}; dense 1.0e-03'
+                     f' before step {dense_steps or 4000:,}')
 
   @parameterized.parameters(
     ({'masked_decay': 6e-3}, {'refresh_every': 40}, 1),

@@ -36,7 +36,8 @@ class MeasuredTest(absltest.TestCase):
     self.assertEqual(row[:2], ['m', '4.0'])
 
   def test_a_run_is_dense_for_the_rest_of_its_steps(self):
-    record = {'device': 'H100', 'model': 'm', 'pattern': '128:2:8', 'median_ms': 50.0, 'commit': '0' * 40,
+    record = {'device': 'H100', 'model': 'm', 'pattern': '128:2:8', 'dense_features': 0.05, 'token_pattern': None,
+              'median_ms': 50.0, 'commit': '0' * 40,
               'command': 'python -m experiments x', 'baselines': {'dense': {'median_ms': 100.0}}}  # fmt: skip
     *_, row = made(measured.runs, [record, record | {'device': 'H200', 'median_ms': 1.0}])
     self.assertEqual(row, ['m', '128:2:8', '2.00', '1.54'])  # 100 / (70 / 2 + 30)

@@ -46,9 +46,9 @@ class TableTest(absltest.TestCase):
 
   def test_a_contender_of_races_has_its_name_of_today(self):
     path = Path(temp_folder(self)) / 'race.jsonl'
-    race = {'size': 'wide2048', 'seconds': 40.0, 'contender': 'dense_124m', 'title': 'dense, 124M (86M on bytes)'}
+    race = {'size': 'wide2048', 'style': 'gpt2', 'equal_steps': None, 'seconds': 40.0, 'contender': 'dense_124m'}
     tuned = {'experiment': 'nano', 'equal_steps': 9, 'contender': 'fst', 'title': 'FST of then'}
-    records = [race, race | {'contender': 'gone', 'title': 'gone'}, tuned]
+    records = [race | {'title': 'dense, 124M (86M on bytes)'}, race | {'contender': 'gone', 'title': 'gone'}, tuned]
     path.write_text(''.join(json.dumps(record) + '\n' for record in records))
     found = [record['title'] for records in table.read(path).values() for record in records]
     self.assertEqual(found, ['dense, 124M (85M on bytes)', 'gone', 'FST of then'])

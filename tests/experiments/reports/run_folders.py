@@ -13,16 +13,16 @@ NAMES = ('h_0/mlp/c_fc/kernel', 'h_0/mlp/c_proj/kernel')
 
 
 def write_run(
-  folder, method, seed, final, *, base='nano', tail=1e-3, finished=True, second_per_step=0.0, device='1 x H100',
+  folder, method, seed, final, *, base='nano', tail=1e-3, finished=True, second_per_step=0.01, device='1 x H100',
   **overrides,
 ):  # fmt: skip
-  """A run folder of a given final loss, whose flip rate rises to 0.05 and falls to `tail`; older without a time."""
+  """A run folder of a given final loss, whose flip rate rises to 0.05 and falls to `tail`."""
   config = methods.configure(load_config(base), method, seed)
   config.update({'steps': 4000, **overrides})  # as many as its lines are of
   folder = Path(folder) / f'{method}-seed{seed}'
   folder.mkdir(parents=True)
   sparse_until = 3000 if method.startswith('fst') else (0 if 'dense' in config.recipe.name else 4000)
-  lines, timing, spent = [], [], {}
+  lines, timing = [], []
   for step in range(100, 4001, 100):
     rate = 0.05 * np.exp(-(((step - 600) / 300) ** 2)) + (tail if step > 600 else 0.01)
     loss = final + 2 * np.exp(-step / 500)
@@ -39,17 +39,18 @@ def write_run(
         'flip_rates': dict.fromkeys(NAMES, rate),
       }
     )
-    if second_per_step:
-      spent = {'spent': {'training': step * second_per_step, 'compiling': 31.0, 'evaluation': 7.0, 'checkpoints': 3.0}}
+    spent = {'spent': {'training': step * second_per_step, 'compiling': 31.0, 'evaluation': 7.0, 'checkpoints': 3.0}}
     timing.append({'step': step, 'kind': 'timing', 'seconds': step / 100, **spent, 'tokens_per_s': 9e4})
     if step % 500 == 0:
       lines.append({'step': step, 'kind': 'validation', 'loss': final if step == 4000 else loss, 'phase': phase})
   (folder / 'metrics.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in lines))
   (folder / 'timing.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in timing))
   (folder / 'config.json').write_text(json.dumps(config.to_dict()))
-  (folder / 'environment.json').write_text(
-    json.dumps({'device': device, 'python': '3.12.1', 'versions': {'jax': '0.11.2'}})
-  )
+  environment = {
+    'device': device, 'python': '3.12.1', 'versions': {'jax': '0.11.2'}, 'commit': None,
+    'command': 'python -m experiments train',
+  }  # fmt: skip
+  (folder / 'environment.json').write_text(json.dumps(environment))
   if finished:
     (folder / 'summary.json').write_text(json.dumps({'seconds': 40.0, 'validation_loss': final, **spent}))
   return folder

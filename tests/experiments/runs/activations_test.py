@@ -26,6 +26,7 @@ from experiments.runs import (
 )
 from experiments.runs.checkpoint import Checkpoints
 from experiments.runs.checkpoint_errors import CheckpointError
+from experiments.runs.progress import SPENT_ON
 import sparse24_jax as s24
 from tests.experiments.fakes import apply, FakeData, temp_folder
 
@@ -355,8 +356,10 @@ def write_run(folder, method, seed, final):
     lines.append(line)
   (folder / 'metrics.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in lines))
   (folder / 'config.json').write_text(json.dumps(config.to_dict()))
-  (folder / 'environment.json').write_text(json.dumps({'device': 'CPU', 'python': '3.12', 'versions': {'jax': '0'}}))
-  (folder / 'summary.json').write_text(json.dumps({'seconds': 40.0, 'validation_loss': final}))
+  environment = {'device': 'CPU', 'python': '3.12', 'versions': {'jax': '0'}, 'commit': None, 'command': ''}
+  (folder / 'environment.json').write_text(json.dumps(environment))
+  summary = {'seconds': 40.0, 'spent': dict.fromkeys(SPENT_ON, 10.0), 'validation_loss': final}
+  (folder / 'summary.json').write_text(json.dumps(summary))
 
 
 if __name__ == '__main__':

@@ -56,15 +56,13 @@ class ConfigTest(parameterized.TestCase):
     self.assertFalse(found['dense'].is_dense_of(found['wide']))
     self.assertFalse(found['ste'].is_dense_of(found['ste']))
 
-  @parameterized.parameters(None, 0.0)
-  def test_rates_begin_with_the_first_comparison(self, before):
-    """Whether a run wrote null before it or, as runs once did, 0."""
+  def test_rates_begin_with_the_first_comparison(self):
     folder = write_run(temp_folder(self), 'fst', 0, 1.2)
     file = folder / 'metrics.jsonl'
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     early = [line for line in lines if line['kind'] == 'train'][:3]
     for line in early:
-      line |= {'flip_rate': before, 'flip_rates': dict.fromkeys(line['flip_rates'], before)}
+      line |= {'flip_rate': None, 'flip_rates': dict.fromkeys(line['flip_rates'])}
     file.write_text(''.join(json.dumps(line) + '\n' for line in lines))
     run = records.read_run(folder)
     steps, rates = run.flip_curve()
