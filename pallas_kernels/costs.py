@@ -54,7 +54,7 @@ def _measured(device: str, folder: pathlib.Path) -> Mapping[str, float]:
   kept = [(path.parent.name == device, json.loads(path.read_text())) for path in paths]
   found: dict[str, float] = {}
   for _, record in sorted(kept, key=lambda pair: (pair[0], pair[1]['when'])):
-    found |= {COPY: record.get('pass_tb_s', record['copy_tb_s'])} | record['tb_s']  # which were one in older records
+    found |= {COPY: record['pass_tb_s']} | record['tb_s']
   return found
 
 

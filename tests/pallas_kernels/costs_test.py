@@ -45,13 +45,6 @@ class CostsTest(parameterized.TestCase):
       costs.write([record('a', tb_s) | dict(when=when)], self.path.with_name(f'memory_bound_{name}.json'))
     self.assertEqual(costs.expected_ms('gpu', 'a', 2_000_000_000, folder=self.folder), 0.505)
 
-  def test_older_records_know_one_bandwidth(self):
-    older = {name: value for name, value in HEAD.items() if name != 'pass_tb_s'}
-    self.path.write_text(json.dumps(older | {'tb_s': {}}))
-    costs._measured.cache_clear()
-    found = costs.expected_ms('gpu', costs.COPY, 2_000_000_000, folder=self.folder)
-    self.assertAlmostEqual(found, 2 / 3 + 0.005, places=12)
-
   def test_what_is_written_counts_at_once(self):
     self.assertEqual(costs.expected_ms('gpu', 'a', 2_000_000_000, folder=self.folder), 1.005)
     costs.write([record('a', 4.0)], self.path)
