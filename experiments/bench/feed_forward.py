@@ -40,12 +40,17 @@ class Case:
     return self.activation == 'silu'
 
   @property
+  def fp8(self) -> bool:
+    """Whether its matmuls are in FP8."""
+    return self.policy(None).precision == 'fp8'
+
+  @property
   def fields(self) -> dict[str, str]:
     """What records say of every case; the recipe by its constructor's name."""
     return dict(
       op='ffn', recipe={'fst': 'transposable_srste'}.get(self.method, self.method),
       activation='swiglu' if self.gated else self.activation,
-      dtype='float8' if self.method == 's_ste_fp8' else 'bfloat16',
+      dtype='float8' if self.fp8 else 'bfloat16',
     )  # fmt: skip
 
   def states(self, weights: Mapping[str, Array]) -> dict[str, Array]:

@@ -30,7 +30,7 @@ CASES = {
   for method in ('fst', 's_ste_fp8') for shape in SHAPES for activation in ('gelu', 'silu')
   for case in (Case(method, activation, shape),)
 }  # fmt: skip
-GROUPS = {'bf16': [n for n in CASES if n.startswith('fst')], 'fp8': [n for n in CASES if n.startswith('s_ste')]}
+GROUPS = {group: [name for name, case in CASES.items() if case.fp8 == (group == 'fp8')] for group in ('bf16', 'fp8')}
 
 
 def run(case: Case, options: Any, head: Mapping[str, Any], clock: _bench.Clock) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def _jobs(
   steps = {'sparse': (sparse_step(case, case.policy(implementation)), sparse_args)}
   for form in DENSE_FORMS:
     steps[f'dense {form}'] = dense_step(dense_block(case, form)), dense_args
-  if case.method == 's_ste_fp8':
+  if case.fp8:
     for form in ('plain', 'recompute'):
       steps[f'dense_fp8 {form}'] = dense_step(dense_block(case, form, fp8_dot)), dense_args
   return {name: (jax.jit(step), args) for name, (step, args) in steps.items()}

@@ -41,7 +41,8 @@ class Step:
     self.model = gpt2.GPT2(config) if case.family == 'gpt2' else llama.Llama(config)
     recipe = METHODS[method].recipe
     self.recipe = recipe(6e-5) if recipe else None
-    self.batch = (64 if tiny and 'neuron' in method else 4) if tiny else case.batch
+    policy = twins.activations(self.recipe) if self.recipe else None
+    self.batch = (policy.features.block if policy else 4) if tiny else case.batch
     self.moment = case.moment
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, config.vocab_size, (self.batch, config.seq_len + 1), dtype=np.int32)

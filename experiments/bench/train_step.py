@@ -78,7 +78,7 @@ def _record(
     )
   return dict(
     bench='train_step', **head, op='train_step', model=case.name, recipe=twins.recipe.name, **pattern,
-    parameters=layers.param_count(twins.state.params), dtype='float8' if 'fp8' in twins.recipe.name else 'bfloat16',
+    parameters=layers.param_count(twins.state.params), dtype=twins.dtype,
     shape=dict(batch=len(twins.tokens), length=twins.tokens.shape[1] - 1, layers=config.num_layers,
                d=config.embed_dim, hidden=config.hidden_dim, vocab=config.vocab_size),
     remat=config.remat, scan_layers=config.scan_layers, attention=config.attention,

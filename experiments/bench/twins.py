@@ -269,6 +269,11 @@ class Twins:
     self.state = jax.block_until_ready(jax.jit(init, out_shardings=held)())
     clock.lap('initialise')
 
+  @property
+  def dtype(self) -> str:
+    """In which the sparse twin multiplies by its sparse weights."""
+    return 'float8' if any(rule.policy.precision == 'fp8' for rule in self.recipe.rules) else 'bfloat16'
+
   def sparse(self) -> Array:
     """One sparse step; returns its loss."""
     program = self._search if self._searches and self._search else self.compiled['sparse']

@@ -205,16 +205,14 @@ def run_all(
       decide; before anything is trained.
   """
   base = load_checked(experiment, methods, tiny=tiny, overrides=overrides)
-  configs = {f'{method}-seed{seed}': configure(base, method, seed) for seed in seeds for method in expand(methods)}
+  configs = [configure(base, method, seed) for seed in seeds for method in expand(methods)]
   usual = load_config(experiment, tiny=tiny)
   folders = []
   programs: dict[str, list[Programs]] = {}
-  for name, config in configs.items():
-    method = name.rpartition('-seed')[0]
+  for config in configs:
     with config.unlocked():
-      config.name = name
-    config.label = '; '.join([config.label, *_changes(usual, base, method)])
-    shared = programs.setdefault(method, [])
-    train.train(config, Path(folder) / name, data=data, programs=shared)
-    folders.append(Path(folder) / name)
+      config.name = f'{config.method}-seed{config.seed}'
+    config.label = '; '.join([config.label, *_changes(usual, base, config.method)])
+    folders.append(Path(folder) / config.name)
+    train.train(config, folders[-1], data=data, programs=programs.setdefault(config.method, []))
   return folders

@@ -58,12 +58,12 @@ class RunRecord:
     return self.is_dense_of(self)
 
   def is_dense_of(self, other: 'RunRecord') -> bool:
-    """Whether another run is compared with this one: its method says so or, where one has none, the model."""
+    """Whether another run is compared with this one: by its method or, where one has none, by phases and model."""
     if self.method and other.method:
       return self.method == METHODS[other.method].baseline
-    # Blocks of sparse activations compute the same in another order.
+    # Without a method: the recipe has no sparse phase. Blocks of sparse activations compute the same in another order.
     models = ({k: v for k, v in run.config['model'].items() if k != 'ffn_order'} for run in (self, other))
-    return self.config['recipe']['name'] == 'dense' and next(models) == next(models)
+    return not s24.recipes.KNOWN[self.config['recipe']['name']].is_sparse and next(models) == next(models)
 
   @property
   def validation_loss(self) -> float:
