@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import formats
 from pallas_kernels._program import one_program
+from pallas_kernels.activations import ACTIVATIONS
 from pallas_kernels.operand import from_operand, SparseOperand, to_operand
 from pallas_kernels.prune.reference import ranks
 from pallas_kernels.vnm import format as fmt
@@ -104,13 +105,11 @@ def _members(ids: Array, m: int) -> Array:
 
 def squared_relu(x: Array) -> Array:
   """relu(x)^2 in float32, rounded once; a NaN passes. On a CPU XLA takes squares below 2^-126 for zero."""
-  r = _relu(x)
-  return (r * r).astype(x.dtype)
+  return _squared_relu_and_slope(x)[0].astype(x.dtype)
 
 
-def _relu(x: Array) -> Array:
-  x = x.astype(jnp.float32)
-  return jnp.where(x <= 0, 0.0, x)
+def _squared_relu_and_slope(x: Array) -> tuple[Array, Array]:
+  return ACTIVATIONS['squared_relu'].value_and_slope(x.astype(jnp.float32))
 
 
 @one_program('v', 'm', 'activation', 'masked', 'residuals')
@@ -122,8 +121,8 @@ def vnm_pack(
   if gradient is not None and pattern is not None:
     check_groups(pattern, False, name='pattern')
     if activation == 'squared_relu':
-      kept = _relu(decompress_operand(_with_values(pattern, x)))
-      gradient = (2 * gradient.astype(jnp.float32) * kept).astype(x.dtype)
+      _, slope = _squared_relu_and_slope(decompress_operand(_with_values(pattern, x)))
+      gradient = (gradient.astype(jnp.float32) * slope).astype(x.dtype)
     a = _pack_as(gradient, pattern)
     return a, decompress_operand(a) if masked else None, None, None
   a = _pack(squared_relu(x) if activation == 'squared_relu' else x, v=v, m=m)
