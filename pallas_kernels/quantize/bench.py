@@ -110,7 +110,7 @@ def matmuls(options: Any, write: Callable[[dict[str, Any]], None]) -> None:
     print(said, flush=True)
     op, implementation = ('fp8_dot', 'xla') if role == 'input_grad' else (SPARSE, _device.current().arch.kernel(SPARSE))
     write(dict(
-      bench='float8_products', op=op, role=role, shape=(tokens, d_in, d_out),
+      bench='float8_matmuls', op=op, role=role, shape=(tokens, d_in, d_out),
       dtype=jax.tree.leaves(arrays)[0].dtype.name,
       implementation=implementation, custom_calls=targets, tflops=flops / ms / 1e9, error=error, recipe='s_ste_fp8',
       baselines=baselines, **samples(times),

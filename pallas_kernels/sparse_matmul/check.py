@@ -9,13 +9,13 @@ from pallas_kernels import _checks, _device, _tuning
 from pallas_kernels.sparse_matmul import _own_kernel, _prepared, mosaic_gpu
 
 # A smaller matmul takes microseconds, and there are many of them: as dense, it costs nobody much.
-LEAST_PRODUCTS = 2**30
+LEAST_MULTIPLICATIONS = 2**30
 
 
 def outcome(device: _device.Device, key: Mapping[str, Any]) -> _checks.Entry | None:
   """The outcome for a problem; None if it is too small, no kernel takes its types, or the check failed."""
   p = _problem(**key)
-  if p.m * p.n * p.k < LEAST_PRODUCTS or not _takes(device, p):
+  if p.m * p.n * p.k < LEAST_MULTIPLICATIONS or not _takes(device, p):
     return None
   settings = _own_kernel.library_settings(p, device)
   return _checks.outcome(device, mosaic_gpu.OP, key, settings, lambda: _entry(p, device, settings))

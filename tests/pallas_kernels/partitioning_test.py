@@ -82,7 +82,7 @@ class SparseMatmulTest(parameterized.TestCase):
     ),
   )  # fmt: skip
   @pytest.mark.few(4)
-  def test_products_of_parts(self, kind, case):
+  def test_matmuls_of_parts(self, kind, case):
     of_a, of_b, layout, expected, of_d = case
     on, a, b = mesh(kind), sparse(0, 128, 128), integers(1, *((64, 128) if layout == 'nk' else (128, 64)))
     bias, scale = integers(2, 128), jnp.float32(2)

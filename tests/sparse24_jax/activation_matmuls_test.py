@@ -103,11 +103,11 @@ class PlanTest(parameterized.TestCase):
     self.assertEqual({asked_for for op in passes for asked_for in asked[op]}, {expected})
 
 
-class SixProductsTest(parameterized.TestCase):
-  """Every product finds a sparse operand; that is why neither transposable masks nor MVUE are needed."""
+class SixMatmulsTest(parameterized.TestCase):
+  """Every matmul finds a sparse operand; that is why neither transposable masks nor MVUE are needed."""
 
   def _operands(self, policy):
-    """(kind, sparse operand with the contracted axis last) of each product, recorded in eager mode."""
+    """(kind, sparse operand with the contracted axis last) of each matmul, recorded in eager mode."""
     seen = []
     make = acts.matmuls_of
 
@@ -175,7 +175,7 @@ class SixProductsTest(parameterized.TestCase):
     self.assertLess(3 * lost['two_of_four_tokens'], lost['vnm'])
 
   def test_no_weight_is_needed_sparse_both_ways(self):
-    # Each weight is sparse in one product only, along that product's sum: W1 along its input, W2 along its output.
+    # Each weight is sparse in one matmul only, along that matmul's sum: W1 along its input, W2 along its output.
     # The other way round both are dense operands, and are not 2:4 there: the mask need not be transposable.
     _, w_up, w_down, _ = draw()
     up, down = (p.apply(w, p.init(w)) for p, w in zip(projections_of(VNM).values(), (w_up, w_down), strict=True))

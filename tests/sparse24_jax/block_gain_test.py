@@ -47,14 +47,14 @@ COSTS = dict(amax=1, quantize_both=2, soft_threshold_pack8=4, mvue_pack8=8)
 
 
 @contextlib.contextmanager
-def recorded(product):
+def recorded(matmul):
   """Records with these times, and the choices that follow."""
 
   def lookup(device, op, key):
-    times = {name: ms for name, ms in product(device, op, key).items() if name != 'dense_bf16'}
+    times = {name: ms for name, ms in matmul(device, op, key).items() if name != 'dense_bf16'}
     return _records.Choice(min(times, key=times.__getitem__), None, key, 0.0) if times else None
 
-  with mock.patch.object(_records, 'expected_ms', product), mock.patch.object(_records, 'lookup', lookup):
+  with mock.patch.object(_records, 'expected_ms', matmul), mock.patch.object(_records, 'lookup', lookup):
     yield
 
 
@@ -64,14 +64,14 @@ def records(times8=None, *, wide=None, costs_of=None):
   times8 = TIMES8 if times8 is None else times8
   costs_of = COSTS if costs_of is None else costs_of
 
-  def product(device, op, key):
+  def matmul(device, op, key):
     assert (device, op) == ('gpu', 'sparse_matmul')
     if key['dtype'] == 'bfloat16':
       return dict(dense=wide) if wide else {}
     return next((dict(times8.get(role, {})) for role in KEYS8 if KEYS8[role] == key), {})
 
   with (
-    recorded(product),
+    recorded(matmul),
     mock.patch.object(costs, 'expected_ms', lambda device, op, size: costs_of[op] * size if op in costs_of else None),
   ):
     yield
@@ -190,12 +190,12 @@ class BlockTest(parameterized.TestCase):
     """Joined the other is faster; the op does not ask for that."""
     slower = {'dense': 'mosaic_gpu', 'mosaic_gpu': 'dense'}[faster]
 
-    def product(device, op, key):
+    def matmul(device, op, key):
       del device, op
       joined = 2 * 128 in (key['m'], key['n'], key['k'])
       return {faster: 4.0, slower: 1.0} if joined else {faster: 1.0, slower: 2.0}
 
-    with recorded(product), mock.patch.object(costs, 'expected_ms', lambda *_: 0.0):
+    with recorded(matmul), mock.patch.object(costs, 'expected_ms', lambda *_: 0.0):
       block = block_gain(64, 128, FP8, tokens=32, gated=True, device='gpu')
     times = {part.name: part.ms for part in block.chosen}
     self.assertEqual(times['y of up'], 4.0)
@@ -205,11 +205,11 @@ class BlockTest(parameterized.TestCase):
     (FST, dict(dense=3.0, mosaic_gpu=1.5), 3.0), (FP8, dict(dense=3.0, mosaic_gpu=1.5), 3.0), (FP8, {}, None),
   )  # fmt: skip
   def test_a_gate_and_up_that_were_not_measured_together_take_as_long_as_two(self, recipe, single, ms):
-    def product(device, op, key):
+    def matmul(device, op, key):
       del device, op
       return {} if 2 * 128 in (key['m'], key['n'], key['k']) else dict(single)
 
-    with recorded(product), mock.patch.object(costs, 'expected_ms', lambda *_: 0.0):
+    with recorded(matmul), mock.patch.object(costs, 'expected_ms', lambda *_: 0.0):
       block = block_gain(64, 128, recipe, tokens=32, gated=True, device='gpu')
     times = {part.name: part.ms for part in block.chosen}
     self.assertEqual((times['y of up'], times['dW of up']), (ms, ms))
@@ -265,7 +265,7 @@ class BlockTest(parameterized.TestCase):
     self.assertIn('one block: - sparse, - dense, - dense FP8', block_table(block))
 
   def test_a_gate_is_an_up_projection_twice_as_wide(self):
-    """Sums by hand over passes of a millisecond a byte and products of none."""
+    """Sums by hand over passes of a millisecond a byte and matmuls of none."""
     wide, t, d, h = 2, 32, 64, 128
     ops = (*COSTS, 'gated_silu_axis-1', 'gated_silu_backward_amax', 'gated_silu_backward_pack8', costs.COPY)
     zero = dict(dense=0.0, mosaic_gpu=0.0)

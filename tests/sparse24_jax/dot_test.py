@@ -59,12 +59,12 @@ def written_formulas(policy, x, w, state, dz, key) -> tuple[np.ndarray, ...]:
   tokens, sampled = x.reshape(-1, x.shape[-1]), dz.reshape(-1, dz.shape[-1])
   if policy.weight_grad == 'mvue':
     sampled = np.asarray(_mvue24(sampled, key))
-  products = [(x, projected), (dz, projected.T), (tokens.T, sampled)]
+  matmuls = [(x, projected), (dz, projected.T), (tokens.T, sampled)]
   if policy.precision == 'fp8':
     e4m3, e5m2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
     formats = ((e4m3, e4m3), (e5m2, e4m3), (e4m3, e5m2))
-    products = [tuple(map(fp8, pair, fmts)) for pair, fmts in zip(products, formats, strict=True)]
-  return tuple(oracles.wide(a) @ oracles.wide(b) for a, b in products)
+    matmuls = [tuple(map(fp8, pair, fmts)) for pair, fmts in zip(matmuls, formats, strict=True)]
+  return tuple(oracles.wide(a) @ oracles.wide(b) for a, b in matmuls)
 
 
 def loss(policy, w, x, state, key):

@@ -30,7 +30,7 @@ def kernels_of(jaxpr) -> list:
 class BlockTest(parameterized.TestCase):
 
   @parameterized.named_parameters(('gelu', 'gelu', False), ('swiglu', 'silu', True))
-  def test_six_sparse_products_and_nothing_moved(self, activation, gated):
+  def test_six_sparse_matmuls_and_nothing_moved(self, activation, gated):
     def step(x, weights, states, dy, key):
       def block(x, weights):
         return s24.ffn(

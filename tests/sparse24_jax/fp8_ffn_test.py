@@ -50,7 +50,7 @@ class FfnTest(parameterized.TestCase):
 
   @parameterized.parameters(('gelu', False, 'up'), ('silu', True, 'down'))
   @pytest.mark.slow
-  def test_a_dense_forward_of_either_product_leaves_the_block_as_it_is(self, activation, gated, dense):
+  def test_a_dense_forward_of_either_matmul_leaves_the_block_as_it_is(self, activation, gated, dense):
     def plan(policy, tokens, d_in, d_out, *_, **__):
       loses = (d_in, d_out) == SHAPES[dense]
       backends = Backends(None if loses else 'dense', None, 'dense')
@@ -59,10 +59,10 @@ class FfnTest(parameterized.TestCase):
     given = problem(gated=gated, biased=True)
     with (
       mock.patch.object(block_plan, 'plan_layer', plan),
-      mock.patch.object(fp8, '_dense_forward', side_effect=fp8._dense_forward) as products_by_xla,
+      mock.patch.object(fp8, '_dense_forward', side_effect=fp8._dense_forward) as matmuls_by_xla,
     ):
       found = jit(lambda *args: ffn_and_gradients.__wrapped__(CHOOSES, activation, *args))(*given, KEY)
-    products_by_xla.assert_called_once()
+    matmuls_by_xla.assert_called_once()
     assert_close(found, fp8_oracles.written_ffn(activation, *given, KEY, dense=dense), FLIPS)
 
   @pytest.mark.slow

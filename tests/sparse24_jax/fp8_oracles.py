@@ -26,7 +26,7 @@ def rounded(a, scale, dtype):
 
 
 def f8(a, dtype, largest=None):
-  """`a` in FP8, and what its products are multiplied with."""
+  """`a` in FP8, and what its matmuls are multiplied with."""
   scale, factor = scale_of(abs(a).max() if largest is None else largest, dtype)
   return rounded(a, scale, dtype), factor
 
@@ -47,12 +47,12 @@ def f8_sample(a, key, largest=None):
   return f8(sample, E5M2, 2 * (abs(a).max() if largest is None else largest))
 
 
-def sparse_product(a, b):
+def sparse_matmul(a, b):
   """Scaled in float32."""
   return a[0] @ b[0] * (a[1] * b[1])
 
 
-def dense_product(a, b):
+def dense_matmul(a, b):
   """Sums and scale are rounded to bfloat16 before they meet."""
   return bf16(bf16(a[0] @ b[0]) * bf16(a[1] * b[1]))
 
@@ -71,26 +71,26 @@ def wide(a):
 
 def written_dot(x, w, state, dz, key):
   """z, dx, dw; without a key dw is that of all of dz."""
-  product = dense_product if x.dtype == BF16 else sparse_product
+  matmul = dense_matmul if x.dtype == BF16 else sparse_matmul
   x, dz, w8 = f8(wide(x), E4M3), wide(dz), f8_weights([w], [state])
-  dx = product(f8(dz, E5M2), transposed(w8))
-  dw = product(transposed(x), f8(dz, E5M2)) if key is None else sparse_product(transposed(x), f8_sample(dz, key))
-  return sparse_product(x, w8), dx, dw
+  dx = matmul(f8(dz, E5M2), transposed(w8))
+  dw = matmul(transposed(x), f8(dz, E5M2)) if key is None else sparse_matmul(transposed(x), f8_sample(dz, key))
+  return sparse_matmul(x, w8), dx, dw
 
 
 def written_dense_dot(x, w, dz):
   """z, dx, dw of a layer without sparsity, the scale of the weight a power of two."""
-  product = dense_product if x.dtype == BF16 else sparse_product
+  matmul = dense_matmul if x.dtype == BF16 else sparse_matmul
   factor = np.exp2(np.ceil(np.log2(abs(oracles.wide(w)).max() / 448)))
   w8, x8, dz8 = (rounded(oracles.wide(w), 1 / factor, E4M3), factor), f8(wide(x), E4M3), f8(wide(dz), E5M2)
-  return product(x8, w8), product(dz8, transposed(w8)), product(transposed(x8), dz8)
+  return matmul(x8, w8), matmul(dz8, transposed(w8)), matmul(transposed(x8), dz8)
 
 
 def written_ffn(activation, x, weights, biases, states, dy, key, *, dense=None):
-  """y, dx, dW, db; what a step writes in bfloat16 is rounded to it. The forward of one role can be a dense product."""
+  """y, dx, dW, db; what a step writes in bfloat16 is rounded to it. The forward of one role can be a dense matmul."""
 
   def linear(role, a, w, bias):
-    return bf16(dense_product(a, w) + bias) if role == dense else sparse_product(a, w) + bias
+    return bf16(dense_matmul(a, w) + bias) if role == dense else sparse_matmul(a, w) + bias
 
   x, dy = f8(wide(x), E4M3), wide(dy)
   hidden_key, down_key = two_keys(key)
@@ -106,14 +106,14 @@ def written_ffn(activation, x, weights, biases, states, dy, key, *, dense=None):
   else:
     h = bf16(oracles.activation_and_slope(activation, z)[0])
     slope = oracles.activation_and_slope(activation, bf16(z))[1]
-  dh = dense_product(f8(dy, E5M2), transposed(down))
+  dh = dense_matmul(f8(dy, E5M2), transposed(down))
   dz = bf16(np.concatenate([dh * up * slope, dh * value], axis=1) if 'gate' in weights else dh * slope)
   steepest = None if 'gate' in weights else ACTIVATIONS[activation].steepest
   largest = abs(dz).max() if steepest is None else np.float32(steepest) * np.float32(abs(dh).max())
   dz8, h = f8(dz, E5M2, largest), f8(h, E4M3)
-  dw = sparse_product(transposed(x), f8_sample(dz, hidden_key, largest))
+  dw = sparse_matmul(transposed(x), f8_sample(dz, hidden_key, largest))
   dw = dict(zip(names, np.split(dw, len(names), axis=1), strict=True))
-  dw['down'] = sparse_product(transposed(h), f8_sample(dy, down_key))
+  dw['down'] = sparse_matmul(transposed(h), f8_sample(dy, down_key))
   db = dict(zip(names, np.split(dz8[0].sum(0) * dz8[1], len(names)), strict=True)) | {'down': dy.sum(0)}
-  dx = dense_product(dz8, transposed(first))
+  dx = dense_matmul(dz8, transposed(first))
   return linear('down', h, down, b_down), dx, dw, db if biases else {}

@@ -23,7 +23,7 @@ KERNELS = dataclasses.replace(SIMULATED, implementation='dense')  # their path, 
 CHOOSES = dataclasses.replace(SIMULATED, implementation=None)
 # One rounding of the result to bfloat16, and here and there a rounding that turned with the order of a sum.
 TOLERANCE = 5e-3
-# In a block such a turn goes on through products, and in e5m2 it is a quarter of a number.
+# In a block such a turn goes on through matmuls, and in e5m2 it is a quarter of a number.
 FLIPS = 1e-2
 # Three bits of mantissa in e4m3, two in e5m2, after scales that are not those of the simulation.
 NOISE = 0.15

@@ -1,4 +1,4 @@
-"""FP8 products on the kernels' path, against formulas written in NumPy and ml_dtypes, and against the simulation."""
+"""FP8 matmuls on the kernels' path, against formulas written in NumPy and ml_dtypes, and against the simulation."""
 
 import dataclasses
 import functools
@@ -73,7 +73,7 @@ class DotTest(parameterized.TestCase):
 
   @parameterized.parameters(BF16, jnp.float16)
   @pytest.mark.few
-  def test_a_dense_forward_is_the_same_product(self, dtype):
+  def test_a_dense_forward_is_the_same_matmul(self, dtype):
     x, w, dz = (a.astype(dtype) for a in (self.x, self.w, self.dz))
 
     def dense_forward(policy, tokens, d_in, d_out, *_, **__):
@@ -254,7 +254,7 @@ class DotTest(parameterized.TestCase):
     x = draw(0, 3, D)
     found = jit(lambda x: s24.dot(x, self.w, self.state, policy=KERNELS))(x)
     x8 = fp8_oracles.f8(fp8_oracles.wide(x), fp8_oracles.E4M3)
-    expected = fp8_oracles.sparse_product(x8, fp8_oracles.f8_weights([self.w], [self.state]))
+    expected = fp8_oracles.sparse_matmul(x8, fp8_oracles.f8_weights([self.w], [self.state]))
     assert_close(found, expected, TOLERANCE)
     self.assertEqual(jax.eval_shape(lambda x: s24.dot(x, self.w, self.state, policy=KERNELS), x[0]).shape, (OUT,))
 

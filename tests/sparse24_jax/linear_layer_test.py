@@ -133,8 +133,8 @@ class PlanTest(parameterized.TestCase):
       for dtype in (BF16, FP16):
         self.assertEqual(backends(FST, 16384, 4096, 16384, dtype), Backends(*('mosaic_gpu',) * 3))
 
-  def test_records_are_asked_for_the_products_that_run(self):
-    """m, n, k and layouts of each question are those of a product in the step."""
+  def test_records_are_asked_for_the_matmuls_that_run(self):
+    """m, n, k and layouts of each question are those of a matmul in the step."""
     asked, ran = [], []
 
     def candidates_for(m, n, k, *, dtype, out_dtype, b_layout, out_layout, device):
@@ -226,7 +226,7 @@ class PlanTest(parameterized.TestCase):
     for name, backend in BACKENDS.items():
       found = plan_layer(named(S_STE_FP8, name), 32, 64, 128, BF16)
       self.assertEqual((found.backends, type(found.precision)), (Backends(backend, None, backend), fp8.Fp8))
-    with gpu(records=lambda m, n, k, **_: ('dense',)):  # of 16 bits; the products in 8 bits were not measured
+    with gpu(records=lambda m, n, k, **_: ('dense',)):  # of 16 bits; the matmuls in 8 bits were not measured
       found = plan_layer(S_STE_FP8, 32, 64, 128, BF16)
       self.assertEqual((found.backends, type(found.precision)), (Backends('mosaic_gpu', None, 'mosaic_gpu'), fp8.Fp8))
     _dispatch.log_once.cache_clear()
@@ -340,7 +340,7 @@ class PackedWeightTest(parameterized.TestCase):
 
     self.assertEqual(float(jnp.abs(jax.jit(jax.grad(total))(self.w)).max()), 0)
 
-  def test_a_plain_product_takes_a_packed_weight_too(self):
+  def test_a_plain_matmul_takes_a_packed_weight_too(self):
     """A float32 layer on a GPU with kernels gets one, where `sparse_variables` packed for bfloat16."""
     x = jax.random.normal(KEY, (32, 64))
     packed = self.pack(self.w, self.mask, dtype=BF16)

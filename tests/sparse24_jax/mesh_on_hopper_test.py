@@ -72,7 +72,7 @@ class BlockTest(parameterized.TestCase):
     lines = hlo.splitlines()
     here = TOKENS // 2
     found = [result(line)[1] for line in calls(lines, SPARSE)]
-    first = (1 + gated) * HIDDEN  # gate and up are one product
+    first = (1 + gated) * HIDDEN  # gate and up are one matmul
     self.assertCountEqual(found, [(here, first), (here, HIDDEN), *[(here, D)] * 2, (D, first), (HIDDEN, D)])
     self.assertLen(calls(lines, TRITON), 4 + gated)
     self.assertNotRegex(hlo, r'__cublas|dot\(')

@@ -1,4 +1,4 @@
-"""Training on a mesh, by the kernels' path: one device's numbers, local products, one sum a weight gradient."""
+"""Training on a mesh, by the kernels' path: one device's numbers, local matmuls, one sum a weight gradient."""
 
 import dataclasses
 import functools
@@ -225,7 +225,7 @@ class BlockTest(parameterized.TestCase):
     x, dz = (rng.integers(-1, 2, shape).astype(BF16) for shape in ((8, d), (8, 2, hidden)))
 
     @jit
-    def products(forward, input_grad, x, dz):
+    def matmuls(forward, input_grad, x, dz):
       options = dict(backend='dense', dtype=BF16, precision=NATIVE)
       gate, up = (PackedWeight(None, *each) for each in zip(forward, input_grad, strict=True))
       return (
@@ -235,7 +235,7 @@ class BlockTest(parameterized.TestCase):
 
     given = put([w.forward for w in weights], on, 't'), put([w.input_grad for w in weights], on, None, 't')
     args = *given, put(x, on), put(dz, on, None, None, 't')
-    compiled = products.lower(*args).compile()
+    compiled = matmuls.lower(*args).compile()
     z, dx = compiled(*args)
     np.testing.assert_array_equal(z, np.stack([x.astype(float) @ w for w in dense], 1))
     np.testing.assert_array_equal(dx, sum(dz[:, i].astype(float) @ w.T for i, w in enumerate(dense)))
@@ -340,7 +340,7 @@ class TypesTest(parameterized.TestCase):
     self.assertEqual(jax.eval_shape(jax.grad(loss), x).sharding, jax.typeof(x).sharding)
 
   @parameterized.parameters((('Explicit', 'Auto'),), (('Auto', 'Explicit'),))
-  def test_meshes_with_axes_of_both_kinds_take_plain_products(self, kinds):
+  def test_meshes_with_axes_of_both_kinds_take_plain_matmuls(self, kinds):
     devices = np.array(jax.devices()[:4]).reshape(2, 2)
     on = Mesh(devices, ('d', 't'), axis_types=tuple(getattr(AxisType, kind) for kind in kinds))
     x, w = put(normal(0, 8, 8), on, 'd'), put(normal(1, 8, 8), on, None, 't')
@@ -352,7 +352,7 @@ class TypesTest(parameterized.TestCase):
       return jax.eval_shape(jax.grad(loss), w)
 
     plain = s24.DotPolicy(s24.magnitude(), weight_grad='mvue')
-    self.assertEqual(grad(plain).shape, w.shape)  # JAX finds no product of which it is open how it is divided
+    self.assertEqual(grad(plain).shape, w.shape)  # JAX finds no matmul of which it is open how it is divided
     with self.assertRaisesRegex(ValueError, 'all automatic or all explicit, this one has both'):
       grad(dataclasses.replace(plain, implementation='dense'))
 

@@ -51,7 +51,7 @@ def compiled_step(gradient, params, *args):
 @hopper.needs_plugins
 class CompiledTest(absltest.TestCase):
   @pytest.mark.slow
-  def test_products_of_a_step(self):
+  def test_matmuls_of_a_step(self):
     model, x, recipe = Block(), hopper.struct(TOKENS, D), recipe_of()
     params = jax.eval_shape(model.init, jax.random.key(0), x)['params']
     opt_state = jax.eval_shape(s24.sparse_training(optax.sgd(0.1), recipe, phase='sparse').init, params)

@@ -24,7 +24,7 @@ pytestmark = [
 TOKENS, D, HIDDEN = 8192, 2048, 8192
 POLICY = s24.ActivationPolicy(s24.VNM(128, 8), s24.VNM(128, 8), dense_features=0.05)
 TWO_OF_FOUR_TOKENS = s24.ActivationPolicy(s24.VNM(128, 8))  # the default
-# What XLA and the host name a launch of a V:N:M product.
+# What XLA and the host name a launch of a V:N:M matmul.
 PRODUCT = 'mosaic_gpu_v2'
 
 

@@ -75,7 +75,7 @@ class KernelsTest(parameterized.TestCase):
 
   # Under vmap a launch is in a loop; experts have one of their own. Without either each is a step of the plan, below.
   @parameterized.parameters(('vmap', 1), ('experts', 2))
-  def test_six_products_and_ten_passes(self, kind, times):
+  def test_six_matmuls_and_ten_passes(self, kind, times):
     scale = jax.ShapeDtypeStruct((2,), jnp.float32)
     args = [*(hopper.struct(2, *side) for side in SIDES), {'up': scale, 'down': scale}]
     with (

@@ -22,7 +22,7 @@ BLOCKS = s24.VNM(128, 8)
 POLICY = s24.ActivationPolicy(BLOCKS, BLOCKS, dense_features=0.05)
 TWO_OF_FOUR = s24.ActivationPolicy(BLOCKS)  # the default
 HEADLINE = (16384, 4096, 16384)
-# Milliseconds of each product: by a weight, by activations, by their transposes, and by two of four tokens of these.
+# Milliseconds of each matmul: by a weight, by activations, by their transposes, and by two of four tokens of these.
 WINS = (
   dict(dense=4.0, mosaic_gpu=3.0), dict(dense=5.0, mosaic_gpu=1.0), dict(dense=6.0, mosaic_gpu=2.0),
   dict(dense=7.0, mosaic_gpu=4.0),
@@ -32,7 +32,7 @@ NOTHING = ({}, {}, {}, {})
 
 @contextlib.contextmanager
 def records(times=WINS, *, pass_ms=lambda op, size: 0.0):
-  """These times of products, asked for with the keys of `POLICY` and then of two of four tokens, and of passes."""
+  """These times of matmuls, asked for with the keys of `POLICY` and then of two of four tokens, and of passes."""
   pair = dict(pattern='128:2:8', dtype='bfloat16', out_dtype='bfloat16', out_layout='mn')
   keys = (
     dict(m=H, n=T, k=D, dtype='bfloat16', out_dtype='bfloat16', b_layout='nk', out_layout='nm'),
@@ -41,7 +41,7 @@ def records(times=WINS, *, pass_ms=lambda op, size: 0.0):
     dict(m=H, n=D, k=T, dtype='bfloat16', out_dtype='bfloat16', b_layout='kn', out_layout='nm'),
   )
 
-  def product(device, op, key):
+  def matmul(device, op, key):
     assert device == H100.slug
     (i,) = (i for i, known in enumerate(keys) if key == known)
     assert op == ('vnm_matmul' if i in (1, 2) else 'sparse_matmul')
@@ -50,7 +50,7 @@ def records(times=WINS, *, pass_ms=lambda op, size: 0.0):
   fastest = min(times[0], key=times[0].get, default='dense')
   with (
     mock.patch.object(gain.sparse_matmul, 'candidates_for', lambda **_: (fastest, 'dense')),
-    mock.patch.object(_records, 'expected_ms', product),
+    mock.patch.object(_records, 'expected_ms', matmul),
     mock.patch.object(costs, 'expected_ms', lambda device, op, size: pass_ms(op, size)),
   ):
     yield
@@ -66,7 +66,7 @@ class ExpectedTest(parameterized.TestCase):
     plan = gain.NeuronLevelPlan(policy, T, D, H, 'bfloat16', 'mosaic_gpu', 'mosaic_gpu')
     return gain.expected(plan, H100.slug)
 
-  def test_products(self):
+  def test_matmuls(self):
     with records():
       found = self._expected(dataclasses.replace(POLICY, dense_features=0))
     # H and dY, Z and dX, dW1 and dW2.
@@ -77,7 +77,7 @@ class ExpectedTest(parameterized.TestCase):
     with records():
       self.assertEqual(self._expected(dataclasses.replace(POLICY, dense_features=0.5)).expected_ms, 12 + 6)
 
-  def test_products_with_two_of_four_tokens(self):
+  def test_matmuls_with_two_of_four_tokens(self):
     with records():
       found = self._expected(TWO_OF_FOUR)
       some = self._expected(dataclasses.replace(TWO_OF_FOUR, dense_features=0.5))
@@ -109,14 +109,14 @@ class ExpectedTest(parameterized.TestCase):
     self.assertEqual(seen[-1], (costs.COPY, 5 * T * H * 2))
 
   @parameterized.parameters((POLICY, 0), (POLICY, 1), (POLICY, 2), (TWO_OF_FOUR, 3))
-  def test_a_product_that_was_not_measured(self, policy, i):
+  def test_a_matmul_that_was_not_measured(self, policy, i):
     times = [*WINS]
     times[i] = {}
     with records(times):
       self.assertIsNone(self._expected(policy))
 
   @parameterized.parameters((POLICY, 1), (POLICY, 2), (TWO_OF_FOUR, 3))
-  def test_a_product_that_loses(self, policy, i):
+  def test_a_matmul_that_loses(self, policy, i):
     times = [*WINS]
     times[i] = dict(dense=1.0, mosaic_gpu=1.0)
     with records(times):
@@ -189,7 +189,7 @@ class WhyDenseTest(parameterized.TestCase):
       self.assertRegex(why_dense(tokens=256, hidden=256), 'no matmuls of bfloat16 near these')
       self.assertRegex(gain.plan_neurons(POLICY, *HEADLINE, jnp.float32).plain, 'no matmuls of float32')
 
-  def test_passes_take_what_products_gain(self):
+  def test_passes_take_what_matmuls_gain(self):
     with gpu():
       # 30 ms dense and 12.6 with the kernels, and what takes a pass of the rest.
       for ms, message in ((4.0, None), (5.0, r'27\.600 ms are expected of the kernels and 30\.000 of dense')):

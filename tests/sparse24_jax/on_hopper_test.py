@@ -148,7 +148,7 @@ class TrainingStepTest(parameterized.TestCase):
 
   @parameterized.named_parameters(('gelu', False, False), ('swiglu_fp8', True, True))
   @pytest.mark.slow
-  def test_no_product_runs_twice_where_residuals_are_stacked(self, gated, fp8):
+  def test_no_matmul_runs_twice_where_residuals_are_stacked(self, gated, fp8):
     class Layer(nn.Module):
       @nn.compact
       def __call__(self, x, _):
@@ -180,7 +180,7 @@ class TrainingStepTest(parameterized.TestCase):
     hlo = compiled(gradient, params, opt_state, x, struct(2, dtype=jnp.uint32))
     # FP8 keeps the input gradients dense.
     self.assertLen(calls(hlo.splitlines(), SPARSE), 4 if fp8 else 6)
-    # Three weights, and gate and up are one product; or two, both ways, as one call each.
+    # Three weights, and gate and up are one matmul; or two, both ways, as one call each.
     self.assertLen(calls(computations(hlo)['ENTRY'], TRITON), 3 if fp8 else 2)
 
   @parameterized.parameters(

@@ -63,7 +63,7 @@ def entry(role, choice):
 
 @contextlib.contextmanager
 def recorded(choices=None, device=A100):
-  """A machine with this GPU and records of the three products, with XLA for what only a GPU runs."""
+  """A machine with this GPU and records of the three matmuls, with XLA for what only a GPU runs."""
   with tempfile.TemporaryDirectory() as name:
     path = pathlib.Path(name) / device.slug / 'sparse_matmul.json'
     if choices is not None:
@@ -88,7 +88,7 @@ def backend(choice):
 class ChoiceTest(parameterized.TestCase):
 
   @parameterized.product(choices=CHOICES, dtype=('bfloat16', 'float16'), device=(A100, L40S))
-  def test_products_follow_the_records_of_the_gpu(self, choices, dtype, device):
+  def test_matmuls_follow_the_records_of_the_gpu(self, choices, dtype, device):
     w = {'w': {'kernel': jax.ShapeDtypeStruct((D_IN, D_OUT), 'float32')}}
     recipe = s24.Recipe('r', (s24.Rule('.*', FST),))
     with recorded(choices, device):
@@ -147,7 +147,7 @@ class CheckedTest(absltest.TestCase):
       mock.patch.object(_checks, '_is_here', lambda device: device == A100),
       mock.patch.dict(_checks._made, clear=True),
       mock.patch.dict(os.environ, {_disk_cache.VARIABLE: 'off'}),
-      mock.patch.object(check, 'LEAST_PRODUCTS', 1),
+      mock.patch.object(check, 'LEAST_MULTIPLICATIONS', 1),
       mock.patch.object(check, '_entry', checked),
       mock.patch.object(_passes_check, 'right', lambda device: packers),
     ):
@@ -171,11 +171,11 @@ class CheckedTest(absltest.TestCase):
     self.assertIn('checked here: 2.00 times dense', explain(block))
 
 
-class ProductTest(parameterized.TestCase):
+class MatmulTest(parameterized.TestCase):
 
   @parameterized.parameters((CHOICES[0], jnp.float16), (CHOICES[1], jnp.bfloat16))
   @pytest.mark.few
-  def test_three_products(self, choices, dtype):
+  def test_three_matmuls(self, choices, dtype):
     x, w, dz = (normal(*shape, seed=i, dtype=dtype) for i, shape in enumerate(
       ((TOKENS, D_IN), (D_IN, D_OUT), (TOKENS, D_OUT))
     ))  # fmt: skip

@@ -206,7 +206,7 @@ class TrainingTest(parameterized.TestCase):
     self.assertEqual(shares[:5] + shares[8:], [1.0] * 4 + [0.5] + [1.0] * 2)
     np.testing.assert_allclose(shares[5:8], 0.2, atol=0.01)
 
-  def test_the_recipe_reaches_all_three_products(self):
+  def test_the_recipe_reaches_all_three_matmuls(self):
     params = {name: {'kernel': normal(0, (16, 16))} for name in ('attn', 'mlp')}
     make = functools.partial(s24.recipes.mixed_sparsity, total_steps=1000, structure='transposable', refresh_every=10)
     recipe = make('(attn|mlp)/.*', mvue_path='mlp/.*')

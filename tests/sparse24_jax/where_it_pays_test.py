@@ -41,20 +41,20 @@ def struct(*shape: int, dtype='float32'):
 
 @contextlib.contextmanager
 def records(*, packing=lambda op, size: 0.0, **times):
-  """Times of each product, by role, and of packing passes."""
+  """Times of each matmul, by role, and of packing passes."""
 
-  def product(device, op, key):
+  def matmul(device, op, key):
     assert (device, op) == ('gpu', 'sparse_matmul')
     (role,) = (r for r in ROLES if key == expected_key(r))
     return dict(times.get(role, {}))
 
   def candidates_for(device, **key):
-    times_of = product(device.slug, 'sparse_matmul', key)
+    times_of = matmul(device.slug, 'sparse_matmul', key)
     fastest = min(times_of, key=times_of.__getitem__, default='dense')
     return ('dense',) if fastest == 'dense' else (fastest, 'dense')
 
   with (
-    mock.patch.object(_records, 'expected_ms', product),
+    mock.patch.object(_records, 'expected_ms', matmul),
     mock.patch.object(api, 'candidates_for', candidates_for),
     mock.patch.object(costs, 'expected_ms', lambda device, op, size: packing(op, size)),
   ):
@@ -189,7 +189,7 @@ class ChoiceTest(parameterized.TestCase):
     (dict(dense=3.0), 'mosaic_gpu', None), ({}, 'mosaic_gpu', None),
   )
   def test_of_a_sampled_gradient(self, times, chosen, ms):
-    """A record that prefers the dense product leaves it to the kernel that takes every operand."""
+    """A record that prefers the dense matmul leaves it to the kernel that takes every operand."""
     with records(weight_grad=times):
       role = gain_of(RECIPES['s_ste']).roles[2]
     self.assertEqual((role.chosen, role.sparse_ms, role.dense_ms), (chosen, ms, times.get('dense')))
@@ -266,7 +266,7 @@ class SumTest(parameterized.TestCase):
     self.assertEqual(layer.gain, 15.0 / layer.expected_ms)
     self.assertEqual((layer.path, layer.shape, layer.layers), ('mlp/up/kernel', (64, 128), 1))
 
-  def test_a_product_that_loses_costs_its_dense_time_and_no_packing(self):
+  def test_a_matmul_that_loses_costs_its_dense_time_and_no_packing(self):
     slow = {role: dict(dense=1.0, mosaic_gpu=2.0) for role in ROLES}
     with records(packing=lambda op, size: 1000.0, **slow):
       layer = gain_of(RECIPES['dense_weight_grad'])

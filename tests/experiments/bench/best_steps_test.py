@@ -32,7 +32,7 @@ class BestStepsTest(parameterized.TestCase):
   def test_operations_of_a_step(self):
     step = Step(CASES['gpt2-124m'], 'dense', Layout.named('scan'), tiny=False)
     weights, tokens = 12 * 12 * 768**2 + 50304 * 768, 32 * 1024
-    # Two products of 2 d operations a pair of positions, of which there are half; three times that with gradients.
+    # Two matmuls of 2 d operations a pair of positions, of which there are half; three times that with gradients.
     attention = 12 * 3 * 2 * 2 * 768 * 1024 / 2
     self.assertEqual(step.flops, (6 * weights + attention) * tokens)
 

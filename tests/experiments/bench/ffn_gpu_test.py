@@ -44,7 +44,7 @@ def wide(tree):
 
 
 def run(step, *args):
-  """With products in float32 where arguments are."""
+  """With matmuls in float32 where arguments are."""
   with jax.default_matmul_precision('highest' if jax.tree.leaves(args)[0].dtype == F32 else 'default'):
     return jax.jit(step)(*args)
 

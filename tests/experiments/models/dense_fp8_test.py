@@ -1,4 +1,4 @@
-"""The dense FP8 baseline is near the exact product, and its gradients are."""
+"""The dense FP8 baseline is near the exact matmul, and its gradients are."""
 
 from absl.testing import absltest
 import jax
@@ -18,7 +18,7 @@ class DenseFp8Test(absltest.TestCase):
     self.assertEqual(float(jnp.abs(plain.astype(jnp.float32)).max()), 448.0)
     np.testing.assert_allclose(plain.astype(jnp.float32) * factor, x, rtol=1 / 16, atol=1e-3)
 
-  def test_product_and_gradients_are_near(self):
+  def test_matmul_and_gradients_are_near(self):
     keys = jax.random.split(jax.random.key(0), 3)
     x, w, dz = (jax.random.normal(k, s) for k, s in zip(keys, ((64, 32), (32, 48), (64, 48)), strict=True))
     found = jax.vjp(dense_fp8.fp8_dot, x, w)

@@ -68,10 +68,10 @@ class StepOptionsTest(parameterized.TestCase):
     params = params_of('gpt2')
     expected, found = gradient(False)(params), gradient('dots')(params)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), found, expected)
-    products = [str(jax.make_jaxpr(gradient(remat))(params)).count('dot_general') for remat in (False, 'dots', True)]
-    self.assertLess(products[0], products[2])
-    # Attention's two products have batches, and are cheap to make again.
-    self.assertLess(products[1], products[2])
+    matmuls = [str(jax.make_jaxpr(gradient(remat))(params)).count('dot_general') for remat in (False, 'dots', True)]
+    self.assertLess(matmuls[0], matmuls[2])
+    # Attention's two matmuls have batches, and are cheap to make again.
+    self.assertLess(matmuls[1], matmuls[2])
 
   def test_normalised_queries_and_keys_do_not_grow_with_their_weights(self):
     model = make('gpt2', qk_norm=True, residual_dtype='float32')
@@ -105,7 +105,7 @@ class StepOptionsTest(parameterized.TestCase):
     expected = apply(make('gpt2', tied=False), {'params': larger}, tokens())
     np.testing.assert_allclose(apply(model, {'params': params}, tokens()), expected, atol=1e-5)
 
-  def test_fp8_products_and_logits_in_bfloat16_stay_near(self):
+  def test_fp8_matmuls_and_logits_in_bfloat16_stay_near(self):
     expected = apply(make('gpt2'), {'params': params_of('gpt2')}, tokens())
     for options in (dict(fp8_linear=True), dict(logits_dtype='bfloat16')):
       found = apply(make('gpt2', **options), {'params': params_of('gpt2')}, tokens())

@@ -298,7 +298,7 @@ class MethodsTest(parameterized.TestCase):
     ('neuron_level', 0.5, 0.25), ('neuron_level_24', 0.5, 0.5), ('activations_24', 1.0, 0.5)
   )  # fmt: skip
   def test_flops_by_hand(self, method, by_weight, by_activations):
-    """One product with the weight, one with the activations, and one with these and 5% of the neurons whole."""
+    """One matmul with the weight, one with the activations, and one with these and 5% of the neurons whole."""
     config = methods.configure(experiment.load_config('nano'), method, 0)
     config.recipe.kwargs.update({'warmup_fraction': 0.25, 'dense_fraction': 0.25})
     curve = flops.of_experiment(config, recipes.make_recipe(config), vocab_size=256)

@@ -20,7 +20,7 @@ KERNELS = {
   'soft_threshold_kernel': ([BF16, jnp.float32, BF16, U32], dict(GROUPS_DOWN=True), 4),
   'mvue_kernel': ([BF16, U32, BF16, U32], {}, 2),
 }
-# For compute capability 9.0: the sparse float8 product is Hopper's.
+# For compute capability 9.0: the sparse float8 matmul is Hopper's.
 FLOAT8_KERNELS = {
   'soft_threshold8_kernel': ([BF16, F32, E4M3, U32, E4M3], dict(GROUPS_DOWN=True), 4),
   'mvue8_kernel': ([BF16, U32, F32, E5M2, U32, E5M2], {}, 2),

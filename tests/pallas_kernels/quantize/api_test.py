@@ -1,4 +1,4 @@
-"""Rounding to float8: scales, the reference against ml_dtypes, and what XLA makes of the dense product."""
+"""Rounding to float8: scales, the reference against ml_dtypes, and what XLA makes of the dense matmul."""
 
 import functools
 import re
@@ -107,7 +107,7 @@ class QuantizeTest(parameterized.TestCase):
 class Fp8DotTest(parameterized.TestCase):
 
   @parameterized.parameters((E5M2, E4M3, jnp.bfloat16, 4e-3), (E4M3, E4M3, jnp.float32, 1e-6))
-  def test_is_the_scaled_product(self, a_dtype, b_dtype, out_dtype, tolerance):
+  def test_is_the_scaled_matmul(self, a_dtype, b_dtype, out_dtype, tolerance):
     a = gaussian(0, (48, 64)).astype(a_dtype)
     b = gaussian(1, (32, 64)).astype(b_dtype)
     found = np.asarray(api.fp8_dot(a, b, jnp.float32(0.3), jnp.float32(7.0), out_dtype=out_dtype))

@@ -1,4 +1,4 @@
-"""Rounding to float8 and the dense float8 product on a GPU: `pytest -m gpu`."""
+"""Rounding to float8 and the dense float8 matmul on a GPU: `pytest -m gpu`."""
 
 from absl.testing import absltest, parameterized
 import jax

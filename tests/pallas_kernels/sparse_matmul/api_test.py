@@ -133,7 +133,7 @@ class MeaningTest(parameterized.TestCase):
     for f, e in zip(found, expected, strict=True):
       np.testing.assert_allclose(f, e, rtol=1e-4, atol=1e-5)
 
-  def test_derivative_is_that_of_the_dense_product(self):
+  def test_derivative_is_that_of_the_dense_matmul(self):
     a, b, _ = _inputs()
     bias = np.linspace(-1, 1, 6, dtype=np.float32)
 

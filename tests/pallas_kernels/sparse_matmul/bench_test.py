@@ -43,7 +43,7 @@ def _times(f, args, iterations):
 
 
 def _stand_in(wrong):
-  """A product by XLA for the kernel with a setting, off by 2% for settings in `wrong`."""
+  """A matmul by XLA for the kernel with a setting, off by 2% for settings in `wrong`."""
   def sparse(p, config, *_):
     def f(a, b):
       d = api.sparse_matmul(
@@ -95,7 +95,7 @@ class TuneTest(parameterized.TestCase):
 
   @parameterized.parameters(('forward', 'float8_e4m3fn'), ('weight_grad', 'float8_e5m2'))
   @pytest.mark.few
-  def test_in_8_bits_the_dense_product_of_16_bits_is_timed_and_never_chosen(self, role, dtype):
+  def test_in_8_bits_the_dense_matmul_of_16_bits_is_timed_and_never_chosen(self, role, dtype):
     spec = arg_specs.Spec(64, 128, 192, role, jnp.dtype(dtype))
     p = _prepared.problem(spec)
     self.assertEqual((p.b_dtype.name, p.b_layout, p.row_scale), ('float8_e4m3fn', 'nk', True))
@@ -103,7 +103,7 @@ class TuneTest(parameterized.TestCase):
 
     def times(f, args, iterations):
       seen.append(args[-1].dtype.name)
-      # The dense product of 16 bits is the fastest, and kernels are faster than that of 8 bits.
+      # The dense matmul of 16 bits is the fastest, and kernels are faster than that of 8 bits.
       return [0.5 if args[-1].dtype == jnp.bfloat16 else 1.0 if isinstance(args[0], jax.Array) else 0.75] * iterations
 
     with (

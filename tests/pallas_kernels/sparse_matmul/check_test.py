@@ -53,7 +53,7 @@ class CheckTest(parameterized.TestCase):
     folder = self.enter_context(tempfile.TemporaryDirectory())
     self.kept = pathlib.Path(folder) / 'kept'
     self.enter_context(mock.patch.dict(os.environ, {_disk_cache.VARIABLE: str(self.kept)}))
-    self.enter_context(mock.patch.object(check, 'LEAST_PRODUCTS', 1))
+    self.enter_context(mock.patch.object(check, 'LEAST_MULTIPLICATIONS', 1))
     self.enter_context(mock.patch.object(_checks, '_is_here', lambda device: True))
     self.enter_context(mock.patch.object(_prepared, 'gap_s', lambda p, iterations: 0.0))
     self.enter_context(mock.patch.object(_tuning, 'let_others_profile', lambda: None))
@@ -116,7 +116,7 @@ class CheckTest(parameterized.TestCase):
     self._on(machine)
     with mock.patch.dict(os.environ, {_checks.VARIABLE: 'off'}):
       self.assertEqual(self._candidates(), ('dense',))
-    with mock.patch.object(check, 'LEAST_PRODUCTS', 2**30):
+    with mock.patch.object(check, 'LEAST_MULTIPLICATIONS', 2**30):
       self.assertEqual(self._candidates(), ('dense',))
     with mock.patch.object(_checks, '_is_here', lambda device: False):
       self.assertEqual(self._candidates(), ('dense',))

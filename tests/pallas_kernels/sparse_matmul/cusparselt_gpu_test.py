@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(_absent()), reason=_absen
 
 
 def _problem(m, n, k, dtype, b_layout='nk', seed=0):
-  """A compressed, B, and their product by NumPy."""
+  """A compressed, B, and their matmul by NumPy."""
   rng = np.random.default_rng(seed)
   keep = np.argsort(rng.random((m, k // 4, 4)), axis=-1) < 2
   w = jnp.asarray(rng.standard_normal((m, k)), jnp.float32).astype(dtype)

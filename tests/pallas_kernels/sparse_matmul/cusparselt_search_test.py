@@ -18,7 +18,7 @@ _WRONG, _UNSTABLE, _FAILS = 3, 1, 4
 
 
 class _Algorithm:
-  """The product by one setting: its result, and how long it says it takes."""
+  """The matmul by one setting: its result, and how long it says it takes."""
 
   def __init__(self, config):
     self.config, self.calls = config, 0

@@ -55,7 +55,7 @@ def zeros_of_both_signs(values):
 
 
 class _Meaning:
-  """Stands in for `jax.ffi.ffi_call`: a blob that is the matrix itself, and a product that notes what it is given.
+  """Stands in for `jax.ffi.ffi_call`: a blob that is the matrix itself, and a matmul that notes what it is given.
 
   As a compressor may, `compress` keeps the first two entries of a group that have any bit set, and -0.0 has one.
   """
@@ -124,7 +124,7 @@ class MeaningTest(parameterized.TestCase):
     self._run(a, b, jnp.asarray(np.linspace(-1, 1, 40, dtype=np.float32)), activation=activation, out_layout='nm')
 
   @parameterized.parameters('float8_e4m3fn', 'float8_e5m2')
-  def test_float8_with_an_epilogue_keeps_a_float32_product(self, dtype):
+  def test_float8_with_an_epilogue_keeps_a_float32_matmul(self, dtype):
     a, b = _problem(40, 24, 64, dtype, 'nk')
     scales = jnp.asarray(np.linspace(0.5, 2, 40, dtype=np.float32)), jnp.float32(0.25)
     self._run(a, b, None, *scales, activation='gelu', out_dtype=jnp.dtype('bfloat16'))

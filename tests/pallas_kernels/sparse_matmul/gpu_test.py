@@ -87,7 +87,7 @@ class MmaSpTest(parameterized.TestCase):
   @parameterized.product(
     activation=(None, 'gelu', 'silu', 'relu', 'squared_relu'), bias=(True, False), out_dtype=('bfloat16', 'float32')
   )
-  def test_mma_sp_and_what_follows_the_product(self, **meaning):
+  def test_mma_sp_and_what_follows_the_matmul(self, **meaning):
     case = _in_16_bits(0) | dict(m=130, n=70, k=132, keep_preactivation=meaning['activation'] is not None) | meaning
     self.assertIsNone(verify.check(case, 'mosaic_gpu_sm80')[1])
 

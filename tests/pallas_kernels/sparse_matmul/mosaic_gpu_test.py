@@ -212,7 +212,7 @@ class RefusalTest(parameterized.TestCase):
       )
 
 
-# Layers' products by the name of their test; what `_report` takes, and the wgmma in the program.
+# Layers' matmuls by the name of their test; what `_report` takes, and the wgmma in the program.
 _PROGRAMS = {
   'default': ((8192, 8192, 8192), _BF16, mosaic_gpu.Config(), {}, 8),
   'split': ((8192, 8192, 8192), _BF16, mosaic_gpu.Config(split=4, slots=2), {}, 8),

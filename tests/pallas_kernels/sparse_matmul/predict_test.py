@@ -37,7 +37,7 @@ class PredictTest(parameterized.TestCase):
     self.assertLess(statistics.median(losses), 1.02)
     self.assertLess(max(losses), 1.2)
 
-  def test_long_products_are_predicted_to_a_twentieth(self):
+  def test_long_matmuls_are_predicted_to_a_twentieth(self):
     ratios = [
       _predict.predicted_us(p, c) / us for p, times in _measured() for c, us in times.items()
       if us > 150 and p.a_dtype == _BF16

@@ -24,7 +24,7 @@ class DenseTest(parameterized.TestCase):
     self.enter_context(mock.patch.object(_prepared, 'gap_s', lambda p, iterations: 0.0))
 
   @parameterized.product(dtype=(_BF16, _E4M3), b_layout=('nk', 'kn'), out_layout=('mn', 'nm'))
-  def test_every_way_is_the_product(self, dtype, b_layout, out_layout):
+  def test_every_way_is_the_matmul(self, dtype, b_layout, out_layout):
     p = _problem(24, 32, 40, dtype, b_layout, out_layout)
     rng = np.random.default_rng(0)
     # Sums of integers up to 256 are exact in bfloat16, however they are made.

@@ -40,7 +40,7 @@ class VerifyTest(parameterized.TestCase):
     super().setUp()
     self.out = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory())) / 'verify.jsonl'
     self.enter_context(contextlib.redirect_stdout(io.StringIO()))
-    # Small ones, since NumPy's product is made of each.
+    # Small ones, since NumPy's matmul is made of each.
     draw = verify.random_problem
     self.enter_context(mock.patch.object(
       verify, 'random_problem', lambda *args: draw(*args) | dict(m=24, n=16, k=64)))

@@ -27,16 +27,16 @@ class BenchTest(parameterized.TestCase):
       options = ['--out', str(out), '--tiny', '--rounds', '2', '--steps', '2', '--select', *names]
       self.assertEqual(command.main(['bench', 'vnm_matmul', *options]), 0, said.getvalue())
       records = [json.loads(line) for line in out.read_text().splitlines()]
-    product, forward, pull_back, transpose, columns = records
+    matmul, forward, pull_back, transpose, columns = records
     self.assertEqual([r['bench'] for r in records], ['vnm_matmul', *['memory_bound'] * 4])
     for record in records:
       self.assertContainsSubset(('device', 'versions', 'commit', 'command', 'samples_ms', 'pattern', 'recipe'), record)
       self.assertLen(record['samples_ms'], 4)  # every one
       self.assertFalse(record['headline'])
-    self.assertLessEqual(product['error'], 4e-3)
-    self.assertEqual([*product['baselines']], ['dense', 'dense_without_zeros'])
-    ratio = product['baselines']['dense']['median_ms'] / product['median_ms']
-    self.assertAlmostEqual(product['speedup'], ratio, places=3)
+    self.assertLessEqual(matmul['error'], 4e-3)
+    self.assertEqual([*matmul['baselines']], ['dense', 'dense_without_zeros'])
+    ratio = matmul['baselines']['dense']['median_ms'] / matmul['median_ms']
+    self.assertAlmostEqual(matmul['speedup'], ratio, places=3)
     # x [128, 256] read; a quarter of it twice, 2 bits for each of these, int32 of kept columns and of counts written.
     self.assertEqual(forward['bytes'], 65536 + 2 * 65536 // 4 + 128 * 64 // 4 + 2 * 128 * 4 + 256 * 4)
     # The gradient, what was kept of x and the positions read, values written.

@@ -15,7 +15,7 @@ from pallas_kernels.sparse_attention.patterns import Pattern
 from tests.pallas_kernels import triton_interpreter
 from tests.pallas_kernels.sparse_attention.masked_form import masked_form
 
-# Weights are rounded before their product and results after it; partial results once more.
+# Weights are rounded before their matmul and results after it; partial results once more.
 TOLERANCE = {jnp.bfloat16: 8e-3, jnp.float16: 1e-3}
 
 
@@ -43,7 +43,7 @@ def numbers_from_tensors() -> None:
   interpreter._patch_lang_tensor = with_index
 
 
-def products_of_bfloat16() -> None:
+def matmuls_of_bfloat16() -> None:
   """The interpreter takes bfloat16 for its bits, and multiplies these as whole numbers."""
   from triton import language as tl
   from triton.runtime import interpreter
@@ -63,7 +63,7 @@ def small_tiles(kernel, count, size):
 
 def setUpModule():
   numbers_from_tensors()
-  products_of_bfloat16()
+  matmuls_of_bfloat16()
 
 
 class InterpretedTest(parameterized.TestCase):
