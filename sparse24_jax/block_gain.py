@@ -104,7 +104,7 @@ def _shared(activations: Mapping[str, ActivationPolicy | None], recipe: Recipe) 
 BLOCK_LEGEND = (
   'The block is its layers with what stands between them, which goes into the matmuls where they are fused. sparse: as'
   ' the recipe runs it in its sparse steps, with all packing; dense: in bfloat16; dense FP8: with the rounding of all'
-  ' operands. Of a part, by its name stands what multiplies: a sparse kernel, such as mosaic_gpu, or dense.'
+  ' operands. Each matmul stands with its kernel: a sparse one, such as mosaic_gpu, or dense.'
 )
 
 

@@ -30,8 +30,8 @@ def only_where_it_pays(
   Blocks with sparse activations are kept too: they choose for themselves.
 
   Layers of one feed-forward block are counted together, see `block_gain`, all others alone, see `where_it_pays`. A
-  recipe that `bind` made knows the blocks; one whose gate and up are one weight is counted by its layers. Of a recipe
-  by itself layers are taken for a block if they stand in one module and have one policy, and if they are all of it that
+  recipe that `bind` made knows the blocks; one whose gate and up are one weight is counted by its layers. For a recipe
+  by itself, layers are a block if they stand in one module and have one policy, and if they are all of it that
   map d features to h or h to d: one back, `down`, and one or two there, `up` and `gate`. Shapes tell no more: query and
   output projections of attention, 1024 x 2048 and 2048 x 1024 in one module, count as a block then. Layers that no
   kernel serves are counted alone.

@@ -4,7 +4,7 @@ Each is one of the programs beside this file (or of `pallas_kernels`) in a proce
 takes longer than it may. What is measured lies in FOLDER, a JSON-lines file and a log a measurement; the same command
 goes on where it ended. `python -m experiments.bench keep FOLDER/*.jsonl` puts the records in place of older ones.
 
-Of that page it leaves out power and clock, whose driver is not kept.
+It leaves out that page's power and clock, whose driver is not kept.
 """
 
 import argparse

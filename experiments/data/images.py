@@ -6,7 +6,7 @@
                is scaled to `size` and the middle cut out
   another name such as 'cifar10', 'imagenette/160px-v2' or 'imagenet2012': prepared by TFDS
 
-Of the packages' images every fifth is held out.
+Every fifth of the packages' images is held out.
 """
 
 from collections.abc import Mapping, Sequence

@@ -76,7 +76,7 @@ class RunRecord:
 
   @property
   def sparse_end(self) -> int:
-    """Last logged step of the sparse phase; the last step of all for runs without one. Of a record what it keeps."""
+    """Last logged step of the sparse phase; the last step of all without one; what a record keeps."""
     if not self.train:
       return (self.summary or {}).get('sparse_end', 0)
     sparse = [record['step'] for record in self.train if record['phase'] == 'sparse']

@@ -10,8 +10,8 @@ divided by parameters and tokens. Links have the rates that their makers state, 
   S (1 - 1/K) / (G network) + S (1 - 1/G) / nvlink, with 50 GB/s of network (one port of NDR InfiniBand) and 450 GB/s of
   NVLink 4 a GPU, each way; an all-reduce is both, one after the other.
 - Data parallelism needs one all-reduce of the gradients, 4 P bytes. FSDP gathers weights for each micro-batch: a dense
-  one twice, forward and backward, 2 bytes each time. Of a sparse one it gathers the packed matrix, 9/8 bytes, forward,
-  the packed transpose backward, and the matrix again where gate and up are recomputed: 2 2/3 times on average, 3 bytes.
+  one twice, forward and backward, 2 bytes each time. A sparse one is packed, 9/8 bytes a time: the matrix forward, its
+  transpose backward, and the matrix again where gate and up are recomputed: 2 2/3 times on average, 3 bytes.
   It reduces and scatters gradients, 4 bytes. Tensor parallelism needs, for each micro-batch and layer, two all-reduces
   of the tokens' activations, 2 t d bytes, within a machine.
 - For each parameter a GPU holds 4 bytes of the parameter, 8 of its moments, 4 of its gradient, and 1 of its mask if it

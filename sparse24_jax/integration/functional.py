@@ -89,13 +89,13 @@ def verify_weights(params: Any, recipe: Recipe) -> dict[str, float]:
 
   Args:
     params: parameters that are projected: those of `project`, or of an exported checkpoint, nested or flat, whose names
-      have `/` between their parts: of PyTorch's `layers.0.w1` give `{name.replace('.', '/'): w ...}`.
+      have `/` between their parts. For PyTorch's `layers.0.w1` give `{name.replace('.', '/'): w ...}`.
     recipe: of the run. One that `bind` made knows along which axes; one by itself serves kernels with two axes, as in
       `project`.
 
   Returns:
-    Path of each sparse weight to the share of its entries that are zero, to six digits. Of a recipe without a pattern
-    of 2:4, such as `rigl`, the shares are all there is to check.
+    Path of each sparse weight to the share of its entries that are zero, to six digits. If the recipe has no 2:4
+    pattern, as `rigl`, the shares are all there is to check.
 
   Raises:
     ValueError: names the first weight that is not 2:4 along what its matmul contracts (of a transposable projection

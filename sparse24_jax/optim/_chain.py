@@ -45,8 +45,8 @@ class Tried(NamedTuple):
 def try_chain(optimizer: optax.GradientTransformation, params: Any, *, decays: bool = False) -> Tried:
   """What the updates of a chain do to sparse weights.
 
-  It does a few steps and compares as a run does, but looks at all weights. Of the parameters only shapes, dtypes and
-  shardings matter, so that neither their size nor what gradients they have hides a change.
+  It does a few steps and compares as a run does, but looks at all weights. Only shapes, dtypes and shardings of the
+  parameters matter, so that neither their size nor what gradients they have hides a change.
 
   Args:
     optimizer: the chain.

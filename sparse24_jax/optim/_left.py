@@ -10,8 +10,8 @@ The first sum has entries as they are, and shows the smallest change. In the oth
 square of such a sum of changes is on average the sum of their squares (Alon, Matias and Szegedy, 1996), so they show
 how far weights are from those that were left, be it by changes that cancel in a plain sum, as those of a run do.
 
-Not all is seen. Of many weights eight are looked at. A change below the tolerance for rounding is none: with bfloat16
-parameters most updates are below a weight's own rounding, and so is what a small factor behind makes of them.
+Not all is seen. If there are many weights, eight are looked at. A change below the tolerance for rounding is none: with
+bfloat16 parameters most updates are below a weight's own rounding, and so is what a small factor behind makes of them.
 """
 
 from collections.abc import Iterator, Sequence

@@ -108,7 +108,7 @@ def get_flip_rate(opt_state: Any) -> FlipRate:
   """The flip rates in `opt_state`, however deep their state is wrapped; `per_weight` by path. Works inside jit.
 
   They are measured at every `refresh_every`-th step of the recipe (`Recipe.flip_rate`), and are NaN before the first of
-  these. Of a state of shapes, as `jax.eval_shape` of `init` makes it, they are shapes.
+  these. If the state holds shapes, as `jax.eval_shape` of `init` makes it, so do they.
 
   Raises:
     ValueError: the state holds no `SparseTrainingState`, or several; or, outside of jit, it shows that the masks are

@@ -249,7 +249,7 @@ def _parts_are_named(params: Any) -> Iterator[None]:
     absent, entries = _left_out(params)
     if absent:
       raise ValueError(
-        f'{error}. Of these parameters {absent} of {entries} entries are left out, as optax.multi_transform,'
+        f'{error}. {absent} of the {entries} entries of these parameters are left out, as optax.multi_transform,'
         ' partition and masked around sparse_training do; it takes all of them, with those inside:'
         ' sparse_training(optax.multi_transform(...), recipe)'
       ) from error
