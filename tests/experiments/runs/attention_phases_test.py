@@ -1,16 +1,12 @@
 """A recipe whose phases name attention patterns: training and evaluation run under the pattern of the phase."""
 
-import contextlib
-import io
 import json
 import pathlib
-import tempfile
 
 from absl.testing import absltest, parameterized
 from ml_collections import ConfigDict
 import pytest
 
-from experiments.bench import attention
 from experiments.runs import build, experiment, programs, train
 import sparse24_jax as s24
 from tests.experiments.fakes import FakeData, temp_folder
@@ -72,32 +68,6 @@ class AttentionPhasesTest(parameterized.TestCase):
   def test_refuses_before_training(self, attention, message):
     with self.assertRaisesRegex(ValueError, message):
       build.make_parts(config(attention=attention), data=FakeData())
-
-
-class BenchTest(parameterized.TestCase):
-  @parameterized.parameters('combined-1k', 'local-4k', 'fixed-16k')
-  @pytest.mark.few
-  def test_record(self, case):
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()) as out:
-      path = pathlib.Path(folder) / 'x.jsonl'
-      argv = ['--out', str(path), '--tiny', '--rounds', '1', '--steps', '2', '--select', case]
-      self.assertEqual(attention.main(argv), 0, out.getvalue())
-      record = json.loads(path.read_text())
-    self.assertEqual(record['implementation'], 'blocks')  # no GPU here
-    self.assertRegex(record['refused']['triton'], 'compute capability|cannot be imported')
-    self.assertEqual(set(record['baselines']), {'full'})
-    for errors in record['error'].values():
-      self.assertLess(max(errors.values()), 1e-5)
-
-  def test_a_case_that_would_end_too_late_is_not_begun(self):
-    now, took = [0.0], {'a': 3.0, 'b': 5.0, 'c': 2.0, 'd': 1.0}
-    for seconds, expected in ((0, 'abcd'), (100, 'abcd'), (14, 'abc'), (10, 'ab'), (2, 'a')):
-      found = ''
-      for name, in_time in attention.within(list(took), seconds, lambda: now[0]):
-        if in_time:
-          found += name
-          now[0] += took[name]
-      self.assertEqual(found, expected)
 
 
 if __name__ == '__main__':
