@@ -18,7 +18,7 @@ import sys
 from typing import Any
 
 from pallas_kernels import _device, _processes, _records, _triton
-from pallas_kernels.arch import ARCHS
+from pallas_kernels.arch import kernels_of
 from pallas_kernels.ops import Op, OPS
 
 
@@ -47,8 +47,7 @@ def _parser() -> argparse.ArgumentParser:
   verify.add_argument('--seed', type=int, default=0)
   verify.add_argument('--seconds', type=float, default=math.inf, help='after which no problem is begun')
   verify.add_argument('--out', type=pathlib.Path, help='gets one record of the run')
-  kernels = sorted({kernel for arch in ARCHS if (kernel := arch.kernel('sparse_matmul'))})
-  verify.add_argument('--implementation', choices=kernels, help="(default: the GPU's)")
+  verify.add_argument('--implementation', choices=sorted(kernels_of('sparse_matmul')), help="(default: the GPU's)")
   measured = command('records', 'print what was measured of sparse_matmul')
   measured.add_argument('--tuned', type=pathlib.Path, default=_records.TUNED, help='folder of tuned records')
   return parser

@@ -117,7 +117,7 @@ def _packed(
 def check_float8() -> None:
   """NotImplementedError on a GPU without the conversion to float8."""
   device = _device.current()
-  if device.platform == 'gpu' and not device.arch.float8:
+  if device.platform == 'gpu' and 1 not in device.arch.itemsizes:
     raise NotImplementedError(f'float8 needs compute capability 8.9, {device.name} has {device.capability}')
 
 

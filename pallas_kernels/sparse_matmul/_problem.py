@@ -5,8 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from pallas_kernels.arch import SM_90A
-from pallas_kernels.mosaic.sizes import ceil, CONSUMERS
+from pallas_kernels.mosaic.sizes import ceil, CONSUMERS, SHARED_MEMORY
 from pallas_kernels.sparse_matmul import _schedule
 
 
@@ -138,8 +137,8 @@ def check_config(p: Problem, c: Config) -> None:
     # By steps each consumer has half of the stages.
     (c.stages > c.delay * (CONSUMERS if c.halves == 'k' else 1),
      f'stages={c.stages} must exceed delay={c.delay}' + (', a consumer' if c.halves == 'k' else '')),
-    (shared_memory_bytes(p, c) <= SM_90A.shared_memory,
-     f'{c.stages} stages need {shared_memory_bytes(p, c)} bytes of shared memory of {SM_90A.shared_memory}'),
+    (shared_memory_bytes(p, c) <= SHARED_MEMORY,
+     f'{c.stages} stages need {shared_memory_bytes(p, c)} bytes of shared memory of {SHARED_MEMORY}'),
   ]
   for ok, message in rules:
     if not ok:

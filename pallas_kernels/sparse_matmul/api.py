@@ -93,7 +93,7 @@ def sparse_matmul(
   _dispatch.check_out_dtype(out_dtype)
   if keep_preactivation and activation is None:
     raise ValueError('keep_preactivation=True needs an activation, found activation=None: Z would be D')
-  implementation = _dispatch.backend_of(OP, implementation, BACKENDS)
+  implementation = _dispatch.backend_of(OP, implementation, BACKENDS, a.dtype.itemsize)
   if isinstance(a, formats.Compressed24):
     a = operand.rows_first(a)
   candidates = (implementation,) if implementation else candidates_for(
@@ -224,7 +224,8 @@ def chosen(key: Mapping[str, Any], device: _device.Device, *, check: bool = True
 
 def checked(key: Mapping[str, Any], device: _device.Device) -> _checks.Entry | None:
   """What a check finds of a problem; None where records have something near, or where none can be made."""
-  if _records.lookup(device.slug, OP, key) is not None or not _checks.possible(device, OP):
+  itemsize = jnp.dtype(key['dtype']).itemsize
+  if _records.lookup(device.slug, OP, key) is not None or not _checks.possible(device, OP, itemsize):
     return None
   return _dispatch.load('pallas_kernels.sparse_matmul.check:outcome')(device, key)
 

@@ -67,7 +67,7 @@ def bench(selection: str, out: pathlib.Path, folder: pathlib.Path = _records.TUN
     if not compiled:
       print(f'{p.key}: not measured, no kernel of this package takes it on {device.name}', flush=True)
       continue
-    ready = _prepared.prepare(p, compiled, p.m + p.n + 1, _own_kernel.name(device))
+    ready = _prepared.prepare(p, compiled, p.m + p.n + 1, _own_kernel.name(device, p.a_dtype.itemsize))
     x, runs = ready.x, [*ready.sparse, ready.dense]
     dense = 'dense' if p.a_dtype.itemsize == 2 else 'dense_fp8'
     # Half of the entries of `ready.dense` are zeros, which take less power; those of a dense weight are not.

@@ -15,7 +15,9 @@ LEAST_PRODUCTS = 2**30
 def outcome(device: _device.Device, key: Mapping[str, Any]) -> _checks.Entry | None:
   """The outcome for a problem; None if it is too small, no kernel takes its types, or the check failed."""
   p = _problem(**key)
-  if p.m * p.n * p.k < LEAST_PRODUCTS or not _takes(device, p):
+  narrow = p.a_dtype.itemsize == 1
+  taken = device.arch.kernel(mosaic_gpu.OP, p.a_dtype.itemsize) is not None and not (narrow and p.b_layout == 'kn')
+  if p.m * p.n * p.k < LEAST_PRODUCTS or not taken:
     return None
   settings = _own_kernel.library_settings(p, device)
   return _checks.outcome(device, mosaic_gpu.OP, key, settings, lambda: _entry(p, device, settings))
@@ -27,14 +29,10 @@ def _problem(m: int, n: int, k: int, dtype: str, out_dtype: str, b_layout: str, 
   return mosaic_gpu.Problem(m, n, k, a, b, jnp.dtype(out_dtype), b_layout, out_layout, row_scale=eight_bit)
 
 
-def _takes(device: _device.Device, p: mosaic_gpu.Problem) -> bool:
-  return p.a_dtype.itemsize in _own_kernel.module(device).ITEMSIZES and (p.a_dtype.itemsize > 1 or p.b_layout == 'nk')
-
-
 def _entry(p: mosaic_gpu.Problem, device: _device.Device, settings: list[Any]) -> _checks.Entry:
   compiled = _own_kernel.compiled(p, device, settings)
   try:
-    ready = _prepared.prepare(p, compiled, p.m + p.k, _own_kernel.name(device))
+    ready = _prepared.prepare(p, compiled, p.m + p.k, _own_kernel.name(device, p.a_dtype.itemsize))
     return _tuning.tune(
       p.key, ready.dense, ready.sparse, ready.expected, _prepared.timer(p), finalists=1,
       quick=dict(rounds=1, iterations=5, gap_s=_prepared.gap_s(p, 5)),

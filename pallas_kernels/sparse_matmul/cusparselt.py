@@ -179,15 +179,15 @@ def _without_negative_zeros(a: Array) -> Array:
 
 
 def _check_device(device: _device.Device, dtype: Any) -> None:
-  arch = device.arch
-  takes, since = (arch.float8, '8.9') if jnp.dtype(dtype).itemsize == 1 else (arch.since_ampere, '8.0')
-  if device.platform != 'gpu' or not takes:
+  if jnp.dtype(dtype).name not in (*_WIDE, *_NARROW):
+    raise NotImplementedError(f'A must be bfloat16, float16 or float8 (e4m3fn, e5m2), found {jnp.dtype(dtype)}')
+  itemsize = jnp.dtype(dtype).itemsize
+  if itemsize not in device.arch.itemsizes:
+    since = {1: '8.9', 2: '8.0'}[itemsize]
     raise NotImplementedError(
       f'cuSPARSELt multiplies {jnp.dtype(dtype)} on NVIDIA GPUs of compute capability {since} and later, this is'
       f' {device.name} with {device.capability[0]}.{device.capability[1]}'
     )
-  if jnp.dtype(dtype).name not in (*_WIDE, *_NARROW):
-    raise NotImplementedError(f'A must be bfloat16, float16 or float8 (e4m3fn, e5m2), found {jnp.dtype(dtype)}')
 
 
 def _check_types(a: jnp.dtype, b: jnp.dtype, out: jnp.dtype, b_layout: str) -> None:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _device, _records, formats, operand
+from pallas_kernels.arch import WGMMA
 from pallas_kernels.mosaic.sizes import ceil
 from pallas_kernels.sparse_matmul._kernel import build
 from pallas_kernels.sparse_matmul._predict import default_config, H100_SMS, of_neighbour
@@ -21,8 +22,7 @@ from pallas_kernels.sparse_matmul._problem import Config, fits, for_outputs, Pro
 __all__ = ['Config', 'Problem', 'build', 'default_config', 'fits', 'for_outputs', 'sparse_matmul']
 
 Array = jax.Array
-OP = 'sparse_matmul'
-ITEMSIZES = (1, 2)
+OP = WGMMA.op
 
 
 def sparse_matmul(
@@ -63,9 +63,9 @@ def sparse_matmul(
     ValueError: `config` cannot be built for this problem.
   """
   device = device or _device.current()
-  if not (interpret or device.arch.sparse_instruction == 'wgmma'):
+  if not (interpret or WGMMA in device.arch.kernels):
     other = device.arch.kernel(OP)
-    instead = f'; implementation={other!r} takes bfloat16 and float16 there' if other else ''
+    instead = f'; implementation={other.backend!r} takes bfloat16 and float16 there' if other else ''
     raise NotImplementedError(
       f'sparse wgmma needs compute capability 9.0, {device.name} has {device.capability}{instead}'
     )
@@ -78,7 +78,7 @@ def sparse_matmul(
     )
     return jax.tree.map(jnp.transpose, d)
   a = operand.to_operand(a) if isinstance(a, formats.Compressed24) else a
-  operand.check_layout(a)
+  operand.check_layout(a, layout=WGMMA.layout)
   (m, k), n = a.shape, b.shape[0 if b_layout == 'nk' else 1]
   column_scale = b_scale is not None and b_scale.ndim == 1
   p = Problem(

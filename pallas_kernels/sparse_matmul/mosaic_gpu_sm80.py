@@ -23,13 +23,13 @@ import jax.numpy as jnp
 
 from pallas_kernels import _compat as compat
 from pallas_kernels import _device, formats, operand
+from pallas_kernels.arch import MMA_SP
 from pallas_kernels.mosaic import asm as ptx
 from pallas_kernels.mosaic import wgmma_sp
 from pallas_kernels.mosaic.sizes import ceil
 from pallas_kernels.sparse_matmul import reference
 
 Array = jax.Array
-ITEMSIZES = (2,)
 _PTX_TYPE = {'bfloat16': 'bf16', 'float16': 'f16'}
 
 
@@ -165,12 +165,12 @@ def sparse_matmul(
     NotImplementedError: no GPU of compute capability 8.0 to 9.0, or types other than bfloat16 and float16.
   """
   device, config = device or _device.current(), config or Config()
-  if device.arch.sparse_instruction not in ('mma.sp', 'wgmma'):
+  if MMA_SP not in device.arch.kernels:
     raise NotImplementedError(f'tried on compute capability 8.0 to 9.0 only, {device.name} has {device.capability}')
   if a.dtype.name not in _PTX_TYPE or a.dtype != b.dtype:
     raise NotImplementedError(f'mma.sp here multiplies pairs of bfloat16 or float16, not {a.dtype} x {b.dtype}')
   a = operand.to_operand(a) if isinstance(a, formats.Compressed24) else a
-  operand.check_layout(a)
+  operand.check_layout(a, layout=MMA_SP.layout)
   b = b if b_layout == 'nk' else b.T
   (m, k), n = a.shape, b.shape[0]
   whole_m, whole_n, whole_k = (ceil(size, tile) * tile for size, tile in ((m, config.bm), (n, config.bn), (k, _BK)))

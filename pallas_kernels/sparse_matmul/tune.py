@@ -54,15 +54,16 @@ def tune(
       a lock that processes which tune different problems share.
   """
   device = _device.current()
-  search = not {'sparse', _own_kernel.name(device)}.isdisjoint(backends)
   path = folder / device.slug / f'{OP}.json'
   for p, _ in _prepared.unique(SELECTIONS[selection] if isinstance(selection, str) else selection):
+    own = _own_kernel.name(device, p.a_dtype.itemsize)
+    search = not {'sparse', own}.isdisjoint(backends)
     laps = [time.monotonic()]
     compiled = _own_kernel.compiled(p, device, _own_kernel.settings(p, device, folder, search))
     laps.append(time.monotonic())
     with alone or contextlib.nullcontext():
       laps.append(time.monotonic())
-      ready = _prepared.prepare(p, compiled, p.m + p.k, _own_kernel.name(device))
+      ready = _prepared.prepare(p, compiled, p.m + p.k, own)
       # Its candidates multiply with one weight.
       searches = 'cusparselt' in backends and _prepared.weights(p) == 1
       found = _cusparselt_search(p, ready.x) if searches else cusparselt_search.Found([], [], [])

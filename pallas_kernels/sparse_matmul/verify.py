@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import _bench, _device, _dispatch, _records, _tuning, formats
+from pallas_kernels.arch import kernels_of
 from pallas_kernels.sparse_matmul import _predict, arg_specs, mosaic_gpu, reference
 from pallas_kernels.sparse_matmul.api import BACKENDS
 
@@ -21,7 +22,7 @@ def random_problem(rng: np.random.Generator, implementation: str = 'mosaic_gpu')
   """Sizes from one group up, mostly ones that no tile divides, and everything else the op and its kernel take."""
   m, n = (int(rng.integers(1, 700)) if rng.random() < 0.8 else 64 * int(rng.integers(1, 12)) for _ in range(2))
   k = 4 * int(rng.integers(1, 400))
-  narrow = rng.random() < 0.25 and implementation == 'mosaic_gpu'
+  narrow = rng.random() < 0.25 and 1 in kernels_of(mosaic_gpu.OP)[implementation].itemsizes
 
   def choose(*values: Any) -> Any:
     return values[int(rng.integers(len(values)))]

@@ -38,7 +38,6 @@ CHOICES = (
   ('mosaic_gpu_sm80', 'cusparselt', 'dense'),
   ('dense', 'dense', 'cusparselt'),
 )
-ITEMSIZES = (2,)  # of the back end that stands in for a kernel here
 ran = []
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import _device, _tuning
+from pallas_kernels.arch import WGMMA
 from pallas_kernels.sparse_matmul import _prepared, api, arg_specs, mosaic_gpu, verify
 
 pytestmark = pytest.mark.gpu
@@ -18,7 +19,7 @@ def _in_16_bits(seed):
   return verify.random_problem(np.random.default_rng(seed), 'mosaic_gpu_sm80')
 
 
-@absltest.skipUnless(_device.current().arch.sparse_instruction == 'wgmma', 'needs compute capability 9.0')
+@absltest.skipUnless(WGMMA in _device.current().arch.kernels, 'needs compute capability 9.0')
 class GpuTest(parameterized.TestCase):
 
   def test_random_problems(self):
