@@ -59,7 +59,6 @@ def _module(command: str, op: Op) -> Any:
 
 def main(argv: Sequence[str] | None = None) -> int:
   """The command line; exit status 1 if a result is wrong or something failed."""
-  from pallas_kernels.sparse_matmul import _own_kernel
   from pallas_kernels.sparse_matmul.bench import table_of_records
   from pallas_kernels.sparse_matmul.verify import verify
 
@@ -80,7 +79,10 @@ def main(argv: Sequence[str] | None = None) -> int:
   if device.platform != 'gpu' and not getattr(args, 'tiny', False):
     parser.error(f'{args.command} runs on a GPU, and JAX finds {device.name!r} here')
   if args.command == 'verify':
-    kernel = args.implementation or _own_kernel.name(device)
+    own = device.arch.kernel('sparse_matmul')
+    kernel = args.implementation or (own and own.backend)
+    if kernel is None:
+      parser.error(f'verify: sparse_matmul has no kernel for {device.name}')
     return min(verify(args.count, args.seed, args.seconds, args.out, kernel), 1)
   return _module(args.command, OPS[op]).run(args)
 

@@ -53,7 +53,7 @@ class Kernel:
 
 MMA_SP = Kernel('sparse_matmul', 'mosaic_gpu_sm80')
 WGMMA = Kernel('sparse_matmul', 'mosaic_gpu', (1, 2), by_default=True)
-WGMMA_OF_BLOCKS = Kernel('vnm_matmul', 'mosaic_gpu', by_default=True)
+WGMMA_OF_BLOCKS = Kernel('vnm_matmul', 'mosaic_gpu')
 
 
 @dataclasses.dataclass(frozen=True)

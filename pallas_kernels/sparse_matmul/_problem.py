@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.mosaic.sizes import ceil, CONSUMERS, SHARED_MEMORY
 from pallas_kernels.sparse_matmul import _schedule
+from pallas_kernels.sparse_matmul.call import Call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +94,11 @@ class Problem:
   row_scale: bool = False
   column_scale: bool = False
   keep_preactivation: bool = False
+
+  @property
+  def call(self) -> Call:
+    """What a back end is asked for."""
+    return Call(self.out_dtype, self.b_layout, self.out_layout, self.activation, self.keep_preactivation)
 
   @property
   def key(self) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from pallas_kernels.mosaic import asm as ptx
 from pallas_kernels.mosaic import wgmma_sp
 from pallas_kernels.mosaic.sizes import ceil
 from pallas_kernels.sparse_matmul import reference
+from pallas_kernels.sparse_matmul.call import Call, Vectors
 
 Array = jax.Array
 _PTX_TYPE = {'bfloat16': 'bf16', 'float16': 'f16'}
@@ -147,15 +148,9 @@ def _index(i: int) -> Any:
 def sparse_matmul(
   a: formats.Compressed24 | operand.SparseOperand,
   b: Array,
-  bias: Array | None = None,
-  a_scale: Array | None = None,
-  b_scale: Array | None = None,
+  vectors: Vectors,
+  call: Call,
   *,
-  activation: str | None,
-  out_dtype: Any,
-  b_layout: str,
-  out_layout: str,
-  keep_preactivation: bool = False,
   config: Config | None = None,
   device: _device.Device | None = None,
 ) -> Any:
@@ -171,18 +166,14 @@ def sparse_matmul(
     raise NotImplementedError(f'mma.sp here multiplies pairs of bfloat16 or float16, not {a.dtype} x {b.dtype}')
   a = operand.to_operand(a) if isinstance(a, formats.Compressed24) else a
   operand.check_layout(a, layout=MMA_SP.layout)
-  b = b if b_layout == 'nk' else b.T
-  (m, k), n = a.shape, b.shape[0]
+  m, n, k = call.sizes(a, b)
+  b = b if call.b_layout == 'nk' else b.T
   whole_m, whole_n, whole_k = (ceil(size, tile) * tile for size, tile in ((m, config.bm), (n, config.bn), (k, _BK)))
-  plain = bias is None and a_scale is None and b_scale is None and activation is None
-  inner = jnp.dtype(out_dtype) if plain else jnp.dtype('float32')
-  call = build(whole_m, whole_n, whole_k, a.dtype, inner, config)
-  d = call(
+  inner = call.out_dtype if call.is_product(vectors) else jnp.dtype('float32')
+  run = build(whole_m, whole_n, whole_k, a.dtype, inner, config)
+  d = run(
     operand.pad_to(a.values, (whole_m, whole_k // 2)),
     operand.pad_to(a.metadata, operand.metadata_shape(whole_m, whole_k)),
     operand.pad_to(b, (whole_n, whole_k)),
   )[:m, :n]
-  return reference.results(
-    d, bias, a_scale, b_scale, activation=activation, out_dtype=out_dtype, out_layout=out_layout,
-    keep_preactivation=keep_preactivation,
-  )  # fmt: skip
+  return reference.results(d, vectors, call)

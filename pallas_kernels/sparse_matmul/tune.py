@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from pallas_kernels import _device, _processes, _records, _tuning
-from pallas_kernels.sparse_matmul import _own_kernel, _prepared, arg_specs, cusparselt_search, mosaic_gpu
+from pallas_kernels.sparse_matmul import _prepared, _settings, arg_specs, cusparselt_search, mosaic_gpu
 from pallas_kernels.sparse_matmul.api import OP
 from pallas_kernels.sparse_matmul.arg_specs import SELECTIONS
 
@@ -56,10 +56,10 @@ def tune(
   device = _device.current()
   path = folder / device.slug / f'{OP}.json'
   for p, _ in _prepared.unique(SELECTIONS[selection] if isinstance(selection, str) else selection):
-    own = _own_kernel.name(device, p.a_dtype.itemsize)
-    search = not {'sparse', own}.isdisjoint(backends)
+    own = _settings.own_kernel(p, device)
+    search = own is not None and not {'sparse', own.name}.isdisjoint(backends)
     laps = [time.monotonic()]
-    compiled = _own_kernel.compiled(p, device, _own_kernel.settings(p, device, folder, search))
+    compiled = _settings.compiled(p, own, _settings.to_time(p, own, folder, search))
     laps.append(time.monotonic())
     with alone or contextlib.nullcontext():
       laps.append(time.monotonic())

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 
 from pallas_kernels import _checks, _device, _dispatch, _records, _tuning, arch, operand
 from pallas_kernels.pack.api import soft_threshold_pack
-from pallas_kernels.sparse_matmul import _own_kernel, api, check, mosaic_gpu, mosaic_gpu_sm80, reference
+from pallas_kernels.sparse_matmul import _settings, api, check, mosaic_gpu, mosaic_gpu_sm80, reference
+from pallas_kernels.sparse_matmul.call import Call, Vectors
 from pallas_kernels.vnm import api as vnm_api
 from pallas_kernels.vnm import arg_specs, tune
 from pallas_kernels.vnm import mosaic_gpu as vnm_mosaic_gpu
@@ -91,11 +92,11 @@ class LayoutTest(parameterized.TestCase):
 
   def test_of_two_of_four(self):
     b = jnp.ones((8, 64), _BF16)
-    options = dict(activation=None, out_dtype=_BF16, b_layout='nk', out_layout='nm')
+    call = Call(_BF16, 'nk', 'nm')
     for implementation in (None, 'dense', 'reference'):
       self.refused(api.sparse_matmul, self.a, b, implementation=implementation)
     for kernel in (mosaic_gpu, mosaic_gpu_sm80):
-      self.refused(kernel.sparse_matmul, self.a, b, device=targets.target_device('sm_90a'), **options)
+      self.refused(kernel.sparse_matmul, self.a, b, Vectors(), call, device=targets.target_device('sm_90a'))
     self.refused(operand.from_operand, self.a)
     self.refused(vnm_api.expand, self.a)
     with self.assertRaisesRegex(ValueError, "second is packed in the order 'tcgen05'"):
@@ -164,9 +165,10 @@ class NextGenerationTest(parameterized.TestCase):
           api.sparse_matmul(a, b, implementation=other)
       self.assertEqual(plan.backend_of('sparse'), 'tcgen05')  # of layers
     self.assertEqual({*called}, {None})
-    self.assertEqual(_own_kernel.name(B200), 'tcgen05')
     p = mosaic_gpu.Problem(64, 8, 64, _BF16, _BF16, _BF16, 'nk', 'mn')
-    ((config, _),) = _own_kernel.compiled(p, B200, _own_kernel.settings(p, B200, _records.TUNED, True))  # by `tune`
+    own = _settings.own_kernel(p, B200)
+    self.assertEqual(own.name, 'tcgen05')
+    ((config, _),) = _settings.compiled(p, own, _settings.to_time(p, own, _records.TUNED, True))  # by `tune`
     self.assertEqual(config, module.Config())
     self.assertEqual(called[-1], config)
 

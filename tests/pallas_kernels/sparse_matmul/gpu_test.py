@@ -11,6 +11,7 @@ import pytest
 from pallas_kernels import _device, _tuning
 from pallas_kernels.arch import WGMMA
 from pallas_kernels.sparse_matmul import _prepared, api, arg_specs, mosaic_gpu, verify
+from pallas_kernels.sparse_matmul.call import Call, Vectors
 
 pytestmark = pytest.mark.gpu
 
@@ -51,7 +52,7 @@ class GpuTest(parameterized.TestCase):
     spec = arg_specs.Spec(1024, 2048, 1024)
     p = _prepared.problem(spec)
     f = jax.jit(lambda a, b: mosaic_gpu.sparse_matmul(
-      a, b, activation=None, out_dtype=p.out_dtype, b_layout='nk', out_layout='mn'))
+      a, b, Vectors(), Call(p.out_dtype, 'nk', 'mn')))
     inputs = [_prepared.inputs(p, jax.random.key(i)) for i in range(8)]
     results = [f(x.a, x.b) for x in inputs]
     for x, d in zip(inputs, results, strict=True):
