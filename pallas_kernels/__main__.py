@@ -18,7 +18,7 @@ import sys
 from typing import Any
 
 from pallas_kernels import _device, _processes, _records, _triton
-from pallas_kernels.arch import ARCHS
+from pallas_kernels.arch import kernels_of
 from pallas_kernels.ops import Op, OPS
 
 
@@ -47,8 +47,7 @@ def _parser() -> argparse.ArgumentParser:
   verify.add_argument('--seed', type=int, default=0)
   verify.add_argument('--seconds', type=float, default=math.inf, help='after which no problem is begun')
   verify.add_argument('--out', type=pathlib.Path, help='gets one record of the run')
-  kernels = sorted({kernel for arch in ARCHS if (kernel := arch.kernel('sparse_matmul'))})
-  verify.add_argument('--implementation', choices=kernels, help="(default: the GPU's)")
+  verify.add_argument('--implementation', choices=sorted(kernels_of('sparse_matmul')), help="(default: the GPU's)")
   measured = command('records', 'print what was measured of sparse_matmul')
   measured.add_argument('--tuned', type=pathlib.Path, default=_records.TUNED, help='folder of tuned records')
   return parser
@@ -60,7 +59,6 @@ def _module(command: str, op: Op) -> Any:
 
 def main(argv: Sequence[str] | None = None) -> int:
   """The command line; exit status 1 if a result is wrong or something failed."""
-  from pallas_kernels.sparse_matmul import _own_kernel
   from pallas_kernels.sparse_matmul.bench import table_of_records
   from pallas_kernels.sparse_matmul.verify import verify
 
@@ -81,7 +79,10 @@ def main(argv: Sequence[str] | None = None) -> int:
   if device.platform != 'gpu' and not getattr(args, 'tiny', False):
     parser.error(f'{args.command} runs on a GPU, and JAX finds {device.name!r} here')
   if args.command == 'verify':
-    kernel = args.implementation or _own_kernel.name(device)
+    own = device.arch.kernel('sparse_matmul')
+    kernel = args.implementation or (own and own.backend)
+    if kernel is None:
+      parser.error(f'verify: sparse_matmul has no kernel for {device.name}')
     return min(verify(args.count, args.seed, args.seconds, args.out, kernel), 1)
   return _module(args.command, OPS[op]).run(args)
 

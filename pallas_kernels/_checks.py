@@ -39,9 +39,9 @@ _asked: dict[str, threading.Lock] = {}
 _checking = threading.Lock()
 
 
-def possible(device: Device, op: str) -> bool:
-  """Whether a problem of an op can be checked: the GPU is in this machine, and the package has a kernel for it."""
-  return device.arch.kernel(op) is not None and os.environ.get(VARIABLE) != 'off' and _is_here(device)
+def possible(device: Device, op: str, itemsize: int = 2) -> bool:
+  """Whether a problem of an op can be checked: the GPU is in this machine, and there is a kernel for such entries."""
+  return device.arch.kernel(op, itemsize) is not None and os.environ.get(VARIABLE) != 'off' and _is_here(device)
 
 
 def gain(entry: Entry) -> float | None:

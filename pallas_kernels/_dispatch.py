@@ -49,22 +49,32 @@ def lines_of_calls() -> tuple[tuple[str, int], ...]:
   return tuple((frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None))
 
 
-def backend_of(op: str, implementation: str | None, backends: Mapping[str, str]) -> str | None:
+def backend_of(op: str, implementation: str | None, backends: Mapping[str, str], itemsize: int = 2) -> str | None:
   """The back end that a user's name means: 'sparse' is this package's kernel, and which one the GPU decides.
 
+  Args:
+    op: name of the op.
+    implementation: what the user named.
+    backends: of the op.
+    itemsize: bytes of the entries that are multiplied.
+
   Raises:
-    ValueError: the name is neither None, nor 'sparse', nor a key of `backends`; or no kernel is for this GPU.
+    ValueError: the name is neither None, nor 'sparse', nor a key of `backends`; or no kernel of this GPU serves.
 
   >>> backend_of('sparse_matmul', 'dense', {'dense': 'pallas_kernels.sparse_matmul.dense:sparse_matmul'})
   'dense'
   """
   if implementation == 'sparse':
     device = _device.current()
-    kernel = 'triton' if 'triton' in backends else device.arch.kernel(op)
+    if 'triton' in backends:
+      return 'triton'
+    kernel = device.arch.kernel(op, itemsize)
     if kernel is None:
       others = sorted(backends.keys() & {'cusparselt', 'dense', 'reference'})
-      raise ValueError(f"{op}: implementation='sparse' has no kernel for {device.name}; accepted there are {others}")
-    return kernel
+      raise ValueError(
+        f"{op}: implementation='sparse' has no {8 * itemsize}-bit kernel for {device.name}; accepted there are {others}"
+      )
+    return kernel.backend
   if implementation is not None and implementation not in backends:
     known = sorted({*backends, 'sparse'})
     raise ValueError(f'{op}: implementation={implementation!r} is unknown; known are None and {known}')

@@ -4,7 +4,7 @@ The one place that knows compute capabilities. A new generation is an `Arch` her
 `README.md` lists the files.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 import dataclasses
 
 
@@ -27,6 +27,35 @@ class Example:
   l2_bytes: int
 
 
+# The order in which these kernels take the positions of a 2:4 operand, see `operand.py`.
+REGISTER_ORDER = 'sparse wgmma'
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+  """A back end of this package.
+
+  Attributes:
+    op: what it computes.
+    backend: its name among the op's back ends.
+    itemsizes: bytes of the entries that it multiplies.
+    by_default: whether training takes it without records of the GPU; elsewhere these, or a check, have to say that
+      sparse wins.
+    layout: the order in which it reads positions.
+  """
+
+  op: str
+  backend: str
+  itemsizes: tuple[int, ...] = (2,)
+  by_default: bool = False
+  layout: str = REGISTER_ORDER
+
+
+MMA_SP = Kernel('sparse_matmul', 'mosaic_gpu_sm80')
+WGMMA = Kernel('sparse_matmul', 'mosaic_gpu', (1, 2), by_default=True)
+WGMMA_OF_BLOCKS = Kernel('vnm_matmul', 'mosaic_gpu')
+
+
 @dataclasses.dataclass(frozen=True)
 class Arch:
   """A generation.
@@ -34,59 +63,39 @@ class Arch:
   Attributes:
     name: as PTX targets it, 'sm_90a'.
     capability: compute capability.
-    sparse_instruction: of its sparse tensor cores that the kernels here use, 'wgmma' or 'mma.sp'; None where none does.
-    kernels: op -> this package's back end of it, which `implementation='sparse'` names.
-    by_default: whether training takes these kernels, those of FP8 among them, without records of the GPU; elsewhere its
-      own records have to say that sparse wins.
-    float8: whether it converts and multiplies float8.
+    kernels: those of this package that run there; of two that serve a call the first is taken.
     shared_memory: bytes that a block may have.
     example: to compile for; None where no kernel is compiled.
   """
 
   name: str
   capability: tuple[int, int]
-  sparse_instruction: str | None = None
-  kernels: Mapping[str, str] = dataclasses.field(default_factory=dict)
-  by_default: bool = False
-  float8: bool = False
+  kernels: tuple[Kernel, ...] = ()
   shared_memory: int = 49152
   example: Example | None = None
 
   @property
-  def since_ampere(self) -> bool:
-    """Whether it has what came with compute capability 8.0, on which Triton, cuDNN and cuSPARSELt build."""
-    return self.capability >= (8, 0)
+  def itemsizes(self) -> tuple[int, ...]:
+    """Bytes of the entries that its tensor cores multiply and that Triton, cuDNN and cuSPARSELt take there."""
+    return (1, 2) if self.capability >= (8, 9) else (2,) if self.capability >= (8, 0) else ()
 
-  def kernel(self, op: str) -> str | None:
-    """The back end that this package has for an op here, or None.
+  def kernel(self, op: str, itemsize: int = 2) -> Kernel | None:
+    """What `implementation='sparse'` names: the kernel of an op for entries of so many bytes, or None.
 
     >>> from pallas_kernels.arch import of_capability
-    >>> of_capability((9, 0)).kernel('vnm_matmul'), of_capability((8, 0)).kernel('vnm_matmul')
+    >>> of_capability((9, 0)).kernel('sparse_matmul', 1).backend, of_capability((8, 0)).kernel('sparse_matmul', 1)
     ('mosaic_gpu', None)
     """
-    return self.kernels.get(op)
+    return next((k for k in self.kernels if k.op == op and itemsize in k.itemsizes), None)
 
 
-def _with_warp_matmuls(
-  name: str, capability: tuple[int, int], shared_memory: int, example: Example, *, float8: bool = False
-) -> Arch:
-  """A generation whose sparse tensor cores a warp feeds from its registers."""
-  return Arch(
-    name, capability, sparse_instruction='mma.sp', kernels={'sparse_matmul': 'mosaic_gpu_sm80'}, float8=float8,
-    shared_memory=shared_memory, example=example,
-  )  # fmt: skip
-
-
-SM_80 = _with_warp_matmuls('sm_80', (8, 0), 166912, Example('NVIDIA A100-SXM4-40GB', 108, 167936, 2048, 41943040))
-SM_86 = _with_warp_matmuls('sm_86', (8, 6), 101376, Example('NVIDIA GeForce RTX 3090', 82, 102400, 1536, 6291456))
-SM_89 = _with_warp_matmuls(
-  'sm_89', (8, 9), 101376, Example('NVIDIA L40S', 142, 102400, 1536, 100663296), float8=True
-)
+SM_80 = Arch('sm_80', (8, 0), (MMA_SP,), 166912, Example('NVIDIA A100-SXM4-40GB', 108, 167936, 2048, 41943040))
+SM_86 = Arch('sm_86', (8, 6), (MMA_SP,), 101376, Example('NVIDIA GeForce RTX 3090', 82, 102400, 1536, 6291456))
+SM_89 = Arch('sm_89', (8, 9), (MMA_SP,), 101376, Example('NVIDIA L40S', 142, 102400, 1536, 100663296))
 # wgmma exists here alone; Blackwell replaced it.
 SM_90A = Arch(
-  'sm_90a', (9, 0), sparse_instruction='wgmma', kernels={'sparse_matmul': 'mosaic_gpu', 'vnm_matmul': 'mosaic_gpu'},
-  by_default=True, float8=True, shared_memory=232448,
-  example=Example('NVIDIA H100 80GB HBM3', 132, 233472, 2048, 52428800),
+  'sm_90a', (9, 0), (WGMMA, WGMMA_OF_BLOCKS, MMA_SP), 232448,
+  Example('NVIDIA H100 80GB HBM3', 132, 233472, 2048, 52428800),
 )  # fmt: skip
 ARCHS = (SM_80, SM_86, SM_89, SM_90A)
 
@@ -100,16 +109,22 @@ def of_capability(capability: tuple[int, int]) -> Arch:
   for arch in reversed(ARCHS):
     if arch.capability[0] == capability[0] and arch.capability <= capability:
       return arch if arch.capability == capability else dataclasses.replace(arch, capability=capability)
-  return Arch(f'sm_{capability[0]}{capability[1]}', capability, float8=capability >= (8, 9))
+  return Arch(f'sm_{capability[0]}{capability[1]}', capability)
+
+
+def kernels_of(op: str) -> dict[str, Kernel]:
+  """This package's kernels of an op by their names."""
+  return {kernel.backend: kernel for arch in ARCHS for kernel in arch.kernels if kernel.op == op}
 
 
 def of_measured(op: str, implementations: Collection[str]) -> Arch:
   """The generation of a GPU of which the records are known: that of the newest of their kernels, else the first.
 
-  Without any records it is one whose kernels are taken by default.
+  Without any records it is one whose kernel is taken by default.
 
   >>> of_measured('sparse_matmul', ('cusparselt', 'mosaic_gpu')).name, of_measured('sparse_matmul', ('dense',)).name
   ('sm_90a', 'sm_80')
   """
-  known = [a.kernel(op) for a in ARCHS if (a.kernel(op) in implementations if implementations else a.by_default)]
+  kernels = [kernel for arch in ARCHS if (kernel := arch.kernel(op))]
+  known = [k for k in kernels if (k.backend in implementations if implementations else k.by_default)]
   return next(a for a in ARCHS if not known or a.kernel(op) == known[-1])

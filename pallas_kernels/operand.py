@@ -23,11 +23,9 @@ import numpy as np
 
 from pallas_kernels import formats
 from pallas_kernels._program import one_program
+from pallas_kernels.arch import REGISTER_ORDER
 
 Array = jax.Array
-
-# How `SparseOperand` holds its positions: as above, in which order `mma.sp` takes them, too.
-REGISTER_ORDER = 'sparse wgmma'
 
 # Two groups that keep positions 0 and 1: what padding holds, since a nibble of 0 names position 0 twice.
 _LEGAL_BYTE = 0x44
@@ -41,7 +39,7 @@ class SparseOperand:
   Attributes:
     values: [..., M, K/2], the kept values.
     metadata: uint32 [..., ceil(M/64), ceil(K/64), 128], positions in register order.
-    layout: the order of `metadata`. Who reads them asks, see `check_layout`.
+    layout: the order of `metadata`; `REGISTER_ORDER` is the one above. Who reads them asks, see `check_layout`.
   """
 
   values: Array

@@ -32,9 +32,9 @@ class Target:
 
   def has_kernels(self, precision: Precision) -> bool:
     """Whether a policy of this precision may take some kernel."""
-    if not self.here:
-      return self.device.arch.by_default or not precision.by_default_only
-    return kernels_are_here(precision)
+    if self.here:
+      return kernels_are_here(precision)
+    return not precision.scales or _taken(self.device, precision)
 
   def has(self, backend: str) -> bool:
     """Whether a back end that a record chose can be used: cuSPARSELt is a library of its own."""
@@ -78,8 +78,10 @@ def priced_on(slug: str | None) -> Target:
 def kernels_are_here(precision: Precision) -> bool:
   """Whether a policy of this precision may take some kernel on this GPU and mesh."""
   device = _device.current()
-  checked = not (device.arch.by_default or precision.by_default_only) and _checks.possible(device, api.OP)
-  if not (device.arch.by_default or checked) and (precision.by_default_only or not _sparse_wins(device)):
+  own = device.arch.kernel(api.OP, precision.width(2))
+  # Passes that scale are not checked.
+  checked = not (precision.scales or (own and own.by_default)) and _checks.possible(device, api.OP)
+  if not checked and not _taken(device, precision):
     return False
   if not _partitioning.serves():
     log_once('no kernels inside a jax.shard_map over some axes of the mesh only; they run outside and over all axes')
@@ -94,15 +96,28 @@ def _entries(slug: str) -> tuple:
   return tuple(e for path in _records.paths_of(_records.TUNED, slug, api.OP) for e in _records.entries_of(path))
 
 
-def _sparse_wins(device: _device.Device) -> bool:
-  """Whether some matmul of 16 bits measured faster sparse than dense on a GPU."""
+def _taken(device: _device.Device, precision: Precision) -> bool:
+  """Whether a precision takes kernels on a GPU unchecked: this package's by default, or since its records say so.
+
+  A precision with scales needs this package's: not all of its matmuls go by records.
+  """
+  itemsize = precision.width(2)
+  own = device.arch.kernel(api.OP, itemsize)
+  if own is None and precision.scales:
+    return False
+  return (own is not None and own.by_default) or _sparse_wins(device, itemsize)
+
+
+def _sparse_wins(device: _device.Device, itemsize: int) -> bool:
+  """Whether some matmul of entries of so many bytes measured faster sparse than dense on a GPU."""
   if device.platform != 'gpu':
     return False
   entries = _entries(device.slug)
-  if any(e['choice']['implementation'] != 'dense' and jnp.dtype(e['key']['dtype']).itemsize == 2 for e in entries):
+  of_width = (e for e in entries if jnp.dtype(e['key']['dtype']).itemsize == itemsize)
+  if any(e['choice']['implementation'] != 'dense' for e in of_width):
     return True
   if entries:
-    reason = 'no sparse matmul of 16 bits measured faster than the dense one'
+    reason = f'no sparse matmul of {8 * itemsize} bits measured faster than the dense one'
   else:
     reason = 'nothing was measured there, `python -m pallas_kernels tune sparse_matmul` does it'
   log_once(f'no kernels on {device.name}: {reason}; a policy can name an implementation')

@@ -52,7 +52,6 @@ class Fp8(Precision):
   """FP8; kernels have no batching rule, so that under vmap all of it runs one after the other."""
 
   scales = True
-  by_default_only = True
   lacks = 'no FP8 kernels, which need one Hopper GPU and the extra sparse24-jax[cuda]'
   by_records = ('forward',)
   dense, dense_wide = 'dense_fp8', 'dense_bf16'

@@ -173,7 +173,8 @@ def plan_neurons(
     on: the GPU; None is the one that is here.
   """
   on = target() if on is None else on
-  kernel = on.device.arch.kernel(api.OP)  # without one the ops take what there is
+  own = on.device.arch.kernel(api.OP)  # without one the ops take what there is
+  kernel = own and own.backend
   by_weight = kernel if policy.sparse_weights else None
   backends = tuple(pack.candidates(dtype, on.device))
   plan = NeuronLevelPlan(policy, tokens, d, hidden, jnp.dtype(dtype).name, by_weight, kernel, backends)

@@ -70,7 +70,8 @@ def plan_layer(
   )  # fmt: skip
   if not tokens:
     return layer(precision=precision.without_kernels)
-  named, reason = backend_of(policy.implementation, on), _why_plain(policy, d_in, d_out, dtype, arrays, on, asked)
+  named = backend_of(policy.implementation, on, precision)
+  reason = _why_plain(policy, d_in, d_out, dtype, arrays, on, asked)
   if reason is not None:
     if named not in (None, 'reference'):
       raise ValueError(f'implementation={policy.implementation!r} cannot serve this layer: {reason}')
@@ -92,12 +93,15 @@ def plan_layer(
   return layer(Backends(**found), precision, checks=_checks_of(on, *looked_up))
 
 
-def backend_of(implementation: str | None, on: Target | None = None) -> str | None:
+def backend_of(
+  implementation: str | None, on: Target | None = None, precision: Precision = NATIVE
+) -> str | None:
   """The name that `sparse_matmul` has for a policy's implementation; 'sparse' is the kernel that this GPU runs."""
   if implementation != 'sparse':
     return implementation
   # Where there is none, that of another GPU, which then says that it cannot run here.
-  return (on or target()).device.arch.kernel(api.OP) or arch.of_measured(api.OP, ()).kernel(api.OP)
+  archs = (on or target()).device.arch, arch.of_measured(api.OP, ())
+  return next((k.backend for each in archs if (k := each.kernel(api.OP, precision.width(2)))), None)
 
 
 def packed_form(policy: DotPolicy) -> Form | None:
@@ -162,7 +166,7 @@ def _fastest(
   on: Target, precision: Precision, role: Role, tokens: int, d_in: int, d_out: int, dtype: Any
 ) -> str | None:
   """The back end of a matmul that may take a kernel and names none."""
-  kernel = backend_of('sparse', on)
+  kernel = backend_of('sparse', on, precision)
   if role not in precision.by_records:
     return kernel
   keys = [precision.key(role, share, d_in, d_out, dtype) for share in on.shares(tokens)]
@@ -172,7 +176,8 @@ def _fastest(
     first = api.candidates_for(**key, device=on.device)[0]
     if first != 'dense' and on.has(first):
       return first
-  return kernel if role == 'weight_grad' and on.device.arch.by_default else None
+  own = on.device.arch.kernel(api.OP, precision.width(2))
+  return kernel if role == 'weight_grad' and own is not None and own.by_default else None
 
 
 def _checks_of(on: Target, *keys: Mapping[str, Any]) -> dict[tuple, _checks.Entry]:

@@ -71,8 +71,7 @@ class Precision:
   # Whether values have scales. Its dense matmuls then read what was rounded, too; a gradient that was sampled is
   # rewritten for the input gradient; and a dense layer in it is not one in 16 bits.
   scales: ClassVar[bool] = False
-  # Whether only GPUs that take kernels by default have its kernels; what others lack.
-  by_default_only: ClassVar[bool] = False
+  # What GPUs without its kernels lack.
   lacks: ClassVar[str] = 'no kernels that can run here'
   # Whether it is simulated in another one, which nobody timed.
   simulates: ClassVar[bool] = False

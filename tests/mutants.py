@@ -75,6 +75,8 @@ MUTANTS = _of(
    'start <= point\n    second', 'mvue/reference_test.py', 'any_bits'),
   ('the format of a group is low | high << 2', 'formats.py', 'low_at | high_at << 2', 'low_at << 2 | high_at',
    'formats_test.py', 'bytes_by_hand'),
+  ('FP8 goes where a kernel takes 8 bits', 'arch.py', 'k.op == op and itemsize in k.itemsizes', 'k.op == op',
+   'arch_test.py', 'fp8_takes_a_kernel'),
   ('words are in the order of the tensor cores', 'operand.py', 'half = x[..., 0] | x[..., 1] << 8',
    'half = x[..., 1] | x[..., 0] << 8', 'operand_test.py', 'words_mean'),
   ('V:N:M ranks columns by their sums', 'vnm/reference.py', 'columns // m, m).sum(axis=-3)',

@@ -14,11 +14,9 @@ import triton
 import triton.language as tl
 
 from pallas_kernels import _triton, activations
-from pallas_kernels.mosaic import _ptx
 from pallas_kernels.operand import metadata_shape, SparseOperand
-from pallas_kernels.pack import _blocks, _kernels, _kernels8
-from pallas_kernels.pack import triton as pack
 from pallas_kernels.pack.reference import Packed
+from pallas_kernels.triton_blocks import blocks, launch, ptx, sample
 
 Array = jax.Array
 
@@ -35,7 +33,7 @@ LOG2_E: tl.constexpr = tl.constexpr(math.log2(math.e))
 @triton.jit
 def _sigmoid2(x):
   """The sigmoid of x / log2(e)."""
-  return _ptx.reciprocal(1.0 + _ptx.exp2(-x))
+  return ptx.reciprocal(1.0 + ptx.exp2(-x))
 
 
 @triton.jit
@@ -53,8 +51,8 @@ def activate(z, ACTIVATION: tl.constexpr):
   elif ACTIVATION == 'gelu_exact':
     # `activations._normal`.
     t = tl.abs(z) * HALF_ROOT
-    k = _ptx.reciprocal(1.0 + NORMAL_STEP * t)
-    bell = _ptx.exp2(-(t * t) * LOG2_E)
+    k = ptx.reciprocal(1.0 + NORMAL_STEP * t)
+    bell = ptx.exp2(-(t * t) * LOG2_E)
     series = NORMAL_0 * k
     series = (series + NORMAL_1) * k
     series = (series + NORMAL_2) * k
@@ -79,7 +77,7 @@ def backward_kernel(
 
   z and dz hold gate and up side by side if GATED.
   """
-  place = _blocks.tile(ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS)
+  place = blocks.tile(ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS)
   columns: tl.constexpr = 2 * COLUMNS if GATED else COLUMNS
   r, r_up, above = _gradients(dh, z, place, dz.dtype.element_ty, COLUMNS, ACTIVATION, GATED)
   if GATED:
@@ -94,16 +92,16 @@ def backward8_kernel(
   ACTIVATION: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
   """`backward_kernel` with dz and its pack in float8: what `mvue8_kernel` makes of the dz in the dtype of z."""
-  place = _blocks.tile(ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS)
+  place = blocks.tile(ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS)
   columns: tl.constexpr = 2 * COLUMNS if GATED else COLUMNS
   source: tl.constexpr = z.dtype.element_ty
   r, r_up, above = _gradients(dh, z, place, source, COLUMNS, ACTIVATION, GATED)
   factor = tl.load(scale)
   if GATED:
-    _kernels8.sample_and_store8(
+    sample.sample_and_store8(
       r_up, source, parameters, factor, values, metadata, dz, above, tl.program_id(1), ROWS, columns
     )
-  _kernels8.sample_and_store8(
+  sample.sample_and_store8(
     r, source, parameters, factor, values, metadata, dz, place, tl.program_id(1), ROWS, columns
   )
 
@@ -115,11 +113,11 @@ def _gradients(
 ):  # fmt: skip
   """(blocks of dz, those of its half for up and their place if GATED), as bits of `dtype`."""
   columns: tl.constexpr = 2 * COLUMNS if GATED else COLUMNS
-  d = _blocks.entries(_blocks.load_blocks(dh, place, COLUMNS))
-  g = _blocks.entries(_blocks.load_blocks(z, place, columns))
-  above = _blocks.moved(place, 0, COLUMNS // 4)
+  d = blocks.entries(blocks.load_blocks(dh, place, COLUMNS))
+  g = blocks.entries(blocks.load_blocks(z, place, columns))
+  above = blocks.moved(place, 0, COLUMNS // 4)
   if GATED:
-    u = _blocks.entries(_blocks.load_blocks(z, above, columns))
+    u = blocks.entries(blocks.load_blocks(z, above, columns))
     r0 = _gated_row(d[0], g[0], u[0], dtype, ACTIVATION)
     r1 = _gated_row(d[1], g[1], u[1], dtype, ACTIVATION)
     r2 = _gated_row(d[2], g[2], u[2], dtype, ACTIVATION)
@@ -139,8 +137,8 @@ def _gradients(
 def _finish(r, parameters, dz, values, metadata, place, rows: tl.constexpr, columns: tl.constexpr):
   """Stores the blocks `r` of dz and packs a sample of them."""
   for i in tl.static_range(4):
-    _blocks.store_row(dz, 4 * place[0] + i, place[1], columns, place[2], r[i])
-  _kernels.sample_and_store(
+    blocks.store_row(dz, 4 * place[0] + i, place[1], columns, place[2], r[i])
+  sample.sample_and_store(
     r, dz.dtype.element_ty, parameters, values, metadata, place, tl.program_id(1), rows, columns
   )
 
@@ -152,19 +150,19 @@ def _gated_row(d, g, u, dtype: tl.constexpr, ACTIVATION: tl.constexpr):
   a1, b1 = _gated(d[1], g[1], u[1], dtype, ACTIVATION)
   a2, b2 = _gated(d[2], g[2], u[2], dtype, ACTIVATION)
   a3, b3 = _gated(d[3], g[3], u[3], dtype, ACTIVATION)
-  return _blocks.row_to_bits(a0, a1, a2, a3, dtype), _blocks.row_to_bits(b0, b1, b2, b3, dtype)
+  return blocks.row_to_bits(a0, a1, a2, a3, dtype), blocks.row_to_bits(b0, b1, b2, b3, dtype)
 
 
 @triton.jit
 def _gated(d, g, u, dtype: tl.constexpr, ACTIVATION: tl.constexpr):
-  d = _blocks.to_float(d, dtype)
-  value, slope = activate(_blocks.to_float(g, dtype), ACTIVATION)
-  return d * _blocks.to_float(u, dtype) * slope, d * value
+  d = blocks.to_float(d, dtype)
+  value, slope = activate(blocks.to_float(g, dtype), ACTIVATION)
+  return d * blocks.to_float(u, dtype) * slope, d * value
 
 
 @triton.jit
 def _plain_row(d, g, dtype: tl.constexpr, ACTIVATION: tl.constexpr):
-  return _blocks.row_to_bits(
+  return blocks.row_to_bits(
     _plain(d[0], g[0], dtype, ACTIVATION),
     _plain(d[1], g[1], dtype, ACTIVATION),
     _plain(d[2], g[2], dtype, ACTIVATION),
@@ -175,20 +173,20 @@ def _plain_row(d, g, dtype: tl.constexpr, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _plain(d, g, dtype: tl.constexpr, ACTIVATION: tl.constexpr):
-  _, slope = activate(_blocks.to_float(g, dtype), ACTIVATION)
-  return _blocks.to_float(d, dtype) * slope
+  _, slope = activate(blocks.to_float(g, dtype), ACTIVATION)
+  return blocks.to_float(d, dtype) * slope
 
 
 def activation_backward_pack(
   dh: Array, z: Array, key: Array, scale: Array | None = None, *, activation: str, gated: bool,
-  origin: tuple[Any, Any, Any], dtype: jnp.dtype, config: pack.Config | None = None,
+  origin: tuple[Any, Any, Any], dtype: jnp.dtype, config: launch.Config | None = None,
 ) -> Packed:  # fmt: skip
   """See `api.activation_backward_pack`."""
   if z.dtype not in (jnp.bfloat16, jnp.float16):
     raise NotImplementedError(f'the Triton activations take bfloat16 or float16, found {z.dtype}')
-  pack.check_size(z)
+  launch.check_size(z)
   if scale is not None:
-    pack.check_float8()
+    launch.check_float8()
   rows, columns = dh.shape
   if rows % 4 or columns % 4 or (gated and columns % 64):
     raise NotImplementedError(
@@ -198,11 +196,11 @@ def activation_backward_pack(
   if config is None:
     # Two halves at once need twice the registers a block: one block a thread.
     warps = 8 if gated else 4
-    config = pack.Config(num_warps=warps) if scale is None else pack.Config(tile_columns=32, num_warps=2 * warps)
+    config = launch.Config(num_warps=warps) if scale is None else launch.Config(tile_columns=32, num_warps=2 * warps)
   config = _within_a_half(config, columns) if gated else config
   kernel, scales = (backward_kernel, []) if scale is None else (backward8_kernel, [scale.reshape(1)])
   dz, values, metadata = _triton.call(
-    kernel, dh, z, pack.draw_parameters(key, origin), *scales,
+    kernel, dh, z, launch.draw_parameters(key, origin), *scales,
     out_shape=[
       jax.ShapeDtypeStruct(z.shape, dtype),
       jax.ShapeDtypeStruct((features, tokens // 2), dtype),
@@ -214,7 +212,7 @@ def activation_backward_pack(
   return Packed(SparseOperand(values, metadata), dz)
 
 
-def _within_a_half(config: pack.Config, columns: int) -> pack.Config:
+def _within_a_half(config: launch.Config, columns: int) -> launch.Config:
   """`config`, or tiles of 64 columns where wider ones reach past the gate's half: they would write metadata of up."""
   if columns % (4 * config.tile_columns) == 0:
     return config

@@ -1,17 +1,14 @@
 """The packing kernels in Triton; `triton.py` launches them.
 
-All share the tile of `_blocks`; what differs is where the keep code of a block comes from: the transposable search,
+All share the tile of `blocks`; what differs is where the keep code of a block comes from: the transposable search,
 given codes, the soft threshold, or MVUE sampling.
 """
 
 import triton
 import triton.language as tl
 
-from pallas_kernels.mosaic import _ptx
-from pallas_kernels.mvue import _sample
-from pallas_kernels.mvue import triton as mvue
-from pallas_kernels.pack import _blocks
 from pallas_kernels.transposable_mask import triton as transposable
+from pallas_kernels.triton_blocks import blocks, positions, ptx, sample
 
 
 @triton.jit
@@ -25,20 +22,20 @@ def transposable_kernel(
   `special`, and `repair_kernel` does the work again. Both ways in one kernel cost half as many registers again, and the
   bounds alone a third more instructions, in a kernel that those limit.
   """
-  place = _blocks.tile(ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS)
+  place = blocks.tile(ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS)
   source: tl.constexpr = w.dtype.element_ty
   batch = tl.program_id(1)
-  words = _blocks.load_blocks(w + batch.to(tl.int64) * ROWS * COLUMNS, place, COLUMNS)
+  words = blocks.load_blocks(w + batch.to(tl.int64) * ROWS * COLUMNS, place, COLUMNS)
   if source == tl.float32:
     tl.debug_barrier()  # keeps the compiler from loading half of them when the first half has come, and registers
-  x = _blocks.entries(words)
+  x = blocks.entries(words)
   a = _magnitudes(x, source)
   # Not what it is in a NaN's place.
   ordinary = _sum(a[0], a[1]) + _sum(a[2], a[3]) < transposable.LIMIT
   code = transposable.best_codes(a)
   tl.store(special + tl.zeros_like(code), 1, mask=ordinary == 0)
   _finish(
-    _blocks.narrow_words(words, source, row_values.dtype.element_ty), code, row_values, row_metadata,
+    blocks.narrow_words(words, source, row_values.dtype.element_ty), code, row_values, row_metadata,
     column_values, column_metadata, codes, place, batch, ROWS, COLUMNS, source != tl.float32, True,
   )  # fmt: skip
 
@@ -56,13 +53,13 @@ def repair_kernel(
   n = tl.program_id(0)
   end = tl.load(special) * TILES  # nothing if the flag is down
   while n < end:
-    place = _blocks.tile_at(n, ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS)
-    words = _blocks.load_blocks(w + batch.to(tl.int64) * ROWS * COLUMNS, place, COLUMNS)
-    x = _blocks.entries(words)
-    free = transposable.nan_code(floats(x, source))
+    place = blocks.tile_at(n, ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS)
+    words = blocks.load_blocks(w + batch.to(tl.int64) * ROWS * COLUMNS, place, COLUMNS)
+    x = blocks.entries(words)
+    free = transposable.nan_code(blocks.floats(x, source))
     code = transposable.best_codes(_bounded(x, source)) & (free ^ 0xFFFF)
     # With fewer than two kept, a free position is stored: as zero.
-    x = _blocks.zero_free(_blocks.narrow_words(words, source, row_values.dtype.element_ty), code)
+    x = blocks.zero_free(blocks.narrow_words(words, source, row_values.dtype.element_ty), code)
     _finish(
       x, code, row_values, row_metadata, column_values, column_metadata, codes, place, batch, ROWS, COLUMNS,
       source != tl.float32, False,
@@ -90,12 +87,12 @@ def masked_kernel(
   ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
 ):  # fmt: skip
   """Both operands under given codes."""
-  place = _blocks.tile(ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS)
+  place = blocks.tile(ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS)
   batch = tl.program_id(1).to(tl.int64)
-  words = _blocks.load_blocks(w + batch * ROWS * COLUMNS, place, COLUMNS)
+  words = blocks.load_blocks(w + batch * ROWS * COLUMNS, place, COLUMNS)
   at = batch * (ROWS // 4) * (COLUMNS // 4) + place[0] * (COLUMNS // 4) + place[1]
   code = tl.load(codes + at, mask=place[2], other=0).to(tl.uint32)
-  x = _blocks.zero_free(_blocks.narrow_words(words, w.dtype.element_ty, row_values.dtype.element_ty), code)
+  x = blocks.zero_free(blocks.narrow_words(words, w.dtype.element_ty, row_values.dtype.element_ty), code)
   _store_both(
     x, code, row_values, row_metadata, column_values, column_metadata, place, batch, ROWS, COLUMNS, False, False
   )  # fmt: skip
@@ -108,12 +105,12 @@ def soft_threshold_kernel(
   GROUPS_DOWN: tl.constexpr,
 ):  # fmt: skip
   """scale S(w) packed along one axis: the rows of the array, or its columns if GROUPS_DOWN."""
-  place = _blocks.tile(ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS)
+  place = blocks.tile(ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS)
   batch = tl.program_id(1).to(tl.int64)
-  packed = _blocks.load_blocks(w + batch * ROWS * COLUMNS, place, COLUMNS)
-  x = _blocks.entries(packed)
+  packed = blocks.load_blocks(w + batch * ROWS * COLUMNS, place, COLUMNS)
+  x = blocks.entries(packed)
   if GROUPS_DOWN:
-    x = _blocks.transpose(x)
+    x = blocks.transpose(x)
   beta = tl.load(scale + batch)
   source: tl.constexpr = w.dtype.element_ty
   dtype: tl.constexpr = values.dtype.element_ty
@@ -123,10 +120,10 @@ def soft_threshold_kernel(
     _shrink(x[2], beta, source, dtype),
     _shrink(x[3], beta, source, dtype),
   )
-  rows = _blocks.word_rows(g)
-  code = _blocks.nonzero_code(rows)
-  pairs = _blocks.choose_all(rows, _blocks.nibbles(code))
-  store_one(pairs, code, values, metadata, place, batch, ROWS, COLUMNS, GROUPS_DOWN)
+  rows = blocks.word_rows(g)
+  code = blocks.nonzero_code(rows)
+  pairs = positions.choose_all(rows, positions.nibbles(code))
+  positions.store_one(pairs, code, values, metadata, place, batch, ROWS, COLUMNS, GROUPS_DOWN)
 
 
 @triton.jit
@@ -135,46 +132,22 @@ def mvue_kernel(
   ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
 ):  # fmt: skip
   """An MVUE sample of x, packed along its columns."""
-  place = _blocks.tile(ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS)
+  place = blocks.tile(ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS)
   batch = tl.program_id(1)
-  blocks = _blocks.load_blocks(x + batch.to(tl.int64) * ROWS * COLUMNS, place, COLUMNS)
-  sample_and_store(
-    _blocks.entries(blocks), x.dtype.element_ty, parameters, values, metadata, place, batch, ROWS, COLUMNS
+  words = blocks.load_blocks(x + batch.to(tl.int64) * ROWS * COLUMNS, place, COLUMNS)
+  sample.sample_and_store(
+    blocks.entries(words), x.dtype.element_ty, parameters, values, metadata, place, batch, ROWS, COLUMNS
   )  # fmt: skip
-
-
-@triton.jit
-def sample_and_store(
-  e, source: tl.constexpr, parameters, values, metadata, place, batch, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):  # fmt: skip
-  """MVUE of the blocks `e` (bits) along their columns and its operand."""
-  dtype: tl.constexpr = values.dtype.element_ty
-  u = mvue.block_uniforms(parameters, place, batch)
-  pairs, nibbles = _sample.sample_block(floats(_blocks.transpose(e), source), u, source == dtype, dtype)
-  store_chosen(pairs, nibbles, values, metadata, place, batch.to(tl.int64), ROWS, COLUMNS, True)
-
-
-@triton.jit
-def _floats_row(x, source: tl.constexpr):
-  return (
-    _blocks.to_float(x[0], source), _blocks.to_float(x[1], source),
-    _blocks.to_float(x[2], source), _blocks.to_float(x[3], source),
-  )  # fmt: skip
-
-
-@triton.jit
-def floats(x, source: tl.constexpr):
-  return _floats_row(x[0], source), _floats_row(x[1], source), _floats_row(x[2], source), _floats_row(x[3], source)
 
 
 @triton.jit
 def _magnitude(x, source: tl.constexpr):
   if source == tl.bfloat16:
-    return tl.abs(_ptx.as_float(x << 16))
+    return tl.abs(ptx.as_float(x << 16))
   elif source == tl.float32:
-    return tl.abs(_ptx.as_float(x))
+    return tl.abs(ptx.as_float(x))
   else:
-    return tl.abs(_blocks.to_float(x, source))
+    return tl.abs(blocks.to_float(x, source))
 
 
 @triton.jit
@@ -207,7 +180,7 @@ def _bounded_row(x):
 
 @triton.jit
 def _bounded(x, source: tl.constexpr):
-  x = floats(x, source)
+  x = blocks.floats(x, source)
   return _bounded_row(x[0]), _bounded_row(x[1]), _bounded_row(x[2]), _bounded_row(x[3])
 
 
@@ -215,16 +188,16 @@ def _bounded(x, source: tl.constexpr):
 def _shrink(x, beta, source: tl.constexpr, dtype: tl.constexpr):
   """Bits of `shrunk` in `dtype`."""
   s = shrunk(x, beta, source)
-  return _blocks.row_to_bits(s[0], s[1], s[2], s[3], dtype)
+  return blocks.row_to_bits(s[0], s[1], s[2], s[3], dtype)
 
 
 @triton.jit
 def shrunk(x, beta, source: tl.constexpr):
   """beta sign(x) max(|x| - t, 0) in float32 for one group; t and the difference are rounded to the input's dtype."""
-  e0 = _blocks.to_float(x[0], source)
-  e1 = _blocks.to_float(x[1], source)
-  e2 = _blocks.to_float(x[2], source)
-  e3 = _blocks.to_float(x[3], source)
+  e0 = blocks.to_float(x[0], source)
+  e1 = blocks.to_float(x[1], source)
+  e2 = blocks.to_float(x[2], source)
+  e3 = blocks.to_float(x[3], source)
   a0 = tl.abs(e0)
   a1 = tl.abs(e1)
   a2 = tl.abs(e2)
@@ -240,7 +213,7 @@ def shrunk(x, beta, source: tl.constexpr):
     tl.maximum(a0 - t, 0.0), tl.maximum(a1 - t, 0.0), tl.maximum(a2 - t, 0.0), tl.maximum(a3 - t, 0.0),
   )  # fmt: skip
   if source != tl.float32:
-    soft = _floats_row(_blocks.row_to_bits(soft[0], soft[1], soft[2], soft[3], source), source)
+    soft = blocks.floats_row(blocks.row_to_bits(soft[0], soft[1], soft[2], soft[3], source), source)
   return (
     tl.where(nan, poison, _signed(e0, soft[0]) * beta), tl.where(nan, poison, _signed(e1, soft[1]) * beta),
     tl.where(nan, 0.0, _signed(e2, soft[2]) * beta), tl.where(nan, 0.0, _signed(e3, soft[3]) * beta),
@@ -264,38 +237,16 @@ def _store_both(
   half: tl.constexpr = ROWS * COLUMNS // 2
   size: tl.constexpr = ((ROWS + 63) // 64) * ((COLUMNS + 63) // 64) * 128
   if TWO:
-    across = _blocks.nibbles_of_two(code)
-    down = _blocks.nibbles_of_two(_blocks.transpose_code(code))
+    across = positions.nibbles_of_two(code)
+    down = positions.nibbles_of_two(positions.transpose_code(code))
   else:
-    across = _blocks.nibbles(code)
-    down = _blocks.nibbles(_blocks.transpose_code(code))
-  _blocks.store_values(row_values + batch * half, _blocks.choose_all(x, across), place, ROWS, COLUMNS, False)
-  _blocks.store_values(
-    column_values + batch * half, _blocks.choose_all(_blocks.transposed_words(x), down), place, ROWS, COLUMNS, True,
+    across = positions.nibbles(code)
+    down = positions.nibbles(positions.transpose_code(code))
+  blocks.store_values(row_values + batch * half, positions.choose_all(x, across), place, ROWS, COLUMNS, False)
+  blocks.store_values(
+    column_values + batch * half, positions.choose_all(blocks.transposed_words(x), down), place, ROWS, COLUMNS, True,
     TOGETHER,
   )
-  _blocks.store_metadata_pair(
+  positions.store_metadata_pair(
     row_metadata + batch * size, across, column_metadata + batch * size, down, place, ROWS, COLUMNS
   )
-
-
-@triton.jit
-def store_one(
-  pairs, code, values, metadata, place, batch,
-  ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUPS_DOWN: tl.constexpr,
-):  # fmt: skip
-  """One operand from the stored pairs of a block's groups; bit 4 g + p of `code` keeps position p of group g."""
-  store_chosen(pairs, _blocks.nibbles(code), values, metadata, place, batch, ROWS, COLUMNS, GROUPS_DOWN)
-
-
-@triton.jit
-def store_chosen(
-  pairs, nibbles, values, metadata, place, batch,
-  ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUPS_DOWN: tl.constexpr,
-):  # fmt: skip
-  """`store_one` with the metadata in place of the code."""
-  half: tl.constexpr = ROWS * COLUMNS // 2
-  size: tl.constexpr = ((ROWS + 63) // 64) * ((COLUMNS + 63) // 64) * 128
-  _blocks.store_values(values + batch * half, pairs, place, ROWS, COLUMNS, GROUPS_DOWN)
-  bits: tl.constexpr = values.dtype.element_ty.primitive_bitwidth
-  _blocks.store_metadata(metadata + batch * size, nibbles, place, ROWS, COLUMNS, GROUPS_DOWN, bits)

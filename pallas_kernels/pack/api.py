@@ -24,7 +24,7 @@ Array = jax.Array
 def candidates(dtype: Any = jnp.bfloat16, device: _device.Device | None = None) -> list[str]:
   """Back ends that write `dtype` on a device, None being the one at hand; best first."""
   arch = (device or _device.current()).arch
-  return ['triton', 'reference'] if (arch.float8 if is_float8(dtype) else arch.since_ampere) else ['reference']
+  return ['triton', 'reference'] if (1 if is_float8(dtype) else 2) in arch.itemsizes else ['reference']
 
 
 # How a weight [..., R, C], its codes and its operands are divided by a mesh: in whole 64 x 64 tiles of positions.

@@ -1,15 +1,13 @@
 """Packers in Triton: portable to every GPU from sm_80 on, each one pass over its input."""
 
 from collections.abc import Sequence
-import dataclasses
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _device, _triton
-from pallas_kernels.mvue.philox import seed_words
+from pallas_kernels import _triton
 from pallas_kernels.operand import metadata_shape, SparseOperand
 from pallas_kernels.pack._kernels import (
   masked_kernel,
@@ -20,32 +18,12 @@ from pallas_kernels.pack._kernels import (
 )
 from pallas_kernels.pack._kernels8 import mvue8_kernel, soft_threshold8_kernel
 from pallas_kernels.pack.reference import is_float8, Packed, PackedPair
+from pallas_kernels.triton_blocks.launch import check_float8, check_size, Config, draw_parameters
 
 Array = jax.Array
 
 # Programs of the repair kernel, which as a rule have nothing to do: two a multiprocessor of the largest GPUs.
 REPAIRERS = 288
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-  """How a kernel is cut up.
-
-  Attributes:
-    tile_rows: 4x4 blocks a program takes down, a multiple of 16.
-    tile_columns: blocks across, a multiple of 16.
-    num_warps: warps a program; 32 times their number share the tile's blocks.
-  """
-
-  tile_rows: int = 16
-  tile_columns: int = 16
-  num_warps: int = 4
-
-  def grid(self, batches: int, rows: int, columns: int) -> tuple[int, int]:
-    return -(-rows // (4 * self.tile_rows)) * -(-columns // (4 * self.tile_columns)), batches
-
-  def constants(self, rows: int, columns: int) -> dict[str, int]:
-    return dict(ROWS=rows, COLUMNS=columns, TILE_ROWS=self.tile_rows, TILE_COLUMNS=self.tile_columns)
 
 
 def transposable_pack(w: Array, *, dtype: jnp.dtype, config: Config | None = None) -> PackedPair:
@@ -112,25 +90,6 @@ def _packed(
     **constants, **config.constants(rows, columns),
   )  # fmt: skip
   return Packed(SparseOperand(values, metadata), *dense)
-
-
-def check_float8() -> None:
-  """NotImplementedError on a GPU without the conversion to float8."""
-  device = _device.current()
-  if device.platform == 'gpu' and not device.arch.float8:
-    raise NotImplementedError(f'float8 needs compute capability 8.9, {device.name} has {device.capability}')
-
-
-def check_size(x: Array) -> None:
-  """NotImplementedError for matrices in which the kernels' 32-bit offsets, of pairs of entries, would overflow."""
-  if math.prod(x.shape[-2:]) >= 2**32:
-    raise NotImplementedError(f'the Triton kernels take matrices of less than 2^32 entries, found {x.shape}')
-
-
-def draw_parameters(key: Array, origin: tuple[Any, Any, Any]) -> Array:
-  """uint32 [5] for `mvue.block_uniforms`: seed words, then batch, group and quad of the first group."""
-  batch, group, column = (jnp.asarray(o).astype(jnp.uint32) for o in origin)
-  return jnp.stack([*seed_words(key), batch, group, column >> 2])
 
 
 def _shape(x: Array, dtype: jnp.dtype) -> tuple[int, int, int]:

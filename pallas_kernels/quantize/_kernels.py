@@ -1,9 +1,9 @@
-"""The Triton kernel of `quantize`, on the 4x4 blocks of the packers."""
+"""The Triton kernel of `quantize`, on 4x4 blocks."""
 
 import triton
 import triton.language as tl
 
-from pallas_kernels.pack import _blocks, _blocks8
+from pallas_kernels.triton_blocks import blocks, blocks8
 
 
 @triton.jit
@@ -13,13 +13,13 @@ def quantize_kernel(
   PLAIN: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
   """x times `scale` in float8, in its own layout and transposed."""
-  place = _blocks.tile(ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS)
+  place = blocks.tile(ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS)
   batch = tl.program_id(1).to(tl.int64)
   offset = batch * ROWS * COLUMNS
-  e = _blocks.entries(_blocks.load_blocks(x + offset, place, COLUMNS))
+  e = blocks.entries(blocks.load_blocks(x + offset, place, COLUMNS))
   dtype: tl.constexpr = plain.dtype.element_ty
-  quads = _blocks8.scaled8(e, tl.load(scale + batch), x.dtype.element_ty, dtype)
+  quads = blocks8.scaled8(e, tl.load(scale + batch), x.dtype.element_ty, dtype)
   if PLAIN:
-    _blocks8.store_dense8(plain + offset, quads, place, ROWS, COLUMNS, False)
+    blocks8.store_dense8(plain + offset, quads, place, ROWS, COLUMNS, False)
   if TRANSPOSED:
-    _blocks8.store_dense8(transposed + offset, _blocks8.transpose8(quads), place, ROWS, COLUMNS, True)
+    blocks8.store_dense8(transposed + offset, blocks8.transpose8(quads), place, ROWS, COLUMNS, True)

@@ -108,7 +108,8 @@ def matmuls(options: Any, write: Callable[[dict[str, Any]], None]) -> None:
     times_of = ', '.join(f'{name} {b["median_ms"]:.4f}' for name, b in baselines.items())
     said = f'{role:12s} {ms:.4f} ms {flops / ms / 1e9:.0f} TFLOP/s; {times_of}; error {error:.1e}; {targets}'
     print(said, flush=True)
-    op, implementation = ('fp8_dot', 'xla') if role == 'input_grad' else (SPARSE, _device.current().arch.kernel(SPARSE))
+    own = _device.current().arch.kernel(SPARSE, 1)
+    op, implementation = ('fp8_dot', 'xla') if role == 'input_grad' else (SPARSE, own and own.backend)
     write(dict(
       bench='float8_matmuls', op=op, role=role, shape=(tokens, d_in, d_out),
       dtype=jax.tree.leaves(arrays)[0].dtype.name,

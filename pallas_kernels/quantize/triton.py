@@ -7,8 +7,8 @@ import jax.numpy as jnp
 
 from pallas_kernels import _triton
 from pallas_kernels.pack.reference import is_float8
-from pallas_kernels.pack.triton import check_float8, check_size, Config
 from pallas_kernels.quantize._kernels import quantize_kernel
+from pallas_kernels.triton_blocks.launch import check_float8, check_size, Config
 
 Array = jax.Array
 

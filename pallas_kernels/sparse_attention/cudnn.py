@@ -26,7 +26,7 @@ def sparse_attention(q: Array, k: Array, v: Array, *, patterns: tuple[Pattern, .
       shapes that this version of cuDNN refuses, forward or backward.
   """
   device = _device.current()
-  if not device.arch.since_ampere:
+  if 2 not in device.arch.itemsizes:
     raise NotImplementedError(f'cuDNN flash attention needs compute capability 8.0, {device.name} has none')
   if q.dtype not in (jnp.bfloat16, jnp.float16):
     raise NotImplementedError(f'cuDNN flash attention takes bfloat16 and float16, found {q.dtype}')

@@ -72,7 +72,7 @@ def sparse_attention(q: Array, k: Array, v: Array, *, patterns: tuple[Pattern, .
       not 16, 32, 64 or 128, a traced scale, or arrays too large for the kernels' offsets.
   """
   device = _device.current()
-  if not device.arch.since_ampere:
+  if 2 not in device.arch.itemsizes:
     raise NotImplementedError(f'the Triton kernels need compute capability 8.0, {device.name} has none')
   if reason := _triton.why_absent():
     raise NotImplementedError(reason)

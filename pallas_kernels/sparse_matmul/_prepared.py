@@ -17,10 +17,12 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _device, _tuning, formats, operand
+from pallas_kernels._own_kernel import OwnKernel
 from pallas_kernels._tuning import compile_all, times_ms
 from pallas_kernels.mosaic.sizes import ceil
 from pallas_kernels.sparse_matmul import arg_specs, mosaic_gpu
 from pallas_kernels.sparse_matmul._predict import reads_only
+from pallas_kernels.sparse_matmul.call import Vectors
 
 Array = jax.Array
 # The oracle need not be fast, and XLA's search for a fast one takes longer than all else.
@@ -120,10 +122,8 @@ def _dense_jobs(p: mosaic_gpu.Problem, args: Sequence[Any], *options: Any) -> li
 def sparse(
   p: mosaic_gpu.Problem, config: Any, kernel: Callable[..., Any], device: _device.Device
 ) -> Callable[..., Array]:
-  return functools.partial(
-    kernel, activation=p.activation, out_dtype=p.out_dtype, b_layout=p.b_layout, out_layout=p.out_layout,
-    config=config, device=device, a_scale=jnp.float32(1) if p.row_scale else None,
-  )
+  vectors = Vectors(a_scale=jnp.float32(1) if p.row_scale else None)
+  return functools.partial(kernel, vectors=vectors, call=p.call, config=config, device=device)
 
 
 def plain(c: Any) -> dict[str, Any]:
@@ -195,8 +195,8 @@ def compile_sparse(
   return [(c, f) for c, f in zip(choices, compiled, strict=True) if not isinstance(f, Exception)]
 
 
-def prepare(p: mosaic_gpu.Problem, compiled: Compiled, seed: int, implementation: str) -> Prepared:
-  """Makes a problem's data and the right answer, and finds the best dense way; `compiled` is of `implementation`."""
+def prepare(p: mosaic_gpu.Problem, compiled: Compiled, seed: int, own: OwnKernel | None) -> Prepared:
+  """Makes a problem's data and the right answer, and finds the best dense way; `compiled` is of `own`."""
   key = jax.random.key(seed)
   make = functools.partial(inputs, p)
   x = jax.eval_shape(make, key)
@@ -208,7 +208,7 @@ def prepare(p: mosaic_gpu.Problem, compiled: Compiled, seed: int, implementation
       raise f
   x = made(key)
   packed = many(p, x.a)
-  candidates = [_tuning.Candidate(implementation, plain(c), f, (packed, x.b)) for c, f in compiled]
+  candidates = [_tuning.Candidate(own.name, plain(c), f, (packed, x.b)) for c, f in compiled] if own else []
   args = (many(p, x.a_dense), x.b)
   result = right(x.a_dense, x.b)
   return Prepared(x, result, _fastest_dense(p, args, dense, result), candidates)

@@ -5,9 +5,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from pallas_kernels.arch import SM_90A
-from pallas_kernels.mosaic.sizes import ceil, CONSUMERS
+from pallas_kernels.mosaic.sizes import ceil, CONSUMERS, SHARED_MEMORY
 from pallas_kernels.sparse_matmul import _schedule
+from pallas_kernels.sparse_matmul.call import Call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +96,11 @@ class Problem:
   keep_preactivation: bool = False
 
   @property
+  def call(self) -> Call:
+    """What a back end is asked for."""
+    return Call(self.out_dtype, self.b_layout, self.out_layout, self.activation, self.keep_preactivation)
+
+  @property
   def key(self) -> dict[str, Any]:
     """What tuned records are looked up by."""
     return dict(m=self.m, n=self.n, k=self.k, dtype=self.a_dtype.name, out_dtype=self.out_dtype.name,
@@ -138,8 +143,8 @@ def check_config(p: Problem, c: Config) -> None:
     # By steps each consumer has half of the stages.
     (c.stages > c.delay * (CONSUMERS if c.halves == 'k' else 1),
      f'stages={c.stages} must exceed delay={c.delay}' + (', a consumer' if c.halves == 'k' else '')),
-    (shared_memory_bytes(p, c) <= SM_90A.shared_memory,
-     f'{c.stages} stages need {shared_memory_bytes(p, c)} bytes of shared memory of {SM_90A.shared_memory}'),
+    (shared_memory_bytes(p, c) <= SHARED_MEMORY,
+     f'{c.stages} stages need {shared_memory_bytes(p, c)} bytes of shared memory of {SHARED_MEMORY}'),
   ]
   for ok, message in rules:
     if not ok:

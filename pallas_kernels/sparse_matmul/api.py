@@ -1,6 +1,7 @@
 """`sparse_matmul`: the matmul of a 2:4-sparse and a dense matrix, on whatever does it best here."""
 
 from collections.abc import Mapping, Sequence
+import dataclasses
 import functools
 import logging
 from typing import Any
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 from pallas_kernels import _checks, _device, _dispatch, _partitioning, _records, formats, operand
 from pallas_kernels.activations import ACTIVATIONS
 from pallas_kernels.sparse_matmul import reference
+from pallas_kernels.sparse_matmul.call import Call, Vectors
 
 Array = jax.Array
 OP = 'sparse_matmul'
@@ -93,90 +95,75 @@ def sparse_matmul(
   _dispatch.check_out_dtype(out_dtype)
   if keep_preactivation and activation is None:
     raise ValueError('keep_preactivation=True needs an activation, found activation=None: Z would be D')
-  implementation = _dispatch.backend_of(OP, implementation, BACKENDS)
+  implementation = _dispatch.backend_of(OP, implementation, BACKENDS, a.dtype.itemsize)
   if isinstance(a, formats.Compressed24):
     a = operand.rows_first(a)
   candidates = (implementation,) if implementation else candidates_for(
     m, n, k, dtype=a.dtype, out_dtype=out_dtype, b_layout=b_layout, out_layout=out_layout,
     check=_device.arrays_are_whole(),
   )
-  static = _Static(implementation, candidates, activation, out_dtype.name, b_layout, out_layout, keep_preactivation)
-  return _call(static, a, b, _float32(bias), _float32(a_scale), _float32(b_scale))
+  call = Call(out_dtype, b_layout, out_layout, activation, keep_preactivation)
+  vectors = Vectors(_float32(bias), _float32(a_scale), _float32(b_scale))
+  return _call(_Asked(implementation, tuple(candidates), call), a, b, vectors)
 
 
 def _float32(x: Array | None) -> Array | None:
   return None if x is None else jnp.asarray(x, jnp.float32)
 
 
-class _Static(tuple):
-  """(implementation, candidates, activation, out_dtype, b_layout, out_layout, keep_preactivation), fixed in a trace."""
+@dataclasses.dataclass(frozen=True)
+class _Asked:
+  """A call and who may answer it: the named back end, or the first of the candidates that can."""
 
-  def __new__(cls, *fields: Any) -> '_Static':
-    return super().__new__(cls, fields)
+  implementation: str | None
+  candidates: tuple[str, ...]
+  call: Call
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _call(static, a, b, bias, a_scale, b_scale):
-  implementation, candidates, *meaning = static
-  _, _, b_layout, out_layout, keep_preactivation = meaning
-  rule = _rule(a, bias, a_scale, b_scale, b_layout, out_layout, keep_preactivation)
-  return _partitioning.partitioned(
-    OP, _on_a_part, rule, b, a, bias, a_scale, b_scale,
-    implementation=implementation, candidates=tuple(candidates), meaning=tuple(meaning),
-  )  # fmt: skip
+def _call(asked: _Asked, a: Any, b: Array, vectors: Vectors) -> Any:
+  rule = _rule(a, vectors, asked.call)
+  return _partitioning.partitioned(OP, _on_a_part, rule, b, a, vectors, asked=asked)
 
 
-def _rule(a, bias, a_scale, b_scale, b_layout, out_layout, keep_preactivation) -> _partitioning.Rule:
+def _rule(a: Any, vectors: Vectors, call: Call) -> _partitioning.Rule:
   # A tile of positions, 64 x 64 entries of A, is not cut; nor is a byte of the open format.
   packed = isinstance(a, operand.SparseOperand)
   m, k = ('m*64', 'k*64') if packed else ('m', 'k*8')
   of_a = ('m*64 k*32', 'm k .') if packed else ('m k*4', 'm k')
-  vectors = [None if x is None else size if x.ndim else '' for x, size in ((bias, m), (a_scale, m), (b_scale, 'n'))]
-  d = f'{m} n' if out_layout == 'mn' else f'n {m}'
+  sizes = (size if x.ndim else '' for x, size in zip(vectors, (m, m, 'n'), strict=True) if x is not None)
+  d = f'{m} n' if call.out_layout == 'mn' else f'n {m}'
   # The leading axis of B is that of tokens: theirs is the mesh axis that weights want, too.
-  b, order = (f'n {k}', ('n', 'k', 'm')) if b_layout == 'nk' else (f'{k} n', ('k', 'n', 'm'))
-  arguments = (b, *of_a, *(text for text in vectors if text is not None))
-  return _partitioning.Rule(arguments, (d,) * (2 if keep_preactivation else 1), order, sums=('k',))
+  b, order = (f'n {k}', ('n', 'k', 'm')) if call.b_layout == 'nk' else (f'{k} n', ('k', 'n', 'm'))
+  return _partitioning.Rule((b, *of_a, *sizes), (d,) * (2 if call.keep_preactivation else 1), order, sums=('k',))
 
 
-def _on_a_part(shard, b, a, bias, a_scale, b_scale, *, implementation, candidates, meaning):
-  if implementation is None and shard.divided:
-    (m, k), n = a.shape, b.shape[0] if meaning[2] == 'nk' else b.shape[1]
+def _on_a_part(shard: _partitioning.Shard, b: Array, a: Any, vectors: Vectors, *, asked: _Asked) -> Any:
+  call, candidates = asked.call, asked.candidates
+  if asked.implementation is None and shard.divided:
+    m, n, k = call.sizes(a, b)
     candidates = candidates_for(
-      m, n, k, dtype=a.dtype, out_dtype=meaning[1], b_layout=meaning[2], out_layout=meaning[3], check=False
+      m, n, k, dtype=a.dtype, out_dtype=call.out_dtype, b_layout=call.b_layout, out_layout=call.out_layout, check=False
     )
-  call = functools.partial(_dispatch.dispatch, OP, BACKENDS, implementation, candidates, a, b)
+  run = functools.partial(_dispatch.dispatch, OP, BACKENDS, asked.implementation, candidates, a, b)
   if not shard.sums('k'):
-    return call(bias, a_scale, b_scale, **_options(*meaning))
+    return run(vectors, call=call)
   # What follows the sum waits for the other devices. Parts are rounded to the dtype of D before they are added.
-  activation, out_dtype, b_layout, out_layout, keep_preactivation = meaning
-  d = shard.sum(call(None, a_scale, b_scale, **_options(None, out_dtype, b_layout, out_layout, False)), 'k')
-  if bias is None and activation is None:
+  of_parts = dataclasses.replace(call, activation=None, keep_preactivation=False)
+  d = shard.sum(run(vectors._replace(bias=None), call=of_parts), 'k')
+  left = Vectors(vectors.bias)
+  if call.is_product(left):
     return d
-  d = (d if out_layout == 'mn' else d.T).astype(jnp.float32)
-  return reference.results(
-    d, bias, None, None, activation=activation, out_dtype=jnp.dtype(out_dtype), out_layout=out_layout,
-    keep_preactivation=keep_preactivation,
-  )  # fmt: skip
+  return reference.results((d if call.out_layout == 'mn' else d.T).astype(jnp.float32), left, call)
 
 
-def _options(
-  activation: str | None, out_dtype: str, b_layout: str, out_layout: str, keep_preactivation: bool
-) -> dict[str, Any]:
-  """Keyword arguments of every back end."""
-  return dict(
-    activation=activation, out_dtype=jnp.dtype(out_dtype), b_layout=b_layout, out_layout=out_layout,
-    keep_preactivation=keep_preactivation,
-  )  # fmt: skip
+def _call_fwd(asked, *args):
+  return _call(asked, *args), args
 
 
-def _call_fwd(static, *args):
-  return _call(static, *args), args
-
-
-def _call_bwd(static, args, cotangent):
+def _call_bwd(asked, args, cotangent):
   # The cotangent is a pair with `keep_preactivation`, as the reference's result is.
-  f = functools.partial(reference.sparse_matmul, **_options(*static[2:]))
+  f = functools.partial(reference.sparse_matmul, call=asked.call)
   return jax.vjp(f, *args)[1](cotangent)
 
 
@@ -224,7 +211,8 @@ def chosen(key: Mapping[str, Any], device: _device.Device, *, check: bool = True
 
 def checked(key: Mapping[str, Any], device: _device.Device) -> _checks.Entry | None:
   """What a check finds of a problem; None where records have something near, or where none can be made."""
-  if _records.lookup(device.slug, OP, key) is not None or not _checks.possible(device, OP):
+  itemsize = jnp.dtype(key['dtype']).itemsize
+  if _records.lookup(device.slug, OP, key) is not None or not _checks.possible(device, OP, itemsize):
     return None
   return _dispatch.load('pallas_kernels.sparse_matmul.check:outcome')(device, key)
 

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 
 from pallas_kernels import _bench, _device, _records, _tuning
 from pallas_kernels.sparse_matmul import (
-  _own_kernel,
   _prepared,
+  _settings,
   arg_specs,
   cusparselt,
   cusparselt_search,
@@ -60,14 +60,15 @@ def bench(selection: str, out: pathlib.Path, folder: pathlib.Path = _records.TUN
   """Appends one record a spec to `out`: tuned sparse against dense, interleaved and sustained."""
   device, environment = _device.current(), _device.environment()
   for p, specs in _prepared.unique(arg_specs.SELECTIONS[selection]):
-    settings = _own_kernel.library_settings(p, device, folder)
-    compiled = _own_kernel.compiled(p, device, settings)
+    own = _settings.own_kernel(p, device)
+    settings = _settings.of_library(p, own, folder)
+    compiled = _settings.compiled(p, own, settings)
     if settings and not compiled:
       raise ValueError(f'{p.key}: {settings[0]} does not compile')
     if not compiled:
       print(f'{p.key}: not measured, no kernel of this package takes it on {device.name}', flush=True)
       continue
-    ready = _prepared.prepare(p, compiled, p.m + p.n + 1, _own_kernel.name(device))
+    ready = _prepared.prepare(p, compiled, p.m + p.n + 1, own)
     x, runs = ready.x, [*ready.sparse, ready.dense]
     dense = 'dense' if p.a_dtype.itemsize == 2 else 'dense_fp8'
     # Half of the entries of `ready.dense` are zeros, which take less power; those of a dense weight are not.

@@ -6,7 +6,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from pallas_kernels import _checks, _device, _tuning
-from pallas_kernels.sparse_matmul import _own_kernel, _prepared, mosaic_gpu
+from pallas_kernels._own_kernel import OwnKernel
+from pallas_kernels.sparse_matmul import _prepared, _settings, mosaic_gpu
 
 # A smaller matmul takes microseconds, and there are many of them: as dense, it costs nobody much.
 LEAST_MULTIPLICATIONS = 2**30
@@ -15,10 +16,11 @@ LEAST_MULTIPLICATIONS = 2**30
 def outcome(device: _device.Device, key: Mapping[str, Any]) -> _checks.Entry | None:
   """The outcome for a problem; None if it is too small, no kernel takes its types, or the check failed."""
   p = _problem(**key)
-  if p.m * p.n * p.k < LEAST_MULTIPLICATIONS or not _takes(device, p):
+  own = _settings.own_kernel(p, device)
+  if p.m * p.n * p.k < LEAST_MULTIPLICATIONS or own is None or (p.a_dtype.itemsize == 1 and p.b_layout == 'kn'):
     return None
-  settings = _own_kernel.library_settings(p, device)
-  return _checks.outcome(device, mosaic_gpu.OP, key, settings, lambda: _entry(p, device, settings))
+  settings = _settings.of_library(p, own)
+  return _checks.outcome(device, own.op, key, settings, lambda: _entry(p, own, settings))
 
 
 def _problem(m: int, n: int, k: int, dtype: str, out_dtype: str, b_layout: str, out_layout: str) -> mosaic_gpu.Problem:
@@ -27,14 +29,10 @@ def _problem(m: int, n: int, k: int, dtype: str, out_dtype: str, b_layout: str, 
   return mosaic_gpu.Problem(m, n, k, a, b, jnp.dtype(out_dtype), b_layout, out_layout, row_scale=eight_bit)
 
 
-def _takes(device: _device.Device, p: mosaic_gpu.Problem) -> bool:
-  return p.a_dtype.itemsize in _own_kernel.module(device).ITEMSIZES and (p.a_dtype.itemsize > 1 or p.b_layout == 'nk')
-
-
-def _entry(p: mosaic_gpu.Problem, device: _device.Device, settings: list[Any]) -> _checks.Entry:
-  compiled = _own_kernel.compiled(p, device, settings)
+def _entry(p: mosaic_gpu.Problem, own: OwnKernel, settings: list[Any]) -> _checks.Entry:
+  compiled = _settings.compiled(p, own, settings)
   try:
-    ready = _prepared.prepare(p, compiled, p.m + p.k, _own_kernel.name(device))
+    ready = _prepared.prepare(p, compiled, p.m + p.k, own)
     return _tuning.tune(
       p.key, ready.dense, ready.sparse, ready.expected, _prepared.timer(p), finalists=1,
       quick=dict(rounds=1, iterations=5, gap_s=_prepared.gap_s(p, 5)),

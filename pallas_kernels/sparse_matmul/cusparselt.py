@@ -21,6 +21,7 @@ import numpy as np
 from pallas_kernels import _device, _records, formats, operand
 from pallas_kernels.ffi import cusparselt as library
 from pallas_kernels.sparse_matmul import reference
+from pallas_kernels.sparse_matmul.call import Call, Vectors
 
 Array = jax.Array
 Config = library.Config
@@ -94,15 +95,9 @@ def blob_bound(m: int, k: int, dtype: Any) -> int:
 def sparse_matmul(
   a: formats.Compressed24 | operand.SparseOperand | CusparseltOperand,
   b: Array,
-  bias: Array | None = None,
-  a_scale: Array | None = None,
-  b_scale: Array | None = None,
+  vectors: Vectors,
+  call: Call,
   *,
-  activation: str | None,
-  out_dtype: Any,
-  b_layout: str,
-  out_layout: str,
-  keep_preactivation: bool = False,
   config: Config | None = None,
   device: _device.Device | None = None,
 ) -> Any:
@@ -119,26 +114,22 @@ def sparse_matmul(
     NotImplementedError: no NVIDIA GPU from sm_80 on (sm_89 for float8), no cuSPARSELt 0.8.0 to 0.10, no compiler on
       first use, or dtypes or layouts that the library does not take.
   """
-  device, out_dtype = device or _device.current(), jnp.dtype(out_dtype)
+  device = device or _device.current()
   _check_device(device, a.dtype)
-  _check_types(jnp.dtype(a.dtype), b.dtype, out_dtype, b_layout)
+  _check_types(jnp.dtype(a.dtype), b.dtype, call.out_dtype, call.b_layout)
   library.register()
   a = operand.rows_first(a) if isinstance(a, formats.Compressed24) else a
-  (m, k), n = a.shape, b.shape[0 if b_layout == 'nk' else 1]
-  config = config or tuned_config(m, n, k, a.dtype, out_dtype, b_layout, out_layout, device) or Config()
-  plain = bias is None and a_scale is None and b_scale is None and activation is None
-  stored = out_dtype if plain or a.dtype.itemsize == 2 else jnp.dtype('float32')
+  layouts = dict(b_layout=call.b_layout, out_layout=call.out_layout)
+  config = config or tuned_config(*call.sizes(a, b), a.dtype, call.out_dtype, **layouts, device=device) or Config()
+  alone = call.is_product(vectors)
+  stored = call.out_dtype if alone or a.dtype.itemsize == 2 else jnp.dtype('float32')
   d = matmul(
-    a if isinstance(a, CusparseltOperand) else prepare(a, device=device), b, stored, b_layout=b_layout,
-    out_layout=out_layout, config=config,
+    a if isinstance(a, CusparseltOperand) else prepare(a, device=device), b, stored, **layouts, config=config
   )
-  if plain:
+  if alone:
     return d
   d = d.astype(jnp.float32)
-  return reference.results(
-    d if out_layout == 'mn' else d.T, bias, a_scale, b_scale, activation=activation, out_dtype=out_dtype,
-    out_layout=out_layout, keep_preactivation=keep_preactivation,
-  )  # fmt: skip
+  return reference.results(d if call.out_layout == 'mn' else d.T, vectors, call)
 
 
 def matmul(
@@ -179,15 +170,15 @@ def _without_negative_zeros(a: Array) -> Array:
 
 
 def _check_device(device: _device.Device, dtype: Any) -> None:
-  arch = device.arch
-  takes, since = (arch.float8, '8.9') if jnp.dtype(dtype).itemsize == 1 else (arch.since_ampere, '8.0')
-  if device.platform != 'gpu' or not takes:
+  if jnp.dtype(dtype).name not in (*_WIDE, *_NARROW):
+    raise NotImplementedError(f'A must be bfloat16, float16 or float8 (e4m3fn, e5m2), found {jnp.dtype(dtype)}')
+  itemsize = jnp.dtype(dtype).itemsize
+  if itemsize not in device.arch.itemsizes:
+    since = {1: '8.9', 2: '8.0'}[itemsize]
     raise NotImplementedError(
       f'cuSPARSELt multiplies {jnp.dtype(dtype)} on NVIDIA GPUs of compute capability {since} and later, this is'
       f' {device.name} with {device.capability[0]}.{device.capability[1]}'
     )
-  if jnp.dtype(dtype).name not in (*_WIDE, *_NARROW):
-    raise NotImplementedError(f'A must be bfloat16, float16 or float8 (e4m3fn, e5m2), found {jnp.dtype(dtype)}')
 
 
 def _check_types(a: jnp.dtype, b: jnp.dtype, out: jnp.dtype, b_layout: str) -> None:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import formats, operand
 from pallas_kernels.sparse_matmul import reference
+from pallas_kernels.sparse_matmul.call import Call, Vectors
 
 Array = jax.Array
 
@@ -14,24 +15,14 @@ Array = jax.Array
 def sparse_matmul(
   a: formats.Compressed24 | operand.SparseOperand,
   b: Array,
-  bias: Array | None = None,
-  a_scale: Array | None = None,
-  b_scale: Array | None = None,
-  *,
-  activation: str | None,
-  out_dtype: Any,
-  b_layout: str,
-  out_layout: str,
-  keep_preactivation: bool = False,
+  vectors: Vectors,
+  call: Call,
 ) -> Any:
   """`reference.sparse_matmul` on the dense tensor cores: same arguments and result up to rounding."""
   dense = formats.expand(operand.from_operand(a) if isinstance(a, operand.SparseOperand) else operand.rows_first(a))
   if dense.dtype != b.dtype:  # two kinds of float8
     dense, b = dense.astype(jnp.bfloat16), b.astype(jnp.bfloat16)
-  return reference.results(
-    matmul(dense, b, b_layout=b_layout), bias, a_scale, b_scale, activation=activation, out_dtype=out_dtype,
-    out_layout=out_layout, keep_preactivation=keep_preactivation,
-  )  # fmt: skip
+  return reference.results(matmul(dense, b, b_layout=call.b_layout), vectors, call)
 
 
 def matmul(a: Array, b: Array, *, b_layout: str) -> Array:

@@ -13,30 +13,26 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _device, _records, formats, operand
+from pallas_kernels.arch import WGMMA
 from pallas_kernels.mosaic.sizes import ceil
 from pallas_kernels.sparse_matmul._kernel import build
+from pallas_kernels.sparse_matmul._predict import candidates as settings
 from pallas_kernels.sparse_matmul._predict import default_config, H100_SMS, of_neighbour
 from pallas_kernels.sparse_matmul._problem import Config, fits, for_outputs, Problem
+from pallas_kernels.sparse_matmul.call import Call, Vectors
 
-__all__ = ['Config', 'Problem', 'build', 'default_config', 'fits', 'for_outputs', 'sparse_matmul']
+__all__ = ['Config', 'Problem', 'build', 'default_config', 'fits', 'for_outputs', 'settings', 'sparse_matmul']
 
 Array = jax.Array
-OP = 'sparse_matmul'
-ITEMSIZES = (1, 2)
+OP = WGMMA.op
 
 
 def sparse_matmul(
   a: formats.Compressed24 | operand.SparseOperand,
   b: Array,
-  bias: Array | None = None,
-  a_scale: Array | None = None,
-  b_scale: Array | None = None,
+  vectors: Vectors,
+  call: Call,
   *,
-  activation: str | None,
-  out_dtype: Any,
-  b_layout: str,
-  out_layout: str,
-  keep_preactivation: bool = False,
   config: Config | None = None,
   device: _device.Device | None = None,
   interpret: bool = False,
@@ -45,15 +41,9 @@ def sparse_matmul(
 
   Args:
     a: A, [M, K]; converted to the kernel's operand here unless it is one already.
-    b: as in the reference, and so on down to `keep_preactivation`.
-    bias: ...
-    a_scale: ...
-    b_scale: ...
-    activation: ...
-    out_dtype: ...
-    b_layout: ...
-    out_layout: ...
-    keep_preactivation: ...
+    b: as in the reference, as are
+    vectors: and
+    call: here.
     config: settings; None takes the tuned ones of the nearest measured problem.
     device: the GPU to build for; None is the current one.
     interpret: run on the CPU with race detection.
@@ -63,40 +53,39 @@ def sparse_matmul(
     ValueError: `config` cannot be built for this problem.
   """
   device = device or _device.current()
-  if not (interpret or device.arch.sparse_instruction == 'wgmma'):
+  if not (interpret or WGMMA in device.arch.kernels):
     other = device.arch.kernel(OP)
-    instead = f'; implementation={other!r} takes bfloat16 and float16 there' if other else ''
+    instead = f'; implementation={other.backend!r} takes bfloat16 and float16 there' if other else ''
     raise NotImplementedError(
       f'sparse wgmma needs compute capability 9.0, {device.name} has {device.capability}{instead}'
     )
-  _check_types(a.dtype, b.dtype, jnp.dtype(out_dtype), b_layout)
-  if jnp.dtype(out_dtype).itemsize == 4 and out_layout == 'nm':
+  _check_types(a.dtype, b.dtype, call.out_dtype, call.b_layout)
+  if call.out_dtype.itemsize == 4 and call.out_layout == 'nm':
     # A shared-memory store transposes 16-bit elements only; XLA transposes afterwards.
-    d = sparse_matmul(
-      a, b, bias, a_scale, b_scale, activation=activation, out_dtype=out_dtype, b_layout=b_layout, out_layout='mn',
-      keep_preactivation=keep_preactivation, config=config, device=device, interpret=interpret,
-    )
+    rows_first = dataclasses.replace(call, out_layout='mn')
+    d = sparse_matmul(a, b, vectors, rows_first, config=config, device=device, interpret=interpret)
     return jax.tree.map(jnp.transpose, d)
   a = operand.to_operand(a) if isinstance(a, formats.Compressed24) else a
-  operand.check_layout(a)
-  (m, k), n = a.shape, b.shape[0 if b_layout == 'nk' else 1]
+  operand.check_layout(a, layout=WGMMA.layout)
+  m, n, k = call.sizes(a, b)
+  bias, a_scale, b_scale = vectors
   column_scale = b_scale is not None and b_scale.ndim == 1
   p = Problem(
-    m, n, k, a.dtype, b.dtype, jnp.dtype(out_dtype), b_layout, out_layout, activation,
+    m, n, k, a.dtype, b.dtype, call.out_dtype, call.b_layout, call.out_layout, call.activation,
     bias=bias is not None,
     row_scale=a_scale is not None or (b_scale is not None and not column_scale),
     column_scale=column_scale,
-    keep_preactivation=keep_preactivation,
+    keep_preactivation=call.keep_preactivation,
   )
   config = config or for_outputs(p, chosen_config(p, device))
   padded = _padded(p, config)
   values = operand.pad_to(a.values, (padded.m, padded.k // 2))
   metadata = operand.pad_to(a.metadata, operand.metadata_shape(padded.m, padded.k))
-  b = operand.pad_to(b, (padded.n, padded.k) if b_layout == 'nk' else (padded.k, padded.n))
-  vectors = _vectors(padded, config, bias, a_scale, b_scale)
+  b = operand.pad_to(b, (padded.n, padded.k) if p.b_layout == 'nk' else (padded.k, padded.n))
+  factors = _factors(padded, config, vectors)
   run = build(padded, config, num_sms=device.num_sms or 2, interpret=interpret)
-  d, *z = (x[:m, :n] if out_layout == 'mn' else x[:n, :m] for x in run(values, metadata, b, *vectors))
-  return (d, *z) if keep_preactivation else d
+  d, *z = (x[:m, :n] if p.out_layout == 'mn' else x[:n, :m] for x in run(values, metadata, b, *factors))
+  return (d, *z) if p.keep_preactivation else d
 
 
 def _check_types(a: jnp.dtype, b: jnp.dtype, out: jnp.dtype, b_layout: str) -> None:
@@ -135,10 +124,9 @@ def _boxes(size: int, box: int, least: int = 1) -> int:
   return max(ceil(size, box), least) * box
 
 
-def _vectors(
-  p: Problem, c: Config, bias: Array | None, a_scale: Array | None, b_scale: Array | None
-) -> list[Array]:
+def _factors(p: Problem, c: Config, vectors: Vectors) -> list[Array]:
   """Row scale, bias and column scale, as far as there are any, padded to whole tiles."""
+  bias, a_scale, b_scale = vectors
   rows, columns = (ceil(size, tile) * tile for size, tile in zip((p.m, p.n), c.cluster_tile, strict=True))
   out = []
   if p.row_scale:

@@ -23,13 +23,14 @@ import jax.numpy as jnp
 
 from pallas_kernels import _compat as compat
 from pallas_kernels import _device, formats, operand
+from pallas_kernels.arch import MMA_SP
 from pallas_kernels.mosaic import asm as ptx
 from pallas_kernels.mosaic import wgmma_sp
 from pallas_kernels.mosaic.sizes import ceil
 from pallas_kernels.sparse_matmul import reference
+from pallas_kernels.sparse_matmul.call import Call, Vectors
 
 Array = jax.Array
-ITEMSIZES = (2,)
 _PTX_TYPE = {'bfloat16': 'bf16', 'float16': 'f16'}
 
 
@@ -147,15 +148,9 @@ def _index(i: int) -> Any:
 def sparse_matmul(
   a: formats.Compressed24 | operand.SparseOperand,
   b: Array,
-  bias: Array | None = None,
-  a_scale: Array | None = None,
-  b_scale: Array | None = None,
+  vectors: Vectors,
+  call: Call,
   *,
-  activation: str | None,
-  out_dtype: Any,
-  b_layout: str,
-  out_layout: str,
-  keep_preactivation: bool = False,
   config: Config | None = None,
   device: _device.Device | None = None,
 ) -> Any:
@@ -165,24 +160,20 @@ def sparse_matmul(
     NotImplementedError: no GPU of compute capability 8.0 to 9.0, or types other than bfloat16 and float16.
   """
   device, config = device or _device.current(), config or Config()
-  if device.arch.sparse_instruction not in ('mma.sp', 'wgmma'):
+  if MMA_SP not in device.arch.kernels:
     raise NotImplementedError(f'tried on compute capability 8.0 to 9.0 only, {device.name} has {device.capability}')
   if a.dtype.name not in _PTX_TYPE or a.dtype != b.dtype:
     raise NotImplementedError(f'mma.sp here multiplies pairs of bfloat16 or float16, not {a.dtype} x {b.dtype}')
   a = operand.to_operand(a) if isinstance(a, formats.Compressed24) else a
-  operand.check_layout(a)
-  b = b if b_layout == 'nk' else b.T
-  (m, k), n = a.shape, b.shape[0]
+  operand.check_layout(a, layout=MMA_SP.layout)
+  m, n, k = call.sizes(a, b)
+  b = b if call.b_layout == 'nk' else b.T
   whole_m, whole_n, whole_k = (ceil(size, tile) * tile for size, tile in ((m, config.bm), (n, config.bn), (k, _BK)))
-  plain = bias is None and a_scale is None and b_scale is None and activation is None
-  inner = jnp.dtype(out_dtype) if plain else jnp.dtype('float32')
-  call = build(whole_m, whole_n, whole_k, a.dtype, inner, config)
-  d = call(
+  inner = call.out_dtype if call.is_product(vectors) else jnp.dtype('float32')
+  run = build(whole_m, whole_n, whole_k, a.dtype, inner, config)
+  d = run(
     operand.pad_to(a.values, (whole_m, whole_k // 2)),
     operand.pad_to(a.metadata, operand.metadata_shape(whole_m, whole_k)),
     operand.pad_to(b, (whole_n, whole_k)),
   )[:m, :n]
-  return reference.results(
-    d, bias, a_scale, b_scale, activation=activation, out_dtype=out_dtype, out_layout=out_layout,
-    keep_preactivation=keep_preactivation,
-  )  # fmt: skip
+  return reference.results(d, vectors, call)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from pallas_kernels import formats, operand
 from pallas_kernels._program import one_program
 from pallas_kernels.activations import ACTIVATIONS
+from pallas_kernels.sparse_matmul.call import Call, Vectors
 
 Array = jax.Array
 
@@ -20,33 +21,20 @@ def activate(x: Array, activation: str | None) -> Array:
   return x if activation is None else ACTIVATIONS[activation].in_kernel(x)
 
 
-@one_program('activation', 'out_dtype', 'b_layout', 'out_layout', 'keep_preactivation')
+@one_program('call')
 def sparse_matmul(
   a: formats.Compressed24 | operand.SparseOperand,
   b: Array,
-  bias: Array | None = None,
-  a_scale: Array | None = None,
-  b_scale: Array | None = None,
-  *,
-  activation: str | None,
-  out_dtype: Any,
-  b_layout: str,
-  out_layout: str,
-  keep_preactivation: bool = False,
+  vectors: Vectors,
+  call: Call,
 ) -> Any:
   """D[m, n] = activation(a_scale[m] b_scale[n] sum_k A[m, k] B[k, n] + bias[m]), rounded once at the end.
 
   Args:
     a: A, [M, K].
-    b: B as [N, K] ('nk') or [K, N] ('kn').
-    bias: float32 [M] or None.
-    a_scale: float32 scalar or [M], or None for 1.
-    b_scale: float32 scalar or [N], or None for 1.
-    activation: a key of `ACTIVATIONS`, or None.
-    out_dtype: dtype of D.
-    b_layout: 'nk' or 'kn'.
-    out_layout: 'mn' or 'nm', the transpose.
-    keep_preactivation: also return what the activation was applied to.
+    b: B, as `call.b_layout` says.
+    vectors: bias and scales.
+    call: what is returned.
 
   Returns:
     D as [M, N] or [N, M]; with `keep_preactivation` (D, Z), both rounded from the same float32 values.
@@ -54,38 +42,29 @@ def sparse_matmul(
   a = operand.from_operand(a) if isinstance(a, operand.SparseOperand) else operand.rows_first(a)
   a32 = formats.expand(a).astype(jnp.float32)
   b32 = b.astype(jnp.float32)
-  contract = 1 if b_layout == 'nk' else 0
+  contract = 1 if call.b_layout == 'nk' else 0
   d = jax.lax.dot_general(a32, b32, (((1,), (contract,)), ((), ())), precision=jax.lax.Precision.HIGHEST)
-  return results(
-    d, bias, a_scale, b_scale, activation=activation, out_dtype=out_dtype, out_layout=out_layout,
-    keep_preactivation=keep_preactivation,
-  )  # fmt: skip
+  return results(d, vectors, call)
 
 
-def results(
-  d: Array, bias: Array | None, a_scale: Array | None, b_scale: Array | None, *, activation: str | None,
-  out_dtype: Any, out_layout: str, keep_preactivation: bool,
-) -> Any:  # fmt: skip
+def results(d: Array, vectors: Vectors, call: Call) -> Any:
   """What a back end returns whose float32 sums are `d` [M, N]: D, or (D, Z), rounded and in `out_layout`."""
 
   def stored(x: Array) -> Array:
     # Rounded, then transposed: the other way round XLA makes a 16-bit matmul that it cannot run on a CPU.
-    x = x.astype(out_dtype)
-    return x if out_layout == 'mn' else x.T
+    x = x.astype(call.out_dtype)
+    return x if call.out_layout == 'mn' else x.T
 
-  z = finish(d, bias, a_scale, b_scale, None)
-  d = stored(activate(z, activation))
-  return (d, stored(z)) if keep_preactivation else d
+  z = preactivation(d, vectors)
+  d = stored(activate(z, call.activation))
+  return (d, stored(z)) if call.keep_preactivation else d
 
 
-def finish(
-  d: Array, bias: Array | None, a_scale: Array | None, b_scale: Array | None, activation: str | None
-) -> Array:
-  """What follows the sum: scales, bias and activation on the float32 [M, N] accumulator."""
+def preactivation(d: Array, vectors: Vectors) -> Array:
+  """What follows the sum, scales and bias on the float32 [M, N] accumulator."""
+  bias, a_scale, b_scale = vectors
   if a_scale is not None:
     d = d * jnp.broadcast_to(a_scale, d.shape[:1])[:, None]
   if b_scale is not None:
     d = d * jnp.broadcast_to(b_scale, d.shape[1:])[None, :]
-  if bias is not None:
-    d = d + bias[:, None]
-  return activate(d, activation)
+  return d if bias is None else d + bias[:, None]

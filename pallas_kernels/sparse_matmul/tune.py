@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from pallas_kernels import _device, _processes, _records, _tuning
-from pallas_kernels.sparse_matmul import _own_kernel, _prepared, arg_specs, cusparselt_search, mosaic_gpu
+from pallas_kernels.sparse_matmul import _prepared, _settings, arg_specs, cusparselt_search, mosaic_gpu
 from pallas_kernels.sparse_matmul.api import OP
 from pallas_kernels.sparse_matmul.arg_specs import SELECTIONS
 
@@ -54,15 +54,16 @@ def tune(
       a lock that processes which tune different problems share.
   """
   device = _device.current()
-  search = not {'sparse', _own_kernel.name(device)}.isdisjoint(backends)
   path = folder / device.slug / f'{OP}.json'
   for p, _ in _prepared.unique(SELECTIONS[selection] if isinstance(selection, str) else selection):
+    own = _settings.own_kernel(p, device)
+    search = own is not None and not {'sparse', own.name}.isdisjoint(backends)
     laps = [time.monotonic()]
-    compiled = _own_kernel.compiled(p, device, _own_kernel.settings(p, device, folder, search))
+    compiled = _settings.compiled(p, own, _settings.to_time(p, own, folder, search))
     laps.append(time.monotonic())
     with alone or contextlib.nullcontext():
       laps.append(time.monotonic())
-      ready = _prepared.prepare(p, compiled, p.m + p.k, _own_kernel.name(device))
+      ready = _prepared.prepare(p, compiled, p.m + p.k, own)
       # Its candidates multiply with one weight.
       searches = 'cusparselt' in backends and _prepared.weights(p) == 1
       found = _cusparselt_search(p, ready.x) if searches else cusparselt_search.Found([], [], [])

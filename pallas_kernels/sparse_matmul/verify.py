@@ -13,15 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import _bench, _device, _dispatch, _records, _tuning, formats
+from pallas_kernels.arch import kernels_of
 from pallas_kernels.sparse_matmul import _predict, arg_specs, mosaic_gpu, reference
 from pallas_kernels.sparse_matmul.api import BACKENDS
+from pallas_kernels.sparse_matmul.call import Call, Vectors
 
 
 def random_problem(rng: np.random.Generator, implementation: str = 'mosaic_gpu') -> dict[str, Any]:
   """Sizes from one group up, mostly ones that no tile divides, and everything else the op and its kernel take."""
   m, n = (int(rng.integers(1, 700)) if rng.random() < 0.8 else 64 * int(rng.integers(1, 12)) for _ in range(2))
   k = 4 * int(rng.integers(1, 400))
-  narrow = rng.random() < 0.25 and implementation == 'mosaic_gpu'
+  narrow = rng.random() < 0.25 and 1 in kernels_of(mosaic_gpu.OP)[implementation].itemsizes
 
   def choose(*values: Any) -> Any:
     return values[int(rng.integers(len(values)))]
@@ -81,22 +83,20 @@ def check(case: dict[str, Any], implementation: str = 'mosaic_gpu') -> tuple[flo
   nibbles[:, : k // 4] = pairs[..., 0] | pairs[..., 1] << 2
   compressed = formats.Compressed24(jnp.asarray(values), jnp.asarray(nibbles[:, ::2] | nibbles[:, 1::2] << 4), -1)
   b = rng.standard_normal((n, k)).astype(np.float32).astype(jnp.dtype(case['b_dtype']))
-  vectors = [_vector(rng, case[name], size) for name, size in (('bias', m), ('a_scale', m), ('b_scale', n))]
+  vectors = Vectors(*(_vector(rng, case[name], size) for name, size in (('bias', m), ('a_scale', m), ('b_scale', n))))
   d = a.reshape(m, k) @ b.astype(np.float32).T
-  bias, a_scale, b_scale = vectors
-  static = dict(
-    activation=case['activation'], out_layout=case['out_layout'], keep_preactivation=case['keep_preactivation']
+  call = Call(
+    jnp.dtype(case['out_dtype']), case['b_layout'], case['out_layout'], case['activation'], case['keep_preactivation']
   )
-  expected = reference.results(jnp.asarray(d), bias, a_scale, b_scale, out_dtype=jnp.dtype('float32'), **static)
+  exact = dataclasses.replace(call, out_dtype=jnp.dtype('float32'))
+  expected = reference.results(jnp.asarray(d), vectors, exact)
   config = case['config'] and mosaic_gpu.Config(**case['config'])
 
   @jax.jit
   def f(*args: Any) -> jax.Array:
-    return _one_array(_dispatch.load(BACKENDS[implementation])(
-      *args, **static, out_dtype=jnp.dtype(case['out_dtype']), b_layout=case['b_layout'], config=config
-    ))
+    return _one_array(_dispatch.load(BACKENDS[implementation])(*args, call, config=config))
 
-  args = (compressed, jnp.asarray(b if case['b_layout'] == 'nk' else b.T), *vectors)
+  args = (compressed, jnp.asarray(b if case['b_layout'] == 'nk' else b.T), vectors)
   return _tuning.verify(_tuning.Candidate(implementation, None, f, args), _one_array(expected))
 
 

@@ -9,8 +9,8 @@ half as fast.
 import triton
 import triton.language as tl
 
-from pallas_kernels.mosaic import _ptx
 from pallas_kernels.transposable_mask import reference
+from pallas_kernels.triton_blocks import ptx
 
 LIMIT: tl.constexpr = tl.constexpr(reference.LIMIT)
 NAN: tl.constexpr = tl.constexpr(reference.NAN)
@@ -27,7 +27,7 @@ def bounded_magnitude(x):
 @triton.jit
 def _choose(best, other):
   """The one of two (score, code) with the higher score, the first of equals."""
-  return tl.maximum(best[0], other[0]), tl.fma(_ptx.greater(other[0], best[0]), other[1] - best[1], best[1])
+  return tl.maximum(best[0], other[0]), tl.fma(ptx.greater(other[0], best[0]), other[1] - best[1], best[1])
 
 
 @triton.jit
@@ -44,7 +44,7 @@ def _crossed(first, second, i: tl.constexpr, j: tl.constexpr, up: tl.constexpr, 
   change: tl.constexpr = float((up << j) + (down << i) - (up << i) - (down << j))
   x = first[i] + second[j]
   y = first[j] + second[i]
-  return tl.maximum(x, y), tl.fma(_ptx.greater(y, x), change, one)
+  return tl.maximum(x, y), tl.fma(ptx.greater(y, x), change, one)
 
 
 @triton.jit

@@ -7,7 +7,7 @@ instruction. Which ones is the same for all rows of a block, so the selectors ar
 import triton
 import triton.language as tl
 
-from pallas_kernels.mosaic._ptx import prmt
+from pallas_kernels.triton_blocks.ptx import prmt
 
 _ALL = tl.constexpr(0xFFFFFFFF)
 

@@ -4,18 +4,13 @@ import triton
 import triton.language as tl
 
 from pallas_kernels.vnm import _blocks as blocks
+from pallas_kernels.vnm import _words as words
 
 
 @triton.jit
 def expand_rows(values, metadata, dense, K: tl.constexpr, ROWS: tl.constexpr):
   """A program writes `ROWS` rows of 64 columns. Dense arrays are what matmuls read that have another sparse side."""
-  n = tl.arange(0, ROWS // 2)
-  row = (n // 8 * 16 + n % 8)[None, :, None] + 8 * tl.arange(0, 2)[None, None, :] + tl.program_id(1) * ROWS
-  g = tl.arange(0, 16)
-  group = tl.program_id(0) * 16 + g[:, None, None]
-  tile = (tl.program_id(1) * (ROWS // 64) + n[None, :] // 32) * (K // 64) + tl.program_id(0)
-  word = tl.load(metadata + tile * 128 + n[None, :] % 32 * 4 + g[:, None] // 4) >> (4 * (g[:, None] % 4)).to(tl.uint32)
-  nibble = (word[:, :, None] >> (16 * tl.arange(0, 2))[None, None, :].to(tl.uint32)) & 15
+  row, group, nibble = _places(metadata, K // 4, ROWS)
   pair = tl.load(values.to(tl.pointer_type(tl.uint32)) + row * (K // 4) + group)
   quads = dense.to(tl.pointer_type(tl.uint64)) + row * (K // 4) + group
   tl.store(quads, blocks.quad(pair, nibble & 3, nibble >> 2, 0))
@@ -26,13 +21,8 @@ def scatter_rows(
   values, metadata, rows, dense, C: tl.constexpr, V: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr
 ):
   """A program puts what `ROWS` rows of 16 groups store where the index says, into zeros."""
-  n = tl.arange(0, ROWS // 2)
-  row = (n // 8 * 16 + n % 8)[None, :, None] + 8 * tl.arange(0, 2)[None, None, :] + tl.program_id(1) * ROWS
-  g = tl.arange(0, 16)
-  group = tl.program_id(0) * 16 + g[:, None, None]
-  tile = (tl.program_id(1) * (ROWS // 64) + n[None, :] // 32) * (C // M // 16) + tl.program_id(0)
-  word = tl.load(metadata + tile * 128 + n[None, :] % 32 * 4 + g[:, None] // 4) >> (4 * (g[:, None] % 4)).to(tl.uint32)
-  nibble = ((word[:, :, None] >> (16 * tl.arange(0, 2))[None, None, :].to(tl.uint32)) & 15).to(tl.int32)
+  row, group, nibble = _places(metadata, C // M, ROWS)
+  nibble = nibble.to(tl.int32)
   pair = tl.load(values.to(tl.pointer_type(tl.uint32)) + row * (C // M) + group)
   index = rows + tl.program_id(1) * ROWS // V * (C // M * 4) + group * 4
   to = dense.to(tl.pointer_type(tl.uint16)) + row * C
@@ -59,10 +49,21 @@ def take_columns(
   row = tl.program_id(1) * ROWS + n // 8 * 16 + n % 8
   tile = row // 64 * (C // M // 16) + group[:, None] // 16
   word = tl.load(metadata + tile * 128 + row % 64 // 16 * 32 + row % 8 * 4 + group[:, None] % 16 // 4)
-  word = word >> (group % 4 * 4)[:, None].to(tl.uint32)
-  nibble = (word[:, :, None] >> (16 * tl.arange(0, 2))[None, None, :].to(tl.uint32)) & 15
+  nibble = words.nibbles(word, (group % 4 * 4)[:, None])
   row = row[:, :, None] + 8 * tl.arange(0, 2)[None, None, :]
   pair = tl.load(values.to(tl.pointer_type(tl.uint32)) + row * (C // M) + group[:, None, None])
   entry = tl.where((nibble & 3) == place, pair & 0xFFFF, tl.where(nibble >> 2 == place, pair >> 16, 0))
   at = out.to(tl.pointer_type(tl.uint16)) + row * COUNT + i[:, None, None]
   tl.store(at, entry.to(tl.uint16), mask=(i < COUNT)[:, None, None])
+
+
+@triton.jit
+def _places(metadata, GROUPS: tl.constexpr, ROWS: tl.constexpr):
+  """Of a program's `ROWS` rows by 16 groups: rows [1, ROWS / 2, 2], groups [16, 1, 1], and their nibbles."""
+  n = tl.arange(0, ROWS // 2)
+  row = words.rows_of_words(ROWS) + tl.program_id(1) * ROWS
+  g = tl.arange(0, 16)
+  group = tl.program_id(0) * 16 + g[:, None, None]
+  tile = (tl.program_id(1) * (ROWS // 64) + n[None, :] // 32) * (GROUPS // 16) + tl.program_id(0)
+  word = tl.load(metadata + tile * 128 + n[None, :] % 32 * 4 + g[:, None] // 4)
+  return row, group, words.nibbles(word, 4 * (g[:, None] % 4))

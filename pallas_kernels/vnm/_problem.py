@@ -6,8 +6,7 @@ from typing import Any, Literal
 from jax import lax
 import jax.numpy as jnp
 
-from pallas_kernels.arch import SM_90A
-from pallas_kernels.mosaic.sizes import ceil, CONSUMERS
+from pallas_kernels.mosaic.sizes import ceil, CONSUMERS, SHARED_MEMORY
 
 BK = 64  # compact columns of a stage
 # Even and odd steps keep their metadata, and the producer its indices, in different registers.
@@ -116,8 +115,8 @@ def check_config(p: Problem, c: Config) -> None:
     (c.epilogue_n in (8, 16, 32, 64), f'epilogue_n={c.epilogue_n} must be 8, 16, 32 or 64'),
     (c.slots >= 1, f'slots={c.slots} must be 1 or more'),
     (c.stages > c.delay, f'stages={c.stages} must exceed delay={c.delay}'),
-    (c.shared_memory_bytes <= SM_90A.shared_memory,
-     f'{c.stages} stages need {c.shared_memory_bytes} bytes of shared memory of {SM_90A.shared_memory}'),
+    (c.shared_memory_bytes <= SHARED_MEMORY,
+     f'{c.stages} stages need {c.shared_memory_bytes} bytes of shared memory of {SHARED_MEMORY}'),
   ]
   for ok, message in rules:
     if not ok:

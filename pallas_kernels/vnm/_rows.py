@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from pallas_kernels.vnm import _blocks as blocks
+from pallas_kernels.vnm import _words as words
 
 
 @triton.jit
@@ -82,8 +83,7 @@ def pack_rows_as(
   columns = (_rows_of(first), _rows_of(second))
 
   g = member[:, None]
-  word = tl.load(metadata + _word(g // 4, C, V, M)) >> (4 * (g % 4)).to(tl.uint32)
-  nibble = (word[:, :, None] >> (16 * tl.arange(0, 2))[None, None, :].to(tl.uint32)) & 15
+  nibble = words.nibbles(tl.load(metadata + _word(g // 4, C, V, M)), 4 * (g % 4))
 
   low, high = blocks.pick(_load(gradient, row, group, C, M), columns, M)
   pair = blocks.chosen(low, high, nibble)
@@ -110,9 +110,8 @@ def _uses(pair, nibble):
 
 @triton.jit
 def _places(V: tl.constexpr, GROUPS: tl.constexpr):
-  """Rows [1, V / 2, 2], those of a word along the last axis, and groups [GROUPS, 1, 1]: threads go along these."""
-  n = tl.arange(0, V // 2)
-  row = (n // 8 * 16 + n % 8)[None, :, None] + 8 * tl.arange(0, 2)[None, None, :]
+  """`rows_of_words`, and groups [GROUPS, 1, 1]: threads go along these."""
+  row = words.rows_of_words(V)
   return tl.program_id(1) * V + row, tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)[:, None, None]
 
 

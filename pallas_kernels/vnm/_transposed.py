@@ -4,14 +4,7 @@ import triton
 import triton.language as tl
 
 from pallas_kernels.vnm import _blocks as blocks
-
-
-@triton.jit
-def nibble(metadata, row, group, GROUPS: tl.constexpr):
-  """The metadata of rows and groups; `GROUPS` a row."""
-  tile = row // 64 * (GROUPS // 16) + group // 16
-  word = tl.load(metadata + tile * 128 + row % 64 // 16 * 32 + row % 8 * 4 + group % 16 // 4)
-  return (word >> (row // 8 % 2 * 16 + group % 4 * 4).to(tl.uint32)) & 15
+from pallas_kernels.vnm._words import nibble
 
 
 @triton.jit

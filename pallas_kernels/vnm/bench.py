@@ -17,8 +17,8 @@ from jax import Array
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import _bench, _device, _tuning
-from pallas_kernels.vnm import _own_kernel, api
+from pallas_kernels import _bench, _device, _own_kernel, _tuning
+from pallas_kernels.vnm import api
 from pallas_kernels.vnm.arg_specs import dense_ways, matrices, PACK_SPECS, PACKED, PackSpec, Spec, SPECS
 from pallas_kernels.vnm.format import VNMOperand
 
@@ -65,9 +65,10 @@ def matmul(spec: Spec, options: Any, head: Mapping[str, Any]) -> _bench.Plan:
   if options.tiny:
     name, config, multiply = 'reference', None, functools.partial(api.vnm_matmul, implementation='reference')
   else:
-    kernel = _own_kernel.here()
-    known = kernel.known(a, n, _device.current())
-    name, config, multiply = kernel.name, dataclasses.asdict(known), functools.partial(kernel.multiply, config=known)
+    kernel = _own_kernel.here(api.OP, api.MATMULS)
+    known = kernel.known(api.key(a, n, a.dtype, 'mn')) or kernel.module.default_config(a.v)
+    name, config = kernel.name, dataclasses.asdict(known)
+    multiply = functools.partial(kernel.module.vnm_matmul, out_dtype=a.dtype, out_layout='mn', config=known)
 
   def right(x: Array, y: Array) -> Array:
     return jnp.dot(x.astype(wide), y.astype(wide), preferred_element_type=jnp.float32)

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import _compat as compat
 from pallas_kernels import _device, _records, operand
+from pallas_kernels.arch import WGMMA_OF_BLOCKS
 from pallas_kernels.mosaic import wgmma_sp
 from pallas_kernels.mosaic.once import once
 from pallas_kernels.mosaic.sizes import ceil, CONSUMERS
@@ -282,7 +283,7 @@ def vnm_matmul(
     ValueError: `config` cannot be built for this problem.
   """
   device = device or _device.current()
-  if not (interpret or device.arch.sparse_instruction == 'wgmma'):
+  if not (interpret or WGMMA_OF_BLOCKS in device.arch.kernels):
     raise NotImplementedError(f'sparse wgmma needs compute capability 9.0, {device.name} has {device.capability}')
   if a.dtype.name not in ('bfloat16', 'float16') or jnp.dtype(out_dtype) != a.dtype:
     raise NotImplementedError(f'the kernel multiplies and writes bfloat16 or float16, not {a.dtype} to {out_dtype}')
@@ -291,7 +292,7 @@ def vnm_matmul(
       f'the kernel takes blocks of 64 rows, 128 and their multiples, and two tiles of 64; found {a.v} of {a.shape[0]}'
     )
   a = to_vnm_operand(a) if isinstance(a, CompressedVNM) else a
-  operand.check_layout(a.compact)
+  operand.check_layout(a.compact, layout=WGMMA_OF_BLOCKS.layout)
   config = config or _tuned_config(a, b.shape[1], out_layout, device) or default_config(a.v)
   m, n = a.shape[0], b.shape[1]
   k = a.rows.shape[-1]

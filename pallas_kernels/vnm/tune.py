@@ -13,8 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _device, _records, _tuning
-from pallas_kernels.vnm import _own_kernel, api
+from pallas_kernels import _device, _own_kernel, _records, _tuning
+from pallas_kernels.vnm import api
 from pallas_kernels.vnm.arg_specs import dense_ways, matrices, Spec, SPECS
 
 
@@ -30,14 +30,16 @@ def run(args: argparse.Namespace) -> int:
 
 def tune(spec: Spec, folder: pathlib.Path = _records.TUNED) -> int:
   """Writes `<folder>/<device>/vnm_matmul.json` for a problem; 1 if no setting is right."""
-  device, kernel = _device.current(), _own_kernel.here()
+  device, kernel = _device.current(), _own_kernel.here(api.OP, api.MATMULS)
   make, key = functools.partial(matrices, spec), jax.random.key(spec.shape[0] + spec.group)
   a, b, dense = jax.eval_shape(make, key)
   problem, ways = api.key(a, b.shape[1], a.dtype, 'mn'), dense_ways(a.dtype)
-  settings = list(dict.fromkeys([kernel.known(a, b.shape[1], device, folder), *kernel.module.settings(spec.v)]))
+  known = kernel.known(problem, folder) or kernel.module.default_config(spec.v)
+  settings = list(dict.fromkeys([known, *kernel.module.settings(spec.v)]))
   right = functools.partial(jnp.dot, preferred_element_type=jnp.float32)
   jobs: list[tuple[Any, ...]] = [(make, (key,)), (right, (dense, b)), *((f, (dense, b)) for f in ways.values())]
-  jobs += [(functools.partial(kernel.multiply, config=c), (a, b)) for c in settings]
+  multiply = functools.partial(kernel.module.vnm_matmul, out_dtype=a.dtype, out_layout='mn')
+  jobs += [(functools.partial(multiply, config=c), (a, b)) for c in settings]
   made, right, *compiled = _tuning.compile_all(jobs)
   for f in (made, right, *compiled[: len(ways)]):
     if isinstance(f, Exception):

@@ -15,16 +15,20 @@ import jax.numpy as jnp
 
 from pallas_kernels import _checks, _device, _dispatch, _records, _tuning, arch, operand
 from pallas_kernels.pack.api import soft_threshold_pack
-from pallas_kernels.sparse_matmul import _own_kernel, api, check, mosaic_gpu, mosaic_gpu_sm80, reference
+from pallas_kernels.sparse_matmul import _settings, api, check, mosaic_gpu, mosaic_gpu_sm80, reference
+from pallas_kernels.sparse_matmul.call import Call, Vectors
 from pallas_kernels.vnm import api as vnm_api
 from pallas_kernels.vnm import arg_specs, tune
 from pallas_kernels.vnm import mosaic_gpu as vnm_mosaic_gpu
 from pallas_kernels.vnm import reference as vnm_reference
 from pallas_kernels.vnm.format import compress, to_vnm_operand
 from pallas_kernels.vnm.reference import vnm_mask
+import sparse24_jax as s24
 from sparse24_jax import plan
+from sparse24_jax.availability import Target
 from tests import targets
 from tests.pallas_kernels import triton_interpreter
+from tests.sparse24_jax.gpus import gpu
 
 _BF16 = jnp.dtype('bfloat16')
 
@@ -39,14 +43,17 @@ class ArchTest(parameterized.TestCase):
   def test_kernels(self, capability, of_weights, of_blocks, float8):
     found = arch.of_capability(capability)
     self.assertEqual(found.capability, capability)
-    self.assertEqual((found.kernel('sparse_matmul'), found.kernel('vnm_matmul')), (of_weights, of_blocks))
-    self.assertEqual(found.float8, float8)
-    self.assertEqual(found.sparse_instruction is None, of_weights is None)
+    names = [kernel and kernel.backend for kernel in map(found.kernel, ('sparse_matmul', 'vnm_matmul'))]
+    self.assertEqual(names, [of_weights, of_blocks])
+    self.assertEqual(1 in found.itemsizes, float8)
+    narrow = found.kernel('sparse_matmul', 1)
+    self.assertEqual(narrow and narrow.backend, 'mosaic_gpu' if capability == (9, 0) else None)
 
   @parameterized.parameters(*arch.ARCHS)
   def test_every_kernel_is_a_back_end(self, generation):
-    for op, backends in (('sparse_matmul', api.BACKENDS), ('vnm_matmul', vnm_api.MATMULS)):
-      self.assertIn(generation.kernel(op), {*backends, None})
+    backends = {'sparse_matmul': api.BACKENDS, 'vnm_matmul': vnm_api.MATMULS}
+    for kernel in generation.kernels:
+      self.assertIn(kernel.backend, backends[kernel.op])
 
   @parameterized.parameters(('sm_80', 'mosaic_gpu_sm80'), ('sm_89', 'mosaic_gpu_sm80'), ('sm_90a', 'mosaic_gpu'))
   def test_sparse_is_the_kernel_of_the_gpu(self, target, kernel):
@@ -56,9 +63,9 @@ class ArchTest(parameterized.TestCase):
 
   def test_where_there_is_none_it_says_what_there_is(self):
     a = _operand()
-    with self.assertRaisesRegex(ValueError, r"'sparse' has no kernel for cpu; accepted there are \['cusparselt', 'd"):
+    with self.assertRaisesRegex(ValueError, r"'sparse' has no 16-bit kernel for cpu; accepted there are \['cusp"):
       api.sparse_matmul(a, jnp.ones((8, 64), _BF16), implementation='sparse')
-    with self.assertRaisesRegex(ValueError, r"'sparse' has no kernel for cpu; accepted there are \['dense', 'ref"):
+    with self.assertRaisesRegex(ValueError, r"'sparse' has no 16-bit kernel for cpu; accepted there are \['dense'"):
       vnm_api.vnm_matmul(_blocks(), jnp.ones((64, 8), _BF16), implementation='sparse')
 
 
@@ -85,11 +92,11 @@ class LayoutTest(parameterized.TestCase):
 
   def test_of_two_of_four(self):
     b = jnp.ones((8, 64), _BF16)
-    options = dict(activation=None, out_dtype=_BF16, b_layout='nk', out_layout='nm')
+    call = Call(_BF16, 'nk', 'nm')
     for implementation in (None, 'dense', 'reference'):
       self.refused(api.sparse_matmul, self.a, b, implementation=implementation)
     for kernel in (mosaic_gpu, mosaic_gpu_sm80):
-      self.refused(kernel.sparse_matmul, self.a, b, device=targets.target_device('sm_90a'), **options)
+      self.refused(kernel.sparse_matmul, self.a, b, Vectors(), call, device=targets.target_device('sm_90a'))
     self.refused(operand.from_operand, self.a)
     self.refused(vnm_api.expand, self.a)
     with self.assertRaisesRegex(ValueError, "second is packed in the order 'tcgen05'"):
@@ -120,7 +127,7 @@ def _only_here(f):
   called = []
 
   def kernel(*args, config=None, device=None, **kwargs):
-    if (device or _device.current()).arch.sparse_instruction != 'tcgen05':
+    if (device or _device.current()).arch.name != 'sm_100a':
       raise NotImplementedError('needs tcgen05')
     called.append(config)
     return f(*args, **kwargs)
@@ -128,14 +135,13 @@ def _only_here(f):
   return kernel, called
 
 
-class NextGenerationTest(absltest.TestCase):
+class NextGenerationTest(parameterized.TestCase):
   """What `README.md` lists is enough: an `Arch`, a module with the op and its settings, and its line in `BACKENDS`."""
 
   def setUp(self):
     super().setUp()
-    generation = arch.Arch(
-      'sm_100a', (10, 0), sparse_instruction='tcgen05', kernels={api.OP: 'tcgen05', vnm_api.OP: 'tcgen05'}, float8=True
-    )
+    kernels = arch.Kernel(api.OP, 'tcgen05', by_default=True), arch.Kernel(vnm_api.OP, 'tcgen05')
+    generation = arch.Arch('sm_100a', (10, 0), kernels)
     self.enter_context(mock.patch.object(arch, 'ARCHS', (*arch.ARCHS, generation)))
 
   def _add(self, package, backends, **names):
@@ -148,7 +154,7 @@ class NextGenerationTest(absltest.TestCase):
 
   def test_its_kernel_is_reached(self):
     kernel, called = _only_here(reference.sparse_matmul)
-    module = self._add('sparse_matmul', api.BACKENDS, sparse_matmul=kernel, ITEMSIZES=(2,))
+    module = self._add('sparse_matmul', api.BACKENDS, sparse_matmul=kernel)
     a, b = _operand(), jnp.ones((8, 64), _BF16)
     with self.assertRaisesRegex(ValueError, 'tcgen05: needs tcgen05'):
       api.sparse_matmul(a, b, implementation='tcgen05')
@@ -159,20 +165,35 @@ class NextGenerationTest(absltest.TestCase):
           api.sparse_matmul(a, b, implementation=other)
       self.assertEqual(plan.backend_of('sparse'), 'tcgen05')  # of layers
     self.assertEqual({*called}, {None})
-    self.assertEqual(_own_kernel.name(B200), 'tcgen05')
     p = mosaic_gpu.Problem(64, 8, 64, _BF16, _BF16, _BF16, 'nk', 'mn')
-    ((config, _),) = _own_kernel.compiled(p, B200, _own_kernel.settings(p, B200, _records.TUNED, True))  # by `tune`
+    own = _settings.own_kernel(p, B200)
+    self.assertEqual(own.name, 'tcgen05')
+    ((config, _),) = _settings.compiled(p, own, _settings.to_time(p, own, _records.TUNED, True))  # by `tune`
     self.assertEqual(config, module.Config())
     self.assertEqual(called[-1], config)
 
   def test_the_check_at_first_use_asks_for_what_it_takes(self):
     kernel, _ = _only_here(reference.sparse_matmul)
-    self._add('sparse_matmul', api.BACKENDS, sparse_matmul=kernel, ITEMSIZES=(2,))
+    self._add('sparse_matmul', api.BACKENDS, sparse_matmul=kernel)
     key = dict(m=2**10, n=2**10, k=2**10, dtype='bfloat16', out_dtype='bfloat16', b_layout='nk', out_layout='nm')
     with mock.patch.object(_checks, 'outcome', return_value={}) as checked:
       self.assertEqual(check.outcome(B200, key), {})
       self.assertIsNone(check.outcome(B200, key | dict(dtype='float8_e4m3fn')))
     self.assertEqual(checked.call_args.args[:4], (B200, api.OP, key, []))
+
+  @parameterized.product(itemsizes=((2,), (1, 2)), here=(True, False))
+  def test_fp8_takes_a_kernel_of_8_bits_or_none(self, itemsizes, here):
+    kernel = arch.Kernel(api.OP, 'tcgen05', itemsizes, by_default=True)
+    self.enter_context(mock.patch.object(arch, 'ARCHS', (*arch.ARCHS[:-1], arch.Arch('sm_100a', (10, 0), (kernel,)))))
+    policy = s24.DotPolicy(s24.soft_threshold_projection(), weight_grad='mvue', precision='fp8')
+    with gpu(B200):
+      found = plan.plan_layer(policy, 4096, 1024, 4096, _BF16, on=Target(B200, here))
+      wide = dataclasses.replace(policy, precision='default')
+      in_16_bits = plan.plan_layer(wide, 4096, 1024, 4096, _BF16, on=Target(B200, here))
+    self.assertEqual(in_16_bits.backends.weight_grad, 'tcgen05')
+    expected = 'tcgen05' if 1 in itemsizes else None
+    self.assertEqual((found.backends.forward, found.backends.weight_grad), (expected, expected))
+    self.assertEqual(found.precision.simulates, expected is None)
 
   def test_its_settings_of_blocks_are_tuned(self):
     kernel, called = _only_here(vnm_reference.vnm_matmul)

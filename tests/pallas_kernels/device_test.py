@@ -5,6 +5,7 @@ from absl.testing import absltest, parameterized
 import jax.numpy as jnp
 
 from pallas_kernels import _device
+from pallas_kernels.arch import WGMMA
 from tests import targets
 from tests.pallas_kernels import compiling
 
@@ -18,12 +19,12 @@ class DeviceTest(parameterized.TestCase):
     found = _device.describe(gpu)
     self.assertEqual(found, targets.target_device('sm_90a'))
     self.assertEqual(found.slug, 'nvidia_h100_80gb_hbm3')
-    self.assertEqual((found.arch.name, found.arch.sparse_instruction), ('sm_90a', 'wgmma'))
+    self.assertEqual((found.arch.name, found.arch.kernel('sparse_matmul')), ('sm_90a', WGMMA))
 
   def test_cpu_and_blackwell_have_no_sparse_wgmma(self):
     self.assertEqual(_device.current().slug, 'cpu')
-    self.assertIsNone(_device.current().arch.sparse_instruction)
-    self.assertEqual(_device.Device('NVIDIA B200', 'gpu', (10, 0), 148).arch.kernels, {})
+    self.assertEqual(_device.current().arch.kernels, ())
+    self.assertEqual(_device.Device('NVIDIA B200', 'gpu', (10, 0), 148).arch.kernels, ())
 
   def test_reads_what_ptxas_says(self):
     report = compiling._read_report(

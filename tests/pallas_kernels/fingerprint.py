@@ -64,13 +64,14 @@ def mosaic_cases() -> Cases:
 def _sparse_ptx(key, config, *, activation=None, keep_preactivation=False, bias=False) -> str:
   from pallas_kernels import operand
   from pallas_kernels.sparse_matmul import mosaic_gpu
+  from pallas_kernels.sparse_matmul.call import Call, Vectors
 
   m, n, k, dtype = key['m'], key['n'], key['k'], jnp.dtype(key['dtype'])
 
   def f(values, metadata, b, *bias):
     return mosaic_gpu.sparse_matmul(
-      operand.SparseOperand(values, metadata), b, *bias, activation=activation, keep_preactivation=keep_preactivation,
-      out_dtype=key['out_dtype'], b_layout=key['b_layout'], out_layout=key['out_layout'],
+      operand.SparseOperand(values, metadata), b, Vectors(*bias),
+      Call(jnp.dtype(key['out_dtype']), key['b_layout'], key['out_layout'], activation, keep_preactivation),
       config=None if config is None else mosaic_gpu.Config(**config), device=targets.target_device('sm_90a'),
     )
 
@@ -106,13 +107,14 @@ def warp_cases(target: str) -> Cases:
   def ptx(dtype: jnp.dtype, plain: bool) -> str:
     from pallas_kernels import operand
     from pallas_kernels.sparse_matmul import mosaic_gpu_sm80
+    from pallas_kernels.sparse_matmul.call import Call, Vectors
 
     m, n, k = 500, 300, 260
 
     def f(values, metadata, b):
       return mosaic_gpu_sm80.sparse_matmul(
-        operand.SparseOperand(values, metadata), b, activation=None if plain else 'gelu', out_dtype=dtype,
-        b_layout='nk' if plain else 'kn', out_layout='mn' if plain else 'nm', device=targets.target_device(target),
+        operand.SparseOperand(values, metadata), b, Vectors(),
+        Call(dtype, 'nk', 'mn') if plain else Call(dtype, 'kn', 'nm', 'gelu'), device=targets.target_device(target),
       )
 
     b = S((n, k) if plain else (k, n), dtype)

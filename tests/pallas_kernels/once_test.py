@@ -18,6 +18,7 @@ pytest.importorskip('triton')
 from pallas_kernels import _compat, _device, _disk_cache, _triton, operand
 from pallas_kernels.pack import triton as pack
 from pallas_kernels.sparse_matmul import mosaic_gpu
+from pallas_kernels.sparse_matmul.call import Call, Vectors
 from pallas_kernels.vnm import mosaic_gpu as vnm_mosaic_gpu
 from pallas_kernels.vnm.format import VNMOperand
 from tests import targets
@@ -49,7 +50,7 @@ def kernel(x, y, N: tl.constexpr):
 
 def _matmul(values, words, x):
   return mosaic_gpu.sparse_matmul(
-    operand.SparseOperand(values, words), x, activation=None, out_dtype=_BF16, b_layout='nk', out_layout='nm'
+    operand.SparseOperand(values, words), x, Vectors(), Call(_BF16, 'nk', 'nm')
   )
 
 

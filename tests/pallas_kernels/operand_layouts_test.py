@@ -15,17 +15,18 @@ from pallas_kernels import _device, operand
 from pallas_kernels.ffi import cusparselt as library
 from pallas_kernels.pack import triton as pack
 from pallas_kernels.sparse_matmul import cusparselt, mosaic_gpu, mosaic_gpu_sm80
+from pallas_kernels.sparse_matmul.call import Call, Vectors
 from pallas_kernels.vnm import mosaic_gpu as vnm_mosaic_gpu
 from pallas_kernels.vnm.format import VNMOperand
 from tests import targets
 
 _BF16 = jnp.dtype('bfloat16')
 _CALL = re.compile(r'custom_call @(mosaic_gpu_v2|triton_kernel_call|sparse24_\w+)\(.*operand_layouts = \[(.*?)\],')
-_OPTIONS = dict(activation=None, out_dtype=_BF16, b_layout='nk', out_layout='nm')
+_PLAIN = Call(_BF16, 'nk', 'nm')
 
 
 def _sparse_matmul(values, words, b, *, f, **kwargs):
-  return f(operand.SparseOperand(values.T, words), b[::2].T, **_OPTIONS, **kwargs)
+  return f(operand.SparseOperand(values.T, words), b[::2].T, Vectors(), _PLAIN, **kwargs)
 
 
 def _vnm_matmul(values, words, b):

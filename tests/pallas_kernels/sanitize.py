@@ -37,6 +37,7 @@ from pallas_kernels.pack import api as pack
 from pallas_kernels.quantize import api as quantize
 from pallas_kernels.sparse_attention.api import Pattern, sparse_attention
 from pallas_kernels.sparse_matmul import verify
+from pallas_kernels.sparse_matmul.call import Call, Vectors
 from pallas_kernels.sparse_matmul.mosaic_gpu import sparse_matmul
 from pallas_kernels.transposable_mask import reference as reference_mask
 from pallas_kernels.vnm import api as vnm_api
@@ -108,7 +109,7 @@ def hostile_metadata() -> None:
   x, b = (jax.random.normal(key, (256, 256), jnp.bfloat16) for key in jax.random.split(KEY))
   a = to_operand(formats.compress(x, jnp.tile(jnp.array([True, False, True, False]), (256, 64)), axis=-1))
   f = jax.jit(functools.partial(
-    sparse_matmul, activation=None, out_dtype=jnp.bfloat16, b_layout='nk', out_layout='mn'
+    sparse_matmul, vectors=Vectors(), call=Call(jnp.dtype('bfloat16'), 'nk', 'mn')
   ))  # fmt: skip
   for word in (0, 2**32 - 1, 0x1B1B1B1B):
     jax.block_until_ready(f(dataclasses.replace(a, metadata=jnp.full_like(a.metadata, word)), b))

@@ -38,18 +38,17 @@ CHOICES = (
   ('mosaic_gpu_sm80', 'cusparselt', 'dense'),
   ('dense', 'dense', 'cusparselt'),
 )
-ITEMSIZES = (2,)  # of the back end that stands in for a kernel here
 ran = []
 
 
-def mma(*args, **kwargs):
-  ran.append(('mosaic_gpu_sm80', kwargs['b_layout'], kwargs['out_layout']))
-  return reference.sparse_matmul(*args, **kwargs)
+def mma(*args, call):
+  ran.append(('mosaic_gpu_sm80', call.b_layout, call.out_layout))
+  return reference.sparse_matmul(*args, call)
 
 
-def vendor(*args, **kwargs):
-  ran.append(('cusparselt', kwargs['b_layout'], kwargs['out_layout']))
-  return reference.sparse_matmul(*args, **kwargs)
+def vendor(*args, call):
+  ran.append(('cusparselt', call.b_layout, call.out_layout))
+  return reference.sparse_matmul(*args, call)
 
 
 def entry(role, choice):

@@ -15,13 +15,14 @@ import pytest
 
 from experiments.bench.feed_forward import Case, inputs, sparse_step
 from pallas_kernels import _device, _records, _tuning
+from pallas_kernels.arch import WGMMA
 import sparse24_jax as s24
 from tests.oracles import assert_close
 from tests.sparse24_jax.fp8_problems import FLIPS, NOISE
 
 pytestmark = [
   pytest.mark.gpu,
-  pytest.mark.skipif(_device.current().arch.sparse_instruction != 'wgmma', reason='needs compute capability 9.0'),
+  pytest.mark.skipif(WGMMA not in _device.current().arch.kernels, reason='needs compute capability 9.0'),
 ]
 
 KERNELS = 'sparse'

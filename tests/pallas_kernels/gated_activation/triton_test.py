@@ -43,7 +43,7 @@ class TritonTest(parameterized.TestCase):
   @parameterized.parameters((576, 16, 8), (640, 32, 16))
   def test_tiles_end_with_the_half_of_the_gate(self, features, tile_columns, warps):
     from pallas_kernels.gated_activation import triton as gated
-    from pallas_kernels.pack.triton import Config
+    from pallas_kernels.triton_blocks.launch import Config
 
     found = gated._within_a_half(Config(tile_columns=32, num_warps=16), features)
     self.assertEqual((found.tile_columns, found.num_warps), (tile_columns, warps))

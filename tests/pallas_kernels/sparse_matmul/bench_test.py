@@ -19,15 +19,16 @@ import pytest
 
 from pallas_kernels import _device, _power, _processes, _records, _tuning
 from pallas_kernels.sparse_matmul import (
-  _own_kernel,
   _predict,
   _prepared,
+  _settings,
   api,
   arg_specs,
   bench,
   cusparselt_search,
   mosaic_gpu,
   mosaic_gpu_sm80,
+  reference,
   tune,
 )
 from tests import targets
@@ -109,7 +110,7 @@ class TuneTest(parameterized.TestCase):
     with (
       mock.patch.object(_prepared, 'sparse', _stand_in(lambda c: False)),
       mock.patch.object(_prepared, 'times_ms', times),
-      mock.patch.object(_own_kernel, 'settings', lambda p, *_: _predict.candidates(p, 132, 2)),
+      mock.patch.object(_settings, 'to_time', lambda p, *_: _predict.candidates(p, 132, 2)),
     ):
       tune.tune([spec], self.folder, ('mosaic_gpu',))
     (entry,) = self._entries()
@@ -128,9 +129,10 @@ class TuneTest(parameterized.TestCase):
     row = dict(implementation='mosaic_gpu', config=_prepared.plain(known), error=0.0, rejected=None, samples_ms=[1.0])
     path = self.folder / _GPU.slug / 'sparse_matmul.json'
     _records.save(path, {'op': 'x'}, [dict(key=p.key, baseline={}, candidates=[row], choice=row)])
-    self.assertEqual(_own_kernel.settings(p, _GPU, self.folder, False), [known])
-    self.assertIn(known, _own_kernel.settings(p, _GPU, self.folder, True))
-    self.assertLen(_own_kernel.settings(p, _GPU, self.folder, True), 11)
+    own = _settings.own_kernel(p, _GPU)
+    self.assertEqual(_settings.to_time(p, own, self.folder, False), [known])
+    self.assertIn(known, _settings.to_time(p, own, self.folder, True))
+    self.assertLen(_settings.to_time(p, own, self.folder, True), 11)
 
   def test_problems_without_time_are_told(self):
     out = self.enter_context(contextlib.redirect_stdout(io.StringIO()))
@@ -241,10 +243,10 @@ class WithoutWgmmaTest(parameterized.TestCase):
   def _run(self, f, *args, factor=1.0, kernel_ms=0.5, vendor_ms=None, setup_ms=0.0):
     """`f`, the results of mma.sp being `factor` times what they should; dense matmuls take 1 ms. What is printed."""
 
-    def sparse_matmul(a, b, *, config, device, **meaning):
+    def sparse_matmul(a, b, *, vectors, call, config, device):
       self.assertEqual(config, mosaic_gpu_sm80.Config())
       self.assertEqual(device, _A100)
-      return factor * api.sparse_matmul(a, b, implementation='reference', **meaning)
+      return factor * reference.sparse_matmul(a, b, vectors, call)
 
     def times(f, args, iterations):
       jax.block_until_ready(f(*args))

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _checks, _compat, _device, _disk_cache, _dispatch, _records, _tuning
-from pallas_kernels.sparse_matmul import _own_kernel, _prepared, api, check, mosaic_gpu_sm80
+from pallas_kernels.sparse_matmul import _prepared, _settings, api, check, mosaic_gpu_sm80
 from tests import targets
 
 A100 = targets.target_device('sm_80')
@@ -27,7 +27,7 @@ class Machine:
   def __init__(self, kernel_ms, factor=1.0):
     self.kernel_ms, self.factor, self.checks, self.threads = kernel_ms, factor, 0, set()
 
-  def compiled(self, p, device, settings):
+  def compiled(self, p, own, settings):
     self.checks += 1
     self.threads.add(threading.get_ident())
 
@@ -61,7 +61,7 @@ class CheckTest(parameterized.TestCase):
     _dispatch.log_once.cache_clear()
 
   def _on(self, machine):
-    self.enter_context(mock.patch.object(_own_kernel, 'compiled', machine.compiled))
+    self.enter_context(mock.patch.object(_settings, 'compiled', machine.compiled))
     self.enter_context(mock.patch.object(_prepared, 'times_ms', machine.times))
 
   def _candidates(self, device=A100, **changes):

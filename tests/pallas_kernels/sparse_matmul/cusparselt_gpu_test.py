@@ -12,6 +12,7 @@ import pytest
 from pallas_kernels import _device, _tuning, formats
 from pallas_kernels.ffi import cusparselt as library
 from pallas_kernels.sparse_matmul import api, arg_specs, cusparselt, reference, verify
+from pallas_kernels.sparse_matmul.call import Call, Vectors
 from tests.pallas_kernels.sparse_matmul.cusparselt_test import zeros_of_both_signs
 
 
@@ -72,7 +73,8 @@ class CusparseltGpuTest(parameterized.TestCase):
       out_dtype=jnp.dtype(case['out_dtype']), b_layout=case['b_layout'], out_layout=case['out_layout'],
       implementation='cusparselt',
     )
-    expected = reference.finish(jnp.asarray(d), bias, a_scale, b_scale, case['activation'])
+    z = reference.preactivation(jnp.asarray(d), Vectors(bias, a_scale, b_scale))
+    expected = reference.activate(z, case['activation'])
     self._check(found, expected, case['out_layout'])
 
   def test_threads_get_what_one_thread_gets(self):
@@ -113,7 +115,7 @@ class CusparseltGpuTest(parameterized.TestCase):
     w = jnp.asarray(zeros_of_both_signs(np.resize([1, -2, 3.5], 64)), dtype)
     b = jnp.asarray(np.random.default_rng(0).standard_normal((96, w.shape[1])), dtype)
     found = jax.jit(functools.partial(
-      cusparselt.sparse_matmul, activation=None, out_dtype=jnp.dtype('bfloat16'), b_layout='nk', out_layout='mn',
+      cusparselt.sparse_matmul, vectors=Vectors(), call=Call(jnp.dtype('bfloat16'), 'nk', 'mn')
     ))(jax.jit(cusparselt.prepare)(w), b)
     self._check(found, jnp.asarray(np.asarray(w, np.float32) @ np.asarray(b, np.float32).T))
 

@@ -4,6 +4,7 @@ Multiplying needs a GPU: `cusparselt_gpu_test.py`. Here the custom calls are sto
 """
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import json
@@ -23,6 +24,7 @@ from pallas_kernels.activations import ACTIVATIONS
 from pallas_kernels.ffi import build
 from pallas_kernels.ffi import cusparselt as library
 from pallas_kernels.sparse_matmul import api, cusparselt, reference
+from pallas_kernels.sparse_matmul.call import Call, Vectors
 from tests import targets
 from tests.pallas_kernels import compiling
 from tests.pallas_kernels.ffi import stand_in
@@ -33,9 +35,7 @@ _RESULTS = pathlib.Path(__file__).parents[3] / 'experiments/results/cusparselt.j
 
 
 _compress = jax.jit(functools.partial(formats.compress, axis=-1))
-_reference = jax.jit(
-  reference.sparse_matmul, static_argnames=('activation', 'out_dtype', 'b_layout', 'out_layout')
-)  # fmt: skip
+_reference = jax.jit(reference.sparse_matmul, static_argnames='call')
 
 
 @functools.cache
@@ -96,11 +96,11 @@ class MeaningTest(parameterized.TestCase):
       self.addCleanup(patch.stop)
 
   def _run(self, a, b, bias=None, a_scale=None, b_scale=None, **kwargs):
-    kwargs = dict(activation=None, out_dtype=a.dtype, b_layout='nk', out_layout='mn') | kwargs
-    args = (a, b, bias, a_scale, b_scale)
-    found = cusparselt.sparse_matmul(*args, **kwargs, device=_H100)
-    expected = _reference(*args, **(kwargs | {'out_dtype': jnp.dtype('float32')}))
-    self.assertEqual((found.shape, found.dtype), (expected.shape, kwargs['out_dtype']))
+    call = Call(**dict(out_dtype=a.dtype, b_layout='nk', out_layout='mn') | kwargs)
+    args = (a, b, Vectors(bias, a_scale, b_scale))
+    found = cusparselt.sparse_matmul(*args, call, device=_H100)
+    expected = _reference(*args, dataclasses.replace(call, out_dtype=jnp.dtype('float32')))
+    self.assertEqual((found.shape, found.dtype), (expected.shape, call.out_dtype))
     self.assertLessEqual(_tuning.relative_error(found, expected), _tuning.TOLERANCE)
 
   @parameterized.parameters(
@@ -138,9 +138,7 @@ class MeaningTest(parameterized.TestCase):
       self._run(form, b)
     dense = jax.jit(formats.decompress)(a)
     prepared = cusparselt.prepare(dense, device=_H100)
-    found = cusparselt.sparse_matmul(
-      prepared, b, activation=None, out_dtype=a.dtype, b_layout='nk', out_layout='mn', device=_H100
-    )
+    found = cusparselt.sparse_matmul(prepared, b, Vectors(), Call(a.dtype, 'nk', 'mn'), device=_H100)
     self.assertEqual(prepared.shape, (32, 64))
     expected = np.asarray(dense, np.float32) @ np.asarray(b, np.float32).T
     self.assertLessEqual(_tuning.relative_error(found, jnp.asarray(expected)), 4e-3)
@@ -201,18 +199,16 @@ class RefusalTest(parameterized.TestCase):
     (_H100, 'float8_e4m3fn', dict(out_dtype=jnp.dtype('bfloat16'), b_layout='kn'), "b_layout='nk'"),
   )
   def test_what_cusparselt_does_not_take(self, device, dtype, change, message):
-    kwargs = dict(activation=None, out_dtype=jnp.dtype(dtype), b_layout='nk', out_layout='mn') | change
-    a, b = _problem(32, 32, 64, dtype, kwargs['b_layout'])
+    call = Call(**dict(out_dtype=jnp.dtype(dtype), b_layout='nk', out_layout='mn') | change)
+    a, b = _problem(32, 32, 64, dtype, call.b_layout)
     with self.assertRaisesRegex(NotImplementedError, message):
-      cusparselt.sparse_matmul(a, b, **kwargs, device=device)
+      cusparselt.sparse_matmul(a, b, Vectors(), call, device=device)
 
   def test_two_kinds_of_float8(self):
     a, _ = _problem(32, 32, 64, 'float8_e4m3fn', 'nk')
     _, b = _problem(32, 32, 64, 'float8_e5m2', 'nk')
     with self.assertRaisesRegex(NotImplementedError, 'one dtype, not float8_e4m3fn x float8_e5m2'):
-      cusparselt.sparse_matmul(
-        a, b, activation=None, out_dtype=jnp.dtype('bfloat16'), b_layout='nk', out_layout='mn', device=_H100
-      )
+      cusparselt.sparse_matmul(a, b, Vectors(), Call(jnp.dtype('bfloat16'), 'nk', 'mn'), device=_H100)
 
   def test_the_user_is_told_by_a_value_error(self):
     a, b = _problem(32, 32, 64, 'bfloat16', 'nk')
@@ -295,7 +291,7 @@ class CompileTest(parameterized.TestCase):
     def f(blob, b):
       a = cusparselt.CusparseltOperand(blob, 128, 128, jnp.dtype('bfloat16'))
       return cusparselt.sparse_matmul(
-        a, b, activation=None, out_dtype=jnp.dtype('bfloat16'), b_layout='kn', out_layout='mn',
+        a, b, Vectors(), Call(jnp.dtype('bfloat16'), 'kn', 'mn'),
         config=cusparselt.Config(algorithm=5, split_k=2, split_k_mode=1),
       )
 

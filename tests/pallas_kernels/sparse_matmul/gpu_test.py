@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels import _device, _tuning
+from pallas_kernels.arch import WGMMA
 from pallas_kernels.sparse_matmul import _prepared, api, arg_specs, mosaic_gpu, verify
+from pallas_kernels.sparse_matmul.call import Call, Vectors
 
 pytestmark = pytest.mark.gpu
 
@@ -18,7 +20,7 @@ def _in_16_bits(seed):
   return verify.random_problem(np.random.default_rng(seed), 'mosaic_gpu_sm80')
 
 
-@absltest.skipUnless(_device.current().arch.sparse_instruction == 'wgmma', 'needs compute capability 9.0')
+@absltest.skipUnless(WGMMA in _device.current().arch.kernels, 'needs compute capability 9.0')
 class GpuTest(parameterized.TestCase):
 
   def test_random_problems(self):
@@ -50,7 +52,7 @@ class GpuTest(parameterized.TestCase):
     spec = arg_specs.Spec(1024, 2048, 1024)
     p = _prepared.problem(spec)
     f = jax.jit(lambda a, b: mosaic_gpu.sparse_matmul(
-      a, b, activation=None, out_dtype=p.out_dtype, b_layout='nk', out_layout='mn'))
+      a, b, Vectors(), Call(p.out_dtype, 'nk', 'mn')))
     inputs = [_prepared.inputs(p, jax.random.key(i)) for i in range(8)]
     results = [f(x.a, x.b) for x in inputs]
     for x, d in zip(inputs, results, strict=True):

@@ -12,6 +12,7 @@ import pytest
 
 from pallas_kernels import _device, operand
 from pallas_kernels.sparse_matmul import mosaic_gpu_sm80
+from pallas_kernels.sparse_matmul.call import Call, Vectors
 from tests import targets
 from tests.pallas_kernels import compiling
 
@@ -24,7 +25,7 @@ def _report(target, dtype):
 
   def f(values, words, b):
     return mosaic_gpu_sm80.sparse_matmul(
-      operand.SparseOperand(values, words), b, activation='gelu', out_dtype=dtype, b_layout='kn', out_layout='nm',
+      operand.SparseOperand(values, words), b, Vectors(), Call(dtype, 'kn', 'nm', 'gelu'),
       device=targets.target_device(target),
     )
 
@@ -67,7 +68,7 @@ class RefusalTest(parameterized.TestCase):
     a = operand.SparseOperand(jnp.zeros((64, 32), dtype), jnp.zeros((1, 1, 128), jnp.uint32))
     with self.assertRaisesRegex(NotImplementedError, message):
       mosaic_gpu_sm80.sparse_matmul(
-        a, jnp.zeros((8, 64), dtype), activation=None, out_dtype=_BF16, b_layout='nk', out_layout='mn', device=device
+        a, jnp.zeros((8, 64), dtype), Vectors(), Call(_BF16, 'nk', 'mn'), device=device
       )
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from pallas_kernels import _compat, _device, _tuning, formats, operand
 from pallas_kernels.sparse_matmul import mosaic_gpu, reference
+from pallas_kernels.sparse_matmul.call import Call, Vectors
 from tests import targets
 from tests.pallas_kernels import compiling
 
@@ -43,16 +44,16 @@ def _linspace(first, last, number):
 class InterpretTest(parameterized.TestCase):
 
   def _check(self, a, b, config, bias=None, a_scale=None, b_scale=None, **kwargs):
-    kwargs = dict(activation=None, out_dtype=_BF16, b_layout='nk', out_layout='mn') | kwargs
-    args = (a, b, bias, a_scale, b_scale)
-    f = jax.jit(functools.partial(mosaic_gpu.sparse_matmul, **kwargs, config=config, interpret=True))
+    call = Call(**dict(out_dtype=_BF16, b_layout='nk', out_layout='mn') | kwargs)
+    args = (a, b, Vectors(bias, a_scale, b_scale))
+    f = jax.jit(functools.partial(mosaic_gpu.sparse_matmul, call=call, config=config, interpret=True))
     found = jax.block_until_ready(f(*args))
     self.assertFalse(_compat.races_found())
-    kwargs_of_reference = kwargs | {'out_dtype': jnp.dtype('float32')}
-    expected = jax.jit(functools.partial(reference.sparse_matmul, **kwargs_of_reference))(*args)
+    exact = dataclasses.replace(call, out_dtype=jnp.dtype('float32'))
+    expected = jax.jit(functools.partial(reference.sparse_matmul, call=exact))(*args)
     self.assertEqual(jax.tree.structure(found), jax.tree.structure(expected))
     for f, e in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-      self.assertEqual(f.dtype, kwargs['out_dtype'])
+      self.assertEqual(f.dtype, call.out_dtype)
       self.assertEqual(f.shape, e.shape)
       self.assertLessEqual(_tuning.relative_error(f, e), _tuning.TOLERANCE)
 
@@ -137,9 +138,9 @@ class InterpretTest(parameterized.TestCase):
 
   def test_vmap_launches_one_after_another(self):
     a, b = _inputs(128, 64, 128, _BF16, _BF16, 'nk')
-    kwargs = dict(activation=None, out_dtype=_BF16, b_layout='nk', out_layout='mn')
-    f = functools.partial(mosaic_gpu.sparse_matmul, a, **kwargs, config=_SMALL, interpret=True)
-    expected = jax.jit(functools.partial(reference.sparse_matmul, a, **kwargs))
+    asked = dict(vectors=Vectors(), call=Call(_BF16, 'nk', 'mn'))
+    f = functools.partial(mosaic_gpu.sparse_matmul, a, **asked, config=_SMALL, interpret=True)
+    expected = jax.jit(functools.partial(reference.sparse_matmul, a, **asked))
     found = jax.jit(jax.vmap(f))(jnp.stack([b, b + b]))
     for d, x in zip(found, (b, b + b), strict=True):
       self.assertLessEqual(_tuning.relative_error(d, expected(x)), _tuning.TOLERANCE)
@@ -208,7 +209,7 @@ class RefusalTest(parameterized.TestCase):
     a, b = _inputs(64, 64, 64, dtype, dtype, b_layout)
     with self.assertRaisesRegex(NotImplementedError, message):
       mosaic_gpu.sparse_matmul(
-        a, b, activation=None, out_dtype=_BF16, b_layout=b_layout, out_layout='mn', device=device
+        a, b, Vectors(), Call(_BF16, b_layout, 'mn'), device=device
       )
 
 
@@ -265,18 +266,18 @@ def _program(name):
 
 def _report(shape, dtype, config, *, bias=False, scales=False, **kwargs):
   m, n, k = shape
-  kwargs = dict(activation=None, out_dtype=_BF16, b_layout='nk', out_layout='mn') | kwargs
+  call = Call(**dict(out_dtype=_BF16, b_layout='nk', out_layout='mn') | kwargs)
   s, f32 = targets.struct, jnp.float32
   args = [s((m, k // 2), dtype), s(operand.metadata_shape(m, k), jnp.uint32)]
-  args += [s((n, k) if kwargs['b_layout'] == 'nk' else (k, n), dtype)]
+  args += [s((n, k) if call.b_layout == 'nk' else (k, n), dtype)]
   args += [s((m,), f32)] if bias else []
   args += [s((m,), f32), s((n,), f32)] if scales else []
 
   def f(values, words, b, *rest):
     rest = list(rest)
-    vectors = [rest.pop(0) if bias else None, *(rest if scales else (None, None))]
+    vectors = Vectors(rest.pop(0) if bias else None, *rest)
     return mosaic_gpu.sparse_matmul(
-      operand.SparseOperand(values, words), b, *vectors, **kwargs, config=config,
+      operand.SparseOperand(values, words), b, vectors, call, config=config,
       device=targets.target_device('sm_90a'),
     )
 

@@ -16,6 +16,7 @@ import pytest
 from pallas_kernels import formats, operand
 from pallas_kernels.ffi import cusparselt as library
 from pallas_kernels.sparse_matmul import cusparselt, mosaic_gpu, mosaic_gpu_sm80
+from pallas_kernels.sparse_matmul.call import Call, Vectors
 from tests import targets
 from tests.oracles import wide
 
@@ -109,8 +110,7 @@ class TokenCountsTest(absltest.TestCase):
     self.rng = np.random.default_rng(0)
 
   def check(self, module, device, a, b, expected, **layouts):
-    kwargs = dict(activation=None, out_dtype=_BF16, device=device, config=module.Config())
-    found = module.sparse_matmul(a, b, **kwargs, **layouts)
+    found = module.sparse_matmul(a, b, Vectors(), Call(_BF16, **layouts), device=device, config=module.Config())
     self.assertEqual(found.shape, expected.shape)
     np.testing.assert_allclose(wide(found), expected, rtol=1e-2, atol=1e-2)
 

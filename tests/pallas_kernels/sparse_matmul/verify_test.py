@@ -25,8 +25,8 @@ def _right(*args, config, **kwargs):
   return reference.sparse_matmul(*args, **kwargs)
 
 
-def _without_bias(a, b, bias, *args, **kwargs):
-  return _right(a, b, None if bias is None else jnp.zeros_like(bias), *args, **kwargs)
+def _without_bias(a, b, vectors, *args, **kwargs):
+  return _right(a, b, vectors._replace(bias=None), *args, **kwargs)
 
 
 def _nan(*args, **kwargs):

@@ -11,7 +11,7 @@ from pallas_kernels.gated_activation import reference
 from pallas_kernels.gated_activation import triton as gated
 from pallas_kernels.operand import metadata_shape
 from pallas_kernels.pack import reference as pack_reference
-from pallas_kernels.pack import triton as pack
+from pallas_kernels.triton_blocks import launch
 from tests.pallas_kernels import triton_interpreter
 
 TOLERANCE = {jnp.bfloat16: 4e-3, jnp.float16: 5e-4}  # half a unit in the last place, relative
@@ -34,10 +34,10 @@ class InterpretedTest(parameterized.TestCase):
     shapes = (tokens, features), (tokens, wide)
     rng = np.random.default_rng(0)
     dh, z = ((i * rng.standard_normal(shape)).astype(dtype) for i, shape in enumerate(shapes, 1))
-    key, config = jax.random.key(2), pack.Config()
+    key, config = jax.random.key(2), launch.Config()
     outputs = [(shapes[1], dtype), ((wide, tokens // 2), dtype), (metadata_shape(wide, tokens), jnp.uint32)]
     dz, values, words = triton_interpreter.run(
-      gated.backward_kernel, config.grid(1, *shapes[0]), [dh, z, pack.draw_parameters(key, (0, 0, 0))], outputs,
+      gated.backward_kernel, config.grid(1, *shapes[0]), [dh, z, launch.draw_parameters(key, (0, 0, 0))], outputs,
       dict(ACTIVATION=activation, GATED=gate, **config.constants(*shapes[0])),
     )  # fmt: skip
     backward = functools.partial(reference.activation_backward, activation=activation, gated=gate)
@@ -56,9 +56,9 @@ class InterpretedTest(parameterized.TestCase):
     shapes = (tokens, features), (tokens, wide)
     rng = np.random.default_rng(0)
     dh, z = (rng.standard_normal(shape).astype(dtype) for shape in shapes)
-    key, config, scale = jax.random.key(2), pack.Config(), jnp.float32(5000)
+    key, config, scale = jax.random.key(2), launch.Config(), jnp.float32(5000)
     options = dict(ACTIVATION=activation, GATED=gate, **config.constants(*shapes[0]))
-    parameters, words = pack.draw_parameters(key, (0, 0, 0)), (metadata_shape(wide, tokens), jnp.uint32)
+    parameters, words = launch.draw_parameters(key, (0, 0, 0)), (metadata_shape(wide, tokens), jnp.uint32)
     # The float8 kernel must make of its dz what the packer makes of the same dz in bfloat16.
     dz = triton_interpreter.run(
       gated.backward_kernel, config.grid(1, *shapes[0]), [dh, z, parameters],

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.pack import triton as pack
 from pallas_kernels.quantize import reference
 from pallas_kernels.quantize._kernels import quantize_kernel
+from pallas_kernels.triton_blocks import launch
 from tests.pallas_kernels import triton_interpreter
 
 
@@ -28,7 +28,7 @@ class InterpretedTest(parameterized.TestCase):
     batches, rows, columns = int(np.prod(shape[:-2])), *shape[-2:]
     # A third of the entries saturates in the first matrix.
     scale = np.linspace(float(jnp.finfo(dtype).max), 1.0, batches, dtype=np.float32).reshape(shape[:-2])
-    config = pack.Config()
+    config = launch.Config()
     found = triton_interpreter.run(
       quantize_kernel, config.grid(batches, rows, columns), [x, scale.reshape(-1)],
       [(shape, dtype), ((*shape[:-2], columns, rows), dtype)],

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from pallas_kernels.pack import _blocks
+from pallas_kernels.triton_blocks import blocks
 
 
 @triton.jit
@@ -28,8 +28,8 @@ def quad8(a, b, c, d, dtype: tl.constexpr):
 def scaled_row8(x, scale, source: tl.constexpr, dtype: tl.constexpr):
   """Four entries' bits, times `scale`, as four float8."""
   return quad8(
-    _blocks.to_float(x[0], source) * scale, _blocks.to_float(x[1], source) * scale,
-    _blocks.to_float(x[2], source) * scale, _blocks.to_float(x[3], source) * scale, dtype,
+    blocks.to_float(x[0], source) * scale, blocks.to_float(x[1], source) * scale,
+    blocks.to_float(x[2], source) * scale, blocks.to_float(x[3], source) * scale, dtype,
   )  # fmt: skip
 
 
@@ -88,4 +88,4 @@ def choose_all8(groups, nibble):
 @triton.jit
 def store_dense8(x, quads, place, rows: tl.constexpr, columns: tl.constexpr, transposed: tl.constexpr):
   """Writes a float8 array, or its transpose; quads[g] is row (column) g of each block."""
-  _blocks.store_groups(x.to(tl.pointer_type(tl.uint32)), quads, place, rows, columns, transposed)
+  blocks.store_groups(x.to(tl.pointer_type(tl.uint32)), quads, place, rows, columns, transposed)

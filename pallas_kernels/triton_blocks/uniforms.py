@@ -1,4 +1,4 @@
-"""Philox uniforms as Triton device functions, bit for bit the reference; `_sample` draws with them."""
+"""Philox uniforms as Triton device functions, bit for bit the reference; `sample` draws with them."""
 
 import triton
 import triton.language as tl

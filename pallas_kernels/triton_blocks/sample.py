@@ -11,12 +11,42 @@ predicates, of which a thread has seven. Every product is by a power of two, by 
 import triton
 import triton.language as tl
 
-from pallas_kernels.mosaic import _ptx
+from pallas_kernels.triton_blocks import blocks, blocks8, ptx
+from pallas_kernels.triton_blocks.positions import selectors, store_chosen
+from pallas_kernels.triton_blocks.uniforms import block_uniforms
 
 # Added to a whole number it puts that number in the low bits.
 _NUMBER = tl.constexpr(8388608.0)
 _LANES = tl.constexpr(0x01010101)
 _ONES = tl.constexpr(0xFFFFFFFF)
+
+
+@triton.jit
+def sample_and_store(
+  e, source: tl.constexpr, parameters, values, metadata, place, batch, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+  """MVUE of the blocks `e` (bits) along their columns and its operand."""
+  dtype: tl.constexpr = values.dtype.element_ty
+  u = block_uniforms(parameters, place, batch)
+  pairs, nibbles = sample_block(blocks.floats(blocks.transpose(e), source), u, source == dtype, dtype)
+  store_chosen(pairs, nibbles, values, metadata, place, batch.to(tl.int64), ROWS, COLUMNS, True)
+
+
+@triton.jit
+def sample_and_store8(
+  e, source: tl.constexpr, parameters, scale, values, metadata, dense, place, batch,
+  ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+  """MVUE of the blocks `e` (bits) along their columns and its operand; and the blocks, in their own layout."""
+  dtype: tl.constexpr = values.dtype.element_ty
+  far = batch.to(tl.int64)
+  quads = blocks8.scaled8(e, scale, source, dtype)
+  blocks8.store_dense8(dense + far * ROWS * COLUMNS, quads, place, ROWS, COLUMNS, False)
+  u = block_uniforms(parameters, place, batch)
+  # Sampled values go up to half the sum of their group, twice the largest entry.
+  half = scale * 0.5
+  pairs, nibbles = sample_block8(blocks.floats(blocks.transpose(e), source), u, half, dtype)
+  store_chosen(pairs, nibbles, values, metadata, place, far, ROWS, COLUMNS, True)
 
 
 @triton.jit
@@ -48,8 +78,8 @@ def sample_block(e, u, exact: tl.constexpr, dtype: tl.constexpr):
   b01 = selectors(change & 0xFF, 0x32103210)
   b23 = selectors(change >> 8, 0x32103210)
   pairs = (
-    _ptx.prmt(_ptx.prmt(low0, high0, a01), own0, b01), _ptx.prmt(_ptx.prmt(low1, high1, a01 >> 16), own1, b01 >> 16),
-    _ptx.prmt(_ptx.prmt(low2, high2, a23), own2, b23), _ptx.prmt(_ptx.prmt(low3, high3, a23 >> 16), own3, b23 >> 16),
+    ptx.prmt(ptx.prmt(low0, high0, a01), own0, b01), ptx.prmt(ptx.prmt(low1, high1, a01 >> 16), own1, b01 >> 16),
+    ptx.prmt(ptx.prmt(low2, high2, a23), own2, b23), ptx.prmt(ptx.prmt(low3, high3, a23 >> 16), own3, b23 >> 16),
   )  # fmt: skip
   return pairs, nibbles
 
@@ -81,8 +111,8 @@ def sample_block8(e, u, scale, dtype: tl.constexpr):
   high += ((high_own | high_free) & _LANES) * 4
   selector = low + high * 16
   pairs = (
-    _ptx.prmt(bytes0, own0, selector), _ptx.prmt(bytes1, own1, selector >> 8),
-    _ptx.prmt(bytes2, own2, selector >> 16), _ptx.prmt(bytes3, own3, selector >> 24),
+    ptx.prmt(bytes0, own0, selector), ptx.prmt(bytes1, own1, selector >> 8),
+    ptx.prmt(bytes2, own2, selector >> 16), ptx.prmt(bytes3, own3, selector >> 24),
   )  # fmt: skip
   return pairs, _narrow_lanes(positions)
 
@@ -101,10 +131,10 @@ def _group(e, u, exact: tl.constexpr, dtype: tl.constexpr):
   if not exact:
     own = tl.clamp(own, -largest, largest)
     owner = tl.where((_bits(own) & 0x7FFFFFFF) > tiny, owner, zero)
-  made = _ptx.round_pair(shared, own, dtype)
-  both = _ptx.prmt(made, made, 0x1010)
-  low = (_ptx.prmt(_bits(e[0]), _bits(e[1]), 0x7632) & 0x80008000) | both
-  high = (_ptx.prmt(_bits(e[2]), _bits(e[3]), 0x7632) & 0x80008000) | both
+  made = ptx.round_pair(shared, own, dtype)
+  both = ptx.prmt(made, made, 0x1010)
+  low = (ptx.prmt(_bits(e[0]), _bits(e[1]), 0x7632) & 0x80008000) | both
+  high = (ptx.prmt(_bits(e[2]), _bits(e[3]), 0x7632) & 0x80008000) | both
   return low, high, made >> 16, drawn | owner
 
 
@@ -120,9 +150,9 @@ def _group8(e, u, scale, wide, dtype: tl.constexpr):
   drawn = tl.where(shared <= tiny, zero, drawn)
   own = own * scale
   owner = tl.where(tl.abs(own) > tiny, owner, zero)
-  made = _ptx.round_pair8(shared, own, dtype)
-  top = _ptx.prmt(_ptx.prmt(_bits(e[0]), _bits(e[1]), 0x73), _ptx.prmt(_bits(e[2]), _bits(e[3]), 0x73), 0x5410)
-  return (top & 0x80808080) | _ptx.prmt(made, made, 0), made, drawn | owner
+  made = ptx.round_pair8(shared, own, dtype)
+  top = ptx.prmt(ptx.prmt(_bits(e[0]), _bits(e[1]), 0x73), ptx.prmt(_bits(e[2]), _bits(e[3]), 0x73), 0x5410)
+  return (top & 0x80808080) | ptx.prmt(made, made, 0), made, drawn | owner
 
 
 @triton.jit
@@ -146,10 +176,10 @@ def _draw(e, u):
   half = total * 0.5
   # At most one entry is more than half of the sum. The bound may overflow where none could be.
   bound = total * 2.0
-  d0 = _ptx.greater(a0, bound)
-  d1 = _ptx.greater(a1, bound)
-  d2 = _ptx.greater(a2, bound)
-  d3 = _ptx.greater(a3, bound)
+  d0 = ptx.greater(a0, bound)
+  d1 = ptx.greater(a1, bound)
+  d2 = ptx.greater(a2, bound)
+  d3 = ptx.greater(a3, bound)
   end0 = a0 * tl.fma(d0, -0.25, 0.25)
   end1 = tl.fma(a1, tl.fma(d1, -0.25, 0.25), end0)
   end2 = tl.fma(a2, tl.fma(d2, -0.25, 0.25), end1)
@@ -159,11 +189,11 @@ def _draw(e, u):
   poison = total - total
   point = tl.fma(u, value, poison)
   owner = _bits(tl.fma(d3, 136.0, tl.fma(d2, 68.0, tl.fma(d1, 34.0, tl.fma(d0, 17.0, _NUMBER)))))
-  first = _ptx.at_least(point, end0) + (_NUMBER + 1.0)
-  first = _bits(tl.fma(_ptx.at_least(point, end2), 4.0, tl.fma(_ptx.at_least(point, end1), 2.0, first)))
-  second = (_NUMBER + 2.0) - _ptx.greater(end0 - half, point)
-  second = tl.fma(_ptx.at_least(point, end1 - half), 2.0, second)
-  second = _bits(tl.fma(_ptx.at_least(point, end2 - half), 4.0, second))
+  first = ptx.at_least(point, end0) + (_NUMBER + 1.0)
+  first = _bits(tl.fma(ptx.at_least(point, end2), 4.0, tl.fma(ptx.at_least(point, end1), 2.0, first)))
+  second = (_NUMBER + 2.0) - ptx.greater(end0 - half, point)
+  second = tl.fma(ptx.at_least(point, end1 - half), 2.0, second)
+  second = _bits(tl.fma(ptx.at_least(point, end2 - half), 4.0, second))
   own = tl.fma(d3, e[3], tl.fma(d2, e[2], tl.fma(d1, e[1], d0 * e[0])))
   return value, poison, first | tl.where(dominated, tl.full([], 0, tl.uint32), second), owner, own
 
@@ -178,9 +208,9 @@ def _choices(kept0, kept1, kept2, kept3):
   """A byte a group: (metadata nibble; in bit 0, with rubbish above, whether the lower, the higher of the two stored is
   the dominant one; whether the lower, the higher is a free position).
 
-  Groups that keep fewer than two are filled up with their lowest free positions, as in `_blocks.nibbles`.
+  Groups that keep fewer than two are filled up with their lowest free positions, as in `positions.nibbles`.
   """
-  b0 = _ptx.prmt(_ptx.prmt(kept0, kept1, 0x40), _ptx.prmt(kept2, kept3, 0x40), 0x5410)
+  b0 = ptx.prmt(ptx.prmt(kept0, kept1, 0x40), ptx.prmt(kept2, kept3, 0x40), 0x5410)
   b1 = b0 >> 1
   b2 = b0 >> 2
   b3 = b0 >> 3
@@ -202,12 +232,4 @@ def _choices(kept0, kept1, kept2, kept3):
 def _narrow_lanes(x):
   """Nibbles from lanes of eight to lanes of four bits, 16 in all."""
   x = x | x >> 4
-  return _ptx.prmt(x, x * 0, 0x4420)
-
-
-@triton.jit
-def selectors(nibbles, base: tl.constexpr):
-  """Byte selectors of two groups, 16 bits each, from nibbles: `base` and two bytes on for each step of either half."""
-  x = (nibbles | nibbles << 12) & 0x000F000F
-  x = (x | x << 6) & 0x03030303
-  return x * 0x22 + base
+  return ptx.prmt(x, x * 0, 0x4420)
