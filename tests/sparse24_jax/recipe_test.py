@@ -200,7 +200,7 @@ class ReadableTest(absltest.TestCase):
 
   def test_a_missing_argument_is_told_in_the_words_of_the_docstring(self):
     with self.assertRaisesRegex(
-      TypeError, r'transposable_srste\(\) needs masked_decay: the factor lambda .*2e-4 .* to 6e-3 .*`tune_masked_decay`'
+      TypeError, r'transposable_srste\(\) needs masked_decay: the factor lambda .*2e-5 .* to 6e-3 .*`tune_masked_decay`'
     ):
       s24.recipes.transposable_srste('.*')
     with self.assertRaisesRegex(TypeError, r'rigl\(\) needs density: kept .*; and total_steps: optimizer steps'):

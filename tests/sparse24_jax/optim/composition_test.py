@@ -101,7 +101,7 @@ class CompositionTest(parameterized.TestCase):
 
   @parameterized.named_parameters(
     ('both_groups', lambda: optax.multi_transform({'w': adam(), 'b': adam()}, kinds),
-     'decides for no weight; .* 2 of 3'),
+     'decides for no weight; .* 2 of the 3'),
     ('two_states', lambda: optax.partition({'a': adam(), 'b': adam(s24.recipes.ste('head/.*'))},
                                            {'mlp': 'a', 'head': 'b'}),
      'holds 2 states of sparse_training, expected one: sparse_training goes around'),
