@@ -15,12 +15,13 @@ from jax.core import Tracer
 
 from pallas_kernels import _dispatch
 from pallas_kernels.formats import check_floating
+from sparse24_jax.alternatives import alternatives, idle
 from sparse24_jax.dot import check_divisible
 from sparse24_jax.layout import Layout
 from sparse24_jax.policy import DotPolicy
 from sparse24_jax.projection import Projection, stored_as
 from sparse24_jax.recipe import Recipe, Rule
-from sparse24_jax.suggestions import alternatives, idle, meant
+from sparse24_jax.suggestions import meant
 
 # Arrays that a layer-wide pattern such as '.*/mlp/.*' must not take, also where scanned layers give them two axes.
 NOT_WEIGHTS = ('bias', 'scale', 'embedding')

@@ -141,7 +141,7 @@ MUTANTS = _of(
    'return all(jax.tree.leaves(searched))', 'optim/refresh_test.py', 'one_weight_with_a_mask'),
   ('a scale that is chosen anew is a search', 'projection.py', 'kept = projection.refresh(w, state) is state',
    'kept = isinstance(projection.form, SoftThreshold)', 'optim/refresh_test.py', 'chosen_anew'),
-  ('an alternative that matches nothing is told', 'suggestions.py', 'return not _REPEATED.search(pattern) or',
+  ('an alternative that matches nothing is told', 'alternatives.py', 'return not _REPEATED.search(pattern) or',
    'return False and', 'rules_test.py', 'matches_nothing_is_told'),
   ('decay that is clipped with gradients is found', 'optim/_chain.py', 'return masks[0] if any(moved) else None',
    'return None', 'optim/chain_test.py', 'clipped_with_gradients'),

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 import sparse24_jax as s24
-from sparse24_jax import rules, suggestions
+from sparse24_jax import alternatives, rules
 from tests.draws import gaussian
 from tests.standard import project
 
@@ -121,7 +121,7 @@ class MatchTest(parameterized.TestCase):
 
   def test_each_of_several_is_told_once(self):
     path = r'.*/(?:attn|(?:ff|ffn)/(?:up|down)|f)/.*'
-    self.assertEqual(suggestions.idle(path, ['h/attn/k']), ['(?:ff|ffn)/(?:up|down)', 'f'])
+    self.assertEqual(alternatives.idle(path, ['h/attn/k']), ['(?:ff|ffn)/(?:up|down)', 'f'])
 
   @parameterized.parameters(False, True)
   def test_no_long_pattern_is_compiled_for_each_of_its_alternatives(self, strangers):
@@ -131,7 +131,7 @@ class MatchTest(parameterized.TestCase):
       mock.patch.object(re, 'compile', wraps=re.compile) as compiled,
       mock.patch.object(re, 'fullmatch', wraps=re.fullmatch) as matched,
     ):
-      found = suggestions.idle(pattern, paths)
+      found = alternatives.idle(pattern, paths)
     self.assertLen(found, 40 * strangers)
     tried = {call.args[0] for call in (*compiled.mock_calls, *matched.mock_calls)}
     self.assertLessEqual(sum(map(len, tried)), 2 * len(pattern))
