@@ -66,7 +66,7 @@ def soft_threshold(w: Array, *, axis: int = -2) -> Array:
   return join_groups([shrink(i, x) for i, x in enumerate(split_groups(w, axis))], axis)
 
 
-# That of many Gaussian numbers, to four digits. A weight that starts at zero and is trained has about this one soon.
+# That of Gaussian numbers, an integral. A weight that starts at zero and is trained has about this one soon.
 SCALE_OF_GAUSSIAN = 1.4837
 
 

@@ -53,6 +53,17 @@ def trained(tx, params, *, steps=4, between=lambda params, i: params, grads_of=g
 
 class LeftTest(parameterized.TestCase):
 
+  @parameterized.parameters((0.05, 0, 2), (0.07, 0, 12), (0.12, 130, 190), (0.2, 199, 200))
+  def test_how_many_of_200_weights_are_others(self, share, fewest, most):
+    weights, changes = np.random.default_rng(5).standard_normal((2, 200, 64, 48)).astype(np.float32)
+
+    def is_another(w, change):
+      left = _left.at_start([w])
+      return _left.given(left, [w + share * change], True).missed[0] > 1
+
+    found = int(jit(jax.vmap(is_another))(0.02 * weights, 0.02 * changes).sum())
+    self.assertBetween(found, fewest, most)
+
   def test_updates_that_are_not_applied(self):
     tx, w = wrapped(s24.recipes.ste('.*/forgotten'), optax.sgd(0.1)), jnp.ones((8, 4))
     params = {'h_0': {'forgotten': w}, 'h_1': {'forgotten': 2 * w}}
