@@ -13,7 +13,7 @@ FFN = r'.*/mlp/.*'
 LINEAR = r'.*/(attn|mlp)/.*/kernel'
 ATTENTION = r'.*/attn/.*/kernel'
 SEARCH_EVERY = 40
-# With which searches of a masked decay begin: the best so far at 124M (docs/quality.md).
+# With which searches of a masked decay begin: near the best so far at 124M (docs/quality.md).
 DECAY = 2e-5
 
 

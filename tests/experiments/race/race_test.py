@@ -311,10 +311,16 @@ class ClockTest(absltest.TestCase):
     self.assertEqual(found['bursts_ms'], {'sparse': [1000, 1000], 'dense': [1000, 1000]})
 
 
+def _prepared(test):
+  """A folder with prepared tokens in it."""
+  folder = Path(test.enter_context(tempfile.TemporaryDirectory()))
+  packing.write(folder / 'tokens', {'train': [TEXT] * 4, 'validation': [TEXT]}, Bytes())
+  return folder
+
+
 class ProgramTest(absltest.TestCase):
   def test_trains_records_and_resumes(self):
-    folder = Path(self.enter_context(tempfile.TemporaryDirectory()))
-    packing.write(folder / 'tokens', {'train': [TEXT] * 4, 'validation': [TEXT]}, Bytes())
+    folder = _prepared(self)
     out = folder / 'race.jsonl'
     argv = (
       f'--out {out} --text {folder / "tokens"} --tiny --batch 4 --steps 25 --eval-batches 1'
@@ -345,8 +351,7 @@ class ProgramTest(absltest.TestCase):
       self.assertEmpty(program.Race(options).done['dense'], name)
 
   def test_searches_begin_as_told(self):
-    folder = Path(self.enter_context(tempfile.TemporaryDirectory()))
-    packing.write(folder / 'tokens', {'train': [TEXT] * 4, 'validation': [TEXT]}, Bytes())
+    folder = _prepared(self)
     argv = f'--out {folder / "r.jsonl"} --text {folder / "tokens"} --tiny --batch 4 --steps 25 --eval-batches 1'.split()
     argv += ['--rate', '0.02', '--contenders', 'dense', 'fst']
     for options, decay in (([], contenders.DECAY), (['--decay', '6e-5'], 6e-5)):
@@ -422,8 +427,7 @@ class ProgramTest(absltest.TestCase):
 
   @pytest.mark.slow
   def test_sparse_activations_race(self):
-    folder = Path(self.enter_context(tempfile.TemporaryDirectory()))
-    packing.write(folder / 'tokens', {'train': [TEXT] * 4, 'validation': [TEXT]}, Bytes())
+    folder = _prepared(self)
     out = folder / 'race.jsonl'
     argv = (
       f'--out {out} --text {folder / "tokens"} --tiny --size 124m_short --batch 64 --steps 20 --eval-batches 1'
