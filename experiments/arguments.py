@@ -142,7 +142,7 @@ def make_parser() -> argparse.ArgumentParser:
   _experiment_arguments(tune, 'nano')
   tune.add_argument('--folder', default='runs/tune-decay', help='for runs and records (default: %(default)s)')
   tune.add_argument('--candidates', type=float, nargs='+', help='decay factors (default: a grid from 0 to 0.2)')
-  tune.add_argument('--share', type=float, default=0.25, help='steps of a run, as a share (default: %(default)s)')
+  tune.add_argument('--share', type=float, default=0.5, help='steps of a run, as a share (default: %(default)s)')
   tune.add_argument('--seeds', type=int, nargs='+', default=[0, 1], help='a run each (default: 0 1)')
   tune.add_argument('--results', help='JSON-lines file of records (default: decays.jsonl in the folder)')
   tune.add_argument(

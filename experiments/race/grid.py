@@ -125,24 +125,30 @@ class Grid:
 
   def _train(self, name: str, population: Population, trials: Sequence[Trial]) -> list[dict[str, Any]]:
     """Records of trials, of which those that are there are not trained again."""
-    found = {trial: record for trial in trials if (record := self._recorded(name, trial)) is not None}
+    text = population.parts.data.fingerprint
+    found = {trial: record for trial in trials if (record := self._recorded(name, trial, text)) is not None}
     missing = [trial for trial in trials if trial not in found]
     for at in range(0, len(missing), self.together):
       some, start = missing[at : at + self.together], time.perf_counter()
       outcomes = population.train(some)
       seconds = time.perf_counter() - start
       print(f'{name}: {len(some)} runs of {population.config.steps} steps side by side, {seconds:.0f} s', flush=True)
-      made = [self._record(name, *pair, len(some), seconds) for pair in zip(some, outcomes, strict=True)]
+      made = [
+        self._record(name, trial, text, outcome, len(some), seconds)
+        for trial, outcome in zip(some, outcomes, strict=True)
+      ]
       with self.results.open('a') as file:
         file.writelines(json.dumps(record) + '\n' for record in made)
       found |= dict(zip(some, made, strict=True))
     self.records += [found[trial] for trial in missing]
     return [found[trial] for trial in trials]
 
-  def _record(self, name: str, trial: Trial, outcome: Outcome, together: int, seconds: float) -> dict[str, Any]:
+  def _record(
+    self, name: str, trial: Trial, text: str, outcome: Outcome, together: int, seconds: float
+  ) -> dict[str, Any]:
     loss = outcome.loss
     return {
-      **self._key(name, trial), 'title': self.configs[name].label, 'rate': trial.rate, 'decay': trial.decay,
+      **self._key(name, trial, text), 'title': self.configs[name].label, 'rate': trial.rate, 'decay': trial.decay,
       'share': trial.share, 'loss': loss, 'equal_steps': self.steps, 'seconds': None,
       'validation': [[step, None, value if math.isfinite(value) else None] for step, value in outcome.validation],
       'validation_columns': ['step', 'seconds', 'loss'],
@@ -151,16 +157,16 @@ class Grid:
       'side_by_side': together, 'wall_s': round(seconds, 1), **self.head,
     }  # fmt: skip
 
-  def _key(self, name: str, trial: Trial) -> dict[str, Any]:
-    """The fields that identify a record."""
+  def _key(self, name: str, trial: Trial, text: str) -> dict[str, Any]:
+    """The fields that identify a record; `text` says what was read, which no setting does."""
     described = tuned.describe(tuned.configure(self.configs[name], trial))
     return {
       'bench': 'tuned', 'experiment': self.experiment, 'contender': name, 'seed': trial.seed,
-      'searched_with': list(self.search), **described, 'device': self.head['device'],
+      'searched_with': list(self.search), 'text': text, **described, 'device': self.head['device'],
     }  # fmt: skip
 
-  def _recorded(self, name: str, trial: Trial) -> dict[str, Any] | None:
-    wanted = self._key(name, trial).items()
+  def _recorded(self, name: str, trial: Trial, text: str) -> dict[str, Any] | None:
+    wanted = self._key(name, trial, text).items()
     return next((record for record in self.records if wanted <= record.items()), None)
 
 

@@ -19,14 +19,6 @@ ACTIVATIONS = {
   'neuron level, 16:2:8': '16:2:8 activations as published, 70% of the steps sparse, 2:4 weights',
   'neuron level, 16:2:8 along sequences': '', 'neuron level, 2:4, tail from unprojected weights': '',
 }  # fmt: skip
-SMALL = {
-  'dense': '', '2:4 activations, dense weights': '2:4 activations, dense weights',
-  'neuron level, 2:4': '2:4 activations and weights',
-  'neuron level, 16:2:8, half of the steps': f'16:2:8{_AS_PUBLISHED}',
-  'neuron level, 16:2:8': '16:2:8 as published, 70% of the steps sparse',
-  'neuron level, 16:2:8, clusters and router, half of the steps': '',
-  'neuron level, 64:2:8, half of the steps': f'64:2:8 (blocks that the kernels run){_AS_PUBLISHED}',
-}  # fmt: skip
 _TWO_OF_FOUR = 'half of the steps; policy.dense_features=0.0; policy.tokens=2:4'
 KERNEL_PATTERNS = {
   **{f'neuron level, {pattern}, half of the steps': f'{pattern} as published' for pattern in ('64:2:8', '128:2:8')},
@@ -101,16 +93,6 @@ def markdown(
         row = [title, _loss(runs), *(['', ''] if runs is dense else _above(runs, dense))]
         lines.append(row + ([_flips(runs)] if flips else []))
   return '\n'.join(f'| {" | ".join(cells)} |' for cells in lines)
-
-
-def flops(nano: str = 'compare_flops_nano.jsonl', small: str = 'compare_flops_small.jsonl') -> str:
-  """Losses of masks that move, and of dense models, at both sizes."""
-  of_nano, of_small = (group(papers.runs(file)) for file in (nano, small))
-  lines = [f'| method | nano{_mark([nano])} | small{_mark([small])} |', '| --- | --- | --- |']
-  for label in of_nano:
-    if title := FLOPS.get(label, label):
-      lines.append(f'| {title} | {_loss(of_nano[label])} | {_loss(of_small.get(label, []))} |')
-  return '\n'.join(lines)
 
 
 def _mark(files: Sequence[str]) -> str:

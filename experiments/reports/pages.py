@@ -126,11 +126,15 @@ def _compared(name: str, titles: Mapping[str, str], flips: bool = False) -> str:
   return compared.markdown(([f'compare_{name}.jsonl'], titles), flips=flips)
 
 
-def _decays() -> str:
-  """Short runs of the rate that is FST's best on nano, and whole runs of the same rate, decays and seeds."""
-  whole, short = (provenance.read(name) for name in ('grid_nano.jsonl?contender=fst', 'decay_short_nano.jsonl'))
-  tried = {(r['rate'], r['decay'], r['seed']) for r in short}
-  return decay_grid.markdown([*short, *(r for r in whole if (r['rate'], r['decay'], r['seed']) in tried)])
+def _losses_by_decay() -> str:
+  """FST's losses by its decay, at three sizes, each at one rate."""
+  grid = provenance.read('decay_grid.jsonl')
+  fst = [r for r in race('124m') if r['contender'] == 'fst' and r.get('rate') == 1.414e-3 and r['seed'] == 0]
+  return decay_grid.losses_markdown({
+    'nano, two seeds': [r for r in grid if r['experiment'] == 'nano'],
+    '10.7 M, two seeds': [r for r in grid if r['experiment'] == 'small'],
+    '124M, one seed': fst,
+  })  # fmt: skip
 
 
 # Document -> table -> what makes it.
@@ -151,13 +155,15 @@ TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
   'tasks.md': {'tasks': tasks.markdown},
   'quality.md': {
     'grid nano': lambda: _tuned('grid_nano.jsonl', 'nano, 4,000 steps each'),
-    'grid decay': _decays,
+    'losses by decay': _losses_by_decay,
+    'decay by short runs': lambda: decay_grid.markdown(provenance.read('decay_grid.jsonl')),
     'grid small': lambda: _tuned('grid_small.jsonl', 'small, 900 steps each'),
     'race of 124m at equal steps': lambda: table.steps_markdown(race('124m')),
     'parts of the gap at 124m': _parts_of_the_gap,
     'long race of 124m at equal steps': lambda: table.steps_markdown(race('124m, long')),
     'long race of 124m by part': lambda: table.gap_markdown(race('124m, long')),
     'grid activations': lambda: _tuned('grid_activations_nano.jsonl', 'nano, 4,000 steps each'),
+    'grid activations small': lambda: _tuned('grid_activations_small.jsonl', 'small, 900 steps each'),
     'race of activations at 124m': lambda: table.steps_markdown(race('124m, short')),
     'grid flops': lambda: _tuned('grid_flops_nano.jsonl', 'nano, 2,000 steps each', 'dense_small'),
     'grid flops cpu': lambda: _tuned('grid_flops_nano_cpu.jsonl', 'nano, 2,000 steps each', 'dense_small'),
@@ -174,7 +180,6 @@ TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
     'one rate for all': lambda: _compared('nano', compared.NANO, flips=True),
     'dense end': lambda: compared.markdown((['compare_dense_end_nano.jsonl'], {}), against='FST'),
     'activations': lambda: _compared('neuron_level_nano', compared.ACTIVATIONS),
-    'activations small': lambda: _compared('small', compared.SMALL),
     'kernel patterns': lambda: _compared('small_kernel_patterns_900', compared.KERNEL_PATTERNS),
     'dense neurons': lambda: _compared('dense_neurons_nano', compared.DENSE_NEURONS),
     'dense neurons 128': lambda: _compared('dense_neurons_128_nano', compared.DENSE_NEURONS_128),
@@ -182,7 +187,7 @@ TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
       (['compare_dense_neurons_128_nano.jsonl', 'compare_two_of_four_tokens_128_nano.jsonl'], compared.TWO_OF_FOUR_128),
       (['compare_two_of_four_tokens_nano.jsonl'], compared.TWO_OF_FOUR),
     ),
-    'equal FLOPs': compared.flops,
+    'equal FLOPs': lambda: _compared('flops_nano', compared.FLOPS),
     'tuned nano': lambda: _tuned('compare_tuned_nano.jsonl'),
     'tuned nano learnt': lambda: _tuned('compare_tuned_nano_learnt.jsonl'),
     'race': lambda: trials_of_race('302m'),

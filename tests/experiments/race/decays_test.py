@@ -31,17 +31,17 @@ class DecaysTest(absltest.TestCase):
     tried = [(call.args[0].recipe.kwargs.masked_decay, call.args[0].seed) for call in trained.call_args_list]
     self.assertEqual(tried, [(decay, seed) for decay in (0.0, 2e-3, 18e-3) for seed in (0, 1)])
     self.assertEqual({(call.args[0].steps, call.args[0].optimizer.warmup_steps) for call in trained.call_args_list},
-                     {(1000, 25)})  # fmt: skip
+                     {(2000, 50)})  # fmt: skip
     # What `pretend` loses: nothing with a decay of 0 or 18e-3, so the two are as good, and the seeds differ.
     self.assertEqual(chosen.decay, 0.0)
     self.assertIn('as good within 0.5%: 0.018', chosen.reason)
     self.assertAlmostEqual(chosen.losses[2e-3], 1.005 + 0.05 * math.log(9))
     records = [json.loads(line) for line in (root / 'decays.jsonl').read_text().splitlines()]
-    self.assertEqual([r['share'] for r in records], [0.25] * 6)
+    self.assertEqual([r['share'] for r in records], [0.5] * 6)
     trained, again = self.search(root)
     trained.assert_not_called()
     self.assertEqual(again, chosen)
-    trained, _ = self.search(root, share=0.5)  # other settings, other records
+    trained, _ = self.search(root, share=0.25)  # other settings, other records
     self.assertEqual(trained.call_count, 6)
 
   def test_refusals(self):

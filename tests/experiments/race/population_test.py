@@ -112,6 +112,12 @@ class GridTest(absltest.TestCase):
     with self.assertRaisesRegex(ValueError, 'and other seeds to report'):
       self.run_grid(results, seeds=(1, 2))
 
+  def test_runs_of_another_text_are_trained_again(self):
+    results = Path(temp_folder(self)) / 'records.jsonl'
+    self.run_grid(results)
+    trained, _ = self.run_grid(results, data=FakeData(seq_len=16, batch_size=16, fingerprint='another'))
+    self.assertLen(trained, 8)
+
   def test_short_runs_are_records_of_their_own(self):
     results = Path(temp_folder(self)) / 'records.jsonl'
     self.run_grid(results, seeds=())
