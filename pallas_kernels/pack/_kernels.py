@@ -7,8 +7,7 @@ given codes, the soft threshold, or MVUE sampling.
 import triton
 import triton.language as tl
 
-from pallas_kernels.transposable_mask import triton as transposable
-from pallas_kernels.triton_blocks import blocks, positions, ptx, sample
+from pallas_kernels.triton_blocks import blocks, positions, ptx, sample, transposable
 
 
 @triton.jit
