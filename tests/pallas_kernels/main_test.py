@@ -13,7 +13,7 @@ from pallas_kernels.ops import OPS
 from pallas_kernels.sparse_matmul import verify
 from tests import targets
 
-ROOMS = {'ffi', 'mosaic', 'triton_blocks', 'two_of_four'}  # of what ops share
+ROOMS = {'ffi', 'mosaic', 'triton_blocks', 'two_of_four'}
 
 
 class CommandTest(parameterized.TestCase):
