@@ -1,8 +1,4 @@
-"""The ops that are measured, and why one of them is not tuned.
-
-`prune`, `mvue` and `transposable_mask` are none: what they mean and draw is called by `pack`, whose kernels it is part
-of, and by the library.
-"""
+"""The ops, and why one of them is not tuned."""
 
 from collections.abc import Mapping
 import dataclasses

@@ -3,7 +3,7 @@
 from jax import Array
 import jax.numpy as jnp
 
-from pallas_kernels.prune.reference import magnitude_mask
+from pallas_kernels.two_of_four.prune import magnitude_mask
 from pallas_kernels.vnm.reference import vnm_mask
 from sparse24_jax.neurons import spread, unspread
 from sparse24_jax.policy import ActivationPolicy, TwoOfFour, VNM

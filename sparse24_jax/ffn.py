@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from pallas_kernels import _partitioning
 from pallas_kernels._varying import vary_over, varying_axes
 from pallas_kernels.activations import activation_of, Name
-from pallas_kernels.mvue.philox import two_keys
+from pallas_kernels.two_of_four.philox import two_keys
 from sparse24_jax import linear_layer
 from sparse24_jax.asked import Asked
 from sparse24_jax.block_plan import BlockPlan, plan_block

@@ -3,7 +3,7 @@
 from jax import Array
 
 from pallas_kernels.activations import activation_of, Name
-from pallas_kernels.mvue.philox import two_keys
+from pallas_kernels.two_of_four.philox import two_keys
 from sparse24_jax.dot import dot
 from sparse24_jax.policy import DotPolicy
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import _partitioning
 from pallas_kernels.gated_activation import api as activations
-from pallas_kernels.mvue.reference import mvue24
+from pallas_kernels.two_of_four.mvue import mvue24
 from sparse24_jax.asked import Asked, PLAIN
 from sparse24_jax.layer_plan import LayerPlan
 from sparse24_jax.matmuls import add_bias, matmul, Role

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import formats
 from pallas_kernels.formats import Compressed24
-from pallas_kernels.prune import reference as prune
-from pallas_kernels.transposable_mask import reference as transposable
+from pallas_kernels.two_of_four import prune, transposable
 from sparse24_jax.numerics import check_no_nan
 
 __all__ = ['Compressed24', 'compress', 'decompress', 'magnitude_mask', 'transposable_mask', 'verify24']
@@ -48,7 +47,7 @@ def transposable_mask(w: Array, *, method: Literal['exact', 'two_approx'] = 'exa
 
   One such mask serves the forward and, transposed, the input gradient. `exact` maximises the sum of kept magnitudes
   over the 90 such patterns, and always keeps 8 of 16 (less only where a NaN leaves no choice: a NaN is never kept).
-  Among equal sums the first in the order of `pallas_kernels.transposable_mask.reference.PATTERNS` wins. `two_approx`
+  Among equal sums the first in the order of `pallas_kernels.two_of_four.transposable.PATTERNS` wins. `two_approx`
   keeps entries greedily by falling magnitude while row and column have room: at least half of the optimum, sometimes
   7 of 16; it is here to compare with.
 

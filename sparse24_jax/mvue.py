@@ -9,7 +9,7 @@ import jax
 from jax import Array
 import jax.numpy as jnp
 
-from pallas_kernels.mvue import reference
+from pallas_kernels.two_of_four import mvue
 from sparse24_jax.numerics import check_finite
 
 
@@ -58,7 +58,7 @@ def mvue24(
   (2, True)
   """
   check_finite(x, 'x')
-  return reference.mvue24(jnp.asarray(x), key, axis=axis, origin=origin)
+  return mvue.mvue24(jnp.asarray(x), key, axis=axis, origin=origin)
 
 
 _named = contextvars.ContextVar('named', default='')

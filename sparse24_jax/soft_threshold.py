@@ -3,7 +3,7 @@
 from jax import Array
 import jax.numpy as jnp
 
-from pallas_kernels.prune import reference as prune
+from pallas_kernels.two_of_four import prune
 from sparse24_jax.numerics import check_no_nan
 
 

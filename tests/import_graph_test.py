@@ -138,7 +138,7 @@ class ImportGraphTest(parameterized.TestCase):
       self.assertNotEndsWith(file, '/__init__.py', f'{file} imports {name}')
 
   def test_ops_import_nothing_private_of_each_other(self):
-    """What several need is in `mosaic`, in `triton_blocks`, or in the package itself."""
+    """What several need is in `mosaic`, `triton_blocks` or `two_of_four`, or in the package itself."""
     for file, name, _ in graph('pallas_kernels'):
       _, *here = file.split('/')
       package, *there = name.split('.')

@@ -28,7 +28,7 @@ _BY_KERNEL = (
   ('GEMM sparse', r'mosaic_gpu|cusparselt|spmma|sparse_matmul'),
   ('pack', r'(transposable|repair|masked|soft_threshold|mvue|quanti[sz]e|amax|pack)\w*_kernel|\w*pack_kernel'),
   ('pack', r'^(pack_rows|transpose_pack|take_columns|expand_rows|scatter_rows)'),  # V:N:M
-  ('activation', r'^(forward|backward8?|gated\w*|activation\w*)_kernel'),
+  ('activation', r'^(forward|backward\w*|gated\w*|activation\w*)_kernel'),
   ('GEMM dense', r'nvjet|gemm|xmma|cutlass|cublas|splitk'),
   ('copy', r'memcpy|memset|^(wrapped_)?(copy|transpose)|_(copy|transpose)_fusion'),
 )

@@ -78,32 +78,32 @@ def backward_kernel(
   z and dz hold gate and up side by side if GATED.
   """
   place = blocks.tile(ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS)
-  columns: tl.constexpr = 2 * COLUMNS if GATED else COLUMNS
-  r, r_up, above = _gradients(dh, z, place, dz.dtype.element_ty, COLUMNS, ACTIVATION, GATED)
-  if GATED:
-    _finish(r_up, parameters, dz, values, metadata, above, ROWS, columns)
-  _finish(r, parameters, dz, values, metadata, place, ROWS, columns)
+  _backward(dh, z, parameters, None, dz, values, metadata, place, ROWS, COLUMNS, ACTIVATION, GATED)
 
 
 @triton.jit
-def backward8_kernel(
+def backward_scaled_kernel(
   dh, z, parameters, scale, dz, values, metadata,
   ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
   ACTIVATION: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-  """`backward_kernel` with dz and its pack in float8: what `mvue8_kernel` makes of the dz in the dtype of z."""
+  """`backward_kernel` with dz and its pack in float8: what `mvue_scaled_kernel` makes of the dz in the dtype of z."""
   place = blocks.tile(ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS)
+  _backward(dh, z, parameters, scale, dz, values, metadata, place, ROWS, COLUMNS, ACTIVATION, GATED)
+
+
+@triton.jit
+def _backward(
+  dh, z, parameters, scale, dz, values, metadata, place, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+  ACTIVATION: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
   columns: tl.constexpr = 2 * COLUMNS if GATED else COLUMNS
   source: tl.constexpr = z.dtype.element_ty
   r, r_up, above = _gradients(dh, z, place, source, COLUMNS, ACTIVATION, GATED)
-  factor = tl.load(scale)
+  factor = None if scale is None else tl.load(scale)
   if GATED:
-    sample.sample_and_store8(
-      r_up, source, parameters, factor, values, metadata, dz, above, tl.program_id(1), ROWS, columns
-    )
-  sample.sample_and_store8(
-    r, source, parameters, factor, values, metadata, dz, place, tl.program_id(1), ROWS, columns
-  )
+    _finish(r_up, source, parameters, factor, dz, values, metadata, above, ROWS, columns)
+  _finish(r, source, parameters, factor, dz, values, metadata, place, ROWS, columns)
 
 
 @triton.jit
@@ -134,12 +134,15 @@ def _gradients(
 
 
 @triton.jit
-def _finish(r, parameters, dz, values, metadata, place, rows: tl.constexpr, columns: tl.constexpr):
+def _finish(
+  r, source: tl.constexpr, parameters, scale, dz, values, metadata, place, rows: tl.constexpr, columns: tl.constexpr
+):  # fmt: skip
   """Stores the blocks `r` of dz and packs a sample of them."""
-  for i in tl.static_range(4):
-    blocks.store_row(dz, 4 * place[0] + i, place[1], columns, place[2], r[i])
+  if scale is None:
+    for i in tl.static_range(4):
+      blocks.store_row(dz, 4 * place[0] + i, place[1], columns, place[2], r[i])
   sample.sample_and_store(
-    r, dz.dtype.element_ty, parameters, values, metadata, place, tl.program_id(1), rows, columns
+    r, source, parameters, scale, values, metadata, dz, place, tl.program_id(1), rows, columns
   )
 
 
@@ -198,7 +201,7 @@ def activation_backward_pack(
     warps = 8 if gated else 4
     config = launch.Config(num_warps=warps) if scale is None else launch.Config(tile_columns=32, num_warps=2 * warps)
   config = _within_a_half(config, columns) if gated else config
-  kernel, scales = (backward_kernel, []) if scale is None else (backward8_kernel, [scale.reshape(1)])
+  kernel, scales = (backward_kernel, []) if scale is None else (backward_scaled_kernel, [scale.reshape(1)])
   dz, values, metadata = _triton.call(
     kernel, dh, z, launch.draw_parameters(key, origin), *scales,
     out_shape=[

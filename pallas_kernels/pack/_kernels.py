@@ -7,8 +7,7 @@ given codes, the soft threshold, or MVUE sampling.
 import triton
 import triton.language as tl
 
-from pallas_kernels.transposable_mask import triton as transposable
-from pallas_kernels.triton_blocks import blocks, positions, ptx, sample
+from pallas_kernels.triton_blocks import blocks, positions, ptx, sample, transposable
 
 
 @triton.jit
@@ -100,30 +99,33 @@ def masked_kernel(
 
 @triton.jit
 def soft_threshold_kernel(
-  w, scale, values, metadata,
+  w, scale, values, metadata, dense,
   ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
   GROUPS_DOWN: tl.constexpr,
 ):  # fmt: skip
-  """scale S(w) packed along one axis: the rows of the array, or its columns if GROUPS_DOWN."""
+  """scale S(w) packed along one axis: the rows of the array, or its columns if GROUPS_DOWN.
+
+  In float8 it is also written to `dense`, in the layout of w; in 16 bits that is None.
+  """
   place = blocks.tile(ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS)
   batch = tl.program_id(1).to(tl.int64)
-  packed = blocks.load_blocks(w + batch * ROWS * COLUMNS, place, COLUMNS)
-  x = blocks.entries(packed)
+  x = blocks.entries(blocks.load_blocks(w + batch * ROWS * COLUMNS, place, COLUMNS))
   if GROUPS_DOWN:
     x = blocks.transpose(x)
   beta = tl.load(scale + batch)
   source: tl.constexpr = w.dtype.element_ty
   dtype: tl.constexpr = values.dtype.element_ty
   g = (
-    _shrink(x[0], beta, source, dtype),
-    _shrink(x[1], beta, source, dtype),
-    _shrink(x[2], beta, source, dtype),
-    _shrink(x[3], beta, source, dtype),
-  )
-  rows = blocks.word_rows(g)
-  code = blocks.nonzero_code(rows)
-  pairs = positions.choose_all(rows, positions.nibbles(code))
-  positions.store_one(pairs, code, values, metadata, place, batch, ROWS, COLUMNS, GROUPS_DOWN)
+    _shrunk_row(x[0], beta, source, dtype), _shrunk_row(x[1], beta, source, dtype),
+    _shrunk_row(x[2], beta, source, dtype), _shrunk_row(x[3], beta, source, dtype),
+  )  # fmt: skip
+  code = blocks.nonzero_code(g)
+  if dense is not None:
+    rows = blocks.transposed_words(g) if GROUPS_DOWN else g
+    blocks.store_rows(dense + batch * ROWS * COLUMNS, rows, place, ROWS, COLUMNS, False)
+  nibbles = positions.nibbles(code)
+  pairs = positions.choose_all(g, nibbles)
+  positions.store_one(pairs, nibbles, values, metadata, place, batch, ROWS, COLUMNS, GROUPS_DOWN)
 
 
 @triton.jit
@@ -131,12 +133,30 @@ def mvue_kernel(
   x, parameters, values, metadata,
   ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-  """An MVUE sample of x, packed along its columns."""
+  """An MVUE sample of x in 16 bits, packed along its columns."""
   place = blocks.tile(ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS)
   batch = tl.program_id(1)
   words = blocks.load_blocks(x + batch.to(tl.int64) * ROWS * COLUMNS, place, COLUMNS)
   sample.sample_and_store(
-    blocks.entries(words), x.dtype.element_ty, parameters, values, metadata, place, batch, ROWS, COLUMNS
+    blocks.entries(words), x.dtype.element_ty, parameters, None, values, metadata, None, place, batch, ROWS, COLUMNS
+  )  # fmt: skip
+
+
+@triton.jit
+def mvue_scaled_kernel(
+  x, parameters, scale, values, metadata, dense,
+  ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
+):  # fmt: skip
+  """An MVUE sample of x in float8, times half of `scale`, packed along its columns; and all of x, times `scale`.
+
+  A kernel of its own: arrays go by place, inputs first, so only an output at the end can be left out.
+  """
+  place = blocks.tile(ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS)
+  batch = tl.program_id(1)
+  words = blocks.load_blocks(x + batch.to(tl.int64) * ROWS * COLUMNS, place, COLUMNS)
+  sample.sample_and_store(
+    blocks.entries(words), x.dtype.element_ty, parameters, tl.load(scale + batch), values, metadata, dense, place,
+    batch, ROWS, COLUMNS,
   )  # fmt: skip
 
 
@@ -185,14 +205,15 @@ def _bounded(x, source: tl.constexpr):
 
 
 @triton.jit
-def _shrink(x, beta, source: tl.constexpr, dtype: tl.constexpr):
-  """Bits of `shrunk` in `dtype`."""
-  s = shrunk(x, beta, source)
-  return blocks.row_to_bits(s[0], s[1], s[2], s[3], dtype)
+def _shrunk_row(x, beta, source: tl.constexpr, dtype: tl.constexpr):
+  """`_shrunk` in words of `dtype`."""
+  s = _shrunk(x, beta, source)
+  row = blocks.rounded_row(s[0], s[1], s[2], s[3], dtype)
+  return blocks.positive_zeros(row) if dtype.primitive_bitwidth == 8 else row
 
 
 @triton.jit
-def shrunk(x, beta, source: tl.constexpr):
+def _shrunk(x, beta, source: tl.constexpr):
   """beta sign(x) max(|x| - t, 0) in float32 for one group; t and the difference are rounded to the input's dtype."""
   e0 = blocks.to_float(x[0], source)
   e1 = blocks.to_float(x[1], source)

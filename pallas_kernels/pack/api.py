@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from pallas_kernels import _device, _dispatch, _partitioning
 from pallas_kernels.formats import check_groups
 from pallas_kernels.pack.reference import code_mask, FLOAT8, is_float8, MVUE_HEADROOM, Packed, PackedPair
-from pallas_kernels.transposable_mask import reference as search
+from pallas_kernels.two_of_four import transposable
 
 __all__ = [
   'MVUE_HEADROOM', 'Packed', 'PackedPair', 'masked_pack', 'mvue_pack', 'soft_threshold_pack', 'transposable_mask',
@@ -81,7 +81,7 @@ def transposable_pack(w: Array, *, dtype: Any = None, implementation: _dispatch.
 
 
 def transposable_mask(w: Array) -> Array:
-  """Bool mask of the shape of `w`, `[..., R, C]`; that of `transposable_mask/reference.py` bit for bit.
+  """Bool mask of the shape of `w`, `[..., R, C]`; that of `two_of_four/transposable.py` bit for bit.
 
   On a GPU `transposable_pack` searches it, and its operands are dropped: that is faster than XLA's search. If a mesh
   divides the array, each device searches its own part.
@@ -104,7 +104,7 @@ def transposable_mask(w: Array) -> Array:
     text = ' '.join([*(f'l{i}' for i in range(w.ndim - 2)), 'r*4 c*4'])
     rule = _partitioning.Rule((text,), (text,), tuple(word.split('*')[0] for word in text.split()))
     return _partitioning.partitioned('transposable_mask', _mask_on_a_part, rule, w)
-  return search.transposable_mask(w)
+  return transposable.transposable_mask(w)
 
 
 def _mask_on_a_part(shard: _partitioning.Shard, w: Array) -> Array:

@@ -8,10 +8,8 @@ import jax.numpy as jnp
 
 from pallas_kernels import formats
 from pallas_kernels._program import one_program
-from pallas_kernels.mvue import reference as mvue
 from pallas_kernels.operand import SparseOperand, to_operand
-from pallas_kernels.prune import reference as prune
-from pallas_kernels.transposable_mask import reference as transposable
+from pallas_kernels.two_of_four import mvue, prune, transposable
 
 Array = jax.Array
 

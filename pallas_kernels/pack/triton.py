@@ -12,11 +12,11 @@ from pallas_kernels.operand import metadata_shape, SparseOperand
 from pallas_kernels.pack._kernels import (
   masked_kernel,
   mvue_kernel,
+  mvue_scaled_kernel,
   repair_kernel,
   soft_threshold_kernel,
   transposable_kernel,
 )
-from pallas_kernels.pack._kernels8 import mvue8_kernel, soft_threshold8_kernel
 from pallas_kernels.pack.reference import is_float8, Packed, PackedPair
 from pallas_kernels.triton_blocks.launch import check_float8, check_size, Config, draw_parameters
 
@@ -65,8 +65,8 @@ def soft_threshold_pack(
   """See `api.soft_threshold_pack`."""
   float8 = is_float8(dtype)
   config = config or Config(num_warps=2 if axis == -2 and not float8 else 4)
-  kernel = soft_threshold8_kernel if float8 else soft_threshold_kernel
-  return _packed(kernel, w, [scale.reshape(-1)], axis, dtype, config, GROUPS_DOWN=axis == -2)
+  absent = {} if float8 else {'dense': None}
+  return _packed(soft_threshold_kernel, w, [scale.reshape(-1)], axis, dtype, config, GROUPS_DOWN=axis == -2, **absent)
 
 
 def mvue_pack(
@@ -77,7 +77,7 @@ def mvue_pack(
   drawn = draw_parameters(key, origin)
   if scale is None:
     return _packed(mvue_kernel, x, [drawn], -2, dtype, config or Config(num_warps=2))
-  return _packed(mvue8_kernel, x, [drawn, scale.reshape(-1)], -2, dtype, config or Config(tile_columns=32))
+  return _packed(mvue_scaled_kernel, x, [drawn, scale.reshape(-1)], -2, dtype, config or Config(tile_columns=32))
 
 
 def _packed(

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from pallas_kernels.triton_blocks import blocks, blocks8
+from pallas_kernels.triton_blocks import blocks
 
 
 @triton.jit
@@ -18,8 +18,8 @@ def quantize_kernel(
   offset = batch * ROWS * COLUMNS
   e = blocks.entries(blocks.load_blocks(x + offset, place, COLUMNS))
   dtype: tl.constexpr = plain.dtype.element_ty
-  quads = blocks8.scaled8(e, tl.load(scale + batch), x.dtype.element_ty, dtype)
+  rows = blocks.scaled(e, tl.load(scale + batch), x.dtype.element_ty, dtype)
   if PLAIN:
-    blocks8.store_dense8(plain + offset, quads, place, ROWS, COLUMNS, False)
+    blocks.store_rows(plain + offset, rows, place, ROWS, COLUMNS, False)
   if TRANSPOSED:
-    blocks8.store_dense8(transposed + offset, blocks8.transpose8(quads), place, ROWS, COLUMNS, True)
+    blocks.store_rows(transposed + offset, blocks.transposed_words(rows), place, ROWS, COLUMNS, True)

@@ -4,6 +4,9 @@ Kernels work on tiles of blocks, one block an element of the tensors, so that a 
 in registers: groups along rows and along columns are then plain register names and nothing crosses threads but the
 transposed stores, which the compiler stages through shared memory.
 
+A row of four entries is held as their bits, each in a uint32, or in words, the first entry lowest: one word of float8,
+two of 16-bit entries, four of float32. What is made of words goes by their number.
+
 Tiles cover multiples of 16 x 16 blocks, 64 x 64 entries: the unit of the operand's words (see
 `pallas_kernels.operand`).
 """
@@ -11,7 +14,7 @@ Tiles cover multiples of 16 x 16 blocks, 64 x 64 entries: the unit of the operan
 import triton
 import triton.language as tl
 
-from pallas_kernels.triton_blocks.ptx import prmt, round_pair
+from pallas_kernels.triton_blocks.ptx import prmt, round_pair, round_quad
 
 
 @triton.jit
@@ -68,14 +71,40 @@ def floats(x, source: tl.constexpr):
 
 
 @triton.jit
+def rounded_row(a, b, c, d, dtype: tl.constexpr):
+  """Four float32 rounded to `dtype` of 16 or 8 bits, in words."""
+  if dtype.primitive_bitwidth == 8:
+    return (round_quad(a, b, c, d, dtype),)
+  else:
+    return round_pair(a, b, dtype), round_pair(c, d, dtype)
+
+
+@triton.jit
 def row_to_bits(a, b, c, d, dtype: tl.constexpr):
-  """The 16 bits of four float32 rounded to `dtype`, each in a uint32."""
-  return row_entries((round_pair(a, b, dtype), round_pair(c, d, dtype)))
+  """The bits of four float32 rounded to `dtype` of 16 bits."""
+  return row_entries(rounded_row(a, b, c, d, dtype))
+
+
+@triton.jit
+def scaled(x, scale, source: tl.constexpr, dtype: tl.constexpr):
+  """The rows of a block of entries' bits, times `scale`, in words of `dtype`."""
+  return (
+    _scaled_row(x[0], scale, source, dtype), _scaled_row(x[1], scale, source, dtype),
+    _scaled_row(x[2], scale, source, dtype), _scaled_row(x[3], scale, source, dtype),
+  )  # fmt: skip
+
+
+@triton.jit
+def _scaled_row(x, scale, source: tl.constexpr, dtype: tl.constexpr):
+  return rounded_row(
+    to_float(x[0], source) * scale, to_float(x[1], source) * scale,
+    to_float(x[2], source) * scale, to_float(x[3], source) * scale, dtype,
+  )  # fmt: skip
 
 
 @triton.jit
 def load_row(pointer, row, block_column, columns: tl.constexpr, inside):
-  """Four neighbouring entries of `row` as two (16-bit dtypes) or four uint32 words, zeros outside."""
+  """Four neighbouring entries of `row` as two (16-bit dtypes) or four words, zeros outside."""
   quads = pointer.to(tl.pointer_type(tl.uint64))
   if pointer.dtype.element_ty.primitive_bitwidth == 16:
     x = tl.load(quads + row * (columns // 4) + block_column, mask=inside, other=0)
@@ -134,18 +163,6 @@ def transpose(x):
 
 
 @triton.jit
-def word_row(e):
-  """Four 16-bit entries as two uint32."""
-  return e[0] | e[1] << 16, e[2] | e[3] << 16
-
-
-@triton.jit
-def word_rows(x):
-  """The rows of a block as two uint32 each: half the registers of single entries."""
-  return word_row(x[0]), word_row(x[1]), word_row(x[2]), word_row(x[3])
-
-
-@triton.jit
 def narrow_words(words, source: tl.constexpr, dtype: tl.constexpr):
   """The rows of a block, as `load_blocks` gives them, in `dtype` of 16 bits."""
   if source == dtype:
@@ -168,8 +185,20 @@ def _narrow_row(words, source: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def transposed_words(w):
-  """The columns of a block of 16-bit entries, from its rows."""
-  return _columns(w[0][0], w[1][0], w[2][0], w[3][0]) + _columns(w[0][1], w[1][1], w[2][1], w[3][1])
+  """The columns of a block in words, from its rows."""
+  if len(w[0]) == 1:
+    # Pairs of bytes first, then pairs of pairs.
+    a, b, c, d = w[0][0], w[1][0], w[2][0], w[3][0]
+    even0 = (a & 0x00FF00FF) | (b & 0x00FF00FF) << 8
+    even1 = (c & 0x00FF00FF) | (d & 0x00FF00FF) << 8
+    odd0 = ((a >> 8) & 0x00FF00FF) | (b & 0xFF00FF00)
+    odd1 = ((c >> 8) & 0x00FF00FF) | (d & 0xFF00FF00)
+    return (
+      ((even0 & 0xFFFF) | even1 << 16,), ((odd0 & 0xFFFF) | odd1 << 16,),
+      (even0 >> 16 | (even1 & 0xFFFF0000),), (odd0 >> 16 | (odd1 & 0xFFFF0000),),
+    )  # fmt: skip
+  else:
+    return _columns(w[0][0], w[1][0], w[2][0], w[3][0]) + _columns(w[0][1], w[1][1], w[2][1], w[3][1])
 
 
 @triton.jit
@@ -180,11 +209,26 @@ def _columns(a, b, c, d):
 
 @triton.jit
 def nonzero_code(w):
-  """Bit 4 i + j where entry (i, j) of a block, its rows in words of 16 bits, is not zero."""
-  return (
-    _nonzero_row(w[0]) >> 28 | (_nonzero_row(w[1]) >> 24) & 0xF0 | (_nonzero_row(w[2]) >> 20) & 0xF00
-    | (_nonzero_row(w[3]) >> 16) & 0xF000
-  )  # fmt: skip
+  """Bit 4 i + j where entry (i, j) of a block in words, of 16 or 8 bits, is not zero."""
+  if len(w[0]) == 1:
+    return _nonzero_bytes(w[0]) | _nonzero_bytes(w[1]) << 4 | _nonzero_bytes(w[2]) << 8 | _nonzero_bytes(w[3]) << 12
+  else:
+    return (
+      _nonzero_row(w[0]) >> 28 | (_nonzero_row(w[1]) >> 24) & 0xF0 | (_nonzero_row(w[2]) >> 20) & 0xF00
+      | (_nonzero_row(w[3]) >> 16) & 0xF000
+    )  # fmt: skip
+
+
+@triton.jit
+def _nonzero_bytes(row):
+  lanes = (((row[0] & 0x7F7F7F7F) + 0x7F7F7F7F) >> 7) & 0x01010101
+  return (lanes | lanes >> 7 | lanes >> 14 | lanes >> 21) & 0xF
+
+
+@triton.jit
+def positive_zeros(row):
+  """A row of float8 with -0.0 made 0.0, which is what a free position must hold."""
+  return (row[0] & (((row[0] & 0x7F7F7F7F) + 0x7F7F7F7F) | 0x7F7F7F7F),)
 
 
 @triton.jit
@@ -217,6 +261,13 @@ def store_values(
     store_groups(values.to(tl.pointer_type(tl.uint16)), pairs, place, rows, columns, transposed, together)
   else:
     store_groups(values.to(tl.pointer_type(tl.uint32)), pairs, place, rows, columns, transposed, together)
+
+
+@triton.jit
+def store_rows(x, w, place, rows: tl.constexpr, columns: tl.constexpr, transposed: tl.constexpr):
+  """Writes blocks to a float8 array, or their columns `w` to its transpose."""
+  items = (w[0][0], w[1][0], w[2][0], w[3][0])
+  store_groups(x.to(tl.pointer_type(tl.uint32)), items, place, rows, columns, transposed)
 
 
 @triton.jit

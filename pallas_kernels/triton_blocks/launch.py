@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _device
-from pallas_kernels.mvue.philox import seed_words
+from pallas_kernels.two_of_four.philox import seed_words
 
 Array = jax.Array
 
@@ -48,6 +48,6 @@ def check_size(x: Array) -> None:
 
 
 def draw_parameters(key: Array, origin: tuple[Any, Any, Any]) -> Array:
-  """uint32 [5] for `mvue.block_uniforms`: seed words, then batch, group and quad of the first group."""
+  """uint32 [5] for `uniforms.block_uniforms`: seed words, then batch, group and quad of the first group."""
   batch, group, column = (jnp.asarray(o).astype(jnp.uint32) for o in origin)
   return jnp.stack([*seed_words(key), batch, group, column >> 2])

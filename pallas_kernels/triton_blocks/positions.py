@@ -58,16 +58,31 @@ def selectors(nibbles, base: tl.constexpr):
 
 @triton.jit
 def choose_all(groups, nibbles):
-  """The two stored 16-bit values of each of four groups, two words each, in one uint32 by the groups' metadata.
+  """The two stored values of each of four groups, given in words, in one uint32 by the groups' metadata.
 
-  Byte permutations: no predicates, of which a thread has seven. Free positions that fill up a group must hold zero.
+  Free positions that fill up a group must hold zero.
   """
-  first = selectors(nibbles & 0xFF, 0x10101010)
-  second = selectors(nibbles >> 8, 0x10101010)
-  return (
-    prmt(groups[0][0], groups[0][1], first), prmt(groups[1][0], groups[1][1], first >> 16),
-    prmt(groups[2][0], groups[2][1], second), prmt(groups[3][0], groups[3][1], second >> 16),
-  )  # fmt: skip
+  if len(groups[0]) == 1:
+    return (
+      _choose_bytes(groups[0][0], nibbles, 0), _choose_bytes(groups[1][0], nibbles, 4),
+      _choose_bytes(groups[2][0], nibbles, 8), _choose_bytes(groups[3][0], nibbles, 12),
+    )  # fmt: skip
+  else:
+    # Byte permutations: no predicates, of which a thread has seven.
+    first = selectors(nibbles & 0xFF, 0x10101010)
+    second = selectors(nibbles >> 8, 0x10101010)
+    return (
+      prmt(groups[0][0], groups[0][1], first), prmt(groups[1][0], groups[1][1], first >> 16),
+      prmt(groups[2][0], groups[2][1], second), prmt(groups[3][0], groups[3][1], second >> 16),
+    )  # fmt: skip
+
+
+@triton.jit
+def _choose_bytes(group, nibbles, at: tl.constexpr):
+  """The two stored float8 of a group, by the metadata nibble at bit `at`, in the low 16 bits."""
+  low = (group >> (((nibbles >> at) & 3) << 3)) & 0xFF
+  high = (group >> (((nibbles >> (at + 2)) & 3) << 3)) & 0xFF
+  return low | high << 8
 
 
 # A word joins the metadata of eight blocks, which up to eight threads hold. 16 bits a block times the 256 blocks of a
@@ -166,19 +181,10 @@ def store_metadata_pair(
 
 @triton.jit
 def store_one(
-  pairs, code, values, metadata, place, batch,
-  ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUPS_DOWN: tl.constexpr,
-):  # fmt: skip
-  """One operand from the stored pairs of a block's groups; bit 4 g + p of `code` keeps position p of group g."""
-  store_chosen(pairs, nibbles(code), values, metadata, place, batch, ROWS, COLUMNS, GROUPS_DOWN)
-
-
-@triton.jit
-def store_chosen(
   pairs, nibbles, values, metadata, place, batch,
   ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUPS_DOWN: tl.constexpr,
 ):  # fmt: skip
-  """`store_one` with the metadata in place of the code."""
+  """One operand from the stored pairs of a block's groups and their metadata."""
   half: tl.constexpr = ROWS * COLUMNS // 2
   size: tl.constexpr = ((ROWS + 63) // 64) * ((COLUMNS + 63) // 64) * 128
   store_values(values + batch * half, pairs, place, ROWS, COLUMNS, GROUPS_DOWN)

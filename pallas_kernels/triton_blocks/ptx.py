@@ -51,24 +51,20 @@ def reciprocal(x):
 
 @triton.jit
 def round_pair(low, high, dtype: tl.constexpr):
-  """Two float32 rounded to 16 bits, in a uint32. One by one they take a unit that is four times slower."""
+  """Two float32 rounded to 16 or 8 bits, in a uint32: `low` lowest, zeros above.
+
+  To nearest even. In float8 what is beyond the largest value, infinities included, becomes the largest; NaN stays NaN.
+  One by one they take a unit that is four times slower.
+  """
   if dtype == tl.bfloat16:
     return tl.inline_asm_elementwise(
       'cvt.rn.bf16x2.f32 $0, $2, $1;', '=r,f,f', [low, high], dtype=tl.uint32, is_pure=True, pack=1
     )
-  else:
+  elif dtype == tl.float16:
     return tl.inline_asm_elementwise(
       'cvt.rn.f16x2.f32 $0, $2, $1;', '=r,f,f', [low, high], dtype=tl.uint32, is_pure=True, pack=1
     )
-
-
-@triton.jit
-def round_pair8(low, high, dtype: tl.constexpr):
-  """Two float32 rounded to float8 in the low half of a uint32, zeros above.
-
-  To nearest even; what is beyond the largest value, infinities included, becomes the largest; NaN stays NaN.
-  """
-  if dtype == tl.float8e4nv:
+  elif dtype == tl.float8e4nv:
     return tl.inline_asm_elementwise(
       '{ .reg .b16 low, high; mov.b16 high, 0; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; mov.b32 $0, {low, high}; }',
       '=r,f,f', [low, high], dtype=tl.uint32, is_pure=True, pack=1,
@@ -77,4 +73,19 @@ def round_pair8(low, high, dtype: tl.constexpr):
     return tl.inline_asm_elementwise(
       '{ .reg .b16 low, high; mov.b16 high, 0; cvt.rn.satfinite.e5m2x2.f32 low, $2, $1; mov.b32 $0, {low, high}; }',
       '=r,f,f', [low, high], dtype=tl.uint32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def round_quad(a, b, c, d, dtype: tl.constexpr):
+  """Four float32 rounded to float8 as by `round_pair`, in a uint32, `a` lowest."""
+  if dtype == tl.float8e4nv:
+    return tl.inline_asm_elementwise(
+      '{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;'
+      ' mov.b32 $0, {low, high}; }', '=r,f,f,f,f', [a, b, c, d], dtype=tl.uint32, is_pure=True, pack=1,
+    )  # fmt: skip
+  else:
+    return tl.inline_asm_elementwise(
+      '{ .reg .b16 low, high; cvt.rn.satfinite.e5m2x2.f32 low, $2, $1; cvt.rn.satfinite.e5m2x2.f32 high, $4, $3;'
+      ' mov.b32 $0, {low, high}; }', '=r,f,f,f,f', [a, b, c, d], dtype=tl.uint32, is_pure=True, pack=1,
     )  # fmt: skip

@@ -11,8 +11,8 @@ predicates, of which a thread has seven. Every product is by a power of two, by 
 import triton
 import triton.language as tl
 
-from pallas_kernels.triton_blocks import blocks, blocks8, ptx
-from pallas_kernels.triton_blocks.positions import selectors, store_chosen
+from pallas_kernels.triton_blocks import blocks, ptx
+from pallas_kernels.triton_blocks.positions import selectors, store_one
 from pallas_kernels.triton_blocks.uniforms import block_uniforms
 
 # Added to a whole number it puts that number in the low bits.
@@ -23,34 +23,31 @@ _ONES = tl.constexpr(0xFFFFFFFF)
 
 @triton.jit
 def sample_and_store(
-  e, source: tl.constexpr, parameters, values, metadata, place, batch, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):  # fmt: skip
-  """MVUE of the blocks `e` (bits) along their columns and its operand."""
-  dtype: tl.constexpr = values.dtype.element_ty
-  u = block_uniforms(parameters, place, batch)
-  pairs, nibbles = sample_block(blocks.floats(blocks.transpose(e), source), u, source == dtype, dtype)
-  store_chosen(pairs, nibbles, values, metadata, place, batch.to(tl.int64), ROWS, COLUMNS, True)
-
-
-@triton.jit
-def sample_and_store8(
   e, source: tl.constexpr, parameters, scale, values, metadata, dense, place, batch,
   ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-  """MVUE of the blocks `e` (bits) along their columns and its operand; and the blocks, in their own layout."""
+  """MVUE of the blocks `e` (bits) along their columns and its operand.
+
+  In float8 everything is multiplied by `scale`, the sample by half of it, and the blocks are written to `dense`, in
+  their own layout; in 16 bits neither is read.
+  """
   dtype: tl.constexpr = values.dtype.element_ty
   far = batch.to(tl.int64)
-  quads = blocks8.scaled8(e, scale, source, dtype)
-  blocks8.store_dense8(dense + far * ROWS * COLUMNS, quads, place, ROWS, COLUMNS, False)
+  if dtype.primitive_bitwidth == 8:
+    rows = blocks.scaled(e, scale, source, dtype)
+    blocks.store_rows(dense + far * ROWS * COLUMNS, rows, place, ROWS, COLUMNS, False)
   u = block_uniforms(parameters, place, batch)
-  # Sampled values go up to half the sum of their group, twice the largest entry.
-  half = scale * 0.5
-  pairs, nibbles = sample_block8(blocks.floats(blocks.transpose(e), source), u, half, dtype)
-  store_chosen(pairs, nibbles, values, metadata, place, far, ROWS, COLUMNS, True)
+  e = blocks.floats(blocks.transpose(e), source)
+  if dtype.primitive_bitwidth == 8:
+    # Sampled values go up to half the sum of their group, twice the largest entry.
+    pairs, nibbles = sample_bytes(e, u, scale * 0.5, dtype)
+  else:
+    pairs, nibbles = sample_halves(e, u, source == dtype, dtype)
+  store_one(pairs, nibbles, values, metadata, place, far, ROWS, COLUMNS, True)
 
 
 @triton.jit
-def sample_block(e, u, exact: tl.constexpr, dtype: tl.constexpr):
+def sample_halves(e, u, exact: tl.constexpr, dtype: tl.constexpr):
   """Samples of the four groups of a block in 16 bits.
 
   Args:
@@ -63,10 +60,10 @@ def sample_block(e, u, exact: tl.constexpr, dtype: tl.constexpr):
     (four uint32 with the two stored values of each group; the metadata nibbles of the four groups). A group with a NaN
     or an infinity keeps NaN in its first two.
   """
-  low0, high0, own0, kept0 = _group(e[0], u[0], exact, dtype)
-  low1, high1, own1, kept1 = _group(e[1], u[1], exact, dtype)
-  low2, high2, own2, kept2 = _group(e[2], u[2], exact, dtype)
-  low3, high3, own3, kept3 = _group(e[3], u[3], exact, dtype)
+  low0, high0, own0, kept0 = _group_halves(e[0], u[0], exact, dtype)
+  low1, high1, own1, kept1 = _group_halves(e[1], u[1], exact, dtype)
+  low2, high2, own2, kept2 = _group_halves(e[2], u[2], exact, dtype)
+  low3, high3, own3, kept3 = _group_halves(e[3], u[3], exact, dtype)
   positions, low_own, high_own, low_free, high_free = _choices(kept0, kept1, kept2, kept3)
   nibbles = _narrow_lanes(positions)
   # Positions of the drawn pair in a word with the dominant entry and zeros: 0, 1 or 4, 5 or 6, 7; 2, 3 at first.
@@ -85,7 +82,7 @@ def sample_block(e, u, exact: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def sample_block8(e, u, scale, dtype: tl.constexpr):
+def sample_bytes(e, u, scale, dtype: tl.constexpr):
   """Samples of the four groups of a block in float8.
 
   Args:
@@ -95,14 +92,14 @@ def sample_block8(e, u, scale, dtype: tl.constexpr):
     dtype: float8e4nv or float8e5.
 
   Returns:
-    As `sample_block`, the stored values in the low 16 bits.
+    As `sample_halves`, the stored values in the low 16 bits.
   """
   # Overflow would make NaN of a zero.
   wide = tl.minimum(scale * 4.0, 3.4028234663852886e38)
-  bytes0, own0, kept0 = _group8(e[0], u[0], scale, wide, dtype)
-  bytes1, own1, kept1 = _group8(e[1], u[1], scale, wide, dtype)
-  bytes2, own2, kept2 = _group8(e[2], u[2], scale, wide, dtype)
-  bytes3, own3, kept3 = _group8(e[3], u[3], scale, wide, dtype)
+  bytes0, own0, kept0 = _group_bytes(e[0], u[0], scale, wide, dtype)
+  bytes1, own1, kept1 = _group_bytes(e[1], u[1], scale, wide, dtype)
+  bytes2, own2, kept2 = _group_bytes(e[2], u[2], scale, wide, dtype)
+  bytes3, own3, kept3 = _group_bytes(e[3], u[3], scale, wide, dtype)
   positions, low_own, high_own, low_free, high_free = _choices(kept0, kept1, kept2, kept3)
   # A value is byte 0 to 3, its entry with the shared magnitude; or 5, the dominant entry; or 6 or 7, a free position.
   low = ((positions | low_own) & _LANES) + (((positions >> 1 & (low_own ^ _ONES)) | low_free) & _LANES) * 2
@@ -118,7 +115,7 @@ def sample_block8(e, u, scale, dtype: tl.constexpr):
 
 
 @triton.jit
-def _group(e, u, exact: tl.constexpr, dtype: tl.constexpr):
+def _group_halves(e, u, exact: tl.constexpr, dtype: tl.constexpr):
   """(the shared magnitude with the signs of entries 0 and 1, of 2 and 3; the dominant entry, zeros above it; which are
   kept, in the low byte)."""
   largest: tl.constexpr = 65504.0 if dtype == tl.float16 else 3.3895313892515355e38
@@ -139,7 +136,7 @@ def _group(e, u, exact: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def _group8(e, u, scale, wide, dtype: tl.constexpr):
+def _group_bytes(e, u, scale, wide, dtype: tl.constexpr):
   """(the shared magnitude with the sign of each entry, four bytes; the dominant entry in byte 1, zeros above it; which
   are kept, in the low byte)."""
   tiny: tl.constexpr = 2.0**-17 if dtype == tl.float8e5 else 2.0**-10
@@ -150,7 +147,7 @@ def _group8(e, u, scale, wide, dtype: tl.constexpr):
   drawn = tl.where(shared <= tiny, zero, drawn)
   own = own * scale
   owner = tl.where(tl.abs(own) > tiny, owner, zero)
-  made = ptx.round_pair8(shared, own, dtype)
+  made = ptx.round_pair(shared, own, dtype)
   top = ptx.prmt(ptx.prmt(_bits(e[0]), _bits(e[1]), 0x73), ptx.prmt(_bits(e[2]), _bits(e[3]), 0x73), 0x5410)
   return (top & 0x80808080) | ptx.prmt(made, made, 0), made, drawn | owner
 

@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def philox4x32(c0, c1, c2, c3, k0, k1):
-  """Four uint32 words for each counter; see `pallas_kernels.mvue.philox`."""
+  """Four uint32 words for each counter; see `pallas_kernels.two_of_four.philox`."""
   for _ in tl.static_range(10):
     # One 64-bit product is one wide multiply; the high and low halves apart would be two, the high one slow.
     p0 = c0.to(tl.uint64) * 0xD2511F53

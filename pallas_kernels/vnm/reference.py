@@ -12,7 +12,7 @@ from pallas_kernels import formats
 from pallas_kernels._program import one_program
 from pallas_kernels.activations import ACTIVATIONS
 from pallas_kernels.operand import from_operand, SparseOperand, to_operand
-from pallas_kernels.prune.reference import ranks
+from pallas_kernels.two_of_four.prune import ranks
 from pallas_kernels.vnm import format as fmt
 from pallas_kernels.vnm.format import (
   check_blocks,

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import formats, operand
-from pallas_kernels.prune.reference import magnitude_mask
 from pallas_kernels.sparse_matmul.api import sparse_matmul
+from pallas_kernels.two_of_four.prune import magnitude_mask
 from pallas_kernels.vnm import api
 from pallas_kernels.vnm import format as fmt
 from pallas_kernels.vnm.format import compress

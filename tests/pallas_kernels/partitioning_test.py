@@ -159,7 +159,7 @@ class PackTest(parameterized.TestCase):
     ):
       compiled = jax.jit(pack.transposable_mask).lower(put(w, on, None, 'd', 't')).compile()
     found = compiled(put(w, on, None, 'd', 't'))
-    expected = jax.jit(pack.search.transposable_mask)(w)
+    expected = jax.jit(pack.transposable.transposable_mask)(w)
     np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
     self.assertEqual(exchanges(compiled.as_text()), {})
     self.assertTrue(found.sharding.is_equivalent_to(NamedSharding(on, PartitionSpec(None, 'd', 't')), 3))

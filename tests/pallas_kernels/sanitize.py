@@ -39,7 +39,7 @@ from pallas_kernels.sparse_attention.api import Pattern, sparse_attention
 from pallas_kernels.sparse_matmul import verify
 from pallas_kernels.sparse_matmul.call import Call, Vectors
 from pallas_kernels.sparse_matmul.mosaic_gpu import sparse_matmul
-from pallas_kernels.transposable_mask import reference as reference_mask
+from pallas_kernels.two_of_four import transposable
 from pallas_kernels.vnm import api as vnm_api
 from pallas_kernels.vnm import mosaic_gpu as vnm_kernel
 from pallas_kernels.vnm.format import compress, to_vnm_operand
@@ -73,7 +73,7 @@ def packers() -> None:
     check(pack.soft_threshold_pack, w, jnp.float32(1.48), axis=axis)
   check(pack.mvue_pack, w, KEY)
   mask = jax.jit(pack.transposable_mask)(w)
-  np.testing.assert_array_equal(mask, jax.jit(reference_mask.transposable_mask)(w))
+  np.testing.assert_array_equal(mask, jax.jit(transposable.transposable_mask)(w))
 
 
 def float8() -> None:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.mvue.philox import two_keys
+from pallas_kernels.two_of_four.philox import two_keys
 import sparse24_jax as s24
 from sparse24_jax import linear_layer
 from tests import oracles

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.mvue.philox import two_keys
+from pallas_kernels.two_of_four.philox import two_keys
 import sparse24_jax as s24
 from tests import oracles
 

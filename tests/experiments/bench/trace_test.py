@@ -15,6 +15,8 @@ class TraceTest(parameterized.TestCase):
     ('cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma', '', 'attention'),
     ('masked_kernel', '', 'pack'),
     ('mvue_kernel', '', 'pack'),
+    ('mvue_scaled_kernel', '', 'pack'),
+    ('backward_scaled_kernel', '', 'activation'),
     ('backward_kernel', 'jit(step)/transpose(jvp(mlp))', 'activation'),
     ('loop_multiply_fusion_7', 'jit(step)/optimizer/mul', 'optimizer'),
     ('loop_multiply_fusion_7', 'jit(step)/jvp(GPT2)/h/mlp/mul', 'activation'),

@@ -34,7 +34,7 @@ class TritonTest(parameterized.TestCase):
     from pallas_kernels.gated_activation import triton as gated
 
     made = compiling.compile_for(
-      gated.backward8_kernel, [BF16, BF16, U32, jnp.float32, E5M2, E5M2, U32],
+      gated.backward_scaled_kernel, [BF16, BF16, U32, jnp.float32, E5M2, E5M2, U32],
       dict(ACTIVATION=activation, GATED=gate, ROWS=4096, COLUMNS=4096, TILE_ROWS=16, TILE_COLUMNS=32),
       compute_capability=90, num_warps=warps,
     )  # fmt: skip

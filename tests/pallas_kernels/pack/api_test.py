@@ -9,11 +9,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels import formats
-from pallas_kernels.mvue import reference as mvue
 from pallas_kernels.operand import from_operand
 from pallas_kernels.pack import api, reference
-from pallas_kernels.prune import reference as prune
-from pallas_kernels.transposable_mask import reference as transposable
+from pallas_kernels.two_of_four import mvue, prune, transposable
 from tests.draws import gaussian
 from tests.quick import jit
 

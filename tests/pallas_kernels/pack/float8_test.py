@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from pallas_kernels import formats
-from pallas_kernels.mvue import reference as mvue
 from pallas_kernels.operand import from_operand
 from pallas_kernels.pack import api
 from pallas_kernels.quantize.api import amax, current_scale
+from pallas_kernels.two_of_four import mvue
 from tests.draws import gaussian
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2

@@ -5,7 +5,7 @@ import jax
 import numpy as np
 
 from pallas_kernels.pack import api
-from pallas_kernels.transposable_mask import reference
+from pallas_kernels.two_of_four import transposable
 from tests.pallas_kernels.on_a_gpu import draw, LARGE, marks, RAGGED, REPEATS
 
 pytestmark = marks(8, 0)
@@ -19,7 +19,7 @@ class TransposableMaskTest(parameterized.TestCase):
     f = jax.jit(api.transposable_mask).lower(w).compile()
     self.assertIn('custom_call_target="triton_kernel_call"', f.as_text() or '')
     found = f(w)
-    np.testing.assert_array_equal(found, jax.jit(reference.transposable_mask)(w))
+    np.testing.assert_array_equal(found, jax.jit(transposable.transposable_mask)(w))
     for _ in range(REPEATS if case[0] == LARGE else 0):
       np.testing.assert_array_equal(f(w), found)
 

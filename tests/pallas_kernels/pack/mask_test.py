@@ -9,12 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import _device
-from pallas_kernels.pack import api
-from pallas_kernels.pack import reference as pack_reference
-from pallas_kernels.transposable_mask import reference
+from pallas_kernels.pack import api, reference
+from pallas_kernels.two_of_four import transposable
 from tests import targets
 
-search = jax.jit(reference.transposable_mask)
+search = jax.jit(transposable.transposable_mask)
 
 
 def weight(*shape: int, dtype=jnp.float32) -> jax.Array:
@@ -37,7 +36,7 @@ class ApiTest(parameterized.TestCase):
     def transposable_pack(w):
       given.append(w.shape)
       dtype = jnp.dtype(jnp.bfloat16 if w.dtype == jnp.float32 else w.dtype)
-      return pack_reference.transposable_pack(w, dtype=dtype)
+      return reference.transposable_pack(w, dtype=dtype)
 
     with (
       mock.patch.object(_device, 'arrays_are_whole', lambda: True),
@@ -58,7 +57,7 @@ class ApiTest(parameterized.TestCase):
     def transposable_pack(w):
       codes = jax.ShapeDtypeStruct((2, 2), jnp.uint16)
       # A call without a rule for derivatives, as the kernel's is.
-      codes = jax.pure_callback(lambda w: np.asarray(pack_reference.mask_codes(search(w))), codes, w)
+      codes = jax.pure_callback(lambda w: np.asarray(reference.mask_codes(search(w))), codes, w)
       return mock.Mock(codes=codes)
 
     with (
@@ -73,7 +72,7 @@ class ApiTest(parameterized.TestCase):
     with (
       mock.patch.object(_device, 'current', lambda: targets.target_device('sm_90a')),
       mock.patch.object(api, 'transposable_pack', side_effect=AssertionError),
-      mock.patch.object(reference, 'transposable_mask', return_value='xla') as xla,
+      mock.patch.object(transposable, 'transposable_mask', return_value='xla') as xla,
     ):
       self.assertEqual(api.transposable_mask(jnp.zeros((8, 8), jnp.float8_e5m2)), 'xla')
     xla.assert_called_once()

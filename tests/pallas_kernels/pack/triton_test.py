@@ -12,33 +12,32 @@ from tests.pallas_kernels import compiling, triton_interpreter
 BF16, U16, U32, I32, F32 = jnp.bfloat16, jnp.uint16, jnp.uint32, jnp.int32, jnp.float32
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 PAIR = [BF16, U32, BF16, U32]
-# Kernel -> (dtypes of its arrays, its constants, warps).
-KERNELS = {
-  'transposable_kernel': ([BF16, *PAIR, U16, I32], {}, 2),
-  'repair_kernel': ([BF16, I32, *PAIR, U16, *PAIR, U16], dict(TILES=4096), 4),
-  'masked_kernel': ([BF16, U16, *PAIR], {}, 4),
-  'soft_threshold_kernel': ([BF16, jnp.float32, BF16, U32], dict(GROUPS_DOWN=True), 4),
-  'mvue_kernel': ([BF16, U32, BF16, U32], {}, 2),
-}
+# (a kernel, dtypes of its arrays, its constants, warps).
+KERNELS = (
+  ('transposable_kernel', [BF16, *PAIR, U16, I32], {}, 2),
+  ('repair_kernel', [BF16, I32, *PAIR, U16, *PAIR, U16], dict(TILES=4096), 4),
+  ('masked_kernel', [BF16, U16, *PAIR], {}, 4),
+  ('soft_threshold_kernel', [BF16, F32, BF16, U32], dict(GROUPS_DOWN=True, dense=None), 4),
+  ('mvue_kernel', [BF16, U32, BF16, U32], {}, 2),
+)
 # For compute capability 9.0: the sparse float8 matmul is Hopper's.
-FLOAT8_KERNELS = {
-  'soft_threshold8_kernel': ([BF16, F32, E4M3, U32, E4M3], dict(GROUPS_DOWN=True), 4),
-  'mvue8_kernel': ([BF16, U32, F32, E5M2, U32, E5M2], {}, 2),
-}
+FLOAT8_KERNELS = (
+  ('soft_threshold_kernel', [BF16, F32, E4M3, U32, E4M3], dict(GROUPS_DOWN=True), 4),
+  ('mvue_scaled_kernel', [BF16, U32, F32, E5M2, U32, E5M2], {}, 2),
+)
 
 
 @unittest.skipUnless(triton_interpreter.HAS_TRITON, 'triton is not installed')
 class TritonTest(parameterized.TestCase):
 
   @parameterized.parameters(
-    *((kernel, capability) for capability in (90, 80, 86) for kernel in KERNELS),
-    *((kernel, 90) for kernel in FLOAT8_KERNELS),
+    *((*kernel, capability) for capability in (90, 80, 86) for kernel in KERNELS),
+    *((*kernel, 90) for kernel in FLOAT8_KERNELS),
   )
   @pytest.mark.few(5)
-  def test_compiles_without_spills(self, kernel, capability):
+  def test_compiles_without_spills(self, kernel, arrays, constants, warps, capability):
     from pallas_kernels.pack import triton as pack
 
-    arrays, constants, warps = (KERNELS | FLOAT8_KERNELS)[kernel]
     constants = constants | dict(ROWS=4096, COLUMNS=4096, TILE_ROWS=16, TILE_COLUMNS=16)
     made = compiling.compile_for(
       getattr(pack, kernel), arrays, constants, compute_capability=capability, num_warps=warps

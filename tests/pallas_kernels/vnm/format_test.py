@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.operand import metadata_shape, SparseOperand
-from pallas_kernels.prune.reference import magnitude_mask
+from pallas_kernels.two_of_four.prune import magnitude_mask
 from pallas_kernels.vnm import api, reference
 from pallas_kernels.vnm import format as fmt
 from pallas_kernels.vnm.format import compress, decompress, verify

@@ -65,7 +65,7 @@ class InterpretedTest(parameterized.TestCase):
       [(shapes[1], dtype), ((wide, tokens // 2), dtype), words], options,
     )[0]  # fmt: skip
     found = triton_interpreter.run(
-      gated.backward8_kernel, config.grid(1, *shapes[0]), [dh, z, parameters, scale.reshape(1)],
+      gated.backward_scaled_kernel, config.grid(1, *shapes[0]), [dh, z, parameters, scale.reshape(1)],
       [(shapes[1], out), ((wide, tokens // 2), out), words], options,
     )  # fmt: skip
     pick = functools.partial(pack_reference.mvue_pack, origin=(0, 0, 0), dtype=out)

@@ -104,7 +104,7 @@ class InterpretedTest(parameterized.TestCase):
     expected = soft_threshold_pack(w, scale, axis=axis, dtype=out)
     found = run(
       pack.soft_threshold_kernel, pack.structs(shape, out, axis), [w, scale.reshape(-1)], shape,
-      GROUPS_DOWN=axis == -2,
+      GROUPS_DOWN=axis == -2, dense=None,
     )  # fmt: skip
     self.assert_operand(found, expected.operand)
 
@@ -117,37 +117,39 @@ class InterpretedTest(parameterized.TestCase):
     found = run(pack.mvue_kernel, pack.structs(shape, out, -2), [x, pack.draw_parameters(key, origin)], shape)
     self.assert_operand(found, expected.operand)
 
-  def assert_packed8(self, found, expected):
+  def assert_packed(self, found, expected):
     triton_interpreter.assert_equal_float8(found[0], expected.operand.values)
     self.assert_same_bits(found[1], expected.operand.metadata)
     triton_interpreter.assert_equal_float8(found[2], expected.dense)
 
   # With these scales a few entries saturate and a few round to zero.
   @parameterized.parameters((CASES[0], -2), (CASES[1], -1), (CASES[2], -2))
-  def test_soft_threshold8(self, case, axis):
+  def test_soft_threshold_in_float8(self, case, axis):
     shape, dtype = case
     w, out = weights(shape, dtype), jnp.dtype(jnp.float8_e4m3fn)
     scale = np.linspace(0.01, 300, int(np.prod(shape[:-2])), dtype=np.float32).reshape(shape[:-2])
     expected = soft_threshold_pack(w, scale, axis=axis, dtype=out)
     found = run(
-      pack.soft_threshold8_kernel, pack.structs(shape, out, axis), [w, scale.reshape(-1)], shape,
+      pack.soft_threshold_kernel, pack.structs(shape, out, axis), [w, scale.reshape(-1)], shape,
       GROUPS_DOWN=axis == -2,
     )  # fmt: skip
-    self.assert_packed8(found, expected)
+    self.assert_packed(found, expected)
 
   # Many round to zero, or many saturate, or neither; in the last groups are all zero or have one entry left.
   @parameterized.parameters(
     (CASES[0], 3e-5, 2e4), (CASES[1], 5e-3, 200), (CASES[2], 3e-5, 2e4), (CASES[2], 1.5e-3, 1.5e-3)
   )
-  def test_mvue8(self, case, first, last):
+  def test_mvue_in_float8(self, case, first, last):
     shape, dtype = case
     x, out = weights(shape, dtype), jnp.dtype(jnp.float8_e5m2 if last == 2e4 else jnp.float8_e4m3fn)
     key, origin = jax.random.key(7), (3, 5, 8)
     scale = np.linspace(first, last, int(np.prod(shape[:-2])), dtype=np.float32).reshape(shape[:-2])
     expected = functools.partial(reference.mvue_pack, origin=origin, dtype=out)
     inputs = [x, pack.draw_parameters(key, origin), scale.reshape(-1)]
-    found = run(pack.mvue8_kernel, pack.structs(shape, out, -2), inputs, shape, config=pack.Config(tile_columns=32))
-    self.assert_packed8(found, jax.jit(expected)(x, key, scale))
+    found = run(
+      pack.mvue_scaled_kernel, pack.structs(shape, out, -2), inputs, shape, config=pack.Config(tile_columns=32)
+    )
+    self.assert_packed(found, jax.jit(expected)(x, key, scale))
 
 
 if __name__ == '__main__':

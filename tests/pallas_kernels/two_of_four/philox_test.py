@@ -3,7 +3,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.mvue import philox
+from pallas_kernels.two_of_four import philox
 from tests import oracles
 
 philox4x32 = jax.jit(philox.philox4x32)

@@ -5,12 +5,12 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from pallas_kernels.prune import reference
+from pallas_kernels.two_of_four import prune
 from tests import oracles
 
-magnitude_mask = jax.jit(reference.magnitude_mask, static_argnames=('n', 'm', 'axis'))
-soft_threshold = jax.jit(reference.soft_threshold, static_argnames='axis')
-soft_threshold_scale = jax.jit(reference.soft_threshold_scale, static_argnames='axis')
+magnitude_mask = jax.jit(prune.magnitude_mask, static_argnames=('n', 'm', 'axis'))
+soft_threshold = jax.jit(prune.soft_threshold, static_argnames='axis')
+soft_threshold_scale = jax.jit(prune.soft_threshold_scale, static_argnames='axis')
 
 
 class MagnitudeMaskTest(parameterized.TestCase):
@@ -100,7 +100,7 @@ class SoftThresholdTest(parameterized.TestCase):
   @parameterized.parameters(*oracles.DTYPES)
   def test_healthy_entries_set_no_alarm_off(self, dtype):
     with jax.debug_nans(True):
-      self.assertEqual(reference.soft_threshold(jnp.ones((8, 4), dtype)).dtype, dtype)  # under jit none would be
+      self.assertEqual(prune.soft_threshold(jnp.ones((8, 4), dtype)).dtype, dtype)  # under jit none would be
 
   def test_continuous_where_the_mask_jumps(self):
     """Along paths on which the second and third magnitudes, of any signs and places, change order."""

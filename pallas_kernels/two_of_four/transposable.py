@@ -9,7 +9,7 @@ import numpy as np
 
 from pallas_kernels._program import one_program
 from pallas_kernels.formats import check_floating, check_groups
-from pallas_kernels.prune.reference import magnitudes
+from pallas_kernels.two_of_four.prune import magnitudes
 
 # The columns in two pairs, in three ways. A half of a block, two rows, keeps both entries of a column, or one, or none,
 # and the other half what is missing of two. So in a pattern the halves share no column; or they share the two of one

@@ -8,10 +8,10 @@ from jax.sharding import PartitionSpec
 import numpy as np
 import pytest
 
-from pallas_kernels.mvue import reference
+from pallas_kernels.two_of_four import mvue
 from tests import oracles
 
-mvue24 = jax.jit(reference.mvue24, static_argnames='axis')
+mvue24 = jax.jit(mvue.mvue24, static_argnames='axis')
 KEY = jax.random.key(0)
 NUM_KEYS = 100_000
 
@@ -44,7 +44,7 @@ GROUPS = np.array(
 @jax.jit
 def moments(keys, x, largest):
   """Sums of the samples and of their squares, both relative to the largest entry of a group."""
-  samples = jax.vmap(lambda key: reference.mvue24(x, key))(keys).astype(jnp.float32)
+  samples = jax.vmap(lambda key: mvue.mvue24(x, key))(keys).astype(jnp.float32)
   samples = samples / largest.astype(jnp.float32)
   return samples.sum(0), (samples * samples).sum(0)
 
@@ -197,7 +197,7 @@ class SameBitsTest(parameterized.TestCase):
 
     def on_a_shard(x):
       origin = (0, jax.lax.axis_index('rows') * 2, jax.lax.axis_index('columns') * 12)
-      return reference.mvue24(x, KEY, axis=0, origin=origin)
+      return mvue.mvue24(x, KEY, axis=0, origin=origin)
 
     spec = PartitionSpec('rows', 'columns')
     found = jax.jit(jax.shard_map(on_a_shard, mesh=mesh, in_specs=spec, out_specs=spec))(x)
@@ -222,12 +222,12 @@ class SameBitsTest(parameterized.TestCase):
     np.testing.assert_array_equal(mvue24(column, KEY, axis=0), whole[0, 0, :, 0])
 
   def test_jit_or_not(self):
-    eager = reference.mvue24(jnp.asarray(self.X), KEY, axis=-2)
+    eager = mvue.mvue24(jnp.asarray(self.X), KEY, axis=-2)
     np.testing.assert_array_equal(mvue24(self.X, KEY, axis=-2), eager)
     self.assertTrue((mvue24(self.X, jax.random.key(1), axis=-2) != eager).any())
 
   def test_checkify_adds_no_error_of_its_own(self):
-    error, _ = checkify.checkify(lambda x: reference.mvue24(x, KEY), errors=checkify.all_checks)(jnp.asarray(GROUPS))
+    error, _ = checkify.checkify(lambda x: mvue.mvue24(x, KEY), errors=checkify.all_checks)(jnp.asarray(GROUPS))
     self.assertIsNone(error.get())
 
 

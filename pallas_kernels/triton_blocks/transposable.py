@@ -1,16 +1,16 @@
 """The transposable mask of 4x4 blocks as a Triton device function, one block an element of each tensor.
 
-The search of `reference.py`: the same additions in the same order, the same comparisons, so the same pattern bit for
-bit, ties included. 28 comparisons and 63 additions a block. Comparisons give 0.0 or 1.0, and codes are whole numbers in
-float32 that multiply-adds choose: those have a unit of their own, while comparisons and selections share one that is
-half as fast.
+The search of `two_of_four/transposable.py`: the same additions in the same order, the same comparisons, so the same
+pattern bit for bit, ties included. 28 comparisons and 63 additions a block. Comparisons give 0.0 or 1.0, and codes are
+whole numbers in float32 that multiply-adds choose: those have a unit of their own, while comparisons and selections
+share one that is half as fast.
 """
 
 import triton
 import triton.language as tl
 
-from pallas_kernels.transposable_mask import reference
 from pallas_kernels.triton_blocks import ptx
+from pallas_kernels.two_of_four import transposable as reference
 
 LIMIT: tl.constexpr = tl.constexpr(reference.LIMIT)
 NAN: tl.constexpr = tl.constexpr(reference.NAN)

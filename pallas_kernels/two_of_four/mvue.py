@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from pallas_kernels._program import one_program
 from pallas_kernels.formats import check_floating, check_groups, join_groups, split_groups
-from pallas_kernels.mvue.philox import check_origin, group_uniforms, seed_words
+from pallas_kernels.two_of_four.philox import check_origin, group_uniforms, seed_words
 
 # Sums of four stay finite in float32 when the magnitudes are scaled by a quarter; a power of two rounds nothing.
 _DOWN, _UP = 0.25, 4.0

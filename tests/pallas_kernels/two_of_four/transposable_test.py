@@ -3,11 +3,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.transposable_mask import reference
+from pallas_kernels.two_of_four import transposable
 from tests import oracles
 
-exact = jax.jit(reference.transposable_mask)
-greedy = jax.jit(reference.two_approximation_mask)
+exact = jax.jit(transposable.transposable_mask)
+greedy = jax.jit(transposable.two_approximation_mask)
 
 INTEGERS = np.random.default_rng(0).integers(-3, 4, (160, 240)).astype(np.float32)  # 2400 blocks full of ties
 # The greedy choice strands row 1 and column 2, which meet in an entry that is kept already: seven of sixteen.
@@ -24,7 +24,7 @@ class PatternsTest(absltest.TestCase):
     self.assertLen(oracles.PATTERNS, 90)
     self.assertLen(set(map(bytes, oracles.PATTERNS)), 90)
     self.assertTrue((oracles.PATTERNS.sum(1) == 2).all() and (oracles.PATTERNS.sum(2) == 2).all())
-    np.testing.assert_array_equal(reference.PATTERNS, oracles.PATTERNS)
+    np.testing.assert_array_equal(transposable.PATTERNS, oracles.PATTERNS)
 
 
 class ExactTest(parameterized.TestCase):
@@ -109,7 +109,7 @@ class ExactTest(parameterized.TestCase):
     w = rng.standard_normal((160, 160)).astype(np.float32)
     w[rng.random(w.shape) < 0.3], w[rng.random(w.shape) < 0.15] = np.inf, np.nan
     nan = oracles.blocks(np.isnan(w))
-    most = np.max([(pattern & ~nan).sum((1, 2)) for pattern in reference.PATTERNS], axis=0)
+    most = np.max([(pattern & ~nan).sum((1, 2)) for pattern in transposable.PATTERNS], axis=0)
     np.testing.assert_array_equal(oracles.blocks(exact(w)).sum((1, 2)), most)
 
   def test_float16_subnormals_are_ranked(self):
@@ -121,7 +121,7 @@ class ExactTest(parameterized.TestCase):
     flat = np.asarray(exact(INTEGERS)).reshape(w.shape)
     np.testing.assert_array_equal(exact(w), flat)
     np.testing.assert_array_equal(jax.vmap(exact)(w), flat)
-    np.testing.assert_array_equal(reference.transposable_mask(jnp.asarray(w)), flat)
+    np.testing.assert_array_equal(transposable.transposable_mask(jnp.asarray(w)), flat)
 
 
 class TwoApproximationTest(parameterized.TestCase):
