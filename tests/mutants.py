@@ -339,7 +339,7 @@ MUTANTS = _of(
   ('a jump of the loss is not saved', 'runs/train.py', 'self.windows.require_good(done)', 'pass',
    'runs/bad_numbers_test.py', 'told_to_stop'),
   ('what loses a race of another width may be advised', 'reports/guide.py',
-   '_far(winner.width, d) <= _far(first.width, d)', '_far(winner.width, d) >= 0', 'reports/guide_test.py', 'nearest'),
+   'far(winner.width, d) <= far(first.width, d)', 'far(winner.width, d) >= 0', 'reports/guide_test.py', 'nearest'),
   ('what loses a race is not advised', 'reports/guide.py', 'e.who == first.who and winner.who not in ran',
    'e.who == first.who and winner.who in ran', 'reports/guide_test.py', 'loses_to_a_rival'),
   ('a race embeds every token of its text', 'race/__main__.py', 'self.vocab = packed.vocab_size',

@@ -90,7 +90,7 @@ def _check(name: str, known: Known) -> None:
 
 
 def _differ(taken: Known, known: Known) -> bool:
-  """Whether these are two recipes, and not one that comes again, changed perhaps, as its module, script or cell does."""
+  """Whether these are two recipes, and not one that comes again, or changed, as its module, script or cell does."""
   a, b = inspect.unwrap(taken.make), inspect.unwrap(known.make)
   if known.spec is not None and taken.spec is known.spec:  # one pass through a module
     return a.__code__ != b.__code__  # which also compares the line
