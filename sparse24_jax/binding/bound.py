@@ -296,10 +296,10 @@ def _bound(path: str, leaf: Any, rule: Rule, notes: Notes) -> BoundWeight | str:
     if served := _unlike_ragged(found, rule):
       has_not = ', '.join(f'{name}={getattr(rule.policy, name)!r}' for name in served)
       instead = ', '.join(f'{name}={value!r}' for name, value in served.items())
-      sparse = f", or sparse by Rule('{path}', dataclasses.replace(policy, {instead})) in front of its rule"
+      kept = f"Rule('{path}', dataclasses.replace(rule.policy, {instead}))"
       return (
         f'{path} of shape {leaf.shape}: a ragged matmul, which has no {has_not}, at {found.source}: {dense}'
-        f'{sparse if rule.policy.projection else ""}'
+        f'{f", or keep it sparse by {kept} in front of its rule" if rule.policy.projection else ""}'
       )
   uses = tuple(_use(found, reading, notes) for found, reading in readings)
   if rule.activation is not None and any(use.block is None for use in uses):

@@ -28,5 +28,5 @@ def require_optimizer(name: str, found: Any, example: str) -> None:
   if not all(callable(getattr(found, method, None)) for method in ('init', 'update')):
     raise ValueError(
       f'{name} must be an optimizer such as {example}, not its state and not a function that makes one; found'
-      f' {type(found).__name__}'
+      f' {type(found).__name__}{", which holds one: give its tx" if hasattr(found, "tx") else ""}'
     )

@@ -257,7 +257,7 @@ class BindTest(parameterized.TestCase):
     for setting, served in cases:
       ((name, value),) = served.items()
       policy = s24.DotPolicy(s24.magnitude(), **setting)
-      message = f"a ragged matmul, which has no {name}=.*dense.*Rule.'w', dataclasses.replace.policy, {name}={value!r}"
+      message = f"which has no {name}=.*dense.*Rule.'w', dataclasses.replace.rule.policy, {name}={value!r}"
       with self.assertRaisesRegex(ValueError, message):
         s24.bind(s24.Recipe('r', (s24.Rule('w', policy),)), f, params, x)
       s24.bind(s24.Recipe('r', (s24.Rule('w', dataclasses.replace(policy, **served)),)), f, params, x)
