@@ -1,7 +1,9 @@
 """Settings for every test: eight simulated devices, no silent rank promotion; warnings are errors (pyproject.toml)."""
 
 import collections
+import contextlib
 import gc
+import importlib
 import os
 from pathlib import Path
 import sys
@@ -32,10 +34,17 @@ jax.config.update('jax_numpy_rank_promotion', 'raise')
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collect_file(file_path):
-  """Files of tests have no doctests, and one that cannot be imported would be skipped as if it were of doctests."""
+  """Files of tests have no doctests, and one that cannot be imported would be skipped as if it were of doctests.
+
+  Of a file whose package is not imported yet pytest would make a second module, and tests would set that one's globals.
+  """
   found = yield
-  tests = file_path.name.endswith('_test.py')
-  return [each for each in found if not (tests and isinstance(each, DoctestModule))]
+  if file_path.name.endswith('_test.py'):
+    return [each for each in found if not isinstance(each, DoctestModule)]
+  if any(isinstance(each, DoctestModule) for each in found):
+    with contextlib.suppress(ImportError, ValueError):  # of an extra that is not installed; of a file elsewhere
+      importlib.import_module(file_path.relative_to(Path(__file__).parent).parts[0])
+  return found
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marks

@@ -175,7 +175,7 @@ def _guide(args: argparse.Namespace) -> None:
   from experiments.reports import guide
 
   options = {name: getattr(args, name) for name in ('tokens', 'd', 'hidden', 'gated', 'device', 'goal')}
-  print(guide.wrapped(guide.guide(**options)))
+  print(guide.guide(**options))
 
 
 def _of_methods(args: argparse.Namespace) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from sparse24_jax.suggestions import meant
 NOT_WEIGHTS = ('bias', 'scale', 'embedding')
 # Where linen's dictionaries of variables have the parameters.
 VARIABLES = 'params/'
+_EQUINOX = 'Equinox: give the arrays alone, eqx.filter(model, eqx.is_inexact_array)'
 # An alternative for numbers alone.
 _NUMBERS = re.compile(r'(?:\d|\\d|\[[-\d]+\]|[?*+]|\{[\d,]+\})+')
 
@@ -112,16 +113,29 @@ def is_array(leaf: Any) -> bool:
 
 
 def require_arrays(params: Any, *, or_numbers: bool = False) -> None:
-  """ValueError for parameters with a leaf that is no array, as whole modules of Equinox have them."""
+  """ValueError for parameters with a leaf that is no array, as whole modules of Equinox have them.
+
+  `or_numbers` takes Python's floats too, but no int and no bool: those are settings, and have no gradient.
+  """
   odd = [
     f'{path} ({type(leaf).__name__})' for path, leaf in leaves_by_path(params)
-    if not (is_array(leaf) or (or_numbers and isinstance(leaf, int | float | complex)))
+    if not (is_array(leaf) or (or_numbers and isinstance(leaf, float | complex)))
   ]  # fmt: skip
   if odd:
     raise ValueError(
-      f'parameters must be arrays or shapes with a dtype; found others at {", ".join(odd)}. Equinox: give the arrays'
-      ' alone, eqx.filter(model, eqx.is_inexact_array). For a function of them: params, static = eqx.partition(model,'
-      ' eqx.is_inexact_array), and in the function eqx.combine(params, static)'
+      f'parameters must be arrays or shapes with a dtype; found others at {", ".join(odd)}. {_EQUINOX}. For a function'
+      ' of them: params, static = eqx.partition(model, eqx.is_inexact_array), and in the function'
+      ' eqx.combine(params, static)'
+    )
+
+
+def require_gradients(params: Any, gradients: Any) -> None:
+  """ValueError for parameters without a gradient, as integers and numbers of a whole Equinox module are."""
+  having = {path for path, _ in leaves_by_path(gradients)}
+  if absent := [path for path, _ in leaves_by_path(params) if path not in having]:
+    raise ValueError(
+      f'the gradients have nothing for {listed(absent)}: give init and update the parameters that they are of.'
+      f' {_EQUINOX}'
     )
 
 

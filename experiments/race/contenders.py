@@ -197,6 +197,12 @@ def length_of(size: str, *, tiny: bool = False) -> int:
   return _TINY_LENGTH if tiny else {**gpt2.SIZES, **SIZES}[size]['seq_len']
 
 
+def layers_of(size: str) -> tuple[int, int]:
+  """How many layers a model of this size has, and their width."""
+  found = {**gpt2.SIZES, **SIZES}[size]
+  return found['num_layers'], found['embed_dim']
+
+
 def make_model(
   name: str, size: str, vocab: int, *, style: str = 'gpt2', tiny: bool = False, scan: bool = False
 ) -> gpt2.GPT2:

@@ -29,7 +29,8 @@ class Use:
   """One matmul of a model that reads a matched weight.
 
   Attributes:
-    tokens: rows that it multiplies, of each stacked matrix; of a loop, those of one pass.
+    tokens: rows that it multiplies, of each stacked matrix; of a loop, those of one pass. Of a ragged matmul the mean
+      over its groups, a float.
     whole: whether it reads all of the matrix. A part, the queries of a fused projection say, is not packed.
     kind: the primitive, 'dot_general' or 'ragged_dot_general'.
     block: the activation of the feed-forward block in which it stands, or None.
@@ -42,7 +43,7 @@ class Use:
     together: role and path of each weight of that block.
   """
 
-  tokens: int
+  tokens: float
   whole: bool
   kind: str
   block: str | None
@@ -289,9 +290,17 @@ def _bound(path: str, leaf: Any, rule: Rule, notes: Notes) -> BoundWeight | str:
       )
   for found, reading in readings:
     problem = cut_by_shards(found.view, reading, rule) or _straddles(found, reading, rule)
-    problem = problem or _no_groups(found, rule) or _not_asked(found, rule)
+    problem = problem or _not_asked(found, rule)
     if problem:
       return f'{path} of shape {leaf.shape}: {problem} at {found.source}: {dense}'
+    if served := _unlike_ragged(found, rule):
+      has_not = ', '.join(f'{name}={getattr(rule.policy, name)!r}' for name in served)
+      instead = ', '.join(f'{name}={value!r}' for name, value in served.items())
+      kept = f"Rule('{path}', dataclasses.replace(rule.policy, {instead}))"
+      return (
+        f'{path} of shape {leaf.shape}: a ragged matmul, which has no {has_not}, at {found.source}: {dense}'
+        f'{f", or keep it sparse by {kept} in front of its rule" if rule.policy.projection else ""}'
+      )
   uses = tuple(_use(found, reading, notes) for found, reading in readings)
   if rule.activation is not None and any(use.block is None for use in uses):
     reasons = dict.fromkeys(use.apart for use in uses if use.apart)
@@ -339,13 +348,12 @@ def _not_asked(found: Matmul, rule: Rule) -> str | None:
   return found.asked.unfit_for(rule.policy.precision)
 
 
-def _no_groups(found: Matmul, rule: Rule) -> str | None:
-  """What a rule asks for that a ragged matmul has not."""
-  policy = rule.policy
-  if found.equation.primitive.name != 'ragged_dot_general':
-    return None
-  if policy.precision != 'default':
-    return f'a ragged matmul, which has no precision={policy.precision!r},'
-  if policy.implementation in ('sparse', 'cusparselt'):
-    return f'a ragged matmul, which has no implementation={policy.implementation!r},'
-  return None
+def _unlike_ragged(found: Matmul, rule: Rule) -> dict[str, str | None]:
+  """What a rule asks for that a ragged matmul has not, by field of its policy, with the value that it has."""
+  policy, served = rule.policy, {}
+  if found.equation.primitive.name == 'ragged_dot_general':
+    if policy.precision != 'default':
+      served['precision'] = 'default'
+    if policy.implementation in ('sparse', 'cusparselt'):
+      served['implementation'] = None
+  return served

@@ -35,7 +35,7 @@ class Reading:
   layout: Layout
   batch: tuple[int, ...]
   whole: bool
-  tokens: int
+  tokens: float
   runs: tuple[Run, ...]
   axes: tuple[int, int, int]
   in_order: bool
@@ -84,12 +84,12 @@ def read(found: Matmul) -> Reading:
   inside = [axis for axis, name in chosen.items() if name != 'stacked']
   other = found.equation.invars[1 - side].aval.shape
   used = set(contract[1 - side]) | set(batch[1 - side])
+  rows = math.prod(size for i, size in enumerate(other) if i not in used)
   return Reading(
     layout=Layout(axes_of('stacked'), axes_of('contracted'), axes_of('outputs')),
     batch=tuple(run.axis for run in by_role['stacked']),
     whole=all(sizes[axis] == view.shape[axis] for axis in inside),
-    tokens=math.prod(size for i, size in enumerate(other) if i not in used)
-    // math.prod(view.value_shape[i] for i in groups),
+    tokens=rows / math.prod(view.value_shape[i] for i in groups) if groups else rows,
     runs=(*by_role['stacked'], *_in_order(by_role['contracted']), *_in_order(by_role['outputs'])),
     axes=(len(by_role['stacked']), len(by_role['contracted']), len(by_role['outputs'])),
     in_order=_in_order(by_role['outputs']) == by_role['outputs'],

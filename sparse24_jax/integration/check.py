@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
+import shutil
+import textwrap
 from typing import Any
 
 import jax
@@ -9,7 +11,7 @@ from jax import Array
 import jax.numpy as jnp
 import numpy as np
 
-from sparse24_jax.binding.bound import Bound, BoundWeight, find_weights
+from sparse24_jax.binding.bound import Bound, BoundWeight, find_weights, Use
 from sparse24_jax.binding.states import weight_states
 from sparse24_jax.binding.tracing import as_callable, functional, order_is_told, params_come_third, trace
 from sparse24_jax.binding.transform import sparse_function
@@ -34,6 +36,8 @@ _ROUNDED = (
   ' and compute in 16 bits.'
 )
 _ENDS = 'no other matched weight reads its result'
+# Ours: columns of a terminal, fewer of which no sentence is broken to.
+_NARROWEST = 40
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,8 +100,8 @@ class Checked:
     head = ('weight', 'shape', 'axes', 'projection', 'matmuls', 'tokens', 'block', 'zeros', 'gradient')
     rows = [head, *(_row(w, w.weight) for w in self.weights if w.weight is not None)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-    lines = ['  '.join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    lines += [f'PROBLEM  {w.problem}' for w in self.weights if w.problem is not None]
+    table = ['  '.join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = [f'PROBLEM  {w.problem}' for w in self.weights if w.problem is not None]
     if any(w.reached is not None for w in self.weights):
       lines.append(_SHARES)
     if apart := _apart(self.weights):
@@ -108,7 +112,7 @@ class Checked:
       lines += [f'{_ROUNDED} Here: {listed(rounded)}']
     lines += self.notes
     lines.append(f'stay dense: {listed(self.dense) or "no other weight"}; arrays with one axis always do')
-    return '\n'.join(lines)
+    return '\n'.join([*table, *map(_wrapped, lines)])
 
 
 @params_come_third
@@ -279,12 +283,26 @@ def _projection(policy: DotPolicy) -> str:
   return name if policy.precision == 'default' else f'{name}, {policy.precision}'
 
 
+def _wrapped(line: str) -> str:
+  """The line in the width of the terminal, if there is one; what continues it is indented."""
+  width = shutil.get_terminal_size((0, 0)).columns
+  if width < _NARROWEST:
+    return line
+  indent = len('PROBLEM  ') if line.startswith(('PROBLEM', 'WARNING')) else len(line) - len(line.lstrip()) + 2
+  return textwrap.fill(line, width, subsequent_indent=' ' * indent, break_long_words=False, break_on_hyphens=False)
+
+
+def _tokens(use: Use) -> str:
+  """Rows of a matmul; the groups of a ragged one have as many as a run makes of them."""
+  return f'{use.tokens:.2f} on average' if use.kind == 'ragged_dot_general' else str(use.tokens)
+
+
 def _row(checked: CheckedWeight, weight: BoundWeight) -> tuple[str, ...]:
   blocks = dict.fromkeys(f'{use.block} {use.role}' for use in weight.uses if use.block)
   shares = ('-' if share is None else f'{share:.0%}' for share in (checked.pruned, checked.reached))
   return (
     weight.path, ' x '.join(map(str, weight.shape)), weight.layout.describe(),
     _projection(weight.rule.policy),
-    str(len(weight.uses)), ', '.join(dict.fromkeys(str(use.tokens) for use in weight.uses)),
+    str(len(weight.uses)), ', '.join(dict.fromkeys(map(_tokens, weight.uses))),
     ', '.join(blocks) or '-', *shares,
   )  # fmt: skip

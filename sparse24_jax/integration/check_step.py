@@ -14,6 +14,7 @@ from sparse24_jax.binding.state import NNX_STATES
 from sparse24_jax.binding.tracing import trace
 from sparse24_jax.integration.step_weights import Argument, arguments_of, follow_updates, is_ours, ReadBy
 from sparse24_jax.optim import sparse_states
+from sparse24_jax.recipe import PhaseName
 from sparse24_jax.rules import is_array, listed
 
 _ADVICE = (
@@ -37,6 +38,7 @@ class CheckedStep:
       on the way to its gradient.
     brought: path of each weight whose mask the step does not take from the state of its optimizer, to the argument that
       brings it. Right where the loop makes it anew for every step, as variables or in an nnx model; else it gets stale.
+    phase: `'dense'` if all updates are of a dense phase, or the recipe makes no weight sparse: then there are no lines.
 
   >>> import sparse24_jax as s24
   >>> print(s24.CheckedStep({'mlp/up': ('model.py:12 (mlp)',)}))
@@ -45,8 +47,11 @@ class CheckedStep:
 
   weights: Mapping[str, tuple[str, ...]]
   brought: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  phase: PhaseName = 'sparse'
 
   def __str__(self) -> str:
+    if self.phase == 'dense':
+      return "phase 'dense': the step trains every weight dense; check the step of a sparse phase too, if there is one"
     lines = [f'{path}: sparse at {", ".join(lines)}' for path, lines in self.weights.items()]
     return '\n'.join([*lines, *_notes(self.brought)])
 
@@ -75,13 +80,14 @@ def check_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckedSt
     **kwargs: likewise.
 
   Returns:
-    For each weight the lines whose matmuls read it.
+    For each weight the lines whose matmuls read it. A step of a dense phase reads weights dense by design: it has no
+    lines, and `phase` says so.
 
   Raises:
     ValueError: the gradient comes through a matmul that reads a weight as it is, with the line (that of a penalty on
       the product of a weight, too), or through none that reads it sparse, or by the mask of an update before; or its
-      update is multiplied behind `sparse_training`; or the step makes no update, or one of a dense phase, which reads
-      weights dense by design; or there is no state of `sparse_training` among the arguments, or no parameters for it.
+      update is multiplied behind `sparse_training`; or the step makes no update; or there is no state of
+      `sparse_training` among the arguments, or no parameters for it.
 
   >>> import jax, jax.numpy as jnp, optax, sparse24_jax as s24
   >>> params, recipe, x = {'w': jnp.ones((8, 4))}, s24.recipes.ste('w'), jnp.ones((2, 8))
@@ -109,6 +115,8 @@ def check_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckedSt
     return [leaf for leaf in jax.tree.leaves(step(*args, **kwargs)) if is_array(leaf)]
 
   traced = trace(arrays_of, ({}, args, kwargs), {})
+  if not masks:
+    return CheckedStep({}, phase='dense')
   given = arguments_of((args, kwargs), masks)
   held = [argument.weight for argument in given if argument.weight]
   folders = [f for f in dict.fromkeys(w.folder for w in held) if all(Weight(f, path) in held for path in masks)]
@@ -117,7 +125,9 @@ def check_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckedSt
       f'the arguments hold a state of sparse_training for {", ".join(masks)}, and no parameters with these paths: give'
       ' check_step what the loop gives the step'
     )
-  updates = follow_updates(traced.jaxpr, given, folders)
+  updates, dense = follow_updates(traced.jaxpr, given, folders)
+  if not updates and dense:
+    return CheckedStep({}, phase='dense')
   if not updates:
     raise ValueError(
       'the step makes no update of sparse_training, so that nothing shows which weights it trains: give check_step the'
@@ -147,7 +157,7 @@ def _brought(jaxpr: Any, given: Sequence[Argument], folders: Sequence[str]) -> d
       others.setdefault(argument.state_of, argument.path)
   if not others:
     return {}
-  updates = follow_updates(jaxpr, [a if a.ours or a.weight else Argument(a.path) for a in given], folders)
+  updates, _ = follow_updates(jaxpr, [a if a.ours or a.weight else Argument(a.path) for a in given], folders)
   return {path: others[path] for path in others if _first_problem(updates, path)}
 
 

@@ -83,14 +83,20 @@ class ReadBy(NamedTuple):
   altered: bool = False
 
 
-def follow_updates(jaxpr: Any, given: Sequence[Argument], folders: Sequence[str]) -> list[dict[str, ReadBy]]:
-  """What each update of a sparse phase says of each weight, by path; updates are in the order of the program.
+class Followed(NamedTuple):
+  """The updates of a traced step.
 
-  Weights are followed through a step, and from the updates that it makes on through the next one.
-
-  Raises:
-    ValueError: all updates are of a dense phase.
+  Attributes:
+    updates: what each one of a sparse phase says of each weight, by path, in the order of the program.
+    dense: whether there are updates of a dense phase.
   """
+
+  updates: Sequence[Mapping[str, ReadBy]]
+  dense: bool
+
+
+def follow_updates(jaxpr: Any, given: Sequence[Argument], folders: Sequence[str]) -> Followed:
+  """Follows weights through a step, and from the updates that it makes on through the next one."""
   paths = list(dict.fromkeys(argument.state_of for argument in given if argument.ours and argument.state_of))
   made = {name_of('states', path): _state(path, folders) for path in paths}
   weights_of = {path: _state(path, folders).states for path in paths}
@@ -99,12 +105,7 @@ def follow_updates(jaxpr: Any, given: Sequence[Argument], folders: Sequence[str]
   weights, gradients = (
     {path: found.named.get(name_of(kind, path), []) for path in paths} for kind in ('weights', 'gradients')
   )
-  if not any(weights.values()) and any(found.named.get(name_of('dense weights', path)) for path in paths):
-    raise ValueError(
-      "this step updates in phase 'dense', as FST's steps at the end do and STEP's at the start, and reads weights"
-      " dense by design: there is nothing to check. Check the step of a sparse phase, that of"
-      " sparse_training(..., phase='sparse'), see phase_at"
-    )
+  dense = any(found.named.get(name_of('dense weights', path)) for path in paths)
   updates = []
   for i in range(max(map(len, weights.values()))):
     before, after = ([(path, each[i]) for path, each in of.items() if i < len(each)] for of in (weights, gradients))
@@ -118,7 +119,7 @@ def follow_updates(jaxpr: Any, given: Sequence[Argument], folders: Sequence[str]
       )
       for path in paths
     })  # fmt: skip
-  return updates
+  return Followed(updates, dense)
 
 
 def _reads(

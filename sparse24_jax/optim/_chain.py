@@ -10,7 +10,7 @@ import optax
 
 from sparse24_jax.layout import Layouts
 from sparse24_jax.optim import _left
-from sparse24_jax.optim._state import find_state
+from sparse24_jax.optim._state import find_state, require_optimizer
 from sparse24_jax.optim._training_state import SparseTrainingState
 from sparse24_jax.optim._weights import unboxed
 from sparse24_jax.rules import leaves_by_path, map_by_path
@@ -52,7 +52,11 @@ def try_chain(optimizer: optax.GradientTransformation, params: Any, *, decays: b
     optimizer: the chain.
     params: arrays.
     decays: whether pruned weights decay by their gradients, so that `clipped` is asked.
+
+  Raises:
+    ValueError: it is no chain, or has not one `sparse_training` in it.
   """
+  require_optimizer('optimizer', optimizer, 'tx = sparse_training(optax.adamw(1e-3), recipe)')
   # The updates that the wrapper adds are then those that it hands on, also in 16 bits.
   step = jax.jit(lambda g, s, p: _step(optimizer, g, s, p), compiler_options={'xla_allow_excess_precision': False})
   # Numbers of one sign would show more, but their sums differ by rounding, too. Gradients are mostly of one, as steps

@@ -1,4 +1,4 @@
-"""Finding one of our states in an optimizer state."""
+"""Optimizers and states, told apart; one of our states in that of an optimizer."""
 
 from typing import Any
 
@@ -21,3 +21,12 @@ def find_state[T](opt_state: Any, kind: type[T], maker: str) -> T:
     )  # fmt: skip
     raise ValueError(f'the optimizer state holds {len(found)} states of {maker}, expected one: {why}')
   return found[0]
+
+
+def require_optimizer(name: str, found: Any, example: str) -> None:
+  """ValueError unless the argument of this name is a gradient transformation; the state of one is often meant."""
+  if not all(callable(getattr(found, method, None)) for method in ('init', 'update')):
+    raise ValueError(
+      f'{name} must be an optimizer such as {example}, not its state and not a function that makes one; found'
+      f' {type(found).__name__}{", which holds one: give its tx" if hasattr(found, "tx") else ""}'
+    )

@@ -16,7 +16,7 @@ from sparse24_jax.optim import _identity, _left
 from sparse24_jax.optim._evolve import evolve, evolving, minus, on_links, zero
 from sparse24_jax.optim._named import named
 from sparse24_jax.optim._search import compared_before, refreshed, rounded_once
-from sparse24_jax.optim._state import states_of
+from sparse24_jax.optim._state import require_optimizer, states_of
 from sparse24_jax.optim._training_state import (
   FlipRate,
   map_weights,
@@ -32,7 +32,7 @@ from sparse24_jax.optim.masked_decay import add_decay
 from sparse24_jax.optim.step_adam import StepAdamState
 from sparse24_jax.projection import Projection
 from sparse24_jax.recipe import PhaseName, Recipe, resolve_phase, unnamed_phase
-from sparse24_jax.rules import leaves_by_path, log_matches, require_arrays
+from sparse24_jax.rules import leaves_by_path, log_matches, require_arrays, require_gradients
 from sparse24_jax.topology import Context
 
 
@@ -122,8 +122,7 @@ def sparse_training(
   """
   named_by_caller, phase = phase, resolve_phase(recipe, phase)
   throughout = None if named_by_caller else unnamed_phase(recipe)
-  if not all(callable(getattr(inner, name, None)) for name in ('init', 'update')):
-    raise ValueError(f'inner must be an optimizer such as optax.adamw(1e-3), found {type(inner).__name__}')
+  require_optimizer('inner', inner, 'optax.adamw(1e-3)')
   if recipe.decays and recipe.decay_on == 'weights' and learning_rate is None:
     raise ValueError(
       f'recipe {recipe.name!r} decays weights, times the learning rate: give sparse_training(..., learning_rate=...)'
@@ -175,6 +174,7 @@ def sparse_training(
     # The inner optimizer is given what the caller has; here all arrays are as they are.
     given, boxes = params, jax.tree.structure(updates)
     params, updates = unboxed(params), unboxed(updates)
+    require_gradients(params, updates)
     state = map_weights(unboxed, state)
     warn_of_forgotten_updates(params, state)
     with _parts_are_named(params):

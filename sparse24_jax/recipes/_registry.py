@@ -5,7 +5,6 @@ import dataclasses
 import difflib
 import functools
 import inspect
-from pathlib import Path
 import re
 from typing import Any
 
@@ -91,20 +90,11 @@ def _check(name: str, known: Known) -> None:
 
 
 def _differ(taken: Known, known: Known) -> bool:
-  """Whether these are two recipes, and not one that comes again as its module is reloaded or its cell runs anew."""
+  """Whether these are two recipes, and not one that comes again, or changed, as its module, script or cell does."""
   a, b = inspect.unwrap(taken.make), inspect.unwrap(known.make)
-  if known.spec is None:  # a script, which may run again in the same namespace, or a notebook
-    once = a.__globals__ is b.__globals__ and _is_of_its_file(a) and _is_of_its_file(b)
-  else:
-    once = taken.spec is known.spec
-  if once:
+  if known.spec is not None and taken.spec is known.spec:  # one pass through a module
     return a.__code__ != b.__code__  # which also compares the line
   return (a.__module__, a.__qualname__) != (b.__module__, b.__qualname__)
-
-
-def _is_of_its_file(make: Any) -> bool:
-  """Whether the file of its module has it, and not a cell of a notebook or a line of a shell."""
-  return Path(make.__code__.co_filename).absolute() == Path(make.__globals__.get('__file__', '')).absolute()
 
 
 def _named[**P, R](make: Callable[P, R]) -> Callable[P, R]:

@@ -1,5 +1,6 @@
 """What `bind` finds in a function, and what it refuses."""
 
+import dataclasses
 import functools
 import inspect
 import math
@@ -252,10 +253,14 @@ class BindTest(parameterized.TestCase):
     params, x = {'w': jnp.ones((2, 16, 8))}, jnp.ones((8, 16))
     (use,) = s24.bind(STE, f, params, x)['w'].uses
     self.assertEqual((use.kind, use.tokens), ('ragged_dot_general', 4))
-    for setting in ({'precision': 'fp8'}, {'implementation': 'sparse'}):
-      recipe = s24.Recipe('r', (s24.Rule('w', s24.DotPolicy(s24.magnitude(), **setting)),))
-      with self.assertRaisesRegex(ValueError, 'w of shape .*a ragged matmul, which has no '):
-        s24.bind(recipe, f, params, x)
+    cases = ({'precision': 'fp8'}, {'precision': 'default'}), ({'implementation': 'sparse'}, {'implementation': None})
+    for setting, served in cases:
+      ((name, value),) = served.items()
+      policy = s24.DotPolicy(s24.magnitude(), **setting)
+      message = f"which has no {name}=.*dense.*Rule.'w', dataclasses.replace.rule.policy, {name}={value!r}"
+      with self.assertRaisesRegex(ValueError, message):
+        s24.bind(s24.Recipe('r', (s24.Rule('w', policy),)), f, params, x)
+      s24.bind(s24.Recipe('r', (s24.Rule('w', dataclasses.replace(policy, **served)),)), f, params, x)
 
   def test_a_norm_beside_a_matmul_reads_the_weight_as_it_is(self):
     params, x = {'w': jnp.ones((16, 8))}, jnp.ones((4, 16))

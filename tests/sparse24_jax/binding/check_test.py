@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import io
+from unittest import mock
 
 from absl.testing import absltest, parameterized
 from flax import linen as nn
@@ -56,6 +57,15 @@ class CheckTest(parameterized.TestCase):
     checked = s24.check(s24.recipes.ste('que?ry|outt'), f, params, x)
     self.assertRegex(str(checked), r"\nWARNING  'outt' in the rule 'que\?ry\|outt' matches no .*did you mean 'out'\?")
     self.assertEqual(checked.dense, ('out',))
+
+  def test_sentences_have_the_width_of_the_terminal_and_tables_do_not(self):
+    checked = s24.Checked((s24.CheckedWeight('w', (8, 8), None, 'w: no word here is long ' * 4),), ('head',) * 20)
+    with mock.patch.dict('os.environ', COLUMNS='60'):
+      table, *lines = str(checked).splitlines()
+    self.assertGreater(len(table), 60)
+    self.assertLessEqual(max(map(len, lines)), 60)
+    self.assertEqual([line[:9].strip() for line in lines[:2]], ['PROBLEM', ''])
+    self.assertEqual(' '.join(map(str.strip, lines)), ' '.join(map(str.strip, str(checked).splitlines()[1:])))
 
   def test_layers_and_gates_that_start_at_zero_are_learnt(self):
     f, params, x = example()

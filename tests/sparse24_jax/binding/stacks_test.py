@@ -137,6 +137,9 @@ class MessagesTest(parameterized.TestCase):
     text = str(s24.check(s24.recipes.ste('w'), f, {'w': w}, x))
     self.assertIn('w: a ragged matmul multiplies the projected weight as it does the dense one', text)
     self.assertRegex(text, 'not packed once in an optimizer step .*\n  w: a ragged matmul')
+    self.assertIn('  4.00 on average  ', text)
+    few = jax.eval_shape(lambda: jnp.ones((1, D)))
+    self.assertIn('  0.50 on average  ', str(s24.check(s24.recipes.ste('w'), f, {'w': w}, few)))
 
 
 if __name__ == '__main__':

@@ -164,10 +164,12 @@ class CheckStepTest(parameterized.TestCase):
     self.assertRegex(line, rf'check_step_test.py:{start + 4}:\d+ \(.*Layer.__call__\)$')
 
   def test_a_dense_end_reads_weights_dense_by_design(self):
-    """The first thing to say of it: not that it is dense, but that there is nothing to check."""
-    for recipe in (RECIPES['fst'], s24.recipes.dense('.*', watch=s24.magnitude())):
-      with self.assertRaisesRegex(ValueError, "^this step updates in phase 'dense', .*STEP's .* nothing to check"):
-        checked(recipe, 'plain', phase='dense')
+    """So a loop may check the step of each phase, and that of its dense rival."""
+    watching, alone = s24.recipes.dense('.*', watch=s24.magnitude()), s24.recipes.dense()
+    for recipe, phase in ((RECIPES['fst'], 'dense'), (watching, 'dense'), (watching, None), (alone, None)):
+      found = checked(recipe, 'plain', phase=phase)
+      self.assertEqual(found, s24.CheckedStep({}, phase='dense'))
+      self.assertStartsWith(str(found), "phase 'dense': the step trains every weight dense")
 
   @parameterized.parameters(jax.jit, steps_in_a_scan)
   def test_what_the_loop_calls_is_looked_into(self, wrap):

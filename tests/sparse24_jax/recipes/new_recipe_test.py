@@ -145,26 +145,17 @@ class NewRecipeTest(absltest.TestCase):
         importlib.reload(module)
 
   @mock.patch.dict(s24.recipes.KNOWN)
-  def test_a_cell_of_a_notebook_runs_again(self):
-    cells = {'__name__': '__main__', '__spec__': None}
-    for text in (FILE, FILE, f'# Changed.\n{FILE}'):
-      exec(compile(text, '<cell>', 'exec'), cells)
-    self.assertIs(s24.recipes.KNOWN['quarters'].make, cells['quarters'])
-
-  @mock.patch.dict(s24.recipes.KNOWN)
-  def test_a_name_twice_in_a_script_is_refused(self):
+  def test_a_cell_or_a_script_that_was_changed_runs_again_in_one_namespace(self):
+    """As in a notebook, and by `%run -i`."""
     script = {'__name__': '__main__', '__spec__': None, '__file__': '/a/script.py'}
-    with self.assertRaisesRegex(ValueError, "'quarters' is taken, by __main__.quarters, line 8: give this one another"):
-      exec(compile(FILE + FILE.partition('\n\n\n')[2], '/a/script.py', 'exec'), script)
-    for text in (FILE, f'# Changed.\n{FILE}'):  # of an interactive shell that the script ends in
-      exec(compile(text, '<stdin>', 'exec'), script)
-
-  @mock.patch.dict(s24.recipes.KNOWN)
-  def test_a_script_runs_again_in_one_namespace(self):
-    script = {'__name__': '__main__', '__spec__': None, '__file__': '/a/script.py'}
-    for _ in range(2):  # as `%run -i` does
-      exec(compile(FILE, '/a/script.py', 'exec'), script)
-    self.assertIs(s24.recipes.KNOWN['quarters'].make, script['quarters'])
+    changed = FILE.replace("Recipe('quarters'", "Recipe('changed'")
+    for file in ('<cell>', '/a/script.py'):
+      for text in (FILE, FILE, f'# A line further down.\n{changed}'):
+        exec(compile(text, file, 'exec'), script)
+        self.assertIs(s24.recipes.KNOWN['quarters'].make, script['quarters'])
+      self.assertEqual(s24.recipes.KNOWN['quarters'].example('w').name, 'changed')
+    with self.assertRaisesRegex(ValueError, "'quarters' is taken, by __main__.quarters, line 9: give this one another"):
+      exec(compile(FILE, '/another.py', 'exec'), {'__name__': 'another', '__spec__': None})
 
 
 if __name__ == '__main__':

@@ -1,0 +1,237 @@
+"""What tuned comparisons say of each recipe and of its dense rivals, seed by seed."""
+
+from collections.abc import Mapping, Sequence
+import dataclasses
+import math
+from pathlib import Path
+import statistics
+from typing import Any, NamedTuple
+
+from experiments.race.contenders import layers_of
+from experiments.reports import best_steps
+from experiments.reports import race_table as table
+from experiments.reports.claims import half_width
+from pallas_kernels import _device
+
+RESULTS = Path(__file__).parents[1] / 'results'
+# Comparisons with seeds in which every method was tuned. The long one has rates that were tuned in shorter runs.
+COMPARISONS = (
+  'grid_nano.jsonl', 'grid_small.jsonl', 'race_h200_124m.jsonl', 'race_h200_124m_long.jsonl', 'race_h200_seeds.jsonl',
+  'race_h200_wide2048_3.jsonl', 'race_h200_774m.jsonl',
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+  """A recipe, or a dense rival.
+
+  Attributes:
+    title: its name in tables.
+    recipe: name in `sparse24_jax.recipes.KNOWN`; None is dense.
+    contenders: what comparisons and timed steps call it.
+    ends_sparse: whether the weights are 2:4 at the end.
+  """
+
+  title: str
+  recipe: str | None
+  contenders: Sequence[str]
+  ends_sparse: bool = False
+
+
+OPTIONS = (
+  Option('FST', 'transposable_srste', ('fst', 'fst_all')),
+  Option('S-STE', 's_ste', ('s_ste', 's_ste_all'), ends_sparse=True),
+  Option(
+    'S-STE, FP8', 's_ste_fp8',
+    ('s_ste_fp8', 's_ste_fp8_all', 'half_ffn_s_ste_fp8_all', 'quarter_ffn_s_ste_fp8_all'), ends_sparse=True,
+  ),
+  Option('SR-STE', 'sr_ste', ('sr_ste',), ends_sparse=True),
+  Option('dense, FP8', None, ('dense_fp8',)),
+  Option('dense, a narrower FFN', None, ('half_ffn', 'half_ffn_fp8', 'quarter_ffn_fp8')),
+  Option('a smaller dense model', None, ('dense_124m', 'dense_124m_fp8')),
+)
+DENSE = {option.title for option in OPTIONS if option.recipe is None}
+
+
+@dataclasses.dataclass(frozen=True)
+class Evidence:
+  """What a comparison says of one contender, seed by seed.
+
+  Attributes:
+    option: what it is of.
+    contender: its name in the comparison.
+    own: its runs at its best, with the layers that were sparse.
+    dense: those of dense in the same comparison.
+    where: model and length of the comparison.
+    device: that trained.
+    equal: what both had as much of, 'steps' or 'seconds'.
+    width: of the comparison's models.
+  """
+
+  option: Option
+  contender: str
+  own: table.Seeds
+  dense: table.Seeds
+  where: str
+  device: str
+  equal: str
+  width: int | None = None
+
+  @property
+  def who(self) -> str:
+    """What tables call it."""
+    return self.own.title
+
+  @property
+  def percent(self) -> list[float]:
+    """Final loss above dense's."""
+    both = sorted(self.own.losses.keys() & self.dense.losses.keys())
+    return [100 * (self.own.losses[seed] / self.dense.losses[seed] - 1) for seed in both]
+
+  @property
+  def mean(self) -> float:
+    """Of `percent`, over the seeds."""
+    return statistics.fmean(self.percent)
+
+  @property
+  def shares(self) -> list[float]:
+    """Shares of dense's seconds until dense's final loss; empty where seconds were not compared."""
+    return [] if self.equal == 'steps' else table.shares_of_time(self.own, self.dense)
+
+  @property
+  def dense_shares(self) -> list[float]:
+    """Shares of its seconds until dense is at its final loss, in mid-schedule, by the runs' own clocks.
+
+    Infinite where dense never is; empty if no steps were timed.
+    """
+    if any(seconds is None for curve in self.own.curves.values() for seconds, _ in curve):
+      return []
+    both = sorted(self.own.curves.keys() & self.dense.curves.keys())
+    shares = table.shares_of_time(self.dense, self.own)
+    slower = [self.dense.slower.get(seed, 1.0) / self.own.slower.get(seed, 1.0) for seed in both]
+    return [share * times for share, times in zip(shares, slower, strict=True)]
+
+  def behind(self, other: 'Evidence') -> list[float]:
+    """Its final loss minus another's."""
+    both = self.own.losses.keys() & other.own.losses.keys()
+    return [self.own.losses[seed] - other.own.losses[seed] for seed in sorted(both)]
+
+  def place(self, asked: str) -> str:
+    """Model, length, seeds and device; and that it is another one than the GPU asked about, where seconds count."""
+    other = self.equal == 'seconds' and asked and _device.Device(self.device, 'gpu').slug != asked
+    seeds = len(self.percent)
+    return f'{self.where}, {seeds} seed{"s" * (seeds > 1)}, {self.device}{f", not {asked}" if other else ""}'
+
+
+def evidence(results: Path = RESULTS) -> Mapping[str, Sequence[Evidence]]:
+  """What the comparisons say of each option, by title."""
+  found: dict[str, list[Evidence]] = {option.title: [] for option in OPTIONS}
+  for name in COMPARISONS:
+    for records in table.read(results / name).values():
+      seeds = table.by_seed(records)
+      if 'dense' not in seeds:
+        continue
+      (where, width), steps = _model(records[0]), records[0]['equal_steps']
+      where += f', {steps:,} steps' if steps else f', {records[0]["seconds"]:g} s'
+      device = records[0]['device'].removeprefix('1 x ')
+      for option in OPTIONS:
+        for contender in option.contenders:
+          if contender in seeds:
+            equal = 'steps' if steps else 'seconds'
+            e = Evidence(option, contender, seeds[contender], seeds['dense'], where, device, equal, width)
+            if e.percent and all(map(math.isfinite, [*e.percent, *e.shares])):
+              found[option.title].append(e)
+  return found
+
+
+def _model(record: Mapping[str, Any]) -> tuple[str, int]:
+  """The dense model of a comparison in words, and its width."""
+  shape = record.get('shape')
+  layers, width = (shape['layers'], shape['d']) if shape else layers_of(record['model']['size'])
+  return _layers(layers, width), width
+
+
+def _layers(number: int, width: int) -> str:
+  return f'{number} layers of width {width:,}'
+
+
+class Step(NamedTuple):
+  """The step of a contender on the timed model of the nearest width, against dense at its best.
+
+  Attributes:
+    label: what tables call it.
+    times: how often as fast.
+    least: the slowest process of its session against the fastest of dense's.
+    most: the other way round.
+    where: model and device.
+  """
+
+  label: str
+  times: float
+  least: float
+  most: float
+  where: str
+
+
+type Steps = Mapping[tuple[str, str], Mapping[str, best_steps.Best]]
+
+
+def steps(d: int, sessions: Sequence[Steps]) -> Mapping[str, Sequence[Step]]:
+  """By contender, the lowest gain first; all sessions count."""
+  having = [(*key, methods) for timed in sessions for key, methods in timed.items() if 'dense' in methods]
+  found = {}
+  for name in (contender for option in OPTIONS for contender in option.contenders):
+    own = [(device, model, methods) for device, model, methods in having if name in methods]
+    if not own:
+      continue
+    nearest = min(own, key=lambda timed: far(timed[2]['dense'].record['shape']['d'], d))
+    found[name] = sorted(
+      (_step(methods['dense'], methods[name], device) for device, model, methods in own
+       if (device, model) == nearest[:2]), key=lambda step: step.times,
+    )  # fmt: skip
+  return found
+
+
+def _step(dense: best_steps.Best, own: best_steps.Best, device: str) -> Step:
+  where = f'{_layers(dense.record["shape"]["layers"], dense.record["shape"]["d"])}, {device}'
+  return Step(own.record['label'], dense.ms / own.ms, dense.least / own.most, dense.most / own.least, where)
+
+
+def far(width: int | None, d: int | None) -> float:
+  """How far a width is from the one asked about, as a ratio; nothing is far if none was asked about."""
+  if d is None:
+    return 0.0
+  return abs(math.log(width / d)) if width else math.inf
+
+
+def below(values: Sequence[float]) -> bool:
+  """Whether these are below zero by more than their interval."""
+  return statistics.fmean(values) + half_width(values) < 0
+
+
+def parted(e: Evidence, first: Evidence) -> bool:
+  """Whether it ends above another of its race by more than the interval."""
+  return below([-value for value in e.behind(first)])
+
+
+def interval(values: Sequence[float], form: str = '.2f', unit: str = '') -> str:
+  """The mean with its 95% interval over seeds, or that it is of one.
+
+  >>> interval([0.5, 0.7]), interval([1.0], '+.1f', '%')
+  ('0.60 ± 1.27', '+1.0%, one seed')
+  """
+  mean = format(statistics.fmean(values), form)
+  if len(values) < 2:
+    return f'{mean}{unit}, one seed'
+  return f'{mean}{unit} ± {format(half_width(values), form.lstrip("+"))}{unit}'
+
+
+def against_dense(percent: Sequence[float]) -> str:
+  """How far losses are above or below dense's.
+
+  >>> against_dense([-2.0])
+  "2.0%, one seed, below dense's"
+  """
+  where = 'above' if statistics.fmean(percent) >= 0 else 'below'
+  far = interval(percent if where == 'above' else [-p for p in percent], '.1f', '%')
+  return f"{far}{',' * (len(percent) < 2)} {where} dense's"

@@ -1,0 +1,57 @@
+"""What the answers of the guide rest on: blocks, steps and comparisons, in tables."""
+
+from collections.abc import Mapping, Sequence
+import itertools
+import math
+
+from experiments.reports import race_table
+from experiments.reports.evidence import Evidence, far, interval, parted, Step
+
+LEGEND = (
+  "What this rests on. Loss is above (+) or below (-) dense's of the same comparison; ± is the 95% interval over seeds,"
+  " and a figure without one is of one seed. Time is the share of dense's time after which a method has dense's final"
+  ' loss; lead is the share of its time after which the first with several seeds has its final loss. = is not parted'
+  ' from that one by the seeds. * has its best rate or decay at an edge of its search, so that a wider one may find a'
+  ' better; ° searched none. The models compared are GPT-2 on bytes, with rotary positions and normalised queries and'
+  ' keys.'
+)
+
+
+def tables(
+  faster: Mapping[str, float | None], found: Mapping[str, Sequence[Evidence]], timed: Mapping[str, Sequence[Step]],
+  d: int,
+) -> list[str]:  # fmt: skip
+  """All that is on record: blocks, steps, and each comparison with its methods by loss, the nearest width first."""
+  blocks = [[title, 'not known' if gain is None else f'{gain:.2f}'] for title, gain in faster.items()]
+  times = [
+    [step.label, f'{step.times:.2f}', f'{step.least:.2f} to {step.most:.2f}', step.where]
+    for step in itertools.chain(*timed.values())
+  ]
+  lines = [*_table('Times as fast as dense, a feed-forward block, by the records of kernels:', blocks),
+           *_table('Times as fast as dense, a step, and the range over processes:', times)]  # fmt: skip
+  comparisons: dict[tuple[str, str], list[Evidence]] = {}
+  for e in (e for each in found.values() for e in each):
+    comparisons.setdefault((e.where, e.device), []).append(e)
+  for each in sorted(comparisons.values(), key=lambda each: far(each[0].width, d)):
+    each.sort(key=lambda e: e.mean)
+    first = next((e for e in each if len(e.percent) > 1), each[0])
+    race = first.equal == 'seconds'
+    rows = [['', *(['time', 'lead'] if race else []), 'loss']]
+    for e in each:
+      mark = '°' if e.own.searched == 1 else '*' * e.own.edge
+      mark += ' =' * (e is not first and len(e.behind(first)) > 1 and not parted(e, first))
+      lead = race_table.shares_of_time(first.own, e.own) if race and e is not first else []
+      never = 'never' if math.inf in lead else ''
+      times = [_interval(e.shares), never or (_interval(lead) if lead else '')] if race else []
+      rows.append([f'{e.who}{mark}', *times, _interval(e.percent, '+.1f', '%')])
+    lines += _table(f'{first.where}, {first.device}:', rows)
+  return lines
+
+
+def _table(title: str, rows: Sequence[Sequence[str]]) -> list[str]:
+  widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+  return ['', title, *('  ' + '  '.join(map(str.ljust, row, widths)).rstrip() for row in rows)]
+
+
+def _interval(values: Sequence[float], form: str = '.2f', unit: str = '') -> str:
+  return interval(values, form, unit).removesuffix(', one seed')
