@@ -11,11 +11,11 @@ FLAGS = {'': '', 'cublas': '--xla_gpu_enable_triton_gemm=false'}
 
 METHODS: Mapping[str, Contender] = {
   **{name: CONTENDERS[name] for name in ('dense', 'dense_fp8', 'fst', 's_ste_fp8', 'fst_all', 's_ste_fp8_all')},
-  'mst': Contender(label='MST, all linear layers', recipe=lambda _: twins.recipe_of('mixed_sparsity_transposable')),
+  'mst': Contender(label='MST, all linear layers', recipe=lambda *_: twins.recipe_of('mixed_sparsity_transposable')),
   **{
     f'neuron_level_{v}': Contender(
       label=f'neuron level, {v}:2:8, two of four tokens', model={'ffn_order': 'position'},
-      recipe=lambda _, v=v: twins.recipe_of(f'neuron_level_{v}x2x8_two_of_four_tokens'),
+      recipe=lambda *_, v=v: twins.recipe_of(f'neuron_level_{v}x2x8_two_of_four_tokens'),
     )
     for v in (64, 128)
   },

@@ -4,9 +4,18 @@ from collections.abc import Callable, Mapping
 import dataclasses
 from typing import Any
 
+import jax.numpy as jnp
+
 from experiments.models import gpt2
+from experiments.runs.method_table import METHODS
 from experiments.runs.recipes import FFN_DOWN, FFN_UP, with_implementation
 import sparse24_jax as s24
+
+# Masked decay and steps of the run -> recipe. Both are arrays while a step is traced, which serves all decays and
+# lengths; with numbers a recipe refuses a run that is too short for it.
+type Make = Callable[[Any, Any], s24.Recipe]
+# For a recipe of which only what no length changes is asked.
+MANY_STEPS = 10**6
 
 FFN = r'.*/mlp/.*'
 # Every matrix of the blocks; each layer is one matmul by itself but for the fused feed-forward layer.
@@ -24,7 +33,7 @@ class Contender:
   Attributes:
     label: what tables say.
     model: changes to the model of the race.
-    recipe: masked decay -> recipe; None trains dense. The decay is an array while tracing.
+    recipe: what makes its recipe; None trains dense.
     decays: whether its recipe has a masked decay, which is searched as rates are.
     size: a size of its own in place of that of the race.
     rate: the only learning rate, in place of a search.
@@ -33,17 +42,17 @@ class Contender:
 
   label: str
   model: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  recipe: Callable[[Any], s24.Recipe] | None = None
+  recipe: Make | None = None
   decays: bool = False
   size: str | None = None
   rate: float | None = None
   from_pruned: bool = False
 
 
-def fst(path: str, **options: Any) -> Callable[[Any], s24.Recipe]:
+def fst(path: str, **options: Any) -> Make:
   """FST on the weights of `path`."""
 
-  def make(decay: Any) -> s24.Recipe:
+  def make(decay: Any, steps: Any) -> s24.Recipe:
     # A function of the step in place of a number, so that all factors share a program.
     return s24.recipes.transposable_srste(
       path, masked_decay=lambda _: decay, refresh_every=SEARCH_EVERY, **options
@@ -52,39 +61,64 @@ def fst(path: str, **options: Any) -> Callable[[Any], s24.Recipe]:
   return make
 
 
-def s_ste_fp8(path: str, **options: Any) -> Callable[[Any], s24.Recipe]:
+def s_ste_fp8(path: str, **options: Any) -> Make:
   """S-STE in FP8 on the weights of `path`, from the first step to the last."""
-  return lambda decay: s24.recipes.s_ste(path, fp8=True, refresh_every=SEARCH_EVERY, **options)
+  return lambda decay, steps: s24.recipes.s_ste(path, fp8=True, refresh_every=SEARCH_EVERY, **options)
 
 
-def neuron_level(*policy: Any, **fields: Any) -> Callable[[Any], s24.Recipe]:
+def neuron_level(*policy: Any, **fields: Any) -> Make:
   """Squared-ReLU blocks with sparse activations, by these fields of `s24.ActivationPolicy`.
 
   On the kernels by name: no GPU's records have V:N:M matmuls near a width of 768, so that the library would multiply
   dense masked ones there, and a race would time the masks.
   """
   made = s24.ActivationPolicy(*policy, implementation='sparse', **fields)
-  return lambda decay: s24.recipes.neuron_level(FFN_UP, FFN_DOWN, policy=made, refresh_every=SEARCH_EVERY)
+  return lambda decay, steps: s24.recipes.neuron_level(FFN_UP, FFN_DOWN, policy=made, refresh_every=SEARCH_EVERY)
 
 
-def dense_fp8(path: str) -> Callable[[Any], s24.Recipe]:
+def mst(**options: Any) -> Make:
+  """MST by these arguments of `s24.recipes.mixed_sparsity`; runs of all seeds draw the same links."""
+
+  def make(decay: Any, steps: Any) -> s24.Recipe:
+    if isinstance(steps, int):
+      return s24.recipes.mixed_sparsity(**options, total_steps=steps)
+    # A schedule takes a whole number of steps, no array: that of another run is stretched over this one.
+    recipe, scale = s24.recipes.mixed_sparsity(**options, total_steps=MANY_STEPS), MANY_STEPS / steps
+
+    def stretched(schedule: Any) -> Callable[[Any], Any]:
+      return lambda step: schedule(jnp.asarray(step, jnp.float32) * scale)
+
+    # One projection of all rules, whose weights share out one density.
+    projection: Any = recipe.rules[0].policy.projection
+    topology = projection.update
+    projection = projection._replace(update=dataclasses.replace(
+      topology, density=stretched(topology.density), drop_fraction=stretched(topology.drop_fraction)
+    ))  # fmt: skip
+    policies = [dataclasses.replace(rule.policy, projection=projection) for rule in recipe.rules]
+    rules = [dataclasses.replace(rule, policy=policy) for rule, policy in zip(recipe.rules, policies, strict=True)]
+    return dataclasses.replace(recipe, rules=tuple(rules))
+
+  return make
+
+
+def dense_fp8(path: str) -> Make:
   """The weights of `path` stay dense, in FP8."""
-  return lambda decay: s24.Recipe('dense_fp8', (s24.Rule(path, s24.DotPolicy(precision='fp8')),))
+  return lambda decay, steps: s24.Recipe('dense_fp8', (s24.Rule(path, s24.DotPolicy(precision='fp8')),))
 
 
-def both(*recipes: Callable[[Any], s24.Recipe]) -> Callable[[Any], s24.Recipe]:
+def both(*recipes: Make) -> Make:
   """The first recipe with the rules of all."""
 
-  def make(decay: Any) -> s24.Recipe:
-    made = [recipe(decay) for recipe in recipes]
+  def make(decay: Any, steps: Any) -> s24.Recipe:
+    made = [recipe(decay, steps) for recipe in recipes]
     return dataclasses.replace(made[0], rules=tuple(rule for recipe in made for rule in recipe.rules))
 
   return make
 
 
-def plain(recipe: Callable[[Any], s24.Recipe]) -> Callable[[Any], s24.Recipe]:
+def plain(recipe: Make) -> Make:
   """The recipe by plain jax.numpy, whatever the GPU."""
-  return lambda decay: with_implementation(recipe(decay), 'reference')
+  return lambda decay, steps: with_implementation(recipe(decay, steps), 'reference')
 
 
 # Features of GPT-2 and of later models that all contenders of a race share, for stability.
@@ -98,6 +132,7 @@ STYLES: Mapping[str, Mapping[str, Any]] = {
   'scaled_qk_norm': {'tied': False, 'scale_embeddings': True, 'qk_norm': True},
 }
 
+_MST = METHODS['mixed_sparsity_transposable_full']
 _RELU2 = {'mlp': 'relu2'}
 # Of blocks of tokens: each holds one position in different sequences, or a token would be told what follows it.
 _BLOCKS = dict(model={**_RELU2, 'ffn_order': 'position'}, from_pruned=True)
@@ -112,6 +147,9 @@ CONTENDERS: Mapping[str, Contender] = {
   's_ste_fp8': Contender(label='S-STE, FP8', recipe=s_ste_fp8(FFN)),
   'fst_all': Contender(label='FST, all linear layers', recipe=fst(LINEAR), decays=True),
   's_ste_fp8_all': Contender(label='S-STE, FP8, all linear layers', recipe=s_ste_fp8(LINEAR)),
+  # Links change every ten steps, since the warm-up has to hold a change: it is a fortieth of the run, which takes 400
+  # steps at least.
+  'mst': Contender(label=_MST.label, recipe=mst(**{**_MST.kwargs, 'refresh_every': 10})),
   # FP8 by the library's rules: where `dense_fp8` is written in the model, and in the layers that S-STE leaves dense.
   'dense_fp8_rules': Contender(label='dense, all linear layers in FP8, by rules', recipe=dense_fp8(LINEAR)),
   's_ste_fp8_rest_fp8': Contender(
@@ -211,7 +249,7 @@ def make_model(
   return gpt2.GPT2(gpt2.make_config('nano' if size in SIZES else size, **fields))
 
 
-def make_recipe(name: str, *, tiny: bool = False) -> Callable[[Any], s24.Recipe] | None:
+def make_recipe(name: str, *, tiny: bool = False) -> Make | None:
   """The recipe of a contender; without kernels for tiny models, whose float32 not all of them take."""
   recipe = CONTENDERS[name].recipe
   return plain(recipe) if tiny and recipe else recipe

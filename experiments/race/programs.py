@@ -1,4 +1,4 @@
-"""The programs of one contender: learning rate, decay and seed are arguments, so that all its trials share them."""
+"""The programs of one contender: rate, decay, seed and length are arguments, so that all its trials share them."""
 
 from collections.abc import Callable
 import concurrent.futures
@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import optax
 
 from experiments.models.layers import cross_entropy
+from experiments.race.contenders import Make, MANY_STEPS
+from experiments.runs.build import wrapped
 from experiments.runs.recipes import eval_recipe
 import sparse24_jax as s24
 from sparse24_jax.projection import is_searched
@@ -29,11 +31,12 @@ class State(NamedTuple):
 
 
 class Numbers(NamedTuple):
-  """The settings that a step is given: float32 scalars and the seed."""
+  """The settings that a step is given: float32 scalars and the seed; `steps` are those of the run."""
 
   rate: Any
   decay: Any
   seed: Any
+  steps: Any
 
 
 def scale_by_given_rate() -> optax.GradientTransformationExtraArgs:
@@ -47,7 +50,7 @@ def scale_by_given_rate() -> optax.GradientTransformationExtraArgs:
 
 
 def optimizer(recipe: s24.Recipe | None, phase: str) -> optax.GradientTransformationExtraArgs:
-  """Clipping, then AdamW with decay on matrices only, inside the recipe's wrapper if there is one."""
+  """Clipping and AdamW with decay on matrices only, in the recipe's wrapper if there is one."""
 
   def is_matrix(params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in ('kernel', 'embedding'), params)
@@ -56,7 +59,7 @@ def optimizer(recipe: s24.Recipe | None, phase: str) -> optax.GradientTransforma
     optax.scale_by_adam(B1, B2, EPS), optax.add_decayed_weights(WEIGHT_DECAY, is_matrix), scale_by_given_rate()
   )
   clip = optax.clip_by_global_norm(CLIP)
-  return optax.chain(clip, adamw if recipe is None else s24.sparse_training(adamw, recipe, phase=phase))
+  return optax.chain(clip, adamw) if recipe is None else wrapped(clip, adamw, recipe, phase)
 
 
 def windows(tokens: Array, starts: Array, length: int) -> tuple[Array, Array]:
@@ -70,7 +73,7 @@ class Programs:
 
   Args:
     model: linen model.
-    recipe: masked decay -> recipe, or None.
+    recipe: what makes the recipe, or None.
     batch: sequences a step.
     tokens: shape and dtype of the training text, which lies on the device.
     held_out: starts of the windows that are evaluated, [batches, B].
@@ -83,7 +86,7 @@ class Programs:
   def __init__(
     self,
     model: Any,
-    recipe: Callable[[Any], s24.Recipe] | None,
+    recipe: Make | None,
     batch: int,
     tokens: Any,
     held_out: Array,
@@ -92,7 +95,7 @@ class Programs:
     self.model, self.recipe, self.batch, self.tokens, self.held_out = model, recipe, batch, tokens, held_out
     self.from_pruned = from_pruned
     self.length = model.config.seq_len
-    self.described = recipe(0.0) if recipe else None
+    self.described = recipe(0.0, MANY_STEPS) if recipe else None
     for rule in self.described.rules if self.described else ():
       if rule.activation and batch % (block := rule.activation.features.block):
         raise ValueError(
@@ -164,7 +167,7 @@ class Programs:
     """The jitted step of a phase and the shapes of its arguments."""
     scalar = jax.ShapeDtypeStruct((), jnp.float32)
     starts = jax.ShapeDtypeStruct((self.batch,), jnp.int32)
-    numbers = Numbers(scalar, scalar, jax.ShapeDtypeStruct((), jnp.int32))
+    numbers = Numbers(scalar, scalar, jax.ShapeDtypeStruct((), jnp.int32), scalar)
     step = jax.jit(functools.partial(self._step, phase, refresh), donate_argnums=0)
     return step, (self.shapes, self.tokens, starts, numbers)
 
@@ -179,8 +182,7 @@ class Programs:
 
   def _init(self, seed: Array) -> State:
     params = self.model.init(jax.random.key(seed), jnp.zeros((1, self.length), jnp.int32))['params']
-    recipe = self.recipe(0.0) if self.recipe else None
-    return State(params, optimizer(recipe, self.phases[0][0]).init(params), jnp.zeros((), jnp.int32))
+    return State(params, optimizer(self.described, self.phases[0][0]).init(params), jnp.zeros((), jnp.int32))
 
   def _prune(self, state: State) -> State:
     return state._replace(params=s24.project(state.params, state.opt_state, self.described, phase='sparse'))
@@ -206,7 +208,7 @@ class Programs:
     self, phase: str, refresh: bool | None, state: State, tokens: Array, starts: Array, numbers: Numbers
   ) -> tuple[State, tuple[Array, Array]]:
     """One step; returns the loss and the norm of the gradient before it is clipped."""
-    recipe = self.recipe(numbers.decay) if self.recipe else None
+    recipe = self.recipe(numbers.decay, numbers.steps) if self.recipe else None
     key = jax.random.fold_in(jax.random.key(numbers.seed + 1), state.step)
     inputs, targets = windows(tokens, starts, self.length)
     loss_of = self._loss(phase, state.params, state.opt_state, recipe, trains=True)
@@ -220,8 +222,7 @@ class Programs:
 
   def _evaluate(self, phase: str, state: State, tokens: Array, held_out: Array) -> Array:
     """Mean loss of windows [batches, B]; weights as in training, activations dense."""
-    recipe = self.recipe(0.0) if self.recipe else None
-    loss_of = self._loss(phase, state.params, state.opt_state, recipe, trains=False)
+    loss_of = self._loss(phase, state.params, state.opt_state, self.described, trains=False)
 
     def one(starts: Array) -> Array:
       return loss_of(state.params, *windows(tokens, starts, self.length), jax.random.key(0))
