@@ -262,10 +262,6 @@ def make_optimizer(
   Learning rates are `times` those of the configuration.
   """
   opt = config.optimizer
-
-  def is_matrix(params: Any) -> Any:
-    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in ('kernel', 'embedding'), params)
-
   rate = learning_rate(config, times)
   # AdamW, spelt out because a recipe may hold the second moment in its sparse phase: STEP does.
   if recipe.freezes_second_moment:
@@ -276,6 +272,11 @@ def make_optimizer(
   inner = optax.chain(moments, decay, optax.scale_by_learning_rate(rate))
   clip = optax.clip_by_global_norm(opt.clip) if opt.clip else optax.identity()
   return wrapped(clip, inner, recipe, phase, rate)
+
+
+def is_matrix(params: Any) -> Any:
+  """Which parameters decay: tree like `params` of bools."""
+  return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in ('kernel', 'embedding'), params)
 
 
 def wrapped(
