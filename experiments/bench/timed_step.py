@@ -40,8 +40,8 @@ class Step:
     config = family.make_config('nano' if tiny else case.size, **fields)
     self.config = config
     self.model = gpt2.GPT2(config) if case.family == 'gpt2' else llama.Llama(config)
-    recipe = METHODS[method].recipe
-    self.recipe = recipe(6e-5, MANY_STEPS) if recipe else None
+    recipe = METHODS[method].make(6e-5, MANY_STEPS)
+    self.recipe = recipe if recipe.rules else None
     policy = twins.activations(self.recipe) if self.recipe else None
     self.batch = (policy.features.block if policy else 4) if tiny else case.batch
     self.moment = case.moment

@@ -88,9 +88,7 @@ class ProgramsTest(absltest.TestCase):
     model = model.clone(config=dataclasses.replace(model.config, num_layers=1))
     text = np.frombuffer(TEXT.encode(), np.uint8)
     shape, held_out = jax.ShapeDtypeStruct(text.shape, text.dtype), np.zeros((2, batch), np.int32)
-    recipe = contenders.make_recipe(name, tiny=True)
-    made = programs.Programs(model, recipe, batch, shape, held_out, contenders.CONTENDERS[name].from_pruned)
-    return made, jnp.asarray(text)
+    return programs.Programs(model, contenders.contender(name, tiny=True), batch, shape, held_out), jnp.asarray(text)
 
   def test_an_unsampled_contender_draws_nothing(self):
     """Its gradient needs no random key."""
@@ -107,6 +105,11 @@ class ProgramsTest(absltest.TestCase):
       draws = self.assertRaisesRegex(ValueError, 'mvue')
       with self.subTest(name), contextlib.nullcontext() if name in unsampled else draws:
         jax.eval_shape(jax.grad(loss), made.shapes.params, made.shapes.opt_state)
+
+  def test_a_burst_of_the_clock_has_its_share_of_searches(self):
+    for name, contender in contenders.CONTENDERS.items():
+      recipe = contender.make(1e-4, contenders.MANY_STEPS)
+      self.assertEqual(contenders.SEARCH_EVERY % recipe.refresh_every, 0, name)
 
   def test_what_has_no_masks_is_one_program(self):
     found = {name: self.made(name)[0].refreshes for name in ('dense', 'fst', 's_ste_fp8', 's_ste_fp8_all')}
@@ -157,13 +160,11 @@ class ProgramsTest(absltest.TestCase):
     moved, mask = np.abs(ends[0] - ends[1]) > 1e-7, state.opt_state[1].projections['h_0']['attn']['c_attn']['kernel']
     self.assertGreater(moved[~mask].mean(), 0.5)
     self.assertFalse(moved[mask].any())
-    self.assertEqual([made.phase_at(i, 12) for i in (0, 9, 10, 11)], ['sparse', 'sparse', 'dense', 'dense'])
-
 
   def test_sparse_activations_take_blocks_of_sequences(self):
     for name, block in (('neuron_level', 64), ('neuron_level_128', 128), ('neuron_level_published', 64)):
       self.made(name, block)
-      recipe = contenders.make_recipe(name)(0.0, contenders.MANY_STEPS)
+      recipe = contenders.CONTENDERS[name].make(0.0, contenders.MANY_STEPS)
       for width in (768, 2048):  # on kernels, whether there are records of this size or not
         (policy,) = {rule.activation for rule in recipe.rules}
         plan = plan_neurons(policy, 128 * 256, width, 4 * width, jnp.bfloat16, on=target('nvidia_h200'))
@@ -247,7 +248,7 @@ class ProgramsTest(absltest.TestCase):
         self.assertEqual((np.count_nonzero(up) / up.size, np.count_nonzero(attention)), (share, attention.size), name)
 
   def test_mst_has_the_schedules_of_a_run_of_any_length(self):
-    make = contenders.make_recipe('mst')
+    make = contenders.CONTENDERS['mst'].make
 
     @jax.jit
     def traced(steps, at):
