@@ -6,7 +6,7 @@ import re
 from typing import NamedTuple
 
 # What decides where alternatives of a regular expression begin and end, and what hides such: escapes and sets.
-_TOKENS = re.compile(r'\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\((?:\?(?:P<\w+>|:|))?|[|)]|$', re.DOTALL)
+_TOKENS = re.compile(r'\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\((?:\?(?:P<\w+>|:|<?[=!]|))?|[|)]|$', re.DOTALL)
 # A group that may match several times.
 _REPEATED = re.compile(r'\)[*+{]')
 
@@ -33,15 +33,17 @@ def alternatives(pattern: str) -> Iterator[Alternative]:
   flags = re.match(r'(\(\?[a-zA-Z]+\))*', pattern)
   if flags and 'x' in flags[0]:
     return  # its comments may hold anything
-  groups: list[list[int]] = [[flags.end() if flags else 0]]  # where the alternatives of the open groups begin
-  for token in _TOKENS.finditer(pattern, groups[0][0]):
+  first = flags.end() if flags else 0
+  groups: list[list[int] | None] = [[first]]  # where alternatives of the open groups begin; None in assertions
+  for token in _TOKENS.finditer(pattern, first):
     text, start, end = token[0], token.start(), token.end()
     if text.startswith('('):
-      groups.append([] if text == '(?' else [end])
+      asserts = groups[-1] is None or text[-1] in '=!'
+      groups.append(None if asserts else [] if text == '(?' else [end])
     elif text == '|' and groups[-1]:
       groups[-1].append(end)
     elif text in (')', ''):
-      begins = groups.pop()
+      begins = groups.pop() or []
       before, after = pattern[: begins[0]] if begins else '', pattern[start:]
       for begin, behind in itertools.pairwise([*begins, start + 1]) if len(begins) > 1 else ():
         text = pattern[begin : behind - 1]

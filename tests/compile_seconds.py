@@ -46,7 +46,7 @@ def stages(name: str, layout: str, options: argparse.Namespace, program: Path | 
   model = make_model(name, options.size, 50304, scan=layout == 'scan')
   model = model.clone(config=dataclasses.replace(model.config, attention='xla'))
   text = jax.ShapeDtypeStruct((1_000_000,), jnp.int32)
-  programs = Programs(model, CONTENDERS[name].recipe, options.batch, text, jnp.zeros((1, options.batch), jnp.int32))
+  programs = Programs(model, CONTENDERS[name], options.batch, text, jnp.zeros((1, options.batch), jnp.int32))
   with _on_an_h100():
     step, arguments = programs.step_of(programs.phases[0][0], programs.refreshes[0])
     sharding = hopper.sharding()

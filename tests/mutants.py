@@ -357,6 +357,8 @@ MUTANTS = _of(
    'self.vocab = highest + 1', 'race/race_test.py', 'vocabulary_is_that'),
   ('a race evaluates activations dense', 'race/programs.py', 'recipe if trains else eval_recipe(recipe)', 'recipe',
    'race/race_test.py', 'trained_alone'),
+  ('links of a race come and go over its own length', 'race/contenders.py', 'MANY_STEPS / steps', '1.0',
+   'race/race_test.py', 'schedules_of_a_run'),
   ('a block of tokens of several positions does not race', 'race/programs.py',
    'batch % (block := rule.activation.features.block)', '(block := rule.activation.features.block) < 1',
    'race/race_test.py', 'blocks_of_sequences'),

@@ -61,7 +61,7 @@ class Job:
     """About how long it takes to compile: those that take longest begin first."""
     case, layout = CASES[self.case], Layout.named(self.layout)
     layers = case.fields.get('num_layers') or (gpt2 if case.family == 'gpt2' else llama).SIZES[case.size]['num_layers']
-    return (1 if layout.scan else layers) * (2 if METHODS[self.method].recipe else 1)
+    return (1 if layout.scan else layers) * (1 if METHODS[self.method].recipe == 'dense' else 2)
 
   def __str__(self) -> str:
     return f'{self.case} {self.method} {self.layout}'

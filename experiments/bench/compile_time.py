@@ -37,7 +37,7 @@ def stages(name: str, layout: str, options: Any) -> dict[str, float]:
   vocab, batch = (256, 2) if options.tiny else (50304, options.batch)
   model = make_model(name, options.size, vocab, tiny=options.tiny, scan=layout == 'scan')
   text = jax.ShapeDtypeStruct((1_000_000,), jnp.int32)
-  programs = Programs(model, CONTENDERS[name].recipe, batch, text, jnp.zeros((1, batch), jnp.int32))
+  programs = Programs(model, CONTENDERS[name], batch, text, jnp.zeros((1, batch), jnp.int32))
   seconds = dict.fromkeys(('trace_s', 'lower_s', 'compile_s'), 0.0)
   for refresh in programs.refreshes:
     step, arguments = programs.step_of(programs.phases[0][0], refresh)

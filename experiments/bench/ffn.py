@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from experiments.bench import hlo, measure, trace
 from experiments.bench.feed_forward import Case, dense_block, DENSE_FORMS, dense_step, inputs, sparse_step, TINY
 from experiments.bench.ffn_errors import check, CHECKED, gradient_errors
-from experiments.models.dense_fp8 import fp8_dot
 from pallas_kernels import _bench, _compat
+import sparse24_jax as s24
 
 MODULE = 'experiments.bench.ffn'
 SHAPES = ((16384, 4096, 16384), (32768, 4096, 14336))
@@ -93,6 +93,7 @@ def _jobs(
   for form in DENSE_FORMS:
     steps[f'dense {form}'] = dense_step(dense_block(case, form)), dense_args
   if case.fp8:
+    fp8_dot = functools.partial(s24.dot, policy=s24.DotPolicy(precision='fp8'))
     for form in ('plain', 'recompute'):
       steps[f'dense_fp8 {form}'] = dense_step(dense_block(case, form, fp8_dot)), dense_args
   return {name: (jax.jit(step), args) for name, (step, args) in steps.items()}

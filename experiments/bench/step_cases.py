@@ -4,23 +4,26 @@ from collections.abc import Mapping
 import dataclasses
 from typing import Any
 
-from experiments.bench import twins
 from experiments.race.contenders import Contender, CONTENDERS
+from experiments.runs.recipes import FFN, LINEAR
 
 FLAGS = {'': '', 'cublas': '--xla_gpu_enable_triton_gemm=false'}
 
+_LINEAR = ('dense', 'dense_fp8', 'fst', 's_ste_fp8', 'fst_all', 's_ste_fp8_all')
 METHODS: Mapping[str, Contender] = {
-  **{name: CONTENDERS[name] for name in ('dense', 'dense_fp8', 'fst', 's_ste_fp8', 'fst_all', 's_ste_fp8_all')},
-  'mst': Contender(label='MST, all linear layers', recipe=lambda _: twins.recipe_of('mixed_sparsity_transposable')),
+  **{name: CONTENDERS[name] for name in _LINEAR},
+  'mst': Contender(
+    label='MST, all linear layers', recipe='mixed_sparsity',
+    kwargs={'path': LINEAR, 'structure': 'transposable', 'mvue_path': FFN},
+  ),
   **{
     f'neuron_level_{v}': Contender(
-      label=f'neuron level, {v}:2:8, two of four tokens', model={'ffn_order': 'position'},
-      recipe=lambda _, v=v: twins.recipe_of(f'neuron_level_{v}x2x8_two_of_four_tokens'),
+      label=f'neuron level, {v}:2:8, two of four tokens', recipe='neuron_level', model={'ffn_order': 'position'},
+      kwargs={'policy': {'features': f'{v}:2:8', 'tokens': '2:4', 'dense_features': 0.0}},
     )
     for v in (64, 128)
   },
 }  # fmt: skip
-_LINEAR = ('dense', 'dense_fp8', 'fst', 's_ste_fp8', 'fst_all', 's_ste_fp8_all')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

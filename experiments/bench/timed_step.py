@@ -16,6 +16,7 @@ import optax
 from experiments.bench import hlo, trace, twins
 from experiments.bench.step_cases import Case, Layout, METHODS
 from experiments.models import gpt2, llama
+from experiments.race.contenders import MANY_STEPS
 from pallas_kernels import _bench
 
 # Peak of Hopper GPUs in dense bfloat16. Shares of the peak refer to it, whatever the method computes in.
@@ -39,8 +40,8 @@ class Step:
     config = family.make_config('nano' if tiny else case.size, **fields)
     self.config = config
     self.model = gpt2.GPT2(config) if case.family == 'gpt2' else llama.Llama(config)
-    recipe = METHODS[method].recipe
-    self.recipe = recipe(6e-5) if recipe else None
+    recipe = METHODS[method].make(6e-5, MANY_STEPS)
+    self.recipe = recipe if recipe.rules else None
     policy = twins.activations(self.recipe) if self.recipe else None
     self.batch = (policy.features.block if policy else 4) if tiny else case.batch
     self.moment = case.moment

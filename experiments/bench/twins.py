@@ -19,6 +19,7 @@ import optax
 from experiments.bench import hlo, measure
 from experiments.models import gpt2, layers, llama
 from experiments.runs import recipes
+from experiments.runs.build import is_matrix, wrapped
 from pallas_kernels import _bench
 import sparse24_jax as s24
 
@@ -118,25 +119,13 @@ def activations(recipe: s24.Recipe) -> s24.ActivationPolicy | None:
 
 def adamw(moment: str) -> optax.GradientTransformation:
   """The optimizer of both twins: decay on matrices only; a rate small enough to train on noise for ever."""
-
-  def is_matrix(params: Any) -> Any:
-    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in ('kernel', 'embedding'), params)
-
   return optax.adamw(1e-6, b1=0.9, b2=0.95, weight_decay=0.1, mask=is_matrix, mu_dtype=moment)
 
 
 def make_optimizer(recipe: s24.Recipe | None, moment: str) -> optax.GradientTransformationExtraArgs:
-  """Clipping, then AdamW; the recipe's wrapper, if there is one, around AdamW, or around both where links grow."""
+  """Clipping and AdamW, in the recipe's wrapper if there is one."""
   clip = optax.clip_by_global_norm(1.0)
-  if recipe is None:
-    return optax.chain(clip, adamw(moment))
-  if _grows(recipe):
-    return s24.sparse_training(optax.chain(clip, adamw(moment)), recipe, phase='sparse')
-  return optax.chain(clip, s24.sparse_training(adamw(moment), recipe, phase='sparse'))
-
-
-def _grows(recipe: s24.Recipe) -> bool:
-  return any(rule.policy.projection and rule.policy.projection.update for rule in recipe.rules)
+  return optax.chain(clip, adamw(moment)) if recipe is None else wrapped(clip, adamw(moment), recipe, 'sparse')
 
 
 def make_step(

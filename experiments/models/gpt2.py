@@ -49,7 +49,6 @@ class GPT2Config:
       the first blocks add is several times as large in a wide model, and learning is unstable (Takase et al., Spike
       No More, arXiv 2312.16903).
     qk_norm: normalise queries and keys, by head and each with one scale for all heads, before they are compared.
-    fp8_linear: dense matmuls of the linear layers in FP8.
     remat: recompute each block in the backward pass; 'dots' all but its matmuls.
     scan_layers: one `lax.scan` over stacked layers instead of a Python loop.
     attention: `implementation` of `jax.nn.dot_product_attention`: 'xla', 'cudnn' or None.
@@ -78,7 +77,6 @@ class GPT2Config:
   tied: bool = True
   scale_embeddings: bool = False
   qk_norm: bool = False
-  fp8_linear: bool = False
   remat: bool | Literal['dots'] = False
   scan_layers: bool = False
   attention: Literal['xla', 'cudnn'] | None = 'xla'

@@ -8,7 +8,6 @@ from flax import linen as nn
 import jax
 import jax.numpy as jnp
 
-from experiments.models.dense_fp8 import fp8_dot
 from pallas_kernels.sparse_attention.api import sparse_attention
 from sparse24_jax.attention import check_attention
 
@@ -83,10 +82,7 @@ def rotate(x_BxTxHxK: jax.Array, theta: float) -> jax.Array:
 
 
 def dense(config: Any, features: int, name: str, *, residual: bool = False) -> nn.Dense:
-  """A linear layer, biased if the model is; those that write to the residual stream start smaller by sqrt(2 L).
-
-  With `config.fp8_linear` its three matmuls are in FP8 with current scaling, what a dense model can have of FP8.
-  """
+  """A linear layer, biased if the model is; those that write to the residual stream start smaller by sqrt(2 L)."""
   std = INIT_STD / math.sqrt(2 * config.num_layers) if residual else INIT_STD
   return nn.Dense(
     features,
@@ -94,15 +90,8 @@ def dense(config: Any, features: int, name: str, *, residual: bool = False) -> n
     dtype=config.dtype,
     param_dtype=jnp.dtype(config.param_dtype),
     kernel_init=nn.initializers.normal(std),
-    dot_general=_fp8_dot_general if getattr(config, 'fp8_linear', False) else None,
     name=name,
   )
-
-
-def _fp8_dot_general(x: jax.Array, w: jax.Array, dimension_numbers: Any, **kwargs: Any) -> jax.Array:
-  """The matmul of `nn.Dense` in FP8."""
-  del dimension_numbers, kwargs  # of nn.Dense: the last axis of x with the first of w, at default precision
-  return fp8_dot(x.reshape(-1, x.shape[-1]), w).reshape(*x.shape[:-1], w.shape[-1])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))

@@ -39,7 +39,6 @@ class LlamaConfig:
     dropout: probability on both residual branches; the published models have none.
     dtype: compute dtype.
     logits_dtype: of what the model returns, see `gpt2.GPT2Config`.
-    fp8_linear: dense matmuls of the linear layers in FP8.
     param_dtype: dtype of the stored parameters.
     remat: recompute each block in the backward pass; 'dots' all but its matmuls.
     scan_layers: one `lax.scan` over stacked layers instead of a Python loop.
@@ -61,7 +60,6 @@ class LlamaConfig:
   dtype: str = 'float32'
   param_dtype: str = 'float32'
   logits_dtype: str = 'float32'
-  fp8_linear: bool = False
   remat: bool | Literal['dots'] = False
   scan_layers: bool = False
   attention: Literal['xla', 'cudnn'] | None = 'xla'

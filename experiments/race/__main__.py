@@ -32,11 +32,11 @@ from experiments.models import gpt2
 from experiments.models.layers import param_count
 from experiments.race import trials
 from experiments.race.contenders import (
+  contender,
   CONTENDERS,
   DECAY,
   length_of,
   make_model,
-  make_recipe,
   SEARCH_EVERY,
   SIZES,
   STYLES,
@@ -120,15 +120,15 @@ class Race:
     return len(self.failed)
 
   def _next(self, name: str) -> Trial | None:
-    contender, options = CONTENDERS[name], self.options
+    fields, options = CONTENDERS[name], self.options
     if name not in options.contenders:
       return None
-    if contender.rate:
-      return next_trial(self.done[name], Trial(contender.rate, 0.0), Budget(trials=1))
+    if fields.rate:
+      return next_trial(self.done[name], Trial(fields.rate, 0.0), Budget(trials=1))
     repeats = tuple((seed, 1.0) for seed in options.seeds)
     if not options.steps:
       repeats += ((0, 0.7),)
-    decay = options.decay if contender.decays else 0.0
+    decay = options.decay if fields.decays else 0.0
     return next_trial(self.done[name], Trial(options.rate, decay), Budget(options.trials, repeats))
 
   def _steps(self, name: str, trial: Trial) -> int:
@@ -181,8 +181,7 @@ class Race:
       name, self.options.size, self.vocab, style=self.options.style, tiny=self.options.tiny
     )
     shape = jax.ShapeDtypeStruct(self.tokens.shape, self.tokens.dtype)
-    recipe = make_recipe(name, tiny=self.options.tiny)
-    made = Programs(model, recipe, self.options.batch, shape, self.held_out, CONTENDERS[name].from_pruned)
+    made = Programs(model, contender(name, tiny=self.options.tiny), self.options.batch, shape, self.held_out)
     self.to_trace.append((name, made))
 
   def _guarded(self, name: str, what: Any, *args: Any) -> None:
@@ -273,7 +272,7 @@ def parser() -> argparse.ArgumentParser:
   parser = argparse.ArgumentParser(prog='python -m experiments.race', description=(__doc__ or '').partition('\n')[0])
   parser.add_argument('--out', type=Path, required=True, help='JSON-lines file of records')
   parser.add_argument('--text', type=Path, required=True, help='folder of prepared tokens')
-  blocks = [name for name, contender in CONTENDERS.items() if contender.model.get('ffn_order') == 'position']
+  blocks = [name for name, fields in CONTENDERS.items() if fields.model.get('ffn_order') == 'position']
   parser.add_argument('--contenders', nargs='+', default=[name for name in CONTENDERS if name not in blocks],
                       choices=list(CONTENDERS), metavar='NAME',
                       help=f'in the order in which they are compiled: {", ".join(CONTENDERS)} (default: all but'

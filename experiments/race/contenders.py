@@ -1,17 +1,20 @@
 """Who takes part in a race: what each changes in the model, and its recipe."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 import dataclasses
+import functools
 from typing import Any
 
+import jax.numpy as jnp
+
 from experiments.models import gpt2
-from experiments.runs.recipes import FFN_DOWN, FFN_UP, with_implementation
+from experiments.runs.method_table import METHODS
+from experiments.runs.recipes import LINEAR, recipe_of, with_implementation
 import sparse24_jax as s24
 
-FFN = r'.*/mlp/.*'
-# Every matrix of the blocks; each layer is one matmul by itself but for the fused feed-forward layer.
-LINEAR = r'.*/(attn|mlp)/.*/kernel'
-ATTENTION = r'.*/attn/.*/kernel'
+# For a recipe of which only what no length changes is asked.
+MANY_STEPS = 10**6
+# The period in which recipes choose masks or, where links come and go, a multiple of it.
 SEARCH_EVERY = 40
 # With which searches of a masked decay begin: near the best so far at 124M (docs/quality.md).
 DECAY = 2e-5
@@ -23,68 +26,105 @@ class Contender:
 
   Attributes:
     label: what tables say.
+    recipe: name in `sparse24_jax.recipes`; of a dense run nothing is watched.
+    kwargs: arguments of the recipe, see `recipe_of`; a masked decay is that of the trial.
     model: changes to the model of the race.
-    recipe: masked decay -> recipe; None trains dense. The decay is an array while tracing.
-    decays: whether its recipe has a masked decay, which is searched as rates are.
+    dense_from: what a dense phase after a sparse one starts from: 'weights', or 'projected' ones, with which the sparse
+      steps computed.
+    fp8: regular expression of weights that are dense in FP8, unless the recipe makes them sparse.
+    plain: whether it runs by plain jax.numpy, whatever the GPU.
     size: a size of its own in place of that of the race.
     rate: the only learning rate, in place of a search.
-    from_pruned: whether a dense end begins with the weights that the sparse steps computed with, not with all of them.
   """
 
   label: str
+  recipe: str = 'dense'
+  kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   model: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  recipe: Callable[[Any], s24.Recipe] | None = None
-  decays: bool = False
+  dense_from: str = 'weights'
+  fp8: str | None = None
+  plain: bool = False
   size: str | None = None
   rate: float | None = None
-  from_pruned: bool = False
+
+  @property
+  def decays(self) -> bool:
+    """Whether its recipe has a masked decay, which is searched as rates are."""
+    return 'masked_decay' in self.kwargs
+
+  def make(self, decay: Any, steps: Any) -> s24.Recipe:
+    """Its recipe, by the masked decay and the steps of a run.
+
+    Both are arrays while a step is traced, which serves runs of any decay and length.
+
+    Raises:
+      ValueError: so few steps, a number, that the recipe cannot keep to its schedule.
+    """
+    if self.recipe == 'dense':
+      recipe = s24.Recipe('dense_fp8') if self.fp8 else s24.recipes.dense()
+    else:
+      # A function of the step in place of a number, so that all decays share a program.
+      kwargs = {**self.kwargs, **({'masked_decay': lambda _: decay} if self.decays else {})}
+      known = isinstance(steps, int)
+      recipe = recipe_of(self.recipe, kwargs, steps if known else MANY_STEPS)
+      recipe = recipe if known else _shortened(recipe, MANY_STEPS / steps)
+    if self.fp8:
+      rule = s24.Rule(self.fp8, s24.DotPolicy(precision='fp8'))
+      recipe = dataclasses.replace(recipe, rules=(*recipe.rules, rule))
+    return with_implementation(recipe, 'reference') if self.plain else recipe
 
 
-def fst(path: str, **options: Any) -> Callable[[Any], s24.Recipe]:
-  """FST on the weights of `path`."""
+def _shortened(recipe: s24.Recipe, scale: Any) -> s24.Recipe:
+  """The recipe of a run `scale` times as short, an array: links come and go by schedules that want whole numbers."""
 
-  def make(decay: Any) -> s24.Recipe:
-    # A function of the step in place of a number, so that all factors share a program.
-    return s24.recipes.transposable_srste(
-      path, masked_decay=lambda _: decay, refresh_every=SEARCH_EVERY, **options
+  def of_run(schedule: Any) -> Any:
+    return (lambda step: schedule(jnp.asarray(step, jnp.float32) * scale)) if callable(schedule) else schedule
+
+  @functools.cache  # rules that have a projection in common keep it so: their weights share out one density
+  def shortened(projection: Any) -> Any:
+    topology = projection.update
+    return projection._replace(update=dataclasses.replace(
+      topology, density=of_run(topology.density), drop_fraction=of_run(topology.drop_fraction)
+    ))  # fmt: skip
+
+  def of_rule(rule: s24.Rule) -> s24.Rule:
+    if rule.policy.projection is None or rule.policy.projection.update is None:
+      return rule
+    return dataclasses.replace(
+      rule, policy=dataclasses.replace(rule.policy, projection=shortened(rule.policy.projection))
     )
 
-  return make
+  return dataclasses.replace(recipe, rules=tuple(map(of_rule, recipe.rules)))
 
 
-def s_ste_fp8(path: str, **options: Any) -> Callable[[Any], s24.Recipe]:
-  """S-STE in FP8 on the weights of `path`, from the first step to the last."""
-  return lambda decay: s24.recipes.s_ste(path, fp8=True, refresh_every=SEARCH_EVERY, **options)
+def of(
+  method: str, *changes: str, kwargs: Mapping[str, Any] | None = None, model: Mapping[str, Any] | None = None,
+  **fields: Any,
+) -> Contender:  # fmt: skip
+  """A method of `METHODS` with further arguments of its recipe, changes to the model and `fields` of `Contender`.
 
-
-def neuron_level(*policy: Any, **fields: Any) -> Callable[[Any], s24.Recipe]:
-  """Squared-ReLU blocks with sparse activations, by these fields of `s24.ActivationPolicy`.
-
-  On the kernels by name: no GPU's records have V:N:M matmuls near a width of 768, so that the library would multiply
-  dense masked ones there, and a race would time the masks.
+  `changes` say in its label what they make of it.
   """
-  made = s24.ActivationPolicy(*policy, implementation='sparse', **fields)
-  return lambda decay: s24.recipes.neuron_level(FFN_UP, FFN_DOWN, policy=made, refresh_every=SEARCH_EVERY)
+  base = METHODS[method]
+  return Contender(
+    label=', '.join([base.label, *changes]), recipe=base.recipe, kwargs={**base.kwargs, **(kwargs or {})},
+    model={**base.model, **(model or {})}, dense_from=base.dense_from, **fields,
+  )  # fmt: skip
 
 
-def dense_fp8(path: str) -> Callable[[Any], s24.Recipe]:
-  """The weights of `path` stay dense, in FP8."""
-  return lambda decay: s24.Recipe('dense_fp8', (s24.Rule(path, s24.DotPolicy(precision='fp8')),))
+def neuron_level(label: str, *, features: str = '64:2:8', plain: bool = False, **policy: Any) -> Contender:
+  """Squared-ReLU blocks with sparse activations, by fields of `s24.ActivationPolicy`.
 
-
-def both(*recipes: Callable[[Any], s24.Recipe]) -> Callable[[Any], s24.Recipe]:
-  """The first recipe with the rules of all."""
-
-  def make(decay: Any) -> s24.Recipe:
-    made = [recipe(decay) for recipe in recipes]
-    return dataclasses.replace(made[0], rules=tuple(rule for recipe in made for rule in recipe.rules))
-
-  return make
-
-
-def plain(recipe: Callable[[Any], s24.Recipe]) -> Callable[[Any], s24.Recipe]:
-  """The recipe by plain jax.numpy, whatever the GPU."""
-  return lambda decay: with_implementation(recipe(decay), 'reference')
+  Of blocks of tokens each holds one position in different sequences, or a token would be told what follows it. The
+  dense end begins with the pruned weights, since nothing pulls the raw ones towards what the sparse steps trained. On
+  the kernels by name: no GPU's records have V:N:M matmuls near a width of 768, so that the library would multiply dense
+  masked ones there, and a race would time the masks.
+  """
+  policy = {'features': features, 'tokens': '2:4', 'dense_features': 0.0, 'implementation': 'sparse', **policy}
+  return Contender(
+    label=f'neuron level, {features}, {label}', recipe='neuron_level', kwargs={'policy': policy}, plain=plain,
+    model={'mlp': 'relu2', 'ffn_order': 'position'}, dense_from='projected',
+  )  # fmt: skip
 
 
 # Features of GPT-2 and of later models that all contenders of a race share, for stability.
@@ -98,82 +138,51 @@ STYLES: Mapping[str, Mapping[str, Any]] = {
   'scaled_qk_norm': {'tied': False, 'scale_embeddings': True, 'qk_norm': True},
 }
 
-_RELU2 = {'mlp': 'relu2'}
-# Of blocks of tokens: each holds one position in different sequences, or a token would be told what follows it.
-_BLOCKS = dict(model={**_RELU2, 'ffn_order': 'position'}, from_pruned=True)
+_HALF, _QUARTER = {'ffn_width': 0.5}, {'ffn_width': 0.25}
+_EXACT = {'weight_grad': 'dense'}
 CONTENDERS: Mapping[str, Contender] = {
-  'dense': Contender(label='dense'),
-  'half_ffn': Contender(label='dense, FFN half as wide', model={'ffn_width': 0.5}),
-  'dense_fp8': Contender(label='dense, all linear layers in FP8', model={'fp8_linear': True}),
-  'half_ffn_fp8': Contender(
-    label='dense, FFN half as wide, in FP8', model={'ffn_width': 0.5, 'fp8_linear': True}
-  ),
-  'fst': Contender(label='FST', recipe=fst(FFN), decays=True),
-  's_ste_fp8': Contender(label='S-STE, FP8', recipe=s_ste_fp8(FFN)),
-  'fst_all': Contender(label='FST, all linear layers', recipe=fst(LINEAR), decays=True),
-  's_ste_fp8_all': Contender(label='S-STE, FP8, all linear layers', recipe=s_ste_fp8(LINEAR)),
-  # FP8 by the library's rules: where `dense_fp8` is written in the model, and in the layers that S-STE leaves dense.
-  'dense_fp8_rules': Contender(label='dense, all linear layers in FP8, by rules', recipe=dense_fp8(LINEAR)),
-  's_ste_fp8_rest_fp8': Contender(
-    label='S-STE, FP8, attention dense in FP8', recipe=both(s_ste_fp8(FFN), dense_fp8(ATTENTION))
-  ),
+  'dense': of('dense'),
+  'half_ffn': of('half_ffn'),
+  'dense_fp8': of('dense', 'all linear layers in FP8', fp8=LINEAR),
+  'half_ffn_fp8': of('half_ffn', 'in FP8', fp8=LINEAR),
+  'fst': of('fst'),
+  's_ste_fp8': of('s_ste_fp8'),
+  'fst_all': of('fst_all'),
+  's_ste_fp8_all': of('s_ste_fp8_all'),
+  # Links change every ten steps, since the warm-up has to hold a change: it is a fortieth of the run, which takes 400
+  # steps at least. Runs of all seeds draw the same links.
+  'mst': of('mixed_sparsity_transposable_full', kwargs={'refresh_every': 10}),
+  's_ste_fp8_rest_fp8': of('s_ste_fp8', 'attention dense in FP8', fp8=r'.*/attn/.*'),
   # What FST's dense end is worth: begun with the pruned weights, so that no loss jumps, and left out.
-  'fst_from_pruned': Contender(
-    label='FST, dense end from pruned weights', recipe=fst(FFN), decays=True, from_pruned=True
-  ),
-  'fst_to_the_end': Contender(label='FST, sparse to the end', recipe=fst(FFN, dense_fraction=0.0), decays=True),
+  'fst_from_pruned': of('fst_from_pruned'),
+  'fst_to_the_end': of('fst_to_the_end'),
   # What sampling the weight gradients costs.
-  'fst_unsampled': Contender(label='FST, exact weight gradients', recipe=fst(FFN, weight_grad='dense'), decays=True),
-  's_ste_fp8_all_unsampled': Contender(
-    label='S-STE, FP8, all linear layers, exact weight gradients', recipe=s_ste_fp8(LINEAR, weight_grad='dense')
-  ),
+  'fst_unsampled': of('fst_unsampled'),
+  's_ste_fp8_all_unsampled': of('s_ste_fp8_all', 'exact weight gradients', kwargs=_EXACT),
   # Each recipe may take the width that suits it: the best shape of one is raced against the best of the other.
-  'half_ffn_s_ste_fp8_all': Contender(
-    label='S-STE, FP8, all linear layers, FFN half as wide', model={'ffn_width': 0.5}, recipe=s_ste_fp8(LINEAR)
+  'half_ffn_s_ste_fp8_all': of('s_ste_fp8_all', 'FFN half as wide', model=_HALF),
+  'half_ffn_s_ste_fp8_all_unsampled': of(
+    's_ste_fp8_all', 'exact weight gradients', 'FFN half as wide', kwargs=_EXACT, model=_HALF
   ),
-  'half_ffn_s_ste_fp8_all_unsampled': Contender(
-    label='S-STE, FP8, all linear layers, exact weight gradients, FFN half as wide', model={'ffn_width': 0.5},
-    recipe=s_ste_fp8(LINEAR, weight_grad='dense'),
-  ),
-  'quarter_ffn_fp8': Contender(
-    label='dense, FFN a quarter as wide, in FP8', model={'ffn_width': 0.25, 'fp8_linear': True}
-  ),
-  'quarter_ffn_s_ste_fp8_all': Contender(
-    label='S-STE, FP8, all linear layers, FFN a quarter as wide', model={'ffn_width': 0.25}, recipe=s_ste_fp8(LINEAR)
-  ),
+  'quarter_ffn_fp8': of('dense', 'FFN a quarter as wide', 'in FP8', model=_QUARTER, fp8=LINEAR),
+  'quarter_ffn_s_ste_fp8_all': of('s_ste_fp8_all', 'FFN a quarter as wide', model=_QUARTER),
   # A smaller model is another rival for the same seconds.
-  'dense_124m': Contender(label='dense, 124M (85M on bytes)', size='124m'),
-  'dense_124m_fp8': Contender(
-    label='dense, 124M (85M on bytes), in FP8', model={'fp8_linear': True}, size='124m', rate=1e-3
-  ),
+  'dense_124m': of('dense', '124M (85M on bytes)', size='124m'),
+  'dense_124m_fp8': of('dense', '124M (85M on bytes)', 'in FP8', size='124m', rate=1e-3, fp8=LINEAR),
   # GPT-2 124M at a rate at which it loses its footing as it was published.
-  'steep_124m': Contender(label='dense, 124M at a rate of 2e-3', size='124m', rate=2e-3),
+  'steep_124m': of('dense', '124M at a rate of 2e-3', size='124m', rate=2e-3),
   # Which style is stable at a rate that is steep for a wide model.
-  **{
-    f'style_{name}': Contender(label=f'dense, {name}', model=style, rate=1e-3)
-    for name, style in STYLES.items()
-  },
-  # Sparse activations and their dense rivals. The dense end begins with the pruned weights, since nothing pulls the raw
-  # ones towards what the sparse steps trained.
-  'dense_relu2': Contender(label='dense, squared ReLU', model=_RELU2),
-  'half_ffn_relu2': Contender(label='dense, squared ReLU, FFN half as wide', model={**_RELU2, 'ffn_width': 0.5}),
-  'neuron_level': Contender(
-    label='neuron level, 64:2:8, two of four tokens', recipe=neuron_level(), **_BLOCKS
-  ),
-  'neuron_level_128': Contender(
-    label='neuron level, 128:2:8, two of four tokens', recipe=neuron_level(s24.VNM(128, 8)), **_BLOCKS
-  ),
-  'neuron_level_published': Contender(
-    label='neuron level, 64:2:8, as published',
-    recipe=neuron_level(s24.VNM(64, 8), s24.VNM(64, 8), dense_features=0.05),
-    **_BLOCKS,
-  ),
+  **{f'style_{name}': of('dense', name, model=style, rate=1e-3) for name, style in STYLES.items()},
+  # Sparse activations and their dense rivals.
+  'dense_relu2': of('dense_relu2'),
+  'half_ffn_relu2': of('dense_relu2', 'FFN half as wide', model=_HALF),
+  'neuron_level': neuron_level('two of four tokens'),
+  'neuron_level_128': neuron_level('two of four tokens', features='128:2:8'),
+  'neuron_level_published': neuron_level('as published', tokens='64:2:8', dense_features=0.05),
   # Beside `fst` and `s_ste_fp8`, with --steps: whether the kernels train the model that the plain op does.
-  'fst_plain': Contender(label='FST, plain op', recipe=plain(fst(FFN)), decays=True),
-  's_ste_fp8_plain': Contender(label='S-STE, FP8, plain op', recipe=plain(s_ste_fp8(FFN))),
-  'neuron_level_plain': Contender(
-    label='neuron level, 64:2:8, two of four tokens, plain op', recipe=plain(neuron_level()), **_BLOCKS
-  ),
+  'fst_plain': of('fst', 'plain op', plain=True),
+  's_ste_fp8_plain': of('s_ste_fp8', 'plain op', plain=True),
+  'neuron_level_plain': neuron_level('two of four tokens, plain op', plain=True),
 }
 
 # Sizes beside those of GPT-2: few wide layers, of which a step on a GPU is made of large matmuls.
@@ -207,17 +216,16 @@ def make_model(
   name: str, size: str, vocab: int, *, style: str = 'gpt2', tiny: bool = False, scan: bool = False
 ) -> gpt2.GPT2:
   """The model of a contender in a race of this size: layers unrolled, nothing recomputed, unless told."""
-  contender, length = CONTENDERS[name], length_of(size)
-  size = contender.size or size
+  changes, length = CONTENDERS[name].model, length_of(size)
+  size = CONTENDERS[name].size or size
   fields: dict[str, Any] = dict(
     vocab_size=-(-vocab // 64) * 64, dtype='bfloat16', logits_dtype='bfloat16', scan_layers=scan, attention='cudnn',
-  ) | dict(SIZES.get(size, {}), seq_len=length) | dict(STYLES[style]) | dict(contender.model)  # fmt: skip
+  ) | dict(SIZES.get(size, {}), seq_len=length) | dict(STYLES[style]) | dict(changes)  # fmt: skip
   if tiny:
     fields |= _TINY
   return gpt2.GPT2(gpt2.make_config('nano' if size in SIZES else size, **fields))
 
 
-def make_recipe(name: str, *, tiny: bool = False) -> Callable[[Any], s24.Recipe] | None:
-  """The recipe of a contender; without kernels for tiny models, whose float32 not all of them take."""
-  recipe = CONTENDERS[name].recipe
-  return plain(recipe) if tiny and recipe else recipe
+def contender(name: str, *, tiny: bool = False) -> Contender:
+  """A contender; without kernels for tiny models, whose float32 not all of them take."""
+  return dataclasses.replace(CONTENDERS[name], plain=True) if tiny else CONTENDERS[name]

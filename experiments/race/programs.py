@@ -1,4 +1,4 @@
-"""The programs of one contender: learning rate, decay and seed are arguments, so that all its trials share them."""
+"""The programs of one contender: rate, decay, seed and length are arguments, so that all its trials share them."""
 
 from collections.abc import Callable
 import concurrent.futures
@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import optax
 
 from experiments.models.layers import cross_entropy
+from experiments.race.contenders import Contender, MANY_STEPS
+from experiments.runs.build import is_matrix, wrapped
 from experiments.runs.recipes import eval_recipe
 import sparse24_jax as s24
 from sparse24_jax.projection import is_searched
@@ -29,11 +31,12 @@ class State(NamedTuple):
 
 
 class Numbers(NamedTuple):
-  """The settings that a step is given: float32 scalars and the seed."""
+  """The settings that a step is given: float32 scalars and the seed; `steps` are those of the run."""
 
   rate: Any
   decay: Any
   seed: Any
+  steps: Any
 
 
 def scale_by_given_rate() -> optax.GradientTransformationExtraArgs:
@@ -46,17 +49,13 @@ def scale_by_given_rate() -> optax.GradientTransformationExtraArgs:
   return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
 
 
-def optimizer(recipe: s24.Recipe | None, phase: str) -> optax.GradientTransformationExtraArgs:
-  """Clipping, then AdamW with decay on matrices only, inside the recipe's wrapper if there is one."""
-
-  def is_matrix(params: Any) -> Any:
-    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in ('kernel', 'embedding'), params)
-
+def optimizer(recipe: s24.Recipe, phase: str) -> optax.GradientTransformationExtraArgs:
+  """Clipping and AdamW with decay on matrices only, in the recipe's wrapper if it has rules."""
   adamw = optax.chain(
     optax.scale_by_adam(B1, B2, EPS), optax.add_decayed_weights(WEIGHT_DECAY, is_matrix), scale_by_given_rate()
   )
   clip = optax.clip_by_global_norm(CLIP)
-  return optax.chain(clip, adamw if recipe is None else s24.sparse_training(adamw, recipe, phase=phase))
+  return wrapped(clip, adamw, recipe, phase) if recipe.rules else optax.chain(clip, adamw)
 
 
 def windows(tokens: Array, starts: Array, length: int) -> tuple[Array, Array]:
@@ -70,30 +69,21 @@ class Programs:
 
   Args:
     model: linen model.
-    recipe: masked decay -> recipe, or None.
+    contender: whose recipe it is.
     batch: sequences a step.
     tokens: shape and dtype of the training text, which lies on the device.
     held_out: starts of the windows that are evaluated, [batches, B].
-    from_pruned: whether a dense end begins with the weights that the sparse steps computed with.
 
   Raises:
     ValueError: so few sequences that a block of sparse activations would hold tokens of several positions.
   """
 
-  def __init__(
-    self,
-    model: Any,
-    recipe: Callable[[Any], s24.Recipe] | None,
-    batch: int,
-    tokens: Any,
-    held_out: Array,
-    from_pruned: bool = False,
-  ):
-    self.model, self.recipe, self.batch, self.tokens, self.held_out = model, recipe, batch, tokens, held_out
-    self.from_pruned = from_pruned
+  def __init__(self, model: Any, contender: Contender, batch: int, tokens: Any, held_out: Array):
+    self.model, self.recipe, self.batch, self.tokens, self.held_out = model, contender.make, batch, tokens, held_out
+    self.from_pruned = contender.dense_from == 'projected'
     self.length = model.config.seq_len
-    self.described = recipe(0.0) if recipe else None
-    for rule in self.described.rules if self.described else ():
+    self.described = self.recipe(0.0, MANY_STEPS)
+    for rule in self.described.rules:
       if rule.activation and batch % (block := rule.activation.features.block):
         raise ValueError(
           f'--batch {batch}: a block of {rule.activation.features} activations is the tokens of one position in {block}'
@@ -101,7 +91,7 @@ class Programs:
           ' short ones (124m_short, wide2048_3_short); or leave this contender out'
         )
     # Shares of the steps, in the order of the phases.
-    self.phases = [(p.name, p.fraction) for p in self.described.phases] if self.described else [('dense', 1.0)]
+    self.phases = [(p.name, p.fraction) for p in self.described.phases]
 
   @functools.cached_property
   def shapes(self) -> State:
@@ -141,7 +131,7 @@ class Programs:
 
     Where nothing is searched, one program serves all steps: a race reads no flip rates.
     """
-    if self.described is None or self.described.refresh_every == 1:
+    if self.described.refresh_every == 1:
       return (None,)
     rules, leaves = match_rules(self.shapes.params, self.described), dict(leaves_by_path(self.shapes.params))
     found = [(rule.policy.projection, leaves[path]) for path, rule in rules.items()]
@@ -164,23 +154,13 @@ class Programs:
     """The jitted step of a phase and the shapes of its arguments."""
     scalar = jax.ShapeDtypeStruct((), jnp.float32)
     starts = jax.ShapeDtypeStruct((self.batch,), jnp.int32)
-    numbers = Numbers(scalar, scalar, jax.ShapeDtypeStruct((), jnp.int32))
+    numbers = Numbers(scalar, scalar, jax.ShapeDtypeStruct((), jnp.int32), scalar)
     step = jax.jit(functools.partial(self._step, phase, refresh), donate_argnums=0)
     return step, (self.shapes, self.tokens, starts, numbers)
 
-  def phase_at(self, step: int, steps: int) -> str:
-    """The phase of a step in a run of so many."""
-    done = 0.0
-    for name, share in self.phases[:-1]:
-      done += share
-      if step < round(done * steps):
-        return name
-    return self.phases[-1][0]
-
   def _init(self, seed: Array) -> State:
     params = self.model.init(jax.random.key(seed), jnp.zeros((1, self.length), jnp.int32))['params']
-    recipe = self.recipe(0.0) if self.recipe else None
-    return State(params, optimizer(recipe, self.phases[0][0]).init(params), jnp.zeros((), jnp.int32))
+    return State(params, optimizer(self.described, self.phases[0][0]).init(params), jnp.zeros((), jnp.int32))
 
   def _prune(self, state: State) -> State:
     return state._replace(params=s24.project(state.params, state.opt_state, self.described, phase='sparse'))
@@ -192,7 +172,7 @@ class Programs:
     model, sparse = self.model, {}
     if phase == 'dense' or not trains:  # there are no blocks of tokens, and to reorder them takes time
       model = model.clone(config=dataclasses.replace(model.config, ffn_order='sequence'))
-    if recipe is not None:
+    if recipe.rules:
       model = s24.sparsify(model, recipe if trains else eval_recipe(recipe), phase=phase)
       sparse = s24.sparse_variables(params, opt_state, recipe, phase=phase)
 
@@ -206,22 +186,20 @@ class Programs:
     self, phase: str, refresh: bool | None, state: State, tokens: Array, starts: Array, numbers: Numbers
   ) -> tuple[State, tuple[Array, Array]]:
     """One step; returns the loss and the norm of the gradient before it is clipped."""
-    recipe = self.recipe(numbers.decay) if self.recipe else None
+    recipe = self.recipe(numbers.decay, numbers.steps)
     key = jax.random.fold_in(jax.random.key(numbers.seed + 1), state.step)
     inputs, targets = windows(tokens, starts, self.length)
     loss_of = self._loss(phase, state.params, state.opt_state, recipe, trains=True)
     loss, grads = jax.value_and_grad(loss_of)(state.params, inputs, targets, key)
-    told = {} if recipe is None else {'refresh': refresh}
     updates, opt_state = optimizer(recipe, phase).update(
-      grads, state.opt_state, state.params, rate=numbers.rate, **told
+      grads, state.opt_state, state.params, rate=numbers.rate, refresh=refresh
     )
     params = optax.apply_updates(state.params, updates)
     return State(params, opt_state, state.step + 1), (loss, optax.tree.norm(grads))
 
   def _evaluate(self, phase: str, state: State, tokens: Array, held_out: Array) -> Array:
     """Mean loss of windows [batches, B]; weights as in training, activations dense."""
-    recipe = self.recipe(0.0) if self.recipe else None
-    loss_of = self._loss(phase, state.params, state.opt_state, recipe, trains=False)
+    loss_of = self._loss(phase, state.params, state.opt_state, self.described, trains=False)
 
     def one(starts: Array) -> Array:
       return loss_of(state.params, *windows(tokens, starts, self.length), jax.random.key(0))

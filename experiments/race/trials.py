@@ -9,8 +9,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from experiments.race.contenders import MANY_STEPS
 from experiments.race.programs import Numbers, Programs, State
 from experiments.race.search import Trial
+import sparse24_jax as s24
 
 WARM_UP, LAST_RATE = 0.1, 0.1  # shares: of the steps, of the peak rate
 _LOG_EVERY = 20
@@ -43,12 +45,13 @@ def clock(
 ) -> dict[str, Any]:
   """Milliseconds a step of each phase, mask searches included, on real text, and of all phases by their shares.
 
-  A burst of a phase is as many steps as the period of a mask search, so that each has one. Some that do not count come
-  first in each phase, so that all its programs have run, the one with the search too. In the first phase they take
-  `warm_s` seconds: a GPU that had nothing to do makes faster steps than it keeps up.
+  Phases of one name are timed once, and count with all their shares: MST is dense first and last. A burst is as many
+  steps as the period of a mask search or, for MST, four of its periods. Bursts that do not count come first in each
+  phase, so that all its programs have run, the one with the search too. In the first phase they take `warm_s` seconds:
+  a GPU that had nothing to do makes faster steps than it keeps up.
   """
   state, count = programs.init(np.int32(0)), itertools.count()
-  numbers = Numbers(np.float32(1e-5), np.float32(0.0), np.int32(0))
+  numbers = Numbers(np.float32(1e-5), np.float32(0.0), np.int32(0), np.float32(MANY_STEPS))
   starts = order(0, programs.batch, 1000, programs.length)
 
   def burst(phase: str, steps: int) -> float:
@@ -84,7 +87,11 @@ def run(
     steps: how many.
     step_ms: of a step, by `clock`: seconds of training are counted with it.
     evaluations: on held-out text, evenly spread; the last at the end.
+
+  Raises:
+    ValueError: fewer steps than the recipe takes; nothing is trained then.
   """
+  programs.recipe(trial.decay, steps)
   state: State = programs.init(np.int32(trial.seed))
   starts = order(trial.seed, steps * programs.batch, num_windows, programs.length).reshape(steps, programs.batch)
   held_out = jax.device_put(programs.held_out)
@@ -95,10 +102,10 @@ def run(
   wall, last = 0.0, time.perf_counter()
   for step in range(steps):
     numbers = Numbers(
-      np.float32(rate_at(step, steps, trial.rate)), np.float32(trial.decay), np.int32(trial.seed)
+      np.float32(rate_at(step, steps, trial.rate)), np.float32(trial.decay), np.int32(trial.seed), np.float32(steps)
     )
-    phase = programs.phase_at(step, steps)
-    if step and phase != programs.phase_at(step - 1, steps):
+    phase = s24.phase_at(programs.described, step, steps)
+    if step and phase != s24.phase_at(programs.described, step - 1, steps):
       state = programs.enter(phase, state)
     state, out = programs.step(phase, step)(state, tokens, starts[step], numbers)
     pending.append(out)

@@ -259,15 +259,9 @@ def make_optimizer(
 ) -> optax.GradientTransformationExtraArgs:
   """AdamW inside the recipe's wrapper; weight decay on matrices only.
 
-  Gradients are clipped before the wrapper, so that masked decay is not, or inside it where links come and go, so that
-  the norm is that of the links' gradients (as in the released code of mixed sparsity training). Learning rates are
-  `times` those of the configuration.
+  Learning rates are `times` those of the configuration.
   """
   opt = config.optimizer
-
-  def is_matrix(params: Any) -> Any:
-    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in ('kernel', 'embedding'), params)
-
   rate = learning_rate(config, times)
   # AdamW, spelt out because a recipe may hold the second moment in its sparse phase: STEP does.
   if recipe.freezes_second_moment:
@@ -277,10 +271,27 @@ def make_optimizer(
   decay = optax.add_decayed_weights(opt.weight_decay, is_matrix)
   inner = optax.chain(moments, decay, optax.scale_by_learning_rate(rate))
   clip = optax.clip_by_global_norm(opt.clip) if opt.clip else optax.identity()
+  return wrapped(clip, inner, recipe, phase, rate)
+
+
+def is_matrix(params: Any) -> Any:
+  """Which parameters decay: tree like `params` of bools."""
+  return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in ('kernel', 'embedding'), params)
+
+
+def wrapped(
+  clip: optax.GradientTransformation, inner: optax.GradientTransformation, recipe: s24.Recipe, phase: str,
+  learning_rate: optax.Schedule | None = None,
+) -> optax.GradientTransformationExtraArgs:  # fmt: skip
+  """Clip and optimizer in the recipe's wrapper.
+
+  Gradients are clipped before the wrapper, so that masked decay is not, or inside it where links come and go, so that
+  the norm is that of the links' gradients (as in the released code of mixed sparsity training).
+  """
   # Where links come and go the dense gradient is larger than that of the links, which alone is applied.
   if any(rule.policy.projection is not None and rule.policy.projection.update is not None for rule in recipe.rules):
-    return s24.sparse_training(optax.chain(clip, inner), recipe, phase=phase, learning_rate=rate)
-  return optax.chain(clip, s24.sparse_training(inner, recipe, phase=phase, learning_rate=rate))
+    return s24.sparse_training(optax.chain(clip, inner), recipe, phase=phase, learning_rate=learning_rate)
+  return optax.chain(clip, s24.sparse_training(inner, recipe, phase=phase, learning_rate=learning_rate))
 
 
 def validation_batches(parts: Parts, count: int) -> dict[str, Any]:

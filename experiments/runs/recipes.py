@@ -24,15 +24,32 @@ WATCHABLE = ('transposable', 'magnitude', 'soft_threshold_projection')
 def make_recipe(config: Config) -> s24.Recipe:
   """Returns the library's recipe that the configuration describes.
 
-  `recipe.kwargs.watch`, a projection, is given by its name; `recipe.kwargs.path` is `FFN` unless given, for recipes
-  that need one, and so are `up` and `down`, `FFN_UP` and `FFN_DOWN`; `total_steps` and `seed` are those of the run;
-  `recipe.kwargs.attention` is what `attention_of` takes, `recipe.kwargs.policy` what `policy_of` takes;
-  `recipe.flip_rate` overrides the recipe's own.
+  `recipe.kwargs` is what `recipe_of` takes; `recipe.flip_rate` overrides the recipe's own.
 
   Raises:
     ValueError: no such recipe, or arguments that it does not take.
   """
-  name, kwargs = config.recipe.name, config.recipe.kwargs.to_dict()
+  recipe = recipe_of(config.recipe.name, config.recipe.kwargs.to_dict(), config.steps, config.get('seed', 0))
+  recipe = dataclasses.replace(recipe, flip_rate=config.recipe.flip_rate)
+  if (implementation := config.recipe.get('implementation', 'auto')) in ('auto', 'reference'):
+    return with_implementation(recipe, implementation)
+  # The kernels of a block with sparse activations are named in its own policy, which these names do not fit.
+  policies = [dataclasses.replace(rule.policy, implementation=implementation) for rule in recipe.rules]
+  rules = (dataclasses.replace(rule, policy=policy) for rule, policy in zip(recipe.rules, policies, strict=True))
+  return dataclasses.replace(recipe, rules=tuple(rules))
+
+
+def recipe_of(name: str, given: Mapping[str, Any], steps: int, seed: int = 0) -> s24.Recipe:
+  """The library's recipe of this name, from plain values.
+
+  `watch`, a projection, is given by its name; `path` is `FFN` unless given, for recipes that need one, and so are `up`
+  and `down`, `FFN_UP` and `FFN_DOWN`; `total_steps` and `seed` are those of the run; `attention` is what `attention_of`
+  takes, `policy` what `policy_of` takes.
+
+  Raises:
+    ValueError: no such recipe, or arguments that it does not take.
+  """
+  kwargs = dict(given)
   if name not in s24.recipes.__all__:
     raise ValueError(f'recipe.name is {name!r}; known: {", ".join(s24.recipes.__all__)}')
   if kwargs.get('watch') is not None:
@@ -45,9 +62,9 @@ def make_recipe(config: Config) -> s24.Recipe:
     if key in signature.parameters and signature.parameters[key].default is inspect.Parameter.empty:
       kwargs.setdefault(key, path)
   if 'total_steps' in signature.parameters:
-    kwargs.setdefault('total_steps', config.steps)
+    kwargs.setdefault('total_steps', steps)
   if 'seed' in signature.parameters:
-    kwargs.setdefault('seed', config.get('seed', 0))
+    kwargs.setdefault('seed', seed)
   try:
     if 'attention' in kwargs:
       kwargs['attention'] = attention_of(kwargs['attention'])
@@ -56,15 +73,10 @@ def make_recipe(config: Config) -> s24.Recipe:
     signature.bind(**kwargs)
   except TypeError as error:
     raise ValueError(f'recipe.kwargs of {name}{signature}: {error}') from error
-  recipe = dataclasses.replace(make(**kwargs), flip_rate=config.recipe.flip_rate)
+  recipe = make(**kwargs)
   for rule in recipe.rules:
     patterns.require_fast('recipe.kwargs: the path', rule.path)
-  if (implementation := config.recipe.get('implementation', 'auto')) in ('auto', 'reference'):
-    return with_implementation(recipe, implementation)
-  # The kernels of a block with sparse activations are named in its own policy, which these names do not fit.
-  policies = [dataclasses.replace(rule.policy, implementation=implementation) for rule in recipe.rules]
-  rules = (dataclasses.replace(rule, policy=policy) for rule, policy in zip(recipe.rules, policies, strict=True))
-  return dataclasses.replace(recipe, rules=tuple(rules))
+  return recipe
 
 
 def policy_of(stored: Mapping[str, Any]) -> s24.ActivationPolicy:

@@ -91,6 +91,7 @@ class MatchTest(parameterized.TestCase):
     (r'h_0/.*|h_7/.*', "'h_7/.*' in the rule"),
     (r'.*/(?:attn|(?:ff|ffn)/(?:up|down))/.*', r"'\(\?:ff\|ffn\)/\(\?:up\|down\)' in the rule .* of another model"),
     (r'(?i).*/(MLP|heads)/.*', "'heads' in the rule"),
+    (r'(?=(?:.*/(?:a|b).*))?(?i:.*/(MLP|heads)/.*)', "'heads' in the rule"),
   )
   def test_an_alternative_that_matches_nothing_is_told(self, path, message):
     (said,) = rules.idle_alternatives(params(), recipe((path, STE)))
@@ -102,7 +103,7 @@ class MatchTest(parameterized.TestCase):
   @parameterized.parameters(
     '.*/(attn|mlp)/.*', 'h_(0|1)/.*', '(h|_|[01])+/attn/.*', r'.*/(attn|up)/(kernel|bias)', r'(h_\d/|)attn/kernel',
     r'h_(?!a|b)\d/[^|(]*/(up/)?kernel', '(?P<layer>h_0|h_1)/.*', r'.*/attn/kernel|.*/mlp/.*', '.*/(?i:attn|x)/.*',
-    '(?x) .*attn.* # not (mlp|x))',
+    '(?x) .*attn.* # not (mlp|x))', r'(?=(?:.*/(attn|mlp)/.*)\Z)(?:.*/attn/.*)', r'.*/(?<!(a|b)/)attn/.*',
   )
   def test_alternatives_that_match_are_not(self, path):
     self.assertEmpty(rules.idle_alternatives(params(), recipe((path, STE))))

@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
 from pathlib import Path
@@ -87,9 +88,7 @@ class ProgramsTest(absltest.TestCase):
     model = model.clone(config=dataclasses.replace(model.config, num_layers=1))
     text = np.frombuffer(TEXT.encode(), np.uint8)
     shape, held_out = jax.ShapeDtypeStruct(text.shape, text.dtype), np.zeros((2, batch), np.int32)
-    recipe = contenders.make_recipe(name, tiny=True)
-    made = programs.Programs(model, recipe, batch, shape, held_out, contenders.CONTENDERS[name].from_pruned)
-    return made, jnp.asarray(text)
+    return programs.Programs(model, contenders.contender(name, tiny=True), batch, shape, held_out), jnp.asarray(text)
 
   def test_an_unsampled_contender_draws_nothing(self):
     """Its gradient needs no random key."""
@@ -106,6 +105,11 @@ class ProgramsTest(absltest.TestCase):
       draws = self.assertRaisesRegex(ValueError, 'mvue')
       with self.subTest(name), contextlib.nullcontext() if name in unsampled else draws:
         jax.eval_shape(jax.grad(loss), made.shapes.params, made.shapes.opt_state)
+
+  def test_a_burst_of_the_clock_has_its_share_of_searches(self):
+    for name, contender in contenders.CONTENDERS.items():
+      recipe = contender.make(1e-4, contenders.MANY_STEPS)
+      self.assertEqual(contenders.SEARCH_EVERY % recipe.refresh_every, 0, name)
 
   def test_what_has_no_masks_is_one_program(self):
     found = {name: self.made(name)[0].refreshes for name in ('dense', 'fst', 's_ste_fp8', 's_ste_fp8_all')}
@@ -135,7 +139,7 @@ class ProgramsTest(absltest.TestCase):
       return value, optax.apply_updates(params, updates)
 
     value, wanted = expected(state.params)
-    numbers = programs.Numbers(jnp.float32(3e-3), jnp.float32(0.0), jnp.int32(0))
+    numbers = programs.Numbers(jnp.float32(3e-3), jnp.float32(0.0), jnp.int32(0), jnp.float32(1))
     after, (found, _) = jax.jit(made._step, static_argnums=(0, 1))('dense', None, state, text, starts, numbers)
     np.testing.assert_allclose(found, value, rtol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), after.params, wanted)
@@ -149,20 +153,18 @@ class ProgramsTest(absltest.TestCase):
     self.assertLen(masks, len(kernels))
     ends = []
     for decay in (0.0, 10.0):
-      numbers = programs.Numbers(jnp.float32(1e-2), jnp.float32(decay), jnp.int32(0))
+      numbers = programs.Numbers(jnp.float32(1e-2), jnp.float32(decay), jnp.int32(0), jnp.float32(1))
       after, _ = step('sparse', None, state, text, jnp.arange(4), numbers)
       ends.append(after.params['h_0']['attn']['c_attn']['kernel'])
     # Decay moves what the mask leaves out; what it keeps takes the same step.
     moved, mask = np.abs(ends[0] - ends[1]) > 1e-7, state.opt_state[1].projections['h_0']['attn']['c_attn']['kernel']
     self.assertGreater(moved[~mask].mean(), 0.5)
     self.assertFalse(moved[mask].any())
-    self.assertEqual([made.phase_at(i, 12) for i in (0, 9, 10, 11)], ['sparse', 'sparse', 'dense', 'dense'])
-
 
   def test_sparse_activations_take_blocks_of_sequences(self):
     for name, block in (('neuron_level', 64), ('neuron_level_128', 128), ('neuron_level_published', 64)):
       self.made(name, block)
-      recipe = contenders.make_recipe(name)(0.0)
+      recipe = contenders.CONTENDERS[name].make(0.0, contenders.MANY_STEPS)
       for width in (768, 2048):  # on kernels, whether there are records of this size or not
         (policy,) = {rule.activation for rule in recipe.rules}
         plan = plan_neurons(policy, 128 * 256, width, 4 * width, jnp.bfloat16, on=target('nvidia_h200'))
@@ -209,7 +211,7 @@ class ProgramsTest(absltest.TestCase):
       state = state._replace(params=jax.tree.map(lambda p: 3 * p if p.ndim > 1 else p, state.params))
       rows = np.stack([np.asarray(text)[i : i + 17] for i in starts]).astype(np.int32)
       batch = {'inputs': rows[None, :, :-1], 'targets': rows[None, :, 1:]}
-      numbers, found = programs.Numbers(jnp.float32(1e-3), jnp.float32(0.0), jnp.int32(0)), {}
+      numbers, found = programs.Numbers(jnp.float32(1e-3), jnp.float32(0.0), jnp.int32(0), jnp.float32(1)), {}
       for phase in ('dense', 'sparse'):
         _, found[phase] = jax.jit(made._step, static_argnums=(0, 1))(phase, False, state, text, starts, numbers)
         tx = build.make_optimizer(config, parts.recipe, phase)
@@ -245,13 +247,69 @@ class ProgramsTest(absltest.TestCase):
         up, attention = params['h_0']['mlp']['c_fc']['kernel'], params['h_0']['attn']['c_attn']['kernel']
         self.assertEqual((np.count_nonzero(up) / up.size, np.count_nonzero(attention)), (share, attention.size), name)
 
+  def test_mst_has_the_schedules_of_a_run_of_any_length(self):
+    make = contenders.CONTENDERS['mst'].make
+
+    @jax.jit
+    def traced(steps, at):
+      topologies = [rule.policy.projection.update for rule in make(0.0, steps).rules]
+      return [(topology.density(at), topology.drop_fraction(at)) for topology in topologies]
+
+    for steps in (400, 1237):
+      at = np.arange(1, steps + 1, dtype=np.int32)
+      topologies = [rule.policy.projection.update for rule in make(0.0, steps).rules]
+      wanted = [(topology.density(at), topology.drop_fraction(at)) for topology in topologies]
+      np.testing.assert_allclose(traced(np.float32(steps), at), wanted, atol=1e-6)
+      self.assertGreater(np.ptp(wanted[0][1]), 0.29)  # it depends on the length
+
+  @pytest.mark.slow
+  def test_mst_is_dense_then_half_dense_then_dense_again(self):
+    made, text = self.made('mst')
+    made.init, steps, seen = jax.jit(made._init), {}, []
+
+    def step(phase, at):
+      steps.setdefault(phase, jax.jit(made._step, static_argnums=(0, 1)))
+
+      def run(state, *given):
+        state, out = steps[phase](phase, None, state, text, *given[1:])
+        kernels = [w for path, w in jax.tree_util.tree_leaves_with_path(state.params) if path[-1].key == 'kernel']
+        links = jax.tree.leaves(state.opt_state.projections)
+        seen.append((phase, *(list(map(np.asarray, each)) for each in (kernels, links))))
+        return state, out
+
+      return run
+
+    made.step, made.evaluate = step, lambda phase: lambda *_: np.float32(0)
+    trials.run(made, None, 2, Trial(1e-2, 0.0), steps=400, step_ms=1.0, evaluations=1)
+    self.assertEqual([phase for phase, *_ in seen], ['dense'] * 10 + ['sparse'] * 370 + ['dense'] * 20)
+    for phase, kernels, links in seen:
+      for w, mask in zip(kernels, links, strict=True):
+        self.assertTrue(w.all() if phase == 'dense' else not w[~mask].any())
+    shapes = {str(i): mask.shape for i, mask in enumerate(seen[0][-1])}
+    topology = made.described.rules[0].policy.projection.update
+    wanted = [float(share) for share in topology.densities(jnp.int32(50), shapes).values()]
+    self.assertBetween(np.mean(wanted), 0.4, 0.5)
+    ultra = [links for _, _, links in seen[20:380]]
+    for links in ultra:
+      np.testing.assert_allclose([mask.mean() for mask in links], wanted, atol=1e-3)
+      for mask in links:
+        fours = [mask.reshape(-1, 4, mask.shape[1]).sum(1), mask.reshape(len(mask), -1, 4).sum(2)]
+        self.assertLessEqual(max(map(np.max, fours)), 2)
+    moved = [any((a != b).any() for a, b in zip(*pair, strict=True)) for pair in itertools.pairwise(ultra)]
+    self.assertEqual({at % 10 for at in np.flatnonzero(moved)}, {8})  # in every tenth step
+
+  def test_a_run_too_short_for_mst_is_refused(self):
+    made, _ = self.made('mst')
+    with self.assertRaisesRegex(ValueError, 'a stage of 300 steps x 0.025 is shorter than refresh_every=10'):
+      trials.run(made, None, 2, Trial(1e-3, 0.0), steps=300, step_ms=1.0, evaluations=1)
+
   @pytest.mark.slow
   def test_two_programs_train_what_one_does(self):
     made, text = self.made('fst')
     made.lower()
     made.compile()
     alone = jax.jit(made._step, static_argnums=(0, 1))
-    numbers = programs.Numbers(jnp.float32(1e-2), jnp.float32(6e-4), jnp.int32(0))
+    numbers = programs.Numbers(jnp.float32(1e-2), jnp.float32(6e-4), jnp.int32(0), jnp.float32(1))
     first = made.init(np.int32(0))
     searched, ends = [jax.tree.leaves(jax.device_get(first.opt_state[1].projections))], []
     for step_at in (lambda i: made.step('sparse', i), lambda i: lambda *x: alone('sparse', None, *x)):
@@ -290,6 +348,23 @@ class ClockTest(absltest.TestCase):
       found = trials.clock(made, None, search_every=5, bursts=2, warm_s=25)
     self.assertEqual(found['bursts_ms'], {'sparse': [2000, 2000], 'dense': [2000, 2000]})
     self.assertEqual(found['step_ms'], 2000)
+
+  def test_phases_of_one_name_are_timed_once_and_count_with_their_shares(self):
+    made = mock.Mock(batch=1, length=1, phases=(('dense', 0.025), ('sparse', 0.925), ('dense', 0.05)))
+    now = [0.0]
+
+    def step_of(phase, step):
+      def run(state, *_):
+        now[0] += {'dense': 2.0, 'sparse': 1.0}[phase]
+        return state, 0
+
+      return run
+
+    made.step = step_of
+    with mock.patch.object(trials.time, 'perf_counter', lambda: now[0]):
+      found = trials.clock(made, None, search_every=5, bursts=2)
+    self.assertEqual(found['phases_ms'], {'dense': 2000, 'sparse': 1000})
+    self.assertAlmostEqual(found['step_ms'], 0.925 * 1000 + 0.075 * 2000)
 
   def test_the_first_runs_of_a_program_do_not_count(self):
     made = mock.Mock(batch=1, length=1, phases=(('sparse', 0.5), ('dense', 0.5)))
