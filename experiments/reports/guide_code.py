@@ -1,10 +1,9 @@
 """The lines that train as a contender of a comparison did."""
 
-from experiments.race.contenders import FFN
 from experiments.reports.evidence import Option
+from experiments.runs.recipes import FFN, LINEAR
 from sparse24_jax import recipes
 
-_LINEAR = r'.*/(attn|mlp)/.*'
 # By the title of an option, or of what a dense model does in FP8: what makes the recipe.
 _MADE_BY = {
   'FST': 's24.recipes.transposable_srste({path}, masked_decay={decay:g})',
@@ -23,7 +22,7 @@ def code(option: Option, contender: str, *, rate: float, decay: float, hidden: i
   if title not in _MADE_BY:
     return lines
   everywhere = contender.endswith('_all') or option.recipe is None
-  made = _MADE_BY[title].format(path=f"r'{_LINEAR if everywhere else FFN}'", decay=decay)
+  made = _MADE_BY[title].format(path=f"r'{LINEAR if everywhere else FFN}'", decay=decay)
   phases = option.recipe is not None and len(recipes.KNOWN[option.recipe].example('.*').phases) > 1
   phase, learning_rate = ', phase=phase' * phases, f', learning_rate={rate:g}' * (title == 'SR-STE')
   return [

@@ -213,8 +213,8 @@ class CodeTest(parameterized.TestCase):
     self.assertLessEqual(max(map(len, lines)), 96)
     self.assertEqual(lines[0].startswith('#'), '_ffn' in contender)
     self.assertEqual(jax.tree.map(jnp.shape, names['grads']), jax.tree.map(jnp.shape, params))
-    made = CONTENDERS[contender].recipe(2e-5) if contender in CONTENDERS and OPTIONS[title].recipe else None
-    if made is not None:
+    if contender in CONTENDERS and OPTIONS[title].recipe:
+      made = CONTENDERS[contender].make(2e-5, 1000)
       (own,), (theirs,) = names['recipe'].describe()['rules'], made.describe()['rules']
       self.assertEqual(own | {'path': ''}, theirs | {'path': ''})
       self.assertEqual(names['recipe'].phases, made.phases)
