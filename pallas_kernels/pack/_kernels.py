@@ -85,16 +85,38 @@ def masked_kernel(
   w, codes, row_values, row_metadata, column_values, column_metadata,
   ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-  """Both operands under given codes."""
+  """Both operands in 16 bits under given codes."""
   place = blocks.tile(ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS)
   batch = tl.program_id(1).to(tl.int64)
   words = blocks.load_blocks(w + batch * ROWS * COLUMNS, place, COLUMNS)
-  at = batch * (ROWS // 4) * (COLUMNS // 4) + place[0] * (COLUMNS // 4) + place[1]
-  code = tl.load(codes + at, mask=place[2], other=0).to(tl.uint32)
+  code = _load_code(codes, place, batch, ROWS, COLUMNS)
   x = blocks.zero_free(blocks.narrow_words(words, w.dtype.element_ty, row_values.dtype.element_ty), code)
   _store_both(
     x, code, row_values, row_metadata, column_values, column_metadata, place, batch, ROWS, COLUMNS, False, False
   )  # fmt: skip
+
+
+@triton.jit
+def masked_scaled_kernel(
+  w, codes, scale, row_values, row_metadata, column_values, column_metadata,
+  ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
+):  # fmt: skip
+  """Both operands of w times `scale`, in float8, under given codes."""
+  place = blocks.tile(ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS)
+  batch = tl.program_id(1).to(tl.int64)
+  x = blocks.entries(blocks.load_blocks(w + batch * ROWS * COLUMNS, place, COLUMNS))
+  code = _load_code(codes, place, batch, ROWS, COLUMNS)
+  x = blocks.scaled(x, tl.load(scale + batch), w.dtype.element_ty, row_values.dtype.element_ty)
+  _store_both(
+    blocks.zero_free(x, code), code, row_values, row_metadata, column_values, column_metadata, place, batch, ROWS,
+    COLUMNS, False, False,
+  )  # fmt: skip
+
+
+@triton.jit
+def _load_code(codes, place, batch, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+  at = batch * (ROWS // 4) * (COLUMNS // 4) + place[0] * (COLUMNS // 4) + place[1]
+  return tl.load(codes + at, mask=place[2], other=0).to(tl.uint32)
 
 
 @triton.jit
@@ -268,6 +290,7 @@ def _store_both(
     column_values + batch * half, positions.choose_all(blocks.transposed_words(x), down), place, ROWS, COLUMNS, True,
     TOGETHER,
   )
+  bits: tl.constexpr = row_values.dtype.element_ty.primitive_bitwidth
   positions.store_metadata_pair(
-    row_metadata + batch * size, across, column_metadata + batch * size, down, place, ROWS, COLUMNS
+    row_metadata + batch * size, across, column_metadata + batch * size, down, place, ROWS, COLUMNS, bits
   )

@@ -113,18 +113,24 @@ def _mask_on_a_part(shard: _partitioning.Shard, w: Array) -> Array:
 
 
 def masked_pack(
-  w: Array, codes: Array, *, dtype: Any = None, implementation: _dispatch.Implementation = None
-) -> PackedPair:
-  """Both operands of `w` under a mask chosen earlier: new values, old pattern.
+  w: Array, codes: Array, scale: Array | None = None, *, dtype: Any = None,
+  implementation: _dispatch.Implementation = None,
+) -> PackedPair:  # fmt: skip
+  """Both operands of `w`, in float8 of scale w, under a mask chosen earlier: new values, old pattern.
+
+  Float8 is rounded as by `soft_threshold_pack`, but that -0.0 stays where it is kept.
 
   Args:
     w: [..., R, C], both multiples of four; bfloat16, float16 or float32.
     codes: uint16 [..., R/4, C/4] as in `PackedPair`; no row and no column of a block keeps more than two.
-    dtype: of the packed values; None is the dtype of `w`, bfloat16 for float32.
-    implementation: 'reference', 'triton', a tuple of them in order, or None to choose.
+    scale: float32, shape `w.shape[:-2]`, in float8; else None.
+    dtype: of the packed values, bfloat16, float16, float8_e4m3fn or float8_e5m2; None is the dtype of `w`, bfloat16 for
+      float32.
+    implementation: 'reference', 'triton' (float8: compute capability 8.9), a tuple of them in order, or None to choose.
 
   Raises:
-    ValueError: shapes or dtypes do not fit, or the named implementation refuses.
+    ValueError: shapes or dtypes do not fit, float8 lacks a scale or another dtype has one, or the named implementation
+      refuses.
 
   >>> import jax, jax.numpy as jnp
   >>> from pallas_kernels.pack.api import masked_pack, transposable_pack
@@ -135,10 +141,10 @@ def masked_pack(
   """
   _check_blocks(w)
   _check_codes(w, codes, 'codes')
-  pair = (*_OPERANDS[-1], *_OPERANDS[-2], _CODES)
-  return _call_on_parts(
-    'masked_pack', (_WEIGHT, _CODES), pair, implementation, w, codes, dtype=values_dtype(w, dtype)
-  )
+  dtype = values_dtype(w, dtype, float8=True)
+  scale = check_scale(scale, dtype, w, 'w')
+  texts, pair = (_WEIGHT, _CODES, *(() if scale is None else ('',))), (*_OPERANDS[-1], *_OPERANDS[-2], _CODES)
+  return _call_on_parts('masked_pack', texts, pair, implementation, w, codes, scale, dtype=dtype)
 
 
 def soft_threshold_pack(

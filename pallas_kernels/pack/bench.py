@@ -55,6 +55,8 @@ def _in_16_bits() -> Iterator[_Job]:
 def _in_float8() -> Iterator[_Job]:
   for shape, _, dtype, top, x in float8_inputs():
     scale = jnp.full(shape[:-2], float(jnp.finfo(dtype).max) / top, F32)
+    codes = reference.mask_codes(reference.transposable.transposable_mask(-x[..., ::-1]))
+    yield 'masked_pack', shape, x.dtype, dict(dtype=dtype), (x, codes, scale)
     yield from _of_one_operand(x, scale, dict(dtype=dtype), (scale,))
 
 

@@ -7,8 +7,8 @@ _CODES = 1 / 8
 
 
 def packed_entry(width: int, operands: int = 1) -> float:
-  """Bytes of what is packed of an entry: operands; of float8 one, and the matrix dense."""
-  return sparse_entry(width) + width if width == 1 else operands * sparse_entry(width)
+  """Bytes of what is packed of an entry: operands; of float8 two, or one and the matrix dense."""
+  return sparse_entry(width) + width if width == 1 and operands < 2 else operands * sparse_entry(width)
 
 
 def transposable_pack(entries: int, wide: int, width: int) -> Move:
@@ -19,7 +19,7 @@ def transposable_pack(entries: int, wide: int, width: int) -> Move:
 def masked_pack(entries: int, wide: int, width: int, *, operands: int = 2, from_mask: bool = False) -> Move:
   """Of `pack.api.masked_pack`; `from_mask` with the pass of XLA's, about as fast, that makes codes of a mask."""
   codes = _CODES + (1 + _CODES if from_mask else 0)
-  return Move('masked_pack', entries * (wide + packed_entry(width, operands) + codes))
+  return Move('masked_pack8' if width == 1 else 'masked_pack', entries * (wide + packed_entry(width, operands) + codes))
 
 
 def soft_threshold_pack(entries: int, wide: int, width: int, *, axis: int = -2) -> Move:

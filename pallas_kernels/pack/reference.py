@@ -70,10 +70,10 @@ def transposable_pack(w: Array, *, dtype: jnp.dtype) -> PackedPair:
 
 
 @one_program('dtype')
-def masked_pack(w: Array, codes: Array, *, dtype: jnp.dtype) -> PackedPair:
+def masked_pack(w: Array, codes: Array, scale: Array | None = None, *, dtype: jnp.dtype) -> PackedPair:
   """See `api.masked_pack`."""
   mask = code_mask(codes)
-  values = w.astype(dtype)
+  values = w.astype(dtype) if scale is None else saturated(w.astype(jnp.float32) * scale[..., None, None], dtype)
   rows = to_operand(formats.compress(values, mask, axis=-1))
   columns = to_operand(formats.compress(values, mask, axis=-2))
   return PackedPair(rows, columns, codes)

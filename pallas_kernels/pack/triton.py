@@ -11,6 +11,7 @@ from pallas_kernels import _triton
 from pallas_kernels.operand import metadata_shape, SparseOperand
 from pallas_kernels.pack._kernels import (
   masked_kernel,
+  masked_scaled_kernel,
   mvue_kernel,
   mvue_scaled_kernel,
   repair_kernel,
@@ -47,12 +48,15 @@ def transposable_pack(w: Array, *, dtype: jnp.dtype, config: Config | None = Non
   return _pair(operands, codes)
 
 
-def masked_pack(w: Array, codes: Array, *, dtype: jnp.dtype, config: Config | None = None) -> PackedPair:
+def masked_pack(
+  w: Array, codes: Array, scale: Array | None = None, *, dtype: jnp.dtype, config: Config | None = None
+) -> PackedPair:
   """See `api.masked_pack`."""
   config = config or Config()
   batches, rows, columns = _shape(w, dtype)
+  kernel, scales = (masked_kernel, ()) if scale is None else (masked_scaled_kernel, (scale.reshape(-1),))
   operands = _triton.call(
-    masked_kernel, w, codes,
+    kernel, w, codes, *scales,
     out_shape=pair_structs(w.shape, dtype),
     grid=config.grid(batches, rows, columns), num_warps=config.num_warps, **config.constants(rows, columns),
   )  # fmt: skip
@@ -109,18 +113,21 @@ def _shape(x: Array, dtype: jnp.dtype) -> tuple[int, int, int]:
 
 def structs(shape: tuple[int, ...], dtype: jnp.dtype, axis: int) -> list[jax.ShapeDtypeStruct]:
   """Values and metadata of one operand of an array, and in float8 the array."""
+  return _of_operand(shape, dtype, axis) + ([jax.ShapeDtypeStruct(shape, dtype)] if is_float8(dtype) else [])
+
+
+def pair_structs(shape: tuple[int, ...], dtype: jnp.dtype) -> list[jax.ShapeDtypeStruct]:
+  """Values and metadata of both operands."""
+  return _of_operand(shape, dtype, -1) + _of_operand(shape, dtype, -2)
+
+
+def _of_operand(shape: tuple[int, ...], dtype: jnp.dtype, axis: int) -> list[jax.ShapeDtypeStruct]:
   *lead, rows, columns = shape
   m, k = (columns, rows) if axis == -2 else (rows, columns)
   return [
     jax.ShapeDtypeStruct((*lead, m, k // 2), dtype),
     jax.ShapeDtypeStruct((*lead, *metadata_shape(m, k)), jnp.uint32),
-    *([jax.ShapeDtypeStruct(shape, dtype)] if is_float8(dtype) else []),
   ]
-
-
-def pair_structs(shape: tuple[int, ...], dtype: jnp.dtype) -> list[jax.ShapeDtypeStruct]:
-  """Those of both operands."""
-  return structs(shape, dtype, -1) + structs(shape, dtype, -2)
 
 
 def _pair(operands: Sequence[Array], codes: Array) -> PackedPair:

@@ -241,9 +241,20 @@ def _nonzero_row(row):
 
 @triton.jit
 def zero_free(w, code):
-  """A block's rows in words, zero where `code` does not keep entries."""
-  bits = code | code << 15
-  return _zero_row(w[0], bits), _zero_row(w[1], bits >> 4), _zero_row(w[2], bits >> 8), _zero_row(w[3], bits >> 12)
+  """A block's rows in words, of 16 or 8 bits, zero where `code` does not keep entries."""
+  if len(w[0]) == 1:
+    return (
+      _zero_bytes(w[0], code), _zero_bytes(w[1], code >> 4), _zero_bytes(w[2], code >> 8), _zero_bytes(w[3], code >> 12),
+    )  # fmt: skip
+  else:
+    bits = code | code << 15
+    return _zero_row(w[0], bits), _zero_row(w[1], bits >> 4), _zero_row(w[2], bits >> 8), _zero_row(w[3], bits >> 12)
+
+
+@triton.jit
+def _zero_bytes(row, code):
+  # The product puts each of the lowest four bits into a byte.
+  return (row[0] & (((code & 0xF) * 0x00204081 & 0x01010101) * 0xFF),)
 
 
 @triton.jit

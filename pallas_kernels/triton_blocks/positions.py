@@ -166,11 +166,12 @@ def store_metadata(
 
 @triton.jit
 def store_metadata_pair(
-  row_metadata, row_nibble, column_metadata, column_nibble, place, rows: tl.constexpr, columns: tl.constexpr
-):
-  """Writes the positions of both operands, with 16-bit values, under the same two barriers."""
-  scatter_nibbles(row_metadata, row_nibble, place, rows, columns, False, 16)
-  scatter_nibbles(column_metadata, column_nibble, place, rows, columns, True, 16)
+  row_metadata, row_nibble, column_metadata, column_nibble, place, rows: tl.constexpr, columns: tl.constexpr,
+  bits: tl.constexpr,
+):  # fmt: skip
+  """Writes the positions of both operands, with values of `bits` bits, under the same two barriers."""
+  scatter_nibbles(row_metadata, row_nibble, place, rows, columns, False, bits)
+  scatter_nibbles(column_metadata, column_nibble, place, rows, columns, True, bits)
   tl.debug_barrier()
   row_word, row_at, row_there = gather_metadata(row_metadata, row_nibble.shape, place, rows, columns, False)
   column_word, column_at, column_there = gather_metadata(column_metadata, row_nibble.shape, place, rows, columns, True)

@@ -138,6 +138,9 @@ def triton_calls() -> Iterator[tuple[str, Callable[[], object]]]:
     codes = S((N // 4, N // 4), jnp.uint16)
     yield f'transposable {name}', lambda x=x: jax.eval_shape(lambda a: pack.transposable_pack(a, dtype=BF16), x)
     yield f'masked {name}', lambda x=x, c=codes: jax.eval_shape(lambda a, c: pack.masked_pack(a, c, dtype=BF16), x, c)
+    yield f'masked8 {name} True', lambda x=x, c=codes: jax.eval_shape(
+      lambda a, c, s: pack.masked_pack(a, c, s, dtype=E4M3), x, c, scale
+    )
     for axis in (-1, -2):
       soft = functools.partial(pack.soft_threshold_pack, axis=axis, dtype=BF16)
       yield f'soft threshold {name} {axis}', lambda x=x, f=soft: jax.eval_shape(f, x, scale)

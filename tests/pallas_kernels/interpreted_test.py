@@ -20,7 +20,7 @@ class InterpretedTest(absltest.TestCase):
 
   def test_first_cases(self):
     found = triton_interpreter.run_interpreted(*WITH_FIRST_CASES, 'sparse_attention', 'quantize', 'vnm', only=CASES)
-    self.assertRegex(found, r'Ran 15 tests in [^\n]+\n\nOK')
+    self.assertRegex(found, r'Ran 16 tests in [^\n]+\n\nOK')
 
   @pytest.mark.slow
   def test_all_cases(self):

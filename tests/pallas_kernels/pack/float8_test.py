@@ -13,8 +13,10 @@ import pytest
 from pallas_kernels import formats
 from pallas_kernels.operand import from_operand
 from pallas_kernels.pack import api
+from pallas_kernels.pack.reference import mask_codes
 from pallas_kernels.quantize.api import amax, current_scale
 from pallas_kernels.two_of_four import mvue
+from pallas_kernels.two_of_four.transposable import transposable_mask
 from tests.draws import gaussian
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -27,6 +29,7 @@ def normal(shape, dtype=jnp.bfloat16, seed=0):
 
 
 # Compiled: one by one, the operations would take ten times as long.
+masked_pack = jax.jit(api.masked_pack, static_argnames='dtype')
 soft_threshold_pack = jax.jit(api.soft_threshold_pack, static_argnames=('axis', 'dtype'))
 mvue_pack = jax.jit(api.mvue_pack, static_argnames=('origin', 'dtype'))
 decompress = jax.jit(lambda operand: formats.decompress(from_operand(operand)))
@@ -58,6 +61,9 @@ def expected_mean(group, scale, dtype):
   return np.sign(group) * p * rounded((values * scale / 2).astype(np.float32), dtype) / (scale / 2)
 
 
+_CODES = np.zeros((2, 2), np.uint16)
+
+
 class SoftThresholdTest(parameterized.TestCase):
 
   @parameterized.product(axis=(-1, -2), dtype=(E4M3, E5M2))
@@ -84,6 +90,35 @@ class SoftThresholdTest(parameterized.TestCase):
     packed = soft_threshold_pack(w, jnp.float32(100), axis=-1, dtype=E4M3)
     for found in (dense(packed.operand), np.asarray(packed.dense).astype(np.float32)):
       np.testing.assert_array_equal(np.argwhere(np.isnan(found)), [[3, 4], [3, 5]])
+
+
+class MaskedTest(parameterized.TestCase):
+
+  @parameterized.parameters(E4M3, E5M2)
+  @pytest.mark.few
+  def test_operands_hold_the_rounded_weight_under_the_mask(self, dtype):
+    w, mask = normal((2, 68, 132), jnp.float32), transposable_mask(normal((2, 68, 132), jnp.float32, seed=1))
+    # A largest entry that saturates and one that is just the largest.
+    scale = np.asarray(LARGEST[dtype] / np.abs(np.asarray(w)).max((1, 2)) * [2.0, 1.0], np.float32)
+    packed = masked_pack(w, mask_codes(mask), scale, dtype=dtype)
+    expected = rounded(np.asarray(w) * scale[:, None, None], dtype) * np.asarray(mask)
+    self.assertEqual(packed.rows.dtype, dtype)
+    np.testing.assert_array_equal(dense(packed.rows), expected)
+    np.testing.assert_array_equal(dense(packed.columns), np.swapaxes(expected, 1, 2))
+
+  def test_free_positions_hold_zeros_without_a_sign(self):
+    # Of each group one entry is kept, the last; what else is stored is none of the weight's.
+    mask = jnp.asarray(np.tile(np.eye(4, dtype=bool)[::-1], (2, 16)))
+    packed = masked_pack(jnp.full((8, 64), -1.0), mask_codes(mask), jnp.float32(1), dtype=E4M3)
+    for operand in (packed.rows, packed.columns):
+      bits, count = np.unique(np.asarray(operand.values).view(np.uint8), return_counts=True)
+      self.assertEqual(dict(zip(bits.tolist(), count.tolist(), strict=True)), {0x00: 128, 0xB8: 128})
+
+  def test_nan_stays_where_it_is_kept(self):
+    w = normal((8, 64)).at[2:4, 5].set(jnp.nan)
+    mask = jnp.zeros((8, 64), bool).at[3, 5].set(True)
+    found = dense(masked_pack(w, mask_codes(mask), jnp.float32(100), dtype=E4M3).rows)
+    np.testing.assert_array_equal(np.argwhere(np.isnan(found)), [[3, 5]])
 
 
 class MvueTest(parameterized.TestCase):
@@ -138,6 +173,9 @@ class MvueTest(parameterized.TestCase):
   @parameterized.named_parameters(
     ('scale', lambda x, k: api.mvue_pack(x, k, jnp.ones(8), dtype=E5M2), 'one a matrix of x'),
     ('no_scale', lambda x, k: api.mvue_pack(x, k, dtype=E5M2), 'needs a scale .* one a matrix of x, found None'),
+    ('masked_scale', lambda x, k: api.masked_pack(x, _CODES, jnp.ones(8), dtype=E4M3), 'one a matrix of w'),
+    ('masked_no_scale', lambda x, k: api.masked_pack(x, _CODES, dtype=E4M3), 'needs a scale .* of w, found None'),
+    ('masked_dtype', lambda x, k: api.masked_pack(x, _CODES, 1.0), 'float8_e4m3fn or float8_e5m2, found'),
     ('soft_scale', lambda x, k: api.soft_threshold_pack(x, jnp.ones(8), dtype=E4M3), 'one a matrix of w'),
     ('dtype', lambda x, k: api.mvue_pack(x, k, 1.0, dtype=jnp.bfloat16), 'float8_e4m3fn or float8_e5m2, found'),
     ('of_x', lambda x, k: api.mvue_pack(x, k, 1.0), 'float8_e4m3fn or float8_e5m2, found'),

@@ -70,6 +70,12 @@ class Float8Test(parameterized.TestCase):
   def test_soft_threshold(self, shape, source, axis, top, dtype):
     check(api.soft_threshold_pack, draw(shape, source), filling(shape, top, dtype), axis=axis, dtype=dtype)
 
+  @parameterized.parameters((RAGGED, F32, 0.5), (RAGGED, BF16, 3e5), (LARGE, BF16, 5.0))
+  def test_masked(self, shape, source, top):
+    codes = jax.jit(api.transposable_pack)(draw(shape, seed=1)).codes
+    scale = filling(shape, top, 'float8_e4m3fn')
+    check(api.masked_pack, draw(shape, source), codes, scale, dtype='float8_e4m3fn')
+
   @parameterized.parameters(
     (RAGGED, F32, 0.5, 'float8_e5m2'), (RAGGED, BF16, 3e5, 'float8_e4m3fn'), (LARGE, BF16, 5.0, 'float8_e5m2'),
   )  # fmt: skip
@@ -80,6 +86,7 @@ class Float8Test(parameterized.TestCase):
   def test_default(self):
     w = draw((512, 512))
     check_default(api.soft_threshold_pack, w, F32(100), dtype='float8_e4m3fn')
+    check_default(api.masked_pack, w, random_codes(w), F32(100), dtype='float8_e4m3fn')
     check_default(api.mvue_pack, w, KEY, F32(100), dtype='float8_e5m2')
 
 

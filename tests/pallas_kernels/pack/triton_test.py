@@ -23,6 +23,7 @@ KERNELS = (
 # For compute capability 9.0: the sparse float8 matmul is Hopper's.
 FLOAT8_KERNELS = (
   ('soft_threshold_kernel', [BF16, F32, E4M3, U32, E4M3], dict(GROUPS_DOWN=True), 4),
+  ('masked_scaled_kernel', [BF16, U16, F32, E4M3, U32, E4M3, U32], {}, 4),
   ('mvue_scaled_kernel', [BF16, U32, F32, E5M2, U32, E5M2], {}, 2),
 )
 

@@ -135,6 +135,17 @@ class InterpretedTest(parameterized.TestCase):
     )  # fmt: skip
     self.assert_packed(found, expected)
 
+  @parameterized.parameters(*CASES)
+  def test_masked_in_float8(self, shape, dtype):
+    w, out = weights(shape, dtype), jnp.dtype(jnp.float8_e4m3fn)
+    codes = codes_of(weights(shape, dtype, 1))
+    scale = np.linspace(0.01, 300, int(np.prod(shape[:-2])), dtype=np.float32).reshape(shape[:-2])
+    expected = masked_pack(w, codes, scale, dtype=out)
+    found = run(pack.masked_scaled_kernel, pack.pair_structs(shape, out), [w, codes, scale.reshape(-1)], shape)
+    for values, metadata, operand in ((*found[:2], expected.rows), (*found[2:], expected.columns)):
+      triton_interpreter.assert_equal_float8(values, operand.values)
+      self.assert_same_bits(metadata, operand.metadata)
+
   # Many round to zero, or many saturate, or neither; in the last groups are all zero or have one entry left.
   @parameterized.parameters(
     (CASES[0], 3e-5, 2e4), (CASES[1], 5e-3, 200), (CASES[2], 3e-5, 2e4), (CASES[2], 1.5e-3, 1.5e-3)
