@@ -1,16 +1,20 @@
-"""Real FP8: of S-STE, sparse in the forward and the weight gradient, and of layers that stay dense.
+"""Real FP8: of S-STE, sparse in the forward and the weight gradient, of transposable masks, and of dense layers.
 
     z  = x W~       sparse e4m3: W~^T packed along in         x [tokens, in]    (dense where that measured faster)
     dx = dz W~^T    dense: dz in e5m2                         W~ [in, out] in e4m3
     dw = x^T V(dz)  sparse e5m2: V(dz)^T packed along tokens  x^T [in, tokens] in e4m3
        or x^T dz    dense: dz in e5m2, its transpose too       the same
 
+Under a transposable mask no matmul reads W~ dense: z is sparse whatever was measured, and so is
+
+    dx = dz W~^T    sparse e4m3: W~ packed along out          dz [tokens, out] in e5m2
+
 Without a projection W~ is the weight, and all three are dense.
 
 Scales are per tensor and current, those of weights powers of two. FP8 matmuls read both operands with the contracted
 axis contiguous, so a tensor that is contracted along either axis is written both ways, by the one pass that also rounds
-it: x and its transpose; W~ packed and dense; dz dense and its sample packed. The backward keeps x^T alone, at a byte an
-entry.
+it: x and its transpose; W~ packed and dense, or packed twice; dz dense and its sample packed. The backward keeps x^T
+alone, at a byte an entry.
 """
 
 import dataclasses
@@ -28,16 +32,16 @@ from pallas_kernels.gated_activation import costs as activation_costs
 from pallas_kernels.operand import SparseOperand
 from pallas_kernels.pack import api as pack
 from pallas_kernels.pack import costs as pack_costs
-from pallas_kernels.pack.reference import MVUE_HEADROOM
+from pallas_kernels.pack.reference import mask_codes, MVUE_HEADROOM
 from pallas_kernels.quantize import api as quantize
 from pallas_kernels.quantize import costs as quantize_costs
 from pallas_kernels.sparse_matmul.reference import activate
 from sparse24_jax.matmuls import Role
 from sparse24_jax.numerics import Format, round_to_fp8
-from sparse24_jax.packing import as_dtype, E4M3, PackedWeight
+from sparse24_jax.packing import as_dtype, E4M3, PackedWeight, with_values
 from sparse24_jax.policy import DotPolicy
 from sparse24_jax.precision import NATIVE, Precision, Rounded
-from sparse24_jax.projection import Form, SoftThreshold
+from sparse24_jax.projection import Form, SoftThreshold, TransposableMasked
 from sparse24_jax.steps import Moves, Pass
 
 E5M2 = jnp.dtype('float8_e5m2')
@@ -53,7 +57,6 @@ class Fp8(Precision):
 
   scales = True
   lacks = 'no FP8 kernels, which need one Hopper GPU and the extra sparse24-jax[cuda]'
-  by_records = ('forward',)
   dense, dense_wide = 'dense_fp8', 'dense_bf16'
   residual_layout, residual_axes = 'nk', 'n k*4'
   dtype, sample_dtype = E4M3, E5M2
@@ -63,12 +66,21 @@ class Fp8(Precision):
     return SIMULATED
 
   def unfit(self, policy: DotPolicy) -> str | None:
-    if policy.projection is not None and policy.projection.form != SoftThreshold(-2):
-      return f'only the soft threshold is packed in FP8, found {policy.projection.name!r}'
+    if policy.projection is None or policy.projection.form == SoftThreshold(-2):
+      return None
+    if policy.projection.form != TransposableMasked():
+      return f'FP8 packs by the soft threshold and under transposable masks, found {policy.projection.name!r}'
+    if policy.input_grad == 'dense':
+      return "under transposable masks FP8 has no dense weight to read: input_grad must be 'sparse', found 'dense'"
     return None
+
+  def by_records(self, form: Form | None) -> tuple[Role, ...]:
+    return () if form == TransposableMasked() else ('forward',)
 
   def pack(self, form: Form | None, w: Array, state: Any, dtype: Any) -> PackedWeight:
     """beta S(w) in e4m3, packed and dense, in one pass over `w` after one for its largest magnitude; or w, dense.
+
+    Under a transposable mask w packed both ways.
 
     The scale takes |S(w)| by its bound |w|, whose maximum needs no groups: one plain reduction reads the weight once.
     It is a power of two, which is ours: a float loses no precision by a scale that is too small, only range at its
@@ -77,16 +89,27 @@ class Fp8(Precision):
     if form is None:
       scale, factor = quantize.current_scale(_under_power_of_two(quantize.amax(w)), E4M3)
       return PackedWeight(None, None, dense=as_dtype(jnp.uint8, quantize.quantize(w, scale, dtype=E4M3)), factor=factor)
+    how = dict(dtype=E4M3, implementation=self.pass_backends)
+    if form == TransposableMasked():
+      scale, factor = quantize.current_scale(_under_power_of_two(quantize.amax(w)), E4M3)
+      pair = pack.masked_pack(w, mask_codes(state), scale, **how)
+      of_bytes = (with_values(jnp.uint8, operand) for operand in (pair.columns, pair.rows))
+      return PackedWeight(state, *of_bytes, factor=factor)
     if form != SoftThreshold(-2):
       return NATIVE.pack(form, w, state, dtype)
     scale, factor = quantize.current_scale(_under_power_of_two(jnp.abs(state) * quantize.amax(w)), E4M3)
-    p = pack.soft_threshold_pack(w, scale * state, dtype=E4M3, implementation=self.pass_backends)
-    operand = dataclasses.replace(p.operand, values=as_dtype(jnp.uint8, p.operand.values))
-    return PackedWeight(state, operand, dense=as_dtype(jnp.uint8, p.dense), factor=factor)
+    p = pack.soft_threshold_pack(w, scale * state, **how)
+    return PackedWeight(
+      state, with_values(jnp.uint8, p.operand), dense=as_dtype(jnp.uint8, p.dense), factor=factor
+    )
 
   def packing(self, form: Form | None, entries: int, operands: int, stored: int, wide: int) -> Moves:
-    whole = quantize_costs.quantize(entries, stored)
-    packed = whole if form is None else pack_costs.soft_threshold_pack(entries, stored, 1)
+    if form is None:
+      packed = quantize_costs.quantize(entries, stored)
+    elif form == TransposableMasked():
+      packed = pack_costs.masked_pack(entries, stored, 1, operands=operands, from_mask=True)
+    else:
+      packed = pack_costs.soft_threshold_pack(entries, stored, 1)
     return quantize_costs.amax(entries, stored), packed
 
   def rounded(self, x: Array, *, keep: bool) -> Rounded:
@@ -104,8 +127,9 @@ class Fp8(Precision):
     return (both_ways,) if scaled else (quantize_costs.amax(entries, wide), both_ways)
 
   def reads(self, p: PackedWeight, role: Role, backend: str | None) -> PackedWeight:
-    sparse = role == 'forward' and backend is not None
-    return dataclasses.replace(p, state=None, **(dict(dense=None) if sparse else dict(forward=None)))
+    if backend is None:
+      return PackedWeight(None, None, dense=p.dense, factor=p.factor)
+    return super().reads(p, role, backend)
 
   def forward(self, w: PackedWeight, x: Rounded, *, backend: str | None, dtype: Any, **epilogue: Any) -> Any:
     if backend is None:
@@ -114,6 +138,9 @@ class Fp8(Precision):
     return super().forward(w, x, backend=backend, dtype=dtype, **epilogue)
 
   def input_grad(self, w: PackedWeight, dz: Rounded, *, backend: str | None, dtype: Any) -> Array:
+    if backend is not None:
+      return super().input_grad(w, dz, backend=backend, dtype=dtype)
+
     def run(dz: Rounded, matrix: Array, factor: Array) -> Array:
       with jax.named_scope('input_grad'):
         return _dense_matmul(dz.values, dz.factor, _partitioning.whole(matrix), factor, dtype)

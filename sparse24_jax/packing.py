@@ -10,6 +10,7 @@ from jax import Array
 import jax.numpy as jnp
 
 from pallas_kernels.operand import concatenate, SparseOperand, split
+from sparse24_jax.matmuls import Role
 
 E4M3 = jnp.dtype('float8_e4m3fn')
 
@@ -29,8 +30,9 @@ class PackedWeight:
   Attributes:
     state: the projection's state: what a role that runs dense needs.
     forward: operand of the transposed weight, `[..., out, in]`, 2:4 along `in`; in FP8 its values as uint8.
-    input_grad: operand of the weight, `[..., in, out]`, 2:4 along `out`; None unless the projection is transposable.
-    dense: in FP8 the projected weight, `[..., in, out]`, as uint8.
+    input_grad: operand of the weight, `[..., in, out]`, 2:4 along `out`; None unless the projection is transposable. In
+      FP8 its values too are uint8.
+    dense: in FP8 the projected weight, `[..., in, out]`, as uint8; None if the projection is transposable.
     factor: in FP8 float32, `[...]`, a power of two: what a result is multiplied with to undo the scale.
 
   >>> import jax, jax.numpy as jnp, sparse24_jax as s24
@@ -57,13 +59,11 @@ class PackedWeight:
     assert operand is not None
     return operand.dtype
 
-  @property
-  def operand(self) -> SparseOperand:
-    """`forward`, its values in their dtype."""
-    assert self.forward is not None
-    if self.factor is None:
-      return self.forward
-    return dataclasses.replace(self.forward, values=as_dtype(E4M3, self.forward.values))
+  def operand(self, role: Role) -> SparseOperand:
+    """`forward` or `input_grad`, its values in their dtype."""
+    operand = self.forward if role == 'forward' else self.input_grad
+    assert operand is not None
+    return operand if self.factor is None else with_values(E4M3, operand)
 
   @property
   def matrix(self) -> Array:
@@ -75,6 +75,11 @@ class PackedWeight:
 def as_dtype(dtype: Any, x: Array) -> Array:
   """The same bytes as numbers of a dtype."""
   return jax.lax.bitcast_convert_type(x, dtype)
+
+
+def with_values(dtype: Any, operand: SparseOperand) -> SparseOperand:
+  """An operand with the bytes of its values as numbers of a dtype."""
+  return dataclasses.replace(operand, values=as_dtype(dtype, operand.values))
 
 
 def side_by_side(gate: PackedWeight, up: PackedWeight) -> PackedWeight:
@@ -110,11 +115,14 @@ def _split(operand: SparseOperand | None, axis: int) -> Sequence[SparseOperand |
 
 
 def _rescaled(p: PackedWeight, factor: Array) -> PackedWeight:
-  """Rescales `forward` and `dense`, as far as `p` has them, to another factor."""
+  """Rescales all that `p` has to another factor."""
 
   def rescaled(values: Array) -> Array:
     wide = as_dtype(E4M3, values).astype(jnp.bfloat16)  # exact, as is the product but for what becomes subnormal
     return as_dtype(jnp.uint8, (wide * (p.factor / factor).astype(jnp.bfloat16)).astype(E4M3))
 
-  forward = None if p.forward is None else dataclasses.replace(p.forward, values=rescaled(p.forward.values))
-  return PackedWeight(None, forward, None, None if p.dense is None else rescaled(p.dense), factor)
+  operands = (
+    None if operand is None else dataclasses.replace(operand, values=rescaled(operand.values))
+    for operand in (p.forward, p.input_grad)
+  )  # fmt: skip
+  return PackedWeight(None, *operands, None if p.dense is None else rescaled(p.dense), factor)

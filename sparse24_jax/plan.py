@@ -36,9 +36,9 @@ def plan_layer(
   have nothing near a check on the GPU itself: a matmul goes to the back end that measured fastest. On Hopper a sampled
   weight gradient takes a kernel in any case, since drawing the sample costs XLA more than the matmul. FP8 has kernels
   on Hopper alone; there the forward leaves the kernel only where that measured slower than the dense FP8 matmul, since
-  the pass that rounds the weight packs it in any case. A weight that no kernel packs (masks by magnitude) stays with
-  XLA. Without kernels or measurements of this GPU, for this dtype or sharding, all are plain; so they are where the
-  layer asks for what kernels do not give, see `Asked`.
+  the pass that rounds the weight packs it in any case, and under a transposable mask never. A weight that no kernel
+  packs (masks by magnitude) stays with XLA. Without kernels or measurements of this GPU, for this dtype or sharding,
+  all are plain; so they are where the layer asks for what kernels do not give, see `Asked`.
 
   Args:
     policy: of the layer.
@@ -88,8 +88,10 @@ def plan_layer(
   if named is not None:
     found, looked_up = dict.fromkeys(sparse_roles(policy), named), ()
   else:
-    found = {role: _fastest(on, precision, role, tokens, d_in, d_out, dtype) for role in roles}
-    looked_up = [precision.key(role, tokens, d_in, d_out, dtype) for role in roles if role in precision.by_records]
+    by_records = precision.by_records(packed_form(policy))
+    kernel, size = backend_of('sparse', on, precision), (tokens, d_in, d_out)
+    found = {role: _fastest(on, precision, role, *size, dtype) if role in by_records else kernel for role in roles}
+    looked_up = [precision.key(role, *size, dtype) for role in roles if role in by_records]
   return layer(Backends(**found), precision, checks=_checks_of(on, *looked_up))
 
 
@@ -165,10 +167,8 @@ def may_pack(policy: DotPolicy, w: Array) -> bool:
 def _fastest(
   on: Target, precision: Precision, role: Role, tokens: int, d_in: int, d_out: int, dtype: Any
 ) -> str | None:
-  """The back end of a matmul that may take a kernel and names none."""
+  """The back end of a matmul that may take a kernel and names none, by records."""
   kernel = backend_of('sparse', on, precision)
-  if role not in precision.by_records:
-    return kernel
   keys = [precision.key(role, share, d_in, d_out, dtype) for share in on.shares(tokens)]
   if precision.scales:  # the pass that rounds the weight packs it in any case
     return None if all(api.chosen(key, on.device) == 'dense' for key in keys) else kernel

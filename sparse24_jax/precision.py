@@ -75,8 +75,6 @@ class Precision:
   lacks: ClassVar[str] = 'no kernels that can run here'
   # Whether it is simulated in another one, which nobody timed.
   simulates: ClassVar[bool] = False
-  # The matmuls whose back ends records choose; the others take the GPU's kernel.
-  by_records: ClassVar[tuple[Role, ...]] = tuple(ROLES)
   # What reports call a dense matmul, and, if its records have it, the row of one in 16 bits.
   dense: ClassVar[str] = 'dense'
   dense_wide: ClassVar[str | None] = None
@@ -96,6 +94,10 @@ class Precision:
   def unfit(self, policy: DotPolicy) -> str | None:
     """Why its kernels do not serve a policy, or None."""
     return None
+
+  def by_records(self, form: Form | None) -> tuple[Role, ...]:
+    """The matmuls of a weight of this form whose back ends records choose; the others take the GPU's kernel."""
+    return tuple(ROLES)
 
   def key(self, role: Role, tokens: int, d_in: int, d_out: int, dtype: Any) -> dict[str, Any]:
     """What records of a matmul are looked up by."""
@@ -147,16 +149,19 @@ class Precision:
 
   def reads(self, p: PackedWeight, role: Role, backend: str | None) -> PackedWeight:
     """The part of a packed weight that the forward, or the input gradient, reads."""
-    return PackedWeight(None, p.forward) if role == 'forward' else PackedWeight(None, None, p.input_grad)
+    if role == 'forward':
+      return PackedWeight(None, p.forward, factor=p.factor)
+    return PackedWeight(None, None, p.input_grad, factor=p.factor)
 
   def forward(self, w: PackedWeight, x: Rounded, *, backend: str | None, dtype: Any, **epilogue: Any) -> Any:
     """z `[tokens, out]`; with an epilogue its activation, or (activation(z), z), see `multiply`."""
     scales = w.factor, x.factor
-    return multiply('forward', w.operand, x.values, backend=backend, scales=scales, dtype=dtype, **epilogue)
+    return multiply('forward', w.operand('forward'), x.values, backend=backend, scales=scales, dtype=dtype, **epilogue)
 
   def input_grad(self, w: PackedWeight, dz: Rounded, *, backend: str | None, dtype: Any) -> Array:
     """dx `[tokens, in]`."""
-    return multiply('input_grad', w.input_grad, dz.values, backend=backend)
+    scales = w.factor, dz.factor
+    return multiply('input_grad', w.operand('input_grad'), dz.values, backend=backend, scales=scales, dtype=dtype)
 
   def plain_operands(self, role: Role, a: Array, b: Array) -> tuple[Array, Array]:
     """The operands of a plain matmul for a and b; a simulation rounds them."""

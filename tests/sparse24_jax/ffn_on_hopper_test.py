@@ -1,5 +1,6 @@
 """What XLA makes of the feed-forward block for an H100: six sparse matmuls, nothing moved, each kernel once."""
 
+import dataclasses
 import functools
 
 from absl.testing import absltest, parameterized
@@ -11,6 +12,8 @@ import pytest
 import sparse24_jax as s24
 from tests.sparse24_jax.hlo import calls, computations, moves, result, SPARSE, TRITON
 from tests.sparse24_jax.hopper import compiled, D, HIDDEN, hopper, needs_plugins, POLICY, struct, TOKENS
+
+FP8 = dataclasses.replace(POLICY, precision='fp8')
 
 
 def kernels_of(jaxpr) -> list:
@@ -29,12 +32,16 @@ def kernels_of(jaxpr) -> list:
 @pytest.mark.few
 class BlockTest(parameterized.TestCase):
 
-  @parameterized.named_parameters(('gelu', 'gelu', False), ('swiglu', 'silu', True))
-  def test_six_sparse_matmuls_and_nothing_moved(self, activation, gated):
+  @parameterized.named_parameters(
+    ('gelu', 'gelu', False, POLICY), ('swiglu_fp8', 'silu', True, FP8), ('swiglu', 'silu', True, POLICY),
+    ('gelu_fp8', 'gelu', False, FP8),
+  )  # fmt: skip
+  @pytest.mark.few(2)
+  def test_six_sparse_matmuls_and_nothing_moved(self, activation, gated, policy):
     def step(x, weights, states, dy, key):
       def block(x, weights):
         return s24.ffn(
-          x, weights['up'], weights['down'], states, policy=POLICY, activation=activation,
+          x, weights['up'], weights['down'], states, policy=policy, activation=activation,
           w_gate=weights.get('gate'), key=jax.random.wrap_key_data(key),
         )  # fmt: skip
 
@@ -52,8 +59,8 @@ class BlockTest(parameterized.TestCase):
     expected = [(TOKENS, width), (TOKENS, D), (TOKENS, HIDDEN), (TOKENS, D), (D, width), (HIDDEN, D)]
     found = [result(line)[1] for line in sparse]
     self.assertCountEqual(found, expected)
-    # Packs of the weights, the sample of dy, and the pass that makes dz and its sample.
-    self.assertLen(calls(entry, TRITON), 5 if gated else 4)
+    # Packs of the weights, the sample of dy, and the pass that makes dz and its sample; in FP8 x and h, rounded.
+    self.assertLen(calls(entry, TRITON), (5 if gated else 4) + (2 if policy is FP8 else 0))
     self.assertEmpty(moves(entry))
     self.assertNotRegex(hlo, r'__cublas|dot\(')
 

@@ -32,13 +32,17 @@ def f8(a, dtype, largest=None):
 
 
 def f8_weights(weights, states):
-  """beta S(w) in e4m3, side by side, under a power of two above the common bound beta |w| of all of them."""
-  betas = [np.float32(s) for s in states]
+  """beta S(w), or w under masks, in e4m3, side by side, under a power of two above beta |w|, a bound of all of them."""
+  masked = np.asarray(states[0]).dtype == bool
+  betas = [np.float32(1 if masked else s) for s in states]
   largest = max(abs(b) * np.float32(abs(oracles.wide(w)).max()) for w, b in zip(weights, betas, strict=True))
   factor = np.exp2(np.ceil(np.log2(largest / 448)))
   scale = 1 / factor
-  soft = [oracles.soft_threshold(w) for w in weights]
-  return np.concatenate([rounded(s, scale * b, E4M3) for s, b in zip(soft, betas, strict=True)], axis=1), factor
+  sparse = [
+    oracles.wide(w) * np.asarray(state) if masked else oracles.soft_threshold(w)
+    for w, state in zip(weights, states, strict=True)
+  ]  # fmt: skip
+  return np.concatenate([rounded(s, scale * b, E4M3) for s, b in zip(sparse, betas, strict=True)], axis=1), factor
 
 
 def f8_sample(a, key, largest=None):
@@ -57,6 +61,11 @@ def dense_matmul(a, b):
   return bf16(bf16(a[0] @ b[0]) * bf16(a[1] * b[1]))
 
 
+def input_grad(dz, w, state, dense=dense_matmul):
+  """Sparse under masks, else dense."""
+  return (sparse_matmul if np.asarray(state).dtype == bool else dense)(dz, transposed(w))
+
+
 def transposed(a):
   return a[0].T, a[1]
 
@@ -73,7 +82,7 @@ def written_dot(x, w, state, dz, key):
   """z, dx, dw; without a key dw is that of all of dz."""
   matmul = dense_matmul if x.dtype == BF16 else sparse_matmul
   x, dz, w8 = f8(wide(x), E4M3), wide(dz), f8_weights([w], [state])
-  dx = matmul(f8(dz, E5M2), transposed(w8))
+  dx = input_grad(f8(dz, E5M2), w8, state, matmul)
   dw = matmul(transposed(x), f8(dz, E5M2)) if key is None else sparse_matmul(transposed(x), f8_sample(dz, key))
   return sparse_matmul(x, w8), dx, dw
 
@@ -106,7 +115,7 @@ def written_ffn(activation, x, weights, biases, states, dy, key, *, dense=None):
   else:
     h = bf16(oracles.activation_and_slope(activation, z)[0])
     slope = oracles.activation_and_slope(activation, bf16(z))[1]
-  dh = dense_matmul(f8(dy, E5M2), transposed(down))
+  dh = bf16(input_grad(f8(dy, E5M2), down, states['down']))
   dz = bf16(np.concatenate([dh * up * slope, dh * value], axis=1) if 'gate' in weights else dh * slope)
   steepest = None if 'gate' in weights else ACTIVATIONS[activation].steepest
   largest = abs(dz).max() if steepest is None else np.float32(steepest) * np.float32(abs(dh).max())
@@ -115,5 +124,5 @@ def written_ffn(activation, x, weights, biases, states, dy, key, *, dense=None):
   dw = dict(zip(names, np.split(dw, len(names), axis=1), strict=True))
   dw['down'] = sparse_matmul(transposed(h), f8_sample(dy, down_key))
   db = dict(zip(names, np.split(dz8[0].sum(0) * dz8[1], len(names)), strict=True)) | {'down': dy.sum(0)}
-  dx = dense_matmul(dz8, transposed(first))
+  dx = input_grad(dz8, first, states['up'])
   return linear('down', h, down, b_down), dx, dw, db if biases else {}

@@ -20,6 +20,8 @@ KEY = jax.random.key(7)
 PROJECTION = s24.soft_threshold_projection()
 SIMULATED = s24.DotPolicy(PROJECTION, weight_grad='mvue', precision='fp8', implementation='reference')
 KERNELS = dataclasses.replace(SIMULATED, implementation='dense')  # their path, multiplied decompressed
+TRANSPOSABLE = s24.transposable()
+MASKED = dataclasses.replace(KERNELS, projection=TRANSPOSABLE, input_grad='sparse')
 CHOOSES = dataclasses.replace(SIMULATED, implementation=None)
 # One rounding of the result to bfloat16, and here and there a rounding that turned with the order of a sum.
 TOLERANCE = 5e-3
@@ -64,10 +66,11 @@ def dot_and_gradients(policy, x, w, state, dz, key):
 
 
 init = jax.jit(PROJECTION.init)
+init_masks = jax.jit(TRANSPOSABLE.init)
 pack_weight = jit(functools.partial(linear_layer.pack_weight, KERNELS, dtype=BF16))
 
 
-def problem(*, gated: bool, biased: bool, tokens=TOKENS):
+def problem(*, gated: bool, biased: bool, tokens=TOKENS, init=init):
   """(x, weights, biases, states, cotangent of y)."""
   roles = ('up', 'down', 'gate') if gated else ('up', 'down')
   weights = {role: draw_weight(i, *SHAPES[role]) for i, role in enumerate(roles)}
@@ -78,4 +81,4 @@ def problem(*, gated: bool, biased: bool, tokens=TOKENS):
 
 def unpacked(packed: s24.PackedWeight) -> np.ndarray:
   """What the forward reads, float64 `[in, out]`, not scaled back."""
-  return oracles.wide(formats.decompress(from_operand(packed.operand))).T
+  return oracles.wide(formats.decompress(from_operand(packed.operand('forward')))).T

@@ -291,7 +291,7 @@ class FlaxTest(absltest.TestCase):
 class RefusalTest(parameterized.TestCase):
 
   @parameterized.named_parameters(
-    ('projection', dict(projection=s24.magnitude()), BF16, "only the soft threshold is packed .*'magnitude 2:4'"),
+    ('projection', dict(projection=s24.magnitude()), BF16, "FP8 packs by .* transposable masks, found 'magnitude 2:4'"),
     ('along_out', dict(projection=s24.soft_threshold_projection(axis=-1)), BF16, "found 'soft_threshold along out'"),
     ('dtype', {}, F32, 'activations are float32'),
   )

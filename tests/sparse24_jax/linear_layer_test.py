@@ -195,7 +195,7 @@ class PlanTest(parameterized.TestCase):
 
   @parameterized.named_parameters(
     ('float32', FST, 64, 128, F32, 'activations are float32, the kernels take bfloat16 and float16'),
-    ('fp8_of_a_mask', FP8_MASKED, 64, 128, BF16, "only the soft threshold is packed in FP8, found 'magnitude 2:4'"),
+    ('fp8_of_a_mask', FP8_MASKED, 64, 128, BF16, "FP8 packs by .* masks, found 'magnitude 2:4'"),
     ('fp8_float32', S_STE_FP8, 64, 128, F32, 'activations are float32'),
     ('fp8_narrow', S_STE_FP8, 64, 6, BF16, 'multiples of four, found a weight 64 x 6'),
     ('narrow', POLICIES['ste'][0], 64, 6, BF16, 'packing takes multiples of four, found a weight 64 x 6'),
