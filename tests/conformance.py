@@ -40,6 +40,7 @@ RECIPES = {
   'sr_ste_on_weights': s24.recipes.sr_ste(RULE, masked_decay=0.1),
   'sr_ste_on_gradients': s24.recipes.sr_ste(RULE, masked_decay=0.1, decay_on='gradients'),
   'transposable_srste': s24.recipes.transposable_srste(RULE, masked_decay=0.1, refresh_every=2),
+  'transposable_srste_fp8': s24.recipes.transposable_srste(RULE, masked_decay=0.1, refresh_every=2, fp8=True),
   's_ste': s24.recipes.s_ste(RULE),
   's_ste_fp8': s24.recipes.s_ste(RULE, fp8=True),
   'step': s24.recipes.step(RULE),

@@ -11,7 +11,7 @@ FLAGS = {'': '', 'cublas': '--xla_gpu_enable_triton_gemm=false'}
 
 _LINEAR = ('dense', 'dense_fp8', 'fst', 's_ste_fp8', 'fst_all', 's_ste_fp8_all')
 METHODS: Mapping[str, Contender] = {
-  **{name: CONTENDERS[name] for name in _LINEAR},
+  **{name: CONTENDERS[name] for name in (*_LINEAR, 'fst_fp8_all')},
   'mst': Contender(
     label='MST, all linear layers', recipe='mixed_sparsity',
     kwargs={'path': LINEAR, 'structure': 'transposable', 'mvue_path': FFN},

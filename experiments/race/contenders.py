@@ -149,6 +149,8 @@ CONTENDERS: Mapping[str, Contender] = {
   's_ste_fp8': of('s_ste_fp8'),
   'fst_all': of('fst_all'),
   's_ste_fp8_all': of('s_ste_fp8_all'),
+  'fst_fp8': of('fst_fp8'),
+  'fst_fp8_all': of('fst_fp8_all'),
   # Links change every ten steps, since the warm-up has to hold a change: it is a fortieth of the run, which takes 400
   # steps at least. Runs of all seeds draw the same links.
   'mst': of('mixed_sparsity_transposable_full', kwargs={'refresh_every': 10}),
@@ -158,6 +160,7 @@ CONTENDERS: Mapping[str, Contender] = {
   'fst_to_the_end': of('fst_to_the_end'),
   # What sampling the weight gradients costs.
   'fst_unsampled': of('fst_unsampled'),
+  'fst_fp8_all_unsampled': of('fst_fp8_all', 'exact weight gradients', kwargs=_EXACT),
   's_ste_fp8_all_unsampled': of('s_ste_fp8_all', 'exact weight gradients', kwargs=_EXACT),
   # Each recipe may take the width that suits it: the best shape of one is raced against the best of the other.
   'half_ffn_s_ste_fp8_all': of('s_ste_fp8_all', 'FFN half as wide', model=_HALF),

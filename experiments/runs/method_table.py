@@ -62,10 +62,14 @@ def _vnm(v: int, m: int, what: str = '', *, half: bool = False, **policy: Any) -
 METHODS: Mapping[str, Method] = {
   'dense': Method('dense', 'dense', _WATCHED),
   'fst': Method('FST', 'transposable_srste', {'path': FFN, 'masked_decay': 6e-3}),
+  'fst_fp8': Method('FST, FP8', 'transposable_srste', {'path': FFN, 'masked_decay': 6e-3, 'fp8': True}),
   's_ste': Method('S-STE', 's_ste', {'path': FFN}),
   's_ste_fp8': Method('S-STE, FP8', 's_ste', {'path': FFN, 'fp8': True}),
   # Attention's projections too: steps gain more, and losses may.
   'fst_all': Method('FST, all linear layers', 'transposable_srste', {'path': LINEAR, 'masked_decay': 6e-3}),
+  'fst_fp8_all': Method(
+    'FST, FP8, all linear layers', 'transposable_srste', {'path': LINEAR, 'masked_decay': 6e-3, 'fp8': True}
+  ),
   's_ste_all': Method('S-STE, all linear layers', 's_ste', {'path': LINEAR}),
   's_ste_fp8_all': Method('S-STE, FP8, all linear layers', 's_ste', {'path': LINEAR, 'fp8': True}),
   'sr_ste': Method('SR-STE, decay on weights', 'sr_ste', {'path': FFN, 'masked_decay': 3.0, 'decay_on': 'weights'}),

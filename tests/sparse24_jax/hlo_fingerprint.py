@@ -64,6 +64,7 @@ FST = s24.recipes.transposable_srste('.*/mlp_.*kernel', masked_decay=6e-5)
 STEPS = {
   'gpt2 fst': (False, FST), 'llama fst': (True, FST),
   'gpt2 s_ste fp8': (False, s24.recipes.s_ste('.*/mlp_.*kernel', fp8=True)),
+  'llama fst fp8': (True, s24.recipes.transposable_srste('.*/mlp_.*kernel', masked_decay=6e-5, fp8=True)),
 }  # fmt: skip
 
 

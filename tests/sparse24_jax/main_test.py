@@ -87,12 +87,14 @@ class CommandTest(parameterized.TestCase):
   def test_recipes(self, recipe):
     code, lines = run(*ARGS, '--device', DEVICE, '--recipe', recipe)
     self.assertEqual(code, 0)
-    both_ways = ('transposable_srste', 'mixed_sparsity_transposable')
+    both_ways = ('transposable_srste', 'transposable_srste_fp8', 'mixed_sparsity_transposable')
     expected = 'mosaic_gpu' if recipe in both_ways else 'dense_fp8' if recipe == 's_ste_fp8' else 'dense'
     self.assertEqual([line.split()[2] for line in lines if 'input gradient' in line], [expected] * 2)
     block = _block(lines)
-    self.assertRegex(block, r'^one block: \d+\.\d\d ms sparse, \d+\.\d\d ms dense')
-    self.assertEqual(' dense FP8' in block, recipe == 's_ste_fp8')
+    # Of what packs in FP8 under transposable masks there may be no record yet.
+    known = r'(\d+\.\d\d ms|-)' if recipe == 'transposable_srste_fp8' else r'\d+\.\d\d ms'
+    self.assertRegex(block, rf'^one block: {known} sparse, \d+\.\d\d ms dense')
+    self.assertEqual(' dense FP8' in block, recipe.endswith('_fp8'))
 
   @parameterized.parameters(('bfloat16', 1), ('float32', 4))
   def test_layers_and_block_are_of_the_same_weights(self, weights, micro_batches):

@@ -29,6 +29,7 @@ TOKENS, D, HIDDEN = 192, 64, 128
 KEY = jax.random.key(3)
 FST = s24.DotPolicy(s24.transposable(), input_grad='sparse', weight_grad='mvue', implementation='dense')
 FP8 = s24.DotPolicy(s24.soft_threshold_projection(), weight_grad='mvue', precision='fp8', implementation='dense')
+FST_FP8 = dataclasses.replace(FST, precision='fp8')
 EXACT_FP8 = dataclasses.replace(FP8, weight_grad='dense')
 DENSE_FP8 = s24.DotPolicy(precision='fp8', implementation='dense')
 
@@ -158,6 +159,7 @@ class BlockTest(parameterized.TestCase):
 
   @parameterized.named_parameters(
     ('gelu', FST, False, 'Auto'), ('swiglu_explicit', FST, True, 'Explicit'), ('s_ste_fp8', FP8, False, 'Auto'),
+    ('fst_fp8', FST_FP8, True, 'Auto'),
   )  # fmt: skip
   @pytest.mark.few
   def test_data_parallel(self, policy, gated, kind):
@@ -189,7 +191,7 @@ class BlockTest(parameterized.TestCase):
     (FST, 'Explicit', 'd', (2, 2)),
     # Along another: each device has its columns of gate and of up.
     (FST, 'Explicit', 't', (2, 2)), (FST, 'Auto', 't', (2, 2)), (FP8, 'Auto', 'd', (2, 1)), (FP8, 'Auto', 't', (2, 2)),
-    (FP8, 'Explicit', 't', (2, 2)),
+    (FP8, 'Explicit', 't', (2, 2)), (FST_FP8, 'Auto', 'd', (2, 2)), (FST_FP8, 'Explicit', 't', (2, 2)),
   )
   @pytest.mark.slow
   def test_a_gate_of_divided_weights(self, policy, kind, axis, shape):
