@@ -11,6 +11,11 @@ import jax.numpy as jnp
 import sparse24_jax as s24
 
 TINY = (64, 32, 128)
+RECIPES = {
+  'fst': s24.recipes.transposable_srste('.*', masked_decay=0.0),
+  's_ste_fp8': s24.recipes.s_ste('.*', fp8=True),
+  'fst_fp8': s24.recipes.transposable_srste('.*', masked_decay=0.0, fp8=True),
+}
 DENSE_FORMS = ('plain', 'features_first', 'recompute')
 
 
@@ -19,7 +24,7 @@ class Case:
   """One row of the table.
 
   Attributes:
-    method: 'fst' or 's_ste_fp8'.
+    method: a key of `RECIPES`.
     activation: 'gelu' (two matrices), or 'silu' with a gate (SwiGLU, three).
     shape: tokens, model width, hidden width.
   """
@@ -46,9 +51,9 @@ class Case:
 
   @property
   def fields(self) -> dict[str, str]:
-    """What records say of every case; the recipe by its constructor's name."""
+    """What records say of every case."""
     return dict(
-      op='ffn', recipe={'fst': 'transposable_srste'}.get(self.method, self.method),
+      op='ffn', recipe=RECIPES[self.method].name,
       activation='swiglu' if self.gated else self.activation,
       dtype='float8' if self.fp8 else 'bfloat16',
     )  # fmt: skip
@@ -61,11 +66,7 @@ class Case:
 
   def policy(self, implementation: Any) -> s24.DotPolicy:
     """The recipe's policy with a back end."""
-    if self.method == 'fst':
-      recipe = s24.recipes.transposable_srste('.*', masked_decay=0.0)
-    else:
-      recipe = s24.recipes.s_ste('.*', fp8=True)
-    return dataclasses.replace(recipe.rules[0].policy, implementation=implementation)
+    return dataclasses.replace(RECIPES[self.method].rules[0].policy, implementation=implementation)
 
 
 # Takes weights and tokens.

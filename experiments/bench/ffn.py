@@ -15,7 +15,16 @@ import jax
 import jax.numpy as jnp
 
 from experiments.bench import hlo, measure, trace
-from experiments.bench.feed_forward import Case, dense_block, DENSE_FORMS, dense_step, inputs, sparse_step, TINY
+from experiments.bench.feed_forward import (
+  Case,
+  dense_block,
+  DENSE_FORMS,
+  dense_step,
+  inputs,
+  RECIPES,
+  sparse_step,
+  TINY,
+)
 from experiments.bench.ffn_errors import check, CHECKED, gradient_errors
 from pallas_kernels import _bench, _compat
 import sparse24_jax as s24
@@ -23,11 +32,11 @@ import sparse24_jax as s24
 MODULE = 'experiments.bench.ffn'
 SHAPES = ((16384, 4096, 16384), (32768, 4096, 14336))
 # Roles and counts of sparse calls in a step: one a matrix, but S-STE's input gradient is dense.
-_ROLES = {'fst': hlo.ROLES, 's_ste_fp8': ('forward', 'weight_grad')}
+_ROLES = {'fst': hlo.ROLES, 's_ste_fp8': ('forward', 'weight_grad'), 'fst_fp8': hlo.ROLES}
 
 CASES = {
   case.name: case
-  for method in ('fst', 's_ste_fp8') for shape in SHAPES for activation in ('gelu', 'silu')
+  for method in RECIPES for shape in SHAPES for activation in ('gelu', 'silu')
   for case in (Case(method, activation, shape),)
 }  # fmt: skip
 GROUPS = {group: [name for name, case in CASES.items() if case.fp8 == (group == 'fp8')] for group in ('bf16', 'fp8')}

@@ -93,7 +93,8 @@ def lower(record: Record) -> dict[str, float]:
 
 
 _METHODS = {
-  'transposable_srste': 'FST, bfloat16', 's_ste': 'S-STE, bfloat16', 's_ste_fp8': 'S-STE, FP8',
+  'transposable_srste': 'FST, bfloat16', 'transposable_srste_fp8': 'FST, FP8', 's_ste': 'S-STE, bfloat16',
+  's_ste_fp8': 'S-STE, FP8',
   'mixed_sparsity_24': 'MST within 2:4, bfloat16', 'neuron_level': 'neuron level, bfloat16',
   'mixed_sparsity_transposable': 'MST, transposable 2:4 and MVUE, bfloat16',
 }  # fmt: skip

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.bench.feed_forward import Case, inputs, sparse_step
+from experiments.bench.feed_forward import Case, inputs, RECIPES, sparse_step
 from pallas_kernels import _device, _records, _tuning
 from pallas_kernels.arch import WGMMA
 import sparse24_jax as s24
@@ -32,7 +32,7 @@ KEY = jax.random.key(5)
 SIZES = (1028, 260, 580), (1024, 512, 2048), (4096, 1024, 4096)
 # One that records have in both precisions. Of others a check at first use decides, by times: no test can say how.
 RECORDED = (8192, 2048, 8192)
-CASES = {(method, act): Case(method, act, SIZES[1]) for method in ('fst', 's_ste_fp8') for act in ('gelu', 'silu')}
+CASES = {(method, act): Case(method, act, SIZES[1]) for method in RECIPES for act in ('gelu', 'silu')}
 # Up to six roundings to bfloat16 of 1.7e-3 each: of gate and up, of h or dh, of both halves of dz, and of the result.
 BLOCK = 6e-3
 # Of the weight gradients of gate and up, where choices of MVUE turn with roundings: on an H200 with eight keys 0.6 to
@@ -55,7 +55,7 @@ def block(name, size):
   """(case, weights, x, dy, states)."""
   case = CASES[name]
   weights, x, dy = inputs(case, size)
-  if name[0] == 's_ste_fp8':
+  if case.fp8:
     # Scales go by the largest magnitude; where the order of a sum rounds that up or down, an entry in twenty moves by
     # an eighth: 2% of the result (seen with SwiGLU). So one token has the largest ones, of products of one term.
     x, dy = (a.at[0].set(0).at[0, 0].set(32) for a in (x, dy))
@@ -84,7 +84,7 @@ class FfnTest(parameterized.TestCase):
     (y, (weights, dx)), (right, (right_weights, right_dx)) = found, expected
     assert_close((y, weights.pop('down'), dx), (right, right_weights.pop('down'), right_dx), FLIPS)
     assert_close(weights, right_weights, SAMPLED_FLIPS)
-    if name[0] == 's_ste_fp8':
+    if CASES[name].fp8:
       right, (_, right_dx) = ffn(name, size, 'reference', F32, precision='default')
       assert_close((y, dx), (right, right_dx), NOISE)
 
@@ -97,7 +97,7 @@ class FfnTest(parameterized.TestCase):
       jax.jit(sparse_step(case, case.policy(name))).lower(*args, states, KEY).compile() for name in (KERNELS, None)
     )
     calls = (default.as_text() or '').count('custom_call_target="mosaic_gpu_v2"')
-    self.assertEqual(calls, 6 if method == 'fst' else 4)  # the input gradients of S-STE are dense
+    self.assertEqual(calls, 4 if method == 's_ste_fp8' else 6)  # the input gradients of S-STE are dense
     expected = named(*args, states, KEY)
     for _ in range(20):
       jax.tree.map(np.testing.assert_array_equal, default(*args, states, KEY), expected)
@@ -122,11 +122,11 @@ class DotTest(parameterized.TestCase):
     # What is sampled is given, so that the sample is the same one.
     assert_close(self.dot('fst', size, KERNELS), self.dot('fst', size, 'reference', F32), _tuning.TOLERANCE)
 
-  @parameterized.parameters(*SIZES)
-  def test_float8(self, *size):
-    found = self.dot('s_ste_fp8', size, KERNELS)
-    assert_close(found, self.dot('s_ste_fp8', size, 'dense'), _tuning.TOLERANCE)
-    assert_close(found, self.dot('s_ste_fp8', size, 'reference', F32, precision='default'), NOISE)
+  @parameterized.product(method=('s_ste_fp8', 'fst_fp8'), size=SIZES)
+  def test_float8(self, method, size):
+    found = self.dot(method, size, KERNELS)
+    assert_close(found, self.dot(method, size, 'dense'), _tuning.TOLERANCE)
+    assert_close(found, self.dot(method, size, 'reference', F32, precision='default'), NOISE)
 
 
 if __name__ == '__main__':

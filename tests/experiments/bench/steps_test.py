@@ -36,7 +36,9 @@ def bench(module, *argv):
 
 class RecordsTest(parameterized.TestCase):
 
-  @parameterized.parameters('fst-gelu-16384x4096x16384', 's_ste_fp8-swiglu-16384x4096x16384')
+  @parameterized.parameters(
+    'fst-gelu-16384x4096x16384', 's_ste_fp8-swiglu-16384x4096x16384', 'fst_fp8-gelu-16384x4096x16384'
+  )
   @pytest.mark.slow
   def test_ffn(self, case):
     (record,), _ = bench(ffn, '--select', case)
