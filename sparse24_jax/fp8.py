@@ -93,8 +93,8 @@ class Fp8(Precision):
     if form == TransposableMasked():
       scale, factor = quantize.current_scale(_under_power_of_two(quantize.amax(w)), E4M3)
       pair = pack.masked_pack(w, mask_codes(state), scale, **how)
-      of_bytes = (with_values(jnp.uint8, operand) for operand in (pair.columns, pair.rows))
-      return PackedWeight(state, *of_bytes, factor=factor)
+      forward, input_grad = (with_values(jnp.uint8, operand) for operand in (pair.columns, pair.rows))
+      return PackedWeight(state, forward, input_grad, factor=factor)
     if form != SoftThreshold(-2):
       return NATIVE.pack(form, w, state, dtype)
     scale, factor = quantize.current_scale(_under_power_of_two(jnp.abs(state) * quantize.amax(w)), E4M3)

@@ -121,8 +121,8 @@ def _rescaled(p: PackedWeight, factor: Array) -> PackedWeight:
     wide = as_dtype(E4M3, values).astype(jnp.bfloat16)  # exact, as is the product but for what becomes subnormal
     return as_dtype(jnp.uint8, (wide * (p.factor / factor).astype(jnp.bfloat16)).astype(E4M3))
 
-  operands = (
-    None if operand is None else dataclasses.replace(operand, values=rescaled(operand.values))
-    for operand in (p.forward, p.input_grad)
-  )  # fmt: skip
-  return PackedWeight(None, *operands, None if p.dense is None else rescaled(p.dense), factor)
+  def operand(of: SparseOperand | None) -> SparseOperand | None:
+    return None if of is None else dataclasses.replace(of, values=rescaled(of.values))
+
+  dense = None if p.dense is None else rescaled(p.dense)
+  return PackedWeight(None, operand(p.forward), operand(p.input_grad), dense, factor)

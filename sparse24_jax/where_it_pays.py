@@ -144,7 +144,8 @@ def where_it_pays(
   match decides. `only_where_it_pays` writes that rule.
 
   An FP8 recipe has a sparse forward, an input gradient in FP8 that is dense but under transposable masks, and a weight
-  gradient that is sparse if it is sampled. `LayerGain.dense_ms` and the gain still compare with dense training in 16 bits.
+  gradient that is sparse if it is sampled. `LayerGain.dense_ms` and the gain still compare with dense training in 16
+  bits.
 
   Records are made in short bursts, and a GPU that is kept busy runs at a lower clock: sustained steps take longer,
   dense and sparse ones alike. `docs/speed.md` says how near expected gains come to measured ones.
