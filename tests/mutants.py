@@ -290,6 +290,8 @@ MUTANTS = _of(
    "keys['hidden'])", 'ffn_test.py', 'columns_of_one_sample'),
   ('devices share the scale of a gradient', 'fp8.py', "gated=gated), 'n', 'm')", "gated=gated), 'n')",
    'linear_layer_test.py', 'scale_of_a_gradient'),
+  ('no FP8 matmul reads a weight under a transposable mask dense', 'fp8.py',
+   "() if form == TransposableMasked() else ('forward',)", "('forward',)", 'fp8_transposable_test.py', 'three_take'),
   ('which half of a weight is the gate', 'binding/blocks.py', 'key=lambda each: each[0].columns or (0, 0)',
    'key=lambda each: 0', 'binding/pairs_test.py', 'is_found'),
   ('what stands in no block says why', 'binding/interpreter.py', '    found.matmuls.apart(block.maps, block.reason)',
