@@ -27,6 +27,7 @@ from sparse24_jax.steps import Matmul
 
 TOKENS, D, HIDDEN = 64, 128, 192
 FST = s24.DotPolicy(s24.transposable(), input_grad='sparse', weight_grad='mvue', implementation='dense')
+FST_FP8 = dataclasses.replace(FST, precision='fp8')
 S_STE = s24.DotPolicy(s24.soft_threshold_projection(), weight_grad='mvue', implementation='dense')
 FP8 = s24.DotPolicy(s24.soft_threshold_projection(), weight_grad='mvue', precision='fp8', implementation='dense')
 H100 = 'nvidia_h100_80gb_hbm3'
@@ -135,7 +136,7 @@ class StepsTest(parameterized.TestCase):
       _, kept = jax.eval_shape(step, x, weights, state, packed)
     return ran, packed, kept
 
-  @parameterized.product(policy=(FST, FP8), gated=(False, True))
+  @parameterized.product(policy=(FST, FP8, FST_FP8), gated=(False, True))
   def test_are_what_runs(self, policy, gated):
     plan = plan_block(policy, TOKENS, sides(gated), jnp.bfloat16)
     self.assertTrue(plan.fused)
