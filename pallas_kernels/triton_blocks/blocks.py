@@ -244,7 +244,8 @@ def zero_free(w, code):
   """A block's rows in words, of 16 or 8 bits, zero where `code` does not keep entries."""
   if len(w[0]) == 1:
     return (
-      _zero_bytes(w[0], code), _zero_bytes(w[1], code >> 4), _zero_bytes(w[2], code >> 8), _zero_bytes(w[3], code >> 12),
+      _zero_bytes(w[0], code), _zero_bytes(w[1], code >> 4),
+      _zero_bytes(w[2], code >> 8), _zero_bytes(w[3], code >> 12),
     )  # fmt: skip
   else:
     bits = code | code << 15
