@@ -134,6 +134,17 @@ class FfnTest(parameterized.TestCase):
     assert_close(found, expected, 2 * NOISE)
 
 
+  @pytest.mark.slow
+  def test_vmap(self):
+    """Over experts, each with its own scales."""
+    x, weights, biases, _, dy = jax.tree.map(lambda a: jnp.stack([a, a * 3]), problem(gated=True, biased=True))
+    many, keys = (x, weights, biases, jax.tree.map(init_masks, weights), dy), jax.random.split(KEY, 2)
+    found = jit(jax.vmap(functools.partial(ffn_and_gradients.__wrapped__, MASKED, 'silu')))(*many, keys)
+    for i in range(2):
+      own = jax.tree.map(lambda a, i=i: a[i], (found, many, keys))
+      assert_close(own[0], ffn_and_gradients(MASKED, 'silu', *own[1], own[2]), TOLERANCE)
+
+
 class PlanTest(parameterized.TestCase):
 
   @parameterized.parameters('mosaic_gpu', 'dense')
