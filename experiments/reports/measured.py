@@ -105,7 +105,7 @@ def profile() -> str:
   """Where the milliseconds of a step go, by kind of kernel."""
   records = provenance.read('best_steps_profile.jsonl')
   by_recipe = {r['recipe']: r for r in records}
-  own = [by_recipe[name] for name in ('dense', 'fst', 'dense_fp8', 's_ste_fp8_all')]
+  own = [by_recipe[name] for name in ('dense', 'fst', 'dense_fp8', 's_ste_fp8_all', 'fst_fp8_all')]
   rows = []
   for name, kinds in _KINDS.items():
     ms = [sum(r['profile']['by_kind_ms'][kind] for kind in kinds) for r in own]

@@ -158,6 +158,7 @@ TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
     'losses by decay': _losses_by_decay,
     'decay by short runs': lambda: decay_grid.markdown(provenance.read('decay_grid.jsonl')),
     'grid small': lambda: _tuned('grid_small.jsonl', 'small, 900 steps each'),
+    'earlier grid small': lambda: _tuned('grid_small_earlier.jsonl', 'small, 900 steps each'),
     'race of 124m at equal steps': lambda: table.steps_markdown(race('124m')),
     'parts of the gap at 124m': _parts_of_the_gap,
     'long race of 124m at equal steps': lambda: table.steps_markdown(race('124m, long')),
