@@ -45,8 +45,9 @@ def load(path: Path = provenance.RESULTS / FILE) -> dict[tuple[str, str], dict[s
   records = [record for record in map(json.loads, path.read_text().splitlines()) if record['headline']]
   newest = {_method(record): record['commit'] for record in sorted(records, key=lambda record: record['when'])}
   for record in records:
+    layouts = found[record['device'], record['model']][record['recipe']]  # a method that was timed again keeps its place
     if record['commit'] == newest[_method(record)]:
-      found[record['device'], record['model']][record['recipe']].setdefault(record['layout'], []).append(record)
+      layouts.setdefault(record['layout'], []).append(record)
   return {
     key: {method: _best(layouts) for method, layouts in methods.items()} for key, methods in found.items()
   }
