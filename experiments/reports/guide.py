@@ -170,7 +170,7 @@ def answer(
   if price is None:
     return Answer(_PLAIN, [why])
   lower = [
-    f'{e.who} {_how(e, faster)} too, and ended {abs(e.mean):.1f}% {"above" if e.mean >= 0 else "below"} dense'
+    f'{e.who} {_how(e, faster)}, and ended {abs(e.mean):.1f}% {"above" if e.mean >= 0 else "below"} dense'
     f'{_edge(e)} ({e.place(device)})' for e in faster_ones[: faster_ones.index(price)]
   ]  # fmt: skip
   first = [why, *_under('But', [*lower, f'{price.who} {_how(price, faster)}, for this price:'])]

@@ -6,6 +6,7 @@ import io
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from absl.testing import absltest, parameterized
 import jax
@@ -191,7 +192,7 @@ class EvidenceTest(parameterized.TestCase):
     )
     said = guide.answer('quality', {'s_ste_fp8': 1.5, 'dense_fp8': 1.1}, found, **asked)
     self.assertEqual((said.take, facts(said, 'But')), ('dense, as it is', [
-      'FP8 is faster too, and ended 30.0% above dense (a race, 1 seed, NVIDIA H200)',
+      'FP8 is faster, and ended 30.0% above dense (a race, 1 seed, NVIDIA H200)',
       'S-STE is faster, for this price:',
     ]))  # fmt: skip
     self.assertEqual(said.code[0], '# If you pay this price: S-STE.')
@@ -242,6 +243,9 @@ class EvidenceTest(parameterized.TestCase):
     ):  # fmt: skip
       self.assertAlmostEqual(gains[name], full.dense_ms / ms)
     self.assertNotIn('dense_124m', gains)
+    simulated = dataclasses.replace(full, simulated='no FP8 here')
+    with mock.patch.object(guide, 'block_gain', lambda *args, **kwargs: simulated):
+      self.assertIsNone(guide.gains(d=2048, hidden=8192, **sizes)['dense_fp8'])
 
   def test_code_says_whose_it_is_where_two_may_be_first(self):
     found = {'S-STE, FP8': [race('S-STE', (0.90, 0.92, 0.91))], 'dense, FP8': [race('FP8', (0.91, 0.91, 0.921))]}
